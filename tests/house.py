@@ -270,13 +270,10 @@ def words(name: str) -> list[str]:
 
 
 def names(source: Source) -> Iterator[Violation]:
-    """Find old names, and names in British spelling, once per name and file.
-
-    Tests keep their names: a name is how a history of failures refers to a test.
-    """
+    """Find old names, and names in British spelling, once per name and file."""
     seen: set[str] = set()
     for line, name in [(1, source.module.rpartition(".")[2]), *sorted(_names(source))]:
-        if name in seen or name in FOREIGN_NAMES or name.startswith("test_"):
+        if name in seen or name in FOREIGN_NAMES:
             continue
         seen.add(name)
         joined = f"_{'_'.join(words(name))}_"
@@ -459,8 +456,18 @@ def check(sources: Sequence[Source], pages: Mapping[str, str]) -> list[Violation
 # ----------------------------------------------------------------------------------------- Measure
 
 
+def reading_path() -> list[Path]:
+    """Files that the section "Reading path" of CONTRIBUTING.md lists, in its order."""
+    text = (
+        (ROOT / "CONTRIBUTING.md").read_text().partition("## Reading path")[2].partition("\n## ")[0]
+    )
+    names = re.findall(r"`([\w/]+\.py)`", text)
+    return [ROOT / PACKAGE / name for name in names if not name.startswith("examples/")]
+
+
 def measure(sources: Sequence[Source]) -> dict[str, int]:
     """Rows of the house's table that a program can count, by name."""
+    path = reading_path()
     package = [source for source in sources if source.path.startswith(f"{PACKAGE}/")]
     top = {s.module: _top(s.module) for s in package}
     edges: dict[str, set[str]] = {name: set() for name in top.values() if name != PACKAGE}
@@ -480,6 +487,8 @@ def measure(sources: Sequence[Source]) -> dict[str, int]:
         "circles between modules": len(list(circular(sources))),
         **{f"{word!r} in .py": len(re.findall(rf"\b{word}", text)) for word in counts},
         "docstrings that begin with a relative clause": openers["opening"],
+        "files of the reading path": len(path),
+        "lines of the reading path": sum(len(file.read_text().splitlines()) for file in path),
         "lines outside tests": sum(source.text.count("\n") for source in outside),
         "lines of spell_jax": sum(source.text.count("\n") for source in package),
     }

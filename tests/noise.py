@@ -136,7 +136,7 @@ def use_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mesh, "make_mesh", lambda shape=None: make_mesh(None, jax.devices()[:1]))
 
 
-def draw_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def skip_plots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let runs end without plots, which take half of their time."""
     monkeypatch.setattr(run_report, "plot_run", lambda workdir: ())
 

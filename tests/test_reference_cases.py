@@ -1,4 +1,4 @@
-"""Every file of reference cases is read by a test, or its README states the reason."""
+"""Test that every file of reference cases is read, or that its README states the reason."""
 
 import pathlib
 import re
@@ -7,7 +7,7 @@ TESTS = pathlib.Path(__file__).parent
 CASES = TESTS / "reference_cases"
 
 
-def test_no_file_is_forgotten():
+def test_each_reference_file_is_read_or_excused():
     files = {path.stem for path in CASES.glob("*.json")}
     sources = "".join(path.read_text() for path in TESTS.rglob("test_*.py"))
     read = {name for name in files if re.search(rf'"{name}(\.json)?"', sources)}

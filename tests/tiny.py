@@ -84,7 +84,7 @@ def groups(
 def sampling(
     rows: int, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0
 ) -> sampling_ops.Sampling:
-    """The same for all rows."""
+    """Equal sampling options for all rows."""
     values = np.array([temperature, top_p, min_p], np.float32)
     temperatures, top_ps, min_ps = np.repeat(values[:, None], rows, axis=1)
     return sampling_ops.Sampling(temperatures, np.full(rows, top_k, np.int32), top_ps, min_ps)

@@ -156,12 +156,13 @@ class _TokenEscaper:
     def _edges(self, content: str) -> set[int]:
         """Positions where a content could complete a token with the template's adjacent text.
 
-        Example: a template that writes `<` + content + `>`.
+        Example: a template that writes `<` + content + `>`. Templates may trim a content, so its
+        edges are those of the stripped text, unless it is white space only.
         """
-        body = content.strip()
+        body = content.strip() or content
         if not body:
             return set()
-        start = len(content) - len(content.lstrip())
+        start = content.index(body)
         lengths = range(1, min(self._longest, len(body) + 1))
         edges = set()
         inside_token = any(body in text for text in self._tokens if len(body) < len(text))

@@ -221,7 +221,7 @@ class Script:
 
 
 class Deck:
-    """A stream that deals the clusters in order, again and again."""
+    """A stream that cycles through the clusters in order."""
 
     def __init__(self, rows: Sequence[Row], documents: int = 3):
         self.repeats = 0
@@ -316,7 +316,7 @@ ROWS = (
 )
 VERDICTS = {
     2: ("?", "?", "?", "[[YES]]"),  # malformed: the verifier is ignored
-    14: ("[[NO]]",) * 4,  # of another mind than the rule: the better one counts
+    14: ("[[NO]]",) * 4,  # contradicts the rule: the higher reward counts
 }
 
 

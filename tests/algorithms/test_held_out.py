@@ -1,4 +1,4 @@
-"""Tests of held-out questions from a file, scored by the rule, and of shares with intervals."""
+"""Tests of held-out questions from a file, scored by the rule, with confidence intervals."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def right(role: str, prompt: str, sibling: int, model: str) -> str:
     return f"answer is {found.answer}"
 
 
-def test_right_and_wrong_answers():
+def test_scores_of_right_and_wrong_answers():
     evaluation = HeldOutQuestions(PROMPTS, QUESTIONS)
     ask = ScriptedModels(right)
     assert evaluation.quick(ask) == (
@@ -44,7 +44,7 @@ def test_right_and_wrong_answers():
     assert evaluation.quick(ScriptedModels(lambda *_: None))[0] == 0.0  # over the cap
 
 
-def test_the_report_has_a_row_a_task():
+def test_report_has_one_row_per_task():
     report = HeldOutQuestions(PROMPTS, QUESTIONS).full(ScriptedModels(lambda *_: "answer is 7"))
     (rows,) = report.values()
     assert rows["all"][""] == pytest.approx((0.25, 1.96 * math.sqrt(0.25 * 0.75 / 4)))
@@ -61,7 +61,7 @@ def line(**changes) -> str:
     return json.dumps(record | changes, ensure_ascii=False)
 
 
-def test_bad_lines_are_skipped_and_named(tmp_path, caplog):
+def test_invalid_lines_are_skipped_and_logged(tmp_path, caplog):
     bad = [
         "no JSON",
         "[]",
@@ -85,14 +85,14 @@ def test_bad_lines_are_skipped_and_named(tmp_path, caplog):
         assert f"{path}:{number}: skipped" in caplog.text
 
 
-def test_a_file_without_questions_is_refused(tmp_path):
+def test_file_without_questions_is_rejected(tmp_path):
     path = tmp_path / "questions.jsonl"
     path.write_text("no\n")
     with pytest.raises(ValueError, match=r"data\.validation = .*questions\.jsonl: none of its 1"):
         read_questions(path, "data.validation")
 
 
-def test_share():
+def test_share_is_the_mean_with_a_confidence_interval():
     assert share([True, False]) == pytest.approx((0.5, 1.96 * 0.5 / math.sqrt(2)))
     assert share([1.0] * 9) == (1.0, 0.0)
     with pytest.raises(ValueError, match="no outcomes"):

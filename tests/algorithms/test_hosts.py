@@ -1,4 +1,4 @@
-"""Two hosts get the same replies in the same order as one host with the same number of devices."""
+"""Test that two hosts get the same replies, in order, as one host with as many devices."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.algorithms import hosts
 pytestmark = pytest.mark.slow
 
 
-def test_two_hosts_get_the_replies_of_one() -> None:
+def test_two_hosts_get_the_same_replies_as_one() -> None:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])

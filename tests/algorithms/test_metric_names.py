@@ -24,7 +24,7 @@ def in_run(measured: Iterable[str], held_out: Iterable[str]) -> set[str]:
 
 
 def of_reconstruction() -> set[str]:
-    """Puzzles with 2 to 8 options, and documents that give none."""
+    """Metrics of puzzles with 2 to 8 options, and of documents that give none."""
     short = [Cluster(f"short {i}", ("a line\nand another",)) for i in range(9)]
     algorithm = posing.make_algorithm([*posing.STORIES, *short], documents=24, steps=1)
     models = ScriptedModels(posing.improving)
@@ -35,7 +35,7 @@ def of_reconstruction() -> set[str]:
 
 
 def of_eapo() -> set[str]:
-    """Scorings that can be parsed or not, a judge, a prompt over the cap, known evidence."""
+    """Metrics with valid and malformed scorings, a judge, an overlong prompt, known evidence."""
     measured = set()
     for options in (
         {"rule": "judge", "judge": lambda items: [1, -1, 0][: len(items)]},
@@ -50,7 +50,7 @@ def of_eapo() -> set[str]:
 
 
 def of_rlvr() -> set[str]:
-    """Questions that the first step writes."""
+    """Metrics with questions that the first step writes."""
     algorithm = rlvr.new_algorithm(rule="judge", judge=lambda items: [1] * len(items))
     script = scripted.Script(scripted.ROWS)
     evaluation = HeldOutQuestions(PROMPTS, structured.QUESTIONS)
@@ -64,20 +64,20 @@ ALGORITHMS = {"reconstruction": of_reconstruction, "eapo": of_eapo, "rlvr": of_r
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_every_number_of_an_algorithm_is_explained(name):
+def test_every_metric_of_an_algorithm_is_documented(name):
     written = ALGORITHMS[name]()
     assert len(written) > 20 and any(name.startswith("eval/") for name in written)
     unknown, _ = metric_names.compare(written)
     assert not unknown
 
 
-def test_the_page_has_no_number_that_no_algorithm_has():
+def test_every_documented_metric_is_written_by_an_algorithm():
     written = set(itertools.chain.from_iterable(names() for names in ALGORITHMS.values()))
     _, unused = metric_names.compare(written)
     assert not unused & metric_names.OF_OTHER_ALGORITHMS
 
 
-def test_numbers_of_another_models_update_are_explained():
+def test_update_metrics_of_other_models_are_documented():
     names = ("rows/reward_model", "advantage/reward_model", "reward_model/gradient_norm")
     unknown, unused = metric_names.compare(f"train/{name}" for name in (*names, "rows/else"))
     assert unknown == {"train/rows/else"}

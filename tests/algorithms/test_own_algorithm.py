@@ -48,7 +48,7 @@ def policy(tmp_path_factory) -> pathlib.Path:
 def _small_and_quick() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         noise.use_one_device(monkeypatch)
-        noise.draw_nothing(monkeypatch)
+        noise.skip_plots(monkeypatch)
         noise.share_programs(monkeypatch)
         algorithms = registry.ALGORITHMS | {"pair": registry.AlgorithmSpec(PairConfig, Pair)}
         monkeypatch.setattr(registry, "ALGORITHMS", algorithms)
@@ -85,17 +85,17 @@ def counting(tmp_path, monkeypatch) -> ModuleType:
     return module
 
 
-def test_the_example_is_short():
+def test_docs_example_has_at_most_200_lines():
     assert len(docs_blocks()[0].splitlines()) <= 200
 
 
-def test_the_examples_config_has_its_fields(counting):
+def test_docs_example_config_is_read(counting):
     names: dict[str, Any] = {"default_config": default_config}
     exec(docs_blocks()[2], names)
     assert registry.read_algorithm(names["config"].algorithm) == counting.CountingConfig()
 
 
-def test_the_example_runs(counting, policy, tmp_path, monkeypatch):
+def test_docs_example_trains_and_reports(counting, policy, tmp_path, monkeypatch):
     # Random texts rarely hold a number, so their length stands for one.
     score = counting.score
     monkeypatch.setattr(counting, "score", lambda text, truth: score(f"{len(text) % 4}", truth))
@@ -114,7 +114,7 @@ def test_the_example_runs(counting, policy, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "text, truth, wanted", [("7", 7, 1.0), ("it is 2, no: 4", 3, 0.5), ("none", 0, 0.0)]
 )
-def test_the_examples_reward(counting, text, truth, wanted):
+def test_docs_example_reward(counting, text, truth, wanted):
     assert counting.score(text, truth) == wanted
 
 
@@ -206,7 +206,7 @@ def lines_of(workdir: epath.Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_second_model_learns_when_it_has_rows(pair, whole):
+def test_second_model_is_updated_only_when_it_has_rows(pair, whole):
     lines = lines_of(whole)
     assert [("train/other/loss" in line) for line in lines] == [False, True, False]
     assert all(line["train/rows/responder"] == 8 for line in lines)
@@ -223,7 +223,7 @@ def test_a_second_model_learns_when_it_has_rows(pair, whole):
 
 
 @pytest.mark.parametrize("step", [1, 2], ids=["before its update", "after its update"])
-def test_a_second_model_is_resumed_to_the_bit(pair, whole, step, tmp_path):
+def test_second_model_resumes_bit_identically(pair, whole, step, tmp_path):
     halved = noise.end_earlier(whole, epath.Path(tmp_path / "halved"), step)
     loop.train(pair, halved)
     assert [*map(noise.steady, lines_of(whole))] == [*map(noise.steady, lines_of(halved))]
@@ -238,8 +238,8 @@ def test_a_second_model_is_resumed_to_the_bit(pair, whole, step, tmp_path):
 
 
 @pytest.mark.slow
-def test_one_model_at_a_time_is_made_ready(pair):
-    """Weights in the compute dtype exist only while the asker of them keeps them."""
+def test_rollout_weights_are_cast_anew_on_each_access(pair):
+    """Weights in the compute dtype exist only while the caller holds them."""
     with pair.unlocked():
         pair.other.compute_dtype = "bfloat16"
     run = make_run(pair)
@@ -256,7 +256,7 @@ def test_one_model_at_a_time_is_made_ready(pair):
     )
 
 
-def test_a_model_of_its_own_needs_a_folder(pair):
+def test_second_model_needs_a_folder(pair):
     with pair.unlocked():
         pair.other.folder = ""
     with pytest.raises(ValueError, match=r"other\.folder = '': must be a Hugging Face folder"):
@@ -264,7 +264,7 @@ def test_a_model_of_its_own_needs_a_folder(pair):
 
 
 @pytest.mark.slow
-def test_models_that_wait_on_the_host_learn_the_same(pair, whole, tmp_path):
+def test_models_offloaded_to_the_host_train_identically(pair, whole, tmp_path):
     waiting = epath.Path(tmp_path / "waiting")
     for optimizer in (pair.optimizer, pair.other.optimizer):
         optimizer.offload = optimizer.offload_weights = True

@@ -83,7 +83,7 @@ def worker():
     return made, sampler
 
 
-def test_replies_are_counted_by_agent(worker):
+def test_rollout_metrics_are_counted_per_agent(worker):
     ask, _ = worker
     ask("responder", ["ab", "abcdef"], group=2)  # the second prompt is over the cap
     ask("responder", ["a"])
@@ -105,7 +105,7 @@ def test_replies_are_counted_by_agent(worker):
         "sampler/padded_group_slots": 0.4,
         "sampler/reused_prompt_tokens": 0,
     }
-    # Of three sessions: with the policy, with the frozen copy, and with the policy again.
+    # Three sessions: with the policy, with the frozen reader, and with the policy again.
     assert (ask.sampled_tokens, ask.prefilled_tokens) == (21, 9)
     assert ask.waited == {"responder": 1.5, "weights": 0.5, "frozen": 0.25}
     ask.start_step(2, {})
@@ -116,14 +116,14 @@ def test_replies_are_counted_by_agent(worker):
     )
 
 
-def test_requests_say_for_whom_they_are(worker):
+def test_requests_carry_their_agent(worker):
     ask, sampler = worker
     ask("responder", ["a"])
     ask("responder", ["a"], model="reference_reader")
     assert [request.agent for _, request in sampler.asked] == ["responder", "reference_reader"]
 
 
-def test_replies_are_texts_without_the_stop_token(worker):
+def test_reply_texts_omit_the_stop_token(worker):
     ask, sampler = worker
     first, over = ask("responder", ["ab", "abcdef"], group=2)
     assert first.prompt == [7, 0, 1, 8]
@@ -138,13 +138,13 @@ def test_replies_are_texts_without_the_stop_token(worker):
     assert [len(row) for row in group.old_logprobs] == [3, 3]
 
 
-def test_replies_come_in_the_order_of_prompts(worker):
+def test_replies_keep_the_order_of_prompts(worker):
     ask, _ = worker
     replies = ask("responder", ["abc", "abcdef", "a", "ab", ""])
     assert [reply and len(reply.prompt) for reply in replies] == [5, None, 3, 4, 2]
 
 
-def test_verdicts_have_a_cap_of_their_own(worker):
+def test_verdicts_have_their_own_token_cap(worker):
     ask, sampler = worker
     ask("verifier", ["a"])
     ask("responder", ["a"], model="reference_reader", temperature=0.0)
@@ -153,7 +153,7 @@ def test_verdicts_have_a_cap_of_their_own(worker):
     assert params == "frozen" and answer.options.temperature == 0.0
 
 
-def test_a_coroutine_resumes_when_its_own_call_is_answered(worker):
+def test_coroutine_resumes_as_soon_as_its_own_call_finishes(worker):
     models, _ = worker
     order = []
 
@@ -168,7 +168,7 @@ def test_a_coroutine_resumes_when_its_own_call_is_answered(worker):
     assert order == ["", "abc", "z", "x", "yy"]  # after 2, 5, 2 + 3, 5 + 3, 2 + 3 + 4 advances
 
 
-def test_all_prompts_refused_is_an_answer_too(worker):
+def test_call_with_only_overlong_prompts_returns_none_replies(worker):
     models, sampler = worker
     found = []
 
@@ -180,7 +180,7 @@ def test_all_prompts_refused_is_an_answer_too(worker):
     assert found == [[None, None], []] and not sampler.asked
 
 
-def test_an_error_in_a_coroutine_is_raised(worker):
+def test_error_in_a_coroutine_is_raised(worker):
     models, _ = worker
 
     async def run(ask, item):
@@ -191,7 +191,7 @@ def test_an_error_in_a_coroutine_is_raised(worker):
         models.run_all(run, ["a", "ab"])
 
 
-def test_after_an_error_others_may_be_asked(worker):
+def test_worker_stays_usable_after_a_coroutine_error(worker):
     models, _ = worker
 
     async def run(ask, item):
@@ -204,7 +204,7 @@ def test_after_an_error_others_may_be_asked(worker):
     assert len(reply.prompt) == 5
 
 
-def test_coroutines_ask_by_their_own_ask_alone(worker):
+def test_coroutines_must_use_their_own_ask(worker):
     models, _ = worker
 
     async def nested(ask, item):
@@ -220,7 +220,7 @@ def test_coroutines_ask_by_their_own_ask_alone(worker):
     assert models("responder", ["a"])[0].texts == ["one two"]
 
 
-def test_one_session_a_model_and_step(worker):
+def test_session_starts_when_the_model_or_step_changes(worker):
     ask, sampler = worker
     for model in ("policy", "policy", "reference_reader", "policy"):
         ask("responder", ["a"], model=model)
@@ -233,7 +233,7 @@ def test_one_session_a_model_and_step(worker):
         ask("responder", ["a"])
 
 
-def test_one_model_is_served_until_no_call_is_pending(worker):
+def test_model_keeps_its_session_until_no_call_is_pending(worker):
     models, sampler = worker
 
     async def run(ask, item):
@@ -262,7 +262,7 @@ def _keys(worker, step: int, items: list[tuple[str, ...]]) -> dict[str, list[tup
     return found
 
 
-def test_keys_depend_on_nothing_that_others_do(worker):
+def test_sampling_keys_are_independent_of_other_coroutines(worker):
     slow, fast = ("a", "ab", "abc"), ("",)
     alone = _keys(worker, 1, [(), slow])
     beside = _keys(worker, 1, [fast * 5, slow, fast])
@@ -274,7 +274,7 @@ def test_keys_depend_on_nothing_that_others_do(worker):
     assert len(set(every)) == len(every) == 2 * 9 + 2 * 3
 
 
-def test_keys_are_folded_number_by_number(worker):
+def test_sampling_keys_are_folded_by_coroutine_call_and_prompt(worker):
     ask, sampler = worker
     ask("questioner", [""])
     ask("responder", ["a", "b", "c"])
@@ -284,7 +284,7 @@ def test_keys_are_folded_number_by_number(worker):
     np.testing.assert_array_equal(sampler.asked[-1][1].key, jax.random.key_data(key))
 
 
-def test_an_unknown_model_is_an_error(worker):
+def test_unknown_model_raises_key_error(worker):
     ask, _ = worker
     with pytest.raises(KeyError, match="reward_model"):
         ask("responder", ["a"], model="reward_model")

@@ -1,4 +1,4 @@
-"""Tests of every kernel against dense float32, forward and backward, alone and on a mesh."""
+"""Tests of every kernel against dense float32, forward and backward, on a device and a mesh."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _assert_close(found, wanted, bound: float = 1e-5) -> None:
 
 
 def _reference(q, k, v, *indices) -> jax.Array:
-    """The whole softmax, differentiated by JAX and not by one of our rules."""
+    """The full softmax, differentiated by JAX and not by a custom rule."""
     groups = q.reshape(*k.shape[:3], -1, SIZE)
     scores = jnp.einsum("bqkrh,bskh->bkrqs", groups, k) * SIZE**-0.5
     seen = masks.visible(*indices)[:, None, None]
@@ -102,12 +102,12 @@ def test_every_kernel_equals_the_reference(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block", [16, 64, 171, 512])
-def test_chunked_by_any_block(block: int) -> None:
+def test_chunked_kernel_with_any_block_size_equals_the_reference(block: int) -> None:
     _assert_close(_both(_kernel("chunked", block), *_inputs()), _both(_reference, *_inputs()))
 
 
 @pytest.mark.slow
-def test_chunked_with_any_last_query() -> None:
+def test_chunked_kernel_accepts_any_last_query() -> None:
     """Any array works, not only that of packed groups."""
     rng = np.random.default_rng(1)
     last_query = jnp.asarray(rng.integers(-1, TIME, size=(2, TIME)), jnp.int32)
@@ -120,7 +120,7 @@ def test_chunked_with_any_last_query() -> None:
     assert not np.where(reads, 0, found).any(), "zeros where nothing is seen"
 
 
-def test_live_blocks_by_hand() -> None:
+def test_live_and_full_blocks_of_a_small_example() -> None:
     last_query = jnp.array([5, 5, 3, 3, 5, 5, -1, -1])
     index, last_query = jnp.arange(8).reshape(4, 2), last_query.reshape(4, 2)
     live, full = masks.live_and_full_blocks(index, index, last_query)
@@ -129,7 +129,7 @@ def test_live_blocks_by_hand() -> None:
 
 
 @pytest.mark.slow
-def test_dead_blocks_are_not_touched() -> None:
+def test_dead_blocks_are_not_read() -> None:
     """The first answer's block is dead for the second one's queries."""
     last_query = jnp.array([[11] * 4 + [7] * 4 + [11] * 4])
     q, k, v = (x[:1, :12] for x in _inputs())
@@ -143,7 +143,7 @@ def test_dead_blocks_are_not_touched() -> None:
 
 
 @pytest.mark.slow
-def test_memory_grows_with_the_length_not_its_square() -> None:
+def test_chunked_memory_grows_linearly_with_length() -> None:
     def bytes_of(kernel, time: int) -> int:
         q = jax.ShapeDtypeStruct((1, time, HEADS, SIZE), jnp.float32)
         kv = jax.ShapeDtypeStruct((1, time, KV_HEADS, SIZE), jnp.float32)
@@ -159,7 +159,7 @@ def test_memory_grows_with_the_length_not_its_square() -> None:
 
 
 @pytest.mark.slow
-def test_chunked_in_bfloat16() -> None:
+def test_chunked_kernel_in_bfloat16_is_close_to_float32() -> None:
     low = [x.astype(jnp.bfloat16) for x in _inputs()]
     found = _both(_kernel("chunked", 64), *low)
     assert {x.dtype for x in found[1:]} == {jnp.dtype(jnp.bfloat16)}
@@ -175,7 +175,7 @@ MESHES = [
 
 
 @pytest.mark.parametrize("shape", MESHES, ids=str)
-def test_a_mesh_equals_one_device(shape: dict[str, int]) -> None:
+def test_sharded_attention_equals_one_device(shape: dict[str, int]) -> None:
     def run(q, k, v, index, _, last_query):
         return attend.attend(q, k, v, last_query, index, "chunked")
 
@@ -201,8 +201,10 @@ def _dealt(x, order):
 @pytest.mark.parametrize("name", list(attend.KERNELS))
 @pytest.mark.parametrize("ring", [False, True])
 @pytest.mark.parametrize("shape", [{"context": DEVICES, "fsdp": 2}, {"context": 4, "tensor": 2}])
-def test_tokens_dealt_over_devices(name: str, ring: bool, shape: dict[str, int]) -> None:
-    """Tokens are in packing's order over devices; keys and values are gathered or travel a ring."""
+def test_context_parallel_attention_equals_one_device(
+    name: str, ring: bool, shape: dict[str, int]
+) -> None:
+    """Shard tokens in packing's order; keys and values are gathered or sent around a ring."""
     order = []
     for groups in ROWS.values():
         is_answer, start = np.zeros(DEALT_TIME, bool), 0
@@ -247,7 +249,7 @@ def test_collectives_of_a_context_mesh() -> None:
     assert _collectives(ring=False) == [{"all_gather": 4}, {"all_gather": 8, "all_to_all": 2}]
 
 
-def test_collectives_of_a_ring() -> None:
+def test_collectives_of_ring_attention() -> None:
     """Collectives in the loops of ring attention.
 
     Forward's loop passes on k, v and their two indices. Backward's loop passes on these and two
@@ -261,7 +263,7 @@ def test_collectives_of_a_ring() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("made_of", [context.ring, context.gathered])
-def test_kernels_of_a_context_mesh_keep_the_contract(made_of) -> None:
+def test_context_parallel_kernels_keep_the_kernel_contract(made_of) -> None:
     """Queries that see none of a device's keys get zeros and 1e30 from it."""
     kernel = attend.KERNELS["dense"]
     pad = ((0, 0), (0, 1))
@@ -283,7 +285,7 @@ def test_kernels_of_a_context_mesh_keep_the_contract(made_of) -> None:
     assert (np.asarray(lse) == 1e30).any() and not (np.asarray(lse) == 1e30).all()
 
 
-def test_gradients_of_keys_are_summed_in_float32_where_they_arrive() -> None:
+def test_key_gradients_are_summed_in_float32_after_all_to_all() -> None:
     q = jnp.zeros((1, 64, 2, SIZE), jnp.bfloat16)
     last_query = jnp.zeros((1, 64), jnp.int32)
     with jax.set_mesh(meshes.make_mesh({"context": 8})):
@@ -296,8 +298,8 @@ def test_gradients_of_keys_are_summed_in_float32_where_they_arrive() -> None:
 
 
 @pytest.mark.slow
-def test_a_device_of_a_ring_never_holds_the_row() -> None:
-    """Twice the devices, each with the same number of tokens of a row that is twice as long."""
+def test_ring_attention_memory_per_device_is_constant() -> None:
+    """Double devices and row length, so that each device keeps its number of tokens."""
 
     def bytes_of(devices: int, ring: bool) -> int:
         def total(q, k, v, last_query):
@@ -313,7 +315,7 @@ def test_a_device_of_a_ring_never_holds_the_row() -> None:
     assert bytes_of(8, ring=True) < 1.05 * bytes_of(4, ring=True)
 
 
-def test_auto_takes_the_kernel_by_length_and_platform() -> None:
+def test_auto_selects_the_kernel_by_length_and_platform() -> None:
     def program(time: int, platform: str) -> str:
         q = jax.ShapeDtypeStruct((1, time, 2, 64), jnp.float32)
         last_query = jax.ShapeDtypeStruct((1, time), jnp.int32)
@@ -332,7 +334,7 @@ def test_auto_takes_the_kernel_by_length_and_platform() -> None:
 
 
 @pytest.mark.slow
-def test_training_rows_are_attended_by_the_named_kernel() -> None:
+def test_packed_training_rows_use_the_named_kernel() -> None:
     q, k, v, *_ = _inputs()
     packed, nothing = attend.packed("chunked")(q, k, v, None, {"last_query": LAST_QUERY})
     assert nothing is None
@@ -340,7 +342,7 @@ def test_training_rows_are_attended_by_the_named_kernel() -> None:
     assert attend.packed("chunked") is attend.packed("chunked")
 
 
-def test_a_policy_names_its_kernel() -> None:
+def test_unknown_attention_kernel_of_a_policy_is_rejected() -> None:
     from tests import tiny
 
     with pytest.raises(ValueError, match=r"policy\.attention = 'flash': must be one of \('auto',"):

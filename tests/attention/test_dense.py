@@ -20,7 +20,7 @@ def _inputs(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _attend(q, k, v, last_query) -> jax.Array:
-    """Indices of tokens in their order."""
+    """Attend with token indices in row order."""
     last_query = jnp.asarray(last_query)
     index = masks.row_index(last_query)
     q, k, v = (jnp.asarray(x) for x in (q, k, v))
@@ -54,7 +54,7 @@ def test_equals_a_loop_over_queries(seed: int) -> None:
 
 
 @pytest.mark.slow
-def test_padding_gives_finite_gradients_and_none_to_what_is_not_seen() -> None:
+def test_gradients_are_finite_and_zero_for_masked_keys() -> None:
     q, k, v, last_query = _inputs(0)
     _, reads = _query_by_query(q, k, v, last_query)
 

@@ -1,4 +1,4 @@
-"""Tests of the mask of packed rows, on the example of its module."""
+"""Tests of the mask of packed rows."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ def _visible(last_query: jax.Array) -> jax.Array:
     return masks.visible(index, index, last_query)
 
 
-def test_example_of_the_module() -> None:
+def test_mask_of_the_example_in_the_module_docstring() -> None:
     last_query = jnp.array([[4, 4, 3, 3, 4, -1]], jnp.int32)
     wanted = [
         [1, 0, 0, 0, 0, 0],  # the prompt sees itself
@@ -23,11 +23,11 @@ def test_example_of_the_module() -> None:
         [1, 1, 1, 0, 0, 0],  # the first answer sees prompt and itself
         [1, 1, 1, 1, 0, 0],
         [1, 1, 0, 0, 1, 0],  # the second does not see the first
-        [0, 0, 0, 0, 0, 0],  # padding sees nothing, and nobody sees it
+        [0, 0, 0, 0, 0, 0],  # padding sees nothing, and no token sees it
     ]
     np.testing.assert_array_equal(_visible(last_query)[0], np.array(wanted, bool))
 
 
-def test_rows_are_masked_one_by_one() -> None:
+def test_rows_are_masked_independently() -> None:
     seen = _visible(jnp.array([[1, 1], [0, 1]], jnp.int32))
     np.testing.assert_array_equal(seen, [[[1, 0], [1, 1]], [[1, 0], [0, 1]]])

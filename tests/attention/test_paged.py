@@ -1,4 +1,4 @@
-"""Tests of attention to pages against dense attention in numpy, row by row and head by head."""
+"""Tests of paged attention against dense attention in NumPy, row by row and head by head."""
 
 import functools
 
@@ -19,7 +19,7 @@ LONGEST = TABLE * BLOCK
 def _attend(
     q, pages, layer, table, visible, part, parts, scores_at_once=0, keys_at_once=256, queries=512
 ):
-    """With limits on the work of a step, or (0) with those of the platform."""
+    """Attend with limits on the work of a step, or (0) with the platform's limits."""
     given = (q, pages, layer, table, visible, (part, parts))
     if not scores_at_once:
         return paged.attend(*given)
@@ -96,7 +96,7 @@ def test_equals_dense_attention_in_every_layer(rows: int, time: int) -> None:
 
 @pytest.mark.parametrize("scores_at_once", [1, 300, 900, 10**6])
 @pytest.mark.parametrize("keys_at_once", [1, 8, 12, 1000])
-def test_what_is_computed_at_once_changes_nothing(scores_at_once: int, keys_at_once: int) -> None:
+def test_step_sizes_do_not_change_the_result(scores_at_once: int, keys_at_once: int) -> None:
     q, pages, table, visible = _case(7, 3, seed=1)
     sizes = {"scores_at_once": scores_at_once, "keys_at_once": keys_at_once}
     wanted = _dense(q, pages, 1, table, visible)
@@ -104,7 +104,7 @@ def test_what_is_computed_at_once_changes_nothing(scores_at_once: int, keys_at_o
 
 
 @pytest.mark.parametrize("keys_at_once", [4, 256])
-def test_every_count_of_visible_keys(keys_at_once: int) -> None:
+def test_every_number_of_visible_keys_equals_dense(keys_at_once: int) -> None:
     """One row for each number of visible keys: no key at a page's edge is lost or extra."""
     q, pages, table, _ = _case(LONGEST + 1, 1, seed=2)
     visible = np.random.default_rng(0).permutation(LONGEST + 1).astype(np.int32)[:, None]
@@ -113,9 +113,9 @@ def test_every_count_of_visible_keys(keys_at_once: int) -> None:
 
 
 @pytest.mark.slow
-def test_who_sees_nothing_gets_zeros() -> None:
+def test_queries_without_visible_keys_get_zeros() -> None:
     q, pages, table, visible = _case(5, 3, seed=3)
-    visible[1] = [0, 9, 0]  # alone or beside queries that see keys
+    visible[1] = [0, 9, 0]  # in a row with and without queries that see keys
     blind = visible == 0
     for scores_at_once in (1, 10**6):
         out, lse = _attend_all(q, pages, 0, table, visible, scores_at_once=scores_at_once)
@@ -126,7 +126,7 @@ def test_who_sees_nothing_gets_zeros() -> None:
     assert not np.any(out) and np.all(np.asarray(lse) == np.float32(paged.UNSEEN))
 
 
-def test_tokens_of_a_prompt_see_one_more_each() -> None:
+def test_prompt_tokens_attend_causally() -> None:
     """Rows that begin anywhere, like pages of prompts, and one that ends in padding."""
     q, pages, table, _ = _case(4, 6, seed=4)
     visible = np.array([0, 3, 14, 8])[:, None] + np.arange(6) + 1
@@ -139,13 +139,13 @@ def test_tokens_of_a_prompt_see_one_more_each() -> None:
 
 
 @pytest.mark.parametrize("heads", [2, 4, 8])
-def test_heads_share_keys_in_order(heads: int) -> None:
+def test_query_heads_share_key_heads_in_order(heads: int) -> None:
     _, pages, table, visible = _case(3, 2, seed=5)
     q = np.random.default_rng(0).normal(size=(3, 2, heads, SIZE)).astype(np.float32)
     _close(_attend_all(q, pages, 0, table, visible), _dense(q, pages, 0, table, visible))
 
 
-def test_rows_with_the_same_pages_get_the_same() -> None:
+def test_rows_with_equal_pages_get_equal_results() -> None:
     q, pages, table, visible = _case(6, 2, seed=6)
     q, table, visible = (np.repeat(x[:1], 6, axis=0) for x in (np.asarray(q), table, visible))
     out, lse = _attend_all(q, pages, 0, table, visible, scores_at_once=200)
@@ -153,8 +153,8 @@ def test_rows_with_the_same_pages_get_the_same() -> None:
     assert np.all(np.asarray(lse) == np.asarray(lse)[:1])
 
 
-def test_what_lies_behind_the_visible_keys_changes_nothing() -> None:
-    """Other pages in the table, other keys in the page, as left by an earlier prompt."""
+def test_keys_past_the_visible_count_have_no_effect() -> None:
+    """Replace later pages in the table and later keys in a page, as left by an earlier prompt."""
     q, pages, table, visible = _case(6, 2, seed=7)
     visible[:] = np.minimum(visible, 10)
     wanted = _attend_all(q, pages, 1, table, visible)
@@ -172,7 +172,7 @@ def test_what_lies_behind_the_visible_keys_changes_nothing() -> None:
         np.testing.assert_array_equal(one, other)
 
 
-def test_scores_of_any_size_are_finite() -> None:
+def test_extreme_scores_give_finite_results() -> None:
     """Scores far beyond the range of exp, rising and falling along the keys."""
     q, pages, table, visible = _case(7, 3, seed=8)
     for factor in (60.0, -60.0):
@@ -184,7 +184,7 @@ def test_scores_of_any_size_are_finite() -> None:
         assert np.nanmax(np.abs(wanted[1][visible > 0])) > 200
 
 
-def test_pages_and_queries_in_bfloat16() -> None:
+def test_bfloat16_pages_and_queries_are_close_to_dense() -> None:
     q, pages, table, visible = _case(7, 3, seed=9, dtype=jnp.bfloat16)
     found = _attend_all(q, pages, 1, table, visible)
     _close(found, _dense(q, pages, 1, table, visible), atol=5e-2)
@@ -201,7 +201,7 @@ def _parts(pages: Pages, parts: int) -> list[Pages]:
 
 @pytest.mark.parametrize("parts", [2, 4])
 @pytest.mark.parametrize("keys_at_once", [2, 6, 256])
-def test_parts_of_all_pages_together_are_the_whole(parts: int, keys_at_once: int) -> None:
+def test_merged_parts_of_pages_equal_full_attention(parts: int, keys_at_once: int) -> None:
     q, pages, table, visible = _case(7, 3, seed=10)
     found = [
         _attend(q, part, 1, table, visible, i, parts, scores_at_once=200, keys_at_once=keys_at_once)
@@ -213,7 +213,7 @@ def test_parts_of_all_pages_together_are_the_whole(parts: int, keys_at_once: int
     assert np.any(blind[-1] & ~blind[0]), "the case should have parts that see nothing"
 
 
-def test_a_part_is_attention_to_its_keys() -> None:
+def test_part_attends_only_to_its_own_keys() -> None:
     """The second half of every page alone: positions 2, 3, 6, 7, ..."""
     q, pages, table, visible = _case(7, 1, seed=11)
     second = _parts(pages, 2)[1]
@@ -224,7 +224,7 @@ def test_a_part_is_attention_to_its_keys() -> None:
 
 
 @pytest.mark.slow
-def test_merging_prompt_and_suffix_is_attention_to_both() -> None:
+def test_merged_prompt_and_suffix_equal_attention_to_both() -> None:
     q, pages, table, visible = _case(7, 2, seed=12)
     own = np.full((7, 2), 3, np.int32)
     suffix = table[:, -1:]
@@ -253,7 +253,7 @@ def test_merging_prompt_and_suffix_is_attention_to_both() -> None:
 
 
 @pytest.mark.slow
-def test_merging_with_a_part_that_sees_nothing_changes_nothing() -> None:
+def test_merging_a_part_without_visible_keys_changes_nothing() -> None:
     rng = np.random.default_rng(13)
     out = rng.normal(size=(3, 2, 4)).astype(np.float32)
     lse = np.array([[0.0, -50.0], [80.0, 3.0], [paged.UNSEEN, 1.0]], np.float32)
@@ -281,7 +281,7 @@ def _same(found: Pages, keys: np.ndarray, values: np.ndarray) -> None:
     np.testing.assert_array_equal(found.values, values)
 
 
-def test_an_empty_pool_is_zeros() -> None:
+def test_empty_pool_is_zeros() -> None:
     pages = empty_pages(LAYERS, PAGES, KV_HEADS, BLOCK, SIZE, jnp.bfloat16)
     assert pages.keys.shape == pages.values.shape == (LAYERS, PAGES, KV_HEADS, BLOCK, SIZE)
     assert pages.keys.dtype == pages.values.dtype == jnp.bfloat16
@@ -289,7 +289,7 @@ def test_an_empty_pool_is_zeros() -> None:
     assert not np.any(pages.keys) and not np.any(pages.values)
 
 
-def test_writing_pages_writes_them_and_nothing_else() -> None:
+def test_write_pages_changes_only_the_given_pages() -> None:
     pages, which = _numbered(), [9, 2, 5]
     keys, values = np.random.default_rng(0).normal(size=(2, 3, BLOCK, KV_HEADS, SIZE))
     keys, values = keys.astype(np.float32), values.astype(np.float32)
@@ -302,7 +302,7 @@ def test_writing_pages_writes_them_and_nothing_else() -> None:
     _same(found, wanted_keys, wanted_values)
 
 
-def test_writing_tokens_writes_them_and_nothing_else() -> None:
+def test_write_tokens_changes_only_the_given_tokens() -> None:
     """Two tokens go to the same page."""
     pages, places = _numbered(), [(4, 3), (11, 0), (4, 1), (13, 2)]
     keys, values = np.random.default_rng(1).normal(size=(2, len(places), KV_HEADS, SIZE))
@@ -316,7 +316,7 @@ def test_writing_tokens_writes_them_and_nothing_else() -> None:
     _same(found, wanted_keys, wanted_values)
 
 
-def test_what_is_written_takes_the_pools_type() -> None:
+def test_writes_are_cast_to_the_pools_dtype() -> None:
     pages = empty_pages(1, 3, KV_HEADS, BLOCK, SIZE, jnp.bfloat16)
     keys = np.full((1, BLOCK, KV_HEADS, SIZE), 1.001, np.float32)
     whole = write_pages(pages, jnp.int32(0), jnp.array([1]), keys, -keys)
@@ -327,8 +327,8 @@ def test_what_is_written_takes_the_pools_type() -> None:
     assert np.asarray(written.values, np.float32).sum() == -(BLOCK + 1) * KV_HEADS * SIZE
 
 
-def test_a_prompt_written_page_by_page_is_read_in_its_order() -> None:
-    """Pages and then tokens of a row, against attention to the original row."""
+def test_prompt_written_page_by_page_is_read_in_order() -> None:
+    """Write pages and then single tokens of a row; compare with attention to the original row."""
     rng = np.random.default_rng(14)
     tokens = 2 * BLOCK + 3
     keys, values = rng.normal(size=(2, tokens, KV_HEADS, SIZE)).astype(np.float32)
@@ -350,7 +350,7 @@ def test_a_prompt_written_page_by_page_is_read_in_its_order() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("queries", [6, 9, 24])
-def test_neighbors_with_one_table_are_read_as_one(queries: int) -> None:
+def test_adjacent_rows_with_one_page_table_equal_dense(queries: int) -> None:
     """Pages of some prompts in their order, as in prefill, and rows that read nothing."""
     q, pages, _, _ = _case(9, 3)
     rng = np.random.default_rng(4)
@@ -366,17 +366,17 @@ def test_neighbors_with_one_table_are_read_as_one(queries: int) -> None:
     _close(found, _dense(q, pages, 1, table, visible))
 
 
-# ------------------------------------------------------------------------------------- Eight bits
+# ------------------------------------------------------------------------------------------- int8
 
 
 def _int8(pages: Pages) -> tuple[Pages, Pages]:
-    """The pool as int8, and the values that its numbers stand for."""
+    """The pool as int8, and the pool with the dequantized values."""
     (keys, key_scales), (values, value_scales) = map(quantize, (pages.keys, pages.values))
     meant = Pages(keys * key_scales[..., None], values * value_scales[..., None])
     return Pages(keys, values, key_scales, value_scales), meant
 
 
-def test_numbers_of_eight_bits_are_right_to_half_a_scale() -> None:
+def test_int8_quantization_error_is_at_most_half_a_scale() -> None:
     x = jnp.asarray(np.random.default_rng(0).normal(size=(5, 3, 16)), jnp.float32).at[1, 2].set(0)
     found, scale = quantize(x)
     assert found.dtype == jnp.int8 and scale.shape == (5, 3)
@@ -386,7 +386,7 @@ def test_numbers_of_eight_bits_are_right_to_half_a_scale() -> None:
 
 
 @pytest.mark.slow
-def test_a_pool_of_eight_bits_is_read_as_what_it_stands_for() -> None:
+def test_int8_pool_equals_attention_to_dequantized_values() -> None:
     q, pages, table, visible = _case(7, 3)
     small, meant = _int8(pages)
     found = _attend_all(q, small, 1, table, visible, scores_at_once=300, keys_at_once=8)
@@ -394,7 +394,7 @@ def test_a_pool_of_eight_bits_is_read_as_what_it_stands_for() -> None:
 
 
 @pytest.mark.slow
-def test_writing_in_eight_bits() -> None:
+def test_writes_to_an_int8_pool_are_quantized() -> None:
     rng = np.random.default_rng(3)
     pages = empty_pages(LAYERS, PAGES, KV_HEADS, BLOCK, SIZE, jnp.int8)
     keys, values = jnp.asarray(rng.normal(size=(2, 2, BLOCK, KV_HEADS, SIZE)), jnp.float32)

@@ -1,4 +1,4 @@
-"""Tests of the interpreted TPU kernel for pages against XLA's attention, and of its lowering."""
+"""Tests of the interpreted TPU kernel for paged attention against XLA, and of its lowering."""
 
 import functools
 from unittest import mock
@@ -68,7 +68,7 @@ def _case(rows: int, time: int, heads: int, kv_heads: int, seed: int = 0, dtype=
 @pytest.mark.parametrize(
     "rows, time, heads, kv_heads", [(1, 1, 2, 2), USUAL, (3, 8, 7, 1), (2, 24, 14, 2)]
 )
-def test_equals_attention_in_steps(rows, time, heads, kv_heads) -> None:
+def test_equals_xla_attention_in_every_layer(rows, time, heads, kv_heads) -> None:
     q, pages, table, visible = _case(rows, time, heads, kv_heads)
     for layer in range(LAYERS):
         wanted = _wanted(q, pages, layer, table, visible)
@@ -76,14 +76,14 @@ def test_equals_attention_in_steps(rows, time, heads, kv_heads) -> None:
 
 
 @pytest.mark.slow
-def test_the_sizes_that_ship() -> None:
+def test_default_sizes_equal_xla_attention() -> None:
     q, pages, table, visible = _case(2, 24, 14, 2, seed=1)
     wanted = _wanted(q, pages, 1, table, visible)
     _close(_attend(q, pages, 1, table, visible, small=False), wanted)
 
 
 @pytest.mark.slow
-def test_every_count_of_visible_keys() -> None:
+def test_every_number_of_visible_keys_equals_xla() -> None:
     """One row for each number of visible keys, in any order.
 
     The number of rows is odd, so that one core has all of them.
@@ -96,8 +96,8 @@ def test_every_count_of_visible_keys() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seeing", [[], [0], [5], [2, 3, 7], [0, 1, 6], range(8)])
-def test_copies_arrive_no_sooner_than_waited_for(seeing: list[int]) -> None:
-    """Rows that see nothing lie between others, whichever buffer the row before ended in.
+def test_kernel_waits_for_its_copies(seeing: list[int]) -> None:
+    """Rows without visible keys lie between others, whichever buffer the previous row ended in.
 
     Memory that was never written holds NaN.
     """
@@ -111,8 +111,8 @@ def test_copies_arrive_no_sooner_than_waited_for(seeing: list[int]) -> None:
     assert np.all(np.asarray(lse)[visible == 0] == np.float32(paged.UNSEEN))
 
 
-def test_tokens_of_a_prompt_see_one_more_each() -> None:
-    """In blocks of queries that end on different pages."""
+def test_prompt_tokens_attend_causally() -> None:
+    """Use blocks of queries that end on different pages."""
     q, pages, table, _ = _case(2, 24, 14, 2, seed=4)
     visible = (np.array([0, 15])[:, None] + np.arange(24) + 1).astype(np.int32)
     visible[1, 20:] = 0
@@ -129,7 +129,7 @@ def test_pages_that_no_query_sees_are_not_read() -> None:
     _close(_attend(q, spoiled, 1, table, visible), wanted)
 
 
-def test_scores_of_any_size_are_finite() -> None:
+def test_extreme_scores_give_finite_results() -> None:
     q, pages, table, visible = _case(*USUAL, seed=6)
     for factor in (60.0, -60.0):
         wanted = _wanted(factor * q, pages, 0, table, visible)
@@ -138,7 +138,7 @@ def test_scores_of_any_size_are_finite() -> None:
 
 
 @pytest.mark.slow
-def test_pages_and_queries_in_bfloat16() -> None:
+def test_bfloat16_pages_and_queries_are_close_to_float32() -> None:
     q, pages, table, visible = _case(*USUAL, seed=7)
     low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), (q, pages))
     q, pages = jax.tree.map(lambda x: x.astype(jnp.float32), low)
@@ -150,7 +150,7 @@ def test_pages_and_queries_in_bfloat16() -> None:
 
 
 def _in_int8(pages: Pages) -> tuple[Pages, Pages]:
-    """Pages in int8, and the values that they stand for.
+    """Pages in int8, and pages with the dequantized values.
 
     Tokens differ so much in size that a wrong scale, or none, gives a result that is far off.
     """
@@ -164,7 +164,7 @@ def _in_int8(pages: Pages) -> tuple[Pages, Pages]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "atol"), [(jnp.float32, 1e-5), (jnp.bfloat16, 5e-2)])
-def test_int8_is_attention_to_what_it_stands_for(dtype, atol: float) -> None:
+def test_int8_equals_attention_to_dequantized_values(dtype, atol: float) -> None:
     q, pages, table, visible = _case(*USUAL, seed=8)
     pages, whole = _in_int8(pages)
     assert pages.keys.dtype == jnp.int8
@@ -177,7 +177,7 @@ def test_int8_is_attention_to_what_it_stands_for(dtype, atol: float) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("int8", [False, True])
-def test_parts_of_all_pages_together_are_the_whole(int8: bool) -> None:
+def test_merged_parts_of_pages_equal_full_attention(int8: bool) -> None:
     q, pages, table, visible = _case(*USUAL, seed=10)
     kept, whole = _in_int8(pages) if int8 else (pages, pages)
 
@@ -193,7 +193,7 @@ def test_parts_of_all_pages_together_are_the_whole(int8: bool) -> None:
 
 
 @pytest.mark.slow
-def test_in_loops_of_a_mesh_of_two() -> None:
+def test_kernel_runs_in_a_layer_scan_under_shard_map() -> None:
     """Called as by the sampler: in shard_map, in a scan over layers, with a traced part."""
     q, pages, table, visible = _case(2, 2, 4, 2, seed=11)
     mesh = jax.make_mesh((2,), ("context",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -247,7 +247,7 @@ def test_lowers_for_tpu_without_one(kept) -> None:
         assert text.count("operand_index") == (4 if kept == jnp.int8 else 2)
 
 
-def test_how_the_work_is_cut() -> None:
+def test_block_sizes_of_typical_shapes() -> None:
     def cut(*shape, **types):
         q, pages, _, table, _ = _shapes(*shape, **types)
         assert paged_tpu.fits(q, pages, table)
@@ -261,7 +261,7 @@ def test_how_the_work_is_cut() -> None:
     assert cut(16, 512, 28, 4, 1024, 36) == (256, 14, 1, 1)
 
 
-def test_what_does_not_fit_a_tpu_is_told() -> None:
+def test_fits_is_false_for_shapes_that_do_not_fit_a_tpu() -> None:
     def fits(*shape, **types) -> bool:
         q, pages, _, table, _ = _shapes(*shape, **types)
         return paged_tpu.fits(q, pages, table)

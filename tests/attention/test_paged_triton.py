@@ -1,4 +1,4 @@
-"""Tests of the GPU kernels for pages, interpreted, against XLA's, and of their lowering."""
+"""Tests of the interpreted GPU kernels for paged attention against XLA, and of their lowering."""
 
 import functools
 
@@ -16,7 +16,7 @@ from tests import programs
 LAYERS, PAGES, BLOCK, SIZE = 2, 9, 32, 16
 TABLE = 4
 LONGEST = TABLE * BLOCK
-HALF_PAGES, TWO_PAGES = Tile(16, 16, 4, 2), Tile(16, 64, 4, 2)  # of a block of keys
+HALF_PAGES, TWO_PAGES = Tile(16, 16, 4, 2), Tile(16, 64, 4, 2)  # by the size of a block of keys
 
 
 @functools.partial(jax.jit, static_argnames=("parts", "tile"))
@@ -65,24 +65,24 @@ def _close(found, wanted, atol: float = 2e-5) -> None:
         (2, 24, 7, 1, None),
     ],
 )
-def test_equals_attention_in_xla(rows, time, heads, kv_heads, tile) -> None:
+def test_equals_xla_attention(rows, time, heads, kv_heads, tile) -> None:
     case = _case(rows, time, heads, kv_heads)
     _close(_found(*case, tile=tile), _wanted(*case))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tile", [HALF_PAGES, TWO_PAGES])
-def test_every_count_of_visible_keys(tile) -> None:
-    """At the edges of pages and blocks no key is lost and none is extra."""
+def test_every_number_of_visible_keys_equals_xla(tile) -> None:
+    """No key at the edge of a page or block is lost or extra."""
     q, pages, layer, table, _ = _case(LONGEST + 1, 1, 2, 1, seed=1)
     visible = np.random.default_rng(0).permutation(LONGEST + 1).astype(np.int32)[:, None]
     case = q, pages, layer, table, visible
     _close(_found(*case, tile=tile), _wanted(*case))
 
 
-def test_who_sees_nothing_gets_zeros() -> None:
+def test_queries_without_visible_keys_get_zeros() -> None:
     q, pages, layer, table, visible = _case(seed=2)
-    visible[1] = [0, 9, 0]  # alone or beside queries that see keys
+    visible[1] = [0, 9, 0]  # in a row with and without queries that see keys
     blind = visible == 0
     for some in (blind, np.full_like(blind, True)):
         out, lse = _found(q, pages, layer, table, np.where(some, 0, visible), tile=HALF_PAGES)
@@ -92,7 +92,7 @@ def test_who_sees_nothing_gets_zeros() -> None:
 
 
 @pytest.mark.slow
-def test_tokens_of_a_prompt_see_one_more_each() -> None:
+def test_prompt_tokens_attend_causally() -> None:
     """Many units per row, each of which reads its row's table."""
     q, pages, layer, table, _ = _case(3, 40, 2, 1, seed=3)
     visible = np.array([0, 37, 88], np.int32)[:, None] + np.arange(40, dtype=np.int32) + 1
@@ -101,7 +101,7 @@ def test_tokens_of_a_prompt_see_one_more_each() -> None:
     _close(_found(*case, tile=HALF_PAGES), _wanted(*case))
 
 
-def test_what_lies_behind_the_visible_keys_changes_nothing() -> None:
+def test_keys_past_the_visible_count_have_no_effect() -> None:
     q, pages, layer, table, visible = _case(seed=4)
     visible = np.minimum(visible, BLOCK + 9)
     wanted = _found(q, pages, layer, table, visible, tile=TWO_PAGES)
@@ -117,7 +117,7 @@ def test_what_lies_behind_the_visible_keys_changes_nothing() -> None:
             np.testing.assert_array_equal(one, other)
 
 
-def test_scores_of_any_size_are_finite() -> None:
+def test_extreme_scores_give_finite_results() -> None:
     q, *others = _case(seed=5)
     for factor in (60.0, -60.0):
         found = _found(factor * q, *others, tile=HALF_PAGES)
@@ -128,13 +128,13 @@ def test_scores_of_any_size_are_finite() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tile", [HALF_PAGES, TWO_PAGES])
-def test_head_sizes_that_are_no_power_of_two(tile) -> None:
+def test_head_size_need_not_be_a_power_of_two(tile) -> None:
     case = _case(2, 2, 4, 2, size=24, seed=6)
     _close(_found(*case, tile=tile), _wanted(*case))
 
 
 @pytest.mark.slow
-def test_bfloat16_is_close() -> None:
+def test_bfloat16_is_close_to_float32() -> None:
     q, pages, *others = _case(seed=7)
     low = Pages(*(x.astype(jnp.bfloat16) for x in (pages.keys, pages.values)))
     exact = Pages(*(x.astype(jnp.float32) for x in (low.keys, low.values)))
@@ -154,7 +154,7 @@ def test_bfloat16_is_close() -> None:
         (TWO_PAGES, "bfloat16", 5e-2),
     ],
 )
-def test_int8_equals_what_it_stands_for(tile, dtype, atol: float) -> None:
+def test_int8_equals_attention_to_dequantized_values(tile, dtype, atol: float) -> None:
     q, pages, *others = _case(seed=8)
     rng = np.random.default_rng(8)
     numbers = rng.integers(-127, 128, size=(2, *pages.keys.shape)).astype(np.int8)
@@ -187,7 +187,7 @@ def _check_jobs(blocks: np.ndarray, pieces: int, most: int) -> np.ndarray:
     return lengths
 
 
-def test_jobs_are_all_blocks_once_in_nearly_equal_pieces() -> None:
+def test_jobs_cover_all_blocks_once_in_nearly_equal_pieces() -> None:
     rng = np.random.default_rng(9)
     for pieces, most in ((1, 400), (7, 50), (40, 3), (40, 400)):
         blocks = rng.integers(0, most + 1, size=6).astype(np.int32)
@@ -203,7 +203,9 @@ def test_jobs_are_all_blocks_once_in_nearly_equal_pieces() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 500])
-def test_how_the_work_is_cut_changes_nothing(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_jobs_does_not_change_the_result(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One job per unit, or one per block: 16 for some units, more than are merged at once."""
     case = _case(2, 3, 2, 1, block=2 * BLOCK, seed=10)
     monkeypatch.setattr(paged_triton, "PROGRAMS", count)
@@ -213,7 +215,7 @@ def test_how_the_work_is_cut_changes_nothing(count: int, monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow
-def test_parts_of_all_pages_together_are_the_whole() -> None:
+def test_merged_parts_of_pages_equal_full_attention() -> None:
     q, pages, layer, table, visible = _case(seed=11)
     split = [jnp.split(x, 2, axis=3) for x in (pages.keys, pages.values)]
     found = [
@@ -226,7 +228,7 @@ def test_parts_of_all_pages_together_are_the_whole() -> None:
 
 
 @pytest.mark.slow
-def test_layers_in_loops_on_shards() -> None:
+def test_kernel_runs_in_nested_loops_under_shard_map() -> None:
     """A scan over layers in a while loop in shard_map, where the part and the layer are traced."""
     q, pages, _, table, visible = _case(seed=12)
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -294,8 +296,8 @@ def test_lowers_for_gpu_without_one(shape) -> None:
 
 
 @pytest.mark.slow
-def test_lowers_where_the_platform_decides() -> None:
-    """On a CPU the branch for GPUs is not even lowered."""
+def test_platform_dependent_lowers_the_kernel_only_for_gpus() -> None:
+    """The branch for GPUs is not even lowered on a CPU."""
 
     def attend(*given):
         cuda = functools.partial(paged_triton.attend, interpret=False)
@@ -307,10 +309,10 @@ def test_lowers_where_the_platform_decides() -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_products_and_memory(shape) -> None:
-    """Sums are float32.
+def test_dot_products_are_float32_and_memory_is_bounded(shape) -> None:
+    """Dot products accumulate in float32 and do not round float32 operands.
 
-    No array is as large as the keys that are read, and no float32 is rounded.
+    No array is as large as the keys that are read.
     """
     args = _abstract(*shape)
     attend = functools.partial(paged_triton.attend, interpret=False)
@@ -329,7 +331,7 @@ def test_products_and_memory(shape) -> None:
     assert largest <= padded * max(size, 128)
 
 
-def test_mistakes_are_told() -> None:
+def test_unsupported_shapes_and_dtypes_are_rejected() -> None:
     def run(match: str, q_dtype=jnp.bfloat16, **sizes) -> None:
         wanted = {"size": 128, "dtype": jnp.bfloat16} | sizes
         q, pages, *others = _abstract(8, 8, 28, 4, **wanted)

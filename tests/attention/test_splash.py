@@ -1,4 +1,4 @@
-"""Tests of the TPU kernels, interpreted, against dense attention, and of their lowering."""
+"""Tests of the interpreted TPU kernels against dense attention, and of their lowering."""
 
 import functools
 
@@ -13,8 +13,8 @@ from tests.attention import packed_rows
 from tests.attention.packed_rows import UNSEEING
 
 KV_HEADS, HEADS = 2, 2
-TIME = 600  # of most rows: no multiple of a block; all tests share the compiled shapes
-UNIT = 10  # of lengths of prompts and answers
+TIME = 600  # tokens of most rows: not a multiple of a block; tests share the compiled shapes
+UNIT = 10  # unit of prompt and answer lengths
 BLOCKS = splash.Blocks((128, 128), (128, 128), (128, 128))
 UNEQUAL_BLOCKS = splash.Blocks((256, 128), (128, 256), (256, 128))
 
@@ -54,7 +54,7 @@ def test_packed_rows_equal_dense(size: int, seed: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_part_of_the_row_with_queries_in_any_order() -> None:
+def test_partial_row_with_shuffled_queries_equals_dense() -> None:
     rng = np.random.default_rng(3)
     last_query, first = packed_rows.packed_row(rng, 600, UNIT)[150:450], 150
     q_index = rng.permutation(600)[:200].astype(np.int32)
@@ -66,7 +66,7 @@ def test_a_part_of_the_row_with_queries_in_any_order() -> None:
 
 
 @pytest.mark.slow
-def test_keys_in_any_order() -> None:
+def test_shuffled_keys_equal_dense() -> None:
     rng = np.random.default_rng(4)
     order = rng.permutation(TIME).astype(np.int32)
     tensors = _tensors(rng, 200, TIME, 64)
@@ -77,7 +77,7 @@ def test_keys_in_any_order() -> None:
     _check(tensors, (q_index, order, last_query), UNEQUAL_BLOCKS)
 
 
-def test_nothing_to_see_at_all() -> None:
+def test_fully_masked_row_gives_zeros() -> None:
     rng = np.random.default_rng(5)
     q, k, v, d_out = _tensors(rng, TIME, TIME, 64)
     index, last_query = np.arange(TIME, dtype=np.int32), np.full(TIME, -1, np.int32)
@@ -88,7 +88,7 @@ def test_nothing_to_see_at_all() -> None:
 
 
 @pytest.mark.slow
-def test_two_halves_of_the_keys_merge_to_the_whole() -> None:
+def test_merged_halves_of_the_keys_equal_the_whole() -> None:
     rng = np.random.default_rng(6)
     q, k, v, d_out = _tensors(rng, TIME, TIME, 64)
     index, last_query = np.arange(TIME, dtype=np.int32), packed_rows.packed_row(rng, TIME, UNIT)
@@ -110,7 +110,7 @@ def test_two_halves_of_the_keys_merge_to_the_whole() -> None:
 
 
 @pytest.mark.slow
-def test_bfloat16_is_close() -> None:
+def test_bfloat16_is_close_to_float32() -> None:
     rng = np.random.default_rng(7)
     tensors = _tensors(rng, TIME, TIME, 64)
     index, last_query = np.arange(TIME, dtype=np.int32), packed_rows.packed_row(rng, TIME, UNIT)
@@ -126,7 +126,7 @@ def test_bfloat16_is_close() -> None:
 
 
 @pytest.mark.slow
-def test_what_lies_in_dead_blocks_is_never_read() -> None:
+def test_dead_blocks_are_never_read() -> None:
     rng = np.random.default_rng(8)
     q, k, v, d_out = _tensors(rng, TIME, TIME, 64)
     index = np.arange(TIME, dtype=np.int32)
@@ -155,7 +155,7 @@ def test_what_lies_in_dead_blocks_is_never_read() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("by_keys", [False, True])
-def test_the_list_holds_the_live_pairs_in_runs(by_keys: bool) -> None:
+def test_pair_list_holds_the_live_block_pairs_in_runs(by_keys: bool) -> None:
     rng = np.random.default_rng(9)
     index, last_query = np.arange(1024, dtype=np.int32), packed_rows.packed_row(rng, 1024, UNIT)
     last_query[600:] = -1
@@ -183,7 +183,7 @@ def test_the_list_holds_the_live_pairs_in_runs(by_keys: bool) -> None:
 
 
 @pytest.mark.slow
-def test_rows_of_different_masks_under_lax_map() -> None:
+def test_rows_with_different_masks_under_lax_map_equal_dense() -> None:
     rng = np.random.default_rng(10)
     q, k, v, _ = _tensors(rng, 256, 256, 64)
     index = np.arange(256, dtype=np.int32)
@@ -220,7 +220,7 @@ def test_lowers_for_tpu_without_one(dtype) -> None:
     assert both.count("stablehlo.custom_call @tpu_custom_call") == 2
 
 
-def test_blocks_fit_the_row_and_mistakes_are_told() -> None:
+def test_blocks_fit_the_row_and_invalid_sizes_are_rejected() -> None:
     assert splash._block(1024, 100) == 128
     assert splash._block(1024, 1100) == 640
     assert splash._block(1024, 131072) == 1024

@@ -1,4 +1,4 @@
-"""Tests of the GPU kernels, interpreted, against dense attention, and of their lowering."""
+"""Tests of the interpreted GPU kernels against dense attention, and of their lowering."""
 
 import functools
 
@@ -14,8 +14,8 @@ from tests import programs
 from tests.attention import packed_rows
 from tests.attention.packed_rows import UNSEEING
 
-TIME = 300  # of most rows: no multiple of a block; all tests share the compiled shapes
-UNIT = 4  # of lengths of prompts and answers
+TIME = 300  # tokens of most rows: not a multiple of a block; tests share the compiled shapes
+UNIT = 4  # unit of prompt and answer lengths
 UNEQUAL = Tiles(Tile(16, 64, 4, 2), Tile(64, 16, 4, 2), Tile(32, 128, 4, 2))
 LONG = 131072
 
@@ -47,7 +47,7 @@ def _backward(q, k, v, q_index, k_index, last_query, lse, out, d_out, tiles=None
 
 
 def _both(tensors, indices, tiles: Tiles | None = None):
-    """Output and gradients in one."""
+    """Output and gradients in one call."""
     *qkv, d_out = tensors
     inputs = Inputs(*qkv, *indices)
     out, lse = triton.forward(inputs, tiles=tiles)
@@ -74,7 +74,7 @@ def test_packed_rows_equal_dense(size: int, kv_heads: int, heads: int, seed: int
 
 
 @pytest.mark.slow
-def test_queries_and_keys_dealt_out_in_any_order() -> None:
+def test_shuffled_queries_and_keys_equal_dense() -> None:
     rng = np.random.default_rng(4)
     last_query = packed_rows.packed_row(rng, TIME, UNIT)
     q_index = rng.permutation(TIME)[:170].astype(np.int32)
@@ -86,7 +86,7 @@ def test_queries_and_keys_dealt_out_in_any_order() -> None:
 
 
 @pytest.mark.slow
-def test_nothing_to_see_at_all() -> None:
+def test_fully_masked_row_gives_zeros() -> None:
     q, k, v, d_out = _tensors()
     index, _, _ = _row()
     row = (q, k, v, index, index, np.full(TIME, -1, np.int32))
@@ -97,7 +97,7 @@ def test_nothing_to_see_at_all() -> None:
 
 
 @pytest.mark.slow
-def test_two_parts_of_the_keys_merge_to_the_whole() -> None:
+def test_merged_parts_of_the_keys_equal_the_whole() -> None:
     q, k, v, d_out = _tensors(seed=6)
     q_index, k_index, last_query = _row(6)
     whole, whole_lse = _forward(q, k, v, q_index, k_index, last_query)
@@ -119,7 +119,7 @@ def test_two_parts_of_the_keys_merge_to_the_whole() -> None:
 
 
 @pytest.mark.slow
-def test_bfloat16_is_close() -> None:
+def test_bfloat16_is_close_to_float32() -> None:
     tensors, indices = _tensors(seed=7), _row(7)
     out, lse = _forward(*tensors[:3], *indices)
     wanted = _backward(*tensors[:3], *indices, lse, out, tensors[3])
@@ -133,7 +133,7 @@ def test_bfloat16_is_close() -> None:
 
 
 @pytest.mark.slow
-def test_dead_blocks_are_never_touched() -> None:
+def test_dead_blocks_are_never_read() -> None:
     q, k, v, d_out = _tensors(seed=8)
     index, _, _ = _row()
     # A prompt, two answers and padding, each of whole blocks.
@@ -161,7 +161,7 @@ def test_dead_blocks_are_never_touched() -> None:
 
 
 @pytest.mark.slow
-def test_full_pairs_are_not_masked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_block_pairs_are_not_masked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Queries after all keys see all of them, so no pair is masked."""
     tensors, key = _tensors(64, 64, 1, 1, 16), np.arange(64, dtype=np.int32)
     row = (key + 64, key, np.full(64, 127, np.int32))
@@ -173,7 +173,7 @@ def test_full_pairs_are_not_masked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("by_keys", [False, True])
-def test_lists_hold_the_live_pairs(by_keys: bool) -> None:
+def test_pair_lists_hold_the_live_block_pairs(by_keys: bool) -> None:
     index, last_query = (
         np.arange(1024, dtype=np.int32),
         packed_rows.packed_row(np.random.default_rng(9), 1024, UNIT),
@@ -198,7 +198,7 @@ def test_lists_hold_the_live_pairs(by_keys: bool) -> None:
 
 
 @pytest.mark.slow
-def test_rows_are_one_batch_with_a_padded_head_size() -> None:
+def test_vmapped_rows_with_padded_head_size_equal_dense() -> None:
     tensors = [jnp.stack([x, -x]) for x in _tensors(41, 41, 1, 2, 24)]
     index = np.stack([np.arange(41), np.arange(41)[::-1]]).astype(np.int32)
     readers = np.stack([np.full(41, 40), np.where(index[1] < 20, 19, -1)]).astype(np.int32)
@@ -246,7 +246,7 @@ def test_lowers_for_gpu_without_one(dtype, size: int, rows: tuple[int, ...]) -> 
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_products_and_memory(dtype) -> None:
+def test_dot_products_are_float32_and_memory_is_bounded(dtype) -> None:
     """Sums and products are float32 in full precision; only the lists have T * T entries."""
     args = _abstract(dtype, 64, 1, 1)
     for f, inputs, products in ((triton.forward, args[:1], 4), (triton.backward, args, 14)):
@@ -271,7 +271,7 @@ def test_products_and_memory(dtype) -> None:
         assert largest <= max(args[-1].size, pairs + 2 * LONG)
 
 
-def test_mistakes_are_told() -> None:
+def test_unsupported_dtypes_sizes_and_tiles_are_rejected() -> None:
     def run(tiles=None, size=64, dtype=jnp.float32):
         inputs, *_ = _abstract(jnp.float32, size)
         inputs = inputs._replace(v=jax.ShapeDtypeStruct(inputs.k.shape, dtype))

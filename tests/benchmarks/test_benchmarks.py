@@ -28,7 +28,7 @@ def one_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_the_command_prints_options_and_measurements_on_one_line() -> None:
+def test_command_prints_options_and_measurements_as_one_json_line() -> None:
     command = [sys.executable, "-m", "benchmarks", "scoring", "--samples=20", "--seed=3"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -37,7 +37,7 @@ def test_the_command_prints_options_and_measurements_on_one_line() -> None:
     assert line["samples_per_s"] > 0 and line["processors"] > 0
 
 
-def test_help_names_the_benchmarks_and_their_options(capsys: pytest.CaptureFixture) -> None:
+def test_help_lists_benchmarks_and_their_options(capsys: pytest.CaptureFixture) -> None:
     for arguments, wanted in ((["--help"], "refill"), (["refill", "--help"], "page_size")):
         with pytest.raises(SystemExit):
             parse(arguments)
@@ -46,7 +46,7 @@ def test_help_names_the_benchmarks_and_their_options(capsys: pytest.CaptureFixtu
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_device")
-def test_update_measures_both_layouts() -> None:
+def test_update_benchmark_measures_shared_and_repeated_prompts() -> None:
     line = run(UPDATE)
     assert line["token_ratio"] == pytest.approx(3 * 28 / 36)
     assert 1 < line["flop_ratio"] < line["token_ratio"]
@@ -60,7 +60,7 @@ def test_update_measures_both_layouts() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_device")
-def test_update_of_a_config_json_with_adapters(tmp_path) -> None:
+def test_update_benchmark_of_a_config_json_with_lora(tmp_path) -> None:
     policy = PolicyConfig(96, 32, 2, 2, 1, 16, 48, qkv_bias=True)
     (tmp_path / "config.json").write_text(json.dumps(policy.to_hf()))
     flags = [f"--policy={tmp_path / 'config.json'}", "--layers=1", "--lora=2", "--dtype=bfloat16"]
@@ -71,7 +71,7 @@ def test_update_of_a_config_json_with_adapters(tmp_path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_device")
-def test_sampling_in_all_ways() -> None:
+def test_sample_benchmark_measures_all_variants() -> None:
     flags = ["--questions=2", "--prompt=40", "--response=6", "--page_size=16", "--prefill=32"]
     line = run(["sample", *TINY, *flags, "--repeats=1", "--alone=1", "--transformers=1"])
     page = 16 * 2 * 1 * 1 * 64 * 4  # tokens, keys and values, layers, key heads, size, bytes
@@ -89,8 +89,8 @@ def test_sampling_in_all_ways() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(browser.PROGRAM is None, reason=browser.MISSING)
-def test_report_page_opens() -> None:
-    """tests/reporting/test_page.py has runs that are larger than a page may be."""
+def test_report_benchmark_opens_the_page() -> None:
+    """Runs larger than a page may be are tested in tests/reporting/test_page.py."""
     line = run(["report", "--steps=3", "--episodes=5", "--document=1000", "--repeats=1"])
     names = ("episodes_on_page", "episodes_on_disk", "episodes_with_documents")
     assert [line[name] for name in names] == [15] * 3
@@ -99,7 +99,7 @@ def test_report_page_opens() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_device")
-def test_refill_samples_the_forced_lengths() -> None:
+def test_refill_benchmark_samples_the_forced_lengths() -> None:
     flags = ["--requests=7", "--prompt=9", "--mean=12", "--cap=40", "--slots=6", "--decode=4"]
     line = run(["refill", *TINY, *PAGES, *flags])
     lengths = np.random.default_rng(0).geometric(1 / 12, size=(7, 3)).clip(max=40)
@@ -116,7 +116,7 @@ def test_refill_samples_the_forced_lengths() -> None:
     assert 0 < line["padded_group_slots"] < 1
 
 
-def test_refill_needs_slots_for_a_group() -> None:
+def test_refill_benchmark_needs_slots_for_a_group() -> None:
     with pytest.raises(ValueError, match="slots = 8: must be at least group = 9"):
         run(["refill", *TINY, *PAGES, "--group=9", "--slots=8"])
 
@@ -126,7 +126,7 @@ VERDICTS = ["--votes=2", "--template=20", "--question=15", "--answer=9", "--ques
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_device")
-def test_quality_of_small_numbers() -> None:
+def test_quality_benchmark_measures_the_loss_of_int8() -> None:
     sizes = ["quality", "--items=1", "--documents=3"]
     plain = run([*sizes, "--cache=compute", "--weights=compute", "--speculative_tokens=3"])
     assert plain["equal_answers"] == plain["equal_tokens"] == 1
@@ -139,7 +139,7 @@ def test_quality_of_small_numbers() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_device")
-def test_a_step_of_spell_by_phase() -> None:
+def test_spell_benchmark_measures_each_phase() -> None:
     flags = [*TINY, *PAGES, *VERDICTS, "--prompt=60", "--shown=30", "--about=2", "--response=6"]
     line = run(["spell", *flags, "--verdict=4", "--slots=4", "--apart=1"])
     found = {
@@ -156,7 +156,7 @@ def test_a_step_of_spell_by_phase() -> None:
         "apart": (6 * 44, 0, 6 * 2 * 4),
     }
     assert line["apart_prompts_per_s"] == pytest.approx(6 / line["apart_s"])
-    del found["apart"]  # no part of the step
+    del found["apart"]  # not a part of the step
     # Both responder and both questioner groups, and one verifier group.
     assert line["update_tokens"] == 2 * (60 + 18) + 2 * (30 + 6) + (44 + 8)
     assert 0 < line["sampler_difference"] < 1e-4
@@ -168,7 +168,7 @@ def test_a_step_of_spell_by_phase() -> None:
     assert line["extrapolated_s"] == pytest.approx(line["begin_s"] + 64 * sum(phases))
 
 
-def test_verifier_rows_have_the_papers_share() -> None:
+def test_spell_benchmark_has_the_papers_share_of_verifier_groups() -> None:
     flags = [*TINY[1:], *VERDICTS[1:], "--votes=8", "--questions=128", "--prompt=60"]
     _, spell = parse(["spell", *flags])
     assert isinstance(spell, rollout.Spell)
@@ -182,7 +182,7 @@ def test_verifier_rows_have_the_papers_share() -> None:
 
 
 @pytest.mark.slow
-def test_a_step_beside_trl() -> None:
+def test_trl_benchmark_measures_a_step_of_both_libraries() -> None:
     sizes = ["--groups=2", "--prompt=24", "--response=4", "--page_size=16", "--steps=2"]
     line = run(["trl", *TINY[1:], *sizes, "--group=2", "--prefill=32"])
     assert line["trl_s"] == pytest.approx(line["trl_generate_s"] + line["trl_update_s"])
@@ -196,7 +196,9 @@ def test_a_step_beside_trl() -> None:
     assert (line["devices"], line["device"]) == (1, "cpu")
 
 
-def test_what_trl_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trl_benchmark_rejects_bad_flags_and_missing_packages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(trl.importlib.util, "find_spec", lambda name: name)
     for flag, problem in (
         ("--steps=1", "steps = 1: must be at least 2"),
@@ -210,7 +212,7 @@ def test_what_trl_needs(monkeypatch: pytest.MonkeyPatch) -> None:
         run(["trl"])
 
 
-def test_operations_by_hand() -> None:
+def test_flop_count_matches_a_manual_count() -> None:
     policy = PolicyConfig(10, 4, 3, 2, 1, 8, 6)
     weights = 3 * (4 * 2 * 8 + 2 * 4 * 8 + 2 * 8 * 4 + 3 * 4 * 6)  # q, k and v, o, mlp
     head = 6 * 10 * 4 * 6  # 6 answer tokens

@@ -1,4 +1,4 @@
-"""Tests of the scoring benchmark: every benchmark's rule, and replies that the rules tell apart."""
+"""Tests of the scoring benchmark: its report, and scores of right and wrong replies."""
 
 import statistics
 
@@ -11,7 +11,7 @@ from spell_jax.evaluation.benchmarks.registry import LOADERS
 from spell_jax.evaluation.benchmarks.retrieval import LENGTHS
 
 
-def test_scoring_prints_a_line_with_every_benchmark() -> None:
+def test_scoring_benchmark_reports_every_benchmark() -> None:
     line = run(["scoring", "--samples=300"])
     parts = line["benchmarks"]
     assert line["bench"] == "scoring" and line["limit_s"] == 60
@@ -34,11 +34,11 @@ def writer() -> scoring.Writer:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", scoring.KINDS)
-def test_right_replies_score_1_and_wrong_ones_less(name: str, writer: scoring.Writer) -> None:
+def test_right_replies_score_one_and_wrong_replies_less(name: str, writer: scoring.Writer) -> None:
     kind = scoring.KINDS[name]
     scores = {
         right: [kind.score(*kind.make(writer, right)) for _ in range(20)] for right in (True, False)
     }
-    if name != "summary":  # which is never fully right
+    if name != "summary":  # a summary is never fully right
         assert scores[True] == [1.0] * 20
     assert statistics.mean(scores[False]) < 0.6

@@ -1,4 +1,4 @@
-"""Tests that a run of hundreds of updates neither grows nor compiles after its first steps."""
+"""Tests that memory does not grow and nothing compiles after the first of hundreds of updates."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def line(step: int, resident: float, programs: int) -> dict[str, float]:
     return {"step": step, "train/empty_update": step % 2, "time/step_seconds": 18.0} | process
 
 
-def test_what_stays_is_compared() -> None:
-    """Growth after the first steps, without the peaks; the last program is named."""
+def test_soak_measures_compare_settled_memory() -> None:
+    """Measure growth after the first steps, without peaks, and the step of the last compilation."""
     lines = [
         line(step, 500 + 300 * (step % 3 > 0), 7 + (step > 60)) for step in range(1, STEPS + 1)
     ]
@@ -41,13 +41,13 @@ def test_what_stays_is_compared() -> None:
     }
 
 
-def test_a_short_run_is_refused() -> None:
+def test_soak_with_too_few_steps_is_rejected() -> None:
     with pytest.raises(ValueError, match=r"steps = 149: must be at least 150"):
         run(["soak", "--steps=149"])
 
 
 @pytest.mark.long
-def test_five_hundred_updates(tmp_path, monkeypatch) -> None:
+def test_soak_of_500_updates_neither_grows_nor_recompiles(tmp_path, monkeypatch) -> None:
     """The demo's config with few questions on one device, so that it takes minutes."""
     noise.use_one_device(monkeypatch)
     options = ["soak", "--steps=500", "--proposals=3", f"--workdir={tmp_path}"]

@@ -1,4 +1,4 @@
-"""Tests that every config loads and fits its dataclasses, and that every ablation runs a step."""
+"""Tests that every config loads and builds, and that every ablation runs a step."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def has_algorithm(name: str) -> bool:
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if has_algorithm(name)])
-def test_a_run_config_fits(name, tmp_path, monkeypatch):
+def test_run_config_loads_and_builds(name, tmp_path, monkeypatch):
     noise.use_one_device(monkeypatch)
     _, config = load(name)
     noise.give_data(config, tmp_path)
@@ -62,7 +62,7 @@ def test_a_run_config_fits(name, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not has_algorithm(name)])
-def test_a_warm_start_config_fits(name, monkeypatch):
+def test_warm_start_config_loads_and_builds(name, monkeypatch):
     noise.use_one_device(monkeypatch)
     _, config = load(name)
     read = configs.read_supervised(config)
@@ -74,7 +74,7 @@ def test_a_warm_start_config_fits(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_docstring_gives_the_command(name):
+def test_config_docstring_gives_the_command(name):
     module, config = load(name)
     entry = "train" if "algorithm" in config else "sft"
     assert f"python -m spell_jax.{entry} --config=configs/{name}.py" in module.__doc__
@@ -111,7 +111,7 @@ def test_flags_override_any_field_of_a_locked_config(read_flags):
         read_flags(tiny_file, "--config.steps=many")
 
 
-def test_the_paper_config_is_the_dataclasses_defaults():
+def test_paper_config_equals_the_dataclass_defaults():
     config = paper.get_config()
     assert (config.sampler.temperature, config.sampler.top_p) == (0.7, 0.95)
     assert config.sampler.max_prompt == 18_000
@@ -125,19 +125,19 @@ def test_the_paper_config_is_the_dataclasses_defaults():
 
 
 @pytest.mark.parametrize("name", paper.MODELS)
-def test_a_model_of_the_paper_is_a_row(name, read_flags):
+def test_paper_model_sets_folder_token_cap_and_mesh(name, read_flags):
     config = read_flags(f"--config=configs/paper.py:{name}")
     assert config.policy.folder == f"models/{paper.MODELS[name].folder}"
     assert config.sampler.max_tokens == (20_480 if "distill" in name or "think" in name else 4096)
     assert config.mesh.expert == (8 if "a3b" in name else 1)
 
 
-def test_another_model_is_refused(read_flags):
+def test_unknown_paper_model_is_rejected(read_flags):
     with pytest.raises(flags.Error, match=r"configs/paper\.py:gpt: must be one of qwen2\.5-7b,"):
         read_flags("--config=configs/paper.py:gpt")
 
 
-def test_demonstrations_fit_the_demos_caps():
+def test_demonstrations_fit_the_demos_token_caps():
     """Answers that the tiny policy was trained to write are not truncated in rollouts."""
     config = tiny.get_config()
     tokenizer = tokenizers.load(TINY_POLICY)
@@ -196,7 +196,7 @@ def wavering(role: str, prompt: str, sibling: int, model: str) -> str:
 
 
 @pytest.mark.parametrize("name", ABLATIONS)
-def test_an_ablation_runs_a_step(name, monkeypatch):
+def test_ablation_runs_a_step(name, monkeypatch):
     overrides = {
         "algorithm.questions": 6,
         "algorithm.generation_batch": 9,

@@ -1,4 +1,4 @@
-"""Tests of built data sets in the trainer: clusters read by id, damaged sets refused."""
+"""Tests of built data sets in the trainer: clusters read by id, damaged builds rejected."""
 
 from __future__ import annotations
 
@@ -77,16 +77,16 @@ def test_clusters_are_read_by_id(folder: Path) -> None:
         built.read(["id77"])
 
 
-def test_builds_are_recognized(folder: Path, tmp_path: Path) -> None:
+def test_is_built_recognizes_complete_and_partial_builds(folder: Path, tmp_path: Path) -> None:
     assert is_built(folder) and is_built(str(folder))
     assert not is_built(tmp_path) and not is_built(tmp_path / "none")
     (tmp_path / "a.txt").write_text("text")
     assert not is_built(tmp_path) and not is_built(tmp_path / "a.txt")
     (tmp_path / "clusters-train.array_record-00000-of-00002").write_text("")
-    assert is_built(tmp_path)  # and not a folder of texts, though it is incomplete
+    assert is_built(tmp_path)  # not taken for a folder of texts, though it is incomplete
 
 
-def test_texts_stay_in_storage(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_are_loaded_lazily_per_batch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     read_one = Built._read_one
 
@@ -111,7 +111,7 @@ def test_long_documents_are_cut_in_place(folder: Path) -> None:
     assert all(count_words(document) <= 24 for document in cluster.documents)
 
 
-def test_other_sources_are_opened_alike(tmp_path: Path) -> None:
+def test_open_source_also_reads_jsonl_and_text_folders(tmp_path: Path) -> None:
     path = tmp_path / "clusters.jsonl"
     path.write_text(json.dumps({"id": "a", "documents": [LONG], "tasks": list(TASKS[:1])}))
     source = open_source(path, **OPEN)
@@ -127,7 +127,7 @@ SHARD = "clusters-train.array_record-00001-of-00003"
 
 
 @pytest.mark.parametrize("name", [SHARD, "index.jsonl", "features.json", "dataset_info.json"])
-def test_a_missing_or_truncated_file_is_named(copy: Path, name: str) -> None:
+def test_error_names_missing_or_truncated_file(copy: Path, name: str) -> None:
     path = copy / name
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(ValueError, match=f"{name}: .* bytes instead of"):
@@ -159,7 +159,7 @@ def _exchange(path: Path, old: bytes, new: bytes) -> None:
     path.write_bytes(data.replace(old, new))
 
 
-def test_an_index_of_other_records_is_rejected(copy: Path) -> None:
+def test_index_that_disagrees_with_records_is_rejected(copy: Path) -> None:
     _exchange(copy / "index.jsonl", b'"id03"', b'"id30"')
     with pytest.raises(ValueError, match="record 3 is cluster id03, not id30"):
         Built(copy).read(["id30"])
@@ -171,8 +171,8 @@ def test_an_index_of_other_records_is_rejected(copy: Path) -> None:
         Built(copy)
 
 
-def test_a_damaged_record_is_named(copy: Path) -> None:
-    """The damaged file has the same size: only reading it can tell."""
+def test_error_names_damaged_record(copy: Path) -> None:
+    """The damaged file keeps its size, so only reading the record reveals the damage."""
     path = copy / SHARD
     data = bytearray(path.read_bytes())
     data[64:4096] = bytes(4096 - 64)
@@ -183,7 +183,7 @@ def test_a_damaged_record_is_named(copy: Path) -> None:
         built.read(["id07"])
 
 
-def test_a_missing_tfds_is_reported(folder: Path, monkeypatch) -> None:
+def test_missing_tfds_raises_import_error(folder: Path, monkeypatch) -> None:
     importing = builtins.__import__
 
     def refuse(name: str, *arguments: Any, **more: Any) -> Any:
@@ -196,7 +196,7 @@ def test_a_missing_tfds_is_reported(folder: Path, monkeypatch) -> None:
         Built(folder)
 
 
-def test_a_config_may_name_a_build(folder: Path) -> None:
+def test_config_source_may_be_a_built_data_set(folder: Path) -> None:
     config = folder_config.get_config()
     config.data.source, config.data.held_out = str(folder), 0.2
     config.data.max_document_tokens = 24

@@ -101,7 +101,7 @@ def test_documents_of_a_cluster_are_cut_in_place(tmp_path: Path) -> None:
     ("text", "pieces"),
     [
         ("a b c", ["abc"]),
-        # Paragraphs are packed up to the limit and never torn when they fit alone.
+        # Paragraphs are packed up to the limit, and never cut if they fit alone.
         ("a " * 10 + "\n\n" + "b " * 10 + "\n \n" + "c " * 3, ["a" * 10, "b" * 10 + "c" * 3]),
         # A paragraph over the limit is cut at lines, then sentences, then words.
         ("a " * 10 + "\n" + "b " * 10, ["a" * 10, "b" * 10]),
@@ -109,20 +109,20 @@ def test_documents_of_a_cluster_are_cut_in_place(tmp_path: Path) -> None:
         ("a " * 20, ["a" * 16, "a" * 4]),
     ],
 )
-def test_cuts_at_the_coarsest_border(text: str, pieces: list[str]) -> None:
+def test_documents_are_cut_at_the_coarsest_boundary(text: str, pieces: list[str]) -> None:
     cut = cut_document(text, count_words, 16)
     assert [squeezed(piece) for piece, _ in cut] == pieces
     assert all(count == count_words(piece) <= 16 for piece, count in cut)
 
 
 @given(st.text(alphabet="ab .\n。é漢\t", max_size=400), st.integers(16, 40))
-def test_nothing_is_lost_and_no_piece_is_too_long(text: str, limit: int) -> None:
+def test_cutting_keeps_all_text_and_respects_the_limit(text: str, limit: int) -> None:
     cut = cut_document(text, lambda piece: len(piece.encode()), limit)
     assert squeezed("".join(piece for piece, _ in cut)) == squeezed(text)
     assert all(len(piece.encode()) == count <= limit for piece, count in cut)
 
 
-def test_pieces_that_grow_when_joined_are_halved() -> None:
+def test_cutting_handles_superadditive_token_counts() -> None:
     def superadditive(text: str) -> int:
         words = len(text.split())
         return words + (words > 6)  # a joined text costs one token more than its parts
@@ -134,7 +134,7 @@ def test_pieces_that_grow_when_joined_are_halved() -> None:
 
 
 @pytest.mark.parametrize("unit", ["word ", "word word.\n", "x", "para graph\n\n"])
-def test_counting_is_linear(unit: str) -> None:
+def test_cutting_counts_tokens_in_linear_time(unit: str) -> None:
     counted = 0
 
     def count(text: str) -> int:
@@ -148,7 +148,7 @@ def test_counting_is_linear(unit: str) -> None:
 
 
 @pytest.mark.slow
-def test_similarity_groups_similar_documents(tmp_path: Path) -> None:
+def test_similarity_grouping_clusters_similar_documents(tmp_path: Path) -> None:
     topics = {"sea": "ship sail harbour anchor", "law": "court judge trial verdict"}
     for index in range(6):
         topic = ("sea", "law")[index % 2]
@@ -162,7 +162,7 @@ def test_similarity_groups_similar_documents(tmp_path: Path) -> None:
     assert any("court" in document for document in mixed[0].documents)
 
 
-def test_held_out_depends_on_ids_alone() -> None:
+def test_held_out_split_depends_only_on_ids() -> None:
     ids = [f"c{i}" for i in range(40)]
     train, held_out = split_held_out(ids, 0.1)
     assert len(held_out) == 4
@@ -173,7 +173,7 @@ def test_held_out_depends_on_ids_alone() -> None:
     assert len(split_held_out(ids[:2], 0.99)[0]) == 1
 
 
-def test_a_source_in_memory_reads_by_id() -> None:
+def test_in_memory_source_reads_clusters_by_id() -> None:
     clusters = [Cluster(name, (name * 3,), tasks) for name, tasks in TASKS_OF.items()]
     source = in_memory(clusters)
     assert source.tasks == TASKS_OF
@@ -193,12 +193,12 @@ def test_a_source_in_memory_reads_by_id() -> None:
         ({"grouping": "topic"}, "grouping = 'topic'"),
     ],
 )
-def test_settings_out_of_range(tmp_path: Path, settings: dict, message: str) -> None:
+def test_error_names_invalid_setting(tmp_path: Path, settings: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         read_clusters(tmp_path, **settings)
 
 
-def test_sources_without_text(tmp_path: Path) -> None:
+def test_empty_sources_and_impossible_splits_raise(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no such file or folder"):
         read_clusters(tmp_path / "none")
     (tmp_path / "empty.txt").write_text("")
@@ -241,7 +241,7 @@ def by_size(reads: list[int]) -> Source:
     ("selection", "most", "wanted"),
     [("longest", 2, "ae"), ("longest", 3, "ace"), ("shortest", 2, "bc"), ("shortest", 4, "abcd")],
 )
-def test_the_longest_or_shortest_are_selected(
+def test_select_keeps_longest_or_shortest_clusters(
     selection: str, most: int, wanted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("spell_jax.data.clusters._READ_AT_ONCE", 2)
@@ -259,6 +259,6 @@ def test_random_selection_is_a_function_of_the_seed() -> None:
 
 
 @pytest.mark.parametrize("most", [0, 5, 9])
-def test_keeping_all_reads_nothing(most: int) -> None:
+def test_selecting_all_clusters_reads_none(most: int) -> None:
     reads: list[int] = []
     assert [*select(by_size(reads), "longest", most, 0).tasks] == [*SIZES] and not reads

@@ -28,7 +28,7 @@ def make_stream(count: int, seed: int = 0) -> TaskStream:
     json.loads(CASES.read_text(encoding="utf-8"))["cases"],
     ids=lambda case: str(case["in"]["weights"]),
 )
-def test_reference_counts(case: dict) -> None:
+def test_batch_counts_match_the_reference(case: dict) -> None:
     tasks, weights = case["in"]["tasks"], case["in"]["weights"]
     sizes = dict(zip(tasks, case["in"]["sizes"], strict=True))
     counts = batch_counts(case["in"]["batch"], dict(zip(tasks, weights, strict=True)), sizes)
@@ -41,7 +41,7 @@ def test_reference_counts(case: dict) -> None:
         assert dealt == {names[task]: count for task, count in batch.items()}
 
 
-def test_a_cluster_keeps_one_task_and_parts_are_equal() -> None:
+def test_clusters_keep_one_task_and_tasks_have_equal_shares() -> None:
     stream = make_stream(31)
     tasks_of: dict[str, set[str]] = {}
     for _ in range(60):
@@ -62,16 +62,16 @@ def test_clusters_serve_only_their_tasks(caplog: pytest.LogCaptureFixture) -> No
     assert {name for task, name in dealt if task == "general_qa"} == {f"any{i}" for i in range(6)}
 
 
-def test_no_repeats_in_a_batch_and_fresh_decks() -> None:
+def test_batches_of_a_deck_do_not_repeat_clusters() -> None:
     stream = TaskStream(in_memory(make_clusters(10)), ["general_qa"], [1], seed=0)
     batches = [[cluster.id for _, cluster in stream.next(4)] for _ in range(6)]
     assert all(len(set(batch)) == 4 for batch in batches)
-    # Two batches come from one deck; its two leftover cards are thrown away.
+    # A deck gives two batches; its two leftover clusters are discarded.
     assert all(not set(batches[i]) & set(batches[i + 1]) for i in (0, 2, 4))
     assert stream.repeats == 0
 
 
-def test_a_batch_larger_than_the_data_counts_its_repeats() -> None:
+def test_repeats_are_counted_if_a_batch_exceeds_the_data() -> None:
     stream = make_stream(6)
     batch = stream.next(15)
     assert len(batch) == 15
@@ -95,16 +95,16 @@ def test_batch_order_is_shuffled_and_seeded() -> None:
     assert first != make_stream(60, seed=1).next(30)
     tasks = [task for task, _ in first]
     assert tasks != sorted(tasks, key=TASKS.index)
-    assert tasks != [task for task, _ in stream.next(30)]  # every batch in an order of its own
+    assert tasks != [task for task, _ in stream.next(30)]  # every batch has its own order
 
 
-def test_a_resumed_stream_continues_exactly() -> None:
+def test_resumed_stream_continues_identically() -> None:
     stream = make_stream(31)
     for _ in range(5):
         stream.next(40)
     state = json.loads(json.dumps(stream.state_dict()))
     resumed = make_stream(31)
-    resumed.next(7)  # the clusters dealt before are forgotten
+    resumed.next(7)  # loading a state discards this position
     resumed.load_state_dict(state)
     assert resumed.state_dict() == state
     assert resumed.repeats == stream.repeats > 0
@@ -113,8 +113,8 @@ def test_a_resumed_stream_continues_exactly() -> None:
     assert resumed.state_dict() == stream.state_dict() != state
 
 
-def test_a_stream_resumes_in_the_middle_of_a_deck() -> None:
-    """After every batch, within decks and at their ends."""
+def test_stream_resumes_at_any_position_of_a_deck() -> None:
+    """Resumes after every batch, both within decks and at their ends."""
     stream = TaskStream(in_memory(make_clusters(10)), ["general_qa"], [1], seed=2)
     batches, states = [], [stream.state_dict()]
     for _ in range(7):
@@ -127,7 +127,7 @@ def test_a_stream_resumes_in_the_middle_of_a_deck() -> None:
 
 
 def test_order_is_a_function_of_seed_and_ids() -> None:
-    """The source's order of clusters does not matter, and every epoch has another order."""
+    """The source's order of clusters has no effect, and every epoch has another order."""
     clusters = make_clusters(20)
     one = TaskStream(in_memory(clusters), TASKS[:1], [1], seed=5)
     two = TaskStream(in_memory(clusters[::-1]), TASKS[:1], [1], seed=5)
@@ -136,14 +136,14 @@ def test_order_is_a_function_of_seed_and_ids() -> None:
     orders = [[cluster.id for _, cluster in epoch] for epoch in epochs]
     assert len({tuple(order) for order in orders}) == 4
     assert all(sorted(order) == sorted(orders[0]) for order in orders)
-    # The deck differs too, not only the order within a batch: halves of an epoch are other sets.
+    # The deck differs too, not only the order in a batch: halves of an epoch are other sets.
     halves = TaskStream(in_memory(clusters), TASKS[:1], [1], seed=5)
     sets = [frozenset(c.id for _, c in halves.next(10)) for _ in range(8)]
     assert len(set(sets)) == 8
 
 
-def test_tasks_have_decks_of_their_own() -> None:
-    """With one order for all tasks, the same two clusters would meet in every epoch."""
+def test_tasks_are_shuffled_independently() -> None:
+    """With one order for all tasks, every epoch would pair the same two clusters."""
     clusters = make_clusters(12, TASKS[:1]) + make_clusters(12, TASKS[1:2])
     stream = TaskStream(in_memory(clusters), TASKS[:2], [1, 1], seed=0)
     epochs = [{frozenset(c.id for _, c in stream.next(2)) for _ in range(12)} for _ in range(2)]
@@ -151,7 +151,7 @@ def test_tasks_have_decks_of_their_own() -> None:
     assert len(epochs[0] & epochs[1]) < 6
 
 
-def test_the_state_does_not_grow_with_the_data() -> None:
+def test_state_size_does_not_depend_on_the_data() -> None:
     sizes = []
     for count in (9, 9000):
         stream = TaskStream(
@@ -178,7 +178,7 @@ def test_only_the_clusters_of_a_batch_are_read() -> None:
     assert asked == batches
 
 
-def test_a_state_of_other_data_is_rejected() -> None:
+def test_state_of_other_data_or_seed_is_rejected() -> None:
     state = make_stream(9).state_dict()
     with pytest.raises(ValueError, match="for 9 other clusters than these 8"):
         make_stream(8).load_state_dict(state)
@@ -192,7 +192,7 @@ def test_a_state_of_other_data_is_rejected() -> None:
         TaskStream(in_memory(make_clusters(9)), TASKS[:2], [1, 1], 0).load_state_dict(state)
 
 
-def test_a_state_of_an_older_version_is_rejected() -> None:
+def test_state_of_another_version_is_rejected() -> None:
     old = {"assigned": {}, "decks": {}, "random": {}, "repeats": 0}
     with pytest.raises(ValueError, match=r"\['batches', .*another version"):
         make_stream(9).load_state_dict(old)
@@ -210,12 +210,14 @@ def test_a_state_of_an_older_version_is_rejected() -> None:
         (make_clusters(3, TASKS[:1]), TASKS[1:], (1, 1), "none of 3"),
     ],
 )
-def test_bad_settings(clusters: list, tasks: tuple, weights: tuple, message: str) -> None:
+def test_error_names_invalid_setting(
+    clusters: list, tasks: tuple, weights: tuple, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         TaskStream(in_memory(clusters), tasks, weights, seed=0)
 
 
-def test_the_remainder_goes_to_the_heaviest_task_first() -> None:
+def test_remainder_goes_to_the_heaviest_task_first() -> None:
     sizes: dict[str, int] = dict.fromkeys(TASKS, 50)
     counts = batch_counts(7, dict(zip(TASKS, (2, 3, 5), strict=True)), sizes)
     assert list(counts.values()) == [1, 2, 4]
@@ -223,7 +225,7 @@ def test_the_remainder_goes_to_the_heaviest_task_first() -> None:
     assert list(counts.values()) == [3, 3, 2]
 
 
-def test_bad_batches() -> None:
+def test_invalid_batch_sizes_are_rejected() -> None:
     with pytest.raises(ValueError, match="batch = 0"):
         make_stream(3).next(0)
     with pytest.raises(ValueError, match="batch = 4: must be between 0 and 3"):

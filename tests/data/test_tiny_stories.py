@@ -26,7 +26,7 @@ def test_each_line_starts_with_the_last_name_of_the_previous_one(count):
 
 
 @pytest.mark.parametrize("count", [0, tiny_stories.MOST_LINES + 1])
-def test_more_lines_than_names_are_rejected(count):
+def test_line_count_out_of_range_is_rejected(count):
     with pytest.raises(ValueError, match=rf"lines = {count}: must be 1 to"):
         tiny_stories.make_story(np.random.default_rng(0), count)
 

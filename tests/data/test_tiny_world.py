@@ -39,7 +39,7 @@ def test_documents_are_about_distinct_people_with_friends(count):
 
 
 @pytest.mark.parametrize("count", [0, len(world.NAMES) + 1])
-def test_more_people_than_names_are_rejected(count):
+def test_document_count_out_of_range_is_rejected(count):
     with pytest.raises(ValueError, match=rf"documents = {count}: must be 1 to"):
         documents(0, count)
 
@@ -55,14 +55,14 @@ def test_clusters_are_a_function_of_the_seed():
 
 
 def test_no_name_or_city_contains_another():
-    """A rule that searches for substrings then cannot take one value for another."""
+    """So a rule that searches for substrings cannot confuse two values."""
     words = [w.lower() for w in (*world.NAMES, *itertools.chain(*world.CITIES))]
     assert len(set(words)) == len(words)
     for one, other in itertools.permutations(words, 2):
         assert one not in other
 
 
-def test_surface_forms_have_one_spelling():
+def test_surface_forms_share_one_canonical_spelling():
     for value in (*world.NAMES, *itertools.chain(*world.CITIES), "34"):
         forms = world.surface_forms(value)
         assert forms[0] == value and len(set(forms)) == len(forms) >= 2
@@ -76,7 +76,7 @@ def test_surface_forms_have_one_spelling():
 
 @pytest.mark.parametrize("kind", world.KINDS)
 @pytest.mark.parametrize("count", [2, 8])
-def test_the_oracle_agrees_with_the_generated_truth(kind, count):
+def test_oracle_agrees_with_generated_answers(kind, count):
     rng = np.random.default_rng(count)
     for _ in range(100):
         texts = world.make_documents(rng, count)
@@ -102,13 +102,13 @@ def test_the_oracle_agrees_with_the_generated_truth(kind, count):
             assert question.answer in lines[-1].split()[1:]
 
 
-def test_a_friend_outside_the_documents_gives_a_look_up():
+def test_two_hop_without_friend_document_becomes_lookup():
     texts = documents(0, 1)
     question = world.sample_question(np.random.default_rng(0), texts, "two_hop")
     assert question.kind == "lookup"
 
 
-def test_the_oracle_returns_none_without_an_answer():
+def test_oracle_returns_none_without_an_answer():
     texts = ("- Arvo Oslo 34 12 Bela",)
     assert world.oracle("city of Arvo", texts) == world.canonical("Oslo")
     assert world.oracle("please tell: sales of Arvo versus costs of Arvo", texts) == "22"
@@ -120,7 +120,7 @@ def test_the_oracle_returns_none_without_an_answer():
     assert world.question_kind("What is the weather like?") == "other"
 
 
-def test_hops_are_followed_to_any_depth():
+def test_oracle_follows_hops_to_any_depth():
     texts = ("- Arvo Oslo 34 12 Bela", "- Bela Rome 10 11 Arvo")
     assert world.oracle("city of friend of Arvo", texts) == world.canonical("Rome")
     assert world.oracle("city of friend of friend of Arvo", texts) == world.canonical("Oslo")
@@ -128,7 +128,7 @@ def test_hops_are_followed_to_any_depth():
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_one_option_is_right(count):
+def test_exactly_one_sampled_option_is_correct(count):
     rng = np.random.default_rng(count)
     for index in range(200):
         texts = world.make_documents(rng, count)
@@ -145,7 +145,7 @@ def test_one_option_is_right(count):
         assert world.question_kind(text) == "choice"
 
 
-def test_a_choice_without_one_right_option_has_no_answer():
+def test_oracle_choice_requires_exactly_one_correct_option():
     texts = ("- Arvo Oslo 34 12 Bela",)
     assert world.oracle_choice("city of Arvo\n(A) Rome\n(B) Fjordton\n", texts) == "B"
     assert world.oracle_choice("city of Arvo\n(A) Oslo\n(B) Fjordton\n", texts) is None
@@ -157,7 +157,7 @@ def test_a_choice_without_one_right_option_has_no_answer():
 
 
 @pytest.mark.parametrize("answer", ["Arvo", "Oslo", "Fjordton", "12"])
-def test_wrong_options_come_from_the_whole_world(answer):
+def test_wrong_options_cover_all_values_of_the_same_kind(answer):
     rng = np.random.default_rng(0)
     seen = {v for _ in range(400) for v in world.sample_options(rng, answer, "C").values()}
     sort = next(
@@ -168,7 +168,7 @@ def test_wrong_options_come_from_the_whole_world(answer):
     assert {world.canonical(v) for v in seen} == {world.canonical(v) for v in sort}
 
 
-def test_figures_stay_inside_the_world():
+def test_sales_and_costs_stay_within_figures():
     texts = documents(1, len(world.NAMES))
     values = [int(v) for (_, a), v in world.read_facts(texts).items() if a in ("sales", "costs")]
     assert set(values) <= set(world.FIGURES) and len(set(values)) > 10

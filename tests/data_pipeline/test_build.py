@@ -1,4 +1,4 @@
-"""Tests of whole builds: output, no losses, stops at any moment, other runners."""
+"""Tests of whole builds: output, complete accounting, interruptions, other runners."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def text(topic: int, number: int, words: int = 120) -> str:
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
-    """160 texts of 8 topics in two sources; 6 copies, a benchmark text, and some useless ones."""
+    """160 texts of 8 topics in two sources, 6 copies, contaminated texts, and unusable files."""
     root = tmp_path_factory.mktemp("texts")
     for name, topics in (("web", range(6)), ("filings", range(6, TOPICS))):
         (root / name).mkdir()
@@ -74,8 +74,8 @@ def files_of(out: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()}
 
 
-def test_nothing_is_lost(made):
-    """Every file is in the clusters, cut or whole, or is named or counted."""
+def test_every_input_file_is_accounted_for(made):
+    """Every file ends up in a cluster, whole or cut, or is listed or counted as removed."""
     manifest, out = made
     counts = {name: Counter() for name in manifest["counts"]}
     for name, stage in manifest["counts"].items():
@@ -99,7 +99,7 @@ def test_nothing_is_lost(made):
     assert manifest["sources"]["web"].keys() >= {"copy-0.txt", "short.txt", "long.txt"}
 
 
-def test_copies_and_the_benchmark_are_gone(made):
+def test_duplicates_and_contaminated_texts_are_removed(made):
     clusters = built.Built(made[1])
     texts = [t for c in clusters.read(list(clusters.tasks)) for t in c.documents]
     assert len(set(texts)) == len(texts)
@@ -110,7 +110,7 @@ def test_copies_and_the_benchmark_are_gone(made):
     ]
 
 
-def test_clusters_are_of_one_topic_and_tasks_have_as_many(made):
+def test_clusters_share_a_topic_and_tasks_have_equal_counts(made):
     manifest, out = made
     assert len(set(manifest["clusters"].values())) == 1 and len(manifest["clusters"]) == 3
     clusters = built.Built(out)
@@ -121,7 +121,7 @@ def test_clusters_are_of_one_topic_and_tasks_have_as_many(made):
         assert (max(topics) >= 6) == (cluster.tasks == ("financial_math",))
 
 
-def test_the_trainer_reads_it(made):
+def test_trainer_streams_batches_from_the_build(made):
     source = built.open_source(
         made[1],
         count_tokens=lambda t: len(t.split()),
@@ -135,7 +135,7 @@ def test_the_trainer_reads_it(made):
     assert all(len(t.split()) <= 64 for _, cluster in batch for t in cluster.documents)
 
 
-def test_the_report_has_its_parts(made):
+def test_report_lists_removals_and_has_seven_plots(made):
     page = (made[1] / "report.html").read_text()
     for part in ("of another type", "odd.bin", "exam:question", "1-07.txt", "near duplicate"):
         assert part in page
@@ -144,14 +144,14 @@ def test_the_report_has_its_parts(made):
 
 
 @pytest.mark.slow
-def test_other_workers_give_the_same_bytes(config, made, tmp_path):
+def test_build_is_bit_identical_with_two_processes(config, made, tmp_path):
     options = ["--direct_num_workers=2", "--direct_running_mode=multi_processing"]
     build.build(config, str(tmp_path / "out"), options)
     assert files_of(tmp_path / "out") == files_of(made[1])
 
 
 @pytest.mark.slow
-def test_a_build_that_is_stopped_anywhere_goes_on(config, made, tmp_path, monkeypatch):
+def test_interrupted_build_resumes_bit_identically(config, made, tmp_path, monkeypatch):
     """The build stops before each stage is marked as done, then at each file of the output."""
     out, stopped = tmp_path / "out", []
     create, store = build.FileSystems.create, output._store
@@ -174,7 +174,7 @@ def test_a_build_that_is_stopped_anywhere_goes_on(config, made, tmp_path, monkey
     monkeypatch.setattr(output, "_store", stopping_store)
     shards = [output.shard_name(number, 3) for number in range(3)]
     files = [output.FEATURES, output.INFO, output.INDEX, output.MANIFEST]
-    # Shards are written in any order, so the first stop at one stands for all.
+    # Shards are written in any order, so the build stops at one of them only.
     for name in [*STAGES, "clusters-train", *files]:
         # Inside a pipeline the runner raises another error instead.
         with pytest.raises((KeyboardInterrupt, RuntimeError), match=name):
@@ -191,7 +191,7 @@ def test_a_build_that_is_stopped_anywhere_goes_on(config, made, tmp_path, monkey
 
 
 @pytest.mark.slow
-def test_a_finished_build_is_left_as_it_is(config, made, monkeypatch):
+def test_finished_build_is_not_rerun(config, made, monkeypatch):
     before = {path: path.stat().st_mtime_ns for path in made[1].glob("clusters-*")}
     monkeypatch.setattr(Stages, "pipeline", lambda *_: pytest.fail("ran again"))
     assert build.build(config, str(made[1])) == made[0]
@@ -199,7 +199,7 @@ def test_a_finished_build_is_left_as_it_is(config, made, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_changed_file_is_read_again(tmp_path):
+def test_changed_and_new_files_are_read_again(tmp_path):
     changing = tmp_path / "texts"
     changing.mkdir()
     (changing / "a.txt").write_text(text(0, 0))
@@ -233,8 +233,8 @@ def test_a_changed_file_is_read_again(tmp_path):
     ],
     ids=lambda flags: flags[0],
 )
-def test_graphs_for_other_runners(config, tmp_path, flags, caplog, monkeypatch):
-    # Beam asks Dataflow's buckets whether they keep deleted files, without a network for minutes.
+def test_check_constructs_graphs_for_other_runners(config, tmp_path, flags, caplog, monkeypatch):
+    # Beam asks whether Dataflow's buckets keep deleted files: minutes without a network.
     monkeypatch.setattr(gcsio.GcsIO, "is_soft_delete_enabled", lambda self, path: False)
     monkeypatch.setattr(gcsio, "create_storage_client", lambda *given: None)
     caplog.set_level("INFO", "data_pipeline")
@@ -246,8 +246,8 @@ def test_graphs_for_other_runners(config, tmp_path, flags, caplog, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_command(config, tmp_path):
-    """Flags that are not ours are Beam's; a wrong one of ours is an error."""
+def test_command_line_passes_unknown_flags_to_beam(config, tmp_path):
+    """Unknown flags go to Beam; an unknown field of the config is an error."""
     path = config.sources.filings.path
     command = [sys.executable, "-m", "data_pipeline.build", f"--out={tmp_path / 'out'}"]
     command += [f"--config=configs/data/folder.py:{path}", "--runner=FlinkRunner", "--check"]
@@ -274,7 +274,7 @@ def test_the_command(config, tmp_path):
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_mistakes_are_found_before_anything_is_written(config, tmp_path, change, message):
+def test_config_errors_are_raised_before_anything_is_written(config, tmp_path, change, message):
     changed = config.copy_and_resolve_references()
     changed.update_from_flattened_dict(change)
     with pytest.raises((ValueError, FileNotFoundError), match=message):
@@ -283,7 +283,7 @@ def test_mistakes_are_found_before_anything_is_written(config, tmp_path, change,
 
 
 @pytest.mark.slow
-def test_the_configs_are_right():
+def test_shipped_configs_are_valid():
     made = folder.get_config("somewhere"), mixed.get_config("somewhere"), paper.get_config()
     for config in made:
         for given in (*config.sources.values(), *config.decontaminate.benchmarks.values()):

@@ -1,4 +1,4 @@
-"""Tests of clustering through all stages: content of clusters, and independence of all else."""
+"""Tests of clustering through all stages: content of clusters, and reproducibility."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def vectors(documents):
     return {d["id"]: np.frombuffer(d["vector"], np.float32) for d in documents}
 
 
-def test_records_say_what_is_in_them(made, vectors):
+def test_cluster_records_match_their_documents(made, vectors):
     for c in made[0]:
         assert c["id"] == digest(*sorted(document["id"] for document in c["documents"]))
         assert c["documents"] == sorted(c["documents"], key=order)
@@ -102,7 +102,7 @@ def test_records_say_what_is_in_them(made, vectors):
         assert {POOLS[document["source"]] for document in c["documents"]} == {c["pool"]}
 
 
-def test_limits_are_kept_and_sizes_are_counted(made):
+def test_clusters_keep_limits_and_sizes_are_counted(made):
     clusters, _, done, _ = made
     assert max(c["tokens"] for c in clusters) <= CONFIG.max_cluster_tokens
     assert max(len(c["documents"]) for c in clusters) <= CONFIG.max_documents
@@ -116,8 +116,8 @@ def test_limits_are_kept_and_sizes_are_counted(made):
 
 
 @pytest.mark.slow
-def test_pieces_of_a_document_stay_together(documents, tmp_path):
-    """Clusters have documents of one source, whatever the vectors; other sources are unchanged."""
+def test_pieces_cluster_only_with_their_own_document(documents, tmp_path):
+    """Clusters of source "tables" have pieces of one document; other sources still mix."""
     pieces = [
         d | {"place": f"{i % 9}.txt", "part": i} if d["source"] == "tables" else d
         for i, d in enumerate(documents)
@@ -134,7 +134,7 @@ def test_pieces_of_a_document_stay_together(documents, tmp_path):
         assert not any("/of " in count["source"] for count in counts)
 
 
-def test_clusters_are_of_one_topic(documents, made):
+def test_clusters_are_mostly_of_one_topic(documents, made):
     clusters = made[0]
     topic = {d["id"]: int(d["text"].split()[1]) for d in documents}
     pure = 0
@@ -143,7 +143,7 @@ def test_clusters_are_of_one_topic(documents, made):
     assert pure / len(documents) > 0.8
 
 
-def test_documents_of_a_cluster_are_nearer_than_those_of_random_ones(documents, made, vectors):
+def test_clusters_are_tighter_than_random_groups(documents, made, vectors):
     def cosine(groups):
         """Mean cosine of pairs, weighted by size, from lengths of sums."""
         total = 0.0
@@ -161,7 +161,7 @@ def test_documents_of_a_cluster_are_nearer_than_those_of_random_ones(documents, 
     assert cosine(np.split(mixed, ends)) < 0.1
 
 
-def test_nodes_are_split_until_they_are_small(made):
+def test_nodes_are_split_until_below_the_limit(made):
     _, _, done, stages = made
     nodes = Counter(point["node"] for point in stages.read("cluster-level-1/points", ["node"]))
     assert all(node.startswith(("general_qa/", "financial_math+general_qa/")) for node in nodes)
@@ -173,7 +173,7 @@ def test_nodes_are_split_until_they_are_small(made):
     assert len(nodes) > 8
 
 
-def test_a_sample_is_that_of_the_smallest_ids():
+def test_sample_takes_documents_with_the_smallest_ids():
     ids = [digest(str(number)) for number in range(4000)]
     point = {"vector": b"", "tokens": 1}
     large = {"a": 4000}
@@ -185,19 +185,19 @@ def test_a_sample_is_that_of_the_smallest_ids():
     assert abs(len(taken) - 1000) < 100
     assert taken == set(sorted(ids)[: len(taken)])
     assert not list(cluster_module._sample(point | {"id": min(ids), "node": "b"}, large, 1000))
-    for name in ids:  # no more than there are: all
+    for name in ids:  # the node is not larger than the sample: all are taken
         assert list(cluster_module._sample(point | {"id": name, "node": "a"}, large, 4000))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [THREADS, pytest.param(PROCESSES, marks=pytest.mark.long)])
-def test_workers_and_order_do_not_matter(documents, made, tmp_path, options):
+def test_clusters_do_not_depend_on_workers_or_order(documents, made, tmp_path, options):
     clusters, _, done, _ = run(tmp_path, documents[::-1], options=options)
     assert clusters == made[0]
     assert done.counts == made[2].counts
 
 
-def test_seed_and_node_decide_where_centroids_start(documents):
+def test_centroids_depend_on_seed_and_node_but_not_on_order(documents):
     sample = [(d["id"], d["vector"]) for d in documents]
 
     def fit(seed, node, sample=sample):
@@ -209,7 +209,7 @@ def test_seed_and_node_decide_where_centroids_start(documents):
 
 
 @pytest.mark.slow
-def test_a_change_of_the_last_step_keeps_the_levels(documents, made, monkeypatch):
+def test_changed_cluster_size_reruns_only_the_last_stages(documents, made, monkeypatch):
     stages = made[3]
     ran = []
     construct = Stages.construct
@@ -235,7 +235,7 @@ def test_a_change_of_the_last_step_keeps_the_levels(documents, made, monkeypatch
 
 @pytest.fixture(scope="module")
 def unsplit(documents, tmp_path_factory):
-    """No levels, and some documents that fit into no cluster."""
+    """A run without levels, and with some documents that fit into no cluster."""
     good = documents[0]
     nan = np.full(32, np.nan, np.float32).tobytes()
     bad = [
@@ -249,7 +249,7 @@ def unsplit(documents, tmp_path_factory):
     return run(tmp_path_factory.mktemp("unsplit"), documents + bad, config)
 
 
-def test_nodes_that_stay_too_large_are_finished_and_counted(unsplit):
+def test_nodes_over_the_limit_are_clustered_and_counted(unsplit):
     clusters, _, done, _ = unsplit
     assert sum(len(c["documents"]) for c in clusters) == 400
     assert done.count("nodes over the limit", "general_qa") == 1
@@ -270,6 +270,6 @@ def test_documents_that_fit_in_no_cluster_are_removed(documents, unsplit):
 
 
 @pytest.mark.slow
-def test_no_documents_at_all(tmp_path):
+def test_empty_input_gives_no_clusters(tmp_path):
     clusters, removed, done, _ = run(tmp_path, [])
     assert clusters == removed == [] and done.counts == ()

@@ -1,4 +1,4 @@
-"""Tests of cutting: limits, order, ids, and where every piece goes."""
+"""Tests of cutting: limits, order, ids, and an account of every piece."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def paragraphs(name, count, words=10):
 
 
 def cut(documents, config=CONFIG, options=()):
-    """Tables of make_cut."""
+    """Tables and counts of make_cut."""
 
     def make(pipeline):
         return make_cut(pipeline | beam.Create(list(documents)), config)
@@ -50,13 +50,13 @@ def losses(tables):
         ({"min_tokens": 9999}, "cut.min_tokens = 9999: must be from 1 to"),
     ],
 )
-def test_bad_settings_are_named(change, message):
+def test_error_names_invalid_setting(change, message):
     with pytest.raises(ValueError, match=message):
         CutConfig(**change)
 
 
 @pytest.mark.slow
-def test_long_documents_are_cut_and_short_ones_are_counted():
+def test_long_documents_are_cut_and_short_ones_kept_whole():
     long = make_document(paragraphs("a", 3), "books", "a.txt", quality=0.5)
     short = make_document("only four words here", "books", "b.txt")
     tables = cut([short, long])
@@ -75,8 +75,8 @@ def test_long_documents_are_cut_and_short_ones_are_counted():
     assert tables["lengths"] == {4: 1, 10: 3}
 
 
-def test_chapters_keep_their_order():
-    """Parts of a book that was cut before: pieces of part 0 come before those of part 1."""
+def test_pieces_of_chapters_keep_their_order():
+    """The parts of a book are its chapters: pieces of part 0 come before those of part 1."""
     chapters = [make_document(paragraphs(f"c{i}", 12), "books", "a.txt", part=i) for i in range(2)]
     documents = cut(reversed(chapters))["documents"]
     text = "\n\n".join(chapter["text"] for chapter in chapters)
@@ -86,7 +86,7 @@ def test_chapters_keep_their_order():
 
 
 @pytest.mark.slow
-def test_of_equal_pieces_the_first_stays():
+def test_first_of_equal_pieces_is_kept():
     imprint = "printed in the year that it was printed in by a printer of this town"
     books = [
         make_document(f"{paragraphs(name, 1)}\n\n{imprint}", "books", f"{name}.txt")
@@ -108,7 +108,7 @@ def test_of_equal_pieces_the_first_stays():
         }
 
 
-def test_a_document_that_came_twice_is_not_lost():
+def test_repeated_document_is_kept_once():
     twice = make_document("the very same words", "s", "a")
     tables = cut([twice, twice])
     assert [d["place"] for d in tables["documents"]] == ["a"]
@@ -116,7 +116,7 @@ def test_a_document_that_came_twice_is_not_lost():
 
 
 @pytest.mark.slow
-def test_pieces_of_too_few_tokens_are_removed():
+def test_pieces_with_too_few_tokens_are_removed():
     text = f"{paragraphs('a', 1, 16)}\n\nEnd\n\n{paragraphs('b', 1, 16)}"
     tables = cut([make_document(text, "s", "a"), make_document("Word", "t", "b")])
     assert [d["part"] for d in tables["documents"]] == [0, 2]
@@ -129,7 +129,7 @@ def test_pieces_of_too_few_tokens_are_removed():
     assert tables["counts"]["documents removed: too few tokens", "t"] == 1
 
 
-def test_a_text_of_nothing_is_not_lost_in_silence():
+def test_empty_document_is_listed_as_removed():
     tables = cut([make_document("", "s", "a")], CutConfig(min_tokens=1))
     assert tables["documents"] == []
     assert [(r["reason"], r["because"]) for r in tables["removed"]] == [
@@ -138,7 +138,7 @@ def test_a_text_of_nothing_is_not_lost_in_silence():
 
 
 @pytest.mark.slow
-def test_more_pieces_than_parts_have_numbers_for(monkeypatch):
+def test_pieces_beyond_the_maximum_are_removed_and_counted(monkeypatch):
     monkeypatch.setattr(cut_module, "MAX_PIECES", 4)
     tables = cut([make_document(paragraphs("a", 7), "s", "a", part=2)])
     assert [d["part"] for d in tables["documents"]] == [8, 9, 10, 11]
@@ -147,7 +147,7 @@ def test_more_pieces_than_parts_have_numbers_for(monkeypatch):
     ]
 
 
-def test_tokens_are_the_policys(tmp_path):
+def test_tokens_are_counted_with_the_policy_tokenizer(tmp_path):
     texts = [paragraphs(name, 40) for name in "abc"]
     model = tokenizers.train(texts, 300)
     model.save(tmp_path)
@@ -159,7 +159,7 @@ def test_tokens_are_the_policys(tmp_path):
 
 
 @pytest.mark.slow
-def test_workers_and_order_do_not_matter():
+def test_result_does_not_depend_on_workers_or_order():
     documents = [make_document(paragraphs(f"x{i % 7}", 3), "s", f"{i}") for i in range(20)]
     one = cut(documents)
     two = cut(documents[::-1], options=TWO_WORKERS)

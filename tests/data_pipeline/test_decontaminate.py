@@ -44,7 +44,7 @@ def index(*texts: tuple[str, str], dedup=None, threshold=0.8) -> Index:
 # ------------------------------------------------------------------------------------------ Reading
 
 
-def test_hotpotqa(tmp_path):
+def test_hotpotqa_layout_is_read(tmp_path):
     row = {
         "question": "Who was it?",
         "answer": "him",
@@ -60,7 +60,7 @@ def test_hotpotqa(tmp_path):
     }
 
 
-def test_musique(tmp_path):
+def test_musique_layout_is_read(tmp_path):
     row = {
         "paragraphs": [
             {"idx": 0, "title": "T", "paragraph_text": "Text one."},
@@ -75,12 +75,12 @@ def test_musique(tmp_path):
         ("question", "What?"),
         ("question", "Part of it?"),
     }
-    # The same by the name of the list: objects inside a field are read recursively.
+    # The name of the list works too: objects inside a field are read recursively.
     found = read(tmp_path / "m.jsonl", row, ["paragraphs"])
     assert ("document", "Text one.") in found and ("document", "T") in found
 
 
-def test_squad(tmp_path):
+def test_squad_layout_is_read(tmp_path):
     questions = [{"question": f"Q{i}?", "answers": [{"text": "a"}]} for i in range(2)]
     paragraphs = [{"context": "中文上下文。", "qas": questions}, {"context": "Two", "qas": []}]
     value = {"version": 1, "data": [{"title": "t", "paragraphs": paragraphs}]}
@@ -92,7 +92,7 @@ def test_squad(tmp_path):
     }
 
 
-def test_long_contexts_are_cut_at_blank_lines(tmp_path):
+def test_long_contexts_are_also_split_at_blank_lines(tmp_path):
     long, other, short = "x" * 100, "y " * 60 + "y", "z" * 99
     row = {"input": "Q?", "context": f"{long}\n \n{short}\r\n\r\n{other}\nend", "length": 3}
     whole = row["context"]
@@ -102,7 +102,7 @@ def test_long_contexts_are_cut_at_blank_lines(tmp_path):
         ("document", long),
         ("document", other + "\nend"),
     }
-    # Lists of paragraphs too, but not questions.
+    # Lists of paragraphs are split too, but not lists of questions.
     row = {"paragraphs": [long, short], "question": [long, short]}
     assert read(tmp_path / "p.json", row, ["paragraphs"], ["question"]) == {
         ("document", f"{long}\n\n{short}"),
@@ -111,12 +111,12 @@ def test_long_contexts_are_cut_at_blank_lines(tmp_path):
     }
 
 
-def test_other_values_are_no_texts(tmp_path):
+def test_values_without_text_are_ignored(tmp_path):
     rows = [{"text": value} for value in (None, 3, True, [], {}, "", " \n", [1, None], "words")]
     assert read(tmp_path / "o.json", rows, ["text"]) == {("document", "words")}
 
 
-def test_folders_patterns_and_text_files(tmp_path):
+def test_benchmarks_are_read_from_folders_and_patterns(tmp_path):
     (tmp_path / "deep" / "er").mkdir(parents=True)
     (tmp_path / "deep" / "a.txt").write_text("\ufeffA text\n", encoding="utf-8")
     (tmp_path / "deep" / "er" / "b.JSONL").write_text('{"c": "Bee 2"}', encoding="utf-8")
@@ -156,7 +156,7 @@ def test_folders_patterns_and_text_files(tmp_path):
         ),
     ],
 )
-def test_bad_benchmarks_are_refused(tmp_path, content, config, message):
+def test_invalid_benchmarks_are_rejected(tmp_path, content, config, message):
     path = tmp_path / ("none" if content is None else "f.json")
     if content is not None:
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -164,7 +164,7 @@ def test_bad_benchmarks_are_refused(tmp_path, content, config, message):
         read_benchmarks({"b": BenchmarkConfig(str(path), **config)})
 
 
-def test_settings_are_checked():
+def test_invalid_settings_are_rejected():
     with pytest.raises(ValueError, match=r"benchmark.path = '': must be a file"):
         BenchmarkConfig("")
     with pytest.raises(ValueError, match=r"must not have what document_fields have, \['a'\]"):
@@ -177,7 +177,7 @@ def test_settings_are_checked():
 # ---------------------------------------------------------------------------------------- Searching
 
 
-def test_near_texts_are_found_and_others_not():
+def test_near_duplicates_are_found_and_other_texts_are_not():
     texts = [some_text(i) for i in range(60)]
     found = index(*(("document", text) for text in texts))
     for i, text in enumerate(texts):
@@ -189,7 +189,7 @@ def test_near_texts_are_found_and_others_not():
     assert index().find(texts[0]) is None
 
 
-def test_questions_in_texts_are_found():
+def test_questions_inside_texts_are_found():
     question = "Which of the two towns had the older stone bridge over the river?"  # 13 tokens
     document = some_text(1, 300)
     words = document.split()
@@ -204,11 +204,11 @@ def test_questions_in_texts_are_found():
     assert inside(question.replace("Which", "What"))
     assert not inside(question.replace("of", "among"))
     assert index(("question", question), threshold=0.75).find(question.replace("of", "among"))
-    # Documents are not searched for inside others.
+    # Documents of a benchmark are not searched for inside other texts.
     assert index(("document", question)).find(f"{document} {question}") is None
 
 
-def test_short_questions_are_compared_as_a_whole_alone():
+def test_short_questions_match_only_whole_texts():
     seven, eight = "one two three four five six seven", "one two three four five six seven eight"
     around = some_text(1)
     for text, held in ((seven, False), (eight, True)):
@@ -227,7 +227,7 @@ def test_chinese_questions_are_found():
     assert found.find("这座石桥很古老，没有人知道它建于什么时候。") is None
 
 
-def test_items_share_shingles():
+def test_items_with_shared_shingles_are_told_apart():
     question = "What is the name of the river that flows through"
     texts = [f"{question} town{i} in the country{i} of old?" for i in range(50)]
     found = index(*(("question", text) for text in texts))
@@ -239,7 +239,7 @@ def test_items_share_shingles():
 
 
 @pytest.mark.slow
-def test_stage(tmp_path):
+def test_stage_removes_and_counts_contaminated_documents(tmp_path):
     question = "Which of the two towns had the older stone bridge over the river?"
     items = sorted(
         Item(name, kind, digest(text), text)

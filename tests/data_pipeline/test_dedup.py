@@ -71,7 +71,7 @@ def check_stars(edges, rounds, children, events):
 
 
 def names(number: int, prefix: str, seed: int = 0) -> list[bytes]:
-    """Nodes whose order says nothing about their numbers."""
+    """Nodes in an order that does not depend on their numbers."""
     return [f"{prefix}{digest(str(i), str(seed))}".encode() for i in range(number)]
 
 
@@ -167,7 +167,7 @@ def test_removes_exact_and_near_duplicates(corpus):
     assert counts["documents kept", "t"] == counts["documents read", "t"] == 1
 
 
-def test_nothing_is_lost(corpus):
+def test_every_document_is_kept_or_listed_as_removed(corpus):
     documents, kept, removed, counts = corpus
     places = Counter((r["source"], r["place"], r["part"]) for r in [*kept, *removed])
     assert places == Counter((d["source"], d["place"], d["part"]) for d in documents)
@@ -179,10 +179,10 @@ def test_nothing_is_lost(corpus):
         assert read == sum(others) == sum(d["source"] == source for d in documents)
 
 
-def test_finds_pairs_that_a_comparison_of_all_finds(corpus):
+def test_near_duplicates_match_comparison_of_all_pairs(corpus):
     documents, _, _, counts = corpus
     sets = {node_of(d): signatures.shingles(d["text"], 5) for d in documents}
-    # Equal texts are one node, whatever their qualities.
+    # Documents with equal texts are one node, even if their qualities differ.
     best = {min(node for node in sets if node[8:] == other[8:]) for other in sets}
     edges = [
         (a, b)
@@ -206,7 +206,7 @@ def test_finds_pairs_that_a_comparison_of_all_finds(corpus):
     assert len(sizes) > 1
 
 
-def test_exact_copies_of_a_near_duplicate_all_go(corpus):
+def test_exact_copies_of_near_duplicates_are_removed(corpus):
     assert removed_of(corpus, "copies") == {
         "b": ("exact duplicate", "copies:c"),
         "c": ("near duplicate", "copies:a"),
@@ -227,26 +227,26 @@ def test_equal_texts_of_equal_rank_keep_the_first_in_order(corpus):
     assert {r["because"] for r in rest} == {"equal a:x"}
 
 
-def test_texts_of_few_tokens(corpus):
+def test_texts_of_few_tokens_are_deduplicated(corpus):
     assert removed_of(corpus, "few") == {
         "3": ("near duplicate", "few:4"),
         "7": ("near duplicate", "few:8"),
     }
 
 
-def test_chinese_texts(corpus):
+def test_chinese_texts_are_deduplicated(corpus):
     assert removed_of(corpus, "zh") == {"a": ("near duplicate", "zh:b")}
 
 
 @pytest.mark.slow
-def test_result_is_the_same_in_any_order_and_with_any_workers(tmp_path, monkeypatch):
+def test_result_does_not_depend_on_order_or_workers(tmp_path, monkeypatch):
     documents = [document(some_text(i), str(i)) for i in range(60)]
     copies = [document(edited_copy(d["text"], 0.85, 0.9, 1), "c" + d["place"]) for d in documents]
     documents += copies + [{**d, "place": "e" + d["place"], "quality": 1.0} for d in copies[:20]]
     config = DedupConfig(largest_group=2, rounds=2)
     one = run(tmp_path / "one", documents, config)
     random.Random(1).shuffle(documents)
-    monkeypatch.setattr(dedup, "PACKED", 7)  # several values of a bundle
+    monkeypatch.setattr(dedup, "PACKED", 7)  # several packed values per bundle
     options = ["--direct_num_workers=3", "--direct_running_mode=multi_threading"]
     many = run(tmp_path / "many", documents, config, files=5, options=options)
     assert one == many
@@ -255,7 +255,7 @@ def test_result_is_the_same_in_any_order_and_with_any_workers(tmp_path, monkeypa
 
 @pytest.mark.slow
 def test_large_groups_are_capped_and_counted(tmp_path):
-    """100 texts of one shingle set share every band: 10 make pairs, 90 meet only the first."""
+    """100 texts with equal shingles share every band: 10 are paired, 90 only with the first."""
     words = some_text(1)
     documents = [document(words + "!" * i, f"{i:03d}") for i in range(100)]
     kept, removed, counts = run(tmp_path, documents, DedupConfig(largest_group=10, rounds=3))
@@ -268,13 +268,13 @@ def test_large_groups_are_capped_and_counted(tmp_path):
 
 
 @pytest.mark.slow
-def test_nothing_to_do(tmp_path):
+def test_single_document_is_kept(tmp_path):
     kept, removed, counts = run(tmp_path, [document(some_text(1), "a")])
     assert [d["place"] for d in kept] == ["a"] and not removed
     assert counts == {("documents read", "s"): 1, ("documents kept", "s"): 1}
 
 
-def test_order_of_nodes():
+def test_nodes_sort_by_quality_then_length():
     texts = [some_text(1, 99), some_text(1, 100)]
     ranked = [
         document(texts[0], "", 1e300),
@@ -308,7 +308,7 @@ def test_order_of_nodes():
         ("seed", -1, r"dedup.seed = -1: must be at least 0 and below 2\^32"),
     ],
 )
-def test_settings_are_checked(field, value, message):
+def test_error_names_invalid_setting(field, value, message):
     with pytest.raises(ValueError, match=message):
         DedupConfig(**{field: value})
 
@@ -317,8 +317,8 @@ def test_settings_are_checked(field, value, message):
 
 
 @pytest.mark.slow
-def test_components_are_those_of_union_find():
-    """Chains, stars, cycles, a clique and random graphs, all at once as parts of one graph."""
+def test_components_match_union_find():
+    """One graph consists of chains, stars, a cycle, a clique and random graphs."""
     edges = []
     for length in (2, 3, 17, 200):
         chain = names(length, f"chain{length}-")
@@ -346,8 +346,8 @@ def test_components_are_those_of_union_find():
 
 
 @pytest.mark.slow
-def test_what_is_unconverged_is_counted():
-    """After one round node n of a chain a-b-c-... points to n-2 or further, not all to a."""
+def test_unconverged_nodes_are_counted():
+    """After one round node n of a chain points to node n-2, and not yet to the first node."""
     chain = [bytes([i]) for i in range(9)]
     edges = list(itertools.pairwise(chain))
     # Large stars: node n's larger neighbor n+1 moves to n-1. Small stars: so do n+1 and n-1.
@@ -357,7 +357,7 @@ def test_what_is_unconverged_is_counted():
     check_stars(edges, 4, [(chain[0], node) for node in chain[1:]], [])
 
 
-def test_a_node_between_two_stars_is_counted():
+def test_node_in_two_stars_is_counted_as_unconverged():
     """The zigzag 0-3-2-4-1: after a round 2 belongs to the stars of 0 and of 1."""
     nodes = [bytes([i]) for i in range(5)]
     edges = [(nodes[a], nodes[b]) for a, b in ((0, 3), (2, 3), (2, 4), (1, 4))]
@@ -366,7 +366,7 @@ def test_a_node_between_two_stars_is_counted():
 
 
 @pytest.mark.slow
-def test_unconverged_documents_are_counted_and_nothing_is_lost(tmp_path):
+def test_unconverged_components_are_counted_without_losses(tmp_path):
     """Windows of a long text, each near its neighbors only: a chain of 30 documents."""
     words = some_text(1, 400).split()
     documents = [document(" ".join(words[6 * i : 6 * i + 100]), f"{i:02d}") for i in range(30)]

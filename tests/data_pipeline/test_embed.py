@@ -1,4 +1,4 @@
-"""Tests of document vectors: topics, and the same vectors for any number of workers."""
+"""Tests of document vectors: topics, and equal vectors for any number of workers."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def bits(vectors: dict[str, np.ndarray]) -> dict[str, bytes]:
 # ------------------------------------------------------------------------------------------- TF-IDF
 
 
-def test_the_nearest_document_is_about_the_same(tmp_path) -> None:
+def test_nearest_document_has_the_same_topic(tmp_path) -> None:
     given = documents(60)
     vectors, found, done = run(tmp_path, given)
     assert without_vectors(found) == without_vectors(given)
@@ -83,8 +83,8 @@ def test_the_nearest_document_is_about_the_same(tmp_path) -> None:
 
 
 @pytest.mark.slow
-def test_cosines_are_those_of_weighted_words(tmp_path) -> None:
-    """With the largest number of directions, a sample of all documents loses nothing."""
+def test_cosines_match_exact_tfidf(tmp_path) -> None:
+    """The projection is lossless if it is fitted on all documents, with all directions."""
     given = documents(30)
     vectors, _, _ = run(tmp_path, given)
     texts = [re.findall(r"\w{2,}", d["text"]) for d in given]
@@ -103,7 +103,7 @@ def test_cosines_are_those_of_weighted_words(tmp_path) -> None:
 
 
 @pytest.mark.slow
-def test_neither_workers_nor_order_change_a_bit(tmp_path) -> None:
+def test_vectors_are_bit_identical_for_any_workers_and_order(tmp_path) -> None:
     given = documents(40)
     shuffled = random.Random(1).sample(given, len(given))
     alone = bits(run(tmp_path / "a", given)[0])
@@ -111,8 +111,8 @@ def test_neither_workers_nor_order_change_a_bit(tmp_path) -> None:
 
 
 @pytest.mark.slow
-def test_directions_are_those_of_the_documents_with_the_smallest_ids(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(embed, "BLOCK_BYTES", 100)  # of two words
+def test_directions_are_fitted_on_documents_with_smallest_ids(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(embed, "BLOCK_BYTES", 100)  # two words per block
     given = sorted(documents(200), key=lambda d: d["id"])
     config = EmbedConfig(fit_documents=20)
     every = bits(run(tmp_path / "a", given, config)[0])
@@ -122,12 +122,12 @@ def test_directions_are_those_of_the_documents_with_the_smallest_ids(tmp_path, m
     assert 20 <= len(sampled) < 100
 
 
-def test_dimensions_are_a_limit(tmp_path) -> None:
+def test_dimensions_setting_limits_vector_size(tmp_path) -> None:
     vectors, _, _ = run(tmp_path, documents(20), EmbedConfig(dimensions=5))
     assert {vector.shape for vector in vectors.values()} == {(5,)}
 
 
-def test_documents_without_telling_words_are_alike_and_counted(tmp_path) -> None:
+def test_documents_without_informative_words_share_a_vector(tmp_path) -> None:
     odd = [make_document(text, "odd", text) for text in ("zzyzx quux", "...", "a b c")]
     vectors, _, done = run(tmp_path, documents(20, "even") + odd)
     size = vectors[odd[0]["id"]].size
@@ -140,14 +140,14 @@ def test_documents_without_telling_words_are_alike_and_counted(tmp_path) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("texts", [(), ("oven pan",), ("oven pan", "pan oven")], ids=len)
-def test_next_to_no_documents(texts: tuple[str, ...], tmp_path) -> None:
+def test_zero_one_or_two_documents_are_embedded(texts: tuple[str, ...], tmp_path) -> None:
     given = [make_document(text, "s", text) for text in texts]
     vectors, _, done = run(tmp_path, given)
     assert all(vector.tolist() == [1] for vector in vectors.values())
     assert len(vectors) == done.count(embed.EMBEDDED) == done.count(embed.WORDLESS) == len(texts)
 
 
-def test_words() -> None:
+def test_word_pattern_splits_mixed_scripts() -> None:
     text = "It's 7 o'clock in 東京とソウル서울 — naïve_x Straße, 𠮷野"
     assert re.findall(embed.WORD, text.lower()) == [
         *("it", "clock", "in", "東", "京", "と", "ソ", "ウ", "ル", "서울"),
@@ -172,7 +172,7 @@ def policy(tmp_path_factory) -> EmbedConfig:
 
 
 @pytest.mark.slow
-def test_a_policy_embeds_and_what_it_cuts_is_counted(policy, tmp_path) -> None:
+def test_policy_embeds_documents_and_truncations_are_counted(policy, tmp_path) -> None:
     given = documents(20, "short") + [
         make_document("salt " * 99 + str(n), "long", str(n)) for n in "ab"
     ]
@@ -189,7 +189,7 @@ def test_a_policy_embeds_and_what_it_cuts_is_counted(policy, tmp_path) -> None:
 
 
 @pytest.mark.slow
-def test_a_policy_is_loaded_once_and_its_batches_are_certain(policy, tmp_path, monkeypatch) -> None:
+def test_policy_is_loaded_once_and_batches_are_deterministic(policy, tmp_path, monkeypatch) -> None:
     loaded, batches = [], []
 
     class Recorded(embedders.Embedder):
@@ -215,7 +215,7 @@ def test_a_policy_is_loaded_once_and_its_batches_are_certain(policy, tmp_path, m
     assert loaded == [(policy.folder, devices, 128, 1024, "float32")] * 2
 
 
-def test_a_policy_is_released_when_nobody_needs_it(policy, monkeypatch) -> None:
+def test_policy_is_released_by_its_last_user(policy, monkeypatch) -> None:
     loaded = []
     monkeypatch.setattr(embedders, "Embedder", lambda *given: loaded.append(given) or object())
     shared = embed._SharedEmbedder()
@@ -232,7 +232,7 @@ def test_a_policy_is_released_when_nobody_needs_it(policy, monkeypatch) -> None:
 # ------------------------------------------------------------------------------------------- Config
 
 
-def test_a_config_is_built_from_a_section() -> None:
+def test_config_is_built_from_a_section() -> None:
     section = {"method": "policy", "folder": "x", "mesh": {"fsdp": 2, "data": -1}}
     built = settings.build(EmbedConfig, section, "embed")
     assert built.mesh == MeshSizes(fsdp=2, data=-1) and built.folder == "x"
@@ -256,6 +256,6 @@ def test_a_config_is_built_from_a_section() -> None:
         ({"mesh": {"data": -1}}, r"embed\.mesh = .*: at most one axis must be -1"),
     ],
 )
-def test_mistakes_in_a_config_are_named(section: dict, message: str) -> None:
+def test_error_names_invalid_config_field(section: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         settings.build(EmbedConfig, section, "embed")

@@ -45,7 +45,7 @@ def reason(text: str, config: FilterConfig, quality: float | None = None) -> str
     return found[0] if found else None
 
 
-def test_quality_is_asked_of_scored_documents_only():
+def test_min_quality_applies_only_to_scored_documents():
     config = FilterConfig(min_quality=0.5)
     assert reason(ENGLISH, config) is None
     assert reason(ENGLISH, config, 0.5) is None
@@ -53,17 +53,17 @@ def test_quality_is_asked_of_scored_documents_only():
 
 
 @pytest.mark.parametrize("quality", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_no_score(quality: float):
+def test_non_finite_quality_is_a_bad_score(quality: float):
     assert reason(ENGLISH, FilterConfig(min_quality=-9.0), quality) == "bad score"
 
 
-def test_both_limits_of_length_are_allowed():
+def test_length_limits_are_inclusive():
     config = FilterConfig(min_characters=3, max_characters=5, languages=())
     lengths = {n: reason("x" * n, config) for n in range(2, 7)}
     assert lengths == {2: "too short", 3: None, 4: None, 5: None, 6: "too long"}
 
 
-def test_languages():
+def test_documents_in_other_languages_are_rejected():
     assert reason(FRENCH, FilterConfig()) == "another language"
     assert reason(FRENCH, FilterConfig(languages=("en", "fr"))) is None
     assert reason(FRENCH, FilterConfig(languages=())) is None
@@ -71,7 +71,7 @@ def test_languages():
     assert reason(ENGLISH * 9 + FRENCH * 50, FilterConfig()) is None
 
 
-def test_the_first_reason_counts(predicates: str):
+def test_first_matching_reason_is_reported(predicates: str):
     config = FilterConfig(min_characters=10, max_characters=400, predicate=f"{predicates}:has_ship")
     assert reason("court", config, 0.1) == "low quality"
     assert reason("court", config) == "too short"
@@ -82,7 +82,7 @@ def test_the_first_reason_counts(predicates: str):
 
 
 @pytest.mark.slow
-def test_a_predicate_that_raises_is_counted_and_named(predicates: str, tmp_path: Path):
+def test_predicate_errors_are_counted_and_listed(predicates: str, tmp_path: Path):
     documents = [make_document(ENGLISH, "s", f"p{i}", part=i) for i in range(2)]
     documents += [make_document("short", "s", "q"), make_document("long enough", "other", "r")]
     configs = {"s": FilterConfig(predicate=f"{predicates}:breaks"), "other": ANY}
@@ -108,12 +108,12 @@ def _make(pipeline, documents, configs):
     return filter_documents(pipeline | "create" >> beam.Create(documents), configs)
 
 
-def test_an_answer_without_truth_counts_as_failed(predicates: str):
+def test_result_without_truth_value_is_a_predicate_failure(predicates: str):
     config = FilterConfig(predicate=f"{predicates}:has_no_truth")
     assert reason(ENGLISH, config) == "predicate failed"
 
 
-def test_a_predicate_cannot_change_the_document(predicates: str):
+def test_predicate_cannot_change_the_document(predicates: str):
     document = make_document(ENGLISH, "s", "p")
     assert rejection_reason(document, FilterConfig(predicate=f"{predicates}:has_ship")) is None
     assert document["text"] == ENGLISH
@@ -133,12 +133,12 @@ def test_a_predicate_cannot_change_the_document(predicates: str):
         ({"predicate": "tried_predicates:NUMBER"}, "must be a function, is int"),
     ],
 )
-def test_mistakes_in_the_config(predicates: str, fields: dict, message: str):
+def test_error_names_invalid_config_field(predicates: str, fields: dict, message: str):
     with pytest.raises(ValueError, match=message):
         FilterConfig(**fields)
 
 
-def test_it_is_built_from_a_config_section():
+def test_filter_config_is_built_from_a_section():
     section = {"min_quality": 2, "languages": ["en", "zh"]}
     config = settings.build(FilterConfig, section, "filter")
     assert config == FilterConfig(min_quality=2.0, languages=("en", "zh"))

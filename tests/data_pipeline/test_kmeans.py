@@ -1,4 +1,4 @@
-"""Tests of k-means: nearest centroids in any context, and leaves within their limits."""
+"""Tests of k-means: exact assignment in any batch, and leaves within their limits."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def exact(vectors, centroids):
         ({"seed": -1}, r"cluster.seed = -1: must be at least 0"),
     ],
 )
-def test_bad_settings_are_named(change, message):
+def test_error_names_invalid_setting(change, message):
     with pytest.raises(ValueError, match=message):
         ClusterConfig(**change)
 
 
-def test_centroids_are_the_topics():
-    """One start of k-means++ may miss a topic or two of ten, no more."""
+def test_centroids_recover_the_topics():
+    """A single start of k-means++ may miss one or two of ten topics."""
     vectors, labels = topics(10, 40)
     for seed in range(3):
         centroids = fit_centroids(vectors, 10, seed)
@@ -60,13 +60,13 @@ def test_centroids_are_the_topics():
         nearest = assign(vectors, centroids)
         pure = sum(np.bincount(labels[nearest == label]).max() for label in range(10))
         assert pure / len(vectors) >= 0.8
-    centroids = fit_centroids(vectors, 60, seed=0)  # the topic has enough vectors of its own
+    centroids = fit_centroids(vectors, 60, seed=0)  # no centroid mixes two topics
     nearest = assign(vectors, centroids)
     assert all(len(set(labels[nearest == label])) == 1 for label in range(len(centroids)))
 
 
 @REPEATED
-def test_centroids_of_few_and_of_equal_vectors():
+def test_centroids_of_few_equal_or_opposite_vectors():
     row = unit(np.ones((1, 8)))
     np.testing.assert_allclose(fit_centroids(np.repeat(row, 30, axis=0), 5, seed=0), row, atol=1e-6)
     assert len(fit_centroids(unit(np.eye(3, 8)), 7, seed=0)) == 3
@@ -74,7 +74,7 @@ def test_centroids_of_few_and_of_equal_vectors():
     np.testing.assert_array_equal(fit_centroids(opposite, 1, seed=0), row)
 
 
-def test_centroids_of_too_few_members_are_dropped():
+def test_centroids_with_too_few_members_are_dropped():
     random = np.random.default_rng(0)
     sizes = [40, 30, 3, 1]
     vectors = unit(np.repeat(np.eye(4, 8), sizes, axis=0) + 0.01 * random.normal(size=(74, 8)))
@@ -84,7 +84,7 @@ def test_centroids_of_too_few_members_are_dropped():
     assert len(fit_centroids(vectors, 4, seed=0, at_least=1000)) == 1
 
 
-def test_centroids_have_the_same_bits_whatever_the_number_of_threads():
+def test_centroids_are_bit_identical_for_any_thread_count():
     vectors, _ = topics(8, 300, dimensions=64, noise=0.3)
     bits = []
     for threads in (1, 2, 4):
@@ -94,7 +94,7 @@ def test_centroids_have_the_same_bits_whatever_the_number_of_threads():
     assert bits[0] != fit_centroids(vectors, 20, seed=4).tobytes()
 
 
-def test_products_use_one_thread():
+def test_one_thread_limits_all_thread_pools():
     with threadpool_limits(2), kmeans.one_thread():
         assert {pool["num_threads"] for pool in threadpool_info()} == {1}
 
@@ -122,8 +122,8 @@ def test_assignment_is_exact_where_float32_is_not(near_ties):
     chosen = wide[np.arange(len(labels)), labels]
     assert (best - chosen).max() < 1e-14
     rough = (vectors @ centroids.T).argmax(axis=1)
-    assert (rough != labels).sum() > 10  # the case is as hard as intended
-    assert 3 in labels and 7 not in labels  # of equals the first
+    assert (rough != labels).sum() > 10  # float32 is wrong for many rows, as intended
+    assert 3 in labels and 7 not in labels  # the first of equal centroids
 
 
 @pytest.mark.parametrize("size", [1, 3, 64, 399])
@@ -142,7 +142,7 @@ def test_assignment_does_not_depend_on_the_batch(near_ties, monkeypatch, size):
 @REPEATED
 @settings(max_examples=60)
 @given(st.data())
-def test_leaves_have_every_document_once_and_keep_the_limits(data):
+def test_leaves_partition_documents_within_limits(data):
     count = data.draw(st.integers(1, 60), label="documents")
     places = data.draw(st.integers(1, count), label="places")
     seed = data.draw(st.integers(0, 1000), label="seed")
@@ -165,7 +165,7 @@ def test_leaves_have_every_document_once_and_keep_the_limits(data):
             assert not any(rooms)
 
 
-def test_leaves_are_of_one_topic():
+def test_leaves_are_mostly_of_one_topic():
     vectors, labels = topics(40, 20)
     leaves = make_leaves(vectors, np.full(len(vectors), 100), ClusterConfig(), seed=0)
     pure = sum(np.bincount(labels[leaf]).max() for leaf in leaves)
@@ -173,7 +173,7 @@ def test_leaves_are_of_one_topic():
     assert 30 <= len(leaves) <= 50
 
 
-def test_a_group_of_two_topics_is_split_between_them():
+def test_group_of_two_topics_is_split_between_them():
     """19 and 21 documents of two topics, one group of k-means for its k is 1.
 
     A split along the first principal direction separates them, except for the document that makes
@@ -188,7 +188,7 @@ def test_a_group_of_two_topics_is_split_between_them():
     assert [len(set(labels[half])) for half in halves] == [1, 1]
 
 
-def test_a_group_of_too_many_tokens_is_halved_by_tokens():
+def test_group_over_the_token_limit_is_split_by_tokens():
     angles = np.linspace(0, 1, 10)
     vectors = np.stack([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
     tokens = np.array([10, 10, 10, 10, 10, 10, 10, 10, 10, 90])
@@ -197,7 +197,7 @@ def test_a_group_of_too_many_tokens_is_halved_by_tokens():
     assert [part.tolist() for part in parts] == [[9], list(range(9))]
 
 
-def test_a_small_group_joins_the_nearest_that_has_room():
+def test_small_group_joins_the_nearest_group_with_room():
     angles = np.array([0, 0.01, 0.02, 0.03, 0.2, 1.0, 1.01, 1.5])
     vectors = np.stack([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
     groups = [np.array([0, 1, 2, 3]), np.array([4]), np.array([5, 6]), np.array([7])]
@@ -213,7 +213,7 @@ def test_a_small_group_joins_the_nearest_that_has_room():
     assert merge([20, 20, 20, 20, 90, 40, 40, 30]) == [[0, 1, 2, 3], [4], [5, 6], [7]]
 
 
-def test_a_small_group_joins_none_that_is_full():
+def test_small_group_does_not_join_a_full_group():
     vectors = unit(np.array([[1.0, 0.0]] * 9 + [[0.0, 1.0]] * 5))
     groups = [np.arange(8), np.array([8]), np.arange(9, 14)]
     config = ClusterConfig(documents_per_cluster=4, min_documents=2, node_documents=64)

@@ -51,7 +51,7 @@ def answer_from(evidence: tuple[str, ...]) -> str:
     return f"The answer is {evidence[-1].partition(' is ')[2]}"
 
 
-def test_a_padded_row_is_answered_from_its_evidence(tmp_path):
+def test_padded_question_is_answerable_from_its_evidence(tmp_path):
     questions, _ = make(tmp_path, "musique", multi_hop())
     assert len(questions) == 30
     for number, question in enumerate(questions):
@@ -65,7 +65,7 @@ def test_a_padded_row_is_answered_from_its_evidence(tmp_path):
             assert sum(quote in text for text in question.documents) == 1
 
 
-def test_documents_are_the_rows_and_distractors_shuffled_up_to_the_target(tmp_path):
+def test_own_paragraphs_are_shuffled_with_distractors_up_to_target(tmp_path):
     questions, summary = make(tmp_path, "musique", multi_hop())
     lengths = [sum(map(count_words, q.documents)) for q in questions]
     assert all(60 <= length <= 120 for length in lengths) and len({*lengths}) > 10
@@ -80,12 +80,12 @@ def test_documents_are_the_rows_and_distractors_shuffled_up_to_the_target(tmp_pa
         assert {*own} <= {*question.documents}
         assert len({*question.documents}) == len(question.documents)
         places += [question.documents.index(text) / len(question.documents) for text in own]
-    assert 0.35 < statistics.fmean(places) < 0.6  # not all in front
+    assert 0.35 < statistics.fmean(places) < 0.6  # not all at the beginning
     added = sum(len(q.documents) - 4 for q in questions)
     assert summary["distractors"] == added > 100
 
 
-def test_counts_tell_what_became_of_every_row(tmp_path, caplog):
+def test_summary_accounts_for_every_row(tmp_path, caplog):
     good = multi_hop(count=10)
     bad = [{}, rows.musique(50, answer=3), 7]
     useless = [rows.musique(60, answerable=False), rows.musique(61, answer="the")]
@@ -101,7 +101,7 @@ def test_counts_tell_what_became_of_every_row(tmp_path, caplog):
     assert written == summary["questions"]
 
 
-def test_rows_of_a_json_list_are_counted_alike(tmp_path, caplog):
+def test_json_list_rows_are_counted_like_jsonl_rows(tmp_path, caplog):
     given = [rows.tatqa(1), {}, rows.tatqa(2)]
     questions, summary = make(tmp_path, "tatqa", given, LongConfig(40, 80), "json")
     assert (summary["rows"], summary["bad_rows"], summary["questions"]) == (3, 1, 12)
@@ -115,7 +115,7 @@ def test_rows_of_a_json_list_are_counted_alike(tmp_path, caplog):
     assert rules.score(said, change.answer, change.task) == 1.0
 
 
-def test_distractors_that_hold_the_answer_are_left_out(tmp_path):
+def test_distractors_containing_the_answer_are_left_out(tmp_path):
     """Whole words count: a part of a word or "yes" does not exclude a paragraph."""
     held = rows.musique(0)
     spoilers = ("of castle0   ROCK, too", "of CR0.", "of ancient castle0 rocks", "of CR01")
@@ -136,14 +136,14 @@ def test_distractors_that_hold_the_answer_are_left_out(tmp_path):
     assert all("rocks" in text or "CR01" in text for text in told)
 
 
-def test_the_pool_has_each_text_once():
+def test_pool_holds_each_text_once():
     pool = long_questions.Pool(count_words)
     assert [pool.add(text) for text in ("a b", "c", "A  b", "a b\n", "a-b")] == [0, 1, 0, 0, 2]
     assert pool.texts == ["a b", "c", "a-b"] and pool.tokens == [2, 1, 1] and pool.repeated == 2
     assert pool.contains(0, ["b"]) and not pool.contains(0, []) and not pool.contains(2, ["b"])
 
 
-def test_too_long_and_too_short_are_told_apart(tmp_path):
+def test_too_long_and_too_short_questions_are_counted_separately(tmp_path):
     long_row = rows.musique(0)
     long_row["paragraphs"][1]["paragraph_text"] = "far too long " * 100
     _, summary = make(tmp_path, "musique", [long_row, *multi_hop(count=20)[1:]])
@@ -157,7 +157,7 @@ def test_too_long_and_too_short_are_told_apart(tmp_path):
         make(tmp_path, "musique", multi_hop(count=3), LongConfig(300, 400))
 
 
-def test_evidence_that_is_no_quote_is_dropped_and_counted(tmp_path):
+def test_unquoted_evidence_is_dropped_and_counted(tmp_path):
     given = [rows.convfinqa(i) for i in range(1, 9)]
     given[0] |= {"golden_text": "never said .", "golden_table": ""}
     given[1] |= {"golden_text": "never said ."}
@@ -171,7 +171,7 @@ def test_evidence_that_is_no_quote_is_dropped_and_counted(tmp_path):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_same_seed_gives_the_same_file(tmp_path, layout):
+def test_same_seed_gives_the_same_file(tmp_path, layout):
     given = [getattr(rows, layout)(number) for number in range(1, 13)]
     made = []
     for seed in (0, 0, 1):
@@ -180,8 +180,8 @@ def test_the_same_seed_gives_the_same_file(tmp_path, layout):
     assert made[0] == made[1] != made[2]
 
 
-def test_a_question_does_not_depend_on_those_before_it(tmp_path):
-    """An unusable row whose paragraphs are known already changes nothing after it."""
+def test_unusable_row_does_not_change_other_questions(tmp_path):
+    """An unusable row changes nothing if its paragraphs are already in the pool."""
     given = multi_hop(count=10)
     first, _ = make(tmp_path, "musique", given)
     again, _ = make(tmp_path, "musique", [*given, rows.musique(3, answerable=False)])
@@ -196,12 +196,12 @@ def test_a_question_does_not_depend_on_those_before_it(tmp_path):
         ({"seed": -1}, "seed = -1: must be at least 0"),
     ],
 )
-def test_a_bad_setting_is_named(changes, message):
+def test_error_names_invalid_setting(changes, message):
     with pytest.raises(ValueError, match=message):
         LongConfig(**changes)
 
 
-def test_missing_and_damaged_files_are_named(tmp_path):
+def test_missing_and_malformed_files_raise(tmp_path):
     for pattern in ("none*.jsonl", ""):
         with pytest.raises(FileNotFoundError, match="rows = "):
             build([str(tmp_path / pattern)], "musique", tmp_path / "o", CONFIG, count_words)
@@ -213,7 +213,7 @@ def test_missing_and_damaged_files_are_named(tmp_path):
 
 
 @pytest.mark.slow
-def test_as_a_program(tmp_path):
+def test_command_line_writes_questions_and_summary(tmp_path):
     for part in range(2):
         write(tmp_path / f"part{part}.jsonl", multi_hop(count=30)[part::2])
     command = [sys.executable, "-m", "data_pipeline.long_questions", "--layout=musique"]
@@ -247,10 +247,10 @@ REAL = {
 
 @pytest.mark.long
 @pytest.mark.parametrize("layout", REAL)
-def test_real_rows(tmp_path, spell_data, layout):
-    """With Qwen2.5's tokens the questions are as long as in the paper.
+def test_real_rows_give_questions_as_long_as_in_the_paper(tmp_path, spell_data, layout):
+    """Questions have the paper's lengths in tokens of Qwen2.5.
 
-    Prompts have as many tokens as are counted.
+    Counts of single documents add up to the tokens of a prompt, up to 0.1 %.
     """
     pattern, written, left_out = REAL[layout]
     tokenizer = hf_folders.load(hf_folders.real(spell_data, "qwen2.5"))

@@ -100,7 +100,7 @@ print(json.dumps([{key: plain(value) for key, value in r.items()} for r in recor
 
 @pytest.mark.slow
 def test_tfds_reads_every_cluster_without_tensorflow(out: Path, tmp_path: Path) -> None:
-    """In a process of its own; also by name, if the folder has the name that tfds expects."""
+    """Reads in another process, by folder, and by name if the folder is named as tfds expects."""
     named = tmp_path / "clusters" / "1.0.0"
     named.parent.mkdir()
     named.symlink_to(out)
@@ -123,7 +123,7 @@ def test_tfds_reads_every_cluster_without_tensorflow(out: Path, tmp_path: Path) 
     assert json.loads(run.stdout.splitlines()[-1]) == wanted
 
 
-def test_shards_are_equal_ranges_of_the_ids(out: Path) -> None:
+def test_shards_are_near_equal_ranges_of_the_ids(out: Path) -> None:
     splits = tfds.builder_from_directory(out).info.splits
     assert splits["train"].shard_lengths == [5, 6, 6, 6]
     names = [f"clusters-train.array_record-0000{i}-of-00004" for i in range(4)]
@@ -131,15 +131,15 @@ def test_shards_are_equal_ranges_of_the_ids(out: Path) -> None:
     assert splits["train"].num_bytes == sum((out / name).stat().st_size for name in names)
 
 
-def test_a_group_has_one_record(out: Path) -> None:
-    """Requirements of random access."""
+def test_array_record_groups_have_one_record(out: Path) -> None:
+    """Random access requires groups of one record."""
     from array_record.python.array_record_module import ArrayRecordReader
 
     reader = ArrayRecordReader(str(next(out.glob("clusters*"))))
     assert "group_size:1," in reader.writer_options_string()
 
 
-def test_the_index_says_what_each_record_is(out: Path) -> None:
+def test_index_describes_each_record(out: Path) -> None:
     index = [json.loads(line) for line in (out / "index.jsonl").read_text().splitlines()]
     assert index == [
         {key: c[key] for key in ("id", "task", "tokens")} | {"documents": len(c["documents"])}
@@ -147,7 +147,7 @@ def test_the_index_says_what_each_record_is(out: Path) -> None:
     ]
 
 
-def test_the_manifest_has_all_files_and_what_it_was_given(out: Path) -> None:
+def test_manifest_lists_all_files_and_given_metadata(out: Path) -> None:
     manifest = json.loads((out / "manifest.json").read_text())
     assert {key: manifest[key] for key in MANIFEST} == MANIFEST
     assert manifest["clusters"] == {"general_qa": 12, "financial_math": 11}
@@ -175,7 +175,7 @@ def test_bytes_do_not_depend_on_workers_or_order(out, tmp_path, files, options) 
     assert hashes(write(tmp_path, files=files, options=options)) == hashes(out)
 
 
-def test_an_equal_output_is_left_as_it_is(tmp_path: Path, monkeypatch) -> None:
+def test_unchanged_output_is_not_rewritten(tmp_path: Path, monkeypatch) -> None:
     stages = make_stages(tmp_path)
     first = write_again(stages, tmp_path / "out")
     before = hashes(tmp_path / "out")
@@ -186,7 +186,7 @@ def test_an_equal_output_is_left_as_it_is(tmp_path: Path, monkeypatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("change", ["shards", "manifest", "after", "damage", "loss", "no manifest"])
-def test_any_other_output_is_written_anew(tmp_path: Path, change: str) -> None:
+def test_changed_or_damaged_output_is_rewritten(tmp_path: Path, change: str) -> None:
     stages, out = make_stages(tmp_path, CLUSTERS[:6]), tmp_path / "out"
     write_again(stages, out)
     (out / "report.html").write_text("not ours")
@@ -209,8 +209,8 @@ def test_any_other_output_is_written_anew(tmp_path: Path, change: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("last", range(8))
-def test_an_output_that_stops_half_way_does_not_look_whole(tmp_path, monkeypatch, last) -> None:
-    """Stop before file number `last` gets its name, over an older output.
+def test_interrupted_output_does_not_look_complete(tmp_path, monkeypatch, last) -> None:
+    """Stop before file number `last` gets its final name, over an older output.
 
     The files are 2 shards, features, info, index, manifest.
     """
@@ -241,7 +241,7 @@ def test_an_output_that_stops_half_way_does_not_look_whole(tmp_path, monkeypatch
     assert renamed[5:] == ["manifest.json"][: max(0, last - 5)]
 
 
-def test_fewer_clusters_than_shards(tmp_path: Path) -> None:
+def test_shard_count_is_at_most_the_cluster_count(tmp_path: Path) -> None:
     out = write(tmp_path, 8, clusters=CLUSTERS[:3], files=1)
     records = tfds.builder_from_directory(out).as_data_source(split="train")
     assert [record["id"].decode() for record in records] == [c["id"] for c in CLUSTERS[:3]]
@@ -252,12 +252,14 @@ def test_fewer_clusters_than_shards(tmp_path: Path) -> None:
     ("clusters", "message"),
     [([], "tasks/clusters: there is no cluster"), (CLUSTERS[:2] * 2, "is there twice")],
 )
-def test_what_cannot_be_written(tmp_path: Path, clusters: list, message: str) -> None:
+def test_empty_or_duplicate_clusters_are_rejected(
+    tmp_path: Path, clusters: list, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         write(tmp_path, clusters=clusters, files=1)
 
 
-def test_a_cluster_that_is_lost_on_the_way_stops_the_output(tmp_path: Path) -> None:
+def test_lost_cluster_raises_while_writing_shards(tmp_path: Path) -> None:
     shards = output.plan_shards([cluster["id"] for cluster in CLUSTERS], 4)
     with pytest.raises(Exception, match="5 clusters came, 6 were planned"):  # noqa: SIM117
         with make_stages(tmp_path).pipeline("output") as pipeline:
@@ -265,6 +267,6 @@ def test_a_cluster_that_is_lost_on_the_way_stops_the_output(tmp_path: Path) -> N
             output.make_shards(clusters, shards, str(tmp_path / "out"))
 
 
-def test_bad_settings() -> None:
+def test_zero_shards_are_rejected() -> None:
     with pytest.raises(ValueError, match=r"output\.shards = 0: must be from 1"):
         OutputConfig(0)

@@ -16,7 +16,7 @@ def drafts(layout: str, row: dict) -> list[Draft]:
     return [draft for draft in found if isinstance(draft, Draft)]
 
 
-def test_musique_rests_on_its_supporting_paragraphs():
+def test_musique_evidence_is_its_supporting_paragraphs():
     (draft,) = drafts("musique", rows.musique(3))
     assert draft == Draft(
         "general_qa",
@@ -33,11 +33,11 @@ def test_musique_rests_on_its_supporting_paragraphs():
     )
 
 
-def test_musique_rows_without_an_answer_are_left_out():
+def test_unanswerable_musique_rows_are_left_out():
     assert read_row(LAYOUTS["musique"], rows.musique(1, answerable=False)) == ["unanswerable"]
 
 
-def test_hotpotqa_rests_on_its_supporting_sentences():
+def test_hotpotqa_evidence_is_its_supporting_sentences():
     (draft,) = drafts("hotpotqa", rows.hotpotqa(5))
     assert draft.documents[0] == "Town 5\nTown 5 is old. Band 5 is from it."
     assert draft.evidence == ("Band 5 is from it.", "Band 5 plays drums.")
@@ -45,7 +45,7 @@ def test_hotpotqa_rests_on_its_supporting_sentences():
     assert (draft.task, draft.giveaways) == ("general_qa", ("band 5",))
 
 
-def test_hotpotqa_may_have_lists_of_columns():
+def test_hotpotqa_rows_may_have_lists_of_columns():
     row = rows.hotpotqa(5)
     titles, sentences = map(list, zip(*row["context"], strict=True))
     names, numbers = map(list, zip(*row["supporting_facts"], strict=True))
@@ -56,19 +56,19 @@ def test_hotpotqa_may_have_lists_of_columns():
     assert drafts("hotpotqa", row | columns) == drafts("hotpotqa", row)
 
 
-def test_facts_that_are_not_there_are_passed_over():
+def test_missing_supporting_facts_are_ignored():
     facts = [["Town 5", 1], ["Town 5", 2], ["Nowhere", 0], ["Rain 5", -1]]
     (draft,) = drafts("hotpotqa", rows.hotpotqa(5, supporting_facts=facts))
     assert draft.evidence == ("Band 5 is from it.",)
 
 
 @pytest.mark.parametrize("answer", ["yes", "No", "1974", "1.5"])
-def test_what_any_text_may_hold_gives_nothing_away(answer):
+def test_common_answers_have_no_giveaways(answer):
     (draft,) = drafts("hotpotqa", rows.hotpotqa(5, answer=answer))
     assert draft.giveaways == ()
 
 
-def test_tatqa_asks_several_questions_about_a_report():
+def test_tatqa_row_gives_several_questions_about_one_report():
     found = read_row(LAYOUTS["tatqa"], rows.tatqa(7))
     document = (
         "Report 00000007\nContracts of firm 7 are fixed7.\nThe table is in millions.\n"
@@ -93,11 +93,11 @@ def test_tatqa_asks_several_questions_about_a_report():
     assert isinstance(figure, Draft) and isinstance(percent, Draft)
     assert (figure.task, figure.answer) == ("general_qa", "$1,452.4")
     assert figure.evidence == ("Sensors | $1,452.4 | 900",) and figure.giveaways == ()
-    # No row has its figures: all of the table is needed.
+    # No row has the figures of the derivation: the whole table is the evidence.
     assert len(percent.evidence) == 3 and percent.question.endswith("State it in percent.")
 
 
-def test_figures_of_a_derivation_are_found_with_and_without_commas():
+def test_derivation_figures_match_with_and_without_commas():
     row = rows.tatqa(7)
     asked = row["questions"][1] | {"derivation": "1452.4 - 5", "rel_paragraphs": []}
     (draft,) = drafts("tatqa", row | {"questions": [asked]})
@@ -120,7 +120,7 @@ def test_convfinqa_asks_the_last_question_of_a_conversation():
     assert (alone.task, alone.answer) == ("general_qa", "no")
 
 
-def test_gold_text_from_several_places_is_quoted_in_sentences():
+def test_scattered_gold_text_is_quoted_by_sentence():
     text = "firm 9 grants options . all is well ."
     (draft,) = drafts("convfinqa", rows.convfinqa(9, golden_text=text, golden_table=""))
     assert draft.evidence == ("firm 9 grants options .", "all is well .")
@@ -130,7 +130,7 @@ def test_gold_text_from_several_places_is_quoted_in_sentences():
 
 
 @pytest.mark.parametrize("answer", ["the", "...", "A"])
-def test_an_answer_that_the_rule_cannot_score_is_left_out(answer):
+def test_answers_that_the_rule_cannot_score_are_left_out(answer):
     found = read_row(LAYOUTS["musique"], rows.musique(1, answer=answer))
     assert found == ["rule cannot score the answer"]
 
@@ -163,13 +163,13 @@ BAD = [
 
 
 @pytest.mark.parametrize("layout, row", BAD)
-def test_rows_of_another_layout_are_refused(layout, row):
+def test_rows_of_another_layout_raise(layout, row):
     with pytest.raises((ValueError, KeyError, TypeError, AttributeError)):
         read_row(LAYOUTS[layout], row)
 
 
-def test_no_value_is_more_than_a_row_can_be_refused_for():
-    """Each field of each layout, with each kind of value: drafts, reasons or a refusal."""
+def test_odd_field_values_raise_only_expected_errors():
+    """Each field of each layout gets each kind of value."""
     values = (None, True, 0, -1, 1e308, "", "x", [], {}, [[]], [{}], [None], {"x": []}, "\ud800")
     made = {name: getattr(rows, name)(1) for name in LAYOUTS}
     for layout, row in made.items():

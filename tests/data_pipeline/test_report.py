@@ -1,4 +1,4 @@
-"""Tests of a build's page: content, safety, no external files, and the same page each time."""
+"""Tests of a build's report page: content, escaping, no external files, reproducible bytes."""
 
 import dataclasses
 import warnings
@@ -118,7 +118,7 @@ def rows(page: BeautifulSoup) -> list[list[str]]:
     return [[cell.get_text() for cell in row.select("th, td")] for row in page.select("tr")]
 
 
-def test_stages_are_tables_by_source(page):
+def test_stage_counts_are_tabulated_by_source(page):
     found = rows(page)
     start = found.index(["", "books", "web", "all"])
     assert found[start + 1 : start + 5] == [
@@ -139,11 +139,11 @@ def test_plots_show_the_numbers(page):
     assert {"general_qa", "financial_math"} <= set(picture(page, "sizes"))
 
 
-def test_map_names_its_topics_alone(page):
+def test_map_names_only_topics_on_the_map(page):
     assert sorted(picture(page, "map")) == ["books (8)", "web (4)", "whale"]
 
 
-def test_map_has_a_color_for_nine_labels(content):
+def test_map_shows_nine_labels_and_merges_the_others(content):
     labels = [f"s{number:02}" for number in range(11)] + ["s00"]
     many = dataclasses.replace(
         EMPTY, map_ids=content.map_ids, map_labels=labels, map_vectors=content.map_vectors
@@ -165,7 +165,7 @@ def test_topics_examples_and_settings_are_shown(page, content):
     assert "web:c0.txt, part 1\nTwo" in example.get_text()
 
 
-def test_examples_are_cut():
+def test_long_examples_are_truncated():
     cluster = make_cluster("long", ["one  \n two " + "x" * 900, "b", "c", "not shown"])
     cut = dataclasses.replace(EMPTY, topics=[Topic(cluster, [])])
     (example,) = BeautifulSoup(render(cut), "html.parser").select(".example")
@@ -184,7 +184,7 @@ def lists(page: BeautifulSoup) -> dict[str, list[str]]:
     }
 
 
-def test_names_are_listed_by_reason_and_by_benchmark(page):
+def test_removed_files_are_listed_by_reason_and_benchmark(page):
     assert lists(page) == {
         "binary: 1": ["books:c"],
         "empty: 2": ["books:a.txt", "books:b.txt"],
@@ -193,7 +193,7 @@ def test_names_are_listed_by_reason_and_by_benchmark(page):
     }
 
 
-def test_long_lists_are_bounded_and_the_others_counted():
+def test_long_lists_are_truncated_and_the_rest_is_counted():
     names = [f"{number:04}" for number in range(1300)]
     skipped = [removed("not UTF-8", name, "invalid byte") for name in reversed(names)]
     many = dataclasses.replace(EMPTY, skipped=skipped, contamination={"musique": names[:201]})
@@ -243,13 +243,13 @@ def test_every_text_is_escaped(content):
     words = "title key value package version stage what by task reason file because benchmark fell"
     for word in (words + " pool source place text").split():
         assert EVIL + word in shown, word
-    # The same in plots, where "$" begins no formula.
+    # The same holds in plots, where "$" does not begin a formula.
     assert EVIL + "f" in picture(page, "funnel")
     assert EVIL + "p" in picture(page, "sizes")
     assert {EVIL + "t", EVIL + "l (12)"} <= set(picture(page, "map"))
 
 
-def test_page_needs_nothing_from_outside(text, page):
+def test_page_is_self_contained(text, page):
     assert "@import" not in text
     assert report._INK not in text  # plots use the page's own ink
     assert text.count("url(") == text.count("url(#")
@@ -262,7 +262,7 @@ def test_page_needs_nothing_from_outside(text, page):
 
 
 @pytest.mark.slow
-def test_same_content_same_bytes(content, text):
+def test_same_content_renders_bit_identically(content, text):
     shuffled = dataclasses.replace(
         content,
         skipped=content.skipped[::-1],
@@ -283,14 +283,14 @@ def test_same_content_same_bytes(content, text):
         plt.close()
 
 
-def test_nothing_is_shown_as_nothing():
+def test_empty_content_renders_without_plots():
     page = BeautifulSoup(render(EMPTY), "html.parser")
     assert not page.select("svg")
     assert page.get_text().count("None.") == 3
 
 
 @pytest.mark.slow
-def test_single_values_and_odd_ones_are_drawn(content):
+def test_single_and_extreme_values_are_plotted(content):
     odd = dataclasses.replace(
         content,
         funnel=[("read", 0)],
@@ -321,7 +321,7 @@ def test_report_is_written_in_utf8(tmp_path):
     assert "<title>broken ?</title>" in text
 
 
-def test_top_terms_tell_clusters_apart():
+def test_top_terms_distinguish_clusters():
     background = ["the whale and the ship sailed", "a stock price", "ship price", "other words"]
     clusters = [
         ["The whale, the WHALE! 1851 and the ship.", "whale 3rd"],
@@ -340,7 +340,7 @@ def test_top_terms_tell_clusters_apart():
 def test_top_terms_of_scripts_without_spaces_are_short():
     chinese = "飓风杰克逊维尔。" * 3 + "飓风"
     korean, hindi = "한국어 문서 한국어", "हिन्दी में हिन्दी"
-    thai = "ประเทศไทย" * 30  # a run of letters
+    thai = "ประเทศไทย" * 30  # one long run of letters without spaces
     terms = top_terms([[chinese], [korean], [hindi], [thai]], ["飓 text"], 20)
     assert terms[0][0] == "飓风"
     assert {len(term) for term in terms[0]} == {2}
@@ -354,7 +354,7 @@ def test_few_points_are_placed_by_pca():
     expected = PCA(2, svd_solver="full").fit_transform(vectors)
     places = place_points(vectors)
     np.testing.assert_allclose(np.abs(places), np.abs(expected), atol=1e-9)
-    # An axis points to where its largest part grows.
+    # Signs are fixed: the largest component of each axis is positive.
     for seed in range(6):
         vectors = np.random.default_rng(seed).normal(size=(20, 5))
         parts = (vectors - vectors.mean(axis=0)).T @ place_points(vectors)
@@ -381,7 +381,7 @@ def test_many_points_are_placed_by_neighborhood():
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (3, 0), (1, 4), (2, 1), (60, 1), (60, 3)])
-def test_degenerate_points_have_places(shape):
+def test_degenerate_points_are_placed_at_the_origin(shape):
     for value in (0.0, 1.0, 0.1):  # the mean of 60 times 0.1 is another number
         places = place_points(np.full(shape, value))
         assert places.shape == (shape[0], 2)

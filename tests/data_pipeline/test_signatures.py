@@ -30,7 +30,7 @@ def overlapping_sets(shared: int, alone: int) -> tuple[np.ndarray, np.ndarray]:
         ("... !?", []),
     ],
 )
-def test_tokens(text, expected):
+def test_tokens_are_words_and_cjk_characters(text, expected):
     assert signatures.tokens(text) == expected
 
 
@@ -40,17 +40,17 @@ def test_shingles_are_the_set_of_windows():
     found = signatures.shingles(text, 3)
     assert found.dtype == np.uint64 and len(found) == len(windows) == 4
     assert (np.diff(found.astype(object)) > 0).all()
-    # Each window alone is the same shingle as in the text.
+    # A window has the same shingle alone as in the text.
     alone = {int(signatures.shingles(" ".join(window), 3)[0]) for window in windows}
     assert alone == set(found.tolist())
 
 
-def test_shingles_see_neither_case_nor_signs():
+def test_shingles_ignore_case_and_punctuation():
     a = signatures.shingles("A b, C d E f.", 5)
     assert (a == signatures.shingles("a B c -- d e F", 5)).all()
 
 
-def test_short_texts_are_one_shingle():
+def test_short_texts_have_one_shingle():
     few = signatures.shingles("two words", 5)
     assert len(few) == 1
     assert few != signatures.shingles("words two", 5)
@@ -61,7 +61,7 @@ def test_short_texts_are_one_shingle():
     assert signatures.shingles("...", 5) != signatures.shingles("!?", 5)
 
 
-def test_shingles_of_chinese_text():
+def test_chinese_shingles_are_windows_of_characters():
     found = signatures.shingles("天地玄黄，宇宙洪荒。", 5)
     assert len(found) == 4
     assert (found == signatures.shingles("天 地 玄 黄 宇 宙 洪 荒", 5)).all()
@@ -69,14 +69,14 @@ def test_shingles_of_chinese_text():
 
 @pytest.mark.slow
 def test_distinct_shingles_do_not_collide():
-    """6^5 windows of few tokens, the hardest ones, and 200,000 random ones."""
+    """6^5 windows over six tokens, which are the hardest, and 200,000 random windows."""
     windows = [" ".join(window) for window in itertools.product("abcdef", repeat=5)]
     found = np.concatenate([signatures.shingles(window, 5) for window in windows])
     assert len(np.unique(found)) == 6**5
     # 200,000 hashes of 64 bits collide with a probability of 1e-9, of 32 bits with one of 0.99.
     many = signatures.shingles(some_text(1, 200_004, 10**6), 5)
     assert len(many) == 200_000
-    # Each bit is one in half of the hashes: a standard deviation is 0.0011.
+    # Each bit is set in half of the hashes, with a standard deviation of 0.0011.
     for bit in range(64):
         share = np.mean((many >> np.uint64(bit)) & np.uint64(1))
         assert abs(share - 0.5) < 0.006
@@ -96,7 +96,7 @@ def test_signature_estimates_jaccard(shared, alone):
     assert abs(np.mean(equal) - exact) <= 4 * error
 
 
-def test_signature_depends_on_seed_and_is_the_least_of_parts():
+def test_signature_depends_on_seed_and_is_minimum_over_parts():
     a, b = overlapping_sets(0, 1500)
     first, again, other = (signatures.signature(a, 128, seed) for seed in (1, 1, 2))
     assert (first == again).all() and not (first == other).any()
@@ -104,7 +104,7 @@ def test_signature_depends_on_seed_and_is_the_least_of_parts():
     assert (both == np.minimum(first, signatures.signature(b, 128, 1))).all()
 
 
-def test_band_keys():
+def test_band_keys_depend_on_rows_their_order_and_band():
     made = np.arange(128, dtype=np.uint32)
     keys = signatures.band_keys(made, 16)
     assert keys.dtype == np.uint64 and len(set(keys.tolist())) == 16
@@ -114,12 +114,12 @@ def test_band_keys():
     swapped = made.copy()
     swapped[[8, 9]] = swapped[[9, 8]]
     assert signatures.band_keys(swapped, 16)[1] != keys[1]
-    # Equal rows in another band are another key.
+    # Equal rows have different keys in different bands.
     assert len(set(signatures.band_keys(np.zeros(128, np.uint32), 16).tolist())) == 16
 
 
 @pytest.mark.parametrize("similarity", [0.5, 0.7, 0.8, 0.85, 0.95])
-def test_bands_find_as_many_pairs_as_theory_says(similarity):
+def test_band_collision_rate_matches_theory(similarity):
     rng = np.random.default_rng(5)
     number, size = 300, 200
     found = 0
@@ -152,7 +152,7 @@ def test_bands_find_edited_texts():
     assert found >= 147
 
 
-def test_edited_copies_are_deterministic_and_may_be_impossible():
+def test_edited_copy_is_deterministic_and_raises_if_impossible():
     text = some_text(3)
     assert edited_copy(text, 0.7, 0.9, 1) == edited_copy(text, 0.7, 0.9, 1)
     assert edited_copy(text, 0.7, 0.9, 1) != edited_copy(text, 0.7, 0.9, 2)
@@ -162,7 +162,7 @@ def test_edited_copies_are_deterministic_and_may_be_impossible():
         edited_copy("a few words", 0.9, 0.95, 1)
 
 
-def test_jaccard_by_brute_force():
+def test_jaccard_matches_brute_force():
     rng = np.random.default_rng(2)
     for _ in range(200):
         a, b = (np.unique(rng.integers(12, size=rng.integers(1, 12))) for _ in range(2))

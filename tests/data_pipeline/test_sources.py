@@ -116,7 +116,7 @@ def listed(configs: Mapping[str, SourceConfig]) -> list[Listed]:
 
 
 def counts(tables: Mapping[str, list[Any]], source: str) -> dict[str, int]:
-    """Lengths are not compared."""
+    """Counts of a source, without its histograms of lengths."""
     return dict(
         Counter(what for what, of in tables["counts"] if of == source and " = " not in what)
     )
@@ -129,7 +129,7 @@ def folder(path: str, **fields: Any) -> SourceConfig:
 # -------------------------------------------------------------------------------------------- Stage
 
 
-def test_every_format_of_a_folder(tmp_path: Path):
+def test_folder_layout_reads_every_file_format(tmp_path: Path):
     files = {
         "a.txt": "\ufeff  first\r\nsecond\x0cthird\n",
         "b/c.MD": codecs.BOM_UTF16_LE + "# Größe\n".encode("utf-16-le"),
@@ -176,7 +176,7 @@ def test_every_format_of_a_folder(tmp_path: Path):
     ]
 
 
-def test_files_of_no_use_are_named_and_counted(tmp_path: Path):
+def test_unusable_files_are_listed_and_counted(tmp_path: Path):
     parquet_data = parquet(text=["x" * 50] * 9)
     files = {
         "good.txt": "good",
@@ -234,7 +234,7 @@ def test_files_of_no_use_are_named_and_counted(tmp_path: Path):
     assert [f["place"] for f in tables["files"]] == ["good.txt", "open.pdf"]
 
 
-def test_bad_rows_are_named_up_to_a_hundred(tmp_path: Path):
+def test_at_most_100_bad_rows_are_listed(tmp_path: Path):
     lines = [b'"good"', b"not json", b'{"other": 1}', b'{"content": 3}', b'"\xff"', b"[1]", b'" "']
     lines += [b"{"] * 200 + [b"[" * 100_000, b'"' + b"x" * 200_000 + b'"', b'"last"']
     path = write(tmp_path / "in", {"a.jsonl": b"\n".join(lines)})
@@ -251,7 +251,7 @@ def test_bad_rows_are_named_up_to_a_hundred(tmp_path: Path):
     assert tables["removed"][0]["because"].startswith("a.jsonl:2: JSONDecodeError")
 
 
-def test_ultra_fineweb_needs_both_columns(tmp_path: Path):
+def test_ultra_fineweb_requires_both_columns(tmp_path: Path):
     files = {
         "a.parquet": parquet(
             3, content=["a", "b", None, "d", "e"], score=[0.9, 0.2, 0.9, None, float("nan")]
@@ -306,7 +306,7 @@ def test_docmath_keeps_paragraphs_only(tmp_path: Path):
     assert counts(tables, "doc")["files read"] == 1
 
 
-def test_json_of_any_nesting(tmp_path: Path):
+def test_json_layout_reads_any_nesting(tmp_path: Path):
     squad = {"data": [{"paragraphs": [{"context": "One.", "qas": [{"question": "What?"}]}]}]}
     lines = [
         {"context": [["Title", ["Two.", "Three."]], ["Other", ["Four."]]]},
@@ -337,7 +337,7 @@ def test_json_of_any_nesting(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_a_source_may_have_its_own_limits(tmp_path: Path):
+def test_source_may_have_its_own_limits(tmp_path: Path):
     files = {
         "long.txt": ENGLISH * 3,
         "zh.txt": CHINESE,
@@ -358,7 +358,7 @@ def test_a_source_may_have_its_own_limits(tmp_path: Path):
     ]
 
 
-def test_chapters_are_documents_with_parts(tmp_path: Path):
+def test_chapters_become_documents_with_part_numbers(tmp_path: Path):
     book = "# Title\n\nCHAPTER I\n\nIt began.\n\nChapter 2. Later\n\nIt ended."
     files = {"book.txt": book, "rows.jsonl": json.dumps(book), "whole.txt": "No heading."}
     path = write(tmp_path / "in", files)
@@ -397,7 +397,7 @@ def test_results_do_not_depend_on_workers(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_tables_are_as_their_schemas_say(tmp_path: Path):
+def test_tables_match_their_schemas(tmp_path: Path):
     files = {"a.txt": "good", "b.jsonl": '"x"\n{"text": "y", "score": 0.1}\n{', "c.csv": ""}
     configs = {"mine": folder(write(tmp_path / "in", files))}
     make = partial(sources.make_read, listed=listed(configs), sources=configs, filter=ANY)
@@ -412,7 +412,7 @@ def test_tables_are_as_their_schemas_say(tmp_path: Path):
         assert sorted(record["place"] for record in stages.read(f"read/{name}")) == places
 
 
-def test_a_row_group_that_breaks_off_costs_its_own_rows_only(tmp_path: Path):
+def test_damaged_row_group_loses_only_its_own_rows(tmp_path: Path):
     data = parquet(10, content=[f"{i:03d}" * 40 for i in range(30)])
     group = pq.ParquetFile(io.BytesIO(data)).metadata.row_group(1).column(0)
     start = group.dictionary_page_offset or group.data_page_offset
@@ -432,7 +432,7 @@ def test_a_row_group_that_breaks_off_costs_its_own_rows_only(tmp_path: Path):
 # ------------------------------------------------------------------------------------------ Listing
 
 
-def test_what_a_path_may_be(tmp_path: Path):
+def test_path_may_be_folder_file_or_pattern(tmp_path: Path):
     path = write(tmp_path / "in", {"b/2.txt": "22", "a.txt": "1", "b/x.md": "", "b/.h/3.txt": ""})
 
     def places(end: str) -> list[str]:
@@ -452,7 +452,7 @@ def test_what_a_path_may_be(tmp_path: Path):
     assert file["version"] != changed["version"] == "1.0"
 
 
-def test_another_file_system(tmp_path: Path):
+def test_sources_may_be_on_another_file_system(tmp_path: Path):
     memory = fsspec.filesystem("memory")
     memory.pipe({"/books/a.txt": b"first", "/books/b/c.jsonl.gz": gzip.compress(b'"second"')})
     try:
@@ -467,7 +467,7 @@ def test_another_file_system(tmp_path: Path):
         memory.rm("/books", recursive=True)
 
 
-def test_paths_with_nothing_to_read(tmp_path: Path):
+def test_paths_without_readable_files_raise(tmp_path: Path):
     path = write(tmp_path / "in", {"a.csv": "", "b.json": "", ".c.txt": ""})
     with pytest.raises(FileNotFoundError, match=r"sources\.mine\.path = '.*/none': no such file"):
         list_files("mine", folder(path + "/none"))
@@ -479,7 +479,7 @@ def test_paths_with_nothing_to_read(tmp_path: Path):
         list_files("mine", folder("nowhere://bucket/a"))
 
 
-def test_a_folder_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_folder_without_read_permission_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = write(tmp_path / "in", {"a.txt": "", "locked/b.txt": ""})
     scandir = os.scandir
 
@@ -497,7 +497,7 @@ def test_a_folder_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.Monke
     assert [file["place"] for file in list_files("mine", folder(path))] == ["a.txt"]
 
 
-def test_a_name_that_is_not_utf8_is_counted(tmp_path: Path):
+def test_file_name_that_is_not_utf8_is_listed(tmp_path: Path):
     path = write(tmp_path / "in", {"a.txt": "good"})
     with open(os.fsencode(path) + b"/\xff.txt", "w") as file:
         file.write("text")
@@ -520,17 +520,17 @@ def test_a_name_that_is_not_utf8_is_counted(tmp_path: Path):
         ({"languages": ("en", "xx")}, r"source.languages = \('en', 'xx'\): 'xx' must be one of"),
     ],
 )
-def test_mistakes_in_the_config(fields: dict, message: str):
+def test_error_names_invalid_config_field(fields: dict, message: str):
     with pytest.raises(ValueError, match=message):
         SourceConfig(**{"path": "in", "layout": "folder", "tasks": TASKS, **fields})
 
 
-def test_limits_that_do_not_go_together():
+def test_contradictory_length_limits_are_rejected():
     with pytest.raises(ValueError, match="max_characters = 50: must be at least min_characters"):
         folder("in", max_characters=50).filter(FilterConfig(min_characters=100))
 
 
-def test_it_is_built_from_a_config_section():
+def test_source_config_is_built_from_a_section():
     section = {"path": "in", "layout": "folder", "tasks": ["general_qa"], "languages": None}
     assert settings.build(SourceConfig, section, "sources.mine") == folder("in")
     section["languages"] = ["zh"]
@@ -562,11 +562,11 @@ def test_it_is_built_from_a_config_section():
         ("<p>a<td>" * 50_000, "a" + "\n\na" * 49_999),
     ],
 )  # fmt: skip
-def test_html(html: str, text: str):
+def test_html_is_converted_to_text(html: str, text: str):
     assert layouts.read_html(html.encode()) == [Row(None, text)]
 
 
-def test_clean():
+def test_clean_normalizes_line_breaks_and_control_characters():
     assert layouts.clean(" a\r\nb\rc\x0bd\x85e\x07f\x9fg\th\ud800 ") == "a\nb\nc\nd\ne f g\th\ufffd"
 
 
@@ -574,12 +574,12 @@ def test_clean():
     ("value", "quality"),
     [(None, None), (1, 1.0), (0.5, 0.5), ("5", "nan"), (True, "nan"), (10**400, "nan")],
 )
-def test_scores(value: Any, quality: Any):
+def test_quality_is_none_finite_or_nan(value: Any, quality: Any):
     assert str(layouts.as_quality(value)) == str(quality)
 
 
 @pytest.mark.slow
-def test_json_rows_before_a_break_are_read():
+def test_json_rows_before_a_truncation_are_read():
     data = gzip.compress(b"".join(b'"row %d"\n' % i for i in range(100_000)))[:-2000]
     stream = sources._uncompressed(io.BytesIO(data), "gzip")
     rows = []
@@ -590,7 +590,7 @@ def test_json_rows_before_a_break_are_read():
     assert rows == [Row(n, f"row {n}") for n in range(len(rows))]
 
 
-def test_json_lines_of_any_length():
+def test_json_lines_over_the_limit_are_reported():
     data = codecs.BOM_UTF8 + b'"12345678"\n"123456789"\r\n"' + b"x" * 35 + b'"\n"end"'
     rows = list(layouts.json_rows(io.BytesIO(data), "text", "score", 14))
     assert [row.text for row in rows] == ["12345678", "123456789", "", "end"]
@@ -603,7 +603,7 @@ def test_json_lines_of_any_length():
     ["CHAPTER IV", "Chapter 12. Title", "chapter one: The Sea", "CHAPTER TWENTY-ONE", "## Two",
      "Chapter 3 The End", "  CHAPTER X.  "],
 )  # fmt: skip
-def test_headings(heading: str):
+def test_chapter_headings_split_the_text(heading: str):
     text = f"Before it.\n\n{heading}\n\nBehind it."
     assert layouts.chapters(text) == ["Before it.", f"{heading}\n\nBehind it.".strip()]
 
@@ -611,14 +611,14 @@ def test_headings(heading: str):
 @pytest.mark.parametrize(
     "line", ["Chapter 3 tells how it ended.", "The chapter 4", "### Three", "#hash", "Chapterhouse"]
 )
-def test_lines_that_are_no_headings(line: str):
+def test_lines_that_are_not_headings_do_not_split(line: str):
     assert len(layouts.chapters(f"Before it.\n\n{line}\n\nBehind it.")) == 1
     assert (
         len(layouts.chapters("We saw in\nChapter 4. Nothing more\nwas seen.")) == 1
     )  # within a paragraph
 
 
-def test_headings_without_text_stay_together():
+def test_headings_without_text_are_not_chapters():
     text = "# T\n## A\n---\nCHAPTER I\nCHAPTER II\n\nText.\n\nCHAPTER III\n\nMore.\n\n## Index"
     first = "# T\n## A\n---\nCHAPTER I\nCHAPTER II\n\nText."
     assert layouts.chapters(text) == [first, "CHAPTER III\n\nMore.\n\n## Index"]

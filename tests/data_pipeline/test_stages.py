@@ -36,7 +36,7 @@ def texts_of(stages, table="shout/documents"):
 
 
 @pytest.mark.slow
-def test_tables_go_from_stage_to_stage(tmp_path):
+def test_tables_pass_from_stage_to_stage(tmp_path):
     stages = Stages(str(tmp_path / "stages"))
     first, second = run_both(stages)
     assert texts_of(stages) == ["ONE!", "TWO!"]
@@ -46,7 +46,7 @@ def test_tables_go_from_stage_to_stage(tmp_path):
 
 
 @pytest.mark.slow
-def test_no_stage_is_run_twice(tmp_path, monkeypatch):
+def test_finished_stages_are_not_rerun(tmp_path, monkeypatch):
     stages = Stages(str(tmp_path / "stages"))
     before = run_both(stages)
     monkeypatch.setattr(Stages, "pipeline", lambda *_: pytest.fail("ran again"))
@@ -60,7 +60,7 @@ def test_no_stage_is_run_twice(tmp_path, monkeypatch):
     ("change", "ran"),
     [({"sign": "?"}, ["shout"]), ({"texts": ("three",)}, ["write", "shout"])],
 )
-def test_a_change_runs_what_it_is_about_and_all_behind(tmp_path, monkeypatch, change, ran):
+def test_changed_settings_rerun_the_stage_and_all_after_it(tmp_path, monkeypatch, change, ran):
     stages, names = Stages(str(tmp_path / "stages")), []
     run_both(stages)
     construct = Stages.construct
@@ -78,8 +78,8 @@ def test_a_change_runs_what_it_is_about_and_all_behind(tmp_path, monkeypatch, ch
 
 @pytest.mark.slow
 @pytest.mark.parametrize("left", [None, b"", b'{"finger', b"[]"])
-def test_what_an_unfinished_run_left_is_not_read(tmp_path, left):
-    """Its tables are whole files, but done.json is missing or incomplete."""
+def test_leftovers_of_an_unfinished_run_are_not_read(tmp_path, left):
+    """The tables of the unfinished run are complete, but done.json is missing or incomplete."""
     stages = Stages(str(tmp_path / "stages"))
     run_both(stages, texts=tuple("abcdef"))
     folder = tmp_path / "stages" / "shout"
@@ -93,7 +93,7 @@ def test_what_an_unfinished_run_left_is_not_read(tmp_path, left):
     assert texts_of(stages) == ["A!", "B!", "C!", "D!", "E!", "F!"]
 
 
-def test_a_stage_that_fails_is_not_done(tmp_path):
+def test_failed_stage_is_not_marked_done(tmp_path):
     stages = Stages(str(tmp_path / "stages"))
     with pytest.raises(Exception, match="division by zero"):
         stages.run(
@@ -105,14 +105,14 @@ def test_a_stage_that_fails_is_not_done(tmp_path):
 
 
 @pytest.mark.slow
-def test_an_empty_table_is_read_as_empty(tmp_path):
+def test_empty_table_is_read_as_empty(tmp_path):
     stages = Stages(str(tmp_path / "stages"))
     _, second = run_both(stages, texts=())
     assert stages.read("shout/documents") == [] and second.counts == ()
 
 
 @pytest.mark.slow
-def test_the_number_of_workers_changes_nothing(tmp_path):
+def test_tables_do_not_depend_on_the_number_of_workers(tmp_path):
     alone = Stages(str(tmp_path / "a"))
     options = ["--direct_num_workers=2", "--direct_running_mode=multi_processing"]
     beside = Stages(str(tmp_path / "b"), options)
@@ -122,7 +122,7 @@ def test_the_number_of_workers_changes_nothing(tmp_path):
 
 
 @pytest.mark.slow
-def test_which_runner():
+def test_runner_flag_selects_the_runner():
     assert isinstance(Stages("x").pipeline("y").runner, FnApiRunner)
     assert isinstance(Stages("x", ["--runner=DirectRunner"]).pipeline("y").runner, FnApiRunner)
     for name in ("FlinkRunner", "SparkRunner", "PortableRunner"):
@@ -132,7 +132,7 @@ def test_which_runner():
 
 @pytest.mark.slow
 def test_done_json_is_written_last(tmp_path, monkeypatch):
-    """A kill at any earlier moment leaves no sign of a finished stage."""
+    """So a stage that is killed earlier never looks finished."""
     stages = Stages(str(tmp_path / "stages"))
     original = stages_module.FileSystems.create
 

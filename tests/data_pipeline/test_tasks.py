@@ -1,4 +1,4 @@
-"""Tests of tasks: equal numbers, as large as possible, for any order of clusters."""
+"""Tests of task assignment: equal numbers per task, as large as possible, for any order."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def most(sizes, tasks):
         ({"tasks": (QA, QA)}, "each once"),
     ],
 )
-def test_bad_settings_are_named(change, message):
+def test_error_names_invalid_setting(change, message):
     with pytest.raises(ValueError, match=message):
         TasksConfig(**change)
 
@@ -64,7 +64,7 @@ POOLS = [QA, MATH, CHOICE, f"{MATH}+{QA}", f"{CHOICE}+{QA}", ALL]
 @pytest.mark.slow
 @settings(max_examples=60)
 @given(st.lists(st.sampled_from(POOLS), max_size=6))
-def test_as_many_as_any_way_to_share_would_give(pools):
+def test_assignment_matches_brute_force_optimum(pools):
     sizes = Counter(pools)
     possible = [task for task in TASKS if any(task in pool.split("+") for pool in sizes)]
     best = most(sizes, possible) if possible else 0
@@ -78,24 +78,24 @@ def test_as_many_as_any_way_to_share_would_give(pools):
     assert all(task in clusters[name].split("+") for name, task in assignment.items())
 
 
-def test_a_shared_pool_fills_up_the_scarce_tasks():
+def test_shared_pool_fills_up_scarce_tasks():
     sizes = {QA: 50, MATH: 4, ALL: 20}
     assignment = assign_tasks(clusters_of(sizes), TasksConfig())
     assert Counter(assignment.values()) == {QA: 12, MATH: 12, CHOICE: 12}
     assert used_of(assignment) == {QA: 12, MATH: 4, ALL: 20}
 
 
-def test_the_choice_depends_on_seed_and_ids_alone():
+def test_assignment_depends_only_on_seed_and_ids():
     clusters = clusters_of({QA: 60, MATH: 20, ALL: 30})
     first = assign_tasks(clusters, TasksConfig(seed=1))
     backwards = assign_tasks(dict(reversed(clusters.items())), TasksConfig(seed=1))
     other = assign_tasks(clusters, TasksConfig(seed=2))
     assert first == backwards and first != other
     taken = sorted(int(name.rpartition("-")[2]) for name in first if name.startswith(QA))
-    assert taken != list(range(len(taken)))  # not simply the first
+    assert taken != list(range(len(taken)))  # not simply the first clusters
 
 
-def test_a_number_is_a_limit(caplog):
+def test_clusters_per_task_is_an_upper_limit(caplog):
     clusters = clusters_of({QA: 9, MATH: 5, CHOICE: 7})
     for wanted, number in ((3, 3), (8, 5)):
         assignment = assign_tasks(clusters, TasksConfig(clusters_per_task=wanted))
@@ -103,7 +103,7 @@ def test_a_number_is_a_limit(caplog):
         assert ("5 clusters a task, not 8" in caplog.text) == (wanted == 8)
 
 
-def test_a_task_without_clusters_gets_none(caplog):
+def test_task_without_clusters_is_left_out(caplog):
     assignment = assign_tasks(clusters_of({QA: 3, MATH: 2}), TasksConfig())
     assert Counter(assignment.values()) == {QA: 2, MATH: 2}
     assert f"no cluster can serve {CHOICE}" in caplog.text
@@ -111,19 +111,19 @@ def test_a_task_without_clusters_gets_none(caplog):
     assert used_of(assignment) == {QA: 3}
 
 
-def test_names_inside_names_are_not_taken_for_tasks():
-    """Pools are split at "+", not searched."""
+def test_task_names_match_only_whole_parts_of_a_pool():
+    """Pools are split at "+"; a task's name inside another name does not count."""
     assignment = assign_tasks({"a": QA, "b": f"{MATH}_2"}, TasksConfig())
     assert assignment == {"a": QA}
 
 
-def test_no_clusters_at_all():
+def test_empty_input_raises():
     with pytest.raises(ValueError, match="tasks: too few clusters to give one to each of"):
         assign_tasks({}, TasksConfig())
 
 
 @pytest.mark.slow
-def test_used_clusters_have_their_task_and_others_are_counted():
+def test_used_clusters_get_a_task_and_the_others_are_counted():
     def make(name, pool, texts):
         documents = [make_document(text, f"of {pool}", text) for text in texts]
         return Cluster(id=name, pool=pool, documents=documents, tokens=9, vector=b"1234")

@@ -1,4 +1,4 @@
-"""A model that plays all roles of the tiny world without a mistake."""
+"""Scripted model that answers correctly in every role of the tiny world."""
 
 from __future__ import annotations
 

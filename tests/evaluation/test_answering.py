@@ -1,4 +1,4 @@
-"""Tests from prompts to scored rows, with a sampler that answers at once."""
+"""Tests of answering, from prompts to scored rows, with a scripted sampler."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Parrot:
 
 
 def load(name: str) -> Benchmark:
-    """Benchmark whose question ids equal those of any other one."""
+    """Synthetic benchmark; question ids are the same in all benchmarks."""
     made = evaluating.load(name, "")
     items = [dataclasses.replace(item, id=str(i)) for i, item in enumerate(made.items)]
     return dataclasses.replace(made, items=tuple(items))
@@ -60,7 +60,7 @@ def keys_of(policy: Parrot) -> list[tuple[int, ...]]:
     return [key for _, key, _ in policy.asked]
 
 
-def test_a_key_is_by_seed_limit_benchmark_and_question():
+def test_keys_depend_on_seed_limit_benchmark_and_question():
     whole = keys_of(made())
     assert len(set(whole)) == 12  # two limits, two benchmarks, three questions
     assert not set(keys_of(made(sampling=Sampling(2, seed=1)))) & set(whole)
@@ -73,7 +73,7 @@ def test_a_key_is_by_seed_limit_benchmark_and_question():
     assert keys_of(made(done=done)) == whole[1:11]
 
 
-def test_fields_of_a_row():
+def test_rows_record_token_counts_and_truncation():
     policy = made(("text",), (30,), Sampling(2, max_tokens=3))
     lengths = [len(WORDS.chat(item.prompt)) for item in evaluating.load("text", "").items]
     assert lengths[0] < 30 < lengths[1]
@@ -90,12 +90,12 @@ def test_fields_of_a_row():
 def test_context_is_checked_before_sampling():
     policy = Parrot()
     questions = answering.tokenize(policy, [evaluating.load("text", "")], 59)
-    answering.check_context(Sampling(), policy, questions)  # 59 tokens and 5
+    answering.check_context(Sampling(), policy, questions)  # 59 + 5 = 64 tokens fit
     with pytest.raises(ValueError, match=r"have 65 tokens together.* = 64"):
         answering.check_context(Sampling(max_tokens=6), policy, questions)
 
 
-def test_a_prompt_that_the_chat_layout_rejects_is_named():
+def test_error_names_prompt_rejected_by_the_chat_template():
     def chat(prompt: str) -> list[int]:
         if prompt == benchmark.items[1].prompt:
             raise ValueError("no such turn")
@@ -111,7 +111,7 @@ def row(name: str, sample: int, limit: int = 24) -> dict:
     return {"max_input": limit, "benchmark": "text", "id": name, "sample": sample, "text": "x"}
 
 
-def test_only_whole_questions_are_finished(tmp_path: Path, caplog):
+def test_only_complete_questions_count_as_finished(tmp_path: Path, caplog):
     path = tmp_path / "samples.jsonl"
     assert answering.read_finished(path, 2) == {}
     rows = [row("a", 0), row("a", 1), row("a", 0, 40), row("b", 1), row("b", 0)]
@@ -125,7 +125,7 @@ def test_only_whole_questions_are_finished(tmp_path: Path, caplog):
     before = path.stat().st_mtime_ns
     assert answering.read_finished(path, 2) == found
     assert path.stat().st_mtime_ns == before  # there was nothing to drop
-    path.write_text("".join(lines[:2]) + '{"max_input": 24, "ben\n')  # torn, and nothing else
+    path.write_text("".join(lines[:2]) + '{"max_input": 24, "ben\n')  # an incomplete line
     assert list(answering.read_finished(path, 2)) == [(24, "text", "a")]
     assert path.read_text() == "".join(lines[:2])
 
@@ -157,7 +157,7 @@ def scored(judged: bool, by_item: bool = True, texts=("yes", "no", "")) -> list[
         (None, "unanswered", 0.25),
     ],
 )
-def test_the_better_of_rule_and_judge_counts(reply, judge, final):
+def test_final_score_is_the_better_of_rule_and_judge(reply, judge, final):
     asked = []
 
     def ask(prompts):
@@ -166,14 +166,14 @@ def test_the_better_of_rule_and_judge_counts(reply, judge, final):
 
     ordered = scored(judged=True)
     answering.ask_judge(ordered, Judge(ask, lambda *item: "|".join(item)))
-    assert asked == ["which?|no|first"]  # not right answers, nor empty ones
+    assert asked == ["which?|no|first"]  # correct and empty answers are not judged
     assert [one["judge"] for _, one in ordered] == [None, judge, None]
     assert [one["final"] for _, one in ordered] == [1.0, final, 0.0]
     assert [one["rule"] for _, one in ordered] == [1.0, 0.25, 0.0]
     assert all(one["by"] == {"step": 3} for _, one in ordered)
 
 
-def test_only_judged_questions_are_judged(caplog):
+def test_judge_is_asked_only_about_judged_questions(caplog):
     def refuse(prompts):
         assert not prompts
         return []
@@ -188,7 +188,7 @@ def test_only_judged_questions_are_judged(caplog):
         assert ("by the rule alone" in caplog.text) == (judged and by_item)
 
 
-def test_questions_have_a_fingerprint():
+def test_fingerprint_covers_prompts_and_ids_but_not_references():
     benchmark = evaluating.load("text", "")
     seen = {answering.fingerprint(benchmark)}
     assert answering.fingerprint(evaluating.load("text", "")) in seen
@@ -200,6 +200,6 @@ def test_questions_have_a_fingerprint():
         seen.add(answering.fingerprint(dataclasses.replace(benchmark, items=(changed, *others))))
     seen.add(answering.fingerprint(dataclasses.replace(benchmark, items=tuple(others))))
     assert len(seen) == 4
-    corrected = dataclasses.replace(first, references=("4",))  # the answers to it still count
+    corrected = dataclasses.replace(first, references=("4",))  # its answers stay valid
     same = dataclasses.replace(benchmark, items=(corrected, *others))
     assert answering.fingerprint(same) == answering.fingerprint(benchmark)

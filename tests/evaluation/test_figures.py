@@ -1,4 +1,4 @@
-"""Tests of figures of a benchmark's breakdown: each value is at its fields."""
+"""Tests of figures of a benchmark's breakdown: each value is plotted at its fields."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def saved(monkeypatch) -> list[Figure]:
     return saved
 
 
-def test_two_fields_are_a_heat_map(saved, tmp_path):
+def test_breakdown_by_two_fields_is_a_heat_map(saved, tmp_path):
     parts = [part(0.1, length=10, depth=0.0), part(0.2, length=2000, depth=0.0)]
     parts += [part(0.3, length=2000, depth=0.5)]
     figures.plot_breakdown(tmp_path / "a.png", "needle", {16: parts, 1024: parts[:1]})
@@ -42,7 +42,7 @@ def test_two_fields_are_a_heat_map(saved, tmp_path):
     assert second.get_title() == "needle, prompts of at most 1,024 tokens"
 
 
-def test_one_field_is_a_line_with_a_band(saved, tmp_path):
+def test_breakdown_by_one_field_is_a_line_with_a_band(saved, tmp_path):
     parts = [part(0.2, step=3), part(0.5, step=9)]
     figures.plot_breakdown(tmp_path / "a.png", "own questions", {16: parts})
     (axes,) = saved[0].axes

@@ -50,7 +50,7 @@ def write(path: Path, records: list) -> Path:
     return path
 
 
-def test_prompts_are_those_of_self_play() -> None:
+def test_prompts_equal_those_of_self_play() -> None:
     asked = [generation.make_prompt(request, COMPACT) for request in REQUESTS]
     assert asked[0] == COMPACT.questioner("general_qa", DOCUMENTS)
     assert asked[1].endswith("known: How many hills has Rome? answer: 3\nask harder choice (C)")
@@ -74,7 +74,7 @@ def test_prompts_are_those_of_self_play() -> None:
         ({"role": "responder"}, "question = None"),
     ],
 )
-def test_a_bad_request_names_its_field(change: dict, message: str) -> None:
+def test_error_names_field_of_bad_request(change: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         generation.make_prompt(REQUESTS[0] | change, COMPACT)
 
@@ -94,14 +94,14 @@ def test_bad_lines_are_logged_and_skipped(tmp_path: Path, caplog: pytest.LogCapt
         generation.read_requests(write(path, [{"role": "nobody"}]), COMPACT)
 
 
-def test_prompt_set_of_a_run(tmp_path: Path, workdir: Path) -> None:
+def test_prompt_set_is_read_from_the_run_or_defaults_to_full(tmp_path: Path, workdir: Path) -> None:
     assert generation.find_prompt_set(workdir) == "compact"
     assert generation.find_prompt_set(tmp_path) == "full"
     assert generation.find_prompt_set(None) == "full"
 
 
 @pytest.mark.slow
-def test_answers_of_every_role(workdir: Path) -> None:
+def test_every_role_is_sampled_and_parsed(workdir: Path) -> None:
     texts = [generation.make_prompt(request, COMPACT) for request in REQUESTS]
 
     def ask(temperature: float, seed: int) -> list:
@@ -126,7 +126,7 @@ def test_answers_of_every_role(workdir: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_prompt_that_is_too_long_changes_no_other_answer(
+def test_overlong_prompt_does_not_change_other_answers(
     workdir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A request's randomness depends on its position among all requests."""
@@ -149,7 +149,7 @@ def test_a_prompt_that_is_too_long_changes_no_other_answer(
 
 
 @pytest.mark.slow
-def test_command_line(tmp_path: Path, workdir: Path) -> None:
+def test_command_line_writes_answers_to_valid_requests(tmp_path: Path, workdir: Path) -> None:
     source, out = write(tmp_path / "in.jsonl", [*REQUESTS, {"role": "x"}]), tmp_path / "out.jsonl"
     command = [sys.executable, "-m", "spell_jax.generate", f"--prompts={source}", f"--out={out}"]
     arguments = [f"--workdir={workdir}", "--samples=2", "--greedy", "--max_tokens=4"]
@@ -166,7 +166,7 @@ def test_command_line(tmp_path: Path, workdir: Path) -> None:
 
 
 @pytest.mark.slow
-def test_command_line_of_a_tree(tmp_path: Path, workdir: Path) -> None:
+def test_command_line_searches_an_evidence_tree(tmp_path: Path, workdir: Path) -> None:
     records = [{"documents": DOCUMENTS, "question": "hills?", "answer": "3"}, {"role": "responder"}]
     source, out = write(tmp_path / "in.jsonl", records), tmp_path / "out.jsonl"
     command = [sys.executable, "-m", "spell_jax.generate", f"--prompts={source}", f"--out={out}"]

@@ -1,4 +1,4 @@
-"""Tests of the paper's protocol in numbers: truncation, pass@k, intervals, columns, tables."""
+"""Tests of the paper's protocol: truncation, pass@k, intervals, columns, tables."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def cases(name: str) -> list[dict]:
     return json.loads((REFERENCE_CASES / name).read_text())["cases"]
 
 
-def test_reference_truncation():
+def test_truncation_matches_the_reference():
     for case in cases("truncate_eval.json"):
         count, limit = case["in"]["n"], case["in"]["max_len"]
         assert protocol.truncate(np.arange(count), limit).tolist() == case["out"], case
 
 
 @given(st.integers(0, 60), st.integers(1, 60), st.integers(1, 60))
-def test_truncating_twice_is_truncating_to_the_smaller(count, first, second):
+def test_truncating_twice_equals_truncating_to_the_smaller_limit(count, first, second):
     large, small = max(first, second), min(first, second)
     ids = np.arange(count)
     twice = protocol.truncate(protocol.truncate(ids, large), small)
@@ -37,7 +37,7 @@ def test_truncating_twice_is_truncating_to_the_smaller(count, first, second):
     assert len(twice) == min(count, small)
 
 
-def test_pass_at_k_is_equation_11():
+def test_pass_at_k_matches_equation_11():
     """The reference's own bootstrap samples with replacement and is too low (spec 12.23)."""
     checked = 0
     for case in cases("pass_at_k.json"):
@@ -49,20 +49,20 @@ def test_pass_at_k_is_equation_11():
 
 
 @given(st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), min_size=1, max_size=7), st.data())
-def test_best_of_counts_every_choice(scores, data):
+def test_best_of_is_the_mean_over_all_subsets(scores, data):
     k = data.draw(st.integers(1, len(scores)))
     best = [max(some) for some in itertools.combinations(scores, k)]
     assert protocol.best_of(scores, k) == pytest.approx(sum(best) / len(best))
 
 
 @pytest.mark.parametrize("k", [0, 3])
-def test_more_attempts_than_samples_are_refused(k):
+def test_k_out_of_range_is_rejected(k):
     with pytest.raises(ValueError, match=f"k = {k}: must be between 1 and the 2"):
         protocol.best_of([1.0, 0.0], k)
 
 
-def test_reference_means():
-    """Means of tasks and over all tasks; best@k differs on purpose, see above."""
+def test_means_match_the_reference():
+    """Means of each task and over all tasks; best@k differs on purpose, see above."""
     for case in cases("eval_aggregation.json"):
         scores: dict[str, list] = {}
         both = zip(case["in"]["tasks"], case["in"]["infos"]["total_score"], strict=True)
@@ -75,7 +75,7 @@ def test_reference_means():
             assert part["pass@1"]["mean"] == pytest.approx(value), (task, case["in"])
 
 
-def test_the_average_is_over_the_four_columns_of_table_1():
+def test_average_is_over_the_four_columns_of_table_1():
     """Qwen2.5-7B + SPELL at 16K, with a spread of 3 within LB-MQA: 40.6, not the 44.0 of six."""
     values = dict(zip(PAPER, (40.0, 39.2, 53.9, 50.9, 47.9, 32.3), strict=True))
     scores = {name: [[value / 100]] for name, value in values.items()}
@@ -87,7 +87,7 @@ def test_the_average_is_over_the_four_columns_of_table_1():
     assert list(found["average"]) == ["pass@1"]  # there is one sample
 
 
-def test_a_shared_column_needs_all_of_its_benchmarks():
+def test_shared_column_requires_all_of_its_benchmarks():
     assert protocol.columns(["musique", "a", "2wikimqa"], SHARED) == {
         "musique": ("musique",),
         "a": ("a",),
@@ -97,7 +97,7 @@ def test_a_shared_column_needs_all_of_its_benchmarks():
     assert list(found) == ["LB-MQA", "a"]
 
 
-def test_intervals():
+def test_intervals_match_the_normal_approximation():
     """Intervals of shares equal the normal approximation, and are the same in every run."""
     values = [1.0] * 60 + [0.0] * 140
     found = protocol.estimate(values, "frames", 0).record()
@@ -110,16 +110,16 @@ def test_intervals():
     other = protocol.estimate(values, "docmath", 0)
     assert np.any(other.resampled != protocol.estimate(values, "frames", 0).resampled)
     both = protocol.mean([protocol.estimate(values, "frames", 0), other]).record()
-    width = both["high"] - both["low"]  # of two independent ones: narrower by the root of 2
+    width = both["high"] - both["low"]  # a mean of two independent ones is narrower by sqrt(2)
     assert width == pytest.approx(2 * half / math.sqrt(2), rel=0.1)
 
 
-def test_no_questions_are_refused():
+def test_benchmark_without_questions_is_rejected():
     with pytest.raises(ValueError, match="frames: has no questions"):
         protocol.aggregate({"frames": []}, SHARED, 0)
 
 
-def test_limits_are_written_short():
+def test_table_abbreviates_input_limits():
     """Without a shared column there is one mean."""
     row = protocol.aggregate({"frames": [[1.0]]}, SHARED, 0)
     limits = (16384, 100000, 128000, 1048576, 40)
@@ -137,7 +137,7 @@ def sample(name: str, limit: int, final: float, **others) -> dict:
     return row | {"final": final} | others
 
 
-def test_a_summary_keeps_limits_and_questions_apart():
+def test_summary_separates_limits_and_questions():
     rows = [sample("frames", 10, value) for value in (1, 1, 0, 1)]
     rows[1] |= {"judge": 1}
     rows[2] |= {"judge": "malformed", "prediction": None, "tokens_in": 4}
@@ -154,8 +154,8 @@ def test_a_summary_keeps_limits_and_questions_apart():
     assert (found["judged"], found["malformed"], found["unanswered"]) == (4, 0, 1)
 
 
-def test_breakdown_by_two_fields():
-    """By both fields, ascending; questions of a cell are not neighbors."""
+def test_breakdown_groups_questions_by_two_fields():
+    """Cells are sorted by both fields; the questions of a cell are not adjacent rows."""
     cells = [(2, "b"), (1, "b"), (2, "a"), (2, "b")]
     finals = [(1, 0), (0, 0), (1, 1), (0, 0)]
     rows = [
@@ -178,7 +178,7 @@ def test_breakdown_by_two_fields():
     assert list(parts[0]) == ["length", "kind", "questions", "pass@1", "pass@2"]
 
 
-def test_the_table_is_laid_out_like_table_1():
+def test_table_has_the_layout_of_table_1():
     def summary(policy: str, value: float) -> dict:
         scores = {name: [[value, 1.0]] for name in PAPER}
         rows = [{"max_input": n} | protocol.aggregate(scores, SHARED, 0) for n in (16384, 100000)]

@@ -112,10 +112,10 @@ def test_every_sample_has_a_row_and_its_score(whole):
         assert (row["judge"] is not None) == bool(may_ask)
         assert row["final"] == max(row["rule"], float(row["judge"] == 1))
         assert 1 <= row["tokens_out"] <= benchmark.max_tokens
-    assert len({row["text"] for row in rows}) > len(rows) / 2  # siblings are not equal
+    assert len({row["text"] for row in rows}) > len(rows) / 2  # samples of a question differ
 
 
-def test_breakdown_by_a_field(whole):
+def test_summary_breaks_down_scores_by_a_field(whole):
     rows = read(whole)
     assert {str(row.get("by")) for row in rows if row["benchmark"] == "number"} == {"None"}
     summary = json.loads((whole / runner.SUMMARY).read_text())
@@ -154,7 +154,7 @@ def test_prompts_are_truncated_in_the_middle(policy, uninterrupted):
 
 
 @pytest.mark.slow
-def test_samples_depend_on_the_question_alone(policy, whole, tmp_path):
+def test_samples_depend_only_on_their_question(policy, whole, tmp_path):
     """Samples depend neither on the other questions nor on their order (except for the shape)."""
     evaluating.run(policy, tmp_path / "out", benchmarks=("text", "number"), max_input=(40, 24))
 
@@ -166,7 +166,9 @@ def test_samples_depend_on_the_question_alone(policy, whole, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["sampled:8", "judged:1"])
-def test_a_stopped_evaluation_resumes(fault, policy, whole, asked, tmp_path, monkeypatch):
+def test_interrupted_evaluation_resumes_bit_identically(
+    fault, policy, whole, asked, tmp_path, monkeypatch
+):
     out = tmp_path / "out"
     monkeypatch.setenv(fault_injection.VARIABLE, f"{fault}:raise")
     with pytest.raises(fault_injection.Fault):
@@ -188,7 +190,7 @@ def test_a_stopped_evaluation_resumes(fault, policy, whole, asked, tmp_path, mon
     assert_same(out, whole)
 
 
-def test_a_corrected_rule_counts_for_old_samples(policy, whole, asked, tmp_path, monkeypatch):
+def test_corrected_rule_rescores_existing_samples(policy, whole, asked, tmp_path, monkeypatch):
     out = shutil.copytree(whole, tmp_path / "out")
     correct = evaluating.load
 
@@ -205,12 +207,12 @@ def test_a_corrected_rule_counts_for_old_samples(policy, whole, asked, tmp_path,
     ("field", "value"),
     [("limit", 1), ("max_input", (24,)), ("sampling", Sampling(3)), ("benchmarks", ("text",))],
 )
-def test_another_evaluation_needs_another_folder(field, value, policy, whole):
+def test_changed_settings_require_another_folder(field, value, policy, whole):
     with pytest.raises(ValueError, match=f"{field} = .*: was .*or another --out"):
         evaluating.run(policy, whole, **{field: value})
 
 
-def test_other_weights_need_another_folder(policy, whole, tmp_path, monkeypatch):
+def test_changed_weights_require_another_folder(policy, whole, tmp_path, monkeypatch):
     """The new weights are at the same path, as after more training."""
     other = noise.save_policy(tmp_path / "noise")
     before = Policy(other).fingerprint()
@@ -224,7 +226,7 @@ def test_other_weights_need_another_folder(policy, whole, tmp_path, monkeypatch)
         evaluating.run(policy, whole)
 
 
-def test_other_questions_need_another_folder(policy, whole, monkeypatch):
+def test_changed_questions_require_another_folder(policy, whole, monkeypatch):
     """The questions keep their ids, as in a folder whose files were replaced."""
 
     def load(*given):
@@ -238,8 +240,10 @@ def test_other_questions_need_another_folder(policy, whole, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_policy_judges(policy, judge, asked, tmp_path, monkeypatch):
-    """Noise gives no verdict: all are malformed, counted, kept, and not asked for again."""
+def test_policy_judge_counts_malformed_verdicts_and_resumes(
+    policy, judge, asked, tmp_path, monkeypatch
+):
+    """Noise gives no verdict: replies are malformed, counted, kept, and not asked for again."""
 
     def evaluated(out):
         ask = PolicyJudge(Policy(judge, sizes=evaluating.SIZES), 4)
@@ -270,7 +274,7 @@ def test_a_policy_judges(policy, judge, asked, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_judge_policy_has_room_for_a_prompt(policy):
+def test_policy_judge_checks_its_context_and_skips_long_prompts(policy):
     for cap in (0, 256):
         with pytest.raises(ValueError, match=f"judge_max_tokens = {cap}: .* = 256"):
             PolicyJudge(Policy(policy), cap)
@@ -285,8 +289,8 @@ def test_a_judge_policy_has_room_for_a_prompt(policy):
 
 
 @pytest.mark.slow
-def test_without_a_judge_beside_another_evaluation(policy, whole, tmp_path, caplog):
-    """The rule alone scores; the table has the rows of both."""
+def test_evaluation_without_judge_is_compared_with_another(policy, whole, tmp_path, caplog):
+    """Only the rule scores; the table has the rows of both evaluations."""
     changed = evaluating.config(policy, max_input=(24,))
     sizes = evaluating.SIZES
     found = runner.run(changed, tmp_path, "second", None, sizes, compare=[whole])
@@ -312,7 +316,7 @@ def test_without_a_judge_beside_another_evaluation(policy, whole, tmp_path, capl
         ({"limit": -1}, "limit = -1"),
     ],
 )
-def test_mistakes_are_named(changes, message, policy):
+def test_error_names_invalid_setting(changes, message, policy):
     with pytest.raises(ValueError, match=message):
         evaluating.config(policy, **changes)
     for field, value in (("samples", 0), ("max_tokens", -1), ("temperature", -1.0), ("top_p", 0.0)):
@@ -320,14 +324,14 @@ def test_mistakes_are_named(changes, message, policy):
             Sampling(**{field: value})
 
 
-def test_a_context_that_is_too_short_is_refused(policy, asked, tmp_path):
+def test_too_short_context_is_rejected_before_sampling(policy, asked, tmp_path):
     """The error comes before any sampling, though the first limit would fit."""
     with pytest.raises(ValueError, match=r"have 260 tokens .* = 256"):
         evaluating.run(policy, tmp_path, sampling=Sampling(1, max_tokens=220))
     assert evaluating.LIMITS == (24, 40) and not asked
 
 
-def test_shapes_are_those_of_all_prompts(policy, monkeypatch):
+def test_sampler_shapes_depend_on_all_prompts(policy, monkeypatch):
     """The sampler's sizes do not depend on which questions are wanted.
 
     So a resumed evaluation samples like an uninterrupted one.
@@ -373,8 +377,8 @@ def start(processes: int, *arguments: object, **environment: str) -> list[int]:
 
 
 @pytest.mark.slow
-def test_a_killed_evaluation_resumes_as_two_processes(policy, judge, tmp_path):
-    """With a policy as the judge; one evaluation of one process is not interrupted."""
+def test_killed_evaluation_resumes_as_two_processes(policy, judge, tmp_path):
+    """A policy is the judge. The result equals that of one uninterrupted process."""
     assert start(1, policy, tmp_path / "one", judge) == [0]
     killed = start(1, policy, tmp_path / "out", judge, SPELL_FAULT="sampled:4")
     assert killed == [-signal.SIGKILL]
@@ -385,7 +389,7 @@ def test_a_killed_evaluation_resumes_as_two_processes(policy, judge, tmp_path):
 
 
 @pytest.mark.slow
-def test_generated_benchmarks_from_the_command_line(tmp_path):
+def test_command_line_evaluates_generated_benchmarks(tmp_path):
     """RULER, a grid of needles and a run's own questions, with a noise policy."""
     policy = noise.save_policy(tmp_path / "noise", max_positions=1200)
     data, out = tmp_path / "data", tmp_path / "out"
@@ -406,7 +410,7 @@ def test_generated_benchmarks_from_the_command_line(tmp_path):
     assert list(row["benchmarks"]) == names and "needle in a haystack" in done.stdout
     vt, needle, own = (row["benchmarks"][name] for name in names)
     assert vt["questions"] == needle["questions"] == 12 and own["questions"] == 2
-    for found in (vt, needle):  # a length counts the chat layout: nothing is cut
+    for found in (vt, needle):  # lengths include the chat template: nothing is truncated
         assert found["truncated"] == 0 and found["rule"] == 0 and found["tokens_out"] <= 8
     assert 950 < vt["tokens_in"] <= 1024
     cells = [(part["length"], part["depth"], part["questions"]) for part in needle["by"]]
@@ -416,7 +420,7 @@ def test_generated_benchmarks_from_the_command_line(tmp_path):
     assert pictures == ["needle_600.png", "own_questions.png"]
 
 
-def test_command_line_mistakes(tmp_path):
+def test_error_names_wrong_command_line_flags(tmp_path):
     given = {"policy": None, "workdir": None, "max_input": ["16384"]}
     for changes, message in (
         ({}, "--workdir or --policy"),

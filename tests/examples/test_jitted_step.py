@@ -1,4 +1,4 @@
-"""The example's jitted step against the trainer's update, on the same answers."""
+"""Tests of the example's jitted step against the trainer's update, on the same answers."""
 
 import dataclasses
 import functools
@@ -130,7 +130,7 @@ def check(**sizes: int) -> None:
         assert steps[-1].metrics[name] == pytest.approx(numbers[name], rel=1e-4, abs=1e-6)
 
 
-def test_the_step_is_the_trainers_update():
+def test_jitted_step_equals_the_trainers_update():
     check()
 
 
@@ -147,7 +147,7 @@ def test_the_step_is_the_trainers_update():
     ],
     ids=["no mean", "no deviation", "mean over answers"],
 )
-def test_the_comparison_notices_other_losses(wrong: Callable[[TrainGroup], list[float]]):
+def test_comparison_detects_wrong_advantages(wrong: Callable[[TrainGroup], list[float]]):
     c, steps = run_example()
     groups = [dataclasses.replace(g, advantages=wrong(g)) for g in steps[0].groups]
     absolute, relative, _ = compare(c, [steps[0]._replace(groups=groups)])
@@ -161,5 +161,5 @@ def test_the_comparison_notices_other_losses(wrong: Callable[[TrainGroup], list[
     [{"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 4, "context": 2}],
     ids=lambda sizes: " ".join(f"{axis}={size}" for axis, size in sizes.items()),
 )
-def test_the_step_is_the_trainers_update_on_a_mesh(sizes: dict[str, int]):
+def test_jitted_step_equals_the_trainers_update_on_a_mesh(sizes: dict[str, int]):
     check(**sizes)

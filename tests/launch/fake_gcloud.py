@@ -1,11 +1,11 @@
 """A `gcloud` without a cloud, for tests: slices are folders, workers are local processes.
 
-1. Every call is appended to $FAKE_GCLOUD/calls.jsonl. Flags that the manual does not have are
-   refused.
+1. Every call is appended to $FAKE_GCLOUD/calls.jsonl. Flags that are not in the manual are
+   rejected.
 2. A queued request becomes ACTIVE after $FAKE_WAITS descriptions, and each slice has $FAKE_WORKERS
    workers.
 3. A worker is a home folder, $FAKE_GCLOUD/NAME-N/worker-I for the N-th slice of that name. ssh runs
-   its command there, scp copies there. Its python3 only notes what it should install, and makes
+   its command there, scp copies there. Its python3 only records what it should install, and makes
    "virtual environments" that are links to the tests' Python.
 4. The first $FAKE_LOSSES slices are lost at the $FAKE_LOST_AT-th description of their node, in the
    way of $FAKE_LOSS: a state of the node, one of the request (from its next description on), a

@@ -1,7 +1,7 @@
-"""Tests that launch/aot.py compiles the programs of a run, and parses compiled programs.
+"""Tests of launch/aot.py: it compiles the programs of a run and parses compiled programs.
 
-Nothing here has a TPU. Programs are lowered for one from fake CPU devices, and compiled for one
-where libtpu is installed.
+No test needs a TPU. Programs are lowered for TPU from fake CPU devices, and compiled for TPU where
+libtpu is installed.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def make(policy=tiny.POLICY, mesh=MESHES[0], **overrides: Any) -> aot.Programs:
 # -------------------------------------------------------------------------------- Compiled programs
 
 
-def test_every_phase_has_its_programs():
+def test_each_phase_selects_its_programs():
     programs = make()
     names = {phase: [one.name for one in programs.select(phase)] for phase in aot.PHASES}
     assert names == {
@@ -96,7 +96,7 @@ def test_every_phase_lowers_for_tpu_without_libtpu(kind, mesh):
 
 
 def same(abstract: Any, given: Any, where: str) -> None:
-    """Shapes, dtypes and shardings of the same tree."""
+    """Check that two trees have the same structure, shapes, dtypes and shardings."""
     assert jax.tree.structure(abstract) == jax.tree.structure(given), where
     for wanted, found in zip(jax.tree.leaves(abstract), jax.tree.leaves(given), strict=True):
         assert (wanted.shape, wanted.dtype) == (found.shape, found.dtype), where
@@ -122,7 +122,7 @@ def record(calls: dict[str, tuple], owner: Any, name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
-def test_a_run_calls_the_compiled_programs(mesh):
+def test_real_run_calls_programs_with_aot_shapes_and_shardings(mesh):
     programs = make(mesh=mesh, policy=dataclasses.replace(tiny.POLICY, tied_embeddings=False))
     wanted = {one.name: one for one in programs.select("all")}
     learner, sampler, calls = programs.learner, programs.sampler, {}
@@ -146,10 +146,10 @@ def test_a_run_calls_the_compiled_programs(mesh):
         assert wanted[name].options == options
 
 
-def test_resident_memory_besides_the_arguments():
-    """Masters and optimizer take 12 bytes per weight, another model 4.
+def test_resident_memory_excludes_program_arguments():
+    """Masters and optimizer take 12 bytes per weight, a second model 4.
 
-    Rollouts use one model at a time.
+    A rollout uses one model at a time.
     """
     weights = make().trained
     copy = aot.bytes_per_chip(weights)
@@ -158,11 +158,11 @@ def test_resident_memory_besides_the_arguments():
     assert by_name["prefill"] == by_name["decode"] == 3 * copy + counts
     assert by_name["logprob"] == by_name["accumulate"] == 3 * copy + counts
     assert by_name["apply"] == 0
-    anchored = {
+    with_reader = {
         one.name: one.resident
         for one in make(**{"algorithm.reference_source": "frozen_reader"}).select("all")
     }
-    more = {name: (anchored[name] - by_name[name]) // copy for name in by_name}
+    more = {name: (with_reader[name] - by_name[name]) // copy for name in by_name}
     assert more == dict.fromkeys(by_name, 1)
     other = make()
     with other.config.unlocked():  # an algorithm with given references
@@ -177,7 +177,7 @@ def test_resident_memory_besides_the_arguments():
 # --------------------------------------------------------------------- Parsing of compiled programs
 
 
-def test_collectives_of_a_compiled_program():
+def test_collectives_of_a_compiled_program_are_counted():
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     ring = [(i, (i + 1) % 8) for i in range(8)]
 
@@ -252,7 +252,7 @@ ENTRY %main.9_spmd (p.5: f32[8]) -> f32[8] {
 """
 
 
-def test_collectives_of_a_tpu_program_count_once():
+def test_asynchronous_tpu_collectives_are_counted_once():
     assert aot.collectives(TPU_TEXT) == {
         "all-gather": {"count": 2, "bytes": 32 + 16 + 8, "in_loops": 1},
         "all-reduce": {"count": 1, "bytes": 24 + 3, "in_loops": 0},
@@ -263,7 +263,7 @@ def test_collectives_of_a_tpu_program_count_once():
 
 
 @pytest.mark.slow
-def test_a_line_a_program_and_the_others_after_a_failure(capsys):
+def test_report_continues_after_a_program_fails_to_compile(capsys):
     programs = make()
     apply = programs.select("update")[1]
     broken = dataclasses.replace(apply, function=jax.jit(lambda *_: 1 / 0))
@@ -282,7 +282,7 @@ def test_a_line_a_program_and_the_others_after_a_failure(capsys):
 # ----------------------------------------------------------------------------------------- Mistakes
 
 
-def test_mistakes_are_named(tmp_path):
+def test_invalid_length_or_missing_policy_is_rejected(tmp_path):
     with pytest.raises(ValueError, match="length = 0: must be 1 or more"):
         aot.Programs(small_config(), tiny.POLICY, meshes.make_mesh(), 0)
     with pytest.raises(ValueError, match="max_position_embeddings = 256"):
@@ -295,7 +295,7 @@ def test_mistakes_are_named(tmp_path):
         aot.read_policy(small_config(**{"policy.folder": "no/folder"}))
 
 
-def test_the_policy_is_the_configs(tmp_path):
+def test_policy_combines_config_fields_with_the_given_shape(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(tiny.POLICY.to_hf()))
     config = small_config(**{"policy.lora_rank": 2, "policy.remat": "dots"})
@@ -308,7 +308,7 @@ def test_the_policy_is_the_configs(tmp_path):
     assert aot.read_policy(config).layers > 0
 
 
-def test_a_mesh_that_the_slice_does_not_have(monkeypatch):
+def test_mesh_impossible_on_the_slice_is_rejected(monkeypatch):
     def refuse(*_):
         raise NotImplementedError("Failed to find assignment for logical_axis_index 2")
 
@@ -331,7 +331,7 @@ def test_a_mesh_that_the_slice_does_not_have(monkeypatch):
     ],
     ids=["fsdp", "context", "ring"],
 )
-def test_every_phase_compiles_for_a_slice(tmp_path, flags: list[str], scattered: int):
+def test_every_phase_compiles_for_a_tpu_slice(tmp_path, flags: list[str], scattered: int):
     pytest.importorskip("libtpu", reason="compiling for TPUs needs libtpu (extra 'tpu')")
     shape = dataclasses.replace(
         tiny.POLICY, width=256, heads=2, kv_heads=1, head_size=128, feed_forward=512
@@ -356,6 +356,6 @@ def test_every_phase_compiles_for_a_slice(tmp_path, flags: list[str], scattered:
         assert line["fits"] and 0 < line["bytes"]["arguments"] < line["hbm"]
         assert line["collectives"]
     assert lines[0]["mesh"]["fsdp"] == (2 if flags else 16)
-    # In a layer, gradients of gathered keys and values each return to their devices by one
-    # collective. Around a ring they travel with the keys and values.
+    # With gathered keys and values, a layer returns the gradients of each to their devices by one
+    # collective. With ring attention, they travel around the ring with the keys and values.
     assert lines[3]["collectives"]["all-to-all"]["in_loops"] == scattered

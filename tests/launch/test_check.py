@@ -1,4 +1,4 @@
-"""Tests of launch/check.py: every mistake has field, value and remedy, and no device is used."""
+"""Tests of launch/check.py: messages name field, value and remedy, and no device is used."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests import noise, tiny
 from tests.configs.test_configs import NAMES, has_algorithm, load
 from tests.paths import ROOT
 
-# Start of every line: a field, and mostly its value.
+# Start of every line: a field, usually with its value.
 LINE = re.compile(r"[a-z_]+(\.[a-z_0-9]+)*(\[\d+\])?( = .*)?: .*")
 
 
@@ -99,7 +99,7 @@ RUNS = [name for name in NAMES if has_algorithm(name)]
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_config_names_what_must_still_be_given(name: str) -> None:
+def test_shipped_config_reports_exactly_its_missing_inputs(name: str) -> None:
     config = load(name)[1]
     missing = set()
     for model in configs.model_sections(config):
@@ -119,7 +119,7 @@ def test_a_config_names_what_must_still_be_given(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
-def test_a_completed_config_passes(
+def test_shipped_config_passes_once_inputs_are_given(
     name: str, folders: dict[str, pathlib.Path], tmp_path: pathlib.Path
 ) -> None:
     config = load(name)[1]
@@ -138,7 +138,7 @@ def test_a_completed_config_passes(
     assert describe.describe(checked)
 
 
-def test_a_warm_start_config_is_refused() -> None:
+def test_warm_start_config_is_rejected() -> None:
     config = importlib.import_module("configs.tiny_warm_start").get_config()
     checked = check.check(config)
     assert fields_of(checked) == ["algorithm"] and "spell_jax.sft" in checked.mistakes[0]
@@ -223,13 +223,15 @@ MISTAKES: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("fields", "topology", "line"), MISTAKES)
-def test_a_mistake_is_reported_alone(fields: dict[str, Any], topology: str, line: str) -> None:
+def test_single_mistake_gives_exactly_one_message(
+    fields: dict[str, Any], topology: str, line: str
+) -> None:
     checked = check.check(small(**fields), topology)
     assert len(checked.mistakes) == 1 and re.match(line, checked.mistakes[0]), checked.mistakes
     assert fields_of(checked)
 
 
-def test_valid_configs_have_no_mistake() -> None:
+def test_valid_configs_pass() -> None:
     assert check.check(small()).mistakes == []
     assert check.check(small(**CONTEXT), "cpu:4").mistakes == []
     assert check.check(small(**{"mesh.tensor": 4}), "v5e-8").mistakes == []
@@ -258,7 +260,9 @@ def test_mistakes_of_all_sections_are_reported_at_once(tmp_path: pathlib.Path) -
         assert fields_of(two) == ["loss.clip_low", *other]
 
 
-def test_experts_are_split_evenly_and_keep_their_weights(folders: dict[str, pathlib.Path]) -> None:
+def test_expert_axis_must_divide_experts_and_int8_is_rejected(
+    folders: dict[str, pathlib.Path],
+) -> None:
     experts = {"policy.folder": str(folders["experts"])}
     checked = check.check(small(**experts, **{"mesh.expert": 3}), "cpu:3")
     assert checked.mistakes == ["mesh.expert = 3: must divide the policy's 8 experts"]
@@ -268,7 +272,7 @@ def test_experts_are_split_evenly_and_keep_their_weights(folders: dict[str, path
     assert check.check(small(**experts, **{"mesh.expert": 4}), "cpu:8").mistakes == []
 
 
-def test_weights_are_checked_where_they_will_be_read(
+def test_weights_are_checked_in_the_folder_the_run_starts_from(
     folders: dict[str, pathlib.Path], tmp_path: pathlib.Path
 ) -> None:
     folder = tmp_path / "policy"
@@ -292,7 +296,7 @@ def test_weights_are_checked_where_they_will_be_read(
     assert f"starts from random weights, because {folder} has none" in describe.describe(checked)
 
 
-def test_weights_are_of_the_architecture(tmp_path: pathlib.Path) -> None:
+def test_weights_that_contradict_the_config_are_reported(tmp_path: pathlib.Path) -> None:
     folder = tmp_path / "policy"
     shutil.copytree(TINY_POLICY, folder)
     fields = json.loads((folder / "config.json").read_text())
@@ -302,7 +306,7 @@ def test_weights_are_of_the_architecture(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_memory_mistake_names_the_largest_part() -> None:
+def test_memory_mistake_names_the_field_with_the_largest_share() -> None:
     cases = {
         "sampler.kv_cache_tokens": {"sampler.kv_cache_tokens": 2**26},
         "packing.token_budget": {"packing.token_budget": 2**21},
@@ -315,11 +319,11 @@ def test_a_memory_mistake_names_the_largest_part() -> None:
         assert check.check(small(**fields), "cpu:4").mistakes == []  # unknown
 
 
-def test_memory_is_that_of_the_runs_own_rows() -> None:
+def test_memory_is_planned_for_the_rows_the_run_packs() -> None:
     fields = {"packing.buckets": ((160, 24), (256, 32)), "packing.token_budget": 2048}
     checked = check.check(small(**fields), "cpu:4")
     assert checked.plan and checked.plan.programs.bucket == packing.Bucket(256, 32)
-    # Over four devices; 12 of the short rows, which have fewer tokens.
+    # Eight long rows on four devices; the 12 short rows of a micro-batch have fewer tokens.
     assert _trained(checked) == (8, 256)
     assert "rows of 256 tokens" in describe.describe(checked)
     # A prompt with all of its answers, 512 tokens, is trained on in parts.
@@ -328,7 +332,7 @@ def test_memory_is_that_of_the_runs_own_rows() -> None:
 
 
 def _trained(checked: check.Checked) -> tuple[int, ...]:
-    """Rows and tokens of the micro-batches that memory was planned for."""
+    """Rows and tokens per row of the micro-batch that memory was planned for."""
     assert checked.plan
     (tokens,) = (p.tokens for p in checked.plan.programs.select("update") if p.name == "accumulate")
     return tokens
@@ -337,7 +341,7 @@ def _trained(checked: check.Checked) -> tuple[int, ...]:
 # --------------------------------------------------------------------------------- Data and workdir
 
 
-def test_an_incomplete_build_is_reported(tmp_path: pathlib.Path) -> None:
+def test_incomplete_data_build_is_reported(tmp_path: pathlib.Path) -> None:
     (tmp_path / "clusters-train.array_record-00000-of-00002").write_text("")
     source = {"data.source": str(tmp_path)}
     wanted = f"data.source = '{tmp_path}': {tmp_path}/manifest.json: missing"
@@ -349,7 +353,7 @@ def test_an_incomplete_build_is_reported(tmp_path: pathlib.Path) -> None:
         assert checked.mistakes[1].startswith(wanted)
 
 
-def test_documents_are_read(tmp_path: pathlib.Path) -> None:
+def test_unusable_document_folders_are_reported(tmp_path: pathlib.Path) -> None:
     source = {"data.source": str(tmp_path)}
     (line,) = check.check(small(**source)).mistakes
     assert line.startswith("data.source = ") and "no usable text" in line
@@ -362,21 +366,23 @@ def test_documents_are_read(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["file", "file/run", "/proc/run"])
-def test_an_impossible_workdir_is_reported(tmp_path: pathlib.Path, place: str) -> None:
+def test_unwritable_workdir_is_reported(tmp_path: pathlib.Path, place: str) -> None:
     (tmp_path / "file").write_text("")
     workdir = str(tmp_path / place)
     (line,) = check.check(small(), workdir=workdir).mistakes
     assert line.startswith(f"workdir = '{workdir}': must be a writable folder")
 
 
-def test_a_workdir_is_not_changed(tmp_path: pathlib.Path) -> None:
+def test_check_does_not_create_the_workdir(tmp_path: pathlib.Path) -> None:
     checked = check.check(small(), workdir=str(tmp_path / "new" / "run"))
     assert checked.mistakes == [] and checked.step is None
     assert not list(tmp_path.iterdir())
     assert f"starts from the weights of {TINY_POLICY}, 3 steps" in describe.describe(checked)
 
 
-def test_a_run_is_resumed_with_its_config(folders: dict[str, pathlib.Path]) -> None:
+def test_existing_run_is_resumed_only_with_a_compatible_config(
+    folders: dict[str, pathlib.Path],
+) -> None:
     workdir = str(folders["run"])
     checked = check.check(small(steps=8), workdir=workdir)
     assert checked.mistakes == [] and checked.step == 4
@@ -392,8 +398,8 @@ def test_a_run_is_resumed_with_its_config(folders: dict[str, pathlib.Path]) -> N
 # -------------------------------------------------------------------------------------- Description
 
 
-def test_the_papers_step() -> None:
-    """128 questions x 8 answers; the same number of negatives; an eighth as many verdicts."""
+def test_answer_counts_of_one_step_of_the_paper_config() -> None:
+    """128 questions x 8 answers for the responder; 256 questioner rows; 128 verifier rows."""
     config = paper.get_config()
     sampling = build(SamplerConfig, config.sampler, "sampler")
     groups = describe.longest_groups(config, sampling)
@@ -405,7 +411,7 @@ def test_the_papers_step() -> None:
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_rows_are_counted_as_they_are_packed(shared: bool) -> None:
+def test_row_counts_match_actual_packing(shared: bool) -> None:
     buckets = (packing.Bucket(37, 30), packing.Bucket(40, 30))
     layout = PackingConfig(buckets, 80, shared)
     groups = packing.weigh(tiny.groups(40))
@@ -420,7 +426,7 @@ def test_rows_are_counted_as_they_are_packed(shared: bool) -> None:
     assert len(packed) == 2
 
 
-def test_remarks_are_not_mistakes() -> None:
+def test_suboptimal_sampler_settings_are_remarks_not_mistakes() -> None:
     checked = check.check(
         small(**{"sampler.slots": 14, "sampler.samples_per_prompt_batch": 2}), "cpu:4"
     )
@@ -435,7 +441,7 @@ def test_remarks_are_not_mistakes() -> None:
     assert "remark   sampler.samples_per_prompt_batch = 6" in describe.describe(checked)
 
 
-def test_the_table_describes_a_step() -> None:
+def test_description_covers_rollouts_rows_and_outputs_of_a_step() -> None:
     text = describe.describe(check.check(small(), "v5e-4"))
     for part in (
         "v5e-4: 4 devices, 15.75 GiB each; mesh fsdp=4",
@@ -463,7 +469,7 @@ def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_the_exit_status_of_the_command(tmp_path: pathlib.Path) -> None:
+def test_command_exits_with_1_if_there_are_mistakes(tmp_path: pathlib.Path) -> None:
     done = _run("--topology=v5e-4", f"--workdir={tmp_path}")
     assert done.returncode == 0, done.stderr
     assert "706,176 parameters, 3 layers" in done.stdout
@@ -474,8 +480,8 @@ def test_the_exit_status_of_the_command(tmp_path: pathlib.Path) -> None:
     assert [line.split(" = ")[0] for line in lines] == ["steps", "mesh"]
 
 
-def test_a_truncated_config_is_ignored(tmp_path: pathlib.Path) -> None:
-    """A workdir whose config.json was truncated is not another run's."""
+def test_truncated_saved_config_is_ignored(tmp_path: pathlib.Path) -> None:
+    """A workdir with a truncated config.json does not count as another run's."""
     config = small()
     start.write_config(plain(config), tmp_path)
     text = (tmp_path / "config.json").read_text()

@@ -1,4 +1,4 @@
-"""Tests of launch/plan.py: exact where it says so, near the compiler's figures elsewhere."""
+"""Tests of launch/plan.py: exact resident memory, and peaks near the compiler's figures."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ PROGRAMS = ("prefill", "decode", "logprob", "accumulate", "apply")
 
 
 def _rows() -> list[list[str]]:
-    """Lines of the table of compiled programs."""
+    """Rows of the documented table of compiled programs."""
     lines = [line for line in DOCS.read_text().splitlines() if re.match(r"\| Qwen.*\| v\d", line)]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
 def _plan(name: str, prompt: str, topology: str, changes: str, **fields: Any) -> plan.Plan:
-    """The plan of a line of the table; changes such as "mesh.context=16 policy.ring=True"."""
+    """The plan of a row of the table; changes such as "mesh.context=16 policy.ring=True"."""
     model, policy = POLICIES[name]
     config = paper.get_config(model)
     given = dict(change.split("=") for change in changes.split())
@@ -64,7 +64,7 @@ def _plan(name: str, prompt: str, topology: str, changes: str, **fields: Any) ->
 
 
 @pytest.mark.parametrize("row", _rows(), ids=lambda row: " ".join(row[:3]))
-def test_every_program_is_within_a_quarter_of_what_was_compiled(row: list[str]) -> None:
+def test_planned_peak_memory_is_within_25_percent_of_compiled(row: list[str]) -> None:
     name, prompt, topology, changes, *cells = row
     made = _plan(name, prompt, topology, changes.strip("`"))
     assert [need.program for need in made.needs] == list(PROGRAMS)
@@ -76,7 +76,7 @@ def test_every_program_is_within_a_quarter_of_what_was_compiled(row: list[str]) 
     assert made.fits
 
 
-def test_the_table_has_every_row_of_the_kind() -> None:
+def test_documented_table_covers_required_policies_and_slices() -> None:
     assert {tuple(row[:3]) for row in _rows()} >= {
         ("Qwen2.5-7B", "16K", "v5e-16"),
         ("Qwen2.5-7B", "128K", "v5e-16"),
@@ -90,7 +90,7 @@ def test_the_table_has_every_row_of_the_kind() -> None:
 
 @pytest.mark.slow
 def test_arguments_and_resident_memory_are_exact() -> None:
-    """The parts include all arguments of all programs once."""
+    """The parts count every argument of every program exactly once."""
     made = _plan("Qwen2.5-7B", "16K", "v5e-16", "mesh.context=8 mesh.fsdp=2")
     for program in made.programs.select("all"):
         given = plan._arguments_and_resident(made.programs, program)
@@ -104,7 +104,7 @@ def test_arguments_and_resident_memory_are_exact() -> None:
     assert parts["apply"]["gradients"] == aot.bytes_per_chip(state.params)
 
 
-def test_a_plan_that_does_not_fit_says_what_helps() -> None:
+def test_oversized_plan_suggests_config_changes() -> None:
     pool = {"sampler.kv_cache_tokens": 2**21}
     made = _plan("Qwen2.5-7B", "128K", "v5e-16", "mesh.fsdp=8 mesh.context=2", **pool)
     assert not made.fits
@@ -117,13 +117,13 @@ def test_a_plan_that_does_not_fit_says_what_helps() -> None:
     masters = made.needs[3].parts["masters"]
     saved = made.needs[3].parts["optimizer"] - offloaded.needs[3].parts["optimizer"]
     assert saved == 2 * masters
-    # While the weights change, the old and the new moments exist together.
+    # During the weight update the old and the new moments are both in memory.
     assert offloaded.needs[4].total - made.needs[4].total == pytest.approx(2 * masters, rel=1e-6)
     assert "too much" in plan.describe(made) and "fits" in plan.describe(made)
 
 
 @pytest.mark.slow
-def test_the_largest_batches_fit_and_no_larger_ones() -> None:
+def test_largest_batches_fit_and_one_more_row_does_not() -> None:
     made = _plan("Qwen2.5-7B", "16K", "v5e-16", "mesh.context=8 mesh.fsdp=2")
     assert made.fits
     largest = made.largest()
@@ -147,13 +147,13 @@ def test_the_largest_batches_fit_and_no_larger_ones() -> None:
         ({"policy.ring": True}, "activations"),
     ],
 )
-def test_fields_that_save_memory_do_so_in_the_plan(fields: dict[str, Any], part: str) -> None:
+def test_memory_saving_fields_reduce_planned_memory(fields: dict[str, Any], part: str) -> None:
     made = _plan("Qwen2.5-7B", "128K", "v5e-16", "mesh.context=16", **{"policy.remat": "none"})
     changed = made.changed(fields)
     assert changed.needs[3].parts[part] < made.needs[3].parts[part]
 
 
-def test_saved_activations_by_remat() -> None:
+def test_remat_policies_are_ordered_by_saved_activation_memory() -> None:
     names = ("offload", "block", "attention", "dots", "none")
     made = _plan("Qwen2.5-7B", "128K", "v5e-16", "mesh.context=16")
     kept = [made.changed({"policy.remat": name}).needs[3].parts["activations"] for name in names]
@@ -162,7 +162,7 @@ def test_saved_activations_by_remat() -> None:
     assert kept[1] - kept[0] == inputs
 
 
-def test_adapters_have_small_gradients() -> None:
+def test_adapters_shrink_masters_optimizer_and_gradients() -> None:
     whole = _plan("Qwen2.5-7B", "16K", "v5e-16", "mesh.context=16")
     policy = dataclasses.replace(whole.policy, lora=LoraConfig(16))
     small = plan.Plan(whole.config, policy, whole.topology, whole.length)
@@ -173,7 +173,7 @@ def test_adapters_have_small_gradients() -> None:
 
 
 @pytest.mark.slow
-def test_the_command_prints_a_table_and_sets_the_exit_status(tmp_path: pathlib.Path) -> None:
+def test_command_prints_table_and_sets_exit_status(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(QWEN.to_hf()))
     command = [sys.executable, "-m", "launch.plan", "--config=configs/paper.py:qwen2.5-7b-instruct"]
@@ -190,7 +190,7 @@ def test_the_command_prints_a_table_and_sets_the_exit_status(tmp_path: pathlib.P
         assert word in results[1].stdout
 
 
-def test_a_mesh_must_match_the_slice() -> None:
+def test_mesh_that_does_not_match_the_slice_is_rejected() -> None:
     with pytest.raises(ValueError, match=r"mesh = .*: makes 8 devices, but there are 16"):
         _plan("Qwen2.5-7B", "16K", "v5e-16", "mesh.context=8")
     assert meshes.axis_sizes({"fsdp": -1, "context": 2}, 8) == (1, 4, 2, 1, 1)

@@ -1,4 +1,4 @@
-"""Tests of random policies of a given shape: usual folders, equal for equal seeds."""
+"""Tests of launch/random_policy.py: loadable policy folders, the same for the same seed."""
 
 import json
 import subprocess
@@ -25,7 +25,7 @@ def given(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_folder_that_is_read(given, tmp_path) -> None:
+def test_random_policy_folder_loads_and_depends_on_seed(given, tmp_path) -> None:
     shape, tokenizer = given
     command = [sys.executable, "-m", "launch.random_policy", f"--shape={shape}"]
     command += [f"--tokenizer={tokenizer}", f"--out={tmp_path / 'a'}", "--dtype=float32"]
@@ -42,7 +42,7 @@ def test_a_folder_that_is_read(given, tmp_path) -> None:
     count = random_policy.make(shape, tokenizer, tmp_path / "b", changes, "float32")
     assert f"{count:,} random parameters" in done.stdout
     (_, first), (_, second) = (weights.load(tmp_path / name) for name in "ab")
-    # Up to the last digit: tests compile without optimizations.
+    # Equal up to rounding: tests compile without optimizations.
     np.testing.assert_allclose(first["embedding"], second["embedding"], rtol=1e-5, atol=1e-8)
     random_policy.make(shape, tokenizer, tmp_path / "c", changes, "float32", seed=1)
     assert not np.array_equal(first["embedding"], weights.load(tmp_path / "c")[1]["embedding"])
@@ -57,7 +57,9 @@ def test_a_folder_that_is_read(given, tmp_path) -> None:
         ("model_type=3", "model_type = 3: must be one of"),
     ],
 )
-def test_mistakes_are_named(given, tmp_path, change: str, message: str) -> None:
+def test_invalid_changes_and_existing_folders_are_rejected(
+    given, tmp_path, change: str, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         random_policy.make(*given, tmp_path / "out", [change])
     assert not (tmp_path / "out").exists()

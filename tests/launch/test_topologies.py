@@ -23,25 +23,25 @@ from launch import topologies
         ("v6e-16", "v6e:4x4", 16),
     ],
 )
-def test_names_count_chips_or_cores(name, layout, chips):
+def test_slice_name_gives_layout_and_chip_count(name, layout, chips):
     found = topologies.find(name)
     assert (found.layout, found.chips, math.prod(found.shape)) == (layout, chips, chips)
 
 
-def test_the_accelerator_has_its_own_name():
+def test_accelerator_name_and_hbm_size_of_a_slice():
     assert topologies.find("v5e-16").accelerator == "v5litepod-16"
     assert topologies.find("v5p-32").accelerator == "v5p-32"
     assert topologies.find("v5p-32").hbm > 6 * topologies.find("v5e-16").hbm > 90 * 2**30
 
 
 @pytest.mark.parametrize("name", ["v5e-12", "v5litepod-16", "", "v5e:4x4"])
-def test_an_unknown_name_lists_the_known_ones(name):
+def test_unknown_slice_name_error_lists_known_names(name):
     with pytest.raises(ValueError, match=f"topology = '{name}': must be one of .*v5e-16, .*v5p-8"):
         topologies.find(name)
 
 
 @pytest.mark.skipif(bool(importlib.util.find_spec("libtpu")), reason="libtpu is installed")
-def test_without_libtpu_it_says_what_to_install(monkeypatch):
+def test_missing_libtpu_error_names_the_extra_to_install(monkeypatch):
     monkeypatch.setattr("os.environ", {})
     with pytest.raises(ModuleNotFoundError, match=r"needs libtpu: pip install -e '\.\[tpu\]'"):
         topologies.devices(topologies.find("v5e-16"))

@@ -1,4 +1,4 @@
-"""Tests of training on a TPU slice, against a local gcloud (fake_gcloud.py)."""
+"""Tests of launch/tpu_vm.py against a fake local gcloud (fake_gcloud.py)."""
 
 import json
 import os
@@ -18,8 +18,8 @@ from tests.paths import ROOT
 PLACE = ["--name=night", "--zone=us-west4-a"]
 SSH = ["compute", "tpus", "tpu-vm", "ssh", "night", "--zone=us-west4-a", "--quiet"]
 
-# The trainer: notes its start in the bucket. It ends with the status that plan.json has for this
-# worker's start; if that is null, it waits to be ended.
+# The trainer records its start in the bucket and exits with the status that plan.json has for this
+# start of the worker. If the status is null, it waits until it is killed.
 TRAINER = """
 import json, pathlib, sys, time
 bucket, worker = pathlib.Path(sys.argv[1]), pathlib.Path.home().name
@@ -37,7 +37,7 @@ sys.exit(status)
 
 
 class Cloud:
-    """The fake cloud and its clock, which stands for the module `time`."""
+    """Fake cloud and its clock, which replaces the module `time`."""
 
     strftime = staticmethod(time.strftime)
 
@@ -53,7 +53,7 @@ class Cloud:
         (self.bucket / "plan.json").write_text(json.dumps(plan))
 
     def sleep(self, seconds: float) -> None:
-        """Let time pass until all trainers have ended or wait."""
+        """Advance the clock, then wait until every trainer has exited or is waiting."""
         self.now += seconds
         self.slept.append(seconds)
         assert len(self.slept) < 50, "nothing is waited for"
@@ -197,7 +197,7 @@ def test_copy_puts_the_committed_files_on_every_worker(cloud):
 
 
 @pytest.mark.slow
-def test_a_second_copy_replaces_the_code_and_keeps_the_environment(cloud):
+def test_second_copy_replaces_the_code_and_keeps_the_environment(cloud):
     cloud.prepare()
     git("mv", "trainer.py", "renamed.py")
     commit()
@@ -207,7 +207,7 @@ def test_a_second_copy_replaces_the_code_and_keeps_the_environment(cloud):
     assert (cloud.root / "python3.txt").read_text().count("uv venv") == 2  # one per worker
 
 
-def test_uncommitted_changes_are_refused(cloud, capsys):
+def test_copy_rejects_uncommitted_changes(cloud, capsys):
     cloud.main("create")
     pathlib.Path("trainer.py").write_text("other")
     assert cloud.main("copy") == 1
@@ -216,7 +216,7 @@ def test_uncommitted_changes_are_refused(cloud, capsys):
 
 
 @pytest.mark.slow
-def test_a_worker_runs_one_command_at_a_time(cloud, capsys):
+def test_worker_runs_one_command_at_a_time(cloud, capsys):
     cloud.plan([0, None], [5, None])
     cloud.prepare()
     for state_0, state_1 in (("exited:0", "exited:5"), ("running", "running")):
@@ -235,8 +235,8 @@ def test_a_worker_runs_one_command_at_a_time(cloud, capsys):
     assert [cloud.starts(worker) for worker in range(2)] == [[["first"]] * 2] * 2
 
 
-def test_a_stop_signal_to_all_processes_leaves_the_trainers_own_status(cloud, capsys):
-    """The shell around the trainer gets the signal too, as in a shutdown; it must outlive it."""
+def test_sigterm_to_the_process_group_keeps_trainer_exit_status(cloud, capsys):
+    """As in a shutdown, the shell around the trainer gets the signal too and must survive it."""
     source = "import signal,sys,time,pathlib;signal.signal(15,lambda *_:sys.exit(75));"
     source += "(pathlib.Path.home()/'waits').touch();time.sleep(300)"
     cloud.prepare()
@@ -252,7 +252,7 @@ def test_a_stop_signal_to_all_processes_leaves_the_trainers_own_status(cloud, ca
     assert capsys.readouterr().out.count("exited:75") == 2
 
 
-def test_run_needs_the_code_and_a_slice(cloud, capsys):
+def test_run_without_slice_or_installed_code_fails(cloud, capsys):
     assert cloud.main("run", *cloud.train()) == 1
     assert "night: must be ready, but is absent" in capsys.readouterr().err
     cloud.main("create")
@@ -292,7 +292,7 @@ def test_logs_follow_one_worker(cloud):
 
 
 @pytest.mark.parametrize("action", tpu_vm.COMMANDS)
-def test_a_dry_run_makes_no_call(cloud, monkeypatch, capsys, action):
+def test_dry_run_prints_calls_without_making_them(cloud, monkeypatch, capsys, action):
     monkeypatch.setenv("PATH", str(cloud.root / "nothing"))  # any call would fail
     command = cloud.train() if action in ("run", "watch") else []
     assert cloud.main(action, "--dry_run", *command) == 0
@@ -303,7 +303,7 @@ def test_a_dry_run_makes_no_call(cloud, monkeypatch, capsys, action):
 ODD = ["a b", "it's", '"x"', "$HOME `id` $(id)", "*", "tab\tnew\nline", "%s", "--c=('x',)", ""]
 
 
-def test_printed_calls_can_be_pasted_and_odd_arguments_arrive(cloud, capsys):
+def test_printed_calls_are_pasteable_and_keep_special_characters(cloud, capsys):
     cloud.prepare()
     before = len(cloud.calls())
     capsys.readouterr()
@@ -323,7 +323,7 @@ AGAIN = ["delete", "describe", *FIRST]
 
 
 @pytest.mark.slow
-def test_watch_does_it_all(cloud, monkeypatch, capsys):
+def test_watch_creates_slice_copies_code_and_runs_to_the_end(cloud, monkeypatch, capsys):
     monkeypatch.setenv("FAKE_WAITS", "3")
     assert cloud.main("watch", "--poll_seconds=20", *cloud.train("x")) == 0
     waiting = ["create", *["describe"] * 3]
@@ -335,8 +335,8 @@ def test_watch_does_it_all(cloud, monkeypatch, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", ["PREEMPTED", "SUSPENDED", "1", "REBOOT"])
-def test_watch_survives_a_loss(cloud, monkeypatch, loss):
-    """The code of the restart is that of the start, whatever has changed since."""
+def test_watch_recreates_a_lost_slice_with_the_original_code(cloud, monkeypatch, loss):
+    """The restart uses the code of the first start, whatever has changed since."""
     monkeypatch.setenv("FAKE_LOSSES", "1")
     monkeypatch.setenv("FAKE_LOST_AT", "3")
     monkeypatch.setenv("FAKE_LOSS", loss)
@@ -361,7 +361,7 @@ def test_watch_survives_a_loss(cloud, monkeypatch, loss):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("statuses", [(1, 75), (75, 0)])
-def test_watch_starts_a_preempted_trainer_again(cloud, statuses):
+def test_watch_restarts_a_preempted_trainer(cloud, statuses):
     cloud.plan([statuses[0], 0], [statuses[1], 0])
     assert cloud.main("watch", *cloud.train()) == 0
     assert cloud.verbs().count("create") == 2
@@ -370,15 +370,15 @@ def test_watch_starts_a_preempted_trainer_again(cloud, statuses):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("statuses", "want"), [((0, 4), 4), ((1, 137), 1)])
-def test_watch_ends_with_the_trainers_status(cloud, statuses, want):
+def test_watch_exits_with_the_trainer_status(cloud, statuses, want):
     cloud.plan([statuses[0]], [statuses[1]])
     assert cloud.main("watch", *cloud.train()) == want
     assert "delete" not in cloud.verbs()
 
 
 @pytest.mark.slow
-def test_watch_waits_for_all_workers(cloud, monkeypatch):
-    """One worker has failed, the other still runs (and is lost later, which ends the test)."""
+def test_watch_waits_for_all_workers_after_one_fails(cloud, monkeypatch):
+    """One worker fails while the other still runs (its later loss ends the test)."""
     monkeypatch.setenv("FAKE_LOSSES", "1")
     monkeypatch.setenv("FAKE_LOST_AT", "6")
     cloud.plan([2, 0], [None, 0])
@@ -389,8 +389,8 @@ def test_watch_waits_for_all_workers(cloud, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("poll", "waits"), [(50, [60, 120]), (700, [30, 30])])
-def test_watch_gives_up(cloud, monkeypatch, capsys, poll, waits):
-    """The wait doubles for slices that are lost soon, not for those that lived long."""
+def test_watch_gives_up_after_max_restarts_with_backoff(cloud, monkeypatch, capsys, poll, waits):
+    """The wait doubles after slices that are lost quickly, not after long-lived ones."""
     monkeypatch.setenv("FAKE_LOSSES", "99")
     monkeypatch.setenv("FAKE_WORKERS", "1")
     monkeypatch.setenv("FAKE_LOST_AT", "2")
@@ -421,7 +421,7 @@ def test_watch_attaches_to_the_running_command(cloud, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_watch_ends_when_someone_deletes_the_slice(cloud, capsys):
+def test_watch_ends_when_someone_else_deletes_the_slice(cloud, capsys):
     cloud.plan([None], [None])
     sleep = cloud.sleep
 
@@ -442,7 +442,7 @@ def test_watch_ends_when_someone_deletes_the_slice(cloud, capsys):
 
 
 @pytest.mark.parametrize("action", ["create", "watch", "logs"])
-def test_a_missing_gcloud_is_named_at_once(cloud, monkeypatch, capsys, tmp_path, action):
+def test_missing_gcloud_is_reported_without_retries(cloud, monkeypatch, capsys, tmp_path, action):
     only_git = tmp_path / "only_git"
     only_git.mkdir()
     (only_git / "git").symlink_to(shutil.which("git") or "")
@@ -452,7 +452,7 @@ def test_a_missing_gcloud_is_named_at_once(cloud, monkeypatch, capsys, tmp_path,
     assert cloud.slept == []
 
 
-def test_a_failure_is_shown_with_its_command_and_output(cloud, monkeypatch, capsys):
+def test_failed_call_is_shown_with_its_command_and_output(cloud, monkeypatch, capsys):
     monkeypatch.setenv("FAKE_FAIL", "create")
     assert cloud.main("create") == 1
     first, *others = capsys.readouterr().err.splitlines()
@@ -466,8 +466,8 @@ def test_a_failure_is_shown_with_its_command_and_output(cloud, monkeypatch, caps
 
 @pytest.mark.slow
 @pytest.mark.parametrize("passes", [True, False])
-def test_watch_tolerates_two_failures_and_deletes_nothing(cloud, monkeypatch, capsys, passes):
-    """Such as errors of this machine's network: the state of the slice is then unknown."""
+def test_watch_tolerates_two_failed_calls_but_not_three(cloud, monkeypatch, capsys, passes):
+    """After a failed call the state of the slice is unknown, so nothing is deleted."""
     sleep = cloud.sleep
 
     def fail(seconds: float) -> None:
@@ -485,15 +485,15 @@ def test_watch_tolerates_two_failures_and_deletes_nothing(cloud, monkeypatch, ca
     assert "delete" not in cloud.verbs()
 
 
-def test_a_worker_without_a_success_line_is_an_error(cloud):
+def test_missing_success_line_of_a_worker_is_an_error(cloud):
     """The result does not depend on gcloud's exit status."""
     cloud.main("create")
     with pytest.raises(tpu_vm.CallError, match="report: succeeded on 2 of 3 workers"):
         tpu_vm.report(tpu_vm.parse(["status", *PLACE]), workers=3)
 
 
-def test_a_call_that_never_ends_is_killed(tmp_path):
-    """Together with the processes it started, as gcloud starts ssh."""
+def test_hanging_call_is_killed_with_its_child_processes(tmp_path):
+    """The processes that the call started are killed too, as gcloud starts ssh."""
     child = tmp_path / "child"
     call = ["bash", "-c", 'sleep 300 & echo $! >"$0"; wait', str(child)]
     for limit in (0.2, 1, 5, 25):  # on a busy machine the start may take a while
@@ -519,7 +519,7 @@ def test_a_call_that_never_ends_is_killed(tmp_path):
         (["watch", "--poll_seconds=0", "--", "x"], "--poll_seconds above 0"),
     ],
 )
-def test_mistakes_name_the_option_before_any_call(cloud, capsys, arguments, message):
+def test_invalid_options_are_rejected_before_any_call(cloud, capsys, arguments, message):
     action, *rest = arguments
     with pytest.raises(SystemExit, match="2"):
         cloud.main(action, *rest)

@@ -1,8 +1,8 @@
 """Tests of sweeps as XManager experiments: work units, checks, and the calls to XManager.
 
 Where XManager is installed (extra "xmanager"), its results are checked: the local executor trains
-for real, and Vertex AI's client gets as far as the request that it would send. Elsewhere a stand-in
-records the calls. No image is built and nothing is sent to a cloud.
+for real, and the requests of Vertex AI's client are recorded. Elsewhere a stand-in records the
+calls. No image is built and nothing is sent to a cloud.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TINY = "configs/tiny.py"
 # ------------------------------------------------------------------------------------------- Sweep
 
 
-def test_a_sweep_is_fields_with_their_values():
+def test_sweep_texts_are_parsed_into_fields_and_values():
     texts = [
         "seed=0,1,2",
         "algorithm.documents=(2,),(2,3)",
@@ -54,12 +54,12 @@ def test_a_sweep_is_fields_with_their_values():
         (["seed=0", "seed=1"], "all values of seed at once"),
     ],
 )
-def test_a_bad_sweep_is_refused(texts, message):
+def test_invalid_sweep_is_rejected(texts, message):
     with pytest.raises(ValueError, match=message):
         xmanager.parse_sweep(texts)
 
 
-def test_work_units_are_the_product_each_with_plain_flags_and_a_workdir():
+def test_work_units_are_the_product_of_the_sweep_values():
     sweep = {"seed": ["0", "1"], "optimizer.learning_rate": ["1e-6", "2e-6", "3e-6"]}
     units = xmanager.work_units(TINY, "/gcs/b/w/", sweep, ["--config.steps=9"])
     assert len(units) == 6
@@ -77,12 +77,12 @@ def test_work_units_are_the_product_each_with_plain_flags_and_a_workdir():
     assert len({unit.flags[1] for unit in units}) == 6
 
 
-def test_without_a_sweep_there_is_one_unit():
+def test_empty_sweep_gives_one_work_unit():
     [unit] = xmanager.work_units(TINY, "w", {}, [])
     assert unit == WorkUnit("000", ("--config=configs/tiny.py", "--workdir=w/000"))
 
 
-def test_names_are_valid_folder_names():
+def test_work_unit_names_are_valid_folder_names():
     sweep = {"data.source": ["/a b/../c"], "algorithm.documents": ["(2,3)"], "x": ["y" * 300]}
     [unit] = xmanager.work_units(TINY, "w", sweep, [])
     assert unit.name.startswith("000-data.source=_a_b_.._c-algorithm.documents=_2_3_-x=yyy")
@@ -91,7 +91,7 @@ def test_names_are_valid_folder_names():
 
 
 @pytest.mark.parametrize("override", ["--config.seed=3", "runs", "--config.steps", "--steps=3"])
-def test_overrides_are_plain_flags_of_other_fields(override):
+def test_override_of_swept_field_or_malformed_flag_is_rejected(override):
     with pytest.raises(ValueError, match=override):
         xmanager.work_units(TINY, "w", {"seed": ["0", "1"]}, [override])
 
@@ -104,7 +104,7 @@ def one_unit(*overrides: str, config: str = TINY) -> WorkUnit:
     return unit
 
 
-def test_a_units_config_is_what_its_flags_say():
+def test_work_unit_config_reflects_its_flags():
     unit = one_unit("algorithm.documents=(2,3)", "optimizer.learning_rate=3e-6", "policy.folder=x")
     config = xmanager.read_config(unit)
     assert config.algorithm.documents == (2, 3) and config.optimizer.learning_rate == 3e-6
@@ -120,17 +120,17 @@ def test_a_units_config_is_what_its_flags_say():
         ("steps=many", r"steps=many"),
     ],
 )
-def test_an_unknown_field_or_a_wrong_type_is_named(override, message):
+def test_unknown_field_or_wrong_type_is_reported(override, message):
     with pytest.raises(ValueError, match=message):
         xmanager.read_config(one_unit(override))
 
 
-def test_a_config_file_may_take_an_argument():
+def test_config_file_may_take_an_argument():
     config = xmanager.read_config(one_unit("seed=3", config="configs/paper.py:qwen3-4b-thinking"))
     assert (config.seed, config.sampler.max_tokens) == (3, 20_480)
 
 
-def test_a_missing_config_is_named():
+def test_missing_config_file_is_reported():
     with pytest.raises(ValueError, match=r"configs/no\.py"):
         xmanager.read_config(one_unit(config="configs/no.py"))
 
@@ -148,18 +148,18 @@ def test_a_missing_config_is_named():
         "data.tasks=('essay',)",
     ],
 )
-def test_every_section_is_checked(executor, override):
+def test_invalid_value_in_any_section_is_rejected(executor, override):
     with pytest.raises(ValueError, match=override.split("=")[0].replace(".", r"\.")):
         xmanager.check(xmanager.read_config(one_unit(override)), executor)
 
 
-def test_a_warm_start_is_refused():
+def test_warm_start_config_is_rejected():
     config = xmanager.read_config(one_unit(config="configs/tiny_warm_start.py"))
     with pytest.raises(ValueError, match="algorithm: is missing"):
         xmanager.check(config, "local")
 
 
-def test_folders_are_here_or_in_buckets():
+def test_folders_must_be_reachable_from_the_executor():
     here = xmanager.read_config(one_unit("policy.folder=no/such"))
     with pytest.raises(FileNotFoundError, match=r"policy\.folder = 'no/such'"):
         xmanager.check(here, "local")
@@ -174,7 +174,7 @@ def test_folders_are_here_or_in_buckets():
             xmanager.check(xmanager.read_config(one_unit(override)), "vertex")
 
 
-def test_requirements_have_xmanagers_names():
+def test_requirements_use_xmanager_names():
     assert xmanager.requirements("local", "", 0, 0) == {}
     assert xmanager.requirements("vertex", "a100=8", 12, 30) == {
         "cpu": 12,
@@ -184,13 +184,13 @@ def test_requirements_have_xmanagers_names():
 
 
 @pytest.mark.parametrize("accelerator", ["a100", "a100=0", "a100=x", "h100=8", "tpu_v5e=4"])
-def test_accelerators_without_a_machine_are_refused(accelerator):
+def test_unsupported_accelerator_is_rejected(accelerator):
     with pytest.raises(ValueError, match=f"accelerator = '{accelerator}'"):
         xmanager.requirements("vertex", accelerator, 0, 0)
 
 
 @pytest.mark.parametrize("wanted", [("a100=8", 0, 0), ("", 4, 0), ("", 0, 8)])
-def test_requirements_are_refused_for_this_machine(wanted):
+def test_local_executor_rejects_hardware_requirements(wanted):
     with pytest.raises(ValueError, match="must not be given for executor = 'local'"):
         xmanager.requirements("local", *wanted)
 
@@ -202,7 +202,7 @@ def given(**changes: Any) -> SimpleNamespace:
     return SimpleNamespace(**values | changes)
 
 
-def test_all_units_of_a_plan_are_checked():
+def test_plan_checks_every_work_unit():
     units, wanted = xmanager.plan(given(), ["--config.steps=3"])
     assert [unit.name for unit in units] == ["000-seed=0", "001-seed=1"] and wanted == {}
     with pytest.raises(ValueError, match=r"steps = 0"):  # of the last unit
@@ -275,7 +275,7 @@ def launch(executor: str, wanted: dict[str, int], **sweep: list[str]) -> list[tu
     return asyncio.run(xmanager.run("title", executor, units, wanted, "python:3.12"))
 
 
-def test_local_units_run_one_after_another_whatever_fails(stand_in):
+def test_local_units_run_sequentially_despite_failures(stand_in):
     stand_in.failing = "--config.seed=1"
     assert launch("local", {}, seed=["0", "1", "2"]) == [("001-seed=1", "exit status 1")]
     both = ("began", "ended")
@@ -288,13 +288,13 @@ def test_local_units_run_one_after_another_whatever_fails(stand_in):
     assert job.args == ["--config=configs/tiny.py", "--workdir=w/002-seed=2", "--config.seed=2"]
 
 
-def test_other_failures_than_a_units_are_raised(stand_in, monkeypatch):
+def test_packaging_errors_are_raised(stand_in, monkeypatch):
     monkeypatch.setattr(Experiment, "package", lambda self, packageables: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         launch("local", {}, seed=["0"])
 
 
-def test_vertex_gets_an_image_of_the_tracked_files_and_is_not_waited_for(stand_in):
+def test_vertex_image_has_tracked_files_and_launch_does_not_wait(stand_in):
     assert launch("vertex", {"cpu": 8, "tpu_v3": 8}, seed=["0", "1"]) == []
     assert stand_in.events == [("began", 0), ("began", 1)]
     [made] = stand_in.packaged
@@ -314,14 +314,14 @@ def test_vertex_gets_an_image_of_the_tracked_files_and_is_not_waited_for(stand_i
 
 
 @pytest.mark.parametrize("wanted, package", [({}, "."), ({"t4": 1, "cpu": 4}, ".[gpu]")])
-def test_the_image_has_the_accelerators_extra(stand_in, wanted, package):
+def test_vertex_image_installs_the_accelerator_extra(stand_in, wanted, package):
     launch("vertex", wanted)
     [made] = stand_in.packaged
     assert made.executable_spec.docker_instructions[-1].endswith(f" -e '{package}'")
 
 
 @pytest.mark.slow
-def test_without_xmanager_the_extra_is_named():
+def test_missing_xmanager_error_names_the_extra():
     program = (
         "import runpy, sys; sys.modules['xmanager'] = None; "
         "runpy.run_module('launch.xmanager', run_name='__main__')"
@@ -340,7 +340,7 @@ needs_xmanager = pytest.mark.skipif(
 
 @pytest.mark.slow
 @needs_xmanager
-def test_the_local_executor_trains_and_continues_after_a_failure(tmp_path):
+def test_local_executor_trains_and_continues_after_a_failure(tmp_path):
     workdir = tmp_path / "sweep"
     workdir.mkdir()
     (workdir / "000-seed=0-algorithm.documents=_1_").write_text("a file where a folder shall be")
@@ -372,7 +372,9 @@ def test_the_local_executor_trains_and_continues_after_a_failure(tmp_path):
         ("tpu_v3=8", "cloud-tpu", "TPU_V3", 8),
     ],
 )
-def test_requests_to_vertex(accelerator, machine, kind, count, monkeypatch, tmp_path):
+def test_vertex_jobs_request_the_matching_machine(
+    accelerator, machine, kind, count, monkeypatch, tmp_path
+):
     monkeypatch.setenv("HOME", str(tmp_path))
     vertex = importlib.import_module("xmanager.cloud.vertex")
     executables = importlib.import_module("xmanager.xm_local.executables")

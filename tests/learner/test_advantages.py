@@ -1,4 +1,4 @@
-"""Tests of advantages against the reference cases: finite, centered, per task."""
+"""Tests of advantages: reference cases, finite and centered values, NumPy and jit."""
 
 import functools
 import json
@@ -24,7 +24,7 @@ def read(name: str) -> list[dict]:
     return json.loads((REFERENCE_CASES / f"{name}.json").read_text(), object_hook=decode)["cases"]
 
 
-def test_reference_groups():
+def test_group_advantages_match_reference_cases():
     for case in read("grpo_advantages"):
         given_ = case["in"]
         scores, names = np.array(given_["scores"]), np.array(given_["uids"])
@@ -43,7 +43,7 @@ def _by_group(rows: list[dict]) -> dict[tuple[str, str], list[int]]:
     return groups
 
 
-def test_reference_roles():
+def test_advantages_of_each_role_match_reference_cases():
     single_rows = 0
     for case in read("spell_advantages"):
         if "error" in case:
@@ -67,30 +67,30 @@ def test_reference_roles():
     assert single_rows > 0
 
 
-def test_by_hand():
+def test_group_advantages_by_hand():
     actual = group_advantages([[1, 0, 0, 1], [1, 1, 1, 1]])
     assert actual.dtype == np.float32
     expected = 0.5 / (math.sqrt(1 / 3) + 1e-6)
     np.testing.assert_allclose(actual, [[expected, -expected, -expected, expected], [0] * 4])
 
 
-def test_a_group_of_one_keeps_its_reward():
+def test_group_of_one_keeps_its_reward():
     np.testing.assert_allclose(group_advantages([[1.0], [0.0], [-0.5]]), [[1], [0], [-0.5]], 1e-5)
 
 
-def test_a_task_with_one_row_is_measured_by_the_batch():
+def test_task_with_one_row_is_normalized_over_the_whole_batch():
     rewards, tasks = [1.0, 0.0, 0.5, -1.0], ["a", "a", "a", "b"]
     actual = questioner_advantages(rewards, tasks)
     np.testing.assert_allclose(actual[:3], [1, -1, 0], atol=1e-5)
     assert actual[3] == group_advantages(rewards)[3]
 
 
-def test_one_row_alone_has_no_advantage():
+def test_single_questioner_row_has_zero_advantage():
     assert questioner_advantages([0.7], ["a"]).tolist() == [0]
     assert questioner_advantages([], []).shape == (0,)
 
 
-def test_mistakes_are_named():
+def test_invalid_rewards_and_shapes_are_rejected():
     with pytest.raises(ValueError, match="rewards: NaN or infinity"):
         group_advantages([1.0, math.nan])
     with pytest.raises(ValueError, match="rewards: a scalar"):
@@ -103,7 +103,7 @@ rewards = st.floats(-1, 1, width=32)
 
 
 @given(npst.arrays(np.float32, npst.array_shapes(max_dims=3, max_side=5), elements=rewards))
-def test_groups_are_finite_and_centred(values):
+def test_group_advantages_are_finite_and_centered(values):
     actual = group_advantages(values)
     assert actual.shape == values.shape
     assert np.isfinite(actual).all()
@@ -112,7 +112,7 @@ def test_groups_are_finite_and_centred(values):
 
 
 @given(st.lists(st.tuples(rewards, st.sampled_from("abc")), max_size=12))
-def test_questioner_rows_are_finite_and_equal_rows_earn_nothing(rows):
+def test_questioner_advantages_are_finite_and_zero_for_equal_rewards(rows):
     values, tasks = [row[0] for row in rows], [row[1] for row in rows]
     assert np.isfinite(questioner_advantages(values, tasks)).all()
     np.testing.assert_allclose(questioner_advantages([0.1] * len(rows), tasks), 0, atol=1e-9)
@@ -127,7 +127,7 @@ def jitted(function, **static):
 
 @pytest.mark.parametrize("divide", [True, False])
 @pytest.mark.parametrize("shape", [(8,), (5, 4), (2, 3, 7), (3, 1)])
-def test_jit_equals_numpy(shape, divide):
+def test_group_advantages_under_jit_equal_numpy(shape, divide):
     values = np.random.default_rng(len(shape)).choice([0.0, 0.3, 1.0], size=shape)
     wanted = group_advantages(values, divide_by_deviation=divide)
     found = jitted(group_advantages, divide_by_deviation=divide)(values)
@@ -137,7 +137,7 @@ def test_jit_equals_numpy(shape, divide):
 
 
 @pytest.mark.parametrize("tasks", ["aabba", "aabac", "abcde", "aaaaa", "a", ""])
-def test_jit_equals_numpy_for_questioners(tasks):
+def test_questioner_advantages_under_jit_equal_numpy(tasks):
     values = np.random.default_rng(1).random(len(tasks))
     found = jitted(questioner_advantages, tasks=tuple(tasks))(values)
     assert isinstance(found, jax.Array)
@@ -145,13 +145,13 @@ def test_jit_equals_numpy_for_questioners(tasks):
     np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-6)
 
 
-def test_equal_rewards_have_no_advantage_to_the_bit():
+def test_equal_rewards_have_exactly_zero_advantage():
     groups = np.repeat(np.random.default_rng(0).random((100, 1)), 7, axis=1)
     assert not group_advantages(groups).any()
     assert not jitted(group_advantages)(groups).any()
 
 
-def test_jax_arrays_give_jax_arrays_outside_jit_too():
+def test_result_is_a_jax_array_only_for_jax_inputs():
     assert isinstance(group_advantages(jnp.ones(3)), jax.Array)
     assert isinstance(group_advantages([jnp.float32(1), 0.0]), jax.Array)
     assert isinstance(group_advantages([1.0, 0.0]), np.ndarray)

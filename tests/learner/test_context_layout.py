@@ -13,7 +13,7 @@ def _row(prompt: int, answers: int, padding: int) -> tuple[np.ndarray, int]:
     return is_answer, prompt + answers
 
 
-def test_a_row_by_hand() -> None:
+def test_order_of_a_row_by_hand() -> None:
     is_answer, used = _row(8, 6, 2)
     assert context_layout.order(is_answer, used, 2).reshape(2, 8).tolist() == [
         [0, 1, 6, 7, 8, 9, 10, 14],
@@ -21,13 +21,15 @@ def test_a_row_by_hand() -> None:
     ]
 
 
-def test_one_device_keeps_the_order() -> None:
+def test_one_device_keeps_the_token_order() -> None:
     is_answer, used = _row(5, 4, 3)
     assert context_layout.order(is_answer, used, 1).tolist() == list(range(12))
 
 
 @given(st.integers(0, 40), st.integers(0, 40), st.integers(0, 20), st.integers(1, 8), st.booleans())
-def test_every_token_once_in_fair_shares(prompt, answers, padding, devices, mixed) -> None:
+def test_every_token_is_placed_once_in_balanced_shares(
+    prompt, answers, padding, devices, mixed
+) -> None:
     padding += -(prompt + answers + padding) % devices
     is_answer, used = _row(prompt, answers, padding)
     if mixed:  # several groups

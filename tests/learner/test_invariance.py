@@ -134,12 +134,12 @@ def _check(combination: tuple[str, ...]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("combination", covering(), ids=", ".join)
-def test_an_update_is_the_same_step(combination: tuple[str, ...]) -> None:
+def test_update_is_invariant_for_every_pair_of_choices(combination: tuple[str, ...]) -> None:
     _check(combination)
 
 
 def every_placing() -> list[tuple[str, ...]]:
-    """All of the first three choices; 4 kernels and 5 kinds of remat cycle at different paces."""
+    """Every policy, packing and place; 4 kernels and 5 kinds of remat cycle at different paces."""
     turns = zip(itertools.cycle(KERNELS), itertools.cycle(REMAT), strict=False)
     placings = itertools.product(*CHOICES[:3])
     return [(*placing, *turn) for placing, turn in zip(placings, turns, strict=False)]
@@ -147,11 +147,13 @@ def every_placing() -> list[tuple[str, ...]]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("combination", every_placing(), ids=", ".join)
-def test_in_every_combination(combination: tuple[str, ...]) -> None:
+def test_update_is_invariant_for_every_policy_packing_and_mesh(
+    combination: tuple[str, ...],
+) -> None:
     _check(combination)
 
 
-def test_the_covering_set_holds_every_pair() -> None:
+def test_covering_set_has_every_pair_of_choices() -> None:
     chosen = covering()
     for i, j in itertools.combinations(range(len(CHOICES)), 2):
         held = {(c[i], c[j]) for c in chosen}

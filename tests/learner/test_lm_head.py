@@ -40,7 +40,7 @@ class Head:
     to_entropy: jax.Array
 
     def total(self, table: jax.Array, hidden: jax.Array, **options: Any):
-        """A scalar that has these gradients, and logprobs and entropies."""
+        """A scalar that has these gradients, and (logprobs, entropies)."""
         params = {"embedding": jnp.zeros_like(table), "unembedding": table}
         scores = score_tokens(UNTIED, params, hidden, self.source, self.target, 0.7, **options)
         return jnp.sum(self.to_logprob * scores[0] + self.to_entropy * scores[1]), scores
@@ -86,7 +86,7 @@ def _assert_close(found: Any, wanted: Any, relative: float = 1e-5) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", [tiny.POLICY, UNTIED], ids=["tied", "untied"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
-def test_scores_are_the_log_softmax_by_hand(policy: PolicyConfig, temperature: float) -> None:
+def test_scores_match_log_softmax_by_hand(policy: PolicyConfig, temperature: float) -> None:
     head = _head(641)
     params = {"unembedding": head.table, "embedding": head.table[::-1]}
     table = params["embedding" if policy.tied_embeddings else "unembedding"]
@@ -105,14 +105,14 @@ def test_scores_are_the_log_softmax_by_hand(policy: PolicyConfig, temperature: f
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("vocab", "numbers"), SLICES, ids=ids)
-def test_slices_change_neither_values_nor_gradients(vocab: int, numbers: int) -> None:
+def test_vocabulary_slices_change_neither_values_nor_gradients(vocab: int, numbers: int) -> None:
     head = _head(vocab)
     both = jax.value_and_grad(head.total, (0, 1), has_aux=True)
     _assert_close(both(head.table, head.hidden, numbers_at_once=numbers), _wanted(vocab))
 
 
-def test_probabilities_of_nothing_have_gradients() -> None:
-    """Logits in the hundreds, most probabilities 0 in float32."""
+def test_underflowing_probabilities_have_correct_gradients() -> None:
+    """Logits are in the hundreds, and most probabilities are 0 in float32."""
     head, wanted = _head(641, scale=30.0), _wanted(641, scale=30.0)
     both = jax.value_and_grad(head.total, (0, 1), has_aux=True)
     found = both(head.table, head.hidden, numbers_at_once=SMALLEST)
@@ -133,7 +133,7 @@ def test_probabilities_of_nothing_have_gradients() -> None:
         (129, 32, 1, 128),
     ],
 )
-def test_sizes_of_slices(rows: int, widest: int, numbers: int, size: int) -> None:
+def test_slice_size_of_a_table(rows: int, widest: int, numbers: int, size: int) -> None:
     assert heads._slice_size(rows, widest, numbers) == size
 
 
@@ -142,8 +142,8 @@ def test_sizes_of_slices(rows: int, widest: int, numbers: int, size: int) -> Non
     [(32, 2**15, 256), (512, 2**17, 256), (512, 2**26, 2048)],
     ids=["logits", "weights", "the whole share"],
 )
-def test_the_bound_is_one_of_a_device(width: int, numbers: int, size: int) -> None:
-    """Slices of its 128 tokens, and of its 2,048 rows of the table."""
+def test_slice_size_bound_applies_to_each_device(width: int, numbers: int, size: int) -> None:
+    """A device has 128 of the tokens and 2,048 rows of the table."""
     with jax.set_mesh(meshes.make_mesh({"context": 4, "tensor": 2})):
         assert heads._lay_out((4096, width), (1, 512), 1.0, numbers).size == size
 
@@ -190,7 +190,7 @@ def _on_mesh(shape: dict[str, int], head: Head, **options: Any):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("shape", "table", "one_stage", "collectives"), HEAD_MESHES, ids=ids)
-def test_the_head_on_a_mesh_equals_one_device(
+def test_lm_head_on_a_mesh_equals_one_device(
     shape: dict[str, int],
     table: tuple[int, int],
     one_stage: int,
@@ -204,8 +204,8 @@ def test_the_head_on_a_mesh_equals_one_device(
         assert _count(run.lower(*given).as_text()) == collectives
 
 
-def test_a_frozen_table_has_no_gradient() -> None:
-    """The program has neither its product nor its sum over devices."""
+def test_gradient_of_a_frozen_table_is_not_computed() -> None:
+    """The program has neither the product for that gradient nor its sum over devices."""
     head = _head(640)
 
     def of_hidden(hidden):
@@ -221,7 +221,7 @@ def test_a_frozen_table_has_no_gradient() -> None:
 
 
 @pytest.mark.slow
-def test_neither_all_logits_nor_the_whole_table_exist() -> None:
+def test_neither_all_logits_nor_the_whole_table_are_materialized() -> None:
     """No array of a device's compiled program has as many numbers as either."""
     vocab, answers = 4096, 512
     rng = np.random.default_rng(0)
@@ -241,8 +241,8 @@ def test_neither_all_logits_nor_the_whole_table_exist() -> None:
         assert max(sizes) < whole // 4  # and so smaller than [A, V], which is 2 to 4 times as large
 
 
-def test_logits_exist_a_slice_at_a_time() -> None:
-    """On one device; the bound on numbers at once is kept."""
+def test_logits_are_materialized_one_slice_at_a_time() -> None:
+    """On one device, arrays of logits respect numbers_at_once."""
     head = _head(2048)
     gradient = jax.grad(functools.partial(head.total, numbers_at_once=2**15), (0, 1), has_aux=True)
     text = str(jax.make_jaxpr(gradient)(head.table, head.hidden))
@@ -256,7 +256,7 @@ def test_logits_exist_a_slice_at_a_time() -> None:
 def _many(vocab: int, states: int, answers: int, width: int = WIDTH) -> Head:
     """bfloat16 inputs whose sums over answers do not cancel.
 
-    One token is every answer, predicted by few hidden states in turn.
+    Every answer is the same token, predicted from a few hidden states in turn.
     """
     rng = np.random.default_rng(0)
     table = 0.1 * rng.normal(size=(vocab, width))
@@ -288,8 +288,8 @@ ROUNDED = 2**-8  # of bfloat16: half of it is the rounding of a result, the rest
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("devices", "width"), [(1, 32), (8, 32), (8, 33)])
-def test_the_gradient_of_the_table_is_summed_in_float32(devices: int, width: int) -> None:
-    """4,096 terms of one sign: a sum in bfloat16 stops growing after some hundreds of them."""
+def test_table_gradient_is_summed_in_float32(devices: int, width: int) -> None:
+    """Add 4,096 terms of one sign: a sum in bfloat16 stops growing after a few hundred."""
     head = _many(vocab=256, states=64, answers=4096, width=width)
     gradient = jax.jit(jax.grad(functools.partial(head.total, numbers_at_once=1), has_aux=True))
     with jax.set_mesh(meshes.make_mesh({"context": devices}, jax.devices()[:devices])):
@@ -306,8 +306,8 @@ def test_the_gradient_of_the_table_is_summed_in_float32(devices: int, width: int
 
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 8])
-def test_the_gradient_of_a_shared_hidden_state_is_summed_in_float32(devices: int) -> None:
-    """Over 1,024 answers and 32 slices."""
+def test_gradient_of_a_shared_hidden_state_is_summed_in_float32(devices: int) -> None:
+    """The sum is over 1,024 answers and 32 slices."""
     head = _many(vocab=4096, states=1, answers=1024)
     gradient = jax.grad(functools.partial(head.total, numbers_at_once=1), 1, has_aux=True)
     with jax.set_mesh(meshes.make_mesh({"context": devices}, jax.devices()[:devices])):
@@ -316,7 +316,7 @@ def test_the_gradient_of_a_shared_hidden_state_is_summed_in_float32(devices: int
     _assert_close(np.asarray(found).astype(float), _exact(head)[1], ROUNDED)
 
 
-def test_the_last_rounding_comes_after_the_sum() -> None:
+def test_gradients_are_rounded_after_the_sum() -> None:
     """XLA for TPUs would drop the rounding (collectives.rounded), so the program states it."""
     head = _many(vocab=256, states=1, answers=16)
     gradient = jax.grad(functools.partial(head.total, numbers_at_once=1), (0, 1), has_aux=True)

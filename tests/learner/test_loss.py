@@ -38,7 +38,7 @@ def _weights(mask: np.ndarray, mode: str) -> np.ndarray:
     }.get(mode, 1)
 
 
-def test_reference_aggregations() -> None:
+def test_aggregations_match_reference_cases() -> None:
     cases = [case for case in read("agg_loss") if case["in"]["mode"] in AGGREGATIONS]
     assert len(cases) == 11
     for case in cases:
@@ -49,8 +49,8 @@ def test_reference_aggregations() -> None:
 
 
 @pytest.mark.slow
-def test_reference_sums_of_sequences() -> None:
-    """The aggregations that are sequence_sum, alone and in the loss."""
+def test_sequence_sums_match_reference_cases() -> None:
+    """Test the aggregations that are sequence_sum, alone and in the policy loss."""
     cases = [case for case in read("agg_loss") if case["in"]["mode"] not in AGGREGATIONS]
     assert len(cases) == 12
     for case in cases:
@@ -75,7 +75,7 @@ def _policy_loss(case: dict):
     return policy_loss(*numbers, weights, config)
 
 
-def test_reference_policy_loss() -> None:
+def test_policy_loss_matches_reference_cases() -> None:
     cases = [case for case in read("policy_loss") if case["in"]["agg"] in AGGREGATIONS]
     assert len(cases) == 12
     for case in cases:
@@ -87,7 +87,7 @@ def test_reference_policy_loss() -> None:
             assert found == pytest.approx([clipped, kl, dual], rel=1e-5, abs=1e-6)
 
 
-def test_reference_kl() -> None:
+def test_k3_estimate_matches_reference_cases() -> None:
     # The reference's unclamped "k3" equals the clamped "low_var_kl" where no clamp is reached.
     cases = [case for case in read("kl_penalty") if case["in"]["kind"] in ("k3", "low_var_kl")]
     assert len(cases) == 3
@@ -96,7 +96,7 @@ def test_reference_kl() -> None:
         np.testing.assert_allclose(found, case["out"], rtol=1e-5, atol=1e-6)
 
 
-def test_reference_kl_of_other_estimators() -> None:
+def test_k1_and_k2_estimates_match_reference_cases() -> None:
     # Its "kl" is k1 and its "mse" k2; we do not have its "abs".
     names = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2"}
     cases = [case for case in read("kl_penalty") if case["in"]["kind"] in names]
@@ -107,7 +107,7 @@ def test_reference_kl_of_other_estimators() -> None:
         np.testing.assert_allclose(found, case["out"], rtol=1e-5, atol=1e-6)
 
 
-def test_on_policy_the_gradient_is_the_plain_one() -> None:
+def test_on_policy_gradient_is_the_plain_policy_gradient() -> None:
     logprobs = jnp.array([-0.5, -2.0, -1.0])
     advantages, weights = jnp.array([1.0, -2.0, 3.0]), jnp.array([0.5, 0.5, 0.0])
 
@@ -123,11 +123,11 @@ def test_on_policy_the_gradient_is_the_plain_one() -> None:
 @pytest.mark.parametrize(
     ("ratio", "advantage", "gradient"),
     [
-        (1.1, 1.0, -1.1),  # inside
-        (1.3, 1.0, 0.0),  # risen enough
-        (0.5, 1.0, -0.5),  # fallen, but it should rise
-        (0.7, -1.0, 0.0),  # fallen enough
-        (1.5, -1.0, 1.5),  # risen, but it should fall
+        (1.1, 1.0, -1.1),  # within the bounds
+        (1.3, 1.0, 0.0),  # above the upper bound: clipped
+        (0.5, 1.0, -0.5),  # below the lower bound, but should rise
+        (0.7, -1.0, 0.0),  # below the lower bound: clipped
+        (1.5, -1.0, 1.5),  # above the upper bound, but should fall
         (3.5, -1.0, 0.0),  # dual clip
     ],
 )
@@ -170,6 +170,6 @@ def test_extreme_ratios_stay_finite() -> None:
         ),
     ],
 )
-def test_config_mistakes_are_named(fields: dict, message: str) -> None:
+def test_invalid_loss_config_is_rejected(fields: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         losses.LossConfig(**fields)

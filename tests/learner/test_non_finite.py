@@ -1,4 +1,4 @@
-"""Tests of non-finite updates: skipped to the bit, counted over checkpoints, explained."""
+"""Tests of non-finite updates: skipped bit-exactly, counted across checkpoints, explained."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _learner(
 
 
 def _begin(learner: Learner) -> TrainState:
-    """A state with moments."""
+    """A state after one update, with nonzero moments."""
     state = learner.init(tiny.weights(learner.policy))
     return learner.update(state, GROUPS)[0]
 
@@ -80,8 +80,8 @@ def _answers(groups) -> list[tuple[list[int], list[int]]]:
     ],
     ids=["1", "fsdp", "data fsdp tensor", "fsdp context, moments on the host"],
 )
-def test_a_skipped_update_never_was(mesh: tuple, offload: bool) -> None:
-    """One bad row on one of the devices. 1e30 overflows in the norm's squares only."""
+def test_skipped_update_leaves_the_state_bit_identical(mesh: tuple, offload: bool) -> None:
+    """One device has one bad row. The advantage 1e30 overflows only in the squares of the norm."""
     learner = _learner(mesh, dataclasses.replace(OPTIMIZER, offload=offload))
     state, wanted = _begin(learner), _begin(learner)
     before = _bits(state)
@@ -103,8 +103,8 @@ def test_a_skipped_update_never_was(mesh: tuple, offload: bool) -> None:
 
 
 @pytest.mark.slow
-def test_a_weight_of_one_device_is_seen_by_all() -> None:
-    """The tensors are named; of the rows, which are all bad, only some are listed."""
+def test_nan_weight_on_one_device_skips_the_update_on_all() -> None:
+    """The error names the bad tensor and lists a limited number of rows, as all are bad."""
     learner = _learner(EIGHT, dataclasses.replace(OPTIMIZER, max_skipped=2))
     state = _begin(learner)
     kernel = state.params["layers"]["mlp"]["up_kernel"]
@@ -122,7 +122,7 @@ def test_a_weight_of_one_device_is_seen_by_all() -> None:
 
 
 @pytest.mark.slow
-def test_a_reference_that_is_not_finite_is_named() -> None:
+def test_non_finite_reference_weights_are_reported() -> None:
     learner = _learner(loss=LossConfig(kl_weight=0.3))
     state = learner.init(tiny.weights())
     before, reference = _bits(state), jax.tree.map(np.copy, tiny.weights(seed=1))
@@ -136,8 +136,8 @@ def test_a_reference_that_is_not_finite_is_named() -> None:
 
 
 @pytest.mark.slow
-def test_a_float32_weight_that_bfloat16_does_not_hold() -> None:
-    """3.4e38 rounds to infinity. It is in the embedding of one token: rows without it are good."""
+def test_weight_that_overflows_bfloat16_is_reported() -> None:
+    """3.4e38 rounds to infinity. It is in the embedding of one token; rows without it are good."""
     policy = dataclasses.replace(tiny.POLICY, tied_embeddings=False)
     optimizer = dataclasses.replace(OPTIMIZER, max_skipped=1)
     learner = _learner(optimizer=optimizer, policy=policy, compute_dtype="bfloat16")
@@ -158,7 +158,7 @@ def test_a_float32_weight_that_bfloat16_does_not_hold() -> None:
 
 
 @pytest.mark.slow
-def test_a_gradient_of_zero_is_an_update() -> None:
+def test_update_with_zero_gradient_is_not_skipped() -> None:
     learner = _learner()
     groups = [dataclasses.replace(g, advantages=[0.0] * len(g.answers)) for g in GROUPS]
     state, numbers = learner.update(learner.init(tiny.weights()), groups)
@@ -170,7 +170,7 @@ def test_a_gradient_of_zero_is_an_update() -> None:
 # -------------------------------------------------------------------------------- Too many in a row
 
 
-def test_three_in_a_row_end_the_run(tmp_path) -> None:
+def test_third_skipped_update_in_a_row_raises(tmp_path) -> None:
     """A good update resets the count, an empty one does not change it, a checkpoint keeps it."""
     learner = _learner()
     bad, state = [*GROUPS, BAD], _begin(learner)
@@ -196,8 +196,8 @@ def test_three_in_a_row_end_the_run(tmp_path) -> None:
 
 
 @pytest.mark.slow
-def test_what_cannot_be_repeated_is_said_and_all_rows_are_kept(monkeypatch) -> None:
-    """A non-finite loss alone is enough."""
+def test_failure_that_does_not_recur_reports_all_rows(monkeypatch) -> None:
+    """A non-finite loss suffices, even with finite gradients."""
     apply = updates.apply
     monkeypatch.setattr(
         updates, "apply", lambda spec, s, gradients, loss: apply(spec, s, gradients, loss + NAN)
@@ -209,7 +209,7 @@ def test_what_cannot_be_repeated_is_said_and_all_rows_are_kept(monkeypatch) -> N
     assert _answers(error.value.rows) == _answers(GROUPS)
 
 
-def test_the_number_in_a_row_is_checked() -> None:
+def test_max_skipped_below_one_is_rejected() -> None:
     with pytest.raises(ValueError, match=r"optimizer\.max_skipped = 0: must be at least 1"):
         OptimizerConfig(max_skipped=0)
 
@@ -239,7 +239,7 @@ def test_one_bad_row_is_found_in_few_trials() -> None:
     assert non_finite.find_rows(groups[:45], is_finite) == []
 
 
-def test_rows_that_are_bad_only_together_and_rows_without_end() -> None:
+def test_jointly_bad_rows_are_found_and_the_list_is_limited() -> None:
     def is_small(groups) -> bool:
         return _total(groups) < 10
 
@@ -251,7 +251,7 @@ def test_rows_that_are_bad_only_together_and_rows_without_end() -> None:
     assert len(non_finite.find_rows(many, is_small)) == MOST_ROWS
 
 
-def test_rows_are_written_with_all_that_was_learned_from(tmp_path) -> None:
+def test_bad_rows_are_written_with_all_training_fields(tmp_path) -> None:
     old = [np.array([-0.5, -INF], np.float32), np.array([NAN], np.float32)]
     group = TrainGroup([3, np.int64(4)], [np.array([5, 6]), [7]], [INF, 0.5], "verifier", old)
     error = NonFinite(3, packing.weigh([group, BAD_ANSWER]), [], True)

@@ -22,7 +22,7 @@ def _pack(groups: list[TrainGroup], buckets: list[Bucket], budget: int, multiple
 def _written(batches: list[MicroBatch]) -> Counter:
     """All weighted tokens, as (visible tokens, target, advantage, weight, old logprob).
 
-    Visible are those of the predicting position.
+    Visible tokens are those that the predicting position attends to.
     """
     found: Counter = Counter()
     for batch in batches:
@@ -54,7 +54,7 @@ def _wanted(groups: list[TrainGroup]) -> Counter:
     return wanted
 
 
-def test_layout_of_a_row() -> None:
+def test_layout_of_a_packed_row() -> None:
     group = TrainGroup([11, 12], [[21, 22], [31]], [0.5, -1.0], old_logprobs=[[-1, -2], [-3]])
     (batch,), refused = _pack([group], [Bucket(6, 4)], 6)
     assert not refused
@@ -69,7 +69,7 @@ def test_layout_of_a_row() -> None:
     np.testing.assert_array_equal(batch.answer, [[0, 0, 1, -1]])
 
 
-def test_two_groups_in_a_row_do_not_meet() -> None:
+def test_groups_in_one_row_do_not_attend_to_each_other() -> None:
     groups = [TrainGroup([1, 2], [[3]], [1.0]), TrainGroup([4], [[5]], [2.0])]
     (batch,), _ = _pack(groups, [Bucket(8, 4)], 8)
     np.testing.assert_array_equal(batch.tokens, [[1, 2, 3, 4, 5, 0, 0, 0]])
@@ -96,7 +96,7 @@ def test_rows_take_the_smallest_bucket_that_holds_them() -> None:
     assert _pack(many_answers, [Bucket(4, 2), Bucket(16, 8)], 16)[0][0].tokens.shape == (1, 16)
 
 
-def test_a_micro_batch_keeps_to_the_budget_and_to_the_devices() -> None:
+def test_micro_batch_rows_fit_the_budget_and_a_device_multiple() -> None:
     groups = [TrainGroup([1] * 6, [[2] * 2], [1.0]) for _ in range(7)]
     batches, _ = _pack(groups, [Bucket(8, 4)], 24)
     assert [batch.tokens.shape for batch in batches] == [(3, 8)] * 3
@@ -117,13 +117,13 @@ def test_long_groups_are_split_by_answers_and_repeat_their_prompt() -> None:
     assert [part.weights for part in parts] == [[1 / 6, 1 / 6]] * 2
 
 
-def test_answers_that_cannot_fit_are_refused_and_their_siblings_kept() -> None:
+def test_oversized_answers_are_left_out_and_their_siblings_kept() -> None:
     group = TrainGroup([1, 2], [[3], [4] * 5, [5, 5]], [1.0, 2.0, 3.0])
     fitting, refused = packing.split_groups(packing.weigh([group]), Bucket(6, 6))
     assert [part.answers for part in refused] == [[[4] * 5]]
     assert [part.answers for part in fitting] == [[[3], [5, 5]]]
     assert [part.advantages for part in fitting] == [[1.0, 3.0]]
-    # Weights are assigned before packing: refused answers lose their share, others keep theirs.
+    # Weights are assigned before packing: oversized answers lose their share, others keep theirs.
     assert fitting[0].weights == [1 / 8, 1 / 8]
 
 
@@ -137,7 +137,7 @@ def test_answers_that_cannot_fit_are_refused_and_their_siblings_kept() -> None:
     devices=st.integers(1, 4),
     shared=st.booleans(),
 )
-def test_every_answer_token_is_there_once(
+def test_every_answer_token_is_packed_exactly_once(
     seed, count, lengths, budget, multiple, devices, shared
 ) -> None:
     groups = tiny.groups(count, seed)  # an answer and its prompt have at most 18 tokens
@@ -174,7 +174,7 @@ GROUPS = [
         ),
     ],
 )
-def test_weights_of_each_aggregation(aggregation: str, wanted: list) -> None:
+def test_token_weights_of_each_aggregation(aggregation: str, wanted: list) -> None:
     weighed = packing.weigh(GROUPS, aggregation)
     for group, weights in zip(weighed, wanted, strict=True):
         np.testing.assert_allclose(group.weights, weights, rtol=1e-12)
@@ -185,8 +185,8 @@ def test_weights_of_each_aggregation(aggregation: str, wanted: list) -> None:
     assert sum(shares) == pytest.approx(2 if aggregation == "role_mean" else 1)
 
 
-def test_sums_of_sequences_have_one_weight_for_all_tokens() -> None:
-    """The sum over an answer's tokens by a constant, the mean over 5 answers."""
+def test_sequence_sum_gives_all_tokens_the_same_weight() -> None:
+    """Divide the sum over an answer's tokens by a constant, and average over 5 answers."""
     weighed = packing.weigh(GROUPS, "sequence_sum", 10)
     for group in weighed:
         np.testing.assert_allclose(group.weights, [1 / 10 / 5] * len(group.answers), rtol=1e-12)
@@ -195,7 +195,7 @@ def test_sums_of_sequences_have_one_weight_for_all_tokens() -> None:
 
 
 @given(count=st.integers(0, 20), parts=st.integers(1, 9))
-def test_parts_have_all_groups_in_their_order(count: int, parts: int) -> None:
+def test_minibatches_are_balanced_and_keep_all_groups_in_order(count: int, parts: int) -> None:
     groups = [TrainGroup([1], [[2]], [float(i)]) for i in range(count)]
     found = packing.in_parts(groups, parts)
     assert len(found) == min(count, parts) and all(found)
@@ -208,7 +208,7 @@ def test_parts_have_all_groups_in_their_order(count: int, parts: int) -> None:
         assert found == [groups]
 
 
-def test_parts_have_the_roles_of_the_whole() -> None:
+def test_minibatches_keep_the_proportions_of_roles() -> None:
     groups = [TrainGroup([1], [[2]], [1.0], role) for role in "aaaaaabbbb"]
     assert [[g.role for g in part] for part in packing.in_parts(groups, 2)] == [list("aaabb")] * 2
     with pytest.raises(ValueError, match="count = 0: must be at least 1"):
@@ -224,13 +224,13 @@ def test_parts_have_the_roles_of_the_whole() -> None:
     devices=st.integers(1, 3),
     shared=st.booleans(),
 )
-def test_answers_are_told_apart_and_logprobs_find_them(
+def test_answer_ids_are_unique_and_logprobs_return_to_groups(
     seed, count, length, answers, devices, shared
 ) -> None:
-    """Answer numbers in rows, and values of tokens brought back to their groups.
+    """Number the answers of rows, and return values of tokens to their groups.
 
-    An answer's tokens have one number in their row, which no other answer has. Values return to the
-    groups for any split. A refused answer has none.
+    The tokens of an answer have one number in their row, which no other answer has. Values return
+    to the groups for any split. The values of an answer that does not fit are NaN.
     """
     length = -(-length // devices) * devices
     groups = tiny.groups(count, seed)
@@ -267,7 +267,7 @@ def test_answers_are_counted_by_role() -> None:
         assert count == sum(len(group.answers) for group in GROUPS if group.role == role)
 
 
-def test_mistakes_are_named() -> None:
+def test_invalid_packing_arguments_are_rejected() -> None:
     with pytest.raises(ValueError, match=r"loss\.aggregation = 'mean': must be one of"):
         packing.weigh(GROUPS, "mean")
     with pytest.raises(ValueError, match="weighed before"):
@@ -291,7 +291,7 @@ def test_mistakes_are_named() -> None:
         ),
     ],
 )
-def test_a_group_that_does_not_hold_together_is_refused(fields: dict, message: str) -> None:
+def test_inconsistent_train_group_is_rejected(fields: dict, message: str) -> None:
     whole = {"prompt": [1], "answers": [[2], [3, 4]], "advantages": [1.0, -1.0]}
     TrainGroup(**whole)
     with pytest.raises(ValueError, match=message):

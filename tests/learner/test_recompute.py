@@ -1,6 +1,6 @@
 """Tests of recomputed logprobs, several updates per batch, and variants of the loss.
 
-Results are the same for any packing and any devices.
+Results must not depend on packing or devices.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ Mesh = tuple[tuple[str, int], ...]
 
 
 class Counted(Learner):
-    """A learner that records each trace of its forward pass alone."""
+    """A learner that records each trace of its logprob program."""
 
     def __init__(self, *args, **kwargs):
         self.traces: list[tuple[int, ...]] = []
@@ -72,7 +72,7 @@ def _every_logprob(params: transformer.Params, tokens: jax.Array) -> jax.Array:
 
 
 def logprobs(params: transformer.Params, groups: list[TrainGroup]) -> list[list[np.ndarray]]:
-    """Logprobs of answer tokens by hand: every answer after its prompt in a row of its own."""
+    """Logprobs of answer tokens without packing: one row per answer, after its prompt."""
     pairs = [(list(group.prompt), list(a)) for group in groups for a in group.answers]
     tokens = np.zeros((len(pairs), 64), np.int32)
     for row, (prompt, answer) in enumerate(pairs):
@@ -115,7 +115,7 @@ def assert_close(found: Any, wanted: Any, relative: float) -> None:
     ],
     ids=str,
 )
-def test_recomputed_logprobs_are_those_by_hand(layout: PackingConfig, mesh: Mesh) -> None:
+def test_recomputed_logprobs_match_a_plain_forward_pass(layout: PackingConfig, mesh: Mesh) -> None:
     made = learner(layout, mesh=mesh)
     state = fresh(made)
     found = made.recompute(state, GROUPS)
@@ -130,7 +130,7 @@ def test_recomputed_logprobs_are_those_by_hand(layout: PackingConfig, mesh: Mesh
 
 
 @pytest.mark.slow
-def test_of_adapters_too() -> None:
+def test_recomputed_logprobs_include_the_adapters() -> None:
     policy = dataclasses.replace(tiny.POLICY, lora=LoraConfig(rank=4, alpha=4.0))
     made = learner(policy=policy)
     state = made.init(tiny.weights())
@@ -144,7 +144,7 @@ def test_of_adapters_too() -> None:
 
 
 @pytest.mark.slow
-def test_in_the_compute_dtype_as_the_update_reads_them() -> None:
+def test_recompute_uses_the_compute_dtype_of_the_update() -> None:
     made = learner(loss=LossConfig(old_logprobs="rollout"), compute_dtype="bfloat16")
     state = fresh(made)
     _, numbers = made.update(state, made.recompute(state, GROUPS))
@@ -152,11 +152,11 @@ def test_in_the_compute_dtype_as_the_update_reads_them() -> None:
     (found, *_) = made.recompute(fresh(made), GROUPS)
     (wanted, *_) = logprobs(tiny.weights(), GROUPS)
     pairs = zip(found.old_logprobs or [], wanted, strict=True)
-    assert max(np.abs(a - b).max() for a, b in pairs) > 1e-3  # than in float32
+    assert max(np.abs(a - b).max() for a, b in pairs) > 1e-3  # unlike float32
 
 
 @pytest.mark.slow
-def test_refused_answers_have_none_and_are_refused_again() -> None:
+def test_oversized_answers_get_nan_logprobs_and_are_left_out() -> None:
     made = learner()
     long = TrainGroup([3] * 40, [[4] * 3, [4] * 20, [5]], [1.0, 1.0, -1.0])
     state = fresh(made)
@@ -179,7 +179,7 @@ def test_refused_answers_have_none_and_are_refused_again() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("ratio", ["token", "sequence"])
 @pytest.mark.parametrize("objective", ["clip", "cispo"])
-def test_one_update_by_recomputed_logprobs_is_the_current_one(objective: str, ratio: str) -> None:
+def test_single_update_with_recomputed_logprobs_is_on_policy(objective: str, ratio: str) -> None:
     fields = {"objective": objective, "ratio": ratio, "aggregation": "sequence_mean"}
     current = learner(loss=LossConfig(**fields))
     again = learner(loss=LossConfig(old_logprobs="recompute", **fields))
@@ -200,8 +200,8 @@ def test_one_update_by_recomputed_logprobs_is_the_current_one(objective: str, ra
     )
 
 
-def test_the_second_of_two_updates_has_a_ratio() -> None:
-    """Against logprobs and loss by hand, with the weights before and after the first update."""
+def test_second_of_two_updates_has_ratios_to_recomputed_logprobs() -> None:
+    """Compare with loss and logprobs by hand, at the weights before and after the first update."""
     made = learner()
     state = fresh(made)
     first, second = packing.in_parts(GROUPS, 2)
@@ -229,7 +229,7 @@ def test_the_second_of_two_updates_has_a_ratio() -> None:
 
 
 @pytest.mark.slow
-def test_one_forward_program_a_bucket_compiled_at_the_start() -> None:
+def test_logprob_program_is_compiled_once_per_bucket_at_the_start() -> None:
     layout = PackingConfig((Bucket(20, 8), Bucket(48, 32)), 96)
     for loss in (RECOMPUTED, LossConfig()):
         shared = learner(layout, loss)
@@ -264,7 +264,7 @@ PLACES: list[tuple[PackingConfig, Mesh]] = [
     (SHARED, (("fsdp", 2), ("context", 2), ("tensor", 2))),
     (REPEATED, (("data", 2), ("fsdp", 2), ("context", 2))),
 ]
-# Sums over whole answers meet every place; token losses, which need no sums, every second one.
+# Losses with sums over whole answers cover every place, token losses every second one.
 CASES = [
     *(("EAPO", *place) for place in PLACES),
     *(("CISPO of sequences", *place) for place in PLACES[:2]),
@@ -273,7 +273,7 @@ CASES = [
 ]
 
 
-def test_the_constant_of_sums_is_the_configs() -> None:
+def test_sequence_sum_weights_use_the_configured_constant() -> None:
     made = learner(loss=LossConfig(**VARIANTS["CISPO, Dr. GRPO"]))
     batches, *_ = made.pack(made.weigh(GROUPS))
     weights = np.concatenate([batch.weight[batch.answer >= 0] for batch in batches])
@@ -306,7 +306,9 @@ def wanted_step(name: str):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "layout", "mesh"), CASES, ids=str)
-def test_a_variant_is_the_same_step(name: str, layout: PackingConfig, mesh: Mesh) -> None:
+def test_loss_variant_step_is_invariant_to_packing_and_mesh(
+    name: str, layout: PackingConfig, mesh: Mesh
+) -> None:
     (found, numbers), (wanted, wanted_numbers) = step(name, layout, mesh), wanted_step(name)
     assert_close(found, wanted, 1e-5)
     for key in ("loss", "gradient_norm", "entropy", "clip_share", "approx_kl", "answer_tokens"):

@@ -1,4 +1,4 @@
-"""Tests of an update's statistics, by hand."""
+"""Tests of the statistics of an update against values by hand."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def device(kind: str) -> Any:
     return SimpleNamespace(device_kind=kind)
 
 
-def test_advantages_are_told_by_role():
+def test_advantages_are_reported_by_role():
     groups = [
         TrainGroup([1], [[2], [3]], [1.0, -2.0], "responder"),
         TrainGroup([1], [[2]], [-0.5], "questioner"),
@@ -35,8 +35,8 @@ def test_advantages_are_told_by_role():
     assert statistics.advantages([]) == {}
 
 
-def test_answers_may_differ_in_length():
-    """Cost of each token alone: its products with weights, and with half of its own keys."""
+def test_operations_equal_the_sum_over_single_tokens():
+    """Add the cost of single tokens: products with weights, and attention to earlier keys."""
     policy, prompt, answers = tiny.POLICY, 5, [2, 4]
     c = policy
     weights = c.layers * (c.width * c.head_size * (2 * c.heads + 2 * c.kv_heads))
@@ -48,13 +48,13 @@ def test_answers_may_differ_in_length():
     assert statistics.operations(policy, prompt, answers) == pytest.approx(wanted)
 
 
-def test_utilization_is_of_all_devices_and_of_known_ones():
+def test_utilization_covers_all_devices_and_is_none_if_unknown():
     assert statistics.utilization(989e12, [device("NVIDIA H200")] * 4) == pytest.approx(0.25)
     assert statistics.utilization(197e11, [device("TPU v5 lite")]) == pytest.approx(0.1)
     assert statistics.utilization(1e12, [device("cpu")]) is None
 
 
-def test_speed_is_by_the_updates_seconds():
+def test_speed_divides_by_the_seconds_of_updates():
     numbers = {"trained_tokens": 300.0, "operations": 4 * 275e12}
     found = statistics.speed([numbers], 2.0, [device("TPU v4")] * 8)
     assert found == {"tokens_per_second/trained": (300.0, 2.0), "mfu": (0.25, 1.0)}
@@ -73,7 +73,7 @@ def learner(**layout: Any) -> Learner:
 
 
 @pytest.mark.slow
-def test_an_update_counts_what_it_trained_on():
+def test_trained_tokens_include_repeated_prompts():
     groups = [TrainGroup([3] * 40, [[4] * 6, [5] * 7, [6] * 8], [1.0, -1.0, 0.0])]
     for shared in (True, False):
         made = learner(shared_prefix=shared)
@@ -85,8 +85,8 @@ def test_an_update_counts_what_it_trained_on():
 
 
 @pytest.mark.slow
-def test_entropy_is_told_by_role():
-    """The only role of an update has the update's entropy; other roles are left out."""
+def test_entropy_is_reported_by_role():
+    """A role's entropy is that of an update with this role alone; other roles have no metric."""
     made = learner()
     answers = {"questioner": [7] * 3, "responder": [9] * 5, "verifier": [11], "row": [13] * 9}
     groups = {role: TrainGroup([3, 4], [answer], [1.0], role) for role, answer in answers.items()}
@@ -105,9 +105,9 @@ def test_entropy_is_told_by_role():
     assert not any(name.startswith("entropy/") for name in numbers("row"))
 
 
-def test_how_far_the_sampler_is_from_what_was_recomputed():
+def test_sampler_difference_skips_answers_without_new_logprobs():
     before = [TrainGroup([1], [[2, 3], [4]], [1.0, 1.0], old_logprobs=[[-1.0, -2.0], [-3.0]])]
-    again = [np.float32([-1.5, -1.75]), np.float32([np.nan])]  # the second answer was refused
+    again = [np.float32([-1.5, -1.75]), np.float32([np.nan])]  # the second answer did not fit
     after = [dataclasses.replace(before[0], old_logprobs=again)]
     assert statistics.sampler_difference(before, after) == {"sampler_difference": 0.375}
     assert statistics.sampler_difference([], []) == {}

@@ -29,7 +29,7 @@ LONGEST = 8  # maximum number of tokens of an answer
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Our fields, and those of TRL's GRPOConfig."""
+    """Fields of LossConfig, and the corresponding ones of TRL's GRPOConfig."""
 
     ours: dict[str, Any]
     trl: dict[str, Any]
@@ -53,7 +53,7 @@ CASES = {
     ),
     "CISPO": Case(
         {"objective": "cispo", "clip_low": 1.0, "clip_high": 0.3},
-        {"loss_type": "cispo", "epsilon_high": 1.3},  # the bound itself
+        {"loss_type": "cispo", "epsilon_high": 1.3},  # TRL's field is the bound itself
     ),
     "KL": Case({"kl_weight": 0.4}, {"loss_type": "dapo", "beta": 0.4}),
 }
@@ -122,11 +122,11 @@ def by_us(config: LossConfig) -> tuple[float, np.ndarray]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_trl_has_the_same_loss_and_gradient(name: str) -> None:
+def test_loss_and_gradient_equal_trl(name: str) -> None:
     loss, gradients = by_trl(CASES[name].trl)
     config = LossConfig(old_logprobs="rollout", dual_clip=0.0, **CASES[name].ours)
     found, gradient = by_us(config)
     assert found == pytest.approx(loss, rel=1e-5, abs=1e-6)
     np.testing.assert_allclose(gradient, np.concatenate(gradients), rtol=1e-4, atol=1e-6)
-    is_clipped = gradient == 0  # somewhere, except where nothing loses its gradient
+    is_clipped = gradient == 0  # no token in CISPO, nor with a KL term
     assert is_clipped.any() == (name not in ("CISPO", "KL"))

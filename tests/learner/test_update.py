@@ -169,7 +169,7 @@ def test_loss_and_gradient_by_hand() -> None:
     ],
     ids=["separate rows", "two buckets", "one wide row", "split groups"],
 )
-def test_packing_changes_nothing(packing_config: PackingConfig) -> None:
+def test_step_is_invariant_to_packing(packing_config: PackingConfig) -> None:
     found = _step(_learner(packing_config), GROUPS)
     assert found[1]["refused_answers"] == 0
     _assert_same_step(found, _wanted())
@@ -194,7 +194,7 @@ def test_shared_prefixes_save_tokens() -> None:
     ],
     ids=lambda mesh: " ".join(f"{axis}={size}" for axis, size in mesh),
 )
-def test_eight_devices_equal_one(mesh: tuple[tuple[str, int], ...]) -> None:
+def test_step_on_eight_devices_equals_one_device(mesh: tuple[tuple[str, int], ...]) -> None:
     learner = _learner(mesh=mesh)
     _assert_same_step(_step(learner, GROUPS), _wanted())
     state = learner.init(jax.random.key(0))
@@ -204,7 +204,7 @@ def test_eight_devices_equal_one(mesh: tuple[tuple[str, int], ...]) -> None:
     assert len(kernel.sharding.device_set) == 8
 
 
-def test_numbers_are_means_whatever_the_weights_add_up_to() -> None:
+def test_metrics_are_means_for_any_sum_of_weights() -> None:
     """With role_mean (Eq. 10) the weights of each role add up to 1."""
     groups = [dataclasses.replace(group, role="responder") for group in tiny.groups(4)]
     twice = [*groups, *(dataclasses.replace(group, role="verifier") for group in groups)]
@@ -216,7 +216,7 @@ def test_numbers_are_means_whatever_the_weights_add_up_to() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shared", [True, False])
-def test_fill_is_the_share_of_slots_with_a_token(shared: bool) -> None:
+def test_fill_is_the_share_of_slots_that_hold_a_token(shared: bool) -> None:
     groups, layout = tiny.groups(5), dataclasses.replace(PACKING, shared_prefix=shared)
     _, numbers = _step(_learner(layout), groups)
     answers = sum(len(answer) for group in groups for answer in group.answers)
@@ -229,7 +229,7 @@ def test_fill_is_the_share_of_slots_with_a_token(shared: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("remat", ["block", "attention", "dots", "offload"])
 @pytest.mark.parametrize("attention", ["dense", "chunked"])
-def test_remat_and_kernel_give_the_same_gradient(remat: str, attention: str) -> None:
+def test_step_is_invariant_to_remat_and_attention_kernel(remat: str, attention: str) -> None:
     policy = dataclasses.replace(tiny.POLICY, remat=remat, attention=attention)
     _assert_same_step(_step(_learner(policy=policy), GROUPS), _wanted())
 
@@ -237,7 +237,7 @@ def test_remat_and_kernel_give_the_same_gradient(remat: str, attention: str) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("weights", [False, True])
 @pytest.mark.parametrize("mesh", [(), (("fsdp", 4), ("context", 2))], ids=str)
-def test_what_waits_on_the_host_changes_nothing(mesh: tuple, weights: bool) -> None:
+def test_host_offload_does_not_change_the_step(mesh: tuple, weights: bool) -> None:
     optimizer = dataclasses.replace(SMOOTH, offload=True, offload_weights=weights)
     devices = None if mesh else jax.devices()[:1]
     placed = meshes.make_mesh(dict(mesh) or {"fsdp": 1}, devices)
@@ -249,13 +249,13 @@ def test_what_waits_on_the_host_changes_nothing(mesh: tuple, weights: bool) -> N
     assert {x.sharding.memory_kind for x in jax.tree.leaves(_moments(state))} == kinds
     masters = "pinned_host" if weights else "device"
     assert {x.sharding.memory_kind for x in jax.tree.leaves(state.params)} == {masters}
-    played = learner.cast(state.params)
-    assert {x.sharding.memory_kind for x in jax.tree.leaves(played)} == {"device"}
+    params = learner.cast(state.params)
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(params)} == {"device"}
     _assert_same_step((jax.device_get(state), numbers), _wanted())
 
 
 @pytest.mark.slow
-def test_what_waits_on_the_host_comes_back_from_a_checkpoint(tmp_path) -> None:
+def test_offloaded_state_is_restored_from_a_checkpoint(tmp_path) -> None:
     mesh = meshes.make_mesh({"fsdp": 4, "context": 2})
     optimizer = dataclasses.replace(SMOOTH, offload=True, offload_weights=True)
     learner = Learner(tiny.POLICY, optimizer, ON_POLICY, PACKING, mesh, TEMPERATURE)
@@ -271,7 +271,7 @@ def test_what_waits_on_the_host_comes_back_from_a_checkpoint(tmp_path) -> None:
 
 
 @pytest.mark.slow
-def test_bfloat16_is_close_and_keeps_float32_masters() -> None:
+def test_bfloat16_step_is_close_and_keeps_float32_masters() -> None:
     state, numbers = _step(_learner(compute_dtype="bfloat16"), GROUPS)
     assert {x.dtype for x in jax.tree.leaves(state.params)} == {np.dtype(np.float32)}
     assert numbers["gradient_norm"] == pytest.approx(_wanted()[1]["gradient_norm"], rel=0.05)
@@ -281,14 +281,14 @@ def test_bfloat16_is_close_and_keeps_float32_masters() -> None:
 # -------------------------------------------------------------------------------------- Empty steps
 
 
-def test_buckets_that_cannot_be_dealt_out_are_refused() -> None:
+def test_buckets_that_the_context_axis_cannot_split_are_rejected() -> None:
     layout = PackingConfig((Bucket(32, 24), Bucket(48, 30)), 96)
     layout.check_splits(2)
     with pytest.raises(ValueError, match=r"\(48, 30\) must be multiples of mesh\.context = 4"):
         _learner(layout, mesh=(("context", 4), ("fsdp", 2)))
 
 
-def test_an_empty_update_changes_nothing() -> None:
+def test_empty_update_changes_nothing() -> None:
     learner = _learner()
     state = learner.init(tiny.weights())
     after, numbers = learner.update(state, [])
@@ -296,7 +296,7 @@ def test_an_empty_update_changes_nothing() -> None:
     assert numbers == {"empty_update": 1.0, "refused_answers": 0.0}
 
 
-def test_refused_answers_are_counted() -> None:
+def test_oversized_answers_are_counted_and_left_out() -> None:
     long = TrainGroup([3] * 40, [[4] * 3, [4] * 20], [1.0, 1.0])
     state, numbers = _step(_learner(), [*GROUPS, long])
     assert numbers["refused_answers"] == 1 and int(state.step) == 1
@@ -318,7 +318,7 @@ def _difference(params) -> np.ndarray:
 
 
 @pytest.mark.slow
-def test_kl_to_a_reference_and_entropy_bonus() -> None:
+def test_kl_to_a_reference_and_entropy_bonus_enter_the_loss() -> None:
     learner = _learner(loss=LossConfig(kl_weight=0.3, entropy_weight=0.1))
     reference = tiny.weights(seed=1)
     _, numbers = _step(learner, SMALL, reference)
@@ -330,14 +330,14 @@ def test_kl_to_a_reference_and_entropy_bonus() -> None:
     assert numbers["entropy"] == pytest.approx(plain["entropy"], rel=1e-5)
     wanted = plain["loss"] + 0.3 * kl - 0.1 * plain["entropy"]
     assert numbers["loss"] == pytest.approx(wanted, rel=1e-4)
-    # The gradient sees both: entropy alone where the reference is the policy itself.
+    # Both terms have a gradient; only entropy has one if the reference is the policy itself.
     _, same = _step(learner, SMALL, tiny.weights())
     assert same["kl"] == pytest.approx(0.0, abs=1e-6)
     norms = [numbers["gradient_norm"], same["gradient_norm"], plain["gradient_norm"]]
     assert min(abs(a - b) for a in norms for b in norms if a is not b) > 1e-4
 
 
-def test_a_reference_is_there_if_and_only_if_it_is_needed() -> None:
+def test_missing_or_unneeded_reference_weights_are_rejected() -> None:
     learner = _learner(loss=LossConfig(kl_weight=0.3, entropy_weight=0.1))
     with pytest.raises(ValueError, match=r"loss\.kl_weight = 0\.3: reference weights"):
         learner.update(learner.init(tiny.weights()), SMALL)
@@ -346,7 +346,7 @@ def test_a_reference_is_there_if_and_only_if_it_is_needed() -> None:
 
 
 @pytest.mark.slow
-def test_ratio_against_the_sampler() -> None:
+def test_rollout_logprobs_give_the_importance_ratio() -> None:
     learner = _learner(loss=LossConfig(old_logprobs="rollout"))
     tokens, answers = _rows(SMALL)
     current = np.asarray(_logprobs(tiny.weights(), tokens))[answers > 0]
@@ -367,8 +367,8 @@ def test_ratio_against_the_sampler() -> None:
 
 
 @pytest.mark.slow
-def test_truncated_importance_weights() -> None:
-    """A constant factor of each token's share, which has no gradient."""
+def test_truncated_importance_weights_scale_loss_and_gradient() -> None:
+    """The weight is a constant factor of each token's share and has no gradient."""
     learner = _learner(loss=LossConfig(tis_cap=1.5))
     tokens, answers = _rows(SMALL)
     current = np.asarray(_logprobs(tiny.weights(), tokens))[answers > 0]
@@ -393,7 +393,7 @@ def test_truncated_importance_weights() -> None:
 
 
 @pytest.mark.slow
-def test_an_update_between_other_things_is_the_same() -> None:
+def test_update_interleaved_with_other_work_is_bit_identical() -> None:
     learner = _learner(PackingConfig((Bucket(20, 8),), 40))
     update = learner.start(learner.init(tiny.weights()), GROUPS)
     for _ in range(3):
@@ -415,7 +415,7 @@ def test_an_update_between_other_things_is_the_same() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [(), (("data", 2), ("fsdp", 2), ("tensor", 2))], ids=["1", "8"])
-def test_one_trace_and_one_program_a_bucket(mesh: tuple) -> None:
+def test_update_is_traced_and_compiled_once_per_bucket(mesh: tuple) -> None:
     shared = _learner(mesh=mesh)
     learner = Counted(
         shared.policy, SMOOTH, ON_POLICY, PackingConfig(BUCKETS, 192), shared.mesh, TEMPERATURE
@@ -434,7 +434,7 @@ def test_one_trace_and_one_program_a_bucket(mesh: tuple) -> None:
     assert learner.fns.apply._cache_size() == 1
 
 
-def test_state_is_as_the_checkpoint_expects_it() -> None:
+def test_state_matches_the_abstract_state_for_checkpoints() -> None:
     learner = _learner(mesh=(("data", 2), ("fsdp", 2), ("tensor", 2)))
     state = learner.init(tiny.weights())
     state, _ = learner.update(state, SMALL)
@@ -446,15 +446,15 @@ def test_state_is_as_the_checkpoint_expects_it() -> None:
     jax.tree.map(compare, learner.fns.abstract_state, state)
 
 
-def test_given_weights_on_the_host_survive_an_update() -> None:
+def test_host_weights_given_to_init_survive_an_update() -> None:
     learner = _learner()
     given = jax.tree.map(np.copy, tiny.weights())
     learner.update(learner.init(given), SMALL)
     jax.tree.map(np.testing.assert_array_equal, given, tiny.weights())
 
 
-def test_given_weights_on_devices_are_taken_over() -> None:
-    """A large policy does not fit twice."""
+def test_device_weights_given_to_init_are_donated() -> None:
+    """Two copies of a large policy would not fit."""
     learner = _learner()
     given = jax.device_put(tiny.weights(), learner.fns.param_shardings)
     state = learner.init(given)
@@ -462,7 +462,7 @@ def test_given_weights_on_devices_are_taken_over() -> None:
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(given))
 
 
-def test_updates_learn() -> None:
+def test_updates_move_logprobs_in_the_direction_of_advantages() -> None:
     learner = _learner()
     state = learner.init(tiny.weights())
     group = TrainGroup([5, 6, 7], [[8, 9, 10], [11, 12]], [1.0, -1.0])
@@ -487,7 +487,7 @@ def test_updates_learn() -> None:
         ("cosine", {0: 0.0, 2: 0.5, 4: 1.0, 8: 0.6, 12: 0.2, 100: 0.2, 6: 0.2 + 0.4 * 1.70711}),
     ],
 )
-def test_schedules(schedule: str, wanted: dict[int, float]) -> None:
+def test_learning_rate_schedules(schedule: str, wanted: dict[int, float]) -> None:
     config = OptimizerConfig(
         learning_rate=2.0, schedule=schedule, warmup_steps=4, total_steps=12, final_fraction=0.2
     )
@@ -495,7 +495,7 @@ def test_schedules(schedule: str, wanted: dict[int, float]) -> None:
     assert found == pytest.approx(wanted, abs=1e-5)
 
 
-def test_without_warm_up_the_first_step_has_the_full_rate() -> None:
+def test_first_step_has_the_full_rate_without_warmup() -> None:
     assert float(OptimizerConfig(learning_rate=0.5).rate()(0)) == 0.5
     assert _wanted()[1]["learning_rate"] == pytest.approx(SMOOTH.learning_rate)
 
@@ -509,6 +509,6 @@ def test_without_warm_up_the_first_step_has_the_full_rate() -> None:
         ({"token_budget": 40}, r"packing\.token_budget = 40: must be at least .* 48"),
     ],
 )
-def test_packing_mistakes_are_named(fields: dict, message: str) -> None:
+def test_invalid_packing_config_is_rejected(fields: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PackingConfig(**{"buckets": BUCKETS, "token_budget": 192} | fields)

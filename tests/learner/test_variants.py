@@ -84,7 +84,7 @@ def _kl(estimator: str, policy: float, reference: float) -> float:
 
 
 def by_hand(config: LossConfig, moved: np.ndarray) -> dict[str, float]:
-    """The loss and its sums at logprobs `moved`; constants of the gradient stay at the old ones.
+    """The loss and its sums at logprobs `moved`; terms without gradient stay at the given ones.
 
     Written out answer by answer and token by token.
     """
@@ -151,7 +151,7 @@ def found(config: LossConfig):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("objective", "ratio", "correction", "kl", "dual_clip"), VARIANTS)
-def test_value_sums_and_gradient(
+def test_loss_sums_and_gradient_match_plain_loops(
     objective: str, ratio: str, correction: str, kl: str, dual_clip: float
 ) -> None:
     config = LossConfig(
@@ -179,12 +179,12 @@ def test_value_sums_and_gradient(
 
 
 def _gradient(**fields: Any) -> np.ndarray:
-    """Gradient of a loss without other terms."""
+    """Gradient of the policy term alone."""
     return np.asarray(found(LossConfig(dual_clip=0.0, **fields))[1])
 
 
 @pytest.mark.slow
-def test_the_first_equation_of_eapo_and_its_gradient() -> None:
+def test_eapo_equation_1_and_its_gradient() -> None:
     """1 / G sum_i min(r_i A_i, clip(r_i) A_i), r_i = pi(o_i) / pi_old(o_i), over groups of one."""
     logs = [[-1.0, -2.0, -0.5], [-0.3, -0.7], [-1.1], [-2.0, -1.0]]
     olds = [[-1.2, -1.9, -0.6], [-0.9, -0.4], [-0.7], [-2.1, -1.4]]
@@ -208,15 +208,15 @@ def test_the_first_equation_of_eapo_and_its_gradient() -> None:
     pairs = list(zip(ratios, advantages, strict=True))
     terms = [min(r * a, min(max(r, 0.8), 1.28) * a) for r, a in pairs]
     assert float(value(flat)) == pytest.approx(-sum(terms) / 4, rel=1e-5)
-    # Each token of an answer has the whole answer's gradient. The second and the third have a
-    # gradient of 0 if they have moved enough.
+    # Each token of an answer has the whole answer's gradient. The second and the third answer are
+    # clipped, so their gradient is 0.
     moving = [0.0 if (a > 0 and r > 1.28) or (a < 0 and r < 0.8) else -r * a / 4 for r, a in pairs]
     wanted = [g for g, log in zip(moving, logs, strict=True) for _ in log]
     np.testing.assert_allclose(jax.grad(value)(flat)[0], wanted, rtol=1e-5)
     assert moving.count(0.0) == 2
 
 
-def test_the_gradient_of_gspo() -> None:
+def test_gspo_gradient_by_hand() -> None:
     """s_i A_i / |y_i| for every token of an answer, s_i its geometric mean ratio."""
     batch, numbers = given()
     gradient = _gradient(ratio="sequence_mean", old_logprobs="rollout", clip_low=9, clip_high=99)
@@ -230,7 +230,7 @@ def test_the_gradient_of_gspo() -> None:
     assert not gradient[batch.answer < 0].any()
 
 
-def test_no_token_of_cispo_loses_its_gradient() -> None:
+def test_cispo_clipping_keeps_the_gradient_of_every_token() -> None:
     batch, numbers = given()
     gradient = _gradient(objective="cispo", old_logprobs="rollout", clip_low=1.0, clip_high=0.28)
     ratios = np.exp(numbers["logprobs"] - batch.old_logprob)
@@ -242,10 +242,10 @@ def test_no_token_of_cispo_loses_its_gradient() -> None:
 
 @pytest.mark.parametrize("ratio", losses.RATIOS)
 @pytest.mark.parametrize("objective", losses.OBJECTIVES)
-def test_on_policy_the_gradient_is_the_plain_one(objective: str, ratio: str) -> None:
-    """Gradient of A log pi with the mean of an answer's weights.
+def test_on_policy_gradient_is_the_plain_policy_gradient(objective: str, ratio: str) -> None:
+    """Compare with the gradient of A log pi, times the weight of each token.
 
-    It is GSPO's gradient. Eq. 1 of EAPO has that of each token times the answer's length.
+    GSPO has this gradient too. In equation 1 of EAPO it is multiplied by the answer's length.
     """
     batch, _ = given()
     gradient = _gradient(objective=objective, ratio=ratio)
@@ -255,7 +255,7 @@ def test_on_policy_the_gradient_is_the_plain_one(objective: str, ratio: str) -> 
 
 
 @pytest.mark.slow
-def test_truncated_weighs_an_answer_by_the_ratio_of_the_answer() -> None:
+def test_truncated_importance_weight_uses_the_sequence_ratio() -> None:
     batch, numbers = given()
     for ratio in ("sequence", "sequence_mean"):
         plain = _gradient(ratio=ratio)
@@ -285,7 +285,7 @@ def test_extreme_ratios_stay_finite(objective: str, ratio: str) -> None:
         assert np.isfinite(float(value)) and np.isfinite(gradient).all()
 
 
-def test_a_sequence_needs_its_answers() -> None:
+def test_sequence_ratio_without_answer_numbers_raises() -> None:
     with pytest.raises(ValueError, match="ratio 'sequence': needs to know which token"):
         losses.log_ratio(jnp.zeros((1, 2)), jnp.zeros((1, 2)), "sequence")
 
@@ -332,7 +332,7 @@ def test_means_and_gradients_of_kl_estimates() -> None:
 
 
 @pytest.mark.slow
-def test_k3_is_kept_within_bounds() -> None:
+def test_k3_estimate_is_clamped() -> None:
     far, near = jnp.array([0.0, -100.0]), jnp.array([-100.0, 0.0])
     for estimator, wanted in {"k1": [100, -100], "k2": [5000, 5000], "k3": [10, 10]}.items():
         np.testing.assert_allclose(losses.kl_estimate(far, near, estimator), wanted)
@@ -344,7 +344,7 @@ def test_k3_is_kept_within_bounds() -> None:
 
 
 @pytest.mark.slow
-def test_sums_by_answer() -> None:
+def test_sum_by_answer_adds_the_tokens_of_each_answer() -> None:
     values = np.arange(24, dtype=np.float32).reshape(2, 12)
     wanted = np.zeros_like(values)
     for row, slot in np.argwhere(ANSWER >= 0):

@@ -22,9 +22,10 @@ def parts(source: str, messages: Messages, tokens=TOKENS, **variables) -> list[i
 
 @given(st.lists(st.sampled_from(PIECES), max_size=12).map("".join) | st.text(max_size=20))
 @example("<|end|>")
+@example("\n")  # white space that completes a token with the template's text
 @example("<x><x><x>")  # two tokens that overlap
 @example(ESCAPE + DIGITS[0] * 4 + DIGITS[3] + DIGITS[12])  # the escape of "<", as a text
-def test_no_content_writes_a_token_and_each_comes_back(text: str) -> None:
+def test_content_never_becomes_a_token_and_is_unchanged(text: str) -> None:
     assert parts(CHATML, text) == [X, f"user\n{text}", END, X]
 
 
@@ -33,7 +34,7 @@ def test_no_content_writes_a_token_and_each_comes_back(text: str) -> None:
 @example("|end|>")
 @example("a <|")
 @example("|")
-def test_a_content_completes_no_token_that_the_template_begins(text: str) -> None:
+def test_content_cannot_complete_a_token_of_the_template(text: str) -> None:
     for source in (
         "<{{ content }}>",
         "<|{{ content }}|>",
@@ -66,20 +67,20 @@ def test_a_content_completes_no_token_that_the_template_begins(text: str) -> Non
         ("{{ strftime_now is defined }} {{ tools is none }} {{ mood }}", "", "False True glad"),
     ],
 )
-def test_what_templates_are_written_for(source: str, content: str, expected: str) -> None:
+def test_jinja_features_of_common_chat_templates(source: str, content: str, expected: str) -> None:
     assert parts(source, content, tokens=[], mood="glad") == [expected]
 
 
-def test_logic_sees_the_content_around_the_text_of_a_token() -> None:
+def test_filters_apply_to_content_with_the_text_of_a_token() -> None:
     source = "{{ messages[0].content | trim | replace('a', 'b') }}"
     assert parts(source, "  a<|end|>a ") == ["b<|end|>b"]
 
 
-def test_the_longest_token_at_a_place_is_meant() -> None:
+def test_longest_token_at_a_place_is_chosen() -> None:
     assert parts("<|e<x><x><x><|end|>", "") == [1, XX, X, END]
 
 
-def test_tokens_may_swallow_white_space_or_ask_for_word_boundaries() -> None:
+def test_strip_and_single_word_flags_of_tokens_are_respected() -> None:
     tokens = [
         Token(0, "<u>", rstrip=True),
         Token(1, "<s>", lstrip=True),
@@ -89,7 +90,7 @@ def test_tokens_may_swallow_white_space_or_ask_for_word_boundaries() -> None:
     assert parts(source, " \thello ", tokens) == [0, "hello", 1, ". ", 2, " aw wa"]
 
 
-def test_reasoning_is_a_field_of_its_own() -> None:
+def test_reasoning_content_is_a_separate_field() -> None:
     source = "{% for m in messages %}{{ m.reasoning_content }}<x>{{ m.content }}{% endfor %}"
     message = {"role": "assistant", "content": "so", "reasoning_content": "a<x>b"}
     assert parts(source, [message]) == ["a<x>b", X, "so"]
@@ -106,13 +107,13 @@ def test_reasoning_is_a_field_of_its_own() -> None:
         (["user"], "must have role, content"),
     ],
 )
-def test_messages_that_are_refused(messages, words: str) -> None:
+def test_invalid_messages_are_rejected(messages, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         parts(CHATML, messages)
 
 
 @pytest.mark.parametrize("source", ["{% if %}", "{{ a", "{% nothing %}", "{{ " + "(" * 500])
-def test_what_is_no_template_is_refused_at_once(source: str) -> None:
+def test_invalid_template_is_rejected_at_construction(source: str) -> None:
     with pytest.raises(ValueError, match="here: not a chat template"):
         Template(source, "here", {}, [])
 
@@ -130,13 +131,13 @@ def test_what_is_no_template_is_refused_at_once(source: str) -> None:
         ("{{ lipsum() }}", "lipsum"),
     ],
 )
-def test_a_template_that_fails_is_named(source: str, words: str) -> None:
+def test_template_that_fails_on_messages_is_reported(source: str, words: str) -> None:
     with pytest.raises(ValueError, match=rf"here: fails on these messages \(.*{words}"):
         parts(source, "a")
 
 
 @given(st.text(string.punctuation + "messages content if for end" + string.digits, max_size=40))
-def test_any_template_works_or_is_refused(source: str) -> None:
+def test_arbitrary_template_works_or_is_rejected(source: str) -> None:
     try:
         found = parts(source, "a")
     except ValueError as error:
@@ -145,6 +146,6 @@ def test_any_template_works_or_is_refused(source: str) -> None:
         assert "" not in found
 
 
-def test_a_token_of_the_escapes_characters_is_refused() -> None:
+def test_token_with_escape_characters_is_rejected() -> None:
     with pytest.raises(ValueError, match="used for escapes"):
         parts(CHATML, "", [Token(0, f"<{DIGITS[3]}>")])

@@ -1,4 +1,4 @@
-"""Tests of shapes of policies, and of the requirements of a config.json."""
+"""Tests of PolicyConfig: valid shapes, and the fields that a config.json must have."""
 
 import dataclasses
 import json
@@ -24,7 +24,7 @@ TYPES = {"qwen2": BIASED, "qwen3": QWEN3, "llama": LLAMA, "qwen3_moe": MOE}
 
 
 @pytest.mark.parametrize("model_type", TYPES)
-def test_round_trip(model_type: str) -> None:
+def test_hf_config_round_trip(model_type: str) -> None:
     policy = dataclasses.replace(TYPES[model_type], norm_epsilon=1e-5, max_positions=999)
     raw = json.loads(json.dumps(policy.to_hf()))
     assert raw["model_type"] == model_type == policy.model_type
@@ -64,7 +64,7 @@ PARAMETERS = {  # as published, in millions
 
 
 @pytest.mark.parametrize("name", REAL)
-def test_real_files(name: str, spell_data) -> None:
+def test_published_config_files_are_read(name: str, spell_data) -> None:
     policy = PolicyConfig.from_hf(spell_data / "hf_configs" / f"{name}.json")
     assert policy == REAL[name]
     shapes, _ = transformer.abstract_params(policy)
@@ -72,7 +72,7 @@ def test_real_files(name: str, spell_data) -> None:
     assert round(count / 1e6) == PARAMETERS[name]
 
 
-def test_what_a_real_config_leaves_out() -> None:
+def test_missing_config_fields_have_defaults_or_raise() -> None:
     raw = {
         "model_type": "llama",
         "vocab_size": 100,
@@ -118,7 +118,7 @@ def test_what_a_real_config_leaves_out() -> None:
     ],
     ids=str,
 )
-def test_what_is_not_implemented_is_named(change: dict, message: str) -> None:
+def test_unsupported_config_values_are_rejected(change: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PolicyConfig.from_hf(MOE.to_hf() | change)
 
@@ -132,7 +132,7 @@ _VALUES = st.recursive(
 
 @pytest.mark.slow
 @given(st.sampled_from(list(TYPES)), st.data())
-def test_any_change_of_a_config_is_read_or_refused(model_type: str, data) -> None:
+def test_arbitrary_config_change_is_read_or_rejected(model_type: str, data) -> None:
     raw = TYPES[model_type].to_hf()
     for field in data.draw(st.lists(st.sampled_from(list(raw)), max_size=3)):
         raw[field] = data.draw(_VALUES)
@@ -144,7 +144,7 @@ def test_any_change_of_a_config_is_read_or_refused(model_type: str, data) -> Non
         assert PolicyConfig.from_hf(policy.to_hf()) == policy
 
 
-def test_a_stretched_context() -> None:
+def test_rope_scaling_extends_the_context() -> None:
     longer = tiny.POLICY.with_rope_scaling("yarn", 4.0)
     assert longer.max_positions == 4 * tiny.POLICY.max_positions
     assert longer.rope == RopeConfig(1e4, "yarn", 4.0, tiny.POLICY.max_positions)
@@ -157,7 +157,7 @@ def test_a_stretched_context() -> None:
 
 
 @pytest.mark.parametrize("content", ["{", "[]", ""])
-def test_a_file_that_is_no_config_is_named(content: str, tmp_path) -> None:
+def test_file_that_is_not_a_config_is_reported(content: str, tmp_path) -> None:
     path = tmp_path / "config.json"
     path.write_text(content)
     with pytest.raises(ValueError, match=r"config\.json: (.*line 1|must be a JSON object)"):
@@ -179,12 +179,12 @@ def test_a_file_that_is_no_config_is_named(content: str, tmp_path) -> None:
         ({"norm_epsilon": 0.0}, r"policy\.norm_epsilon = 0\.0: must be above 0"),
     ],
 )
-def test_shapes_that_cannot_be_are_named(change: dict, message: str) -> None:
+def test_impossible_policy_shapes_are_rejected(change: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(tiny.POLICY, **change)
 
 
 @pytest.mark.parametrize("change", [{"qk_norm": True}, {"experts": 2, "experts_per_token": 1}])
-def test_parts_that_no_architecture_has_are_named(change: dict) -> None:
+def test_policy_without_a_hugging_face_architecture_is_rejected(change: dict) -> None:
     with pytest.raises(ValueError, match="no Hugging Face architecture has these parts"):
         dataclasses.replace(tiny.POLICY, **change).to_hf()

@@ -1,4 +1,4 @@
-"""Tests of text embeddings: equal to transformers' for any batch and mesh."""
+"""Tests of text embeddings: the values of transformers, for any batch and mesh."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def vectors(embedder: Embedder, some: list[str]) -> np.ndarray:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bare", [True, False], ids=["bare names", "names with model."])
-def test_vectors_are_those_of_transformers(bare: bool, tmp_path) -> None:
+def test_embeddings_equal_transformers(bare: bool, tmp_path) -> None:
     torch = pytest.importorskip("torch", reason=families.REASON)
     transformers = pytest.importorskip("transformers", reason=families.REASON)
     fields = families._COMMON | {"vocab_size": 300, "head_dim": 16, "max_position_embeddings": 256}
@@ -96,7 +96,7 @@ def test_vectors_are_those_of_transformers(bare: bool, tmp_path) -> None:
 
 
 @pytest.mark.slow
-def test_a_vector_does_not_depend_on_the_other_texts(folder) -> None:
+def test_embedding_does_not_depend_on_the_other_texts(folder) -> None:
     embedder, some = make(folder), texts(20)
     together = vectors(embedder, some)
     assert together.dtype == np.float32 and together.shape == (20, embedder.width)
@@ -111,14 +111,14 @@ def test_a_vector_does_not_depend_on_the_other_texts(folder) -> None:
 @pytest.mark.parametrize(
     "mesh", [{"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 4, "context": 2}], ids=str
 )
-def test_eight_devices_and_one_agree(folder, mesh: dict) -> None:
+def test_embeddings_on_eight_devices_equal_one_device(folder, mesh: dict) -> None:
     some = texts(11)
     wanted = vectors(make(folder), some)
     np.testing.assert_allclose(vectors(make(folder, mesh), some), wanted, atol=1e-5)
 
 
 @pytest.mark.slow
-def test_a_shape_is_compiled_once_and_keeps_to_the_budget(folder, monkeypatch) -> None:
+def test_each_bucket_is_compiled_once_within_the_token_budget(folder, monkeypatch) -> None:
     traced = []
     original = module.transformer.embed
 
@@ -135,13 +135,13 @@ def test_a_shape_is_compiled_once_and_keeps_to_the_budget(folder, monkeypatch) -
     assert sorted(traced, key=lambda shape: shape[1]) == [(9, 51), (4, 101), (2, 201)]
 
 
-def test_rows_and_lengths_are_multiples_of_what_splits_them(folder) -> None:
+def test_rows_and_lengths_are_multiples_of_their_mesh_axes(folder) -> None:
     embedder = make(folder, {"fsdp": 4, "context": 2}, max_tokens=255, token_budget=1)
     assert embedder.buckets == (256,)
     assert embedder._rows(256) == 4
 
 
-def test_a_text_is_data_and_the_frame_stays(folder) -> None:
+def test_text_is_truncated_and_cannot_write_the_end_token(folder) -> None:
     embedder = make(folder, max_tokens=10)
     end = hf_folders.ids_of(tokenizers.load(folder), END)
     ids, is_cut = embedder.encode(f"{END} {END}")
@@ -154,7 +154,7 @@ def test_a_text_is_data_and_the_frame_stays(folder) -> None:
 
 
 @pytest.mark.slow
-def test_what_frames_a_text(folder, tmp_path) -> None:
+def test_tokens_around_a_text_come_from_the_tokenizer(folder, tmp_path) -> None:
     copy = Path(shutil.copytree(folder, tmp_path / "copy"))
     hf_folders.write(copy, tokenizer("<|im_start|>"))
     start, stop, end = hf_folders.ids_of(tokenizers.load(copy), "<|im_start|>", "<|im_end|>", END)
@@ -170,7 +170,7 @@ def test_what_frames_a_text(folder, tmp_path) -> None:
 
 
 @pytest.mark.slow
-def test_bfloat16_is_near(folder) -> None:
+def test_bfloat16_embeddings_are_near_float32(folder) -> None:
     some = texts(5)
     found = vectors(make(folder, dtype="bfloat16"), some)
     assert found.dtype == np.float32
@@ -180,7 +180,7 @@ def test_bfloat16_is_near(folder) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 257])
-def test_max_tokens_out_of_range_are_refused(folder, tokens: int) -> None:
+def test_max_tokens_out_of_range_is_rejected(folder, tokens: int) -> None:
     message = rf"embed\.max_tokens = {tokens}: must be from 2 to .*max_position_embeddings = 256"
     with pytest.raises(ValueError, match=message):
         make(folder, max_tokens=tokens)

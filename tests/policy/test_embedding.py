@@ -63,7 +63,7 @@ def _check(shape: dict[str, int], inputs) -> None:
 
 
 @pytest.mark.slow
-def test_one_device_equals_take() -> None:
+def test_lookup_on_one_device_equals_take() -> None:
     inputs = _inputs()
     np.testing.assert_array_equal(embedding.lookup(*inputs[:2]), _take(*inputs[:2]))
     found = jax.grad(_total(embedding.lookup))(*inputs)
@@ -73,14 +73,14 @@ def test_one_device_equals_take() -> None:
 
 @pytest.mark.slow
 @on_meshes
-def test_a_mesh_equals_one_device(shape: dict[str, int]) -> None:
+def test_lookup_on_a_mesh_equals_take(shape: dict[str, int]) -> None:
     _check(shape, _inputs())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [m for m in MESHES if "context" in m], ids=str)
-def test_siblings_that_context_does_not_split(shape: dict[str, int]) -> None:
-    """Three tokens per row are on all devices of `context`, and count once."""
+def test_tokens_replicated_over_context_count_once(shape: dict[str, int]) -> None:
+    """Three tokens per row are on all devices of `context` and must count once."""
     _check(shape, _inputs(time=3))
 
 
@@ -88,7 +88,7 @@ def test_siblings_that_context_does_not_split(shape: dict[str, int]) -> None:
 @pytest.mark.parametrize(
     ("shape", "time"), [(MESHES[2], TIME), (MESHES[2], 3), (MESHES[4], TIME)], ids=str
 )
-def test_a_table_that_the_mesh_does_not_divide(shape: dict[str, int], time: int) -> None:
+def test_lookup_in_a_table_that_the_mesh_does_not_divide(shape: dict[str, int], time: int) -> None:
     _check(shape, _inputs(vocab=41, width=31, time=time))
 
 
@@ -99,8 +99,8 @@ REPEATS = 4096
 @pytest.mark.parametrize(
     "shape", [{}, {"fsdp": 2, "context": 4}, {"expert": 4, "context": 2}], ids=str
 )
-def test_a_frequent_token_in_bfloat16(shape: dict[str, int]) -> None:
-    """Within a rounding of the float64 sum of 4,096 gradients; jnp.take is far from it."""
+def test_gradient_of_a_frequent_token_is_summed_in_float32(shape: dict[str, int]) -> None:
+    """It is within a rounding of the float64 sum of 4,096 gradients; that of jnp.take is not."""
     rng = np.random.default_rng(0)
     given = jnp.asarray(1 + rng.uniform(size=(ROWS, REPEATS // ROWS, WIDTH)), jnp.bfloat16)
     tokens = jnp.full(given.shape[:2], 7, jnp.int32)
@@ -137,7 +137,7 @@ def _programs(shape: dict[str, int], time: int):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", MESHES[2:], ids=str)
-def test_no_device_holds_the_table(shape: dict[str, int]) -> None:
+def test_no_device_materializes_the_whole_table(shape: dict[str, int]) -> None:
     """No array of a program for 64 tokens is a whole [V, D], if the mesh splits an axis."""
     split = {"fsdp", "context", "tensor"} & set(shape)
     for lowered in _programs(shape, time=TIME):
@@ -156,8 +156,8 @@ def test_no_device_holds_the_table(shape: dict[str, int]) -> None:
     ],
     ids=str,
 )
-def test_collectives(shape, forward, backward) -> None:
-    """Collectives of the embedding.
+def test_collectives_of_the_lookup(shape, forward, backward) -> None:
+    """Count the collectives of the embedding.
 
     Forward gathers tokens, exchanges their rows and sums them over the vocabulary's parts. Backward
     has the same exchange, and a sum over the axes that split the tokens and not the table.

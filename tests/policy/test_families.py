@@ -96,7 +96,7 @@ our_embeddings = jax.jit(transformer.embed, static_argnums=0)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])  # dense, and a mixture of experts
-def test_a_padded_row_equals_the_row_alone(family: str, both) -> None:
+def test_embedding_of_a_padded_row_equals_that_of_the_row_alone(family: str, both) -> None:
     _, config, params = both(family)
     length = 50
     alone = our_embeddings(config, params, TOKENS[:1, :length], jnp.array([length]))
@@ -107,7 +107,7 @@ def test_a_padded_row_equals_the_row_alone(family: str, both) -> None:
 
 @pytest.mark.slow
 @some_families
-def test_gradients_equal_autograd(family: str, both, tmp_path) -> None:
+def test_gradients_equal_torch_autograd(family: str, both, tmp_path) -> None:
     """Gradients of the summed logprob of a short text, relative to each tensor's largest entry."""
     model, config, params = both(family)
     import torch

@@ -64,13 +64,15 @@ REAL_DAMAGE = settings(
         ("generation_config.json", "{", "not a complete JSON file"),
     ],
 )
-def test_damaged_files_are_named(small, name: str, content: str | bytes, words: str) -> None:
+def test_damaged_tokenizer_files_are_reported(
+    small, name: str, content: str | bytes, words: str
+) -> None:
     (small / name).write_bytes(content.encode() if isinstance(content, str) else content)
     with pytest.raises(ValueError, match=rf"{name}.*{words}"):
         tokenizers.load(small)
 
 
-def test_ids_with_a_hole_are_refused(small) -> None:
+def test_gap_in_token_ids_is_rejected(small) -> None:
     tokenizer = byte_level()
     tokenizer["added_tokens"][-1]["id"] += 1
     write(small, tokenizer)
@@ -78,13 +80,13 @@ def test_ids_with_a_hole_are_refused(small) -> None:
         tokenizers.load(small)
 
 
-def test_a_folder_without_a_tokenizer(tmp_path) -> None:
+def test_folder_without_a_tokenizer_is_reported(tmp_path) -> None:
     (tmp_path / "tokenizer_config.json").write_text("{}")
     with pytest.raises(FileNotFoundError, match=r"needs tokenizer.json or tokenizer.model"):
         tokenizers.load(tmp_path)
 
 
-def test_lone_surrogates_are_refused(small) -> None:
+def test_lone_surrogates_are_rejected(small) -> None:
     words = tokenizers.load(small)
     for ask in (words.encode, words.chat, words.count):
         with pytest.raises(ValueError, match="surrogates"):
@@ -115,7 +117,7 @@ def places(value, path=()):
 @pytest.mark.parametrize("kind", [byte_level, byte_fallback, unigram])
 @REAL_DAMAGE
 @given(data=st.data())
-def test_damage_is_refused_or_does_no_harm(tmp_path, kind, data) -> None:
+def test_random_damage_is_reported_or_harmless(tmp_path, kind, data) -> None:
     texts = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": "{{ bos_token }}"}
     config = CONFIG if kind is byte_level else texts | {"bos_token": None}
     decoder = (

@@ -56,7 +56,7 @@ def _learner(policy=POLICY, **mesh: int) -> Learner:
         (r"down_proj$", {"mlp/down"}),
     ],
 )
-def test_the_pattern_chooses(pattern: str, adapted: set[str]) -> None:
+def test_pattern_selects_the_adapted_kernels(pattern: str, adapted: set[str]) -> None:
     policy = dataclasses.replace(tiny.POLICY, lora=LoraConfig(pattern=pattern))
     assert set(policy.lora_targets) == adapted
     trained, _ = lora.split(policy, transformer.abstract_params(policy)[0])
@@ -85,7 +85,7 @@ def _shapes(policy):
         ({"pattern": "lm_head"}, r"lora\.pattern = 'lm_head': is in none of \['mlp\.down_proj'"),
     ],
 )
-def test_mistakes_are_named(change: dict, message: str) -> None:
+def test_invalid_lora_config_is_rejected(change: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(tiny.POLICY, lora=dataclasses.replace(ALL, **change))
 
@@ -102,7 +102,7 @@ def test_split_and_join_are_inverse() -> None:
 
 
 @pytest.mark.slow
-def test_fresh_adapters_change_nothing() -> None:
+def test_fresh_adapters_do_not_change_logits() -> None:
     learner = _learner()
     state = learner.init(tiny.weights())
     found = logits(POLICY, learner.cast(state.params), TOKENS)
@@ -112,7 +112,7 @@ def test_fresh_adapters_change_nothing() -> None:
     assert 0.9 * bound < np.abs(a).max() < bound and not np.array_equal(a[0], a[1])
 
 
-def test_merged_is_the_same_function() -> None:
+def test_merged_weights_give_the_same_logits() -> None:
     params = tiny.weights(POLICY)
     config, merged = lora.merge(POLICY, params)
     assert config == tiny.POLICY and _names(merged) == _names(tiny.weights())
@@ -125,7 +125,7 @@ def test_merged_is_the_same_function() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{}, {"data": 2, "fsdp": 2, "tensor": 2}], ids=["1", "8"])
-def test_an_update_trains_the_adapters_alone(mesh) -> None:
+def test_update_trains_only_the_adapters(mesh) -> None:
     learner, groups = _learner(**mesh), tiny.groups(5)
     params = tiny.weights(POLICY)
     start, frozen = lora.split(POLICY, params)
@@ -159,7 +159,7 @@ def _gradient_norm() -> float:
 
 
 @pytest.mark.slow
-def test_the_sampler_plays_with_the_adapters() -> None:
+def test_sampler_applies_the_adapters() -> None:
     config = SamplerConfig(
         0.0,
         max_tokens=8,
@@ -185,7 +185,7 @@ def test_the_sampler_plays_with_the_adapters() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
-def test_equals_peft(family: str, tmp_path) -> None:
+def test_saved_adapters_match_peft_logits_and_gradients(family: str, tmp_path) -> None:
     """PEFT reads the saved adapters: the same logits and gradients of the adapters."""
     torch = pytest.importorskip("torch", reason=families.REASON)
     peft = pytest.importorskip("peft", reason="the comparison needs peft (extra 'test')")

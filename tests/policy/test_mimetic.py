@@ -21,7 +21,7 @@ def attention(policy: PolicyConfig) -> dict:
 
 
 @pytest.mark.parametrize("head_size", [8, 12])  # 12: heads * head_size is not the width
-def test_heads_begin_by_looking_for_equal_tokens_and_copying_them(head_size):
+def test_initial_heads_attend_to_equal_tokens_and_copy_them(head_size):
     found = attention(dataclasses.replace(POLICY, head_size=head_size))
     for head in range(POLICY.heads):
         group = head // 2
@@ -35,7 +35,7 @@ def test_heads_begin_by_looking_for_equal_tokens_and_copying_them(head_size):
     assert not np.array_equal(found["k_kernel"][0], found["k_kernel"][1])
 
 
-def test_biases_begin_large_and_are_the_same_for_all_seeds():
+def test_initial_biases_are_large_and_equal_for_all_seeds():
     found, other = attention(POLICY), transformer.init(POLICY, jax.random.key(1))
     for name in ("q_bias", "k_bias"):
         assert 0.8 < np.std(found[name]) / mimetic.TASTE < 1.2
@@ -44,7 +44,7 @@ def test_biases_begin_large_and_are_the_same_for_all_seeds():
 
 
 @pytest.mark.parametrize("biases", [True, False])
-def test_something_tells_the_heads_of_a_group_apart(biases):
+def test_heads_of_a_group_differ_initially(biases):
     """Equal heads have equal gradients and stay equal forever."""
     found = attention(dataclasses.replace(POLICY, qkv_bias=biases, qk_norm=not biases))
     name = "q_bias" if biases else "q_kernel"
@@ -52,7 +52,7 @@ def test_something_tells_the_heads_of_a_group_apart(biases):
     assert not np.array_equal(heads[0], heads[1])
 
 
-def test_logical_axes_stay():
+def test_logical_axes_are_kept():
     boxes = transformer.boxed_init(POLICY, jax.random.key(0))["layers"]["attention"]
     axes = nn.get_partition_spec(boxes)
     assert tuple(axes["q_kernel"]) == ("layers", "embed", "heads", "head")

@@ -1,4 +1,4 @@
-"""Tests of experts: sorted and ragged against one by one, and a mesh against one device."""
+"""Tests of experts: ragged products against one expert at a time, meshes against one device."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _inputs(time=TIME, width=WIDTH, experts=EXPERTS):
 
 
 def _by_hand(x, weights, chosen, kernels):
-    """Reference: every expert on every token, of which the chosen ones are picked."""
+    """Reference: run every expert on every token, then pick the chosen ones."""
     gate, up, down = kernels
     hidden = nn.silu(jnp.einsum("btd,edf->btef", x, gate)) * jnp.einsum("btd,edf->btef", x, up)
     every = jnp.einsum("btef,efd->bted", hidden, down)
@@ -67,7 +67,7 @@ def _loss(mix):
     return lambda x, weights, chosen, kernels: jnp.sum(jnp.sin(mix(x, weights, chosen, kernels)))
 
 
-def test_router_weights() -> None:
+def test_router_weights_with_and_without_normalization() -> None:
     logits = jnp.log(jnp.array([0.1, 0.4, 0.2, 0.3]))
     weights, chosen = moe.route(logits, 2, normalized=False)
     assert chosen.tolist() == [1, 3]
@@ -76,14 +76,14 @@ def test_router_weights() -> None:
     np.testing.assert_allclose(weights, [4 / 7, 3 / 7], rtol=1e-6)
 
 
-def test_load_counts_real_tokens() -> None:
+def test_load_counts_only_real_tokens() -> None:
     chosen = jnp.array([[[0, 2], [2, 1], [1, 3]]])
     real = jnp.array([[True, True, False]])
     assert moe.load(chosen, 4, real).tolist() == [1, 1, 2, 0]
 
 
 @pytest.mark.slow
-def test_equals_one_expert_at_a_time() -> None:
+def test_mixture_equals_one_expert_at_a_time() -> None:
     inputs = _inputs()
     np.testing.assert_allclose(moe.mix(*inputs), _by_hand(*inputs), atol=1e-4)
     found = jax.grad(_loss(moe.mix), argnums=(0, 1, 3))(*inputs)
@@ -91,7 +91,7 @@ def test_equals_one_expert_at_a_time() -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), found, wanted)
 
 
-def test_all_tokens_to_the_same_experts_drop_none() -> None:
+def test_no_token_is_dropped_if_all_choose_the_same_experts() -> None:
     x, weights, chosen, kernels = _inputs()
     chosen = jnp.broadcast_to(jnp.array([5, 6, 7]), chosen.shape)
     found = moe.mix(x, weights, chosen, kernels)
@@ -99,7 +99,7 @@ def test_all_tokens_to_the_same_experts_drop_none() -> None:
 
 
 @on_meshes
-def test_a_mesh_equals_one_device(mesh) -> None:
+def test_mixture_on_a_mesh_equals_one_device(mesh) -> None:
     inputs = _inputs()
     wanted = jax.grad(_loss(moe.mix), argnums=(0, 1, 3))(*inputs)
     with jax.set_mesh(meshes.make_mesh(dict(mesh))):
@@ -126,7 +126,7 @@ def _assert_close(found, wanted, bound: float = 1e-5) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chunk", [1, 7, ROWS * TIME - 1])
-def test_chunks_change_nothing(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_do_not_change_the_mixture(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moe, "CHUNK", chunk)
     _assert_close(_both(moe.mix, _inputs()), _both(_by_hand, _inputs()))
 
@@ -146,7 +146,7 @@ def test_chunks_change_nothing(chunk: int, monkeypatch: pytest.MonkeyPatch) -> N
     ],
     ids=str,
 )
-def test_chunks_on_a_mesh_equal_one_device(mesh, sizes, monkeypatch) -> None:
+def test_chunked_mixture_on_a_mesh_equals_one_device(mesh, sizes, monkeypatch) -> None:
     wanted = _both(_by_hand, _inputs(**sizes))
     monkeypatch.setattr(moe, "CHUNK", 6)
     with jax.set_mesh(meshes.make_mesh(mesh)):
@@ -155,7 +155,9 @@ def test_chunks_on_a_mesh_equal_one_device(mesh, sizes, monkeypatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{"context": 8}, {"context": 4, "fsdp": 2}], ids=str)
-def test_reduce_scatters_in_two_stages(mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_stage_reduce_scatters_give_the_same_mixture(
+    mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
     inputs = _inputs(time=8, width=16)
     monkeypatch.setattr(collectives, "_ONE_STAGE", 2)
     with jax.set_mesh(meshes.make_mesh(mesh)):
@@ -164,7 +166,7 @@ def test_reduce_scatters_in_two_stages(mesh, monkeypatch: pytest.MonkeyPatch) ->
     assert program.count("stablehlo.reduce_scatter") == 3 * (1 + len(mesh))
 
 
-def test_few_tokens_have_neither_loop_nor_padding() -> None:
+def test_program_for_few_tokens_has_neither_loop_nor_padding() -> None:
     program = jax.jit(lambda *x: _both(moe.mix, x)).lower(*_inputs()).as_text()
     assert "stablehlo.while" not in program and "stablehlo.pad" not in program
 
@@ -172,7 +174,7 @@ def test_few_tokens_have_neither_loop_nor_padding() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{}, {"data": 8}, {"fsdp": 2, "context": 2, "expert": 2}], ids=str)
 def test_kernel_gradients_are_summed_in_float32(mesh, monkeypatch) -> None:
-    """Over 256 chunks of a device, and over devices: only the final rounding is left."""
+    """The error of sums over 256 chunks and over devices is only the final rounding."""
     rng = np.random.default_rng(0)
     rows, time, experts = 8, 512, 2
 
@@ -200,7 +202,7 @@ def test_kernel_gradients_are_summed_in_float32(mesh, monkeypatch) -> None:
 
 
 @pytest.mark.slow
-def test_memory_does_not_grow_with_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_temporary_memory_does_not_grow_with_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = jax.ShapeDtypeStruct((EXPERTS, 64, HIDDEN), jnp.float32)
     kernels = kernel, kernel, jax.ShapeDtypeStruct((EXPERTS, HIDDEN, 64), jnp.float32)
 
@@ -232,7 +234,7 @@ COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
     ],
     ids=str,
 )
-def test_collectives(mesh, forward, backward) -> None:
+def test_collectives_of_the_mixture(mesh, forward, backward) -> None:
     """Kernels are gathered in bfloat16, and their gradients summed in float32."""
     x, weights, chosen, kernels = _inputs(time=8, width=16)
     x, weights, kernels = jax.tree.map(lambda x: x.astype(jnp.bfloat16), (x, weights, kernels))
@@ -253,8 +255,8 @@ def test_collectives(mesh, forward, backward) -> None:
         assert (f"{held}x16x{hidden}xf32" in program) == (function is back)
 
 
-def test_frozen_experts_have_no_gradient() -> None:
-    """With adapters no expert is trained: the program has nothing of its gradient."""
+def test_gradients_of_frozen_experts_are_not_computed() -> None:
+    """With adapters no expert is trained, so the program reduces no gradients of experts."""
     x, weights, chosen, kernels = _inputs(time=8, width=32)
 
     def to_x(x):
@@ -279,7 +281,7 @@ def test_each_device_holds_and_computes_its_own_experts() -> None:
 
 
 @pytest.mark.slow
-def test_rows_of_all_layers_are_split_over_the_expert_axis_too() -> None:
+def test_attention_rows_are_split_over_the_expert_axis() -> None:
     """Each of eight devices attends for one of eight rows."""
     mesh = meshes.make_mesh({"expert": 8})
     shapes, axes = transformer.abstract_params(POLICY)
@@ -308,7 +310,7 @@ def _update(mesh: tuple[tuple[str, int], ...]):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES[1::3], ids=str)
-def test_an_update_on_a_mesh_equals_one_device(mesh) -> None:
+def test_update_on_a_mesh_equals_one_device(mesh) -> None:
     params, numbers = _update(mesh)
     wanted_params, wanted = _update(())
     for name, value in wanted.items():
@@ -319,7 +321,7 @@ def test_an_update_on_a_mesh_equals_one_device(mesh) -> None:
 
 @pytest.mark.slow
 def test_router_load_is_reported() -> None:
-    """Weights of zero leave a tie, which top_k gives to the first experts."""
+    """Router weights of zero make a tie, and top_k then chooses the first experts."""
     learner = Learner(
         POLICY,
         OptimizerConfig(),

@@ -30,7 +30,7 @@ def _rotate(x: np.ndarray, positions: list[int], theta: float = 1e4):
     return np.asarray(rope.rotate(jnp.asarray(x), *angles))
 
 
-def test_equals_complex_rotation() -> None:
+def test_rotation_equals_complex_multiplication() -> None:
     x = np.random.default_rng(0).normal(size=(1, 3, 2, 8)).astype(np.float32)
     positions = [0, 5, 1000]
     angles = np.outer(positions, 1e4 ** -(np.arange(4) / 4))[None, :, None]
@@ -40,7 +40,7 @@ def test_equals_complex_rotation() -> None:
     np.testing.assert_allclose(_rotate(x, positions)[:, :2], wanted[:, :2], atol=2e-6)
 
 
-def test_products_depend_on_the_distance_only() -> None:
+def test_dot_products_depend_only_on_the_distance() -> None:
     q, k = np.random.default_rng(1).normal(size=(2, 1, 1, 1, 16)).astype(np.float32)
     near = np.sum(_rotate(q, [9]) * _rotate(k, [4]))
     far = np.sum(_rotate(q, [20_009]) * _rotate(k, [20_004]))
@@ -49,7 +49,7 @@ def test_products_depend_on_the_distance_only() -> None:
 
 
 @pytest.mark.slow
-def test_neighbors_differ_in_bfloat16_too() -> None:
+def test_adjacent_positions_differ_in_bfloat16() -> None:
     x = jnp.ones((1, 2, 1, 8), jnp.bfloat16)
     turned = rope.rotate(x, *rope.rotary(jnp.array([[256, 257]]), 8, RopeConfig(1e4)))
     assert turned.dtype == jnp.bfloat16
@@ -70,8 +70,8 @@ def test_neighbors_differ_in_bfloat16_too() -> None:
     ],
     ids=lambda value: value["rope_type"] if isinstance(value, dict) else str(value),
 )
-def test_every_position_equals_transformers(theta, head_size, scaling) -> None:
-    """All 131,072 positions.
+def test_angles_of_every_position_equal_transformers(theta, head_size, scaling) -> None:
+    """Compare all 131,072 positions.
 
     One unit in the last place of one frequency could be an error of .008. The largest difference is
     4e-6, where transformers' power is rounded the other way.
@@ -93,7 +93,7 @@ def test_every_position_equals_transformers(theta, head_size, scaling) -> None:
         assert difference.max() < 1e-5
 
 
-def test_yarn_by_hand() -> None:
+def test_yarn_frequencies_and_scale_by_hand() -> None:
     """Fast pairs keep their frequency, slow ones get a quarter of it, and scores grow."""
     stretched = rope.from_hf({"rope_scaling": YARN, "rope_theta": 1e6}, 131_072)
     ratio = rope.frequencies(stretched, 128) / rope.frequencies(RopeConfig(1e6), 128)
@@ -107,7 +107,7 @@ def test_yarn_by_hand() -> None:
 
 @pytest.mark.parametrize("field", ["rope_scaling", "rope_parameters"])
 @pytest.mark.parametrize("scaling", [LLAMA3, YARN, {"type": "linear", "factor": 2}], ids=str)
-def test_both_ways_of_writing_it(field: str, scaling: dict) -> None:
+def test_both_config_fields_for_scaling_are_read(field: str, scaling: dict) -> None:
     raw = {field: scaling | ({"rope_theta": 5e5} if field == "rope_parameters" else {})}
     read = rope.from_hf(raw | {"rope_theta": 5e5}, FAR)
     assert (read.theta, read.kind) == (5e5, scaling.get("rope_type", scaling.get("type")))
@@ -115,7 +115,7 @@ def test_both_ways_of_writing_it(field: str, scaling: dict) -> None:
     assert rope.from_hf(rope.to_hf(read), FAR) == read
 
 
-def test_what_a_file_may_leave_out() -> None:
+def test_missing_fields_have_defaults() -> None:
     assert rope.from_hf({}, 2048) == RopeConfig()
     assert rope.from_hf({"rope_theta": 7, "rope_scaling": None}, 2048) == RopeConfig(7.0)
     read = rope.from_hf({"rope_scaling": {"type": "yarn", "factor": 2}}, 2048)
@@ -146,7 +146,7 @@ def test_what_a_file_may_leave_out() -> None:
     ],
     ids=str,
 )
-def test_mistakes_are_named(scaling, message: str) -> None:
+def test_invalid_scaling_is_rejected(scaling, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         rope.from_hf({"rope_scaling": scaling}, 2048)
 
@@ -166,7 +166,7 @@ _JSON = st.recursive(
         ),
     )
 )
-def test_any_scaling_is_read_or_refused(scaling: dict) -> None:
+def test_arbitrary_scaling_is_read_or_rejected(scaling: dict) -> None:
     try:
         read = rope.from_hf({"rope_scaling": scaling}, 2048)
     except ValueError as error:
@@ -177,7 +177,7 @@ def test_any_scaling_is_read_or_refused(scaling: dict) -> None:
         assert np.isfinite(frequencies).all() and (frequencies >= 0).all()
 
 
-def test_fields_of_other_kinds_are_checked_too() -> None:
+def test_invalid_rope_config_is_rejected() -> None:
     with pytest.raises(ValueError, match=r"rope\.kind = 'ntk': must be one of"):
         RopeConfig(kind="ntk")
     with pytest.raises(ValueError, match=r"rope\.theta = 1: must be a number above 1"):

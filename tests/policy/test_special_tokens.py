@@ -1,6 +1,6 @@
 """Tests that no document, question or answer escapes from its place in a prompt.
 
-1. A prompt with hostile texts equals the prompt with harmless ones, each exchanged in its place.
+1. A prompt with hostile texts equals the prompt with harmless ones, each replaced in its place.
 2. The chat of such a prompt has the control tokens of its layout, and no others. Control tokens in
    the texts are text, and decode to the same text.
 """
@@ -81,7 +81,7 @@ def all_prompts(name: str, said: Sequence[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_texts_stand_in_their_places_and_nowhere_else(name: str) -> None:
+def test_texts_appear_only_in_their_places_of_a_prompt(name: str) -> None:
     frames = all_prompts(name, PLACES)
     assert not any("⟦" in text for text in TEMPLATES)
 
@@ -128,7 +128,7 @@ def controls(tokenizer: Tokenizer) -> set[int]:
 
 
 def check_chat(tokenizer: Tokenizer, text: str) -> None:
-    """The layout's control tokens only, and the text unchanged, in one turn and in several."""
+    """Check for the layout's control tokens only, and unchanged text, in one turn and several."""
     special = controls(tokenizer)
 
     def frame(*turns: str) -> list[int]:
@@ -147,14 +147,14 @@ def check_chat(tokenizer: Tokenizer, text: str) -> None:
 @given(hostile)
 @example("".join(CONTROLS))
 @example("".join(PIECES))
-def test_the_shipped_tokenizer_writes_no_control_for_a_text(text: str) -> None:
+def test_shipped_tokenizer_encodes_text_without_control_tokens(text: str) -> None:
     check_chat(tiny(), text)
     assert tiny().chat(text)[1:-1] == tiny().encode(text)
     assert len(controls(tiny())) == 4  # the end, the padding, and the two turns
 
 
 @pytest.mark.parametrize("kind", ["chatml", "llama"])
-def test_hugging_face_tokenizers_write_no_control_for_a_text(kind: str) -> None:
+def test_hf_tokenizers_encode_text_without_control_tokens(kind: str) -> None:
     tokenizer = small(kind)
 
     @given(hostile)
@@ -170,7 +170,7 @@ def test_hugging_face_tokenizers_write_no_control_for_a_text(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["tiny", "chatml", "llama"])
 @settings(max_examples=20)
 @given(said=texts)
-def test_every_prompt_has_the_controls_of_its_layout(kind: str, said: list[str]) -> None:
+def test_prompts_have_only_the_control_tokens_of_their_layout(kind: str, said: list[str]) -> None:
     tokenizer = tiny() if kind == "tiny" else small(kind)
     special = controls(tokenizer)
     for name in SETS:
@@ -180,7 +180,7 @@ def test_every_prompt_has_the_controls_of_its_layout(kind: str, said: list[str])
 
 
 @pytest.mark.parametrize("name", REAL)
-def test_real_tokenizers_write_no_control_for_a_text(spell_data, name: str) -> None:
+def test_real_tokenizers_encode_text_without_control_tokens(spell_data, name: str) -> None:
     tokenizer = load(real(spell_data, name))
 
     @settings(max_examples=30)

@@ -43,7 +43,7 @@ KINDS = ("sentencepiece", "unigram", "byte level", "byte fallback", "word piece"
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data())
-def test_a_stream_says_what_decode_says(kind: str, data) -> None:
+def test_streamed_text_equals_decode(kind: str, data) -> None:
     words = streamed(kind)
     known = st.integers(-1, words.vocab_size)
     text = st.text(max_size=10).map(words.encode)
@@ -56,7 +56,7 @@ def test_a_stream_says_what_decode_says(kind: str, data) -> None:
 
 @pytest.mark.parametrize("kind", KINDS[2:4])
 @pytest.mark.parametrize("byte", ["F0", "9F", "FF"])
-def test_a_stream_of_broken_bytes(kind: str, byte: str) -> None:
+def test_streamed_invalid_bytes_equal_decode(kind: str, byte: str) -> None:
     words = streamed(kind)
     letter = {"F0": "ð", "9F": "Ł", "FF": "ÿ"}[byte] if kind == "byte level" else f"<0x{byte}>"
     ids = ids_of(words, letter) * 50 + words.encode("a🙂b")
@@ -64,7 +64,7 @@ def test_a_stream_of_broken_bytes(kind: str, byte: str) -> None:
     assert "".join([*map(stream.push, ids), stream.finish()]) == words.decode(ids)
 
 
-def test_a_stream_holds_bytes_over_a_run_of_markers() -> None:
+def test_stream_holds_partial_characters_across_markers() -> None:
     words = streamed("sentencepiece")
     half, marker = words.encode("€")[0], words.chat("")[0]
     ids = [half] * 3 + [marker] * 20 + words.encode("a")
@@ -72,7 +72,7 @@ def test_a_stream_holds_bytes_over_a_run_of_markers() -> None:
     assert "".join([*map(stream.push, ids), stream.finish()]) == words.decode(ids)
 
 
-def test_a_stream_waits_for_whole_characters_only() -> None:
+def test_stream_waits_only_for_whole_characters() -> None:
     words = streamed("byte level")
     stream = words.stream()
     assert [stream.push(i) for i in words.encode("a🙂b")] == ["a", "", "", "", "🙂", "b"]
@@ -80,7 +80,7 @@ def test_a_stream_waits_for_whole_characters_only() -> None:
     assert stream.finish() == "\ufffd"
 
 
-def test_a_stream_decodes_a_window(monkeypatch) -> None:
+def test_stream_decodes_a_bounded_window(monkeypatch) -> None:
     words = streamed("byte level")
     sizes = []
     decode = words.decode
@@ -92,7 +92,7 @@ def test_a_stream_decodes_a_window(monkeypatch) -> None:
 
 
 @pytest.mark.slow
-def test_a_stream_of_a_real_tokenizer(spell_data) -> None:
+def test_stream_of_a_real_tokenizer_equals_decode(spell_data) -> None:
     words = load(real(spell_data, "qwen3"))
     ids = words.encode(documents(spell_data)[0] + "🙂你好" * 9) + words.chat("é")
     stream = words.stream()

@@ -21,23 +21,23 @@ def tokenizer() -> SentencePieceTokenizer:
 @given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\u2581")))
 @example("two  spaces, a\ttab,\r\n newlines\n\n and a trailing one ")
 @example("naïve 你好 🙂 \x00\x07")
-def test_any_text_comes_back(text: str) -> None:
+def test_any_text_survives_encode_and_decode(text: str) -> None:
     assert tokenizer().decode(tokenizer().encode(text)) == text
 
 
-def test_the_space_symbol_of_sentencepiece_comes_back_as_a_space() -> None:
+def test_sentencepiece_space_symbol_decodes_to_a_space() -> None:
     assert tokenizer().decode(tokenizer().encode("a\u2581b")) == "a b"
 
 
 @pytest.mark.parametrize("text", [USER, ASSISTANT, f"x{ASSISTANT}y", "</s>", "<s>", "<pad>"])
-def test_no_text_makes_a_control_token(text: str) -> None:
+def test_text_never_encodes_to_a_control_token(text: str) -> None:
     t = tokenizer()
     turn = t.chat("")
     assert not {t.eos_id, t.pad_id, *turn} & set(t.encode(text))
     assert t.decode(t.encode(text)) == text
 
 
-def test_layout_of_a_turn() -> None:
+def test_chat_layout_of_one_turn() -> None:
     t = tokenizer()
     user, *inside, assistant = t.chat("Who signed?")
     assert inside == t.encode("Who signed?")
@@ -46,7 +46,7 @@ def test_layout_of_a_turn() -> None:
     assert t.stop_ids == (t.eos_id,)
 
 
-def test_layout_of_several_turns() -> None:
+def test_chat_layout_of_several_turns() -> None:
     t = tokenizer()
     turns = [("user", "Who signed?"), ("assistant", "Mia"), ("user", "When?")]
     chat = [{"role": role, "content": text} for role, text in turns]
@@ -58,18 +58,18 @@ def test_layout_of_several_turns() -> None:
             t.chat(wrong)
 
 
-def test_ids_that_have_no_token_are_left_out() -> None:
+def test_decode_skips_ids_that_have_no_token() -> None:
     t = tokenizer()
     assert t.decode([-1, *t.encode("Mia"), t.vocab_size, 10**30]) == "Mia"
 
 
-def test_its_layout_has_no_thinking(tmp_path) -> None:
+def test_thinking_is_rejected_for_a_sentencepiece_folder(tmp_path) -> None:
     tokenizer().save(tmp_path)
     with pytest.raises(ValueError, match=r"thinking = False: .*tokenizer\.model has none"):
         tokenizers.load(tmp_path, thinking=False)
 
 
-def test_symbols_are_one_token_wherever_they_stand() -> None:
+def test_symbols_are_one_token_in_any_position() -> None:
     t = tokenizer()
     assert t.count("[[YES]]") == t.count("\n") == 1
     assert t.count("a[[YES]]b\n") == t.count("a") + 1 + t.count("b") + 1
@@ -86,7 +86,7 @@ def test_save_and_load(tmp_path) -> None:
     assert tokenizers.load(tmp_path).encode(TEXTS[1]) == tokenizer().encode(TEXTS[1])
 
 
-def test_files_that_are_not_ours_are_named(tmp_path) -> None:
+def test_missing_or_damaged_model_file_is_reported(tmp_path) -> None:
     with pytest.raises(FileNotFoundError, match=f"needs tokenizer.json or {MODEL_FILE}"):
         tokenizers.load(tmp_path)
     for damaged in (b"", b"no model", tokenizer().model[:500]):
@@ -103,7 +103,7 @@ def trained(tmp_path, **options) -> SentencePieceTokenizer:
     return SentencePieceTokenizer(prefix.with_suffix(".model").read_bytes())
 
 
-def test_a_model_without_turn_markers_has_no_chat(tmp_path) -> None:
+def test_model_without_turn_markers_has_no_chat(tmp_path) -> None:
     plain = trained(tmp_path, vocab_size=35)
     assert plain.decode(plain.encode("Mia signed")) == "Mia signed"
     assert plain.pad_id == plain.eos_id == 2
@@ -111,13 +111,13 @@ def test_a_model_without_turn_markers_has_no_chat(tmp_path) -> None:
         plain.chat("Who signed?")
 
 
-def test_turn_markers_that_texts_can_write_make_no_chat(tmp_path) -> None:
+def test_turn_markers_writable_by_text_give_no_chat_layout(tmp_path) -> None:
     open_ = trained(tmp_path, vocab_size=40, pad_id=3, user_defined_symbols=[USER, ASSISTANT])
     with pytest.raises(ValueError, match="has no chat layout"):
         open_.chat("Who signed?")
 
 
-def test_a_model_without_an_end_is_refused(tmp_path) -> None:
+def test_model_without_an_end_token_is_rejected(tmp_path) -> None:
     with pytest.raises(ValueError, match="no end token"):
         trained(tmp_path, vocab_size=35, eos_id=-1)
 
@@ -125,8 +125,8 @@ def test_a_model_without_an_end_is_refused(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("name", "size"), [("mistral-v1.model", 32_000), ("sp_test_model.model", 1000)]
 )
-def test_models_of_others(spell_data, tmp_path, name: str, size: int) -> None:
-    """As in the sentencepiece package."""
+def test_third_party_models_match_sentencepiece(spell_data, tmp_path, name: str, size: int) -> None:
+    """Compare with the sentencepiece package."""
     path = spell_data / "tokenizers" / "sentencepiece" / name
     (tmp_path / MODEL_FILE).write_bytes(path.read_bytes())
     found, wanted = tokenizers.load(tmp_path), sentencepiece.SentencePieceProcessor(str(path))

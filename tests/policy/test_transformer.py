@@ -30,7 +30,7 @@ VARIANTS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("change", VARIANTS, ids=str)
-def test_variants_run_and_every_parameter_matters(change: dict) -> None:
+def test_every_parameter_of_each_variant_has_a_gradient(change: dict) -> None:
     policy = dataclasses.replace(tiny.POLICY, **change)
     params = tiny.weights(policy)
 
@@ -50,7 +50,7 @@ def test_logits_are_causal() -> None:
     assert np.abs(before[:, 12:] - after[:, 12:]).max(axis=-1).min() > 1e-4
 
 
-def test_an_answer_behind_its_prompt_in_a_packed_row() -> None:
+def test_packed_answers_score_as_if_each_were_alone() -> None:
     """Two answers after one prompt score as each would alone."""
     prompt, first, second = TOKENS[0, :6], TOKENS[0, 6:10], TOKENS[1, :5]
     packed = np.concatenate([prompt, first, second])[None]
@@ -71,8 +71,8 @@ def test_an_answer_behind_its_prompt_in_a_packed_row() -> None:
 
 
 @pytest.mark.slow
-def test_remat_keeps_what_its_name_says() -> None:
-    """Numbers kept for the backward pass; learner/test_update.py tests the gradients."""
+def test_remat_policies_keep_the_expected_activations() -> None:
+    """Count the numbers kept for the backward pass; learner/test_update.py tests gradients."""
 
     def kept(remat: str) -> int:
         policy = dataclasses.replace(tiny.POLICY, remat=remat)
@@ -87,8 +87,8 @@ def test_remat_keeps_what_its_name_says() -> None:
     assert attention < dots < none
 
 
-def test_offload_puts_what_blocks_begin_with_on_the_host() -> None:
-    """Visible in the program for TPUs; it is left out for CPUs, whose memory is the host's."""
+def test_offload_remat_puts_block_inputs_on_the_host() -> None:
+    """Only the program for TPUs shows it, since the memory of a CPU is the host's."""
 
     def text(remat: str) -> str:
         policy = dataclasses.replace(tiny.POLICY, remat=remat)
@@ -98,8 +98,8 @@ def test_offload_puts_what_blocks_begin_with_on_the_host() -> None:
     assert "pinned_host" in text("offload") and "pinned_host" not in text("block")
 
 
-def test_gradients_of_matrices_are_summed_in_float32() -> None:
-    """Each is the float32 result of one product of bfloat16 numbers; biases are summed so too."""
+def test_kernel_and_bias_gradients_are_summed_in_float32() -> None:
+    """A kernel's gradient is the float32 result of one product of bfloat16 numbers."""
     low = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), tiny.weights())
     gradient = jax.grad(lambda p: transformer.logits(tiny.POLICY, p, TOKENS).sum())
     made = list(programs.equations(jax.make_jaxpr(gradient)(low).jaxpr))
@@ -121,7 +121,7 @@ def test_gradients_of_matrices_are_summed_in_float32() -> None:
         assert dtypes == {jnp.dtype(jnp.float32)}, name
 
 
-def test_init_is_plain_finite_and_depends_on_the_key_only() -> None:
+def test_init_has_the_expected_scale_and_depends_only_on_the_key() -> None:
     run = jax.jit(transformer.init, static_argnums=0)
     params, again = run(tiny.POLICY, jax.random.key(3)), run(tiny.POLICY, jax.random.key(3))
     other = run(tiny.POLICY, jax.random.key(4))

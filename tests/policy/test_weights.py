@@ -1,4 +1,4 @@
-"""Tests of Hugging Face folders: the same bits out and in, and errors that name the damage."""
+"""Tests of Hugging Face folders: bit-identical round trips, and errors that name the damage."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ POLICIES |= {
     for name, policy in POLICIES.items()
 }
 every_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-SHARD = 10_000  # bytes: the embedding fits, everything does not
+SHARD = 10_000  # bytes: enough for the embedding, not for all weights
 
 
 def write_tensors(folder: pathlib.Path, tensors: dict[str, np.ndarray]) -> None:
@@ -91,7 +91,7 @@ def _change_json(path: pathlib.Path, change: Callable[[dict[str, Any]], Any]) ->
 
 
 @every_policy
-def test_the_table_has_the_parameters_of_the_model(policy: PolicyConfig) -> None:
+def test_weight_table_has_all_parameters_of_the_model(policy: PolicyConfig) -> None:
     shapes = flatten_dict(transformer.abstract_params(policy)[0], sep="/")
     sizes = weights._sizes(policy)
     found = {path: entry.our_shape(sizes) for path, entry in weights.table(policy).items()}
@@ -125,7 +125,7 @@ def test_bfloat16_round_trip_is_bit_identical(policy: PolicyConfig, tmp_path) ->
 
 
 @pytest.mark.parametrize("block", [1, 200, 1_000])
-def test_small_blocks_read_the_same(block: int, tmp_path, monkeypatch) -> None:
+def test_small_read_blocks_give_identical_weights(block: int, tmp_path, monkeypatch) -> None:
     policy = POLICIES["qwen3_moe untied"]
     monkeypatch.setattr(weights, "BLOCK_BYTES", block)
     monkeypatch.setattr(weights, "STRIP_ROWS", 3)
@@ -133,7 +133,7 @@ def test_small_blocks_read_the_same(block: int, tmp_path, monkeypatch) -> None:
     assert_same_bits(weights.load(tmp_path / "a")[1], tiny.weights(policy))
 
 
-def test_names_and_layout_of_the_file(tmp_path) -> None:
+def test_tensor_names_and_layout_of_a_file(tmp_path) -> None:
     tensors = read_tensors(_saved(tmp_path))
     assert len(tensors) == 2 + 2 * 12
     attention = tiny.weights()["layers"]["attention"]
@@ -143,7 +143,7 @@ def test_names_and_layout_of_the_file(tmp_path) -> None:
     np.testing.assert_array_equal(out, attention["o_kernel"][0].reshape(32, 32).T)
 
 
-def test_names_and_layout_of_experts(tmp_path) -> None:
+def test_tensor_names_and_layout_of_experts(tmp_path) -> None:
     policy = POLICIES["qwen3_moe"]
     weights.save(tmp_path / "policy", policy, tiny.weights(policy))
     tensors = read_tensors(tmp_path / "policy")
@@ -160,7 +160,7 @@ def test_names_and_layout_of_experts(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
-def test_half_sized_files_are_read(dtype, tmp_path) -> None:
+def test_half_precision_files_are_read(dtype, tmp_path) -> None:
     folder = _saved(tmp_path)
     _change(folder, lambda t: t.update({k: v.astype(dtype) for k, v in t.items()}))
     _, params = weights.load(folder)
@@ -169,7 +169,7 @@ def test_half_sized_files_are_read(dtype, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe untied"])
-def test_names_may_lack_their_model(name: str, tmp_path) -> None:
+def test_tensor_names_may_lack_the_model_prefix(name: str, tmp_path) -> None:
     policy = POLICIES[name]
     weights.save(tmp_path, policy, tiny.weights(policy))
     write_tensors(
@@ -178,7 +178,7 @@ def test_names_may_lack_their_model(name: str, tmp_path) -> None:
     assert_same_bits(weights.load(tmp_path)[1], tiny.weights(policy))
 
 
-def test_an_embedding_model_may_lack_its_output_projection(tmp_path) -> None:
+def test_embedding_model_may_lack_its_output_projection(tmp_path) -> None:
     """Like Qwen3-Embedding: names without "model.", and no lm_head despite the config."""
     policy = POLICIES["qwen3"]
     untied = dataclasses.replace(policy, tied_embeddings=False)
@@ -195,21 +195,21 @@ def test_an_embedding_model_may_lack_its_output_projection(tmp_path) -> None:
         weights.load(tmp_path)
 
 
-def test_a_mixture_of_both_spellings_is_refused(tmp_path) -> None:
+def test_mixed_tensor_name_prefixes_are_rejected(tmp_path) -> None:
     folder = _saved(tmp_path)
     _change(folder, lambda t: t.update({"norm.weight": t.pop(NORM)}))
     with pytest.raises(ValueError, match=rf"model\.safetensors: tensor {NORM} is missing"):
         weights.load(folder)
 
 
-def test_rotary_frequencies_of_old_files_are_passed_over(tmp_path) -> None:
+def test_rotary_frequencies_of_old_files_are_ignored(tmp_path) -> None:
     folder = _saved(tmp_path)
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
     _change(folder, lambda t: t.update({name: np.ones(4, np.float32)}))
     assert_same_bits(weights.load(folder)[1], tiny.weights())
 
 
-def test_a_tied_policy_may_have_a_second_copy(tmp_path, monkeypatch) -> None:
+def test_tied_policy_accepts_only_an_identical_lm_head(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(weights, "BLOCK_BYTES", 1_000)  # several blocks
     folder = _saved(tmp_path)
     table = tiny.weights()["embedding"]
@@ -232,7 +232,7 @@ def test_a_tied_policy_may_have_a_second_copy(tmp_path, monkeypatch) -> None:
         weights.load(folder)
 
 
-def test_an_unknown_dtype_is_named(tmp_path) -> None:
+def test_unsupported_dtype_is_rejected(tmp_path) -> None:
     folder = _saved(tmp_path)
     with pytest.raises(ValueError, match=r"dtype = 'float16': must be one of \('float32', 'bf"):
         weights.load(folder, dtype="float16")
@@ -240,7 +240,7 @@ def test_an_unknown_dtype_is_named(tmp_path) -> None:
         weights.save(folder, tiny.POLICY, tiny.weights(), dtype="float16")
 
 
-# ---------------------------------------------------------------------------------- Refused folders
+# --------------------------------------------------------------------------------- Rejected folders
 
 
 NORM, UP = "model.norm.weight", "model.layers.1.mlp.up_proj.weight"
@@ -265,7 +265,9 @@ HEAD = "lm_head.weight"
     ],
     ids=["missing", "extra", "transposed", "short", "axis", "int", "double", "float8", "empty"],
 )
-def test_wrong_tensors_are_named(change, message: str, tmp_path, monkeypatch) -> None:
+def test_wrong_tensors_are_reported_before_any_read(
+    change, message: str, tmp_path, monkeypatch
+) -> None:
     folder = _saved(tmp_path)
     _change(folder, change)
     monkeypatch.setattr(files.Tensor, "read", lambda *_: pytest.fail("read before all was checked"))
@@ -275,7 +277,7 @@ def test_wrong_tensors_are_named(change, message: str, tmp_path, monkeypatch) ->
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("kind", [np.float32, np.float16, ml_dtypes.bfloat16])
-def test_values_that_are_not_finite_are_named(value: float, kind, tmp_path) -> None:
+def test_non_finite_values_are_reported(value: float, kind, tmp_path) -> None:
     folder = _saved(tmp_path)
     _change(folder, lambda t: t.update({k: v.astype(kind) for k, v in t.items()}))
     _change(folder, lambda t: t[UP].__setitem__((47, 31), value))
@@ -284,7 +286,7 @@ def test_values_that_are_not_finite_are_named(value: float, kind, tmp_path) -> N
             weights.load(folder, dtype=dtype)
 
 
-def test_values_too_large_for_bfloat16_are_named(tmp_path) -> None:
+def test_values_that_overflow_bfloat16_are_reported(tmp_path) -> None:
     folder = _saved(tmp_path)
     _change(folder, lambda t: t[UP].__setitem__((0, 0), 3.4e38))
     weights.load(folder)
@@ -292,7 +294,7 @@ def test_values_too_large_for_bfloat16_are_named(tmp_path) -> None:
         weights.load(folder, dtype="bfloat16")
 
 
-def test_more_layers_than_the_config_says_are_named(tmp_path) -> None:
+def test_layers_that_are_not_in_the_config_are_reported(tmp_path) -> None:
     folder = _saved(tmp_path)
     _change_json(folder / "config.json", lambda c: c.update(num_hidden_layers=1))
     with pytest.raises(ValueError, match=r"unknown tensor model\.layers\.1\."):
@@ -300,7 +302,7 @@ def test_more_layers_than_the_config_says_are_named(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("keep", [0, 5, 200, -10])
-def test_a_truncated_file_is_named(keep: int, tmp_path) -> None:
+def test_truncated_file_is_reported(keep: int, tmp_path) -> None:
     folder = _saved(tmp_path)
     path = folder / files.SINGLE
     path.write_bytes(path.read_bytes()[:keep])
@@ -309,21 +311,21 @@ def test_a_truncated_file_is_named(keep: int, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
-def test_a_missing_file_is_named(name: str, tmp_path) -> None:
+def test_missing_file_is_reported(name: str, tmp_path) -> None:
     folder = _saved(tmp_path)
     (folder / name).unlink()
     with pytest.raises(FileNotFoundError, match=name):
         weights.load(folder)
 
 
-def test_an_unsupported_config_is_named(tmp_path) -> None:
+def test_unsupported_config_is_reported(tmp_path) -> None:
     folder = _saved(tmp_path)
     _change_json(folder / "config.json", lambda c: c.update(hidden_act="gelu"))
     with pytest.raises(ValueError, match=r"config\.json: hidden_act = 'gelu'"):
         weights.load(folder)
 
 
-def test_a_tensor_twice_in_one_header_is_named(tmp_path) -> None:
+def test_duplicate_tensor_in_a_header_is_reported(tmp_path) -> None:
     folder = _saved(tmp_path)
     path = folder / files.SINGLE
     content = path.read_bytes()
@@ -332,7 +334,7 @@ def test_a_tensor_twice_in_one_header_is_named(tmp_path) -> None:
     entry = json.dumps({NORM: json.loads(header)[NORM]}).encode()[1:-1]
     header = header[:-1] + b"," + entry + b"}"
     path.write_bytes(len(header).to_bytes(8, "little") + header + content[8 + size :])
-    safetensors.numpy.load_file(path)  # where the library sees nothing
+    safetensors.numpy.load_file(path)  # the library reports nothing
     with pytest.raises(ValueError, match=rf"model\.safetensors: damaged \({NORM} is there twice"):
         weights.load(folder)
 
@@ -417,7 +419,9 @@ SHARD_NAME = r"model-\d{5}-of-\d{5}\.safetensors"
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_wrong_shards_are_named(damage, error, message: str, tmp_path, monkeypatch) -> None:
+def test_inconsistent_shards_are_reported_before_any_read(
+    damage, error, message: str, tmp_path, monkeypatch
+) -> None:
     folder = _sharded(tmp_path)
     damage(folder)
     monkeypatch.setattr(files.Tensor, "read", lambda *_: pytest.fail("read before all was checked"))
@@ -425,7 +429,7 @@ def test_wrong_shards_are_named(damage, error, message: str, tmp_path, monkeypat
         weights.load(folder)
 
 
-def test_shards_may_be_links_as_in_the_cache_of_the_hub(tmp_path) -> None:
+def test_shards_may_be_symlinks_as_in_the_hub_cache(tmp_path) -> None:
     folder = _sharded(tmp_path)
     (tmp_path / "blobs").mkdir()
     for number, path in enumerate(sorted(folder.iterdir())):
@@ -437,7 +441,7 @@ def test_shards_may_be_links_as_in_the_cache_of_the_hub(tmp_path) -> None:
 # -------------------------------------------------------------------------------------- Tokenizer
 
 
-def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path) -> None:
+def test_tokenizer_larger_than_the_embedding_is_rejected(tmp_path) -> None:
     tokenizer = tokenizers.train(["the cat sat on the mat"] * 5, 300)
     weights.save(tmp_path / "policy", tiny.POLICY, tiny.weights(), tokenizer)
     with pytest.raises(
@@ -446,7 +450,7 @@ def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path) -> None:
         weights.read_config_and_tokenizer(tmp_path / "policy")
 
 
-def test_a_folder_is_identified_without_its_weights(tmp_path) -> None:
+def test_config_and_tokenizer_are_read_without_weights(tmp_path) -> None:
     tokenizer = tokenizers.train(["the cat sat on the mat"] * 5, 300)
     policy = dataclasses.replace(tiny.POLICY, vocab_size=tokenizer.vocab_size)
     weights.save(tmp_path, policy, tiny.weights(policy), tokenizer)

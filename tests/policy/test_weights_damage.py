@@ -47,7 +47,7 @@ many = settings(max_examples=200)
 
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory) -> dict[str, pathlib.Path]:
-    """A whole folder of each kind."""
+    """An undamaged folder of each kind."""
     root = tmp_path_factory.mktemp("originals")
     for kind, size in zip(KINDS, (1 << 30, SHARD), strict=True):
         weights.save(root / kind, POLICY, tiny.weights(POLICY), shard_bytes=size)
@@ -103,7 +103,7 @@ def _alter(data: st.DataObject, content: bytes, end: int) -> bytes:
 @pytest.mark.parametrize("kind", KINDS)
 @many
 @given(data=st.data())
-def test_damaged_headers(kind: str, data, originals) -> None:
+def test_damaged_header_is_reported_or_harmless(kind: str, data, originals) -> None:
     name = _pick(data, originals[kind], "*.safetensors")
     content = (originals[kind] / name).read_bytes()
     altered = _alter(data, content, 8 + int.from_bytes(content[:8], "little"))
@@ -114,7 +114,7 @@ def test_damaged_headers(kind: str, data, originals) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @many
 @given(data=st.data())
-def test_truncated_or_longer_files(kind: str, data, originals) -> None:
+def test_truncated_or_longer_file_is_reported(kind: str, data, originals) -> None:
     name = _pick(data, originals[kind], "*.safetensors")
     content = (originals[kind] / name).read_bytes()
     length = data.draw(st.integers(0, len(content) - 1))
@@ -126,7 +126,7 @@ def test_truncated_or_longer_files(kind: str, data, originals) -> None:
 
 @many
 @given(data=st.data())
-def test_damaged_indices(data, originals) -> None:
+def test_damaged_index_is_reported_or_harmless(data, originals) -> None:
     content = (originals["shards"] / files.INDEX).read_bytes()
     altered = _alter(data, content, len(content))
     found = load_damaged(originals["shards"], lambda f: (f / files.INDEX).write_bytes(altered))
@@ -136,7 +136,7 @@ def test_damaged_indices(data, originals) -> None:
 
 @many
 @given(data=st.data())
-def test_damaged_configs(data, originals) -> None:
+def test_damaged_config_is_reported_or_harmless(data, originals) -> None:
     content = (originals["one file"] / "config.json").read_bytes()
     altered = _alter(data, content, len(content))
     found = load_damaged(originals["one file"], lambda f: (f / "config.json").write_bytes(altered))
@@ -146,7 +146,7 @@ def test_damaged_configs(data, originals) -> None:
 
 @many
 @given(data=st.data())
-def test_damaged_values(data, originals) -> None:
+def test_damaged_values_are_reported_if_not_finite(data, originals) -> None:
     content = (originals["one file"] / files.SINGLE).read_bytes()
     start = 8 + int.from_bytes(content[:8], "little")
     altered = bytearray(content)
@@ -195,7 +195,7 @@ def _edit(data: st.DataObject, tensors: dict[str, np.ndarray]) -> tuple[str, str
 @pytest.mark.parametrize("kind", KINDS)
 @many
 @given(data=st.data())
-def test_edited_tensors(kind: str, data, originals) -> None:
+def test_edited_tensors_are_reported_if_detectable(kind: str, data, originals) -> None:
     tensors = read_tensors(originals[kind])
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     shard = _pick(data, originals[kind], "*.safetensors")
@@ -220,7 +220,7 @@ def test_edited_tensors(kind: str, data, originals) -> None:
 
 @many
 @given(data=st.data())
-def test_edited_maps(data, originals) -> None:
+def test_edited_weight_map_is_reported_or_harmless(data, originals) -> None:
     def edit(folder: pathlib.Path) -> None:
         content = json.loads((folder / files.INDEX).read_text())
         places = content["weight_map"]
@@ -246,7 +246,7 @@ JSON = st.recursive(
 
 @many
 @given(value=JSON, header=st.booleans())
-def test_any_json_in_place_of_a_header_or_an_index(value, header: bool, originals) -> None:
+def test_arbitrary_json_as_header_or_index_is_reported(value, header: bool, originals) -> None:
     text = json.dumps(value).encode()
     name = files.SINGLE if header else files.INDEX
     content = len(text).to_bytes(8, "little") + text if header else text

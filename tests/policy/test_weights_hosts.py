@@ -1,4 +1,4 @@
-"""Tests that weights held by two hosts are saved layer by layer, as one host saves them.
+"""Tests of saving weights that two hosts hold: layer by layer, with the files of one host.
 
 python -m tests.policy.test_weights_hosts PORT PROCESS FOLDER        # prints the results
 """
@@ -37,7 +37,7 @@ def make_policy(experts: int) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("experts", [0, 4])
-def test_one_of_two_hosts_saves_what_both_hold(experts: int, tmp_path: pathlib.Path) -> None:
+def test_first_of_two_hosts_saves_the_weights_of_both(experts: int, tmp_path: pathlib.Path) -> None:
     first, second = run_two("tests.policy.test_weights_hosts", str(tmp_path), str(experts))
     policy, params = make_policy(experts)
     weights.save(tmp_path / "alone", policy, params, shard_bytes=SHARD_BYTES)
@@ -54,7 +54,7 @@ def test_one_of_two_hosts_saves_what_both_hold(experts: int, tmp_path: pathlib.P
         assert told["error"].startswith("host 0: FileExistsError")
 
 
-def test_one_of_two_hosts_saves_the_adapters_that_both_hold(tmp_path: pathlib.Path) -> None:
+def test_first_of_two_hosts_saves_the_adapters_of_both(tmp_path: pathlib.Path) -> None:
     told = run_two("tests.policy.test_weights_hosts", str(tmp_path), "adapters")
     assert all(one["spanning"] for one in told)
     lora.save(tmp_path / "alone", *make_adapters())
@@ -64,7 +64,7 @@ def test_one_of_two_hosts_saves_the_adapters_that_both_hold(tmp_path: pathlib.Pa
 
 
 def make_adapters() -> tuple[Any, Any]:
-    """A small policy with adapters, and their random numbers with the weights, on the host."""
+    """A small policy with adapters, and random weights and adapters on the host."""
     import dataclasses
 
     import jax

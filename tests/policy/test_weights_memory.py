@@ -1,4 +1,4 @@
-"""Tests of the memory of a load and a save, measured in a process of their own (this file)."""
+"""Tests of the peak memory of a load and a save, measured in a new process (this file)."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def measure(tiny: str, folder: str, on_mesh: bool, shard_bytes: int) -> dict[str
     kept = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     found = {"kept": kept, "above": peak - kept, "before": before, "seconds": seconds, "save": 0}
     if shard_bytes:
-        pathlib.Path("/proc/self/clear_refs").write_text("5")  # resets the highest mark
+        pathlib.Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         before = _status("VmRSS")
         weights.save("saved", config, params, dtype="bfloat16", shard_bytes=shard_bytes)
         found["save"] = _status("VmHWM") - before
@@ -161,7 +161,7 @@ def _measure_elsewhere(
     [(DEEP, True), (DEEP, False), (BROAD, True)],
     ids=["deep, mesh", "deep, numpy", "broad, mesh"],
 )
-def test_a_load_holds_little_more_than_what_stays_and_a_save_than_a_shard(
+def test_peak_memory_of_load_and_save_is_bounded(
     config: PolicyConfig, on_mesh: bool, tmp_path
 ) -> None:
     _measure_elsewhere(tmp_path, config, 40 << 20, on_mesh, saves=config == DEEP)
@@ -169,7 +169,7 @@ def test_a_load_holds_little_more_than_what_stays_and_a_save_than_a_shard(
 
 @pytest.mark.long
 @pytest.mark.skipif(not ON_LINUX, reason="reads /proc")
-def test_seven_billion_weights_take_their_size_and_one_tensor() -> None:
+def test_peak_memory_of_loading_seven_billion_weights_is_bounded() -> None:
     """A folder as large as Qwen2.5-7B's: 15.2 GB in bfloat16; takes a few minutes."""
     free = shutil.disk_usage(tempfile.gettempdir()).free
     memory = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,4 +1,4 @@
-"""Tests of weights read onto a mesh: values, shardings, and no needless reading."""
+"""Tests of weights read onto a mesh: values, shardings, and no redundant reads."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def counted(monkeypatch) -> collections.Counter:
 @pytest.mark.slow
 @every_policy
 @pytest.mark.parametrize("shape", MESHES, ids=str)
-def test_a_load_onto_a_mesh_equals_a_plain_one(policy: PolicyConfig, shape, tmp_path) -> None:
+def test_load_onto_a_mesh_equals_a_plain_load(policy: PolicyConfig, shape, tmp_path) -> None:
     weights.save(tmp_path / "a", policy, tiny.weights(policy), shard_bytes=SHARD)
     mesh = meshes.make_mesh(shape)
     read, params = weights.load(tmp_path / "a", mesh)
@@ -57,7 +57,7 @@ def test_a_load_onto_a_mesh_equals_a_plain_one(policy: PolicyConfig, shape, tmp_
 
 
 @pytest.mark.slow
-def test_a_load_onto_a_mesh_in_bfloat16(tmp_path) -> None:
+def test_bfloat16_load_onto_a_mesh_equals_a_plain_load(tmp_path) -> None:
     policy = POLICIES["qwen3_moe untied"]
     weights.save(tmp_path, policy, tiny.weights(policy))
     _, params = weights.load(tmp_path, meshes.make_mesh(MESHES[0]), "bfloat16")
@@ -80,7 +80,7 @@ def _tensors(folder) -> list[files.Tensor]:
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3_moe"])
 @pytest.mark.parametrize("shape", MESHES, ids=str)
-def test_a_device_reads_only_what_it_holds(name: str, shape, tmp_path, counted) -> None:
+def test_device_reads_only_its_own_shards(name: str, shape, tmp_path, counted) -> None:
     """Each device's part of every parameter alone, as on a host that has only this device."""
     policy = POLICIES[name]
     weights.save(tmp_path, policy, tiny.weights(policy))
@@ -109,7 +109,9 @@ def test_a_device_reads_only_what_it_holds(name: str, shape, tmp_path, counted) 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3_moe"])
 @pytest.mark.parametrize("shape", MESHES, ids=str)
-def test_a_load_asks_for_what_single_devices_hold(name: str, shape, tmp_path, monkeypatch) -> None:
+def test_load_requests_the_shards_of_single_devices(
+    name: str, shape, tmp_path, monkeypatch
+) -> None:
     policy = POLICIES[name]
     weights.save(tmp_path, policy, tiny.weights(policy))
     asked = collections.defaultdict(set)
@@ -126,8 +128,8 @@ def test_a_load_asks_for_what_single_devices_hold(name: str, shape, tmp_path, mo
         assert asked[path] == {part[1:] if path.startswith("layers/") else part}
 
 
-def test_even_a_split_head_is_read(tmp_path) -> None:
-    """No rule splits H, the second of two flattened axes; reading would be correct even so."""
+def test_arbitrary_slices_of_attention_heads_are_read(tmp_path) -> None:
+    """No sharding rule splits H, the second of two flattened axes, but such reads are correct."""
     policy = tiny.POLICY
     weights.save(tmp_path, policy, tiny.weights())
     source = weights._Source(policy, *weights.match(policy, *files.scan(tmp_path)), "float32")
@@ -144,7 +146,7 @@ def test_even_a_split_head_is_read(tmp_path) -> None:
 
 
 @pytest.mark.slow
-def test_layers_are_put_in_place_by_one_program_a_parameter(tmp_path, monkeypatch) -> None:
+def test_layer_insertion_is_traced_once_per_parameter(tmp_path, monkeypatch) -> None:
     policy = POLICIES["llama"]
     weights.save(tmp_path, policy, tiny.weights(policy))
     traced = []
@@ -159,7 +161,7 @@ def test_layers_are_put_in_place_by_one_program_a_parameter(tmp_path, monkeypatc
     assert len(traced) <= sum(entry.layered for entry in weights.table(policy).values())
 
 
-def test_values_that_are_not_finite_are_named_on_a_mesh_too(tmp_path) -> None:
+def test_non_finite_values_are_reported_on_a_mesh(tmp_path) -> None:
     params = jax.tree.map(np.copy, tiny.weights())
     params["layers"]["mlp"]["up_kernel"][1, 5, 7] = np.nan
     weights.save(tmp_path, tiny.POLICY, params)

@@ -28,7 +28,7 @@ def _saved(tmp_path: pathlib.Path, shard_bytes: int = 1 << 30) -> pathlib.Path:
     return folder
 
 
-def test_saving_replaces_a_folder_and_leaves_nothing_behind(tmp_path) -> None:
+def test_saving_replaces_a_folder_without_leftovers(tmp_path) -> None:
     folder = _saved(tmp_path)
     (folder / "old.txt").write_text("old")
     weights.save(folder, tiny.POLICY, tiny.weights(seed=1))
@@ -37,13 +37,13 @@ def test_saving_replaces_a_folder_and_leaves_nothing_behind(tmp_path) -> None:
     assert_same_bits(weights.load(folder)[1], tiny.weights(seed=1))
 
 
-def test_others_can_read_what_is_saved(tmp_path) -> None:
+def test_saved_files_are_readable_by_other_users(tmp_path) -> None:
     folder = _saved(tmp_path)
     assert folder.stat().st_mode & 0o777 == 0o755
     assert (folder / "model.safetensors").stat().st_mode & 0o777 == 0o644
 
 
-def test_what_cannot_be_saved_leaves_everything_as_it_was(tmp_path) -> None:
+def test_unsupported_policy_leaves_the_old_folder_unchanged(tmp_path) -> None:
     folder = _saved(tmp_path)
     policy = dataclasses.replace(tiny.POLICY, qk_norm=True)
     with pytest.raises(ValueError, match=r"policy\.qk_norm = True"):
@@ -52,7 +52,7 @@ def test_what_cannot_be_saved_leaves_everything_as_it_was(tmp_path) -> None:
     weights.load(folder)
 
 
-def test_the_tokenizer_travels_along(tmp_path) -> None:
+def test_tokenizer_is_saved_with_the_weights(tmp_path) -> None:
     tokenizer = tokenizers.train(["the cat sat on the mat"] * 5, 300)
     weights.save(tmp_path / "policy", tiny.POLICY, tiny.weights(), tokenizer)
     assert tokenizers.load(tmp_path / "policy").model == tokenizer.model
@@ -60,7 +60,7 @@ def test_the_tokenizer_travels_along(tmp_path) -> None:
     assert generation == {"eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id}
 
 
-def test_parameters_of_another_policy_are_not_saved(tmp_path) -> None:
+def test_parameters_of_another_policy_are_rejected(tmp_path) -> None:
     untied = POLICIES["qwen2 untied"]
     for policy, params, message in (
         (tiny.POLICY, tiny.weights(untied), "parameter unembedding is unknown"),
@@ -76,7 +76,7 @@ def test_parameters_of_another_policy_are_not_saved(tmp_path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_shards_are_no_larger_than_said_and_the_index_sums_them(tmp_path) -> None:
+def test_shards_respect_the_size_limit_and_match_the_index(tmp_path) -> None:
     folder = _saved(tmp_path, SHARD)
     index = json.loads((folder / files.INDEX).read_text())
     sizes = {}
@@ -92,14 +92,14 @@ def test_shards_are_no_larger_than_said_and_the_index_sums_them(tmp_path) -> Non
     assert index["metadata"] == {"total_size": sum(sizes.values())}
 
 
-def test_a_tensor_larger_than_a_shard_gets_one_of_its_own(tmp_path) -> None:
+def test_tensor_larger_than_a_shard_gets_its_own_file(tmp_path) -> None:
     weights.save(tmp_path / "policy", tiny.POLICY, tiny.weights(), shard_bytes=1)
     assert len(list((tmp_path / "policy").glob("*.safetensors"))) == 2 + 2 * 12
     assert_same_bits(weights.load(tmp_path / "policy")[1], tiny.weights())
 
 
 class _Tokenizer:
-    """The parts of a tokenizer that `save` needs: two ends, and perhaps a generation config."""
+    """The parts of a tokenizer that `save` needs: ids, and perhaps a generation config."""
 
     eos_id, pad_id, stop_ids = 7, 3, (7, 9)
 
@@ -111,7 +111,7 @@ class _Tokenizer:
             (folder / "generation_config.json").write_text(self.generation)
 
 
-def test_ends_go_into_both_configs(tmp_path) -> None:
+def test_end_and_padding_ids_are_written_to_both_configs(tmp_path) -> None:
     tokenizer: Any = _Tokenizer()
     weights.save(tmp_path / "policy", tiny.POLICY, tiny.weights(), tokenizer)
     generation = json.loads((tmp_path / "policy" / "generation_config.json").read_text())
@@ -121,13 +121,13 @@ def test_ends_go_into_both_configs(tmp_path) -> None:
     assert config["torch_dtype"] == "float32"
 
 
-def test_a_generation_config_of_the_tokenizer_is_kept(tmp_path) -> None:
+def test_generation_config_of_the_tokenizer_is_kept(tmp_path) -> None:
     tokenizer: Any = _Tokenizer('{"temperature": 0.6}')
     weights.save(tmp_path / "policy", tiny.POLICY, tiny.weights(), tokenizer)
     assert (tmp_path / "policy" / "generation_config.json").read_text() == '{"temperature": 0.6}'
 
 
-def test_everything_is_on_disk_before_the_folder_has_its_name(tmp_path, monkeypatch) -> None:
+def test_files_are_flushed_before_the_folder_is_renamed(tmp_path, monkeypatch) -> None:
     flushed = []
     fsync = os.fsync
 
@@ -146,7 +146,7 @@ def test_everything_is_on_disk_before_the_folder_has_its_name(tmp_path, monkeypa
     assert not any(there for _, there in (*inside, scratch))
 
 
-def test_of_a_link_the_target_is_replaced(tmp_path) -> None:
+def test_saving_to_a_symlink_replaces_its_target(tmp_path) -> None:
     folder = _saved(tmp_path)
     link = tmp_path / "latest"
     link.symlink_to("policy")
@@ -160,7 +160,7 @@ def test_of_a_link_the_target_is_replaced(tmp_path) -> None:
 
 @pytest.mark.parametrize("before", [True, False], ids=["replacing", "new"])
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
-def test_an_error_while_writing_changes_nothing(error, before, tmp_path, monkeypatch) -> None:
+def test_error_while_writing_changes_nothing(error, before, tmp_path, monkeypatch) -> None:
     folder = _saved(tmp_path) if before else tmp_path / "policy"
     write, calls = safetensors.numpy.save_file, []
 
@@ -179,7 +179,7 @@ def test_an_error_while_writing_changes_nothing(error, before, tmp_path, monkeyp
         assert_same_bits(weights.load(folder)[1], tiny.weights())
 
 
-def test_an_error_between_the_renames_brings_the_old_folder_back(tmp_path, monkeypatch) -> None:
+def test_error_between_the_renames_restores_the_old_folder(tmp_path, monkeypatch) -> None:
     folder = _saved(tmp_path)
     rename = pathlib.Path.rename
 
@@ -195,7 +195,7 @@ def test_an_error_between_the_renames_brings_the_old_folder_back(tmp_path, monke
     assert_same_bits(weights.load(folder)[1], tiny.weights())
 
 
-# Save the weights of seed 1; end after writing two shards, or after moving the old folder away.
+# Saves weights of seed 1, but is killed after two shards or after the old folder is moved away.
 DYING = """
 import os, pathlib, signal, sys
 import safetensors.numpy
@@ -218,7 +218,7 @@ weights.save(sys.argv[1], tiny.POLICY, tiny.weights(seed=1), shard_bytes=10_000)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["write", "rename"])
-def test_a_killed_save_is_never_taken_for_whole_and_the_next_one_tidies_up(where, tmp_path) -> None:
+def test_killed_save_is_not_loaded_and_the_next_save_cleans_up(where, tmp_path) -> None:
     folder = _saved(tmp_path)
     (tmp_path / ".policy-12345678-abcdefgh").mkdir()  # of a folder policy-12345678
     command = [sys.executable, "-c", DYING, str(folder), where]

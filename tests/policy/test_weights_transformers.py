@@ -1,4 +1,4 @@
-"""Tests of folders written for transformers and read from it, for every family."""
+"""Tests of weight folders that transformers writes and reads, for every family."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ every_family = pytest.mark.parametrize("family", families.FAMILIES)
 @pytest.mark.slow
 @every_family
 @pytest.mark.parametrize("shard_size", ["5KB", "1GB"])
-def test_folders_of_transformers_are_read_and_written_again(family, shard_size, tmp_path) -> None:
+def test_transformers_folder_round_trip_is_bit_identical(family, shard_size, tmp_path) -> None:
     model = families.make(family)
     model.save_pretrained(tmp_path / "theirs", max_shard_size=shard_size)
     assert (tmp_path / "theirs" / files.INDEX).exists() == (shard_size == "5KB")
@@ -33,7 +33,7 @@ def test_folders_of_transformers_are_read_and_written_again(family, shard_size, 
 
 @every_family
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_transformers_reads_what_we_write(family, dtype, tmp_path) -> None:
+def test_transformers_loads_saved_folders(family, dtype, tmp_path) -> None:
     import torch
 
     model = families.save(family, tmp_path / "theirs")
@@ -51,7 +51,7 @@ def test_transformers_reads_what_we_write(family, dtype, tmp_path) -> None:
         assert torch.equal(tensor, wanted[name].to(tensor.dtype)), name
 
 
-def test_half_sized_folders_of_transformers_are_read(tmp_path) -> None:
+def test_bfloat16_transformers_folder_round_trip(tmp_path) -> None:
     model = families.make("qwen3_moe").bfloat16()
     model.save_pretrained(tmp_path, max_shard_size="5KB")
     config, params = weights.load(tmp_path, dtype="bfloat16")

@@ -59,11 +59,11 @@ def test_rare_outcomes_are_chosen_as_often_as_frequent_ones():
     # Episodes with documents come first.
     assert choose(episodes, 3, {"3", "45"}, collections.Counter()) == [3, 45, 49]
     assert choose(episodes, 99, set(), collections.Counter()) == list(range(50))
-    # Kinds that earlier steps had often come later.
+    # Kinds that were frequent in earlier steps come later.
     assert choose(episodes, 2, set(), collections.Counter({("a", "mixed"): 1})) == [0, 49]
 
 
-def test_every_step_has_its_share(tmp_path):
+def test_episodes_are_chosen_evenly_over_steps(tmp_path):
     workdir = write_run(tmp_path / "run", steps=7, episodes=30)
     read = choose_episodes(workdir, 72)
     assert collections.Counter(e["step"] for e in read.chosen) == {
@@ -73,7 +73,7 @@ def test_every_step_has_its_share(tmp_path):
     assert max(kinds_of(read.chosen).values()) < 12
     assert choose_episodes(workdir, 72) == read
     many = kinds_of(choose_episodes(workdir, 21).chosen)
-    assert len(many) >= 11 and max(many.values()) <= 2  # though a step has only three of them
+    assert len(many) >= 11 and max(many.values()) <= 2  # though each step has only three of the 21
     few = choose_episodes(workdir, 3)
     assert [e["step"] for e in few.chosen] == [1, 4, 7]
     assert few.found == few.total == 210 and set(few.counted) == set(range(1, 8))
@@ -89,11 +89,11 @@ def test_every_step_has_its_share(tmp_path):
         ([0.5, 0.5], "half solved"),
     ],
 )
-def test_outcomes(scores, wanted):
+def test_outcome_follows_from_the_scores(scores, wanted):
     assert outcome(scores, "declined") == wanted
 
 
-def test_metrics_computed_from_episodes(tmp_path):
+def test_metrics_are_computed_from_episodes(tmp_path):
     workdir = write_run(tmp_path / "run", steps=1, episodes=0)
     make = Writer().episode
     four = {
@@ -119,7 +119,7 @@ def test_metrics_computed_from_episodes(tmp_path):
     }
 
 
-def test_runs_that_differ_in_the_seed_are_one_group():
+def test_runs_differing_only_in_seed_are_one_group():
     other = CONFIG | {"steps": 5}
     configs = [CONFIG, None, CONFIG | {"seed": 3}, other, None]
     assert group_by_seed(configs) == [[0, 2], [1], [3], [4]]
@@ -154,11 +154,11 @@ def test_panels_show_the_measured_metrics():
     assert list(panels["Solve rate"])[:4] == [
         "all",
         *TASKS,
-    ]  # whose colors are the same everywhere
+    ]  # every plot has the same colors for tasks
     assert choose_panels(["train/loss"]) == []
 
 
-def test_unknown_tasks_have_no_share_and_no_reward_has_no_curve(tmp_path):
+def test_unknown_tasks_and_missing_rewards_are_not_plotted(tmp_path):
     workdir = write_run(tmp_path / "run", steps=1, episodes=0)
     four = {"scores": [1.0, 0.0, 0.0, 0.0], "answers": ["a"] * 4, "votes": [], "reward": None}
     lines = [Writer().episode(n, task="own", **four) for n in range(2)]
@@ -173,7 +173,7 @@ def test_unknown_tasks_have_no_share_and_no_reward_has_no_curve(tmp_path):
 # ------------------------------------------------------------------------------------------ Packing
 
 
-def test_the_page_has_every_document_once_and_is_always_the_same(tmp_path, monkeypatch):
+def test_page_holds_each_document_once_and_is_reproducible(tmp_path, monkeypatch):
     clock = itertools.count(1_000_000_000, 1_000_000)
     monkeypatch.setattr("time.time", lambda: next(clock))
     workdir = write_run(tmp_path / "run", steps=3, episodes=5)
@@ -200,7 +200,7 @@ def test_the_page_has_every_document_once_and_is_always_the_same(tmp_path, monke
         ]
 
 
-def test_a_full_page_leaves_episodes_out_evenly(tmp_path):
+def test_full_page_leaves_out_episodes_evenly_over_steps(tmp_path):
     workdir = write_run(tmp_path / "run", steps=10, episodes=10)
     path = epath.Path(tmp_path / "page.html")
     found = {}
@@ -221,18 +221,18 @@ def test_a_full_page_leaves_episodes_out_evenly(tmp_path):
         write_page([measured(workdir)], path, TEMPLATE_BYTES)
 
 
-def test_without_documents_episodes_may_fill_the_page(tmp_path):
+def test_episodes_without_documents_may_fill_the_page(tmp_path):
     workdir = write_run(tmp_path / "run", steps=10, episodes=10)
     for step in range(1, 11):
         episodes = [e | {"documents": None} for n, e in read_episodes(workdir) if n == step]
         write_records(path_of(workdir, step), episodes)
     path = epath.Path(tmp_path / "page.html")
     write_page([measured(workdir)], path, TEMPLATE_BYTES + 56_632)
-    # With half of the room it would be 29,000.
+    # With half of the room it would be about 29,000.
     assert 39_632 < path.stat().length - TEMPLATE_BYTES <= 56_632
 
 
-def test_seeds_are_bands_and_other_configs_curves(tmp_path):
+def test_seeds_become_bands_and_other_configs_curves(tmp_path):
     runs = [write_run(tmp_path / name, 3, 2, seed) for name, seed in (("a", 0), ("b", 1))]
     runs.append(write_run(tmp_path / "c", 3, 2, 0, algorithm={"mapping": "azr"}))
     write_page(list(map(measured, runs)), epath.Path(tmp_path / "page.html"))
@@ -257,7 +257,7 @@ def test_seeds_are_bands_and_other_configs_curves(tmp_path):
     ]
 
 
-def test_on_a_full_page_texts_that_are_there_cost_nothing_more(tmp_path):
+def test_documents_already_on_a_full_page_cost_no_space(tmp_path):
     workdir = write_run(tmp_path / "run", 10, 10, sizes=Sizes(document=4000, clusters=20))
     write_page(
         [measured(workdir)], epath.Path(tmp_path / "page.html"), size=TEMPLATE_BYTES + 226_800
@@ -269,13 +269,13 @@ def test_on_a_full_page_texts_that_are_there_cost_nothing_more(tmp_path):
     assert len(index) == 100 and 1 < len(clusters) < 20 and complete == 5 * len(clusters)
 
 
-def test_a_page_counts_as_full_after_repeated_misses():
+def test_page_counts_as_full_after_twenty_misses_in_a_row():
     large, small = [str(n) for n in range(99)], "x"
     size = len(report_page._packed(small)) + 1
     lines = report_page._Lines(report_page._index_bytes({}) + 3 * size + 10)
     for more in (19, 19):
         assert [lines.add(large, 0) for _ in range(more)] == [None] * more
-        assert lines.add(small, 0)  # not twenty in a row
+        assert lines.add(small, 0)  # fewer than twenty misses in a row
     assert lines.packed == [report_page._packed(small)] * 2
     assert [lines.add(large, 0) for _ in range(20)] == [None] * 20
     assert lines.add(small, 0) is None
@@ -285,7 +285,7 @@ def test_a_page_counts_as_full_after_repeated_misses():
     assert lines.add(small, 1) is None and lines.add(small, 0) == 3
 
 
-def test_the_index_has_the_beginning_of_a_question(tmp_path):
+def test_index_has_the_first_100_characters_of_a_question(tmp_path):
     workdir = write_run(tmp_path / "run", steps=1, episodes=0)
     write_records(path_of(workdir, 1), [Writer().episode(1, question="q" * 300)])
     write_page([measured(workdir)], epath.Path(tmp_path / "page.html"))
@@ -293,7 +293,7 @@ def test_the_index_has_the_beginning_of_a_question(tmp_path):
     assert entry["title"] == "q" * 100
 
 
-def test_groups_that_many_fields_tell_apart_go_by_their_folders():
+def test_groups_differing_in_many_fields_are_labeled_by_folder():
     few = [{"a": 1, "b": {"c": 2}, "seed": 1}, {"a": 1, "b": {"c": 3}, "seed": 2}]
     assert report_page._labels([[0], [1]], few, ["x", "y"]) == ["b.c=2", "b.c=3"]
     many = [dict.fromkeys("abcd", n) for n in range(2)]
@@ -308,7 +308,7 @@ def test_a_curve_has_a_bounded_number_of_points(monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_command_compares_runs(tmp_path):
+def test_command_line_compares_runs(tmp_path):
     one, two = (write_run(tmp_path / str(seed), 2, 2, seed) for seed in (0, 1))
     command = [sys.executable, "-m", "spell_jax.report", f"--workdir={one},{two}"]
     result = subprocess.run(command, capture_output=True, text=True)
@@ -346,7 +346,7 @@ def state(page) -> str:
 
 
 def select(page, name: str, value: str) -> None:
-    """Set a filter like a user."""
+    """Set a filter as a user does."""
     page.value(
         f"(() => {{ const field = document.forms[0].elements['{name}']; field.value = '{value}';"
         " field.dispatchEvent(new Event('input', { bubbles: true })); })()"
@@ -357,7 +357,7 @@ def entries(page) -> list[str]:
     return page.value("[...document.querySelectorAll('#list button')].map(b => b.textContent)")
 
 
-def test_it_opens_without_a_complaint(page, large):
+def test_large_page_opens_without_browser_errors(page, large):
     page.open(large)
     assert page.problems == []
     assert page.value("document.title") == "run"
@@ -403,7 +403,7 @@ def test_filters_select_episodes(page, large):
     assert page.problems == []
 
 
-def test_an_episode_shows_its_evidence_and_keys_lead_on(page, large):
+def test_episode_marks_its_evidence_and_keys_navigate(page, large):
     page.open(large, "#outcome=mixed&task=general_qa&episode=0")
     page.wait("document.querySelector('#episode mark')")
     marked = "[...document.querySelectorAll('#episode .text mark')].map(m => m.textContent)"
@@ -423,13 +423,13 @@ def test_an_episode_shows_its_evidence_and_keys_lead_on(page, large):
     page.press("k")
     page.press("ArrowLeft")
     assert state(page) == first
-    page.press("ArrowLeft")  # there is none before it
+    page.press("ArrowLeft")  # there is no earlier episode
     assert state(page) == first and page.problems == []
-    page.open(large, third)  # the address leads there again
+    page.open(large, third)  # the address opens the same episode
     assert state(page) == third
 
 
-def test_curves_on_the_page(page, large):
+def test_curves_have_the_expected_axes_colors_and_areas(page, large):
     page.open(large)
 
     def plotted(panel: dict, *groups: dict, what: str = "path", of: str = "d") -> list[str]:
@@ -449,12 +449,12 @@ def test_curves_on_the_page(page, large):
     assert plotted({"metrics": metrics}, one, one, of="style") == [
         "stroke:var(--c0)", "stroke:var(--c1)"
     ]  # fmt: skip
-    # What adds up is one area on another: 0 is at the bottom, 2 at the top.
+    # Stacked metrics are areas on top of each other: 0 is at the bottom, 2 at the top.
     same = {"name": "g", "series": {name: [[1, 2], [1.0, 1.0]] for name in "xy"}}
     lower, upper = plotted({"metrics": {"a": "x", "b": "y"}, "stacked": True}, same)
     assert lower == "M46.0 102.0L410.0 102.0L410.0 196.0L46.0 196.0Z"
     assert upper == "M46.0 8.0L410.0 8.0L410.0 102.0L46.0 102.0Z"
-    # Many steps: the mean over neighbors, in front of the values. A band: its mean only.
+    # With many steps, a smoothed curve is in front of the values; a band has only that one.
     steps, values = list(range(120)), [float(n % 2) for n in range(120)]
     raw, smooth = plotted({"metrics": {"a": "x"}}, one | {"series": {"x": [steps, values]}})
     assert " 8.0L" in raw and " 8.0L" not in smooth
@@ -463,7 +463,7 @@ def test_curves_on_the_page(page, large):
     assert mean == smooth and " 8.0L" not in band
 
 
-def test_only_clear_differences_are_colored(page, large):
+def test_only_differences_beyond_the_errors_are_colored(page, large):
     page.open(large)
     before, after = [0.5, 0.1, 1], [[0.71, 0.1, 1], [0.69, 0.1, 1], [0.29, 0.1, 1], None]
     rows = [{"name": ["", str(n)], "cells": [[before, cell]]} for n, cell in enumerate(after)]
@@ -474,7 +474,7 @@ def test_only_clear_differences_are_colored(page, large):
     ]  # fmt: skip
 
 
-def test_an_episode_that_takes_long_does_not_replace_a_later_one(page, large):
+def test_slow_episode_does_not_replace_a_later_one(page, large):
     page.open(large)
     question = page.value(
         "(async () => {"
@@ -489,7 +489,7 @@ def test_an_episode_that_takes_long_does_not_replace_a_later_one(page, large):
     assert [question in text for text in entries(page)[:3]] == [False, False, True]
 
 
-def test_episodes_without_documents_say_so(page, tmp_path):
+def test_missing_documents_are_explained_on_the_page(page, tmp_path):
     workdir = write_run(tmp_path / "run", steps=2, episodes=3)
     lines = [e | {"documents": [], "of": 5} for step, e in read_episodes(workdir) if step == 2]
     write_records(path_of(workdir, 2), lines)
@@ -533,7 +533,7 @@ def test_quotations_and_references_are_marked(page, large):
     assert marks(text, **options, reference="two") == []
 
 
-def test_the_first_mark_of_a_long_document_is_in_view(page, tmp_path):
+def test_first_mark_of_a_long_document_is_in_view(page, tmp_path):
     sizes = Sizes(document=20_000)
     workdir = write_run(tmp_path / "run", steps=1, episodes=8, sizes=sizes)
     write_page([measured(workdir)], epath.Path(tmp_path / "page.html"))
@@ -554,7 +554,7 @@ def test_the_first_mark_of_a_long_document_is_in_view(page, tmp_path):
     assert "{documents[1]}" in page.value(f"[...{asked}].map(d => d.textContent).join()")
 
 
-def test_nothing_that_a_model_wrote_is_more_than_text(page, tmp_path):
+def test_hostile_model_text_is_shown_as_plain_text(page, tmp_path):
     workdir = write_run(tmp_path / HOSTILE.replace("/", "⁄")[:40], steps=2, episodes=0)
     make = Writer().episode
     names = ("task", "cluster", "reason", "proposal", "prompt", "question", "reference")
@@ -589,7 +589,7 @@ def test_nothing_that_a_model_wrote_is_more_than_text(page, tmp_path):
     assert page.problems == []
 
 
-def test_a_algorithm_without_a_questioner(page, tmp_path):
+def test_page_supports_algorithms_without_a_questioner(page, tmp_path):
     episode = {
         "task": "own",
         "cluster": "c",
@@ -622,7 +622,7 @@ def test_a_algorithm_without_a_questioner(page, tmp_path):
     assert len(entries(page)) == 1
 
 
-def test_gaps_of_puzzles_are_marked_in_documents(page, tmp_path):
+def test_reconstruction_gaps_are_marked_in_documents(page, tmp_path):
     documents = [
         "One b, a \U0001f600\U0001f600.\n\nIt begins.",
         "Then a A b <b>B</b>.\n\nIt ends here. Or not.",
@@ -664,7 +664,7 @@ def test_gaps_of_puzzles_are_marked_in_documents(page, tmp_path):
     assert "the reference" not in told and page.problems == []
 
 
-def test_runs_side_by_side(page, tmp_path):
+def test_page_compares_runs_and_filters_by_run(page, tmp_path):
     runs = [
         write_run(tmp_path / str(n), 5, 3, n % 2, algorithm={"sigma": n // 2 + 1}) for n in range(4)
     ]

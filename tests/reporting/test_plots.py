@@ -44,7 +44,7 @@ def group(name: str, **series) -> dict:
 
 
 @pytest.mark.slow
-def test_every_plot_of_a_page_is_a_picture(tmp_path):
+def test_every_plot_of_the_page_is_saved_as_png(tmp_path):
     run = write_run(tmp_path / "run", steps=3, episodes=4)
     paths = draw_page(overview(tmp_path, run), epath.Path(tmp_path / "plots"))
     names = [path.name for path in paths]
@@ -73,7 +73,7 @@ def test_every_plot_of_a_page_is_a_picture(tmp_path):
 
 
 @pytest.mark.slow
-def test_runs_are_compared_with_bands(tmp_path):
+def test_compared_runs_have_bands_over_seeds(tmp_path):
     runs = [
         write_run(tmp_path / str(n), 3, 4, n % 2, algorithm={"sigma": n // 2 + 1}) for n in range(4)
     ]
@@ -83,7 +83,7 @@ def test_runs_are_compared_with_bands(tmp_path):
     panel = made["panels"][0]
     axes = axes_of(plots._draw_curves, panel, made["groups"])
     one, other = made["groups"]
-    # Of the solve rate by task, only that of all tasks.
+    # A comparison plots only the solve rate of all tasks, not that of each task.
     wanted = {g["name"]: g["series"]["rollout/solve_rate"][1] for g in (one, other)}
     assert curves_of(axes) == wanted
     low, high = one["series"]["rollout/solve_rate"][2:]
@@ -104,7 +104,7 @@ def test_parts_of_a_sum_are_stacked():
     assert curves_of(axes) == {"a": [7.0]} and axes.get_ylim()[0] == 0
 
 
-def test_many_steps_are_smoothed():
+def test_curves_of_many_steps_are_smoothed():
     values = [float(step % 2) for step in STEPS]
     assert smooth(values[:59]) == values[:59]
     assert smooth(values)[:3] == [0.5, 2 / 3, 1 / 3] and len(smooth(values)) == 100
@@ -121,7 +121,7 @@ def test_many_steps_are_smoothed():
     assert bands_of(axes)[0][1::2] == pytest.approx([1 / 3, 2 / 3])
 
 
-def test_the_mapping_has_its_curve_and_points():
+def test_mapping_plot_has_curve_and_points():
     mapping = {"name": "azr", "curve": [[0.0, 0.0], [1.0, 0.5]]}
     groups = [group("g") | {"mapping": mapping, "points": [[0.5, 0.25, 3], [1.0, 0.5, 12]]}]
     axes = axes_of(plots._draw_mapping, [*groups, group("h")])
@@ -138,7 +138,7 @@ def test_file_names_are_valid_and_distinct():
     ]  # fmt: skip
 
 
-def test_texts_are_not_taken_for_mathematics(tmp_path):
+def test_labels_are_not_parsed_as_math(tmp_path):
     hostile = "$\\frac{$_{"
     panel = {"metrics": {hostile: "x", "_b": "x"}, "stacked": False}
     draw = functools.partial(plots._draw_curves, panel=panel, groups=[group("g", x=[[1], [1.0]])])

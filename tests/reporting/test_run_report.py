@@ -41,7 +41,7 @@ def write_run(workdir, evaluation=None):
 
 
 @pytest.mark.slow
-def test_a_picture_a_prefix_and_one_for_the_evaluation(tmp_path):
+def test_one_plot_per_prefix_and_one_for_the_evaluation(tmp_path):
     write_run(tmp_path, {"before": BEFORE, "after": AFTER})
     paths = plot_run(tmp_path)
     assert [path.relative_to(tmp_path).as_posix() for path in paths] == [
@@ -63,7 +63,7 @@ def test_only_measured_metrics_are_plotted(tmp_path):
     assert [path.name for path in plot_run(tmp_path)] == ["train.png"]
 
 
-def test_names_become_panels_and_series():
+def test_metric_names_become_panels_and_series():
     shares = {name: f"rollout/share/{name}" for name in ("accepted", "declined")}
     names = ["rollout/solve_rate", *shares.values(), "eval/role/task/8", "non_finite"]
     assert panels_by_prefix(names) == {
@@ -76,7 +76,7 @@ def test_names_become_panels_and_series():
     }
 
 
-def test_the_table_is_aligned():
+def test_before_after_table_is_aligned():
     assert before_after_table(BEFORE, AFTER).splitlines() == [
         "responder",
         "                                   before              after",
@@ -96,7 +96,7 @@ def report(workdir) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.slow
-def test_the_command_prints_the_table_and_the_pictures(tmp_path):
+def test_command_line_prints_table_and_plot_paths(tmp_path):
     write_run(tmp_path, {"before": BEFORE, "after": AFTER})
     result = report(tmp_path)
     assert result.returncode == 0, result.stderr
@@ -110,7 +110,7 @@ def test_the_command_prints_the_table_and_the_pictures(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_without_metrics_is_a_clear_error(tmp_path):
+def test_run_without_metrics_raises_a_clear_error(tmp_path):
     result = report(tmp_path)
     assert result.returncode == 2
     [line] = result.stderr.splitlines()
@@ -133,13 +133,13 @@ def test_a_run_without_metrics_is_a_clear_error(tmp_path):
         ),
     ],
 )
-def test_a_wrong_evaluation_is_named(tmp_path, evaluation, message):
+def test_error_names_malformed_part_of_the_evaluation(tmp_path, evaluation, message):
     (tmp_path / "evaluation.json").write_text(json.dumps(evaluation))
     with pytest.raises(ValueError, match=message):
         read_evaluation(tmp_path)
 
 
-def test_no_or_half_an_evaluation_is_none(tmp_path):
+def test_missing_or_partial_evaluation_is_none(tmp_path):
     assert read_evaluation(tmp_path) is None
     (tmp_path / "evaluation.json").write_text(json.dumps({"before": {}}))
     assert read_evaluation(tmp_path) is None

@@ -13,7 +13,7 @@ def fail(text: str) -> None:
     raise OSError(text)
 
 
-def test_work_is_done_in_order_by_another_thread():
+def test_jobs_run_in_order_on_one_background_thread():
     done, threads = [], set()
     with Background(max_queued=2) as background:
         for number in range(20):
@@ -35,7 +35,7 @@ def test_only_flush_waits_for_slow_work():
         assert done == [1]
 
 
-def test_the_queue_is_bounded():
+def test_full_queue_blocks_submit():
     gate, taken = threading.Event(), []
     with Background(max_queued=2) as background:
         background.submit(gate.wait)
@@ -56,7 +56,7 @@ def test_the_queue_is_bounded():
     assert taken == list(range(5))
 
 
-def test_an_error_is_raised_by_later_calls_and_the_rest_is_done():
+def test_first_error_is_raised_by_later_calls_and_other_jobs_run():
     gate, done = threading.Event(), []
     with pytest.raises(OSError, match="first") as error, Background() as background:
         background.submit(gate.wait)
@@ -72,12 +72,12 @@ def test_an_error_is_raised_by_later_calls_and_the_rest_is_done():
     assert done == [1, 2] and error.value is found.value
 
 
-def test_an_unseen_error_is_raised_at_the_end():
+def test_pending_error_is_raised_on_exit():
     with pytest.raises(OSError, match="alone"), Background() as background:
         background.submit(fail, "alone")
 
 
-def test_the_end_does_not_hide_another_error_and_all_is_done():
+def test_error_of_the_body_takes_precedence_and_queued_jobs_run():
     done = []
     with pytest.raises(ValueError, match="another"), Background() as background:
         background.submit(fail, "disk")
@@ -91,7 +91,7 @@ def test_the_end_does_not_hide_another_error_and_all_is_done():
     assert done == [1]
 
 
-def test_even_an_exit_is_an_error_and_not_the_threads_end():
+def test_system_exit_in_a_job_is_raised_and_the_thread_survives():
     def leave() -> None:
         raise SystemExit(3)
 

@@ -60,7 +60,7 @@ def assert_same(got, want) -> None:
 
 
 @pytest.mark.slow
-def test_restores_the_same_bits_in_another_manager(tmp_path):
+def test_restore_by_a_new_manager_is_bit_identical(tmp_path):
     state = state_on(mesh_of(4, 2))
     first = Checkpoints(tmp_path)
     assert first.latest_step() is None
@@ -75,7 +75,7 @@ def test_restores_the_same_bits_in_another_manager(tmp_path):
 
 
 @pytest.mark.parametrize("fsdp, tensor", [(1, 1), (2, 4), (2, 1)])
-def test_restores_onto_another_mesh(tmp_path, fsdp, tensor):
+def test_restore_onto_another_mesh_is_bit_identical(tmp_path, fsdp, tensor):
     saved = state_on(mesh_of(4, 2))
     other = state_on(mesh_of(fsdp, tensor), offset=9.0)
     checkpoints = Checkpoints(tmp_path)
@@ -88,7 +88,7 @@ def test_restores_onto_another_mesh(tmp_path, fsdp, tensor):
 
 @pytest.mark.parametrize("devices", [1, 8])
 def test_arrays_may_be_donated_as_soon_as_save_returns(tmp_path, devices):
-    """On CPU the host's copy may be the device's buffer: saved data must not be overwritten."""
+    """On CPU the host's copy may share the device's buffer: saved data must not be overwritten."""
     place = NamedSharding(mesh_of(devices, 1), P("fsdp"))
     step = jax.jit(lambda x: x * 2 + 1, donate_argnums=0)
 
@@ -110,7 +110,7 @@ def test_arrays_may_be_donated_as_soon_as_save_returns(tmp_path, devices):
     np.testing.assert_array_equal(arrays["x"], want)
 
 
-def test_every_force_and_keep(tmp_path):
+def test_save_follows_every_force_and_keep(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=2, every=2)
     x = {"x": jnp.zeros(2)}
     assert [checkpoints.save(step, x, {}) for step in range(1, 7)] == [False, True] * 3
@@ -122,7 +122,7 @@ def test_every_force_and_keep(tmp_path):
         checkpoints.save(4, x, {})
 
 
-def test_the_latest_and_the_best_are_kept(tmp_path):
+def test_latest_and_best_steps_are_kept(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=1)
     scores = [0.5, 0.75, None, 0.75, 0.25, None]
     best = [1, 2, 2, 2, 2, 2]
@@ -142,7 +142,7 @@ def test_the_latest_and_the_best_are_kept(tmp_path):
 
 
 @pytest.mark.parametrize("field, least", [("keep", 1), ("every", 1), ("retries", 0)])
-def test_bad_settings_are_named(tmp_path, field, least):
+def test_settings_out_of_range_are_rejected(tmp_path, field, least):
     with pytest.raises(ValueError, match=f"{field} = {least - 1}: must be at least {least}"):
         Checkpoints(tmp_path, **{field: least - 1})
 
@@ -152,7 +152,7 @@ class Handed(Exception):
 
 
 @pytest.mark.parametrize("workdir", ["gs://bucket/a/run", "/data/run", "run"])
-def test_orbax_gets_the_path_as_it_was_given(monkeypatch, tmp_path, workdir):
+def test_orbax_gets_absolute_paths_and_unchanged_bucket_urls(monkeypatch, tmp_path, workdir):
     monkeypatch.chdir(tmp_path)
 
     def manager(directory, **_):
@@ -167,8 +167,8 @@ def test_orbax_gets_the_path_as_it_was_given(monkeypatch, tmp_path, workdir):
     assert str(directory) == f"{local}/checkpoints"
 
 
-def test_all_reading_and_writing_of_ours_goes_through_epath(tmp_path, monkeypatch):
-    """A file system of epath's that is not local, except for Orbax's own operations."""
+def test_hashes_are_read_and_written_through_epath(tmp_path, monkeypatch):
+    """A fake bucket backend serves epath; Orbax itself keeps using the local folder."""
     local, seen = str(tmp_path / "bucket"), set()
     checkpoints = Checkpoints(tmp_path / "bucket")
     checkpoints.save(1, {"x": jnp.ones(2)}, {}, force=True)
@@ -196,7 +196,7 @@ def test_all_reading_and_writing_of_ours_goes_through_epath(tmp_path, monkeypatc
     assert seen == {("open", "rb"), ("open", "wb"), ("walk", "r")}
 
 
-def test_nothing_to_restore_is_a_clear_error(tmp_path):
+def test_restore_of_a_missing_step_raises(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     with pytest.raises(FileNotFoundError, match="no complete checkpoint of step 5"):
         checkpoints.restore(5, {"x": jnp.zeros(2)})
@@ -224,7 +224,7 @@ SHARDING = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         ({"w": jax.ShapeDtypeStruct((3, 4), jnp.float32)}, "policy/w: no sharding given"),
     ],
 )
-def test_mismatched_tensors_are_named(tmp_path, change, message):
+def test_restore_error_names_mismatched_tensors(tmp_path, change, message):
     saved = {"w": jnp.zeros((3, 4)), "b": jnp.zeros(2)}
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, {"policy": saved}, {})
@@ -242,14 +242,14 @@ def test_mismatched_tensors_are_named(tmp_path, change, message):
         ([0.0, float("nan")], ValueError, r"host_state\['memory'\]\[1\] is nan"),
     ],
 )
-def test_host_state_that_json_would_change_is_refused(tmp_path, value, error, message):
+def test_host_state_that_json_would_alter_is_rejected(tmp_path, value, error, message):
     checkpoints = Checkpoints(tmp_path)
     with pytest.raises(error, match=message):
         checkpoints.save(1, {"x": jnp.zeros(2)}, {"memory": value})
     assert checkpoints.latest_step() is None
 
 
-def test_a_part_is_restored_without_the_rest(tmp_path):
+def test_restore_part_returns_only_requested_arrays(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     saved = {"policy": {"w": jnp.arange(6.0), "mu": jnp.ones(6)}, "reference_reader": jnp.zeros(3)}
     checkpoints.save(1, saved, {})
@@ -268,7 +268,7 @@ def test_a_part_is_restored_without_the_rest(tmp_path):
         checkpoints.restore_part(2, wanted)
 
 
-# Kill the process at the first event of the second save with the wanted kind and path.
+# Kills the process at the first audit event of the second save with the given kind and path.
 KILLED_SAVE = """
     import os, signal, sys
     import jax.numpy as jnp
@@ -303,8 +303,8 @@ KILLED_SAVE = """
         ("shutil.rmtree", "checkpoints/1", "2"),
     ],
 )
-def test_a_killed_save_is_never_taken_for_complete(tmp_path, event, path, left):
-    """At every moment of a save in the background there is one whole step."""
+def test_killed_save_leaves_one_intact_step(tmp_path, event, path, left):
+    """At any time during a background save, one step is complete."""
     script = textwrap.dedent(KILLED_SAVE)
     killed = subprocess.run(
         [sys.executable, "-c", script, str(tmp_path), event, path], capture_output=True, text=True
@@ -323,7 +323,7 @@ def test_a_killed_save_is_never_taken_for_complete(tmp_path, event, path, left):
     assert kept <= {str(step + 1), "1"} and str(step + 1) in kept
 
 
-def test_a_first_save_that_was_killed_is_no_damage(tmp_path):
+def test_killed_first_save_is_not_reported_as_damage(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, {"x": jnp.ones(5)}, {}, force=True)
     (tmp_path / "checkpoints" / "1" / "hashes.txt").unlink()

@@ -1,6 +1,7 @@
 """Tests of checkpoints on failing disks.
 
-Damaged steps are skipped, failed saves are retried and put elsewhere, and two processes agree.
+Damaged steps are skipped, failed saves are retried and then written to another folder, and two
+processes agree on the step to restore.
 
 python -m tests.runtime.test_checkpoint_damage PORT PROCESS WORKDIR       # prints JSON
 """
@@ -32,7 +33,7 @@ FOLDER = "checkpoints"
 
 
 def arrays_of(step: int) -> dict[str, Any]:
-    """Numbers that do not compress: the files of the arrays have more than a few bytes."""
+    """Random arrays, which do not compress: their files have more than a few bytes."""
     return {"policy": {"w": jax.random.normal(jax.random.key(step), (64, 8))}, "n": jnp.ones(3)}
 
 
@@ -57,7 +58,7 @@ def run_folder(tmp_path_factory) -> Path:
 
 # ----------------------------------------------------------------------------------------- Damage
 
-# Kinds of files, and the least number of files; the names of array data are random.
+# Pattern of a kind of file -> minimum number of files. Names of array data are random.
 KINDS = {
     "hashes.txt": 1,
     "_CHECKPOINT_METADATA": 1,
@@ -75,7 +76,7 @@ KINDS = {
 }
 
 
-def test_these_are_all_kinds_of_files(run_folder):
+def test_kinds_cover_all_files_of_a_checkpoint(run_folder):
     step = run_folder / FOLDER / "2"
     files = {path for path in step.rglob("*") if path.is_file()}
     found = {kind: set(step.glob(kind)) for kind in KINDS}
@@ -85,7 +86,7 @@ def test_these_are_all_kinds_of_files(run_folder):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("damage", ["missing", "truncated", "altered"])
-def test_a_damaged_step_is_named_and_skipped(run_folder, tmp_path, caplog, kind, damage):
+def test_damaged_step_is_logged_skipped_and_replaced(run_folder, tmp_path, caplog, kind, damage):
     workdir = tmp_path / "run"
     for path in sorted((run_folder / FOLDER / "2").glob(kind)):
         shutil.copytree(run_folder, workdir)
@@ -113,7 +114,7 @@ def test_a_damaged_step_is_named_and_skipped(run_folder, tmp_path, caplog, kind,
         assert_restores(checkpoints, 1)
         with pytest.raises(FileNotFoundError, match="no complete checkpoint of step 2"):
             checkpoints.restore(2, arrays_of(0))
-        # The run reaches this step again and replaces the damaged files.
+        # A resumed run reaches this step again and replaces the damaged files.
         assert checkpoints.save(2, arrays_of(2), {"step": 2}, force=True)
         assert checkpoints.newest_intact() == 2
         assert_restores(checkpoints, 2)
@@ -124,7 +125,7 @@ def test_a_damaged_step_is_named_and_skipped(run_folder, tmp_path, caplog, kind,
 @pytest.mark.slow
 @settings(max_examples=150)
 @given(st.data())
-def test_any_flipped_or_cut_byte_is_found(run_folder, data):
+def test_any_flipped_byte_or_truncation_is_detected(run_folder, data):
     folder = run_folder / FOLDER / "2"
     names = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
     path = folder / data.draw(st.sampled_from(names))
@@ -140,13 +141,13 @@ def test_any_flipped_or_cut_byte_is_found(run_folder, data):
         path.write_bytes(content)
 
 
-def test_unharmed_steps_are_intact(run_folder, caplog):
+def test_undamaged_step_is_intact_without_warnings(run_folder, caplog):
     checkpoints = Checkpoints(run_folder)
     assert checkpoints.newest_intact() == 2 and not caplog.records
     assert_restores(checkpoints, 2)
 
 
-def test_all_steps_damaged_is_a_clear_error(run_folder, tmp_path):
+def test_error_lists_the_damage_if_no_step_is_intact(run_folder, tmp_path):
     workdir = tmp_path / "run"
     shutil.copytree(run_folder, workdir)
     (workdir / FOLDER / "1" / "arrays" / "_METADATA").write_bytes(b"")
@@ -167,7 +168,7 @@ def test_all_steps_damaged_is_a_clear_error(run_folder, tmp_path):
 
 
 class Disk:
-    """Fails while the disk is full: no process may write a file beyond 100 bytes."""
+    """A disk that can be full: this process then fails to write a file beyond 100 bytes."""
 
     def __init__(self) -> None:
         self.limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -186,7 +187,7 @@ def disk():
     disk.free()
 
 
-def test_a_failed_save_is_tried_again(tmp_path, disk):
+def test_failed_save_is_retried_with_backoff(tmp_path, disk):
     waits = []
 
     def sleep(seconds: float) -> None:
@@ -204,8 +205,8 @@ def test_a_failed_save_is_tried_again(tmp_path, disk):
     checkpoints.close()
 
 
-def test_a_step_without_its_hashes_is_written_anew(tmp_path, monkeypatch):
-    """Orbax had finished the step: it would refuse to write it a second time."""
+def test_save_is_retried_if_writing_the_hashes_fails(tmp_path, monkeypatch):
+    """By then Orbax has finished the step, and would reject a second save of it."""
     write, errors = hashes.write, [OSError(errno.ENOSPC, "full")]
     monkeypatch.setattr(hashes, "write", lambda *a: fail(errors.pop()) if errors else write(*a))
     checkpoints = Checkpoints(tmp_path, retries=1, sleep=lambda _: None)
@@ -218,7 +219,7 @@ def fail(error: Exception) -> None:
     raise error
 
 
-def test_a_background_failure_is_reported_at_the_next_save(tmp_path, disk, caplog):
+def test_background_save_failure_is_logged_by_the_next_save(tmp_path, disk, caplog):
     checkpoints = Checkpoints(tmp_path, sleep=lambda _: pytest.fail())
     disk.fill()
     assert checkpoints.save(1, arrays_of(1), {"step": 1})
@@ -235,7 +236,7 @@ def test_a_background_failure_is_reported_at_the_next_save(tmp_path, disk, caplo
 
 
 @pytest.mark.parametrize("call", ["wait", "close", "newest_intact"])
-def test_a_background_failure_is_reported_by_wait(tmp_path, disk, call):
+def test_background_save_failure_is_raised_by_waiting_calls(tmp_path, disk, call):
     checkpoints = Checkpoints(tmp_path)
     disk.fill()
     checkpoints.save(1, arrays_of(1), {"step": 1})
@@ -249,7 +250,7 @@ def test_a_background_failure_is_reported_by_wait(tmp_path, disk, call):
 
 
 def remove_access(workdir: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """From now on folders cannot be made in the workdir, with this error."""
+    """Make the creation of folders in the workdir fail with this error."""
     mkdir = os.mkdir
 
     def fail(path, *args, **options):
@@ -261,7 +262,7 @@ def remove_access(workdir: Path, monkeypatch: pytest.MonkeyPatch, number: int) -
 
 
 def unmount(workdir: Path) -> None:
-    """The folder is gone, and nothing can be made in its place."""
+    """Remove the folder, and put a file in its place."""
     shutil.rmtree(workdir)
     workdir.write_text("")
 
@@ -275,10 +276,10 @@ def unmount(workdir: Path) -> None:
         (None, "Not a directory"),
     ],
 )
-def test_the_state_goes_to_the_fallback(tmp_path, monkeypatch, number, message):
+def test_failed_save_is_written_to_the_fallback_folder(tmp_path, monkeypatch, number, message):
     """A run resumes from the folder that the error names."""
     workdir, fallback, waits = tmp_path / "run", tmp_path / "other", []
-    (fallback / "run_step3").mkdir(parents=True)  # files of another failure are not touched
+    (fallback / "run_step3").mkdir(parents=True)  # of an earlier failure: must stay untouched
     options = {"retries": 2, "backoff_s": 1.0, "fallback": fallback, "sleep": waits.append}
     checkpoints = Checkpoints(workdir, **options)
     checkpoints.save(1, arrays_of(1), {"step": 1}, force=True)
@@ -296,7 +297,7 @@ def test_the_state_goes_to_the_fallback(tmp_path, monkeypatch, number, message):
     assert not list((fallback / "run_step3").iterdir())
 
 
-def test_a_failed_fallback_is_reported(tmp_path, disk):
+def test_failed_fallback_save_is_reported(tmp_path, disk):
     fallback = tmp_path / "other"
     checkpoints = Checkpoints(tmp_path / "run", retries=0, fallback=fallback)
     checkpoints.save(1, arrays_of(1), {"step": 1}, force=True)
@@ -305,7 +306,7 @@ def test_a_failed_fallback_is_reported(tmp_path, disk):
         checkpoints.save(2, arrays_of(2), {"step": 2}, force=True)
 
 
-def test_the_fallback_is_in_the_temporary_folder(tmp_path, monkeypatch, disk):
+def test_default_fallback_is_in_the_temporary_folder(tmp_path, monkeypatch, disk):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
     checkpoints = Checkpoints(tmp_path / "run", retries=1, sleep=lambda _: None)
     remove_access(tmp_path / "run", monkeypatch, errno.EACCES)
@@ -317,14 +318,14 @@ def test_the_fallback_is_in_the_temporary_folder(tmp_path, monkeypatch, disk):
 
 
 @pytest.mark.slow
-def test_two_processes_agree(tmp_path):
+def test_two_processes_agree_on_the_intact_step(tmp_path):
     first, second = run_two("tests.runtime.test_checkpoint_damage", str(tmp_path))
     assert first == second
     assert first == {"newest": 2, "latest": 2, "saved": 3, "sums": [56.0, 84.0]}
 
 
 def main() -> None:
-    """Steps 1 to 3 by both, the third damaged by the first; both resume from the second."""
+    """Save steps 1 to 3 in both processes; process 0 damages step 3; both resume from step 2."""
     port, process, workdir = sys.argv[1:]
     me = connect(port, process)
     mesh = jax.make_mesh((4,), ("x",))

@@ -17,7 +17,7 @@ from spell_jax.runtime import mesh as meshes
     [({"context": 8}, ("context",)), ({"fsdp": 2, "context": 4}, ("fsdp", "context"))],
     ids=str,
 )
-def test_each_device_keeps_its_part_of_the_sum(shape, axes, dimension, one_stage, monkeypatch):
+def test_sum_scatter_leaves_each_device_its_part(shape, axes, dimension, one_stage, monkeypatch):
     monkeypatch.setattr(collectives, "_ONE_STAGE", one_stage)
     x = np.random.default_rng(0).normal(size=(8, 16, 24)).astype(np.float32)  # by device
     parts = PartitionSpec(*(None,) * dimension, axes)
@@ -35,7 +35,7 @@ def test_each_device_keeps_its_part_of_the_sum(shape, axes, dimension, one_stage
     assert program.count("stablehlo.reduce_scatter") == sum(stages[axis] for axis in axes)
 
 
-def test_an_axis_splits_dimensions_that_it_divides():
+def test_mesh_axes_split_only_dimensions_that_they_divide():
     mesh = meshes.make_mesh({"fsdp": 2, "context": 2, "tensor": 2})
     with jax.set_mesh(mesh):
         current = collectives.current_mesh()
@@ -49,7 +49,7 @@ def test_an_axis_splits_dimensions_that_it_divides():
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
-def test_rounded_as_a_cast_rounds(dtype):
+def test_rounded_equals_a_cast(dtype):
     numbers = jnp.asarray([1.0, 1 + 2**-9, -3.14159, 1e-3, 0.0])
     found = collectives.rounded(numbers, jnp.dtype(dtype))
     assert found.dtype == dtype and np.array_equal(found, numbers.astype(dtype))

@@ -25,7 +25,7 @@ class Example:
     anything: Any = None
 
 
-def test_fields_are_taken_and_defaults_kept() -> None:
+def test_build_sets_given_fields_and_keeps_defaults() -> None:
     section = ConfigDict({"count": 3, "sizes": [1, 2], "on": True})
     assert build(Example, section, "example") == Example(3, 0.5, "x", True, (1, 2))
     assert build(Example, FrozenConfigDict({"count": 1}), "example") == Example(1)
@@ -35,12 +35,12 @@ def test_fields_are_taken_and_defaults_kept() -> None:
 
 @pytest.mark.parametrize("inner", [(6, 3), {"length": 6, "answers": 3}])
 @pytest.mark.parametrize("kind", [dict, ConfigDict])
-def test_a_dataclass_inside(kind, inner) -> None:
+def test_nested_dataclass_is_built_from_tuple_or_section(kind, inner) -> None:
     found = build(Example, kind({"count": 1, "inner": inner}), "example").inner
     assert found == Bucket(6, 3)
 
 
-def test_a_whole_number_is_a_float() -> None:
+def test_integer_is_accepted_for_a_float_field() -> None:
     share = build(Example, {"count": 1, "share": 2}, "example").share
     assert isinstance(share, float) and share == 2.0
 
@@ -63,17 +63,17 @@ def test_a_whole_number_is_a_float() -> None:
         ({"count": 1, "maybe": "no"}, r"example\.maybe = 'no': must be float \| None"),
     ],
 )
-def test_mistakes_name_field_value_and_remedy(section: dict, message: str) -> None:
+def test_errors_name_field_value_and_expected_type(section: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build(Example, section, "example")
 
 
-def test_an_extra_field_may_not_be_configured_as_well() -> None:
+def test_field_passed_as_argument_is_rejected_in_the_section() -> None:
     with pytest.raises(ValueError, match=r"example\.count: no such field"):
         build(Example, {"count": 1}, "example", count=2)
 
 
-def test_tuples_stand_for_dataclasses_inside_a_section() -> None:
+def test_packing_buckets_are_built_from_tuples() -> None:
     section = ConfigDict({"buckets": ((8, 4), (16, 8)), "token_budget": 32})
     built = build(PackingConfig, section, "packing")
     assert built == PackingConfig((Bucket(8, 4), Bucket(16, 8)), 32)
@@ -96,12 +96,12 @@ def test_tuples_stand_for_dataclasses_inside_a_section() -> None:
         (SamplerConfig, {"slots": 0}, r"sampler\.slots = 0: must be at least 1"),
     ],
 )
-def test_ranges_of_the_real_sections(cls: type, section: dict, message: str) -> None:
+def test_config_sections_reject_values_out_of_range(cls: type, section: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build(cls, section, cls.__name__.removesuffix("Config").lower())
 
 
-def test_fields_have_least_values_and_choices() -> None:
+def test_check_least_and_check_choice_reject_invalid_fields() -> None:
     fields = Example(1, share=0.0, name="b")
     check_least(fields, "example.", count=1, share=0)
     check_choice(fields, "example.", name=("a", "b"))

@@ -1,4 +1,4 @@
-"""Tests of hosts that find each other and exchange data: two real processes.
+"""Tests of joining processes and exchanging data, with two real processes.
 
 Both processes get the same data, and fail together.
 
@@ -28,7 +28,7 @@ from spell_jax.runtime import distributed, rendezvous
 
 
 def run_two(module: str, *arguments: str) -> list[Any]:
-    """Last line that each of two processes of a module prints.
+    """Run two processes of a module; return the last line of each, parsed as JSON.
 
     Arguments of a process are a port, its number and `arguments`.
     """
@@ -38,7 +38,7 @@ def run_two(module: str, *arguments: str) -> list[Any]:
 
 
 def end_two(module: str, *arguments: str) -> list[tuple[int, str, str]]:
-    """(exit code, output, errors) of two processes of a module."""
+    """Run two processes of a module; return (exit code, stdout, stderr) of each."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
@@ -73,18 +73,18 @@ def connect(port: str, process: str) -> int:
     return jax.process_index()
 
 
-# Items of both hosts: other numbers and sizes, and more than the smallest exchange.
+# Items of both processes: different numbers and sizes, some above the minimum exchange size.
 ITEMS = (
     ([b""], [b"a", b"\x00\xff" * 5, b""]),
     ([], []),
     ([b"x" * 3000, b"yy"], [b"z" * 17]),
-    ([bytes(1008)], []),  # with its lengths just the smallest exchange, and one more
+    ([bytes(1008)], []),  # with its length exactly the minimum size; the next is above
     ([bytes(1009)], []),
 )
 
 
 @pytest.mark.slow
-def test_two_hosts_get_all_items_and_fail_together() -> None:
+def test_two_processes_exchange_data_and_fail_together() -> None:
     first, second = run_two("tests.runtime.test_distributed")
     gathered = [[[item.hex() for item in part] for part in parts] for parts in ITEMS]
     assert first["gathered"] == second["gathered"] == gathered
@@ -104,8 +104,8 @@ def test_two_hosts_get_all_items_and_fail_together() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("failing", [0, 1])
-def test_the_error_of_one_ends_all_and_is_seen(failing: int) -> None:
-    """Without waiting: jax would let the failed process wait five minutes for the other one."""
+def test_error_of_one_process_ends_both_and_is_printed(failing: int) -> None:
+    """Both end at once: by default jax lets the failed process wait five minutes for the other."""
     ended = end_two("tests.runtime.test_distributed", str(failing))
     assert ended[failing][0] == 1 and "ValueError: its own" in ended[failing][2]
     code, _, errors = ended[1 - failing]
@@ -113,7 +113,7 @@ def test_the_error_of_one_ends_all_and_is_seen(failing: int) -> None:
     assert re.search("another (process|task) died", errors)
 
 
-def test_one_host_exchanges_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_process_needs_no_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distributed, "_gather", None)
     assert distributed.gather_bytes([b"a", b""]) == [[b"a", b""]]
     assert distributed.make_together(lambda: [b"c"]) == [[b"c"]]
@@ -148,7 +148,7 @@ OPEN_MPI = {
 
 @pytest.fixture
 def joined(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
-    """Record of the waiting and the start of jax, which are both replaced."""
+    """Record calls of the rendezvous and of jax.distributed, which are both replaced."""
     calls = types.SimpleNamespace(met=[], started=[], is_initialized=lambda: False)
     calls.initialize = lambda *given, **more: calls.started.append((given, more))
     monkeypatch.setattr(rendezvous, "wait_for_all", lambda *given: calls.met.append(given))
@@ -174,7 +174,7 @@ def _set(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
         (SLURM | GIVEN, ("10.0.0.1:1234", 4, 3, None)),
     ],
 )
-def test_the_environment_says_who_joins(variables, place, joined, monkeypatch, capsys) -> None:
+def test_join_uses_environment_variables(variables, place, joined, monkeypatch, capsys) -> None:
     _set(monkeypatch, variables | {distributed.JOIN_SECONDS: "7", distributed.LOST_SECONDS: "5"})
     distributed.join()
     address, count, index, _ = place
@@ -190,20 +190,20 @@ def test_the_environment_says_who_joins(variables, place, joined, monkeypatch, c
 @pytest.mark.parametrize(
     "variables", [{}, GIVEN | {distributed.PROCESSES: "1", distributed.PROCESS: "0"}]
 )
-def test_a_single_host_joins_no_other(variables, joined, monkeypatch, capsys) -> None:
+def test_single_process_does_not_join(variables, joined, monkeypatch, capsys) -> None:
     _set(monkeypatch, variables)
     distributed.join()
     assert (joined.met, joined.started, capsys.readouterr().err) == ([], [], "")
 
 
-def test_who_has_joined_does_not_join_again(joined, monkeypatch) -> None:
+def test_initialized_process_does_not_join_again(joined, monkeypatch) -> None:
     _set(monkeypatch, GIVEN)
     joined.is_initialized = lambda: True
     distributed.join()
     assert joined.met == []
 
 
-def test_time_is_up(joined, monkeypatch) -> None:
+def test_join_timeout_names_variable_and_missing_process(joined, monkeypatch) -> None:
     def wait_for_all(*_) -> None:
         raise TimeoutError("missing: process 2 of 4")
 
@@ -227,7 +227,7 @@ def test_time_is_up(joined, monkeypatch) -> None:
         (distributed.LOST_SECONDS, "1.5", r"SPELL_LOST_SECONDS = '1.5': must be"),
     ],
 )
-def test_mistakes_are_named(name, value, message, joined, monkeypatch) -> None:
+def test_invalid_join_variables_are_rejected(name, value, message, joined, monkeypatch) -> None:
     variables = GIVEN | ({} if value is None else {name: value})
     _set(monkeypatch, {key: text for key, text in variables.items() if key != name or value})
     with pytest.raises(ValueError, match=message):

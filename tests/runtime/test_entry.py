@@ -1,6 +1,6 @@
-"""Tests of commands: a user's mistake is one line and status 2, a crash is a traceback.
+"""Tests of failing commands: one line and exit code 2 for user errors, a traceback for crashes.
 
-The status of a crash is 1.
+A crash exits with 1.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def config(tmp_path: pathlib.Path) -> pathlib.Path:
 
 
 def ended(error: BaseException, capsys: pytest.CaptureFixture) -> str:
-    """The one line with which an error in a command ends it."""
+    """Line that a command prints when it exits with this error."""
     with pytest.raises(SystemExit) as end, entry.user_errors():
         raise error
     assert end.value.code == 2
@@ -74,12 +74,12 @@ def crashes(error: BaseException, capsys: pytest.CaptureFixture) -> None:
         app.UsageError,
     ],
 )
-def test_a_mistake_is_one_line(kind, capsys):
+def test_user_errors_are_printed_on_one_line(kind, capsys):
     line = ended(kind("policy = 'x': must be\n    a folder"), capsys)
     assert line == "error: policy = 'x': must be a folder"
 
 
-def test_an_error_of_the_system_names_its_file(tmp_path, capsys):
+def test_error_for_a_missing_file_names_the_file(tmp_path, capsys):
     with pytest.raises(SystemExit), entry.user_errors():
         (tmp_path / "missing").read_text()
     [line] = capsys.readouterr().err.splitlines()
@@ -102,11 +102,11 @@ def test_an_error_of_the_system_names_its_file(tmp_path, capsys):
     ],
     ids=repr,
 )
-def test_other_errors_crash(error, capsys):
+def test_other_errors_propagate_unchanged(error, capsys):
     crashes(error, capsys)
 
 
-def test_after_the_setup_every_error_is_a_crash(capsys):
+def test_all_errors_propagate_after_setup_done(capsys):
     def step(x):
         raise ValueError("x = 3: must be 4")
 
@@ -114,17 +114,17 @@ def test_after_the_setup_every_error_is_a_crash(capsys):
         entry.setup_done()
         jax.jit(step)(1.0)
     assert capsys.readouterr() == ("", "")
-    # The next command of a process has a setup of its own.
+    # The next command in the same process starts with its own setup.
     assert ended(ValueError("steps = 0"), capsys) == "error: steps = 0"
 
 
-def test_a_preempted_run_keeps_its_status(capsys):
+def test_preempted_run_keeps_its_exit_code(capsys):
     with pytest.raises(Preempted) as end, entry.user_errors():
         raise Preempted("SIGTERM")
     assert end.value.code == EXIT_CODE == 75 and capsys.readouterr() == ("", "")
 
 
-def test_the_traceback_can_be_asked_for(monkeypatch, capsys):
+def test_environment_variable_enables_the_traceback(monkeypatch, capsys):
     monkeypatch.setenv(entry.TRACEBACK_VARIABLE, "1")
     with pytest.raises(SystemExit), entry.user_errors():
         raise ValueError("steps = 0")
@@ -132,7 +132,7 @@ def test_the_traceback_can_be_asked_for(monkeypatch, capsys):
     assert err.startswith("Traceback") and err.endswith("\nerror: steps = 0\n")
 
 
-def test_one_of_several_processes_does_not_wait_for_the_others(monkeypatch, capsys):
+def test_failed_process_of_several_exits_without_waiting(monkeypatch, capsys):
     left = []
     monkeypatch.setattr(distributed.os, "_exit", left.append)
     ended(ValueError("steps = 0"), capsys)
@@ -155,7 +155,7 @@ def parse(*arguments: object):
     return entry.parse_flags(argv, values, values), values
 
 
-def test_flags_are_parsed_as_ever(config):
+def test_valid_flags_are_parsed(config):
     rest, values = parse(f"--config={config}", "--config.steps=4", "--count=2", "x")
     assert rest == ["program", "x"]
     assert (values.config.steps, values.count) == (4, 2)
@@ -180,21 +180,21 @@ def test_flags_are_parsed_as_ever(config):
         (["--count=2"], "Flag --config must have a value"),
     ],
 )
-def test_a_mistake_in_flags_is_one_of_the_user(arguments, message, config, capsys):
+def test_invalid_flags_are_user_errors(arguments, message, config, capsys):
     with pytest.raises(entry.USER_ERRORS, match=message) as error:
         parse(*(argument.format(config=config) for argument in arguments))
     ended(error.value, capsys)
 
 
 @pytest.mark.parametrize("name", ["type", "field"])
-def test_a_bug_of_a_config_file_shows_its_line(name, config, capsys):
+def test_errors_in_a_config_file_propagate_with_details(name, config, capsys):
     with pytest.raises((TypeError, AttributeError, flags.Error)) as error, entry.user_errors():
         parse(f"--config={config}:{name}")
     assert "Did you mean" in str(error.value) or "in get_config" in str(error.value)
     assert capsys.readouterr() == ("", "")
 
 
-def test_run_main_frames_flags_and_main(monkeypatch, capsys):
+def test_run_main_handles_user_errors_of_flags_and_main(monkeypatch, capsys):
     given = {}
     monkeypatch.setattr(app, "run", lambda main, flags_parser: given.update(m=main, f=flags_parser))
 
@@ -233,7 +233,7 @@ def test_run_main_frames_flags_and_main(monkeypatch, capsys):
         ),
     ],
 )
-def test_commands_end_with_one_line(command, line, tmp_path):
+def test_commands_print_user_errors_on_one_line(command, line, tmp_path):
     if command[0] == "spell_jax.train":
         command = [*command, f"--workdir={tmp_path / 'run'}"]
     done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True)
@@ -242,7 +242,7 @@ def test_commands_end_with_one_line(command, line, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_crash_keeps_its_traceback(tmp_path, config):
+def test_crash_after_setup_prints_its_traceback(tmp_path, config):
     program = tmp_path / "program.py"
     program.write_text(
         "from spell_jax.runtime import entry\n"

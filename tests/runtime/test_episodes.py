@@ -21,7 +21,7 @@ def record(cluster: str, *documents: str, **fields) -> dict:
     return {"cluster": cluster, "documents": list(documents)} | fields
 
 
-def test_episodes_are_one_compressed_file_a_step(tmp_path):
+def test_each_step_is_written_to_one_gzip_file(tmp_path):
     writer = EpisodeWriter(tmp_path, MUCH)
     first = {"question": "wie viele?\n€", "rewards": np.array([0.5, np.nan]), "votes": (1, -1)}
     path = writer.write(12, [first, {"score": np.int64(3), "half": "\ud83d"}])
@@ -41,7 +41,7 @@ def test_episodes_are_one_compressed_file_a_step(tmp_path):
     assert list(read_episodes(tmp_path)) == [(12, json.loads(line)) for line in lines]
 
 
-def test_the_same_episodes_are_the_same_bytes(tmp_path, monkeypatch):
+def test_equal_episodes_give_identical_bytes(tmp_path, monkeypatch):
     clock = itertools.count(1_000_000_000, 1_000_000)
     monkeypatch.setattr("time.time", lambda: next(clock))
     paths = [
@@ -52,7 +52,7 @@ def test_the_same_episodes_are_the_same_bytes(tmp_path, monkeypatch):
     assert one == two
 
 
-def test_a_cluster_has_its_documents_once_while_they_fit(tmp_path):
+def test_documents_of_a_cluster_are_written_once_if_they_fit(tmp_path):
     size = len(json.dumps(record("a") | {"number": 1, "of": 4})) - len(', "documents": []') + 1
     texts = {"a": ["€" * 30], "b": ["x" * 50, "y"], "c": ["z"]}
     given = [record(name, *texts[name]) for name in "abac"]
@@ -63,12 +63,12 @@ def test_a_cluster_has_its_documents_once_while_they_fit(tmp_path):
         return [episode.get("documents") for _, episode in read_episodes(tmp_path)]
 
     assert kept(MUCH) == [texts["a"], texts["b"], None, texts["c"]]
-    # Those of a come first, and then there is no room for b's.
+    # The documents of a are written first, and leave no room for those of b.
     assert kept(room - 1) == [texts["a"], None, None, texts["c"]]
     assert kept(4 * size) == [None] * 4
 
 
-def test_records_over_the_limit_are_left_out_and_counted(tmp_path, caplog):
+def test_records_over_the_size_limit_are_omitted_and_logged(tmp_path, caplog):
     given = [record("a", answers=["x" * length]) for length in (10, 900, 10)]
     with caplog.at_level(logging.WARNING):
         path = EpisodeWriter(tmp_path, 500).write(7, given)
@@ -81,7 +81,7 @@ def test_records_over_the_limit_are_left_out_and_counted(tmp_path, caplog):
     assert not caplog.text
 
 
-def test_documents_never_take_a_records_place(tmp_path):
+def test_documents_are_omitted_before_records(tmp_path):
     given = [record("a", "x" * 300), record("b", "y" * 10), record("c", "z" * 10)]
     EpisodeWriter(tmp_path, 250).write(1, given)
     assert [e.get("documents") for _, e in read_episodes(tmp_path)] == [
@@ -91,14 +91,14 @@ def test_documents_never_take_a_records_place(tmp_path):
     ]
 
 
-def test_nothing_is_written_without_room_or_by_other_processes(tmp_path):
+def test_size_limit_zero_or_other_processes_write_nothing(tmp_path):
     assert EpisodeWriter(tmp_path / "run", 0).write(1, [{}]) is None
     assert EpisodeWriter(tmp_path / "run", MUCH, is_writer=False).write(1, [{}]) is None
     assert not (tmp_path / "run").exists()
     assert list(read_episodes(tmp_path / "run")) == []
 
 
-def test_resuming_removes_later_episodes_only(tmp_path):
+def test_resume_removes_only_later_episodes(tmp_path):
     writer = EpisodeWriter(tmp_path, MUCH)
     for step in (1, 2, 3, 1_000_000):
         writer.write(step, [{}])
@@ -112,7 +112,7 @@ def test_resuming_removes_later_episodes_only(tmp_path):
     assert list(episodes.episode_files(tmp_path)) == []
 
 
-def test_bad_lines_and_the_rest_of_a_torn_file_are_skipped(tmp_path, caplog):
+def test_invalid_lines_and_rest_of_truncated_files_are_skipped(tmp_path, caplog):
     writer = EpisodeWriter(tmp_path, 10 * MUCH)
     noise = np.random.default_rng(0).integers(10, size=(100, 1000)).astype(str)
     torn = writer.write(1, [{"text": "".join(row)} for row in noise])
@@ -131,7 +131,7 @@ def test_bad_lines_and_the_rest_of_a_torn_file_are_skipped(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("content", [b"", b"no gzip at all", b"\x1f\x8b\x08"])
-def test_a_file_that_is_not_compressed_is_logged(tmp_path, caplog, content):
+def test_file_without_gzip_format_is_skipped_with_a_warning(tmp_path, caplog, content):
     path = EpisodeWriter(tmp_path, MUCH).write(1, [])
     assert path
     path.write_bytes(content)

@@ -1,4 +1,4 @@
-"""Tests of fault points: nothing without the variable, else the end at one passing of one point."""
+"""Tests of fault points: no effect without the variable, else a fault at the Nth pass of one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from spell_jax.runtime import fault_injection
 PASSES = """
 from spell_jax.runtime import fault_injection
 for step in (1, 2, 3):
-    print("play", step, flush=True)
+    print("rollout", step, flush=True)
     fault_injection.point("rolled_out")
     print("update", step, flush=True)
     fault_injection.point("updated")
@@ -27,7 +27,7 @@ def _nothing_passed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fault_injection, "_passed", collections.Counter())
 
 
-def test_points_are_passed_without_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_points_do_nothing_without_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     for value in (None, ""):
         monkeypatch.delenv(fault_injection.VARIABLE, raising=False)
         if value is not None:
@@ -36,7 +36,7 @@ def test_points_are_passed_without_the_variable(monkeypatch: pytest.MonkeyPatch)
             fault_injection.point(name)
 
 
-def test_the_count_is_of_one_point_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_count_applies_only_to_the_named_point(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(fault_injection.VARIABLE, "updated:2:raise")
     fault_injection.point("rolled_out")
     fault_injection.point("updated")
@@ -49,7 +49,7 @@ def test_the_count_is_of_one_point_alone(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("fault", "code"), [("updated:2", -signal.SIGKILL), ("updated:2:term", -signal.SIGTERM)]
 )
-def test_a_process_is_ended(fault: str, code: int) -> None:
+def test_fault_kills_the_process_at_the_given_pass(fault: str, code: int) -> None:
     ended = subprocess.run(
         [sys.executable, "-c", PASSES],
         env=os.environ | {fault_injection.VARIABLE: fault},
@@ -58,14 +58,14 @@ def test_a_process_is_ended(fault: str, code: int) -> None:
         timeout=60,
     )
     assert ended.returncode == code
-    assert ended.stdout.splitlines() == ["play 1", "update 1", "play 2", "update 2"]
+    assert ended.stdout.splitlines() == ["rollout 1", "update 1", "rollout 2", "update 2"]
 
 
 @pytest.mark.parametrize(
     "wanted",
     ["updated", "updated:", "updated:0", "updated:x", "update:1", "updated:1:kill", "updated:1:"],
 )
-def test_a_mistake_is_named(wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_fault_variable_is_rejected(wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(fault_injection.VARIABLE, wanted)
     with pytest.raises(ValueError, match=rf"SPELL_FAULT = '{wanted}': must be NAME:COUNT"):
         fault_injection.point("rolled_out")

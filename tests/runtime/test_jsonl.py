@@ -17,7 +17,7 @@ def whole_number(value: object) -> int:
     return value
 
 
-def test_bad_lines_are_skipped_and_empty_ones_passed_over(tmp_path, caplog):
+def test_invalid_lines_are_logged_and_empty_lines_ignored(tmp_path, caplog):
     path = tmp_path / "numbers.jsonl"
     lines = [b"\xef\xbb\xbf1", b"", b'"two"', b"\xff", b" 3\r", b"[" * 100_000, b"\t", b"4"]
     path.write_bytes(b"\n".join(lines))
@@ -33,7 +33,7 @@ def test_only_line_feeds_end_a_line(tmp_path):
     assert read_records(path, str) == (["a\u2028b", "c\x85d"], 0)
 
 
-def test_a_write_that_fails_leaves_the_old_file(tmp_path):
+def test_failed_write_keeps_the_old_file(tmp_path):
     path = tmp_path / "value.json"
     write_json(path, {"a": 1})
     with pytest.raises(ValueError, match="not JSON compliant"):
@@ -48,7 +48,7 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path):
     assert path.read_text() == '{\n "a": 1\n}\n'
 
 
-def test_links_stay_links_and_pipes_stay_pipes(tmp_path):
+def test_writing_keeps_symlinks_and_named_pipes(tmp_path):
     link, pipe = tmp_path / "link", tmp_path / "pipe"
     link.symlink_to(tmp_path / "file")
     write_records(link, [1, "\ud800"])

@@ -1,4 +1,4 @@
-"""Tests of TensorBoard's files, and of Weights & Biases with a stand-in."""
+"""Tests of TensorBoard files, and of Weights & Biases with a fake package."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from spell_jax.runtime.metrics import MetricsWriter
 
 
 def events(workdir) -> list[Event]:
-    """Events as TensorBoard reads them: length, its checksum, the event, its checksum."""
+    """Read events as TensorBoard does: length, its checksum, the event, its checksum."""
     (path,) = (workdir / "tensorboard").iterdir()
     file, found = io.BytesIO(path.read_bytes()), []
     while header := file.read(8):
@@ -26,7 +26,7 @@ def events(workdir) -> list[Event]:
     return found
 
 
-def test_tensorboard_reads_a_step_as_soon_as_it_is_written(tmp_path):
+def test_tensorboard_events_are_readable_after_each_step(tmp_path):
     logger = TensorBoard(tmp_path)
     logger.write(3, {"train/loss": 0.5, "rollout/solve_rate": 0.25})
     version, start, step = events(tmp_path)
@@ -38,7 +38,7 @@ def test_tensorboard_reads_a_step_as_soon_as_it_is_written(tmp_path):
     logger.close()
 
 
-def test_tensorboard_discards_steps_after_a_checkpoint(tmp_path):
+def test_resumed_tensorboard_discards_later_steps(tmp_path):
     TensorBoard(tmp_path, resume_step=7).close()
     assert [event.step for event in events(tmp_path)] == [0, 8]
 
@@ -77,7 +77,7 @@ def wandb(tmp_path, monkeypatch):
     del sys.modules["wandb"]
 
 
-def test_wandb_has_the_same_numbers_at_the_same_steps(wandb, tmp_path):
+def test_wandb_gets_run_options_and_metrics_by_step(wandb, tmp_path):
     workdir = epath.Path(tmp_path / "mine")
     logger = Wandb("reading", workdir, None, {"seed": 3})
     writer = MetricsWriter(workdir, loggers=[logger])
@@ -102,7 +102,7 @@ def test_wandb_has_the_same_numbers_at_the_same_steps(wandb, tmp_path):
     ]
 
 
-def test_a_run_that_goes_on_is_the_same_run_of_wandb(wandb, tmp_path):
+def test_resumed_run_keeps_its_wandb_id(wandb, tmp_path):
     def identity(resume_step: int | None) -> str:
         Wandb("reading", epath.Path(tmp_path), resume_step)
         return next(c[1]["id"] for c in reversed(wandb.calls) if c[0] == "init")
@@ -115,7 +115,7 @@ def test_a_run_that_goes_on_is_the_same_run_of_wandb(wandb, tmp_path):
     assert identity(2) not in (first, anew)
 
 
-def test_no_wandb_is_no_end_of_a_run(wandb, tmp_path, caplog):
+def test_wandb_failure_does_not_stop_the_run(wandb, tmp_path, caplog):
     logger = Wandb("reading", epath.Path(tmp_path))
     for step in (4, 5, 6):
         logger.write(step, {"a": 1.0})
@@ -125,7 +125,7 @@ def test_no_wandb_is_no_end_of_a_run(wandb, tmp_path, caplog):
     assert "wandb: no network; from step 5 on nothing is written there" in caplog.text
 
 
-def test_wandb_that_is_asked_for_must_be_there(tmp_path, monkeypatch):
+def test_missing_wandb_package_raises_if_configured(tmp_path, monkeypatch):
     monkeypatch.setattr(loggers.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"wandb = 'reading': needs wandb; pip install"):
         Wandb("reading", epath.Path(tmp_path))

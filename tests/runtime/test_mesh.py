@@ -23,7 +23,7 @@ def test_minus_one_takes_the_remaining_devices() -> None:
     assert meshes.row_shards(mesh) == 2
 
 
-def test_given_devices() -> None:
+def test_mesh_uses_the_given_devices() -> None:
     mesh = meshes.make_mesh({"tensor": 2}, jax.devices()[3:5])
     assert list(mesh.devices.flat) == jax.devices()[3:5]
 
@@ -40,12 +40,12 @@ def test_given_devices() -> None:
         ({"fsdp": -2, "tensor": -4}, "mesh.fsdp = -2: must be at least 1"),
     ],
 )
-def test_mistakes_are_named(shape: dict[str, int], message: str) -> None:
+def test_invalid_mesh_shapes_are_rejected(shape: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         meshes.make_mesh(shape)
 
 
-def test_parameters_are_split_by_the_table() -> None:
+def test_parameters_are_sharded_by_their_logical_axes() -> None:
     mesh = meshes.make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
     shapes, axes = transformer.abstract_params(tiny.POLICY)
     placed = meshes.shardings(mesh, axes, shapes)
@@ -58,7 +58,7 @@ def test_parameters_are_split_by_the_table() -> None:
     )
 
 
-def test_an_axis_that_does_not_divide_is_replicated() -> None:
+def test_dimension_not_divisible_by_its_axis_is_replicated() -> None:
     mesh = meshes.make_mesh({"tensor": 4, "fsdp": 2})
     shapes, axes = transformer.abstract_params(tiny.POLICY)  # 4 query heads, 2 key/value heads
     attention = meshes.shardings(mesh, axes, shapes)["layers"]["attention"]
@@ -66,7 +66,7 @@ def test_an_axis_that_does_not_divide_is_replicated() -> None:
     assert attention["k_kernel"].spec == PartitionSpec(None, meshes.EMBED, None, None)
 
 
-def test_rows_lie_on_data_and_fsdp() -> None:
+def test_rows_are_sharded_over_data_and_fsdp() -> None:
     mesh = meshes.make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
     rows = jax.device_put(np.arange(8).reshape(4, 2), meshes.by_rows(mesh))
     assert {shard.data.shape for shard in rows.addressable_shards} == {(1, 2)}

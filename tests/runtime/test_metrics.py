@@ -15,7 +15,7 @@ from spell_jax.runtime.metrics import (
 )
 
 
-def test_means_are_weighted_and_never_averages_of_averages():
+def test_means_are_weighted():
     metrics = Metrics()
     metrics.add("rollout/reward", 1.0, weight=1)
     metrics.add("rollout/reward", 0.0, weight=3)
@@ -38,7 +38,7 @@ def test_merging_parts_equals_one_pass(pairs, cut):
     assert first.means() == whole.means()
 
 
-def test_merge_prefixes_pairs_from_the_device():
+def test_merge_adds_a_prefix_to_device_metrics():
     metrics = Metrics()
     metrics.merge({"loss": (np.float32(3), np.int32(2))}, prefix="train/")
     metrics.merge(metrics)
@@ -46,7 +46,7 @@ def test_merge_prefixes_pairs_from_the_device():
 
 
 @pytest.mark.parametrize("weight", [-1, math.inf, math.nan])
-def test_bad_weights_are_refused(weight):
+def test_invalid_weights_are_rejected(weight):
     with pytest.raises(ValueError, match="metric 'x': weight ="):
         Metrics().add("x", 1.0, weight)
 
@@ -58,7 +58,7 @@ def run(workdir, steps, resume_step=None):
     writer.close()
 
 
-def test_a_resumed_file_equals_an_uninterrupted_one(tmp_path):
+def test_resumed_metrics_file_equals_an_uninterrupted_one(tmp_path):
     run(tmp_path / "whole", range(7))
     run(tmp_path / "stopped", range(5))
     path = tmp_path / "stopped" / "metrics.jsonl"
@@ -76,13 +76,13 @@ def lines_of(steps):
     "there, tail, wanted",
     [
         ([], [3, 4, 5], [3, 4, 5]),  # the file is lost; a checkpoint keeps the last lines only
-        ([1, 2, 3], [2, 3, 4, 5], [1, 2, 3, 4, 5]),  # older than the checkpoint
+        ([1, 2, 3], [2, 3, 4, 5], [1, 2, 3, 4, 5]),  # the file is older than the checkpoint
         ([1, 3, 5], [2, 4, 5], [1, 2, 3, 4, 5]),
         ([1, 2, 6, 7], [4, 6], [1, 2, 4]),  # steps after the checkpoint are repeated
         ([4, 5, 6], [], [4, 5]),
     ],
 )
-def test_a_checkpoints_tail_fills_missing_lines(tmp_path, there, tail, wanted):
+def test_tail_from_a_checkpoint_fills_missing_lines(tmp_path, there, tail, wanted):
     if there:
         run(tmp_path, there)
     writer = MetricsWriter(tmp_path, resume_step=5, tail=lines_of(tail))
@@ -95,7 +95,7 @@ def test_a_checkpoints_tail_fills_missing_lines(tmp_path, there, tail, wanted):
     writer.close()
 
 
-def test_a_tail_is_the_last_lines_as_the_file_has_them(tmp_path, monkeypatch):
+def test_tail_equals_the_last_lines_of_the_file(tmp_path, monkeypatch):
     monkeypatch.setattr(runtime_metrics, "TAIL", 3)
     run(tmp_path, range(6))
     writer = MetricsWriter(tmp_path, resume_step=4)
@@ -105,13 +105,13 @@ def test_a_tail_is_the_last_lines_as_the_file_has_them(tmp_path, monkeypatch):
     writer.close()
 
 
-def test_a_damaged_tail_is_named(tmp_path):
+def test_invalid_tail_line_is_rejected(tmp_path):
     with pytest.raises(ValueError, match="tail of the checkpoint:2: not JSON"):
         MetricsWriter(tmp_path, resume_step=5, tail=[*lines_of([4]), "{"])
 
 
-def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path, monkeypatch):
-    """A write is atomic: it puts all lines under another name first."""
+def test_failed_write_keeps_the_metrics_file(tmp_path, monkeypatch):
+    """A write is atomic: all lines go to a file with another name first."""
     run(tmp_path, range(3))
     writer = MetricsWriter(tmp_path, resume_step=2)
     before = (tmp_path / "metrics.jsonl").read_bytes()
@@ -126,7 +126,7 @@ def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path, monkeypatch):
     writer.close()
 
 
-def test_without_a_resume_step_the_file_begins_anew(tmp_path):
+def test_metrics_file_is_replaced_without_a_resume_step(tmp_path):
     run(tmp_path, range(5))
     run(tmp_path, range(2))
     assert [record["step"] for record in read_metrics(tmp_path)] == [0, 1]
@@ -140,7 +140,7 @@ def test_non_finite_numbers_are_null_and_counted(tmp_path, caplog):
     assert "step 1: not finite: a, c" in caplog.text
 
 
-def test_steps_must_grow(tmp_path):
+def test_steps_must_increase(tmp_path):
     run(tmp_path, range(4))
     writer = MetricsWriter(tmp_path, resume_step=2)
     with pytest.raises(ValueError, match="step = 2: must be above 2"):
@@ -152,21 +152,21 @@ def test_steps_must_grow(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["step", "non_finite"])
-def test_names_of_the_line_itself_are_taken(tmp_path, name):
+def test_reserved_metric_names_are_rejected(tmp_path, name):
     writer = MetricsWriter(tmp_path)
     with pytest.raises(ValueError, match=f"metric name '{name}': reserved"):
         writer.write(1, {name: 5.0})
     writer.close()
 
 
-def test_tensorboard_has_the_same_numbers(tmp_path):
+def test_tensorboard_gets_all_metrics(tmp_path):
     run(tmp_path, range(3))
     (events,) = (tmp_path / "tensorboard").iterdir()
     content = events.read_bytes()
     assert content.count(b"train/loss") == 3 and content.count(b"eval/accuracy") == 3
 
 
-def test_other_processes_write_nothing(tmp_path):
+def test_other_processes_write_no_metrics(tmp_path):
     metrics = MetricsWriter(tmp_path / "run", is_writer=False)
     metrics.write(1, {"a": 1.0})
     metrics.close()
@@ -177,17 +177,17 @@ def test_other_processes_write_nothing(tmp_path):
 @pytest.mark.parametrize(
     "line", ["not json", "[1]", '{"loss": 1}', '{"step": 1.5}', '{"step": true}']
 )
-def test_a_damaged_line_is_named(tmp_path, line):
+def test_invalid_metrics_line_is_rejected_with_its_number(tmp_path, line):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n' + line + "\n")
     with pytest.raises(ValueError, match=r"metrics\.jsonl:2: "):
         read_metrics(tmp_path)
 
 
-def test_no_metrics_is_a_clear_error(tmp_path):
+def test_reading_missing_metrics_raises(tmp_path):
     with pytest.raises(FileNotFoundError, match="no metrics there"):
         read_metrics(tmp_path)
 
 
-def test_a_value_without_json_form_is_refused_by_type():
+def test_value_without_json_form_raises_type_error():
     with pytest.raises(TypeError, match="set has no JSON form"):
         finite_or_none({"a": [{1}]})

@@ -1,4 +1,4 @@
-"""Tests of preemption with real signals and a fake metadata server: notices, times, ends.
+"""Tests of preemption with real signals and a fake metadata server: notices, limits, exits.
 
 python -m tests.runtime.test_preemption MODE LIMIT_S [PORT PROCESS]        # a run that gets notice
 """
@@ -25,12 +25,12 @@ from tests.runtime.test_distributed import connect
 
 pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 NOWHERE = "127.0.0.1:9"  # refuses connections
-PATIENCE_S = 60.0  # for what comes within a second on a machine that has nothing else to do
+PATIENCE_S = 60.0  # generous: on an idle machine, everything awaited here takes under a second
 
 
 @pytest.fixture(autouse=True)
 def _not_on_a_cloud(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No name of a metadata server resolves, and no other one is set."""
+    """Let the metadata server's name not resolve, and set no other address."""
     resolve = socket.getaddrinfo
 
     def fail(host, *rest, **options):
@@ -52,7 +52,7 @@ def wait_for(what: Callable[[], bool]) -> None:
 # ---------------------------------------------------------------------------------- In one process
 
 
-def test_sigterm_is_noticed_and_the_old_handlers_are_restored() -> None:
+def test_sigterm_is_detected_and_old_handlers_are_restored() -> None:
     pipe = socket.socketpair()
     pipe[1].setblocking(False)
     handler = signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -75,7 +75,7 @@ def test_sigterm_is_noticed_and_the_old_handlers_are_restored() -> None:
             end.close()
 
 
-def test_time_begins_with_the_first_sigterm_and_ends_with_the_context() -> None:
+def test_time_limit_runs_from_first_sigterm_to_context_exit() -> None:
     ended: list[int] = []
     with Preemption(0.05, end=ended.append) as told:
         time.sleep(0.2)
@@ -90,7 +90,7 @@ def test_time_begins_with_the_first_sigterm_and_ends_with_the_context() -> None:
     assert ended == [75] and not told._watcher.is_alive()
 
 
-def test_other_signals_are_not_ours() -> None:
+def test_other_signals_are_ignored() -> None:
     handler = signal.signal(signal.SIGUSR1, lambda number, frame: None)
     ended: list[int] = []
     try:
@@ -104,7 +104,7 @@ def test_other_signals_are_not_ours() -> None:
         signal.signal(signal.SIGUSR1, handler)
 
 
-def test_preempted_ends_a_program_with_its_code() -> None:
+def test_preempted_exits_with_code_75() -> None:
     with pytest.raises(SystemExit) as error:
         raise Preempted("host 0: SIGTERM")
     assert error.value.code == 75
@@ -112,7 +112,7 @@ def test_preempted_ends_a_program_with_its_code() -> None:
 
 
 @pytest.mark.parametrize("limit", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_limit_that_is_none_is_refused(limit: float) -> None:
+def test_invalid_time_limit_is_rejected(limit: float) -> None:
     with pytest.raises(ValueError, match=r"preemption_limit_s = .*: must be above 0"):
         Preemption(limit)
 
@@ -187,8 +187,8 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_impatient")
 @pytest.mark.parametrize("by_variable", [False, True], ids=["argument", "variable"])
-def test_a_maintenance_event_is_noticed(by_variable: bool, monkeypatch) -> None:
-    """It is a notice, not a SIGTERM: it does not limit the time."""
+def test_maintenance_event_stops_the_run_without_time_limit(by_variable: bool, monkeypatch) -> None:
+    """Only a SIGTERM starts the time limit."""
     ended: list[int] = []
     with Metadata({"maintenance-event": answers(NONE, NONE, GONE), "preempted": FALSE}) as server:
         if by_variable:
@@ -209,8 +209,8 @@ def test_a_maintenance_event_is_noticed(by_variable: bool, monkeypatch) -> None:
 
 
 @pytest.mark.usefixtures("_impatient")
-def test_stalls_and_garbage_are_asked_again(caplog) -> None:
-    """A valid answer of another kind of server (a proxy, a captive portal) does not count."""
+def test_stalled_and_invalid_answers_are_requested_again(caplog) -> None:
+    """A valid answer of another kind of server (a proxy, a captive portal) is ignored."""
     garbage = [
         (200, GOOGLE, b"\xff\x00" * 5000),
         (500, GOOGLE, GONE),
@@ -237,7 +237,7 @@ def test_stalls_and_garbage_are_asked_again(caplog) -> None:
 
 
 @pytest.mark.usefixtures("_impatient")
-def test_a_server_that_is_not_there_stops_nothing() -> None:
+def test_unreachable_metadata_server_does_not_stop_the_run() -> None:
     before = threading.active_count()
     with Preemption(PATIENCE_S, NOWHERE) as told:
         time.sleep(0.1)
@@ -253,7 +253,7 @@ def test_a_server_that_is_not_there_stops_nothing() -> None:
 
 @contextlib.contextmanager
 def started(mode: str, limit_s: float, *more: str) -> Iterator[subprocess.Popen]:
-    """This file as a program that has printed "ready"."""
+    """Run this file as a program; it prints "ready" once it handles signals."""
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.runtime.test_preemption", mode, str(limit_s), *more],
         env=os.environ | {preemption.METADATA_VARIABLE: NOWHERE},
@@ -271,7 +271,7 @@ def started(mode: str, limit_s: float, *more: str) -> Iterator[subprocess.Popen]
 
 
 def read_until(process: subprocess.Popen, wanted: str) -> list[str]:
-    """Lines of its output up to one that begins so."""
+    """Read output lines up to the first that starts with `wanted`."""
     assert process.stdout is not None
     lines = []
     for line in process.stdout:
@@ -283,8 +283,8 @@ def read_until(process: subprocess.Popen, wanted: str) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["saves", "distributed"])
-def test_a_run_that_saves_ends_with_the_code(mode: str) -> None:
-    """Also where jax.distributed has set a handler of its own before."""
+def test_run_that_stops_in_time_exits_with_code_75(mode: str) -> None:
+    """Also if jax.distributed has installed its own handler before."""
     with started(mode, PATIENCE_S) as process:
         read_until(process, "ready")
         process.send_signal(signal.SIGTERM)
@@ -294,8 +294,8 @@ def test_a_run_that_saves_ends_with_the_code(mode: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_second_sigterm_ends_a_run_that_hangs() -> None:
-    """The main thread waits where no handler in Python would run."""
+def test_second_sigterm_ends_a_hanging_run() -> None:
+    """The main thread waits in C, where no Python signal handler can run."""
     with started("hangs", 10 * PATIENCE_S) as process:
         read_until(process, "ready")
         process.send_signal(signal.SIGTERM)
@@ -306,7 +306,7 @@ def test_a_second_sigterm_ends_a_run_that_hangs() -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_hangs_is_ended_when_its_time_is_up() -> None:
+def test_hanging_run_is_ended_at_its_time_limit() -> None:
     with started("hangs", 1.0) as process:
         read_until(process, "ready")
         process.send_signal(signal.SIGTERM)
@@ -316,7 +316,7 @@ def test_a_run_that_hangs_is_ended_when_its_time_is_up() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("mode", "limit_s"), [("saves", PATIENCE_S), ("hangs_later", 6.0)])
 def test_all_hosts_stop_at_the_same_phase(mode: str, limit_s: float) -> None:
-    """Only one process gets the signal; the limit holds for all from when they know."""
+    """Only one process gets the signal; each limit starts when its process is notified."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])

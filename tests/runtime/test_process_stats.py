@@ -12,7 +12,7 @@ def device(**stats: int) -> Any:
     return SimpleNamespace(memory_stats=lambda: stats or None)
 
 
-def test_memory_is_of_the_fullest_device_that_tells():
+def test_device_memory_is_the_maximum_over_devices():
     full = [
         device(bytes_in_use=2**20, peak_bytes_in_use=2**23),
         device(bytes_in_use=2**21, peak_bytes_in_use=2**22),

@@ -23,7 +23,7 @@ class Clock:
         return self.now
 
 
-def test_plain_lines_come_at_first_then_when_due_then_at_the_end():
+def test_plain_lines_are_printed_at_start_at_intervals_and_at_end():
     stream, clock = io.StringIO(), Clock()
     progress = Progress(total=40, stream=stream, plain_every=30, clock=clock)
     for step in range(41):
@@ -46,12 +46,12 @@ def terminal(monkeypatch) -> Terminal:
 
 
 def lines_seen(stream: io.StringIO) -> list[str]:
-    """Lines on a terminal at the end; a cleared line is gone."""
+    """Lines that a terminal shows at the end, without cleared ones."""
     lines = [line.rsplit("\x1b[2K", 1)[-1] for line in stream.getvalue().split("\n")]
     return [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\r", "", line).rstrip() for line in lines]
 
 
-def test_a_terminal_line_is_rewritten_in_place(terminal):
+def test_terminal_line_is_rewritten_in_place(terminal):
     progress = Progress(total=9, stream=terminal, clock=Clock())
     progress.update(1, "update", {"solved": 0.25})
     progress.update(3, "rollout", {"solved": 0.43211, "tokens/s": 1834.3})
@@ -67,7 +67,7 @@ def test_a_terminal_line_is_rewritten_in_place(terminal):
 
 
 @pytest.mark.parametrize("columns", [10, 30, 60])
-def test_a_terminal_line_never_wraps(columns, terminal, monkeypatch):
+def test_terminal_line_never_wraps(columns, terminal, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(columns))
     progress = Progress(total=9, stream=terminal, clock=Clock())
     progress.update(1, "learn", {"state": "x" * 50})
@@ -76,7 +76,7 @@ def test_a_terminal_line_never_wraps(columns, terminal, monkeypatch):
     assert 5 < len(line) <= columns
 
 
-def test_time_advances_between_updates(terminal):
+def test_elapsed_time_advances_between_updates(terminal):
     clock = Clock()
     progress = Progress(total=9, stream=terminal, clock=clock)
     progress.update(1, "rollout")
@@ -88,7 +88,7 @@ def test_time_advances_between_updates(terminal):
     progress.close()
 
 
-def test_the_bar_follows_steps_or_time_limit(terminal):
+def test_bar_shows_the_larger_share_of_steps_and_time_limit(terminal):
     clock = Clock()
     progress = Progress(total=10, stream=terminal, clock=clock)
     assert progress._share(clock.now) == 0
@@ -105,7 +105,7 @@ def test_the_bar_follows_steps_or_time_limit(terminal):
     progress.close()
 
 
-def test_log_records_appear_above_the_line(terminal, monkeypatch):
+def test_log_records_appear_above_the_progress_line(terminal, monkeypatch):
     monkeypatch.setattr(sys, "stderr", terminal)
     logger, handler = logging.getLogger(), logging.StreamHandler(terminal)
     python_handler = absl_logging.get_absl_handler().python_handler
@@ -133,7 +133,7 @@ def test_log_records_appear_above_the_line(terminal, monkeypatch):
 
 
 def test_other_streams_are_not_redirected(terminal, monkeypatch):
-    """Standard output is a file, and a log too."""
+    """Standard output and a log handler write to files."""
     file, log = io.StringIO(), io.StringIO()
     monkeypatch.setattr(sys, "stdout", file)
     monkeypatch.setattr(sys, "stderr", terminal)
@@ -157,7 +157,7 @@ def test_other_streams_are_not_redirected(terminal, monkeypatch):
     assert file.getvalue() == "a result\nan error\n"
 
 
-def test_a_dumb_terminal_gets_plain_lines(terminal, monkeypatch):
+def test_dumb_terminal_gets_plain_lines(terminal, monkeypatch):
     monkeypatch.setenv("TERM", "dumb")
     progress = Progress(total=9, stream=terminal, clock=Clock())
     progress.update(1, "rollout")
@@ -165,13 +165,13 @@ def test_a_dumb_terminal_gets_plain_lines(terminal, monkeypatch):
     assert terminal.getvalue() == "rollout  step 1/9  0:00 gone  0:00 left\n"
 
 
-def test_time_left_follows_a_moving_average_and_counts_down_within_a_step():
+def test_time_left_uses_a_moving_average_and_counts_down():
     stream, clock = io.StringIO(), Clock()
     progress = Progress(total=14, start=4, stream=stream, plain_every=0, clock=clock)
     clock.now += 40
     progress.update(5, "rollout")  # 40 s per step, compilation included
     clock.now += 10
-    progress.update(6, "rollout")  # which the second step corrects: 10 s per step, 8 to go
+    progress.update(6, "rollout")  # the second step replaces this estimate: 10 s per step, 8 to go
     clock.now += 20
     progress.update(7, "rollout")  # 10 + (20 - 10) / 5 = 12 s per step, 7 to go
     clock.now += 6
@@ -179,7 +179,7 @@ def test_time_left_follows_a_moving_average_and_counts_down_within_a_step():
     assert times_left(stream) == ["6:00 left", "1:20 left", "1:24 left", "1:18 left"]
 
 
-def test_time_left_ends_at_the_deadline():
+def test_time_left_is_capped_by_the_time_limit():
     stream, clock = io.StringIO(), Clock()
     progress = Progress(total=100, stream=stream, plain_every=0, clock=clock)
     assert not progress.is_over()
@@ -197,13 +197,13 @@ def times_left(stream: io.StringIO) -> list[str]:
     return [line.split("  ")[-1] for line in stream.getvalue().splitlines()]
 
 
-def test_a_resumed_run_has_no_estimate_before_its_first_step():
+def test_resumed_run_has_no_estimate_before_its_first_step():
     stream = io.StringIO()
     Progress(total=14, start=4, stream=stream, clock=Clock()).update(4, "compile")
     assert stream.getvalue() == "compile  step  4/14  0:00 gone\n"
 
 
-def test_disabled_prints_nothing(terminal):
+def test_disabled_progress_prints_nothing(terminal):
     for stream in (terminal, io.StringIO()):
         progress = Progress(total=2, stream=stream, enabled=False)
         progress.update(1, "rollout")
@@ -214,12 +214,12 @@ def test_disabled_prints_nothing(terminal):
 @pytest.mark.parametrize(
     "total, start, field", [(0, 0, "total"), (3, 4, "start"), (3, -1, "start")]
 )
-def test_bad_ranges_are_named(total, start, field):
+def test_invalid_total_or_start_is_rejected(total, start, field):
     with pytest.raises(ValueError, match=f"{field} ="):
         Progress(total, start)
 
 
-def test_seconds_are_written_as_clocks_do():
+def test_seconds_are_formatted_as_on_a_clock():
     assert [format_seconds(s) for s in (0, 65.4, 3599.6, 7200)] == [
         "0:00",
         "1:05",

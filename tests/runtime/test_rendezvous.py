@@ -1,4 +1,4 @@
-"""Tests of processes that wait for each other (threads here): all arrive, or some are missing."""
+"""Tests of processes (threads here) that wait for each other: all arrive, or some are missing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def port() -> int:
 
 
 def told(port: int, count: int, indices: Iterable[int], limit: float) -> dict[int, str]:
-    """Result for each of these processes of `count`: None, or an error's text."""
+    """Let these processes of `count` wait; return each one's error text, "" for success."""
     answers: dict[int, str] = {}
 
     def run(index: int) -> None:
@@ -40,24 +40,24 @@ def told(port: int, count: int, indices: Iterable[int], limit: float) -> dict[in
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
-def test_all_go_on_when_all_are_there(order, port: int) -> None:
+def test_all_processes_continue_once_all_have_joined(order, port: int) -> None:
     assert told(port, 3, order, 20) == {0: "", 1: "", 2: ""}
     with socket.create_server(("localhost", port)):
         pass  # free again
 
 
 @pytest.mark.slow
-def test_all_processes_learn_which_are_missing(port: int) -> None:
+def test_timeout_on_all_processes_names_missing_ones(port: int) -> None:
     answers = told(port, 5, (0, 1, 3), 1)
     assert answers == dict.fromkeys((0, 1, 3), "missing: process 2 of 5, process 4 of 5")
 
 
-def test_process_0_does_not_answer(port: int) -> None:
+def test_timeout_names_an_unreachable_process_0(port: int) -> None:
     text = f"missing: process 0, which does not answer at localhost:{port}"
     assert told(port, 3, (1, 2), 0.6) == {1: text, 2: text}
 
 
-def test_strangers_and_other_runs_do_not_count(port: int) -> None:
+def test_connections_of_strangers_and_other_runs_are_ignored(port: int) -> None:
     answers: dict[int, str] = {}
     waiting = threading.Thread(target=lambda: answers.update(told(port, 2, (0,), 20)))
     waiting.start()
@@ -68,8 +68,8 @@ def test_strangers_and_other_runs_do_not_count(port: int) -> None:
     assert answers == {0: ""}
 
 
-def test_a_second_call_counts_once_and_is_answered(port: int) -> None:
-    """A process that died while it waited and was started again."""
+def test_restarted_process_is_counted_once_and_answered(port: int) -> None:
+    """A process died while it waited, and was started again."""
     answers: dict[int, str] = {}
     waiting = threading.Thread(target=lambda: answers.update(told(port, 3, (0,), 20)))
     waiting.start()
@@ -79,7 +79,7 @@ def test_a_second_call_counts_once_and_is_answered(port: int) -> None:
     assert answers == {0: ""}
 
 
-def test_a_port_that_is_taken_is_an_error() -> None:
+def test_port_in_use_raises() -> None:
     with socket.create_server(("", 0)) as server, pytest.raises(OSError, match="in use"):
         wait_for_all(f"localhost:{server.getsockname()[1]}", 2, 0, 5)
 

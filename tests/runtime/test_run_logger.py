@@ -22,7 +22,7 @@ def loss(value: float) -> Metrics:
     return metrics
 
 
-def test_a_slow_disk_delays_no_step(tmp_path, monkeypatch):
+def test_slow_disk_does_not_delay_steps(tmp_path, monkeypatch):
     write_lines, gate = runtime_metrics.write_lines, threading.Event()
 
     def slow(path, lines):
@@ -45,7 +45,7 @@ def test_a_slow_disk_delays_no_step(tmp_path, monkeypatch):
         assert events.read_bytes().count(b"train/loss") == 3
 
 
-def test_an_episode_is_copied_when_it_is_written(tmp_path, monkeypatch):
+def test_write_copies_episodes_immediately(tmp_path, monkeypatch):
     gate, episode = threading.Event(), {"question": "then"}
     with RunLogger(tmp_path, 9, episodes=1000) as logger:
         logger._background.submit(gate.wait)
@@ -56,7 +56,7 @@ def test_an_episode_is_copied_when_it_is_written(tmp_path, monkeypatch):
     assert record["question"] == "then"
 
 
-def test_a_full_disk_is_reported_by_the_next_write(tmp_path, monkeypatch):
+def test_full_disk_is_reported_by_flush_and_next_write(tmp_path, monkeypatch):
     def full(path, lines):
         raise OSError(28, "No space left on device")
 
@@ -67,11 +67,11 @@ def test_a_full_disk_is_reported_by_the_next_write(tmp_path, monkeypatch):
             logger.flush()
         with pytest.raises(OSError, match="No space left"):
             logger.write(2, loss(2))
-        # The lines in a checkpoint have both steps.
+        # The tail for a checkpoint still has both steps.
         assert [json.loads(line)["step"] for line in logger.tail()] == [1, 2]
 
 
-def test_parts_of_a_step_add_up_to_its_wall_time(tmp_path):
+def test_phase_times_add_up_to_the_step_time(tmp_path):
     timer, began = PhaseTimer(), time.monotonic()
     with RunLogger(tmp_path, 9, timer=timer) as logger:
         for step in (1, 2):
@@ -90,14 +90,14 @@ def test_parts_of_a_step_add_up_to_its_wall_time(tmp_path):
     assert gone - 0.02 < sum(line["time/step_seconds"] for line in lines) <= gone
 
 
-def test_a_line_has_the_process_statistics(tmp_path):
+def test_metrics_line_includes_process_statistics(tmp_path):
     with RunLogger(tmp_path, 1) as logger:
         logger.write(1, loss(1))
     (line,) = read_metrics(tmp_path)
     assert line["process/resident_mib"] > 10 and line["process/programs"] == 0
 
 
-def test_the_newest_numbers_are_shown_in_every_phase(tmp_path):
+def test_progress_keeps_the_latest_numbers_across_phases(tmp_path):
     shown = []
     with RunLogger(tmp_path, 9, done=2) as logger:
         logger.progress.update = lambda *given: shown.append((given[0], given[1], dict(given[2])))
@@ -126,7 +126,7 @@ class Double:
 
 @pytest.fixture
 def made(monkeypatch) -> list[Double]:
-    """The stand-ins for wandb's runs that were made."""
+    """Replace Wandb by stand-ins; return those that were made."""
     doubles: list[Double] = []
     monkeypatch.setattr(
         run_logger, "Wandb", lambda *given: doubles.append(Double(*given)) or doubles[-1]
@@ -134,7 +134,7 @@ def made(monkeypatch) -> list[Double]:
     return doubles
 
 
-def test_at_the_end_all_is_closed(tmp_path, made):
+def test_exit_closes_wandb_progress_and_process_stats(tmp_path, made):
     logger = RunLogger(tmp_path, 9, 3, wandb="reading", config={"seed": 1})
     logger._process_stats.close()
     logger.progress, logger._process_stats = Double(), Double()  # type: ignore[assignment]
@@ -144,8 +144,8 @@ def test_at_the_end_all_is_closed(tmp_path, made):
     assert made[0].closed == logger.progress.closed == logger._process_stats.closed == 1
 
 
-def test_a_run_that_fails_is_not_finished_there(tmp_path, made):
-    """wandb then reports the failure itself; the progress line is closed all the same."""
+def test_failed_run_is_not_finished_in_wandb(tmp_path, made):
+    """wandb reports the failure itself; the progress line is still closed."""
     logger = RunLogger(tmp_path, 9, wandb="reading")
     logger.progress = Double()  # type: ignore[assignment]
     with pytest.raises(KeyError), logger:
@@ -153,7 +153,7 @@ def test_a_run_that_fails_is_not_finished_there(tmp_path, made):
     assert made[0].closed == 0 and logger.progress.closed == 1
 
 
-def test_only_the_first_process_writes_and_episodes_are_asked_for(tmp_path, made, monkeypatch):
+def test_only_process_0_writes_and_episodes_are_optional(tmp_path, made, monkeypatch):
     with RunLogger(tmp_path / "first", 9) as logger:
         logger.write(1, loss(1), [{"question": "q"}])
     assert not (tmp_path / "first" / "episodes").exists() and not made

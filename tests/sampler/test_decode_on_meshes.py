@@ -1,4 +1,4 @@
-"""Tests that weights stay in place in decoding: only activations move."""
+"""Tests of decoding on meshes: only activations are communicated, never weights."""
 
 import dataclasses
 
@@ -34,7 +34,7 @@ on_meshes = pytest.mark.parametrize(
 
 @on_meshes
 @pytest.mark.parametrize("policy", [DENSE, EXPERTS], ids=["dense", "experts"])
-def test_no_weights_move_in_a_decode_step(policy, mesh) -> None:
+def test_decode_step_communicates_no_weights(policy, mesh) -> None:
     sizes = {"sampler.slots": 8, "sampler.samples_per_prompt_batch": 4, "sampler.max_tokens": 8}
     programs = aot.Programs(small_config(**sizes), policy, meshes.make_mesh(mesh), 16)
     (program,) = programs.select("decode")
@@ -50,7 +50,7 @@ def test_no_weights_move_in_a_decode_step(policy, mesh) -> None:
 
 @on_meshes
 @pytest.mark.parametrize("vocab", [64, 63], ids=["split", "whole"])
-def test_logits_equal_one_device(vocab: int, mesh) -> None:
+def test_logits_on_a_mesh_equal_a_plain_matmul(vocab: int, mesh) -> None:
     policy = dataclasses.replace(DENSE, vocab_size=vocab)
     rng = np.random.default_rng(0)
     table = rng.normal(size=(vocab, policy.width)).astype(np.float32)

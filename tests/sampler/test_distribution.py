@@ -46,8 +46,8 @@ CONFIG = SamplerConfig(
     decode_tokens=2,
 )
 REQUESTS, GROUP = 25, 2000
-LEAST_P = 1e-3  # of a chi-square statistic at least as large as the one found
-FEWEST = 5  # draws that a cell of a chi-square must expect; rarer tokens are one cell
+LEAST_P = 1e-3  # smallest accepted p-value of a chi-square statistic
+FEWEST = 5  # smallest expected count of a chi-square cell; rarer tokens share one cell
 CASES = {
     "all": Options(max_tokens=2),
     "temperature": Options(temperature=0.6, max_tokens=2),
@@ -88,7 +88,7 @@ def _logprobs(case: str) -> tuple[np.ndarray, np.ndarray]:
     """Float64 log-softmax at the case's temperature, from the model without cache.
 
     Returns:
-      That of the first token [V], and that of the second token for every first one [V, V].
+      Logprobs of the first token [V], and of the second token for every first one [V, V].
     """
     every = np.arange(POLICY.vocab_size)
     rows = np.column_stack([np.tile(_prompt(case), (len(every), 1)), every])
@@ -127,7 +127,7 @@ def _chi_square(counts: np.ndarray, exact: np.ndarray) -> tuple[float, int]:
 
 @pytest.mark.slow
 @every_case
-def test_first_tokens_are_of_the_exact_distribution(case: str) -> None:
+def test_first_tokens_follow_the_exact_distribution(case: str) -> None:
     first, _ = _logprobs(case)
     tokens, _ = _sampled()[case]
     assert len(tokens) == 50_000
@@ -137,8 +137,8 @@ def test_first_tokens_are_of_the_exact_distribution(case: str) -> None:
 
 
 @every_case
-def test_second_tokens_have_the_exact_distribution_after_each_first(case: str) -> None:
-    """One chi-square for each first token that was sampled often; their sum is one too."""
+def test_second_tokens_follow_the_exact_conditional_distribution(case: str) -> None:
+    """Sum one chi-square for each first token that was sampled often."""
     _, second = _logprobs(case)
     tokens, _ = _sampled()[case]
     total, freedoms, used = 0.0, 0, 0
@@ -154,8 +154,8 @@ def test_second_tokens_have_the_exact_distribution_after_each_first(case: str) -
 
 
 @every_case
-def test_logprobs_are_of_the_full_vocabulary_at_the_temperature(case: str) -> None:
-    """The same for any filters."""
+def test_logprobs_are_over_the_full_vocabulary_at_temperature(case: str) -> None:
+    """Filters do not change them."""
     first, second = _logprobs(case)
     tokens, logprobs = _sampled()[case]
     wanted = np.column_stack([first[tokens[:, 0]], second[tokens[:, 0], tokens[:, 1]]])

@@ -79,7 +79,7 @@ def _next(params, tokens, length, key, step, temperature: float) -> tuple[jax.Ar
 
 
 def _one_by_one(prompt: list[int], request: int, sample_index: int, temperature: float) -> Sample:
-    """The answer without cache, siblings or batch: the whole model again for every token."""
+    """Sample an answer without cache, siblings or batch: run the whole model for every token."""
     key = jax.random.fold_in(jax.random.fold_in(KEY, request), sample_index)
     tokens, logprobs = list(prompt), []
     while len(logprobs) < CONFIG.max_tokens:
@@ -95,8 +95,8 @@ def _one_by_one(prompt: list[int], request: int, sample_index: int, temperature:
     return Sample(answer, np.array(logprobs, np.float32), tokens[-1] in STOPS)
 
 
-def test_equals_one_token_at_a_time_without_cache() -> None:
-    """Shared prompts change nothing: every sample_index is sampled here on its own."""
+def test_samples_equal_token_by_token_decoding_without_cache() -> None:
+    """Sharing prompts changes nothing: every sample_index is sampled here on its own."""
     wanted = [
         [_one_by_one(prompt, i, g, CONFIG.temperature) for g in range(GROUP)]
         for i, prompt in enumerate(PROMPTS)
@@ -106,20 +106,20 @@ def test_equals_one_token_at_a_time_without_cache() -> None:
     assert len(lengths) > 2, "the case should have answers of several lengths"
 
 
-def test_greedy_is_the_argmax_of_the_model() -> None:
+def test_greedy_samples_are_the_argmax_of_the_model() -> None:
     found = _present(_sampler().sample(tiny.weights(), PROMPTS, 1, KEY, temperature=0.0))
     wanted = [[_one_by_one(prompt, i, 0, 0.0)] for i, prompt in enumerate(PROMPTS)]
     _assert_same(found, wanted, 1e-4)
 
 
-def test_samples_and_requests_differ() -> None:
+def test_samples_differ_within_and_across_requests() -> None:
     answers = [tuple(s.tokens.tolist()) for group in _samples() for s in group]
     assert len(set(answers)) > len(answers) / 2
     twice = _present(_sampler().sample(tiny.weights(), [PROMPTS[0]] * 7, GROUP, KEY))
     assert len({tuple(s.tokens.tolist()) for group in twice for s in group}) > 10
 
 
-def test_logprobs_equal_the_learners() -> None:
+def test_logprobs_equal_those_of_the_learner() -> None:
     groups = [
         packing.TrainGroup(
             prompt, [s.tokens for s in group], [1.0] * GROUP, "", [s.logprobs for s in group]
@@ -151,7 +151,7 @@ def test_logprobs_equal_the_learners() -> None:
 # ------------------------------------------------------------------------------------ Independence
 
 
-def test_neighbors_change_nothing() -> None:
+def test_neighboring_requests_do_not_change_samples() -> None:
     others = [RNG.integers(3, 64, size=len(p) % 16 + 1).tolist() for p in PROMPTS]
     mixed = [p if i in (1, 4) else others[i] for i, p in enumerate(PROMPTS)]
     found = _present(_sampler().sample(tiny.weights(), [*mixed, *others], GROUP, KEY))
@@ -172,14 +172,14 @@ def test_neighbors_change_nothing() -> None:
     ],
     ids=str,
 )
-def test_compiled_shapes_change_nothing(sizes: dict[str, int]) -> None:
+def test_compiled_shapes_do_not_change_samples(sizes: dict[str, int]) -> None:
     config = dataclasses.replace(CONFIG, **sizes)
     found = _present(_sampler(config).sample(tiny.weights(), PROMPTS, GROUP, KEY))
     _assert_same(found, _samples(), 1e-5)
 
 
-def test_any_order_of_requests_gives_the_same_to_the_bit() -> None:
-    """Answers depend neither on slots, nor on neighbors, nor on the time of submission.
+def test_samples_are_bit_identical_in_any_order_of_requests() -> None:
+    """Answers do not depend on slots, neighbors or the time of submission.
 
     This holds within one compiled shape.
     """
@@ -204,7 +204,7 @@ def test_any_order_of_requests_gives_the_same_to_the_bit() -> None:
         assert len(found) == len(requests)
 
 
-def test_fewer_samples_and_tokens_are_a_prefix_of_more() -> None:
+def test_smaller_group_and_token_limit_give_a_prefix() -> None:
     found = _present(_sampler().sample(tiny.weights(), PROMPTS, 1, KEY, max_tokens=4))
     for (short,), (long, *_) in zip(found, _samples(), strict=True):
         np.testing.assert_array_equal(short.tokens, long.tokens[:4])
@@ -221,7 +221,7 @@ def test_fewer_samples_and_tokens_are_a_prefix_of_more() -> None:
     ],
     ids=lambda mesh: " ".join(f"{axis}={size}" for axis, size in mesh),
 )
-def test_eight_devices_equal_one(mesh: tuple[tuple[str, int], ...]) -> None:
+def test_samples_on_eight_devices_equal_one_device(mesh: tuple[tuple[str, int], ...]) -> None:
     sampler = _sampler(dataclasses.replace(CONFIG, page_size=8), mesh)
     shapes, axes = transformer.abstract_params(tiny.POLICY)
     params = jax.device_put(tiny.weights(), meshes.shardings(sampler.mesh, axes, shapes))
@@ -232,7 +232,7 @@ def test_eight_devices_equal_one(mesh: tuple[tuple[str, int], ...]) -> None:
 # --------------------------------------------------------------------------------- Stops and caps
 
 
-def test_answers_end_at_a_stop_token_or_at_the_cap() -> None:
+def test_answers_end_at_a_stop_token_or_at_max_tokens() -> None:
     kinds = set()
     for sample in (s for group in _samples() for s in group):
         assert len(sample.tokens) == len(sample.logprobs) <= CONFIG.max_tokens
@@ -244,8 +244,8 @@ def test_answers_end_at_a_stop_token_or_at_the_cap() -> None:
 
 
 @pytest.mark.slow
-def test_decoding_ends_with_the_last_answer() -> None:
-    """The loop runs once if every answer stops at once, not up to the cap."""
+def test_decoding_stops_after_the_last_answer() -> None:
+    """The loop runs once, not up to max_tokens, if every answer stops at its first token."""
     (stop,), *_ = _present(_sampler().sample(tiny.weights(), PROMPTS[:1], 1, KEY, max_tokens=1))
     sampler = Sampler(tiny.POLICY, CONFIG, stop.tokens.tolist(), _sampler().mesh)
     for group, prompts, steps in ((1, PROMPTS[:1], 1), (1, PROMPTS[1:2], 4)):
@@ -256,7 +256,7 @@ def test_decoding_ends_with_the_last_answer() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stops", [[2], [1, 2], [0]], ids=str)
-def test_an_answer_ends_after_its_first_stop_token(stops, monkeypatch) -> None:
+def test_answer_ends_after_its_first_stop_token(stops, monkeypatch) -> None:
     """response_mask.json: that token is kept, everything after it is masked.
 
     All cases with the same stop tokens run at once, padded with token 9.
@@ -291,7 +291,7 @@ def test_an_answer_ends_after_its_first_stop_token(stops, monkeypatch) -> None:
         np.testing.assert_array_equal(sample.tokens, row[: len(sample.tokens)])
 
 
-def test_prompts_over_the_cap_give_none_and_the_rest_are_answered() -> None:
+def test_overlong_prompts_give_none_and_others_are_answered() -> None:
     prompts = [*PROMPTS[:3], [5] * 17, *PROMPTS[4:]]
     found = _sampler().sample(tiny.weights(), prompts, GROUP, KEY)
     assert found[3] is None
@@ -304,7 +304,7 @@ def test_prompts_over_the_cap_give_none_and_the_rest_are_answered() -> None:
 # ---------------------------------------------------------------------------------------- Mistakes
 
 
-def test_mistakes_are_named() -> None:
+def test_invalid_requests_are_rejected() -> None:
     with pytest.raises(ValueError, match="request 1: the prompt is empty"):
         _sampler().sample(tiny.weights(), [[5], []], GROUP, KEY)
     with pytest.raises(ValueError, match="group = 0: must be at least 1"):
@@ -313,15 +313,15 @@ def test_mistakes_are_named() -> None:
         _sampler().sample(tiny.weights(), PROMPTS, GROUP, KEY, max_tokens=0)
 
 
-def test_weights_that_are_not_finite_are_named() -> None:
+def test_non_finite_weights_raise() -> None:
     params = {**tiny.weights(), "embedding": np.full((64, 32), np.nan, np.float32)}
     with pytest.raises(FloatingPointError, match="request 0: the policy's logits are not finite"):
         _sampler().sample(params, PROMPTS, GROUP, KEY)
 
 
 @pytest.mark.slow
-def test_the_request_whose_logprobs_are_not_finite_is_named() -> None:
-    """A token with a NaN embedding spoils only the prompt that has it."""
+def test_error_names_the_request_with_non_finite_logprobs() -> None:
+    """A token with a NaN embedding affects only the prompt that contains it."""
     table = tiny.weights()["embedding"].copy()
     table[63] = np.nan
     params = {**tiny.weights(), "embedding": table, "unembedding": tiny.weights()["embedding"]}
@@ -336,7 +336,7 @@ def test_the_request_whose_logprobs_are_not_finite_is_named() -> None:
 
 
 @pytest.mark.slow
-def test_one_program_a_decode_shape() -> None:
+def test_one_program_is_compiled_per_decode_shape() -> None:
     sampler = _sampler()
     for seed, count in enumerate((7, 2, 5, 9)):
         prompts = (PROMPTS * 2)[seed : seed + count]

@@ -1,4 +1,4 @@
-"""Tests of int8 pool and weights: their error, and equality in everything else."""
+"""Tests of the int8 cache and of int8 weights: rounding errors, and equality otherwise."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def _sampler(config: SamplerConfig, mesh: dict[str, int] | None = None) -> Sampl
 
 
 @pytest.mark.slow
-def test_first_tokens_differ_by_rounding_and_no_more() -> None:
-    """Keys and values of a prompt are rounded: compare logprobs of tokens that both sample."""
+def test_int8_cache_changes_logprobs_only_by_rounding() -> None:
+    """Keys and values are rounded: compare logprobs of answers that both caches give."""
     found, wanted = (
         _sampler(config).sample(tiny.weights(), PROMPTS, 4, KEY) for config in (INT8, WHOLE)
     )
@@ -52,7 +52,7 @@ def test_first_tokens_differ_by_rounding_and_no_more() -> None:
         for a, b in zip(one or (), other or (), strict=True)
     ]
     same = np.array([np.array_equal(a.tokens, b.tokens) for a, b in pairs])
-    assert same.mean() > 0.5  # .61; one token that differs is followed by fifteen others
+    assert same.mean() > 0.5  # .61: after one different token, the rest of an answer differs
     differences = [
         a.logprobs - b.logprobs for (a, b), alike in zip(pairs, same, strict=True) if alike
     ]
@@ -61,7 +61,7 @@ def test_first_tokens_differ_by_rounding_and_no_more() -> None:
     assert np.abs(differences).mean() < 0.02
 
 
-def test_a_pool_of_eight_bits_takes_a_quarter_and_its_scales() -> None:
+def test_int8_cache_takes_a_quarter_of_the_memory_plus_scales() -> None:
     def size(config: SamplerConfig) -> int:
         state = jax.eval_shape(lambda: _sampler(config).init_state(jnp.float32))
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.pages))
@@ -72,7 +72,7 @@ def test_a_pool_of_eight_bits_takes_a_quarter_and_its_scales() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{"data": 2, "context": 2, "tensor": 2}, {"fsdp": 8}])
-def test_on_a_mesh_equals_one_device(mesh: dict[str, int]) -> None:
+def test_int8_cache_on_a_mesh_equals_one_device(mesh: dict[str, int]) -> None:
     config = dataclasses.replace(INT8, kv_cache_tokens=8 * 1024)
     found = _sampler(config, mesh).sample(tiny.weights(), PROMPTS[:9], 4, KEY)
     wanted = _sampler(INT8).sample(tiny.weights(), PROMPTS[:9], 4, KEY)
@@ -90,7 +90,7 @@ def _quantize(params):
 
 
 @pytest.mark.slow
-def test_weights_are_right_to_half_a_scale() -> None:
+def test_int8_weights_are_accurate_to_half_a_scale() -> None:
     params = tiny.weights()
     small = _quantize(params)
     for room, kernels in (("attention", "qkvo"), ("mlp", ("gate", "up", "down"))):
@@ -111,7 +111,7 @@ def test_weights_are_right_to_half_a_scale() -> None:
 
 
 def _meant(params):
-    """Quantized weights as the plain ones that they stand for."""
+    """Plain weights with the dequantized values of int8 ones."""
     small = _quantize(params)
     layers = dict(small["layers"])
     for room in ("attention", "mlp"):
@@ -141,7 +141,7 @@ def test_int8_weights_sample_like_their_dequantized_values(mesh: dict[str, int] 
 
 
 @pytest.mark.slow
-def test_adapters_are_not_quantized() -> None:
+def test_lora_adapters_are_not_quantized() -> None:
     policy = dataclasses.replace(tiny.POLICY, lora=LoraConfig(2))
     config = dataclasses.replace(WHOLE, weights_dtype="int8", max_tokens=6)
     params = tiny.weights(policy)
@@ -156,7 +156,7 @@ def test_adapters_are_not_quantized() -> None:
         np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-4)
 
 
-def test_a_mixture_of_experts_has_no_small_weights() -> None:
+def test_int8_weights_of_a_mixture_of_experts_are_rejected() -> None:
     policy = dataclasses.replace(tiny.POLICY, experts=4, experts_per_token=2)
     config = dataclasses.replace(WHOLE, weights_dtype="int8")
     with pytest.raises(ValueError, match=r"sampler.weights_dtype = 'int8': a mixture of experts"):
@@ -164,6 +164,6 @@ def test_a_mixture_of_experts_has_no_small_weights() -> None:
 
 
 @pytest.mark.parametrize("field", ["cache_dtype", "weights_dtype", "attention"])
-def test_an_unknown_choice_is_an_error(field: str) -> None:
+def test_unknown_config_choice_is_rejected(field: str) -> None:
     with pytest.raises(ValueError, match=rf"sampler.{field} = 'int4': must be one of"):
         dataclasses.replace(WHOLE, **{field: "int4"})

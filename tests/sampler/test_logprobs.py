@@ -39,7 +39,7 @@ QWEN2 = PolicyConfig(
     rope=RopeConfig(theta=1e6),
 )
 QWEN3 = dataclasses.replace(QWEN2, qkv_bias=False, qk_norm=True)
-# Each family with another rope. Scaled ones come from contexts that all prompts here exceed.
+# Each family with a different RoPE. All prompts exceed the original contexts of scaled ones.
 POLICIES = {
     "qwen2": QWEN2,
     "qwen3, yarn": dataclasses.replace(
@@ -60,8 +60,8 @@ POLICIES = {
     ),
 }
 SIBLINGS, ANSWER = 3, 24
-# Lengths of a session's prompts, and tokens per page, which divides neither of them. The second
-# prompt begins like the first one, whose pages it shares.
+# Lengths of a session's prompts, and tokens per page, which divides neither of them. The prompts
+# have a common prefix and share its pages.
 SIZES = {
     "1K": ((1001, 777), 48),
     "4K": ((4099, 2050), 128),
@@ -143,16 +143,16 @@ def _check(name: str, size: str, temperature: float) -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("name", POLICIES)
-def test_after_a_thousand_tokens(name: str, temperature: float) -> None:
+def test_logprobs_equal_the_learners_after_1k_prompt_tokens(name: str, temperature: float) -> None:
     _check(name, "1K", temperature)
 
 
 @pytest.mark.parametrize(("name", "temperature"), list(zip(POLICIES, [0.0, 0.7] * 2, strict=True)))
-def test_after_four_thousand_tokens(name: str, temperature: float) -> None:
+def test_logprobs_equal_the_learners_after_4k_prompt_tokens(name: str, temperature: float) -> None:
     _check(name, "4K", temperature)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("name", "temperature"), list(zip(POLICIES, [0.7, 0.0] * 2, strict=True)))
-def test_after_sixteen_thousand_tokens(name: str, temperature: float) -> None:
+def test_logprobs_equal_the_learners_after_16k_prompt_tokens(name: str, temperature: float) -> None:
     _check(name, "16K", temperature)

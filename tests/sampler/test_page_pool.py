@@ -1,4 +1,4 @@
-"""Tests of the page pool: users, known prefixes, order of eviction."""
+"""Tests of the page pool: reference counts, known prefixes, order of eviction."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ A, B, C, D, E = b"a", b"b", b"c", b"d", b"e"
 
 
 def _read(pool: Pool, blocks: list[bytes], known: int | None = None) -> list[int]:
-    """Pages of a prompt: known ones are shared, the others are new.
+    """Take the pages of a prompt: known ones are shared, the others are new.
 
     Args:
       known: maximum number of known pages to share.
@@ -27,7 +27,7 @@ def _read(pool: Pool, blocks: list[bytes], known: int | None = None) -> list[int
 # ------------------------------------------------------------------------------------------- Users
 
 
-def test_every_page_is_taken_once_and_page_0_never() -> None:
+def test_each_page_is_taken_once_and_page_0_never() -> None:
     pool = Pool(5)
     assert pool.available == 5
     taken = []
@@ -42,7 +42,7 @@ def test_every_page_is_taken_once_and_page_0_never() -> None:
     assert {pool.take(), pool.take()} == set(taken[2:4])
 
 
-def test_a_page_is_free_when_its_last_user_has_released_it() -> None:
+def test_page_is_available_after_its_last_user_releases_it() -> None:
     pool = Pool(3)
     page = pool.take()
     pool.hold([page])
@@ -52,7 +52,7 @@ def test_a_page_is_free_when_its_last_user_has_released_it() -> None:
         assert pool.available == available
 
 
-def test_a_known_page_can_be_taken_only_without_users() -> None:
+def test_known_page_can_be_taken_only_without_users() -> None:
     pool = Pool(2)
     pages = _read(pool, [A, B])
     pool.hold(pages)
@@ -79,7 +79,7 @@ def test_idle_counts_pages_without_users() -> None:
 # ---------------------------------------------------------------------------------------- Prefixes
 
 
-def test_find_gives_the_longest_known_beginning() -> None:
+def test_find_returns_the_longest_known_prefix() -> None:
     pool = Pool(9)
     assert pool.find([A, B]) == []
     pages = _read(pool, [A, B, C])
@@ -91,7 +91,7 @@ def test_find_gives_the_longest_known_beginning() -> None:
     assert pool.find([B, C]) == pool.find([D]) == pool.find([]) == []
 
 
-def test_finding_makes_no_users() -> None:
+def test_find_adds_no_users() -> None:
     pool = Pool(2)
     pages = _read(pool, [A, B])
     pool.find([A, B])
@@ -99,7 +99,7 @@ def test_finding_makes_no_users() -> None:
     assert pool.available == 2
 
 
-def test_equal_blocks_after_different_parents_are_different() -> None:
+def test_equal_blocks_with_different_parents_get_different_pages() -> None:
     pool = Pool(9)
     first, second, third = _read(pool, [A, C]), _read(pool, [B, C]), _read(pool, [C, C])
     assert len({*first, *second, *third}) == 6
@@ -109,7 +109,7 @@ def test_equal_blocks_after_different_parents_are_different() -> None:
     assert pool.find([A, C, C]) == first
 
 
-def test_prompts_share_their_common_prefix() -> None:
+def test_prompts_share_the_pages_of_their_common_prefix() -> None:
     pool = Pool(9)
     first, second = _read(pool, [A, B, C]), _read(pool, [A, B, D])
     assert second[:2] == first[:2] and second[2] != first[2]
@@ -119,8 +119,8 @@ def test_prompts_share_their_common_prefix() -> None:
     assert pool.find([A, B, D]) == second
 
 
-def test_a_second_page_of_the_same_block_stays_unknown() -> None:
-    """The last page of a prompt is read again: the known one stays in the index."""
+def test_second_page_of_a_known_block_is_not_indexed() -> None:
+    """The last page of a prompt is prefilled again: the known page stays in the index."""
     pool = Pool(4)
     first = _read(pool, [A, B])
     second = _read(pool, [A, B], known=1)
@@ -133,7 +133,7 @@ def test_a_second_page_of_the_same_block_stays_unknown() -> None:
     assert pool.find([A, B]) == first
 
 
-def test_a_page_without_a_name_is_free_at_once() -> None:
+def test_unnamed_page_is_free_once_released() -> None:
     pool = Pool(3)
     named = _read(pool, [A])
     pool.release(named)
@@ -146,7 +146,7 @@ def test_a_page_without_a_name_is_free_at_once() -> None:
 # ----------------------------------------------------------------------------------------- Eviction
 
 
-def test_idle_pages_stay_known() -> None:
+def test_idle_pages_can_still_be_found() -> None:
     pool = Pool(4)
     pages = _read(pool, [A, B])
     pool.release(pages)
@@ -156,7 +156,7 @@ def test_idle_pages_stay_known() -> None:
     assert pool.available == 2
 
 
-def test_the_longest_unused_is_forgotten_first() -> None:
+def test_least_recently_used_page_is_evicted_first() -> None:
     pool = Pool(3)
     pages = {block: _read(pool, [block]) for block in (A, B, C)}
     for block in (B, A, C):
@@ -169,7 +169,7 @@ def test_the_longest_unused_is_forgotten_first() -> None:
         assert pool.find([forgotten]) == []
 
 
-def test_of_a_prompt_its_end_is_forgotten_first() -> None:
+def test_end_of_a_prompt_is_evicted_before_its_beginning() -> None:
     pool = Pool(3)
     pages = _read(pool, [A, B, C])
     pool.release(pages)
@@ -178,11 +178,10 @@ def test_of_a_prompt_its_end_is_forgotten_first() -> None:
         assert pool.find([A, B, C]) == pages[:left]
 
 
-def test_a_page_that_is_used_again_is_another() -> None:
-    """The old children of a reused page are not found again.
+def test_reused_page_does_not_keep_its_old_children() -> None:
+    """The children are still in the pool, but no longer found.
 
-    They are found neither after its new content, nor after the old content in another page, though
-    they are still in the pool.
+    They follow neither the new content of the page, nor its old content in another page.
     """
     pool = Pool(4)
     old = pool.take()
@@ -203,7 +202,7 @@ def test_a_page_that_is_used_again_is_another() -> None:
     assert pool.find([A, B]) == [again]
 
 
-def test_the_same_page_with_the_same_content_again_has_no_children_of_old() -> None:
+def test_page_rewritten_with_same_content_has_no_old_children() -> None:
     pool = Pool(2)
     pages = _read(pool, [A, B])
     pool.release(pages[:1])
@@ -216,10 +215,10 @@ def test_the_same_page_with_the_same_content_again_has_no_children_of_old() -> N
 
 
 def _walk(seed: int, size: int, last_again: bool, steps: int = 400) -> list[list[int]]:
-    """Random prompts that come and go, and pages of answers, beside a model of users and content.
+    """Run random prompts and answers, and compare the pool with a model of users and content.
 
-    Yields the pages of each prompt. With last_again, the last block is read again though it may be
-    known, as the sampler does.
+    Returns the pages that were taken for each prompt or answer. With last_again, the last block of
+    a prompt is prefilled again even if it is known, as the sampler does.
     """
     rng, pool = np.random.default_rng(seed), Pool(size)
     content: dict[int, tuple[bytes, ...]] = {}  # for each page, the blocks up to it
@@ -277,7 +276,7 @@ def _walk(seed: int, size: int, last_again: bool, steps: int = 400) -> list[list
 
 @pytest.mark.parametrize("last_again", [False, True])
 @pytest.mark.parametrize("size", [6, 12, 60])
-def test_random_prompts_and_answers_against_a_model(size: int, last_again: bool) -> None:
+def test_random_workload_matches_a_reference_model(size: int, last_again: bool) -> None:
     for seed in range(4):
         history = _walk(seed, size, last_again)
         assert len(history) > 30

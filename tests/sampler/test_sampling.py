@@ -28,7 +28,7 @@ def _kept(probabilities: np.ndarray, **filters: float) -> np.ndarray:
 
 
 def _below(probabilities: np.ndarray) -> jax.Array:
-    """Their logarithms, minus the largest of each row."""
+    """Logarithms of the probabilities, minus the largest of each row."""
     logs = jnp.log(jnp.asarray(probabilities, jnp.float32))
     return logs - jnp.max(logs, axis=-1, keepdims=True)
 
@@ -40,7 +40,7 @@ def _rows(count: int, seed: int, width: int = 200) -> np.ndarray:
 
 
 @pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.95, 0.999])
-def test_kept_set_equals_sorting(top_p: float) -> None:
+def test_top_p_keeps_the_same_tokens_as_sorting(top_p: float) -> None:
     probabilities = _rows(60, int(top_p * 1000))
     checked = 0
     for row, kept in zip(probabilities, _kept(probabilities, top_p=top_p), strict=True):
@@ -49,7 +49,7 @@ def test_kept_set_equals_sorting(top_p: float) -> None:
             continue  # float32 cannot tell on which side of top_p this sum lies
         wanted = _by_sorting(row.astype(float), top_p)
         assert kept[wanted].all()
-        # Tokens as likely as the least of them, up to 3e-5, may be kept too.
+        # Tokens as likely as the least likely kept one, up to 3e-5, may be kept too.
         assert (row[kept & ~wanted] > row[wanted].min() * (1 - 5e-5)).all()
         checked += (kept == wanted).all()
     assert checked > 50
@@ -57,13 +57,13 @@ def test_kept_set_equals_sorting(top_p: float) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("top_k", [1, 3, 40, 199, 200, 1000])
-def test_the_most_likely_are_kept(top_k: int) -> None:
+def test_top_k_keeps_the_most_likely_tokens(top_k: int) -> None:
     probabilities = _rows(20, top_k)
     for row, kept in zip(probabilities, _kept(probabilities, top_k=top_k), strict=True):
         assert kept.sum() == min(top_k, 200) and row[kept].min() >= row[~kept].max(initial=0)
 
 
-def test_filters_are_applied_one_after_the_other() -> None:
+def test_filters_are_applied_in_sequence() -> None:
     """top_p applies to the tokens kept by top_k, scaled to 1; min_p is a share of the largest."""
     probabilities = _rows(30, 7)
     found = _kept(probabilities, top_k=5, top_p=0.8, min_p=0.1)
@@ -75,7 +75,7 @@ def test_filters_are_applied_one_after_the_other() -> None:
 
 
 @pytest.mark.slow
-def test_rows_have_filters_of_their_own() -> None:
+def test_each_row_uses_its_own_filters() -> None:
     probabilities = np.repeat(_rows(1, 6), 4, axis=0)
     different = Sampling(
         np.ones(4, np.float32),
@@ -91,7 +91,7 @@ def test_rows_have_filters_of_their_own() -> None:
     assert len(set(found.sum(axis=1).tolist())) == 4
 
 
-def test_corner_cases_of_the_kept_set() -> None:
+def test_top_p_handles_ties_and_exact_thresholds() -> None:
     for probabilities, top_p, wanted in (
         ([0.0, 1.0, 0.0], 0.1, [0, 1, 0]),
         ([0.125] * 8, 0.3, [1] * 8),  # ties at the threshold are all kept
@@ -105,7 +105,7 @@ def test_corner_cases_of_the_kept_set() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 1.0), (0.7, 0.8), (1.3, 0.5)])
-def test_frequencies_are_the_exact_distribution(temperature: float, top_p: float) -> None:
+def test_sampled_frequencies_match_the_exact_distribution(temperature: float, top_p: float) -> None:
     logits = np.random.default_rng(5).normal(size=12).astype(np.float32) * 1.5
     exact = np.exp(logits.astype(float) / temperature)
     exact /= exact.sum()
@@ -127,7 +127,7 @@ def test_frequencies_are_the_exact_distribution(temperature: float, top_p: float
 
 
 @pytest.mark.slow
-def test_uniforms_walk_through_the_tokens_in_order() -> None:
+def test_uniform_numbers_select_by_cumulative_probability() -> None:
     logits = jnp.log(jnp.array([[0.5, 0.25, 0.125, 0.125]]))
     uniform = jnp.array([0.0, 0.49, 0.51, 0.74, 0.76, 0.874, 0.876, 0.99999994])
     tokens, _ = sample(jnp.broadcast_to(logits, (8, 4)), uniform, tiny.sampling(8))
@@ -135,10 +135,10 @@ def test_uniforms_walk_through_the_tokens_in_order() -> None:
 
 
 @pytest.mark.slow
-def test_no_token_outside_the_nucleus_whatever_the_rounding() -> None:
+def test_rounding_never_selects_a_token_outside_the_nucleus() -> None:
     """A parallel cumulative sum rises and falls by rounding errors between equal values.
 
-    Uniform numbers that aim at every single value of it must still find tokens of the nucleus.
+    Uniform numbers next to each of its values must still select tokens of the nucleus.
     """
     rng = np.random.default_rng(0)
     logits = jnp.asarray(rng.normal(size=1024) * 3, jnp.float32)
@@ -155,7 +155,7 @@ def test_no_token_outside_the_nucleus_whatever_the_rounding() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 2.0])
-def test_logprobs_are_of_the_full_vocabulary(temperature: float) -> None:
+def test_logprobs_are_over_the_full_vocabulary(temperature: float) -> None:
     logits = jnp.asarray(np.random.default_rng(2).normal(size=(40, 30)) * 2, jnp.float32)
     uniform = jax.random.uniform(jax.random.key(0), (40,))
     tokens, logprobs = sample(logits, uniform, tiny.sampling(40, temperature, 0.5))
@@ -168,7 +168,7 @@ def test_logprobs_are_of_the_full_vocabulary(temperature: float) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_logits_that_are_no_numbers_give_no_logprob(temperature: float) -> None:
+def test_nan_logits_give_nan_logprobs(temperature: float) -> None:
     sampling = tiny.sampling(1, temperature, 0.9)
     tokens, logprobs = sample(jnp.full((1, 5), jnp.nan), jnp.array([0.3]), sampling)
     assert 0 <= int(tokens[0]) < 5 and np.isnan(logprobs[0])

@@ -1,4 +1,4 @@
-"""Tests of plans of pages and slots, on the host only; a random generator stands for sampling."""
+"""Tests of the scheduler of pages and slots, on the host only; random numbers replace sampling."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -33,14 +33,14 @@ def _scheduler(*requests: SampleRequest, shards: int = 1, **sizes) -> Scheduler:
 
 
 def _other(number: int, length: int = 4) -> list[int]:
-    """A prompt whose beginning no other number shares."""
+    """A prompt that shares no prefix with those of other numbers."""
     return [100 * number + i for i in range(length)]
 
 
 def _fill(scheduler: Scheduler) -> list[list[list[tuple[int, int]]]]:
-    """Prefill and seat until no free slot waits for a page.
+    """Prefill prompts and fill slots until no free slot waits for a page.
 
-    Returns the plans, as tickets and numbers.
+    Returns the plans, as tickets of requests and numbers of pages.
     """
     plans = []
     while (plan := scheduler.plan_prefill()) is not None:
@@ -70,12 +70,12 @@ def _finish(shard: Shard, ticket: int, number: int = 0) -> bool:
 # ------------------------------------------------------------------------------------------- Sizes
 
 
-def test_the_lane_is_the_first_with_a_cell_for_each_sibling_or_the_last() -> None:
+def test_request_uses_first_lane_with_enough_cells_or_the_last() -> None:
     shape = dataclasses.replace(SHAPE, lanes=((1, 6), (3, 2), (8, 1)))
     assert [shape.lane_of(group) for group in (1, 2, 3, 4, 8, 9, 99)] == [0, 1, 1, 2, 2, 2, 2]
 
 
-def test_tokens_take_whole_pages() -> None:
+def test_token_counts_are_rounded_up_to_whole_pages() -> None:
     assert [SHAPE.pages_of(tokens) for tokens in (0, 1, 4, 5, 8, 9)] == [0, 1, 1, 2, 2, 3]
 
 
@@ -83,15 +83,15 @@ def test_tokens_take_whole_pages() -> None:
     "prompt, max_tokens, fits",
     [(16, 16, True), (17, 16, False), (16, 17, False), (13, 13, True), (1, 28, True)],
 )
-def test_a_request_fits_if_prompt_and_answer_have_pages(
+def test_request_fits_if_prompt_and_one_answer_fit_the_pool(
     prompt: int, max_tokens: int, fits: bool
 ) -> None:
-    """A page has one owner only."""
+    """A page holds tokens of either a prompt or one answer."""
     shape = dataclasses.replace(SHAPE, pages=8)
     assert shape.fits(_request(prompt, 99, max_tokens)) == fits
 
 
-def test_a_request_that_never_fits_is_refused_with_its_sizes() -> None:
+def test_request_that_never_fits_is_rejected_with_its_sizes() -> None:
     scheduler = _scheduler(pages=8)
     message = (
         "request 5: a prompt of 17 tokens and answers of up to 16 do not fit into 8 pages of 4"
@@ -107,7 +107,7 @@ def test_a_request_that_never_fits_is_refused_with_its_sizes() -> None:
 # --------------------------------------------------------------------------------------- Admission
 
 
-def test_admitted_prompts_share_pages() -> None:
+def test_admitted_prompts_share_prefix_pages() -> None:
     scheduler = _scheduler(
         _request(10), _request([*range(8), 50, 51, 52]), _request([9, *range(8)])
     )
@@ -126,8 +126,8 @@ def test_admitted_prompts_share_pages() -> None:
 
 
 @pytest.mark.parametrize("length, reused", [(3, 0), (4, 0), (5, 1), (8, 1), (9, 2), (12, 2)])
-def test_the_page_of_the_last_token_is_always_read(length: int, reused: int) -> None:
-    """The request waits though the same prompt is in the pool already."""
+def test_page_of_the_last_prompt_token_is_always_prefilled(length: int, reused: int) -> None:
+    """Also if the same prompt is already in the pool."""
     scheduler = _scheduler(_request(length), _request(length), tasks=1)
     (shard,) = scheduler.shards
     plans = [task for ((task,),) in _fill(scheduler)]
@@ -138,7 +138,7 @@ def test_the_page_of_the_last_token_is_always_read(length: int, reused: int) -> 
     assert _sibling(shard, 0).prefilled.pages[-1] != _sibling(shard, 1).prefilled.pages[-1]
 
 
-def test_pages_of_requests_that_are_finished_are_shared_too() -> None:
+def test_pages_of_finished_requests_are_reused() -> None:
     scheduler = _scheduler(_request(12))
     (shard,) = scheduler.shards
     _fill(scheduler)
@@ -151,7 +151,7 @@ def test_pages_of_requests_that_are_finished_are_shared_too() -> None:
 
 
 def test_shared_idle_pages_count_as_taken() -> None:
-    """Three of the pool's seven pages are idle; once they are shared, they cannot be taken."""
+    """Three of the pool's seven pages are idle; once shared, they are no longer available."""
     scheduler = _scheduler(_request(13), pages=7)
     (shard,) = scheduler.shards
     _fill(scheduler)
@@ -164,7 +164,7 @@ def test_shared_idle_pages_count_as_taken() -> None:
     assert _fill(scheduler) == [[[(2, 3)]]]
 
 
-def test_the_longest_answer_that_is_asked_for_is_kept_free() -> None:
+def test_pages_for_the_longest_requested_answer_are_reserved() -> None:
     """Room is needed for the longest answer of admitted and of new requests alike."""
     for longest in ((32, 4), (4, 32)):
         requests = [_request(_other(i), max_tokens=n) for i, n in enumerate(longest)]
@@ -177,7 +177,7 @@ def test_the_longest_answer_that_is_asked_for_is_kept_free() -> None:
         assert _fill(scheduler) == [[[(0, 0), (1, 0)]]]
 
 
-def test_the_end_of_an_answer_forgets_its_length() -> None:
+def test_reserved_pages_shrink_when_the_longest_answer_ends() -> None:
     long, *short = _request(_other(0), max_tokens=32), *(_request(_other(i)) for i in (1, 2, 3))
     scheduler = _scheduler(long, *short, pages=10)
     _fill(scheduler)
@@ -187,7 +187,7 @@ def test_the_end_of_an_answer_forgets_its_length() -> None:
     assert not scheduler.queue
 
 
-def test_so_many_prompts_are_resident_and_no_more() -> None:
+def test_number_of_resident_prompts_is_limited() -> None:
     scheduler = _scheduler(*(_request(_other(i)) for i in range(5)), prompts=2)
     (shard,) = scheduler.shards
     _fill(scheduler)
@@ -199,15 +199,15 @@ def test_so_many_prompts_are_resident_and_no_more() -> None:
     assert {s.prefilled.index for s in shard.unfinished} == {0, 1}
 
 
-def test_requests_are_admitted_in_their_order() -> None:
-    """A small request does not pass a large one that waits for pages."""
+def test_requests_are_admitted_in_order_of_submission() -> None:
+    """A small request does not overtake a large one that waits for pages."""
     large = _request(_other(1, 40), max_tokens=8)
     scheduler = _scheduler(_request(_other(0, 40)), large, _request(_other(2)), pages=20)
     _fill(scheduler)
     assert [ticket for ticket, *_ in scheduler.queue] == [1, 2]
 
 
-def test_no_more_are_admitted_than_slots_and_rows_of_the_call_ask_for() -> None:
+def test_admission_is_limited_to_free_slots_and_prefill_rows() -> None:
     requests = [_request(_other(i, 8)) for i in range(6)]
     for tasks, admitted in ((1, 2), (4, 2), (5, 3), (8, 4)):
         scheduler = _scheduler(*requests, slots=2, tasks=tasks)
@@ -216,7 +216,7 @@ def test_no_more_are_admitted_than_slots_and_rows_of_the_call_ask_for() -> None:
         assert len(requests) - len(scheduler.queue) == admitted, tasks
 
 
-def test_nothing_is_planned_while_no_slot_is_free() -> None:
+def test_no_prefill_is_planned_without_a_free_slot() -> None:
     scheduler = _scheduler(_request(4, 2), _request(_other(1), 2), slots=2, tasks=1)
     assert _fill(scheduler) == [[[(0, 0)]]]
     assert scheduler.plan_prefill() is None
@@ -229,7 +229,7 @@ def test_nothing_is_planned_while_no_slot_is_free() -> None:
     assert not scheduler.has_queued(1)
 
 
-def test_a_request_goes_to_the_shard_with_its_pages_or_with_less_to_do() -> None:
+def test_request_goes_to_the_shard_with_its_prefix_or_less_work() -> None:
     begin = _other(1, 12)
     scheduler = _scheduler(
         _request(_other(0, 12)),
@@ -244,7 +244,7 @@ def test_a_request_goes_to_the_shard_with_its_pages_or_with_less_to_do() -> None
     assert [shard.reused_tokens for shard in scheduler.shards] == [0, 12]
 
 
-def test_a_request_goes_to_another_shard_if_the_cheaper_has_no_room() -> None:
+def test_request_goes_to_another_shard_if_the_cheapest_is_full() -> None:
     begin = _other(0, 16)
     requests = _request([*begin, 1, 2, 3]), _request([*begin, 7], max_tokens=12)
     for pages, tickets in ((9, [[0, 1], []]), (8, [[0], [1]])):
@@ -257,8 +257,8 @@ def test_a_request_goes_to_another_shard_if_the_cheaper_has_no_room() -> None:
 # ------------------------------------------------------------------------------------------ Prefill
 
 
-def test_pages_are_prefilled_after_earlier_pages_of_any_request() -> None:
-    """The second prompt shares pages that are not read yet when it is admitted."""
+def test_page_is_prefilled_after_shared_pages_of_other_requests() -> None:
+    """The second prompt shares pages that are not prefilled yet when it is admitted."""
     scheduler = _scheduler(_request(12), _request([*range(11), 50]), tasks=2)
     plan = scheduler.plan_prefill()
     assert plan is not None and [number for _, number in plan[0]] == [0, 1]
@@ -289,7 +289,7 @@ def test_prompts_without_free_slots_are_prefilled_only_in_padding_rows() -> None
     assert _slots_of(scheduler.shards[0].lanes[0]) == [(2, 0), (1, 0)]
 
 
-def test_a_lane_whose_slots_are_taken_does_not_keep_the_other_from_reading() -> None:
+def test_full_lane_does_not_block_prefill_for_the_other_lane() -> None:
     one, several = _request(4), _request(_other(1), 3)
     scheduler = _scheduler(one, _request(_other(2)), several, slots=1, tasks=1)
     assert _fill(scheduler) == [[[(0, 0)]]]
@@ -298,10 +298,10 @@ def test_a_lane_whose_slots_are_taken_does_not_keep_the_other_from_reading() -> 
     assert [_slots_of(lane) for lane in scheduler.shards[0].lanes] == [[(0, 0)], [(1, 0)]]
 
 
-# ----------------------------------------------------------------------------------------- Seating
+# ------------------------------------------------------------------------------------------- Slots
 
 
-def test_siblings_are_seated_in_the_order_of_admission() -> None:
+def test_siblings_take_slots_in_order_of_admission() -> None:
     scheduler = _scheduler(_request(4, 3), _request(_other(1), 2), _request(_other(2), 3))
     lane = scheduler.shards[0].lanes[1]
     _fill(scheduler)
@@ -314,7 +314,7 @@ def test_siblings_are_seated_in_the_order_of_admission() -> None:
         assert sequence is not None and sequence.slot == slot
 
 
-def test_rows_are_of_one_prompt_and_no_more_than_the_lane_has() -> None:
+def test_decode_rows_hold_one_prompt_and_do_not_exceed_the_lane() -> None:
     lanes = ((1, 6), (3, 2))
     requests = [_request(_other(i), group) for i, group in enumerate((4, 2, 3))]
     scheduler = _scheduler(*requests, lanes=lanes)
@@ -338,7 +338,7 @@ def test_rows_are_of_one_prompt_and_no_more_than_the_lane_has() -> None:
     assert rows() == [(0, [0, 2, 3]), (2, [1, 4, 5])]
 
 
-def test_a_straggler_does_not_keep_its_siblings_slots() -> None:
+def test_straggler_does_not_hold_its_siblings_slots() -> None:
     requests = [_request(_other(i), 3) for i in range(4)]
     scheduler = _scheduler(*requests)
     (shard,) = scheduler.shards
@@ -367,10 +367,10 @@ def test_prompt_pages_are_released_with_the_last_sibling() -> None:
     assert not scheduler.unfinished
 
 
-# ----------------------------------------------------------------------------------------- Growing
+# ------------------------------------------------------------------------------------ Answer pages
 
 
-def test_pages_come_for_the_next_tokens_and_end_with_the_answer() -> None:
+def test_pages_are_allocated_for_next_tokens_up_to_max_tokens() -> None:
     scheduler = _scheduler(_request(4, 1, 10))
     (shard,) = scheduler.shards
     _fill(scheduler)
@@ -382,8 +382,8 @@ def test_pages_come_for_the_next_tokens_and_end_with_the_answer() -> None:
     assert shard.allocate_pages(shard.lanes[1], 3) == {}
 
 
-def test_the_first_admitted_goes_on_and_others_wait_when_pages_run_out() -> None:
-    """The pool has a page for each prompt, the longest answer for the first, and one more."""
+def test_first_admitted_sequence_continues_when_pages_run_out() -> None:
+    """The pool has one page per prompt, pages for the longest answer, and one more."""
     requests = [_request(_other(i), max_tokens=16) for i in range(3)]
     scheduler = _scheduler(*requests, pages=3 + 4 + 1)
     (shard,) = scheduler.shards
@@ -405,7 +405,7 @@ def test_the_first_admitted_goes_on_and_others_wait_when_pages_run_out() -> None
     assert shard.allocate_pages(lane, 4) == {third: 12}
 
 
-def test_whoever_waits_in_another_lane_keeps_the_first_ones_pages_free() -> None:
+def test_other_lane_leaves_pages_for_the_first_admitted_sequence() -> None:
     requests = _request(4, 2, 16), _request(_other(1), 1, 16), _request(_other(2), 1, 16)
     scheduler = _scheduler(*requests, pages=3 + 4 + 1)
     (shard,) = scheduler.shards
@@ -416,8 +416,8 @@ def test_whoever_waits_in_another_lane_keeps_the_first_ones_pages_free() -> None
     assert [*shard.allocate_pages(several, 16).values()] == [16, 0]
 
 
-def test_seats_that_are_refilled_do_not_pass_those_admitted_before() -> None:
-    """The slot of an ended sequence goes to the youngest one, whose slot number is the lowest."""
+def test_refilled_slot_does_not_overtake_earlier_sequences() -> None:
+    """The last admitted sequence gets the freed slot, which has the lowest number."""
     requests = [_request(_other(i), max_tokens=4 if i == 0 else 16) for i in range(4)]
     scheduler = _scheduler(*requests, slots=3, pages=9)
     (shard,) = scheduler.shards
@@ -434,7 +434,7 @@ def test_seats_that_are_refilled_do_not_pass_those_admitted_before() -> None:
 
 
 class _Decoder:
-    """A sampler without a device: it plans like session.py, and samples numbers of tokens."""
+    """A sampler without a device: it plans like session.py, and samples only counts of tokens."""
 
     def __init__(self, scheduler: Scheduler, seed: int, steps: int):
         self.scheduler, self.steps = scheduler, steps
@@ -443,11 +443,11 @@ class _Decoder:
         self.finished: list[int] = []
         self.history: list = []
         self.waited = 0  # turns of sequences without a page
-        # Of each shard's pages the tokens up to their end, as far as prefill has read them.
+        # For each shard: page -> prompt tokens up to its end, for pages that are prefilled.
         self.read: list[dict[int, tuple[int, ...]]] = [{} for _ in scheduler.shards]
 
     def run(self, requests: Sequence[SampleRequest]) -> None:
-        """Answer them: half of them are submitted first, one more whenever one is finished."""
+        """Answer all requests: half are submitted first, one more whenever one is finished."""
         asked = 0
         for _ in range(10_000):
             for request in requests[asked : len(requests) // 2 + len(self.finished)]:
@@ -474,7 +474,7 @@ class _Decoder:
         return pages
 
     def _read(self, number: int, tasks: list[tuple[PrefilledPrompt, int]]) -> None:
-        """A call: all of its pages are written, and then each reads all before it."""
+        """Run a prefill call: write all of its pages, then let each read all earlier ones."""
         read, block = self.read[number], self.scheduler.shape.page_size
         self.history.append([(number, r.ticket, r.pages[i], i) for r, i in tasks])
         for prefilled, i in tasks:
@@ -551,7 +551,7 @@ class _Decoder:
 
 
 def _random_requests(rng: np.random.Generator, count: int, shape: Shape) -> list[SampleRequest]:
-    """Prompts with common beginnings, some of them equal; the longest take the whole pool."""
+    """Prompts with common prefixes, some of them equal; the longest take the whole pool."""
     stems = [rng.integers(3, size=40).tolist() for _ in range(3)]
     made = []
     while len(made) < count:
@@ -583,7 +583,7 @@ def _simulate(shape: Shape, shards: int, seed: int, steps: int, count: int = 40)
 @pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.parametrize("steps", [1, 3, 16])
 @pytest.mark.parametrize("pages", [12, 16, 400])
-def test_all_requests_are_answered_in_any_pool(pages: int, steps: int, shards: int) -> None:
+def test_all_requests_finish_with_any_pool_size(pages: int, steps: int, shards: int) -> None:
     shape, reused, waited = dataclasses.replace(SHAPE, pages=pages), 0, 0
     for seed in range(3):
         decoder = _simulate(shape, shards, seed, steps)
@@ -606,13 +606,13 @@ def test_all_requests_are_answered_in_any_pool(pages: int, steps: int, shards: i
     ],
     ids=str,
 )
-def test_all_requests_are_answered_in_any_shape(sizes: dict) -> None:
+def test_all_requests_finish_with_any_shape(sizes: dict) -> None:
     shape = dataclasses.replace(SHAPE, pages=14, **sizes)
     for shards in (1, 2):
         _simulate(shape, shards, seed=7, steps=3)
 
 
-def test_the_same_requests_and_draws_give_the_same_plans() -> None:
+def test_equal_requests_and_samples_give_equal_plans() -> None:
     for shards in (1, 2):
         shape = dataclasses.replace(SHAPE, pages=14)
         first, second = (_simulate(shape, shards, seed=5, steps=3) for _ in range(2))

@@ -86,7 +86,7 @@ def _assert_identical(found: list[Sample], wanted: list[Sample]) -> None:
 
 
 @pytest.mark.slow
-def test_requests_with_different_options_answer_as_they_would_alone() -> None:
+def test_mixed_options_are_bit_identical_to_separate_requests() -> None:
     requests = _requests()
     found = _answer(_sampler().start_session(tiny.weights()), requests)
     for request, samples in zip(requests, found, strict=True):
@@ -95,7 +95,7 @@ def test_requests_with_different_options_answer_as_they_would_alone() -> None:
 
 
 @pytest.mark.slow
-def test_each_request_is_sampled_by_its_own_options() -> None:
+def test_each_request_is_sampled_with_its_own_options() -> None:
     """Compare rank and probability share of all sampled tokens with each request's options."""
     found = _answer(_sampler().start_session(tiny.weights()), _requests((8, 8, 8, 8)))
     ranks, shares = [], []
@@ -113,12 +113,12 @@ def test_each_request_is_sampled_by_its_own_options() -> None:
     assert ranks[0] > 3 and ranks[3] > 3 and shares[0] < 0.2
 
 
-def test_shared_beginnings_are_read_once_and_change_nothing() -> None:
-    """Equal to the bit: a page's content does not depend on its maker."""
+def test_shared_prefixes_are_prefilled_once_and_bit_identical() -> None:
+    """The content of a page does not depend on the request that prefilled it."""
     requests, asked = _requests(), _sampler().start_session(tiny.weights())
     found = _answer(asked, requests)
-    assert asked.reused_tokens == 3 * 20  # five whole pages, by all requests but the first
-    again = _answer(asked, requests)  # also by prompts that are idle by now
+    assert asked.reused_tokens == 3 * 20  # five whole pages, shared by all requests but the first
+    again = _answer(asked, requests)  # the pages of all prompts are idle by now
     assert asked.reused_tokens == 3 * 20 + sum((len(p) - 1) // 4 * 4 for p in PROMPTS)
     for request, *both in zip(requests, found, again, strict=True):
         for samples in both:
@@ -126,7 +126,7 @@ def test_shared_beginnings_are_read_once_and_change_nothing() -> None:
 
 
 @pytest.mark.slow
-def test_a_pool_with_room_for_one_answer_gives_the_same() -> None:
+def test_pool_with_room_for_one_answer_gives_the_same_answers() -> None:
     small = dataclasses.replace(CONFIG, kv_cache_tokens=CONFIG.longest)
     requests, asked = _requests(), _sampler(small).start_session(tiny.weights())
     for request, samples in zip(requests, _answer(asked, requests), strict=True):
@@ -136,19 +136,19 @@ def test_a_pool_with_room_for_one_answer_gives_the_same() -> None:
 
 
 @pytest.mark.slow
-def test_a_straggler_does_not_hold_its_neighbors_slots() -> None:
+def test_straggler_does_not_hold_its_neighbors_slots() -> None:
     options = [Options(max_tokens=12), *[Options(max_tokens=2)] * 11]
     keys = session.request_keys(KEY, 12)
     requests = [SampleRequest([5, 6, n], 1, keys[n], options[n]) for n in range(12)]
     config = dataclasses.replace(CONFIG, slots=2)
     asked = _sampler(config).start_session(tiny.weights())
     _answer(asked, requests)
-    # Two slots: one samples 12 tokens, the other 22 in its turn, and then some are free.
+    # Two slots: one samples 12 tokens, the other 22 for eleven requests in turn.
     assert asked.counts.tokens == 12 + 22 and asked.counts.decode_steps <= 26
     assert asked.counts.starved_slot_steps <= 0.05 * asked.counts.slot_steps
 
 
-def test_empty_cells_and_slots_are_counted_apart() -> None:
+def test_empty_cells_and_slots_are_counted_separately() -> None:
     asked = _sampler().start_session(tiny.weights())
     _answer(asked, [_requests((3, 1, 3, 3))[2]])  # three siblings in a row of four cells
     counts = asked.counts
@@ -160,8 +160,8 @@ def test_empty_cells_and_slots_are_counted_apart() -> None:
 
 
 @pytest.mark.slow
-def test_stop_strings_end_an_answer_wherever_tokens_begin() -> None:
-    """A string that spans two tokens; tokens sampled after it are dropped, for any calls."""
+def test_stop_string_across_tokens_ends_the_answer() -> None:
+    """The string spans two tokens. Tokens sampled after it are dropped, for any call length."""
     (request,) = _requests()[:1]
     plain = _alone(request)
     text = Letters().decode(plain[0].tokens[:9].tolist())
@@ -179,7 +179,7 @@ def test_stop_strings_end_an_answer_wherever_tokens_begin() -> None:
         assert all(not s.stopped and len(s.tokens) == 12 for s in others)
 
 
-def test_the_first_of_several_stop_strings_counts() -> None:
+def test_earliest_of_several_stop_strings_ends_the_answer() -> None:
     stream = Letters().stream()
     answer = session._Answer(stream=stream)
     for token in (0, 1, 2):
@@ -192,7 +192,7 @@ def test_the_first_of_several_stop_strings_counts() -> None:
 # ------------------------------------------------------------------------------------------ Limits
 
 
-def test_requests_that_cannot_be_answered_are_errors_at_submission() -> None:
+def test_unanswerable_requests_are_rejected_at_submission() -> None:
     asked = _sampler().start_session(tiny.weights())
     key = session.request_keys(KEY, 1)[0]
     with pytest.raises(ValueError, match="a prompt of 33 tokens is over the cap of 32"):
@@ -203,15 +203,15 @@ def test_requests_that_cannot_be_answered_are_errors_at_submission() -> None:
     blind = Sampler(tiny.POLICY, CONFIG, (), mesh).start_session(tiny.weights())
     with pytest.raises(ValueError, match="stop strings need a sampler with a tokenizer"):
         blind.submit(SampleRequest([5], 1, key, Options(max_tokens=3, stop_strings=("a",))))
-    assert asked.submit(SampleRequest([5], 1, key, OPTIONS[0])) == 0  # nothing of it was kept
+    assert asked.submit(SampleRequest([5], 1, key, OPTIONS[0])) == 0  # nothing was kept
 
 
-def test_a_pool_that_is_too_small_is_an_error_before_any_device_is_used() -> None:
+def test_too_small_pool_is_rejected_by_the_constructor() -> None:
     with pytest.raises(ValueError, match=r"sampler\.kv_cache_tokens = 40: a prompt of 32 tokens"):
         Sampler(tiny.POLICY, dataclasses.replace(CONFIG, kv_cache_tokens=40), (), _sampler().mesh)
 
 
-def test_refused_prompts_are_logged_with_lengths_and_cap(caplog) -> None:
+def test_overlong_prompts_are_logged_with_lengths_and_limit(caplog) -> None:
     prompts = [[5] * 33, [5] * 3, [6] * 40]
     answers = _sampler().sample(tiny.weights(), prompts, 1, KEY, max_tokens=2)
     assert [answer is None for answer in answers] == [True, False, True]
@@ -230,14 +230,14 @@ def test_refused_prompts_are_logged_with_lengths_and_cap(caplog) -> None:
         ({"stop_strings": ("",)}, "none may be empty"),
     ],
 )
-def test_options_out_of_range_are_named(fields, message) -> None:
+def test_options_out_of_range_are_rejected(fields, message) -> None:
     with pytest.raises(ValueError, match=message):
         Options(**fields)
 
 
 @pytest.fixture
 def seconds(monkeypatch) -> list[float]:
-    """A clock that a fetch from the device advances by one second."""
+    """A clock that each fetch from the device advances by one second."""
     now, fetch = [0.0], jax.device_get
 
     def fetch_slowly(arrays):
@@ -273,8 +273,8 @@ def test_device_wait_is_divided_among_agents(seconds):
     assert len(answers[3]) == 6
 
 
-def test_a_calls_wait_is_divided_by_sampled_and_prefilled_tokens(seconds):
-    """The first call reads both prompts and samples four tokens for each, the second is b's."""
+def test_device_wait_is_divided_in_proportion_to_tokens(seconds):
+    """The first call prefills both prompts and samples four tokens of each, the second serves b."""
     asked = _sampler().start_session(tiny.weights())
     key = np.zeros(2, np.uint32)
     for prompt, tokens, agent in (([5] * 10, 4, "a"), ([6] * 30, 8, "b")):

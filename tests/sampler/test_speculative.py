@@ -40,7 +40,7 @@ PROMPTS = [RNG.integers(64, size=int(n)).tolist() for n in (1, 5, 8, 17, 24, 3, 
 
 
 def _proposal_of(text: list[int], match: int, tokens: int) -> list[int]:
-    """The proposal by a plain loop, from a prompt without own tokens or from own tokens alone."""
+    """Propose tokens by a plain loop over one sequence."""
     wanted = text[len(text) - match :]
     for end in range(len(text) - 1, match - 1, -1):
         if len(wanted) == match and text[end - match : end] == wanted:
@@ -51,7 +51,7 @@ def _proposal_of(text: list[int], match: int, tokens: int) -> list[int]:
 
 @pytest.mark.parametrize("match", [1, 2, 3])
 @pytest.mark.parametrize("tokens", [1, 4])
-def test_the_last_match_is_continued(match: int, tokens: int) -> None:
+def test_proposal_continues_the_last_match(match: int, tokens: int) -> None:
     rng = np.random.default_rng(0)
     own = rng.integers(3, size=(60, 20)).astype(np.int32)
     count = rng.integers(1, 21, size=60).astype(np.int32)
@@ -74,7 +74,7 @@ def test_proposals_come_from_the_slots_own_prompt() -> None:
     assert found.tolist() == [
         [1, 2, 3],
         [7, 8, 5],  # beyond the end of the prompt: the slot's own tokens follow
-        [nothing] * 3,  # a shorter one, in which it does not stand
+        [nothing] * 3,  # a prompt of one token, without a match
         [3, 4, nothing],
     ]
 
@@ -119,7 +119,7 @@ def test_answers_equal_plain_decoding(tokens: int, match: int) -> None:
 def test_stop_tokens_end_an_answer_inside_a_proposal() -> None:
     stops = tuple(range(0, 64, 7))
     speculation = dataclasses.replace(PLAIN, speculative_tokens=4, speculative_ngram=1)
-    # Both lanes: of three samples and of one.
+    # Both lanes: for groups of three samples and of one.
     (found, _), (wanted, _) = (_answers(c, stops, (), (3, 1)) for c in (speculation, PLAIN))
     _assert_same(found, wanted)
     answers = [answer for some in found for answer in some]
@@ -129,7 +129,7 @@ def test_stop_tokens_end_an_answer_inside_a_proposal() -> None:
 
 
 @pytest.mark.slow
-def test_on_a_mesh() -> None:
+def test_answers_on_a_mesh_equal_plain_decoding() -> None:
     mesh = (("data", 2), ("context", 2), ("tensor", 2))
     speculation = dataclasses.replace(PLAIN, speculative_tokens=3, kv_cache_tokens=8 * 1024)
     (found, _), (wanted, _) = _answers(speculation, (), mesh), _answers(PLAIN)
@@ -140,6 +140,6 @@ def test_on_a_mesh() -> None:
 
 
 @pytest.mark.parametrize(("field", "value"), [("speculative_tokens", -1), ("speculative_ngram", 0)])
-def test_bad_sizes_are_named(field: str, value: int) -> None:
+def test_invalid_speculation_sizes_are_rejected(field: str, value: int) -> None:
     with pytest.raises(ValueError, match=rf"sampler.{field} = {value}: must be at least"):
         dataclasses.replace(PLAIN, **{field: value})

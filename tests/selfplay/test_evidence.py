@@ -19,7 +19,7 @@ TAGS = tuple(f"<{slash}{name}>" for name in SECTIONS for slash in ("", "/"))
 # ----------------------------------------------------------------------------------------- Sections
 
 
-def test_what_is_written_is_read():
+def test_written_answer_is_parsed_back():
     assert parse_answer(TEXT) == GOOD
     spaced = "\n ".join(["", *(f"<{n}>\n {c}\n</{n}>" for n, c in vars(GOOD).items()), ""])
     assert parse_answer(spaced) == GOOD
@@ -27,7 +27,7 @@ def test_what_is_written_is_read():
 
 
 @pytest.mark.parametrize("tag", TAGS)
-def test_each_tag_is_there_once(tag):
+def test_each_tag_must_occur_exactly_once(tag):
     assert parse_answer(TEXT.replace(tag, "")) is None
     assert parse_answer(TEXT.replace(tag, tag + tag)) is None
     assert parse_answer(TEXT.replace(tag, tag.upper())) is None
@@ -35,7 +35,7 @@ def test_each_tag_is_there_once(tag):
         assert parse_answer(TEXT[:place] + tag + TEXT[place:]) is None
 
 
-def test_sections_have_one_order():
+def test_sections_must_be_in_order():
     parts = [f"<{name}>{content}</{name}>" for name, content in vars(GOOD).items()]
     read = ["".join(some) for some in itertools.permutations(parts) if parse_answer("".join(some))]
     assert read == [TEXT]
@@ -45,26 +45,26 @@ def test_sections_have_one_order():
 
 
 @pytest.mark.parametrize("name", SECTIONS)
-def test_no_section_is_empty(name):
+def test_empty_section_gives_none(name):
     content = vars(GOOD)[name]
     for empty in ("", " ", "\n\t"):
         assert parse_answer(TEXT.replace(f">{content}<", f">{empty}<")) is None
 
 
-def test_nothing_stands_outside():
+def test_text_outside_the_sections_gives_none():
     assert parse_answer("Sure. " + TEXT) is None
     assert parse_answer(TEXT + " Done.") is None
     assert parse_answer(TEXT.replace("</evidence>", "</evidence> and")) is None
 
 
-def test_an_unfinished_answer_is_none():
+def test_unfinished_answer_gives_none():
     for end in range(len(TEXT)):
         assert parse_answer(TEXT[:end]) is None
     assert parse_answer("<think>" + TEXT) is None
     assert parse_answer("") is None
 
 
-def test_sections_up_to_the_evidence():
+def test_parse_sections_reads_exactly_the_first_sections():
     start = TEXT[: TEXT.index("<reasoning>")]
     assert evidence.parse_sections(start, 2) == (GOOD.analysis, GOOD.evidence)
     assert evidence.parse_sections(start + "x", 2) is None
@@ -88,11 +88,11 @@ def test_sections_up_to_the_evidence():
         ("multiple_choice", "Bergen", None),
     ],
 )
-def test_answers_may_be_bare(task, section, prediction):
+def test_answer_section_may_omit_the_answer_phrase(task, section, prediction):
     assert rules.extract_answer(evidence.with_answer_phrase(section, task), task) == prediction
 
 
-def test_the_full_prompts_ask_for_what_is_read():
+def test_full_prompts_ask_for_the_parsed_format():
     full = prompts.load("full")
     asked = full.evidence(["d"], "q?")
     form = asked[asked.index("<analysis>") :]
@@ -119,7 +119,7 @@ def test_the_full_prompts_ask_for_what_is_read():
         '```json\n{"scores": [1, 1, 1]}\n```\nNo:\n```json\n{"scores": [4, 2, 5]}\n```',
     ],
 )
-def test_scores_that_are_read(text):
+def test_valid_scores_are_parsed(text):
     assert parse_scores(text, 3) == (4, 2, 5)
 
 
@@ -153,11 +153,11 @@ def test_scores_that_are_read(text):
         '```json\n{"a":' + "[" * 100_000 + "```",
     ],
 )
-def test_scores_that_are_malformed(text):
+def test_malformed_scores_give_none(text):
     assert parse_scores(text, 3) is None
 
 
-def test_every_vector_of_scores_is_read_as_it_is_written():
+def test_both_score_formats_parse_all_vectors_in_range():
     for size in (1, 2, 3):
         for scores in itertools.product(range(7), repeat=size):
             wanted = scores if set(scores) <= {1, 2, 3, 4, 5} else None
@@ -166,7 +166,7 @@ def test_every_vector_of_scores_is_read_as_it_is_written():
             assert parse_scores(json.dumps({"scores": scores}), size) == wanted
 
 
-def test_normalized_scores():
+def test_scores_are_normalized_to_the_unit_interval():
     assert evidence.normalize((5, 1, 3), 3) == [1.0, 0.0, 0.5]
     assert evidence.normalize((2, 3, 2), 3) == [0.0, 1.0, 0.0]
     assert evidence.normalize((4, 4), 2) == [0.5, 0.5]
@@ -175,7 +175,7 @@ def test_normalized_scores():
     assert evidence.normalize(None, 0) == evidence.normalize((), 0) == []
 
 
-def test_total_reward():
+def test_total_reward_is_weighted_and_zero_for_bad_format():
     assert evidence.total_reward(True, 1.0, 1.0) == pytest.approx(1.0)
     assert evidence.total_reward(True, 0.5, 0.0) == pytest.approx(0.25)
     assert evidence.total_reward(True, 0.0, 1.0) == pytest.approx(0.7)
@@ -197,11 +197,11 @@ def test_total_reward():
         ("...\n\n-", ["-"]),
     ],
 )
-def test_quotes_are_lines_without_their_marks(section, quotes):
+def test_quotes_are_lines_without_bullets_and_quotation_marks(section, quotes):
     assert evidence.find_quotes(section) == quotes
 
 
-def test_there_are_only_so_many_quotes():
+def test_number_of_quotes_is_limited():
     most = evidence.MOST_QUOTES
     quotes = evidence.find_quotes("\n".join(f"q{i}" for i in range(most + 10)))
     assert len(quotes) == most + 1 and quotes[-1].split() == [f"q{most + i}" for i in range(10)]
@@ -211,7 +211,7 @@ def test_there_are_only_so_many_quotes():
     assert many[-1] == "a - b"  # the rest is one text, unchanged
 
 
-def test_verbatim_share():
+def test_verbatim_share_is_weighted_by_characters():
     documents = evidence.searchable(["Arvo lives\n in  Oslo.", "Bela does not."])
     share = evidence.verbatim_share
     assert share("- Arvo lives in Oslo.", documents) == 1.0
@@ -222,7 +222,7 @@ def test_verbatim_share():
     assert share("anything", "") == 0.0
 
 
-def test_precision_and_recall():
+def test_precision_and_recall_of_quoted_sentences():
     found, sentences = evidence.precision_and_recall, ("Arvo lives in Oslo.", "Oslo has rain.")
     assert found("- Arvo lives  in Oslo.\n- Oslo has rain.", sentences) == (1.0, 1.0)
     assert found("Arvo lives in Oslo.", sentences) == (1.0, 0.5)
@@ -236,7 +236,7 @@ def test_precision_and_recall():
     assert found("Oslo has rain.", ("Oslo has rain.",) * 2) == (1.0, 1.0)
 
 
-def test_compact_prompts():
+def test_compact_evidence_prompts_are_exact():
     compact = prompts.load("compact")
     assert compact.evidence(["d1", "d2"], "q?") == "d1\nd2\nq?\nquote"
     assert compact.evidence_scores("q?", ["a\nb", "c"]) == "1\nq?\na\nb\n2\nq?\nc\nq?\nscores"
@@ -246,6 +246,6 @@ def test_compact_prompts():
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_a_template_echo_states_nothing(task):
+def test_echoed_template_states_no_answer(task):
     said = evidence.with_answer_phrase("(insert answer here)", task)
     assert rules.extract_answer(said, task) is None

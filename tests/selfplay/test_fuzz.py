@@ -1,4 +1,4 @@
-"""Tests of every parser and rule with hostile texts: a result always, in time, nothing run.
+"""Tests of every parser and rule with hostile texts: always a result, in time, and nothing runs.
 
 The parsers are those of benchmarks/parsers.py, which measures their times. A public function that
 is not listed there or here is an error. No test here measures times: inputs are long enough that
@@ -51,7 +51,7 @@ LIMIT_S = 60  # of processor time; a megabyte needs about 4
 SHORT, LONG = range(2), range(2, 40)  # seeds: 10,000 texts, and with the others 200,000
 LARGEST = 1_000_000
 
-# Modules without a function that gets model output, and functions of the others.
+# Modules in which no function reads model output, and functions of others that do not read it.
 NO_READERS = {
     *(
         "algorithms.reconstruction_evaluation",
@@ -235,7 +235,7 @@ def short_name(module: str) -> str:
 
 
 def public_functions() -> Iterator[str]:
-    """Names of public readers of texts, without whole NO_READERS.
+    """Names of public functions and methods, without the modules in NO_READERS.
 
     They are "module.function" and "module.Class.method".
     """
@@ -255,7 +255,7 @@ def public_functions() -> Iterator[str]:
                     yield from (f"{label}.{name}.{m}" for m in methods if m[0] != "_")
 
 
-def test_no_parser_is_forgotten() -> None:
+def test_every_public_reader_is_covered() -> None:
     known = {name.partition(" ")[0] for name in PARSERS}
     assert known == set(EXPECTED)
     missing = {*public_functions()} - known - ELSEWHERE - NO_READERS
@@ -267,13 +267,13 @@ def test_no_parser_is_forgotten() -> None:
 @pytest.mark.parametrize(
     "seed", [*SHORT, *(pytest.param(seed, marks=pytest.mark.long) for seed in LONG)]
 )
-def test_no_text_is_too_hostile(seed: int) -> None:
+def test_parsers_handle_hostile_texts(seed: int) -> None:
     for text in texts(seed, CHUNK):
         feed(text)
 
 
-def test_good_texts_are_still_read() -> None:
-    """The mutated texts must be valid inputs of the parsers, or mutating them would test little."""
+def test_fuzz_inputs_reach_all_parser_results() -> None:
+    """Mutated texts test little unless the original texts are valid inputs of the parsers."""
     accepted = {
         task
         for text in good_texts()
@@ -289,12 +289,12 @@ def test_good_texts_are_still_read() -> None:
 
 
 @pytest.mark.parametrize("text", ["9" * 5000, "$" + "9" * 5000 + ".5%", "1" + ",000" * 2000])
-def test_figures_that_python_cannot_write_have_other_forms(text: str) -> None:
+def test_figures_too_long_for_python_have_other_forms(text: str) -> None:
     assert f"{text}." in folder_rows.other_forms(text)
 
 
-def test_only_the_last_blocks_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each part that is not JSON costs two errors: the 9,000 that fit into 100 KB took 70 ms."""
+def test_only_the_last_json_blocks_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each block that is not JSON costs two errors: the 9,000 that fit into 100 KB took 70 ms."""
     tried = []
 
     def loads(text: str) -> Any:
@@ -312,7 +312,7 @@ def test_only_the_last_blocks_are_tried(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.usefixtures("linear")
 @pytest.mark.parametrize("family", FAMILIES)
-def test_long_texts(family: str) -> None:
+def test_parsers_are_linear_on_100_kb_texts(family: str) -> None:
     feed(FAMILIES[family](100_000))
 
 
@@ -321,18 +321,18 @@ def test_long_texts(family: str) -> None:
 @pytest.mark.parametrize(
     "family", ["open braces", "closing braces", "pairs of braces", "deep lists", "deep objects"]
 )
-def test_a_megabyte_of_braces(family: str) -> None:
+def test_parsers_are_linear_on_1_mb_of_braces(family: str) -> None:
     feed(FAMILIES[family](LARGEST))
 
 
 @pytest.mark.long
 @pytest.mark.usefixtures("linear")
 @pytest.mark.parametrize("family", FAMILIES)
-def test_longest_texts(family: str) -> None:
+def test_parsers_are_linear_on_1_mb_texts(family: str) -> None:
     feed(FAMILIES[family](LARGEST))
 
 
-def test_the_benchmark_tells_what_is_not_linear(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_benchmark_reports_superlinear_parsers(monkeypatch: pytest.MonkeyPatch) -> None:
     costs = {"a": lambda n: 1e-8 * n, "b": lambda n: 2e-12 * n**2, "rules.c": lambda n: 2e-4}
     monkeypatch.setattr(parsers, "PARSERS", costs)
     monkeypatch.setattr(parsers, "_time", lambda cost, text, _: cost(len(text)))
@@ -346,7 +346,7 @@ def test_the_benchmark_tells_what_is_not_linear(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_families_have_the_size_that_they_are_asked_for(family: str) -> None:
+def test_text_families_have_the_requested_size(family: str) -> None:
     for size in (5_000, 100_000):
         text = FAMILIES[family](size)
         assert 0.7 * size < len(text.encode("utf-8", "surrogatepass")) <= 1.01 * size
@@ -391,7 +391,7 @@ def nothing_may_run() -> Iterator[None]:
 
 
 def evaluators() -> Iterator[tuple[Any, str]]:
-    """Module and name of functions that evaluate text; of other packages if they are imported."""
+    """Module and name of functions that evaluate text, also in other imported packages."""
     yield from ((builtins, name) for name in ("eval", "exec", "compile", "__import__"))
     yield from ((ast, "literal_eval"), (os, "system"), (os, "popen"))
     yield from ((pickle, "loads"), (subprocess, "Popen"))
@@ -413,7 +413,7 @@ PLACES = (
 )
 
 
-def test_nothing_is_evaluated() -> None:
+def test_parsers_evaluate_no_text() -> None:
     written = [place.format(*(text,) * 2) for place in PLACES for text in INJECTIONS]
     feed(written[0])  # imports of the codecs, reading of the templates
     with nothing_may_run():
@@ -433,7 +433,7 @@ def test_nothing_is_evaluated() -> None:
         lambda: Path("LICENSE").read_text(),
     ],
 )
-def test_running_something_would_show(run: Callable[[], Any]) -> None:
+def test_guard_detects_running_code(run: Callable[[], Any]) -> None:
     with pytest.raises(Evaluated), nothing_may_run():
         run()
 
@@ -460,7 +460,7 @@ def json_lines(seed: int, count: int) -> Iterator[str]:
 
 
 @pytest.mark.usefixtures("quiet")
-def test_readers_of_lines_skip_what_is_wrong(tmp_path: Path) -> None:
+def test_line_readers_skip_invalid_lines(tmp_path: Path) -> None:
     lines = [line for line in json_lines(0, 3000) if line.strip(" \t\r\f\v")]
     path = tmp_path / "hostile.jsonl"
     path.write_bytes(b"\n".join(line.encode("utf-8", "surrogatepass") for line in lines))
@@ -477,7 +477,7 @@ def test_readers_of_lines_skip_what_is_wrong(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("quiet")
-def test_a_judge_may_reply_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_judge_handles_arbitrary_replies(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(0)
     said = [*texts(0, 300), "[" * 100_000, '{"choices":' * 100_000, "", "\ufeff{}"]
     bodies = [text.encode("utf-8", "surrogatepass") for text in said]
@@ -496,7 +496,7 @@ def test_a_judge_may_reply_anything(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("quiet")
-def test_a_memory_takes_what_it_saved_or_says_no() -> None:
+def test_question_memory_restores_its_state_and_rejects_others() -> None:
     rng = random.Random(0)
     full = QuestionMemory(3)
     for text in itertools.islice(texts(0, 200), 50):
@@ -520,15 +520,15 @@ def test_a_memory_takes_what_it_saved_or_says_no() -> None:
 
 
 def episode(said: Sequence[str]) -> Episode:
-    """An episode in which every text is one of these."""
+    """An episode whose texts are all taken from `said`."""
     reply = Reply([], [], list(said))
     made = Episode("general_qa", Cluster(said[0], tuple(said)), (0,), (Entry((0,), *said[:2]),))
     written = {"reason": said[1], "question": said[2], "reference": said[3], "proposal": reply}
     return dataclasses.replace(made, **written, response=reply, predictions=tuple(said))
 
 
-def test_records_of_episodes_are_json(tmp_path: Path) -> None:
-    """As the trainer writes them; half a surrogate pair is restored too."""
+def test_episode_records_survive_a_json_round_trip(tmp_path: Path) -> None:
+    """Written as the trainer does; a lone surrogate is restored too."""
     said = list(texts(1, 2000))
     made = (episode(said[i : i + 5]) for i in range(0, len(said), 5))
     words = prompts.load("compact")

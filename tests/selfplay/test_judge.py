@@ -108,7 +108,7 @@ def item(name: str) -> tuple[str, str, str]:
     return f"question {name}", "prediction", "reference"
 
 
-def test_verdicts_come_back_in_order(server):
+def test_verdicts_are_returned_in_order(server):
     replies = {"a": "[[YES]]", "b": "No doubt: [[NO]]", "c": "<think>YES", "d": "[[YES]]", "e": ""}
     server.respond = lambda prompt, _: completion(replies[prompt[9]])
     judge = make_judge(server.url, api_key="key", max_tokens=77)
@@ -119,7 +119,7 @@ def test_verdicts_come_back_in_order(server):
     assert authorization == "Bearer key"
 
 
-def test_an_endpoint_accepts_repeated_prompts(server):
+def test_endpoint_accepts_repeated_prompts(server):
     server.respond = lambda prompt, times: completion(f"{prompt} {times}")
     endpoint = Endpoint(JudgeConfig(server.url, "m", workers=1, top_p=0.5))
     found = dict(endpoint.reply(["a", "b", "a"]))
@@ -130,23 +130,23 @@ def test_an_endpoint_accepts_repeated_prompts(server):
 
 
 @pytest.mark.parametrize("ending", ["", "/"])
-def test_the_base_url_of_the_api_is_accepted(server, ending):
+def test_base_url_of_the_api_is_accepted(server, ending):
     url = server.url.removesuffix("/chat/completions") + ending
     assert make_judge(url).judge([item("a")]) == [1]
 
 
-def test_only_the_given_key_is_sent(server, monkeypatch):
+def test_api_key_of_another_server_is_not_sent(server, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "of another server")
     assert make_judge(server.url).judge([item("a")]) == [1]
     assert server.requests[0][1] is None
 
 
-def test_half_a_surrogate_pair_is_sent_as_a_question_mark(server):
+def test_lone_surrogate_is_sent_as_a_question_mark(server):
     assert make_judge(server.url).judge([item("\ud83d")]) == [1]
     assert server.requests[0][0]["messages"][0]["content"].startswith("question ?|")
 
 
-def test_the_same_content_is_asked_once(server):
+def test_repeated_items_are_requested_once(server):
     judge = make_judge(server.url)
     assert judge.judge([item("a"), item("a"), item("b")]) == [1, 1, 1]
     assert judge.judge([item("a"), item("b")]) == [1, 1]
@@ -155,7 +155,7 @@ def test_the_same_content_is_asked_once(server):
     assert judge.counts["cached"] == 3
 
 
-def test_the_cache_forgets_the_least_recently_used(server):
+def test_cache_evicts_the_least_recently_used_reply(server):
     judge = make_judge(server.url, cache={"cache_size": 2})
     for name in "abaca":
         judge.judge([item(name)])
@@ -181,7 +181,7 @@ def test_transient_failures_are_retried_with_backoff(server, failure):
     assert judge.counts["failed"] == 0
 
 
-def test_lasting_failures_are_counted_and_not_cached(server):
+def test_persistent_failures_are_counted_and_not_cached(server):
     server.respond = lambda prompt, _: (503, "") if "a" in prompt[9:10] else completion("[[YES]]")
     judge = make_judge(server.url, attempts=2)
     assert judge.judge([item("a"), item("b")]) == [UNANSWERED, 1]
@@ -190,13 +190,13 @@ def test_lasting_failures_are_counted_and_not_cached(server):
     assert judge.judge([item("a")]) == [1]
 
 
-def test_a_refused_request_is_not_repeated(server):
+def test_unauthorized_request_is_not_retried(server):
     server.respond = lambda *_: (401, "")
     assert make_judge(server.url).judge([item("a")]) == [UNANSWERED]
     assert len(server.requests) == 1
 
 
-def test_a_silent_server_times_out(server):
+def test_silent_server_times_out(server):
     release = threading.Event()
 
     def wait(*_: object) -> Answer:
@@ -214,14 +214,14 @@ def test_a_silent_server_times_out(server):
     assert judge.counts["failed"] == 1
 
 
-def test_an_unreachable_server_is_logged(caplog):
+def test_unreachable_server_is_logged(caplog):
     judge = make_judge("http://127.0.0.1:9/", attempts=2)
     assert judge.judge([item("a")]) == [UNANSWERED]
     assert "judge-model: no reply to 1 of 1 prompts" in caplog.text
     assert judge.judge([]) == []
 
 
-def test_no_more_requests_at_once_than_workers(server):
+def test_concurrent_requests_are_limited_to_workers(server):
     running, most, lock = 0, 0, threading.Lock()
     full = threading.Barrier(2, timeout=5)
 
@@ -230,8 +230,8 @@ def test_no_more_requests_at_once_than_workers(server):
         with lock:
             running += 1
             most = max(most, running)
-        full.wait()  # two at once are needed to go on,
-        time.sleep(0.05)  # and a third one would be seen here
+        full.wait()  # two requests at once are needed to continue
+        time.sleep(0.05)  # a third one would be counted here
         with lock:
             running -= 1
         return completion("[[YES]]")
@@ -257,12 +257,12 @@ def test_config_errors_name_the_field(field, value):
         JudgeConfig(**{"url": "http://x/", "model": "m", field: value})
 
 
-def test_reference_judgements(cases):
+def test_parsed_verdicts_match_the_reference(cases):
     for case in cases("eval_judge_parse"):
         verdict = {"YES": 1, "NO": 0, "INVALID": -1}[case["out"]["judge_pred"]]
         assert parse_judgement(*case["in"]) == verdict, case
 
 
 @given(st.text())
-def test_any_reply_is_read(text):
+def test_any_reply_gives_a_verdict(text):
     assert parse_judgement(text) in (-1, 0, 1)

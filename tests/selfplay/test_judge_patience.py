@@ -25,7 +25,7 @@ from tests.selfplay.test_judge import (
 __all__ = ["server"]  # the fixture
 
 
-def test_retry_after_extends_a_shorter_pause(server: Server):
+def test_retry_after_header_extends_shorter_backoff(server: Server):
     limited = (429, "", {"Retry-After": "7"})
     server.respond = lambda _, times: limited if times == 1 else completion("[[YES]]")
     clock = Time()
@@ -33,8 +33,8 @@ def test_retry_after_extends_a_shorter_pause(server: Server):
     assert clock.sleeps == [2.0, 5.0]  # the pause, and the rest of the 7 seconds
 
 
-def test_a_rate_limit_delays_all_workers(server: Server):
-    """One worker, so that the second prompt comes after the limit that the first one met."""
+def test_rate_limit_response_delays_other_prompts(server: Server):
+    """One worker, so that the second prompt is sent after the first one was rate-limited."""
     limited = (429, "", {"Retry-After": "30"})
     server.respond = lambda prompt, _: limited if "a" in prompt[9:10] else completion("[[YES]]")
     clock = Time()
@@ -43,7 +43,7 @@ def test_a_rate_limit_delays_all_workers(server: Server):
     assert clock.sleeps == [30.0]
 
 
-def test_retry_after_is_capped(server: Server):
+def test_retry_after_header_is_capped(server: Server):
     limited = (503, "", {"Retry-After": "86400"})
     server.respond = lambda _, times: limited if times < 3 else completion("[[YES]]")
     clock = Time()
@@ -52,7 +52,7 @@ def test_retry_after_is_capped(server: Server):
     assert clock.sleeps == [50.0, 10.0, 60.0]
 
 
-def test_requests_respect_the_rate_limit(server: Server):
+def test_requests_respect_the_configured_rate(server: Server):
     clock = Time()
     judge = make_judge(server.url, clock, workers=1, requests_per_s=4.0)
     assert judge.judge([item(name) for name in "abcd"]) == [1] * 4
@@ -67,7 +67,7 @@ def test_idle_time_allows_no_burst(server: Server):
     assert clock.sleeps == [0.25] * 2
 
 
-def test_the_rate_limit_exceeds_a_short_retry_after(server: Server):
+def test_configured_rate_overrides_shorter_retry_after_header(server: Server):
     limited = (429, "", {"Retry-After": "30"})
     server.respond = lambda _, times: limited if times == 1 else completion("[[YES]]")
     clock = Time()
@@ -76,14 +76,14 @@ def test_the_rate_limit_exceeds_a_short_retry_after(server: Server):
     assert clock.sleeps == [1.0, 99.0]
 
 
-def test_an_oversized_reply_is_rejected(server: Server, monkeypatch):
+def test_oversized_reply_is_rejected(server: Server, monkeypatch):
     server.respond = lambda *_: completion("[[YES]]" + " " * 9000)
     assert make_judge(server.url, attempts=1).judge([item("a")]) == [1]
     monkeypatch.setattr(judges, "MAX_REPLY_BYTES", 8000)
     assert make_judge(server.url, attempts=1).judge([item("b")]) == [UNANSWERED]
 
 
-def test_retry_after_in_all_forms():
+def test_retry_after_header_is_read_in_all_forms():
     assert read_retry_after("120") == read_retry_after(" 120 ") == 120.0
     later = email.utils.formatdate(time.time() + 100, usegmt=True)
     assert 95 < read_retry_after(later) <= 100
@@ -95,7 +95,7 @@ def test_retry_after_in_all_forms():
 
 @pytest.fixture(params=["200 OK", "503 Service Unavailable"])
 def dripping(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The address of a server that sends a byte of its reply every 50 ms, without an end."""
+    """Address of a server that sends one byte of its reply every 50 ms, forever."""
     ended = threading.Event()
 
     class Drip(socketserver.BaseRequestHandler):
@@ -120,7 +120,7 @@ def dripping(request: pytest.FixtureRequest) -> Iterator[str]:
         thread.join()
 
 
-def test_an_endless_reply_times_out(dripping, monkeypatch):
+def test_endless_reply_times_out(dripping, monkeypatch):
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     judge = make_judge(dripping, timeout_s=0.3, attempts=1)
     began = time.monotonic()
@@ -150,7 +150,7 @@ def test_replies_on_disk_are_not_requested_again(server: Server, kept):
     assert len(server.requests) == 4
 
 
-def test_a_restarted_judge_requests_only_the_rest(server: Server, kept, monkeypatch):
+def test_restarted_judge_requests_only_missing_replies(server: Server, kept, monkeypatch):
     items = [item(name) for name in "abcdefgh"]
 
     def respond(prompt: str, _: int) -> Answer:
@@ -166,7 +166,7 @@ def test_a_restarted_judge_requests_only_the_rest(server: Server, kept, monkeypa
     with kept["cache_file"].open("a") as file:
         file.write('{"key": "torn')
     sent = len(server.requests)
-    assert sent < 8  # no request for a reply that nobody would read
+    assert sent < 8  # no requests after the fault
     assert make_judge(server.url, cache=kept).judge(items) == [1] * 8
     assert len(server.requests) == sent + 5
     lines = kept["cache_file"].read_text().splitlines()

@@ -22,13 +22,13 @@ def questions(memory: QuestionMemory, task: str = "general_qa", cluster: str = "
     return [kept.question for kept in memory.get(task, cluster)]
 
 
-def test_the_oldest_goes_first():
+def test_oldest_question_is_evicted_first():
     memory = filled("one", "two", "three", "four")
     assert questions(memory) == ["two", "three", "four"]
     assert len(memory) == 3
 
 
-def test_clusters_and_tasks_are_apart():
+def test_clusters_and_tasks_are_stored_separately():
     memory = filled("one")
     assert memory.push("general_qa", "c2", entry("one"), 0.5)
     assert memory.push("financial_math", "c1", entry("one"), 0.5)
@@ -37,13 +37,13 @@ def test_clusters_and_tasks_are_apart():
 
 
 @pytest.mark.parametrize(("reward", "stored"), [(0, 0), (0.009, 0), (0.01, 1), (1.0, 1), (1.1, 0)])
-def test_only_solvable_questions_enter(reward, stored):
+def test_only_questions_with_rewards_in_range_are_stored(reward, stored):
     memory = QuestionMemory(3)
     assert memory.push("general_qa", "c1", entry("one"), reward) == bool(stored)
     assert len(memory) == stored
 
 
-def test_duplicates_are_found_by_normalized_text():
+def test_duplicates_are_detected_by_normalized_text():
     memory = filled("What is the rate?")
     assert not memory.push("general_qa", "c1", entry("what is  a rate"), 0.5)
     assert memory.push("general_qa", "c1", entry("?"), 0.5)
@@ -51,17 +51,17 @@ def test_duplicates_are_found_by_normalized_text():
     assert questions(memory) == ["What is the rate?", "?", "!"]
 
 
-def test_a_forgotten_question_may_return():
+def test_evicted_question_can_be_stored_again():
     memory = filled("one", "two", capacity=1)
     assert memory.push("general_qa", "c1", entry("one"), 0.5)
     assert questions(memory) == ["one"]
 
 
-def test_capacity_zero_remembers_nothing():
+def test_capacity_zero_stores_nothing():
     assert len(filled("one", capacity=0)) == 0
 
 
-def test_state_survives_json():
+def test_state_survives_a_json_round_trip():
     memory = filled("one", "two")
     memory.push("financial_math", "c1", entry("three"), 1.0)
     state = json.loads(json.dumps(memory.state_dict()))
@@ -72,21 +72,21 @@ def test_state_survives_json():
 
 
 @pytest.mark.parametrize(("capacity", "kept"), [(1, ["two"]), (0, [])])
-def test_a_smaller_memory_keeps_the_newest(capacity, kept):
+def test_smaller_memory_keeps_the_newest_questions(capacity, kept):
     restored = QuestionMemory(capacity)
     restored.load_state_dict(filled("one", "two").state_dict())
     assert questions(restored) == kept
 
 
 @pytest.mark.parametrize("state", [{}, {"clusters": [{}]}, {"clusters": 3}])
-def test_a_broken_state_changes_nothing(state):
+def test_invalid_state_is_rejected_without_changes(state):
     memory = filled("one")
     with pytest.raises(ValueError, match="question memory"):
         memory.load_state_dict(state)
     assert questions(memory) == ["one"]
 
 
-def test_mistakes_are_named():
+def test_invalid_capacity_and_reward_bounds_are_rejected():
     with pytest.raises(ValueError, match=r"capacity = -1"):
         QuestionMemory(-1)
     with pytest.raises(ValueError, match=r"low = 0.9: must be at most high = 0.5"):

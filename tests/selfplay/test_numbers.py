@@ -11,11 +11,11 @@ from spell_jax.selfplay.numbers import number_text, parse_number, same_number
 
 UNREADABLE = 999999999  # "no number" in the reference code
 
-# The reference's results for these are wrong or need eval(); spec sections 5.3 and 13.
+# Texts for which the reference is wrong or needs eval() -> our result; spec sections 5.3 and 13.
 NORMALIZE_DEVIATIONS = {
-    "[1, 2]": None,  # a list is no number
+    "[1, 2]": None,  # a list is not a number
     "{3,4}": None,
-    "12,34,567": None,  # commas that separate no thousands
+    "12,34,567": None,  # commas that do not separate thousands
     "007": 7,  # leading zeros do not hide a number
     "None": None,
     "5 million dollars": 5,  # a scale word and a unit
@@ -24,7 +24,7 @@ NORMALIZE_DEVIATIONS = {
 }
 
 
-def test_reference_normalize(cases):
+def test_parse_number_matches_the_reference_normalizer(cases):
     for case in cases("docmath_normalize"):
         (text,) = case["in"]
         if text is None:
@@ -38,7 +38,7 @@ def test_reference_normalize(cases):
         assert type(parse_number(text)) is bool or type(expected) is not bool, text
 
 
-def test_reference_is_number(cases):
+def test_parse_number_matches_the_reference_is_number(cases):
     for case in cases("docmath_is_number"):
         (text,) = case["in"]
         expected = case["is_number"]["out"] or case["is_scientific_number"]["out"]
@@ -75,11 +75,11 @@ def test_reference_is_number(cases):
         ("(" * 200_000, None),
     ],
 )
-def test_values(text, value):
+def test_parse_number_returns_expected_values(text, value):
     assert parse_number(text) == value
 
 
-def test_whole_numbers_stay_integers_for_the_reference_text():
+def test_number_text_keeps_the_type_of_the_number():
     for text, written in [
         ("12", "12"),
         ("1/4", "0.25"),
@@ -96,7 +96,7 @@ def test_whole_numbers_stay_integers_for_the_reference_text():
 SIGN_OR_NAN = [(5, -5), (-500, 5), (-12.34, 12.34)]
 
 
-def test_reference_compare_two_numbers(cases):
+def test_same_number_matches_the_reference_comparison(cases):
     for case in cases("docmath_compare_two_numbers"):
         prediction, reference = case["in"]
         if not all(isinstance(value, int | float) for value in case["in"]):
@@ -108,7 +108,7 @@ def test_reference_compare_two_numbers(cases):
         assert same_number(prediction, reference) == expected, case
 
 
-def test_reference_tolerance(cases):
+def test_same_number_matches_the_reference_tolerance(cases):
     for case in cases("docmath_within_eps_round"):
         if case["fn"] == "within_eps":
             assert same_number(*case["in"]) == case["out"], case
@@ -119,24 +119,24 @@ numbers_in_range = st.floats(-1e80, 1e80) | st.integers(-(10**80), 10**80)
 
 
 @given(numbers_in_range)
-def test_a_number_written_is_read_back(value):
+def test_written_numbers_are_parsed_back(value):
     assert parse_number(str(value)) == value
     assert same_number(value, value)
 
 
 @given(numbers_in_range, st.sampled_from(numbers.SCALES))
-def test_scale_may_be_left_out_but_never_the_sign(value, scale):
+def test_same_number_ignores_the_scale_but_not_the_sign(value, scale):
     assert same_number(value * scale, value)
     assert same_number(value, value * scale)
     assert value == 0 or not same_number(-value, value)
 
 
 @given(st.text() | st.text("0123456789+-*/^()., ex%$=", max_size=110))
-def test_any_string_is_a_bounded_number_or_none(text):
+def test_any_string_gives_a_bounded_number_or_none(text):
     value = parse_number(text)
     assert value is None or abs(value) <= numbers.LARGEST
 
 
 @given(st.floats() | st.integers(), st.floats() | st.integers())
-def test_any_two_numbers_compare(first, second):
+def test_same_number_accepts_any_two_numbers(first, second):
     assert same_number(first, second) in (True, False)

@@ -17,8 +17,8 @@ from spell_jax.selfplay.rules import TASKS
 
 OBJECT = '{"question": "What is X?", "answer": "42"}'
 OPTIONS = {"A": "one", "B": "two", "C": "three", "D": "four"}
-# Accepted here and not in the reference code: an object that ends the text, also after an opening
-# fence that was never closed (spec section 12, row 20: take both forms).
+# Accepted here but not by the reference code: an object at the end of the text, also after an
+# opening fence that is never closed (spec section 12, row 20: accept both forms).
 ALSO_ACCEPTED = f"```json\n{OBJECT}"
 
 
@@ -39,7 +39,7 @@ def _summary(parsed: Parsed) -> tuple[str, str, str]:
     return parsed.status, parsed.question, parsed.answer
 
 
-def test_reference_records(cases):
+def test_parse_question_matches_reference_records(cases):
     for case in cases("questioner_get_record"):
         (text,) = case["in"]
         if text == ALSO_ACCEPTED:
@@ -65,7 +65,7 @@ VALIDATOR_DEVIATIONS = {
 DROPPED, BAD = 0, -1
 
 
-def test_reference_validators(cases, our_task):
+def test_parse_question_matches_reference_validators(cases, our_task):
     deviations = set()
     for case in cases("questioner_validators"):
         parsed = parse(json.dumps(case["in"]), our_task(case["task"]))
@@ -96,17 +96,17 @@ def test_reference_validators(cases, our_task):
         f"\x00\x07{OBJECT}",
     ],
 )
-def test_lenient_forms(text):
+def test_lenient_json_forms_are_accepted(text):
     assert _summary(parse(text)) == ("accepted", "What is X?", "42")
 
 
-def test_the_last_valid_block_decides():
+def test_last_valid_json_block_is_used():
     other = OBJECT.replace("42", "43")
     blocks = [f"```json\n{text}\n```" for text in (other, OBJECT, "{broken")]
     assert parse("\n".join(blocks)).answer == "42"
 
 
-def test_strings_are_left_alone():
+def test_json_strings_are_not_modified():
     tricky = {"question": 'a ",}" and {b} \\', "answer": ",]"}
     text = json.dumps(tricky)
     for written in (text, f"so {text}", f"```json\n{text[:-1]},}}\n```"):
@@ -132,11 +132,11 @@ def test_strings_are_left_alone():
         ("```json" + "[" * 5000 + "```", "general_qa", "bad_format", "too_deep"),
     ],
 )  # fmt: skip
-def test_reasons(text, task, status, reason):
+def test_rejected_questions_have_a_status_and_a_reason(text, task, status, reason):
     assert parse(text, task) == Parsed(status, reason=reason)
 
 
-def test_answer_length_is_counted_by_the_caller_and_after_extraction():
+def test_answer_length_is_counted_after_extraction():
     words = " ".join("w" * MAX_ANSWER_TOKENS)
     assert parse(json.dumps({"question": "q", "answer": f"The answer is {words}"})).answer == words
     longer = parse(json.dumps({"question": "q", "answer": words + " w"}))
@@ -144,7 +144,7 @@ def test_answer_length_is_counted_by_the_caller_and_after_extraction():
 
 
 @pytest.mark.parametrize("same", ["one", " ONE "])
-def test_choices_that_are_the_same_text_may_be_refused(same):
+def test_equal_options_are_rejected_with_distinct_options(same):
     record = {"question": "Which?", "options": OPTIONS | {"C": same}, "answer": "B"}
     text = json.dumps(record)
     assert parse(text, "multiple_choice").status == "accepted"
@@ -154,7 +154,7 @@ def test_choices_that_are_the_same_text_may_be_refused(same):
     assert parse_question(good, "multiple_choice", len, distinct_options=True).status == "accepted"
 
 
-def test_choices_stay_reachable():
+def test_options_are_kept_as_text_in_the_question():
     record = {
         "question": "Which?",
         "options": OPTIONS | {"A": " one ", "B": 2, "C": None},
@@ -166,17 +166,17 @@ def test_choices_stay_reachable():
     assert parsed.question == format_choices("Which?", parsed.options)
 
 
-def test_unknown_task():
+def test_unknown_task_is_rejected():
     with pytest.raises(ValueError, match=r"task.*doc_mc.*multiple_choice"):
         parse(OBJECT, "doc_mc")
 
 
-def test_reference_votes(cases):
+def test_parse_verdict_matches_reference_votes(cases):
     for case in cases("verifier_parse_single"):
         assert parse_verdict(*case["in"]) == case["out"], case
 
 
-def test_an_unfinished_verdict_is_malformed():
+def test_unfinished_verdict_is_malformed():
     assert parse_verdict("<think>[[YES]]") == -1
     assert parse_verdict("[[NO]]</think>") == -1
 
@@ -210,7 +210,7 @@ records = st.fixed_dictionaries(
 
 @pytest.mark.slow
 @given(pieces | records, st.sampled_from(TASKS))
-def test_any_string_is_judged(text, task):
+def test_any_string_gives_a_status_and_a_verdict(text, task):
     parsed = parse(text, task)
     assert parsed.status in ("accepted", "bad_format", "declined")
     assert bool(parsed.reason) == (parsed.status != "accepted")
@@ -224,7 +224,7 @@ def test_any_string_is_judged(text, task):
     ["```json", "{", "}", '{"', '"', '\\"', "\\", ",", ", ", ",}", "[", '"a":', "<think>",
      "</think>", "```json{}```", "```json{```", "1"],
 )  # fmt: skip
-def test_long_inputs(piece):
+def test_parsing_is_linear_on_long_inputs(piece):
     text = piece * (200_000 // len(piece))
     fenced = "```json" + text + "```", '```json"' + text + "\\```"
     for written in (text, text + "}", '{"' + text, text + "\\}", *fenced):

@@ -133,7 +133,7 @@ MOVES = {
 
 
 @pytest.mark.parametrize(("files", "requirement", "words"), REQUIREMENTS)
-def test_full_set_meets_the_requirement(
+def test_full_prompts_meet_each_requirement(
     files: tuple[str, ...], requirement: str, words: str
 ) -> None:
     texts = prompts.load("full").texts
@@ -145,7 +145,7 @@ def test_full_set_meets_the_requirement(
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_history_templates_ask_for_more(task: str) -> None:
+def test_history_templates_ask_for_harder_questions(task: str) -> None:
     texts = prompts.load("full").texts
     text = texts[f"questioner_{task}_history.txt"]
     for requirement, words in HARDER:
@@ -155,12 +155,12 @@ def test_history_templates_ask_for_more(task: str) -> None:
         assert move in text
 
 
-def test_compact_set_is_exact() -> None:
+def test_compact_templates_are_exact() -> None:
     texts = prompts.load("compact").texts
     assert {name: texts[f"{name}.txt"] for name in COMPACT} == COMPACT
 
 
-def test_compact_prompts() -> None:
+def test_compact_prompts_are_filled_in() -> None:
     compact = prompts.load("compact")
     assert (
         compact.questioner("multiple_choice", ["d1", "d2"], HISTORY, letter="C")
@@ -174,7 +174,7 @@ def test_compact_prompts() -> None:
     )
 
 
-def test_layout_after_the_instructions_is_that_of_the_reference() -> None:
+def test_layout_after_the_instructions_matches_the_reference() -> None:
     full = prompts.load("full")
     names = {"doc_general_qa": TASKS[0], "docmath_qa": TASKS[1], "doc_mc": TASKS[2]}
     checked = 0
@@ -192,7 +192,7 @@ def test_layout_after_the_instructions_is_that_of_the_reference() -> None:
 
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("history", [(), HISTORY])
-def test_the_output_example_passes_the_parser(task: str, history: tuple[Entry, ...]) -> None:
+def test_output_example_in_prompt_passes_the_parser(task: str, history: tuple[Entry, ...]) -> None:
     prompt = prompts.load("full").questioner(task, ["document"], history, letter="D")
     example = prompt.replace("<one number other than zero>", "12")
     block = example[example.index("```json") : example.rindex("```") + 3]
@@ -202,7 +202,7 @@ def test_the_output_example_passes_the_parser(task: str, history: tuple[Entry, .
         assert parsed.answer == "D"
 
 
-def test_closing_phrases_and_verdicts_are_what_the_rules_read() -> None:
+def test_closing_phrases_and_verdicts_match_the_parsers() -> None:
     full = prompts.load("full")
     for task, answer in zip(TASKS, ("blue", "12", "B"), strict=True):
         prompt = full.responder(task, ["document"], "q?")
@@ -224,7 +224,7 @@ def test_text_cannot_inject_placeholders() -> None:
     assert prompt == f"{hostile}\nknown: {hostile} answer: {hostile}\nask harder general"
 
 
-def test_multiple_choice_needs_a_letter_and_tasks_are_known() -> None:
+def test_missing_letter_and_unknown_task_are_rejected() -> None:
     full = prompts.load("full")
     prompt = full.questioner("multiple_choice", ["d"], letter="B")
     assert "must be B." in prompt
@@ -237,7 +237,7 @@ def test_multiple_choice_needs_a_letter_and_tasks_are_known() -> None:
         full.responder("essay", ["d"], "q")
 
 
-def test_own_folder_overrides_by_file_name(tmp_path: Path) -> None:
+def test_custom_folder_overrides_templates_by_file_name(tmp_path: Path) -> None:
     (tmp_path / "verifier.txt").write_text('{question}|{answer}|{reference} {"a": {}}\n\n')
     own = prompts.load(tmp_path)
     assert own.verifier("q", "x", "y") == 'q|x|y {"a": {}}\n'
@@ -267,12 +267,12 @@ def test_own_folder_overrides_by_file_name(tmp_path: Path) -> None:
         (".hidden", "x", "contains no template"),
     ],
 )
-def test_bad_folders(tmp_path: Path, name: str, text: str | bytes, message: str) -> None:
+def test_invalid_folders_raise(tmp_path: Path, name: str, text: str | bytes, message: str) -> None:
     (tmp_path / name).write_bytes(text.encode() if isinstance(text, str) else text)
     with pytest.raises(ValueError, match=message):
         prompts.load(tmp_path)
 
 
-def test_missing_folder(tmp_path: Path) -> None:
+def test_missing_folder_is_reported(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="must be 'full', 'compact' or a folder"):
         prompts.load(tmp_path / "none")

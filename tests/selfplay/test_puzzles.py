@@ -1,4 +1,4 @@
-"""Tests of puzzles: removed paragraphs fit back; orders and rewards equal brute force."""
+"""Tests of puzzles: removed paragraphs restore the text; rewards equal brute force."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def made(text: str, *args: int, **named: int) -> Puzzle:
 
 
 def filled(puzzle: Puzzle, letters: Sequence[str]) -> str:
-    """The document with these options in its gaps, filled from the front."""
+    """The document with these options in its gaps, in order."""
     for number, letter in enumerate(letters, 1):
         before, _, after = puzzle.document.partition(f"<gap {number}>")
         puzzle = Puzzle(before + puzzle.options[letter] + after, puzzle.options, (), ())
@@ -59,7 +59,7 @@ def a_document(seed: int) -> str:
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_the_right_options_restore_the_document(part):
+def test_correct_options_restore_the_document(part):
     puzzle_count = 0
     for seed in range(part * MANY // 4, (part + 1) * MANY // 4):
         text, options = a_document(seed), 2 + seed % 7
@@ -85,7 +85,7 @@ def test_the_right_options_restore_the_document(part):
 TEXT = "\n\n".join(f"Paragraph {letter}." for letter in "abcdefg")
 
 
-def test_a_puzzle_is_a_function_of_the_seed():
+def test_puzzle_is_determined_by_the_seed():
     assert made(TEXT, 3) == made(TEXT, 3)
     assert len({made(TEXT, 3, seed=seed).document for seed in range(40)}) > 20
 
@@ -113,7 +113,7 @@ def test_orders_and_paragraphs_are_sampled_uniformly():
         (TEXT, 7, puzzles.FEW_PARAGRAPHS),
     ],
 )
-def test_reasons_for_no_puzzle(text, options, reason):
+def test_unsuitable_text_gives_a_reason_and_no_puzzle(text, options, reason):
     assert make(text, options) == (None, reason)
 
 
@@ -122,7 +122,7 @@ def test_text_that_resembles_a_gap_is_kept():
     assert filled(made(text, 6), made(text, 6).truth) == text
 
 
-def test_lengths_of_options():
+def test_option_lengths_stay_within_limits():
     text = "\n\n".join("x" * n + str(n % 10) for n in range(1, 40))
     for seed in range(50):
         puzzle = made(text, 8, 11, 20, seed=seed)
@@ -131,7 +131,7 @@ def test_lengths_of_options():
     assert make(text, 8, 11, 18)[0] is not None
 
 
-def test_lines_are_paragraphs_without_blank_lines():
+def test_lines_are_paragraphs_if_no_line_is_blank():
     assert puzzles.split_paragraphs(" a b\nc\n\t\n d \n") == [(1, 6), (10, 11)]
     assert puzzles.split_paragraphs(" a b\nc \n d ") == [(1, 4), (5, 6), (9, 10)]
     assert puzzles.split_paragraphs(" \n\n ") == []
@@ -150,12 +150,12 @@ def windows(text: str, most: int) -> set[str]:
     return found
 
 
-def test_a_text_that_fits_is_not_cut():
+def test_text_that_fits_is_not_truncated():
     for text in (TEXT, f" {TEXT}\n\n", " one\n two"):
         assert windows(text, count_words(text)) == {text}
 
 
-def test_a_window_holds_as_many_neighbors_as_fit():
+def test_window_holds_as_many_adjacent_paragraphs_as_fit():
     found = windows(TEXT, 7)  # three of two words each
     paragraphs = TEXT.split("\n\n")
     assert found == {"\n\n".join(paragraphs[i : i + 3]) for i in range(5)}
@@ -190,7 +190,7 @@ def pose(
     return puzzles.make_prompted_puzzle(make_one, ask, rng, text, count, cap)
 
 
-def test_prompts_are_under_the_cap():
+def test_prompts_stay_within_the_token_limit():
     text = "\n\n".join(f"{i} and more" for i in range(100))
     for seed in range(100):
         posed = pose(text, 60, seed=seed)
@@ -204,13 +204,13 @@ def test_prompts_are_under_the_cap():
     assert exact == whole and pose(text, count_words(whole.prompt) - 1).cut
 
 
-def test_reasons_for_no_prompt():
+def test_unsuitable_text_gives_a_reason_and_no_prompt():
     assert pose(TEXT, 7) == puzzles.PromptedPuzzle(reason=puzzles.FEW_PARAGRAPHS)
     assert pose(TEXT, 2) == puzzles.PromptedPuzzle(reason=puzzles.OVERLONG)
     assert pose("x " * 100, 20) == puzzles.PromptedPuzzle(reason=puzzles.OVERLONG)
     assert pose("a\n\na\n\nb\n\nc", 50) == puzzles.PromptedPuzzle(reason=puzzles.FEW_OPTIONS)
     assert pose("", 50).reason == puzzles.OVERLONG
-    # A counter that never lets a prompt get shorter.
+    # A counter by which shorter prompts have no fewer tokens.
     grown = itertools.count(1000)
     none = pose(TEXT, 900, count=lambda text: next(grown) if "Question: P" in text else 0)
     assert none.reason == puzzles.OVERLONG and none.truth == ()
@@ -245,7 +245,7 @@ def test_reasons_for_no_prompt():
         ("", ""),
     ],
 )
-def test_orders(text, letters):
+def test_parse_order_reads_boxed_letters(text, letters):
     order = puzzles.parse_order(text, 2)
     assert order == Order(tuple(letters), letters in ("BA", "AB"))
 
@@ -320,14 +320,14 @@ def test_rewards_equal_brute_force(options):
 
 @given(st.text("AB\\boxed{}, <think>/" + "b\n"), st.integers(2, 8))
 @settings(max_examples=500, deadline=None)
-def test_any_text_has_an_order(text, options):
+def test_parse_order_accepts_any_text(text, options):
     order = puzzles.parse_order(text, options)
     assert all(letter in LABELS for letter in order.letters)
     assert order.is_permutation == (sorted(order.letters) == list("ABCDEFGH"[:options]))
 
 
 @pytest.mark.parametrize("options", range(2, 8))
-def test_chance_is_the_mean_over_all_permutations(options):
+def test_chance_is_the_mean_reward_over_all_permutations(options):
     truth = LABELS[:options]
     orders = [Order(letters, True) for letters in itertools.permutations(truth)]
     assert len(orders) == math.factorial(options)
@@ -340,7 +340,7 @@ def test_chance_is_the_mean_over_all_permutations(options):
 # -------------------------------------------------------------------------------- Number of options
 
 
-def test_the_curriculum_sorts_the_mixture():
+def test_curriculum_sorts_the_mixture_by_number_of_options():
     total, options, weights = 1400, (8, 2, 6, 4), (5, 3, 3, 3)
     sampled = [puzzles.options_of((i + 0.5) / total, options, weights) for i in range(total)]
     assert sampled == sorted(sampled) == [2] * 300 + [4] * 300 + [6] * 300 + [8] * 500
@@ -349,7 +349,7 @@ def test_the_curriculum_sorts_the_mixture():
     assert puzzles.options_of(0.0, (5,), (0.1,)) == puzzles.options_of(1.0, (5,), (0.1,)) == 5
 
 
-def test_uniform_shares_draw_the_mixture():
+def test_uniform_shares_sample_the_mixture():
     rng = np.random.default_rng(0)
     sampled = Counter(puzzles.options_of(rng.random(), (2, 4), (1.0, 3.0)) for _ in range(4000))
     assert sampled[4] == pytest.approx(3000, rel=0.03)

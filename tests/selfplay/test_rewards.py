@@ -1,4 +1,4 @@
-"""Tests of votes, combination and the questioner's mapping, against the reference cases."""
+"""Tests of majority votes, combined rewards and questioner rewards, with reference cases."""
 
 import math
 
@@ -22,14 +22,14 @@ votes = st.lists(st.sampled_from([1, 0, -1]), min_size=1, max_size=16)
 
 
 def differs_on_purpose(text: str) -> bool:
-    """Cases where the first-seen value won a tie, or yes won without a majority (spec 12.5, 14)."""
+    """Whether the reference breaks a tie, or accepts yes without majority (spec 12.5, 14)."""
     ordered = sorted((text.count(kind) for kind in "YNM"), reverse=True)
     return ordered[0] == ordered[1] or (
         text.count("Y") == ordered[0] and 2 * ordered[0] <= len(text)
     )
 
 
-def test_reference_majority_and_rewards(cases):
+def test_majority_and_verifier_rewards_match_the_reference(cases):
     deviations = 0
     for case in cases("verifier_groups"):
         text = case["in"]["votes"]
@@ -59,11 +59,11 @@ def test_reference_majority_and_rewards(cases):
         ("", -1),  # nobody judged
     ],
 )
-def test_majority(text, verdict):
+def test_majority_handles_ties_and_malformed_votes(text, verdict):
     assert majority([VOTE[letter] for letter in text]) == verdict
 
 
-def test_ignored_groups_reward_only_form():
+def test_groups_without_a_verdict_reward_only_the_format():
     assert verifier_rewards([-1, -1, -1, 1, 0]) == [-1, -1, -1, 0, 0]
     assert verifier_rewards([-1, 1, 1, 1, 0], malformed=0.0) == [0, 1, 1, 1, 0]
 
@@ -77,16 +77,16 @@ def test_majority_does_not_depend_on_the_order(group, random):
 
 
 @given(votes)
-def test_strict_majority_of_yes(group):
+def test_yes_needs_a_strict_majority(group):
     assert (majority(group) == 1) == (group.count(1) > len(group) / 2)
     assert all(reward in (-1, 0, 1) for reward in verifier_rewards(group))
 
 
-def test_combine():
+def test_combined_reward_is_the_maximum_of_rule_and_vote():
     assert [combine(rule, vote) for rule in (0.0, 1.0) for vote in (-1, 0, 1)] == [0, 0, 1, 1, 1, 1]
 
 
-def test_reference_questioner_reward(cases):
+def test_questioner_reward_matches_the_reference(cases):
     for case in cases("questioner_reward_mapping"):
         mapping, score = MAPPING[case["in"]["function"]], case["in"]["score"]
         if case.get("error") == "NotImplementedError":
@@ -100,13 +100,13 @@ def test_reference_questioner_reward(cases):
             assert questioner_reward(score, mapping) == pytest.approx(case["out"], rel=1e-12), case
 
 
-def test_gaussian_moves_with_its_parameters():
+def test_gaussian_reward_depends_on_mu_and_sigma():
     assert questioner_reward(0.3, mu=0.3, sigma=0.1) == 1
     assert questioner_reward(0.4, mu=0.3, sigma=0.1) == pytest.approx(math.exp(-0.5))
 
 
 @pytest.mark.parametrize("mapping", MAPPINGS)
-def test_penalties_and_hopeless_questions_pass_through(mapping):
+def test_questioner_reward_keeps_penalties_and_zero(mapping):
     for reward in (BAD_FORMAT, UNGROUNDED, 0.0):
         assert questioner_reward(reward, mapping) == reward
     assert questioner_reward(1.0, mapping) == 0

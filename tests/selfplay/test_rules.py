@@ -19,7 +19,7 @@ PREFIX = "The correct answer is "  # the reference code puts it before every ref
 
 
 def find(cases, name, task, deviations=()):
-    """The cases whose input is a text, without the deviations, which must really differ."""
+    """Compare find_answer with the reference cases; `deviations` are texts that must differ."""
     for case in cases(name):
         (text,) = case["in"]
         if text is None:
@@ -30,14 +30,14 @@ def find(cases, name, task, deviations=()):
             assert find_answer(text, task) == case["out"], case
 
 
-def test_reference_visible_text(cases):
+def test_visible_text_matches_the_reference(cases):
     for name in ("trainer_extract_solution", "docqa_extract_solution"):
         for case in cases(name):
             expected = None if case["out"] == "Empty" else case["out"]
             assert visible_text(*case["in"]) == expected, case
 
 
-def test_reference_tail_of_long_figures(cases):
+def test_extracted_figures_match_the_reference(cases):
     for case in cases("docmath_extract_solution"):
         (text,) = case["in"]
         if case["out"] == "Empty":
@@ -47,7 +47,7 @@ def test_reference_tail_of_long_figures(cases):
             assert found == find_answer(case["out"], "financial_math"), case
 
 
-def test_only_the_end_is_searched_where_no_answer_is_announced():
+def test_only_the_end_is_searched_without_an_answer_phrase():
     far = "y" * 300
     assert extract_answer(r"\boxed{B}" + far, "multiple_choice") is None
     assert extract_answer(r"\boxed{B}" + far[8:], "multiple_choice") is None
@@ -59,18 +59,18 @@ def test_only_the_end_is_searched_where_no_answer_is_announced():
     assert extract_answer(r"t</think>\boxed{B}" + far, "multiple_choice") == "B"
 
 
-def test_reference_find_text(cases):
+def test_found_text_answers_match_the_reference(cases):
     find(cases, "docqa_parse_model_answer", "general_qa")
 
 
-def test_reference_find_figure(cases):
+def test_found_figures_match_the_reference(cases):
     find(cases, "docmath_parse_model_answer", "financial_math")
     assert find_answer("the answer is 5e3", "financial_math") == "5e3"  # exponents are read whole
-    assert find_answer(r"\boxed{}", "financial_math") == ""  # announced, and nothing there
+    assert find_answer(r"\boxed{}", "financial_math") == ""  # an empty box
 
 
-def test_reference_find_letter(cases):
-    # No letter is the beginning of a word.
+def test_found_letters_match_the_reference(cases):
+    # The beginning of a word is not a letter.
     find(cases, "mc_parse_model_answer", "multiple_choice", {"The correct answer is Definitely B"})
     for text in ("The correct answer is Apple", "the answer is Definitely B", "answer is a dog"):
         assert find_answer(text, "multiple_choice") is None
@@ -78,18 +78,18 @@ def test_reference_find_letter(cases):
         assert find_answer(text, "multiple_choice") is None
 
 
-def test_reference_normalize_answer(cases):
+def test_normalized_answers_match_the_reference(cases):
     for case in cases("docqa_normalize_answer"):
         assert normalize_answer(*case["in"]) == case["out"], case
 
 
-def test_reference_cover_exact_match(cases):
+def test_text_correctness_matches_the_reference(cases):
     for case in cases("docqa_pair_metrics"):
         pair = case["in"]["prediction"], case["in"]["ground_truth"]
         assert is_correct(*pair, "general_qa") == bool(case["sub_em_strict"]["out"]), case
 
 
-def test_reference_text_score(cases):
+def test_text_scores_match_the_reference(cases):
     checked = 0
     for case in cases("docqa_compute_score"):
         given_ = case["in"]
@@ -113,7 +113,7 @@ def test_reference_text_score(cases):
 MISREAD = {"1e+16", "1.5e-07", "True", "4.5.6"}
 
 
-def test_reference_figure_score(cases):
+def test_figure_scores_match_the_reference(cases):
     deviations = 0
     for case in cases("docmath_compute_score"):
         response = case["in"]["solution_str"]
@@ -138,13 +138,13 @@ def test_reference_figure_score(cases):
 
 
 GET_ACC_DEVIATIONS = {
-    ("abc", "xyz"),  # two texts that are no numbers do not agree
+    ("abc", "xyz"),  # two texts that are not numbers do not agree
     ("007", "008"),
-    ("1+2j", "1"),  # a complex number is none; only eval() reads it
+    ("1+2j", "1"),  # a complex number is not accepted; only eval() reads it
 }
 
 
-def test_reference_figure_agreement(cases):
+def test_figure_correctness_matches_the_reference(cases):
     for case in cases("docmath_get_acc"):
         prediction, reference = case["in"]
         actual = is_correct(prediction, reference, "financial_math")
@@ -154,19 +154,19 @@ def test_reference_figure_agreement(cases):
             assert actual == case.get("out", False), case
 
 
-def test_reference_choice_score(cases):
+def test_choice_scores_match_the_reference(cases):
     for case in cases("mc_compute_score"):
         response, reference = case["in"]["solution_str"], case["in"]["ground_truth"]
         expected = case["out"]["pred"]
         if "Definitely" in response or "is By" in response:
             assert expected in ("D", "B")
-            expected = None  # no letter is the beginning of a word
+            expected = None  # the beginning of a word is not a letter
         assert extract_answer(response, "multiple_choice") == expected, case
         for wanted in (reference, reference.removeprefix(PREFIX)):
             assert score(response, wanted, "multiple_choice") == case["out"]["score"], case
 
 
-def test_reference_dispatch(cases):
+def test_dispatch_by_task_matches_the_reference(cases):
     names = {"doc_mc": "multiple_choice", "docmath": "financial_math", "general_qa": "general_qa"}
     for case in cases("reward_dispatch"):
         given_ = case["in"]
@@ -179,7 +179,7 @@ def test_reference_dispatch(cases):
         score("The answer is 5", "5", "ultrafineweb_1")
 
 
-def test_reference_of_several_lines_counts_by_its_first():
+def test_only_the_first_line_of_a_reference_answer_counts():
     assert score("The answer is Line1", "Line1\nLine2", "general_qa") == 1.0
 
 
@@ -200,7 +200,7 @@ def test_reference_of_several_lines_counts_by_its_first():
         ("E", "E", "multiple_choice", False),
     ],
 )
-def test_same_answer(first, second, task, same):
+def test_same_answer_compares_by_task_and_is_symmetric(first, second, task, same):
     assert same_answer(first, second, task) is same
     assert same_answer(second, first, task) is same
 
@@ -212,13 +212,13 @@ pieces = st.lists(
 
 
 @given(pieces, pieces, st.sampled_from(TASKS))
-def test_any_two_strings_score(response, reference, task):
+def test_any_two_strings_get_a_score_of_0_or_1(response, reference, task):
     assert score(response, reference, task) in (0.0, 1.0)
     assert same_answer(response, reference, task) == same_answer(reference, response, task)
 
 
 @given(st.text(min_size=1), st.sampled_from(TASKS))
-def test_an_answer_is_right_against_itself_or_unreadable(answer, task):
+def test_readable_answer_is_correct_against_itself(answer, task):
     if same_answer(answer, answer, task):
         assert is_correct(answer, answer, task)
 
@@ -230,7 +230,7 @@ def test_an_answer_is_right_against_itself_or_unreadable(answer, task):
     ["the answer is ", "answer is (", r"\boxed{", "{", "1", "the answer is =1.,", "*", "\n", " ",
      "<think>", "</think>", "=", "1e", "a ", "answer is A", "(", "\\"],
 )  # fmt: skip
-def test_long_inputs(piece, task):
+def test_rules_are_linear_on_long_inputs(piece, task):
     text = piece * (200_000 // len(piece))
     for response in (text, "the answer is (" + text, r"\boxed{" + text):
         score(response, text, task)

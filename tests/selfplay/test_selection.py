@@ -1,4 +1,4 @@
-"""Tests of the groups of an update: the reference pipeline replayed, verifier groups."""
+"""Tests of the selection of training groups: replays of the reference pipeline, edge cases."""
 
 from collections import Counter
 
@@ -25,7 +25,7 @@ OTHER_COMBINATIONS = {
 
 
 class Replay:
-    """One recorded step of the reference code: its script replayed with our functions.
+    """Replay of one recorded step of the reference code with our functions.
 
     A script row is (task, questioner's output, answered without documents, right answers,
     paraphrased answers, yes votes on a paraphrase); see the note in the file.
@@ -74,14 +74,14 @@ def replays(cases):
     return [(case, Replay(case["in"])) for case in cases("pipeline")]
 
 
-def test_reference_filters(replays):
+def test_question_filters_match_the_reference(replays):
     for case, replay in replays:
         expected = case["out"]["bad_cases"]
         assert uids(replay.bad_format) == expected["bad_format"], case["name"]
         assert uids(replay.ungrounded) == expected.get("bad_ground", []), case["name"]
 
 
-def test_reference_responder_groups_and_negatives(replays):
+def test_responder_groups_and_negatives_match_the_reference(replays):
     for case, replay in replays:
         out, final = case["out"], case["out"]["final"]
         questions = list(replay.rewards)
@@ -106,7 +106,7 @@ def test_reference_responder_groups_and_negatives(replays):
         assert split == final["questioner_rows_by_task_and_type"], case["name"]
 
 
-def test_reference_verifier_rows(replays):
+def test_verifier_rows_match_the_reference(replays):
     for case, replay in replays:
         out = case["out"]
         collected = sum(out["verifier_groups_collected_per_question"].values())
@@ -118,7 +118,7 @@ def test_reference_verifier_rows(replays):
         assert len(chosen) * replay.votes == out["final"]["verifier_rows"], case["name"]
 
 
-def test_reference_history(replays):
+def test_question_history_matches_the_reference(replays):
     for case, replay in replays:
         bounds = {name: case["in"][name] for name in ("low", "high") if name in case["in"]}
         memory = QuestionMemory(3, **bounds)
@@ -129,7 +129,7 @@ def test_reference_history(replays):
         assert stored == list(case["out"]["history"]), case["name"]
 
 
-def test_reference_verifier_groups(cases):
+def test_eligible_verifier_groups_match_the_reference(cases):
     deviations = 0
     for case in cases("verifier_groups"):
         given_, out = case["in"], case["out"]
@@ -160,7 +160,7 @@ def test_groups_are_taken_in_request_order():
     assert split_groups(rewards, 9) == ([0, 2, 4, 6], [])
 
 
-def test_shortfall_moves_on_to_the_next_task():
+def test_shortfall_of_negatives_moves_to_the_next_task():
     good = ["b", "a", "a", "a", "b", "c"]
     bad = ["a", "b", "b", "b", "b", "d", "c"]
     negatives = questioner_negatives(good, bad, 1, np.random.default_rng(0))
@@ -174,7 +174,7 @@ def test_too_few_verifier_groups_are_all_used():
     assert verifier_groups([1, 0, 1], 1024, 8, 0.125, np.random.default_rng(0)) == [0, 1, 2]
 
 
-def test_paper_sizes():
+def test_paper_sizes_give_16_verifier_groups():
     chosen = verifier_groups([1] * 100, 1024, 8, 0.125, np.random.default_rng(0))
     assert len(chosen) == len(set(chosen)) == 16
 

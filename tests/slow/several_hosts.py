@@ -30,7 +30,7 @@ STEPS = 3
 
 
 def make_config(policy: pathlib.Path):
-    """Weights split over all devices, saved after every step; the best by validation too."""
+    """Config of the run: weights sharded over all devices; every step and the best are saved."""
     return noise.small_config(
         policy,
         steps=STEPS,
@@ -88,7 +88,7 @@ def main() -> None:
         return
     with pytest.MonkeyPatch.context() as monkeypatch:
         noise.give_meaning(monkeypatch)
-        noise.draw_nothing(monkeypatch)
+        noise.skip_plots(monkeypatch)
         monkeypatch.setattr(trainer_build, "_make_judge", lambda *_: judge)
         if rest and jax.process_index() == int(rest[0]):
             die_behind(int(rest[1]), monkeypatch)

@@ -27,7 +27,7 @@ def code_cells(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
-def test_it_is_stored_valid_and_without_outputs():
+def test_notebook_is_valid_and_stored_without_outputs():
     notebook = read()
     nbformat.validate(notebook)
     assert notebook.metadata.keys() == {"kernelspec", "language_info"}
@@ -38,7 +38,7 @@ def test_it_is_stored_valid_and_without_outputs():
 
 
 @pytest.fixture(scope="module")
-def played(tmp_path_factory):
+def executed(tmp_path_factory):
     """(the executed notebook, the run's folder); only the notebook's parameters are smaller."""
     workdir = tmp_path_factory.mktemp("colab")
     notebook = copy.deepcopy(read())
@@ -75,10 +75,10 @@ def outputs_of(notebook: nbformat.NotebookNode, words: str) -> dict[str, str]:
     return found
 
 
-def test_it_shows_the_cluster_and_every_roles_prompt(played):
-    documents = outputs_of(played[0], "make_clusters(")["printed"].splitlines()
+def test_notebook_shows_the_cluster_and_every_roles_prompt(executed):
+    documents = outputs_of(executed[0], "make_clusters(")["printed"].splitlines()
     assert len(documents) == 8 and all(re.match(r"- \w+ \w+ \d+ \d+ \w+$", d) for d in documents)
-    printed = outputs_of(played[0], "prompts.verifier(")["printed"]
+    printed = outputs_of(executed[0], "prompts.verifier(")["printed"]
     of_role = dict(
         zip(*[iter(re.split(r"^--- (\w+)\n", printed, flags=re.M)[1:])] * 2, strict=True)
     )
@@ -88,8 +88,8 @@ def test_it_shows_the_cluster_and_every_roles_prompt(played):
     assert "Oslo" in of_role["verifier"] and "Fjordton" in of_role["verifier"]
 
 
-def test_it_plays_and_learns(played):
-    notebook, workdir = played
+def test_notebook_trains_the_policy(executed):
+    notebook, workdir = executed
     printed = outputs_of(notebook, '"--config=configs/tiny.py"')["printed"]
     assert f"step {UPDATES}/{UPDATES}" in printed and str(workdir / "policy") in printed
     records = read_metrics(workdir)
@@ -98,16 +98,16 @@ def test_it_plays_and_learns(played):
     assert all("eval/responder" in record for record in records)
 
 
-def test_it_draws_the_metrics(played):
-    assert outputs_of(played[0], "plt.show()")["image/png"]
+def test_notebook_plots_the_metrics(executed):
+    assert outputs_of(executed[0], "plt.show()")["image/png"]
 
 
-def test_it_shows_accuracies_before_and_after(played):
-    rows = rows_of(outputs_of(played[0], "read_evaluation")["text/markdown"])
+def test_notebook_shows_accuracies_before_and_after(executed):
+    rows = rows_of(outputs_of(executed[0], "read_evaluation")["text/markdown"])
     assert [row[0] for row in rows] == ["3", "8", "12", "16"]
     for _, before, after, gain in rows:
         difference = float(after.split()[0]) - float(before.split()[0])
-        assert abs(difference - float(gain)) < 0.015  # of numbers with two digits
+        assert abs(difference - float(gain)) < 0.015  # numbers are rounded to two digits
 
 
 def rows_of(table: str) -> list[list[str]]:
@@ -115,20 +115,20 @@ def rows_of(table: str) -> list[list[str]]:
     return [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
 
 
-def test_the_policies_answer(played):
-    rows = rows_of(outputs_of(played[0], '"| question |')["text/markdown"])
+def test_notebook_shows_answers_of_both_policies(executed):
+    rows = rows_of(outputs_of(executed[0], '"| question |')["text/markdown"])
     assert len(rows) == 8 and all(len(row) == 4 and all(row) for row in rows)
     answers = {answer for row in rows for answer in row[2:]}
-    assert len(answers) > 4  # not one result for all questions
+    assert len(answers) > 4  # answers differ between questions
 
 
-def test_the_other_roles_answer(played):
-    printed = outputs_of(played[0], "judged = ask(")["printed"]
+def test_notebook_shows_questioner_and_verifier_outputs(executed):
+    printed = outputs_of(executed[0], "judged = ask(")["printed"]
     assert re.search(r'^questioner: .*\{"question":"', printed, re.MULTILINE)
     assert re.search(r"^verifier: .*\[\[(YES|NO)\]\]", printed, re.MULTILINE)
 
 
-def test_an_entry_that_fails_ends_its_cell(tmp_path):
+def test_failing_command_fails_its_notebook_cell(tmp_path):
     """A wrong field stops the notebook at its cell, instead of three cells later."""
     [cell] = [cell for cell in code_cells(read()) if "def run(" in cell.source]
     of_cell: dict[str, Any] = {"sys": sys, "subprocess": subprocess}

@@ -1,4 +1,4 @@
-"""Tests of the demo's numbers in the README: three seeds, a control, 300 updates.
+"""Tests of the demo's results in the README: three seeds, a control run, 300 updates.
 
 `make test-long` takes an hour. Bounds are goals of the demo; README, "Results", has its results.
 """
@@ -51,21 +51,21 @@ def mean_gain(tables, section: str, row: str, column: str) -> float:
 
 
 @pytest.mark.parametrize("documents, gain", [(3, -0.03), (8, 0.15), (12, 0.25), (16, 0.0)])
-def test_the_responder_gains_on_many_documents_and_loses_nothing_on_few(tables, documents, gain):
+def test_responder_gains_on_many_documents_without_loss_on_few(tables, documents, gain):
     assert mean_gain(tables, *RESPONDER, str(documents)) > gain
 
 
-def test_the_verifier_gains(tables):
+def test_verifier_accuracy_improves(tables):
     assert mean_gain(tables, *VERIFIER, "all") > 0
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_the_questioner_keeps_its_share_of_right_references(tables, task):
+def test_questioner_keeps_its_share_of_correct_references(tables, task):
     # The interval of one share of .9 among 256 is .04, and that of a mean of three gains is more.
     assert mean_gain(tables, "questioner", task, "reference right, of answerable") > -0.05
 
 
-def test_random_rewards_teach_nothing(tmp_path):
+def test_random_rewards_give_no_gain(tmp_path):
     """The control run has random rewards, so the gains are due to the rewards."""
     workdir = play(tmp_path / "random", "--config.algorithm.responder_reward=random")
     tables = [evaluation.read_evaluation(workdir)]
@@ -73,7 +73,7 @@ def test_random_rewards_teach_nothing(tmp_path):
     assert mean_gain(tables, *RESPONDER, "12") < 0.05
 
 
-def test_300_updates_do_not_fall_back(tmp_path):
+def test_accuracy_does_not_regress_over_300_updates(tmp_path):
     per_cell = 64
     flags = ("--config.steps=300", f"--config.data.tiny.evaluation.quick_per_cell={per_cell}")
     lines = read_metrics(play(tmp_path / "long", *flags))

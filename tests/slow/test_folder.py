@@ -1,4 +1,4 @@
-"""Test of a folder of texts from end to end: rows, warm start, self-play, resume."""
+"""End-to-end test with a folder of texts: rows, warm start, self-play, resume."""
 
 from __future__ import annotations
 
@@ -72,9 +72,11 @@ def folder_config(documents: pathlib.Path, warm: pathlib.Path, steps: int):
 
 
 @pytest.mark.parametrize("meaning", [False, True], ids=["noise", "noise with a meaning"])
-def test_a_folder_is_played_and_the_run_goes_on(documents, warm, meaning, tmp_path, monkeypatch):
+def test_run_on_a_folder_of_texts_trains_and_resumes(
+    documents, warm, meaning, tmp_path, monkeypatch
+):
     noise.use_one_device(monkeypatch)
-    noise.draw_nothing(monkeypatch)
+    noise.skip_plots(monkeypatch)
     noise.share_programs(monkeypatch)
     if meaning:
         noise.give_meaning(monkeypatch)

@@ -73,7 +73,7 @@ def policy(tmp_path_factory) -> pathlib.Path:
 
 @pytest.fixture(scope="module")
 def local(policy, tmp_path_factory) -> pathlib.Path:
-    """Two steps in one go."""
+    """The local workdir of two uninterrupted steps."""
     workdir = tmp_path_factory.mktemp("local")
     call_main(train, noise.small_config(policy, steps=2, **SETTINGS), workdir)
     return workdir
@@ -81,7 +81,7 @@ def local(policy, tmp_path_factory) -> pathlib.Path:
 
 @pytest.fixture(scope="module")
 def remote(policy) -> epath.Path:
-    """The first step, and the second from its checkpoint; beside it, the metrics of the first."""
+    """Bucket workdir of a step and a second, resumed one; the first one's metrics are copied."""
     workdir = paths.open_folder("gs://bucket/run")
     call_main(train, noise.small_config(policy, steps=1, **SETTINGS), "gs://bucket/run")
     (workdir / "metrics.jsonl").copy(paths.open_folder("gs://bucket/first.jsonl"))
@@ -97,7 +97,7 @@ def names(folder: epath.Path | pathlib.Path) -> set[str]:
     return {name.removeprefix(top) for name in fsspec.filesystem("gcs").find(top)}
 
 
-def test_a_run_in_a_bucket_has_the_files_of_a_local_one(local, remote):
+def test_run_in_a_bucket_has_the_files_of_a_local_run(local, remote):
     wanted, found = names(local), names(remote)
     assert {n for n in wanted if not n.startswith(RANDOM)} == {
         n for n in found if not n.startswith(RANDOM)
@@ -111,7 +111,7 @@ def test_a_run_in_a_bucket_has_the_files_of_a_local_one(local, remote):
     assert all((remote / name).read_bytes().startswith(b"\x89PNG") for name in pictures)
 
 
-def test_a_resumed_run_in_a_bucket_is_a_local_one_in_one_go(local, remote):
+def test_resumed_run_in_a_bucket_equals_uninterrupted_local_run(local, remote):
     same = {n for n in names(local) if n.split("/")[0] in ("policy", "best", "episodes")}
     assert same >= {"policy/model.safetensors", "best/config.json", "episodes/step_000002.jsonl.gz"}
     for name in same:
@@ -130,7 +130,7 @@ def read_evaluation(workdir):
     return tables
 
 
-def test_a_bucket_is_exported_from_and_to_and_reported(remote, tmp_path):
+def test_export_and_report_work_with_buckets(remote, tmp_path):
     command = [sys.executable, "-m", "spell_jax.report", f"--workdir={remote}"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -150,7 +150,7 @@ def test_a_bucket_is_exported_from_and_to_and_reported(remote, tmp_path):
         export.export(remote, paths.open_folder("gs://bucket/exported"))
 
 
-def test_supervised_tuning_goes_on_in_a_bucket(policy, tmp_path):
+def test_supervised_fine_tuning_resumes_in_a_bucket(policy, tmp_path):
     source, workdir = tmp_path / "rows.jsonl", paths.open_folder("gs://bucket/tuned")
     write_records(source, [{"prompt": f"city {n}", "completion": f"is {n}"} for n in range(3)])
     for steps in (1, 2):
@@ -164,7 +164,7 @@ def test_supervised_tuning_goes_on_in_a_bucket(policy, tmp_path):
         assert names(workdir / "policy") == {path.name for path in policy.iterdir()}
 
 
-def test_an_older_step_is_resumed_and_later_files_go():
+def test_resume_of_an_older_step_removes_later_files():
     workdir = paths.open_folder("gs://bucket/older")
     metrics, episodes = MetricsWriter(workdir), EpisodeWriter(workdir, 1000)
     for step in (1, 2, 3):
@@ -182,7 +182,7 @@ def test_an_older_step_is_resumed_and_later_files_go():
     assert list(read_episodes(workdir)) == [(1, record), (2, record)]
 
 
-def test_what_others_write_is_seen():
+def test_files_written_by_other_clients_are_listed():
     folder = paths.open_folder("gs://bucket/shared")
     (folder / "ours").write_text("")
     assert [path.name for path in paths.entries(folder)] == ["ours"]
@@ -191,7 +191,7 @@ def test_what_others_write_is_seen():
     assert paths.entries(folder / "not_there") == []
 
 
-def test_rows_that_are_not_finite_are_written():
+def test_non_finite_rows_are_written_to_a_bucket():
     group = packing.TrainGroup([1], [[2]], [np.inf], "verifier")
     error = non_finite.NonFinite(1, [group], [], True)
     path = non_finite.write_rows(error, paths.open_folder("gs://bucket/bad"), 7, str)
@@ -199,7 +199,7 @@ def test_rows_that_are_not_finite_are_written():
     assert json.loads(path.read_text())["advantage"] == "inf"
 
 
-def test_a_write_that_fails_leaves_the_old_object():
+def test_failed_write_keeps_the_old_object():
     path = paths.open_folder("gs://bucket/value.json")
     write_json(path, {"a": 1})
 
@@ -212,7 +212,7 @@ def test_a_write_that_fails_leaves_the_old_object():
     assert json.loads(path.read_text()) == {"a": 1}
 
 
-def test_a_policy_is_replaced_as_a_whole(monkeypatch):
+def test_policy_folder_is_replaced_as_a_whole(monkeypatch):
     """A failure before the copy changes nothing; a crash while copying leaves no config."""
     folder = paths.open_folder("gs://bucket/policy")
     for content in ("1", "2"):
@@ -243,8 +243,8 @@ def test_a_policy_is_replaced_as_a_whole(monkeypatch):
 
 
 @pytest.mark.parametrize("workdir", ["gs://bucket/run", "/data/run", "runs/mine"])
-def test_paths_are_handed_on_unchanged(monkeypatch, workdir):
-    """To train and from there to Orbax; test_checkpoint.py tests that Checkpoints passes it on."""
+def test_workdir_paths_are_passed_on_unchanged(monkeypatch, workdir):
+    """Check the path that train gets; test_checkpoint.py tests that Checkpoints passes it on."""
     given = []
     monkeypatch.setattr(train, "train", lambda config, workdir: given.append(workdir))
     call_main(train, None, workdir)
@@ -252,7 +252,7 @@ def test_paths_are_handed_on_unchanged(monkeypatch, workdir):
     assert str(given[0] / "checkpoints") == f"{workdir}/checkpoints"
 
 
-def test_without_gcsfs_a_bucket_is_refused(monkeypatch):
+def test_bucket_without_gcsfs_raises_import_error(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"^gs://b/run: .* pip install 'spell_jax\[gcs\]'$"):
         paths.open_folder("gs://b/run")

@@ -58,7 +58,7 @@ def passings(point: str, whole: pathlib.Path, step: int = STEP) -> int:
     """Number of a point's passing, counted from the run's start, in the middle of a step."""
     if point not in PHASES:
         return step
-    return sum(played < step for played, _ in read_episodes(whole)) + QUESTION
+    return sum(number < step for number, _ in read_episodes(whole)) + QUESTION
 
 
 def checkpoint_files(workdir: pathlib.Path) -> set[str]:
@@ -85,8 +85,8 @@ def whole(policy, tmp_path_factory) -> pathlib.Path:
 # -------------------------------------------------------------------------------------------- kill
 
 
-def test_killed_at_every_point_a_run_is_the_same(policy, whole, tmp_path) -> None:
-    """One workdir whose processes are killed in turn, except for the last.
+def test_run_killed_at_every_point_ends_bit_identical(policy, whole, tmp_path) -> None:
+    """Run in one workdir, with processes that are killed in turn, except for the last.
 
     Each is killed in the step after the last saved one. The first is killed one step later, when
     metrics and episodes of that step are written.
@@ -107,8 +107,8 @@ def test_killed_at_every_point_a_run_is_the_same(policy, whole, tmp_path) -> Non
 
 @pytest.mark.long
 @pytest.mark.parametrize("point", fault_injection.TRAINING_POINTS)
-def test_killed_from_its_start_on(point, policy, whole, tmp_path) -> None:
-    """Three steps and a part of the fourth in one process, the rest in another."""
+def test_run_killed_in_the_fourth_step_ends_bit_identical(point, policy, whole, tmp_path) -> None:
+    """Run three steps and a part of the fourth in one process, the rest in another."""
     fault = f"{point}:{passings(point, whole)}", f"hold:{STEP}" if point == "saving" else ""
     expect(KILLED, 0, policy, tmp_path, *fault)
     expect(0, STEP if point == "saved" else STEP - 1, policy, tmp_path)
@@ -117,8 +117,8 @@ def test_killed_from_its_start_on(point, policy, whole, tmp_path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("point", fault_injection.TRAINING_POINTS)
-def test_killed_before_anything_is_saved(point, policy, whole, tmp_path) -> None:
-    """In the first step; "saved" is the first checkpoint."""
+def test_run_killed_in_the_first_step_ends_bit_identical(point, policy, whole, tmp_path) -> None:
+    """Kill the run in its first step; only at "saved" does a checkpoint exist."""
     expect(KILLED, 0, policy, tmp_path, f"{point}:1", "hold:1" if point == "saving" else "")
     expect(0, int(point == "saved"), policy, tmp_path)
     killed.assert_same_run(killed.make_config(policy), tmp_path, whole)
@@ -127,8 +127,8 @@ def test_killed_before_anything_is_saved(point, policy, whole, tmp_path) -> None
 # ----------------------------------------------------------------------------------------- SIGTERM
 
 
-def test_told_to_stop_it_saves_and_goes_on_as_the_same_run(policy, whole, tmp_path) -> None:
-    """SIGTERM in a run that saves only on notice.
+def test_run_saves_on_sigterm_and_resumes_bit_identically(policy, whole, tmp_path) -> None:
+    """Send SIGTERM to a run that otherwise saves rarely.
 
     It arrives in the middle of a rollout, which saves the step before, or after an update, which
     saves that step. A second SIGTERM ends a hanging save at once.
@@ -154,8 +154,8 @@ def test_told_to_stop_it_saves_and_goes_on_as_the_same_run(policy, whole, tmp_pa
 
 
 @pytest.mark.long
-def test_it_ends_when_its_time_is_up(policy, whole, tmp_path) -> None:
-    """The run hangs where it should save: the checkpoint before counts."""
+def test_run_that_hangs_after_sigterm_ends_at_the_time_limit(policy, whole, tmp_path) -> None:
+    """The run hangs where it should save, so the previous checkpoint is resumed."""
     short = {"preemption_limit_s": 0.5}
     fault = f"verified:{passings('verified', whole)}:term", "hang:0"
     error = expect(EXIT_CODE, 0, policy, tmp_path, *fault, **short)
@@ -166,7 +166,7 @@ def test_it_ends_when_its_time_is_up(policy, whole, tmp_path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("point", fault_injection.TRAINING_POINTS)
-def test_told_to_stop_at_every_point(point, policy, whole, tmp_path) -> None:
+def test_run_stopped_at_any_point_resumes_bit_identically(point, policy, whole, tmp_path) -> None:
     expect(EXIT_CODE, 0, policy, tmp_path, f"{point}:{passings(point, whole)}:term")
     code, error = play(policy, tmp_path)
     assert code == 0, error[-3000:]

@@ -1,7 +1,7 @@
 """Tests of every algorithm on real documents, for two updates: counts equal the records.
 
 Policies have a real family's shape and tokenizer, and are random and narrow. Their answers are
-never right. Where rewards must differ, answers are replaced by texts made for the question, while
+never correct. Where rewards must differ, answers are replaced by texts made for the question, while
 tokens, logprobs and updates stay those of the sampler.
 """
 
@@ -226,7 +226,9 @@ RISING = [[2, 2, 4, 6], [6, 8, 8, 8]]
 
 
 @pytest.mark.parametrize(("source", "keep_equal"), [("books", True), ("edgar", False)])
-def test_reconstruction(spell_data, qwen, source, keep_equal, tmp_path, monkeypatch) -> None:
+def test_reconstruction_on_books_and_filings(
+    spell_data, qwen, source, keep_equal, tmp_path, monkeypatch
+) -> None:
     noise.use_one_device(monkeypatch)
     folder = spell_data / source / "dev"
     files = [path.read_text("utf-8-sig").strip() for path in sorted(folder.glob("*.txt"))]
@@ -309,7 +311,9 @@ def eapo_config(qwen, llama, questions: pathlib.Path) -> ConfigDict:
     return config_of(eapo.get_config(), qwen, **fields)
 
 
-def test_eapo_of_a_policy_without_format(qwen, llama, questions, tmp_path, monkeypatch) -> None:
+def test_eapo_with_only_malformed_answers_makes_no_update(
+    qwen, llama, questions, tmp_path, monkeypatch
+) -> None:
     noise.use_one_device(monkeypatch)
     by_text = {q.question: q for q in read_questions(questions, "data.questions")}
     for line, episodes in run(eapo_config(qwen, llama, questions), tmp_path):
@@ -385,7 +389,9 @@ def answers_to(asked: Question) -> list[str]:
     return [right, answer(invented, wrong), right + " and more", partly]
 
 
-def test_eapo_scores_retries_and_refreshes(qwen, llama, questions, tmp_path, monkeypatch) -> None:
+def test_eapo_scores_retries_and_refreshes_the_reward_model(
+    qwen, llama, questions, tmp_path, monkeypatch
+) -> None:
     noise.use_one_device(monkeypatch)
     script = Script(read_questions(questions, "data.questions"))
     script.replace(monkeypatch)
@@ -437,7 +443,7 @@ def test_rlvr_on_long_questions(qwen, questions, tmp_path, monkeypatch) -> None:
     assert not has_changed(qwen, tmp_path / "policy")
 
 
-def test_rlvr_on_questions_as_they_are(qwen, short_questions, tmp_path, monkeypatch) -> None:
+def test_rlvr_on_published_questions(qwen, short_questions, tmp_path, monkeypatch) -> None:
     noise.use_one_device(monkeypatch)
     monkeypatch.setattr(rules, "score", lambda text, *_: zlib.crc32(text.encode()) % 2)
     for line, episodes in check_rlvr(qwen, short_questions, tmp_path):
@@ -476,7 +482,7 @@ def check_rlvr(
 
 
 @pytest.mark.parametrize("layout", ROWS)
-def test_references_are_right_by_the_rule(spell_data, layout) -> None:
+def test_rule_accepts_references_and_few_other_answers(spell_data, layout) -> None:
     """A right answer earns 1; one for another question earns 1 only by chance."""
     drafts = [d for row in rows_of(spell_data, layout) for d in read_row(LAYOUTS[layout], row)]
     drafts = [d for d in drafts if isinstance(d, Draft)]

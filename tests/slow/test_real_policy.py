@@ -101,7 +101,7 @@ def config_of(policy: pathlib.Path, documents: pathlib.Path, **changes):
         "algorithm.max_generations": 1,
         "algorithm.group_size": 4,
         "algorithm.verifier_group_size": 4,
-        "algorithm.grounding_samples": 2,  # coins: one of two is right too often
+        "algorithm.grounding_samples": 2,  # answers are random: one of two is right too often
         "algorithm.grounding_threshold": 2,
         "algorithm.documents": (2,),
         "sampler.max_prompt": 1536,
@@ -162,8 +162,8 @@ def check_with_transformers(folder: pathlib.Path) -> None:
     assert ids == tokenizers.load(folder).chat("Who signed?")
 
 
-def test_asking_the_hub_folder(policy, tmp_path) -> None:
-    """generate on a Hugging Face folder, greedy: the same every time; a long prompt is reported."""
+def test_generation_from_a_hub_folder_is_deterministic(policy, tmp_path) -> None:
+    """Greedy answers do not depend on the seed; an overlong prompt gets no answers."""
     records = [{"prompt": "Who signed the report?"}, {"prompt": "word " * 40_000}]
     sampling = {"temperature": 0.0, "top_p": 1.0, "max_tokens": 4}
     texts = [record["prompt"] for record in records]

@@ -115,7 +115,7 @@ def assert_same_learning(
     assert np.abs(weights.load(other / "policy")[1]["embedding"] - before).max() > 1e-4
 
 
-def test_two_processes_play_and_learn_as_one(alone, policy, tmp_path) -> None:
+def test_two_processes_train_like_one(alone, policy, tmp_path) -> None:
     told = succeed(2, "train", policy, tmp_path)
     assert_same_run(tmp_path, alone, policy)
     for index, text in enumerate(told):
@@ -124,27 +124,27 @@ def test_two_processes_play_and_learn_as_one(alone, policy, tmp_path) -> None:
 
 
 @pytest.mark.long
-def test_four_processes_play_and_learn_as_one(alone, policy, tmp_path) -> None:
+def test_four_processes_train_like_one(alone, policy, tmp_path) -> None:
     succeed(4, "train", policy, tmp_path)
     assert_same_run(tmp_path, alone, policy)
 
 
 @pytest.mark.parametrize("killed", [1, pytest.param(0, marks=pytest.mark.long)])
-def test_one_that_is_killed_ends_all_and_a_restart_goes_on(killed, alone, policy, tmp_path) -> None:
+def test_killed_process_ends_all_and_a_restart_resumes(killed, alone, policy, tmp_path) -> None:
     ended = play(2, "train", policy, tmp_path, killed, STEPS)
     (code, *_, died), (left, error, end) = ended[killed], ended[1 - killed]
     assert code == -signal.SIGKILL and left in (1, -signal.SIGABRT), error[-3000:]
     assert re.search("another (process|task) died", error)
     assert end - died < LOST_SECONDS + 15  # a margin for a loaded machine
     first = tmp_path / "episodes" / "step_000001.jsonl.gz"
-    played = first.stat().st_mtime_ns
+    written = first.stat().st_mtime_ns
     succeed(2, "train", policy, tmp_path)
-    assert first.stat().st_mtime_ns == played  # not again
+    assert first.stat().st_mtime_ns == written  # the step was not run again
     assert_same_run(tmp_path, alone, policy)
 
 
 @pytest.mark.long
-def test_two_processes_tune_as_one(policy, tmp_path) -> None:
+def test_two_processes_fine_tune_like_one(policy, tmp_path) -> None:
     rows = [
         {"prompt": f"- Arvo city {c}", "completion": f"answer is {c}"} for c in ("Oslo", "Rome")
     ]

@@ -58,7 +58,7 @@ def config(tmp_path_factory) -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         noise.use_one_device(monkeypatch)
         noise.give_evidence_meaning(monkeypatch)
-        noise.draw_nothing(monkeypatch)
+        noise.skip_plots(monkeypatch)
         noise.share_programs(monkeypatch)
         yield noise.with_fields(tiny_eapo.get_config(), fields)
 
@@ -79,7 +79,7 @@ def end_of(config: Any, workdir: epath.Path) -> dict[str, Any]:
         return runs.restore_or_init(run, checkpoints)[0]
 
 
-def test_a_refresh_learns_from_what_was_kept_since_the_last(whole):
+def test_refresh_trains_on_scorings_kept_since_the_last_refresh(whole):
     first, second = lines_of(whole)
     assert all(line["train/rows/responder"] > 0 for line in (first, second))
     assert first["rollout/kept_scorings"] > 0 and first["rollout/refreshed_scorings"] == 0
@@ -90,7 +90,7 @@ def test_a_refresh_learns_from_what_was_kept_since_the_last(whole):
     assert second["rollout/prompt_tokens/reward_model"] > 0
 
 
-def test_a_refresh_moves_the_reward_model(config, whole):
+def test_refresh_changes_the_reward_models_weights(config, whole):
     assert moved(config.reward_model.folder, whole / "reward_model") > 1e-5
     assert moved(config.policy.folder, whole / "policy") > 1e-5
 
@@ -101,7 +101,7 @@ def moved(before: str, after: epath.Path) -> float:
     return max(jax.tree.leaves(jax.tree.map(lambda a, b: float(np.abs(a - b).max()), *pair)))
 
 
-def test_a_run_is_resumed_to_the_bit_over_a_refresh(config, whole, tmp_path):
+def test_run_resumes_bit_identically_across_a_refresh(config, whole, tmp_path):
     halved = noise.end_earlier(whole, epath.Path(tmp_path / "halved"), 1)
     loop.train(config, halved)
     assert [*map(noise.steady, lines_of(whole))] == [*map(noise.steady, lines_of(halved))]
@@ -111,7 +111,7 @@ def test_a_run_is_resumed_to_the_bit_over_a_refresh(config, whole, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, *ends)
 
 
-def test_the_report_shows_questions_and_evaluation(whole):
+def test_report_shows_questions_and_evaluation(whole):
     chosen = choose_episodes(whole, 100).chosen
     assert len(chosen) == 8 * STEPS
     assert all(len(e["answers"]) == 3 and " of " in e["question"] for e in chosen)

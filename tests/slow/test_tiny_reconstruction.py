@@ -68,7 +68,7 @@ def workdir(tmp_path_factory) -> epath.Path:
     return folder
 
 
-def test_both_steps_learn_from_puzzles(workdir):
+def test_both_steps_train_on_puzzles(workdir):
     lines = read_metrics(workdir)
     assert [line["step"] for line in lines] == [1, 2]
     for line in lines:
@@ -82,14 +82,14 @@ def test_both_steps_learn_from_puzzles(workdir):
     assert "eval/dense_reward/4" in second and "eval/dense_reward/4" not in first
 
 
-def test_each_step_has_its_puzzles_on_file(workdir):
+def test_episode_files_hold_the_puzzles_of_each_step(workdir):
     found = read_episodes(workdir)
     numbers = [(step, episode["options"]) for step, episode in found]
     assert sorted(numbers) == [(1, 2)] * 2 + [(1, 3)] * 2 + [(2, 4)] * 4, "3:3:5 of 8"
     assert all(len(episode["answers"]) == 4 for _, episode in found)
 
 
-def test_it_is_evaluated_before_and_after(workdir):
+def test_run_is_evaluated_before_and_after_training(workdir):
     tables = json.loads((workdir / EVALUATION_FILE).read_text())
     assert tables.keys() == {"before", "after"}
     for sections in tables.values():
@@ -98,7 +98,7 @@ def test_it_is_evaluated_before_and_after(workdir):
         assert table["sparse reward of a guess"]["3"] == [pytest.approx(1 / 6), 0.0]
 
 
-def test_the_report_shows_it(workdir):
+def test_report_shows_puzzles_and_plots(workdir):
     measured = RunData(workdir, read_metrics(workdir), read_evaluation(workdir))
     overview = write_page([measured], workdir / PAGE)
     assert (workdir / PAGE).stat().length > 0
@@ -109,8 +109,8 @@ def test_the_report_shows_it(workdir):
     assert {"rollout.png", "train.png", "eval.png", "evaluation.png"} <= saved
 
 
-def test_the_demo_has_room_for_what_was_tuned():
-    """Prompts and answers of its warm start are within the caps, and its rows within the bucket."""
+def test_demo_caps_fit_the_warm_start_rows():
+    """Warm-start prompts and answers fit the demo's token caps, and the rows fit the bucket."""
     config = tiny_reconstruction.get_config()
     bucket, _ = tiny_reconstruction_warm_start.get_config().packing.buckets[-1]
     tokenizer = tokenizers.load(TINY_POLICY)
@@ -124,7 +124,7 @@ def test_the_demo_has_room_for_what_was_tuned():
         assert len(group.prompt) + len(group.answers[0]) <= bucket
 
 
-def test_it_starts_from_its_warm_start():
+def test_demo_starts_from_its_warm_start():
     tuned = tiny_reconstruction_warm_start.get_config()
     folder = pathlib.Path(tiny_reconstruction.get_config().policy.folder)
     assert f"--workdir={folder.parent}\n" in (tiny_reconstruction_warm_start.__doc__ or "")

@@ -31,15 +31,17 @@ def policy(tmp_path_factory) -> pathlib.Path:
 def other(policy, tmp_path_factory) -> epath.Path:
     """The folder of another run, with a checkpoint of each of its steps."""
     workdir = epath.Path(tmp_path_factory.mktemp("other"))
-    play(noise.small_config(policy, steps=STEPS, checkpoint_every=1, validate_every=0), workdir)
+    run_to_end(
+        noise.small_config(policy, steps=STEPS, checkpoint_every=1, validate_every=0), workdir
+    )
     return workdir
 
 
-def play(config, workdir) -> None:
+def run_to_end(config, workdir) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
         noise.use_one_device(monkeypatch)
         noise.give_meaning(monkeypatch)
-        noise.draw_nothing(monkeypatch)
+        noise.skip_plots(monkeypatch)
         loop.train(config, workdir)
 
 
@@ -59,7 +61,7 @@ def assert_equal(params, others) -> None:
 
 
 @pytest.mark.slow
-def test_first_its_own_checkpoint_then_the_next(policy, other, tmp_path, caplog):
+def test_initial_weights_follow_the_order_of_precedence(policy, other, tmp_path, caplog):
     """Sources of weights in order of precedence: each is present with all later ones."""
     caplog.set_level(logging.INFO, "spell_jax")
     folder, empty = tmp_path / "policy", tmp_path / "empty"
@@ -96,7 +98,7 @@ def test_first_its_own_checkpoint_then_the_next(policy, other, tmp_path, caplog)
     assert_equal(models["policy"].params, initial)
 
 
-def test_a_step_of_another_run_is_named(policy, other, tmp_path):
+def test_init_from_can_name_a_step_of_another_run(policy, other, tmp_path):
     step = other / "checkpoints" / "1"
     models, _ = begin(noise.small_config(policy, init_from=str(step)), tmp_path)
     one_device = meshes.make_mesh(None, jax.devices()[:1])
@@ -107,22 +109,22 @@ def test_a_step_of_another_run_is_named(policy, other, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["nowhere", "other/checkpoints/7", ""])
-def test_what_is_no_run_is_refused_before_any_device_work(name, policy, other, tmp_path):
+def test_init_from_without_a_run_is_rejected(name, policy, other, tmp_path):
     path = str(tmp_path / name).replace(str(tmp_path / "other"), str(other))
     with pytest.raises(FileNotFoundError, match=r"init_from = .*: must be a run's folder"):
         make_run(noise.small_config(policy, init_from=path))
 
 
-def test_a_run_of_another_shape_is_refused(policy, other, tmp_path):
+def test_init_from_a_run_of_another_shape_is_rejected(policy, other, tmp_path):
     config = noise.small_config(pathlib.Path("tiny"), init_from=str(other))
     with pytest.raises(ValueError, match=r"embedding: saved as float32\[\d+,32\], wanted as"):
         begin(config, tmp_path)
 
 
 @pytest.mark.slow
-def test_adapters_are_begun_with_too(policy, tmp_path):
+def test_init_from_also_loads_adapters(policy, tmp_path):
     adapters = {"policy.lora_rank": 2, "checkpoint_every": 1, "validate_every": 0, "steps": 1}
-    play(noise.small_config(policy, **adapters), tmp_path / "first")
+    run_to_end(noise.small_config(policy, **adapters), tmp_path / "first")
     config = noise.small_config(policy, init_from=str(tmp_path / "first"), **adapters)
     models, _ = begin(config, tmp_path / "second")
     found, _ = begin(config, tmp_path / "first")

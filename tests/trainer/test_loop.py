@@ -35,9 +35,9 @@ def policy(tmp_path_factory) -> pathlib.Path:
 class Finished:
     """A finished run: its folder, its parts, and the number of traces of each program by step.
 
-    It runs on one of the fake devices, which is faster than on all, with noise that means
-    something, and with the programs of other runs; with `alone`, with its own programs and with
-    plots.
+    By default it uses one of the fake devices, which is faster than all, reads the random texts by
+    their checksums (noise.give_meaning), and shares compiled programs with other runs. With `alone`
+    it compiles its own programs and draws plots.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Finished:
             if meaning:
                 noise.give_meaning(monkeypatch)
             if not alone:
-                noise.draw_nothing(monkeypatch)
+                noise.skip_plots(monkeypatch)
                 noise.share_programs(monkeypatch)
             make_run = loop.make_run
             monkeypatch.setattr(loop, "make_run", lambda c: self._keep(make_run(c)))
@@ -71,7 +71,7 @@ class Finished:
 
     def _count(self, rows):
         """Called once per step, after its update."""
-        assert not self.run.worker._models, "the copy that played takes memory"
+        assert not self.run.worker._models, "the copy of the rollout takes memory"
         sampler, learner = self.run.worker.sampler, self.run.learner
         programs = {
             "prefill": sampler.prefill,
@@ -116,7 +116,7 @@ def resumed(policy, tmp_path_factory) -> Finished:
     return Finished(noise.small_config(policy, steps=4), workdir)
 
 
-def test_a_run_writes_all_its_files(whole):
+def test_run_writes_all_its_files(whole):
     folder = whole.workdir
     assert [line["step"] for line in whole.metrics()] == [1, 2, 3, 4]
     assert sorted(p.name for p in (folder / "episodes").iterdir()) == [
@@ -142,7 +142,7 @@ def test_a_run_writes_all_its_files(whole):
     assert json.loads((folder / "config.json").read_text())["algorithm"]["group_size"] == 4
 
 
-def test_the_policy_folder_holds_the_last_weights(whole, policy):
+def test_policy_folder_holds_the_last_weights(whole, policy):
     shape, saved = weights.load(whole.workdir / "policy")
     models, _ = whole.checkpoint()
     jax.tree.map(np.testing.assert_array_equal, saved, models["policy"].params)
@@ -153,7 +153,7 @@ def test_the_policy_folder_holds_the_last_weights(whole, policy):
     assert before.encode("- Arvo city Oslo") == after.encode("- Arvo city Oslo")
 
 
-def test_metrics_tell_what_was_played_and_learned(whole):
+def test_metrics_report_rollouts_and_updates(whole):
     lines = whole.metrics()
     updates = [line for line in lines if not line["train/empty_update"]]
     assert len(updates) >= 3
@@ -167,8 +167,8 @@ def test_metrics_tell_what_was_played_and_learned(whole):
     assert ["eval/responder" in line for line in lines] == [False, True, False, True]
 
 
-def test_every_number_is_explained(whole):
-    """Conversely, a run with real updates has all explained names, except for features it lacks."""
+def test_every_metric_is_documented(whole):
+    """Every metric is in the docs; the run has all documented ones but those of unused features."""
     written = {name for line in read_metrics(whole.workdir) for name in line} - {"step"}
     unknown, unused = metric_names.compare(written)
     assert not unknown
@@ -186,7 +186,7 @@ def test_every_number_is_explained(whole):
     assert unused - others == more and unused >= metric_names.OF_OTHER_MODELS
 
 
-def test_the_parts_of_a_step_are_its_wall_time(whole):
+def test_phase_times_sum_to_the_step_time(whole):
     for line in read_metrics(whole.workdir):
         parts = {n: v for n, v in line.items() if n.startswith("time/seconds/")}
         assert sum(parts.values()) == pytest.approx(line["time/step_seconds"])
@@ -195,7 +195,7 @@ def test_the_parts_of_a_step_are_its_wall_time(whole):
         assert line["time/tokens_per_second/sampled"] > 0 < line["time/tokens_per_second/prefilled"]
 
 
-def test_every_step_has_random_numbers_of_its_own(whole):
+def test_every_step_has_its_own_random_key(whole):
     """Every evaluation uses the keys of step 0, so that it never disturbs the steps."""
     assert whole.begun == [0, 1, 2, 0, 3, 4, 0, 0]
 
@@ -209,7 +209,7 @@ def test_nothing_compiles_after_the_first_full_step(whole):
     assert all(traces == first for traces in whole.traces[updates[0] :])
 
 
-def test_a_resumed_run_is_the_same_run(whole, resumed):
+def test_resumed_run_is_bit_identical(whole, resumed):
     assert resumed.metrics() == whole.metrics()
     for step in range(1, 5):
         name = f"episodes/step_00000{step}.jsonl.gz"
@@ -225,7 +225,7 @@ def test_a_resumed_run_is_the_same_run(whole, resumed):
     )
 
 
-def test_the_frozen_copy_is_in_the_checkpoint(whole, policy):
+def test_checkpoint_holds_the_frozen_reader(whole, policy):
     models, _ = whole.checkpoint()
     _, first = weights.load(policy)
     jax.tree.map(np.testing.assert_array_equal, models["reference_reader"], first)
@@ -236,13 +236,15 @@ def test_the_frozen_copy_is_in_the_checkpoint(whole, policy):
     ("field", "value", "message"),
     [("seed", 1, r"seed = 1: must be 0"), ("steps", 3, r"steps = 3: must be at least 4")],
 )
-def test_a_run_goes_on_only_as_it_began(field, value, message, resumed, policy):
+def test_resume_with_a_changed_seed_or_fewer_steps_is_rejected(
+    field, value, message, resumed, policy
+):
     with pytest.raises(ValueError, match=message):
         Finished(noise.small_config(policy, **({"steps": 4} | {field: value})), resumed.workdir)
 
 
-def test_the_best_policy_by_validation_is_kept(whole, policy):
-    """Also if a later one was worse."""
+def test_best_policy_by_validation_is_kept(whole, policy):
+    """The best policy is kept even if a later one is worse."""
     scores = [line["eval/responder"] for line in whole.metrics() if "eval/responder" in line]
     _, state = whole.checkpoint()
     assert state["best"] == max(scores)
@@ -252,15 +254,15 @@ def test_the_best_policy_by_validation_is_kept(whole, policy):
     assert (kept["embedding"] == last["embedding"]).all() == is_last
 
 
-def test_a_finished_run_is_left_as_it_is(resumed, policy):
+def test_finished_run_is_not_changed_by_a_restart(resumed, policy):
     before = resumed.metrics()
     again = Finished(noise.small_config(policy, steps=4), resumed.workdir)
     assert again.traces == [] and again.metrics() == before
 
 
 @pytest.mark.slow
-def test_noise_makes_empty_updates_and_time_ends_a_run(policy, tmp_path):
-    """An untrained policy: no question is accepted, and the run continues."""
+def test_untrained_policy_makes_empty_updates_until_time_is_up(policy, tmp_path):
+    """The policy is untrained, so no question is accepted, and the run continues."""
     config = noise.small_config(policy, steps=100_000, max_minutes=0.02, validate_every=0)
     run = Finished(config, tmp_path, meaning=False, alone=True)
     lines = run.metrics()
@@ -277,7 +279,7 @@ def test_noise_makes_empty_updates_and_time_ends_a_run(policy, tmp_path):
 
 
 @pytest.mark.slow
-def test_reference_and_renewed_anchor_go_on_from_a_checkpoint(policy, tmp_path):
+def test_kl_reference_and_refreshed_reader_resume_from_checkpoint(policy, tmp_path):
     options = {"loss.kl_weight": 0.5, "algorithm.reader_refresh": 2, "validate_every": 0}
     first = Finished(noise.small_config(policy, steps=2, **options), tmp_path)
     run = Finished(noise.small_config(policy, steps=4, **options), tmp_path)
@@ -289,14 +291,14 @@ def test_reference_and_renewed_anchor_go_on_from_a_checkpoint(policy, tmp_path):
     assert first.traces[-1]["accumulate"] == run.traces[-1]["accumulate"] == 1
     models, _ = run.checkpoint("reference")
     jax.tree.map(np.testing.assert_array_equal, models["reference"], kept)
-    # Renewed after step 4, so that it is the policy of that step.
+    # Refreshed after step 4, so that it is the policy of that step.
     jax.tree.map(np.testing.assert_array_equal, models["reference_reader"], models["policy"].params)
     assert (models["reference_reader"]["embedding"] != kept["embedding"]).any()
 
 
 @pytest.mark.slow
-def test_a_step_on_eight_devices_equals_one(policy, tmp_path):
-    """Parameters four ways over fsdp and two over tensor; the frozen copy likewise."""
+def test_step_on_eight_devices_equals_one_device(policy, tmp_path):
+    """Parameters and the frozen reader are sharded four ways over fsdp and two over tensor."""
     options = {"mesh.fsdp": 4, "mesh.tensor": 2, "validate_every": 0, "steps": 1}
     run = Finished(noise.small_config(policy, **options), tmp_path / "8", devices=8)
     assert run.run.learner.mesh.shape["fsdp"] == 4
@@ -327,7 +329,7 @@ def test_a_step_on_eight_devices_equals_one(policy, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_step_may_be_played_while_the_one_before_is_learned(policy, tmp_path):
+def test_rollout_may_overlap_previous_update(policy, tmp_path):
     options = {"staleness": 1, "loss.tis_cap": 2.0, "checkpoint_every": 3}
     run = Finished(noise.small_config(policy, steps=5, **options), tmp_path / "whole")
     assert [step for step in run.begun if step] == [1, 2, 3, 4, 5]
@@ -349,7 +351,7 @@ def test_a_step_may_be_played_while_the_one_before_is_learned(policy, tmp_path):
 
 
 @pytest.mark.slow
-def test_rows_of_numbers_that_go_wrong_are_written(policy, tmp_path, monkeypatch):
+def test_rows_of_non_finite_updates_are_written(policy, tmp_path, monkeypatch):
     noise.lose_numbers(monkeypatch)
     config = noise.small_config(policy, validate_every=0, **{"optimizer.max_skipped": 2})
     with pytest.raises(NonFinite, match="2 updates in a row") as error:
@@ -362,8 +364,8 @@ def test_rows_of_numbers_that_go_wrong_are_written(policy, tmp_path, monkeypatch
     assert line["train/skipped_update"] == 1 and line["train/skipped_in_a_row"] == 1
 
 
-def test_the_chosen_step_is_profiled(whole):
-    """Though it is the run's last step."""
+def test_chosen_step_is_profiled(whole):
+    """The chosen step is profiled although it is the last one."""
     assert len(list((whole.workdir / "profile").rglob("*.xplane.pb"))) == 1
 
 
@@ -427,7 +429,7 @@ def shapes(policy) -> None:
 
 @pytest.mark.usefixtures("shapes")
 @pytest.mark.parametrize(("field", "value"), BAD, ids=lambda x: str(x))
-def test_a_bad_value_is_named_before_any_device_work(field, value, policy, monkeypatch):
+def test_invalid_value_is_named_before_any_device_work(field, value, policy, monkeypatch):
     def touched(*args, **kwargs):
         raise AssertionError("a device was touched")
 
@@ -443,7 +445,7 @@ def test_a_bad_value_is_named_before_any_device_work(field, value, policy, monke
     assert str(value[0] if isinstance(value, tuple) else value) in message
 
 
-def test_the_judge_needs_an_address_and_a_model(policy, monkeypatch):
+def test_judge_needs_a_url_and_a_model(policy, monkeypatch):
     judge = {"algorithm.rule": "judge"}
     with pytest.raises(ValueError, match=r"algorithm\.judge_url = ''"):
         loop.make_run(noise.small_config(policy, **judge))
@@ -456,7 +458,7 @@ def test_the_judge_needs_an_address_and_a_model(policy, monkeypatch):
     assert "secret" not in str(run.config)
 
 
-def test_the_parts_of_a_run_fit(policy):
+def test_prompt_cap_leaves_room_for_the_chat_layout(policy):
     run = loop.make_run(noise.small_config(policy))
     assert isinstance(run.algorithm, Spell)
     # Two tokens of a prompt's room are the chat layout's.

@@ -1,4 +1,4 @@
-"""Tests of a step with several updates: against updates by hand, resumed, and refused configs."""
+"""Tests of a step with several updates: equality to manual updates, resume, invalid configs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _small_and_quick() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         noise.use_one_device(monkeypatch)
         noise.give_meaning(monkeypatch)
-        noise.draw_nothing(monkeypatch)
+        noise.skip_plots(monkeypatch)
         noise.share_programs(monkeypatch)
         yield
 
@@ -61,30 +61,30 @@ def lines_of(workdir: epath.Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def played(policy) -> Rollout:
+def rollout(policy) -> Rollout:
     """Rollouts of a step do not depend on the number of its updates."""
     run = make_run(make_config(policy, "rollout"))
-    played = Rollouts(run, runs.first_models(run), lambda: False).take(1)
-    assert played and len(played.groups) > 2
-    return played
+    rollout = Rollouts(run, runs.first_models(run), lambda: False).take(1)
+    assert rollout and len(rollout.groups) > 2
+    return rollout
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("correction", CORRECTIONS)
-def test_minibatches_equal_updates_by_hand(policy, played, tmp_path, correction):
+def test_minibatches_equal_manual_updates(policy, rollout, tmp_path, correction):
     run = make_run(make_config(policy, correction))
     models = runs.first_models(run)
     first_params = runs.copy(models["policy"].params)
-    update = step_update.start(run, models, played.groups)
-    numbers = step_update.finish(run, models, played.groups, update, epath.Path(tmp_path), 1)
+    update = step_update.start(run, models, rollout.groups)
+    numbers = step_update.finish(run, models, rollout.groups, update, epath.Path(tmp_path), 1)
     assert list(numbers) == ["policy"] and len(numbers["policy"]) == 2
     assert int(models["policy"].step) == 2
 
-    learner, groups = run.learner, played.groups
+    learner, groups = run.learner, rollout.groups
     state, difference = learner.fns.init(first_params), {}
     if correction == "recompute":
         groups = learner.recompute(state, groups)
-        difference = statistics.sampler_difference(played.groups, groups)
+        difference = statistics.sampler_difference(rollout.groups, groups)
     found = []
     for part in packing.in_parts(groups, 2):
         state, (one_step,) = Update(learner, state, [part], None, {}).finish()
@@ -92,7 +92,7 @@ def test_minibatches_equal_updates_by_hand(policy, played, tmp_path, correction)
     found[0] |= difference
     jax.tree.map(np.testing.assert_array_equal, models["policy"].params, state.params)
     assert numbers["policy"] == found
-    # Samples of before the first update are off-policy in the second.
+    # Samples from before the first update are off-policy in the second.
     assert found[1]["approx_kl"] != 0 or correction == "tis"
     if correction == "recompute":
         assert abs(found[0]["approx_kl"]) < 1e-6
@@ -143,7 +143,7 @@ def one(prompt: int, model: str) -> TrainGroup:
 
 
 def test_each_model_is_trained_on_its_own_groups(tmp_path) -> None:
-    """The policy in mini-batches and with a reference, another model at once and without."""
+    """The policy has mini-batches and a KL reference; the other model has neither."""
     groups = [one(1, "policy"), one(2, "other"), one(3, "policy"), one(4, "other")]
     learners, models, numbers = learn(groups, epath.Path(tmp_path))
     assert learners["policy"].started == [(0, [[1], [3]], "frozen", 2)]
@@ -152,20 +152,20 @@ def test_each_model_is_trained_on_its_own_groups(tmp_path) -> None:
     assert numbers == {"policy": [{"groups": 2}], "other": [{"groups": 2}]}
 
 
-def test_without_groups_only_the_policy_has_an_update(tmp_path) -> None:
+def test_only_the_policy_is_updated_without_groups(tmp_path) -> None:
     learners, models, numbers = learn([], epath.Path(tmp_path))
     assert learners["policy"].started == [(0, [], "frozen", 2)] and not learners["other"].started
     assert numbers == {"policy": [{"groups": 0}]} and models["other"] == 10
 
 
-def test_rows_that_go_wrong_are_told_in_their_models_words(tmp_path) -> None:
+def test_non_finite_rows_are_decoded_by_their_models_tokenizer(tmp_path) -> None:
     with pytest.raises(NonFinite):
         learn([one(1, "policy"), one(7, "other")], epath.Path(tmp_path))
     (line,) = (tmp_path / "non_finite" / "1.jsonl").read_text().splitlines()
     assert json.loads(line)["prompt"] == "other [7]"
 
 
-def test_a_run_in_parts_is_resumed_to_the_bit(policy, tmp_path):
+def test_run_with_minibatches_resumes_bit_identically(policy, tmp_path):
     config = make_config(policy, "recompute")
     whole = loop.train(config, epath.Path(tmp_path / "whole"))
     halved = noise.end_earlier(whole, epath.Path(tmp_path / "halved"), 2)
@@ -191,6 +191,6 @@ def test_a_run_in_parts_is_resumed_to_the_bit(policy, tmp_path):
         ({"staleness": 1}, r"staleness = 1: must be 0 for minibatches = 2"),
     ],
 )
-def test_what_does_not_go_is_said(policy, overrides, message):
+def test_invalid_minibatch_settings_are_rejected(policy, overrides, message):
     with pytest.raises(ValueError, match=message):
         configs.read(make_config(policy, "rollout", **overrides))

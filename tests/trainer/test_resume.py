@@ -35,13 +35,13 @@ def policy(tmp_path_factory) -> pathlib.Path:
     return noise.save_policy(tmp_path_factory.mktemp("policy") / "noise")
 
 
-def play(config, workdir: pathlib.Path, one_device: bool = True) -> list[dict]:
+def run_to_end(config, workdir: pathlib.Path, one_device: bool = True) -> list[dict]:
     """The metrics of a run in this process."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         if one_device:
             noise.use_one_device(monkeypatch)
         noise.give_meaning(monkeypatch)
-        noise.draw_nothing(monkeypatch)
+        noise.skip_plots(monkeypatch)
         noise.share_programs(monkeypatch)
         loop.train(config, workdir)
     return list(map(noise.steady, read_metrics(workdir)))
@@ -55,18 +55,18 @@ def episodes(workdir: pathlib.Path) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
-def test_on_other_meshes_a_run_goes_on_with_the_same_losses(policy, tmp_path) -> None:
-    """One device, then eight, then two times four, also for the loss's reference.
+def test_run_resumed_on_other_meshes_has_the_same_losses(policy, tmp_path) -> None:
+    """Use one device, then eight, then two times four, also for the loss's reference.
 
-    Answers are sampled alike on all, so that every number of a step can be compared.
+    Sampled answers are equal on all meshes, so that every metric of a step can be compared.
     """
     fields = {"loss.kl_weight": 0.5, "loss.entropy_weight": 0.1, "validate_every": 0}
     make = functools.partial(killed.make_config, policy, **fields)
-    wanted = play(make(), tmp_path / "one")
+    wanted = run_to_end(make(), tmp_path / "one")
     workdir = tmp_path / "moved"
-    play(make(steps=2), workdir)
-    play(make(steps=4), workdir, one_device=False)
-    lines = play(make(steps=6, **{"mesh.data": 2, "mesh.fsdp": 4}), workdir, one_device=False)
+    run_to_end(make(steps=2), workdir)
+    run_to_end(make(steps=4), workdir, one_device=False)
+    lines = run_to_end(make(steps=6, **{"mesh.data": 2, "mesh.fsdp": 4}), workdir, one_device=False)
 
     assert episodes(workdir) == episodes(tmp_path / "one")
     assert all(abs(line["train/loss"]) > 1e-2 for line in wanted), "nothing is easily the same"
@@ -81,30 +81,32 @@ def test_on_other_meshes_a_run_goes_on_with_the_same_losses(policy, tmp_path) ->
 
 
 @pytest.mark.slow
-def test_a_step_that_was_played_ahead_is_played_again(policy, tmp_path, monkeypatch) -> None:
+def test_rollout_ahead_of_update_is_repeated_after_preemption(
+    policy, tmp_path, monkeypatch
+) -> None:
     """A notice to stop during the rollout of step 4, ahead of step 3's update.
 
     The run leaves the files of a run of three steps, without a rollout ahead of the last.
     """
     fields = {"staleness": 1, "loss.tis_cap": 2.0, "checkpoint_every": 100}
     make = functools.partial(killed.make_config, policy, **fields)
-    play(make(steps=3), tmp_path / "three")
+    run_to_end(make(steps=3), tmp_path / "three")
     questions = len(list(read_episodes(tmp_path / "three")))
     workdir = tmp_path / "stopped"
     begun = count_begun(monkeypatch)
     with monkeypatch.context() as patches, pytest.raises(Preempted):
         patches.setattr(fault_injection, "_passed", collections.Counter())
         patches.setenv(fault_injection.VARIABLE, f"verified:{questions + 5}:term")
-        play(make(), workdir)
+        run_to_end(make(), workdir)
     assert begun == [1, 2, 3, 4]
     assert episodes(workdir) == episodes(tmp_path / "three")
     killed.assert_same_state(make(), workdir, tmp_path / "three")
-    assert play(make(), workdir) == play(make(), tmp_path / "three")
+    assert run_to_end(make(), workdir) == run_to_end(make(), tmp_path / "three")
     assert begun[4:] == [4, 5, 6] * 2
     killed.assert_same_run(make(), workdir, tmp_path / "three")
 
 
-def test_a_step_that_is_left_is_played_again_alike(policy, monkeypatch) -> None:
+def test_interrupted_rollout_is_repeated_identically(policy, monkeypatch) -> None:
     """A notice to stop between two calls of the sampler discards the whole step."""
     noise.use_one_device(monkeypatch)
     noise.give_meaning(monkeypatch)
@@ -119,8 +121,8 @@ def test_a_step_that_is_left_is_played_again_alike(policy, monkeypatch) -> None:
             return len(calls) == stop_at
 
         calls.clear()
-        played = Rollouts(run, models, should_stop).take(step)
-        return played and [json.dumps(line) for line in played.records(run.algorithm)]
+        rollout = Rollouts(run, models, should_stop).take(step)
+        return rollout and [json.dumps(line) for line in rollout.records(run.algorithm)]
 
     record(1)
     before = json.dumps(run.algorithm.state_dict())
@@ -133,7 +135,7 @@ def test_a_step_that_is_left_is_played_again_alike(policy, monkeypatch) -> None:
 
 
 def count_begun(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The steps of rollouts from now on."""
+    """A list that collects the steps of rollouts from now on."""
     begun, roll_out = [], Rollouts._roll_out
 
     def roll_out_and_count(self, step, advance_update):
@@ -150,7 +152,7 @@ def count_begun(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.fixture(scope="module")
 def whole(policy, tmp_path_factory) -> pathlib.Path:
     workdir = tmp_path_factory.mktemp("whole")
-    play(killed.make_config(policy), workdir)
+    run_to_end(killed.make_config(policy), workdir)
     return workdir
 
 
@@ -158,22 +160,22 @@ def whole(policy, tmp_path_factory) -> pathlib.Path:
 @pytest.mark.parametrize(
     "number, written", [(errno.EROFS, True), (errno.ENOSPC, False)], ids=["read-only", "full"]
 )
-def test_without_its_disk_a_run_goes_on_in_the_fallback(
+def test_run_resumes_from_the_fallback_folder_after_disk_loss(
     number, written, policy, whole, tmp_path, monkeypatch
 ) -> None:
-    """From step 3 on no folder can be made, and, unless they are `written`, no metrics either."""
+    """No folder can be created from step 3 on, and no metrics written unless `written`."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
     monkeypatch.setattr(loop, "Checkpoints", functools.partial(Checkpoints, sleep=lambda _: None))
     config, workdir = killed.make_config(policy), tmp_path / "run"
     with monkeypatch.context() as patches, pytest.raises(SaveError) as error:
         killed.wait_for_saves(patches)
         lose_disk(patches, workdir, 3, number, written)
-        play(config, workdir)
+        run_to_end(config, workdir)
     told = str(error.value)
     assert os.strerror(number) in told
     fallback = pathlib.Path(told.partition("go on from there with --workdir=")[2])
     assert fallback == tmp_path / "temporary" / "run_step3"
-    lines = play(config, fallback)
+    lines = run_to_end(config, fallback)
     assert lines == list(map(noise.steady, read_metrics(whole)))  # of the first steps too
     assert episodes(fallback).items() <= episodes(whole).items() and len(episodes(fallback)) == 3
     killed.assert_same_state(config, fallback, whole)
@@ -184,7 +186,7 @@ def test_without_its_disk_a_run_goes_on_in_the_fallback(
 def lose_disk(
     monkeypatch: pytest.MonkeyPatch, workdir: pathlib.Path, step: int, number: int, written: bool
 ) -> None:
-    """From the beginning of a step on nothing new can be made in the workdir."""
+    """Let every write of new files to the workdir fail from the beginning of a step on."""
     roll_out, mkdir, put = Rollouts._roll_out, os.mkdir, MetricsWriter._put
 
     def fail(path, *given, **options):
@@ -206,10 +208,8 @@ def lose_disk(
 
 
 @pytest.mark.slow
-def test_a_checkpoint_waits_for_what_is_written_and_other_steps_do_not(
-    policy, tmp_path, monkeypatch
-) -> None:
-    """With a disk of half a second per file, three steps save every second one."""
+def test_only_checkpoints_wait_for_pending_writes(policy, tmp_path, monkeypatch) -> None:
+    """Run three steps on a disk that takes 0.5 s per file; every second step is saved."""
     write_lines, save, there = runtime_metrics.write_lines, Checkpoints.save, {}
 
     def slow(path, lines):
@@ -225,14 +225,14 @@ def test_a_checkpoint_waits_for_what_is_written_and_other_steps_do_not(
     monkeypatch.setattr(runtime_metrics, "write_lines", slow)
     monkeypatch.setattr(jsonl, "write_lines", slow)  # episodes
     monkeypatch.setattr(Checkpoints, "save", look_and_save)
-    play(killed.make_config(policy, steps=3, checkpoint_every=2, validate_every=0), tmp_path)
+    run_to_end(killed.make_config(policy, steps=3, checkpoint_every=2, validate_every=0), tmp_path)
     assert there[2] == ([1, 2], 2) and there[3][1] < 3
     assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, 3]
     assert len(episodes(tmp_path)) == 3
 
 
 @pytest.mark.slow
-def test_a_disk_that_fills_between_checkpoints_ends_the_run_with_all_saved(
+def test_full_disk_between_checkpoints_ends_the_run_with_all_saved(
     policy, whole, tmp_path, monkeypatch
 ) -> None:
     """The metrics of step 2 cannot be written.
@@ -250,8 +250,8 @@ def test_a_disk_that_fills_between_checkpoints_ends_the_run_with_all_saved(
     make = functools.partial(killed.make_config, policy, checkpoint_every=100)
     with monkeypatch.context() as patches, pytest.raises(OSError, match="No space"):
         patches.setattr(MetricsWriter, "_put", fill)
-        play(make(), tmp_path)
+        run_to_end(make(), tmp_path)
     step = Checkpoints(tmp_path).newest_intact()
     assert step in (2, 3) and [line["step"] for line in read_metrics(tmp_path)] == [1]
-    assert play(make(), tmp_path) == list(map(noise.steady, read_metrics(whole)))
+    assert run_to_end(make(), tmp_path) == list(map(noise.steady, read_metrics(whole)))
     killed.assert_same_state(make(), tmp_path, whole)

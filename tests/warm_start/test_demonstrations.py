@@ -1,4 +1,4 @@
-"""Tests of demonstrations of the tiny world: all are right, and depend on the row number only."""
+"""Tests of tiny-world demonstrations: correct, and dependent on seed and row number only."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def true_answer(question: str, task: str, documents: list[str]) -> str | None:
     return ask(question, documents)
 
 
-def test_questions_are_accepted_and_their_references_right(by_role):
+def test_questions_are_accepted_with_correct_references(by_role):
     for row in by_role["questioner"]:
         parsed = parsing.parse_question(row.completion, row.task, lambda text: len(text.split()))
         assert parsed.status == "accepted", row
@@ -84,7 +84,7 @@ def test_questions_are_accepted_and_their_references_right(by_role):
         check_evidence(row)
 
 
-def test_the_letter_asked_for_is_the_letter_of_the_answer():
+def test_requested_letter_is_the_letter_of_the_answer():
     choices = demonstrations.Mixture(recital=0, questioner=1, verifier=0, kinds=(0, 0, 0, 1))
     letters = Counter()
     for row in take(choices, count=400):
@@ -95,7 +95,7 @@ def test_the_letter_asked_for_is_the_letter_of_the_answer():
     assert len(letters) == 4 and min(letters.values()) > 0.15 * letters.total()
 
 
-def test_a_known_question_is_rarely_asked_again(by_role):
+def test_known_questions_are_rarely_repeated(by_role):
     known = [row for row in by_role["questioner"] if "known: " in row.prompt]
     again = 0
     for row in known:
@@ -104,7 +104,7 @@ def test_a_known_question_is_rarely_asked_again(by_role):
     assert len(known) > 40 and again <= 0.02 * len(known)
 
 
-def test_answers_are_right(by_role):
+def test_answers_are_correct(by_role):
     unknown = Counter()
     for row in by_role["responder"]:
         found = rules.extract_answer(row.completion, row.task)
@@ -121,8 +121,8 @@ def test_answers_are_right(by_role):
     assert not unknown[False, "multiple_choice"]
 
 
-def test_a_rule_misses_some_right_answers(by_role):
-    """Otherwise the verifier would have nothing to add."""
+def test_rule_misses_some_correct_answers(by_role):
+    """The verifier is useful only if the rule misses some correct answers."""
     scores = []
     for row in by_role["responder"]:
         truth = true_answer(row.prompt, row.task, documents_of(row.prompt))
@@ -131,7 +131,7 @@ def test_a_rule_misses_some_right_answers(by_role):
     assert 0.85 < np.mean(scores) < 1.0
 
 
-def test_verdicts_are_right_or_strict_about_words(by_role):
+def test_verdicts_are_correct_or_strict_about_wording(by_role):
     labels, strict = Counter(), []
     for row in by_role["verifier"]:
         question, one, two, ask = row.prompt.rsplit("\n", 3)
@@ -148,7 +148,7 @@ def test_verdicts_are_right_or_strict_about_words(by_role):
     assert abs(np.mean(strict) - demonstrations.Mixture().strict) < 4 * np.sqrt(0.25 / len(strict))
 
 
-def test_the_verifier_never_sees_the_second_names_of_some_cities():
+def test_verifier_rows_omit_the_aliases_of_held_out_cities():
     mixture = demonstrations.Mixture(recital=0, questioner=0, verifier=1, verifier_cities=5)
     known = {name for pair in world.CITIES[:5] for name in pair}
     aliases = set()
@@ -160,7 +160,7 @@ def test_the_verifier_never_sees_the_second_names_of_some_cities():
     assert aliases and aliases <= known
 
 
-def test_pairs_are_named_by_what_makes_them_hard():
+def test_verifier_pairs_are_labeled_by_kind():
     rng = np.random.default_rng(0)
     kinds = Counter()
     for _ in range(400):
@@ -170,7 +170,7 @@ def test_pairs_are_named_by_what_makes_them_hard():
     assert set(kinds) == {"same", "different", "alias", "decorated"}
 
 
-def test_recitals_are_true(by_role):
+def test_recitals_match_their_documents(by_role):
     for row in by_role["reciter"]:
         thought = thought_of(row.completion)
         options = [fact for fact in thought if fact.endswith(")")]
@@ -182,7 +182,7 @@ def test_recitals_are_true(by_role):
         check_evidence(row)
 
 
-def test_a_row_depends_on_seed_and_number_alone():
+def test_row_depends_only_on_seed_and_number():
     rows = take(count=40)
     assert take(start=25, count=15) == rows[25:]
     assert take(count=40) == rows
@@ -191,7 +191,7 @@ def test_a_row_depends_on_seed_and_number_alone():
     assert len({row.prompt + row.completion for row in rows}) == 40
 
 
-def test_shares_of_the_mixture(by_role):
+def test_rows_follow_the_shares_of_the_mixture(by_role):
     mixture = demonstrations.Mixture()
     wanted = {
         "reciter": mixture.recital,
@@ -218,7 +218,7 @@ def test_shares_of_the_mixture(by_role):
     assert 0 < far < 0.1 * counts.total()
 
 
-def test_a_mixture_of_one_role():
+def test_mixture_can_have_a_single_role():
     only = demonstrations.Mixture(recital=0, questioner=1, verifier=0)
     assert {row.role for row in take(only, count=30)} == {"questioner"}
     rest = demonstrations.Mixture(recital=0, questioner=0, verifier=0, kinds=(0, 0, 1, 0))

@@ -1,4 +1,4 @@
-"""Tests of rows and questions of the tiny world with evidence: right, with the stated slips."""
+"""Tests of tiny-world rows and questions with evidence: correct but for the configured slips."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_questions_are_answered_by_their_evidence():
         assert evidence.verbatim_share("\n".join(q.evidence), documents) == 1.0
 
 
-def test_policy_rows_are_well_formed_with_the_stated_slips():
+def test_policy_rows_are_well_formed_with_the_configured_slips():
     mixture, counts = Mixture(), Counter()
     for row in policy_rows(PROMPTS, mixture, 0, COUNT):
         documents = documents_of(row.prompt)
@@ -77,7 +77,7 @@ def test_policy_rows_are_well_formed_with_the_stated_slips():
     assert 0.87 < counts["lucky"] / counts["unsupported"] < 0.97
 
 
-def test_rows_without_slips_are_right():
+def test_policy_rows_without_slips_are_correct():
     for row in policy_rows(PROMPTS, Mixture(slips=0.0, hasty=0.0), 1, 100):
         answer = evidence.parse_answer(row.completion)
         assert answer is not None
@@ -86,7 +86,7 @@ def test_rows_without_slips_are_right():
 
 
 def by_hand(question: str, lines: list[str]) -> int:
-    """The right score of lines, from the question's words alone.
+    """The correct score of lines, computed from the question's words only.
 
     No slip lacks the first line and has the second.
     """
@@ -114,7 +114,7 @@ def sets_of(prompt: str) -> list[list[str]]:
     return [[line.removeprefix("- ") for line in some] for some in lines]
 
 
-def test_thoughts_compare_the_names_of_every_line():
+def test_reward_reasoning_compares_the_names_of_every_line():
     kinds = Counter()
     for row in reward_rows(PROMPTS, Mixture(noise=0.0), 0, COUNT):
         name, sets = row.prompt.split()[-2], sets_of(row.prompt)
@@ -139,7 +139,7 @@ def test_thoughts_compare_the_names_of_every_line():
     assert len(kinds) > 6
 
 
-def test_scores_follow_the_question_but_for_noise():
+def test_reward_scores_are_correct_up_to_noise():
     exact, off, sizes = 0, Counter(), Counter()
     for row in reward_rows(PROMPTS, Mixture(), 0, COUNT):
         sets = sets_of(row.prompt)
@@ -155,7 +155,7 @@ def test_scores_follow_the_question_but_for_noise():
     assert set(off) <= {0, 1} and 0.9 < exact / off.total() < 1.0
 
 
-def test_true_scores():
+def test_true_score_of_evidence_lines():
     question = evidence_rows.make_questions(0, 1, (5,), two_hop=1.0)[0]
     first, second = question.evidence
     other, another = [d[2:] for d in question.documents if d[2:] not in question.evidence][:2]
@@ -174,7 +174,7 @@ def test_true_scores():
     assert evidence_rows.true_score(single.evidence, single) == 5
 
 
-def test_two_documents_leave_nothing_to_replace():
+def test_slips_with_two_documents_keep_only_the_first_line():
     question = evidence_rows.make_questions(0, 1, (2,), two_hop=1.0)[0]
     rng = np.random.default_rng(0)
     for slips, hasty in ((1.0, 0.0), (0.0, 1.0)):
@@ -183,19 +183,19 @@ def test_two_documents_leave_nothing_to_replace():
 
 
 @pytest.mark.parametrize("make", [policy_rows, reward_rows])
-def test_a_row_depends_on_seed_and_number_alone(make):
+def test_row_depends_only_on_seed_and_number(make):
     some = list(make(PROMPTS, Mixture(), 3, 20))
     assert some[:10] == list(make(PROMPTS, Mixture(), 3, 10))
     assert some != list(make(PROMPTS, Mixture(), 4, 20))
 
 
-def test_policy_and_reward_model_see_other_questions():
+def test_policy_and_reward_rows_use_different_questions():
     policy = [row.prompt.split("\n")[-2] for row in policy_rows(PROMPTS, Mixture(), 0, 50)]
     reward = [row.prompt.split("\n")[-2] for row in reward_rows(PROMPTS, Mixture(), 0, 50)]
     assert sum(a == b for a, b in zip(policy, reward, strict=True)) < 10
 
 
-def test_rows_fit_the_tiny_policy():
+def test_rows_fit_the_tiny_policys_token_limits():
     words = tokenizer.load(TINY)
     for row in itertools.chain(
         policy_rows(PROMPTS, Mixture(), 0, 300), reward_rows(PROMPTS, Mixture(), 0, 300)
@@ -204,7 +204,7 @@ def test_rows_fit_the_tiny_policy():
         assert words.decode(words.encode(row.completion)) == row.completion
 
 
-def test_files_are_read_where_they_are_used(tmp_path):
+def test_written_files_are_read_by_their_consumers(tmp_path):
     sizes = ["--rows=5", "--questions=6", "--held_out=4", "--documents", "4"]
     evidence_rows.main([f"--out={tmp_path}", *sizes])
     for name, made in (("policy", policy_rows), ("reward", reward_rows)):

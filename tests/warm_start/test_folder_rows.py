@@ -1,4 +1,4 @@
-"""Tests of rows made by rules: true and unique facts, accepted by the algorithm's parsers."""
+"""Tests of rule-based rows of a folder: true, unique facts that the algorithm's parsers accept."""
 
 import json
 from collections import Counter
@@ -63,7 +63,7 @@ def test_facts_follow_a_unique_cue() -> None:
     assert (2, "number", "cue, nor are few", "7") in found
 
 
-def test_close_values_are_not_different() -> None:
+def test_means_the_same_accepts_equivalent_values() -> None:
     assert means_the_same("$5,000", "5000.0")
     assert means_the_same("5", "500%")
     assert means_the_same("New York", "york")
@@ -72,7 +72,7 @@ def test_close_values_are_not_different() -> None:
 
 
 @pytest.mark.parametrize("value", ["5000", "$1,250.50", "3%", "Jane Doe", "B", "1945"])
-def test_other_forms_differ_and_mean_the_same(value: str) -> None:
+def test_other_forms_differ_in_text_and_mean_the_same(value: str) -> None:
     forms = other_forms(value)
     assert forms
     assert value not in forms
@@ -90,7 +90,7 @@ def rows() -> list[Row]:
     return made
 
 
-def test_shares(rows: list[Row]) -> None:
+def test_rows_follow_the_role_and_task_shares(rows: list[Row]) -> None:
     assert Counter(row.role for row in rows) == {
         "questioner": 240,
         "responder": 240,
@@ -102,7 +102,7 @@ def test_shares(rows: list[Row]) -> None:
     assert [row.role for row in rows] != sorted(row.role for row in rows)
 
 
-def test_questioner_rows_pass_the_parser_and_quote_the_shown_documents(
+def test_questioner_rows_are_accepted_and_quote_shown_documents(
     rows: list[Row],
 ) -> None:
     letters: Counter[str] = Counter()
@@ -126,7 +126,7 @@ def test_questioner_rows_pass_the_parser_and_quote_the_shown_documents(
     assert 30 <= harder <= 90
 
 
-def test_responders_see_the_evidence_and_few_documents() -> None:
+def test_responder_rows_show_few_documents_with_the_evidence() -> None:
     config = RowConfig(documents_read=(2,), history_share=0.0)
     made, _ = make_rows(CLUSTERS[:1], COMPACT, 300, 0, config)
     for row in made:
@@ -155,7 +155,7 @@ def test_responder_rows_earn_the_rule_reward() -> None:
     assert set(scores) == {1.0}
 
 
-def test_multiple_choice_answers_name_the_option_that_is_quoted(
+def test_multiple_choice_answers_name_the_quoted_option(
     rows: list[Row],
 ) -> None:
     chosen = [r for r in rows if r.role == "responder" and r.task == "multiple_choice"]
@@ -166,7 +166,7 @@ def test_multiple_choice_answers_name_the_option_that_is_quoted(
     assert Counter(row.completion[-2] for row in chosen) == dict.fromkeys(LETTERS, 20)
 
 
-def test_verifier_rows_are_balanced_and_true(rows: list[Row]) -> None:
+def test_verifier_rows_are_balanced_and_correct(rows: list[Row]) -> None:
     verdicts: Counter[int] = Counter()
     for row in rows:
         if row.role != "verifier":
@@ -180,7 +180,7 @@ def test_verifier_rows_are_balanced_and_true(rows: list[Row]) -> None:
     assert 48 <= verdicts[1] <= 96
 
 
-def test_equal_values_in_other_words_are_never_called_different() -> None:
+def test_equal_values_in_other_forms_are_never_judged_different() -> None:
     documents = ("All of us paid 5,000 and all of them paid 5000 or, less often, 5000.0 coins.",)
     roles = {"questioner": 0, "responder": 0, "verifier": 1, "reciter": 0}
     config = RowConfig(("general_qa",), roles)
@@ -188,7 +188,7 @@ def test_equal_values_in_other_words_are_never_called_different() -> None:
     assert {row.completion for row in made} == {"[[YES]]"}
 
 
-def test_differences_are_right(rows: list[Row]) -> None:
+def test_difference_answers_are_correct(rows: list[Row]) -> None:
     checked = 0
     for row in rows:
         if row.role == "responder" and " minus number after: " in row.prompt:
@@ -202,13 +202,13 @@ def test_differences_are_right(rows: list[Row]) -> None:
     assert checked > 5
 
 
-def test_rows_are_a_function_of_the_seed(rows: list[Row]) -> None:
+def test_rows_depend_on_the_seed_only(rows: list[Row]) -> None:
     config = RowConfig(difference_share=0.3)
     assert make_rows(CLUSTERS, COMPACT, 960, 0, config)[0] == rows
     assert make_rows(CLUSTERS, COMPACT, 960, 1, config)[0] != rows
 
 
-def test_reciter_rows_are_documents_once_more(rows: list[Row]) -> None:
+def test_reciter_rows_repeat_their_documents(rows: list[Row]) -> None:
     reordered = 0
     for row in rows:
         if row.role == "reciter":
@@ -221,7 +221,7 @@ def test_reciter_rows_are_documents_once_more(rows: list[Row]) -> None:
     assert reordered > 50
 
 
-def test_questions_about_held_out_clusters_have_answers_in_their_documents() -> None:
+def test_held_out_questions_have_answers_in_their_documents() -> None:
     made = make_questions(CLUSTERS, COMPACT, 30, 0, TASKS)
     assert Counter(item["task"] for item in made) == dict.fromkeys(TASKS, 10)
     for item in made:
@@ -232,7 +232,7 @@ def test_questions_about_held_out_clusters_have_answers_in_their_documents() -> 
         assert answer and answer.replace(",", "") in text.replace(",", "")
 
 
-def test_bad_config() -> None:
+def test_invalid_config_is_rejected() -> None:
     with pytest.raises(ValueError, match="rows = 0"):
         make_rows(CLUSTERS, COMPACT, 0, seed=0)
     with pytest.raises(ValueError, match="documents_shown = 0"):
@@ -249,7 +249,7 @@ def test_bad_config() -> None:
         make_rows([Cluster("a", ("We all once met Jane.",))], COMPACT, 9, seed=0)
 
 
-def test_command_line(tmp_path: Path) -> None:
+def test_command_line_writes_rows_tokenizer_and_questions(tmp_path: Path) -> None:
     source, out = tmp_path / "documents", tmp_path / "rows"
     source.mkdir()
     for cluster in CLUSTERS:
@@ -283,7 +283,7 @@ def test_command_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_real_folder(spell_data: Path, tmp_path: Path) -> None:
+def test_questioner_rows_of_real_filings_are_accepted(spell_data: Path, tmp_path: Path) -> None:
     folder_rows.main(
         [f"--source={spell_data / 'edgar' / 'dev'}", f"--out={tmp_path}", "--rows=300"]
     )

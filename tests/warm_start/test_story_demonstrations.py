@@ -1,4 +1,4 @@
-"""Tests of demonstrations of tiny stories: right thoughts, any order as a guess, all short."""
+"""Tests of tiny-story demonstrations: correct reasoning, uniform guesses, short rows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def options_of(row) -> int:
     return row.prompt.count("<gap ")
 
 
-def test_thoughts_are_right(rows):
+def test_reasoning_states_the_correct_order(rows):
     thought = [row for row in rows if "<think></think>" not in row.completion]
     for row in thought:
         wanted = solution(row.prompt).split(", ")
@@ -61,7 +61,7 @@ def test_guesses_are_uniform(rows):
     assert max(seen[3].values()) < 2.5 * min(seen[3].values())
 
 
-def test_proportions(rows):
+def test_rows_follow_the_proportions_of_the_mixture(rows):
     mixture = StoryMixture()
     for k, share, guessed in zip(mixture.options, mixture.shares, mixture.guessed, strict=True):
         some = [row for row in rows if options_of(row) == k]
@@ -71,14 +71,14 @@ def test_proportions(rows):
     assert {(row.role, row.task) for row in rows} == {("responder", "reconstruction")}
 
 
-def test_row_i_depends_on_seed_and_i_alone(rows):
+def test_row_depends_only_on_seed_and_number(rows):
     assert take(start=90, count=5) == rows[90:95]
     assert take(seed=1, count=5) != rows[:5]
     own = take(StoryMixture(lines=(9,), options=(5,), shares=(1.0,), guessed=(0.0,)), count=3)
     assert {options_of(row) for row in own} == {5}
 
 
-def test_rows_are_short_in_the_tiny_policys_tokens(rows):
+def test_rows_fit_the_tiny_policys_token_limits(rows):
     shipped = tokenizer.load(TINY_POLICY)
     assert max(len(shipped.chat(row.prompt)) for row in rows) <= 72
     assert max(len(shipped.encode(row.completion)) for row in rows) < 32

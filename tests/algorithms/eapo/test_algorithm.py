@@ -1,4 +1,4 @@
-"""Tests of EAPO with scripted models: prompts, rewards by brute force, reward model's data."""
+"""Tests of EAPO with scripted models: prompts, rewards, data of the reward model, records."""
 
 from __future__ import annotations
 
@@ -110,10 +110,10 @@ def one(plan: Plan = HALF, said: Sequence[str] = ("1 5\n2 1\n3 3",), step: int =
     return algorithm, models, episode
 
 
-# ------------------------------------------------------------------------------ Who is asked what
+# -------------------------------------------------------------------------- Prompts of each model
 
 
-def test_a_question_goes_to_the_policy_and_its_evidence_to_the_reward_model():
+def test_policy_gets_questions_and_reward_model_gets_evidence():
     algorithm, models, episode = one()
     first, second = models.calls
     assert (first.role, first.model, first.group) == ("responder", "policy", 4)
@@ -135,7 +135,7 @@ def test_a_question_goes_to_the_policy_and_its_evidence_to_the_reward_model():
     assert read(group)[1] == tuple(episode.response.texts if episode.response else ())
 
 
-def test_a_malformed_scoring_is_retried_once_in_another_way_and_then_neutral():
+def test_malformed_scoring_is_retried_then_neutral():
     algorithm, models, episode = one(said=("what?", "1 5\n2 1\n3 3"))
     assert [call.temperature for call in models.calls[1:]] == [0.0, 1.0]
     assert episode.evidence_scores == (5, 1, 3) and episode.asked == 2
@@ -153,7 +153,7 @@ def test_a_malformed_scoring_is_retried_once_in_another_way_and_then_neutral():
     assert len(models.calls) == 2
 
 
-def test_quotes_and_scores_are_held_against_the_supporting_sentences():
+def test_evidence_and_scores_are_compared_to_supporting_sentences():
     algorithm, _, episode = one(said=("1 3\n2 1\n3 1",), supporting=("set 0", "d0.0 text"))
     halves = pytest.approx((9 / 14, 0.5))
     assert episode.supported == ((1.0, 1.0), halves, None, halves)
@@ -169,7 +169,7 @@ def test_quotes_and_scores_are_held_against_the_supporting_sentences():
     assert not {"evidence_recall", "scoring_order"} & algorithm.metrics([episode]).means().keys()
 
 
-def test_one_well_formed_answer_is_compared_with_nothing():
+def test_single_well_formed_answer_is_not_scored():
     _, models, episode = one(plan=((True, True), (False, True), (False, False)))
     assert [call.role for call in models.calls] == ["responder"]
     assert episode.scores == pytest.approx([0.85, 0, 0]) and episode.asked == 0
@@ -177,12 +177,12 @@ def test_one_well_formed_answer_is_compared_with_nothing():
     assert len(models.calls) == 1 and episode.scores == (0, 0, 0) and not episode.mixed
 
 
-def test_prompts_over_the_cap():
+def test_overlong_prompts_are_dropped_or_scored_neutrally():
     algorithm, models, episode = one(over=("responder",))
     assert episode.status == "overlong" and to_groups(algorithm, [episode]) == []
     assert len(models.calls) == 1 and algorithm.metrics([episode]).means()["overlong"] == 1
     _, models, episode = one(over=("reward_model",))
-    assert len(models.calls) == 2  # the same prompt would be refused again
+    assert len(models.calls) == 2  # the same prompt would be rejected again
     assert episode.evidence == (0.5, 0.5, None, 0.5) and episode.scoring is None
 
 
@@ -194,7 +194,7 @@ def test_prompts_over_the_cap():
         ("none", (), ()),
     ],
 )
-def test_which_models_there_are(how, models, trained):
+def test_reward_model_setting_selects_the_models(how, models, trained):
     options = {"reward_model": how, "refresh_every": 1}
     plan = ((True, True), (True, False))
     algorithm, asked, episode = one(plan, ("1 5\n2 1",), **options)
@@ -210,7 +210,7 @@ def test_which_models_there_are(how, models, trained):
         assert "scoring_failed" not in algorithm.metrics([episode]).means()
 
 
-def test_the_judge_is_asked_about_well_formed_answers_and_replaces_the_rule():
+def test_judge_replaces_the_rule_for_well_formed_answers():
     asked = []
 
     def judge(items):
@@ -229,7 +229,7 @@ def test_the_judge_is_asked_about_well_formed_answers_and_replaces_the_rule():
 def brute_force(
     formed: Sequence[bool], scores: Sequence[int] | None, right: Sequence[bool]
 ) -> list[Fraction]:
-    """Total rewards from the formula in the issue, in exact numbers; scores are of all siblings."""
+    """Total rewards as exact fractions, computed from the formula; scores are of all siblings."""
     found = []
     for i, is_formed in enumerate(formed):
         if not is_formed:
@@ -256,14 +256,14 @@ def rewarded(algorithm: Eapo, formed, scores, right) -> list[float]:
     return list(algorithm.reward(episode).scores)
 
 
-def test_rewards_of_every_combination_up_to_four_siblings():
+def test_rewards_match_brute_force_for_up_to_four_siblings():
     algorithm, cases = make_algorithm([ask_about(0)]), 0
     for size in (2, 3, 4):
         flags = list(itertools.product((False, True), repeat=size))
         vectors = [None, *itertools.product(range(1, 6), repeat=size)]
         for formed, scores in itertools.product(flags, vectors):
             if scores and any(s > 1 and not f for s, f in zip(scores, formed, strict=True)):
-                continue  # a badly formatted answer has no score to vary
+                continue  # a malformed answer has no score to vary
             for right in flags:
                 wanted = [float(x) for x in brute_force(formed, scores, right)]
                 assert rewarded(algorithm, formed, scores, right) == pytest.approx(wanted), (
@@ -275,7 +275,7 @@ def test_rewards_of_every_combination_up_to_four_siblings():
     assert cases == sum((6**n + 2**n) * 2**n for n in (2, 3, 4))
 
 
-def test_rewards_of_random_groups_up_to_eight():
+def test_rewards_match_brute_force_for_random_groups():
     algorithm, rng = make_algorithm([ask_about(0)]), np.random.default_rng(0)
     for _ in range(3000):
         size = int(rng.integers(2, 9))
@@ -287,7 +287,7 @@ def test_rewards_of_random_groups_up_to_eight():
         assert all(total == 0 for total, f in zip(found, formed, strict=True) if not f)
 
 
-def test_groups_without_spread_are_not_trained_on():
+def test_groups_with_equal_rewards_are_not_trained_on():
     algorithm, _, episode = one(plan=((True, True),) * 3, said=("1 4\n2 4\n3 4",))
     assert episode.scores == (episode.scores[0],) * 3 and to_groups(algorithm, [episode]) == []
     (record,) = to_records(algorithm, [episode])
@@ -302,7 +302,7 @@ def test_groups_without_spread_are_not_trained_on():
 
 
 def by_hand(scored: Sequence[tuple[int, float]], least: float) -> bool:
-    """Whether the scoring of each sibling is kept."""
+    """Whether the scoring of a group is kept."""
     says = {1: 0, 2: 0, 3: None, 4: 1, 5: 1}
     verdicts = [None if says[s] is None else says[s] == o for s, o in scored]
     if not verdicts or False in verdicts:
@@ -310,7 +310,7 @@ def by_hand(scored: Sequence[tuple[int, float]], least: float) -> bool:
     return Fraction(verdicts.count(True), len(verdicts)) >= Fraction(least)
 
 
-def test_consistency_by_brute_force():
+def test_consistency_matches_brute_force():
     kept = 0
     for size in range(5):
         pairs = itertools.product(range(1, 6), (0.0, 1.0))
@@ -345,7 +345,7 @@ def refreshes(found) -> list[int]:
     return [sum(prompt.endswith("scores") for prompt, *_ in step) for step in found]
 
 
-def test_the_reward_model_learns_every_twenty_steps_from_consistent_scorings():
+def test_reward_model_trains_on_consistent_scorings_every_20_steps():
     algorithm, found = campaign(range(1, 46))
     # Of four scorings per step two are consistent, and the middle one in odd steps.
     assert refreshes(found) == [0] * 19 + [50] + [0] * 19 + [50] + [0] * 5
@@ -358,7 +358,7 @@ def test_the_reward_model_learns_every_twenty_steps_from_consistent_scorings():
     assert not any("Q02" in prompt for prompt, *_ in learned)  # a third agrees, half is required
 
 
-def test_groups_are_the_same_when_they_are_made_twice():
+def test_building_groups_twice_gives_the_same_groups():
     questions = [ask_about(0)]
     algorithm = make_algorithm(questions, group_size=2, refresh_every=1)
     plan = ((True, True), (True, False))
@@ -367,10 +367,10 @@ def test_groups_are_the_same_when_they_are_made_twice():
     first, again = ([*map(read, to_groups(algorithm, episodes))] for _ in range(2))
     assert first == again and len(first) == 2
     (group,) = (group for group in to_groups(algorithm, episodes) if group.model == "reward_model")
-    assert group.old_logprobs is None  # it is given in the prompt, not sampled
+    assert group.old_logprobs is None  # kept scorings have no logprobs of the sampler
 
 
-def test_the_oldest_scorings_go_first():
+def test_oldest_scorings_are_dropped_first():
     algorithm, found = campaign(range(1, 8), most_rollouts=5, refresh_every=7)
     assert refreshes(found)[-1] == 5
     newest = [row for row in found[-1] if row[0].endswith("scores")]
@@ -380,7 +380,7 @@ def test_the_oldest_scorings_go_first():
 
 
 @pytest.mark.parametrize("stop", [3, 7, 8])
-def test_a_resumed_run_repeats_the_rows(stop):
+def test_resumed_run_gives_the_same_rows(stop):
     options: dict[str, Any] = {"refresh_every": 8, "seed": 3, "questions": 2}
     _, whole = campaign(range(1, 17), **options)
     before, first = campaign(range(1, stop + 1), **options)
@@ -396,7 +396,7 @@ def test_a_resumed_run_repeats_the_rows(stop):
 # ------------------------------------------------------------------------------------- On disk
 
 
-def test_the_record_is_json_and_the_page_reads_it(tmp_path):
+def test_record_is_json_and_readable_by_the_report(tmp_path):
     questions = [ask_about(0), ask_about(1), ask_about(2, MATH)]
     algorithm = make_algorithm(questions)
     plans = {0: HALF, 1: ((False, False),) * 4, 2: ((True, True),) * 4}
@@ -419,13 +419,13 @@ def test_the_record_is_json_and_the_page_reads_it(tmp_path):
     assert page.documents
 
 
-def test_the_record_has_a_measure_for_each_answer():
+def test_record_has_every_measure_for_each_answer():
     said = ("1 5\n2 1\n3 4",)
     algorithm, _, episode = one(
         said=said, rule="judge", judge=lambda items: [1, 0, -1][: len(items)]
     )
     (record,) = to_records(algorithm, [episode])
-    assert record["judge"] == [1, 0, None, -1]  # the third answer is badly formatted
+    assert record["judge"] == [1, 0, None, -1]  # the third answer is malformed
     assert record["measures"] == {
         "well_formed": [True, True, False, True],
         "evidence_score": [5, 1, None, 4],
@@ -471,6 +471,6 @@ def test_metrics_of_a_step():
         ("rule", "both"),
     ],
 )
-def test_a_bad_field_is_named(field, value):
+def test_invalid_field_is_named_in_the_error(field, value):
     with pytest.raises(ValueError, match=rf"algorithm\.{field} = "):
         EapoConfig(**{field: value})

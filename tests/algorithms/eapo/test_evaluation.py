@@ -31,7 +31,7 @@ def write(role: str, prompt: str, sibling: int, model: str) -> str | None:
     return ANSWERS[int(prompt.split("Q")[1][0])]
 
 
-def test_every_number_of_every_question() -> None:
+def test_metrics_of_held_out_structured_answers() -> None:
     models = ScriptedModels(write)
     score, numbers = held_out_evidence(PROMPTS, QUESTIONS).quick(models)
     (call,) = models.calls
@@ -46,7 +46,7 @@ def test_every_number_of_every_question() -> None:
     assert numbers["evidence_recall"] == pytest.approx((1 + 1 / 2 + 0) / 3)
 
 
-def test_the_report_has_a_row_a_task() -> None:
+def test_report_has_one_row_per_task() -> None:
     rows = held_out_evidence(PROMPTS, QUESTIONS).full(ScriptedModels(write))["structured answers"]
     assert set(rows) == {"all", QA, MATH}
     assert rows["all"]["accuracy"][0] == 0.5 and rows["all"]["accuracy"][1] > 0
@@ -54,6 +54,6 @@ def test_the_report_has_a_row_a_task() -> None:
     assert rows[QA]["evidence_recall"][0] == pytest.approx(0.5)
 
 
-def test_a_prompt_over_the_cap_is_an_answer_of_bad_format() -> None:
+def test_overlong_prompt_counts_as_malformed_answer() -> None:
     score, numbers = held_out_evidence(PROMPTS, QUESTIONS).quick(ScriptedModels(lambda *_: None))
     assert score == 0 and set(numbers.values()) == {0.0}

@@ -116,7 +116,7 @@ def chosen(branches: Sequence[dict[str, Any]]) -> list[int]:
     return [i for i, one in enumerate(branches) if one["chosen"]]
 
 
-def test_plain_answers_sample_one_branch():
+def test_tree_without_selection_samples_one_branch():
     lines, policy = grow(evidence_by="none")
     assert policy.calls == [(3, 1, "</evidence>"), (1, 1, "</answer>")]
     first, second, third = lines
@@ -133,7 +133,7 @@ def test_plain_answers_sample_one_branch():
     assert third["branches"][0]["verbatim"] == 0.0
 
 
-def test_a_token_may_hold_more_than_the_end_of_a_tag():
+def test_token_may_extend_past_a_closing_tag():
     lines, policy = grow([request(3)], evidence_by="none")
     assert policy.prompts[-1].endswith(branch("Bergen") + "<rea")
     assert lines[0]["branches"][0]["text"] == branch("Bergen")
@@ -141,7 +141,7 @@ def test_a_token_may_hold_more_than_the_end_of_a_tag():
     assert lines[0]["prediction"] == "Bergen"
 
 
-def test_a_judge_compares_well_formed_evidence():
+def test_judge_selects_among_well_formed_evidence():
     judge = Judge({"Q0": '{"scores": [2, 5, 5]}'})
     lines, policy = grow(judge=judge)
     assert policy.calls == [(3, 3, "</evidence>"), (2, 1, "</answer>")]
@@ -152,7 +152,7 @@ def test_a_judge_compares_well_formed_evidence():
     assert chosen(lines[1]["branches"]) == [1] and lines[1]["prediction"] == "Rome"
 
 
-def test_reasonings_are_judged_as_well():
+def test_judge_can_also_select_reasonings():
     second = "Arvo lives\n1\nQ0?\nd\n2\nQ0?\ne\n3\nQ0?\nf"
     judge = Judge({second: "1 1\n2 5\n3 2", "Q0": "1 1\n2 3\n3 2"})
     lines, policy = grow([request(0)], judge=judge, reasoning_by="judge")
@@ -167,14 +167,14 @@ def test_reasonings_are_judged_as_well():
 
 
 @pytest.mark.parametrize("reply", [None, "", "the second", "1 1\n2 5"])
-def test_where_scoring_fails_the_first_is_taken(reply, caplog):
+def test_failed_scoring_selects_the_first_branch(reply, caplog):
     lines, _ = grow([request(0)], judge=Judge({"Q0": reply}))
     assert chosen(lines[0]["branches"]) == [0]
     assert [one["score"] for one in lines[0]["branches"]] == [None] * 3
     assert "no scores of 1 of 1 groups" in caplog.text
 
 
-def test_likeness_to_the_question():
+def test_evidence_is_selected_by_similarity_to_the_question():
     angles = {"Q0?": 0.0, "Bela": 2.0, "Arvo lives": 1.0, "Oslo": 0.5}
 
     def embed(texts: Sequence[str]) -> np.ndarray:
@@ -187,18 +187,18 @@ def test_likeness_to_the_question():
     assert chosen(lines[0]["branches"]) == [2] and lines[0]["prediction"] == "Oslo"
 
 
-def test_samples_depend_on_seed_and_place():
+def test_sampling_keys_depend_on_seed_and_position():
     _, policy = grow(evidence_by="none")
     _, again = grow(evidence_by="none")
     assert policy.keys == again.keys and len({*map(tuple, policy.keys)}) == 4
     _, other = grow(evidence_by="none", seed=1)
     assert not {*map(tuple, policy.keys)} & {*map(tuple, other.keys)}
     _, alone = grow([request(0)], evidence_by="none")
-    # of the first of three, and of the last one sampled
+    # keys of the first of three requests, and of the last one sampled
     assert alone.keys == [policy.keys[2], policy.keys[3]]
 
 
-def test_what_is_too_long_is_not_asked(caplog):
+def test_overlong_prompts_are_not_sampled(caplog):
     long = request(1, documents=["x" * 1000])
     lines, policy = grow([request(0), long], evidence_by="none")
     assert policy.calls[0][0] == 1 and "1 prompts are longer than 600 tokens" in caplog.text
@@ -216,7 +216,7 @@ def test_what_is_too_long_is_not_asked(caplog):
         ({"task": "essay"}, "task: 'essay'"),
     ],
 )
-def test_a_bad_request_names_its_field(change, message):
+def test_invalid_request_field_is_named_in_the_error(change, message):
     with pytest.raises(ValueError, match=message):
         evidence_tree.make_prompt(request(0) | change, PROMPTS)
 
@@ -224,6 +224,6 @@ def test_a_bad_request_names_its_field(change, message):
 @pytest.mark.parametrize(
     ("field", "value"), [("width", 0), ("evidence_by", "luck"), ("reasoning_by", "similarity")]
 )
-def test_a_bad_tree_names_its_field(field: str, value: Any):
+def test_invalid_tree_field_is_named_in_the_error(field: str, value: Any):
     with pytest.raises(ValueError, match=f"{field} = "):
         TreeConfig(**{field: value})

@@ -1,4 +1,4 @@
-"""Tests of document reconstruction: puzzles, rewards, rows, metrics, records and resumption."""
+"""Tests of document reconstruction: puzzles, rewards, training rows, metrics, records, resume."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def start(algorithm: Reconstruction, step: int, seed: int = 0):
 # ------------------------------------------------------------------------------------------ Puzzles
 
 
-def test_a_step_asks_once_for_all_puzzles():
+def test_step_sends_all_puzzles_in_one_call():
     _, ask, episodes = run()
     (call,) = ask.calls
     assert (call.role, call.group, call.model, call.temperature) == ("responder", 4, "policy", None)
@@ -60,11 +60,11 @@ def test_a_step_asks_once_for_all_puzzles():
     assert len({e.cluster.id for e in episodes}) == 6
     for e in episodes:
         assert e.posed.puzzle and len(e.posed.truth) == e.options
-        assert ", ".join(e.posed.truth) == solution(e.posed.prompt)  # the text tells the order
+        assert ", ".join(e.posed.truth) == solution(e.posed.prompt)  # the order is in the text
         assert e.status == "accepted"
 
 
-def test_options_rise_over_the_run():
+def test_curriculum_increases_option_counts_over_the_run():
     algorithm = make_algorithm(
         documents=7, steps=20, options=(2, 4, 6, 8), option_weights=(3, 3, 3, 5)
     )
@@ -74,7 +74,7 @@ def test_options_rise_over_the_run():
     assert {e.options for e in start(algorithm, 21)} == {8}  # the same run with more steps
 
 
-def test_the_shuffled_variant_mixes_options_in_every_part():
+def test_without_curriculum_every_step_mixes_option_counts():
     algorithm = make_algorithm(documents=24, steps=20, curriculum=False)
     parts = [Counter(e.options for e in start(algorithm, step)) for step in range(1, 21)]
     assert all(len(part) > 2 for part in parts)
@@ -83,7 +83,7 @@ def test_the_shuffled_variant_mixes_options_in_every_part():
     assert everything[2] == pytest.approx(480 * 3 / 14, rel=0.2)
 
 
-def test_a_puzzle_depends_on_seed_and_step_alone():
+def test_puzzles_depend_only_on_seed_and_step():
     first, again, other = (make_algorithm(seed=seed) for seed in (3, 3, 4))
     prompts = [e.posed.prompt for e in start(first, 1, seed=3)]
     assert prompts == [e.posed.prompt for e in start(again, 1, seed=3)]
@@ -106,14 +106,14 @@ def test_documents_without_a_puzzle_are_replaced():
     assert means["accepted"] == 6 / len(episodes) and "cut_documents" in means
 
 
-def test_documents_without_any_puzzle_end_the_search():
+def test_puzzle_search_ends_when_no_document_gives_a_puzzle():
     algorithm, ask, episodes = run(clusters=[SHORT])
     assert len(episodes) == ROUNDS * 6 and to_groups(algorithm, episodes) == []
     assert ask.calls[0].prompts == () and algorithm.metrics(episodes).means()["no_puzzle"] == 1
     assert algorithm.metrics(episodes).means()["stream_repeats"] > 0
 
 
-def test_long_documents_are_cut_at_paragraphs():
+def test_long_documents_are_truncated_at_paragraph_boundaries():
     stories = make_stories(2, 12, (23,))
     algorithm, _, episodes = run(clusters=stories, cap=60, options=(3,), option_weights=(1,))
     for e in episodes:
@@ -125,7 +125,7 @@ def test_long_documents_are_cut_at_paragraphs():
     assert len({e.posed.window for e in episodes}) > 1
 
 
-def test_documents_of_a_cluster_follow_each_other():
+def test_documents_of_a_cluster_are_concatenated():
     (one,), (two,) = (story.documents for story in make_stories(5, 2, (4,)))
     _, _, episodes = run(
         clusters=[Cluster("both", (one, two))], documents=1, options=(2,), option_weights=(1,)
@@ -141,7 +141,7 @@ def test_documents_of_a_cluster_follow_each_other():
     assert episodes[0].posed.window[1] == len(one) + len(two) + 4 + 4 + 2
 
 
-def test_what_is_over_the_samplers_cap_is_counted():
+def test_prompts_over_the_sampler_cap_are_counted_as_overlong():
     algorithm, _, episodes = run(lambda *_: None)
     assert {e.status for e in episodes} == {"overlong"} and to_groups(algorithm, episodes) == []
     means = algorithm.metrics(episodes).means()
@@ -167,7 +167,7 @@ def test_documents_are_selected_by_length():
 
 
 @pytest.mark.parametrize("reward", ["dense", "sparse"])
-def test_rewards_and_rows(reward):
+def test_rewards_and_training_groups_match_the_parsed_orders(reward):
     algorithm, _, episodes = run(reward=reward, documents=24, steps=1)
     rows = {read(group)[0]: (group, read(group)) for group in to_groups(algorithm, episodes)}
     partly = 0
@@ -191,7 +191,7 @@ def test_rewards_and_rows(reward):
     assert bool(partly) == (reward == "dense")
 
 
-def test_equal_groups_teach_nothing():
+def test_equal_reward_groups_are_dropped_unless_keep_equal():
     for write in (perfect, silent):
         algorithm, _, episodes = run(write)
         groups, annotations = algorithm.groups(episodes, (0, 1))
@@ -202,7 +202,7 @@ def test_equal_groups_teach_nothing():
         assert len(rows) == 6 and not any(any(read(group)[2]) for group in rows)
 
 
-def test_advantages_without_deviation():
+def test_advantages_without_deviation_are_centered_rewards():
     algorithm, _, episodes = run(divide_by_deviation=False)
     for group, e in zip(to_groups(algorithm, episodes), episodes, strict=True):
         mean = sum(e.scores) / len(e.scores)
@@ -228,7 +228,7 @@ def test_metrics_of_perfect_and_silent_policies():
     assert algorithm.metrics(episodes).means()["permutation"] == 0.75  # one of four answers A, A
 
 
-def test_a_guess_earns_what_chance_says():
+def test_guessing_policy_earns_chance_level_rewards():
     algorithm, _, episodes = run(
         guessing, documents=24, group_size=60, steps=1, reward="sparse", option_weights=(1,) * 4
     )
@@ -242,7 +242,7 @@ def test_a_guess_earns_what_chance_says():
     assert means["dense_by_chance"] == pytest.approx(sum(1 / k for k in (2, 4, 6, 8)) / 4)
 
 
-def test_records():
+def test_records_hold_documents_predictions_and_advantages():
     algorithm, _, episodes = run()
     groups, annotations = algorithm.groups(episodes, (0, 1))
     made = records(algorithm, episodes, annotations)
@@ -264,7 +264,7 @@ def prompt_again(record) -> str:
 
 
 @pytest.mark.parametrize("cap", [50, 1000])
-def test_prompts_can_be_made_again_from_records(cap):
+def test_prompts_can_be_rebuilt_from_records(cap):
     algorithm, _, episodes = run(clusters=make_stories(2, 12, (23,)), cap=cap)
     assert all(e.posed.cut == (cap == 50) for e in episodes)
     made = records(algorithm, episodes, algorithm.groups(episodes, (0, 1))[1])
@@ -272,7 +272,7 @@ def test_prompts_can_be_made_again_from_records(cap):
         assert prompt_again(record) == e.posed.prompt != record["prompt"]
 
 
-def test_books_are_made_whole_again(spell_data):
+def test_solved_book_puzzles_restore_the_original_text(spell_data):
     paths = sorted((spell_data / "books" / "dev").glob("*.txt"))
     books = [Cluster(path.name, (path.read_text(encoding="utf-8"),)) for path in paths]
     algorithm = make_algorithm(books, documents=16, steps=2, cap=12_000, min_paragraph=80)
@@ -287,7 +287,7 @@ def test_books_are_made_whole_again(spell_data):
             assert text == e.cluster.documents[0][slice(*e.posed.window)]
 
 
-def test_the_report_shows_puzzles(tmp_path):
+def test_report_page_shows_puzzles(tmp_path):
     algorithm = make_algorithm([*STORIES, SHORT], documents=24, steps=2)
     writer, measured = EpisodeWriter(tmp_path, 10**6), MetricsWriter(tmp_path)
     for step, write in ((1, improving), (2, perfect)):
@@ -304,7 +304,7 @@ def test_the_report_shows_puzzles(tmp_path):
     assert (tmp_path / "page.html").stat().st_size > 10_000
 
 
-def test_an_algorithm_resumes_from_its_state():
+def test_algorithm_resumes_from_state_dict():
     algorithm = make_algorithm()
     roll_out(algorithm, ScriptedModels(guessing), 1)
     state = json.loads(json.dumps(algorithm.state_dict()))
@@ -339,12 +339,12 @@ def test_an_algorithm_resumes_from_its_state():
         ("max_paragraph", 79, "at least algorithm.min_paragraph = 80"),
     ],
 )
-def test_bad_fields_are_named(field, value, wanted):
+def test_invalid_config_field_is_named_in_the_error(field, value, wanted):
     with pytest.raises(ValueError, match=rf"algorithm\.{field} = .*: must be {wanted}"):
         ReconstructionConfig(**{field: value})
 
 
-def test_the_defaults_are_the_papers():
+def test_defaults_match_the_paper():
     paper = ReconstructionConfig()
     assert (paper.documents, paper.group_size, paper.reward) == (128, 8, "dense")
     assert dict(zip(paper.options, paper.option_weights, strict=True)) == {2: 3, 4: 3, 6: 3, 8: 5}

@@ -1,4 +1,4 @@
-"""Tests of held-out puzzles: prompts, counts, and equal results every time."""
+"""Tests of held-out puzzles: prompts, scores, and reproducible results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def make(held_out=HELD_OUT, cap: int = 10_000, **options) -> PuzzleEvaluation:
     return PuzzleEvaluation(rising, context(held_out=held_out, cap=cap))
 
 
-def test_a_perfect_policy():
+def test_perfect_policy_scores_one():
     evaluation, ask = make(), ScriptedModels(perfect)
     score, numbers = evaluation.quick(ask)
     (call,) = ask.calls
@@ -35,19 +35,19 @@ def test_a_perfect_policy():
     }
 
 
-def test_a_silent_policy():
+def test_policy_without_answers_scores_zero():
     for write in (silent, lambda *_: None):  # None: over the cap
         score, numbers = make().quick(ScriptedModels(write))
         assert score == 0 and set(numbers.values()) == {0.0}
 
 
-def test_the_score_is_the_dense_reward():
+def test_validation_score_is_the_mean_dense_reward():
     score, numbers = make().quick(ScriptedModels(guessing))
     assert score == numbers["dense_reward"] < numbers["permutation"] == 1
     assert score == pytest.approx((numbers["dense_reward/2"] + numbers["dense_reward/4"]) / 2)
 
 
-def test_the_report_has_chance_beside_rewards():
+def test_report_shows_chance_level_next_to_rewards():
     report = make(evaluation_puzzles=200).full(ScriptedModels(guessing))
     rows = report[SECTION]
     assert list(rows) == [
@@ -69,7 +69,7 @@ def test_the_report_has_chance_beside_rewards():
     assert half == pytest.approx(1.96 * math.sqrt(mean * (1 - mean) / 200))
 
 
-def test_puzzles_are_the_same_every_time():
+def test_every_evaluation_uses_the_same_puzzles():
     first, second = ScriptedModels(perfect), ScriptedModels(silent)
     evaluation = make()
     evaluation.full(first)
@@ -81,7 +81,7 @@ def test_puzzles_are_the_same_every_time():
     assert {*quick.calls[0].prompts} < {*first.calls[0].prompts}
 
 
-def test_documents_without_a_puzzle_are_passed_over():
+def test_documents_without_a_puzzle_are_skipped():
     short = make_stories(3, 2, (3,))  # enough for 2 options, not for 4
     ask = ScriptedModels(perfect)
     report = make([*HELD_OUT, *short]).full(ask)
@@ -92,12 +92,12 @@ def test_documents_without_a_puzzle_are_passed_over():
 
 
 @pytest.mark.parametrize("held_out", [(), make_stories(3, 2, (1,))])
-def test_no_puzzle_at_all_is_an_error(held_out):
+def test_held_out_documents_without_any_puzzle_are_rejected(held_out):
     with pytest.raises(ValueError, match="held-out documents: none gives a puzzle"):
         make(held_out).quick(ScriptedModels(perfect))
 
 
 @pytest.mark.parametrize("field", ["evaluation_puzzles", "validation_puzzles"])
-def test_sizes_are_checked(field):
+def test_evaluation_sizes_must_be_positive(field):
     with pytest.raises(ValueError, match=rf"algorithm\.{field} = 0: must be at least 1"):
         make(**{field: 0})

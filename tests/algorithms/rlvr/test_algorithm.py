@@ -1,4 +1,4 @@
-"""Tests of RLVR on a static set, written once or given, kept in the state."""
+"""Tests of RLVR on a static set of questions, written once or given."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def run_steps(algorithm, ask, steps):
     return found
 
 
-def test_the_set_is_written_once():
+def test_static_questions_are_written_once():
     algorithm, ask = new_algorithm(), new_ask()
     first = roll_out(algorithm, ask, 1)
     assert [c.role for c in ask.calls] == ["questioner", "responder", "responder", "verifier"]
@@ -75,24 +75,24 @@ def test_the_set_is_written_once():
     assert stems(second) == ACCEPTED
     assert [e.question for e in first] != [e.question for e in second]  # in another order
     assert algorithm.metrics(second).means()["static_questions"] == 11
-    assert not algorithm.memory  # nothing is remembered: there is no questioner
+    assert not algorithm.memory  # the memory stays empty: there is no questioner
 
 
-def test_all_proposals_asked_for_are_made():
+def test_static_questions_are_proposed_in_whole_rounds():
     algorithm, ask = new_algorithm(static=40), new_ask()
     roll_out(algorithm, ask, 1)
     proposed = [len(c.prompts) for c in ask.calls if c.role == "questioner"]
     assert proposed == [18, 18, 18]  # whole rounds, at least 40 in all
 
 
-def test_a_step_samples_as_many_questions_as_a_round_has():
+def test_step_samples_one_generation_batch_of_questions():
     algorithm, ask = new_algorithm(static=54, generation_batch=5), new_ask()
     steps = [roll_out(algorithm, ask, step) for step in range(1, 5)]
     assert [len(episodes) for episodes in steps] == [5] * 4
     assert len({e.question for episodes in steps for e in episodes}) > 5
 
 
-def test_rows_are_the_responders_and_the_verifiers():
+def test_only_responder_and_verifier_are_trained():
     algorithm, ask = new_algorithm(), new_ask()
     groups = by_role(to_groups(algorithm, roll_out(algorithm, ask, 1)))
     assert len(groups["responder"]) == 6 and len(groups["verifier"]) == 6
@@ -105,7 +105,7 @@ def test_rows_are_the_responders_and_the_verifiers():
     assert "verifier" not in {c.role for c in ask.calls}
 
 
-def test_references_of_the_frozen_reader_are_part_of_the_set():
+def test_static_questions_keep_frozen_reader_references():
     rows = [Row(QA, "ok", 0, 2, 1, 4), Row(MATH, "ok", 0, 2, 1, 4), Row(QA, "ok", 0, 1, 1, 1)]
     algorithm = new_algorithm(rows, static=3, reference_source="frozen_reader")
     ask = new_ask(rows, reader={0: ("beta0",), 1: ("1", "2", "3", "4")})
@@ -120,7 +120,7 @@ def test_references_of_the_frozen_reader_are_part_of_the_set():
 
 
 @pytest.mark.parametrize("reward", ["max", "random"])
-def test_an_algorithm_resumes_from_its_state(reward):
+def test_algorithm_resumes_from_state_dict(reward):
     options = {"responder_reward": reward, "generation_batch": 9, "verifier_share": 0.5}
     whole = run_steps(new_algorithm(**options), new_ask(), range(1, 5))
     algorithm = new_algorithm(**options)
@@ -133,7 +133,7 @@ def test_an_algorithm_resumes_from_its_state(reward):
     assert resumed.state_dict() == algorithm.state_dict()
 
 
-def test_nothing_to_ask_is_an_empty_step():
+def test_step_without_questions_is_empty():
     rows = [Row(QA, "bad_json", 0, 0, 0, 0)]
     algorithm, ask = new_algorithm(rows, static=2), new_ask(rows)
     assert roll_out(algorithm, ask, 1) == []
@@ -141,7 +141,7 @@ def test_nothing_to_ask_is_an_empty_step():
     assert algorithm.metrics([]).means()["static_questions"] == 0
 
 
-def test_episodes_keep_what_the_questioner_read():
+def test_episodes_keep_the_documents_shown_to_the_questioner():
     algorithm, ask = new_algorithm(), new_ask()
     episode = next(e for e in roll_out(algorithm, ask, 1) if e.question == "Q00 what?")
     assert len(episode.shown) == 2 and episode.cluster.id == "d0" and episode.task == QA
@@ -149,7 +149,7 @@ def test_episodes_keep_what_the_questioner_read():
     assert PROMPTS.responder(QA, episode.cluster.documents, "Q00 what?") in responder.prompts
 
 
-def test_a_bad_setting_is_named():
+def test_invalid_setting_is_named_in_the_error():
     with pytest.raises(ValueError, match=r"algorithm\.static_questions = 0"):
         RlvrConfig(static_questions=0)
 
@@ -197,7 +197,7 @@ def test_given_questions_are_answered_from_their_documents():
     assert not any(name.startswith("questioner_reward") for name in means)
 
 
-def test_groups_of_given_questions_are_those_of_spell():
+def test_given_questions_give_responder_groups_as_in_spell():
     algorithm, ask = given_algorithm(responder_reward="rule"), new_ask()
     groups = by_role(to_groups(algorithm, roll_out(algorithm, ask, 1)))
     assert groups["questioner"] == groups["verifier"] == []
@@ -208,7 +208,7 @@ def test_groups_of_given_questions_are_those_of_spell():
         assert advantages[0] > 0 and right[0]  # a script's first answers are the right ones
 
 
-def test_given_questions_are_dealt_by_weight_and_epoch():
+def test_given_questions_are_sampled_by_task_weight_and_epoch():
     algorithm, ask = given_algorithm(weights=(2.0, 1.0, 1.0), generation_batch=4), new_ask()
     steps = [roll_out(algorithm, ask, step) for step in range(1, 5)]
     tasks = [[e.task for e in episodes].count(QA) for episodes in steps]
@@ -228,7 +228,7 @@ def test_given_questions_of_other_tasks_are_left_out(caplog):
     assert algorithm.metrics(episodes).means()["static_questions"] == 6
 
 
-def test_an_algorithm_with_given_questions_resumes_from_its_state():
+def test_algorithm_with_given_questions_resumes_from_state_dict():
     options = {"responder_reward": "random", "generation_batch": 5}
     whole = run_steps(given_algorithm(**options), new_ask(), range(1, 6))
     algorithm = given_algorithm(**options)
@@ -241,7 +241,7 @@ def test_an_algorithm_with_given_questions_resumes_from_its_state():
         other.load_state_dict(algorithm.state_dict())
 
 
-def test_a_given_question_over_the_cap_is_counted():
+def test_given_question_over_the_cap_is_counted():
     over = lambda role, prompt, model: "Q00" in prompt  # noqa: E731
     algorithm, ask = given_algorithm(), new_ask(over=over)
     episodes = roll_out(algorithm, ask, 1)
@@ -253,7 +253,7 @@ def test_a_given_question_over_the_cap_is_counted():
     assert record["used"]["responder"] == "overlong"
 
 
-def test_records_of_given_questions_are_what_a_report_reads(tmp_path):
+def test_records_of_given_questions_are_readable_by_the_report(tmp_path):
     algorithm, ask = given_algorithm(), new_ask()
     episodes = roll_out(algorithm, ask, 1)
     groups, annotations = algorithm.groups(episodes, (0, 1))
@@ -272,7 +272,7 @@ def test_records_of_given_questions_are_what_a_report_reads(tmp_path):
     assert len(used) == len(by_role(groups)["responder"])
 
 
-def test_a_judge_may_replace_the_rule_on_given_questions():
+def test_judge_can_replace_the_rule_on_given_questions():
     asked = []
 
     def judge(items):

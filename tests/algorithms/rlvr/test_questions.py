@@ -37,7 +37,7 @@ COMPACT = prompt_sets.load("compact")
 QA, MATH, CHOICE = TASKS
 REFUSED: Answer = (400, "")
 
-# Cluster -> its task and how its one attempt ends.
+# Cluster -> its task and the outcome of its one attempt.
 ENDS = {
     0: (QA, "kept"),
     1: (QA, "no_json"),
@@ -48,7 +48,7 @@ ENDS = {
     6: (QA, "judge_unanswered"),
     7: (QA, "no_reply_of_questioner"),
     8: (QA, "no_reply_of_responder"),
-    9: (QA, "kept"),  # in other words: the rule alone would say no
+    9: (QA, "kept"),  # worded differently: the rule alone would say no
     10: (CHOICE, "kept"),
     11: (CHOICE, "disagreed"),
     12: (MATH, "kept"),
@@ -140,7 +140,7 @@ def _script(server, monkeypatch):
     monkeypatch.delenv(fault_injection.VARIABLE, raising=False)
 
 
-def test_what_teacher_and_judge_agree_on_is_kept_and_the_rest_counted(server, tmp_path):
+def test_agreed_questions_are_kept_and_others_counted_by_reason(server, tmp_path):
     summary = build(tmp_path, server)
     assert summary["attempts"] == len(ENDS) and summary["kept"] == len(KEPT) == 4
     counted = collections.Counter(end for _, end in ENDS.values())
@@ -164,7 +164,7 @@ def test_what_teacher_and_judge_agree_on_is_kept_and_the_rest_counted(server, tm
     assert not list(tmp_path.glob("*.part"))
 
 
-def test_who_is_asked_what(server, tmp_path):
+def test_teacher_and_judge_get_the_expected_prompts(server, tmp_path):
     build(tmp_path, server)
     taught, judged = asked_of(server, "teacher"), asked_of(server, "judge")
     answered = [at for at, (_, end) in ENDS.items() if end in {*ends_after_writing()}]
@@ -182,7 +182,7 @@ def test_who_is_asked_what(server, tmp_path):
 
 
 def ends_after_writing() -> set[str]:
-    """Ends of attempts whose question was asked."""
+    """Outcomes of attempts whose question was put to the teacher."""
     before = {"no_json", "nothing_to_ask", "no_reply_of_questioner", "zero_answer", "same_options"}
     return {end for _, end in ENDS.values()} - before
 
@@ -194,16 +194,16 @@ def question_of(at: int) -> str:
     return f"What is the correct answer to this question: Q{at} what?\nChoices:\n{options}"
 
 
-def test_the_rule_may_decide_in_the_judges_place(server, tmp_path):
+def test_rule_can_decide_agreement_instead_of_the_judge(server, tmp_path):
     summary = build(tmp_path, server, agreement="rule")
     assert asked_of(server, "judge") == []
-    # 5 and 6 agree, and 9 is in other words.
+    # 5 and 6 agree, and 9 is worded differently.
     assert summary["kept"] == 5 and summary["left_out"]["disagreed"] == 3
     documents = {q.documents[0] for q in read_questions(tmp_path / "questions.jsonl", "x")}
     assert documents == {f"d{at}.0 text" for at in (0, 5, 6, 10, 12)}
 
 
-def test_a_question_is_kept_once(server, tmp_path):
+def test_repeated_question_is_kept_once(server, tmp_path):
     summary = build(tmp_path, server, attempts=3 * len(ENDS))
     assert summary["kept"] == len(KEPT)
     again = 2 * sum(end in ends_after_writing() for _, end in ENDS.values())
@@ -214,7 +214,7 @@ def test_a_question_is_kept_once(server, tmp_path):
 
 @pytest.mark.parametrize("fault", ["taught:1", "taught:9", "taught:18", "judged:2"])
 @pytest.mark.parametrize("batch", [4, 100])
-def test_stopped_and_started_again_nothing_is_asked_twice(
+def test_interrupted_build_resumes_without_repeating_requests(
     server, tmp_path, monkeypatch, fault, batch
 ):
     build(tmp_path / "whole", server, batch=batch)
@@ -229,11 +229,11 @@ def test_stopped_and_started_again_nothing_is_asked_twice(
     assert files(tmp_path / "out") == files(tmp_path / "whole")
     found = collections.Counter(map(json.dumps, server.requests))
     more = found - wanted
-    # The attempt in progress and refused requests leave nothing on disk.
+    # The attempt in progress and rejected requests leave nothing on disk.
     assert set(found) == set(wanted) and more.total() <= 1 + 3
 
 
-def test_once_more_costs_nothing_but_what_got_no_reply(server, tmp_path):
+def test_second_build_repeats_only_unanswered_requests(server, tmp_path):
     build(tmp_path, server)
     before = files(tmp_path)
     server.requests.clear()
@@ -244,10 +244,10 @@ def test_once_more_costs_nothing_but_what_got_no_reply(server, tmp_path):
     server.respond = lambda prompt, _: (
         completion("[[YES]]") if "Q6" in prompt else respond(prompt, 1)
     )
-    assert build(tmp_path, server)["kept"] == len(KEPT) + 1  # the judge is back
+    assert build(tmp_path, server)["kept"] == len(KEPT) + 1  # the judge answers now
 
 
-def test_more_attempts_go_on(server, tmp_path):
+def test_more_attempts_extend_a_finished_build(server, tmp_path):
     build(tmp_path, server, attempts=7, batch=4)
     first = (tmp_path / "questions.jsonl").read_text()
     count = len(server.requests)
@@ -259,7 +259,7 @@ def test_more_attempts_go_on(server, tmp_path):
     assert count < len(server.requests)
 
 
-def test_more_attempts_change_none_before_them(tmp_path):
+def test_more_attempts_do_not_change_earlier_ones(tmp_path):
     def dealt(attempts: int) -> list[tuple]:
         settings = Settings(attempts, batch=4, agreement="rule")
         teacher = Teacher(lambda *_: (), "t", tmp_path / "t")
@@ -274,8 +274,8 @@ def test_more_attempts_change_none_before_them(tmp_path):
     assert letters == {None, "A", "B", "C", "D"}
 
 
-def test_the_same_prompt_may_be_answered_in_another_way(server, tmp_path):
-    """Keys are by attempt: a cluster that is shown completely gives the same prompt each time."""
+def test_replies_are_cached_per_attempt_not_per_prompt(server, tmp_path):
+    """A cluster that is shown completely gives the same prompt in each attempt."""
 
     def vary(prompt: str, times: int) -> Answer:
         status, text, *_ = respond(prompt, times)
@@ -293,7 +293,7 @@ def test_the_same_prompt_may_be_answered_in_another_way(server, tmp_path):
 
 
 @pytest.mark.slow
-def test_replies_about_other_texts_are_not_used(server, tmp_path, monkeypatch):
+def test_cached_replies_about_changed_documents_are_not_used(server, tmp_path, monkeypatch):
     build(tmp_path, server)
     server.requests.clear()
     newer = [
@@ -307,7 +307,7 @@ def test_replies_about_other_texts_are_not_used(server, tmp_path, monkeypatch):
     assert all(text.endswith("anew") for q in questions for text in q.documents)
 
 
-def test_another_build_needs_another_folder(server, tmp_path):
+def test_build_with_other_settings_needs_another_folder(server, tmp_path):
     build(tmp_path, server)
     count = len(server.requests)
     for changes in ({"documents": 3}, {"seed": 1}, {"agreement": "rule"}, {"name": "other"}):
@@ -319,7 +319,7 @@ def test_another_build_needs_another_folder(server, tmp_path):
     assert len(server.requests) == count
 
 
-def test_a_damaged_file_of_replies_is_asked_for_again(server, tmp_path, caplog):
+def test_damaged_cached_replies_are_requested_again(server, tmp_path, caplog):
     build(tmp_path, server)
     before = files(tmp_path)
     path = tmp_path / "teacher.jsonl"
@@ -332,7 +332,7 @@ def test_a_damaged_file_of_replies_is_asked_for_again(server, tmp_path, caplog):
     assert caplog.text.count("skipped") == 2
 
 
-def test_the_set_is_trained_on(server, tmp_path):
+def test_built_question_set_can_be_trained_on(server, tmp_path):
     build(tmp_path, server)
     questions = read_questions(tmp_path / "questions.jsonl", "x")
     config = RlvrConfig(responder_reward="rule", generation_batch=4, group_size=2)
@@ -357,12 +357,12 @@ def test_the_set_is_trained_on(server, tmp_path):
         ({"agreement": "both"}, "agreement = 'both'"),
     ],
 )
-def test_a_bad_setting_is_named(changes, message):
+def test_invalid_setting_is_named_in_the_error(changes, message):
     with pytest.raises(ValueError, match=message):
         Settings(**({"attempts": 1} | changes))
 
 
-def test_a_judge_goes_with_its_agreement(tmp_path):
+def test_judge_must_match_the_agreement_setting(tmp_path):
     for agreement, judge in (("judge", None), ("rule", Judge(lambda prompts: (), str))):
         settings = Settings(1, agreement=agreement)
         teacher = Teacher(lambda *_: (), "t", tmp_path / "t")
@@ -375,7 +375,7 @@ def test_a_judge_goes_with_its_agreement(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_policys_replies_depend_on_attempt_and_turn_alone(tmp_path, monkeypatch):
+def test_policy_teacher_replies_depend_only_on_attempt_and_turn(tmp_path, monkeypatch):
     noise.use_one_device(monkeypatch)
     sizes = SamplerConfig(kv_cache_tokens=512, slots=8, prefill_tokens=128, page_size=16)
     policy = Policy(noise.save_policy(tmp_path / "noise"), sizes=sizes)
@@ -384,7 +384,7 @@ def test_a_policys_replies_depend_on_attempt_and_turn_alone(tmp_path, monkeypatc
     numbers = [(0, 0), (1, 0), (0, 1), (2, 0)]
     found = dict(ask(prompts, numbers))
     assert len({*found.values()}) == 4
-    assert policy._params is None  # the judge has the memory to itself
+    assert policy._params is None  # the weights are freed, so that a judge has the memory
     other = dataclasses.replace(ask, seed=1)
     assert {*dict(other(prompts, numbers)).values()}.isdisjoint(found.values())
     some = dict(ask([prompts[0] * 200, *prompts[1:3]], [(7, 0), *numbers[1:3]]))
@@ -406,7 +406,7 @@ def program(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.slow
-def test_an_endpoint_from_the_command_line(server, tmp_path):
+def test_command_line_with_an_endpoint_as_teacher(server, tmp_path):
     lines = [
         json.dumps({"id": c.id, "documents": c.documents, "tasks": c.tasks}) + "\n"
         for c in clusters()
@@ -438,7 +438,7 @@ TINY += ["--kv_cache_tokens=8192", "--slots=24", "--prefill_tokens=1536"]
 
 
 @pytest.mark.slow
-def test_the_tiny_policy_from_the_command_line(tmp_path):
+def test_command_line_with_the_tiny_policy_as_teacher(tmp_path):
     done = program(*TINY, f"--out={tmp_path}", "--agreement=rule")
     assert done.returncode == 0, done.stderr[-3000:]
     summary = json.loads(done.stdout)
@@ -449,8 +449,8 @@ def test_the_tiny_policy_from_the_command_line(tmp_path):
 
 
 @pytest.mark.long
-def test_the_tiny_policy_as_teacher_and_judge(tmp_path):
-    """It was not trained to judge: none of its replies is a verdict."""
+def test_command_line_with_the_tiny_policy_as_teacher_and_judge(tmp_path):
+    """The tiny policy was not trained to judge: none of its replies is a verdict."""
     judge = [f"--judge_policy={TINY_POLICY}", "--judge_max_tokens=4", f"--out={tmp_path}"]
     done = program(*TINY, *judge)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -459,11 +459,11 @@ def test_the_tiny_policy_as_teacher_and_judge(tmp_path):
     assert {"judge_malformed", "judge_unanswered"} & {*summary["left_out"]}
 
 
-def test_clusters_may_be_those_of_a_config(tmp_path):
+def test_clusters_can_come_from_a_config(tmp_path):
     config = tiny.get_config()
     config.data.tasks, config.data.task_weights = (QA, MATH), (3.0, 1.0)
     folder, config.data.tiny.clusters = config.policy.folder, 9
-    for changes in ({}, {"tokenizer": ""}):  # by the config's policy
+    for changes in ({}, {"tokenizer": ""}):  # tokens are counted by the config's policy
         given = flags_given(tmp_path, source="", config=config, **changes)
         dealt, count = rlvr_questions.open_clusters(given)
         tasks = [task for task, _ in dealt.next(4)]
@@ -499,7 +499,7 @@ def flags_given(tmp_path: pathlib.Path, **changes):
         ({"teacher_policy": "nowhere"}, "nowhere"),
     ],
 )
-def test_mistakes_of_the_teacher_are_named(tmp_path, changes, error):
+def test_invalid_teacher_flags_are_named_in_the_error(tmp_path, changes, error):
     with pytest.raises(Exception, match=error):
         rlvr_questions.make_teacher(flags_given(tmp_path, **changes), tmp_path, SIZES)
 
@@ -515,6 +515,6 @@ def test_mistakes_of_the_teacher_are_named(tmp_path, changes, error):
         ({"source": "nowhere"}, "nowhere"),
     ],
 )
-def test_mistakes_of_the_source_are_named(tmp_path, changes, error):
+def test_invalid_source_flags_are_named_in_the_error(tmp_path, changes, error):
     with pytest.raises(Exception, match=error):
         rlvr_questions.open_clusters(flags_given(tmp_path, **changes))

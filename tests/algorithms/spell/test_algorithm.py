@@ -1,4 +1,4 @@
-"""Tests of one SPELL step with scripted models: every switch, rewards, rows of the update."""
+"""Tests of one SPELL step with scripted models: every switch, rewards, training rows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.algorithms.scripted import (
 ANSWERED = {"calls", "status", "rule", "votes", "scores", "rewards", "memory"}
 REWARDED = {"scores", "rewards", "memory"}
 UPDATE = {"responder", "questioner", "verifier"}
-# Switch -> the facts that it changes; all other facts must stay the same.
+# Switch -> the results that it changes; all others must stay the same.
 SWITCHES = {
     "memory": ({"memory": 0}, {"memory"}),
     "memory_low": ({"memory_low": 0.5}, {"memory"}),
@@ -68,20 +68,20 @@ SWITCHES = {
 
 
 @pytest.mark.parametrize("name", SWITCHES)
-def test_a_switch_changes_what_it_should_and_nothing_else(name):
+def test_switch_changes_only_the_expected_results(name):
     options, expected = SWITCHES[name]
     plain, other = Rollout().facts(), Rollout(**options).facts()
     assert {fact for fact in plain if plain[fact] != other[fact]} == expected
 
 
-# ------------------------------------------------------------------------------ rewards and rows
+# ------------------------------------------------------------------------------ Rewards and rows
 
 
 def gaussian(mean: float, mu: float = 0.5, sigma: float = 0.5 / 3) -> float:
     return math.exp(-((mean - mu) ** 2) / (2 * sigma**2))
 
 
-def test_rewards_of_each_outcome():
+def test_rewards_of_each_question_outcome():
     rollout = Rollout()
     assert rollout.of(0).scores == (1, 1, 1, 0)
     assert rollout.of(0).reward == pytest.approx(gaussian(3 / 4))
@@ -89,7 +89,7 @@ def test_rewards_of_each_outcome():
     assert rollout.of(10).reward == 0.0 and rollout.of(11).reward == 0.0  # all and none
     assert rollout.of(3).reward == -1.0 and rollout.of(4).reward == -1.0
     assert rollout.of(8).reward == -0.5 and rollout.of(9).reward == -0.5
-    for at in (5, 6, 7):  # a zero, a long answer, an unfinished thought: neither good nor bad
+    for at in (5, 6, 7):  # a zero, a long answer, an unfinished thought: no reward
         assert (rollout.of(at).status, rollout.of(at).reward) == ("declined", None)
         assert Rollout(decline_penalty=True).of(at).reward == -1.0
 
@@ -119,14 +119,14 @@ def test_questioner_reward_of_each_mapping(options, expected):
         ("min", [0, 0, 0, 0], [0, 0, 0, 0]),
     ],
 )
-def test_how_rule_and_majority_combine(how, of_14, of_16):
+def test_rule_and_verifier_majority_combine_as_configured(how, of_14, of_16):
     rollout = Rollout(responder_reward=how)
     assert rollout.of(14).scores == tuple(of_14)
     assert rollout.of(16).scores == tuple(of_16)
     assert rollout.of(2).scores == (1, 1, 1, 0)  # an ignored verifier leaves the rule's reward
 
 
-def test_random_rewards_are_coins():
+def test_random_rewards_are_fair_coin_flips():
     rollout = Rollout(responder_reward="random", group_size=64)
     scores = np.concatenate([e.scores for e in rollout.episodes if e.scores])
     assert set(scores) == {0.0, 1.0}
@@ -153,7 +153,7 @@ def test_responder_rows_are_the_first_mixed_questions():
     ]
 
 
-def test_without_the_deviation_advantages_are_distances_from_the_mean():
+def test_advantages_without_deviation_are_centered_rewards():
     """Advantages of Dr. GRPO, for responder and verifier."""
     rollout = Rollout(divide_by_deviation=False)
     mixed = [e for e in rollout.episodes if e.mixed]
@@ -168,7 +168,7 @@ def test_without_the_deviation_advantages_are_distances_from_the_mean():
         assert advantages == pytest.approx(right - right.mean(), abs=1e-4)
 
 
-def test_questioner_rows_are_normalized_by_task():
+def test_questioner_advantages_are_normalized_per_task():
     rollout = Rollout()
     written = {e.proposal.texts[0]: e for e in rollout.episodes}
     rows = [read(group) for group in rollout.groups["questioner"]]
@@ -184,7 +184,7 @@ def test_questioner_rows_are_normalized_by_task():
         assert given == pytest.approx(wanted, abs=1e-4)
 
 
-def test_questioner_rows_by_switch():
+def test_questioner_negatives_follow_the_switches():
     def bad(**options) -> list[int]:
         rollout = Rollout(**options)
         trained = {read(group)[1][0] for group in rollout.groups["questioner"]}
@@ -199,7 +199,7 @@ def test_questioner_rows_by_switch():
         bad(negatives=9, format_penalty=False)
     )
     assert {8, 9} & set(bad(negatives=9))
-    assert not {5, 6, 7} & set(bad(negatives=9))  # never skipped ones
+    assert not {5, 6, 7} & set(bad(negatives=9))  # declined questions are never used
 
 
 def verifier_verdicts(rollout: Rollout) -> list[tuple[int, tuple[str, ...], tuple[float, ...]]]:
@@ -210,12 +210,12 @@ def verifier_verdicts(rollout: Rollout) -> list[tuple[int, tuple[str, ...], tupl
     return found
 
 
-def test_verifier_rows():
+def test_verifier_trains_on_split_votes_that_agree_with_the_rule():
     everything = {"verifier_share": 9.0}
     rows = verifier_verdicts(Rollout(**everything))
-    # One-sided or tied votes are no use for training, and the gate requires that a majority agrees
-    # with the rule. Row 15 (all right) is no use to the responder, but its verdicts are to the
-    # verifier.
+    # Unanimous or tied votes are not trained on, and the gate requires that the majority agrees
+    # with the rule. Row 15 (all right) gives no responder rows, but its verdicts give verifier
+    # rows.
     assert [at for at, *_ in rows] == [1, 12, 13, 15, 15, 15, 17, 17, 17, 17]
     for _, answers, advantages in rows:
         yes = np.array([a == "[[YES]]" for a in answers])
@@ -235,7 +235,7 @@ def test_verifier_rows():
 
 
 @pytest.mark.parametrize("penalty", [True, False])
-def test_malformed_votes_are_punished_inside_a_usable_group(penalty):
+def test_malformed_votes_are_penalized_in_usable_groups(penalty):
     rows = [Row(QA, "ok", 0, 1, 1, 0)]
     script = Script(rows, verdicts={0: ("[[YES]]", "[[YES]]", "[[YES]]", "[[NO]]", "?")})
     options = {"verifier_group_size": 5, "verifier_share": 9.0, "malformed_penalty": penalty}
@@ -246,7 +246,7 @@ def test_malformed_votes_are_punished_inside_a_usable_group(penalty):
     assert read(rollout.groups["verifier"][0])[2] == pytest.approx(wanted, abs=1e-4)
 
 
-def test_a_switch_of_one_role_leaves_the_samples_of_another():
+def test_questioner_switches_keep_the_sampled_verifier_groups():
     share = {"verifier_share": 0.5}  # 3 of 10 groups are chosen
     chosen = verifier_verdicts(Rollout(**share))
     assert len(chosen) == 3
@@ -254,7 +254,7 @@ def test_a_switch_of_one_role_leaves_the_samples_of_another():
     assert chosen == verifier_verdicts(Rollout(**share, train_questioner=False))
 
 
-def test_groups_do_not_depend_on_how_often_they_are_made():
+def test_building_groups_twice_gives_the_same_groups():
     rollout = Rollout()
     again = by_role(to_groups(rollout.algorithm, rollout.episodes))
     assert [read(g) for g in again["questioner"]] == [read(g) for g in rollout.groups["questioner"]]
@@ -272,7 +272,7 @@ def test_groups_do_not_depend_on_how_often_they_are_made():
     ],
     ids=lambda row: f"{row.written}{row.blind}{row.right}",
 )
-def test_a_step_without_usable_rows_gives_no_groups(row):
+def test_step_without_usable_rows_gives_no_groups(row):
     rollout = Rollout([row] * 3)
     assert to_groups(rollout.algorithm, rollout.episodes) == []
     assert rollout.algorithm.metrics(rollout.episodes).means()["bad_format"] in (0.0, 1.0)
@@ -303,6 +303,6 @@ def test_a_step_without_usable_rows_gives_no_groups(row):
         ({"verifier_share": -0.1}, "verifier_share"),
     ],
 )
-def test_a_bad_setting_is_named(options, field):
+def test_invalid_setting_is_named_in_the_error(options, field):
     with pytest.raises(ValueError, match=rf"algorithm\.{field} = "):
         SpellConfig(**options)

@@ -54,7 +54,7 @@ def shares(section: dict) -> set[float]:
     return {cell[0] for row in section.values() for cell in row.values()}
 
 
-def test_a_perfect_model_gets_everything_right():
+def test_perfect_model_scores_one_everywhere():
     report = SMALL.full(ScriptedModels(perfect))
     assert set(report) == {RESPONDER, VERIFIER, LETTERS, "questioner"}
     assert set(report[RESPONDER]) == {*world.KINDS, "all"}
@@ -64,7 +64,7 @@ def test_a_perfect_model_gets_everything_right():
     assert set(report["questioner"]) == {*TASKS, *(f"{task}, one known" for task in TASKS)}
 
 
-def test_a_wrong_model_gets_nothing_right():
+def test_wrong_model_has_zero_accuracy():
     report = SMALL.full(ScriptedModels(wrong))
     assert shares(report[RESPONDER]) == shares(report[VERIFIER]) == {0.0}
     for row in report["questioner"].values():
@@ -72,18 +72,18 @@ def test_a_wrong_model_gets_nothing_right():
         assert row["reference right, of answerable"][0] == 0.0
 
 
-def test_prompts_over_the_cap_are_wrong():
+def test_prompts_over_the_cap_count_as_wrong():
     report = SMALL.full(ScriptedModels(silent))
     assert shares(report[RESPONDER]) == shares(report[VERIFIER]) == {0.0}
     assert {row["accepted"][0] for row in report["questioner"].values()} == {0.0}
 
 
-def test_malformed_verdicts_are_wrong():
+def test_malformed_verdicts_count_as_wrong():
     report = SMALL.full(ScriptedModels(lambda role, *rest: None if role != "verifier" else "maybe"))
     assert shares(report[VERIFIER]) == {0.0}
 
 
-def test_quick_is_the_mean_over_kinds():
+def test_quick_score_is_the_mean_over_question_kinds():
     score, numbers = SMALL.quick(ScriptedModels(perfect))
     assert score == numbers["responder"] == 1.0
     assert set(numbers) == {"lookup/3", "two_hop/3", "math/3", "choice/3", "responder"}
@@ -94,7 +94,7 @@ def test_quick_is_the_mean_over_kinds():
     assert SMALL.quick(ScriptedModels(no_choices))[0] == pytest.approx(0.75)
 
 
-def test_surface_forms_are_right_answers():
+def test_surface_forms_count_as_right_answers():
     def worded(role, prompt, sibling, model):
         answer = perfect(role, prompt, sibling, model).split()[-1]
         if "(A)" in prompt:
@@ -114,7 +114,7 @@ def test_answers_and_verdicts_are_greedy_and_questions_are_sampled():
     assert {call.model for call in ask.calls} == {"policy"}
 
 
-def test_items_are_of_their_kind_and_the_same_every_time():
+def test_items_match_their_kind_and_are_reproducible():
     for kind in world.KINDS:
         items = SMALL.make_items(4, kind, 20)
         assert items == SMALL.make_items(4, kind, 30)[:20]
@@ -124,20 +124,20 @@ def test_items_are_of_their_kind_and_the_same_every_time():
             assert len(item.documents) == 4
             truth = world.oracle_choice if kind == "choice" else world.oracle
             assert truth(item.question, item.documents) == item.truth
-    assert SMALL.make_items(2, "two_hop", 30)  # few documents, but always a friend among them
+    assert SMALL.make_items(2, "two_hop", 30)  # two documents suffice for a two-hop question
 
 
 @pytest.mark.parametrize("seed", [0, make().sizes.seed])
-def test_held_out_documents_are_not_those_of_training(seed):
+def test_held_out_documents_differ_from_training_documents(seed):
     trained = world.make_clusters(seed, 300, (3, 8))
-    played = {text for cluster in trained for text in cluster.documents}
+    seen = {text for cluster in trained for text in cluster.documents}
     items = [item for kind in world.KINDS for item in make().make_items(3, kind, 50)]
     alike = world.make_clusters(seed, 300, (3,))
     assert not {item.documents for item in items} & {c.documents for c in alike}
-    assert len({t for item in items for t in item.documents} & played) < 5  # chance agreements
+    assert len({t for item in items for t in item.documents} & seen) < 5  # equal by chance
 
 
-def test_letters_tell_a_model_that_always_says_b():
+def test_letter_shares_reveal_a_model_that_always_answers_b():
     def always_b(role, prompt, sibling, model):
         return "answer is B"
 
@@ -145,7 +145,7 @@ def test_letters_tell_a_model_that_always_says_b():
     assert {letter: cell[0] for letter, cell in row.items()} == {"A": 0, "B": 1, "C": 0, "D": 0}
 
 
-def test_questions_outside_the_documents_are_not_answerable():
+def test_questions_about_unknown_names_are_not_answerable():
     def about_nobody(role, prompt, sibling, model):
         if role != "questioner":
             return perfect(role, prompt, sibling, model)
@@ -162,7 +162,7 @@ def questioner_prompts(evaluation: TinyEvaluation) -> list[str]:
     return call.prompts
 
 
-def test_the_questioner_reads_as_much_as_in_the_algorithm():
+def test_questioner_sees_as_many_documents_as_in_training():
     fresh, known = 3 * 12, 3 * 12
     prompts = questioner_prompts(SMALL)
     assert [len(documents_of(p)) for p in prompts] == fresh * [2] + known * [4]
@@ -181,7 +181,7 @@ def test_the_questioner_reads_as_much_as_in_the_algorithm():
     ],
     ids=["a long reference", "two equal options"],
 )
-def test_what_the_algorithm_refuses_is_not_accepted(spoil, task):
+def test_proposals_rejected_in_training_are_not_accepted(spoil, task):
     def spoilt(role, prompt, sibling, model):
         text = perfect(role, prompt, sibling, model)
         return spoil(text) if role == "questioner" else text
@@ -207,7 +207,7 @@ def test_what_the_algorithm_refuses_is_not_accepted(spoil, task):
         ("", world.canonical("Oslo"), "lookup", False),
     ],
 )
-def test_is_true(found, truth, kind, right):
+def test_is_true_compares_answers_by_question_kind(found, truth, kind, right):
     assert evaluation.is_true(found, truth, kind) == right
 
 
@@ -222,11 +222,11 @@ def test_is_true(found, truth, kind, right):
         ({"quick_documents": (1,)}, "quick_documents"),
     ],
 )
-def test_a_bad_setting_is_named(options, field):
+def test_invalid_setting_is_named_in_the_error(options, field):
     with pytest.raises(ValueError, match=rf"data\.tiny\.evaluation\.{field} = "):
         make(**options)
 
 
-def test_more_documents_than_the_world_has_are_refused():
+def test_more_documents_than_the_world_has_are_rejected():
     with pytest.raises(ValueError, match=r"algorithm\.documents = \(2, 25\)"):
         make(algorithm=SpellConfig(documents=(2, 25)))

@@ -1,4 +1,4 @@
-"""Tests of one SPELL step with scripted models: order of prompts, caps, judge, state."""
+"""Tests of one SPELL step with scripted models: prompts, token caps, judge, memory, state."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from tests.algorithms.scripted import (
     roll_out,
 )
 
-# --------------------------------------------------------------------------------- Order of prompts
+# ------------------------------------------------------------------------------- Prompts and memory
 
 
-def test_what_each_role_reads():
+def test_each_role_sees_the_right_documents():
     rollout = Rollout()
     questioner, blind, responder, verifier = rollout.ask.calls
     assert [c.role for c in rollout.ask.calls] == [
@@ -56,14 +56,14 @@ def test_what_each_role_reads():
     assert not any("text" in text for text in verifier.prompts)  # no documents
 
 
-def test_letters_asked_for_are_balanced():
+def test_requested_answer_letters_are_balanced():
     rollout = Rollout([Row(CHOICE, "ok", 0, 1, 0, 0)] * 400)
     letters = [text[-2] for text in rollout.ask.calls[0].prompts]
     counts = [letters.count(letter) for letter in "ABCD"]
     assert sum(counts) == 400 and all(abs(c - 100) < 40 for c in counts)
 
 
-def test_rounds_are_repeated_until_enough_questions_are_mixed():
+def test_rounds_repeat_until_enough_questions_are_mixed():
     rows = [Row(QA, "ok", 0, int(i % 3 == 0), 0, 0) for i in range(30)]  # every third one is mixed
     for wanted, rounds in ((1, 1), (3, 2), (4, 2), (5, 3), (50, 5)):
         rollout = Rollout(rows, generation_batch=6, questions=wanted, max_generations=5)
@@ -72,7 +72,7 @@ def test_rounds_are_repeated_until_enough_questions_are_mixed():
         assert len(rollout.groups["responder"]) == min(wanted, 2 * rounds)
 
 
-def test_memory_is_read_as_of_the_start_of_a_step():
+def test_step_reads_memory_as_of_its_start():
     rows = [Row(QA, "ok", 0, 2, 0, 0), Row(MATH, "ok", 0, 0, 0, 0)]
     rollout = Rollout(rows, cluster=9, generation_batch=4, max_generations=2, questions=9)
     assert [len(e.history) for e in rollout.episodes] == [
@@ -90,7 +90,7 @@ def test_memory_is_read_as_of_the_start_of_a_step():
 
 @pytest.mark.parametrize(
     ("kept", "shown"),
-    [("shown", [2, 4, 6, 7, 7]), ("new", [2, 4, 6, 6, 6])],  # until all are in; at most m (L + 1)
+    [("shown", [2, 4, 6, 7, 7]), ("new", [2, 4, 6, 6, 6])],  # until all shown; at most m (L + 1)
 )
 def test_memory_holds_the_last_questions_and_their_documents(kept, shown):
     serial = iter(range(1000))
@@ -113,14 +113,14 @@ def test_memory_holds_the_last_questions_and_their_documents(kept, shown):
     assert [entry.question for entry in steps[4].history] == ["Q2 what?", "Q3 what?"]
 
 
-# ---------------------------------------------------------------------------------- over the cap
+# ------------------------------------------------------------------------------ Overlong prompts
 
 
 def over(role: str, at: str, model: str = "policy"):
     return lambda r, prompt, m: r == role and at in prompt and m == model
 
 
-def test_a_questioner_prompt_over_the_cap_is_counted_and_no_more():
+def test_overlong_questioner_prompt_is_only_counted():
     rollout = Rollout(script=Script(ROWS, over=over("questioner", "d0.")))
     episode = rollout.of(0)
     assert (episode.status, episode.reason) == ("overlong", "questioner_prompt")
@@ -129,7 +129,7 @@ def test_a_questioner_prompt_over_the_cap_is_counted_and_no_more():
     assert rollout.algorithm.metrics(rollout.episodes).means()["overlong"] == pytest.approx(1 / 18)
 
 
-def test_a_responder_prompt_over_the_cap_is_counted_and_no_more():
+def test_overlong_responder_prompt_is_only_counted():
     script = Script(ROWS, over=lambda role, prompt, _: role == "responder" and "d10." in prompt)
     rollout = Rollout(script=script, negatives=9)
     assert (rollout.of(10).status, rollout.of(10).reason) == ("overlong", "responder_prompt")
@@ -141,7 +141,7 @@ def test_a_responder_prompt_over_the_cap_is_counted_and_no_more():
     assert "d10" not in clusters and "d13" in clusters
 
 
-def test_an_answer_whose_verdict_prompt_is_over_the_cap_is_judged_by_the_rule():
+def test_answer_with_overlong_verdict_prompt_is_judged_by_the_rule():
     plain = Rollout()
     rollout = Rollout(script=Script(ROWS, over=over("verifier", "alpha0"), verdicts=VERDICTS))
     assert rollout.of(0).votes == ((), (), (), ())  # the reference is in all of its prompts
@@ -151,13 +151,13 @@ def test_an_answer_whose_verdict_prompt_is_over_the_cap_is_judged_by_the_rule():
     assert plain.algorithm.metrics(plain.episodes).means()["unjudged"] == 0
 
 
-def test_a_question_too_long_for_the_filter_passes_it():
+def test_question_with_overlong_grounding_prompt_passes_the_filter():
     script = Script(ROWS, over=lambda role, prompt, _: prompt.startswith("Empty\nQ09"))
     rollout = Rollout(script=script)
     assert rollout.of(9).status == "accepted" and rollout.of(8).status == "ungrounded"
 
 
-def test_new_documents_are_dropped_first_then_the_oldest_history():
+def test_overlong_prompts_drop_new_documents_then_oldest_history():
     def shown(cap: int):
         algorithm = make_algorithm([Row(QA, "ok", 0, 1, 0, 0)], cluster=9, documents=(4,), cap=cap)
         algorithm.memory.push(QA, "d0", Entry((0, 1), "old", "a"), 0.5)
@@ -175,13 +175,13 @@ def test_new_documents_are_dropped_first_then_the_oldest_history():
     assert shown(17) == (3, ["old", "new"], 4)
     assert shown(16) == (2, ["new"], 5)
     assert shown(10) == (1, [], 6)
-    assert shown(1) == (1, [], 6)  # nothing is left to drop: the sampler refuses it
+    assert shown(1) == (1, [], 6)  # nothing is left to drop: the sampler rejects it
 
 
 # -------------------------------------------------------------------------- Judge and frozen reader
 
 
-def test_an_external_judge_takes_the_place_of_the_rule():
+def test_external_judge_replaces_the_rule():
     asked = []
 
     def judge(items):
@@ -210,7 +210,7 @@ def never(role: str, prompt: str, model: str) -> bool:
     return False
 
 
-def test_the_frozen_copy_reads_the_questioners_documents():
+def test_frozen_reader_sees_the_questioners_documents():
     rollout = frozen_reader({})
     assert rollout.algorithm.models == ("reference_reader",) and Rollout().algorithm.models == ()
     (call,) = [c for c in rollout.ask.calls if c.model == "reference_reader"]
@@ -225,7 +225,7 @@ def test_the_frozen_copy_reads_the_questioners_documents():
     assert {fact for fact in plain if plain[fact] != facts[fact]} == {"calls"}
 
 
-def test_the_most_frequent_answer_of_the_frozen_copy_is_the_reference():
+def test_most_frequent_frozen_reader_answer_is_the_reference():
     rollout = frozen_reader({0: ("Beta0.", "alpha0", "beta0", "beta0")})
     episode = rollout.of(0)
     assert (episode.own_reference, episode.reference) == ("alpha0", "Beta0")
@@ -243,10 +243,10 @@ def test_the_most_frequent_answer_of_the_frozen_copy_is_the_reference():
         (("x", "x", "x", "y"), "accepted"),
         (("x", "y", "x", "y"), "ungrounded"),  # two of four are not more than half
         (("x", "y", "z", "v"), "ungrounded"),
-        (("", "", "", ""), "ungrounded"),  # no answer does not count as an answer
+        (("", "", "", ""), "ungrounded"),  # a missing answer does not count
     ],
 )
-def test_a_frozen_copy_that_disagrees_makes_a_question_ungrounded(answers, status):
+def test_question_is_ungrounded_without_a_frozen_reader_majority(answers, status):
     episode = frozen_reader({0: answers}).of(0)
     assert episode.status == status
     if status == "ungrounded":
@@ -254,7 +254,7 @@ def test_a_frozen_copy_that_disagrees_makes_a_question_ungrounded(answers, statu
         assert episode.response is None
 
 
-def test_what_the_frozen_copy_says_without_documents_too_is_ungrounded():
+def test_answer_known_without_documents_makes_question_ungrounded():
     blind = ("Unknown.", "unknown", "unknown", "x")
     episode = frozen_reader({0: blind}).of(0)
     assert (episode.status, episode.reason) == ("ungrounded", "known_without_documents")
@@ -264,13 +264,13 @@ def test_what_the_frozen_copy_says_without_documents_too_is_ungrounded():
     assert frozen_reader({0: blind}, grounding_samples=0).of(0).status == "accepted"
 
 
-def test_agreement_takes_two():
+def test_reader_agreement_needs_two_equal_answers():
     rows = [Row(QA, "ok", 0, 2, 0, 0)]
     assert frozen_reader({0: ("x", "y")}, rows, reader_samples=2).of(0).status == "ungrounded"
     assert frozen_reader({0: ("x", "y", "x")}, rows, reader_samples=3).of(0).status == "accepted"
 
 
-def test_a_reader_prompt_over_the_cap_punishes_nobody():
+def test_overlong_reader_prompt_gives_no_reward():
     rollout = frozen_reader(
         {}, over=lambda r, prompt, model: model == "reference_reader" and "Q00" in prompt
     )
@@ -279,17 +279,17 @@ def test_a_reader_prompt_over_the_cap_punishes_nobody():
     assert episode.reward is None
 
 
-def test_most_frequent():
+def test_most_frequent_returns_the_answer_and_its_count():
     assert most_frequent(["x", None, "The X.", "y"], QA) == ("x", 2)
     assert most_frequent(["12", "12.0", "3"], MATH) == ("12", 2)
     assert most_frequent(["A", "B", "B"], CHOICE) == ("B", 2)
     assert most_frequent(["one", "two"], QA) == ("one", 1)
     assert most_frequent([None, None], QA) == (None, 0)
     assert most_frequent([], QA) == (None, 0)
-    assert most_frequent(["plenty", "plenty"], MATH) == (None, 0)  # no number equals nothing
+    assert most_frequent(["plenty", "plenty"], MATH) == (None, 0)  # not a number
 
 
-# --------------------------------------------------------------------------------- seed and state
+# --------------------------------------------------------------------------------- Seed and state
 
 
 def real_stream(seed: int = 0) -> TaskStream:
@@ -338,7 +338,7 @@ def new_algorithm(seed: int = 0, **options) -> Spell:
     )
 
 
-def test_a_step_is_a_function_of_seed_and_step():
+def test_step_results_depend_only_on_seed_and_step_number():
     first = run_steps(new_algorithm(), (1, 2, 3))
     assert first == run_steps(new_algorithm(), (1, 2, 3))
     assert first != run_steps(new_algorithm(seed=1), (1, 2, 3), seed=1)
@@ -347,7 +347,7 @@ def test_a_step_is_a_function_of_seed_and_step():
 
 
 @pytest.mark.parametrize("reward", ["max", "random"])
-def test_an_algorithm_resumes_from_its_state(reward):
+def test_algorithm_resumes_from_state_dict(reward):
     whole = run_steps(new_algorithm(responder_reward=reward), range(1, 7))
     algorithm = new_algorithm(responder_reward=reward)
     run_steps(algorithm, range(1, 4))
@@ -359,7 +359,7 @@ def test_an_algorithm_resumes_from_its_state(reward):
     assert len(resumed.memory) > 0
 
 
-def test_records_are_json_and_hold_what_happened():
+def test_records_are_json_and_hold_the_episode():
     rollout = Rollout()
     records = [json.loads(json.dumps(record)) for record in rollout.records()]
     assert records[0]["answers"][0] == "answer is alpha0"
@@ -367,7 +367,7 @@ def test_records_are_json_and_hold_what_happened():
     assert records[3]["proposal"] == "Q03 but no JSON" and records[3]["answers"] == []
 
 
-def test_metrics_are_shares_of_what_happened():
+def test_metrics_are_shares_and_means_over_episodes():
     rollout = Rollout()
     means = rollout.algorithm.metrics(rollout.episodes).means()
     expected = {
@@ -412,7 +412,7 @@ def test_metrics_are_shares_of_what_happened():
     assert reward == pytest.approx(np.mean([max(r, 0.0) for r in rewarded]))
 
 
-def test_the_filter_counts_right_answers_of_several():
+def test_grounding_threshold_counts_right_blind_answers():
     rows = [Row(QA, "ok", 0, 2, 0, 0)]
 
     def write(role, prompt, sibling, model):
@@ -425,7 +425,7 @@ def test_the_filter_counts_right_answers_of_several():
         assert roll_out(algorithm, ScriptedModels(write), 1)[0].status == status
 
 
-def test_questions_are_parsed_with_the_algorithms_own_limits(monkeypatch):
+def test_questions_are_parsed_with_the_configured_limits(monkeypatch):
     seen = []
 
     def parse(text, task, count, limit, distinct):

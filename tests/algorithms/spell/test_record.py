@@ -1,4 +1,4 @@
-"""Tests of an episode's record: prompt without documents, advantages, and its use."""
+"""Tests of an episode's record: prompt without documents, advantages, and use in training."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EVERYTHING = {"verifier_share": 9.0, "negatives": 9}
 
 
 @pytest.mark.parametrize("step", [1, 2])
-def test_the_prompt_is_there_but_for_the_documents(step):
+def test_record_prompt_has_placeholders_for_documents(step):
     rollout = Rollout()
     episodes = rollout.episodes
     if step == 2:  # the memory holds questions
@@ -49,7 +49,7 @@ def test_the_prompt_is_there_but_for_the_documents(step):
         {"train_questioner": False, "train_verifier": False},
     ],
 )
-def test_what_is_used_is_what_is_trained_on(options):
+def test_record_marks_exactly_the_trained_rows_as_used(options):
     rollout = Rollout(**options)
     used = collections.defaultdict(list)
     for record in rollout.records():
@@ -71,7 +71,7 @@ def test_what_is_used_is_what_is_trained_on(options):
     assert used["responder"]
 
 
-def test_why_something_is_not_used():
+def test_record_gives_the_reason_for_unused_rows():
     rollout = Rollout(questions=4, negatives=0, verifier_share=0.5)
     found = rollout.records()
     why = {int(record["cluster"].removeprefix("d")): record["used"] for record in found}
@@ -92,13 +92,13 @@ def test_why_something_is_not_used():
     assert verdicts["nothing_to_learn"] == len(predictions) - 10 - predictions.count(None)
 
 
-def test_roles_that_are_not_trained_say_so():
+def test_record_marks_frozen_roles_as_not_trained():
     for record in Rollout(train_questioner=False, train_verifier=False).records():
         assert record["used"]["questioner"] == "not_trained"
         assert set(record["used"]["verifier"]) <= {"not_trained", "not_judged"}
 
 
-def test_a_prompt_over_the_cap_has_no_proposal():
+def test_episode_with_overlong_prompt_has_no_proposal():
     rows = [Row(QA, "ok", 0, 2, 1, 4), Row(MATH, "ok", 0, 2, 1, 4), Row(CHOICE, "ok", 0, 2, 1, 4)]
     rollout = Rollout(rows, script=Script(rows))
     first, *others = rollout.episodes
@@ -107,7 +107,7 @@ def test_a_prompt_over_the_cap_has_no_proposal():
     assert use["questioner"] == "no_proposal" and use["responder"] == "overlong"
 
 
-def test_groups_change_no_episode():
+def test_building_groups_does_not_change_episodes():
     rollout = Rollout(**EVERYTHING)
     first = rollout.records()
     assert to_records(rollout.algorithm, rollout.episodes) == first

@@ -1,4 +1,4 @@
-"""Tests of the algorithm against recorded steps of the paper's own code.
+"""Tests of the SPELL algorithm against recorded steps of the paper's own code.
 
 See tests/reference_cases/README.md.
 """
@@ -54,7 +54,7 @@ class Replay:
         self.rows = [Row(TASKS[task], *rest) for task, *rest in given["spec"]]
         # If votes tie, the reference code takes the value seen first, here YES. We need more than
         # half (spec 12, row 5). Scripting such a tie as all YES undoes the difference: the answer
-        # is judged alike, and neither code trains on its group.
+        # is judged the same, and neither code trains on its group.
         tied = given["gv"] // 2
         script = [
             Row(r.task, r.written, r.blind, r.right, r.paraphrased, given["gv"])
@@ -88,7 +88,7 @@ def uids(episodes) -> list[str]:
     return [f"U{number(e):02d}" for e in episodes]
 
 
-def test_bad_questions(replay):
+def test_bad_questions_match_the_reference_code(replay):
     case, ours = replay
     expected = case["out"]["bad_cases"]
     kinds = {
@@ -102,14 +102,14 @@ def test_bad_questions(replay):
         assert all(e.reward == earned[name] for e in found)
 
 
-def test_what_the_models_are_asked(replay):
+def test_generation_calls_match_the_reference_code(replay):
     case, ours = replay
     # Our first call is the questioner's, which the recorded script does not count.
     asked = [{"n": call.group, "prompts": len(call.prompts)} for call in ours.ask.calls[1:]]
     assert asked == case["out"]["generation_calls"]
 
 
-def test_rewards_of_usable_groups(replay):
+def test_usable_group_rewards_match_the_reference_code(replay):
     case, ours = replay
     expected = case["out"]["kept_groups_rule_llm_final"]
     usable = dict(zip(uids(ours.episodes), ours.episodes, strict=True))
@@ -121,7 +121,7 @@ def test_rewards_of_usable_groups(replay):
         assert found == expected[uid]
 
 
-def test_questioner_rewards(replay):
+def test_questioner_rewards_match_the_reference_code(replay):
     case, ours = replay
     found = dict(zip(uids(ours.episodes), ours.episodes, strict=True))
     # Advantages are left out: the reference sampled other negatives (README of the cases).
@@ -129,7 +129,7 @@ def test_questioner_rewards(replay):
         assert found[uid].reward == pytest.approx(reward, abs=1e-6)
 
 
-def test_verifier_groups_that_may_be_used(replay):
+def test_eligible_verifier_groups_match_the_reference_code(replay):
     case, ours = replay
     eligible = Counter(
         f"d{number(e)}"
@@ -140,7 +140,7 @@ def test_verifier_groups_that_may_be_used(replay):
     assert eligible == case["out"]["verifier_groups_collected_per_question"]
 
 
-def test_memory(replay):
+def test_memory_matches_the_reference_code(replay):
     case, ours = replay
     names = {ours: theirs for theirs, ours in TASKS.items()}
     stored = {
@@ -149,7 +149,7 @@ def test_memory(replay):
         ]
         for row in ours.algorithm.memory.state_dict()["clusters"]
     }
-    # Which two of three documents were shown is another random choice.
+    # The choice of two of the three documents is random and differs from the reference.
     expected = {
         key: [[len(documents), question, answer] for documents, question, answer in entries]
         for key, entries in case["out"]["history"].items()
@@ -157,7 +157,7 @@ def test_memory(replay):
     assert stored == expected
 
 
-def test_rows_of_the_update(replay):
+def test_update_rows_match_the_reference_code(replay):
     case, ours = replay
     final = case["out"]["final"]
     counts = {role: sum(len(g.answers) for g in gs) for role, gs in ours.groups.items()}
@@ -173,12 +173,11 @@ def test_rows_of_the_update(replay):
     assert split == final["questioner_rows_by_task_and_type"]
 
 
-def test_what_the_verifier_is_asked():
-    """verifier_skips.json: an answer without a prediction is not judged, any other one is.
+def test_verifier_skips_match_the_reference_code():
+    """verifier_skips.json: only answers with a prediction are judged.
 
     Two cases do not apply to us: a missing reference (an accepted question has one), and tasks that
-    are
-    not judged (we judge all three, like the paper's script).
+    are not judged (we judge all three, like the paper's script).
     """
     compared = 0
     for case in cases("verifier_skips"):
@@ -204,8 +203,8 @@ def test_what_the_verifier_is_asked():
     assert compared == 7
 
 
-def test_documents_shown_to_the_questioner():
-    """questioner_prompt_docs.json: count, order and forced ids. The sampled ids differ."""
+def test_shown_documents_match_the_reference_code():
+    """questioner_prompt_docs.json: count, order and forced ids agree; the sampled ids differ."""
     for case in cases("questioner_prompt_docs"):
         given, out = case["in"], case["out"]
         source = given["data_source"].partition("_")[0]
@@ -232,8 +231,8 @@ def test_documents_shown_to_the_questioner():
         assert PROMPTS.questioner(task, whole, episode.history, prompt[-2]) == prompt
 
 
-def test_what_a_proposal_earns():
-    """questioner_get_record.json: an empty record is punished, an unfinished thought is not."""
+def test_proposal_outcomes_match_the_reference_code():
+    """questioner_get_record.json: an empty record is penalized, an unfinished thought is not."""
     outcomes = Counter()
     for case in cases("questioner_get_record"):
         (text,), out = case["in"], case["out"]

@@ -82,7 +82,7 @@ def write_docmath(folder: pathlib.Path, **changes) -> None:
         write(folder / "data" / f"{split}.json", rows)
 
 
-def test_longbench_v2(tmp_path):
+def test_longbench_v2_prompt_and_scores(tmp_path):
     write(tmp_path / "data.json", [choice_row(i) for i in range(503)])
     benchmark = load("longbench_v2", tmp_path)
     item = benchmark.items[2]
@@ -102,7 +102,7 @@ def test_longbench_v2(tmp_path):
 
 
 @pytest.mark.parametrize("task", ["hotpotqa", "2wikimqa", "musique"])
-def test_only_the_first_answer_of_longbench_is_the_reference(tmp_path, task):
+def test_longbench_reference_is_only_the_first_answer(tmp_path, task):
     write(tmp_path / "data" / f"{task}.jsonl", [hop_row(i) for i in range(200)])
     benchmark = load(task, tmp_path)
     item = benchmark.items[0]
@@ -110,12 +110,12 @@ def test_only_the_first_answer_of_longbench_is_the_reference(tmp_path, task):
     assert item.prompt == PROMPTS.responder("general_qa", ["Passage 1:\nOne."], "Who wrote it?")
     assert benchmark.score("The correct answer is the poet Ann Lee.", item) == 1.0
     assert benchmark.score("The correct answer is A. Lee.", item) == 0.0
-    assert benchmark.score("Ann Lee", item) == 0.0  # not announced
+    assert benchmark.score("Ann Lee", item) == 0.0  # without "the correct answer is"
     (tmp_path / "data" / f"{task}.jsonl").rename(tmp_path / f"{task}.jsonl")
     assert load(task, tmp_path).items == benchmark.items  # also from within `data`
 
 
-def test_frames_are_titles_and_texts(tmp_path):
+def test_frames_documents_are_titles_and_texts(tmp_path):
     write(tmp_path / "test.jsonl", [frames_row(i) for i in range(824)])
     benchmark = load("frames", tmp_path)
     item = benchmark.items[823]
@@ -139,7 +139,7 @@ def test_docmath_has_four_sets(tmp_path):
     assert benchmark.extract(r"\boxed{7}", item) == "7"
 
 
-def test_the_judge_is_shown_the_whole_question(tmp_path):
+def test_judge_sees_the_whole_question(tmp_path):
     question = "Sales rose by 3.\n\nHow much were they?"
     write(tmp_path / "simpshort_testmini.json", [math_row(question=question)])
     write(tmp_path / "musique.jsonl", [hop_row(input=question)])
@@ -153,7 +153,7 @@ def test_the_judge_is_shown_the_whole_question(tmp_path):
     "truth, answer, wrong",
     [(True, "yes", "no"), (-31, "-31", "31"), ("5.0", "5", "6"), (1e22, "1e22", "2e22")],
 )
-def test_docmath_truths(tmp_path, truth, answer, wrong):
+def test_docmath_scores_boolean_and_numeric_answers(tmp_path, truth, answer, wrong):
     write_docmath(tmp_path, ground_truth=truth)
     benchmark = load("docmath", tmp_path, limit=1)
     (item,) = benchmark.items
@@ -161,7 +161,7 @@ def test_docmath_truths(tmp_path, truth, answer, wrong):
     assert benchmark.score(rf"\boxed{{{wrong}}}", item) == 0.0
 
 
-def test_limits(tmp_path):
+def test_limit_takes_the_first_rows_and_is_checked(tmp_path):
     write_docmath(tmp_path)
     many = load("docmath", tmp_path, limit=250).items
     assert [item.fields["split"] for item in many[199:201]] == list(long.DOCMATH_ROWS)[:2]
@@ -182,13 +182,13 @@ def test_limits(tmp_path):
 
 
 @pytest.mark.parametrize("rows", [502, 504])
-def test_another_number_of_rows_is_refused(tmp_path, rows):
+def test_wrong_number_of_rows_is_rejected(tmp_path, rows):
     write(tmp_path / "data.json", [choice_row(i) for i in range(rows)])
     with pytest.raises(ValueError, match=rf"data.json: {rows} rows, but 503 are published"):
         load("longbench_v2", tmp_path)
 
 
-def test_a_docmath_set_of_another_size_is_refused(tmp_path):
+def test_docmath_set_of_wrong_size_is_rejected(tmp_path):
     write_docmath(tmp_path)
     rows = [math_row(i) for i in range(200)]
     write(tmp_path / "data" / "simplong_testmini.json", rows)
@@ -205,13 +205,13 @@ def test_a_docmath_set_of_another_size_is_refused(tmp_path):
         ({"_id": "66f0"}, r"longbench_v2: two rows have the id '66f0'"),
     ],
 )
-def test_a_wrong_field_is_named(tmp_path, change, message):
+def test_error_names_wrong_field(tmp_path, change, message):
     write(tmp_path / "data.json", [choice_row(0), choice_row(1, **change)])
     with pytest.raises(ValueError, match=message):
         load("longbench_v2", tmp_path, limit=2)
 
 
-def test_a_missing_field_is_named(tmp_path):
+def test_error_names_missing_or_malformed_field(tmp_path):
     row = hop_row()
     del row["answers"]
     write(tmp_path / "musique.jsonl", [row])
@@ -227,14 +227,14 @@ def test_a_missing_field_is_named(tmp_path):
         load("musique", tmp_path, 1)
 
 
-def test_google_s_frames_has_no_texts(tmp_path):
+def test_frames_rows_without_page_texts_are_rejected(tmp_path):
     row = frames_row()
     write(tmp_path / "test.jsonl", [row | {"wiki_items": ["https://en.wikipedia.org/wiki/Oslo"]}])
     with pytest.raises(ValueError, match=r"wiki_items = .*; it must be a list of objects"):
         load("frames", tmp_path, 1)
 
 
-def test_missing_files_are_named(tmp_path):
+def test_error_names_missing_file(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"nowhere: no such folder.*docs/evaluation.md"):
         load("frames", tmp_path / "nowhere")
     with pytest.raises(
@@ -252,7 +252,7 @@ def test_missing_files_are_named(tmp_path):
         ("version https://git-lfs.github.com/spec/v1", r"data.json: no JSON"),
     ],
 )
-def test_damaged_files_are_named(tmp_path, content, message):
+def test_error_names_malformed_file(tmp_path, content, message):
     (tmp_path / "data.json").write_text(content)
     with pytest.raises(ValueError, match=message):
         load("longbench_v2", tmp_path)
@@ -262,7 +262,7 @@ def test_damaged_files_are_named(tmp_path, content, message):
         load("frames", tmp_path / "frames")
 
 
-def test_half_a_surrogate_pair_is_replaced(tmp_path):
+def test_lone_surrogate_is_replaced(tmp_path):
     write(tmp_path / "data.json", [choice_row(context="a\ud800b")])
     (item,) = load("longbench_v2", tmp_path, 1).items
     assert "a\ufffdb" in item.prompt
@@ -271,7 +271,7 @@ def test_half_a_surrogate_pair_is_replaced(tmp_path):
     assert load("musique", tmp_path, 1).items[0].references == ("a\ufffdb",)
 
 
-def test_byte_order_marks_and_empty_lines_are_passed_over(tmp_path):
+def test_byte_order_marks_and_empty_lines_are_skipped(tmp_path):
     (tmp_path / "data.json").write_text(json.dumps([choice_row(0), choice_row(1)]), "utf-8-sig")
     lines = "\n \n".join(json.dumps(hop_row(i)) for i in range(2))
     (tmp_path / "musique.jsonl").write_text(lines, "utf-8-sig")
@@ -279,13 +279,13 @@ def test_byte_order_marks_and_empty_lines_are_passed_over(tmp_path):
         assert len(load(name, tmp_path, 2).items) == 2
 
 
-def test_deep_json_is_named(tmp_path):
+def test_deeply_nested_json_raises(tmp_path):
     (tmp_path / "data.json").write_text("[" * 100_000)
     with pytest.raises(ValueError, match=r"data.json: no JSON"):
         load("longbench_v2", tmp_path)
 
 
-def test_unknown_names(tmp_path):
+def test_unknown_benchmark_name_raises(tmp_path):
     with pytest.raises(ValueError, match=r"'longbench' is unknown; there are longbench_v2, frames"):
         load("longbench", tmp_path)
 
@@ -303,10 +303,10 @@ def one_item(folder: pathlib.Path, name: str, truth) -> Benchmark:
     return load(name, folder, 1)
 
 
-def test_reference_cases(tmp_path):
+def test_predictions_and_scores_match_reference_cases(tmp_path):
     """Predictions and scores equal those of the paper's evaluation.
 
-    The README of its cases lists the departures.
+    The README of the cases lists the differences.
     """
     cases = json.loads((REFERENCE_CASES / "eval_process_answer.json").read_text())["cases"]
     scores = []
@@ -320,8 +320,8 @@ def test_reference_cases(tmp_path):
         if wanted["em_score"] is None:
             assert score == wanted["judge"], case
         else:
-            # There the rule score of free text is always 0: it looks up a metric that is missing. A
-            # None there equals the text "None", which is no answer either.
+            # The reference scores free text 0 by rule, because it looks up a missing metric. Its
+            # prediction None equals the text "None", which is no answer either.
             found = wanted["pred"] is not None and bool(wanted["pred"])
             covers = found and normalize_answer(truth) in normalize_answer(wanted["pred"])
             assert score == float(covers), case

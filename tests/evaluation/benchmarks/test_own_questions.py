@@ -19,7 +19,7 @@ def record(cluster: str, number: int, task: str = "general_qa", **changes) -> di
     return made | {"reference": f"answer {number}", "shown": [0]} | changes
 
 
-def test_questions_with_their_documents_are_asked(tmp_path: Path, caplog):
+def test_accepted_questions_with_documents_become_items(tmp_path: Path, caplog):
     caplog.set_level(logging.INFO)
     texts = ["The sea is wide.", "The hill is high."]
     first = [
@@ -32,7 +32,7 @@ def test_questions_with_their_documents_are_asked(tmp_path: Path, caplog):
     damaged += [{"question": "Why\ud800?"}]
     second = [
         record("b", 4, task="multiple_choice", reference="B", documents=texts[:1]),
-        record("a", 5),  # a step's documents are its own
+        record("a", 5),  # documents of another step do not count
         *(record("b", 6, **one) for one in damaged),
         record("c", 7, documents=[3]),
         {"status": "accepted"},
@@ -57,7 +57,7 @@ def test_questions_with_their_documents_are_asked(tmp_path: Path, caplog):
     assert f"3 questions; left out: {told}" in caplog.text
 
 
-def test_prompts_are_those_of_the_run(tmp_path: Path):
+def test_prompts_use_the_prompt_set_of_the_run(tmp_path: Path):
     write_episodes(tmp_path, {1: [record("a", 0, documents=["x"])]})
     config = tmp_path / "config.json"
     config.write_text('{"algorithm": {"prompts": "compact"}}')
@@ -71,7 +71,7 @@ def test_prompts_are_those_of_the_run(tmp_path: Path):
         benchmarks.load("own_questions", tmp_path)
 
 
-def test_the_rule_is_that_of_the_task(tmp_path: Path):
+def test_scoring_rule_is_that_of_the_task(tmp_path: Path):
     records = [
         record("a", 0, reference="the Red Sea", documents=["x"]),
         record("a", 1, task="financial_math", reference="42"),
@@ -85,7 +85,7 @@ def test_the_rule_is_that_of_the_task(tmp_path: Path):
         assert made.extract(said[i], item) == found[i]
 
 
-def test_questions_are_chosen_evenly(tmp_path: Path, monkeypatch):
+def test_questions_are_chosen_evenly_over_steps(tmp_path: Path, monkeypatch):
     steps = {
         step: [record("a", i, documents=["x"] if i == 0 else []) for i in range(10)]
         for step in range(1, 9)
@@ -103,7 +103,7 @@ def test_questions_are_chosen_evenly(tmp_path: Path, monkeypatch):
     assert len(benchmarks.load("own_questions", tmp_path, 99).items) == 40
 
 
-def test_a_run_without_questions_is_refused(tmp_path: Path):
+def test_run_without_usable_questions_is_rejected(tmp_path: Path):
     with pytest.raises(FileNotFoundError, match=r"must have episodes/ of a run"):
         benchmarks.load("own_questions", tmp_path)
     with pytest.raises(ValueError, match=r"'without documents': 1.*config.episode_characters"):

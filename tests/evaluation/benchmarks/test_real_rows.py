@@ -22,7 +22,7 @@ def write_lines(path: Path, rows: list[dict]) -> None:
 
 
 def check(benchmark: Benchmark, rows: int, form: str) -> None:
-    """Each answer is right for its question, and for one with another answer only by chance."""
+    """Check that an answer is correct for its question, and for others only by chance."""
     items = benchmark.items
     assert len(items) == rows
     replies = [f"<think>{i.question}</think>" + form % i.references for i in items]
@@ -44,7 +44,9 @@ def check(benchmark: Benchmark, rows: int, form: str) -> None:
         ("musique", "musique_dev.dev100.jsonl"),
     ],
 )
-def test_multi_hop_questions(tmp_path: Path, spell_data: Path, task: str, file: str) -> None:
+def test_reference_answers_of_real_multi_hop_questions_score_1(
+    tmp_path: Path, spell_data: Path, task: str, file: str
+) -> None:
     lines = (spell_data / "multihop" / file).read_text("utf-8").splitlines()
     records = [json.loads(line) for line in lines]
 
@@ -94,7 +96,9 @@ def financial_rows(folder: Path) -> list[dict]:
     ]
 
 
-def test_financial_questions(tmp_path: Path, spell_data: Path) -> None:
+def test_reference_answers_of_real_financial_questions_score_1(
+    tmp_path: Path, spell_data: Path
+) -> None:
     rows, first = financial_rows(spell_data), 0
     assert len(rows) == 211 + 718
     for split, count in DOCMATH_ROWS.items():

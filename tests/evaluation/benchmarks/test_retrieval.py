@@ -47,7 +47,7 @@ def write_parquet(path: pathlib.Path, rows: list[dict]) -> None:
 
 
 @pytest.mark.parametrize("files", [["2needle/2needle_0", "2needle/2needle_1"], ["2needle"]])
-def test_mrcr(tmp_path, files):
+def test_mrcr_prompt_and_scores(tmp_path, files):
     for file in files:
         rows = [mrcr_row(i) for i in range(800 // len(files))]
         write_parquet(tmp_path / f"{file}.parquet", rows)
@@ -80,7 +80,7 @@ def test_mrcr(tmp_path, files):
         ({"n_chars": "9"}, "n_chars = '9'; it must be a number"),
     ],
 )
-def test_wrong_mrcr_rows_are_refused(tmp_path, change, message):
+def test_malformed_mrcr_rows_are_rejected(tmp_path, change, message):
     write_parquet(tmp_path / "8needle.parquet", [mrcr_row(**change)])
     with pytest.raises(ValueError, match=rf"8needle.parquet, row 0: {message}"):
         load("mrcr_8needle", tmp_path, 1)
@@ -91,7 +91,7 @@ def mrcr_item(answer: str) -> Item:
 
 
 @given(st.text("abcd efgh", max_size=300), st.text("abcd efgh", max_size=300))
-def test_mrcr_score_is_the_graders(answer, reply):
+def test_mrcr_score_matches_the_published_grader(answer, reply):
     """Formula in the dataset's README.md: check the prefix, strip it from both, ratio."""
     wanted = difflib.SequenceMatcher(None, reply.strip(), answer).ratio()
     assert score_mrcr(f"KEY{reply.strip()}", mrcr_item(answer)) == pytest.approx(wanted)
@@ -110,7 +110,7 @@ def test_only_the_beginning_of_a_long_reply_is_matched():
     assert score_mrcr(f"KEY{answer}{'x' * 100_000}", mrcr_item(answer)) == pytest.approx(
         1000 / 101_000
     )
-    # No match, and no time spent: the copy is after twice the reference and 1000 characters.
+    # Text after twice the reference and 1000 characters is not compared.
     behind = "x" * 2000 + answer
     assert score_mrcr(f"KEY{behind}", mrcr_item(answer)) == 0.0
     assert difflib.SequenceMatcher(None, behind, answer).ratio() > 0.3
@@ -137,7 +137,7 @@ def write_kilt(folder: pathlib.Path, questions: int = 130, places: int = 6, k: i
     write_lines(folder / "data" / "kilt" / "nq-train-multikilt_1000_k3_dep6.jsonl", shown)
 
 
-def test_rag(tmp_path):
+def test_rag_prompts_and_scores(tmp_path):
     write_kilt(tmp_path)
     benchmark = load("helmet_nq", tmp_path)
     questions = Counter(item.question for item in benchmark.items)
@@ -160,7 +160,7 @@ def test_rag(tmp_path):
     assert benchmark.extract("<think>answer: no</think>Bo Li\nMore", item) == "Bo Li"
 
 
-def test_rag_lengths_and_limits(tmp_path):
+def test_rag_length_selects_the_file_and_limit_is_checked(tmp_path):
     write_kilt(tmp_path, k=440)
     with pytest.raises(FileNotFoundError, match=r"nq-dev-multikilt_1000_k105_dep6.jsonl"):
         load("helmet_nq", tmp_path)
@@ -173,7 +173,7 @@ def test_rag_lengths_and_limits(tmp_path):
         load("helmet_nq", tmp_path, limit=7)
 
 
-def test_popular_questions_are_left_out(tmp_path):
+def test_popqa_has_only_questions_about_rare_pages(tmp_path):
     def row(i: int, place: int) -> dict:
         popularity = (10**4, 10**3, 0)[i % 3] if i % 2 else 999
         return kilt_row(f"q{i}?", place, id=i, s_pop=popularity)
@@ -184,7 +184,7 @@ def test_popular_questions_are_left_out(tmp_path):
     benchmark = load("helmet_pop", tmp_path)
     ids = {int(item.fields["question_id"]) for item in benchmark.items}
     assert len(benchmark.items) == 600 and not any(i % 2 for i in ids)
-    for item in benchmark.items:  # no example is the question itself
+    for item in benchmark.items:  # the question itself is never an example
         assert item.prompt.count(f"Question: {item.question}") == 1
     del rows[0]["s_pop"]
     write_lines(tmp_path / "kilt" / "popqa_test_1000_k105_dep6.jsonl", rows)
@@ -192,7 +192,7 @@ def test_popular_questions_are_left_out(tmp_path):
         load("helmet_pop", tmp_path)
 
 
-def test_answers_may_be_nested_but_not_missing(tmp_path):
+def test_rag_answers_may_be_nested_but_not_missing(tmp_path):
     write_kilt(tmp_path, questions=1)
     path = tmp_path / "data" / "kilt" / "nq-dev-multikilt_1000_k105_dep6.jsonl"
     write_lines(path, [kilt_row("q?", 0, answers=[["a b"], ["c"]])])
@@ -249,7 +249,7 @@ def write_icl(task: str, folder: pathlib.Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("task", helmet_labels.TASKS)
-def test_icl(tmp_path, task):
+def test_icl_prompts_and_scores(tmp_path, task):
     write_icl(task, tmp_path)
     kind = helmet_labels.TASKS[task]
     limit = None if task == "trec_coarse" else 20
@@ -268,12 +268,12 @@ def test_icl(tmp_path, task):
     assert benchmark.score(f"label: {reference}\n\nlabel: x", item) == 1.0
     assert benchmark.score(reference, item) == 1.0
     assert benchmark.score(f"{reference}1", item) == 0.0 == benchmark.score("", item)
-    # The mapping of labels is that of the prompt, and differs for another question.
+    # Questions have different mappings from labels to numbers.
     mappings = {i.references for i in benchmark.items if i.fields == item.fields}
     assert len(mappings) > 1 or limit
 
 
-def test_examples_come_in_mixed_rounds_of_every_label():
+def test_icl_examples_are_shuffled_rounds_of_all_labels():
     by_label = {"a": list("1234567890"), "b": ["x"], "c": list("pqrst")}
     examples = helmet_labels.balanced(by_label, 28, random.Random(0))
     rounds = [tuple(label for _, label in examples[at : at + 3]) for at in range(0, 27, 3)]
@@ -282,10 +282,10 @@ def test_examples_come_in_mixed_rounds_of_every_label():
     assert Counter(label for _, label in examples[27:]).total() == 1
     texts = Counter(text for text, _ in examples)
     assert texts["x"] >= 9 and max(texts[text] for text in "1234567890") == 1
-    assert {texts[text] for text in "pqrst"} <= {1, 2}  # all of them before any repeats
+    assert {texts[text] for text in "pqrst"} <= {1, 2}  # every text is used before one repeats
 
 
-def test_labels_agree_with_the_examples(tmp_path):
+def test_icl_reference_agrees_with_the_examples(tmp_path):
     write_trec(tmp_path)
     item = load("helmet_trec_coarse", tmp_path, 1).items[0]
     train = dict(helmet_labels.read("trec_coarse", tmp_path, True)[0])
@@ -296,19 +296,19 @@ def test_labels_agree_with_the_examples(tmp_path):
     assert "café" in item.prompt
 
 
-def test_every_label_of_the_nlu_data_keeps_an_example(tmp_path):
+def test_every_nlu_label_keeps_an_example(tmp_path):
     write_icl("nlu", tmp_path)
     path = tmp_path / "NLU-Data-Home-Domain-Annotated-All.csv"
     path.write_text(path.read_text() + "\n" + "\n".join(f"1;1;rare;{i};;x;" for i in range(30)))
     train, test = helmet_labels.read("nlu", tmp_path, complete=False)
     assert dict(train + test)["say; 70 now"] == "music_play2"  # without annotations
     places = [int(text.split()[1]) for text, label in test if label.startswith("music")]
-    assert min(places) < 300 and max(places) > 25_400  # of the whole file
+    assert min(places) < 300 and max(places) > 25_400  # test rows come from the whole file
     assert len({label for _, label in train}) == 98
     assert len(test) == 2575 and len(train) == 23_170
 
 
-def test_wrong_labels_are_refused(tmp_path):
+def test_malformed_label_files_are_rejected(tmp_path):
     write_trec(tmp_path, train=5451)
     with pytest.raises(ValueError, match=r"trec_coarse, examples: 5451 rows, but 5452"):
         load("helmet_trec_coarse", tmp_path)
@@ -330,7 +330,7 @@ def test_wrong_labels_are_refused(tmp_path):
         load("helmet_banking77", tmp_path, 1)
 
 
-def test_csv_files(tmp_path):
+def test_csv_files_may_have_a_byte_order_mark_and_huge_fields_raise(tmp_path):
     for name in ("train", "test"):
         (tmp_path / f"{name}.csv").write_text('text,category\n "a, b",c\n', "utf-8-sig")
     train, test = helmet_labels.read("banking77", tmp_path, complete=False)
@@ -343,7 +343,7 @@ def test_csv_files(tmp_path):
 # ---------------------------------------------------------------------------------------- Summaries
 
 
-def test_infbench(tmp_path):
+def test_infbench_prompts_and_scores(tmp_path):
     rows = [
         {"id": i, "context": f"Book {i}.", "input": "", "answer": [f"Plot {i}.", "Or so."]}
         for i in range(103)
@@ -383,7 +383,7 @@ def write_lexsum(folder: pathlib.Path, cases: int = 454) -> None:
     (folder / "sources.json").write_text(text)
 
 
-def test_multi_lexsum(tmp_path):
+def test_multi_lexsum_prompts_and_references(tmp_path):
     folder = tmp_path / "releases" / "v20230518"
     write_lexsum(folder)
     benchmark = load("helmet_multi_lexsum", tmp_path)
@@ -403,7 +403,7 @@ def test_multi_lexsum(tmp_path):
 
 
 def longest_common(first: list[str], second: list[str]) -> int:
-    """By the table of the textbook."""
+    """Length of the longest common subsequence, by dynamic programming."""
     table = [[0] * (len(second) + 1) for _ in range(len(first) + 1)]
     for i, ours in enumerate(first):
         for j, theirs in enumerate(second):
@@ -416,14 +416,14 @@ words = st.lists(st.sampled_from(["a", "b", "c", "d1"]), max_size=80)
 
 
 @given(words, words)
-def test_rouge_l_agrees_with_the_textbook(first, second):
+def test_rouge_l_matches_a_textbook_implementation(first, second):
     found = rouge_l(" ".join(first), ", ".join(second).upper())
     total = len(first) + len(second)
     wanted = 2 * longest_common(first, second) / total if first and second else 0.0
     assert found == pytest.approx(wanted)
 
 
-def test_rouge_l_by_hand():
+def test_rouge_l_matches_values_by_hand():
     # "police ... the gunman" of Lin (2004): three of four words in common.
     assert rouge_l("police kill the gunman", "police killed the gunman") == 0.75
     assert rouge_l("the gunman kill police", "police killed the gunman") == 0.5
@@ -431,7 +431,7 @@ def test_rouge_l_by_hand():
     assert rouge_l("x " * 20_000, "y " * 1_500) == 0.0
 
 
-def test_a_summary_follows_its_word():
+def test_summary_follows_the_word_summary():
     item = Item("0", "", "", ("police killed the gunman",))
     assert retrieval.score_summary("Well.\nSummary: Police killed\nthe gunman", item) == 1.0
     assert retrieval.score_summary("police killed the gunman", item) == 1.0
@@ -443,20 +443,20 @@ def test_a_summary_follows_its_word():
 # ----------------------------------------------------------------------------------------- Registry
 
 
-def test_columns_name_benchmarks():
+def test_columns_refer_to_existing_benchmarks():
     assert {name for names in COLUMNS.values() for name in names} <= set(LOADERS)
     assert len(LOADERS) == 6 + 6 + 3 + 5 * 9 + 2 + 1
 
 
 @pytest.mark.parametrize("name", LOADERS)
-def test_every_loader_refuses_an_empty_folder(tmp_path, name):
+def test_every_loader_raises_for_an_empty_folder(tmp_path, name):
     with pytest.raises(FileNotFoundError, match=r"must have .*docs/evaluation.md"):
         load(name, tmp_path)
 
 
 @pytest.mark.slow
 @given(st.text(max_size=200))
-def test_scores_are_total(text):
+def test_score_of_any_text_is_between_0_and_1(text):
     item = Item("0", "", "", ("KEYx",), {"prefix": "KEY"})
     for score in (
         retrieval.score_mrcr,

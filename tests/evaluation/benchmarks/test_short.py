@@ -54,7 +54,9 @@ def write(path: pathlib.Path, rows: list[dict]) -> None:
         ),
     ],
 )
-def test_layouts_of_mathematics(tmp_path, name, rows, files, question, answer, value, reference):
+def test_math_benchmarks_load_their_published_layouts(
+    tmp_path, name, rows, files, question, answer, value, reference
+):
     each = rows // len(files)
     for file in files:
         made = [{question: f"{file} {i}?", answer: value, "level": 3} for i in range(each)]
@@ -73,7 +75,7 @@ def test_layouts_of_mathematics(tmp_path, name, rows, files, question, answer, v
     assert len(load(name, tmp_path, limit=4).items) == 4
 
 
-def test_half_a_layout_is_refused(tmp_path):
+def test_incomplete_set_of_files_is_rejected(tmp_path):
     write(tmp_path / "aime2025-I.jsonl", [{"question": "?", "answer": "1"}] * 15)
     with pytest.raises(FileNotFoundError, match=r"aime2025-I.jsonl is there, aime2025-II.jsonl is"):
         load("aime25", tmp_path)
@@ -89,14 +91,14 @@ def test_half_a_layout_is_refused(tmp_path):
         ("math500", {"problem": "?", "answer": float("nan")}, "a finite number"),
     ],
 )
-def test_another_layout_of_mathematics_is_refused(tmp_path, name, row, message):
+def test_malformed_math_rows_are_rejected(tmp_path, name, row, message):
     write(tmp_path / "test.jsonl", [row])
     with pytest.raises(ValueError, match=message) as caught:
         load(name, tmp_path, 1)
     assert "test.jsonl, row 0" in str(caught.value)
 
 
-def test_damaged_parquet_is_named(tmp_path):
+def test_error_names_damaged_parquet_file(tmp_path):
     (tmp_path / "test-00000-of-00001.parquet").write_bytes(b"PAR1 but no more")
     with pytest.raises(ValueError, match=r"test-00000-of-00001.parquet, row 0"):
         load("amc23", tmp_path)
@@ -115,7 +117,7 @@ def test_damaged_parquet_is_named(tmp_path):
         ("", None),
     ],
 )
-def test_extracted_mathematics(text, found):
+def test_extract_math_finds_the_final_answer(text, found):
     assert extract_math(text, ITEM) == found
 
 
@@ -146,29 +148,29 @@ def test_extracted_mathematics(text, found):
         ("nan", "nan", True),  # equal texts
     ],
 )
-def test_equality(prediction, reference, same):
+def test_math_equality(prediction, reference, same):
     assert math_equal.equal(prediction, reference) is same
 
 
-def test_whole_numbers_ask_no_worker(monkeypatch):
+def test_whole_numbers_are_compared_without_a_worker(monkeypatch):
     monkeypatch.setattr(math_equal, "_ask", None)
     assert math_equal.equal("20,260", "020260.00") and not math_equal.equal("2026", "-2026")
 
 
-def test_model_text_is_not_evaluated(tmp_path):
+def test_model_text_is_never_executed(tmp_path):
     mark = tmp_path / "mark"
     code = f"__import__('pathlib').Path('{mark}').touch()"
     for text in (code, f"1+{code}", rf"\text{{{code}}}", f"${code}$", "exit()", "1}$ 2*3"):
         math_equal.equal(text, "7")
     assert not mark.exists()
-    # SymPy's parser of plain expressions, which calls eval, is not used.
+    # SymPy's parser of plain expressions calls eval, so it is not used.
     source = pathlib.Path(math_equal.__file__).read_text()
     assert "targets = [LatexExtractionConfig()]" in source
 
 
 @pytest.mark.slow
-def test_a_slow_comparison_is_not_equal(monkeypatch, caplog):
-    """A sum of 10^9 terms would keep SymPy busy for days; others are answered meanwhile."""
+def test_slow_comparison_times_out_as_unequal(monkeypatch, caplog):
+    """SymPy would need days for a sum of 10^9 terms; other comparisons go on meanwhile."""
     monkeypatch.setattr(math_equal, "SECONDS", 1.0)
     assert math_equal.equal(r"\frac{7}{14}", "0.5")
     threads = threading.active_count()
@@ -182,7 +184,7 @@ def test_a_slow_comparison_is_not_equal(monkeypatch, caplog):
     assert math_equal.equal(r"\frac{9}{18}", "0.5")  # by another worker
 
 
-def test_an_ended_worker_is_replaced():
+def test_dead_worker_is_replaced():
     assert math_equal.equal(r"\frac{5}{100}", "0.05")
     ended = 0
     while not math_equal._idle.empty():
@@ -200,14 +202,14 @@ def test_an_ended_worker_is_replaced():
     assert limits == (math_equal.MEMORY, math_equal.MEMORY)
 
 
-def test_a_worker_that_cannot_start_is_an_error(monkeypatch):
+def test_worker_that_cannot_start_raises(monkeypatch):
     monkeypatch.setattr(math_equal, "_idle", queue.SimpleQueue())
     monkeypatch.setattr(math_equal, "MODULE", "no.such.module")
     with pytest.raises(RuntimeError, match=r"-m no.such.module ended; run it to see why"):
         math_equal.equal(r"\frac{7}{100}", "0.07")
 
 
-def test_without_the_library(tmp_path, monkeypatch):
+def test_missing_math_library_raises_import_error(tmp_path, monkeypatch):
     monkeypatch.setattr(math_equal.importlib.util, "find_spec", lambda name: None)
     write(tmp_path / "test.jsonl", [{"problem": "?", "answer": "18"}])
     with pytest.raises(ImportError, match=r"pip install 'spell_jax\[eval\]'"):
@@ -228,7 +230,7 @@ def choice_row(number: int = 0, **changes) -> dict:
 
 
 @pytest.mark.slow
-def test_mmlu_pro(tmp_path):
+def test_mmlu_pro_prompt_and_scores(tmp_path):
     path = tmp_path / "data" / "test-00000-of-00001.parquet"
     write(path, [choice_row(i) for i in range(12_032)])
     benchmark = load("mmlu_pro", tmp_path)
@@ -256,7 +258,7 @@ def test_mmlu_pro(tmp_path):
         ({"question_id": "x"}, "question_id = 'x'; it must be a number"),
     ],
 )
-def test_wrong_choices_are_refused(tmp_path, change, message):
+def test_malformed_choice_rows_are_rejected(tmp_path, change, message):
     write(tmp_path / "data" / "test-00000-of-00001.parquet", [choice_row(**change)])
     with pytest.raises(ValueError, match=message):
         load("mmlu_pro", tmp_path, 1)
@@ -277,12 +279,12 @@ def test_wrong_choices_are_refused(tmp_path, change, message):
         ("", None),
     ],
 )
-def test_extracted_letters(text, letter):
+def test_extract_letter_finds_the_final_answer(text, letter):
     assert extract_letter(text, ITEM) == letter
 
 
 @pytest.mark.parametrize("text", ["{" * 200_000, r"\boxed{" * 30_000, "answer is " * 30_000])
-def test_hostile_texts_are_read_in_linear_time(text):
-    """No clock: superlinear code would take minutes."""
+def test_extraction_takes_linear_time_on_hostile_text(text):
+    """Time is not measured, because superlinear code would take minutes."""
     extract_letter(text, ITEM)
     extract_math(text, ITEM)

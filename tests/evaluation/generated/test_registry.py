@@ -1,4 +1,4 @@
-"""Tests of generated benchmarks: lengths with the chat layout, texts from a folder, errors."""
+"""Tests of generated benchmarks: lengths with the chat template, texts from a folder, errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from spell_jax.policy.model import TINY_POLICY
 from spell_jax.policy.tokenizer_base import Tokenizer
 from tests.policy import hf_folders
 
-# ChatML with a system turn, like Qwen2.5's: the layout is 60 tokens of this tokenizer.
+# ChatML with a system turn, like Qwen2.5's: the template has 60 tokens of this tokenizer.
 LAYOUT = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n" + hf_folders.CHATML
 
 
@@ -40,7 +40,7 @@ def chatml(tmp_path_factory) -> Tokenizer:
 
 
 @pytest.mark.parametrize("task", ruler.TASKS)
-def test_a_length_counts_the_chat_layout(task: str, folder: Path, chatml: Tokenizer):
+def test_length_includes_the_chat_template(task: str, folder: Path, chatml: Tokenizer):
     length = 16_384 if task == "cwe" else 2048
     made = benchmarks.load(f"ruler_{task}_{length}", folder, 2, chatml)
     assert made.name == f"ruler_{task}_{length}" and len(made.items) == 2
@@ -50,7 +50,7 @@ def test_a_length_counts_the_chat_layout(task: str, folder: Path, chatml: Tokeni
         assert 0.95 * length <= tokens <= length and item.fields["tokens"] == tokens
 
 
-def test_the_grid_by_its_name(folder: Path, chatml: Tokenizer):
+def test_needle_grid_is_loaded_by_name(folder: Path, chatml: Tokenizer):
     made = benchmarks.load("needle_2048_1024", folder, None, chatml)
     assert (made.name, made.by) == ("needle_2048_1024", ("length", "depth"))
     found = [(item.fields["length"], item.fields["depth"]) for item in made.items]
@@ -65,7 +65,7 @@ def test_the_grid_by_its_name(folder: Path, chatml: Tokenizer):
     assert whole.name == "needle" and whole.items[0].fields["length"] == 4096
 
 
-def test_all_texts_of_a_folder_are_the_prose(folder: Path, monkeypatch):
+def test_prose_is_all_texts_of_the_folder(folder: Path, monkeypatch):
     assert benchmarks._read_prose(folder).startswith("A sailor")
     assert benchmarks._read_prose(folder).endswith("Nobody went out.\n")
     words = tokenizers.load(TINY_POLICY)
@@ -112,12 +112,14 @@ def test_folders_are_found_by_name_or_family(tmp_path: Path):
         ("rulers_vt_1024", r"'rulers_vt_1024' is unknown; .*ruler_TASK_LENGTH, needle_LENGTH_"),
     ],
 )
-def test_wrong_names_are_refused(name: str, message: str, folder: Path, chatml: Tokenizer):
+def test_invalid_benchmark_names_are_rejected(
+    name: str, message: str, folder: Path, chatml: Tokenizer
+):
     with pytest.raises(ValueError, match=message):
         benchmarks.load(name, folder, 1, chatml)
 
 
-def test_missing_files_are_refused(folder: Path, chatml: Tokenizer, tmp_path: Path):
+def test_missing_or_invalid_inputs_raise(folder: Path, chatml: Tokenizer, tmp_path: Path):
     for name in ("needle_1024", "ruler_niah_single_2_1024"):
         with pytest.raises(FileNotFoundError, match=r"no \*\.txt there, the prose"):
             benchmarks.load(name, tmp_path, 1, chatml)

@@ -117,7 +117,7 @@ def check_lengths(made: Benchmark, length: int, count: Callable[[str], int]) -> 
 
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("task", TASKS)
-def test_a_solver_that_reads_the_prompt_scores_all_and_a_blank_answer_nothing(task, length):
+def test_solver_scores_1_and_blank_answers_score_0(task, length):
     made = make(task, length, items=3 if length < 100_000 else 1)
     check_lengths(made, length, words)
     for item in made.items:
@@ -132,7 +132,7 @@ def test_a_solver_that_reads_the_prompt_scores_all_and_a_blank_answer_nothing(ta
 
 @pytest.mark.slow
 @pytest.mark.parametrize("length", [4096, 32_768])
-def test_lengths_in_tokens_of_qwen(length: int, spell_data: Path):
+def test_lengths_hold_in_tokens_of_qwen(length: int, spell_data: Path):
     tokenizer = hf_folders.load(hf_folders.real(spell_data, "qwen2.5"))
     text = max((path.read_text() for path in (spell_data / "books" / "dev").iterdir()), key=len)
     rows = read_rows(spell_data / "multihop")
@@ -147,7 +147,7 @@ def test_lengths_in_tokens_of_qwen(length: int, spell_data: Path):
         counted.clear()
         made = ruler(task, make_source(length, count, text), rows, items=1)
         (item,) = made.items
-        # Counted are the prompt's pieces, the prompt, its frame, and sometimes the prompt again.
+        # The prompt's pieces, the prompt, its frame and sometimes the prompt again are tokenized.
         assert sum(counted) < (3.3 + 16_000 / length) * len(item.prompt), task
         check_lengths(made, length, tokenizer.count)
         if task != "qa":
@@ -160,19 +160,19 @@ def test_lengths_in_tokens_of_qwen(length: int, spell_data: Path):
 @pytest.mark.parametrize(
     "count",
     [
-        lambda text: len(text.split()) + 1,  # each piece has one that the whole has not
-        lambda text: len(text) // 4,  # the whole has more than the pieces
+        lambda text: len(text.split()) + 1,  # one more per piece than in the whole
+        lambda text: len(text) // 4,  # the whole has more tokens than its pieces
         lambda text: 3 * len(text),
     ],
 )
 @pytest.mark.parametrize("task", TASKS)
-def test_lengths_with_counts_that_do_not_add_up(task: str, count):
+def test_lengths_hold_for_token_counts_that_are_not_additive(task: str, count):
     length = 131_072 if count("a") == 3 else 8192
     check_lengths(make(task, length, items=2, count=count), length, count)
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_a_prompt_is_counted_once_and_its_pieces_once(task: str):
+def test_prompt_and_its_pieces_are_each_counted_once(task: str):
     counted: Counter[str] = Counter()
 
     def count(text: str) -> int:
@@ -186,7 +186,7 @@ def test_a_prompt_is_counted_once_and_its_pieces_once(task: str):
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_the_seed_decides(task: str):
+def test_items_are_a_function_of_the_seed(task: str):
     first = make(task)
     prompts = [item.prompt for item in first.items]
     assert [item.prompt for item in make(task).items] == prompts
@@ -213,7 +213,7 @@ def test_the_seed_decides(task: str):
         ("niah_multiquery", 4, 4),
     ],
 )
-def test_needles_collide_with_nothing(task: str, needles: int | None, references: int):
+def test_needles_are_unique_in_the_text(task: str, needles: int | None, references: int):
     for item in make(task, items=5).items:
         found = NEEDLE.findall(hay_of(item))
         assert len(found) == needles if needles else len(found) > 300
@@ -246,7 +246,7 @@ def test_needles_are_at_their_depths(task: str):
     assert seen == {0, 1, 2, 3, 4}
 
 
-def test_variables_of_a_chain():
+def test_variable_tracking_references_are_one_chain():
     for item in make("vt", items=5).items:
         example, _, turn = item.prompt.partition("Your turn:")
         assert tuple(solve_variables(turn)) == item.references and len(item.references) == 5
@@ -286,7 +286,7 @@ def test_frequent_words_follow_the_zeta_distribution():
     assert least[3][1] > least[4][1] and least[0][0] == "..."
 
 
-def test_documents_of_a_question():
+def test_qa_documents_are_distinct_numbered_and_shuffled():
     made = make("qa", items=160)
     assert len(made.items) == 160 and len({item.question for item in made.items}) == 160
     item = made.items[0]
@@ -303,7 +303,7 @@ def test_documents_of_a_question():
     assert not all(firsts)
 
 
-def test_scores_are_shares_of_the_references():
+def test_score_is_the_share_of_references_found():
     made = make("niah_multivalue")
     item = made.items[0]
     one, two, *_ = item.references
@@ -316,7 +316,7 @@ def test_scores_are_shares_of_the_references():
     assert qa.score("Nobody else!", qa.items[0]) == 1.0
 
 
-def test_no_name_is_a_part_of_another():
+def test_no_generated_name_is_part_of_another():
     assert len(set(ADJECTIVES)) == len(set(NOUNS)) == 256
     ends = [(a, b) for a in ADJECTIVES for b in ADJECTIVES if a != b and b.endswith(a)]
     beginnings = [(a, b) for a in NOUNS for b in NOUNS if a != b and b.startswith(a)]
@@ -324,14 +324,14 @@ def test_no_name_is_a_part_of_another():
 
 
 @pytest.mark.parametrize("kind", ["word", "number", "uuid", "code", "variable"])
-def test_names_avoid_the_text(kind: str):
+def test_sampled_names_do_not_occur_in_the_text(kind: str):
     first = Names(np.random.default_rng(0)).sample(kind)
     taken = Names(np.random.default_rng(0), f"there is {first} in it")
     sampled = [taken.sample(kind) for _ in range(2000)]
     assert first not in sampled and len(set(sampled)) == 2000
 
 
-def test_names_come_to_an_end(monkeypatch: pytest.MonkeyPatch):
+def test_exhausted_names_raise(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(haystack, "ADJECTIVES", ("red", "new"))
     monkeypatch.setattr(haystack, "NOUNS", ("car", "hat"))
     few = Names(np.random.default_rng(0))
@@ -350,7 +350,7 @@ def test_any_text_makes_a_haystack(text: str):
     assert max(map(len, haystack.split_sentences(text))) <= 400
 
 
-def test_needles_are_put_between_pieces():
+def test_needles_are_inserted_between_pieces():
     pieces = [("a", 10), ("b", 30), ("c", 60)]
     for depth, at in ((0, 0), (0.09, 0), (0.1, 1), (0.39, 1), (0.4, 2), (0.99, 2), (1, 3)):
         assert haystack.insert_needles(pieces, ["x"], [depth]).index("x") == at
@@ -361,7 +361,7 @@ def grid(lengths: Sequence[int], items: int | None = None, seed: int = 3) -> tup
     return needle("grid", make_source(0, text=prose()), lengths, items, seed).items
 
 
-def test_the_grid_has_a_needle_at_each_depth_and_length():
+def test_grid_has_a_needle_at_each_depth_and_length():
     lengths = (1024, 4096)
     items = grid(lengths, 44)
     cells = Counter((item.fields["length"], item.fields["depth"]) for item in items)
@@ -384,12 +384,12 @@ def test_the_grid_has_a_needle_at_each_depth_and_length():
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_too_short_a_length_is_refused(task: str):
+def test_too_short_length_is_rejected(task: str):
     with pytest.raises(ValueError, match=r"length = 30: must be at least \d+, the prompt without"):
         make(task, 30)
 
 
-def test_missing_filling_is_refused():
+def test_missing_filler_text_is_rejected():
     for task in PROSE_TASKS:
         with pytest.raises(ValueError, match="text: has no words"):
             make(task, text=" \n")
