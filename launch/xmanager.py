@@ -153,7 +153,7 @@ def check(config: Config, executor: str) -> None:
     if "algorithm" not in config:
         raise ValueError("algorithm: is missing; must be a config of spell_jax.train")
     if executor == "local":
-        find_folder(configs.read(config).policy)
+        find_folder(configs.read(config).policy.folder)
         return
     paths = {f"data.{name}": config.data[name] for name in ("source", "questions", "validation")}
     paths |= {f"{name}.folder": config[name].folder for name in configs.model_sections(config)}

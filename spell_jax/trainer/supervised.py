@@ -24,8 +24,9 @@ from spell_jax.config import SupervisedConfig
 from spell_jax.learner import loss, non_finite, packing, update
 from spell_jax.learner.learner import Learner
 from spell_jax.policy import tokenizer as tokenizers
-from spell_jax.policy import weights
+from spell_jax.policy import transformer, weights
 from spell_jax.policy.config import PolicyConfig
+from spell_jax.policy.model import find_folder, read_model, shape_policy
 from spell_jax.runtime import entry, setup
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.checkpoint import Checkpoints
@@ -92,25 +93,28 @@ def row_stream(config: SupervisedConfig, start: int) -> Iterator[demonstrations.
 
 def make_policy(config: SupervisedConfig) -> tuple[PolicyConfig, tokenizers.Tokenizer]:
     """Architecture and tokenizer of the policy to start from; errors name the field and remedy."""
-    folder = config.policy.folder
-    if folder:
-        if not pathlib.Path(folder).is_dir():
-            raise FileNotFoundError(f"policy.folder = {folder!r}: must be a Hugging Face folder")
-        policy, tokenizer = weights.read_config_and_tokenizer(folder)
-        return dataclasses.replace(policy, remat=config.policy.remat), tokenizer
+    if config.policy.folder:
+        return read_model(config.policy, find_folder(config.policy.folder))
     if config.policy.tokenizer:
         tokenizer = tokenizers.load(config.policy.tokenizer)
     else:
         rows = itertools.islice(row_stream(config, 0), TOKENIZER_ROWS)
         texts = (row.prompt + row.completion for row in rows)
         tokenizer = tokenizers.train(texts, config.policy.vocab_size, demonstrations.SYMBOLS)
-    return config.policy.architecture(tokenizer.vocab_size), tokenizer
+    policy = config.policy.architecture(tokenizer.vocab_size)
+    return shape_policy(config.policy, policy), tokenizer
 
 
 def to_group(row: demonstrations.Row, tokenizer: tokenizers.Tokenizer) -> packing.TrainGroup:
     """A row as a training group of one answer with advantage 1."""
     answer = [*tokenizer.encode(row.completion), tokenizer.eos_id]
     return packing.TrainGroup(tokenizer.chat(row.prompt), [answer], [1.0], row.role)
+
+
+def load_weights(config: SupervisedConfig, learner: Learner) -> transformer.Params:
+    """Weights of the policy's folder, on the mesh: float32, or the compute dtype if frozen."""
+    dtype = config.policy.compute_dtype if learner.policy.lora else "float32"
+    return weights.load(find_folder(config.policy.folder), learner.mesh, dtype)[1]
 
 
 def make_learner(config: SupervisedConfig, policy: PolicyConfig) -> Learner:
@@ -139,7 +143,7 @@ def fine_tune(config: Config, workdir: epath.Path) -> epath.Path:
     ):
         state = _steps(config, learner, tokenizer, workdir, checkpoints, preemption)
     folder = workdir / "policy"
-    weights.save(folder, policy, state.params, tokenizer)
+    weights.save(folder, *learner.export(state.params), tokenizer)
     return folder
 
 
@@ -156,9 +160,12 @@ def _steps(
         setup.write_config(saved, workdir)
     done = checkpoints.newest_intact() or 0
     if done:
-        state, _ = checkpoints.restore(done, learner.fns.abstract_state)
+        if learner.policy.lora:  # the checkpoint has the adapters only
+            learner.freeze(load_weights(config, learner))
+        models, _ = checkpoints.restore(done, {"policy": learner.fns.abstract_state})
+        state = models["policy"]
     elif config.policy.folder:
-        state = learner.init(weights.load(config.policy.folder, learner.mesh)[1])
+        state = learner.init(load_weights(config, learner))
     else:
         state = learner.init(jax.random.key(config.seed))
     entry.setup_done()  # from here on an error is a crash, not a mistake of the user
@@ -184,7 +191,7 @@ def _steps(
             if force or step % config.checkpoint_every == 0:
                 logger.enter("save", step)
                 logger.flush()
-            checkpoints.save(step, state, {}, force=force)
+            checkpoints.save(step, {"policy": state}, {}, force=force)
             if must_stop:
                 raise Preempted(preemption.why)
     if refused:

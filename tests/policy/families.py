@@ -64,12 +64,15 @@ _COMMON = {
 }
 
 
-def make(family: str, seed: int = 0) -> Any:
-    """A model of transformers in float32, whose logits are of the order of 1 to 10."""
+def make(family: str, seed: int = 0, **changes: Any) -> Any:
+    """A model of transformers in float32, whose logits are of the order of 1 to 10.
+
+    `changes` are fields of its config.
+    """
     torch = pytest.importorskip("torch", reason=REASON)
     transformers = pytest.importorskip("transformers", reason=REASON)
     name, fields = FAMILIES[family]
-    settings = _COMMON | fields
+    settings = _COMMON | fields | changes
     settings["rope_parameters"] = settings["rope_parameters"] | {"rope_theta": 50_000.0}
     config = getattr(transformers, f"{name}Config")(**settings)
     torch.manual_seed(seed)

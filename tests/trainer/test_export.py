@@ -1,4 +1,4 @@
-"""Tests of a checkpoint's policy as a folder: weights of that step, merged or adapters alone."""
+"""Tests of exporting a checkpoint's policy: merged weights of its step, or only adapters."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ def policy(tmp_path_factory) -> pathlib.Path:
     return noise.save_policy(tmp_path_factory.mktemp("policy") / "noise")
 
 
-def play(config, workdir: pathlib.Path) -> pathlib.Path:
+def run_to_end(config, workdir: pathlib.Path) -> pathlib.Path:
     with pytest.MonkeyPatch.context() as monkeypatch:
         noise.use_one_device(monkeypatch)
         noise.give_meaning(monkeypatch)
-        noise.draw_nothing(monkeypatch)
+        noise.skip_plots(monkeypatch)
         return loop.train(config, workdir)
 
 
 @pytest.fixture(scope="module")
 def run(policy, tmp_path_factory) -> pathlib.Path:
     """The workdir of two updates of every weight."""
-    return play(noise.small_config(policy, **SHORT), tmp_path_factory.mktemp("run"))
+    return run_to_end(noise.small_config(policy, **SHORT), tmp_path_factory.mktemp("run"))
 
 
 @pytest.fixture(scope="module")
 def adapted(policy, tmp_path_factory) -> pathlib.Path:
     """The workdir of two updates of adapters, with a scaled context."""
     workdir = tmp_path_factory.mktemp("adapted")
-    return play(noise.small_config(policy, **SHORT, **LORA), workdir)
+    return run_to_end(noise.small_config(policy, **SHORT, **LORA), workdir)
 
 
 def load(folder: pathlib.Path):
@@ -61,7 +61,7 @@ def assert_same(first, second) -> None:
     jax.tree.map(np.testing.assert_array_equal, first, second)
 
 
-def test_the_last_checkpoint_is_the_runs_policy(run, tmp_path) -> None:
+def test_export_of_the_last_checkpoint_equals_the_policy_folder(run, tmp_path) -> None:
     assert export(run, tmp_path / "out", dtype="float32") == 2
     assert_same(load(tmp_path / "out"), load(run / "policy"))
     names = {path.name for path in (tmp_path / "out").iterdir()}
@@ -69,7 +69,7 @@ def test_the_last_checkpoint_is_the_runs_policy(run, tmp_path) -> None:
 
 
 @pytest.mark.slow
-def test_the_command_writes_bfloat16_of_a_chosen_step(run, tmp_path) -> None:
+def test_command_exports_a_chosen_step_in_bfloat16(run, tmp_path) -> None:
     flags = [f"--workdir={run}", f"--out={tmp_path / 'out'}", "--step=1"]
     done = subprocess.run(
         [sys.executable, "-m", "spell_jax.export", *flags],
@@ -89,11 +89,11 @@ def test_the_command_writes_bfloat16_of_a_chosen_step(run, tmp_path) -> None:
 
 
 @pytest.mark.slow
-def test_adapters_alone_are_trained_kept_and_exported(policy, adapted, tmp_path) -> None:
-    """Resumed = uninterrupted; only the adapted kernels have changed; both exports."""
+def test_only_adapters_are_trained_saved_and_exported(policy, adapted, tmp_path) -> None:
+    """Check that a resumed run equals an uninterrupted one and only adapted kernels change."""
     resumed = tmp_path / "resumed"
-    play(noise.small_config(policy, **SHORT | {"steps": 1}, **LORA), resumed)
-    play(noise.small_config(policy, **SHORT, **LORA), resumed)
+    run_to_end(noise.small_config(policy, **SHORT | {"steps": 1}, **LORA), resumed)
+    run_to_end(noise.small_config(policy, **SHORT, **LORA), resumed)
     config, found = weights.load(adapted / "policy")
     assert_same(load(resumed / "policy"), found)
     assert config == weights.load(policy)[0].with_rope_scaling("yarn", 2.0)
@@ -112,14 +112,14 @@ def test_adapters_alone_are_trained_kept_and_exported(policy, adapted, tmp_path)
     assert description["base_model_name_or_path"] == str(policy)
 
 
-def test_a_checkpoint_of_adapters_holds_nothing_else(adapted, run) -> None:
+def test_adapter_checkpoint_holds_only_adapters(adapted, run) -> None:
     def size(folder: pathlib.Path) -> int:
         return sum(p.stat().st_size for p in (folder / "checkpoints").rglob("*") if p.is_file())
 
     assert size(adapted) < size(run) / 5
 
 
-def test_mistakes_are_named(run, tmp_path) -> None:
+def test_invalid_export_arguments_are_rejected(run, tmp_path) -> None:
     out = tmp_path / "out"
     with pytest.raises(FileNotFoundError, match=r"config\.json: not there"):
         export(tmp_path, out)
@@ -127,8 +127,8 @@ def test_mistakes_are_named(run, tmp_path) -> None:
         export(run, out, step=9)
     with pytest.raises(ValueError, match=r"lora_rank = 0: the run of .* has no adapters"):
         export(run, out, adapters=True)
-    (tmp_path / "config.json").write_text('{"rows_per_step": 3}')
-    with pytest.raises(ValueError, match=r"not the config of train\.py"):
+    (tmp_path / "config.json").write_text('{"policy": "tiny"}')
+    with pytest.raises(ValueError, match=r"not the config of train\.py or sft\.py"):
         export(tmp_path, out)
     (tmp_path / "config.json").write_text((run / "config.json").read_text())
     with pytest.raises(FileNotFoundError, match="checkpoints: not there"):

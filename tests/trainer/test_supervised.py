@@ -1,4 +1,4 @@
-"""Tests of supervised tuning: learning, unreadable rows, equality of resumed runs."""
+"""Tests of supervised fine-tuning: learning, invalid rows, equality of resumed runs."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import signal
 
 import numpy as np
 import pytest
+from flax.traverse_util import flatten_dict
 from ml_collections import ConfigDict
 
 from configs import tiny_warm_start
@@ -23,6 +24,7 @@ from spell_jax.policy import weights
 from spell_jax.runtime.metrics import read_metrics
 from spell_jax.runtime.preemption import EXIT_CODE, Preempted
 from spell_jax.trainer import supervised
+from spell_jax.trainer.export import export
 from spell_jax.warm_start import demonstrations
 from tests import noise
 
@@ -67,7 +69,7 @@ def steady_metrics(workdir: pathlib.Path) -> list[dict]:
     return list(map(noise.steady, read_metrics(workdir)))
 
 
-def test_loss_falls_and_the_result_loads(policy, source, tmp_path):
+def test_loss_decreases_and_the_saved_policy_loads(policy, source, tmp_path):
     config = small_config(policy, source, steps=40, rows_per_step=3, checkpoint_every=100)
     folder = supervised.fine_tune(config, tmp_path / "run")
     # The loss equals that of the policy gradient with advantage 1 and ratio 1, so -1 throughout.
@@ -78,25 +80,73 @@ def test_loss_falls_and_the_result_loads(policy, source, tmp_path):
     assert shape == weights.load(policy)[0]
     assert (params["embedding"] != weights.load(policy)[1]["embedding"]).any()
     assert tokenizers.load(folder).encode("Oslo") == tokenizers.load(policy).encode("Oslo")
-    # Readers of the result know the prompts that it was tuned on.
+    # The run folder names the prompts that the policy was tuned on.
     assert generation.find_prompt_set(tmp_path / "run") == "compact"
 
 
+def kill_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """Interrupt the process in place of update number `step`."""
+    learn, steps = Learner.update, itertools.count(1)
+
+    def killed(*args):
+        if next(steps) == step:
+            raise KeyboardInterrupt
+        return learn(*args)
+
+    monkeypatch.setattr(Learner, "update", killed)
+
+
+def test_checkpoint_of_an_unfinished_run_is_exported(policy, source, tmp_path, monkeypatch):
+    def config(steps: int) -> ConfigDict:
+        config = small_config(policy, source, steps=steps)
+        config.optimizer.schedule = "constant"  # otherwise it depends on the number of steps
+        return config
+
+    folder = supervised.fine_tune(config(2), tmp_path / "whole")
+    with monkeypatch.context() as during:
+        kill_at(during, 3)
+        with pytest.raises(KeyboardInterrupt):
+            supervised.fine_tune(config(8), tmp_path / "killed")
+    assert not (tmp_path / "killed" / "policy").exists()
+    assert export(tmp_path / "killed", tmp_path / "out", dtype="float32") == 2
+    model = "model.safetensors"
+    assert (tmp_path / "out" / model).read_bytes() == (folder / model).read_bytes()
+
+
 @pytest.mark.slow
-def test_a_killed_run_goes_on_to_the_same_weights(policy, source, tmp_path, monkeypatch):
+def test_adapters_are_tuned_resumed_and_merged(policy, source, tmp_path, monkeypatch):
+    def config() -> ConfigDict:
+        config = small_config(policy, source, checkpoint_every=2)
+        config.policy.update(lora_rank=2, lora_pattern="q_proj")
+        return config
+
+    whole = supervised.fine_tune(config(), tmp_path / "whole")
+    with monkeypatch.context() as during:
+        kill_at(during, 6)
+        with pytest.raises(KeyboardInterrupt):
+            supervised.fine_tune(config(), tmp_path / "killed")
+    resumed = supervised.fine_tune(config(), tmp_path / "killed")
+    model = "model.safetensors"
+    assert (resumed / model).read_bytes() == (whole / model).read_bytes()
+    (_, before), (_, after) = weights.load(policy), weights.load(whole)
+    changed = {
+        "/".join(path)
+        for path, value in flatten_dict(after).items()
+        if not np.array_equal(value, flatten_dict(before)[path])
+    }
+    assert changed == {"layers/attention/q_kernel"}
+    export(tmp_path / "killed", tmp_path / "adapters", adapters=True)
+    assert (tmp_path / "adapters" / "adapter_model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_killed_run_resumes_to_bit_identical_weights(policy, source, tmp_path, monkeypatch):
     def config():
         return small_config(policy, source, checkpoint_every=2)
 
     whole = supervised.fine_tune(config(), tmp_path / "whole")
-    learn, steps = Learner.update, itertools.count(1)
-
-    def killed(*args):
-        if next(steps) == 6:
-            raise KeyboardInterrupt
-        return learn(*args)
-
     with monkeypatch.context() as during:
-        during.setattr(Learner, "update", killed)
+        kill_at(during, 6)
         with pytest.raises(KeyboardInterrupt):
             supervised.fine_tune(config(), tmp_path / "killed")
     # Step 5 was run and written, the last checkpoint is of step 4.
@@ -108,7 +158,7 @@ def test_a_killed_run_goes_on_to_the_same_weights(policy, source, tmp_path, monk
 
 
 @pytest.mark.slow
-def test_a_run_that_loses_its_machine_saves_and_goes_on(policy, source, tmp_path, monkeypatch):
+def test_preempted_run_saves_and_resumes(policy, source, tmp_path, monkeypatch):
     def config():
         return small_config(policy, source, checkpoint_every=100)
 
@@ -133,7 +183,7 @@ def test_a_run_that_loses_its_machine_saves_and_goes_on(policy, source, tmp_path
 
 
 @pytest.mark.slow
-def test_rows_of_numbers_that_go_wrong_are_written(policy, source, tmp_path, monkeypatch):
+def test_rows_of_non_finite_updates_are_written(policy, source, tmp_path, monkeypatch):
     noise.lose_numbers(monkeypatch)
     config = small_config(policy, source)
     config.optimizer.max_skipped = 2
@@ -160,7 +210,7 @@ BAD_LINES = [
 ]
 
 
-def test_bad_lines_are_counted_and_skipped(tmp_path, caplog):
+def test_invalid_lines_are_counted_and_skipped(tmp_path, caplog):
     path = tmp_path / "rows.jsonl"
     good = {"prompt": "line\u2028break", "completion": "c\x85d", "role": "verifier", "task": "math"}
     lines = [json.dumps(good, ensure_ascii=False), *BAD_LINES, json.dumps(ROWS[0])]
@@ -175,7 +225,7 @@ def test_bad_lines_are_counted_and_skipped(tmp_path, caplog):
     assert f"2 rows, {len(BAD_LINES)} lines skipped" in caplog.text
 
 
-def test_a_file_without_rows_is_refused(tmp_path):
+def test_missing_file_or_file_without_rows_is_rejected(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text("no\n")
     with pytest.raises(ValueError, match=r"source = .*rows\.jsonl: none of its 1 lines is a row"):
@@ -184,7 +234,7 @@ def test_a_file_without_rows_is_refused(tmp_path):
         supervised.read_rows(tmp_path / "absent.jsonl")
 
 
-def test_rows_of_a_file_are_shuffled_anew_each_epoch(source, policy):
+def test_rows_are_reshuffled_each_epoch(source, policy):
     def take(start: int, count: int) -> list[str]:
         config = configs.read_supervised(small_config(policy, source))
         stream = supervised.row_stream(config, start)
@@ -197,7 +247,7 @@ def test_rows_of_a_file_are_shuffled_anew_each_epoch(source, policy):
     assert take(7, 10) == rows[7:17]
 
 
-def test_a_row_is_a_group_of_one_that_ends(policy):
+def test_row_becomes_a_group_of_one_with_stop_token(policy):
     tokenizer = tokenizers.load(policy)
     group = supervised.to_group(
         demonstrations.Row("ask", "<think> x</think>yes", "verifier", ""), tokenizer
@@ -220,7 +270,7 @@ def test_rows_that_fit_no_bucket_are_counted(policy, tmp_path, caplog):
     assert [line["train/refused_answers"] for line in read_metrics(tmp_path / "run")] == [1, 1, 1]
 
 
-def test_a_policy_from_nothing_gets_a_tokenizer_of_its_own(monkeypatch):
+def test_new_policy_gets_its_own_tokenizer(monkeypatch):
     monkeypatch.setattr(supervised, "TOKENIZER_ROWS", 300)
     config = small_config("", "tiny")
     config.policy.vocab_size = 400
@@ -246,10 +296,11 @@ def test_a_policy_from_nothing_gets_a_tokenizer_of_its_own(monkeypatch):
         ("packing.token_budget", 1),
         ("optimizer.b1", 2.0),
         ("policy.folder", "no/such/folder"),
+        ("policy.remat", "some"),
         ("source", "no/such/file"),
     ],
 )
-def test_a_bad_value_is_named(field, value, policy, source, tmp_path):
+def test_invalid_value_is_named_in_the_error(field, value, policy, source, tmp_path):
     config = small_config(policy, source)
     section, _, name = field.rpartition(".")
     (config[section] if section else config)[name] = value

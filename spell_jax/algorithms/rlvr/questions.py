@@ -381,7 +381,7 @@ def open_clusters(given: Any) -> tuple[TaskStream, Callable[[str], int]]:
         raise app.UsageError(f"--tasks = {','.join(given.tasks)}: must be some of {TASKS}")
     folder = given.tokenizer or given.teacher_policy
     if given.config:
-        data, folder = given.config.data, folder or find_folder(given.config.policy)
+        data, folder = given.config.data, folder or given.config.policy.folder
     else:
         data = DataConfig(
             source=given.source,
@@ -395,7 +395,7 @@ def open_clusters(given: Any) -> tuple[TaskStream, Callable[[str], int]]:
         )
     if not folder:
         raise app.UsageError("--tokenizer: must be a folder with the policy's, to count tokens")
-    count = tokenizers.load(folder).count
+    count = tokenizers.load(find_folder(folder, "--tokenizer")).count
     source, _ = data_config.open_clusters(data, given.seed, count)
     return TaskStream(source, tuple(data.tasks), tuple(data.task_weights), given.seed), count
 

