@@ -39,6 +39,7 @@ from absl import flags
 from data_pipeline.question_rows import LAYOUTS, Draft, read_row
 from spell_jax.data.questions import Question
 from spell_jax.policy import tokenizer as tokenizers
+from spell_jax.policy.model import find_folder
 from spell_jax.runtime import entry
 from spell_jax.runtime.config import check_least
 from spell_jax.runtime.jsonl import read_records, write_json, write_records
@@ -235,7 +236,7 @@ def main(_) -> None:
     logging.getLogger("data_pipeline").setLevel(logging.INFO)
     values = flags.FLAGS
     config = LongConfig(values.min_tokens, values.max_tokens, values.seed)
-    count = tokenizers.load(values.tokenizer).count
+    count = tokenizers.load(find_folder(values.tokenizer, "--tokenizer")).count
     print(json.dumps(build(values.rows, values.layout, values.out, config, count)))
 
 

@@ -48,7 +48,14 @@ def by_row(cells: Iterable[tuple[str, Mapping[str, float]]]) -> dict[str, dict[s
 
 
 def _score_answer(text: str, question: Question) -> dict[str, float]:
-    return {"": rules.score(text, question.answer, question.task)}
+    """Best score over all right answers; exact match too, where all of them are known."""
+    task = question.task
+    scores = {"": max(rules.score(text, right, task) for right in question.right)}
+    if question.answers:
+        stated = rules.extract_answer(text, task) or ""
+        exact = any(rules.same_answer(stated, right, task) for right in question.right)
+        scores["exact match"] = float(exact)
+    return scores
 
 
 @dataclasses.dataclass(frozen=True)

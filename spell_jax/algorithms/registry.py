@@ -14,13 +14,14 @@ from spell_jax.algorithms.base import Algorithm, AlgorithmConfig, AlgorithmConte
 from spell_jax.algorithms.eapo.algorithm import Eapo
 from spell_jax.algorithms.eapo.config import EapoConfig
 from spell_jax.algorithms.eapo.evaluation import held_out_evidence
-from spell_jax.algorithms.held_out import Evaluation, HeldOutQuestions
+from spell_jax.algorithms.held_out import Evaluation
 from spell_jax.algorithms.reconstruction.algorithm import Reconstruction, ReconstructionConfig
 from spell_jax.algorithms.reconstruction.evaluation import PuzzleEvaluation
 from spell_jax.algorithms.rlvr.algorithm import Rlvr, RlvrConfig
 from spell_jax.algorithms.spell.algorithm import Spell
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.algorithms.spell.evaluation import TinyEvaluation
+from spell_jax.algorithms.spell.question_evaluation import QuestionEvaluation
 from spell_jax.data.config import DataConfig
 from spell_jax.data.questions import Question, read_questions
 from spell_jax.runtime.config import build
@@ -65,7 +66,10 @@ def _evaluate_spell(
         sizes = data.tiny.evaluation
         return TinyEvaluation(context.prompts, config, context.count_tokens, sizes)
     questions = _read_validation(data)
-    return HeldOutQuestions(context.prompts, questions) if questions else None
+    if not questions:
+        return None
+    roles = {"algorithm": config, "tasks": data.tasks, "count_tokens": context.count_tokens}
+    return QuestionEvaluation(context.prompts, questions, **roles)
 
 
 def _evaluate_reconstruction(

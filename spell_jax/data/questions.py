@@ -1,7 +1,7 @@
 """Questions with known answers about given documents, read from a JSONL file.
 
-Each line is {"task", "documents", "question", "answer"}, with an optional "evidence": the sentences
-of the documents that support the answer.
+Each line is {"task", "documents", "question", "answer"}. Optional lists are "evidence" (sentences
+of the documents that support the answer), "answers" (all right ones) and "wrong" (wrong ones).
 """
 
 from __future__ import annotations
@@ -24,6 +24,13 @@ class Question:
     question: str
     answer: str  # the reference answer
     evidence: tuple[str, ...] = ()  # supporting sentences, quoted from the documents
+    answers: tuple[str, ...] = ()  # all right answers, `answer` among them; (): only `answer`
+    wrong: tuple[str, ...] = ()  # answers of the same kind that are wrong
+
+    @property
+    def right(self) -> tuple[str, ...]:
+        """All right answers."""
+        return self.answers or (self.answer,)
 
 
 def read_questions(path: str | pathlib.Path, field: str) -> tuple[Question, ...]:
@@ -37,13 +44,17 @@ def read_questions(path: str | pathlib.Path, field: str) -> tuple[Question, ...]
     return tuple(questions)
 
 
+_LISTS = ("evidence", "answers", "wrong")
+
+
 def _parse_question(record: Any) -> Question:
-    evidence = record.get("evidence", [])
-    if not isinstance(record["documents"], list) or not isinstance(evidence, list):
-        raise ValueError("documents and evidence must be lists of strings")
+    lists = {name: record.get(name, []) for name in _LISTS}
+    if not all(isinstance(value, list) for value in (record["documents"], *lists.values())):
+        raise ValueError(f"documents, {', '.join(_LISTS)} must be lists of strings")
     documents, stated = tuple(record["documents"]), (record["question"], record["answer"])
-    question = Question(record["task"], documents, *stated, tuple(evidence))
-    texts = (*question.documents, *question.evidence, question.question, question.answer)
+    more = {name: tuple(value) for name, value in lists.items()}
+    question = Question(record["task"], documents, *stated, **more)
+    texts = (*documents, *stated, *(text for value in lists.values() for text in value))
     if question.task not in TASKS or not all(isinstance(t, str) for t in texts):
         raise ValueError(f"task must be one of {TASKS}, the other fields strings")
     "".join(texts).encode()  # raises on lone surrogates, which no tokenizer takes

@@ -22,7 +22,7 @@ CHATS = [
         {"role": "system", "content": "Answer in one word."},
         {"role": "user", "content": "What is 20 + 12?"},
         {"role": "assistant", "content": "32"},
-        {"role": "user", "content": "And 2010 - 1 = ?\n\n2009?"},
+        {"role": "user", "content": "And 2010 - 1?"},
     ],
 ]
 TEXTS = 200
@@ -66,7 +66,10 @@ def test_logits_equal_transformers(folder, file) -> None:
         ids = np.array([tokenizer.load(folder).chat(chat)])
         with torch.no_grad():
             wanted = model(torch.tensor(ids)).logits.numpy()
-        np.testing.assert_allclose(run(config, params, ids.astype(np.int32)), wanted, atol=1e-4)
+        found = np.asarray(run(config, params, ids.astype(np.int32)))
+        # Logits reach 38. Here, ours differ by 1.0e-4 from theirs; from a float64 forward pass of
+        # the same weights, ours differ by 0.8e-4 and theirs by 0.9e-4.
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
 
 
 def test_token_ids_equal_transformers(folder, their_tokenizer, spell_data) -> None:

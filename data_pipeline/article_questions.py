@@ -1,0 +1,223 @@
+"""Questions that people asked about articles, with several paragraphs of the article as documents.
+
+    python -m data_pipeline.article_questions --rows=dev-v1.1.json --articles=17-24 --paragraphs=4
+        --per_article=25 --out=questions.jsonl
+
+reads files in SQuAD's layout (Rajpurkar et al. 2016) and writes the layout of
+spell_jax/data/questions.py:
+
+1. The documents of a question are its own paragraph and others of its article, sampled and then
+   shuffled. An article with fewer paragraphs gives all it has.
+2. `answers` are the answers of all annotators without repeats, the first one first.
+3. `wrong` are answers to other questions about the same documents, of the same kind (numbers, or
+   texts) and without a word in common with the right ones.
+
+With --clusters=FILE the paragraphs go, without any question, to a JSONL of document clusters, one
+per --paragraphs paragraphs in the article's order.
+
+Random choices depend only on the seed and on the number of the article and of the question. Bad
+articles and unusable questions are logged or counted, and skipped; the last line printed has all
+counts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import pathlib
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from absl import flags
+
+from spell_jax.data.questions import Question
+from spell_jax.runtime import entry
+from spell_jax.runtime.config import check_least
+from spell_jax.runtime.jsonl import write_records
+from spell_jax.selfplay import rules
+
+log = logging.getLogger("data_pipeline.article_questions")  # __name__ may be "__main__"
+MOST_WRONG = 8  # answers kept per question
+
+
+@dataclasses.dataclass(frozen=True)
+class ArticleConfig:
+    """Selection and size of the questions.
+
+    Attributes:
+      paragraphs: documents of a question, and of a cluster.
+      per_article: most questions of an article; 0: all.
+      seed: seed of the selection and of the other paragraphs.
+    """
+
+    paragraphs: int = 4
+    per_article: int = 0
+    seed: int = 0
+
+    def __post_init__(self):
+        check_least(self, "", paragraphs=1, per_article=0, seed=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """A human question: index of its paragraph, text, and answers of all annotators."""
+
+    paragraph: int
+    question: str
+    answers: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Article:
+    """Paragraphs of an article and the usable questions about them."""
+
+    title: str
+    paragraphs: tuple[str, ...]
+    asked: tuple[Asked, ...]
+
+
+def read_articles(path: pathlib.Path, counts: Counter[str]) -> list[Article]:
+    """Read the articles of a file {"data": [{"title", "paragraphs": [{"context", "qas"}]}]}.
+
+    Counts "questions", "unusable" (without an answer that the reward's rule can score) and
+    "bad_articles". Raises ValueError if the file is not in this layout.
+    """
+    try:
+        articles = json.loads(path.read_text("utf-8"))["data"]
+    except (ValueError, RecursionError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: not in SQuAD's layout ({error!r})") from error
+    if not isinstance(articles, list):
+        raise ValueError(f"{path}: data must be a list of articles")
+    found = []
+    for number, article in enumerate(articles, 1):
+        try:
+            found.append(_article(article, counts))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            counts["bad_articles"] += 1
+            log.warning("%s, article %d: skipped (%r)", path, number, error)
+    return found
+
+
+def _article(row: Mapping[str, Any], counts: Counter[str]) -> Article:
+    paragraphs = tuple(_text(p["context"]).strip() for p in row["paragraphs"])
+    asked = []
+    for index, paragraph in enumerate(row["paragraphs"]):
+        for qa in paragraph["qas"]:
+            counts["questions"] += 1
+            answers = tuple(dict.fromkeys(_text(a["text"]).strip() for a in qa["answers"]))
+            answers = tuple(text for text in answers if _scorable(text))
+            question = " ".join(_text(qa["question"]).split())
+            if answers and question:
+                asked.append(Asked(index, question, answers))
+            else:
+                counts["unusable"] += 1
+    return Article(_text(row["title"]), paragraphs, tuple(asked))
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r:.100}: must be a text")
+    value.encode()  # raises on lone surrogates, which UTF-8 cannot encode
+    return value
+
+
+def _scorable(answer: str) -> bool:
+    return rules.score(f"The answer is {answer}", answer, "general_qa") == 1.0
+
+
+def make_questions(
+    article: Article, number: int, config: ArticleConfig, counts: Counter[str]
+) -> Iterator[Question]:
+    """Yield the questions of article `number`, each with its documents."""
+    count = len(article.asked)
+    order = np.random.default_rng([config.seed, number]).permutation(count)
+    kept = sorted(order[: config.per_article or count].tolist())
+    for index in kept:
+        asked = article.asked[index]
+        rng = np.random.default_rng([config.seed, number, index])
+        others = [i for i in range(len(article.paragraphs)) if i != asked.paragraph]
+        shown = [asked.paragraph, *rng.permutation(others)[: config.paragraphs - 1].tolist()]
+        shown = rng.permutation(shown).tolist()
+        counts["written"] += 1
+        counts["fewer_paragraphs"] += len(shown) < config.paragraphs
+        yield Question(
+            "general_qa",
+            tuple(article.paragraphs[i] for i in shown),
+            asked.question,
+            asked.answers[0],
+            answers=asked.answers,
+            wrong=tuple(_wrong(article.asked, asked, set(shown), rng)),
+        )
+
+
+def _wrong(
+    asked: Sequence[Asked], about: Asked, shown: set[int], rng: np.random.Generator
+) -> list[str]:
+    """Answers to other questions about the shown paragraphs that cannot be right for this one."""
+    known = set().union(*map(_words, about.answers))
+    found = []
+    for i in rng.permutation(len(asked)).tolist():
+        answer = asked[i].answers[0]
+        alike = _has_digit(answer) == _has_digit(about.answers[0])
+        if asked[i].paragraph in shown and alike and known.isdisjoint(_words(answer)):
+            found.append(answer)
+    return list(dict.fromkeys(found))[:MOST_WRONG]
+
+
+def _words(text: str) -> set[str]:
+    return set(rules.normalize_answer(text).split())
+
+
+def _has_digit(text: str) -> bool:
+    return re.search(r"\d", text) is not None
+
+
+def make_clusters(article: Article, config: ArticleConfig) -> Iterator[dict[str, Any]]:
+    """Yield clusters of consecutive paragraphs of an article, the last one if it is full."""
+    size = config.paragraphs
+    for start in range(0, len(article.paragraphs) - size + 1, size):
+        documents = list(article.paragraphs[start : start + size])
+        yield {"id": f"{article.title}/{start // size}", "documents": documents}
+
+
+def parse_range(text: str, count: int) -> range:
+    """Parse "17-24" or "3" (numbers from 1, both included), at most `count`, as indices."""
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 1 <= first <= last <= count:
+        raise ValueError(f"articles = {text!r}: must be like 17-24, within the {count} articles")
+    return range(first - 1, last)
+
+
+def main(_) -> None:
+    log.setLevel(logging.INFO)
+    given = flags.FLAGS
+    if not given.out and not given.clusters:
+        raise flags.ValidationError("must give --out, --clusters or both")
+    config = ArticleConfig(given.paragraphs, given.per_article, given.seed)
+    counts: Counter[str] = Counter()
+    articles = read_articles(pathlib.Path(given.rows), counts)
+    chosen = parse_range(given.articles, len(articles)) if given.articles else range(len(articles))
+    if given.out:
+        made = (q for n in chosen for q in make_questions(articles[n], n, config, counts))
+        write_records(given.out, map(dataclasses.asdict, made))
+    if given.clusters:
+        clusters = [c for n in chosen for c in make_clusters(articles[n], config)]
+        write_records(given.clusters, clusters)
+        counts["clusters"] = len(clusters)
+    print(json.dumps(counts))
+
+
+if __name__ == "__main__":
+    flags.DEFINE_string("rows", None, "File in SQuAD's layout.", required=True)
+    flags.DEFINE_string("articles", "", "Articles to use, such as 17-24; all by default.")
+    flags.DEFINE_integer("paragraphs", ArticleConfig.paragraphs, "Documents of a question.")
+    flags.DEFINE_integer("per_article", ArticleConfig.per_article, "Most questions; 0: all.")
+    flags.DEFINE_integer("seed", ArticleConfig.seed, "Seed of the selection.")
+    flags.DEFINE_string("out", "", "JSONL of questions to write.")
+    flags.DEFINE_string("clusters", "", "JSONL of clusters to write, without questions.")
+    entry.run_main(main)

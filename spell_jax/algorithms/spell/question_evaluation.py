@@ -1,0 +1,78 @@
+"""Held-out evaluation of SPELL's roles on given questions, such as human ones.
+
+1. Responder: greedy answers, scored by the rule; where all right answers are known, by the best of
+   them, and by exact match too.
+2. Verifier: greedy verdicts on pairs of the reference with another right answer ("same") and with a
+   wrong one ("different"), where the questions have such answers.
+3. Questioner: one sampled question per task after the first documents of each question: the share
+   that passes the parser.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+
+from spell_jax.algorithms.base import Models
+from spell_jax.algorithms.held_out import HeldOutQuestions, Report, by_row, share
+from spell_jax.algorithms.spell.config import SpellConfig
+from spell_jax.data.clusters import LETTERS
+from spell_jax.selfplay import parsing
+
+_SEED = 0  # of the letters that multiple-choice questions shall have
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QuestionEvaluation(HeldOutQuestions):
+    """Held-out evaluation of all three roles.
+
+    Attributes:
+      algorithm: config with the limits of the questioner.
+      tasks: tasks of the run, for the questioner.
+      count_tokens: number of tokens of a text.
+    """
+
+    algorithm: SpellConfig
+    tasks: tuple[str, ...]
+    count_tokens: Callable[[str], int]
+
+    def full(self, models: Models) -> Report:
+        report = super().full(models)
+        if pairs := self._verifier(models):
+            report["verifier accuracy, by pair"] = {"": pairs}
+        return report | {"questioner": self._questioner(models)}
+
+    def _verifier(self, models: Models) -> dict[str, tuple[float, float]]:
+        pairs = [
+            (kind, question.question, answer, question.answer)
+            for question in self.questions
+            for kind, answers in (("same", question.right[1:]), ("different", question.wrong))
+            for answer in answers[:1]
+        ]
+        prompts = [self.prompts.verifier(*texts) for _, *texts in pairs]
+        replies = models("verifier", prompts, temperature=0.0)
+        cells = []
+        for (kind, *_), reply in zip(pairs, replies, strict=True):
+            vote = -1 if reply is None else parsing.parse_verdict(reply.texts[0])
+            cells.append((kind, {"": vote == (kind == "same")}))
+        return {kind: share(values[""]) for kind, values in by_row(cells).items() if values}
+
+    def _questioner(self, models: Models) -> dict[str, dict[str, tuple[float, float]]]:
+        c, rng = self.algorithm, np.random.default_rng(_SEED)
+        asked = [(task, question) for task in self.tasks for question in self.questions]
+        prompts = []
+        for task, question in asked:
+            letter = LETTERS[rng.integers(4)] if task == "multiple_choice" else None
+            shown = question.documents[: max(c.documents)]
+            prompts.append(self.prompts.questioner(task, shown, (), letter))
+        cells = []
+        for (task, _), reply in zip(asked, models("questioner", prompts), strict=True):
+            text = "" if reply is None else reply.texts[0]
+            parsed = parsing.parse_question(
+                text, task, self.count_tokens, c.max_answer_tokens, c.distinct_options
+            )
+            cells.append((task, {"accepted": parsed.status == "accepted"}))
+        rows = by_row(cells)
+        return {task: {"accepted": share(values["accepted"])} for task, values in rows.items()}

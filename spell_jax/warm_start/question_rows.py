@@ -1,0 +1,278 @@
+"""Warm-start rows of all three roles from questions with known answers, such as human ones.
+
+    python -m spell_jax.warm_start.question_rows --questions=A.jsonl,B.jsonl --out=rows.jsonl
+
+1. Input is the layout of data/questions.py. A financial_math question is one whose answer is a
+   number; a multiple_choice question is made from a general_qa question with three wrong answers.
+2. A questioner row writes the question with its answer as JSON, after the question's own document
+   (the one with the answer, where one has it) and one more, in a share of rows also after other
+   questions about them. Every completion has passed the parser that self-play uses.
+3. A responder row answers from one document to all: fewer than a cluster has leave self-play room
+   to improve. The rule scores every completion 1.
+4. A verifier row compares the answer with itself, with another right answer, or with a wrong one.
+
+The rows teach formats and are few; one question may give a row to each role.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import logging
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from absl import flags
+
+from spell_jax.data.clusters import LETTERS, TASKS, count_words
+from spell_jax.data.questions import Question, read_questions
+from spell_jax.data.stream import batch_counts
+from spell_jax.runtime import entry
+from spell_jax.runtime.config import check_least
+from spell_jax.runtime.jsonl import write_records
+from spell_jax.selfplay import prompts as prompt_sets
+from spell_jax.selfplay import rules
+from spell_jax.selfplay.memory import Entry
+from spell_jax.selfplay.parsing import format_choices, parse_question
+from spell_jax.selfplay.prompts import Prompts
+from spell_jax.warm_start.demonstrations import Row
+from spell_jax.warm_start.folder_rows import means_the_same, other_forms
+
+log = logging.getLogger("spell_jax.warm_start.question_rows")  # __name__ may be "__main__"
+NEAR = 3  # questions before and after one in a file that may be its history
+MOST_WRONG = 8  # numbers of the documents that may be wrong answers
+ROLES = ("questioner", "responder", "verifier")
+
+
+@dataclasses.dataclass(frozen=True)
+class QuestionRowConfig:
+    """Composition of the rows.
+
+    Attributes:
+      rows: number of rows.
+      roles: share of each of ROLES; need not sum to 1.
+      tasks: tasks, in equal shares.
+      documents_read: most documents of a responder row; the number is uniform from 1.
+      documents_shown: most documents of a questioner row without history.
+      history_share: share of questioner rows with one or two earlier questions.
+      seed: seed of all choices.
+    """
+
+    rows: int = 600
+    roles: tuple[float, float, float] = (0.4, 0.35, 0.25)
+    tasks: tuple[str, ...] = TASKS
+    documents_read: int = 2
+    documents_shown: int = 2
+    history_share: float = 0.25
+    seed: int = 0
+
+    def __post_init__(self):
+        check_least(self, "", rows=1, documents_read=1, documents_shown=1, seed=0)
+        if not self.tasks or any(task not in TASKS for task in self.tasks):
+            raise ValueError(f"tasks = {self.tasks}: must be one or more of {TASKS}")
+        if min(self.roles) < 0 or not any(self.roles):
+            raise ValueError(f"roles = {self.roles}: must be shares of {ROLES}")
+        if not 0 <= self.history_share <= 1:
+            raise ValueError(f"history_share = {self.history_share}: must be from 0 to 1")
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """A question as one of the tasks asks it.
+
+    Attributes:
+      documents: the question's own document first.
+      record: the questioner's JSON object.
+      question: text for responder and verifier, with the choices of a multiple-choice question.
+      answer: the reference: a text, a number or a letter.
+      right: other right answers, for the verifier.
+      wrong: wrong answers, for the verifier.
+    """
+
+    task: str
+    documents: tuple[str, ...]
+    record: dict[str, object]
+    question: str
+    answer: str
+    right: tuple[str, ...]
+    wrong: tuple[str, ...]
+
+
+def make_item(question: Question, task: str, letter: str) -> Item | None:
+    """The question for a task, a right option at `letter`; None if it does not suit the task."""
+    documents = _own_first(question)
+    if task != "multiple_choice":
+        if question.task != task:
+            return None
+        record: dict[str, object] = {"question": question.question, "answer": question.answer}
+        right, wrong = question.right[1:], question.wrong
+        if task == "financial_math":
+            right = right or tuple(other_forms(question.answer))
+            wrong = wrong or _other_numbers(question)
+        return Item(task, documents, record, question.question, question.answer, right, wrong)
+    options = [*question.wrong[:3]]
+    if question.task != "general_qa" or len(options) < 3:
+        return None
+    options.insert(LETTERS.index(letter), question.answer)
+    choices = dict(zip(LETTERS, options, strict=True))
+    record = {"question": question.question, "options": choices, "answer": letter}
+    asked = format_choices(question.question, options)
+    others = tuple(other for other in LETTERS if other != letter)
+    return Item(task, documents, record, asked, letter, (f"({letter})",), others)
+
+
+def _other_numbers(question: Question) -> tuple[str, ...]:
+    """Numbers of the documents that differ from the answer, without those of one digit."""
+    found = re.findall(r"\d[\d,]*(?:\.\d+)?", " ".join(question.documents))
+    distinct = (number for number in dict.fromkeys(found) if len(number.strip(",")) > 1)
+    return tuple(n for n in distinct if not means_the_same(n, question.answer))[:MOST_WRONG]
+
+
+def _own_first(question: Question) -> tuple[str, ...]:
+    """The documents, beginning with the first that contains the answer, where one does."""
+    own = next((d for d in question.documents if question.answer in d), question.documents[0])
+    return (own, *(text for text in question.documents if text != own))
+
+
+class RowMaker:
+    """Maker of rows; `counts` has the reasons for which questions gave no row."""
+
+    def __init__(self, config: QuestionRowConfig, prompts: Prompts):
+        self.config, self.prompts = config, prompts
+        self.counts: Counter[str] = Counter()
+        self._rng = np.random.default_rng(config.seed)
+
+    def row(self, role: str, item: Item, others: Sequence[Item]) -> Row | None:
+        """A row of the role; `others` are items whose questions may be the history."""
+        if role == "questioner":
+            return self._questioner_row(item, others)
+        if role == "responder":
+            return self._responder_row(item)
+        return self._verifier_row(item)
+
+    def _questioner_row(self, item: Item, others: Sequence[Item]) -> Row | None:
+        completion = json.dumps(item.record, ensure_ascii=False)
+        parsed = parse_question(completion, item.task, count_words)
+        if parsed.status != "accepted" or parsed.answer != item.answer:
+            self.counts[f"questioner: {parsed.reason or 'another answer'}"] += 1
+            return None
+        known = []
+        if others and self._rng.random() < self.config.history_share:
+            count = int(self._rng.integers(1, 3))
+            known = [others[i] for i in self._rng.permutation(len(others))[:count]]
+        own = dict.fromkeys([item.documents[0], *(past.documents[0] for past in known)])
+        shown = self._with_more(tuple(own), item.documents, self.config.documents_shown)
+        history = [Entry((), past.question, past.answer) for past in known]
+        letter = item.answer if item.task == "multiple_choice" else None
+        prompt = self.prompts.questioner(item.task, shown, history, letter)
+        return Row(prompt, completion, "questioner", item.task)
+
+    def _responder_row(self, item: Item) -> Row | None:
+        shown = self._with_more(item.documents[:1], item.documents, self.config.documents_read)
+        stated = f"({item.answer})" if item.task == "multiple_choice" else item.answer
+        completion = f"The answer is {stated}"
+        if rules.score(completion, item.answer, item.task) != 1.0:
+            self.counts["responder: the rule cannot score the answer"] += 1
+            return None
+        prompt = self.prompts.responder(item.task, shown, item.question)
+        return Row(prompt, completion, "responder", item.task)
+
+    def _verifier_row(self, item: Item) -> Row:
+        answer, verdict = item.answer, "YES"
+        kind = self._rng.random()
+        if kind < 0.5 and item.wrong:
+            answer, verdict = item.wrong[self._rng.integers(len(item.wrong))], "NO"
+        elif kind < 0.75 and item.right:
+            answer = item.right[self._rng.integers(len(item.right))]
+        prompt = self.prompts.verifier(item.question, answer, item.answer)
+        return Row(prompt, f"[[{verdict}]]", "verifier", item.task)
+
+    def _with_more(self, needed: tuple[str, ...], documents: Sequence[str], most: int) -> list[str]:
+        """The needed documents and others, at most `most` unless more are needed, shuffled."""
+        others = [text for text in documents if text not in needed]
+        extra = max(0, int(self._rng.integers(1, most + 1)) - len(needed))
+        chosen = [*needed, *(others[i] for i in self._rng.permutation(len(others))[:extra])]
+        return [chosen[i] for i in self._rng.permutation(len(chosen))]
+
+
+def make_rows(
+    questions: Sequence[Question], config: QuestionRowConfig, prompts: Prompts
+) -> tuple[list[Row], Counter[str]]:
+    """Makes config.rows rows in shuffled order, and counts of questions that gave none.
+
+    Questions of a task are used in shuffled order and again from the start if there are too few.
+    ValueError if no question suits one of the tasks.
+    """
+    maker, rng = RowMaker(config, prompts), np.random.default_rng([config.seed, 1])
+    roles: dict[str, float] = dict(zip(ROLES, config.roles, strict=True))
+    equal = dict.fromkeys(config.tasks, 1.0)
+    made: list[Row] = []
+    for role, rows in batch_counts(config.rows, roles, dict.fromkeys(ROLES, config.rows)).items():
+        for task, count in batch_counts(rows, equal, dict.fromkeys(equal, rows)).items():
+            order = rng.permutation(len(questions)).tolist()
+            found = _rows_of(maker, role, task, questions, order)
+            taken = list(itertools.islice(found, count))
+            if len(taken) < count:
+                raise ValueError(f"tasks: no question gives a row of the {role} for {task}")
+            made += taken
+    return [made[i] for i in rng.permutation(len(made))], maker.counts
+
+
+def _rows_of(
+    maker: RowMaker, role: str, task: str, questions: Sequence[Question], order: Sequence[int]
+) -> Iterator[Row]:
+    """Rows of a role and a task, over and over; ends after a pass that gave none."""
+    for first in itertools.count(0, len(order)):
+        found = False
+        for number, index in enumerate(order, first):
+            letter, question = LETTERS[number % len(LETTERS)], questions[index]
+            item = make_item(question, task, letter)
+            near = questions[max(0, index - NEAR) : index + NEAR + 1]
+            about = [
+                q for q in near if q is not question and {*q.documents} & {*question.documents}
+            ]
+            others = [other for q in about if (other := make_item(q, task, letter))]
+            if item and (row := maker.row(role, item, others)):
+                found = True
+                yield row
+        if not found:
+            return
+
+
+def main(_) -> None:
+    log.setLevel(logging.INFO)
+    given = flags.FLAGS
+    shares = [float(share) for share in given.roles]
+    if len(shares) != len(ROLES):
+        raise flags.ValidationError(f"--roles = {given.roles}: must be {len(ROLES)} shares")
+    config = QuestionRowConfig(
+        rows=given.rows,
+        roles=(shares[0], shares[1], shares[2]),
+        tasks=tuple(given.tasks),
+        documents_read=given.documents_read,
+        documents_shown=given.documents_shown,
+        history_share=given.history_share,
+        seed=given.seed,
+    )
+    questions = [q for path in given.questions for q in read_questions(path, "--questions")]
+    rows, counts = make_rows(questions, config, prompt_sets.load(given.prompts))
+    write_records(given.out, map(dataclasses.asdict, rows))
+    print(json.dumps({"rows": len(rows), "questions": len(questions), "left out": counts}))
+
+
+if __name__ == "__main__":
+    defaults = QuestionRowConfig()
+    flags.DEFINE_list("questions", None, "JSONL files of questions.", required=True)
+    flags.DEFINE_string("out", None, "JSONL of rows to write.", required=True)
+    flags.DEFINE_integer("rows", defaults.rows, "Number of rows.")
+    flags.DEFINE_list("roles", list(map(str, defaults.roles)), f"Shares of {', '.join(ROLES)}.")
+    flags.DEFINE_list("tasks", list(defaults.tasks), "Tasks, in equal shares.")
+    flags.DEFINE_integer("documents_read", defaults.documents_read, "Most, of a responder row.")
+    flags.DEFINE_integer("documents_shown", defaults.documents_shown, "Most, of a questioner row.")
+    flags.DEFINE_float("history_share", defaults.history_share, "Questioner rows with history.")
+    flags.DEFINE_string("prompts", "compact", "full, compact or a folder of templates.")
+    flags.DEFINE_integer("seed", defaults.seed, "Seed of all choices.")
+    entry.run_main(main)

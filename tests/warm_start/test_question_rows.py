@@ -1,0 +1,174 @@
+"""Tests of rows from questions with known answers: each is right by the algorithm's parsers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from spell_jax.data.clusters import LETTERS, TASKS, count_words
+from spell_jax.data.questions import Question
+from spell_jax.runtime.jsonl import write_records
+from spell_jax.selfplay import prompts
+from spell_jax.selfplay.parsing import parse_question, parse_verdict
+from spell_jax.selfplay.rules import score
+from spell_jax.warm_start import question_rows
+from spell_jax.warm_start.demonstrations import Row
+from spell_jax.warm_start.question_rows import QuestionRowConfig, make_item, make_rows
+
+COMPACT = prompts.load("compact")
+CITIES = ("Oslo", "Lima", "Rome", "Cairo", "Quito", "Delhi")
+DOCUMENTS = tuple(f"The mayor of {city} is Dr. {city[::-1].title()}." for city in CITIES)
+TEXTS = [
+    Question(
+        "general_qa",
+        (DOCUMENTS[(i + 1) % 6], DOCUMENTS[i], DOCUMENTS[(i + 2) % 6]),
+        f"Who is the mayor of {city}?",
+        f"Dr. {city[::-1].title()}",
+        answers=(f"Dr. {city[::-1].title()}", city[::-1].title()),
+        wrong=tuple(f"Dr. {other[::-1].title()}" for other in CITIES if other != city),
+    )
+    for i, city in enumerate(CITIES)
+]
+SALES = "Sales were 1,250 in 2019 and 1,100 in 2018."
+NUMBERS = [Question("financial_math", (SALES, "Costs were 77."), "Growth of sales?", "150")]
+
+
+def rows_of(rows: list[Row], role: str) -> list[Row]:
+    return [row for row in rows if row.role == role]
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[Row]:
+    config = QuestionRowConfig(rows=300, documents_read=3, documents_shown=3)
+    return make_rows(TEXTS + NUMBERS, config, COMPACT)[0]
+
+
+def test_roles_and_tasks_have_their_shares(rows):
+    counts = Counter((row.role, row.task) for row in rows)
+    assert all(counts["questioner", task] == 40 for task in TASKS)
+    assert all(counts["responder", task] == 35 for task in TASKS)
+    assert all(counts["verifier", task] == 25 for task in TASKS)
+
+
+def test_questioner_rows_pass_the_parser_and_show_the_evidence(rows):
+    letters = Counter()
+    for row in rows_of(rows, "questioner"):
+        parsed = parse_question(row.completion, row.task, count_words)
+        assert parsed.status == "accepted"
+        if row.task == "multiple_choice":
+            letters[parsed.answer] += 1
+            assert row.prompt.endswith(f"({parsed.answer})")  # the letter that the prompt asks for
+            asked = parsed.options[LETTERS.index(parsed.answer)]
+            assert asked in row.prompt
+        elif row.task == "general_qa":
+            assert parsed.answer in row.prompt
+    assert set(letters) == set(LETTERS)
+
+
+def test_history_shows_other_questions_with_their_documents():
+    config = QuestionRowConfig(rows=60, roles=(1, 0, 0), history_share=1.0, tasks=("general_qa",))
+    for row in make_rows(TEXTS, config, COMPACT)[0]:
+        known = [line for line in row.prompt.split("\n") if line.startswith("known: ")]
+        assert 1 <= len(known) <= 2
+        asked = json.loads(row.completion)["question"]
+        for line in known:
+            assert asked not in line
+            question = next(q for q in TEXTS if q.question in line)
+            assert question_rows._own_first(question)[0] in row.prompt
+
+
+def test_responder_rows_are_right_and_read_few_documents(rows):
+    counts = Counter()
+    for row in rows_of(rows, "responder"):
+        question = next(q for q in TEXTS + NUMBERS if q.question in row.prompt)
+        if row.task == "multiple_choice":
+            letter = row.completion[-2]
+            assert f"({letter}) {question.answer}" in row.prompt
+        else:
+            assert score(row.completion, question.answer, row.task) == 1.0
+        shown = [text for text in question.documents if text in row.prompt]
+        assert question_rows._own_first(question)[0] in shown
+        counts[len(shown)] += row.task == "general_qa"
+    assert set(counts) == {1, 2, 3}
+
+
+def test_verdicts_are_right(rows):
+    verdicts = Counter()
+    for row in rows_of(rows, "verifier"):
+        *_, one, two, _ = row.prompt.split("\n")
+        answer, reference = one.removeprefix("one: "), two.removeprefix("two: ")
+        verdict = parse_verdict(row.completion)
+        verdicts[row.task, verdict] += 1
+        if row.task == "general_qa":
+            question = next(q for q in TEXTS if q.question in row.prompt)
+            assert (answer in question.right) == (verdict == 1) and reference == question.answer
+        elif row.task == "financial_math":
+            assert reference == "150"
+            assert (float(answer.replace("the number ", "").replace(",", "")) == 150) == verdict
+        else:
+            assert (answer.strip("()") == reference) == (verdict == 1)
+    assert len(verdicts) == 6 and min(verdicts.values()) >= 5
+
+
+def test_questions_that_do_not_suit_a_task_give_no_item():
+    assert make_item(TEXTS[0], "financial_math", "A") is None
+    assert make_item(NUMBERS[0], "multiple_choice", "A") is None
+    few = Question("general_qa", ("x",), "?", "a", wrong=("b", "c"))
+    assert make_item(few, "multiple_choice", "A") is None
+    item = make_item(TEXTS[1], "multiple_choice", "C")
+    assert item is not None and item.answer == "C"
+    assert "(C) Dr. Amil" in item.question
+
+
+def test_task_without_a_question_is_an_error():
+    config = QuestionRowConfig(rows=9)
+    with pytest.raises(ValueError, match="no question gives a row of the questioner for general"):
+        make_rows(NUMBERS, config, COMPACT)
+
+
+def test_unusable_references_are_counted():
+    long = Question("general_qa", ("x",), "What?", "word " * 41)
+    config = QuestionRowConfig(rows=2, roles=(1, 0, 0), tasks=("general_qa",))
+    rows, counts = make_rows([long, TEXTS[0]], config, COMPACT)
+    assert len(rows) == 2 and counts["questioner: long_answer"] >= 1
+
+
+def test_rows_depend_only_on_the_seed():
+    def make(seed: int) -> list[Row]:
+        return make_rows(TEXTS + NUMBERS, QuestionRowConfig(rows=30, seed=seed), COMPACT)[0]
+
+    assert make(0) == make(0) != make(1)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("rows", 0),
+        ("tasks", ()),
+        ("tasks", ("poetry",)),
+        ("roles", (0, 0, 0)),
+        ("roles", (1, -1, 0)),
+        ("history_share", 1.5),
+        ("documents_read", 0),
+    ],
+)
+def test_bad_value_is_named(field, value):
+    with pytest.raises(ValueError, match=field):
+        QuestionRowConfig(**{field: value})
+
+
+@pytest.mark.slow
+def test_command_writes_the_rows(tmp_path: Path):
+    questions, out = tmp_path / "questions.jsonl", tmp_path / "rows.jsonl"
+    write_records(questions, [vars(question) for question in TEXTS + NUMBERS])
+    flags = [f"--questions={questions}", f"--out={out}", "--rows=12"]
+    command = [sys.executable, "-m", "spell_jax.warm_start.question_rows", *flags]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["rows"] == 12
+    assert len(out.read_text().splitlines()) == 12
