@@ -34,23 +34,29 @@ SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 CACHE_VARIABLE = "SPELL_CACHE"
 SHARD_BYTES = 2 << 30
 
-# Module of a Hugging Face tensor -> of the GGUF tensor.
-_TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-_BLOCK = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
+# Field of config.json -> of the file, after the architecture's name.
+_SIZES = {
+    "num_hidden_layers": "block_count",
+    "max_position_embeddings": "context_length",
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
 }
-_HF_TOP = {gguf: hf for hf, gguf in _TOP.items()}
-_HF_BLOCK = {gguf: hf for hf, gguf in _BLOCK.items()}
+# Module of a GGUF tensor -> of the Hugging Face tensor.
+_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_BLOCK = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
 _ROPE_FACTORS = "rope_freqs.weight"  # Llama 3.1: plain over scaled frequencies, [H/2]
 
 
@@ -136,17 +142,8 @@ def read_config(file: GgufFile) -> PolicyConfig:
         raise ValueError(
             f"{file.path}: general.architecture = {name!r}: must be one of {ARCHITECTURES}"
         )
-    integer = {
-        hf: _field(file, f"{name}.{key}", int)
-        for hf, key in {
-            "num_hidden_layers": "block_count",
-            "max_position_embeddings": "context_length",
-            "hidden_size": "embedding_length",
-            "intermediate_size": "feed_forward_length",
-            "num_attention_heads": "attention.head_count",
-        }.items()
-    }
-    heads, width = integer["num_attention_heads"], integer["hidden_size"]
+    sizes = {hf: _field(file, f"{name}.{key}", int) for hf, key in _SIZES.items()}
+    heads, width = sizes["num_attention_heads"], sizes["hidden_size"]
     head_size = _field(file, f"{name}.attention.key_length", int, width // max(heads, 1))
     for key in ("attention.value_length", "rope.dimension_count"):
         _require(file, f"{name}.{key}", head_size)
@@ -156,7 +153,7 @@ def read_config(file: GgufFile) -> PolicyConfig:
         raise ValueError(f"{file.path}: tensor token_embd.weight is missing")
     fields = {
         "model_type": name,
-        **integer,
+        **sizes,
         "vocab_size": embedding.shape[0],
         "num_key_value_heads": _field(file, f"{name}.attention.head_count_kv", int, heads),
         "head_dim": head_size,
@@ -249,11 +246,11 @@ def _match(config: PolicyConfig, file: GgufFile) -> dict[str, GgufTensor]:
 def _hf_name(name: str) -> str:
     """Hugging Face name of a GGUF tensor; an unknown name stays, for the error message."""
     module, _, kind = name.rpartition(".")
-    if module in _HF_TOP:
-        return f"{_HF_TOP[module]}.{kind}"
+    if module in _TOP:
+        return f"{_TOP[module]}.{kind}"
     block = re.fullmatch(r"blk\.(0|[1-9]\d*)\.(\w+)", module)
-    if block and block[2] in _HF_BLOCK:
-        return f"model.layers.{block[1]}.{_HF_BLOCK[block[2]]}.{kind}"
+    if block and block[2] in _BLOCK:
+        return f"model.layers.{block[1]}.{_BLOCK[block[2]]}.{kind}"
     return name
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +219,32 @@ def test_unknown_architecture_is_named(tmp_path: Path) -> None:
     path = gguf_files.write(tmp_path / "m.gguf", "mamba", TOKENIZER, {})
     with pytest.raises(ValueError, match="architecture = 'mamba'"):
         gguf_convert.convert(path, tmp_path / "out")
+
+
+def run_export(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "spell_jax.export", *arguments]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+@pytest.mark.slow
+def test_export_command_writes_a_folder(tmp_path: Path) -> None:
+    path, out = write(tmp_path / "m.gguf", "qwen2"), tmp_path / "out"
+    done = run_export(f"--gguf={path}", f"--out={out}", "--dtype=bfloat16")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{out}: the policy of {path}\n"
+    assert weights.load(out)[0].model_type == "qwen2"
+    again = run_export(f"--gguf={path}", f"--out={out}")
+    assert again.returncode == 2 and "is there already" in again.stderr.splitlines()[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", [[], ["--gguf=a", "--workdir=b"], ["--gguf=no/such.gguf"]])
+def test_export_mistakes_end_with_one_line(arguments: list[str], tmp_path: Path) -> None:
+    done = run_export(*arguments, f"--out={tmp_path / 'out'}")
+    assert done.returncode == 2
+    (line,) = [text for text in done.stderr.splitlines() if text.startswith("error: ")]
+    assert "--gguf" in line or "no/such.gguf" in line
+    assert "Traceback" not in done.stderr
 
 
 @pytest.fixture
