@@ -19,7 +19,9 @@ from spell_jax.runtime.config import Config
 
 def get_config() -> Config:
     config = default_config()
+    # An update takes minutes on a CPU; a run that is told to stop gets the time to end it.
     config.update(steps=100, evaluate=True, validate_every=10, checkpoint_every=5)
+    config.preemption_limit_s = 600.0
     config.policy.update(compute_dtype="float32", remat="none")
     config.policy.folder = "runs/smollm2/cold_start/policy"
     config.data.source = "runs/smollm2/clusters.jsonl"
