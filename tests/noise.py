@@ -24,6 +24,7 @@ from configs import tiny
 from spell_jax.algorithms import registry as registry
 from spell_jax.algorithms.eapo import algorithm as eapo
 from spell_jax.algorithms.spell import algorithm as spell
+from spell_jax.data.config import GENERATED
 from spell_jax.learner import update
 from spell_jax.learner.learner import Learner
 from spell_jax.policy import tokenizer as tokenizers
@@ -126,8 +127,13 @@ def give_data(config: Any, folder: pathlib.Path) -> None:
         data.questions = str(folder / "questions.jsonl")
     if data.validation and not pathlib.Path(data.validation).is_file():
         data.validation = str(folder / "questions.jsonl")
-    if "clusters" in inputs and not data.source:
+    if "clusters" in inputs and not has_source(data):
         data.source = str(folder)
+
+
+def has_source(data: Any) -> bool:
+    """Whether data.source is a generated world or exists."""
+    return data.source in GENERATED or (bool(data.source) and pathlib.Path(data.source).exists())
 
 
 def use_one_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,13 +107,13 @@ def test_shipped_config_reports_exactly_its_missing_inputs(name: str) -> None:
         if folder != "tiny" and not (folder and pathlib.Path(folder).is_dir()):
             missing.add(f"{model}.folder")
     data, kind = config.data, registry.ALGORITHMS[config.algorithm.name]
+    named = [field for field in ("questions", "validation") if data[field]]
+    absent = [field for field in named if not pathlib.Path(data[field]).is_file()]
     if "clusters" not in kind.inputs:
-        named = [field for field in ("questions", "validation") if data[field]]
-        absent = [field for field in named if not pathlib.Path(data[field]).is_file()]
-        absent = absent or ["questions"] * (not data.questions)
-        missing |= {f"data.{field}" for field in absent[:1]}
-    elif not data.source:
-        missing.add("data.source")
+        absent += ["questions"] * (not data.questions)
+    elif not noise.has_source(data):
+        absent.append("source")
+    missing |= {f"data.{field}" for field in absent[:1]}  # the section's first mistake
     assert set(fields_of(check.check(config))) == missing
 
 

@@ -62,6 +62,7 @@ NO_READERS = {
     *(
         "warm_start.demonstrations",
         "warm_start.evidence_rows",
+        "warm_start.question_rows",
         "selfplay.rewards",
         "selfplay.selection",
     ),
@@ -94,6 +95,7 @@ NO_READERS = {
     *(f"held_out.HeldOutQuestions.{name}" for name in ("full", "quick", "measure")),
     *("spell_evaluation.TinyEvaluation.full", "spell_evaluation.TinyEvaluation.quick"),
     "spell_evaluation.TinyEvaluation.make_items",
+    "question_evaluation.QuestionEvaluation.full",
 }
 # Readers of files and replies, with a test of their own below.
 ELSEWHERE = {
