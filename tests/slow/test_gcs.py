@@ -140,7 +140,7 @@ def test_export_and_report_work_with_buckets(remote, tmp_path):
         with pytest.MonkeyPatch.context() as monkeypatch:
             noise.use_one_device(monkeypatch)
             monkeypatch.setattr(start, "setup", lambda: None)
-            flags = SimpleNamespace(FLAGS=SimpleNamespace(**given, dtype="float32"))
+            flags = SimpleNamespace(FLAGS=SimpleNamespace(**given, gguf=None, dtype="float32"))
             monkeypatch.setattr(export, "flags", flags)
             export.main(None)
         for name in names(remote / "policy"):
