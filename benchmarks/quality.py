@@ -44,7 +44,8 @@ class Quality(Benchmark):
 
     def run(self) -> dict[str, Any]:
         made = build.make_run(tiny.get_config())
-        params = made.learner.cast(state.load_weights(made.own["policy"]))
+        folder = made.own["policy"].folder
+        params = made.learner.cast(state.load_weights(folder, made.learner))
         prompts = self._prompts(made)
         full = dataclasses.replace(made.worker.sampler.config, top_p=1.0)
         small = dataclasses.replace(

@@ -8,6 +8,7 @@ the rest (the algorithm's "reference_reader", the loss's "reference") start as c
 from __future__ import annotations
 
 import logging
+import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ from etils import epath
 
 from spell_jax.config import RunConfig, find_checkpoint, to_dict
 from spell_jax.learner import update
+from spell_jax.learner.learner import Learner
 from spell_jax.policy import lora, safetensors, transformer, weights
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import mesh as meshes
@@ -41,7 +43,7 @@ def restore_or_init(
     target: dict[str, Any] = {}
     for name, model in run.own.items():
         if model.policy.lora:  # the checkpoint has the adapters only
-            model.learner.freeze(load_weights(model))
+            model.learner.freeze(load_weights(model.folder, model.learner))
         state = model.learner.fns.abstract_state
         target[name] = state if name in run.trained else state.params
     target |= dict.fromkeys(run.copies, target["policy"].params)
@@ -82,22 +84,22 @@ def first_state(config: RunConfig, name: str, model: Model) -> update.TrainState
     learner = model.learner
     if config.init_from and name == "policy":
         if model.policy.lora:
-            learner.freeze(load_weights(model))
+            learner.freeze(load_weights(model.folder, learner))
         workdir, step = find_checkpoint(config.init_from)
         step, params = read_weights(workdir, model.policy, learner.mesh, step)
         log.info("begins with the weights of %s, step %d (init_from)", workdir, step)
         return learner.fns.init(params)
     if safetensors.has_weights(model.folder):
         log.info("begins with the weights of %s", model.folder)
-        return learner.init(load_weights(model))
+        return learner.init(load_weights(model.folder, learner))
     log.warning("%s holds no weights: begins with random ones", model.folder)
     return learner.init(jax.random.key(config.seed))
 
 
-def load_weights(model: Model) -> transformer.Params:
-    """Weights of the model's folder, on the mesh: float32, or the compute dtype if frozen."""
-    dtype = model.learner.compute_dtype.name if model.policy.lora else "float32"
-    return weights.load(model.folder, model.learner.mesh, dtype)[1]
+def load_weights(folder: pathlib.Path, learner: Learner) -> transformer.Params:
+    """Weights of a policy's folder, on the mesh: float32, or the compute dtype if frozen."""
+    dtype = learner.compute_dtype.name if learner.policy.lora else "float32"
+    return weights.load(folder, learner.mesh, dtype)[1]
 
 
 def read_weights(

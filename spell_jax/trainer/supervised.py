@@ -24,7 +24,7 @@ from spell_jax.config import SupervisedConfig
 from spell_jax.learner import loss, non_finite, packing, update
 from spell_jax.learner.learner import Learner
 from spell_jax.policy import tokenizer as tokenizers
-from spell_jax.policy import transformer, weights
+from spell_jax.policy import weights
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.model import find_folder, read_model, shape_policy
 from spell_jax.runtime import entry, setup
@@ -36,6 +36,7 @@ from spell_jax.runtime.metrics import Metrics
 from spell_jax.runtime.preemption import Preempted, Preemption
 from spell_jax.runtime.run_logger import RunLogger
 from spell_jax.selfplay import prompts
+from spell_jax.trainer.state import load_weights
 from spell_jax.warm_start import demonstrations
 
 log = logging.getLogger(__name__)
@@ -111,12 +112,6 @@ def to_group(row: demonstrations.Row, tokenizer: tokenizers.Tokenizer) -> packin
     return packing.TrainGroup(tokenizer.chat(row.prompt), [answer], [1.0], row.role)
 
 
-def load_weights(config: SupervisedConfig, learner: Learner) -> transformer.Params:
-    """Weights of the policy's folder, on the mesh: float32, or the compute dtype if frozen."""
-    dtype = config.policy.compute_dtype if learner.policy.lora else "float32"
-    return weights.load(find_folder(config.policy.folder), learner.mesh, dtype)[1]
-
-
 def make_learner(config: SupervisedConfig, policy: PolicyConfig) -> Learner:
     return Learner(
         policy,
@@ -161,11 +156,11 @@ def _steps(
     done = checkpoints.newest_intact() or 0
     if done:
         if learner.policy.lora:  # the checkpoint has the adapters only
-            learner.freeze(load_weights(config, learner))
+            learner.freeze(load_weights(find_folder(config.policy.folder), learner))
         models, _ = checkpoints.restore(done, {"policy": learner.fns.abstract_state})
         state = models["policy"]
     elif config.policy.folder:
-        state = learner.init(load_weights(config, learner))
+        state = learner.init(load_weights(find_folder(config.policy.folder), learner))
     else:
         state = learner.init(jax.random.key(config.seed))
     entry.setup_done()  # from here on an error is a crash, not a mistake of the user
