@@ -7,6 +7,7 @@ update   seconds of one optimizer update, with shared and with repeated prompts
 sample   tokens/s of G answers to a prompt: shared, to G prompts, one by one, by transformers
 refill   tokens/s with answers of many lengths: continuous batching against fixed batches
 spell    seconds of one whole SPELL step, by phase; verdicts with and without a shared prefix
+agreement  greedy answers to needles and RULER, here and by transformers (extra "test")
 quality  int8 sampling against the compute dtype: KL, equal greedy tokens
 report   seconds to write the report page of a long run, and to open it in a browser
 soak     growth of memory and compiled programs in a long run of the demo's config
@@ -42,6 +43,7 @@ _CLASSES = {
     "sample": "rollout.SampleSpeed",
     "refill": "rollout.Refill",
     "spell": "rollout.Spell",
+    "agreement": "agreement.Agreement",
     "quality": "quality.Quality",
     "report": "report.Report",
     "soak": "soak.Soak",

@@ -7,7 +7,9 @@ reads files in SQuAD's layout (Rajpurkar et al. 2016) and writes the layout of
 spell_jax/data/questions.py:
 
 1. The documents of a question are its own paragraph and others of its article, sampled and then
-   shuffled. An article with fewer paragraphs gives all it has.
+   shuffled. An article with fewer paragraphs gives all it has. With --sets=N, N sets of paragraphs
+   are sampled per article instead, and a set is the documents of all questions about it. Prompts
+   with the same documents are read once by the sampler.
 2. `answers` are the answers of all annotators without repeats, the first one first.
 3. `wrong` are answers to other questions about the same documents, of the same kind (numbers, or
    texts) and without a word in common with the right ones.
@@ -51,15 +53,18 @@ class ArticleConfig:
     Attributes:
       paragraphs: documents of a question, and of a cluster.
       per_article: most questions of an article; 0: all.
+      sets: most sets of paragraphs of an article, without a common paragraph, each for all
+        questions about it; 0: paragraphs of its own for each question.
       seed: seed of the selection and of the other paragraphs.
     """
 
     paragraphs: int = 4
     per_article: int = 0
+    sets: int = 0
     seed: int = 0
 
     def __post_init__(self):
-        check_least(self, "", paragraphs=1, per_article=0, seed=0)
+        check_least(self, "", paragraphs=1, per_article=0, sets=0, seed=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,15 +138,24 @@ def make_questions(
     article: Article, number: int, config: ArticleConfig, counts: Counter[str]
 ) -> Iterator[Question]:
     """Yield the questions of article `number`, each with its documents."""
-    count = len(article.asked)
-    order = np.random.default_rng([config.seed, number]).permutation(count)
-    kept = sorted(order[: config.per_article or count].tolist())
+    sets = _paragraph_sets(article, number, config)
+    in_sets = {paragraph for shown in sets for paragraph in shown}
+    usable = [
+        index
+        for index, asked in enumerate(article.asked)
+        if not config.sets or asked.paragraph in in_sets
+    ]
+    order = np.random.default_rng([config.seed, number]).permutation(len(usable))
+    kept = sorted(usable[i] for i in order[: config.per_article or len(usable)])
     for index in kept:
         asked = article.asked[index]
         rng = np.random.default_rng([config.seed, number, index])
-        others = [i for i in range(len(article.paragraphs)) if i != asked.paragraph]
-        shown = [asked.paragraph, *rng.permutation(others)[: config.paragraphs - 1].tolist()]
-        shown = rng.permutation(shown).tolist()
+        if config.sets:
+            shown = next(shown for shown in sets if asked.paragraph in shown)
+        else:
+            others = [i for i in range(len(article.paragraphs)) if i != asked.paragraph]
+            shown = [asked.paragraph, *rng.permutation(others)[: config.paragraphs - 1].tolist()]
+            shown = rng.permutation(shown).tolist()
         counts["written"] += 1
         counts["fewer_paragraphs"] += len(shown) < config.paragraphs
         yield Question(
@@ -152,6 +166,14 @@ def make_questions(
             answers=asked.answers,
             wrong=tuple(_wrong(article.asked, asked, set(shown), rng)),
         )
+
+
+def _paragraph_sets(article: Article, number: int, config: ArticleConfig) -> list[list[int]]:
+    """Disjoint sets of paragraphs, at most config.sets; only the first may be smaller."""
+    count, size = len(article.paragraphs), config.paragraphs
+    order = np.random.default_rng([config.seed, number, count]).permutation(count).tolist()
+    most = min(config.sets, max(1, count // size))
+    return [order[size * i : size * (i + 1)] for i in range(most)]
 
 
 def _wrong(
@@ -198,7 +220,7 @@ def main(_) -> None:
     given = flags.FLAGS
     if not given.out and not given.clusters:
         raise flags.ValidationError("must give --out, --clusters or both")
-    config = ArticleConfig(given.paragraphs, given.per_article, given.seed)
+    config = ArticleConfig(given.paragraphs, given.per_article, given.sets, given.seed)
     counts: Counter[str] = Counter()
     articles = read_articles(pathlib.Path(given.rows), counts)
     chosen = parse_range(given.articles, len(articles)) if given.articles else range(len(articles))
@@ -217,6 +239,7 @@ if __name__ == "__main__":
     flags.DEFINE_string("articles", "", "Articles to use, such as 17-24; all by default.")
     flags.DEFINE_integer("paragraphs", ArticleConfig.paragraphs, "Documents of a question.")
     flags.DEFINE_integer("per_article", ArticleConfig.per_article, "Most questions; 0: all.")
+    flags.DEFINE_integer("sets", ArticleConfig.sets, "Sets of paragraphs per article; 0: no sets.")
     flags.DEFINE_integer("seed", ArticleConfig.seed, "Seed of the selection.")
     flags.DEFINE_string("out", "", "JSONL of questions to write.")
     flags.DEFINE_string("clusters", "", "JSONL of clusters to write, without questions.")

@@ -15,6 +15,8 @@ from spell_jax.selfplay.prompts import Prompts
 # {section: {row: {column: (mean, half width of the 95 % interval)}}}
 Report = dict[str, dict[str, dict[str, tuple[float, float]]]]
 
+MOST_LENGTHS = 8  # different numbers of documents that get a row each
+
 
 class Evaluation(Protocol):
     """Held-out evaluation of a policy, as the trainer calls it."""
@@ -73,29 +75,36 @@ class HeldOutQuestions:
     measure: Callable[[str, Question], Mapping[str, float]] = _score_answer
 
     def full(self, models: Models) -> Report:
-        rows = {
-            task: {name: share(values) for name, values in measures.items()}
-            for task, measures in self._outcomes(models).items()
+        """Measures by task, and by number of documents if there are few different numbers."""
+        measured = self._measure_answers(models)
+        rows = by_row((question.task, measures) for question, measures in measured)
+        lengths = sorted({len(question.documents) for question in self.questions})
+        if 1 < len(lengths) <= MOST_LENGTHS:
+            for length in lengths:
+                of_length = [pair for pair in measured if len(pair[0].documents) == length]
+                rows[f"documents: {length}"] = by_row(("", m) for _, m in of_length)["all"]
+        return {
+            self.section: {
+                row: {name: share(values) for name, values in measures.items()}
+                for row, measures in rows.items()
+            }
         }
-        return {self.section: rows}
 
     def quick(self, models: Models) -> tuple[float, dict[str, float]]:
         """(accuracy; accuracies by task and "all", and the other means over all questions)."""
-        outcomes = self._outcomes(models)
+        measured = self._measure_answers(models)
+        outcomes = by_row((question.task, measures) for question, measures in measured)
         accuracy, *others = outcomes["all"]
         numbers = {task: share(measures[accuracy])[0] for task, measures in outcomes.items()}
         return numbers["all"], numbers | {n: share(outcomes["all"][n])[0] for n in others}
 
-    def _outcomes(self, models: Models) -> dict[str, dict[str, list[float]]]:
-        """Task or "all" -> name of a measure -> its values."""
+    def _measure_answers(self, models: Models) -> list[tuple[Question, Mapping[str, float]]]:
         make_prompt = self.make_prompt or self._responder_prompt
         prompts = [make_prompt(question) for question in self.questions]
         replies = models("responder", prompts, temperature=0.0)
         texts = ["" if reply is None else reply.texts[0] for reply in replies]
-        return by_row(
-            (question.task, self.measure(text, question))
-            for question, text in zip(self.questions, texts, strict=True)
-        )
+        pairs = zip(self.questions, texts, strict=True)
+        return [(question, self.measure(text, question)) for question, text in pairs]
 
     def _responder_prompt(self, question: Question) -> str:
         return self.prompts.responder(question.task, question.documents, question.question)

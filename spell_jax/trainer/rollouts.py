@@ -108,4 +108,5 @@ class Rollouts:
         rates = {"sampled": worker.sampled_tokens, "prefilled": worker.prefilled_tokens}
         for name, tokens in rates.items():
             metrics.add_sum(f"time/tokens_per_second/{name}", tokens, seconds)
+            metrics.add(f"rollout/{name}_tokens", tokens)
         return Rollout(episodes, groups, annotations, metrics, before)

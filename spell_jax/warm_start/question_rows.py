@@ -2,8 +2,8 @@
 
     python -m spell_jax.warm_start.question_rows --questions=A.jsonl,B.jsonl --out=rows.jsonl
 
-1. Input is the layout of data/questions.py. A financial_math question is one whose answer is a
-   number; a multiple_choice question is made from a general_qa question with three wrong answers.
+1. Input is the layout of data/questions.py. A general_qa question also gives a financial_math row
+   if its answer is a number, and a multiple_choice row if it has three wrong answers.
 2. A questioner row writes the question with its answer as JSON, after the question's own document
    (the one with the answer, where one has it) and one more, in a share of rows also after other
    questions about them. Every completion has passed the parser that self-play uses.
@@ -36,10 +36,11 @@ from spell_jax.runtime.jsonl import write_records
 from spell_jax.selfplay import prompts as prompt_sets
 from spell_jax.selfplay import rules
 from spell_jax.selfplay.memory import Entry
+from spell_jax.selfplay.numbers import number_text, parse_number
 from spell_jax.selfplay.parsing import format_choices, parse_question
 from spell_jax.selfplay.prompts import Prompts
 from spell_jax.warm_start.demonstrations import Row
-from spell_jax.warm_start.folder_rows import means_the_same, other_forms
+from spell_jax.warm_start.folder_rows import NUMBER, means_the_same, other_forms
 
 log = logging.getLogger("spell_jax.warm_start.question_rows")  # __name__ may be "__main__"
 NEAR = 3  # questions before and after one in a file that may be its history
@@ -58,6 +59,7 @@ class QuestionRowConfig:
       documents_read: most documents of a responder row; the number is uniform from 1.
       documents_shown: most documents of a questioner row without history.
       history_share: share of questioner rows with one or two earlier questions.
+      computed: financial_math answers need not be stated in the documents.
       seed: seed of all choices.
     """
 
@@ -67,6 +69,7 @@ class QuestionRowConfig:
     documents_read: int = 2
     documents_shown: int = 2
     history_share: float = 0.25
+    computed: bool = True
     seed: int = 0
 
     def __post_init__(self):
@@ -103,16 +106,22 @@ class Item:
 
 def make_item(question: Question, task: str, letter: str) -> Item | None:
     """The question for a task, a right option at `letter`; None if it does not suit the task."""
-    documents = _own_first(question)
-    if task != "multiple_choice":
-        if question.task != task:
+    if task == "multiple_choice":
+        return _choice_item(question, letter)
+    answer, right, wrong = question.answer, question.right[1:], question.wrong
+    if task == "financial_math":
+        value = parse_number(answer) if NUMBER.fullmatch(answer) else None
+        if value is None or isinstance(value, bool):
             return None
-        record: dict[str, object] = {"question": question.question, "answer": question.answer}
-        right, wrong = question.right[1:], question.wrong
-        if task == "financial_math":
-            right = right or tuple(other_forms(question.answer))
-            wrong = wrong or _other_numbers(question)
-        return Item(task, documents, record, question.question, question.answer, right, wrong)
+        answer = number_text(value)
+        right, wrong = tuple(other_forms(answer)), _other_numbers(question)
+    elif question.task != task:
+        return None
+    record: dict[str, object] = {"question": question.question, "answer": answer}
+    return Item(task, _own_first(question), record, question.question, answer, right, wrong)
+
+
+def _choice_item(question: Question, letter: str) -> Item | None:
     options = [*question.wrong[:3]]
     if question.task != "general_qa" or len(options) < 3:
         return None
@@ -121,14 +130,24 @@ def make_item(question: Question, task: str, letter: str) -> Item | None:
     record = {"question": question.question, "options": choices, "answer": letter}
     asked = format_choices(question.question, options)
     others = tuple(other for other in LETTERS if other != letter)
-    return Item(task, documents, record, asked, letter, (f"({letter})",), others)
+    right = (f"({letter})",)
+    return Item("multiple_choice", _own_first(question), record, asked, letter, right, others)
 
 
 def _other_numbers(question: Question) -> tuple[str, ...]:
     """Numbers of the documents that differ from the answer, without those of one digit."""
-    found = re.findall(r"\d[\d,]*(?:\.\d+)?", " ".join(question.documents))
-    distinct = (number for number in dict.fromkeys(found) if len(number.strip(",")) > 1)
-    return tuple(n for n in distinct if not means_the_same(n, question.answer))[:MOST_WRONG]
+    longer = (number for number in _numbers(question) if len(number) > 1)
+    return tuple(n for n in longer if not means_the_same(n, question.answer))[:MOST_WRONG]
+
+
+def _is_stated(item: Item, question: Question) -> bool:
+    """Whether the documents contain the answer, a number, in some way of writing it."""
+    return any(means_the_same(number, item.answer) for number in _numbers(question))
+
+
+def _numbers(question: Question) -> list[str]:
+    found = re.findall(r"\d+(?:,\d{3})*(?:\.\d+)?", " ".join(question.documents))
+    return list(dict.fromkeys(found))
 
 
 def _own_first(question: Question) -> tuple[str, ...]:
@@ -144,6 +163,15 @@ class RowMaker:
         self.config, self.prompts = config, prompts
         self.counts: Counter[str] = Counter()
         self._rng = np.random.default_rng(config.seed)
+
+    def item(self, question: Question, task: str, letter: str) -> Item | None:
+        """The question for a task as `make_item` returns it, unless its answer is computed."""
+        item = make_item(question, task, letter)
+        may_compute = self.config.computed or task != "financial_math"
+        if item is None or may_compute or _is_stated(item, question):
+            return item
+        self.counts["financial_math: computed answer"] += 1
+        return None
 
     def row(self, role: str, item: Item, others: Sequence[Item]) -> Row | None:
         """A row of the role; `others` are items whose questions may be the history."""
@@ -229,7 +257,7 @@ def _rows_of(
         found = False
         for number, index in enumerate(order, first):
             letter, question = LETTERS[number % len(LETTERS)], questions[index]
-            item = make_item(question, task, letter)
+            item = maker.item(question, task, letter)
             near = questions[max(0, index - NEAR) : index + NEAR + 1]
             about = [
                 q for q in near if q is not question and {*q.documents} & {*question.documents}
@@ -255,6 +283,7 @@ def main(_) -> None:
         documents_read=given.documents_read,
         documents_shown=given.documents_shown,
         history_share=given.history_share,
+        computed=given.computed,
         seed=given.seed,
     )
     questions = [q for path in given.questions for q in read_questions(path, "--questions")]
@@ -273,6 +302,7 @@ if __name__ == "__main__":
     flags.DEFINE_integer("documents_read", defaults.documents_read, "Most, of a responder row.")
     flags.DEFINE_integer("documents_shown", defaults.documents_shown, "Most, of a questioner row.")
     flags.DEFINE_float("history_share", defaults.history_share, "Questioner rows with history.")
+    flags.DEFINE_bool("computed", defaults.computed, "Use numbers that no document states.")
     flags.DEFINE_string("prompts", "compact", "full, compact or a folder of templates.")
     flags.DEFINE_integer("seed", defaults.seed, "Seed of all choices.")
     entry.run_main(main)

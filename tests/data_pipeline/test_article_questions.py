@@ -72,6 +72,20 @@ def test_documents_hold_the_answer_and_come_from_the_article(path):
     )
 
 
+def test_questions_about_a_set_of_paragraphs_have_the_same_documents(path):
+    (article,), _ = read(path)
+    config = ArticleConfig(paragraphs=2, sets=2)
+    questions = list(make_questions(article, 0, config, Counter()))
+    sets = Counter(question.documents for question in questions)
+    assert len(questions) == 8 and [*sets.values()] == [4, 4]  # two usable questions a paragraph
+    one, two = sets
+    assert len({*one, *two}) == 4  # the sets have no paragraph in common
+    for question in questions:
+        assert any(question.answer in document for document in question.documents)
+    more = list(make_questions(article, 0, ArticleConfig(paragraphs=4, sets=9), Counter()))
+    assert len(more) == 8 and len({question.documents for question in more}) == 1
+
+
 def test_wrong_answers_are_of_the_same_kind_and_documents(path):
     (article,), _ = read(path)
     for question in make_questions(article, 0, ArticleConfig(paragraphs=3), Counter()):
@@ -87,7 +101,7 @@ def test_questions_depend_only_on_seed_and_number(path):
     (article,), _ = read(path)
 
     def make(seed: int, most: int = 0) -> list:
-        return list(make_questions(article, 0, ArticleConfig(3, most, seed), Counter()))
+        return list(make_questions(article, 0, ArticleConfig(paragraphs=3, per_article=most, seed=seed), Counter()))
 
     assert make(0) == make(0) != make(1)
     assert len(make(0, 5)) == 5 and set(make(0, 5)) <= set(make(0))

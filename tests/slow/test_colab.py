@@ -17,6 +17,15 @@ from tests.paths import ROOT
 
 NOTEBOOK = ROOT / "docs" / "colab.ipynb"
 UPDATES = 2
+# The real policy's part, of the size that a test can afford.
+REAL = """
+REAL_POLICY = "smollm2"
+REAL_ROWS = 8
+REAL_UPDATES = 1
+REAL_QUESTIONS = 1
+REAL_FLAGS = ["--config.algorithm.generation_batch=3", "--config.algorithm.max_generations=1"]
+SQUAD_ADDRESS = ""
+"""
 
 
 def read() -> nbformat.NotebookNode:
@@ -38,14 +47,16 @@ def test_notebook_is_valid_and_stored_without_outputs():
 
 
 @pytest.fixture(scope="module")
-def executed(tmp_path_factory):
+def executed(tmp_path_factory, spell_data):
     """(the executed notebook, the run's folder); only the notebook's parameters are smaller."""
     workdir = tmp_path_factory.mktemp("colab")
     notebook = copy.deepcopy(read())
     [index] = [
         i for i, cell in enumerate(notebook.cells) if "parameters" in cell.metadata.get("tags", ())
     ]
-    smaller = f"UPDATES = {UPDATES}\nQUESTIONS = 2\nWORKDIR = {str(workdir)!r}"
+    squad = spell_data / "published" / "squad11" / "dev-v1.1.first24.json"
+    smaller = f"UPDATES = {UPDATES}\nQUESTIONS = 2\nWORKDIR = {str(workdir)!r}{REAL}"
+    smaller += f"SQUAD = {str(squad)!r}"
     assert names(smaller) == names(notebook.cells[index].source)
     notebook.cells.insert(index + 1, nbformat.v4.new_code_cell(smaller))
     client = NotebookClient(
@@ -126,6 +137,24 @@ def test_notebook_shows_questioner_and_verifier_outputs(executed):
     printed = outputs_of(executed[0], "judged = ask(")["printed"]
     assert re.search(r'^questioner: .*\{"question":"', printed, re.MULTILINE)
     assert re.search(r"^verifier: .*\[\[(YES|NO)\]\]", printed, re.MULTILINE)
+
+
+def test_notebook_trains_a_real_policy(executed):
+    """SmolLM2's cold start and self-play, of one update each, on articles of SQuAD."""
+    notebook, workdir = executed
+    for part in ("cold_start", "spell"):
+        assert [record["step"] for record in read_metrics(workdir / "real" / part)] == [1]
+        assert (workdir / "real" / part / "policy" / "model.safetensors").exists()
+    assert "| question |" in outputs_of(notebook, "read_episodes")["text/markdown"]
+    rows = rows_of(outputs_of(notebook, '"| role |')["text/markdown"])
+    assert [row[:2] for row in rows] == [
+        ["responder", "rule"],
+        ["responder", "exact match"],
+        ["verifier", "same"],
+        ["verifier", "different"],
+        ["questioner", "accepted"],
+    ]
+    assert all(re.fullmatch(r"\d\.\d\d ± \d\.\d\d", cell) for row in rows for cell in row[2:])
 
 
 def test_failing_command_fails_its_notebook_cell(tmp_path):

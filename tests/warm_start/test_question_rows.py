@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -123,6 +124,27 @@ def test_questions_that_do_not_suit_a_task_give_no_item():
     item = make_item(TEXTS[1], "multiple_choice", "C")
     assert item is not None and item.answer == "C"
     assert "(C) Dr. Amil" in item.question
+
+
+def test_text_question_with_a_number_as_answer_also_asks_for_a_number():
+    question = Question("general_qa", (SALES,), "Sales in 2019?", "1,250", wrong=("1,100",))
+    item = make_item(question, "financial_math", "A")
+    assert item is not None and item.record == {"question": "Sales in 2019?", "answer": "1250"}
+    assert "1,250" in item.right and item.wrong == ("2019", "1,100", "2018")
+    for answer in ("February 7, 2016", "zero", "1,25"):
+        other = dataclasses.replace(question, answer=answer)
+        assert make_item(other, "financial_math", "A") is None
+
+
+def test_computed_answers_are_left_out_and_counted():
+    stated = Question("financial_math", (SALES,), "Sales in 2019?", "1250")
+    settings = {"rows": 8, "tasks": ("financial_math",), "roles": (1, 1, 0)}
+    config = QuestionRowConfig(**settings, computed=False)
+    rows, counts = make_rows([stated, *NUMBERS], config, COMPACT)
+    assert len(rows) == 8 and all("1250" in row.completion for row in rows)
+    assert counts["financial_math: computed answer"] >= 1
+    rows, counts = make_rows([stated, *NUMBERS], QuestionRowConfig(**settings), COMPACT)
+    assert any("150" in row.completion for row in rows) and not counts
 
 
 def test_task_without_a_question_is_an_error():

@@ -4,8 +4,8 @@
    them, and by exact match too.
 2. Verifier: greedy verdicts on pairs of the reference with another right answer ("same") and with a
    wrong one ("different"), where the questions have such answers.
-3. Questioner: one sampled question per task after the first documents of each question: the share
-   that passes the parser.
+3. Questioner: one sampled question per task after the first documents of each question; questions
+   with the same documents count once. The share that passes the parser.
 """
 
 from __future__ import annotations
@@ -61,11 +61,12 @@ class QuestionEvaluation(HeldOutQuestions):
 
     def _questioner(self, models: Models) -> dict[str, dict[str, tuple[float, float]]]:
         c, rng = self.algorithm, np.random.default_rng(_SEED)
-        asked = [(task, question) for task in self.tasks for question in self.questions]
+        clusters = dict.fromkeys(question.documents for question in self.questions)
+        asked = [(task, documents) for task in self.tasks for documents in clusters]
         prompts = []
-        for task, question in asked:
+        for task, documents in asked:
             letter = LETTERS[rng.integers(4)] if task == "multiple_choice" else None
-            shown = question.documents[: max(c.documents)]
+            shown = documents[: max(c.documents)]
             prompts.append(self.prompts.questioner(task, shown, (), letter))
         cells = []
         for (task, _), reply in zip(asked, models("questioner", prompts), strict=True):
