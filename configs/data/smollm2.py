@@ -26,9 +26,9 @@ def get_config(path: str = "") -> Any:
         "runs/smollm2/articles.jsonl", TASKS, layout="json", text="documents"
     )
     config.cut.tokenizer = "runs/smollm2/cold_start/policy"
-    config.cut.max_document_tokens = 256
+    config.cut.max_document_tokens = 160
     config.cluster.documents_per_cluster = 4
     config.cluster.min_documents = 3
-    config.cluster.max_cluster_tokens = 1024
+    config.cluster.max_cluster_tokens = 640
     config.tasks.clusters_per_task = 120
     return config

@@ -101,7 +101,11 @@ def test_questions_depend_only_on_seed_and_number(path):
     (article,), _ = read(path)
 
     def make(seed: int, most: int = 0) -> list:
-        return list(make_questions(article, 0, ArticleConfig(paragraphs=3, per_article=most, seed=seed), Counter()))
+        return list(
+            make_questions(
+                article, 0, ArticleConfig(paragraphs=3, per_article=most, seed=seed), Counter()
+            )
+        )
 
     assert make(0) == make(0) != make(1)
     assert len(make(0, 5)) == 5 and set(make(0, 5)) <= set(make(0))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,8 +15,10 @@ import tokenizers as hf
 import torch
 import transformers
 
+from benchmarks.agreement import Agreement
 from spell_jax.policy import gguf_convert, tokenizer, transformer, weights
 from spell_jax.policy.model import find_folder
+from spell_jax.runtime.jsonl import write_records
 
 CHATS = [
     [{"role": "user", "content": "In which year did the Aurora sail?"}],
@@ -104,3 +108,44 @@ def test_chats_equal_transformers(chat, folder, their_tokenizer) -> None:
         chat, add_generation_prompt=True, return_dict=False
     )
     assert tokenizer.load(folder).chat(chat) == wanted
+
+
+def test_greedy_answers_to_long_prompts_equal_transformers(folder, spell_data) -> None:
+    """Needles and RULER (variable tracking, common words, a needle in noise), 1,024 tokens."""
+    found = Agreement(str(folder), str(spell_data / "books" / "dev"), "1024", 2).run()
+    assert found["questions"] == 8
+    assert found["equal_predictions"] == found["equal_texts"] == 8
+    assert found["accuracy"] == found["transformers_accuracy"] > 0.3
+
+
+def run(module: str, *flags: str) -> None:
+    command = [sys.executable, "-m", f"spell_jax.{module}", *flags]
+    subprocess.run(command, check=True)
+
+
+def test_trained_policy_answers_in_transformers(folder, tmp_path) -> None:
+    """The folder that a run writes, and one exported from its checkpoint, have the same logits
+    here and in transformers.
+    """
+    rows = [{"prompt": f"{n} and one is", "completion": str(n + 1)} for n in range(8)]
+    write_records(tmp_path / "rows.jsonl", rows)
+    settings = {"source": tmp_path / "rows.jsonl", "policy.folder": folder, "steps": 1}
+    settings |= {"packing.buckets": "((128,16),)", "packing.token_budget": 128}
+    fields = [f"--config.{name}={value}" for name, value in settings.items()]
+    workdir, exported = tmp_path / "run", tmp_path / "exported"
+    run("sft", "--config=configs/smollm2_cold_start.py", f"--workdir={workdir}", *fields)
+    run("export", f"--workdir={workdir}", f"--out={exported}", "--dtype=float32")
+
+    ids = np.array([tokenizer.load(folder).chat([{"role": "user", "content": "3 and one is"}])])
+    logits = []
+    for place in (workdir / "policy", exported):
+        config, params = weights.load(place)
+        logits.append(np.asarray(transformer.logits(config, params, ids.astype(np.int32))))
+    np.testing.assert_array_equal(*logits)
+    model = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
+    with torch.no_grad():
+        wanted = model(torch.tensor(ids)).logits.numpy()
+    np.testing.assert_allclose(logits[1], wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
+    words = transformers.AutoTokenizer.from_pretrained(exported)
+    answer = model.generate(torch.tensor(ids), max_new_tokens=8, do_sample=False)
+    assert words.decode(answer[0, ids.shape[1] :], skip_special_tokens=True).strip()
