@@ -1,12 +1,14 @@
 """Draws and prints what runs measured, and writes a page about it.
 
-    python -m spell_jax.report --workdir=DIR[,DIR,...]
+    python -m spell_jax.report --workdir=DIR[,DIR,...] [--x=sampled_tokens]
 
 1. DIR/plots gets a picture per group of metrics, and one of the evaluation, which is also printed.
 2. DIR/report.html shows the metrics and the evaluation on one page, with episodes to browse. Each
    of its plots is a picture in DIR/plots too.
 3. Several runs are compared: the page is comparison.html in the first folder, and its pictures are
    in plots/comparison there.
+4. With --x=sampled_tokens the curves of a page are plotted over the tokens that all roles have
+   sampled so far, so that algorithms are compared at equal cost of sampling.
 """
 
 from __future__ import annotations
@@ -14,14 +16,16 @@ from __future__ import annotations
 import argparse
 
 from spell_jax.reporting import run_report
+from spell_jax.reporting.page import X_AXES
 from spell_jax.runtime import entry, paths
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Draws and prints what runs measured.")
     parser.add_argument("--workdir", required=True, help="folder of the run, or A,B,... to compare")
+    parser.add_argument("--x", choices=X_AXES, default="step", help="what curves are drawn over")
     given = parser.parse_args()
-    run_report.report_runs([paths.open_folder(name) for name in given.workdir.split(",")])
+    run_report.report_runs([paths.open_folder(name) for name in given.workdir.split(",")], given.x)
 
 
 if __name__ == "__main__":

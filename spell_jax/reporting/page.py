@@ -48,6 +48,8 @@ _MISSES = 20  # consecutive values that do not fit before the page counts as ful
 _TITLE_CHARACTERS = 100  # maximum length of a question in the index
 _LABEL_FIELDS = 3  # if groups differ in more fields, their labels are folders
 _GOLDEN = (5**0.5 - 1) / 2
+X_AXES = ("step", "sampled_tokens")
+TOKENS = "rollout/sampled_tokens"
 QUESTIONER = "rollout/questioner_reward"  # only in runs with a questioner
 
 log = logging.getLogger(__name__)
@@ -63,19 +65,24 @@ class RunData:
 
 
 def write_page(
-    runs: Sequence[RunData], path: epath.Path, size: int = PAGE_BYTES, episodes: int = EPISODES
+    runs: Sequence[RunData],
+    path: epath.Path,
+    size: int = PAGE_BYTES,
+    episodes: int = EPISODES,
+    x: str = "step",
 ) -> dict[str, Any]:
     """Writes the page of one or more runs; returns its overview (all except the episodes).
 
-    The page has at most `size` bytes and, over all runs, at most `episodes` episodes. ValueError if
-    the curves alone exceed `size`; compare fewer runs.
+    The page has at most `size` bytes and, over all runs, at most `episodes` episodes. Curves are
+    plotted over `x`, one of X_AXES. ValueError if the curves alone exceed `size` (compare fewer
+    runs), or the metrics have no number of tokens to draw over.
     """
     read = [
         choose_episodes(run.workdir, part)
         for run, part in zip(runs, shares_of(episodes, len(runs)), strict=True)
     ]
     template = _TEMPLATE.read_text("utf-8").replace("@STYLE@", STYLE.read_text("utf-8"))
-    overview = make_overview(runs, read)
+    overview = make_overview(runs, read, x)
     first = _packed(overview)
     room = size - len(template.encode()) - len(first)
     if room < 0:
@@ -167,7 +174,10 @@ class _Lines:
 # ---------------------------------------------------------------------------------------- Overview
 
 
-def make_overview(runs: Sequence[RunData], read: Sequence[Episodes]) -> dict[str, Any]:
+def make_overview(
+    runs: Sequence[RunData], read: Sequence[Episodes], x: str = "step"
+) -> dict[str, Any]:
+    places = [_places(run, x) for run in runs]
     configs = [_config(run.workdir) for run in runs]
     groups = group_by_seed(configs)
     labels = _labels(groups, configs, [str(run.workdir) for run in runs])
@@ -187,12 +197,15 @@ def make_overview(runs: Sequence[RunData], read: Sequence[Episodes]) -> dict[str
             {
                 "name": label,
                 "runs": members,
-                "series": _series([records[i] for i in members], names),
+                "series": _series(
+                    [records[i] for i in members], names, [places[i] for i in members]
+                ),
                 "mapping": _mapping(configs[members[0]]) if QUESTIONER in names else None,
                 "points": _points([read[i] for i in members]),
             }
             for label, members in zip(labels, groups, strict=True)
         ],
+        "x": x.replace("_", " "),
         "panels": [dataclasses.asdict(panel) for panel in panels],
         "others": other_panels(names.keys() - shown),
         "evaluation": compare(groups, [run.evaluation for run in runs]),
@@ -254,10 +267,26 @@ def _with_counted(records: Sequence[Mapping[str, Any]], episodes: Episodes) -> l
     return lines
 
 
+def _places(run: RunData, x: str) -> dict[int, float]:
+    """Step -> place on the x axis: the step, or the tokens sampled until its end."""
+    found, tokens = {}, 0.0
+    for record in run.records:
+        if x == "sampled_tokens" and TOKENS not in record:
+            raise ValueError(f"x = {x!r}: {run.workdir} has no {TOKENS} in its metrics")
+        tokens += record.get(TOKENS, 0.0)
+        found[record["step"]] = record["step"] if x == "step" else tokens
+    return found
+
+
 def _series(
-    runs: Sequence[Sequence[Mapping[str, Any]]], names: Mapping[str, Any]
+    runs: Sequence[Sequence[Mapping[str, Any]]],
+    names: Mapping[str, Any],
+    places: Sequence[Mapping[int, float]],
 ) -> dict[str, list[list[float]]]:
-    """Metric -> [steps, means], followed by [minima, maxima] if there are several runs."""
+    """Metric -> [places, means], followed by [minima, maxima] if there are several runs.
+
+    Runs are averaged step by step, and so are their places on the x axis.
+    """
     by_step: dict[int, list[Mapping[str, Any]]] = {}
     for records in runs:
         for record in records:
@@ -274,7 +303,7 @@ def _series(
         values = [found[step] for step in steps]
         reductions = [statistics.fmean] if len(runs) == 1 else [statistics.fmean, min, max]
         series[name] = [
-            steps,
+            [six_digits(statistics.fmean(p[s] for p in places if s in p)) for s in steps],
             *([six_digits(reduce(some)) for some in values] for reduce in reductions),
         ]
     return series

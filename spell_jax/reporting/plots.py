@@ -50,13 +50,14 @@ def draw_page(overview: Mapping[str, Any], folder: epath.Path) -> list[epath.Pat
     The evaluation is plotted only for several groups of runs; draw_run does it for one.
     """
     groups, tables = overview["groups"], overview["evaluation"]
-    plots = [_curves(panel, groups) for panel in overview["panels"]]
+    x = overview["x"]
+    plots = [_curves(panel, groups, x) for panel in overview["panels"]]
     if any(group["points"] or group["mapping"] for group in groups):
         draw = functools.partial(_draw_mapping, groups=groups)
         plots.append(Plot("Questioner's reward by mean reward", draw))
     if len(groups) > 1:
         plots += [_intervals(table, groups, "Evaluation, ") for table in tables]
-    plots += [_curves(panel, groups) for panel in overview["others"]]
+    plots += [_curves(panel, groups, x) for panel in overview["others"]]
     folder.mkdir(parents=True, exist_ok=True)
     names = file_names([plot.title for plot in plots])
     pairs = zip(names, plots, strict=True)
@@ -67,7 +68,7 @@ def draw_run(overview: Mapping[str, Any], folder: epath.Path) -> list[epath.Path
     """Draws one run: a picture per metric prefix, and evaluation.png if it has an evaluation."""
     groups, pictures = overview["groups"], {}
     for name, panels in sorted(panels_by_prefix(overview["groups"][0]["series"]).items()):
-        pictures[name] = [_curves(panel, groups) for panel in panels]
+        pictures[name] = [_curves(panel, groups, overview["x"]) for panel in panels]
     if overview["evaluation"]:
         pictures["evaluation"] = [_intervals(table, groups) for table in overview["evaluation"]]
     folder.mkdir(exist_ok=True)
@@ -84,8 +85,9 @@ def file_names(titles: Sequence[str]) -> list[str]:
     return names
 
 
-def _curves(panel: Mapping[str, Any], groups: Sequence[Mapping]) -> Plot:
-    return Plot(panel["title"], functools.partial(_draw_curves, panel=panel, groups=groups))
+def _curves(panel: Mapping[str, Any], groups: Sequence[Mapping], x: str) -> Plot:
+    draw = functools.partial(_draw_curves, panel=panel, groups=groups, x=x)
+    return Plot(panel["title"], draw)
 
 
 def _intervals(table: Mapping[str, Any], groups: Sequence[Mapping], before: str = "") -> Plot:
@@ -111,10 +113,13 @@ def _save(path: epath.Path, plots: Sequence[Plot], dpi: int = 110) -> epath.Path
     return path
 
 
-def _draw_curves(axes: Axes, panel: Mapping[str, Any], groups: Sequence[Mapping]) -> None:
-    """Draws one curve per metric and group; stacked values of a single group become areas.
+def _draw_curves(
+    axes: Axes, panel: Mapping[str, Any], groups: Sequence[Mapping], x: str = "step"
+) -> None:
+    """Draws one curve per metric and group over `x`, the name of the axis.
 
-    Several groups are compared by the metric over all tasks, if there is one.
+    Stacked values of a single group become areas. Several groups are compared by the metric over
+    all tasks, if there is one.
     """
     metrics, several = panel["metrics"], len(groups) > 1
     overall = several and any(metrics.get("all") in group["series"] for group in groups)
@@ -154,7 +159,7 @@ def _draw_curves(axes: Axes, panel: Mapping[str, Any], groups: Sequence[Mapping]
                 label=_plain(name),
             )
         axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))
-    axes.set_xlabel("step", fontsize=7)
+    axes.set_xlabel(x, fontsize=7)
     if len(found) > 1:
         axes.legend(fontsize=6)
 

@@ -16,13 +16,14 @@ from spell_jax.runtime.metrics import METRICS_FILE, read_metrics
 PLOTS_FOLDER = "plots"
 
 
-def report_runs(workdirs: Sequence[epath.Path]) -> None:
+def report_runs(workdirs: Sequence[epath.Path], x: str = "step") -> None:
     """Writes and prints the report of runs. Raises as read_run, before it writes anything.
 
     WORKDIR/plots gets a picture per metric prefix ("rollout", "train", "eval") and one of the
     evaluation, which is also printed. WORKDIR/report.html shows all of this with episodes to browse
     (page.py), and each of its plots is a picture too. The page of several runs is comparison.html
-    in the first workdir, with its pictures in plots/comparison.
+    in the first workdir, with its pictures in plots/comparison. The page's curves are plotted over
+    `x`, one of page.X_AXES.
     """
     runs = [read_run(workdir) for workdir in workdirs]
     entry.setup_done()
@@ -33,7 +34,7 @@ def report_runs(workdirs: Sequence[epath.Path]) -> None:
         print(*paths, sep="\n")
     first, is_one = runs[0].workdir, len(runs) == 1
     page = first / (PAGE if is_one else COMPARISON)
-    overview = write_page(runs, page)
+    overview = write_page(runs, page, x=x)
     folder = first / PLOTS_FOLDER if is_one else first / PLOTS_FOLDER / "comparison"
     print(f"{len(draw_page(overview, folder))} plots of the page in {folder}\n{page}")
 

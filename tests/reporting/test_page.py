@@ -204,7 +204,7 @@ def test_full_page_leaves_out_episodes_evenly_over_steps(tmp_path):
     workdir = write_run(tmp_path / "run", steps=10, episodes=10)
     path = epath.Path(tmp_path / "page.html")
     found = {}
-    for room in (4_732, 16_632, 76_632, 966_632):
+    for room in (4_792, 16_632, 76_632, 966_632):
         size = TEMPLATE_BYTES + room
         write_page([measured(workdir)], path, size)
         assert path.stat().length <= size
@@ -304,7 +304,29 @@ def test_groups_differing_in_many_fields_are_labeled_by_folder():
 def test_a_curve_has_a_bounded_number_of_points(monkeypatch):
     monkeypatch.setattr(report_page, "POINTS", 3)
     records = [{"step": n, "a": float(n)} for n in range(1, 12)]
-    assert report_page._series([records], {"a": None}) == {"a": [[1, 6, 11], [1.0, 6.0, 11.0]]}
+    places = {n: n for n in range(1, 12)}
+    series = report_page._series([records], {"a": None}, [places])
+    assert series == {"a": [[1, 6, 11], [1.0, 6.0, 11.0]]}
+
+
+def test_curves_over_sampled_tokens_average_the_places_of_the_seeds(tmp_path):
+    def run(name: str, tokens: int) -> RunData:
+        lines = [{"step": n, "rollout/sampled_tokens": tokens, "eval/all": n} for n in (1, 2)]
+        workdir = epath.Path(tmp_path / name)
+        workdir.mkdir()
+        (workdir / "config.json").write_text(json.dumps({"seed": tokens, "steps": 2}))
+        return RunData(workdir, lines, None)
+
+    runs, path = [run("a", 100), run("b", 300)], epath.Path(tmp_path / "page.html")
+    overview = write_page(runs, path, x="sampled_tokens")
+    (group,) = overview["groups"]
+    assert overview["x"] == "sampled tokens"
+    assert group["series"]["eval/all"][:2] == [[200, 400], [1, 2]]
+    (group,) = write_page(runs, path)["groups"]
+    assert group["series"]["eval/all"][0] == [1, 2]
+    unknown = RunData(runs[0].workdir, [{"step": 1, "eval/all": 1}], None)
+    with pytest.raises(ValueError, match="has no rollout/sampled_tokens in its metrics"):
+        write_page([unknown], path, x="sampled_tokens")
 
 
 @pytest.mark.slow
