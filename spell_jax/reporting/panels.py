@@ -12,6 +12,7 @@ from spell_jax.data.clusters import ROLES, TASKS
 # Phases after the waiting times of the agents; "rollout" is the rest of the rollout's time.
 _PHASES = ("rollout", "update", "validate", "write", "save")
 _STATUSES = ("accepted", "bad_format", "declined", "no_puzzle", "ungrounded", "overlong")
+_STATUSES += ("too_small",)
 _AGENTS = (*ROLES, "reference_reader")
 
 

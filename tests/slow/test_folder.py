@@ -17,7 +17,7 @@ from tests import noise
 
 PLACES = ("Avalon", "Brobdingnag", "Camelot", "Dunsinane", "Elsinore", "Florin", "Gondor", "Hyrule")
 SIZES = ["--documents_per_cluster=4", "--max_document_tokens=48", "--held_out=0.3"]
-STATUSES = ("accepted", "bad_format", "declined", "ungrounded", "overlong")
+STATUSES = ("accepted", "bad_format", "declined", "ungrounded", "overlong", "too_small")
 
 
 @pytest.fixture(scope="module")

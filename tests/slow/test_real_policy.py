@@ -39,7 +39,7 @@ SHAPE = PolicyConfig(
     rope=RopeConfig(1e6),
     max_positions=32_768,
 )
-STATUSES = ("accepted", "bad_format", "declined", "ungrounded", "overlong")
+STATUSES = ("accepted", "bad_format", "declined", "ungrounded", "overlong", "too_small")
 EXPORTED = {
     "config.json",
     "generation_config.json",

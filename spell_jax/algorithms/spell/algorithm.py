@@ -94,7 +94,11 @@ class Spell:
         history = self.memory.get(task, cluster.id)
         seen = documents_of(history)
         unseen = [i for i in range(len(cluster.documents)) if i not in seen]
-        wanted = min(int(rng.choice(self.config.documents)), len(unseen))
+        m = int(rng.choice(self.config.documents))
+        most = len(cluster.documents) - self.config.unread_documents
+        if most < 1:
+            return Episode(task, cluster, (), (), status="too_small", reason="too_few_documents")
+        wanted = min(m, most, len(unseen))
         new = [int(i) for i in rng.permutation(unseen)[:wanted]]
         letter = LETTERS[rng.integers(4)] if task == "multiple_choice" else None
         dropped = 0
@@ -104,7 +108,7 @@ class Spell:
             text = self.prompts.questioner(task, documents, history, letter)
             smallest = not history and len(new) <= 1
             if smallest or self._count(text) <= self._cap:
-                return Episode(task, cluster, shown, history, dropped, letter, text)
+                return Episode(task, cluster, shown, history, dropped, m > most, letter, text)
             dropped += 1
             if new and (history or len(new) > 1):
                 new.pop()
@@ -115,6 +119,8 @@ class Spell:
 
     async def propose(self, ask: Ask, episode: Episode) -> Episode:
         c = self.config
+        if not episode.questioner_prompt:
+            return episode
         (reply,) = await ask("questioner", [episode.questioner_prompt])
         if reply is None:
             return replace(episode, status="overlong", reason="questioner_prompt")

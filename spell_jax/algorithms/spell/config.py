@@ -24,6 +24,9 @@ class SpellConfig(AlgorithmConfig):
       group_size: G, answers to a question.
       verifier_group_size: G_v, votes on an answer; 1 is the single-verdict ablation.
       documents: m, number of new documents for the questioner, sampled from these numbers.
+      unread_documents: documents of a cluster that a first question leaves unread at least (the
+        paper's m < n): of n documents the questioner reads at most n - unread_documents new ones.
+        If that is none, the cluster is refused. 0: it may read all (the paper's code).
       memory: L, questions remembered per task and cluster; 0: no memory.
       memory_documents: documents stored with a remembered question. "shown": all that the
         questioner read, so that its context grows until it holds the cluster. "new": only the new
@@ -69,6 +72,7 @@ class SpellConfig(AlgorithmConfig):
     group_size: int = 8
     verifier_group_size: int = 8
     documents: tuple[int, ...] = (5,)
+    unread_documents: int = 1
     memory: int = 3
     memory_documents: str = "shown"
     memory_low: float = 0.01
@@ -104,7 +108,7 @@ class SpellConfig(AlgorithmConfig):
         check_least(self, "algorithm.", questions=1, generation_batch=1, max_generations=1)
         check_least(self, "algorithm.", group_size=2, verifier_group_size=1, verifier_share=0)
         check_least(self, "algorithm.", grounding_samples=0, grounding_threshold=1)
-        check_least(self, "algorithm.", reader_samples=2, reader_refresh=0)
+        check_least(self, "algorithm.", reader_samples=2, reader_refresh=0, unread_documents=0)
         check_least(self, "algorithm.", memory=0, max_answer_tokens=1, sigma=1e-6, negatives=0)
         if not 0 <= self.memory_low <= self.memory_high:
             raise ValueError(

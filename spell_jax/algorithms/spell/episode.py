@@ -14,7 +14,7 @@ from spell_jax.selfplay import rewards, selection
 from spell_jax.selfplay.memory import Entry
 from spell_jax.selfplay.prompts import Prompts
 
-STATUSES = ("accepted", "bad_format", "declined", "ungrounded", "overlong")
+STATUSES = ("accepted", "bad_format", "declined", "ungrounded", "overlong", "too_small")
 
 # (index of the episode, role, index of the judged answer or 0) -> advantages of the reply's
 # samples, for the replies that are trained on.
@@ -29,6 +29,7 @@ class Episode(QuestionEpisode):
       shown: indices of the documents that the questioner reads, ascending.
       history: remembered questions in the questioner's prompt, oldest first.
       dropped: documents and remembered questions left out of it to keep it under the cap.
+      reduced: whether m is reduced because the cluster has too few documents to leave some unread.
       letter: letter that the right option of a multiple-choice question shall have, else None.
       proposal: the questioner's reply.
       own_reference: the questioner's reference answer; `reference` may be the frozen reader's.
@@ -42,6 +43,7 @@ class Episode(QuestionEpisode):
     shown: tuple[int, ...]
     history: tuple[Entry, ...]
     dropped: int = 0
+    reduced: bool = False
     letter: str | None = None
     questioner_prompt: str = ""
     proposal: Reply | None = None
@@ -160,9 +162,11 @@ def count(metrics: Metrics, e: Episode, suffix: str) -> None:
     """Adds an episode to the metrics, whether or not it is trained on; names end in `suffix`."""
     for status in STATUSES:
         metrics.add(f"{status}{suffix}", e.status == status)
-    metrics.add(f"documents_shown{suffix}", len(e.shown))
-    metrics.add(f"dropped_from_prompt{suffix}", e.dropped)
-    metrics.add(f"history{suffix}", len(e.history))
+    if e.status != "too_small":
+        metrics.add(f"documents_shown{suffix}", len(e.shown))
+        metrics.add(f"reduced_m{suffix}", e.reduced)
+        metrics.add(f"dropped_from_prompt{suffix}", e.dropped)
+        metrics.add(f"history{suffix}", len(e.history))
     if e.reward is not None:
         metrics.add(f"questioner_reward{suffix}", e.reward)
     for score in e.scores:

@@ -56,6 +56,29 @@ def test_each_role_sees_the_right_documents():
     assert not any("text" in text for text in verifier.prompts)  # no documents
 
 
+@pytest.mark.parametrize(
+    ("cluster", "unread", "shown"), [(5, 1, 4), (2, 1, 1), (1, 1, 0), (7, 1, 5), (5, 0, 5)]
+)
+def test_first_question_leaves_documents_of_a_small_cluster_unread(cluster, unread, shown):
+    options = {"documents": (5,), "unread_documents": unread, "cluster": cluster}
+    rollout = Rollout([Row(QA, "ok", 0, 2, 0, 0)] * 2, **options)
+    assert [len(e.shown) for e in rollout.episodes] == [shown, shown]
+    assert [e.status for e in rollout.episodes] == ["accepted" if shown else "too_small"] * 2
+    means = rollout.algorithm.metrics(rollout.episodes).means()
+    assert means["too_small"] == means["too_small/general_qa"] == (shown == 0)
+    assert means.get("reduced_m") == (None if not shown else cluster - unread < 5)
+    assert means.get("documents_shown") == (shown or None)
+    if not shown:
+        assert not rollout.ask.calls and means["reason/too_few_documents"] == 1
+        assert [r["used"]["questioner"] for r in rollout.records()] == ["no_proposal"] * 2
+
+
+def test_later_questions_may_read_a_small_cluster_to_its_end():
+    rollout = Rollout([Row(QA, "ok", 0, 2, 0, 0)], cluster=3, documents=(5,))
+    (second,) = roll_out(rollout.algorithm, rollout.ask, 2)
+    assert [len(rollout.episodes[0].shown), len(second.shown)] == [2, 3] and second.reduced
+
+
 def test_requested_answer_letters_are_balanced():
     rollout = Rollout([Row(CHOICE, "ok", 0, 1, 0, 0)] * 400)
     letters = [text[-2] for text in rollout.ask.calls[0].prompts]

@@ -204,14 +204,18 @@ def test_verifier_skips_match_the_reference_code():
 
 
 def test_shown_documents_match_the_reference_code():
-    """questioner_prompt_docs.json: count, order and forced ids agree; the sampled ids differ."""
+    """questioner_prompt_docs.json: count, order and forced ids agree; the sampled ids differ.
+
+    The reference code may show all documents; the paper, and our default, leave one unread.
+    """
     for case in cases("questioner_prompt_docs"):
         given, out = case["in"], case["out"]
         source = given["data_source"].partition("_")[0]
         documents = tuple(given["m_choices"].get(source, [3]))
         task = TASKS[given["task"]]
         rows = [Row(task, "ok", 0, 1, 0, 0)]
-        algorithm = make_algorithm(rows, cluster=given["n_docs"], documents=documents)
+        options = {"documents": documents, "unread_documents": 0}
+        algorithm = make_algorithm(rows, cluster=given["n_docs"], **options)
         for shown, question, answer in given["history"]:
             algorithm.memory.push(task, "d0", Entry(tuple(shown), question, answer), 0.5)
         ask = ScriptedModels(lambda *_: "no JSON")
