@@ -5,7 +5,7 @@
 1. read           reads the files of all sources and filters documents by quality and length.
 2. dedup          keeps one document of each set of equal or nearly equal ones.
 3. decontaminate  removes documents that contain a text or a question of an evaluation benchmark.
-4. cut            cuts long documents into pieces and counts tokens.
+4. cut            cuts long documents into pieces, reports into paragraphs, and counts tokens.
 5. embed          computes one vector per document.
 6. cluster        runs levels of k-means, then makes clusters within the token limit.
 7. tasks          gives each task the same number of clusters.
@@ -156,11 +156,14 @@ def run_stages(plan: Plan, stages: Stages) -> tuple[list[Done], dict[str, dict[s
         make = functools.partial(decontaminate.make_decontaminate, **given)
         extra = {"items": decontaminate.fingerprint(items), "dedup": dataclasses.asdict(plan.dedup)}
         documents = run("decontaminate", plan.decontaminate, make, documents, **extra)
-    documents = run("cut", plan.cut, functools.partial(cut.make_cut, config=plan.cut), documents)
+    reports = {name: s.max_report_tokens for name, s in plan.sources.items() if s.max_report_tokens}
+    make = functools.partial(cut.make_cut, config=plan.cut, reports=reports)
+    documents = run("cut", plan.cut, make, documents, reports=reports)
     make = functools.partial(embed.make_embed, total=done[-1].count("pieces"), config=plan.embed)
     documents = run("embed", plan.embed, make, documents)
     alone = [name for name, source in plan.sources.items() if source.one_document_per_cluster]
-    done.append(cluster.cluster(stages, documents, done[-1:], plan.cluster, plan.pools, alone))
+    given = {"pools": plan.pools, "alone": alone, "reports": sorted(reports)}
+    done.append(cluster.cluster(stages, documents, done[-1:], plan.cluster, **given))
     pools = {c["id"]: c["pool"] for c in stages.read("cluster/clusters", ["id", "pool"])}
     assignment = {} if stages.only_check else tasks.assign_tasks(pools, plan.tasks)
     make = functools.partial(tasks.make_tasks, assignment=assignment)

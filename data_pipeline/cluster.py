@@ -2,6 +2,7 @@
 
 1. A pool is the set of documents that serve the same tasks; clusters never mix pools. Each pool is
    the root node of a tree, and so is each document of a source with `one_document_per_cluster`.
+   A report is one cluster.
 2. A level splits every node with more than `node_documents` documents: one stage fits centroids to
    a sample of the node, a second stage moves each point to its nearest centroid.
 3. The driver stops when no node is too large, or after `levels` levels. One worker then clusters
@@ -14,7 +15,7 @@ import dataclasses
 import functools
 import logging
 import math
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import apache_beam as beam
@@ -41,6 +42,7 @@ MAX_CHILDREN = 64  # per node: 1 MB of centroids with 4096 dimensions
 LENGTH_ERROR = 0.01  # allowed deviation of a vector's length from 1
 IN_NODE = "documents in node"
 PIECES = "/of "  # marks the name of a node that holds the pieces of one document
+REPORT = "/report "  # marks the name of a node that holds the paragraphs of one report
 log = logging.getLogger(__name__)
 
 
@@ -51,18 +53,20 @@ def cluster(
     config: ClusterConfig,
     pools: Mapping[str, str],
     alone: Sequence[str] = (),
+    reports: Sequence[str] = (),
 ) -> Done:
     """Run all clustering stages; the last one, "cluster", writes "clusters" and "removed".
 
     `documents` is a "STAGE/TABLE" of Documents with vectors, each id once, made by the stages
     `after`. `pools` maps a source to the sorted names of its tasks, joined by "+"; `alone` names
-    the sources with `one_document_per_cluster`. The returned stage has the seconds of all stages,
-    and counts. By pool: "clusters", "cluster size = N", "small clusters" (below min_documents) and
-    "nodes over the limit" (still over node_documents when they were clustered). By source:
-    "documents clustered" and "documents removed: REASON".
+    the sources with `one_document_per_cluster`, `reports` those of reports. The returned stage has
+    the seconds of all stages, and counts. By pool: "clusters", "cluster size = N", "small clusters"
+    (below min_documents) and "nodes over the limit" (still over node_documents when they were
+    clustered). By source: "documents clustered" and "documents removed: REASON".
     """
     usable = {"pools": dict(pools), "max_cluster_tokens": config.max_cluster_tokens}
-    given: dict[str, Any] = usable | {"alone": sorted(alone)}
+    marks = {**dict.fromkeys(sorted(alone), PIECES), **dict.fromkeys(sorted(reports), REPORT)}
+    given: dict[str, Any] = usable | {"marks": marks}
     make = functools.partial(make_points, **given)
     first = stages.run("cluster-points", given, make, after, documents=documents)
     done = _split_levels(stages, first, config, pools)
@@ -117,14 +121,15 @@ def large_nodes(done: Done, config: ClusterConfig) -> dict[str, int]:
 def make_points(
     documents: beam.PCollection,
     pools: Mapping[str, str],
-    alone: Sequence[str],
+    marks: Mapping[str, str],
     max_cluster_tokens: int,
 ) -> dict[str, beam.PCollection]:
     """Make a point in a root node for every document that a cluster can hold.
 
-    make_clusters removes the others. Nodes of one document's pieces are not counted.
+    `marks` maps sources whose documents have a node each to the mark of its name. make_clusters
+    removes the others. Nodes of one document's pieces are not counted.
     """
-    place = beam.FlatMap(_point, dict(pools), frozenset(alone), max_cluster_tokens)
+    place = beam.FlatMap(_point, dict(pools), dict(marks), max_cluster_tokens)
     points: Any = documents | "place at root" >> place
     return {"points": points, "counts": points | "count by node" >> beam.FlatMap(_in_node)}
 
@@ -213,21 +218,21 @@ def rejection_reason(document: Document, pools: Mapping[str, str], max_cluster_t
 
 
 def _point(
-    document: Document, pools: Mapping[str, str], alone: Container[str], max_cluster_tokens: int
+    document: Document, pools: Mapping[str, str], marks: Mapping[str, str], max_cluster_tokens: int
 ) -> Iterator[Point]:
     if rejection_reason(document, pools, max_cluster_tokens):
         return
     source = document["source"]
     node = pools[source]
-    if source in alone:
-        node += PIECES + digest(source, document["place"])
+    if source in marks:
+        node += marks[source] + digest(source, document["place"])
     values = {name: document[name] for name in ("id", "tokens", "vector")}
     yield cast(Point, values | {"node": node})
 
 
 def _in_node(point: Point) -> Iterator[tuple[str, str]]:
     # Nodes of one document are small and numerous: they never need a split.
-    if PIECES not in point["node"]:
+    if PIECES not in point["node"] and REPORT not in point["node"]:
         yield IN_NODE, point["node"]
 
 
@@ -273,6 +278,10 @@ def _move(point: Any, centroids: Mapping[str, bytes]) -> Point:
 def _leaves(group: tuple[str, Iterable[Point]], config: ClusterConfig) -> Iterator[Any]:
     node, points = group
     members = sorted(points, key=lambda point: point["id"])
+    if REPORT in node:
+        ids = [point["id"] for point in members]
+        yield from (Member(id=name, cluster=digest(*ids)) for name in ids)
+        return
     if len(members) > config.node_documents:
         yield event("nodes over the limit", pool_of(node))
     vectors = _stack(point["vector"] for point in members)

@@ -3,11 +3,15 @@
 A document over the limit is cut at paragraphs, or at lines, sentences, words or characters inside a
 paragraph that is too long. Of equal pieces, such as the same imprint at the end of many books, only
 the first by source and place is kept. Short pieces, such as a lone heading, are removed.
+
+A report stays whole: each of its paragraphs is a piece, however short or common. A report over its
+source's limit is removed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +24,7 @@ from spell_jax.runtime.config import check_least
 
 MAX_PIECES = 10_000  # per document: 32 million tokens in pieces of 3200
 TOO_MANY = f"over {MAX_PIECES} pieces"
+TOO_LONG = "report of too many tokens"
 
 
 @dataclass(frozen=True)
@@ -48,14 +53,17 @@ class CutConfig:
             )
 
 
-def make_cut(documents: beam.PCollection, config: CutConfig) -> dict[str, beam.PCollection]:
+def make_cut(
+    documents: beam.PCollection, config: CutConfig, reports: Mapping[str, int] | None = None
+) -> dict[str, beam.PCollection]:
     """Cut documents and count their tokens; every id of the resulting "documents" occurs once.
 
-    Piece i of a document with part p gets the part p * MAX_PIECES + i. Events by source: "documents
-    cut", "documents removed: REASON", and "pieces" and "tokens = N" (rounded down) of kept pieces.
+    `reports` maps a source of reports to their largest number of tokens. Piece i of a document with
+    part p gets the part p * MAX_PIECES + i. Events by source: "documents cut", "documents removed:
+    REASON", and "pieces" and "tokens = N" (rounded down) of kept pieces.
     """
     outputs = ("removed", "counts")
-    cut: Any = documents | "cut documents" >> beam.ParDo(Cut(config)).with_outputs(
+    cut: Any = documents | "cut documents" >> beam.ParDo(Cut(config, reports or {})).with_outputs(
         *outputs, main="pieces"
     )
     unique: Any = (
@@ -71,8 +79,9 @@ def make_cut(documents: beam.PCollection, config: CutConfig) -> dict[str, beam.P
 class Cut(beam.DoFn):
     """Map from a document to its pieces of enough tokens."""
 
-    def __init__(self, config: CutConfig):
+    def __init__(self, config: CutConfig, reports: Mapping[str, int]):
         self.config = config
+        self.reports = dict(reports)
 
     def setup(self) -> None:
         self.count_tokens = clusters.count_words
@@ -82,6 +91,9 @@ class Cut(beam.DoFn):
             self.count_tokens = tokenizer.load(self.config.tokenizer).count
 
     def process(self, document: Document) -> Iterator[Any]:
+        if document["source"] in self.reports:
+            yield from self._process_report(document, self.reports[document["source"]])
+            return
         limit = self.config.max_document_tokens
         # A text of white space only has no pieces. It counts as one piece of 0 tokens.
         pieces = clusters.cut_document(document["text"], self.count_tokens, limit) or [("", 0)]
@@ -98,6 +110,21 @@ class Cut(beam.DoFn):
             # next part's pieces.
             because = f"{len(pieces) - MAX_PIECES} more pieces"
             yield from remove(document | {"part": first}, TOO_MANY, because)
+
+    def _process_report(self, report: Document, most: int) -> Iterator[Any]:
+        tokens = self.count_tokens(report["text"])
+        if tokens > most:
+            yield from remove(report, TOO_LONG, f"{tokens} tokens")
+            return
+        limit = self.config.max_document_tokens
+        paragraphs = clusters.BORDERS[0].split(report["text"])
+        cut = [clusters.cut_document(text, self.count_tokens, limit) for text in paragraphs]
+        if any(len(pieces) > 1 for pieces in cut):
+            yield event("documents cut", report["source"])
+        for part, (text, tokens) in enumerate(itertools.chain.from_iterable(cut)):
+            # Reports may share paragraphs, so the id of a piece is also one of its place.
+            name = digest(text, report["source"], report["place"], str(part))
+            yield report | {"id": name, "text": text, "part": part, "tokens": tokens}
 
 
 def keep_first(_: str, pieces: Iterable[Document]) -> Iterator[Any]:

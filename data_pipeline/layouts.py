@@ -49,6 +49,7 @@ _LINES = (
     *("summary", "td", "th", "tr"),
 )
 _SPACES = re.compile(r"\s+")
+_BLANK_LINES = re.compile(r"\n\s*\n")
 _TWO_BREAKS = re.compile(r"\v\s*\v")  # "\v" encodes <br>, "\f" a paragraph border
 
 _TENS = "twenty|thirty|forty|fifty|sixty|seventy|eighty|ninety"
@@ -128,7 +129,10 @@ def read_pdf(data: bytes) -> list[Row]:
 
 
 def read_docmath(data: bytes) -> list[Row]:
-    """Parse DocMath-Eval's JSON: one row per question, with its documents only."""
+    """Parse DocMath-Eval's JSON: one row per question, with the paragraphs of its report only.
+
+    Blank lines separate the paragraphs, and there are none within a paragraph.
+    """
     rows = _parse(data, json.loads)
     if not isinstance(rows, list) or not rows:
         raise Unusable("another layout", f"must be a list of questions, is {type(rows).__name__}")
@@ -144,7 +148,8 @@ def _docmath_row(number: int, row: Any) -> Row:
     paragraphs = row.get("paragraphs") if isinstance(row, dict) else None
     if not isinstance(paragraphs, list) or not all(isinstance(p, str) for p in paragraphs):
         return Row(number, problem="paragraphs must be a list of strings")
-    return Row(number, clean("\n\n".join(paragraphs)))
+    texts = (_BLANK_LINES.sub("\n", clean(paragraph)) for paragraph in paragraphs)
+    return Row(number, "\n\n".join(text for text in texts if text))
 
 
 def read_fields(data: bytes, field: str) -> list[Row]:

@@ -15,7 +15,8 @@ from apache_beam.pvalue import TaggedOutput
 class Document(TypedDict):
     """Text and its origin."""
 
-    id: str  # `digest` of the text; equal texts have equal ids
+    # `digest` of the text; equal texts have equal ids. A paragraph of a report: also of its place.
+    id: str
     text: str  # stripped
     source: str  # name of the source in the config
     # File path relative to the source's path, followed by "#" and the row number if the file has

@@ -65,13 +65,15 @@ class SourceConfig:
       layout: Format of the files:
         "folder": every .txt, .md, .html, .pdf, .jsonl (also .gz, .zst) and .parquet file;
         "ultra_fineweb": Parquet with the columns `text` and `quality`, both required;
-        "docmath": DocMath-Eval's JSON, the paragraphs of each question;
+        "docmath": DocMath-Eval's JSON, the paragraphs of each question's report;
         "json": .json and .jsonl files of any nesting, every text in a field `text`
           (layouts.field_texts).
       tasks: Tasks that the documents may serve, one or more of TASKS.
       split: "chapters" to cut a text at its chapter headings, "" to keep it whole.
       one_document_per_cluster: Whether the pieces of a document are clustered only with each other.
-        A cluster is then (part of) one report, as for DocMath in the paper.
+      max_report_tokens: Largest number of tokens of a report; 0 if the texts are no reports. The
+        paragraphs of a report are the documents of one cluster, as for DocMath in the paper; a
+        paragraph over cut.max_document_tokens is cut. A longer report is removed.
       text: Name of the field or column with a row's text; if it is missing, "text" is used.
       quality: Name of the field or column with a row's score.
       max_file_bytes: Largest size in bytes of a file that is read whole, and of a line of a .jsonl
@@ -88,6 +90,7 @@ class SourceConfig:
     tasks: tuple[str, ...]
     split: str = ""
     one_document_per_cluster: bool = False
+    max_report_tokens: int = 0
     text: str = "content"
     quality: str = "score"
     max_file_bytes: int = 1 << 30
@@ -99,12 +102,17 @@ class SourceConfig:
         if not self.path:
             raise ValueError("source.path = '': must be a file, a folder, a glob or a URL")
         check_choice(self, "source.", layout=tuple(LAYOUTS), split=SPLITS)
-        check_least(self, "source.", max_file_bytes=1)
+        check_least(self, "source.", max_file_bytes=1, max_report_tokens=0)
         if not self.tasks or not set(self.tasks) <= set(TASKS):
             raise ValueError(f"source.tasks = {self.tasks}: must be one or more of {TASKS}")
         for field in ("text", "quality"):
             if not getattr(self, field):
                 raise ValueError(f"source.{field} = '': must be the name of a field")
+        if self.max_report_tokens and self.split:
+            raise ValueError(
+                f"source.split = {self.split!r}: must be '' with max_report_tokens, as a report "
+                "stays whole"
+            )
         if self.max_characters < 0:
             raise ValueError(
                 f"source.max_characters = {self.max_characters}: must be at least 1, or 0 for the "

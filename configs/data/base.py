@@ -34,6 +34,7 @@ def source(path: str, tasks: tuple[str, ...], **fields: Any) -> Any:
     result.layout = "folder"
     result.split = ""  # or "chapters"
     result.one_document_per_cluster = False
+    result.max_report_tokens = 0  # above 0: a text is a report, its paragraphs are one cluster
     result.max_characters = 0  # 0: use filter.max_characters
     result.update(fields)
     return result

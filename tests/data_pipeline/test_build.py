@@ -264,6 +264,11 @@ def test_command_line_passes_unknown_flags_to_beam(config, tmp_path):
         ({"dedup.bands": 7}, "dedup.bands = 7"),
         ({"sources.web.layout": "x"}, "sources.web.layout = 'x'"),
         ({"sources.web.text": 1}, "^sources.web.text = 1"),
+        ({"sources.web.max_report_tokens": -1}, "sources.web.max_report_tokens = -1"),
+        (
+            {"sources.web.max_report_tokens": 9, "sources.web.split": "chapters"},
+            "sources.web.split = 'chapters': must be ''",
+        ),
         ({"decontaminate.benchmarks.exam.path": ""}, "benchmarks.exam.path = ''"),
         ({"sources.web.path": "/nowhere"}, "sources.web.path = '/nowhere'"),
         ({"cluster.max_cluster_tokens": 499}, "cut.max_document_tokens = 500"),
@@ -291,5 +296,7 @@ def test_shipped_configs_are_valid():
         if config.embed.method == "policy":
             config.embed.folder = "somewhere"
         assert build.make_plan(config).dedup == build.DedupConfig()
+    reports = build.make_plan(made[2]).sources["reports"]
+    assert (reports.max_report_tokens, reports.layout) == (16_384, "docmath")
     with pytest.raises(ValueError, match="at least one source"):
         build.make_plan(base.get_config())

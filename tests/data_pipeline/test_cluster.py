@@ -134,6 +134,20 @@ def test_pieces_cluster_only_with_their_own_document(documents, tmp_path):
         assert not any("/of " in count["source"] for count in counts)
 
 
+def test_report_is_one_cluster_whatever_its_size(documents):
+    """Its 30 paragraphs are more than max_documents, and a lone one is fewer than min_documents."""
+    for number in (30, 1):
+        paragraphs = [d | {"source": "tables", "place": "a", "part": 0} for d in documents[:number]]
+        given = {"tables": cluster_module.REPORT}, CONFIG.max_cluster_tokens
+        points = [p for d in paragraphs for p in cluster_module._point(d, POOLS, *given)]
+        (node,) = {point["node"] for point in points}
+        assert cluster_module.pool_of(node) == POOLS["tables"]
+        assert not any(list(cluster_module._in_node(point)) for point in points)
+        members = list(cluster_module._leaves((node, points), CONFIG))
+        assert [m["id"] for m in members] == sorted(d["id"] for d in paragraphs)
+        assert len({m["cluster"] for m in members}) == 1
+
+
 def test_clusters_are_mostly_of_one_topic(documents, made):
     clusters = made[0]
     topic = {d["id"]: int(d["text"].split()[1]) for d in documents}

@@ -21,11 +21,11 @@ def paragraphs(name, count, words=10):
     return "\n\n".join(" ".join(f"{name}{i}w{j}" for j in range(words)) for i in range(count))
 
 
-def cut(documents, config=CONFIG, options=()):
+def cut(documents, config=CONFIG, options=(), reports=None):
     """Tables and counts of make_cut."""
 
     def make(pipeline):
-        return make_cut(pipeline | beam.Create(list(documents)), config)
+        return make_cut(pipeline | beam.Create(list(documents)), config, reports)
 
     with tempfile.TemporaryDirectory() as folder:
         stages = Stages(folder, options)
@@ -113,6 +113,26 @@ def test_repeated_document_is_kept_once():
     tables = cut([twice, twice])
     assert [d["place"] for d in tables["documents"]] == ["a"]
     assert [r["reason"] for r in tables["removed"]] == ["repeated piece"]
+
+
+def test_paragraphs_of_a_report_are_its_documents():
+    """Short, shared and repeated paragraphs stay; a report over the limit goes as a whole."""
+    shared = "in thousands\n\nOne"
+    a, b = f"{shared}\n\n{paragraphs('a', 2)}\n\nOne", f"{paragraphs('b', 1, 20)}\n\n{shared}"
+    made = [make_document(text, "reports", f"{i}") for i, text in enumerate((a, b))]
+    long = make_document(paragraphs("c", 4), "reports", "2")
+    tables = cut([*made, long], reports={"reports": 30})
+    found = {place: [] for place in "012"}
+    for document in tables["documents"]:
+        found[document["place"]].append((document["text"], document["tokens"]))
+    assert [text for text, _ in found["0"]] == a.split("\n\n")
+    # The paragraph of 20 tokens is over the limit of a piece.
+    assert [tokens for _, tokens in found["1"]] == [16, 4, 2, 1]
+    assert [d["part"] for d in tables["documents"]] == [*range(5), *range(4)]
+    assert len({d["id"] for d in tables["documents"]}) == 9
+    assert losses(tables) == [("report of too many tokens", "2", 0, "40 tokens")]
+    assert tables["counts"]["documents removed: report of too many tokens", "reports"] == 1
+    assert tables["counts"]["documents cut", "reports"] == 1
 
 
 @pytest.mark.slow

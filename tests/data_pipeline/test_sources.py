@@ -282,7 +282,8 @@ def test_ultra_fineweb_requires_both_columns(tmp_path: Path):
 
 
 def test_docmath_keeps_paragraphs_only(tmp_path: Path):
-    row = {"question_id": "q", "question": "How much?", "paragraphs": ["One.", "| a | b |"]}
+    paragraphs = ["One.\n \nTwo.", " ", "| a | b |"]
+    row = {"question_id": "q", "question": "How much?", "paragraphs": paragraphs}
     files = {
         "a.json": json.dumps([row, {**row, "paragraphs": "One."}, {**row, "ground_truth": 3}]),
         "b.json": json.dumps({"version": 1}),
@@ -293,8 +294,8 @@ def test_docmath_keeps_paragraphs_only(tmp_path: Path):
     source = SourceConfig(write(tmp_path / "in", files), "docmath", ("financial_math",))
     tables = read(tmp_path / "out", {"doc": source})
     assert [(d["place"], d["text"]) for d in tables["documents"]] == [
-        ("a.json#000000000", "One.\n\n| a | b |"),
-        ("a.json#000000002", "One.\n\n| a | b |"),
+        ("a.json#000000000", "One.\nTwo.\n\n| a | b |"),
+        ("a.json#000000002", "One.\nTwo.\n\n| a | b |"),
     ]
     assert {r["place"]: r["reason"] for r in tables["removed"]} == {
         "a.json#000000001": "bad row",
