@@ -8,9 +8,11 @@
         --runner=DataflowRunner ...
 
 All paths are your own copies. From Hugging Face: openbmb/Ultra-FineWeb, yale-nlp/DocMath-Eval and
-Qwen/Qwen3-Embedding-8B. Benchmarks: LongBench-v2, LongBench's hotpotqa, 2wikimqa and musique,
-Frames as JSON, and DocMath-Eval's testmini. Every path is required. This config was never run at
-full size, and nothing about it was measured.
+Qwen/Qwen3-Embedding-8B. Benchmarks, those of Appendix E.2 in the files that spell_jax.evaluate
+reads: LongBench-v2, LongBench's hotpotqa, 2wikimqa and musique, Frames with the texts of its pages
+(ModelScope iic/frames; Google's files have links only), and DocMath-Eval's testmini. Documents and
+questions of all of them are searched for. Every path is required. This config was never run at full
+size, and nothing about it was measured.
 
 The paragraphs of a DocMath report are the documents of its cluster; a report of more than 16K
 tokens is removed.
@@ -31,7 +33,7 @@ def get_config() -> Any:
         {
             "longbench_v2": base.benchmark("", ("context",), ("question",)),
             "longbench": base.benchmark("", ("context",), ("input",)),
-            "frames": base.benchmark("", (), ("Prompt",)),
+            "frames": base.benchmark("", ("text",), ("Prompt",)),
             "docmath": base.benchmark("", ("paragraphs",), ("question",)),
         }
     )

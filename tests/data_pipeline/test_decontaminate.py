@@ -7,6 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from benchmarks.data import edited_copy
+from configs.data import paper
 from data_pipeline.decontaminate import (
     BenchmarkConfig,
     DecontaminateConfig,
@@ -89,6 +90,41 @@ def test_squad_layout_is_read(tmp_path):
         ("document", "Two"),
         ("question", "Q0?"),
         ("question", "Q1?"),
+    }
+
+
+def test_paper_config_reads_documents_and_questions_of_all_benchmarks(tmp_path):
+    """In the layouts of the evaluation's loaders; Frames has its documents in "wiki_items"."""
+    page = {"title": "Oslo", "link": "https://x", "text": "A town."}
+    rows = {
+        "longbench_v2": {"context": "A long text.", "question": "Which one?", "choice_A": "this"},
+        "longbench": {"context": "Passage 1", "input": "Who wrote it?", "answers": ["Ann Lee"]},
+        "frames": {"Prompt": "Which town?", "Answer": "Oslo", "wiki_items": [page]},
+        "docmath": {
+            "paragraphs": ["Sales 3.", "| a |"],
+            "question": "How much?",
+            "ground_truth": 7,
+        },
+    }
+    benchmarks = paper.get_config().decontaminate.benchmarks
+    configs = {}
+    for name, given in benchmarks.items():
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text(json.dumps(rows.pop(name)))
+        configs[name] = BenchmarkConfig(
+            str(path), tuple(given.document_fields), tuple(given.question_fields)
+        )
+    assert not rows
+    found = {(item.benchmark, item.kind): item.text for item in read_benchmarks(configs)}
+    assert found == {
+        ("longbench_v2", "document"): "A long text.",
+        ("longbench_v2", "question"): "Which one?",
+        ("longbench", "document"): "Passage 1",
+        ("longbench", "question"): "Who wrote it?",
+        ("frames", "document"): "A town.",
+        ("frames", "question"): "Which town?",
+        ("docmath", "document"): "Sales 3.\n\n| a |",
+        ("docmath", "question"): "How much?",
     }
 
 
