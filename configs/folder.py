@@ -23,6 +23,7 @@ def get_config() -> Config:
 
     # As in folder_rows, which prepares the warm start: the same clusters, the same ones held out.
     config.data.update(max_document_tokens=64, documents_per_cluster=4, grouping="order")
+    config.data.held_out = 0.05
 
     config.algorithm.update(prompts="compact", questions=24, generation_batch=48)
     config.algorithm.update(max_generations=2, documents=(2,))

@@ -30,7 +30,7 @@ def get_config() -> Config:
     config.policy.folder = "runs/smollm2/cold_start/policy"
     config.data.source = "runs/smollm2/clusters"
     config.data.validation = "runs/smollm2/held_out.jsonl"
-    config.data.update(max_document_tokens=160, held_out=0.0)
+    config.data.max_document_tokens = 160
 
     config.algorithm.update(prompts="compact", questions=8, generation_batch=16)
     config.algorithm.update(max_generations=2, documents=(2,), verifier_group_size=4)

@@ -22,7 +22,7 @@ from spell_jax.algorithms.spell.algorithm import Spell
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.algorithms.spell.evaluation import TinyEvaluation
 from spell_jax.algorithms.spell.question_evaluation import QuestionEvaluation
-from spell_jax.data.config import DataConfig
+from spell_jax.data.config import GENERATED, DataConfig
 from spell_jax.data.questions import Question, read_questions
 from spell_jax.runtime.config import build
 
@@ -75,7 +75,8 @@ def _evaluate_spell(
 def _evaluate_reconstruction(
     config: ReconstructionConfig, context: AlgorithmContext, data: DataConfig
 ) -> Evaluation | None:
-    return PuzzleEvaluation(config, context) if data.held_out else None
+    has_documents = data.held_out > 0 or data.source in GENERATED
+    return PuzzleEvaluation(config, context) if has_documents else None
 
 
 def _evaluate_eapo(

@@ -79,7 +79,7 @@ class DataConfig:
       grouping: "similarity" or "order": how documents of a folder become clusters.
       documents_per_cluster: documents in a cluster of a folder.
       max_document_tokens: longest document, in tokens; longer ones are cut.
-      held_out: share of clusters that training never sees, in [0, 1).
+      held_out: share of clusters that training never sees, in [0, 1) [paper: none].
       questions: .jsonl of {"task", "documents", "question", "answer"} to train on, for algorithms
         that take given questions.
       validation: .jsonl of such questions for held-out evaluation.
@@ -92,7 +92,7 @@ class DataConfig:
     grouping: str = "similarity"
     documents_per_cluster: int = 20
     max_document_tokens: int = 3200
-    held_out: float = 0.05
+    held_out: float = 0.0
     questions: str = ""
     validation: str = ""
     tasks: tuple[str, ...] = TASKS

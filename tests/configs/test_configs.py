@@ -12,7 +12,7 @@ import pytest
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from configs import paper, tiny
+from configs import folder, paper, rlvr, tiny
 from spell_jax import config as configs
 from spell_jax.algorithms.rlvr.algorithm import Rlvr
 from spell_jax.algorithms.spell.algorithm import Spell
@@ -28,7 +28,7 @@ from spell_jax.sampler.config import SamplerConfig
 from spell_jax.selfplay import prompts
 from spell_jax.trainer import supervised
 from spell_jax.trainer.build import make_algorithm, make_context, make_run
-from spell_jax.warm_start import demonstrations
+from spell_jax.warm_start import demonstrations, folder_rows
 from tests import noise
 from tests.algorithms.scripted import ScriptedModels
 from tests.evaluation.oracle import perfect
@@ -122,6 +122,19 @@ def test_paper_config_equals_the_dataclass_defaults():
     assert build(SamplerConfig, config.sampler, "sampler") == SamplerConfig()
     assert build(PackingConfig, config.packing, "packing") == PackingConfig()
     assert build(OptimizerConfig, config.optimizer, "optimizer") == OptimizerConfig()
+
+
+@pytest.mark.parametrize("config", [paper.get_config("qwen2.5-7b-instruct"), rlvr.get_config()])
+def test_paper_configs_hold_out_no_clusters(config):
+    assert config.data.held_out == 0.0
+
+
+def test_folder_config_has_the_clusters_of_its_warm_start_rows():
+    given = folder_rows._flags().parse_args(["--source=texts", "--out=rows"])
+    data = folder.get_config().data
+    for name in ("max_document_tokens", "documents_per_cluster", "grouping", "held_out"):
+        assert data[name] == getattr(given, name)
+    assert data.held_out == 0.05
 
 
 @pytest.mark.parametrize("name", paper.MODELS)

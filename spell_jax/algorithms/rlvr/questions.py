@@ -429,7 +429,7 @@ def define_flags() -> None:
     flags.DEFINE_enum("grouping", "similarity", GROUPINGS, "Grouping of a folder's documents.")
     flags.DEFINE_integer("documents_per_cluster", 20, "Size of a folder's clusters.")
     flags.DEFINE_integer("max_document_tokens", 3200, "Longer documents are cut.")
-    flags.DEFINE_float("held_out", 0.05, "Share of clusters that are left out, as in training.")
+    flags.DEFINE_float("held_out", 0.0, "Share of clusters that are left out, as in training.")
     flags.DEFINE_integer("tiny_clusters", 768, "Number of clusters, with --source=tiny.")
     flags.DEFINE_string("tokenizer", "", "Folder with the tokenizer of the policy to train.")
     flags.DEFINE_string("teacher_url", "", "A chat-completions address.")

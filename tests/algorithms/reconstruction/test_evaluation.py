@@ -7,6 +7,8 @@ import math
 import pytest
 
 from spell_jax.algorithms.reconstruction.evaluation import PuzzleEvaluation
+from spell_jax.algorithms.registry import ALGORITHMS
+from spell_jax.data.config import DataConfig
 from spell_jax.data.tiny_stories import make_stories
 from tests.algorithms.posing import config, context, guessing, perfect, silent
 from tests.algorithms.scripted import ScriptedModels
@@ -19,6 +21,16 @@ def make(held_out=HELD_OUT, cap: int = 10_000, **options) -> PuzzleEvaluation:
     sizes = {"evaluation_puzzles": 12, "validation_puzzles": 7} | options
     rising = config(options=(4, 2), option_weights=(1, 1), **sizes)
     return PuzzleEvaluation(rising, context(held_out=held_out, cap=cap))
+
+
+@pytest.mark.parametrize(
+    ("source", "share", "expected"),
+    [("tiny_stories", 0.0, True), ("books", 0.0, False), ("books", 0.1, True)],
+)
+def test_evaluation_needs_held_out_documents(source, share, expected):
+    data = DataConfig(source=source, held_out=share)
+    made = ALGORITHMS["reconstruction"].evaluate(config(), context(held_out=HELD_OUT), data)
+    assert isinstance(made, PuzzleEvaluation) == expected
 
 
 def test_perfect_policy_scores_one():
