@@ -1,7 +1,8 @@
 """Plots of a benchmark's breakdown, such as accuracy by step or by a needle's length and depth.
 
 A plot has one panel per prompt limit. A breakdown by one field is a line with its 95 % intervals as
-a band; one by two fields is a heat map with the first field on the x axis.
+a band; one by a number and a name, such as step and task, has a line for each name. Any other by
+two fields is a heat map with the first field on the x axis.
 """
 
 from __future__ import annotations
@@ -32,18 +33,25 @@ def plot_breakdown(
         names = list(parts[0])
         across, *down = names[: names.index("questions")]
         axes.set_xlabel(across, fontsize=8)
-        if down:
-            _plot_map(axes, parts, across, *down)
+        if not down:
+            _plot_lines(axes, {"": parts}, across)
+        elif isinstance(parts[0][down[0]], str) and not isinstance(parts[0][across], str):
+            by_name: dict[str, list[Mapping[str, Any]]] = {}
+            for part in parts:
+                by_name.setdefault(part[down[0]], []).append(part)
+            _plot_lines(axes, by_name, across)
+            axes.legend(fontsize=7)
         else:
-            _plot_line(axes, parts, across)
+            _plot_map(axes, parts, across, *down)
     figure.savefig(path, dpi=110)
 
 
-def _plot_line(axes: Axes, parts: Sequence[Mapping[str, Any]], field: str) -> None:
-    values = [part[field] for part in parts]
-    mean, low, high = ([part[METRIC][name] for part in parts] for name in ("mean", "low", "high"))
-    axes.plot(values, mean, marker=".", linewidth=1.2)
-    axes.fill_between(values, low, high, alpha=0.25, linewidth=0)
+def _plot_lines(axes: Axes, lines: Mapping[str, Sequence[Mapping[str, Any]]], across: str) -> None:
+    for name, parts in sorted(lines.items()):
+        values = [part[across] for part in parts]
+        mean, low, high = ([part[METRIC][n] for part in parts] for n in ("mean", "low", "high"))
+        axes.plot(values, mean, marker=".", linewidth=1.2, label=name)
+        axes.fill_between(values, low, high, alpha=0.25, linewidth=0)
     axes.set_ylabel(f"accuracy, {METRIC}", fontsize=8)
     axes.set_ylim(-0.02, 1.02)
     axes.grid(alpha=0.3)

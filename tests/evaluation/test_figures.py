@@ -42,6 +42,24 @@ def test_breakdown_by_two_fields_is_a_heat_map(saved, tmp_path):
     assert second.get_title() == "needle, prompts of at most 1,024 tokens"
 
 
+def test_breakdown_by_a_number_and_a_name_has_a_line_per_name(saved, tmp_path):
+    parts = [part(0.2, step=3, task="b"), part(0.4, step=9, task="a"), part(0.5, step=9, task="b")]
+    figures.plot_breakdown(tmp_path / "a.png", "own questions", {16: parts})
+    (axes,) = saved[0].axes
+    found = {line.get_label(): line.get_xydata().tolist() for line in axes.lines}
+    assert found == {"a": [[9, 0.4]], "b": [[3, 0.2], [9, 0.5]]}
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["a", "b"]
+    assert len(axes.collections) == 2 and axes.get_xlabel() == "step"
+    (other,) = axes.child_axes
+    assert other.get_ylabel() == "difficulty, 1 - pass@1"
+
+
+def test_breakdown_by_two_names_is_a_heat_map(saved, tmp_path):
+    parts = [part(0.2, difficulty="easy", length="long")]
+    figures.plot_breakdown(tmp_path / "a.png", "LB-V2", {16: parts})
+    assert saved[0].axes[0].images and not saved[0].axes[0].lines
+
+
 def test_breakdown_by_one_field_is_a_line_with_a_band(saved, tmp_path):
     parts = [part(0.2, step=3), part(0.5, step=9)]
     figures.plot_breakdown(tmp_path / "a.png", "own questions", {16: parts})

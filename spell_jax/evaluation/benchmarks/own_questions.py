@@ -5,7 +5,8 @@
 2. The answering policy is an external responder that reads all documents of the cluster, with the
    prompt of the run (algorithm.prompts in config.json; "full" if there is no config.json).
 3. The task's rule scores the answer. A judge is asked except for letters.
-4. Answers are averaged by training step. Difficulty is 1 - pass@1 (paper section 4.3, Figure 4).
+4. Answers are averaged by training step and task, because the mix of tasks changes while a policy
+   trains. Difficulty is 1 - pass@1 (paper section 4.3, Figure 4: a line for each task).
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def load(folder: Folder, limit: int | None = None) -> Benchmark:
         extract=lambda text, item: rules.extract_answer(text, item.fields["task"]),
         score=lambda text, item: rules.score(text, item.references[0], item.fields["task"]),
         judged=True,
-        by=("step",),
+        by=("step", "task"),
     )
 
 

@@ -39,7 +39,8 @@ def test_accepted_questions_with_documents_become_items(tmp_path: Path, caplog):
     ]
     made = benchmarks.load("own_questions", write_episodes(tmp_path, {12: second, 7: first}))
     assert [item.id for item in made.items] == ["7-1", "7-3", "12-0"]
-    assert [item.fields["step"] for item in made.items] == [7, 7, 12] and made.by == ("step",)
+    assert [item.fields["step"] for item in made.items] == [7, 7, 12]
+    assert made.by == ("step", "task")
     words = prompts.load("full")
     for item, (task, documents, question) in zip(
         made.items,
