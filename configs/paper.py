@@ -9,8 +9,16 @@ the paper's values and no policy.
 Hardware: weights, gradient, optimizer state and the rollout copy take 18 bytes per parameter
 (137 GB for 7.6e9; estimated), split over all devices. The paper's own 7B run took 8 hours on 8 A100
 of 80 GB (section F.1).
-Expected scores: the table's last columns, as the paper reports them (Table 1, average of four
-benchmarks with inputs of up to 16K tokens). Nothing of it was run with this code.
+Expected scores: the table's columns `before` and `after`, as the paper reports them (Table 1,
+average of four benchmarks with inputs of up to 16K tokens). Nothing of it was run with this code.
+
+    python -m spell_jax.evaluate --workdir=DIR --data=BENCHMARKS --out=OUT --max_tokens=MAX_TOKENS \
+        --benchmarks=docmath,frames,2wikimqa,hotpotqa,musique,longbench_v2 --judge_url=...
+
+MAX_TOKENS is the model's in the table: in the paper a model may write as much in evaluation as in
+training (Appendix E.2), 4096 tokens, and reasoning models, the distilled and the thinking ones,
+20480. Without the flag the limit is a benchmark's own, 4096 here: reasoning models need
+--max_tokens=20480.
 """
 
 from typing import NamedTuple
@@ -27,7 +35,8 @@ class Model(NamedTuple):
       parameters: number of parameters, in billions.
       before: the paper's average before SPELL, in percent.
       after: the paper's average after SPELL, in percent.
-      max_tokens: longest answer; reasoning models may write 20K tokens (paper section 4.1).
+      max_tokens: longest answer, in training and as --max_tokens of spell_jax.evaluate; reasoning
+        models may write 20K tokens (paper section 4.1 and Appendix E.2).
       expert: devices that the experts are split over.
     """
 

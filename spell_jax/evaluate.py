@@ -5,8 +5,9 @@
         [--judge_url=URL --judge_model=NAME | --judge_policy=DIR] [--compare=OTHER_OUT,...]
 
 1. Prompts over --max_input tokens, chat layout included, lose their middle. Each is answered
-   --samples times at temperature 0.7 and top-p 0.95. The sampling key of an answer depends on the
-   benchmark, the question, the limit and the sample only.
+   --samples times at temperature 0.7 and top-p 0.95, with at most --max_tokens tokens: by default
+   4096 or a benchmark's own limit; reasoning models have 20480 in the paper. The sampling key of an
+   answer depends on the benchmark, the question, the limit and the sample only.
 2. The rule scores every answer. If a benchmark is judged and the rule gives less than 1, the judge
    is asked whether the stated answer agrees with the reference; the higher score counts. Without a
    judge the rule alone counts. The API key of an endpoint is read from $SPELL_JUDGE_KEY.
@@ -56,7 +57,12 @@ if __name__ == "__main__":
     flags.DEFINE_integer("samples", 8, "Number of answers per question.")
     flags.DEFINE_float("temperature", 0.7, "Sampling temperature; 0: greedy.")
     flags.DEFINE_float("top_p", 0.95, "Probability mass of the nucleus.")
-    flags.DEFINE_integer("max_tokens", 0, "Maximum answer length; 0: each benchmark's own.")
+    flags.DEFINE_integer(
+        "max_tokens",
+        0,
+        "Maximum answer length; 0: each benchmark's own, 4096 for the paper's. Reasoning models "
+        "need 20480, as in the paper.",
+    )
     flags.DEFINE_integer("limit", 0, "Number of questions per benchmark, the first ones; 0: all.")
     flags.DEFINE_integer("seed", 0, "Seed of sampling and of the bootstrap.")
     flags.DEFINE_enum(

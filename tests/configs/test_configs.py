@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import pathlib
+import re
 import sys
 from typing import Any
 
@@ -18,6 +19,8 @@ from spell_jax.algorithms.rlvr.algorithm import Rlvr
 from spell_jax.algorithms.spell.algorithm import Spell
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.config import default_config
+from spell_jax.evaluation.answering import Sampling
+from spell_jax.evaluation.benchmarks.base import Benchmark
 from spell_jax.learner.loss import LossConfig
 from spell_jax.learner.optimizer import OptimizerConfig
 from spell_jax.learner.packing import PackingConfig
@@ -143,6 +146,17 @@ def test_paper_model_sets_folder_token_cap_and_mesh(name, read_flags):
     assert config.policy.folder == f"models/{paper.MODELS[name].folder}"
     assert config.sampler.max_tokens == (20_480 if "distill" in name or "think" in name else 4096)
     assert config.mesh.expert == (8 if "a3b" in name else 1)
+
+
+@pytest.mark.parametrize("name", paper.MODELS)
+def test_evaluation_of_a_paper_model_has_its_answer_length(name):
+    """The flag that the config's page names for reasoning models is needed for those alone."""
+    (flag,) = set(re.findall(r"--max_tokens=(\d+)", paper.__doc__))
+    own = Benchmark("frames", "Frames", (), extract=lambda *_: None, score=lambda *_: 0.0)
+    lengths = {Sampling(max_tokens=n).options(own).max_tokens for n in (0, int(flag))}
+    assert lengths == {4096, 20_480}
+    is_reasoning = "distill" in name or "think" in name
+    assert paper.MODELS[name].max_tokens == (int(flag) if is_reasoning else 4096)
 
 
 def test_unknown_paper_model_is_rejected(read_flags):
