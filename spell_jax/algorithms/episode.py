@@ -55,18 +55,33 @@ AnyEpisode = TypeVar("AnyEpisode", bound=QuestionEpisode)
 
 
 def ask_judge(judge: JudgeFunction | None, episodes: Sequence[AnyEpisode]) -> Sequence[AnyEpisode]:
-    """(Option) Replaces scores by a judge's verdicts; one host asks: two calls might not agree."""
+    """(Option) Replaces scores by a judge's verdicts, where it gives one."""
     if judge is None:
         return episodes
-    items = [(e.question, p, e.reference) for e in episodes for p in e.predictions if p is not None]
-    verdicts = iter(distributed.broadcast(lambda: list(judge(items))))
     judged = []
-    for e in episodes:
-        given = [-1 if p is None else next(verdicts) for p in e.predictions]
-        rule = [old if new < 0 else float(new) for old, new in zip(e.rule, given, strict=True)]
+    verdicts = judge_predictions(judge, [(e, e.predictions) for e in episodes])
+    for e, given in zip(episodes, verdicts, strict=True):
         stated = [v for v, p in zip(given, e.predictions, strict=True) if p is not None]
-        judged.append(dataclasses.replace(e, rule=tuple(rule), judge=tuple(stated)))
+        rule = with_verdicts(e.rule, given)
+        judged.append(dataclasses.replace(e, rule=rule, judge=tuple(stated)))
     return judged
+
+
+def judge_predictions(
+    judge: JudgeFunction, answered: Sequence[tuple[QuestionEpisode, Sequence[str | None]]]
+) -> list[list[int]]:
+    """The judge's verdict on each prediction about a question; -1 if there is none.
+
+    One host asks: two calls might not agree.
+    """
+    items = [(e.question, p, e.reference) for e, some in answered for p in some if p is not None]
+    verdicts = iter(distributed.broadcast(lambda: list(judge(items))))
+    return [[-1 if p is None else next(verdicts) for p in some] for _, some in answered]
+
+
+def with_verdicts(scores: Sequence[float], verdicts: Sequence[int]) -> tuple[float, ...]:
+    """The verdicts as scores; a score stays where there is no verdict."""
+    return tuple(s if v < 0 else float(v) for s, v in zip(scores, verdicts, strict=True))
 
 
 def responder_groups(

@@ -105,7 +105,7 @@ class Rlvr(Spell):
                 "reference": e.reference,
             }
             for _ in range(rounds)
-            for e in models.run_all(self.write, self.start_episodes(rng))
+            for e in self.write_all(models, self.start_episodes(rng))
             if e.status == "accepted"
         ]
 

@@ -11,9 +11,10 @@
    Gaussian of the share of solved answers around one half for the questioner.
 7. groups: groups that are trained on, with their advantages: one GRPO update for all roles.
 
-Parts 1 to 5 are coroutines that run concurrently for all questions of a round. Rounds of parts 1 to
-6 are repeated until enough questions have answers of mixed reward. Numbers in parentheses are
-equations of the paper; "spec" is docs/algorithm.md.
+Parts 1 to 5 are coroutines that run concurrently for all questions of a round. An external judge
+scores the answers of parts 2 and 4; with one, part 4 begins when part 3 has ended for all. Rounds
+of parts 1 to 6 are repeated until enough questions have answers of mixed reward. Numbers in
+parentheses are equations of the paper; "spec" is docs/algorithm.md.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from spell_jax.algorithms.base import AlgorithmContext, Annotation, Ask, Key, Models, Reply
-from spell_jax.algorithms.episode import ask_judge
+from spell_jax.algorithms.episode import ask_judge, judge_predictions, with_verdicts
 from spell_jax.algorithms.spell import episode as spell_episode
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.algorithms.spell.episode import Advantages, Episode, documents_of
@@ -59,7 +60,11 @@ class Spell:
         rng = np.random.default_rng([*key])
         episodes: list[Episode] = []
         for _ in range(self.config.max_generations):
-            batch = models.run_all(self.rollout_one, self.start_episodes(rng))
+            batch = self.start_episodes(rng)
+            if self._judge is None:
+                batch = models.run_all(self.rollout_one, batch)
+            else:
+                batch = models.run_all(self.solve, self.write_all(models, batch))
             episodes += [self.reward(e, rng) for e in ask_judge(self._judge, batch)]
             if sum(e.mixed for e in episodes) >= self.config.questions:
                 break
@@ -69,8 +74,25 @@ class Spell:
     async def rollout_one(self, ask: Ask, episode: Episode) -> Episode:
         return await self.solve(ask, await self.write(ask, episode))
 
+    def write_all(self, models: Models, episodes: Sequence[Episode]) -> list[Episode]:
+        """Parts 1 to 3 of all episodes, with the judge's verdicts on answers without documents."""
+        written = models.run_all(self.write, episodes)
+        if self._judge is None:
+            return written
+        blind = [(e, e.blind if e.status == "accepted" else ()) for e in written]
+        verdicts = judge_predictions(self._judge, blind)
+        return [
+            self._reject_known(replace(e, blind_scores=with_verdicts(e.blind_scores, given)))
+            if e.status == "accepted"
+            else e
+            for e, given in zip(written, verdicts, strict=True)
+        ]
+
     async def write(self, ask: Ask, episode: Episode) -> Episode:
-        """Parts 1 to 3: a question with a reference that passes all filters, or why not."""
+        """Parts 1 to 3: a question with a reference that passes all filters, or why not.
+
+        With a judge, answers without documents are not compared yet (`write_all`).
+        """
         episode = await self.propose(ask, episode)
         fault_injection.point("proposed")
         episode = await self.filter(ask, episode)
@@ -144,17 +166,22 @@ class Spell:
     # 2. Questions that need no documents are ungrounded.
 
     async def filter(self, ask: Ask, episode: Episode) -> Episode:
-        """Rejects an accepted question that is answered right without documents."""
+        """Rejects an accepted question that is answered right without documents, by the rule."""
         e, samples = episode, self.config.grounding_samples
         if e.status != "accepted" or not samples:
             return e
         (reply,) = await ask("responder", [self.prompts.responder(e.task, (), e.question)], samples)
         texts = () if reply is None else reply.texts
-        e = replace(e, blind=tuple(rules.extract_answer(text, e.task) for text in texts))
-        right = sum(rules.score(text, e.reference, e.task) for text in texts)
-        if right >= self.config.grounding_threshold:
-            return _reject(e, "known_without_documents")
-        return e
+        e = replace(
+            e,
+            blind=tuple(rules.extract_answer(text, e.task) for text in texts),
+            blind_scores=tuple(rules.score(text, e.reference, e.task) for text in texts),
+        )
+        return self._reject_known(e) if self._judge is None else e
+
+    def _reject_known(self, e: Episode) -> Episode:
+        is_known = sum(e.blind_scores) >= self.config.grounding_threshold
+        return _reject(e, "known_without_documents") if is_known else e
 
     # 3. (Option) A frozen copy of the first policy states the reference.
 
@@ -172,11 +199,9 @@ class Spell:
         answer, count = most_frequent(answers, e.task)
         if answer is None or count < 2 or 2 * count <= samples:
             return _reject(e, "reader_disagrees")
-        same = sum(b is not None and rules.same_answer(answer, b, e.task) for b in e.blind)
-        e = replace(e, reference=answer)
-        if same >= self.config.grounding_threshold:
-            return _reject(e, "known_without_documents")
-        return e
+        same = [b is not None and rules.same_answer(answer, b, e.task) for b in e.blind]
+        e = replace(e, reference=answer, blind_scores=tuple(map(float, same)))
+        return self._reject_known(e) if self._judge is None else e
 
     # 4. The responder answers from all documents.
 

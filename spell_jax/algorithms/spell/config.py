@@ -42,7 +42,8 @@ class SpellConfig(AlgorithmConfig):
       format_penalty: whether questions of bad format get a penalty; else they are dropped.
       decline_penalty: whether declined questions get the same penalty, unless the questioner itself
         states that there is nothing to ask (the paper's text; its code has no such penalty).
-      grounding_samples: answers without documents per question; 0: no grounding filter.
+      grounding_samples: answers without documents per question; 0: no grounding filter. They are
+        scored like all answers, by the rule or the external judge.
       grounding_threshold: number of right ones among them that makes a question ungrounded.
       reference_source: author of the reference. "questioner"; or "frozen_reader": the most frequent
         of `reader_samples` answers of a frozen copy of the starting policy, which reads the

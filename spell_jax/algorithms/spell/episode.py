@@ -34,6 +34,7 @@ class Episode(QuestionEpisode):
       proposal: the questioner's reply.
       own_reference: the questioner's reference answer; `reference` may be the frozen reader's.
       blind: extracted answers to the question without documents.
+      blind_scores: their scores, by the rule or the external judge.
       judged: the verifier's reply to each answer [G]; None if there was nothing to compare.
       unjudged: answers without a verdict because the verifier's prompt was over the cap.
       votes: G_v votes on each answer [G], 1, 0 or -1; empty where there are no verdicts.
@@ -49,6 +50,7 @@ class Episode(QuestionEpisode):
     proposal: Reply | None = None
     own_reference: str = ""
     blind: tuple[str | None, ...] = ()
+    blind_scores: tuple[float, ...] = ()
     judged: tuple[Reply | None, ...] = ()
     unjudged: int = 0
     votes: tuple[tuple[int, ...], ...] = ()

@@ -26,6 +26,7 @@ from tests.algorithms.scripted import (
     Script,
     ScriptedModels,
     make_algorithm,
+    number,
     read,
     roll_out,
 )
@@ -216,12 +217,52 @@ def test_external_judge_replaces_the_rule():
     assert rollout.of(1).rule == (1.0, 0.0, 0.0, 0.0)  # no verdict: the rule's reward stays
     assert ("Q00 what?", "beta0", "alpha0") in asked
     predictions = [p for e in rollout.episodes for p in e.predictions if p is not None]
-    assert len(asked) == len(predictions)
+    blind = [p for e in rollout.episodes for p in e.blind if p is not None]
+    assert len(asked) == len(predictions) + len(blind)
     failed = sum(p not in ("alpha0", "beta0") for p in predictions) / len(predictions)
     assert rollout.algorithm.metrics(rollout.episodes).means()["judge_failed"] == pytest.approx(
         failed
     )
     assert Rollout(rule="judge", judge=judge, responder_reward="rule").of(0).scores == (0, 0, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("verdict", "known"), [(1, {0, 1, 9}), (0, set()), (-1, {1})], ids=["right", "wrong", "none"]
+)
+def test_external_judge_scores_the_answers_of_the_grounding_filter(verdict, known):
+    """Row 1 is answered right by the rule, row 0 in other words; its verdicts are all equal."""
+    rows = [Row(QA, "ok", 0, 2, 0, 0), Row(QA, "ok", 1, 2, 0, 0), *ROWS[2:9], ROWS[0]]
+    blind = []
+
+    def judge(items):
+        blind.append([prediction for _, prediction, _ in items])
+        # The first call is about answers without documents.
+        at = ("Q00", "Q01", "Q09")
+        return [verdict if len(blind) == 1 and q[:3] in at else 0 for q, *_ in items]
+
+    options = {"rule": "judge", "judge": judge, "responder_reward": "rule"}
+    rollout = Rollout(rows, **options)
+    found = {number(e) for e in rollout.episodes if e.status == "ungrounded"} & {0, 1, 9}
+    assert found == known
+    assert len(blind) == 2 and blind[0][:2] == ["unknown", "alpha1"]
+    for at in known:
+        episode = rollout.of(at)
+        assert (episode.reason, episode.reward) == ("known_without_documents", -0.5)
+        assert episode.response is None and episode.blind_scores == (1.0,)
+
+
+def test_external_judge_compares_answers_without_documents_with_the_frozen_readers():
+    asked = []
+
+    def judge(items):
+        asked.append(items)
+        return [int(prediction == "unknown" and ref == "beta0") for _, prediction, ref in items]
+
+    options = {"rule": "judge", "judge": judge, "reference_source": "frozen_reader"}
+    script = Script(ROWS[:3], reader={0: ("beta0",)})
+    rollout = Rollout(ROWS[:3], script=script, **options)
+    assert asked[0][0] == ("Q00 what?", "unknown", "beta0")
+    assert [e.status for e in rollout.episodes] == ["ungrounded", "accepted", "accepted"]
 
 
 def frozen_reader(reader, rows=ROWS, **options) -> Rollout:
