@@ -78,6 +78,15 @@ def test_static_questions_are_written_once():
     assert not algorithm.memory  # the memory stays empty: there is no questioner
 
 
+def test_external_judge_filters_the_static_questions():
+    """Row 8 is answered right without documents by the rule, and wrong by the judge."""
+    right = {"Q00"}
+    judge = lambda items: [int(q[:3] in right) for q, *_ in items]  # noqa: E731
+    found = stems(roll_out(new_algorithm(rule="judge", judge=judge), new_ask(), 1))
+    # Choices without a letter are no predictions: nothing is compared.
+    assert found == sorted({*ACCEPTED, "Q08", "Q09"} - right)
+
+
 def test_static_questions_are_proposed_in_whole_rounds():
     algorithm, ask = new_algorithm(static=40), new_ask()
     roll_out(algorithm, ask, 1)
