@@ -8,6 +8,7 @@ sample   tokens/s of G answers to a prompt: shared, to G prompts, one by one, by
 refill   tokens/s with answers of many lengths: continuous batching against fixed batches
 spell    seconds of one whole SPELL step, by phase; verdicts with and without a shared prefix
 agreement  greedy answers to needles and RULER, here and by transformers (extra "test")
+roles    shares of the three roles in the gradient, under each loss aggregation
 quality  int8 sampling against the compute dtype: KL, equal greedy tokens
 report   seconds to write the report page of a long run, and to open it in a browser
 soak     growth of memory and compiled programs in a long run of the demo's config
@@ -44,6 +45,7 @@ _CLASSES = {
     "refill": "rollout.Refill",
     "spell": "rollout.Spell",
     "agreement": "agreement.Agreement",
+    "roles": "roles.Roles",
     "quality": "quality.Quality",
     "report": "report.Report",
     "soak": "soak.Soak",

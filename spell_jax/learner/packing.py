@@ -36,7 +36,7 @@ class TrainGroup:
     prompt: Tokens  # token ids [P], P >= 1
     answers: Sequence[Tokens]  # token ids [S_i] with the stop token, S_i >= 1
     advantages: Sequence[float]
-    role: str = "responder"  # for counts, and for weights with aggregation "role_mean"
+    role: str = "responder"  # for counts, and for weights that are summed over roles
     old_logprobs: Sequence[np.ndarray] | None = None  # of the policy that sampled, float32 [S_i]
     weights: Sequence[float] | None = None  # loss weight of each of the answer's tokens (weigh)
     ids: Sequence[int] | None = None  # by which answers are found again in micro-batches (with_ids)
@@ -252,7 +252,10 @@ def with_logprobs(
     ]
 
 
-AGGREGATIONS = ("token_mean", "group_mean", "role_mean", "sequence_mean", "sequence_sum")
+AGGREGATIONS = (
+    *("token_mean", "group_mean", "role_mean", "role_group_mean"),
+    *("sequence_mean", "sequence_sum"),
+)
 
 
 def check_aggregation(aggregation: str, sequence_tokens: int) -> None:
@@ -275,8 +278,10 @@ def weigh(
 
     "token_mean": 1 / all answer tokens (our default, invariant to packing). "group_mean": the token
     mean of each group, averaged over groups (paper Eq. 12; a questioner row is a group of one).
-    "role_mean": one token mean per role, summed over roles (paper Eq. 10). "sequence_mean": the
-    token mean of each answer, averaged within groups, then over groups (paper Eq. 2).
+    "role_mean": one token mean per role, summed over roles. "role_group_mean": the token mean of
+    each group, averaged over the groups of its role, then summed over roles (paper Eq. 10 with
+    Eq. 12). "sequence_mean": the token mean of each answer, averaged within groups, then over
+    groups (paper Eq. 2).
     "sequence_sum": the sum over each answer's tokens divided by the constant `sequence_tokens`,
     averaged over answers, so that a token weighs the same in a long answer as in a short one (Dr.
     GRPO, arXiv 2503.20783).
@@ -286,15 +291,17 @@ def weigh(
     check_aggregation(aggregation, sequence_tokens)
     total = sum(group.answer_tokens for group in groups)
     answers = sum(len(group.answers) for group in groups)
-    of_role = collections.Counter()
+    tokens_of_role, groups_of_role = collections.Counter(), collections.Counter()
     for group in groups:
-        of_role[group.role] += group.answer_tokens
+        tokens_of_role[group.role] += group.answer_tokens
+        groups_of_role[group.role] += 1
     weighed = []
     for group in groups:
         own = {  # tokens among which the loss is divided
             "token_mean": total,
             "group_mean": group.answer_tokens * len(groups),
-            "role_mean": of_role[group.role],
+            "role_mean": tokens_of_role[group.role],
+            "role_group_mean": group.answer_tokens * groups_of_role[group.role],
             "sequence_sum": sequence_tokens * answers,
         }
         weights = [

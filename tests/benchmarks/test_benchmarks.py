@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import browser, rollout, trl
 from benchmarks.__main__ import parse, run
-from spell_jax.learner import statistics
+from spell_jax.learner import packing, statistics
 from spell_jax.policy.config import LoraConfig, PolicyConfig
 from spell_jax.runtime import mesh as meshes
 
@@ -135,6 +135,19 @@ def test_quality_benchmark_measures_the_loss_of_int8() -> None:
     assert small["tokens_per_pass"] == 1 and small["answers"] == plain["answers"]
     assert small["largest_difference"] > 1e-3 and 0 < small["kl"] < 0.05
     assert 0.5 < small["equal_tokens"] <= 1
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_device")
+def test_roles_benchmark_measures_shares_of_each_aggregation() -> None:
+    line = run(["roles", "--questions=24"])
+    assert all(line["groups"].values()) and all(line["tokens"].values())
+    assert tuple(line["aggregations"]) == packing.AGGREGATIONS
+    for found in line["aggregations"].values():
+        assert sum(found["share"].values()) == pytest.approx(1)
+    shares = {name: found["share"]["verifier"] for name, found in line["aggregations"].items()}
+    assert shares["token_mean"] == pytest.approx(shares["sequence_sum"], rel=1e-4)
+    assert shares["token_mean"] < shares["group_mean"] < shares["role_group_mean"]
 
 
 @pytest.mark.slow

@@ -114,14 +114,14 @@ def test_flags_override_any_field_of_a_locked_config(read_flags):
         read_flags(tiny_file, "--config.steps=many")
 
 
-def test_paper_config_equals_the_dataclass_defaults():
+def test_paper_config_has_the_defaults_and_the_papers_aggregation():
     config = paper.get_config()
     assert (config.sampler.temperature, config.sampler.top_p) == (0.7, 0.95)
     assert config.sampler.max_prompt == 18_000
     algorithm = config.algorithm
     assert (algorithm.questions, algorithm.group_size, algorithm.memory) == (128, 8, 3)
     assert build(SpellConfig, algorithm, "algorithm") == SpellConfig()
-    assert build(LossConfig, config.loss, "loss") == LossConfig()
+    assert build(LossConfig, config.loss, "loss") == LossConfig(aggregation="role_group_mean")
     assert build(SamplerConfig, config.sampler, "sampler") == SamplerConfig()
     assert build(PackingConfig, config.packing, "packing") == PackingConfig()
     assert build(OptimizerConfig, config.optimizer, "optimizer") == OptimizerConfig()

@@ -168,6 +168,7 @@ GROUPS = [
         ("token_mean", [[1 / 16, 1 / 16], [1 / 16], [1 / 16, 1 / 16]]),
         ("group_mean", [[1 / 6 / 3, 1 / 6 / 3], [1 / 3 / 3], [1 / 7 / 3, 1 / 7 / 3]]),
         ("role_mean", [[1 / 9, 1 / 9], [1 / 9], [1 / 7, 1 / 7]]),
+        ("role_group_mean", [[1 / 6 / 2, 1 / 6 / 2], [1 / 3 / 2], [1 / 7, 1 / 7]]),
         (
             "sequence_mean",
             [[1 / 2 / 2 / 3, 1 / 4 / 2 / 3], [1 / 3 / 3], [1 / 2 / 3, 1 / 6 / 2 / 3]],
@@ -182,7 +183,7 @@ def test_token_weights_of_each_aggregation(aggregation: str, wanted: list) -> No
         sum(w * len(a) for w, a in zip(group.weights or [], group.answers, strict=True))
         for group in weighed
     ]
-    assert sum(shares) == pytest.approx(2 if aggregation == "role_mean" else 1)
+    assert sum(shares) == pytest.approx(2 if aggregation.startswith("role") else 1)
 
 
 def test_sequence_sum_gives_all_tokens_the_same_weight() -> None:
