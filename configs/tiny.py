@@ -3,10 +3,11 @@
     python -m spell_jax.train --config=configs/tiny.py --workdir=runs/demo
 
 Hardware: 2 CPU cores, 15 minutes, of which at most 10 are self-play. Expected scores: README,
-section "Results". What departs from the paper's recipe, which decays at this size: a frozen
-reader gives the references and their contexts stay small, options are distinct, the verifier is
-trained on twice as many groups, and an update uses the questions with mixed rewards of one round of
-48 proposals (about 12) instead of running rounds until it has a fixed number of them.
+section "Results". What departs from the paper's recipe, which decays at this size: a frozen reader
+gives the references and their contexts stay small, options are distinct, the verifier is trained on
+twice as many groups, the questioner's advantages are normalized per task, and an update uses the
+questions with mixed rewards of one round of 48 proposals (about 12) instead of running rounds until
+it has a fixed number of them.
 """
 
 from spell_jax.config import default_config
@@ -27,6 +28,7 @@ def get_config() -> Config:
     # references from more are the responder's own opinion, and teach it nothing.
     config.algorithm.update(memory=1, memory_documents="new", reference_source="frozen_reader")
     config.algorithm.update(distinct_options=True, verifier_share=0.25)
+    config.algorithm.questioner_normalization = "task"
 
     config.sampler.update(max_prompt=192, max_tokens=48, max_verdict_tokens=4, slots=128)
     config.sampler.update(page_size=32, kv_cache_tokens=32_768)

@@ -41,23 +41,29 @@ def group_advantages(rewards: ArrayLike | jax.Array, *, divide_by_deviation: boo
     return values.astype(xp.float32)
 
 
-def questioner_advantages(rewards: ArrayLike | jax.Array, tasks: Sequence[str]) -> Array:
-    """Advantages [B] of questioner rewards [B], normalized per task (Eq. 9).
+def questioner_advantages(
+    rewards: ArrayLike | jax.Array, tasks: Sequence[str] | None = None
+) -> Array:
+    """Advantages [B] of questioner rewards [B], normalized over the batch (Eq. 9) or per task.
 
-    Each task is normalized by its own rows, so that a hard task is not punished for being hard. A
-    task with a single row is normalized by the whole batch. A batch of one row has advantage 0.
-    Advantages are float32; `tasks`, a name per row, is static under jit. ValueError if the numbers
-    of rewards and tasks differ, or a reward on the host is not finite.
+    With `tasks`, a name per row, each task is normalized by its own rows, so that a hard task is
+    not punished for being hard. A task with a single row is normalized by the whole batch. A batch
+    of one row has advantage 0. Advantages are float32; `tasks` is static under jit. ValueError if
+    rewards are not a vector as long as `tasks`, or a reward on the host is not finite.
     """
     xp, values = _as_array(rewards)
-    message = f"rewards: shape {values.shape}; it must be ({len(tasks)},), as tasks"
-    chex.assert_shape(values, (len(tasks),), custom_message=message, exception_type=ValueError)
-    if len(tasks) < 2:
+    rows = len(tasks) if tasks is not None else values.size
+    message = f"rewards: shape {values.shape}; it must be ({rows},)"
+    chex.assert_shape(values, (rows,), custom_message=message, exception_type=ValueError)
+    if rows < 2:
         return xp.zeros(values.shape, xp.float32)
-    by_batch, names = group_advantages(values), np.asarray(tasks)
-    rows = [np.flatnonzero(names == name) for name in dict.fromkeys(tasks)]
-    parts = [group_advantages(values[r]) if len(r) > 1 else by_batch[r] for r in rows]
-    return xp.concatenate(parts)[np.argsort(np.concatenate(rows))]
+    by_batch = group_advantages(values)
+    if tasks is None:
+        return by_batch
+    names = np.asarray(tasks)
+    members = [np.flatnonzero(names == name) for name in dict.fromkeys(tasks)]
+    parts = [group_advantages(values[m]) if len(m) > 1 else by_batch[m] for m in members]
+    return xp.concatenate(parts)[np.argsort(np.concatenate(members))]
 
 
 def _as_array(rewards: ArrayLike | jax.Array) -> tuple[Any, Array]:

@@ -85,9 +85,17 @@ def test_task_with_one_row_is_normalized_over_the_whole_batch():
     assert actual[3] == group_advantages(rewards)[3]
 
 
-def test_single_questioner_row_has_zero_advantage():
-    assert questioner_advantages([0.7], ["a"]).tolist() == [0]
-    assert questioner_advantages([], []).shape == (0,)
+def test_questioner_advantages_without_tasks_are_normalized_over_the_batch():
+    """Eq. 9: the deviation is the sample's (ddof 1)."""
+    found = questioner_advantages([1.0, 0.0, 0.5, -1.0])
+    wanted = (np.array([1.0, 0.0, 0.5, -1.0]) - 0.125) / math.sqrt(2.1875 / 3)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+
+
+@pytest.mark.parametrize("tasks", ["a", None])
+def test_single_questioner_row_has_zero_advantage(tasks):
+    assert questioner_advantages([0.7], tasks).tolist() == [0]
+    assert questioner_advantages([], tasks and []).shape == (0,)
 
 
 def test_invalid_rewards_and_shapes_are_rejected():
@@ -97,6 +105,8 @@ def test_invalid_rewards_and_shapes_are_rejected():
         group_advantages(1.0)
     with pytest.raises(ValueError, match=r"rewards: shape \(2,\).*\(1,\)"):
         questioner_advantages([1.0, 0.0], ["a"])
+    with pytest.raises(ValueError, match=r"rewards: shape \(1, 2\).*\(2,\)"):
+        questioner_advantages([[1.0, 0.0]])
 
 
 rewards = st.floats(-1, 1, width=32)
@@ -114,8 +124,9 @@ def test_group_advantages_are_finite_and_centered(values):
 @given(st.lists(st.tuples(rewards, st.sampled_from("abc")), max_size=12))
 def test_questioner_advantages_are_finite_and_zero_for_equal_rewards(rows):
     values, tasks = [row[0] for row in rows], [row[1] for row in rows]
-    assert np.isfinite(questioner_advantages(values, tasks)).all()
-    np.testing.assert_allclose(questioner_advantages([0.1] * len(rows), tasks), 0, atol=1e-9)
+    for names in (tasks, None):
+        assert np.isfinite(questioner_advantages(values, names)).all()
+        np.testing.assert_allclose(questioner_advantages([0.1] * len(rows), names), 0, atol=1e-9)
 
 
 # ----------------------------------------------------------------------------- Under jit
@@ -136,12 +147,13 @@ def test_group_advantages_under_jit_equal_numpy(shape, divide):
     np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("tasks", ["aabba", "aabac", "abcde", "aaaaa", "a", ""])
+@pytest.mark.parametrize("tasks", ["aabba", "aabac", "abcde", "aaaaa", "a", "", None])
 def test_questioner_advantages_under_jit_equal_numpy(tasks):
-    values = np.random.default_rng(1).random(len(tasks))
-    found = jitted(questioner_advantages, tasks=tuple(tasks))(values)
+    names = None if tasks is None else tuple(tasks)
+    values = np.random.default_rng(1).random(5 if names is None else len(names))
+    found = jitted(questioner_advantages, tasks=names)(values)
     assert isinstance(found, jax.Array)
-    wanted = questioner_advantages(values, tuple(tasks))
+    wanted = questioner_advantages(values, names)
     np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-6)
 
 

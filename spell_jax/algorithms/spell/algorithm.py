@@ -308,7 +308,7 @@ class Spell:
     def _questioner_advantages(
         self, episodes: Sequence[Episode], good: Sequence[int], rng: np.random.Generator
     ) -> Advantages:
-        """The kept questions and as many bad ones (reward 0 or below), normalized per task (9)."""
+        """The kept questions and as many bad ones (reward 0 or below), normalized (9)."""
         bad = [
             n
             for n, e in enumerate(episodes)
@@ -319,8 +319,10 @@ class Spell:
             [tasks[n] for n in good], [tasks[n] for n in bad], self.config.negatives, rng
         )
         rows = [*good, *(bad[i] for i in chosen)]
+        per_task = self.config.questioner_normalization == "task"
         advantages = questioner_advantages(
-            [episodes[n].reward or 0.0 for n in rows], [tasks[n] for n in rows]
+            [episodes[n].reward or 0.0 for n in rows],
+            [tasks[n] for n in rows] if per_task else None,
         )
         return {
             (n, "questioner", 0): [advantage]

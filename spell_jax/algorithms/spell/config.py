@@ -10,7 +10,8 @@ from spell_jax.selfplay import rewards
 
 REFERENCE_SOURCES = ("questioner", "frozen_reader")
 RESPONDER_REWARDS = ("max", "rule", "verifier", "mean", "min", "random")
-REMEMBERED = ("shown", "new")
+REMEMBERED = ("new", "shown")
+NORMALIZATIONS = ("batch", "task")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +57,9 @@ class SpellConfig(AlgorithmConfig):
         "rule" uses no verifier; "random" is a control that must destroy the policy.
       train_questioner: whether the update has questioner groups.
       negatives: bad questioner groups per good one.
+      questioner_normalization: rows whose mean and deviation normalize a questioner's advantage:
+        "batch" (9): all questioner rows of the update; "task": those of its task (the paper's
+        code), so that a hard task is not punished for being hard.
       train_verifier: whether the update has verifier groups.
       malformed_penalty: whether a malformed vote earns -1 (the paper's code) or 0 (its text).
       verifier_share: verifier rows per responder row.
@@ -93,6 +97,7 @@ class SpellConfig(AlgorithmConfig):
     responder_reward: str = "max"
     train_questioner: bool = True
     negatives: float = 1.0
+    questioner_normalization: str = "batch"
     train_verifier: bool = True
     malformed_penalty: bool = True
     verifier_share: float = 0.125
@@ -106,6 +111,7 @@ class SpellConfig(AlgorithmConfig):
         check_choice(self, "algorithm.", mapping=rewards.MAPPINGS, memory_documents=REMEMBERED)
         check_choice(self, "algorithm.", reference_source=REFERENCE_SOURCES)
         check_choice(self, "algorithm.", responder_reward=RESPONDER_REWARDS)
+        check_choice(self, "algorithm.", questioner_normalization=NORMALIZATIONS)
         check_least(self, "algorithm.", questions=1, generation_batch=1, max_generations=1)
         check_least(self, "algorithm.", group_size=2, verifier_group_size=1, verifier_share=0)
         check_least(self, "algorithm.", grounding_samples=0, grounding_threshold=1)

@@ -51,6 +51,7 @@ SWITCHES = {
     "mu": ({"mu": 0.4}, {"rewards", "questioner"}),
     "fewer negatives": ({"negatives": 0.5}, {"questioner"}),
     "no negatives": ({"negatives": 0}, {"questioner"}),
+    "normalized per task": ({"questioner_normalization": "task"}, {"questioner"}),
     "frozen verifier": ({"train_verifier": False}, {"verifier"}),
     "verifier share": ({"verifier_share": 0.5}, {"verifier"}),
     "no consistency gate": ({"consistency_gate": False}, {"verifier"}),
@@ -172,19 +173,20 @@ def test_advantages_without_deviation_are_centered_rewards():
         assert advantages == pytest.approx(right - right.mean(), abs=1e-4)
 
 
-def test_questioner_advantages_are_normalized_per_task():
-    rollout = Rollout()
+@pytest.mark.parametrize("rows", ["batch", "task"])
+def test_questioner_advantages_are_normalized_over_batch_or_task(rows):
+    rollout = Rollout(questioner_normalization=rows)
     written = {e.proposal.texts[0]: e for e in rollout.episodes}
-    rows = [read(group) for group in rollout.groups["questioner"]]
-    found = [written[answers[0]] for _, answers, _ in rows]
+    read_rows = [read(group) for group in rollout.groups["questioner"]]
+    found = [written[answers[0]] for _, answers, _ in read_rows]
     assert [number(e) for e in found[:6]] == [0, 1, 2, 12, 13, 14]  # the kept questions
     bad = found[6:]
     assert len(bad) == len({number(e) for e in bad}) == 6  # an equal number of bad ones
     assert all(e.reward is not None and e.reward <= 0 and not e.mixed for e in bad)
-    for task in TASKS:  # Eq. 9
-        rewards = np.array([e.reward for e in found if e.task == task])
+    for tasks in [TASKS] if rows == "batch" else [[task] for task in TASKS]:  # Eq. 9
+        rewards = np.array([e.reward for e in found if e.task in tasks])
         wanted = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
-        given = [row[2][0] for row, e in zip(rows, found, strict=True) if e.task == task]
+        given = [row[2][0] for row, e in zip(read_rows, found, strict=True) if e.task in tasks]
         assert given == pytest.approx(wanted, abs=1e-4)
 
 
@@ -303,6 +305,7 @@ def test_step_without_usable_rows_gives_no_groups(row):
         ({"reference_source": "oracle"}, "reference_source"),
         ({"reader_samples": 1}, "reader_samples"),
         ({"responder_reward": "sum"}, "responder_reward"),
+        ({"questioner_normalization": "role"}, "questioner_normalization"),
         ({"rule": "gpt"}, "rule"),
         ({"negatives": -1}, "negatives"),
         ({"verifier_share": -0.1}, "verifier_share"),
