@@ -26,7 +26,7 @@ def get_config() -> Config:
     config.algorithm.documents = (2,)
     # The questioner, and so the frozen reader, never reads more than 2 (1 + 1) of the documents:
     # references from more are the responder's own opinion, and teach it nothing.
-    config.algorithm.update(memory=1, memory_documents="new", reference_source="frozen_reader")
+    config.algorithm.update(memory=1, memory_solved=True, reference_source="frozen_reader")
     config.algorithm.update(distinct_options=True, verifier_share=0.25)
     config.algorithm.questioner_normalization = "task"
 

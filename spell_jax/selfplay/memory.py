@@ -11,8 +11,8 @@ from spell_jax.selfplay.rules import normalize_answer
 class Entry:
     """One remembered question, as the responder saw it, and its reference answer."""
 
-    # Indices, in the cluster, of the documents stored with the question: all documents shown to the
-    # questioner, or only the new ones (see `memory_documents` in SpellConfig).
+    # Indices, in the cluster, of the documents stored with the question: the new ones, or all
+    # documents shown to the questioner (see `memory_documents` in SpellConfig).
     documents: tuple[int, ...]
     question: str
     answer: str
@@ -21,29 +21,26 @@ class Entry:
 class QuestionMemory:
     """The last `capacity` questions of each (task, cluster), oldest first; 0 disables the memory.
 
-    A question is stored if its mean responder reward lies in [low, high] and the cluster does not
-    already contain it; texts are compared after normalization. By default, fully solved questions
-    are stored and never-solved ones are not (spec 12, row 2). The trainer reads the memory at the
-    start of a step and writes to it at the end (spec 14).
+    A question is stored if the cluster does not already contain it; texts are compared after
+    normalization. The algorithm pushes solvable questions only (Algorithm 1; spec 3). It reads the
+    memory at the start of a step and writes to it at the end (spec 14).
     """
 
-    def __init__(self, capacity: int, low: float = 0.01, high: float = 1.0):
+    def __init__(self, capacity: int):
         if capacity < 0:
             raise ValueError(
                 f"capacity = {capacity}: must be at least 0, which disables the memory"
             )
-        if low > high:
-            raise ValueError(f"low = {low}: must be at most high = {high}")
-        self.capacity, self.low, self.high = capacity, low, high
+        self.capacity = capacity
         self._entries: dict[tuple[str, str], list[Entry]] = {}
 
     def __len__(self) -> int:
         """Return the number of entries in all clusters."""
         return sum(map(len, self._entries.values()))
 
-    def push(self, task: str, cluster: str, entry: Entry, mean_reward: float) -> bool:
+    def push(self, task: str, cluster: str, entry: Entry) -> bool:
         """Store `entry`; a full cluster evicts its oldest entry. Return whether it was stored."""
-        if self.capacity == 0 or not self.low <= mean_reward <= self.high:
+        if self.capacity == 0:
             return False
         entries = self._entries.get((task, cluster), [])
         if any(_same_text(entry.question, known.question) for known in entries):

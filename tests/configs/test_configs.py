@@ -13,7 +13,7 @@ import pytest
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from configs import folder, paper, rlvr, tiny
+from configs import folder, paper, paper_code, rlvr, tiny
 from spell_jax import config as configs
 from spell_jax.algorithms.rlvr.algorithm import Rlvr
 from spell_jax.algorithms.spell.algorithm import Spell
@@ -26,7 +26,7 @@ from spell_jax.learner.optimizer import OptimizerConfig
 from spell_jax.learner.packing import PackingConfig
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy.model import TINY_POLICY
-from spell_jax.runtime.config import build
+from spell_jax.runtime.config import build, flat, plain
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.selfplay import prompts
 from spell_jax.trainer import supervised
@@ -138,6 +138,17 @@ def test_folder_config_has_the_clusters_of_its_warm_start_rows():
     for name in ("max_document_tokens", "documents_per_cluster", "grouping", "held_out"):
         assert data[name] == getattr(given, name)
     assert data.held_out == 0.05
+
+
+def test_code_of_the_paper_differs_from_its_text_in_some_choices():
+    text, code = (dict(flat(plain(one.get_config("qwen2.5-7b")))) for one in (paper, paper_code))
+    assert {name: (value, code[name]) for name, value in text.items() if code[name] != value} == {
+        "algorithm.unread_documents": (1, 0),
+        "algorithm.memory_documents": ("new", "shown"),
+        "algorithm.memory_solved": (False, True),
+        "algorithm.questioner_normalization": ("batch", "task"),
+        "loss.aggregation": ("role_group_mean", "token_mean"),
+    }
 
 
 @pytest.mark.parametrize("name", paper.MODELS)

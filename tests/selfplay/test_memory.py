@@ -1,4 +1,4 @@
-"""Tests of the question memory: bounds, order, duplicates, state."""
+"""Tests of the question memory: order, duplicates, state."""
 
 import json
 
@@ -14,7 +14,7 @@ def entry(question: str) -> Entry:
 def filled(*questions: str, capacity: int = 3) -> QuestionMemory:
     memory = QuestionMemory(capacity)
     for question in questions:
-        memory.push("general_qa", "c1", entry(question), 0.5)
+        memory.push("general_qa", "c1", entry(question))
     return memory
 
 
@@ -30,30 +30,23 @@ def test_oldest_question_is_evicted_first():
 
 def test_clusters_and_tasks_are_stored_separately():
     memory = filled("one")
-    assert memory.push("general_qa", "c2", entry("one"), 0.5)
-    assert memory.push("financial_math", "c1", entry("one"), 0.5)
+    assert memory.push("general_qa", "c2", entry("one"))
+    assert memory.push("financial_math", "c1", entry("one"))
     assert questions(memory, "financial_math") == ["one"]
     assert memory.get("multiple_choice", "c1") == ()
 
 
-@pytest.mark.parametrize(("reward", "stored"), [(0, 0), (0.009, 0), (0.01, 1), (1.0, 1), (1.1, 0)])
-def test_only_questions_with_rewards_in_range_are_stored(reward, stored):
-    memory = QuestionMemory(3)
-    assert memory.push("general_qa", "c1", entry("one"), reward) == bool(stored)
-    assert len(memory) == stored
-
-
 def test_duplicates_are_detected_by_normalized_text():
     memory = filled("What is the rate?")
-    assert not memory.push("general_qa", "c1", entry("what is  a rate"), 0.5)
-    assert memory.push("general_qa", "c1", entry("?"), 0.5)
-    assert memory.push("general_qa", "c1", entry("!"), 0.5)
+    assert not memory.push("general_qa", "c1", entry("what is  a rate"))
+    assert memory.push("general_qa", "c1", entry("?"))
+    assert memory.push("general_qa", "c1", entry("!"))
     assert questions(memory) == ["What is the rate?", "?", "!"]
 
 
 def test_evicted_question_can_be_stored_again():
     memory = filled("one", "two", capacity=1)
-    assert memory.push("general_qa", "c1", entry("one"), 0.5)
+    assert memory.push("general_qa", "c1", entry("one"))
     assert questions(memory) == ["one"]
 
 
@@ -63,7 +56,7 @@ def test_capacity_zero_stores_nothing():
 
 def test_state_survives_a_json_round_trip():
     memory = filled("one", "two")
-    memory.push("financial_math", "c1", entry("three"), 1.0)
+    memory.push("financial_math", "c1", entry("three"))
     state = json.loads(json.dumps(memory.state_dict()))
     restored = QuestionMemory(3)
     restored.load_state_dict(state)
@@ -86,8 +79,6 @@ def test_invalid_state_is_rejected_without_changes(state):
     assert questions(memory) == ["one"]
 
 
-def test_invalid_capacity_and_reward_bounds_are_rejected():
+def test_invalid_capacity_is_rejected():
     with pytest.raises(ValueError, match=r"capacity = -1"):
         QuestionMemory(-1)
-    with pytest.raises(ValueError, match=r"low = 0.9: must be at most high = 0.5"):
-        QuestionMemory(3, low=0.9, high=0.5)

@@ -407,7 +407,7 @@ BAD = [
     ("algorithm.mapping", "linear"),
     ("algorithm.sigma", math.nan),
     ("algorithm.negatives", math.inf),
-    ("algorithm.memory_low", -1.0),
+    ("algorithm.memory_documents", "all"),
     ("sampler.top_p", 0.0),
     ("sampler.kv_cache_tokens", 64),
     ("optimizer.learning_rate", -1.0),

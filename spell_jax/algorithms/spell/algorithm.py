@@ -49,7 +49,7 @@ class Spell:
         self.config = config
         self.prompts = context.prompts
         self.stream = context.deal(context.clusters())
-        self.memory = QuestionMemory(config.memory, config.memory_low, config.memory_high)
+        self.memory = QuestionMemory(config.memory)
         self.models = ("reference_reader",) if config.reference_source == "frozen_reader" else ()
         self._count = context.count_tokens
         self._cap = context.prompt_cap
@@ -272,12 +272,14 @@ class Spell:
         return rewards.verifier_rewards(votes, -1.0 if self.config.malformed_penalty else 0.0)
 
     def remember(self, episodes: Sequence[Episode]) -> None:
-        """Writes a step's questions to the memory, after the step's last read of it."""
+        """Writes a step's solvable questions to the memory, after the step's last read of it."""
         for e in episodes:
-            if e.response is not None:
+            if e.response is None:
+                continue
+            measure = e.mean_score if self.config.memory_solved else (e.reward or 0.0)
+            if measure > 0:
                 read = e.new if self.config.memory_documents == "new" else e.shown
-                entry = Entry(read, e.question, e.reference)
-                self.memory.push(e.task, e.cluster.id, entry, e.mean_score)
+                self.memory.push(e.task, e.cluster.id, Entry(read, e.question, e.reference))
 
     # 7. Groups that are trained on.
 

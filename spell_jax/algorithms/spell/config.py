@@ -29,11 +29,11 @@ class SpellConfig(AlgorithmConfig):
         paper's m < n): of n documents the questioner reads at most n - unread_documents new ones.
         If that is none, the cluster is refused. 0: it may read all (the paper's code).
       memory: L, questions remembered per task and cluster; 0: no memory.
-      memory_documents: documents stored with a remembered question. "shown": all that the
-        questioner read, so that its context grows until it holds the cluster. "new": only the new
-        ones (Algorithm 1), so that its context has at most m (L + 1) documents.
-      memory_low: smallest mean reward of a remembered question.
-      memory_high: largest mean reward of a remembered question.
+      memory_documents: documents stored with a remembered question. "new": only the new ones
+        (Algorithm 1), so that the questioner's context has at most m (L + 1) documents. "shown":
+        all that it read (the paper's code), so that its context grows until it holds the cluster.
+      memory_solved: whether questions that all answers solve are remembered too (the paper's code),
+        not only those with a questioner reward above 0 (Algorithm 1). Unsolved ones never are.
       mapping: the questioner's reward (7): "gaussian", "azr" or "r_zero".
       mu: mean of the Gaussian (7).
       sigma: standard deviation of the Gaussian (7).
@@ -79,9 +79,8 @@ class SpellConfig(AlgorithmConfig):
     documents: tuple[int, ...] = (5,)
     unread_documents: int = 1
     memory: int = 3
-    memory_documents: str = "shown"
-    memory_low: float = 0.01
-    memory_high: float = 1.0
+    memory_documents: str = "new"
+    memory_solved: bool = False
     mapping: str = "gaussian"
     mu: float = 0.5
     sigma: float = 0.5 / 3
@@ -117,11 +116,6 @@ class SpellConfig(AlgorithmConfig):
         check_least(self, "algorithm.", grounding_samples=0, grounding_threshold=1)
         check_least(self, "algorithm.", reader_samples=2, reader_refresh=0, unread_documents=0)
         check_least(self, "algorithm.", memory=0, max_answer_tokens=1, sigma=1e-6, negatives=0)
-        if not 0 <= self.memory_low <= self.memory_high:
-            raise ValueError(
-                f"algorithm.memory_low = {self.memory_low}: must be from 0 to "
-                f"algorithm.memory_high = {self.memory_high}"
-            )
         if not self.documents or min(self.documents) < 1:
             raise ValueError(
                 f"algorithm.documents = {self.documents}: must be numbers of at least 1"

@@ -29,8 +29,7 @@ UPDATE = {"responder", "questioner", "verifier"}
 # Switch -> the results that it changes; all others must stay the same.
 SWITCHES = {
     "memory": ({"memory": 0}, {"memory"}),
-    "memory_low": ({"memory_low": 0.5}, {"memory"}),
-    "memory_high": ({"memory_high": 0.9}, {"memory"}),
+    "memory of solved questions": ({"memory_solved": True}, {"memory"}),
     "documents": ({"documents": (1,)}, {"shown", "memory", "questioner"}),
     "unread documents": (
         {"documents": (3,), "unread_documents": 0},
@@ -59,15 +58,15 @@ SWITCHES = {
     "no verifier": ({"responder_reward": "rule"}, {"calls", "votes"} | REWARDED | UPDATE),
     "random": ({"responder_reward": "random"}, {"calls", "votes"} | REWARDED | UPDATE),
     "verifier alone": ({"responder_reward": "verifier"}, REWARDED | {"responder", "questioner"}),
-    "mean": ({"responder_reward": "mean"}, {"scores", "rewards", "responder", "questioner"}),
+    "mean": ({"responder_reward": "mean"}, REWARDED | {"responder", "questioner"}),
     "min": ({"responder_reward": "min"}, REWARDED | {"responder", "questioner"}),
     "fewer questions": ({"questions": 4}, UPDATE),
     "no deviation": ({"divide_by_deviation": False}, {"responder", "verifier"}),
     "surplus": ({"questions": 4, "keep_surplus": True}, UPDATE),
-    "G": ({"group_size": 3}, {"calls", "rule", "votes", "scores", "rewards"} | UPDATE),
+    "G": ({"group_size": 3}, {"calls", "rule", "votes"} | REWARDED | UPDATE),
     "single verdict": (
         {"verifier_group_size": 1},
-        {"calls", "votes", "scores", "rewards"} | UPDATE,
+        {"calls", "votes"} | REWARDED | UPDATE,
     ),
 }
 
@@ -296,7 +295,7 @@ def test_step_without_usable_rows_gives_no_groups(row):
         ({"documents": (3, 0)}, "documents"),
         ({"unread_documents": -1}, "unread_documents"),
         ({"memory": -1}, "memory"),
-        ({"memory_low": 0.9, "memory_high": 0.1}, "memory_low"),
+        ({"memory_documents": "all"}, "memory_documents"),
         ({"mapping": "linear"}, "mapping"),
         ({"sigma": 0.0}, "sigma"),
         ({"max_answer_tokens": 0}, "max_answer_tokens"),

@@ -98,7 +98,8 @@ def test_rounds_repeat_until_enough_questions_are_mixed():
 
 def test_step_reads_memory_as_of_its_start():
     rows = [Row(QA, "ok", 0, 2, 0, 0), Row(MATH, "ok", 0, 0, 0, 0)]
-    rollout = Rollout(rows, cluster=9, generation_batch=4, max_generations=2, questions=9)
+    options = {"generation_batch": 4, "max_generations": 2, "questions": 9}
+    rollout = Rollout(rows, cluster=9, memory_documents="shown", **options)
     assert [len(e.history) for e in rollout.episodes] == [
         0
     ] * 8  # although cluster 0 came up 4 times
@@ -135,6 +136,17 @@ def test_memory_holds_the_last_questions_and_their_documents(kept, shown):
     assert [len(e.shown) for e in steps] == shown
     assert steps[2].new == tuple(sorted(set(steps[2].shown) - set(steps[1].shown)))
     assert [entry.question for entry in steps[4].history] == ["Q2 what?", "Q3 what?"]
+
+
+@pytest.mark.parametrize("solved", [False, True])
+def test_memory_holds_questions_with_a_positive_reward_or_all_solvable_ones(solved):
+    """Algorithm 1: r_que > 0. The paper's code also remembers fully solved questions."""
+    rollout = Rollout(memory_solved=solved)
+    stored = {row["cluster"] for row in rollout.algorithm.memory.state_dict()["clusters"]}
+    answered = [e for e in rollout.episodes if e.response]
+    assert {e.mean_score for e in answered} >= {0.0, 1.0}
+    wanted = [e for e in answered if e.reward > 0 or (solved and e.mean_score == 1)]
+    assert stored == {e.cluster.id for e in wanted}
 
 
 # ------------------------------------------------------------------------------ Overlong prompts
@@ -184,8 +196,8 @@ def test_question_with_overlong_grounding_prompt_passes_the_filter():
 def test_overlong_prompts_drop_new_documents_then_oldest_history():
     def shown(cap: int):
         algorithm = make_algorithm([Row(QA, "ok", 0, 1, 0, 0)], cluster=9, documents=(4,), cap=cap)
-        algorithm.memory.push(QA, "d0", Entry((0, 1), "old", "a"), 0.5)
-        algorithm.memory.push(QA, "d0", Entry((1, 2), "new", "b"), 0.5)
+        algorithm.memory.push(QA, "d0", Entry((0, 1), "old", "a"))
+        algorithm.memory.push(QA, "d0", Entry((1, 2), "new", "b"))
         ask = ScriptedModels(lambda *_: "no JSON")
         (episode,) = roll_out(algorithm, ask, 1)
         count = len(ask.calls[0].prompts[0].split())
@@ -470,7 +482,7 @@ def test_metrics_are_shares_and_means_over_episodes():
     for name, value in expected.items():
         if name != "memory_entries":
             assert means[name] == pytest.approx(value), name
-    assert means["memory_entries"] == len(rollout.algorithm.memory) == 10
+    assert means["memory_entries"] == len(rollout.algorithm.memory) == 8
     mild = Rollout(malformed_penalty=False)
     reward = mild.algorithm.metrics(mild.episodes).means()["verifier_reward"]
     assert reward == pytest.approx(np.mean([max(r, 0.0) for r in rewarded]))

@@ -1,0 +1,19 @@
+"""SPELL as the paper's public code runs it, where a switch exists and it differs from the text.
+
+    python -m spell_jax.train --config=configs/paper_code.py:qwen2.5-7b-instruct --workdir=DIR \
+        --config.policy.folder=FOLDER --config.data.source=DOCUMENTS
+
+Models, hardware and arguments are those of configs/paper.py, which follows the text.
+docs/algorithm.md lists all differences (points 3, 8 and 12).
+"""
+
+from configs import paper
+from spell_jax.runtime.config import Config
+
+
+def get_config(model: str = "") -> Config:
+    config = paper.get_config(model)
+    config.algorithm.update(memory_documents="shown", memory_solved=True, unread_documents=0)
+    config.algorithm.questioner_normalization = "task"
+    config.loss.aggregation = "token_mean"  # there of each micro-batch, so it depends on packing
+    return config
