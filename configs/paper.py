@@ -12,13 +12,16 @@ of 80 GB (section F.1).
 Expected scores: the table's columns `before` and `after`, as the paper reports them (Table 1,
 average of four benchmarks with inputs of up to 16K tokens). Nothing of it was run with this code.
 
-    python -m spell_jax.evaluate --workdir=DIR --data=BENCHMARKS --out=OUT --max_tokens=MAX_TOKENS \
-        --benchmarks=docmath,frames,2wikimqa,hotpotqa,musique,longbench_v2 --judge_url=...
+    python -m spell_jax.evaluate --workdir=DIR --data=BENCHMARKS --out=OUT --max_input=100000 \
+        --benchmarks=docmath,frames,2wikimqa,hotpotqa,musique,longbench_v2 --judge_url=... \
+        --max_tokens=MAX_TOKENS --rope_scaling=yarn --rope_factor=YARN
 
 MAX_TOKENS is the model's in the table: in the paper a model may write as much in evaluation as in
 training (Appendix E.2), 4096 tokens, and reasoning models, the distilled and the thinking ones,
 20480. Without the flag the limit is a benchmark's own, 4096 here: reasoning models need
---max_tokens=20480.
+--max_tokens=20480. The column `yarn` is the factor by which YaRN extends a context that is too
+short for the prompt and an answer, 32,768 positions of Qwen2.5's instruct models; the paper does
+not say how it does this, and the factor is that of these models' cards. The others need no scaling.
 """
 
 from typing import NamedTuple
@@ -38,6 +41,7 @@ class Model(NamedTuple):
       max_tokens: longest answer, in training and as --max_tokens of spell_jax.evaluate; reasoning
         models may write 20K tokens (paper section 4.1 and Appendix E.2).
       expert: devices that the experts are split over.
+      yarn: --rope_factor of the evaluation at 100K tokens; 1: the context is long enough.
     """
 
     folder: str
@@ -46,15 +50,16 @@ class Model(NamedTuple):
     after: float
     max_tokens: int = 4096
     expert: int = 1
+    yarn: float = 1.0
 
 
 MODELS = {
     "qwen2.5-7b": Model("Qwen2.5-7B", 7.6, 26.7, 40.6),
     "qwen2.5-14b": Model("Qwen2.5-14B", 14.8, 37.3, 51.7),
     "qwen2.5-32b": Model("Qwen2.5-32B", 32.8, 43.0, 52.1),
-    "qwen2.5-7b-instruct": Model("Qwen2.5-7B-Instruct", 7.6, 38.2, 47.2),
-    "qwen2.5-14b-instruct": Model("Qwen2.5-14B-Instruct", 14.8, 50.8, 57.8),
-    "qwen2.5-32b-instruct": Model("Qwen2.5-32B-Instruct", 32.8, 51.8, 59.5),
+    "qwen2.5-7b-instruct": Model("Qwen2.5-7B-Instruct", 7.6, 38.2, 47.2, yarn=4.0),
+    "qwen2.5-14b-instruct": Model("Qwen2.5-14B-Instruct", 14.8, 50.8, 57.8, yarn=4.0),
+    "qwen2.5-32b-instruct": Model("Qwen2.5-32B-Instruct", 32.8, 51.8, 59.5, yarn=4.0),
     "llama-3.1-8b-instruct": Model("Meta-Llama-3.1-8B-Instruct", 8.0, 40.1, 44.5),
     "qwen3-30b-a3b-instruct": Model("Qwen3-30B-A3B-Instruct-2507", 30.5, 56.3, 60.7, expert=8),
     "r1-distill-llama-8b": Model("DeepSeek-R1-Distill-Llama-8B", 8.0, 46.8, 50.2, 20_480),

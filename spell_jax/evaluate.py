@@ -2,12 +2,14 @@
 
     python -m spell_jax.evaluate --policy=DIR | --workdir=RUN --benchmarks=docmath,frames,...
         --data=FOLDER --out=DIR [--max_input=16384,100000] [--samples=8]
+        [--rope_scaling=yarn --rope_factor=4]
         [--judge_url=URL --judge_model=NAME | --judge_policy=DIR] [--compare=OTHER_OUT,...]
 
 1. Prompts over --max_input tokens, chat layout included, lose their middle. Each is answered
    --samples times at temperature 0.7 and top-p 0.95, with at most --max_tokens tokens: by default
    4096 or a benchmark's own limit; reasoning models have 20480 in the paper. The sampling key of an
-   answer depends on the benchmark, the question, the limit and the sample only.
+   answer depends on the benchmark, the question, the limit and the sample only. --rope_scaling
+   extends a context that is too short for --max_input and an answer, at all limits.
 2. The rule scores every answer. If a benchmark is judged and the rule gives less than 1, the judge
    is asked whether the stated answer agrees with the reference; the higher score counts. Without a
    judge the rule alone counts. The API key of an endpoint is read from $SPELL_JUDGE_KEY.
@@ -29,6 +31,7 @@ from absl import flags
 from spell_jax.evaluation import judge as judging
 from spell_jax.evaluation import runner
 from spell_jax.policy import tokenizer as tokenizers
+from spell_jax.policy.model import ROPE_SCALINGS
 from spell_jax.runtime import entry, setup
 
 
@@ -67,6 +70,12 @@ if __name__ == "__main__":
     flags.DEFINE_integer("seed", 0, "Seed of sampling and of the bootstrap.")
     flags.DEFINE_enum(
         "thinking", "", list(tokenizers.THINKING), "Thinking mode of chat templates that have one."
+    )
+    flags.DEFINE_enum(
+        "rope_scaling", "", list(ROPE_SCALINGS), "RoPE scaling; empty: the policy's own."
+    )
+    flags.DEFINE_float(
+        "rope_factor", 1.0, "Context length over the policy's, above 1, with --rope_scaling."
     )
     flags.DEFINE_string("name", "", "Name of the policy in the table; default: its folder name.")
     flags.DEFINE_list("compare", [], "Output folders of other evaluations to add to the table.")

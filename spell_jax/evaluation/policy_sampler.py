@@ -35,14 +35,19 @@ class Policy:
         dtype: str = "float32",
         thinking: bool | None = None,
         sizes: SamplerConfig = SIZES,
+        rope_scaling: str = "",
+        rope_factor: float = 1.0,
     ):
         """Read the architecture and the tokenizer of a policy, but not the weights.
 
-        `folder` is as in model.find_folder, `thinking` as in tokenizer.load; errors are those of
-        both and of weights.read_config_and_tokenizer.
+        `folder` is as in model.find_folder, `thinking` as in tokenizer.load, `rope_scaling` and
+        `rope_factor` as in model.ModelConfig; errors are those of these and of
+        weights.read_config_and_tokenizer.
         """
         self.folder = find_folder(str(folder), "policy")
         self.config, self.tokenizer = weights.read_config_and_tokenizer(self.folder, thinking)
+        if rope_scaling:
+            self.config = self.config.with_rope_scaling(rope_scaling, rope_factor)
         self.sizes = sizes
         self._dtype = dtype
         self._params: transformer.Params | None = None

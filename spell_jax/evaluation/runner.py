@@ -23,6 +23,7 @@ from spell_jax.evaluation.benchmarks import registry
 from spell_jax.evaluation.benchmarks.base import Benchmark
 from spell_jax.evaluation.policy_sampler import SIZES, Policy
 from spell_jax.policy import tokenizer as tokenizers
+from spell_jax.policy.model import ModelConfig
 from spell_jax.runtime import distributed, entry, fault_injection, setup
 from spell_jax.runtime.jsonl import append_records, write_json, write_lines, write_records
 from spell_jax.sampler.config import SamplerConfig
@@ -43,6 +44,8 @@ class EvaluationConfig:
       limit: number of questions per benchmark, the first ones; 0 means all.
       dtype: dtype of the policy's weights.
       thinking: "", "on" or "off", for chat templates with such a switch.
+      rope_scaling: as in model.ModelConfig, for prompts beyond the policy's context.
+      rope_factor: as in model.ModelConfig.
       sampling: sampling options.
     """
 
@@ -53,6 +56,8 @@ class EvaluationConfig:
     limit: int = 0
     dtype: str = "float32"
     thinking: str = ""
+    rope_scaling: str = ""
+    rope_factor: float = 1.0
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
 
     def __post_init__(self):
@@ -64,6 +69,7 @@ class EvaluationConfig:
             raise ValueError(f"limit = {self.limit}: must be 0 (all) or more")
         if min(self.max_input) < 1:
             raise ValueError(f"max_input = {self.max_input}: must be at least 1")
+        ModelConfig(rope_scaling=self.rope_scaling, rope_factor=self.rope_factor)  # checks them
 
 
 def from_flags(given: Any) -> EvaluationConfig:
@@ -84,6 +90,8 @@ def from_flags(given: Any) -> EvaluationConfig:
         given.limit,
         given.dtype,
         given.thinking,
+        given.rope_scaling,
+        given.rope_factor,
         Sampling(given.samples, given.temperature, given.top_p, given.max_tokens, given.seed),
     )
 
@@ -109,7 +117,14 @@ def run(
         is too short.
     """
     out = pathlib.Path(out)
-    policy = Policy(config.policy, config.dtype, tokenizers.THINKING[config.thinking], sizes)
+    policy = Policy(
+        config.policy,
+        config.dtype,
+        tokenizers.THINKING[config.thinking],
+        sizes,
+        config.rope_scaling,
+        config.rope_factor,
+    )
     benchmarks = [
         registry.load(
             one, registry.find_folder(one, config.data), config.limit or None, policy.tokenizer

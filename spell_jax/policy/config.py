@@ -144,7 +144,7 @@ class PolicyConfig:
             raise ValueError(
                 f"sampler: the longest prompt and answer have {tokens} tokens together, must be at "
                 f"most the policy's max_position_embeddings = {self.max_positions} "
-                "(policy.rope_scaling makes that longer)"
+                "(policy.rope_scaling, or --rope_scaling of evaluate, makes that longer)"
             )
 
     def with_rope_scaling(self, kind: str, factor: float) -> PolicyConfig:
