@@ -60,7 +60,7 @@ def _push(text: str) -> bool:
     """Push a question into a memory that has one, which compares the two."""
     known, half = memory.QuestionMemory(2), len(text) // 2
     for part in (text[:half], text[half:]):
-        pushed = known.push("general_qa", "a", memory.Entry((0,), part, "1"), 0.5)
+        pushed = known.push("general_qa", "a", memory.Entry((0,), part, "1"))
     return pushed
 
 

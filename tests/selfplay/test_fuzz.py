@@ -502,7 +502,7 @@ def test_question_memory_restores_its_state_and_rejects_others() -> None:
     rng = random.Random(0)
     full = QuestionMemory(3)
     for text in itertools.islice(texts(0, 200), 50):
-        full.push("general_qa", text[:3], Entry((0,), text, text), 1.0)
+        full.push("general_qa", text[:3], Entry((0,), text, text))
     saved = full.state_dict()
     again = QuestionMemory(3)
     again.load_state_dict(json.loads(json.dumps(saved)))

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spell_jax.selfplay.memory import Entry, QuestionMemory
 from spell_jax.selfplay.rewards import combine, majority
 from spell_jax.selfplay.selection import (
     eligible_verifier_group,
@@ -116,17 +115,6 @@ def test_verifier_rows_match_the_reference(replays):
             replay.verdicts, rows, replay.votes, VERIFIER_RATIO, np.random.default_rng(0)
         )
         assert len(chosen) * replay.votes == out["final"]["verifier_rows"], case["name"]
-
-
-def test_question_history_matches_the_reference(replays):
-    for case, replay in replays:
-        bounds = {name: case["in"][name] for name in ("low", "high") if name in case["in"]}
-        memory = QuestionMemory(3, **bounds)
-        for at, rewards in replay.rewards.items():
-            entry = Entry((0, 2), f"question {at}", "answer")
-            memory.push(replay.tasks[at], f"d{at}", entry, float(np.mean(rewards)))
-        stored = [f"{row['task']}_{row['cluster']}" for row in memory.state_dict()["clusters"]]
-        assert stored == list(case["out"]["history"]), case["name"]
 
 
 def test_eligible_verifier_groups_match_the_reference(cases):
