@@ -212,8 +212,11 @@ ABLATIONS = {
     "r_zero": PAPER | {"algorithm.mapping": "r_zero"},
     "narrow": PAPER | {"algorithm.sigma": 0.5 / 6},
     "wide": PAPER | {"algorithm.sigma": 0.5 / 2},
-    "G = 4": PAPER | {"algorithm.group_size": 4},
-    "G = 16": PAPER | {"algorithm.group_size": 16},
+    "G = 4": PAPER | {"algorithm.group_size": 4, "algorithm.verifier_group_size": 4},
+    "G = 16": PAPER | {"algorithm.group_size": 16, "algorithm.verifier_group_size": 16},
+    "memory of the public code": PAPER
+    | {"algorithm.memory_documents": "shown", "algorithm.memory_solved": True},
+    "normalized over the batch": PAPER | {"algorithm.questioner_normalization": "batch"},
     "random rewards": PAPER | {"algorithm.responder_reward": "random"},
     "an external judge": PAPER
     | {
