@@ -1,10 +1,10 @@
-"""SPELL as the paper's public code runs it, where a switch exists and it differs from the text.
+"""SPELL with the memory, advantages and aggregation of the paper's public code, not its text's.
 
     python -m spell_jax.train --config=configs/paper_code.py:qwen2.5-7b-instruct --workdir=DIR \
         --config.policy.folder=FOLDER --config.data.source=DOCUMENTS
 
-Models, hardware and arguments are those of configs/paper.py, which follows the text.
-docs/algorithm.md lists all differences (points 3, 8 and 12).
+All else is as in configs/paper.py, which follows the text in these. docs/algorithm.md lists all
+differences of text and code (points 3, 8 and 12).
 """
 
 from configs import paper
