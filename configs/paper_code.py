@@ -1,10 +1,11 @@
-"""SPELL with the memory, advantages and aggregation of the paper's public code, not its text's.
+"""SPELL with the choices of the paper's public code where it departs from the paper's text.
 
     python -m spell_jax.train --config=configs/paper_code.py:qwen2.5-7b-instruct --workdir=DIR \
         --config.policy.folder=FOLDER --config.data.source=DOCUMENTS
 
-All else is as in configs/paper.py, which follows the text in these. docs/algorithm.md lists all
-differences of text and code (points 3, 8 and 12).
+They are the documents shown, memory, advantages and aggregation. All else is as in
+configs/paper.py, which follows the text in these. docs/algorithm.md lists all differences of text
+and code (points 2, 3, 8 and 12).
 """
 
 from configs import paper
