@@ -205,9 +205,6 @@ class SupervisedConfig:
       wandb: Weights & Biases project that also gets the metrics; "": none.
       source: .jsonl of {"prompt", "completion"}, or the name of generated demonstrations ("tiny",
         "tiny_stories").
-      aggregation: "token_mean": every token of an update's completions counts the same;
-        "sequence_mean": every row does, so that short completions, such as verdicts, are learned as
-        fast as long ones.
       prompts: set of prompt templates of generated demonstrations.
       policy: the policy to start from.
       optimizer: AdamW and its schedule.
@@ -223,7 +220,6 @@ class SupervisedConfig:
     preemption_limit_s: float = 25.0
     wandb: str = ""
     source: str = "tiny"
-    aggregation: str = "token_mean"
     prompts: str = "compact"
     policy: InitialPolicyConfig = InitialPolicyConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -248,7 +244,6 @@ def read_supervised(config: Config) -> SupervisedConfig:
     """The SupervisedConfig of a ConfigDict; errors as in `read`."""
     least = dict.fromkeys(("steps", "rows_per_step", "log_every", "checkpoint_every"), 1)
     check_least(config, "", seed=0, **least)
-    check_choice(config, "", aggregation=("token_mean", "sequence_mean"))
     fields = dict(config.items())
     optimizer = _read_optimizer(fields.pop("optimizer"), "optimizer", config.steps)
     return build(SupervisedConfig, fields, "", optimizer=optimizer)

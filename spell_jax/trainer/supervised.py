@@ -116,7 +116,7 @@ def make_learner(config: SupervisedConfig, policy: PolicyConfig) -> Learner:
     return Learner(
         policy,
         config.optimizer,
-        loss.LossConfig(aggregation=config.aggregation),
+        loss.LossConfig(),
         config.packing,
         meshes.make_mesh(dataclasses.asdict(config.mesh)),
         compute_dtype=config.policy.compute_dtype,

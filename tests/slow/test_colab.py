@@ -21,6 +21,7 @@ UPDATES = 2
 REAL = """
 REAL_POLICY = "smollm2"
 REAL_ROWS = 8
+REAL_VERDICTS = 16
 REAL_UPDATES = 1
 REAL_QUESTIONS = 1
 REAL_FLAGS = ["--config.algorithm.generation_batch=3", "--config.algorithm.max_generations=1"]
@@ -142,7 +143,7 @@ def test_notebook_shows_questioner_and_verifier_outputs(executed):
 def test_notebook_trains_a_real_policy(executed):
     """SmolLM2's cold start and self-play, of one update each, on articles of SQuAD."""
     notebook, workdir = executed
-    for part in ("cold_start", "spell"):
+    for part in ("roles", "cold_start", "spell"):
         assert [record["step"] for record in read_metrics(workdir / "real" / part)] == [1]
         assert (workdir / "real" / part / "policy" / "model.safetensors").exists()
     assert "| question |" in outputs_of(notebook, "read_episodes")["text/markdown"]

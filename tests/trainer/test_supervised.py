@@ -84,24 +84,6 @@ def test_loss_decreases_and_the_saved_policy_loads(policy, source, tmp_path):
     assert generation.find_prompt_set(tmp_path / "run") == "compact"
 
 
-def test_short_and_long_rows_count_the_same_with_sequence_mean(policy, source):
-    rows = [ROWS[0], {"prompt": "b", "completion": "answer is Oslo, Rome and Lima"}]
-
-    def shares(aggregation: str) -> list[float]:
-        """Share of each row in the loss of an update."""
-        config = configs.read_supervised(small_config(policy, source, aggregation=aggregation))
-        learner = supervised.make_learner(config, weights.load(policy)[0])
-        tokenizer = tokenizers.load(policy)
-        groups = [supervised.to_group(supervised._parse_row(row), tokenizer) for row in rows]
-        return [group.weights[0] * group.answer_tokens for group in learner.weigh(groups)]
-
-    assert shares("sequence_mean") == pytest.approx([0.5, 0.5])
-    short, long = shares("token_mean")
-    assert short < 0.4 < 0.6 < long and short + long == pytest.approx(1)
-    with pytest.raises(ValueError, match="aggregation = 'sequence_sum'"):
-        shares("sequence_sum")
-
-
 def kill_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     """Interrupt the process in place of update number `step`."""
     learn, steps = Learner.update, itertools.count(1)
