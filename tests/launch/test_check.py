@@ -455,7 +455,7 @@ def test_description_covers_rollouts_rows_and_outputs_of_a_step() -> None:
     ):
         assert part in text, text
     static = describe.describe(check.check(small(**{"algorithm.name": "rlvr"})))
-    assert "9 of 960 questions, written once" in static and "proposals" not in static
+    assert "rounds of 9 of 960 questions, written once" in static and "proposals" not in static
 
 
 # ------------------------------------------------------------------------------------------ Command

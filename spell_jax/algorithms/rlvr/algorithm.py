@@ -2,23 +2,23 @@
 
 1. The set is given (data/questions.py), or written: in the first step the starting policy writes
    questions as in SPELL, once. Those that pass SPELL's filters are the set, with their references.
-2. Every step takes some questions of the set, and answers, rewards and trains the responder as
-   SPELL does. The reward "rule" is plain RLVR (SPELL, Appendix E.5); "max" with a verifier is the
-   matched control. Given questions are dealt by the weights of their tasks, epoch after epoch;
-   written ones are sampled at random. No questioner group is trained on.
+2. Every step takes questions of the set in rounds, until enough have mixed rewards, and answers,
+   rewards and trains the responder as SPELL does. The reward "rule" is plain RLVR (SPELL, Appendix
+   E.5); "max" with a verifier is the matched control. Given questions are dealt by the weights of
+   their tasks, epoch after epoch; written ones are sampled at random. A step asks no question
+   twice. No questioner group is trained on.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from spell_jax.algorithms.base import AlgorithmContext, Annotation, Key, Models, RolloutBudget
-from spell_jax.algorithms.episode import ask_judge
 from spell_jax.algorithms.spell.algorithm import Spell
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.algorithms.spell.episode import Episode
@@ -50,8 +50,9 @@ class RlvrConfig(SpellConfig):
 
     def budget_summary(self) -> str:
         return (
-            f"{self.generation_batch} of {self.static_questions} questions, written once (or of "
-            "those given); a step asks for"
+            f"up to {self.max_generations} rounds of {self.generation_batch} of "
+            f"{self.static_questions} questions, written once (or of those given), until "
+            f"{self.questions} have mixed rewards; a round asks for"
         )
 
 
@@ -72,30 +73,35 @@ class Rlvr(Spell):
         rng = np.random.default_rng([*key])
         if not self._given and not self._written:
             self._written = self._write(models, rng)
-        episodes = self._next_given() if self._given else self._sample_written(key)
-        episodes = ask_judge(self._judge, models.run_all(self.solve, episodes))
+        batches = self._given_batches() if self._given else self._written_batches(key)
+        episodes = self.fill((models.run_all(self.solve, batch) for batch in batches), rng)
         # No questioner took part in the step, so it gets no reward.
-        return [dataclasses.replace(self.reward(e, rng), reward=None) for e in episodes]
+        return [dataclasses.replace(e, reward=None) for e in episodes]
 
-    def _next_given(self) -> list[Episode]:
-        """The next given questions; none twice in a step."""
-        dealt = self.stream.next(min(self.config.generation_batch, len(self.stream)))
-        given = [(self._given[cluster.id], cluster) for _, cluster in dealt]
-        return [_episode(q.task, c, (), q.question, q.answer) for q, c in given]
+    def _given_batches(self) -> Iterator[list[Episode]]:
+        """The next given questions; a new epoch may deal some of a step again: they are dropped."""
+        asked: set[str] = set()
+        while len(asked) < len(self.stream):
+            wanted = min(self.config.generation_batch, len(self.stream) - len(asked))
+            new = [c for _, c in self.stream.next(wanted) if c.id not in asked]
+            asked |= {cluster.id for cluster in new}
+            given = [(self._given[cluster.id], cluster) for cluster in new]
+            yield [_episode(q.task, c, (), q.question, q.answer) for q, c in given]
 
-    def _sample_written(self, key: Key) -> list[Episode]:
+    def _written_batches(self, key: Key) -> Iterator[list[Episode]]:
         rng = np.random.default_rng([*key, 3])  # Spell uses [*key], [*key, 1] and [*key, 2]
-        order = rng.permutation(len(self._written))[: self.config.generation_batch]
-        questions = [self._written[i] for i in order]
-        clusters = self.stream.read([q["cluster"] for q in questions])
-        return [
-            _episode(q["task"], c, tuple(q["shown"]), q["question"], q["reference"])
-            for q, c in zip(questions, clusters, strict=True)
-        ]
+        order, batch = rng.permutation(len(self._written)), self.config.generation_batch
+        for start in range(0, len(order), batch):
+            questions = [self._written[i] for i in order[start : start + batch]]
+            clusters = self.stream.read([q["cluster"] for q in questions])
+            yield [
+                _episode(q["task"], c, tuple(q["shown"]), q["question"], q["reference"])
+                for q, c in zip(questions, clusters, strict=True)
+            ]
 
     def _write(self, models: Models, rng: np.random.Generator) -> list[dict[str, Any]]:
-        """Writes the static set in whole rounds of SPELL's parts 1 to 3."""
-        rounds = math.ceil(self._proposals / self.config.generation_batch)
+        """Writes the static set in whole batches of SPELL's parts 1 to 3."""
+        batches = math.ceil(self._proposals / self.config.generation_batch)
         return [
             {
                 "task": e.task,
@@ -104,7 +110,7 @@ class Rlvr(Spell):
                 "question": e.question,
                 "reference": e.reference,
             }
-            for _ in range(rounds)
+            for _ in range(batches)
             for e in self.write_all(models, self.start_episodes(rng))
             if e.status == "accepted"
         ]

@@ -19,8 +19,9 @@ parentheses are equations of the paper; "spec" is docs/algorithm.md.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -58,17 +59,26 @@ class Spell:
     def rollout(self, models: Models, key: Key, step: int) -> list[Episode]:
         """Rounds of self-play until enough questions have mixed rewards, or the cap is reached."""
         rng = np.random.default_rng([*key])
+        batches = (self._roll_out(models, self.start_episodes(rng)) for _ in itertools.count())
+        episodes = self.fill(batches, rng)
+        self.remember(episodes)
+        return episodes
+
+    def _roll_out(self, models: Models, episodes: Sequence[Episode]) -> list[Episode]:
+        if self._judge is None:
+            return models.run_all(self.rollout_one, episodes)
+        return models.run_all(self.solve, self.write_all(models, episodes))
+
+    def fill(self, batches: Iterable[list[Episode]], rng: np.random.Generator) -> list[Episode]:
+        """Rewards one answered batch per round, up to the cap, until enough have mixed rewards.
+
+        A batch is taken from `batches` only when its round begins.
+        """
         episodes: list[Episode] = []
-        for _ in range(self.config.max_generations):
-            batch = self.start_episodes(rng)
-            if self._judge is None:
-                batch = models.run_all(self.rollout_one, batch)
-            else:
-                batch = models.run_all(self.solve, self.write_all(models, batch))
+        for batch in itertools.islice(batches, self.config.max_generations):
             episodes += [self.reward(e, rng) for e in ask_judge(self._judge, batch)]
             if sum(e.mixed for e in episodes) >= self.config.questions:
                 break
-        self.remember(episodes)
         return episodes
 
     async def rollout_one(self, ask: Ask, episode: Episode) -> Episode:

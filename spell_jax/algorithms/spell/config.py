@@ -136,9 +136,9 @@ class SpellConfig(AlgorithmConfig):
         )
 
     def round_budgets(self, writes: bool = True) -> list[RolloutBudget]:
-        """Upper bounds of a round; a step trains on all its rounds (one unless `writes`)."""
+        """Upper bounds of a round, with or without proposals; a step trains on all its rounds."""
         batch = self.generation_batch
-        most = batch * self.max_generations if writes else batch
+        most = batch * self.max_generations
         good = most if self.keep_surplus else min(self.questions, most)
         budgets = []
         if writes:

@@ -101,6 +101,30 @@ def test_step_samples_one_generation_batch_of_questions():
     assert len({e.question for episodes in steps for e in episodes}) > 5
 
 
+def test_step_takes_rounds_of_written_questions_until_enough_have_mixed_rewards():
+    options = {"static": 54, "generation_batch": 5, "max_generations": 9}
+    algorithm, ask = new_algorithm(questions=4, **options), new_ask()
+    for step in (1, 2):
+        episodes = roll_out(algorithm, ask, step)
+        before = episodes[: -5 if len(episodes) % 5 == 0 else -(len(episodes) % 5)]
+        assert sum(e.mixed for e in episodes) >= 4 > sum(e.mixed for e in before)
+        assert len(by_role(to_groups(algorithm, episodes, step))["responder"]) == 4
+    whole, ask = new_algorithm(questions=100, **options), new_ask()
+    (size,) = {len(roll_out(whole, ask, step)) for step in (1, 2)}
+    assert size == whole.metrics([]).means()["static_questions"]  # each question once
+    capped, ask = new_algorithm(questions=100, **(options | {"max_generations": 2})), new_ask()
+    assert len(roll_out(capped, ask, 1)) == 10
+
+
+def test_budgets_are_those_of_all_rounds():
+    config = RlvrConfig(**SMALL | {"questions": 30, "generation_batch": 9, "max_generations": 3})
+    answers, verdicts = config.budgets()
+    assert (answers.prompts, answers.replies, answers.trained) == (9, 4, 27)
+    assert (verdicts.prompts, verdicts.trained) == (36, 6)
+    assert config.budget_summary().startswith("up to 3 rounds of 9 of 960 questions")
+    assert "until 30 have mixed rewards" in config.budget_summary()
+
+
 def test_only_responder_and_verifier_are_trained():
     algorithm, ask = new_algorithm(), new_ask()
     groups = by_role(to_groups(algorithm, roll_out(algorithm, ask, 1)))
@@ -130,7 +154,8 @@ def test_static_questions_keep_frozen_reader_references():
 
 @pytest.mark.parametrize("reward", ["max", "random"])
 def test_algorithm_resumes_from_state_dict(reward):
-    options = {"responder_reward": reward, "generation_batch": 9, "verifier_share": 0.5}
+    options = {"responder_reward": reward, "generation_batch": 5, "verifier_share": 0.5}
+    options |= {"questions": 4, "max_generations": 3}
     whole = run_steps(new_algorithm(**options), new_ask(), range(1, 5))
     algorithm = new_algorithm(**options)
     run_steps(algorithm, new_ask(), (1, 2))
@@ -173,11 +198,11 @@ GIVEN = tuple(
 )
 
 
-def given_algorithm(questions=GIVEN, tasks=TASKS, weights=(1.0, 1.0, 1.0), **options) -> Rlvr:
+def given_algorithm(given=GIVEN, tasks=TASKS, weights=(1.0, 1.0, 1.0), **options) -> Rlvr:
     """An algorithm with given questions."""
     context = make_context(
         deal=lambda source: TaskStream(source, tasks, weights, seed=0),
-        questions=lambda: questions,
+        questions=lambda: given,
         judge=options.pop("judge", None),
     )
     config = RlvrConfig(**(SMALL | {"generation_batch": len(ROWS)} | options))
@@ -229,6 +254,23 @@ def test_given_questions_are_sampled_by_task_weight_and_epoch():
     assert whole.metrics([]).means()["stream_repeats"] == 0
 
 
+def test_given_questions_fill_the_batch_in_rounds():
+    options = {"generation_batch": 5, "max_generations": 9, "responder_reward": "rule"}
+    algorithm, ask = given_algorithm(questions=3, **options), new_ask()
+    for step in range(1, 6):
+        ask.calls.clear()
+        episodes = roll_out(algorithm, ask, step)
+        rounds = [len(call.prompts) for call in ask.calls]
+        assert sum(e.mixed for e in episodes) >= 3 and len(rounds) == -(-len(episodes) // 5)
+        assert sum(e.mixed for e in episodes[: -rounds[-1]]) < 3
+        assert len({e.question for e in episodes}) == len(episodes)  # none twice in a step
+    whole = given_algorithm(questions=100, **options)
+    assert stems(roll_out(whole, new_ask(), 1)) == [q.question[:3] for q in GIVEN]
+    skewed = given_algorithm(questions=100, weights=(4.0, 1.0, 1.0), **options)
+    asked = stems(roll_out(skewed, new_ask(), 1))
+    assert len({*asked}) == len(asked) > 5
+
+
 def test_given_questions_of_other_tasks_are_left_out(caplog):
     algorithm, ask = given_algorithm(tasks=(MATH,), weights=(1.0,)), new_ask()
     episodes = roll_out(algorithm, ask, 1)
@@ -238,7 +280,7 @@ def test_given_questions_of_other_tasks_are_left_out(caplog):
 
 
 def test_algorithm_with_given_questions_resumes_from_state_dict():
-    options = {"responder_reward": "random", "generation_batch": 5}
+    options = {"responder_reward": "random", "generation_batch": 5, "max_generations": 3}
     whole = run_steps(given_algorithm(**options), new_ask(), range(1, 6))
     algorithm = given_algorithm(**options)
     run_steps(algorithm, new_ask(), (1, 2))
