@@ -7,8 +7,9 @@
         --config.policy.folder=FOLDER --config.data.questions=runs/questions/questions.jsonl
 
 Any .jsonl of {"task", "documents", "question", "answer"} will do. Rewards are the rule's;
---config.algorithm.rule=judge asks an external judge (algorithm.judge_url, algorithm.judge_model),
-and --config.algorithm.responder_reward=max the policy's own verifier as well.
+--config.algorithm.rule=judge asks an external judge (algorithm.judge_url, algorithm.judge_model)
+instead, match_or_judge takes the maximum of both (QwenLong-L1), and
+--config.algorithm.responder_reward=max asks the policy's own verifier as well.
 Hardware and expected scores: configs/paper.py; the paper's own baseline (Table 1):
 average of four benchmarks 38.2 before and 45.9 after, with inputs of up to 16K tokens (nothing of
 it was run with this code).

@@ -29,7 +29,7 @@ Episode = Any  # a frozen dataclass of the algorithm
 Key = tuple[int, int]
 # (question, prediction, reference) triples -> 1 (right), 0 (wrong) or -1 (no verdict).
 JudgeFunction = Callable[[Sequence[tuple[str, str, str]]], Sequence[int]]
-RULES = ("match", "judge")  # compare texts, or ask an external judge
+RULES = ("match", "judge", "match_or_judge")  # compare texts, ask an external judge, or both
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,10 +39,11 @@ class AlgorithmConfig:
     Attributes:
       name: name of the algorithm in the registry.
       prompts: set of prompt templates, a name or a folder (selfplay/prompts.py).
-      judge_url: address of an OpenAI-compatible endpoint, for rule = "judge".
+      judge_url: address of an OpenAI-compatible endpoint, for a rule with a judge.
       judge_model: name of the judge's model at that endpoint.
       rule: how answers are scored: "match" compares texts, numbers and letters; "judge" asks the
-        external judge.
+        external judge; "match_or_judge" takes the larger of both scores, and asks the judge only
+        about answers that "match" scores below 1 (QwenLong-L1, arXiv 2505.17667).
     """
 
     name: str = ""
@@ -60,16 +61,16 @@ class AlgorithmConfig:
 
     def check_judge(self) -> None:
         """Raises ValueError if the rule needs a judge and none is configured."""
-        if self.rule != "judge":
+        if self.rule == "match":
             return
         if not self.judge_url.startswith(("http://", "https://")):
             raise ValueError(
                 f"algorithm.judge_url = {self.judge_url!r}: must be the http(s) address of a "
-                "chat-completions endpoint, for algorithm.rule = 'judge'"
+                f"chat-completions endpoint, for algorithm.rule = {self.rule!r}"
             )
         if not self.judge_model:
             raise ValueError(
-                "algorithm.judge_model = '': must name a model, for algorithm.rule = 'judge'"
+                f"algorithm.judge_model = '': must name a model, for algorithm.rule = {self.rule!r}"
             )
 
     def budgets(self) -> Sequence[RolloutBudget]:
@@ -105,7 +106,7 @@ class AlgorithmContext:
     held_out: Callable[[], Source]  # opens the clusters that training never reads
     deal: Callable[[Source], TaskStream]  # deals clusters by the run's tasks, weights and seed
     questions: Callable[[], tuple[Question, ...]]  # reads config.data.questions
-    judge: JudgeFunction | None = None  # external judge if algorithm.rule is "judge"
+    judge: JudgeFunction | None = None  # external judge if algorithm.rule has one
 
 
 @dataclasses.dataclass(frozen=True)

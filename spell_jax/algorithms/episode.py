@@ -11,6 +11,7 @@ from spell_jax.data.clusters import Cluster
 from spell_jax.learner.advantages import group_advantages
 from spell_jax.learner.packing import TrainGroup
 from spell_jax.runtime import distributed
+from spell_jax.runtime.metrics import Metrics
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,8 +24,8 @@ class QuestionEpisode:
       reason: one word for why it ended, for counting.
       predictions: extracted answers [G]; None if an answer states none.
       rule: scores of the answers [G], by the rule or the external judge.
-      judge: the external judge's verdicts on the predictions that are not None (negative: no
-        verdict); empty without a judge.
+      judge: the external judge's verdicts on the answers [G] (negative: no verdict), None where it
+        was not asked; empty without a judge.
       scores: rewards of the answers [G].
     """
 
@@ -38,7 +39,7 @@ class QuestionEpisode:
     response: Reply | None = None
     predictions: tuple[str | None, ...] = ()
     rule: tuple[float, ...] = ()
-    judge: tuple[int, ...] = ()
+    judge: tuple[int | None, ...] = ()
     scores: tuple[float, ...] = ()
 
     @property
@@ -50,38 +51,60 @@ class QuestionEpisode:
         """Whether the rewards differ, so that advantages are not all zero."""
         return len(set(self.scores)) > 1
 
+    def count_failed_verdicts(self, metrics: Metrics, suffix: str) -> None:
+        """Counts the questions to the external judge that it gave no verdict on."""
+        verdicts = [verdict for verdict in self.judge if verdict is not None]
+        if verdicts:
+            failed = sum(verdict < 0 for verdict in verdicts)
+            metrics.add_sum(f"judge_failed{suffix}", failed, len(verdicts))
+
 
 AnyEpisode = TypeVar("AnyEpisode", bound=QuestionEpisode)
 
 
-def ask_judge(judge: JudgeFunction | None, episodes: Sequence[AnyEpisode]) -> Sequence[AnyEpisode]:
-    """(Option) Replaces scores by a judge's verdicts, where it gives one."""
+def ask_judge(
+    judge: JudgeFunction | None, rule: str, episodes: Sequence[AnyEpisode]
+) -> Sequence[AnyEpisode]:
+    """(Option) Changes scores by a judge's verdicts, as algorithm.rule (`rule`) says."""
     if judge is None:
         return episodes
-    judged = []
-    verdicts = judge_predictions(judge, [(e, e.predictions) for e in episodes])
-    for e, given in zip(episodes, verdicts, strict=True):
-        stated = [v for v, p in zip(given, e.predictions, strict=True) if p is not None]
-        rule = with_verdicts(e.rule, given)
-        judged.append(dataclasses.replace(e, rule=rule, judge=tuple(stated)))
-    return judged
+    judged = judge_predictions(judge, rule, [(e, e.predictions, e.rule) for e in episodes])
+    return [
+        dataclasses.replace(e, rule=scores, judge=verdicts)
+        for e, (scores, verdicts) in zip(episodes, judged, strict=True)
+    ]
 
 
 def judge_predictions(
-    judge: JudgeFunction, answered: Sequence[tuple[QuestionEpisode, Sequence[str | None]]]
-) -> list[list[int]]:
-    """The judge's verdict on each prediction about a question; -1 if there is none.
+    judge: JudgeFunction,
+    rule: str,
+    answered: Sequence[tuple[QuestionEpisode, Sequence[str | None], Sequence[float]]],
+) -> list[tuple[tuple[float, ...], tuple[int | None, ...]]]:
+    """(scores, verdicts) after the judge, for (question, predictions, scores by the text rule).
 
-    One host asks: two calls might not agree.
+    With "judge" all predictions are judged, with "match_or_judge" those that score below 1. A score
+    without a verdict stays. One host asks: two calls might not agree.
     """
-    items = [(e.question, p, e.reference) for e, some in answered for p in some if p is not None]
+    asked = [
+        [p if rule == "judge" or score < 1 else None for p, score in zip(some, scores, strict=True)]
+        for _, some, scores in answered
+    ]
+    items = [
+        (e.question, p, e.reference)
+        for (e, _, _), some in zip(answered, asked, strict=True)
+        for p in some
+        if p is not None
+    ]
     verdicts = iter(distributed.broadcast(lambda: list(judge(items))))
-    return [[-1 if p is None else next(verdicts) for p in some] for _, some in answered]
-
-
-def with_verdicts(scores: Sequence[float], verdicts: Sequence[int]) -> tuple[float, ...]:
-    """The verdicts as scores; a score stays where there is no verdict."""
-    return tuple(s if v < 0 else float(v) for s, v in zip(scores, verdicts, strict=True))
+    found = []
+    for (_, _, scores), some in zip(answered, asked, strict=True):
+        given = tuple(None if p is None else next(verdicts) for p in some)
+        changed = (
+            old if new is None or new < 0 else float(new)
+            for old, new in zip(scores, given, strict=True)
+        )
+        found.append((tuple(changed), given))
+    return found
 
 
 def responder_groups(

@@ -169,7 +169,7 @@ def _make_text_sampler(model: Model, config: SamplerConfig, mesh: jax.sharding.M
 
 
 def _make_judge(algorithm: AlgorithmConfig, prompts: prompt_sets.Prompts) -> JudgeFunction | None:
-    if algorithm.rule != "judge":
+    if algorithm.rule == "match":
         return None
     config = JudgeConfig(algorithm.judge_url, algorithm.judge_model, os.environ.get(JUDGE_KEY))
     return Judge(Endpoint(config), prompts.judge, config.model).judge

@@ -445,9 +445,10 @@ def test_invalid_value_is_named_before_any_device_work(field, value, policy, mon
     assert str(value[0] if isinstance(value, tuple) else value) in message
 
 
-def test_judge_needs_a_url_and_a_model(policy, monkeypatch):
-    judge = {"algorithm.rule": "judge"}
-    with pytest.raises(ValueError, match=r"algorithm\.judge_url = ''"):
+@pytest.mark.parametrize("rule", ["judge", "match_or_judge"])
+def test_judge_needs_a_url_and_a_model(rule, policy, monkeypatch):
+    judge = {"algorithm.rule": rule}
+    with pytest.raises(ValueError, match=rf"algorithm\.judge_url = '': .* = '{rule}'"):
         loop.make_run(noise.small_config(policy, **judge))
     judge["algorithm.judge_url"] = "http://localhost:1/v1"
     with pytest.raises(ValueError, match=r"algorithm\.judge_model = ''"):

@@ -56,7 +56,8 @@ class Eapo:
     def rollout(self, models: Models, key: Key, step: int) -> list[Episode]:
         dealt = self._stream.next(self.config.questions)
         started = [self._start_episode(task, cluster) for task, cluster in dealt]
-        episodes = ask_judge(self._judge, models.run_all(self.rollout_one, started))
+        answered = models.run_all(self.rollout_one, started)
+        episodes = ask_judge(self._judge, self.config.rule, answered)
         return self.collect([self.reward(e) for e in episodes], step)
 
     def _start_episode(self, task: str, cluster: Cluster) -> Episode:

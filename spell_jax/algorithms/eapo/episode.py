@@ -82,8 +82,8 @@ class Episode(QuestionEpisode):
 
 
 def record(e: Episode, annotation: Annotation, prompts: Prompts) -> dict[str, Any]:
-    """A line of the run's files; see SPELL's. "judge" has None where the judge was not asked."""
-    verdicts, scores = iter(e.judge), iter(e.evidence_scores or ())
+    """A line of the run's files; see SPELL's."""
+    scores = iter(e.evidence_scores or ())
     texts = [f"{{documents[{i}]}}" for i in range(len(e.cluster.documents))]
     return {
         "task": e.task,
@@ -97,7 +97,7 @@ def record(e: Episode, annotation: Annotation, prompts: Prompts) -> dict[str, An
         "answers": list(e.response.texts) if e.response else [],
         "predictions": list(e.predictions),
         "rule": list(e.rule),
-        "judge": [p if p is None else next(verdicts) for p in e.predictions] if e.judge else [],
+        "judge": list(e.judge),
         "votes": [[] for _ in e.answers],
         "scores": list(e.scores),
         "advantages": dict(annotation.advantages),
@@ -137,9 +137,7 @@ def count(metrics: Metrics, e: Episode, suffix: str) -> None:
         metrics.add(f"evidence_recall{suffix}", recall)
     for is_ordered in e.ordered():
         metrics.add(f"scoring_order{suffix}", is_ordered)
-    if e.judge:
-        failed = sum(verdict < 0 for verdict in e.judge)
-        metrics.add_sum(f"judge_failed{suffix}", failed, len(e.judge))
+    e.count_failed_verdicts(metrics, suffix)
     if e.asked:
         metrics.add(f"scoring_failed{suffix}", e.evidence_scores is None)
         metrics.add(f"scoring_retried{suffix}", e.asked > 1)

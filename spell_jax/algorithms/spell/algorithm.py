@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from spell_jax.algorithms.base import AlgorithmContext, Annotation, Ask, Key, Models, Reply
-from spell_jax.algorithms.episode import ask_judge, judge_predictions, with_verdicts
+from spell_jax.algorithms.episode import ask_judge, judge_predictions
 from spell_jax.algorithms.spell import episode as spell_episode
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.algorithms.spell.episode import Advantages, Episode, documents_of
@@ -76,7 +76,8 @@ class Spell:
         """
         episodes: list[Episode] = []
         for batch in itertools.islice(batches, self.config.max_generations):
-            episodes += [self.reward(e, rng) for e in ask_judge(self._judge, batch)]
+            answered = ask_judge(self._judge, self.config.rule, batch)
+            episodes += [self.reward(e, rng) for e in answered]
             if sum(e.mixed for e in episodes) >= self.config.questions:
                 break
         return episodes
@@ -89,14 +90,12 @@ class Spell:
         written = models.run_all(self.write, episodes)
         if self._judge is None:
             return written
-        blind = [(e, e.blind if e.status == "accepted" else ()) for e in written]
-        verdicts = judge_predictions(self._judge, blind)
-        return [
-            self._reject_known(replace(e, blind_scores=with_verdicts(e.blind_scores, given)))
-            if e.status == "accepted"
-            else e
-            for e, given in zip(written, verdicts, strict=True)
-        ]
+        places = [n for n, e in enumerate(written) if e.status == "accepted"]
+        blind = [(e, e.blind, e.blind_scores) for e in (written[n] for n in places)]
+        judged = judge_predictions(self._judge, self.config.rule, blind)
+        for n, (scores, _) in zip(places, judged, strict=True):
+            written[n] = self._reject_known(replace(written[n], blind_scores=scores))
+        return written
 
     async def write(self, ask: Ask, episode: Episode) -> Episode:
         """Parts 1 to 3: a question with a reference that passes all filters, or why not.

@@ -181,9 +181,7 @@ def count(metrics: Metrics, e: Episode, suffix: str) -> None:
     metrics.add(f"fully_solved{suffix}", min(e.scores) >= 1)
     metrics.add(f"reference_replaced{suffix}", e.own_reference != e.reference)
     metrics.add_sum(f"unjudged{suffix}", e.unjudged, len(e.scores))
-    if e.judge:
-        failed = sum(verdict < 0 for verdict in e.judge)
-        metrics.add_sum(f"judge_failed{suffix}", failed, len(e.judge))
+    e.count_failed_verdicts(metrics, suffix)
     for rule, votes, prediction in zip(e.rule, e.votes, e.predictions, strict=True):
         metrics.add(f"rule_reward{suffix}", rule)
         metrics.add(f"no_answer{suffix}", prediction is None)

@@ -29,6 +29,7 @@ from tests.algorithms.scripted import (
     number,
     read,
     roll_out,
+    to_records,
 )
 
 # ------------------------------------------------------------------------------- Prompts and memory
@@ -178,7 +179,7 @@ def test_overlong_responder_prompt_is_only_counted():
 
 
 def test_answer_with_overlong_verdict_prompt_is_judged_by_the_rule():
-    plain = Rollout()
+    plain = Rollout(grounding_samples=0)
     rollout = Rollout(script=Script(ROWS, over=over("verifier", "alpha0"), verdicts=VERDICTS))
     assert rollout.of(0).votes == ((), (), (), ())  # the reference is in all of its prompts
     assert rollout.of(0).scores == (1, 1, 0, 0) != plain.of(0).scores
@@ -275,6 +276,30 @@ def test_external_judge_compares_answers_without_documents_with_the_frozen_reade
     rollout = Rollout(ROWS[:3], script=script, **options)
     assert asked[0][0] == ("Q00 what?", "unknown", "beta0")
     assert [e.status for e in rollout.episodes] == ["ungrounded", "accepted", "accepted"]
+
+
+def test_judge_can_raise_the_scores_of_the_rule():
+    asked = []
+
+    def judge(items):
+        asked.extend(prediction for _, prediction, _ in items)
+        return [{"beta0": 1}.get(prediction, 0) for _, prediction, _ in items]
+
+    rollout = Rollout(rule="match_or_judge", judge=judge, grounding_samples=0)
+    first, second = rollout.of(0), rollout.of(1)
+    assert first.predictions[0] == "alpha0" and "alpha0" not in asked  # right by the rule
+    assert first.rule == (1.0, 1.0, 1.0, 0.0) and first.judge == (None, None, 1, None)
+    assert second.rule[0] == 1.0 and second.judge[0] is None and 0 in second.judge
+    plain = Rollout(grounding_samples=0)
+    wrong = [
+        p
+        for e in plain.episodes
+        for p, score in zip(e.predictions, e.rule, strict=True)
+        if p is not None and score < 1
+    ]
+    assert sorted(asked) == sorted(wrong)
+    (record,) = to_records(rollout.algorithm, [first])
+    assert record["judge"] == [None, None, 1, None]  # in the places of the answers
 
 
 def frozen_reader(reader, rows=ROWS, **options) -> Rollout:
