@@ -115,14 +115,19 @@ def cut_window(
 
 
 def make_puzzle(
-    rng: np.random.Generator, text: str, options: int, min_paragraph: int, max_paragraph: int
+    rng: np.random.Generator,
+    text: str,
+    options: int,
+    min_paragraph: int,
+    max_paragraph: int,
+    adjacent: bool = True,
 ) -> tuple[Puzzle | None, str]:
     """Remove K = `options` paragraphs of `min_paragraph` to `max_paragraph` characters from a text.
 
     They are sampled uniformly from the paragraphs whose words occur once in the text, so no option
-    equals another option or a remaining paragraph, even with other white space. Gaps may be
-    adjacent. At least one paragraph remains. Returns (puzzle, ""), or (None, reason) where reason
-    is HAS_GAPS, FEW_PARAGRAPHS or FEW_OPTIONS.
+    equals another option or a remaining paragraph, even with other white space. Unless gaps may be
+    `adjacent`, only every other paragraph is taken. At least one paragraph remains. Returns
+    (puzzle, ""), or (None, reason) where reason is HAS_GAPS, FEW_PARAGRAPHS or FEW_OPTIONS.
     """
     if GAP.search(text):
         return None, HAS_GAPS
@@ -132,13 +137,17 @@ def make_puzzle(
     words = [" ".join(text[first:last].split()) for first, last in spans]
     counts = Counter(words)
     suitable = [
-        (first, last)
-        for (first, last), paragraph in zip(spans, words, strict=True)
+        i
+        for i, ((first, last), paragraph) in enumerate(zip(spans, words, strict=True))
         if min_paragraph <= last - first <= max_paragraph and counts[paragraph] == 1
     ]
+    if not adjacent:
+        parity = rng.integers(2)  # the other one only if this one has too few
+        alternate = [[i for i in suitable if i % 2 == p] for p in (parity, 1 - parity)]
+        suitable = next((part for part in alternate if len(part) >= options), [])
     if len(suitable) < options:
         return None, FEW_OPTIONS
-    removed = [suitable[i] for i in sorted(rng.permutation(len(suitable))[:options])]
+    removed = [spans[suitable[i]] for i in sorted(rng.permutation(len(suitable))[:options])]
     truth = tuple(LABELS[i] for i in rng.permutation(options))
     paragraphs = {label: text[slice(*span)] for label, span in zip(truth, removed, strict=True)}
     pieces, start = [], 0
@@ -161,15 +170,16 @@ def make_prompted_puzzle(
     text: str,
     count_tokens: CountTokens,
     prompt_cap: int,
+    cut: bool = True,
 ) -> PromptedPuzzle:
-    """Make a puzzle from a text, or from a window of it, with a prompt that fits the token cap.
+    """Make a puzzle with a prompt that fits the token cap, from a text or a window of it (`cut`).
 
     `make` maps a text to (puzzle, reason), like make_puzzle; `write_prompt` maps (document,
     options) to the prompt; `rng` places the window of a long text.
     """
     room = prompt_cap - count_tokens(write_prompt("", {}))
-    for _ in range(_CUT_ATTEMPTS):
-        first, last = cut_window(rng, text, count_tokens, room)
+    for _ in range(_CUT_ATTEMPTS if cut else 1):
+        first, last = cut_window(rng, text, count_tokens, room) if cut else (0, len(text))
         if first == last:
             break
         puzzle, reason = make(text[first:last])

@@ -40,6 +40,7 @@ def context(
 
 def config(**options: Any) -> ReconstructionConfig:
     defaults: dict[str, Any] = {"documents": 6, "group_size": 4, "min_paragraph": SHORTEST_LINE}
+    defaults |= {"adjacent_gaps": True, "cut_documents": True, "keep_equal": False}
     return ReconstructionConfig(**(defaults | options))
 
 

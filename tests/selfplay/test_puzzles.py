@@ -23,9 +23,9 @@ MANY = 4000
 
 
 def make(
-    text: str, options: int = 2, low: int = 1, high: int = 10**6, seed: int = 0
+    text: str, options: int = 2, low: int = 1, high: int = 10**6, seed: int = 0, adjacent=True
 ) -> tuple[Puzzle | None, str]:
-    return puzzles.make_puzzle(np.random.default_rng(seed), text, options, low, high)
+    return puzzles.make_puzzle(np.random.default_rng(seed), text, options, low, high, adjacent)
 
 
 def made(text: str, *args: int, **named: int) -> Puzzle:
@@ -100,6 +100,18 @@ def test_orders_and_paragraphs_are_sampled_uniformly():
         any(b[0] - a[1] == 2 for a, b in itertools.pairwise(puzzle.spans)) for puzzle in sampled
     )
     assert neighbors == pytest.approx(3000 * 25 / 35, rel=0.05)  # 10 of 35 triples have none
+
+
+def test_gaps_are_not_adjacent_unless_allowed():
+    sampled = [made(TEXT, 3, seed=seed, adjacent=False) for seed in range(1000)]
+    places = Counter(tuple(first // 14 for first, _ in puzzle.spans) for puzzle in sampled)
+    even = {(0, 2, 4), (0, 2, 6), (0, 4, 6), (2, 4, 6)}
+    assert places.keys() == even | {(1, 3, 5)}
+    assert places[1, 3, 5] == pytest.approx(500, rel=0.1)  # either parity as often
+    assert all(filled(puzzle, puzzle.truth) == TEXT for puzzle in sampled)
+    # Of seven paragraphs, four are even and three odd.
+    assert {len(made(TEXT, 4, seed=seed, adjacent=False).spans) for seed in range(20)} == {4}
+    assert make(TEXT, 5, adjacent=False) == (None, puzzles.FEW_OPTIONS)
 
 
 @pytest.mark.parametrize(
@@ -180,14 +192,14 @@ def ask(document: str, options) -> str:
 
 
 def pose(
-    text: str, cap: int, options: int = 3, seed: int = 0, count=count_words
+    text: str, cap: int, options: int = 3, seed: int = 0, count=count_words, cut: bool = True
 ) -> puzzles.PromptedPuzzle:
     rng = np.random.default_rng(seed)
 
     def make_one(part: str):
         return puzzles.make_puzzle(rng, part, options, 1, 1000)
 
-    return puzzles.make_prompted_puzzle(make_one, ask, rng, text, count, cap)
+    return puzzles.make_prompted_puzzle(make_one, ask, rng, text, count, cap, cut)
 
 
 def test_prompts_stay_within_the_token_limit():
@@ -202,6 +214,11 @@ def test_prompts_stay_within_the_token_limit():
     assert whole.puzzle and not whole.cut and whole.window == (0, len(text))
     exact = pose(text, count_words(whole.prompt))
     assert exact == whole and pose(text, count_words(whole.prompt) - 1).cut
+    uncut = pose(text, 1000, cut=False)
+    exact = pose(text, count_words(uncut.prompt), cut=False)
+    assert exact == uncut and uncut.window == (0, len(text)) and not uncut.cut
+    short = pose(text, count_words(uncut.prompt) - 1, cut=False)
+    assert short == puzzles.PromptedPuzzle(reason=puzzles.OVERLONG)
 
 
 def test_unsuitable_text_gives_a_reason_and_no_prompt():

@@ -217,6 +217,7 @@ def reconstruction_config(qwen, documents: pathlib.Path, keep_equal: bool) -> Co
         "algorithm.validation_puzzles": 1,
         "algorithm.documents": 4,
         "algorithm.keep_equal": keep_equal,
+        "algorithm.cut_documents": True,
     }
     return config_of(reconstruction.get_config(), qwen, **fields)
 

@@ -1,14 +1,16 @@
 """Document reconstruction: a model puts removed paragraphs of a document back in order.
 
-1. pose: K paragraphs of a document are removed and shown as shuffled options. K rises over the run
-   (curriculum). Of a document over the cap, neighboring paragraphs are used.
+1. pose: K paragraphs of a document, no two of them neighbors, are removed and shown as shuffled
+   options. K rises over the run (curriculum). A document over the cap is dropped and replaced.
 2. answer: the policy answers each puzzle G times with the order of the options.
 3. reward: the share of options in their right places (dense, 1), or whether all are (sparse, 2).
-4. groups: groups whose rewards differ are trained on, with advantages over the group (GRPO).
+4. groups: all groups are trained on, with advantages over the group (GRPO), which are 0 where all
+   rewards are equal.
 
 The paper ("Document Reconstruction Unlocks Scalable Long-Context RLVR", whose equations are
-numbered in parentheses) uses 128 documents per step and contexts of 64K tokens, 4096 of them for an
-answer. Its 14,000 documents are the longest of three domains.
+numbered in parentheses) uses 128 documents per step, prompts of up to 65,536 tokens and answers of
+4096. Its 14,000 documents are the longest of three domains. Where its text is silent, the defaults
+follow its code (github.com/XYaoooo/reconstruction_long).
 """
 
 from __future__ import annotations
@@ -63,9 +65,14 @@ class ReconstructionConfig(AlgorithmConfig):
       min_paragraph: fewest characters of an option. The paper names no limit; a shorter paragraph
         carries no information.
       max_paragraph: most characters of an option; a longer one leaves little of the document.
+      adjacent_gaps: whether two neighboring paragraphs may be removed, which leaves their order to
+        the options alone. Otherwise only every other paragraph is taken (the paper's code).
+      cut_documents: whether a document whose prompt is over the cap is cut to a window of
+        neighboring paragraphs. Otherwise it is dropped and counted, and another one is taken (the
+        paper's code).
       divide_by_deviation: whether advantages are divided by their group's deviation.
-      keep_equal: whether groups of equal rewards are trained on too. Their advantages are 0, but
-        the loss is averaged over them as well.
+      keep_equal: whether groups of equal rewards are trained on too (the paper's code). Their
+        advantages are 0, but the loss is averaged over them as well.
       evaluation_puzzles: held-out puzzles of each K before and after a run [paper: 500 in all].
       validation_puzzles: held-out puzzles of each K during the run.
     """
@@ -81,8 +88,10 @@ class ReconstructionConfig(AlgorithmConfig):
     selection: str = "longest"
     min_paragraph: int = 80
     max_paragraph: int = 4000
+    adjacent_gaps: bool = False
+    cut_documents: bool = False
     divide_by_deviation: bool = True
-    keep_equal: bool = False
+    keep_equal: bool = True
     evaluation_puzzles: int = 125
     validation_puzzles: int = 32
 
@@ -138,11 +147,11 @@ def pose(
 
     def make(text: str) -> tuple[puzzles.Puzzle | None, str]:
         least, most = config.min_paragraph, config.max_paragraph
-        return puzzles.make_puzzle(rng, text, options, least, most)
+        return puzzles.make_puzzle(rng, text, options, least, most, config.adjacent_gaps)
 
     text, ask = "\n\n".join(cluster.documents), context.prompts.reconstruction
     return puzzles.make_prompted_puzzle(
-        make, ask, rng, text, context.count_tokens, context.prompt_cap
+        make, ask, rng, text, context.count_tokens, context.prompt_cap, config.cut_documents
     )
 
 

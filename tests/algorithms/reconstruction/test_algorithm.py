@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections import Counter
 
 import numpy as np
@@ -123,6 +124,33 @@ def test_long_documents_are_truncated_at_paragraph_boundaries():
         assert {text[:first][-1:], text[last:][:1]} <= {"\n", " ", ""}
     assert algorithm.metrics(episodes).means()["cut_documents"] == 1
     assert len({e.posed.window for e in episodes}) > 1
+
+
+def test_documents_over_the_cap_are_dropped_and_counted():
+    stories = [*make_stories(2, 6, (23,)), *make_stories(3, 12, (5,))]
+    stories = [dataclasses.replace(story, id=str(i)) for i, story in enumerate(stories)]
+    options = {"cap": 60, "options": (3,), "option_weights": (1,), "cut_documents": False}
+    algorithm, _, episodes = run(clusters=stories, documents=9, **options)
+    posed = [e for e in episodes if e.posed.puzzle]
+    dropped = [e for e in episodes if not e.posed.puzzle]
+    assert len(posed) == 9 and dropped and not any(e.posed.cut for e in posed)
+    assert all(e.posed.window == (0, len(e.cluster.documents[0])) for e in posed)
+    assert {(e.status, e.reason) for e in dropped} == {("overlong", puzzles.OVERLONG)}
+    assert {int(e.cluster.id) < 6 for e in dropped} == {True}
+    means = algorithm.metrics(episodes).means()
+    assert means["overlong"] == means["reason/overlong"] == len(dropped) / len(episodes)
+    assert means["cut_documents"] == 0
+
+
+def test_gaps_are_adjacent_only_on_request():
+    def neighbors(adjacent_gaps: bool) -> bool:
+        options = {"options": (4,), "option_weights": (1,), "adjacent_gaps": adjacent_gaps}
+        algorithm = make_algorithm(documents=24, **options)
+        documents = [e.posed.puzzle.document for e in start(algorithm, 1) if e.posed.puzzle]
+        assert len(documents) == 24
+        return any(re.search(r"<gap \d>\s*<gap", document) for document in documents)
+
+    assert neighbors(True) and not neighbors(False)
 
 
 def test_documents_of_a_cluster_are_concatenated():
@@ -349,3 +377,4 @@ def test_defaults_match_the_paper():
     assert (paper.documents, paper.group_size, paper.reward) == (128, 8, "dense")
     assert dict(zip(paper.options, paper.option_weights, strict=True)) == {2: 3, 4: 3, 6: 3, 8: 5}
     assert paper.curriculum and paper.selection == "longest" and config().documents == 6
+    assert paper.keep_equal and not (paper.adjacent_gaps or paper.cut_documents)

@@ -179,7 +179,7 @@ def test_overlong_responder_prompt_is_only_counted():
 
 
 def test_answer_with_overlong_verdict_prompt_is_judged_by_the_rule():
-    plain = Rollout(grounding_samples=0)
+    plain = Rollout()
     rollout = Rollout(script=Script(ROWS, over=over("verifier", "alpha0"), verdicts=VERDICTS))
     assert rollout.of(0).votes == ((), (), (), ())  # the reference is in all of its prompts
     assert rollout.of(0).scores == (1, 1, 0, 0) != plain.of(0).scores
