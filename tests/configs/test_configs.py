@@ -13,8 +13,9 @@ import pytest
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from configs import folder, paper, paper_code, rlvr, tiny
+from configs import folder, paper, paper_code, reconstruction, rlvr, tiny
 from spell_jax import config as configs
+from spell_jax.algorithms.reconstruction.algorithm import ReconstructionConfig
 from spell_jax.algorithms.rlvr.algorithm import Rlvr
 from spell_jax.algorithms.spell.algorithm import Spell
 from spell_jax.algorithms.spell.config import SpellConfig
@@ -173,6 +174,24 @@ def test_evaluation_of_a_paper_model_has_its_answer_length(name):
 def test_unknown_paper_model_is_rejected(read_flags):
     with pytest.raises(flags.Error, match=r"configs/paper\.py:gpt: must be one of qwen2\.5-7b,"):
         read_flags("--config=configs/paper.py:gpt")
+
+
+@pytest.mark.parametrize("name", reconstruction.MODELS)
+def test_reconstruction_models_have_the_caps_and_updates_of_the_paper(name, read_flags, tmp_path):
+    config = read_flags(f"--config=configs/reconstruction.py:{name}")
+    row = reconstruction.MODELS[name]
+    assert config.policy.folder == f"models/{row.folder}"
+    assert (config.sampler.max_prompt, config.sampler.max_tokens) == (65_536, 4096)
+    assert config.packing.buckets[-1][0] == 65_536 + 4096
+    assert config.packing.buckets[-1][1] == 4096 * config.algorithm.group_size
+    assert build(ReconstructionConfig, config.algorithm, "algorithm") == ReconstructionConfig()
+    noise.give_data(config, tmp_path)
+    assert configs.read(config).minibatches == {"qwen": 1, "llama": 2}[name]
+
+
+def test_unknown_reconstruction_model_is_rejected(read_flags):
+    with pytest.raises(flags.Error, match=r"configs/reconstruction\.py:gpt: must be one of qwen, "):
+        read_flags("--config=configs/reconstruction.py:gpt")
 
 
 def test_demonstrations_fit_the_demos_token_caps():
