@@ -3,9 +3,10 @@
     python -m spell_jax.train --config=configs/reconstruction.py:qwen --workdir=DIR \
         --config.policy.folder=FOLDER --config.data.source=DOCUMENTS
 
-FOLDER is a local copy of the model's Hugging Face folder, by default models/NAME; DOCUMENTS are
-long ones, a folder of texts or what data_pipeline has built from books, papers and code (README,
-"Your own documents"). Without a model (`--config=configs/reconstruction.py`) it is qwen.
+FOLDER is a local copy of the model's Hugging Face folder, by default models/NAME. DOCUMENTS are the
+longest of each domain, of at most 65,000 tokens (data_pipeline.long_documents, docs/data.md), or
+any folder of texts: longer ones are dropped, unless algorithm.cut_documents=True. Without a model
+(`--config=configs/reconstruction.py`) it is qwen.
 Hardware: weights, gradient, optimizer and the rollout copy take 18 bytes per parameter (137 GB for
 7.6e9; estimated), split over all devices. The paper's scripts name 4 nodes of 8 GPUs.
 Expected: the table's last columns, RULER's four tasks as the paper reports them (Table 1; nothing

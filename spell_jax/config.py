@@ -203,8 +203,8 @@ class SupervisedConfig:
       checkpoint_every: steps between checkpoints.
       preemption_limit_s: as in RunConfig, like `wandb`.
       wandb: Weights & Biases project that also gets the metrics; "": none.
-      source: .jsonl of {"prompt", "completion"}, or the name of generated demonstrations ("tiny",
-        "tiny_stories").
+      source: .jsonl of {"prompt", "completion"} or of {"text"} (no chat layout, a loss on all of
+        it), or the name of generated demonstrations ("tiny", "tiny_stories").
       prompts: set of prompt templates of generated demonstrations.
       policy: the policy to start from.
       optimizer: AdamW and its schedule.

@@ -3,6 +3,7 @@
     python -m spell_jax.sft --config=configs/tiny_warm_start.py --workdir=DIR
     python -m spell_jax.sft --config=configs/folder_warm_start.py --workdir=DIR \
         --config.source=ROWS.jsonl
+    python -m spell_jax.sft --config=configs/reconstruction_pretraining.py --workdir=DIR
 
 DIR/policy is the result, a Hugging Face folder that spell_jax.train and spell_jax.generate start
 from. Started again on the same DIR, the run resumes from its last checkpoint; it handles preemption

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import pathlib
 import re
@@ -101,6 +102,10 @@ class HfTokenizer(Tokenizer):
             self._bytes = {i for piece, i in vocabulary if re.fullmatch("<0x.{2}>", piece)}
         with _named_errors(self._path, "cannot encode"):
             self._text.encode("a", add_special_tokens=False)
+            framed = self._all.encode("a")
+        pairs = zip(framed.ids, framed.special_tokens_mask, strict=True)
+        begun = itertools.takewhile(lambda pair: pair[1], pairs)
+        self.start_ids = tuple(token for token, _ in begun)
 
     def _plain(self, splitter: Any) -> hf.Tokenizer:
         tokenizer = hf.Tokenizer(self._all.model)
@@ -216,7 +221,7 @@ def _read_object(files: Mapping[str, bytes], name: str, folder: pathlib.Path) ->
 
 
 def _build(content: bytes, description: Mapping[str, Any], path: pathlib.Path) -> hf.Tokenizer:
-    """Build the tokenizer of a tokenizer.json, without random dropout of merges."""
+    """Build the tokenizer of a tokenizer.json, without random dropout of merges or padding."""
     with _named_errors(path, "not a tokenizer"):
         tokenizer = hf.Tokenizer.from_str(content.decode())
     with _named_errors(path, "added_tokens"):
@@ -224,6 +229,7 @@ def _build(content: bytes, description: Mapping[str, Any], path: pathlib.Path) -
             _check_id(tokenizer, entry["content"], entry["id"])
     if getattr(tokenizer.model, "dropout", None):
         tokenizer.model.dropout = None  # skips merges at random, for training
+    tokenizer.no_padding()
     return tokenizer
 
 

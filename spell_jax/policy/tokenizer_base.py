@@ -20,6 +20,9 @@ class Tokenizer(abc.ABC):
     eos_id: int  # token that ends a turn
     pad_id: int
     stop_ids: tuple[int, ...]  # tokens that end an answer, eos_id first, without duplicates
+    start_ids: tuple[
+        int, ...
+    ] = ()  # tokens before a text outside a chat, which `encode` leaves out
 
     @abc.abstractmethod
     def encode(self, text: str) -> list[int]:

@@ -2,7 +2,8 @@
 
 Rows come from a JSONL file or from the demonstrations of a generated world. The tokenizer comes
 with the policy folder; a policy with random weights gets one trained on the rows. Each step packs
-`rows_per_step` rows and takes one update on the tokens of their completions. WORKDIR/policy is the
+`rows_per_step` rows and takes one update on the tokens of their completions. Rows of texts instead
+are trained on as they are, with the next-token loss (continual pretraining). WORKDIR/policy is the
 result, a Hugging Face folder that the trainer starts from.
 """
 
@@ -53,11 +54,13 @@ GENERATED = {
 }
 # Rows that train a new tokenizer; enough to see every word of a small corpus.
 TOKENIZER_ROWS = 20_000
+TEXT = "text"  # role of rows that are texts
 
 
 def read_rows(path: str | pathlib.Path) -> tuple[list[demonstrations.Row], int]:
     """Rows of a JSONL file with "prompt" and "completion" ("role" and "task" are optional).
 
+    A row may also have only a "text". It becomes the completion of an empty prompt.
     Returns (rows, number of skipped lines, each logged with file and line). FileNotFoundError
     without the file, ValueError if no line of it is a row.
     """
@@ -72,11 +75,14 @@ def read_rows(path: str | pathlib.Path) -> tuple[list[demonstrations.Row], int]:
 
 
 def _parse_row(record: Any) -> demonstrations.Row:
-    texts = record["prompt"], record["completion"]
-    if not all(isinstance(text, str) and text for text in texts):
-        raise ValueError("prompt and completion must be texts")
-    "".join(texts).encode()  # raises for lone surrogates, which no tokenizer encodes
-    return demonstrations.Row(*texts, str(record.get("role", "row")), str(record.get("task", "")))
+    is_text = "text" in record and not {"prompt", "completion"} & record.keys()
+    completion = record["text" if is_text else "completion"]
+    for text in (completion,) if is_text else (record["prompt"], completion):
+        if not isinstance(text, str) or not text:
+            raise ValueError("prompt and completion, or text, must be texts")
+        text.encode()  # raises for lone surrogates, which no tokenizer encodes
+    role, task = record.get("role", TEXT if is_text else "row"), record.get("task", "")
+    return demonstrations.Row("" if is_text else record["prompt"], completion, str(role), str(task))
 
 
 def row_stream(config: SupervisedConfig, start: int) -> Iterator[demonstrations.Row]:
@@ -107,7 +113,16 @@ def make_policy(config: SupervisedConfig) -> tuple[PolicyConfig, tokenizers.Toke
 
 
 def to_group(row: demonstrations.Row, tokenizer: tokenizers.Tokenizer) -> packing.TrainGroup:
-    """A row as a training group of one answer with advantage 1."""
+    """A row as a training group of one answer with advantage 1.
+
+    A text without a prompt gets no chat layout and no stop token: each of its tokens follows from
+    those before it. The first one is only context, unless the tokenizer begins texts with a token.
+    """
+    if not row.prompt:
+        tokens = [*tokenizer.start_ids, *tokenizer.encode(row.completion)]
+        if len(tokens) < 2:
+            raise ValueError(f"source: text {row.completion!r}: must have at least 2 tokens")
+        return packing.TrainGroup(tokens[:1], [tokens[1:]], [1.0], row.role)
     answer = [*tokenizer.encode(row.completion), tokenizer.eos_id]
     return packing.TrainGroup(tokenizer.chat(row.prompt), [answer], [1.0], row.role)
 

@@ -81,7 +81,7 @@ class StoryMixture:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One demonstration: prompt and completion, with their role and task."""
+    """One demonstration: prompt ("": a plain text), completion, role and task."""
 
     prompt: str
     completion: str

@@ -159,6 +159,8 @@ def test_encode_does_not_truncate_pad_or_add_special_tokens(tmp_path) -> None:
     assert isinstance(words, HfTokenizer)
     assert words.encode("") == []
     assert words.count("x" * 20) == 20 and words.count("x") == 1
+    assert words.start_ids == (260,)
+    assert tokenizers.load(write(tmp_path / "b", byte_level())).start_ids == ()
 
 
 def test_decode_skips_special_tokens_and_unknown_ids(small) -> None:

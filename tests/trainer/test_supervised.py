@@ -9,7 +9,10 @@ import os
 import pathlib
 import signal
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax.traverse_util import flatten_dict
 from ml_collections import ConfigDict
@@ -20,7 +23,7 @@ from spell_jax.evaluation import generation
 from spell_jax.learner.learner import Learner
 from spell_jax.learner.non_finite import NonFinite
 from spell_jax.policy import tokenizer as tokenizers
-from spell_jax.policy import weights
+from spell_jax.policy import transformer, weights
 from spell_jax.runtime.metrics import read_metrics
 from spell_jax.runtime.preemption import EXIT_CODE, Preempted
 from spell_jax.trainer import supervised
@@ -203,6 +206,9 @@ BAD_LINES = [
     '"text"',
     "null",
     '{"prompt": "p"}',
+    '{"text": ""}',
+    '{"text": ["p"]}',
+    '{"prompt": "p", "text": "t"}',
     '{"prompt": "p", "completion": ""}',
     '{"prompt": 3, "completion": "c"}',
     '{"prompt": "p", "completion": "\\ud800"}',
@@ -257,6 +263,44 @@ def test_row_becomes_a_group_of_one_with_stop_token(policy):
     assert tokenizer.decode(answer[:-1]) == "<think> x</think>yes"
     assert answer[-1] == tokenizer.eos_id
     assert list(group.advantages) == [1.0] and group.role == "verifier"
+
+
+def test_text_row_has_no_chat_layout(policy):
+    tokenizer = tokenizers.load(policy)
+    row = supervised._parse_row({"text": "Oslo is a city"})
+    assert row == demonstrations.Row("", "Oslo is a city", "text", "")
+    group = supervised.to_group(row, tokenizer)
+    assert [*group.prompt, *group.answers[0]] == tokenizer.encode("Oslo is a city")
+    assert len(group.prompt) == 1 and list(group.advantages) == [1.0] and group.role == "text"
+    tokenizer.start_ids = (tokenizer.eos_id,)
+    group = supervised.to_group(row, tokenizer)
+    assert list(group.prompt) == [tokenizer.eos_id]
+    assert list(group.answers[0]) == tokenizer.encode("Oslo is a city")
+    with pytest.raises(ValueError, match=r"text '.': must have at least 2 tokens"):
+        supervised.to_group(demonstrations.Row("", "O", "text", ""), tokenizers.load(policy))
+
+
+def test_loss_on_texts_is_the_next_token_loss(policy, source):
+    config = configs.read_supervised(small_config(policy, source))
+    shape, params = weights.load(policy)
+    learner, tokenizer = supervised.make_learner(config, shape), tokenizers.load(policy)
+    texts = ("Oslo is", "Rome and Lima are")
+    groups = [supervised.to_group(supervised._parse_row({"text": t}), tokenizer) for t in texts]
+
+    def loss(params):
+        """Mean over all tokens but the first ones, of a plain forward pass of each text."""
+        losses = []
+        for text in texts:
+            tokens = jnp.asarray([tokenizer.encode(text)])
+            logprobs = jax.nn.log_softmax(transformer.logits(shape, params, tokens[:, :-1]))
+            losses.append(-jnp.take_along_axis(logprobs, tokens[..., 1:, None], axis=-1).ravel())
+        return jnp.concatenate(losses).mean()
+
+    wanted, gradient = jax.value_and_grad(loss)(jax.tree.map(jnp.asarray, params))
+    _, numbers = learner.update(learner.init(params), groups)
+    assert -numbers["mean_logprob"] == pytest.approx(float(wanted), rel=1e-4)
+    assert numbers["gradient_norm"] == pytest.approx(float(optax.tree.norm(gradient)), rel=1e-3)
+    assert numbers["answer_tokens"] == sum(len(tokenizer.encode(text)) - 1 for text in texts)
 
 
 @pytest.mark.slow

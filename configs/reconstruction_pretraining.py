@@ -1,0 +1,26 @@
+"""Continual pretraining on long documents: a baseline of document reconstruction (appendix A.1).
+
+    python -m data_pipeline.long_documents --domain=BOOKS:8000 --domain=ARXIV:3000 \\
+        --domain=CODE:3000 --tokenizer=FOLDER --texts --out=runs/long_texts.jsonl
+    python -m spell_jax.sft --config=configs/reconstruction_pretraining.py --workdir=DIR \\
+        --config.policy.folder=FOLDER
+
+Each document is a row: the next-token loss on all of its tokens, without a chat layout. The paper
+states one epoch and no other setting; the learning rate and the batch are those of its RL.
+Hardware: configs/reconstruction.py, without the rollout copy. Expected, as the paper reports
+(nothing of it was run with this code): scores below those of the policy that it starts from.
+"""
+
+from spell_jax.config import default_supervised_config
+from spell_jax.runtime.config import Config
+
+
+def get_config() -> Config:
+    config = default_supervised_config()
+    config.update(steps=109, rows_per_step=128, log_every=1, checkpoint_every=20)
+    config.source = "runs/long_texts.jsonl"
+    config.policy.update(folder="models/Qwen2.5-7B-Instruct-1M", max_positions=65_536)
+    config.policy.update(compute_dtype="bfloat16", remat="block")
+    config.optimizer.update(learning_rate=1e-6, warmup_steps=5)
+    config.packing.update(buckets=((16_384, 16_384), (65_536, 65_536)), token_budget=65_536)
+    return config
