@@ -147,7 +147,7 @@ def read_clusters(
             yield from (piece for piece, _ in pieces)
 
     if source.is_dir():
-        pieces = list(cut(_folder_texts(source, report)))
+        pieces = list(cut(folder_texts(source, report)))
         clusters = _grouped(pieces, documents_per_cluster, grouping)
     else:
         found = _jsonl_clusters(source, report)
@@ -253,7 +253,7 @@ def _checked(units: Sequence[str], count: CountTokens, limit: int) -> Iterator[t
     yield from _checked(units[middle:], count, limit)
 
 
-def _folder_texts(folder: Path, report: ClusterReport) -> Iterator[str]:
+def folder_texts(folder: Path, report: ClusterReport) -> Iterator[str]:
     for path in sorted(folder.rglob("*")):
         is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
         if is_hidden or not path.is_file():
