@@ -20,9 +20,7 @@ class Tokenizer(abc.ABC):
     eos_id: int  # token that ends a turn
     pad_id: int
     stop_ids: tuple[int, ...]  # tokens that end an answer, eos_id first, without duplicates
-    start_ids: tuple[
-        int, ...
-    ] = ()  # tokens before a text outside a chat, which `encode` leaves out
+    start_ids: tuple[int, ...] = ()  # tokens before a text outside a chat; not part of `encode`
 
     @abc.abstractmethod
     def encode(self, text: str) -> list[int]:
