@@ -13,7 +13,7 @@ from spell_jax.evaluation.answering import Question, Row, Sampling
 from spell_jax.evaluation.benchmarks import registry
 from spell_jax.evaluation.policy_sampler import Policy
 
-_TASKS = ("needle", "ruler_vt", "ruler_cwe", "ruler_niah_single_1")
+_TASKS = "needle,ruler_vt,ruler_cwe,ruler_niah_single_1"
 
 
 @dataclasses.dataclass
@@ -27,7 +27,8 @@ class Agreement(Benchmark):
 
     policy: Annotated[str, "folder of a policy, or smollm2"] = "smollm2"
     data: Annotated[str, "folder of .txt files, the haystack of the needles"] = ""
-    lengths: Annotated[str, "prompt lengths in tokens, separated by commas"] = "1024"
+    tasks: Annotated[str, "generated benchmarks, separated by commas"] = _TASKS
+    lengths: Annotated[str, "prompt lengths in tokens (ruler_cwe: 3141 or more)"] = "4096,8000"
     items: Annotated[int, "questions of each benchmark and length"] = 4
 
     def run(self) -> dict[str, Any]:
@@ -36,7 +37,7 @@ class Agreement(Benchmark):
         made = [
             registry.load(f"{task}_{length}", self.data, self.items, policy.tokenizer)
             for length in lengths
-            for task in _TASKS
+            for task in self.tasks.split(",")
         ]
         questions = answering.tokenize(policy, made, max(lengths))
         began = time.perf_counter()
