@@ -75,7 +75,7 @@ def write_json(path: str | os.PathLike[str], value: Any, indent: int = 1) -> Non
 
 
 def write_lines(path: str | os.PathLike[str], lines: Iterable[str]) -> None:
-    """Writes lines, which include their line breaks, atomically.
+    """Writes lines, which include their line breaks, atomically; the folder is made if missing.
 
     On a disk they are written under another name, which then replaces the file. An object in a
     bucket appears when it is closed; it is opened only after all lines are produced.
@@ -90,6 +90,7 @@ def write_lines(path: str | os.PathLike[str], lines: Iterable[str]) -> None:
     is_stream = path.exists() and not path.is_file()
     target = path if is_stream else path.resolve()
     unfinished = target if is_stream else target.with_name(target.name + ".tmp")
+    target.parent.mkdir(parents=True, exist_ok=True)
     with unfinished.open("wb") as file:
         _write(path, file, lines)
     if not is_stream:
