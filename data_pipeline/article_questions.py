@@ -139,11 +139,11 @@ def make_questions(
 ) -> Iterator[Question]:
     """Yield the questions of article `number`, each with its documents."""
     sets = _paragraph_sets(article, number, config)
-    in_sets = {paragraph for shown in sets for paragraph in shown}
+    set_of = {paragraph: shown for shown in sets for paragraph in shown}
     usable = [
         index
         for index, asked in enumerate(article.asked)
-        if not config.sets or asked.paragraph in in_sets
+        if not config.sets or asked.paragraph in set_of
     ]
     order = np.random.default_rng([config.seed, number]).permutation(len(usable))
     kept = sorted(usable[i] for i in order[: config.per_article or len(usable)])
@@ -151,7 +151,7 @@ def make_questions(
         asked = article.asked[index]
         rng = np.random.default_rng([config.seed, number, index])
         if config.sets:
-            shown = next(shown for shown in sets if asked.paragraph in shown)
+            shown = set_of[asked.paragraph]
         else:
             others = [i for i in range(len(article.paragraphs)) if i != asked.paragraph]
             shown = [asked.paragraph, *rng.permutation(others)[: config.paragraphs - 1].tolist()]

@@ -32,7 +32,7 @@ from typing import Any
 
 from absl import flags
 
-from spell_jax.data.clusters import SELECTIONS, ClusterReport, folder_texts
+from spell_jax.data.clusters import SELECTIONS, ClusterReport, folder_texts, is_text
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy.model import find_folder
 from spell_jax.runtime import entry
@@ -98,9 +98,8 @@ def read_texts(path: pathlib.Path) -> tuple[list[str], int]:
 
 
 def _parse_text(record: Any) -> str:
-    if not isinstance(record["text"], str) or not record["text"].strip():
+    if not is_text(record["text"]):
         raise ValueError("text must be a non-empty string")
-    record["text"].encode()  # raises on lone surrogates, which no tokenizer takes
     return record["text"]
 
 

@@ -23,7 +23,7 @@ from spell_jax.runtime import entry, paths
 def main() -> None:
     parser = argparse.ArgumentParser(description="Draws and prints what runs measured.")
     parser.add_argument("--workdir", required=True, help="folder of the run, or A,B,... to compare")
-    parser.add_argument("--x", choices=X_AXES, default="step", help="what curves are drawn over")
+    parser.add_argument("--x", choices=X_AXES, default="step", help="x axis of the curves")
     given = parser.parse_args()
     run_report.report_runs([paths.open_folder(name) for name in given.workdir.split(",")], given.x)
 

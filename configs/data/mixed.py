@@ -17,11 +17,7 @@ LONG = 100_000_000  # characters; longer texts than the filter's limit are cut i
 def get_config(path: str = "") -> Any:
     config = base.get_config()
     sources = config.sources
-    sources.filings = base.source(f"{path}/edgar/*/*.txt", ("financial_math",), max_characters=LONG)
-    sources.books = base.source(
-        f"{path}/books/*/*.txt", GENERAL, split="chapters", max_characters=LONG
-    )
-    sources.speeches = base.source(f"{path}/gov_speeches/*/*.txt", GENERAL, max_characters=LONG)
+    add_documents(sources, path)
     sources.articles = base.source(
         f"{path}/xquad/xquad.en.json", GENERAL, layout="json", text="context"
     )
@@ -35,3 +31,12 @@ def get_config(path: str = "") -> Any:
         f"{path}/multihop/hotpotqa*.jsonl", ("context",), ("question",)
     )
     return config
+
+
+def add_documents(sources: Any, path: str) -> None:
+    """Adds the filings, books and speeches of PATH to the sources of a config."""
+    sources.filings = base.source(f"{path}/edgar/*/*.txt", ("financial_math",), max_characters=LONG)
+    sources.books = base.source(
+        f"{path}/books/*/*.txt", GENERAL, split="chapters", max_characters=LONG
+    )
+    sources.speeches = base.source(f"{path}/gov_speeches/*/*.txt", GENERAL, max_characters=LONG)

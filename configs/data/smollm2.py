@@ -9,20 +9,14 @@ clusters are small, because a CPU reads some 300 tokens a second.
 
 from typing import Any
 
-from configs.data import base
-from configs.data.mixed import GENERAL, LONG
+from configs.data import base, mixed
 from spell_jax.data.clusters import TASKS
 
 
 def get_config(path: str = "") -> Any:
     config = base.get_config()
-    sources = config.sources
-    sources.filings = base.source(f"{path}/edgar/*/*.txt", ("financial_math",), max_characters=LONG)
-    sources.books = base.source(
-        f"{path}/books/*/*.txt", GENERAL, split="chapters", max_characters=LONG
-    )
-    sources.speeches = base.source(f"{path}/gov_speeches/*/*.txt", GENERAL, max_characters=LONG)
-    sources.articles = base.source(
+    mixed.add_documents(config.sources, path)
+    config.sources.articles = base.source(
         "runs/smollm2/articles.jsonl", TASKS, layout="json", text="documents"
     )
     config.cut.tokenizer = "runs/smollm2/cold_start/policy"

@@ -331,9 +331,9 @@ def _jsonl_clusters(path: Path, report: ClusterReport) -> list[Cluster]:
 def _parse_cluster(record: Any) -> Cluster:
     fields = record if isinstance(record, dict) else {}
     name, documents, tasks = fields.get("id"), fields.get("documents"), fields.get("tasks")
-    if not _is_text(name):
+    if not is_text(name):
         raise ValueError("id: must be a non-empty string")
-    if not isinstance(documents, list) or not documents or not all(map(_is_text, documents)):
+    if not isinstance(documents, list) or not documents or not all(map(is_text, documents)):
         raise ValueError("documents: must be a list of one or more non-empty strings")
     if tasks is None:
         return Cluster(name, tuple(documents))
@@ -342,7 +342,7 @@ def _parse_cluster(record: Any) -> Cluster:
     return Cluster(name, tuple(documents), tuple(dict.fromkeys(tasks)))
 
 
-def _is_text(value: object) -> TypeGuard[str]:
+def is_text(value: object) -> TypeGuard[str]:
     """Return whether the value is a non-blank string without lone surrogates (invalid UTF-8)."""
     return isinstance(value, str) and bool(value.strip()) and not SURROGATE.search(value)
 

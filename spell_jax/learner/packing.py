@@ -281,10 +281,9 @@ def weigh(
     "role_mean": one token mean per role, summed over roles. "role_group_mean": the token mean of
     each group, averaged over the groups of its role, then summed over roles (paper Eq. 10 with
     Eq. 12). "sequence_mean": the token mean of each answer, averaged within groups, then over
-    groups (paper Eq. 2).
-    "sequence_sum": the sum over each answer's tokens divided by the constant `sequence_tokens`,
-    averaged over answers, so that a token weighs the same in a long answer as in a short one (Dr.
-    GRPO, arXiv 2503.20783).
+    groups (paper Eq. 2). "sequence_sum": the sum over each answer's tokens divided by the constant
+    `sequence_tokens`, averaged over answers, so that a token weighs the same in a long answer as in
+    a short one (Dr. GRPO, arXiv 2503.20783).
 
     ValueError for an unknown aggregation, or "sequence_sum" without its constant.
     """
