@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,7 +16,6 @@ import tokenizers as hf
 import torch
 import transformers
 
-from benchmarks.agreement import Agreement
 from spell_jax.policy import gguf_convert, tokenizer, transformer, weights
 from spell_jax.policy.model import find_folder
 from spell_jax.runtime.jsonl import write_records
@@ -110,18 +110,23 @@ def test_chats_equal_transformers(chat, folder, their_tokenizer) -> None:
     assert tokenizer.load(folder).chat(chat) == wanted
 
 
+def run(module: str, *flags: str) -> str:
+    """Output of a program on one device: eight fake ones would hold eight KV caches, of 20 GiB."""
+    command = [sys.executable, "-m", module, *flags]
+    environment = os.environ | {"XLA_FLAGS": ""}
+    return subprocess.run(
+        command, env=environment, check=True, stdout=subprocess.PIPE, text=True
+    ).stdout
+
+
 def test_greedy_answers_to_long_prompts_equal_transformers(folder, spell_data) -> None:
     """Needles, and RULER's variable tracking and needle in noise, of 1,024 tokens."""
-    tasks, books = "needle,ruler_vt,ruler_niah_single_1", str(spell_data / "books" / "dev")
-    found = Agreement(str(folder), books, tasks, "1024", 2).run()
-    assert found["questions"] == 6
-    assert found["equal_predictions"] == found["equal_texts"] == 6
+    tasks = "needle,ruler_vt,ruler_niah_single_1"
+    flags = [f"--policy={folder}", f"--data={spell_data / 'books' / 'dev'}", f"--tasks={tasks}"]
+    found = json.loads(run("benchmarks", "agreement", *flags, "--lengths=1024", "--items=1"))
+    assert found["questions"] == 3
+    assert found["equal_predictions"] == found["equal_texts"] == 3
     assert found["accuracy"] == found["transformers_accuracy"] > 0.3
-
-
-def run(module: str, *flags: str) -> None:
-    command = [sys.executable, "-m", f"spell_jax.{module}", *flags]
-    subprocess.run(command, check=True)
 
 
 def test_trained_policy_answers_in_transformers(folder, tmp_path) -> None:
@@ -135,8 +140,8 @@ def test_trained_policy_answers_in_transformers(folder, tmp_path) -> None:
     settings |= {"packing.buckets": "((128,16),)", "packing.token_budget": 128}
     fields = [f"--config.{name}={value}" for name, value in settings.items()]
     workdir, exported = tmp_path / "run", tmp_path / "exported"
-    run("sft", "--config=configs/smollm2_cold_start.py", f"--workdir={workdir}", *fields)
-    run("export", f"--workdir={workdir}", f"--out={exported}", "--dtype=float32")
+    run("spell_jax.sft", "--config=configs/smollm2_cold_start.py", f"--workdir={workdir}", *fields)
+    run("spell_jax.export", f"--workdir={workdir}", f"--out={exported}", "--dtype=float32")
 
     ids = np.array([tokenizer.load(folder).chat([{"role": "user", "content": "3 and one is"}])])
     logits = []
