@@ -38,6 +38,6 @@ def get_config() -> Config:
     config.sampler.update(max_prompt=2048, max_tokens=128, max_verdict_tokens=8)
     config.sampler.update(page_size=64, kv_cache_tokens=98_304, slots=64)
     config.sampler.update(prefill_tokens=2048, decode_tokens=32)
-    config.optimizer.update(learning_rate=1e-5, b2=0.95)
+    config.optimizer.update(learning_rate=2e-5, b2=0.95)
     config.packing.update(buckets=((512, 256), (1024, 512), (2304, 1024)), token_budget=2304)
     return config
