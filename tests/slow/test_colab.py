@@ -115,7 +115,7 @@ def test_notebook_plots_the_metrics(executed):
 
 
 def test_notebook_shows_accuracies_before_and_after(executed):
-    rows = rows_of(outputs_of(executed[0], "read_evaluation")["text/markdown"])
+    rows = rows_of(outputs_of(executed[0], "responder accuracy, by documents")["text/markdown"])
     assert [row[0] for row in rows] == ["3", "8", "12", "16"]
     for _, before, after, gain in rows:
         difference = float(after.split()[0]) - float(before.split()[0])
@@ -128,7 +128,7 @@ def rows_of(table: str) -> list[list[str]]:
 
 
 def test_notebook_shows_answers_of_both_policies(executed):
-    rows = rows_of(outputs_of(executed[0], '"| question |')["text/markdown"])
+    rows = rows_of(outputs_of(executed[0], "answers_before, answers_after, strict")["text/markdown"])
     assert len(rows) == 8 and all(len(row) == 4 and all(row) for row in rows)
     answers = {answer for row in rows for answer in row[2:]}
     assert len(answers) > 4  # answers differ between questions
