@@ -223,7 +223,7 @@ class Programs:
         The compute-dtype policy is among a program's arguments (RolloutParams, trainer/state.py).
         """
         has_frozen_reader = self.config.algorithm.get("reference_source") == "frozen_reader"
-        copies = bool(self.learner.loss.kl_weight) + has_frozen_reader
+        copies = self.learner.loss.needs_reference + has_frozen_reader
         return copies * bytes_per_chip(self.state.params)
 
     @property

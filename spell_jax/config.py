@@ -76,7 +76,8 @@ class RunConfig:
         weights before that update (not after a checkpoint). Needs loss.old_logprobs = "rollout" or
         loss.tis_cap above 0.
       minibatches: optimizer updates that a step's groups are split into. Above 1 it needs
-        loss.old_logprobs = "recompute" or "rollout", or loss.tis_cap above 0.
+        loss.old_logprobs = "recompute" or "rollout" (or "reference", for preferences), or
+        loss.tis_cap above 0.
       init_from: folder of another run, or RUN/checkpoints/STEP, whose weights the run starts from;
         ignored where there is a checkpoint to resume.
       policy: the policy's folder, dtype, kernels, adapters.
@@ -133,6 +134,12 @@ class RunConfig:
         if self.init_from:
             find_checkpoint(self.init_from)
         registry.check_inputs(self.algorithm, self.data)
+        registry.check_objective(self.algorithm, self.loss)
+        if self.loss.objective == "dpo" and not self.packing.shared_prefix:
+            raise ValueError(
+                "packing.shared_prefix = False: must be True for loss.objective = 'dpo', which "
+                "compares the two answers of a row"
+            )
         self.data.check()
 
     def _check_minibatches(self) -> None:

@@ -24,6 +24,7 @@ from spell_jax.algorithms.spell.evaluation import TinyEvaluation
 from spell_jax.algorithms.spell.question_evaluation import QuestionEvaluation
 from spell_jax.data.config import GENERATED, DataConfig
 from spell_jax.data.questions import Question, read_questions
+from spell_jax.learner.loss import LossConfig
 from spell_jax.runtime.config import build
 
 
@@ -38,6 +39,7 @@ class AlgorithmSpec:
     make: Callable[[Any, AlgorithmContext], Algorithm]
     evaluate: Callable[[Any, AlgorithmContext, DataConfig], Evaluation | None] = lambda *_: None
     inputs: tuple[str, ...] = ("clusters",)  # of data.source; and/or "questions", of data.questions
+    has_pairs: bool = False  # its groups are preference pairs, for loss.objective = "dpo"
 
 
 def read_algorithm(section: Mapping[str, Any]) -> AlgorithmConfig:
@@ -57,6 +59,16 @@ def check_inputs(config: AlgorithmConfig, data: DataConfig) -> None:
         raise ValueError(f"data.questions = {data.questions!r}: must be '', for this algorithm")
     if not data.questions and "clusters" not in inputs:
         raise ValueError("data.questions = '': must be a .jsonl of questions, for this algorithm")
+
+
+def check_objective(config: AlgorithmConfig, loss: LossConfig) -> None:
+    """Raises ValueError if the loss compares pairs and the algorithm has none, or the reverse."""
+    has_pairs = ALGORITHMS[config.name].has_pairs
+    if has_pairs != (loss.objective == "dpo"):
+        wanted = "must be 'dpo'" if has_pairs else "must not be 'dpo'"
+        raise ValueError(
+            f"loss.objective = {loss.objective!r}: {wanted} for algorithm.name = {config.name!r}"
+        )
 
 
 def _evaluate_spell(

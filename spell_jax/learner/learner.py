@@ -8,6 +8,7 @@ weights, `advance` dispatches one micro-batch at a time, so that a rollout can r
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Sequence
 
 import flax.linen as nn
@@ -89,7 +90,8 @@ class Learner:
         """Packs weighed groups; returns (batches, groups as split, answers that fit no bucket)."""
         if not self.packing.shared_prefix:
             groups = packing.separate_answers(groups)
-        fitting, refused = packing.split_groups(groups, self.packing.buckets[-1])
+        split = packing.whole_groups if self.loss.objective == "dpo" else packing.split_groups
+        fitting, refused = split(groups, self.packing.buckets[-1])
         batches = packing.pack(
             fitting,
             self.packing.buckets,
@@ -134,14 +136,14 @@ class Learner:
         """Starts an update that runs micro-batch by micro-batch, between other device programs.
 
         The state is donated when the update finishes; without groups it stays unchanged. Groups are
-        split among `minibatches` optimizer steps. With loss.old_logprobs = "recompute" a forward
-        pass over all groups runs first. ValueError if the loss needs old logprobs or the reference
-        model's weights (loss.kl_weight is not 0) and they are missing.
+        split among `minibatches` optimizer steps. With loss.old_logprobs = "recompute" or
+        "reference" a forward pass over all groups runs first. ValueError if the loss needs old
+        logprobs or the reference model's weights (LossConfig.needs_reference) and they are missing.
         """
-        if bool(self.loss.kl_weight) != (reference is not None):
+        if self.loss.needs_reference != (reference is not None):
             raise ValueError(
                 f"loss.kl_weight = {self.loss.kl_weight}: reference weights must be given if, "
-                "and only if, it is not 0"
+                "and only if, it is not 0, or loss.old_logprobs is 'reference'"
             )
         if self.loss.uses_rollout_logprobs and any(g.old_logprobs is None for g in groups):
             raise ValueError(
@@ -152,6 +154,8 @@ class Learner:
         if self.loss.old_logprobs == "recompute":
             sampled, groups = groups, self.recompute(state, groups)
             difference = statistics.sampler_difference(sampled, groups)
+        if self.loss.old_logprobs == "reference":
+            groups, reference = self.score_reference(reference, groups), None
         parts = packing.in_parts(groups, minibatches) or [[]]
         return Update(self, state, parts, reference, difference)
 
@@ -159,24 +163,44 @@ class Learner:
         self, state: TrainState, groups: Sequence[packing.TrainGroup]
     ) -> list[packing.TrainGroup]:
         """The groups with the state's logprobs; NaN for answers that fit no bucket."""
-        batches, *_ = self.pack(packing.with_ids(groups))
+        return self._score(state.params, groups, groups)
+
+    def score_reference(
+        self, reference: transformer.Params | None, groups: Sequence[packing.TrainGroup]
+    ) -> list[packing.TrainGroup]:
+        """The groups with the reference's logprobs, each after its own reference_prompt."""
+        read = [
+            group
+            if group.reference_prompt is None
+            else dataclasses.replace(group, prompt=group.reference_prompt, reference_prompt=None)
+            for group in groups
+        ]
+        return self._score(reference, read, groups)
+
+    def _score(
+        self,
+        params: transformer.Params | None,
+        read: Sequence[packing.TrainGroup],
+        groups: Sequence[packing.TrainGroup],
+    ) -> list[packing.TrainGroup]:
+        """`groups` with the logprobs of their answers in `read`, under trained weights."""
+        batches, *_ = self.pack(packing.with_ids(read))
         with self.on_mesh():
-            params = self.fns.cast(state.params) if batches else {}
-            found = [self.fns.logprobs(params, self.frozen, self.place(b)) for b in batches]
+            cast = self.fns.cast(params) if batches else {}
+            found = [self.fns.logprobs(cast, self.frozen, self.place(b)) for b in batches]
         return packing.with_logprobs(groups, batches, jax.device_get(found))
 
     def compile(self, state: TrainState, reference: transformer.Params | None = None) -> None:
         """Compiles the programs of every bucket, so that no later step waits for them."""
         with self.on_mesh():
             params = self.fns.cast(state.params)
-            if reference is not None:
-                reference = self.cast(reference)
+            kl_reference = self.cast(reference) if self.loss.kl_weight else None
             carry = self.fns.empty_carry()
             for bucket in self.packing.buckets:
                 batch = self.empty_batch(bucket)
-                if self.loss.old_logprobs == "recompute":
+                if self.loss.old_logprobs in ("recompute", "reference"):
                     self.fns.logprobs(params, self.frozen, batch)
-                carry = self.fns.accumulate(params, self.frozen, carry, batch, reference)
+                carry = self.fns.accumulate(params, self.frozen, carry, batch, kl_reference)
 
     def lower(self, state: TrainState, bucket: packing.Bucket) -> jax.stages.Lowered:
         """The lowered program of a bucket's micro-batches, for inspection; nothing runs."""

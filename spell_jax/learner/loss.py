@@ -1,8 +1,9 @@
-"""Policy-gradient loss of a micro-batch, and its variants.
+"""Loss of a micro-batch: policy gradients and their variants, or preferences (DPO).
 
 `objective` combines an answer token's importance ratio (its own or that of its answer: `ratio`)
-with its advantage; `tis_cap` corrects for samples of older weights. Token losses, KL estimates to a
-reference model and an entropy bonus are summed with the weights from packing.weigh.
+with its advantage; `tis_cap` corrects for samples of older weights. Objective "dpo" compares the
+two answers of a group instead. Token losses, KL estimates to a reference model and an entropy bonus
+are summed with the weights from packing.weigh.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import jax.numpy as jnp
 from spell_jax.learner import packing
 from spell_jax.runtime.config import check_choice, check_least
 
-OLD_LOGPROBS = ("on_policy", "rollout", "recompute")
-OBJECTIVES = ("clip", "cispo")
+OLD_LOGPROBS = ("on_policy", "rollout", "recompute", "reference")
+OBJECTIVES = ("clip", "cispo", "dpo")
 RATIOS = ("token", "sequence", "sequence_mean")
 KL_ESTIMATORS = ("k1", "k2", "k3")
 _FARTHEST = 20.0  # log-ratios are clipped to +-20, so that exp does not overflow
@@ -32,7 +33,9 @@ class LossConfig:
       objective: "clip": the advantage times the ratio or the clipped ratio, whichever is more
         pessimistic (PPO, GRPO, DAPO, GSPO; paper Eq. 2). "cispo": the clipped ratio, a constant,
         times advantage and logprob, so that no token loses its gradient (CISPO of MiniMax-M1, arXiv
-        2506.13585; it has in effect no lower bound, as with clip_low = 1).
+        2506.13585; it has in effect no lower bound, as with clip_low = 1). "dpo": preference of a
+        group's chosen answer (advantage 1) over its rejected one (-1), see preference_loss; it
+        needs old_logprobs = "reference" and aggregation "sequence_mean", and has no ratio to clip.
       ratio: "token": the ratio of each token. "sequence": the product over the answer's tokens
         (EAPO Eq. 1). "sequence_mean": their geometric mean (GSPO, arXiv 2507.18071); clip_low and
         clip_high of 3e-4 and 4e-4 are usual for it. With the last two, all tokens of an answer
@@ -50,13 +53,18 @@ class LossConfig:
       old_logprobs: denominator of the ratio. "on_policy": the current logprobs, so the ratio is
         exactly 1 and no extra pass runs. "rollout": the logprobs recorded while sampling.
         "recompute": the logprobs of the weights before the step (one forward pass, needed if a step
-        has several mini-batches).
+        has several mini-batches). "reference": those of the reference model, a frozen copy of the
+        first policy, after the group's reference_prompt (one forward pass; objective "dpo" only).
       tis_cap: cap C of truncated importance sampling; 0 disables it. Each token's loss is weighted
         by min(pi / pi_rollout, C), a constant for the gradient; `ratio` says whether pi is of the
         token or of its answer. Requires old_logprobs = "on_policy" and C >= 1; 2 is usual.
       aggregation: name of the loss aggregation, see packing.weigh.
       sequence_tokens: constant of aggregation "sequence_sum", in tokens; usually the maximum answer
         length.
+      beta: scale of the implicit rewards of objective "dpo" [DPO: 0.1; LongPO: 0.01].
+      preference_weight: weight of the preference loss of objective "dpo".
+      nll_weight: weight of the negative log-likelihood of the chosen answers, per token; 0: none.
+        Objective "dpo" only.
     """
 
     objective: str = "clip"
@@ -71,6 +79,9 @@ class LossConfig:
     tis_cap: float = 0.0
     aggregation: str = "token_mean"
     sequence_tokens: int = 0
+    beta: float = 0.1
+    preference_weight: float = 1.0
+    nll_weight: float = 0.0
 
     def __post_init__(self):
         check_choice(self, "loss.", objective=OBJECTIVES, ratio=RATIOS)
@@ -86,6 +97,38 @@ class LossConfig:
         if not (self.dual_clip > 1 or self.dual_clip == 0):
             raise ValueError(f"loss.dual_clip = {self.dual_clip}: must be above 1, or 0 for none")
         packing.check_aggregation(self.aggregation, self.sequence_tokens)
+        self._check_preferences()
+
+    def _check_preferences(self) -> None:
+        """Checks the fields that objective "dpo" needs, or that only it has."""
+        check_least(self, "loss.", beta=0, preference_weight=0, nll_weight=0)
+        if (self.objective == "dpo") != (self.old_logprobs == "reference"):
+            raise ValueError(
+                f"loss.old_logprobs = {self.old_logprobs!r}: must be 'reference' if, and only if, "
+                f"loss.objective is 'dpo'; it is {self.objective!r}"
+            )
+        if self.objective != "dpo":
+            if self.nll_weight:
+                raise ValueError(
+                    f"loss.nll_weight = {self.nll_weight}: must be 0 for loss.objective = "
+                    f"{self.objective!r}, which has no chosen answers"
+                )
+            return
+        if self.kl_weight:
+            raise ValueError(
+                f"loss.kl_weight = {self.kl_weight}: must be 0 for loss.objective = 'dpo', whose "
+                "rewards already measure the distance to the reference model"
+            )
+        if self.aggregation != "sequence_mean":
+            raise ValueError(
+                f"loss.aggregation = {self.aggregation!r}: must be 'sequence_mean' for "
+                "loss.objective = 'dpo', so that every pair counts the same"
+            )
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the update needs the weights of the reference model."""
+        return bool(self.kl_weight) or self.old_logprobs == "reference"
 
     @property
     def uses_rollout_logprobs(self) -> bool:
@@ -95,12 +138,16 @@ class LossConfig:
     def sums(self) -> tuple[str, ...]:
         """Names of the quantities that batch_loss sums over a micro-batch's tokens."""
         names = ["loss", "weight", "tokens", "entropy", "mean_logprob"]
+        if self.objective == "dpo":
+            return (*names, *PREFERENCE_SUMS)
         names += ["clip_share", "dual_clip_share", "approx_kl"]
         names += ["sampler_difference"] if self.old_logprobs != "recompute" else []
         return (*names, "kl") if self.kl_weight else tuple(names)
 
 
 ROLE_SUMS = ("role_tokens", "role_entropy")  # like LossConfig.sums, but one value per role
+PREFERENCE_SUMS = ("preference_loss", "preference_accuracy", "chosen_nll")
+PREFERENCE_SUMS += ("chosen_reward", "rejected_reward")
 
 
 def batch_loss(
@@ -115,13 +162,10 @@ def batch_loss(
     Logprobs and entropies (nats) are float32 [B, A]; the reference's are needed for a KL term.
     """
     chex.assert_equal_shape([logprobs, entropy, batch.weight])
-    old, weight = jax.lax.stop_gradient(logprobs), batch.weight
-    if config.old_logprobs != "on_policy":
-        old = batch.old_logprob
-    if config.tis_cap:
-        since_rollout = log_ratio(logprobs, batch.old_logprob, config.ratio, batch.answer)
-        weight *= importance(since_rollout, config.tis_cap)
-    value, sums = policy_loss(logprobs, old, batch.advantage, weight, config, batch.answer)
+    if config.objective == "dpo":
+        value, sums = preference_loss(logprobs, batch, config)
+    else:
+        value, sums = _ratio_loss(logprobs, batch, config)
     if reference_logprobs is not None:
         estimate = kl_estimate(logprobs, reference_logprobs, config.kl_estimator)
         kl = jnp.sum(batch.weight * estimate)
@@ -138,10 +182,54 @@ def batch_loss(
         "role_tokens": packing.sum_by_role(real, batch.role),
         "role_entropy": packing.sum_by_role(entropy * real, batch.role),
     }
-    if config.old_logprobs != "recompute":
+    if "sampler_difference" in config.sums:
         given = real & (batch.old_logprob != 0)
         sums["sampler_difference"] = jnp.sum(jnp.abs(logprobs - batch.old_logprob) * given)
     return value, sums
+
+
+def _ratio_loss(
+    logprobs: jax.Array, batch: packing.MicroBatch, config: LossConfig
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """policy_loss of a micro-batch, with the old logprobs and the weights of the config."""
+    old, weight = jax.lax.stop_gradient(logprobs), batch.weight
+    if config.old_logprobs != "on_policy":
+        old = batch.old_logprob
+    if config.tis_cap:
+        since_rollout = log_ratio(logprobs, batch.old_logprob, config.ratio, batch.answer)
+        weight *= importance(since_rollout, config.tis_cap)
+    return policy_loss(logprobs, old, batch.advantage, weight, config, batch.answer)
+
+
+def preference_loss(
+    logprobs: jax.Array, batch: packing.MicroBatch, config: LossConfig
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """DPO loss of a micro-batch's pairs, and the negative log-likelihood of the chosen answers.
+
+    With the implicit reward r(y) = beta (log pi(y) - log pi_ref(y)), sums over the answer's tokens,
+    a pair of chosen y_w and rejected y_l costs -log sigmoid(r(y_w) - r(y_l)) (Rafailov et al. 2023,
+    arXiv 2305.18290, Eq. 7). pi_ref may read another prompt than pi: in LongPO (Chen et al. 2025,
+    arXiv 2502.13922) it reads the short context, pi the long one.
+
+    `batch.old_logprob` has the reference's logprobs and `batch.advantage` 1 for the tokens of
+    chosen answers, -1 for rejected ones. A group's tokens share its margin, and their weights add
+    up to the pair's; those of one answer to half of it (aggregation "sequence_mean").
+    """
+    chex.assert_equal_shape([logprobs, batch.old_logprob, batch.advantage, batch.weight])
+    ratio = logprobs - batch.old_logprob
+    margin = config.beta * packing.sum_by_answer(batch.advantage * ratio, batch.group)
+    reward = config.beta * packing.sum_by_answer(ratio, batch.answer)
+    chosen, rejected = (2 * batch.weight * (sign * batch.advantage > 0) for sign in (1, -1))
+    preference = -jnp.sum(batch.weight * jax.nn.log_sigmoid(margin))
+    nll = -jnp.sum(chosen * logprobs)
+    sums = {
+        "preference_loss": preference,
+        "preference_accuracy": jnp.sum(batch.weight * (margin > 0)),
+        "chosen_nll": nll,
+        "chosen_reward": jnp.sum(chosen * reward),
+        "rejected_reward": jnp.sum(rejected * reward),
+    }
+    return config.preference_weight * preference + config.nll_weight * nll, sums
 
 
 def policy_loss(

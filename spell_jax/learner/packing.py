@@ -41,10 +41,19 @@ class TrainGroup:
     weights: Sequence[float] | None = None  # loss weight of each of the answer's tokens (weigh)
     ids: Sequence[int] | None = None  # by which answers are found again in micro-batches (with_ids)
     model: str = "policy"  # the trained model that the group is for
+    # Prompt [<= P] after which the reference model scores the answers; None: `prompt`. Only for
+    # loss.old_logprobs = "reference".
+    reference_prompt: Tokens | None = None
 
     def __post_init__(self):
         if not len(self.prompt):
             raise ValueError("group.prompt: is empty, must have at least 1 token")
+        own = self.prompt if self.reference_prompt is None else self.reference_prompt
+        if not 1 <= len(own) <= len(self.prompt):  # so its answers fit where the group fits
+            raise ValueError(
+                f"group.reference_prompt: of {len(own)} tokens, must have from 1 to "
+                f"{len(self.prompt)}, those of the prompt"
+            )
         if not self.answers or not all(len(answer) for answer in self.answers):
             raise ValueError("group.answers: must be one or more, each of at least 1 token")
         lengths = [len(answer) for answer in self.answers]
@@ -83,6 +92,7 @@ class MicroBatch:
     old_logprob: Array  # float32 [B, A], of the policy that sampled; 0 where none was given
     role: Array  # [B, A], number of the answer's role in ROLES, or len(ROLES) for another role
     answer: Array  # [B, A], number of the answer in its (one) row, -1 where padded
+    group: Array  # [B, A], number of the answer's group in its row, -1 where padded
     answer_id: Array  # [B, A], the answer's id in its TrainGroup, -1 where padded or not given
 
 
@@ -158,12 +168,28 @@ def sum_by_role(values: Array, role: Array) -> jax.Array:
 
 
 def sum_by_answer(values: Array, answer: Array) -> jax.Array:
-    """The sum of values over each token's answer, 0 where padded; all float32 [B, A]."""
+    """The sum of values over each token's answer, 0 where padded; all float32 [B, A].
+
+    With MicroBatch.group for `answer`, the sum over each token's group.
+    """
     size = answer.shape[1]
     slot = jnp.where(answer >= 0, answer, size)  # out of range, so that nothing is added
     rows = jnp.arange(len(answer))[:, None]
     sums = jnp.zeros_like(values).at[rows, slot].add(values, mode="drop")
     return jnp.take_along_axis(sums, slot, axis=1, mode="fill", fill_value=0)
+
+
+def whole_groups(
+    groups: Sequence[TrainGroup], largest: Bucket
+) -> tuple[list[TrainGroup], list[TrainGroup]]:
+    """Groups that fit without a split, and the single answers of the others.
+
+    A loss that compares the answers of a group needs all of them in one row.
+    """
+    fits = [g.tokens <= largest.length and g.answer_tokens <= largest.answers for g in groups]
+    refused = [group for group, ok in zip(groups, fits, strict=True) if not ok]
+    fitting = [group for group, ok in zip(groups, fits, strict=True) if ok]
+    return fitting, separate_answers(refused)
 
 
 def split_groups(
@@ -405,6 +431,7 @@ def empty_micro_batch(bucket: Bucket, rows: int) -> MicroBatch:
         old_logprob=np.zeros(short, np.float32),
         role=np.zeros(short, np.int32),
         answer=np.full(short, -1, np.int32),
+        group=np.full(short, -1, np.int32),
         answer_id=np.full(short, -1, np.int32),
     )
 
@@ -421,6 +448,7 @@ def _write(
     batch.last_query[row, start:prompt_end] = group_end - 1
     role = ROLES.index(group.role) if group.role in ROLES else len(ROLES)
     column, number = prompt_end, batch.answer[row].max() + 1
+    group_number = batch.group[row].max() + 1
     for i, answer in enumerate(group.answers):
         end, slots = column + len(answer), slice(filled, filled + len(answer))
         batch.tokens[row, column:end] = answer
@@ -433,6 +461,7 @@ def _write(
         batch.weight[row, slots] = group.weights[i]
         batch.role[row, slots] = role
         batch.answer[row, slots] = number + i
+        batch.group[row, slots] = group_number
         if group.ids is not None:
             batch.answer_id[row, slots] = group.ids[i]
         if group.old_logprobs is not None:

@@ -75,7 +75,7 @@ class Run:
     @property
     def copies(self) -> tuple[str, ...]:
         """Names of the models that start as frozen copies of the policy."""
-        reference = ["reference"] if self.learner.loss.kl_weight else []
+        reference = ["reference"] if self.learner.loss.needs_reference else []
         names = (*self.algorithm.models, *reference)
         return tuple(name for name in names if name not in self.own)
 

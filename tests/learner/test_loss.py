@@ -160,7 +160,10 @@ def test_extreme_ratios_stay_finite() -> None:
         ({"clip_low": float("nan")}, r"loss\.clip_low = nan: must be at least 0"),
         ({"dual_clip": 1.0}, r"loss\.dual_clip = 1\.0: must be above 1"),
         ({"dual_clip": -1.0}, r"loss\.dual_clip = -1\.0: must be above 1, or 0 for none"),
-        ({"objective": "ppo"}, r"loss\.objective = 'ppo': must be one of \('clip', 'cispo'\)"),
+        (
+            {"objective": "ppo"},
+            r"loss\.objective = 'ppo': must be one of \('clip', 'cispo', 'dpo'\)",
+        ),
         ({"ratio": "answer"}, r"loss\.ratio = 'answer': must be one of \('token', "),
         ({"kl_estimator": "kl"}, r"loss\.kl_estimator = 'kl': must be one of \('k1', "),
         ({"sequence_tokens": -1}, r"loss\.sequence_tokens = -1: must be at least 0 for loss\.agg"),

@@ -1,4 +1,4 @@
-"""Tests of the loss's variants against TRL's GRPOTrainer on the same numbers."""
+"""Tests of the loss's variants against TRL's GRPOTrainer and DPOTrainer on the same numbers."""
 
 from __future__ import annotations
 
@@ -130,3 +130,75 @@ def test_loss_and_gradient_equal_trl(name: str) -> None:
     np.testing.assert_allclose(gradient, np.concatenate(gradients), rtol=1e-4, atol=1e-6)
     is_clipped = gradient == 0  # no token in CISPO, nor with a KL term
     assert is_clipped.any() == (name not in ("CISPO", "KL"))
+
+
+def by_trl_dpo(beta: float) -> tuple[float, list[np.ndarray]]:
+    """TRL's DPO loss of two pairs, and its gradient for each answer's logprobs; no model runs.
+
+    TRL's batch has the chosen answers first: they are the first two of LENGTHS.
+    """
+    torch = pytest.importorskip("torch", reason="extra 'test'")
+    trainers = pytest.importorskip("trl.trainer.dpo_trainer", reason="extra 'test'")
+    logprobs = torch.tensor(padded(LOGPROBS), requires_grad=True)
+    mask = torch.tensor(padded([np.ones(n) for n in LENGTHS]), dtype=torch.long)
+    nothing = torch.zeros_like(logprobs)
+    means = {"entropy": nothing, "mean_logits": nothing, "is_top1": nothing.bool()}
+    outputs = mock.Mock(**{"log_probs": logprobs} | means)
+    trainer = mock.Mock(
+        loss_types=["sigmoid"],
+        loss_weights=[1.0],
+        beta=beta,
+        f_divergence_type="reverse_kl",
+        precompute_ref_logps=True,
+        aux_loss_enabled=False,
+        use_weighting=False,
+        ld_alpha=None,
+        _total_train_tokens=0,
+        _tp_size=1,
+        _metrics=collections.defaultdict(lambda: collections.defaultdict(list)),
+    )
+    trainer.accelerator = mock.Mock(gather=lambda x: x, gather_for_metrics=lambda x: x)
+    prompt = torch.ones((len(LENGTHS), 1), dtype=torch.long)
+    reference = torch.tensor([row.sum() for row in REFERENCE])
+    inputs = {
+        "input_ids": torch.zeros((len(LENGTHS), 1 + LONGEST), dtype=torch.long),
+        "attention_mask": torch.cat([prompt, mask], dim=1),
+        "completion_mask": torch.cat([0 * prompt, mask], dim=1),
+        "ref_chosen_logps": reference[:2],
+        "ref_rejected_logps": reference[2:],
+    }
+    loss = trainers.DPOTrainer._compute_loss(trainer, lambda **_: outputs, inputs, False)
+    loss.backward()
+    gradients = [row[:n].numpy() for row, n in zip(logprobs.grad, LENGTHS, strict=True)]
+    return loss.item(), gradients
+
+
+@pytest.mark.parametrize("beta", [0.1, 0.5, 2.0])
+def test_preference_loss_and_gradient_equal_trl(beta: float) -> None:
+    loss, gradients = by_trl_dpo(beta)
+    config = LossConfig(
+        objective="dpo", old_logprobs="reference", aggregation="sequence_mean", beta=beta
+    )
+    pairs = [(0, 2), (1, 3)]  # (chosen, rejected)
+    groups = [
+        TrainGroup(
+            [1],
+            [[2] * LENGTHS[i] for i in pair],
+            [1.0, -1.0],
+            old_logprobs=[REFERENCE[i] for i in pair],
+        )
+        for pair in pairs
+    ]
+    weighed = packing.weigh(groups, config.aggregation)
+    (batch,) = packing.pack(weighed, [Bucket(2 + sum(LENGTHS), sum(LENGTHS))], 1)
+    order = [i for pair in pairs for i in pair]  # the first pair is longer, so it is packed first
+    assert batch.answer[0].tolist() == [n for n, i in enumerate(order) for _ in range(LENGTHS[i])]
+    logprobs = jnp.concatenate([LOGPROBS[i] for i in order])[None]
+
+    def value(logprobs):
+        return losses.batch_loss(logprobs, jnp.zeros_like(logprobs), batch, config)[0]
+
+    found, gradient = jax.value_and_grad(value)(logprobs)
+    assert float(found) == pytest.approx(loss, rel=1e-5)
+    wanted = np.concatenate([gradients[i] for i in order])
+    np.testing.assert_allclose(np.asarray(gradient)[0], wanted, rtol=1e-5)

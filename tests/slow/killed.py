@@ -53,7 +53,7 @@ def models_of(config, workdir: pathlib.Path) -> tuple[dict[str, Any], dict[str, 
     checkpoints = Checkpoints(workdir)
     step = checkpoints.newest_intact()
     assert step is not None
-    others = [*run.algorithm.models, *(["reference"] if config.loss.kl_weight else [])]
+    others = [*run.algorithm.models, *(["reference"] if run.learner.loss.needs_reference else [])]
     target = {"policy": abstract} | dict.fromkeys(others, abstract.params)
     models, state = checkpoints.restore(step, target)
     checkpoints.close()

@@ -1,0 +1,200 @@
+"""Tests of the preference loss (DPO): values by hand, and pairs that share one prompt."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spell_jax.learner import loss as losses
+from spell_jax.learner import packing, update
+from spell_jax.learner.learner import Learner
+from spell_jax.learner.loss import LossConfig
+from spell_jax.learner.optimizer import OptimizerConfig
+from spell_jax.learner.packing import Bucket, PackingConfig, TrainGroup
+from spell_jax.policy import transformer
+from spell_jax.runtime import mesh as meshes
+from tests import tiny
+
+DPO = LossConfig(
+    objective="dpo",
+    old_logprobs="reference",
+    aggregation="sequence_mean",
+    beta=0.3,
+    preference_weight=0.7,
+    nll_weight=0.2,
+)
+TEMPERATURE = 0.7
+RANDOM = np.random.default_rng(5)
+
+
+def ids(count: int) -> np.ndarray:
+    return RANDOM.integers(3, tiny.POLICY.vocab_size, size=count)
+
+
+def pair(prompt: int, chosen: int, rejected: int, reference: int) -> TrainGroup:
+    answers = [ids(chosen), ids(rejected)]
+    return TrainGroup(ids(prompt), answers, [1.0, -1.0], reference_prompt=ids(reference))
+
+
+PAIRS = [pair(12, 5, 3, 4), pair(7, 2, 6, 7), pair(3, 1, 1, 2)]
+
+
+@functools.cache
+def learner(length: int = 48, answers: int = 32) -> Learner:
+    mesh = meshes.make_mesh({"fsdp": 1}, jax.devices()[:1])
+    layout = PackingConfig((Bucket(length, answers),), 2 * length)
+    smooth = OptimizerConfig(learning_rate=0.05, epsilon=0.1)
+    return Learner(tiny.POLICY, smooth, DPO, layout, mesh, TEMPERATURE)
+
+
+@jax.jit
+def every_logprob(params: transformer.Params, tokens: jax.Array) -> jax.Array:
+    logits = transformer.logits(tiny.POLICY, params, tokens)[:, :-1] / TEMPERATURE
+    return jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], axis=-1)[..., 0]
+
+
+def sums_of(params: transformer.Params, rows: list[tuple[np.ndarray, np.ndarray]]) -> jax.Array:
+    """Summed logprobs of answers [rows], one row (prompt, answer) each: no packing."""
+    tokens = np.zeros((len(rows), 24), np.int32)
+    is_answer = np.zeros((len(rows), 24), bool)
+    for row, (prompt, answer) in enumerate(rows):
+        end = len(prompt) + len(answer)
+        tokens[row, :end] = [*prompt, *answer]
+        is_answer[row, len(prompt) : end] = True
+    return jnp.sum(every_logprob(params, tokens) * is_answer[:, 1:], axis=1)
+
+
+def separate_loss(params: transformer.Params, reference: transformer.Params) -> jax.Array:
+    """The loss of PAIRS from single rows: policy after `prompt`, reference after its own."""
+    both = [(g.prompt, a) for g in PAIRS for a in g.answers]
+    short = [(g.reference_prompt, a) for g in PAIRS for a in g.answers]
+    policy = sums_of(params, both).reshape(-1, 2)
+    ratio = policy - sums_of(reference, short).reshape(-1, 2)
+    preference = -jax.nn.log_sigmoid(DPO.beta * (ratio[:, 0] - ratio[:, 1]))
+    nll = -policy[:, 0] / np.array([len(g.answers[0]) for g in PAIRS])
+    return jnp.mean(DPO.preference_weight * preference + DPO.nll_weight * nll)
+
+
+def packed_loss(
+    params: transformer.Params, made: Learner, groups: list[TrainGroup]
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    batches, *_ = made.pack(made.weigh(groups))
+    parts = [update.micro_batch_loss(made.spec, params, {}, batch, None) for batch in batches]
+    total = jax.tree.map(lambda *values: sum(values), *(sums for _, sums in parts))
+    return sum(value for value, _ in parts), total
+
+
+@pytest.mark.slow
+def test_pairs_behind_one_prompt_have_the_gradient_of_separate_rows():
+    reference = jax.tree.map(jnp.asarray, tiny.weights(seed=1))
+    params = jax.tree.map(jnp.asarray, tiny.weights())
+    made = learner()
+    scored = made.score_reference(reference, PAIRS)
+    wanted, gradient = jax.jit(jax.value_and_grad(separate_loss))(params, reference)
+    of_packed = functools.partial(packed_loss, made=made, groups=scored)
+    (found, _), packed = jax.jit(jax.value_and_grad(of_packed, has_aux=True))(params)
+    assert float(found) == pytest.approx(float(wanted), rel=1e-5)
+    largest = max(float(jnp.abs(x).max()) for x in jax.tree.leaves(gradient))
+    assert largest > 0.01
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * largest), packed, gradient
+    )
+
+
+def test_reference_reads_its_own_prompt():
+    reference = jax.tree.map(jnp.asarray, tiny.weights(seed=1))
+    scored = learner().score_reference(reference, PAIRS)
+    rows = [(g.reference_prompt, a) for g in PAIRS for a in g.answers]
+    found = [x.sum() for g in scored for x in g.old_logprobs or ()]
+    np.testing.assert_allclose(found, sums_of(reference, rows), rtol=1e-4)
+    assert [g.prompt is p.prompt for g, p in zip(scored, PAIRS, strict=True)] == [True] * 3
+    own = [dataclasses.replace(g, reference_prompt=None) for g in PAIRS]
+    again = learner().score_reference(reference, own)
+    rows = [(g.prompt, a) for g in PAIRS for a in g.answers]
+    found = [x.sum() for g in again for x in g.old_logprobs or ()]
+    np.testing.assert_allclose(found, sums_of(reference, rows), rtol=1e-4)
+
+
+def test_update_raises_the_margin_of_the_pairs():
+    made = learner()
+    state, reference = made.init(tiny.weights()), made.init(tiny.weights()).params
+    own = [dataclasses.replace(g, reference_prompt=None) for g in PAIRS]
+    state, first = made.update(state, own, reference)
+    assert first["preference_loss"] == pytest.approx(np.log(2), rel=1e-5)  # policy = reference
+    assert first["chosen_reward"] == pytest.approx(0, abs=1e-4)
+    wanted = 0.7 * first["preference_loss"] + 0.2 * first["chosen_nll"]
+    assert first["loss"] == pytest.approx(wanted, rel=1e-5)
+    _, second = made.update(state, own, reference)
+    assert second["preference_loss"] < first["preference_loss"]
+    assert second["chosen_reward"] > second["rejected_reward"]
+    assert second["preference_accuracy"] == pytest.approx(1.0)
+    with pytest.raises(ValueError, match="reference weights must be given"):
+        made.update(state, own)
+
+
+def test_preference_loss_and_its_sums_by_hand():
+    now, before = [[-1.0, -2.0], [-0.5]], [[-1.5, -2.5], [-0.25]]
+    other, since = [[-3.0], [-1.0, -1.0]], [[-2.0], [-2.0, -1.5]]
+    groups = [
+        TrainGroup([1], [[2] * len(a) for a in answers], [1.0, -1.0], old_logprobs=list(old))
+        for answers, old in ((now, map(np.array, before)), (other, map(np.array, since)))
+    ]
+    weighed = packing.weigh(groups, "sequence_mean")
+    (batch,) = packing.pack(weighed, [Bucket(16, 8)], 16)
+    assert batch.group[0].tolist() == [0, 0, 0, 1, 1, 1, -1, -1]
+    # Log-ratios: 1.0 and -.25 in the first pair; -1.0 and 1.5 in the second.
+    logprobs = jnp.array([[-1.0, -2.0, -0.5, -3.0, -1.0, -1.0, 0.0, 0.0]])
+    value, sums = losses.batch_loss(logprobs, jnp.zeros_like(logprobs), batch, DPO)
+    margins = 0.3 * np.array([1.25, -2.5])
+    wanted = np.mean(np.log1p(np.exp(-margins)))
+    assert float(sums["preference_loss"]) == pytest.approx(wanted, rel=1e-6)
+    assert float(sums["preference_accuracy"]) == pytest.approx(0.5)
+    assert float(sums["chosen_nll"]) == pytest.approx((1.5 + 3.0) / 2)
+    assert float(sums["chosen_reward"]) == pytest.approx(0.3 * (1.0 - 1.0) / 2, abs=1e-6)
+    assert float(sums["rejected_reward"]) == pytest.approx(0.3 * (-0.25 + 1.5) / 2)
+    assert float(value) == pytest.approx(0.7 * wanted + 0.2 * 2.25)
+    assert {*DPO.sums, *losses.ROLE_SUMS} == {*sums}
+
+
+def test_a_pair_is_refused_whole_and_never_split():
+    fits, too_long = pair(6, 4, 4, 3), pair(6, 4, 5, 3)
+    many = pair(2, 5, 5, 2)
+    fitting, refused = packing.whole_groups([too_long, fits, many], Bucket(14, 9))
+    assert fitting == [fits]
+    assert [len(g.answers) for g in refused] == [1] * 4
+    split, none = packing.split_groups([too_long], Bucket(14, 9))
+    assert len(split) == 2 and not none  # as other losses do
+    batches, packed, count = learner(14, 9).pack(packing.weigh([too_long, fits]))
+    assert (len(batches), packed[0].prompt.tolist(), count) == (1, list(fits.prompt), 2)
+
+
+def test_reference_prompt_is_not_longer_than_the_prompt():
+    with pytest.raises(ValueError, match=r"group\.reference_prompt: of 4 tokens, must have from 1"):
+        TrainGroup([1, 2, 3], [[4], [5]], [1.0, -1.0], reference_prompt=[1, 2, 3, 4])
+    with pytest.raises(ValueError, match=r"group\.reference_prompt: of 0 tokens"):
+        TrainGroup([1, 2, 3], [[4], [5]], [1.0, -1.0], reference_prompt=[])
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"old_logprobs": "on_policy"}, r"old_logprobs = 'on_policy': must be 'reference' if"),
+        ({"objective": "clip", "nll_weight": 0.0}, r"it is 'clip'"),
+        (
+            {"objective": "clip", "old_logprobs": "on_policy"},
+            r"loss\.nll_weight = 0\.2: must be 0 for loss\.objective = 'clip'",
+        ),
+        ({"kl_weight": 0.1}, r"loss\.kl_weight = 0\.1: must be 0 for loss\.objective = 'dpo'"),
+        ({"aggregation": "token_mean"}, r"aggregation = 'token_mean': must be 'sequence_mean'"),
+        ({"beta": -1.0}, r"loss\.beta = -1\.0: must be at least 0"),
+        ({"preference_weight": -1.0}, r"loss\.preference_weight = -1\.0: must be at least 0"),
+    ],
+)
+def test_fields_that_do_not_fit_preferences_are_rejected(fields, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(DPO, **fields)
