@@ -121,9 +121,12 @@ def check(config: Config, topology: str = "", workdir: str = "") -> Checked:
     loss_config = attempt("loss", build, loss.LossConfig, config.loss, "loss")
     _check_optimizer(config.optimizer, "optimizer", config, attempt)
     names = [name for name, value in config.items() if not hasattr(value, "items")]
-    # A valid loss is included because not every loss allows every staleness.
-    run = attempt("steps", _check_alone, config, [*names, "loss"] if loss_config else names)
     algorithm = attempt("algorithm", registry.read_algorithm, config.algorithm)
+    # A valid loss is included because not every loss allows every staleness, and an algorithm with
+    # preference pairs because only it allows their loss.
+    names += ["loss"] if loss_config else []
+    has_pairs = algorithm and registry.ALGORITHMS[algorithm.name].has_pairs
+    run = attempt("steps", _check_alone, config, [*names, "algorithm"] if has_pairs else names)
     tokenizer = _check_policy(checked, attempt)
     for name in configs.model_sections(config):
         attempt(name, _check_alone, config, (name,))

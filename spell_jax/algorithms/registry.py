@@ -15,6 +15,7 @@ from spell_jax.algorithms.eapo.algorithm import Eapo
 from spell_jax.algorithms.eapo.config import EapoConfig
 from spell_jax.algorithms.eapo.evaluation import held_out_evidence
 from spell_jax.algorithms.held_out import Evaluation
+from spell_jax.algorithms.preference.longpo import LongPo, LongPoConfig
 from spell_jax.algorithms.reconstruction.algorithm import Reconstruction, ReconstructionConfig
 from spell_jax.algorithms.reconstruction.evaluation import PuzzleEvaluation
 from spell_jax.algorithms.rlvr.algorithm import Rlvr, RlvrConfig
@@ -105,6 +106,9 @@ def _read_validation(data: DataConfig) -> tuple[Question, ...]:
 ALGORITHMS: dict[str, AlgorithmSpec] = {
     "spell": AlgorithmSpec(SpellConfig, Spell, _evaluate_spell),
     "rlvr": AlgorithmSpec(RlvrConfig, Rlvr, _evaluate_spell, ("clusters", "questions")),
+    "longpo": AlgorithmSpec(
+        LongPoConfig, LongPo, _evaluate_spell, ("clusters", "questions"), has_pairs=True
+    ),
     "reconstruction": AlgorithmSpec(ReconstructionConfig, Reconstruction, _evaluate_reconstruction),
     "eapo": AlgorithmSpec(EapoConfig, Eapo, _evaluate_eapo, ("questions",)),
 }

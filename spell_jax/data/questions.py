@@ -1,7 +1,8 @@
 """Questions with known answers about given documents, read from a JSONL file.
 
 Each line is {"task", "documents", "question", "answer"}. Optional lists are "evidence" (sentences
-of the documents that support the answer), "answers" (all right ones) and "wrong" (wrong ones).
+of the documents that support the answer), "answers" (all right ones), "wrong" (wrong ones) and
+"shown" (numbers from 0 of the documents that the question was written from).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ class Question:
     evidence: tuple[str, ...] = ()  # supporting sentences, quoted from the documents
     answers: tuple[str, ...] = ()  # all right answers, `answer` among them; (): only `answer`
     wrong: tuple[str, ...] = ()  # answers of the same kind that are wrong
+    shown: tuple[int, ...] = ()  # indices of the documents that the question was written from
 
     @property
     def right(self) -> tuple[str, ...]:
@@ -53,7 +55,10 @@ def _parse_question(record: Any) -> Question:
         raise ValueError(f"documents, {', '.join(_LISTS)} must be lists of strings")
     documents, stated = tuple(record["documents"]), (record["question"], record["answer"])
     more = {name: tuple(value) for name, value in lists.items()}
-    question = Question(record["task"], documents, *stated, **more)
+    shown = tuple(record.get("shown", ()))
+    if not all(type(index) is int and 0 <= index < len(documents) for index in shown):
+        raise ValueError(f"shown must be indices of the {len(documents)} documents")
+    question = Question(record["task"], documents, *stated, **more, shown=shown)
     texts = (*documents, *stated, *(text for value in lists.values() for text in value))
     if question.task not in TASKS or not all(isinstance(t, str) for t in texts):
         raise ValueError(f"task must be one of {TASKS}, the other fields strings")

@@ -154,7 +154,7 @@ class Learner:
         if self.loss.old_logprobs == "recompute":
             sampled, groups = groups, self.recompute(state, groups)
             difference = statistics.sampler_difference(sampled, groups)
-        if self.loss.old_logprobs == "reference":
+        if reference is not None and self.loss.old_logprobs == "reference":
             groups, reference = self.score_reference(reference, groups), None
         parts = packing.in_parts(groups, minibatches) or [[]]
         return Update(self, state, parts, reference, difference)
@@ -166,7 +166,7 @@ class Learner:
         return self._score(state.params, groups, groups)
 
     def score_reference(
-        self, reference: transformer.Params | None, groups: Sequence[packing.TrainGroup]
+        self, reference: transformer.Params, groups: Sequence[packing.TrainGroup]
     ) -> list[packing.TrainGroup]:
         """The groups with the reference's logprobs, each after its own reference_prompt."""
         read = [
@@ -179,7 +179,7 @@ class Learner:
 
     def _score(
         self,
-        params: transformer.Params | None,
+        params: transformer.Params,
         read: Sequence[packing.TrainGroup],
         groups: Sequence[packing.TrainGroup],
     ) -> list[packing.TrainGroup]:
@@ -194,7 +194,9 @@ class Learner:
         """Compiles the programs of every bucket, so that no later step waits for them."""
         with self.on_mesh():
             params = self.fns.cast(state.params)
-            kl_reference = self.cast(reference) if self.loss.kl_weight else None
+            kl_reference = None
+            if reference is not None and self.loss.kl_weight:
+                kl_reference = self.cast(reference)
             carry = self.fns.empty_carry()
             for bucket in self.packing.buckets:
                 batch = self.empty_batch(bucket)

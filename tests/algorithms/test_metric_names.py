@@ -11,10 +11,12 @@ from spell_jax.algorithms.eapo.evaluation import held_out_evidence
 from spell_jax.algorithms.held_out import HeldOutQuestions
 from spell_jax.algorithms.reconstruction.evaluation import PuzzleEvaluation
 from spell_jax.data.clusters import Cluster
+from spell_jax.learner import loss as losses
 from tests import metric_names
 from tests.algorithms import posing, scripted
 from tests.algorithms.eapo import test_evaluation as structured
 from tests.algorithms.eapo.test_algorithm import one
+from tests.algorithms.preference import test_longpo as longpo
 from tests.algorithms.rlvr import test_algorithm as rlvr
 from tests.algorithms.scripted import PROMPTS, ScriptedModels, roll_out
 
@@ -60,7 +62,22 @@ def of_rlvr() -> set[str]:
     )
 
 
-ALGORITHMS = {"reconstruction": of_reconstruction, "eapo": of_eapo, "rlvr": of_rlvr}
+def of_longpo() -> set[str]:
+    """Metrics of pairs, and of an update on them."""
+    algorithm = longpo.given_algorithm()
+    episodes = roll_out(algorithm, ScriptedModels(longpo.by_context), 1)
+    evaluation = HeldOutQuestions(PROMPTS, structured.QUESTIONS)
+    held_out = evaluation.quick(ScriptedModels(structured.write))[1]
+    names = in_run(algorithm.metrics(episodes).means(), held_out)
+    return names | {f"train/{name}" for name in losses.PREFERENCE_SUMS}
+
+
+ALGORITHMS = {
+    "reconstruction": of_reconstruction,
+    "eapo": of_eapo,
+    "rlvr": of_rlvr,
+    "longpo": of_longpo,
+}
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

@@ -211,6 +211,36 @@ def test_demonstrations_fit_the_demos_token_caps():
         assert len(tokenizer.chat(row.prompt)) <= config.sampler.max_prompt
 
 
+@pytest.mark.parametrize(
+    ("name", "fields", "message"),
+    [
+        (
+            "longpo",
+            {"loss.objective": "clip", "loss.old_logprobs": "on_policy", "loss.nll_weight": 0.0},
+            r"loss\.objective = 'clip': must be 'dpo' for algorithm\.name = 'longpo'",
+        ),
+        (
+            "rlvr",
+            {
+                "loss.objective": "dpo",
+                "loss.old_logprobs": "reference",
+                "loss.aggregation": "sequence_mean",
+            },
+            r"loss\.objective = 'dpo': must not be 'dpo' for algorithm\.name = 'rlvr'",
+        ),
+        (
+            "longpo",
+            {"packing.shared_prefix": False},
+            r"packing\.shared_prefix = False: must be True for loss\.objective = 'dpo'",
+        ),
+    ],
+)
+def test_loss_must_fit_the_algorithm(name, fields, message):
+    config = noise.with_fields(load(name)[1], {"data.source": "tiny"} | fields)
+    with pytest.raises(ValueError, match=message):
+        configs.read(config)
+
+
 # ---------------------------------------------------------------------------------------- Ablations
 
 PAPER = {"algorithm.reference_source": "questioner"}

@@ -59,6 +59,8 @@ class RlvrConfig(SpellConfig):
 class Rlvr(Spell):
     """SPELL but for the origin of the questions; given ones keep their references."""
 
+    episode: type[Episode] = Episode  # of an accepted question of the set
+
     def __init__(self, config: RlvrConfig, context: AlgorithmContext):
         source, self._given = as_clusters(context.questions())
         if self._given:
@@ -86,7 +88,7 @@ class Rlvr(Spell):
             new = [c for _, c in self.stream.next(wanted) if c.id not in asked]
             asked |= {cluster.id for cluster in new}
             given = [(self._given[cluster.id], cluster) for cluster in new]
-            yield [_episode(q.task, c, (), q.question, q.answer) for q, c in given]
+            yield [self._accepted(q.task, c, q.shown, q.question, q.answer) for q, c in given]
 
     def _written_batches(self, key: Key) -> Iterator[list[Episode]]:
         rng = np.random.default_rng([*key, 3])  # Spell uses [*key], [*key, 1] and [*key, 2]
@@ -95,9 +97,24 @@ class Rlvr(Spell):
             questions = [self._written[i] for i in order[start : start + batch]]
             clusters = self.stream.read([q["cluster"] for q in questions])
             yield [
-                _episode(q["task"], c, tuple(q["shown"]), q["question"], q["reference"])
+                self._accepted(q["task"], c, tuple(q["shown"]), q["question"], q["reference"])
                 for q, c in zip(questions, clusters, strict=True)
             ]
+
+    def _accepted(
+        self, task: str, cluster: Cluster, shown: tuple[int, ...], question: str, reference: str
+    ) -> Episode:
+        """An accepted question of the set; `shown` is what its questioner read."""
+        return self.episode(
+            task,
+            cluster,
+            shown,
+            history=(),
+            status="accepted",
+            question=question,
+            reference=reference,
+            own_reference=reference,
+        )
 
     def _write(self, models: Models, rng: np.random.Generator) -> list[dict[str, Any]]:
         """Writes the static set in whole batches of SPELL's parts 1 to 3."""
@@ -135,19 +152,3 @@ class Rlvr(Spell):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state["spell"])
         self._written = list(state["questions"])
-
-
-def _episode(
-    task: str, cluster: Cluster, shown: tuple[int, ...], question: str, reference: str
-) -> Episode:
-    """An accepted question of the set; `shown` is what its questioner read."""
-    return Episode(
-        task,
-        cluster,
-        shown,
-        history=(),
-        status="accepted",
-        question=question,
-        reference=reference,
-        own_reference=reference,
-    )

@@ -329,8 +329,8 @@ def run(
 
 def _line(attempt: Attempt) -> dict[str, Any]:
     a = attempt
-    question = Question(a.task, a.cluster.documents, a.question, a.reference)
-    return dataclasses.asdict(question) | {"cluster": a.cluster.id, "shown": list(a.shown)}
+    question = Question(a.task, a.cluster.documents, a.question, a.reference, shown=a.shown)
+    return dataclasses.asdict(question) | {"cluster": a.cluster.id}
 
 
 # ----------------------------------------------------------------------------------- Command line

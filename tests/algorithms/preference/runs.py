@@ -1,0 +1,50 @@
+"""Small runs of preference algorithms in the tiny world."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import jax
+import pytest
+
+from spell_jax.runtime.episodes import read_episodes
+from spell_jax.runtime.metrics import read_metrics
+from spell_jax.trainer import loop
+from tests import noise
+from tests.slow import killed
+
+PREFERENCES = {
+    "loss.objective": "dpo",
+    "loss.old_logprobs": "reference",
+    "loss.aggregation": "sequence_mean",
+}
+
+
+def run_to_end(config: Any, workdir: pathlib.Path) -> list[dict]:
+    """The metrics of a run in this process, in which random text has a meaning."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        noise.use_one_device(monkeypatch)
+        noise.give_meaning(monkeypatch)
+        noise.skip_plots(monkeypatch)
+        noise.share_programs(monkeypatch)
+        loop.train(config, workdir)
+    return list(map(noise.steady, read_metrics(workdir)))
+
+
+def check_resumed(folder: pathlib.Path, tmp_path: pathlib.Path, **fields: Any) -> list[dict]:
+    """Metrics of two steps, which are equal to the bit when the run resumes after the first."""
+    small = {"checkpoint_every": 1, "validate_every": 0, "optimizer.learning_rate": 0.01} | fields
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    lines = run_to_end(noise.small_config(folder, steps=2, **small), whole)
+    run_to_end(noise.small_config(folder, steps=1, **small), parts)
+    resumed = noise.small_config(folder, steps=2, **small)
+    assert run_to_end(resumed, parts) == lines
+    assert list(read_episodes(parts)) == list(read_episodes(whole))
+    (models, state), (wanted, wanted_state) = (
+        killed.models_of(resumed, run) for run in (parts, whole)
+    )
+    assert state == wanted_state
+    for array, want in zip(jax.tree.leaves(models), jax.tree.leaves(wanted), strict=True):
+        assert array.tobytes() == want.tobytes()
+    return lines
