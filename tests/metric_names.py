@@ -44,6 +44,7 @@ OF_OTHER_ALGORITHMS = {
     *("eval/dense_reward[/K]", "eval/sparse_reward[/K]", "eval/permutation[/K]"),
     *("eval/well_formed", "eval/verbatim"),
     *("eval/evidence_precision", "eval/evidence_recall"),
+    *("rollout/phase", "rollout/retrospective"),
     *("rollout/preference_pairs[/TASK]", "rollout/short_solve_rate[/TASK]"),
     *("train/preference_loss", "train/preference_accuracy"),
     *("train/chosen_reward", "train/rejected_reward", "train/chosen_nll"),

@@ -19,6 +19,7 @@ from spell_jax.algorithms.preference.longpo import LongPo, LongPoConfig
 from spell_jax.algorithms.reconstruction.algorithm import Reconstruction, ReconstructionConfig
 from spell_jax.algorithms.reconstruction.evaluation import PuzzleEvaluation
 from spell_jax.algorithms.rlvr.algorithm import Rlvr, RlvrConfig
+from spell_jax.algorithms.rlvr.qwenlong import QwenLong, QwenLongConfig
 from spell_jax.algorithms.spell.algorithm import Spell
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.algorithms.spell.evaluation import TinyEvaluation
@@ -106,6 +107,9 @@ def _read_validation(data: DataConfig) -> tuple[Question, ...]:
 ALGORITHMS: dict[str, AlgorithmSpec] = {
     "spell": AlgorithmSpec(SpellConfig, Spell, _evaluate_spell),
     "rlvr": AlgorithmSpec(RlvrConfig, Rlvr, _evaluate_spell, ("clusters", "questions")),
+    "qwenlong_l1": AlgorithmSpec(
+        QwenLongConfig, QwenLong, _evaluate_spell, ("clusters", "questions")
+    ),
     "longpo": AlgorithmSpec(
         LongPoConfig, LongPo, _evaluate_spell, ("clusters", "questions"), has_pairs=True
     ),

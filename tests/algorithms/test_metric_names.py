@@ -18,6 +18,7 @@ from tests.algorithms.eapo import test_evaluation as structured
 from tests.algorithms.eapo.test_algorithm import one
 from tests.algorithms.preference import test_longpo as longpo
 from tests.algorithms.rlvr import test_algorithm as rlvr
+from tests.algorithms.rlvr import test_qwenlong as qwenlong
 from tests.algorithms.scripted import PROMPTS, ScriptedModels, roll_out
 
 
@@ -72,11 +73,22 @@ def of_longpo() -> set[str]:
     return names | {f"train/{name}" for name in losses.PREFERENCE_SUMS}
 
 
+def of_qwenlong() -> set[str]:
+    """Metrics of a step of the second phase."""
+    algorithm = qwenlong.new_algorithm()
+    models = ScriptedModels(qwenlong.write)
+    episodes = [roll_out(algorithm, models, step) for step in (1, 3)][-1]
+    evaluation = HeldOutQuestions(PROMPTS, structured.QUESTIONS)
+    held_out = evaluation.quick(ScriptedModels(structured.write))[1]
+    return in_run(algorithm.metrics(episodes).means(), held_out)
+
+
 ALGORITHMS = {
     "reconstruction": of_reconstruction,
     "eapo": of_eapo,
     "rlvr": of_rlvr,
     "longpo": of_longpo,
+    "qwenlong_l1": of_qwenlong,
 }
 
 

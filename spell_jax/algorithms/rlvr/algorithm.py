@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,8 @@ from spell_jax.algorithms.spell.algorithm import Spell
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.algorithms.spell.episode import Episode
 from spell_jax.data.clusters import Cluster
-from spell_jax.data.questions import as_clusters
+from spell_jax.data.questions import Question, as_clusters
+from spell_jax.data.stream import TaskStream
 from spell_jax.learner.packing import TrainGroup
 from spell_jax.runtime.config import check_least
 from spell_jax.runtime.metrics import Metrics
@@ -75,22 +76,23 @@ class Rlvr(Spell):
         rng = np.random.default_rng([*key])
         if not self._given and not self._written:
             self._written = self._write(models, rng)
-        batches = self._given_batches() if self._given else self._written_batches(key)
+        batches = (self._given_batches if self._given else self._written_batches)(key, step)
         episodes = self.fill((models.run_all(self.solve, batch) for batch in batches), rng)
         # No questioner took part in the step, so it gets no reward.
         return [dataclasses.replace(e, reward=None) for e in episodes]
 
-    def _given_batches(self) -> Iterator[list[Episode]]:
-        """The next given questions; a new epoch may deal some of a step again: they are dropped."""
-        asked: set[str] = set()
-        while len(asked) < len(self.stream):
-            wanted = min(self.config.generation_batch, len(self.stream) - len(asked))
-            new = [c for _, c in self.stream.next(wanted) if c.id not in asked]
-            asked |= {cluster.id for cluster in new}
-            given = [(self._given[cluster.id], cluster) for cluster in new]
-            yield [self._accepted(q.task, c, q.shown, q.question, q.answer) for q, c in given]
+    def _given_batches(self, key: Key, step: int) -> Iterator[list[Episode]]:
+        for clusters in deal_once(self.stream, self.config.generation_batch):
+            yield self._accept(self._given, clusters)
 
-    def _written_batches(self, key: Key) -> Iterator[list[Episode]]:
+    def _accept(
+        self, questions: Mapping[str, Question], clusters: Sequence[Cluster]
+    ) -> list[Episode]:
+        """Episodes of the questions with the ids of the clusters (data.questions.as_clusters)."""
+        given = [(questions[cluster.id], cluster) for cluster in clusters]
+        return [self._accepted(q.task, c, q.shown, q.question, q.answer) for q, c in given]
+
+    def _written_batches(self, key: Key, step: int) -> Iterator[list[Episode]]:
         rng = np.random.default_rng([*key, 3])  # Spell uses [*key], [*key, 1] and [*key, 2]
         order, batch = rng.permutation(len(self._written)), self.config.generation_batch
         for start in range(0, len(order), batch):
@@ -152,3 +154,13 @@ class Rlvr(Spell):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state["spell"])
         self._written = list(state["questions"])
+
+
+def deal_once(stream: TaskStream, batch: int) -> Iterator[list[Cluster]]:
+    """Batches of the next clusters of a stream, none twice: a new epoch's repeats are dropped."""
+    asked: set[str] = set()
+    while len(asked) < len(stream):
+        dealt = stream.next(min(batch, len(stream) - len(asked)))
+        new = [cluster for _, cluster in dealt if cluster.id not in asked]
+        asked |= {cluster.id for cluster in new}
+        yield new

@@ -1,0 +1,159 @@
+"""QwenLong-L1: RLVR with a curriculum of context lengths (Wan et al. 2025, arXiv 2505.17667).
+
+1. phases: the run is divided into phases of equal numbers of steps. In a phase the policy answers
+   the questions whose input is longer than the phase before allowed, up to the phase's own length.
+2. retrospection: from the second phase on, a share of every step's questions are earlier phases'
+   ones, sampled in proportion to their difficulty, the inverse of their mean reward.
+3. reward: the maximum of the rule's and a judge's verdict, SPELL's responder_reward = "max". The
+   judge is the policy as it verifies, and is not trained for it.
+
+Everything else is RLVR (algorithms/rlvr/algorithm.py), on given or written questions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from spell_jax.algorithms.base import AlgorithmContext, Key, Models
+from spell_jax.algorithms.rlvr.algorithm import Rlvr, RlvrConfig, deal_once
+from spell_jax.algorithms.spell.episode import Episode
+from spell_jax.data.clusters import in_memory
+from spell_jax.data.questions import Question, as_clusters
+from spell_jax.data.stream import TaskStream
+from spell_jax.runtime.metrics import Metrics
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class QwenLongConfig(RlvrConfig):
+    """RLVR's fields, and the curriculum.
+
+    Attributes:
+      phase_tokens: longest input of each phase, in tokens of documents and question, ascending.
+        Longer questions are left out, and so are phases without a question.
+      retrospective_share: share of a step's questions that are of earlier phases, in [0, 1).
+    """
+
+    name: str = "qwenlong_l1"
+    phase_tokens: tuple[int, ...] = (20_000, 60_000)
+    retrospective_share: float = 0.25
+    train_verifier: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        lengths = self.phase_tokens
+        if not lengths or lengths[0] < 1 or list(lengths) != sorted(set(lengths)):
+            raise ValueError(
+                f"algorithm.phase_tokens = {lengths}: must be one or more numbers of at least 1, "
+                "ascending"
+            )
+        if not 0 <= self.retrospective_share < 1:
+            raise ValueError(
+                f"algorithm.retrospective_share = {self.retrospective_share}: must be from 0 to "
+                "below 1"
+            )
+
+
+class QwenLong(Rlvr):
+    """RLVR whose questions come phase by phase."""
+
+    def __init__(self, config: QwenLongConfig, context: AlgorithmContext):
+        super().__init__(config, context)
+        self._context, self._lengths = context, config.phase_tokens
+        self._share = config.retrospective_share
+        self._phases: list[TaskStream] = []
+        self._means: dict[str, float] = {}  # question -> mean reward when it was last answered
+        if self._given:
+            self._divide(tuple(self._given.values()))
+
+    def _divide(self, questions: Sequence[Question]) -> None:
+        """Divides the set among the phases by the lengths of its inputs."""
+        source, self._questions = as_clusters(questions)
+        self._read = source.read
+        by_phase: list[list[str]] = [[] for _ in self._lengths]
+        for name, question in self._questions.items():
+            length = _input_tokens(question, self._context)
+            phase = next((k for k, most in enumerate(self._lengths) if length <= most), None)
+            if phase is not None:
+                by_phase[phase].append(name)
+        by_phase = [names for names in by_phase if names]
+        if not by_phase:
+            raise ValueError(
+                f"algorithm.phase_tokens = {self._lengths}: must not be below the lengths of all "
+                f"{len(questions)} questions"
+            )
+        self._phases = [self._context.deal(in_memory(self._read(names))) for names in by_phase]
+        self._phase_of = {name: k for k, names in enumerate(by_phase) for name in names}
+        log.info("questions of the phases: %s", [len(names) for names in by_phase])
+        if left_out := len(questions) - len(self._phase_of):
+            log.warning("%d questions are longer than all phases: left out", left_out)
+
+    def _divide_written(self) -> None:
+        clusters = self.stream.read([q["cluster"] for q in self._written])
+        pairs = zip(self._written, clusters, strict=True)
+        self._divide(
+            [
+                Question(
+                    q["task"], c.documents, q["question"], q["reference"], shown=tuple(q["shown"])
+                )
+                for q, c in pairs
+            ]
+        )
+
+    def rollout(self, models: Models, key: Key, step: int) -> list[Episode]:
+        episodes = super().rollout(models, key, step)
+        self._means |= {e.cluster.id: e.mean_score for e in episodes if e.response is not None}
+        return episodes
+
+    def _written_batches(self, key: Key, step: int) -> Iterator[list[Episode]]:
+        if self._written and not self._phases:
+            self._divide_written()
+        return self._given_batches(key, step) if self._phases else iter(())
+
+    def _given_batches(self, key: Key, step: int) -> Iterator[list[Episode]]:
+        """Questions of earlier phases by difficulty, and the next ones of the step's phase."""
+        count = len(self._phases)
+        phase = min((step - 1) * count // self._context.steps, count - 1)
+        earlier = sorted(name for name in self._means if self._phase_of[name] < phase)
+        weights = np.array([self._difficulty(name) for name in earlier])
+        rng = np.random.default_rng([*key, 4])  # Rlvr and Spell use [*key] to [*key, 3]
+        order = rng.choice(earlier, len(earlier), False, weights / weights.sum()) if earlier else ()
+        batch = self.config.generation_batch
+        share = min(round(self._share * batch), len(earlier))
+        for number, new in enumerate(deal_once(self._phases[phase], batch - share)):
+            again = self._read([str(name) for name in order[number * share : (number + 1) * share]])
+            yield self._accept(self._questions, [*again, *new])
+
+    def _difficulty(self, name: str) -> float:
+        """The inverse of the mean reward, at most G: a question that was never solved has that."""
+        return 1 / max(self._means[name], 1 / self.config.group_size)
+
+    def metrics(self, episodes: Sequence[Episode]) -> Metrics:
+        metrics = super().metrics(episodes)
+        phases = [self._phase_of[e.cluster.id] for e in episodes]
+        metrics.add("phase", max(phases, default=0) + 1)
+        for phase in phases:
+            metrics.add("retrospective", phase < max(phases))
+        return metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        phases = [stream.state_dict() for stream in self._phases]
+        return super().state_dict() | {"phases": phases, "means": self._means}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        if self._written and not self._phases:
+            self._divide_written()
+        for stream, saved in zip(self._phases, state["phases"], strict=True):
+            stream.load_state_dict(saved)
+        self._means = dict(state["means"])
+
+
+def _input_tokens(question: Question, context: AlgorithmContext) -> int:
+    return sum(context.count_tokens(text) for text in (*question.documents, question.question))
