@@ -118,8 +118,8 @@ class QwenLong(Rlvr):
 
     def _given_batches(self, key: Key, step: int) -> Iterator[list[Episode]]:
         """Questions of earlier phases by difficulty, and the next ones of the step's phase."""
-        count = len(self._phases)
-        phase = min((step - 1) * count // self._context.steps, count - 1)
+        phases = len(self._phases)
+        phase = min((step - 1) * phases // self._context.steps, phases - 1)
         earlier = sorted(name for name in self._means if self._phase_of[name] < phase)
         weights = np.array([self._difficulty(name) for name in earlier])
         rng = np.random.default_rng([*key, 4])  # Rlvr and Spell use [*key] to [*key, 3]
