@@ -48,6 +48,7 @@ OF_OTHER_ALGORITHMS = {
     *("rollout/preference_pairs[/TASK]", "rollout/short_solve_rate[/TASK]"),
     *("train/preference_loss", "train/preference_accuracy"),
     *("train/chosen_reward", "train/rejected_reward", "train/chosen_nll"),
+    "train/alignment",
     *("rollout/static_questions", "rollout/judge_failed[/TASK]", "eval/all", "eval/TASK"),
 }
 # Names for the updates of another model.

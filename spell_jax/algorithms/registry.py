@@ -16,6 +16,7 @@ from spell_jax.algorithms.eapo.config import EapoConfig
 from spell_jax.algorithms.eapo.evaluation import held_out_evidence
 from spell_jax.algorithms.held_out import Evaluation
 from spell_jax.algorithms.preference.longpo import LongPo, LongPoConfig
+from spell_jax.algorithms.preference.solopo import SoLoPo, SoLoPoConfig
 from spell_jax.algorithms.reconstruction.algorithm import Reconstruction, ReconstructionConfig
 from spell_jax.algorithms.reconstruction.evaluation import PuzzleEvaluation
 from spell_jax.algorithms.rlvr.algorithm import Rlvr, RlvrConfig
@@ -112,6 +113,9 @@ ALGORITHMS: dict[str, AlgorithmSpec] = {
     ),
     "longpo": AlgorithmSpec(
         LongPoConfig, LongPo, _evaluate_spell, ("clusters", "questions"), has_pairs=True
+    ),
+    "solopo": AlgorithmSpec(
+        SoLoPoConfig, SoLoPo, _evaluate_spell, ("clusters", "questions"), has_pairs=True
     ),
     "reconstruction": AlgorithmSpec(ReconstructionConfig, Reconstruction, _evaluate_reconstruction),
     "eapo": AlgorithmSpec(EapoConfig, Eapo, _evaluate_eapo, ("questions",)),

@@ -150,6 +150,10 @@ class Learner:
                 f"loss.old_logprobs = {self.loss.old_logprobs!r}, loss.tis_cap = "
                 f"{self.loss.tis_cap}: need the old_logprobs of every group"
             )
+        if self.loss.align_weight and any(group.aligned is None for group in groups):
+            raise ValueError(
+                f"loss.align_weight = {self.loss.align_weight}: needs groups with an aligned one"
+            )
         difference: dict[str, float] = {}
         if self.loss.old_logprobs == "recompute":
             sampled, groups = groups, self.recompute(state, groups)
@@ -169,13 +173,21 @@ class Learner:
         self, reference: transformer.Params, groups: Sequence[packing.TrainGroup]
     ) -> list[packing.TrainGroup]:
         """The groups with the reference's logprobs, each after its own reference_prompt."""
+        parts = [part for group in groups for part in group.segments]
         read = [
-            group
-            if group.reference_prompt is None
-            else dataclasses.replace(group, prompt=group.reference_prompt, reference_prompt=None)
+            dataclasses.replace(
+                part,
+                prompt=part.prompt if part.reference_prompt is None else part.reference_prompt,
+                reference_prompt=None,
+                aligned=None,
+            )
+            for part in parts
+        ]
+        found = iter(self._score(reference, read, parts))
+        return [
+            dataclasses.replace(next(found), aligned=next(found) if group.aligned else None)
             for group in groups
         ]
-        return self._score(reference, read, groups)
 
     def _score(
         self,
@@ -298,8 +310,9 @@ class Update:
         filled = sum(np.count_nonzero(batch.last_query >= 0) for batch in self._batches)
         slots = sum(np.size(batch.tokens) for batch in self._batches)
         operations = sum(
-            statistics.operations(self._learner.policy, len(group.prompt), map(len, group.answers))
+            statistics.operations(self._learner.policy, len(part.prompt), map(len, part.answers))
             for group in self._fitting
+            for part in group.segments
         )
         return {
             "trained_tokens": float(filled),

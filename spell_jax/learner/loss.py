@@ -65,6 +65,8 @@ class LossConfig:
       preference_weight: weight of the preference loss of objective "dpo".
       nll_weight: weight of the negative log-likelihood of the chosen answers, per token; 0: none.
         Objective "dpo" only.
+      align_weight: weight of the distance between the rewards of a chosen answer after its two
+        prompts (TrainGroup.aligned) [SoLoPO: alpha]. Objective "dpo" only.
     """
 
     objective: str = "clip"
@@ -82,6 +84,7 @@ class LossConfig:
     beta: float = 0.1
     preference_weight: float = 1.0
     nll_weight: float = 0.0
+    align_weight: float = 0.0
 
     def __post_init__(self):
         check_choice(self, "loss.", objective=OBJECTIVES, ratio=RATIOS)
@@ -101,18 +104,19 @@ class LossConfig:
 
     def _check_preferences(self) -> None:
         """Checks the fields that objective "dpo" needs, or that only it has."""
-        check_least(self, "loss.", beta=0, preference_weight=0, nll_weight=0)
+        check_least(self, "loss.", beta=0, preference_weight=0, nll_weight=0, align_weight=0)
         if (self.objective == "dpo") != (self.old_logprobs == "reference"):
             raise ValueError(
                 f"loss.old_logprobs = {self.old_logprobs!r}: must be 'reference' if, and only if, "
                 f"loss.objective is 'dpo'; it is {self.objective!r}"
             )
         if self.objective != "dpo":
-            if self.nll_weight:
-                raise ValueError(
-                    f"loss.nll_weight = {self.nll_weight}: must be 0 for loss.objective = "
-                    f"{self.objective!r}, which has no chosen answers"
-                )
+            for field in ("nll_weight", "align_weight"):
+                if getattr(self, field):
+                    raise ValueError(
+                        f"loss.{field} = {getattr(self, field)}: must be 0 for loss.objective = "
+                        f"{self.objective!r}, which has no chosen answers"
+                    )
             return
         if self.kl_weight:
             raise ValueError(
@@ -139,7 +143,8 @@ class LossConfig:
         """Names of the quantities that batch_loss sums over a micro-batch's tokens."""
         names = ["loss", "weight", "tokens", "entropy", "mean_logprob"]
         if self.objective == "dpo":
-            return (*names, *PREFERENCE_SUMS)
+            names += PREFERENCE_SUMS
+            return (*names, "alignment") if self.align_weight else tuple(names)
         names += ["clip_share", "dual_clip_share", "approx_kl"]
         names += ["sampler_difference"] if self.old_logprobs != "recompute" else []
         return (*names, "kl") if self.kl_weight else tuple(names)
@@ -214,6 +219,10 @@ def preference_loss(
     `batch.old_logprob` has the reference's logprobs and `batch.advantage` 1 for the tokens of
     chosen answers, -1 for rejected ones. A group's tokens share its margin, and their weights add
     up to the pair's; those of one answer to half of it (aggregation "sequence_mean").
+
+    With align_weight, |r(y_w | x_long) - r(y_w | x_short)| is added for the chosen answer's reward
+    after its group's prompt and after that of the aligned group, whose tokens have advantage 0: the
+    short-to-long reward alignment of SoLoPO (Sun et al. 2025, arXiv 2505.11166).
     """
     chex.assert_equal_shape([logprobs, batch.old_logprob, batch.advantage, batch.weight])
     ratio = logprobs - batch.old_logprob
@@ -229,7 +238,13 @@ def preference_loss(
         "chosen_reward": jnp.sum(chosen * reward),
         "rejected_reward": jnp.sum(rejected * reward),
     }
-    return config.preference_weight * preference + config.nll_weight * nll, sums
+    value = config.preference_weight * preference + config.nll_weight * nll
+    if config.align_weight:
+        sign = jnp.where(batch.advantage > 0, -1.0, 1.0 * (batch.advantage == 0))
+        distance = jnp.abs(config.beta * packing.sum_by_answer(sign * ratio, batch.group))
+        sums["alignment"] = jnp.sum(chosen * distance)
+        value += config.align_weight * sums["alignment"]
+    return value, sums
 
 
 def policy_loss(

@@ -44,6 +44,9 @@ class TrainGroup:
     # Prompt [<= P] after which the reference model scores the answers; None: `prompt`. Only for
     # loss.old_logprobs = "reference".
     reference_prompt: Tokens | None = None
+    # The first answer after another prompt, in the same row: a group of one answer of advantage and
+    # weight 0, whose reward loss.align_weight compares.
+    aligned: TrainGroup | None = None
 
     def __post_init__(self):
         if not len(self.prompt):
@@ -70,11 +73,17 @@ class TrainGroup:
 
     @property
     def answer_tokens(self) -> int:
-        return sum(len(answer) for answer in self.answers)
+        own = sum(len(answer) for answer in self.answers)
+        return own + (self.aligned.answer_tokens if self.aligned else 0)
 
     @property
     def tokens(self) -> int:
-        return len(self.prompt) + self.answer_tokens
+        return sum(len(part.prompt) for part in self.segments) + self.answer_tokens
+
+    @property
+    def segments(self) -> list[TrainGroup]:
+        """The group and its aligned one: prompts with their answers, in the order of the row."""
+        return [self] if self.aligned is None else [self, self.aligned]
 
 
 @flax.struct.dataclass
@@ -406,8 +415,11 @@ def _stack(
         start = filled = 0
         is_answer = np.zeros(bucket.length, bool)
         for index in members:
-            is_answer[start + len(groups[index].prompt) : start + groups[index].tokens] = True
-            start, filled = _write(batch, row, start, filled, groups[index])
+            number = batch.group[row].max() + 1
+            for part in groups[index].segments:
+                first = start + len(part.prompt)
+                start, filled = _write(batch, row, start, filled, part, number)
+                is_answer[first:start] = True
         if devices > 1:
             order = context_layout.order(is_answer, start, devices)
             for array in (batch.tokens, batch.positions, batch.index, batch.last_query):
@@ -437,18 +449,18 @@ def empty_micro_batch(bucket: Bucket, rows: int) -> MicroBatch:
 
 
 def _write(
-    batch: MicroBatch, row: int, start: int, filled: int, group: TrainGroup
+    batch: MicroBatch, row: int, start: int, filled: int, group: TrainGroup, group_number: int
 ) -> tuple[int, int]:
-    """Writes one group at column `start`, its answer tokens at slot `filled`; returns both ends."""
+    """Writes a segment at column `start`, its answer tokens at slot `filled`; returns both ends."""
     if group.weights is None:
         raise ValueError("groups are weighed before they are packed")
-    prompt_end, group_end = start + len(group.prompt), start + group.tokens
+    prompt_end = start + len(group.prompt)
+    group_end = prompt_end + sum(map(len, group.answers))
     batch.tokens[row, start:prompt_end] = group.prompt
     batch.positions[row, start:prompt_end] = np.arange(len(group.prompt))
     batch.last_query[row, start:prompt_end] = group_end - 1
     role = ROLES.index(group.role) if group.role in ROLES else len(ROLES)
     column, number = prompt_end, batch.answer[row].max() + 1
-    group_number = batch.group[row].max() + 1
     for i, answer in enumerate(group.answers):
         end, slots = column + len(answer), slice(filled, filled + len(answer))
         batch.tokens[row, column:end] = answer

@@ -64,13 +64,13 @@ def of_rlvr() -> set[str]:
 
 
 def of_longpo() -> set[str]:
-    """Metrics of pairs, and of an update on them."""
+    """Metrics of pairs, and of an update on them; SoLoPO's are the same."""
     algorithm = longpo.given_algorithm()
     episodes = roll_out(algorithm, ScriptedModels(longpo.by_context), 1)
     evaluation = HeldOutQuestions(PROMPTS, structured.QUESTIONS)
     held_out = evaluation.quick(ScriptedModels(structured.write))[1]
     names = in_run(algorithm.metrics(episodes).means(), held_out)
-    return names | {f"train/{name}" for name in losses.PREFERENCE_SUMS}
+    return names | {f"train/{name}" for name in (*losses.PREFERENCE_SUMS, "alignment")}
 
 
 def of_qwenlong() -> set[str]:

@@ -43,15 +43,25 @@ def pair(prompt: int, chosen: int, rejected: int, reference: int) -> TrainGroup:
     return TrainGroup(ids(prompt), answers, [1.0, -1.0], reference_prompt=ids(reference))
 
 
+ALIGNED = dataclasses.replace(DPO, align_weight=0.6)
+
+
+def aligned(group: TrainGroup, prompt: int) -> TrainGroup:
+    """The group, with its chosen answer after another prompt too."""
+    other = TrainGroup(ids(prompt), group.answers[:1], [0.0], weights=[0.0])
+    return dataclasses.replace(group, aligned=other)
+
+
 PAIRS = [pair(12, 5, 3, 4), pair(7, 2, 6, 7), pair(3, 1, 1, 2)]
+WITH_ALIGNED = [aligned(group, size) for group, size in zip(PAIRS, (14, 9, 5), strict=True)]
 
 
 @functools.cache
-def learner(length: int = 48, answers: int = 32) -> Learner:
+def learner(length: int = 48, answers: int = 32, loss: LossConfig = DPO) -> Learner:
     mesh = meshes.make_mesh({"fsdp": 1}, jax.devices()[:1])
     layout = PackingConfig((Bucket(length, answers),), 2 * length)
     smooth = OptimizerConfig(learning_rate=0.05, epsilon=0.1)
-    return Learner(tiny.POLICY, smooth, DPO, layout, mesh, TEMPERATURE)
+    return Learner(tiny.POLICY, smooth, loss, layout, mesh, TEMPERATURE)
 
 
 @jax.jit
@@ -82,6 +92,20 @@ def separate_loss(params: transformer.Params, reference: transformer.Params) -> 
     return jnp.mean(DPO.preference_weight * preference + DPO.nll_weight * nll)
 
 
+def alignment(params: transformer.Params, reference: transformer.Params) -> jax.Array:
+    """Mean distance of the chosen answers' rewards after the two prompts of WITH_ALIGNED."""
+    long = [g.aligned.prompt for g in WITH_ALIGNED]
+    short, read = [g.prompt for g in PAIRS], [g.reference_prompt for g in PAIRS]
+    rewards = []
+    for of_policy, of_reference in ((long, long), (short, read)):
+        mine, others = (
+            [(prompt, g.answers[0]) for prompt, g in zip(prompts, PAIRS, strict=True)]
+            for prompts in (of_policy, of_reference)
+        )
+        rewards.append(DPO.beta * (sums_of(params, mine) - sums_of(reference, others)))
+    return jnp.mean(jnp.abs(rewards[0] - rewards[1]))
+
+
 def packed_loss(
     params: transformer.Params, made: Learner, groups: list[TrainGroup]
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -92,12 +116,18 @@ def packed_loss(
 
 
 @pytest.mark.slow
-def test_pairs_behind_one_prompt_have_the_gradient_of_separate_rows():
+@pytest.mark.parametrize("align_weight", [0.0, 0.6])
+def test_pairs_in_packed_rows_have_the_gradient_of_separate_rows(align_weight):
     reference = jax.tree.map(jnp.asarray, tiny.weights(seed=1))
     params = jax.tree.map(jnp.asarray, tiny.weights())
-    made = learner()
-    scored = made.score_reference(reference, PAIRS)
-    wanted, gradient = jax.jit(jax.value_and_grad(separate_loss))(params, reference)
+    made = learner(loss=ALIGNED) if align_weight else learner()
+    scored = made.score_reference(reference, WITH_ALIGNED if align_weight else PAIRS)
+
+    def separate(params: transformer.Params, reference: transformer.Params) -> jax.Array:
+        distance = alignment(params, reference)
+        return separate_loss(params, reference) + align_weight * distance
+
+    wanted, gradient = jax.jit(jax.value_and_grad(separate))(params, reference)
     of_packed = functools.partial(packed_loss, made=made, groups=scored)
     (found, _), packed = jax.jit(jax.value_and_grad(of_packed, has_aux=True))(params)
     assert float(found) == pytest.approx(float(wanted), rel=1e-5)
@@ -176,6 +206,41 @@ def test_a_pair_is_refused_whole_and_never_split():
     assert list(packed[0].prompt) == list(fits.prompt)
 
 
+def test_distance_of_the_chosen_answers_rewards_by_hand():
+    group = TrainGroup(
+        [1, 1],
+        [[2, 2], [3]],
+        [1.0, -1.0],
+        old_logprobs=[np.array([-1.5, -2.5]), np.array([-0.25])],
+        aligned=TrainGroup(
+            [1, 1, 1], [[2, 2]], [0.0], old_logprobs=[np.array([-1.0, -1.0])], weights=[0.0]
+        ),
+    )
+    assert (group.tokens, group.answer_tokens) == (10, 5)
+    (batch,) = packing.pack(packing.weigh([group], "sequence_mean"), [Bucket(12, 6)], 12)
+    assert batch.group[0].tolist() == [0] * 5 + [-1]
+    assert batch.answer[0].tolist() == [0, 0, 1, 2, 2, -1]
+    assert batch.positions[0].tolist() == [0, 1, 2, 3, 2, 0, 1, 2, 3, 4, 0, 0]
+    assert batch.last_query[0].tolist() == [4, 4, 3, 3, 4, 9, 9, 9, 9, 9, -1, -1]
+    logprobs = jnp.array([[-1.0, -2.0, -0.5, -3.0, -1.5, 0.0]])
+    value, sums = losses.batch_loss(logprobs, jnp.zeros_like(logprobs), batch, ALIGNED)
+    plain, _ = losses.batch_loss(logprobs, jnp.zeros_like(logprobs), batch, DPO)
+    # Log-ratios of the chosen answer: 1.0 after its prompt, -2.5 after the other.
+    assert float(sums["alignment"]) == pytest.approx(0.3 * 3.5)
+    assert float(value - plain) == pytest.approx(0.6 * 0.3 * 3.5)
+    assert {*ALIGNED.sums, *losses.ROLE_SUMS} == {*sums}
+    assert float(sums["weight"]) == pytest.approx(1) and float(sums["tokens"]) == 3
+
+
+def test_alignment_needs_aligned_groups():
+    made = learner(loss=ALIGNED)
+    state = made.init(tiny.weights())
+    with pytest.raises(
+        ValueError, match=r"loss\.align_weight = 0\.6: needs groups with an aligned"
+    ):
+        made.update(state, PAIRS, state.params)
+
+
 def test_reference_prompt_is_not_longer_than_the_prompt():
     with pytest.raises(ValueError, match=r"group\.reference_prompt: of 4 tokens, must have from 1"):
         TrainGroup([1, 2, 3], [[4], [5]], [1.0, -1.0], reference_prompt=[1, 2, 3, 4])
@@ -191,6 +256,10 @@ def test_reference_prompt_is_not_longer_than_the_prompt():
         (
             {"objective": "clip", "old_logprobs": "on_policy"},
             r"loss\.nll_weight = 0\.2: must be 0 for loss\.objective = 'clip'",
+        ),
+        (
+            {"objective": "clip", "old_logprobs": "rollout", "nll_weight": 0.0, "align_weight": 1},
+            r"loss\.align_weight = 1: must be 0 for loss\.objective = 'clip'",
         ),
         ({"kl_weight": 0.1}, r"loss\.kl_weight = 0\.1: must be 0 for loss\.objective = 'dpo'"),
         ({"aggregation": "token_mean"}, r"aggregation = 'token_mean': must be 'sequence_mean'"),

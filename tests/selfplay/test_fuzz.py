@@ -72,7 +72,7 @@ NO_READERS = {
     *("algorithms.base", "algorithms.rollout", "algorithms.registry", "algorithms.algorithm"),
     *("held_out.share", "held_out.by_row"),
     *("algorithms.config", "algorithms.episode", "algorithms.rlvr", "algorithms.evidence_tree"),
-    *("algorithms.longpo", "algorithms.qwenlong"),
+    *("algorithms.longpo", "algorithms.qwenlong", "algorithms.solopo"),
     *("evaluation.registry", "evaluation.base", "evaluation.generated"),
     *("evaluation.own_questions", "evaluation.figures", "evaluation.ruler"),
     *("evaluation.protocol", "evaluation.published", "evaluation.policy_sampler"),

@@ -11,51 +11,26 @@ from spell_jax.algorithms.base import Annotation, Reply
 from spell_jax.algorithms.spell import episode as spell_episode
 from spell_jax.algorithms.spell.episode import Episode
 from spell_jax.data.questions import Question
-from spell_jax.learner.packing import TrainGroup
 from spell_jax.selfplay.prompts import Prompts
 
 log = logging.getLogger(__name__)
-
-CHOSEN, REJECTED = 1.0, -1.0  # advantages of the answers of a pair
 
 
 @dataclasses.dataclass(frozen=True)
 class PairEpisode(Episode):
     """SPELL's episode, whose `shown` are the documents of the short context.
 
-    `response` and its scores are those of the answer after all documents.
+    `response` and its scores are those of one answer after all documents.
 
     Attributes:
-      short_response: the reply to the question with the documents of the short context.
-      short_predictions: extracted answers of that reply.
-      short_rule: their scores by the rule.
+      short_response: the reply to the question with the documents of the short context [G].
+      short_predictions: extracted answers of that reply [G].
+      short_rule: their scores by the rule [G].
     """
 
     short_response: Reply | None = None
     short_predictions: tuple[str | None, ...] = ()
     short_rule: tuple[float, ...] = ()
-
-    @property
-    def why_no_pair(self) -> str:
-        """One word for why the two answers are no preference pair; "" if they are one."""
-        if self.short_response is None or self.response is None:
-            return self.status
-        chosen, rejected = self.short_response.samples[0], self.response.samples[0]
-        return "equal_answers" if list(chosen.tokens) == list(rejected.tokens) else ""
-
-    def pair(self) -> TrainGroup:
-        """The answer after the short context, preferred to that after all documents.
-
-        The policy reads all documents before both, the reference model the short context.
-        """
-        assert self.short_response is not None and self.response is not None
-        answers = [reply.samples[0].tokens for reply in (self.short_response, self.response)]
-        return TrainGroup(
-            self.response.prompt,
-            answers,
-            [CHOSEN, REJECTED],
-            reference_prompt=self.short_response.prompt,
-        )
 
 
 def with_short_contexts(questions: Sequence[Question]) -> tuple[Question, ...]:
@@ -85,7 +60,7 @@ def _evidence_documents(question: Question) -> tuple[int, ...]:
 
 
 def record(e: PairEpisode, annotation: Annotation, prompts: Prompts) -> dict[str, Any]:
-    """SPELL's record, with the answer after the short context before the one after all."""
+    """SPELL's record, with the answers after the short context before the one after all."""
     line = spell_episode.record(e, annotation, prompts)
     if e.short_response is None:
         return line

@@ -94,7 +94,7 @@ def test_written_questions_have_the_questioners_documents_as_short_context():
     models = ScriptedModels(Script(ROWS))
     episodes = roll_out(algorithm, models, 1)
     assert episodes and all(len(e.shown) == 2 for e in episodes)
-    short, every = (models.calls[-1].prompts[i::2] for i in (0, 1))
+    short, every = (call.prompts for call in models.calls[-2:])
     assert all(
         a.count("text") == 2 and b.count("text") == 3 for a, b in zip(short, every, strict=True)
     )

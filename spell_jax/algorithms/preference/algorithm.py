@@ -1,0 +1,111 @@
+"""The base of LongPO and SoLoPO: questions answered after a short and after the long context.
+
+Questions are RLVR's, given or written once by the starting policy. The documents that a question
+was written from are the short context; all documents of the cluster are the long one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from spell_jax.algorithms.base import (
+    USED,
+    AlgorithmContext,
+    Annotation,
+    Ask,
+    Episode,
+    Key,
+    Reply,
+)
+from spell_jax.algorithms.preference import episode as pairs
+from spell_jax.algorithms.preference.episode import PairEpisode
+from spell_jax.algorithms.rlvr.algorithm import Rlvr, RlvrConfig
+from spell_jax.learner.packing import TrainGroup
+from spell_jax.runtime.metrics import Metrics
+from spell_jax.selfplay import rules
+
+CHOSEN, REJECTED = 1.0, -1.0  # advantages of the answers of a pair
+
+
+class ShortToLong(Rlvr):
+    """RLVR's questions, with a preference pair instead of a group of rewarded answers."""
+
+    episode = PairEpisode
+
+    def __init__(self, config: RlvrConfig, context: AlgorithmContext, short_answers: int):
+        given = pairs.with_short_contexts(context.questions())
+        super().__init__(config, dataclasses.replace(context, questions=lambda: given))
+        self._short_answers = short_answers
+
+    async def answer(self, ask: Ask, episode: Episode) -> PairEpisode:
+        """Asks for answers after each context; a prompt over the cap ends the episode."""
+        e: PairEpisode = episode
+        shown = [e.cluster.documents[i] for i in e.shown]
+        contexts = ((shown, self._short_answers), (e.cluster.documents, 1))
+        replies: list[Reply] = []
+        for documents, count in contexts:
+            text = self.prompts.responder(e.task, documents, e.question)
+            (reply,) = await ask("responder", [text], count)
+            if reply is None:
+                return dataclasses.replace(e, status="overlong", reason="responder_prompt")
+            replies.append(reply)
+        short, long = replies
+        return dataclasses.replace(
+            e,
+            response=long,
+            predictions=tuple(rules.extract_answer(text, e.task) for text in long.texts),
+            rule=tuple(rules.score(text, e.reference, e.task) for text in long.texts),
+            short_response=short,
+            short_predictions=tuple(rules.extract_answer(text, e.task) for text in short.texts),
+            short_rule=tuple(rules.score(text, e.reference, e.task) for text in short.texts),
+        )
+
+    def choose(self, episode: PairEpisode) -> tuple[int, int] | str:
+        """Indices of the chosen and the rejected answer, or one word for why there is no pair.
+
+        They count the answers after the short context, then the one after all documents.
+        """
+        raise NotImplementedError
+
+    def pair(self, episode: PairEpisode, chosen: int, rejected: int) -> TrainGroup:
+        raise NotImplementedError
+
+    def groups(
+        self, episodes: Sequence[Episode], key: Key
+    ) -> tuple[list[TrainGroup], list[Annotation]]:
+        """One group per pair."""
+        groups, annotations = [], []
+        for e in episodes:
+            found = self._choose(e)
+            if isinstance(found, str):
+                annotations.append(Annotation(used={"responder": found}))
+                continue
+            groups.append(self.pair(e, *found))
+            advantages = [0.0] * (self._short_answers + 1)
+            advantages[found[0]], advantages[found[1]] = CHOSEN, REJECTED
+            annotations.append(Annotation({"responder": advantages}, {"responder": USED}))
+        return groups, annotations
+
+    def _choose(self, episode: PairEpisode) -> tuple[int, int] | str:
+        return episode.status if episode.response is None else self.choose(episode)
+
+    def metrics(self, episodes: Sequence[Episode]) -> Metrics:
+        metrics = super().metrics(episodes)
+        for e in episodes:
+            for suffix in ("", f"/{e.task}"):
+                metrics.add(f"preference_pairs{suffix}", not isinstance(self._choose(e), str))
+                for score in e.short_rule:
+                    metrics.add(f"short_solve_rate{suffix}", score)
+        return metrics
+
+    def record(self, episode: Episode, annotation: Annotation) -> dict[str, Any]:
+        return pairs.record(episode, annotation, self.prompts)
+
+
+def answers_of(episode: PairEpisode) -> list[Any]:
+    """Tokens of the answers after the short context, then of the one after all documents."""
+    assert episode.short_response is not None and episode.response is not None
+    replies = (episode.short_response, episode.response)
+    return [sample.tokens for reply in replies for sample in reply.samples]

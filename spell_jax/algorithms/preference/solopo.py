@@ -1,0 +1,67 @@
+"""SoLoPO: preferences after short contexts, rewards aligned with the long one.
+
+Sun et al. 2025 (arXiv 2505.11166) divide preference optimization on long contexts in two:
+
+1. answer: the policy answers each question G times after its short context x_S, and once after the
+   long one, x_L, which is only scored.
+2. groups: a right answer y_w and a wrong one y_l, both to x_S, are a pair after the short prompt.
+   y_w is also put after the long prompt. With the loss fields of configs/solopo.py the update
+   minimizes
+
+       -log sigmoid(r(x_S, y_w) - r(x_S, y_l)) + alpha |r(x_L, y_w) - r(x_S, y_w)|,
+       r(x, y) = beta (log pi(y | x) - log pi_ref(y | x)):
+
+   DPO on the short context, and the short-to-long reward alignment of the chosen answer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from spell_jax.algorithms.base import AlgorithmContext, RolloutBudget
+from spell_jax.algorithms.preference.algorithm import CHOSEN, REJECTED, ShortToLong, answers_of
+from spell_jax.algorithms.preference.episode import PairEpisode
+from spell_jax.algorithms.rlvr.algorithm import RlvrConfig
+from spell_jax.learner.packing import TrainGroup
+
+
+@dataclasses.dataclass(frozen=True)
+class SoLoPoConfig(RlvrConfig):
+    """RLVR's fields; `group_size` counts the answers after the short context.
+
+    The rule chooses the pair; other fields of rewards matter only for metrics. A step has at most
+    one pair for each of `generation_batch` questions.
+    """
+
+    name: str = "solopo"
+    responder_reward: str = "rule"
+
+    def budgets(self) -> list[RolloutBudget]:
+        batch = self.generation_batch
+        return [
+            RolloutBudget("answers after the short context", "responder", batch, self.group_size),
+            # A pair's row has two prompts and three answers: no more than three of these groups.
+            RolloutBudget("answers after all documents", "responder", batch, 1, 3 * batch),
+        ]
+
+
+class SoLoPo(ShortToLong):
+    """The algorithm; see base.Algorithm."""
+
+    def __init__(self, config: SoLoPoConfig, context: AlgorithmContext):
+        super().__init__(config, context, short_answers=config.group_size)
+
+    def choose(self, episode: PairEpisode) -> tuple[int, int] | str:
+        right = [bool(score) for score in episode.short_rule]
+        return "equal_rewards" if len(set(right)) < 2 else (right.index(True), right.index(False))
+
+    def pair(self, episode: PairEpisode, chosen: int, rejected: int) -> TrainGroup:
+        """The pair after the short context, with its chosen answer after all documents too."""
+        assert episode.short_response is not None and episode.response is not None
+        answers = answers_of(episode)
+        return TrainGroup(
+            episode.short_response.prompt,
+            [answers[chosen], answers[rejected]],
+            [CHOSEN, REJECTED],
+            aligned=TrainGroup(episode.response.prompt, [answers[chosen]], [0.0], weights=[0.0]),
+        )
