@@ -1,0 +1,21 @@
+"""QwenLong-L1 in the generated world: clusters of 8 documents first, then those of 12.
+
+    python -m spell_jax.train --config=configs/tiny_qwenlong.py --workdir=runs/tiny_qwenlong
+
+The shipped policy writes the questions in the first step, as in RLVR. Everything but the algorithm
+is that of configs/tiny.py. Hardware: one CPU core; not measured yet.
+"""
+
+from configs import tiny
+from spell_jax.config import default_config
+from spell_jax.runtime.config import Config
+
+
+def get_config() -> Config:
+    config = tiny.get_config()
+    config.update(steps=60, max_minutes=0.0)
+    demo, config.algorithm = config.algorithm, default_config("qwenlong_l1").algorithm
+    for field in ("prompts", "documents", "generation_batch", "questions", "distinct_options"):
+        config.algorithm[field] = demo[field]
+    config.algorithm.phase_tokens = (70, 160)  # 8 documents have 48 tokens, 12 have 72
+    return config
