@@ -15,7 +15,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from spell_jax.learner import packing
+from spell_jax.learner import packing, preference
 from spell_jax.runtime.config import check_choice, check_least
 
 OLD_LOGPROBS = ("on_policy", "rollout", "recompute", "reference")
@@ -34,7 +34,7 @@ class LossConfig:
         pessimistic (PPO, GRPO, DAPO, GSPO; paper Eq. 2). "cispo": the clipped ratio, a constant,
         times advantage and logprob, so that no token loses its gradient (CISPO of MiniMax-M1, arXiv
         2506.13585; it has in effect no lower bound, as with clip_low = 1). "dpo": preference of a
-        group's chosen answer (advantage 1) over its rejected one (-1), see preference_loss; it
+        group's chosen answer (advantage 1) over its rejected one (-1), see preference.py; it
         needs old_logprobs = "reference" and aggregation "sequence_mean", and has no ratio to clip.
       ratio: "token": the ratio of each token. "sequence": the product over the answer's tokens
         (EAPO Eq. 1). "sequence_mean": their geometric mean (GSPO, arXiv 2507.18071); clip_low and
@@ -143,7 +143,7 @@ class LossConfig:
         """Names of the quantities that batch_loss sums over a micro-batch's tokens."""
         names = ["loss", "weight", "tokens", "entropy", "mean_logprob"]
         if self.objective == "dpo":
-            names += PREFERENCE_SUMS
+            names += preference.SUMS
             return (*names, "alignment") if self.align_weight else tuple(names)
         names += ["clip_share", "dual_clip_share", "approx_kl"]
         names += ["sampler_difference"] if self.old_logprobs != "recompute" else []
@@ -151,8 +151,6 @@ class LossConfig:
 
 
 ROLE_SUMS = ("role_tokens", "role_entropy")  # like LossConfig.sums, but one value per role
-PREFERENCE_SUMS = ("preference_loss", "preference_accuracy", "chosen_nll")
-PREFERENCE_SUMS += ("chosen_reward", "rejected_reward")
 
 
 def batch_loss(
@@ -168,7 +166,8 @@ def batch_loss(
     """
     chex.assert_equal_shape([logprobs, entropy, batch.weight])
     if config.objective == "dpo":
-        value, sums = preference_loss(logprobs, batch, config)
+        weights = config.preference_weight, config.nll_weight, config.align_weight
+        value, sums = preference.preference_loss(logprobs, batch, config.beta, *weights)
     else:
         value, sums = _ratio_loss(logprobs, batch, config)
     if reference_logprobs is not None:
@@ -204,47 +203,6 @@ def _ratio_loss(
         since_rollout = log_ratio(logprobs, batch.old_logprob, config.ratio, batch.answer)
         weight *= importance(since_rollout, config.tis_cap)
     return policy_loss(logprobs, old, batch.advantage, weight, config, batch.answer)
-
-
-def preference_loss(
-    logprobs: jax.Array, batch: packing.MicroBatch, config: LossConfig
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """DPO loss of a micro-batch's pairs, and the negative log-likelihood of the chosen answers.
-
-    With the implicit reward r(y) = beta (log pi(y) - log pi_ref(y)), sums over the answer's tokens,
-    a pair of chosen y_w and rejected y_l costs -log sigmoid(r(y_w) - r(y_l)) (Rafailov et al. 2023,
-    arXiv 2305.18290, Eq. 7). pi_ref may read another prompt than pi: in LongPO (Chen et al. 2025,
-    arXiv 2502.13922) it reads the short context, pi the long one.
-
-    `batch.old_logprob` has the reference's logprobs and `batch.advantage` 1 for the tokens of
-    chosen answers, -1 for rejected ones. A group's tokens share its margin, and their weights add
-    up to the pair's; those of one answer to half of it (aggregation "sequence_mean").
-
-    With align_weight, |r(y_w | x_long) - r(y_w | x_short)| is added for the chosen answer's reward
-    after its group's prompt and after that of the aligned group, whose tokens have advantage 0: the
-    short-to-long reward alignment of SoLoPO (Sun et al. 2025, arXiv 2505.11166).
-    """
-    chex.assert_equal_shape([logprobs, batch.old_logprob, batch.advantage, batch.weight])
-    ratio = logprobs - batch.old_logprob
-    margin = config.beta * packing.sum_by_answer(batch.advantage * ratio, batch.group)
-    reward = config.beta * packing.sum_by_answer(ratio, batch.answer)
-    chosen, rejected = (2 * batch.weight * (sign * batch.advantage > 0) for sign in (1, -1))
-    preference = -jnp.sum(batch.weight * jax.nn.log_sigmoid(margin))
-    nll = -jnp.sum(chosen * logprobs)
-    sums = {
-        "preference_loss": preference,
-        "preference_accuracy": jnp.sum(batch.weight * (margin > 0)),
-        "chosen_nll": nll,
-        "chosen_reward": jnp.sum(chosen * reward),
-        "rejected_reward": jnp.sum(rejected * reward),
-    }
-    value = config.preference_weight * preference + config.nll_weight * nll
-    if config.align_weight:
-        sign = jnp.where(batch.advantage > 0, -1.0, 1.0 * (batch.advantage == 0))
-        distance = jnp.abs(config.beta * packing.sum_by_answer(sign * ratio, batch.group))
-        sums["alignment"] = jnp.sum(chosen * distance)
-        value += config.align_weight * sums["alignment"]
-    return value, sums
 
 
 def policy_loss(

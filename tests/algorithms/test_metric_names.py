@@ -11,7 +11,7 @@ from spell_jax.algorithms.eapo.evaluation import held_out_evidence
 from spell_jax.algorithms.held_out import HeldOutQuestions
 from spell_jax.algorithms.reconstruction.evaluation import PuzzleEvaluation
 from spell_jax.data.clusters import Cluster
-from spell_jax.learner import loss as losses
+from spell_jax.learner import preference
 from tests import metric_names
 from tests.algorithms import posing, scripted
 from tests.algorithms.eapo import test_evaluation as structured
@@ -70,7 +70,7 @@ def of_longpo() -> set[str]:
     evaluation = HeldOutQuestions(PROMPTS, structured.QUESTIONS)
     held_out = evaluation.quick(ScriptedModels(structured.write))[1]
     names = in_run(algorithm.metrics(episodes).means(), held_out)
-    return names | {f"train/{name}" for name in (*losses.PREFERENCE_SUMS, "alignment")}
+    return names | {f"train/{name}" for name in (*preference.SUMS, "alignment")}
 
 
 def of_qwenlong() -> set[str]:

@@ -1,0 +1,57 @@
+"""Preference loss of a micro-batch (DPO): chosen and rejected answer of a group, in one row."""
+
+from __future__ import annotations
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from spell_jax.learner import packing
+
+SUMS = ("preference_loss", "preference_accuracy", "chosen_nll", "chosen_reward", "rejected_reward")
+
+
+def preference_loss(
+    logprobs: jax.Array,
+    batch: packing.MicroBatch,
+    beta: float,
+    preference_weight: float = 1.0,
+    nll_weight: float = 0.0,
+    align_weight: float = 0.0,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """DPO loss of a micro-batch's pairs, and the negative log-likelihood of the chosen answers.
+
+    With the implicit reward r(y) = beta (log pi(y) - log pi_ref(y)), sums over the answer's tokens,
+    a pair of chosen y_w and rejected y_l costs -log sigmoid(r(y_w) - r(y_l)) (Rafailov et al. 2023,
+    arXiv 2305.18290, Eq. 7). pi_ref may read another prompt than pi: in LongPO (Chen et al. 2025,
+    arXiv 2502.13922) it reads the short context, pi the long one.
+
+    `batch.old_logprob` has the reference's logprobs and `batch.advantage` 1 for the tokens of
+    chosen answers, -1 for rejected ones. A group's tokens share its margin, and their weights add
+    up to the pair's; those of one answer to half of it (aggregation "sequence_mean").
+
+    With align_weight, |r(y_w | x_long) - r(y_w | x_short)| is added for the chosen answer's reward
+    after its group's prompt and after that of the aligned group, whose tokens have advantage 0: the
+    short-to-long reward alignment of SoLoPO (Sun et al. 2025, arXiv 2505.11166).
+    """
+    chex.assert_equal_shape([logprobs, batch.old_logprob, batch.advantage, batch.weight])
+    ratio = logprobs - batch.old_logprob
+    margin = beta * packing.sum_by_answer(batch.advantage * ratio, batch.group)
+    reward = beta * packing.sum_by_answer(ratio, batch.answer)
+    chosen, rejected = (2 * batch.weight * (sign * batch.advantage > 0) for sign in (1, -1))
+    preferred = -jnp.sum(batch.weight * jax.nn.log_sigmoid(margin))
+    nll = -jnp.sum(chosen * logprobs)
+    sums = {
+        "preference_loss": preferred,
+        "preference_accuracy": jnp.sum(batch.weight * (margin > 0)),
+        "chosen_nll": nll,
+        "chosen_reward": jnp.sum(chosen * reward),
+        "rejected_reward": jnp.sum(rejected * reward),
+    }
+    value = preference_weight * preferred + nll_weight * nll
+    if align_weight:
+        sign = jnp.where(batch.advantage > 0, -1.0, 1.0 * (batch.advantage == 0))
+        distance = jnp.abs(beta * packing.sum_by_answer(sign * ratio, batch.group))
+        sums["alignment"] = jnp.sum(chosen * distance)
+        value += align_weight * sums["alignment"]
+    return value, sums
