@@ -26,14 +26,15 @@ from spell_jax.learner.packing import TrainGroup
 class LongPoConfig(RlvrConfig):
     """RLVR's fields; those of rewards matter only for metrics, `group_size` not at all.
 
-    A step has a pair for each of `generation_batch` questions.
+    A step has a pair for each of `generation_batch` questions, in one round.
     """
 
     name: str = "longpo"
+    max_generations: int = 1
     responder_reward: str = "rule"
 
     def budgets(self) -> list[RolloutBudget]:
-        batch = self.generation_batch
+        batch = self.generation_batch * self.max_generations
         what = "answers, after the short context and after all documents"
         return [RolloutBudget(what, "responder", batch, 2, batch)]
 

@@ -30,14 +30,15 @@ class SoLoPoConfig(RlvrConfig):
     """RLVR's fields; `group_size` counts the answers after the short context.
 
     The rule chooses the pair; other fields of rewards matter only for metrics. A step has at most
-    one pair for each of `generation_batch` questions.
+    one pair for each of `generation_batch` questions, in one round.
     """
 
     name: str = "solopo"
+    max_generations: int = 1
     responder_reward: str = "rule"
 
     def budgets(self) -> list[RolloutBudget]:
-        batch = self.generation_batch
+        batch = self.generation_batch * self.max_generations
         return [
             RolloutBudget("answers after the short context", "responder", batch, self.group_size),
             # A pair's row has two prompts and three answers: no more than three of these groups.

@@ -2,7 +2,7 @@
 
 1. phases: the run is divided into phases of equal numbers of steps. In a phase the policy answers
    the questions whose input is longer than the phase before allowed, up to the phase's own length.
-2. retrospection: from the second phase on, a share of every step's questions are earlier phases'
+2. retrospection: from the second phase on, a share of every round's questions are earlier phases'
    ones, sampled in proportion to their difficulty, the inverse of their mean reward.
 3. reward: the maximum of the rule's and a judge's verdict, SPELL's responder_reward = "max". The
    judge is the policy as it verifies, and is not trained for it.
@@ -37,7 +37,7 @@ class QwenLongConfig(RlvrConfig):
     Attributes:
       phase_tokens: longest input of each phase, in tokens of documents and question, ascending.
         Longer questions are left out, and so are phases without a question.
-      retrospective_share: share of a step's questions that are of earlier phases, in [0, 1).
+      retrospective_share: share of a round's questions that are of earlier phases, in [0, 1).
     """
 
     name: str = "qwenlong_l1"
