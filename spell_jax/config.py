@@ -49,9 +49,29 @@ class MeshConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ExtraModelConfig(ModelConfig):
-    """A model of an algorithm besides the policy, which may be trained with its own optimizer."""
+    """A model of an algorithm besides the policy, which may be trained with its own optimizer.
 
+    Attributes:
+      epochs: passes over the training groups that a step has for this model.
+      groups_per_update: most groups of one optimizer update; 0: all groups of a pass. Updates of a
+        pass differ in size by at most one group, and every pass has another order.
+      optimizer: AdamW and its schedule, which must be "constant" with several updates per step,
+        because their number is not known before the run.
+    """
+
+    epochs: int = 1
+    groups_per_update: int = 0
     optimizer: OptimizerConfig = OptimizerConfig()
+
+    def check(self, name: str) -> None:
+        """Raises ValueError for values out of range; `name` is that of the model's section."""
+        check_least(self, f"{name}.", epochs=1, groups_per_update=0)
+        several = self.epochs > 1 or self.groups_per_update
+        if several and self.optimizer.schedule != "constant":
+            raise ValueError(
+                f"{name}.optimizer.schedule = {self.optimizer.schedule!r}: must be 'constant' if "
+                f"{name}.epochs is above 1 or {name}.groups_per_update is not 0"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -327,4 +347,6 @@ def _read_optimizer(fields: Config, where: str, updates: int) -> OptimizerConfig
 def _read_model(name: str, fields: Config, updates: int) -> ExtraModelConfig:
     fields = dict(fields.items())
     optimizer = _read_optimizer(fields.pop("optimizer", {}), f"{name}.optimizer", updates)
-    return build(ExtraModelConfig, fields, name, optimizer=optimizer)
+    made = build(ExtraModelConfig, fields, name, optimizer=optimizer)
+    made.check(name)
+    return made

@@ -6,6 +6,7 @@ evaluated, never rewarded. Parsers accept any string and run in linear time.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
@@ -109,6 +110,15 @@ def parse_scores(text: str, count: int) -> tuple[int, ...] | None:
     if not all(type(score) is int and LOWEST <= score <= HIGHEST for score in scores):
         return None
     return tuple(scores)
+
+
+def pairs_in_order(truth: Sequence[float], scores: Sequence[int]) -> list[float]:
+    """Agreement of evidence scores with a truth, for each pair that differs in it.
+
+    1.0: the scores have the same order; 0.0: the opposite one; 0.5: they are equal.
+    """
+    pairs = itertools.combinations(zip(truth, scores, strict=True), 2)
+    return [0.5 if a == b else float((t > u) == (a > b)) for (t, a), (u, b) in pairs if t != u]
 
 
 def normalize(scores: Sequence[int] | None, count: int) -> list[float]:

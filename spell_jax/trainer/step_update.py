@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from etils import epath
 
 from spell_jax.learner import non_finite, packing, statistics
 from spell_jax.learner.learner import Update
+from spell_jax.learner.update import TrainState
 from spell_jax.runtime.metrics import Metrics
 from spell_jax.trainer.build import Run
 from spell_jax.trainer.rollouts import Rollout
@@ -39,13 +42,26 @@ def finish(
     numbers: dict[str, list[dict[str, float]]] = {}
     for name, model in run.trained.items():
         with non_finite.rows_written(workdir, step, model.tokenizer.decode):
-            if name != "policy":
-                own = [group for group in groups if group.model == name]
-                if not own:
-                    continue
-                update = model.learner.start(models[name], own)
-            models[name], numbers[name] = update.finish()
+            if name == "policy":
+                models[name], numbers[name] = update.finish()
+            elif own := [group for group in groups if group.model == name]:
+                models[name], numbers[name] = _imitate(run, name, models[name], own, step)
     return numbers
+
+
+def _imitate(
+    run: Run, name: str, state: TrainState, groups: Sequence[packing.TrainGroup], step: int
+) -> tuple[TrainState, list[dict[str, float]]]:
+    """Trains another model on its rows, in epochs of mini-batches; as learner.Update.finish."""
+    config, numbers = run.config.models[name], []
+    rng = np.random.default_rng([run.config.seed, step])
+    minibatches = math.ceil(len(groups) / (config.groups_per_update or len(groups)))
+    for _ in range(config.epochs):
+        shuffled = [groups[i] for i in rng.permutation(len(groups))]
+        update = run.trained[name].learner.start(state, shuffled, minibatches=minibatches)
+        state, found = update.finish()
+        numbers += found
+    return state, numbers
 
 
 def metrics(

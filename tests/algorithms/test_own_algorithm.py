@@ -190,6 +190,7 @@ def pair_config(policy: pathlib.Path, other: pathlib.Path) -> Any:
     with config.unlocked():
         config.other = extra_model()
         config.other.folder, config.other.compute_dtype = str(other), "float32"
+        config.other.update(epochs=3, groups_per_update=1)  # of two groups: 6 updates
         config.other.optimizer.learning_rate = 1e-2
     return config
 
@@ -233,7 +234,7 @@ def test_second_model_resumes_bit_identically(pair, whole, step, tmp_path):
         with Checkpoints(workdir) as checkpoints:
             ends.append(runs.restore_or_init(run, checkpoints)[0])
     assert ends[0].keys() == {"policy", "other", "reference_reader"}
-    assert int(ends[0]["other"].step) == 1 and int(ends[0]["policy"].step) == STEPS
+    assert int(ends[0]["other"].step) == 6 and int(ends[0]["policy"].step) == STEPS
     jax.tree.map(np.testing.assert_array_equal, *ends)
 
 
@@ -254,6 +255,13 @@ def test_rollout_weights_are_cast_anew_on_each_access(pair):
     np.testing.assert_array_equal(
         params["policy"]["embedding"], params["reference_reader"]["embedding"]
     )
+
+
+def test_several_updates_of_a_second_model_need_a_constant_schedule(pair):
+    pair.other.optimizer.schedule = "cosine"
+    wanted = r"other.optimizer.schedule = 'cosine': must be 'constant' if other.epochs"
+    with pytest.raises(ValueError, match=wanted):
+        make_run(pair)
 
 
 def test_second_model_needs_a_folder(pair):

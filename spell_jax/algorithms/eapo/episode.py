@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from typing import Any
 
 from spell_jax.algorithms.base import Annotation, Reply
@@ -11,7 +10,7 @@ from spell_jax.algorithms.eapo.config import REWARD_MODEL
 from spell_jax.algorithms.episode import QuestionEpisode
 from spell_jax.learner.packing import TrainGroup
 from spell_jax.runtime.metrics import Metrics
-from spell_jax.selfplay.evidence import StructuredAnswer
+from spell_jax.selfplay.evidence import StructuredAnswer, pairs_in_order
 from spell_jax.selfplay.prompts import Prompts
 
 
@@ -69,16 +68,17 @@ class Episode(QuestionEpisode):
         outcomes = [outcome for answer, outcome in pairs if answer is not None]
         return list(zip(self.evidence_scores, outcomes, strict=True))
 
-    def ordered(self) -> list[float]:
-        """Agreement of the scores with the F1 of the evidence, for each pair whose F1 differs.
-
-        1.0: the scores have the same order; 0.0: the opposite one; 0.5: they are equal.
-        """
+    def ordered_by_evidence(self) -> list[float]:
+        """Whether scores have the order of the evidence's F1, for each pair that differs in it."""
         f1s = [2 * p * r / ((p + r) or 1.0) for p, r in filter(None, self.supported)]
         if self.evidence_scores is None or len(f1s) != len(self.evidence_scores):
             return []
-        pairs = itertools.combinations(zip(f1s, self.evidence_scores, strict=True), 2)
-        return [0.5 if a == b else float((f > g) == (a > b)) for (f, a), (g, b) in pairs if f != g]
+        return pairs_in_order(f1s, self.evidence_scores)
+
+    def ordered_by_outcome(self) -> list[float]:
+        """Whether scores have the order of the outcomes, for each pair that differs in them."""
+        scored = self.scored()
+        return pairs_in_order([outcome for _, outcome in scored], [score for score, _ in scored])
 
 
 def record(e: Episode, annotation: Annotation, prompts: Prompts) -> dict[str, Any]:
@@ -135,8 +135,10 @@ def count(metrics: Metrics, e: Episode, suffix: str) -> None:
     for precision, recall in filter(None, e.supported):
         metrics.add(f"evidence_precision{suffix}", precision)
         metrics.add(f"evidence_recall{suffix}", recall)
-    for is_ordered in e.ordered():
+    for is_ordered in e.ordered_by_evidence():
         metrics.add(f"scoring_order{suffix}", is_ordered)
+    for is_ordered in e.ordered_by_outcome():
+        metrics.add(f"scoring_accuracy{suffix}", is_ordered)
     e.count_failed_verdicts(metrics, suffix)
     if e.asked:
         metrics.add(f"scoring_failed{suffix}", e.evidence_scores is None)

@@ -157,16 +157,27 @@ def test_evidence_and_scores_are_compared_to_supporting_sentences():
     algorithm, _, episode = one(said=("1 3\n2 1\n3 1",), supporting=("set 0", "d0.0 text"))
     halves = pytest.approx((9 / 14, 0.5))
     assert episode.supported == ((1.0, 1.0), halves, None, halves)
-    assert episode.ordered() == [1.0, 1.0]  # the other two are equal
+    assert episode.ordered_by_evidence() == [1.0, 1.0]  # the other two are equal
     means = algorithm.metrics([episode]).means()
     assert means["evidence_recall"] == pytest.approx(2 / 3)
     assert means["evidence_precision"] == pytest.approx((1 + 18 / 14) / 3)
     assert means["scoring_order"] == means[f"scoring_order/{QA}"] == 1.0
-    assert dataclasses.replace(episode, evidence_scores=(2, 2, 5)).ordered() == [0.5, 0.0]
-    assert dataclasses.replace(episode, evidence_scores=None).ordered() == []
+    other = dataclasses.replace(episode, evidence_scores=(2, 2, 5))
+    assert other.ordered_by_evidence() == [0.5, 0.0]
+    assert dataclasses.replace(episode, evidence_scores=None).ordered_by_evidence() == []
     algorithm, _, episode = one()  # a question without its evidence
-    assert episode.supported == (None,) * 4 and episode.ordered() == []
+    assert episode.supported == (None,) * 4 and episode.ordered_by_evidence() == []
     assert not {"evidence_recall", "scoring_order"} & algorithm.metrics([episode]).means().keys()
+
+
+def test_scores_are_compared_to_outcomes():
+    """The first and the fourth answer are right, the second is wrong, the third has no format."""
+    algorithm, _, episode = one(said=("1 4\n2 3\n3 3",))
+    assert episode.ordered_by_outcome() == [1.0, 0.5]
+    means = algorithm.metrics([episode]).means()
+    assert means["scoring_accuracy"] == means[f"scoring_accuracy/{QA}"] == 0.75
+    failed = dataclasses.replace(episode, evidence_scores=None)
+    assert failed.ordered_by_outcome() == []
 
 
 def test_single_well_formed_answer_is_not_scored():
