@@ -1,4 +1,4 @@
-"""RLVR on given questions from Qwen2.5-7B-Instruct: SPELL's baseline, with SPELL's values.
+"""RLVR on given questions from one of SPELL's models: its baseline, with SPELL's values.
 
     python -m spell_jax.algorithms.rlvr.questions --source=DOCUMENTS \
         --out=runs/questions --attempts=4000 \
@@ -6,11 +6,12 @@
     python -m spell_jax.train --config=configs/rlvr.py --workdir=DIR \
         --config.policy.folder=FOLDER --config.data.questions=runs/questions/questions.jsonl
 
-Any .jsonl of {"task", "documents", "question", "answer"} will do. Rewards are the rule's;
+The model is qwen2.5-7b-instruct, or NAME of configs/paper.py by --config=configs/rlvr.py:NAME. Any
+.jsonl of {"task", "documents", "question", "answer"} will do. Rewards are the rule's;
 --config.algorithm.rule=judge asks an external judge (algorithm.judge_url, algorithm.judge_model)
 instead, match_or_judge takes the maximum of both (QwenLong-L1), and
 --config.algorithm.responder_reward=max asks the policy's own verifier as well.
-Hardware and expected scores: configs/paper.py; the paper's own baseline (Table 1):
+Hardware and expected scores: configs/paper.py; the paper's own baseline (Table 1) of that model:
 average of four benchmarks 38.2 before and 45.9 after, with inputs of up to 16K tokens (nothing of
 it was run with this code).
 """
@@ -20,8 +21,8 @@ from spell_jax.config import default_config
 from spell_jax.runtime.config import Config
 
 
-def get_config() -> Config:
-    config = paper.get_config("qwen2.5-7b-instruct")
+def get_config(model: str = "qwen2.5-7b-instruct") -> Config:
+    config = paper.get_config(model)
     config.algorithm = default_config("rlvr").algorithm
     config.algorithm.responder_reward = "rule"
     return config

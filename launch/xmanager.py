@@ -3,12 +3,16 @@
     pip install -e '.[xmanager]'
     python -m launch.xmanager --executor=local --config=configs/tiny.py --workdir=runs/sweep \
         --sweep=seed=0,1,2 --sweep=optimizer.learning_rate=1e-4,2e-4 [--config.steps=20 ...]
+    python -m launch.xmanager --executor=local --experiment=spell-table-2 --workdir=runs/papers
     python -m launch.xmanager --executor=vertex --accelerator=a100=8 --workdir=/gcs/BUCKET/sweep ...
 
 1. Each --sweep lists the values of one field, separated by commas. Commas inside brackets belong to
    a value: --sweep=algorithm.documents=(2,),(2,3). The work units are the Cartesian product.
+   With --experiment, a table or figure of the papers (python -m launch.experiments), they are the
+   runs of its rows, on models and data below the folder --inputs.
 2. A work unit is `python -m spell_jax.train` with plain --config.a.b=value flags and a workdir of
-   its own, WORKDIR/NNN-field=value. If it is started again, it resumes from its checkpoint.
+   its own, WORKDIR/NNN-field=value, or WORKDIR/NAME of an experiment's run. If it is started again,
+   it resumes from its checkpoint.
 3. The config of every unit is checked before anything starts: fields, types, ranges.
 4. local: the units run one after another, because each may need all devices. If a unit fails, the
    others still run and the exit status is 1.
@@ -32,7 +36,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from absl import flags
@@ -40,6 +44,7 @@ from ml_collections import config_flags
 
 from configs import tiny
 from launch.aot import split_outside_brackets
+from launch.experiments import registry as experiments
 from spell_jax import config as configs
 from spell_jax.algorithms import registry
 from spell_jax.data.config import GENERATED
@@ -96,12 +101,7 @@ def work_units(
     `workdir` is the experiment's. `overrides` are flags for all units; ValueError if one is not
     --config.a.b=value, or its field is swept.
     """
-    for override in overrides:
-        found = re.fullmatch(r"--config\.([\w.]+)=.*", override, re.DOTALL)
-        if not found:
-            raise ValueError(f"{override}: must be --config.FIELD=VALUE, or a launcher's flag")
-        if found[1] in sweep:
-            raise ValueError(f"{override}: must not be given, {found[1]} is swept")
+    _check_overrides(overrides, sweep, "is swept")
     units = []
     for index, values in enumerate(itertools.product(*sweep.values())):
         chosen = [f"{field}={value}" for field, value in zip(sweep, values, strict=True)]
@@ -109,6 +109,33 @@ def work_units(
         run = (f"--config={config}", f"--workdir={workdir.rstrip('/')}/{name}")
         units.append(WorkUnit(name, (*run, *overrides, *(f"--config.{one}" for one in chosen))))
     return units
+
+
+def experiment_units(
+    name: str, workdir: str, inputs: str, overrides: Sequence[str]
+) -> list[WorkUnit]:
+    """Make the work units of a table or figure of the papers: its runs, each once.
+
+    `inputs` is the folder of their models and data. ValueError if there is no such experiment, it
+    has no runs, or a run sets the field of an override.
+    """
+    experiment = experiments.find(name)
+    if not experiment.runs:
+        raise ValueError(f"experiment = {name!r}: must have runs; {experiment.note}")
+    for run in experiment.runs:
+        _check_overrides(overrides, {**run.inputs, **run.fields}, f"is set by {run.name}")
+    return [
+        WorkUnit(run.name, (*run.flags(workdir, inputs), *overrides)) for run in experiment.runs
+    ]
+
+
+def _check_overrides(overrides: Sequence[str], fields: Collection[str], reason: str) -> None:
+    for override in overrides:
+        found = re.fullmatch(r"--config\.([\w.]+)=.*", override, re.DOTALL)
+        if not found:
+            raise ValueError(f"{override}: must be --config.FIELD=VALUE, or a launcher's flag")
+        if found[1] in fields:
+            raise ValueError(f"{override}: must not be given, {found[1]} {reason}")
 
 
 # ------------------------------------------------------------------------------------------- Checks
@@ -277,7 +304,15 @@ def plan(given: Any, overrides: Sequence[str]) -> tuple[list[WorkUnit], dict[str
         raise ValueError(
             f"workdir = {given.workdir!r}: must be below {MOUNT}, for executor = 'vertex'"
         )
-    units = work_units(given.config, given.workdir, parse_sweep(given.sweep), overrides)
+    if given.experiment:
+        for name in ("config", "sweep"):
+            if value := getattr(given, name):
+                raise ValueError(f"{name} = {value!r}: must not be given with an experiment")
+        units = experiment_units(given.experiment, given.workdir, given.inputs, overrides)
+    elif not given.config:
+        raise ValueError("config = None: must be a config file, or give an experiment")
+    else:
+        units = work_units(given.config, given.workdir, parse_sweep(given.sweep), overrides)
     for unit in units:
         check(read_config(unit), given.executor)
     return units, requirements(given.executor, given.accelerator, given.cpu, given.ram_gib)
@@ -287,7 +322,8 @@ def main(argv: Sequence[str]) -> None:
     given = flags.FLAGS
     units, wanted = plan(given, argv[1:])
     entry.setup_done()
-    title = f"{pathlib.Path(given.config).stem} {' '.join(given.sweep)}".strip()
+    swept = f"{pathlib.Path(given.config or '').stem} {' '.join(given.sweep)}".strip()
+    title = given.experiment or swept
     failed = asyncio.run(run(title, given.executor, units, wanted, given.base_image))
     for name, error in failed:
         print(f"{name} failed: {error}", file=sys.stderr)
@@ -310,7 +346,9 @@ if __name__ == "__main__":
             hint = "pip install -e '.[xmanager]'"
             raise ImportError(f"XManager is not installed ({error}): {hint}") from error
     flags.DEFINE_enum("executor", None, list(EXECUTORS), "Place to run the units.", required=True)
-    flags.DEFINE_string("config", None, "Config file of the runs.", required=True)
+    flags.DEFINE_string("config", None, "Config file of the runs.")
+    flags.DEFINE_string("experiment", "", "Table or figure of the papers, instead of --config.")
+    flags.DEFINE_string("inputs", ".", "Folder of the experiment's models and data.")
     flags.DEFINE_string("workdir", None, "Folder of the experiment.", required=True)
     flags.DEFINE_multi_string("sweep", [], "FIELD=VALUE,VALUE...; can be repeated.")
     flags.DEFINE_string("accelerator", "", "NAME=COUNT, such as a100=8 or tpu_v3=8.")

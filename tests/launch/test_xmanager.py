@@ -198,7 +198,7 @@ def test_local_executor_rejects_hardware_requirements(wanted):
 def given(**changes: Any) -> SimpleNamespace:
     """The launcher's flags."""
     values = {"executor": "local", "config": TINY, "workdir": "w", "sweep": ["seed=0,1"]}
-    values |= {"accelerator": "", "cpu": 0, "ram_gib": 0}
+    values |= {"accelerator": "", "cpu": 0, "ram_gib": 0, "experiment": "", "inputs": "."}
     return SimpleNamespace(**values | changes)
 
 

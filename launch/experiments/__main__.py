@@ -1,0 +1,139 @@
+"""Print a table or figure of the papers: its commands, or its numbers here beside the paper's.
+
+    python -m launch.experiments                       lists all experiments, as docs/experiments.md
+    python -m launch.experiments NAME --commands [--workdir=DIR] [--inputs=DIR]
+    python -m launch.experiments NAME --workdir=DIR
+
+1. `python -m launch.xmanager --experiment=NAME --workdir=DIR` trains the rows, each in a folder of
+   DIR. --commands prints the same runs as commands of spell_jax.train, then those that evaluate.
+2. Without --commands the table is printed as Markdown. A cell is "paper / here". What the paper's
+   text does not have, or no file of DIR, is blank.
+3. Models, data and benchmarks are below --inputs (docs/experiments.md lists them).
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator, Sequence
+
+from etils import epath
+
+from launch.experiments import registry
+from launch.experiments.experiment import BENCHMARKS, DATA, MODELS, Experiment, Row, join
+from spell_jax.runtime import entry
+
+WORKDIR = "runs/experiments"
+_FAMILIES = ("helmet", "mrcr", "needle", "ruler")
+
+
+def commands(experiment: Experiment, workdir: str, inputs: str) -> list[str]:
+    """Command lines that train and measure all rows, each once."""
+    lines = [_line("spell_jax.train", *run.flags(workdir, inputs)) for run in experiment.runs]
+    for row in experiment.rows:
+        places = {"inputs": inputs, "folder": join(workdir, row.place)}
+        for one in row.evaluations:
+            lines.append(_line(one.module, *(flag.format(**places) for flag in one.flags)))
+    if experiment.curves:
+        folders = ",".join(join(workdir, run.name) for run in experiment.runs)
+        lines.append(_line("spell_jax.report", f"--workdir={folders}"))
+    return list(dict.fromkeys(lines))
+
+
+def _line(module: str, *flags: str) -> str:
+    quoted = [flag if re.fullmatch(r"[\w./:=,$+-]+", flag) else f'"{flag}"' for flag in flags]
+    return " ".join(["python -m", module, *quoted])
+
+
+def table(experiment: Experiment, workdir: str) -> str:
+    """Format the rows as Markdown; a cell is the paper's number and that of the row's folder."""
+    lines = [["paper / here", *(column.title for column in experiment.columns)]]
+    lines.append(["---", *["---:"] * len(experiment.columns)])
+    for row in experiment.rows:
+        folder = epath.Path(workdir) / row.place
+        here = [
+            column.source.read(folder) if column.source and not row.reason else None
+            for column in experiment.columns
+        ]
+        cells = [_cell(*pair) for pair in zip(row.paper, here, strict=True)]
+        lines.append([f"{row.name} ({row.reason})" if row.reason else row.name, *cells])
+    return "\n".join(_markdown(line) for line in lines)
+
+
+def _cell(paper: float | None, here: float | None) -> str:
+    return f"{'' if paper is None else paper} / {'' if here is None else f'{here:.4g}'}".strip()
+
+
+def _markdown(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+# ---------------------------------------------------------------------------------------- Overview
+
+
+def needs(row: Row, kind: str) -> Iterator[str]:
+    """Yield the names below the folder `kind` of `inputs` that a row's commands read."""
+    paths = list(row.run.inputs.values()) if row.run else []
+    for one in row.evaluations:
+        flags = {name: value for name, _, value in (flag.partition("=") for flag in one.flags)}
+        if kind == BENCHMARKS and flags.get("--data", "").startswith("{inputs}"):
+            folder = flags["--data"].removeprefix(f"{{inputs}}/{BENCHMARKS}").lstrip("/")
+            yield from [folder] if folder else map(_family, flags["--benchmarks"].split(","))
+        paths += [value.removeprefix("{inputs}/") for value in flags.values()]
+    yield from (path.partition("/")[2] for path in paths if path.startswith(f"{kind}/"))
+
+
+def _family(benchmark: str) -> str:
+    """Name of a benchmark, or of its family."""
+    family = benchmark.partition("_")[0]
+    return family if family in _FAMILIES else benchmark
+
+
+def overview(experiments: Sequence[Experiment]) -> str:
+    """Format one row per experiment: its runs, its needs and the numbers of the paper."""
+    heads = ("name", "subject", "runs", "needs", "chips", "paper", "tiny scale", "notes")
+    lines = [_markdown(heads), _markdown(["---"] * len(heads))]
+    for one in experiments:
+        found = {
+            kind: ", ".join(dict.fromkeys(name for row in one.rows for name in needs(row, kind)))
+            for kind in (MODELS, DATA, BENCHMARKS)
+        }
+        files = "; ".join(f"{kind}: {names}" for kind, names in found.items() if names)
+        slices = sorted({run.topology for run in one.runs}, key=lambda name: int(name[4:]))
+        chips = " to ".join(dict.fromkeys((slices[0], slices[-1]))) if slices else ""
+        count = str(len(one.runs) or "")
+        cells = (f"`{one.name}`", one.title, count, files, chips, one.paper, one.tiny, one.note)
+        lines.append(_markdown(cells))
+    return "\n".join(re.sub(" +", " ", line) for line in lines)
+
+
+def overviews() -> str:
+    """Format the overviews of all papers, as docs/experiments.md has them."""
+    parts = [f"## {paper}\n\n{overview(some)}" for paper, some in registry.PAPERS.items()]
+    return "\n\n".join(parts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Prints a table or figure of the papers.")
+    parser.add_argument("name", nargs="?", help="name of the experiment; none: lists all")
+    parser.add_argument("--commands", action="store_true", help="print its commands instead")
+    parser.add_argument("--workdir", default=WORKDIR, help=f"folder of its runs ({WORKDIR})")
+    parser.add_argument("--inputs", default=".", help="folder with models, data and benchmarks")
+    given = parser.parse_args()
+    if not given.name:
+        print(overviews())
+        return
+    experiment = registry.find(given.name)
+    if given.commands:
+        print("\n".join(commands(experiment, given.workdir, given.inputs)))
+        return
+    print(f"{experiment.title}\n")
+    if experiment.rows:
+        print(table(experiment, given.workdir))
+    if experiment.note:
+        print(f"\n{experiment.note}")
+
+
+if __name__ == "__main__":
+    with entry.user_errors():
+        main()

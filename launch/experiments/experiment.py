@@ -1,0 +1,223 @@
+"""Experiments of the papers as data: rows to train and evaluate, columns, the paper's numbers.
+
+1. An experiment is a table or a figure. Its rows are trained policies (`Run`), other policies that
+   are only evaluated, or rows that cannot be run here, with the reason.
+2. All files are below two folders: models and data below `inputs`, and a folder for each row, the
+   workdir of its run, below the experiment's workdir. A run of several experiments has the same
+   folder in all, so it is trained once.
+3. A column reads its number from the files in a row's folder; None if they are missing.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
+
+from etils import epath
+
+from spell_jax.evaluation.runner import SUMMARY
+from spell_jax.runtime.metrics import METRICS_FILE, read_metrics
+
+MODELS, DATA, BENCHMARKS = "models", "data", "benchmarks"  # folders below `inputs`
+STEPS = 10  # first or last steps of a run that a curve's number averages
+
+
+class Run(NamedTuple):
+    """A training run.
+
+    Attributes:
+      name: name of its workdir.
+      config: config file.
+      inputs: paths below `inputs` of its models and data, by config field.
+      fields: values of other config fields, as texts.
+      topology: smallest v5p slice that holds it, as launch.plan estimates.
+    """
+
+    name: str
+    config: str
+    inputs: Mapping[str, str]
+    fields: Mapping[str, str] = {}
+    topology: str = "v5p-8"
+
+    def flags(self, workdir: str, inputs: str) -> list[str]:
+        """Flags of `python -m spell_jax.train`, in a folder of `workdir`."""
+        paths = {field: join(inputs, path) for field, path in self.inputs.items()}
+        changes = [f"--config.{field}={value}" for field, value in {**paths, **self.fields}.items()]
+        return [f"--config={self.config}", f"--workdir={join(workdir, self.name)}", *changes]
+
+
+class Evaluation(NamedTuple):
+    """A command that measures a row.
+
+    Attributes:
+      name: name of its output, in the row's folder.
+      flags: flags; {inputs} and {folder} stand for the folders of models and data, and of the row.
+      module: module that runs.
+    """
+
+    name: str
+    flags: tuple[str, ...]
+    module: str = "spell_jax.evaluate"
+
+
+class Row(NamedTuple):
+    """A row of a table, or a curve of a figure.
+
+    Attributes:
+      name: name, as in the paper.
+      paper: the paper's number for each column; None: not in its text.
+      run: run whose policy is measured; None: no training.
+      folder: name of the row's folder, if there is no run.
+      evaluations: commands that measure it.
+      reason: reason that it cannot be run here.
+    """
+
+    name: str
+    paper: tuple[float | None, ...]
+    run: Run | None = None
+    folder: str = ""
+    evaluations: tuple[Evaluation, ...] = ()
+    reason: str = ""
+
+    @property
+    def place(self) -> str:
+        return self.run.name if self.run else self.folder
+
+
+class Source(Protocol):
+    """A number in the files of a row's folder."""
+
+    def read(self, folder: epath.Path) -> float | None: ...
+
+
+class Column(NamedTuple):
+    """A column of a table; without a source nothing measures it yet."""
+
+    title: str
+    source: Source | None = None
+
+
+class Experiment(NamedTuple):
+    """A table or a figure.
+
+    Attributes:
+      name: PAPER-table-N or PAPER-figure-N.
+      title: subject.
+      columns: columns.
+      rows: rows; none: the experiment has no command.
+      curves: metrics whose curves over the steps the figure shows.
+      paper: the paper's main numbers.
+      tiny: numbers of the same comparison at tiny scale, with a link.
+      note: departures, or the reason that there is no command.
+    """
+
+    name: str
+    title: str
+    columns: tuple[Column, ...] = ()
+    rows: tuple[Row, ...] = ()
+    curves: tuple[str, ...] = ()
+    paper: str = ""
+    tiny: str = ""
+    note: str = ""
+
+    @property
+    def runs(self) -> list[Run]:
+        """Runs of all rows, each once."""
+        return list({row.run.name: row.run for row in self.rows if row.run}.values())
+
+
+def join(folder: str, path: str) -> str:
+    return f"{folder.rstrip('/')}/{path}"
+
+
+def numbers(text: str) -> tuple[float | None, ...]:
+    """Parse "45.8 - 63.1"; a dash is a number that the paper's text does not have."""
+    return tuple(None if word == "-" else float(word) for word in text.split())
+
+
+# ----------------------------------------------------------------------------------------- Sources
+
+
+class Score(NamedTuple):
+    """A score in percent of spell_jax.evaluate: of a benchmark, a column of several, or "average".
+
+    Attributes:
+      evaluation: name of the evaluation.
+      name: name in its summary.
+      max_input: prompt limit.
+      attempts: k of pass@k.
+    """
+
+    evaluation: str
+    name: str
+    max_input: int
+    attempts: int = 1
+
+    def read(self, folder: epath.Path) -> float | None:
+        path = folder / self.evaluation / SUMMARY
+        if not path.exists():
+            return None
+        summary = json.loads(path.read_text())
+        row = next((one for one in summary["rows"] if one["max_input"] == self.max_input), None)
+        if row is None:
+            return None
+        found: dict[str, Any] = {"average": row["average"], **row["columns"], **row["benchmarks"]}
+        value = found.get(self.name, {}).get(f"pass@{self.attempts}")
+        return None if value is None else 100 * value["mean"]
+
+
+class Mean(NamedTuple):
+    """The mean of several numbers, None if one of them is missing."""
+
+    sources: tuple[Source, ...]
+
+    def read(self, folder: epath.Path) -> float | None:
+        values = [source.read(folder) for source in self.sources]
+        known = [value for value in values if value is not None]
+        return statistics.fmean(known) if len(known) == len(values) else None
+
+
+class Curve(NamedTuple):
+    """The mean of a run's metric over its first or last steps with that metric.
+
+    Attributes:
+      metric: name in metrics.jsonl.
+      is_last: whether the last steps count, else the first.
+      scale: factor, such as 100 for percent.
+    """
+
+    metric: str
+    is_last: bool = True
+    scale: float = 1.0
+
+    def read(self, folder: epath.Path) -> float | None:
+        if not (folder / METRICS_FILE).exists():
+            return None
+        found = [record.get(self.metric) for record in read_metrics(folder)]
+        values = [value for value in found if value is not None]
+        some = values[-STEPS:] if self.is_last else values[:STEPS]
+        return self.scale * statistics.fmean(some) if some else None
+
+
+class Right(NamedTuple):
+    """The share in percent of right answers in a file of spell_jax.generate."""
+
+    file: str
+
+    def read(self, folder: epath.Path) -> float | None:
+        path = folder / self.file
+        if not path.exists():
+            return None
+        rights = [json.loads(line).get("right") for line in path.read_text().splitlines()]
+        known = [right for right in rights if right is not None]
+        return 100 * statistics.fmean(known) if known else None
+
+
+def first_and_last(title: str, metric: str, scale: float = 1.0) -> tuple[Column, Column]:
+    """Columns with the metric at the beginning and at the end of a run."""
+    return (
+        Column(f"{title}, first", Curve(metric, False, scale)),
+        Column(f"{title}, last", Curve(metric, True, scale)),
+    )

@@ -1,0 +1,370 @@
+"""Tests of the papers' tables and figures: their runs, commands, numbers and page."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import re
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+from etils import epath
+
+from launch import plan, topologies, xmanager
+from launch.experiments import __main__ as printed
+from launch.experiments import registry
+from launch.experiments.experiment import Curve, Experiment, Mean, Run, Score, numbers
+from spell_jax.evaluation import protocol
+from spell_jax.evaluation.benchmarks import registry as benchmarks
+from spell_jax.evaluation.generated import ruler
+from spell_jax.policy.config import PolicyConfig
+from spell_jax.policy.model import TINY_POLICY
+from tests import metric_names
+from tests.launch.test_xmanager import given
+from tests.paths import ROOT
+
+PAGE = ROOT / "docs" / "experiments.md"
+ALL = list(registry.EXPERIMENTS.values())
+TRAINED = [one.name for one in ALL if one.runs]
+RUNS = {run.name: run for one in ALL for run in one.runs}
+JUDGE = "--config.algorithm.judge_url=http://localhost:1/v1"  # of the rows with an external judge
+
+_7B = PolicyConfig(
+    152_064, 3584, 28, 28, 4, 128, 18_944, tied_embeddings=False, max_positions=2**20
+)
+_14B = dataclasses.replace(_7B, width=5120, layers=48, heads=40, kv_heads=8, feed_forward=13_824)
+_LLAMA = dataclasses.replace(
+    _7B, vocab_size=128_256, width=4096, layers=32, heads=32, kv_heads=8, feed_forward=14_336
+)
+_4B = dataclasses.replace(
+    _7B,
+    vocab_size=151_936,
+    width=2560,
+    layers=36,
+    heads=32,
+    kv_heads=8,
+    feed_forward=9728,
+    qk_norm=True,
+    qkv_bias=False,
+    tied_embeddings=True,
+)
+_30B = dataclasses.replace(
+    _4B,
+    width=2048,
+    layers=48,
+    kv_heads=4,
+    feed_forward=768,
+    experts=128,
+    experts_per_token=8,
+    tied_embeddings=False,
+)
+# Part of a folder's name -> shape, the first that fits.
+SHAPES = {
+    "Qwen3-30B": _30B,
+    "Qwen3-14B": dataclasses.replace(
+        _4B, width=5120, layers=40, heads=40, feed_forward=17_408, tied_embeddings=False
+    ),
+    "Qwen3-4B": _4B,
+    "Llama": dataclasses.replace(_LLAMA, qkv_bias=False),
+    "32B": dataclasses.replace(_14B, layers=64, feed_forward=27_648),
+    "14B": _14B,
+    "7B": _7B,
+}
+
+
+# -------------------------------------------------------------------------------------------- Rows
+
+
+def test_every_table_and_figure_of_the_papers_is_there():
+    counts = {"spell": (9, 8), "eapo": (2, 10), "reconstruction": (3, 9)}
+    assert sorted(registry.EXPERIMENTS) == sorted(
+        f"{paper}-{kind}-{number}"
+        for paper, both in counts.items()
+        for kind, count in zip(("table", "figure"), both, strict=True)
+        for number in range(1, count + 1)
+    )
+    with pytest.raises(ValueError, match=r"experiment = 'spell-table-10': must be one of spell-"):
+        registry.find("spell-table-10")
+
+
+@pytest.mark.parametrize("one", ALL, ids=lambda one: one.name)
+def test_rows_have_numbers_commands_or_a_reason(one: Experiment):
+    assert one.rows or one.note
+    assert len({row.name for row in one.rows}) == len(one.rows)
+    for row in one.rows:
+        assert len(row.paper) == len(one.columns)
+        assert bool(row.reason) != bool(row.run or row.evaluations), row.name
+        assert row.reason or row.place
+    stated = {value for row in one.rows for value in row.paper}
+    main = {float(text) for text in re.findall(r"\d\d\.\d+", one.paper)}
+    assert main <= stated or not one.rows
+
+
+def test_runs_of_one_name_are_equal_and_different_ones_have_other_names():
+    names: dict[Any, str] = {}
+    for one in ALL:
+        for run in (row.run for row in one.rows if row.run):
+            content = (run.config, *sorted({**run.inputs, **run.fields}.items()))
+            assert names.setdefault(content, run.name) == run.name
+            assert run == RUNS[run.name]
+
+
+@pytest.mark.parametrize(
+    ("name", "groups"),
+    [
+        ("spell-table-1", (slice(0, 5), slice(5, 10))),
+        *((f"spell-table-{n}", (slice(None),)) for n in (3, 4, 7, 8, 9)),
+        ("eapo-table-1", (slice(None),)),
+        ("reconstruction-table-3", (slice(0, 6), slice(6, 12), slice(12, 18))),
+    ],
+)
+def test_averages_of_the_papers_tables_follow_from_their_rows(name, groups):
+    for row in registry.find(name).rows:
+        for group in groups:
+            *values, average = row.paper[group]
+            if (name, row.name, group.start) == ("reconstruction-table-3", "Qwen, ours", 12):
+                continue  # the paper prints 65.65, but its tasks have the mean 66.93
+            assert statistics.fmean(map(float, values)) == pytest.approx(average, abs=0.11), row
+
+
+def test_numbers_of_the_papers_are_percentages():
+    for one in ALL:
+        for value in (value for row in one.rows for value in row.paper):
+            assert value is None or 0 < value <= 100, one.name
+    assert numbers("45.8 - 100") == (45.8, None, 100.0)
+
+
+# -------------------------------------------------------------------------------------------- Runs
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Stand-ins for all models and data, which have the names that the runs expect."""
+    folder = tmp_path_factory.mktemp("inputs")
+    question = {"task": "general_qa", "documents": ["A"], "question": "B?", "answer": "C"}
+    for run in RUNS.values():
+        for field, name in run.inputs.items():
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if field.endswith("folder") and not path.exists():
+                path.symlink_to(TINY_POLICY)
+            elif field == "data.questions":
+                path.write_text(json.dumps(question))
+            elif field == "data.source" and path.suffix:
+                path.write_text(json.dumps({"id": "a", "documents": ["A text."]}))
+            elif field == "data.source":
+                path.mkdir(exist_ok=True)
+                (path / "a.txt").write_text("A text of one's own.\n")
+    return str(folder)
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_every_run_of_an_experiment_is_checked(name, inputs):
+    flags = given(config=None, sweep=[], experiment=name, inputs=inputs)
+    units, _ = xmanager.plan(flags, [JUDGE] if name == "spell-table-4" else [])
+    assert [unit.name for unit in units] == [run.name for run in registry.find(name).runs]
+    for unit, run in zip(units, registry.find(name).runs, strict=True):
+        config = xmanager.read_config(unit)
+        for field, path in run.inputs.items():
+            section, _, last = field.partition(".")
+            assert config[section][last] == f"{inputs}/{path}"
+
+
+@pytest.mark.parametrize("run", RUNS.values(), ids=lambda run: run.name)
+def test_run_fits_its_slice(run: Run):
+    config = xmanager.read_config(xmanager.WorkUnit("", tuple(run.flags("w", "."))))
+    folder = config.policy.folder
+    shape = next(shape for name, shape in SHAPES.items() if name in folder)
+    shape = dataclasses.replace(shape, remat=config.policy.remat, ring=config.policy.ring)
+    slices = [one for one in topologies.TOPOLOGIES.values() if one.name.startswith("v5p-")]
+    for one in slices:
+        try:
+            fits = plan.Plan(config, shape, one, config.sampler.max_prompt).fits
+        except ValueError:  # the mesh needs more devices
+            fits = False
+        if fits:
+            break
+    assert one.name == run.topology
+
+
+def test_experiment_units_have_the_flags_of_their_runs():
+    units = xmanager.experiment_units("spell-table-3", "w/", "/gcs/b", ["--config.seed=1"])
+    assert [unit.name for unit in units[:2]] == ["spell-qwen2.5-7b-instruct", "spell-sigma-6"]
+    assert units[1].flags == (
+        "--config=configs/paper.py:qwen2.5-7b-instruct",
+        "--workdir=w/spell-sigma-6",
+        "--config.policy.folder=/gcs/b/models/Qwen2.5-7B-Instruct",
+        "--config.data.source=/gcs/b/data/clusters",
+        "--config.algorithm.sigma=0.08333333333333333",
+        "--config.seed=1",
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "overrides", "message"),
+    [
+        ({"experiment": "table-2"}, [], r"experiment = 'table-2': must be one of"),
+        ({"experiment": "spell-figure-2"}, [], r"'spell-figure-2': must have runs; A drawing"),
+        ({"experiment": "spell-table-3", "sweep": ["seed=0"]}, [], r"sweep = .* must not be given"),
+        ({"experiment": "spell-table-3", "config": "c.py"}, [], r"config = 'c.py': must not be"),
+        ({}, [], r"config = None: must be a config file, or give an experiment"),
+        (
+            {"experiment": "spell-table-3"},
+            ["--config.algorithm.sigma=0.1"],
+            r"--config\.algorithm\.sigma=0\.1: .*algorithm\.sigma is set by spell-sigma-6",
+        ),
+        (
+            {"experiment": "spell-table-3"},
+            ["--config.data.source=x"],
+            r"--config\.data\.source=x: must not be given",
+        ),
+    ],
+)
+def test_mistakes_about_experiments_are_named(changes, overrides, message):
+    with pytest.raises(ValueError, match=message):
+        xmanager.plan(given(**{"config": None, "sweep": []} | changes), overrides)
+
+
+# ---------------------------------------------------------------------------------------- Commands
+
+
+def _defined(module: str) -> set[str]:
+    """Flags of an entry point."""
+    files = {
+        "spell_jax.evaluate": ("evaluate", "evaluation/judge"),
+        "spell_jax.generate": ("generate",),
+    }
+    text = "".join((ROOT / "spell_jax" / f"{name}.py").read_text() for name in files[module])
+    return set(re.findall(r'DEFINE_\w+\(\s*"(\w+)"', text))
+
+
+@pytest.mark.parametrize("one", ALL, ids=lambda one: one.name)
+def test_evaluations_have_known_flags_and_benchmarks(one: Experiment):
+    for row in one.rows:
+        for evaluation in row.evaluations:
+            flags = dict(flag.removeprefix("--").split("=", 1) for flag in evaluation.flags)
+            assert set(flags) <= _defined(evaluation.module)
+            assert flags["out"] == f"{{folder}}/{evaluation.name}"
+            for name in filter(None, flags.get("benchmarks", "").split(",")):
+                task = name.removeprefix("ruler_").rpartition("_")[0]
+                assert name in benchmarks.LOADERS or task in ruler.TASKS or name == "needle"
+
+
+def _sources(source: Any) -> list[Any]:
+    return (
+        [found for one in source.sources for found in _sources(one)]
+        if isinstance(source, Mean)
+        else [source]
+    )
+
+
+@pytest.mark.parametrize("one", ALL, ids=lambda one: one.name)
+def test_columns_read_what_the_rows_write(one: Experiment):
+    sources = [
+        found for column in one.columns if column.source for found in _sources(column.source)
+    ]
+    metrics = [source.metric for source in sources if isinstance(source, Curve)]
+    assert not metric_names.compare([*metrics, *one.curves])[0]
+    limits: dict[str, dict[str, str]] = {}
+    for evaluation in (evaluation for row in one.rows for evaluation in row.evaluations):
+        limits[evaluation.name] = dict(flag.split("=", 1) for flag in evaluation.flags)
+    for source in (source for source in sources if isinstance(source, Score)):
+        flags = limits[source.evaluation]
+        assert str(source.max_input) in flags["--max_input"].split(",")
+        asked = flags["--benchmarks"].split(",")
+        assert set(benchmarks.COLUMNS.get(source.name, (source.name,))) <= {*asked, "average"}
+
+
+def test_commands_train_each_run_once_and_quote_for_a_shell():
+    lines = printed.commands(registry.find("reconstruction-table-2"), "w", "i")
+    assert len(set(lines)) == len(lines)
+    trained = [line for line in lines if line.startswith("python -m spell_jax.train ")]
+    assert len(trained) == 8
+    assert '"--config.algorithm.options=(2,)"' in trained[0]
+    assert "--config.policy.folder=i/models/Qwen2.5-7B-Instruct-1M" in trained[0]
+    assert any("--policy=i/models/Qwen2.5-7B-Instruct-1M --data=i/benchmarks" in x for x in lines)
+    lines = printed.commands(registry.find("spell-figure-5"), "w", "i")
+    names = ("qwen2.5-7b-instruct", "azr", "r-zero")
+    assert lines[-1] == "python -m spell_jax.report --workdir=" + ",".join(
+        f"w/spell-{name}" for name in names
+    )
+
+
+# ----------------------------------------------------------------------------------------- Results
+
+
+def _write_summary(folder: Path, max_input: int, scores: dict[str, float]) -> None:
+    found = protocol.aggregate({n: [[s] * 2] for n, s in scores.items()}, benchmarks.COLUMNS, 0)
+    folder.mkdir(parents=True)
+    text = json.dumps({"rows": [{"max_input": max_input} | found]})
+    (folder / "summary.json").write_text(text)
+
+
+def test_table_has_measured_numbers_beside_those_of_the_paper(tmp_path):
+    names = ("docmath", "frames", "2wikimqa", "hotpotqa", "musique", "longbench_v2")
+    scores = dict(zip(names, (0.5, 0.25, 0.1, 0.2, 0.6, 0.75), strict=True))
+    _write_summary(tmp_path / "spell-no-verifier" / "long_16k", 16_384, scores)
+    lines = printed.table(registry.find("spell-table-2"), str(tmp_path)).splitlines()
+    assert lines[0] == "| paper / here | DocMath | Frames | LB-MQA | LB-V2 | Average |"
+    assert "| SPELL | 45.8 / | 46.7 / | 63.1 / | 33.2 / | 47.2 / |" in lines
+    assert "| w/o Verifier | 39.4 / 50 | 46.6 / 25 | 60.4 / 30 | 29.4 / 75 | 44.0 / 45 |" in lines
+
+
+def test_mean_over_lengths_needs_all_evaluations(tmp_path):
+    tasks = {
+        f"ruler_{task}_{n}": 0.5 for task in ("vt", "cwe", "fwe") for n in (32_768, 65_536, 128_000)
+    }
+    asked = {f"ruler_qa_{n}": 1.0 for n in (32_768, 65_536, 128_000)}
+    folder = tmp_path / "reconstruction-shuffled-qwen"
+    experiment = registry.find("reconstruction-table-1")
+    _write_summary(folder / "ruler", 128_000, tasks)
+    _write_summary(folder / "qa_1", 128_000, asked)
+    assert "| Qwen, shuffled | 69.82 / |" in printed.table(experiment, str(tmp_path))
+    _write_summary(folder / "qa_2", 128_000, asked)
+    assert "| Qwen, shuffled | 69.82 / 70 |" in printed.table(experiment, str(tmp_path))
+
+
+def test_curves_are_read_from_the_first_and_last_steps_of_a_run(tmp_path):
+    folder = tmp_path / "reconstruction-dense-qwen"
+    folder.mkdir()
+    lines = [{"step": n, "eval/dense_reward": n / 100} for n in range(1, 41)]
+    lines += [{"step": 41}]
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in lines))
+    found = printed.table(registry.find("reconstruction-figure-8"), str(tmp_path))
+    assert "| Qwen, ours | / | / | / 0.055 | / 0.355 | / | / |" in found
+
+
+def test_tree_of_evidence_is_scored_where_the_answer_is_known(tmp_path):
+    folder = tmp_path / "tree-ear-llm-e"
+    folder.mkdir()
+    (folder / "tree.jsonl").write_text('{"right": true}\n{"right": false}\n{"prediction": "x"}\n')
+    found = printed.table(registry.find("eapo-figure-3"), str(tmp_path))
+    assert "| EAR + LLM-E | / 50 | 9.0 / |" in found
+    assert "| Evidence-Grounded (evidence of a closed model) | 63.0 / | / |" in found
+
+
+# -------------------------------------------------------------------------------------------- Page
+
+
+def test_page_has_the_printed_overview():
+    assert printed.overviews() in PAGE.read_text()
+    assert "docs/experiments.md" in (ROOT / "README.md").read_text()
+
+
+def test_links_of_the_overview_exist():
+    for file, anchor in set(re.findall(r"\]\(([\w./]+\.md)(?:#([\w-]+))?\)", printed.overviews())):
+        text = (PAGE.parent / file).read_text()
+        heads = {
+            re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-")
+            for head in re.findall(r"^#+ (.*)$", text, re.M)
+        }
+        assert not anchor or anchor in heads
+
+
+def test_modules_of_the_commands_exist():
+    modules = {e.module for one in ALL for row in one.rows for e in row.evaluations}
+    assert all(map(importlib.util.find_spec, modules))
+    assert epath.Path(ROOT / "launch" / "experiments" / "__main__.py").exists()
