@@ -191,10 +191,12 @@ def check(config: Config, executor: str) -> None:
         raise ValueError(f"{missing[0]} = '': must be 'tiny' or below {MOUNT}")
     if not config.data.source and not config.data.questions:
         raise ValueError(f"data.source = '': must be 'tiny' or below {MOUNT}")
-    registry.read_algorithm(config.algorithm)
+    algorithm = registry.read_algorithm(config.algorithm)
     if any(path.startswith(MOUNT) for path in paths.values()):
         with config.unlocked():  # data is in buckets: check the rest with valid data
-            config.data, config.algorithm = tiny.get_config().data, tiny.get_config().algorithm
+            config.data = tiny.get_config().data
+            if "clusters" not in registry.ALGORITHMS[algorithm.name].inputs:
+                config.algorithm = tiny.get_config().algorithm
     configs.read(config)
 
 

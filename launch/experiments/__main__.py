@@ -127,11 +127,8 @@ def main() -> None:
     if given.commands:
         print("\n".join(commands(experiment, given.workdir, given.inputs)))
         return
-    print(f"{experiment.title}\n")
-    if experiment.rows:
-        print(table(experiment, given.workdir))
-    if experiment.note:
-        print(f"\n{experiment.note}")
+    rows = table(experiment, given.workdir) if experiment.rows else ""
+    print("\n\n".join(filter(None, (experiment.title, rows, experiment.note))))
 
 
 if __name__ == "__main__":

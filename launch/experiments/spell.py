@@ -270,7 +270,7 @@ _TABLES_OF_MODELS = (
         _models_rows({m: texts[1:] for m, texts in _TABLE_1.items()}, (_long_16k, _long_100k)),
         paper="Qwen2.5-7B-Instruct, average at 16K: 38.2 before, 45.9 with RLVR, 47.2 with SPELL; "
         "Qwen3-30B-A3B-Thinking: 60.7, 60.7, 62.7",
-        tiny="8 documents: .40 before, .79 after, .78 with static questions and rules only "
+        tiny="8 documents: .40 before, .79 after, .77 with static questions and rules only "
         "([README](../README.md#results))",
         note="The paper does not say how the contexts of Qwen2.5's instruct models are extended "
         "to 100K tokens; the commands use YaRN.",
@@ -431,8 +431,8 @@ _ABLATIONS = (
         ),
         paper="Average: 38.2 before; RLVR 45.9, LongPO 42.8, SoLoPO 44.2, QwenLong-L1 46.1, "
         "SPELL 47.2",
-        tiny="RLVR: .78 at 8 documents after 60 updates ([algorithms.md]"
-        "(algorithms.md#rlvr-on-static-questions)); the others are not measured yet",
+        tiny="8 documents: .40 before, RLVR .78 ([README](../README.md#other-algorithms)); the "
+        "others are not measured yet",
         note="LongPO (Official) is the authors' checkpoint, DAMO-NLP-SG/Qwen2.5-7B-LongPO-128K.",
     ),
 )

@@ -171,6 +171,12 @@ def test_evaluation_of_a_paper_model_has_its_answer_length(name):
     assert paper.MODELS[name].max_tokens == (int(flag) if is_reasoning else 4096)
 
 
+def test_static_questions_are_answered_by_any_model_of_the_paper(read_flags):
+    config = read_flags("--config=configs/rlvr.py:qwen3-4b-thinking")
+    assert (config.algorithm.name, config.sampler.max_tokens) == ("rlvr", 20_480)
+    assert config.policy.folder == "models/Qwen3-4B-Thinking-2507"
+
+
 def test_unknown_paper_model_is_rejected(read_flags):
     with pytest.raises(flags.Error, match=r"configs/paper\.py:gpt: must be one of qwen2\.5-7b,"):
         read_flags("--config=configs/paper.py:gpt")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 import re
 import statistics
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from etils import epath
 
 from launch import plan, topologies, xmanager
 from launch.experiments import __main__ as printed
@@ -190,6 +188,14 @@ def test_run_fits_its_slice(run: Run):
     assert one.name == run.topology
 
 
+@pytest.mark.parametrize("name", TRAINED)
+def test_every_run_of_an_experiment_is_checked_for_vertex(name):
+    flags = given(executor="vertex", workdir="/gcs/b/w", config=None, sweep=[], inputs="/gcs/b")
+    flags.experiment = name
+    units, _ = xmanager.plan(flags, [JUDGE] if name == "spell-table-4" else [])
+    assert len(units) == len(registry.find(name).runs)
+
+
 def test_experiment_units_have_the_flags_of_their_runs():
     units = xmanager.experiment_units("spell-table-3", "w/", "/gcs/b", ["--config.seed=1"])
     assert [unit.name for unit in units[:2]] == ["spell-qwen2.5-7b-instruct", "spell-sigma-6"]
@@ -354,6 +360,14 @@ def test_page_has_the_printed_overview():
     assert "docs/experiments.md" in (ROOT / "README.md").read_text()
 
 
+@pytest.mark.parametrize("one", [one for one in ALL if one.tiny], ids=lambda one: one.name)
+def test_tiny_numbers_are_those_of_the_linked_page(one: Experiment):
+    (link,) = re.findall(r"\]\(([\w./]+\.md)", one.tiny)
+    found = set(re.findall(r"(?<!\d)\.\d\d\b", one.tiny))
+    assert found
+    assert found <= set(re.findall(r"(?<!\d)\.\d\d\b", (PAGE.parent / link).read_text()))
+
+
 def test_links_of_the_overview_exist():
     for file, anchor in set(re.findall(r"\]\(([\w./]+\.md)(?:#([\w-]+))?\)", printed.overviews())):
         text = (PAGE.parent / file).read_text()
@@ -364,7 +378,7 @@ def test_links_of_the_overview_exist():
         assert not anchor or anchor in heads
 
 
-def test_modules_of_the_commands_exist():
-    modules = {e.module for one in ALL for row in one.rows for e in row.evaluations}
-    assert all(map(importlib.util.find_spec, modules))
-    assert epath.Path(ROOT / "launch" / "experiments" / "__main__.py").exists()
+def test_experiment_without_rows_prints_its_reason(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["launch.experiments", "spell-figure-2"])
+    printed.main()
+    assert capsys.readouterr().out == "The loop of rollout and update\n\nA drawing.\n"
