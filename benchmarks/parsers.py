@@ -99,6 +99,7 @@ def _task_parsers(task: str, answer: str) -> Iterator[tuple[Callable[..., Any], 
             task, [text], [memory.Entry((0,), text, text)], "B"
         ),
         responder: lambda text: full.responder(task, [text], text),
+        long_documents.state_section: part(long_documents.state_section, task),
         long_documents.score_rule: part(long_documents.score_rule, task, item=ITEM),
     }
     for function, call in calls.items():
@@ -110,6 +111,7 @@ ITEM = Item("0", "", "", ("Paris", "B"), {"options": 10, "prefix": ""})
 _ONE = (
     *(evidence.parse_answer, evidence.find_quotes, parsing.parse_verdict, rules.last_box),
     *(rules.visible_text, rules.normalize_answer, numbers.parse_number, judge.parse_judgement),
+    *(judge.parse_grade, evidence.answer_section),
     *(judge.read_retry_after, puzzles.split_paragraphs, folder_rows.other_forms),
 )
 # Read a text and an item of a benchmark. short.score_math is missing: it scores in a process.
@@ -144,6 +146,7 @@ def _other_parsers() -> dict[Callable[..., Any], Parser]:
         folder_rows.find_facts: lambda t: folder_rows.find_facts([t]),
         kind.verifier: lambda t: full.verifier(t, t, t),
         kind.judge: lambda t: full.judge(t, t, t),
+        kind.judge_grades: lambda t: full.judge_grades(t, t, t),
         kind.reconstruction: lambda t: full.reconstruction(t, dict.fromkeys("AB", t)),
         kind.evidence: lambda t: full.evidence([t], t),
         kind.evidence_scores: lambda t: full.evidence_scores(t, [t, t]),

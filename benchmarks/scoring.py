@@ -140,6 +140,9 @@ def _kinds() -> dict[str, Kind]:
     """All kinds, by the name of their rule."""
     part = functools.partial
     phrases = {"frames": 824, **dict.fromkeys(long_documents.LONGBENCH_TITLES, 200)}
+    phrases |= {name: count for name, (_, _, count) in long_documents.SEAL_SETS.items()}
+    kinds_v2 = long_documents.LONGBENCH_V2_KINDS.items()
+    choices = {f"longbench_v2_{kind}": count for kind, (_, _, count) in kinds_v2}
     rag = {"helmet_nq": 600, "helmet_trivia": 600, "helmet_pop": 600, "helmet_hotpot": 300}
     icl = {f"helmet_{task}": 500 for task in retrieval.helmet_labels.TASKS}
     mathematics = {name: kind.rows for name, kind in short.MATH_SETS.items() if name != "math500"}
@@ -153,7 +156,7 @@ def _kinds() -> dict[str, Kind]:
     return {
         "phrase": Kind(phrases, _phrases, said, phrase),
         "number": Kind({"docmath": 800}, _amounts, "Therefore, the answer is ${}", amount),
-        "choice": Kind({"longbench_v2": 503}, part(_letters, 4), letter, choice, four),
+        "choice": Kind({"longbench_v2": 503} | choices, part(_letters, 4), letter, choice, four),
         "letter": Kind({"mmlu_pro": 12_032}, part(_letters, 10), letter, short.score_letter, ten),
         "whole number": Kind(mathematics, part(_numbers, 1000), boxed, math_score),
         "formula": Kind({"math500": 500}, _formulas, boxed, math_score),

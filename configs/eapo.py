@@ -1,28 +1,76 @@
-"""EAPO from Qwen3-14B, with Qwen3-30B-A3B-Thinking-2507 as reward model: the paper's values.
+"""EAPO with the paper's hyper-parameters, from one of its policies (table below).
 
-    python -m spell_jax.train --config=configs/eapo.py --workdir=DIR \
+    python -m spell_jax.train --config=configs/eapo.py:qwen3-14b --workdir=DIR \
         --config.policy.folder=FOLDER --config.reward_model.folder=FOLDER \
-        --config.data.questions=QUESTIONS.jsonl
+        --config.data.questions=QUESTIONS.jsonl \
+        --config.algorithm.rule=judge --config.algorithm.judge_template=grades \
+        --config.algorithm.judge_url=URL --config.algorithm.judge_model=NAME
 
 QUESTIONS.jsonl has lines {"task", "documents", "question", "answer"}; data_pipeline.long_questions
 makes them from multi-hop rows and from tables (docs/data.md). The folders are local copies of the
-models of Hugging Face, by default below models/.
-Hardware: 18 bytes for each of the policy's 14.8e9 parameters, 266 GB, and as many for each of the
-reward model's 30.5e9, 549 GB (estimated), split over all devices and, 12 bytes of each, over their
-hosts' memory; a device holds what one of the models needs at a time.
-Expected, as the paper reports (Table 1; nothing of it was run with this code): average of eight
-benchmarks 53.2 before, 53.8 by outcome alone (algorithm.reward_model=none), 55.0 after.
+models of Hugging Face, by default below models/; the reward model of all policies is
+Qwen3-30B-A3B-Thinking-2507. In the paper an LLM judges the outcome (R_a, section 3.2), as the last
+two lines of the command ask; without them the task's rule does. Without a policy
+(`--config=configs/eapo.py`) it is qwen3-14b.
+Hardware: 18 bytes for each of the policy's parameters, 266 GB for 14.8e9, and as many for each of
+the reward model's 30.5e9, 549 GB (estimated), split over all devices and, 12 bytes of each, over
+their hosts' memory; a device holds what one of the models needs at a time.
+Expected: the table's last columns, the average of eight benchmarks as the paper reports it (Table
+1; nothing of it was run with this code).
+
+    python -m spell_jax.evaluate --workdir=DIR --data=BENCHMARKS --out=OUT --columns=separate \
+        --benchmarks=seal_0,seal_hard,musique,hotpotqa,2wikimqa,longbench_v2_sdq,\
+longbench_v2_mdq,longbench_v2_lsa --max_input=122880 --max_tokens=8192 \
+        --answer_format=sections --judge_template=grades --judge_url=URL --judge_model=NAME
+
+Where the table's factor `yarn` is above 1, the evaluation also needs --rope_scaling=yarn
+--rope_factor=YARN.
 """
+
+from typing import NamedTuple
 
 from spell_jax.config import default_config, extra_model
 from spell_jax.runtime.config import Config
 
 
-def get_config() -> Config:
+class Model(NamedTuple):
+    """One policy of the paper.
+
+    Attributes:
+      folder: name of its Hugging Face repository, without the owner.
+      yarn: factor by which YaRN extends a context that is too short for the longest prompt and
+        answer; 1: it is long enough.
+      before: the paper's average before the run, in percent.
+      outcome: the paper's average after GRPO by outcome alone, in percent
+        (--config.algorithm.reward_model=none, or =logged, which also measures the evidence).
+      after: the paper's average after EAPO, in percent.
+    """
+
+    folder: str
+    yarn: float
+    before: float
+    outcome: float
+    after: float
+
+
+MODELS = {
+    "qwen3-14b": Model("Qwen3-14B", 4.0, 53.2, 53.8, 55.0),
+    "qwen3-30b-a3b-instruct": Model("Qwen3-30B-A3B-Instruct-2507", 1.0, 48.1, 53.1, 55.6),
+    "qwen3-30b-a3b-thinking": Model("Qwen3-30B-A3B-Thinking-2507", 1.0, 58.0, 59.2, 63.1),
+}
+
+
+def get_config(model: str = "qwen3-14b") -> Config:
+    if model not in MODELS:
+        raise ValueError(f"configs/eapo.py:{model}: must be one of {', '.join(MODELS)}")
+    row = MODELS[model]
     config = default_config("eapo")
     config.steps = 73  # of 64: 4,664 questions once
     config.minibatches = 2  # of 32 questions
-    config.policy.update(folder="models/Qwen3-14B", rope_scaling="yarn", rope_factor=4.0)
+    config.algorithm.keep_equal = True  # its GRPO leaves no group out
+    config.policy.folder = f"models/{row.folder}"
+    if row.yarn > 1:
+        config.policy.update(rope_scaling="yarn", rope_factor=row.yarn)
 
     with config.unlocked():
         config.reward_model = extra_model()

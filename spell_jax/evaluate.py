@@ -2,19 +2,23 @@
 
     python -m spell_jax.evaluate --policy=DIR | --workdir=RUN --benchmarks=docmath,frames,...
         --data=FOLDER --out=DIR [--max_input=16384,100000] [--samples=8]
-        [--rope_scaling=yarn --rope_factor=4]
-        [--judge_url=URL --judge_model=NAME | --judge_policy=DIR] [--compare=OTHER_OUT,...]
+        [--rope_scaling=yarn --rope_factor=4] [--answer_format=sections]
+        [--judge_url=URL --judge_model=NAME | --judge_policy=DIR] [--judge_template=grades]
+        [--compare=OTHER_OUT,...] [--columns=separate]
 
 1. Prompts over --max_input tokens, chat layout included, lose their middle. Each is answered
    --samples times at temperature 0.7 and top-p 0.95, with at most --max_tokens tokens: by default
    4096 or a benchmark's own limit; reasoning models have 20480 in the paper. The sampling key of an
    answer depends on the benchmark, the question, the limit and the sample only. --rope_scaling
    extends a context that is too short for --max_input and an answer, at all limits.
+   --answer_format=sections asks for EAPO's four sections; the answer section is then the answer.
 2. The rule scores every answer. If a benchmark is judged and the rule gives less than 1, the judge
    is asked whether the stated answer agrees with the reference; the higher score counts. Without a
    judge the rule alone counts. The API key of an endpoint is read from $SPELL_JUDGE_KEY.
+   --judge_template=grades asks for EAPO's three grades, of which only "correct" counts.
 3. OUT/samples.jsonl has a row per sample, OUT/summary.json means with 95 % intervals (bootstrap
    over questions), OUT/table.md the table, next to those of other evaluations (--compare).
+   --columns=separate gives each benchmark a column of its own, as in EAPO's Table 1.
    Benchmarks with a breakdown, for example by the depth of a needle, have OUT/plots/NAME.png.
 4. A restarted evaluation resumes: samples.jsonl keeps each question whose samples are complete, and
    judge.jsonl each reply. The final files are those of an uninterrupted evaluation. OUT/config.json
@@ -30,6 +34,7 @@ from absl import flags
 
 from spell_jax.evaluation import judge as judging
 from spell_jax.evaluation import runner
+from spell_jax.evaluation.benchmarks import registry
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy.model import ROPE_SCALINGS
 from spell_jax.runtime import entry, setup
@@ -42,7 +47,8 @@ def main(_) -> None:
     out = pathlib.Path(given.out)
     judge = judging.make_judge(given, out, sizes)
     name = given.name or pathlib.Path(given.workdir or given.policy).resolve().name
-    runner.run(config, out, name, judge, sizes, given.compare)
+    columns = runner.COLUMNS[given.columns]
+    runner.run(config, out, name, judge, sizes, given.compare, columns)
     if jax.process_index() == 0:
         print((out / runner.TABLE).read_text(), end="")
 
@@ -79,5 +85,11 @@ if __name__ == "__main__":
     )
     flags.DEFINE_string("name", "", "Name of the policy in the table; default: its folder name.")
     flags.DEFINE_list("compare", [], "Output folders of other evaluations to add to the table.")
+    flags.DEFINE_enum(
+        "columns", "shared", list(runner.COLUMNS), "Whether benchmarks share columns of the table."
+    )
+    flags.DEFINE_enum(
+        "answer_format", "plain", registry.ANSWER_FORMATS, "What answers are asked for."
+    )
     judging.define_flags()
     entry.run_main(main)

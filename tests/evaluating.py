@@ -36,12 +36,19 @@ ITEMS = 3
 SAMPLES = 2
 
 
-def load(name: str, folder: Any, limit: int | None = None, tokenizer: Any = None) -> Benchmark:
+def load(
+    name: str,
+    folder: Any,
+    limit: int | None = None,
+    tokenizer: Any = None,
+    answer_format: str = "plain",
+) -> Benchmark:
     """Scores from noise: an answer's rule score is by its checksum."""
+    asked = {"plain": name, "sections": f"{name}!"}[answer_format]
     items = tuple(
         Item(
             f"{name}-{i}",
-            f"{name} " + "Rome has hills. " * (2 + 4 * i),
+            f"{asked} " + "Rome has hills. " * (2 + 4 * i),
             f"how many {i}?",
             ("3",),
             {"parity": ("even", "odd")[i % 2]},

@@ -18,6 +18,7 @@ from spell_jax.runtime.config import check_choice
 from spell_jax.runtime.metrics import Metrics
 from spell_jax.sampler.requests import Sample
 from spell_jax.selfplay import prompts
+from spell_jax.selfplay.judge import JUDGE_TEMPLATES
 from spell_jax.selfplay.prompts import Prompts
 
 Item = TypeVar("Item")
@@ -41,6 +42,8 @@ class AlgorithmConfig:
       prompts: set of prompt templates, a name or a folder (selfplay/prompts.py).
       judge_url: address of an OpenAI-compatible endpoint, for a rule with a judge.
       judge_model: name of the judge's model at that endpoint.
+      judge_template: what that judge is asked: "yes_no", whether an answer agrees with the
+        reference (Table 5), or "grades", EAPO's three grades (its Appendix E).
       rule: how answers are scored: "match" compares texts, numbers and letters; "judge" asks the
         external judge; "match_or_judge" takes the larger of both scores, and asks the judge only
         about answers that "match" scores below 1 (QwenLong-L1, arXiv 2505.17667).
@@ -50,10 +53,11 @@ class AlgorithmConfig:
     prompts: str = "full"
     judge_url: str = ""
     judge_model: str = ""
+    judge_template: str = "yes_no"
     rule: str = "match"
 
     def __post_init__(self):
-        check_choice(self, "algorithm.", rule=RULES)
+        check_choice(self, "algorithm.", rule=RULES, judge_template=tuple(JUDGE_TEMPLATES))
         try:
             prompts.load(self.prompts)
         except (FileNotFoundError, ValueError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import pathlib
 from collections.abc import Iterator, Sequence
@@ -18,7 +19,7 @@ from spell_jax.runtime import distributed
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.sampler.requests import Options
 from spell_jax.selfplay import prompts as prompt_sets
-from spell_jax.selfplay.judge import JUDGE_KEY, Endpoint, Judge, JudgeConfig
+from spell_jax.selfplay.judge import JUDGE_KEY, JUDGE_TEMPLATES, Endpoint, Judge, JudgeConfig
 
 REPLIES = "judge.jsonl"
 
@@ -75,7 +76,9 @@ def make_judge(given: Any, out: pathlib.Path, sizes: SamplerConfig) -> Judge | N
                 requests_per_s=given.judge_rate,
             )
         )
-    return Judge(ask, prompt_sets.load("full").judge, model, cache_file=kept)
+    write, parse = JUDGE_TEMPLATES[given.judge_template]
+    write_prompt = functools.partial(write, prompt_sets.load("full"))
+    return Judge(ask, write_prompt, model, parse, cache_file=kept)
 
 
 def read_sizes(given: Any) -> SamplerConfig:
@@ -88,6 +91,12 @@ def define_flags() -> None:
     flags.DEFINE_string("judge_url", "", "URL of the judge's OpenAI-compatible API.")
     flags.DEFINE_string("judge_model", "", "Model name of the judge at --judge_url.")
     flags.DEFINE_string("judge_policy", "", "Policy folder of a local judge.")
+    flags.DEFINE_enum(
+        "judge_template",
+        "yes_no",
+        list(JUDGE_TEMPLATES),
+        "Verdicts of the judge: yes or no, or EAPO's three grades.",
+    )
     flags.DEFINE_integer("judge_max_tokens", 8192, "Maximum length of a judge's reply in tokens.")
     flags.DEFINE_integer("judge_workers", 16, "Maximum number of concurrent requests to the judge.")
     flags.DEFINE_float("judge_rate", 0.0, "Maximum requests to the judge per second; 0: no limit.")

@@ -25,10 +25,12 @@ from spell_jax.evaluation.policy_sampler import SIZES, Policy
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy.model import ModelConfig
 from spell_jax.runtime import distributed, entry, fault_injection, setup
+from spell_jax.runtime.config import check_choice
 from spell_jax.runtime.jsonl import append_records, write_json, write_lines, write_records
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.selfplay.judge import Judge
 
+COLUMNS = {"shared": registry.COLUMNS, "separate": {}}  # --columns
 SAMPLES, SUMMARY, TABLE, PLOTS = "samples.jsonl", "summary.json", "table.md", "plots"
 
 
@@ -42,6 +44,7 @@ class EvaluationConfig:
       data: folder with a subfolder NAME for each benchmark, or with their files themselves.
       max_input: prompt limits in tokens; each is an evaluation of its own.
       limit: number of questions per benchmark, the first ones; 0 means all.
+      answer_format: "plain", or "sections" for EAPO's four sections, as in registry.load.
       dtype: dtype of the policy's weights.
       thinking: "", "on" or "off", for chat templates with such a switch.
       rope_scaling: as in model.ModelConfig, for prompts beyond the policy's context.
@@ -54,6 +57,7 @@ class EvaluationConfig:
     data: str
     max_input: tuple[int, ...] = (16_384, 100_000)
     limit: int = 0
+    answer_format: str = "plain"
     dtype: str = "float32"
     thinking: str = ""
     rope_scaling: str = ""
@@ -65,6 +69,7 @@ class EvaluationConfig:
             given = getattr(self, name)
             if not given or len(set(given)) < len(given):
                 raise ValueError(f"{name} = {given}: must have at least one entry, each once")
+        check_choice(self, "", answer_format=registry.ANSWER_FORMATS)
         if self.limit < 0:
             raise ValueError(f"limit = {self.limit}: must be 0 (all) or more")
         if min(self.max_input) < 1:
@@ -88,6 +93,7 @@ def from_flags(given: Any) -> EvaluationConfig:
         given.data,
         tuple(map(int, given.max_input)),
         given.limit,
+        given.answer_format,
         given.dtype,
         given.thinking,
         given.rope_scaling,
@@ -103,13 +109,14 @@ def run(
     judge: Judge | None = None,
     sizes: SamplerConfig = SIZES,
     compare: Sequence[str | os.PathLike[str]] = (),
+    columns: protocol.Columns = registry.COLUMNS,
 ) -> dict[str, Any]:
     """Evaluates a policy and returns the content of summary.json; all processes call it together.
 
     `out` is a local output folder, made if missing; only process 0 reads and writes there. `name`
     is that of the policy in the table. `judge` sees answers with a rule score below 1; None uses
     the rule alone. `compare` are output folders of other evaluations, whose rows are added to the
-    table.
+    table. `columns` are the columns of the table that several benchmarks share.
 
     Raises:
       FileNotFoundError: if a file of the policy, of a benchmark or of `compare` does not exist.
@@ -125,12 +132,7 @@ def run(
         config.rope_scaling,
         config.rope_factor,
     )
-    benchmarks = [
-        registry.load(
-            one, registry.find_folder(one, config.data), config.limit or None, policy.tokenizer
-        )
-        for one in config.benchmarks
-    ]
+    benchmarks = [_load(config, one, policy) for one in config.benchmarks]
     description = dataclasses.asdict(config) | {
         "weights": policy.fingerprint(),
         "questions": {one.name: answering.fingerprint(one) for one in benchmarks},
@@ -164,7 +166,8 @@ def run(
 
     def finish() -> dict[str, Any]:
         final = [row for _, row in answered]
-        summary = _summarize(config, name, benchmarks, final, judge.model if judge else None)
+        model = judge.model if judge else None
+        summary = _summarize(config, name, benchmarks, final, model, columns)
         write_records(out / SAMPLES, final)
         write_json(out / SUMMARY, summary)
         write_lines(out / TABLE, [protocol.table([summary, *others])])
@@ -178,12 +181,18 @@ def run(
     return distributed.broadcast(finish)
 
 
+def _load(config: EvaluationConfig, name: str, policy: Policy) -> Benchmark:
+    folder, limit = registry.find_folder(name, config.data), config.limit or None
+    return registry.load(name, folder, limit, policy.tokenizer, config.answer_format)
+
+
 def _summarize(
     config: EvaluationConfig,
     name: str,
     benchmarks: Sequence[Benchmark],
     rows: Sequence[Row],
     judge: str | None,
+    columns: protocol.Columns,
 ) -> dict[str, Any]:
     names, sampling = [one.name for one in benchmarks], config.sampling
     return {
@@ -193,6 +202,6 @@ def _summarize(
         **dataclasses.asdict(sampling),
         "titles": {one.name: one.title for one in benchmarks},
         "rows": protocol.summarize(
-            rows, names, config.max_input, sampling.samples, registry.COLUMNS, sampling.seed
+            rows, names, config.max_input, sampling.samples, columns, sampling.seed
         ),
     }

@@ -80,6 +80,13 @@ def parse_sections(text: str, count: int) -> tuple[str, ...] | None:
     return None if rest.strip() else tuple(contents)
 
 
+def answer_section(text: str) -> str | None:
+    """Return the content of the last answer section, whatever is around it; None without one."""
+    _, opened, rest = (visible_text(text) or "").rpartition("<answer>")
+    content, closed, _ = rest.partition("</answer>")
+    return content.strip() or None if opened and closed else None
+
+
 def with_answer_phrase(answer: str, task: str) -> str:
     """Prefix an answer with "The answer is", unless the rules of `task` already find one in it."""
     return answer if find_answer(answer, task) is not None else f"The answer is {answer}"

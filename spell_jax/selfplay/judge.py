@@ -1,7 +1,7 @@
 """External LLM judge: verdicts in place of the rule or beside it (paper section 4.6, spec 11).
 
-1. A template turns each (question, prediction, reference) into one prompt. `Endpoint`, or a local
-   policy (see Ask), replies to new prompts.
+1. A template turns each (question, prediction, reference) into one prompt: a question of yes or no,
+   or one of three grades (EAPO). `Endpoint`, or a local policy (see Ask), replies to new prompts.
 2. A reply is parsed as 1, 0 or MALFORMED. Without a reply, the verdict is UNANSWERED.
 3. Replies may be appended to a file as they arrive: a restarted judge sends only the other prompts.
 4. Failures are counted and logged, never raised: a server that is down does not cost a step.
@@ -29,6 +29,7 @@ import tenacity
 from spell_jax.runtime import fault_injection
 from spell_jax.runtime.config import check_least
 from spell_jax.runtime.jsonl import append_records, read_records
+from spell_jax.selfplay.prompts import Prompts
 from spell_jax.selfplay.rules import visible_text
 
 log = logging.getLogger(__name__)
@@ -38,7 +39,10 @@ JUDGE_KEY = "SPELL_JUDGE_KEY"
 MAX_REPLY_BYTES = 8 * 2**20
 MALFORMED, UNANSWERED = -1, -2
 
+_MARKS = " \t\n*`'\"()[]."  # around a grade's letter
+
 Item = tuple[str, str, str]  # question, prediction, reference
+Parse = Callable[[str], int]  # reply -> 1, 0 or MALFORMED
 # Distinct prompts -> (prompt, reply) pairs in order of arrival; a reply of None is a failure.
 Ask = Callable[[Sequence[str]], Iterable[tuple[str, str | None]]]
 
@@ -86,6 +90,30 @@ class JudgeConfig:
             raise ValueError(f"top_p = {self.top_p}: must be above 0 and at most 1")
 
 
+def parse_judgement(text: str) -> int:
+    """Returns 0 if the visible text contains NO, else 1 if it contains YES, else MALFORMED."""
+    visible = visible_text(text) or ""
+    if "NO" in visible:
+        return 0
+    return 1 if "YES" in visible else MALFORMED
+
+
+def parse_grade(text: str) -> int:
+    """Returns 1 for the grade A, 0 for B and C, else MALFORMED.
+
+    The visible text is the letter, perhaps with its name ("A: correct") and marks around it.
+    """
+    letter = (visible_text(text) or "").partition(":")[0].strip(_MARKS)
+    return {"A": 1, "B": 0, "C": 0}.get(letter, MALFORMED)
+
+
+# algorithm.judge_template -> (prompt of an Item, verdict of a reply).
+JUDGE_TEMPLATES: dict[str, tuple[Callable[[Prompts, str, str, str], str], Parse]] = {
+    "yes_no": (Prompts.judge, parse_judgement),
+    "grades": (Prompts.judge_grades, parse_grade),
+}
+
+
 class Judge:
     """Cached verdicts on answers.
 
@@ -98,14 +126,16 @@ class Judge:
         ask: Ask,
         write_prompt: Callable[[str, str, str], str],
         model: str = "",
+        parse: Parse = parse_judgement,
         cache_size: int = 100_000,
         cache_file: str | os.PathLike[str] | None = None,
     ):
         """Loads the cache file if there is one.
 
-        `write_prompt` makes the prompt of an Item. `model`, the name of the model that replies, is
-        part of the cache key. The `cache_size` >= 1 most recently used verdicts stay in memory.
-        `cache_file` is a JSONL file of all replies, which several models may share.
+        `write_prompt` makes the prompt of an Item, `parse` the verdict of a reply. `model`, the
+        name of the model that replies, is part of the cache key. The `cache_size` >= 1 most
+        recently used verdicts stay in memory. `cache_file` is a JSONL file of all replies, which
+        several models may share.
         """
         if cache_size < 1:
             raise ValueError(f"cache_size = {cache_size}: must be at least 1")
@@ -113,12 +143,13 @@ class Judge:
         self.model = model
         self._ask = ask
         self._write_prompt = write_prompt
+        self._parse = parse
         self._cache_size = cache_size
         self._cache: OrderedDict[str, int] = OrderedDict()
         self._file = pathlib.Path(cache_file) if cache_file else None
         if self._file and self._file.exists():
             verdicts, _ = read_records(
-                self._file, lambda line: (str(line["key"]), parse_judgement(line["reply"]))
+                self._file, lambda line: (str(line["key"]), parse(line["reply"]))
             )
             self._cache.update(verdicts)
 
@@ -151,7 +182,7 @@ class Judge:
         """Returns the verdict of a reply and caches it; a missing reply is not cached."""
         if reply is None:
             return UNANSWERED
-        verdict, key = parse_judgement(reply), self._key(prompt)
+        verdict, key = self._parse(reply), self._key(prompt)
         self.counts["malformed"] += verdict == MALFORMED
         self._cache[key] = verdict
         if self._file:
@@ -283,11 +314,3 @@ def read_retry_after(value: str | None) -> float:
     except (ValueError, TypeError, OverflowError):
         return 0.0
     return max(0.0, when - time.time())
-
-
-def parse_judgement(text: str) -> int:
-    """Returns 0 if the visible text contains NO, else 1 if it contains YES, else MALFORMED."""
-    visible = visible_text(text) or ""
-    if "NO" in visible:
-        return 0
-    return 1 if "YES" in visible else MALFORMED

@@ -31,6 +31,7 @@ PLACEHOLDERS = {
     "example.txt": "question answer number?",  # one earlier question
     "verifier.txt": "question answer reference",
     "judge.txt": "question answer reference",
+    "judge_grades.txt": "question answer reference",
     "reconstruction.txt": "document options",
     "evidence.txt": "documents question",
     "evidence_scores.txt": "question choices number?",
@@ -90,6 +91,10 @@ class Prompts:
     def judge(self, question: str, answer: str, reference: str) -> str:
         """Build the prompt that asks a judge if the answer contains the reference (Table 5)."""
         return self._fill("judge.txt", question=question, answer=answer, reference=reference)
+
+    def judge_grades(self, question: str, answer: str, reference: str) -> str:
+        """Build the prompt that asks a judge for one of three grades (EAPO, Appendix E)."""
+        return self._fill("judge_grades.txt", question=question, answer=answer, reference=reference)
 
     def reconstruction(self, document: str, options: Mapping[str, str]) -> str:
         """Build the prompt for the order in which options (letter -> text) fill the gaps."""

@@ -34,7 +34,7 @@ from spell_jax.runtime.config import Config
 from spell_jax.runtime.timers import PhaseTimer
 from spell_jax.sampler.engine import Sampler, SamplerConfig
 from spell_jax.selfplay import prompts as prompt_sets
-from spell_jax.selfplay.judge import JUDGE_KEY, Endpoint, Judge, JudgeConfig
+from spell_jax.selfplay.judge import JUDGE_KEY, JUDGE_TEMPLATES, Endpoint, Judge, JudgeConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,4 +172,6 @@ def _make_judge(algorithm: AlgorithmConfig, prompts: prompt_sets.Prompts) -> Jud
     if algorithm.rule == "match":
         return None
     config = JudgeConfig(algorithm.judge_url, algorithm.judge_model, os.environ.get(JUDGE_KEY))
-    return Judge(Endpoint(config), prompts.judge, config.model).judge
+    write, parse = JUDGE_TEMPLATES[algorithm.judge_template]
+    write_prompt = functools.partial(write, prompts)
+    return Judge(Endpoint(config), write_prompt, config.model, parse).judge

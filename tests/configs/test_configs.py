@@ -13,7 +13,7 @@ import pytest
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from configs import folder, paper, paper_code, reconstruction, rlvr, tiny
+from configs import eapo, folder, paper, paper_code, reconstruction, rlvr, tiny
 from spell_jax import config as configs
 from spell_jax.algorithms.reconstruction.algorithm import ReconstructionConfig
 from spell_jax.algorithms.rlvr.algorithm import Rlvr
@@ -198,6 +198,27 @@ def test_reconstruction_models_have_the_caps_and_updates_of_the_paper(name, read
 def test_unknown_reconstruction_model_is_rejected(read_flags):
     with pytest.raises(flags.Error, match=r"configs/reconstruction\.py:gpt: must be one of qwen, "):
         read_flags("--config=configs/reconstruction.py:gpt")
+
+
+@pytest.mark.parametrize("name", eapo.MODELS)
+def test_eapo_policies_have_the_papers_lengths(name, read_flags, tmp_path):
+    config = read_flags(f"--config=configs/eapo.py:{name}")
+    assert config.policy.folder == f"models/{eapo.MODELS[name].folder}"
+    sampler, algorithm = config.sampler, config.algorithm
+    assert (sampler.max_prompt, sampler.max_tokens) == (120 * 1024, 8192)
+    assert algorithm.keep_equal and algorithm.group_size == 6  # Eq. 1 leaves no group out
+    positions = {"qwen3-14b": 40_960}.get(name, 262_144)
+    is_short = positions < sampler.max_prompt + sampler.max_tokens
+    wanted = ("yarn", 4.0) if is_short else ("", 1.0)
+    assert (config.policy.rope_scaling, config.policy.rope_factor) == wanted
+    assert config.reward_model.rope_scaling == ""
+    noise.give_data(config, tmp_path)
+    configs.read(config)
+
+
+def test_unknown_eapo_policy_is_rejected(read_flags):
+    with pytest.raises(flags.Error, match=r"configs/eapo\.py:gpt: must be one of qwen3-14b, "):
+        read_flags("--config=configs/eapo.py:gpt")
 
 
 def test_demonstrations_fit_the_demos_token_caps():

@@ -291,9 +291,14 @@ def test_policy_judge_checks_its_context_and_skips_long_prompts(policy):
 @pytest.mark.slow
 def test_evaluation_without_judge_is_compared_with_another(policy, whole, tmp_path, caplog):
     """Only the rule scores; the table has the rows of both evaluations."""
-    changed = evaluating.config(policy, max_input=(24,))
-    sizes = evaluating.SIZES
-    found = runner.run(changed, tmp_path, "second", None, sizes, compare=[whole])
+    changed = evaluating.config(policy, max_input=(24,), answer_format="sections")
+    sizes, columns = evaluating.SIZES, {"Both": ("number", "text")}
+    found = runner.run(changed, tmp_path, "second", None, sizes, [whole], columns)
+    assert list(found["rows"][0]["columns"]) == ["Both"]
+    asked = [
+        json.loads((out / "config.json").read_text())["questions"] for out in (tmp_path, whole)
+    ]
+    assert asked[0]["text"] != asked[1]["text"]  # the format is part of the prompts
     assert found["judge"] is None and "by the rule alone" in caplog.text
     assert all(row["judge"] is None and row["final"] == row["rule"] for row in read(tmp_path))
     rows = [line.split("|")[1:3] for line in (tmp_path / "table.md").read_text().splitlines()[4:7]]
@@ -314,6 +319,7 @@ def test_evaluation_without_judge_is_compared_with_another(policy, whole, tmp_pa
         ({"benchmarks": ("text", "text")}, "benchmarks = "),
         ({"max_input": (0,)}, "max_input = "),
         ({"limit": -1}, "limit = -1"),
+        ({"answer_format": "essay"}, "answer_format = 'essay'"),
     ],
 )
 def test_error_names_invalid_setting(changes, message, policy):

@@ -1,5 +1,6 @@
 """Tests of the external judge against a local server: verdicts, retries, cache, failures."""
 
+import functools
 import json
 import threading
 import time
@@ -10,12 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spell_jax.selfplay import prompts
 from spell_jax.selfplay.judge import (
+    JUDGE_TEMPLATES,
     MALFORMED,
     UNANSWERED,
     Endpoint,
     Judge,
     JudgeConfig,
+    parse_grade,
     parse_judgement,
 )
 
@@ -266,3 +270,39 @@ def test_parsed_verdicts_match_the_reference(cases):
 @given(st.text())
 def test_any_reply_gives_a_verdict(text):
     assert parse_judgement(text) in (-1, 0, 1)
+    assert parse_grade(text) in (-1, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("reply", "verdict"),
+    [
+        ("A", 1),
+        ("B", 0),
+        ("C", 0),  # not attempted
+        ("<think>B? No.</think>\n**A**", 1),
+        ("(A): correct", 1),
+        ("[[C]]", 0),
+        ("A or B", MALFORMED),
+        ("CORRECT", MALFORMED),
+        ("<think>A", MALFORMED),
+        ("", MALFORMED),
+    ],
+)
+def test_grades_are_verdicts(reply, verdict):
+    assert parse_grade(reply) == verdict
+
+
+def test_judge_template_has_its_own_prompt_and_parser(tmp_path):
+    item, full = ("q?", "said", "true"), prompts.load("full")
+    texts = []
+    for name, (write, parse) in JUDGE_TEMPLATES.items():
+        reply = {"yes_no": "[[YES]]", "grades": "A"}[name]
+        ask = lambda texts, reply=reply: ((text, reply) for text in texts)  # noqa: E731
+        write_prompt = functools.partial(write, full)
+        kept = tmp_path / name
+        judge = Judge(ask, write_prompt, "m", parse, cache_file=kept)
+        assert judge.judge([item]) == [1]
+        again = Judge(lambda _: (), write_prompt, "m", parse, cache_file=kept)
+        assert again.judge([item]) == [1]  # replies of the file are parsed alike
+        texts.append(write_prompt(*item))
+    assert texts == [full.judge(*item), full.judge_grades(*item)] and texts[0] != texts[1]

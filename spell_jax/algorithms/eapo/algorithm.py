@@ -145,8 +145,9 @@ class Eapo:
     def groups(
         self, episodes: Sequence[Episode], key: Key
     ) -> tuple[list[TrainGroup], list[Annotation]]:
-        """The policy's groups of mixed total reward, and a refresh's of the reward model."""
-        groups, annotations = responder_groups(episodes, self.config.divide_by_deviation)
+        """The policy's groups, and a refresh's of the reward model."""
+        c = self.config
+        groups, annotations = responder_groups(episodes, c.divide_by_deviation, c.keep_equal)
         return groups + [one.group() for e in episodes for one in e.refresh], annotations
 
     def metrics(self, episodes: Sequence[Episode]) -> Metrics:

@@ -9,7 +9,8 @@ from spell_jax.runtime.config import check_choice, check_least
 from spell_jax.selfplay import evidence
 
 REWARD_MODEL = "reward_model"
-REWARD_MODELS = ("co_evolving", "static", "none")
+REWARD_MODELS = ("co_evolving", "static", "logged", "none")
+REWARDED = ("co_evolving", "static")  # those whose scores are part of the reward
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,9 +23,11 @@ class EapoConfig(AlgorithmConfig):
       format_weight: weight of the format in the total reward (Eq. 2, alpha).
       evidence_weight: weight of the evidence in the total reward (Eq. 2, beta).
       outcome_weight: weight of the outcome in the total reward (Eq. 2, gamma).
-      reward_model: "co_evolving"; "static" (it scores and is never trained); or "none": evidence is
+      reward_model: "co_evolving"; "static" (it scores and is never trained); "none": evidence is
         not scored and evidence_weight is added to the outcome's (section 5.3 with beta 0: GRPO by
-        outcome alone, the paper's control, which still requires the format).
+        outcome alone, the paper's control, which still requires the format); or "logged": the same
+        rewards as with "none", but evidence is scored for the metrics (the control's curve in
+        Figure 6).
       refresh_every: steps between two refreshes of a co-evolving reward model.
       agreeing_share: smallest share of scores in a kept scoring that the outcomes confirm. The
         others are 3, because no score may contradict an outcome.
@@ -32,6 +35,8 @@ class EapoConfig(AlgorithmConfig):
       scoring_temperature: sampling temperature of the reward model; 0: greedy.
       retries: further calls to the reward model after a malformed reply.
       divide_by_deviation: whether advantages are divided by their group's deviation (Eq. 1).
+      keep_equal: whether groups of equal rewards are trained on too (Eq. 1 leaves none out:
+        configs/eapo.py). Their advantages are 0, but the loss is averaged over them as well.
     """
 
     name: str = "eapo"
@@ -47,6 +52,7 @@ class EapoConfig(AlgorithmConfig):
     scoring_temperature: float = 0.0
     retries: int = 1
     divide_by_deviation: bool = True
+    keep_equal: bool = False
 
     def __post_init__(self):
         super().__post_init__()
@@ -71,8 +77,8 @@ class EapoConfig(AlgorithmConfig):
 
     @property
     def weights(self) -> evidence.Weights:
-        """Weights of Eq. 2; without a reward model those of section 5.3 with beta 0."""
+        """Weights of Eq. 2; without rewarded evidence those of section 5.3 with beta 0."""
         shares = self.evidence_weight, self.outcome_weight
-        if self.reward_model == "none":
+        if self.reward_model not in REWARDED:
             shares = 0.0, sum(shares)
         return evidence.Weights(self.format_weight, *shares)

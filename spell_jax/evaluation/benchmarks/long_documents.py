@@ -1,27 +1,35 @@
-"""Questions about long documents: the benchmarks of the paper's Table 1.
+"""Questions about long documents: the benchmarks of the paper's Table 1, and of EAPO's.
 
     name                           rows  answer          rule
     longbench_v2                    503  a letter        the letter
+    longbench_v2_sdq, _mdq, _lsa    333  a letter        the letter (EAPO: three kinds of question)
     hotpotqa, 2wikimqa, musique     200  a phrase        cover exact match
     frames                          824  a phrase        cover exact match
     docmath                         800  a number        within 0.15 %, percent and scale words
+    seal_0, seal_hard          111, 254  a phrase        cover exact match (EAPO)
 
 Prompts are the responder's prompts in training (set "full"), rules are those of the reward. A judge
 is asked if the rule score is below 1, except for letters (paper Appendix E.2). For LongBench, only
 the first answer is the reference. Paragraphs (DocMath) or documents (Frames, each a title, a
-newline and a text) are joined by newlines (spec section 11).
+newline and a text; SEAL, each a page) are joined by newlines (spec section 11).
+
+With `sections` the prompt asks for EAPO's four sections, and the answer section is scored in place
+of the reply. It may stand in a reply of otherwise bad format: a policy that was not trained on the
+format is measured by its answers too.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 from spell_jax.data.clusters import LETTERS
 from spell_jax.evaluation.benchmarks import published
 from spell_jax.evaluation.benchmarks.base import Benchmark, Item
-from spell_jax.evaluation.benchmarks.published import Folder, Loader, Row
-from spell_jax.selfplay import prompts, rules
+from spell_jax.evaluation.benchmarks.published import Folder, Row
+from spell_jax.selfplay import evidence, prompts, rules
 from spell_jax.selfplay.numbers import number_text
 from spell_jax.selfplay.parsing import format_choices
 
@@ -33,16 +41,52 @@ DOCMATH_ROWS = {
     "compshort_testmini": 200,
     "complong_testmini": 300,
 }
+# Kind -> (title, value of the field "domain", rows): EAPO's columns of LongBench v2.
+LONGBENCH_V2_KINDS = {
+    "sdq": ("SDQ", "Single-Document QA", 175),
+    "mdq": ("MDQ", "Multi-Document QA", 125),
+    "lsa": ("LSA", "Long Structured Data Understanding", 33),
+}
+SEAL_SETS = {"seal_0": ("Seal-0", "seal-0.parquet", 111)}
+SEAL_SETS |= {"seal_hard": ("Seal-Hard", "seal-hard.parquet", 254)}
+SEAL_PAGES = "pages.jsonl"
 
 
-def load_longbench_v2(folder: Folder, limit: int | None = None) -> Benchmark:
+class DocumentLoader(Protocol):
+    """A published.Loader that can also ask for EAPO's four sections."""
+
+    def __call__(
+        self, folder: Folder, limit: int | None = None, *, sections: bool = False
+    ) -> Benchmark: ...
+
+
+def load_longbench_v2(
+    folder: Folder, limit: int | None = None, *, sections: bool = False
+) -> Benchmark:
     """Load LongBench v2, 503 multiple-choice questions, from `data.json`."""
     rows = published.read(folder, [["data.json"]], 503, limit)
-    items = map(_longbench_v2_item, rows)
-    return _benchmark("longbench_v2", "LB-V2", items, "multiple_choice", ("difficulty", "length"))
+    return _longbench_v2("longbench_v2", "LB-V2", rows, sections)
 
 
-def _longbench_v2_item(row: Row) -> Item:
+def load_longbench_v2_kind(
+    kind: str, folder: Folder, limit: int | None = None, *, sections: bool = False
+) -> Benchmark:
+    """Load the questions of LongBench v2 of one kind (`LONGBENCH_V2_KINDS`)."""
+    title, domain, count = LONGBENCH_V2_KINDS[kind]
+    (path,) = published.locate(folder, [["data.json"]])
+    of_kind = (row for row in published.rows_of(path) if row.text("domain") == domain)
+    rows = list(itertools.islice(of_kind, limit))
+    published.check_count(f"{path}, domain {domain}", len(rows), count, limit)
+    return _longbench_v2(f"longbench_v2_{kind}", title, rows, sections)
+
+
+def _longbench_v2(name: str, title: str, rows: Iterable[Row], sections: bool) -> Benchmark:
+    items = (_longbench_v2_item(row, sections) for row in rows)
+    by = ("difficulty", "length")
+    return _benchmark(name, title, items, "multiple_choice", sections, by)
+
+
+def _longbench_v2_item(row: Row, sections: bool) -> Item:
     answer = row.text("answer")
     if answer not in LETTERS:
         raise row.wrong("answer", f"one of {', '.join(LETTERS)}")
@@ -50,21 +94,23 @@ def _longbench_v2_item(row: Row) -> Item:
     question = format_choices(row.text("question"), options)
     fields = {name: row.text(name) for name in ("domain", "sub_domain", "difficulty", "length")}
     name, documents = row.text("_id"), [row.text("context")]
-    return _item(row, name, "multiple_choice", documents, question, answer, **fields)
+    return _item(row, name, "multiple_choice", documents, question, answer, sections, **fields)
 
 
-def load_longbench(task: str, folder: Folder, limit: int | None = None) -> Benchmark:
+def load_longbench(
+    task: str, folder: Folder, limit: int | None = None, *, sections: bool = False
+) -> Benchmark:
     """Load one of LongBench's multi-hop sets (`LONGBENCH_TITLES`), from `data/TASK.jsonl`."""
     rows = published.read(folder, [[f"data/{task}.jsonl"], [f"{task}.jsonl"]], 200, limit)
     items = []
     for row in rows:
         name, documents = row.text("_id"), [row.text("context")]
         question, reference = row.text("input"), row.texts("answers")[0]
-        items.append(_item(row, name, "general_qa", documents, question, reference))
-    return _benchmark(task, LONGBENCH_TITLES[task], items, "general_qa")
+        items.append(_item(row, name, "general_qa", documents, question, reference, sections))
+    return _benchmark(task, LONGBENCH_TITLES[task], items, "general_qa", sections)
 
 
-def load_frames(folder: Folder, limit: int | None = None) -> Benchmark:
+def load_frames(folder: Folder, limit: int | None = None, *, sections: bool = False) -> Benchmark:
     """Load Frames, 824 questions, from `test.jsonl` of modelscope.cn/datasets/iic/frames."""
     # Google's own files have links to Wikipedia only, without the texts.
     rows = published.read(folder, [["test.jsonl"]], 824, limit)
@@ -73,11 +119,35 @@ def load_frames(folder: Folder, limit: int | None = None) -> Benchmark:
         pages = row.rows("wiki_items")
         documents = [f"{page.text('title')}\n{page.get('text', str, 'a text')}" for page in pages]
         question, reference = row.text("Prompt"), row.text("Answer")
-        items.append(_item(row, str(number), "general_qa", documents, question, reference))
-    return _benchmark("frames", "Frames", items, "general_qa")
+        name = str(number)
+        items.append(_item(row, name, "general_qa", documents, question, reference, sections))
+    return _benchmark("frames", "Frames", items, "general_qa", sections)
 
 
-def load_docmath(folder: Folder, limit: int | None = None) -> Benchmark:
+def load_seal(
+    name: str, folder: Folder, limit: int | None = None, *, sections: bool = False
+) -> Benchmark:
+    """Load SEAL-0 or SEAL-Hard, with the pages that its rows point to.
+
+    The published rows have addresses ("urls") and no texts. The folder's `pages.jsonl` has a line
+    {"url", "text"} for each address (EAPO extracts the pages with Jina's reader).
+    """
+    title, file, count = SEAL_SETS[name]
+    rows = published.read(folder, [[file]], count, limit)
+    (path,) = published.locate(folder, [[SEAL_PAGES]])
+    pages = {page.text("url"): page.text("text") for page in published.rows_of(path)}
+    items = []
+    for number, row in enumerate(rows):
+        urls = row.texts("urls")
+        if missing := [url for url in urls if url not in pages]:
+            raise ValueError(f"{path}: no page {missing[0]!r}, of {row.where}. {published.HELP}")
+        documents, id = [pages[url] for url in urls], str(number)
+        question, reference = row.text("question"), row.text("answer")
+        items.append(_item(row, id, "general_qa", documents, question, reference, sections))
+    return _benchmark(name, title, items, "general_qa", sections)
+
+
+def load_docmath(folder: Folder, limit: int | None = None, *, sections: bool = False) -> Benchmark:
     """Load DocMath-Eval's four testmini sets, 800 questions, in the order of `DOCMATH_ROWS`."""
     items: list[Item] = []
     for split, count in DOCMATH_ROWS.items():
@@ -86,16 +156,17 @@ def load_docmath(folder: Folder, limit: int | None = None) -> Benchmark:
             break
         layouts = [[f"data/{split}.json"], [f"{split}.json"]]
         rows = published.read(folder, layouts, count, left)
-        items += [_docmath_item(row, split) for row in rows]
-    return _benchmark("docmath", "DocMath", items, "financial_math", ("split",))
+        items += [_docmath_item(row, split, sections) for row in rows]
+    return _benchmark("docmath", "DocMath", items, "financial_math", sections, ("split",))
 
 
-def _docmath_item(row: Row, split: str) -> Item:
+def _docmath_item(row: Row, split: str, sections: bool) -> Item:
     truth = row.get("ground_truth", (str, int, float), "a number or a truth value")
     reference = truth.strip() if isinstance(truth, str) else number_text(truth)
     name, question = row.text("question_id"), row.text("question")
     documents = row.texts("paragraphs")
-    return _item(row, name, "financial_math", documents, question, reference, split=split)
+    task = "financial_math"
+    return _item(row, name, task, documents, question, reference, sections, split=split)
 
 
 def _item(
@@ -105,11 +176,15 @@ def _item(
     documents: Sequence[str],
     question: str,
     reference: str,
+    sections: bool,
     **fields: str,
 ) -> Item:
     if not reference.strip():
         raise ValueError(f"{row.where}: the reference answer is empty. {published.HELP}")
-    prompt = _prompts().responder(task, documents, question)
+    if sections:
+        prompt = _prompts().evidence(documents, question)
+    else:
+        prompt = _prompts().responder(task, documents, question)
     return Item(name, prompt, question, (reference,), fields)
 
 
@@ -119,14 +194,22 @@ def _prompts() -> prompts.Prompts:
 
 
 def _benchmark(
-    name: str, title: str, items: Iterable[Item], task: str, by: tuple[str, ...] = ()
+    name: str,
+    title: str,
+    items: Iterable[Item],
+    task: str,
+    sections: bool,
+    by: tuple[str, ...] = (),
 ) -> Benchmark:
+    def stated(text: str) -> str:
+        return state_section(task, text) if sections else text
+
     return Benchmark(
         name,
         title,
         tuple(items),
-        extract=lambda text, item: rules.extract_answer(text, task),
-        score=functools.partial(score_rule, task),
+        extract=lambda text, item: rules.extract_answer(stated(text), task),
+        score=lambda text, item: score_rule(task, stated(text), item),
         judged=task != "multiple_choice",
         by=by,
     )
@@ -137,9 +220,20 @@ def score_rule(task: str, text: str, item: Item) -> float:
     return rules.score(text, item.references[0], task)
 
 
-LOADERS: dict[str, Loader] = {
+def state_section(task: str, text: str) -> str:
+    """Answer section of a reply, in words that the task's rule reads; "" without one."""
+    answer = evidence.answer_section(text)
+    return evidence.with_answer_phrase(answer, task) if answer else ""
+
+
+LOADERS: dict[str, DocumentLoader] = {
     "longbench_v2": load_longbench_v2,
     "frames": load_frames,
     "docmath": load_docmath,
     **{task: functools.partial(load_longbench, task) for task in LONGBENCH_TITLES},
+    **{
+        f"longbench_v2_{kind}": functools.partial(load_longbench_v2_kind, kind)
+        for kind in LONGBENCH_V2_KINDS
+    },
+    **{name: functools.partial(load_seal, name) for name in SEAL_SETS},
 }

@@ -43,6 +43,8 @@ COLUMNS = {
     "Helmet-Summ": ("helmet_infbench_sum", "helmet_multi_lexsum"),
 }
 
+ANSWER_FORMATS = ("plain", "sections")
+
 FORMS = ("ruler_TASK_LENGTH", "needle_LENGTH_...")  # names of generated benchmarks
 
 
@@ -58,22 +60,32 @@ def _is_of(name: str, family: str) -> bool:
 
 
 def load(
-    name: str, folder: Folder, limit: int | None = None, tokenizer: Tokenizer | None = None
+    name: str,
+    folder: Folder,
+    limit: int | None = None,
+    tokenizer: Tokenizer | None = None,
+    answer_format: str = "plain",
 ) -> Benchmark:
     """Load a benchmark from a local folder with its files; nothing is downloaded.
 
     `name` is a key of `LOADERS`, or has one of the `FORMS`, whose lengths are in tokens of
     `tokenizer`. `limit` is the maximum number of questions, at least 1; None loads all. Published
-    files then need only as many rows.
+    files then need only as many rows. `answer_format` is "plain", or "sections" to ask for EAPO's
+    four sections and score the answer section (long_documents).
 
     Raises:
-      ValueError: if the name is unknown, the files or their number of rows are not as published, or
-        a length is too short for its task.
+      ValueError: if the name is unknown, the files or their number of rows are not as published, a
+        length is too short for its task, or the benchmark has no documents for "sections".
       FileNotFoundError: if the folder or a file in it is missing.
       ImportError: if a package that the benchmark needs is missing; the message names it.
     """
     if limit is not None and limit < 1:
         raise ValueError(f"limit = {limit}: must be at least 1")
+    if answer_format == "sections" and name not in long_documents.LOADERS:
+        raise ValueError(
+            f"answer_format = 'sections': must be 'plain' for {name!r}; only "
+            f"{', '.join(long_documents.LOADERS)} have documents and a question"
+        )
     for family, make in _MAKERS.items():
         if _is_of(name, family):
             if tokenizer is None:
@@ -85,7 +97,10 @@ def load(
     if name not in LOADERS:
         known = ", ".join((*LOADERS, *FORMS))
         raise ValueError(f"benchmark {name!r} is unknown; there are {known}")
-    benchmark = LOADERS[name](folder, limit)
+    if answer_format == "sections":
+        benchmark = long_documents.LOADERS[name](folder, limit, sections=True)
+    else:
+        benchmark = LOADERS[name](folder, limit)
     if twice := [id for id, n in Counter(item.id for item in benchmark.items).items() if n > 1]:
         raise ValueError(f"{name}: two rows have the id {twice[0]!r}. {HELP}")
     return benchmark

@@ -202,6 +202,7 @@ def test_overlong_prompts_are_dropped_or_scored_neutrally():
     [
         ("co_evolving", ("reward_model",), ("reward_model",)),
         ("static", ("reward_model",), ()),
+        ("logged", ("reward_model",), ()),
         ("none", (), ()),
     ],
 )
@@ -216,9 +217,11 @@ def test_reward_model_setting_selects_the_models(how, models, trained):
     assert roles == [("responder", "policy"), *learned]
     assert episode.consistent == bool(models)
     assert len(algorithm.state_dict()["kept"]) == 0
-    if how == "none":  # by the outcome only; its weight is .6 + .3
+    means = algorithm.metrics([episode]).means()
+    if how in ("logged", "none"):  # by the outcome only; its weight is .6 + .3
         assert episode.scores == pytest.approx([1.0, 0.1])
-        assert "scoring_failed" not in algorithm.metrics([episode]).means()
+    assert means.get("evidence_score") == (3 if models else None)
+    assert ("scoring_failed" in means) == bool(models)
 
 
 def test_judge_replaces_the_rule_for_well_formed_answers():
@@ -303,6 +306,9 @@ def test_groups_with_equal_rewards_are_not_trained_on():
     assert episode.scores == (episode.scores[0],) * 3 and to_groups(algorithm, [episode]) == []
     (record,) = to_records(algorithm, [episode])
     assert record["used"] == {"responder": "equal_rewards"}
+    algorithm, _, episode = one(((True, True),) * 3, ("1 4\n2 4\n3 4",), keep_equal=True)
+    (group,) = to_groups(algorithm, [episode])
+    assert group.role == "responder" and list(group.advantages) == [0.0] * 3
     algorithm, _, episode = one(divide_by_deviation=False)
     (group,) = to_groups(algorithm, [episode])
     centered = np.array(episode.scores) - np.mean(episode.scores)
@@ -480,6 +486,7 @@ def test_metrics_of_a_step():
         ("scoring_temperature", -1.0),
         ("retries", -1),
         ("rule", "both"),
+        ("judge_template", "stars"),
     ],
 )
 def test_invalid_field_is_named_in_the_error(field, value):

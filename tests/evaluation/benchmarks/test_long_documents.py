@@ -6,6 +6,8 @@ import json
 import math
 import pathlib
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from spell_jax.evaluation.benchmarks import long_documents as long
@@ -76,6 +78,26 @@ def math_row(number: int = 0, split: str = "simpshort", **changes) -> dict:
     } | changes
 
 
+def seal_row(number: int = 0, **changes) -> dict:
+    return {
+        "question": f"How many bridges, {number}?",
+        "answer": "Seven",
+        "urls": ["https://x/a", "https://x/b"],
+        "freshness": "never-changing",
+        "question_types": ["advanced reasoning"],
+        "effective_year": "before 2024",
+        "search_results": "conflicting",
+        "topic": "geography",
+    } | changes
+
+
+def write_seal(path: pathlib.Path, rows: list[dict]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    pages = [{"url": f"https://x/{name}", "text": f"Page {name}."} for name in "abc"]
+    write(path.parent / "pages.jsonl", pages)
+
+
 def write_docmath(folder: pathlib.Path, **changes) -> None:
     for split, count in long.DOCMATH_ROWS.items():
         rows = [math_row(i, split, **changes) for i in range(count)]
@@ -123,6 +145,84 @@ def test_frames_documents_are_titles_and_texts(tmp_path):
     assert "<text>\nOslo\nA town.\nBergen\n\n</text>" in item.prompt
     assert (item.question, item.references) == ("Which town, 823?", ("Oslo",))
     assert benchmark.score("The correct answer is Oslo", item) == 1.0
+
+
+@pytest.mark.parametrize(("kind", "count"), [("sdq", 175), ("mdq", 125), ("lsa", 33)])
+def test_longbench_v2_has_three_kinds_of_question(tmp_path, kind, count):
+    domains = {"sdq": "Single-Document QA", "mdq": "Multi-Document QA"}
+    domains["lsa"] = "Long Structured Data Understanding"
+    others = [choice_row(i) for i in range(503 - count)]
+    rows = [choice_row(i, domain=domains[kind]) for i in range(503 - count, 503)]
+    write(tmp_path / "data.json", [*others, *rows])
+    benchmark = load(f"longbench_v2_{kind}", tmp_path)
+    assert (benchmark.title, len(benchmark.items)) == (kind.upper(), count)
+    assert {item.fields["domain"] for item in benchmark.items} == {domains[kind]}
+    (item,) = load(f"longbench_v2_{kind}", tmp_path, 1).items
+    assert item == benchmark.items[0] and item.id == f"66f{503 - count}"
+    write(tmp_path / "data.json", [*others, *rows[1:]])
+    with pytest.raises(ValueError, match=f"{domains[kind]}: {count - 1} rows, but {count} are"):
+        load(f"longbench_v2_{kind}", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "count"), [("seal_0", "seal-0", 111), ("seal_hard", "seal-hard", 254)]
+)
+def test_seal_documents_are_the_pages_of_its_addresses(tmp_path, name, file, count):
+    write_seal(tmp_path / f"{file}.parquet", [seal_row(i) for i in range(count)])
+    benchmark = load(name, tmp_path)
+    item = benchmark.items[1]
+    assert benchmark.judged and len(benchmark.items) == count
+    assert "<text>\nPage a.\nPage b.\n</text>" in item.prompt
+    assert (item.question, item.references) == ("How many bridges, 1?", ("Seven",))
+    assert benchmark.score("The correct answer is seven bridges.", item) == 1.0
+    write_seal(tmp_path / f"{file}.parquet", [seal_row(urls=["https://x/d"])])
+    message = rf"pages.jsonl: no page 'https://x/d', of .*{file}.parquet, row 0"
+    with pytest.raises(ValueError, match=message):
+        load(name, tmp_path, 1)
+    (tmp_path / "pages.jsonl").unlink()
+    with pytest.raises(FileNotFoundError, match=r"must have pages.jsonl"):
+        load(name, tmp_path, 1)
+
+
+def structured(answer: str) -> str:
+    return (
+        "<analysis>a</analysis>\n<evidence>The answer is Rome.</evidence>\n"
+        f"<reasoning>The answer is Oslo.</reasoning>\n<answer>{answer}</answer>"
+    )
+
+
+@pytest.mark.parametrize("name", list(long.LOADERS))
+def test_sections_are_asked_for_and_the_answer_section_is_scored(tmp_path, name):
+    domains = [domain for _, domain, _ in long.LONGBENCH_V2_KINDS.values()]
+    rows = [choice_row(i, domain=domain) for i, domain in enumerate(domains)]
+    write(tmp_path / "data.json", rows)
+    write(tmp_path / "test.jsonl", [frames_row()])
+    write(tmp_path / "simpshort_testmini.json", [math_row()])
+    for task in long.LONGBENCH_TITLES:
+        write(tmp_path / f"{task}.jsonl", [hop_row()])
+    for _, file, _ in long.SEAL_SETS.values():
+        write_seal(tmp_path / file, [seal_row()])
+    benchmark = load(name, tmp_path, 1, answer_format="sections")
+    plain = load(name, tmp_path, 1)
+    (item,), (other,) = benchmark.items, plain.items
+    assert "<evidence>" in item.prompt and "<evidence>" not in other.prompt
+    assert item.question in item.prompt and benchmark.judged == plain.judged
+    assert (item.id, item.references, item.fields) == (other.id, other.references, other.fields)
+    (right,) = item.references
+    assert benchmark.score(structured(right), item) == 1.0
+    assert benchmark.score("Here it is: " + structured(right), item) == 1.0  # bad format
+    assert benchmark.score(structured("none"), item) == 0.0
+    assert benchmark.score(structured(right).removesuffix("</answer>"), item) == 0.0
+    assert benchmark.score(f"The correct answer is {right}", item) == 0.0
+    assert benchmark.extract(structured(right), item) == plain.extract(f"answer is {right}", item)
+    assert benchmark.extract(f"The correct answer is {right}", item) is None
+
+
+def test_sections_need_documents(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"answer_format = 'sections': must be 'plain' for 'gsm8k'"
+    ):
+        load("gsm8k", tmp_path, answer_format="sections")
 
 
 def test_docmath_has_four_sets(tmp_path):
