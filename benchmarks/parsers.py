@@ -26,7 +26,17 @@ from spell_jax.data.questions import Question
 from spell_jax.evaluation.benchmarks import long_documents, retrieval, short
 from spell_jax.evaluation.benchmarks.base import Item
 from spell_jax.evaluation.generated import haystack
-from spell_jax.selfplay import evidence, judge, memory, numbers, parsing, prompts, puzzles, rules
+from spell_jax.selfplay import (
+    evidence,
+    judge,
+    memory,
+    numbers,
+    parsing,
+    prompts,
+    puzzles,
+    rouge,
+    rules,
+)
 from spell_jax.warm_start import folder_rows
 
 SIZES = (12_500, 25_000, 50_000, 100_000)  # bytes of UTF-8
@@ -120,7 +130,8 @@ _OF_ITEM = (
     *(retrieval.score_rag, retrieval.score_icl, retrieval.score_summary, short.extract_letter),
     *(short.score_letter, short.extract_math),
 )
-_COMPARE = (evidence.verbatim_share, retrieval.rouge_l, folder_rows.means_the_same)
+_COMPARE = (evidence.verbatim_share, rouge.rouge_l, rouge.rouge_l_recall)
+_COMPARE += (folder_rows.means_the_same,)
 
 
 def _other_parsers() -> dict[Callable[..., Any], Parser]:
@@ -150,6 +161,7 @@ def _other_parsers() -> dict[Callable[..., Any], Parser]:
         kind.reconstruction: lambda t: full.reconstruction(t, dict.fromkeys("AB", t)),
         kind.evidence: lambda t: full.evidence([t], t),
         kind.evidence_scores: lambda t: full.evidence_scores(t, [t, t]),
+        kind.reranker: lambda t: full.reranker(t, t),
         kind.reasoning_scores: lambda t: full.reasoning_scores(t, t, [t, t]),
     }
 

@@ -8,7 +8,8 @@
 2. A target length is sampled uniformly from --min_tokens to --max_tokens for each question.
    Distractors are added to its own documents in random order until the target is reached, but never
    over the maximum. One that contains the answer (or an alias) as words is skipped and counted,
-   because it might support the answer; numbers, yes and no may occur anywhere.
+   because it might support the answer; numbers, yes and no may occur anywhere. With --min_tokens=0
+   no distractors are added.
 3. The documents are shuffled. Questions are written in the layout of spell_jax/data/questions.py.
    The last line printed, also in FILE.summary.json, has all counts.
 
@@ -55,7 +56,7 @@ class LongConfig:
 
     Attributes:
       min_tokens: Least number of tokens of a question's documents together [paper: 32K]. The target
-        is sampled from `min_tokens` to `max_tokens`, both included.
+        is sampled from `min_tokens` to `max_tokens`, both included. 0: no distractors are added.
       max_tokens: Largest number of tokens of a question's documents together [paper: 128K].
       seed: Seed of targets, distractors and document order.
     """
@@ -65,7 +66,7 @@ class LongConfig:
     seed: int = 0
 
     def __post_init__(self):
-        check_least(self, "", min_tokens=1, max_tokens=self.min_tokens, seed=0)
+        check_least(self, "", min_tokens=0, max_tokens=max(1, self.min_tokens), seed=0)
 
 
 class Pool:
@@ -136,7 +137,8 @@ class Builder:
             self._lengths.append(total)
             self.counts["distractors"] += len(indices) - len(own)
             documents = tuple(self.pool.texts[index] for index in rng.permutation(indices))
-            yield Question(draft.task, documents, draft.question, draft.answer, draft.evidence)
+            text = draft.question, draft.answer, draft.evidence, draft.answers
+            yield Question(draft.task, documents, *text)
 
     def _pad(
         self, draft: Draft, own: Sequence[int], rng: np.random.Generator
@@ -144,6 +146,7 @@ class Builder:
         """Add distractors: pool indices, their tokens, and "" or why the question is left out."""
         config, pool = self.config, self.pool
         target = int(rng.integers(config.min_tokens, config.max_tokens + 1))
+        target = target if config.min_tokens else 0
         indices, total = list(own), sum(pool.tokens[index] for index in own)
         if total > config.max_tokens:
             return indices, total, "longer than max_tokens"
@@ -245,7 +248,9 @@ if __name__ == "__main__":
     flags.DEFINE_enum("layout", None, list(LAYOUTS), "Layout of the rows.", required=True)
     flags.DEFINE_string("tokenizer", None, "Policy folder; its tokenizer counts.", required=True)
     flags.DEFINE_string("out", None, "JSONL file to write.", required=True)
-    flags.DEFINE_integer("min_tokens", LongConfig.min_tokens, "Least tokens of all documents.")
+    flags.DEFINE_integer(
+        "min_tokens", LongConfig.min_tokens, "Least tokens of all documents; 0: no distractors."
+    )
     flags.DEFINE_integer("max_tokens", LongConfig.max_tokens, "Most tokens of all documents.")
     flags.DEFINE_integer("seed", 0, "Seed of targets, distractors and order.")
     entry.run_main(main)

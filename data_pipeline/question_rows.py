@@ -39,6 +39,7 @@ class Draft:
     # Normalized answer and aliases, which no added document may contain. Empty for numbers, yes and
     # no, which may occur anywhere.
     giveaways: tuple[str, ...] = ()
+    answers: tuple[str, ...] = ()  # all right ones, `answer` among them; (): only `answer`
 
 
 # Parser of a row: yields a draft per question, or the reason why a question is unusable. Raises
@@ -59,7 +60,7 @@ def read_row(reader: Reader, row: Any) -> list[Draft | str]:
 def _checked(draft: Draft | str) -> Draft | str:
     if isinstance(draft, str):
         return draft
-    texts = (draft.question, draft.answer, *draft.documents, *draft.evidence)
+    texts = (draft.question, draft.answer, *draft.documents, *draft.evidence, *draft.answers)
     "".join(texts).encode()  # raises on lone surrogates, which UTF-8 cannot encode
     if not all(text.strip() for text in texts):
         raise ValueError("question, answer, documents and evidence must not be blank")
@@ -108,7 +109,9 @@ def _multi_hop(
         raise ValueError("no supporting paragraph or sentence")
     question, answer = _text(row["question"]), _text(row["answer"])
     texts = tuple(documents), tuple(dict.fromkeys(evidence))
-    return Draft("general_qa", question, answer, *texts, _giveaways(answer, *aliases))
+    giveaways = _giveaways(answer, *aliases)
+    answers = tuple(dict.fromkeys((answer, *filter(str.strip, aliases)))) if aliases else ()
+    return Draft("general_qa", question, answer, *texts, giveaways, answers)
 
 
 def tatqa(row: Mapping[str, Any]) -> Iterator[Draft | str]:

@@ -16,11 +16,12 @@
    "verdicts" (1 yes, 0 no, -1 malformed).
 
 With --mode=evidence_tree a line holds {"documents", "question"}, "task" if it is not general_qa,
-and "answer" if it is known. The policy samples --width sets of evidence, --evidence_by selects one,
-and the policy reasons from it (algorithms/eapo/evidence_tree.py). "judge" is the policy itself,
-another one (--judge_policy) or a chat endpoint (--judge_url, --judge_model, key in
-$SPELL_JUDGE_KEY). A line of the output has the whole tree ("branches", "reasonings"), "prediction",
-and "right" if the answer is known.
+and "answer" and "evidence" (a list) if they are known. The policy samples --width sets of evidence,
+--evidence_by selects one, and the policy reasons from it (algorithms/eapo/evidence_tree.py).
+"judge" is the policy itself, another one (--judge_policy) or a chat endpoint (--judge_url,
+--judge_model, key in $SPELL_JUDGE_KEY), "oracle" the known evidence. A line of the output has the
+whole tree ("branches", "reasonings"), "prediction", "right" if the answer is known, and
+"best_chosen" if the evidence is.
 """
 
 from __future__ import annotations
@@ -63,6 +64,10 @@ if __name__ == "__main__":
     flags.DEFINE_string("judge_model", "", "The model's name there.")
     flags.DEFINE_string("judge_policy", "", "Folder of a policy, for the judge.")
     flags.DEFINE_integer("judge_max_tokens", 1024, "Maximum length of a judge's reply.")
+    flags.DEFINE_string("reranker", "", "Folder of a causal reranker, such as Qwen3-Reranker.")
+    flags.DEFINE_enum(
+        "reranker_thinking", "off", list(tokenizer.THINKING), "As --thinking, of the reranker."
+    )
     flags.DEFINE_string("embedder", "", "Folder of an embedding model, for similarity.")
     flags.DEFINE_integer("embed_max_tokens", 1024, "Maximum length of a text to embed.")
     entry.run_main(main)

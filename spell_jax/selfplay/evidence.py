@@ -128,6 +128,18 @@ def pairs_in_order(truth: Sequence[float], scores: Sequence[int]) -> list[float]
     return [0.5 if a == b else float((t > u) == (a > b)) for (t, a), (u, b) in pairs if t != u]
 
 
+def best_chosen(truth: Sequence[float], scores: Sequence[float]) -> float | None:
+    """Probability that the set with the highest score is the best one (best-of-N selection).
+
+    Several sets may be best. Among equal scores the choice is random. None if all sets are equally
+    good, so that no choice is wrong.
+    """
+    if not truth or min(truth) == max(truth):
+        return None
+    top = [t for t, score in zip(truth, scores, strict=True) if score == max(scores)]
+    return top.count(max(truth)) / len(top)
+
+
 def normalize(scores: Sequence[int] | None, count: int) -> list[float]:
     """Return the evidence rewards R_e of a group's `count` well-formed answers, each in [0, 1].
 

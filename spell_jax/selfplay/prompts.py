@@ -36,6 +36,7 @@ PLACEHOLDERS = {
     "evidence.txt": "documents question",
     "evidence_scores.txt": "question choices number?",
     "reasoning_scores.txt": "question evidence choices number?",
+    "reranker.txt": "question text",
     "scored.txt": "number text question?",  # one evidence set or reasoning to be scored
 }
 for _task in TASKS:
@@ -108,6 +109,10 @@ class Prompts:
     def evidence_scores(self, question: str, evidence: Sequence[str]) -> str:
         """Build the prompt for scores from 1 to 5 of a group's evidence sets (EAPO 3.2)."""
         return self._scores("evidence_scores.txt", evidence, question=question)
+
+    def reranker(self, question: str, evidence: str) -> str:
+        """Build the prompt that asks a reranker whether evidence helps, yes or no (EAPO 2.2)."""
+        return self._fill("reranker.txt", question=question, text=evidence)
 
     def reasoning_scores(self, question: str, evidence: str, reasonings: Sequence[str]) -> str:
         """Build the prompt for scores from 1 to 5 of reasonings from one evidence (EAPO 2.2)."""

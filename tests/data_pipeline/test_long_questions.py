@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import statistics
@@ -17,10 +18,12 @@ import pytest
 from data_pipeline import long_questions
 from data_pipeline.long_questions import Builder, LongConfig, build
 from data_pipeline.question_rows import LAYOUTS
+from spell_jax.algorithms.eapo import evidence_tree
 from spell_jax.data.clusters import count_words
 from spell_jax.data.questions import read_questions
+from spell_jax.evaluation import generation
 from spell_jax.policy.model import TINY_POLICY
-from spell_jax.selfplay import rules
+from spell_jax.selfplay import prompts, rules
 from tests.data_pipeline import rows
 from tests.policy import hf_folders
 
@@ -83,6 +86,23 @@ def test_own_paragraphs_are_shuffled_with_distractors_up_to_target(tmp_path):
     assert 0.35 < statistics.fmean(places) < 0.6  # not all at the beginning
     added = sum(len(q.documents) - 4 for q in questions)
     assert summary["distractors"] == added > 100
+
+
+def test_rows_without_padding_are_lines_of_the_evidence_tree(tmp_path):
+    config = LongConfig(0, 120, seed=1)
+    questions, summary = make(tmp_path, "musique", multi_hop(count=3), config)
+    assert summary["distractors"] == 0 and summary["written"] == {"general_qa": 3}
+    prompt_set = prompts.load("compact")
+    read = functools.partial(evidence_tree.make_prompt, needs_evidence=True)
+    lines, texts = generation.read_requests(tmp_path / "out.jsonl", prompt_set, read)
+    for number, (line, text, question) in enumerate(zip(lines, texts, questions, strict=True)):
+        row = rows.musique(number)
+        own = [f"{p['title']}\n{p['paragraph_text']}" for p in row["paragraphs"]]
+        assert sorted(line["documents"]) == sorted(own)
+        supporting = [p["paragraph_text"] for p in row["paragraphs"] if p["is_supporting"]]
+        assert line["evidence"] == supporting
+        assert line["answers"] == [row["answer"], f"CR{number}"] == [*question.answers]
+        assert text == prompt_set.evidence(line["documents"], row["question"])
 
 
 def test_summary_accounts_for_every_row(tmp_path, caplog):
@@ -191,7 +211,8 @@ def test_unusable_row_does_not_change_other_questions(tmp_path):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"min_tokens": 0}, "min_tokens = 0: must be at least 1"),
+        ({"min_tokens": -1}, "min_tokens = -1: must be at least 0"),
+        ({"max_tokens": 0, "min_tokens": 0}, "max_tokens = 0: must be at least 1"),
         ({"max_tokens": 5, "min_tokens": 6}, "max_tokens = 5: must be at least 6"),
         ({"seed": -1}, "seed = -1: must be at least 0"),
     ],

@@ -30,6 +30,7 @@ def test_musique_evidence_is_its_supporting_paragraphs():
         ),
         ("Town 3 lies in county 3.", "The seat of county 3 is Castle3 Rock."),
         ("castle3 rock", "cr3"),
+        ("Castle3 Rock", "CR3"),
     )
 
 

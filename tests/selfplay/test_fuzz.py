@@ -86,7 +86,8 @@ NO_READERS = {
     *(f"retrieval.load_{name}" for name in ("icl", "infbench_sum", "mrcr", "multi_lexsum", "rag")),
     *("rules.check_task", "rules.code_points", "rules.brace_steps", "rules.first_balance"),
     *("numbers.same_number", "numbers.number_text", "prompts.load"),
-    *("evidence.normalize", "evidence.total_reward", "evidence.pairs_in_order"),
+    *("evidence.normalize", "evidence.total_reward"),
+    *("evidence.pairs_in_order", "evidence.best_chosen"),
     # These read answers by functions that are listed.
     "eapo_evaluation.held_out_evidence",
     *("folder_rows.make_rows", "folder_rows.make_questions", "folder_rows.main"),
@@ -193,7 +194,8 @@ EXPECTED: dict[str, Callable[[Any], bool]] = {
     "retrieval.score_rag": (0.0, 1.0).__contains__,
     "retrieval.score_icl": (0.0, 1.0).__contains__,
     "retrieval.score_summary": _is_share,
-    "retrieval.rouge_l": _is_share,
+    "rouge.rouge_l": _is_share,
+    "rouge.rouge_l_recall": _is_share,
     "short.extract_letter": _is_text_or_none,
     "short.score_letter": (0.0, 1.0).__contains__,
     "short.extract_math": _is_text_or_none,
@@ -221,6 +223,7 @@ EXPECTED: dict[str, Callable[[Any], bool]] = {
     "prompts.Prompts.evidence": _is_text,
     "prompts.Prompts.evidence_scores": _is_text,
     "prompts.Prompts.reasoning_scores": _is_text,
+    "prompts.Prompts.reranker": _is_text,
 }
 
 

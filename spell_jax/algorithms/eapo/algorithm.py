@@ -34,6 +34,7 @@ from spell_jax.data.questions import as_clusters
 from spell_jax.learner.packing import TrainGroup
 from spell_jax.runtime.metrics import Metrics
 from spell_jax.selfplay import evidence, rules
+from spell_jax.selfplay.rouge import rouge_l_recall
 
 HIGH, LOW = 4, 2  # scores that predict a right, or a wrong, answer (section 3.3)
 RETRY_TEMPERATURE = 1.0  # after a greedy reply, which would be the same again
@@ -89,6 +90,10 @@ class Eapo:
             verbatim=tuple(a and evidence.verbatim_share(a.evidence, documents) for a in answers),
             supported=tuple(
                 evidence.precision_and_recall(a.evidence, known) if a and known else None
+                for a in answers
+            ),
+            rouge_l=tuple(
+                rouge_l_recall(a.evidence, "\n".join(known)) if a and known else None
                 for a in answers
             ),
         )

@@ -10,7 +10,7 @@ from spell_jax.algorithms.eapo.config import REWARD_MODEL
 from spell_jax.algorithms.episode import QuestionEpisode
 from spell_jax.learner.packing import TrainGroup
 from spell_jax.runtime.metrics import Metrics
-from spell_jax.selfplay.evidence import StructuredAnswer, pairs_in_order
+from spell_jax.selfplay.evidence import StructuredAnswer, best_chosen, pairs_in_order
 from spell_jax.selfplay.prompts import Prompts
 
 
@@ -41,6 +41,7 @@ class Episode(QuestionEpisode):
       answers: parsed answers [G].
       verbatim: share of an answer's quotes that are in the documents [G].
       supported: (precision, recall) of an answer's quotes [G], if `known_evidence` is given.
+      rouge_l: ROUGE-L recall of the known evidence by an answer's evidence [G], likewise.
       asked: number of calls to the reward model.
       scoring: the reward model's last reply; None without one, or if its prompt was over the cap.
       evidence_scores: its scores of the well-formed answers; None if it was not asked or failed.
@@ -53,6 +54,7 @@ class Episode(QuestionEpisode):
     answers: tuple[StructuredAnswer | None, ...] = ()
     verbatim: tuple[float | None, ...] = ()
     supported: tuple[tuple[float, float] | None, ...] = ()
+    rouge_l: tuple[float | None, ...] = ()
     asked: int = 0
     scoring: Reply | None = None
     evidence_scores: tuple[int, ...] | None = None
@@ -74,6 +76,13 @@ class Episode(QuestionEpisode):
         if self.evidence_scores is None or len(f1s) != len(self.evidence_scores):
             return []
         return pairs_in_order(f1s, self.evidence_scores)
+
+    def best_chosen(self) -> float | None:
+        """Whether the highest score is that of the evidence with the highest ROUGE-L recall."""
+        recalls = [recall for recall in self.rouge_l if recall is not None]
+        if self.evidence_scores is None or len(recalls) != len(self.evidence_scores):
+            return None
+        return best_chosen(recalls, self.evidence_scores)
 
     def ordered_by_outcome(self) -> list[float]:
         """Whether scores have the order of the outcomes, for each pair that differs in them."""
@@ -109,6 +118,7 @@ def record(e: Episode, annotation: Annotation, prompts: Prompts) -> dict[str, An
             "verbatim": list(e.verbatim),
             "evidence_precision": [pair and pair[0] for pair in e.supported],
             "evidence_recall": [pair and pair[1] for pair in e.supported],
+            "evidence_rouge_l": list(e.rouge_l),
         },
         "evidence_scores": None if e.evidence_scores is None else list(e.evidence_scores),
         "scoring": e.scoring.texts[0] if e.scoring else None,
@@ -132,11 +142,16 @@ def count(metrics: Metrics, e: Episode, suffix: str) -> None:
             metrics.add(f"verbatim{suffix}", verbatim)
         if reward is not None:
             metrics.add(f"evidence_reward{suffix}", reward)
+    for recall in e.rouge_l:
+        if recall is not None:
+            metrics.add(f"evidence_rouge_l{suffix}", recall)
     for precision, recall in filter(None, e.supported):
         metrics.add(f"evidence_precision{suffix}", precision)
         metrics.add(f"evidence_recall{suffix}", recall)
     for is_ordered in e.ordered_by_evidence():
         metrics.add(f"scoring_order{suffix}", is_ordered)
+    if (chosen := e.best_chosen()) is not None:
+        metrics.add(f"scoring_best{suffix}", chosen)
     for is_ordered in e.ordered_by_outcome():
         metrics.add(f"scoring_accuracy{suffix}", is_ordered)
     e.count_failed_verdicts(metrics, suffix)

@@ -1,20 +1,22 @@
 """Tree of evidence: sample several evidence sets, choose the best, and reason from it.
 
 1. The policy samples k branches of analysis and evidence per question, with EAPO's prompt.
-2. The evidence sets are scored: by the similarity of their vectors to the question's ("similarity",
-   the paper's SSA), or by a judge that reads all of them together without the documents ("judge",
-   LLM-E).
+2. The evidence sets are scored: by a reranker ("reranker", the paper's SSA), by the similarity of
+   their vectors to the question's ("similarity"), by a judge that reads all of them together
+   without the documents ("judge", LLM-E), or by the known evidence ("oracle", our upper bound).
 3. The best branch is continued, token by token as it was sampled, with k reasonings and answers,
    which a judge may score too ("judge", LLM-R). The best one's answer is the answer.
 4. With "none" a single branch is sampled; "none" twice is the plain structured answer (EAR). If
    scores are equal or scoring failed, the first well-formed branch is chosen.
 
-Source: EAPO, section 2.2; an embedding model takes the place of its reranker.
+Source: EAPO, section 2.2. Where the request has its "evidence", "best_chosen" tells whether the
+highest score is that of the evidence with the highest ROUGE-L recall (its Figure 7, with width 6).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import math
 import os
@@ -28,6 +30,7 @@ from absl import app
 from spell_jax.evaluation import generation
 from spell_jax.evaluation.judge import PolicyJudge
 from spell_jax.evaluation.policy_sampler import Policy
+from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy.embedder import Embedder
 from spell_jax.runtime import distributed, entry
 from spell_jax.runtime import mesh as meshes
@@ -37,10 +40,11 @@ from spell_jax.sampler.requests import Options, Sample
 from spell_jax.selfplay import evidence, rules
 from spell_jax.selfplay.judge import JUDGE_KEY, Ask, Endpoint, JudgeConfig
 from spell_jax.selfplay.prompts import Prompts
+from spell_jax.selfplay.rouge import rouge_l_recall
 
 log = logging.getLogger(__name__)
 
-EVIDENCE_BY = ("none", "similarity", "judge")
+EVIDENCE_BY = ("none", "similarity", "reranker", "judge", "oracle")
 REASONING_BY = ("none", "judge")
 EVIDENCE_END, ANSWER_END = "</evidence>", "</answer>"
 EMBED_TOKENS = 8192  # tokens of a batch of texts to embed
@@ -48,6 +52,8 @@ EMBED_TOKENS = 8192  # tokens of a batch of texts to embed
 Record = dict[str, Any]
 # Texts [B] -> vectors float32 [B, D] of length 1.
 Embed = Callable[[Sequence[str]], np.ndarray]
+# Prompts [B] -> scores from 0 to 1; None where there is none.
+Rerank = Callable[[Sequence[str]], Sequence[float | None]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +83,7 @@ class Branch:
     text: str  # up to the closing tag that ended the sample
     sections: tuple[str, ...]  # see evidence.parse_sections; () for a bad format
     logprob: float  # sum over the sampled tokens, in nats
+    rouge_l: float | None = None  # ROUGE-L recall of the known evidence; None without it
     score: float | None = None  # larger is better; None if it was not scored
 
 
@@ -96,16 +103,31 @@ class Node:
     def question(self) -> str:
         return self.record["question"]
 
+    @property
+    def known_evidence(self) -> list[str]:
+        return self.record.get("evidence", [])
 
-def make_prompt(record: Record, prompts: Prompts) -> str:
-    """Prompt of a request; ValueError names a field that is missing or of the wrong type."""
-    documents, question = record.get("documents"), record.get("question")
-    if not isinstance(documents, list) or not all(isinstance(text, str) for text in documents):
-        raise ValueError(f"documents = {documents!r}: must be a list of texts")
+
+def make_prompt(record: Record, prompts: Prompts, needs_evidence: bool = False) -> str:
+    """Prompt of a request; ValueError names a field that is missing or of the wrong type.
+
+    `needs_evidence` makes "evidence", the known one, a required field.
+    """
+    documents, question = _texts(record, "documents"), record.get("question")
+    known, _ = (_texts({name: []} | record, name) for name in ("evidence", "answers"))
+    if needs_evidence and not known:
+        raise ValueError("evidence = []: must be the known evidence, for evidence_by=oracle")
     if not isinstance(question, str) or not question:
         raise ValueError(f"question = {question!r}: must be a text")
     rules.check_task(_task(record))
     return prompts.evidence(documents, question)
+
+
+def _texts(record: Record, name: str) -> list[str]:
+    value = record.get(name)
+    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+        raise ValueError(f"{name} = {value!r}: must be a list of texts")
+    return value
 
 
 @dataclasses.dataclass
@@ -113,7 +135,8 @@ class Tree:
     """Answers questions with trees of evidence.
 
     `sampling` has temperature, top_p and max_tokens, as in Options; the cap holds for each of the
-    two parts of an answer. `judge` and `embed` are for "judge" and "similarity".
+    two parts of an answer. `judge`, `embed` and `rerank` are for "judge", "similarity" and
+    "reranker".
     """
 
     policy: Policy
@@ -122,6 +145,7 @@ class Tree:
     sampling: Record
     judge: Ask | None = None
     embed: Embed | None = None
+    rerank: Rerank | None = None
 
     def answer(self, records: Sequence[Record], texts: Sequence[str], seed: int) -> list[Record]:
         """Output lines of requests with prompts `texts`; one over the context has no branches."""
@@ -146,9 +170,15 @@ class Tree:
         width = 1 if self.config.evidence_by == "none" else self.config.width
         for i, samples in self._sample(nodes, [node.ids for node in nodes], width, EVIDENCE_END):
             nodes[i].branches = [self._branch([], sample, EVIDENCE_END, 2) for sample in samples]
+            _measure_evidence(nodes[i])
         items = [(n.question, formed) for n in nodes if len(formed := _well_formed(n.branches)) > 1]
         if self.config.evidence_by == "similarity":
             self._rank_by_similarity(items)
+        elif self.config.evidence_by == "reranker":
+            self._rank_by_reranker(items)
+        elif self.config.evidence_by == "oracle":
+            for branch in (branch for _, formed in items for branch in formed):
+                branch.score = branch.rouge_l
         elif self.config.evidence_by == "judge":
             ask = self.prompts.evidence_scores
             self._rank_by_judge(
@@ -205,6 +235,15 @@ class Tree:
             for branch in branches:
                 branch.score = float(np.dot(question, next(vectors)))
 
+    def _rank_by_reranker(self, items: Sequence[tuple[str, list[Branch]]]) -> None:
+        """Sets scores from 0 to 1, of each evidence alone; None if the reranker gives none."""
+        assert self.rerank is not None
+        ask = self.prompts.reranker
+        branches = [(question, branch) for question, formed in items for branch in formed]
+        scores = self.rerank([ask(question, b.sections[1]) for question, b in branches])
+        for (_, branch), score in zip(branches, scores, strict=True):
+            branch.score = score
+
     def _rank_by_judge(self, items: Sequence[tuple[str, list[Branch]]]) -> None:
         """Sets scores from 1 to 5 by (prompt, branches); None for no reply or a malformed one."""
         assert self.judge is not None
@@ -223,7 +262,8 @@ class Tree:
 def describe(node: Node) -> Record:
     """The request and its tree as a line of the output.
 
-    "prediction" is None if no answer is well-formed; "right" needs the request's true "answer".
+    "prediction" is None if no answer is well-formed; "right" needs the request's true "answer" (it
+    also takes all of "answers"), "best_chosen" (see evidence.best_chosen) its known "evidence".
     """
     record, task = node.record, _task(node.record)
     documents = evidence.searchable(record["documents"])
@@ -241,8 +281,11 @@ def describe(node: Node) -> Record:
         "reasonings": [_describe_branch(one, one is node.best) for one in node.reasonings],
         "prediction": prediction,
     }
+    if node.known_evidence:
+        result["best_chosen"] = _best_chosen(node)
     if isinstance(record.get("answer"), str):
-        result["right"] = rules.score(stated, record["answer"], task) == 1
+        right = (record["answer"], *record.get("answers", []))
+        result["right"] = any(rules.score(stated, text, task) == 1 for text in right)
     return result
 
 
@@ -251,10 +294,28 @@ def _describe_branch(branch: Branch, is_chosen: bool) -> Record:
         "text": branch.text,
         "well_formed": bool(branch.sections),
         "score": branch.score,
+        "rouge_l": branch.rouge_l,
         "logprob": branch.logprob,
         "tokens": len(branch.tokens),
         "chosen": is_chosen,
     }
+
+
+def _measure_evidence(node: Node) -> None:
+    """Sets the ROUGE-L recall of well-formed branches, if the evidence is known."""
+    if node.known_evidence:
+        for branch in _well_formed(node.branches):
+            branch.rouge_l = rouge_l_recall(branch.sections[1], "\n".join(node.known_evidence))
+
+
+def _best_chosen(node: Node) -> float | None:
+    """See evidence.best_chosen; None also if a branch of the evidence has no score."""
+    measured = [(b.rouge_l, b.score) for b in _well_formed(node.branches)]
+    pairs = [(truth, score) for truth, score in measured if truth is not None and score is not None]
+    if not pairs or len(pairs) < len(measured):
+        return None
+    truth, scores = zip(*pairs, strict=True)
+    return evidence.best_chosen(truth, scores)
 
 
 def _well_formed(branches: Sequence[Branch]) -> list[Branch]:
@@ -271,6 +332,31 @@ def _task(record: Record) -> str:
     return record.get("task", "general_qa")
 
 
+@dataclasses.dataclass(frozen=True)
+class Reranker:
+    """A causal language model as reranker, such as Qwen3-Reranker: it says yes or no.
+
+    The score of a prompt is the probability of yes, by the more likely one of the two words. It is
+    None if the model says something else, or the prompt is longer than its context.
+    """
+
+    policy: Policy
+
+    def __call__(self, prompts: Sequence[str]) -> list[float | None]:
+        ids, fitting = self.policy.fit(prompts, 1)
+        keys = np.zeros((len(ids), 2), np.uint32)  # unused: decoding is greedy
+        options = [Options(temperature=0.0, max_tokens=1)] * len(ids)
+        scores: list[float | None] = [None] * len(prompts)
+        for place, (sample,) in self.policy.sample(ids, 1, keys, options):
+            said = self.policy.tokenizer.decode(sample.content).strip().lower()
+            probability = math.exp(float(sample.logprobs[0]))
+            scores[fitting[place]] = {"yes": probability, "no": 1 - probability}.get(said)
+        self.policy.release()
+        if failed := scores.count(None):
+            log.warning("no score of %d of %d sets of evidence", failed, len(scores))
+        return scores
+
+
 # ----------------------------------------------------------- spell_jax.generate, from the flags
 
 
@@ -280,10 +366,17 @@ def run(given: Any) -> None:
     config = TreeConfig(given.width, given.evidence_by, given.reasoning_by)
     judge = _make_judge(given, policy) if "judge" in dataclasses.astuple(config) else None
     embed = _make_embed(given) if config.evidence_by == "similarity" else None
-    tree = Tree(policy, config, prompts, sampling, judge, embed)
-    requests = generation.read_requests(given.prompts, prompts, make_prompt)
+    rerank = _make_reranker(given) if config.evidence_by == "reranker" else None
+    tree = Tree(policy, config, prompts, sampling, judge, embed, rerank)
+    make = functools.partial(make_prompt, needs_evidence=config.evidence_by == "oracle")
+    requests = generation.read_requests(given.prompts, prompts, make)
     entry.setup_done()
-    generation.write(given, tree.answer(*requests, given.seed))
+    lines = tree.answer(*requests, given.seed)
+    chosen = [share for line in lines if (share := line.get("best_chosen")) is not None]
+    if chosen:
+        mean = sum(chosen) / len(chosen)
+        log.info("the best evidence was chosen in %.3f of %d questions", mean, len(chosen))
+    generation.write(given, lines)
 
 
 def _make_judge(given: Any, policy: Policy) -> Ask:
@@ -298,6 +391,13 @@ def _make_judge(given: Any, policy: Policy) -> Ask:
     if given.judge_policy:
         policy = Policy(given.judge_policy, given.dtype)
     return PolicyJudge(policy, cap)
+
+
+def _make_reranker(given: Any) -> Rerank:
+    if not given.reranker:
+        raise app.UsageError("--reranker: must be a Hugging Face folder, for reranker")
+    thinking = tokenizers.THINKING[given.reranker_thinking]
+    return Reranker(Policy(given.reranker, given.dtype, thinking))
 
 
 def _make_embed(given: Any) -> Embed:

@@ -36,6 +36,7 @@ from spell_jax.evaluation.benchmarks import helmet_labels, published
 from spell_jax.evaluation.benchmarks.base import Benchmark, Item
 from spell_jax.evaluation.benchmarks.published import Folder, Loader, Row
 from spell_jax.evaluation.generated.haystack import extract
+from spell_jax.selfplay.rouge import rouge_l
 from spell_jax.selfplay.rules import normalize_answer, visible_text
 
 T = TypeVar("T")
@@ -61,7 +62,6 @@ _QUESTIONS = 100  # sampled from a set of RAG or summaries
 _EXAMPLES = 2  # in each prompt of RAG and summaries
 
 _SUMMARY = re.compile(r"summary:", re.IGNORECASE)
-_WORD = re.compile(r"[a-z0-9]+")
 
 _RAG_PROMPT = (
     "Answer the question at the end from the documents. The answer is short, a few words. Write it "
@@ -301,27 +301,6 @@ def score_summary(text: str, item: Item) -> float:
     """ROUGE-L F1 of the text after the last "Summary:", for the best reference."""
     summary = _extract_summary(text, item) or ""
     return max(rouge_l(summary, reference) for reference in item.references)
-
-
-def rouge_l(text: str, reference: str) -> float:
-    """F1 of the longest common subsequence of words, in [0, 1].
-
-    Words are runs of a-z and 0-9 in lower case, as in the package rouge-score, without stemming.
-    Bit-parallel (Hyyro 2004): memory is linear; for a given reference, time is linear in the text.
-    """
-    ours, theirs = _WORD.findall(text.lower()), _WORD.findall(reference.lower())
-    if not ours or not theirs:
-        return 0.0
-    positions: dict[str, int] = {}
-    for i, word in enumerate(theirs):
-        positions[word] = positions.get(word, 0) | 1 << i
-    full = (1 << len(theirs)) - 1
-    unmatched = full
-    for word in ours:
-        matched = unmatched & positions.get(word, 0)
-        unmatched = ((unmatched + matched) | (unmatched - matched)) & full
-    common = len(theirs) - unmatched.bit_count()
-    return 2 * common / (len(ours) + len(theirs))
 
 
 def _choose_summaries(what: str, rows: int, of: int, limit: int | None) -> list[int]:

@@ -170,6 +170,26 @@ def test_evidence_and_scores_are_compared_to_supporting_sentences():
     assert not {"evidence_recall", "scoring_order"} & algorithm.metrics([episode]).means().keys()
 
 
+def test_highest_score_is_compared_to_the_rouge_oracle():
+    """The evidence of sibling n is "d0.0 text" and "set n"; sibling 2 has no format."""
+    known = ("d0.0 text", "set 3")
+    algorithm, _, episode = one(said=("1 3\n2 1\n3 5",), supporting=known)
+    assert episode.rouge_l == (0.8, 0.8, None, 1.0)  # of the words d0, 0, text, set, 3
+    assert episode.best_chosen() == 1.0
+    means = algorithm.metrics([episode]).means()
+    assert means["scoring_best"] == means[f"scoring_best/{QA}"] == 1.0
+    assert means["evidence_rouge_l"] == pytest.approx(2.6 / 3)
+    for scores, share in (((5, 1, 3), 0.0), ((5, 1, 5), 0.5), ((2, 2, 2), 1 / 3)):
+        other = dataclasses.replace(episode, evidence_scores=scores)
+        assert other.best_chosen() == pytest.approx(share)
+    assert dataclasses.replace(episode, evidence_scores=None).best_chosen() is None
+    algorithm, _, same = one(said=("1 3\n2 1\n3 5",), supporting=("d0.0 text",))
+    assert same.rouge_l == (1.0, 1.0, None, 1.0) and same.best_chosen() is None
+    assert "scoring_best" not in algorithm.metrics([same]).means()
+    _, _, unknown = one()
+    assert unknown.rouge_l == (None,) * 4 and unknown.best_chosen() is None
+
+
 def test_scores_are_compared_to_outcomes():
     """The first and the fourth answer are right, the second is wrong, the third has no format."""
     algorithm, _, episode = one(said=("1 4\n2 3\n3 3",))
@@ -450,6 +470,7 @@ def test_record_has_every_measure_for_each_answer():
         "verbatim": list(episode.verbatim),
         "evidence_precision": [None] * 4,  # the question lacks its evidence
         "evidence_recall": [None] * 4,
+        "evidence_rouge_l": [None] * 4,
     }
     failed, _, episode = one(said=("no",))
     (record,) = to_records(failed, [episode])

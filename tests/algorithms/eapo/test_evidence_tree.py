@@ -90,11 +90,11 @@ REASONINGS = {
 }
 
 
-def grow(records=None, seed: int = 0, judge=None, embed=None, **config: Any):
+def grow(records=None, seed: int = 0, judge=None, embed=None, rerank=None, **config: Any):
     """(lines of the output, the policy)."""
     policy: Any = Scripted(EVIDENCE, REASONINGS)
     records = records or [request(0, answer="Oslo"), request(1), request(2)]
-    tree = Tree(policy, TreeConfig(**config), PROMPTS, SAMPLING, judge, embed)
+    tree = Tree(policy, TreeConfig(**config), PROMPTS, SAMPLING, judge, embed, rerank)
     texts = [evidence_tree.make_prompt(record, PROMPTS) for record in records]
     return tree.answer(records, texts, seed), policy
 
@@ -187,6 +187,73 @@ def test_evidence_is_selected_by_similarity_to_the_question():
     assert chosen(lines[0]["branches"]) == [2] and lines[0]["prediction"] == "Oslo"
 
 
+def test_any_right_answer_is_right():
+    known = {"answer": "Rome, Italy", "answers": ["Rome, Italy", "Rome"]}
+    lines, _ = grow([request(0, **known), request(0, answer="Rome, Italy")], evidence_by="none")
+    assert [line["right"] for line in lines] == [True, False]
+
+
+def test_oracle_selects_by_the_known_evidence():
+    known = {"evidence": ["Arvo lives in Oslo."]}
+    lines, _ = grow([request(0, **known)], evidence_by="oracle")
+    assert [one["rouge_l"] for one in lines[0]["branches"]] == [0.0, 0.5, 0.25]
+    assert [one["score"] for one in lines[0]["branches"]] == [0.0, 0.5, 0.25]
+    assert chosen(lines[0]["branches"]) == [1] and lines[0]["best_chosen"] == 1.0
+
+
+def test_choice_is_compared_to_the_oracle():
+    requests = [request(0, evidence=["Arvo lives in Oslo."]), request(1), request(2, evidence=[])]
+    for scores, share in ("[2, 5, 1]", 1.0), ("[2, 5, 5]", 0.5), ("[5, 2, 2]", 0.0):
+        judge = Judge({"Q0": f'{{"scores": {scores}}}'})
+        lines, _ = grow(requests, judge=judge)
+        assert lines[0]["best_chosen"] == share
+        assert all("best_chosen" not in line for line in lines[1:])
+    lines, _ = grow(requests, judge=Judge({"Q0": None}))
+    assert lines[0]["best_chosen"] is None  # nothing was scored
+    lines, _ = grow([request(1, evidence=["Rome"])], judge=Judge({}))
+    assert lines[0]["best_chosen"] is None  # a single well-formed branch
+    assert [one["rouge_l"] for one in lines[0]["branches"]] == [None, 1.0, None]
+
+
+def test_evidence_is_selected_by_a_reranker():
+    asked = []
+
+    def rerank(texts: Sequence[str]) -> list[float | None]:
+        asked.extend(texts)
+        return [0.2, None, 0.9]
+
+    lines, _ = grow(rerank=rerank, evidence_by="reranker")
+    assert asked == [PROMPTS.reranker("Q0?", text) for text in ("Bela", "Arvo lives", "Oslo")]
+    assert [one["score"] for one in lines[0]["branches"]] == [0.2, None, 0.9]
+    assert chosen(lines[0]["branches"]) == [2] and lines[0]["prediction"] == "Oslo"
+
+
+def test_reranker_scores_by_the_probability_of_yes(caplog):
+    replies = {"a": ("yes", 0.75), "b": (" No", 0.9), "c": ("Yes", 0.5), "d": ("Maybe", 0.9)}
+
+    class Words(Scripted):
+        def fit(self, prompts, max_tokens):
+            fitting = [i for i, prompt in enumerate(prompts) if prompt in replies]
+            return [list(prompts[i].encode()) for i in fitting], fitting
+
+        def sample(self, ids, width, keys, options):
+            assert (width, options[0].temperature, options[0].max_tokens) == (1, 0.0, 1)
+            assert keys.shape == (len(ids), 2)
+            for place in reversed(range(len(ids))):
+                said, probability = replies[bytes(ids[place]).decode()]
+                tokens = np.array([*said.encode()], np.int32)
+                yield place, [Sample(tokens, np.log(np.float32([probability])), False)]
+
+        def release(self):
+            self.released = True
+
+    policy: Any = Words({}, {})
+    scores = evidence_tree.Reranker(policy)(["b", "too long", "a", "d", "c"])
+    wanted = [0.1, None, 0.75, None, 0.5]
+    assert [one and pytest.approx(one, abs=1e-6) for one in wanted] == scores
+    assert policy.released and "no score of 2 of 5" in caplog.text
+
+
 def test_sampling_keys_depend_on_seed_and_position():
     _, policy = grow(evidence_by="none")
     _, again = grow(evidence_by="none")
@@ -214,11 +281,22 @@ def test_overlong_prompts_are_not_sampled(caplog):
         ({"question": ""}, "question = ''"),
         ({"question": None}, "question = None"),
         ({"task": "essay"}, "task: 'essay'"),
+        ({"evidence": "x"}, "evidence = 'x'"),
+        ({"evidence": [None]}, "evidence ="),
+        ({"answers": "x"}, "answers = 'x'"),
     ],
 )
 def test_invalid_request_field_is_named_in_the_error(change, message):
     with pytest.raises(ValueError, match=message):
         evidence_tree.make_prompt(request(0) | change, PROMPTS)
+
+
+def test_oracle_needs_the_evidence():
+    known = request(0, evidence=["Arvo lives in Oslo."])
+    assert evidence_tree.make_prompt(known, PROMPTS, needs_evidence=True)
+    for line in (request(0), request(0, evidence=[])):
+        with pytest.raises(ValueError, match=r"evidence = \[\]: must be the known evidence"):
+            evidence_tree.make_prompt(line, PROMPTS, needs_evidence=True)
 
 
 @pytest.mark.parametrize(

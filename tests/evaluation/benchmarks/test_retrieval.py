@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from spell_jax.evaluation.benchmarks import helmet_labels, retrieval
 from spell_jax.evaluation.benchmarks.base import Item
 from spell_jax.evaluation.benchmarks.registry import COLUMNS, LOADERS, load
-from spell_jax.evaluation.benchmarks.retrieval import rouge_l, score_mrcr
+from spell_jax.evaluation.benchmarks.retrieval import score_mrcr
 
 # ------------------------------------------------------------------------------------------ MRCR
 
@@ -400,35 +400,6 @@ def test_multi_lexsum_prompts_and_references(tmp_path):
     write_lexsum(folder, cases=300)
     with pytest.raises(ValueError, match=r"summary/short: 300 rows, but 312 are published"):
         load("helmet_multi_lexsum", tmp_path)
-
-
-def longest_common(first: list[str], second: list[str]) -> int:
-    """Length of the longest common subsequence, by dynamic programming."""
-    table = [[0] * (len(second) + 1) for _ in range(len(first) + 1)]
-    for i, ours in enumerate(first):
-        for j, theirs in enumerate(second):
-            best = max(table[i][j + 1], table[i + 1][j])
-            table[i + 1][j + 1] = table[i][j] + 1 if ours == theirs else best
-    return table[-1][-1]
-
-
-words = st.lists(st.sampled_from(["a", "b", "c", "d1"]), max_size=80)
-
-
-@given(words, words)
-def test_rouge_l_matches_a_textbook_implementation(first, second):
-    found = rouge_l(" ".join(first), ", ".join(second).upper())
-    total = len(first) + len(second)
-    wanted = 2 * longest_common(first, second) / total if first and second else 0.0
-    assert found == pytest.approx(wanted)
-
-
-def test_rouge_l_matches_values_by_hand():
-    # "police ... the gunman" of Lin (2004): three of four words in common.
-    assert rouge_l("police kill the gunman", "police killed the gunman") == 0.75
-    assert rouge_l("the gunman kill police", "police killed the gunman") == 0.5
-    assert rouge_l("", "a") == rouge_l("a", "!") == 0.0
-    assert rouge_l("x " * 20_000, "y " * 1_500) == 0.0
 
 
 def test_summary_follows_the_word_summary():

@@ -1,0 +1,39 @@
+"""ROUGE-L (Lin 2004): the longest common subsequence of the words of a text and a reference.
+
+Words are runs of a-z and 0-9 in lower case, as in the package rouge-score, without stemming.
+"""
+
+from __future__ import annotations
+
+import re
+
+_WORD = re.compile(r"[a-z0-9]+")
+
+
+def rouge_l(text: str, reference: str) -> float:
+    """F1 of the common subsequence, in [0, 1]; 0 without words."""
+    common, ours, theirs = _count_words(text, reference)
+    return 2 * common / (ours + theirs) if common else 0.0
+
+
+def rouge_l_recall(text: str, reference: str) -> float:
+    """Share of the reference's words in the common subsequence; 0 without words."""
+    common, _, theirs = _count_words(text, reference)
+    return common / theirs if common else 0.0
+
+
+def _count_words(text: str, reference: str) -> tuple[int, int, int]:
+    """Numbers of words: in common, of the text, and of the reference.
+
+    Bit-parallel (Hyyro 2004): memory is linear; for a given reference, time is linear in the text.
+    """
+    ours, theirs = _WORD.findall(text.lower()), _WORD.findall(reference.lower())
+    positions: dict[str, int] = {}
+    for i, word in enumerate(theirs):
+        positions[word] = positions.get(word, 0) | 1 << i
+    full = (1 << len(theirs)) - 1
+    unmatched = full
+    for word in ours:
+        matched = unmatched & positions.get(word, 0)
+        unmatched = ((unmatched + matched) | (unmatched - matched)) & full
+    return len(theirs) - unmatched.bit_count(), len(ours), len(theirs)
