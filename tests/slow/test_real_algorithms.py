@@ -308,6 +308,7 @@ def eapo_config(qwen, llama, questions: pathlib.Path) -> ConfigDict:
         "data.validation": "",
         "algorithm.questions": 4,
         "algorithm.refresh_every": 1,
+        "algorithm.keep_equal": False,
     }
     return config_of(eapo.get_config(), qwen, **fields)
 

@@ -11,10 +11,14 @@ import numpy as np
 import pytest
 from etils import epath
 
+from spell_jax import config as configs
 from spell_jax.policy import lora, transformer, weights
+from spell_jax.policy import tokenizer as tokenizers
+from spell_jax.policy.model import TINY_POLICY
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.checkpoint import Checkpoints
-from spell_jax.trainer import loop
+from spell_jax.selfplay import prompts
+from spell_jax.trainer import build, loop
 from spell_jax.trainer import state as runs
 from spell_jax.trainer.build import make_run
 from tests import noise
@@ -54,6 +58,32 @@ def begin(config, workdir) -> tuple[dict, int]:
         models, step, *_ = runs.restore_or_init(run, checkpoints)
         checkpoints.close()
     return models, step
+
+
+@pytest.mark.parametrize(("template", "verdicts"), [("yes_no", [1, -1]), ("grades", [-1, 1])])
+def test_judge_template_selects_prompt_and_parser(template, verdicts, monkeypatch) -> None:
+    """The judge replies to both kinds of prompt, once in the words of each."""
+    asked = []
+
+    def endpoint(config):
+        def ask(prompts):
+            asked.extend(prompts)
+            yield from zip(prompts, ("[[YES]]", "A"), strict=True)
+
+        return ask
+
+    monkeypatch.setattr(build, "Endpoint", endpoint)
+    fields = {"rule": "judge", "judge_url": "http://x", "judge_model": "m"}
+    config = noise.small_config(
+        TINY_POLICY,
+        **{f"algorithm.{name}": value for name, value in fields.items()},
+        **{"algorithm.judge_template": template, "algorithm.prompts": "full"},
+    )
+    context = build.make_context(configs.read(config), tokenizers.load(TINY_POLICY))
+    items = [("q?", "said", "true"), ("q?", "other", "true")]
+    assert context.judge is not None and context.judge(items) == verdicts
+    write = {"yes_no": prompts.Prompts.judge, "grades": prompts.Prompts.judge_grades}[template]
+    assert asked == [write(context.prompts, *item) for item in items]
 
 
 def assert_equal(params, others) -> None:
