@@ -12,8 +12,9 @@ import jax
 import numpy as np
 
 from spell_jax.algorithms.base import Reply
-from spell_jax.learner import advantages, loss, packing
+from spell_jax.learner import advantages, packing
 from spell_jax.learner.learner import Learner
+from spell_jax.learner.loss_config import LossConfig
 from spell_jax.learner.optimizer import OptimizerConfig
 from spell_jax.policy import transformer
 from spell_jax.policy.config import PolicyConfig
@@ -136,7 +137,7 @@ def make_learner(
     return Learner(
         policy,
         OptimizerConfig(),
-        loss.LossConfig(),
+        LossConfig(),
         packing.PackingConfig((bucket,), max(budget, bucket.length), shared),
         meshes.make_mesh(),
         temperature=SAMPLING["temperature"],

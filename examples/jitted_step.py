@@ -29,6 +29,7 @@ from spell_jax.data import tiny_world
 from spell_jax.learner import lm_head
 from spell_jax.learner.advantages import group_advantages
 from spell_jax.learner.loss import policy_loss
+from spell_jax.learner.loss_config import LossConfig
 from spell_jax.learner.optimizer import OptimizerConfig
 from spell_jax.policy import transformer, weights
 from spell_jax.policy.config import PolicyConfig
@@ -147,7 +148,8 @@ def loss(params, c: Config, questions: Questions, answers: programs.Sampled, adv
         )
         logprobs, _ = lm_head.score_tokens(c.policy, params, hidden, source, tokens[:, P:], 1.0)
     old = jax.lax.stop_gradient(logprobs)  # on-policy: the ratio is 1, its gradient is not 0
-    return policy_loss(logprobs, old, advantages.repeat(S, axis=1), real / real.sum())[0]
+    repeated, weights = advantages.repeat(S, axis=1), real / real.sum()
+    return policy_loss(logprobs, old, repeated, weights, LossConfig())[0]
 
 
 # 5. Step -----------------------------------------------------------------------------------------

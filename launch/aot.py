@@ -40,8 +40,9 @@ from absl import flags
 from ml_collections import config_flags
 
 from launch import topologies
-from spell_jax.learner import loss, packing, update
+from spell_jax.learner import packing, update
 from spell_jax.learner.learner import Learner
+from spell_jax.learner.loss_config import LossConfig
 from spell_jax.learner.optimizer import OptimizerConfig
 from spell_jax.policy import int8, lora, transformer
 from spell_jax.policy.config import PolicyConfig
@@ -135,7 +136,7 @@ class Programs:
         self.learner = Learner(
             policy,
             optimizer,
-            build(loss.LossConfig, config.loss, "loss"),
+            build(LossConfig, config.loss, "loss"),
             dataclasses.replace(layout, buckets=(self.bucket,), token_budget=budget),
             mesh,
             sampling.temperature,

@@ -40,7 +40,8 @@ from spell_jax.algorithms.base import AlgorithmConfig
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.data import built
 from spell_jax.data.config import DataConfig
-from spell_jax.learner import loss, packing
+from spell_jax.learner import packing
+from spell_jax.learner.loss_config import LossConfig
 from spell_jax.learner.optimizer import OptimizerConfig
 from spell_jax.policy import int8, safetensors, weights
 from spell_jax.policy.config import PolicyConfig
@@ -118,7 +119,7 @@ def check(config: Config, topology: str = "", workdir: str = "") -> Checked:
     before = len(attempt.mistakes)
     checked.sampling = attempt("sampler", build, SamplerConfig, config.sampler, "sampler")
     checked.layout = attempt("packing", build, packing.PackingConfig, config.packing, "packing")
-    loss_config = attempt("loss", build, loss.LossConfig, config.loss, "loss")
+    loss_config = attempt("loss", build, LossConfig, config.loss, "loss")
     _check_optimizer(config.optimizer, "optimizer", config, attempt)
     names = [name for name, value in config.items() if not hasattr(value, "items")]
     algorithm = attempt("algorithm", registry.read_algorithm, config.algorithm)

@@ -17,7 +17,7 @@ from spell_jax.algorithms import registry
 from spell_jax.algorithms.base import AlgorithmConfig
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.data.config import DataConfig
-from spell_jax.learner.loss import LossConfig
+from spell_jax.learner.loss_config import LossConfig
 from spell_jax.learner.optimizer import OptimizerConfig
 from spell_jax.learner.packing import PackingConfig
 from spell_jax.policy.config import PolicyConfig, RopeConfig

@@ -27,7 +27,7 @@ from spell_jax.algorithms.spell.evaluation import TinyEvaluation
 from spell_jax.algorithms.spell.question_evaluation import QuestionEvaluation
 from spell_jax.data.config import GENERATED, DataConfig
 from spell_jax.data.questions import Question, read_questions
-from spell_jax.learner.loss import LossConfig
+from spell_jax.learner.loss_config import LossConfig
 from spell_jax.runtime.config import build
 
 

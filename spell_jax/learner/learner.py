@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spell_jax.learner import loss as losses
 from spell_jax.learner import non_finite, packing, statistics, update
+from spell_jax.learner.loss_config import LossConfig
 from spell_jax.learner.optimizer import OptimizerConfig
 from spell_jax.learner.update import Carry, TrainState, UpdateSpec
 from spell_jax.policy import lora, transformer
@@ -37,7 +37,7 @@ class Learner:
         self,
         policy: PolicyConfig,
         optimizer: OptimizerConfig,
-        loss: losses.LossConfig,
+        loss: LossConfig,
         packing_config: packing.PackingConfig,
         mesh: jax.sharding.Mesh,
         temperature: float = 1.0,

@@ -26,6 +26,7 @@ from spell_jax.attention import attend
 from spell_jax.data.clusters import ROLES
 from spell_jax.learner import lm_head, packing
 from spell_jax.learner import loss as losses
+from spell_jax.learner.loss_config import LossConfig
 from spell_jax.learner.optimizer import OptimizerConfig
 from spell_jax.policy import lora, transformer
 from spell_jax.policy.config import PolicyConfig
@@ -52,7 +53,7 @@ class UpdateSpec:
 
     policy: PolicyConfig
     optimizer: OptimizerConfig
-    loss: losses.LossConfig
+    loss: LossConfig
     temperature: float = 1.0  # sampling temperature, at which logprobs are taken
     compute_dtype: str = "float32"  # of weights and activations in forward and backward passes
 

@@ -23,8 +23,8 @@ from spell_jax.config import RunConfig
 from spell_jax.data import clusters, stream
 from spell_jax.data.config import open_clusters
 from spell_jax.data.questions import Question, read_questions
-from spell_jax.learner import loss
 from spell_jax.learner.learner import Learner
+from spell_jax.learner.loss_config import LossConfig
 from spell_jax.learner.optimizer import OptimizerConfig
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.model import ModelConfig, find_folder, read_model
@@ -94,7 +94,7 @@ def make_run(config: RunConfig | Config) -> Run:
             model = config.models[name]
             folder = find_folder(model.folder, f"{name}.folder")
             # Its rows are targets to imitate, with advantage 1: the loss's defaults.
-            own[name] = _make_model(config, model, folder, model.optimizer, loss.LossConfig(), mesh)
+            own[name] = _make_model(config, model, folder, model.optimizer, LossConfig(), mesh)
     samplers = {
         name: _make_text_sampler(model, config.sampler, mesh) for name, model in own.items()
     }
@@ -145,7 +145,7 @@ def _make_model(
     model: ModelConfig,
     folder: pathlib.Path,
     optimizer: OptimizerConfig,
-    loss_config: loss.LossConfig,
+    loss_config: LossConfig,
     mesh: jax.sharding.Mesh,
 ) -> Model:
     policy, tokenizer = read_model(model, folder)

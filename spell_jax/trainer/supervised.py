@@ -22,8 +22,9 @@ from etils import epath
 
 from spell_jax import config as configs
 from spell_jax.config import SupervisedConfig
-from spell_jax.learner import loss, non_finite, packing, update
+from spell_jax.learner import non_finite, packing, update
 from spell_jax.learner.learner import Learner
+from spell_jax.learner.loss_config import LossConfig
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy import weights
 from spell_jax.policy.config import PolicyConfig
@@ -131,7 +132,7 @@ def make_learner(config: SupervisedConfig, policy: PolicyConfig) -> Learner:
     return Learner(
         policy,
         config.optimizer,
-        loss.LossConfig(),
+        LossConfig(),
         config.packing,
         meshes.make_mesh(dataclasses.asdict(config.mesh)),
         compute_dtype=config.policy.compute_dtype,

@@ -22,7 +22,7 @@ from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.config import default_config
 from spell_jax.evaluation.answering import Sampling
 from spell_jax.evaluation.benchmarks.base import Benchmark
-from spell_jax.learner.loss import LossConfig
+from spell_jax.learner.loss_config import LossConfig
 from spell_jax.learner.optimizer import OptimizerConfig
 from spell_jax.learner.packing import PackingConfig
 from spell_jax.policy import tokenizer as tokenizers

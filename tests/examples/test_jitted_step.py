@@ -13,7 +13,7 @@ import pytest
 from examples import jitted_step
 from examples.jitted_step import Config, Questions
 from spell_jax.learner.learner import Learner
-from spell_jax.learner.loss import LossConfig
+from spell_jax.learner.loss_config import LossConfig
 from spell_jax.learner.optimizer import OptimizerConfig
 from spell_jax.learner.packing import Bucket, PackingConfig, TrainGroup
 from spell_jax.policy import weights

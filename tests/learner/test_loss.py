@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spell_jax.learner import loss as losses
 from spell_jax.learner import packing
-from spell_jax.learner.loss import LossConfig, kl_estimate, policy_loss
+from spell_jax.learner.loss import kl_estimate, policy_loss
+from spell_jax.learner.loss_config import LossConfig
 from tests.paths import REFERENCE_CASES
 
 # The reference's names for ours. Its "seq-mean-token-sum" and "seq-mean-token-sum-norm" are
@@ -113,7 +113,7 @@ def test_on_policy_gradient_is_the_plain_policy_gradient() -> None:
 
     def value(logprobs):
         old = jax.lax.stop_gradient(logprobs)
-        return policy_loss(logprobs, old, advantages, weights)[0]
+        return policy_loss(logprobs, old, advantages, weights, LossConfig())[0]
 
     np.testing.assert_allclose(value(logprobs), -0.5 * 1.0 + 0.5 * 2.0, rtol=1e-6)
     np.testing.assert_allclose(jax.grad(value)(logprobs), -advantages * weights, rtol=1e-6)
@@ -133,14 +133,15 @@ def test_on_policy_gradient_is_the_plain_policy_gradient() -> None:
 )
 def test_gradient_of_the_clipped_loss(ratio: float, advantage: float, gradient: float) -> None:
     def value(logprob):
-        return policy_loss(logprob, jnp.zeros(()), jnp.array(advantage), jnp.ones(()))[0]
+        one = jnp.ones(())
+        return policy_loss(logprob, jnp.zeros(()), jnp.array(advantage), one, LossConfig())[0]
 
     assert float(jax.grad(value)(jnp.log(ratio))) == pytest.approx(gradient, rel=1e-5)
 
 
 def test_extreme_ratios_stay_finite() -> None:
     value, sums = policy_loss(
-        jnp.zeros(2), jnp.array([-1e4, 1e4]), jnp.array([-1.0, 1.0]), jnp.ones(2)
+        jnp.zeros(2), jnp.array([-1e4, 1e4]), jnp.array([-1.0, 1.0]), jnp.ones(2), LossConfig()
     )
     assert np.isfinite(float(value))
     assert float(sums["approx_kl"]) == 0.0  # +20 and -20
@@ -175,4 +176,4 @@ def test_extreme_ratios_stay_finite() -> None:
 )
 def test_invalid_loss_config_is_rejected(fields: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        losses.LossConfig(**fields)
+        LossConfig(**fields)

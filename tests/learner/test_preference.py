@@ -15,7 +15,7 @@ import pytest
 from spell_jax.learner import loss as losses
 from spell_jax.learner import packing, update
 from spell_jax.learner.learner import Learner
-from spell_jax.learner.loss import LossConfig
+from spell_jax.learner.loss_config import LossConfig
 from spell_jax.learner.optimizer import OptimizerConfig
 from spell_jax.learner.packing import Bucket, PackingConfig, TrainGroup
 from spell_jax.policy import transformer

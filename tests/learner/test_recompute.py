@@ -17,7 +17,7 @@ import pytest
 from spell_jax.learner import packing
 from spell_jax.learner import update as updates
 from spell_jax.learner.learner import Learner
-from spell_jax.learner.loss import LossConfig
+from spell_jax.learner.loss_config import LossConfig
 from spell_jax.learner.optimizer import OptimizerConfig
 from spell_jax.learner.packing import Bucket, PackingConfig, TrainGroup
 from spell_jax.policy import lora, transformer

@@ -11,6 +11,7 @@ import pytest
 
 from spell_jax.learner import packing, statistics, update
 from spell_jax.learner.learner import Learner
+from spell_jax.learner.loss_config import LossConfig
 from spell_jax.learner.optimizer import OptimizerConfig
 from spell_jax.learner.packing import TrainGroup
 from tests import tiny
@@ -66,7 +67,7 @@ def learner(**layout: Any) -> Learner:
     return Learner(
         tiny.POLICY,
         OptimizerConfig(learning_rate=0.0),
-        update.losses.LossConfig(),
+        LossConfig(),
         config,
         update.meshes.make_mesh(None, update.jax.devices()[:1]),
     )

@@ -14,7 +14,7 @@ import pytest
 
 from spell_jax.learner import loss as losses
 from spell_jax.learner import packing
-from spell_jax.learner.loss import LossConfig
+from spell_jax.learner.loss_config import LossConfig
 from spell_jax.learner.packing import Bucket, TrainGroup
 
 pytestmark = pytest.mark.slow

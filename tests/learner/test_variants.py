@@ -12,7 +12,7 @@ import pytest
 
 from spell_jax.learner import loss as losses
 from spell_jax.learner import packing
-from spell_jax.learner.loss import LossConfig
+from spell_jax.learner.loss_config import KL_ESTIMATORS, RATIOS, LossConfig
 from spell_jax.learner.packing import Bucket, MicroBatch, TrainGroup
 
 # Answers of 3, 2, 4; of 2, 6, 1, 2 tokens; and padding.
@@ -29,9 +29,9 @@ CORRECTIONS = {
     "recompute": {"old_logprobs": "recompute"},
 }
 WITH_RATIO = ("clip", "cispo")  # objectives with an importance ratio
-CHOICES = itertools.product(WITH_RATIO, losses.RATIOS, CORRECTIONS)
+CHOICES = itertools.product(WITH_RATIO, RATIOS, CORRECTIONS)
 # A KL estimator and a dual clip for each, in turn.
-TURNS = itertools.cycle(itertools.product(losses.KL_ESTIMATORS, (0.0, 1.5)))
+TURNS = itertools.cycle(itertools.product(KL_ESTIMATORS, (0.0, 1.5)))
 VARIANTS = [(*choice, *turn) for choice, turn in zip(CHOICES, TURNS, strict=False)]
 
 
@@ -242,7 +242,7 @@ def test_cispo_clipping_keeps_the_gradient_of_every_token() -> None:
     assert not _gradient(old_logprobs="rollout")[batch.answer >= 0].all()
 
 
-@pytest.mark.parametrize("ratio", losses.RATIOS)
+@pytest.mark.parametrize("ratio", RATIOS)
 @pytest.mark.parametrize("objective", WITH_RATIO)
 def test_on_policy_gradient_is_the_plain_policy_gradient(objective: str, ratio: str) -> None:
     """Compare with the gradient of A log pi, times the weight of each token.
@@ -272,7 +272,7 @@ def test_truncated_importance_weight_uses_the_sequence_ratio() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ratio", losses.RATIOS)
+@pytest.mark.parametrize("ratio", RATIOS)
 @pytest.mark.parametrize("objective", WITH_RATIO)
 def test_extreme_ratios_stay_finite(objective: str, ratio: str) -> None:
     batch, _ = given()
@@ -319,7 +319,7 @@ def test_means_and_gradients_of_kl_estimates() -> None:
     policy, of_reference = jax.nn.log_softmax(logits), jax.nn.log_softmax(reference)
     means = {
         name: jnp.sum(jnp.exp(policy) * losses.kl_estimate(policy, of_reference, name))
-        for name in losses.KL_ESTIMATORS
+        for name in KL_ESTIMATORS
     }
     assert float(means["k1"]) == pytest.approx(float(kl), rel=1e-5)
     assert float(means["k3"]) == pytest.approx(float(kl), rel=1e-5)

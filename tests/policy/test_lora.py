@@ -14,7 +14,7 @@ import safetensors.numpy
 
 from spell_jax.learner import update
 from spell_jax.learner.learner import Learner
-from spell_jax.learner.loss import LossConfig
+from spell_jax.learner.loss_config import LossConfig
 from spell_jax.learner.optimizer import OptimizerConfig
 from spell_jax.learner.packing import Bucket, PackingConfig
 from spell_jax.policy import lora, transformer, weights

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from spell_jax.learner.learner import Learner
-from spell_jax.learner.loss import LossConfig
+from spell_jax.learner.loss_config import LossConfig
 from spell_jax.learner.optimizer import OptimizerConfig
 from spell_jax.learner.packing import Bucket, PackingConfig
 from spell_jax.policy import moe, transformer

@@ -16,7 +16,7 @@ from flax import linen as nn
 
 from spell_jax.learner import update
 from spell_jax.learner.learner import Learner
-from spell_jax.learner.loss import LossConfig
+from spell_jax.learner.loss_config import LossConfig
 from spell_jax.learner.optimizer import OptimizerConfig
 from spell_jax.learner.packing import Bucket, PackingConfig, TrainGroup
 from spell_jax.policy.config import PolicyConfig

@@ -128,7 +128,8 @@ def rows_of(table: str) -> list[list[str]]:
 
 
 def test_notebook_shows_answers_of_both_policies(executed):
-    rows = rows_of(outputs_of(executed[0], "answers_before, answers_after, strict")["text/markdown"])
+    output = outputs_of(executed[0], "answers_before, answers_after, strict")
+    rows = rows_of(output["text/markdown"])
     assert len(rows) == 8 and all(len(row) == 4 and all(row) for row in rows)
     answers = {answer for row in rows for answer in row[2:]}
     assert len(answers) > 4  # answers differ between questions

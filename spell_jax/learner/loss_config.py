@@ -1,0 +1,138 @@
+"""Config of the loss: the paper's values, its variants, and which of them exclude each other."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from spell_jax.learner import packing, preference
+from spell_jax.runtime.config import check_choice, check_least
+
+OLD_LOGPROBS = ("on_policy", "rollout", "recompute", "reference")
+OBJECTIVES = ("clip", "cispo", "dpo")
+RATIOS = ("token", "sequence", "sequence_mean")
+KL_ESTIMATORS = ("k1", "k2", "k3")
+
+
+@dataclasses.dataclass(frozen=True)
+class LossConfig:
+    """Hyper-parameters of the loss (paper section E.3; spec section 9).
+
+    Attributes:
+      objective: "clip": the advantage times the ratio or the clipped ratio, whichever is more
+        pessimistic (PPO, GRPO, DAPO, GSPO; paper Eq. 2). "cispo": the clipped ratio, a constant,
+        times advantage and logprob, so that no token loses its gradient (CISPO of MiniMax-M1, arXiv
+        2506.13585; it has in effect no lower bound, as with clip_low = 1). "dpo": preference of a
+        group's chosen answer (advantage 1) over its rejected one (-1), see preference.py; it
+        needs old_logprobs = "reference" and aggregation "sequence_mean", and has no ratio to clip.
+      ratio: "token": the ratio of each token. "sequence": the product over the answer's tokens
+        (EAPO Eq. 1). "sequence_mean": their geometric mean (GSPO, arXiv 2507.18071); clip_low and
+        clip_high of 3e-4 and 4e-4 are usual for it. With the last two, all tokens of an answer
+        share one ratio and each of them receives a gradient. Both papers average over answers,
+        which is aggregation "sequence_mean"; any other aggregation also weights an answer's loss by
+        its length.
+      clip_low: lower clipping constant; the ratio is clipped to [1 - clip_low, 1 + clip_high].
+      clip_high: upper clipping constant; above clip_low it is DAPO's clip-higher (arXiv
+        2503.14476).
+      dual_clip: bound for negative advantages: the loss is at most dual_clip * |advantage|
+        (objective "clip" only); 0 disables it.
+      kl_weight: weight of an estimate of KL(policy || reference); 0 needs no reference model.
+      kl_estimator: name of the estimator, see kl_estimate.
+      entropy_weight: weight of the entropy bonus.
+      old_logprobs: denominator of the ratio. "on_policy": the current logprobs, so the ratio is
+        exactly 1 and no extra pass runs. "rollout": the logprobs recorded while sampling.
+        "recompute": the logprobs of the weights before the step (one forward pass, needed if a step
+        has several mini-batches). "reference": those of the reference model, a frozen copy of the
+        first policy, after the group's reference_prompt (one forward pass; objective "dpo" only).
+      tis_cap: cap C of truncated importance sampling; 0 disables it. Each token's loss is weighted
+        by min(pi / pi_rollout, C), a constant for the gradient; `ratio` says whether pi is of the
+        token or of its answer. Requires old_logprobs = "on_policy" and C >= 1; 2 is usual.
+      aggregation: name of the loss aggregation, see packing.weigh.
+      sequence_tokens: constant of aggregation "sequence_sum", in tokens; usually the maximum answer
+        length.
+      beta: scale of the implicit rewards of objective "dpo" [DPO: 0.1; LongPO: 0.01].
+      preference_weight: weight of the preference loss of objective "dpo".
+      nll_weight: weight of the negative log-likelihood of the chosen answers, per token; 0: none.
+        Objective "dpo" only.
+      align_weight: weight of the distance between the rewards of a chosen answer after its two
+        prompts (TrainGroup.aligned) [SoLoPO: alpha]. Objective "dpo" only.
+    """
+
+    objective: str = "clip"
+    ratio: str = "token"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float = 3.0
+    kl_weight: float = 0.0
+    kl_estimator: str = "k3"
+    entropy_weight: float = 0.0
+    old_logprobs: str = "on_policy"
+    tis_cap: float = 0.0
+    aggregation: str = "token_mean"
+    sequence_tokens: int = 0
+    beta: float = 0.1
+    preference_weight: float = 1.0
+    nll_weight: float = 0.0
+    align_weight: float = 0.0
+
+    def __post_init__(self):
+        check_choice(self, "loss.", objective=OBJECTIVES, ratio=RATIOS)
+        check_choice(self, "loss.", kl_estimator=KL_ESTIMATORS, old_logprobs=OLD_LOGPROBS)
+        check_least(self, "loss.", clip_low=0, clip_high=0, kl_weight=0, entropy_weight=0)
+        if self.tis_cap and not self.tis_cap >= 1:
+            raise ValueError(f"loss.tis_cap = {self.tis_cap}: must be at least 1, or 0 for none")
+        if self.tis_cap and self.old_logprobs != "on_policy":
+            raise ValueError(
+                f"loss.tis_cap = {self.tis_cap}: must be 0 for loss.old_logprobs = "
+                f"{self.old_logprobs!r}; truncated importance sampling needs 'on_policy'"
+            )
+        if not (self.dual_clip > 1 or self.dual_clip == 0):
+            raise ValueError(f"loss.dual_clip = {self.dual_clip}: must be above 1, or 0 for none")
+        packing.check_aggregation(self.aggregation, self.sequence_tokens)
+        self._check_preferences()
+
+    def _check_preferences(self) -> None:
+        """Checks the fields that objective "dpo" needs, or that only it has."""
+        check_least(self, "loss.", beta=0, preference_weight=0, nll_weight=0, align_weight=0)
+        if (self.objective == "dpo") != (self.old_logprobs == "reference"):
+            raise ValueError(
+                f"loss.old_logprobs = {self.old_logprobs!r}: must be 'reference' if, and only if, "
+                f"loss.objective is 'dpo'; it is {self.objective!r}"
+            )
+        if self.objective != "dpo":
+            for field in ("nll_weight", "align_weight"):
+                if getattr(self, field):
+                    raise ValueError(
+                        f"loss.{field} = {getattr(self, field)}: must be 0 for loss.objective = "
+                        f"{self.objective!r}, which has no chosen answers"
+                    )
+            return
+        if self.kl_weight:
+            raise ValueError(
+                f"loss.kl_weight = {self.kl_weight}: must be 0 for loss.objective = 'dpo', whose "
+                "rewards already measure the distance to the reference model"
+            )
+        if self.aggregation != "sequence_mean":
+            raise ValueError(
+                f"loss.aggregation = {self.aggregation!r}: must be 'sequence_mean' for "
+                "loss.objective = 'dpo', so that every pair counts the same"
+            )
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the update needs the weights of the reference model."""
+        return bool(self.kl_weight) or self.old_logprobs == "reference"
+
+    @property
+    def uses_rollout_logprobs(self) -> bool:
+        return self.old_logprobs == "rollout" or bool(self.tis_cap)
+
+    @property
+    def sums(self) -> tuple[str, ...]:
+        """Names of the quantities that batch_loss sums over a micro-batch's tokens."""
+        names = ["loss", "weight", "tokens", "entropy", "mean_logprob"]
+        if self.objective == "dpo":
+            names += preference.SUMS
+            return (*names, "alignment") if self.align_weight else tuple(names)
+        names += ["clip_share", "dual_clip_share", "approx_kl"]
+        names += ["sampler_difference"] if self.old_logprobs != "recompute" else []
+        return (*names, "kl") if self.kl_weight else tuple(names)
