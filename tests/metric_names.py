@@ -39,6 +39,8 @@ OF_OTHER_ALGORITHMS = {
         "rollout/evidence_recall[/TASK]",
         "rollout/scoring_order[/TASK]",
         "rollout/scoring_accuracy[/TASK]",
+        "rollout/scoring_best[/TASK]",
+        "rollout/evidence_rouge_l[/TASK]",
     ),
     *("rollout/scoring_failed[/TASK]", "rollout/scoring_retried[/TASK]"),
     *("rollout/scoring_consistent[/TASK]", "rollout/kept_scorings", "rollout/refreshed_scorings"),

@@ -194,7 +194,7 @@ def test_corrected_rule_rescores_existing_samples(policy, whole, asked, tmp_path
     out = shutil.copytree(whole, tmp_path / "out")
     correct = evaluating.load
 
-    def load(name, folder, limit, tokenizer):
+    def load(name, folder, limit, *_):
         return dataclasses.replace(correct(name, folder, limit), score=lambda text, item: 1.0)
 
     monkeypatch.setattr(runner.registry, "load", load)

@@ -130,7 +130,8 @@ def learn(groups: list[TrainGroup], workdir: epath.Path) -> Any:
         )
         for name in ("policy", "other")
     }
-    config = SimpleNamespace(minibatches=2)
+    other = SimpleNamespace(epochs=2, groups_per_update=2)
+    config = SimpleNamespace(seed=0, minibatches=2, models={"other": other})
     run: Any = SimpleNamespace(trained=own, config=config, learner=own["policy"].learner)
     models = {"policy": 0, "other": 10, "reference": "frozen"}
     update = step_update.start(run, models, groups)
@@ -143,13 +144,16 @@ def one(prompt: int, model: str) -> TrainGroup:
 
 
 def test_each_model_is_trained_on_its_own_groups(tmp_path) -> None:
-    """The policy has mini-batches and a KL reference; the other model has neither."""
-    groups = [one(1, "policy"), one(2, "other"), one(3, "policy"), one(4, "other")]
+    """The policy has mini-batches and a KL reference; the other model has two epochs."""
+    groups = [one(1, "policy"), one(3, "policy"), *(one(n, "other") for n in (2, 4, 6))]
     learners, models, numbers = learn(groups, epath.Path(tmp_path))
     assert learners["policy"].started == [(0, [[1], [3]], "frozen", 2)]
-    assert learners["other"].started == [(10, [[2], [4]], None, 1)]
-    assert models == {"policy": 2, "other": 11, "reference": "frozen"}
-    assert numbers == {"policy": [{"groups": 2}], "other": [{"groups": 2}]}
+    first, second = learners["other"].started
+    assert first[:1] + first[2:] == (10, None, 2) and second[:1] + second[2:] == (12, None, 2)
+    assert sorted(first[1]) == sorted(second[1]) == [[2], [4], [6]]
+    assert first[1] != second[1]
+    assert models == {"policy": 2, "other": 14, "reference": "frozen"}
+    assert numbers == {"policy": [{"groups": 2}], "other": [{"groups": 3}, {"groups": 3}]}
 
 
 def test_only_the_policy_is_updated_without_groups(tmp_path) -> None:
