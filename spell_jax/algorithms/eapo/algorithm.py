@@ -130,7 +130,9 @@ class Eapo:
             e,
             evidence=tuple(rewards),
             scores=tuple(evidence.total_reward(f, r or 0.0, o, weights) for f, r, o in parts),
-            consistent=is_consistent(e.scored(), self.config.agreeing_share),
+            consistent=is_consistent(
+                e.scored(), self.config.agreeing_share, self.config.contrast_only
+            ),
         )
 
     # 4. Scorings to train the reward model on.
@@ -181,12 +183,17 @@ class Eapo:
         self._kept = [Scoring(tuple(one["prompt"]), tuple(one["answer"])) for one in state["kept"]]
 
 
-def is_consistent(scored: Sequence[tuple[int, float]], least: float) -> bool:
+def is_consistent(
+    scored: Sequence[tuple[int, float]], least: float, contrast_only: bool = False
+) -> bool:
     """Whether the outcomes confirm a scoring (section 3.3).
 
     A score of 4 or 5 predicts a right answer (outcome 1), one of 1 or 2 a wrong one. No outcome may
-    contradict its score, and at least the share `least` of the scores must be confirmed.
+    contradict its score, and at least the share `least` of the scores must be confirmed. With
+    `contrast_only`, the outcomes must differ.
     """
+    if contrast_only and len({o == 1 for _, o in scored}) < 2:
+        return False
     agreeing = sum((s >= HIGH and o == 1) or (s <= LOW and o == 0) for s, o in scored)
     neutral = sum(LOW < s < HIGH for s, _ in scored)
     is_whole = agreeing + neutral == len(scored)

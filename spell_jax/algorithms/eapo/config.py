@@ -31,8 +31,11 @@ class EapoConfig(AlgorithmConfig):
       refresh_every: steps between two refreshes of a co-evolving reward model.
       agreeing_share: smallest share of scores in a kept scoring that the outcomes confirm. The
         others are 3, because no score may contradict an outcome.
+      contrast_only: whether a scoring is kept only if a right and a wrong answer are among those
+        scored. A scoring of right answers alone teaches high scores, whatever the evidence.
       most_rollouts: most scorings kept for a refresh; the oldest are dropped first.
-      scoring_temperature: sampling temperature of the reward model; 0: greedy.
+      scoring_temperature: sampling temperature of the reward model; 0: greedy. The fine-tuning on
+        its kept replies needs replies that differ: a model is already sure of its greedy ones.
       retries: further calls to the reward model after a malformed reply.
       divide_by_deviation: whether advantages are divided by their group's deviation (Eq. 1).
       keep_equal: whether groups of equal rewards are trained on too (Eq. 1 leaves none out:
@@ -48,6 +51,7 @@ class EapoConfig(AlgorithmConfig):
     reward_model: str = "co_evolving"
     refresh_every: int = 20
     agreeing_share: float = 0.5
+    contrast_only: bool = False
     most_rollouts: int = 1280
     scoring_temperature: float = 0.0
     retries: int = 1

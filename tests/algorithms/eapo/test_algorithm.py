@@ -359,6 +359,17 @@ def test_consistency_matches_brute_force():
     assert kept > 1000
 
 
+def test_contrast_needs_a_right_and_a_wrong_answer():
+    for scored in ([(5, 1), (4, 1)], [(1, 0), (2, 0)]):
+        assert is_consistent(scored, 0.5) and not is_consistent(scored, 0.5, contrast_only=True)
+    assert is_consistent([(5, 1), (1, 0)], 0.5, contrast_only=True)
+    assert not is_consistent([(5, 1), (4, 0)], 0.5, contrast_only=True)
+    for contrast_only in (True, False):  # of a whole group: all three answers are right
+        plan = ((True, True),) * 3
+        _, _, episode = one(plan, ("1 5\n2 4\n3 5",), contrast_only=contrast_only)
+        assert episode.consistent != contrast_only
+
+
 def campaign(steps: Sequence[int], algorithm: Eapo | None = None, **options: Any):
     """(algorithm, groups of each step), with three questions per step.
 
