@@ -15,7 +15,8 @@ def get_config() -> Config:
     config = tiny.get_config()
     config.update(steps=60, max_minutes=0.0)
     demo, config.algorithm = config.algorithm, default_config("qwenlong_l1").algorithm
-    for field in ("prompts", "documents", "generation_batch", "questions", "distinct_options"):
+    for field in ("prompts", "documents", "questions", "generation_batch", "max_generations"):
         config.algorithm[field] = demo[field]
+    config.algorithm.distinct_options = demo.distinct_options
     config.algorithm.phase_tokens = (70, 160)  # 8 documents have 48 tokens, 12 have 72
     return config
