@@ -123,7 +123,7 @@ def make_learner(
     bucket: packing.Bucket,
     budget: int,
     dtype: str = "float32",
-    shared: bool = True,
+    shared_prefix: str = "group",
 ) -> Learner:
     """Make a learner with rows of one length.
 
@@ -132,13 +132,13 @@ def make_learner(
       bucket: shape of a row.
       budget: tokens of a micro-batch; at least one row.
       dtype: compute dtype.
-      shared: whether the answers of a group share one copy of their prompt.
+      shared_prefix: what is laid out once (packing.PackingConfig).
     """
     return Learner(
         policy,
         OptimizerConfig(),
         LossConfig(),
-        packing.PackingConfig((bucket,), max(budget, bucket.length), shared),
+        packing.PackingConfig((bucket,), max(budget, bucket.length), shared_prefix),
         meshes.make_mesh(),
         temperature=SAMPLING["temperature"],
         compute_dtype=dtype,

@@ -42,10 +42,10 @@ class Update(PolicyBenchmark):
             lora=LoraConfig(self.lora) if self.lora else None,
         )
         answers, single = self.group * self.response, self.prompt + self.response
-        shared = self._measure(policy, packing.Bucket(self.prompt + answers, answers), True)
-        repeated = self._measure(policy, packing.Bucket(single, self.response), False)
-        operations = statistics.operations(policy, self.prompt, [self.response] * self.group)
-        alone = self.group * statistics.operations(policy, self.prompt, [self.response])
+        shared = self._measure(policy, packing.Bucket(self.prompt + answers, answers), "group")
+        repeated = self._measure(policy, packing.Bucket(single, self.response), "none")
+        operations = statistics.group_operations(policy, self.prompt, [self.response] * self.group)
+        alone = self.group * statistics.group_operations(policy, self.prompt, [self.response])
         per_second = operations * self.groups / shared["seconds"]
         return {
             "shared_s": shared["seconds"],
@@ -73,16 +73,16 @@ class Update(PolicyBenchmark):
         ]
 
     def _measure(
-        self, policy: PolicyConfig, bucket: packing.Bucket, shared: bool
+        self, policy: PolicyConfig, bucket: packing.Bucket, shared_prefix: str
     ) -> dict[str, float]:
         """Measure one layout: best seconds of an update, gradient norm, peak bytes of one group."""
         groups = self._random_groups()
-        group_tokens = bucket.length * (1 if shared else self.group)
+        group_tokens = bucket.length * (self.group if shared_prefix == "none" else 1)
         # Limit the budget to the data so that no row of a micro-batch is all padding.
         budget = min(self.budget, group_tokens * len(groups))
-        learner = make_learner(policy, bucket, budget, self.dtype, shared)
+        learner = make_learner(policy, bucket, budget, self.dtype, shared_prefix)
         state = learner.init(jax.random.key(0))
-        one_group = make_learner(policy, bucket, group_tokens, self.dtype, shared)
+        one_group = make_learner(policy, bucket, group_tokens, self.dtype, shared_prefix)
         one_group.frozen = learner.frozen
         memory = aot.memory_of(one_group.lower(state, bucket).compile())
         first = groups[0]

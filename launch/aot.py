@@ -130,7 +130,7 @@ class Programs:
         self.config, self.policy, self.mesh = config, policy, mesh
         self.group = config.algorithm.group_size
         policy.check_length(length + sampling.max_tokens)
-        answers = sampling.max_tokens * (self.group if layout.shared_prefix else 1)
+        answers = sampling.max_tokens * (1 if layout.shared_prefix == "none" else self.group)
         self.bucket = bucket or packing.Bucket(length + answers, answers)
         budget = max(layout.token_budget, self.bucket.length)
         self.learner = Learner(

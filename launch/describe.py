@@ -147,9 +147,9 @@ def longest_groups(config: Config, sampling: SamplerConfig) -> list[packing.Trai
 def rows_by_bucket(
     groups: Sequence[packing.TrainGroup], layout: packing.PackingConfig
 ) -> Counter[packing.Bucket]:
-    """Count the packed rows of each bucket."""
-    if not layout.shared_prefix:
+    """Count the packed rows of each bucket, if no two groups share a prefix."""
+    if layout.shared_prefix == "none":
         groups = packing.separate_answers(groups)
     fitting, _ = packing.split_groups(groups, layout.buckets[-1])
-    rows = packing.rows_of(fitting, layout.buckets)
+    rows = packing.rows_of(fitting, layout.buckets, with_trees=False)
     return Counter({bucket: len(some) for bucket, some in rows.items()})

@@ -155,9 +155,9 @@ class RunConfig:
             find_checkpoint(self.init_from)
         registry.check_inputs(self.algorithm, self.data)
         registry.check_objective(self.algorithm, self.loss)
-        if self.loss.objective == "dpo" and not self.packing.shared_prefix:
+        if self.loss.objective == "dpo" and self.packing.shared_prefix == "none":
             raise ValueError(
-                "packing.shared_prefix = False: must be True for loss.objective = 'dpo', which "
+                "packing.shared_prefix = 'none': must be another for loss.objective = 'dpo', which "
                 "compares the two answers of a row"
             )
         self.data.check()

@@ -88,7 +88,7 @@ class Learner:
         self, groups: Sequence[packing.TrainGroup]
     ) -> tuple[list[packing.MicroBatch], list[packing.TrainGroup], int]:
         """Packs weighed groups; returns (batches, groups as split, answers that fit no bucket)."""
-        if not self.packing.shared_prefix:
+        if self.packing.shared_prefix == "none":
             groups = packing.separate_answers(groups)
         split = packing.whole_groups if self.loss.objective == "dpo" else packing.split_groups
         fitting, refused = split(groups, self.packing.buckets[-1])
@@ -98,6 +98,7 @@ class Learner:
             self.packing.token_budget,
             meshes.row_shards(self.mesh),
             meshes.context_shards(self.mesh),
+            self.packing.shared_prefix == "tree",
         )
         return batches, fitting, len(refused)
 
@@ -249,7 +250,7 @@ class Update:
     def _start_step(self, groups: Sequence[packing.TrainGroup]) -> None:
         learner = self._learner
         self._groups = learner.weigh(groups)
-        self._batches, self._fitting, self._refused = learner.pack(self._groups)
+        self._batches, _, self._refused = learner.pack(self._groups)
         self._next = 0
         self._carry: Carry | None = None
         if self._batches:
@@ -309,11 +310,8 @@ class Update:
     def _packed_numbers(self) -> dict[str, float]:
         filled = sum(np.count_nonzero(batch.last_query >= 0) for batch in self._batches)
         slots = sum(np.size(batch.tokens) for batch in self._batches)
-        operations = sum(
-            statistics.operations(self._learner.policy, len(part.prompt), map(len, part.answers))
-            for group in self._fitting
-            for part in group.segments
-        )
+        policy = self._learner.policy
+        operations = sum(statistics.batch_operations(policy, batch) for batch in self._batches)
         return {
             "trained_tokens": float(filled),
             "operations": operations,

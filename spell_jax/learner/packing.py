@@ -2,10 +2,12 @@
 
 1. A prompt and its answers become [prompt | answer_1 | ... | answer_G]; rotary
    positions restart at P for every answer.
-2. Groups go first-fit-decreasing into rows [T] of the smallest bucket that holds them; a group too
+2. Groups whose prompts begin alike become a tree, which has their first tokens once (trees.py):
+   [documents | question_1 | its G answers | question_2 | its G answers | ...].
+3. Trees go first-fit-decreasing into rows [T] of the smallest bucket that holds them; a group too
    long for the largest bucket is split by answers, repeating its prompt.
-3. Rows of a bucket are stacked into micro-batches [rows, T] with rows * T a token budget.
-4. Every answer token knows which position predicts it (`source`): the first token of each answer is
+4. Rows of a bucket are stacked into micro-batches [rows, T] with rows * T a token budget.
+5. Every answer token knows which position predicts it (`source`): the first token of each answer is
    predicted by the last prompt position, so no other prompt position enters the head.
 """
 
@@ -23,7 +25,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from spell_jax.data.clusters import ROLES
-from spell_jax.learner import context_layout
+from spell_jax.learner import context_layout, trees
+from spell_jax.learner.trees import Sizes, Tree
+from spell_jax.runtime.config import check_choice
 
 Tokens = Sequence[int] | np.ndarray
 Array = Any  # numpy on the host, jax on the devices
@@ -81,6 +85,10 @@ class TrainGroup:
         return sum(len(part.prompt) for part in self.segments) + self.answer_tokens
 
     @property
+    def size(self) -> Sizes:
+        return Sizes(self.tokens, self.answer_tokens)
+
+    @property
     def segments(self) -> list[TrainGroup]:
         """The group and its aligned one: prompts with their answers, in the order of the row."""
         return [self] if self.aligned is None else [self, self.aligned]
@@ -119,6 +127,13 @@ class Bucket:
                 "1 <= answers <= length"
             )
 
+    @property
+    def size(self) -> Sizes:
+        return Sizes(self.length, self.answers)
+
+
+SHARED_PREFIXES = ("tree", "group", "none")
+
 
 @dataclasses.dataclass(frozen=True)
 class PackingConfig:
@@ -127,7 +142,8 @@ class PackingConfig:
     Attributes:
       buckets: compiled row shapes (tokens T, of which answer tokens A), lengths ascending.
       token_budget: tokens of a micro-batch, rows * T.
-      shared_prefix: whether the answers of a group share one copy of their prompt.
+      shared_prefix: what is laid out once: "tree", the tokens with which prompts begin alike;
+        "group", the prompt of a group's answers; "none", nothing, for comparisons.
     """
 
     buckets: tuple[Bucket, ...] = (
@@ -136,9 +152,10 @@ class PackingConfig:
         Bucket(51_200, 32_768),
     )
     token_budget: int = 51_200
-    shared_prefix: bool = True
+    shared_prefix: str = "tree"
 
     def __post_init__(self):
+        check_choice(self, "packing.", shared_prefix=SHARED_PREFIXES)
         pairs = list(zip(self.buckets, self.buckets[1:], strict=False))
         if not self.buckets or any(
             low.length >= high.length or low.answers > high.answers for low, high in pairs
@@ -352,31 +369,22 @@ def pack(
     token_budget: int,
     row_multiple: int = 1,
     devices: int = 1,
+    with_trees: bool = True,
 ) -> list[MicroBatch]:
     """Packs groups that fit the largest bucket into micro-batches of numpy arrays.
 
     Groups are weighed and split (weigh, split_groups), buckets ascending in length. A micro-batch
     has row_count rows (`row_multiple`: devices along the row axis). Tokens of a row are laid out
     over `devices` devices (of the context axis). The same order of groups gives the same result.
+    Without `with_trees`, groups share nothing.
     """
     batches = []
-    for bucket, packed in rows_of(groups, buckets).items():
+    for bucket, packed in rows_of(groups, buckets, with_trees).items():
         count = row_count(bucket, token_budget, row_multiple)
         for start in range(0, len(packed), count):
             chunk = packed[start : start + count]
             batches.append(_stack(groups, chunk, bucket, count, devices))
     return batches
-
-
-def rows_of(
-    groups: Sequence[TrainGroup], buckets: Sequence[Bucket]
-) -> dict[Bucket, list[list[int]]]:
-    """Group indices of each row of each bucket; arguments as of `pack`."""
-    rows: dict[Bucket, list[list[int]]] = {bucket: [] for bucket in buckets}
-    order = sorted(range(len(groups)), key=lambda i: (-groups[i].tokens, i))
-    for bucket, members in _assign(groups, order, buckets):
-        rows[bucket].append(members)
-    return rows
 
 
 def row_count(bucket: Bucket, token_budget: int, row_multiple: int = 1) -> int:
@@ -385,43 +393,50 @@ def row_count(bucket: Bucket, token_budget: int, row_multiple: int = 1) -> int:
     return max(1, token_budget // bucket.length // row_multiple) * row_multiple
 
 
-def _assign(groups: Sequence[TrainGroup], order: Sequence[int], buckets: Sequence[Bucket]):
-    """Yields (bucket, group indices of one row), first fit in order of falling length."""
-    largest = buckets[-1]
-    open_rows: list[tuple[list[int], int, int]] = []
-    for index in order:
-        tokens, answers = groups[index].tokens, groups[index].answer_tokens
-        for slot, (members, length, used) in enumerate(open_rows):
-            if length + tokens <= largest.length and used + answers <= largest.answers:
-                open_rows[slot] = ([*members, index], length + tokens, used + answers)
-                break
-        else:
-            open_rows.append(([index], tokens, answers))
-    for members, length, used in open_rows:
-        fits = (b for b in buckets if length <= b.length and used <= b.answers)
-        bucket = next(fits, None)
+def rows_of(
+    groups: Sequence[TrainGroup], buckets: Sequence[Bucket], with_trees: bool
+) -> dict[Bucket, list[list[Tree]]]:
+    """Trees of each row of each bucket, first fit in order of falling length; see `pack`."""
+    sizes, largest = [group.size for group in groups], buckets[-1].size
+    made = trees.single(sizes)
+    if with_trees:  # a group with an aligned one has two prompts: it stays alone
+        prompts = [None if group.aligned else np.asarray(group.prompt) for group in groups]
+        made = trees.grow(prompts, sizes, largest)
+    open_rows: list[list[Tree]] = []
+    filled: list[Sizes] = []
+    for tree in sorted(made, key=lambda tree: (-tree.size.tokens, tree.members)):
+        sums = (size + tree.size for size in filled)
+        place = next((i for i, total in enumerate(sums) if total.fits(largest)), len(filled))
+        if place == len(filled):
+            open_rows.append([])
+            filled.append(Sizes(0, 0))
+        open_rows[place].append(tree)
+        filled[place] += tree.size
+    rows: dict[Bucket, list[list[Tree]]] = {bucket: [] for bucket in buckets}
+    for members, size in zip(open_rows, filled, strict=True):
+        bucket = next((bucket for bucket in buckets if size.fits(bucket.size)), None)
         if bucket is None:
             raise ValueError(
-                f"a group of {length} tokens does not fit the largest bucket {largest}"
+                f"a group of {size.tokens} tokens does not fit the largest bucket {buckets[-1]}"
             )
-        yield bucket, members
+        rows[bucket].append(members)
+    return rows
 
 
 def _stack(
-    groups: Sequence[TrainGroup], rows: list[list[int]], bucket: Bucket, count: int, devices: int
+    groups: Sequence[TrainGroup],
+    rows: Sequence[Sequence[Tree]],
+    bucket: Bucket,
+    count: int,
+    devices: int,
 ) -> MicroBatch:
     batch = empty_micro_batch(bucket, count)
     for row, members in enumerate(rows):
-        start = filled = 0
-        is_answer = np.zeros(bucket.length, bool)
-        for index in members:
-            number = batch.group[row].max() + 1
-            for part in groups[index].segments:
-                first = start + len(part.prompt)
-                start, filled = _write(batch, row, start, filled, part, number)
-                is_answer[first:start] = True
+        writer = _RowWriter(batch, row)
+        for tree in members:
+            writer.write(groups, tree)
         if devices > 1:
-            order = context_layout.order(is_answer, start, devices)
+            order = context_layout.order(writer.is_answer, writer.end, devices)
             for array in (batch.tokens, batch.positions, batch.index, batch.last_query):
                 array[row] = array[row, order]
             batch.source[row] = np.argsort(order)[batch.source[row]]
@@ -448,35 +463,55 @@ def empty_micro_batch(bucket: Bucket, rows: int) -> MicroBatch:
     )
 
 
-def _write(
-    batch: MicroBatch, row: int, start: int, filled: int, group: TrainGroup, group_number: int
-) -> tuple[int, int]:
-    """Writes a segment at column `start`, its answer tokens at slot `filled`; returns both ends."""
-    if group.weights is None:
-        raise ValueError("groups are weighed before they are packed")
-    prompt_end = start + len(group.prompt)
-    group_end = prompt_end + sum(map(len, group.answers))
-    batch.tokens[row, start:prompt_end] = group.prompt
-    batch.positions[row, start:prompt_end] = np.arange(len(group.prompt))
-    batch.last_query[row, start:prompt_end] = group_end - 1
-    role = ROLES.index(group.role) if group.role in ROLES else len(ROLES)
-    column, number = prompt_end, batch.answer[row].max() + 1
-    for i, answer in enumerate(group.answers):
-        end, slots = column + len(answer), slice(filled, filled + len(answer))
-        batch.tokens[row, column:end] = answer
-        batch.positions[row, column:end] = len(group.prompt) + np.arange(len(answer))
-        batch.last_query[row, column:end] = end - 1
-        batch.source[row, slots] = np.arange(column - 1, end - 1)
-        batch.source[row, filled] = prompt_end - 1
-        batch.target[row, slots] = answer
-        batch.advantage[row, slots] = group.advantages[i]
-        batch.weight[row, slots] = group.weights[i]
-        batch.role[row, slots] = role
-        batch.answer[row, slots] = number + i
-        batch.group[row, slots] = group_number
-        if group.ids is not None:
-            batch.answer_id[row, slots] = group.ids[i]
-        if group.old_logprobs is not None:
-            batch.old_logprob[row, slots] = group.old_logprobs[i]
-        column, filled = end, filled + len(answer)
-    return group_end, filled
+class _RowWriter:
+    """Writer of one row of a micro-batch, from its first column and its first answer slot on."""
+
+    def __init__(self, batch: MicroBatch, row: int):
+        self._row = jax.tree.map(lambda array: array[row], batch)  # views
+        self.is_answer = np.zeros(len(self._row.tokens), bool)
+        self.end = 0  # columns written
+        self._filled = self._answers = self._groups = 0
+
+    def write(self, groups: Sequence[TrainGroup], tree: Tree) -> None:
+        path = np.zeros(0, np.int64)  # columns of the tokens of the last prompt
+        for index, shared in zip(tree.members, tree.shared, strict=True):
+            for part, common in zip(groups[index].segments, (shared, 0), strict=False):
+                path = self._write_prompt(path[:common], part)
+                self._write_answers(part, int(path[-1]))
+                self._row.last_query[path] = self.end - 1
+            self._groups += 1
+
+    def _write_prompt(self, path: np.ndarray, group: TrainGroup) -> np.ndarray:
+        """Writes the tokens after those at the columns `path`; returns the columns of all."""
+        new = slice(self.end, self.end + len(group.prompt) - len(path))
+        self._row.tokens[new] = group.prompt[len(path) :]
+        self._row.positions[new] = np.arange(len(path), len(group.prompt))
+        self.end = new.stop
+        return np.concatenate([path, np.arange(new.start, new.stop)])
+
+    def _write_answers(self, group: TrainGroup, last: int) -> None:
+        """Writes answers to the prompt that ends at column `last`."""
+        if group.weights is None:
+            raise ValueError("groups are weighed before they are packed")
+        row, role = self._row, ROLES.index(group.role) if group.role in ROLES else len(ROLES)
+        for i, answer in enumerate(group.answers):
+            columns = slice(self.end, self.end + len(answer))
+            slots = slice(self._filled, self._filled + len(answer))
+            row.tokens[columns] = answer
+            row.positions[columns] = len(group.prompt) + np.arange(len(answer))
+            row.last_query[columns] = columns.stop - 1
+            self.is_answer[columns] = True
+            row.source[slots] = np.arange(columns.start - 1, columns.stop - 1)
+            row.source[slots.start] = last
+            row.target[slots] = answer
+            row.advantage[slots] = group.advantages[i]
+            row.weight[slots] = group.weights[i]
+            row.role[slots] = role
+            row.answer[slots] = self._answers
+            row.group[slots] = self._groups
+            if group.ids is not None:
+                row.answer_id[slots] = group.ids[i]
+            if group.old_logprobs is not None:
+                row.old_logprob[slots] = group.old_logprobs[i]
+            self.end, self._filled = columns.stop, slots.stop
+            self._answers += 1

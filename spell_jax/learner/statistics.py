@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from spell_jax.data.clusters import ROLES
-from spell_jax.learner.packing import TrainGroup
+from spell_jax.learner.packing import MicroBatch, TrainGroup
 from spell_jax.policy.config import PolicyConfig
 
 # Dense bfloat16 floating-point operations per second of one device, as stated by its maker: in
@@ -86,24 +86,37 @@ def sampler_difference(
     return {"sampler_difference": total / count} if count else {}
 
 
-def operations(policy: PolicyConfig, prompt: int, answers: Iterable[int]) -> float:
-    """Floating-point operations of a group's update, [prompt | answers], without recomputation.
+def operations(policy: PolicyConfig, tokens: int, answer_tokens: int, pairs: float) -> float:
+    """Floating-point operations of an update of packed tokens, without recomputation.
 
     A matrix product with weights costs 2 operations per weight and token forward, and twice that
     backward (once if only adapters are trained, which are not counted themselves). Only the experts
-    that a token uses count. Attention's two products cost 4 N H per query-key pair forward and
-    twice that backward. The head is computed for answer tokens only. P prompt tokens and answers of
-    S_i tokens make P^2 / 2 + sum(P S_i + S_i^2 / 2) pairs.
+    that a token uses count. Attention's two products cost 4 N H for each of the `pairs` of a query
+    and a key forward and twice that backward; a token and itself are half a pair. The head is
+    computed for answer tokens only.
     """
-    c, lengths = policy, list(answers)
+    c = policy
     attention = c.width * c.head_size * (2 * c.heads + 2 * c.kv_heads)
     mlp = 3 * c.width * c.feed_forward * (c.experts_per_token or 1) + c.width * c.experts
     weights = c.layers * (attention + mlp)
     passes = 4 if c.lora else 6
-    head = float(passes) * c.vocab_size * c.width * sum(lengths)
-    pairs = prompt**2 / 2 + sum(prompt * length + length**2 / 2 for length in lengths)
-    tokens = prompt + sum(lengths)
+    head = float(passes) * c.vocab_size * c.width * answer_tokens
     return passes * weights * tokens + 12 * c.layers * c.heads * c.head_size * pairs + head
+
+
+def group_operations(policy: PolicyConfig, prompt: int, answers: Iterable[int]) -> float:
+    """Operations of a group, [prompt | answers]: P^2 / 2 + sum(P S_i + S_i^2 / 2) pairs."""
+    lengths = list(answers)
+    pairs = prompt**2 / 2 + sum(prompt * length + length**2 / 2 for length in lengths)
+    return operations(policy, prompt + sum(lengths), sum(lengths), pairs)
+
+
+def batch_operations(policy: PolicyConfig, batch: MicroBatch) -> float:
+    """Operations of a micro-batch: the key at `index` is read by the queries up to last_query."""
+    is_token = batch.last_query >= 0
+    pairs = float(np.sum((batch.last_query - batch.index + 0.5) * is_token))
+    answers = int(np.sum(batch.answer >= 0))
+    return operations(policy, int(np.sum(is_token)), answers, pairs)
 
 
 def speed(

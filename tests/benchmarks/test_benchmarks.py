@@ -230,13 +230,13 @@ def test_flop_count_matches_a_manual_count() -> None:
     weights = 3 * (4 * 2 * 8 + 2 * 4 * 8 + 2 * 8 * 4 + 3 * 4 * 6)  # q, k and v, o, mlp
     head = 6 * 10 * 4 * 6  # 6 answer tokens
     shared_pairs = 5 * 5 / 2 + 6 * 5 + 3 * 2 * 2 / 2
-    shared = statistics.operations(policy, 5, [2] * 3)
+    shared = statistics.group_operations(policy, 5, [2] * 3)
     assert shared == pytest.approx(6 * weights * 11 + 12 * 3 * 2 * 8 * shared_pairs + head)
-    repeated = 3 * statistics.operations(policy, 5, [2])
+    repeated = 3 * statistics.group_operations(policy, 5, [2])
     assert repeated == pytest.approx(6 * weights * 21 + 12 * 3 * 2 * 8 * 3 * 7 * 7 / 2 + head)
     experts = dataclasses.replace(policy, experts=4, experts_per_token=2)
-    more = statistics.operations(experts, 5, [2] * 3)
+    more = statistics.group_operations(experts, 5, [2] * 3)
     assert more - shared == 6 * 11 * 3 * (3 * 4 * 6 + 4 * 4)
     adapted = dataclasses.replace(policy, lora=LoraConfig(2), qkv_bias=True)
-    less = statistics.operations(adapted, 5, [2] * 3)
+    less = statistics.group_operations(adapted, 5, [2] * 3)
     assert shared - less == 2 * (weights * 11 + 10 * 4 * 6)

@@ -257,8 +257,8 @@ def test_demonstrations_fit_the_demos_token_caps():
         ),
         (
             "longpo",
-            {"packing.shared_prefix": False},
-            r"packing\.shared_prefix = False: must be True for loss\.objective = 'dpo'",
+            {"packing.shared_prefix": "none"},
+            r"packing\.shared_prefix = 'none': must be another for loss\.objective = 'dpo'",
         ),
     ],
 )

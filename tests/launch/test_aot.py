@@ -80,7 +80,7 @@ KINDS = {
     "experts": (dataclasses.replace(tiny.POLICY, experts=4, experts_per_token=2), {}),
     "adapters": (dataclasses.replace(tiny.POLICY, lora=LoraConfig(2)), {}),
     "reference": (tiny.POLICY, {"loss.kl_weight": 0.1}),
-    "separate": (tiny.POLICY, {"packing.shared_prefix": False}),
+    "separate": (tiny.POLICY, {"packing.shared_prefix": "none"}),
 }
 
 

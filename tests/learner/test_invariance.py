@@ -21,7 +21,7 @@ import pytest
 from spell_jax.learner.learner import Learner
 from spell_jax.learner.loss_config import LossConfig
 from spell_jax.learner.optimizer import OptimizerConfig
-from spell_jax.learner.packing import Bucket, PackingConfig
+from spell_jax.learner.packing import Bucket, PackingConfig, TrainGroup
 from spell_jax.policy import lora
 from spell_jax.policy.config import LoraConfig, PolicyConfig
 from spell_jax.runtime import mesh as meshes
@@ -39,7 +39,8 @@ PACKINGS = {
     "packed wide": PackingConfig((Bucket(160, 96),), 160),
     "many micro-batches": PackingConfig((Bucket(24, 16), Bucket(32, 24)), 64),
     "split groups": PackingConfig((Bucket(24, 8),), 48),
-    "repeated prompts": PackingConfig((Bucket(48, 32),), 192, shared_prefix=False),
+    "groups": PackingConfig((Bucket(48, 32),), 384, shared_prefix="group"),
+    "repeated prompts": PackingConfig((Bucket(48, 32),), 192, shared_prefix="none"),
 }
 # A mesh, and whether keys travel around a ring.
 PLACES: dict[str, tuple[dict[str, int], bool]] = {
@@ -55,7 +56,18 @@ PLACES: dict[str, tuple[dict[str, int], bool]] = {
 KERNELS = ("dense", "chunked", "splash", "triton")
 REMAT = ("none", "block", "attention", "dots", "offload")
 CHOICES = (tuple(POLICIES), tuple(PACKINGS), tuple(PLACES), KERNELS, REMAT)
-GROUPS = tiny.groups(7, seed=1)
+
+
+def _alike(groups: list[TrainGroup]) -> list[TrainGroup]:
+    """Three prompts that begin alike, one of them the beginning of another, and two equal ones."""
+    prompts = [np.asarray(group.prompt) for group in groups]
+    prompts[1] = np.concatenate([prompts[0], prompts[1][:3]])
+    prompts[2] = np.concatenate([prompts[0], prompts[2][:2]])
+    prompts[4] = prompts[3]
+    return [dataclasses.replace(g, prompt=p) for g, p in zip(groups, prompts, strict=True)]
+
+
+GROUPS = _alike(tiny.groups(7, seed=1))
 # With this epsilon a step is a smooth function of the gradient, not nearly its sign.
 SMOOTH = OptimizerConfig(learning_rate=0.01, epsilon=0.1, weight_decay=0.1)
 # A loss with every term: a ratio that is not 1, clipping, the entropy's gradient.

@@ -135,19 +135,23 @@ def test_oversized_answers_are_left_out_and_their_siblings_kept() -> None:
     budget=st.integers(1, 200),
     multiple=st.integers(1, 3),
     devices=st.integers(1, 4),
-    shared=st.booleans(),
+    shared=st.sampled_from(packing.SHARED_PREFIXES),
+    vocabulary=st.sampled_from([1, 2, 64]),  # with few words, prompts begin alike
 )
 def test_every_answer_token_is_packed_exactly_once(
-    seed, count, lengths, budget, multiple, devices, shared
+    seed, count, lengths, budget, multiple, devices, shared, vocabulary
 ) -> None:
-    groups = tiny.groups(count, seed)  # an answer and its prompt have at most 18 tokens
+    groups = [  # an answer and its prompt have at most 18 tokens
+        dataclasses.replace(group, prompt=np.asarray(group.prompt) % vocabulary)
+        for group in tiny.groups(count, seed)
+    ]
     lengths = sorted({-(-length // devices) * devices for length in lengths})
     buckets = [Bucket(length, max(6, length // 2)) for length in lengths]
     weighed = packing.weigh(groups)
-    if not shared:
+    if shared == "none":
         weighed = packing.separate_answers(weighed)
     fitting, refused = packing.split_groups(weighed, buckets[-1])
-    batches = packing.pack(fitting, buckets, budget, multiple, devices)
+    batches = packing.pack(fitting, buckets, budget, multiple, devices, shared == "tree")
     assert not refused
     assert _written(batches) == _wanted(groups)
     assert all(len(batch.tokens) % multiple == 0 for batch in batches)
@@ -223,7 +227,7 @@ def test_minibatches_keep_the_proportions_of_roles() -> None:
     length=st.sampled_from([18, 24, 48]),
     answers=st.integers(3, 12),
     devices=st.integers(1, 3),
-    shared=st.booleans(),
+    shared=st.sampled_from(packing.SHARED_PREFIXES),
 )
 def test_answer_ids_are_unique_and_logprobs_return_to_groups(
     seed, count, length, answers, devices, shared
@@ -236,10 +240,12 @@ def test_answer_ids_are_unique_and_logprobs_return_to_groups(
     length = -(-length // devices) * devices
     groups = tiny.groups(count, seed)
     packed = packing.with_ids(groups)
-    if not shared:
+    if shared == "none":
         packed = packing.separate_answers(packed)
     fitting, refused = packing.split_groups(packed, Bucket(length, answers))
-    batches = packing.pack(fitting, [Bucket(length, answers)], 3 * length, 1, devices)
+    batches = packing.pack(
+        fitting, [Bucket(length, answers)], 3 * length, 1, devices, shared == "tree"
+    )
     for batch in batches:
         np.testing.assert_array_equal(batch.answer >= 0, batch.weight > 0)
         np.testing.assert_array_equal(batch.answer >= 0, batch.answer_id >= 0)

@@ -28,7 +28,7 @@ from tests import tiny
 # With this epsilon a step is a smooth function of the gradient, not nearly its sign.
 SMOOTH = OptimizerConfig(learning_rate=0.05, epsilon=0.1, weight_decay=0.1)
 TEMPERATURE = 0.7
-REPEATED = PackingConfig((Bucket(48, 32),), 192, shared_prefix=False)
+REPEATED = PackingConfig((Bucket(48, 32),), 192, shared_prefix="none")
 SHARED = PackingConfig((Bucket(48, 32),), 192)
 SPLIT = PackingConfig((Bucket(20, 8), Bucket(24, 8)), 48)
 WIDE = PackingConfig((Bucket(160, 96),), 160)

@@ -46,7 +46,7 @@ def test_operations_equal_the_sum_over_single_tokens():
     keys += sum(prompt + i + 0.5 for length in answers for i in range(length))
     wanted = 6 * weights * 11 + 6 * c.vocab_size * c.width * 6
     wanted += 12 * c.layers * c.heads * c.head_size * keys
-    assert statistics.operations(policy, prompt, answers) == pytest.approx(wanted)
+    assert statistics.group_operations(policy, prompt, answers) == pytest.approx(wanted)
 
 
 def test_utilization_covers_all_devices_and_is_none_if_unknown():
@@ -76,12 +76,12 @@ def learner(**layout: Any) -> Learner:
 @pytest.mark.slow
 def test_trained_tokens_include_repeated_prompts():
     groups = [TrainGroup([3] * 40, [[4] * 6, [5] * 7, [6] * 8], [1.0, -1.0, 0.0])]
-    for shared in (True, False):
+    for shared in packing.SHARED_PREFIXES:
         made = learner(shared_prefix=shared)
         _, numbers = made.update(made.init(tiny.weights()), groups)
         # With 40 prompt tokens a row of 48 has room for one answer: the prompt is repeated.
         assert numbers["trained_tokens"] == 3 * 40 + 21
-        wanted = sum(statistics.operations(tiny.POLICY, 40, [n]) for n in (6, 7, 8))
+        wanted = sum(statistics.group_operations(tiny.POLICY, 40, [n]) for n in (6, 7, 8))
         assert numbers["operations"] == pytest.approx(wanted)
 
 

@@ -162,7 +162,7 @@ def test_loss_and_gradient_by_hand() -> None:
 @pytest.mark.parametrize(
     "packing_config",
     [
-        PackingConfig(BUCKETS[1:], 192, shared_prefix=False),
+        PackingConfig(BUCKETS[1:], 192, shared_prefix="none"),
         PackingConfig(BUCKETS, 192),
         PackingConfig((Bucket(160, 96),), 160),
         PackingConfig((Bucket(20, 8),), 40),  # most groups are split, many micro-batches
@@ -177,7 +177,7 @@ def test_step_is_invariant_to_packing(packing_config: PackingConfig) -> None:
 
 def test_shared_prefixes_save_tokens() -> None:
     group = TrainGroup([3] * 20, [[5, 6]] * 4, [1.0, -1.0, 0.5, 0.0])
-    separate = _learner(PackingConfig(BUCKETS[1:], 192, shared_prefix=False))
+    separate = _learner(PackingConfig(BUCKETS[1:], 192, shared_prefix="none"))
     shared, separate = (made.pack(made.weigh([group]))[0] for made in (_learner(), separate))
     count = [sum(int((b.last_query >= 0).sum()) for b in batches) for batches in (shared, separate)]
     assert count == [20 + 8, 4 * 22]
@@ -215,12 +215,12 @@ def test_metrics_are_means_for_any_sum_of_weights() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shared", [True, False])
-def test_fill_is_the_share_of_slots_that_hold_a_token(shared: bool) -> None:
+@pytest.mark.parametrize("shared", ["group", "none"])
+def test_fill_is_the_share_of_slots_that_hold_a_token(shared: str) -> None:
     groups, layout = tiny.groups(5), dataclasses.replace(PACKING, shared_prefix=shared)
     _, numbers = _step(_learner(layout), groups)
     answers = sum(len(answer) for group in groups for answer in group.answers)
-    prompts = sum(len(g.prompt) * (1 if shared else len(g.answers)) for g in groups)
+    prompts = sum(len(g.prompt) * (1 if shared == "group" else len(g.answers)) for g in groups)
     batches, *_ = _learner(layout).pack(packing.weigh(groups))
     slots = sum(batch.tokens.size for batch in batches)
     assert numbers["fill"] == pytest.approx((answers + prompts) / slots)
