@@ -123,7 +123,7 @@ def make_learner(
     bucket: packing.Bucket,
     budget: int,
     dtype: str = "float32",
-    shared_prefix: str = "group",
+    shared_prefix: str = "tree",
 ) -> Learner:
     """Make a learner with rows of one length.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -102,13 +102,6 @@ def operations(policy: PolicyConfig, tokens: int, answer_tokens: int, pairs: flo
     passes = 4 if c.lora else 6
     head = float(passes) * c.vocab_size * c.width * answer_tokens
     return passes * weights * tokens + 12 * c.layers * c.heads * c.head_size * pairs + head
-
-
-def group_operations(policy: PolicyConfig, prompt: int, answers: Iterable[int]) -> float:
-    """Operations of a group, [prompt | answers]: P^2 / 2 + sum(P S_i + S_i^2 / 2) pairs."""
-    lengths = list(answers)
-    pairs = prompt**2 / 2 + sum(prompt * length + length**2 / 2 for length in lengths)
-    return operations(policy, prompt + sum(lengths), sum(lengths), pairs)
 
 
 def batch_operations(policy: PolicyConfig, batch: MicroBatch) -> float:

@@ -1,6 +1,5 @@
 """Tests of the benchmarks: one JSON line each, with numbers that follow from the shapes."""
 
-import dataclasses
 import functools
 import json
 import subprocess
@@ -12,8 +11,8 @@ import pytest
 
 from benchmarks import browser, rollout, trl
 from benchmarks.__main__ import parse, run
-from spell_jax.learner import packing, statistics
-from spell_jax.policy.config import LoraConfig, PolicyConfig
+from spell_jax.learner import packing
+from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import mesh as meshes
 
 TINY = ["--group=3", "--layers=1", "--width=64", "--vocab=96"]
@@ -56,6 +55,19 @@ def test_update_benchmark_measures_shared_and_repeated_prompts() -> None:
     assert line["gradient_norm_difference"] < 1e-5 and line["device"] == "cpu"
     assert line["tokens_per_s"] == pytest.approx(2 * 36 / line["shared_s"])
     assert line["model_flops_per_s"] > 0 and line["mfu"] is None
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_device")
+def test_update_benchmark_measures_trees() -> None:
+    """Of 24 prompt tokens 20 are documents, which two questions share."""
+    line = run([*UPDATE, "--groups=4", "--questions=2", "--question=4"])
+    assert line["token_ratio"] == pytest.approx(6 * 28 / (20 + 2 * (4 + 12)))
+    assert 1 < line["flop_ratio"] < line["token_ratio"]
+    assert line["gradient_norm_difference"] < 1e-5
+    assert line["tokens_per_s"] == pytest.approx(2 * 52 / line["shared_s"])
+    with pytest.raises(ValueError, match="groups = 3: must be a multiple of 2"):
+        run([*UPDATE, "--groups=3", "--questions=2"])
 
 
 @pytest.mark.slow
@@ -223,20 +235,3 @@ def test_trl_benchmark_rejects_bad_flags_and_missing_packages(
     monkeypatch.setattr(trl.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install -e '\.\[test\]'"):
         run(["trl"])
-
-
-def test_flop_count_matches_a_manual_count() -> None:
-    policy = PolicyConfig(10, 4, 3, 2, 1, 8, 6)
-    weights = 3 * (4 * 2 * 8 + 2 * 4 * 8 + 2 * 8 * 4 + 3 * 4 * 6)  # q, k and v, o, mlp
-    head = 6 * 10 * 4 * 6  # 6 answer tokens
-    shared_pairs = 5 * 5 / 2 + 6 * 5 + 3 * 2 * 2 / 2
-    shared = statistics.group_operations(policy, 5, [2] * 3)
-    assert shared == pytest.approx(6 * weights * 11 + 12 * 3 * 2 * 8 * shared_pairs + head)
-    repeated = 3 * statistics.group_operations(policy, 5, [2])
-    assert repeated == pytest.approx(6 * weights * 21 + 12 * 3 * 2 * 8 * 3 * 7 * 7 / 2 + head)
-    experts = dataclasses.replace(policy, experts=4, experts_per_token=2)
-    more = statistics.group_operations(experts, 5, [2] * 3)
-    assert more - shared == 6 * 11 * 3 * (3 * 4 * 6 + 4 * 4)
-    adapted = dataclasses.replace(policy, lora=LoraConfig(2), qkv_bias=True)
-    less = statistics.group_operations(adapted, 5, [2] * 3)
-    assert shared - less == 2 * (weights * 11 + 10 * 4 * 6)

@@ -14,6 +14,7 @@ from spell_jax.learner.learner import Learner
 from spell_jax.learner.loss_config import LossConfig
 from spell_jax.learner.optimizer import OptimizerConfig
 from spell_jax.learner.packing import TrainGroup
+from spell_jax.policy.config import LoraConfig, PolicyConfig
 from tests import tiny
 
 
@@ -36,6 +37,41 @@ def test_advantages_are_reported_by_role():
     assert statistics.advantages([]) == {}
 
 
+def group_operations(policy: PolicyConfig, prompt: int, answers: list[int]) -> float:
+    """Operations of the micro-batch of one group."""
+    group = TrainGroup([3] * prompt, [[4] * length for length in answers], [1.0] * len(answers))
+    bucket = packing.Bucket(group.tokens + 1, group.answer_tokens)
+    (batch,) = packing.pack(packing.weigh([group]), [bucket], bucket.length)
+    return statistics.batch_operations(policy, batch)
+
+
+def test_flop_count_matches_a_manual_count() -> None:
+    policy = PolicyConfig(10, 4, 3, 2, 1, 8, 6)
+    weights = 3 * (4 * 2 * 8 + 2 * 4 * 8 + 2 * 8 * 4 + 3 * 4 * 6)  # q, k and v, o, mlp
+    head = 6 * 10 * 4 * 6  # 6 answer tokens
+    shared_pairs = 5 * 5 / 2 + 6 * 5 + 3 * 2 * 2 / 2
+    shared = group_operations(policy, 5, [2] * 3)
+    assert shared == pytest.approx(6 * weights * 11 + 12 * 3 * 2 * 8 * shared_pairs + head)
+    repeated = 3 * group_operations(policy, 5, [2])
+    assert repeated == pytest.approx(6 * weights * 21 + 12 * 3 * 2 * 8 * 3 * 7 * 7 / 2 + head)
+    experts = dataclasses.replace(policy, experts=4, experts_per_token=2)
+    more = group_operations(experts, 5, [2] * 3)
+    assert more - shared == 6 * 11 * 3 * (3 * 4 * 6 + 4 * 4)
+    adapted = dataclasses.replace(policy, lora=LoraConfig(2), qkv_bias=True)
+    less = group_operations(adapted, 5, [2] * 3)
+    assert shared - less == 2 * (weights * 11 + 10 * 4 * 6)
+
+
+def test_operations_of_a_tree_count_shared_tokens_once() -> None:
+    """The second question adds its own two prompt tokens and its answer."""
+    groups = [TrainGroup([3, 3, 3, 3, i], [[9, 9]], [1.0]) for i in range(2)]
+    (batch,) = packing.pack(packing.weigh(groups), [packing.Bucket(12, 4)], 12)
+    pairs = 4 * 4 / 2 + 2 * (4.5 + 2 * 5 + 2 * 2 / 2)
+    assert statistics.batch_operations(tiny.POLICY, batch) == pytest.approx(
+        statistics.operations(tiny.POLICY, 4 + 2 * 3, 4, pairs)
+    )
+
+
 def test_operations_equal_the_sum_over_single_tokens():
     """Add the cost of single tokens: products with weights, and attention to earlier keys."""
     policy, prompt, answers = tiny.POLICY, 5, [2, 4]
@@ -46,7 +82,7 @@ def test_operations_equal_the_sum_over_single_tokens():
     keys += sum(prompt + i + 0.5 for length in answers for i in range(length))
     wanted = 6 * weights * 11 + 6 * c.vocab_size * c.width * 6
     wanted += 12 * c.layers * c.heads * c.head_size * keys
-    assert statistics.group_operations(policy, prompt, answers) == pytest.approx(wanted)
+    assert group_operations(policy, prompt, answers) == pytest.approx(wanted)
 
 
 def test_utilization_covers_all_devices_and_is_none_if_unknown():
@@ -81,7 +117,7 @@ def test_trained_tokens_include_repeated_prompts():
         _, numbers = made.update(made.init(tiny.weights()), groups)
         # With 40 prompt tokens a row of 48 has room for one answer: the prompt is repeated.
         assert numbers["trained_tokens"] == 3 * 40 + 21
-        wanted = sum(statistics.group_operations(tiny.POLICY, 40, [n]) for n in (6, 7, 8))
+        wanted = sum(group_operations(tiny.POLICY, 40, [n]) for n in (6, 7, 8))
         assert numbers["operations"] == pytest.approx(wanted)
 
 
