@@ -60,7 +60,7 @@ def test_update_benchmark_measures_shared_and_repeated_prompts() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_device")
 def test_update_benchmark_measures_trees() -> None:
-    """Of 24 prompt tokens 20 are documents, which two questions share."""
+    """Documents of 20 tokens, which two questions of 4 tokens share."""
     line = run([*UPDATE, "--groups=4", "--questions=2", "--question=4"])
     assert line["token_ratio"] == pytest.approx(6 * 28 / (20 + 2 * (4 + 12)))
     assert 1 < line["flop_ratio"] < line["token_ratio"]
