@@ -3,7 +3,8 @@
     python -m spell_jax.train --config=configs/tiny_qwenlong.py --workdir=runs/tiny_qwenlong
 
 The shipped policy writes the questions in the first step, as in RLVR. Everything but the algorithm
-is that of configs/tiny.py. Hardware: one CPU core; not measured yet.
+is that of configs/tiny.py. Hardware: one CPU core, 5 minutes (measured).
+Expected: .40 before and .78 after at 8 documents (docs/algorithms.md, baselines in the tiny world).
 """
 
 from configs import tiny
