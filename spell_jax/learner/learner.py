@@ -8,7 +8,6 @@ weights, `advance` dispatches one micro-batch at a time, so that a rollout can r
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Sequence
 
 import flax.linen as nn
@@ -16,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spell_jax.learner import non_finite, packing, statistics, update
+from spell_jax.learner import non_finite, old_logprobs, packing, statistics, update
 from spell_jax.learner.loss_config import LossConfig
 from spell_jax.learner.optimizer import OptimizerConfig
 from spell_jax.learner.update import Carry, TrainState, UpdateSpec
@@ -174,21 +173,9 @@ class Learner:
         self, reference: transformer.Params, groups: Sequence[packing.TrainGroup]
     ) -> list[packing.TrainGroup]:
         """The groups with the reference's logprobs, each after its own reference_prompt."""
-        parts = [part for group in groups for part in group.segments]
-        read = [
-            dataclasses.replace(
-                part,
-                prompt=part.prompt if part.reference_prompt is None else part.reference_prompt,
-                reference_prompt=None,
-                aligned=None,
-            )
-            for part in parts
-        ]
-        found = iter(self._score(reference, read, parts))
-        return [
-            dataclasses.replace(next(found), aligned=next(found) if group.aligned else None)
-            for group in groups
-        ]
+        segments = [part for group in groups for part in group.segments]
+        read = old_logprobs.as_reference_reads(groups)
+        return old_logprobs.join_segments(groups, self._score(reference, read, segments))
 
     def _score(
         self,
@@ -197,11 +184,11 @@ class Learner:
         groups: Sequence[packing.TrainGroup],
     ) -> list[packing.TrainGroup]:
         """`groups` with the logprobs of their answers in `read`, under trained weights."""
-        batches, *_ = self.pack(packing.with_ids(read))
+        batches, *_ = self.pack(old_logprobs.with_ids(read))
         with self.on_mesh():
             cast = self.fns.cast(params) if batches else {}
             found = [self.fns.logprobs(cast, self.frozen, self.place(b)) for b in batches]
-        return packing.with_logprobs(groups, batches, jax.device_get(found))
+        return old_logprobs.with_logprobs(groups, batches, jax.device_get(found))
 
     def compile(self, state: TrainState, reference: transformer.Params | None = None) -> None:
         """Compiles the programs of every bucket, so that no later step waits for them."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,7 +42,7 @@ class TrainGroup:
     role: str = "responder"  # for counts, and for weights that are summed over roles
     old_logprobs: Sequence[np.ndarray] | None = None  # of the policy that sampled, float32 [S_i]
     weights: Sequence[float] | None = None  # loss weight of each of the answer's tokens (weigh)
-    ids: Sequence[int] | None = None  # by which answers are found again in micro-batches (with_ids)
+    ids: Sequence[int] | None = None  # by which answers are found again in micro-batches
     model: str = "policy"  # the trained model that the group is for
     # Prompt [<= P] after which the reference model scores the answers; None: `prompt`. Only for
     # loss.old_logprobs = "reference".
@@ -272,36 +271,6 @@ def in_parts(groups: Sequence[TrainGroup], count: int) -> list[list[TrainGroup]]
     if count < 1:
         raise ValueError(f"count = {count}: must be at least 1")
     return [list(groups[first::count]) for first in range(min(count, len(groups)))]
-
-
-def with_ids(groups: Sequence[TrainGroup]) -> list[TrainGroup]:
-    """The groups with ids 0, 1, 2, ... of their answers, and weights of 1, ready to be packed."""
-    counter = itertools.count()
-    made = []
-    for group in groups:
-        ids = [next(counter) for _ in group.answers]
-        made.append(dataclasses.replace(group, ids=ids, weights=[1.0] * len(ids)))
-    return made
-
-
-def with_logprobs(
-    groups: Sequence[TrainGroup], batches: Sequence[MicroBatch], logprobs: Sequence[np.ndarray]
-) -> list[TrainGroup]:
-    """The groups with `old_logprobs` of their answers; NaN for answers in no micro-batch.
-
-    `batches` are micro-batches of with_ids(groups), `logprobs` float32 [B, A] of each.
-    """
-    answers = [answer for group in groups for answer in group.answers]
-    old = [np.full(len(answer), np.nan, np.float32) for answer in answers]
-    for batch, values in zip(batches, logprobs, strict=True):
-        for row, row_values in zip(batch.answer_id, np.asarray(values), strict=True):
-            for index in np.unique(row[row >= 0]):
-                old[index] = row_values[row == index]
-    found = iter(old)
-    return [
-        dataclasses.replace(group, old_logprobs=[next(found) for _ in group.answers])
-        for group in groups
-    ]
 
 
 AGGREGATIONS = (

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from spell_jax.selfplay.rewards import majority
+from spell_jax.selfplay.rules import normalize_answer
 
 
 def split_groups(
@@ -23,6 +24,23 @@ def split_groups(
     """
     usable = [at for at, rewards in enumerate(group_rewards) if len(set(rewards)) > 1]
     return usable[:wanted], usable[wanted:]
+
+
+def duplicates(asked: Sequence[tuple[str, str]]) -> list[int]:
+    """Return the positions of (cluster, question) that repeat an earlier question of the cluster.
+
+    Two questions are the same if at least 9 of 10 of their different words are in both.
+    """
+    known: dict[str, list[set[str]]] = {}
+    found = []
+    for at, (cluster, question) in enumerate(asked):
+        words = set(normalize_answer(question).split()) or {question}
+        earlier = known.setdefault(cluster, [])
+        if any(10 * len(words & other) >= 9 * len(words | other) for other in earlier):
+            found.append(at)
+        else:
+            earlier.append(words)
+    return found
 
 
 def questioner_negatives(

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spell_jax.attention.masks import visible
-from spell_jax.learner import packing
+from spell_jax.learner import old_logprobs, packing
 from spell_jax.learner.packing import Bucket, MicroBatch, TrainGroup
 from tests import tiny
 
@@ -239,7 +239,7 @@ def test_answer_ids_are_unique_and_logprobs_return_to_groups(
     """
     length = -(-length // devices) * devices
     groups = tiny.groups(count, seed)
-    packed = packing.with_ids(groups)
+    packed = old_logprobs.with_ids(groups)
     if shared == "none":
         packed = packing.separate_answers(packed)
     fitting, refused = packing.split_groups(packed, Bucket(length, answers))
@@ -254,7 +254,7 @@ def test_answer_ids_are_unique_and_logprobs_return_to_groups(
             pairs = set(zip(row[real].tolist(), told[real].tolist(), strict=True))
             assert len(pairs) == len({a for a, _ in pairs}) == len({b for _, b in pairs})
             assert {a for a, _ in pairs} == set(range(len(pairs)))
-    found = packing.with_logprobs(groups, batches, [-np.float32(b.target) for b in batches])
+    found = old_logprobs.with_logprobs(groups, batches, [-np.float32(b.target) for b in batches])
     assert len(found) == len(groups)
     nowhere = {group.ids[0] for group in refused if group.ids}
     numbers = iter(range(10_000))

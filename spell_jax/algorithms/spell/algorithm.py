@@ -65,7 +65,7 @@ class Spell:
         return episodes
 
     def _roll_out(self, models: Models, episodes: Sequence[Episode]) -> list[Episode]:
-        if self._judge is None:
+        if self._judge is None and self.config.questions_per_cluster == 1:
             return models.run_all(self.rollout_one, episodes)
         return models.run_all(self.solve, self.write_all(models, episodes))
 
@@ -83,11 +83,16 @@ class Spell:
         return episodes
 
     async def rollout_one(self, ask: Ask, episode: Episode) -> Episode:
-        return await self.solve(ask, await self.write(ask, episode))
+        episode = await self.propose(ask, episode)
+        fault_injection.point("proposed")
+        return await self.solve(ask, await self.check(ask, episode))
 
     def write_all(self, models: Models, episodes: Sequence[Episode]) -> list[Episode]:
-        """Parts 1 to 3 of all episodes, with the judge's verdicts on answers without documents."""
-        written = models.run_all(self.write, episodes)
+        """Parts 1 to 3 of all episodes, without duplicates and with the judge's verdicts on answers
+        without documents.
+        """
+        proposed = self.drop_duplicates(models.run_all(self.propose, episodes))
+        written = models.run_all(self.check, proposed)
         if self._judge is None:
             return written
         places = [n for n, e in enumerate(written) if e.status == "accepted"]
@@ -97,15 +102,12 @@ class Spell:
             written[n] = self._reject_known(replace(written[n], blind_scores=scores))
         return written
 
-    async def write(self, ask: Ask, episode: Episode) -> Episode:
-        """Parts 1 to 3: a question with a reference that passes all filters, or why not.
+    async def check(self, ask: Ask, episode: Episode) -> Episode:
+        """Parts 2 and 3: a question with a reference that passes all filters, or why not.
 
         With a judge, answers without documents are not compared yet (`write_all`).
         """
-        episode = await self.propose(ask, episode)
-        fault_injection.point("proposed")
-        episode = await self.filter(ask, episode)
-        return await self.read_reference(ask, episode)
+        return await self.read_reference(ask, await self.filter(ask, episode))
 
     async def solve(self, ask: Ask, episode: Episode) -> Episode:
         episode = await self.answer(ask, episode)
@@ -117,8 +119,11 @@ class Spell:
     # 1. The questioner writes a question.
 
     def start_episodes(self, rng: np.random.Generator) -> list[Episode]:
-        dealt = self.stream.next(self.config.generation_batch)
-        return [self._start_episode(task, cluster, rng) for task, cluster in dealt]
+        """K episodes of each cluster, which sample from the same questioner prompt."""
+        count = self.config.questions_per_cluster
+        dealt = self.stream.next(self.config.generation_batch // count)
+        started = [self._start_episode(task, cluster, rng) for task, cluster in dealt]
+        return [episode for episode in started for _ in range(count)]
 
     def _start_episode(self, task: str, cluster: Cluster, rng: np.random.Generator) -> Episode:
         """An episode with its prompt; over the cap, new documents go, then the oldest history."""
@@ -171,6 +176,13 @@ class Spell:
             own_reference=parsed.answer,
             reward=rewards.BAD_FORMAT if is_punished else None,
         )
+
+    def drop_duplicates(self, episodes: Sequence[Episode]) -> list[Episode]:
+        """Ends the episodes whose question an earlier one about the same cluster asks as well."""
+        accepted = [n for n, e in enumerate(episodes) if e.status == "accepted"]
+        asked = [(f"{e.task}/{e.cluster.id}", e.question) for e in (episodes[n] for n in accepted)]
+        again = {accepted[i] for i in selection.duplicates(asked)}
+        return [replace(e, status="duplicate") if n in again else e for n, e in enumerate(episodes)]
 
     # 2. Questions that need no documents are ungrounded.
 
@@ -330,10 +342,17 @@ class Spell:
             [tasks[n] for n in good], [tasks[n] for n in bad], self.config.negatives, rng
         )
         rows = [*good, *(bad[i] for i in chosen)]
-        per_task = self.config.questioner_normalization == "task"
-        advantages = questioner_advantages(
-            [episodes[n].reward or 0.0 for n in rows],
-            [tasks[n] for n in rows] if per_task else None,
+        names = {
+            "task": [tasks[n] for n in rows],
+            "cluster": [f"{tasks[n]}/{episodes[n].cluster.id}" for n in rows],
+        }
+        values = [episodes[n].reward or 0.0 for n in rows]
+        advantages = np.mean(
+            [
+                questioner_advantages(values, names.get(kind))
+                for kind in self.config.questioner_normalization.split("+")
+            ],
+            axis=0,
         )
         return {
             (n, "questioner", 0): [advantage]

@@ -11,7 +11,7 @@ from spell_jax.selfplay import rewards
 REFERENCE_SOURCES = ("questioner", "frozen_reader")
 RESPONDER_REWARDS = ("max", "rule", "verifier", "mean", "min", "random")
 REMEMBERED = ("new", "shown")
-NORMALIZATIONS = ("batch", "task")
+NORMALIZATIONS = ("batch", "task", "cluster", "batch+cluster")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +21,9 @@ class SpellConfig(AlgorithmConfig):
     Attributes:
       questions: number of questions with mixed rewards in an update [paper: batch size].
       generation_batch: questions proposed in one round.
+      questions_per_cluster: K, questions proposed about a cluster, samples of one questioner prompt
+        [paper: 1]; a round has generation_batch / K clusters. Questions that repeat an earlier one
+        of their cluster are dropped. All share the documents in sampling and training.
       max_generations: most rounds of a step. After them the update uses the questions there are.
       group_size: G, answers to a question.
       verifier_group_size: G_v, votes on an answer; 1 is the single-verdict ablation.
@@ -59,7 +62,9 @@ class SpellConfig(AlgorithmConfig):
       negatives: bad questioner groups per good one.
       questioner_normalization: rows whose mean and deviation normalize a questioner's advantage:
         "batch" (9): all questioner rows of the update; "task": those of its task (the paper's
-        code), so that a hard task is not punished for being hard.
+        code), so that a hard task is not punished for being hard; "cluster": those of its cluster,
+        for questions_per_cluster above 1; "batch+cluster": the mean of both advantages. A row that
+        is alone in its task or cluster is normalized by the batch.
       train_verifier: whether the update has verifier groups.
       malformed_penalty: whether a malformed vote earns -1 (the paper's code) or 0 (its text).
       verifier_share: verifier rows per responder row.
@@ -73,6 +78,7 @@ class SpellConfig(AlgorithmConfig):
     name: str = "spell"
     questions: int = 128
     generation_batch: int = 480
+    questions_per_cluster: int = 1
     max_generations: int = 10
     group_size: int = 8
     verifier_group_size: int = 8
@@ -112,10 +118,16 @@ class SpellConfig(AlgorithmConfig):
         check_choice(self, "algorithm.", responder_reward=RESPONDER_REWARDS)
         check_choice(self, "algorithm.", questioner_normalization=NORMALIZATIONS)
         check_least(self, "algorithm.", questions=1, generation_batch=1, max_generations=1)
+        check_least(self, "algorithm.", questions_per_cluster=1)
         check_least(self, "algorithm.", group_size=2, verifier_group_size=1, verifier_share=0)
         check_least(self, "algorithm.", grounding_samples=0, grounding_threshold=1)
         check_least(self, "algorithm.", reader_samples=2, reader_refresh=0, unread_documents=0)
         check_least(self, "algorithm.", memory=0, max_answer_tokens=1, sigma=1e-6, negatives=0)
+        if self.generation_batch % self.questions_per_cluster:
+            raise ValueError(
+                f"algorithm.generation_batch = {self.generation_batch}: must be a multiple of "
+                f"algorithm.questions_per_cluster = {self.questions_per_cluster}"
+            )
         if not self.documents or min(self.documents) < 1:
             raise ValueError(
                 f"algorithm.documents = {self.documents}: must be numbers of at least 1"

@@ -14,7 +14,9 @@ from spell_jax.selfplay import rewards, selection
 from spell_jax.selfplay.memory import Entry
 from spell_jax.selfplay.prompts import Prompts
 
-STATUSES = ("accepted", "bad_format", "declined", "ungrounded", "overlong", "too_small")
+STATUSES = (
+    *("accepted", "bad_format", "declined", "duplicate", "ungrounded", "overlong", "too_small"),
+)
 
 # (index of the episode, role, index of the judged answer or 0) -> advantages of the reply's
 # samples, for the replies that are trained on.

@@ -1,0 +1,67 @@
+"""Logprobs of answers from a forward pass before an update: by the policy or the reference model.
+
+Answers get ids, by which their logprobs are found again in the packed micro-batches.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+
+from spell_jax.learner.packing import MicroBatch, TrainGroup
+
+
+def with_ids(groups: Sequence[TrainGroup]) -> list[TrainGroup]:
+    """The groups with ids 0, 1, 2, ... of their answers, and weights of 1, ready to be packed."""
+    counter = itertools.count()
+    made = []
+    for group in groups:
+        ids = [next(counter) for _ in group.answers]
+        made.append(dataclasses.replace(group, ids=ids, weights=[1.0] * len(ids)))
+    return made
+
+
+def with_logprobs(
+    groups: Sequence[TrainGroup], batches: Sequence[MicroBatch], logprobs: Sequence[np.ndarray]
+) -> list[TrainGroup]:
+    """The groups with `old_logprobs` of their answers; NaN for answers in no micro-batch.
+
+    `batches` are micro-batches of with_ids(groups), `logprobs` float32 [B, A] of each.
+    """
+    answers = [answer for group in groups for answer in group.answers]
+    old = [np.full(len(answer), np.nan, np.float32) for answer in answers]
+    for batch, values in zip(batches, logprobs, strict=True):
+        for row, row_values in zip(batch.answer_id, np.asarray(values), strict=True):
+            for index in np.unique(row[row >= 0]):
+                old[index] = row_values[row == index]
+    found = iter(old)
+    return [
+        dataclasses.replace(group, old_logprobs=[next(found) for _ in group.answers])
+        for group in groups
+    ]
+
+
+def as_reference_reads(groups: Sequence[TrainGroup]) -> list[TrainGroup]:
+    """The segments of all groups, each after the prompt that the reference model reads."""
+    return [
+        dataclasses.replace(
+            part,
+            prompt=part.prompt if part.reference_prompt is None else part.reference_prompt,
+            reference_prompt=None,
+            aligned=None,
+        )
+        for group in groups
+        for part in group.segments
+    ]
+
+
+def join_segments(groups: Sequence[TrainGroup], segments: Sequence[TrainGroup]) -> list[TrainGroup]:
+    """The groups, made again of their segments in the order of `as_reference_reads`."""
+    found = iter(segments)
+    return [
+        dataclasses.replace(next(found), aligned=next(found) if group.aligned else None)
+        for group in groups
+    ]
