@@ -137,7 +137,7 @@ def loss(params, c: Config, questions: Questions, answers: programs.Sampled, adv
     length = questions.length[:, None]  # [B, 1]
     real = s < answers.new.reshape(B, G).repeat(S, axis=1)
     row = functools.partial(jnp.concatenate, axis=1)
-    tokens = row([questions.tokens, answers.tokens.reshape(B, G * S)])
+    tokens = row([questions.tokens, answers.tokens.id.reshape(B, G * S)])
     positions = row([p, length + s])
     last_query = row([jnp.where(p < length, P + G * S - 1, -1), jnp.where(real, a - s + S - 1, -1)])
     source = jnp.where(s == 0, length - 1, a - 1)  # the prompt's end predicts each first token
@@ -165,7 +165,7 @@ def make_step(c: Config, truths: list[tuple[str, str]], params: transformer.Para
         answers = sample(c, params, questions, key)
         like = jax.ShapeDtypeStruct((c.groups, c.group_size), jnp.float32)
         host = functools.partial(score, c, truths)
-        rewards = jax.pure_callback(host, like, questions.index, answers.tokens, answers.new)
+        rewards = jax.pure_callback(host, like, questions.index, answers.tokens.id, answers.new)
         advantages = group_advantages(rewards)  # [B, G]
         value, grads = jax.value_and_grad(loss)(params, c, questions, answers, advantages)
         updates, moments = optimizer.update(grads, moments, params)

@@ -10,6 +10,8 @@ import dataclasses
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
+
 from spell_jax.data.clusters import Cluster, Source
 from spell_jax.data.questions import Question
 from spell_jax.data.stream import TaskStream
@@ -129,8 +131,15 @@ class Reply:
             [float(a) for a in advantages],
             role,
             [sample.logprobs for sample in self.samples],
+            kept=_if_known([sample.kept for sample in self.samples]),
+            cutoffs=_if_known([sample.cutoffs for sample in self.samples]),
             model=model,
         )
+
+
+def _if_known(rows: Sequence[np.ndarray | None]) -> list[np.ndarray] | None:
+    known = [row for row in rows if row is not None]
+    return known if len(known) == len(rows) else None
 
 
 class _Call(Protocol[Answer]):

@@ -154,6 +154,8 @@ class Learner:
             raise ValueError(
                 f"loss.align_weight = {self.loss.align_weight}: needs groups with an aligned one"
             )
+        if self.loss.support == "sampled":
+            groups = old_logprobs.on_sampled_support(groups)
         difference: dict[str, float] = {}
         if self.loss.old_logprobs == "recompute":
             sampled, groups = groups, self.recompute(state, groups)

@@ -37,6 +37,7 @@ def score_tokens(
     target: jax.Array,
     temperature: float,
     numbers_at_once: int = 2**26,
+    cutoff: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Logprobs [B, A] and entropies in nats [B, A] of answer tokens, both float32.
 
@@ -44,16 +45,19 @@ def score_tokens(
       hidden: hidden states [B, T, D], in the compute dtype like `params`.
       source: index on axis T of the hidden state that predicts each answer token, int32 [B, A].
       target: answer tokens, int32 [B, A].
-      temperature: sampling temperature of the logprobs, which are under the full vocabulary (no
-        top-p renormalization, spec section 9); 0 (greedy) is scored at 1.
+      temperature: sampling temperature of the logprobs; 0 (greedy) is scored at 1.
       numbers_at_once: most float32 logits of a vocabulary slice on a device, and most of its
         weights and of their gradient; 2**26 is 256 MiB. A slice has at least 128 rows of the table.
+      cutoff: the tokens over which logprobs and entropies are normalized, float32 [B, A]: the
+        answer token, and those whose logit over the temperature, less the mean over the vocabulary,
+        is above the cut-off. None: the full vocabulary (spec section 9).
     """
     chex.assert_equal_shape([source, target])
     chex.assert_rank([hidden, source], [3, 2])
     table = params["embedding" if config.tied_embeddings else "unembedding"]
     layout = _lay_out(table.shape, target.shape, temperature or 1.0, numbers_at_once)
-    return _head(_pick(hidden, source, layout), table, target, layout)
+    picked = _pick(hidden, source, layout)
+    return _head(picked, table, target, _floor(picked, table, cutoff, layout), layout)
 
 
 # ------------------------------------------------------------------------------- Vocabulary head
@@ -165,35 +169,58 @@ def _put_back_on_device(gradient, source, *, time: int, layout: _Layout):
     return collectives.rounded(jax.lax.fori_loop(0, pieces, one_piece, total), gradient.dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _head(picked: jax.Array, table: jax.Array, target: jax.Array, layout: _Layout):
-    """Logprobs and entropies [B, A] from hidden states [B, A, D], table [V, D], targets [B, A]."""
-    return _head_forward(picked, table, target, layout)[0]
+def _floor(picked, table, cutoff, layout: _Layout) -> jax.Array | None:
+    """Least logit over the temperature that is kept, a constant, float32 [B, A]; or None.
+
+    The mean logit of a token is the product of its hidden state and the mean row of the table.
+    """
+    if cutoff is None:
+        return None
+    mean = jnp.mean(table, axis=0, dtype=jnp.float32)
+    logit = jnp.sum(picked.astype(jnp.float32) * mean, axis=-1)
+    return jax.lax.stop_gradient(cutoff + logit / layout.temperature)
 
 
-def _head_forward(picked, table, target, layout: _Layout):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _head(
+    picked: jax.Array,
+    table: jax.Array,
+    target: jax.Array,
+    floor: jax.Array | None,
+    layout: _Layout,
+):
+    """Logprobs and entropies [B, A] from hidden states [B, A, D], table [V, D], targets [B, A].
+
+    Without weight are tokens other than the target whose logit is below `floor` [B, A].
+    """
+    return _head_forward(picked, table, target, floor, layout)[0]
+
+
+def _head_forward(picked, table, target, floor, layout: _Layout):
     run = functools.partial(_scores_on_device, layout=layout)
     tokens = layout.tokens_spec
-    specs = (tokens, layout.table_spec, tokens)
-    logprob, entropy, log_mass = layout.shard(run, specs, (tokens,) * 3)(picked, table, target)
-    return (logprob, entropy), (picked, table, target, log_mass, entropy)
+    specs = (tokens, layout.table_spec, tokens, tokens)
+    given = picked, table, target, floor
+    logprob, entropy, log_mass = layout.shard(run, specs, (tokens,) * 3)(*given)
+    return (logprob, entropy), (*given, log_mass, entropy)
 
 
 def _head_backward(layout: _Layout, saved, gradients):
     run = functools.partial(_gradients_on_device, layout=layout)
     tokens, table = layout.tokens_spec, layout.table_spec
-    specs = (tokens, table, *[tokens] * 5)
-    return *layout.shard(run, specs, (tokens, table))(*saved, *gradients), None
+    specs = (tokens, table, *[tokens] * 6)
+    return *layout.shard(run, specs, (tokens, table))(*saved, *gradients), None, None
 
 
 _head.defvjp(_head_forward, _head_backward)
 
 
-def _read_slice(step, picked, table, layout: _Layout):
-    """First row, weights [slice, D], float32 logits [B, A, slice] and int32 tokens of a slice.
+def _read_slice(step, picked, table, target, floor, layout: _Layout):
+    """First row, weights [slice, D] and float32 logits [B, A, slice] of a slice, and which of its
+    columns are the targets, bool [B, A, slice].
 
     The last slice is shifted back to fit, so nothing is padded. Its columns that belong to an
-    earlier slice get the lowest logit and token -1.
+    earlier slice get the lowest logit, like tokens below `floor`.
     """
     size = layout.size
     first = jnp.minimum(step * size, len(table) - size)
@@ -204,17 +231,19 @@ def _read_slice(step, picked, table, layout: _Layout):
     row = first + jnp.arange(size, dtype=jnp.int32)
     new = row >= step * size
     token = row + jax.lax.axis_index(layout.leading) * len(table) if layout.leading else row
-    logits = jnp.where(new, logits / layout.temperature, _LOWEST)
-    return first, weights, logits, jnp.where(new, token, -1)
+    logits = logits / layout.temperature
+    is_target = new & (token == target[..., None])
+    if floor is not None:
+        new &= is_target | (logits > floor[..., None])
+    return first, weights, jnp.where(new, logits, _LOWEST), is_target
 
 
-def _scores_on_device(picked, table, target, *, layout: _Layout):
+def _scores_on_device(picked, table, target, floor, *, layout: _Layout):
     """One device's logprobs, entropies and log masses [B, A], from its shards."""
 
     def one_slice(carry, step):
         top, mass, moment, chosen = carry
-        _, _, logits, token = _read_slice(step, picked, table, layout)
-        is_target = token == target[..., None]
+        _, _, logits, is_target = _read_slice(step, picked, table, target, floor, layout)
         chosen += jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1)
         higher = jnp.maximum(top, jnp.max(logits, axis=-1))
         mass, moment = _lower(mass, moment, top - higher)
@@ -242,16 +271,17 @@ def _lower(mass, moment, by):
 
 
 def _gradients_on_device(
-    picked, table, target, log_mass, entropy, to_logprob, to_entropy, *, layout: _Layout
+    picked, table, target, floor, log_mass, entropy, to_logprob, to_entropy, *, layout: _Layout
 ):
     """Gradients of one device's hidden states [B, A, D] and its share of the table."""
 
     def one_slice(carry, step):
         of_picked, of_table = carry
-        first, weights, logits, token = _read_slice(step, picked, table, layout)
+        read = _read_slice(step, picked, table, target, floor, layout)
+        first, weights, logits, is_target = read
         logprobs = logits - log_mass[..., None]
         down = to_logprob[..., None] + to_entropy[..., None] * (logprobs + entropy[..., None])
-        up = jnp.where(token == target[..., None], to_logprob[..., None], 0.0)
+        up = jnp.where(is_target, to_logprob[..., None], 0.0)
         of_logits = (up - jnp.exp(logprobs) * down) / layout.temperature
         # Products take inputs in the compute dtype and sum in float32, as in the forward pass.
         of_logits = of_logits.astype(picked.dtype)

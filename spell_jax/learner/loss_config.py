@@ -11,6 +11,7 @@ OLD_LOGPROBS = ("on_policy", "rollout", "recompute", "reference")
 OBJECTIVES = ("clip", "cispo", "dpo")
 RATIOS = ("token", "sequence", "sequence_mean")
 KL_ESTIMATORS = ("k1", "k2", "k3")
+SUPPORTS = ("full", "sampled")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +47,9 @@ class LossConfig:
       tis_cap: cap C of truncated importance sampling; 0 disables it. Each token's loss is weighted
         by min(pi / pi_rollout, C), a constant for the gradient; `ratio` says whether pi is of the
         token or of its answer. Requires old_logprobs = "on_policy" and C >= 1; 2 is usual.
+      support: tokens over which logprobs and entropies are normalized. "full": the vocabulary (the
+        paper). "sampled": at each answer token, those that the sampler's top-k, top-p and min-p
+        kept there, so that the update's policy is the one that sampled.
       aggregation: name of the loss aggregation, see packing.weigh.
       sequence_tokens: constant of aggregation "sequence_sum", in tokens; usually the maximum answer
         length.
@@ -67,6 +71,7 @@ class LossConfig:
     entropy_weight: float = 0.0
     old_logprobs: str = "on_policy"
     tis_cap: float = 0.0
+    support: str = "full"
     aggregation: str = "token_mean"
     sequence_tokens: int = 0
     beta: float = 0.1
@@ -77,6 +82,12 @@ class LossConfig:
     def __post_init__(self):
         check_choice(self, "loss.", objective=OBJECTIVES, ratio=RATIOS)
         check_choice(self, "loss.", kl_estimator=KL_ESTIMATORS, old_logprobs=OLD_LOGPROBS)
+        check_choice(self, "loss.", support=SUPPORTS)
+        if self.support == "sampled" and self.needs_reference:
+            raise ValueError(
+                "loss.support = 'sampled': must be 'full' for loss.kl_weight above 0 and "
+                "loss.objective = 'dpo'; the reference model gives mass to other tokens"
+            )
         check_least(self, "loss.", clip_low=0, clip_high=0, kl_weight=0, entropy_weight=0)
         if self.tis_cap and not self.tis_cap >= 1:
             raise ValueError(f"loss.tis_cap = {self.tis_cap}: must be at least 1, or 0 for none")

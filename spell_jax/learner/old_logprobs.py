@@ -44,6 +44,23 @@ def with_logprobs(
     ]
 
 
+def on_sampled_support(groups: Sequence[TrainGroup]) -> list[TrainGroup]:
+    """The groups with `old_logprobs` under the distribution that the filters left.
+
+    ValueError if a group does not say what they kept.
+    """
+    made = []
+    for group in groups:
+        old, kept = group.old_logprobs, group.kept
+        if old is None or kept is None or group.cutoffs is None:
+            raise ValueError(
+                "loss.support = 'sampled': needs old_logprobs, kept and cutoffs of every group"
+            )
+        renormalized = [row - mass for row, mass in zip(old, kept, strict=True)]
+        made.append(dataclasses.replace(group, old_logprobs=renormalized, kept=None))
+    return made
+
+
 def as_reference_reads(groups: Sequence[TrainGroup]) -> list[TrainGroup]:
     """The segments of all groups, each after the prompt that the reference model reads."""
     return [

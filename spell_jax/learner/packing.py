@@ -41,6 +41,10 @@ class TrainGroup:
     advantages: Sequence[float]
     role: str = "responder"  # for counts, and for weights that are summed over roles
     old_logprobs: Sequence[np.ndarray] | None = None  # of the policy that sampled, float32 [S_i]
+    # What the sampler's filters kept at each token: the log of its probability mass, and the
+    # cut-off of the logits (lm_head.score_tokens), float32 [S_i]. For loss.support = "sampled".
+    kept: Sequence[np.ndarray] | None = None
+    cutoffs: Sequence[np.ndarray] | None = None
     weights: Sequence[float] | None = None  # loss weight of each of the answer's tokens (weigh)
     ids: Sequence[int] | None = None  # by which answers are found again in micro-batches
     model: str = "policy"  # the trained model that the group is for
@@ -67,12 +71,13 @@ class TrainGroup:
             raise ValueError(
                 f"group.advantages: {len(self.advantages)} of them, but {len(lengths)} answers"
             )
-        old = self.old_logprobs
-        if old is not None and [len(row) for row in old] != lengths:
-            raise ValueError(
-                f"group.old_logprobs: of lengths {[len(row) for row in old]}, "
-                f"but the answers have {lengths}"
-            )
+        for name in ("old_logprobs", "kept", "cutoffs"):
+            rows = getattr(self, name)
+            if rows is not None and [len(row) for row in rows] != lengths:
+                raise ValueError(
+                    f"group.{name}: of lengths {[len(row) for row in rows]}, "
+                    f"but the answers have {lengths}"
+                )
 
     @property
     def answer_tokens(self) -> int:
@@ -106,6 +111,7 @@ class MicroBatch:
     advantage: Array  # float32 [B, A]
     weight: Array  # float32 [B, A], the token's share in the loss; 0 where padded
     old_logprob: Array  # float32 [B, A], of the policy that sampled; 0 where none was given
+    cutoff: Array  # float32 [B, A], of the logits (lm_head.score_tokens); -inf where none was given
     role: Array  # [B, A], number of the answer's role in ROLES, or len(ROLES) for another role
     answer: Array  # [B, A], number of the answer in its (one) row, -1 where padded
     group: Array  # [B, A], number of the answer's group in its row, -1 where padded
@@ -252,6 +258,8 @@ def _take(group: TrainGroup, indices: Sequence[int]) -> TrainGroup:
         answers=pick(group.answers),
         advantages=pick(group.advantages),
         old_logprobs=pick(group.old_logprobs),
+        kept=pick(group.kept),
+        cutoffs=pick(group.cutoffs),
         weights=pick(group.weights),
         ids=pick(group.ids),
     )
@@ -425,6 +433,7 @@ def empty_micro_batch(bucket: Bucket, rows: int) -> MicroBatch:
         advantage=np.zeros(short, np.float32),
         weight=np.zeros(short, np.float32),
         old_logprob=np.zeros(short, np.float32),
+        cutoff=np.full(short, -np.inf, np.float32),
         role=np.zeros(short, np.int32),
         answer=np.full(short, -1, np.int32),
         group=np.full(short, -1, np.int32),
@@ -482,5 +491,7 @@ class _RowWriter:
                 row.answer_id[slots] = group.ids[i]
             if group.old_logprobs is not None:
                 row.old_logprob[slots] = group.old_logprobs[i]
+            if group.cutoffs is not None:
+                row.cutoff[slots] = group.cutoffs[i]
             self.end, self._filled = columns.stop, slots.stop
             self._answers += 1

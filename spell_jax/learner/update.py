@@ -201,7 +201,13 @@ def score(
         context={"index": batch.index, "last_query": batch.last_query},
     )
     scores = lm_head.score_tokens(
-        spec.policy, params, hidden, batch.source, batch.target, spec.temperature
+        spec.policy,
+        params,
+        hidden,
+        batch.source,
+        batch.target,
+        spec.temperature,
+        cutoff=batch.cutoff if spec.loss.support == "sampled" else None,
     )
     return *scores, router_load
 

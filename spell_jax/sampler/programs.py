@@ -18,7 +18,7 @@ from spell_jax.attention.pages import Pages
 from spell_jax.policy import transformer
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.sampler import kv_cache, lm_head, speculative
-from spell_jax.sampler.sampling import Sampling, sample
+from spell_jax.sampler.sampling import SampledToken, Sampling, sample
 
 # NumPy on the host, JAX on a device; the same trees also hold shardings or abstract shapes.
 Array = Any
@@ -81,8 +81,7 @@ class Slots:
 class Sampled:
     """Result of a `decode` call."""
 
-    tokens: jax.Array  # sampled token ids, int32 [N, steps]; the first `new` of each slot are valid
-    logprobs: jax.Array  # logprobs of the tokens, float32 [N, steps]
+    tokens: SampledToken  # arrays [N, steps]; the first `new` of each slot are valid
     new: jax.Array  # number of sampled tokens, int32 [N]
     stopped: jax.Array  # whether the last token is a stop token, bool [N]
     busy: jax.Array  # number of loop passes that sampled for the slot, int32 [N]
@@ -163,22 +162,21 @@ def decode(
     def decode_step(carry):
         hidden, pages, own, sampled = carry
         left, count = tokens_left(sampled), slots.count + sampled.new
-        tokens, logprobs = sample_next(hidden[:, None], count)
-        inputs = tokens
+        tokens = sample_next(hidden[:, None], count)
+        inputs = tokens.id
         if speculation.tokens:
-            own = _write_own(own, tokens, count)
-            inputs = jnp.concatenate([tokens, _propose(slots, own, count + 1, speculation)], axis=1)
+            own = _write_own(own, inputs, count)
+            inputs = jnp.concatenate([inputs, _propose(slots, own, count + 1, speculation)], axis=1)
         new, pages = forward(pages, inputs, count, left)
         if speculation.tokens:
             more = sample_next(new[:, :-1], count + 1)
-            own = _write_own(own, more[0], count + 1)
-            tokens = jnp.concatenate([tokens, more[0]], axis=1)
-            logprobs = jnp.concatenate([logprobs, more[1]], axis=1)
-        accepted = _accepted(inputs, tokens, left, stop_ids)
+            own = _write_own(own, more.id, count + 1)
+            tokens = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), tokens, more)
+        accepted = _accepted(inputs, tokens.id, left, stop_ids)
         last = jnp.maximum(jnp.sum(accepted, axis=1) - 1, 0)
         new = jnp.take_along_axis(new, last[:, None, None], axis=1)[:, 0]
         hidden = jnp.where(accepted[:, :1], new, hidden)
-        return hidden, pages, own, _append(sampled, tokens, logprobs, accepted, stop_ids)
+        return hidden, pages, own, _append(sampled, tokens, accepted, stop_ids)
 
     own = state.own[lane] if speculation.tokens else None
     carry = hidden, state.pages, own, _no_samples(len(hidden), steps)
@@ -193,9 +191,9 @@ def decode(
 
 
 def _no_samples(slots: int, steps: int) -> Sampled:
+    numbers = jnp.zeros((slots, steps), jnp.float32)
     return Sampled(
-        tokens=jnp.zeros((slots, steps), jnp.int32),
-        logprobs=jnp.zeros((slots, steps), jnp.float32),
+        tokens=SampledToken(jnp.zeros((slots, steps), jnp.int32), numbers, numbers, numbers),
         new=jnp.zeros(slots, jnp.int32),
         stopped=jnp.zeros(slots, bool),
         busy=jnp.zeros(slots, jnp.int32),
@@ -207,8 +205,8 @@ def _replaced(items: tuple, index: int, item: Any) -> tuple:
     return (*items[:index], item, *items[index + 1 :])
 
 
-def _sample(config, params, keys, sampling: Sampling, hidden, count):
-    """Samples tokens and logprobs [N, T] from hidden states [N, T, D], indices from `count` on."""
+def _sample(config, params, keys, sampling: Sampling, hidden, count) -> SampledToken:
+    """Samples tokens [N, T] from hidden states [N, T, D], with indices from `count` on."""
     slots, time, width = hidden.shape
     number = count[:, None] + jnp.arange(time)
     uniform = jax.vmap(
@@ -216,8 +214,8 @@ def _sample(config, params, keys, sampling: Sampling, hidden, count):
     )(keys, number)
     logits = lm_head.logits(config, params, hidden.reshape(-1, width))
     sampling = jax.tree.map(lambda x: jnp.repeat(x, time), sampling)
-    token, logprob = sample(logits, uniform.reshape(-1), sampling)
-    return token.reshape(slots, time), logprob.reshape(slots, time)
+    sampled = sample(logits, uniform.reshape(-1), sampling)
+    return jax.tree.map(lambda x: x.reshape(slots, time), sampled)
 
 
 def _propose(slots: Slots, own, count, speculation: Speculation) -> jax.Array:
@@ -276,17 +274,18 @@ def _forward(config, params, slots: Slots, page_size: int, kernel: str, pages, t
     return hidden.reshape(*tokens.shape, -1), pages
 
 
-def _append(sampled: Sampled, tokens, logprobs, accepted, stop_ids: tuple[int, ...]) -> Sampled:
+def _append(
+    sampled: Sampled, tokens: SampledToken, accepted: jax.Array, stop_ids: tuple[int, ...]
+) -> Sampled:
     """Appends the accepted ones of tokens [N, T] to the result."""
-    rows, steps = sampled.tokens.shape
-    index = sampled.new[:, None] + jnp.arange(tokens.shape[1])
+    rows, steps = sampled.tokens.id.shape
+    index = sampled.new[:, None] + jnp.arange(accepted.shape[1])
     index = jnp.where(accepted, index, steps)  # out of bounds: dropped
     at = jnp.arange(rows)[:, None], index
     return Sampled(
-        tokens=sampled.tokens.at[at].set(tokens, mode="drop"),
-        logprobs=sampled.logprobs.at[at].set(logprobs, mode="drop"),
+        tokens=jax.tree.map(lambda x, new: x.at[at].set(new, mode="drop"), sampled.tokens, tokens),
         new=sampled.new + jnp.sum(accepted, axis=1),
-        stopped=sampled.stopped | jnp.any(accepted & _stops(tokens, stop_ids), axis=1),
+        stopped=sampled.stopped | jnp.any(accepted & _stops(tokens.id, stop_ids), axis=1),
         busy=sampled.busy + accepted[:, 0],
         steps=sampled.steps + 1,
     )

@@ -55,11 +55,16 @@ class Sample:
     """One sampled answer."""
 
     tokens: np.ndarray  # token ids, int32 [S], including the stop token
-    logprobs: np.ndarray  # logprobs at the sampling temperature, float32 [S]
+    # Logprobs at the sampling temperature, under the full vocabulary, float32 [S].
+    logprobs: np.ndarray
     # Whether a stop token or stop string ended it; False if it was truncated at the cap.
     stopped: bool
     # Stop string that ended it, or "". The last token is the one that completed it.
     stop_string: str = ""
+    # What top-k, top-p and min-p kept at each token: the log of its probability mass, and the
+    # cut-off (sampling.SampledToken), float32 [S]; None if it is not known.
+    kept: np.ndarray | None = None
+    cutoffs: np.ndarray | None = None
 
     @property
     def content(self) -> list[int]:

@@ -38,24 +38,46 @@ class Sampling:
     min_p: Any  # least kept probability relative to the most likely token, float32 [N] in [0, 1]
 
 
-def sample(
-    logits: jax.Array, uniform: jax.Array, sampling: Sampling
-) -> tuple[jax.Array, jax.Array]:
-    """Samples one int32 token per row of float32 logits [N, V]; returns their logprobs [N], too.
+@flax.struct.dataclass
+class SampledToken:
+    """The sampled token of each row, and what the filters kept there."""
 
-    `uniform` is float32 [N] in [0, 1). A logprob is the full-vocabulary log-softmax at the row's
-    temperature (at temperature 0: at 1), not renormalized by the filters (spec section 9). It is
-    NaN if the row's logits are not finite.
-    """
+    id: jax.Array  # int32 [N]
+    # Full-vocabulary log-softmax at the row's temperature (at temperature 0: at 1), not
+    # renormalized by the filters (spec section 9), float32 [N]. NaN if the logits are not finite.
+    logprob: jax.Array
+    kept: jax.Array  # log of the probability mass that the filters keep, float32 [N], at most 0
+    # Logits over the temperature, less their mean over the vocabulary, are above this for exactly
+    # the kept tokens, float32 [N]; -inf if all are kept, and at temperature 0.
+    cutoff: jax.Array
+
+
+def sample(logits: jax.Array, uniform: jax.Array, sampling: Sampling) -> SampledToken:
+    """Samples one token per row of float32 logits [N, V]; `uniform` is float32 [N] in [0, 1)."""
     greedy = sampling.temperature == 0
     scaled = logits / jnp.where(greedy, 1.0, sampling.temperature)[:, None]
     below = scaled - jnp.max(scaled, axis=-1, keepdims=True)
     weights = jnp.exp(below)
-    kept = jnp.where(below >= threshold(below, sampling)[:, None], weights, 0.0)
+    is_kept = below >= threshold(below, sampling)[:, None]
+    kept = jnp.where(is_kept, weights, 0.0)
     sampled = jnp.where(greedy, jnp.argmax(logits, axis=-1), _invert(kept, uniform))
-    tokens = sampled.astype(jnp.int32)
-    chosen = jnp.take_along_axis(below, tokens[:, None], axis=-1)[:, 0]
-    return tokens, chosen - jnp.log(jnp.sum(weights, axis=-1))
+    token = sampled.astype(jnp.int32)
+    chosen = jnp.take_along_axis(below, token[:, None], axis=-1)[:, 0]
+    log_total = jnp.log(jnp.sum(weights, axis=-1))
+    all_kept = greedy | jnp.all(is_kept, axis=-1)
+    return SampledToken(
+        id=token,
+        logprob=chosen - log_total,
+        kept=jnp.where(all_kept, 0.0, jnp.log(jnp.sum(kept, axis=-1)) - log_total),
+        cutoff=jnp.where(all_kept, -jnp.inf, _cutoff(below, is_kept)),
+    )
+
+
+def _cutoff(below: jax.Array, is_kept: jax.Array) -> jax.Array:
+    """Halfway between the last kept and the first dropped, so that rounding crosses neither."""
+    last = jnp.min(jnp.where(is_kept, below, jnp.inf), axis=-1)
+    first = jnp.max(jnp.where(is_kept, -jnp.inf, below), axis=-1)
+    return (last + first) / 2 - jnp.mean(below, axis=-1)
 
 
 def threshold(below: jax.Array, sampling: Sampling) -> jax.Array:

@@ -62,17 +62,18 @@ class _Answer:
     """An answer under construction."""
 
     tokens: list[int] = dataclasses.field(default_factory=list)  # token ids so far
-    logprobs: list[float] = dataclasses.field(default_factory=list)  # logprob of each token
+    # Logprob, log of the kept mass and cut-off of its tokens (sampling.SampledToken), by decode
+    # call, float32 [n, 3].
+    numbers: list[np.ndarray] = dataclasses.field(default_factory=list)
     text: str = ""  # decoded text so far, searched for stop strings
     # Incremental decoder that produces the text; None if there are no stop strings.
     stream: Stream | None = None
     stop_string: str = ""  # stop string that was found, or ""
     stopped: bool = False  # whether the answer ended by a stop token or stop string
 
-    def push(self, token: int, logprob: float, strings: Sequence[str]) -> None:
+    def push(self, token: int, strings: Sequence[str]) -> None:
         """Appends one token; sets `stopped` if it completes a stop string."""
         self.tokens.append(token)
-        self.logprobs.append(logprob)
         if self.stream is not None:
             begin = max(0, len(self.text) - max(map(len, strings)) + 1)
             self.text += self.stream.push(token)
@@ -82,8 +83,9 @@ class _Answer:
                 self.stopped = True
 
     def sample(self) -> Sample:
-        logprobs = np.array(self.logprobs, np.float32)
-        return Sample(np.array(self.tokens, np.int32), logprobs, self.stopped, self.stop_string)
+        tokens = np.array(self.tokens, np.int32)
+        logprobs, kept, cutoffs = np.concatenate(self.numbers).T
+        return Sample(tokens, logprobs, self.stopped, self.stop_string, kept, cutoffs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,13 +272,18 @@ class Session:
         ticket, options = sequence.prefilled.ticket, sequence.prefilled.request.options
         answer = self._answers[ticket][sequence.number]
         new = int(sampled.new[slot])
-        tokens, logprobs = sampled.tokens[slot, :new], sampled.logprobs[slot, :new]
-        if not np.isfinite(logprobs).all():
+        tokens = jax.tree.map(lambda x: x[slot, :new], sampled.tokens)
+        if not np.isfinite(tokens.logprob).all():
             raise FloatingPointError(f"request {ticket}: the policy's logits are not finite")
-        for token, logprob in zip(tokens.tolist(), logprobs.tolist(), strict=True):
-            answer.push(token, logprob, options.stop_strings)
+        before = len(answer.tokens)
+        for token in tokens.id.tolist():
+            answer.push(token, options.stop_strings)
             if answer.stop_string:
-                return True
+                break
+        numbers = np.stack([tokens.logprob, tokens.kept, tokens.cutoff], axis=1)
+        answer.numbers.append(numbers[: len(answer.tokens) - before])
+        if answer.stop_string:
+            return True
         sequence.count += new
         answer.stopped = bool(sampled.stopped[slot])
         return answer.stopped or sequence.count == options.max_tokens

@@ -79,12 +79,12 @@ def _groups(
     made = []
     for row, (prompt, length, index) in enumerate(zip(*batch, strict=True)):
         slots = range(row * c.group_size, (row + 1) * c.group_size)
-        tokens = [answers.tokens[n, : answers.new[n]] for n in slots]
+        tokens = [answers.tokens.id[n, : answers.new[n]] for n in slots]
         rewards = np.array(
             [rules.score(c.tokenizer.decode(x.tolist()), *truths[index]) for x in tokens]
         )
         advantages = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
-        sampled = [answers.logprobs[n, : answers.new[n]] for n in slots]
+        sampled = [answers.tokens.logprob[n, : answers.new[n]] for n in slots]
         made.append(TrainGroup(prompt[:length], tokens, list(advantages), old_logprobs=sampled))
     return made
 

@@ -45,11 +45,17 @@ class Head:
         scores = score_tokens(UNTIED, params, hidden, self.source, self.target, 0.7, **options)
         return jnp.sum(self.to_logprob * scores[0] + self.to_entropy * scores[1]), scores
 
-    def by_hand(self, table: jax.Array, hidden: jax.Array):
+    def by_hand(self, table: jax.Array, hidden: jax.Array, cutoff: jax.Array | None = None):
         picked = jnp.take_along_axis(hidden, self.source[..., None], axis=1)
-        every = jax.nn.log_softmax(picked @ table.T / 0.7)
+        logits = picked @ table.T / 0.7
+        kept = jnp.arange(len(table)) == self.target[..., None]
+        if cutoff is None:
+            cutoff = jnp.full(self.target.shape, -jnp.inf)
+        kept |= logits - jnp.mean(logits, axis=-1, keepdims=True) > cutoff[..., None]
+        every = jax.nn.log_softmax(jnp.where(kept, logits, -jnp.inf))
         chosen = jnp.take_along_axis(every, self.target[..., None], axis=-1)[..., 0]
-        scores = chosen, -jnp.sum(jnp.exp(every) * every, axis=-1)
+        every = jnp.where(kept, every, 0.0)
+        scores = chosen, -jnp.sum(jnp.where(kept, jnp.exp(every) * every, 0.0), axis=-1)
         return jnp.sum(self.to_logprob * scores[0] + self.to_entropy * scores[1]), scores
 
 
@@ -109,6 +115,46 @@ def test_vocabulary_slices_change_neither_values_nor_gradients(vocab: int, numbe
     head = _head(vocab)
     both = jax.value_and_grad(head.total, (0, 1), has_aux=True)
     _assert_close(both(head.table, head.hidden, numbers_at_once=numbers), _wanted(vocab))
+
+
+def _cutoffs() -> jax.Array:
+    """Cut-offs that keep from all tokens to few, and one that keeps only the target."""
+    cutoffs = np.random.default_rng(1).uniform(0.0, 4.0, size=(ROWS, ANSWERS))
+    cutoffs[0, :2] = -np.inf, 1e9
+    return jnp.asarray(cutoffs, jnp.float32)
+
+
+@functools.cache
+def _wanted_above(vocab: int, width: int = WIDTH):
+    head = _head(vocab, width)
+    by_hand = functools.partial(head.by_hand, cutoff=_cutoffs())
+    return jax.value_and_grad(by_hand, (0, 1), has_aux=True)(head.table, head.hidden)
+
+
+@pytest.mark.parametrize(("vocab", "numbers"), SLICES[:2], ids=ids)
+def test_scores_above_a_cutoff_equal_a_dense_reference(vocab: int, numbers: int) -> None:
+    """Values and gradients, of a softmax over the kept tokens alone."""
+    head = _head(vocab)
+    total = functools.partial(head.total, numbers_at_once=numbers, cutoff=_cutoffs())
+    found = jax.value_and_grad(total, (0, 1), has_aux=True)(head.table, head.hidden)
+    wanted = _wanted_above(vocab)
+    _assert_close(found, wanted)
+    assert float(wanted[0][1][0][0, 1]) == 0, "a target that is kept alone has probability 1"
+    assert np.abs(wanted[0][1][0] - _wanted(vocab)[0][1][0]).mean() > 0.2
+
+
+def test_mass_above_a_cutoff_sums_to_1() -> None:
+    """Every kept token of a vocabulary of 100 is scored as a target after the same state."""
+    head = _head(100)
+    hidden = jnp.broadcast_to(head.hidden[:1, :1], (100, 1, WIDTH))
+    zero, target = jnp.zeros((100, 1), jnp.int32), jnp.arange(100, dtype=jnp.int32)[:, None]
+    params = {"embedding": head.table}
+    logits = hidden[0, 0] @ head.table.T / 0.7
+    kept = np.asarray(logits - logits.mean() > 1.0)
+    cutoff = jnp.ones((100, 1))
+    found, _ = score_tokens(tiny.POLICY, params, hidden, zero, target, 0.7, cutoff=cutoff)
+    assert 5 < kept.sum() < 50
+    np.testing.assert_allclose(np.exp(np.asarray(found)[kept]).sum(), 1.0, atol=1e-5)
 
 
 def test_underflowing_probabilities_have_correct_gradients() -> None:
@@ -202,6 +248,18 @@ def test_lm_head_on_a_mesh_equals_one_device(
     with jax.set_mesh(mesh):
         _assert_close(run(*given), _wanted(*table))
         assert _count(run.lower(*given).as_text()) == collectives
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shape", "table", "one_stage", "collectives"), HEAD_MESHES[::3], ids=ids)
+def test_scores_above_a_cutoff_are_equal_on_a_mesh(
+    shape: dict[str, int], table: tuple[int, int], one_stage: int, collectives: tuple[int, ...]
+) -> None:
+    del one_stage, collectives
+    given = {"numbers_at_once": SMALLEST, "cutoff": _cutoffs()}
+    mesh, run, arguments = _on_mesh(shape, _head(*table), **given)
+    with jax.set_mesh(mesh):
+        _assert_close(run(*arguments), _wanted_above(*table))
 
 
 def test_gradient_of_a_frozen_table_is_not_computed() -> None:

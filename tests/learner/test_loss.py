@@ -157,6 +157,7 @@ def test_extreme_ratios_stay_finite() -> None:
             r"loss\.tis_cap = 2\.0: must be 0 for loss\.",
         ),
         ({"aggregation": "mean"}, r"loss\.aggregation = 'mean': must be one of"),
+        ({"support": "sampled", "kl_weight": 0.1}, r"loss\.support = 'sampled': must be 'full'"),
         ({"kl_weight": -0.1}, r"loss\.kl_weight = -0\.1: must be at least 0"),
         ({"clip_low": float("nan")}, r"loss\.clip_low = nan: must be at least 0"),
         ({"dual_clip": 1.0}, r"loss\.dual_clip = 1\.0: must be above 1"),

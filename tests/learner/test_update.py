@@ -337,6 +337,12 @@ def test_kl_to_a_reference_and_entropy_bonus_enter_the_loss() -> None:
     assert min(abs(a - b) for a in norms for b in norms if a is not b) > 1e-4
 
 
+def test_groups_without_the_samplers_cutoffs_are_rejected() -> None:
+    learner = _learner(loss=LossConfig(support="sampled"))
+    with pytest.raises(ValueError, match=r"loss\.support = 'sampled': needs old_logprobs, kept"):
+        learner.update(learner.init(tiny.weights()), SMALL)
+
+
 def test_missing_or_unneeded_reference_weights_are_rejected() -> None:
     learner = _learner(loss=LossConfig(kl_weight=0.3, entropy_weight=0.1))
     with pytest.raises(ValueError, match=r"loss\.kl_weight = 0\.3: reference weights"):

@@ -54,6 +54,7 @@ def given() -> tuple[MicroBatch, dict[str, np.ndarray]]:
         advantage=advantage.astype(np.float32),
         weight=weight.astype(np.float32),
         old_logprob=((logprobs - 0.25 * rng.normal(size=ANSWER.shape)) * real).astype(np.float32),
+        cutoff=np.full(ANSWER.shape, -np.inf, np.float32),
         role=np.zeros_like(ANSWER),
         answer=ANSWER,
         group=ANSWER,

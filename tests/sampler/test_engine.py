@@ -74,8 +74,8 @@ def _next(params, tokens, length, key, step, temperature: float) -> tuple[jax.Ar
     logits = transformer.logits(tiny.POLICY, params, tokens[None])[0, length - 1]
     uniform = jax.random.uniform(jax.random.fold_in(key, step))
     filters = tiny.sampling(1, temperature, CONFIG.top_p)
-    token, logprob = sampling.sample(logits[None], uniform[None], filters)
-    return token[0], logprob[0]
+    sampled = sampling.sample(logits[None], uniform[None], filters)
+    return sampled.id[0], sampled.logprob[0]
 
 
 def _one_by_one(prompt: list[int], request: int, sample_index: int, temperature: float) -> Sample:
@@ -274,7 +274,7 @@ def test_answer_ends_after_its_first_stop_token(stops, monkeypatch) -> None:
     def scripted(logits, *_):
         shape = jax.ShapeDtypeStruct((len(logits),), jnp.int32)
         tokens = io_callback(lambda: script[:, next(column)].astype(np.int32), shape)
-        return tokens, jnp.zeros(tokens.shape)
+        return sampling.SampledToken(tokens, *[jnp.zeros(tokens.shape)] * 3)
 
     monkeypatch.setattr(programs, "sample", scripted)
     sizes = {

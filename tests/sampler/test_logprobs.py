@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 from flax import linen as nn
 
-from spell_jax.learner import update
+from spell_jax.learner import old_logprobs, update
 from spell_jax.learner.learner import Learner
 from spell_jax.learner.loss_config import LossConfig
 from spell_jax.learner.optimizer import OptimizerConfig
@@ -81,12 +82,14 @@ def _prompts(lengths: tuple[int, ...]) -> list[list[int]]:
     return [text[: n - 5] + rng.integers(QWEN2.vocab_size, size=5).tolist() for n in lengths]
 
 
-def _sampled(policy: PolicyConfig, size: str, temperature: float) -> list[TrainGroup]:
+def _sampled(
+    policy: PolicyConfig, size: str, temperature: float, **filters: Any
+) -> list[TrainGroup]:
     """Prompts, answers and their logprobs from the sampler."""
     lengths, block = SIZES[size]
     config = SamplerConfig(
         temperature=temperature,
-        top_p=0.9,
+        **({"top_p": 0.9} | filters),
         max_tokens=ANSWER,
         max_verdict_tokens=ANSWER,
         max_prompt=max(lengths),
@@ -104,19 +107,28 @@ def _sampled(policy: PolicyConfig, size: str, temperature: float) -> list[TrainG
     groups = []
     for prompt, samples in zip(prompts, answers, strict=True):
         assert samples is not None
-        tokens, logprobs = [s.tokens for s in samples], [s.logprobs for s in samples]
-        groups.append(TrainGroup(prompt, tokens, [1.0] * SIBLINGS, old_logprobs=logprobs))
+        groups.append(
+            TrainGroup(
+                prompt,
+                [sample.tokens for sample in samples],
+                [1.0] * SIBLINGS,
+                old_logprobs=[sample.logprobs for sample in samples],
+                kept=[sample.kept for sample in samples],
+                cutoffs=[sample.cutoffs for sample in samples],
+            )
+        )
     return groups
 
 
 def _scored(
-    policy: PolicyConfig, groups: list[TrainGroup], temperature: float
+    policy: PolicyConfig, groups: list[TrainGroup], temperature: float, support: str = "full"
 ) -> tuple[np.ndarray, np.ndarray]:
     """(the sampler's logprobs, the learner's) of all answer tokens."""
     answers = SIBLINGS * ANSWER
     bucket = Bucket(max(len(group.prompt) for group in groups) + answers, answers)
     layout = PackingConfig((bucket,), bucket.length)
-    learner = Learner(policy, OptimizerConfig(), LossConfig(), layout, _mesh(), temperature)
+    loss = LossConfig(support=support)
+    learner = Learner(policy, OptimizerConfig(), loss, layout, _mesh(), temperature)
     batches, _, refused = learner.pack(learner.weigh(groups))
     assert not refused and len(batches) == len(groups)
     score = jax.jit(functools.partial(update.score, learner.spec))
@@ -156,3 +168,19 @@ def test_logprobs_equal_the_learners_after_4k_prompt_tokens(name: str, temperatu
 @pytest.mark.parametrize(("name", "temperature"), list(zip(POLICIES, [0.7, 0.0] * 2, strict=True)))
 def test_logprobs_equal_the_learners_after_16k_prompt_tokens(name: str, temperature: float) -> None:
     _check(name, "16K", temperature)
+
+
+FILTERS = [{"top_p": 0.6}, {"top_p": 1.0, "top_k": 4}, {"top_p": 1.0, "min_p": 0.1}]
+
+
+@pytest.mark.parametrize(("name", "filters"), list(zip(POLICIES, FILTERS, strict=False)), ids=str)
+def test_renormalized_logprobs_equal_the_learners(name: str, filters: dict[str, Any]) -> None:
+    """loss.support = "sampled": the update's policy is the one that sampled, filters included."""
+    policy = POLICIES[name]
+    groups = _sampled(policy, "1K", 0.7, **filters)
+    before = np.concatenate([row for group in groups for row in group.old_logprobs or ()])
+    found, wanted = _scored(policy, old_logprobs.on_sampled_support(groups), 0.7, "sampled")
+    np.testing.assert_allclose(found, wanted, atol=1e-4)
+    assert (found - before).mean() > 0.1, "the filters should drop some mass"
+    full, _ = _scored(policy, groups, 0.7)
+    assert np.abs(full - wanted).max() > 0.1

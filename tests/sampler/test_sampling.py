@@ -114,7 +114,7 @@ def test_sampled_frequencies_match_the_exact_distribution(temperature: float, to
     uniform = jax.random.uniform(jax.random.key(1), (DRAWS,))
     rows = jnp.broadcast_to(logits, (DRAWS, 12))
     sampling = tiny.sampling(DRAWS, temperature, top_p)
-    tokens, _ = jax.jit(sample)(rows, uniform, sampling)
+    tokens = jax.jit(sample)(rows, uniform, sampling).id
     counts = np.bincount(tokens, minlength=12)
     possible = exact > 0
     assert counts[~possible].sum() == 0
@@ -130,7 +130,7 @@ def test_sampled_frequencies_match_the_exact_distribution(temperature: float, to
 def test_uniform_numbers_select_by_cumulative_probability() -> None:
     logits = jnp.log(jnp.array([[0.5, 0.25, 0.125, 0.125]]))
     uniform = jnp.array([0.0, 0.49, 0.51, 0.74, 0.76, 0.874, 0.876, 0.99999994])
-    tokens, _ = sample(jnp.broadcast_to(logits, (8, 4)), uniform, tiny.sampling(8))
+    tokens = sample(jnp.broadcast_to(logits, (8, 4)), uniform, tiny.sampling(8)).id
     np.testing.assert_array_equal(tokens, [0, 0, 1, 1, 2, 2, 3, 3])
 
 
@@ -148,7 +148,7 @@ def test_rounding_never_selects_a_token_outside_the_nucleus() -> None:
     uniform = np.concatenate([np.nextafter(sums, 0), sums, np.nextafter(sums, 1)]) / sums[-1]
     uniform = jnp.clip(uniform.astype(np.float32), 0, 1 - 2**-24)
     rows = jnp.broadcast_to(logits, (len(uniform), 1024))
-    tokens, _ = jax.jit(sample)(rows, uniform, tiny.sampling(len(rows), top_p=0.9))
+    tokens = jax.jit(sample)(rows, uniform, tiny.sampling(len(rows), top_p=0.9)).id
     assert kept[np.asarray(tokens)].all()
     assert len(set(np.asarray(tokens).tolist())) > 0.9 * kept.sum()
 
@@ -158,7 +158,8 @@ def test_rounding_never_selects_a_token_outside_the_nucleus() -> None:
 def test_logprobs_are_over_the_full_vocabulary(temperature: float) -> None:
     logits = jnp.asarray(np.random.default_rng(2).normal(size=(40, 30)) * 2, jnp.float32)
     uniform = jax.random.uniform(jax.random.key(0), (40,))
-    tokens, logprobs = sample(logits, uniform, tiny.sampling(40, temperature, 0.5))
+    sampled = sample(logits, uniform, tiny.sampling(40, temperature, 0.5))
+    tokens, logprobs = sampled.id, sampled.logprob
     every = jax.nn.log_softmax(logits / (temperature or 1.0))
     wanted = np.take_along_axis(np.asarray(every), np.asarray(tokens)[:, None], 1)[:, 0]
     np.testing.assert_allclose(logprobs, wanted, atol=1e-6)
@@ -170,5 +171,34 @@ def test_logprobs_are_over_the_full_vocabulary(temperature: float) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_nan_logits_give_nan_logprobs(temperature: float) -> None:
     sampling = tiny.sampling(1, temperature, 0.9)
-    tokens, logprobs = sample(jnp.full((1, 5), jnp.nan), jnp.array([0.3]), sampling)
-    assert 0 <= int(tokens[0]) < 5 and np.isnan(logprobs[0])
+    sampled = sample(jnp.full((1, 5), jnp.nan), jnp.array([0.3]), sampling)
+    assert 0 <= int(sampled.id[0]) < 5 and np.isnan(sampled.logprob[0])
+
+
+FILTERS = [{"top_p": 0.6}, {"top_k": 5}, {"min_p": 0.1}, {"top_p": 0.7, "top_k": 9, "min_p": 0.05}]
+
+
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+def test_cutoff_separates_the_kept_tokens_whose_mass_is_kept(filters: dict[str, float]) -> None:
+    logits = jnp.asarray(np.random.default_rng(2).normal(size=(40, 30)) * 2, jnp.float32)
+    options = tiny.sampling(40, 0.7, **filters)  # type: ignore[arg-type]
+    sampled = sample(logits, jax.random.uniform(jax.random.key(0), (40,)), options)
+    scaled = np.asarray(logits, float) / 0.7
+    below = jnp.asarray(scaled - scaled.max(-1, keepdims=True), jnp.float32)
+    wanted = np.asarray(below >= threshold(below, options)[:, None])
+    centered = scaled - scaled.mean(-1, keepdims=True)
+    np.testing.assert_array_equal(centered > np.asarray(sampled.cutoff)[:, None], wanted)
+    assert 1 < wanted.sum(-1).mean() < 20
+    probability = np.exp(scaled) / np.exp(scaled).sum(-1, keepdims=True)
+    mass = np.where(wanted, probability, 0).sum(-1)
+    np.testing.assert_allclose(np.exp(sampled.kept), mass, rtol=1e-5)
+    assert wanted[np.arange(40), np.asarray(sampled.id)].all()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_everything_is_kept_without_filters_and_by_greedy_sampling(temperature: float) -> None:
+    logits = jnp.asarray(np.random.default_rng(2).normal(size=(4, 30)), jnp.float32)
+    options = tiny.sampling(4, temperature, 1.0 if temperature else 0.5)
+    sampled = sample(logits, jnp.full(4, 0.3), options)
+    np.testing.assert_array_equal(sampled.kept, 0.0)
+    np.testing.assert_array_equal(sampled.cutoff, -np.inf)

@@ -125,6 +125,20 @@ def test_shared_prefixes_are_prefilled_once_and_bit_identical() -> None:
             _assert_identical(samples, _alone(request))
 
 
+def test_no_page_of_a_prefix_survives_an_update_of_the_weights() -> None:
+    """A session has fixed weights. The next one, with new weights, reads every prompt again."""
+    requests, new = _requests(), tiny.weights(seed=1)
+    before = _sampler().start_session(tiny.weights())
+    old = _answer(before, requests)
+    after = _sampler().start_session(new)
+    found = _answer(after, requests)
+    assert after.reused_tokens == before.reused_tokens
+    unused = Sampler(tiny.POLICY, CONFIG, (), _sampler().mesh, Letters().stream)
+    for samples, wanted in zip(found, _answer(unused.start_session(new), requests), strict=True):
+        _assert_identical(samples, wanted)
+    assert any((a.tokens != b.tokens).any() for a, b in zip(found[0], old[0], strict=True))
+
+
 @pytest.mark.slow
 def test_pool_with_room_for_one_answer_gives_the_same_answers() -> None:
     small = dataclasses.replace(CONFIG, kv_cache_tokens=CONFIG.longest)
@@ -183,7 +197,7 @@ def test_earliest_of_several_stop_strings_ends_the_answer() -> None:
     stream = Letters().stream()
     answer = session._Answer(stream=stream)
     for token in (0, 1, 2):
-        answer.push(token, -1.0, ("cc", "bb", "ab"))
+        answer.push(token, ("cc", "bb", "ab"))
         if answer.stopped:
             break
     assert answer.tokens == [0, 1] and answer.stop_string == "ab" and answer.stopped
