@@ -23,6 +23,7 @@ from spell_jax.policy.tokenizer_base import Stream
 from spell_jax.runtime import mesh as meshes
 from spell_jax.sampler import batching, programs
 from spell_jax.sampler.config import SamplerConfig
+from spell_jax.sampler.counts import Counts
 from spell_jax.sampler.keys import request_keys
 from spell_jax.sampler.requests import Options, Sample, SampleRequest
 from spell_jax.sampler.scheduler import DecodeSequence, Scheduler, Shape
@@ -32,29 +33,6 @@ log = logging.getLogger(__name__)
 # While requests are queued, a decode call returns as soon as 1 in 16 of its active slots is free.
 # Few slots are then idle, and refills are planned in batches instead of one at a time.
 _REFILL_SHARE = 16
-
-
-@dataclasses.dataclass
-class Counts:
-    """Counters of a session."""
-
-    prompt_tokens: int = 0  # prompt tokens of all submitted requests
-    prefill_calls: int = 0  # calls of the prefill program
-    prefill_pages: int = 0  # pages read by these calls
-    decode_calls: int = 0  # calls of the decode program
-    decode_steps: int = 0  # passes of the decode loop, over all calls
-    tokens: int = 0  # sampled tokens
-    slot_steps: int = 0  # slots times decode passes
-    # Slot steps that sampled at least one token (more than one with speculation).
-    busy_slot_steps: int = 0
-    starved_slot_steps: int = 0  # slot steps that sampled nothing while a request was queued
-    group_slot_steps: int = 0  # cells times passes, over the decode rows in use
-    padded_group_slots: int = 0  # those of the above whose cell had no sequence
-    prefilled_tokens: int = 0  # prompt tokens that were read, not taken from a shared prefix
-    # Seconds per agent in which the host was blocked by the device. A decode call serves many
-    # agents, so its wait is divided in proportion to their sampled tokens and to their prompt
-    # tokens prefilled since the previous wait.
-    device_wait_seconds: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
@@ -263,7 +241,9 @@ class Session:
                     ticket = sequence.prefilled.ticket
                     if shard.finish(shard.lanes[call.lane], sequence):
                         finished.append(ticket)
-        self._count(call, sampled, wait_seconds)
+        self.counts.add_decode(sampled, call.cells, call.empty, call.has_queued)
+        self.counts.add_wait(wait_seconds, self._processed)
+        self._processed.clear()
         for ticket in finished:
             yield ticket, [answer.sample() for answer in self._answers.pop(ticket)]
 
@@ -287,20 +267,3 @@ class Session:
         sequence.count += new
         answer.stopped = bool(sampled.stopped[slot])
         return answer.stopped or sequence.count == options.max_tokens
-
-    def _count(self, call: _Call, sampled: programs.Sampled, wait_seconds: float) -> None:
-        counts, steps = self.counts, int(sampled.steps)
-        slot_steps, busy = steps * len(sampled.new), int(sampled.busy.sum())
-        counts.decode_calls += 1
-        counts.decode_steps += steps
-        counts.tokens += int(sampled.new.sum())
-        counts.slot_steps += slot_steps
-        counts.busy_slot_steps += busy
-        counts.starved_slot_steps += (slot_steps - busy) * call.has_queued
-        counts.group_slot_steps += steps * call.cells
-        counts.padded_group_slots += steps * call.empty
-        total = self._processed.total() or 1
-        for agent, tokens in self._processed.items():
-            before = counts.device_wait_seconds.get(agent, 0.0)
-            counts.device_wait_seconds[agent] = before + wait_seconds * tokens / total
-        self._processed.clear()

@@ -12,8 +12,8 @@ import pytest
 
 from spell_jax.algorithms.rollout import RolloutWorker, TextSampler
 from spell_jax.sampler.config import SamplerConfig
+from spell_jax.sampler.counts import Counts
 from spell_jax.sampler.requests import Sample, SampleRequest
-from spell_jax.sampler.session import Counts
 
 WORDS = ("zero", "one", "two", "end")
 

@@ -1,0 +1,57 @@
+"""Counts of a session: what its programs read and sampled, and how long the host waited."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+
+from spell_jax.sampler import programs
+
+
+@dataclasses.dataclass
+class Counts:
+    """Counters of a session."""
+
+    prompt_tokens: int = 0  # prompt tokens of all submitted requests
+    prefill_calls: int = 0  # calls of the prefill program
+    prefill_pages: int = 0  # pages read by these calls
+    decode_calls: int = 0  # calls of the decode program
+    decode_steps: int = 0  # passes of the decode loop, over all calls
+    tokens: int = 0  # sampled tokens
+    slot_steps: int = 0  # slots times decode passes
+    # Slot steps that sampled at least one token (more than one with speculation).
+    busy_slot_steps: int = 0
+    starved_slot_steps: int = 0  # slot steps that sampled nothing while a request was queued
+    group_slot_steps: int = 0  # cells times passes, over the decode rows in use
+    padded_group_slots: int = 0  # those of the above whose cell had no sequence
+    prefilled_tokens: int = 0  # prompt tokens that were read, not taken from a shared prefix
+    # Seconds per agent in which the host was blocked by the device. A decode call serves many
+    # agents, so its wait is divided in proportion to their sampled tokens and to their prompt
+    # tokens prefilled since the previous wait.
+    device_wait_seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    def add_decode(
+        self, sampled: programs.Sampled, cells: int, empty: int, has_queued: bool
+    ) -> None:
+        """Adds a decode call, given its result on the host.
+
+        `cells` is the number of cells of the decode rows in use, `empty` of those without a
+        sequence; `has_queued` says whether a request was queued for one of its slots.
+        """
+        steps, busy = int(sampled.steps), int(sampled.busy.sum())
+        slot_steps = steps * len(sampled.new)
+        self.decode_calls += 1
+        self.decode_steps += steps
+        self.tokens += int(sampled.new.sum())
+        self.slot_steps += slot_steps
+        self.busy_slot_steps += busy
+        self.starved_slot_steps += (slot_steps - busy) * has_queued
+        self.group_slot_steps += steps * cells
+        self.padded_group_slots += steps * empty
+
+    def add_wait(self, seconds: float, processed: Counter[str]) -> None:
+        """Divides a wait among agents by the tokens `processed` for each since the last wait."""
+        total = processed.total() or 1
+        for agent, tokens in processed.items():
+            before = self.device_wait_seconds.get(agent, 0.0)
+            self.device_wait_seconds[agent] = before + seconds * tokens / total
