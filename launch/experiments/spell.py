@@ -431,8 +431,8 @@ _ABLATIONS = (
         ),
         paper="Average: 38.2 before; RLVR 45.9, LongPO 42.8, SoLoPO 44.2, QwenLong-L1 46.1, "
         "SPELL 47.2",
-        tiny="8 documents: .40 before, RLVR .78, LongPO .54, SoLoPO .46, QwenLong-L1 .78, SPELL .80 "
-        "([docs](algorithms.md#baselines-in-the-tiny-world))",
+        tiny="8 documents: .40 before, RLVR .78, LongPO .54, SoLoPO .46, QwenLong-L1 .78, "
+        "SPELL .80 ([docs](algorithms.md#baselines-in-the-tiny-world))",
         note="LongPO (Official) is the authors' checkpoint, DAMO-NLP-SG/Qwen2.5-7B-LongPO-128K.",
     ),
 )
