@@ -24,7 +24,7 @@ from data_pipeline import layouts, signatures
 from data_pipeline.dedup import DedupConfig
 from data_pipeline.records import Document, digest, event, removed
 
-SUFFIXES = (".json", ".jsonl", ".txt")
+SUFFIXES = (".json", ".jsonl", ".txt", ".parquet")
 SHORTEST_PASSAGE = 100  # characters
 # Shorter questions are only compared as whole texts: a document may contain their words by chance.
 SHORTEST_QUESTION = 8  # tokens
@@ -38,7 +38,7 @@ class BenchmarkConfig:
 
     Attributes:
       path: File, folder (searched recursively) or glob on any file system that fsspec supports.
-        Only .json, .jsonl and .txt files are read; a .txt file is one document.
+        Only .json, .jsonl, .parquet and .txt files are read; a .txt file is one document.
       document_fields: Names of JSON fields, at any depth, that hold documents. layouts.field_texts
         defines the texts of a field.
       question_fields: Names of JSON fields, at any depth, that hold questions.
@@ -212,12 +212,13 @@ def _read(where: str, config: BenchmarkConfig) -> Iterator[tuple[str, str, str]]
     """Yield (kind, id, text) for the texts of a benchmark's files."""
     for path, data in _files(where, config.path):
         try:
-            content = data.decode("utf-8-sig")
-            if path.lower().endswith(".txt"):
-                texts = [("document", content)]
+            if layouts.is_parquet(data):
+                texts = list(_texts(layouts.parquet_values(data), config))
+            elif path.lower().endswith(".txt"):
+                texts = [("document", data.decode("utf-8-sig"))]
             else:
-                texts = list(_texts(layouts.json_values(content), config))
-        except (ValueError, RecursionError) as error:
+                texts = list(_texts(layouts.json_values(data.decode("utf-8-sig")), config))
+        except (ValueError, RecursionError, layouts.Unusable) as error:
             raise ValueError(f"{where}.path = {config.path!r}: {path}: {error}") from error
         for kind, text in texts:
             pieces = [text]

@@ -129,11 +129,11 @@ def read_pdf(data: bytes) -> list[Row]:
 
 
 def read_docmath(data: bytes) -> list[Row]:
-    """Parse DocMath-Eval's JSON: one row per question, with the paragraphs of its report only.
+    """Parse DocMath-Eval's JSON or Parquet: a row per question, with the paragraphs of its report.
 
     Blank lines separate the paragraphs, and there are none within a paragraph.
     """
-    rows = _parse(data, json.loads)
+    rows = parquet_values(data) if is_parquet(data) else _parse(data, json.loads)
     if not isinstance(rows, list) or not rows:
         raise Unusable("another layout", f"must be a list of questions, is {type(rows).__name__}")
     needed = {"question_id", "question", "paragraphs"}
@@ -164,6 +164,18 @@ def _parse(data: bytes, parse: Callable[[str], Any]) -> Any:
     try:
         return parse(_decode(data))
     except (ValueError, RecursionError) as error:
+        raise Unusable("damaged", describe(error)) from error
+
+
+def is_parquet(data: bytes) -> bool:
+    return data.startswith(b"PAR1")
+
+
+def parquet_values(data: bytes) -> list[dict[str, Any]]:
+    """Parse all rows of a Parquet file that is small enough to be in memory."""
+    try:
+        return pq.read_table(io.BytesIO(data)).to_pylist()
+    except Exception as error:  # a damaged file may raise anything
         raise Unusable("damaged", describe(error)) from error
 
 

@@ -40,12 +40,13 @@ WHOLE: Mapping[str, Callable[[bytes], list[Row]]] = {
     ".htm": layouts.read_html,
     ".pdf": layouts.read_pdf,
     ".json": layouts.read_docmath,
+    ".parquet": layouts.read_docmath,
 }
 LINES = {".jsonl": "", ".jsonl.gz": "gzip", ".jsonl.zst": "zstd"}  # suffix -> compression
 LAYOUTS = {
     "folder": (".txt", ".md", ".html", ".htm", ".pdf", *LINES, ".parquet"),
     "ultra_fineweb": (".parquet",),
-    "docmath": (".json",),
+    "docmath": (".json", ".parquet"),
     "json": (".json", ".jsonl"),
 }
 SPLITS = ("", "chapters")
@@ -65,7 +66,7 @@ class SourceConfig:
       layout: Format of the files:
         "folder": every .txt, .md, .html, .pdf, .jsonl (also .gz, .zst) and .parquet file;
         "ultra_fineweb": Parquet with the columns `text` and `quality`, both required;
-        "docmath": DocMath-Eval's JSON, the paragraphs of each question's report;
+        "docmath": DocMath-Eval's Parquet or JSON, the paragraphs of each question's report;
         "json": .json and .jsonl files of any nesting, every text in a field `text`
           (layouts.field_texts).
       tasks: Tasks that the documents may serve, one or more of TASKS.
@@ -266,7 +267,7 @@ def _split(listed: Any, sources: Mapping[str, SourceConfig]) -> Iterator[Any]:
     source, suffix = sources[listed["source"]], _suffix(listed["place"])
     if suffix not in LAYOUTS[source.layout]:
         yield from _skip(listed, Unusable("of another type", suffix or "no suffix"))
-    elif suffix != ".parquet":
+    elif suffix != ".parquet" or source.layout == "docmath":
         yield Piece(file=listed, columns=[], group=0, first=0)
     else:
         names = source.text, source.quality

@@ -128,6 +128,14 @@ def test_paper_config_reads_documents_and_questions_of_all_benchmarks(tmp_path):
     }
 
 
+def test_parquet_has_the_texts_of_json(tmp_path):
+    row = {"paragraphs": ["Sales 3.", "| a |"], "question": "How much?", "ground_truth": 7.5}
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "b.parquet")
+    config = BenchmarkConfig(str(tmp_path / "b.parquet"), ("paragraphs",), ("question",))
+    found = {(item.kind, item.text) for item in read_benchmarks({"docmath": config})}
+    assert found == {("document", "Sales 3.\n\n| a |"), ("question", "How much?")}
+
+
 def test_long_contexts_are_also_split_at_blank_lines(tmp_path):
     long, other, short = "x" * 100, "y " * 60 + "y", "z" * 99
     row = {"input": "Q?", "context": f"{long}\n \n{short}\r\n\r\n{other}\nend", "length": 3}
@@ -179,7 +187,7 @@ def test_benchmarks_are_read_from_folders_and_patterns(tmp_path):
 @pytest.mark.parametrize(
     ("content", "config", "message"),
     [
-        (None, {}, r"benchmarks.b.path = '.*none': must have .json, .jsonl, .txt files"),
+        (None, {}, r"benchmarks.b.path = '.*none': must have .json, .jsonl, .txt, .parquet files"),
         ('{"c": "x"', {"document_fields": ("c",)}, r"benchmarks.b.path = .*f.json: line 1: Exp"),
         ('{"c": 1}\nx', {"document_fields": ("c",)}, r"benchmarks.b.path = .*f.json: line 2: Exp"),
         (b"\xff\xfe", {"document_fields": ("c",)}, r"benchmarks.b.path = .*f.json: 'utf-8' codec"),

@@ -307,6 +307,32 @@ def test_docmath_keeps_paragraphs_only(tmp_path: Path):
     assert counts(tables, "doc")["files read"] == 1
 
 
+def test_docmath_is_the_same_in_parquet(tmp_path: Path):
+    row = {"question_id": "q", "question": "How much?", "ground_truth": 3.5}
+    rows = [{**row, "paragraphs": [f"Sales {n}.", "| a |"]} for n in range(3)]
+    found = []
+    for suffix in ("json", "parquet"):
+        path = tmp_path / suffix / f"a.{suffix}"
+        path.parent.mkdir()
+        if suffix == "json":
+            path.write_text(json.dumps(rows))
+        else:
+            pq.write_table(pa.Table.from_pylist(rows), path)
+        source = SourceConfig(str(path.parent), "docmath", ("financial_math",))
+        tables = read(tmp_path / f"{suffix}_out", {"doc": source})
+        found.append([d["text"] for d in tables["documents"]])
+        assert not tables["removed"] and counts(tables, "doc")["files read"] == 1
+    assert found[0] == found[1] == [f"Sales {n}.\n\n| a |" for n in range(3)]
+
+
+def test_damaged_docmath_parquet_is_skipped(tmp_path: Path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.parquet").write_bytes(b"PAR1 and no more")
+    source = SourceConfig(str(tmp_path / "in"), "docmath", ("financial_math",))
+    tables = read(tmp_path / "out", {"doc": source})
+    assert [r["reason"] for r in tables["removed"]] == ["damaged"]
+
+
 def test_json_layout_reads_any_nesting(tmp_path: Path):
     squad = {"data": [{"paragraphs": [{"context": "One.", "qas": [{"question": "What?"}]}]}]}
     lines = [

@@ -154,7 +154,8 @@ def load_docmath(folder: Folder, limit: int | None = None, *, sections: bool = F
         left = None if limit is None else limit - len(items)
         if left == 0:
             break
-        layouts = [[f"data/{split}.json"], [f"{split}.json"]]
+        hub = f"data/{split}-00000-of-00001.parquet"
+        layouts = [[hub], [f"data/{split}.json"], [f"{split}.json"]]
         rows = published.read(folder, layouts, count, left)
         items += [_docmath_item(row, split, sections) for row in rows]
     return _benchmark("docmath", "DocMath", items, "financial_math", sections, ("split",))

@@ -239,6 +239,19 @@ def test_docmath_has_four_sets(tmp_path):
     assert benchmark.extract(r"\boxed{7}", item) == "7"
 
 
+def test_docmath_is_read_from_the_hubs_parquet(tmp_path):
+    """Its rows have a float as ground_truth."""
+    for split, count in long.DOCMATH_ROWS.items():
+        rows = [math_row(i, split, ground_truth=7.5) for i in range(count)]
+        path = tmp_path / "data" / f"{split}-00000-of-00001.parquet"
+        path.parent.mkdir(exist_ok=True)
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    found = load("docmath", tmp_path).items
+    write_docmath(tmp_path / "json", ground_truth=7.5)
+    assert found == load("docmath", tmp_path / "json").items
+    assert found[0].references == ("7.5",)
+
+
 def test_judge_sees_the_whole_question(tmp_path):
     question = "Sales rose by 3.\n\nHow much were they?"
     write(tmp_path / "simpshort_testmini.json", [math_row(question=question)])
