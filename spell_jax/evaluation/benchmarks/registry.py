@@ -8,8 +8,8 @@ and the needle grid are generated for the policy's own tokenizer:
     needle                  the needle grid at lengths from 4K to 128K
 
 A length counts tokens of the policy, with its chat layout: --max_input=16384 does not truncate a
-prompt of ruler_vt_16384. All *.txt files of the folder are the prose that hides needles; all
-*.jsonl files are the questions of ruler_qa_LENGTH (see ruler.read_rows).
+prompt of ruler_vt_16384. Texts of the folder are the prose that hides needles; its questions, such
+as SQuAD's and HotpotQA's files, are those of ruler_qa_LENGTH (generated/sources.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections import Counter
 from spell_jax.evaluation.benchmarks import long_documents, own_questions, retrieval, short
 from spell_jax.evaluation.benchmarks.base import Benchmark
 from spell_jax.evaluation.benchmarks.published import HELP, Folder, Loader
-from spell_jax.evaluation.generated import ruler
+from spell_jax.evaluation.generated import ruler, sources
 from spell_jax.evaluation.generated.haystack import Source
 from spell_jax.policy.tokenizer_base import Tokenizer
 
@@ -112,7 +112,7 @@ def _make_ruler(name: str, folder: Folder, limit: int | None, tokenizer: Tokeniz
         tasks = ", ".join(ruler.TASKS)
         raise ValueError(f"must be ruler_TASK_LENGTH, such as ruler_vt_16384; TASK is {tasks}")
     source = _source(_number(length), tokenizer, folder, task in ruler.PROSE_TASKS)
-    rows = ruler.read_rows(folder) if task == "qa" else ()
+    rows = sources.read_questions(folder) if task == "qa" else ()
     return ruler.ruler(task, source, rows, limit or ruler.ITEMS)
 
 
@@ -124,7 +124,7 @@ def _make_needle(name: str, folder: Folder, limit: int | None, tokenizer: Tokeni
 
 
 def _source(length: int, tokenizer: Tokenizer, folder: Folder, with_prose: bool) -> Source:
-    text = _read_prose(folder) if with_prose else ""
+    text = sources.read_prose(folder) if with_prose else ""
     cost = functools.cache(tokenizer.count)
     return Source(length, lambda prompt: len(tokenizer.chat(prompt)), cost, text)
 
@@ -133,20 +133,6 @@ def _number(text: str) -> int:
     if not (text.isascii() and text.isdecimal()):
         raise ValueError(f"length {text!r}: must be a number of tokens, such as 16384")
     return int(text)
-
-
-def _read_prose(folder: Folder) -> str:
-    """Read and join all *.txt files of a folder, in the order of their names."""
-    paths = sorted(pathlib.Path(folder).glob("*.txt"))
-    if not paths:
-        raise FileNotFoundError(f"{folder}: no *.txt there, the prose in which needles are hidden")
-    texts = []
-    for path in paths:
-        try:
-            texts.append(path.read_text(encoding="utf-8-sig"))
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path}: not UTF-8 text ({error})") from error
-    return "\n".join(texts)
 
 
 _MAKERS = {"ruler": _make_ruler, "needle": _make_needle}

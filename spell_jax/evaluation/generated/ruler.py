@@ -19,7 +19,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import pathlib
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -29,7 +28,7 @@ import numpy as np
 from spell_jax.evaluation.benchmarks.base import Benchmark, Item
 from spell_jax.evaluation.generated import haystack
 from spell_jax.evaluation.generated.haystack import Make, Names, Pile, Source, letters
-from spell_jax.runtime.jsonl import read_records
+from spell_jax.evaluation.generated.sources import QaRow
 
 ITEMS = 500  # questions per task and length, as in the paper
 
@@ -45,15 +44,6 @@ _HOPS = 4  # variables of "vt" after the first one
 
 GRID_LENGTHS = (4096, 8192, 16384, 32768, 65536, 131072)
 GRID_DEPTHS = tuple(round(0.1 * step, 1) for step in range(11))
-
-
-@dataclasses.dataclass(frozen=True)
-class QaRow:
-    """A question of the task "qa"; some of its documents answer it."""
-
-    documents: tuple[str, ...]
-    question: str
-    references: tuple[str, ...]
 
 
 def ruler(
@@ -344,37 +334,3 @@ _GENERATED: Mapping[str, Task] = {
     "vt": _variable_tracking,
 }
 TASKS = (*_GENERATED, "qa")
-
-
-def read_rows(folder: str | pathlib.Path) -> tuple[QaRow, ...]:
-    """Read the questions of all *.jsonl files in a folder; bad lines are logged and skipped.
-
-    A line has the layout of HotpotQA and 2WikiMultihopQA, {"question", "answer", "context":
-    [[title, [sentence, ...]], ...]}; of MuSiQue, {"question", "answer", "answer_aliases",
-    "paragraphs": [{"title", "paragraph_text"}, ...]}; or is {"question", "answer" or "answers",
-    "documents": [text, ...]}. Raises FileNotFoundError without a file, ValueError if no line is a
-    question.
-    """
-    paths = sorted(pathlib.Path(folder).glob("*.jsonl"))
-    if not paths:
-        raise FileNotFoundError(f"{folder}: no *.jsonl there")
-    rows = [row for path in paths for row in read_records(path, _parse_row)[0]]
-    if not rows:
-        raise ValueError(f"{folder}: no line of its {len(paths)} files is a question")
-    return tuple(rows)
-
-
-def _parse_row(record: Any) -> QaRow:
-    if "context" in record:
-        documents = [f"{title}\n{''.join(texts)}" for title, texts in record["context"]]
-    elif "paragraphs" in record:
-        documents = [f"{p['title']}\n{p['paragraph_text']}" for p in record["paragraphs"]]
-    else:
-        documents = record["documents"]
-    answers = record["answers"] if "answers" in record else [record["answer"]]
-    answers = [*answers, *record.get("answer_aliases", ())]
-    texts = (*documents, record["question"], *answers)
-    if not documents or not all(isinstance(text, str) and text for text in texts):
-        raise ValueError("question, answers and documents must be texts that are not empty")
-    "".join(texts).encode()  # raises on lone surrogates, which have no UTF-8
-    return QaRow(tuple(documents), record["question"], tuple(dict.fromkeys(answers)))

@@ -9,6 +9,7 @@ import pytest
 
 from spell_jax.evaluation.benchmarks import registry as benchmarks
 from spell_jax.evaluation.generated import ruler
+from spell_jax.evaluation.generated.sources import read_prose
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy.model import TINY_POLICY
 from spell_jax.policy.tokenizer_base import Tokenizer
@@ -66,8 +67,8 @@ def test_needle_grid_is_loaded_by_name(folder: Path, chatml: Tokenizer):
 
 
 def test_prose_is_all_texts_of_the_folder(folder: Path, monkeypatch):
-    assert benchmarks._read_prose(folder).startswith("A sailor")
-    assert benchmarks._read_prose(folder).endswith("Nobody went out.\n")
+    assert read_prose(folder).startswith("A sailor")
+    assert read_prose(folder).endswith("Nobody went out.\n")
     words = tokenizers.load(TINY_POLICY)
     (item,) = benchmarks.load("ruler_niah_single_2_4096", folder, 1, words).items
     assert "sailor" in item.prompt and "Rain" in item.prompt
@@ -121,9 +122,9 @@ def test_invalid_benchmark_names_are_rejected(
 
 def test_missing_or_invalid_inputs_raise(folder: Path, chatml: Tokenizer, tmp_path: Path):
     for name in ("needle_1024", "ruler_niah_single_2_1024"):
-        with pytest.raises(FileNotFoundError, match=r"no \*\.txt there, the prose"):
+        with pytest.raises(FileNotFoundError, match=r"no \*\.txt and no .*, the prose"):
             benchmarks.load(name, tmp_path, 1, chatml)
-    with pytest.raises(FileNotFoundError, match=r"no \*\.jsonl there"):
+    with pytest.raises(FileNotFoundError, match=r"no \*\.jsonl or \*\.json there"):
         benchmarks.load("ruler_qa_1024", tmp_path, 1, chatml)
     assert benchmarks.load("ruler_vt_2048", tmp_path / "none", 1, chatml).items  # needs no text
     (tmp_path / "empty.txt").write_text(" \n")

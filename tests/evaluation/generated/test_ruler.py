@@ -19,11 +19,10 @@ from spell_jax.evaluation.generated.ruler import (
     GRID_DEPTHS,
     PROSE_TASKS,
     TASKS,
-    QaRow,
     needle,
-    read_rows,
     ruler,
 )
+from spell_jax.evaluation.generated.sources import QaRow, read_questions
 from tests.policy import hf_folders
 
 LENGTHS = (4096, 16_384, 131_072)
@@ -135,7 +134,7 @@ def test_solver_scores_1_and_blank_answers_score_0(task, length):
 def test_lengths_hold_in_tokens_of_qwen(length: int, spell_data: Path):
     tokenizer = hf_folders.load(hf_folders.real(spell_data, "qwen2.5"))
     text = max((path.read_text() for path in (spell_data / "books" / "dev").iterdir()), key=len)
-    rows = read_rows(spell_data / "multihop")
+    rows = read_questions(spell_data / "multihop")
     assert len(rows) == 300
     counted = []
 
@@ -397,38 +396,3 @@ def test_missing_filler_text_is_rejected():
     with pytest.raises(ValueError, match=message):
         make("qa", 131_072, rows=qa_rows()[:20])
     assert set(PROSE_TASKS) < set(NIAH) and len(PROSE_TASKS) == 5
-
-
-def test_rows_are_read_in_three_layouts(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    lines = [
-        {"question": "q1", "answer": "a1", "context": [["T", ["One.", " Two."]], ["U", ["x"]]]},
-        {
-            "question": "q2",
-            "answer": "a2",
-            "answer_aliases": ["b2", "a2"],
-            "paragraphs": [{"title": "T", "paragraph_text": "Three."}],
-        },
-        {"question": "q3", "answers": ["a3", "b3"], "documents": ["Four."]},
-        {"question": "q4", "answer": "", "documents": ["Five."]},
-        {"question": "q5", "answer": "a5", "documents": []},
-        {"question": "q6", "documents": ["Six."]},
-        {"question": "q7\ud800", "answer": "a7", "documents": ["Seven."]},
-    ]
-    (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    (tmp_path / "a.jsonl").write_text(json.dumps(lines[2]) + "\n")
-    (tmp_path / "a.txt").write_text("none")
-    assert read_rows(tmp_path) == (
-        QaRow(("Four.",), "q3", ("a3", "b3")),
-        QaRow(("T\nOne. Two.", "U\nx"), "q1", ("a1",)),
-        QaRow(("T\nThree.",), "q2", ("a2", "b2")),
-        QaRow(("Four.",), "q3", ("a3", "b3")),
-    )
-    assert [record.getMessage().split()[0] for record in caplog.records] == [
-        f"{tmp_path / 'b.jsonl'}:{number}:" for number in (4, 5, 6, 7)
-    ]
-    with pytest.raises(FileNotFoundError, match=r"no \*\.jsonl there"):
-        read_rows(tmp_path / "none")
-    (tmp_path / "c").mkdir()
-    (tmp_path / "c" / "d.jsonl").write_text("{}\n")
-    with pytest.raises(ValueError, match="no line of its 1 files is a question"):
-        read_rows(tmp_path / "c")
