@@ -97,6 +97,7 @@ MATH_SETS = {
         1319,
         {
             ("test.jsonl",): ("question", "answer"),
+            ("grade_school_math/data/test.jsonl",): ("question", "answer"),  # openai's repository
             ("main/test-00000-of-00001.parquet",): ("question", "answer"),
         },
     ),

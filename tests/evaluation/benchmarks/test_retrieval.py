@@ -330,6 +330,15 @@ def test_malformed_label_files_are_rejected(tmp_path):
         load("helmet_banking77", tmp_path, 1)
 
 
+def test_banking77_is_found_in_its_repository_and_its_texts_are_stripped(tmp_path):
+    (tmp_path / "banking_data").mkdir()
+    for name in ("train", "test"):
+        text = 'text,category\n"\n\nWhere is my card?\n",arrival\n'
+        (tmp_path / "banking_data" / f"{name}.csv").write_text(text)
+    train, test = helmet_labels.read("banking77", tmp_path, complete=False)
+    assert train == test == [("Where is my card?", "arrival")]
+
+
 def test_csv_files_may_have_a_byte_order_mark_and_huge_fields_raise(tmp_path):
     for name in ("train", "test"):
         (tmp_path / f"{name}.csv").write_text('text,category\n "a, b",c\n', "utf-8-sig")

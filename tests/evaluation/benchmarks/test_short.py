@@ -49,6 +49,10 @@ def write(path: pathlib.Path, rows: list[dict]) -> None:
         ("amc23", 40, ["test.jsonl"], "question", "answer", 2.5, "2.5"),
         ("gsm8k", 1319, ["test.jsonl"], "question", "answer", "#### 9.\n#### 1,018", "1,018"),
         (
+            *("gsm8k", 1319, ["grade_school_math/data/test.jsonl"]),
+            *("question", "answer", "So 9.\n#### 1,018", "1,018"),
+        ),
+        (
             *("gsm8k", 1319, ["main/test-00000-of-00001.parquet"]),
             *("question", "answer", "So 9.\n#### 1,018", "1,018"),
         ),
