@@ -74,7 +74,7 @@ NO_READERS = {
     *("algorithms.config", "algorithms.episode", "algorithms.rlvr", "algorithms.evidence_tree"),
     *("algorithms.longpo", "algorithms.qwenlong", "algorithms.solopo"),
     *("evaluation.registry", "evaluation.base", "evaluation.generated"),
-    *("evaluation.own_questions", "evaluation.figures", "evaluation.ruler"),
+    *("evaluation.own_questions", "evaluation.figures", "evaluation.ruler", "evaluation.sources"),
     *("evaluation.protocol", "evaluation.published", "evaluation.policy_sampler"),
     *("evaluation.helmet_labels", "evaluation.judge", "haystack.Names.sample", "haystack.letters"),
     *("haystack.Pile.take", "haystack.Source.noise", "haystack.Source.pile"),
