@@ -23,6 +23,9 @@ from spell_jax.runtime import paths
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
+# What a parser raises for a malformed record.
+MALFORMED = (ValueError, KeyError, TypeError, AttributeError)
+
 
 def read_records(path: str | os.PathLike[str], parse: Callable[[Any], T]) -> tuple[list[T], int]:
     """Parses every line of a file; returns the records and the number of lines skipped.
@@ -41,7 +44,7 @@ def read_records(path: str | os.PathLike[str], parse: Callable[[Any], T]) -> tup
                     continue
                 try:
                     records.append(parse(json.loads(line.decode("utf-8-sig"))))
-                except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+                except (*MALFORMED, RecursionError) as error:
                     skipped += 1
                     log.warning("%s:%d: skipped (%s)", path, number, error)
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:

@@ -83,9 +83,8 @@ class Spell:
         return episodes
 
     async def rollout_one(self, ask: Ask, episode: Episode) -> Episode:
-        episode = await self.propose(ask, episode)
-        fault_injection.point("proposed")
-        return await self.solve(ask, await self.check(ask, episode))
+        proposed = await self.propose(ask, episode)
+        return await self.solve(ask, await self.check(ask, proposed))
 
     def write_all(self, models: Models, episodes: Sequence[Episode]) -> list[Episode]:
         """Parts 1 to 3 of all episodes, without duplicates and with the judge's verdicts on answers
@@ -107,6 +106,7 @@ class Spell:
 
         With a judge, answers without documents are not compared yet (`write_all`).
         """
+        fault_injection.point("proposed")
         return await self.read_reference(ask, await self.filter(ask, episode))
 
     async def solve(self, ask: Ask, episode: Episode) -> Episode:

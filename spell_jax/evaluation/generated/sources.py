@@ -13,12 +13,9 @@ import pathlib
 from collections.abc import Iterator
 from typing import Any
 
-from spell_jax.runtime.jsonl import read_records
+from spell_jax.runtime.jsonl import MALFORMED, read_records
 
 log = logging.getLogger(__name__)
-
-# What a malformed record raises when it is parsed.
-_MALFORMED = (ValueError, KeyError, TypeError, AttributeError)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +89,7 @@ def _rows(path: pathlib.Path, records: Iterator[tuple[Any, Any]]) -> Iterator[Qa
     for place, record in records:
         try:
             yield _row(record)
-        except _MALFORMED as error:
+        except MALFORMED as error:
             log.warning("%s, question %s: skipped (%s)", path, place, error)
 
 
@@ -109,7 +106,7 @@ def _squad(path: pathlib.Path, articles: Any) -> Iterator[tuple[Any, dict[str, A
                     answers = [answer["text"] for answer in question["answers"]]
                     record = {"question": question["question"], "answers": answers}
                     yield question.get("id"), record | {"documents": [paragraph["context"]]}
-        except _MALFORMED as error:
+        except MALFORMED as error:
             log.warning("%s, article %d: the rest is skipped (%s)", path, number, error)
     if unanswerable:
         log.info("%s: %d questions without an answer are left out", path, unanswerable)
