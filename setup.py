@@ -33,6 +33,7 @@ setup(
             "reporting/style.css",
             "selfplay/templates/**/*.txt",
             "evaluation/generated/words.txt",
+            "evaluation/generated/moby_dick.txt.gz",
             "data/tiny_policy/*",
         ],
         "data_pipeline": ["report.html"],

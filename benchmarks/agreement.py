@@ -26,7 +26,7 @@ class Agreement(Benchmark):
     """
 
     policy: Annotated[str, "folder of a policy, or smollm2"] = "smollm2"
-    data: Annotated[str, "folder of .txt files, the haystack of the needles"] = ""
+    data: Annotated[str, "folder of the texts that hide needles; empty: a novel"] = ""
     tasks: Annotated[str, "generated benchmarks, separated by commas"] = _TASKS
     lengths: Annotated[str, "prompt lengths in tokens (ruler_cwe: 3141 or more)"] = "4096,8000"
     items: Annotated[int, "questions of each benchmark and length"] = 4
@@ -35,7 +35,7 @@ class Agreement(Benchmark):
         policy = Policy(self.policy)
         lengths = [int(length) for length in self.lengths.split(",")]
         made = [
-            registry.load(f"{task}_{length}", self.data, self.items, policy.tokenizer)
+            registry.load(f"{task}_{length}", "", self.items, policy.tokenizer, prose=self.data)
             for length in lengths
             for task in self.tasks.split(",")
         ]

@@ -9,6 +9,7 @@ in memory, so documents are not shuffled.
 
 from __future__ import annotations
 
+import io
 import logging
 import re
 from collections import Counter
@@ -23,8 +24,9 @@ import numpy as np
 from data_pipeline import layouts, signatures
 from data_pipeline.dedup import DedupConfig
 from data_pipeline.records import Document, digest, event, removed
+from spell_jax.data import row_files
 
-SUFFIXES = (".json", ".jsonl", ".txt", ".parquet")
+SUFFIXES = (".txt", *row_files.KINDS)
 SHORTEST_PASSAGE = 100  # characters
 # Shorter questions are only compared as whole texts: a document may contain their words by chance.
 SHORTEST_QUESTION = 8  # tokens
@@ -38,7 +40,8 @@ class BenchmarkConfig:
 
     Attributes:
       path: File, folder (searched recursively) or glob on any file system that fsspec supports.
-        Only .json, .jsonl, .parquet and .txt files are read; a .txt file is one document.
+        Read are the files of row_files.KINDS (Parquet, JSON, CSV) and .txt files; a .txt file is
+        one document.
       document_fields: Names of JSON fields, at any depth, that hold documents. layouts.field_texts
         defines the texts of a field.
       question_fields: Names of JSON fields, at any depth, that hold questions.
@@ -212,13 +215,11 @@ def _read(where: str, config: BenchmarkConfig) -> Iterator[tuple[str, str, str]]
     """Yield (kind, id, text) for the texts of a benchmark's files."""
     for path, data in _files(where, config.path):
         try:
-            if layouts.is_parquet(data):
-                texts = list(_texts(layouts.parquet_values(data), config))
-            elif path.lower().endswith(".txt"):
-                texts = [("document", data.decode("utf-8-sig"))]
+            if found := row_files.kind_of(path):
+                texts = list(_texts(list(row_files.read(io.BytesIO(data), found)), config))
             else:
-                texts = list(_texts(layouts.json_values(data.decode("utf-8-sig")), config))
-        except (ValueError, RecursionError, layouts.Unusable) as error:
+                texts = [("document", data.decode("utf-8-sig"))]
+        except (ValueError, OSError, RecursionError) as error:
             raise ValueError(f"{where}.path = {config.path!r}: {path}: {error}") from error
         for kind, text in texts:
             pieces = [text]

@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 import pyarrow.parquet as pq
 
 from data_pipeline.filter import describe
+from spell_jax.data import row_files
 
 BATCH_ROWS = 256  # rows of a row group that are in memory at a time
 
@@ -128,18 +129,20 @@ def read_pdf(data: bytes) -> list[Row]:
     return [Row(None, clean("\n\n".join(page for page in pages if page)))]
 
 
-def read_docmath(data: bytes) -> list[Row]:
-    """Parse DocMath-Eval's JSON or Parquet: a row per question, with the paragraphs of its report.
+def read_docmath(data: bytes, kind: row_files.Kind) -> list[Row]:
+    """Parse a file of DocMath-Eval: a row per question, with the paragraphs of its report.
 
     Blank lines separate the paragraphs, and there are none within a paragraph.
     """
-    rows = parquet_values(data) if is_parquet(data) else _parse(data, json.loads)
-    if not isinstance(rows, list) or not rows:
-        raise Unusable("another layout", f"must be a list of questions, is {type(rows).__name__}")
+    try:
+        rows = list(row_files.read(io.BytesIO(data), kind))
+    except Exception as error:  # a damaged file may raise anything
+        raise Unusable("damaged", describe(error)) from error
     needed = {"question_id", "question", "paragraphs"}
     if not any(isinstance(row, dict) and needed <= row.keys() for row in rows):
-        first = f"has {sorted(rows[0])}" if isinstance(rows[0], dict) else type(rows[0]).__name__
-        because = f"rows must have {sorted(needed)}, the first {first}"
+        first = rows[0] if rows else None
+        found = f"has {sorted(first)}" if isinstance(first, dict) else type(first).__name__
+        because = f"rows must have {sorted(needed)}, the first {found}"
         raise Unusable("another layout", because[:500])
     return [_docmath_row(number, row) for number, row in enumerate(rows)]
 
@@ -154,7 +157,7 @@ def _docmath_row(number: int, row: Any) -> Row:
 
 def read_fields(data: bytes, field: str) -> list[Row]:
     """Parse the texts of a field, at any depth, in a JSON value or in JSON lines."""
-    texts = _parse(data, lambda text: list(field_texts(json_values(text), (field,))))
+    texts = _parse(data, lambda text: list(field_texts(row_files.json_values(text), (field,))))
     if not texts:
         raise Unusable("another layout", f"it has no text in a field {field!r}")
     return [Row(number, clean(" ".join(strings))) for number, (_, strings) in enumerate(texts)]
@@ -165,32 +168,6 @@ def _parse(data: bytes, parse: Callable[[str], Any]) -> Any:
         return parse(_decode(data))
     except (ValueError, RecursionError) as error:
         raise Unusable("damaged", describe(error)) from error
-
-
-def is_parquet(data: bytes) -> bool:
-    return data.startswith(b"PAR1")
-
-
-def parquet_values(data: bytes) -> list[dict[str, Any]]:
-    """Parse all rows of a Parquet file that is small enough to be in memory."""
-    try:
-        return pq.read_table(io.BytesIO(data)).to_pylist()
-    except Exception as error:  # a damaged file may raise anything
-        raise Unusable("damaged", describe(error)) from error
-
-
-def json_values(content: str) -> list[Any]:
-    """Parse one JSON value or JSON lines; ValueError names the first line that is not JSON."""
-    try:
-        return [json.loads(content)]
-    except json.JSONDecodeError:
-        values = []
-        for number, line in enumerate(content.split("\n"), 1):
-            try:
-                values += [json.loads(line)] if line.strip() else []
-            except ValueError as error:
-                raise ValueError(f"line {number}: {error}") from error
-        return values
 
 
 def field_texts(value: Any, fields: Sequence[str]) -> Iterator[tuple[str, list[str]]]:

@@ -30,6 +30,7 @@ from data_pipeline.filter import (
 )
 from data_pipeline.layouts import Row, Unusable
 from data_pipeline.records import File, blake2b, event, make_document, removed
+from spell_jax.data import row_files
 from spell_jax.data.clusters import TASKS
 from spell_jax.runtime.config import check_choice, check_least
 
@@ -39,14 +40,12 @@ WHOLE: Mapping[str, Callable[[bytes], list[Row]]] = {
     ".html": layouts.read_html,
     ".htm": layouts.read_html,
     ".pdf": layouts.read_pdf,
-    ".json": layouts.read_docmath,
-    ".parquet": layouts.read_docmath,
 }
 LINES = {".jsonl": "", ".jsonl.gz": "gzip", ".jsonl.zst": "zstd"}  # suffix -> compression
 LAYOUTS = {
     "folder": (".txt", ".md", ".html", ".htm", ".pdf", *LINES, ".parquet"),
     "ultra_fineweb": (".parquet",),
-    "docmath": (".json", ".parquet"),
+    "docmath": tuple(row_files.KINDS),
     "json": (".json", ".jsonl"),
 }
 SPLITS = ("", "chapters")
@@ -66,7 +65,7 @@ class SourceConfig:
       layout: Format of the files:
         "folder": every .txt, .md, .html, .pdf, .jsonl (also .gz, .zst) and .parquet file;
         "ultra_fineweb": Parquet with the columns `text` and `quality`, both required;
-        "docmath": DocMath-Eval's Parquet or JSON, the paragraphs of each question's report;
+        "docmath": DocMath-Eval's files (row_files.KINDS), the paragraphs of a question's report;
         "json": .json and .jsonl files of any nesting, every text in a field `text`
           (layouts.field_texts).
       tasks: Tasks that the documents may serve, one or more of TASKS.
@@ -225,7 +224,7 @@ def _suffix(place: str) -> str:
     """Return the lower-cased suffix of a file, with both parts of .jsonl.gz and .jsonl.zst."""
     suffixes = [suffix.lower() for suffix in PurePosixPath(place).suffixes]
     both = "".join(suffixes[-2:])
-    return both if both in LINES else "".join(suffixes[-1:])
+    return both if both in row_files.KINDS else "".join(suffixes[-1:])
 
 
 def make_read(
@@ -296,15 +295,19 @@ def _read(piece: Any, sources: Mapping[str, SourceConfig]) -> Iterator[Any]:
                 rows = layouts.parquet_rows(file, *where, source.strict)
                 yield from _documents(rows, listed, source)
                 return
-            if suffix in LINES and source.layout != "json":
+            if suffix in LINES and source.layout not in ("json", "docmath"):
                 hashed = _Hashed(file)
                 lines = _uncompressed(hashed, LINES[suffix])
                 rows = layouts.json_rows(lines, source.text, source.quality, source.max_file_bytes)
                 yield from _documents(rows, listed, source)  # hashed to the last byte
             else:
                 data = _read_whole(file, listed, source.max_file_bytes)
-                is_nested = source.layout == "json"
-                rows = layouts.read_fields(data, source.text) if is_nested else WHOLE[suffix](data)
+                if source.layout == "json":
+                    rows = layouts.read_fields(data, source.text)
+                elif source.layout == "docmath":
+                    rows = layouts.read_docmath(data, row_files.KINDS[suffix])
+                else:
+                    rows = WHOLE[suffix](data)
                 if rows == [Row(None)]:
                     raise Unusable("empty", "no text in it")
                 hashed = _Hashed(io.BytesIO(data))

@@ -1,7 +1,7 @@
 """Evaluates a policy on public benchmarks with the paper's protocol (section 4.1).
 
     python -m spell_jax.evaluate --policy=DIR | --workdir=RUN --benchmarks=docmath,frames,...
-        --data=FOLDER --out=DIR [--max_input=16384,100000] [--samples=8]
+        [--data=FOLDER] --out=DIR [--prose=FOLDER] [--max_input=16384,100000] [--samples=8]
         [--rope_scaling=yarn --rope_factor=4] [--answer_format=sections]
         [--judge_url=URL --judge_model=NAME | --judge_policy=DIR] [--judge_template=grades]
         [--compare=OTHER_OUT,...] [--columns=separate]
@@ -60,7 +60,10 @@ if __name__ == "__main__":
     flags.DEFINE_list(
         "benchmarks", None, "Names of benchmarks, separated by commas.", required=True
     )
-    flags.DEFINE_string("data", None, "Folder of the benchmark files.", required=True)
+    flags.DEFINE_string("data", "", "Folder of the benchmark files; generated ones need none.")
+    flags.DEFINE_string(
+        "prose", "", "Folder of the texts that hide needles; empty: those of --data, else a novel."
+    )
     flags.DEFINE_string("out", None, "Folder of the results.", required=True)
     flags.DEFINE_list("max_input", ["16384", "100000"], "Prompt limits in tokens.")
     flags.DEFINE_integer("samples", 8, "Number of answers per question.")

@@ -42,6 +42,7 @@ def load(
     limit: int | None = None,
     tokenizer: Any = None,
     answer_format: str = "plain",
+    prose: str = "",
 ) -> Benchmark:
     """Scores from noise: an answer's rule score is by its checksum."""
     asked = {"plain": name, "sections": f"{name}!"}[answer_format]

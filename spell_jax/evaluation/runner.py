@@ -41,7 +41,9 @@ class EvaluationConfig:
     Attributes:
       policy: folder of the policy.
       benchmarks: names of registered benchmarks.
-      data: folder with a subfolder NAME for each benchmark, or with their files themselves.
+      data: folder with a subfolder NAME for each benchmark, or with their files themselves; "" if
+        all benchmarks are generated.
+      prose: folder of the texts that hide needles, as in registry.load.
       max_input: prompt limits in tokens; each is an evaluation of its own.
       limit: number of questions per benchmark, the first ones; 0 means all.
       answer_format: "plain", or "sections" for EAPO's four sections, as in registry.load.
@@ -54,7 +56,8 @@ class EvaluationConfig:
 
     policy: str
     benchmarks: tuple[str, ...]
-    data: str
+    data: str = ""
+    prose: str = ""
     max_input: tuple[int, ...] = (16_384, 100_000)
     limit: int = 0
     answer_format: str = "plain"
@@ -91,6 +94,7 @@ def from_flags(given: Any) -> EvaluationConfig:
         str(pathlib.Path(given.policy or pathlib.Path(given.workdir) / "policy")),
         tuple(given.benchmarks),
         given.data,
+        given.prose,
         tuple(map(int, given.max_input)),
         given.limit,
         given.answer_format,
@@ -183,7 +187,8 @@ def run(
 
 def _load(config: EvaluationConfig, name: str, policy: Policy) -> Benchmark:
     folder, limit = registry.find_folder(name, config.data), config.limit or None
-    return registry.load(name, folder, limit, policy.tokenizer, config.answer_format)
+    tokenizer, layout = policy.tokenizer, config.answer_format
+    return registry.load(name, folder, limit, tokenizer, layout, config.prose)
 
 
 def _summarize(

@@ -187,7 +187,7 @@ def test_benchmarks_are_read_from_folders_and_patterns(tmp_path):
 @pytest.mark.parametrize(
     ("content", "config", "message"),
     [
-        (None, {}, r"benchmarks.b.path = '.*none': must have .json, .jsonl, .txt, .parquet files"),
+        (None, {}, r"benchmarks.b.path = '.*none': must have .txt, .parquet, .jsonl, .jsonl.gz,"),
         ('{"c": "x"', {"document_fields": ("c",)}, r"benchmarks.b.path = .*f.json: line 1: Exp"),
         ('{"c": 1}\nx', {"document_fields": ("c",)}, r"benchmarks.b.path = .*f.json: line 2: Exp"),
         (b"\xff\xfe", {"document_fields": ("c",)}, r"benchmarks.b.path = .*f.json: 'utf-8' codec"),

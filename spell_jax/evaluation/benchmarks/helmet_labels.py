@@ -85,8 +85,18 @@ def balanced(by_label: Mapping[str, Sequence[str]], count: int, rng: random.Rand
 
 
 def _trec(fine: bool, folder: Folder) -> tuple[Pairs, Pairs]:
-    train, test = published.locate(folder, [["train_5500.label", "TREC_10.label"]])
+    published_files = ["train_5500.label", "TREC_10.label"]
+    train, test = published.locate(folder, [published_files, *published.hub("train", "test")])
+    if train.suffix != ".label":
+        label = "fine_label" if fine else "coarse_label"
+        return _labeled(train, label), _labeled(test, label)
     return _trec_file(train, fine), _trec_file(test, fine)
+
+
+def _labeled(path: Path, *labels: str) -> Pairs:
+    """Read rows with a text and a label, whose column has one of the names `labels`."""
+    rows = published.rows_of(path)
+    return [(row.text("text"), row.text(row.column(*labels))) for row in rows]
 
 
 def _trec_file(path: Path, fine: bool) -> Pairs:
@@ -104,19 +114,22 @@ def _trec_file(path: Path, fine: bool) -> Pairs:
 
 
 def _banking77(folder: Folder) -> tuple[Pairs, Pairs]:
-    names = "train.csv", "test.csv"
-    layouts = [names, [f"banking_data/{name}" for name in names]]  # files, the authors' repository
-    train, test = (
-        [(row.text("text"), row.text("category")) for row in published.rows_of(path)]
-        for path in published.locate(folder, layouts)
-    )
-    return train, test
+    names = "train", "test"
+    layouts = [*published.hub(*names), [f"banking_data/{name}" for name in names]]
+    train, test = published.locate(folder, layouts)
+    return _labeled(train, "category", "label"), _labeled(test, "category", "label")
 
 
 def _clinic150(folder: Folder) -> tuple[Pairs, Pairs]:
-    """Read {"train": [[text, label], ...], "oos_train": ..., "val": ..., "oos_val": ..., ...}."""
-    name = "data_oos_plus.json"
-    (path,) = published.locate(folder, [[name], [f"data/{name}"]])
+    """Read {"train": [[text, label], ...], "oos_train": ..., "val": ..., "oos_val": ..., ...}.
+
+    On the hub, the rows of "plus" have the same texts.
+    """
+    name, splits = "data_oos_plus.json", ("train", "validation")
+    hub = [[f"plus/{split}" for split in splits], *published.hub(*splits)]
+    path, *others = published.locate(folder, [[name], [f"data/{name}"], *hub])
+    if others:
+        return _labeled(path, "intent"), _labeled(others[0], "intent")
     file = Row(str(path), published.json_value(path, dict))
     train, test = (
         [pair for part in (name, f"oos_{name}") for pair in _clinic_part(file, part)]
@@ -139,13 +152,17 @@ def _nlu(folder: Folder) -> tuple[Pairs, Pairs]:
     without its annotations: "at [time : five am]" becomes "at five am".
     """
     name = "NLU-Data-Home-Domain-Annotated-All.csv"
-    (path,) = published.locate(folder, [[name], [f"AnnotatedData/{name}"]])
-    pairs = []
-    for row in published.rows_of(path, delimiter=";"):
-        text = row.text("answer_annotation")
-        if text != "null":
-            text = _ANNOTATION.sub(lambda found: found[1].strip(), text)
-            pairs.append((text, f"{row.text('scenario')}_{row.text('intent')}"))
+    layouts = [[name], [f"AnnotatedData/{name}"], *published.hub("train")]
+    (path,) = published.locate(folder, layouts)
+    if path.name == name:
+        rows = published.rows_of(path, delimiter=";")
+        pairs = [
+            (_ANNOTATION.sub(lambda found: found[1].strip(), text), row_label)
+            for text, row_label in map(_nlu_pair, rows)
+            if text != "null"
+        ]
+    else:
+        pairs = _labeled(path, "label")
     random.Random(42).shuffle(pairs)
     first: Pairs = []  # the first text of each label, kept for training
     rest: Pairs = []
@@ -155,6 +172,10 @@ def _nlu(folder: Folder) -> tuple[Pairs, Pairs]:
         seen.add(label)
     held_out = -(-len(pairs) // 10)
     return first + rest[held_out:], rest[:held_out]
+
+
+def _nlu_pair(row: Row) -> tuple[str, str]:
+    return row.text("answer_annotation"), f"{row.text('scenario')}_{row.text('intent')}"
 
 
 TASKS = {

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
@@ -32,6 +33,8 @@ from spell_jax.evaluation.benchmarks.published import Folder, Row
 from spell_jax.selfplay import evidence, prompts, rules
 from spell_jax.selfplay.numbers import number_text
 from spell_jax.selfplay.parsing import format_choices
+
+log = logging.getLogger(__name__)
 
 LONGBENCH_TITLES = {"hotpotqa": "HotpotQA", "2wikimqa": "2WikiMQA", "musique": "MuSiQue"}
 # Counts from evalscope's card of the dataset; the paper gives only their sum.
@@ -47,8 +50,9 @@ LONGBENCH_V2_KINDS = {
     "mdq": ("MDQ", "Multi-Document QA", 125),
     "lsa": ("LSA", "Long Structured Data Understanding", 33),
 }
-SEAL_SETS = {"seal_0": ("Seal-0", "seal-0.parquet", 111)}
-SEAL_SETS |= {"seal_hard": ("Seal-Hard", "seal-hard.parquet", 254)}
+LONGBENCH_V2_LAYOUTS = [["data"], *published.hub("train")]
+SEAL_SETS = {"seal_0": ("Seal-0", "seal-0", 111)}
+SEAL_SETS |= {"seal_hard": ("Seal-Hard", "seal-hard", 254)}
 SEAL_PAGES = "pages.jsonl"
 
 
@@ -64,7 +68,7 @@ def load_longbench_v2(
     folder: Folder, limit: int | None = None, *, sections: bool = False
 ) -> Benchmark:
     """Load LongBench v2, 503 multiple-choice questions, from `data.json`."""
-    rows = published.read(folder, [["data.json"]], 503, limit)
+    rows = published.read(folder, LONGBENCH_V2_LAYOUTS, 503, limit)
     return _longbench_v2("longbench_v2", "LB-V2", rows, sections)
 
 
@@ -73,10 +77,11 @@ def load_longbench_v2_kind(
 ) -> Benchmark:
     """Load the questions of LongBench v2 of one kind (`LONGBENCH_V2_KINDS`)."""
     title, domain, count = LONGBENCH_V2_KINDS[kind]
-    (path,) = published.locate(folder, [["data.json"]])
-    of_kind = (row for row in published.rows_of(path) if row.text("domain") == domain)
+    paths = published.locate(folder, LONGBENCH_V2_LAYOUTS)
+    rows = itertools.chain.from_iterable(map(published.rows_of, paths))
+    of_kind = (row for row in rows if row.text("domain") == domain)
     rows = list(itertools.islice(of_kind, limit))
-    published.check_count(f"{path}, domain {domain}", len(rows), count, limit)
+    published.check_count(f"{paths[0]}, domain {domain}", len(rows), count, limit)
     return _longbench_v2(f"longbench_v2_{kind}", title, rows, sections)
 
 
@@ -101,7 +106,7 @@ def load_longbench(
     task: str, folder: Folder, limit: int | None = None, *, sections: bool = False
 ) -> Benchmark:
     """Load one of LongBench's multi-hop sets (`LONGBENCH_TITLES`), from `data/TASK.jsonl`."""
-    rows = published.read(folder, [[f"data/{task}.jsonl"], [f"{task}.jsonl"]], 200, limit)
+    rows = published.read(folder, [[f"data/{task}"], [task], [f"{task}/test"]], 200, limit)
     items = []
     for row in rows:
         name, documents = row.text("_id"), [row.text("context")]
@@ -111,17 +116,28 @@ def load_longbench(
 
 
 def load_frames(folder: Folder, limit: int | None = None, *, sections: bool = False) -> Benchmark:
-    """Load Frames, 824 questions, from `test.jsonl` of modelscope.cn/datasets/iic/frames."""
+    """Load Frames, 824 questions, from `test.jsonl` of modelscope.cn/datasets/iic/frames.
+
+    A page without a text is its title alone; how many there are is logged.
+    """
     # Google's own files have links to Wikipedia only, without the texts.
-    rows = published.read(folder, [["test.jsonl"]], 824, limit)
-    items = []
+    rows = published.read(folder, published.hub("test"), 824, limit)
+    items, untold = [], []
     for number, row in enumerate(rows):
         pages = row.rows("wiki_items")
-        documents = [f"{page.text('title')}\n{page.get('text', str, 'a text')}" for page in pages]
+        untold += [page.where for page in pages if not page.values.get("text")]
+        documents = [_frames_page(page) for page in pages]
         question, reference = row.text("Prompt"), row.text("Answer")
         name = str(number)
         items.append(_item(row, name, "general_qa", documents, question, reference, sections))
+    if untold:
+        log.warning("%d pages have no text, only a title: first %s", len(untold), untold[0])
     return _benchmark("frames", "Frames", items, "general_qa", sections)
+
+
+def _frames_page(page: Row) -> str:
+    text = page.text("text") if page.values.get("text") else ""
+    return f"{page.text('title')}\n{text}"
 
 
 def load_seal(
@@ -133,7 +149,7 @@ def load_seal(
     {"url", "text"} for each address (EAPO extracts the pages with Jina's reader).
     """
     title, file, count = SEAL_SETS[name]
-    rows = published.read(folder, [[file]], count, limit)
+    rows = published.read(folder, [[file], [f"{name}/test"]], count, limit)
     (path,) = published.locate(folder, [[SEAL_PAGES]])
     pages = {page.text("url"): page.text("text") for page in published.rows_of(path)}
     items = []
@@ -154,9 +170,7 @@ def load_docmath(folder: Folder, limit: int | None = None, *, sections: bool = F
         left = None if limit is None else limit - len(items)
         if left == 0:
             break
-        hub = f"data/{split}-00000-of-00001.parquet"
-        layouts = [[hub], [f"data/{split}.json"], [f"{split}.json"]]
-        rows = published.read(folder, layouts, count, left)
+        rows = published.read(folder, published.hub(split), count, left)
         items += [_docmath_item(row, split, sections) for row in rows]
     return _benchmark("docmath", "DocMath", items, "financial_math", sections, ("split",))
 

@@ -8,14 +8,15 @@ ValueError that names the file, the row, the field and the expected value.
 
 from __future__ import annotations
 
-import csv
 import dataclasses
+import glob
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from spell_jax.data import row_files
 from spell_jax.data.clusters import SURROGATE
 from spell_jax.evaluation.benchmarks.base import Benchmark
 
@@ -45,6 +46,10 @@ class Row:
             raise self.wrong(field, wanted)
         return value
 
+    def column(self, *names: str) -> str:
+        """Name of the first of these columns that the row has, else the first name."""
+        return next((name for name in names if name in self.values), names[0])
+
     def text(self, field: str) -> str:
         """Text of a field, not blank; lone surrogates, which have no UTF-8, become U+FFFD."""
         value = SURROGATE.sub("\ufffd", self.get(field, str, "a text"))
@@ -70,52 +75,54 @@ class Row:
         return ValueError(f"{self.where}: {field} = {value}; it must be {wanted}. {HELP}")
 
 
+def hub(*names: str) -> list[list[str]]:
+    """Layouts of a dataset on the Hugging Face hub, whose splits are `names`."""
+    return [[f"{folder}{name}" for name in names] for folder in ("", "data/", "default/", "main/")]
+
+
 def locate(folder: Folder, layouts: Layouts) -> list[Path]:
-    """Files of the first layout whose first file exists; FileNotFoundError if any is missing."""
+    """Files of the first layout whose first name exists; FileNotFoundError if any is missing.
+
+    A name is that of a file, or lacks the suffix of its format: "data/test" is data/test.parquet
+    or any other of `row_files.KINDS`, or all of data/test-00000-of-00002.parquet, ..., or all of
+    data/test/0000.parquet, ..., which are the forms of the Hugging Face hub.
+    """
     folder = Path(folder)
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no such folder. {HELP}")
     for names in layouts:
-        missing = [name for name in names if not (folder / name).is_file()]
-        if not missing:
-            return [folder / name for name in names]
-        if names[0] not in missing:
-            raise FileNotFoundError(f"{folder}: {names[0]} is there, {missing[0]} is not. {HELP}")
+        files = [_files(folder / name) for name in names]
+        if all(files):
+            return list(itertools.chain(*files))
+        if files[0]:
+            missing = names[files.index([])]
+            raise FileNotFoundError(f"{folder}: {names[0]} is there, {missing} is not. {HELP}")
     wanted = ", or ".join(" and ".join(names) for names in layouts)
-    raise FileNotFoundError(f"{folder}: must have {wanted}. {HELP}")
+    raise FileNotFoundError(f"{folder}: must have {wanted}, as Parquet, JSON or CSV. {HELP}")
 
 
-def rows_of(path: Path, format: str = "", delimiter: str = ",") -> Iterator[Row]:
-    """Iterate over the rows of a file, in file order; the default format is its suffix."""
-    format = format or path.suffix
-    values = json_value(path, list) if format == ".json" else _values(path, format, delimiter)
+def _files(path: Path) -> list[Path]:
+    for suffix in ("", *row_files.KINDS):
+        if (file := path.with_name(path.name + suffix)).is_file():
+            return [file]
+    parts = path.parent.glob(f"{glob.escape(path.name)}-?????-of-?????.parquet")
+    return sorted(parts) or sorted(path.glob("????.parquet"))
+
+
+def rows_of(path: Path, delimiter: str = ",") -> Iterator[Row]:
+    """Iterate over the rows of a file, in file order; its suffix gives the format."""
+    if (kind := row_files.kind_of(path.name)) is None:
+        raise ValueError(f"{path}: must be one of {', '.join(row_files.KINDS)}. {HELP}")
     number = 0
     try:
-        for value in values:
-            if not isinstance(value, dict):
-                raise ValueError(f"must be an object, is {type(value).__name__}")
-            yield Row(f"{path}, row {number}", value)
-            number += 1
-    except (ValueError, OSError, RecursionError, csv.Error) as error:
+        with path.open("rb") as file:
+            for value in row_files.read(file, kind, delimiter):
+                if not isinstance(value, dict):
+                    raise ValueError(f"must be an object, is {type(value).__name__}")
+                yield Row(f"{path}, row {number}", value)
+                number += 1
+    except (ValueError, OSError, RecursionError) as error:
         raise ValueError(f"{path}, row {number}: {error}. {HELP}") from error
-
-
-def _values(path: Path, format: str, delimiter: str) -> Iterable[Any]:
-    if format == ".jsonl":
-        with path.open("rb") as lines:
-            for line in lines:
-                if line.strip():
-                    yield json.loads(line.decode("utf-8-sig"))
-    elif format == ".csv":
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            # Blanks before a quoted field are not part of it.
-            yield from csv.DictReader(file, delimiter=delimiter, skipinitialspace=True)
-    else:
-        import pyarrow.parquet as pq  # here, because the other formats do not need it
-
-        with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(64):
-                yield from batch.to_pylist()
 
 
 def json_value(path: Path, kind: type[T]) -> T:

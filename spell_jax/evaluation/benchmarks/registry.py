@@ -7,14 +7,17 @@ and the needle grid are generated for the policy's own tokenizer:
     needle_LENGTH_...       the needle grid at these lengths, such as needle_4096_16384_65536
     needle                  the needle grid at lengths from 4K to 128K
 
-A length counts tokens of the policy, with its chat layout: --max_input=16384 does not truncate a
-prompt of ruler_vt_16384. Texts of the folder are the prose that hides needles; its questions, such
-as SQuAD's and HotpotQA's files, are those of ruler_qa_LENGTH (generated/sources.py).
+A length counts tokens of the policy, with its chat layout and the answer: --max_input=16384 does
+not truncate a prompt of ruler_vt_16384, and a policy of 16,384 positions can answer it. Needles are
+hidden in the texts of `prose`, else in those of the benchmark's folder, else in a novel. The
+folder's questions, such as SQuAD's and HotpotQA's files, are those of ruler_qa_LENGTH. Other tasks
+need no folder (generated/sources.py).
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 import pathlib
 from collections import Counter
 
@@ -24,6 +27,8 @@ from spell_jax.evaluation.benchmarks.published import HELP, Folder, Loader
 from spell_jax.evaluation.generated import ruler, sources
 from spell_jax.evaluation.generated.haystack import Source
 from spell_jax.policy.tokenizer_base import Tokenizer
+
+log = logging.getLogger(__name__)
 
 LOADERS: dict[str, Loader] = {
     **long_documents.LOADERS,
@@ -48,8 +53,10 @@ ANSWER_FORMATS = ("plain", "sections")
 FORMS = ("ruler_TASK_LENGTH", "needle_LENGTH_...")  # names of generated benchmarks
 
 
-def find_folder(name: str, data: Folder) -> pathlib.Path:
+def find_folder(name: str, data: Folder) -> Folder:
     """Folder of a benchmark's files: DATA/NAME, else DATA/FAMILY if generated, else DATA."""
+    if not data:
+        return ""
     data = pathlib.Path(data)
     folders = [data / name, *(data / family for family in _MAKERS if _is_of(name, family))]
     return next((folder for folder in folders if folder.is_dir()), data)
@@ -65,13 +72,15 @@ def load(
     limit: int | None = None,
     tokenizer: Tokenizer | None = None,
     answer_format: str = "plain",
+    prose: Folder = "",
 ) -> Benchmark:
     """Load a benchmark from a local folder with its files; nothing is downloaded.
 
     `name` is a key of `LOADERS`, or has one of the `FORMS`, whose lengths are in tokens of
-    `tokenizer`. `limit` is the maximum number of questions, at least 1; None loads all. Published
-    files then need only as many rows. `answer_format` is "plain", or "sections" to ask for EAPO's
-    four sections and score the answer section (long_documents).
+    `tokenizer`; these hide needles in the texts of the folder `prose` ("": those of `folder`, else
+    a novel), and only "qa" needs a `folder`. `limit` is the maximum number of questions, at least
+    1; None loads all. Published files then need only as many rows. `answer_format` is "plain", or
+    "sections" to ask for EAPO's four sections and score the answer section (long_documents).
 
     Raises:
       ValueError: if the name is unknown, the files or their number of rows are not as published, a
@@ -91,12 +100,14 @@ def load(
             if tokenizer is None:
                 raise ValueError(f"benchmark {name!r}: its lengths need a tokenizer")
             try:
-                return make(name, folder, limit, tokenizer)
+                return make(name, folder, limit, tokenizer, prose)
             except ValueError as error:
                 raise ValueError(f"benchmark {name!r}: {error}") from error
     if name not in LOADERS:
         known = ", ".join((*LOADERS, *FORMS))
         raise ValueError(f"benchmark {name!r} is unknown; there are {known}")
+    if not folder:
+        raise ValueError(f"data = '': must be the folder of the files of {name!r}. {HELP}")
     if answer_format == "sections":
         benchmark = long_documents.LOADERS[name](folder, limit, sections=True)
     else:
@@ -106,25 +117,42 @@ def load(
     return benchmark
 
 
-def _make_ruler(name: str, folder: Folder, limit: int | None, tokenizer: Tokenizer) -> Benchmark:
+def _make_ruler(
+    name: str, folder: Folder, limit: int | None, tokenizer: Tokenizer, prose: Folder
+) -> Benchmark:
     task, _, length = name.removeprefix("ruler").removeprefix("_").rpartition("_")
     if task not in ruler.TASKS:
         tasks = ", ".join(ruler.TASKS)
         raise ValueError(f"must be ruler_TASK_LENGTH, such as ruler_vt_16384; TASK is {tasks}")
-    source = _source(_number(length), tokenizer, folder, task in ruler.PROSE_TASKS)
+    text = _text(folder, prose) if task in ruler.PROSE_TASKS else ""
+    source = _source(_number(length), tokenizer, text)
+    if task == "qa" and not folder:
+        raise ValueError(f"data = '': must be a folder with questions. {HELP}")
     rows = sources.read_questions(folder) if task == "qa" else ()
     return ruler.ruler(task, source, rows, limit or ruler.ITEMS)
 
 
-def _make_needle(name: str, folder: Folder, limit: int | None, tokenizer: Tokenizer) -> Benchmark:
+def _make_needle(
+    name: str, folder: Folder, limit: int | None, tokenizer: Tokenizer, prose: Folder
+) -> Benchmark:
     lengths = sorted(map(_number, name.split("_")[1:])) or ruler.GRID_LENGTHS
     if len(set(lengths)) < len(lengths):
         raise ValueError("must have each length once")
-    return ruler.needle(name, _source(0, tokenizer, folder, True), lengths, limit)
+    return ruler.needle(name, _source(0, tokenizer, _text(folder, prose)), lengths, limit)
 
 
-def _source(length: int, tokenizer: Tokenizer, folder: Folder, with_prose: bool) -> Source:
-    text = sources.read_prose(folder) if with_prose else ""
+def _text(folder: Folder, prose: Folder) -> str:
+    """Text that hides needles; FileNotFoundError if `prose` is given and has none."""
+    place = prose or folder
+    if place and (text := sources.read_prose(place)):
+        return text
+    if prose:
+        raise FileNotFoundError(f'prose = {prose}: must have *.txt files, or *.json with a "text"')
+    log.info("needles are hidden in Moby-Dick; --prose=FOLDER takes other texts")
+    return sources.default_prose()
+
+
+def _source(length: int, tokenizer: Tokenizer, text: str) -> Source:
     cost = functools.cache(tokenizer.count)
     return Source(length, lambda prompt: len(tokenizer.chat(prompt)), cost, text)
 

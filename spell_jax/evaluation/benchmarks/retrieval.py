@@ -89,7 +89,7 @@ _LAW_PROMPT = (
 def load_mrcr(needles: int, folder: Folder, limit: int | None = None) -> Benchmark:
     """Load MRCR with 2, 4 or 8 needles, from its two files or from the single file of before."""
     name = f"{needles}needle"
-    layouts = [[f"{name}/{name}_0.parquet", f"{name}/{name}_1.parquet"], [f"{name}.parquet"]]
+    layouts = [[f"{name}/{name}_0", f"{name}/{name}_1"], [name]]
     rows = published.read(folder, layouts, MRCR_ROWS, limit)
     items = tuple(_mrcr_item(str(number), row) for number, row in enumerate(rows))
     return Benchmark(f"mrcr_{name}", f"MRCR-{name}", items, extract, score_mrcr)
@@ -146,7 +146,7 @@ def load_rag(
     """
     question_file, example_file, positions = _RAG[task]
     path, examples = (
-        published.locate(folder, [[f"{at}{name}.jsonl"] for at in ("data/kilt/", "kilt/", "")])[0]
+        published.locate(folder, [[f"{at}{name}"] for at in ("data/kilt/", "kilt/", "")])[0]
         for name in (question_file.format(_PASSAGES[length]), example_file)
     )
     example_of = {_rag_name(row): row for row in published.rows_of(examples) if _is_rare(task, row)}
@@ -260,8 +260,7 @@ def _icl_item(
 
 def load_infbench_sum(folder: Folder, limit: int | None = None) -> Benchmark:
     """Load summaries of novels from InfiniteBench's `longbook_sum_eng.jsonl`: 100 of 103."""
-    name = "longbook_sum_eng.jsonl"
-    (path,) = published.locate(folder, [[name], [f"data/{name}"]])
+    (path,) = published.locate(folder, published.hub("longbook_sum_eng"))
     rows = list(published.rows_of(path))
     summaries = [row.texts("answer") for row in rows]
     items = []
@@ -276,12 +275,11 @@ def load_infbench_sum(folder: Folder, limit: int | None = None) -> Benchmark:
 
 def load_multi_lexsum(folder: Folder, limit: int | None = None) -> Benchmark:
     """Load short summaries of lawsuits, Multi-LexSum v20230518: 100 sampled of 312 (dev set)."""
-    names = ["dev.json", "train.json", "sources.json"]
+    names = ["dev", "train", "sources.json"]
     layouts = [[f"{at}{name}" for name in names] for at in ("releases/v20230518/", "")]
     cases, others, documents = published.locate(folder, layouts)
-    # dev.json and train.json contain JSON Lines in spite of their names.
     rows, examples = (
-        [row for row in published.rows_of(path, ".jsonl") if row.values.get("summary/short")]
+        [row for row in published.rows_of(path) if row.values.get("summary/short")]
         for path in (cases, others)
     )
     numbers = _choose_summaries(f"{cases}, with summary/short", len(rows), 312, limit)

@@ -19,13 +19,11 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Mapping
-from pathlib import Path
 
 from spell_jax.evaluation import math_equal
 from spell_jax.evaluation.benchmarks import published
 from spell_jax.evaluation.benchmarks.base import Benchmark, Item
-from spell_jax.evaluation.benchmarks.published import Folder, Loader, Row
+from spell_jax.evaluation.benchmarks.published import Folder, Layouts, Loader, Row
 from spell_jax.selfplay.numbers import number_text
 from spell_jax.selfplay.rules import (
     brace_steps,
@@ -62,45 +60,19 @@ class MathSet:
 
     title: str  # of its table column
     rows: int  # as published
-    # Files of each publisher -> names of the fields of question and answer.
-    layouts: Mapping[tuple[str, ...], tuple[str, str]]
+    layouts: Layouts
 
 
+_TEST = published.hub("test")
+_AIME24 = [*published.hub("train"), ["aime_2024_problems"]]  # HuggingFaceH4, Maxwell-Jia
+_AIME25 = [*_TEST, ["aime2025-I", "aime2025-II"]]  # math-ai, opencompass
+_GSM8K = [*_TEST, ["grade_school_math/data/test"]]  # the hub, openai's repository
 MATH_SETS = {
-    "aime24": MathSet(
-        "AIME24",
-        30,
-        {
-            ("data/train-00000-of-00001.parquet",): ("problem", "answer"),  # HuggingFaceH4
-            ("aime_2024_problems.parquet",): ("Problem", "Answer"),  # Maxwell-Jia
-        },
-    ),
-    "aime25": MathSet(
-        "AIME25",
-        30,
-        {
-            ("test.jsonl",): ("problem", "answer"),  # math-ai
-            ("aime2025-I.jsonl", "aime2025-II.jsonl"): ("question", "answer"),  # opencompass
-        },
-    ),
-    "amc23": MathSet(
-        "AMC23",
-        40,
-        {
-            ("test-00000-of-00001.parquet",): ("question", "answer"),  # math-ai
-            ("test.jsonl",): ("question", "answer"),  # Qwen2.5-Math's evaluation
-        },
-    ),
-    "math500": MathSet("MATH500", 500, {("test.jsonl",): ("problem", "answer")}),
-    "gsm8k": MathSet(
-        "GSM8K",
-        1319,
-        {
-            ("test.jsonl",): ("question", "answer"),
-            ("grade_school_math/data/test.jsonl",): ("question", "answer"),  # openai's repository
-            ("main/test-00000-of-00001.parquet",): ("question", "answer"),
-        },
-    ),
+    "aime24": MathSet("AIME24", 30, _AIME24),
+    "aime25": MathSet("AIME25", 30, _AIME25),
+    "amc23": MathSet("AMC23", 40, _TEST),
+    "math500": MathSet("MATH500", 500, _TEST),
+    "gsm8k": MathSet("GSM8K", 1319, _GSM8K),
 }
 
 
@@ -108,17 +80,14 @@ def load_math(name: str, folder: Folder, limit: int | None = None) -> Benchmark:
     """Load one of `MATH_SETS`; raises ImportError without Math-Verify (extra "eval")."""
     math_equal.check_installed()
     kind = MATH_SETS[name]
-    first, *_ = published.locate(folder, list(kind.layouts))
-    files = next(files for files in kind.layouts if Path(folder, files[0]) == first)
-    rows = published.read(folder, [files], kind.rows, limit)
-    items = [
-        _math_item(name, str(number), row, *kind.layouts[files]) for number, row in enumerate(rows)
-    ]
-    return Benchmark(name, kind.title, tuple(items), extract_math, score_math)
+    rows = published.read(folder, kind.layouts, kind.rows, limit)
+    items = tuple(_math_item(name, str(number), row) for number, row in enumerate(rows))
+    return Benchmark(name, kind.title, items, extract_math, score_math)
 
 
-def _math_item(name: str, id: str, row: Row, question_field: str, answer_field: str) -> Item:
-    question = row.text(question_field).strip()
+def _math_item(name: str, id: str, row: Row) -> Item:
+    question = row.text(row.column("problem", "Problem", "question")).strip()
+    answer_field = row.column("answer", "Answer")
     reference = row.get(answer_field, (str, int, float), "a number or LaTeX")
     if not isinstance(reference, str):
         if not math.isfinite(reference):
@@ -155,7 +124,7 @@ def score_math(text: str, item: Item) -> float:
 
 def load_mmlu_pro(folder: Folder, limit: int | None = None) -> Benchmark:
     """Load MMLU-Pro's test set, from `data/test-00000-of-00001.parquet`."""
-    rows = published.read(folder, [["data/test-00000-of-00001.parquet"]], 12_032, limit)
+    rows = published.read(folder, _TEST, 12_032, limit)
     items = tuple(map(_choice_item, rows))
     return Benchmark("mmlu_pro", "MMLU-Pro", items, extract_letter, score_letter)
 

@@ -23,7 +23,7 @@ import numpy as np
 from spell_jax.evaluation.benchmarks.base import Item
 from spell_jax.selfplay import rules
 
-SHORTEST = 0.95  # minimum prompt length as a fraction of the maximum length
+SHORTEST = 0.95  # minimum prompt length as a fraction of the room for it
 NOISE = "The river runs slow. The wind is mild. The road is long. We walk on. Home is not far."
 
 # 256 adjectives x 256 nouns are 65,536 names, enough for a haystack of a million tokens made of
@@ -70,7 +70,7 @@ def letters(rng: np.random.Generator, count: int) -> str:
 class Source:
     """Maximum length, token counters and prose for building prompts."""
 
-    length: int  # maximum number of tokens in a prompt, without the answer
+    length: int  # maximum number of tokens in a prompt and its answer
     count: Callable[[str], int]  # tokens of a prompt as the policy receives it
     cost: Callable[[str], int]  # tokens of a piece of a prompt; cached
     text: str = ""  # prose
@@ -150,27 +150,34 @@ def insert_needles(
 Make = Callable[[int], Item]
 
 
-def fit(make: Make, source: Source, id: str, **fields: Any) -> Item:
-    """Find a question whose prompt has `SHORTEST` to 1 times the maximum length.
+def fit(make: Make, source: Source, id: str, answer: int, **fields: Any) -> Item:
+    """Find a question whose prompt has `SHORTEST` to 1 times the room for it.
 
-    The question gets `id`, `fields`, and the fields "length" (the maximum) and "tokens". Raises
-    ValueError if the shortest prompt is too long, or there is not enough filling.
+    The room is the length without the `answer`, the tokens that a policy may answer with: a length
+    of 131,072 fits a policy with as many positions. The question gets `id`, `fields`, and the
+    fields "length" (the maximum) and "tokens" (of the prompt). Raises ValueError if the shortest
+    prompt is too long, or there is not enough filling.
     """
-    length = source.length
+    room = source.length - answer
     frame = source.count(make(0).prompt)
-    if frame > length:
-        raise ValueError(f"length = {length}: must be at least {frame}, the prompt without filling")
-    budget, tokens = length - frame, frame
+    if frame > room:
+        raise ValueError(
+            f"length = {source.length}: must be at least {frame + answer}, for the prompt without "
+            f"filling and {answer} tokens of the answer"
+        )
+    budget, tokens = room - frame, frame
     # One attempt usually suffices. Tokenizers that add a token to every text (a start token, a
     # space) need another.
     for _ in range(8):
         item = make(budget)
         tokens = source.count(item.prompt)
-        if SHORTEST * length <= tokens <= length:
-            fields |= {**item.fields, "length": length, "tokens": tokens}
+        if SHORTEST * room <= tokens <= room:
+            fields |= {**item.fields, "length": source.length, "tokens": tokens}
             return dataclasses.replace(item, id=id, fields=fields)
-        budget = int(0.99 * budget * (length - frame) / max(tokens - frame, 1))
-    raise ValueError(f"length = {length}: all the filling makes a prompt of only {tokens} tokens")
+        budget = int(0.99 * budget * (room - frame) / max(tokens - frame, 1))
+    raise ValueError(
+        f"length = {source.length}: all the filling makes a prompt of only {tokens} tokens"
+    )
 
 
 def extract(text: str, item: Item) -> str | None:

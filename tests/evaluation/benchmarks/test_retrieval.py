@@ -65,7 +65,7 @@ def test_mrcr_prompt_and_scores(tmp_path, files):
     write_parquet(tmp_path / f"{files[0]}.parquet", [mrcr_row()])
     with pytest.raises(ValueError, match=r"rows, but 800 are published"):
         load("mrcr_2needle", tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"must have 4needle/4needle_0.parquet and "):
+    with pytest.raises(FileNotFoundError, match=r"must have 4needle/4needle_0 and "):
         load("mrcr_4needle", tmp_path)
 
 
@@ -162,7 +162,7 @@ def test_rag_prompts_and_scores(tmp_path):
 
 def test_rag_length_selects_the_file_and_limit_is_checked(tmp_path):
     write_kilt(tmp_path, k=440)
-    with pytest.raises(FileNotFoundError, match=r"nq-dev-multikilt_1000_k105_dep6.jsonl"):
+    with pytest.raises(FileNotFoundError, match=r"nq-dev-multikilt_1000_k105_dep6, as"):
         load("helmet_nq", tmp_path)
     assert load("helmet_nq_64k", tmp_path).name == "helmet_nq_64k"
     write_kilt(tmp_path, questions=3, places=2)
@@ -328,6 +328,42 @@ def test_malformed_label_files_are_rejected(tmp_path):
         (tmp_path / f"{name}.csv").write_text("sentence,label\na,b\n")
     with pytest.raises(ValueError, match=r"train.csv, row 0: no field 'text'"):
         load("helmet_banking77", tmp_path, 1)
+
+
+@pytest.mark.parametrize(
+    ("task", "columns", "names", "splits"),
+    [
+        ("trec_coarse", {"coarse_label": 1, "fine_label": 0}, ["ABBR", "DESC"], ("train", "test")),
+        (
+            "trec_fine",
+            {"coarse_label": 0, "fine_label": 1},
+            ["ABBR:a", "ABBR:b"],
+            ("train", "test"),
+        ),
+        ("banking77", {"label": 1}, ["age_limit", "cash"], ("train", "test")),
+        ("clinic150", {"intent": 1}, ["oos", "time"], ("train", "validation")),
+    ],
+)
+def test_labels_of_the_hub_have_their_names(tmp_path, task, columns, names, splits):
+    """The hub stores numbers of classes, whose names are in the metadata of the file."""
+    (label,) = (column for column, value in columns.items() if value)
+    features = {column: {"names": names, "_type": "ClassLabel"} for column in columns}
+    metadata = {"huggingface": json.dumps({"info": {"features": features}})}
+    (tmp_path / "data").mkdir()
+    for split in splits:
+        rows = {column: [0, 0] for column in columns} | {label: [0, 1], "text": [" a\n", "b"]}
+        table = pa.table(rows).replace_schema_metadata(metadata)
+        pq.write_table(table, tmp_path / "data" / f"{split}-00000-of-00001.parquet")
+    pairs = [("a", names[0]), ("b", names[1])]
+    assert helmet_labels.read(task, tmp_path, complete=False) == (pairs, pairs)
+
+
+def test_nlu_of_the_hub_has_a_label_of_scenario_and_intent(tmp_path):
+    rows = [{"text": f"at {i}", "scenario": "alarm", "label": f"alarm_{i % 2}"} for i in range(20)]
+    write_parquet(tmp_path / "data" / "train-00000-of-00001.parquet", rows)
+    train, test = helmet_labels.read("nlu", tmp_path, complete=False)
+    assert len(train) == 18 and len(test) == 2
+    assert {label for _, label in train} == {"alarm_0", "alarm_1"}
 
 
 def test_banking77_is_found_in_its_repository_and_its_texts_are_stripped(tmp_path):

@@ -52,6 +52,7 @@ def write(path: pathlib.Path, rows: list[dict]) -> None:
             *("gsm8k", 1319, ["grade_school_math/data/test.jsonl"]),
             *("question", "answer", "So 9.\n#### 1,018", "1,018"),
         ),
+        ("math500", 500, ["default/test/0000.parquet"], "problem", "answer", "7", "7"),
         (
             *("gsm8k", 1319, ["main/test-00000-of-00001.parquet"]),
             *("question", "answer", "So 9.\n#### 1,018", "1,018"),
@@ -81,7 +82,7 @@ def test_math_benchmarks_load_their_published_layouts(
 
 def test_incomplete_set_of_files_is_rejected(tmp_path):
     write(tmp_path / "aime2025-I.jsonl", [{"question": "?", "answer": "1"}] * 15)
-    with pytest.raises(FileNotFoundError, match=r"aime2025-I.jsonl is there, aime2025-II.jsonl is"):
+    with pytest.raises(FileNotFoundError, match=r"aime2025-I is there, aime2025-II is"):
         load("aime25", tmp_path)
 
 
@@ -90,7 +91,7 @@ def test_incomplete_set_of_files_is_rejected(tmp_path):
     [
         ("gsm8k", {"question": "?", "answer": "18"}, "a solution that ends with"),
         ("gsm8k", {"question": "?", "answer": "#### "}, "an answer that is not empty"),
-        ("math500", {"question": "?", "answer": "18"}, r"no field 'problem' \(a text\)"),
+        ("math500", {"text": "?", "answer": "18"}, r"no field 'problem' \(a text\)"),
         ("math500", {"problem": "?", "answer": ["18"]}, "a number or LaTeX"),
         ("math500", {"problem": "?", "answer": float("nan")}, "a finite number"),
     ],

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from spell_jax.evaluation.benchmarks import registry as benchmarks
-from spell_jax.evaluation.generated import ruler
+from spell_jax.evaluation.generated import haystack, ruler, sources
 from spell_jax.evaluation.generated.sources import read_prose
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy.model import TINY_POLICY
@@ -48,7 +48,8 @@ def test_length_includes_the_chat_template(task: str, folder: Path, chatml: Toke
     assert len(chatml.chat("")) > 40
     for item in made.items:
         tokens = len(chatml.chat(item.prompt))
-        assert 0.95 * length <= tokens <= length and item.fields["tokens"] == tokens
+        room = length - made.max_tokens
+        assert 0.95 * room <= tokens <= room and item.fields["tokens"] == tokens
 
 
 def test_needle_grid_is_loaded_by_name(folder: Path, chatml: Tokenizer):
@@ -57,8 +58,8 @@ def test_needle_grid_is_loaded_by_name(folder: Path, chatml: Tokenizer):
     found = [(item.fields["length"], item.fields["depth"]) for item in made.items]
     assert found == [(length, depth) for length in (1024, 2048) for depth in ruler.GRID_DEPTHS]
     for item in made.items:
-        assert 0.95 * item.fields["length"] <= len(chatml.chat(item.prompt))
-        assert len(chatml.chat(item.prompt)) <= item.fields["length"]
+        room = item.fields["length"] - made.max_tokens
+        assert 0.95 * room <= len(chatml.chat(item.prompt)) <= room
     more = benchmarks.load("needle_1024_2048", folder, 23, chatml)
     assert more.items[:22] == made.items and len(more.items) == 23
     assert more.items[22].id == "needle-1024-0.0-1" and made.items[0].id == "needle-1024-0.0-0"
@@ -80,6 +81,26 @@ def test_prose_is_all_texts_of_the_folder(folder: Path, monkeypatch):
     (task, source, _, count), (_, _, rows, asked) = seen
     assert (task, source.length, source.text, count) == ("vt", 1024, "", 9)
     assert asked == 7 and len(rows) == 3
+
+
+def test_needles_are_hidden_in_a_novel_by_default(folder: Path, tmp_path: Path, caplog):
+    caplog.set_level("INFO")
+    words = tokenizers.load(TINY_POLICY)
+    names = "ruler_niah_single_2_4096", "needle_4096"
+    for name in names:
+        (item,) = benchmarks.load(name, "", 1, words).items
+        assert (item,) == benchmarks.load(name, tmp_path, 1, words).items
+    assert sum("Moby-Dick" in record.message for record in caplog.records) == 4
+    sentences = haystack.split_sentences(sources.default_prose())
+    assert sum(sentence in item.prompt for sentence in sentences) > 30
+    (item,) = benchmarks.load("needle_4096", "", 1, words, prose=folder).items
+    assert "sailor" in item.prompt
+
+
+def test_length_is_that_of_a_policy_without_room_to_spare(chatml: Tokenizer):
+    made = benchmarks.load("needle_8192", "", 3, chatml)
+    tokens = max(len(chatml.chat(item.prompt)) for item in made.items)
+    assert 0.95 * 8192 < tokens + made.max_tokens <= 8192
 
 
 def test_folders_are_found_by_name_or_family(tmp_path: Path):
@@ -106,7 +127,7 @@ def test_folders_are_found_by_name_or_family(tmp_path: Path):
         ("ruler_vt_16K", "length '16K': must be a number of tokens, such as 16384"),
         ("ruler_vt_", "length '': must be a number"),
         ("ruler_vt_²", "length '²': must be a number"),
-        ("ruler_vt_99", r"length = 99: must be at least \d+, the prompt without"),
+        ("ruler_vt_99", r"length = 99: must be at least \d+, for the prompt"),
         ("needle_", "length '': must be a number"),
         ("needle_1024_deep", "length 'deep'"),
         ("needle_1024_1024", "must have each length once"),
@@ -121,9 +142,12 @@ def test_invalid_benchmark_names_are_rejected(
 
 
 def test_missing_or_invalid_inputs_raise(folder: Path, chatml: Tokenizer, tmp_path: Path):
-    for name in ("needle_1024", "ruler_niah_single_2_1024"):
-        with pytest.raises(FileNotFoundError, match=r"no \*\.txt and no .*, the prose"):
-            benchmarks.load(name, tmp_path, 1, chatml)
+    with pytest.raises(FileNotFoundError, match=r"prose = .*: must have \*\.txt files, or"):
+        benchmarks.load("needle_1024", folder, 1, chatml, prose=tmp_path)
+    with pytest.raises(ValueError, match="'ruler_qa_1024': data = '': must be a folder with quest"):
+        benchmarks.load("ruler_qa_1024", "", 1, chatml)
+    with pytest.raises(ValueError, match="data = '': must be the folder of the files of 'frames'"):
+        benchmarks.load("frames", "")
     with pytest.raises(FileNotFoundError, match=r"no \*\.jsonl or \*\.json there"):
         benchmarks.load("ruler_qa_1024", tmp_path, 1, chatml)
     assert benchmarks.load("ruler_vt_2048", tmp_path / "none", 1, chatml).items  # needs no text

@@ -1,0 +1,113 @@
+"""Tests of the reader of rows: formats, compressions, classes by name, incomplete files."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import itertools
+import json
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from spell_jax.data import row_files
+from spell_jax.data.row_files import KINDS, Kind
+
+ROWS = [{"text": "one, two", "n": 1}, {"text": 'said "ü"\nand left', "n": 2}]
+
+
+def encode(kind: Kind) -> bytes:
+    if kind.format == ".parquet":
+        file = io.BytesIO()
+        pq.write_table(pa.Table.from_pylist(ROWS), file)
+        return file.getvalue()
+    if kind.format == ".csv":
+        data = '\ufefftext,n\r\n"one, two",1\r\n "said ""ü""\nand left",2\r\n'.encode()
+    elif kind.format == ".jsonl":
+        data = "\n\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS).encode()
+    else:
+        data = json.dumps(ROWS, indent=1).encode("utf-8-sig")
+    if kind.compression == ".zst":
+        return pa.compress(data, "zstd", asbytes=True)
+    return gzip.compress(data) if kind.compression else data
+
+
+def read(data: bytes, kind: Kind) -> list[Any]:
+    return list(row_files.read(io.BytesIO(data), kind))
+
+
+@pytest.mark.parametrize("suffix", KINDS)
+def test_every_format_and_compression_gives_the_same_rows(suffix: str):
+    kind = row_files.kind_of(f"A.B{suffix.upper()}")
+    assert kind == KINDS[suffix]
+    rows = read(encode(kind), kind)
+    wanted = [row | {"n": str(row["n"])} for row in ROWS] if kind.format == ".csv" else ROWS
+    assert rows == wanted
+
+
+def test_files_of_other_formats_are_unknown():
+    assert [row_files.kind_of(name) for name in ("a.txt", "json", "a.parquet.gz", "a.gz")] == [
+        None
+    ] * 4
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 64])
+def test_json_list_is_read_in_pieces_of_any_size(size: int, monkeypatch):
+    monkeypatch.setattr(row_files, "_CHARACTERS", size)
+    values = [1, 23.5, "a]", [], [2, "[,"], {"a": [{"b": "]"}]}, None, True, -1e3]
+    for text in (json.dumps(values), json.dumps(values, indent=2), json.dumps([]), " [ ] "):
+        assert read(text.encode(), KINDS[".json"]) == json.loads(text)
+
+
+def test_json_file_may_hold_one_row_or_json_lines():
+    assert read(b'{"a": 1}\n', KINDS[".json"]) == [{"a": 1}]
+    assert read(b'{"a": 1}\n{"a": 2}', KINDS[".json"]) == [{"a": 1}, {"a": 2}]
+
+
+@pytest.mark.parametrize("suffix", [suffix for suffix in KINDS if "json" in suffix])
+def test_first_rows_of_an_incomplete_file_are_read(suffix: str, monkeypatch):
+    monkeypatch.setattr(row_files, "_CHARACTERS", 16)
+    kind = KINDS[suffix]
+    data = encode(kind)
+    if not kind.compression:
+        data = data[:-5]
+    elif kind.compression == ".gz":
+        data = data[:-9]
+    rows = row_files.read(io.BytesIO(data), kind)
+    assert list(itertools.islice(rows, 1)) == ROWS[:1]
+
+
+@pytest.mark.parametrize(
+    ("suffix", "data", "message"),
+    [
+        (".json", b'[{"a": 1}, {"a"', "breaks off"),
+        (".json", b'[{"a": 1},]', "breaks off"),
+        (".json", b"[1 2]", "',' or ']' expected"),
+        (".json", b"[1] 2", "more text behind its list"),
+        (".json", b'{"a": 1}\n{"a"', "line 2"),
+        (".jsonl", b'{"a": 1}\n{"a"', "delimiter"),
+        (".jsonl.gz", gzip.compress(b'{"a": 1}\n' * 99)[:-12], "ended before"),
+        (".jsonl.gz", b"{}", "gzip"),
+        (".parquet", b"PAR1 but no more", "Parquet"),
+        (".json", b"[\xff]", "utf-8"),
+    ],
+)
+def test_damaged_files_are_value_or_os_errors(suffix: str, data: bytes, message: str):
+    with pytest.raises((ValueError, OSError), match=message):
+        read(data, KINDS[suffix])
+
+
+def test_classes_have_their_names():
+    """As in the Parquet files that the library `datasets` writes."""
+    features = {
+        "text": {"dtype": "string", "_type": "Value"},
+        "label": {"names": ["bad", "good"], "_type": "ClassLabel"},
+    }
+    table = pa.table({"text": ["a", "b", "c"], "label": [1, 0, None]})
+    metadata = {"huggingface": json.dumps({"info": {"features": features}})}
+    for given, labels in ((metadata, ["good", "bad", None]), ({"huggingface": "{}"}, [1, 0, None])):
+        file = io.BytesIO()
+        pq.write_table(table.replace_schema_metadata(given), file)
+        assert [row["label"] for row in read(file.getvalue(), KINDS[".parquet"])] == labels
