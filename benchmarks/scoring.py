@@ -5,6 +5,8 @@
 2. A reply is text of 500 to 20,000 characters (log-uniform), followed by an answer. In half of them
    the text is inside <think> tags, and in half of them the answer is right. Letters have the
    frequencies of English, because the time of difflib depends on them.
+3. With --data, the published solutions of GSM8K and MATH-500 are scored too, and replies with
+   changed answers (`solutions`, `changed_solutions`).
 """
 
 from __future__ import annotations
@@ -13,21 +15,31 @@ import dataclasses
 import functools
 import math
 import random
+import re
 import resource
+import string
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 from benchmarks.base import Benchmark
 from spell_jax.data import clusters
 from spell_jax.evaluation import math_equal
-from spell_jax.evaluation.benchmarks import long_documents, retrieval, short
+from spell_jax.evaluation.benchmarks import (
+    long_documents,
+    published,
+    registry,
+    retrieval,
+    short,
+)
 from spell_jax.evaluation.benchmarks.base import Item
 from spell_jax.evaluation.generated import haystack
 
 LIMIT_S = 60.0
 PREFIX = "aC3fB7Ejd0"  # of MRCR's answers
+CHANGED = 200  # published solutions whose answers are changed
 
+_STATED = re.compile(r"#### (.*)")
 _BOOK = 2_000_000  # characters of the text that all replies are cut from
 _WORDS = 20_000
 # Letters -> frequency of each in English text, per 1,000; letters of similar frequency are grouped.
@@ -171,13 +183,50 @@ def _kinds() -> dict[str, Kind]:
 KINDS = _kinds()
 
 
+def solutions(data: str) -> dict[str, list[tuple[str, Item]]]:
+    """Published solutions of GSM8K and MATH-500 as replies, each with its question.
+
+    `data` has the folders gsm8k and math500. A solution of GSM8K ends with "#### NUMBER", which a
+    reply states as a box; those of MATH-500 have a box.
+    """
+    made = {}
+    for name, column in (("gsm8k", "answer"), ("math500", "solution")):
+        items = registry.load(name, f"{data}/{name}").items
+        kind = short.MATH_SETS[name]
+        rows = published.read(f"{data}/{name}", kind.layouts, kind.rows, None)
+        texts = [_STATED.sub(r"\\boxed{\1}", row.text(column)) for row in rows]
+        made[name] = list(zip(texts, items, strict=True))
+    return made
+
+
+def changed_solutions(
+    pairs: Sequence[tuple[str, Item]], count: int, seed: int
+) -> list[tuple[str, Item]]:
+    """Choose `count` solutions and change their answers: a digit, or another question's answer."""
+    rng = random.Random(seed)
+    made = []
+    for _, item in rng.sample(pairs, count):
+        right = item.references[0]
+        wrong = right
+        digits = [at for at, letter in enumerate(right) if letter in string.digits]
+        while wrong == right:
+            if digits:
+                at = rng.choice(digits)
+                wrong = right[:at] + rng.choice(string.digits) + right[at + 1 :]
+            else:
+                wrong = rng.choice(pairs)[1].references[0]
+        made.append((rf"It is \boxed{{{wrong}}}.", item))
+    return made
+
+
 @dataclasses.dataclass
 class Scoring(Benchmark):
     """Measures the seconds to score synthetic replies, in total and by benchmark.
 
     Samples are divided among the benchmarks as in a run that answers every question equally often.
     `Benchmark.score` is timed in one process as evaluate calls it, one reply after another. Nothing
-    is scored before, so the time includes the start of Math-Verify's worker processes.
+    is scored before, so the time includes the start of Math-Verify's worker processes. "published"
+    has the same numbers for --data: all published solutions, and 200 with a changed answer.
     "benchmarks" has the number of samples, mean characters, mean score and seconds of each. Seconds
     are wall-clock time and include waiting for Math-Verify's workers. "processor_s" is the CPU time
     of scoring, workers included, which does not depend on other load of the machine.
@@ -185,15 +234,27 @@ class Scoring(Benchmark):
 
     samples: Annotated[int, "replies, over all benchmarks"] = 100_000
     seed: Annotated[int, "seed of the replies"] = 0
+    data: Annotated[str, "folder with the published gsm8k and math500; empty: neither"] = ""
 
     def run(self) -> dict[str, Any]:
+        found = self.synthetic()
+        return found | {"published": self.published()} if self.data else found
+
+    def published(self) -> dict[str, dict[str, float]]:
+        sets = solutions(self.data)
+        pairs = [pair for some in sets.values() for pair in some]
+        sets["changed"] = changed_solutions(pairs, CHANGED, self.seed)
+        return {name: _measure(some, short.score_math) for name, some in sets.items()}
+
+    def synthetic(self) -> dict[str, Any]:
         writer = Writer(self.seed)
         total = sum(sum(kind.questions.values()) for kind in KINDS.values())
         by_name: dict[str, dict[str, float]] = {}
         for kind in KINDS.values():
             for name, questions in kind.questions.items():
                 count = max(1, round(self.samples * questions / total))
-                by_name[name] = _measure(writer, kind, count)
+                pairs = [kind.make(writer, writer.rng.random() < 0.5) for _ in range(count)]
+                by_name[name] = _measure(pairs, kind.score)
         before = _children_seconds()
         math_equal.end_workers()
         processor_s = sum(one.pop("processor_s") for one in by_name.values())
@@ -209,10 +270,12 @@ class Scoring(Benchmark):
         }
 
 
-def _measure(writer: Writer, kind: Kind, count: int) -> dict[str, float]:
-    pairs = [kind.make(writer, writer.rng.random() < 0.5) for _ in range(count)]
+def _measure(
+    pairs: Sequence[tuple[str, Item]], score: Callable[[str, Item], float]
+) -> dict[str, float]:
+    count = len(pairs)
     began, used = time.perf_counter(), time.process_time()
-    scores = [kind.score(reply, item) for reply, item in pairs]
+    scores = [score(reply, item) for reply, item in pairs]
     seconds, used = time.perf_counter() - began, time.process_time() - used
     return {
         "samples": count,

@@ -33,9 +33,7 @@ KINDS |= {text + packed: Kind(text, packed) for text in _TEXTS for packed in _CO
 
 _CHARACTERS = 2**20  # read at a time from a JSON list
 _BATCH = 64  # rows of a Parquet file in memory at a time; a row may have megabytes
-_SPACES = re.compile(r"[ \t\n\r]*")
-_EMPTY = re.compile(r"\[[ \t\n\r]*\]")
-_SEPARATOR = re.compile(r"[ \t\n\r]*([,\]])")
+_SEPARATOR = re.compile(r"[ \t\n\r]*([,\]])[ \t\n\r]*")
 
 
 def kind_of(name: str) -> Kind | None:
@@ -119,22 +117,23 @@ def _elements(file: io.TextIOBase, text: str) -> Iterator[Any]:
     """Elements of a JSON list that begins with `text`; the rest is read from the file."""
     while not text[1:].strip() and (more := file.read(_CHARACTERS)):
         text += more
-    at, decode = 1, json.JSONDecoder().raw_decode
-    is_last = bool(_EMPTY.match(text))
+    text = text[1:].lstrip()
+    decode, is_last = json.JSONDecoder().raw_decode, text.startswith("]")
+    at = int(is_last)
     while not is_last:
         try:
-            value, end = decode(text, _SPACES.match(text, at).end())
+            value, end = decode(text, at)
             if (separator := _SEPARATOR.match(text, end)) is None:
                 raise json.JSONDecodeError("',' or ']' expected", text, end)
         except json.JSONDecodeError as error:
             # The element may go on. Doubling the text keeps the time linear in its length.
             if not (more := file.read(max(_CHARACTERS, len(text)))):
                 raise ValueError(f"no JSON, or it breaks off ({error.msg})") from error
-            text, at = text[at:] + more, 0
+            text, at = (text[at:] + more).lstrip(), 0
             continue
         yield value
         at, is_last = separator.end(), separator[1] == "]"
-    if text[at:].strip(" \t\n\r]") or file.read().strip():
+    if text[at:].strip() or file.read().strip():
         raise ValueError("no JSON: more text behind its list")
 
 

@@ -33,6 +33,7 @@ WORKERS = min(4, os.cpu_count() or 1)
 log = logging.getLogger(__name__)
 
 _WHOLE = re.compile(r"[+-]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.0*)?")
+_BASED = re.compile(r"[0-9A-Z]+_(?=[0-9]|\{[0-9]+\}$)\{?([0-9]+)\}?")
 _IGNORED = re.compile(r"\s+|\\left(?![a-z])|\\right(?![a-z])|\\[!,;:]|\$")
 _idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
 _slots = threading.Semaphore(WORKERS)
@@ -62,6 +63,10 @@ def equal(prediction: str, reference: str) -> bool:
     if _WHOLE.fullmatch(ours) and _WHOLE.fullmatch(theirs):
         first, second = (int(one.partition(".")[0].replace(",", "")) for one in (ours, theirs))
         return first == second
+    # Math-Verify ignores the base of a number: 52_7 would equal 52_8.
+    bases = [found[1] for one in (ours, theirs) if (found := _BASED.fullmatch(one))]
+    if len(bases) == 2 and bases[0] != bases[1]:
+        return False
     return _ask(prediction, reference)
 
 

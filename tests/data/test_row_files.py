@@ -85,6 +85,8 @@ def test_first_rows_of_an_incomplete_file_are_read(suffix: str, monkeypatch):
         (".json", b'[{"a": 1}, {"a"', "breaks off"),
         (".json", b'[{"a": 1},]', "breaks off"),
         (".json", b"[1 2]", "',' or ']' expected"),
+        (".json", b"[1]]", "more text behind its list"),
+        (".json", b"[ ]]", "more text behind its list"),
         (".json", b"[1] 2", "more text behind its list"),
         (".json", b'{"a": 1}\n{"a"', "line 2"),
         (".jsonl", b'{"a": 1}\n{"a"', "delimiter"),

@@ -146,23 +146,15 @@ def _clinic_part(file: Row, part: str) -> Pairs:
 
 
 def _nlu(folder: Folder) -> tuple[Pairs, Pairs]:
-    """Read semicolon-separated rows. Scenario and intent form the label; "null" means no text.
+    """Read the authors' file, or the rows of nlu_evaluation_data on the hub, which HELMET reads.
 
-    As in Hugging Face's nlu_evaluation_data, which HELMET reads, the text is answer_annotation
-    without its annotations: "at [time : five am]" becomes "at five am".
+    There scenario and intent form the label, and the text is answer_annotation without its
+    annotations. A text "null" is none.
     """
     name = "NLU-Data-Home-Domain-Annotated-All.csv"
     layouts = [[name], [f"AnnotatedData/{name}"], *published.hub("train")]
     (path,) = published.locate(folder, layouts)
-    if path.name == name:
-        rows = published.rows_of(path, delimiter=";")
-        pairs = [
-            (_ANNOTATION.sub(lambda found: found[1].strip(), text), row_label)
-            for text, row_label in map(_nlu_pair, rows)
-            if text != "null"
-        ]
-    else:
-        pairs = _labeled(path, "label")
+    pairs = _labeled(path, "label") if path.name != name else _nlu_pairs(path)
     random.Random(42).shuffle(pairs)
     first: Pairs = []  # the first text of each label, kept for training
     rest: Pairs = []
@@ -174,8 +166,20 @@ def _nlu(folder: Folder) -> tuple[Pairs, Pairs]:
     return first + rest[held_out:], rest[:held_out]
 
 
-def _nlu_pair(row: Row) -> tuple[str, str]:
-    return row.text("answer_annotation"), f"{row.text('scenario')}_{row.text('intent')}"
+def _nlu_pairs(path: Path) -> Pairs:
+    """Read semicolon-separated rows, in the way of nlu_evaluation_data."""
+    pairs = []
+    for row in published.rows_of(path, delimiter=";"):
+        text = row.text("answer_annotation")
+        if text != "null":
+            label = f"{row.text('scenario')}_{row.text('intent')}"
+            pairs.append((without_annotations(text), label))
+    return pairs
+
+
+def without_annotations(text: str) -> str:
+    """Remove the annotations of the NLU data: "at [time : five am]" becomes "at five am"."""
+    return _ANNOTATION.sub(lambda found: found[1].strip(), text)
 
 
 TASKS = {

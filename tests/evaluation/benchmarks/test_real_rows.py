@@ -1,20 +1,25 @@
-"""Tests with real questions and answers, in the layouts of LongBench and DocMath-Eval.
+"""Tests with published files, and with real rows in the layouts of LongBench and DocMath-Eval.
 
-The published files themselves are not among the sample data. LongBench's three sets were made from
-the development sets that these rows come from, DocMath-Eval in part from TAT-QA.
+The published files of the latter two are not among the sample data. LongBench's three sets were
+made from the development sets that these rows come from, DocMath-Eval in part from TAT-QA.
 """
 
 from __future__ import annotations
 
 import json
+import random
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks import scoring
+from spell_jax.evaluation.benchmarks import helmet_labels, published, short
 from spell_jax.evaluation.benchmarks.base import Benchmark
 from spell_jax.evaluation.benchmarks.long_documents import DOCMATH_ROWS
 from spell_jax.evaluation.benchmarks.registry import load
+from spell_jax.evaluation.generated.sources import read_questions
 
 
 def write_lines(path: Path, rows: list[dict]) -> None:
@@ -106,3 +111,64 @@ def test_reference_answers_of_real_financial_questions_score_1(
         (tmp_path / f"{split}.json").write_text(text, "utf-8")
         first += count
     check(load("docmath", tmp_path), 800, r"So it is \boxed{%s}.")
+
+
+@pytest.mark.slow
+def test_all_published_solutions_of_mathematical_sets_score_1(spell_data: Path) -> None:
+    sets = scoring.solutions(str(spell_data / "published"))
+    assert {name: len(pairs) for name, pairs in sets.items()} == {"gsm8k": 1319, "math500": 500}
+    pairs = [pair for some in sets.values() for pair in some]
+    assert [item.id for reply, item in pairs if short.score_math(reply, item) != 1.0] == []
+    for some in (pairs, sets["math500"]):
+        changed = scoring.changed_solutions(some, scoring.CHANGED, seed=0)
+        assert len(changed) == 200
+        assert [reply for reply, item in changed if short.score_math(reply, item) != 0.0] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "items"),
+    [
+        ("helmet_banking77", "label: %s", 500),
+        ("helmet_clinic150", "label: %s", 500),
+        ("gsm8k", r"\boxed{%s}", 1319),
+        ("math500", r"\boxed{%s}", 500),
+    ],
+)
+@pytest.mark.slow
+def test_gold_answers_of_whole_published_files_score_1(
+    spell_data: Path, name: str, form: str, items: int
+) -> None:
+    benchmark = load(name, spell_data / "published" / name)
+    assert len(benchmark.items) == items
+    assert [i.id for i in benchmark.items if benchmark.score(form % i.references, i) != 1.0] == []
+
+
+def test_gold_letters_of_mmlu_pro_score_1(spell_data: Path, tmp_path: Path) -> None:
+    """The validation rows, under the name of the test file: its 12,032 rows are not at hand."""
+    shutil.copy(
+        spell_data / "published/mmlu_pro/data/validation-00000-of-00001.parquet",
+        tmp_path / "test-00000-of-00001.parquet",
+    )
+    items = (benchmark := load("mmlu_pro", tmp_path, 70)).items
+    rng = random.Random(0)
+    for item in items:
+        (letter,) = item.references
+        other = rng.choice([one for one in short.OPTIONS if one != letter])
+        assert benchmark.score(f"The correct answer is ({letter}).", item) == 1.0
+        assert benchmark.score(f"The correct answer is ({other}).", item) == 0.0
+
+
+def test_annotations_of_real_nlu_rows_are_removed_as_by_their_authors(spell_data: Path) -> None:
+    path = spell_data / "published" / "nlu_parts" / "nlu_testsets.csv"
+    rows = list(published.rows_of(path, delimiter=";"))
+    assert len(rows) == 5045
+    for row in rows:
+        text = helmet_labels.without_annotations(row.text("answer_annotation"))
+        assert text == row.text("answer_from_anno")
+
+
+def test_all_questions_of_squad_are_read(spell_data: Path) -> None:
+    rows = read_questions(spell_data / "published" / "squad11")
+    assert len(rows) == 5696  # of the first 24 articles of dev-v1.1.json
+    for row in rows:
+        assert all(reference in row.documents[0] for reference in row.references)

@@ -147,6 +147,10 @@ def test_extract_math_finds_the_final_answer(text, found):
         (r"\text{Evelyn}", r"\text{Evelyn}", True),
         (r"90^\circ", "90", True),
         (r"\$18", "18", True),
+        ("52_7", "52_8", False),  # of base 7 and 8
+        ("52_{8}", "52_8", True),
+        ("52_{7}", "52_8", False),
+        ("52", "52_8", True),
         ("", "", False),
         ("}{", "1", False),
         ("1" * 2000, "1" * 2000, False),
