@@ -96,6 +96,11 @@ SHARES = {
     "a100": Shares(0.5, 0.52, _DECODE, _ATTENTION, _MEMORY, 0.65, _EXPERTS, 2e-6),
 }
 
+# XLA on a CPU in float32, for benchmarks/plan.py: shares of the measured rates of a large product
+# and of a copy. Chosen on one core of an EPYC, one number per kind of phase and not per shape. In
+# decoding most of the time goes to top-p's exponentials and to small operations.
+CPU = Shares(0.87, 0.49, 0.24, 0.5, 1.0, 1.0, 1.0, 0.0)
+
 
 # ----------------------------------------------------------------------------------------- Seconds
 
@@ -155,7 +160,7 @@ class Phase(NamedTuple):
 def check(config: Config) -> SpellConfig:
     """The algorithm's config; ValueError if it is not SPELL's."""
     algorithm = registry.read_algorithm(config.algorithm)
-    if not isinstance(algorithm, SpellConfig):
+    if type(algorithm) is not SpellConfig:
         name = config.algorithm.name
         raise ValueError(f"algorithm.name = {name!r}: must be 'spell' for --time")
     return algorithm
@@ -174,11 +179,12 @@ def workload(
     return Workload(prompt, tokens, verdict_tokens, **others)
 
 
-def phases(programs: aot.Programs, machine: Machine, work: Workload, splash: bool) -> list[Phase]:
-    """Phases of a step, in the order of the table."""
-    algorithm, mesh = check(programs.config), programs.mesh
-    itemsize = programs.learner.compute_dtype.itemsize
-    counts = Programs(programs.policy, mesh, itemsize, splash)
+def phases(programs: aot.Programs, topology: topologies.Topology, work: Workload) -> list[Phase]:
+    """Phases of a step on a slice or node, in the order of the table."""
+    algorithm, chip = check(programs.config), machine(topology)
+    itemsize, is_tpu = programs.learner.compute_dtype.itemsize, bool(topology.layout)
+    dimensions = len(topology.shape)
+    counts = Programs(programs.policy, programs.mesh, itemsize, is_tpu, dimensions)
     sampler = programs.sampler
     asked = rollout_calls.count(algorithm, sampler.config, sampler.shape, sampler.shards, work)
     call_tokens = sampler.shards * sampler.shape.tasks * sampler.shape.page_size
@@ -186,7 +192,7 @@ def phases(programs: aot.Programs, machine: Machine, work: Workload, splash: boo
     has_experts = bool(programs.policy.experts)
 
     def add(name: str, kind: str, calls: float, total: Work) -> None:
-        found.append(Phase(name, calls, machine.seconds(kind, total, has_experts)))
+        found.append(Phase(name, calls, chip.seconds(kind, total, has_experts)))
 
     for name, one in asked.items():
         prefill = prefill_work(counts, one, call_tokens).times(work.rounds)
@@ -307,21 +313,20 @@ def table(found: list[Phase]) -> str:
 
 def describe(programs: aot.Programs, topology: topologies.Topology, work: Workload) -> str:
     """Format the table, the step in which all answers have their caps, and the assumptions."""
-    chip, is_tpu = machine(topology), topology is not topologies.A100_NODE
     caps = programs.config.sampler
     longest = {"tokens": caps.max_tokens, "verdict_tokens": caps.max_verdict_tokens}
-    capped = phases(programs, chip, dataclasses.replace(work, **longest), is_tpu)
+    capped = phases(programs, topology, dataclasses.replace(work, **longest))
     most = sum(phase.seconds.total for phase in capped)
     given = ", ".join(f"--{name}={value}" for name, value in dataclasses.asdict(work).items())
     lines = [
         topologies.describe(topology, programs.mesh),
         "",
-        table(phases(programs, chip, work, is_tpu)),
+        table(phases(programs, topology, work)),
         "",
         f"If every answer had {caps.max_tokens} tokens and every verdict "
         f"{caps.max_verdict_tokens}, their caps: {most:.0f} s",
         f"Assumed: {given.replace('--prompt', '--length')}",
-        f"Assumed shares of the peaks: {chip.shares}",
+        f"Assumed shares of the peaks: {machine(topology).shares}",
         "Not counted: the host between calls, offloading, checkpoints, an external judge.",
     ]
     return "\n".join(lines)

@@ -63,12 +63,14 @@ class Programs:
       mesh: a mesh, which may be abstract.
       itemsize: bytes of a number in the compute dtype.
       splash: whether attention's backward pass is that of splash.py (TPU).
+      dimensions: physical axes of the slice, which a collective crosses one after the other.
     """
 
     policy: PolicyConfig
     mesh: Any
     itemsize: int
     splash: bool = False
+    dimensions: int = 1
 
     # ---------------------------------------------------------------------------------- Sizes
 
@@ -193,7 +195,9 @@ class Programs:
             link += 4 * c.layers * rows / n * self._received(c.width, tensor)
             link += 2 * c.layers * rows / n * self._received(c.width, expert)
             link += self._received(rows / expert * c.vocab_size / tensor, n, 4)
-            hops = _DECODE_COLLECTIVES * c.layers * group / 2
+            # Both ways around the ring of each physical axis.
+            ring = self.dimensions * group ** (1 / self.dimensions) / 2
+            hops = _DECODE_COLLECTIVES * c.layers * ring
         return Work(products, 0.0, memory, link, hops)
 
     def decode_keys(self, pairs: float, keys: float) -> Work:
