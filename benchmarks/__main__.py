@@ -1,7 +1,7 @@
 """Command line of the benchmarks: python -m benchmarks NAME [--OPTION=VALUE ...].
 
-A benchmark prints one JSON line: its options, its measurements and the machine. NAME --help
-explains both.
+A benchmark prints one JSON line (plan: one per shape): its options, its measurements and the
+machine. NAME --help explains both.
 
 update   seconds of one optimizer update, with shared and with repeated prompts
 sample   tokens/s of G answers to a prompt: shared, to G prompts, one by one, by transformers
@@ -14,6 +14,7 @@ quality  int8 sampling against the compute dtype: KL, equal greedy tokens
 report   seconds to write the report page of a long run, and to open it in a browser
 soak     growth of memory and compiled programs in a long run of the demo's config
 trl      seconds and memory of a GRPO step, here and in TRL (extra "test")
+plan     seconds of six programs, predicted by launch.plan's model and measured
 scoring  seconds to score 100,000 samples by the benchmarks' rules (extra "eval")
 parsers  seconds of the parsers and rules on adversarial texts of up to 100 KB
 dedup    documents/s and memory of the data pipeline's filter and dedup (extra "data")
@@ -52,6 +53,7 @@ _CLASSES = {
     "report": "report.Report",
     "soak": "soak.Soak",
     "trl": "trl.Trl",
+    "plan": "plan.Plan",
     "scoring": "scoring.Scoring",
     "parsers": "parsers.Parsers",
     "dedup": "data.Dedup",
@@ -83,15 +85,23 @@ def parse(arguments: Sequence[str]) -> tuple[str, Benchmark]:
     return name, benchmark(**vars(parser.parse_args(arguments[1:])))
 
 
-def run(arguments: Sequence[str]) -> dict[str, Any]:
-    """Run a benchmark from its name and flags; returns the fields of its line."""
+def lines(arguments: Sequence[str]) -> list[dict[str, Any]]:
+    """Run a benchmark from its name and flags; returns the fields of each of its lines."""
     name, benchmark = parse(arguments)
     found = benchmark.run()
     line = {"bench": name, **dataclasses.asdict(benchmark)}
     machine = {"devices": jax.device_count(), "device": jax.devices()[0].device_kind}
-    return line | machine | {"processors": os.cpu_count()} | found
+    line |= machine | {"processors": os.cpu_count()}
+    return [line | one for one in (found if isinstance(found, list) else [found])]
+
+
+def run(arguments: Sequence[str]) -> dict[str, Any]:
+    """Run a benchmark that prints one line; returns its fields."""
+    (line,) = lines(arguments)
+    return line
 
 
 if __name__ == "__main__":
     start.setup()
-    print(json.dumps(run(sys.argv[1:])))
+    for line in lines(sys.argv[1:]):
+        print(json.dumps(line))

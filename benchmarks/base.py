@@ -33,8 +33,8 @@ Prompts = list[list[int]]
 class Benchmark:
     """Base of the benchmarks: the fields are the command's options, annotated with their help."""
 
-    def run(self) -> dict[str, Any]:
-        """Return the measurements, JSON-able; they are printed after the options."""
+    def run(self) -> dict[str, Any] | list[dict[str, Any]]:
+        """Return the measurements of a line, or of several, JSON-able; see __main__.py."""
         raise NotImplementedError
 
 

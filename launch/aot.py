@@ -397,12 +397,14 @@ def define_flags() -> None:
     flags.mark_flags_as_required(["config", "topology"])
 
 
-def read_flags() -> tuple[Config, PolicyConfig, topologies.Topology, int]:
-    """Read config, architecture, slice and prompt tokens P from the flags."""
+def read_flags(
+    *others: topologies.Topology,
+) -> tuple[Config, PolicyConfig, topologies.Topology, int]:
+    """Read config, architecture, slice (or one of `others`) and prompt tokens P from the flags."""
     given = flags.FLAGS
     policy = read_policy(given.config, given.policy, given.layers)
     length = given.config.sampler.max_prompt if given.length is None else given.length
-    return given.config, policy, topologies.find(given.topology), length
+    return given.config, policy, topologies.find(given.topology, *others), length
 
 
 def main(_) -> None:

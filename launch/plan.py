@@ -9,6 +9,8 @@
    rows in docs/long_context.md; every program's peak is within 25 % of them.
 4. If everything fits, the largest batches that fit are printed, else the changes that help. The
    exit status is 0 or 1.
+
+With --time, the seconds of a SPELL step are printed instead, by phase (step_time.py).
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from launch import aot, topologies
+from absl import flags
+
+from launch import aot, step_time, topologies
 from launch.topologies import GIB
 from spell_jax.learner import packing
 from spell_jax.policy import moe
@@ -329,12 +333,36 @@ def describe(plan: Plan) -> str:
     return "\n".join([*lines, "  or a larger slice"])
 
 
+_WORKLOAD = ("tokens", "verdict_tokens", "shown", "answered", "rounds")  # flags: fields of Workload
+
+
+def define_flags() -> None:
+    """Define the flags of aot.py, --time and the assumptions about a step."""
+    aot.define_flags()
+    flags.DEFINE_boolean("time", False, "Print the seconds of a SPELL step instead.")
+    flags.DEFINE_integer("tokens", 0, "Mean tokens of an answer; 0: a tenth of the cap.")
+    flags.DEFINE_integer("verdict_tokens", 0, "Mean tokens of a verdict; 0: a 64th of the cap.")
+    flags.DEFINE_float("shown", 0.5, "Share of the responder's prompt that the questioner reads.")
+    flags.DEFINE_float("answered", 0.5, "Share of the proposals that pass the filters.")
+    flags.DEFINE_integer("rounds", 1, "Rounds of proposals in a step.")
+
+
 def main(_) -> None:
-    plan = Plan(*aot.read_flags())
+    given = flags.FLAGS
+    config, policy, topology, length = aot.read_flags(topologies.A100_NODE)
+    if given.time:
+        step_time.check(config)
+        sizes: dict[str, Any] = {name: given[name].value for name in _WORKLOAD}
+        work = step_time.workload(config, length, **sizes)
+        plan = Plan(config, policy, topology, length)
+        print(step_time.describe(plan.programs, topology, work))
+        print("Memory: " + ("all programs fit" if plan.fits else "too much (run without --time)"))
+        return
+    plan = Plan(config, policy, topology, length)
     print(describe(plan))
     sys.exit(0 if plan.fits else 1)
 
 
 if __name__ == "__main__":
-    aot.define_flags()
+    define_flags()
     entry.run_main(main)

@@ -40,6 +40,26 @@ _GENERATIONS = {
     "v5p": ("v5p", 2, 95.74, _CUBES),
     "v6e": ("v6e", 1, 31.25, _FLAT),
 }
+
+
+class Peaks(NamedTuple):
+    """Peaks of one chip per second, as stated by its maker."""
+
+    operations: float  # in matrix products of bfloat16
+    memory: float  # bytes of its memory
+    link: float  # bytes received from other chips, over all links
+
+
+# Google Cloud's pages "TPU v4", "v5e", "v5p" and "v6e" (docs.cloud.google.com/tpu/docs/v5e): peak
+# compute, HBM bandwidth, and half of the bidirectional inter-chip bandwidth. NVIDIA's data sheet of
+# the A100 80GB SXM: bfloat16 without sparsity, HBM2e, half of NVLink's 600 GB/s.
+PEAKS = {
+    "v4": Peaks(275e12, 1228e9, 150e9),
+    "v5e": Peaks(197e12, 819e9, 200e9),
+    "v5p": Peaks(459e12, 2765e9, 600e9),
+    "v6e": Peaks(918e12, 1638e9, 400e9),
+    "a100": Peaks(312e12, 2039e9, 300e9),
+}
 # Without this option, libtpu splits a v4 chip into two devices with half the memory each.
 _OPTIONS = {"v4": {"chip_config_name": "megacore"}}
 
@@ -60,13 +80,24 @@ def _slices():
 
 
 TOPOLOGIES = {topology.name: topology for topology in _slices()}
+# The paper's node, for estimates only: 8 A100 of 80 GB, of which the driver reports 81,251 MiB.
+A100_NODE = Topology("a100-8", "", 8, (8,), 81_251 * 2**20, "")
 
 
-def find(name: str) -> Topology:
-    """Return the slice of that name; the ValueError of an unknown one lists the known ones."""
-    if name not in TOPOLOGIES:
-        raise ValueError(f"topology = {name!r}: must be one of {', '.join(TOPOLOGIES)}")
-    return TOPOLOGIES[name]
+def find(name: str, *others: Topology) -> Topology:
+    """Return the slice, or one of `others`, of that name.
+
+    The ValueError of an unknown name lists the known ones.
+    """
+    known = TOPOLOGIES | {other.name: other for other in others}
+    if name not in known:
+        raise ValueError(f"topology = {name!r}: must be one of {', '.join(known)}")
+    return known[name]
+
+
+def peaks(topology: Topology) -> Peaks:
+    """Return the peaks of a chip of a slice or node that `find` returned."""
+    return PEAKS[topology.name.partition("-")[0]]
 
 
 def abstract_mesh(topology: Topology, shape: Mapping[str, int]) -> AbstractMesh:

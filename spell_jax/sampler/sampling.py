@@ -18,7 +18,7 @@ import jax.numpy as jnp
 # Thresholds are log-weights between 0 and _LOWEST, at which a float32 weight underflows to 0. After
 # 30 halvings the bounds are as close as float32 numbers of this size can be.
 _LOWEST = -104.0
-_BISECTIONS = 30
+BISECTIONS = 30
 # The bisection ends at the log-weight of a token that must be kept. Computed again, that weight may
 # be rounded differently (by 1e-5 for logits of 100), so the threshold is lowered by _SLACK.
 _SLACK = 2**-15
@@ -116,7 +116,7 @@ def _bisect(enough: Callable[[jax.Array], jax.Array], low: jax.Array) -> jax.Arr
         go_up = enough(middle)
         return jnp.where(go_up, middle, low), jnp.where(go_up, high, middle)
 
-    return jax.lax.fori_loop(0, _BISECTIONS, halve, (low, jnp.zeros_like(low)))[0]
+    return jax.lax.fori_loop(0, BISECTIONS, halve, (low, jnp.zeros_like(low)))[0]
 
 
 def _invert(weights: jax.Array, uniform: jax.Array) -> jax.Array:

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 # While requests are queued, a decode call returns as soon as 1 in 16 of its active slots is free.
 # Few slots are then idle, and refills are planned in batches instead of one at a time.
-_REFILL_SHARE = 16
+REFILL_SHARE = 16
 
 
 @dataclasses.dataclass
@@ -206,7 +206,7 @@ class Session:
         limits = [shard.allocate_pages(shard.lanes[lane], c.decode_tokens) for shard in shards]
         active = sum(sequence.count < limit for one in limits for sequence, limit in one.items())
         has_queued = scheduler.has_queued(lane)
-        enough = max(1, active // _REFILL_SHARE) if has_queued else active + 1
+        enough = max(1, active // REFILL_SHARE) if has_queued else active + 1
         slots = batching.slots(scheduler, lane, limits, enough, c)
         self._state, sampled = self._call(
             meshes.DECODE_RULES, self._sampler.decode, slots, lane=lane

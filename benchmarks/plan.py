@@ -1,0 +1,205 @@
+"""Benchmark of the step-time model: predicted and measured seconds of small shapes on a CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Annotated, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.base import (
+    Benchmark,
+    SamplerBenchmark,
+    best_seconds,
+    make_learner,
+    random_params,
+)
+from launch import step_time
+from launch.step_time import CPU, Machine, tree_pairs
+from launch.topologies import Peaks
+from launch.work import Programs, Work
+from spell_jax.learner import packing, trees
+from spell_jax.runtime import mesh as meshes
+from spell_jax.sampler import batching
+from spell_jax.sampler.requests import Options, SampleRequest
+from spell_jax.sampler.scheduler import Scheduler
+
+_GEMM_ROWS = 512  # of the product that measures the peak, as wide as the shape's MLP
+_COPIED = 2**28  # bytes of the array whose copy measures the memory
+_GROUP = 4  # answers to a prompt
+
+
+class Shape(NamedTuple):
+    """A program and its sizes."""
+
+    phase: str  # "prefill", "decode" or "update"
+    width: int
+    layers: int
+    prompt: int  # tokens of each prompt
+    prompts: int
+    answer: int = 1  # tokens of each of the prompts' answers
+
+
+# Two widths and lengths of each phase; attention takes from a tenth to a half of the operations.
+SHAPES = (
+    Shape("prefill", 256, 4, 1024, 2),
+    Shape("prefill", 512, 3, 2048, 1),
+    Shape("decode", 256, 4, 512, 4, 32),
+    Shape("decode", 512, 3, 1024, 8, 32),
+    Shape("update", 256, 4, 1024, 1, 64),
+    Shape("update", 512, 3, 1536, 1, 128),
+)
+
+
+@dataclasses.dataclass
+class Plan(Benchmark):
+    """Predicts six programs by launch/step_time.py from this machine's peaks, and measures them.
+
+    One line per shape. "gemm_flops_per_s" is measured with a float32 product of 512 rows as wide as
+    the shape's MLP, "copy_bytes_per_s" with an update of 256 MiB in place. "ratio" is predicted over measured
+    seconds. The shares of the peaks are step_time.CPU, one for each kind of phase.
+    """
+
+    repeats: Annotated[int, "timed calls, the fastest counts"] = 5
+    vocab: Annotated[int, "vocabulary V"] = 4096
+
+    def run(self) -> list[dict[str, Any]]:
+        return [self._measure(shape) for shape in SHAPES]
+
+    def _measure(self, shape: Shape) -> dict[str, Any]:
+        sizes = {"width": shape.width, "layers": shape.layers, "vocab": self.vocab}
+        bench = SamplerBenchmark(**sizes, group=_GROUP, prefill=shape.prompts * shape.prompt)
+        peaks = self._peaks(bench)
+        counts = Programs(bench.model, meshes.make_mesh(), np.dtype(bench.dtype).itemsize)
+        measure = {"prefill": _prefill, "decode": _decode, "update": _update}[shape.phase]
+        work, call = measure(bench, shape, counts)
+        call()  # compiles
+        measured = best_seconds(call, self.repeats)
+        found = Machine(peaks, CPU).seconds(shape.phase, work)
+        return {
+            **shape._asdict(),
+            "gemm_flops_per_s": peaks.operations,
+            "copy_bytes_per_s": peaks.memory,
+            "operations": work.products + work.attention,
+            "attention_operations": work.attention,
+            "bound": found.bound,
+            "predicted_s": found.total,
+            "measured_s": measured,
+            "ratio": found.total / measured,
+        }
+
+    def _peaks(self, bench: SamplerBenchmark) -> Peaks:
+        width, wide = bench.model.width, bench.model.feed_forward
+        a, b = jnp.ones((_GEMM_ROWS, width)), jnp.ones((width, wide))
+        product, add = jax.jit(jnp.matmul), jax.jit(lambda x: x + 1, donate_argnums=0)
+        large = jnp.zeros(_COPIED // 4)
+
+        def copy() -> jax.Array:
+            nonlocal large
+            large = add(large)  # in place: new memory would be mapped page by page
+            return large
+
+        jax.block_until_ready((product(a, b), copy()))
+        operations = 2 * _GEMM_ROWS * width * wide
+        seconds = best_seconds(lambda: product(a, b), 4 * self.repeats)
+        copied = best_seconds(copy, 4 * self.repeats)
+        return Peaks(operations / seconds, 2 * _COPIED / copied, 1.0)
+
+
+# ----------------------------------------------------------------------------------------- Phases
+
+Measured = tuple[Work, Callable[[], Any]]  # what the call does, and the call
+
+
+class _Sampling:
+    """A sampler's scheduler and state with one batch of prompts."""
+
+    def __init__(self, bench: SamplerBenchmark, shape: Shape):
+        answers = shape.prompts * _GROUP
+        sizes = {"samples_per_prompt_batch": _GROUP, "decode_tokens": shape.answer}
+        self.sampler = bench.make_sampler(shape.prompt, shape.answer, answers, **sizes)
+        self.params = random_params(bench.model, bench.dtype)
+        self.state = self.sampler.init_state(np.dtype(bench.dtype))
+        self.scheduler = Scheduler(self.sampler.shape, self.sampler.shards)
+        rng, options = np.random.default_rng(0), Options(top_p=0.95, max_tokens=shape.answer)
+        for number in range(shape.prompts):
+            tokens = rng.integers(bench.vocab, size=shape.prompt)
+            request = SampleRequest(tokens.tolist(), _GROUP, np.zeros(2, np.uint32), options)
+            self.scheduler.submit(number, request)
+
+    def place(self, batch: Any) -> Any:
+        mesh = self.sampler.mesh
+        return meshes.device_put(batch, batching.shardings(mesh, batch))
+
+    def prefill(self) -> Callable[[], Any]:
+        """Function that reads all prompts in one call."""
+        tasks = self.scheduler.plan_prefill()
+        assert tasks is not None and self.scheduler.plan_prefill() is None
+        longest = self.sampler.config.max_prompt
+        batch = self.place(batching.prompt_pages(self.scheduler, tasks, longest))
+        self.scheduler.fill_slots()
+
+        def call() -> Any:
+            self.state = self.sampler.prefill(self.params, self.state, batch)
+            return self.state
+
+        return call
+
+    def decode(self, steps: int) -> Callable[[], Any]:
+        """Function that samples `steps` tokens in every slot."""
+        jax.block_until_ready(self.prefill()())
+        scheduler, lane = self.scheduler, self.sampler.shape.lane_of(_GROUP)
+        limits = [shard.allocate_pages(shard.lanes[lane], steps) for shard in scheduler.shards]
+        enough = sum(map(len, limits)) + 1
+        batch = self.place(batching.slots(scheduler, lane, limits, enough, self.sampler.config))
+
+        def call() -> Any:
+            self.state, sampled = self.sampler.decode(self.params, self.state, batch, lane=lane)
+            return sampled
+
+        return call
+
+
+def _prefill(bench: SamplerBenchmark, shape: Shape, counts: Programs) -> Measured:
+    page, tokens = bench.page_size, shape.prompts * shape.prompt
+    pages = range(0, shape.prompt, page)
+    pairs = shape.prompts * shape.prompt * (shape.prompt + 1) / 2
+    keys = shape.prompts * sum(start + page for start in pages)
+    return counts.prefill(tokens, pairs, keys), _Sampling(bench, shape).prefill()
+
+
+def _decode(bench: SamplerBenchmark, shape: Shape, counts: Programs) -> Measured:
+    answers, own = shape.prompts * _GROUP, shape.answer * (shape.answer + 1) / 2
+    pairs = answers * (shape.answer * shape.prompt + own)
+    keys = shape.prompts * shape.answer * shape.prompt + answers * own
+    work = counts.decode_pass(answers).times(shape.answer) + counts.decode_keys(pairs, keys)
+    return work, _Sampling(bench, shape).decode(shape.answer)
+
+
+def _update(bench: SamplerBenchmark, shape: Shape, counts: Programs) -> Measured:
+    answers = _GROUP * shape.answer
+    bucket = packing.Bucket(shape.prompt + answers, answers)
+    learner = make_learner(bench.model, bucket, shape.prompts * bucket.length, bench.dtype)
+    rng, state = np.random.default_rng(0), learner.init(jax.random.key(0))
+    groups = [
+        packing.TrainGroup(
+            rng.integers(bench.vocab, size=shape.prompt),
+            list(rng.integers(bench.vocab, size=(_GROUP, shape.answer))),
+            list(rng.normal(size=_GROUP)),
+        )
+        for _ in range(shape.prompts)
+    ]
+    sizes = [group.size for group in groups]
+    pairs = sum(tree_pairs(groups, tree) for tree in trees.single(sizes))
+    rows = shape.prompts
+    work = counts.micro_batch(rows * bucket.length, rows * bucket.answers, pairs)
+
+    def call() -> Any:
+        nonlocal state
+        state, _ = learner.update(state, groups)
+        return state
+
+    return work + counts.apply() + counts.cast(), call

@@ -1,0 +1,287 @@
+"""Sampler calls of a SPELL step's rollout, counted without a device.
+
+1. Every question is a coroutine that asks as algorithms/spell/algorithm.py does: a question, an
+   answer without documents, the frozen reader's answers, G answers, their verdicts.
+2. The sampler's own scheduler plans the calls: shared prefixes, pages, slots and refills are those
+   of a run (sampler/session.py), and so are the numbers of prefill calls and decode passes.
+3. Answers have random lengths, geometric up to the cap. Tokens are dummies that are equal only
+   where prompts share a prefix.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Generator
+from typing import Any
+
+import numpy as np
+
+from spell_jax.algorithms.spell.config import SpellConfig
+from spell_jax.runtime.config import check_least
+from spell_jax.sampler.batching import Tasks
+from spell_jax.sampler.config import SamplerConfig
+from spell_jax.sampler.requests import SampleRequest
+from spell_jax.sampler.scheduler import DecodeSequence, Scheduler, Shape
+from spell_jax.sampler.session import REFILL_SHARE
+
+# Tokens of the short texts, as in benchmarks/rollout.py: the template that all verifier prompts
+# begin with, a question, and the end of an answer that a verifier reads.
+TEMPLATE, QUESTION, ANSWER = 192, 64, 64
+BLIND, READER = "no documents", "reader"  # agents besides the three roles
+_SEED = 0  # of the answers' lengths
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """Sizes of a step that no config fixes. All are assumptions, and flags of launch.plan --time.
+
+    Attributes:
+      prompt: tokens of a responder's prompt.
+      tokens: mean tokens of a question or an answer; the lengths are geometric up to the cap.
+      verdict_tokens: mean tokens of a verdict, likewise.
+      shown: share of the responder's prompt that the questioner reads.
+      answered: share of the proposals that pass the filters and are answered.
+      rounds: rounds of proposals until enough questions have mixed rewards.
+    """
+
+    prompt: int
+    tokens: int
+    verdict_tokens: int
+    shown: float = 0.5
+    answered: float = 0.5
+    rounds: int = 1
+
+    def __post_init__(self):
+        check_least(self, "", prompt=2 * QUESTION, tokens=1, verdict_tokens=1, rounds=1)
+        for name in ("shown", "answered"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(f"{name} = {getattr(self, name)}: must be above 0, at most 1")
+
+
+@dataclasses.dataclass
+class Asked:
+    """Counts of one agent: what calls read and sample for it. A call for several is divided."""
+
+    requests: int = 0
+    calls: float = 0.0  # prefill calls
+    prompt_tokens: int = 0  # read by prefill: not those of shared pages
+    # Pairs of a prompt token and a key that it attends to. Row shards wait for the busiest one: a
+    # call counts as if all had as many.
+    prompt_pairs: float = 0.0
+    prompt_keys: int = 0  # keys that prefill reads: those before the end of a page, once a page
+    passes: float = 0.0  # decode passes
+    tokens: int = 0  # sampled
+    pairs: int = 0  # pairs of a sampled token and a key that it attends to
+    keys: int = 0  # keys that decode reads: a prompt's once for its samples, and their own
+
+
+Call = list[tuple[str, Any, int]]  # agent, prompt and group of the requests of one `ask`
+
+
+class Questions:
+    """The coroutines of a round's questions; like RolloutWorker's, each yields what it asks for."""
+
+    def __init__(self, config: SpellConfig, work: Workload):
+        self.config, self.work = config, work
+        self._numbers: dict[tuple[object, ...], int] = {}
+
+    def _text(self, tokens: int, *name: object) -> np.ndarray:
+        """Dummy tokens, the same for the same name and no other."""
+        number = self._numbers.setdefault(name, len(self._numbers))
+        return np.full(tokens, number, np.int32)
+
+    def questioner(self, item: int) -> np.ndarray:
+        cluster = item // self.config.questions_per_cluster
+        return self._text(max(1, int(self.work.shown * self.work.prompt)), "shown", cluster)
+
+    def responder(self, item: int) -> np.ndarray:
+        documents = "documents", item // self.config.questions_per_cluster
+        question = self._text(QUESTION, "question", item)
+        return np.concatenate([self._text(self.work.prompt - QUESTION, *documents), question])
+
+    def verifier(self, item: int, answer: int) -> np.ndarray:
+        shared = self._text(TEMPLATE, "template"), self._text(QUESTION, "question", item)
+        return np.concatenate([*shared, self._text(ANSWER, "answer", item, answer)])
+
+    def is_answered(self, item: int) -> bool:
+        """Whether the question passes the filters: evenly spread, exactly their share."""
+        share = self.work.answered
+        return int((item + 1) * share + 1e-9) > int(item * share + 1e-9)
+
+    def propose(self, item: int) -> Generator[Call]:
+        yield [("questioner", self.questioner(item), 1)]
+
+    def check(self, item: int) -> Generator[Call]:
+        c = self.config
+        if c.grounding_samples:
+            yield [(BLIND, self._text(QUESTION, "question", item), c.grounding_samples)]
+        if c.reference_source == "frozen_reader":
+            yield [(READER, self.questioner(item), c.reader_samples)]
+
+    def solve(self, item: int) -> Generator[Call]:
+        c = self.config
+        if not self.is_answered(item):
+            return
+        yield [("responder", self.responder(item), c.group_size)]
+        if c.responder_reward not in ("rule", "random"):
+            answers = range(c.group_size)
+            size = c.verifier_group_size
+            yield [("verifier", self.verifier(item, answer), size) for answer in answers]
+
+    def stages(self) -> list[Callable[[int], Generator[Call]]]:
+        """Coroutines of an item; the next stage starts when all items have ended this one."""
+        if self.config.questions_per_cluster > 1:  # duplicates are dropped after all proposals
+            return [self.propose, self.check, self.solve]
+
+        def all_parts(item: int) -> Generator[Call]:
+            yield from self.propose(item)
+            yield from self.check(item)
+            yield from self.solve(item)
+
+        return [all_parts]
+
+
+def count(
+    config: SpellConfig, sampling: SamplerConfig, shape: Shape, shards: int, work: Workload
+) -> dict[str, Asked]:
+    """Count the calls of one round, by agent.
+
+    `shape` and `shards` are the sampler's. ValueError if a request can never fit into the pool.
+    """
+    questions, rng = Questions(config, work), np.random.default_rng(_SEED)
+    asked: dict[str, Asked] = defaultdict(Asked)
+    for stage in questions.stages():
+        waiting = deque((one, next(one, [])) for one in map(stage, range(config.generation_batch)))
+        while any(call for _, call in waiting):
+            # One model at a time, as RolloutWorker serves them.
+            first = next(call for _, call in waiting if call)[0][0] == READER
+            session = _Session(sampling, shape, shards, work, rng, asked)
+            later = deque(pair for pair in waiting if pair[1] and is_reader(pair[1]) != first)
+            mine = deque(pair for pair in waiting if pair[1] and is_reader(pair[1]) == first)
+            while mine or session.unfinished:
+                while mine:
+                    session.submit(*mine.popleft())
+                for one in session.advance():
+                    call = next(one, [])
+                    if call:
+                        (mine if is_reader(call) == first else later).append((one, call))
+            waiting = later
+    return dict(asked)
+
+
+def is_reader(call: Call) -> bool:
+    return call[0][0] == READER
+
+
+class _Session:
+    """sampler.session.Session, with lengths in place of sampled tokens."""
+
+    def __init__(
+        self,
+        sampling: SamplerConfig,
+        shape: Shape,
+        shards: int,
+        work: Workload,
+        rng: np.random.Generator,
+        asked: dict[str, Asked],
+    ):
+        self._sampling, self._work, self._rng, self._asked = sampling, work, rng, asked
+        self._scheduler = Scheduler(shape, shards)
+        self._lengths: list[np.ndarray] = []  # of the answers of each ticket
+        self._coroutines: list[Generator[Call]] = []  # that asked for each ticket
+        self._missing: Counter[Generator[Call]] = Counter()  # requests without answers
+        self._running: list[tuple[int, list[tuple[int, DecodeSequence, int]]]] = []
+
+    @property
+    def unfinished(self) -> bool:
+        return self._scheduler.unfinished
+
+    def submit(self, coroutine: Generator[Call], call: Call) -> None:
+        for agent, prompt, group in call:
+            cap, mean = self._sampling.max_tokens, self._work.tokens
+            if agent == "verifier":
+                cap, mean = self._sampling.max_verdict_tokens, self._work.verdict_tokens
+            lengths = self._rng.geometric(1 / mean, group) if mean < cap else np.full(group, cap)
+            options = self._sampling.options(cap)
+            key = np.zeros(2, np.uint32)
+            request = SampleRequest(prompt, group, key, options, agent)
+            self._scheduler.submit(len(self._lengths), request)
+            self._lengths.append(np.minimum(lengths, cap))
+            self._coroutines.append(coroutine)
+            self._missing[coroutine] += 1
+            self._asked[agent].requests += 1
+
+    def advance(self) -> list[Generator[Call]]:
+        """Session.advance; returns the coroutines whose requests have all been answered."""
+        ended = []
+        for lane, sampled in self._running:
+            for number, sequence, new in sampled:
+                sequence.count += new
+                ticket, shard = sequence.prefilled.ticket, self._scheduler.shards[number]
+                if sequence.count < self._lengths[ticket][sequence.number]:
+                    continue
+                if shard.finish(shard.lanes[lane], sequence):
+                    coroutine = self._coroutines[ticket]
+                    self._missing[coroutine] -= 1
+                    ended += [coroutine] * (not self._missing[coroutine])
+        self._running = []
+        self._dispatch()
+        return ended
+
+    def _dispatch(self) -> None:
+        scheduler = self._scheduler
+        while (tasks := scheduler.plan_prefill()) is not None:
+            self._prefill(tasks)
+            scheduler.fill_slots()
+        scheduler.fill_slots()
+        for lane in range(len(scheduler.shape.lanes)):
+            if any(any(shard.lanes[lane].slots) for shard in scheduler.shards):
+                self._decode(lane)
+
+    def _prefill(self, tasks: Tasks) -> None:
+        size, pairs = self._scheduler.shape.page_size, [Counter() for _ in tasks]
+        count = sum(map(len, tasks))
+        for shard, some in enumerate(tasks):
+            for prefilled, number in some:
+                agent, before = prefilled.request.agent, number * size
+                tokens = min(len(prefilled.tokens) - before, size)
+                asked = self._asked[agent]
+                asked.calls += 1 / count
+                asked.prompt_tokens += tokens
+                asked.prompt_keys += before + tokens
+                pairs[shard][agent] += tokens * before + tokens * (tokens + 1) // 2
+        totals = [one.total() for one in pairs]
+        for agent, own in sum(pairs, Counter()).items():
+            self._asked[agent].prompt_pairs += own * max(totals) * len(totals) / sum(totals)
+
+    def _decode(self, lane: int) -> None:
+        scheduler, most = self._scheduler, self._sampling.decode_tokens
+        limits = [shard.allocate_pages(shard.lanes[lane], most) for shard in scheduler.shards]
+        left = []  # tokens until each active sequence ends or pauses
+        for number, some in enumerate(limits):
+            for sequence, limit in some.items():
+                length = self._lengths[sequence.prefilled.ticket][sequence.number]
+                if sequence.count < limit:
+                    left.append((number, sequence, min(limit, int(length)) - sequence.count))
+        if not left:  # all wait for pages
+            return
+        enough = len(left) + 1
+        if scheduler.has_queued(lane):
+            enough = max(1, len(left) // REFILL_SHARE)
+        in_order = sorted(tokens for *_, tokens in left)
+        steps = min(most, *in_order[-1:], *in_order[enough - 1 : enough])
+        sampled = [(number, one, min(tokens, steps)) for number, one, tokens in left]
+        self._running.append((lane, sampled))
+        total = sum(new for *_, new in sampled)
+        longest: Counter = Counter()  # prompt -> steps in which a sample of it is decoded
+        for _, one, new in sampled:
+            asked, own = self._asked[one.prefilled.request.agent], new * (new + 1) // 2
+            own += new * one.count
+            asked.passes += steps * new / total
+            asked.tokens += new
+            asked.pairs += own + new * len(one.prefilled.tokens)
+            asked.keys += own
+            longest[one.prefilled] = max(longest[one.prefilled], new)
+        for prefilled, new in longest.items():
+            self._asked[prefilled.request.agent].keys += new * len(prefilled.tokens)

@@ -1,0 +1,332 @@
+"""Estimate the seconds of a SPELL step on a slice, phase by phase (launch.plan --time).
+
+    seconds = max(products / (peak * share), bytes / (bandwidth * share)),
+
+and the same for the links between chips, which prefill and update hide and decoding does not.
+1. rollout_calls.py counts what the sampler reads and samples, with the sampler's own scheduler;
+   the update's micro-batches are packed by the learner's own packing.
+2. work.py counts a program's operations and bytes on shapes; topologies.PEAKS has the peaks.
+3. The shares of the peaks are the constants below; each says where it was measured. Nothing of
+   this code was run on a TPU.
+
+The host's work between calls and programs' start times are not counted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from launch import aot, rollout_calls, topologies
+from launch.rollout_calls import Asked, Workload
+from launch.topologies import Peaks
+from launch.work import Programs, Work
+from spell_jax.algorithms import registry
+from spell_jax.algorithms.spell.config import SpellConfig
+from spell_jax.learner import packing, trees
+from spell_jax.learner.loss_config import LossConfig
+from spell_jax.runtime import mesh as meshes
+from spell_jax.runtime.config import Config, build
+
+# ------------------------------------------------------------------------------------ Efficiencies
+
+
+@dataclasses.dataclass(frozen=True)
+class Shares:
+    """Shares of a chip's peaks that programs reach.
+
+    Attributes:
+      prefill: of the peak operations, in prefill calls.
+      update: of the peak operations, in forward and backward passes of training.
+      decode: of the peak operations, in products with few rows.
+      attention: of the peak operations, in attention kernels of all phases.
+      memory: of the memory bandwidth.
+      link: of the bandwidth of a chip's links.
+      experts: factor of the first three for a mixture of experts.
+      hop_s: seconds of one hop of a collective that nothing hides.
+    """
+
+    prefill: float
+    update: float
+    decode: float
+    attention: float
+    memory: float
+    link: float
+    experts: float
+    hop_s: float
+
+
+# Prefill of Llama 3 8B by a tuned paged kernel takes at best .73 of a TPU7x's peak, decoding .86 of
+# its memory bandwidth (Ragged Paged Attention, arXiv 2604.15464, abstract); prefill of PaLM 540B
+# .76 of TPU v4's peak (Pope et al., arXiv 2211.05102, abstract). Ours are not tuned: assumed .6.
+_PREFILL, _MEMORY = 0.6, 0.7
+# Products with a few hundred rows use a part of the matrix units: assumed. Such passes are bounded
+# by bytes.
+_DECODE = 0.4
+# Our attention kernels have never run on a TPU: assumed. JAX's own one reached 4 % of a v5e with
+# its default blocks, before any tuning (github.com/jax-ml/jax/issues/24633).
+_ATTENTION = 0.3
+# A collective uses the links along its own mesh axis, and slices below a whole pod have no
+# wraparound links: assumed.
+_LINK = 0.5
+# One microsecond a hop (How To Scale Your Model, part 3, jax-ml.github.io/scaling-book/sharding).
+_HOP_S = 1e-6
+# Mixtral 8x7B against Llama 2 70B, both in MaxText: 52.56 and 65.4 % of v5p, 35.23 and 43.8 % of
+# v6e (maxtext.readthedocs.io, "Optimized models tiering").
+_EXPERTS = 0.8
+
+
+def _tpu(update: float) -> Shares:
+    return Shares(_PREFILL, update, _DECODE, _ATTENTION, _MEMORY, _LINK, _EXPERTS, _HOP_S)
+
+
+# Training MFU of MaxText: 64B on 256 v5e 59.9 % (MaxText/configs/v5e); Llama 2 70B on 512 v5p
+# 65.4 %, Llama 3.1 8B on 256 v6e 45.5 % ("Optimized models tiering"). MFU does not count what is
+# recomputed; here it is counted, so these shares are low.
+SHARES = {
+    "v4": _tpu(0.6),  # assumed, as v5e
+    "v5e": _tpu(0.599),
+    "v5p": _tpu(0.654),
+    "v6e": _tpu(0.455),
+    # Megatron-LM trains with 52 % of an A100's peak, recomputation counted (Narayanan et al., arXiv
+    # 2104.04473, abstract: 163 of 312 TFLOP/s). The others are assumed.
+    "a100": Shares(0.5, 0.52, _DECODE, _ATTENTION, _MEMORY, 0.65, _EXPERTS, 2e-6),
+}
+
+# XLA on a CPU in float32, for benchmarks/plan.py: shares of the measured rates of a large product
+# and of a copy. Chosen on one core of an EPYC, one number per kind of phase and not per shape. In
+# decoding most of the time goes to top-p's exponentials and to small operations.
+CPU = Shares(0.87, 0.49, 0.24, 0.5, 1.0, 1.0, 1.0, 0.0)
+
+
+# ----------------------------------------------------------------------------------------- Seconds
+
+
+class Machine(NamedTuple):
+    """Peaks of a chip, and what programs reach of them."""
+
+    peaks: Peaks
+    shares: Shares
+
+    def seconds(self, kind: str, work: Work, has_experts: bool = False) -> Seconds:
+        """Seconds of `work` in a phase of a kind: "prefill", "decode" or "update"."""
+        shares, peaks = self.shares, self.peaks
+        share = getattr(shares, kind) * (shares.experts if has_experts else 1)
+        compute = work.products / share + work.attention / shares.attention
+        link = work.link / (peaks.link * shares.link) if work.link else 0.0
+        return Seconds(
+            compute / peaks.operations,
+            work.memory / (peaks.memory * shares.memory),
+            link + work.hops * shares.hop_s,
+            is_hidden=kind != "decode",
+        )
+
+
+class Seconds(NamedTuple):
+    """Seconds that a phase's operations, memory and links need."""
+
+    compute: float
+    memory: float
+    link: float
+    # Whether links work meanwhile: gathers of weights do. In decoding, each product waits for the
+    # sum of the one before.
+    is_hidden: bool = True
+
+    @property
+    def total(self) -> float:
+        chip = max(self.compute, self.memory)
+        return max(chip, self.link) if self.is_hidden else chip + self.link
+
+    @property
+    def bound(self) -> str:
+        names = {"compute": self.compute, "memory": self.memory, "links": self.link}
+        return max(names, key=names.__getitem__)
+
+
+class Phase(NamedTuple):
+    """A row of the table."""
+
+    name: str
+    calls: float  # calls of its program, or decode passes
+    seconds: Seconds
+
+
+# -------------------------------------------------------------------------------------------- Step
+
+
+def check(config: Config) -> SpellConfig:
+    """The algorithm's config; ValueError if it is not SPELL's."""
+    algorithm = registry.read_algorithm(config.algorithm)
+    if type(algorithm) is not SpellConfig:
+        name = config.algorithm.name
+        raise ValueError(f"algorithm.name = {name!r}: must be 'spell' for --time")
+    return algorithm
+
+
+def workload(
+    config: Config, prompt: int, tokens: int = 0, verdict_tokens: int = 0, **others: Any
+) -> Workload:
+    """The workload for prompts of a length.
+
+    0 tokens stand for the assumed means: a tenth of the cap for questions and answers, a 64th for
+    verdicts, which are 409 and 64 at the paper's 4,096.
+    """
+    tokens = tokens or max(1, config.sampler.max_tokens // 10)
+    verdict_tokens = verdict_tokens or max(1, config.sampler.max_verdict_tokens // 64)
+    return Workload(prompt, tokens, verdict_tokens, **others)
+
+
+def phases(programs: aot.Programs, topology: topologies.Topology, work: Workload) -> list[Phase]:
+    """Phases of a step on a slice or node, in the order of the table."""
+    algorithm, chip = check(programs.config), machine(topology)
+    itemsize, is_tpu = programs.learner.compute_dtype.itemsize, bool(topology.layout)
+    dimensions = len(topology.shape)
+    counts = Programs(programs.policy, programs.mesh, itemsize, is_tpu, dimensions)
+    sampler = programs.sampler
+    asked = rollout_calls.count(algorithm, sampler.config, sampler.shape, sampler.shards, work)
+    call_tokens = sampler.shards * sampler.shape.tasks * sampler.shape.page_size
+    slots, found = sampler.shards * sampler.shape.slots, []
+    has_experts = bool(programs.policy.experts)
+
+    def add(name: str, kind: str, calls: float, total: Work) -> None:
+        found.append(Phase(name, calls, chip.seconds(kind, total, has_experts)))
+
+    for name, one in asked.items():
+        prefill = prefill_work(counts, one, call_tokens).times(work.rounds)
+        add(f"{name}: prefill", "prefill", one.calls * work.rounds, prefill)
+        decode = decode_work(counts, one, slots).times(work.rounds)
+        add(f"{name}: decode", "decode", one.passes * work.rounds, decode)
+    batches = micro_batches(programs, algorithm, work)
+    loss = build(LossConfig, programs.config.loss, "loss")
+    forward, update = (
+        sum((f(*batch).times(n) for batch, n in batches.items()), Work())
+        for f in (counts.forward, counts.micro_batch)
+    )
+    calls = sum(batches.values())
+    if loss.old_logprobs == "recompute":
+        add("old logprobs", "update", calls, forward)
+    if loss.needs_reference:
+        add("reference logprobs", "update", calls, forward)
+    add("update", "update", calls, update)
+    steps = programs.config.minibatches
+    weights = counts.apply().times(steps) + counts.cast().times(1 + steps)
+    add("optimizer, cast", "update", steps, weights)
+    return found
+
+
+def prefill_work(counts: Programs, asked: Asked, call_tokens: int) -> Work:
+    """Work of an agent's share of prefill calls, each of `call_tokens` tokens."""
+    if not asked.calls:
+        return Work()
+    pairs, keys = asked.prompt_pairs / asked.calls, asked.prompt_keys / asked.calls
+    return counts.prefill(call_tokens, pairs, keys).times(asked.calls)
+
+
+def decode_work(counts: Programs, asked: Asked, slots: int) -> Work:
+    """Work of an agent's share of decode passes over all slots."""
+    return counts.decode_pass(slots).times(asked.passes) + counts.decode_keys(
+        asked.pairs, asked.keys
+    )
+
+
+def micro_batches(
+    programs: aot.Programs, algorithm: SpellConfig, work: Workload
+) -> Counter[tuple[int, int, float]]:
+    """Micro-batches of the step's update: (tokens, answer slots, mean pairs) -> number.
+
+    Groups are packed as the learner does, into the config's buckets; if they cannot hold the
+    prompt and an answer, into the plan's own. All answers have the mean length.
+    """
+    layout = build(packing.PackingConfig, programs.config.packing, "packing")
+    groups, largest = training_groups(programs.config, algorithm, work), layout.buckets[-1]
+    longest = work.prompt + work.tokens
+    if longest > largest.length or work.tokens > largest.answers:
+        layout = programs.learner.packing
+    if layout.shared_prefix == "none":
+        groups = packing.separate_answers(groups)
+    fitting, _ = packing.split_groups(groups, layout.buckets[-1])
+    rows = packing.rows_of(fitting, layout.buckets, layout.shared_prefix == "tree")
+    found: Counter[tuple[int, int, float]] = Counter()
+    for bucket, packed in rows.items():
+        count = packing.row_count(bucket, layout.token_budget, meshes.row_shards(programs.mesh))
+        calls = -(-len(packed) // count)
+        if calls:
+            pairs = sum(tree_pairs(fitting, tree) for row in packed for tree in row)
+            found[bucket.length * count, bucket.answers * count, pairs / calls] += calls
+    return found
+
+
+def training_groups(
+    config: Config, algorithm: SpellConfig, work: Workload
+) -> list[packing.TrainGroup]:
+    """Dummy groups of the step's update, as many as its budgets allow and the rounds make."""
+    questions = rollout_calls.Questions(algorithm, work)
+    items = algorithm.generation_batch * work.rounds
+    answered = [item for item in range(items) if questions.is_answered(item)]
+    groups = []
+    for budget in algorithm.budgets():
+        verdicts = budget.role == "verifier"
+        tokens = work.verdict_tokens if verdicts else work.tokens
+        chosen = answered if budget.role != "questioner" else range(items)
+        for item in list(chosen)[: budget.trained]:
+            prompt = (
+                questions.verifier(item, 0) if verdicts else getattr(questions, budget.role)(item)
+            )
+            answers = [np.zeros(tokens, np.int32)] * budget.replies
+            group = packing.TrainGroup(prompt, answers, [0.0] * budget.replies, budget.role)
+            groups.append(group)
+    return groups
+
+
+def tree_pairs(groups: list[packing.TrainGroup], tree: trees.Tree) -> float:
+    """Pairs of tokens and the keys that they attend to; a token and itself are half a pair."""
+    pairs = 0.0
+    for index, shared in zip(tree.members, tree.shared, strict=True):
+        group, prompt = groups[index], len(groups[index].prompt)
+        pairs += (prompt**2 - shared**2) / 2
+        pairs += sum(len(answer) * (prompt + len(answer) / 2) for answer in group.answers)
+    return pairs
+
+
+# ------------------------------------------------------------------------------------------ Report
+
+
+def machine(topology: topologies.Topology) -> Machine:
+    """A chip of a slice or node."""
+    return Machine(topologies.peaks(topology), SHARES[topology.name.partition("-")[0]])
+
+
+def table(found: list[Phase]) -> str:
+    """Format one line per phase, and the whole step."""
+    names = ("seconds", "share", "bound by", "compute", "memory", "links", "calls")
+    lines = [f"{'':24}" + "".join(f"{name:>10}" for name in names)]
+    whole = sum(phase.seconds.total for phase in found)
+    for name, calls, seconds in found:
+        parts = "".join(f"{part:10.2f}" for part in seconds[:3])
+        cells = f"{seconds.total:10.2f}{seconds.total / whole:10.1%}{seconds.bound:>10}"
+        lines.append(f"{name:24}{cells}{parts}{calls:10,.0f}")
+    return "\n".join([*lines, f"{'whole step':24}{whole:10.2f}{1:10.1%}"])
+
+
+def describe(programs: aot.Programs, topology: topologies.Topology, work: Workload) -> str:
+    """Format the table, the step in which all answers have their caps, and the assumptions."""
+    caps = programs.config.sampler
+    longest = {"tokens": caps.max_tokens, "verdict_tokens": caps.max_verdict_tokens}
+    capped = phases(programs, topology, dataclasses.replace(work, **longest))
+    most = sum(phase.seconds.total for phase in capped)
+    given = ", ".join(f"--{name}={value}" for name, value in dataclasses.asdict(work).items())
+    lines = [
+        topologies.describe(topology, programs.mesh),
+        "",
+        table(phases(programs, topology, work)),
+        "",
+        f"If every answer had {caps.max_tokens} tokens and every verdict "
+        f"{caps.max_verdict_tokens}, their caps: {most:.0f} s",
+        f"Assumed: {given.replace('--prompt', '--length')}",
+        f"Assumed shares of the peaks: {machine(topology).shares}",
+        "Not counted: the host between calls, offloading, checkpoints, an external judge.",
+    ]
+    return "\n".join(lines)

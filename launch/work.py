@@ -1,0 +1,278 @@
+"""Operations and bytes of the jitted programs, counted on shapes: the input of step_time.py.
+
+1. `Programs` of a policy on a mesh: one prefill call, one decode pass, one micro-batch of the
+   update, one application of its gradients. All numbers are those of one chip.
+2. Operations are those of matrix products, 2 per weight and token, with what the backward pass
+   recomputes. tests/launch/test_work.py compares them with XLA's cost analysis.
+3. Memory traffic is that of weights, keys, logits, gradients and optimizer state, and of the
+   activations between products, which XLA fuses: _TOUCHED says how often one is read or written.
+4. The interconnect has the bytes that a chip receives, and the ring hops of collectives that
+   nothing can hide.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+
+from spell_jax.policy import transformer
+from spell_jax.policy.config import PolicyConfig
+from spell_jax.runtime import mesh as meshes
+from spell_jax.sampler import sampling
+
+# Arrays as large as a product's input or result that a layer reads or writes, for each product:
+# its input and its result once (XLA fuses norms, biases, RoPE and activations into neighbors).
+_TOUCHED = 2
+# Passes of the sampling over float32 logits and their exponentials [N, V], which no cache holds:
+# two arrays in each bisection of top-p, and about ten outside of it (sampler/sampling.py).
+_LOGIT_PASSES = 2 * sampling.BISECTIONS + 10
+# Products of queries and keys or values: two forward; backward, the scores again, two gradients of
+# weights and scores, and those of q, k and v. splash.py has two backward kernels, which both
+# compute scores and gradients of weights.
+FORWARD_PRODUCTS, BACKWARD_PRODUCTS, SPLASH_BACKWARD_PRODUCTS = 2, 5, 7
+# Collectives of a layer in a decode pass with weights split by width, one after the other: sums of
+# squares of two norms, q k v, attention's result and its two layouts, gate and up, the layer's sum
+# (aot.collectives of the compiled program).
+_DECODE_COLLECTIVES = 8
+
+
+class Work(NamedTuple):
+    """Operations and bytes of a program on one chip."""
+
+    products: float = 0.0  # operations of products with weights
+    attention: float = 0.0  # operations of products of queries with keys, and of weights and values
+    memory: float = 0.0  # bytes read from and written to the chip's memory
+    link: float = 0.0  # bytes received from other chips
+    hops: float = 0.0  # ring steps of the collectives that nothing hides
+
+    def __add__(self, other: Work) -> Work:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return Work(*(a + b for a, b in zip(self, other, strict=True)))
+
+    def times(self, factor: float) -> Work:
+        return Work(*(value * factor for value in self))
+
+
+@dataclasses.dataclass(frozen=True)
+class Programs:
+    """Counts of a policy's programs on a mesh.
+
+    Attributes:
+      policy: architecture of the policy.
+      mesh: a mesh, which may be abstract.
+      itemsize: bytes of a number in the compute dtype.
+      splash: whether attention's backward pass is that of splash.py (TPU).
+      dimensions: physical axes of the slice, which a collective crosses one after the other.
+    """
+
+    policy: PolicyConfig
+    mesh: Any
+    itemsize: int
+    splash: bool = False
+    dimensions: int = 1
+
+    # ---------------------------------------------------------------------------------- Sizes
+
+    @property
+    def chips(self) -> int:
+        return self.mesh.size
+
+    @property
+    def width_shards(self) -> int:
+        """Chips that share the width of a weight; a layer's weights are gathered from them."""
+        return self.mesh.shape["fsdp"] * self.mesh.shape[meshes.CONTEXT]
+
+    @property
+    def attention_weights(self) -> int:
+        """Weights of q, k, v and o in a layer."""
+        c = self.policy
+        return 2 * c.width * c.head_size * (c.heads + c.kv_heads)
+
+    @property
+    def mlp_weights(self) -> int:
+        """Weights of a layer's SwiGLU, or of one expert."""
+        return 3 * self.policy.width * self.policy.feed_forward
+
+    @property
+    def used_weights(self) -> int:
+        """Weights of all layers that a token is multiplied with."""
+        c = self.policy
+        router = c.width * c.experts
+        mlp = self.mlp_weights * (c.experts_per_token or 1) + router
+        return c.layers * (self.attention_weights + mlp)
+
+    @property
+    def weights(self) -> int:
+        """All weights."""
+        shapes, _ = transformer.abstract_params(self.policy)
+        return sum(leaf.size for leaf in jax.tree.leaves(shapes))
+
+    @property
+    def _held(self) -> float:
+        """Part of the weights of a layer that a chip multiplies with: a tensor and expert shard."""
+        c, experts = self.policy, self.mesh.shape[meshes.EXPERT]
+        mlp = self.mlp_weights * (c.experts or 1) / (experts if c.experts else 1)
+        return c.layers * (self.attention_weights + mlp) / self.mesh.shape[meshes.TENSOR]
+
+    def _received(self, numbers: float, chips: int, itemsize: float | None = None) -> float:
+        """Bytes that a chip receives in an all-gather or reduce-scatter of `numbers` numbers."""
+        return numbers * (self.itemsize if itemsize is None else itemsize) * (chips - 1) / chips
+
+    # ------------------------------------------------------------------------------- Programs
+
+    def _pairs(self, pairs: float, products: int) -> float:
+        """Operations of `products` products over pairs of queries and keys, in all layers."""
+        c = self.policy
+        return 2.0 * products * c.layers * c.heads * c.head_size * pairs / self.chips
+
+    @property
+    def _activations(self) -> float:
+        """Numbers of activations that a token reads or writes in all layers, forward."""
+        c = self.policy
+        queries, keys = c.heads * c.head_size, c.kv_heads * c.head_size
+        mlp = 3 * (c.width + c.feed_forward) * (c.experts_per_token or 1)
+        products = 2 * c.width + 2 * (queries + keys) + mlp  # inputs and results of all products
+        return _TOUCHED * c.layers * products
+
+    def prefill(self, call_tokens: int, pairs: float, keys: float) -> Work:
+        """One prefill call of `call_tokens` tokens, padding included, in all row shards.
+
+        `pairs` are those of tokens and keys, `keys` are those read, once for each page of queries.
+        """
+        c, shape, n = self.policy, self.mesh.shape, self.width_shards
+        own = call_tokens / self.chips
+        cached = 2 * c.kv_heads * c.head_size * c.layers * self.itemsize
+        gathered = self._held * self.itemsize
+        memory = gathered * (2 if n > 1 else 1)  # written by the gather, read by the products
+        memory += own * self._activations * self.itemsize
+        memory += (keys / self.chips + own) * cached
+        link = self._received(self._held, n) + self._exchanged(own)
+        if (context := shape[meshes.CONTEXT]) > 1:  # queries are gathered, float32 sums scattered
+            heads = c.layers * c.heads * c.head_size / shape[meshes.TENSOR]
+            link += self._received(own * context * heads, context)
+            link += self._received(own * context * heads, context, 4)
+        products = 2.0 * self.used_weights * call_tokens / self.chips
+        return Work(products, self._pairs(pairs, FORWARD_PRODUCTS), memory, link)
+
+    def _exchanged(self, own: float) -> float:
+        """Bytes that a chip receives for the activations of its `own` tokens, in a forward pass.
+
+        With `tensor`, two all-reduces a layer; with `expert`, tokens are gathered and sums are
+        scattered.
+        """
+        c, link = self.policy, 0.0
+        tensor, expert = self.mesh.shape[meshes.TENSOR], self.mesh.shape[meshes.EXPERT]
+        # Rows are not split over `tensor`: its chips share the tokens of one part.
+        if tensor > 1:
+            link += 4 * self._received(own * tensor * c.width, tensor) * c.layers
+        if expert > 1:
+            link += 2 * self._received(own * tensor * expert * c.width, expert) * c.layers
+        return link
+
+    def decode_pass(self, slots: int) -> Work:
+        """One decode pass of all slots, without attention to the keys (`decode_keys`).
+
+        Weights stay in place: chips multiply all rows of their part of `data` by their shards.
+        """
+        c, shape, n = self.policy, self.mesh.shape, self.width_shards
+        rows, tensor, expert = slots / shape["data"], shape[meshes.TENSOR], shape[meshes.EXPERT]
+        attention = c.layers * (self.attention_weights + c.width * c.experts)
+        mlp, head = c.layers * self.mlp_weights, c.vocab_size * c.width
+        used, read = mlp * (c.experts_per_token or 1), mlp
+        if c.experts:  # read are those that any row selects, if experts are equally likely
+            read *= c.experts * (1 - (1 - c.experts_per_token / c.experts) ** rows)
+        products = 2.0 * rows * (attention + (used + head) / expert) / (n * tensor)
+        memory = (attention + head + read / expert) * self.itemsize / (n * tensor)
+        memory += slots / self.chips * c.vocab_size * 4 * _LOGIT_PASSES
+        link, hops, group = 0.0, 0.0, n * tensor * expert
+        if group > 1:
+            queries, keys = c.heads * c.head_size, c.kv_heads * c.head_size
+            # Sums of products over shards of the width (those of experts in float32), and gathers.
+            summed = queries + 2 * keys + 2 * c.feed_forward * (2 * c.experts_per_token or 1)
+            whole = queries + 2 * c.width * tensor
+            link = c.layers * rows / tensor * self._received(2 * summed + whole, n)
+            link += 4 * c.layers * rows / n * self._received(c.width, tensor)
+            link += 2 * c.layers * rows / n * self._received(c.width, expert)
+            link += self._received(rows / expert * c.vocab_size / tensor, n, 4)
+            # Both ways around the ring of each physical axis.
+            ring = self.dimensions * group ** (1 / self.dimensions) / 2
+            hops = _DECODE_COLLECTIVES * c.layers * ring
+        return Work(products, 0.0, memory, link, hops)
+
+    def decode_keys(self, pairs: float, keys: float) -> Work:
+        """Attention of decode passes: pairs of tokens and keys, and keys read."""
+        c = self.policy
+        memory = keys * 2 * c.kv_heads * c.head_size * c.layers * self.itemsize / self.chips
+        return Work(attention=self._pairs(pairs, FORWARD_PRODUCTS), memory=memory)
+
+    def forward(self, tokens: int, answers: int, pairs: float) -> Work:
+        """Logprobs of a micro-batch of `tokens` tokens and `answers` answer slots, padding
+        included; `pairs` are those of tokens and the keys that they attend to.
+        """
+        c, own = self.policy, tokens / self.chips
+        head = 2.0 * c.vocab_size * c.width * answers / self.chips
+        gathered = self._held + c.vocab_size * c.width / self.mesh.shape[meshes.TENSOR]
+        n, link = self.width_shards, 0.0
+        if (context := self.mesh.shape[meshes.CONTEXT]) > 1:
+            keys = 2 * c.kv_heads * c.head_size * c.layers / self.mesh.shape[meshes.TENSOR]
+            link = self._received(own * context * keys, context)
+        link += self._received(gathered, n) + self._exchanged(own)
+        memory = gathered * self.itemsize * (2 if n > 1 else 1)
+        memory += own * self._activations * self.itemsize + answers / self.chips * c.vocab_size * 8
+        products = 2.0 * self.used_weights * own + head
+        return Work(products, self._pairs(pairs, FORWARD_PRODUCTS), memory, link)
+
+    def micro_batch(self, tokens: int, answers: int, pairs: float) -> Work:
+        """Gradient of a micro-batch, added to the accumulated one; arguments as in `forward`."""
+        c, own = self.policy, tokens / self.chips
+        forward, trained = self.forward(tokens, answers, pairs), not c.lora
+        # The gradient of a product's input takes as many operations as the product, that of its
+        # weights too. moe.py computes gate and up again, the head its logits.
+        backward = (2 if trained else 1) * 2.0 * self.used_weights * own
+        if c.experts:
+            experts = c.layers * self.mlp_weights * c.experts_per_token
+            backward += 2 / 3 * 2.0 * experts * own
+        backward += (3 if trained else 2) * 2.0 * c.vocab_size * c.width * answers / self.chips
+        again, scores = self._recomputed()
+        products = forward.products + backward + 2.0 * again * own
+        pair_products = BACKWARD_PRODUCTS if not self.splash else SPLASH_BACKWARD_PRODUCTS
+        pair_products += FORWARD_PRODUCTS * scores
+        attention = forward.attention + self._pairs(pairs, pair_products)
+        # Weights and keys are gathered once more, and gradients are summed in float32.
+        head = c.vocab_size * c.width / self.mesh.shape[meshes.TENSOR]
+        gathered, n = self._held + head, self.width_shards
+        link, shape = 2 * forward.link, self.mesh.shape
+        if trained:
+            # Chips of `data` have copies of all weights, those of `expert` of all but the experts.
+            experts = c.layers * self.mlp_weights * c.experts
+            experts /= shape[meshes.TENSOR] * shape[meshes.EXPERT]
+            link += self._received(gathered, n, 4)
+            link += 2 * self._received(gathered / n, shape["data"], 4)
+            link += 2 * self._received((gathered - experts) / n, shape[meshes.EXPERT], 4)
+        # Three or four passes over activations; the accumulated gradient is read and written.
+        memory = (4 if again else 3) * forward.memory + trained * 3 * gathered * 4 / n
+        return Work(products, attention, memory, link)
+
+    def _recomputed(self) -> tuple[float, bool]:
+        """Weights whose products the backward pass repeats, for a token, and whether attention is.
+
+        The results of `down` and of the experts are not needed again.
+        """
+        c = self.policy
+        if c.remat in ("none", "dots"):
+            return 0.0, c.remat == "dots"
+        mlp = c.width * c.experts if c.experts else 2 / 3 * self.mlp_weights
+        return c.layers * (self.attention_weights + mlp), c.remat != "attention"
+
+    def apply(self) -> Work:
+        """AdamW: gradient (twice, for its norm), weights and two moments, in float32."""
+        return Work(memory=self._share(4 * (2 + 2 + 4)))
+
+    def cast(self) -> Work:
+        """Weights in the compute dtype from the float32 ones."""
+        return Work(memory=self._share(4 + self.itemsize))
+
+    def _share(self, numbers: float) -> float:
+        """Bytes for each weight, on one of the chips over which weights are split."""
+        return numbers * self.weights * self.mesh.shape["data"] / self.chips

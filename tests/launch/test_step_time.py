@@ -1,0 +1,141 @@
+"""Tests of launch/step_time.py: the table of every paper config, and how its numbers move."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from configs import paper
+from launch import aot, step_time, topologies
+from launch.step_time import Machine, Phase, Seconds, Shares
+from launch.topologies import Peaks
+from launch.work import Work
+from tests import noise
+from tests.launch.test_experiments import SHAPES
+from tests.paths import ROOT
+
+SMALL = {"algorithm.generation_batch": 16, "algorithm.questions": 8, "mesh.fsdp": -1}
+SMALL |= {"sampler.decode_tokens": 1024}  # few calls
+
+
+def _programs(topology: str, model: str = "qwen2.5-7b-instruct", **fields: Any) -> aot.Programs:
+    config = paper.get_config(model)
+    noise.with_fields(config, SMALL | fields)
+    folder = config.policy.folder
+    policy = next(shape for name, shape in SHAPES.items() if name in folder)
+    policy = dataclasses.replace(policy, remat=config.policy.remat)
+    place = topologies.find(topology, topologies.A100_NODE)
+    mesh: Any = topologies.abstract_mesh(place, config.mesh)
+    return aot.Programs(config, policy, mesh, 4096)
+
+
+def _phases(topology: str, **fields: Any) -> dict[str, Phase]:
+    programs = _programs(topology, **fields)
+    work = step_time.workload(programs.config, 4096)
+    place = topologies.find(topology, topologies.A100_NODE)
+    return {phase.name: phase for phase in step_time.phases(programs, place, work)}
+
+
+def _total(topology: str, **fields: Any) -> float:
+    return sum(phase.seconds.total for phase in _phases(topology, **fields).values())
+
+
+@pytest.mark.parametrize("model", paper.MODELS)
+def test_every_paper_config_has_a_table(model: str) -> None:
+    topology = topologies.find("v5p-64")
+    programs = _programs(topology.name, model)
+    text = step_time.describe(programs, topology, step_time.workload(programs.config, 4096))
+    for role in ("questioner", "no documents", "responder", "verifier"):
+        assert f"{role}: prefill" in text and f"{role}: decode" in text
+    for word in ("update", "optimizer, cast", "whole step", "their caps", "--answered=0.5"):
+        assert word in text
+    assert "logprobs" not in text
+
+
+def test_more_chips_take_fewer_seconds_and_faster_ones_too() -> None:
+    """With one part of rows: more parts of few rows would only be padded."""
+    fields = {"mesh.fsdp": 1, "mesh.context": -1}
+    seconds = [_total(f"v5e-{chips}", **fields) for chips in (16, 32, 64)]
+    assert seconds[0] > seconds[1] > seconds[2]
+    for faster in ("v6e-16", "v5p-32"):
+        assert _total(faster, **fields) < seconds[0]
+
+
+def test_questions_about_a_cluster_share_prefill_and_update() -> None:
+    """A pool that holds all prompts; each four questions have the same documents."""
+    fields = {"sampler.kv_cache_tokens": 2**20, "mesh.fsdp": 1, "mesh.context": -1}
+    more = {"algorithm.questions_per_cluster": 4}
+    one, four = _phases("v5e-16", **fields), _phases("v5e-16", **fields, **more)
+    for name in ("questioner: prefill", "responder: prefill", "update"):
+        assert four[name].seconds.compute < one[name].seconds.compute
+    prefill = "questioner: prefill"
+    assert four[prefill].calls < one[prefill].calls
+
+
+def test_extra_passes_are_rows_of_the_table() -> None:
+    found = _phases("v5e-16", **{"loss.old_logprobs": "recompute", "loss.kl_weight": 0.1})
+    passes = found["old logprobs"].seconds, found["reference logprobs"].seconds
+    assert passes[0] == passes[1] and passes[0].total < found["update"].seconds.total / 2
+    reader = _phases("v5e-16", **{"algorithm.reference_source": "frozen_reader"})
+    assert reader["reader: prefill"].seconds.total > 0
+
+
+def test_seconds_follow_from_peaks_and_shares() -> None:
+    shares = Shares(0.5, 0.25, 0.1, 0.5, 0.8, 0.5, 0.5, 1e-3)
+    chip = Machine(Peaks(100.0, 10.0, 2.0), shares)
+    work = Work(products=100, attention=50, memory=24, link=3, hops=1000)
+    prefill = chip.seconds("prefill", work._replace(hops=0))
+    assert prefill == Seconds(3.0, 3.0, 3.0) and prefill.total == 3
+    experts = chip.seconds("prefill", work._replace(hops=0), has_experts=True)
+    assert (experts.compute, experts.bound, experts.total) == (5.0, "compute", 5.0)
+    decode = chip.seconds("decode", work)
+    assert (decode.compute, decode.link, decode.total) == (11.0, 4.0, 15.0)
+    assert chip.seconds("update", work).compute == 5.0
+
+
+def test_update_is_packed_as_by_the_learner() -> None:
+    programs = _programs("v5e-16")
+    work = step_time.workload(programs.config, 4096)
+    groups = step_time.training_groups(programs.config, step_time.check(programs.config), work)
+    roles = [group.role for group in groups]
+    # 8 questions, as many bad ones, and one group of verdicts for an eighth of 64 answers.
+    assert [roles.count(role) for role in ("responder", "questioner", "verifier")] == [8, 16, 1]
+    assert {len(group.answers) for group in groups if group.role == "responder"} == {8}
+    assert sum(step_time.micro_batches(programs, step_time.check(programs.config), work).values())
+
+
+def test_other_algorithms_are_rejected() -> None:
+    from configs import rlvr
+
+    with pytest.raises(ValueError, match=r"algorithm.name = 'rlvr': must be 'spell' for --time"):
+        step_time.check(rlvr.get_config())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--answered=2"], "error: answered = 2.0: must be above 0, at most 1"),
+        (["--rounds=0"], "error: rounds = 0: must be at least 1"),
+        (["--topology=a100-9"], "error: topology = 'a100-9': must be one of"),
+        ([], ""),
+    ],
+)
+def test_command_prints_a_table_or_one_line(tmp_path, flags: list[str], message: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(SHAPES["7B"].to_hf()))
+    command = [sys.executable, "-m", "launch.plan", "--time", "--topology=a100-8"]
+    command += ["--config=configs/paper.py:qwen2.5-7b-instruct", f"--policy={path}"]
+    command += ["--length=1024", "--config.algorithm.generation_batch=8", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert done.returncode == (2 if message else 0), done.stderr
+    if message:
+        assert len(lines) == 1 and lines[0].startswith(message)
+    else:
+        assert "whole step" in done.stdout and "Memory: all programs fit" in done.stdout

@@ -1,0 +1,112 @@
+"""Tests of launch/work.py: operations and bytes equal XLA's cost analysis of the programs."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import pytest
+
+from launch import aot
+from launch.work import Programs, Work
+from spell_jax.policy.config import PolicyConfig
+from spell_jax.runtime import mesh as meshes
+from tests.launch.test_aot import small_config
+
+DENSE = PolicyConfig(512, 128, 3, 8, 4, 32, 384, tied_embeddings=False, max_positions=4096)
+EXPERTS = dataclasses.replace(DENSE, feed_forward=96, experts=8, experts_per_token=2)
+SIZES = {
+    **{"sampler.slots": 32, "sampler.samples_per_prompt_batch": 4},
+    **{"sampler.max_tokens": 16, "sampler.max_verdict_tokens": 16, "sampler.page_size": 32},
+    **{"sampler.kv_cache_tokens": 32 * 64, "sampler.prefill_tokens": 32 * 8},
+    **{"packing.token_budget": 512, "packing.buckets": ((128, 64),)},
+}
+# Of a micro-batch: rows of 32 prompt tokens and 4 answers of 16, whose attention is dense.
+ROWS, LENGTH, ANSWERS = 5, 96, 64
+# XLA also counts norms, softmax and RoPE. It computes logits once where the vocabulary is a single
+# slice, twice in the backward pass of a large one.
+TOLERANCE = 0.07
+
+
+def _xla(policy: PolicyConfig, name: str, compile: bool = True) -> dict[str, float]:
+    """XLA's cost analysis of a program on one device; it counts a loop's body once."""
+    mesh = meshes.make_mesh({"fsdp": 1}, jax.devices()[:1])
+    programs = aot.Programs(small_config(**SIZES), policy, mesh, 32)
+    program = next(one for one in programs.select("all") if one.name == name)
+    lowered = program.lower()
+    found: Any = (lowered.compile() if compile else lowered).cost_analysis()
+    return found
+
+
+def _counts(policy: PolicyConfig, layers: int = 1) -> Programs:
+    mesh = meshes.make_mesh({"fsdp": 1}, jax.devices()[:1])
+    return Programs(dataclasses.replace(policy, layers=layers), mesh, 4)
+
+
+def _operations(work: Work) -> float:
+    return work.products + work.attention
+
+
+def _update(policy: PolicyConfig) -> Work:
+    return _counts(policy).micro_batch(ROWS * LENGTH, ROWS * ANSWERS, ROWS * LENGTH**2)
+
+
+def test_operations_of_logprobs_equal_those_of_xla() -> None:
+    found = _counts(DENSE).forward(ROWS * LENGTH, ROWS * ANSWERS, ROWS * LENGTH**2)
+    wanted = _xla(DENSE, "logprob", compile=False)["flops"]
+    assert _operations(found) == pytest.approx(wanted, rel=TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["none", "block", "dots", "attention"])
+def test_operations_of_an_update_equal_those_of_xla(remat: str) -> None:
+    policy = dataclasses.replace(DENSE, remat=remat)
+    wanted = _xla(policy, "accumulate")["flops"]
+    assert _operations(_update(policy)) == pytest.approx(wanted, rel=TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["none", "block"])
+def test_operations_of_an_update_of_experts_equal_those_of_xla(remat: str) -> None:
+    policy = dataclasses.replace(EXPERTS, remat=remat)
+    # On a CPU, XLA multiplies every row by the matrices of all E experts.
+    row = 2 * 3 * policy.width * policy.feed_forward * policy.experts_per_token
+    others = row * (policy.experts - 1) * ROWS * LENGTH
+    found = _operations(_update(policy)) + others * (1 + 8 / 3)
+    assert found == pytest.approx(_xla(policy, "accumulate")["flops"], rel=TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", [DENSE, EXPERTS], ids=["dense", "experts"])
+def test_operations_of_sampling_equal_those_of_xla(policy: PolicyConfig) -> None:
+    row = 2 * 3 * policy.width * policy.feed_forward * policy.experts_per_token
+    others = row * max(0, policy.experts - 1)  # as above
+    prefill = _operations(_counts(policy).prefill(8 * 32, 8 * 32**2, 8 * 32)) + 256 * others
+    assert prefill == pytest.approx(_xla(policy, "prefill")["flops"], rel=TOLERANCE)
+    decode = _operations(_counts(policy).decode_pass(32)) + 32 * others
+    xla = _xla(policy, "decode")["flops"]
+    # XLA has the attention of a step of its loops over pages and a bisection of top-p too.
+    assert 0.7 * xla < decode < xla
+
+
+@pytest.mark.slow
+def test_memory_of_decoding_a_wide_policy_is_that_of_its_weights() -> None:
+    """On a CPU, XLA first copies a layer's weights out of the stack: two reads and a write."""
+    policy = dataclasses.replace(DENSE, width=1024, feed_forward=4096, vocab_size=64, layers=2)
+    xla = _xla(policy, "decode")["bytes accessed"]
+    assert 3 * _counts(policy).decode_pass(32).memory == pytest.approx(xla, rel=0.2)
+
+
+def test_work_of_a_chip_falls_with_chips() -> None:
+    policy = dataclasses.replace(DENSE, heads=16, kv_heads=8)
+    works = []
+    for chips in (1, 2, 4, 8):
+        mesh = meshes.make_mesh({"fsdp": chips}, jax.devices()[:chips])
+        counts = Programs(policy, mesh, 2)
+        works.append(counts.micro_batch(8 * 1024, 8 * 128, 1e6) + counts.decode_pass(64))
+    for more, fewer in zip(works, works[1:], strict=False):
+        assert fewer.products == pytest.approx(more.products / 2)
+        assert fewer.attention == pytest.approx(more.attention / 2)
+        assert fewer.memory < more.memory and fewer.link > more.link
+    assert works[0].link == works[0].hops == 0
