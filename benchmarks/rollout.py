@@ -25,10 +25,12 @@ from benchmarks.base import (
     random_params,
     sample_answers,
 )
+from launch import work
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.learner import packing
 from spell_jax.learner.learner import Learner
 from spell_jax.policy import weights
+from spell_jax.runtime import mesh as meshes
 from spell_jax.sampler.engine import Sampler
 from spell_jax.sampler.keys import request_keys
 from spell_jax.sampler.requests import Sample
@@ -40,16 +42,21 @@ from spell_jax.sampler.session import Session
 class SampleSpeed(SamplerBenchmark):
     """Times Q prompts of G answers each, sampled in several ways by samplers of as many slots.
 
-    "shared" is one request for G answers to each prompt, as training and evaluation sample.
-    "repeated" is Q G requests for one answer, with different prompts of the same length. "alone"
-    (--alone=1) is a plain loop: one prompt and one answer at a time, in a single slot.
+    "shared" is one request for G answers to each prompt, as training and evaluation sample. With
+    --about=K, each K of the prompts begin with the same documents. "repeated" is Q G requests for
+    one answer, with different prompts of the same length. "alone" (--alone=1) is a plain loop: one
+    prompt and one answer at a time, in a single slot.
     "transformers" (--transformers=1, the test extra) is its `generate` with the same weights in the
     same process. Prefill is timed with answers of one token and decoding is the rest of the time.
     "..._ratio" and "..._decode_ratio" are the tokens/s of "shared" over those of another way.
+    "repeated_work_ratio" is what the ratio would be if prefill took time in proportion to its
+    operations, and decoding to the bytes that it reads (weights, and keys of prompts and answers).
     "..._kv_bytes" is the size of the KV cache pages of prompts and answers.
     """
 
-    questions: Annotated[int, "prompts Q"] = 1
+    questions: Annotated[int, "prompts Q, a multiple of K"] = 1
+    about: Annotated[int, "prompts K about the same documents"] = 1
+    question: Annotated[int, "last tokens of a prompt, in which the K prompts differ"] = 1
     prompt: Annotated[int, "prompt tokens P"] = 1024
     response: Annotated[int, "tokens of an answer S"] = 128
     repeats: Annotated[int, "timed calls, the fastest counts"] = 2
@@ -61,27 +68,58 @@ class SampleSpeed(SamplerBenchmark):
         total = self.questions * self.group
         prompts = np.random.default_rng(0).integers(self.vocab, size=(total, self.prompt)).tolist()
         shared = prompts[: self.questions]
+        for first in range(0, self.questions, self.about):
+            for prompt in shared[first + 1 : first + self.about]:
+                prompt[: -self.question] = shared[first][: -self.question]
         # Kind -> answers to a request, slots, and the prompts of each session.
         kinds = {"shared": (self.group, total, [shared]), "repeated": (1, total, [prompts])}
         if self.alone:
             kinds["alone"] = (1, 1, [[prompt] for prompt in shared for _ in range(self.group)])
-        token_bytes = 2 * self.layers * self.model.kv_heads * self.model.head_size
-        token_bytes *= params["final_norm"]["scale"].dtype.itemsize
+        itemsize = params["final_norm"]["scale"].dtype.itemsize
+        token_bytes = 2 * self.layers * self.model.kv_heads * self.model.head_size * itemsize
         line = {}
         for kind, (group, slots, sessions) in kinds.items():
             sizes = {"samples_per_prompt_batch": group, "decode_tokens": self.response}
             sampler = self.make_sampler(self.prompt, self.response, slots, **sizes)
             line |= self._measure(kind, _requests(sampler, params, sessions, group))
-            pages = sampler.shape.pages_of(self.prompt)
-            pages += group * sampler.shape.pages_of(self.response)
-            line[f"{kind}_kv_bytes"] = len(sessions[0]) * pages * self.page_size * token_bytes
+            pages_of, requests = sampler.shape.pages_of, len(sessions[0])
+            pages = requests * (pages_of(self.prompt) + group * pages_of(self.response))
+            if kind == "shared":  # whole pages of documents are there once
+                documents = (self.prompt - self.question) // self.page_size
+                pages -= (requests - requests // self.about) * documents
+            line[f"{kind}_kv_bytes"] = pages * self.page_size * token_bytes
         if self.transformers:
             line |= self._measure("transformers", self._generate(params, shared))
+        counts = work.Programs(self.model, meshes.make_mesh(devices=jax.devices()[:1]), itemsize)
+        operations, read = self._work(counts, self.questions // self.about)
+        repeated_operations, repeated_read = self._work(counts, 0)
+        prefill_s = line["repeated_prefill_s"]
+        decode_s = line["repeated_s"] - prefill_s
+        prefill, decode = repeated_operations / operations, repeated_read / read
+        line |= {
+            "repeated_prefill_work_ratio": prefill,
+            "repeated_decode_work_ratio": decode,
+            "repeated_work_ratio": line["repeated_s"] / (prefill_s / prefill + decode_s / decode),
+        }
         for other in ("repeated", "alone", "transformers"):
             for name in ("", "_decode"):
                 if (rate := line.get(f"{other}{name}_tokens_per_s")) is not None:
                     line[f"{other}{name}_ratio"] = line[f"shared{name}_tokens_per_s"] / rate
         return line
+
+    def _work(self, counts: work.Programs, trees: int) -> tuple[float, float]:
+        """Operations of prefill and bytes of decoding: of `trees` trees, or of repeated prompts."""
+        answers, last = self.questions * self.group, self.question if trees else self.prompt
+        asked = self.questions if trees else answers
+        first = self.prompt - last
+        pairs = trees * first * (first + 1) / 2
+        pairs += asked * last * (first + self.prompt + 1) / 2
+        prefill = counts.prefill(trees * first + asked * last, pairs, 0)
+        # A pass reads the keys of each prompt once for all its answers, and half an answer's.
+        keys = (asked * self.prompt + answers * self.response / 2) * (self.response - 1)
+        passes = counts.decode_pass(answers).times(self.response - 1)
+        read = passes.memory + counts.decode_keys(0, keys).memory
+        return prefill.products + prefill.attention, read
 
     def _measure(self, kind: str, ask: Callable[[int, int], int]) -> dict[str, float]:
         """Time ask(answer tokens, prompt tokens), which returns the number of sampled tokens."""

@@ -100,6 +100,22 @@ def test_sample_benchmark_measures_all_variants() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_device")
+def test_sample_benchmark_shares_the_documents_of_several_questions() -> None:
+    flags = ["--questions=4", "--about=2", "--question=8", "--prompt=40", "--response=6"]
+    line = run(["sample", *TINY, *flags, "--page_size=16", "--prefill=32", "--repeats=1"])
+    page = 16 * 2 * 1 * 1 * 64 * 4
+    answers = 4 * line["group"]
+    # Two of the three pages of a prompt have documents alone, which two prompts share.
+    assert line["shared_kv_bytes"] == (2 * 2 + 4 * 1 + answers) * page
+    assert line["repeated_kv_bytes"] == (answers * 3 + answers) * page
+    # By tokens alone: 40 of each answer, against 32 + 2 * 8 of each pair of questions.
+    tokens = answers * 40 / (2 * (32 + 2 * 8))
+    assert line["repeated_prefill_work_ratio"] == pytest.approx(tokens, rel=0.1)
+    assert 1 < line["repeated_decode_work_ratio"] < line["repeated_prefill_work_ratio"]
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(browser.PROGRAM is None, reason=browser.MISSING)
 def test_report_benchmark_opens_the_page() -> None:
     """Runs larger than a page may be are tested in tests/reporting/test_page.py."""
