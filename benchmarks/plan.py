@@ -17,7 +17,6 @@ from benchmarks.base import (
     make_learner,
     random_params,
 )
-from launch import step_time
 from launch.step_time import CPU, Machine, tree_pairs
 from launch.topologies import Peaks
 from launch.work import Programs, Work
@@ -58,9 +57,9 @@ SHAPES = (
 class Plan(Benchmark):
     """Predicts six programs by launch/step_time.py from this machine's peaks, and measures them.
 
-    One line per shape. "gemm_flops_per_s" is measured with a float32 product of 512 rows as wide as
-    the shape's MLP, "copy_bytes_per_s" with an update of 256 MiB in place. "ratio" is predicted over measured
-    seconds. The shares of the peaks are step_time.CPU, one for each kind of phase.
+    One line per shape. "gemm_flops_per_s" is the rate of a float32 product of 512 rows as wide as
+    the shape's MLP, "copy_bytes_per_s" that of an update of 256 MiB in place. "ratio" is predicted
+    over measured seconds. The shares of both are step_time.CPU, one for each kind of phase.
     """
 
     repeats: Annotated[int, "timed calls, the fastest counts"] = 5
@@ -70,7 +69,7 @@ class Plan(Benchmark):
         return [self._measure(shape) for shape in SHAPES]
 
     def _measure(self, shape: Shape) -> dict[str, Any]:
-        sizes = {"width": shape.width, "layers": shape.layers, "vocab": self.vocab}
+        sizes: dict[str, Any] = {"width": shape.width, "layers": shape.layers, "vocab": self.vocab}
         bench = SamplerBenchmark(**sizes, group=_GROUP, prefill=shape.prompts * shape.prompt)
         peaks = self._peaks(bench)
         counts = Programs(bench.model, meshes.make_mesh(), np.dtype(bench.dtype).itemsize)

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import browser, rollout, trl
-from benchmarks.__main__ import parse, run
+from benchmarks import browser, plan, rollout, trl
+from benchmarks.__main__ import lines, parse, run
 from spell_jax.learner import packing
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import mesh as meshes
@@ -123,6 +123,19 @@ def test_report_benchmark_opens_the_page() -> None:
     names = ("episodes_on_page", "episodes_on_disk", "episodes_with_documents")
     assert [line[name] for name in names] == [15] * 3
     assert line["open_s"] > 0 and line["write_s"] > 0 and line["problems"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_device")
+def test_plan_benchmark_prints_a_line_per_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = [shape._replace(width=64, layers=1, prompt=128) for shape in plan.SHAPES]
+    monkeypatch.setattr(plan, "SHAPES", [shape._replace(answer=8) for shape in small[::2]])
+    found = lines(["plan", "--repeats=1", "--vocab=96"])
+    assert [line["phase"] for line in found] == ["prefill", "decode", "update"]
+    for line in found:
+        assert line["ratio"] == pytest.approx(line["predicted_s"] / line["measured_s"])
+        assert 0 < line["attention_operations"] < line["operations"]
+        assert line["gemm_flops_per_s"] > line["copy_bytes_per_s"] > 0
 
 
 @pytest.mark.slow

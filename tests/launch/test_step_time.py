@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 from typing import Any
@@ -19,11 +20,14 @@ from tests import noise
 from tests.launch.test_experiments import SHAPES
 from tests.paths import ROOT
 
+DOCS = ROOT / "docs" / "long_context.md"
 SMALL = {"algorithm.generation_batch": 16, "algorithm.questions": 8, "mesh.fsdp": -1}
 SMALL |= {"sampler.decode_tokens": 1024}  # few calls
 
 
-def _programs(topology: str, model: str = "qwen2.5-7b-instruct", **fields: Any) -> aot.Programs:
+def _programs(
+    topology: str, model: str = "qwen2.5-7b-instruct", length: int = 4096, **fields: Any
+) -> aot.Programs:
     config = paper.get_config(model)
     noise.with_fields(config, SMALL | fields)
     folder = config.policy.folder
@@ -31,12 +35,12 @@ def _programs(topology: str, model: str = "qwen2.5-7b-instruct", **fields: Any) 
     policy = dataclasses.replace(policy, remat=config.policy.remat)
     place = topologies.find(topology, topologies.A100_NODE)
     mesh: Any = topologies.abstract_mesh(place, config.mesh)
-    return aot.Programs(config, policy, mesh, 4096)
+    return aot.Programs(config, policy, mesh, length)
 
 
-def _phases(topology: str, **fields: Any) -> dict[str, Phase]:
-    programs = _programs(topology, **fields)
-    work = step_time.workload(programs.config, 4096)
+def _phases(topology: str, length: int = 4096, **fields: Any) -> dict[str, Phase]:
+    programs = _programs(topology, length=length, **fields)
+    work = step_time.workload(programs.config, length)
     place = topologies.find(topology, topologies.A100_NODE)
     return {phase.name: phase for phase in step_time.phases(programs, place, work)}
 
@@ -114,6 +118,30 @@ def test_other_algorithms_are_rejected() -> None:
 
     with pytest.raises(ValueError, match=r"algorithm.name = 'rlvr': must be 'spell' for --time"):
         step_time.check(rlvr.get_config())
+
+
+def _rows() -> list[list[str]]:
+    """Rows of the documented table of the config that is estimated fastest."""
+    lines = DOCS.read_text().splitlines()
+    rows = [line for line in lines if re.match(r"\| `qwen2.5-7b-instruct` \| v", line)]
+    return [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in rows]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", _rows(), ids=lambda row: row[1])
+def test_documented_seconds_are_those_of_the_model(row: list[str]) -> None:
+    model, topology, changes, pool, *cells = row
+    given = dict(change.split("=") for change in changes.split())
+    fields: dict[str, Any] = {name: int(value) for name, value in given.items()}
+    fields |= {"sampler.kv_cache_tokens": int(pool.strip("M")) * 2**20}
+    fields |= {"algorithm.generation_batch": 480, "algorithm.questions": 128}
+    fields |= {"sampler.decode_tokens": 64}
+    for questions, cell in zip((1, 4), cells, strict=False):
+        found = _phases(
+            topology, 16_384, **fields, **{"algorithm.questions_per_cluster": questions}
+        )
+        total = sum(phase.seconds.total for phase in found.values())
+        assert total == pytest.approx(int(cell.split("=")[1]), abs=1), model
 
 
 @pytest.mark.slow

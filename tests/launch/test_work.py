@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 from typing import Any
 
 import jax
@@ -98,6 +100,30 @@ def test_memory_of_decoding_a_wide_policy_is_that_of_its_weights() -> None:
     assert 3 * _counts(policy).decode_pass(32).memory == pytest.approx(xla, rel=0.2)
 
 
+def _received(program: aot.Program, devices: int) -> float:
+    """Bytes that a device receives in the compiled program's collectives; a loop's body counts
+    once."""
+    found = aot.collectives(program.lower().compile().as_text() or "")
+    # The results of a reduce-scatter are a part of what is summed, all others are whole.
+    results = {"all-gather": 1, "all-reduce": 2, "all-to-all": 1, "reduce-scatter": devices}
+    total = sum(found.get(kind, {"bytes": 0})["bytes"] * n for kind, n in results.items())
+    return total * (devices - 1) / devices
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["fsdp", "context"])
+def test_bytes_between_chips_are_those_of_compiled_collectives(axis: str) -> None:
+    policy = dataclasses.replace(DENSE, vocab_size=2048, width=64, feed_forward=1024)
+    mesh = meshes.make_mesh({axis: 8})
+    programs = aot.Programs(small_config(**{"sampler.slots": 64}), policy, mesh, 16)
+    counts = Programs(dataclasses.replace(policy, layers=1), mesh, 4)
+    for program in programs.select("all")[:2]:
+        tokens = math.prod(program.tokens)
+        work = counts.prefill(tokens, 0, 0) if program.name == "prefill" else None
+        found = (work or counts.decode_pass(tokens)).link
+        assert found == pytest.approx(_received(program, 8), rel=0.1), program.name
+
+
 def test_work_of_a_chip_falls_with_chips() -> None:
     policy = dataclasses.replace(DENSE, heads=16, kv_heads=8)
     works = []
@@ -105,7 +131,7 @@ def test_work_of_a_chip_falls_with_chips() -> None:
         mesh = meshes.make_mesh({"fsdp": chips}, jax.devices()[:chips])
         counts = Programs(policy, mesh, 2)
         works.append(counts.micro_batch(8 * 1024, 8 * 128, 1e6) + counts.decode_pass(64))
-    for more, fewer in zip(works, works[1:], strict=False):
+    for more, fewer in itertools.pairwise(works):
         assert fewer.products == pytest.approx(more.products / 2)
         assert fewer.attention == pytest.approx(more.attention / 2)
         assert fewer.memory < more.memory and fewer.link > more.link
