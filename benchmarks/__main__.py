@@ -9,6 +9,7 @@ refill   tokens/s with answers of many lengths: continuous batching against fixe
 spell    seconds of one whole SPELL step, by phase; verdicts with and without a shared prefix
 agreement  greedy answers to needles and RULER, here and by transformers (extra "test")
 roles    shares of the three roles in the gradient, under each loss aggregation
+routing  experts that sampler and learner choose differently, and their effect on logprobs
 reward_model  accuracy of EAPO's reward models on the answers of a run
 quality  int8 sampling against the compute dtype: KL, equal greedy tokens
 report   seconds to write the report page of a long run, and to open it in a browser
@@ -48,6 +49,7 @@ _CLASSES = {
     "spell": "rollout.Spell",
     "agreement": "agreement.Agreement",
     "roles": "roles.Roles",
+    "routing": "routing.Routing",
     "reward_model": "reward_model.RewardModel",
     "quality": "quality.Quality",
     "report": "report.Report",

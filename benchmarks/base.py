@@ -124,6 +124,7 @@ def make_learner(
     budget: int,
     dtype: str = "float32",
     shared_prefix: str = "tree",
+    routing: str = "own",
 ) -> Learner:
     """Make a learner with rows of one length.
 
@@ -133,11 +134,12 @@ def make_learner(
       budget: tokens of a micro-batch; at least one row.
       dtype: compute dtype.
       shared_prefix: what is laid out once (packing.PackingConfig).
+      routing: experts that it uses (LossConfig.routing).
     """
     return Learner(
         policy,
         OptimizerConfig(),
-        LossConfig(),
+        LossConfig(routing=routing),
         packing.PackingConfig((bucket,), max(budget, bucket.length), shared_prefix),
         meshes.make_mesh(),
         temperature=SAMPLING["temperature"],

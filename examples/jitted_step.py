@@ -38,6 +38,7 @@ from spell_jax.policy.tokenizer_base import Tokenizer
 from spell_jax.runtime import entry, setup
 from spell_jax.runtime import mesh as meshes
 from spell_jax.sampler import kv_cache, programs, sampling
+from spell_jax.sampler.sampled import Sampled
 from spell_jax.selfplay import prompts, rules
 
 
@@ -74,7 +75,7 @@ def make_questions(c: Config, count: int, seed: int) -> tuple[Questions, list[tu
 
 
 # 2. Rollout --------------------------------------------------------------------------------------
-def sample(c: Config, params: transformer.Params, questions: Questions, key) -> programs.Sampled:
+def sample(c: Config, params: transformer.Params, questions: Questions, key) -> Sampled:
     """Samples G answers per prompt. The KV cache has one page for each prompt and each answer."""
     B, G, P, D = c.groups, c.group_size, c.prompt_tokens, c.policy.width
     N, shards = B * G, meshes.row_shards(c.mesh)  # a shard counts prompts, slots, pages from 0
@@ -108,7 +109,7 @@ def sample(c: Config, params: transformer.Params, questions: Questions, key) -> 
         enough=jnp.int32(N),  # go on until every answer has ended
     )
     with nn.logical_axis_rules(meshes.RULES):  # many tokens at once: weights move to them
-        state = programs.prefill(c.policy, params, state, prompt_pages)
+        state, _ = programs.prefill(c.policy, params, state, prompt_pages)
     with nn.logical_axis_rules(meshes.DECODE_RULES):  # few tokens: they move to the weights
         decode = functools.partial(programs.decode, lane=0, page_size=P, steps=c.answer_tokens)
         return decode(c.policy, params, state, slots, stop_ids=c.tokenizer.stop_ids)[1]
@@ -125,7 +126,7 @@ def score(c: Config, truths: list[tuple[str, str]], index, tokens, length) -> np
 
 
 # 4. Loss -----------------------------------------------------------------------------------------
-def loss(params, c: Config, questions: Questions, answers: programs.Sampled, advantages):
+def loss(params, c: Config, questions: Questions, answers: Sampled, advantages):
     """Policy-gradient loss for advantages [B, G], a mean over the answers' tokens.
 
     A row is [prompt | answer 1 | ... | answer G]. Its mask is one number a key, the last query that

@@ -143,7 +143,13 @@ class Programs:
             config.policy.compute_dtype,
         )
         # Any stop token will do: which one it is does not change the program.
-        self.sampler = Sampler(policy, dataclasses.replace(sampling, max_prompt=length), (0,), mesh)
+        self.sampler = Sampler(
+            policy,
+            dataclasses.replace(sampling, max_prompt=length),
+            (0,),
+            mesh,
+            record_experts=self.learner.loss.routing == "sampled",
+        )
         self.lane = self.sampler.shape.lane_of(self.group)
         shapes, axes = transformer.abstract_params(policy)
         self.rollout_params = meshes.with_sharding(
@@ -208,7 +214,7 @@ class Programs:
     def _batch(self) -> packing.MicroBatch:
         budget, shards = self.learner.packing.token_budget, meshes.row_shards(self.mesh)
         rows = packing.row_count(self.bucket, budget, shards)
-        batch = packing.empty_micro_batch(self.bucket, rows)
+        batch = packing.empty_micro_batch(self.bucket, rows, self.learner.no_experts)
         return _uniform(batch, meshes.by_rows_and_time(self.mesh))
 
     def _carry(self) -> Any:

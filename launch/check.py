@@ -129,6 +129,7 @@ def check(config: Config, topology: str = "", workdir: str = "") -> Checked:
     has_pairs = algorithm and registry.ALGORITHMS[algorithm.name].has_pairs
     run = attempt("steps", _check_alone, config, [*names, "algorithm"] if has_pairs else names)
     tokenizer = _check_policy(checked, attempt)
+    attempt("loss", LossConfig.check_policy, loss_config, checked.policy)
     for name in configs.model_sections(config):
         attempt(name, _check_alone, config, (name,))
         if name != "policy":

@@ -46,8 +46,13 @@ def steady(line: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in line.items() if not name.startswith(_UNSTEADY)}
 
 
-def save_policy(folder: pathlib.Path, max_positions: int = 256, width: int = 32) -> pathlib.Path:
-    """A folder with random weights (one layer) and the tiny world's tokenizer."""
+def save_policy(
+    folder: pathlib.Path, max_positions: int = 256, width: int = 32, **changes: Any
+) -> pathlib.Path:
+    """A folder with random weights (one layer) and the tiny world's tokenizer.
+
+    `changes` are other fields of the policy.
+    """
     tokenizer = tokenizers.load(TINY_POLICY)
     policy = PolicyConfig(
         vocab_size=tokenizer.vocab_size,
@@ -58,6 +63,7 @@ def save_policy(folder: pathlib.Path, max_positions: int = 256, width: int = 32)
         head_size=8,
         feed_forward=48,
         max_positions=max_positions,
+        **changes,
     )
     weights.save(folder, policy, transformer.init(policy, jax.random.key(3)), tokenizer)
     return folder
@@ -157,8 +163,8 @@ def _shared_learner(policy, optimizer, *others) -> Learner:
 
 
 @functools.cache
-def _shared_sampler(policy, config, stop_ids, mesh) -> Sampler:
-    return Sampler(policy, config, stop_ids, mesh)
+def _shared_sampler(policy, config, stop_ids, mesh, record_experts) -> Sampler:
+    return Sampler(policy, config, stop_ids, mesh, record_experts=record_experts)
 
 
 def share_programs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,8 +177,8 @@ def share_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         build,
         "Sampler",
-        lambda policy, config, stop_ids, mesh, stream: _shared_sampler(
-            policy, config, tuple(stop_ids), mesh
+        lambda policy, config, stop_ids, mesh, stream, record_experts: _shared_sampler(
+            policy, config, tuple(stop_ids), mesh, record_experts
         ),
     )
 

@@ -125,6 +125,7 @@ class Reply:
 
     def group(self, advantages: Iterable[float], role: str, model: str = "policy") -> TrainGroup:
         """A training group for `model`, with one advantage per answer [G], counted by role."""
+        experts = _if_known([sample.experts for sample in self.samples])
         return TrainGroup(
             self.prompt,
             [sample.tokens for sample in self.samples],
@@ -133,6 +134,8 @@ class Reply:
             [sample.logprobs for sample in self.samples],
             kept=_if_known([sample.kept for sample in self.samples]),
             cutoffs=_if_known([sample.cutoffs for sample in self.samples]),
+            experts=experts,
+            prompt_experts=self.samples[0].prompt_experts if experts else None,
             model=model,
         )
 

@@ -19,7 +19,7 @@ from spell_jax.learner import non_finite, old_logprobs, packing, statistics, upd
 from spell_jax.learner.loss_config import LossConfig
 from spell_jax.learner.optimizer import OptimizerConfig
 from spell_jax.learner.update import Carry, TrainState, UpdateSpec
-from spell_jax.policy import lora, transformer
+from spell_jax.policy import lora, moe, transformer
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import mesh as meshes
 
@@ -43,6 +43,7 @@ class Learner:
         compute_dtype: str = "float32",
     ):
         packing_config.check_splits(meshes.context_shards(mesh))
+        loss.check_policy(policy)
         self.policy, self.loss, self.packing, self.mesh = policy, loss, packing_config, mesh
         self.temperature = temperature
         self.compute_dtype = jnp.dtype(compute_dtype)
@@ -50,6 +51,7 @@ class Learner:
         self.spec = UpdateSpec(policy, optimizer, loss, temperature, compute_dtype)
         self.fns = update.make_update_fns(self.spec, mesh)
         self.frozen: transformer.Params = {}
+        self.no_experts = moe.no_experts(policy) if loss.routing == "sampled" else None
 
     # ------------------------------------------------------------------------------------ Weights
 
@@ -98,6 +100,7 @@ class Learner:
             meshes.row_shards(self.mesh),
             meshes.context_shards(self.mesh),
             self.packing.shared_prefix == "tree",
+            self.no_experts,
         )
         return batches, fitting, len(refused)
 
@@ -111,7 +114,7 @@ class Learner:
     def empty_batch(self, bucket: packing.Bucket) -> packing.MicroBatch:
         """Padding only, with the shape and sharding of the bucket's micro-batches."""
         rows = packing.row_count(bucket, self.packing.token_budget, meshes.row_shards(self.mesh))
-        batch = packing.empty_micro_batch(bucket, rows)
+        batch = packing.empty_micro_batch(bucket, rows, self.no_experts)
         return jax.device_put(batch, meshes.by_rows_and_time(self.mesh))
 
     # ------------------------------------------------------------------------------------- Updates
@@ -145,15 +148,7 @@ class Learner:
                 f"loss.kl_weight = {self.loss.kl_weight}: reference weights must be given if, "
                 "and only if, it is not 0, or loss.old_logprobs is 'reference'"
             )
-        if self.loss.uses_rollout_logprobs and any(g.old_logprobs is None for g in groups):
-            raise ValueError(
-                f"loss.old_logprobs = {self.loss.old_logprobs!r}, loss.tis_cap = "
-                f"{self.loss.tis_cap}: need the old_logprobs of every group"
-            )
-        if self.loss.align_weight and any(group.aligned is None for group in groups):
-            raise ValueError(
-                f"loss.align_weight = {self.loss.align_weight}: needs groups with an aligned one"
-            )
+        self.loss.check_groups(groups)
         if self.loss.support == "sampled":
             groups = old_logprobs.on_sampled_support(groups)
         difference: dict[str, float] = {}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from spell_jax.learner import packing, preference
+from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime.config import check_choice, check_least
 
 OLD_LOGPROBS = ("on_policy", "rollout", "recompute", "reference")
@@ -12,6 +14,7 @@ OBJECTIVES = ("clip", "cispo", "dpo")
 RATIOS = ("token", "sequence", "sequence_mean")
 KL_ESTIMATORS = ("k1", "k2", "k3")
 SUPPORTS = ("full", "sampled")
+ROUTINGS = ("own", "sampled")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +53,10 @@ class LossConfig:
       support: tokens over which logprobs and entropies are normalized. "full": the vocabulary (the
         paper). "sampled": at each answer token, those that the sampler's top-k, top-p and min-p
         kept there, so that the update's policy is the one that sampled.
+      routing: experts of a mixture that the update's policy uses. "own": those that its router
+        chooses. "sampled": those that processed each token of prompt and answer while sampling, so
+        that rounding changes no expert (rollout routing replay, arXiv 2510.11370). Their weights
+        are the router's own, and the router is trained through them.
       aggregation: name of the loss aggregation, see packing.weigh.
       sequence_tokens: constant of aggregation "sequence_sum", in tokens; usually the maximum answer
         length.
@@ -72,6 +79,7 @@ class LossConfig:
     old_logprobs: str = "on_policy"
     tis_cap: float = 0.0
     support: str = "full"
+    routing: str = "own"
     aggregation: str = "token_mean"
     sequence_tokens: int = 0
     beta: float = 0.1
@@ -82,7 +90,7 @@ class LossConfig:
     def __post_init__(self):
         check_choice(self, "loss.", objective=OBJECTIVES, ratio=RATIOS)
         check_choice(self, "loss.", kl_estimator=KL_ESTIMATORS, old_logprobs=OLD_LOGPROBS)
-        check_choice(self, "loss.", support=SUPPORTS)
+        check_choice(self, "loss.", support=SUPPORTS, routing=ROUTINGS)
         if self.support == "sampled" and self.needs_reference:
             raise ValueError(
                 "loss.support = 'sampled': must be 'full' for loss.kl_weight above 0 and "
@@ -109,6 +117,11 @@ class LossConfig:
                 f"loss.old_logprobs = {self.old_logprobs!r}: must be 'reference' if, and only if, "
                 f"loss.objective is 'dpo'; it is {self.objective!r}"
             )
+        if self.routing == "sampled" and self.objective == "dpo":
+            raise ValueError(
+                "loss.routing = 'sampled': must be 'own' for loss.objective = 'dpo', whose answers "
+                "may follow other prompts than those that they were sampled after"
+            )
         if self.objective != "dpo":
             for field in ("nll_weight", "align_weight"):
                 if getattr(self, field):
@@ -127,6 +140,29 @@ class LossConfig:
                 f"loss.aggregation = {self.aggregation!r}: must be 'sequence_mean' for "
                 "loss.objective = 'dpo', so that every pair counts the same"
             )
+
+    def check_policy(self, policy: PolicyConfig) -> None:
+        """Raises ValueError if the loss needs a mixture of experts and the policy is none."""
+        if self.routing == "sampled" and not policy.experts:
+            raise ValueError(
+                "loss.routing = 'sampled': must be 'own', the policy has no mixture of experts"
+            )
+
+    def check_groups(self, groups: Sequence[packing.TrainGroup]) -> None:
+        """Raises ValueError if a group does not have what the loss needs."""
+        if self.uses_rollout_logprobs and any(group.old_logprobs is None for group in groups):
+            raise ValueError(
+                f"loss.old_logprobs = {self.old_logprobs!r}, loss.tis_cap = {self.tis_cap}: need "
+                "the old_logprobs of every group"
+            )
+        if self.align_weight and any(group.aligned is None for group in groups):
+            raise ValueError(
+                f"loss.align_weight = {self.align_weight}: needs groups with an aligned one"
+            )
+        if self.routing == "sampled" and any(
+            group.experts is None or group.prompt_experts is None for group in groups
+        ):
+            raise ValueError("loss.routing = 'sampled': needs the experts of every group")
 
     @property
     def needs_reference(self) -> bool:

@@ -45,6 +45,10 @@ class TrainGroup:
     # cut-off of the logits (lm_head.score_tokens), float32 [S_i]. For loss.support = "sampled".
     kept: Sequence[np.ndarray] | None = None
     cutoffs: Sequence[np.ndarray] | None = None
+    # Experts that processed the tokens of the answers and of the prompt while sampling, [S_i, L, k]
+    # and [P, L, k] (moe.no_experts). For loss.routing = "sampled".
+    experts: Sequence[np.ndarray] | None = None
+    prompt_experts: np.ndarray | None = None
     weights: Sequence[float] | None = None  # loss weight of each of the answer's tokens (weigh)
     ids: Sequence[int] | None = None  # by which answers are found again in micro-batches
     model: str = "policy"  # the trained model that the group is for
@@ -71,13 +75,18 @@ class TrainGroup:
             raise ValueError(
                 f"group.advantages: {len(self.advantages)} of them, but {len(lengths)} answers"
             )
-        for name in ("old_logprobs", "kept", "cutoffs"):
+        for name in ("old_logprobs", "kept", "cutoffs", "experts"):
             rows = getattr(self, name)
             if rows is not None and [len(row) for row in rows] != lengths:
                 raise ValueError(
                     f"group.{name}: of lengths {[len(row) for row in rows]}, "
                     f"but the answers have {lengths}"
                 )
+        if self.prompt_experts is not None and len(self.prompt_experts) != len(self.prompt):
+            raise ValueError(
+                f"group.prompt_experts: of {len(self.prompt_experts)} tokens, but the prompt has "
+                f"{len(self.prompt)}"
+            )
 
     @property
     def answer_tokens(self) -> int:
@@ -116,6 +125,9 @@ class MicroBatch:
     answer: Array  # [B, A], number of the answer in its (one) row, -1 where padded
     group: Array  # [B, A], number of the answer's group in its row, -1 where padded
     answer_id: Array  # [B, A], the answer's id in its TrainGroup, -1 where padded or not given
+    # Recorded experts of the tokens, [B, T, L, k], -1 where none were given (moe.no_experts); None
+    # unless loss.routing = "sampled".
+    experts: Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -260,6 +272,7 @@ def _take(group: TrainGroup, indices: Sequence[int]) -> TrainGroup:
         old_logprobs=pick(group.old_logprobs),
         kept=pick(group.kept),
         cutoffs=pick(group.cutoffs),
+        experts=pick(group.experts),
         weights=pick(group.weights),
         ids=pick(group.ids),
     )
@@ -347,20 +360,23 @@ def pack(
     row_multiple: int = 1,
     devices: int = 1,
     with_trees: bool = True,
+    no_experts: np.ndarray | None = None,
 ) -> list[MicroBatch]:
     """Packs groups that fit the largest bucket into micro-batches of numpy arrays.
 
     Groups are weighed and split (weigh, split_groups), buckets ascending in length. A micro-batch
     has row_count rows (`row_multiple`: devices along the row axis). Tokens of a row are laid out
     over `devices` devices (of the context axis). The same order of groups gives the same result.
-    Without `with_trees`, groups share nothing.
+    Without `with_trees`, groups share nothing. `no_experts` (moe.no_experts) asks for the recorded
+    experts; tokens that prompts of a tree share have those of the first.
     """
     batches = []
     for bucket, packed in rows_of(groups, buckets, with_trees).items():
         count = row_count(bucket, token_budget, row_multiple)
         for start in range(0, len(packed), count):
             chunk = packed[start : start + count]
-            batches.append(_stack(groups, chunk, bucket, count, devices))
+            empty = empty_micro_batch(bucket, count, no_experts)
+            batches.append(_stack(groups, chunk, empty, devices))
     return batches
 
 
@@ -403,26 +419,32 @@ def rows_of(
 def _stack(
     groups: Sequence[TrainGroup],
     rows: Sequence[Sequence[Tree]],
-    bucket: Bucket,
-    count: int,
+    batch: MicroBatch,
     devices: int,
 ) -> MicroBatch:
-    batch = empty_micro_batch(bucket, count)
+    """Writes rows of trees into a micro-batch of padding, and returns it."""
     for row, members in enumerate(rows):
         writer = _RowWriter(batch, row)
         for tree in members:
             writer.write(groups, tree)
         if devices > 1:
             order = context_layout.order(writer.is_answer, writer.end, devices)
-            for array in (batch.tokens, batch.positions, batch.index, batch.last_query):
-                array[row] = array[row, order]
+            by_token = batch.tokens, batch.positions, batch.index, batch.last_query, batch.experts
+            for array in by_token:
+                if array is not None:
+                    array[row] = array[row, order]
             batch.source[row] = np.argsort(order)[batch.source[row]]
     return batch
 
 
-def empty_micro_batch(bucket: Bucket, rows: int) -> MicroBatch:
-    """All padding: the shape with which a bucket is compiled."""
+def empty_micro_batch(
+    bucket: Bucket, rows: int, no_experts: np.ndarray | None = None
+) -> MicroBatch:
+    """All padding: the shape with which a bucket is compiled; `no_experts` is as in `pack`."""
     long, short = (rows, bucket.length), (rows, bucket.answers)
+    experts = None
+    if no_experts is not None:
+        experts = np.broadcast_to(no_experts, (*long, *no_experts.shape)).copy()
     return MicroBatch(
         tokens=np.zeros(long, np.int32),
         positions=np.zeros(long, np.int32),
@@ -438,6 +460,7 @@ def empty_micro_batch(bucket: Bucket, rows: int) -> MicroBatch:
         answer=np.full(short, -1, np.int32),
         group=np.full(short, -1, np.int32),
         answer_id=np.full(short, -1, np.int32),
+        experts=experts,
     )
 
 
@@ -464,6 +487,8 @@ class _RowWriter:
         new = slice(self.end, self.end + len(group.prompt) - len(path))
         self._row.tokens[new] = group.prompt[len(path) :]
         self._row.positions[new] = np.arange(len(path), len(group.prompt))
+        if self._row.experts is not None and group.prompt_experts is not None:
+            self._row.experts[new] = group.prompt_experts[len(path) :]
         self.end = new.stop
         return np.concatenate([path, np.arange(new.start, new.stop)])
 
@@ -493,5 +518,7 @@ class _RowWriter:
                 row.old_logprob[slots] = group.old_logprobs[i]
             if group.cutoffs is not None:
                 row.cutoff[slots] = group.cutoffs[i]
+            if row.experts is not None and group.experts is not None:
+                row.experts[columns] = group.experts[i]
             self.end, self._filled = columns.stop, slots.stop
             self._answers += 1

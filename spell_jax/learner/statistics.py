@@ -35,13 +35,17 @@ def means(sums: Mapping[str, Any], norms: Mapping[str, Any]) -> dict[str, float]
 
     "router_max_load" is the busiest expert's tokens over the mean, averaged over layers (1:
     balanced; E / k: all tokens go to the same k experts), "router_idle" the share of experts
-    without tokens, and "entropy/ROLE" is given for each role that has tokens.
+    without tokens. "router_difference" is the share of tokens and layers whose recorded experts are
+    not those that the router chooses (loss.routing "sampled"). "entropy/ROLE" is given for each
+    role that has tokens.
     """
     sums = dict(sums)
     more = {}
     if (load := sums.pop("router_load", None)) is not None:
         more["router_max_load"] = float(np.mean(load.max(axis=1) / load.mean(axis=1)))
         more["router_idle"] = float(np.mean(load == 0))
+    if (counts := sums.pop("router_difference", None)) is not None:
+        more["router_difference"] = float(counts[0] / max(counts[1], 1.0))
     by_role = zip(ROLES, sums.pop("role_entropy"), sums.pop("role_tokens"), strict=False)
     more |= {f"entropy/{role}": float(sum_ / count) for role, sum_, count in by_role if count}
     tokens = max(float(sums["tokens"]), 1.0)

@@ -28,7 +28,7 @@ from spell_jax.learner import lm_head, packing
 from spell_jax.learner import loss as losses
 from spell_jax.learner.loss_config import LossConfig
 from spell_jax.learner.optimizer import OptimizerConfig
-from spell_jax.policy import lora, transformer
+from spell_jax.policy import lora, moe, transformer
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import mesh as meshes
 
@@ -171,13 +171,16 @@ def micro_batch_loss(
     batch: packing.MicroBatch,
     reference: Params | None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    found, entropy, router_load = score(spec, lora.join(params, frozen), batch)
+    found, entropy, routing = score(spec, lora.join(params, frozen), batch)
     reference_logprobs = None
-    if reference is not None:
-        reference_logprobs, *_ = score(spec, jax.lax.stop_gradient(reference), batch)
+    if reference is not None:  # it chooses its own experts
+        read = dataclasses.replace(batch, experts=None)
+        reference_logprobs, *_ = score(spec, jax.lax.stop_gradient(reference), read)
     value, sums = losses.batch_loss(found, entropy, batch, spec.loss, reference_logprobs)
-    if router_load is not None:
-        sums["router_load"] = router_load
+    if routing is not None:
+        sums["router_load"] = routing.load
+        if routing.differing is not None:
+            sums["router_difference"] = jnp.sum(routing.differing, axis=0)
     return value, sums
 
 
@@ -190,15 +193,16 @@ def logprobs(
 
 def score(
     spec: UpdateSpec, params: Params, batch: packing.MicroBatch
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Logprobs and entropies (nats) of answers, float32 [B, A]; load of experts [L, E] or None."""
-    hidden, _, router_load = transformer.hidden_states(
+) -> tuple[jax.Array, jax.Array, moe.Routing | None]:
+    """Logprobs and entropies (nats) of answers, float32 [B, A]; routing of a mixture of experts."""
+    hidden, _, routing = transformer.hidden_states(
         spec.policy,
         params,
         batch.tokens,
         batch.positions,
         attend.packed(spec.policy.attention, spec.policy.ring),
         context={"index": batch.index, "last_query": batch.last_query},
+        experts=batch.experts,
     )
     scores = lm_head.score_tokens(
         spec.policy,
@@ -209,7 +213,7 @@ def score(
         spec.temperature,
         cutoff=batch.cutoff if spec.loss.support == "sampled" else None,
     )
-    return *scores, router_load
+    return *scores, routing
 
 
 def apply(
@@ -288,4 +292,6 @@ def _empty_sums(spec: UpdateSpec) -> dict[str, Any]:
     sums |= {name: np.zeros(len(ROLES) + 1, np.float32) for name in losses.ROLE_SUMS}
     if spec.policy.experts:
         sums["router_load"] = np.zeros((spec.policy.layers, spec.policy.experts), np.float32)
+    if spec.loss.routing == "sampled":
+        sums["router_difference"] = np.zeros(2, np.float32)
     return sums

@@ -24,8 +24,10 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
+from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import collectives
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.collectives import Axes
@@ -44,9 +46,54 @@ def route(logits: jax.Array, count: int, normalized: bool) -> tuple[jax.Array, j
     [..., k].
     """
     weights, chosen = jax.lax.top_k(jax.nn.softmax(logits.astype(jnp.float32), axis=-1), count)
-    if normalized:
-        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-    return weights, chosen
+    return _scale(weights, normalized), chosen
+
+
+def replay(
+    logits: jax.Array, own: jax.Array, recorded: jax.Array, normalized: bool
+) -> tuple[jax.Array, jax.Array]:
+    """Weights and experts as in `route`, but of recorded experts, int8 or int16 [..., k].
+
+    `own` (int32) holds the experts of `route`, which a token without a record (-1) keeps. The
+    weights are the router's probabilities of the experts that are used, so it gets gradients.
+    """
+    chosen = jnp.where(recorded >= 0, recorded, own)
+    probabilities = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
+    return _scale(jnp.take_along_axis(probabilities, chosen, axis=-1), normalized), chosen
+
+
+def _scale(weights: jax.Array, normalized: bool) -> jax.Array:
+    return weights / jnp.sum(weights, axis=-1, keepdims=True) if normalized else weights
+
+
+class Routing(NamedTuple):
+    """Experts of the tokens [B, T] of a layer, or of all layers with a leading axis L."""
+
+    load: jax.Array  # tokens of each expert, without padding, float32 [E]
+    chosen: jax.Array | None = None  # experts of each token [B, T, k], see no_experts; if recorded
+    # With replay: tokens whose own experts are not the recorded ones, and tokens with a record,
+    # float32 [2].
+    differing: jax.Array | None = None
+
+
+def by_token(routing: Routing | None) -> jax.Array | None:
+    """Recorded experts of all layers, [B, T, L, k]; None without a record."""
+    if routing is None or routing.chosen is None:
+        return None
+    return jnp.moveaxis(routing.chosen, 0, 2)
+
+
+def no_experts(config: PolicyConfig) -> np.ndarray:
+    """Record of a token whose experts are not known: -1 in [L, k], int8 for up to 128 experts."""
+    dtype = np.int8 if config.experts <= 128 else np.int16
+    return np.full((config.layers, config.experts_per_token), -1, dtype)
+
+
+def count_differing(own: jax.Array, recorded: jax.Array, real: jax.Array) -> jax.Array:
+    """Routing.differing of experts [B, T, k], in any order; `real` is as in `load`."""
+    counted = real & (recorded[..., 0] >= 0)
+    differs = jnp.any(jnp.sort(own, axis=-1) != jnp.sort(recorded, axis=-1), axis=-1)
+    return jnp.stack([jnp.sum(counted & differs), jnp.sum(counted)]).astype(jnp.float32)
 
 
 def load(chosen: jax.Array, experts: int, real: jax.Array) -> jax.Array:

@@ -208,15 +208,25 @@ class SwiGLU(nn.Module):
 
 
 class Experts(nn.Module):
-    """Mixture of experts (moe.py): output [B, T, D] and tokens of each expert, float32 [E]."""
+    """Mixture of experts (moe.py): output [B, T, D] and routing of a layer.
+
+    `recorded`, int8 or int16 [B, T, k], replaces the experts that the router would choose.
+    """
 
     config: PolicyConfig
+    record: bool  # whether the routing has the chosen experts
 
     @nn.compact
-    def __call__(self, x: jax.Array, real: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def __call__(
+        self, x: jax.Array, real: jax.Array, recorded: jax.Array | None
+    ) -> tuple[jax.Array, moe.Routing]:
         c = self.config
         logits = _project(self, "router", x, {"embed": c.width}, {"router": c.experts}, None)
         weights, chosen = moe.route(logits, c.experts_per_token, c.normalized_router)
+        differing = None
+        if recorded is not None:
+            differing = moe.count_differing(chosen, recorded, real)
+            weights, chosen = moe.replay(logits, chosen, recorded, c.normalized_router)
         shape = (c.experts, c.width, c.feed_forward)
         wide = _kernel(("experts", "embed", "mlp"), c.width)
         narrow = _kernel(("experts", "mlp", "embed"), c.feed_forward)
@@ -224,20 +234,27 @@ class Experts(nn.Module):
         up = self.param("up_kernel", wide, shape)
         down = self.param("down_kernel", narrow, (c.experts, c.feed_forward, c.width))
         out = moe.mix(x, weights.astype(x.dtype), chosen, (gate, up, down))
-        return out, moe.load(chosen, c.experts, real)
+        record = chosen.astype(moe.no_experts(c).dtype) if self.record else None
+        return out, moe.Routing(moe.load(chosen, c.experts, real), record, differing)
 
 
 class Block(nn.Module):
-    """One transformer layer, with the signature of nn.scan: carry, layer number, context."""
+    """One transformer layer, with the signature of nn.scan: carry, (layer number, recorded experts
+    [B, T, k] or None), context."""
 
     config: PolicyConfig
     attend: Attend
+    record_experts: bool = False
 
     @nn.compact
     def __call__(
-        self, carry: tuple[jax.Array, Any], layer: jax.Array, context: dict[str, Any]
-    ) -> tuple[tuple[jax.Array, Any], jax.Array | None]:
-        (x, cache), context = carry, context | {"layer": layer}
+        self,
+        carry: tuple[jax.Array, Any],
+        per_layer: tuple[jax.Array, jax.Array | None],
+        context: dict[str, Any],
+    ) -> tuple[tuple[jax.Array, Any], moe.Routing | None]:
+        (x, cache), (layer, recorded) = carry, per_layer
+        context = context | {"layer": layer}
         epsilon = self.config.norm_epsilon
         x = checkpoint_name(x, _BLOCK_INPUT)
         attention = Attention(self.config, self.attend, name="attention")
@@ -245,10 +262,11 @@ class Block(nn.Module):
         x = x + out
         normed = RMSNorm(epsilon, name="mlp_norm")(x)
         if self.config.experts:
-            out, load = Experts(self.config, name="moe")(normed, context["real"])
+            experts = Experts(self.config, self.record_experts, name="moe")
+            out, routing = experts(normed, context["real"], recorded)
         else:
-            out, load = SwiGLU(self.config, name="mlp")(normed), None
-        return (spmd.with_logical_constraint(x + out, _HIDDEN), cache), load
+            out, routing = SwiGLU(self.config, name="mlp")(normed), None
+        return (spmd.with_logical_constraint(x + out, _HIDDEN), cache), routing
 
 
 class Transformer(nn.Module):
@@ -256,11 +274,12 @@ class Transformer(nn.Module):
 
     config: PolicyConfig
     attend: Attend
+    record_experts: bool = False
 
     @nn.compact
     def __call__(
-        self, tokens: jax.Array, cache: Any, context: Any
-    ) -> tuple[jax.Array, Any, jax.Array | None]:
+        self, tokens: jax.Array, cache: Any, context: Any, experts: jax.Array | None = None
+    ) -> tuple[jax.Array, Any, moe.Routing | None]:
         c = self.config
         table_shape = (c.vocab_size, c.width)
         table = self.param("embedding", _kernel(("vocab", "embed"), c.width), table_shape)
@@ -280,9 +299,9 @@ class Transformer(nn.Module):
             length=c.layers,
             metadata_params={nn.PARTITION_NAME: "layers"},
         )
-        blocks = layers(c, self.attend, name="layers")
-        (x, cache), load = blocks((x, cache), jnp.arange(c.layers), context)
-        return RMSNorm(c.norm_epsilon, name="final_norm")(x), cache, load
+        blocks = layers(c, self.attend, self.record_experts, name="layers")
+        (x, cache), routing = blocks((x, cache), (jnp.arange(c.layers), experts), context)
+        return RMSNorm(c.norm_epsilon, name="final_norm")(x), cache, routing
 
 
 def boxed_init(config: PolicyConfig, key: jax.Array) -> Any:
@@ -327,21 +346,26 @@ def hidden_states(
     attend: Attend,
     cache: Any = None,
     context: dict[str, Any] | None = None,
-) -> tuple[jax.Array, Any, jax.Array | None]:
+    experts: jax.Array | None = None,
+    record_experts: bool = False,
+) -> tuple[jax.Array, Any, moe.Routing | None]:
     """Run the embedding, the blocks and the final norm.
 
     `params` are in the compute dtype. `tokens` and `positions` (rotary, not row indices) are int32
     [B, T]. `attend` receives `cache` and `context` in every layer; context["last_query"] (int32
-    [B, T], negative at padding) excludes padding from the token counts of the experts.
+    [B, T], negative at padding) excludes padding from the token counts of the experts. `experts`
+    [B, T, L, k] are used in place of those that the router chooses, see moe.no_experts.
 
     Returns:
       Final hidden states [B, T, D] in the compute dtype; the cache after the last layer; and for a
-      mixture of experts the tokens (without padding) of each expert, float32 [L, E], else None.
+      mixture of experts the routing in all layers, which has `chosen` if `record_experts`.
     """
     chex.assert_rank(tokens, 2)
     chex.assert_equal_shape([tokens, positions])
     variables, full = {"params": params}, _context(config, positions, context or {})
-    result: Any = Transformer(config, attend).apply(variables, tokens, cache, full)
+    by_layer = None if experts is None else jnp.moveaxis(experts, 2, 0)
+    model = Transformer(config, attend, record_experts)
+    result: Any = model.apply(variables, tokens, cache, full, by_layer)
     return result
 
 

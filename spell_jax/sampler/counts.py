@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 
-from spell_jax.sampler import programs
+from spell_jax.sampler.sampled import Sampled
 
 
 @dataclasses.dataclass
@@ -30,9 +30,7 @@ class Counts:
     # tokens prefilled since the previous wait.
     device_wait_seconds: dict[str, float] = dataclasses.field(default_factory=dict)
 
-    def add_decode(
-        self, sampled: programs.Sampled, cells: int, empty: int, has_queued: bool
-    ) -> None:
+    def add_decode(self, sampled: Sampled, cells: int, empty: int, has_queued: bool) -> None:
         """Adds a decode call, given its result on the host.
 
         `cells` is the number of cells of the decode rows in use, `empty` of those without a

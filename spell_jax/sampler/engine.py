@@ -36,11 +36,13 @@ class Sampler:
         stop_ids: Sequence[int],
         mesh: jax.sharding.Mesh,
         stream: Callable[[], Stream] | None = None,
+        record_experts: bool = False,
     ):
         """Builds the jitted programs; nothing is compiled yet.
 
         Token ids `stop_ids` end an answer. Stop strings need `stream`, the constructor of a
-        tokenizer's incremental decoder. ValueError if sizes do not fit.
+        tokenizer's incremental decoder. `record_experts` gives samples the experts that processed
+        their tokens, for a mixture of experts. ValueError if sizes do not fit.
         """
         self.policy = policy
         self.config = config
@@ -57,9 +59,11 @@ class Sampler:
         self.shardings = shardings = programs.State(pages, replicated, (replicated,) * lanes, own)
         kernel = config.attention
         self.prefill: jax.stages.Wrapped = jax.jit(
-            functools.partial(programs.prefill, policy, kernel=kernel),
+            functools.partial(
+                programs.prefill, policy, kernel=kernel, record_experts=record_experts
+            ),
             donate_argnums=1,
-            out_shardings=shardings,
+            out_shardings=(shardings, replicated),
         )
         self.decode: jax.stages.Wrapped = jax.jit(
             functools.partial(
@@ -72,6 +76,7 @@ class Sampler:
                     config.speculative_tokens, config.speculative_ngram
                 ),
                 kernel=kernel,
+                record_experts=record_experts,
             ),
             static_argnames="lane",
             donate_argnums=1,

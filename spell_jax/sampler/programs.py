@@ -15,9 +15,10 @@ import jax
 import jax.numpy as jnp
 
 from spell_jax.attention.pages import Pages
-from spell_jax.policy import transformer
+from spell_jax.policy import moe, transformer
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.sampler import kv_cache, lm_head, speculative
+from spell_jax.sampler.sampled import Sampled, accept, append, no_samples
 from spell_jax.sampler.sampling import SampledToken, Sampling, sample
 
 # NumPy on the host, JAX on a device; the same trees also hold shardings or abstract shapes.
@@ -77,17 +78,6 @@ class Slots:
     prompt_tokens: Array | None = None
 
 
-@flax.struct.dataclass
-class Sampled:
-    """Result of a `decode` call."""
-
-    tokens: SampledToken  # arrays [N, steps]; the first `new` of each slot are valid
-    new: jax.Array  # number of sampled tokens, int32 [N]
-    stopped: jax.Array  # whether the last token is a stop token, bool [N]
-    busy: jax.Array  # number of loop passes that sampled for the slot, int32 [N]
-    steps: jax.Array  # number of loop passes, int32 scalar
-
-
 @dataclasses.dataclass(frozen=True)
 class Speculation:
     """Parameters of prompt lookup, see speculative.propose; 0 tokens disable it."""
@@ -103,23 +93,27 @@ def prefill(
     batch: PromptPages,
     *,
     kernel: str = "auto",
-) -> State:
+    record_experts: bool = False,
+) -> tuple[State, jax.Array | None]:
     """Reads B pages of prompts into the KV cache, and keeps the hidden state of each prompt's end.
 
-    Earlier pages of a prompt are in the pool or in the same call.
+    Earlier pages of a prompt are in the pool or in the same call. Returns the new state and, if
+    they are recorded, the experts of the tokens, [B, C, L, k].
     """
     offsets = jnp.arange(batch.tokens.shape[1], dtype=jnp.int32)
     positions = batch.start[:, None] + offsets
     visible = jnp.where(batch.length[:, None] > 0, positions + 1, 0)
     context = {"page": batch.page, "table": batch.table, "visible": visible}
     attend = functools.partial(kv_cache.attend_prompts, kernel=kernel)
-    hidden, pages, _ = transformer.hidden_states(
-        config, params, batch.tokens, positions, attend, state.pages, context
+    inputs = batch.tokens, positions, attend, state.pages, context
+    hidden, pages, routing = transformer.hidden_states(
+        config, params, *inputs, record_experts=record_experts
     )
     last = jnp.maximum(batch.length - 1, 0)
     last = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
     prompt_hidden = state.prompt_hidden.at[batch.prefilled].set(last, mode="drop")
-    return dataclasses.replace(state, pages=pages, prompt_hidden=prompt_hidden)
+    state = dataclasses.replace(state, pages=pages, prompt_hidden=prompt_hidden)
+    return state, moe.by_token(routing)
 
 
 def decode(
@@ -134,6 +128,7 @@ def decode(
     stop_ids: tuple[int, ...],
     speculation: Speculation = Speculation(),
     kernel: str = "auto",
+    record_experts: bool = False,
 ) -> tuple[State, Sampled]:
     """Samples up to `steps` tokens in every slot that is not at its limit.
 
@@ -147,7 +142,7 @@ def decode(
     hidden = jnp.where(fresh, state.prompt_hidden[slots.prefilled], state.hidden[lane])
     keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(slots.key), slots.sample_index)
     sample_next = functools.partial(_sample, config, params, keys, slots.sampling)
-    forward = functools.partial(_forward, config, params, slots, page_size, kernel)
+    forward = functools.partial(_forward, config, params, slots, page_size, kernel, record_experts)
 
     def tokens_left(sampled):
         left = jnp.minimum(slots.limit - slots.count, steps) - sampled.new
@@ -167,19 +162,19 @@ def decode(
         if speculation.tokens:
             own = _write_own(own, inputs, count)
             inputs = jnp.concatenate([inputs, _propose(slots, own, count + 1, speculation)], axis=1)
-        new, pages = forward(pages, inputs, count, left)
+        new, pages, experts = forward(pages, inputs, count, left)
         if speculation.tokens:
             more = sample_next(new[:, :-1], count + 1)
             own = _write_own(own, more.id, count + 1)
             tokens = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), tokens, more)
-        accepted = _accepted(inputs, tokens.id, left, stop_ids)
+        accepted = accept(inputs, tokens.id, left, stop_ids)
         last = jnp.maximum(jnp.sum(accepted, axis=1) - 1, 0)
         new = jnp.take_along_axis(new, last[:, None, None], axis=1)[:, 0]
         hidden = jnp.where(accepted[:, :1], new, hidden)
-        return hidden, pages, own, _append(sampled, tokens, accepted, stop_ids)
+        return hidden, pages, own, append(sampled, tokens, experts, accepted, stop_ids)
 
     own = state.own[lane] if speculation.tokens else None
-    carry = hidden, state.pages, own, _no_samples(len(hidden), steps)
+    carry = hidden, state.pages, own, no_samples(config, len(hidden), steps, record_experts)
     hidden, pages, own, sampled = jax.lax.while_loop(should_continue, decode_step, carry)
     state = dataclasses.replace(
         state,
@@ -188,17 +183,6 @@ def decode(
         own=_replaced(state.own, lane, own) if speculation.tokens else (),
     )
     return state, sampled
-
-
-def _no_samples(slots: int, steps: int) -> Sampled:
-    numbers = jnp.zeros((slots, steps), jnp.float32)
-    return Sampled(
-        tokens=SampledToken(jnp.zeros((slots, steps), jnp.int32), numbers, numbers, numbers),
-        new=jnp.zeros(slots, jnp.int32),
-        stopped=jnp.zeros(slots, bool),
-        busy=jnp.zeros(slots, jnp.int32),
-        steps=jnp.int32(0),
-    )
 
 
 def _replaced(items: tuple, index: int, item: Any) -> tuple:
@@ -231,24 +215,11 @@ def _write_own(own: jax.Array, tokens: jax.Array, count: jax.Array) -> jax.Array
     return own.at[jnp.arange(len(own))[:, None], index].set(tokens, mode="drop")
 
 
-def _accepted(inputs, tokens, left, stop_ids: tuple[int, ...]) -> jax.Array:
-    """Mask [N, T] of the sampled tokens that are accepted, at most `left` [N] per slot.
-
-    A token is accepted if it and all tokens before it equal the tokens that were fed to the policy,
-    and no token before it is a stop token.
-    """
-    right = tokens == inputs
-    right &= jnp.pad(~_stops(tokens, stop_ids)[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-    right = jnp.cumprod(right, axis=1, dtype=jnp.int32) > 0
-    return right & (jnp.arange(tokens.shape[1]) < left[:, None])
-
-
-def _stops(tokens: jax.Array, stop_ids: tuple[int, ...]) -> jax.Array:
-    return jnp.isin(tokens, jnp.asarray(stop_ids, jnp.int32))
-
-
-def _forward(config, params, slots: Slots, page_size: int, kernel: str, pages, tokens, count, left):
-    """Feeds T tokens per slot; returns hidden states [N, T, D] and the updated pool.
+def _forward(
+    config, params, slots: Slots, page_size, kernel, record_experts, pages, tokens, count, left
+):
+    """Feeds T tokens per slot; returns hidden states [N, T, D], the updated pool and, if they are
+    recorded, experts [N, T, L, k].
 
     The first token of each slot has index `count` in its answer. Keys and values of the first
     `left` tokens are written.
@@ -268,24 +239,10 @@ def _forward(config, params, slots: Slots, page_size: int, kernel: str, pages, t
     positions = (slots.prompt_length[:, None] + number).reshape(-1, 1)
     inputs = jnp.maximum(tokens, 0).reshape(-1, 1)
     attend = functools.partial(kv_cache.attend_slots, kernel=kernel)
-    hidden, pages, _ = transformer.hidden_states(
-        config, params, inputs, positions, attend, pages, context
+    hidden, pages, routing = transformer.hidden_states(
+        config, params, inputs, positions, attend, pages, context, record_experts=record_experts
     )
-    return hidden.reshape(*tokens.shape, -1), pages
-
-
-def _append(
-    sampled: Sampled, tokens: SampledToken, accepted: jax.Array, stop_ids: tuple[int, ...]
-) -> Sampled:
-    """Appends the accepted ones of tokens [N, T] to the result."""
-    rows, steps = sampled.tokens.id.shape
-    index = sampled.new[:, None] + jnp.arange(accepted.shape[1])
-    index = jnp.where(accepted, index, steps)  # out of bounds: dropped
-    at = jnp.arange(rows)[:, None], index
-    return Sampled(
-        tokens=jax.tree.map(lambda x, new: x.at[at].set(new, mode="drop"), sampled.tokens, tokens),
-        new=sampled.new + jnp.sum(accepted, axis=1),
-        stopped=sampled.stopped | jnp.any(accepted & _stops(tokens.id, stop_ids), axis=1),
-        busy=sampled.busy + accepted[:, 0],
-        steps=sampled.steps + 1,
-    )
+    experts = moe.by_token(routing)
+    if experts is not None:
+        experts = experts.reshape(*tokens.shape, *experts.shape[2:])
+    return hidden.reshape(*tokens.shape, -1), pages, experts

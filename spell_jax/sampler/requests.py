@@ -65,6 +65,10 @@ class Sample:
     # cut-off (sampling.SampledToken), float32 [S]; None if it is not known.
     kept: np.ndarray | None = None
     cutoffs: np.ndarray | None = None
+    # Experts that processed each token [S, L, k], and each token of the prompt [P, L, k], in one
+    # array for all samples of the prompt (moe.no_experts); None if they were not recorded.
+    experts: np.ndarray | None = None
+    prompt_experts: np.ndarray | None = None
 
     @property
     def content(self) -> list[int]:

@@ -21,11 +21,13 @@ import numpy as np
 from spell_jax.policy import transformer
 from spell_jax.policy.tokenizer_base import Stream
 from spell_jax.runtime import mesh as meshes
-from spell_jax.sampler import batching, programs
+from spell_jax.sampler import batching
+from spell_jax.sampler.answers import Answer, PromptExperts
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.sampler.counts import Counts
 from spell_jax.sampler.keys import request_keys
 from spell_jax.sampler.requests import Options, Sample, SampleRequest
+from spell_jax.sampler.sampled import Sampled
 from spell_jax.sampler.scheduler import DecodeSequence, Scheduler, Shape
 
 log = logging.getLogger(__name__)
@@ -33,37 +35,6 @@ log = logging.getLogger(__name__)
 # While requests are queued, a decode call returns as soon as 1 in 16 of its active slots is free.
 # Few slots are then idle, and refills are planned in batches instead of one at a time.
 REFILL_SHARE = 16
-
-
-@dataclasses.dataclass
-class _Answer:
-    """An answer under construction."""
-
-    tokens: list[int] = dataclasses.field(default_factory=list)  # token ids so far
-    # Logprob, log of the kept mass and cut-off of its tokens (sampling.SampledToken), by decode
-    # call, float32 [n, 3].
-    numbers: list[np.ndarray] = dataclasses.field(default_factory=list)
-    text: str = ""  # decoded text so far, searched for stop strings
-    # Incremental decoder that produces the text; None if there are no stop strings.
-    stream: Stream | None = None
-    stop_string: str = ""  # stop string that was found, or ""
-    stopped: bool = False  # whether the answer ended by a stop token or stop string
-
-    def push(self, token: int, strings: Sequence[str]) -> None:
-        """Appends one token; sets `stopped` if it completes a stop string."""
-        self.tokens.append(token)
-        if self.stream is not None:
-            begin = max(0, len(self.text) - max(map(len, strings)) + 1)
-            self.text += self.stream.push(token)
-            found = [s for s in strings if s in self.text[begin:]]
-            if found:
-                self.stop_string = min(found, key=self.text[begin:].index)
-                self.stopped = True
-
-    def sample(self) -> Sample:
-        tokens = np.array(self.tokens, np.int32)
-        logprobs, kept, cutoffs = np.concatenate(self.numbers).T
-        return Sample(tokens, logprobs, self.stopped, self.stop_string, kept, cutoffs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +47,7 @@ class _Call:
     has_queued: bool  # whether a request was queued for a slot of this lane
     cells: int  # number of cells of the decode rows in use
     empty: int  # number of these cells without a sequence
-    sampled: programs.Sampled  # result on the device
+    sampled: Sampled  # result on the device
 
 
 class CompiledSampler(Protocol):
@@ -104,8 +75,9 @@ class Session:
         with jax.set_mesh(sampler.mesh):
             self._state = sampler.init_state(params["final_norm"]["scale"].dtype)
         self._scheduler = Scheduler(sampler.shape, sampler.shards)
-        self._answers: dict[int, list[_Answer]] = {}
+        self._answers: dict[int, list[Answer]] = {}
         self._running: list[_Call] = []
+        self._prompt_experts = PromptExperts()
         self._processed: Counter[str] = Counter()  # tokens per agent since the last wait
         self._tickets = 0
 
@@ -136,7 +108,7 @@ class Session:
         self._scheduler.submit(ticket, request)
         self.counts.prompt_tokens += len(request.prompt)
         make_stream = sampler.stream if options.stop_strings and sampler.stream else lambda: None
-        self._answers[ticket] = [_Answer(stream=make_stream()) for _ in range(request.group)]
+        self._answers[ticket] = [Answer(stream=make_stream()) for _ in range(request.group)]
         self._tickets += 1
         return ticket
 
@@ -198,7 +170,9 @@ class Session:
             tokens = min(len(prompt) - start, self._scheduler.shape.page_size)
             self.counts.prefilled_tokens += tokens
             self._processed[prefilled.request.agent] += tokens
-        self._state = self._call(meshes.RULES, self._sampler.prefill, batch)
+        self._state, experts = self._call(meshes.RULES, self._sampler.prefill, batch)
+        if experts is not None:
+            self._prompt_experts.add(experts, tasks)
 
     def _decode(self, lane: int) -> None:
         scheduler, c = self._scheduler, self._sampler.config
@@ -237,17 +211,18 @@ class Session:
             for sequence in limits:
                 slot = number * scheduler.shape.slots + sequence.slot
                 self._processed[sequence.prefilled.request.agent] += int(sampled.new[slot])
-                if self._push(sequence, sampled, slot):
-                    ticket = sequence.prefilled.ticket
-                    if shard.finish(shard.lanes[call.lane], sequence):
-                        finished.append(ticket)
+                is_complete = self._push(sequence, sampled, slot)
+                if is_complete and shard.finish(shard.lanes[call.lane], sequence):
+                    finished.append((number, sequence.prefilled))
         self.counts.add_decode(sampled, call.cells, call.empty, call.has_queued)
         self.counts.add_wait(wait_seconds, self._processed)
         self._processed.clear()
-        for ticket in finished:
-            yield ticket, [answer.sample() for answer in self._answers.pop(ticket)]
+        for number, prefilled in finished:
+            experts = self._prompt_experts.take(number, prefilled)
+            answers = self._answers.pop(prefilled.ticket)
+            yield prefilled.ticket, [answer.sample(experts) for answer in answers]
 
-    def _push(self, sequence: DecodeSequence, sampled: programs.Sampled, slot: int) -> bool:
+    def _push(self, sequence: DecodeSequence, sampled: Sampled, slot: int) -> bool:
         """Appends a slot's sampled tokens to its answer; returns whether the answer is complete."""
         ticket, options = sequence.prefilled.ticket, sequence.prefilled.request.options
         answer = self._answers[ticket][sequence.number]
@@ -261,7 +236,11 @@ class Session:
             if answer.stop_string:
                 break
         numbers = np.stack([tokens.logprob, tokens.kept, tokens.cutoff], axis=1)
-        answer.numbers.append(numbers[: len(answer.tokens) - before])
+        kept = len(answer.tokens) - before
+        answer.numbers.append(numbers[:kept])
+        if sampled.experts is not None:
+            # A copy, which does not keep the other slots' experts.
+            answer.experts.append(np.array(sampled.experts[slot, :kept]))
         if answer.stop_string:
             return True
         sequence.count += new

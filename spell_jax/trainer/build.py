@@ -164,7 +164,10 @@ def _make_model(
 
 def _make_text_sampler(model: Model, config: SamplerConfig, mesh: jax.sharding.Mesh) -> TextSampler:
     tokenizer = model.tokenizer
-    sampler = Sampler(model.policy, config, tokenizer.stop_ids, mesh, tokenizer.stream)
+    record_experts = model.learner.loss.routing == "sampled"
+    sampler = Sampler(
+        model.policy, config, tokenizer.stop_ids, mesh, tokenizer.stream, record_experts
+    )
     return TextSampler(sampler, tokenizer)
 
 

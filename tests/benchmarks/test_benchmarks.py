@@ -138,6 +138,21 @@ def test_plan_benchmark_prints_a_line_per_shape(monkeypatch: pytest.MonkeyPatch)
         assert line["gemm_flops_per_s"] > line["copy_bytes_per_s"] > 0
 
 
+def test_routing_benchmark_measures_experts_that_differ() -> None:
+    sizes = ["--experts=8", "--experts_per_token=2", "--prompts=2", "--prompt=40", "--response=12"]
+    line = run(["routing", "--group=3", "--layers=2", "--width=64", "--vocab=96", *PAGES, *sizes])
+    half, full = line["bfloat16"], line["float32"]
+    assert half["answer_tokens"] == full["answer_tokens"] == 2 * 3 * 12
+    assert half["tokens"] >= half["pairs"] > 0
+    assert half["replayed"] < half["difference"]
+    assert full["largest_replayed"] <= full["largest"] < 1e-4
+
+
+def test_routing_benchmark_needs_experts() -> None:
+    with pytest.raises(ValueError, match=r"loss\.routing = 'sampled': must be 'own', the policy"):
+        parse(["routing", "--experts=0", "--experts_per_token=0"])
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_device")
 def test_refill_benchmark_samples_the_forced_lengths() -> None:

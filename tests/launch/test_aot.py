@@ -95,6 +95,14 @@ def test_every_phase_lowers_for_tpu_without_libtpu(kind, mesh):
         assert "stablehlo" in text and "num_partitions = 8" in text, program.name
 
 
+@pytest.mark.slow
+def test_programs_have_records_of_experts_only_with_the_switch():
+    for routing in ("own", "sampled"):
+        programs = make(KINDS["experts"][0], **{"loss.routing": routing})
+        has_records = {one.name: "xi8>" in one.lower().as_text() for one in programs.select("all")}
+        assert has_records == dict.fromkeys(aot.PROGRAMS, routing == "sampled") | {"apply": False}
+
+
 def same(abstract: Any, given: Any, where: str) -> None:
     """Check that two trees have the same structure, shapes, dtypes and shardings."""
     assert jax.tree.structure(abstract) == jax.tree.structure(given), where

@@ -219,6 +219,11 @@ MISTAKES: list[tuple[dict[str, Any], str, str]] = [
     ({}, "cpu:0", r"topology = 'cpu:0': must be one of"),
     ({"mesh.tensor": 8}, "v5e-8", r"mesh.tensor = 8: must divide the policy's 4 heads"),
     ({"mesh.expert": 2}, "cpu:8", r"mesh.expert = 2: must be 1, the policy has no experts"),
+    (
+        {"loss.routing": "sampled"},
+        "",
+        r"loss.routing = 'sampled': must be 'own', the policy has no",
+    ),
 ]
 
 

@@ -158,6 +158,16 @@ def test_extreme_ratios_stay_finite() -> None:
         ),
         ({"aggregation": "mean"}, r"loss\.aggregation = 'mean': must be one of"),
         ({"support": "sampled", "kl_weight": 0.1}, r"loss\.support = 'sampled': must be 'full'"),
+        ({"routing": "old"}, r"loss\.routing = 'old': must be one of \('own', 'sampled'\)"),
+        (
+            {
+                "routing": "sampled",
+                "objective": "dpo",
+                "old_logprobs": "reference",
+                "aggregation": "sequence_mean",
+            },
+            r"loss\.routing = 'sampled': must be 'own' for loss\.objective = 'dpo'",
+        ),
         ({"kl_weight": -0.1}, r"loss\.kl_weight = -0\.1: must be at least 0"),
         ({"clip_low": float("nan")}, r"loss\.clip_low = nan: must be at least 0"),
         ({"dual_clip": 1.0}, r"loss\.dual_clip = 1\.0: must be above 1"),

@@ -54,6 +54,34 @@ def _wanted(groups: list[TrainGroup]) -> Counter:
     return wanted
 
 
+def _experts(tokens) -> np.ndarray:
+    """Records of two layers with one expert each, which follow from the tokens."""
+    return np.stack([np.asarray(tokens) % 7, np.asarray(tokens) % 5], axis=-1)[..., None]
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_experts_follow_their_tokens(devices: int) -> None:
+    """Into rows, through splits of groups and through the layout of the context axis."""
+    groups = [
+        dataclasses.replace(
+            group,
+            experts=[_experts(answer) for answer in group.answers],
+            prompt_experts=_experts(group.prompt),
+        )
+        for group in tiny.groups(6)
+    ]
+    weighed, buckets = packing.weigh(groups), [Bucket(24, 12)]
+    fitting, _ = packing.split_groups(weighed, buckets[0])
+    assert len(fitting) > len(groups)
+    nothing = np.full((2, 1), -1, np.int8)
+    for batch in packing.pack(fitting, buckets, 48, 1, devices, no_experts=nothing):
+        assert batch.experts.dtype == np.int8
+        real = batch.last_query >= 0
+        np.testing.assert_array_equal(batch.experts[real], _experts(batch.tokens[real]))
+        assert (batch.experts[~real] == -1).all()
+    assert packing.pack(fitting, buckets, 48)[0].experts is None  # not asked for
+
+
 def test_layout_of_a_packed_row() -> None:
     group = TrainGroup([11, 12], [[21, 22], [31]], [0.5, -1.0], old_logprobs=[[-1, -2], [-3]])
     (batch,), refused = _pack([group], [Bucket(6, 4)], 6)
@@ -296,6 +324,8 @@ def test_invalid_packing_arguments_are_rejected() -> None:
             {"old_logprobs": [[0.0], [0.0]]},
             r"group.old_logprobs: of lengths \[1, 1\], .*\[1, 2\]",
         ),
+        ({"experts": [[], []]}, r"group.experts: of lengths \[0, 0\], .*\[1, 2\]"),
+        ({"prompt_experts": [0, 0]}, "group.prompt_experts: of 2 tokens, but the prompt has 1"),
     ],
 )
 def test_inconsistent_train_group_is_rejected(fields: dict, message: str) -> None:

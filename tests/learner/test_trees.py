@@ -40,6 +40,22 @@ def test_layout_of_a_tree() -> None:
     np.testing.assert_array_equal(batch.group[0, :5], [0, 0, 1, 1, -1])
 
 
+def test_shared_tokens_have_the_experts_of_the_first_prompt() -> None:
+    groups = [
+        group(
+            [2 * value],
+            [31],
+            prompt_experts=np.full((5, 1, 1), value),
+            experts=[np.full((1, 1, 1), value)],
+        )
+        for value in (2, 1)
+    ]
+    nothing = np.full((1, 1), -1, np.int8)
+    (batch,) = packing.pack(packing.weigh(groups), [Bucket(9, 4)], 9, no_experts=nothing)
+    np.testing.assert_array_equal(batch.tokens, [[*DOCUMENTS, 2, 31, 4, 31, 0]])
+    np.testing.assert_array_equal(batch.experts[0, :, 0, 0], [1] * 6 + [2, 2, -1])
+
+
 def test_prompt_that_begins_another_and_equal_prompts_are_laid_out_once() -> None:
     (batch,) = pack([group([1, 2], [31]), group([], [21]), group([1, 2], [32])], Bucket(10, 8))
     np.testing.assert_array_equal(batch.tokens, [[*DOCUMENTS, 21, 1, 2, 31, 32, 0]])

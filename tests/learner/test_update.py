@@ -343,6 +343,11 @@ def test_groups_without_the_samplers_cutoffs_are_rejected() -> None:
         learner.update(learner.init(tiny.weights()), SMALL)
 
 
+def test_replayed_experts_need_a_mixture() -> None:
+    with pytest.raises(ValueError, match=r"loss\.routing = 'sampled': must be 'own', the policy"):
+        _learner(loss=LossConfig(routing="sampled"))
+
+
 def test_missing_or_unneeded_reference_weights_are_rejected() -> None:
     learner = _learner(loss=LossConfig(kl_weight=0.3, entropy_weight=0.1))
     with pytest.raises(ValueError, match=r"loss\.kl_weight = 0\.3: reference weights"):

@@ -76,6 +76,57 @@ def test_router_weights_with_and_without_normalization() -> None:
     np.testing.assert_allclose(weights, [4 / 7, 3 / 7], rtol=1e-6)
 
 
+def test_replayed_weights_are_the_routers_at_the_recorded_experts() -> None:
+    logits = jnp.log(jnp.array([[0.1, 0.4, 0.2, 0.3]] * 2))
+    own = jnp.array([[1, 3]] * 2)
+    recorded = jnp.array([[2, 1], [-1, -1]], jnp.int8)
+    weights, chosen = moe.replay(logits, own, recorded, normalized=False)
+    assert chosen.tolist() == [[2, 1], [1, 3]]  # a token without a record keeps its own
+    np.testing.assert_allclose(weights, [[0.2, 0.4], [0.4, 0.3]], rtol=1e-6)
+    weights, _ = moe.replay(logits, own, recorded, normalized=True)
+    np.testing.assert_allclose(weights, [[1 / 3, 2 / 3], [4 / 7, 3 / 7]], rtol=1e-6)
+
+
+def test_differing_experts_are_counted_as_sets_of_real_tokens() -> None:
+    own = jnp.array([[[0, 2], [0, 2], [1, 3], [1, 3]]])
+    recorded = jnp.array([[[2, 0], [2, 1], [-1, -1], [0, 1]]], jnp.int8)
+    real = jnp.array([[True, True, True, False]])
+    assert moe.count_differing(own, recorded, real).tolist() == [1, 2]
+
+
+def test_records_have_the_smallest_dtype() -> None:
+    for experts, dtype in ((128, np.int8), (129, np.int16)):
+        unknown = moe.no_experts(dataclasses.replace(POLICY, experts=experts))
+        assert unknown.dtype == dtype and unknown.shape == (2, 3) and (unknown == -1).all()
+
+
+@pytest.mark.slow
+def test_gradient_with_replay_equals_that_of_a_dense_reference() -> None:
+    """The reference runs every expert and masks the probabilities of those without a record."""
+    x, _, _, kernels = _inputs()
+    rng = np.random.default_rng(1)
+    router = jnp.asarray(rng.normal(size=(WIDTH, EXPERTS)), jnp.float32)
+    picked = [rng.permutation(EXPERTS)[:COUNT] for _ in range(ROWS * TIME)]
+    recorded = jnp.asarray(picked, jnp.int8).reshape(ROWS, TIME, COUNT)
+
+    def replayed(x, router, kernels):
+        logits = x @ router
+        own = moe.route(logits, COUNT, True)[1]
+        return jnp.sum(jnp.sin(moe.mix(x, *moe.replay(logits, own, recorded, True), kernels)))
+
+    def dense(x, router, kernels):
+        gate, up, down = kernels
+        mask = jax.nn.one_hot(recorded, EXPERTS).sum(axis=2)
+        weights = jax.nn.softmax(x @ router) * mask
+        weights /= weights.sum(axis=-1, keepdims=True)
+        hidden = nn.silu(jnp.einsum("btd,edf->btef", x, gate)) * jnp.einsum("btd,edf->btef", x, up)
+        return jnp.sum(jnp.sin(jnp.einsum("btef,efd,bte->btd", hidden, down, weights)))
+
+    found, wanted = (jax.grad(f, argnums=(0, 1, 2))(x, router, kernels) for f in (replayed, dense))
+    assert np.abs(found[1]).max() > 0.1  # the router is trained
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), found, wanted)
+
+
 def test_load_counts_only_real_tokens() -> None:
     chosen = jnp.array([[[0, 2], [2, 1], [1, 3]]])
     real = jnp.array([[True, True, False]])

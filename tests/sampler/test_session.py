@@ -11,6 +11,7 @@ from spell_jax.policy import transformer
 from spell_jax.policy.tokenizer_base import Stream
 from spell_jax.runtime import mesh as meshes
 from spell_jax.sampler import session
+from spell_jax.sampler.answers import Answer
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.sampler.engine import Sampler
 from spell_jax.sampler.requests import Options, Sample, SampleRequest
@@ -195,7 +196,7 @@ def test_stop_string_across_tokens_ends_the_answer() -> None:
 
 def test_earliest_of_several_stop_strings_ends_the_answer() -> None:
     stream = Letters().stream()
-    answer = session._Answer(stream=stream)
+    answer = Answer(stream=stream)
     for token in (0, 1, 2):
         answer.push(token, ("cc", "bb", "ab"))
         if answer.stopped:

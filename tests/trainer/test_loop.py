@@ -176,6 +176,7 @@ def test_every_metric_is_documented(whole):
         "train/kl",
         "train/router_max_load",
         "train/router_idle",
+        "train/router_difference",
         "time/mfu",
         "time/seconds/tune",
         "process/device_mib",

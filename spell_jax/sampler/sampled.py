@@ -1,0 +1,85 @@
+"""Result of a decode call, to which every pass of its loop appends tokens."""
+
+from __future__ import annotations
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from spell_jax.policy import moe
+from spell_jax.policy.config import PolicyConfig
+from spell_jax.sampler.sampling import SampledToken
+
+
+@flax.struct.dataclass
+class Sampled:
+    """Result of a `decode` call."""
+
+    tokens: SampledToken  # arrays [N, steps]; the first `new` of each slot are valid
+    new: jax.Array  # number of sampled tokens, int32 [N]
+    stopped: jax.Array  # whether the last token is a stop token, bool [N]
+    busy: jax.Array  # number of loop passes that sampled for the slot, int32 [N]
+    steps: jax.Array  # number of loop passes, int32 scalar
+    # Experts of the tokens, [N, steps, L, k] (moe.no_experts); None if they are not recorded.
+    experts: jax.Array | None = None
+
+
+def no_samples(config: PolicyConfig, slots: int, steps: int, record_experts: bool) -> Sampled:
+    """Result before the first pass, for N slots."""
+    numbers, experts = jnp.zeros((slots, steps), jnp.float32), None
+    if record_experts:
+        unknown = moe.no_experts(config)
+        experts = jnp.zeros((slots, steps, *unknown.shape), unknown.dtype)
+    return Sampled(
+        tokens=SampledToken(jnp.zeros((slots, steps), jnp.int32), numbers, numbers, numbers),
+        new=jnp.zeros(slots, jnp.int32),
+        stopped=jnp.zeros(slots, bool),
+        busy=jnp.zeros(slots, jnp.int32),
+        steps=jnp.int32(0),
+        experts=experts,
+    )
+
+
+def accept(
+    inputs: jax.Array, tokens: jax.Array, left: jax.Array, stop_ids: tuple[int, ...]
+) -> jax.Array:
+    """Mask [N, T] of the sampled tokens that are accepted, at most `left` [N] per slot.
+
+    A token is accepted if it and all tokens before it equal the tokens that were fed to the policy,
+    and no token before it is a stop token.
+    """
+    right = tokens == inputs
+    right &= jnp.pad(~_stops(tokens, stop_ids)[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    right = jnp.cumprod(right, axis=1, dtype=jnp.int32) > 0
+    return right & (jnp.arange(tokens.shape[1]) < left[:, None])
+
+
+def append(
+    sampled: Sampled,
+    tokens: SampledToken,
+    experts: jax.Array | None,
+    accepted: jax.Array,
+    stop_ids: tuple[int, ...],
+) -> Sampled:
+    """Appends the accepted ones of tokens [N, T], and of their experts, to the result."""
+    rows, steps = sampled.tokens.id.shape
+    index = sampled.new[:, None] + jnp.arange(accepted.shape[1])
+    index = jnp.where(accepted, index, steps)  # out of bounds: dropped
+    at = jnp.arange(rows)[:, None], index
+    all_tokens, all_experts = jax.tree.map(
+        lambda x, new: x.at[at].set(new, mode="drop"),
+        (sampled.tokens, sampled.experts),
+        (tokens, experts),
+    )
+    return Sampled(
+        tokens=all_tokens,
+        new=sampled.new + jnp.sum(accepted, axis=1),
+        stopped=sampled.stopped | jnp.any(accepted & _stops(tokens.id, stop_ids), axis=1),
+        busy=sampled.busy + accepted[:, 0],
+        steps=sampled.steps + 1,
+        experts=all_experts,
+    )
+
+
+def _stops(tokens: jax.Array, stop_ids: tuple[int, ...]) -> jax.Array:
+    return jnp.isin(tokens, jnp.asarray(stop_ids, jnp.int32))

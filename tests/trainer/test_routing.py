@@ -1,0 +1,31 @@
+"""Tests of loss.routing from the config to the update: the rollout records experts for it."""
+
+from __future__ import annotations
+
+import pytest
+from etils import epath
+
+from spell_jax.trainer import state, step_update
+from spell_jax.trainer.build import make_run
+from spell_jax.trainer.rollouts import Rollouts
+from tests import noise
+
+
+@pytest.mark.slow
+def test_update_uses_the_experts_of_the_rollout(tmp_path, monkeypatch) -> None:
+    noise.use_one_device(monkeypatch)
+    noise.give_meaning(monkeypatch)
+    parts = {"qkv_bias": False, "qk_norm": True, "experts": 4, "experts_per_token": 2}
+    policy = noise.save_policy(tmp_path / "policy", **parts)
+    run = make_run(noise.small_config(policy, **{"loss.routing": "sampled"}))
+    models = state.first_models(run)
+    rollout = Rollouts(run, models, lambda: False).take(1)
+    assert rollout
+    assert {group.role for group in rollout.groups} > {"responder"}
+    for group in rollout.groups:
+        assert group.prompt_experts is not None
+        assert group.prompt_experts.shape == (len(group.prompt), 1, 2)
+    update = step_update.start(run, models, rollout.groups)
+    numbers = step_update.finish(run, models, rollout.groups, update, epath.Path(tmp_path), 1)
+    (line,) = numbers["policy"]
+    assert line["router_difference"] == 0.0 and line["sampler_difference"] < 1e-4
