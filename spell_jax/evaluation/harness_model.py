@@ -50,11 +50,10 @@ def read_options(given: Mapping[str, Any], eos: str = "") -> Options:
     for name, value in values.items():
         if name not in _OPTIONS and _NEUTRAL.get(name) != value:
             raise ValueError(f"generation_kwargs.{name} = {value!r}: must be one of {_OPTIONS}")
-    sampling = {name: values[name] for name in _SAMPLING if values.get(name) is not None}
-    if not values["do_sample"]:
-        sampling = {"temperature": 0.0}
+    sampling: dict[str, Any] = {"temperature": 0.0}
+    if values["do_sample"]:
+        sampling |= {name: values[name] for name in _SAMPLING if values.get(name) is not None}
     stops = tuple(dict.fromkeys(text for text in (*values["until"], eos) if text))
-    sampling.setdefault("temperature", 0.0)
     return Options(**sampling, max_tokens=values["max_gen_toks"], stop_strings=stops)
 
 

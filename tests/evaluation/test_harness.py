@@ -86,7 +86,10 @@ def write_tasks(folder: pathlib.Path, **changes: Any) -> pathlib.Path:
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     common = {
         "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(folder / "rows.jsonl")}},
+        "dataset_kwargs": {
+            "data_files": {"test": str(folder / "rows.jsonl")},
+            "cache_dir": str(folder / "cache"),
+        },
         "test_split": "test",
         "doc_to_text": "{{question}}",
         "metadata": {"version": 1},
@@ -425,6 +428,27 @@ def test_samples_differ_by_repetition_and_seed_only(policy, monkeypatch):
     assert swapped == [found[1], found[0], found[2]]
     again = ours(policy, **other).generate_until(requests("generate_until", [first] * 3))
     assert not set(again) & set(found)
+
+
+@pytest.mark.slow
+def test_groups_and_tags_give_their_tasks_once(only_own_tasks, tmp_path):
+    folder = write_tasks(tmp_path / "tasks", tag=["tiny_tag"])
+    inner = {"group": "inner", "task": ["tiny_answer"]}
+    group = {"group": "tiny_group", "task": ["tiny_choice", inner]}
+    (folder / "group.yaml").write_text(json.dumps(group))
+
+    def load(*names: str, examples: int = -1) -> Any:
+        given = config(TINY_POLICY, tasks=names, folder=str(folder), examples=examples)
+        return harness._load_tasks(given)
+
+    found = load("tiny_group", "tiny_text", examples=2)
+    assert list(found["tasks"]) == ["tiny_choice", "tiny_answer", "tiny_text"]
+    assert found["group_map"]["tiny_group"] == ["tiny_choice", "tiny_group::inner"]
+    shots = [task.get_config("num_fewshot") for task in found["tasks"].values()]
+    assert shots == [2, 2, 2]
+    assert sorted(load("tiny_tag")["tasks"]) == ["tiny_answer", "tiny_choice", "tiny_text"]
+    with pytest.raises(ValueError, match="Duplicate task 'tiny_choice'"):
+        load("tiny_group", "tiny_choice")
 
 
 @pytest.mark.slow
