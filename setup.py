@@ -18,6 +18,7 @@ XMANAGER = ["xmanager>=0.8.5"]
 GCS = ["gcsfs>=2026.10.1"]
 WANDB = ["wandb>=0.31.0"]
 GGUF = ["gguf>=0.19.0"]
+LM_EVAL = ["lm_eval>=0.4.13"]
 EVAL = ["math-verify[antlr4_13_2]>=0.9.0", "pyarrow>=25.0.1"]
 
 setup(
@@ -77,11 +78,14 @@ setup(
         "xmanager": XMANAGER,
         # Mathematical benchmarks; parquet files of benchmarks (also in "data", through Beam).
         "eval": EVAL,
+        # Tasks of lm-evaluation-harness (evaluate --lm_eval), without its own extra "hf".
+        "lm_eval": LM_EVAL,
         "test": [
             *DATA,
             *EVAL,
             *GCS,
             *GGUF,
+            *LM_EVAL,
             *XMANAGER,
             "gcp-storage-emulator>=2026.7.19",
             "pytest>=9.2.0",

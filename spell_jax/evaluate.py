@@ -1,10 +1,14 @@
-"""Evaluates a policy on public benchmarks with the paper's protocol (section 4.1).
+"""Evaluates a policy: public benchmarks with the paper's protocol (section 4.1), or other tasks.
 
     python -m spell_jax.evaluate --policy=DIR | --workdir=RUN --benchmarks=docmath,frames,...
         [--data=FOLDER] --out=DIR [--prose=FOLDER] [--max_input=16384,100000] [--samples=8]
         [--rope_scaling=yarn --rope_factor=4] [--answer_format=sections]
         [--judge_url=URL --judge_model=NAME | --judge_policy=DIR] [--judge_template=grades]
         [--compare=OTHER_OUT,...] [--columns=separate]
+    python -m spell_jax.evaluate --policy=DIR | --workdir=RUN --lm_eval=TASK1,TASK2 --out=DIR
+        [--lm_eval_tasks=FOLDER] [--lm_eval_examples=5] [--lm_eval_chat] [--limit=N]
+
+The first command:
 
 1. Prompts over --max_input tokens, chat layout included, lose their middle. Each is answered
    --samples times at temperature 0.7 and top-p 0.95, with at most --max_tokens tokens: by default
@@ -23,6 +27,10 @@
 4. A restarted evaluation resumes: samples.jsonl keeps each question whose samples are complete, and
    judge.jsonl each reply. The final files are those of an uninterrupted evaluation. OUT/config.json
    describes the evaluation; another one needs another OUT.
+
+The second runs tasks of lm-evaluation-harness (extra "lm_eval"), which define their own prompts,
+sampling and metrics. FOLDER has task files of your own. OUT/lm_eval.json has the harness's results,
+and its table is printed. Nothing is downloaded unless HF_HUB_OFFLINE and HF_DATASETS_OFFLINE are 0.
 """
 
 from __future__ import annotations
@@ -32,8 +40,8 @@ import pathlib
 import jax
 from absl import flags
 
+from spell_jax.evaluation import harness, runner
 from spell_jax.evaluation import judge as judging
-from spell_jax.evaluation import runner
 from spell_jax.evaluation.benchmarks import registry
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy.model import ROPE_SCALINGS
@@ -43,8 +51,14 @@ from spell_jax.runtime import entry, setup
 def main(_) -> None:
     setup.setup()
     given = flags.FLAGS
-    config, sizes = runner.from_flags(given), judging.read_sizes(given)
-    out = pathlib.Path(given.out)
+    harness.check_flags(given)
+    out, sizes = pathlib.Path(given.out), judging.read_sizes(given)
+    if given.lm_eval:
+        results = harness.run(harness.from_flags(given), out, sizes)
+        if jax.process_index() == 0:
+            print(harness.table(results), end="")
+        return
+    config = runner.from_flags(given)
     judge = judging.make_judge(given, out, sizes)
     name = given.name or pathlib.Path(given.workdir or given.policy).resolve().name
     columns = runner.COLUMNS[given.columns]
@@ -57,9 +71,7 @@ if __name__ == "__main__":
     # Defined here, so that one process may import several entry points.
     flags.DEFINE_string("policy", None, "Folder of a policy.")
     flags.DEFINE_string("workdir", None, "Workdir of a run, whose policy/ is evaluated.")
-    flags.DEFINE_list(
-        "benchmarks", None, "Names of benchmarks, separated by commas.", required=True
-    )
+    flags.DEFINE_list("benchmarks", None, "Names of benchmarks, separated by commas.")
     flags.DEFINE_string("data", "", "Folder of the benchmark files; generated ones need none.")
     flags.DEFINE_string(
         "prose", "", "Folder of the texts that hide needles; empty: those of --data, else a novel."
@@ -94,5 +106,6 @@ if __name__ == "__main__":
     flags.DEFINE_enum(
         "answer_format", "plain", registry.ANSWER_FORMATS, "What answers are asked for."
     )
+    harness.define_flags()
     judging.define_flags()
     entry.run_main(main)

@@ -8,6 +8,7 @@ import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
+import jax
 import numpy as np
 from etils import epath
 
@@ -56,6 +57,12 @@ class Policy:
         """Hash that identifies the weights in the folder; process 0 reads and broadcasts it."""
         return distributed.broadcast(lambda: hashes.fingerprint(epath.Path(self.folder)))
 
+    def load(self, mesh: jax.sharding.Mesh) -> transformer.Params:
+        """Weights on the mesh; loaded at the first call."""
+        if self._params is None:
+            _, self._params = weights.load(self.folder, mesh, self._dtype)
+        return self._params
+
     def release(self) -> None:
         self._params = None
 
@@ -95,9 +102,7 @@ class Policy:
         )
         stream = self.tokenizer.stream
         sampler = Sampler(self.config, config, self.tokenizer.stop_ids, mesh, stream)
-        if self._params is None:
-            _, self._params = weights.load(self.folder, mesh, self._dtype)
-        session = sampler.start_session(self._params)
+        session = sampler.start_session(self.load(mesh))
         tickets = {
             session.submit(SampleRequest(cast(Any, prompts[i]), group, keys[i], options[i])): i
             for i in indices

@@ -86,12 +86,11 @@ def from_flags(given: Any) -> EvaluationConfig:
     Raises UsageError if not exactly one flag names the policy, or --max_input has no numbers;
     ValueError if a flag is out of range.
     """
-    if bool(given.workdir) == bool(given.policy):
-        raise app.UsageError("--workdir or --policy: exactly one of them must name the policy")
+    folder = policy_folder(given)
     if not all(map(str.isdecimal, given.max_input)):
         raise app.UsageError(f"--max_input = {given.max_input}: must be numbers of tokens")
     return EvaluationConfig(
-        str(pathlib.Path(given.policy or pathlib.Path(given.workdir) / "policy")),
+        folder,
         tuple(given.benchmarks),
         given.data,
         given.prose,
@@ -104,6 +103,13 @@ def from_flags(given: Any) -> EvaluationConfig:
         given.rope_factor,
         Sampling(given.samples, given.temperature, given.top_p, given.max_tokens, given.seed),
     )
+
+
+def policy_folder(given: Any) -> str:
+    """Folder named by --policy or --workdir; UsageError unless exactly one of them is given."""
+    if bool(given.workdir) == bool(given.policy):
+        raise app.UsageError("--workdir or --policy: exactly one of them must name the policy")
+    return str(pathlib.Path(given.policy or pathlib.Path(given.workdir) / "policy"))
 
 
 def run(

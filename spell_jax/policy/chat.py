@@ -42,6 +42,7 @@ DIGITS = "".join(map(chr, range(0xFDD0, 0xFDE0)))
 _RESERVED = f"[{DIGITS[0]}-{ESCAPE}]"
 _TO_DIGITS = str.maketrans("0123456789abcdef", DIGITS)
 _FROM_DIGITS = str.maketrans(DIGITS, "0123456789abcdef")
+_END = f"{ESCAPE} "  # marks the end of a message that is to be continued
 _HEX = f"[{DIGITS[0]}-{DIGITS[15]}]"
 _ESCAPED = re.compile(f"{ESCAPE}((?:{DIGITS[0]}{_HEX}|{DIGITS[1]}{DIGITS[0]}){_HEX}{{4}})")
 
@@ -110,10 +111,26 @@ class Template:
             }
             for message in read_messages(messages)
         ]
+        return self._escaper.split(self._render(chat, True))
+
+    def text(self, messages: Messages, open_turn: bool = True) -> str:
+        """Render a chat with its contents as they are, as Tokenizer.render; errors as `parts`."""
+        chat = read_messages(messages)
+        if open_turn:
+            return self._render(chat, True)
+        chat[-1]["content"] += _END
+        rendered = self._render(chat, False)
+        content, end, rest = rendered.rpartition(_END.strip())
+        if not end:
+            raise ValueError(f"{self._path}: leaves out the last message, which is to be continued")
+        # A template that trims contents has lost the space of the mark.
+        return content if rest.startswith(" ") else content.rstrip()
+
+    def _render(self, chat: list[dict[str, str]], open_turn: bool) -> str:
         try:
-            text = self._template.render(
+            return self._template.render(
                 messages=chat,
-                add_generation_prompt=True,
+                add_generation_prompt=open_turn,
                 # Transformers defines both, so templates may expect them.
                 tools=None,
                 documents=None,
@@ -121,7 +138,6 @@ class Template:
             )
         except Exception as error:  # a template is a program and can raise anything
             raise ValueError(f"{self._path}: fails on these messages ({error})") from error
-        return self._escaper.split(text)
 
 
 class _TokenEscaper:

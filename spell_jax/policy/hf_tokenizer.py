@@ -74,6 +74,7 @@ class HfTokenizer(Tokenizer):
             )
         self.eos_id, *_ = self.stop_ids = tuple(dict.fromkeys(ends))
         self.pad_id = named.get("pad_token", self.eos_id)
+        self.bos_id = named.get("bos_token")
 
     def _prepare_text(self, description: Mapping[str, Any], named: Mapping[str, int]) -> None:
         """Build tokenizers for plain text, without added tokens and frames; decoding uses _all."""
@@ -121,6 +122,7 @@ class HfTokenizer(Tokenizer):
         source, path = _read_template(self._files, config, self._folder)
         if source is None:
             return None
+        self.chat_template = source
         variables: dict[str, Any] = {**names}
         if thinking is not None:
             variables["enable_thinking"] = thinking
@@ -141,15 +143,23 @@ class HfTokenizer(Tokenizer):
         return self._all.decode([int(i) for i in ids if self.shows(i)])
 
     def chat(self, messages: chats.Messages) -> list[int]:
-        if self._template is None:
-            raise ValueError(f"{self._folder}: no chat template, in {TEMPLATE} or {CONFIG}")
         ids: list[int] = []
-        for number, part in enumerate(self._template.parts(messages)):
+        for number, part in enumerate(self._layout().parts(messages)):
             if isinstance(part, str):
                 ids += self._encode(self._later if number else self._text, part)
             else:
                 ids.append(part)
         return ids
+
+    def render(self, messages: chats.Messages, open_turn: bool = True) -> str:
+        return self._layout().text(messages, open_turn)
+
+    def encode_rendered(self, text: str, start: bool) -> list[int]:
+        with _named_errors(self._path, "cannot encode"):
+            return self._all.encode(text, add_special_tokens=start).ids
+
+    def token_text(self, token_id: int) -> str:
+        return self._all.decode([token_id], skip_special_tokens=False)
 
     def save(self, folder: str | pathlib.Path) -> None:
         for name, content in self._files.items():
@@ -161,6 +171,11 @@ class HfTokenizer(Tokenizer):
     def waits(self, token_id: int) -> bool:
         # A run of byte tokens decodes to its text if all of it is UTF-8, else to one U+FFFD each.
         return token_id in self._bytes
+
+    def _layout(self) -> chats.Template:
+        if self._template is None:
+            raise ValueError(f"{self._folder}: no chat template, in {TEMPLATE} or {CONFIG}")
+        return self._template
 
     def _encode(self, tokenizer: hf.Tokenizer, text: str) -> list[int]:
         text.encode()  # raises ValueError for lone surrogates
@@ -221,7 +236,7 @@ def _read_object(files: Mapping[str, bytes], name: str, folder: pathlib.Path) ->
 
 
 def _build(content: bytes, description: Mapping[str, Any], path: pathlib.Path) -> hf.Tokenizer:
-    """Build the tokenizer of a tokenizer.json, without random dropout of merges or padding."""
+    """Build the tokenizer of a tokenizer.json, without dropout of merges, padding or truncation."""
     with _named_errors(path, "not a tokenizer"):
         tokenizer = hf.Tokenizer.from_str(content.decode())
     with _named_errors(path, "added_tokens"):
@@ -230,6 +245,7 @@ def _build(content: bytes, description: Mapping[str, Any], path: pathlib.Path) -
     if getattr(tokenizer.model, "dropout", None):
         tokenizer.model.dropout = None  # skips merges at random, for training
     tokenizer.no_padding()
+    tokenizer.no_truncation()
     return tokenizer
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pathlib
+import re
 from collections.abc import Iterable, Sequence
 
 import sentencepiece
@@ -34,6 +35,7 @@ class SentencePieceTokenizer(Tokenizer):
             raise ValueError("it has no end token")
         self.pad_id = self._pieces.pad_id() if self._pieces.pad_id() >= 0 else self.eos_id
         self.stop_ids = (self.eos_id,)
+        self.bos_id = self._pieces.bos_id() if self._pieces.bos_id() >= 0 else None
         self._user = self._pieces.piece_to_id(USER)
         self._assistant = self._pieces.piece_to_id(ASSISTANT)
 
@@ -44,6 +46,32 @@ class SentencePieceTokenizer(Tokenizer):
         return self._pieces.decode([int(i) for i in ids if self.shows(i)])
 
     def chat(self, messages: chats.Messages) -> list[int]:
+        return self._read(self._parts(messages))
+
+    def render(self, messages: chats.Messages, open_turn: bool = True) -> str:
+        turns, last = messages, ""
+        if not open_turn:
+            *turns, final = chats.read_messages(messages)
+            last = final["content"]
+        texts = (p if isinstance(p, str) else self.token_text(p) for p in self._parts(turns))
+        return "".join(texts) + last
+
+    def encode_rendered(self, text: str, start: bool) -> list[int]:
+        markers = (self._user, self._assistant, self.eos_id)
+        ids = {self.token_text(i): i for i in markers if self._pieces.is_control(i)}
+        parts = re.split(f"({'|'.join(map(re.escape, ids))})", text)
+        begun = self.start_ids if start else ()
+        return [*begun, *self._read([ids.get(part, part) for part in parts])]
+
+    def token_text(self, token_id: int) -> str:
+        return self._pieces.id_to_piece(token_id)
+
+    def _read(self, parts: Iterable[int | str]) -> list[int]:
+        read = ([part] if isinstance(part, int) else self.encode(part) for part in parts)
+        return [i for ids in read for i in ids]
+
+    def _parts(self, messages: chats.Messages) -> list[int | str]:
+        """Markers and contents of a chat up to the start of the assistant's answer."""
         if not all(map(self._pieces.is_control, (self._user, self._assistant))):
             raise ValueError(
                 f"{MODEL_FILE}: has no chat layout; needs the control symbols {USER} and "
@@ -56,12 +84,11 @@ class SentencePieceTokenizer(Tokenizer):
             )
         if turns[-1]["role"] != "user" or any("reasoning_content" in turn for turn in turns):
             raise ValueError("messages: the last must be the user's, and none have reasoning apart")
-        ids = []
+        parts: list[int | str] = []
         for turn in turns:
-            text = self.encode(turn["content"])
-            user = turn["role"] == "user"
-            ids += [self._user, *text, self._assistant] if user else [*text, self.eos_id]
-        return ids
+            text, user = turn["content"], turn["role"] == "user"
+            parts += [self._user, text, self._assistant] if user else [text, self.eos_id]
+        return parts
 
     def save(self, folder: str | pathlib.Path) -> None:
         (pathlib.Path(folder) / MODEL_FILE).write_bytes(self.model)

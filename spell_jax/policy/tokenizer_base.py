@@ -1,7 +1,8 @@
 """Tokenizer interface, and incremental decoding.
 
 Text is data: `encode` never produces special or other added tokens. Only `chat` creates turns, from
-the markers of the layout and the encoded contents.
+the markers of the layout and the encoded contents. `render` and `encode_rendered` are for programs
+that keep a chat as one text (lm-evaluation-harness); there the text of a token is that token.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ class Tokenizer(abc.ABC):
     pad_id: int
     stop_ids: tuple[int, ...]  # tokens that end an answer, eos_id first, without duplicates
     start_ids: tuple[int, ...] = ()  # tokens before a text outside a chat; not part of `encode`
+    bos_id: int | None = None  # token that begins a text, if there is one
+    chat_template: str = ""  # source of the chat template; "" for a fixed layout, or none
 
     @abc.abstractmethod
     def encode(self, text: str) -> list[int]:
@@ -37,6 +40,25 @@ class Tokenizer(abc.ABC):
         `messages` are one user message, or a list of {"role", "content"}. Raises ValueError if the
         layout does not support them.
         """
+
+    @abc.abstractmethod
+    def render(self, messages: chats.Messages, open_turn: bool = True) -> str:
+        """Write a chat as text, its tokens as their texts, up to the start of the answer.
+
+        Contents are written as they are. Without `open_turn` the text ends with the last message's
+        content, which the answer continues. Raises ValueError as `chat`.
+        """
+
+    @abc.abstractmethod
+    def encode_rendered(self, text: str, start: bool) -> list[int]:
+        """Tokenize a text in which the text of a token stands for it, as transformers does.
+
+        `start` adds the tokens that frame a text outside a chat, `start_ids` among them.
+        """
+
+    @abc.abstractmethod
+    def token_text(self, token_id: int) -> str:
+        """Text that stands for a token in a rendered text."""
 
     @abc.abstractmethod
     def save(self, folder: str | pathlib.Path) -> None:

@@ -1,0 +1,261 @@
+"""Tasks of lm-evaluation-harness with a policy: check, run, write.
+
+The package lm_eval is imported when it is used, because it is optional (extra "lm_eval") and must
+see the variables that keep it from downloading.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import importlib.util
+import json
+import logging
+import os
+import pathlib
+import random
+from typing import Any
+
+import numpy as np
+from absl import app, flags
+
+from spell_jax.evaluation.policy_sampler import SIZES, Policy
+from spell_jax.evaluation.runner import policy_folder
+from spell_jax.policy import tokenizer as tokenizers
+from spell_jax.policy.model import ModelConfig
+from spell_jax.runtime import distributed, entry, setup
+from spell_jax.runtime.config import check_least
+from spell_jax.runtime.jsonl import write_json, write_records
+from spell_jax.sampler.config import SamplerConfig
+
+log = logging.getLogger(__name__)
+
+RESULTS, SAMPLES = "lm_eval.json", "lm_eval_samples.jsonl"
+OWN_FLAGS = ("lm_eval_tasks", "lm_eval_examples", "lm_eval_chat")
+# Flags that only benchmarks have: a task of the harness has its own prompts, sampling and metrics.
+BENCHMARK_FLAGS = (
+    *(
+        "data",
+        "prose",
+        "max_input",
+        "samples",
+        "temperature",
+        "top_p",
+        "max_tokens",
+        "name",
+        "compare",
+    ),
+    *("columns", "answer_format", "judge_url", "judge_model", "judge_policy", "judge_template"),
+    *("judge_max_tokens", "judge_workers", "judge_rate"),
+)
+# A download would depend on the day; both libraries read these when they are imported.
+OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
+_BOOTSTRAPS = 1000  # of the standard errors of metrics that are no means
+
+
+@dataclasses.dataclass(frozen=True)
+class HarnessConfig:
+    """Policy, tasks and options of an evaluation; a field out of range is a ValueError.
+
+    Attributes:
+      policy: folder of the policy.
+      tasks: names of tasks, groups or tags of the harness.
+      folder: folder of own task files, or "".
+      examples: number of examples in a prompt; -1 means the task's own.
+      chat: whether prompts are in the policy's chat layout.
+      limit: number of questions per task, the first ones; 0 means all.
+      seed: seed of the examples and of sampling.
+      dtype: dtype of the policy's weights.
+      thinking: "", "on" or "off", for chat templates with such a switch.
+      rope_scaling: as in model.ModelConfig.
+      rope_factor: as in model.ModelConfig.
+    """
+
+    policy: str
+    tasks: tuple[str, ...]
+    folder: str = ""
+    examples: int = -1
+    chat: bool = False
+    limit: int = 0
+    seed: int = 0
+    dtype: str = "float32"
+    thinking: str = ""
+    rope_scaling: str = ""
+    rope_factor: float = 1.0
+
+    def __post_init__(self):
+        if not self.tasks or len(set(self.tasks)) < len(self.tasks):
+            raise ValueError(f"lm_eval = {self.tasks}: must have at least one task, each once")
+        check_least(self, "", limit=0, seed=0)
+        check_least(self, "lm_eval_", examples=-1)
+        if self.folder and not pathlib.Path(self.folder).is_dir():
+            raise FileNotFoundError(f"lm_eval_tasks = {self.folder!r}: must be a folder")
+        if self.thinking and not self.chat:
+            raise ValueError(f"thinking = {self.thinking!r}: must be '' without --lm_eval_chat")
+        ModelConfig(rope_scaling=self.rope_scaling, rope_factor=self.rope_factor)  # checks them
+
+
+def check_flags(given: flags.FlagValues) -> None:
+    """Raise UsageError unless one of --benchmarks and --lm_eval is given, with flags of its own."""
+    if bool(given.benchmarks) == bool(given.lm_eval):
+        raise app.UsageError("--benchmarks or --lm_eval: exactly one of them must be given")
+    mode, others = ("lm_eval", BENCHMARK_FLAGS) if given.lm_eval else ("benchmarks", OWN_FLAGS)
+    useless = [name for name in others if given[name].present]
+    if useless:
+        raise app.UsageError(f"--{useless[0]}: has no effect with --{mode}, must not be given")
+
+
+def from_flags(given: Any) -> HarnessConfig:
+    """Makes the config from the flags of spell_jax/evaluate.py; UsageError, ValueError."""
+    return HarnessConfig(
+        policy_folder(given),
+        tuple(given.lm_eval),
+        given.lm_eval_tasks,
+        given.lm_eval_examples,
+        given.lm_eval_chat,
+        given.limit,
+        given.seed,
+        given.dtype,
+        given.thinking,
+        given.rope_scaling,
+        given.rope_factor,
+    )
+
+
+def run(
+    config: HarnessConfig, out: str | os.PathLike[str], sizes: SamplerConfig = SIZES
+) -> dict[str, Any]:
+    """Evaluates a policy and returns the content of OUT/lm_eval.json; all processes call it.
+
+    Every process loads the tasks; only process 0 writes. ImportError without the package lm_eval;
+    ValueError if a task does not exist, cannot be loaded, or does not fit the policy, or if `out`
+    holds another evaluation.
+    """
+    _check_installed()
+    for name in OFFLINE:
+        os.environ.setdefault(name, "1")
+    # Its pool of processes for standard errors would fork JAX's threads.
+    os.environ.setdefault("DISABLE_MULTIPROC", "1")
+    from lm_eval import evaluator
+
+    from spell_jax.evaluation.harness_model import PolicyLM
+
+    out, thinking = pathlib.Path(out), tokenizers.THINKING[config.thinking]
+    policy = Policy(
+        config.policy, config.dtype, thinking, sizes, config.rope_scaling, config.rope_factor
+    )
+    tasks = _load_tasks(config)
+    _check_tasks(config, policy, tasks["tasks"])
+    description = dataclasses.asdict(config) | {"weights": policy.fingerprint()}
+
+    def start() -> None:
+        out.mkdir(parents=True, exist_ok=True)
+        setup.check_same(out / setup.CONFIG_FILE, description)
+
+    distributed.broadcast(start)
+    entry.setup_done()
+    random.seed(config.seed)  # shuffled choices; the examples have their own seed
+    np.random.seed(config.seed)
+    results: Any = evaluator.evaluate(
+        PolicyLM(policy, config.seed, bool(thinking)),
+        tasks,
+        limit=config.limit or None,
+        bootstrap_iters=_BOOTSTRAPS,
+        apply_chat_template=config.chat,
+        fewshot_as_multiturn=config.chat,
+    )
+    policy.release()
+    return distributed.broadcast(lambda: _write(results, description, out))
+
+
+def table(results: dict[str, Any]) -> str:
+    """The harness's own table of the tasks, and that of groups if there are any."""
+    from lm_eval.utils import make_table
+
+    columns = [column for column in ("results", "groups") if column in results]
+    return "\n".join(make_table(results, column) for column in columns)
+
+
+def _check_installed() -> None:
+    if importlib.util.find_spec("lm_eval") is None:
+        raise ImportError("--lm_eval needs lm-evaluation-harness: pip install 'spell_jax[lm_eval]'")
+
+
+def _load_tasks(config: HarnessConfig) -> Any:
+    """Tasks and groups by name, with the number of examples and the seed of the evaluation."""
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=config.folder or None)
+    loaded = []
+    for name in config.tasks:
+        if name not in manager.all_tasks:
+            raise ValueError(
+                f"lm_eval = {name!r}: no such task; lm_eval ls tasks prints the names, and "
+                "--lm_eval_tasks names a folder of others"
+            )
+        try:
+            found: Any = manager.load(name)
+        except Exception as error:  # tasks are programs, and read data sets in many ways
+            text = " ".join(str(error).split()) or type(error).__name__
+            if "OfflineMode" in text:
+                text += "; nothing is downloaded unless HF_HUB_OFFLINE=0 and HF_DATASETS_OFFLINE=0"
+            raise ValueError(f"lm_eval = {name!r}: cannot be loaded: {text}") from error
+        top = {one for group in found["group_map"].values() for one in group}
+        parts = found["groups"] | found["tasks"]
+        loaded += [part for part_name, part in parts.items() if part_name not in top]
+    tasks: Any = manager.load(loaded)
+    for task in tasks["tasks"].values():
+        own = task.get_config("num_fewshot")
+        if own is None or (config.examples >= 0 and own != 0):  # 0 is part of a task's definition
+            task.set_config(key="num_fewshot", value=max(config.examples, 0))
+        task.set_fewshot_seed(seed=config.seed)
+    return tasks
+
+
+def _check_tasks(config: HarnessConfig, policy: Policy, tasks: dict[str, Any]) -> None:
+    """Raise ValueError, before any sampling, for a task that this policy cannot do."""
+    from spell_jax.evaluation.harness_model import read_options
+
+    positions = policy.config.max_positions
+    for name, task in tasks.items():
+        if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
+            raise ValueError(f"lm_eval = {name!r}: must neither run generated code nor show images")
+        if task.OUTPUT_TYPE == "generate_until":
+            try:
+                options = read_options(task.get_config("generation_kwargs") or {})
+            except ValueError as error:
+                raise ValueError(f"lm_eval = {name!r}: {error}") from error
+            if options.max_tokens >= positions:
+                raise ValueError(
+                    f"lm_eval = {name!r}: generates max_gen_toks = {options.max_tokens}, must "
+                    f"leave room for a prompt in the policy's context of {positions}"
+                )
+        elif config.thinking == "on":
+            raise ValueError(
+                f"thinking = 'on': must be '' or 'off' for {name!r}, which scores given answers"
+            )
+    if config.chat:
+        policy.tokenizer.render([{"role": "user", "content": "a"}])
+
+
+def _write(results: Any, description: dict[str, Any], out: pathlib.Path) -> dict[str, Any]:
+    """Writes the results, and a row for each question; returns the results."""
+    from lm_eval.utils import handle_non_serializable
+
+    full = {"config": description, "lm_eval": importlib.metadata.version("lm_eval"), **results}
+    plain = json.loads(json.dumps(full, default=handle_non_serializable))
+    samples = plain.pop("samples")
+    write_records(
+        out / SAMPLES, ({"task": n, **row} for n, rows in samples.items() for row in rows)
+    )
+    write_json(out / RESULTS, plain)
+    return plain
+
+
+def define_flags() -> None:
+    flags.DEFINE_list("lm_eval", None, "Tasks of lm-evaluation-harness, instead of --benchmarks.")
+    flags.DEFINE_string("lm_eval_tasks", "", "Folder of own task files (yaml), with --lm_eval.")
+    flags.DEFINE_integer(
+        "lm_eval_examples", -1, "Number of examples in a prompt; -1: the task's own."
+    )
+    flags.DEFINE_bool("lm_eval_chat", False, "Whether tasks are asked in the chat layout.")

@@ -1,0 +1,195 @@
+"""A policy as a model of lm-evaluation-harness; needs its package lm_eval.
+
+Encoding, truncation and the meaning of generation options are those of the harness's model for
+transformers (lm_eval.models.huggingface), so that scores compare. All processes must make the same
+calls; the requests of process 0 count.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import logging
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from lm_eval import utils
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import (
+    has_bos_prefix,
+    normalize_gen_kwargs,
+    postprocess_generated_text,
+)
+
+from spell_jax.evaluation import loglikelihood
+from spell_jax.evaluation.policy_sampler import Policy
+from spell_jax.runtime import distributed
+from spell_jax.sampler.keys import fold_keys
+from spell_jax.sampler.requests import Options
+
+log = logging.getLogger(__name__)
+
+THINK_END = "</think>"
+_GENERATED = 256  # tokens, where a task gives no maximum; also in the harness
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p")
+_OPTIONS = ("do_sample", *_SAMPLING, "until", "max_gen_toks")
+_NEUTRAL = {"num_beams": 1, "repetition_penalty": 1.0}  # options with values that change nothing
+
+
+def read_options(given: Mapping[str, Any], eos: str = "") -> Options:
+    """Sampling options of a task's generation_kwargs; greedy unless it samples.
+
+    `eos` also ends an answer. ValueError if there is an option that the sampler does not have, or
+    one out of range.
+    """
+    values: dict[str, Any] = {**normalize_gen_kwargs(dict(given), _GENERATED)}
+    for name, value in values.items():
+        if name not in _OPTIONS and _NEUTRAL.get(name) != value:
+            raise ValueError(f"generation_kwargs.{name} = {value!r}: must be one of {_OPTIONS}")
+    sampling: dict[str, Any] = {"temperature": 0.0}
+    if values["do_sample"]:
+        sampling |= {name: values[name] for name in _SAMPLING if values.get(name) is not None}
+    stops = tuple(dict.fromkeys(text for text in (*values["until"], eos) if text))
+    return Options(**sampling, max_tokens=values["max_gen_toks"], stop_strings=stops)
+
+
+class PolicyLM(TemplateLM):
+    """A policy with the three kinds of requests: text, log-likelihoods of answers and of texts."""
+
+    def __init__(self, policy: Policy, seed: int = 0, thinking: bool = False):
+        """Wrap a policy; `seed` is that of sampling.
+
+        With `thinking`, an answer starts after the last `</think>`, and the stop strings of a task
+        do not end the thinking.
+        """
+        super().__init__()
+        self._policy, self._words = policy, policy.tokenizer
+        self._seed, self._thinking = seed, thinking
+        self._eos = self._words.token_text(self._words.eos_id)
+
+    # ------------------------------------------------------------------------------------ Tokenizer
+
+    @property
+    def eot_token_id(self) -> int:
+        return self._words.eos_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        """Token before a text without a context: the one that begins texts, else the end token."""
+        return self._words.eos_id if self._words.bos_id is None else self._words.bos_id
+
+    @property
+    def max_length(self) -> int:
+        return self._policy.config.max_positions
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
+    ) -> list[int]:
+        del kwargs
+        if add_special_tokens is None:  # a chat template may have written the first token
+            first = self._words.token_text(self.prefix_token_id)
+            add_special_tokens = not has_bos_prefix(string, first)
+        return self._words.encode_rendered(string, start=add_special_tokens)
+
+    @property
+    def tokenizer_name(self) -> str:
+        return str(self._policy.folder).replace("/", "__")
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        return self._words.chat_template if chat_template else None
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        try:
+            return self._words.render(chat_history, add_generation_prompt)
+        except ValueError as error:
+            others = [message for message in chat_history if message["role"] != "system"]
+            if len(others) == len(chat_history):
+                raise
+            log.warning("the chat is written without its system message: %s", error)
+            return self._words.render(others, add_generation_prompt)
+
+    # ------------------------------------------------------------------------------------- Requests
+
+    def loglikelihood_rolling(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[float]:
+        """Log-likelihoods of texts, in windows of the context, each token after at least one."""
+        windows, owners = [], []
+        for index, request in enumerate(requests):
+            (text,) = request.args
+            ids = self.tok_encode(text)
+            prefix, length = self.prefix_token_id, self.max_length
+            for window in utils.get_rolling_token_windows(ids, prefix, length, context_len=1):
+                windows.append((("", ""), *utils.make_disjoint_window(window)))
+                owners.append(index)
+        totals = [0.0] * len(requests)
+        for index, (value, _) in zip(owners, self._loglikelihood_tokens(windows), strict=True):
+            totals[index] += value
+        return totals
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        del kwargs
+        room, cut, pairs = self.max_length + 1, 0, []  # the last token predicts nothing
+        for (context, answer), prompt, ids in requests:
+            if not 1 <= len(ids) < room:
+                raise ValueError(
+                    f"answer {answer!r} after {context[-40:]!r}: has {len(ids)} tokens, must have "
+                    f"from 1 to the policy's context of {self.max_length}"
+                )
+            cut += len(prompt) + len(ids) > room
+            pairs.append((prompt[max(len(prompt) + len(ids) - room, 0) :], ids))
+        self._log_cut(cut, len(pairs))
+        pairs = distributed.broadcast(lambda: pairs)
+        return loglikelihood.score(
+            self._policy, [(tuple(prompt), tuple(ids)) for prompt, ids in pairs]
+        )
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        del disable_tqdm
+        given = distributed.broadcast(lambda: [list(request.args) for request in requests])
+        options = [read_options(kwargs, self._eos) for _, kwargs in given]
+        by_length: dict[int, list[int]] = {}  # prompt and answer are compiled for the longest ones
+        for index, one in enumerate(options):
+            by_length.setdefault(one.max_tokens, []).append(index)
+        answers, keys = [""] * len(given), self._keys([context for context, _ in given])
+        end = THINK_END if self._thinking else None
+        for max_tokens, indices in by_length.items():
+            room = self.max_length - max_tokens
+            encoded = [self.tok_encode(given[i][0]) or [self.prefix_token_id] for i in indices]
+            self._log_cut(sum(len(ids) > room for ids in encoded), len(encoded))
+            prompts = [np.array(ids[-room:], np.int32) for ids in encoded]
+            wanted = [options[i] for i in indices]
+            if self._thinking:
+                wanted = [dataclasses.replace(one, stop_strings=()) for one in wanted]
+            sampled = self._policy.sample(prompts, 1, keys[indices], wanted)
+            for count, (place, (sample,)) in enumerate(sampled, 1):
+                text, stops = sample.text(self._words.decode), options[indices[place]].stop_strings
+                answers[indices[place]] = postprocess_generated_text(text, list(stops), end)
+                if count % 100 == 0 or count == len(prompts):
+                    log.info("answers: %d of %d", count, len(prompts))
+        return answers
+
+    def _keys(self, contexts: Sequence[str]) -> np.ndarray:
+        """Keys by seed, context and repetition, uint32 [n, 2]: not by the other requests."""
+        seen, numbers = collections.Counter(), []
+        for context in contexts:
+            numbers.append((zlib.crc32(context.encode(errors="replace")), seen[context]))
+            seen[context] += 1
+        return fold_keys(np.asarray(jax.random.key_data(jax.random.key(self._seed))), numbers)
+
+    def _log_cut(self, cut: int, count: int) -> None:
+        if cut:
+            log.warning(
+                "%d of %d prompts are over the context of %d tokens and lost their beginning",
+                cut,
+                count,
+                self.max_length,
+            )

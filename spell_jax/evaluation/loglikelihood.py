@@ -1,0 +1,127 @@
+"""Log-likelihoods of given answers by a policy, and whether greedy decoding gives them.
+
+1. Answers to one prompt are a group. Groups are sorted by length into classes, each with one
+   compiled shape, and packed as in training (learner/packing.py): an answer is read after its
+   prompt, and prompts that begin alike, as with the examples of a task, are read once.
+2. The forward pass is that of training. The head computes logits of a few answer tokens at a time,
+   so that the logits of all tokens never exist.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+
+from spell_jax.attention import attend
+from spell_jax.evaluation.policy_sampler import Policy
+from spell_jax.learner import packing
+from spell_jax.learner.packing import Bucket, MicroBatch, TrainGroup
+from spell_jax.policy import transformer
+from spell_jax.policy.config import PolicyConfig
+from spell_jax.runtime import mesh as meshes
+from spell_jax.sampler import lm_head
+
+log = logging.getLogger(__name__)
+
+Pair = tuple[tuple[int, ...], tuple[int, ...]]  # token ids of a prompt and of an answer
+_LENGTHS = (512, 2048, 8192, 32_768)  # tokens of a row; the longest class has its own
+_GROUPS = 1024  # groups packed at once: the time to pack grows with their square
+_LOGITS = 2**26  # most float32 logits of a slice of the head, 256 MiB
+
+
+def score(policy: Policy, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
+    """Sum of an answer's logprobs at temperature 1, and whether each token is the likeliest one.
+
+    All processes must call this with the same arguments. Prompts and answers have at least one
+    token; together they may have one token more than the policy's context, because the last token
+    predicts nothing. FloatingPointError if the policy's logits are not finite.
+    """
+    mesh = meshes.make_mesh()
+    totals, greedy = np.zeros(len(pairs)), np.ones(len(pairs), bool)
+    params, run = policy.load(mesh), _compile(policy.config, mesh)
+    sharding, done = meshes.by_rows_and_time(mesh), 0
+    for batches in _batches(pairs, policy.sizes.prefill_tokens, meshes.row_shards(mesh)):
+        with jax.set_mesh(mesh), nn.logical_axis_rules(meshes.RULES):
+            placed = (
+                meshes.device_put(batch, jax.tree.map(lambda _: sharding, batch))
+                for batch in batches
+            )
+            results = jax.device_get([run(params, batch) for batch in placed])
+        for batch, (logprobs, likeliest) in zip(batches, results, strict=True):
+            real = batch.answer_id >= 0
+            np.add.at(totals, batch.answer_id[real], logprobs[real])
+            np.logical_and.at(greedy, batch.answer_id[real], likeliest[real])
+            done += len(np.unique(batch.answer_id[real]))
+        log.info("log-likelihoods: %d of %d", done, len(pairs))
+    if not np.isfinite(totals).all():
+        raise FloatingPointError("log-likelihoods: the policy's logits are not finite")
+    return list(zip(totals.tolist(), greedy.tolist(), strict=True))
+
+
+def _batches(
+    pairs: Sequence[Pair], token_budget: int, row_multiple: int
+) -> Iterator[list[MicroBatch]]:
+    """Micro-batches of all pairs, by class of length; the ids of answers are indices of pairs."""
+    by_prompt: dict[tuple[int, ...], list[int]] = {}
+    for index, (prompt, _) in enumerate(pairs):
+        by_prompt.setdefault(prompt, []).append(index)
+    longest = max((len(prompt) + len(answer) for prompt, answer in pairs), default=0)
+    last = -(-longest // 128) * 128
+    lengths = [length for length in _LENGTHS if length < last] + [last]
+    classes: dict[int, list[TrainGroup]] = {length: [] for length in lengths}
+    for prompt, ids in sorted(by_prompt.items()):
+        answers = [pairs[i][1] for i in ids]
+        ones = [1.0] * len(ids)
+        group = TrainGroup(prompt, answers, ones, weights=ones, ids=ids)
+        classes[next((n for n in lengths if group.tokens <= n), last)].append(group)
+    for length, groups in classes.items():
+        # The head reads as many hidden states as a row has places for answer tokens.
+        short = all(group.answer_tokens <= length // 4 for group in groups)
+        bucket = Bucket(length, length // 4 if short else length)
+        for start in range(0, len(groups), _GROUPS):
+            part, _ = packing.split_groups(groups[start : start + _GROUPS], bucket)
+            needed = -(-sum(group.tokens for group in part) // length) * length
+            yield packing.pack(part, [bucket], min(token_budget, needed), row_multiple)
+
+
+@functools.cache
+def _compile(config: PolicyConfig, mesh: jax.sharding.Mesh) -> Callable[..., jax.Array]:
+    return jax.jit(functools.partial(_score, config), out_shardings=meshes.replicated(mesh))
+
+
+def _score(
+    config: PolicyConfig, params: transformer.Params, batch: MicroBatch
+) -> tuple[jax.Array, jax.Array]:
+    """Logprobs of answer tokens, float32 [B, A], and whether each is the likeliest, bool [B, A]."""
+    hidden, *_ = transformer.hidden_states(
+        config,
+        params,
+        batch.tokens,
+        batch.positions,
+        attend.packed(config.attention, config.ring),
+        context={"index": batch.index, "last_query": batch.last_query},
+    )
+    rows, answers = batch.target.shape
+
+    def one_slice(slots):
+        source, target = slots
+        picked = jnp.take_along_axis(hidden, source[..., None], axis=1)
+        logits = lm_head.logits(config, params, picked.reshape(-1, picked.shape[-1]))
+        target = target.reshape(-1)
+        chosen = jnp.take_along_axis(logits, target[:, None], axis=1)[:, 0]
+        logprob = chosen - jax.nn.logsumexp(logits, axis=-1)
+        likeliest = jnp.argmax(logits, axis=-1) == target
+        return logprob.reshape(source.shape), likeliest.reshape(source.shape)
+
+    most = max(1, _LOGITS // (rows * config.vocab_size))
+    size = next(size for size in range(min(most, answers), 0, -1) if answers % size == 0)
+    slots = (batch.source, batch.target)
+    slices = jax.tree.map(lambda x: x.reshape(rows, -1, size).swapaxes(0, 1), slots)
+    found = jax.lax.map(one_slice, slices)
+    return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(rows, answers), found)
