@@ -6,8 +6,8 @@ and the same for the links between chips, which prefill and update hide and deco
 1. rollout_calls.py counts what the sampler reads and samples, with the sampler's own scheduler;
    the update's micro-batches are packed by the learner's own packing.
 2. work.py counts a program's operations and bytes on shapes; topologies.PEAKS has the peaks.
-3. The shares of the peaks are the constants below; each says where it was measured. Nothing of
-   this code was run on a TPU.
+3. The shares of the peaks are the constants below; each says where it was measured, or that it is
+   assumed. Nothing of this code was run on a TPU.
 
 The host's work between calls and programs' start times are not counted.
 """
@@ -91,14 +91,14 @@ SHARES = {
     "v5e": _tpu(0.599),
     "v5p": _tpu(0.654),
     "v6e": _tpu(0.455),
-    # Megatron-LM trains with 52 % of an A100's peak, recomputation counted (Narayanan et al., arXiv
-    # 2104.04473, abstract: 163 of 312 TFLOP/s). The others are assumed.
+    # Megatron-LM trains a trillion parameters with 52 % of the peak of 3,072 A100 (Narayanan et
+    # al., arXiv 2104.04473, abstract). The others are assumed.
     "a100": Shares(0.5, 0.52, _DECODE, _ATTENTION, _MEMORY, 0.65, _EXPERTS, 2e-6),
 }
 
 # XLA on a CPU in float32, for benchmarks/plan.py: shares of the measured rates of a large product
-# and of a copy. Chosen on one core of an EPYC, one number per kind of phase and not per shape. In
-# decoding most of the time goes to top-p's exponentials and to small operations.
+# and of a copy. Chosen for the benchmark's six shapes on one core of an EPYC, one number per kind
+# of phase. In decoding most of the time goes to top-p's exponentials and to small operations.
 CPU = Shares(0.87, 0.49, 0.24, 0.5, 1.0, 1.0, 1.0, 0.0)
 
 

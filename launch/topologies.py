@@ -51,10 +51,11 @@ class Peaks(NamedTuple):
 
 
 # Google Cloud's pages "TPU v4", "v5e", "v5p" and "v6e" (docs.cloud.google.com/tpu/docs/v5e): peak
-# compute, HBM bandwidth, and half of the bidirectional inter-chip bandwidth. NVIDIA's data sheet of
-# the A100 80GB SXM: bfloat16 without sparsity, HBM2e, half of NVLink's 600 GB/s.
+# compute, HBM bandwidth, and half of the bidirectional inter-chip bandwidth (v4: six links of 45
+# GB/s, How To Scale Your Model, part 2). NVIDIA's data sheet of the A100 80GB SXM: bfloat16 without
+# sparsity, HBM2e, half of NVLink's 600 GB/s.
 PEAKS = {
-    "v4": Peaks(275e12, 1228e9, 150e9),
+    "v4": Peaks(275e12, 1200e9, 270e9),
     "v5e": Peaks(197e12, 819e9, 200e9),
     "v5p": Peaks(459e12, 2765e9, 600e9),
     "v6e": Peaks(918e12, 1638e9, 400e9),
