@@ -68,6 +68,7 @@ NO_READERS = {
     ),
     # Functions of benchmarks that read files, make questions, ask and average.
     *("evaluation.answering", "evaluation.generation", "evaluation.runner"),
+    *("evaluation.harness", "evaluation.harness_model", "evaluation.loglikelihood"),
     "algorithms.questions",
     *("algorithms.base", "algorithms.rollout", "algorithms.registry", "algorithms.algorithm"),
     *("held_out.share", "held_out.by_row"),
