@@ -25,6 +25,7 @@ from benchmarks.base import (
     random_params,
     sample_answers,
 )
+from benchmarks.trl_side import share_documents
 from launch import work
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.learner import packing
@@ -66,11 +67,9 @@ class SampleSpeed(SamplerBenchmark):
     def run(self) -> dict[str, Any]:
         params = random_params(self.model, self.dtype)
         total = self.questions * self.group
-        prompts = np.random.default_rng(0).integers(self.vocab, size=(total, self.prompt)).tolist()
-        shared = prompts[: self.questions]
-        for first in range(0, self.questions, self.about):
-            for prompt in shared[first + 1 : first + self.about]:
-                prompt[: -self.question] = shared[first][: -self.question]
+        drawn = np.random.default_rng(0).integers(self.vocab, size=(total, self.prompt))
+        prompts = drawn.tolist()
+        shared = share_documents(drawn[: self.questions], self.about, self.question).tolist()
         # Kind -> answers to a request, slots, and the prompts of each session.
         kinds = {"shared": (self.group, total, [shared]), "repeated": (1, total, [prompts])}
         if self.alone:

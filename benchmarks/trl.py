@@ -4,7 +4,9 @@
 2. Each side runs in its own process (trl_side.py is TRL's), one after the other, to separate peak
    memory. That is the process's high-water mark, libraries and compilation included.
 3. A step is G answers of S tokens to each prompt, random rewards, and one AdamW step. Neither side
-   recomputes activations or shards anything. Micro-batches have the same groups on both sides.
+   recomputes activations or shards anything. Micro-batches have the same groups on both sides,
+   unless several prompts are about the same documents: here they are then a tree, and a micro-batch
+   has whole trees.
 4. Seconds are the median over all steps but the first, which compiles here and warms up in TRL.
 """
 
@@ -32,7 +34,7 @@ from benchmarks.base import (
     random_params,
     sample_answers,
 )
-from benchmarks.trl_side import peak_bytes
+from benchmarks.trl_side import peak_bytes, share_documents
 from spell_jax.learner import packing
 from spell_jax.policy import weights
 from spell_jax.runtime import mesh as meshes
@@ -50,13 +52,15 @@ class Trl(SamplerBenchmark):
 
     Raises:
       ModuleNotFoundError: if TRL is not installed.
-      ValueError: if there are fewer than two steps, `micro` does not divide `groups`, or the dtype
-        is not float32.
+      ValueError: if there are fewer than two steps, `micro` or `about` does not divide `groups`, or
+        the dtype is not float32.
     """
 
     layers: Annotated[int, "layers L; 0: 3, or as many as the config.json has"] = 8
     groups: Annotated[int, "prompts of a step"] = 2
-    micro: Annotated[int, "prompts of a micro-batch, on both sides"] = 1
+    about: Annotated[int, "prompts K about the same documents"] = 1
+    question: Annotated[int, "last tokens of a prompt, in which the K prompts differ"] = 1
+    micro: Annotated[int, "prompts of a micro-batch; here at least K"] = 1
     prompt: Annotated[int, "prompt tokens P"] = 2048
     response: Annotated[int, "tokens of an answer S"] = 128
     steps: Annotated[int, "steps, the first of which is not timed"] = 3
@@ -66,8 +70,9 @@ class Trl(SamplerBenchmark):
             raise ModuleNotFoundError("benchmark trl needs TRL: pip install -e '.[test]'")
         if self.steps < 2:
             raise ValueError(f"steps = {self.steps}: must be at least 2, the first is not timed")
-        if self.groups % self.micro:
-            raise ValueError(f"micro = {self.micro}: must divide groups = {self.groups}")
+        for name in ("micro", "about"):
+            if self.groups % (value := getattr(self, name)):
+                raise ValueError(f"{name} = {value}: must divide groups = {self.groups}")
         if self.dtype != "float32":
             raise ValueError(f"dtype = {self.dtype!r}: must be 'float32' on both sides")
         with tempfile.TemporaryDirectory() as folder:
@@ -97,9 +102,11 @@ class Trl(SamplerBenchmark):
           "generate_s" and "update_s" of each step, number of parameters, peak memory and devices.
         """
         policy, params = weights.load(pathlib.Path(self.policy).parent, meshes.make_mesh())
-        answers = self.group * self.response
-        bucket = packing.Bucket(self.prompt + answers, answers)
-        learner = make_learner(policy, bucket, self.micro * bucket.length)
+        answers = self.about * self.group * self.response
+        documents = self.prompt - self.question
+        tree = packing.Bucket(documents + self.about * self.question + answers, answers)
+        trees = -(-self.micro // self.about)
+        learner = make_learner(policy, tree, trees * tree.length)
         pages = self.groups * -(-self.prompt // self.page_size)
         pages += self.groups * self.group * -(-self.response // self.page_size)
         sampler = self.make_sampler(
@@ -116,7 +123,8 @@ class Trl(SamplerBenchmark):
         seconds: dict[str, list[float]] = {"generate_s": [], "update_s": []}
         for step in range(self.steps):
             began = time.perf_counter()
-            prompts = rng.integers(self.vocab, size=(self.groups, self.prompt)).tolist()
+            drawn = rng.integers(self.vocab, size=(self.groups, self.prompt))
+            prompts = share_documents(drawn, self.about, self.question).tolist()
             session = sampler.start_session(learner.cast(state.params))
             found = sample_answers(session, prompts, self.group, self.response, step, top_p=1.0)
             pairs = zip(prompts, found, strict=True)

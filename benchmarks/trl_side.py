@@ -30,6 +30,14 @@ def peak_bytes() -> int:
     return int(field.split()[1]) * 1024
 
 
+def share_documents(prompts: Any, about: int, question: int) -> Any:
+    """Prompts [N, P] in which each `about` begin alike, up to their last `question` tokens."""
+    prompts = prompts.copy()
+    for first in range(0, len(prompts), about):
+        prompts[first : first + about, :-question] = prompts[first, :-question]
+    return prompts
+
+
 def _make_tokenizer(vocab: int) -> Any:
     """Make a tokenizer with the words "0" to "V - 1"; the last three are special tokens."""
     import tokenizers
@@ -54,6 +62,7 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
 
     rng = np.random.default_rng(0)
     words = rng.integers(options.vocab - 3, size=(options.groups * options.steps, options.prompt))
+    words = share_documents(words, options.about, options.question)
     data = datasets.Dataset.from_dict({"prompt": [" ".join(map(str, row)) for row in words]})
     generated, ended = [], []
 

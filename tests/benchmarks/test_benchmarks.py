@@ -252,7 +252,15 @@ def test_spell_benchmark_has_the_papers_share_of_verifier_groups() -> None:
 
 @pytest.mark.slow
 def test_trl_benchmark_measures_a_step_of_both_libraries() -> None:
-    sizes = ["--groups=2", "--prompt=24", "--response=4", "--page_size=16", "--steps=2"]
+    sizes = [
+        "--groups=2",
+        "--about=2",
+        "--question=8",
+        "--prompt=24",
+        "--response=4",
+        "--page_size=16",
+        "--steps=2",
+    ]
     line = run(["trl", *TINY[1:], *sizes, "--group=2", "--prefill=32"])
     assert line["trl_s"] == pytest.approx(line["trl_generate_s"] + line["trl_update_s"])
     assert line["ours_s"] == pytest.approx(line["ours_generate_s"] + line["ours_update_s"])
