@@ -67,9 +67,9 @@ class SampleSpeed(SamplerBenchmark):
     def run(self) -> dict[str, Any]:
         params = random_params(self.model, self.dtype)
         total = self.questions * self.group
-        drawn = np.random.default_rng(0).integers(self.vocab, size=(total, self.prompt))
-        prompts = drawn.tolist()
-        shared = share_documents(drawn[: self.questions], self.about, self.question).tolist()
+        tokens = np.random.default_rng(0).integers(self.vocab, size=(total, self.prompt))
+        prompts = tokens.tolist()
+        shared = share_documents(tokens[: self.questions], self.about, self.question).tolist()
         # Kind -> answers to a request, slots, and the prompts of each session.
         kinds = {"shared": (self.group, total, [shared]), "repeated": (1, total, [prompts])}
         if self.alone:

@@ -123,8 +123,8 @@ class Trl(SamplerBenchmark):
         seconds: dict[str, list[float]] = {"generate_s": [], "update_s": []}
         for step in range(self.steps):
             began = time.perf_counter()
-            drawn = rng.integers(self.vocab, size=(self.groups, self.prompt))
-            prompts = share_documents(drawn, self.about, self.question).tolist()
+            tokens = rng.integers(self.vocab, size=(self.groups, self.prompt))
+            prompts = share_documents(tokens, self.about, self.question).tolist()
             session = sampler.start_session(learner.cast(state.params))
             found = sample_answers(session, prompts, self.group, self.response, step, top_p=1.0)
             pairs = zip(prompts, found, strict=True)
