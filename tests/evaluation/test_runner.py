@@ -418,7 +418,7 @@ def test_command_line_evaluates_generated_benchmarks(tmp_path):
     assert vt["questions"] == needle["questions"] == 12 and own["questions"] == 2
     for found in (vt, needle):  # lengths include the chat template: nothing is truncated
         assert found["truncated"] == 0 and found["rule"] == 0 and found["tokens_out"] <= 8
-    assert 950 < vt["tokens_in"] <= 1024
+    assert 0.95 * (1024 - 128) <= vt["tokens_in"] <= 1024 - 128  # the benchmark's own answer fits
     cells = [(part["length"], part["depth"], part["questions"]) for part in needle["by"]]
     assert cells == [(600, i / 10, 2 if i == 0 else 1) for i in range(11)]
     assert [(part["step"], part["questions"]) for part in own["by"]] == [(1, 1), (2, 1)]
