@@ -44,9 +44,9 @@ def kind_of(name: str) -> Kind | None:
 def read(file: BinaryIO, kind: Kind, delimiter: str = ",") -> Iterator[Any]:
     """Iterate over the rows of an open file, in order.
 
-    A .json file may hold a list, whose elements are the rows, one row, or JSON lines in spite of
-    its name. A list is read as far as it is asked for, so that the first rows of an incomplete file
-    are found. Rows of JSON may be any JSON value.
+    A .json file may hold a list of rows, one row, or JSON lines in spite of its name. A list is
+    read piece by piece. The first rows of an incomplete file can therefore be read. A row of JSON
+    may be any JSON value.
 
     Raises ValueError or OSError if the file is damaged, RecursionError if JSON is too deep.
     """
