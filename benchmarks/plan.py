@@ -142,7 +142,7 @@ class _Sampling:
         self.scheduler.fill_slots()
 
         def call() -> Any:
-            self.state = self.sampler.prefill(self.params, self.state, batch)
+            self.state, _ = self.sampler.prefill(self.params, self.state, batch)
             return self.state
 
         return call
