@@ -44,6 +44,7 @@ setup(
         "flax>=0.12.8",
         "optax>=0.2.8",
         "orbax-checkpoint>=0.12.8",
+        "tensorstore>=0.1.86",
         "etils[epath]>=1.15.0",
         "chex>=0.1.92",
         "numpy>=2.4.6",

@@ -19,7 +19,7 @@ import jax
 from etils import epath
 
 from spell_jax.config import RunConfig, to_dict
-from spell_jax.runtime import distributed, entry, fault_injection, setup
+from spell_jax.runtime import distributed, entry, fault_injection, setup, workdir_lock
 from spell_jax.runtime.checkpoint import Checkpoints
 from spell_jax.runtime.config import Config
 from spell_jax.runtime.preemption import Preemption
@@ -40,22 +40,24 @@ def train(config: Config | RunConfig, workdir: epath.Path) -> epath.Path:
 
     Raises:
       ValueError, FileNotFoundError: if the config is invalid; naming the field and the remedy.
+      ValueError: if another run uses the workdir; naming its host and pid.
       Preempted: if the machine is taken away; everything is saved, and the next call resumes.
       NonFinite: if too many updates in a row were not finite; their rows are in non_finite/.
     """
     run = make_run(config)
     workdir.mkdir(parents=True, exist_ok=True)
-    with (
-        Preemption(run.config.preemption_limit_s) as preemption,
-        Checkpoints(workdir, run.config.keep_checkpoints, run.config.checkpoint_every) as store,
-    ):
-        models, step, best, tail = state.restore_or_init(run, store)
-        entry.setup_done()  # from here on an error is a crash, not a mistake of the user
-        logger = make_logger(run, workdir, step, tail)
-        saver = Saver(run, models, store, logger, preemption, best)
-        with logger:
-            _loop(run, models, workdir, logger, saver, step)
-    HeldOut(run, models, workdir).finish()
+    with workdir_lock.locked(workdir):
+        with (
+            Preemption(run.config.preemption_limit_s) as preemption,
+            Checkpoints(workdir, run.config.keep_checkpoints, run.config.checkpoint_every) as store,
+        ):
+            models, step, best, tail = state.restore_or_init(run, store)
+            entry.setup_done()  # from here on an error is a crash, not a mistake of the user
+            logger = make_logger(run, workdir, step, tail)
+            saver = Saver(run, models, store, logger, preemption, best)
+            with logger:
+                _loop(run, models, workdir, logger, saver, step)
+        HeldOut(run, models, workdir).finish()
     return workdir
 
 

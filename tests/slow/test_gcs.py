@@ -7,11 +7,13 @@ a write (ifGenerationMatch).
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pathlib
 import socket
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import fsspec
@@ -32,6 +34,7 @@ from spell_jax.runtime import setup as start
 from spell_jax.runtime.episodes import EpisodeWriter, read_episodes
 from spell_jax.runtime.jsonl import write_json, write_records
 from spell_jax.runtime.metrics import MetricsWriter, read_metrics
+from spell_jax.runtime.workdir_lock import FILE, STALE_S, Holder, WorkdirLock, locked
 from tests import noise
 
 RANDOM = ("checkpoints/", "tensorboard/")  # folders with random names and times in names
@@ -180,6 +183,35 @@ def test_resume_of_an_older_step_removes_later_files():
     assert names(workdir / "episodes") == left
     record = {"number": 1, "of": 1, "text": "\ud83d"}
     assert list(read_episodes(workdir)) == [(1, record), (2, record)]
+
+
+def test_workdir_in_a_bucket_is_locked_for_one_run():
+    workdir = paths.open_folder("gs://bucket/locked")
+    with locked(workdir):
+        assert names(workdir) == {FILE}
+        wanted = r"^workdir = gs://bucket/locked: is in use by pid \d+ on host"
+        with pytest.raises(ValueError, match=wanted), locked(workdir):
+            pass
+        lock = WorkdirLock(workdir)
+        assert "is in use by pid" in lock.take()
+        lock.release()
+        assert names(workdir) == {FILE}
+    assert names(workdir) == set()
+
+
+def test_stale_lock_in_a_bucket_is_taken_over():
+    workdir, now = paths.open_folder("gs://bucket/left"), time.time()
+    for age, looks in ((STALE_S, 0), (STALE_S - 0.1, 1)):
+        holder = Holder("far", "another boot", 12, "345", "token", now - 7200, now - age)
+        write_json(workdir / FILE, dataclasses.asdict(holder))
+        slept: list[float] = []
+        lock = WorkdirLock(workdir, lambda seconds, slept=slept: slept.append(seconds))
+        assert lock.take() == "" and len(slept) >= looks
+        lock.renew()
+        found = Holder.parse((workdir / FILE).read_bytes())
+        assert found is not None and found.is_local and found.seen > found.since
+        lock.release()
+        assert names(workdir) == set()
 
 
 def test_files_written_by_other_clients_are_listed():

@@ -21,6 +21,7 @@ from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.checkpoint import Checkpoints
 from spell_jax.runtime.episodes import read_episodes
 from spell_jax.runtime.metrics import read_metrics
+from spell_jax.runtime.workdir_lock import FILE, locked
 from spell_jax.trainer import loop
 from tests import metric_names, noise
 
@@ -466,3 +467,29 @@ def test_prompt_cap_leaves_room_for_the_chat_layout(policy):
     # Two tokens of a prompt's room are the chat layout's.
     assert run.algorithm._cap == 128 - len(run.tokenizer.chat("")) == 126
     assert len(run.tokenizer.chat("x" * 5)) == len(run.tokenizer.encode("x" * 5)) + 2
+
+
+def test_workdir_in_use_is_refused_and_not_touched(policy, tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "make_run", lambda config: None)
+    with (
+        locked(tmp_path),
+        pytest.raises(ValueError, match=r"^workdir = .*: is in use by pid"),
+    ):
+        loop.train(noise.small_config(policy), tmp_path)
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_run_holds_the_lock_until_it_ends(policy, tmp_path, monkeypatch):
+    held: list[bool] = []
+
+    class Restored(Exception):
+        pass
+
+    def restore(*_):
+        held.append((tmp_path / FILE).exists())
+        raise Restored
+
+    monkeypatch.setattr(loop.state, "restore_or_init", restore)
+    with pytest.raises(Restored):
+        loop.train(noise.small_config(policy), tmp_path)
+    assert held == [True] and not (tmp_path / FILE).exists()

@@ -26,6 +26,7 @@ from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy import transformer, weights
 from spell_jax.runtime.metrics import read_metrics
 from spell_jax.runtime.preemption import EXIT_CODE, Preempted
+from spell_jax.runtime.workdir_lock import locked
 from spell_jax.trainer import supervised
 from spell_jax.trainer.export import export
 from spell_jax.warm_start import demonstrations
@@ -354,3 +355,13 @@ def test_invalid_value_is_named_in_the_error(field, value, policy, source, tmp_p
         supervised.fine_tune(config, tmp_path)
     assert field in str(failure.value)
     assert not np.any([p.name == "policy" for p in tmp_path.iterdir() if p.is_dir()])
+
+
+def test_workdir_in_use_is_refused_and_not_touched(policy, source, tmp_path):
+    (workdir := tmp_path / "run").mkdir()
+    with (
+        locked(workdir),
+        pytest.raises(ValueError, match=r"^workdir = .*: is in use by pid"),
+    ):
+        supervised.fine_tune(small_config(policy, source), workdir)
+    assert [*workdir.iterdir()] == []

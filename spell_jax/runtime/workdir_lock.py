@@ -1,0 +1,229 @@
+"""Lock of a workdir: at most one run at a time writes to it.
+
+1. Process 0 of a run writes WORKDIR/lock.json: host, pid, start, a random token, and the time of
+   the last heartbeat, which a thread renews every HEARTBEAT_S seconds. At the end it is removed.
+2. A lock of this machine is stale if its process is gone. A lock of another machine is stale if its
+   heartbeat is older than STALE_S seconds; until then a new run waits for the next heartbeat, which
+   shows that the holder lives.
+3. Every write is conditional on the content that was read before (TensorStore: file locks on disks,
+   generations in buckets). So one of several runs that find the same stale lock gets it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import pathlib
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import tensorstore
+
+from spell_jax.runtime import distributed, paths
+
+FILE = "lock.json"
+HEARTBEAT_S = 30.0
+STALE_S = 180.0  # longer than the migration of a machine, which may take 100 s
+_POLL_S = 5.0  # pause between looks at the lock of another machine
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Holder:
+    """A process that holds a lock.
+
+    Attributes:
+      host: name of its machine, for people.
+      machine: boot of the machine and its pid namespace; "" if unknown.
+      pid: process id on that machine.
+      process_start: start of the process in clock ticks since the boot; "" if unknown.
+      token: random, different for every lock.
+      since: time at which it took the lock, in seconds since 1970.
+      seen: time of its last heartbeat, in seconds since 1970.
+    """
+
+    host: str
+    machine: str
+    pid: int
+    process_start: str
+    token: str
+    since: float
+    seen: float
+
+    @classmethod
+    def parse(cls, content: bytes) -> Holder | None:
+        """The holder in a lock file; None if it has another form."""
+        try:
+            return cls(**json.loads(content))
+        except (ValueError, TypeError):
+            return None
+
+    @property
+    def is_local(self) -> bool:
+        return self.machine != "" and self.machine == _machine()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether a local holder still runs; another process may have its pid by now."""
+        return _process_start(self.pid) == self.process_start
+
+
+@contextlib.contextmanager
+def locked(workdir: str | os.PathLike[str]) -> Iterator[None]:
+    """Context in which this run alone writes to a workdir; all processes of the run enter it.
+
+    ValueError on all processes if another run holds the lock, RuntimeError if process 0 of several
+    cannot write it.
+    """
+    lock = WorkdirLock(workdir)
+    try:
+        if refusal := distributed.broadcast(lock.take):
+            raise ValueError(refusal)
+        yield
+    finally:
+        lock.release()
+
+
+class WorkdirLock:
+    """The lock of one workdir.
+
+    Args:
+      sleep: called with the seconds between two looks at the lock of another machine.
+      end: called with an exit code when another run has taken over this lock.
+    """
+
+    def __init__(
+        self,
+        workdir: str | os.PathLike[str],
+        sleep: Callable[[float], None] = time.sleep,
+        end: Callable[[int], None] = os._exit,
+    ) -> None:
+        self._workdir, self._sleep, self._end = os.fspath(workdir), sleep, end
+        self._generation = b""  # of our file; b"" while the lock is not held
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="workdir lock", daemon=True)
+        pid, now = os.getpid(), time.time()
+        start, token = _process_start(pid), secrets.token_hex(8)
+        self._holder = Holder(socket.gethostname(), _machine(), pid, start, token, now, now)
+
+    def take(self) -> str:
+        """Takes the lock; returns "", or a message that names the run that holds it.
+
+        Waits up to STALE_S seconds for a heartbeat of a holder on another machine.
+        """
+        waited_for: Holder | None = None
+        while True:
+            found = self._read()
+            holder = Holder.parse(found.value) if found.state == "value" else None
+            if holder is None:
+                if found.state == "value":
+                    return self._about(f"its {FILE} is damaged; remove the file")
+            elif holder.is_local:
+                if holder.is_alive:
+                    return self._in_use(holder)
+            elif waited_for is not None and holder != waited_for:
+                return self._in_use(holder)  # it has a new heartbeat, or another run was faster
+            elif (age := time.time() - holder.seen) < STALE_S:
+                if waited_for is None:
+                    text = "%s. It may be dead: waits up to %.0f s for its next heartbeat"
+                    log.warning(text, self._in_use(holder), STALE_S - age)
+                waited_for = holder
+                self._sleep(_POLL_S)
+                continue
+            try:
+                self._generation = self._write(self._holder, found.stamp.generation)
+            except ValueError as error:  # TensorStore's type for every failure of a disk
+                return self._about(f"{FILE} could not be written ({error})")
+            if self._generation:
+                self._thread.start()
+                return ""
+
+    def release(self) -> None:
+        """Removes the lock if it is held."""
+        if not self._generation:
+            return
+        self._is_over.set()
+        self._thread.join()
+        try:
+            self._write(None, self._generation)
+        except Exception as error:  # must not replace the error that ends the run
+            log.warning("%s", self._about(f"{FILE} could not be removed ({error})"))
+        self._generation = b""
+
+    def renew(self) -> None:
+        """Writes a heartbeat; ends the process if another run has taken over the lock."""
+        seen_now = dataclasses.replace(self._holder, seen=time.time())
+        generation = self._write(seen_now, self._generation)
+        if not generation:
+            found = self._read()
+            holder = Holder.parse(found.value) if found.state == "value" else None
+            if holder is not None and holder.token != self._holder.token:
+                log.error("%s. It took over from this run, which ends", self._in_use(holder))
+                self._generation = b""
+                self._is_over.set()
+                return self._end(1)
+            generation = found.stamp.generation  # the file was removed by hand: written next time
+        self._generation = generation
+
+    def _beat(self) -> None:
+        while not self._is_over.wait(HEARTBEAT_S):
+            try:
+                self.renew()
+            except Exception as error:  # of the disk or the network; the next heartbeat may succeed
+                log.warning("%s", self._about(f"{FILE} could not be renewed ({error})"))
+
+    def _store(self) -> tensorstore.KvStore:
+        if paths.is_remote(self._workdir):
+            bucket, _, folder = self._workdir.removeprefix("gs://").partition("/")
+            place = {"driver": "gcs", "bucket": bucket, "path": f"{folder}/"}
+        else:
+            place = {"driver": "file", "path": f"{pathlib.Path(self._workdir).absolute()}/"}
+        return tensorstore.KvStore.open(place).result()
+
+    def _read(self) -> tensorstore.KvStore.ReadResult:
+        return self._store().read(FILE).result()
+
+    def _write(self, holder: Holder | None, generation: bytes) -> bytes:
+        """Replaces the file (None: removes it) if it is of that generation.
+
+        Returns the new generation, or b"" if the file is of another one.
+        """
+        content = None if holder is None else json.dumps(dataclasses.asdict(holder)).encode()
+        return self._store().write(FILE, content, if_equal=generation).result().generation
+
+    def _about(self, text: str) -> str:
+        return f"workdir = {self._workdir}: {text}"
+
+    def _in_use(self, holder: Holder) -> str:
+        since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(holder.since))
+        return self._about(
+            f"is in use by pid {holder.pid} on host {holder.host}, since {since}, last seen "
+            f"{max(0, time.time() - holder.seen):.0f} seconds ago; end that process or give "
+            "another workdir"
+        )
+
+
+def _machine() -> str:
+    """Boot and pid namespace of this process, in which a pid is unique; "" without /proc."""
+    try:
+        boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def _process_start(pid: int) -> str:
+    """Start of a process in clock ticks since the boot; "" if it has ended or without /proc."""
+    try:
+        text = pathlib.Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    state, *fields = text.rpartition(")")[2].split()  # the name before may contain anything
+    return "" if state in "ZX" else fields[18]
