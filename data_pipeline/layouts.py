@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 
 from data_pipeline.filter import describe
 from spell_jax.data import row_files
+from spell_jax.data.text_files import Unusable, decode
 
 BATCH_ROWS = 256  # rows of a row group that are in memory at a time
 
@@ -65,18 +66,6 @@ _MARKDOWN = re.compile(r"#{1,2}[ \t]+\S.*")
 _LETTER = re.compile(r"[^\W_]")
 
 
-class Unusable(Exception):
-    """Error: nothing of a file, or nothing more of it, can be read.
-
-    `reason` is the category that the file is counted under, such as "binary", "damaged" or "breaks
-    off" (the rows before that are valid); `because` has the details.
-    """
-
-    def __init__(self, reason: str, because: str):
-        super().__init__(reason, because)
-        self.reason, self.because = reason, because
-
-
 @dataclass(frozen=True)
 class Row:
     """Row of a file, or a whole file."""
@@ -95,14 +84,14 @@ def clean(text: str) -> str:
 
 def read_text(data: bytes) -> list[Row]:
     """Parse a .txt or .md file."""
-    return [Row(None, clean(_decode(data)))]
+    return [Row(None, clean(decode(data)))]
 
 
 def read_html(data: bytes) -> list[Row]:
     """Extract the text that a browser would show, in lines; table rows become "| a | b |"."""
     page = _Page()
     try:
-        page.feed(_decode(data))
+        page.feed(decode(data))
         page.close()
     except AssertionError as error:  # raised by HTMLParser when it cannot parse a page
         raise Unusable("damaged", describe(error)) from error
@@ -165,7 +154,7 @@ def read_fields(data: bytes, field: str) -> list[Row]:
 
 def _parse(data: bytes, parse: Callable[[str], Any]) -> Any:
     try:
-        return parse(_decode(data))
+        return parse(decode(data))
     except (ValueError, RecursionError) as error:
         raise Unusable("damaged", describe(error)) from error
 
@@ -196,19 +185,6 @@ def _strings(value: Any) -> Iterator[list[str]]:
         for part in value.values() if isinstance(value, dict) else value:
             if isinstance(value, dict) or not isinstance(part, str):
                 yield from _strings(part)
-
-
-def _decode(data: bytes) -> str:
-    utf16 = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-    try:
-        text = data.decode("utf-16" if utf16 else "utf-8-sig")
-    except UnicodeDecodeError as error:
-        if b"\0" in data and not utf16:
-            raise Unusable("binary", "it has NUL bytes") from error
-        raise Unusable("not UTF-8", describe(error)) from error
-    if "\0" in text:
-        raise Unusable("binary", "it has NUL bytes")
-    return text
 
 
 class _Page(HTMLParser):

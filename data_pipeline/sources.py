@@ -2,12 +2,14 @@
 
 A worker reads one file at a time, or one row group of a Parquet file; files with many rows are
 streamed. A file's text, or each of its rows, is one document, or several if the source is cut at
-chapters. Unusable files and rows are counted and listed: no content of a file stops a build.
+chapters. Unusable files and rows are counted and listed: no content of a file stops a build. So is
+a local folder below the source that cannot be read (a glob passes over such folders silently).
 """
 
 from __future__ import annotations
 
 import io
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -28,10 +30,11 @@ from data_pipeline.filter import (
     filter_documents,
     valid_utf8,
 )
-from data_pipeline.layouts import Row, Unusable
+from data_pipeline.layouts import Row
 from data_pipeline.records import File, blake2b, event, make_document, removed
 from spell_jax.data import row_files
 from spell_jax.data.clusters import TASKS
+from spell_jax.data.text_files import Unusable
 from spell_jax.runtime.config import check_choice, check_least
 
 WHOLE: Mapping[str, Callable[[bytes], list[Row]]] = {
@@ -53,6 +56,9 @@ NAMED_ROWS = 100  # unusable rows listed per file or row group; all of them are 
 CHUNK = 1 << 20  # bytes hashed at a time
 # Keys of fsspec's file info that give a file's version, best first: content hash, then time.
 VERSIONS = ("md5Hash", "etag", "ETag", "generation", "mtime", "updated", "LastModified", "created")
+
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -136,11 +142,15 @@ class SourceConfig:
 
 
 class Listed(TypedDict):
-    """File to read; `source` and `place` are as in Document."""
+    """File to read; `source` and `place` are as in Document.
+
+    A folder that cannot be read is listed too: its `place` ends in "/", and `problem` says why.
+    """
 
     source: str
     url: str  # opened by fsspec
     place: str
+    problem: str  # "" for a file
     size: int  # bytes; 0 if the file system does not report it
     version: str  # changes when the file changes; "" if the file system reports none
 
@@ -158,7 +168,8 @@ def list_files(name: str, source: SourceConfig) -> list[Listed]:
     """List the files of a source, sorted by place, without hidden files.
 
     Files of unsupported types are included and counted later. Raises FileNotFoundError if there is
-    no file, ValueError if none has a type of the layout, or the path or a folder cannot be opened.
+    no file, ValueError if none has a type of the layout, or the path cannot be opened. Folders in
+    it that cannot be read are included too, and logged.
     """
     where = f"sources.{name}.path = {source.path!r}"
     try:
@@ -174,6 +185,7 @@ def list_files(name: str, source: SourceConfig) -> list[Listed]:
             source=name,
             url=valid_utf8(system.unstrip_protocol(url)),
             place=valid_utf8(url.removeprefix(root).lstrip("/")),
+            problem=valid_utf8(info.get("problem", "")),
             size=int(info.get("size") or 0),
             version=str(next((info[key] for key in VERSIONS if info.get(key)), "")),
         )
@@ -206,7 +218,15 @@ def _below(system: Any, path: str) -> dict[str, dict[str, Any]]:
     # `find` silently skips local folders without read permission.
     found, folders = {}, [path]
     for folder in folders:  # the list grows during the loop
-        for info in system.ls(folder, detail=True):
+        try:
+            infos = system.ls(folder, detail=True)
+        except OSError as error:
+            if folder == path:
+                raise
+            log.warning("%s: skipped (unreadable: %s)", folder, error)
+            found[f"{folder}/"] = {"type": "file", "problem": describe(error)}
+            continue
+        for info in infos:
             if info["type"] != "directory":
                 found[info["name"]] = info
             elif not PurePosixPath(info["name"]).name.startswith("."):
@@ -264,7 +284,9 @@ def make_read(
 def _split(listed: Any, sources: Mapping[str, SourceConfig]) -> Iterator[Any]:
     """Yield the pieces of a file; a Parquet file is hashed here, because many workers read it."""
     source, suffix = sources[listed["source"]], _suffix(listed["place"])
-    if suffix not in LAYOUTS[source.layout]:
+    if listed["problem"]:
+        yield from _skip(listed, Unusable("unreadable", listed["problem"]))
+    elif suffix not in LAYOUTS[source.layout]:
         yield from _skip(listed, Unusable("of another type", suffix or "no suffix"))
     elif suffix != ".parquet" or source.layout == "docmath":
         yield Piece(file=listed, columns=[], group=0, first=0)

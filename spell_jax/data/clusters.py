@@ -2,7 +2,7 @@
 
 1. A JSONL file has one cluster per line: {"id": "a", "documents": ["...", "..."], "tasks":
    ["general_qa"]}, "tasks" being optional. A folder is searched for .txt and .md files, in path
-   order. Bad lines and files are counted, logged and skipped.
+   order. Bad lines, files and folders are counted, logged and skipped.
 2. Documents longer than `max_document_tokens` are cut at paragraphs; only a paragraph that is too
    long is cut at lines, then sentences, words, characters. Only white space at the cuts is lost
    (spec section 14).
@@ -12,6 +12,7 @@
 import hashlib
 import itertools
 import logging
+import os
 import random
 import re
 from collections import Counter
@@ -20,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from spell_jax.data.text_files import Unusable, decode
 from spell_jax.runtime.jsonl import read_records
 
 TASKS = ("general_qa", "financial_math", "multiple_choice")
@@ -85,7 +87,8 @@ class ClusterReport:
     """Statistics of reading a source."""
 
     read: int = 0  # files (folder) or lines (JSONL file) used
-    skipped: Counter[str] = field(default_factory=Counter)  # reason -> number of files or lines
+    # reason -> number of files and unreadable folders (folder) or lines (JSONL file)
+    skipped: Counter[str] = field(default_factory=Counter)
     cut: int = 0  # documents over the limit
     lengths: list[int] = field(default_factory=list)  # tokens of each document after cutting
     clusters: int = 0
@@ -254,24 +257,42 @@ def _checked(units: Sequence[str], count: CountTokens, limit: int) -> Iterator[t
 
 
 def folder_texts(folder: Path, report: ClusterReport) -> Iterator[str]:
-    for path in sorted(folder.rglob("*")):
-        is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-        if is_hidden or not path.is_file():
-            continue
-        if path.suffix.lower() not in SUFFIXES:
-            report.skipped["of another type"] += 1
-            continue
+    """Yield the texts of a folder's .txt and .md files, in path order; count and log the others."""
+
+    def skip(path: str | Path, reason: str, because: object) -> None:
+        report.skipped[reason] += 1
+        log.warning("%s: skipped (%s: %s)", path, reason, because)
+
+    for path in _files(folder, lambda error: skip(error.filename, "unreadable", error)):
         try:
-            text, problem = path.read_text(encoding="utf-8-sig").strip(), "empty"
-        except (UnicodeDecodeError, OSError) as error:
-            log.warning("%s: %s", path, error)
-            text, problem = "", "unreadable"
-        if text:
-            report.read += 1
-            yield text
+            if path.exists() and not path.is_file():
+                continue  # such as a pipe, which would block
+            if path.suffix.lower() not in SUFFIXES:
+                report.skipped["of another type"] += 1
+                continue
+            text = decode(path.read_bytes()).strip()
+        except OSError as error:
+            skip(path, "unreadable", error)
+        except Unusable as error:
+            skip(path, error.reason, error.because)
         else:
-            report.skipped[problem] += 1
-            log.warning("%s: skipped (%s)", path, problem)
+            if text:
+                report.read += 1
+                yield text
+            else:
+                skip(path, "empty", "no text in it")
+
+
+def _files(folder: Path, on_error: Callable[[OSError], None]) -> list[Path]:
+    """Return the paths of a folder that are not hidden or folders, in order.
+
+    Links to folders are not followed. `on_error` gets the error of a folder that cannot be read.
+    """
+    found: list[Path] = []
+    for parent, folders, names in os.walk(folder, onerror=on_error):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        found += [Path(parent, name) for name in names if not name.startswith(".")]
+    return sorted(found)
 
 
 def _grouped(documents: Sequence[str], size: int, grouping: str) -> list[Cluster]:

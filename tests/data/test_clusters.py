@@ -1,10 +1,13 @@
 """Tests of clusters: reading, skipping, lossless cutting in linear time, grouping, splitting."""
 
+import errno
 import json
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -76,15 +79,41 @@ def test_folder_is_read_in_order_and_bad_files_are_counted(
     (tmp_path / "bad.txt").write_bytes(b"\xff\xfe\xff")
     (tmp_path / "empty.txt").write_text(" \n")
     (tmp_path / "table.csv").write_text("1,2")
+    (tmp_path / "gone.txt").symlink_to(tmp_path / "nothing")
+    (tmp_path / "link").symlink_to(tmp_path / "b")
+    os.mkfifo(tmp_path / "pipe.txt")
     (tmp_path / ".git" / "hidden.txt").write_text("hidden")
     clusters, report = read_clusters(tmp_path, documents_per_cluster=2)
     assert [cluster.documents for cluster in clusters] == [("one", "two"), ("three",)]
     assert report.read == 3
-    assert report.skipped == {"unreadable": 1, "empty": 1, "of another type": 1}
-    assert "bad.txt" in caplog.text
+    assert report.skipped == {"not UTF-8": 1, "unreadable": 1, "empty": 1, "of another type": 1}
+    assert f"{tmp_path / 'bad.txt'}: skipped (not UTF-8: UnicodeDecodeError" in caplog.text
+    assert f"{tmp_path / 'gone.txt'}: skipped (unreadable: [Errno 2]" in caplog.text
     assert "empty.txt" in caplog.text
     assert len({cluster.id for cluster in clusters}) == 2
     assert read_clusters(tmp_path, documents_per_cluster=2)[0] == clusters
+
+
+def test_unreadable_folders_are_counted_and_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a.txt", "locked/b.txt", "c/locked/d.txt", "c/e.txt", ".locked/f.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    scandir = os.scandir
+
+    def refuse(folder: str) -> Any:
+        if str(folder).endswith("locked"):
+            raise PermissionError(errno.EACCES, "Permission denied", folder)
+        return scandir(folder)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    clusters, report = read_clusters(tmp_path)
+    assert clusters[0].documents == ("a.txt", "c/e.txt")
+    assert (report.read, dict(report.skipped)) == (2, {"unreadable": 2})
+    assert "skipped 2 (2 unreadable)" in report.summary()
+    for name in ("locked", "c/locked"):
+        assert f"{tmp_path / name}: skipped (unreadable: [Errno 13] Permission" in caplog.text
 
 
 def test_documents_of_a_cluster_are_cut_in_place(tmp_path: Path) -> None:

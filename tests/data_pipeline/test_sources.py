@@ -1,4 +1,5 @@
 import codecs
+import errno
 import gzip
 import hashlib
 import io
@@ -24,9 +25,11 @@ from pypdf import PdfReader, PdfWriter
 
 from data_pipeline import layouts, sources
 from data_pipeline.filter import FilterConfig
-from data_pipeline.layouts import Row, Unusable
+from data_pipeline.layouts import Row
 from data_pipeline.sources import Listed, SourceConfig, list_files
 from data_pipeline.stages import Stages
+from spell_jax.data.clusters import read_clusters
+from spell_jax.data.text_files import Unusable
 from spell_jax.runtime import config as settings
 
 ANY = FilterConfig(min_quality=0.5, min_characters=1, languages=())
@@ -506,22 +509,76 @@ def test_paths_without_readable_files_raise(tmp_path: Path):
         list_files("mine", folder("nowhere://bucket/a"))
 
 
-def test_folder_without_read_permission_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    path = write(tmp_path / "in", {"a.txt": "", "locked/b.txt": ""})
+@pytest.fixture
+def _locked_folders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folders whose name ends in "locked" cannot be read (the tests may run as root)."""
     scandir = os.scandir
 
     def refuse(folder: str) -> Any:
         if str(folder).endswith("locked"):
-            raise PermissionError(folder)
+            raise PermissionError(errno.EACCES, "Permission denied", folder)
         return scandir(folder)
 
     monkeypatch.setattr(os, "scandir", refuse)
+
+
+@pytest.mark.usefixtures("_locked_folders")
+def test_source_without_read_permission_raises(tmp_path: Path):
+    path = write(tmp_path / "locked", {"a.txt": ""})
     with pytest.raises(
         ValueError, match=r"sources\.mine\.path = .*opened, PermissionError: .*locked"
     ):
         list_files("mine", folder(path))
-    os.rename(path + "/locked", path + "/.locked")
-    assert [file["place"] for file in list_files("mine", folder(path))] == ["a.txt"]
+
+
+@pytest.mark.usefixtures("_locked_folders")
+def test_unreadable_folders_are_counted_and_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    files = ("a.txt", "b.locked/b.txt", "c/locked/d.txt", "c/e.txt", ".locked/f.txt")
+    configs = {"mine": folder(write(tmp_path / "in", {name: name for name in files}))}
+    tables = read(tmp_path / "out", configs)
+    assert [d["text"] for d in tables["documents"]] == ["a.txt", "c/e.txt"]
+    assert [(r["place"], r["reason"]) for r in tables["removed"]] == [
+        ("b.locked/", "unreadable"),
+        ("c/locked/", "unreadable"),
+    ]
+    assert tables["removed"][0]["because"].startswith("PermissionError: [Errno 13]")
+    assert counts(tables, "mine")["files skipped: unreadable"] == 2
+    for name in ("b.locked", "c/locked"):
+        assert f"{tmp_path / 'in' / name}: skipped (unreadable: [Errno 13]" in caplog.text
+
+
+@pytest.mark.usefixtures("_locked_folders")
+def test_trainer_and_pipeline_use_and_skip_the_same_files(tmp_path: Path):
+    files = {
+        "a.txt": "good\r\ntext",
+        "b.txt": codecs.BOM_UTF8 + b"one mark",
+        "c.md": codecs.BOM_UTF16_BE + "two bytes".encode("utf-16-be"),
+        "nul.txt": b"text\0text",
+        "nuls.txt": bytes(1000),
+        "nul_latin.txt": b"\0Gr\xf6\xdfe",
+        "nul_utf16.txt": codecs.BOM_UTF16_LE + "a\0b".encode("utf-16-le"),
+        "no_mark.txt": "UTF-16".encode("utf-16-le"),
+        "latin.txt": b"Gr\xf6\xdfe",
+        "half.txt": codecs.BOM_UTF16_LE + b"a\0b",
+        "empty.txt": " ",
+        "other.csv": "a",
+        "locked/f.txt": "text",
+    }
+    path = write(tmp_path / "in", files)
+    clusters, report = read_clusters(path)
+    tables = read(tmp_path / "out", {"mine": folder(path)})
+    assert [*clusters[0].documents] == [d["text"] for d in tables["documents"]]
+    assert [*clusters[0].documents] == ["good\ntext", "one mark", "two bytes"]
+    assert report.skipped == Counter(r["reason"] for r in tables["removed"])
+    assert report.skipped == {
+        "binary": 5,
+        "not UTF-8": 2,
+        "unreadable": 1,
+        "empty": 1,
+        "of another type": 1,
+    }
 
 
 def test_file_name_that_is_not_utf8_is_listed(tmp_path: Path):

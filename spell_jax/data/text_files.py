@@ -1,0 +1,38 @@
+"""Text files: from bytes to text, the same for the trainer and for data_pipeline."""
+
+from __future__ import annotations
+
+import codecs
+
+
+class Unusable(Exception):
+    """Error: nothing of a file, or nothing more of it, can be read.
+
+    `reason` is the category that the file is counted under, such as "binary", "damaged" or "breaks
+    off" (the rows before that are valid); `because` has the details.
+    """
+
+    def __init__(self, reason: str, because: str):
+        super().__init__(reason, because)
+        self.reason, self.because = reason, because
+
+    def __str__(self) -> str:
+        return f"{self.reason}, {self.because}"
+
+
+def decode(data: bytes) -> str:
+    """Decodes UTF-8, with or without a byte order mark, or UTF-16 with one; line ends become LF.
+
+    Raises Unusable: "binary" if the text has NUL characters, or bytes that are no UTF-8 have NUL
+    bytes; "not UTF-8" for other bytes.
+    """
+    utf16 = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    try:
+        text = data.decode("utf-16" if utf16 else "utf-8-sig")
+    except UnicodeDecodeError as error:
+        if b"\0" in data and not utf16:
+            raise Unusable("binary", "it has NUL bytes") from error
+        raise Unusable("not UTF-8", f"{type(error).__name__}: {error}") from error
+    if "\0" in text:
+        raise Unusable("binary", "it has NUL bytes")
+    return text.replace("\r\n", "\n").replace("\r", "\n")
