@@ -16,6 +16,9 @@
 writes DIR/rows.jsonl, one {"prompt", "completion", "role", "task"} per line; DIR/tokenizer.model,
 trained on such rows; and DIR/questions.jsonl, questions with answers about held-out clusters.
 Clusters are those that train.py makes of the same folder with that tokenizer and the same settings.
+
+The time is linear in the text and in the number of rows: a row looks at MOST_CANDIDATES facts and
+documents of its cluster at most. Every TICK_S seconds a line says how far the command is.
 """
 
 import argparse
@@ -23,10 +26,12 @@ import dataclasses
 import json
 import logging
 import re
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -59,12 +64,17 @@ NAME = re.compile(r"[^\W\d_]{2,}(?:-[^\W\d_]+)*")
 FORBIDDEN_IN_CUE = re.compile(r"[\"'\\{}<>*`]")
 
 CLOSING = ".,;:!?"
-TRIES = 4  # passes over the clusters before giving up on a task
+TRIES = 4  # failures in a row after which a cluster is not tried again for a task
+MOST_CANDIDATES = 200  # facts or documents of a cluster that one row chooses from
+LONGEST_WORD = 16  # characters; before there is a tokenizer, a longer word counts as several
+ROWS_PER_FACT = 10  # more are logged as a warning: they repeat the same few questions
+TICK_S = 10.0
 
 # Flags that are fields of DataConfig and of RowConfig.
 _DATA_FLAGS = ("source", "grouping", "documents_per_cluster", "max_document_tokens", "held_out")
 _ROW_FLAGS = ("tasks", "documents_shown", "documents_read", "history_share", "difference_share")
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
@@ -134,6 +144,23 @@ class RowConfig:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be from 0 to 1")
 
 
+class _Ticker:
+    """Log lines about a long command: one when a phase begins, then one every TICK_S seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._phase, self._last = clock, "", clock()
+
+    def enter(self, phase: str) -> None:
+        log.info("%s", phase)
+        self._phase, self._last = phase, self._clock()
+
+    def tick(self, text: str, *values: int) -> None:
+        """Logs the phase and a text with values, if it is time."""
+        if (now := self._clock()) - self._last >= TICK_S:
+            log.info("%s: %s", self._phase, text.format(*values))
+            self._last = now
+
+
 def find_facts(documents: Sequence[str]) -> list[Fact]:
     """Find all facts of a cluster, in text order; linear in the text's length."""
     words = [list(WORD.finditer(document)) for document in documents]
@@ -150,6 +177,13 @@ def find_facts(documents: Sequence[str]) -> list[Fact]:
             if "\n" not in document[matches[position - CUE_WORDS].start() : matches[last].end()]:
                 facts.append(Fact(index, value[0], cue, value[1]))
     return facts
+
+
+def _facts_by_task(documents: Sequence[str], tasks: Iterable[str]) -> dict[str, list[Fact]]:
+    """Find a cluster's facts that each task may ask for: only numbers for financial_math."""
+    facts = find_facts(documents)
+    numbers = [fact for fact in facts if fact.kind == "number"]
+    return {task: numbers if task == "financial_math" else facts for task in tasks}
 
 
 def _cues(words: Sequence[str]) -> list[tuple[str, ...]]:
@@ -218,7 +252,7 @@ class RowMaker:
     """Maker of rows from the facts of one cluster at a time.
 
     `counts` has "clusters", "facts", "rejected TASK: REASON" (questions that the parser rejected)
-    and "skipped TASK" (clusters whose facts did not allow a question).
+    and "skipped TASK" (tries in which a cluster's facts did not allow a question).
     """
 
     prompts: Prompts
@@ -228,11 +262,13 @@ class RowMaker:
     counts: Counter[str] = field(default_factory=Counter)
 
     def question(self, task: str, facts: Sequence[Fact], letter: str) -> FactQuestion | None:
-        """Make a question about a cluster's facts, its correct option at `letter`, if possible."""
-        if task == "financial_math":
-            facts = [fact for fact in facts if fact.kind == "number"]
+        """Make a question about a cluster's facts for a task, its correct option at `letter`.
+
+        None if they do not allow one.
+        """
         if not facts:
             return None
+        facts = self._candidates(facts)
         fact = facts[int(self.rng.integers(len(facts)))]
         values = dict.fromkeys(other.value for other in facts if other.kind == fact.kind)
         used, text, answer = [fact], f"which {fact.kind} follows: {fact.cue}", fact.value
@@ -302,12 +338,20 @@ class RowMaker:
         documents = self._sample_documents(cluster, needed, total)
         return self.prompts.questioner(task, documents, history, letter)
 
+    def _candidates(self, items: Sequence[T]) -> Sequence[T]:
+        """Return the items, or MOST_CANDIDATES adjacent ones of more, from a random place."""
+        if len(items) <= MOST_CANDIDATES:
+            return items
+        start = int(self.rng.integers(len(items) - MOST_CANDIDATES + 1))
+        return items[start : start + MOST_CANDIDATES]
+
     def _sample_count(self) -> int:
         return int(self.rng.choice(self.config.documents_read))
 
     def _sample_documents(self, cluster: Cluster, needed: frozenset[int], total: int) -> list[str]:
         """Return the needed documents and sampled others, up to `total`, in corpus order."""
-        others = [index for index in range(len(cluster.documents)) if index not in needed]
+        candidates = self._candidates(range(len(cluster.documents)))
+        others = [index for index in candidates if index not in needed]
         extra = self.rng.permutation(others)[: max(0, total - len(needed))].tolist()
         return [cluster.documents[int(index)] for index in sorted([*needed, *extra])]
 
@@ -346,6 +390,29 @@ class RowMaker:
         return forms[self.rng.integers(len(forms))], "YES"
 
 
+class _Turns:
+    """Clusters by index in shuffled rounds, without those that failed TRIES times in a row."""
+
+    def __init__(self, indices: Iterable[int], rng: np.random.Generator) -> None:
+        self._tries, self._rng = dict.fromkeys(indices, TRIES), rng
+        self._order: list[int] = []
+
+    def make(self, attempt: Callable[[int], T | None]) -> T | None:
+        """Return the first result that is not None of attempts with the next clusters, if any."""
+        while self._tries:
+            self._order = self._order or self._rng.permutation([*self._tries]).tolist()
+            index = self._order.pop()
+            if index not in self._tries:
+                continue
+            if (made := attempt(index)) is not None:
+                self._tries[index] = TRIES
+                return made
+            self._tries[index] -= 1
+            if not self._tries[index]:
+                del self._tries[index]
+        return None
+
+
 def make_rows(
     clusters: Sequence[Cluster],
     prompts: Prompts,
@@ -353,6 +420,7 @@ def make_rows(
     seed: int,
     config: RowConfig | None = None,
     count_tokens: CountTokens = count_words,
+    ticker: _Ticker | None = None,
 ) -> tuple[list[Row], Counter[str]]:
     """Make `rows` rows, in shuffled order; returns them with the counts of RowMaker.
 
@@ -360,33 +428,43 @@ def make_rows(
     """
     if rows < 1:
         raise ValueError(f"rows = {rows}: must be at least 1")
-    config = config or RowConfig()
+    config, ticker = config or RowConfig(), ticker or _Ticker()
     rng = np.random.default_rng(seed)
     maker = RowMaker(prompts, config, rng, count_tokens)
-    facts = [find_facts(cluster.documents) for cluster in clusters]
-    maker.counts.update(clusters=len(clusters), facts=sum(map(len, facts)))
-    order: list[int] = []
+    ticker.enter("finding facts")
+    facts: list[dict[str, list[Fact]]] = []
+    for cluster in clusters:
+        facts.append(_facts_by_task(cluster.documents, TASKS))
+        ticker.tick("{:,} of {:,} clusters", len(facts), len(clusters))
+    found = sum(len(some["general_qa"]) for some in facts)
+    maker.counts.update(clusters=len(clusters), facts=found)
+    indices = range(len(clusters))
+    all_turns = _Turns(indices, rng)
+    turns = {task: _Turns((i for i in indices if facts[i][task]), rng) for task in config.tasks}
 
     def make_row(role: str, task: str, letter: str) -> Row:
-        nonlocal order
-        for _ in range(TRIES * len(clusters)):
-            order = order or rng.permutation(len(clusters)).tolist()
-            index = order.pop()
-            if row := maker.row(role, task, clusters[index], facts[index], letter):
-                return row
-            maker.counts[f"skipped {task}"] += 1
+        def attempt(index: int) -> Row | None:
+            row = maker.row(role, task, clusters[index], facts[index][task], letter)
+            if row is None:
+                maker.counts[f"skipped {task}"] += 1
+            return row
+
+        if row := (all_turns if role == "reciter" else turns[task]).make(attempt):
+            return row
         raise ValueError(
             f"tasks: found no facts for {task} in {len(clusters)} clusters; leave it out or make "
             "the clusters larger"
         )
 
+    ticker.enter("making rows")
     equal = dict.fromkeys(config.tasks, 1.0)
-    made = [
-        make_row(role, task, LETTERS[number % len(LETTERS)])
-        for role, role_rows in batch_counts(rows, config.roles, dict.fromkeys(ROLES, rows)).items()
-        for task, count in batch_counts(role_rows, equal, dict.fromkeys(equal, role_rows)).items()
-        for number in range(count)
-    ]
+    made: list[Row] = []
+    for role, role_rows in batch_counts(rows, config.roles, dict.fromkeys(ROLES, rows)).items():
+        shares = batch_counts(role_rows, equal, dict.fromkeys(equal, role_rows))
+        for task, count in shares.items():
+            for number in range(count):
+                made.append(make_row(role, task, LETTERS[number % len(LETTERS)]))
+                ticker.tick("{:,} of {:,} rows from {:,} facts", len(made), rows, found)
     return [made[i] for i in rng.permutation(len(made))], maker.counts
 
 
@@ -400,10 +478,14 @@ def make_questions(
     rng = np.random.default_rng(seed)
     maker = RowMaker(prompts, RowConfig(tuple(tasks)), rng, count_words)
     order = rng.permutation(len(clusters)).tolist()
+    facts: dict[int, dict[str, list[Fact]]] = {}  # by cluster, found once
     made: list[dict[str, object]] = []
     for number in range(TRIES * count):
-        cluster, task = clusters[order[number % len(order)]], tasks[number % len(tasks)]
-        item = maker.question(task, find_facts(cluster.documents), LETTERS[number % len(LETTERS)])
+        index, task = order[number % len(order)], tasks[number % len(tasks)]
+        cluster = clusters[index]
+        if index not in facts:
+            facts[index] = _facts_by_task(cluster.documents, tasks)
+        item = maker.question(task, facts[index][task], LETTERS[number % len(LETTERS)])
         if item is not None:
             texts = {"question": item.question, "answer": item.reference.strip()}
             made.append({"task": task, "documents": list(cluster.documents), **texts})
@@ -421,27 +503,58 @@ def main(arguments: Sequence[str] | None = None) -> None:
     data = DataConfig(**{name: getattr(flags, name) for name in _DATA_FLAGS})
     config = RowConfig(**{name: getattr(flags, name) for name in _ROW_FLAGS})
 
+    ticker = _Ticker()
+
     def read(count_tokens: CountTokens) -> list[list[Cluster]]:
         """Read training and held-out clusters."""
-        sources = open_clusters(data, flags.seed, count_tokens)
+        measured = [0, 0]
+
+        def count(text: str) -> int:
+            measured[:] = measured[0] + 1, measured[1] + len(text)
+            ticker.tick("{:,} texts of {:,} characters measured", *measured)
+            return count_tokens(text)
+
+        ticker.enter(f"reading {data.source}")
+        sources = open_clusters(data, flags.seed, count)
         return [source.read(list(source.tasks)) for source in sources]
+
+    def make(clusters: Sequence[Cluster], count_tokens: CountTokens):
+        return make_rows(clusters, prompts, flags.rows, flags.seed, config, count_tokens, ticker)
 
     if flags.tokenizer:
         words = tokenizer.load(flags.tokenizer)
     else:
-        # No tokenizer yet: sizes in words are close enough for the texts that it is trained on.
-        rows, _ = make_rows(read(count_words)[0], prompts, flags.rows, flags.seed, config)
+        # No tokenizer yet: rough sizes are close enough for the texts that it is trained on.
+        rows, _ = make(read(_count_roughly)[0], _count_roughly)
+        ticker.enter(f"training a tokenizer on {len(rows):,} rows")
         texts = (row.prompt + row.completion for row in rows)
         words = tokenizer.train(texts, flags.vocab_size, SYMBOLS)
     words.save(out)
     training, held_out = read(words.count)
-    rows, counts = make_rows(training, prompts, flags.rows, flags.seed, config, words.count)
+    rows, counts = make(training, words.count)
     write_records(out / ROWS_FILE, map(dataclasses.asdict, rows))
-    log.info("%s: %d rows; %s", out / ROWS_FILE, len(rows), dict(counts))
+    _log_summary(out / ROWS_FILE, len(rows), counts)
     if held_out:
+        ticker.enter(f"making questions about {len(held_out):,} clusters")
         questions = make_questions(held_out, prompts, flags.questions, flags.seed, flags.tasks)
         write_records(out / QUESTIONS_FILE, questions)
         log.info("%s: %d questions", out / QUESTIONS_FILE, len(questions))
+
+
+def _count_roughly(text: str) -> int:
+    """Count words, a long one as several: a text without spaces may be of any length."""
+    return max(count_words(text), -(-len(text) // LONGEST_WORD))
+
+
+def _log_summary(path: Path, rows: int, counts: Mapping[str, int]) -> None:
+    facts, others = counts["facts"], {k: n for k, n in counts.items() if k != "facts"}
+    log.info("%s: %d rows from %d facts; %s", path, rows, facts, others)
+    if rows > ROWS_PER_FACT * facts:
+        log.warning(
+            "rows = %d: more than %g for each of the %d facts, so the rows repeat themselves; take "
+            "fewer rows or more documents",
+            *(rows, ROWS_PER_FACT, facts),
+        )
 
 
 def _flags() -> argparse.ArgumentParser:

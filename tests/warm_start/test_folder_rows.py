@@ -1,8 +1,12 @@
 """Tests of rule-based rows of a folder: true, unique facts that the algorithm's parsers accept."""
 
 import json
+import logging
+import re
 from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -221,6 +225,168 @@ def test_reciter_rows_repeat_their_documents(rows: list[Row]) -> None:
     assert reordered > 50
 
 
+# ------------------------------------------------------------------------------------ Linear time
+
+
+def line(size: int) -> str:
+    """A text of one line with spaces and a fact in every sixth word."""
+    parts, words = [], ("harbour", "of", "grain", "near", "silver")
+    for number in range(size // 34):
+        parts += ["was", "built", f"{words[number % 5]}{number}", "with", "stones", str(number + 2)]
+    return " ".join(parts)
+
+
+def nuls(size: int) -> str:
+    return "\0" * size
+
+
+def solid(size: int) -> str:
+    return "".join(map(str, range(size // 3)))[:size]
+
+
+class Counted:
+    """A pattern that counts the characters that it is given."""
+
+    def __init__(self, pattern: re.Pattern[str], counts: Counter[str]):
+        self._pattern, self._counts = pattern, counts
+
+    def finditer(self, text: str) -> Iterator[re.Match[str]]:
+        self._counts["scanned"] += len(text)
+        return self._pattern.finditer(text)
+
+    def fullmatch(self, text: str) -> re.Match[str] | None:
+        self._counts["scanned"] += len(text)
+        return self._pattern.fullmatch(text)
+
+
+@pytest.fixture
+def work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Characters scanned by patterns, and calls of functions that cost more."""
+    counts: Counter[str] = Counter()
+    for name in ("WORD", "NUMBER", "NAME"):
+        monkeypatch.setattr(folder_rows, name, Counted(getattr(folder_rows, name), counts))
+
+    def count(owner: object, name: str) -> None:
+        function = getattr(owner, name)
+
+        def counted(*given: Any, **options: Any) -> Any:
+            counts[name] += 1
+            return function(*given, **options)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    for name in ("means_the_same", "find_facts"):
+        count(folder_rows, name)
+    count(folder_rows.RowMaker, "row")
+    return counts
+
+
+@pytest.mark.parametrize("size", [40_000, pytest.param(5_000_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("as_folder", [True, False], ids=["folder", "one cluster"])
+@pytest.mark.parametrize("make", [line, nuls, solid])
+def test_work_is_linear_in_the_text(
+    make: Callable[[int], str], as_folder: bool, size: int, tmp_path: Path, work: Counter[str]
+) -> None:
+    text, rows = make(size), 40
+    if as_folder:
+        (tmp_path / "text.txt").write_text(text)
+        (tmp_path / "facts.txt").write_text("\n\n".join(CLUSTERS[0].documents))
+        source = tmp_path
+    else:
+        source = tmp_path / "clusters.jsonl"
+        records = {"id": "a", "documents": [*CLUSTERS[0].documents, text]}
+        source.write_text(json.dumps(records))
+    counted = 0
+
+    def count(piece: str) -> int:
+        nonlocal counted
+        counted += len(piece)
+        return folder_rows._count_roughly(piece)
+
+    clusters, report = read_clusters(
+        source, count_tokens=count, max_document_tokens=64, documents_per_cluster=4
+    )
+    is_read = not (as_folder and make is nuls)
+    assert is_read == ("binary" not in report.skipped)
+    total = sum(len(d) for c in clusters for d in c.documents)
+    assert is_read == (total > 0.8 * size)
+    assert max(len(d) for c in clusters for d in c.documents) <= 64 * folder_rows.LONGEST_WORD
+    config = RowConfig(history_share=0.0)  # a question a row
+    made, counts = make_rows(clusters, COMPACT, rows, 0, config, count)
+    assert counted <= 7 * total + 500 * rows
+    assert counts["facts"] > 20
+    if make is line and not as_folder:
+        assert counts["facts"] > 5 * folder_rows.MOST_CANDIDATES
+    comparisons = folder_rows.MOST_CANDIDATES + 9  # of a value with others
+    assert work["means_the_same"] <= comparisons * rows
+    assert work["scanned"] <= 8 * total + 4 * 20 * comparisons * rows
+    assert sum(len(row.prompt + row.completion) for row in made) <= 10_000 * rows
+    make_questions(clusters, COMPACT, 50, 0, TASKS)
+    assert work["find_facts"] <= 2 * len(clusters)
+
+
+def test_tokenizer_is_trained_on_short_rows_of_a_text_without_spaces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "text.txt").write_text(solid(100_000))
+    (tmp_path / "facts.txt").write_text("\n\n".join(CLUSTERS[0].documents))
+    given: list[str] = []
+
+    def train(texts: Iterator[str], *_: Any) -> None:
+        given.extend(texts)
+        raise InterruptedError
+
+    monkeypatch.setattr(tokenizer, "train", train)
+    with pytest.raises(InterruptedError):
+        arguments = [f"--source={tmp_path}", f"--out={tmp_path / 'out'}", "--held_out=0"]
+        folder_rows.main([*arguments, "--rows=80"])
+    assert len(given) == 80 and max(map(len, given)) < 10_000
+
+
+@pytest.mark.parametrize("barren", ["Nothing here.", "Grain near the harbour was 7 pounds."])
+def test_clusters_without_questions_are_tried_a_few_times_only(
+    barren: str, work: Counter[str]
+) -> None:
+    """The second text has one fact: no multiple choice."""
+    rows, others = 120, [Cluster(f"b{i}", (barren,)) for i in range(400)]
+    make_rows([CLUSTERS[0], *others], COMPACT, rows, 0)
+    failed = folder_rows.TRIES * len(others) if "7" in barren else 0
+    assert work["row"] <= folder_rows.TRIES * rows + failed
+
+
+def test_progress_is_logged_every_ten_seconds(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "spell_jax")
+    now = 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += 1.0
+        return now
+
+    make_rows(CLUSTERS, COMPACT, 40, 0, ticker=folder_rows._Ticker(clock))
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines[:2] == ["finding facts", "making rows"]
+    facts = sum(len(find_facts(cluster.documents)) for cluster in CLUSTERS)
+    assert lines[2:] == [
+        f"making rows: {n} of 40 rows from {facts} facts" for n in (10, 20, 30, 40)
+    ]
+
+
+def test_many_rows_of_few_facts_are_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "spell_jax")
+    path, counts = tmp_path / "rows.jsonl", Counter(facts=126, clusters=9)
+    folder_rows._log_summary(path, 1260, counts)
+    assert caplog.messages == [f"{path}: 1260 rows from 126 facts; {{'clusters': 9}}"]
+    folder_rows._log_summary(path, 12_000, counts)
+    assert caplog.messages[1] == f"{path}: 12000 rows from 126 facts; {{'clusters': 9}}"
+    assert caplog.messages[2] == (
+        "rows = 12000: more than 10 for each of the 126 facts, so the rows repeat themselves; take "
+        "fewer rows or more documents"
+    )
+
+
 def test_held_out_questions_have_answers_in_their_documents() -> None:
     made = make_questions(CLUSTERS, COMPACT, 30, 0, TASKS)
     assert Counter(item["task"] for item in made) == dict.fromkeys(TASKS, 10)
@@ -249,14 +415,21 @@ def test_invalid_config_is_rejected() -> None:
         make_rows([Cluster("a", ("We all once met Jane.",))], COMPACT, 9, seed=0)
 
 
-def test_command_line_writes_rows_tokenizer_and_questions(tmp_path: Path) -> None:
+def test_command_line_writes_rows_tokenizer_and_questions(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     source, out = tmp_path / "documents", tmp_path / "rows"
     source.mkdir()
     for cluster in CLUSTERS:
         (source / f"{cluster.id}.txt").write_text("\n\n".join(cluster.documents))
     sizes = ["--documents_per_cluster=4", "--max_document_tokens=48", "--vocab_size=400"]
     sizes += ["--rows=40"]
+    caplog.set_level(logging.INFO, "spell_jax")
     folder_rows.main([f"--source={source}", f"--out={out}", "--held_out=0.2", *sizes])
+    phases = ["reading", "finding facts", "making rows", "training a tokenizer on 40 rows"]
+    phases += ["making questions", f"{out / 'rows.jsonl'}: 40 rows from "]
+    for phase in phases:
+        assert any(message.startswith(phase) for message in caplog.messages), phase
     lines = [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
     assert len(lines) == 40
     assert set(lines[0]) == {"prompt", "completion", "role", "task"}
