@@ -79,8 +79,7 @@ class Holder:
 def locked(workdir: str | os.PathLike[str]) -> Iterator[None]:
     """Context in which this run alone writes to a workdir; all processes of the run enter it.
 
-    ValueError on all processes if another run holds the lock, RuntimeError if process 0 of several
-    cannot write it.
+    ValueError on all processes if another run holds the lock, or it cannot be written.
     """
     lock = WorkdirLock(workdir)
     try:
@@ -116,9 +115,16 @@ class WorkdirLock:
     def take(self) -> str:
         """Takes the lock; returns "", or a message that names the run that holds it.
 
-        Waits up to STALE_S seconds for a heartbeat of a holder on another machine.
+        Waits up to STALE_S seconds for a heartbeat of a holder on another machine. The message may
+        also be that the file cannot be read or written.
         """
-        waited_for: Holder | None = None
+        try:
+            return self._take()
+        except ValueError as error:  # TensorStore's type for every failure of a disk or bucket
+            return self._about(f"{FILE} could not be read or written ({error})")
+
+    def _take(self) -> str:
+        waited_for, waited = None, 0.0
         while True:
             found = self._read()
             holder = Holder.parse(found.value) if found.state == "value" else None
@@ -130,17 +136,17 @@ class WorkdirLock:
                     return self._in_use(holder)
             elif waited_for is not None and holder != waited_for:
                 return self._in_use(holder)  # it has a new heartbeat, or another run was faster
-            elif (age := time.time() - holder.seen) < STALE_S:
+            # A clock that is ahead does not prolong the wait.
+            elif (left := STALE_S - max(waited, time.time() - holder.seen)) > 0:
                 if waited_for is None:
                     text = "%s. It may be dead: waits up to %.0f s for its next heartbeat"
-                    log.warning(text, self._in_use(holder), STALE_S - age)
-                waited_for = holder
+                    log.warning(text, self._in_use(holder), left)
+                waited_for, waited = holder, waited + _POLL_S
                 self._sleep(_POLL_S)
                 continue
-            try:
-                self._generation = self._write(self._holder, found.stamp.generation)
-            except ValueError as error:  # TensorStore's type for every failure of a disk
-                return self._about(f"{FILE} could not be written ({error})")
+            now = time.time()
+            self._holder = dataclasses.replace(self._holder, since=now, seen=now)
+            self._generation = self._write(self._holder, found.stamp.generation)
             if self._generation:
                 self._thread.start()
                 return ""

@@ -126,10 +126,18 @@ def test_silent_machine_loses_the_lock_at_the_stated_age(
     lock = WorkdirLock(tmp_path, clock.sleep)
     assert lock.take() == ""
     assert STALE_S - 20 <= clock.now - NOW < STALE_S - 10
+    assert read(tmp_path).since == read(tmp_path).seen == clock.now
     lock.release()
     [waits] = [record.getMessage() for record in caplog.records]
     assert "pid 12 on host far, since" in waits and "last seen 20 seconds ago" in waits
     assert "waits up to 160 s for its next heartbeat" in waits
+
+
+def test_clock_that_is_ahead_does_not_prolong_the_wait(tmp_path: pathlib.Path, clock) -> None:
+    write(tmp_path, ELSEWHERE, seen=NOW + 86_400)
+    lock = WorkdirLock(tmp_path, clock.sleep)
+    assert lock.take() == "" and clock.now - NOW == STALE_S
+    lock.release()
 
 
 @pytest.mark.parametrize("changes", [{"seen": NOW + 10}, {"token": "of a faster run"}])
