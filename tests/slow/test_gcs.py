@@ -2,11 +2,12 @@
 
 gcsfs (our files), TensorStore (arrays of checkpoints) and google-cloud-storage (TensorBoard) use
 HTTP with a server of this process, which implements all their requests except for the conditions of
-a write (ifGenerationMatch).
+a write (ifGenerationMatch) and for the generation of a downloaded object, which is added here.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import pathlib
@@ -21,6 +22,8 @@ import numpy as np
 import pytest
 import tensorstore
 from etils import epath
+from gcp_storage_emulator.exceptions import NotFound
+from gcp_storage_emulator.handlers import objects
 from gcp_storage_emulator.server import create_server
 from tensorboardX.record_writer import GCSRecordWriter
 
@@ -54,8 +57,17 @@ def _server():
         monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
         # It uploads once more when the process ends, and tries for minutes to reach the server.
         del GCSRecordWriter.__del__
+        monkeypatch.setattr(objects, "download", download_with_generation)
         with create_server("127.0.0.1", port, in_memory=True, default_bucket="bucket"):
             yield
+
+
+def download_with_generation(request, response, storage, *rest, download=objects.download):
+    """Send the generation with an object, as Google does; the emulator's download leaves it out."""
+    names = request.params["bucket_name"], request.params["object_id"]
+    with contextlib.suppress(NotFound):
+        response["x-goog-generation"] = storage.get_file_obj(*names)["generation"]
+    return download(request, response, storage, *rest)
 
 
 def call_main(entry, config, workdir: str | pathlib.Path) -> None:
