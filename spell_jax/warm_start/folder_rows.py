@@ -339,11 +339,11 @@ class RowMaker:
         return self.prompts.questioner(task, documents, history, letter)
 
     def _candidates(self, items: Sequence[T]) -> Sequence[T]:
-        """Return the items, or MOST_CANDIDATES adjacent ones of more, from a random place."""
+        """Return the items, or MOST_CANDIDATES sampled ones of more, in order."""
         if len(items) <= MOST_CANDIDATES:
             return items
-        start = int(self.rng.integers(len(items) - MOST_CANDIDATES + 1))
-        return items[start : start + MOST_CANDIDATES]
+        chosen = self.rng.choice(len(items), MOST_CANDIDATES, replace=False)
+        return [items[index] for index in sorted(chosen.tolist())]
 
     def _sample_count(self) -> int:
         return int(self.rng.choice(self.config.documents_read))
