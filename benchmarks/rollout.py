@@ -314,7 +314,8 @@ class Spell(SlotBenchmark):
     seconds per question. It is an open extrapolation to a step in which nothing is refused, at this
     run's lengths and on this machine. A decode pass costs about as much for few slots as for all.
     The extrapolation is therefore too high if `questions` leave slots empty; the questioner has
-    only one answer per question. The update has all responder and questioner rows and the paper's
+    only one answer per question. With --about=K, a questioner prompt has K answers, the K questions
+    about its documents. The update has all responder and questioner rows and the paper's
     share of verifier rows, at least one group.
 
     Verifier prompts start with the same template, and those of a question also share the question.
@@ -343,7 +344,7 @@ class Spell(SlotBenchmark):
         self.longest_prompt = max(self.prompt, self.shown, verifier)
         # Phase -> answers to a prompt, tokens of an answer.
         self.phases = {
-            "questioner": (1, self.response),
+            "questioner": (self.about, self.response),
             "grounding": (1, self.response),
             "responder": (self.group, self.response),
             "verifier": (self.votes, self.verdict),
@@ -396,9 +397,13 @@ class Spell(SlotBenchmark):
         }
 
     def _learner(self) -> Learner:
-        """Learner whose rows hold one responder group; a micro-batch has at most `questions`."""
+        """Learner whose rows hold the responder's groups about the same documents.
+
+        A micro-batch has at most `questions` rows.
+        """
         answers = max(self.group * self.response, self.votes * self.verdict)
-        length = -(-(self.longest_prompt + answers) // 128) * 128
+        tree = self.longest_prompt - self.question + self.about * (self.question + answers)
+        length = -(-tree // 128) * 128
         policy = dataclasses.replace(self.model, remat=self.remat)
         budget = min(self.budget, self.questions * length)
         return make_learner(policy, packing.Bucket(length, length), budget, self.dtype)
@@ -407,15 +412,16 @@ class Spell(SlotBenchmark):
         """Make random prompts for each phase.
 
         A responder's question comes after its documents, so that questions about the same documents
-        share that prefix. Questioner prompts share no prefix with them.
+        share that prefix. They were sampled from one questioner prompt, which shares no prefix with
+        them.
         """
 
         def text(tokens: int) -> list[int]:
             return rng.integers(self.vocab, size=tokens).tolist()
 
         count = self.questions
-        shown = [text(self.shown) for _ in range(count)]
         sets = -(-count // self.about)
+        shown = [text(self.shown) for _ in range(sets)]
         documents = [text(self.prompt - self.question) for _ in range(sets)]
         questions = [text(self.question) for _ in range(count)]
         template, verifier = text(self.template), []
@@ -438,7 +444,7 @@ class Spell(SlotBenchmark):
     ) -> list[packing.TrainGroup]:
         """Make the training groups of the step, with random rewards."""
         verdicts = self.questions * self.group * SpellConfig().verifier_share
-        counts = {"responder": self.questions, "questioner": self.questions}
+        counts = {"responder": self.questions, "questioner": len(prompts["questioner"])}
         counts["verifier"] = max(1, int(verdicts / self.votes))
         return [
             random_group(rng, prompt, samples, role)

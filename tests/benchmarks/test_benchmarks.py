@@ -218,7 +218,7 @@ def test_spell_benchmark_measures_each_phase() -> None:
     # The documents of both questions are the same 45 tokens, which fill five pages. Of verifier
     # prompts, two pages of the template are shared, and two more of a question's 35 tokens.
     assert found == {
-        "questioner": (2 * 30, 0, 2 * 6),
+        "questioner": (30, 0, 2 * 6),
         "grounding": (2 * 15, 0, 2 * 6),
         "responder": (2 * 60, 40, 2 * 3 * 6),
         "verifier": (6 * 44, 8 * (2 * 2 * 4 + 1 * 2), 6 * 2 * 4),
@@ -226,8 +226,8 @@ def test_spell_benchmark_measures_each_phase() -> None:
     }
     assert line["apart_prompts_per_s"] == pytest.approx(6 / line["apart_s"])
     del found["apart"]  # not a part of the step
-    # Both responder and both questioner groups, and one verifier group.
-    assert line["update_tokens"] == 2 * (60 + 18) + 2 * (30 + 6) + (44 + 8)
+    # Both responder groups, the questioner's with both questions, and one verifier group.
+    assert line["update_tokens"] == 2 * (60 + 18) + (30 + 2 * 6) + (44 + 8)
     assert 0 < line["sampler_difference"] < 1e-4
     phases = [line[f"{phase}_s"] for phase in (*found, "update")]
     assert min(phases) > 0
