@@ -19,10 +19,9 @@ import numpy as np
 
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.runtime.config import check_least
-from spell_jax.sampler.batching import Tasks
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.sampler.requests import SampleRequest
-from spell_jax.sampler.scheduler import DecodeSequence, Scheduler, Shape
+from spell_jax.sampler.scheduler import DecodeSequence, Scheduler, Shape, Tasks
 from spell_jax.sampler.session import REFILL_SHARE
 
 # Tokens of the short texts, as in benchmarks/rollout.py: the template that all verifier prompts
@@ -226,18 +225,8 @@ class _Session:
                     self._missing[coroutine] -= 1
                     ended += [coroutine] * (not self._missing[coroutine])
         self._running = []
-        self._dispatch()
+        self._scheduler.dispatch(self._prefill, self._decode)
         return ended
-
-    def _dispatch(self) -> None:
-        scheduler = self._scheduler
-        while (tasks := scheduler.plan_prefill()) is not None:
-            self._prefill(tasks)
-            scheduler.fill_slots()
-        scheduler.fill_slots()
-        for lane in range(len(scheduler.shape.lanes)):
-            if any(any(shard.lanes[lane].slots) for shard in scheduler.shards):
-                self._decode(lane)
 
     def _prefill(self, tasks: Tasks) -> None:
         size, pairs = self._scheduler.shape.page_size, [Counter() for _ in tasks]

@@ -9,9 +9,8 @@ import jax
 import numpy as np
 
 from spell_jax.policy.tokenizer_base import Stream
-from spell_jax.sampler.batching import Tasks
 from spell_jax.sampler.requests import Sample
-from spell_jax.sampler.scheduler import PrefilledPrompt
+from spell_jax.sampler.scheduler import PrefilledPrompt, Tasks
 
 
 @dataclasses.dataclass

@@ -14,9 +14,8 @@ import numpy as np
 from spell_jax.runtime import mesh as meshes
 from spell_jax.sampler import programs, sampling
 from spell_jax.sampler.config import SamplerConfig
-from spell_jax.sampler.scheduler import DecodeSequence, PrefilledPrompt, Scheduler, Shard
+from spell_jax.sampler.scheduler import DecodeSequence, Scheduler, Shard, Tasks
 
-Tasks = list[list[tuple[PrefilledPrompt, int]]]  # for each shard its (prompt, page index) pairs
 Limits = list[dict[DecodeSequence, int]]  # for each shard the result of Shard.allocate_pages
 
 

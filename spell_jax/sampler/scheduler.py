@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -133,6 +133,9 @@ class Lane:
 
     def _row_count(self) -> int:
         return sum(-(-count // self.cells) for count in self._slot_counts.values())
+
+
+Tasks = list[list[tuple[PrefilledPrompt, int]]]  # for each shard its (prompt, page index) pairs
 
 
 class Shard:
@@ -266,8 +269,8 @@ class Scheduler:
     def unfinished(self) -> bool:
         return bool(self.queue) or any(shard.unfinished for shard in self.shards)
 
-    def plan_prefill(self) -> list[list[tuple[PrefilledPrompt, int]]] | None:
-        """Prefill tasks (prompt, page index) of each shard; None if no free slot needs one."""
+    def plan_prefill(self) -> Tasks | None:
+        """Prefill tasks of each shard; None if no free slot needs one."""
         while self._admit(lambda shard, lane: shard.lanes[lane].has_free_slots):
             pass
         if not any(shard.needs_prefill for shard in self.shards):
@@ -289,6 +292,20 @@ class Scheduler:
                 self.queue.popleft()
                 return True
         return False
+
+    def dispatch(self, prefill: Callable[[Tasks], None], decode: Callable[[int], None]) -> None:
+        """Plans the next calls of all lanes.
+
+        `prefill` is called with the prefill tasks of each call, then `decode` with each lane that
+        has sequences in slots.
+        """
+        while (tasks := self.plan_prefill()) is not None:
+            prefill(tasks)
+            self.fill_slots()
+        self.fill_slots()
+        for lane in range(len(self.shape.lanes)):
+            if any(any(shard.lanes[lane].slots) for shard in self.shards):
+                decode(lane)
 
     def fill_slots(self) -> None:
         for shard in self.shards:

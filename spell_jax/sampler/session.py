@@ -28,7 +28,7 @@ from spell_jax.sampler.counts import Counts
 from spell_jax.sampler.keys import request_keys
 from spell_jax.sampler.requests import Options, Sample, SampleRequest
 from spell_jax.sampler.sampled import Sampled
-from spell_jax.sampler.scheduler import DecodeSequence, Scheduler, Shape
+from spell_jax.sampler.scheduler import DecodeSequence, Scheduler, Shape, Tasks
 
 log = logging.getLogger(__name__)
 
@@ -146,22 +146,12 @@ class Session:
         """Collects tokens and dispatches the next calls; returns the finished (ticket, answers)."""
         finished = [pair for call in self._running for pair in self._collect(call)]
         self._running = []
-        self._dispatch()
+        self._scheduler.dispatch(self._prefill, self._decode)
         return finished
 
     # --------------------------------------------------------------------------- Dispatch to device
 
-    def _dispatch(self) -> None:
-        scheduler = self._scheduler
-        while (tasks := scheduler.plan_prefill()) is not None:
-            self._prefill(tasks)
-            scheduler.fill_slots()
-        scheduler.fill_slots()
-        for lane in range(len(scheduler.shape.lanes)):
-            if any(any(shard.lanes[lane].slots) for shard in scheduler.shards):
-                self._decode(lane)
-
-    def _prefill(self, tasks: batching.Tasks) -> None:
+    def _prefill(self, tasks: Tasks) -> None:
         batch = batching.prompt_pages(self._scheduler, tasks, self._sampler.config.max_prompt)
         self.counts.prefill_calls += 1
         self.counts.prefill_pages += sum(map(len, tasks))
