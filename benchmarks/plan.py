@@ -58,10 +58,12 @@ class Plan(Benchmark):
     """Predicts six programs by launch/step_time.py from this machine's peaks, and measures them.
 
     One line per shape. "gemm_flops_per_s" is the rate of a float32 product of 512 rows as wide as
-    the shape's MLP, "copy_bytes_per_s" that of an update of 256 MiB in place. "ratio" is predicted
-    over measured seconds. The shares of both are step_time.CPU, one for each kind of phase.
+    the shape's MLP, "copy_bytes_per_s" that of an update of 256 MiB in place. "gemm_share" is the
+    rate of all measured operations over the first. "ratio" is predicted over measured seconds. The
+    shares of both are step_time.CPU, one for each kind of phase.
     """
 
+    policy: Annotated[str, "config.json whose sizes, except layers, replace the shapes' width"] = ""
     repeats: Annotated[int, "timed calls, the fastest counts"] = 5
     vocab: Annotated[int, "vocabulary V"] = 4096
 
@@ -70,7 +72,8 @@ class Plan(Benchmark):
 
     def _measure(self, shape: Shape) -> dict[str, Any]:
         sizes: dict[str, Any] = {"width": shape.width, "layers": shape.layers, "vocab": self.vocab}
-        bench = SamplerBenchmark(**sizes, group=_GROUP, prefill=shape.prompts * shape.prompt)
+        prefill = shape.prompts * shape.prompt
+        bench = SamplerBenchmark(self.policy, **sizes, group=_GROUP, prefill=prefill)
         peaks = self._peaks(bench)
         counts = Programs(bench.model, meshes.make_mesh(), np.dtype(bench.dtype).itemsize)
         measure = {"prefill": _prefill, "decode": _decode, "update": _update}[shape.phase]
@@ -78,12 +81,15 @@ class Plan(Benchmark):
         call()  # compiles
         measured = best_seconds(call, self.repeats)
         found = Machine(peaks, CPU).seconds(shape.phase, work)
+        operations = work.products + work.attention
         return {
-            **shape._asdict(),
+            **shape._replace(width=bench.width)._asdict(),
+            "vocab": bench.vocab,
             "gemm_flops_per_s": peaks.operations,
             "copy_bytes_per_s": peaks.memory,
-            "operations": work.products + work.attention,
+            "operations": operations,
             "attention_operations": work.attention,
+            "gemm_share": operations / measured / peaks.operations,
             "bound": found.bound,
             "predicted_s": found.total,
             "measured_s": measured,

@@ -136,6 +136,8 @@ def test_plan_benchmark_prints_a_line_per_shape(monkeypatch: pytest.MonkeyPatch)
         assert line["ratio"] == pytest.approx(line["predicted_s"] / line["measured_s"])
         assert 0 < line["attention_operations"] < line["operations"]
         assert line["gemm_flops_per_s"] > line["copy_bytes_per_s"] > 0
+        rate = line["operations"] / line["measured_s"]
+        assert line["gemm_share"] == pytest.approx(rate / line["gemm_flops_per_s"])
 
 
 def test_routing_benchmark_measures_experts_that_differ() -> None:
