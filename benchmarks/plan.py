@@ -17,7 +17,7 @@ from benchmarks.base import (
     make_learner,
     random_params,
 )
-from launch.step_time import CPU, Machine, tree_pairs
+from launch.step_time import Machine, Shares, tree_pairs
 from launch.topologies import Peaks
 from launch.work import Programs, Work
 from spell_jax.learner import packing, trees
@@ -42,15 +42,36 @@ class Shape(NamedTuple):
     answer: int = 1  # tokens of each of the prompts' answers
 
 
+# A shape of each phase whose seconds calibrate the model. Its share of the peak depends on the CPU:
+# prefill reached .87 of 75 GFLOP/s on one machine, .5 of 450 GFLOP/s on another.
+CALIBRATION = {
+    "prefill": Shape("prefill", 384, 3, 1024, 2),
+    "decode": Shape("decode", 640, 3, 1024, 8, 32),
+    "update": Shape("update", 384, 3, 1024, 1, 64),
+}
 # Two widths and lengths of each phase; attention takes from a tenth to a half of the operations.
+# Decoding is 512 wide or more: narrower passes consist of small operations, which nothing counts.
 SHAPES = (
     Shape("prefill", 256, 4, 1024, 2),
     Shape("prefill", 512, 3, 2048, 1),
-    Shape("decode", 256, 4, 512, 4, 32),
     Shape("decode", 512, 3, 1024, 8, 32),
+    Shape("decode", 768, 3, 1024, 8, 32),
     Shape("update", 256, 4, 1024, 1, 64),
     Shape("update", 512, 3, 1536, 1, 128),
 )
+
+
+class Measurement(NamedTuple):
+    """A shape's policy, the machine's peaks for it, its work, and the seconds of the work."""
+
+    bench: SamplerBenchmark
+    peaks: Peaks
+    work: Work
+    seconds: float
+
+    @property
+    def gemm_share(self) -> float:
+        return (self.work.products + self.work.attention) / self.seconds / self.peaks.operations
 
 
 @dataclasses.dataclass
@@ -59,8 +80,9 @@ class Plan(Benchmark):
 
     One line per shape. "gemm_flops_per_s" is the rate of a float32 product of 512 rows as wide as
     the shape's MLP, "copy_bytes_per_s" that of an update of 256 MiB in place. "gemm_share" is the
-    rate of all measured operations over the first. "ratio" is predicted over measured seconds. The
-    shares of both are step_time.CPU, one for each kind of phase.
+    rate of all measured operations over the first. "share" is the gemm_share of another shape of
+    the same phase, measured before; all operations are predicted to reach it. "ratio" is predicted
+    over measured seconds.
     """
 
     policy: Annotated[str, "config.json whose sizes, except layers, replace the shapes' width"] = ""
@@ -68,33 +90,38 @@ class Plan(Benchmark):
     vocab: Annotated[int, "vocabulary V"] = 4096
 
     def run(self) -> list[dict[str, Any]]:
-        return [self._measure(shape) for shape in SHAPES]
+        shares = {phase: self._measure(shape).gemm_share for phase, shape in CALIBRATION.items()}
+        return [self._compare(shape, shares[shape.phase]) for shape in SHAPES]
 
-    def _measure(self, shape: Shape) -> dict[str, Any]:
-        sizes: dict[str, Any] = {"width": shape.width, "layers": shape.layers, "vocab": self.vocab}
-        prefill = shape.prompts * shape.prompt
-        bench = SamplerBenchmark(self.policy, **sizes, group=_GROUP, prefill=prefill)
-        peaks = self._peaks(bench)
-        counts = Programs(bench.model, meshes.make_mesh(), np.dtype(bench.dtype).itemsize)
-        measure = {"prefill": _prefill, "decode": _decode, "update": _update}[shape.phase]
-        work, call = measure(bench, shape, counts)
-        call()  # compiles
-        measured = best_seconds(call, self.repeats)
-        found = Machine(peaks, CPU).seconds(shape.phase, work)
-        operations = work.products + work.attention
+    def _compare(self, shape: Shape, share: float) -> dict[str, Any]:
+        bench, peaks, work, measured_s = found = self._measure(shape)
+        shares = Shares(*[share] * 4, memory=1.0, link=1.0, experts=1.0, hop_s=0.0)
+        predicted = Machine(peaks, shares).seconds(shape.phase, work)
         return {
             **shape._replace(width=bench.width)._asdict(),
             "vocab": bench.vocab,
             "gemm_flops_per_s": peaks.operations,
             "copy_bytes_per_s": peaks.memory,
-            "operations": operations,
+            "operations": work.products + work.attention,
             "attention_operations": work.attention,
-            "gemm_share": operations / measured / peaks.operations,
-            "bound": found.bound,
-            "predicted_s": found.total,
-            "measured_s": measured,
-            "ratio": found.total / measured,
+            "gemm_share": found.gemm_share,
+            "share": share,
+            "bound": predicted.bound,
+            "predicted_s": predicted.total,
+            "measured_s": measured_s,
+            "ratio": predicted.total / measured_s,
         }
+
+    def _measure(self, shape: Shape) -> Measurement:
+        sizes: dict[str, Any] = {"width": shape.width, "layers": shape.layers, "vocab": self.vocab}
+        prefill = shape.prompts * shape.prompt
+        bench = SamplerBenchmark(self.policy, **sizes, group=_GROUP, prefill=prefill)
+        peaks = self._peaks(bench)
+        counts = Programs(bench.model, meshes.make_mesh(), np.dtype(bench.dtype).itemsize)
+        count = {"prefill": _prefill, "decode": _decode, "update": _update}[shape.phase]
+        work, call = count(bench, shape, counts)
+        call()  # compiles
+        return Measurement(bench, peaks, work, best_seconds(call, self.repeats))
 
     def _peaks(self, bench: SamplerBenchmark) -> Peaks:
         width, wide = bench.model.width, bench.model.feed_forward
@@ -116,7 +143,7 @@ class Plan(Benchmark):
 
 # ----------------------------------------------------------------------------------------- Phases
 
-Measured = tuple[Work, Callable[[], Any]]  # what the call does, and the call
+Counted = tuple[Work, Callable[[], Any]]  # what the call does, and the call
 
 
 class _Sampling:
@@ -168,7 +195,7 @@ class _Sampling:
         return call
 
 
-def _prefill(bench: SamplerBenchmark, shape: Shape, counts: Programs) -> Measured:
+def _prefill(bench: SamplerBenchmark, shape: Shape, counts: Programs) -> Counted:
     page, tokens = bench.page_size, shape.prompts * shape.prompt
     pages = range(0, shape.prompt, page)
     pairs = shape.prompts * shape.prompt * (shape.prompt + 1) / 2
@@ -176,7 +203,7 @@ def _prefill(bench: SamplerBenchmark, shape: Shape, counts: Programs) -> Measure
     return counts.prefill(tokens, pairs, keys), _Sampling(bench, shape).prefill()
 
 
-def _decode(bench: SamplerBenchmark, shape: Shape, counts: Programs) -> Measured:
+def _decode(bench: SamplerBenchmark, shape: Shape, counts: Programs) -> Counted:
     answers, own = shape.prompts * _GROUP, shape.answer * (shape.answer + 1) / 2
     pairs = answers * (shape.answer * shape.prompt + own)
     keys = shape.prompts * shape.answer * shape.prompt + answers * own
@@ -184,7 +211,7 @@ def _decode(bench: SamplerBenchmark, shape: Shape, counts: Programs) -> Measured
     return work, _Sampling(bench, shape).decode(shape.answer)
 
 
-def _update(bench: SamplerBenchmark, shape: Shape, counts: Programs) -> Measured:
+def _update(bench: SamplerBenchmark, shape: Shape, counts: Programs) -> Counted:
     answers = _GROUP * shape.answer
     bucket = packing.Bucket(shape.prompt + answers, answers)
     learner = make_learner(bench.model, bucket, shape.prompts * bucket.length, bench.dtype)

@@ -77,15 +77,18 @@ class SampleSpeed(SamplerBenchmark):
         itemsize = params["final_norm"]["scale"].dtype.itemsize
         token_bytes = 2 * self.layers * self.model.kv_heads * self.model.head_size * itemsize
         line = {}
+
+        def pages_of(tokens: int) -> int:
+            return -(-tokens // self.page_size)
+
         for kind, (group, slots, sessions) in kinds.items():
             sizes = {"samples_per_prompt_batch": group, "decode_tokens": self.response}
-            sampler = self.make_sampler(self.prompt, self.response, slots, **sizes)
-            line |= self._measure(kind, _requests(sampler, params, sessions, group))
-            pages_of, requests = sampler.shape.pages_of, len(sessions[0])
-            pages = requests * (pages_of(self.prompt) + group * pages_of(self.response))
+            pages = len(sessions[0]) * (pages_of(self.prompt) + group * pages_of(self.response))
             if kind == "shared":  # whole pages of documents are there once
                 documents = (self.prompt - self.question) // self.page_size
-                pages -= (requests - requests // self.about) * documents
+                pages -= (self.questions - self.questions // self.about) * documents
+            sampler = self.make_sampler(self.prompt, self.response, slots, pages, **sizes)
+            line |= self._measure(kind, _requests(sampler, params, sessions, group))
             line[f"{kind}_kv_bytes"] = pages * self.page_size * token_bytes
         if self.transformers:
             line |= self._measure("transformers", self._generate(params, shared))

@@ -96,11 +96,6 @@ SHARES = {
     "a100": Shares(0.5, 0.52, _DECODE, _ATTENTION, _MEMORY, 0.65, _EXPERTS, 2e-6),
 }
 
-# XLA on a CPU in float32, for benchmarks/plan.py: shares of the measured rates of a large product
-# and of a copy. Chosen for the benchmark's six shapes on one core of an EPYC, one number per kind
-# of phase. In decoding most of the time goes to top-p's exponentials and to small operations.
-CPU = Shares(0.87, 0.49, 0.24, 0.5, 1.0, 1.0, 1.0, 0.0)
-
 
 # ----------------------------------------------------------------------------------------- Seconds
 

@@ -128,8 +128,9 @@ def test_report_benchmark_opens_the_page() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_device")
 def test_plan_benchmark_prints_a_line_per_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    small = [shape._replace(width=64, layers=1, prompt=128) for shape in plan.SHAPES]
-    monkeypatch.setattr(plan, "SHAPES", [shape._replace(answer=8) for shape in small[::2]])
+    small = [plan.Shape(phase, 64, 1, 128, 2, 8) for phase in plan.CALIBRATION]
+    monkeypatch.setattr(plan, "SHAPES", small)
+    monkeypatch.setattr(plan, "CALIBRATION", {shape.phase: shape for shape in small})
     found = lines(["plan", "--repeats=1", "--vocab=96"])
     assert [line["phase"] for line in found] == ["prefill", "decode", "update"]
     for line in found:
