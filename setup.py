@@ -19,6 +19,7 @@ GCS = ["gcsfs>=2026.10.1"]
 WANDB = ["wandb>=0.31.0"]
 GGUF = ["gguf>=0.19.0"]
 LM_EVAL = ["lm_eval>=0.4.13"]
+DOCS = ["mkdocs-material>=9.7"]
 EVAL = ["math-verify[antlr4_13_2]>=0.9.0", "pyarrow>=25.0.1"]
 
 setup(
@@ -81,8 +82,11 @@ setup(
         "eval": EVAL,
         # Tasks of lm-evaluation-harness (evaluate --lm_eval), without its own extra "hf".
         "lm_eval": LM_EVAL,
+        # The documentation's site (make docs).
+        "docs": DOCS,
         "test": [
             *DATA,
+            *DOCS,
             *EVAL,
             *GCS,
             *GGUF,

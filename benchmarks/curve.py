@@ -20,7 +20,7 @@ class Curve(Benchmark):
     """Held-out accuracy of a run by step, and a figure of all curves that were saved before.
 
     With --save=docs/measurements/curve_NAME.json the curve is kept, and is part of the figure of
-    every later call. Without --workdir the figure is drawn from the kept curves alone.
+    every later call. Without --workdir the figure has the kept curves alone.
     """
 
     workdir: Annotated[str, "folder of a run; none: only the curves kept in --folder"] = ""

@@ -23,7 +23,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "measurements"
 KINDS = ("measured", "compiled only", "estimated")
 _FIELDS = {"kind", "commit", "machine", "command", "values"}
-_NUMBER = re.compile(r"(?P<number>[+-]?(?:[\d,]*\.)?\d+)(?P<mark><!--(?P<name>[\w.-]+)-->)")
+_NUMBER = re.compile(r"(?P<number>[+-]?(?:\d[\d,]*\.?\d*|\.\d+))(?P<mark><!--(?P<name>[\w.-]+)-->)")
 
 
 def read(folder: pathlib.Path = FOLDER) -> dict[str, dict[str, Any]]:
@@ -74,7 +74,9 @@ def _format(value: float, like: str) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--check", action="store_true", help="change nothing, print differences")
     check = parser.parse_args().check
     measurements, differ = read(), 0

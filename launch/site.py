@@ -61,8 +61,8 @@ def config_page() -> str:
     """Every field of a config, from the dataclasses: type, default, meaning."""
     parts = [
         "# Config reference",
-        "Every field is a flag: `--config.sampler.page_size=256`. Defaults are the paper's. A config "
-        "file (`configs/`) changes some. This page is made from the dataclasses.",
+        "Every field is a flag: `--config.sampler.page_size=256`. Defaults are the paper's. A "
+        "config file (`configs/`) changes some. This page is made from the dataclasses.",
         _table("config", configs.RunConfig),
     ]
     for field in dataclasses.fields(configs.RunConfig):
@@ -86,7 +86,9 @@ def _table(title: str, section: type) -> str:
         if field.metadata.get("derived"):
             continue
         if field.name not in about:
-            raise ValueError(f"{section.__name__}.{field.name}: its docstring has no such attribute")
+            raise ValueError(
+                f"{section.__name__}.{field.name}: its docstring has no such attribute"
+            )
         default = field.default
         if dataclasses.is_dataclass(default) or default is dataclasses.MISSING:
             shown = ""
@@ -115,7 +117,10 @@ def _entries(text: str) -> Iterator[tuple[str, str]]:
 
 def commands_page() -> str:
     """Every command with its docstring and flags."""
-    parts = ["# Commands", "`python -m MODULE --help` prints the same. This page is made from source."]
+    parts = [
+        "# Commands",
+        "`python -m MODULE --help` prints the same.",
+    ]
     for command in commands.find().values():
         if not command.text or command.module.startswith("benchmarks."):
             continue

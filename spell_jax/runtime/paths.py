@@ -24,6 +24,17 @@ def open_folder(path: str | os.PathLike[str]) -> epath.Path:
     return epath.Path(path)
 
 
+def make_workdir(path: epath.Path) -> None:
+    """Makes the folder of a run; ValueError if it cannot be made or written to."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"workdir = {os.fspath(path)!r}: cannot be made ({error.strerror or error}); must be a "
+            "folder that this user may write to"
+        ) from error
+
+
 def is_remote(path: str | os.PathLike[str]) -> bool:
     """Whether only epath can handle a path; pathlib would treat it as a local one."""
     return "://" in os.fspath(path)
