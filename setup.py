@@ -1,11 +1,14 @@
-"""Installs the trainer and the data pipeline; configs/ and launch/ run from a checkout.
+"""Installs the package with its configs, the data pipeline, and launch.
 
 Lower bounds are the versions that the tests were last run with. Heavy things stay extras.
 """
 
+import pathlib
+
 from setuptools import find_packages, setup
 
 JAX_RANGE = ">=0.10.2,<0.12"
+COMMANDS = ("train", "sft", "generate", "evaluate", "export", "report")
 # What `python -m data_pipeline.build` needs; Beam brings pyarrow.
 DATA = [
     "apache-beam>=2.77.0",
@@ -28,7 +31,17 @@ setup(
     description="Self-play reinforcement learning for long-context language models, in JAX",
     license="Apache-2.0",
     python_requires=">=3.11",
-    packages=find_packages(include=["spell_jax", "spell_jax.*", "data_pipeline"]),
+    long_description=pathlib.Path("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    packages=find_packages(
+        include=[
+            *("spell_jax", "spell_jax.*", "data_pipeline", "configs", "configs.*"),
+            *("launch", "launch.*"),
+        ]
+    ),
+    entry_points={
+        "console_scripts": [f"spell-{name} = spell_jax.console:{name}" for name in COMMANDS]
+    },
     package_data={
         "spell_jax": [
             "reporting/report.html",
@@ -39,6 +52,7 @@ setup(
             "data/tiny_policy/*",
         ],
         "data_pipeline": ["report.html"],
+        "launch": ["tpu_worker.sh"],
     },
     install_requires=[
         f"jax{JAX_RANGE}",

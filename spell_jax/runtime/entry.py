@@ -99,10 +99,11 @@ def parse_flags(
 ) -> Any:
     """Parses flags; gives mistakes in --config and --config.FIELD the types of USER_ERRORS.
 
-    `flags_parser` makes the arguments of `main` from argv and must parse `values`. ValueError if a
-    config file cannot be opened or has no such field; flags.Error if a flag is unknown, missing or
-    invalid. --config may also name a config that ships with the package (--config=tiny). An exception from the Python code of a config file is a bug there and passes, except
-    for the ValueError that get_config raises for a bad argument (--config=FILE:ARGUMENT).
+    `flags_parser` makes the arguments of `main` from argv and must parse `values`. --config may
+    also name a config that ships with the package (--config=tiny). ValueError if a config file
+    cannot be opened or has no such field; flags.Error if a flag is unknown, missing or invalid. An
+    exception from the Python code of a config file is a bug there and passes, except for the
+    ValueError that get_config raises for a bad argument (--config=FILE:ARGUMENT).
     """
     argv = [_find_config(argument) for argument in argv]
     try:
