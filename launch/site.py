@@ -93,7 +93,7 @@ def _table(title: str, section: type) -> str:
         if dataclasses.is_dataclass(default) or default is dataclasses.MISSING:
             shown = ""
         else:
-            shown = f"`{json.dumps(default) if isinstance(default, str) else default!r}`"
+            shown = f"`{json.dumps(default) if isinstance(default, str) else repr(default)}`"
         kind = str(field.type).replace("|", "\\|")
         rows.append(f"| `{field.name}` | `{kind}` | {shown} | {_cell(about[field.name])} |")
     return f"## {title}\n\n{_plain(text)}\n\n" + "\n".join(rows)
@@ -122,7 +122,7 @@ def commands_page() -> str:
         "`python -m MODULE --help` prints the same.",
     ]
     for command in commands.find().values():
-        if not command.text or command.module.startswith("benchmarks."):
+        if f"python -m {command.module}" not in command.text:
             continue
         parts.append(f"## {command.module}\n\n```text\n{command.text}\n```")
         if command.flags:

@@ -98,6 +98,12 @@ def test_commands_parse(page: pathlib.Path):
             pytest.fail(f"{found.page}: {' '.join(found.words)}\n{type(error).__name__}: {error}")
 
 
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_commands_are_in_blocks(page: pathlib.Path):
+    plain = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    assert not re.findall(r"^(?:python -m|pip install|make) .*", plain, re.M)
+
+
 def test_wrong_commands_are_found():
     """The check fails for a wrong module, flag, field and value."""
     train = ("python", "-m", "spell_jax.train", "--config=configs/tiny.py")

@@ -3,7 +3,8 @@
 A mistake of the user ends with `error: MESSAGE` on stderr and exit status 2; every other exception
 is a crash, with its traceback and exit status 1. Mistakes are the errors of type USER_ERRORS before
 a command calls `setup_done`, after its last check, unless the message has no place (JSON and
-Unicode errors, empty ones). SPELL_TRACEBACK=1 shows every traceback.
+Unicode errors, empty ones). Ctrl-C ends with one line too. SPELL_TRACEBACK=1 shows the traceback of
+a mistake.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from ml_collections import config_flags
 from spell_jax.runtime.config import flat
 
 EXIT_CODE = 2
+INTERRUPTED = 130  # of Ctrl-C, as shells have it
 TRACEBACK_VARIABLE = "SPELL_TRACEBACK"
 USER_ERRORS = (
     ValueError,
@@ -84,12 +86,18 @@ def user_errors() -> Iterator[None]:
         if os.environ.get(TRACEBACK_VARIABLE):
             traceback.print_exc()
         sys.stdout.flush()
-        print(f"error: {text}", file=sys.stderr, flush=True)
-        if "jax" in sys.modules:  # not imported for its sake: the data pipeline runs without it
-            from spell_jax.runtime import distributed
+        _leave(f"error: {text}", EXIT_CODE)
+    except KeyboardInterrupt:
+        _leave("interrupted; a training run goes on with the same command", INTERRUPTED)
 
-            distributed.leave(EXIT_CODE)
-        sys.exit(EXIT_CODE)
+
+def _leave(line: str, code: int) -> None:
+    print(line, file=sys.stderr, flush=True)
+    if "jax" in sys.modules:  # not imported for its sake: the data pipeline runs without it
+        from spell_jax.runtime import distributed
+
+        distributed.leave(code)
+    sys.exit(code)
 
 
 def parse_flags(

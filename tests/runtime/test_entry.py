@@ -124,6 +124,16 @@ def test_preempted_run_keeps_its_exit_code(capsys):
     assert end.value.code == EXIT_CODE == 75 and capsys.readouterr() == ("", "")
 
 
+def test_interrupted_command_says_how_to_go_on(capsys):
+    with pytest.raises(SystemExit) as end, entry.user_errors():
+        raise KeyboardInterrupt
+    err = capsys.readouterr().err
+    assert (
+        end.value.code == 130
+        and err == "interrupted; a training run goes on with the same command\n"
+    )
+
+
 def test_environment_variable_enables_the_traceback(monkeypatch, capsys):
     monkeypatch.setenv(entry.TRACEBACK_VARIABLE, "1")
     with pytest.raises(SystemExit), entry.user_errors():
