@@ -181,7 +181,8 @@ def _nearest_field(name: str, argv: Sequence[str]) -> str:
     values = flags.FlagValues()
     config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=["", *config])
     values(["", *config])
-    fields = [field for field, _ in flat(values["config"].value.to_dict())]
+    loaded: Any = values["config"].value
+    fields = [field for field, _ in flat(loaded.to_dict())]
     last = name.rpartition(".")[2]
     found = [field for field in fields if field.endswith(f".{last}")]
     found = found or difflib.get_close_matches(name, fields, 1)

@@ -226,6 +226,14 @@ def test_run_main_handles_user_errors_of_flags_and_main(monkeypatch, capsys):
 # ---------------------------------------------------------------------------------------- Programs
 
 
+@pytest.mark.parametrize("name", ["spell_jax.train", "spell_jax.sft"])
+def test_command_answers_before_heavy_imports(name):
+    """--help and a wrong flag must not wait for jax or matplotlib."""
+    code = f"import sys, {name}; print({{'jax', 'flax', 'matplotlib'}} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "line"),
