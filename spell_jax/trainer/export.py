@@ -15,6 +15,7 @@ from spell_jax.policy.tokenizer_base import Tokenizer
 from spell_jax.runtime import entry
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.config import Config
+from spell_jax.runtime.paths import is_remote
 from spell_jax.runtime.setup import CONFIG_FILE
 from spell_jax.trainer import supervised
 from spell_jax.trainer.state import read_weights
@@ -47,7 +48,8 @@ def export(
         params = lora.join(params, weights.load(folder, mesh, config.policy.compute_dtype)[1])
     entry.setup_done()
     if adapters:
-        lora.save(out, policy, params, str(find_folder(config.policy.folder)))
+        folder = config.policy.folder
+        lora.save(out, policy, params, folder if is_remote(folder) else str(find_folder(folder)))
     else:
         weights.save(out, *lora.merge(policy, params), tokenizer, dtype)
     return step
