@@ -45,7 +45,10 @@ WORKERS = 8  # files that are read at the same time
 TIMEOUT_S = 120.0  # limit of one request
 ATTEMPTS = 5  # tries of a request
 BACKOFF_S = 1.0  # pause after the first failed try, doubled after each further one
-LISTINGS = 3  # listings without an end to the changes, after which a fetch fails
+LISTINGS = 3  # tries to read a folder that changes meanwhile
+
+# Errors of wrong names or of programs, which another try does not cure.
+_PERMANENT = (ImportError, ValueError, TypeError, AttributeError, LookupError, NotImplementedError)
 
 # Keys of fsspec's file info that give a file's version, best first: content hash, then time.
 VERSIONS = (
@@ -247,7 +250,7 @@ def _is_transient(error: BaseException) -> bool:
     status = _status(error)
     if status:
         return not 400 <= status < 500 or status in (408, 429)
-    return not isinstance(error, ImportError | ValueError | TypeError | NotImplementedError)
+    return not isinstance(error, _PERMANENT)
 
 
 def _status(error: BaseException) -> int:
