@@ -3,18 +3,17 @@
 1. A URL names a file or a folder, which means all files below it. They are listed with their sizes
    and versions (content hash, generation or time of the last change).
 2. Files that the cache lacks are read, several at a time, in requests of at most CHUNK bytes. Every
-   request has a time limit. A failed one is repeated after a growing pause, unless that is useless:
-   nothing is there, or the access is refused.
-3. A whole file is renamed into the cache. When all are there and a second listing equals the first,
-   hard links make a folder of them, under a name that depends on all versions.
+   request has a time limit. A failed one is repeated after a growing pause, unless nothing is there
+   or the access is refused.
+3. A complete file is renamed into the cache. When all are there and a second listing equals the
+   first, hard links make a folder of them, under a name that depends on all versions.
 
-A process that is killed thus leaves no half file, and the next one reads only what is missing. An
-object that changed is read again, the others of its folder are not.
+A process that is killed thus leaves no half file that counts as complete, and the next one reads
+only what is missing. Of a folder, only changed files are read again.
 
-fsspec reads the URLs, so that every protocol with a package for it works: s3://, hf://, https://.
-Workdirs are different (paths.py): they are written in place, and epath, which uses fsspec itself,
-has the interface of pathlib for that. Data and weights are opened by libraries that take local
-files: safetensors, SentencePiece, ArrayRecord.
+fsspec reads the URLs: it has every protocol (s3://, hf://, https://), and it is what epath uses for
+gs://. Workdirs need epath (paths.py), because they are written in place. Data and weights need
+local files, because safetensors, SentencePiece and ArrayRecord open nothing else.
 """
 
 from __future__ import annotations
@@ -98,10 +97,10 @@ def fetch(url: str | os.PathLike[str]) -> pathlib.Path:
 
 
 def _fetch(url: str, place: pathlib.Path) -> pathlib.Path:
-    """Local path of the newest version, below the folder `place`, which nobody else writes."""
+    """Local path of the newest version; in the folder `place`, which the caller has locked."""
     system, path = _request(url, lambda: _open(url))
     name = pathlib.PurePosixPath(path.partition("?")[0]).name or "files"
-    unknown = f"unknown at {time.time_ns()}"  # read again by every process
+    unknown = f"unknown at {time.time_ns()}"  # so that no process takes it for an earlier one
     found = _list(url, system, path, unknown)
     for _ in range(LISTINGS):
         folder = place / _digest([name, *found.items()])
@@ -117,6 +116,8 @@ def _fetch(url: str, place: pathlib.Path) -> pathlib.Path:
             failure = error
         before, found = found, _list(url, system, path, unknown)
         if found != before:
+            for _, file in before.items() - found.items():  # may hold parts of two versions
+                (place / _digest(file)).unlink(missing_ok=True)
             continue
         if failure:
             raise failure
@@ -167,7 +168,8 @@ def _list(url: str, system: Any, path: str, unknown: str) -> dict[str, RemoteFil
 def _read_missing(url: str, system: Any, files: Iterable[RemoteFile], place: pathlib.Path) -> None:
     """Reads files that are not there, to PLACE/DIGEST, by way of PLACE/unfinished."""
     missing = {_digest(file): file for file in files if not (place / _digest(file)).exists()}
-    log.info("%s: %d files to read, %d bytes", url, len(missing), _bytes(missing.values()))
+    size = sum(file.size or 0 for file in missing.values())
+    log.info("%s: reading %d files, %d bytes", url, len(missing), size)
 
     def read(digest: str) -> None:
         unfinished = place / "unfinished" / digest
@@ -177,10 +179,6 @@ def _read_missing(url: str, system: Any, files: Iterable[RemoteFile], place: pat
     with concurrent.futures.ThreadPoolExecutor(WORKERS) as pool:
         for _ in pool.map(read, missing):
             pass
-
-
-def _bytes(files: Iterable[RemoteFile]) -> int:
-    return sum(file.size or 0 for file in files)
 
 
 def _read_file(url: str, system: Any, file: RemoteFile, target: pathlib.Path) -> None:

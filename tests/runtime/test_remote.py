@@ -236,6 +236,25 @@ def test_folder_that_changes_while_it_is_read_is_fetched_as_it_is_then(bucket):
     }
 
 
+def test_file_that_is_replaced_while_it_is_read_is_not_kept_for_its_old_version(bucket):
+    def find_hashed(system, path, **options):
+        found: Any = find(system, path, **options)
+        return {
+            name: one | {"md5Hash": cat_file(system, name).hex()} for name, one in found.items()
+        }
+
+    def changes(system, path, **options):
+        if path.endswith("a.txt") and bucket.reads["a.txt"] == 1:
+            bucket.write("a.txt", b"new")
+        return cat_file(system, path, **options)
+
+    bucket.replace("find", find_hashed)
+    bucket.replace("cat_file", changes)
+    assert contents(remote.fetch(URL)) == FILES | {"a.txt": b"new"}
+    bucket.write("a.txt", FILES["a.txt"])
+    assert contents(fetch_again()) == FILES
+
+
 def test_folder_that_always_changes_is_refused(bucket):
     def changes(system, path, **options):
         content = cat_file(system, path, **options)

@@ -30,7 +30,7 @@ from tensorboardX.record_writer import GCSRecordWriter
 
 from configs import tiny_warm_start
 from spell_jax import export, sft, train
-from spell_jax.evaluation import runner
+from spell_jax.evaluation import generation, runner
 from spell_jax.evaluation.benchmarks import own_questions, registry
 from spell_jax.learner import non_finite, packing
 from spell_jax.policy import safetensors as files
@@ -43,6 +43,7 @@ from spell_jax.runtime.episodes import EpisodeWriter, read_episodes
 from spell_jax.runtime.jsonl import write_json, write_records
 from spell_jax.runtime.metrics import MetricsWriter, read_metrics
 from spell_jax.runtime.workdir_lock import FILE, STALE_S, Holder, WorkdirLock, locked
+from spell_jax.selfplay import prompts as prompt_sets
 from tests import evaluating, noise
 
 RANDOM = ("checkpoints/", "tensorboard/")  # folders with random names and times in names
@@ -242,6 +243,17 @@ def test_questions_of_a_run_in_a_bucket_are_read_in_place(local, remote, tmp_pat
     ]
     assert found[0].items == found[1].items != ()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_generate_finds_policy_and_prompts_of_a_run_in_a_bucket(remote, tmp_path, monkeypatch):
+    monkeypatch.setenv(paths.CACHE_VARIABLE, str(tmp_path))
+    given = {"workdir": str(remote), "policy": None, "prompt_set": None, "greedy": True}
+    given |= {"top_p": 1.0, "max_tokens": 4, "dtype": "float32", "thinking": ""}
+    policy, prompts, _ = generation.load(SimpleNamespace(**given))
+    assert {path.name: path.read_bytes() for path in policy.folder.iterdir()} == {
+        path.name: path.read_bytes() for path in (remote / "policy").iterdir()
+    }
+    assert prompts == prompt_sets.load("compact")
 
 
 def test_what_is_not_in_a_bucket_is_named(inputs):
