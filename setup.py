@@ -10,7 +10,6 @@ JAX_RANGE = ">=0.10.2,<0.12"
 DATA = [
     "apache-beam>=2.77.0",
     "datasketch>=2.0.0",
-    "fsspec>=2026.9.0",
     "py3langid>=0.4.0",
     "pypdf>=7.1.0",
 ]
@@ -46,13 +45,14 @@ setup(
         "orbax-checkpoint>=0.12.8",
         "tensorstore>=0.1.86",
         "etils[epath]>=1.15.0",
+        "fsspec>=2026.9.0",
         "chex>=0.1.92",
         "numpy>=2.4.6",
         "sentencepiece>=0.2.3",
         "safetensors>=0.8.0",
         "tokenizers>=0.23.3",
         "jinja2>=3.1.6",
-        # The external judge: client of OpenAI-compatible endpoints, retries.
+        # The external judge: client of OpenAI-compatible endpoints. Retries, also of fetches.
         "openai>=3.54.0",
         "tenacity>=9.1.4",
         "ml-collections>=1.1.0",
@@ -68,7 +68,7 @@ setup(
     extras_require={
         "tpu": [f"jax[tpu]{JAX_RANGE}"],
         "gpu": [f"jax[cuda12]{JAX_RANGE}"],
-        # Workdirs in buckets (gs://...).
+        # Workdirs, data and weights in buckets (gs://...).
         "gcs": GCS,
         # Metrics to Weights & Biases (config.wandb).
         "wandb": WANDB,

@@ -36,6 +36,7 @@ from spell_jax.data import row_files
 from spell_jax.data.clusters import TASKS
 from spell_jax.data.text_files import Unusable
 from spell_jax.runtime.config import check_choice, check_least
+from spell_jax.runtime.remote import file_version
 
 WHOLE: Mapping[str, Callable[[bytes], list[Row]]] = {
     ".txt": layouts.read_text,
@@ -54,8 +55,6 @@ LAYOUTS = {
 SPLITS = ("", "chapters")
 NAMED_ROWS = 100  # unusable rows listed per file or row group; all of them are counted
 CHUNK = 1 << 20  # bytes hashed at a time
-# Keys of fsspec's file info that give a file's version, best first: content hash, then time.
-VERSIONS = ("md5Hash", "etag", "ETag", "generation", "mtime", "updated", "LastModified", "created")
 
 
 log = logging.getLogger(__name__)
@@ -187,7 +186,7 @@ def list_files(name: str, source: SourceConfig) -> list[Listed]:
             place=valid_utf8(url.removeprefix(root).lstrip("/")),
             problem=valid_utf8(info.get("problem", "")),
             size=int(info.get("size") or 0),
-            version=str(next((info[key] for key in VERSIONS if info.get(key)), "")),
+            version=file_version(info),
         )
         for url, info in found.items()
     ]

@@ -69,7 +69,7 @@ def save_policy(
     return folder
 
 
-def small_config(folder: pathlib.Path, **overrides) -> ConfigDict:
+def small_config(folder: str | pathlib.Path, **overrides) -> ConfigDict:
     """configs/tiny.py with a few small questions per step; overrides by dotted name."""
     config = tiny.get_config()
     settings = {

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-import pathlib
 from collections.abc import Callable
 from typing import Any
 
 from spell_jax.data import built, clusters, tiny_stories, tiny_world
 from spell_jax.data.clusters import TASKS
+from spell_jax.runtime import remote
 from spell_jax.runtime.config import check_choice, check_least
 
 log = logging.getLogger(__name__)
@@ -73,6 +73,8 @@ class TinyConfig:
 class DataConfig:
     """Document clusters, or given questions, and the tasks they are used for.
 
+    Files and folders may be URLs (docs/launching.md, "Data and weights from a bucket").
+
     Attributes:
       source: "tiny" or "tiny_stories" (generated worlds), a folder of .txt and .md files, a .jsonl,
         or a folder that data_pipeline built, whose clusters and tasks stay as they were built.
@@ -106,7 +108,7 @@ class DataConfig:
         """
         for field in ("questions", "validation"):
             path = getattr(self, field)
-            if path and not pathlib.Path(path).is_file():
+            if path and not remote.fetch(path).is_file():
                 raise ValueError(f"data.{field} = {path!r}: must be a .jsonl of questions")
         if not self.tasks or len({*self.tasks}) != len(self.tasks) or {*self.tasks} - {*TASKS}:
             raise ValueError(f"data.tasks = {self.tasks}: must be one or more of {TASKS}")
@@ -118,7 +120,7 @@ class DataConfig:
 
     def _check_source(self) -> None:
         source = self.source
-        if source not in GENERATED and not (source and pathlib.Path(source).exists()):
+        if source not in GENERATED and not (source and remote.fetch(source).exists()):
             raise ValueError(
                 f"data.source = {source!r}: must be {', '.join(map(repr, GENERATED))}, a folder of "
                 ".txt/.md files, a .jsonl, or a folder that data_pipeline built"

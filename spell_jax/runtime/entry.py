@@ -18,10 +18,13 @@ from typing import Any
 
 from absl import app, flags
 
+from spell_jax.runtime.remote import FetchError
+
 EXIT_CODE = 2
 TRACEBACK_VARIABLE = "SPELL_TRACEBACK"
 USER_ERRORS = (
     ValueError,
+    FetchError,
     FileExistsError,
     FileNotFoundError,
     IsADirectoryError,
