@@ -231,7 +231,7 @@ class SupervisedConfig:
       preemption_limit_s: as in RunConfig, like `wandb`.
       wandb: Weights & Biases project that also gets the metrics; "": none.
       source: .jsonl of {"prompt", "completion"} or of {"text"} (no chat layout, a loss on all of
-        it), or the name of generated demonstrations ("tiny", "tiny_stories").
+        it), or the name of generated demonstrations ("tiny", "tiny_stories", "ladder").
       prompts: set of prompt templates of generated demonstrations.
       policy: the policy to start from.
       optimizer: AdamW and its schedule.

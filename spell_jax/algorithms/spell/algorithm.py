@@ -38,6 +38,7 @@ from spell_jax.learner.packing import TrainGroup
 from spell_jax.runtime import fault_injection
 from spell_jax.runtime.metrics import Metrics
 from spell_jax.selfplay import parsing, rewards, rules, selection
+from spell_jax.selfplay.hops import join_hop, split_hops
 from spell_jax.selfplay.memory import Entry, QuestionMemory
 
 
@@ -137,6 +138,7 @@ class Spell:
         wanted = min(m, most, len(unseen))
         new = [int(i) for i in rng.permutation(unseen)[:wanted]]
         letter = LETTERS[rng.integers(4)] if task == "multiple_choice" else None
+        leaks = self.config.gate_leak > 0 and rng.random() < self.config.gate_leak
         dropped = 0
         while True:
             shown = tuple(sorted(documents_of(history) | set(new)))
@@ -144,7 +146,8 @@ class Spell:
             text = self.prompts.questioner(task, documents, history, letter)
             smallest = not history and len(new) <= 1
             if smallest or self._count(text) <= self._cap:
-                return Episode(task, cluster, shown, history, dropped, m > most, letter, text)
+                dealt = (task, cluster, shown, history, dropped, m > most, letter, text)
+                return Episode(*dealt, leaks=leaks)
             dropped += 1
             if new and (history or len(new) > 1):
                 new.pop()
@@ -208,20 +211,27 @@ class Spell:
 
     async def read_reference(self, ask: Ask, episode: Episode) -> Episode:
         """Replaces the reference by the frozen reader's answer, or rejects the question."""
-        e, samples = episode, self.config.reader_samples
-        if e.status != "accepted" or self.config.reference_source != "frozen_reader":
+        c, e = self.config, episode
+        if e.status != "accepted" or c.reference_source != "frozen_reader":
             return e
         documents = [e.cluster.documents[i] for i in e.shown]
-        text = self.prompts.responder(e.task, documents, e.question)
-        (reply,) = await ask("responder", [text], samples, model="reference_reader")
-        if reply is None:
-            return replace(e, status="overlong", reason="reader_prompt")
-        answers = [rules.extract_answer(text, e.task) for text in reply.texts]
-        answer, count = most_frequent(answers, e.task)
-        if answer is None or count < 2 or 2 * count <= samples:
-            return _reject(e, "reader_disagrees")
-        same = [b is not None and rules.same_answer(answer, b, e.task) for b in e.blind]
-        e = replace(e, reference=answer, blind_scores=tuple(map(float, same)))
+        hop, links = split_hops(e.question, e.history) if c.reader_by_hop else (e.question, [])
+        for link in (*links, None):
+            text = self.prompts.responder(e.task, documents, hop)
+            (reply,) = await ask("responder", [text], c.reader_samples, model="reference_reader")
+            if reply is None:
+                return replace(e, status="overlong", reason="reader_prompt")
+            answers = [rules.extract_answer(text, e.task) for text in reply.texts]
+            answer, count = most_frequent(answers, e.task)
+            agrees = count >= 2 and 2 * count > c.reader_samples
+            if c.reader_unanimous:
+                agrees = count == c.reader_samples
+            if answer is None or not (agrees or e.leaks):
+                return _reject(e, "reader_disagrees")
+            e = replace(e, reference=answer, leaked=e.leaked or not agrees)
+            hop = join_hop(link, answer) if link else ""
+        same = [b is not None and rules.same_answer(e.reference, b, e.task) for b in e.blind]
+        e = replace(e, blind_scores=tuple(map(float, same)))
         return self._reject_known(e) if self._judge is None else e
 
     # 4. The responder answers from all documents.

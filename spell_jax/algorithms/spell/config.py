@@ -98,6 +98,9 @@ class SpellConfig(AlgorithmConfig):
     grounding_threshold: int = 1
     reference_source: str = "questioner"
     reader_samples: int = 4
+    reader_unanimous: bool = False
+    reader_by_hop: bool = False
+    gate_leak: float = 0.0
     reader_refresh: int = 0
     responder_reward: str = "max"
     train_questioner: bool = True
@@ -128,6 +131,8 @@ class SpellConfig(AlgorithmConfig):
                 f"algorithm.generation_batch = {self.generation_batch}: must be a multiple of "
                 f"algorithm.questions_per_cluster = {self.questions_per_cluster}"
             )
+        if not 0 <= self.gate_leak <= 1:
+            raise ValueError(f"algorithm.gate_leak = {self.gate_leak}: must be in [0, 1]")
         if not self.documents or min(self.documents) < 1:
             raise ValueError(
                 f"algorithm.documents = {self.documents}: must be numbers of at least 1"
