@@ -208,6 +208,8 @@ class RolloutWorker:
             is_verdict = call.role == "verifier"
             cap = config.max_verdict_tokens if is_verdict else config.max_tokens
             changes = {} if call.temperature is None else {"temperature": call.temperature}
+            if call.role == "questioner" and config.vocabulary_dropout:
+                changes |= config.dropout
             options = config.options(cap, **changes)
             request = SampleRequest(call.prompt_ids[place], call.group, key, options, call.agent)
             tickets[session.submit(request)] = call, place

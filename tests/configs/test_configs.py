@@ -256,13 +256,18 @@ def test_demonstrations_fit_the_demos_token_caps():
             r"loss\.objective = 'dpo': must not be 'dpo' for algorithm\.name = 'rlvr'",
         ),
         (
+            "tiny",
+            {"sampler.vocabulary_dropout": 0.1, "loss.support": "sampled"},
+            r"sampler\.vocabulary_dropout = 0\.1: must be 0 for loss\.support = 'sampled'",
+        ),
+        (
             "longpo",
             {"packing.shared_prefix": "none"},
             r"packing\.shared_prefix = 'none': must be another for loss\.objective = 'dpo'",
         ),
     ],
 )
-def test_loss_must_fit_the_algorithm(name, fields, message):
+def test_loss_must_fit_algorithm_and_sampler(name, fields, message):
     config = noise.with_fields(load(name)[1], {"data.source": "tiny"} | fields)
     with pytest.raises(ValueError, match=message):
         configs.read(config)
