@@ -30,13 +30,7 @@ ARMS: Mapping[str, Mapping[str, Any]] = {
     "yoked_shuffled": _STATIC,
     "shallow": _STATIC,
 }
-# Arm -> subject of its questions.
-QUESTIONS = {
-    "uniform": "the oracle's, of uniform depth",
-    "yoked": "those of the full arm, in their order",
-    "yoked_shuffled": "those of the full arm, shuffled",
-    "shallow": "the oracle's, of depth 1 and 2: the kill test",
-}
+QUESTIONS = ("uniform", "yoked", "yoked_shuffled", "shallow")
 
 
 def get_config(arm: str = "full") -> Config:
@@ -63,6 +57,6 @@ def get_config(arm: str = "full") -> Config:
 
     # Room for depth 8: an answer has 45 tokens then.
     config.sampler.update(max_prompt=144, max_tokens=52, kv_cache_tokens=24_576)
-    config.optimizer.learning_rate = 6e-4
+    config.optimizer.learning_rate = 1.5e-4
     config.packing.update(buckets=((256, 192),), token_budget=4096)
     return config

@@ -2,8 +2,8 @@
 
     python -m spell_jax.sft --config=configs/ladder_warm_start.py --workdir=runs/ladder_warm_start
 
-Its demonstrations have questions of depth 1 and 2, and .05 of depth 3 to 8 (warm_start/
-ladder_rows.py). docs/ladder.md has the resulting accuracies.
+Its demonstrations (warm_start/ladder_rows.py) have questions of depth 1 and 2, and a share of .05
+of depths 3 to 8. docs/ladder.md has the resulting accuracies.
 """
 
 from configs import tiny_warm_start
@@ -12,7 +12,7 @@ from spell_jax.runtime.config import Config
 
 def get_config() -> Config:
     config = tiny_warm_start.get_config()
-    config.update(steps=600, source="ladder")
+    config.update(steps=400, source="ladder")
     config.policy.folder = "spell_jax/data/tiny_policy"
     config.optimizer.learning_rate = 1.5e-3
     config.packing.update(buckets=((256, 144),), token_budget=2048)

@@ -37,6 +37,7 @@ SEEDS = (0, 1, 2, 3, 4)
 SHALLOW = (1, 2)
 DEPTHS = (1, 2, 3, 4, 5, 6, 7, 8)
 _TASK = "general_qa"
+_BATCH = ladder.get_config().algorithm.generation_batch  # questions of a step
 _STREAM = 9  # separates the random stream of questions from those of other generated data
 
 
@@ -47,12 +48,14 @@ def commands(runs: str, seeds: Sequence[int], arms: Sequence[str]) -> list[str]:
         flags = ""
         if arm in ladder.QUESTIONS:
             path = f"{runs}/questions/{_questions_of(arm)}-{seed}.jsonl"
-            source = f"--run={runs}/full/{seed}"
-            if not arm.startswith("yoked"):
+            flags = f" --config.data.questions={path}"
+            if arm.startswith("yoked"):
+                source = f"--run={runs}/full/{seed}"
+                flags += f" --config.steps=$(($(wc -l < {path}) / {_BATCH}))"  # each question once
+            else:
                 depths = SHALLOW if arm == "shallow" else DEPTHS
                 source = f"--depths={','.join(map(str, depths))} --seed={seed}"
             lines.append(f"python -m launch.ladder questions --out={path} {source}")
-            flags = f" --config.data.questions={path}"
         lines.append(
             f"python -m spell_jax.train --config=configs/ladder.py:{arm} "
             f"--workdir={runs}/{arm}/{seed} --config.seed={seed}{flags}"

@@ -89,6 +89,10 @@ def read_run(folder: pathlib.Path) -> Curves:
     if not points:
         raise ValueError(f"{folder}: has no validation in its metrics; must set validate_every")
     depths = sorted(int(name.removeprefix(_DEPTH)) for name in points[0] if _DEPTH in name)
+    entropy, last = {}, np.nan
+    for record in records:  # a step without an update keeps the entropy of the one before
+        last = record.get("train/entropy/responder", last)
+        entropy[record["step"]] = last
     windows: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for step, episode in read_episodes(folder):
         windows[(step - 1) // WINDOW].append(episode)
@@ -99,7 +103,7 @@ def read_run(folder: pathlib.Path) -> Curves:
         tokens=np.array([until[record["step"]] for record in points]),
         accuracy=np.array([[record[f"{_DEPTH}{d}"] for d in depths] for record in points]),
         verifier=np.array([record["eval/verifier"] for record in points]),
-        entropy=np.array([record.get("train/entropy/responder", np.nan) for record in points]),
+        entropy=np.array([entropy[record["step"]] for record in points]),
         asked_tokens=np.array([until[step] for step in ends]),
         mixed=np.array([mixed for mixed, _ in asked]),
         depth=np.array([depth for _, depth in asked]),

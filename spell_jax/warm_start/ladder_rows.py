@@ -1,8 +1,9 @@
 """Generated demonstrations of the ladder world: shallow questions, and a thin tail of deeper ones.
 
 The tail makes deeper questions and answers possible to sample at all; without it, reinforcement
-learning has nothing to reward. A responder walks the chain, one line for each hop. A questioner
-writes no thought: its own reference is a guess, which the frozen reader replaces.
+learning has nothing to reward. Each of its depths has half the rows of the one before. A responder
+walks the chain, one line for each hop. A questioner writes no thought: its own reference is a
+guess, which the frozen reader replaces.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class LadderMixture:
     verifier: float = 0.15  # the responder has the rest
     documents: tuple[int, ...] = (9,)  # possible numbers of documents
     shallow: tuple[int, ...] = (1, 2)  # depths of most rows, of all roles
-    deeper: float = 0.05  # share of deeper rows
+    deeper: float = 0.05  # share of deeper rows, up to depth `deepest`
     deepest: int = 8
     history: float = 0.6  # questioner rows with one or two known questions in the prompt
     # Share of these with one more hop than the last known question, about the same person.
@@ -58,9 +59,10 @@ def ladder_demonstrations(
 
 
 def _sample_depth(rng: np.random.Generator, mixture: LadderMixture) -> int:
-    tail = range(max(mixture.shallow) + 1, mixture.deepest + 1)
-    is_deeper = rng.random() < mixture.deeper
-    return int(rng.choice(tail if is_deeper and tail else mixture.shallow))
+    if rng.random() >= mixture.deeper:
+        return int(rng.choice(mixture.shallow))
+    shares = 0.5 ** np.arange(mixture.deepest - max(mixture.shallow))
+    return max(mixture.shallow) + 1 + int(rng.choice(len(shares), p=shares / shares.sum()))
 
 
 def _questioner_row(
@@ -71,28 +73,16 @@ def _questioner_row(
     depth: int,
 ) -> Row:
     question = world.sample_question(rng, documents, depth)
-    history = []
+    known = []
     if rng.random() < mixture.history:
-        history = known_questions(rng, documents, int(rng.integers(1, 3)), depth, mixture)
+        depths = [min(depth, _sample_depth(rng, mixture)) for _ in range(rng.integers(1, 3))]
+        known = [world.sample_question(rng, documents, earlier) for earlier in depths]
         if depth > 1 and rng.random() < mixture.one_more:
-            shorter = world.shorten(rng, question.text, documents)
-            history[-1] = Entry((), shorter.text, shorter.answer)
+            known[-1] = world.shorten(rng, question.text, documents)
+    history = [Entry((), earlier.text, earlier.answer) for earlier in known]
     prompt = prompts.questioner(TASK, documents, history)
     record = {"question": question.text, "answer": " " + question.answer}
     return Row(prompt, json.dumps(record, separators=(",", ":")), "questioner", TASK)
-
-
-def known_questions(
-    rng: np.random.Generator,
-    documents: tuple[str, ...],
-    count: int,
-    depth: int,
-    mixture: LadderMixture,
-) -> list[Entry]:
-    """Sample `count` remembered questions, none deeper than `depth`."""
-    depths = [min(depth, _sample_depth(rng, mixture)) for _ in range(count)]
-    asked = [world.sample_question(rng, documents, known) for known in depths]
-    return [Entry((), question.text, question.answer) for question in asked]
 
 
 def verifier_row(prompts: Prompts, rng: np.random.Generator, question: world.Question) -> Row:

@@ -291,6 +291,7 @@ ABLATIONS = {
     "no consistency gate": PAPER | {"algorithm.consistency_gate": False},
     "azr": PAPER | {"algorithm.mapping": "azr"},
     "r_zero": PAPER | {"algorithm.mapping": "r_zero"},
+    "progress on probes": PAPER | {"algorithm.mapping": "progress"},
     "narrow": PAPER | {"algorithm.sigma": 0.5 / 6},
     "wide": PAPER | {"algorithm.sigma": 0.5 / 2},
     "G = 4": PAPER | {"algorithm.group_size": 4, "algorithm.verifier_group_size": 4},

@@ -71,7 +71,7 @@ def test_unknown_arm_is_rejected():
 def test_prompts_and_answers_of_depth_8_fit_the_token_caps():
     config = ladder.get_config()
     tokenizer, rows = tokenizers.load(TINY_POLICY), prompts.load("compact")
-    mixture = ladder_rows.LadderMixture(shallow=(8,))
+    mixture = ladder_rows.LadderMixture(shallow=(8,), deeper=0.0)
     demonstrations = ladder_rows.ladder_demonstrations(rows, mixture, seed=5)
     (length, _), *_ = config.packing.buckets
     for row, _ in zip(demonstrations, range(200), strict=False):

@@ -56,12 +56,12 @@ def test_responder_and_questioner_state_the_oracles_answer(rows):
 
 def test_depths_are_shallow_but_for_a_thin_tail(rows):
     depths = Counter(world.depth_of(asked(row)) for row in rows)
-    assert {*depths} == {*range(1, 9)}
+    assert {1, 2, 3, 4} <= {*depths} <= {*range(1, 9)} and depths[3] > depths[5]
     assert 0.02 < sum(depths[depth] for depth in range(3, 9)) / depths.total() < 0.08
     shallow = Counter(world.depth_of(asked(row)) for row in take(300, deeper=0.0))
     assert {*shallow} == {1, 2}
-    with_deepest = take(200, deeper=1.0, deepest=4)
-    assert {world.depth_of(asked(row)) for row in with_deepest} == {3, 4}
+    deep = Counter(world.depth_of(asked(row)) for row in take(300, deeper=1.0, deepest=4))
+    assert {*deep} == {3, 4} and 1.5 < deep[3] / deep[4] < 2.7
 
 
 def test_most_questions_continue_a_known_one_by_a_hop(rows):

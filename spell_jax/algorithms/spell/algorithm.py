@@ -30,7 +30,7 @@ import numpy as np
 from spell_jax.algorithms.base import AlgorithmContext, Annotation, Ask, Key, Models, Reply
 from spell_jax.algorithms.episode import ask_judge, judge_predictions
 from spell_jax.algorithms.spell import episode as spell_episode
-from spell_jax.algorithms.spell.config import SpellConfig
+from spell_jax.algorithms.spell.config import PROGRESS, SpellConfig
 from spell_jax.algorithms.spell.episode import Advantages, Episode, documents_of
 from spell_jax.data.clusters import LETTERS, Cluster
 from spell_jax.learner.advantages import group_advantages, questioner_advantages
@@ -40,6 +40,7 @@ from spell_jax.runtime.metrics import Metrics
 from spell_jax.selfplay import parsing, rewards, rules, selection
 from spell_jax.selfplay.hops import join_hop, split_hops
 from spell_jax.selfplay.memory import Entry, QuestionMemory
+from spell_jax.selfplay.probes import Probe, ProbeSet
 
 
 class Spell:
@@ -52,6 +53,7 @@ class Spell:
         self.prompts = context.prompts
         self.stream = context.deal(context.clusters())
         self.memory = QuestionMemory(config.memory)
+        self.probes = ProbeSet(config.probes)
         self.models = ("reference_reader",) if config.reference_source == "frozen_reader" else ()
         self._count = context.count_tokens
         self._cap = context.prompt_cap
@@ -60,9 +62,14 @@ class Spell:
     def rollout(self, models: Models, key: Key, step: int) -> list[Episode]:
         """Rounds of self-play until enough questions have mixed rewards, or the cap is reached."""
         rng = np.random.default_rng([*key])
+        if self.config.mapping == PROGRESS:
+            self.probes.measure(models.run_all(self.probe, self.probes.probes))
         batches = (self._roll_out(models, self.start_episodes(rng)) for _ in itertools.count())
         episodes = self.fill(batches, rng)
         self.remember(episodes)
+        if self.config.mapping == PROGRESS:
+            answered = [e for e in episodes if e.response is not None]
+            self.probes.push([_make_probe(e) for e in answered], rng)
         return episodes
 
     def _roll_out(self, models: Models, episodes: Sequence[Episode]) -> list[Episode]:
@@ -116,6 +123,13 @@ class Spell:
         episode = await self.verify(ask, episode)
         fault_injection.point("verified")
         return episode
+
+    async def probe(self, ask: Ask, probe: Probe) -> float:
+        """The share of right answers to a probe, by the rule; 0 for a prompt over the cap."""
+        (cluster,) = self.stream.read([probe.cluster])
+        text = self.prompts.responder(probe.task, cluster.documents, probe.question)
+        (reply,) = await ask("responder", [text], self.config.group_size)
+        return _solve_rate(reply, probe.reference, probe.task)
 
     # 1. The questioner writes a question.
 
@@ -216,6 +230,7 @@ class Spell:
             return e
         documents = [e.cluster.documents[i] for i in e.shown]
         hop, links = split_hops(e.question, e.history) if c.reader_by_hop else (e.question, [])
+        reference, leaked = "", False
         for link in (*links, None):
             text = self.prompts.responder(e.task, documents, hop)
             (reply,) = await ask("responder", [text], c.reader_samples, model="reference_reader")
@@ -228,10 +243,11 @@ class Spell:
                 agrees = count == c.reader_samples
             if answer is None or not (agrees or e.leaks):
                 return _reject(e, "reader_disagrees")
-            e = replace(e, reference=answer, leaked=e.leaked or not agrees)
+            reference, leaked = answer, leaked or not agrees
             hop = join_hop(link, answer) if link else ""
-        same = [b is not None and rules.same_answer(e.reference, b, e.task) for b in e.blind]
-        e = replace(e, blind_scores=tuple(map(float, same)))
+        same = [b is not None and rules.same_answer(reference, b, e.task) for b in e.blind]
+        scores = tuple(map(float, same))
+        e = replace(e, reference=reference, leaked=leaked, blind_scores=scores)
         return self._reject_known(e) if self._judge is None else e
 
     # 4. The responder answers from all documents.
@@ -283,6 +299,8 @@ class Spell:
         c, e = self.config, replace(episode, scores=scores, reward=0.0)
         if not e.mixed:
             return e
+        if c.mapping == PROGRESS:
+            return replace(e, reward=self.probes.progress(e.task, e.question))
         return replace(e, reward=rewards.questioner_reward(e.mean_score, c.mapping, c.mu, c.sigma))
 
     def _responder_reward(self, rule: float, vote: int, rng: np.random.Generator) -> float:
@@ -420,15 +438,27 @@ class Spell:
         return episode.cluster
 
     def state_dict(self) -> dict[str, Any]:
-        return {"stream": self.stream.state_dict(), "memory": self.memory.state_dict()}
+        parts = {"stream": self.stream, "memory": self.memory, "probes": self.probes}
+        return {name: part.state_dict() for name, part in parts.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.stream.load_state_dict(state["stream"])
         self.memory.load_state_dict(state["memory"])
+        self.probes.load_state_dict(state["probes"])
 
 
 def _reject(episode: Episode, reason: str) -> Episode:
     return replace(episode, status="ungrounded", reason=reason, reward=rewards.UNGROUNDED)
+
+
+def _solve_rate(reply: Reply | None, reference: str, task: str) -> float:
+    texts = () if reply is None else reply.texts
+    return float(np.mean([rules.score(text, reference, task) for text in texts] or [0.0]))
+
+
+def _make_probe(e: Episode) -> Probe:
+    rate = _solve_rate(e.response, e.reference, e.task)
+    return Probe(e.task, e.cluster.id, e.question, e.reference, rate, rate)
 
 
 def most_frequent(answers: Sequence[str | None], task: str) -> tuple[str | None, int]:

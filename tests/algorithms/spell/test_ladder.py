@@ -142,6 +142,33 @@ def test_leak_out_of_range_is_rejected(leak):
         SpellConfig(gate_leak=leak)
 
 
+# ---------------------------------------------------------------------------------------- Progress
+
+
+def test_progress_on_probes_rewards_the_questioner():
+    """Half of the answers are right in step 1, and three of four in step 2, of probes too."""
+
+    def improved(role: str, prompt: str, sibling: int, model: str) -> str:
+        is_wrong = role == "responder" and model == "policy" and sibling == 1
+        right = {"questioner": write, "verifier": write}.get(role, lambda *a: answer(a[1]))
+        return "answer is nobody" if is_wrong else right(role, prompt, sibling, model)
+
+    algorithm = make_algorithm(mapping="progress", probes=4)
+    first = roll_out(algorithm, ScriptedModels(write), 1)
+    assert [e.reward for e in first] == [0.0] * 4, "no probe yet"
+    state = json.loads(json.dumps(algorithm.state_dict()))
+    models = ScriptedModels(improved)
+    second = roll_out(algorithm, models, 2)
+    probed = next(call for call in models.calls if call.role == "responder")
+    (probe,) = state["probes"]
+    assert [prompt.splitlines()[-1] for prompt in probed.prompts] == [probe["question"]]
+    assert {e.mean_score for e in second} == {0.75}
+    assert [e.reward for e in second] == [0.25] * 4, "the rise from .5 to .75"
+    resumed = make_algorithm(mapping="progress", probes=4)
+    resumed.load_state_dict(state)
+    assert [e.reward for e in roll_out(resumed, ScriptedModels(improved), 2)] == [0.25] * 4
+
+
 # ---------------------------------------------------------------------------------------- Held out
 
 
