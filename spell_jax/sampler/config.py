@@ -81,7 +81,9 @@ class SamplerConfig:
 
     @property
     def dropout(self) -> dict[str, float]:
-        """Fields of Options for a question, with vocabulary dropout."""
+        """Fields of Options that give a question vocabulary dropout, if there is any."""
+        if not self.vocabulary_dropout:
+            return {}
         return {"dropout": self.vocabulary_dropout, "dropout_penalty": self.dropout_penalty}
 
     @property

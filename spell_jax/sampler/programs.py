@@ -141,8 +141,7 @@ def decode(
     fresh = (slots.prefilled >= 0)[:, None]
     hidden = jnp.where(fresh, state.prompt_hidden[slots.prefilled], state.hidden[lane])
     keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(slots.key), slots.sample_index)
-    has_dropout = slots.sampling.dropout is not None
-    penalty = penalties(keys, config.vocab_size, slots.sampling) if has_dropout else None
+    penalty = penalties(keys, config.vocab_size, slots.sampling)
     sample_next = functools.partial(_sample, config, params, keys, slots.sampling, penalty)
     forward = functools.partial(_forward, config, params, slots, page_size, kernel, record_experts)
 

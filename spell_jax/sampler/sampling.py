@@ -58,8 +58,13 @@ class SampledToken:
     cutoff: jax.Array
 
 
-def penalties(keys: jax.Array, tokens: int, sampling: Sampling) -> jax.Array:
-    """Nats that each row's logits lose by vocabulary dropout, float32 [N, V], given keys [N]."""
+def penalties(keys: jax.Array, tokens: int, sampling: Sampling) -> jax.Array | None:
+    """Nats that each row's logits lose by vocabulary dropout, float32 [N, V], given keys [N].
+
+    None without dropout.
+    """
+    if sampling.dropout is None:
+        return None
     keys = jax.vmap(lambda key: jax.random.fold_in(key, _DROPOUT))(keys)
     uniform = jax.vmap(lambda key: jax.random.uniform(key, (tokens,)))(keys)
     return jnp.where(uniform < sampling.dropout[:, None], sampling.dropout_penalty[:, None], 0.0)

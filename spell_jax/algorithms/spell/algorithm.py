@@ -30,6 +30,7 @@ import numpy as np
 from spell_jax.algorithms.base import AlgorithmContext, Annotation, Ask, Key, Models, Reply
 from spell_jax.algorithms.episode import ask_judge, judge_predictions
 from spell_jax.algorithms.spell import episode as spell_episode
+from spell_jax.algorithms.spell import frozen_reader, progress
 from spell_jax.algorithms.spell.config import PROGRESS, SpellConfig
 from spell_jax.algorithms.spell.episode import Advantages, Episode, documents_of
 from spell_jax.data.clusters import LETTERS, Cluster
@@ -38,9 +39,8 @@ from spell_jax.learner.packing import TrainGroup
 from spell_jax.runtime import fault_injection
 from spell_jax.runtime.metrics import Metrics
 from spell_jax.selfplay import parsing, rewards, rules, selection
-from spell_jax.selfplay.hops import join_hop, split_hops
 from spell_jax.selfplay.memory import Entry, QuestionMemory
-from spell_jax.selfplay.probes import Probe, ProbeSet
+from spell_jax.selfplay.probes import ProbeSet
 
 
 class Spell:
@@ -63,13 +63,12 @@ class Spell:
         """Rounds of self-play until enough questions have mixed rewards, or the cap is reached."""
         rng = np.random.default_rng([*key])
         if self.config.mapping == PROGRESS:
-            self.probes.measure(models.run_all(self.probe, self.probes.probes))
+            progress.measure(self.probes, models, self.prompts, self.stream, self.config.group_size)
         batches = (self._roll_out(models, self.start_episodes(rng)) for _ in itertools.count())
         episodes = self.fill(batches, rng)
         self.remember(episodes)
         if self.config.mapping == PROGRESS:
-            answered = [e for e in episodes if e.response is not None]
-            self.probes.push([_make_probe(e) for e in answered], rng)
+            progress.push(self.probes, episodes, rng)
         return episodes
 
     def _roll_out(self, models: Models, episodes: Sequence[Episode]) -> list[Episode]:
@@ -124,13 +123,6 @@ class Spell:
         fault_injection.point("verified")
         return episode
 
-    async def probe(self, ask: Ask, probe: Probe) -> float:
-        """The share of right answers to a probe, by the rule; 0 for a prompt over the cap."""
-        (cluster,) = self.stream.read([probe.cluster])
-        text = self.prompts.responder(probe.task, cluster.documents, probe.question)
-        (reply,) = await ask("responder", [text], self.config.group_size)
-        return _solve_rate(reply, probe.reference, probe.task)
-
     # 1. The questioner writes a question.
 
     def start_episodes(self, rng: np.random.Generator) -> list[Episode]:
@@ -160,8 +152,8 @@ class Spell:
             text = self.prompts.questioner(task, documents, history, letter)
             smallest = not history and len(new) <= 1
             if smallest or self._count(text) <= self._cap:
-                dealt = (task, cluster, shown, history, dropped, m > most, letter, text)
-                return Episode(*dealt, leaks=leaks)
+                reduced = m > most
+                return Episode(task, cluster, shown, history, dropped, reduced, letter, text, leaks)
             dropped += 1
             if new and (history or len(new) > 1):
                 new.pop()
@@ -219,36 +211,17 @@ class Spell:
 
     def _reject_known(self, e: Episode) -> Episode:
         is_known = sum(e.blind_scores) >= self.config.grounding_threshold
-        return _reject(e, "known_without_documents") if is_known else e
+        return spell_episode.reject(e, "known_without_documents") if is_known else e
 
     # 3. (Option) A frozen copy of the first policy states the reference.
 
     async def read_reference(self, ask: Ask, episode: Episode) -> Episode:
         """Replaces the reference by the frozen reader's answer, or rejects the question."""
-        c, e = self.config, episode
-        if e.status != "accepted" or c.reference_source != "frozen_reader":
+        e = episode
+        if e.status != "accepted" or self.config.reference_source != "frozen_reader":
             return e
-        documents = [e.cluster.documents[i] for i in e.shown]
-        hop, links = split_hops(e.question, e.history) if c.reader_by_hop else (e.question, [])
-        reference, leaked = "", False
-        for link in (*links, None):
-            text = self.prompts.responder(e.task, documents, hop)
-            (reply,) = await ask("responder", [text], c.reader_samples, model="reference_reader")
-            if reply is None:
-                return replace(e, status="overlong", reason="reader_prompt")
-            answers = [rules.extract_answer(text, e.task) for text in reply.texts]
-            answer, count = most_frequent(answers, e.task)
-            agrees = count >= 2 and 2 * count > c.reader_samples
-            if c.reader_unanimous:
-                agrees = count == c.reader_samples
-            if answer is None or not (agrees or e.leaks):
-                return _reject(e, "reader_disagrees")
-            reference, leaked = answer, leaked or not agrees
-            hop = join_hop(link, answer) if link else ""
-        same = [b is not None and rules.same_answer(reference, b, e.task) for b in e.blind]
-        scores = tuple(map(float, same))
-        e = replace(e, reference=reference, leaked=leaked, blind_scores=scores)
-        return self._reject_known(e) if self._judge is None else e
+        e = await frozen_reader.read_reference(self.config, self.prompts, ask, e)
+        return self._reject_known(e) if e.status == "accepted" and self._judge is None else e
 
     # 4. The responder answers from all documents.
 
@@ -445,25 +418,3 @@ class Spell:
         self.stream.load_state_dict(state["stream"])
         self.memory.load_state_dict(state["memory"])
         self.probes.load_state_dict(state["probes"])
-
-
-def _reject(episode: Episode, reason: str) -> Episode:
-    return replace(episode, status="ungrounded", reason=reason, reward=rewards.UNGROUNDED)
-
-
-def _solve_rate(reply: Reply | None, reference: str, task: str) -> float:
-    texts = () if reply is None else reply.texts
-    return float(np.mean([rules.score(text, reference, task) for text in texts] or [0.0]))
-
-
-def _make_probe(e: Episode) -> Probe:
-    rate = _solve_rate(e.response, e.reference, e.task)
-    return Probe(e.task, e.cluster.id, e.question, e.reference, rate, rate)
-
-
-def most_frequent(answers: Sequence[str | None], task: str) -> tuple[str | None, int]:
-    """(answer that equals most of the answers, their number); the first one wins a tie."""
-    stated = [answer for answer in answers if answer is not None]
-    counts = [sum(rules.same_answer(a, other, task) for other in stated) for a in stated]
-    most = max(counts, default=0)
-    return (stated[counts.index(most)], most) if most else (None, 0)

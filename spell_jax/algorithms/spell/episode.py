@@ -80,6 +80,11 @@ def documents_of(history: Sequence[Entry]) -> set[int]:
     return {index for entry in history for index in entry.documents}
 
 
+def reject(e: Episode, reason: str) -> Episode:
+    ungrounded = {"status": "ungrounded", "reward": rewards.UNGROUNDED}
+    return dataclasses.replace(e, reason=reason, **ungrounded)
+
+
 def is_eligible_verdict(e: Episode, i: int, config: SpellConfig) -> bool:
     """Whether the verifier may be trained on its votes on answer i."""
     gate = config.consistency_gate
