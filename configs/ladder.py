@@ -37,7 +37,7 @@ def get_config(arm: str = "full") -> Config:
     if arm not in ARMS:
         raise ValueError(f"configs/ladder.py:{arm}: must be one of {', '.join(ARMS)}")
     config = tiny.get_config()
-    config.update(steps=200, evaluate=False, validate_every=10, checkpoint_every=40)
+    config.update(steps=120, evaluate=False, validate_every=10, checkpoint_every=30)
     config.update(max_minutes=0.0, keep_checkpoints=10)
     config.policy.folder = "runs/ladder_warm_start/policy"
 

@@ -169,7 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", default="", help="file of the questions, or folder of the figure")
     parser.add_argument("--run", default="", help="workdir of the run whose questions are written")
     parser.add_argument("--depths", default="", help="depths of the oracle's questions")
-    parser.add_argument("--count", type=int, default=9600, help="number of the oracle's questions")
+    parser.add_argument("--count", type=int, default=5760, help="number of the oracle's questions")
     parser.add_argument("--seed", type=int, default=0, help="seed of the oracle's questions")
     given = parser.parse_args(arguments)
     if given.what == "commands":
