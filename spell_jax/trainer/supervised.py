@@ -39,7 +39,7 @@ from spell_jax.runtime.preemption import Preempted, Preemption
 from spell_jax.runtime.run_logger import RunLogger
 from spell_jax.selfplay import prompts
 from spell_jax.trainer.state import load_weights
-from spell_jax.warm_start import demonstrations
+from spell_jax.warm_start import demonstrations, ladder_rows
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +51,9 @@ GENERATED = {
     ),
     "tiny_stories": lambda prompts, *at: demonstrations.story_demonstrations(
         prompts, demonstrations.StoryMixture(), *at
+    ),
+    "ladder": lambda prompts, *at: ladder_rows.ladder_demonstrations(
+        prompts, ladder_rows.LadderMixture(), *at
     ),
 }
 # Rows that train a new tokenizer; enough to see every word of a small corpus.

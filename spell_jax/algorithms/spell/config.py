@@ -10,6 +10,8 @@ from spell_jax.selfplay import rewards
 
 REFERENCE_SOURCES = ("questioner", "frozen_reader")
 RESPONDER_REWARDS = ("max", "rule", "verifier", "mean", "min", "random")
+PROGRESS = "progress"
+MAPPINGS = (*rewards.MAPPINGS, PROGRESS)
 REMEMBERED = ("new", "shown")
 NORMALIZATIONS = ("batch", "task", "cluster", "batch+cluster")
 
@@ -37,7 +39,9 @@ class SpellConfig(AlgorithmConfig):
         all that it read (the paper's code), so that its context grows until it holds the cluster.
       memory_solved: whether questions that all answers solve are remembered too (the paper's code),
         not only those with a questioner reward above 0 (Algorithm 1). Unsolved ones never are.
-      mapping: the questioner's reward (7): "gaussian", "azr" or "r_zero".
+      mapping: the questioner's reward (7): "gaussian", "azr" or "r_zero"; or "progress": the rise
+        of the responder's solve rate on the probes most like the question (selfplay/probes.py).
+      probes: questions of earlier steps that are answered again in each step, for "progress".
       mu: mean of the Gaussian (7).
       sigma: standard deviation of the Gaussian (7).
       max_answer_tokens: most tokens of a reference of a general question (other references are
@@ -88,6 +92,7 @@ class SpellConfig(AlgorithmConfig):
     memory_documents: str = "new"
     memory_solved: bool = False
     mapping: str = "gaussian"
+    probes: int = 32
     mu: float = 0.5
     sigma: float = 0.5 / 3
     max_answer_tokens: int = 40
@@ -98,6 +103,9 @@ class SpellConfig(AlgorithmConfig):
     grounding_threshold: int = 1
     reference_source: str = "questioner"
     reader_samples: int = 4
+    reader_unanimous: bool = False
+    reader_by_hop: bool = False
+    gate_leak: float = 0.0
     reader_refresh: int = 0
     responder_reward: str = "max"
     train_questioner: bool = True
@@ -113,12 +121,12 @@ class SpellConfig(AlgorithmConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        check_choice(self, "algorithm.", mapping=rewards.MAPPINGS, memory_documents=REMEMBERED)
+        check_choice(self, "algorithm.", mapping=MAPPINGS, memory_documents=REMEMBERED)
         check_choice(self, "algorithm.", reference_source=REFERENCE_SOURCES)
         check_choice(self, "algorithm.", responder_reward=RESPONDER_REWARDS)
         check_choice(self, "algorithm.", questioner_normalization=NORMALIZATIONS)
         check_least(self, "algorithm.", questions=1, generation_batch=1, max_generations=1)
-        check_least(self, "algorithm.", questions_per_cluster=1)
+        check_least(self, "algorithm.", questions_per_cluster=1, probes=1)
         check_least(self, "algorithm.", group_size=2, verifier_group_size=1, verifier_share=0)
         check_least(self, "algorithm.", grounding_samples=0, grounding_threshold=1)
         check_least(self, "algorithm.", reader_samples=2, reader_refresh=0, unread_documents=0)
@@ -128,6 +136,8 @@ class SpellConfig(AlgorithmConfig):
                 f"algorithm.generation_batch = {self.generation_batch}: must be a multiple of "
                 f"algorithm.questions_per_cluster = {self.questions_per_cluster}"
             )
+        if not 0 <= self.gate_leak <= 1:
+            raise ValueError(f"algorithm.gate_leak = {self.gate_leak}: must be in [0, 1]")
         if not self.documents or min(self.documents) < 1:
             raise ValueError(
                 f"algorithm.documents = {self.documents}: must be numbers of at least 1"
@@ -163,6 +173,9 @@ class SpellConfig(AlgorithmConfig):
             if self.reference_source == "frozen_reader":
                 name, role = "answers of the frozen reader", "reference_reader"
                 budgets.append(RolloutBudget(name, role, batch, self.reader_samples))
+            if self.mapping == PROGRESS:
+                name, role = "answers to probes", "responder"
+                budgets.append(RolloutBudget(name, role, self.probes, self.group_size))
         budgets.append(RolloutBudget("answers", "responder", batch, self.group_size, good))
         if self.responder_reward not in ("rule", "random"):
             size, answers = self.verifier_group_size, self.group_size
