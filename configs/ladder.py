@@ -5,6 +5,7 @@
 
 ARM is one of ARMS. `python -m launch.ladder commands` prints the commands of all arms and seeds,
 those that write the questions of some arms first. docs/ladder.md has the protocol and the results.
+Hardware: one CPU core, about 5 minutes for a run of the full arm (estimated).
 """
 
 from collections.abc import Mapping

@@ -3,7 +3,8 @@
     python -m spell_jax.sft --config=configs/ladder_warm_start.py --workdir=runs/ladder_warm_start
 
 Its demonstrations (warm_start/ladder_rows.py) have questions of depth 1 and 2, and a share of .05
-of depths 3 to 8. docs/ladder.md has the resulting accuracies.
+of depths 3 to 8. docs/ladder.md has the resulting accuracies. Hardware: one CPU core, 2.5 minutes
+of its time (measured).
 """
 
 from configs import tiny_warm_start
