@@ -14,15 +14,16 @@ def split_hops(question: str, known: Sequence[Entry]) -> tuple[str, list[str]]:
     question with the answer D, the first hop is "A of D", and no link remains. Of several known
     questions the longest one counts. A question without a link is its own first hop.
     """
+    for entry in sorted(known, key=lambda entry: -len(entry.question)):
+        is_chain = _LINK in entry.question
+        if is_chain and question.endswith(_LINK + entry.question):
+            outer = question.removesuffix(_LINK + entry.question)
+            question = join_hop(outer, entry.answer)
+            break
     *links, start = question.split(_LINK)
     if not links:
         return question, []
-    answers = {entry.question: entry.answer for entry in known}
-    for place in range(1, len(links)):
-        inner = _LINK.join([*links[place:], start])
-        if inner in answers:
-            return join_hop(links[place - 1], answers[inner]), links[: place - 1][::-1]
-    return join_hop(links[-1], start), links[:-1][::-1]
+    return join_hop(links[-1], start), links[-2::-1]
 
 
 def join_hop(link: str, start: str) -> str:
