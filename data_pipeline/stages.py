@@ -24,6 +24,7 @@ from apache_beam.runners.portability.fn_api_runner import FnApiRunner
 from apache_beam.runners.portability.portable_runner import PortableRunner
 
 from data_pipeline.records import SCHEMAS, SIZED, Count, digest, is_sized
+from data_pipeline.spark import PySparkRunner
 
 DONE = "done.json"
 BATCH = 256  # records of a table in memory at once: about 20 MB of clusters
@@ -120,8 +121,12 @@ class Stages:
         options = PipelineOptions([*self.options, f"--job_name=spell-{name}"])
         named = options.view_as(StandardOptions).runner
         # Beam's DirectRunner would first try to fetch another runner from the network.
-        local = named is None or named.rpartition(".")[-1] == "DirectRunner"
-        return beam.Pipeline(runner=FnApiRunner() if local else named, options=options)
+        runner: Any = named
+        if named is None or named.rpartition(".")[-1] == "DirectRunner":
+            runner = FnApiRunner()
+        elif named == PySparkRunner.__name__:
+            runner = PySparkRunner()
+        return beam.Pipeline(runner=runner, options=options)
 
     def check(self, pipeline: beam.Pipeline, name: str) -> None:
         """Serialize a graph as for a remote runner and parse it back; raise if that fails."""
