@@ -154,6 +154,8 @@ class _Execution:
                 broadcast.destroy()
 
     def _apply(self, node: Node) -> None:
+        if any(not value.windowing.is_default() for value in node.outputs.values()):
+            raise NotImplementedError(f"{node.full_label}: PySparkRunner has no windows")
         make = next(made for kind, made in _PRIMITIVES.items() if isinstance(node.transform, kind))
         rdd = make(self, node, *(self.rdds.get(value) for value in node.inputs))
         used = {tag: value for tag, value in node.outputs.items() if self.uses[value]}
