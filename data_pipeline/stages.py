@@ -135,10 +135,10 @@ class Stages:
         The graph of a stage then does not contain them. Memory is that of BATCH records. The
         fingerprint is a hash of the records in any order. Nothing is written if `records` raises.
         """
-        total = number = 0
+        total, number, left = 0, 0, iter(records)
         with tempfile.TemporaryFile() as scratch:
             with pq.ParquetWriter(scratch, SCHEMAS[table], compression="zstd") as writer:
-                while batch := list(itertools.islice(records := iter(records), BATCH)):
+                while batch := list(itertools.islice(left, BATCH)):
                     writer.write_table(pa.Table.from_pylist(batch, SCHEMAS[table]))
                     number += len(batch)
                     for record in batch:

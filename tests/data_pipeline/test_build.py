@@ -183,24 +183,28 @@ def test_build_on_spark_is_bit_identical_after_workers_were_killed(
 
 
 @pytest.mark.slow
-def test_graphs_contain_neither_file_names_nor_benchmark_texts(config, tmp_path, caplog):
-    """The graph of a corpus of one file is as large as that of many."""
-    caplog.set_level("INFO", "data_pipeline")
-    build.check(config, str(tmp_path / "many"))
-    many = [message for message in caplog.messages if " bytes" in message]
-    caplog.clear()
-    small = config.copy_and_resolve_references()
-    for name in ("web", "filings"):  # as long as the other path, which is in the graph
-        path = Path(config.sources[name].path)
-        folder = path.with_name(name[::-1])
-        folder.mkdir()
-        (folder / "one.txt").write_text(text(0, 0))
-        small.sources[name].path = str(folder)
-    exam = Path(config.decontaminate.benchmarks.exam.path).with_name("hcraeser.jsonl")
-    exam.write_text(json.dumps({"context": "short", "question": "short?"}))
-    small.decontaminate.benchmarks.exam.path = str(exam)
-    build.check(small, str(tmp_path / "less"))
-    assert [message for message in caplog.messages if " bytes" in message] == many
+def test_graphs_do_not_grow_with_files_and_benchmark_texts(config, tmp_path, monkeypatch):
+    """169 files become one, and the benchmark gets a text of 100 KB that hardly compresses."""
+    sizes: list[dict[str, int]] = []
+
+    def measure(self, pipeline, name):
+        sizes[-1][name] = pipeline.to_runner_api().ByteSize()
+
+    monkeypatch.setattr(Stages, "check", measure)
+    other = config.copy_and_resolve_references()
+    for name in ("web", "filings"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "one.txt").write_text(text(0, 0))
+        other.sources[name].path = str(tmp_path / name)
+    row = {"context": np.random.default_rng(0).bytes(50_000).hex(), "question": text(2, 99, 12)}
+    (tmp_path / "benchmark.jsonl").write_text(json.dumps(row))
+    other.decontaminate.benchmarks.exam.path = str(tmp_path / "benchmark.jsonl")
+    for given in (config, other):
+        sizes.append({})
+        build.check(given, str(tmp_path / "out"))
+    assert sizes[0].keys() == sizes[1].keys() >= {"read", "decontaminate", "output"}
+    for name, size in sizes[0].items():
+        assert abs(size - sizes[1][name]) < 2000, name  # compressed settings, such as paths, differ
 
 
 @pytest.mark.slow
