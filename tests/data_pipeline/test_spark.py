@@ -6,6 +6,7 @@ tests/data_pipeline/test_build.py has a whole build.
 from __future__ import annotations
 
 import os
+import sys
 
 import apache_beam as beam
 import pyarrow as pa
@@ -15,12 +16,15 @@ from apache_beam.pvalue import AsDict, AsIter, AsList, AsSingleton, TaggedOutput
 from apache_beam.runners.portability.fn_api_runner import FnApiRunner
 from apache_beam.transforms.userstate import ReadModifyWriteStateSpec
 from apache_beam.transforms.window import FixedWindows
+from pyspark import cloudpickle
 
 from data_pipeline import spark
 from data_pipeline.stages import Stages
 
 pytestmark = pytest.mark.slow
 MASTER = "local-cluster[2,1,1024]"
+# Spark's workers cannot import the tests: they get this module's functions with each task.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 FLAGS = ["--runner=PySparkRunner", f"--pyspark_master={MASTER}", "--pyspark_partitions=3"]
 
 
