@@ -75,14 +75,15 @@ class Inputs(Benchmark):
 
     def run(self) -> dict[str, Any]:
         line: dict[str, Any] = {}
-        for share, suffix in ((0.1, "_tenth"), (1.0, "")):
-            with tempfile.TemporaryDirectory() as scratch:
-                number = round(self.files * share)
-                _write_small_files(Path(scratch, "in"), number)
-                line |= self._read(scratch, f"files{suffix}", number)
-            with tempfile.TemporaryDirectory() as scratch:
-                number = _write_large_file(Path(scratch, "in"), self.gigabytes * share)
-                line |= self._read(scratch, f"large{suffix}", number)
+        # Spark keeps its workers, so the part that needs less memory comes first.
+        for name, write, size in (
+            ("files", _write_small_files, self.files),
+            ("large", _write_large_file, self.gigabytes),
+        ):
+            for share, suffix in ((0.1, "_tenth"), (1.0, "")):
+                with tempfile.TemporaryDirectory() as scratch:
+                    number = write(Path(scratch, "in"), size * share)
+                    line |= self._read(scratch, f"{name}{suffix}", number)
         return line
 
     def _read(self, scratch: str, name: str, number: int) -> dict[str, Any]:
@@ -103,12 +104,14 @@ def spark_flags(master: str) -> tuple[str, ...]:
     return ("--runner=PySparkRunner", f"--pyspark_master={master}", "--pyspark_partitions=4")
 
 
-def _write_small_files(folder: Path, number: int) -> None:
-    for i in range(number):
+def _write_small_files(folder: Path, number: float) -> int:
+    """Write about `number` files; return their number."""
+    for i in range(round(number)):
         if i % FILES_PER_FOLDER == 0:
             (folder / f"{i // FILES_PER_FOLDER:06d}").mkdir(parents=True)
         path = folder / f"{i // FILES_PER_FOLDER:06d}" / f"{i:09d}.txt"
         path.write_text(f"This is the small text number {i} of many. " * 4)
+    return round(number)
 
 
 def _write_large_file(folder: Path, gigabytes: float) -> int:

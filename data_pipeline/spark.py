@@ -21,7 +21,6 @@ from __future__ import annotations
 import atexit
 import itertools
 import os
-import pickle
 import shutil
 import sys
 import uuid
@@ -105,8 +104,10 @@ def start(master: str) -> Any:
     conf.setIfMissing("spark.ui.enabled", "false")
     conf.setIfMissing("spark.ui.showConsoleProgress", "false")
     conf.setIfMissing("spark.rdd.compress", "true")  # outputs that are kept on disk
+    is_new = SparkContext._active_spark_context is None
     context = SparkContext.getOrCreate(conf)
-    atexit.register(context.stop)  # before the end of the process breaks off its connections
+    if is_new:
+        atexit.register(context.stop)  # before the end of the process breaks off its connections
     if context.master != master:
         raise ValueError(
             f"pyspark_master = {master!r}: this process already uses {context.master!r}"
@@ -211,7 +212,7 @@ class _Execution:
         return self.context.union(list(rdds)).coalesce(self.partitions)
 
     def reshuffle(self, node: Node, rdd: Rdd) -> Rdd:
-        keyed = rdd.map(_with_checksum)
+        keyed = rdd.mapPartitions(_with_checksums)
         return keyed.partitionBy(self.partitions, _identity).values()
 
     def write(self, node: Node, rdd: Rdd) -> Rdd:
@@ -319,8 +320,10 @@ def _merge_two(fn: beam.CombineFn, one: Any, other: Any) -> Any:
     return fn.merge_accumulators([one, other])
 
 
-def _with_checksum(value: Any) -> tuple[int, Any]:
-    return zlib.crc32(pickle.dumps(value)), value
+def _with_checksums(values: Iterable[Any]) -> Iterator[tuple[int, Any]]:
+    # Unlike those of pickle, the bytes of equal records are equal for this coder.
+    coder = coders.FastPrimitivesCoder()
+    return ((zlib.crc32(coder.encode(value)), value) for value in values)
 
 
 def _identity(key: int) -> int:
