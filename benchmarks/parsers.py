@@ -28,10 +28,12 @@ from spell_jax.evaluation.benchmarks.base import Item
 from spell_jax.evaluation.generated import haystack
 from spell_jax.selfplay import (
     evidence,
+    hops,
     judge,
     memory,
     numbers,
     parsing,
+    probes,
     prompts,
     puzzles,
     rouge,
@@ -134,6 +136,12 @@ _COMPARE = (evidence.verbatim_share, rouge.rouge_l, rouge.rouge_l_recall)
 _COMPARE += (folder_rows.means_the_same,)
 
 
+def _progress(text: str) -> float:
+    asked = probes.ProbeSet(1)
+    asked.push([probes.Probe("general_qa", "0", text, text, 0.0, 1.0)], np.random.default_rng(0))
+    return asked.progress("general_qa", text)
+
+
 def _other_parsers() -> dict[Callable[..., Any], Parser]:
     """Functions with other arguments; prompt builders have the text in all fields at once."""
     documents, full = evidence.searchable(["Arvo lives in Oslo. " * 100]), prompts.load("full")
@@ -141,6 +149,8 @@ def _other_parsers() -> dict[Callable[..., Any], Parser]:
     kind = prompts.Prompts
     return {
         memory.QuestionMemory.push: _push,
+        hops.split_hops: lambda t: hops.split_hops(t, [memory.Entry((0,), t[-len(t) // 2 :], t)]),
+        probes.ProbeSet.progress: _progress,
         parsing.find_record: _find_record,
         parsing.format_choices: lambda t: parsing.format_choices(t, [t] * len(LETTERS)),
         evidence.parse_sections: lambda t: evidence.parse_sections(t, 2),

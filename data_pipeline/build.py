@@ -21,6 +21,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.metadata
+import itertools
 import logging
 import platform
 from collections.abc import Mapping, Sequence
@@ -138,29 +139,32 @@ def check(config: Config, out: str, options: Sequence[str] = ()) -> None:
 
 def run_stages(plan: Plan, stages: Stages) -> tuple[list[Done], dict[str, dict[str, str]]]:
     """Run all stages before the output; return them, and source -> file -> hash."""
-    listed = [f for name, source in plan.sources.items() for f in sources.list_files(name, source)]
     items = decontaminate.read_benchmarks(plan.benchmarks)
+    listed = list_sources(plan, stages)
     entry.setup_done()
     done = [read(plan, stages, listed)]
 
-    def run(name: str, config: Any, make: Any, documents: str, **extra: Any) -> str:
-        """Run a stage on documents of the previous one; return the table of its documents."""
-        made_from = dataclasses.asdict(config) | extra
-        done.append(stages.run(name, made_from, make, done[-1:], documents=documents))
+    def run(stage: Any, config: Any, make: Any, documents: str, **extra: Any) -> str:
+        """Run the stage of a module on documents of the previous one; return its documents."""
+        name, made_from = stage.__name__.rpartition(".")[-1], dataclasses.asdict(config) | extra
+        done.append(
+            stages.run(name, made_from, make, done[-1:], stage.BALANCES, documents=documents)
+        )
         return f"{name}/documents"
 
     make = functools.partial(dedup.make_dedup, config=plan.dedup)
-    documents = run("dedup", plan.dedup, make, "read/documents")
+    documents = run(dedup, plan.dedup, make, "read/documents")
     if items:
-        given = {"items": items, "dedup": plan.dedup, "config": plan.decontaminate}
+        read_items = decontaminate.store_items(stages, items)
+        given = {"read_items": read_items, "dedup": plan.dedup, "config": plan.decontaminate}
         make = functools.partial(decontaminate.make_decontaminate, **given)
         extra = {"items": decontaminate.fingerprint(items), "dedup": dataclasses.asdict(plan.dedup)}
-        documents = run("decontaminate", plan.decontaminate, make, documents, **extra)
+        documents = run(decontaminate, plan.decontaminate, make, documents, **extra)
     reports = {name: s.max_report_tokens for name, s in plan.sources.items() if s.max_report_tokens}
     make = functools.partial(cut.make_cut, config=plan.cut, reports=reports)
-    documents = run("cut", plan.cut, make, documents, reports=reports)
+    documents = run(cut, plan.cut, make, documents, reports=reports)
     make = functools.partial(embed.make_embed, total=done[-1].count("pieces"), config=plan.embed)
-    documents = run("embed", plan.embed, make, documents)
+    documents = run(embed, plan.embed, make, documents)
     alone = [name for name, source in plan.sources.items() if source.one_document_per_cluster]
     given = {"pools": plan.pools, "alone": alone, "reports": sorted(reports)}
     done.append(cluster.cluster(stages, documents, done[-1:], plan.cluster, **given))
@@ -168,23 +172,30 @@ def run_stages(plan: Plan, stages: Stages) -> tuple[list[Done], dict[str, dict[s
     assignment = {} if stages.only_check else tasks.assign_tasks(pools, plan.tasks)
     make = functools.partial(tasks.make_tasks, assignment=assignment)
     made_from = dataclasses.asdict(plan.tasks)
-    done.append(stages.run("tasks", made_from, make, done[-1:], clusters="cluster/clusters"))
+    clusters = {"clusters": "cluster/clusters"}
+    done.append(stages.run("tasks", made_from, make, done[-1:], tasks.BALANCES, **clusters))
     hashes: dict[str, dict[str, str]] = {name: {} for name in plan.sources}
     for file in sorted(stages.read("read/files"), key=lambda file: file["place"]):
         hashes[file["source"]][file["place"]] = file["hash"]
     return done, hashes
 
 
-def read(plan: Plan, stages: Stages, listed: Sequence[sources.Listed]) -> Done:
+def list_sources(plan: Plan, stages: Stages) -> Done:
+    """Write the list of all files, which the workers read; raises like `list_files`."""
+    files = (sources.list_files(name, source) for name, source in plan.sources.items())
+    return stages.store("list", "listed", itertools.chain.from_iterable(files))
+
+
+def read(plan: Plan, stages: Stages, listed: Done) -> Done:
     """Run the read stage; it reruns when the size, time or name of a file changes."""
     made_from = {
-        "files": list(listed),
         "sources": {name: dataclasses.asdict(source) for name, source in plan.sources.items()},
         "filter": dataclasses.asdict(plan.filter),
         "versions": versions(),
     }
-    given = {"listed": listed, "sources": plan.sources, "filter": plan.filter}
-    return stages.run("read", made_from, functools.partial(sources.make_read, **given))
+    make = functools.partial(sources.make_read, sources=plan.sources, filter=plan.filter)
+    files = {"listed": "list/listed"}
+    return stages.run("read", made_from, make, [listed], sources.BALANCES, **files)
 
 
 def versions() -> dict[str, str]:

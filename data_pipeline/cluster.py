@@ -23,6 +23,7 @@ import numpy as np
 from apache_beam.pvalue import AsDict
 
 from data_pipeline import kmeans
+from data_pipeline.balance import LostRowsError
 from data_pipeline.kmeans import ClusterConfig
 from data_pipeline.records import (
     Centroids,
@@ -41,8 +42,24 @@ from data_pipeline.stages import Done, Stages
 MAX_CHILDREN = 64  # per node: 1 MB of centroids with 4096 dimensions
 LENGTH_ERROR = 0.01  # allowed deviation of a vector's length from 1
 IN_NODE = "documents in node"
+SPLIT = "nodes split"
 PIECES = "/of "  # marks the name of a node that holds the pieces of one document
 REPORT = "/report "  # marks the name of a node that holds the paragraphs of one report
+# Every document is a point of a node or removed, and every point is in one cluster.
+POINTS_BALANCES = ("in:documents = out:points + documents without a node",)
+FIT_BALANCES = (
+    "in:points = points read",
+    "points sampled = points fitted",
+    f"{SPLIT} = out:centroids",
+)
+LEVEL_BALANCES = ("in:points = out:points",)
+MEMBERS_BALANCES = ("in:points = out:members",)
+BALANCES = (
+    "in:documents = documents clustered + out:removed",
+    "in:members = documents clustered",
+    "clusters = out:clusters",
+    "documents removed: * = out:removed",
+)
 log = logging.getLogger(__name__)
 
 
@@ -68,18 +85,18 @@ def cluster(
     marks = {**dict.fromkeys(sorted(alone), PIECES), **dict.fromkeys(sorted(reports), REPORT)}
     given: dict[str, Any] = usable | {"marks": marks}
     make = functools.partial(make_points, **given)
-    first = stages.run("cluster-points", given, make, after, documents=documents)
+    first = stages.run("cluster-points", given, make, after, POINTS_BALANCES, documents=documents)
     done = _split_levels(stages, first, config, pools)
     last = done[-1]
     for node, number in large_nodes(last, config).items():
         log.warning("node %s has %d documents after %d levels", node, number, config.levels)
     make = functools.partial(make_members, config=config)
     made_from, points = dataclasses.asdict(config), f"{last.name}/points"
-    leaves = stages.run("cluster-members", made_from, make, [last], points=points)
+    leaves = stages.run("cluster-members", made_from, make, [last], MEMBERS_BALANCES, points=points)
     given = usable | {"min_documents": config.min_documents}
     inputs = {"documents": documents, "members": "cluster-members/members"}
     make = functools.partial(make_clusters, **given)
-    joined = stages.run("cluster", given, make, [*after, leaves], **inputs)
+    joined = stages.run("cluster", given, make, [*after, leaves], BALANCES, **inputs)
     counts = sorted(leaves.counts + joined.counts, key=lambda c: (c["what"], c["source"]))
     seconds = sum(stage.seconds for stage in [*done, leaves, joined])
     return dataclasses.replace(joined, counts=tuple(counts), seconds=seconds)
@@ -101,10 +118,11 @@ def _split_levels(
             break
         points, fit = f"{last.name}/points", f"cluster-fit-{level}"
         make = functools.partial(make_centroids, large=large, config=config)
-        done.append(stages.run(fit, fitted_by, make, [last], points=points))
+        done.append(stages.run(fit, fitted_by, make, [last], FIT_BALANCES, points=points))
         name, centroids = f"cluster-level-{level}", f"{fit}/centroids"
         inputs = {"points": points, "centroids": centroids}
-        done.append(stages.run(name, {}, make_level, [last, done[-1]], **inputs))
+        make = functools.partial(make_level, nodes=done[-1].count(SPLIT))
+        done.append(stages.run(name, {}, make, [last, done[-1]], LEVEL_BALANCES, **inputs))
         log.info("level %d: split %d nodes", level, len(large))
     return done
 
@@ -130,30 +148,37 @@ def make_points(
     removes the others. Nodes of one document's pieces are not counted.
     """
     place = beam.FlatMap(_point, dict(pools), dict(marks), max_cluster_tokens)
-    points: Any = documents | "place at root" >> place
-    return {"points": points, "counts": points | "count by node" >> beam.FlatMap(_in_node)}
+    placed: Any = documents | "place at root" >> place.with_outputs("counts", main="points")
+    points = placed.points
+    counts = (placed.counts, points | "count by node" >> beam.FlatMap(_in_node))
+    return {"points": points, "counts": counts | "all counts" >> beam.Flatten()}
 
 
 def make_centroids(
     points: beam.PCollection, large: Mapping[str, int], config: ClusterConfig
 ) -> dict[str, beam.PCollection]:
     """Fit the centroids of the children of `large`, node -> documents; count split nodes."""
-    centroids: Any = (
-        points
-        | "take sample" >> beam.FlatMap(_sample, dict(large), config.fit_documents)
+    take: Any = beam.FlatMap(_sample, dict(large), config.fit_documents)
+    sample: Any = points | "take sample" >> take.with_outputs("counts", main="vectors")
+    fitted: Any = (
+        sample.vectors
         | "group sample" >> beam.GroupByKey()
-        | "fit centroids" >> beam.Map(_fit, dict(large), config)
+        | "fit centroids"
+        >> beam.FlatMap(_fit, dict(large), config).with_outputs("counts", main="centroids")
     )
-    counts = centroids | "count nodes" >> beam.Map(lambda c: ("nodes split", pool_of(c["node"])))
-    return {"centroids": centroids, "counts": counts}
+    counts = (sample.counts, fitted.counts) | "all counts" >> beam.Flatten()
+    return {"centroids": fitted.centroids, "counts": counts}
 
 
 def make_level(
-    points: beam.PCollection, centroids: beam.PCollection
+    points: beam.PCollection, centroids: beam.PCollection, nodes: int
 ) -> dict[str, beam.PCollection]:
-    """Move points to the nearest child, if their node has centroids; count them by node."""
+    """Move points to the nearest child, if their node is one of the `nodes` with centroids.
+
+    Counts the points by node.
+    """
     by_node: Any = centroids | "key by node" >> beam.Map(lambda c: (c["node"], c["vectors"]))
-    moved: Any = points | "move to child" >> beam.Map(_move, AsDict(by_node))
+    moved: Any = points | "move to child" >> beam.Map(_move, AsDict(by_node), nodes)
     return {"points": moved, "counts": moved | "count by node" >> beam.FlatMap(_in_node)}
 
 
@@ -219,10 +244,11 @@ def rejection_reason(document: Document, pools: Mapping[str, str], max_cluster_t
 
 def _point(
     document: Document, pools: Mapping[str, str], marks: Mapping[str, str], max_cluster_tokens: int
-) -> Iterator[Point]:
-    if rejection_reason(document, pools, max_cluster_tokens):
-        return
+) -> Iterator[Any]:
     source = document["source"]
+    if rejection_reason(document, pools, max_cluster_tokens):
+        yield event("documents without a node", source)
+        return
     node = pools[source]
     if source in marks:
         node += marks[source] + digest(source, document["place"])
@@ -236,16 +262,16 @@ def _in_node(point: Point) -> Iterator[tuple[str, str]]:
         yield IN_NODE, point["node"]
 
 
-def _sample(
-    point: Point, large: Mapping[str, int], fit_documents: int
-) -> Iterator[tuple[str, tuple[str, bytes]]]:
+def _sample(point: Point, large: Mapping[str, int], fit_documents: int) -> Iterator[Any]:
     """Yield (node, (id, vector)) if a point belongs to the sample of a large node.
 
     Ids are uniformly distributed hashes, so a threshold on them gives the wanted sample size to
     within about its square root. No node has to be gathered to find its smallest ids.
     """
+    yield event("points read")
     number = large.get(point["node"])
     if number and int(point["id"][:16], 16) * number < fit_documents << 64:
+        yield event("points sampled")
         yield point["node"], (point["id"], point["vector"])
 
 
@@ -253,20 +279,27 @@ def _fit(
     group: tuple[str, Iterable[tuple[str, bytes]]],
     large: Mapping[str, int],
     config: ClusterConfig,
-) -> Centroids:
+) -> Iterator[Any]:
     """Fit the centroids of one node to its sample.
 
     Asks for twice the children that would suffice at equal sizes, so that few are still too large.
     A child with fewer than min_documents sampled documents is dropped: all keep at least as many.
     """
-    node, sample = group
+    node, sample = group[0], sorted(group[1])
+    for _ in sample:
+        yield event("points fitted")
     k = min(MAX_CHILDREN, math.ceil(2 * large[node] / config.node_documents))
-    vectors = _stack(vector for _, vector in sorted(sample))
+    vectors = _stack(vector for _, vector in sample)
     centroids = kmeans.fit_centroids(vectors, k, _seed(config, node), config.min_documents)
-    return Centroids(node=node, vectors=centroids.tobytes())
+    yield Centroids(node=node, vectors=centroids.tobytes())
+    yield event(SPLIT, pool_of(node))
 
 
-def _move(point: Any, centroids: Mapping[str, bytes]) -> Point:
+def _move(point: Any, centroids: Mapping[str, bytes], nodes: int) -> Point:
+    if len(centroids) != nodes:
+        raise LostRowsError(
+            f"stage cluster-level: centroids of {len(centroids)} nodes, not {nodes}"
+        )
     if point["node"] not in centroids:
         return point
     vector = np.frombuffer(point["vector"], np.float32)[None]

@@ -25,6 +25,14 @@ from spell_jax.runtime.config import check_least
 MAX_PIECES = 10_000  # per document: 32 million tokens in pieces of 3200
 TOO_MANY = f"over {MAX_PIECES} pieces"
 TOO_LONG = "report of too many tokens"
+REPEATED = "repeated piece"
+# Every document is cut, and every piece of enough tokens is kept or repeats another one.
+BALANCES = (
+    "in:documents = documents read",
+    f"pieces made = out:documents + documents removed: {REPEATED}",
+    "pieces = out:documents",
+    "documents removed: * = out:removed",
+)
 
 
 @dataclass(frozen=True)
@@ -59,8 +67,9 @@ def make_cut(
     """Cut documents and count their tokens; every id of the resulting "documents" occurs once.
 
     `reports` maps a source of reports to their largest number of tokens. Piece i of a document with
-    part p gets the part p * MAX_PIECES + i. Events by source: "documents cut", "documents removed:
-    REASON", and "pieces" and "tokens = N" (rounded down) of kept pieces.
+    part p gets the part p * MAX_PIECES + i. Events by source: "documents read", "documents cut",
+    "documents removed: REASON", "pieces made" of enough tokens, and "pieces" and "tokens = N"
+    (rounded down) of kept pieces.
     """
     outputs = ("removed", "counts")
     cut: Any = documents | "cut documents" >> beam.ParDo(Cut(config, reports or {})).with_outputs(
@@ -91,6 +100,7 @@ class Cut(beam.DoFn):
             self.count_tokens = tokenizer.load(self.config.tokenizer).count
 
     def process(self, document: Document) -> Iterator[Any]:
+        yield event("documents read", document["source"])
         if document["source"] in self.reports:
             yield from self._process_report(document, self.reports[document["source"]])
             return
@@ -104,6 +114,7 @@ class Cut(beam.DoFn):
             if tokens < self.config.min_tokens:
                 yield from remove(document | {"part": part}, "too few tokens", f"{tokens} tokens")
             else:
+                yield event("pieces made", document["source"])
                 yield document | {"id": digest(text), "text": text, "part": part, "tokens": tokens}
         if len(pieces) > MAX_PIECES:
             # One record for all of them: their own part numbers would collide with those of the
@@ -124,6 +135,7 @@ class Cut(beam.DoFn):
         for part, (text, tokens) in enumerate(itertools.chain.from_iterable(cut)):
             # Reports may share paragraphs, so the id of a piece is also one of its place.
             name = digest(text, report["source"], report["place"], str(part))
+            yield event("pieces made", report["source"])
             yield report | {"id": name, "text": text, "part": part, "tokens": tokens}
 
 
@@ -141,4 +153,4 @@ def keep_first(_: str, pieces: Iterable[Document]) -> Iterator[Any]:
             yield event(sized("tokens", rounded(piece["tokens"])), piece["source"])
             yield piece
         else:
-            yield from remove(piece, "repeated piece", f"{first['source']}:{first['place']}")
+            yield from remove(piece, REPEATED, f"{first['source']}:{first['place']}")

@@ -13,17 +13,20 @@ import io
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from functools import partial
+from typing import Any, ClassVar
 
 import apache_beam as beam
 import fsspec
 import numpy as np
+from apache_beam.utils.shared import Shared
 
 from data_pipeline import layouts, signatures
 from data_pipeline.dedup import DedupConfig
-from data_pipeline.records import Document, digest, event, removed
+from data_pipeline.records import Document, Item, digest, event, removed
+from data_pipeline.stages import Stages
 from spell_jax.data import row_files
 
 SUFFIXES = (".txt", *row_files.KINDS)
@@ -31,6 +34,13 @@ SHORTEST_PASSAGE = 100  # characters
 # Shorter questions are only compared as whole texts: a document may contain their words by chance.
 SHORTEST_QUESTION = 8  # tokens
 _BLANK_LINE = re.compile(r"\n\s*\n")
+# Every document is kept or removed.
+BALANCES = (
+    "in:documents = documents read",
+    "documents read = out:documents + out:removed",
+    "documents kept = out:documents",
+    "documents removed: * = out:removed",
+)
 log = logging.getLogger(__name__)
 
 
@@ -83,15 +93,6 @@ class DecontaminateConfig:
             )
 
 
-class Item(NamedTuple):
-    """Text of a benchmark, stripped, and its `records.digest`."""
-
-    benchmark: str
-    kind: str  # "document" or "question"
-    id: str
-    text: str
-
-
 def read_benchmarks(benchmarks: Mapping[str, BenchmarkConfig]) -> list[Item]:
     """Read all texts of the benchmarks, sorted; a text occurs once per benchmark and kind.
 
@@ -116,6 +117,16 @@ def read_benchmarks(benchmarks: Mapping[str, BenchmarkConfig]) -> list[Item]:
     return sorted(items)
 
 
+def store_items(stages: Stages, items: Sequence[Item]) -> Callable[[], list[Item]]:
+    """Store the texts beside the stages; return the function with which workers read them."""
+    stages.store("benchmarks", "items", [item._asdict() for item in items])
+    return partial(_read_items, stages)
+
+
+def _read_items(stages: Stages) -> list[Item]:
+    return [Item(**record) for record in stages.read("benchmarks/items")]
+
+
 def fingerprint(items: Sequence[Item]) -> str:
     """Return a hash of the items' benchmarks, kinds and ids: 32 hexadecimal digits."""
     return digest(*(part for item in items for part in item[:3]))
@@ -123,7 +134,7 @@ def fingerprint(items: Sequence[Item]) -> str:
 
 def make_decontaminate(
     documents: beam.PCollection,
-    items: Sequence[Item],
+    read_items: Callable[[], Sequence[Item]],
     dedup: DedupConfig,
     config: DecontaminateConfig,
 ) -> dict[str, beam.PCollection]:
@@ -131,10 +142,11 @@ def make_decontaminate(
 
     Events by source: "documents read", "documents kept", "documents removed: contaminated by
     BENCHMARK". "removed" has the reason "contaminated" and the cause "BENCHMARK:document" or
-    "BENCHMARK:question". The items are sent to the workers inside the pipeline's graph.
+    "BENCHMARK:question". Each worker calls `read_items` once: the graph of the pipeline does not
+    contain the texts.
     """
     done: Any = documents | "search documents" >> beam.ParDo(
-        _Find(tuple(items), dedup, config)
+        _Find(read_items, dedup, config)
     ).with_outputs("removed", "counts", main="documents")
     return {table: done[table] for table in ("documents", "removed", "counts")}
 
@@ -193,11 +205,19 @@ class _Postings:
 class _Find(beam.DoFn):
     """Map from documents to those that match no benchmark."""
 
-    def __init__(self, items: Sequence[Item], dedup: DedupConfig, config: DecontaminateConfig):
-        self.parts = items, dedup, config
+    def __init__(
+        self,
+        read_items: Callable[[], Sequence[Item]],
+        dedup: DedupConfig,
+        config: DecontaminateConfig,
+    ):
+        self.read_items, self.configs, self.shared = read_items, (dedup, config), Shared()
 
     def setup(self) -> None:
-        self.index = Index(*self.parts)
+        self.index = self.shared.acquire(self._make_index)  # one copy per process
+
+    def _make_index(self) -> Index:
+        return Index(sorted(self.read_items()), *self.configs)
 
     def process(self, document: Document) -> Iterator[Any]:
         source = document["source"]

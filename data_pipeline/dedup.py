@@ -34,6 +34,13 @@ PARTS = 256
 PACKED = 2048  # documents whose bands are packed into one value
 NODE = 24  # bytes
 RANK = 8  # bytes of a node before the document's id
+# Every document is kept or removed.
+BALANCES = (
+    "in:documents = documents read",
+    "documents read = out:documents + out:removed",
+    "documents kept = out:documents",
+    "documents removed: * = out:removed",
+)
 
 
 @dataclass(frozen=True)

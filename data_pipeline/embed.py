@@ -29,6 +29,7 @@ import numpy as np
 from apache_beam.pvalue import AsList
 from apache_beam.utils.shared import Shared
 
+from data_pipeline.balance import LostRowsError
 from data_pipeline.records import Document, event, order
 from spell_jax.runtime.config import check_choice, check_least
 
@@ -37,6 +38,12 @@ DTYPES = ("float32", "bfloat16")
 EMBEDDED = "documents embedded"
 TRUNCATED = "documents truncated for embedding"
 WORDLESS = "documents without telling words"
+# Every document gets a vector, and every sampled one counts for the directions.
+BALANCES = (
+    "in:documents = out:documents",
+    f"{EMBEDDED} = out:documents",
+    "documents sampled = documents fitted",
+)
 # Chinese and Japanese put no spaces between words, so each of their characters is a word. Other
 # words have at least two letters or digits.
 _CJK = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
@@ -49,7 +56,8 @@ BLOCK_BYTES = 4 << 20  # the directions are split into such blocks: runners limi
 EMBED_AT_ONCE = 1024  # documents whose tokens and vectors are in memory at once
 
 Words = tuple[str, bytes, bytes]  # document id, hashed words (int32), their counts (float32)
-Block = tuple[int, bytes, bytes]  # number, hashed words (int32 [n]), their rows (float32 [n, k])
+# Number from 0, number of all blocks, hashed words (int32 [n]), their rows (float32 [n, k]).
+Block = tuple[int, int, bytes, bytes]
 
 
 @dataclass(frozen=True)
@@ -124,15 +132,19 @@ def make_embed(
         # sure that there are enough.
         wanted = config.fit_documents + 4 * config.fit_documents**0.5 + 16
         share = min(1.0, wanted / max(total, 1))
-        blocks: Any = (
-            documents
-            | "count sample's words" >> beam.FlatMap(_sample_words, share, config.features)
+        sample: Any = documents | "count sample's words" >> beam.FlatMap(
+            _sample_words, share, config.features
+        ).with_outputs("counts", main="words")
+        found: Any = (
+            sample.words
             | "gather sample" >> beam.GroupByKey()
-            | "find directions" >> beam.FlatMap(_directions, config)
+            | "find directions"
+            >> beam.FlatMap(_directions, config).with_outputs("counts", main="blocks")
         )
         embedded: Any = documents | "embed by words" >> beam.FlatMap(
-            _embed_by_words, AsList(blocks), Shared(), config.features
+            _embed_by_words, AsList(found.blocks), Shared(), config.features
         ).with_outputs("counts", main="documents")
+        counts = (sample.counts, found.counts, embedded.counts) | "all counts" >> beam.Flatten()
     else:
         embedded = (
             documents
@@ -141,7 +153,8 @@ def make_embed(
             | "embed by policy"
             >> beam.ParDo(_EmbedByPolicy(config)).with_outputs("counts", main="documents")
         )
-    return {"documents": embedded["documents"], "counts": embedded["counts"]}
+        counts = embedded.counts
+    return {"documents": embedded.documents, "counts": counts}
 
 
 @functools.cache
@@ -158,21 +171,28 @@ def _count_words(text: str, features: int) -> tuple[np.ndarray, np.ndarray]:
     return row.indices.astype(np.int32), row.data.astype(np.float32)
 
 
-def _sample_words(document: Document, share: float, features: int) -> Iterator[tuple[int, Words]]:
+def _sample_words(document: Document, share: float, features: int) -> Iterator[Any]:
     """Yield (0, Words) of a document with a small id; gives slightly more than the sample."""
     if int(document["id"][:12], 16) < share * 2**48:
+        yield event("documents sampled")
         words, counts = _count_words(document["text"], features)
         yield 0, (document["id"], words.tobytes(), counts.tobytes())
 
 
-def _directions(sample: tuple[int, Iterable[Words]], config: EmbedConfig) -> Iterator[Block]:
-    """Yield blocks of the weighted projection: one row of k values per informative word."""
+def _directions(sample: tuple[int, Iterable[Words]], config: EmbedConfig) -> Iterator[Any]:
+    """Yield blocks of the weighted projection: one row of k values per informative word.
+
+    There is at least one block, also without any such word.
+    """
     from scipy.sparse import csr_array
     from sklearn.decomposition import TruncatedSVD
     from sklearn.preprocessing import normalize
     from threadpoolctl import threadpool_limits
 
-    chosen = sorted(sample[1])[: config.fit_documents]
+    gathered = sorted(sample[1])
+    for _ in gathered:
+        yield event("documents fitted")
+    chosen = gathered[: config.fit_documents]
     words = np.frombuffer(b"".join(data for _, data, _ in chosen), np.int32)
     counts = np.frombuffer(b"".join(data for *_, data in chosen), np.float32)
     ends = np.cumsum([0, *(len(data) // words.itemsize for _, data, _ in chosen)])
@@ -181,6 +201,7 @@ def _directions(sample: tuple[int, Iterable[Words]], config: EmbedConfig) -> Ite
     found = np.bincount(table.indices, minlength=config.features)
     informative = np.flatnonzero((found > 1) & (found < len(chosen))).astype(np.int32)
     if not len(informative):
+        yield 0, 1, b"", b""
         return
     weights = np.log((1 + len(chosen)) / (1 + found[informative])).astype(np.float32)
     table = normalize(table[:, informative] * weights)
@@ -191,9 +212,10 @@ def _directions(sample: tuple[int, Iterable[Words]], config: EmbedConfig) -> Ite
     kept = svd.singular_values_ > NEGLIGIBLE * svd.singular_values_[0]
     rows = np.ascontiguousarray((svd.components_[kept] * weights).T, np.float32)
     step = max(1, BLOCK_BYTES // rows[0].nbytes)
-    for start in range(0, len(rows), step):
+    starts = range(0, len(rows), step)
+    for number, start in enumerate(starts):
         part = slice(start, start + step)
-        yield start, informative[part].tobytes(), rows[part].tobytes()
+        yield number, len(starts), informative[part].tobytes(), rows[part].tobytes()
 
 
 class _Directions:
@@ -201,7 +223,9 @@ class _Directions:
 
     def __init__(self, blocks: Iterable[Block], features: int):
         blocks = sorted(blocks)
-        words = np.frombuffer(b"".join(words for _, words, _ in blocks), np.int32)
+        if not blocks or [block[0] for block in blocks] != list(range(blocks[0][1])):
+            raise LostRowsError(f"stage embed: {len(blocks)} blocks of directions came, not all")
+        words = np.frombuffer(b"".join(words for *_, words, _ in blocks), np.int32)
         rows = np.frombuffer(b"".join(rows for *_, rows in blocks), np.float32)
         self._rows = rows.reshape(len(words), -1) if len(words) else np.zeros((0, 0), np.float32)
         self._number = np.full(features, -1, np.int32)  # hashed word -> row; -1: not informative

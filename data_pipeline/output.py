@@ -37,6 +37,7 @@ from array_record.python.array_record_module import ArrayRecordWriter
 from etils import epath
 from tensorflow_datasets.core import dataset_info, example_serializer, splits
 
+from data_pipeline.balance import LostRowsError
 from data_pipeline.records import AssignedCluster, blake2b, digest
 from data_pipeline.stages import Done, Stages, delete, match, read_json
 
@@ -100,8 +101,11 @@ def write_output(
     shards = plan_shards([record["id"] for record in index], config.shards)
     with stages.pipeline("output") as pipeline:
         tables = pipeline | "name files" >> beam.Create(stages.files(clusters))
-        made = tables | "read clusters" >> beam.io.ReadAllFromParquet()
-        make_shards(made, shards, folder)
+        rows = tables | "read clusters" >> beam.io.ReadAllFromParquet()
+        make_shards(rows, shards, folder)
+    made = len(match(folder, f"{_SHARDS}*"))
+    if made != len(shards):
+        raise LostRowsError(f"stage output: {made} shards were written, {len(shards)} were planned")
     files = _measure(folder, [shard_name(number, len(shards)) for number in range(len(shards))])
     _write_info(folder, shards, sum(file["size"] for file in files.values()))
     lines = "".join(json.dumps(record) + "\n" for record in index)
@@ -199,7 +203,7 @@ def _write_shard(
     number, examples = group
     ordered, planned = sorted(examples), lengths[number]
     if len(ordered) != planned:
-        raise RuntimeError(f"shard {number}: {len(ordered)} clusters came, {planned} were planned")
+        raise LostRowsError(f"shard {number}: {len(ordered)} clusters came, {planned} were planned")
     name = shard_name(number, len(lengths))
     with tempfile.TemporaryDirectory() as scratch:
         path = os.path.join(scratch, name)

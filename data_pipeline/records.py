@@ -6,7 +6,7 @@ import bisect
 import hashlib
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, TypedDict, get_type_hints
+from typing import Any, NamedTuple, TypedDict, get_type_hints
 
 import pyarrow as pa
 from apache_beam.pvalue import TaggedOutput
@@ -26,6 +26,29 @@ class Document(TypedDict):
     quality: float | None  # score from the source; None if there is none
     tokens: int  # by the policy's tokenizer; -1 before tokens are counted
     vector: bytes  # unit vector, float32 [D]; empty before the document is embedded
+
+
+class Listed(TypedDict):
+    """File to read; `source` and `place` are as in Document.
+
+    A folder that cannot be read is listed too: its `place` ends in "/", and `problem` says why.
+    """
+
+    source: str
+    url: str  # opened by fsspec
+    place: str
+    problem: str  # "" for a file
+    size: int  # bytes; 0 if the file system does not report it
+    version: str  # changes when the file changes; "" if the file system reports none
+
+
+class Item(NamedTuple):
+    """Text of a benchmark, stripped, and its `digest`."""
+
+    benchmark: str
+    kind: str  # "document" or "question"
+    id: str
+    text: str
 
 
 class Removed(TypedDict):
@@ -104,6 +127,8 @@ def _schema(record: type) -> pa.Schema:
 
 _TYPES[list[Document]] = pa.list_(pa.struct(list(_schema(Document))))
 _RECORDS = {
+    "listed": Listed,
+    "items": Item,
     "documents": Document,
     "removed": Removed,
     "files": File,

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
@@ -31,11 +32,12 @@ from data_pipeline.filter import (
     valid_utf8,
 )
 from data_pipeline.layouts import Row
-from data_pipeline.records import File, blake2b, event, make_document, removed
+from data_pipeline.records import File, Listed, blake2b, event, make_document, removed
 from spell_jax.data import row_files
 from spell_jax.data.clusters import TASKS
 from spell_jax.data.text_files import Unusable
 from spell_jax.runtime.config import check_choice, check_least
+from spell_jax.runtime.remote import file_version
 
 WHOLE: Mapping[str, Callable[[bytes], list[Row]]] = {
     ".txt": layouts.read_text,
@@ -54,10 +56,15 @@ LAYOUTS = {
 SPLITS = ("", "chapters")
 NAMED_ROWS = 100  # unusable rows listed per file or row group; all of them are counted
 CHUNK = 1 << 20  # bytes hashed at a time
-# Keys of fsspec's file info that give a file's version, best first: content hash, then time.
-VERSIONS = ("md5Hash", "etag", "ETag", "generation", "mtime", "updated", "LastModified", "created")
 
 
+# Every file is read or skipped, and every document is kept or removed.
+BALANCES = (
+    "in:listed = files read + files skipped: *",
+    "files read = out:files",
+    "documents read = documents kept + documents removed: *",
+    "documents kept = out:documents",
+)
 log = logging.getLogger(__name__)
 
 
@@ -141,20 +148,6 @@ class SourceConfig:
         return replace(base, **{k: value for k, value in overrides.items() if value is not None})
 
 
-class Listed(TypedDict):
-    """File to read; `source` and `place` are as in Document.
-
-    A folder that cannot be read is listed too: its `place` ends in "/", and `problem` says why.
-    """
-
-    source: str
-    url: str  # opened by fsspec
-    place: str
-    problem: str  # "" for a file
-    size: int  # bytes; 0 if the file system does not report it
-    version: str  # changes when the file changes; "" if the file system reports none
-
-
 class Piece(TypedDict):
     """Unit of work: a file, or a row group of a Parquet file."""
 
@@ -164,74 +157,77 @@ class Piece(TypedDict):
     first: int  # number of the group's first row in the file
 
 
-def list_files(name: str, source: SourceConfig) -> list[Listed]:
-    """List the files of a source, sorted by place, without hidden files.
+def list_files(name: str, source: SourceConfig) -> Iterator[Listed]:
+    """Yield the files of a source without hidden files, in any order; of a local folder lazily.
 
     Files of unsupported types are included and counted later. Raises FileNotFoundError if there is
     no file, ValueError if none has a type of the layout, or the path cannot be opened. Folders in
     it that cannot be read are included too, and logged.
     """
     where = f"sources.{name}.path = {source.path!r}"
+    suffixes, number, usable = LAYOUTS[source.layout], 0, False
     try:
         system, path = fsspec.url_to_fs(source.path)
         system.invalidate_cache()
         root, found = _find(system, path)
+        for url, info in found:
+            if not _should_read(url, root, info):
+                continue
+            place = valid_utf8(url.removeprefix(root).lstrip("/"))
+            number, usable = number + 1, usable or _suffix(place) in suffixes
+            yield Listed(
+                source=name,
+                url=valid_utf8(system.unstrip_protocol(url)),
+                place=place,
+                problem=valid_utf8(info.get("problem", "")),
+                size=int(info.get("size") or 0),
+                version=file_version(info),
+            )
     except Exception as error:  # each file system raises its own exceptions
         raise ValueError(f"{where}: cannot be opened, {describe(error)}") from error
-    if not found:
+    if not number:
         raise FileNotFoundError(f"{where}: no such file, or no file in it")
-    listed = [
-        Listed(
-            source=name,
-            url=valid_utf8(system.unstrip_protocol(url)),
-            place=valid_utf8(url.removeprefix(root).lstrip("/")),
-            problem=valid_utf8(info.get("problem", "")),
-            size=int(info.get("size") or 0),
-            version=str(next((info[key] for key in VERSIONS if info.get(key)), "")),
-        )
-        for url, info in found.items()
-    ]
-    suffixes = LAYOUTS[source.layout]
-    if not any(_suffix(file["place"]) in suffixes for file in listed):
+    if not usable:
         raise ValueError(
-            f"{where}: none of its {len(listed)} files is of the types of layout = "
+            f"{where}: none of its {number} files is of the types of layout = "
             f"{source.layout!r}: {', '.join(suffixes)}"
         )
-    return sorted(listed, key=lambda file: file["place"])
 
 
-def _find(system: Any, path: str) -> tuple[str, dict[str, dict[str, Any]]]:
-    """Return the folder that places are relative to, and path -> file info."""
+def _find(system: Any, path: str) -> tuple[str, Iterable[tuple[str, dict[str, Any]]]]:
+    """Return the folder that places are relative to, and (path, info) of files."""
     if system.isfile(path):
-        return path.rpartition("/")[0], {path: system.info(path)}
+        return path.rpartition("/")[0], [(path, system.info(path))]
     if system.isdir(path):
-        root, found = path, _below(system, path)
-    else:
-        fixed = path[: min((path.find(sign) for sign in "*?[" if sign in path), default=0)]
-        root, found = fixed.rpartition("/")[0], system.glob(path, detail=True) if fixed else {}
-    return root, {file: info for file, info in found.items() if _should_read(file, root, info)}
+        return path, _below(system, path)
+    fixed = path[: min((path.find(sign) for sign in "*?[" if sign in path), default=0)]
+    found = system.glob(path, detail=True) if fixed else {}
+    return fixed.rpartition("/")[0], found.items()
 
 
-def _below(system: Any, path: str) -> dict[str, dict[str, Any]]:
+def _below(system: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
     if not isinstance(system, LocalFileSystem):
-        return system.find(path, detail=True)
-    # `find` silently skips local folders without read permission.
-    found, folders = {}, [path]
-    for folder in folders:  # the list grows during the loop
+        yield from system.find(path, detail=True).items()
+        return
+    # `find` silently skips local folders without read permission, and holds all files in memory.
+    folders = [path]
+    while folders:
+        folder = folders.pop()
         try:
-            infos = system.ls(folder, detail=True)
+            entries = os.scandir(folder)
         except OSError as error:
             if folder == path:
                 raise
             log.warning("%s: skipped (unreadable: %s)", folder, error)
-            found[f"{folder}/"] = {"type": "file", "problem": describe(error)}
+            yield f"{folder}/", {"type": "file", "problem": describe(error)}
             continue
-        for info in infos:
-            if info["type"] != "directory":
-                found[info["name"]] = info
-            elif not PurePosixPath(info["name"]).name.startswith("."):
-                folders.append(info["name"])
-    return found
+        with entries:
+            for entry in entries:
+                info = system.info(entry)
+                if info["type"] != "directory":
+                    yield info["name"], info
+                elif not entry.name.startswith("."):
+                    folders.append(info["name"])
 
 
 def _should_read(file: str, root: str, info: Mapping[str, Any]) -> bool:
@@ -248,12 +244,11 @@ def _suffix(place: str) -> str:
 
 
 def make_read(
-    pipeline: beam.Pipeline,
-    listed: Sequence[Listed],
+    listed: beam.PCollection,
     sources: Mapping[str, SourceConfig],
     filter: FilterConfig,
 ) -> dict[str, beam.PCollection]:
-    """Read files and filter their documents; sources may override conditions of `filter`.
+    """Read Listed files and filter their documents; sources may override conditions of `filter`.
 
     The tables are "documents"; "files" that were read; "removed", with unusable files and rows, and
     documents whose predicate raised; "counts", the events "files read", "documents read", "files
@@ -261,13 +256,12 @@ def make_read(
     """
     configs = {name: source.filter(filter) for name, source in sources.items()}
     outputs = ("files", "removed", "counts")
-    split = (
-        pipeline
-        | "list files" >> beam.Create(list(listed))
+    split: Any = (
+        listed
         | "distribute files" >> beam.Reshuffle()
         | "split files" >> beam.FlatMap(_split, dict(sources)).with_outputs(*outputs, main="pieces")
     )
-    read = (
+    read: Any = (
         split["pieces"]
         | "distribute pieces" >> beam.Reshuffle()
         | "read pieces"

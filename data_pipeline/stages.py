@@ -2,16 +2,20 @@
 
 A stage has a folder OUT/stages/NAME with Parquet tables and, written last, done.json with the
 `fingerprint` of inputs and settings. A stage with the right one is skipped; the folder of any other
-is emptied first. No data stays in memory in between, as FnApiRunner shuffles in memory.
+is emptied first. No data stays in memory in between, as FnApiRunner shuffles in memory. A stage is
+done only if its rows balance (balance.py).
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
+import shutil
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +27,9 @@ from apache_beam.options.pipeline_options import PipelineOptions, StandardOption
 from apache_beam.runners.portability.fn_api_runner import FnApiRunner
 from apache_beam.runners.portability.portable_runner import PortableRunner
 
+from data_pipeline import balance
 from data_pipeline.records import SCHEMAS, SIZED, Count, digest, is_sized
+from data_pipeline.spark import PySparkRunner
 
 DONE = "done.json"
 BATCH = 256  # records of a table in memory at once: about 20 MB of clusters
@@ -80,6 +86,7 @@ class Stages:
         settings: Mapping[str, Any],
         make: Callable[..., Tables],
         after: Sequence[Done] = (),
+        balances: Sequence[str] = (),
         **inputs: str,
     ) -> Done:
         """Run a stage, unless it is already finished.
@@ -87,7 +94,8 @@ class Stages:
         `settings` has all settings that the result depends on, JSON-serializable; `inputs` maps
         arguments of `make` to "STAGE/TABLE" of the stages `after`. `make` gets one PCollection per
         input, or `pipeline` if there are none, and returns PCollections by table name (keys of
-        records.SCHEMAS). Its "counts" are (what, source) events, which are counted here.
+        records.SCHEMAS). Its "counts" are (what, source) events, which are counted here. Raises
+        balance.LostRowsError if one of `balances`, equations as in balance.py, does not hold.
         """
         made_from = json.dumps([settings, [done.fingerprint for done in after]], sort_keys=True)
         fingerprint = digest(name, made_from)
@@ -109,19 +117,51 @@ class Stages:
         seconds = time.monotonic() - clock
         counts = [Count(**record) for record in self.read(f"{name}/counts")]
         counts.sort(key=lambda count: (count["what"], count["source"]))
+        tables = {f"{balance.IN}{argument}": table for argument, table in inputs.items()}
+
+        def rows(term: str) -> int:
+            return self.rows(tables.get(term) or f"{name}/{term.removeprefix(balance.OUT)}")
+
+        balance.check(name, balances, rows, counts)
         with FileSystems.create(marker) as file:
             record = {"fingerprint": fingerprint, "counts": counts}
             file.write((json.dumps(record, indent=1) + "\n").encode())
         log.info("%s: %.1f s", name, seconds)
         return Done(name, fingerprint, tuple(counts), seconds)
 
+    def store(self, name: str, table: str, records: Iterable[Mapping[str, Any]]) -> Done:
+        """Write records of the driver to "NAME/TABLE", which workers read; always writes anew.
+
+        The graph of a stage then does not contain them. Memory is that of BATCH records. The
+        fingerprint is a hash of the records in any order. Nothing is written if `records` raises.
+        """
+        total, number, left = 0, 0, iter(records)
+        with tempfile.TemporaryFile() as scratch:
+            with pq.ParquetWriter(scratch, SCHEMAS[table], compression="zstd") as writer:
+                while batch := list(itertools.islice(left, BATCH)):
+                    writer.write_table(pa.Table.from_pylist(batch, SCHEMAS[table]))
+                    number += len(batch)
+                    for record in batch:
+                        total += int(digest(json.dumps(record, sort_keys=True)), 16)
+            if not self.only_check:
+                delete(match(self.folder, name, "**"))
+                scratch.seek(0)
+                path = FileSystems.join(self.folder, name, f"{table}-0.parquet")
+                with FileSystems.create(path) as file:
+                    shutil.copyfileobj(scratch, file, 1 << 20)
+        return Done(name, digest(name, str(number), f"{total % 2**128:032x}"), (), 0.0)
+
     def pipeline(self, name: str) -> beam.Pipeline:
         """Create an empty pipeline for the runner in the options."""
         options = PipelineOptions([*self.options, f"--job_name=spell-{name}"])
         named = options.view_as(StandardOptions).runner
         # Beam's DirectRunner would first try to fetch another runner from the network.
-        local = named is None or named.rpartition(".")[-1] == "DirectRunner"
-        return beam.Pipeline(runner=FnApiRunner() if local else named, options=options)
+        runner: Any = named
+        if named is None or named.rpartition(".")[-1] == "DirectRunner":
+            runner = FnApiRunner()
+        elif named == PySparkRunner.__name__:
+            runner = PySparkRunner()
+        return beam.Pipeline(runner=runner, options=options)
 
     def check(self, pipeline: beam.Pipeline, name: str) -> None:
         """Serialize a graph as for a remote runner and parse it back; raise if that fails."""
@@ -172,6 +212,14 @@ class Stages:
                         batch = batch.filter(keep)
                     records += batch.to_pylist()
         return records
+
+    def rows(self, table: str) -> int:
+        """Return the number of rows of a "STAGE/TABLE", from the footers of its files."""
+        number = 0
+        for path in self.files(table):
+            with FileSystems.open(path) as file:
+                number += pq.read_metadata(file).num_rows
+        return number
 
     def files(self, table: str) -> list[str]:
         """Return the sorted paths of the Parquet files of a "STAGE/TABLE"."""

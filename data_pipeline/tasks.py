@@ -23,6 +23,12 @@ from data_pipeline.records import Cluster, digest, event, remove
 from spell_jax.data.clusters import TASKS
 from spell_jax.runtime.config import check_least
 
+# Every cluster is assigned or left over.
+BALANCES = (
+    "in:clusters = out:tasks + clusters left over",
+    "clusters = out:tasks",
+    "documents removed: * = out:removed",
+)
 log = logging.getLogger(__name__)
 
 

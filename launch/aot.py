@@ -47,7 +47,7 @@ from spell_jax.learner.optimizer import OptimizerConfig
 from spell_jax.policy import int8, lora, transformer
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.model import PACKAGED, find_folder, shape_policy
-from spell_jax.runtime import entry
+from spell_jax.runtime import entry, paths, remote
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.config import Config, build
 from spell_jax.sampler import batching
@@ -94,12 +94,14 @@ def read_policy(config: Config, path: str = "", layers: int = 0) -> PolicyConfig
     `path`, a config.json, is by default in config.policy.folder. `layers` above 0 replaces L.
     """
     folder = config.policy.folder
+    if not path and paths.is_remote(folder):
+        path = f"{folder}/config.json"
     if not path and folder not in PACKAGED and not pathlib.Path(folder).is_dir():
         raise FileNotFoundError(
             f"policy.folder = {folder!r}: no such folder; name a Hugging Face config.json by "
             "--policy, no weights are needed"
         )
-    file = pathlib.Path(path) if path else find_folder(folder) / "config.json"
+    file = remote.fetch(path) if path else find_folder(folder) / "config.json"
     if not file.is_file():
         raise FileNotFoundError(f"policy = {str(file)!r}: must be a Hugging Face config.json")
     policy = shape_policy(config.policy, PolicyConfig.from_hf(file))

@@ -153,6 +153,11 @@ class RunConfig:
         loggers.check_wandb(self.wandb)
         if self.init_from:
             find_checkpoint(self.init_from)
+        if self.sampler.vocabulary_dropout and self.loss.support == "sampled":
+            raise ValueError(
+                f"sampler.vocabulary_dropout = {self.sampler.vocabulary_dropout}: must be 0 for "
+                "loss.support = 'sampled', because what the filters kept is not known without it"
+            )
         registry.check_inputs(self.algorithm, self.data)
         registry.check_objective(self.algorithm, self.loss)
         if self.loss.objective == "dpo" and self.packing.shared_prefix == "none":
@@ -180,7 +185,8 @@ class InitialPolicyConfig(ModelConfig):
     Without a folder, the sizes below describe a policy with random weights.
 
     Attributes:
-      tokenizer: folder with tokenizer.model, for random weights; "": trained on the rows.
+      tokenizer: folder with tokenizer.model, or its URL, for random weights; "": it is trained on
+        the rows.
       vocab_size: size of the trained tokenizer's vocabulary V.
       width: model width D, as all that follow of random weights (see PolicyConfig).
       layers: number of blocks L.
@@ -231,7 +237,7 @@ class SupervisedConfig:
       preemption_limit_s: as in RunConfig, like `wandb`.
       wandb: Weights & Biases project that also gets the metrics; "": none.
       source: .jsonl of {"prompt", "completion"} or of {"text"} (no chat layout, a loss on all of
-        it), or the name of generated demonstrations ("tiny", "tiny_stories").
+        it) or its URL, or the name of generated demonstrations ("tiny", "tiny_stories", "ladder").
       prompts: set of prompt templates of generated demonstrations.
       policy: the policy to start from.
       optimizer: AdamW and its schedule.

@@ -24,7 +24,8 @@ The first command:
    over questions), OUT/table.md the table, next to those of other evaluations (--compare).
    --columns=separate gives each benchmark a column of its own, as in EAPO's Table 1.
    Benchmarks with a breakdown, for example by the depth of a needle, have OUT/plots/NAME.png.
-4. A restarted evaluation resumes: samples.jsonl keeps each question whose samples are complete, and
+4. Policies and data may be URLs (docs/launching.md, "Data and weights from a bucket").
+5. A restarted evaluation resumes: samples.jsonl keeps each question whose samples are complete, and
    judge.jsonl each reply. The final files are those of an uninterrupted evaluation. OUT/config.json
    describes the evaluation; another one needs another OUT.
 

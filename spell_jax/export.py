@@ -16,12 +16,10 @@ float32 unless --dtype says otherwise; its tokenizer and chat template go along.
 
 from __future__ import annotations
 
-import pathlib
-
 from absl import flags
 
 from spell_jax.policy import gguf_convert, weights
-from spell_jax.runtime import entry, paths, setup
+from spell_jax.runtime import entry, paths, remote, setup
 from spell_jax.trainer.export import check_new, export
 
 
@@ -33,7 +31,7 @@ def main(_) -> None:
     out = paths.open_folder(given.out)
     if given.gguf:
         check_new(out)
-        gguf_convert.convert(pathlib.Path(given.gguf), out, given.dtype or "float32")
+        gguf_convert.convert(remote.fetch(given.gguf), out, given.dtype or "float32")
         print(f"{out}: the policy of {given.gguf}")
         return
     workdir, dtype = paths.open_folder(given.workdir), given.dtype or "bfloat16"

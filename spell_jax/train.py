@@ -2,8 +2,7 @@
 
     python -m spell_jax.train --config=configs/tiny.py --workdir=DIR [--config.steps=9 ...]
 
-Started again on the same workdir, the run resumes from its last checkpoint. trainer/loop.py is the
-loop, configs/ has the configs, docs/algorithms.md the algorithms.
+Started again on the same workdir, the run resumes from its last checkpoint: trainer/loop.py.
 """
 
 from __future__ import annotations

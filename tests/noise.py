@@ -24,6 +24,7 @@ from configs import tiny
 from spell_jax.algorithms import registry as registry
 from spell_jax.algorithms.eapo import algorithm as eapo
 from spell_jax.algorithms.spell import algorithm as spell
+from spell_jax.algorithms.spell import frozen_reader
 from spell_jax.data.config import GENERATED
 from spell_jax.learner import update
 from spell_jax.learner.learner import Learner
@@ -69,7 +70,7 @@ def save_policy(
     return folder
 
 
-def small_config(folder: pathlib.Path, **overrides) -> ConfigDict:
+def small_config(folder: str | pathlib.Path, **overrides) -> ConfigDict:
     """configs/tiny.py with a few small questions per step; overrides by dotted name."""
     config = tiny.get_config()
     settings = {
@@ -223,7 +224,8 @@ def give_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
         normalize_answer=rules.normalize_answer,
     )
     monkeypatch.setattr(spell, "parsing", fake_parsing)
-    monkeypatch.setattr(spell, "rules", fake_rules)
+    for module in (spell, frozen_reader):
+        monkeypatch.setattr(module, "rules", fake_rules)
 
 
 def give_evidence_meaning(monkeypatch: pytest.MonkeyPatch) -> None:

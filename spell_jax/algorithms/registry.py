@@ -24,6 +24,7 @@ from spell_jax.algorithms.rlvr.qwenlong import QwenLong, QwenLongConfig
 from spell_jax.algorithms.spell.algorithm import Spell
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.algorithms.spell.evaluation import TinyEvaluation
+from spell_jax.algorithms.spell.ladder_evaluation import LadderEvaluation
 from spell_jax.algorithms.spell.question_evaluation import QuestionEvaluation
 from spell_jax.data.config import GENERATED, DataConfig
 from spell_jax.data.questions import Question, read_questions
@@ -77,8 +78,10 @@ def check_objective(config: AlgorithmConfig, loss: LossConfig) -> None:
 def _evaluate_spell(
     config: SpellConfig, context: AlgorithmContext, data: DataConfig
 ) -> Evaluation | None:
+    sizes = data.tiny.evaluation
+    if data.source == "ladder":  # given questions may be about clusters of the ladder world
+        return LadderEvaluation(context.prompts, config, context.count_tokens, sizes)
     if data.source == "tiny" and not data.questions:
-        sizes = data.tiny.evaluation
         return TinyEvaluation(context.prompts, config, context.count_tokens, sizes)
     questions = _read_validation(data)
     if not questions:

@@ -208,6 +208,7 @@ class RolloutWorker:
             is_verdict = call.role == "verifier"
             cap = config.max_verdict_tokens if is_verdict else config.max_tokens
             changes = {} if call.temperature is None else {"temperature": call.temperature}
+            changes |= config.dropout if call.role == "questioner" else {}
             options = config.options(cap, **changes)
             request = SampleRequest(call.prompt_ids[place], call.group, key, options, call.agent)
             tickets[session.submit(request)] = call, place

@@ -29,7 +29,7 @@ from spell_jax.data.clusters import (
     in_memory,
     read_clusters,
 )
-from spell_jax.runtime import distributed
+from spell_jax.runtime import distributed, remote
 
 MANIFEST, INDEX = "manifest.json", "index.jsonl"
 SHARDS = "clusters-train.array_record-*"
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 def is_built(path: str | Path) -> bool:
     """Return whether the path is a folder written by data_pipeline, finished or not."""
-    folder = Path(path)
+    folder = remote.fetch(path)
     return (folder / INDEX).is_file() or any(folder.glob(SHARDS))
 
 
@@ -48,9 +48,10 @@ def open_source(
 ) -> Source:
     """Open the clusters of a built folder, a folder of texts or a JSONL file.
 
-    Clusters of a built folder are read on demand; their documents are cut in place if they exceed
-    the limit, although the build has already cut most of them. Other sources are read at once by
-    clusters.read_clusters, with its arguments (`options`) and errors; see `Built` for others.
+    Each may be named by a URL. Clusters of a built folder are read on demand; their documents are
+    cut in place if they exceed the limit, although the build has already cut most of them. Other
+    sources are read at once by clusters.read_clusters, with its arguments (`options`) and errors;
+    see `Built` for others.
     """
     if not is_built(source):
         clusters, _ = read_clusters(
@@ -87,7 +88,7 @@ class Built:
         FileNotFoundError if the manifest or a file named in it is missing, ValueError naming a file
         that differs from the manifest, ImportError without tensorflow_datasets and array_record.
         """
-        self._folder = Path(path)
+        self._folder = remote.fetch(path)
         _check_files(self._folder)
         index_file = self._folder / INDEX
         lines = index_file.read_text(encoding="utf-8").splitlines()

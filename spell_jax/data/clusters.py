@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from spell_jax.data.text_files import Unusable, decode
+from spell_jax.runtime import remote
 from spell_jax.runtime.jsonl import read_records
 
 TASKS = ("general_qa", "financial_math", "multiple_choice")
@@ -129,7 +130,7 @@ def read_clusters(
       documents_per_cluster: cluster size for folders; the last cluster may have fewer.
       grouping: grouping for folders, one of GROUPINGS.
     """
-    source = Path(source)
+    source = remote.fetch(source)
     for name, value, least in (
         ("max_document_tokens", max_document_tokens, SMALLEST_LIMIT),
         ("documents_per_cluster", documents_per_cluster, 1),

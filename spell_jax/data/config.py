@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-import pathlib
 from collections.abc import Callable
 from typing import Any
 
-from spell_jax.data import built, clusters, tiny_stories, tiny_world
+from spell_jax.data import built, clusters, ladder_world, tiny_stories, tiny_world
 from spell_jax.data.clusters import TASKS
+from spell_jax.runtime import remote
 from spell_jax.runtime.config import check_choice, check_least
 
 log = logging.getLogger(__name__)
@@ -20,13 +20,16 @@ log = logging.getLogger(__name__)
 GENERATED = {
     "tiny": (tiny_world.make_clusters, len(tiny_world.NAMES)),
     "tiny_stories": (tiny_stories.make_stories, tiny_stories.MOST_LINES),
+    "ladder": (ladder_world.make_clusters, ladder_world.MOST_DOCUMENTS),
 }
 HELD_OUT_SEED = 10_000  # added to the run's seed for held-out clusters of a generated world
 
 
 @dataclasses.dataclass(frozen=True)
 class TinyEvaluationConfig:
-    """Sizes of the held-out evaluation in the tiny world (algorithms/spell/evaluation.py).
+    """Sizes of the held-out evaluation in the tiny world and in the ladder world.
+
+    algorithms/spell/evaluation.py and ladder_evaluation.py have the measures.
 
     Attributes:
       seed: seed of all questions, different from that of the training clusters.
@@ -35,6 +38,8 @@ class TinyEvaluationConfig:
       documents: numbers of documents that the responder reads.
       quick_per_cell: per_cell of the validation during a run.
       quick_documents: documents of the validation during a run.
+      depths: depths of the ladder world's questions, in place of the tiny world's kinds.
+      quick_depths: depths of the validation during a run.
     """
 
     seed: int = 10_000
@@ -42,6 +47,8 @@ class TinyEvaluationConfig:
     documents: tuple[int, ...] = (3, 8, 12, 16)
     quick_per_cell: int = 32
     quick_documents: tuple[int, ...] = (8, 12)
+    depths: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 8)
+    quick_depths: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 8)
 
     def __post_init__(self):
         check_least(self, "data.tiny.evaluation.", per_cell=1, quick_per_cell=1)
@@ -51,6 +58,12 @@ class TinyEvaluationConfig:
             if not counts or not all(2 <= count <= most for count in counts):
                 raise ValueError(
                     f"data.tiny.evaluation.{field} = {counts}: each must be 2 to {most}"
+                )
+        for field in ("depths", "quick_depths"):
+            depths = getattr(self, field)
+            if not depths or min(depths) < 1:
+                raise ValueError(
+                    f"data.tiny.evaluation.{field} = {depths}: must be numbers of at least 1"
                 )
 
 
@@ -73,15 +86,20 @@ class TinyConfig:
 class DataConfig:
     """Document clusters, or given questions, and the tasks they are used for.
 
+    Files and folders may be URLs (docs/launching.md, "Data and weights from a bucket").
+
     Attributes:
-      source: "tiny" or "tiny_stories" (generated worlds), a folder of .txt and .md files, a .jsonl,
-        or a folder that data_pipeline built, whose clusters and tasks stay as they were built.
+      source: "tiny", "tiny_stories" or "ladder" (generated worlds), a folder of .txt and .md files,
+        a .jsonl, or a folder that data_pipeline built, whose clusters and tasks stay as they were
+        built.
       grouping: "similarity" or "order": how documents of a folder become clusters.
       documents_per_cluster: documents in a cluster of a folder.
       max_document_tokens: longest document, in tokens; longer ones are cut.
       held_out: share of clusters that training never sees, in [0, 1) [paper: none].
       questions: .jsonl of {"task", "documents", "question", "answer"} to train on, for algorithms
         that take given questions.
+      shuffle: whether clusters, or given questions, are dealt in random order, another one in every
+        epoch; else in the order of their source.
       validation: .jsonl of such questions for held-out evaluation.
       tasks: tasks of the run, of TASKS.
       task_weights: positive sampling weight of each task.
@@ -94,6 +112,7 @@ class DataConfig:
     max_document_tokens: int = 3200
     held_out: float = 0.0
     questions: str = ""
+    shuffle: bool = True
     validation: str = ""
     tasks: tuple[str, ...] = TASKS
     task_weights: tuple[float, ...] = (1.0, 1.0, 1.0)
@@ -106,7 +125,7 @@ class DataConfig:
         """
         for field in ("questions", "validation"):
             path = getattr(self, field)
-            if path and not pathlib.Path(path).is_file():
+            if path and not remote.fetch(path).is_file():
                 raise ValueError(f"data.{field} = {path!r}: must be a .jsonl of questions")
         if not self.tasks or len({*self.tasks}) != len(self.tasks) or {*self.tasks} - {*TASKS}:
             raise ValueError(f"data.tasks = {self.tasks}: must be one or more of {TASKS}")
@@ -118,7 +137,7 @@ class DataConfig:
 
     def _check_source(self) -> None:
         source = self.source
-        if source not in GENERATED and not (source and pathlib.Path(source).exists()):
+        if source not in GENERATED and not (source and remote.fetch(source).exists()):
             raise ValueError(
                 f"data.source = {source!r}: must be {', '.join(map(repr, GENERATED))}, a folder of "
                 ".txt/.md files, a .jsonl, or a folder that data_pipeline built"

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spell_jax.data.clusters import TASKS, Cluster, Source, in_memory
+from spell_jax.runtime import remote
 from spell_jax.runtime.jsonl import read_records
 
 
@@ -36,11 +37,11 @@ class Question:
 
 
 def read_questions(path: str | pathlib.Path, field: str) -> tuple[Question, ...]:
-    """Read the questions of a JSONL file; bad lines are logged and skipped.
+    """Read the questions of a JSONL file or its URL; bad lines are logged and skipped.
 
     Errors name the config field `field`: FileNotFoundError, or ValueError if no line is valid.
     """
-    questions, skipped = read_records(path, _parse_question)
+    questions, skipped = read_records(remote.fetch(path), _parse_question)
     if not questions:
         raise ValueError(f"{field} = {path}: none of its {skipped} lines is a valid question")
     return tuple(questions)

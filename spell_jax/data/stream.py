@@ -8,6 +8,8 @@
    is used, so no cluster repeats within a batch. A batch larger than the data deals whole decks.
 3. The batch is shuffled. Only then are the texts of its clusters read.
 
+Without shuffling, assignment, decks and batches keep the order of the source.
+
 The assignment depends only on the seed and the ids, a deck on the seed, its task and its epoch, and
 a batch's order on the seed and its number. A few numbers are therefore the whole state.
 """
@@ -56,7 +58,12 @@ class TaskStream:
     """
 
     def __init__(
-        self, source: Source, tasks: Sequence[str], weights: Sequence[float], seed: int
+        self,
+        source: Source,
+        tasks: Sequence[str],
+        weights: Sequence[float],
+        seed: int,
+        shuffle: bool = True,
     ) -> None:
         """Assign the clusters to the tasks.
 
@@ -73,7 +80,7 @@ class TaskStream:
         self.repeats = 0
         self.read = source.read
         self._weights = dict(zip(tasks, weights, strict=True))
-        self._seed = seed
+        self._seed, self._shuffle = seed, shuffle
         self._assigned = self._assign(source.tasks)
         self._batches = 0
         self._epochs = dict.fromkeys(tasks, 0)
@@ -93,7 +100,7 @@ class TaskStream:
         counts = batch_counts(batch, self._weights, available)
         pairs = [(task, name) for task, count in counts.items() for name in self._deal(task, count)]
         self.repeats += sum(max(0, counts[task] - sizes[task]) for task in counts)
-        order = self._rng("batch", self._batches).permutation(len(pairs))
+        order = self._order("batch", self._batches, len(pairs))
         self._batches += 1
         clusters = self.read([pairs[i][1] for i in order])
         return [(pairs[i][0], cluster) for i, cluster in zip(order, clusters, strict=True)]
@@ -137,9 +144,10 @@ class TaskStream:
 
     def _assign(self, tasks: Mapping[str, tuple[str, ...] | None]) -> dict[str, list[str]]:
         assigned: dict[str, list[str]] = {task: [] for task in self._weights}
-        names = sorted(tasks)  # independent of the source's order
+        # Shuffled, the assignment does not depend on the source's order.
+        names = sorted(tasks) if self._shuffle else list(tasks)
         choices = []
-        for index in self._rng("assignment").permutation(len(names)):
+        for index in self._order("assignment", 0, len(names)):
             allowed = tasks[names[index]]
             choices.append((names[index], [t for t in assigned if allowed is None or t in allowed]))
         for name, options in sorted(choices, key=lambda choice: len(choice[1])):
@@ -170,11 +178,13 @@ class TaskStream:
 
     def _deck(self, task: str) -> list[str]:
         ids = self._assigned[task]
-        order = self._rng(f"task {task}", self._epochs[task]).permutation(len(ids))
-        return [ids[i] for i in order]
+        return [ids[i] for i in self._order(f"task {task}", self._epochs[task], len(ids))]
 
-    def _rng(self, purpose: str, number: int = 0) -> np.random.Generator:
-        return np.random.default_rng([self._seed, zlib.crc32(purpose.encode()), number])
+    def _order(self, purpose: str, number: int, count: int) -> np.ndarray:
+        if not self._shuffle:
+            return np.arange(count)
+        key = [self._seed, zlib.crc32(purpose.encode()), number]
+        return np.random.default_rng(key).permutation(count)
 
     def _digest(self) -> str:
         dealt_from = json.dumps([self._seed, self._assigned], sort_keys=True)

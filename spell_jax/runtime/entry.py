@@ -24,12 +24,14 @@ from absl import app, flags
 from ml_collections import config_flags
 
 from spell_jax.runtime.config import flat
+from spell_jax.runtime.remote import FetchError
 
 EXIT_CODE = 2
 INTERRUPTED = 130  # of Ctrl-C, as shells have it
 TRACEBACK_VARIABLE = "SPELL_TRACEBACK"
 USER_ERRORS = (
     ValueError,
+    FetchError,
     FileExistsError,
     FileNotFoundError,
     IsADirectoryError,

@@ -1,27 +1,37 @@
 """Paths of a run's files: a folder on disk or in a bucket (gs://BUCKET/PATH), by etils.epath.
 
-A file in a bucket appears when it is closed. A folder there is only a prefix of names.
+A file in a bucket appears when it is closed. A folder there is only a prefix of names. Data and
+weights are not opened in a bucket but fetched from it (remote.py).
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import importlib.util
 import os
 import pathlib
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 import fsspec.config
 from etils import epath
 
+CACHE_VARIABLE = "SPELL_CACHE"
+
 
 def open_folder(path: str | os.PathLike[str]) -> epath.Path:
     """Path of a folder, its name unchanged; ImportError if a bucket needs gcsfs."""
+    prepare(path)
+    return epath.Path(path)
+
+
+def prepare(path: str | os.PathLike[str]) -> None:
+    """Sets up the access to a path; ImportError if it is in a bucket that needs gcsfs."""
     if os.fspath(path).startswith("gs://"):
         if importlib.util.find_spec("gcsfs") is None:
             raise ImportError(f"{path}: gs:// needs gcsfs; pip install 'spell_jax[gcs]'")
         # gcsfs caches listings forever, but TensorStore and other hosts write there as well.
         fsspec.config.conf.setdefault("gcs", {})["use_listings_cache"] = False
-    return epath.Path(path)
 
 
 def make_workdir(path: epath.Path) -> None:
@@ -36,8 +46,28 @@ def make_workdir(path: epath.Path) -> None:
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
-    """Whether only epath can handle a path; pathlib would treat it as a local one."""
+    """Whether a path is a URL, which pathlib would treat as a local path."""
     return "://" in os.fspath(path)
+
+
+def cache_folder() -> pathlib.Path:
+    """Folder of fetched files and converted policies: $SPELL_CACHE or ~/.cache/spell_jax.
+
+    $XDG_CACHE_HOME replaces ~/.cache. The folder may be deleted at any time between runs.
+    """
+    if CACHE_VARIABLE in os.environ:
+        return pathlib.Path(os.environ[CACHE_VARIABLE])
+    base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    return pathlib.Path(base) / "spell_jax"
+
+
+@contextlib.contextmanager
+def machine_lock(file: pathlib.Path) -> Iterator[None]:
+    """Context for one process of this machine at a time; the others wait."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed, or the process dies
+        yield
 
 
 def entries(folder: epath.Path) -> list[epath.Path]:

@@ -73,6 +73,10 @@ def slots(
         ),
         enough=np.int32(enough),
     )
+    if config.vocabulary_dropout:
+        shares, nats = np.zeros(one, np.float32), np.zeros(one, np.float32)
+        dropped = dataclasses.replace(arrays.sampling, dropout=shares, dropout_penalty=nats)
+        arrays = dataclasses.replace(arrays, sampling=dropped)
     if config.speculative_tokens:
         tokens = np.zeros((*many[:2], config.max_prompt), np.int32)
         arrays = dataclasses.replace(arrays, prompt_tokens=tokens)
@@ -106,7 +110,8 @@ def _fill_slot(
     arrays.key[at], arrays.sample_index[at] = prefilled.request.key, sequence.number
     arrays.suffix_table[at][: len(sequence.pages)] = sequence.pages
     for name, values in vars(arrays.sampling).items():
-        values[at] = getattr(options, name)
+        if values is not None:
+            values[at] = getattr(options, name)
 
 
 def _fill_rows(arrays: programs.Slots, number: int, shard: Shard, lane: int) -> None:

@@ -32,6 +32,11 @@ class SamplerConfig:
       top_p: nucleus mass, see Options (paper section 4.1: 0.95).
       top_k: number of most likely tokens to keep, see Options.
       min_p: least probability relative to the most likely token, see Options.
+      vocabulary_dropout: tempered vocabulary dropout of questions (arXiv 2604.03472; there the mask
+        is hard): probability, in [0, 1), that a token is disfavored in a whole question. Its logit
+        loses `dropout_penalty` nats, so that tokens of the format, which are all but certain, stay.
+        Logprobs are those without dropout.
+      dropout_penalty: nats that a disfavored token loses.
       max_tokens: maximum length S of a question or an answer, in tokens.
       max_verdict_tokens: maximum length of a verdict, in tokens.
       max_prompt: maximum length P of a prompt, in tokens.
@@ -59,6 +64,8 @@ class SamplerConfig:
     top_p: float = 0.95
     top_k: int = 0
     min_p: float = 0.0
+    vocabulary_dropout: float = 0.0
+    dropout_penalty: float = 2.0
     max_tokens: int = 4096
     max_verdict_tokens: int = 4096
     max_prompt: int = 18_000
@@ -77,10 +84,22 @@ class SamplerConfig:
     def __post_init__(self):
         check_least(self, "sampler.", **dict.fromkeys(_SIZES, 1), speculative_tokens=0)
         check_choice(self, "sampler.", **_CHOICES)
+        check_least(self, "sampler.", dropout_penalty=0)
+        if not 0 <= self.vocabulary_dropout < 1:
+            raise ValueError(
+                f"sampler.vocabulary_dropout = {self.vocabulary_dropout}: must be in [0, 1)"
+            )
         try:
             self.options(1)
         except ValueError as error:
             raise ValueError(f"sampler.{error}") from error
+
+    @property
+    def dropout(self) -> dict[str, float]:
+        """Fields of Options that give a question vocabulary dropout, if there is any."""
+        if not self.vocabulary_dropout:
+            return {}
+        return {"dropout": self.vocabulary_dropout, "dropout_penalty": self.dropout_penalty}
 
     @property
     def longest_answer(self) -> int:

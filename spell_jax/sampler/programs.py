@@ -19,7 +19,7 @@ from spell_jax.policy import moe, transformer
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.sampler import kv_cache, lm_head, speculative
 from spell_jax.sampler.sampled import Sampled, accept, append, no_samples
-from spell_jax.sampler.sampling import SampledToken, Sampling, sample
+from spell_jax.sampler.sampling import SampledToken, Sampling, penalties, sample
 
 # NumPy on the host, JAX on a device; the same trees also hold shardings or abstract shapes.
 Array = Any
@@ -141,7 +141,8 @@ def decode(
     fresh = (slots.prefilled >= 0)[:, None]
     hidden = jnp.where(fresh, state.prompt_hidden[slots.prefilled], state.hidden[lane])
     keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(slots.key), slots.sample_index)
-    sample_next = functools.partial(_sample, config, params, keys, slots.sampling)
+    penalty = penalties(keys, config.vocab_size, slots.sampling)
+    sample_next = functools.partial(_sample, config, params, keys, slots.sampling, penalty)
     forward = functools.partial(_forward, config, params, slots, page_size, kernel, record_experts)
 
     def tokens_left(sampled):
@@ -189,7 +190,7 @@ def _replaced(items: tuple, index: int, item: Any) -> tuple:
     return (*items[:index], item, *items[index + 1 :])
 
 
-def _sample(config, params, keys, sampling: Sampling, hidden, count) -> SampledToken:
+def _sample(config, params, keys, sampling: Sampling, penalty, hidden, count) -> SampledToken:
     """Samples tokens [N, T] from hidden states [N, T, D], with indices from `count` on."""
     slots, time, width = hidden.shape
     number = count[:, None] + jnp.arange(time)
@@ -197,8 +198,8 @@ def _sample(config, params, keys, sampling: Sampling, hidden, count) -> SampledT
         lambda key, some: jax.vmap(lambda n: jax.random.uniform(jax.random.fold_in(key, n)))(some)
     )(keys, number)
     logits = lm_head.logits(config, params, hidden.reshape(-1, width))
-    sampling = jax.tree.map(lambda x: jnp.repeat(x, time), sampling)
-    sampled = sample(logits, uniform.reshape(-1), sampling)
+    sampling, penalty = jax.tree.map(lambda x: jnp.repeat(x, time, axis=0), (sampling, penalty))
+    sampled = sample(logits, uniform.reshape(-1), sampling, penalty)
     return jax.tree.map(lambda x: x.reshape(slots, time), sampled)
 
 

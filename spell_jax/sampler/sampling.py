@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,7 @@ BISECTIONS = 30
 # be rounded differently (by 1e-5 for logits of 100), so the threshold is lowered by _SLACK.
 _SLACK = 2**-15
 _STRETCH = 128
+_DROPOUT = 2**32 - 1  # folded into an answer's key for its vocabulary dropout; no token has it
 
 
 @flax.struct.dataclass
@@ -36,6 +38,10 @@ class Sampling:
     # mass left by top_k reaches it.
     top_p: Any
     min_p: Any  # least kept probability relative to the most likely token, float32 [N] in [0, 1]
+    # Vocabulary dropout: share of disfavored tokens, float32 [N] in [0, 1), and the nats that their
+    # logits lose, float32 [N]; None: no dropout in any row.
+    dropout: Any = None
+    dropout_penalty: Any = None
 
 
 @flax.struct.dataclass
@@ -52,8 +58,32 @@ class SampledToken:
     cutoff: jax.Array
 
 
-def sample(logits: jax.Array, uniform: jax.Array, sampling: Sampling) -> SampledToken:
-    """Samples one token per row of float32 logits [N, V]; `uniform` is float32 [N] in [0, 1)."""
+def penalties(keys: jax.Array, tokens: int, sampling: Sampling) -> jax.Array | None:
+    """Nats that each row's logits lose by vocabulary dropout, float32 [N, V], given keys [N].
+
+    None without dropout.
+    """
+    if sampling.dropout is None:
+        return None
+    keys = jax.vmap(lambda key: jax.random.fold_in(key, _DROPOUT))(keys)
+    uniform = jax.vmap(lambda key: jax.random.uniform(key, (tokens,)))(keys)
+    return jnp.where(uniform < sampling.dropout[:, None], sampling.dropout_penalty[:, None], 0.0)
+
+
+def sample(
+    logits: jax.Array, uniform: jax.Array, sampling: Sampling, penalty: jax.Array | None = None
+) -> SampledToken:
+    """Samples one token per row of float32 logits [N, V]; `uniform` is float32 [N] in [0, 1).
+
+    A `penalty` [N, V] is subtracted from the logits first. Logprobs are those without it; what the
+    filters kept is of the changed logits.
+    """
+    if penalty is not None:
+        changed = sample(logits - penalty, uniform, sampling)
+        temperature = jnp.where(sampling.temperature == 0, 1.0, sampling.temperature)[:, None]
+        logprobs = jax.nn.log_softmax(logits / temperature, axis=-1)
+        own = jnp.take_along_axis(logprobs, changed.id[:, None], axis=-1)[:, 0]
+        return dataclasses.replace(changed, logprob=own)
     greedy = sampling.temperature == 0
     scaled = logits / jnp.where(greedy, 1.0, sampling.temperature)[:, None]
     below = scaled - jnp.max(scaled, axis=-1, keepdims=True)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spell_jax.data.clusters import LETTERS, TASKS
+from spell_jax.runtime import remote
 from spell_jax.selfplay.memory import Entry
 from spell_jax.selfplay.rules import check_task
 
@@ -140,7 +141,7 @@ def load(name_or_folder: str | Path) -> Prompts:
     texts = _read_folder(PACKAGED / "full")
     if name_or_folder == "full":
         return Prompts(texts)
-    folder = PACKAGED / "compact" if name_or_folder == "compact" else Path(name_or_folder)
+    folder = PACKAGED / "compact" if name_or_folder == "compact" else remote.fetch(name_or_folder)
     if not folder.is_dir():
         raise FileNotFoundError(
             f"prompts = {str(name_or_folder)!r}: must be 'full', 'compact' or a folder"

@@ -124,7 +124,8 @@ def make_context(config: RunConfig, tokenizer: Tokenizer) -> AlgorithmContext:
         return read_questions(data.questions, "data.questions") if data.questions else ()
 
     def deal(source: clusters.Source) -> stream.TaskStream:
-        return stream.TaskStream(source, data.tasks, data.task_weights, config.seed)
+        weights, seed = data.task_weights, config.seed
+        return stream.TaskStream(source, data.tasks, weights, seed, data.shuffle)
 
     return AlgorithmContext(
         prompts=prompts,

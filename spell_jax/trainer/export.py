@@ -12,7 +12,7 @@ from spell_jax.policy import lora, weights
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.model import find_folder, read_model
 from spell_jax.policy.tokenizer_base import Tokenizer
-from spell_jax.runtime import entry
+from spell_jax.runtime import entry, paths
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.config import Config
 from spell_jax.runtime.setup import CONFIG_FILE
@@ -47,7 +47,10 @@ def export(
         params = lora.join(params, weights.load(folder, mesh, config.policy.compute_dtype)[1])
     entry.setup_done()
     if adapters:
-        lora.save(out, policy, params, str(find_folder(config.policy.folder)))
+        base = config.policy.folder
+        if not paths.is_remote(base):
+            base = str(find_folder(base))
+        lora.save(out, policy, params, base)
     else:
         weights.save(out, *lora.merge(policy, params), tokenizer, dtype)
     return step

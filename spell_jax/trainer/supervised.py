@@ -29,7 +29,7 @@ from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy import weights
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.model import find_folder, read_model, shape_policy
-from spell_jax.runtime import entry, paths, setup, workdir_lock
+from spell_jax.runtime import entry, paths, remote, setup, workdir_lock
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.checkpoint import Checkpoints
 from spell_jax.runtime.config import Config, plain, section
@@ -39,7 +39,7 @@ from spell_jax.runtime.preemption import Preempted, Preemption
 from spell_jax.runtime.run_logger import RunLogger
 from spell_jax.selfplay import prompts
 from spell_jax.trainer.state import load_weights
-from spell_jax.warm_start import demonstrations
+from spell_jax.warm_start import demonstrations, ladder_rows
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +51,9 @@ GENERATED = {
     ),
     "tiny_stories": lambda prompts, *at: demonstrations.story_demonstrations(
         prompts, demonstrations.StoryMixture(), *at
+    ),
+    "ladder": lambda prompts, *at: ladder_rows.ladder_demonstrations(
+        prompts, ladder_rows.LadderMixture(), *at
     ),
 }
 # Rows that train a new tokenizer; enough to see every word of a small corpus.
@@ -65,9 +68,10 @@ def read_rows(path: str | pathlib.Path) -> tuple[list[demonstrations.Row], int]:
     Returns (rows, number of skipped lines, each logged with file and line). FileNotFoundError
     without the file, ValueError if no line of it is a row.
     """
-    if not pathlib.Path(path).is_file():
+    file = remote.fetch(path)
+    if not file.is_file():
         raise FileNotFoundError(f"source = {str(path)!r}: must be 'tiny' or a .jsonl of rows")
-    rows, skipped = read_records(path, _parse_row)
+    rows, skipped = read_records(file, _parse_row)
     if not rows:
         raise ValueError(f"source = {path}: none of its {skipped} lines is a row")
     if skipped:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -151,6 +152,16 @@ def test_verdicts_have_their_own_token_cap(worker):
     (_, verdict), (params, answer) = sampler.asked
     assert verdict.options.max_tokens == 2 and verdict.options.temperature == 0.7
     assert params == "frozen" and answer.options.temperature == 0.0
+
+
+def test_only_questions_have_vocabulary_dropout(worker, monkeypatch):
+    ask, sampler = worker
+    config = dataclasses.replace(sampler.config, vocabulary_dropout=0.3, dropout_penalty=1.5)
+    monkeypatch.setattr(sampler, "config", config)
+    for role in ("questioner", "responder", "verifier"):
+        ask(role, ["a"])
+    options = [request.options for _, request in sampler.asked]
+    assert [(o.dropout, o.dropout_penalty) for o in options] == [(0.3, 1.5), (0, 0), (0, 0)]
 
 
 def test_coroutine_resumes_as_soon_as_its_own_call_finishes(worker):

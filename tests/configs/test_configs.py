@@ -256,13 +256,18 @@ def test_demonstrations_fit_the_demos_token_caps():
             r"loss\.objective = 'dpo': must not be 'dpo' for algorithm\.name = 'rlvr'",
         ),
         (
+            "tiny",
+            {"sampler.vocabulary_dropout": 0.1, "loss.support": "sampled"},
+            r"sampler\.vocabulary_dropout = 0\.1: must be 0 for loss\.support = 'sampled'",
+        ),
+        (
             "longpo",
             {"packing.shared_prefix": "none"},
             r"packing\.shared_prefix = 'none': must be another for loss\.objective = 'dpo'",
         ),
     ],
 )
-def test_loss_must_fit_the_algorithm(name, fields, message):
+def test_loss_must_fit_algorithm_and_sampler(name, fields, message):
     config = noise.with_fields(load(name)[1], {"data.source": "tiny"} | fields)
     with pytest.raises(ValueError, match=message):
         configs.read(config)
@@ -286,6 +291,7 @@ ABLATIONS = {
     "no consistency gate": PAPER | {"algorithm.consistency_gate": False},
     "azr": PAPER | {"algorithm.mapping": "azr"},
     "r_zero": PAPER | {"algorithm.mapping": "r_zero"},
+    "progress on probes": PAPER | {"algorithm.mapping": "progress"},
     "narrow": PAPER | {"algorithm.sigma": 0.5 / 6},
     "wide": PAPER | {"algorithm.sigma": 0.5 / 2},
     "G = 4": PAPER | {"algorithm.group_size": 4, "algorithm.verifier_group_size": 4},

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -14,7 +16,7 @@ from apache_beam.io.gcp import gcsio
 
 from benchmarks.data import edited_copy
 from configs.data import base, folder, mixed, paper
-from data_pipeline import build, output
+from data_pipeline import build, cluster, dedup, output
 from data_pipeline.stages import DONE, Stages
 from spell_jax.data import built, stream
 
@@ -115,10 +117,10 @@ def test_clusters_share_a_topic_and_tasks_have_equal_counts(made):
     assert len(set(manifest["clusters"].values())) == 1 and len(manifest["clusters"]) == 3
     clusters = built.Built(out)
     assert Counter(task for (task,) in clusters.tasks.values()) == manifest["clusters"]
-    for cluster in clusters.read(list(clusters.tasks)):
-        topics = Counter(int(t.split()[0][4:]) // 50 for t in cluster.documents)
-        assert topics.most_common(1)[0][1] >= 0.8 * len(cluster.documents)
-        assert (max(topics) >= 6) == (cluster.tasks == ("financial_math",))
+    for one in clusters.read(list(clusters.tasks)):
+        topics = Counter(int(t.split()[0][4:]) // 50 for t in one.documents)
+        assert topics.most_common(1)[0][1] >= 0.8 * len(one.documents)
+        assert (max(topics) >= 6) == (one.tasks == ("financial_math",))
 
 
 def test_trainer_streams_batches_from_the_build(made):
@@ -132,7 +134,7 @@ def test_trainer_streams_batches_from_the_build(made):
     dealt = stream.TaskStream(source, ("general_qa", "financial_math"), (1.0, 1.0), seed=0)
     batch = dealt.next(4)
     assert Counter(task for task, _ in batch) == {"general_qa": 2, "financial_math": 2}
-    assert all(len(t.split()) <= 64 for _, cluster in batch for t in cluster.documents)
+    assert all(len(t.split()) <= 64 for _, one in batch for t in one.documents)
 
 
 def test_report_lists_removals_and_has_seven_plots(made):
@@ -148,6 +150,61 @@ def test_build_is_bit_identical_with_two_processes(config, made, tmp_path):
     options = ["--direct_num_workers=2", "--direct_running_mode=multi_processing"]
     build.build(config, str(tmp_path / "out"), options)
     assert files_of(tmp_path / "out") == files_of(made[1])
+
+
+def _killing(function, marker):
+    """Return a function whose first call, in any worker, kills the worker and its executor."""
+
+    def call(*given):
+        try:
+            marker.touch(exist_ok=False)
+        except FileExistsError:
+            return function(*given)
+        daemon = os.getppid()
+        stat = Path(f"/proc/{daemon}/stat").read_text()
+        os.kill(int(stat.rpartition(")")[2].split()[1]), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    return call
+
+
+@pytest.mark.slow
+def test_build_on_spark_is_bit_identical_after_workers_were_killed(
+    config, made, tmp_path, monkeypatch
+):
+    """One of two executors is killed in the middle of dedup, and one in that of clustering."""
+    markers = [tmp_path / name for name in ("dedup", "cluster")]
+    monkeypatch.setattr(dedup, "_edge", _killing(dedup._edge, markers[0]))
+    monkeypatch.setattr(cluster, "_leaves", _killing(cluster._leaves, markers[1]))
+    flags = ["--runner=PySparkRunner", "--pyspark_partitions=2"]
+    build.build(config, str(tmp_path / "out"), [*flags, "--pyspark_master=local-cluster[2,1,1024]"])
+    assert all(marker.exists() for marker in markers)
+    assert files_of(tmp_path / "out") == files_of(made[1])
+
+
+@pytest.mark.slow
+def test_graphs_do_not_grow_with_files_and_benchmark_texts(config, tmp_path, monkeypatch):
+    """169 files become one, and the benchmark gets a text of 100 KB that hardly compresses."""
+    sizes: list[dict[str, int]] = []
+
+    def measure(self, pipeline, name):
+        sizes[-1][name] = pipeline.to_runner_api().ByteSize()
+
+    monkeypatch.setattr(Stages, "check", measure)
+    other = config.copy_and_resolve_references()
+    for name in ("web", "filings"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "one.txt").write_text(text(0, 0))
+        other.sources[name].path = str(tmp_path / name)
+    row = {"context": np.random.default_rng(0).bytes(50_000).hex(), "question": text(2, 99, 12)}
+    (tmp_path / "benchmark.jsonl").write_text(json.dumps(row))
+    other.decontaminate.benchmarks.exam.path = str(tmp_path / "benchmark.jsonl")
+    for given in (config, other):
+        sizes.append({})
+        build.check(given, str(tmp_path / "out"))
+    assert sizes[0].keys() == sizes[1].keys() >= {"read", "decontaminate", "output"}
+    for name, size in sizes[0].items():
+        assert abs(size - sizes[1][name]) < 2000, name  # compressed settings, such as paths, differ
 
 
 @pytest.mark.slow
@@ -207,8 +264,7 @@ def test_changed_and_new_files_are_read_again(tmp_path):
     plan, stages = build.make_plan(config), Stages(str(tmp_path / "stages"))
 
     def read():
-        listed = build.sources.list_files("folder", plan.sources["folder"])
-        build.read(plan, stages, listed)
+        build.read(plan, stages, build.list_sources(plan, stages))
         return sorted(d["text"] for d in stages.read("read/documents"))
 
     assert read() == [text(0, 0)]

@@ -187,20 +187,22 @@ def test_nodes_are_split_until_below_the_limit(made):
     assert len(nodes) > 8
 
 
+def is_sampled(point, large, fit_documents):
+    read, *sampled = cluster_module._sample(point, large, fit_documents)
+    assert read.value == ("points read", "") and len(sampled) in (0, 2)
+    return bool(sampled)
+
+
 def test_sample_takes_documents_with_the_smallest_ids():
     ids = [digest(str(number)) for number in range(4000)]
     point = {"vector": b"", "tokens": 1}
     large = {"a": 4000}
-    taken = {
-        name
-        for name in ids
-        for _ in cluster_module._sample(point | {"id": name, "node": "a"}, large, 1000)
-    }
+    taken = {name for name in ids if is_sampled(point | {"id": name, "node": "a"}, large, 1000)}
     assert abs(len(taken) - 1000) < 100
     assert taken == set(sorted(ids)[: len(taken)])
-    assert not list(cluster_module._sample(point | {"id": min(ids), "node": "b"}, large, 1000))
+    assert not is_sampled(point | {"id": min(ids), "node": "b"}, large, 1000)
     for name in ids:  # the node is not larger than the sample: all are taken
-        assert list(cluster_module._sample(point | {"id": name, "node": "a"}, large, 4000))
+        assert is_sampled(point | {"id": name, "node": "a"}, large, 4000)
 
 
 @pytest.mark.slow
@@ -216,7 +218,9 @@ def test_centroids_depend_on_seed_and_node_but_not_on_order(documents):
 
     def fit(seed, node, sample=sample):
         config = dataclasses.replace(CONFIG, seed=seed)
-        return cluster_module._fit((node, sample), {node: 400}, config)["vectors"]
+        *fitted, centroids, split = cluster_module._fit((node, sample), {node: 400}, config)
+        assert len(fitted) == len(sample) and split.value == ("nodes split", node)
+        return centroids["vectors"]
 
     assert fit(0, "a") == fit(0, "a", sample[::-1])
     assert len({fit(0, "a"), fit(0, "b"), fit(1, "a")}) == 3

@@ -71,7 +71,12 @@ def test_long_documents_are_cut_and_short_ones_kept_whole():
     assert all(d["id"] == digest(d["text"]) for d in documents)
     assert documents[3]["id"] == short["id"]
     assert tables["removed"] == []
-    assert tables["counts"] == {("documents cut", "books"): 1, ("pieces", "books"): 4}
+    assert tables["counts"] == {
+        ("documents read", "books"): 2,
+        ("documents cut", "books"): 1,
+        ("pieces made", "books"): 4,
+        ("pieces", "books"): 4,
+    }
     assert tables["lengths"] == {4: 1, 10: 3}
 
 
@@ -102,7 +107,9 @@ def test_first_of_equal_pieces_is_kept():
             ("repeated piece", "c.txt", 1, "books:a.txt"),
         ]
         assert tables["counts"] == {
+            ("documents read", "books"): 3,
             ("documents cut", "books"): 3,
+            ("pieces made", "books"): 6,
             ("pieces", "books"): 4,
             ("documents removed: repeated piece", "books"): 2,
         }

@@ -9,6 +9,7 @@ import pytest
 from benchmarks.data import edited_copy
 from configs.data import paper
 from data_pipeline.decontaminate import (
+    BALANCES,
     BenchmarkConfig,
     DecontaminateConfig,
     Index,
@@ -16,6 +17,7 @@ from data_pipeline.decontaminate import (
     fingerprint,
     make_decontaminate,
     read_benchmarks,
+    store_items,
 )
 from data_pipeline.dedup import DedupConfig
 from data_pipeline.records import SCHEMAS, digest, make_document, order
@@ -285,7 +287,7 @@ def test_items_with_shared_shingles_are_told_apart():
 @pytest.mark.slow
 def test_stage_removes_and_counts_contaminated_documents(tmp_path):
     question = "Which of the two towns had the older stone bridge over the river?"
-    items = sorted(
+    items = [
         Item(name, kind, digest(text), text)
         for name, kind, text in (
             ("squad", "document", some_text(1)),
@@ -293,7 +295,7 @@ def test_stage_removes_and_counts_contaminated_documents(tmp_path):
             ("hotpot", "question", question),
             ("hotpot", "document", some_text(2)),
         )
-    )
+    ]
     documents = [
         make_document(edited_copy(some_text(1), 0.88, 0.95, 1), "s", "near squad"),
         make_document(some_text(2), "t", "is hotpot"),
@@ -308,9 +310,9 @@ def test_stage_removes_and_counts_contaminated_documents(tmp_path):
         table = pa.Table.from_pylist(documents[:: 1 - 2 * number], schema=SCHEMAS["documents"])
         pq.write_table(table, folder / "read" / "documents-0.parquet")
         stages = Stages(str(folder), options)
-        settings = {"items": items, "dedup": DedupConfig(), "config": DecontaminateConfig()}
-        make = partial(make_decontaminate, **settings)
-        done = stages.run("decontaminate", {}, make, documents="read/documents")
+        settings = {"dedup": DedupConfig(), "config": DecontaminateConfig()}
+        make = partial(make_decontaminate, read_items=store_items(stages, items), **settings)
+        done = stages.run("decontaminate", {}, make, (), BALANCES, documents="read/documents")
         kept = sorted(stages.read("decontaminate/documents"), key=order)
         removed = sorted(stages.read("decontaminate/removed"), key=lambda r: r["place"])
         results.append((kept, removed, done.counts))

@@ -34,7 +34,7 @@ def run(folder, documents, config=None, files=1, options=()):
         pq.write_table(table, folder / "read" / f"documents-{i}.parquet")
     stages = Stages(str(folder), options)
     make = partial(make_dedup, config=config or DedupConfig(rounds=3))
-    done = stages.run("dedup", {}, make, documents="read/documents")
+    done = stages.run("dedup", {}, make, (), dedup.BALANCES, documents="read/documents")
     kept = sorted(stages.read("dedup/documents"), key=order)
     removed = sorted(stages.read("dedup/removed"), key=lambda r: (r["source"], r["place"]))
     return kept, removed, {(c["what"], c["source"]): c["number"] for c in done.counts}

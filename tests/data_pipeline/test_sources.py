@@ -92,7 +92,7 @@ def read(
     """Output of the stage, sorted: "documents", "files", "removed", "counts"."""
     tables: dict[str, list[Any]] = {}
     with beam.Pipeline(runner=FnApiRunner(), options=PipelineOptions([*options])) as pipeline:
-        made = sources.make_read(pipeline, listed(configs), configs, base)
+        made = sources.make_read(pipeline | beam.Create(listed(configs)), configs, base)
         for name, records in made.items():
             tables[name] = []
             _ = records | f"keep {name}" >> beam.Map(_keep, str(out) + name)
@@ -430,9 +430,10 @@ def test_results_do_not_depend_on_workers(tmp_path: Path):
 def test_tables_match_their_schemas(tmp_path: Path):
     files = {"a.txt": "good", "b.jsonl": '"x"\n{"text": "y", "score": 0.1}\n{', "c.csv": ""}
     configs = {"mine": folder(write(tmp_path / "in", files))}
-    make = partial(sources.make_read, listed=listed(configs), sources=configs, filter=ANY)
+    make = partial(sources.make_read, sources=configs, filter=ANY)
     stages = Stages(str(tmp_path / "out"))
-    done = stages.run("read", {}, make)
+    found = stages.store("list", "listed", listed(configs))
+    done = stages.run("read", {}, make, [found], sources.BALANCES, listed="list/listed")
     assert done.count("files read", "mine") == 2
     for name, places in {
         "documents": ["a.txt", "b.jsonl#000000000"],
@@ -466,7 +467,7 @@ def test_path_may_be_folder_file_or_pattern(tmp_path: Path):
     path = write(tmp_path / "in", {"b/2.txt": "22", "a.txt": "1", "b/x.md": "", "b/.h/3.txt": ""})
 
     def places(end: str) -> list[str]:
-        return [file["place"] for file in list_files("mine", folder(path + end))]
+        return sorted(file["place"] for file in list_files("mine", folder(path + end)))
 
     assert places("") == places("/") == ["a.txt", "b/2.txt", "b/x.md"]
     assert places("/b/2.txt") == ["2.txt"]
@@ -500,13 +501,13 @@ def test_sources_may_be_on_another_file_system(tmp_path: Path):
 def test_paths_without_readable_files_raise(tmp_path: Path):
     path = write(tmp_path / "in", {"a.csv": "", "b.json": "", ".c.txt": ""})
     with pytest.raises(FileNotFoundError, match=r"sources\.mine\.path = '.*/none': no such file"):
-        list_files("mine", folder(path + "/none"))
+        list(list_files("mine", folder(path + "/none")))
     with pytest.raises(FileNotFoundError, match=r"sources\.mine\.path = '.*txt': no such file"):
-        list_files("mine", folder(path + "/*.txt"))
+        list(list_files("mine", folder(path + "/*.txt")))
     with pytest.raises(ValueError, match=r"sources\.mine\.path = .*none of its 2 files is of the"):
-        list_files("mine", folder(path))
+        list(list_files("mine", folder(path)))
     with pytest.raises(ValueError, match=r"sources\.mine\.path = .*cannot be opened.*not known"):
-        list_files("mine", folder("nowhere://bucket/a"))
+        list(list_files("mine", folder("nowhere://bucket/a")))
 
 
 @pytest.fixture
@@ -528,7 +529,7 @@ def test_source_without_read_permission_raises(tmp_path: Path):
     with pytest.raises(
         ValueError, match=r"sources\.mine\.path = .*opened, PermissionError: .*locked"
     ):
-        list_files("mine", folder(path))
+        list(list_files("mine", folder(path)))
 
 
 @pytest.mark.usefixtures("_locked_folders")

@@ -23,6 +23,7 @@ from launch import aot, topologies
 from spell_jax.policy import lora
 from spell_jax.policy.config import LoraConfig
 from spell_jax.runtime import mesh as meshes
+from spell_jax.runtime import paths
 from tests import tiny
 
 P = PartitionSpec
@@ -303,7 +304,7 @@ def test_invalid_length_or_missing_policy_is_rejected(tmp_path):
         aot.read_policy(small_config(**{"policy.folder": "no/folder"}))
 
 
-def test_policy_combines_config_fields_with_the_given_shape(tmp_path):
+def test_policy_combines_config_fields_with_the_given_shape(tmp_path, monkeypatch):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(tiny.POLICY.to_hf()))
     config = small_config(**{"policy.lora_rank": 2, "policy.remat": "dots"})
@@ -314,6 +315,9 @@ def test_policy_combines_config_fields_with_the_given_shape(tmp_path):
     assert aot.read_policy(config, str(path)).max_positions == 512
     config.policy.folder = "tiny"
     assert aot.read_policy(config).layers > 0
+    config.policy.folder = f"file://{tmp_path}"  # has no weights; only the file is fetched
+    monkeypatch.setenv(paths.CACHE_VARIABLE, str(tmp_path / "cache"))
+    assert aot.read_policy(config).max_positions == 512
 
 
 def test_mesh_impossible_on_the_slice_is_rejected(monkeypatch):

@@ -16,6 +16,7 @@ import sentencepiece
 from spell_jax.policy import gguf_convert, rope, tokenizer, transformer, weights
 from spell_jax.policy.model import find_folder
 from spell_jax.policy.tokenizer_base import Tokenizer
+from spell_jax.runtime import paths
 from tests.policy import families, gguf_files, hf_folders
 from tests.policy.gguf_files import Quantization
 
@@ -255,7 +256,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "__init__.py").write_text("raise ImportError('needs llama.cpp')")
     write(folder / gguf_convert.SMOLLM2_FILE, "llama tied")
     monkeypatch.syspath_prepend(str(folder.parent))
-    monkeypatch.setenv(gguf_convert.CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(paths.CACHE_VARIABLE, str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spell_jax.sampler.sampling import Sampling, sample, threshold
+from spell_jax.sampler.sampling import Sampling, penalties, sample, threshold
 from tests import tiny
 
 DRAWS = 50_000
@@ -202,3 +202,30 @@ def test_everything_is_kept_without_filters_and_by_greedy_sampling(temperature: 
     sampled = sample(logits, jnp.full(4, 0.3), options)
     np.testing.assert_array_equal(sampled.kept, 0.0)
     np.testing.assert_array_equal(sampled.cutoff, -np.inf)
+
+
+def test_vocabulary_dropout_disfavors_a_share_of_tokens_in_rows_that_have_it() -> None:
+    given = tiny.sampling(3)
+    given = given.replace(
+        dropout=np.array([0.0, 0.25, 0.25], np.float32),
+        dropout_penalty=np.array([2, 2, 3], np.float32),
+    )
+    keys = jax.random.split(jax.random.key(0), 3)
+    found = np.asarray(penalties(keys, 4000, given))
+    assert not found[0].any()
+    for row, nats in ((1, 2), (2, 3)):
+        assert set(found[row].tolist()) == {0, nats}
+        assert abs((found[row] > 0).mean() - 0.25) < 0.03
+    assert ((found[1] > 0) != (found[2] > 0)).any(), "each answer has its own tokens"
+    np.testing.assert_array_equal(found, penalties(keys, 4000, given))
+
+
+def test_penalty_changes_what_is_sampled_but_not_the_logprobs() -> None:
+    logits = jnp.broadcast_to(jnp.log(jnp.array([0.5, 0.3, 0.2])), (4000, 3))
+    uniform = jax.random.uniform(jax.random.key(1), (4000,))
+    penalty = jnp.broadcast_to(jnp.array([jnp.log(5.0), 0.0, 0.0]), logits.shape)
+    found = jax.jit(sample)(logits, uniform, tiny.sampling(4000), penalty)
+    shares = np.bincount(found.id, minlength=3) / 4000
+    np.testing.assert_allclose(shares, [1 / 6, 1 / 2, 1 / 3], atol=0.03)
+    wanted = np.log([0.5, 0.3, 0.2])[np.asarray(found.id)]
+    np.testing.assert_allclose(found.logprob, wanted, atol=1e-6)

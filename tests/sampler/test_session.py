@@ -114,6 +114,34 @@ def test_each_request_is_sampled_with_its_own_options() -> None:
     assert ranks[0] > 3 and ranks[3] > 3 and shares[0] < 0.2
 
 
+def test_vocabulary_dropout_leaves_other_requests_alone() -> None:
+    """Requests without it are as without the sampler's option, and logprobs are the policy's."""
+    config = dataclasses.replace(CONFIG, vocabulary_dropout=0.5, dropout_penalty=20.0)
+    requests = _requests()
+    options = dataclasses.replace(OPTIONS[0], dropout=0.5, dropout_penalty=20.0)
+    changed = dataclasses.replace(requests[0], options=options)
+    found = _answer(_sampler(config).start_session(tiny.weights()), [changed, *requests[1:]])
+    for request, samples in zip(requests[1:], found[1:], strict=True):
+        for one, other in zip(samples, _alone(request), strict=True):
+            np.testing.assert_array_equal(one.tokens, other.tokens)
+            np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+    plain = _alone(requests[0])
+    assert any(a.tokens.tolist() != b.tokens.tolist() for a, b in zip(found[0], plain, strict=True))
+    row = np.zeros((1, 48), np.int32)
+    row[0, : len(PROMPTS[0]) + 12] = [*PROMPTS[0], *found[0][0].tokens]
+    logits = transformer.logits(tiny.POLICY, tiny.weights(), row)[0] / options.temperature
+    behind = np.arange(12) + len(PROMPTS[0])
+    logprobs = jax.nn.log_softmax(logits, axis=-1)[behind - 1, found[0][0].tokens]
+    np.testing.assert_allclose(found[0][0].logprobs, logprobs, atol=1e-4)
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.0, float("nan")])
+def test_vocabulary_dropout_out_of_range_is_rejected(share) -> None:
+    with pytest.raises(ValueError, match=r"sampler\.vocabulary_dropout = .*: must be in \[0, 1\)"):
+        SamplerConfig(vocabulary_dropout=share)
+
+
+@pytest.mark.slow
 def test_shared_prefixes_are_prefilled_once_and_bit_identical() -> None:
     """The content of a page does not depend on the request that prefilled it."""
     requests, asked = _requests(), _sampler().start_session(tiny.weights())

@@ -62,6 +62,7 @@ NO_READERS = {
     *(
         "warm_start.demonstrations",
         "warm_start.evidence_rows",
+        "warm_start.ladder_rows",
         "warm_start.question_rows",
         "selfplay.rewards",
         "selfplay.selection",
@@ -90,10 +91,12 @@ NO_READERS = {
     *("evidence.normalize", "evidence.total_reward"),
     *("evidence.pairs_in_order", "evidence.best_chosen"),
     # These read answers by functions that are listed.
-    "eapo_evaluation.held_out_evidence",
+    *("eapo_evaluation.held_out_evidence", "algorithms.frozen_reader", "algorithms.progress"),
+    "algorithms.ladder_evaluation",
     *("folder_rows.make_rows", "folder_rows.make_questions", "folder_rows.main"),
     *("folder_rows.RowMaker.question", "folder_rows.RowMaker.row"),
-    *("memory.QuestionMemory.get", "memory.QuestionMemory.state_dict"),
+    *("memory.QuestionMemory.get", "memory.QuestionMemory.state_dict", "hops.join_hop"),
+    *(f"probes.ProbeSet.{name}" for name in ("measure", "push", "state_dict", "load_state_dict")),
     *("held_out.Evaluation.full", "held_out.Evaluation.quick", "spell_evaluation.task_kind"),
     # These read answers by functions that are listed.
     *(f"held_out.HeldOutQuestions.{name}" for name in ("full", "quick", "measure")),
@@ -212,7 +215,9 @@ EXPECTED: dict[str, Callable[[Any], bool]] = {
     "folder_rows.find_facts": lambda facts: all(fact.cue and fact.value for fact in facts),
     "folder_rows.means_the_same": _is_truth,
     "folder_rows.other_forms": lambda forms: all(map(_is_text, forms)),
+    "hops.split_hops": lambda hops: _is_text(hops[0]) and all(map(_is_text, hops[1])),
     "memory.QuestionMemory.push": _is_truth,
+    "probes.ProbeSet.progress": _is_share,
     "spell_evaluation.true_answer": _is_text_or_none,
     "spell_evaluation.is_true": _is_truth,
     "prompts.Prompts.questioner": _is_text,

@@ -1,4 +1,4 @@
-"""Tests of workdirs in a bucket: the files of a run and its resumption equal a local run's.
+"""Tests of workdirs, data and weights in a bucket: runs and evaluations equal local ones.
 
 gcsfs (our files), TensorStore (arrays of checkpoints) and google-cloud-storage (TensorBoard) use
 HTTP with a server of this process, which implements all their requests except for the conditions of
@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import json
 import pathlib
+import shutil
 import socket
 import subprocess
 import sys
@@ -29,16 +30,21 @@ from tensorboardX.record_writer import GCSRecordWriter
 
 from configs import tiny_warm_start
 from spell_jax import export, sft, train
+from spell_jax.evaluation import generation, runner
+from spell_jax.evaluation.benchmarks import own_questions, registry
 from spell_jax.learner import non_finite, packing
 from spell_jax.policy import safetensors as files
+from spell_jax.policy.model import find_folder
 from spell_jax.reporting import tables as evaluation
 from spell_jax.runtime import paths
+from spell_jax.runtime import remote as remote_files
 from spell_jax.runtime import setup as start
 from spell_jax.runtime.episodes import EpisodeWriter, read_episodes
 from spell_jax.runtime.jsonl import write_json, write_records
 from spell_jax.runtime.metrics import MetricsWriter, read_metrics
 from spell_jax.runtime.workdir_lock import FILE, STALE_S, Holder, WorkdirLock, locked
-from tests import noise
+from spell_jax.selfplay import prompts as prompt_sets
+from tests import evaluating, noise
 
 RANDOM = ("checkpoints/", "tensorboard/")  # folders with random names and times in names
 SETTINGS = {"checkpoint_every": 1, "validate_every": 1, "evaluate": True}
@@ -177,6 +183,84 @@ def test_supervised_fine_tuning_resumes_in_a_bucket(policy, tmp_path):
         call_main(sft, config, str(workdir))
         assert [line["step"] for line in read_metrics(workdir)] == list(range(1, steps + 1))
         assert names(workdir / "policy") == {path.name for path in policy.iterdir()}
+
+
+@pytest.fixture
+def inputs(policy, tmp_path, monkeypatch) -> list[str]:
+    """A local folder and one in the bucket with the same policy, clusters, questions, benchmark."""
+    folder, url = tmp_path / "inputs", "gs://bucket/inputs"
+    shutil.copytree(policy, folder / "policy")
+    clusters = [{"id": f"{n}", "documents": [f"City {n}.", f"Town {n}."]} for n in range(3)]
+    write_records(folder / "clusters.jsonl", clusters)
+    question = {"task": "general_qa", "documents": ["City 1."], "question": "Q?", "answer": "1"}
+    write_records(folder / "questions.jsonl", [question])
+    problems = [{"question": f"{n} + 1?", "answer": f"#### {n + 1}"} for n in range(2)]
+    write_records(folder / "data" / "gsm8k" / "test.jsonl", problems)
+    for name in names(folder):
+        (paths.open_folder(url) / name).write_bytes((folder / name).read_bytes())
+    monkeypatch.setenv(paths.CACHE_VARIABLE, str(tmp_path / "cache"))
+    remote_files.fetch.cache_clear()
+    return [str(folder), url]
+
+
+def test_run_on_inputs_in_a_bucket_equals_one_on_local_inputs(inputs, tmp_path, monkeypatch):
+    noise.share_programs(monkeypatch)
+    noise.skip_plots(monkeypatch)
+    for number, top in enumerate(inputs):
+        fields = {"source": f"{top}/clusters.jsonl", "validation": f"{top}/questions.jsonl"}
+        data = {f"data.{name}": value for name, value in fields.items()}
+        config = noise.small_config(f"{top}/policy", steps=1, **SETTINGS, **data)
+        call_main(train, config, tmp_path / str(number))
+    local, fetched = tmp_path / "0", tmp_path / "1"
+    assert json.loads((fetched / "config.json").read_text())["data"]["source"].startswith("gs://")
+    (line,) = map(noise.steady, read_metrics(local))
+    assert "train/loss" in line and any(name.startswith("eval/") for name in line)
+    assert list(map(noise.steady, read_metrics(fetched))) == [line]
+    for name in (n for n in names(local) if n.split("/")[0] in ("policy", "episodes")):
+        assert (fetched / name).read_bytes() == (local / name).read_bytes(), name
+    assert read_evaluation(fetched) == read_evaluation(local)
+
+
+def test_evaluation_of_inputs_in_a_bucket_equals_a_local_one(inputs, tmp_path, monkeypatch):
+    noise.use_one_device(monkeypatch)
+    for number, top in enumerate(inputs):
+        given = dict.fromkeys(("prose", "thinking", "rope_scaling", "policy"), "")
+        given |= {"workdir": top, "data": f"{top}/data", "benchmarks": ["gsm8k"], "limit": 2}
+        given |= {"max_input": ["32"], "answer_format": "plain", "dtype": "float32"}
+        given |= {"samples": 2, "temperature": 0.7, "top_p": 0.95, "max_tokens": 4, "seed": 0}
+        config = runner.from_flags(SimpleNamespace(**given, rope_factor=1.0))
+        runner.run(config, tmp_path / str(number), "noise", None, evaluating.SIZES)
+    for name in (runner.SAMPLES, runner.SUMMARY, runner.TABLE):
+        local, fetched = ((tmp_path / number / name).read_bytes() for number in "01")
+        assert fetched == local and local
+
+
+def test_questions_of_a_run_in_a_bucket_are_read_in_place(local, remote, tmp_path, monkeypatch):
+    monkeypatch.setenv(paths.CACHE_VARIABLE, str(tmp_path))
+    found = [
+        registry.load(own_questions.NAME, registry.find_folder(own_questions.NAME, str(workdir)))
+        for workdir in (local, remote)
+    ]
+    assert found[0].items == found[1].items != ()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_generate_finds_policy_and_prompts_of_a_run_in_a_bucket(remote, tmp_path, monkeypatch):
+    monkeypatch.setenv(paths.CACHE_VARIABLE, str(tmp_path))
+    given = {"workdir": str(remote), "policy": None, "prompt_set": None, "greedy": True}
+    given |= {"top_p": 1.0, "max_tokens": 4, "dtype": "float32", "thinking": ""}
+    policy, prompts, _ = generation.load(SimpleNamespace(**given))
+    assert {path.name: path.read_bytes() for path in policy.folder.iterdir()} == {
+        path.name: path.read_bytes() for path in (remote / "policy").iterdir()
+    }
+    assert prompts == prompt_sets.load("compact")
+
+
+def test_what_is_not_in_a_bucket_is_named(inputs):
+    top = inputs[1]
+    for url in ("gs://no-such-bucket/policy", f"{top}/none"):
+        with pytest.raises(remote_files.FetchError, match=f"^{url}: there is no such file"):
+            find_folder(url)
 
 
 def test_resume_of_an_older_step_removes_later_files():

@@ -18,6 +18,7 @@ import transformers
 
 from spell_jax.policy import gguf_convert, tokenizer, transformer, weights
 from spell_jax.policy.model import find_folder
+from spell_jax.runtime import paths
 from spell_jax.runtime.jsonl import write_records
 
 CHATS = [
@@ -36,7 +37,7 @@ TEXTS = 200
 def folder(tmp_path_factory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         cache = tmp_path_factory.mktemp("cache")
-        monkeypatch.setenv(gguf_convert.CACHE_VARIABLE, str(cache))
+        monkeypatch.setenv(paths.CACHE_VARIABLE, str(cache))
         yield find_folder("smollm2")
 
 

@@ -30,7 +30,8 @@ import numpy as np
 from spell_jax.algorithms.base import AlgorithmContext, Annotation, Ask, Key, Models, Reply
 from spell_jax.algorithms.episode import ask_judge, judge_predictions
 from spell_jax.algorithms.spell import episode as spell_episode
-from spell_jax.algorithms.spell.config import SpellConfig
+from spell_jax.algorithms.spell import frozen_reader, progress
+from spell_jax.algorithms.spell.config import PROGRESS, SpellConfig
 from spell_jax.algorithms.spell.episode import Advantages, Episode, documents_of
 from spell_jax.data.clusters import LETTERS, Cluster
 from spell_jax.learner.advantages import group_advantages, questioner_advantages
@@ -39,6 +40,7 @@ from spell_jax.runtime import fault_injection
 from spell_jax.runtime.metrics import Metrics
 from spell_jax.selfplay import parsing, rewards, rules, selection
 from spell_jax.selfplay.memory import Entry, QuestionMemory
+from spell_jax.selfplay.probes import ProbeSet
 
 
 class Spell:
@@ -51,6 +53,7 @@ class Spell:
         self.prompts = context.prompts
         self.stream = context.deal(context.clusters())
         self.memory = QuestionMemory(config.memory)
+        self.probes = ProbeSet(config.probes)
         self.models = ("reference_reader",) if config.reference_source == "frozen_reader" else ()
         self._count = context.count_tokens
         self._cap = context.prompt_cap
@@ -59,9 +62,13 @@ class Spell:
     def rollout(self, models: Models, key: Key, step: int) -> list[Episode]:
         """Rounds of self-play until enough questions have mixed rewards, or the cap is reached."""
         rng = np.random.default_rng([*key])
+        if self.config.mapping == PROGRESS:
+            progress.measure(self.probes, models, self.prompts, self.stream, self.config.group_size)
         batches = (self._roll_out(models, self.start_episodes(rng)) for _ in itertools.count())
         episodes = self.fill(batches, rng)
         self.remember(episodes)
+        if self.config.mapping == PROGRESS:
+            progress.push(self.probes, episodes, rng)
         return episodes
 
     def _roll_out(self, models: Models, episodes: Sequence[Episode]) -> list[Episode]:
@@ -137,6 +144,7 @@ class Spell:
         wanted = min(m, most, len(unseen))
         new = [int(i) for i in rng.permutation(unseen)[:wanted]]
         letter = LETTERS[rng.integers(4)] if task == "multiple_choice" else None
+        leaks = self.config.gate_leak > 0 and rng.random() < self.config.gate_leak
         dropped = 0
         while True:
             shown = tuple(sorted(documents_of(history) | set(new)))
@@ -144,7 +152,8 @@ class Spell:
             text = self.prompts.questioner(task, documents, history, letter)
             smallest = not history and len(new) <= 1
             if smallest or self._count(text) <= self._cap:
-                return Episode(task, cluster, shown, history, dropped, m > most, letter, text)
+                reduced = m > most
+                return Episode(task, cluster, shown, history, dropped, reduced, letter, text, leaks)
             dropped += 1
             if new and (history or len(new) > 1):
                 new.pop()
@@ -202,27 +211,17 @@ class Spell:
 
     def _reject_known(self, e: Episode) -> Episode:
         is_known = sum(e.blind_scores) >= self.config.grounding_threshold
-        return _reject(e, "known_without_documents") if is_known else e
+        return spell_episode.reject(e, "known_without_documents") if is_known else e
 
     # 3. (Option) A frozen copy of the first policy states the reference.
 
     async def read_reference(self, ask: Ask, episode: Episode) -> Episode:
         """Replaces the reference by the frozen reader's answer, or rejects the question."""
-        e, samples = episode, self.config.reader_samples
+        e = episode
         if e.status != "accepted" or self.config.reference_source != "frozen_reader":
             return e
-        documents = [e.cluster.documents[i] for i in e.shown]
-        text = self.prompts.responder(e.task, documents, e.question)
-        (reply,) = await ask("responder", [text], samples, model="reference_reader")
-        if reply is None:
-            return replace(e, status="overlong", reason="reader_prompt")
-        answers = [rules.extract_answer(text, e.task) for text in reply.texts]
-        answer, count = most_frequent(answers, e.task)
-        if answer is None or count < 2 or 2 * count <= samples:
-            return _reject(e, "reader_disagrees")
-        same = [b is not None and rules.same_answer(answer, b, e.task) for b in e.blind]
-        e = replace(e, reference=answer, blind_scores=tuple(map(float, same)))
-        return self._reject_known(e) if self._judge is None else e
+        e = await frozen_reader.read_reference(self.config, self.prompts, ask, e)
+        return self._reject_known(e) if e.status == "accepted" and self._judge is None else e
 
     # 4. The responder answers from all documents.
 
@@ -273,6 +272,8 @@ class Spell:
         c, e = self.config, replace(episode, scores=scores, reward=0.0)
         if not e.mixed:
             return e
+        if c.mapping == PROGRESS:
+            return replace(e, reward=self.probes.progress(e.task, e.question))
         return replace(e, reward=rewards.questioner_reward(e.mean_score, c.mapping, c.mu, c.sigma))
 
     def _responder_reward(self, rule: float, vote: int, rng: np.random.Generator) -> float:
@@ -410,20 +411,10 @@ class Spell:
         return episode.cluster
 
     def state_dict(self) -> dict[str, Any]:
-        return {"stream": self.stream.state_dict(), "memory": self.memory.state_dict()}
+        parts = {"stream": self.stream, "memory": self.memory, "probes": self.probes}
+        return {name: part.state_dict() for name, part in parts.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.stream.load_state_dict(state["stream"])
         self.memory.load_state_dict(state["memory"])
-
-
-def _reject(episode: Episode, reason: str) -> Episode:
-    return replace(episode, status="ungrounded", reason=reason, reward=rewards.UNGROUNDED)
-
-
-def most_frequent(answers: Sequence[str | None], task: str) -> tuple[str | None, int]:
-    """(answer that equals most of the answers, their number); the first one wins a tie."""
-    stated = [answer for answer in answers if answer is not None]
-    counts = [sum(rules.same_answer(a, other, task) for other in stated) for a in stated]
-    most = max(counts, default=0)
-    return (stated[counts.index(most)], most) if most else (None, 0)
+        self.probes.load_state_dict(state["probes"])

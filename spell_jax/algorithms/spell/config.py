@@ -10,6 +10,8 @@ from spell_jax.selfplay import rewards
 
 REFERENCE_SOURCES = ("questioner", "frozen_reader")
 RESPONDER_REWARDS = ("max", "rule", "verifier", "mean", "min", "random")
+PROGRESS = "progress"
+MAPPINGS = (*rewards.MAPPINGS, PROGRESS)
 REMEMBERED = ("new", "shown")
 NORMALIZATIONS = ("batch", "task", "cluster", "batch+cluster")
 
@@ -22,26 +24,24 @@ class SpellConfig(AlgorithmConfig):
       questions: number of questions with mixed rewards in an update [paper: batch size].
       generation_batch: questions proposed in one round.
       questions_per_cluster: K, questions proposed about a cluster, samples of one questioner prompt
-        [paper: 1]; a round has generation_batch / K clusters. Questions that repeat an earlier one
-        of their cluster are dropped. All share the documents in sampling and training.
+        [paper: 1]; a round has generation_batch / K clusters. Repeated questions are dropped.
       max_generations: most rounds of a step. After them the update uses the questions there are.
       group_size: G, answers to a question.
       verifier_group_size: G_v, votes on an answer; 1 is the single-verdict ablation.
       documents: m, number of new documents for the questioner, sampled from these numbers.
-      unread_documents: documents of a cluster that a first question leaves unread at least (the
-        paper's m < n): of n documents the questioner reads at most n - unread_documents new ones.
-        If that is none, the cluster is refused. 0: it may read all (the paper's code).
+      unread_documents: documents that a first question leaves unread at least (the paper's m < n);
+        a cluster without more is refused. 0: it may read all (the paper's code).
       memory: L, questions remembered per task and cluster; 0: no memory.
       memory_documents: documents stored with a remembered question. "new": only the new ones
         (Algorithm 1), so that the questioner's context has at most m (L + 1) documents. "shown":
         all that it read (the paper's code), so that its context grows until it holds the cluster.
       memory_solved: whether questions that all answers solve are remembered too (the paper's code),
         not only those with a questioner reward above 0 (Algorithm 1). Unsolved ones never are.
-      mapping: the questioner's reward (7): "gaussian", "azr" or "r_zero".
-      mu: mean of the Gaussian (7).
-      sigma: standard deviation of the Gaussian (7).
-      max_answer_tokens: most tokens of a reference of a general question (other references are
-        short); questions with longer references are declined.
+      mapping: the questioner's reward (7): "gaussian", "azr" or "r_zero"; or "progress": the rise
+        of the responder's solve rate on the probes most like the question (selfplay/probes.py).
+      probes: questions of earlier steps that are answered again in each step, for "progress".
+      mu, sigma: mean and standard deviation of the Gaussian (7).
+      max_answer_tokens: most tokens of a general question's reference; others are declined.
       distinct_options: whether multiple-choice questions with two equal options have a bad format.
       format_penalty: whether questions of bad format get a penalty; else they are dropped.
       decline_penalty: whether declined questions get the same penalty, unless the questioner itself
@@ -52,9 +52,11 @@ class SpellConfig(AlgorithmConfig):
       reference_source: author of the reference. "questioner"; or "frozen_reader": the most frequent
         of `reader_samples` answers of a frozen copy of the starting policy, which reads the
         questioner's documents. A question is ungrounded if no answer is given at least twice and
-        by more than half of the samples, or if that answer is also given without documents, even
-        if it is only "unknown".
+        by more than half of the samples, or if that answer is also given without documents.
       reader_samples: K, answers of the frozen reader per question.
+      reader_unanimous: whether all answers of the frozen reader must agree, not most of them.
+      reader_by_hop: whether the frozen reader answers a chain one link at a time.
+      gate_leak: probability that a question without such a reference passes nevertheless.
       reader_refresh: the frozen reader is renewed every N steps; 0: never.
       responder_reward: how rule and majority are combined: "max" (6), "verifier", "mean", "min";
         "rule" uses no verifier; "random" is a control that must destroy the policy.
@@ -70,8 +72,7 @@ class SpellConfig(AlgorithmConfig):
       verifier_share: verifier rows per responder row.
       consistency_gate: whether the verifier is trained only where its majority equals the rule.
       balance_verdicts: whether as many yes as no groups of the verifier are trained on.
-      divide_by_deviation: whether advantages of responder and verifier are divided by their group's
-        deviation (8); Dr. GRPO (arXiv 2503.20783) does not divide.
+      divide_by_deviation: whether advantages are divided by their group's deviation (8).
       keep_surplus: whether all questions with mixed rewards are trained on, beyond `questions`.
     """
 
@@ -88,6 +89,7 @@ class SpellConfig(AlgorithmConfig):
     memory_documents: str = "new"
     memory_solved: bool = False
     mapping: str = "gaussian"
+    probes: int = 32
     mu: float = 0.5
     sigma: float = 0.5 / 3
     max_answer_tokens: int = 40
@@ -98,6 +100,9 @@ class SpellConfig(AlgorithmConfig):
     grounding_threshold: int = 1
     reference_source: str = "questioner"
     reader_samples: int = 4
+    reader_unanimous: bool = False
+    reader_by_hop: bool = False
+    gate_leak: float = 0.0
     reader_refresh: int = 0
     responder_reward: str = "max"
     train_questioner: bool = True
@@ -113,12 +118,12 @@ class SpellConfig(AlgorithmConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        check_choice(self, "algorithm.", mapping=rewards.MAPPINGS, memory_documents=REMEMBERED)
+        check_choice(self, "algorithm.", mapping=MAPPINGS, memory_documents=REMEMBERED)
         check_choice(self, "algorithm.", reference_source=REFERENCE_SOURCES)
         check_choice(self, "algorithm.", responder_reward=RESPONDER_REWARDS)
         check_choice(self, "algorithm.", questioner_normalization=NORMALIZATIONS)
         check_least(self, "algorithm.", questions=1, generation_batch=1, max_generations=1)
-        check_least(self, "algorithm.", questions_per_cluster=1)
+        check_least(self, "algorithm.", questions_per_cluster=1, probes=1)
         check_least(self, "algorithm.", group_size=2, verifier_group_size=1, verifier_share=0)
         check_least(self, "algorithm.", grounding_samples=0, grounding_threshold=1)
         check_least(self, "algorithm.", reader_samples=2, reader_refresh=0, unread_documents=0)
@@ -128,6 +133,8 @@ class SpellConfig(AlgorithmConfig):
                 f"algorithm.generation_batch = {self.generation_batch}: must be a multiple of "
                 f"algorithm.questions_per_cluster = {self.questions_per_cluster}"
             )
+        if not 0 <= self.gate_leak <= 1:
+            raise ValueError(f"algorithm.gate_leak = {self.gate_leak}: must be in [0, 1]")
         if not self.documents or min(self.documents) < 1:
             raise ValueError(
                 f"algorithm.documents = {self.documents}: must be numbers of at least 1"
@@ -163,6 +170,9 @@ class SpellConfig(AlgorithmConfig):
             if self.reference_source == "frozen_reader":
                 name, role = "answers of the frozen reader", "reference_reader"
                 budgets.append(RolloutBudget(name, role, batch, self.reader_samples))
+            if self.mapping == PROGRESS:
+                name, role = "answers to probes", "responder"
+                budgets.append(RolloutBudget(name, role, self.probes, self.group_size))
         budgets.append(RolloutBudget("answers", "responder", batch, self.group_size, good))
         if self.responder_reward not in ("rule", "random"):
             size, answers = self.verifier_group_size, self.group_size

@@ -33,6 +33,8 @@ class Episode(QuestionEpisode):
       dropped: documents and remembered questions left out of it to keep it under the cap.
       reduced: whether m is reduced because the cluster has too few documents to leave some unread.
       letter: letter that the right option of a multiple-choice question shall have, else None.
+      leaks: whether the question passes even if the frozen reader's answers do not agree.
+      leaked: whether it did.
       proposal: the questioner's reply.
       own_reference: the questioner's reference answer; `reference` may be the frozen reader's.
       blind: extracted answers to the question without documents.
@@ -49,6 +51,8 @@ class Episode(QuestionEpisode):
     reduced: bool = False
     letter: str | None = None
     questioner_prompt: str = ""
+    leaks: bool = False
+    leaked: bool = False
     proposal: Reply | None = None
     own_reference: str = ""
     blind: tuple[str | None, ...] = ()
@@ -74,6 +78,11 @@ class Episode(QuestionEpisode):
 
 def documents_of(history: Sequence[Entry]) -> set[int]:
     return {index for entry in history for index in entry.documents}
+
+
+def reject(e: Episode, reason: str) -> Episode:
+    ungrounded = {"status": "ungrounded", "reward": rewards.UNGROUNDED}
+    return dataclasses.replace(e, reason=reason, **ungrounded)
 
 
 def is_eligible_verdict(e: Episode, i: int, config: SpellConfig) -> bool:
@@ -182,6 +191,7 @@ def count(metrics: Metrics, e: Episode, suffix: str) -> None:
     metrics.add(f"unsolved{suffix}", max(e.scores) <= 0)
     metrics.add(f"fully_solved{suffix}", min(e.scores) >= 1)
     metrics.add(f"reference_replaced{suffix}", e.own_reference != e.reference)
+    metrics.add(f"leaked{suffix}", e.leaked)
     metrics.add_sum(f"unjudged{suffix}", e.unjudged, len(e.scores))
     e.count_failed_verdicts(metrics, suffix)
     for rule, votes, prediction in zip(e.rule, e.votes, e.predictions, strict=True):

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import pathlib
 from collections import Counter
 
 from spell_jax.evaluation.benchmarks import long_documents, own_questions, retrieval, short
@@ -27,6 +26,7 @@ from spell_jax.evaluation.benchmarks.published import HELP, Folder, Loader
 from spell_jax.evaluation.generated import ruler, sources
 from spell_jax.evaluation.generated.haystack import Source
 from spell_jax.policy.tokenizer_base import Tokenizer
+from spell_jax.runtime import paths, remote
 
 log = logging.getLogger(__name__)
 
@@ -54,12 +54,15 @@ FORMS = ("ruler_TASK_LENGTH", "needle_LENGTH_...")  # names of generated benchma
 
 
 def find_folder(name: str, data: Folder) -> Folder:
-    """Folder of a benchmark's files: DATA/NAME, else DATA/FAMILY if generated, else DATA."""
+    """Folder of a benchmark's files: DATA/NAME, else DATA/FAMILY if generated, else DATA.
+
+    A URL of benchmark files is fetched. A run, which has weights too, is read where it is.
+    """
     if not data:
         return ""
-    data = pathlib.Path(data)
-    folders = [data / name, *(data / family for family in _MAKERS if _is_of(name, family))]
-    return next((folder for folder in folders if folder.is_dir()), data)
+    top = paths.open_folder(data if name == own_questions.NAME else remote.fetch(data))
+    folders = [top / name, *(top / family for family in _MAKERS if _is_of(name, family))]
+    return str(next((folder for folder in folders if folder.is_dir()), top))
 
 
 def _is_of(name: str, family: str) -> bool:

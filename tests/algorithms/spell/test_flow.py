@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spell_jax.algorithms.spell.algorithm import Spell, most_frequent
+from spell_jax.algorithms.spell.algorithm import Spell
+from spell_jax.algorithms.spell.frozen_reader import most_frequent
 from spell_jax.data.clusters import TASKS, Cluster, in_memory
 from spell_jax.data.stream import TaskStream
 from spell_jax.selfplay import parsing

@@ -104,7 +104,9 @@ def test_length_is_that_of_a_policy_without_room_to_spare(chatml: Tokenizer):
 
 
 def test_folders_are_found_by_name_or_family(tmp_path: Path):
-    find = benchmarks.find_folder
+    def find(name: str, data: Path) -> Path:
+        return Path(benchmarks.find_folder(name, data))
+
     assert find("ruler_vt_1024", tmp_path) == find("frames", tmp_path) == tmp_path
     (tmp_path / "ruler").mkdir()
     (tmp_path / "frames").mkdir()

@@ -1,0 +1,20 @@
+"""The policy that ladder.py starts from: the shipped one, tuned on shallow questions.
+
+    python -m spell_jax.sft --config=configs/ladder_warm_start.py --workdir=runs/ladder_warm_start
+
+Its demonstrations (warm_start/ladder_rows.py) have questions of depth 1 and 2, and a share of .05
+of depths 3 to 8. docs/ladder.md has the resulting accuracies. Hardware: one CPU core, 2.5 minutes
+of its time (measured).
+"""
+
+from configs import tiny_warm_start
+from spell_jax.runtime.config import Config
+
+
+def get_config() -> Config:
+    config = tiny_warm_start.get_config()
+    config.update(steps=400, source="ladder")
+    config.policy.folder = "spell_jax/data/tiny_policy"
+    config.optimizer.learning_rate = 1.5e-3
+    config.packing.update(buckets=((256, 144),), token_budget=2048)
+    return config

@@ -1,0 +1,53 @@
+"""Row balances: an engine that loses rows in silence becomes an error that names the stage.
+
+A stage states equations between sums of terms, such as "in:documents = out:documents + removed: *":
+
+- in:ARGUMENT   rows of the table that the stage reads as this argument
+- out:TABLE     rows of a table that the stage wrote
+- other names   events of this name, or, with a final "*", of all names with this beginning
+
+Rows are counted in the footers of the Parquet files, and events by the engine itself, so rows that
+are lost between two points of a stage break an equation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from data_pipeline.records import Count
+
+IN, OUT = "in:", "out:"
+
+
+class LostRowsError(RuntimeError):
+    """Rows of a stage were lost or doubled."""
+
+
+def check(
+    stage: str, equations: Sequence[str], rows: Callable[[str], int], counts: Sequence[Count]
+) -> None:
+    """Raise LostRowsError if an equation does not hold; `rows` counts a term of IN or OUT."""
+
+    def value(term: str) -> int:
+        if term.startswith((IN, OUT)):
+            return rows(term)
+        start = term.removesuffix("*")
+        return sum(
+            count["number"]
+            for count in counts
+            if count["what"] == term or (start != term and count["what"].startswith(start))
+        )
+
+    for equation in equations:
+        sides = [
+            {term: value(term) for term in side.split(" + ")} for side in equation.split(" = ")
+        ]
+        left, right = (sum(side.values()) for side in sides)
+        if left != right:
+            found = " but ".join(
+                " + ".join(f"{number} ({term})" for term, number in side.items()) for side in sides
+            )
+            raise LostRowsError(
+                f"stage {stage}: {equation!r} does not hold: {found}. The runner lost or doubled "
+                "rows; the stage is not marked as done. Build again, or with another --runner."
+            )

@@ -1,0 +1,185 @@
+"""The experiment of the ladder world (docs/ladder.md): commands, questions and figure.
+
+    python -m launch.ladder commands [--runs=DIR] [--seeds=0,1,2,3,4] [--arms=full,frozen,...]
+    python -m launch.ladder questions --out=FILE --depths=1,2 [--count=N] [--seed=S]
+    python -m launch.ladder questions --out=FILE --run=RUN
+    python -m launch.ladder figure [--runs=DIR] [--out=DIR]
+
+1. `commands` prints one line for each command, in an order in which they may run: the arms of
+   configs/ladder.py for all seeds, with the questions that some of them train on, then cross-play.
+   The runs are below --runs, in ARM/SEED.
+2. `questions` writes a file for config.data.questions: the oracle's questions, in equal shares of
+   --depths, or the answered questions of a run with their references, in the order of its steps.
+3. `figure` reads the runs and writes OUT/ladder.png and OUT/ladder.json (ladder_figure.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from etils import epath
+
+from configs import ladder
+from launch import ladder_figure
+from spell_jax.data import ladder_world as world
+from spell_jax.runtime import entry
+from spell_jax.runtime.episodes import read_episodes
+from spell_jax.runtime.jsonl import write_json, write_records
+
+RUNS = "runs/ladder"
+SEEDS = (0, 1, 2, 3, 4)
+SHALLOW = (1, 2)
+DEPTHS = (1, 2, 3, 4, 5, 6, 7, 8)
+_TASK = "general_qa"
+_BATCH = ladder.get_config().algorithm.generation_batch  # questions of a step
+_STREAM = 9  # separates the random stream of questions from those of other generated data
+
+
+def commands(runs: str, seeds: Sequence[int], arms: Sequence[str]) -> list[str]:
+    """Command lines of all runs, and of cross-play in the first seed's full arm."""
+    lines = []
+    for seed, arm in itertools.product(seeds, arms):
+        flags = ""
+        if arm in ladder.QUESTIONS:
+            path = f"{runs}/questions/{_questions_of(arm)}-{seed}.jsonl"
+            flags = f" --config.data.questions={path}"
+            if arm.startswith("yoked"):
+                source = f"--run={runs}/full/{seed}"
+                flags += f" --config.steps=$(($(wc -l < {path}) / {_BATCH}))"  # each question once
+            else:
+                depths = SHALLOW if arm == "shallow" else DEPTHS
+                source = f"--depths={','.join(map(str, depths))} --seed={seed}"
+            lines.append(f"python -m launch.ladder questions --out={path} {source}")
+        lines.append(
+            f"python -m spell_jax.train --config=configs/ladder.py:{arm} "
+            f"--workdir={runs}/{arm}/{seed} --config.seed={seed}{flags}"
+        )
+    if "full" in arms:
+        lines += _crossplay(f"{runs}/full/{seeds[0]}")
+    lines.append(f"python -m launch.ladder figure --runs={runs} --out={runs}")
+    return list(dict.fromkeys(lines))
+
+
+def _questions_of(arm: str) -> str:
+    return "yoked" if arm.startswith("yoked") else arm
+
+
+def _crossplay(run: str) -> list[str]:
+    """Commands that ask the responder of each checkpoint the questions of all steps of the run."""
+    config = ladder.get_config()
+    lines = []
+    for step in range(config.checkpoint_every, config.steps + 1, config.checkpoint_every):
+        policy = f"{run}/crossplay/{step}"
+        export = f"--workdir={run} --step={step} --dtype=float32 --out={policy}/policy"
+        asked = f"--benchmarks={ladder_figure.OWN_QUESTIONS} --data={run} --max_input=144"
+        lines.append(f"python -m spell_jax.export {export}")
+        lines.append(
+            f"python -m spell_jax.evaluate --policy={policy}/policy {asked} --out={policy}/answers "
+            "--samples=1 --max_tokens=52 --slots=128"
+        )
+    return lines
+
+
+def oracle_questions(depths: Sequence[int], count: int, seed: int) -> Iterator[dict[str, Any]]:
+    """Yield `count` questions in equal shares of depths, each about documents of its own."""
+    (size,) = ladder.get_config().data.tiny.documents
+    for index, depth in zip(range(count), itertools.cycle(depths), strict=False):
+        rng = np.random.default_rng([seed, index, _STREAM])
+        documents = world.make_documents(rng, size)
+        question = world.sample_question(rng, documents, depth)
+        yield _record(documents, question.text, question.answer)
+
+
+def run_questions(run: str) -> Iterator[dict[str, Any]]:
+    """Yield the answered questions of a run's episodes, with their references, in order."""
+    documents: dict[str, Sequence[str]] = {}
+    for _, episode in read_episodes(run):
+        if episode.get("documents"):
+            documents[episode["cluster"]] = episode["documents"]
+        if episode["answers"]:
+            texts = documents[episode["cluster"]]
+            yield _record(texts, episode["question"], episode["reference"])
+
+
+def _record(documents: Sequence[str], question: str, answer: str) -> dict[str, Any]:
+    texts = list(documents)
+    return {"task": _TASK, "documents": texts, "question": question, "answer": answer}
+
+
+def _write_questions(given: argparse.Namespace) -> None:
+    if bool(given.run) == bool(given.depths):
+        raise ValueError("questions: must have either --run or --depths")
+    made = (
+        run_questions(given.run)
+        if given.run
+        else oracle_questions(_numbers(given.depths), given.count, given.seed)
+    )
+    rows = list(made)
+    if not rows:
+        raise ValueError(f"--run = {given.run}: has no answered question in episodes/")
+    out = epath.Path(given.out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_records(out, rows)
+    print(f"{out}: {len(rows)} questions")
+
+
+def _write_figure(given: argparse.Namespace) -> None:
+    folders = {arm: _run_folders(given.runs, arm) for arm in ladder.ARMS}
+    found = {arm: some for arm, some in folders.items() if some}
+    if not found:
+        raise ValueError(
+            f"--runs = {given.runs}: has no run ARM/SEED of an arm of {[*ladder.ARMS]}"
+        )
+    arms = {arm: [ladder_figure.read_run(run) for run in some] for arm, some in found.items()}
+    numbers = ladder_figure.measure(arms)
+    if "full" in found and (matrix := ladder_figure.read_crossplay(found["full"][0])):
+        numbers["crossplay"] = matrix
+    out = epath.Path(given.out or given.runs)
+    out.mkdir(parents=True, exist_ok=True)
+    write_json(out / "ladder.json", numbers)
+    ladder_figure.draw(arms, numbers, out / "ladder.png")
+    print(json.dumps(numbers["areas"], indent=1))
+    print(numbers["verdict"])
+
+
+def _run_folders(runs: str, arm: str) -> list[pathlib.Path]:
+    """Folders of an arm's runs, in the order of their seeds."""
+    found = [path for path in pathlib.Path(runs, arm).glob("*") if path.name.isdecimal()]
+    return sorted(found, key=lambda path: int(path.name))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(word) for word in text.split(","))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("what", choices=("commands", "questions", "figure"))
+    parser.add_argument("--runs", default=RUNS, help="folder of the runs, each in ARM/SEED")
+    parser.add_argument("--seeds", default=",".join(map(str, SEEDS)))
+    parser.add_argument("--arms", default=",".join(ladder.ARMS))
+    parser.add_argument("--out", default="", help="file of the questions, or folder of the figure")
+    parser.add_argument("--run", default="", help="workdir of the run whose questions are written")
+    parser.add_argument("--depths", default="", help="depths of the oracle's questions")
+    parser.add_argument("--count", type=int, default=5760, help="number of the oracle's questions")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the oracle's questions")
+    given = parser.parse_args(arguments)
+    if given.what == "commands":
+        print("\n".join(commands(given.runs, _numbers(given.seeds), given.arms.split(","))))
+    elif given.what == "questions":
+        _write_questions(given)
+    else:
+        _write_figure(given)
+
+
+if __name__ == "__main__":
+    with entry.user_errors():
+        main()

@@ -1,0 +1,228 @@
+"""Numbers and figure of the ladder's runs (launch/ladder.py), from their folders alone.
+
+1. A run's area is its held-out accuracy, averaged over depths and over the sampled tokens of all
+   roles, up to the smallest total of all runs. Its interval resamples the seeds of an arm, the same
+   for all arms (bootstrap, 95 %).
+2. Self-play wins if the interval of the full arm's area lies above those of the frozen and of the
+   static arm. docs/ladder.md states this before any result.
+3. Depths and right references come from the oracle, which reads the episodes of finished runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from etils import epath
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from spell_jax.data import ladder_world as world
+from spell_jax.evaluation import protocol
+from spell_jax.evaluation.runner import SUMMARY
+from spell_jax.runtime.episodes import read_episodes
+from spell_jax.runtime.metrics import read_metrics
+
+FULL, RIVALS = "full", ("frozen", "static")
+OWN_QUESTIONS = "own_questions"
+PER = 48  # proposals that mixed questions are counted per
+WINDOW = 10  # steps that a point of the curves of questions averages
+_TOKENS, _DEPTH = "rollout/sampled_tokens", "eval/depth/"
+_SEED = 0  # of the bootstrap
+
+
+@dataclasses.dataclass(frozen=True)
+class Curves:
+    """Curves of one run.
+
+    Attributes:
+      tokens: sampled tokens of all roles until each validation [P].
+      accuracy: held-out accuracy of each validation by depth [P, D], depths ascending.
+      verifier: held-out accuracy of the verifier [P].
+      entropy: the responder's entropy per token in the steps of the validations, nats [P].
+      asked_tokens: sampled tokens until the end of each window of steps [W].
+      mixed: questions of mixed rewards per PER proposals [W].
+      depth: mean depth of the answered questions in the grammar [W]; NaN if there are none.
+      references: depth -> whether each reference is right, of answered questions in the grammar.
+    """
+
+    tokens: np.ndarray
+    accuracy: np.ndarray
+    verifier: np.ndarray
+    entropy: np.ndarray
+    asked_tokens: np.ndarray
+    mixed: np.ndarray
+    depth: np.ndarray
+    references: Mapping[int, Sequence[bool]]
+
+    @property
+    def crossing(self) -> np.ndarray:
+        """Depth at which the accuracy crosses one half, interpolated [P]."""
+        return np.array([_crossing(row) for row in self.accuracy])
+
+    def area(self, budget: float) -> float:
+        """Mean accuracy over all depths and over the tokens from 0 to `budget`."""
+        places = np.linspace(0, budget, 1001)
+        return float(np.interp(places, self.tokens, self.accuracy.mean(axis=1)).mean())
+
+
+def _crossing(accuracy: np.ndarray) -> float:
+    """First depth, from 1, at which the accuracies fall below one half; depth 0 counts as 1."""
+    known = [1.0, *accuracy]
+    for depth, value in enumerate(known):
+        if value < 0.5:
+            return depth - 1 + (known[depth - 1] - 0.5) / (known[depth - 1] - value)
+    return float(len(accuracy))
+
+
+def read_run(folder: pathlib.Path) -> Curves:
+    """Read the curves of a run; ValueError if it has no validation."""
+    records = read_metrics(folder)
+    totals = np.cumsum([record.get(_TOKENS, 0.0) for record in records])
+    until = {record["step"]: total for record, total in zip(records, totals, strict=True)}
+    points = [record for record in records if any(name.startswith(_DEPTH) for name in record)]
+    if not points:
+        raise ValueError(f"{folder}: has no validation in its metrics; must set validate_every")
+    depths = sorted(int(name.removeprefix(_DEPTH)) for name in points[0] if _DEPTH in name)
+    entropy, last = {}, np.nan
+    for record in records:  # a step without an update keeps the entropy of the one before
+        last = record.get("train/entropy/responder", last)
+        entropy[record["step"]] = last
+    windows: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    for step, episode in read_episodes(folder):
+        windows[(step - 1) // WINDOW].append(episode)
+    references: dict[int, list[bool]] = defaultdict(list)
+    asked = [_measure_questions(some, references) for _, some in sorted(windows.items())]
+    ends = [min((window + 1) * WINDOW, max(until)) for window in sorted(windows)]
+    return Curves(
+        tokens=np.array([until[record["step"]] for record in points]),
+        accuracy=np.array([[record[f"{_DEPTH}{d}"] for d in depths] for record in points]),
+        verifier=np.array([record["eval/verifier"] for record in points]),
+        entropy=np.array([entropy[record["step"]] for record in points]),
+        asked_tokens=np.array([until[step] for step in ends]),
+        mixed=np.array([mixed for mixed, _ in asked]),
+        depth=np.array([depth for _, depth in asked]),
+        references=dict(sorted(references.items())),
+    )
+
+
+def _measure_questions(
+    episodes: Sequence[Mapping[str, Any]], references: dict[int, list[bool]]
+) -> tuple[float, float]:
+    """(mixed questions per PER proposals, mean depth); adds the references of the questions."""
+    documents = {e["cluster"]: e["documents"] for e in episodes if e.get("documents")}
+    depths, mixed = [], 0
+    for episode in episodes:
+        mixed += len(set(episode["scores"])) > 1
+        depth = world.depth_of(episode["question"])
+        if episode["answers"] and depth:
+            depths.append(depth)
+            truth = world.oracle(episode["question"], documents[episode["cluster"]])
+            references[depth].append(episode["reference"] == truth)
+    return PER * mixed / len(episodes), float(np.mean(depths)) if depths else np.nan
+
+
+def measure(arms: Mapping[str, Sequence[Curves]]) -> dict[str, Any]:
+    """Numbers of all arms as JSON values; areas are compared up to the smallest total of tokens."""
+    budget = min(float(run.tokens[-1]) for runs in arms.values() for run in runs)
+    areas = {arm: [run.area(budget) for run in runs] for arm, runs in arms.items()}
+    numbers: dict[str, Any] = {
+        "tokens": budget,
+        "areas": {arm: _interval(values) for arm, values in areas.items()},
+        "full_minus": {
+            arm: _interval([a - b for a, b in zip(areas[FULL], values, strict=True)])
+            for arm, values in areas.items()
+            if arm != FULL and len(values) == len(areas.get(FULL, ()))
+        },
+        "arms": {arm: _measure_arm(runs) for arm, runs in arms.items()},
+    }
+    return numbers | {"verdict": verdict(numbers["areas"])}
+
+
+def _measure_arm(runs: Sequence[Curves]) -> dict[str, Any]:
+    """Values at the end of the runs, and of mixed questions also at their beginning."""
+    right: dict[int, list[bool]] = defaultdict(list)
+    for run in runs:
+        for depth, values in run.references.items():
+            right[depth] += values
+    return {
+        "runs": len(runs),
+        "accuracy_by_depth": np.mean([run.accuracy[-1] for run in runs], axis=0).tolist(),
+        "depth_at_half": _interval([run.crossing[-1] for run in runs]),
+        "mixed_first": _interval([run.mixed[0] for run in runs]),
+        "mixed_last": _interval([run.mixed[-1] for run in runs]),
+        "verifier": _interval([run.verifier[-1] for run in runs]),
+        "entropy": _interval([run.entropy[-1] for run in runs]),
+        "references_right": {
+            str(depth): {"share": float(np.mean(values)), "questions": len(values)}
+            for depth, values in sorted(right.items())
+        },
+    }
+
+
+def _interval(values: Sequence[float]) -> dict[str, float]:
+    return protocol.estimate(values, "seeds", _SEED).record()
+
+
+def verdict(areas: Mapping[str, Mapping[str, float]]) -> str:
+    """Return the sentence that the threshold gives, with the intervals."""
+    missing = [arm for arm in (FULL, *RIVALS) if arm not in areas]
+    if missing:
+        return f"Not decided: no run of {', '.join(missing)}."
+    texts = {
+        arm: f"{arm} {areas[arm]['mean']:.3f} [{areas[arm]['low']:.3f}, {areas[arm]['high']:.3f}]"
+        for arm in (FULL, *RIVALS)
+    }
+    wins = all(areas[FULL]["low"] > areas[arm]["high"] for arm in RIVALS)
+    return f"Self-play {'wins' if wins else 'does not win'}: {', '.join(texts.values())}."
+
+
+def read_crossplay(run: pathlib.Path) -> dict[str, dict[str, float]]:
+    """Step of the responder -> step of the questioner -> share of its questions answered right."""
+    found = {}
+    for path in sorted(run.glob(f"crossplay/*/answers/{SUMMARY}"), key=lambda p: int(p.parts[-3])):
+        (row,) = json.loads(path.read_text())["rows"]
+        parts = row["benchmarks"][OWN_QUESTIONS]["by"]
+        found[path.parts[-3]] = {str(part["step"]): part["pass@1"]["mean"] for part in parts}
+    return found
+
+
+def draw(
+    arms: Mapping[str, Sequence[Curves]], numbers: Mapping[str, Any], path: epath.Path
+) -> None:
+    """Draw the figure as a PNG file: a panel for each measure, a line for each arm."""
+    figure = Figure(figsize=(13, 7), layout="constrained")
+    panels = figure.subplots(2, 3).ravel()
+    for arm, runs in arms.items():
+        _curve(panels[0], arm, [(run.tokens, run.accuracy.mean(axis=1)) for run in runs])
+        _curve(panels[1], arm, [(run.tokens, run.crossing) for run in runs])
+        _curve(panels[2], arm, [(run.asked_tokens, run.mixed) for run in runs])
+        _curve(panels[3], arm, [(run.asked_tokens, run.depth) for run in runs])
+        rights = numbers["arms"][arm]["references_right"]
+        panels[4].plot([*map(int, rights)], [one["share"] for one in rights.values()], "o-")
+        _curve(panels[5], arm, [(run.tokens, run.entropy) for run in runs])
+    titles = (
+        "Held-out accuracy, mean over depths",
+        "Depth at which accuracy crosses .5",
+        f"Mixed questions per {PER} proposals",
+        "Mean depth of answered questions",
+        "Right references, by depth",
+        "Responder's entropy per token (nats)",
+    )
+    for panel, title in zip(panels, titles, strict=True):
+        panel.set_title(title, fontsize=10)
+        panel.set_xlabel("depth" if "by depth" in title else "sampled tokens of all roles")
+    panels[0].legend(fontsize=8)
+    with path.open("wb") as file:
+        figure.savefig(file, format="png", dpi=120)
+
+
+def _curve(panel: Axes, arm: str, runs: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+    """Mean over the runs of an arm, as far as all of them go."""
+    places = np.linspace(0, min(x[-1] for x, _ in runs), 101)
+    panel.plot(places, np.mean([np.interp(places, *run) for run in runs], axis=0), label=arm)

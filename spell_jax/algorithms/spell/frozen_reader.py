@@ -1,0 +1,48 @@
+"""References from a frozen reader: answers of a copy of the first policy, where they agree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from spell_jax.algorithms.base import Ask
+from spell_jax.algorithms.spell.config import SpellConfig
+from spell_jax.algorithms.spell.episode import Episode, reject
+from spell_jax.selfplay import rules
+from spell_jax.selfplay.hops import join_hop, split_hops
+from spell_jax.selfplay.prompts import Prompts
+
+
+async def read_reference(config: SpellConfig, prompts: Prompts, ask: Ask, e: Episode) -> Episode:
+    """The accepted question with the reader's answer as reference, rejected if it has none.
+
+    The reader sees the questioner's documents. With reader_by_hop it answers one hop after another.
+    """
+    documents = [e.cluster.documents[i] for i in e.shown]
+    hop, links = split_hops(e.question, e.history) if config.reader_by_hop else (e.question, [])
+    reference, leaked = "", False
+    for link in (*links, None):
+        text = prompts.responder(e.task, documents, hop)
+        (reply,) = await ask("responder", [text], config.reader_samples, model="reference_reader")
+        if reply is None:
+            return replace(e, status="overlong", reason="reader_prompt")
+        answers = [rules.extract_answer(text, e.task) for text in reply.texts]
+        answer, count = most_frequent(answers, e.task)
+        agrees = count >= 2 and 2 * count > config.reader_samples
+        if config.reader_unanimous:
+            agrees = count == config.reader_samples
+        if answer is None or not (agrees or e.leaks):
+            return reject(e, "reader_disagrees")
+        reference, leaked = answer, leaked or not agrees
+        hop = join_hop(link, answer) if link else ""
+    same = [b is not None and rules.same_answer(reference, b, e.task) for b in e.blind]
+    scores = tuple(map(float, same))
+    return replace(e, reference=reference, leaked=leaked, blind_scores=scores)
+
+
+def most_frequent(answers: Sequence[str | None], task: str) -> tuple[str | None, int]:
+    """(answer that equals most of the answers, their number); the first one wins a tie."""
+    stated = [answer for answer in answers if answer is not None]
+    counts = [sum(rules.same_answer(a, other, task) for other in stated) for a in stated]
+    most = max(counts, default=0)
+    return (stated[counts.index(most)], most) if most else (None, 0)

@@ -1,0 +1,140 @@
+"""Held-out evaluation of SPELL in the ladder world, against the oracle's true answers.
+
+1. Responder: greedy answers to generated questions of each depth, by number of documents.
+2. Verifier: greedy verdicts on pairs of answers, of which half are equal.
+3. Questioner: sampled questions without and with a known question: the shares that are accepted,
+   that the documents answer, that are deeper than the known one, and their mean depth.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+
+from spell_jax.algorithms.base import Models
+from spell_jax.algorithms.held_out import Report, by_row, share
+from spell_jax.algorithms.spell.config import SpellConfig
+from spell_jax.data import ladder_world as world
+from spell_jax.data.config import TinyEvaluationConfig
+from spell_jax.selfplay import parsing, rules
+from spell_jax.selfplay.memory import Entry
+from spell_jax.selfplay.prompts import Prompts
+from spell_jax.warm_start.ladder_rows import TASK, verifier_row
+
+
+@dataclasses.dataclass(frozen=True)
+class LadderEvaluation:
+    """Held-out evaluation of one policy; `algorithm` has the limits of the questioner."""
+
+    prompts: Prompts
+    algorithm: SpellConfig
+    count_tokens: Callable[[str], int]
+    sizes: TinyEvaluationConfig
+
+    def __post_init__(self):
+        for field in ("documents", "quick_documents"):
+            counts = getattr(self.sizes, field)
+            if max(counts) > world.MOST_DOCUMENTS:
+                raise ValueError(
+                    f"data.tiny.evaluation.{field} = {counts}: each must be 2 to "
+                    f"{world.MOST_DOCUMENTS} in the ladder world"
+                )
+
+    def full(self, models: Models) -> Report:
+        sizes = self.sizes
+        cells = {
+            (depth, n): self._responder(models, n, depth, sizes.per_cell)
+            for depth in sizes.depths
+            for n in sizes.documents
+        }
+        accuracy = {
+            f"depth {depth}": {str(n): share(cells[depth, n]) for n in sizes.documents}
+            for depth in sizes.depths
+        }
+        accuracy["all"] = {
+            str(n): share([right for depth in sizes.depths for right in cells[depth, n]])
+            for n in sizes.documents
+        }
+        return {
+            "responder accuracy, by documents": accuracy,
+            "verifier accuracy": {"": {"all": share(self._verifier(models, 2 * sizes.per_cell))}},
+            "questioner": self._questioner(models),
+        }
+
+    def quick(self, models: Models) -> tuple[float, dict[str, float]]:
+        """(mean responder accuracy; accuracies by depth, and the verifier's)."""
+        sizes = self.sizes
+        numbers = {}
+        for depth in sizes.quick_depths:
+            rights = [
+                right
+                for n in sizes.quick_documents
+                for right in self._responder(models, n, depth, sizes.quick_per_cell)
+            ]
+            numbers[f"depth/{depth}"] = share(rights)[0]
+        score = sum(numbers.values()) / len(numbers)
+        verifier = share(self._verifier(models, 2 * sizes.quick_per_cell))[0]
+        return score, numbers | {"responder": score, "verifier": verifier}
+
+    def _responder(self, models: Models, documents: int, depth: int, count: int) -> list[bool]:
+        """Whether each answer is right, to `count` questions about documents of their own."""
+        questions, texts = [], []
+        for index in range(count):
+            rng = np.random.default_rng([self.sizes.seed, documents, depth, index])
+            made = world.make_documents(rng, documents)
+            questions.append(world.sample_question(rng, made, depth))
+            texts.append(self.prompts.responder(TASK, made, questions[-1].text))
+        replies = models("responder", texts, temperature=0.0)
+        stated = [None if r is None else rules.extract_answer(r.texts[0], TASK) for r in replies]
+        return [answer == q.answer for answer, q in zip(stated, questions, strict=True)]
+
+    def _verifier(self, models: Models, count: int) -> list[bool]:
+        rng = np.random.default_rng([self.sizes.seed, 1])
+        rows = []
+        for index in range(count):
+            documents = world.make_documents(rng, max(self.sizes.documents))
+            depth = self.sizes.depths[index % len(self.sizes.depths)]
+            rows.append(
+                verifier_row(self.prompts, rng, world.sample_question(rng, documents, depth))
+            )
+        replies = models("verifier", [row.prompt for row in rows], temperature=0.0)
+        return [
+            reply is not None and reply.texts[0] == row.completion
+            for row, reply in zip(rows, replies, strict=True)
+        ]
+
+    def _questioner(self, models: Models) -> dict[str, dict[str, tuple[float, float]]]:
+        rng = np.random.default_rng([self.sizes.seed, 2])
+        asked, texts = [], []
+        for known in (0, *self.sizes.depths) if self.algorithm.memory else (0,):
+            row = f"one known, of depth {known}" if known else "none known"
+            for _ in range(self.sizes.per_cell):
+                documents = world.make_documents(rng, max(self.sizes.documents))
+                history = []
+                if known:
+                    question = world.sample_question(rng, documents, known)
+                    history.append(Entry((), question.text, question.answer))
+                asked.append((row, known, documents))
+                texts.append(self.prompts.questioner(TASK, documents, history))
+        cells = []
+        for (row, known, documents), reply in zip(asked, models("questioner", texts), strict=True):
+            text = "" if reply is None else reply.texts[0]
+            parsed = parsing.parse_question(
+                text, TASK, self.count_tokens, self.algorithm.max_answer_tokens
+            )
+            measures: dict[str, float] = {"accepted": parsed.status == "accepted"}
+            if measures["accepted"]:
+                truth = world.oracle(parsed.question, documents)
+                measures["answerable, of accepted"] = truth is not None
+                if truth is not None:
+                    depth = world.depth_of(parsed.question)
+                    measures |= {"depth": depth, "deeper than the known one": depth > known}
+            cells.append((row, measures))
+        rows = by_row(cells)
+        del rows["all"]
+        return {
+            row: {name: share(values) for name, values in measures.items()}
+            for row, measures in rows.items()
+        }

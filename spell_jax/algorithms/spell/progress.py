@@ -1,0 +1,44 @@
+"""The questioner's reward by the responder's progress on probes (mapping = "progress")."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from spell_jax.algorithms.base import Ask, Models, Reply
+from spell_jax.algorithms.spell.episode import Episode
+from spell_jax.data.stream import TaskStream
+from spell_jax.selfplay import rules
+from spell_jax.selfplay.probes import Probe, ProbeSet
+from spell_jax.selfplay.prompts import Prompts
+
+
+def measure(
+    probes: ProbeSet, models: Models, prompts: Prompts, stream: TaskStream, group: int
+) -> None:
+    """Asks all probes again, `group` times each; a prompt over the cap counts as unsolved."""
+
+    async def ask_probe(ask: Ask, probe: Probe) -> float:
+        (cluster,) = stream.read([probe.cluster])
+        text = prompts.responder(probe.task, cluster.documents, probe.question)
+        (reply,) = await ask("responder", [text], group)
+        return _solve_rate(reply, probe.reference, probe.task)
+
+    probes.measure(models.run_all(ask_probe, probes.probes))
+
+
+def push(probes: ProbeSet, episodes: Sequence[Episode], rng: np.random.Generator) -> None:
+    """Makes some of a step's answered questions probes."""
+    made = []
+    for e in episodes:
+        if e.response is not None:
+            rate = _solve_rate(e.response, e.reference, e.task)
+            made.append(Probe(e.task, e.cluster.id, e.question, e.reference, rate, rate))
+    probes.push(made, rng)
+
+
+def _solve_rate(reply: Reply | None, reference: str, task: str) -> float:
+    """The share of right answers by the rule, whatever else their rewards depend on."""
+    texts = () if reply is None else reply.texts
+    return float(np.mean([rules.score(text, reference, task) for text in texts] or [0.0]))

@@ -1,0 +1,67 @@
+"""Probes: questions that are asked again after each update, to measure progress on their like."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+NEIGHBORS = 4  # probes that the progress on a question is averaged over
+LIFETIME = 4  # steps that a probe stays
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A question of an earlier step."""
+
+    task: str
+    cluster: str
+    question: str
+    reference: str
+    first: float  # solve rate when it was asked, in [0, 1]
+    now: float  # solve rate when it was last asked
+
+
+class ProbeSet:
+    """At most `capacity` probes, oldest first; each step replaces one in LIFETIME of them."""
+
+    def __init__(self, capacity: int):
+        self.capacity = capacity
+        self.probes: list[Probe] = []
+
+    def measure(self, rates: Sequence[float]) -> None:
+        """Set the present solve rates, one for each probe."""
+        pairs = zip(self.probes, rates, strict=True)
+        self.probes = [replace(probe, now=rate) for probe, rate in pairs]
+
+    def push(self, asked: Sequence[Probe], rng: np.random.Generator) -> None:
+        """Add a random choice of the questions of a step, which oust the oldest probes."""
+        count = -(-self.capacity // LIFETIME)
+        chosen = rng.permutation(len(asked))[:count]
+        self.probes = [*self.probes, *(asked[i] for i in sorted(chosen))][-self.capacity :]
+
+    def progress(self, task: str, question: str) -> float:
+        """Rise of the solve rate, at least 0, over the probes of a task most like the question.
+
+        Likeness is the share of common words, each counted as often as it occurs.
+        """
+        words = Counter(question.split())
+        likeness = [
+            (_likeness(words, Counter(probe.question.split())), probe.now - probe.first)
+            for probe in self.probes
+            if probe.task == task
+        ]
+        nearest = sorted(likeness, key=lambda pair: -pair[0])[:NEIGHBORS]
+        return max(0.0, float(np.mean([rise for _, rise in nearest]))) if nearest else 0.0
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """Return the probes as plain JSON data."""
+        return [asdict(probe) for probe in self.probes]
+
+    def load_state_dict(self, state: Sequence[Mapping[str, Any]]) -> None:
+        self.probes = [Probe(**probe) for probe in state]
+
+
+def _likeness(first: Counter[str], second: Counter[str]) -> float:
+    return (first & second).total() / max(1, (first | second).total())

@@ -1,0 +1,96 @@
+"""Generated demonstrations of the ladder world: shallow questions, and a thin tail of deeper ones.
+
+The tail makes deeper questions and answers possible to sample at all; without it, reinforcement
+learning has nothing to reward. Each of its depths has half the rows of the one before. A responder
+walks the chain, one line for each hop. A questioner writes no thought: its own reference is a
+guess, which the frozen reader replaces.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+
+import numpy as np
+
+from spell_jax.data import ladder_world as world
+from spell_jax.selfplay.memory import Entry
+from spell_jax.selfplay.prompts import Prompts
+from spell_jax.warm_start.demonstrations import Row, seeded_rows
+
+TASK = "general_qa"
+_STREAM = 8  # separates the random stream of these rows from that of other generated ones
+
+
+@dataclasses.dataclass(frozen=True)
+class LadderMixture:
+    """Composition of the ladder world's demonstrations; every share is a probability."""
+
+    questioner: float = 0.25
+    verifier: float = 0.15  # the responder has the rest
+    documents: tuple[int, ...] = (9,)  # possible numbers of documents
+    shallow: tuple[int, ...] = (1, 2)  # depths of most rows, of all roles
+    deeper: float = 0.05  # share of deeper rows, up to depth `deepest`
+    deepest: int = 8
+    history: float = 0.6  # questioner rows with one or two known questions in the prompt
+    # Share of these with one more hop than the last known question, about the same person.
+    one_more: float = 0.6
+
+
+def ladder_demonstrations(
+    prompts: Prompts, mixture: LadderMixture, seed: int, start: int = 0
+) -> Iterator[Row]:
+    """Yield endless demonstrations of the ladder world; row i depends on (seed, i) alone."""
+
+    def make_row(rng: np.random.Generator) -> Row:
+        documents = world.make_documents(rng, int(rng.choice(mixture.documents)))
+        at, depth = rng.random(), _sample_depth(rng, mixture)
+        if at < mixture.questioner:
+            return _questioner_row(prompts, mixture, rng, documents, depth)
+        question = world.sample_question(rng, documents, depth)
+        if at < mixture.questioner + mixture.verifier:
+            return verifier_row(prompts, rng, question)
+        thought = f"<think> {', '.join(question.evidence)}</think>"
+        prompt = prompts.responder(TASK, documents, question.text)
+        return Row(prompt, f"{thought}answer is {question.answer}", "responder", TASK)
+
+    return seeded_rows(make_row, seed, start, _STREAM)
+
+
+def _sample_depth(rng: np.random.Generator, mixture: LadderMixture) -> int:
+    if rng.random() >= mixture.deeper:
+        return int(rng.choice(mixture.shallow))
+    shares = 0.5 ** np.arange(mixture.deepest - max(mixture.shallow))
+    return max(mixture.shallow) + 1 + int(rng.choice(len(shares), p=shares / shares.sum()))
+
+
+def _questioner_row(
+    prompts: Prompts,
+    mixture: LadderMixture,
+    rng: np.random.Generator,
+    documents: tuple[str, ...],
+    depth: int,
+) -> Row:
+    question = world.sample_question(rng, documents, depth)
+    known = []
+    if rng.random() < mixture.history:
+        depths = [min(depth, _sample_depth(rng, mixture)) for _ in range(rng.integers(1, 3))]
+        known = [world.sample_question(rng, documents, earlier) for earlier in depths]
+        if depth > 1 and rng.random() < mixture.one_more:
+            known[-1] = world.shorten(rng, question.text, documents)
+    history = [Entry((), earlier.text, earlier.answer) for earlier in known]
+    prompt = prompts.questioner(TASK, documents, history)
+    record = {"question": question.text, "answer": " " + question.answer}
+    return Row(prompt, json.dumps(record, separators=(",", ":")), "questioner", TASK)
+
+
+def verifier_row(prompts: Prompts, rng: np.random.Generator, question: world.Question) -> Row:
+    """Sample a verifier row: two answers, equal in half of the rows, and the verdict."""
+    answer, same = question.answer, rng.random() < 0.5
+    if not same:
+        names, cities = world.NAMES, [city for city, _ in world.CITIES]
+        others = [other for other in (names if answer in names else cities) if other != answer]
+        answer = others[rng.integers(len(others))]
+    prompt = prompts.verifier(question.text, answer, question.answer)
+    return Row(prompt, "[[YES]]" if same else "[[NO]]", "verifier", TASK)

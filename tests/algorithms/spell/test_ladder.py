@@ -1,0 +1,212 @@
+"""Tests of SPELL in the ladder world: references by hop, the gate and its leak, evaluation."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from spell_jax.algorithms.spell.algorithm import Spell
+from spell_jax.algorithms.spell.config import SpellConfig
+from spell_jax.algorithms.spell.ladder_evaluation import LadderEvaluation
+from spell_jax.data import ladder_world as world
+from spell_jax.data.clusters import in_memory
+from spell_jax.data.config import TinyEvaluationConfig
+from spell_jax.data.stream import TaskStream
+from spell_jax.selfplay.memory import Entry
+from spell_jax.warm_start.ladder_rows import TASK
+from tests.algorithms.scripted import PROMPTS, ScriptedModels, make_context, roll_out
+
+CLUSTERS = world.make_clusters(0, 4, (9,))
+DOCUMENTS = {line.split()[1]: line for cluster in CLUSTERS for line in cluster.documents}
+SIZES = {"per_cell": 4, "documents": (5, 9), "quick_per_cell": 3, "quick_documents": (9,)}
+
+
+def documents_of(prompt: str) -> list[str]:
+    return [line for line in prompt.splitlines() if line.startswith("- ")]
+
+
+def ask_deeper(prompt: str, depth: int = 3) -> str:
+    """A questioner that continues its last known question by a hop, else asks at `depth`."""
+    known = re.findall(r"known: (.*) answer", prompt)
+    name = documents_of(prompt)[0].split()[1]
+    question = f"friend of {known[-1]}" if known else "friend of " * depth + name
+    return json.dumps({"question": question, "answer": "a guess"})
+
+
+def answer(prompt: str) -> str:
+    return f"answer is {world.oracle(prompt.splitlines()[-1], documents_of(prompt))}"
+
+
+def write(role: str, prompt: str, sibling: int, model: str) -> str:
+    if role == "questioner":
+        return ask_deeper(prompt)
+    if role == "verifier":
+        one, two = re.findall(r"(?:one|two): (\w+)", prompt)
+        return "[[YES]]" if one == two else "[[NO]]"
+    if model == "policy" and sibling % 2:
+        return "answer is nobody"
+    return answer(prompt)
+
+
+def wavering_reader(role: str, prompt: str, sibling: int, model: str) -> str:
+    """A reader whose last sample states another answer than the others."""
+    if model == "reference_reader" and sibling == 3:
+        return "answer is Nobody"
+    return write(role, prompt, sibling, model)
+
+
+def make_algorithm(**fields: Any) -> Spell:
+    given: dict[str, Any] = {"questions": 4, "generation_batch": 4, "max_generations": 1}
+    given |= {"documents": (9,), "unread_documents": 0, "grounding_samples": 0, "group_size": 4}
+    given |= {"verifier_group_size": 3, "reference_source": "frozen_reader", "memory": 2}
+    given |= {"reader_by_hop": True, "reader_unanimous": True}
+    stream = TaskStream(in_memory(CLUSTERS), (TASK,), (1.0,), seed=0)
+    return Spell(SpellConfig(**(given | fields)), make_context(deal=lambda _: stream))
+
+
+def hops(models: ScriptedModels) -> list[str]:
+    reader = [call for call in models.calls if call.model == "reference_reader"]
+    return [prompt.splitlines()[-1] for call in reader for prompt in call.prompts]
+
+
+def test_frozen_reader_reads_one_hop_at_a_time():
+    models = ScriptedModels(write)
+    algorithm = make_algorithm()
+    episodes = roll_out(algorithm, models, 1)
+    assert [e.status for e in episodes] == ["accepted"] * 4
+    for e in episodes:
+        assert e.reference == world.oracle(e.question, e.cluster.documents)
+        assert e.own_reference == "a guess" and e.mixed
+    assert len(hops(models)) == 3 * 4 and {world.depth_of(hop) for hop in hops(models)} == {1}
+
+
+def test_frozen_reader_continues_from_the_remembered_reference():
+    algorithm = make_algorithm()
+    roll_out(algorithm, ScriptedModels(write), 1)
+    models = ScriptedModels(write)
+    episodes = roll_out(algorithm, models, 2)
+    assert {world.depth_of(e.question) for e in episodes} == {4}
+    assert len(hops(models)) == 4, "one hop for each question"
+    for e in episodes:
+        (known,) = e.history
+        assert f"friend of {known.answer}" in hops(models)
+        assert e.reference == world.oracle(e.question, e.cluster.documents)
+
+
+def test_wrong_remembered_reference_is_not_corrected():
+    """The oracle takes no part: a chain goes on from whatever is remembered."""
+    algorithm = make_algorithm()
+    (cluster, *_) = CLUSTERS
+    name = cluster.documents[0].split()[1]
+    wrong = next(n for n, _ in world.read_facts(cluster.documents) if n != name)
+    algorithm.memory.push(TASK, cluster.id, Entry((), f"friend of {name}", wrong))
+    episodes = roll_out(algorithm, ScriptedModels(write), 1)
+    (e,) = [e for e in episodes if e.cluster.id == cluster.id]
+    assert e.question == f"friend of friend of {name}"
+    assert e.reference == world.oracle(f"friend of {wrong}", cluster.documents)
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "leaked"),
+    [
+        ({}, "ungrounded", False),
+        ({"reader_unanimous": False}, "accepted", False),
+        ({"gate_leak": 1.0}, "accepted", True),
+    ],
+)
+def test_gate_wants_unanimous_answers_but_for_its_leak(fields, status, leaked):
+    algorithm = make_algorithm(**fields)
+    episodes = roll_out(algorithm, ScriptedModels(wavering_reader), 1)
+    assert {(e.status, e.leaked) for e in episodes} == {(status, leaked)}
+    if status == "accepted":
+        assert algorithm.metrics(episodes).means()["leaked"] == leaked
+        assert all(e.reference == world.oracle(e.question, e.cluster.documents) for e in episodes)
+
+
+def test_leak_is_a_share_of_the_questions_and_repeats():
+    algorithm = make_algorithm(gate_leak=0.3, generation_batch=400)
+    episodes = roll_out(algorithm, ScriptedModels(wavering_reader), 1)
+    assert 0.2 < sum(e.leaked for e in episodes) / 400 < 0.4
+    again = roll_out(
+        make_algorithm(gate_leak=0.3, generation_batch=400), ScriptedModels(wavering_reader), 1
+    )
+    assert [e.leaked for e in again] == [e.leaked for e in episodes]
+
+
+@pytest.mark.parametrize("leak", [-0.1, 1.1, float("nan")])
+def test_leak_out_of_range_is_rejected(leak):
+    with pytest.raises(ValueError, match=r"algorithm\.gate_leak = .*: must be in \[0, 1\]"):
+        SpellConfig(gate_leak=leak)
+
+
+# ---------------------------------------------------------------------------------------- Progress
+
+
+def test_progress_on_probes_rewards_the_questioner():
+    """Half of the answers are right in step 1, and three of four in step 2, of probes too."""
+
+    def improved(role: str, prompt: str, sibling: int, model: str) -> str:
+        is_wrong = role == "responder" and model == "policy" and sibling == 1
+        right = {"questioner": write, "verifier": write}.get(role, lambda *a: answer(a[1]))
+        return "answer is nobody" if is_wrong else right(role, prompt, sibling, model)
+
+    algorithm = make_algorithm(mapping="progress", probes=4)
+    first = roll_out(algorithm, ScriptedModels(write), 1)
+    assert [e.reward for e in first] == [0.0] * 4, "no probe yet"
+    state = json.loads(json.dumps(algorithm.state_dict()))
+    models = ScriptedModels(improved)
+    second = roll_out(algorithm, models, 2)
+    probed = next(call for call in models.calls if call.role == "responder")
+    (probe,) = state["probes"]
+    assert [prompt.splitlines()[-1] for prompt in probed.prompts] == [probe["question"]]
+    assert {e.mean_score for e in second} == {0.75}
+    assert [e.reward for e in second] == [0.25] * 4, "the rise from .5 to .75"
+    resumed = make_algorithm(mapping="progress", probes=4)
+    resumed.load_state_dict(state)
+    assert [e.reward for e in roll_out(resumed, ScriptedModels(improved), 2)] == [0.25] * 4
+
+
+# ---------------------------------------------------------------------------------------- Held out
+
+
+def make_evaluation(**sizes: Any) -> LadderEvaluation:
+    made = TinyEvaluationConfig(**(SIZES | sizes))
+    return LadderEvaluation(PROMPTS, SpellConfig(), lambda text: len(text.split()), made)
+
+
+def greedy(role: str, prompt: str, sibling: int, model: str) -> str:
+    return answer(prompt) if role == "responder" else write(role, prompt, sibling, model)
+
+
+def test_perfect_model_scores_one_at_every_depth():
+    report = make_evaluation().full(ScriptedModels(greedy))
+    accuracy = report["responder accuracy, by documents"]
+    assert [*accuracy] == [*(f"depth {depth}" for depth in range(1, 9)), "all"]
+    assert {cell[0] for row in accuracy.values() for cell in row.values()} == {1.0}
+    assert report["verifier accuracy"][""]["all"][0] == 1.0
+    asked = report["questioner"]
+    assert asked["none known"]["depth"][0] == 3.0
+    for depth in range(1, 9):
+        row = asked[f"one known, of depth {depth}"]
+        assert row["accepted"][0] == 1.0
+
+
+def test_validation_has_accuracies_by_depth():
+    def shallow(role: str, prompt: str, sibling: int, model: str) -> str:
+        is_deep = role == "responder" and prompt.splitlines()[-1].count(" of ") > 2
+        return "answer is Nobody" if is_deep else greedy(role, prompt, sibling, model)
+
+    score, numbers = make_evaluation(quick_depths=(1, 2, 3, 4)).quick(ScriptedModels(shallow))
+    assert score == numbers["responder"] == 0.5
+    assert numbers["depth/2"] == 1.0 and numbers["depth/3"] == 0.0
+    assert numbers["verifier"] == 1.0
+
+
+def test_too_many_documents_are_rejected():
+    with pytest.raises(ValueError, match=r"quick_documents = \(11,\): each must be 2 to 10"):
+        make_evaluation(quick_documents=(11,))
+    with pytest.raises(ValueError, match=r"depths = \(\): must be numbers of at least 1"):
+        TinyEvaluationConfig(depths=())

@@ -1,0 +1,224 @@
+"""Tests of the ladder experiment: its commands, its questions, its numbers and its figure."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+import shlex
+
+import numpy as np
+import pytest
+
+from configs import ladder
+from launch import ladder as experiment
+from launch import ladder_figure
+from spell_jax import config as configs
+from spell_jax.data import ladder_world as world
+from spell_jax.data.questions import read_questions
+from spell_jax.policy import tokenizer as tokenizers
+from spell_jax.policy.model import TINY_POLICY
+from spell_jax.runtime.jsonl import write_json, write_records
+from spell_jax.selfplay import prompts
+from spell_jax.warm_start import ladder_rows
+from tests.paths import ROOT
+
+DEPTHS = 8
+
+
+def test_commands_run_all_arms_of_all_seeds_after_their_questions():
+    lines = experiment.commands("runs/x", (0, 3), [*ladder.ARMS])
+    parsed = [shlex.split(line) for line in lines]
+    workdirs = [re.findall(r"--workdir=(\S+) --config\.seed", line) for line in lines]
+    trained = [found[0] for found in workdirs if found]
+    assert sorted(trained) == sorted(
+        f"runs/x/{arm}/{seed}" for arm in ladder.ARMS for seed in (0, 3)
+    )
+    written = set()
+    for line in parsed:
+        flags = dict(flag.split("=", 1) for flag in line if "=" in flag and flag.startswith("--"))
+        if "questions" in line:
+            written.add(flags["--out"])
+            assert flags.get("--run", "runs/x/full/0") in trained[: len(written) * len(ladder.ARMS)]
+        elif "--config.data.questions" in flags:
+            assert flags["--config.data.questions"] in written
+    assert len(written) == 6, "uniform, shallow and yoked questions of two seeds"
+    assert lines[-1].startswith("python -m launch.ladder figure")
+
+
+def test_yoked_arms_have_the_same_questions_and_one_keeps_their_order():
+    lines = experiment.commands("runs", (0,), ["full", "yoked", "yoked_shuffled"])
+    used = [re.findall(r"data\.questions=(\S+)", line) for line in lines]
+    assert [found[0] for found in used if found] == ["runs/questions/yoked-0.jsonl"] * 2
+    order = {arm: ladder.get_config(arm).data.shuffle for arm in ("yoked", "yoked_shuffled")}
+    assert order == {"yoked": False, "yoked_shuffled": True}
+
+
+@pytest.mark.parametrize("arm", ladder.ARMS)
+def test_every_arm_is_a_valid_config(arm, tmp_path):
+    config = ladder.get_config(arm)
+    if arm in ladder.QUESTIONS:
+        experiment.main(["questions", f"--out={tmp_path}/q.jsonl", "--depths=1,2", "--count=3"])
+        config.data.questions = str(tmp_path / "q.jsonl")
+    assert configs.read(config).algorithm.name == ladder.ARMS[arm].get("name", "spell")
+
+
+def test_unknown_arm_is_rejected():
+    with pytest.raises(ValueError, match=r"configs/ladder\.py:best: must be one of full, frozen"):
+        ladder.get_config("best")
+
+
+def test_prompts_and_answers_of_depth_8_fit_the_token_caps():
+    config = ladder.get_config()
+    tokenizer, rows = tokenizers.load(TINY_POLICY), prompts.load("compact")
+    mixture = ladder_rows.LadderMixture(shallow=(8,), deeper=0.0)
+    demonstrations = ladder_rows.ladder_demonstrations(rows, mixture, seed=5)
+    (length, _), *_ = config.packing.buckets
+    for row, _ in zip(demonstrations, range(200), strict=False):
+        prompt, answer = tokenizer.chat(row.prompt), tokenizer.count(row.completion) + 1
+        assert len(prompt) <= config.sampler.max_prompt, row
+        assert answer <= config.sampler.max_tokens and len(prompt) + answer <= length, row
+
+
+# --------------------------------------------------------------------------------------- Questions
+
+
+def test_oracles_questions_have_equal_shares_of_depths_and_right_answers(tmp_path, capsys):
+    out = tmp_path / "questions" / "uniform.jsonl"
+    experiment.main(["questions", f"--out={out}", "--depths=1,3,8", "--count=12", "--seed=2"])
+    assert capsys.readouterr().out == f"{out}: 12 questions\n"
+    questions = read_questions(out, "data.questions")
+    assert [world.depth_of(q.question) for q in questions] == [1, 3, 8] * 4
+    assert all(world.oracle(q.question, q.documents) == q.answer for q in questions)
+    assert len({q.documents for q in questions}) == 12
+
+
+def episode(cluster: str, question: str, reference: str, scores=(0.0, 1.0), answered=True) -> dict:
+    answers = ["answer is x"] * len(scores) if answered else []
+    found = {"cluster": cluster, "question": question, "reference": reference, "answers": answers}
+    return found | {"scores": list(scores) if answered else []}
+
+
+def write_episodes(run: pathlib.Path, steps: list[list[dict]]) -> None:
+    (run / "episodes").mkdir(parents=True)
+    for step, episodes in enumerate(steps, 1):
+        write_records(run / "episodes" / f"step_{step:06d}.jsonl.gz", episodes)
+
+
+DOCUMENTS = ["- Arvo Oslo Bela Cato", "- Bela Paris Cato Arvo", "- Cato Rome Arvo Bela"]
+OF_ARVO = {"documents": DOCUMENTS}
+
+
+def test_runs_questions_keep_their_order_and_references(tmp_path):
+    first = [
+        episode("a", "friend of Arvo", "Bela") | OF_ARVO,
+        episode("a", "bad", "", answered=False),
+        episode("a", "city of Arvo", "Rome"),
+    ]
+    write_episodes(tmp_path / "run", [first, [episode("a", "city of Cato", "Rome") | OF_ARVO]])
+    experiment.main(["questions", f"--out={tmp_path}/q.jsonl", f"--run={tmp_path}/run"])
+    questions = read_questions(tmp_path / "q.jsonl", "data.questions")
+    assert [(q.question, q.answer) for q in questions] == [
+        ("friend of Arvo", "Bela"),
+        ("city of Arvo", "Rome"),  # wrong, as the run had it
+        ("city of Cato", "Rome"),
+    ]
+    assert {q.documents for q in questions} == {tuple(DOCUMENTS)}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "must have either --run or --depths"),
+        (["--run=x", "--depths=1"], "must have either --run or --depths"),
+        (["--run=nowhere"], "--run = nowhere: has no answered question"),
+    ],
+)
+def test_questions_need_one_source(arguments, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        experiment.main(["questions", f"--out={tmp_path}/q.jsonl", *arguments])
+
+
+# ------------------------------------------------------------------------------------------ Figure
+
+
+def write_run(run: pathlib.Path, accuracies: list[float], tokens: int = 1000) -> None:
+    """A run with a validation per step; deeper questions than depth 4 are never answered right."""
+    questions = [
+        episode("a", "friend of Arvo", "Bela") | OF_ARVO,
+        episode("a", "city of friend of Arvo", "Rome", scores=(1.0, 1.0)),
+        episode("a", "not a chain", "", answered=False),
+    ]
+    write_episodes(run, [questions] * len(accuracies))
+    lines = []
+    for step, accuracy in enumerate(accuracies, 1):
+        depths = {f"eval/depth/{d}": accuracy if d <= 4 else 0.0 for d in range(1, DEPTHS + 1)}
+        line = {"step": step, "rollout/sampled_tokens": tokens, "train/entropy/responder": 0.1}
+        lines.append(line | depths | {"eval/verifier": 0.9})
+    write_records(run / "metrics.jsonl", lines)
+
+
+def test_area_is_the_mean_accuracy_over_the_tokens(tmp_path):
+    write_run(tmp_path / "run", [0.4, 0.8, 0.8])
+    run = ladder_figure.read_run(tmp_path / "run")
+    assert run.tokens.tolist() == [1000, 2000, 3000]
+    # .2 up to the first validation, a rise to .4 until the second, then .4.
+    assert run.area(3000) == pytest.approx((0.2 + 0.3 + 0.4) / 3, abs=1e-3)
+    assert run.area(1000) == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "depth"),
+    [((1.0, 0.75, 0.25, 0.9), 2.5), ((0.9, 0.9), 2.0), ((0.0, 1.0), 0.5), ((1.0, 0.5, 0.0), 2.0)],
+)
+def test_crossing_is_interpolated(accuracy, depth):
+    assert ladder_figure._crossing(np.array(accuracy)) == pytest.approx(depth)
+
+
+def test_figure_has_the_numbers_of_all_arms_and_a_verdict(tmp_path, capsys):
+    for seed, shift in enumerate((0.0, 0.02, 0.04)):
+        write_run(tmp_path / "full" / str(seed), [0.7 + shift, 0.9 + shift])
+        write_run(tmp_path / "frozen" / str(seed), [0.5 + shift, 0.6 + shift], tokens=800)
+        write_run(tmp_path / "static" / str(seed), [0.4 + shift, 0.5 + shift])
+    parts = [{"step": 1, "pass@1": {"mean": 0.25}}]
+    answers = tmp_path / "full" / "0" / "crossplay" / "40" / "answers"
+    answers.mkdir(parents=True)
+    write_json(
+        answers / "summary.json", {"rows": [{"benchmarks": {"own_questions": {"by": parts}}}]}
+    )
+    experiment.main(["figure", f"--runs={tmp_path}"])
+    assert (tmp_path / "ladder.png").read_bytes().startswith(b"\x89PNG")
+    numbers = json.loads((tmp_path / "ladder.json").read_text())
+    assert numbers["tokens"] == 1600 and numbers["crossplay"] == {"40": {"1": 0.25}}
+    verdict = numbers["verdict"]
+    assert verdict.startswith("Self-play wins: full 0.3") and ", static 0.2" in verdict
+    assert verdict in capsys.readouterr().out
+    difference = numbers["full_minus"]["frozen"]
+    assert difference["low"] == pytest.approx(difference["high"]), "the seeds are paired"
+    of_full = numbers["arms"]["full"]
+    assert of_full["references_right"] == {
+        "1": {"share": 1.0, "questions": 6},
+        "2": {"share": 0.0, "questions": 6},
+    }
+    assert of_full["mixed_first"]["mean"] == 16.0, "one of three proposals, per 48"
+
+
+def test_verdict_needs_the_interval_above_both_rivals():
+    def area(low: float, high: float) -> dict[str, float]:
+        return {"mean": (low + high) / 2, "low": low, "high": high}
+
+    areas = {"full": area(0.5, 0.6), "frozen": area(0.3, 0.51), "static": area(0.1, 0.2)}
+    assert ladder_figure.verdict(areas).startswith("Self-play does not win: full 0.550 [0.500,")
+    assert ladder_figure.verdict(areas | {"frozen": area(0.3, 0.49)}).startswith("Self-play wins")
+    assert ladder_figure.verdict({"full": area(0, 1)}) == "Not decided: no run of frozen, static."
+
+
+def test_figure_without_runs_is_rejected(tmp_path):
+    with pytest.raises(ValueError, match=r"has no run ARM/SEED"):
+        experiment.main(["figure", f"--runs={tmp_path}"])
+
+
+def test_page_states_the_threshold_and_names_all_arms():
+    page = (ROOT / "docs" / "ladder.md").read_text()
+    assert "lies above the frozen and the static arm's" in " ".join(page.split())
+    assert all(f"`{arm}`" in page for arm in ladder.ARMS)

@@ -1,0 +1,87 @@
+"""Tests of the ladder world's demonstrations."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import Counter
+
+import pytest
+
+from spell_jax.data import ladder_world as world
+from spell_jax.selfplay import parsing, prompts, rules
+from spell_jax.warm_start import ladder_rows
+from spell_jax.warm_start.ladder_rows import TASK, LadderMixture
+
+PROMPTS = prompts.load("compact")
+
+
+def take(count: int, seed: int = 0, start: int = 0, **shares):
+    rows = ladder_rows.ladder_demonstrations(PROMPTS, LadderMixture(**shares), seed, start)
+    return list(itertools.islice(rows, count))
+
+
+def documents_of(prompt: str) -> list[str]:
+    return [line for line in prompt.splitlines() if line.startswith("- ")]
+
+
+def asked(row) -> str:
+    """The question of a row, in its prompt or, for the questioner, in its completion."""
+    if row.role == "questioner":
+        return parsing.parse_question(row.completion, TASK, lambda _: 1).question
+    question = [line for line in row.prompt.splitlines() if world.depth_of(line)]
+    return question[0]
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return take(1500)
+
+
+def test_rows_depend_on_seed_and_number_only(rows):
+    assert take(5, start=20) == rows[20:25]
+    assert take(5, seed=1) != rows[:5]
+
+
+def test_responder_and_questioner_state_the_oracles_answer(rows):
+    for row in rows:
+        if row.role == "verifier":
+            continue
+        text = row.completion
+        if row.role == "questioner":
+            text = parsing.parse_question(text, TASK, lambda _: 1).answer
+        stated = rules.extract_answer(text, TASK) if row.role == "responder" else text.strip()
+        assert stated == world.oracle(asked(row), documents_of(row.prompt)), row
+
+
+def test_depths_are_shallow_but_for_a_thin_tail(rows):
+    depths = Counter(world.depth_of(asked(row)) for row in rows)
+    assert {1, 2, 3, 4} <= {*depths} <= {*range(1, 9)} and depths[3] > depths[5]
+    assert 0.02 < sum(depths[depth] for depth in range(3, 9)) / depths.total() < 0.08
+    shallow = Counter(world.depth_of(asked(row)) for row in take(300, deeper=0.0))
+    assert {*shallow} == {1, 2}
+    deep = Counter(world.depth_of(asked(row)) for row in take(300, deeper=1.0, deepest=4))
+    assert {*deep} == {3, 4} and 1.5 < deep[3] / deep[4] < 2.7
+
+
+def test_most_questions_continue_a_known_one_by_a_hop(rows):
+    continued = []
+    for row in rows:
+        known = re.findall(r"known: (.*) answer: (.*)", row.prompt)
+        for question, answer in known:
+            assert world.oracle(question, documents_of(row.prompt)) == answer
+        if known and (depth := world.depth_of(asked(row))) > 1:
+            last = known[-1][0]
+            same = last.split(" of ")[1:] == asked(row).split(" of ")[2:]
+            continued.append(world.depth_of(last) == depth - 1 and same)
+    assert 0.5 < sum(continued) / len(continued) < 0.75
+
+
+def test_verdicts_tell_whether_answers_are_equal(rows):
+    verdicts = Counter()
+    for row in rows:
+        if row.role == "verifier":
+            one, two = re.findall(r"(?:one|two): (\w+)", row.prompt)
+            assert row.completion == ("[[YES]]" if one == two else "[[NO]]")
+            verdicts[row.completion] += 1
+    assert min(verdicts.values()) > 0.4 * verdicts.total()
