@@ -9,10 +9,15 @@ export JAX_COMPILATION_CACHE_DIR := $(CURDIR)/.cache/jax
 export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS := 0
 export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES := -1
 
-.PHONY: demo test test-slow test-portable test-all test-long lint clean
+.PHONY: demo docs test test-slow test-portable test-all test-long lint clean
 
 demo: .venv/installed
 	$(BIN)/python -m spell_jax.train --config=configs/tiny.py --workdir=runs/demo
+
+# The documentation's site, in build/site. Strict: a dead link is an error.
+docs: .venv/installed-docs
+	$(BIN)/python -m launch.measurements --check
+	$(BIN)/python -m mkdocs build --strict
 
 # The first storey: lint, types and the tests that tell whether a change is right.
 test: lint
@@ -52,6 +57,10 @@ $(BIN)/python:
 
 .venv/installed: setup.py | $(BIN)/python
 	$(BIN)/python -m pip install -q -e .
+	touch $@
+
+.venv/installed-docs: setup.py | $(BIN)/python
+	$(BIN)/python -m pip install -q -e '.[docs]'
 	touch $@
 
 .venv/installed-test: setup.py | $(BIN)/python

@@ -1,11 +1,14 @@
-"""Installs the trainer and the data pipeline; configs/ and launch/ run from a checkout.
+"""Installs the package with its configs, the data pipeline, and launch.
 
 Lower bounds are the versions that the tests were last run with. Heavy things stay extras.
 """
 
+import pathlib
+
 from setuptools import find_packages, setup
 
 JAX_RANGE = ">=0.10.2,<0.12"
+COMMANDS = ("train", "sft", "generate", "evaluate", "export", "report")
 # What `python -m data_pipeline.build` needs; Beam brings pyarrow.
 DATA = [
     "apache-beam>=2.77.0",
@@ -20,6 +23,7 @@ GCS = ["gcsfs>=2026.10.1"]
 WANDB = ["wandb>=0.31.0"]
 GGUF = ["gguf>=0.19.0"]
 LM_EVAL = ["lm_eval>=0.4.13"]
+DOCS = ["mkdocs-material>=9.7"]
 EVAL = ["math-verify[antlr4_13_2]>=0.9.0", "pyarrow>=25.0.1"]
 
 setup(
@@ -28,7 +32,17 @@ setup(
     description="Self-play reinforcement learning for long-context language models, in JAX",
     license="Apache-2.0",
     python_requires=">=3.11",
-    packages=find_packages(include=["spell_jax", "spell_jax.*", "data_pipeline"]),
+    long_description=pathlib.Path("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    packages=find_packages(
+        include=[
+            *("spell_jax", "spell_jax.*", "data_pipeline", "configs", "configs.*"),
+            *("launch", "launch.*"),
+        ]
+    ),
+    entry_points={
+        "console_scripts": [f"spell-{name} = spell_jax.console:{name}" for name in COMMANDS]
+    },
     package_data={
         "spell_jax": [
             "reporting/report.html",
@@ -39,6 +53,7 @@ setup(
             "data/tiny_policy/*",
         ],
         "data_pipeline": ["report.html"],
+        "launch": ["tpu_worker.sh"],
     },
     install_requires=[
         f"jax{JAX_RANGE}",
@@ -84,8 +99,11 @@ setup(
         "eval": EVAL,
         # Tasks of lm-evaluation-harness (evaluate --lm_eval), without its own extra "hf".
         "lm_eval": LM_EVAL,
+        # The documentation's site (make docs).
+        "docs": DOCS,
         "test": [
             *DATA,
+            *DOCS,
             *EVAL,
             *GCS,
             *GGUF,

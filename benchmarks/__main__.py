@@ -1,7 +1,8 @@
 """Command line of the benchmarks: python -m benchmarks NAME [--OPTION=VALUE ...].
 
 A benchmark prints one JSON line (plan: one per shape): its options, its measurements and the
-machine. NAME --help explains both.
+machine. NAME --help explains both. --save=docs/measurements/FILE.json writes the line with command,
+commit and machine, for the pages of the documentation (python -m launch.measurements).
 
 update   seconds of one optimizer update, with shared and with repeated prompts
 sample   tokens/s of G answers to a prompt: shared, to G prompts, one by one, by transformers
@@ -17,6 +18,7 @@ soak     growth of memory and compiled programs in a long run of the demo's conf
 trl      seconds and memory of a GRPO step, here and in TRL (extra "test")
 plan     seconds of six programs, predicted by launch.plan's model and measured
 scoring  seconds to score 100,000 samples by the benchmarks' rules (extra "eval")
+curve    held-out accuracy of a run by step, and the figure of README.md
 parsers  seconds of the parsers and rules on adversarial texts of up to 100 KB
 dedup    documents/s and memory of the data pipeline's filter and dedup (extra "data")
 lsh      near-duplicate pairs found by the LSH bands, against all near pairs of a folder's texts
@@ -33,9 +35,12 @@ import dataclasses
 import importlib
 import json
 import os
+import pathlib
+import shlex
+import subprocess
 import sys
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -59,6 +64,7 @@ _CLASSES = {
     "trl": "trl.Trl",
     "plan": "plan.Plan",
     "scoring": "scoring.Scoring",
+    "curve": "curve.Curve",
     "parsers": "parsers.Parsers",
     "dedup": "data.Dedup",
     "lsh": "data.Lsh",
@@ -107,7 +113,33 @@ def run(arguments: Sequence[str]) -> dict[str, Any]:
     return line
 
 
+def save(path: pathlib.Path, arguments: Sequence[str], line: Mapping[str, Any]) -> None:
+    """Writes a line as a file of docs/measurements (launch/measurements.py)."""
+    head = ["git", "describe", "--always", "--dirty"]
+    commit = subprocess.run(head, capture_output=True, text=True, check=True).stdout.strip()
+    content = {
+        "kind": "measured",
+        "commit": commit,
+        "machine": f"{line['processors']} CPU cores, {line['devices']} x {line['device']}",
+        "command": shlex.join(["python", "-m", "benchmarks", *arguments]),
+        "values": line,
+    }
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def main(arguments: Sequence[str]) -> None:
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    own.add_argument("--save", type=pathlib.Path)
+    given, rest = own.parse_known_args(arguments)
+    found = lines(rest)
+    for line in found:
+        print(json.dumps(line))
+    if given.save:
+        if len(found) != 1:
+            raise ValueError(f"--save={given.save}: {rest[0]} prints {len(found)} lines, not one")
+        save(given.save, rest, found[0])
+
+
 if __name__ == "__main__":
     start.setup()
-    for line in lines(sys.argv[1:]):
-        print(json.dumps(line))
+    main(sys.argv[1:])

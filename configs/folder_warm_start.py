@@ -5,7 +5,7 @@
 
 runs/folder_warm_start/policy is what configs/folder.py starts from. A policy with random weights,
 to see what self-play makes of it, takes --config.steps=1 --config.optimizer.schedule=constant (the
-warm-up begins at rate 0). Hardware: 2 CPU cores; time and accuracies: README, section "Results".
+warm-up begins at rate 0). Hardware: 2 CPU cores; time and accuracies: docs/results.md.
 """
 
 from configs import tiny_warm_start

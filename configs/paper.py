@@ -4,7 +4,7 @@
         --config.policy.folder=FOLDER --config.data.source=DOCUMENTS
 
 FOLDER is a local copy of the model's Hugging Face folder, by default models/NAME; DOCUMENTS are
-yours (README, "Your own documents"). Without a model (`--config=configs/paper.py`) the config has
+yours (docs/howto/your_documents.md). Without a model (`--config=configs/paper.py`) the config has
 the paper's values and no policy.
 Hardware: weights, gradient, optimizer state and the rollout copy take 18 bytes per parameter
 (137 GB for 7.6e9; estimated), split over all devices. The paper's own 7B run took 8 hours on 8 A100

@@ -2,12 +2,11 @@
 
     python -m spell_jax.train --config=configs/tiny.py --workdir=runs/demo
 
-Hardware: 2 CPU cores, 15 minutes, of which at most 10 are self-play. Expected scores: README,
-section "Results". What departs from the paper's recipe, which decays at this size: a frozen reader
-gives the references and their contexts stay small, options are distinct, the verifier is trained on
-twice as many groups, the questioner's advantages are normalized per task, and an update uses the
-questions with mixed rewards of one round of 48 proposals (about 12) instead of running rounds until
-it has a fixed number of them.
+Hardware: 2 CPU cores. Minutes and expected scores: docs/results.md. What departs from the paper's
+recipe, which decays at this size: a frozen reader gives the references and their contexts stay
+small, options are distinct, the verifier is trained on twice as many groups, the questioner's
+advantages are normalized per task, and an update uses the questions with mixed rewards of one round
+of 48 proposals (about 12) instead of running rounds until it has a fixed number of them.
 """
 
 from spell_jax.config import default_config

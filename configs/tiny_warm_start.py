@@ -4,7 +4,7 @@
 
 The demonstrations leave room to improve (warm_start/demonstrations.py, Mixture): few documents, and
 for the verifier a strict teacher, who answers no to .42 of the pairs that are equal in other words.
-Hardware: 2 CPU cores. Time, seed and resulting accuracies: README, section "Results". The result
+Hardware: 2 CPU cores. Time, seed and resulting accuracies: docs/results.md. The result
 (runs/warm_start/policy) is a Hugging Face folder; the one that ships is a copy of it.
 """
 

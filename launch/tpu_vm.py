@@ -290,8 +290,9 @@ def parse(words: Sequence[str]) -> Namespace:
     add("--topology", default="v5e-16", choices=topologies.TOPOLOGIES, help="default: v5e-16")
     add("--runtime_version", default="", help="image of the machines (default: the generation's)")
     capacity = parser.add_mutually_exclusive_group()
-    for kind in ("--spot", "--reserved"):
-        capacity.add_argument(kind, dest="capacity", action="append_const", const=kind, default=[])
+    kind: dict[str, Any] = {"dest": "capacity", "action": "append_const", "default": []}
+    capacity.add_argument("--spot", const="--spot", help="may be preempted, and is cheaper", **kind)
+    capacity.add_argument("--reserved", const="--reserved", help="of a reservation", **kind)
     add("--valid_until_duration", default="", help="time limit in the queue, such as 6h")
     add("--worker", type=int, default=0, help="worker whose log is shown")
     add("--max_restarts", type=int, default=50, help="times that a lost slice is requested again")

@@ -15,11 +15,14 @@ from __future__ import annotations
 from absl import flags
 from ml_collections import config_flags
 
-from spell_jax.runtime import entry, paths, setup
-from spell_jax.trainer.supervised import fine_tune
+from spell_jax.runtime import entry
 
 
 def main(_) -> None:
+    # Imported here, so that --help and a mistake in a flag are answered at once.
+    from spell_jax.runtime import paths, setup
+    from spell_jax.trainer.supervised import fine_tune
+
     setup.setup()
     print(fine_tune(flags.FLAGS.config, paths.open_folder(flags.FLAGS.workdir)))
 

@@ -11,11 +11,14 @@ from __future__ import annotations
 from absl import flags
 from ml_collections import config_flags
 
-from spell_jax.runtime import entry, paths, setup
-from spell_jax.trainer.loop import train
+from spell_jax.runtime import entry
 
 
 def main(_) -> None:
+    # Imported here, so that --help and a mistake in a flag are answered at once.
+    from spell_jax.runtime import paths, setup
+    from spell_jax.trainer.loop import train
+
     setup.setup()
     train(flags.FLAGS.config, paths.open_folder(flags.FLAGS.workdir))
 

@@ -271,7 +271,7 @@ _TABLES_OF_MODELS = (
         paper="Qwen2.5-7B-Instruct, average at 16K: 38.2 before, 45.9 with RLVR, 47.2 with SPELL; "
         "Qwen3-30B-A3B-Thinking: 60.7, 60.7, 62.7",
         tiny="8 documents: .40 before, .79 after, .77 with static questions and rules only "
-        "([README](../README.md#results))",
+        "([results](results.md))",
         note="The paper does not say how the contexts of Qwen2.5's instruct models are extended "
         "to 100K tokens; the commands use YaRN.",
     ),
@@ -360,7 +360,7 @@ _ABLATIONS = (
         ),
         paper="Average: 47.2; frozen questioner 42.6, no memory 44.3, no verifier 44.0",
         tiny="8 documents: .79; frozen questioner .79, no memory .80, no verifier .80 "
-        "([README](../README.md#results))",
+        "([results](results.md))",
         note="Our text of the paper lacks the numbers of this table. An average is 47.2 less the "
         "difference that section 4.3 states; the row without verifier is that of Table 4.",
     ),
@@ -392,7 +392,7 @@ _ABLATIONS = (
             ),
         ),
         paper="Average: 47.2; sigma = 0.5/6 46.9, 0.5/2 45.7; G = 4 46.4, G = 16 47.0",
-        tiny="8 documents: .79; sigma = 0.5/6 .80 ([README](../README.md#results))",
+        tiny="8 documents: .79; sigma = 0.5/6 .80 ([results](results.md))",
     ),
     Experiment(
         "spell-table-4",

@@ -81,9 +81,8 @@ def find_folder(folder: str, field: str = "policy.folder") -> pathlib.Path:
     path = TINY_POLICY if folder == "tiny" else remote.fetch(folder)
     if not path.is_dir():
         raise FileNotFoundError(
-            f"{field} = {folder!r}: must be a Hugging Face folder, 'tiny' or 'smollm2'; python -m "
-            "spell_jax.sft --config=configs/folder_warm_start.py makes one for a folder of "
-            "documents (its first lines say how)"
+            f"{field} = {folder!r}: must be a Hugging Face folder, 'tiny' or 'smollm2'; the first "
+            "lines of the config's file name the command that makes one"
         )
     return path
 

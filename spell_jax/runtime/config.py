@@ -154,4 +154,6 @@ def _coerce(value: Any, hint: Any, where: str) -> Any:
 
 
 def _name(hint: Any) -> str:
+    if dataclasses.is_dataclass(hint):
+        return f"a tuple ({', '.join(field.name for field in dataclasses.fields(hint))})"
     return hint.__name__ if isinstance(hint, type) else str(hint)

@@ -3,24 +3,31 @@
 A mistake of the user ends with `error: MESSAGE` on stderr and exit status 2; every other exception
 is a crash, with its traceback and exit status 1. Mistakes are the errors of type USER_ERRORS before
 a command calls `setup_done`, after its last check, unless the message has no place (JSON and
-Unicode errors, empty ones). SPELL_TRACEBACK=1 shows every traceback.
+Unicode errors, empty ones). Ctrl-C ends with one line too. SPELL_TRACEBACK=1 shows the traceback of
+a mistake.
 """
 
 from __future__ import annotations
 
 import contextlib
+import difflib
+import importlib.util
 import json
 import os
+import pathlib
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from absl import app, flags
+from ml_collections import config_flags
 
+from spell_jax.runtime.config import flat
 from spell_jax.runtime.remote import FetchError
 
 EXIT_CODE = 2
+INTERRUPTED = 130  # of Ctrl-C, as shells have it
 TRACEBACK_VARIABLE = "SPELL_TRACEBACK"
 USER_ERRORS = (
     ValueError,
@@ -81,12 +88,18 @@ def user_errors() -> Iterator[None]:
         if os.environ.get(TRACEBACK_VARIABLE):
             traceback.print_exc()
         sys.stdout.flush()
-        print(f"error: {text}", file=sys.stderr, flush=True)
-        if "jax" in sys.modules:  # not imported for its sake: the data pipeline runs without it
-            from spell_jax.runtime import distributed
+        _leave(f"error: {text}", EXIT_CODE)
+    except KeyboardInterrupt:
+        _leave("interrupted; a training run goes on with the same command", INTERRUPTED)
 
-            distributed.leave(EXIT_CODE)
-        sys.exit(EXIT_CODE)
+
+def _leave(line: str, code: int) -> None:
+    print(line, file=sys.stderr, flush=True)
+    if "jax" in sys.modules:  # not imported for its sake: the data pipeline runs without it
+        from spell_jax.runtime import distributed
+
+        distributed.leave(code)
+    sys.exit(code)
 
 
 def parse_flags(
@@ -96,11 +109,13 @@ def parse_flags(
 ) -> Any:
     """Parses flags; gives mistakes in --config and --config.FIELD the types of USER_ERRORS.
 
-    `flags_parser` makes the arguments of `main` from argv and must parse `values`. ValueError if a
-    config file cannot be opened or has no such field; flags.Error if a flag is unknown, missing or
-    invalid. An exception from the Python code of a config file is a bug there and passes, except
-    for the ValueError that get_config raises for a bad argument (--config=FILE:ARGUMENT).
+    `flags_parser` makes the arguments of `main` from argv and must parse `values`. --config may
+    also name a config that ships with the package (--config=tiny). ValueError if a config file
+    cannot be opened or has no such field; flags.Error if a flag is unknown, missing or invalid. An
+    exception from the Python code of a config file is a bug there and passes, except for the
+    ValueError that get_config raises for a bad argument (--config=FILE:ARGUMENT).
     """
+    argv = [_find_config(argument) for argument in argv]
     try:
         rest = flags_parser(argv)
         for name in values:  # ml_collections raises for a missing file when it is first used
@@ -116,12 +131,35 @@ def parse_flags(
             raise
         raise ValueError(f"{head.removeprefix('flag ')} {text}") from error
     except OSError as error:
-        raise ValueError(str(error.__cause__ or error).splitlines()[-1].strip()) from error
+        text = str(error.__cause__ or error).splitlines()[-1].strip()
+        if isinstance(error, FileNotFoundError) or "No such file" in text:
+            text += f"; --config is a file, or one of {', '.join(_shipped())}"
+        raise ValueError(text) from error
     except (AttributeError, IndexError, KeyError, TypeError) as error:
         names = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
         if names & {"get_config", "<module>"}:
             raise
         raise ValueError(_no_such_field(error, argv)) from error
+
+
+def _find_config(argument: str) -> str:
+    """`--config=NAME[:ARGUMENT]` with the path of a config that ships, if there is no such file."""
+    flag, equals, value = argument.partition("=")
+    name, colon, rest = value.partition(":")
+    if flag not in ("--config", "-config") or not name or os.path.exists(name):
+        return argument
+    path = _shipped().get(name.removeprefix("configs/").removesuffix(".py"))
+    return f"{flag}{equals}{path}{colon}{rest}" if path else argument
+
+
+def _shipped() -> dict[str, str]:
+    """Paths of the configs that ship with the package, by name ("tiny", "data/paper")."""
+    spec = importlib.util.find_spec("configs")
+    found = {}
+    for folder in map(pathlib.Path, (spec.submodule_search_locations or ()) if spec else ()):
+        for path in sorted(folder.rglob("[a-z]*.py")):
+            found[str(path.relative_to(folder).with_suffix(""))] = str(path)
+    return found
 
 
 def _no_such_field(error: Exception, argv: Sequence[str]) -> str:
@@ -134,5 +172,20 @@ def _no_such_field(error: Exception, argv: Sequence[str]) -> str:
     for argument in argv:
         flag = argument.partition("=")[0]
         if key in flag.split(".")[1:]:
+            hint = hint or _nearest_field(flag.removeprefix("--config."), argv)
             return f"{flag}: no such field" + (f". {hint}" if hint else "")
     return f"--config: {key} {hint}".strip()
+
+
+def _nearest_field(name: str, argv: Sequence[str]) -> str:
+    """A hint with the field of the config that has the last part of `name`, or is most like it."""
+    config = [argument for argument in argv if argument.startswith("--config=")]
+    values = flags.FlagValues()
+    config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=["", *config])
+    values(["", *config])
+    loaded: Any = values["config"].value
+    fields = [field for field, _ in flat(loaded.to_dict())]
+    last = name.rpartition(".")[2]
+    found = [field for field in fields if field.endswith(f".{last}")]
+    found = found or difflib.get_close_matches(name, fields, 1)
+    return f"Did you mean {' or '.join(f'--config.{field}' for field in found)}?" if found else ""

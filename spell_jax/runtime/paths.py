@@ -34,6 +34,17 @@ def prepare(path: str | os.PathLike[str]) -> None:
         fsspec.config.conf.setdefault("gcs", {})["use_listings_cache"] = False
 
 
+def make_workdir(path: epath.Path) -> None:
+    """Makes the folder of a run; ValueError if it cannot be made or written to."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"workdir = {os.fspath(path)!r}: cannot be made ({error.strerror or error}); must be a "
+            "folder that this user may write to"
+        ) from error
+
+
 def is_remote(path: str | os.PathLike[str]) -> bool:
     """Whether a path is a URL, which pathlib would treat as a local path."""
     return "://" in os.fspath(path)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+from absl import logging
 from etils import epath
 
 from spell_jax.runtime.episodes import EpisodeWriter
@@ -26,6 +27,17 @@ from spell_jax.runtime.timers import PhaseTimer
 
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 _STATUS_FILE = pathlib.Path("/proc/self/statm")  # Linux; the second number counts resident pages
+_MOST_EMPTY = 3  # empty updates in a row before the log explains them
+# Share of proposals -> cause and remedy, where it is the largest share.
+_WHY_EMPTY = {
+    "rollout/bad_format": "the policy does not write the questioner's format; warm-start it",
+    "rollout/declined": "references are over algorithm.max_answer_tokens, or nothing is asked",
+    "rollout/ungrounded": "questions are answered without documents (algorithm.grounding_samples)",
+    "rollout/overlong": "documents do not fit; lower data.documents_per_cluster or "
+    "data.max_document_tokens, or raise sampler.max_prompt",
+    "rollout/too_small": "clusters have too few documents (algorithm.unread_documents)",
+    "rollout/accepted": "the rewards of each question's answers are all equal",
+}
 
 
 class Background:
@@ -145,6 +157,7 @@ class RunLogger:
         # Also holds the time limit.
         self.progress = Progress(steps, start=done, enabled=is_writer)
         self._timer = timer or PhaseTimer()
+        self._empty_in_a_row = 0
 
     def __enter__(self) -> RunLogger:
         self._background.__enter__()
@@ -174,8 +187,20 @@ class RunLogger:
             metrics.add(f"time/seconds/{name}", some)
         for name, value in self._process_stats.numbers().items():
             metrics.add(f"process/{name}", value)
+        self._explain_empty(metrics.means())
         self._metrics.write(step, metrics)
         self._background.submit(self._episodes.write, step, list(episodes))
+
+    def _explain_empty(self, means: Mapping[str, float]) -> None:
+        """Warns once about _MOST_EMPTY empty updates in a row, with the most frequent cause."""
+        self._empty_in_a_row = self._empty_in_a_row + 1 if means.get("train/empty_update") else 0
+        shares = {means[name]: name for name in _WHY_EMPTY if name in means}
+        if self._empty_in_a_row == _MOST_EMPTY and shares:
+            name = shares[max(shares)]
+            logging.warning(
+                "%d updates in a row were empty, the weights did not change. %s = %.2f: %s",
+                *(_MOST_EMPTY, name, means[name], _WHY_EMPTY[name]),
+            )
 
     def flush(self) -> None:
         """Waits until everything is on disk; raises as `write`."""

@@ -25,46 +25,61 @@ _CHOICES = {
 
 @dataclasses.dataclass(frozen=True)
 class SamplerConfig:
-    """Sampling parameters and compiled shapes; sizes are totals over all devices."""
+    """Sampling parameters and compiled shapes; sizes are totals over all devices.
 
-    temperature: float = 0.7  # softmax temperature, see Options (paper section 4.1: 0.7)
-    top_p: float = 0.95  # nucleus mass, see Options (paper section 4.1: 0.95)
-    top_k: int = 0  # number of most likely tokens to keep, see Options
-    min_p: float = 0.0  # least probability relative to the most likely token, see Options
-    # Tempered vocabulary dropout of questions (arXiv 2604.03472; there the mask is hard):
-    # probability, in [0, 1), that a token is disfavored in a whole question. Its logit loses
-    # `dropout_penalty` nats, so that tokens of the format, which are all but certain, stay.
-    # Logprobs are those without dropout.
+    Attributes:
+      temperature: softmax temperature, see Options (paper section 4.1: 0.7).
+      top_p: nucleus mass, see Options (paper section 4.1: 0.95).
+      top_k: number of most likely tokens to keep, see Options.
+      min_p: least probability relative to the most likely token, see Options.
+      vocabulary_dropout: tempered vocabulary dropout of questions (arXiv 2604.03472; there the mask
+        is hard): probability, in [0, 1), that a token is disfavored in a whole question. Logprobs
+        are those without dropout.
+      dropout_penalty: nats that the logit of such a token loses. Tokens of the format, which are
+        all but certain, stay.
+      max_tokens: maximum length S of a question or an answer, in tokens.
+      max_verdict_tokens: maximum length of a verdict, in tokens.
+      max_prompt: maximum length P of a prompt, in tokens.
+      page_size: tokens of a page, C. Prompts share whole pages only.
+      kv_cache_tokens: capacity of the page pool in tokens, for prompts and answers together.
+      slots: number of sequences decoded at once.
+      samples_per_prompt_batch: number G of samples of one prompt that attend to it in one matrix
+        product. Requests for a single answer use a second compiled shape.
+      prefill_tokens: prompt tokens read by one prefill call.
+      decode_tokens: maximum number of tokens that a decode call samples per slot. Free slots are
+        filled between calls.
+      speculative_tokens: number of tokens proposed per decode pass by prompt lookup
+        (speculative.py); 0 disables it. Answers are unchanged (with an int8 pool up to rounding).
+        Decoding is faster where answers quote the prompt.
+      speculative_ngram: number of trailing tokens that must match at the place of a proposal.
+      cache_dtype: dtype of the pool, "compute" (the compute dtype of the weights) or "int8" with
+        one scale per token and head.
+      weights_dtype: dtype of the kernels used for sampling, "compute" or "int8" (policy/int8.py;
+        not for mixtures of experts). The int8 copy is made when a session starts and is kept beside
+        the weights in the compute dtype.
+      attention: kernel that reads the pool, "auto" (the platform's kernel) or "xla".
+    """
+
+    temperature: float = 0.7
+    top_p: float = 0.95
+    top_k: int = 0
+    min_p: float = 0.0
     vocabulary_dropout: float = 0.0
     dropout_penalty: float = 2.0
-    max_tokens: int = 4096  # maximum length S of a question or an answer, in tokens
-    max_verdict_tokens: int = 4096  # maximum length of a verdict, in tokens
-    max_prompt: int = 18_000  # maximum length P of a prompt, in tokens
-    page_size: int = 128  # tokens of a page, C. Prompts share whole pages only
-    # Capacity of the page pool in tokens, for prompts and answers together.
+    max_tokens: int = 4096
+    max_verdict_tokens: int = 4096
+    max_prompt: int = 18_000
+    page_size: int = 128
     kv_cache_tokens: int = 1_048_576
-    slots: int = 512  # number of sequences decoded at once
-    # Number G of samples of one prompt that attend to it in one matrix product. Requests for a
-    # single answer use a second compiled shape.
+    slots: int = 512
     samples_per_prompt_batch: int = 8
-    prefill_tokens: int = 8192  # prompt tokens read by one prefill call
-    # Maximum number of tokens that a decode call samples per slot. Free slots are filled between
-    # calls.
+    prefill_tokens: int = 8192
     decode_tokens: int = 64
-    # Number of tokens proposed per decode pass by prompt lookup (speculative.py); 0 disables it.
-    # Answers are unchanged (with an int8 pool up to rounding). Decoding is faster where answers
-    # quote the prompt.
     speculative_tokens: int = 0
-    # Number of trailing tokens that must match at the place of a proposal.
     speculative_ngram: int = 2
-    # Dtype of the pool: "compute" (the compute dtype of the weights) or "int8" with one scale per
-    # token and head.
     cache_dtype: str = "compute"
-    # Dtype of the kernels used for sampling: "compute" or "int8" (policy/int8.py; not for mixtures
-    # of experts). The int8 copy is made when a session starts and is kept beside the weights in the
-    # compute dtype.
     weights_dtype: str = "compute"
-    attention: str = "auto"  # kernel that reads the pool: "auto" (the platform's kernel) or "xla"
+    attention: str = "auto"
 
     def __post_init__(self):
         check_least(self, "sampler.", **dict.fromkeys(_SIZES, 1), speculative_tokens=0)

@@ -19,7 +19,7 @@ import jax
 from etils import epath
 
 from spell_jax.config import RunConfig, to_dict
-from spell_jax.runtime import distributed, entry, fault_injection, setup, workdir_lock
+from spell_jax.runtime import distributed, entry, fault_injection, paths, setup, workdir_lock
 from spell_jax.runtime.checkpoint import Checkpoints
 from spell_jax.runtime.config import Config
 from spell_jax.runtime.preemption import Preemption
@@ -45,7 +45,7 @@ def train(config: Config | RunConfig, workdir: epath.Path) -> epath.Path:
       NonFinite: if too many updates in a row were not finite; their rows are in non_finite/.
     """
     run = make_run(config)
-    workdir.mkdir(parents=True, exist_ok=True)
+    paths.make_workdir(workdir)
     with workdir_lock.locked(workdir):
         with (
             Preemption(run.config.preemption_limit_s) as preemption,

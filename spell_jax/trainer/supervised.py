@@ -29,7 +29,7 @@ from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy import weights
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.model import find_folder, read_model, shape_policy
-from spell_jax.runtime import entry, remote, setup, workdir_lock
+from spell_jax.runtime import entry, paths, remote, setup, workdir_lock
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.checkpoint import Checkpoints
 from spell_jax.runtime.config import Config, plain, section
@@ -151,7 +151,7 @@ def fine_tune(config: Config, workdir: epath.Path) -> epath.Path:
     config = configs.read_supervised(config)
     policy, tokenizer = make_policy(config)
     learner = make_learner(config, policy)
-    workdir.mkdir(parents=True, exist_ok=True)
+    paths.make_workdir(workdir)
     folder = workdir / "policy"
     with workdir_lock.locked(workdir):
         with (

@@ -124,6 +124,16 @@ def test_preempted_run_keeps_its_exit_code(capsys):
     assert end.value.code == EXIT_CODE == 75 and capsys.readouterr() == ("", "")
 
 
+def test_interrupted_command_says_how_to_go_on(capsys):
+    with pytest.raises(SystemExit) as end, entry.user_errors():
+        raise KeyboardInterrupt
+    err = capsys.readouterr().err
+    assert (
+        end.value.code == 130
+        and err == "interrupted; a training run goes on with the same command\n"
+    )
+
+
 def test_environment_variable_enables_the_traceback(monkeypatch, capsys):
     monkeypatch.setenv(entry.TRACEBACK_VARIABLE, "1")
     with pytest.raises(SystemExit), entry.user_errors():
@@ -173,7 +183,9 @@ def test_valid_flags_are_parsed(config):
         (["--config={config}", "--config.steps=many"], "flag --config.steps=many: invalid"),
         (["--config={config}:unknown"], "--config=.*config.py:unknown: unknown: must be one of"),
         (["--config={config}.missing"], "No such file or directory: '.*config.py.missing'"),
-        (["--config={config}.missing", "--config.steps=2"], "No such file or directory"),
+        (["--config={config}.missing", "--config.steps=2"], "No such file .* one of .*tiny"),
+        (["--config={config}", "--config.sigma=2"], "mean --config.algorithm.sigma\\?$"),
+        (["--config=tiny", "--config.group_size=2"], "mean --config.algorithm.group_size\\?$"),
         (["--config=/"], r"^\[Errno 21\] Is a directory: '/'$"),
         (["--config={config}", "--cuont=2"], "Unknown command line flag 'cuont'. Did you mean"),
         (["--config={config}", "--count=many"], "flag --count=many"),
@@ -199,7 +211,7 @@ def test_run_main_handles_user_errors_of_flags_and_main(monkeypatch, capsys):
     monkeypatch.setattr(app, "run", lambda main, flags_parser: given.update(m=main, f=flags_parser))
 
     def fail(value):
-        raise app.UsageError(f"--{value}: must be set")
+        raise app.UsageError(f"--{value[0]}: must be set")
 
     entry.run_main(lambda arguments: len(arguments), lambda argv: argv[1:])
     monkeypatch.setattr(entry.flags, "FLAGS", flags.FlagValues())
@@ -207,11 +219,19 @@ def test_run_main_handles_user_errors_of_flags_and_main(monkeypatch, capsys):
     entry.run_main(fail, fail)
     for name in "mf":
         with pytest.raises(SystemExit) as end:
-            given[name]("x")
+            given[name](["x"])
         assert end.value.code == 2 and capsys.readouterr().err == "error: --x: must be set\n"
 
 
 # ---------------------------------------------------------------------------------------- Programs
+
+
+@pytest.mark.parametrize("name", ["spell_jax.train", "spell_jax.sft"])
+def test_command_answers_before_heavy_imports(name):
+    """--help and a wrong flag must not wait for jax or matplotlib."""
+    code = f"import sys, {name}; print({{'jax', 'flax', 'matplotlib'}} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
 
 
 @pytest.mark.slow

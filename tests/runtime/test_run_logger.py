@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 
@@ -43,6 +44,26 @@ def test_slow_disk_does_not_delay_steps(tmp_path, monkeypatch):
         assert [step for step, _ in read_episodes(tmp_path)] == [1, 2, 3]
         (events,) = (tmp_path / "tensorboard").iterdir()
         assert events.read_bytes().count(b"train/loss") == 3
+
+
+@pytest.mark.parametrize(
+    ("shares", "cause"),
+    [
+        ({"overlong": 0.9, "accepted": 0.1}, r"rollout/overlong = 0\.90: .*sampler\.max_prompt"),
+        ({"accepted": 1.0}, r"rollout/accepted = 1\.00: the rewards .* equal"),
+    ],
+)
+def test_third_empty_update_in_a_row_is_explained(tmp_path, caplog, shares, cause):
+    with RunLogger(tmp_path, 9) as logger:
+        for step, empty in enumerate((1, 1, 0, 1, 1, 1, 1), 1):
+            metrics = Metrics()
+            metrics.add("train/empty_update", empty)
+            for name, share in shares.items():
+                metrics.add(f"rollout/{name}", share)
+            assert not caplog.text or step > 6
+            logger.write(step, metrics)
+    (record,) = caplog.records
+    assert re.search(cause, record.getMessage())
 
 
 def test_write_copies_episodes_immediately(tmp_path, monkeypatch):

@@ -1,6 +1,6 @@
-"""Tests of the demo's results in the README: three seeds, a control run, 300 updates.
+"""Tests of the demo's results in docs/results.md: three seeds, a control run, 300 updates.
 
-`make test-long` takes an hour. Bounds are goals of the demo; README, "Results", has its results.
+`make test-long` takes an hour. Bounds are goals of the demo; docs/results.md has its results.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tests of the README's evaluate commands: Qwen2.5's 32,768 positions, 100K tokens, YaRN."""
+"""Tests of the commands of docs/howto/evaluate.md: 32,768 positions, 100K tokens, YaRN."""
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ POSITIONS = 32_768  # of Qwen2.5-7B-Instruct
 
 
 def commands() -> list[list[str]]:
-    """Flags of each `python -m spell_jax.evaluate` in the README."""
-    text = (ROOT / "README.md").read_text().replace("\\\n", " ")
-    return [shlex.split(line) for line in re.findall(r"python -m spell_jax\.evaluate (.*)", text)]
+    """Flags of each `python -m spell_jax.evaluate` of the page that reads published files."""
+    text = (ROOT / "docs" / "howto" / "evaluate.md").read_text().replace("\\\n", " ")
+    lines = re.findall(r"python -m spell_jax\.evaluate (.*)", text)
+    return [shlex.split(line) for line in lines if "--data=" in line]
 
 
 def with_folders(arguments: list[str], policy: pathlib.Path, data: pathlib.Path) -> list[str]:
@@ -115,7 +116,7 @@ def test_command_at_100k_tokens_fits_the_context_with_yarn(evaluate, tmp_path):
 
 @pytest.mark.slow
 def test_unchanged_commands_pass_the_checks(evaluate, tmp_path):
-    """The README's flags as they are, on files with all rows, up to the first sample."""
+    """The page's flags as they are, on files with all rows, up to the first sample."""
     data = write_benchmarks(tmp_path / "data")
     first, second = commands()
     assert evaluate(first, data, tmp_path / "first") == 16_384
@@ -151,7 +152,7 @@ def test_error_names_invalid_rope_scaling(given, message):
 
 @pytest.mark.slow
 def test_commands_run(policy, tmp_path):
-    """The README's commands in their order, with few questions, short answers and small sizes."""
+    """The page's commands in their order, with few questions, short answers and small sizes."""
     data = write_benchmarks(tmp_path / "data", 1)
     (data / "needle").mkdir()
     (data / "needle" / "a.txt").write_text(PROSE)

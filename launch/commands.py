@@ -1,0 +1,101 @@
+"""Command lines of the repository, read from source without importing it.
+
+`find` lists every module that `python -m` runs, with its flags. The reference page of the site is
+made of them, and the test of the documentation's shell blocks compares flags with them.
+"""
+
+from __future__ import annotations
+
+import ast
+import pathlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+_PACKAGES = ("spell_jax", "data_pipeline", "launch", "benchmarks")
+
+
+class Flag(NamedTuple):
+    """A flag `--name`, its default as source text ("" if there is none), and its help."""
+
+    name: str
+    default: str
+    help: str
+
+
+class Command(NamedTuple):
+    """A module with `if __name__ == "__main__"`, its docstring and its flags."""
+
+    module: str
+    text: str
+    flags: tuple[Flag, ...]
+
+
+def find(root: pathlib.Path = ROOT) -> dict[str, Command]:
+    """Commands by module name ("spell_jax.train"; a package's __main__ has the package's name)."""
+    found = {}
+    for package in _PACKAGES:
+        for path in sorted((root / package).rglob("*.py")):
+            source = path.read_text(encoding="utf-8")
+            if "__main__" not in source:
+                continue
+            tree = ast.parse(source)
+            if any(isinstance(node, ast.If) and "__main__" in ast.dump(node) for node in tree.body):
+                name = ".".join(path.relative_to(root).with_suffix("").parts)
+                name = name.removesuffix(".__main__")
+                flags = {flag.name: flag for part in _parts(tree, root) for flag in _flags(part)}
+                text = ast.get_docstring(tree) or ""
+                found[name] = Command(name, text, tuple(flags.values()))
+    return found
+
+
+def _parts(tree: ast.Module, root: pathlib.Path) -> Iterator[ast.AST]:
+    """The module, and the function `define_flags` of every module whose one it calls."""
+    yield tree
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    used = {
+        node.value.id
+        for node in calls
+        if node.attr == "define_flags" and isinstance(node.value, ast.Name)
+    }
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.ImportFrom) or not node.module:
+            continue
+        for alias in node.names:
+            if (alias.asname or alias.name) in used:
+                parts = [*node.module.split("."), f"{alias.name}.py"]
+                other = ast.parse(root.joinpath(*parts).read_text(encoding="utf-8"))
+                for part in ast.walk(other):
+                    if isinstance(part, ast.FunctionDef) and part.name == "define_flags":
+                        yield part
+
+
+def _flags(tree: ast.AST) -> Iterator[Flag]:
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        function = ast.unparse(node.func).rpartition(".")[2]
+        name = node.args[0] if node.args else None
+        if not isinstance(name, ast.Constant) or not isinstance(name.value, str):
+            continue
+        keywords = {word.arg: word.value for word in node.keywords}
+        if function in ("add_argument", "add") and name.value.startswith("--"):
+            default = keywords.get("default")
+            yield Flag(name.value[2:], _source(default), _text(keywords.get("help")))
+        elif function.startswith("DEFINE_") and len(node.args) >= 2:
+            text = keywords.get("help", node.args[-1])
+            yield Flag(name.value, _source(node.args[1]), _text(text))
+
+
+def _source(node: ast.expr | None) -> str:
+    text = "" if node is None else ast.unparse(node)
+    return "" if text in ("None", "''") else text
+
+
+def _text(node: ast.expr | None) -> str:
+    """A help text; parts that are computed are left as they are in the source."""
+    if node is None:
+        return ""
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    return ast.unparse(node).strip("f'\"")

@@ -1,0 +1,96 @@
+"""Measured numbers of the documentation: held in docs/measurements, copied into the pages.
+
+    python -m launch.measurements [--check]
+
+A file NAME.json has the fields kind ("measured", "compiled only" or "estimated"), commit, machine,
+command and values. `python -m benchmarks NAME --save=FILE` writes one. In README.md and docs/*.md a
+number that a comment follows, such as `.68<!--demo.after.12-->`, is the value `after.12` of
+demo.json. This command writes the values into the pages, with as many decimals as a page has there;
+with --check it changes nothing, prints the numbers that differ, and exits with 1 if there are any.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "docs" / "measurements"
+KINDS = ("measured", "compiled only", "estimated")
+_FIELDS = {"kind", "commit", "machine", "command", "values"}
+_NUMBER = re.compile(r"(?P<number>[+-]?(?:\d[\d,]*\.?\d*|\.\d+))(?P<mark><!--(?P<name>[\w.-]+)-->)")
+
+
+def read(folder: pathlib.Path = FOLDER) -> dict[str, dict[str, Any]]:
+    """Files of a folder by name; ValueError if a file lacks a field or has another kind."""
+    found = {}
+    for path in sorted(folder.glob("*.json")):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if set(content) != _FIELDS or content["kind"] not in KINDS:
+            raise ValueError(f"{path}: must have the fields {sorted(_FIELDS)}, kind of {KINDS}")
+        found[path.stem] = content
+    return found
+
+
+def pages() -> list[pathlib.Path]:
+    """README.md and the pages of the documentation."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def refresh(text: str, measurements: Mapping[str, Mapping[str, Any]]) -> str:
+    """The text of a page with all marked numbers as measured; ValueError for an unknown name."""
+
+    def write(match: re.Match) -> str:
+        return _format(_value(match["name"], measurements), match["number"]) + match["mark"]
+
+    return _NUMBER.sub(write, text)
+
+
+def names(text: str) -> Iterator[str]:
+    """Names in the comments of a page."""
+    return (match["name"] for match in _NUMBER.finditer(text))
+
+
+def _value(name: str, measurements: Mapping[str, Mapping[str, Any]]) -> float:
+    file, *keys = name.split(".")
+    value: Any = measurements.get(file, {}).get("values", {})
+    for key in keys:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    if not isinstance(value, int | float):
+        raise ValueError(f"<!--{name}-->: no such number in docs/measurements/{file}.json")
+    return value
+
+
+def _format(value: float, like: str) -> str:
+    """A number with the decimals, the sign and the leading zero, or its absence, of another."""
+    decimals = len(like.partition(".")[2])
+    text = f"{value:{'+' if like.startswith('+') else ''},.{decimals}f}"
+    return re.sub(r"^([+-]?)0\.", r"\1.", text) if re.match(r"[+-]?\.", like) else text
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="change nothing, print differences")
+    check = parser.parse_args().check
+    measurements, differ = read(), 0
+    for path in pages():
+        old = path.read_text(encoding="utf-8")
+        new = refresh(old, measurements)
+        for before, after in zip(old.splitlines(), new.splitlines(), strict=True):
+            if before != after:
+                differ += 1
+                print(f"{path.relative_to(ROOT)}: {before!r} -> {after!r}")
+        if not check and old != new:
+            path.write_text(new, encoding="utf-8")
+    return int(check and differ > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

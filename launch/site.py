@@ -1,0 +1,142 @@
+"""Hooks of mkdocs for the documentation's site (mkdocs.yml, `make docs`).
+
+1. README.md is the site's first page, and CONTRIBUTING.md is a page; links between them and docs/
+   are rewritten. Both stay where readers of the repository look for them.
+2. reference/config.md is made from the config's dataclasses, reference/commands.md from the flags
+   and docstrings of the commands (launch/commands.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import inspect
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+from launch import commands
+from launch.measurements import ROOT
+from spell_jax import config as configs
+from spell_jax.algorithms import registry
+from spell_jax.algorithms.base import AlgorithmConfig
+
+_OUTSIDE = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md"}
+_FILES = ("LICENSE", "CITATION.cff", "CHANGELOG.md")  # shown as text, not as links
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Adds the pages that are not files of docs/."""
+    made = {page: (ROOT / name).read_text(encoding="utf-8") for name, page in _OUTSIDE.items()}
+    made["index.md"] = made["index.md"].replace("](docs/", "](").replace("](./", "](")
+    made["contributing.md"] = made["contributing.md"].replace("](docs/", "](")
+    made["reference/config.md"] = config_page()
+    made["reference/commands.md"] = commands_page()
+    for page, text in made.items():
+        files.append(File.generated(config, page, content=_relink(text)))
+    return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Rewrites links to files above docs/."""
+    return _relink(markdown)
+
+
+def _relink(text: str) -> str:
+    for name, page in _OUTSIDE.items():
+        text = re.sub(rf"\]\(((?:\.\./)*){name}", lambda found, to=page: _up(found[1], to), text)
+    for name in _FILES:
+        text = re.sub(rf"\[[^]]*\]\((?:\.\./)*{name}\)", f"`{name}`", text)
+    return text
+
+
+def _up(dots: str, page: str) -> str:
+    return f"]({dots.removeprefix('../')}{page}"
+
+
+def config_page() -> str:
+    """Every field of a config, from the dataclasses: type, default, meaning."""
+    parts = [
+        "# Config reference",
+        "Every field is a flag: `--config.sampler.page_size=256`. Defaults are the paper's. A "
+        "config file (`configs/`) changes some. This page is made from the dataclasses.",
+        _table("config", configs.RunConfig),
+    ]
+    for field in dataclasses.fields(configs.RunConfig):
+        if dataclasses.is_dataclass(field.default) and not isinstance(
+            field.default, AlgorithmConfig
+        ):
+            parts.append(_table(f"config.{field.name}", type(field.default)))
+    for name, spec in registry.ALGORITHMS.items():
+        parts.append(_table(f'config.algorithm, name = "{name}"', spec.config))
+    parts.append(_table("config.MODEL, a model besides the policy", configs.ExtraModelConfig))
+    parts.append(_table("config of spell_jax.sft", configs.SupervisedConfig))
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(title: str, section: type) -> str:
+    """The fields of a dataclass as a section of a page; ValueError if one is not explained."""
+    about = attributes(section)
+    text = inspect.cleandoc(section.__doc__ or "").split("\n\nAttributes:")[0]
+    rows = ["| field | type | default | meaning |", "| --- | --- | --- | --- |"]
+    for field in dataclasses.fields(section):
+        if field.metadata.get("derived"):
+            continue
+        if field.name not in about:
+            raise ValueError(
+                f"{section.__name__}.{field.name}: its docstring has no such attribute"
+            )
+        default = field.default
+        if dataclasses.is_dataclass(default) or default is dataclasses.MISSING:
+            shown = ""
+        else:
+            shown = f"`{json.dumps(default) if isinstance(default, str) else repr(default)}`"
+        kind = str(field.type).replace("|", "\\|")
+        rows.append(f"| `{field.name}` | `{kind}` | {shown} | {_cell(about[field.name])} |")
+    return f"## {title}\n\n{_plain(text)}\n\n" + "\n".join(rows)
+
+
+def attributes(section: type) -> Mapping[str, str]:
+    """Texts of the `Attributes:` of a dataclass and its bases, by name."""
+    found: dict[str, str] = {}
+    for one in reversed(section.__mro__):
+        if "__doc__" in vars(one) and one.__doc__ and "Attributes:" in one.__doc__:
+            found |= dict(_entries(inspect.cleandoc(one.__doc__).split("Attributes:")[1]))
+    return found
+
+
+def _entries(text: str) -> Iterator[tuple[str, str]]:
+    for entry in re.split(r"\n  (?=\w)", text):
+        names, _, meaning = " ".join(entry.split()).partition(": ")
+        for name in names.split(", "):
+            yield name, meaning
+
+
+def commands_page() -> str:
+    """Every command with its docstring and flags."""
+    parts = [
+        "# Commands",
+        "`python -m MODULE --help` prints the same.",
+    ]
+    for command in commands.find().values():
+        if f"python -m {command.module}" not in command.text:
+            continue
+        parts.append(f"## {command.module}\n\n```text\n{command.text}\n```")
+        if command.flags:
+            rows = ["| flag | default | meaning |", "| --- | --- | --- |"]
+            for flag in command.flags:
+                default = f"`{_cell(flag.default)}`" if flag.default else ""
+                rows.append(f"| `--{flag.name}` | {default} | {_cell(flag.help)} |")
+            parts.append("\n".join(rows))
+    return "\n\n".join(parts) + "\n"
+
+
+def _plain(text: str) -> str:
+    return html.escape(text, quote=False)
+
+
+def _cell(text: str) -> str:
+    return _plain(" ".join(text.split())).replace("|", "\\|")

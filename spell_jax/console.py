@@ -1,0 +1,18 @@
+"""Console scripts: `spell-train` is `python -m spell_jax.train`, and so on (setup.py)."""
+
+from __future__ import annotations
+
+import functools
+import runpy
+
+
+def _run(name: str) -> None:
+    runpy.run_module(f"spell_jax.{name}", run_name="__main__", alter_sys=True)
+
+
+train = functools.partial(_run, "train")
+sft = functools.partial(_run, "sft")
+generate = functools.partial(_run, "generate")
+evaluate = functools.partial(_run, "evaluate")
+export = functools.partial(_run, "export")
+report = functools.partial(_run, "report")

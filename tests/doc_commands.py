@@ -1,0 +1,80 @@
+"""Commands of the documentation: shell blocks and inline code of README.md and docs/."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import shlex
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from launch import measurements
+
+_SHELL = re.compile(r"(\.venv/bin/)?(python3?|pip|make|spell-\w+|[A-Z_]+=|for |zcat|mkdir)\b")
+_ASSIGNMENT = re.compile(r"([A-Za-z_]+)=(.*)", re.DOTALL)
+
+
+class Found(NamedTuple):
+    """A command: its page, its words, and whether it is of a block (else inline code)."""
+
+    page: str
+    words: tuple[str, ...]
+    in_block: bool
+
+
+def find(path: pathlib.Path) -> Iterator[Found]:
+    """Commands of a page, with variables that the page sets replaced by their values."""
+    text = path.read_text(encoding="utf-8")
+    page = str(path.relative_to(measurements.ROOT))
+    variables: dict[str, str] = {}
+    for block in blocks(text):
+        for line in _lines(block):
+            for words in _commands(line, variables):
+                yield Found(page, words, True)
+    for span in re.findall(r"`(python -m [^`]+)`", text):
+        for words in _commands(" ".join(span.split()), variables):
+            yield Found(page, words, False)
+
+
+def blocks(text: str) -> Iterator[str]:
+    """Shell blocks of a page: indented or fenced, if their first line is a command."""
+    fenced = re.findall(r"^```(?:bash|sh)?\n(.*?)^```", text, re.M | re.DOTALL)
+    plain = re.sub(r"^```.*?^```", "", text, flags=re.M | re.DOTALL)
+    indented = re.findall(r"(?:(?<=\n\n)|^)((?:    .*\n|\n(?=    ))+)", plain)
+    for block in [*fenced, *indented]:
+        block = re.sub(r"^    ", "", block, flags=re.M)
+        first = block.strip().split("\n")[0]
+        if re.match(
+            r"(\.venv/bin/)?(python3?|pip|make|spell-\w+|[A-Z_]+=|for |zcat|mkdir)\b", first
+        ):
+            yield block
+
+
+def _lines(block: str) -> Iterator[str]:
+    """Logical lines: continued ones joined, comments dropped, quoted ones kept together."""
+    pending = ""
+    for line in block.replace("\\\n", " ").split("\n"):
+        pending = f"{pending} {line}".strip()
+        if pending.count('"') % 2 == 0:
+            yield pending
+            pending = ""
+    if pending:
+        yield pending
+
+
+def _commands(line: str, variables: dict[str, str]) -> Iterator[tuple[str, ...]]:
+    line = re.sub(r"^for (\w+) in (\S+).*?; do", r"\1=\2;", line)  # the loop's first value
+    line = re.sub(r"\$\{?(\w+)\}?", lambda m: variables.get(m[1], m[0]), line)
+    lexer = shlex.shlex(line, posix=True, punctuation_chars=";&|")
+    lexer.whitespace_split, lexer.commenters = True, "#"
+    words: list[str] = []
+    for word in [*lexer, ";"]:
+        if set(word) <= set(";&|"):
+            while words and (match := _ASSIGNMENT.fullmatch(words[0])):
+                variables[match[1]] = match[2]
+                words = words[1:]
+            if words and words != ["done"]:
+                yield tuple(words)
+            words = []
+        else:
+            words.append(re.sub(r"\$\{?(\w+)\}?", lambda m: variables.get(m[1], m[0]), word))

@@ -1,0 +1,203 @@
+"""Tests of the documentation: every command parses, links lead somewhere, numbers are as measured.
+
+Commands are not run: their modules and flags must exist, and their configs must pass the checks
+that need no device. A file that a command names need not exist.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+from absl import flags
+from ml_collections import config_flags
+
+from benchmarks import __main__ as benchmarks
+from launch import commands, measurements
+from spell_jax import config as configs
+from spell_jax.runtime import entry
+from tests import doc_commands
+from tests.paths import ROOT
+
+PAGES = measurements.pages()
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+MODULES = commands.find()
+EXTERNAL = frozenset(["pip", "python3", "python3.11", "zcat", "jq", "mkdir", "cp", "cat"])
+RUNS = ("spell_jax.train", "spell_jax.sft")  # modules whose configs are checked whole
+ABSENT = re.compile(r"[\w.]*(folder|source|questions|validation|tokenizer|init_from) = '.+?'")
+
+
+def read_config(arguments: list[str]) -> object:
+    """The config of --config and its overrides, as the entry points parse it."""
+    values = flags.FlagValues()
+    config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=["x", *arguments])
+    entry.parse_flags(["x", *arguments], values, values)
+    return values["config"].value
+
+
+def check_run(module: str, config) -> None:
+    """Checks a config whole; files that it names may be missing."""
+    try:
+        (configs.read if module == "spell_jax.train" else configs.read_supervised)(config)
+    except (FileNotFoundError, ValueError) as error:
+        if not ABSENT.match(str(error)):
+            raise
+
+
+def check_flags(module: str, words: list[str]) -> None:
+    """Checks the flags of a command of the repository."""
+    words = words[: words.index("--")] if "--" in words else words
+    given = [word for word in words if word.startswith("--")]
+    if module == "benchmarks":
+        given = [word for word in given if not word.startswith(("--save=", "--policy="))]
+        given = [re.sub(r"=[A-Z]+$", "=1", word) for word in given]  # a number, N
+        benchmarks.parse([words[0], *given])
+        return
+    known = {flag.name for flag in MODULES[module].flags}
+    for word in given:
+        name = word[2:].partition("=")[0]
+        assert name.startswith("config.") or name in known, f"{module} has no flag --{name}"
+    chosen = [word for word in given if word.startswith("--config")]
+    if "config" in known and any(re.match(r"--config=configs/[a-z]", word) for word in chosen):
+        config = read_config(chosen)
+        if module in RUNS:
+            check_run(module, config)
+
+
+def check(words: tuple[str, ...]) -> None:
+    """Checks one command; AssertionError or the error of its parser."""
+    program = words[0].removeprefix(".venv/bin/")
+    if program == "make":
+        for target in words[1:]:
+            assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.M), target
+    elif program == "python" and words[1] == "-m":
+        # [--flag] is an optional flag, "..." stands for flags that a page has shown before.
+        rest = [word.strip("[]").replace("=URL", "=http://localhost/v1") for word in words[3:]]
+        rest = [word for word in rest if word not in ("--config...", "...")]
+        if words[2] not in ("pytest", "pip"):
+            assert words[2] in MODULES, f"no such command: python -m {words[2]}"
+            # Options of Apache Beam's runners go through.
+            is_beam = words[2] == "data_pipeline.build" and any("--runner" in one for one in rest)
+            if not is_beam and not any(one.endswith("...") for one in rest):
+                check_flags(words[2], rest)
+    elif program.startswith("spell-"):
+        assert f"spell_jax.{program[6:]}" in MODULES, program
+    else:
+        assert program in EXTERNAL, f"unknown program: {program}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_commands_parse(page: pathlib.Path):
+    for found in doc_commands.find(page):
+        try:
+            check(found.words)
+        except (Exception, SystemExit) as error:
+            pytest.fail(f"{found.page}: {' '.join(found.words)}\n{type(error).__name__}: {error}")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_commands_are_in_blocks(page: pathlib.Path):
+    plain = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    assert not re.findall(r"^(?:python -m|pip install|make) .*", plain, re.M)
+
+
+def test_wrong_commands_are_found():
+    """The check fails for a wrong module, flag, field and value."""
+    train = ("python", "-m", "spell_jax.train", "--config=configs/tiny.py")
+    for words in (
+        ("python", "-m", "spell_jax.trian"),
+        (*train, "--wrokdir=x"),
+        (*train, "--config.algorithm.group_sice=4"),
+        (*train, "--config.algorithm.group_size=1"),
+        ("python", "-m", "benchmarks", "update", "--promt=1"),
+        ("make", "dmeo"),
+    ):
+        with pytest.raises((AssertionError, ValueError, SystemExit, flags.Error)):
+            check(words)
+
+
+def anchors(text: str) -> set[str]:
+    """Anchors of a page's headings, as GitHub and the site make them."""
+    heads = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S), re.M)
+    return {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize(
+    "page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=[*NAMES, "CONTRIBUTING.md"]
+)
+def test_links_lead_somewhere(page: pathlib.Path):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if "://" in target:
+            continue
+        file, _, anchor = target.partition("#")
+        path = (page.parent / file).resolve() if file else page
+        if "reference" in path.parts:  # made when the site is built
+            assert path.name in ("config.md", "commands.md"), target
+            continue
+        assert path.is_file(), target
+        assert not anchor or anchor in anchors(path.read_text()), target
+
+
+def test_every_page_is_in_the_navigation():
+    text = (ROOT / "mkdocs.yml").read_text()
+    for page in (ROOT / "docs").rglob("*.md"):
+        assert f"{page.relative_to(ROOT / 'docs')}\n" in text, page
+
+
+def test_howto_pages_begin_with_a_command():
+    for page in (ROOT / "docs" / "howto").glob("*.md"):
+        opening = page.read_text().split("\n", 2)[2].strip()
+        assert re.match(r"(Run|Open) ", opening), page.name
+
+
+# ----------------------------------------------------------------------------------------- Numbers
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_numbers_are_as_measured(page: pathlib.Path):
+    text = page.read_text()
+    assert measurements.refresh(text, measurements.read()) == text, "python -m launch.measurements"
+
+
+def test_every_measurement_is_on_a_page():
+    used = {name.split(".")[0] for page in PAGES for name in measurements.names(page.read_text())}
+    unused = {name for name in measurements.read() if not name.startswith("curve_")} - used
+    assert not unused
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (".68<!--a.x-->", ".71<!--a.x-->"),
+        ("+1<!--a.n--> and 3.20<!--a.x-->", "+12<!--a.n--> and 0.71<!--a.x-->"),
+        ("-.1<!--a.y.z-->", "-.2<!--a.y.z-->"),
+        ("no mark: .68", "no mark: .68"),
+        ("1,024<!--a.m-->", "2,048<!--a.m-->"),
+    ],
+)
+def test_numbers_keep_their_format(text, expected):
+    values = {"x": 0.71, "n": 12, "y": {"z": -0.2}, "m": 2048}
+    assert measurements.refresh(text, {"a": {"values": values}}) == expected
+
+
+def test_unknown_measurement_is_an_error():
+    with pytest.raises(ValueError, match=r"<!--a\.z-->: no such number"):
+        measurements.refresh(".5<!--a.z-->", {"a": {"values": {}}})
+
+
+@pytest.mark.slow
+def test_site_builds(tmp_path):
+    """Strict: mkdocs fails for a dead link, a missing anchor, a page outside the navigation."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", f"--site-dir={tmp_path}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "sampler.kv_cache_tokens" in (tmp_path / "long_context.html").read_text()
+    assert "kv_cache_tokens" in (tmp_path / "reference" / "config.html").read_text()
+    assert "--lm_eval_tasks" in (tmp_path / "reference" / "commands.html").read_text()
+
+
+def test_readme_is_short():
+    assert len((ROOT / "README.md").read_text().split()) <= 1300
