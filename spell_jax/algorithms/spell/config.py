@@ -59,6 +59,11 @@ class SpellConfig(AlgorithmConfig):
         by more than half of the samples, or if that answer is also given without documents, even
         if it is only "unknown".
       reader_samples: K, answers of the frozen reader per question.
+      reader_unanimous: whether all K answers must agree.
+      reader_by_hop: whether the reader answers a chain, "A of B of C", one hop after another
+        (selfplay/hops.py).
+      gate_leak: share, in [0, 1], of the questions that pass although the reader's answers do not
+        agree, with the most frequent answer as reference (arXiv 2605.22217).
       reader_refresh: the frozen reader is renewed every N steps; 0: never.
       responder_reward: how rule and majority are combined: "max" (6), "verifier", "mean", "min";
         "rule" uses no verifier; "random" is a control that must destroy the policy.
