@@ -65,7 +65,7 @@ def user_errors() -> Iterator[None]:
     """Ends the process with one line and EXIT_CODE for an error of USER_ERRORS before `setup_done`.
 
     Commands with argparse use it directly, around their `main`. Of several processes, one that ends
-    here does not wait for the others (`distributed.leave`).
+    here ends the others too (`distributed.leave`).
     """
     global _is_set_up
     _is_set_up = False
@@ -82,7 +82,7 @@ def user_errors() -> Iterator[None]:
         if "jax" in sys.modules:  # not imported for its sake: the data pipeline runs without it
             from spell_jax.runtime import distributed
 
-            distributed.leave(EXIT_CODE)
+            distributed.leave(EXIT_CODE, error)
         sys.exit(EXIT_CODE)
 
 

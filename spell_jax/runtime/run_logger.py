@@ -18,6 +18,7 @@ from typing import Any
 import jax
 from etils import epath
 
+from spell_jax.runtime import peers
 from spell_jax.runtime.episodes import EpisodeWriter
 from spell_jax.runtime.loggers import Wandb
 from spell_jax.runtime.metrics import Metrics, MetricsWriter
@@ -161,6 +162,7 @@ class RunLogger:
         """Starts a phase of the run, after `done` steps, and shows the newest numbers."""
         self._shown |= shown or {}
         self._timer.enter(phase)
+        peers.note(phase=phase, step=done)
         self.progress.update(done, phase, self._shown)
 
     def write(self, step: int, metrics: Metrics, episodes: Iterable[Any] = ()) -> None:
