@@ -320,6 +320,7 @@ class Checkpoints:
         if jax.process_index() != 0:
             return
         hashes.write(self._folder(step), score)
+        peers.note(saved=step)
         fault_injection.point("saved")
         for old in surplus:
             try:  # Hashes first: a half-deleted folder must not look like a finished step.
@@ -339,7 +340,6 @@ class Checkpoints:
             return SaveError(f"{self._folder(pending.step)} could not be saved: {failure}")
         self._unusable.discard(pending.step)
         self._scores[pending.step] = pending.score
-        peers.note(saved=pending.step)
         for old in pending.surplus:
             del self._scores[old]
         return None

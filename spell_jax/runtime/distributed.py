@@ -96,8 +96,8 @@ def join() -> None:
 
 def _leave_if_failed() -> None:
     """Ends a failed process without jax's shutdown, which would wait minutes for the others."""
-    if hasattr(sys, "last_value"):
-        leave(1, sys.last_value)
+    if (error := getattr(sys, "last_value", None)) is not None:
+        leave(1, error)
     peers.note(is_done=True)
 
 

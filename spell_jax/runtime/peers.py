@@ -249,8 +249,9 @@ class Peers:
             else f"{peer.describe('is missing: last heard')}, {now - peer.heard:.0f} s ago"
             for peer in peers
         ]
-        saved = self.state["saved"]
-        start = "its last checkpoint" if saved is None else f"step {saved} or a later checkpoint"
+        found = [state.get("saved") for state in (self.state, *(peer.state for peer in peers))]
+        saved = max((step for step in found if step is not None), default=None)
+        start = "its last checkpoint" if saved is None else f"checkpoint {saved} or a later one"
         remedy = f"end what is left of it, start all again: the run resumes from {start}"
         return Verdict("; ".join([*reasons, remedy]), tuple(peer.index for peer in peers))
 

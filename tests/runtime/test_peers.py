@@ -68,9 +68,7 @@ def stranger(run: Run, index: int) -> Iterator[socket.socket]:
         yield line
 
 
-REMEDY = (
-    "end what is left of it, start all again: the run resumes from step 2 or a later checkpoint"
-)
+REMEDY = "end what is left of it, start all again: the run resumes from checkpoint 2 or a later one"
 
 
 @pytest.mark.slow

@@ -135,7 +135,7 @@ def test_killed_process_ends_all_and_a_restart_resumes(killed, alone, policy, tm
     (code, *_, died), (left, error, end) = ended[killed], ended[1 - killed]
     assert code == -signal.SIGKILL and left == peers.EXIT_CODE, error[-3000:]
     assert f"process {killed} of 2 (host {socket.gethostname()}) is missing: last heard" in error
-    assert f"resumes from step {STEPS - 1} or a later checkpoint" in error
+    assert f"resumes from checkpoint {STEPS - 1} or a later one" in error
     assert end - died < LOST_SECONDS + 15  # a margin for a loaded machine
     first = tmp_path / "episodes" / "step_000001.jsonl.gz"
     written = first.stat().st_mtime_ns
