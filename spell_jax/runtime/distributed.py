@@ -16,6 +16,7 @@ import os
 import pickle
 import re
 import sys
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -171,6 +172,12 @@ class Barriers:
     def __call__(self, *, key: str, timeout_ms: int) -> None:
         """Waits for all processes; RuntimeError if one failed, TimeoutError at the time limit."""
         client, deadline = _client(), time.monotonic() + timeout_ms / 1000
+        # Orbax's threads come here with an error that they raise only afterwards. (In the main
+        # thread it may be one of ours, after which a checkpoint is saved.)
+        error = sys.exc_info()[1]
+        if error is not None and threading.current_thread() is not threading.main_thread():
+            self.fail(error)
+            raise RuntimeError(self.failure())
         self._uses[key] += 1
         folder = f"{self._prefix}/reached/{key}/{self._uses[key]}"
         client.key_value_set(mine := f"{folder}/{jax.process_index()}", "")
@@ -185,7 +192,7 @@ class Barriers:
             client.key_value_delete(self._passed.popleft())
 
     def fail(self, error: BaseException) -> None:
-        if jax.process_count() == 1:
+        if jax.process_count() == 1 or self.failure():  # only the first: others follow from it
             return
         text = f"host {jax.process_index()}: {type(error).__name__}: {error}"
         key = f"{self._prefix}/failed/{jax.process_index()}"

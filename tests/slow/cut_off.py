@@ -1,8 +1,9 @@
 """A small run of the trainer on one of several hosts, which a test disturbs at a chosen moment.
 
-python -m tests.slow.cut_off POLICY WORKDIR FOLDER POINT:COUNT
+python -m tests.slow.cut_off POLICY WORKDIR SETTINGS FOLDER POINT:COUNT
 
-FOLDER is None or belongs to the host that is disturbed. Its process waits when it passes a point of
+SETTINGS are config fields by dotted name, in JSON. FOLDER is empty except on the host that is
+disturbed. Its process waits when it passes a point of
 runtime/fault_injection.py for the COUNT-th time (or "joined:1", when all hosts have met): it makes
 FOLDER/reached and goes on when there is FOLDER/go.
 """
@@ -10,6 +11,7 @@ FOLDER/reached and goes on when there is FOLDER/go.
 from __future__ import annotations
 
 import collections
+import json
 import pathlib
 import sys
 import time
@@ -25,8 +27,9 @@ from tests import noise
 STEPS = 3
 
 
-def make_config(policy: pathlib.Path):
-    return noise.small_config(policy, steps=STEPS, checkpoint_every=1, validate_every=0)
+def make_config(policy: pathlib.Path, **settings):
+    fields = {"steps": STEPS, "checkpoint_every": 1, "validate_every": 0}
+    return noise.small_config(policy, **(fields | settings))
 
 
 def wait_at(point: str, folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,7 +55,8 @@ def wait_at(point: str, folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def main() -> None:
-    policy, workdir, folder, point = sys.argv[1:]
+    policy, workdir, settings, folder, point = sys.argv[1:]
+    config = make_config(pathlib.Path(policy), **json.loads(settings))
     jax.config.update("jax_disable_most_optimizations", True)  # less to compile
     with pytest.MonkeyPatch.context() as monkeypatch:
         noise.give_meaning(monkeypatch)
@@ -60,7 +64,7 @@ def main() -> None:
         if folder:
             wait_at(point, pathlib.Path(folder), monkeypatch)
         start.setup()
-        loop.train(make_config(pathlib.Path(policy)), pathlib.Path(workdir))
+        loop.train(config, pathlib.Path(workdir))
 
 
 if __name__ == "__main__":
