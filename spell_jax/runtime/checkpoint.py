@@ -25,12 +25,13 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from etils import epath
 
-from spell_jax.runtime import distributed, fault_injection, hashes, paths
+from spell_jax.runtime import distributed, fault_injection, hashes, paths, peers
 
 log = logging.getLogger(__name__)
 
 CHECKPOINTS_FOLDER = "checkpoints"
 _MOST_NAMED = 10
+_POLL_S = 0.5  # pause between two looks at the failures of other hosts
 
 
 class SaveError(RuntimeError):
@@ -170,6 +171,7 @@ class Checkpoints:
         """
         self.wait()
         intact, damages = distributed.broadcast(self._inspect)
+        peers.note(saved=intact)
         for step, damage in damages:
             self._scores.pop(step, None)
             self._unusable.add(step)
@@ -260,13 +262,18 @@ class Checkpoints:
         # threads that wait minutes for the folder. Several hosts do not, because all of them would
         # wait for a host that failed.
         several = jax.process_count() > 1
+        self._barriers = distributed.Barriers()
+        async_options = ocp.options.AsyncOptions(
+            create_directories_asynchronously=several,
+            barrier_sync_fn=self._barriers if several else None,
+        )
         return ocp.CheckpointManager(
             self._directory,
             # Lightweight: a step with damaged metadata must not prevent reading the others.
             options=ocp.CheckpointManagerOptions(
                 enable_async_checkpointing=True,
                 lightweight_initialize=True,
-                async_options=ocp.options.AsyncOptions(create_directories_asynchronously=several),
+                async_options=async_options,
             ),
             item_handlers={
                 "arrays": ocp.StandardCheckpointHandler(),
@@ -278,7 +285,8 @@ class Checkpoints:
         self, step: int, args: Any, score: float | None, waits: bool, renews: bool = False
     ) -> Exception | None:
         """Starts writing a step, without retries; returns the failure of any host, or None."""
-        failure = _together(lambda: self._begin(step, args, score, renews))
+        failure = _together(lambda: self._clear(step)) if renews else None
+        failure = failure or _together(lambda: self._begin(step, args, score, renews))
         if failure is not None:
             if self._pending is not None:
                 concurrent.futures.wait([self._pending.job])
@@ -287,27 +295,32 @@ class Checkpoints:
             return SaveError(f"{self._folder(step)} could not be saved: {failure}")
         return self._settle() if waits else None
 
+    def _clear(self, step: int) -> None:
+        _end(self._manager)
+        if jax.process_index() == 0:
+            self._folder(step).rmtree(missing_ok=True)
+
     def _begin(self, step: int, args: Any, score: float | None, renews: bool) -> None:
         if renews:
-            _end(self._manager)
-            if jax.process_index() == 0:
-                self._folder(step).rmtree(missing_ok=True)
             self._manager = self._open()
         scores = {**self._scores, step: score}
         kept = {*sorted(scores)[-self._keep :], _best(scores)}
         surplus = [old for old in scores if old not in kept]
-        self._manager.save(step, args=args, force=True)
+        with self._barriers.announced():
+            self._manager.save(step, args=args, force=True)
         job = self._background.submit(self._commit, step, score, surplus)
         self._pending = _Pending(step, score, surplus, job)
 
     def _commit(self, step: int, score: float | None, surplus: list[int]) -> None:
         """Background job: waits for Orbax (on every host), then finishes the step."""
         fault_injection.point("saving")
-        self._manager.wait_until_finished()
+        with self._barriers.announced():
+            self._manager.wait_until_finished()
         fault_injection.point("written")
         if jax.process_index() != 0:
             return
         hashes.write(self._folder(step), score)
+        peers.note(saved=step)
         fault_injection.point("saved")
         for old in surplus:
             try:  # Hashes first: a half-deleted folder must not look like a finished step.
@@ -321,7 +334,7 @@ class Checkpoints:
         if self._pending is None:
             return None
         pending, self._pending = self._pending, None
-        failure = _together(pending.job.result)
+        failure = _together(lambda: self._finish(pending))
         if failure is not None:
             self._unusable.add(pending.step)
             return SaveError(f"{self._folder(pending.step)} could not be saved: {failure}")
@@ -330,6 +343,23 @@ class Checkpoints:
         for old in pending.surplus:
             del self._scores[old]
         return None
+
+    def _finish(self, pending: _Pending) -> None:
+        """Waits for a job; ends the run if that takes too long after the save failed elsewhere.
+
+        Orbax waits 5 minutes for a folder that another host could not make.
+        """
+        deadline = math.inf
+        while not concurrent.futures.wait([pending.job], _POLL_S).done:
+            failure = self._barriers.failure()
+            if failure and deadline == math.inf:
+                deadline = time.monotonic() + distributed.lost_seconds()
+            if time.monotonic() > deadline:
+                folder = self._folder(pending.step)
+                error = SaveError(f"{folder} could not be saved: {failure}")
+                log.error("%s", error)
+                distributed.leave(1, error)
+        pending.job.result()
 
     def _save_elsewhere(self, step: int, args: Any, score: float | None) -> str:
         """Saves a step to a new fallback folder; returns a text with its place or the failure."""

@@ -10,21 +10,28 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import pickle
 import re
 import sys
+import threading
+import time
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax._src import clusters  # no public API reports what initialize() would detect
+from jax._src import distributed as jax_distributed
 from jax.experimental import multihost_utils
 
-from spell_jax.runtime import rendezvous
+from spell_jax.runtime import peers, rendezvous
 
+_POLL_S = 0.1  # pause between two looks at a barrier
+_KEPT_BARRIERS = 20  # a save has fewer, and starts when all processes have ended the one before
 _SMALLEST = 1024  # minimum size of an exchange in bytes, so that small parts share a program
 
 # Position of this process; all three are set or none.
@@ -49,13 +56,13 @@ def join() -> None:
     Must be called before any device is touched. The environment has SPELL_COORDINATOR (host:port of
     process 0), SPELL_PROCESSES and SPELL_PROCESS (0 to SPELL_PROCESSES - 1), or is a cluster that
     jax recognizes: a TPU slice of several hosts, Slurm, Open MPI. The call waits SPELL_JOIN_SECONDS
-    (300) for the others; TimeoutError names the missing ones. Afterwards a process that fails or
-    loses its connection ends all others within SPELL_LOST_SECONDS (100), by an error or by SIGABRT
-    with a message that names it. ValueError if a variable is missing or out of range.
+    (300) for the others; TimeoutError names the missing ones. Afterwards a process that fails, or
+    is not heard for SPELL_LOST_SECONDS (100), ends all others: they name it and exit with
+    peers.EXIT_CODE. ValueError if a variable is missing or out of range.
     """
     if jax.distributed.is_initialized():
         return
-    limit, lost = _seconds(JOIN_SECONDS), _seconds(LOST_SECONDS)
+    limit, lost = _seconds(JOIN_SECONDS), lost_seconds()
     position = _configured_position() or _detected_position(limit)
     if position is None or position.count == 1:
         return
@@ -63,42 +70,53 @@ def join() -> None:
         f"waiting for {position.count} processes at {position.address}, up to {limit} seconds: "
         f"this is process {position.index} of {position.count}, counted from 0"
     )
+    hub = rendezvous.listen(0) if position.index == 0 else None
+    port = str(hub.getsockname()[1]) if hub else ""
     try:
-        rendezvous.wait_for_all(position.address, position.count, position.index, limit)
+        port = rendezvous.wait_for_all(
+            position.address, position.count, position.index, limit, port
+        )
     except TimeoutError as error:
         raise TimeoutError(f"{JOIN_SECONDS} = {limit}: time is up; {error}") from None
-    jax.distributed.initialize(
-        position.address,
-        position.count,
-        position.index,
-        position.devices,
-        cluster_detection_method="deactivate",
-        initialization_timeout=limit,
-        heartbeat_timeout_seconds=lost,
-    )
-    atexit.register(_leave_if_failed, position)
+    host = position.address.rsplit(":", 1)[0].strip("[]")
+    peers.start(position.index, position.count, hub or (host, int(port)), lost)
+    with peers.announced():
+        jax.distributed.initialize(
+            position.address,
+            position.count,
+            position.index,
+            position.devices,
+            cluster_detection_method="deactivate",
+            initialization_timeout=limit,
+            # Longer than our own: jax ends a process without naming the one that is missing.
+            heartbeat_timeout_seconds=3 * lost,
+        )
+    atexit.register(_leave_if_failed)
     _log_stderr(f"all {position.count} are there; if one is lost, all end within {lost} seconds")
 
 
-def _leave_if_failed(position: _Position) -> None:
+def _leave_if_failed() -> None:
     """Ends a failed process without jax's shutdown, which would wait minutes for the others."""
-    if hasattr(sys, "last_value"):
-        _log_stderr(
-            f"process {position.index} of {position.count} stops by the error above; if that is a "
-            "broken connection, another process died first"
-        )
-        leave(1)
+    if (error := getattr(sys, "last_value", None)) is not None:
+        leave(1, error)
+    peers.note(is_done=True)
 
 
-def leave(status: int) -> None:
-    """Ends this process at once if it is one of several, without the wait of jax's shutdown."""
-    if jax.distributed.is_initialized():
+def leave(status: int, error: BaseException) -> None:
+    """Ends this process by an error if it is one of several, without the wait of jax's shutdown."""
+    if peers.is_running():
+        peers.fail(error)
         sys.stdout.flush()
         os._exit(status)
 
 
 def _log_stderr(text: str) -> None:
     print(f"spell_jax: {text}", file=sys.stderr, flush=True)
+
+
+def lost_seconds() -> int:
+    """Seconds without a sign of life after which a process is lost (SPELL_LOST_SECONDS)."""
+    return _seconds(LOST_SECONDS)
 
 
 def _seconds(name: str) -> int:
@@ -136,6 +154,69 @@ def _detected_position(limit: int) -> _Position | None:
     if address is None or count is None or index is None:
         return None
     return _Position(address, count, index, devices)
+
+
+class Barriers:
+    """Barriers for Orbax; all end with an error as soon as one process has called `fail`.
+
+    Every process makes one for each checkpoint manager, in the same order.
+    """
+
+    _numbers = itertools.count()
+
+    def __init__(self) -> None:
+        self._prefix = f"spell_jax/barriers/{next(self._numbers)}"
+        self._uses: Counter[str] = Counter()  # of each name
+        self._passed: deque[str] = deque()  # keys of this process
+
+    def __call__(self, *, key: str, timeout_ms: int) -> None:
+        """Waits for all processes; RuntimeError if one failed, TimeoutError at the time limit."""
+        client, deadline = _client(), time.monotonic() + timeout_ms / 1000
+        # Orbax's threads come here with an error that they raise only afterwards. (In the main
+        # thread it may be one of ours, after which a checkpoint is saved.)
+        error = sys.exc_info()[1]
+        if error is not None and threading.current_thread() is not threading.main_thread():
+            self.fail(error)
+            raise RuntimeError(self.failure())
+        self._uses[key] += 1
+        folder = f"{self._prefix}/reached/{key}/{self._uses[key]}"
+        client.key_value_set(mine := f"{folder}/{jax.process_index()}", "")
+        while len(client.key_value_dir_get(f"{folder}/")) < jax.process_count():
+            if failure := self.failure():
+                raise RuntimeError(failure)
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"not all processes have reached {key}")
+            time.sleep(_POLL_S)
+        self._passed.append(mine)
+        if len(self._passed) > _KEPT_BARRIERS:
+            client.key_value_delete(self._passed.popleft())
+
+    def fail(self, error: BaseException) -> None:
+        if jax.process_count() == 1 or self.failure():  # only the first: others follow from it
+            return
+        text = f"host {jax.process_index()}: {type(error).__name__}: {error}"
+        key = f"{self._prefix}/failed/{jax.process_index()}"
+        _client().key_value_set(key, text, allow_overwrite=True)
+
+    @contextlib.contextmanager
+    def announced(self) -> Iterator[None]:
+        """Context whose error is given to `fail`."""
+        try:
+            yield
+        except Exception as error:
+            self.fail(error)
+            raise
+
+    def failure(self) -> str:
+        """Texts of the errors given to `fail` on any process; "" without one."""
+        if jax.process_count() == 1:
+            return ""
+        return "; ".join(text for _, text in _client().key_value_dir_get(f"{self._prefix}/failed/"))
+
+
+def _client() -> Any:
+    """Client of jax's coordination service, which has a public API only in part."""
+    return jax_distributed.global_state.client
 
 
 def gather_bytes(mine: Sequence[bytes]) -> list[list[bytes]]:

@@ -75,7 +75,7 @@ def user_errors() -> Iterator[None]:
     """Ends the process with one line and EXIT_CODE for an error of USER_ERRORS before `setup_done`.
 
     Commands with argparse use it directly, around their `main`. Of several processes, one that ends
-    here does not wait for the others (`distributed.leave`).
+    here ends the others too (`distributed.leave`).
     """
     global _is_set_up
     _is_set_up = False
@@ -88,17 +88,17 @@ def user_errors() -> Iterator[None]:
         if os.environ.get(TRACEBACK_VARIABLE):
             traceback.print_exc()
         sys.stdout.flush()
-        _leave(f"error: {text}", EXIT_CODE)
-    except KeyboardInterrupt:
-        _leave("interrupted; a training run goes on with the same command", INTERRUPTED)
+        _leave(f"error: {text}", EXIT_CODE, error)
+    except KeyboardInterrupt as error:
+        _leave("interrupted; a training run goes on with the same command", INTERRUPTED, error)
 
 
-def _leave(line: str, code: int) -> None:
+def _leave(line: str, code: int, error: BaseException) -> None:
     print(line, file=sys.stderr, flush=True)
     if "jax" in sys.modules:  # not imported for its sake: the data pipeline runs without it
         from spell_jax.runtime import distributed
 
-        distributed.leave(code)
+        distributed.leave(code, error)
     sys.exit(code)
 
 

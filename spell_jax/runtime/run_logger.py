@@ -19,6 +19,7 @@ import jax
 from absl import logging
 from etils import epath
 
+from spell_jax.runtime import peers
 from spell_jax.runtime.episodes import EpisodeWriter
 from spell_jax.runtime.loggers import Wandb
 from spell_jax.runtime.metrics import Metrics, MetricsWriter
@@ -174,6 +175,7 @@ class RunLogger:
         """Starts a phase of the run, after `done` steps, and shows the newest numbers."""
         self._shown |= shown or {}
         self._timer.enter(phase)
+        peers.note(phase=phase, step=done)
         self.progress.update(done, phase, self._shown)
 
     def write(self, step: int, metrics: Metrics, episodes: Iterable[Any] = ()) -> None:

@@ -33,10 +33,10 @@ class SamplerConfig:
       top_k: number of most likely tokens to keep, see Options.
       min_p: least probability relative to the most likely token, see Options.
       vocabulary_dropout: tempered vocabulary dropout of questions (arXiv 2604.03472; there the mask
-        is hard): probability, in [0, 1), that a token is disfavored in a whole question. Its logit
-        loses `dropout_penalty` nats, so that tokens of the format, which are all but certain, stay.
-        Logprobs are those without dropout.
-      dropout_penalty: nats that a disfavored token loses.
+        is hard): probability, in [0, 1), that a token is disfavored in a whole question. Logprobs
+        are those without dropout.
+      dropout_penalty: nats that the logit of such a token loses. Tokens of the format, which are
+        all but certain, stay.
       max_tokens: maximum length S of a question or an answer, in tokens.
       max_verdict_tokens: maximum length of a verdict, in tokens.
       max_prompt: maximum length P of a prompt, in tokens.

@@ -19,7 +19,15 @@ import jax
 from etils import epath
 
 from spell_jax.config import RunConfig, to_dict
-from spell_jax.runtime import distributed, entry, fault_injection, paths, setup, workdir_lock
+from spell_jax.runtime import (
+    distributed,
+    entry,
+    fault_injection,
+    paths,
+    peers,
+    setup,
+    workdir_lock,
+)
 from spell_jax.runtime.checkpoint import Checkpoints
 from spell_jax.runtime.config import Config
 from spell_jax.runtime.preemption import Preemption
@@ -50,6 +58,7 @@ def train(config: Config | RunConfig, workdir: epath.Path) -> epath.Path:
         with (
             Preemption(run.config.preemption_limit_s) as preemption,
             Checkpoints(workdir, run.config.keep_checkpoints, run.config.checkpoint_every) as store,
+            peers.announced(),
         ):
             models, step, best, tail = state.restore_or_init(run, store)
             entry.setup_done()  # from here on an error is a crash, not a mistake of the user

@@ -29,7 +29,7 @@ from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy import weights
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.model import find_folder, read_model, shape_policy
-from spell_jax.runtime import entry, paths, remote, setup, workdir_lock
+from spell_jax.runtime import entry, paths, peers, remote, setup, workdir_lock
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.checkpoint import Checkpoints
 from spell_jax.runtime.config import Config, plain, section
@@ -157,6 +157,7 @@ def fine_tune(config: Config, workdir: epath.Path) -> epath.Path:
         with (
             Preemption(config.preemption_limit_s) as preemption,
             Checkpoints(workdir, keep=1, every=config.checkpoint_every) as checkpoints,
+            peers.announced(),
         ):
             state = _steps(config, learner, tokenizer, workdir, checkpoints, preemption)
         weights.save(folder, *learner.export(state.params), tokenizer)

@@ -1,17 +1,16 @@
 """A small run of an entry by one process, or as one of several (SPELL_COORDINATOR, ...).
 
-python -m tests.slow.several_hosts train POLICY WORKDIR [FAULT_PROCESS FAULT_STEP]
+python -m tests.slow.several_hosts train POLICY WORKDIR [SETTINGS]
 python -m tests.slow.several_hosts sft POLICY WORKDIR SOURCE
 
-Process FAULT_PROCESS is killed after the update of step FAULT_STEP, before it is saved. A stand-in
-for an external judge, which only process 0 may ask, judges answers.
+SETTINGS are config fields by dotted name, in JSON. A stand-in for an external judge, which only
+process 0 may ask, judges answers.
 """
 
 from __future__ import annotations
 
-import os
+import json
 import pathlib
-import signal
 import sys
 import zlib
 from collections.abc import Sequence
@@ -20,7 +19,6 @@ import jax
 import pytest
 
 from configs import tiny_warm_start
-from spell_jax.learner import packing
 from spell_jax.runtime import setup as start
 from spell_jax.trainer import build as trainer_build
 from spell_jax.trainer import loop, supervised
@@ -29,37 +27,22 @@ from tests import noise
 STEPS = 3
 
 
-def make_config(policy: pathlib.Path):
+def make_config(policy: pathlib.Path, **settings):
     """Config of the run: weights sharded over all devices; every step and the best are saved."""
-    return noise.small_config(
-        policy,
-        steps=STEPS,
-        checkpoint_every=1,
-        **{
-            "algorithm.rule": "judge",
-            "algorithm.judge_url": "http://judge",
-            "algorithm.judge_model": "noise",
-        },
-    )
+    fields = {
+        "steps": STEPS,
+        "checkpoint_every": 1,
+        "algorithm.rule": "judge",
+        "algorithm.judge_url": "http://judge",
+        "algorithm.judge_model": "noise",
+    }
+    return noise.small_config(policy, **(fields | settings))
 
 
 def judge(items: Sequence[tuple[str, str, str]]) -> list[int]:
     """Verdicts by checksum; some are missing."""
     assert jax.process_index() == 0, "the judge is asked twice"
     return [zlib.crc32("".join(item).encode(errors="replace")) % 3 - 1 for item in items]
-
-
-def die_behind(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kill this process when the trainer counts the rows of a step, after the update."""
-    count_answers, counted = packing.count_answers, []
-
-    def count_or_die(groups):
-        counted.append(groups)
-        if len(counted) == step:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return count_answers(groups)
-
-    monkeypatch.setattr(packing, "count_answers", count_or_die)
 
 
 def tune(policy: str, workdir: pathlib.Path, source: str) -> None:
@@ -90,9 +73,8 @@ def main() -> None:
         noise.give_meaning(monkeypatch)
         noise.skip_plots(monkeypatch)
         monkeypatch.setattr(trainer_build, "_make_judge", lambda *_: judge)
-        if rest and jax.process_index() == int(rest[0]):
-            die_behind(int(rest[1]), monkeypatch)
-        loop.train(make_config(pathlib.Path(policy)), workdir)
+        settings = json.loads(rest[0]) if rest else {}
+        loop.train(make_config(pathlib.Path(policy), **settings), workdir)
 
 
 if __name__ == "__main__":

@@ -24,13 +24,15 @@ class SpellConfig(AlgorithmConfig):
       questions: number of questions with mixed rewards in an update [paper: batch size].
       generation_batch: questions proposed in one round.
       questions_per_cluster: K, questions proposed about a cluster, samples of one questioner prompt
-        [paper: 1]; a round has generation_batch / K clusters. Repeated questions are dropped.
+        [paper: 1]; a round has generation_batch / K clusters. Questions that repeat an earlier one
+        of their cluster are dropped. All share the documents in sampling and training.
       max_generations: most rounds of a step. After them the update uses the questions there are.
       group_size: G, answers to a question.
       verifier_group_size: G_v, votes on an answer; 1 is the single-verdict ablation.
       documents: m, number of new documents for the questioner, sampled from these numbers.
-      unread_documents: documents that a first question leaves unread at least (the paper's m < n);
-        a cluster without more is refused. 0: it may read all (the paper's code).
+      unread_documents: documents of a cluster that a first question leaves unread at least (the
+        paper's m < n): of n documents the questioner reads at most n - unread_documents new ones.
+        If that is none, the cluster is refused. 0: it may read all (the paper's code).
       memory: L, questions remembered per task and cluster; 0: no memory.
       memory_documents: documents stored with a remembered question. "new": only the new ones
         (Algorithm 1), so that the questioner's context has at most m (L + 1) documents. "shown":
@@ -40,8 +42,10 @@ class SpellConfig(AlgorithmConfig):
       mapping: the questioner's reward (7): "gaussian", "azr" or "r_zero"; or "progress": the rise
         of the responder's solve rate on the probes most like the question (selfplay/probes.py).
       probes: questions of earlier steps that are answered again in each step, for "progress".
-      mu, sigma: mean and standard deviation of the Gaussian (7).
-      max_answer_tokens: most tokens of a general question's reference; others are declined.
+      mu: mean of the Gaussian (7).
+      sigma: standard deviation of the Gaussian (7).
+      max_answer_tokens: most tokens of a reference of a general question (other references are
+        short); questions with longer references are declined.
       distinct_options: whether multiple-choice questions with two equal options have a bad format.
       format_penalty: whether questions of bad format get a penalty; else they are dropped.
       decline_penalty: whether declined questions get the same penalty, unless the questioner itself
@@ -52,11 +56,14 @@ class SpellConfig(AlgorithmConfig):
       reference_source: author of the reference. "questioner"; or "frozen_reader": the most frequent
         of `reader_samples` answers of a frozen copy of the starting policy, which reads the
         questioner's documents. A question is ungrounded if no answer is given at least twice and
-        by more than half of the samples, or if that answer is also given without documents.
+        by more than half of the samples, or if that answer is also given without documents, even
+        if it is only "unknown".
       reader_samples: K, answers of the frozen reader per question.
-      reader_unanimous: whether all answers of the frozen reader must agree, not most of them.
-      reader_by_hop: whether the frozen reader answers a chain one link at a time.
-      gate_leak: probability that a question without such a reference passes nevertheless.
+      reader_unanimous: whether all K answers must agree.
+      reader_by_hop: whether the reader answers a chain, "A of B of C", one hop after another
+        (selfplay/hops.py).
+      gate_leak: share, in [0, 1], of the questions that pass although the reader's answers do not
+        agree, with the most frequent answer as reference (arXiv 2605.22217).
       reader_refresh: the frozen reader is renewed every N steps; 0: never.
       responder_reward: how rule and majority are combined: "max" (6), "verifier", "mean", "min";
         "rule" uses no verifier; "random" is a control that must destroy the policy.
@@ -72,7 +79,8 @@ class SpellConfig(AlgorithmConfig):
       verifier_share: verifier rows per responder row.
       consistency_gate: whether the verifier is trained only where its majority equals the rule.
       balance_verdicts: whether as many yes as no groups of the verifier are trained on.
-      divide_by_deviation: whether advantages are divided by their group's deviation (8).
+      divide_by_deviation: whether advantages of responder and verifier are divided by their group's
+        deviation (8); Dr. GRPO (arXiv 2503.20783) does not divide.
       keep_surplus: whether all questions with mixed rewards are trained on, beyond `questions`.
     """
 

@@ -1,0 +1,112 @@
+"""Tests of runs on hosts in network namespaces, one of which is disturbed at a chosen moment.
+
+All hosts end and name the one that is missing or has failed, or the run goes on. In both cases it
+ends with the same bits as an undisturbed run, after a restart if need be. docs/launching.md has a
+table of the cells.
+"""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+from collections.abc import Callable
+
+import pytest
+
+from spell_jax.runtime.metrics import read_metrics
+from spell_jax.runtime.peers import EXIT_CODE
+from tests import noise
+from tests.slow import namespaces
+from tests.slow.cut_off import STEPS
+from tests.slow.disturbed_hosts import FAULTS, HARMLESS, Disturbance, Hosts, finish
+
+PHASES = {
+    "join": "joined:1",
+    "rollout": "answered:20",
+    "update": "rolled_out:2",
+    "save": "saving:2",
+}
+# Cells (fault, phase, number of hosts). Those of FIRST are in make test-slow, the others in
+# make test-long.
+FIRST = {("cut_off", "rollout", 2), ("stop", "save", 2), ("disk", "save", 2), ("clock", "join", 2)}
+CELLS = [
+    *((fault, phase, 2) for fault in FAULTS for phase in PHASES),
+    *(("cut_off", "rollout", 4), ("stop", "save", 4), ("disk", "save", 4), ("break", "update", 4)),
+]
+REMEDY = "start all again: the run resumes from"
+
+pytestmark = pytest.mark.skipif(bool(namespaces.why_not()), reason=namespaces.why_not())
+
+
+def cell_id(cell: tuple[str, str, int]) -> str:
+    return "-".join(map(str, cell))
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory) -> pathlib.Path:
+    return noise.save_policy(tmp_path_factory.mktemp("policy") / "noise")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(policy, tmp_path_factory) -> Callable[[int], pathlib.Path]:
+    """The workdir of an undisturbed run, by number of hosts."""
+
+    @functools.cache
+    def run(count: int) -> pathlib.Path:
+        workdir = tmp_path_factory.mktemp("undisturbed")
+        finish(count, policy, workdir)
+        return workdir
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        pytest.param(cell, marks=() if cell in FIRST else pytest.mark.long, id=cell_id(cell))
+        for cell in CELLS
+    ],
+)
+def test_disturbed_run_ends_on_all_hosts_or_goes_on(cell, policy, undisturbed, tmp_path) -> None:
+    fault, phase, count = cell
+    wanted = undisturbed(count)
+    (tmp_path / "faults").mkdir()
+    disturbance = Disturbance(fault, PHASES[phase], count - 1, tmp_path / "faults")
+    with (
+        namespaces.network(count) as network,
+        Hosts(network, count, policy, tmp_path / "run", None, disturbance) as hosts,
+    ):
+        assert hosts.disturb(), "all hosts have ended before"
+        ended = hosts.ends()
+    if fault in HARMLESS:
+        assert [code for code, _ in ended.values()] == [0] * count, ended[0][1][-3000:]
+    else:
+        assert_named(fault, count, ended)
+        finish(count, policy, tmp_path / "run")
+    assert_same_run(tmp_path / "run", wanted)
+
+
+def assert_named(fault: str, count: int, ended: dict[int, tuple[int, str]]) -> None:
+    """The last host is named by all others, and it names host 0 if it cannot reach that."""
+    last = count - 1
+    for index, (code, error) in ended.items():
+        assert REMEDY in error, error[-3000:]
+        if fault in ("cut_off", "stop"):
+            missing = 0 if index == last else last
+            name = f"process {missing} of {count} (host host{missing}) is missing: last heard"
+            assert code == EXIT_CODE and name in error, error[-3000:]
+        elif fault == "disk":
+            assert code == 1 and f"host {last}: " in error, error[-3000:]
+            assert "No space left on device" in error, error[-3000:]
+        else:
+            assert code in (1, EXIT_CODE), error[-3000:]
+
+
+def assert_same_run(workdir: pathlib.Path, other: pathlib.Path) -> None:
+    """Metrics, episodes and the policy to the bit."""
+    lines, wanted = (list(map(noise.steady, read_metrics(run))) for run in (workdir, other))
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    assert lines == wanted, "metrics"
+    for folder in ("episodes", "policy"):
+        for path in (other / folder).iterdir():
+            assert (workdir / folder / path.name).read_bytes() == path.read_bytes(), path
