@@ -21,9 +21,7 @@ class Options:
     # Least probability of a kept token, as a share of the most likely token's, in [0, 1].
     min_p: float = 0.0
     max_tokens: int = 4096  # maximum length S of an answer, in tokens
-    # Vocabulary dropout: probability, below 1, that a token is disfavored in a whole answer, and
-    # the nats that its logit then loses before the temperature. Only where the sampler's config
-    # has vocabulary_dropout.
+    # Vocabulary dropout, if the sampler's config has it: share of tokens, nats that they lose.
     dropout: float = 0.0
     dropout_penalty: float = 0.0
     # Non-empty texts that end an answer. They need not align with token boundaries.

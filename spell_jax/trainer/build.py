@@ -124,8 +124,7 @@ def make_context(config: RunConfig, tokenizer: Tokenizer) -> AlgorithmContext:
         return read_questions(data.questions, "data.questions") if data.questions else ()
 
     def deal(source: clusters.Source) -> stream.TaskStream:
-        weights, seed = data.task_weights, config.seed
-        return stream.TaskStream(source, data.tasks, weights, seed, data.shuffle)
+        return stream.TaskStream(source, data.tasks, data.task_weights, config.seed, data.shuffle)
 
     return AlgorithmContext(
         prompts=prompts,

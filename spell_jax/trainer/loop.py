@@ -19,17 +19,10 @@ import jax
 from etils import epath
 
 from spell_jax.config import RunConfig, to_dict
-from spell_jax.runtime import (
-    distributed,
-    entry,
-    fault_injection,
-    paths,
-    peers,
-    setup,
-    workdir_lock,
-)
+from spell_jax.runtime import distributed, entry, fault_injection, paths, setup, workdir_lock
 from spell_jax.runtime.checkpoint import Checkpoints
 from spell_jax.runtime.config import Config
+from spell_jax.runtime.peers import announced
 from spell_jax.runtime.preemption import Preemption
 from spell_jax.runtime.run_logger import RunLogger
 from spell_jax.trainer import state, step_update
@@ -58,7 +51,7 @@ def train(config: Config | RunConfig, workdir: epath.Path) -> epath.Path:
         with (
             Preemption(run.config.preemption_limit_s) as preemption,
             Checkpoints(workdir, run.config.keep_checkpoints, run.config.checkpoint_every) as store,
-            peers.announced(),
+            announced(),
         ):
             models, step, best, tail = state.restore_or_init(run, store)
             entry.setup_done()  # from here on an error is a crash, not a mistake of the user

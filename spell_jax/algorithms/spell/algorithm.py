@@ -152,8 +152,8 @@ class Spell:
             text = self.prompts.questioner(task, documents, history, letter)
             smallest = not history and len(new) <= 1
             if smallest or self._count(text) <= self._cap:
-                reduced = m > most
-                return Episode(task, cluster, shown, history, dropped, reduced, letter, text, leaks)
+                cut = m > most
+                return Episode(task, cluster, shown, history, dropped, cut, letter, text, leaks)
             dropped += 1
             if new and (history or len(new) > 1):
                 new.pop()
@@ -215,9 +215,8 @@ class Spell:
 
     # 3. (Option) A frozen copy of the first policy states the reference.
 
-    async def read_reference(self, ask: Ask, episode: Episode) -> Episode:
+    async def read_reference(self, ask: Ask, e: Episode) -> Episode:
         """Replaces the reference by the frozen reader's answer, or rejects the question."""
-        e = episode
         if e.status != "accepted" or self.config.reference_source != "frozen_reader":
             return e
         e = await frozen_reader.read_reference(self.config, self.prompts, ask, e)
