@@ -143,13 +143,14 @@ def test_environment_variable_enables_the_traceback(monkeypatch, capsys):
 
 
 def test_failed_process_of_several_exits_without_waiting(monkeypatch, capsys):
-    left = []
+    left, told = [], []
     monkeypatch.setattr(distributed.os, "_exit", left.append)
+    monkeypatch.setattr(distributed.peers, "fail", lambda error: told.append(str(error)))
     ended(ValueError("steps = 0"), capsys)
     assert not left
-    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(distributed.peers, "is_running", lambda: True)
     ended(ValueError("steps = 0"), capsys)
-    assert left == [2]
+    assert (left, told) == ([2], ["steps = 0"])
 
 
 # ------------------------------------------------------------------------------------------- Flags

@@ -24,63 +24,47 @@ class SpellConfig(AlgorithmConfig):
       questions: number of questions with mixed rewards in an update [paper: batch size].
       generation_batch: questions proposed in one round.
       questions_per_cluster: K, questions proposed about a cluster, samples of one questioner prompt
-        [paper: 1]; a round has generation_batch / K clusters. Questions that repeat an earlier one
-        of their cluster are dropped. All share the documents in sampling and training.
+        [paper: 1]; a round has generation_batch / K clusters. Repeated questions are dropped.
       max_generations: most rounds of a step. After them the update uses the questions there are.
-      group_size: G, answers to a question.
-      verifier_group_size: G_v, votes on an answer; 1 is the single-verdict ablation.
+      group_size, verifier_group_size: G, answers to a question; G_v, votes on an answer.
       documents: m, number of new documents for the questioner, sampled from these numbers.
-      unread_documents: documents of a cluster that a first question leaves unread at least (the
-        paper's m < n): of n documents the questioner reads at most n - unread_documents new ones.
-        If that is none, the cluster is refused. 0: it may read all (the paper's code).
+      unread_documents: documents that a first question leaves unread at least (the paper's m < n);
+        a cluster without more is refused. 0: it may read all (the paper's code).
       memory: L, questions remembered per task and cluster; 0: no memory.
       memory_documents: documents stored with a remembered question. "new": only the new ones
-        (Algorithm 1), so that the questioner's context has at most m (L + 1) documents. "shown":
-        all that it read (the paper's code), so that its context grows until it holds the cluster.
-      memory_solved: whether questions that all answers solve are remembered too (the paper's code),
-        not only those with a questioner reward above 0 (Algorithm 1). Unsolved ones never are.
+        (Algorithm 1). "shown": all that its questioner read (the paper's code).
+      memory_solved: whether questions that all answers solve are remembered too (the paper's code).
       mapping: the questioner's reward (7): "gaussian", "azr" or "r_zero"; or "progress": the rise
         of the responder's solve rate on the probes most like the question (selfplay/probes.py).
       probes: questions of earlier steps that are answered again in each step, for "progress".
-      mu: mean of the Gaussian (7).
-      sigma: standard deviation of the Gaussian (7).
-      max_answer_tokens: most tokens of a reference of a general question (other references are
-        short); questions with longer references are declined.
+      mu, sigma: mean and standard deviation of the Gaussian (7).
+      max_answer_tokens: most tokens of a general question's reference; others are declined.
       distinct_options: whether multiple-choice questions with two equal options have a bad format.
       format_penalty: whether questions of bad format get a penalty; else they are dropped.
-      decline_penalty: whether declined questions get the same penalty, unless the questioner itself
-        states that there is nothing to ask (the paper's text; its code has no such penalty).
-      grounding_samples: answers without documents per question; 0: no grounding filter. They are
-        scored like all answers, by the rule or the external judge.
+      decline_penalty: whether declined ones too, unless the questioner says nothing can be asked.
+      grounding_samples: answers without documents per question, scored like all; 0: no filter.
       grounding_threshold: number of right ones among them that makes a question ungrounded.
       reference_source: author of the reference. "questioner"; or "frozen_reader": the most frequent
         of `reader_samples` answers of a frozen copy of the starting policy, which reads the
         questioner's documents. A question is ungrounded if no answer is given at least twice and
-        by more than half of the samples, or if that answer is also given without documents, even
-        if it is only "unknown".
+        by more than half of the samples, or if that answer is also given without documents.
       reader_samples: K, answers of the frozen reader per question.
       reader_unanimous: whether all K answers must agree.
-      reader_by_hop: whether the reader answers a chain, "A of B of C", one hop after another
-        (selfplay/hops.py).
-      gate_leak: share, in [0, 1], of the questions that pass although the reader's answers do not
-        agree, with the most frequent answer as reference (arXiv 2605.22217).
+      reader_by_hop: whether the reader answers a chain one hop after another (selfplay/hops.py).
+      gate_leak: share of questions that pass although the reader's answers differ (2605.22217).
       reader_refresh: the frozen reader is renewed every N steps; 0: never.
       responder_reward: how rule and majority are combined: "max" (6), "verifier", "mean", "min";
         "rule" uses no verifier; "random" is a control that must destroy the policy.
-      train_questioner: whether the update has questioner groups.
       negatives: bad questioner groups per good one.
-      questioner_normalization: rows whose mean and deviation normalize a questioner's advantage:
-        "batch" (9): all questioner rows of the update; "task": those of its task (the paper's
-        code), so that a hard task is not punished for being hard; "cluster": those of its cluster,
-        for questions_per_cluster above 1; "batch+cluster": the mean of both advantages. A row that
-        is alone in its task or cluster is normalized by the batch.
-      train_verifier: whether the update has verifier groups.
+      questioner_normalization: rows that normalize a questioner's advantage: "batch" (9); those of
+        its "task" (the paper's code) or "cluster" (for questions_per_cluster above 1), or the batch
+        if it is alone there; "batch+cluster": the mean of both advantages.
+      train_questioner, train_verifier: whether the update has groups of this role.
       malformed_penalty: whether a malformed vote earns -1 (the paper's code) or 0 (its text).
       verifier_share: verifier rows per responder row.
       consistency_gate: whether the verifier is trained only where its majority equals the rule.
       balance_verdicts: whether as many yes as no groups of the verifier are trained on.
-      divide_by_deviation: whether advantages of responder and verifier are divided by their group's
-        deviation (8); Dr. GRPO (arXiv 2503.20783) does not divide.
+      divide_by_deviation: whether advantages are divided by their group's deviation (8).
       keep_surplus: whether all questions with mixed rewards are trained on, beyond `questions`.
     """
 
