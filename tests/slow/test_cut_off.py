@@ -26,20 +26,33 @@ PHASES = {
     "update": "rolled_out:2",
     "save": "saving:2",
 }
-# Cells (fault, phase, number of hosts). Those of FIRST are in make test-slow, the others in
-# make test-long.
-FIRST = {("cut_off", "rollout", 2), ("stop", "save", 2), ("disk", "save", 2), ("clock", "join", 2)}
+# Cells (fault, phase, number of hosts, disturbed host). Those of FIRST are in make test-slow, the
+# others in make test-long.
+FIRST = [
+    ("cut_off", "rollout", 2, 1),
+    ("stop", "save", 2, 1),
+    ("disk", "save", 2, 1),
+    ("clock", "join", 2, 1),
+]
 CELLS = [
-    *((fault, phase, 2) for fault in FAULTS for phase in PHASES),
-    *(("cut_off", "rollout", 4), ("stop", "save", 4), ("disk", "save", 4), ("break", "update", 4)),
+    *((fault, phase, 2, 1) for fault in FAULTS for phase in PHASES),
+    ("cut_off", "rollout", 4, 3),
+    ("stop", "save", 4, 3),
+    ("disk", "save", 4, 3),
+    ("break", "update", 4, 3),
+    ("cut_off", "save", 2, 0),
+    ("stop", "rollout", 2, 0),
+    ("disk", "save", 2, 0),
 ]
 REMEDY = "start all again: the run resumes from"
 
 pytestmark = pytest.mark.skipif(bool(namespaces.why_not()), reason=namespaces.why_not())
 
 
-def cell_id(cell: tuple[str, str, int]) -> str:
-    return "-".join(map(str, cell))
+def cell_id(cell: tuple[str, str, int, int]) -> str:
+    """FAULT-PHASE-HOSTS, with -first if process 0 is disturbed, and not the last one."""
+    fault, phase, count, host = cell
+    return f"{fault}-{phase}-{count}" + ("" if host else "-first")
 
 
 @pytest.fixture(scope="module")
@@ -68,10 +81,10 @@ def undisturbed(policy, tmp_path_factory) -> Callable[[int], pathlib.Path]:
     ],
 )
 def test_disturbed_run_ends_on_all_hosts_or_goes_on(cell, policy, undisturbed, tmp_path) -> None:
-    fault, phase, count = cell
+    fault, phase, count, host = cell
     wanted = undisturbed(count)
     (tmp_path / "faults").mkdir()
-    disturbance = Disturbance(fault, PHASES[phase], count - 1, tmp_path / "faults")
+    disturbance = Disturbance(fault, PHASES[phase], host, tmp_path / "faults")
     with (
         namespaces.network(count) as network,
         Hosts(network, count, policy, tmp_path / "run", None, disturbance) as hosts,
@@ -81,22 +94,22 @@ def test_disturbed_run_ends_on_all_hosts_or_goes_on(cell, policy, undisturbed, t
     if fault in HARMLESS:
         assert [code for code, _ in ended.values()] == [0] * count, ended[0][1][-3000:]
     else:
-        assert_named(fault, count, ended)
+        assert_named(cell, ended)
         finish(count, policy, tmp_path / "run")
     assert_same_run(tmp_path / "run", wanted)
 
 
-def assert_named(fault: str, count: int, ended: dict[int, tuple[int, str]]) -> None:
-    """The last host is named by all others, and it names host 0 if it cannot reach that."""
-    last = count - 1
+def assert_named(cell: tuple[str, str, int, int], ended: dict[int, tuple[int, str]]) -> None:
+    """All name the disturbed host, or a host that it cannot reach."""
+    fault, _, count, host = cell
     for index, (code, error) in ended.items():
         assert REMEDY in error, error[-3000:]
         if fault in ("cut_off", "stop"):
-            missing = 0 if index == last else last
+            missing = host if index != host else 0 if host else 1
             name = f"process {missing} of {count} (host host{missing}) is missing: last heard"
             assert code == EXIT_CODE and name in error, error[-3000:]
         elif fault == "disk":
-            assert code == 1 and f"host {last}: " in error, error[-3000:]
+            assert code == 1 and f"host {host}: " in error, error[-3000:]
             assert "No space left on device" in error, error[-3000:]
         else:
             assert code in (1, EXIT_CODE), error[-3000:]
