@@ -35,6 +35,7 @@ _LONGEST_BEAT_S = 1.0
 _GRACE_S = 1.0  # the connections of a killed process close one by one: wait for ours before judging
 _LONGEST_LINE = 1 << 16  # bytes; a state has some hundred
 _LONGEST_ERROR = 600  # characters
+_NOT_A_PEER = (OSError, ValueError, LookupError, TypeError)  # a connection is closed, or a stranger
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,7 +191,7 @@ class Peers:
                 continue
             try:
                 self._answer(line, key.data, others)
-            except (OSError, ValueError, LookupError, TypeError):  # closed, or a stranger
+            except _NOT_A_PEER:
                 selector.unregister(line)
                 line.close()
                 for peer in others:
@@ -205,7 +206,8 @@ class Peers:
         if text.endswith(b"\n"):
             state = json.loads(text.splitlines()[-1])
             text.clear()
-            others[state["index"] - 1].hear(state, line, self._clock.now())
+            peer = {peer.index: peer for peer in others}[state["index"]]
+            peer.hear(state, line, self._clock.now())
             verdict = self._verdict and dataclasses.astuple(self._verdict)
             line.sendall(json.dumps(self.state | {"verdict": verdict}).encode() + b"\n")
 
@@ -214,7 +216,7 @@ class Peers:
     def _call(self, address: tuple[str, int]) -> None:
         hub = _Peer(0, self._count, self._clock.now())
         while self._verdict is None:
-            with contextlib.suppress(OSError, ValueError):
+            with contextlib.suppress(*_NOT_A_PEER):
                 self._converse(address, hub)
             now = self._clock.now()
             hub.lose(now)
@@ -226,7 +228,7 @@ class Peers:
             time.sleep(self._every)
 
     def _converse(self, address: tuple[str, int], hub: _Peer) -> None:
-        """Exchanges states with process 0 until the verdict; OSError or ValueError if it breaks."""
+        """Exchanges states with process 0 until the verdict; _NOT_A_PEER if that breaks."""
         with (
             socket.create_connection(address, timeout=self._patience) as line,
             line.makefile("r", encoding="utf-8") as answers,
@@ -258,7 +260,8 @@ class Peers:
     def _conclude(self) -> None:
         """Ends the process after the verdict, unless it ends by its own error in time."""
         assert self._verdict is not None
-        print(f"spell_jax: {self._verdict.text}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError, ValueError):  # a closed terminal must not keep us
+            print(f"spell_jax: {self._verdict.text}", file=sys.stderr, flush=True)
         self._is_judged.set()
         if self.state["error"]:
             time.sleep(self._patience)

@@ -16,7 +16,7 @@ from typing import Any
 from spell_jax.runtime import distributed
 from tests.slow import namespaces
 
-LIMIT = 16  # seconds without a sign of life
+LIMIT = 12  # seconds without a sign of life
 DELAYED_S = 10  # duration of the delay
 PATIENCE_S = 400  # until processes end: more than a loaded machine needs
 # Also "kill", which tests/slow/test_several_hosts.py tests.
