@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import sys
 import tempfile
 import threading
 import time
@@ -94,7 +95,9 @@ class Inputs(Benchmark):
         if done.count("documents kept") != number:
             raise RuntimeError(f"{name}: {done.count('documents kept')} documents, not {number}")
         found = {f"{name}_{process}_bytes": size for process, size in peaks.found.items()}
-        return {f"{name}_s": seconds, f"{name}_documents": number, **found}
+        line = {f"{name}_s": seconds, f"{name}_documents": number, **found}
+        print(json.dumps(line), file=sys.stderr, flush=True)  # the next part may take an hour
+        return line
 
 
 def spark_flags(master: str) -> tuple[str, ...]:

@@ -412,6 +412,7 @@ def test_answer_counts_of_one_step_of_the_paper_config() -> None:
     assert counts == {"responder": 1024, "questioner": 256, "verifier": 128}
     assert {group.tokens for group in groups} == {18_000 + 8 * 4096, 18_000 + 4096}
     config.algorithm.train_verifier = config.algorithm.train_questioner = False
+    config.algorithm.grounding_samples = 0
     assert packing.count_answers(describe.longest_groups(config, sampling)) == {"responder": 1024}
 
 

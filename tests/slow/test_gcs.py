@@ -44,6 +44,7 @@ from spell_jax.runtime.jsonl import write_json, write_records
 from spell_jax.runtime.metrics import MetricsWriter, read_metrics
 from spell_jax.runtime.workdir_lock import FILE, STALE_S, Holder, WorkdirLock, locked
 from spell_jax.selfplay import prompts as prompt_sets
+from spell_jax.trainer import loop
 from tests import evaluating, noise
 
 RANDOM = ("checkpoints/", "tensorboard/")  # folders with random names and times in names
@@ -374,7 +375,7 @@ def test_policy_folder_is_replaced_as_a_whole(monkeypatch):
 def test_workdir_paths_are_passed_on_unchanged(monkeypatch, workdir):
     """Check the path that train gets; test_checkpoint.py tests that Checkpoints passes it on."""
     given = []
-    monkeypatch.setattr(train, "train", lambda config, workdir: given.append(workdir))
+    monkeypatch.setattr(loop, "train", lambda config, workdir: given.append(workdir))
     call_main(train, None, workdir)
     assert isinstance(given[0], epath.Path) and str(given[0]) == workdir
     assert str(given[0] / "checkpoints") == f"{workdir}/checkpoints"

@@ -154,11 +154,11 @@ class SpellConfig(AlgorithmConfig):
         budgets = []
         if writes:
             bad = min(int(self.negatives * good), most - good)
-            trained, blind = (good + bad) * self.train_questioner, self.grounding_samples
-            budgets = [
-                RolloutBudget("questions", "questioner", batch, 1, trained),
-                RolloutBudget("answers without documents", "responder", batch, blind),
-            ]
+            trained = (good + bad) * self.train_questioner
+            budgets.append(RolloutBudget("questions", "questioner", batch, 1, trained))
+            if self.grounding_samples:
+                name, blind = "answers without documents", self.grounding_samples
+                budgets.append(RolloutBudget(name, "responder", batch, blind))
             if self.reference_source == "frozen_reader":
                 name, role = "answers of the frozen reader", "reference_reader"
                 budgets.append(RolloutBudget(name, role, batch, self.reader_samples))
