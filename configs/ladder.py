@@ -3,9 +3,9 @@
     python -m spell_jax.sft --config=configs/ladder_warm_start.py --workdir=runs/ladder_warm_start
     python -m spell_jax.train --config=configs/ladder.py:ARM --workdir=runs/ladder/ARM/0
 
-ARM is one of ARMS. `python -m launch.ladder commands` prints the commands of all arms and seeds,
-those that write the questions of some arms first. docs/ladder.md has the protocol and the results.
-Hardware: one CPU core, about 5 minutes for a run of the full arm (estimated).
+ARM is one of ARMS or of STABILIZERS. `python -m launch.ladder commands` prints the commands of all
+arms and seeds, those that write the questions of some arms first. docs/ladder.md has the protocol
+and the results. Hardware: one CPU core; docs/ladder.md has the times.
 """
 
 from collections.abc import Mapping
@@ -32,13 +32,31 @@ ARMS: Mapping[str, Mapping[str, Any]] = {
     "shallow": _STATIC,
 }
 QUESTIONS = ("uniform", "yoked", "yoked_shuffled", "shallow")
+# The full arm with one more switch -> the switch's fields.
+STABILIZERS: Mapping[str, Mapping[str, Any]] = {
+    "leak_05": {"algorithm.gate_leak": 0.05},
+    "leak_10": {"algorithm.gate_leak": 0.1},
+    "leak_20": {"algorithm.gate_leak": 0.2},
+    "leak_40": {"algorithm.gate_leak": 0.4},
+    "cluster": {
+        "algorithm.questions_per_cluster": 4,
+        "algorithm.questioner_normalization": "cluster",
+    },
+    "progress": {"algorithm.mapping": "progress"},
+    "dropout": {"sampler.vocabulary_dropout": 0.1},
+}
 # A step of an arm that writes no questions samples about two thirds of the tokens.
 STEPS, STATIC_STEPS = 60, 90
 
 
 def get_config(arm: str = "full") -> Config:
+    if arm in STABILIZERS:
+        config = get_config()
+        config.update_from_flattened_dict(STABILIZERS[arm])
+        return config
     if arm not in ARMS:
-        raise ValueError(f"configs/ladder.py:{arm}: must be one of {', '.join(ARMS)}")
+        known = ", ".join([*ARMS, *STABILIZERS])
+        raise ValueError(f"configs/ladder.py:{arm}: must be one of {known}")
     config = tiny.get_config()
     steps = STATIC_STEPS if ARMS[arm].get("name") == "rlvr" else STEPS
     config.update(steps=steps, evaluate=False, validate_every=10, checkpoint_every=20)
