@@ -196,12 +196,17 @@ def verdict(areas: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def read_crossplay(run: pathlib.Path) -> dict[str, dict[str, float]]:
-    """Step of the responder -> step of the questioner -> share of its questions answered right."""
+    """Step of the responder -> last step of a window of the questioner -> share answered right."""
     found = {}
     for path in sorted(run.glob(f"crossplay/*/answers/{SUMMARY}"), key=lambda p: int(p.parts[-3])):
         (row,) = json.loads(path.read_text())["rows"]
-        parts = row["benchmarks"][OWN_QUESTIONS]["by"]
-        found[path.parts[-3]] = {str(part["step"]): part["pass@1"]["mean"] for part in parts}
+        right: dict[int, float] = defaultdict(float)
+        asked: dict[int, int] = defaultdict(int)
+        for part in row["benchmarks"][OWN_QUESTIONS]["by"]:
+            end = (1 + (part["step"] - 1) // WINDOW) * WINDOW
+            right[end] += part["pass@1"]["mean"] * part["questions"]
+            asked[end] += part["questions"]
+        found[path.parts[-3]] = {str(end): right[end] / asked[end] for end in sorted(asked)}
     return found
 
 
