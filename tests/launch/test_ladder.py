@@ -169,7 +169,8 @@ def write_run(run: pathlib.Path, accuracies: list[float], tokens: int = 1000) ->
         episode("a", "city of friend of Arvo", "Rome", scores=(1.0, 1.0)),
         episode("a", "not a chain", "", answered=False),
     ]
-    write_episodes(run, [questions] * len(accuracies))
+    elsewhere = episode("a", "friend of Udo", "Bela", scores=(1.0, 1.0))  # not in the documents
+    write_episodes(run, [questions] * (len(accuracies) - 1) + [[*questions, elsewhere]])
     lines = []
     for step, accuracy in enumerate(accuracies, 1):
         depths = {f"eval/depth/{d}": accuracy if d <= 4 else 0.0 for d in range(1, DEPTHS + 1)}
@@ -228,7 +229,8 @@ def test_figure_has_the_numbers_of_all_arms_and_a_verdict(tmp_path, capsys):
         "1": {"share": 1.0, "questions": 6},
         "2": {"share": 0.0, "questions": 6},
     }
-    assert of_full["mixed_first"]["mean"] == 16.0, "one of three proposals, per 48"
+    assert of_full["mixed_first"]["mean"] == pytest.approx(48 * 2 / 7), "two of seven proposals"
+    assert of_full["unanswerable"]["mean"] == pytest.approx(1 / 5)
 
 
 def test_arms_are_compared_seed_by_seed(tmp_path):
