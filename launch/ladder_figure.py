@@ -5,7 +5,7 @@
    last accuracy. Intervals resample the seeds of an arm (bootstrap, 95 %); differences between arms
    are those of the same seed.
 2. Self-play wins if the interval of the full arm's area lies above those of the frozen and of the
-   static arm. docs/ladder.md states this before any result.
+   static arm, each of at least LEAST_SEEDS seeds. docs/ladder.md states this before any result.
 3. Depths and right references come from the oracle, which reads the episodes of finished runs.
 """
 
@@ -30,6 +30,7 @@ from spell_jax.runtime.episodes import read_episodes
 from spell_jax.runtime.metrics import read_metrics
 
 FULL, RIVALS = "full", ("frozen", "static")
+LEAST_SEEDS = 5  # the interval of one seed is a point, above any that is lower by chance
 OWN_QUESTIONS = "own_questions"
 PER = 48  # proposals that mixed questions are counted per
 WINDOW = 10  # steps that a point of the curves of questions averages
@@ -165,7 +166,8 @@ def measure(arms: Mapping[str, Mapping[int, Curves]]) -> dict[str, Any]:
         "full_minus": {arm: _interval(values) for arm, values in differences.items() if values},
         "arms": {arm: _measure_arm([*of.values()]) for arm, of in arms.items()},
     }
-    return numbers | {"verdict": verdict(numbers["areas"])}
+    runs = {arm: len(of) for arm, of in arms.items()}
+    return numbers | {"verdict": verdict(numbers["areas"], runs)}
 
 
 def _measure_arm(runs: Sequence[Curves]) -> dict[str, Any]:
@@ -195,17 +197,21 @@ def _interval(values: Sequence[float]) -> dict[str, float]:
     return protocol.estimate(values, "seeds", _SEED).record()
 
 
-def verdict(areas: Mapping[str, Mapping[str, float]]) -> str:
-    """Return the sentence that the threshold gives, with the intervals."""
+def verdict(areas: Mapping[str, Mapping[str, float]], runs: Mapping[str, int]) -> str:
+    """Return the sentence that the threshold gives, with the intervals; `runs` are seeds by arm."""
     missing = [arm for arm in (FULL, *RIVALS) if arm not in areas]
     if missing:
         return f"Not decided: no run of {', '.join(missing)}."
-    texts = {
-        arm: f"{arm} {areas[arm]['mean']:.3f} [{areas[arm]['low']:.3f}, {areas[arm]['high']:.3f}]"
+    texts = ", ".join(
+        f"{arm} {areas[arm]['mean']:.3f} [{areas[arm]['low']:.3f}, {areas[arm]['high']:.3f}]"
         for arm in (FULL, *RIVALS)
-    }
+    )
+    few = {arm: runs[arm] for arm in (FULL, *RIVALS) if runs[arm] < LEAST_SEEDS}
+    if few:
+        counts = ", ".join(f"{arm} {seeds}" for arm, seeds in few.items())
+        return f"Not decided: fewer than {LEAST_SEEDS} seeds ({counts}): {texts}."
     wins = all(areas[FULL]["low"] > areas[arm]["high"] for arm in RIVALS)
-    return f"Self-play {'wins' if wins else 'does not win'}: {', '.join(texts.values())}."
+    return f"Self-play {'wins' if wins else 'does not win'}: {texts}."
 
 
 def read_crossplay(run: pathlib.Path) -> dict[str, dict[str, float]]:

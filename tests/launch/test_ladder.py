@@ -200,7 +200,7 @@ def test_crossing_is_interpolated(accuracy, depth):
 
 
 def test_figure_has_the_numbers_of_all_arms_and_a_verdict(tmp_path, capsys):
-    for seed, shift in enumerate((0.0, 0.02, 0.04)):
+    for seed, shift in enumerate((0.0, 0.01, 0.02, 0.03, 0.04)):
         write_run(tmp_path / "full" / str(seed), [0.7 + shift, 0.9 + shift])
         write_run(tmp_path / "frozen" / str(seed), [0.5 + shift, 0.6 + shift], tokens=800)
         write_run(tmp_path / "static" / str(seed), [0.4 + shift, 0.5 + shift])
@@ -226,8 +226,8 @@ def test_figure_has_the_numbers_of_all_arms_and_a_verdict(tmp_path, capsys):
     assert difference["low"] == pytest.approx(difference["high"]), "the seeds are paired"
     of_full = numbers["arms"]["full"]
     assert of_full["references_right"] == {
-        "1": {"share": 1.0, "questions": 6},
-        "2": {"share": 0.0, "questions": 6},
+        "1": {"share": 1.0, "questions": 10},
+        "2": {"share": 0.0, "questions": 10},
     }
     assert of_full["mixed_first"]["mean"] == pytest.approx(48 * 2 / 7), "two of seven proposals"
     assert of_full["unanswerable"]["mean"] == pytest.approx(1 / 5)
@@ -253,9 +253,15 @@ def test_verdict_needs_the_interval_above_both_rivals():
         return {"mean": (low + high) / 2, "low": low, "high": high}
 
     areas = {"full": area(0.5, 0.6), "frozen": area(0.3, 0.51), "static": area(0.1, 0.2)}
-    assert ladder_figure.verdict(areas).startswith("Self-play does not win: full 0.550 [0.500,")
-    assert ladder_figure.verdict(areas | {"frozen": area(0.3, 0.49)}).startswith("Self-play wins")
-    assert ladder_figure.verdict({"full": area(0, 1)}) == "Not decided: no run of frozen, static."
+    runs = dict.fromkeys(areas, 5)
+    tie = ladder_figure.verdict(areas, runs)
+    assert tie.startswith("Self-play does not win: full 0.550 [0.500,")
+    areas["frozen"] = area(0.3, 0.49)
+    assert ladder_figure.verdict(areas, runs).startswith("Self-play wins")
+    few = ladder_figure.verdict(areas, runs | {"frozen": 1})
+    assert few.startswith("Not decided: fewer than 5 seeds (frozen 1): full 0.550 [0.500,")
+    none = ladder_figure.verdict({"full": area(0, 1)}, {"full": 5})
+    assert none == "Not decided: no run of frozen, static."
 
 
 def test_figure_without_runs_is_rejected(tmp_path):
