@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import pathlib
 from collections import defaultdict
@@ -34,6 +35,7 @@ LEAST_SEEDS = 5  # the interval of one seed is a point, above any that is lower 
 OWN_QUESTIONS = "own_questions"
 PER = 48  # proposals that mixed questions are counted per
 WINDOW = 10  # steps that a point of the curves of questions averages
+MIDDLE = (3, 4, 5)  # depths that the warm start answers in part
 _TOKENS, _DEPTH = "rollout/sampled_tokens", "eval/depth/"
 _SEED = 0  # of the bootstrap
 
@@ -53,6 +55,8 @@ class Curves:
       references: depth -> whether each reference is right, of answered questions in the grammar
         about people of the documents.
       unanswerable: share of the answered questions in the grammar that are about other people.
+      solved: for the first and the last 2 * WINDOW steps, first word of the question (the relation
+        that its answer is read from) -> solve rates of the questions of MIDDLE depths.
     """
 
     tokens: np.ndarray
@@ -64,6 +68,7 @@ class Curves:
     depth: np.ndarray
     references: Mapping[int, Sequence[bool]]
     unanswerable: float
+    solved: Sequence[Mapping[str, Sequence[float]]]
 
     @property
     def crossing(self) -> np.ndarray:
@@ -111,6 +116,7 @@ def read_run(folder: pathlib.Path) -> Curves:
     references: dict[int, list[bool | None]] = defaultdict(list)
     asked = [_measure_questions(some, references) for _, some in sorted(windows.items())]
     ends = [min((window + 1) * WINDOW, max(until)) for window in sorted(windows)]
+    parts = [some for _, some in sorted(windows.items())]
     given = [right for some in references.values() for right in some]
     return Curves(
         tokens=np.array([until[record["step"]] for record in points]),
@@ -125,6 +131,7 @@ def read_run(folder: pathlib.Path) -> Curves:
             for depth, some in sorted(references.items())
         },
         unanswerable=float(np.mean([right is None for right in given])) if given else 0.0,
+        solved=[_solve_rates([*itertools.chain(*some)]) for some in (parts[:2], parts[-2:])],
     )
 
 
@@ -145,6 +152,15 @@ def _measure_questions(
             truth = world.oracle(episode["question"], documents[episode["cluster"]])
             references[depth].append(None if truth is None else episode["reference"] == truth)
     return PER * mixed / len(episodes), float(np.mean(depths)) if depths else np.nan
+
+
+def _solve_rates(episodes: Sequence[Mapping[str, Any]]) -> Mapping[str, Sequence[float]]:
+    """First word -> solve rate of each answered question of MIDDLE depths."""
+    rates: dict[str, list[float]] = defaultdict(list)
+    for episode in episodes:
+        if episode["answers"] and world.depth_of(episode["question"]) in MIDDLE:
+            rates[episode["question"].split()[0]].append(float(np.mean(episode["scores"])))
+    return rates
 
 
 def measure(arms: Mapping[str, Mapping[int, Curves]]) -> dict[str, Any]:
@@ -185,12 +201,25 @@ def _measure_arm(runs: Sequence[Curves]) -> dict[str, Any]:
         "verifier": _interval([run.verifier[-1] for run in runs]),
         "entropy": _interval([run.entropy[-1] for run in runs]),
         "unanswerable": _interval([run.unanswerable for run in runs]),
+        "solved_first": _measure_solved([run.solved[0] for run in runs]),
+        "solved_last": _measure_solved([run.solved[-1] for run in runs]),
         "references_right": {
             str(depth): {"share": float(np.mean(values)), "questions": len(values)}
             for depth, values in sorted(right.items())
             if values
         },
     }
+
+
+def _measure_solved(runs: Sequence[Mapping[str, Sequence[float]]]) -> list[dict[str, Any]]:
+    """For each run: relation -> mean solve rate and number of questions."""
+    return [
+        {
+            relation: {"rate": float(np.mean(rates)), "questions": len(rates)}
+            for relation, rates in sorted(run.items())
+        }
+        for run in runs
+    ]
 
 
 def _interval(values: Sequence[float]) -> dict[str, float]:

@@ -191,6 +191,17 @@ def test_area_is_the_mean_accuracy_over_the_tokens(tmp_path):
     assert [run.final(tokens) for tokens in (1500, 6000)] == pytest.approx([0.3, 0.4])
 
 
+def test_solve_rates_are_those_of_depths_3_to_5_by_the_first_relation():
+    asked = [
+        episode("a", "city of friend of friend of Arvo", "Rome", scores=(0.0, 1.0)),
+        episode("a", "city of friend of general of Arvo", "Rome", scores=(1.0, 1.0)),
+        episode("a", "friend of general of friend of Arvo", "Bela", scores=(0.0, 0.0)),
+        episode("a", "friend of Arvo", "Bela", scores=(1.0, 1.0)),  # too shallow
+        episode("a", "city of friend of friend of Bela", "", answered=False),
+    ]
+    assert ladder_figure._solve_rates(asked) == {"city": [0.5, 1.0], "friend": [0.0]}
+
+
 @pytest.mark.parametrize(
     ("accuracy", "depth"),
     [((1.0, 0.75, 0.25, 0.9), 2.5), ((0.9, 0.9), 2.0), ((0.0, 1.0), 0.5), ((1.0, 0.5, 0.0), 2.0)],
@@ -230,6 +241,7 @@ def test_figure_has_the_numbers_of_all_arms_and_a_verdict(tmp_path, capsys):
         "2": {"share": 0.0, "questions": 10},
     }
     assert of_full["mixed_first"]["mean"] == pytest.approx(48 * 2 / 7), "two of seven proposals"
+    assert of_full["solved_first"] == of_full["solved_last"] == [{}] * 5, "no question of depth 3"
     assert of_full["unanswerable"]["mean"] == pytest.approx(1 / 5)
 
 
