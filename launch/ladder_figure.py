@@ -273,6 +273,7 @@ def draw(
         rights = numbers["arms"][arm]["references_right"]
         panels[4].plot([*map(int, rights)], [one["share"] for one in rights.values()], "o-")
         _curve(panels[5], arm, [(run.tokens, run.entropy) for run in runs])
+    panels[4].set_ylim(0, 1.05)
     titles = (
         "Held-out accuracy, mean over depths",
         "Depth at which accuracy crosses .5",

@@ -54,6 +54,17 @@ def test_yoked_arms_have_the_same_questions_and_one_keeps_their_order():
     assert order == {"yoked": False, "yoked_shuffled": True}
 
 
+def test_crossplay_asks_the_responder_of_every_kept_checkpoint():
+    lines = experiment.commands("runs", (3, 4), ["full"])
+    exported = [found[1] for line in lines if (found := re.search(r"export .*--step=(\d+)", line))]
+    config = ladder.get_config()
+    saved = range(config.checkpoint_every, config.steps + 1, config.checkpoint_every)
+    assert [*map(int, exported)] == [*saved][-config.keep_checkpoints :]
+    assert saved[-1] == config.steps and len(saved) > 1
+    for line, step in zip((one for one in lines if "evaluate" in one), exported, strict=True):
+        assert f"--policy=runs/full/3/crossplay/{step}/policy" in line
+
+
 def test_stabilizers_run_with_two_seeds_and_change_the_full_arm_alone():
     lines = experiment.commands("runs/x", (0, 3, 5), ["full", *ladder.STABILIZERS])
     trained = [
