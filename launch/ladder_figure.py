@@ -287,7 +287,7 @@ def draw(
         panel.set_xlabel("depth" if "by depth" in title else "sampled tokens of all roles")
     panels[0].legend(fontsize=8)
     with path.open("wb") as file:
-        figure.savefig(file, format="png", dpi=90)
+        figure.savefig(file, format="png", dpi=75)
 
 
 def _curve(panel: Axes, arm: str, runs: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
