@@ -3,9 +3,9 @@
     python -m spell_jax.sft --config=configs/ladder_warm_start.py --workdir=runs/ladder_warm_start
     python -m spell_jax.train --config=configs/ladder.py:ARM --workdir=runs/ladder/ARM/0
 
-ARM is one of ARMS. `python -m launch.ladder commands` prints the commands of all arms and seeds,
-those that write the questions of some arms first. docs/ladder.md has the protocol and the results.
-Hardware: one CPU core, about 5 minutes for a run of the full arm (estimated).
+ARM is one of ARMS or of STABILIZERS. `python -m launch.ladder commands` prints the commands of all
+arms and seeds, those that write the questions of some arms first. docs/ladder.md has the protocol
+and the results. Hardware: one CPU core; docs/ladder.md has the times.
 """
 
 from collections.abc import Mapping
@@ -32,20 +32,42 @@ ARMS: Mapping[str, Mapping[str, Any]] = {
     "shallow": _STATIC,
 }
 QUESTIONS = ("uniform", "yoked", "yoked_shuffled", "shallow")
+# The full arm with one more switch -> the switch's fields.
+STABILIZERS: Mapping[str, Mapping[str, Any]] = {
+    "leak_05": {"algorithm.gate_leak": 0.05},
+    "leak_10": {"algorithm.gate_leak": 0.1},
+    "leak_20": {"algorithm.gate_leak": 0.2},
+    "leak_40": {"algorithm.gate_leak": 0.4},
+    "cluster": {
+        "algorithm.questions_per_cluster": 4,
+        "algorithm.questioner_normalization": "cluster",
+    },
+    "progress": {"algorithm.mapping": "progress"},
+    "dropout": {"sampler.vocabulary_dropout": 0.1},
+}
+# A step of an arm that writes no questions samples about two thirds of the tokens.
+STEPS, STATIC_STEPS = 60, 90
 
 
 def get_config(arm: str = "full") -> Config:
+    if arm in STABILIZERS:
+        config = get_config()
+        config.update_from_flattened_dict(STABILIZERS[arm])
+        return config
     if arm not in ARMS:
-        raise ValueError(f"configs/ladder.py:{arm}: must be one of {', '.join(ARMS)}")
+        known = ", ".join([*ARMS, *STABILIZERS])
+        raise ValueError(f"configs/ladder.py:{arm}: must be one of {known}")
     config = tiny.get_config()
-    config.update(steps=120, evaluate=False, validate_every=10, checkpoint_every=30)
+    steps = STATIC_STEPS if ARMS[arm].get("name") == "rlvr" else STEPS
+    config.update(steps=steps, evaluate=False, validate_every=10, checkpoint_every=20)
     config.update(max_minutes=0.0, keep_checkpoints=10)
     config.policy.folder = "runs/ladder_warm_start/policy"
 
     config.data.update(source="ladder", tasks=("general_qa",), task_weights=(1.0,))
     config.data.shuffle = arm != "yoked"
     config.data.tiny.update(clusters=192, documents=(9,))
-    config.data.tiny.evaluation.update(documents=(9,), quick_documents=(9,), per_cell=256)
+    config.data.tiny.evaluation.update(documents=(9,), quick_documents=(9,))
+    config.data.tiny.evaluation.update(per_cell=256, quick_per_cell=64)
 
     algorithm = default_config(ARMS[arm].get("name", "spell")).algorithm
     algorithm.update(prompts="compact", questions=48, generation_batch=48, max_generations=1)
@@ -56,8 +78,11 @@ def get_config(arm: str = "full") -> Config:
     algorithm.update(ARMS[arm])
     config.algorithm = algorithm
 
+    # At the paper's temperature of .7 nearly all groups of answers are alike, and the update, which
+    # is for temperature 1, sharpens the policy further.
+    config.sampler.update(temperature=1.0, top_p=1.0)
     # Room for depth 8: an answer has 45 tokens then.
     config.sampler.update(max_prompt=144, max_tokens=52, kv_cache_tokens=24_576)
-    config.optimizer.learning_rate = 1.5e-4
+    config.optimizer.learning_rate = 3e-4
     config.packing.update(buckets=((256, 192),), token_budget=4096)
     return config

@@ -6,7 +6,8 @@
     python -m launch.ladder figure [--runs=DIR] [--out=DIR]
 
 1. `commands` prints one line for each command, in an order in which they may run: the arms of
-   configs/ladder.py for all seeds, with the questions that some of them train on, then cross-play.
+   configs/ladder.py for all seeds (its stabilizers for two), with the questions that some of them
+   train on, then cross-play.
    The runs are below --runs, in ARM/SEED.
 2. `questions` writes a file for config.data.questions: the oracle's questions, in equal shares of
    --depths, or the answered questions of a run with their references, in the order of its steps.
@@ -42,9 +43,14 @@ _STREAM = 9  # separates the random stream of questions from those of other gene
 
 
 def commands(runs: str, seeds: Sequence[int], arms: Sequence[str]) -> list[str]:
-    """Command lines of all runs, and of cross-play in the first seed's full arm."""
+    """Command lines of all runs, and of cross-play in the first seed's full arm.
+
+    Arms of ladder.STABILIZERS run with the first two seeds only.
+    """
     lines = []
     for seed, arm in itertools.product(seeds, arms):
+        if arm in ladder.STABILIZERS and seed not in seeds[:2]:
+            continue
         flags = ""
         if arm in ladder.QUESTIONS:
             path = f"{runs}/questions/{_questions_of(arm)}-{seed}.jsonl"
@@ -130,28 +136,31 @@ def _write_questions(given: argparse.Namespace) -> None:
 
 
 def _write_figure(given: argparse.Namespace) -> None:
-    folders = {arm: _run_folders(given.runs, arm) for arm in ladder.ARMS}
-    found = {arm: some for arm, some in folders.items() if some}
-    if not found:
-        raise ValueError(
-            f"--runs = {given.runs}: has no run ARM/SEED of an arm of {[*ladder.ARMS]}"
-        )
-    arms = {arm: [ladder_figure.read_run(run) for run in some] for arm, some in found.items()}
+    known = [*ladder.ARMS, *ladder.STABILIZERS]
+    folders = {arm: _run_folders(given.runs, arm) for arm in known}
+    arms = {
+        arm: {seed: ladder_figure.read_run(run) for seed, run in some.items()}
+        for arm, some in folders.items()
+        if some
+    }
+    if not arms:
+        raise ValueError(f"--runs = {given.runs}: has no run ARM/SEED of an arm of {known}")
     numbers = ladder_figure.measure(arms)
-    if "full" in found and (matrix := ladder_figure.read_crossplay(found["full"][0])):
-        numbers["crossplay"] = matrix
+    if full := folders["full"]:
+        numbers["crossplay"] = ladder_figure.read_crossplay(full[min(full)])
     out = epath.Path(given.out or given.runs)
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / "ladder.json", numbers)
-    ladder_figure.draw(arms, numbers, out / "ladder.png")
+    drawn = {arm: runs for arm, runs in arms.items() if arm in ladder.ARMS}
+    ladder_figure.draw(drawn, numbers, out / "ladder.png")
     print(json.dumps(numbers["areas"], indent=1))
     print(numbers["verdict"])
 
 
-def _run_folders(runs: str, arm: str) -> list[pathlib.Path]:
-    """Folders of an arm's runs, in the order of their seeds."""
-    found = [path for path in pathlib.Path(runs, arm).glob("*") if path.name.isdecimal()]
-    return sorted(found, key=lambda path: int(path.name))
+def _run_folders(runs: str, arm: str) -> dict[int, pathlib.Path]:
+    """Seed -> folder of an arm's runs, seeds ascending."""
+    found = {int(p.name): p for p in pathlib.Path(runs, arm).glob("*") if p.name.isdecimal()}
+    return dict(sorted(found.items()))
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -165,7 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("what", choices=("commands", "questions", "figure"))
     parser.add_argument("--runs", default=RUNS, help="folder of the runs, each in ARM/SEED")
     parser.add_argument("--seeds", default=",".join(map(str, SEEDS)))
-    parser.add_argument("--arms", default=",".join(ladder.ARMS))
+    parser.add_argument("--arms", default=",".join([*ladder.ARMS, *ladder.STABILIZERS]))
     parser.add_argument("--out", default="", help="file of the questions, or folder of the figure")
     parser.add_argument("--run", default="", help="workdir of the run whose questions are written")
     parser.add_argument("--depths", default="", help="depths of the oracle's questions")

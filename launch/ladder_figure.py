@@ -1,8 +1,9 @@
 """Numbers and figure of the ladder's runs (launch/ladder.py), from their folders alone.
 
 1. A run's area is its held-out accuracy, averaged over depths and over the sampled tokens of all
-   roles, up to the smallest total of all runs. Its interval resamples the seeds of an arm, the same
-   for all arms (bootstrap, 95 %).
+   roles, up to the smallest total of the full arm and its rivals. A run that ends earlier keeps its
+   last accuracy. Intervals resample the seeds of an arm (bootstrap, 95 %); differences between arms
+   are those of the same seed.
 2. Self-play wins if the interval of the full arm's area lies above those of the frozen and of the
    static arm. docs/ladder.md states this before any result.
 3. Depths and right references come from the oracle, which reads the episodes of finished runs.
@@ -67,8 +68,15 @@ class Curves:
 
     def area(self, budget: float) -> float:
         """Mean accuracy over all depths and over the tokens from 0 to `budget`."""
-        places = np.linspace(0, budget, 1001)
-        return float(np.interp(places, self.tokens, self.accuracy.mean(axis=1)).mean())
+        return float(self._accuracy_at(np.linspace(0, budget, 1001)).mean())
+
+    def final(self, budget: float) -> float:
+        """Mean accuracy over all depths after `budget` tokens."""
+        return float(self._accuracy_at(np.array([budget]))[0])
+
+    def _accuracy_at(self, tokens: np.ndarray) -> np.ndarray:
+        """Accuracy after some numbers of tokens, constant before and after all validations."""
+        return np.interp(tokens, self.tokens, self.accuracy.mean(axis=1))
 
 
 def _crossing(accuracy: np.ndarray) -> float:
@@ -127,19 +135,24 @@ def _measure_questions(
     return PER * mixed / len(episodes), float(np.mean(depths)) if depths else np.nan
 
 
-def measure(arms: Mapping[str, Sequence[Curves]]) -> dict[str, Any]:
-    """Numbers of all arms as JSON values; areas are compared up to the smallest total of tokens."""
-    budget = min(float(run.tokens[-1]) for runs in arms.values() for run in runs)
-    areas = {arm: [run.area(budget) for run in runs] for arm, runs in arms.items()}
+def measure(arms: Mapping[str, Mapping[int, Curves]]) -> dict[str, Any]:
+    """Numbers of all arms (seed -> run) as JSON values."""
+    rivals = [arm for arm in (FULL, *RIVALS) if arm in arms] or [*arms]
+    budget = min(float(run.tokens[-1]) for arm in rivals for run in arms[arm].values())
+    areas = {arm: {seed: run.area(budget) for seed, run in of.items()} for arm, of in arms.items()}
+    finals = {arm: [run.final(budget) for run in of.values()] for arm, of in arms.items()}
+    full = areas.get(FULL, {})
+    differences = {
+        arm: [full[seed] - area for seed, area in of.items() if seed in full]
+        for arm, of in areas.items()
+        if arm != FULL
+    }
     numbers: dict[str, Any] = {
         "tokens": budget,
-        "areas": {arm: _interval(values) for arm, values in areas.items()},
-        "full_minus": {
-            arm: _interval([a - b for a, b in zip(areas[FULL], values, strict=True)])
-            for arm, values in areas.items()
-            if arm != FULL and len(values) == len(areas.get(FULL, ()))
-        },
-        "arms": {arm: _measure_arm(runs) for arm, runs in arms.items()},
+        "areas": {arm: _interval([*of.values()]) for arm, of in areas.items()},
+        "finals": {arm: _interval(values) for arm, values in finals.items()},
+        "full_minus": {arm: _interval(values) for arm, values in differences.items() if values},
+        "arms": {arm: _measure_arm([*of.values()]) for arm, of in arms.items()},
     }
     return numbers | {"verdict": verdict(numbers["areas"])}
 
@@ -193,12 +206,13 @@ def read_crossplay(run: pathlib.Path) -> dict[str, dict[str, float]]:
 
 
 def draw(
-    arms: Mapping[str, Sequence[Curves]], numbers: Mapping[str, Any], path: epath.Path
+    arms: Mapping[str, Mapping[int, Curves]], numbers: Mapping[str, Any], path: epath.Path
 ) -> None:
     """Draw the figure as a PNG file: a panel for each measure, a line for each arm."""
     figure = Figure(figsize=(13, 7), layout="constrained")
     panels = figure.subplots(2, 3).ravel()
-    for arm, runs in arms.items():
+    for arm, seeds in arms.items():
+        runs = seeds.values()
         _curve(panels[0], arm, [(run.tokens, run.accuracy.mean(axis=1)) for run in runs])
         _curve(panels[1], arm, [(run.tokens, run.crossing) for run in runs])
         _curve(panels[2], arm, [(run.asked_tokens, run.mixed) for run in runs])

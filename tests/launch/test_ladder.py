@@ -54,13 +54,33 @@ def test_yoked_arms_have_the_same_questions_and_one_keeps_their_order():
     assert order == {"yoked": False, "yoked_shuffled": True}
 
 
-@pytest.mark.parametrize("arm", ladder.ARMS)
+def test_stabilizers_run_with_two_seeds_and_change_the_full_arm_alone():
+    lines = experiment.commands("runs/x", (0, 3, 5), ["full", *ladder.STABILIZERS])
+    trained = [
+        found[1] for line in lines if (found := re.search(r"--workdir=(\S+) --config", line))
+    ]
+    assert [f"runs/x/cluster/{seed}" in trained for seed in (0, 3, 5)] == [True, True, False]
+    full = ladder.get_config()
+    for name, fields in ladder.STABILIZERS.items():
+        changed = ladder.get_config(name)
+        assert changed != full
+        changed.update_from_flattened_dict({field: _value(full, field) for field in fields})
+        assert changed == full
+
+
+def _value(config, field: str):
+    for name in field.split("."):
+        config = config[name]
+    return config
+
+
+@pytest.mark.parametrize("arm", [*ladder.ARMS, *ladder.STABILIZERS])
 def test_every_arm_is_a_valid_config(arm, tmp_path):
     config = ladder.get_config(arm)
     if arm in ladder.QUESTIONS:
         experiment.main(["questions", f"--out={tmp_path}/q.jsonl", "--depths=1,2", "--count=3"])
         config.data.questions = str(tmp_path / "q.jsonl")
-    assert configs.read(config).algorithm.name == ladder.ARMS[arm].get("name", "spell")
+    assert configs.read(config).algorithm.name == ladder.ARMS.get(arm, {}).get("name", "spell")
 
 
 def test_unknown_arm_is_rejected():
@@ -165,6 +185,9 @@ def test_area_is_the_mean_accuracy_over_the_tokens(tmp_path):
     # .2 up to the first validation, a rise to .4 until the second, then .4.
     assert run.area(3000) == pytest.approx((0.2 + 0.3 + 0.4) / 3, abs=1e-3)
     assert run.area(1000) == pytest.approx(0.2)
+    # A run that ends earlier keeps its last accuracy.
+    assert run.area(6000) == pytest.approx((0.2 + 0.3 + 4 * 0.4) / 6, abs=1e-3)
+    assert [run.final(tokens) for tokens in (1500, 6000)] == pytest.approx([0.3, 0.4])
 
 
 @pytest.mark.parametrize(
@@ -201,6 +224,21 @@ def test_figure_has_the_numbers_of_all_arms_and_a_verdict(tmp_path, capsys):
         "2": {"share": 0.0, "questions": 6},
     }
     assert of_full["mixed_first"]["mean"] == 16.0, "one of three proposals, per 48"
+
+
+def test_arms_are_compared_seed_by_seed(tmp_path):
+    for arm, seeds in {"full": (0, 1, 4), "frozen": (1, 4, 7), "yoked": (4,)}.items():
+        for seed in seeds:
+            accuracy = 0.1 * seed + (0.2 if arm == "full" else 0.0)
+            # The yoked arm ends earlier: this does not shorten the comparison of the others.
+            write_run(tmp_path / arm / str(seed), [accuracy] * (1 if arm == "yoked" else 2))
+    experiment.main(["figure", f"--runs={tmp_path}"])
+    numbers = json.loads((tmp_path / "ladder.json").read_text())
+    assert numbers["tokens"] == 2000
+    differences = numbers["full_minus"]  # half of .2: the deeper half of the depths is never right
+    assert [differences[arm]["mean"] for arm in ("frozen", "yoked")] == pytest.approx([0.1, 0.1])
+    assert differences["frozen"]["low"] == pytest.approx(0.1), "seeds 1 and 4, that both arms have"
+    assert numbers["finals"]["full"]["mean"] == pytest.approx((0.1 + 0.15 + 0.3) / 3)
 
 
 def test_verdict_needs_the_interval_above_both_rivals():
