@@ -46,10 +46,10 @@ from spell_jax.learner.optimizer import OptimizerConfig
 from spell_jax.policy import int8, safetensors, weights
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.model import find_folder, read_model
-from spell_jax.runtime import entry, hashes, paths, setup
+from spell_jax.runtime import entry, hashes, paths
 from spell_jax.runtime import mesh as meshes
-from spell_jax.runtime.checkpoint import CHECKPOINTS_FOLDER
 from spell_jax.runtime.config import Config, build, changes
+from spell_jax.runtime.paths import CHECKPOINTS_FOLDER
 from spell_jax.sampler import kv_cache
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.trainer import state
@@ -339,7 +339,7 @@ def newest_step(workdir: epath.Path) -> int | None:
 def _saved_config(workdir: epath.Path | None) -> dict[str, Any]:
     """Read the config of the workdir's last start; {} if it is unreadable."""
     try:
-        return json.loads((workdir / setup.CONFIG_FILE).read_text()) if workdir else {}
+        return json.loads((workdir / paths.CONFIG_FILE).read_text()) if workdir else {}
     except (OSError, ValueError):
         return {}
 

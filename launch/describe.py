@@ -20,9 +20,8 @@ from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.model import find_folder
 from spell_jax.reporting.tables import EVALUATION_FILE
 from spell_jax.runtime import mesh as meshes
-from spell_jax.runtime import setup
-from spell_jax.runtime.checkpoint import CHECKPOINTS_FOLDER
 from spell_jax.runtime.config import Config
+from spell_jax.runtime.paths import CHECKPOINTS_FOLDER, CONFIG_FILE
 from spell_jax.sampler.config import SamplerConfig
 
 
@@ -102,7 +101,7 @@ def _describe_update(checked: Checked) -> Iterator[str]:
 
 
 def _describe_files(checked: Checked) -> str:
-    config, names = checked.config, [setup.CONFIG_FILE, "metrics.jsonl", "tensorboard/"]
+    config, names = checked.config, [CONFIG_FILE, "metrics.jsonl", "tensorboard/"]
     names += ["episodes/"] * bool(config.episode_characters)
     names += [f"{CHECKPOINTS_FOLDER}/ (every {config.checkpoint_every} steps)"]
     is_generated = config.data.source in GENERATED

@@ -23,8 +23,8 @@ from spell_jax.learner.packing import PackingConfig
 from spell_jax.policy.config import PolicyConfig, RopeConfig
 from spell_jax.policy.model import ModelConfig
 from spell_jax.runtime import loggers, paths
-from spell_jax.runtime.checkpoint import CHECKPOINTS_FOLDER
 from spell_jax.runtime.config import Config, build, check_choice, check_least, plain, section
+from spell_jax.runtime.paths import CHECKPOINTS_FOLDER
 from spell_jax.sampler.config import SamplerConfig
 
 

@@ -8,15 +8,14 @@ import pathlib
 from typing import ClassVar
 
 from spell_jax.policy import gguf_convert, weights
+from spell_jax.policy.choices import COMPUTE_DTYPES, ROPE_SCALINGS, THINKING
 from spell_jax.policy.config import ATTENTION, REMAT_POLICIES, LoraConfig, PolicyConfig
-from spell_jax.policy.tokenizer import THINKING, Tokenizer
+from spell_jax.policy.tokenizer import Tokenizer
 from spell_jax.runtime import remote
 from spell_jax.runtime.config import check_choice, check_least
 
 TINY_POLICY = pathlib.Path(__file__).parents[1] / "data" / "tiny_policy"
 PACKAGED = ("tiny", gguf_convert.SMOLLM2)  # values of `folder` that are no folders
-ROPE_SCALINGS = ("", "linear", "yarn")
-COMPUTE_DTYPES = ("float32", "bfloat16")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,8 +3,8 @@
 A mistake of the user ends with `error: MESSAGE` on stderr and exit status 2; every other exception
 is a crash, with its traceback and exit status 1. Mistakes are the errors of type USER_ERRORS before
 a command calls `setup_done`, after its last check, unless the message has no place (JSON and
-Unicode errors, empty ones). Ctrl-C ends with one line too. SPELL_TRACEBACK=1 shows the traceback of
-a mistake.
+Unicode errors, empty ones). Ctrl-C ends with one line too. With --debug, which every command takes,
+the traceback of a mistake is printed before its line.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from spell_jax.runtime.remote import FetchError
 
 EXIT_CODE = 2
 INTERRUPTED = 130  # of Ctrl-C, as shells have it
-TRACEBACK_VARIABLE = "SPELL_TRACEBACK"
+DEBUG = "--debug"
 USER_ERRORS = (
     ValueError,
     FetchError,
@@ -52,6 +52,8 @@ def run_main(
     main: Callable[[Any], object], flags_parser: Callable[[Sequence[str]], Any] = flags.FLAGS
 ) -> None:
     """Runs a command with absl flags, as app.run; does not return."""
+    if DEBUG[2:] not in flags.FLAGS:
+        flags.DEFINE_bool(DEBUG[2:], False, "Show a mistake's traceback.", flag_values=flags.FLAGS)
 
     def parse(argv: Sequence[str]) -> Any:
         with user_errors():
@@ -79,13 +81,14 @@ def user_errors() -> Iterator[None]:
     """
     global _is_set_up
     _is_set_up = False
+    sys.argv[:] = [argument for argument in sys.argv if argument != DEBUG]  # unknown to argparse
     try:
         yield
     except USER_ERRORS as error:
         text = " ".join(line.strip() for line in str(error).splitlines()).strip()
         if _is_set_up or not text or isinstance(error, _PLACELESS):
             raise
-        if os.environ.get(TRACEBACK_VARIABLE):
+        if DEBUG in sys.orig_argv:
             traceback.print_exc()
         sys.stdout.flush()
         _leave(f"error: {text}", EXIT_CODE, error)

@@ -17,6 +17,9 @@ import fsspec.config
 from etils import epath
 
 CACHE_VARIABLE = "SPELL_CACHE"
+# In the folder of a run.
+CONFIG_FILE = "config.json"
+CHECKPOINTS_FOLDER = "checkpoints"
 
 
 def open_folder(path: str | os.PathLike[str]) -> epath.Path:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -15,6 +16,7 @@ import pytest
 from absl import app, flags
 from ml_collections import config_flags
 
+from launch import commands
 from spell_jax.runtime import distributed, entry
 from spell_jax.runtime.preemption import EXIT_CODE, Preempted
 
@@ -134,9 +136,11 @@ def test_interrupted_command_says_how_to_go_on(capsys):
     )
 
 
-def test_environment_variable_enables_the_traceback(monkeypatch, capsys):
-    monkeypatch.setenv(entry.TRACEBACK_VARIABLE, "1")
+def test_debug_flag_shows_the_traceback(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "command", "--x=1", "--debug"])
+    monkeypatch.setattr(sys, "argv", ["command", "--x=1", "--debug"])
     with pytest.raises(SystemExit), entry.user_errors():
+        assert sys.argv == ["command", "--x=1"]  # for argparse, which does not know the flag
         raise ValueError("steps = 0")
     err = capsys.readouterr().err
     assert err.startswith("Traceback") and err.endswith("\nerror: steps = 0\n")
@@ -227,12 +231,27 @@ def test_run_main_handles_user_errors_of_flags_and_main(monkeypatch, capsys):
 # ---------------------------------------------------------------------------------------- Programs
 
 
-@pytest.mark.parametrize("name", ["spell_jax.train", "spell_jax.sft"])
-def test_command_answers_before_heavy_imports(name):
-    """--help and a wrong flag must not wait for jax or matplotlib."""
-    code = f"import sys, {name}; print({{'jax', 'flax', 'matplotlib'}} & set(sys.modules))"
+def imported(names: list[str]) -> set[str]:
+    """Packages that a process has imported after these modules."""
+    code = f"import sys, {', '.join(names)}; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "set()\n"
+    return {name.partition(".")[0] for name in done.stdout.split()}
+
+
+HEAVY = {"tensorboardX", "torch", "transformers"}
+
+
+def test_entry_points_answer_before_heavy_imports():
+    """--help and a wrong flag must not wait for jax or matplotlib."""
+    names = [name for name in commands.find() if re.fullmatch(r"spell_jax\.\w+", name)]
+    assert len(names) == 6
+    assert not imported(names) & (HEAVY | {"jax", "flax", "matplotlib", "orbax"})
+
+
+@pytest.mark.slow
+def test_other_commands_import_no_more_than_they_use():
+    names = set(commands.find()) - {"data_pipeline.build", "benchmarks.trl_side"}
+    assert not imported(sorted(names)) & HEAVY
 
 
 @pytest.mark.slow

@@ -47,6 +47,7 @@ COLUMNS = {
     ),
     "Helmet-Summ": ("helmet_infbench_sum", "helmet_multi_lexsum"),
 }
+COLUMN_CHOICES = {"shared": COLUMNS, "separate": {}}  # --columns of evaluate
 
 ANSWER_FORMATS = ("plain", "sections")
 
