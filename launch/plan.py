@@ -1,7 +1,7 @@
 """Estimate a run's memory per chip without compiling, and suggest changes if it does not fit.
 
     python -m launch.plan --config=configs/paper.py:qwen2.5-7b-instruct --topology=v5e-64 \
-        --length=131072 --policy=CONFIG.json [--config.X=Y ...]
+        --length=131072 [--policy=CONFIG.json] [--config.X=Y ...]
 
 1. The programs are those of aot.py, built on an abstract mesh, so libtpu is not needed.
 2. A program's arguments and the memory resident besides them are exact: bytes of sharded shapes.
@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+import jax
 from absl import flags
 
 from launch import aot, step_time, topologies
@@ -348,6 +349,7 @@ def define_flags() -> None:
 
 
 def main(_) -> None:
+    jax.config.update("jax_platforms", "cpu")  # a few small arrays; no TPU is claimed for them
     given = flags.FLAGS
     config, policy, topology, length = aot.read_flags(topologies.A100_NODE)
     if given.time:

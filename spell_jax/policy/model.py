@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import pathlib
 from typing import ClassVar
@@ -84,6 +85,17 @@ def find_folder(folder: str, field: str = "policy.folder") -> pathlib.Path:
             "lines of the config's file name the command that makes one"
         )
     return path
+
+
+def known_shape(folder: str) -> PolicyConfig | None:
+    """Architecture of a model of the paper, found by the last part of its folder's name.
+
+    Plans and checks need it where there is no copy of the model; shapes.json has what its
+    config.json has.
+    """
+    fields = json.loads((pathlib.Path(__file__).parent / "shapes.json").read_text())
+    known = fields.get(pathlib.PurePath(folder).name)
+    return PolicyConfig.from_hf(known) if known else None
 
 
 def read_model(model: ModelConfig, folder: pathlib.Path) -> tuple[PolicyConfig, Tokenizer]:
