@@ -183,7 +183,7 @@ MISTAKES: list[tuple[dict[str, Any], str, str]] = [
         r"policy.folder = .*: lora.pattern = 'none': is in none of",
     ),
     ({"policy.folder": ""}, "", r"policy.folder = '': must be a Hugging Face folder"),
-    ({"policy.folder": "no/such"}, "", r"policy.folder = 'no/such': must be a Hugging Face folder"),
+    ({"policy.folder": "no/such"}, "", r"policy.folder = 'no/such': no such folder; must be"),
     ({"policy.thinking": "on"}, "", r"policy.folder = .*: thinking = True: .* must be None"),
     ({"algorithm.group_size": 1}, "", r"algorithm.group_size = 1: must be at least 2"),
     ({"algorithm.prompts": "no/such"}, "", r"algorithm.prompts = 'no/such': .*"),
@@ -532,3 +532,10 @@ def test_truncated_saved_config_is_ignored(tmp_path: pathlib.Path) -> None:
     assert json.loads(text)["seed"] == dict(check._saved_config(check.epath.Path(tmp_path)))["seed"]
     (tmp_path / "config.json").write_text(text[:40])
     assert dict(check._saved_config(check.epath.Path(tmp_path))) == {}
+
+
+def test_missing_warm_start_names_the_command_that_makes_it() -> None:
+    checked = check.check(load("tiny_reconstruction")[1])
+    (line,) = [line for line in checked.mistakes if line.startswith("policy.folder")]
+    name = "tiny_reconstruction_warm_start"
+    assert f"spell_jax.sft --config=configs/{name}.py --workdir=runs/{name} makes this one" in line
