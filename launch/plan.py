@@ -246,7 +246,9 @@ class Plan:
         """Largest values that fit of the fields that bound the batch: dotted name -> tokens."""
         bucket, shards = self.programs.bucket, meshes.row_shards(self.programs.mesh)
         # Only the planned bucket: the config's other buckets may be larger than the budget.
-        planned = {"packing.buckets": ((bucket.length, bucket.answers),)}
+        budget = max(self.config.packing.token_budget, bucket.length)
+        planned: dict[str, Any] = {"packing.buckets": ((bucket.length, bucket.answers),)}
+        planned["packing.token_budget"] = budget
         found = {}
         for field, tokens, names in (
             ("sampler.kv_cache_tokens", self._cached, ("prefill", "decode")),
@@ -254,7 +256,7 @@ class Plan:
         ):
             rows = 0
             while rows + shards <= _MOST_ROWS:
-                tried = self.changed({field: (rows + shards) * tokens} | planned).needs
+                tried = self.changed(planned | {field: (rows + shards) * tokens}).needs
                 if any(n.total > self.topology.hbm for n in tried if n.program in names):
                     break
                 rows += shards
