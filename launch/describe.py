@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -32,6 +33,7 @@ class Checked:
     config: Config
     mistakes: list[str]  # errors that would stop the run from starting or from training
     remarks: list[str] = dataclasses.field(default_factory=list)  # allowed, maybe unintended
+    missing: list[str] = dataclasses.field(default_factory=list)  # fields to fill in before the run
     topology: topologies.Topology | None = None
     mesh: Any = None
     sampling: SamplerConfig | None = None
@@ -56,9 +58,10 @@ def describe(checked: Checked) -> str:
         "writes": [_describe_files(checked)],
         "start": [_describe_start(checked)],
         "remark": checked.remarks,
+        "missing": checked.missing,
     }
     return "\n".join(
-        f"{'' if number and name != 'remark' else name:9}{line}".rstrip()
+        f"{'' if number and name not in ('remark', 'missing') else name:9}{line}".rstrip()
         for name, lines in rows.items()
         for number, line in enumerate(lines)
     )
@@ -116,11 +119,12 @@ def _describe_start(checked: Checked) -> str:
     if workdir is not None and checked.step is not None:
         folder = workdir / CHECKPOINTS_FOLDER
         return f"resumes step {checked.step} of {folder}, up to {config.steps}"
-    folder = find_folder(config.policy.folder)
+    is_missing = any(line.startswith("policy.folder") for line in checked.missing)
+    folder = config.policy.folder if is_missing else find_folder(config.policy.folder)
     if config.init_from:
         path, step = configs.find_checkpoint(config.init_from)
         source = f"the weights of {path}, {'its newest step' if step is None else f'step {step}'}"
-    elif safetensors.has_weights(folder):
+    elif is_missing or safetensors.has_weights(pathlib.Path(folder)):
         source = f"the weights of {folder}"
     else:
         source = f"random weights, because {folder} has none"

@@ -275,6 +275,11 @@ def default_supervised_config() -> Config:
 
 def read_supervised(config: Config) -> SupervisedConfig:
     """The SupervisedConfig of a ConfigDict; errors as in `read`."""
+    if "rows_per_step" not in config:
+        raise ValueError(
+            "rows_per_step: is missing; a config of spell_jax.sft must have it (spell_jax.train "
+            "reads the config of a run with an algorithm)"
+        )
     least = dict.fromkeys(("steps", "rows_per_step", "log_every", "checkpoint_every"), 1)
     check_least(config, "", seed=0, **least)
     fields = dict(config.items())

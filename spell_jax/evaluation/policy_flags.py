@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from absl import flags
 
 from spell_jax.policy.choices import COMPUTE_DTYPES
 from spell_jax.selfplay.judge import JUDGE_TEMPLATES
 
 # Sampler sizes that depend on the machine's memory (policy_sampler.SIZES).
-SIZES = {"kv_cache_tokens": 65_536, "slots": 512, "prefill_tokens": 8192}
+SIZES: dict[str, Any] = {"kv_cache_tokens": 65_536, "slots": 512, "prefill_tokens": 8192}
 
 
 def define_flags() -> None:

@@ -28,6 +28,16 @@ def open_folder(path: str | os.PathLike[str]) -> epath.Path:
     return epath.Path(path)
 
 
+def shipped_configs() -> dict[str, str]:
+    """Paths of the configs that ship with the package, by name ("tiny", "data/paper")."""
+    spec = importlib.util.find_spec("configs")
+    found = {}
+    for folder in map(pathlib.Path, (spec.submodule_search_locations or ()) if spec else ()):
+        for path in sorted(folder.rglob("[a-z]*.py")):
+            found[str(path.relative_to(folder).with_suffix(""))] = str(path)
+    return found
+
+
 def prepare(path: str | os.PathLike[str]) -> None:
     """Sets up the access to a path; ImportError if it is in a bucket that needs gcsfs."""
     if os.fspath(path).startswith("gs://"):
