@@ -151,8 +151,8 @@ def _write_figure(given: argparse.Namespace) -> None:
     out = epath.Path(given.out or given.runs)
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / "ladder.json", numbers)
-    drawn = {arm: runs for arm, runs in arms.items() if arm in ladder.ARMS}
-    ladder_figure.draw(drawn, numbers, out / "ladder.png")
+    plotted = {arm: runs for arm, runs in arms.items() if arm in ladder.ARMS}
+    ladder_figure.draw(plotted, numbers, out / "ladder.png")
     print(json.dumps(numbers["areas"], indent=1))
     print(numbers["verdict"])
 
