@@ -49,7 +49,9 @@ class Curves:
       asked_tokens: sampled tokens until the end of each window of steps [W].
       mixed: questions of mixed rewards per PER proposals [W].
       depth: mean depth of the answered questions in the grammar [W]; NaN if there are none.
-      references: depth -> whether each reference is right, of answered questions in the grammar.
+      references: depth -> whether each reference is right, of answered questions in the grammar
+        about people of the documents.
+      unanswerable: share of the answered questions in the grammar that are about other people.
     """
 
     tokens: np.ndarray
@@ -60,6 +62,7 @@ class Curves:
     mixed: np.ndarray
     depth: np.ndarray
     references: Mapping[int, Sequence[bool]]
+    unanswerable: float
 
     @property
     def crossing(self) -> np.ndarray:
@@ -104,9 +107,10 @@ def read_run(folder: pathlib.Path) -> Curves:
     windows: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for step, episode in read_episodes(folder):
         windows[(step - 1) // WINDOW].append(episode)
-    references: dict[int, list[bool]] = defaultdict(list)
+    references: dict[int, list[bool | None]] = defaultdict(list)
     asked = [_measure_questions(some, references) for _, some in sorted(windows.items())]
     ends = [min((window + 1) * WINDOW, max(until)) for window in sorted(windows)]
+    given = [right for some in references.values() for right in some]
     return Curves(
         tokens=np.array([until[record["step"]] for record in points]),
         accuracy=np.array([[record[f"{_DEPTH}{d}"] for d in depths] for record in points]),
@@ -115,14 +119,21 @@ def read_run(folder: pathlib.Path) -> Curves:
         asked_tokens=np.array([until[step] for step in ends]),
         mixed=np.array([mixed for mixed, _ in asked]),
         depth=np.array([depth for _, depth in asked]),
-        references=dict(sorted(references.items())),
+        references={
+            depth: [right for right in some if right is not None]
+            for depth, some in sorted(references.items())
+        },
+        unanswerable=float(np.mean([right is None for right in given])) if given else 0.0,
     )
 
 
 def _measure_questions(
-    episodes: Sequence[Mapping[str, Any]], references: dict[int, list[bool]]
+    episodes: Sequence[Mapping[str, Any]], references: dict[int, list[bool | None]]
 ) -> tuple[float, float]:
-    """(mixed questions per PER proposals, mean depth); adds the references of the questions."""
+    """(mixed questions per PER proposals, mean depth); adds whether the references are right.
+
+    None stands for a question that the documents do not answer.
+    """
     documents = {e["cluster"]: e["documents"] for e in episodes if e.get("documents")}
     depths, mixed = [], 0
     for episode in episodes:
@@ -131,7 +142,7 @@ def _measure_questions(
         if episode["answers"] and depth:
             depths.append(depth)
             truth = world.oracle(episode["question"], documents[episode["cluster"]])
-            references[depth].append(episode["reference"] == truth)
+            references[depth].append(None if truth is None else episode["reference"] == truth)
     return PER * mixed / len(episodes), float(np.mean(depths)) if depths else np.nan
 
 
@@ -171,9 +182,11 @@ def _measure_arm(runs: Sequence[Curves]) -> dict[str, Any]:
         "mixed_last": _interval([run.mixed[-1] for run in runs]),
         "verifier": _interval([run.verifier[-1] for run in runs]),
         "entropy": _interval([run.entropy[-1] for run in runs]),
+        "unanswerable": _interval([run.unanswerable for run in runs]),
         "references_right": {
             str(depth): {"share": float(np.mean(values)), "questions": len(values)}
             for depth, values in sorted(right.items())
+            if values
         },
     }
 
@@ -196,12 +209,17 @@ def verdict(areas: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def read_crossplay(run: pathlib.Path) -> dict[str, dict[str, float]]:
-    """Step of the responder -> step of the questioner -> share of its questions answered right."""
+    """Step of the responder -> last step of a window of the questioner -> share answered right."""
     found = {}
     for path in sorted(run.glob(f"crossplay/*/answers/{SUMMARY}"), key=lambda p: int(p.parts[-3])):
         (row,) = json.loads(path.read_text())["rows"]
-        parts = row["benchmarks"][OWN_QUESTIONS]["by"]
-        found[path.parts[-3]] = {str(part["step"]): part["pass@1"]["mean"] for part in parts}
+        right: dict[int, float] = defaultdict(float)
+        asked: dict[int, int] = defaultdict(int)
+        for part in row["benchmarks"][OWN_QUESTIONS]["by"]:
+            end = (1 + (part["step"] - 1) // WINDOW) * WINDOW
+            right[end] += part["pass@1"]["mean"] * part["questions"]
+            asked[end] += part["questions"]
+        found[path.parts[-3]] = {str(end): right[end] / asked[end] for end in sorted(asked)}
     return found
 
 

@@ -169,7 +169,8 @@ def write_run(run: pathlib.Path, accuracies: list[float], tokens: int = 1000) ->
         episode("a", "city of friend of Arvo", "Rome", scores=(1.0, 1.0)),
         episode("a", "not a chain", "", answered=False),
     ]
-    write_episodes(run, [questions] * len(accuracies))
+    elsewhere = episode("a", "friend of Udo", "Bela", scores=(1.0, 1.0))  # not in the documents
+    write_episodes(run, [questions] * (len(accuracies) - 1) + [[*questions, elsewhere]])
     lines = []
     for step, accuracy in enumerate(accuracies, 1):
         depths = {f"eval/depth/{d}": accuracy if d <= 4 else 0.0 for d in range(1, DEPTHS + 1)}
@@ -203,7 +204,10 @@ def test_figure_has_the_numbers_of_all_arms_and_a_verdict(tmp_path, capsys):
         write_run(tmp_path / "full" / str(seed), [0.7 + shift, 0.9 + shift])
         write_run(tmp_path / "frozen" / str(seed), [0.5 + shift, 0.6 + shift], tokens=800)
         write_run(tmp_path / "static" / str(seed), [0.4 + shift, 0.5 + shift])
-    parts = [{"step": 1, "pass@1": {"mean": 0.25}}]
+    parts = [
+        {"step": step, "questions": questions, "pass@1": {"mean": mean}}
+        for step, questions, mean in ((1, 30, 0.25), (10, 10, 0.5), (11, 5, 1.0))
+    ]
     answers = tmp_path / "full" / "0" / "crossplay" / "40" / "answers"
     answers.mkdir(parents=True)
     write_json(
@@ -212,7 +216,9 @@ def test_figure_has_the_numbers_of_all_arms_and_a_verdict(tmp_path, capsys):
     experiment.main(["figure", f"--runs={tmp_path}"])
     assert (tmp_path / "ladder.png").read_bytes().startswith(b"\x89PNG")
     numbers = json.loads((tmp_path / "ladder.json").read_text())
-    assert numbers["tokens"] == 1600 and numbers["crossplay"] == {"40": {"1": 0.25}}
+    assert numbers["tokens"] == 1600 and numbers["crossplay"] == {
+        "40": {"10": pytest.approx((0.25 * 30 + 0.5 * 10) / 40), "20": 1.0}
+    }
     verdict = numbers["verdict"]
     assert verdict.startswith("Self-play wins: full 0.3") and ", static 0.2" in verdict
     assert verdict in capsys.readouterr().out
@@ -223,7 +229,8 @@ def test_figure_has_the_numbers_of_all_arms_and_a_verdict(tmp_path, capsys):
         "1": {"share": 1.0, "questions": 6},
         "2": {"share": 0.0, "questions": 6},
     }
-    assert of_full["mixed_first"]["mean"] == 16.0, "one of three proposals, per 48"
+    assert of_full["mixed_first"]["mean"] == pytest.approx(48 * 2 / 7), "two of seven proposals"
+    assert of_full["unanswerable"]["mean"] == pytest.approx(1 / 5)
 
 
 def test_arms_are_compared_seed_by_seed(tmp_path):
