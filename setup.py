@@ -51,6 +51,7 @@ setup(
             "evaluation/generated/words.txt",
             "evaluation/generated/moby_dick.txt.gz",
             "data/tiny_policy/*",
+            "policy/shapes.json",
         ],
         "data_pipeline": ["report.html"],
         "launch": ["tpu_worker.sh"],

@@ -19,7 +19,7 @@ from spell_jax.reporting.tables import EVALUATION_FILE, read_evaluation
 from spell_jax.runtime.episodes import EpisodeWriter
 from spell_jax.runtime.jsonl import write_json, write_records
 from spell_jax.runtime.metrics import METRICS_FILE, read_metrics
-from spell_jax.runtime.setup import CONFIG_FILE
+from spell_jax.runtime.paths import CONFIG_FILE
 from spell_jax.selfplay import rewards
 
 TASKS = ("general_qa", "financial_math", "multiple_choice")

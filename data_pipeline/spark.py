@@ -104,6 +104,9 @@ def start(master: str) -> Any:
     conf.setIfMissing("spark.ui.enabled", "false")
     conf.setIfMissing("spark.ui.showConsoleProgress", "false")
     conf.setIfMissing("spark.rdd.compress", "true")  # outputs that are kept on disk
+    # Between Java and Python. By TCP, a task of 20 GB stopped for ever: both sides sent,
+    # neither read, and Linux 6.18 dropped every packet (ss: retransmissions, full receive buffer).
+    conf.setIfMissing("spark.python.unix.domain.socket.enabled", "true")
     is_new = SparkContext._active_spark_context is None
     context = SparkContext.getOrCreate(conf)
     if is_new:

@@ -1,10 +1,10 @@
 """Compile a run's programs for a TPU slice without having one; report memory and collectives.
 
     python -m launch.aot --config=configs/paper.py:qwen2.5-7b-instruct --topology=v5e-16 \
-        [--length=16384] [--phase=all] --policy=CONFIG.json [--layers=2] [--config.X=Y ...]
+        [--length=16384] [--phase=all] [--policy=CONFIG.json] [--layers=2] [--config.X=Y ...]
 
-1. The architecture comes from a Hugging Face config.json. No weights are read and no array is
-   allocated: every argument is a shape with a sharding.
+1. The architecture comes from a Hugging Face config.json; those of the paper's models ship. No
+   weights are read and no array is allocated: every argument is a shape with a sharding.
 2. The trainer's own Learner and Sampler are built on the config's mesh over the slice's devices.
    Their jitted functions are lowered for P = --length prompt tokens and
    G = config.algorithm.group_size answers of S = config.sampler.max_tokens tokens each. A training
@@ -46,7 +46,7 @@ from spell_jax.learner.loss_config import LossConfig
 from spell_jax.learner.optimizer import OptimizerConfig
 from spell_jax.policy import int8, lora, transformer
 from spell_jax.policy.config import PolicyConfig
-from spell_jax.policy.model import PACKAGED, find_folder, shape_policy
+from spell_jax.policy.model import PACKAGED, find_folder, known_shape, shape_policy
 from spell_jax.runtime import entry, paths, remote
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.config import Config, build
@@ -91,20 +91,26 @@ class Program:
 def read_policy(config: Config, path: str = "", layers: int = 0) -> PolicyConfig:
     """Read the policy's architecture, without tokenizer and weights, and apply config.policy.
 
-    `path`, a config.json, is by default in config.policy.folder. `layers` above 0 replaces L.
+    `path`, a config.json, is by default in config.policy.folder, and for the paper's models not
+    needed. `layers` above 0 replaces L.
     """
     folder = config.policy.folder
     if not path and paths.is_remote(folder):
         path = f"{folder}/config.json"
+    policy = None
     if not path and folder not in PACKAGED and not pathlib.Path(folder).is_dir():
-        raise FileNotFoundError(
-            f"policy.folder = {folder!r}: no such folder; name a Hugging Face config.json by "
-            "--policy, no weights are needed"
-        )
-    file = remote.fetch(path) if path else find_folder(folder) / "config.json"
-    if not file.is_file():
-        raise FileNotFoundError(f"policy = {str(file)!r}: must be a Hugging Face config.json")
-    policy = shape_policy(config.policy, PolicyConfig.from_hf(file))
+        policy = known_shape(folder)
+        if policy is None:
+            raise FileNotFoundError(
+                f"policy.folder = {folder!r}: no such folder; name a Hugging Face config.json by "
+                "--policy, no weights are needed"
+            )
+    if policy is None:
+        file = remote.fetch(path) if path else find_folder(folder) / "config.json"
+        if not file.is_file():
+            raise FileNotFoundError(f"policy = {str(file)!r}: must be a Hugging Face config.json")
+        policy = PolicyConfig.from_hf(file)
+    policy = shape_policy(config.policy, policy)
     return dataclasses.replace(policy, layers=layers or policy.layers)
 
 

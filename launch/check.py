@@ -3,13 +3,15 @@
     python -m launch.check --config=configs/NAME.py [--config.a.b=value ...] \
         [--topology=v5e-16] [--workdir=DIR]
 
-1. Each section of the config is checked on its own by the trainer's functions, so that a mistake
-   in one section does not hide a mistake in another. Valid sections are then checked together.
+1. Each section of the config is checked on its own by the trainer's functions. A field with a
+   mistake gets its default, so that it does not hide the next mistake. Valid sections are then
+   checked together.
 2. A topology is a slice of topologies.py, or cpu:N or gpu:N for N devices of unknown memory. If
    none is given, the mesh is laid over the fewest devices that it can use.
-3. Each mistake is printed as one line (field, value, remedy), and the exit status is 1. Without
-   mistakes, a table describes the run, remarks point out settings that are allowed but may be
-   unintended, and the exit status is 0.
+3. Each mistake is printed as one line (field, value, remedy), and the exit status is 2. Without
+   mistakes, a table describes the run, and remarks point out settings that are allowed but may be
+   unintended. The exit status is 1 if documents are not named yet, or one of the paper's models is
+   not on this machine (its shape ships with the package), else 0.
 
 Shapes are computed on this machine's CPU. No file is written.
 """
@@ -45,11 +47,11 @@ from spell_jax.learner.loss_config import LossConfig
 from spell_jax.learner.optimizer import OptimizerConfig
 from spell_jax.policy import int8, safetensors, weights
 from spell_jax.policy.config import PolicyConfig
-from spell_jax.policy.model import find_folder, read_model
-from spell_jax.runtime import entry, hashes, paths, setup
+from spell_jax.policy.model import PACKAGED, find_folder, known_shape, read_model, shape_policy
+from spell_jax.runtime import entry, hashes, paths
 from spell_jax.runtime import mesh as meshes
-from spell_jax.runtime.checkpoint import CHECKPOINTS_FOLDER
-from spell_jax.runtime.config import Config, build, changes
+from spell_jax.runtime.config import Config, build, changes, section
+from spell_jax.runtime.paths import CHECKPOINTS_FOLDER
 from spell_jax.sampler import kv_cache
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.trainer import state
@@ -80,13 +82,55 @@ class Attempts:
         try:
             return make(*given, **options)
         except _MISTAKES as error:
-            text = str(error) if isinstance(error, _USER_ERRORS) else repr(error)
-            first = re.match(r"[a-z_]+\b(?=\.| = |:|\[)", text)
-            if not first or first[0] not in (*self._config, "topology", "workdir"):
-                text = f"{_with_value(self._config, field)}: {text}"
-            if text not in self.mistakes:  # two functions may check the same field
-                self.mistakes.append(text)
+            self._record(field, error)
             return None
+
+    def section(self, name: str, make: Callable[[Config], T], defaults: Config) -> T | None:
+        """Return make(section `name`), or None after recording each of its fields' mistakes.
+
+        After a mistake, the field gets its value of `defaults`, and the section is tried again. The
+        name "" means the fields of the run outside of sections.
+        """
+        fields = (self._config[name] if name else self._config).copy_and_resolve_references()
+        found: set[str] = set()
+        while True:
+            try:
+                made = make(fields)
+                return None if found else made
+            except _MISTAKES as error:
+                before = f"{name}." if name else ""
+                match = re.match(rf"{re.escape(before)}([a-z_0-9.]+)", str(error))
+                field = match[1] if match else ""
+                if field in found or (found and not field):  # may follow from a default
+                    return None
+                self._record(name, error)
+                found.add(field)
+                if not _reset(fields, defaults, field):
+                    return None
+
+    def _record(self, field: str, error: Exception) -> None:
+        text = str(error) if isinstance(error, _USER_ERRORS) else repr(error)
+        first = re.match(r"[a-z_]+\b(?=\.| = |:|\[)", text)
+        if not first or first[0] not in (*self._config, "topology", "workdir"):
+            text = f"{_with_value(self._config, field)}: {text}"
+        if text not in self.mistakes:  # two functions may check the same field
+            self.mistakes.append(text)
+
+
+def _reset(fields: Config, defaults: Config, name: str) -> bool:
+    """Set a field, given by dotted name, to its default, or remove it if it has none."""
+    *sections, last = name.split(".")
+    for part in sections:
+        if part not in fields or part not in defaults:
+            return False
+        fields, defaults = fields[part], defaults[part]
+    if last not in fields:
+        return False
+    with fields.unlocked():
+        del fields[last]  # the default may have another type
+        if last in defaults:
+            fields[last] = defaults[last]
+    return True
 
 
 def _with_value(config: Config, field: str) -> str:
@@ -117,28 +161,30 @@ def check(config: Config, topology: str = "", workdir: str = "") -> Checked:
         saved = _saved_config(checked.workdir)
         attempt("steps", state.check_resumed, config, checked.step, saved)
     before = len(attempt.mistakes)
-    checked.sampling = attempt("sampler", build, SamplerConfig, config.sampler, "sampler")
-    checked.layout = attempt("packing", build, packing.PackingConfig, config.packing, "packing")
-    loss_config = attempt("loss", build, LossConfig, config.loss, "loss")
+    checked.sampling = _build(SamplerConfig, "sampler", attempt)
+    checked.layout = _build(packing.PackingConfig, "packing", attempt)
+    loss_config = _build(LossConfig, "loss", attempt)
     _check_optimizer(config.optimizer, "optimizer", config, attempt)
     names = [name for name, value in config.items() if not hasattr(value, "items")]
-    algorithm = attempt("algorithm", registry.read_algorithm, config.algorithm)
+    algorithm = _check_algorithm(config, attempt)
     # A valid loss is included because not every loss allows every staleness, and an algorithm with
     # preference pairs because only it allows their loss.
     names += ["loss"] if loss_config else []
     has_pairs = algorithm and registry.ALGORITHMS[algorithm.name].has_pairs
-    run = attempt("steps", _check_alone, config, [*names, "algorithm"] if has_pairs else names)
+    names += ["algorithm"] if has_pairs else []
+    valid = tiny.get_config()
+    run = attempt.section("", lambda fields: _check_alone(fields, names), valid)
     tokenizer = _check_policy(checked, attempt)
     attempt("loss", LossConfig.check_policy, loss_config, checked.policy)
     for name in configs.model_sections(config):
         attempt(name, _check_alone, config, (name,))
         if name != "policy":
-            _check_extra_model(config, name, attempt)
+            _check_extra_model(checked, name, attempt)
     _check_devices(checked, topology, attempt)
     if len(attempt.mistakes) == before:
         checked.plan = attempt("mesh", _plan, checked)
         attempt("mesh", _check_memory, checked.plan)
-    data = attempt("data", _check_data, config.data, algorithm or SpellConfig())
+    data = _check_data(checked, algorithm or SpellConfig(), attempt)
     if None not in (tokenizer, checked.sampling, checked.mesh, run, algorithm, data):
         attempt("data.source", _make_algorithm, config, tokenizer)
     if data and built.is_built(config.data.source):  # checked despite other mistakes
@@ -148,15 +194,40 @@ def check(config: Config, topology: str = "", workdir: str = "") -> Checked:
     return checked
 
 
-def _check_optimizer(section: Config, name: str, config: Config, attempt: Attempts) -> None:
-    attempt(name, build, OptimizerConfig, section, name, total_steps=config.steps)
+def _build(cls: type[T], name: str, attempt: Attempts) -> T | None:
+    return attempt.section(name, lambda fields: build(cls, fields, name), section(cls))
 
 
-def _check_data(section: Config, algorithm: AlgorithmConfig) -> DataConfig:
+def _check_optimizer(fields: Config, name: str, config: Config, attempt: Attempts) -> None:
+    attempt(name, build, OptimizerConfig, fields, name, total_steps=config.steps)
+
+
+def _check_algorithm(config: Config, attempt: Attempts) -> AlgorithmConfig | None:
+    spec = registry.ALGORITHMS.get(config.algorithm.get("name", ""))
+    defaults = section(spec.config if spec else SpellConfig)
+    return attempt.section("algorithm", registry.read_algorithm, defaults)
+
+
+def _check_data(
+    checked: Checked, algorithm: AlgorithmConfig, attempt: Attempts
+) -> DataConfig | None:
     """Check the section `data`, and that the algorithm takes data of its kind."""
-    data = build(DataConfig, section, "data")
-    registry.check_inputs(algorithm, data)
-    data.check()
+
+    def make(fields: Config) -> DataConfig:
+        data = build(DataConfig, fields, "data")
+        registry.check_inputs(algorithm, data)
+        data.check()
+        return data
+
+    before = len(attempt.mistakes)
+    # Any folder and any file: a wrong name must not hide the section's other mistakes.
+    takes_clusters = "clusters" in registry.ALGORITHMS[algorithm.name].inputs
+    defaults = DataConfig(source=".", questions="" if takes_clusters else __file__)
+    data = attempt.section("data", make, section(defaults))
+    for line in attempt.mistakes[before:]:
+        if line.startswith(("data.source = '': ", "data.questions = '': ")):
+            attempt.mistakes.remove(line)
+            checked.missing.append(line)
     return data
 
 
@@ -166,7 +237,7 @@ def _make_algorithm(config: Config, tokenizer: Any) -> None:
 
 
 def _check_alone(config: Config, names: Sequence[str]) -> bool:
-    """Check the named fields in an otherwise valid config: read stops at the first mistake."""
+    """Check the named fields in an otherwise valid config."""
     valid = tiny.get_config()
     with valid.unlocked():
         for name in names:
@@ -178,13 +249,18 @@ def _check_alone(config: Config, names: Sequence[str]) -> bool:
 def _check_policy(checked: Checked, attempt: Attempts) -> Any:
     """Check the policy and the headers of its weights; return the tokenizer."""
     config, sampling = checked.config, checked.sampling
-    folder = attempt("policy.folder", find_folder, config.policy.folder)
-    policy, tokenizer = attempt("policy.folder", read_model, config.policy, folder) or (None, None)
+    folder = _find_here(checked, "policy", attempt)
+    if folder is None and checked.missing:
+        policy = attempt("policy", shape_policy, config.policy, known_shape(config.policy.folder))
+        tokenizer = None
+    else:
+        read = attempt("policy.folder", read_model, config.policy, folder)
+        policy, tokenizer = read or (None, None)
     if policy is None:
         return None
     checked.policy = policy
     # Same condition as at a run's start in trainer/state.py, which otherwise reads no weights.
-    if (checked.step is None and not config.init_from) or policy.lora:
+    if folder and ((checked.step is None and not config.init_from) or policy.lora):
         attempt("policy.folder", _check_weights, policy, folder)
     if sampling is not None:
         attempt("sampler", policy.check_length, sampling.longest)
@@ -193,9 +269,22 @@ def _check_policy(checked: Checked, attempt: Attempts) -> Any:
     return tokenizer
 
 
-def _check_extra_model(config: Config, name: str, attempt: Attempts) -> None:
+def _find_here(checked: Checked, name: str, attempt: Attempts) -> pathlib.Path | None:
+    """Find a model's folder; one of the paper's models may be missing on this machine."""
+    field, folder = f"{name}.folder", checked.config[name].folder
+    is_here = folder in PACKAGED or paths.is_remote(folder) or pathlib.Path(folder).is_dir()
+    if is_here or not known_shape(folder):
+        return attempt(field, find_folder, folder, field)
+    checked.missing.append(
+        f"{field} = {folder!r}: not on this machine, so that its weights and tokenizer are not "
+        f"checked; must be a copy of {pathlib.PurePath(folder).name}'s Hugging Face folder"
+    )
+    return None
+
+
+def _check_extra_model(checked: Checked, name: str, attempt: Attempts) -> None:
     """Check a model other than the policy that has its own config section."""
-    folder = attempt(f"{name}.folder", find_folder, config[name].folder, f"{name}.folder")
+    config, folder = checked.config, _find_here(checked, name, attempt)
     model = attempt(f"{name}.folder", read_model, config[name], folder)
     if model:
         attempt(f"{name}.folder", _check_weights, model[0], folder)
@@ -339,7 +428,7 @@ def newest_step(workdir: epath.Path) -> int | None:
 def _saved_config(workdir: epath.Path | None) -> dict[str, Any]:
     """Read the config of the workdir's last start; {} if it is unreadable."""
     try:
-        return json.loads((workdir / setup.CONFIG_FILE).read_text()) if workdir else {}
+        return json.loads((workdir / paths.CONFIG_FILE).read_text()) if workdir else {}
     except (OSError, ValueError):
         return {}
 
@@ -379,10 +468,11 @@ def main(_) -> None:
     given = flags.FLAGS
     checked = check(given.config, given.topology, given.workdir)
     if checked.mistakes:
-        print("\n".join(checked.mistakes))
-        sys.exit(1)
+        print("\n".join([*checked.mistakes, *checked.missing]))
+        sys.exit(entry.EXIT_CODE)
     entry.setup_done()
     print(describe(checked))
+    sys.exit(1 if checked.missing else 0)
 
 
 if __name__ == "__main__":

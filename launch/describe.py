@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -20,9 +21,8 @@ from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.model import find_folder
 from spell_jax.reporting.tables import EVALUATION_FILE
 from spell_jax.runtime import mesh as meshes
-from spell_jax.runtime import setup
-from spell_jax.runtime.checkpoint import CHECKPOINTS_FOLDER
 from spell_jax.runtime.config import Config
+from spell_jax.runtime.paths import CHECKPOINTS_FOLDER, CONFIG_FILE
 from spell_jax.sampler.config import SamplerConfig
 
 
@@ -33,6 +33,7 @@ class Checked:
     config: Config
     mistakes: list[str]  # errors that would stop the run from starting or from training
     remarks: list[str] = dataclasses.field(default_factory=list)  # allowed, maybe unintended
+    missing: list[str] = dataclasses.field(default_factory=list)  # fields to fill in before the run
     topology: topologies.Topology | None = None
     mesh: Any = None
     sampling: SamplerConfig | None = None
@@ -57,9 +58,10 @@ def describe(checked: Checked) -> str:
         "writes": [_describe_files(checked)],
         "start": [_describe_start(checked)],
         "remark": checked.remarks,
+        "missing": checked.missing,
     }
     return "\n".join(
-        f"{'' if number and name != 'remark' else name:9}{line}".rstrip()
+        f"{'' if number and name not in ('remark', 'missing') else name:9}{line}".rstrip()
         for name, lines in rows.items()
         for number, line in enumerate(lines)
     )
@@ -102,7 +104,7 @@ def _describe_update(checked: Checked) -> Iterator[str]:
 
 
 def _describe_files(checked: Checked) -> str:
-    config, names = checked.config, [setup.CONFIG_FILE, "metrics.jsonl", "tensorboard/"]
+    config, names = checked.config, [CONFIG_FILE, "metrics.jsonl", "tensorboard/"]
     names += ["episodes/"] * bool(config.episode_characters)
     names += [f"{CHECKPOINTS_FOLDER}/ (every {config.checkpoint_every} steps)"]
     is_generated = config.data.source in GENERATED
@@ -117,11 +119,12 @@ def _describe_start(checked: Checked) -> str:
     if workdir is not None and checked.step is not None:
         folder = workdir / CHECKPOINTS_FOLDER
         return f"resumes step {checked.step} of {folder}, up to {config.steps}"
-    folder = find_folder(config.policy.folder)
+    is_missing = any(line.startswith("policy.folder") for line in checked.missing)
+    folder = config.policy.folder if is_missing else find_folder(config.policy.folder)
     if config.init_from:
         path, step = configs.find_checkpoint(config.init_from)
         source = f"the weights of {path}, {'its newest step' if step is None else f'step {step}'}"
-    elif safetensors.has_weights(folder):
+    elif is_missing or safetensors.has_weights(pathlib.Path(folder)):
         source = f"the weights of {folder}"
     else:
         source = f"random weights, because {folder} has none"

@@ -5,7 +5,8 @@
    last accuracy. Intervals resample the seeds of an arm (bootstrap, 95 %); differences between arms
    are those of the same seed.
 2. Self-play wins if the interval of the full arm's area lies above those of the frozen and of the
-   static arm, each of at least LEAST_SEEDS seeds. docs/ladder.md states this before any result.
+   static arm: the threshold that docs/ladder.md stated before any result. With fewer than
+   LEAST_SEEDS seeds of one of them nothing is decided, a check that was added later.
 3. Depths and right references come from the oracle, which reads the episodes of finished runs.
 """
 

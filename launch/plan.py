@@ -1,7 +1,7 @@
 """Estimate a run's memory per chip without compiling, and suggest changes if it does not fit.
 
     python -m launch.plan --config=configs/paper.py:qwen2.5-7b-instruct --topology=v5e-64 \
-        --length=131072 --policy=CONFIG.json [--config.X=Y ...]
+        --length=131072 [--policy=CONFIG.json] [--config.X=Y ...]
 
 1. The programs are those of aot.py, built on an abstract mesh, so libtpu is not needed.
 2. A program's arguments and the memory resident besides them are exact: bytes of sharded shapes.
@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+import jax
 from absl import flags
 
 from launch import aot, step_time, topologies
@@ -245,7 +246,9 @@ class Plan:
         """Largest values that fit of the fields that bound the batch: dotted name -> tokens."""
         bucket, shards = self.programs.bucket, meshes.row_shards(self.programs.mesh)
         # Only the planned bucket: the config's other buckets may be larger than the budget.
-        planned = {"packing.buckets": ((bucket.length, bucket.answers),)}
+        budget = max(self.config.packing.token_budget, bucket.length)
+        planned: dict[str, Any] = {"packing.buckets": ((bucket.length, bucket.answers),)}
+        planned["packing.token_budget"] = budget
         found = {}
         for field, tokens, names in (
             ("sampler.kv_cache_tokens", self._cached, ("prefill", "decode")),
@@ -253,7 +256,7 @@ class Plan:
         ):
             rows = 0
             while rows + shards <= _MOST_ROWS:
-                tried = self.changed({field: (rows + shards) * tokens} | planned).needs
+                tried = self.changed(planned | {field: (rows + shards) * tokens}).needs
                 if any(n.total > self.topology.hbm for n in tried if n.program in names):
                     break
                 rows += shards
@@ -348,6 +351,7 @@ def define_flags() -> None:
 
 
 def main(_) -> None:
+    jax.config.update("jax_platforms", "cpu")  # a few small arrays; no TPU is claimed for them
     given = flags.FLAGS
     config, policy, topology, length = aot.read_flags(topologies.A100_NODE)
     if given.time:

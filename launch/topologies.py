@@ -112,7 +112,8 @@ def describe(topology: Topology, mesh: Any) -> str:
     sizes = " ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1)
     known = topology.hbm < ANY_MEMORY
     memory = f"{topology.hbm / GIB:.2f} GiB each" if known else "unknown memory"
-    return f"{topology.name}: {topology.chips} devices, {memory}; mesh {sizes or 1}"
+    plural = "s" * (topology.chips > 1)
+    return f"{topology.name}: {topology.chips} device{plural}, {memory}; mesh {sizes or 1}"
 
 
 def devices(topology: Topology) -> list[Any]:

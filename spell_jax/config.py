@@ -23,8 +23,8 @@ from spell_jax.learner.packing import PackingConfig
 from spell_jax.policy.config import PolicyConfig, RopeConfig
 from spell_jax.policy.model import ModelConfig
 from spell_jax.runtime import loggers, paths
-from spell_jax.runtime.checkpoint import CHECKPOINTS_FOLDER
 from spell_jax.runtime.config import Config, build, check_choice, check_least, plain, section
+from spell_jax.runtime.paths import CHECKPOINTS_FOLDER
 from spell_jax.sampler.config import SamplerConfig
 
 
@@ -275,6 +275,11 @@ def default_supervised_config() -> Config:
 
 def read_supervised(config: Config) -> SupervisedConfig:
     """The SupervisedConfig of a ConfigDict; errors as in `read`."""
+    if "rows_per_step" not in config:
+        raise ValueError(
+            "rows_per_step: is missing; a config of spell_jax.sft must have it (spell_jax.train "
+            "reads the config of a run with an algorithm)"
+        )
     least = dict.fromkeys(("steps", "rows_per_step", "log_every", "checkpoint_every"), 1)
     check_least(config, "", seed=0, **least)
     fields = dict(config.items())

@@ -38,18 +38,22 @@ from __future__ import annotations
 
 import pathlib
 
-import jax
 from absl import flags
 
-from spell_jax.evaluation import harness, runner
-from spell_jax.evaluation import judge as judging
+from spell_jax.evaluation import policy_flags
 from spell_jax.evaluation.benchmarks import registry
-from spell_jax.policy import tokenizer as tokenizers
-from spell_jax.policy.model import ROPE_SCALINGS
-from spell_jax.runtime import entry, setup
+from spell_jax.policy.choices import ROPE_SCALINGS, THINKING
+from spell_jax.runtime import entry
 
 
 def main(_) -> None:
+    # Imported here, so that --help and a mistake in a flag are answered at once.
+    import jax
+
+    from spell_jax.evaluation import harness, runner
+    from spell_jax.evaluation import judge as judging
+    from spell_jax.runtime import setup
+
     setup.setup()
     given = flags.FLAGS
     harness.check_flags(given)
@@ -62,7 +66,7 @@ def main(_) -> None:
     config = runner.from_flags(given)
     judge = judging.make_judge(given, out, sizes)
     name = given.name or pathlib.Path(given.workdir or given.policy).resolve().name
-    columns = runner.COLUMNS[given.columns]
+    columns = registry.COLUMN_CHOICES[given.columns]
     runner.run(config, out, name, judge, sizes, given.compare, columns)
     if jax.process_index() == 0:
         print((out / runner.TABLE).read_text(), end="")
@@ -91,7 +95,7 @@ if __name__ == "__main__":
     flags.DEFINE_integer("limit", 0, "Number of questions per benchmark, the first ones; 0: all.")
     flags.DEFINE_integer("seed", 0, "Seed of sampling and of the bootstrap.")
     flags.DEFINE_enum(
-        "thinking", "", list(tokenizers.THINKING), "Thinking mode of chat templates that have one."
+        "thinking", "", list(THINKING), "Thinking mode of chat templates that have one."
     )
     flags.DEFINE_enum(
         "rope_scaling", "", list(ROPE_SCALINGS), "RoPE scaling; empty: the policy's own."
@@ -102,11 +106,19 @@ if __name__ == "__main__":
     flags.DEFINE_string("name", "", "Name of the policy in the table; default: its folder name.")
     flags.DEFINE_list("compare", [], "Output folders of other evaluations to add to the table.")
     flags.DEFINE_enum(
-        "columns", "shared", list(runner.COLUMNS), "Whether benchmarks share columns of the table."
+        "columns",
+        "shared",
+        list(registry.COLUMN_CHOICES),
+        "Whether benchmarks share columns of the table.",
     )
     flags.DEFINE_enum(
         "answer_format", "plain", registry.ANSWER_FORMATS, "What answers are asked for."
     )
-    harness.define_flags()
-    judging.define_flags()
+    flags.DEFINE_list("lm_eval", None, "Tasks of lm-evaluation-harness, instead of --benchmarks.")
+    flags.DEFINE_string("lm_eval_tasks", "", "Folder of own task files (yaml), with --lm_eval.")
+    flags.DEFINE_integer(
+        "lm_eval_examples", -1, "Number of examples in a prompt; -1: the task's own."
+    )
+    flags.DEFINE_bool("lm_eval_chat", False, "Whether tasks are asked in the chat layout.")
+    policy_flags.define_flags()
     entry.run_main(main)

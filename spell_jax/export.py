@@ -18,12 +18,16 @@ from __future__ import annotations
 
 from absl import flags
 
-from spell_jax.policy import gguf_convert, weights
-from spell_jax.runtime import entry, paths, remote, setup
-from spell_jax.trainer.export import check_new, export
+from spell_jax.policy.choices import COMPUTE_DTYPES
+from spell_jax.runtime import entry
 
 
 def main(_) -> None:
+    # Imported here, so that --help and a mistake in a flag are answered at once.
+    from spell_jax.policy import gguf_convert
+    from spell_jax.runtime import paths, remote, setup
+    from spell_jax.trainer.export import check_new, export
+
     setup.setup()
     given = flags.FLAGS
     if bool(given.workdir) == bool(given.gguf):
@@ -48,7 +52,7 @@ if __name__ == "__main__":
     flags.DEFINE_enum(
         "dtype",
         None,
-        list(weights.DTYPES),
+        list(COMPUTE_DTYPES),
         "Dtype of the written weights; bfloat16 by default, float32 for a GGUF file.",
     )
     flags.DEFINE_bool("adapters", False, "Write the adapters alone, in PEFT's format.")

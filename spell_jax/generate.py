@@ -28,17 +28,20 @@ from __future__ import annotations
 
 from absl import flags
 
-from spell_jax.algorithms.eapo import evidence_tree
-from spell_jax.evaluation import generation
-from spell_jax.policy import tokenizer, weights
-from spell_jax.runtime import entry, setup
-
-MODES = {"roles": generation.run, "evidence_tree": evidence_tree.run}
+from spell_jax.policy.choices import COMPUTE_DTYPES, THINKING
+from spell_jax.runtime import entry
+from spell_jax.selfplay.evidence import EVIDENCE_BY, REASONING_BY
 
 
 def main(_) -> None:
+    # Imported here, so that --help and a mistake in a flag are answered at once.
+    from spell_jax.algorithms.eapo import evidence_tree
+    from spell_jax.evaluation import generation
+    from spell_jax.runtime import setup
+
     setup.setup()
-    MODES[flags.FLAGS.mode](flags.FLAGS)
+    run = evidence_tree.run if flags.FLAGS.mode == "evidence_tree" else generation.run
+    run(flags.FLAGS)
 
 
 if __name__ == "__main__":
@@ -54,20 +57,20 @@ if __name__ == "__main__":
     flags.DEFINE_integer("max_tokens", 256, "Maximum answer length in tokens.")
     flags.DEFINE_string("prompt_set", None, "compact, full or a folder of templates.")
     flags.DEFINE_integer("seed", 0, "Seed of sampling.")
-    flags.DEFINE_enum("dtype", "float32", list(weights.DTYPES), "Dtype of the policy's weights.")
-    flags.DEFINE_enum("thinking", "", list(tokenizer.THINKING), "For chat templates that know it.")
-    flags.DEFINE_enum("mode", "roles", list(MODES), "Roles of self-play, or trees of evidence.")
+    flags.DEFINE_enum("dtype", "float32", list(COMPUTE_DTYPES), "Dtype of the policy's weights.")
+    flags.DEFINE_enum("thinking", "", list(THINKING), "For chat templates that know it.")
+    flags.DEFINE_enum(
+        "mode", "roles", ["roles", "evidence_tree"], "Roles of self-play, or trees of evidence."
+    )
     flags.DEFINE_integer("width", 3, "Branches of a tree, where something selects among them.")
-    flags.DEFINE_enum("evidence_by", "judge", evidence_tree.EVIDENCE_BY, "Selects the evidence.")
-    flags.DEFINE_enum("reasoning_by", "none", evidence_tree.REASONING_BY, "Selects the reasoning.")
+    flags.DEFINE_enum("evidence_by", "judge", EVIDENCE_BY, "Selects the evidence.")
+    flags.DEFINE_enum("reasoning_by", "none", REASONING_BY, "Selects the reasoning.")
     flags.DEFINE_string("judge_url", "", "A chat-completions address.")
     flags.DEFINE_string("judge_model", "", "The model's name there.")
     flags.DEFINE_string("judge_policy", "", "Folder of a policy, for the judge.")
     flags.DEFINE_integer("judge_max_tokens", 1024, "Maximum length of a judge's reply.")
     flags.DEFINE_string("reranker", "", "Folder of a causal reranker, such as Qwen3-Reranker.")
-    flags.DEFINE_enum(
-        "reranker_thinking", "off", list(tokenizer.THINKING), "As --thinking, of the reranker."
-    )
+    flags.DEFINE_enum("reranker_thinking", "off", list(THINKING), "As --thinking, of the reranker.")
     flags.DEFINE_string("embedder", "", "Folder of an embedding model, for similarity.")
     flags.DEFINE_integer("embed_max_tokens", 1024, "Maximum length of a text to embed.")
     entry.run_main(main)

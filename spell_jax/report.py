@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 
-from spell_jax.reporting import run_report
 from spell_jax.reporting.page import X_AXES
 from spell_jax.runtime import entry, paths
 
@@ -25,6 +24,8 @@ def main() -> None:
     parser.add_argument("--workdir", required=True, help="folder of the run, or A,B,... to compare")
     parser.add_argument("--x", choices=X_AXES, default="step", help="x axis of the curves")
     given = parser.parse_args()
+    from spell_jax.reporting import run_report  # with matplotlib, which --help does not wait for
+
     run_report.report_runs([paths.open_folder(name) for name in given.workdir.split(",")], given.x)
 
 

@@ -20,10 +20,11 @@ from etils import epath
 
 from spell_jax.data.clusters import ROLES
 from spell_jax.evaluation.policy_sampler import Policy
-from spell_jax.policy import tokenizer as tokenizers
+from spell_jax.policy.choices import THINKING
+from spell_jax.policy.tokenizer_base import Tokenizer
 from spell_jax.runtime import entry, paths, remote
 from spell_jax.runtime.jsonl import read_records, write_records
-from spell_jax.runtime.setup import CONFIG_FILE
+from spell_jax.runtime.paths import CONFIG_FILE
 from spell_jax.sampler.keys import request_keys
 from spell_jax.sampler.requests import Options, Sample
 from spell_jax.selfplay import memory, parsing, rules
@@ -58,7 +59,7 @@ def load(given: Any) -> tuple[Policy, Prompts, Record]:
     temperature = 0.0 if given.greedy else given.temperature
     sampling = {"temperature": temperature, "top_p": given.top_p, "max_tokens": given.max_tokens}
     Options(**sampling)
-    return Policy(str(folder), given.dtype, tokenizers.THINKING[given.thinking]), prompts, sampling
+    return Policy(str(folder), given.dtype, THINKING[given.thinking]), prompts, sampling
 
 
 def write(given: Any, results: Sequence[Record]) -> None:
@@ -161,7 +162,7 @@ def answer(
     ]
 
 
-def describe(record: Record, samples: Sequence[Sample], tokenizer: tokenizers.Tokenizer) -> Record:
+def describe(record: Record, samples: Sequence[Sample], tokenizer: Tokenizer) -> Record:
     """Returns the output's line of one request: its fields, its answers and what they parse to."""
     texts = [tokenizer.decode(sample.content) for sample in samples]
     result = record | {

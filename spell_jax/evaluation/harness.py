@@ -21,9 +21,9 @@ from absl import app, flags
 
 from spell_jax.evaluation.policy_sampler import SIZES, Policy
 from spell_jax.evaluation.runner import policy_folder
-from spell_jax.policy import tokenizer as tokenizers
+from spell_jax.policy.choices import THINKING
 from spell_jax.policy.model import ModelConfig
-from spell_jax.runtime import distributed, entry, remote, setup
+from spell_jax.runtime import distributed, entry, paths, remote, setup
 from spell_jax.runtime.config import check_least
 from spell_jax.runtime.jsonl import write_json, write_records
 from spell_jax.sampler.config import SamplerConfig
@@ -140,7 +140,7 @@ def run(
 
     from spell_jax.evaluation.harness_model import PolicyLM
 
-    out, thinking = pathlib.Path(out), tokenizers.THINKING[config.thinking]
+    out, thinking = pathlib.Path(out), THINKING[config.thinking]
     policy = Policy(
         config.policy, config.dtype, thinking, sizes, config.rope_scaling, config.rope_factor
     )
@@ -150,7 +150,7 @@ def run(
 
     def start() -> None:
         out.mkdir(parents=True, exist_ok=True)
-        setup.check_same(out / setup.CONFIG_FILE, description)
+        setup.check_same(out / paths.CONFIG_FILE, description)
 
     distributed.broadcast(start)
     entry.setup_done()
@@ -250,12 +250,3 @@ def _write(results: Any, description: dict[str, Any], out: pathlib.Path) -> dict
     )
     write_json(out / RESULTS, plain)
     return plain
-
-
-def define_flags() -> None:
-    flags.DEFINE_list("lm_eval", None, "Tasks of lm-evaluation-harness, instead of --benchmarks.")
-    flags.DEFINE_string("lm_eval_tasks", "", "Folder of own task files (yaml), with --lm_eval.")
-    flags.DEFINE_integer(
-        "lm_eval_examples", -1, "Number of examples in a prompt; -1: the task's own."
-    )
-    flags.DEFINE_bool("lm_eval_chat", False, "Whether tasks are asked in the chat layout.")

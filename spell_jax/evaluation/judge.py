@@ -11,10 +11,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from absl import app, flags
+from absl import app
 
-from spell_jax.evaluation.policy_sampler import SIZES, Policy, check_room
-from spell_jax.policy import weights
+from spell_jax.evaluation.policy_flags import SIZES
+from spell_jax.evaluation.policy_sampler import Policy, check_room
 from spell_jax.runtime import distributed
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.sampler.requests import Options
@@ -47,7 +47,7 @@ class PolicyJudge:
 
 
 def make_judge(given: Any, out: pathlib.Path, sizes: SamplerConfig) -> Judge | None:
-    """Build the judge that the flags (`define_flags`) select, if any.
+    """Build the judge that the flags (policy_flags.py) select, if any.
 
     Its replies are kept in OUT/judge.jsonl; `sizes` are used if it is a policy. Raises UsageError
     if only one of --judge_url and --judge_model is set, or an endpoint and a policy; other errors
@@ -82,31 +82,4 @@ def make_judge(given: Any, out: pathlib.Path, sizes: SamplerConfig) -> Judge | N
 
 
 def read_sizes(given: Any) -> SamplerConfig:
-    names = ("kv_cache_tokens", "slots", "prefill_tokens")
-    return SamplerConfig(**{name: getattr(given, name) for name in names})
-
-
-def define_flags() -> None:
-    """Define the flags of the judge and of the policies that are sampled."""
-    flags.DEFINE_string("judge_url", "", "URL of the judge's OpenAI-compatible API.")
-    flags.DEFINE_string("judge_model", "", "Model name of the judge at --judge_url.")
-    flags.DEFINE_string("judge_policy", "", "Policy folder of a local judge.")
-    flags.DEFINE_enum(
-        "judge_template",
-        "yes_no",
-        list(JUDGE_TEMPLATES),
-        "Verdicts of the judge: yes or no, or EAPO's three grades.",
-    )
-    flags.DEFINE_integer("judge_max_tokens", 8192, "Maximum length of a judge's reply in tokens.")
-    flags.DEFINE_integer("judge_workers", 16, "Maximum number of concurrent requests to the judge.")
-    flags.DEFINE_float("judge_rate", 0.0, "Maximum requests to the judge per second; 0: no limit.")
-    flags.DEFINE_enum("dtype", "float32", list(weights.DTYPES), "Dtype of the policies' weights.")
-    flags.DEFINE_integer(
-        "kv_cache_tokens",
-        SIZES.kv_cache_tokens,
-        "KV cache capacity in tokens per row shard of the mesh, besides one prompt and answer.",
-    )
-    flags.DEFINE_integer("slots", SIZES.slots, "Maximum number of answers decoded at once.")
-    flags.DEFINE_integer(
-        "prefill_tokens", SIZES.prefill_tokens, "Maximum number of prompt tokens per prefill call."
-    )
+    return SamplerConfig(**{name: getattr(given, name) for name in SIZES})

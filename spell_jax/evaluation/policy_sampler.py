@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from etils import epath
 
+from spell_jax.evaluation import policy_flags
 from spell_jax.policy import transformer, weights
 from spell_jax.policy.model import find_folder
 from spell_jax.runtime import distributed, hashes
@@ -24,7 +25,7 @@ log = logging.getLogger(__name__)
 
 # Sizes that depend on the machine's memory. Here kv_cache_tokens counts the tokens per row shard of
 # the mesh, in addition to the longest prompt and answer. All lengths follow from the prompts.
-SIZES = SamplerConfig(kv_cache_tokens=65_536)
+SIZES = SamplerConfig(**policy_flags.SIZES)
 
 
 class Policy:

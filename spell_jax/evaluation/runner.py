@@ -22,7 +22,7 @@ from spell_jax.evaluation.answering import QuestionKey, Row, Sampling
 from spell_jax.evaluation.benchmarks import registry
 from spell_jax.evaluation.benchmarks.base import Benchmark
 from spell_jax.evaluation.policy_sampler import SIZES, Policy
-from spell_jax.policy import tokenizer as tokenizers
+from spell_jax.policy.choices import THINKING
 from spell_jax.policy.model import ModelConfig
 from spell_jax.runtime import distributed, entry, fault_injection, paths, remote, setup
 from spell_jax.runtime.config import check_choice
@@ -30,7 +30,6 @@ from spell_jax.runtime.jsonl import append_records, write_json, write_lines, wri
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.selfplay.judge import Judge
 
-COLUMNS = {"shared": registry.COLUMNS, "separate": {}}  # --columns
 SAMPLES, SUMMARY, TABLE, PLOTS = "samples.jsonl", "summary.json", "table.md", "plots"
 
 
@@ -138,7 +137,7 @@ def run(
     policy = Policy(
         config.policy,
         config.dtype,
-        tokenizers.THINKING[config.thinking],
+        THINKING[config.thinking],
         sizes,
         config.rope_scaling,
         config.rope_factor,
@@ -155,7 +154,7 @@ def run(
         files = (remote.fetch(os.path.join(one, SUMMARY)) for one in compare)
         others.extend(json.loads(file.read_text()) for file in files)
         out.mkdir(parents=True, exist_ok=True)
-        setup.check_same(out / setup.CONFIG_FILE, description)
+        setup.check_same(out / paths.CONFIG_FILE, description)
         rows.update(answering.read_finished(out / SAMPLES, config.sampling.samples))
         return list(rows)
 

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import pathlib
 from typing import ClassVar
 
 from spell_jax.policy import gguf_convert, weights
+from spell_jax.policy.choices import COMPUTE_DTYPES, ROPE_SCALINGS, THINKING
 from spell_jax.policy.config import ATTENTION, REMAT_POLICIES, LoraConfig, PolicyConfig
-from spell_jax.policy.tokenizer import THINKING, Tokenizer
-from spell_jax.runtime import remote
+from spell_jax.policy.tokenizer import Tokenizer
+from spell_jax.runtime import paths, remote
 from spell_jax.runtime.config import check_choice, check_least
 
 TINY_POLICY = pathlib.Path(__file__).parents[1] / "data" / "tiny_policy"
 PACKAGED = ("tiny", gguf_convert.SMOLLM2)  # values of `folder` that are no folders
-ROPE_SCALINGS = ("", "linear", "yarn")
-COMPUTE_DTYPES = ("float32", "bfloat16")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,10 +81,33 @@ def find_folder(folder: str, field: str = "policy.folder") -> pathlib.Path:
     path = TINY_POLICY if folder == "tiny" else remote.fetch(folder)
     if not path.is_dir():
         raise FileNotFoundError(
-            f"{field} = {folder!r}: must be a Hugging Face folder, 'tiny' or 'smollm2'; the first "
-            "lines of the config's file name the command that makes one"
+            f"{field} = {folder!r}: no such folder; must be a Hugging Face folder, 'tiny' or "
+            f"'smollm2'{_maker(folder)}"
         )
     return path
+
+
+def _maker(folder: str) -> str:
+    """A hint at the command that makes a folder RUN/policy, if a config has RUN's name."""
+    path = pathlib.PurePath(folder)
+    if path.name != "policy":
+        return ""
+    name = path.parent.name
+    if name in paths.shipped_configs():
+        made = f"--config=configs/{name}.py --workdir={path.parent}"
+        return f"; python -m spell_jax.sft {made} makes this one"
+    return "; the first lines of the config's file name the command that makes this one"
+
+
+def known_shape(folder: str) -> PolicyConfig | None:
+    """Architecture of a model of the paper, found by the last part of its folder's name.
+
+    Plans and checks need it where there is no copy of the model; shapes.json has what its
+    config.json has.
+    """
+    fields = json.loads((pathlib.Path(__file__).parent / "shapes.json").read_text())
+    known = fields.get(pathlib.PurePath(folder).name)
+    return PolicyConfig.from_hf(known) if known else None
 
 
 def read_model(model: ModelConfig, folder: pathlib.Path) -> tuple[PolicyConfig, Tokenizer]:

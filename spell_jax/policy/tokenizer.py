@@ -16,8 +16,6 @@ from spell_jax.runtime import remote
 
 MODEL_FILE = "tokenizer.model"
 USER, ASSISTANT = "<|user|>", "<|assistant|>"
-# Value in configs and flags -> `thinking` of load().
-THINKING = {"": None, "on": True, "off": False}
 
 
 class SentencePieceTokenizer(Tokenizer):

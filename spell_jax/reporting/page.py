@@ -31,7 +31,7 @@ from spell_jax.reporting.panels import choose_panels, other_panels
 from spell_jax.reporting.tables import Table, compare, six_digits
 from spell_jax.runtime.config import flat
 from spell_jax.runtime.jsonl import write_lines
-from spell_jax.runtime.setup import CONFIG_FILE
+from spell_jax.runtime.paths import CONFIG_FILE
 from spell_jax.selfplay import rewards
 
 PAGE = "report.html"

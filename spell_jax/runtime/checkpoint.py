@@ -26,10 +26,10 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from spell_jax.runtime import distributed, fault_injection, hashes, paths, peers
+from spell_jax.runtime.paths import CHECKPOINTS_FOLDER
 
 log = logging.getLogger(__name__)
 
-CHECKPOINTS_FOLDER = "checkpoints"
 _MOST_NAMED = 10
 _POLL_S = 0.5  # pause between two looks at the failures of other hosts
 

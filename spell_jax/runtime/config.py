@@ -131,6 +131,10 @@ def _coerce(value: Any, hint: Any, where: str) -> Any:
     sequence = isinstance(value, list | tuple)
     if origin is tuple and sequence:
         if inner[-1] is Ellipsis:
+            if dataclasses.is_dataclass(inner[0]) and value and not hasattr(value[0], "__len__"):
+                only = f"({', '.join(map(repr, value))})"
+                text = f"must be tuples ({_fields(inner[0])}); one is written ({only},)"
+                raise ValueError(f"{where} = {value!r}: {text}")
             inner = inner[:1] * len(value)
         if len(inner) != len(value):
             raise ValueError(f"{where} = {value!r}: must be {_name(hint)}")
@@ -153,7 +157,11 @@ def _coerce(value: Any, hint: Any, where: str) -> Any:
     return value
 
 
+def _fields(cls: Any) -> str:
+    return ", ".join(field.name for field in dataclasses.fields(cls))
+
+
 def _name(hint: Any) -> str:
     if dataclasses.is_dataclass(hint):
-        return f"a tuple ({', '.join(field.name for field in dataclasses.fields(hint))})"
+        return f"a tuple ({_fields(hint)})"
     return hint.__name__ if isinstance(hint, type) else str(hint)

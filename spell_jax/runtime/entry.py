@@ -3,18 +3,17 @@
 A mistake of the user ends with `error: MESSAGE` on stderr and exit status 2; every other exception
 is a crash, with its traceback and exit status 1. Mistakes are the errors of type USER_ERRORS before
 a command calls `setup_done`, after its last check, unless the message has no place (JSON and
-Unicode errors, empty ones). Ctrl-C ends with one line too. SPELL_TRACEBACK=1 shows the traceback of
-a mistake.
+Unicode errors, empty ones). Ctrl-C ends with one line too. With --debug, which every command takes,
+the traceback of a mistake is printed before its line.
 """
 
 from __future__ import annotations
 
 import contextlib
 import difflib
-import importlib.util
 import json
 import os
-import pathlib
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -23,12 +22,13 @@ from typing import Any
 from absl import app, flags
 from ml_collections import config_flags
 
+from spell_jax.runtime import paths
 from spell_jax.runtime.config import flat
 from spell_jax.runtime.remote import FetchError
 
 EXIT_CODE = 2
 INTERRUPTED = 130  # of Ctrl-C, as shells have it
-TRACEBACK_VARIABLE = "SPELL_TRACEBACK"
+DEBUG = "--debug"
 USER_ERRORS = (
     ValueError,
     FetchError,
@@ -45,6 +45,8 @@ USER_ERRORS = (
 _PLACELESS = (json.JSONDecodeError, UnicodeError)
 _IN_CONFIG_FILE = " Error whilst parsing config file:"  # ml_collections, before a traceback as text
 
+_UNSET = "must have a value other than None"  # absl, of a required flag
+
 _is_set_up = False  # whether the work of the current command has started
 
 
@@ -52,10 +54,15 @@ def run_main(
     main: Callable[[Any], object], flags_parser: Callable[[Sequence[str]], Any] = flags.FLAGS
 ) -> None:
     """Runs a command with absl flags, as app.run; does not return."""
+    if DEBUG[2:] not in flags.FLAGS:
+        flags.DEFINE_bool(DEBUG[2:], False, "Show a mistake's traceback.", flag_values=flags.FLAGS)
 
     def parse(argv: Sequence[str]) -> Any:
         with user_errors():
-            return parse_flags(argv, flags_parser)
+            rest = parse_flags(argv, flags_parser)
+            if flags_parser is flags.FLAGS and len(rest) > 1:
+                raise app.UsageError(f"{rest[1]}: not a flag; must be --NAME=VALUE")
+            return rest
 
     def run(arguments: Any) -> object:
         with user_errors():
@@ -79,18 +86,30 @@ def user_errors() -> Iterator[None]:
     """
     global _is_set_up
     _is_set_up = False
+    sys.argv[:] = [argument for argument in sys.argv if argument != DEBUG]  # unknown to argparse
     try:
         yield
     except USER_ERRORS as error:
         text = " ".join(line.strip() for line in str(error).splitlines()).strip()
+        text = _flag_of_file(error) or text
         if _is_set_up or not text or isinstance(error, _PLACELESS):
             raise
-        if os.environ.get(TRACEBACK_VARIABLE):
+        if DEBUG in sys.orig_argv:
             traceback.print_exc()
         sys.stdout.flush()
         _leave(f"error: {text}", EXIT_CODE, error)
     except KeyboardInterrupt as error:
         _leave("interrupted; a training run goes on with the same command", INTERRUPTED, error)
+
+
+def _flag_of_file(error: BaseException) -> str:
+    """The message of an error of a file that a flag names, or ""."""
+    if isinstance(error, OSError) and isinstance(error.filename, str | os.PathLike):
+        name = os.fspath(error.filename)
+        for flag, _, value in (argument.partition("=") for argument in sys.argv[1:]):
+            if value == name:
+                return f"{flag} = {value!r}: {(error.strerror or 'unreadable').lower()}"
+    return ""
 
 
 def _leave(line: str, code: int, error: BaseException) -> None:
@@ -115,13 +134,16 @@ def parse_flags(
     exception from the Python code of a config file is a bug there and passes, except for the
     ValueError that get_config raises for a bad argument (--config=FILE:ARGUMENT).
     """
-    argv = [_find_config(argument) for argument in argv]
+    argv = _find_config(argv)
     try:
         rest = flags_parser(argv)
         for name in values:  # ml_collections raises for a missing file when it is first used
             getattr(values[name].value, "is_locked", None)
         return rest
     except flags.Error as error:
+        if _UNSET in str(error):
+            names = re.findall(r"flag (--\w+)=None", str(error))
+            raise app.UsageError(f"{' and '.join(names)}: must be given") from error
         head, is_in_file, trace = str(error).partition(_IN_CONFIG_FILE)
         if not is_in_file:
             raise
@@ -133,7 +155,7 @@ def parse_flags(
     except OSError as error:
         text = str(error.__cause__ or error).splitlines()[-1].strip()
         if isinstance(error, FileNotFoundError) or "No such file" in text:
-            text += f"; --config is a file, or one of {', '.join(_shipped())}"
+            text = _no_such_config(argv)
         raise ValueError(text) from error
     except (AttributeError, IndexError, KeyError, TypeError) as error:
         names = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
@@ -142,24 +164,31 @@ def parse_flags(
         raise ValueError(_no_such_field(error, argv)) from error
 
 
-def _find_config(argument: str) -> str:
+def _find_config(argv: Sequence[str]) -> list[str]:
     """`--config=NAME[:ARGUMENT]` with the path of a config that ships, if there is no such file."""
-    flag, equals, value = argument.partition("=")
-    name, colon, rest = value.partition(":")
-    if flag not in ("--config", "-config") or not name or os.path.exists(name):
-        return argument
-    path = _shipped().get(name.removeprefix("configs/").removesuffix(".py"))
-    return f"{flag}{equals}{path}{colon}{rest}" if path else argument
-
-
-def _shipped() -> dict[str, str]:
-    """Paths of the configs that ship with the package, by name ("tiny", "data/paper")."""
-    spec = importlib.util.find_spec("configs")
-    found = {}
-    for folder in map(pathlib.Path, (spec.submodule_search_locations or ()) if spec else ()):
-        for path in sorted(folder.rglob("[a-z]*.py")):
-            found[str(path.relative_to(folder).with_suffix(""))] = str(path)
+    found = list(argv)
+    if "--config" in found[:-1]:  # --config NAME
+        place = found.index("--config")
+        found[place : place + 2] = ["=".join(found[place : place + 2])]
+    for place, argument in enumerate(found):
+        flag, _, value = argument.partition("=")
+        name, colon, rest = value.partition(":")
+        if flag in ("--config", "-config") and name and not os.path.exists(name):
+            path = paths.shipped_configs().get(_config_name(name))
+            found[place] = f"{flag}={path}{colon}{rest}" if path else argument
     return found
+
+
+def _config_name(path: str) -> str:
+    return path.removeprefix("configs/").removesuffix(".py")
+
+
+def _no_such_config(argv: Sequence[str]) -> str:
+    value = next((a.partition("=")[2] for a in argv if a.startswith("--config=")), "")
+    known = [name for name in paths.shipped_configs() if "/" not in name]
+    near = difflib.get_close_matches(_config_name(value.partition(":")[0]), known, 1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    return f"--config = {value!r}: no such file; {hint}Configs that ship: {', '.join(known)}"
 
 
 def _no_such_field(error: Exception, argv: Sequence[str]) -> str:

@@ -10,12 +10,6 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from etils import epath
-from tensorboardX.event_file_writer import EventsWriter
-
-# Generated at import: pyright does not see them.
-from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore
-from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore
-from tensorboardX.record_writer import directory_check
 
 from spell_jax.runtime import paths
 
@@ -35,9 +29,15 @@ class TensorBoard:
 
     TensorBoard is told to discard steps of an earlier process after resume_step (None: all). An
     error silently ends the thread of tensorboardX's SummaryWriter, so that is not used.
+    tensorboardX is imported when a run starts: it imports torch if there is one, which takes longer
+    than everything else that a command needs to check its config.
     """
 
     def __init__(self, workdir: epath.Path, resume_step: int | None = None) -> None:
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore - generated
+        from tensorboardX.record_writer import directory_check
+
         folder = workdir / TENSORBOARD_FOLDER
         directory_check(str(folder))
         self._file = EventsWriter(str(folder / "events"), f".{os.getpid()}")
@@ -47,6 +47,9 @@ class TensorBoard:
         )
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
+        from tensorboardX.proto.event_pb2 import Event  # pyright: ignore - generated
+        from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore - generated
+
         values = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
         self._file.write_event(Event(step=step, summary=Summary(value=values)))
         self._file.flush()

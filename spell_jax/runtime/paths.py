@@ -17,12 +17,25 @@ import fsspec.config
 from etils import epath
 
 CACHE_VARIABLE = "SPELL_CACHE"
+# In the folder of a run.
+CONFIG_FILE = "config.json"
+CHECKPOINTS_FOLDER = "checkpoints"
 
 
 def open_folder(path: str | os.PathLike[str]) -> epath.Path:
     """Path of a folder, its name unchanged; ImportError if a bucket needs gcsfs."""
     prepare(path)
     return epath.Path(path)
+
+
+def shipped_configs() -> dict[str, str]:
+    """Paths of the configs that ship with the package, by name ("tiny", "data/paper")."""
+    spec = importlib.util.find_spec("configs")
+    found = {}
+    for folder in map(pathlib.Path, (spec.submodule_search_locations or ()) if spec else ()):
+        for path in sorted(folder.rglob("[a-z]*.py")):
+            found[str(path.relative_to(folder).with_suffix(""))] = str(path)
+    return found
 
 
 def prepare(path: str | os.PathLike[str]) -> None:

@@ -321,3 +321,4 @@ def announced() -> Iterator[None]:
 @ctypes.CFUNCTYPE(None, ctypes.c_int)
 def _announce_abort(_: int) -> None:
     fail(RuntimeError("a library aborted this process, see its message above"))
+    os._exit(1)  # as after every error of its own, and not with the status of the signal

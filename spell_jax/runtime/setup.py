@@ -16,8 +16,7 @@ from etils import epath
 
 from spell_jax.runtime import distributed
 from spell_jax.runtime.jsonl import write_json
-
-CONFIG_FILE = "config.json"
+from spell_jax.runtime.paths import CONFIG_FILE
 
 
 def setup() -> None:

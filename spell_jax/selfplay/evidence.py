@@ -17,6 +17,9 @@ from spell_jax.selfplay.rules import find_answer, visible_text
 SECTIONS = ("analysis", "evidence", "reasoning", "answer")
 LOWEST, HIGHEST = 1, 5  # range of a reward model's scores
 NEUTRAL = 0.5  # evidence reward if no comparison is possible
+# What may select among the branches of a tree of evidence (algorithms/eapo/evidence_tree.py).
+EVIDENCE_BY = ("none", "similarity", "reranker", "judge", "oracle")
+REASONING_BY = ("none", "judge")
 MOST_QUOTES = 256  # quotes looked up per answer; text after them counts as invented
 
 # "NUMBER SCORE": the number of a set, as in the prompt, and its score.

@@ -15,7 +15,7 @@ from spell_jax.policy.tokenizer_base import Tokenizer
 from spell_jax.runtime import entry, paths
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.config import Config
-from spell_jax.runtime.setup import CONFIG_FILE
+from spell_jax.runtime.paths import CONFIG_FILE
 from spell_jax.trainer import supervised
 from spell_jax.trainer.state import read_weights
 

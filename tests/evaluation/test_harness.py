@@ -21,7 +21,7 @@ from spell_jax.evaluation import harness, loglikelihood
 from spell_jax.evaluation.harness import HarnessConfig
 from spell_jax.evaluation.policy_sampler import Policy
 from spell_jax.policy.model import TINY_POLICY
-from spell_jax.runtime.setup import CONFIG_FILE
+from spell_jax.runtime.paths import CONFIG_FILE
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.sampler.requests import Sample
 from tests import noise

@@ -27,7 +27,7 @@ from spell_jax.learner.packing import PackingConfig
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy import transformer, weights
 from spell_jax.policy.config import PolicyConfig
-from spell_jax.policy.model import TINY_POLICY
+from spell_jax.policy.model import TINY_POLICY, known_shape
 from spell_jax.runtime import setup as start
 from spell_jax.runtime.checkpoint import Checkpoints
 from spell_jax.runtime.config import build, plain
@@ -101,20 +101,45 @@ RUNS = [name for name in NAMES if has_algorithm(name)]
 @pytest.mark.parametrize("name", RUNS)
 def test_shipped_config_reports_exactly_its_missing_inputs(name: str) -> None:
     config = load(name)[1]
-    missing = set()
+    mistakes, missing = set(), set()
     for model in configs.model_sections(config):
         folder = config[model].folder
         if folder != "tiny" and not (folder and pathlib.Path(folder).is_dir()):
-            missing.add(f"{model}.folder")
+            (missing if known_shape(folder) else mistakes).add(f"{model}.folder")
     data, kind = config.data, registry.ALGORITHMS[config.algorithm.name]
     named = [field for field in ("questions", "validation") if data[field]]
     absent = [field for field in named if not pathlib.Path(data[field]).is_file()]
+    mistakes |= {f"data.{field}" for field in absent}
     if "clusters" not in kind.inputs:
-        absent += ["questions"] * (not data.questions)
-    elif not noise.has_source(data):
-        absent.append("source")
-    missing |= {f"data.{field}" for field in absent[:1]}  # the section's first mistake
-    assert set(fields_of(check.check(config))) == missing
+        missing |= {"data.questions"} - {f"data.{field}" for field in named}
+    elif not data.questions and not noise.has_source(data):
+        (mistakes if data.source else missing).add("data.source")
+    checked = check.check(config)
+    assert set(fields_of(checked)) == mistakes
+    assert {line.split(" = ")[0] for line in checked.missing} == missing
+
+
+def test_a_model_of_the_paper_is_described_without_a_folder() -> None:
+    checked = check.check(paper.get_config("qwen2.5-7b"))
+    assert checked.mistakes == [] and len(checked.missing) == 2
+    text = describe.describe(checked)
+    assert "7,615,616,512 parameters" in text and "missing  policy.folder = " in text
+
+
+@pytest.mark.parametrize("name", paper.MODELS)
+def test_shapes_of_the_papers_models_have_their_numbers_of_parameters(name: str) -> None:
+    policy = known_shape(f"models/{paper.MODELS[name].folder}")
+    assert policy
+    shapes, _ = transformer.abstract_params(policy)
+    count = sum(leaf.size for leaf in jax.tree.leaves(shapes))
+    assert count / 1e9 == pytest.approx(paper.MODELS[name].parameters, abs=0.06)
+
+
+def test_a_misspelled_model_is_a_mistake() -> None:
+    config = paper.get_config("qwen2.5-7b")
+    config.policy.folder = "models/Qwen2.5-7b"
+    checked = check.check(config)
+    assert fields_of(checked) == ["policy.folder"] and len(checked.missing) == 1
 
 
 @pytest.mark.slow
@@ -158,7 +183,7 @@ MISTAKES: list[tuple[dict[str, Any], str, str]] = [
         r"policy.folder = .*: lora.pattern = 'none': is in none of",
     ),
     ({"policy.folder": ""}, "", r"policy.folder = '': must be a Hugging Face folder"),
-    ({"policy.folder": "no/such"}, "", r"policy.folder = 'no/such': must be a Hugging Face folder"),
+    ({"policy.folder": "no/such"}, "", r"policy.folder = 'no/such': no such folder; must be"),
     ({"policy.thinking": "on"}, "", r"policy.folder = .*: thinking = True: .* must be None"),
     ({"algorithm.group_size": 1}, "", r"algorithm.group_size = 1: must be at least 2"),
     ({"algorithm.prompts": "no/such"}, "", r"algorithm.prompts = 'no/such': .*"),
@@ -263,6 +288,19 @@ def test_mistakes_of_all_sections_are_reported_at_once(tmp_path: pathlib.Path) -
     for other in ({"data.source": "no/such"}, {"sampler.kv_cache_tokens": 128}):
         two = check.check(small(**{"loss.clip_low": -1.0} | other))
         assert fields_of(two) == ["loss.clip_low", *other]
+
+
+def test_all_mistakes_of_a_section_are_reported() -> None:
+    for fields in (
+        {"sampler.page_size": 0, "sampler.cache_dtype": "x", "sampler.top_p": 3.0},
+        {"sampler.no_such": 1, "sampler.slots": 0},
+        {"algorithm.group_size": 1, "algorithm.sigma": -1.0, "algorithm.no_such": 2},
+        {"data.source": "no/such", "data.held_out": 2.0, "data.tasks": ()},
+        {"steps": 0, "staleness": 1, "checkpoint_every": 0},
+        {"packing.token_budget": 1, "packing.shared_prefix": "x"},
+    ):
+        given = {"loss.old_logprobs" if name == "staleness" else name for name in fields}
+        assert {*fields_of(check.check(small(**fields)))} == given
 
 
 def test_expert_axis_must_divide_experts_and_int8_is_rejected(
@@ -475,13 +513,13 @@ def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_command_exits_with_1_if_there_are_mistakes(tmp_path: pathlib.Path) -> None:
+def test_exit_status_says_whether_there_are_mistakes(tmp_path: pathlib.Path) -> None:
     done = _run("--topology=v5e-4", f"--workdir={tmp_path}")
     assert done.returncode == 0, done.stderr
     assert "706,176 parameters, 3 layers" in done.stdout
     assert str(tmp_path) in done.stdout and not list(tmp_path.iterdir())
     done = _run("--config.steps=0", "--config.mesh.tensor=3", "--topology=cpu:8")
-    assert done.returncode == 1
+    assert done.returncode == 2
     lines = done.stdout.splitlines()
     assert [line.split(" = ")[0] for line in lines] == ["steps", "mesh"]
 
@@ -494,3 +532,10 @@ def test_truncated_saved_config_is_ignored(tmp_path: pathlib.Path) -> None:
     assert json.loads(text)["seed"] == dict(check._saved_config(check.epath.Path(tmp_path)))["seed"]
     (tmp_path / "config.json").write_text(text[:40])
     assert dict(check._saved_config(check.epath.Path(tmp_path))) == {}
+
+
+def test_missing_warm_start_names_the_command_that_makes_it() -> None:
+    checked = check.check(load("tiny_reconstruction")[1])
+    (line,) = [line for line in checked.mistakes if line.startswith("policy.folder")]
+    name = "tiny_reconstruction_warm_start"
+    assert f"spell_jax.sft --config=configs/{name}.py --workdir=runs/{name} makes this one" in line

@@ -240,7 +240,7 @@ def test_mistakes_about_experiments_are_named(changes, overrides, message):
 def _defined(module: str) -> set[str]:
     """Flags of an entry point."""
     files = {
-        "spell_jax.evaluate": ("evaluate", "evaluation/judge"),
+        "spell_jax.evaluate": ("evaluate", "evaluation/policy_flags"),
         "spell_jax.generate": ("generate",),
     }
     text = "".join((ROOT / "spell_jax" / f"{name}.py").read_text() for name in files[module])

@@ -139,6 +139,13 @@ def test_largest_batches_fit_and_one_more_row_does_not() -> None:
     assert f"--config.packing.token_budget={largest['packing.token_budget']}" in plan.describe(made)
 
 
+def test_rows_longer_than_the_configured_budget_are_planned() -> None:
+    made = _plan(
+        "Qwen2.5-7B", "128K", "v5e-16", "mesh.context=16", **{"packing.token_budget": 51_200}
+    )
+    assert made.largest()["packing.token_budget"] % (131_072 + 8 * 4096) == 0
+
+
 @pytest.mark.parametrize(
     ("fields", "part"),
     [

@@ -111,3 +111,9 @@ def test_check_least_and_check_choice_reject_invalid_fields() -> None:
         check_least(Example(1, share=float("nan")), "", share=0)
     with pytest.raises(ValueError, match=r"^name = 'b': must be one of \('a', 'c'\)$"):
         check_choice(fields, "", on=(False,), name=("a", "c"))
+
+
+def test_a_single_tuple_in_place_of_several_is_explained():
+    given = {"buckets": (320, 224)}
+    with pytest.raises(ValueError, match=r"must be tuples \(length, answers\); one is written"):
+        build(PackingConfig, given, "packing")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -15,6 +16,7 @@ import pytest
 from absl import app, flags
 from ml_collections import config_flags
 
+from launch import commands
 from spell_jax.runtime import distributed, entry
 from spell_jax.runtime.preemption import EXIT_CODE, Preempted
 
@@ -79,11 +81,15 @@ def test_user_errors_are_printed_on_one_line(kind, capsys):
     assert line == "error: policy = 'x': must be a folder"
 
 
-def test_error_for_a_missing_file_names_the_file(tmp_path, capsys):
-    with pytest.raises(SystemExit), entry.user_errors():
-        (tmp_path / "missing").read_text()
-    [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ") and str(tmp_path / "missing") in line
+def test_error_for_a_missing_file_names_the_file_and_its_flag(tmp_path, monkeypatch, capsys):
+    missing = tmp_path / "missing"
+    for argv in (["command"], ["command", "--x=1", f"--prompts={missing}"]):
+        monkeypatch.setattr(sys, "argv", argv)
+        with pytest.raises(SystemExit), entry.user_errors():
+            missing.read_text()
+        [line] = capsys.readouterr().err.splitlines()
+        assert line.startswith("error: ") and str(missing) in line
+    assert line == f"error: --prompts = '{missing}': no such file or directory"
 
 
 @pytest.mark.parametrize(
@@ -134,9 +140,11 @@ def test_interrupted_command_says_how_to_go_on(capsys):
     )
 
 
-def test_environment_variable_enables_the_traceback(monkeypatch, capsys):
-    monkeypatch.setenv(entry.TRACEBACK_VARIABLE, "1")
+def test_debug_flag_shows_the_traceback(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "command", "--x=1", "--debug"])
+    monkeypatch.setattr(sys, "argv", ["command", "--x=1", "--debug"])
     with pytest.raises(SystemExit), entry.user_errors():
+        assert sys.argv == ["command", "--x=1"]  # for argparse, which does not know the flag
         raise ValueError("steps = 0")
     err = capsys.readouterr().err
     assert err.startswith("Traceback") and err.endswith("\nerror: steps = 0\n")
@@ -183,14 +191,19 @@ def test_valid_flags_are_parsed(config):
         (["--config={config}", "--config.steps.x=2"], "--config: .*steps.x"),
         (["--config={config}", "--config.steps=many"], "flag --config.steps=many: invalid"),
         (["--config={config}:unknown"], "--config=.*config.py:unknown: unknown: must be one of"),
-        (["--config={config}.missing"], "No such file or directory: '.*config.py.missing'"),
-        (["--config={config}.missing", "--config.steps=2"], "No such file .* one of .*tiny"),
+        (["--config={config}.missing"], "--config = '.*config.py.missing': no such file"),
+        (
+            ["--config={config}.missing", "--config.steps=2"],
+            "no such file; Configs that ship: .*tiny",
+        ),
+        (["--config=tinny"], "no such file; did you mean tiny\\?"),
+        (["--config", "tinny"], "no such file; did you mean tiny\\?"),
         (["--config={config}", "--config.sigma=2"], "mean --config.algorithm.sigma\\?$"),
         (["--config=tiny", "--config.group_size=2"], "mean --config.algorithm.group_size\\?$"),
         (["--config=/"], r"^\[Errno 21\] Is a directory: '/'$"),
         (["--config={config}", "--cuont=2"], "Unknown command line flag 'cuont'. Did you mean"),
         (["--config={config}", "--count=many"], "flag --count=many"),
-        (["--count=2"], "Flag --config must have a value"),
+        (["--count=2"], "^--config: must be given$"),
     ],
 )
 def test_invalid_flags_are_user_errors(arguments, message, config, capsys):
@@ -217,6 +230,14 @@ def test_run_main_handles_user_errors_of_flags_and_main(monkeypatch, capsys):
     entry.run_main(lambda arguments: len(arguments), lambda argv: argv[1:])
     monkeypatch.setattr(entry.flags, "FLAGS", flags.FlagValues())
     assert given["m"](["a", "b"]) == 2
+    monkeypatch.setattr(entry, "parse_flags", lambda argv, parser: argv)
+    entry.run_main(fail, entry.flags.FLAGS)
+    with pytest.raises(SystemExit):
+        given["f"](["program", "word"])
+    assert capsys.readouterr().err == "error: word: not a flag; must be --NAME=VALUE\n"
+    monkeypatch.undo()
+    monkeypatch.setattr(app, "run", lambda main, flags_parser: given.update(m=main, f=flags_parser))
+    monkeypatch.setattr(entry.flags, "FLAGS", flags.FlagValues())
     entry.run_main(fail, fail)
     for name in "mf":
         with pytest.raises(SystemExit) as end:
@@ -227,12 +248,27 @@ def test_run_main_handles_user_errors_of_flags_and_main(monkeypatch, capsys):
 # ---------------------------------------------------------------------------------------- Programs
 
 
-@pytest.mark.parametrize("name", ["spell_jax.train", "spell_jax.sft"])
-def test_command_answers_before_heavy_imports(name):
-    """--help and a wrong flag must not wait for jax or matplotlib."""
-    code = f"import sys, {name}; print({{'jax', 'flax', 'matplotlib'}} & set(sys.modules))"
+def imported(names: list[str]) -> set[str]:
+    """Packages that a process has imported after these modules."""
+    code = f"import sys, {', '.join(names)}; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "set()\n"
+    return {name.partition(".")[0] for name in done.stdout.split()}
+
+
+HEAVY = {"tensorboardX", "torch", "transformers"}
+
+
+def test_entry_points_answer_before_heavy_imports():
+    """--help and a wrong flag must not wait for jax or matplotlib."""
+    names = [name for name in commands.find() if re.fullmatch(r"spell_jax\.\w+", name)]
+    assert len(names) == 6
+    assert not imported(names) & (HEAVY | {"jax", "flax", "matplotlib", "orbax"})
+
+
+@pytest.mark.slow
+def test_other_commands_import_no_more_than_they_use():
+    names = set(commands.find()) - {"data_pipeline.build", "benchmarks.trl_side"}
+    assert not imported(sorted(names)) & HEAVY
 
 
 @pytest.mark.slow

@@ -79,6 +79,7 @@ NO_READERS = {
     *("evaluation.own_questions", "evaluation.figures", "evaluation.ruler", "evaluation.sources"),
     *("evaluation.protocol", "evaluation.published", "evaluation.policy_sampler"),
     *("evaluation.helmet_labels", "evaluation.judge", "haystack.Names.sample", "haystack.letters"),
+    "evaluation.policy_flags",
     *("haystack.Pile.take", "haystack.Source.noise", "haystack.Source.pile"),
     *("haystack.Source.prose", "haystack.fit", "haystack.insert_needles"),
     *("haystack.split_sentences", "math_equal.check_installed", "math_equal.end_workers"),

@@ -113,13 +113,15 @@ class Hosts:
             self._network.relay.delays.clear()
         return True
 
-    def ends(self, indices: Iterable[int] | None = None) -> dict[int, tuple[int, str]]:
+    def ends(
+        self, indices: Iterable[int] | None = None, patience: float = PATIENCE_S
+    ) -> dict[int, tuple[int, str]]:
         """(exit status, standard error) of these hosts, by default of all that are not stopped."""
         if indices is None:
             given = self._disturbance
             stopped = given.host if given is not None and given.fault == "stop" else None
             indices = [index for index in range(len(self.processes)) if index != stopped]
-        return {i: (self.processes[i].wait(PATIENCE_S), self._error(i)) for i in indices}
+        return {i: (self.processes[i].wait(patience), self._error(i)) for i in indices}
 
     def _log(self, index: int) -> pathlib.Path:
         return self._workdir / f"stderr_{index}"
@@ -137,12 +139,16 @@ class Hosts:
 
 
 def finish(
-    count: int, policy: pathlib.Path, workdir: pathlib.Path, settings: dict[str, Any] | None = None
+    count: int,
+    policy: pathlib.Path,
+    workdir: pathlib.Path,
+    settings: dict[str, Any] | None = None,
+    patience: float = PATIENCE_S,
 ) -> None:
     """Starts a run on `count` undisturbed hosts, which go on to its end."""
     with (
         namespaces.network(count) as network,
         Hosts(network, count, policy, workdir, settings) as hosts,
     ):
-        ended = hosts.ends()
+        ended = hosts.ends(patience=patience)
     assert [code for code, _ in ended.values()] == [0] * count, ended[0][1][-3000:]

@@ -85,7 +85,7 @@ def main() -> int:
     settings = {"steps": given.updates, "checkpoint_every": CHECKPOINT_EVERY}
     policy = noise.save_policy(folder / "noise")
     whole, workdir = folder / "whole", folder / "disturbed"
-    finish(given.hosts, policy, whole, settings)
+    finish(given.hosts, policy, whole, settings, patience=10.0 * given.updates)
     rng, clock = np.random.default_rng(given.seed), time.monotonic()
     faults: collections.Counter[str] = collections.Counter()
     statuses: collections.Counter[int] = collections.Counter()

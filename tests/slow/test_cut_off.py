@@ -90,8 +90,9 @@ def test_disturbed_run_ends_on_all_hosts_or_goes_on(cell, policy, undisturbed, t
         namespaces.network(count) as network,
         Hosts(network, count, policy, tmp_path / "run", None, disturbance) as hosts,
     ):
-        assert hosts.disturb(), "all hosts have ended before"
+        is_reached = hosts.disturb()
         ended = hosts.ends()
+    assert is_reached, f"all hosts ended before: {ended}"
     if fault in HARMLESS:
         assert [code for code, _ in ended.values()] == [0] * count, ended[0][1][-3000:]
     else:

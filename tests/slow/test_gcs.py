@@ -44,6 +44,7 @@ from spell_jax.runtime.jsonl import write_json, write_records
 from spell_jax.runtime.metrics import MetricsWriter, read_metrics
 from spell_jax.runtime.workdir_lock import FILE, STALE_S, Holder, WorkdirLock, locked
 from spell_jax.selfplay import prompts as prompt_sets
+from spell_jax.trainer import export as trainer_export
 from spell_jax.trainer import loop
 from tests import evaluating, noise
 
@@ -169,7 +170,7 @@ def test_export_and_report_work_with_buckets(remote, tmp_path):
             written = (paths.open_folder(out) / name).read_bytes()
             assert written == (remote / "policy" / name).read_bytes()
     with pytest.raises(ValueError, match="'gs://bucket/exported': is there already"):
-        export.export(remote, paths.open_folder("gs://bucket/exported"))
+        trainer_export.export(remote, paths.open_folder("gs://bucket/exported"))
 
 
 def test_supervised_fine_tuning_resumes_in_a_bucket(policy, tmp_path):

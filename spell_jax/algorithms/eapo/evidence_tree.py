@@ -30,7 +30,7 @@ from absl import app
 from spell_jax.evaluation import generation
 from spell_jax.evaluation.judge import PolicyJudge
 from spell_jax.evaluation.policy_sampler import Policy
-from spell_jax.policy import tokenizer as tokenizers
+from spell_jax.policy import choices
 from spell_jax.policy.embedder import Embedder
 from spell_jax.runtime import distributed, entry
 from spell_jax.runtime import mesh as meshes
@@ -44,8 +44,6 @@ from spell_jax.selfplay.rouge import rouge_l_recall
 
 log = logging.getLogger(__name__)
 
-EVIDENCE_BY = ("none", "similarity", "reranker", "judge", "oracle")
-REASONING_BY = ("none", "judge")
 EVIDENCE_END, ANSWER_END = "</evidence>", "</answer>"
 EMBED_TOKENS = 8192  # tokens of a batch of texts to embed
 
@@ -62,8 +60,8 @@ class TreeConfig:
 
     Attributes:
       width: k, number of branches to choose from [paper: 3].
-      evidence_by: how the evidence is chosen, one of EVIDENCE_BY.
-      reasoning_by: how the reasoning is chosen, one of REASONING_BY.
+      evidence_by: how the evidence is chosen, one of evidence.EVIDENCE_BY.
+      reasoning_by: how the reasoning is chosen, one of evidence.REASONING_BY.
     """
 
     width: int = 3
@@ -72,7 +70,7 @@ class TreeConfig:
 
     def __post_init__(self):
         check_least(self, "", width=1)
-        check_choice(self, "", evidence_by=EVIDENCE_BY, reasoning_by=REASONING_BY)
+        check_choice(self, "", evidence_by=evidence.EVIDENCE_BY, reasoning_by=evidence.REASONING_BY)
 
 
 @dataclasses.dataclass
@@ -396,7 +394,7 @@ def _make_judge(given: Any, policy: Policy) -> Ask:
 def _make_reranker(given: Any) -> Rerank:
     if not given.reranker:
         raise app.UsageError("--reranker: must be a Hugging Face folder, for reranker")
-    thinking = tokenizers.THINKING[given.reranker_thinking]
+    thinking = choices.THINKING[given.reranker_thinking]
     return Reranker(Policy(given.reranker, given.dtype, thinking))
 
 

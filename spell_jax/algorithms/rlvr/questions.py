@@ -47,10 +47,12 @@ from spell_jax.data.config import DataConfig, TinyConfig
 from spell_jax.data.questions import Question
 from spell_jax.data.stream import TaskStream
 from spell_jax.evaluation import judge as judging
+from spell_jax.evaluation import policy_flags
 from spell_jax.evaluation.policy_sampler import Policy, check_room
+from spell_jax.policy import choices
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy.model import find_folder
-from spell_jax.runtime import distributed, entry, fault_injection
+from spell_jax.runtime import distributed, entry, fault_injection, paths
 from spell_jax.runtime import setup as start
 from spell_jax.runtime.config import check_choice, check_least
 from spell_jax.runtime.jsonl import append_records, read_records, write_json
@@ -305,7 +307,7 @@ def run(
 
     def start_files() -> None:
         out.mkdir(parents=True, exist_ok=True)
-        start.check_same(out / start.CONFIG_FILE, made_from)
+        start.check_same(out / paths.CONFIG_FILE, made_from)
         unfinished.write_bytes(b"")
 
     distributed.broadcast(start_files)
@@ -350,7 +352,7 @@ def make_teacher(given: Any, out: pathlib.Path, sizes: SamplerConfig) -> Teacher
     }
     options = Options(**sampling)
     if folder:
-        policy = Policy(folder, given.dtype, tokenizers.THINKING[given.thinking], sizes)
+        policy = Policy(folder, given.dtype, choices.THINKING[given.thinking], sizes)
         ask: Ask = PolicyTeacher(policy, options, given.seed)
         model = f"{policy.folder.name} {policy.fingerprint()}"
     else:
@@ -440,8 +442,8 @@ def define_flags() -> None:
     flags.DEFINE_float("teacher_rate", 0.0, "Requests to the teacher per second; 0: unlimited.")
     flags.DEFINE_float("temperature", 0.7, "Sampling temperature of the teacher.")
     flags.DEFINE_float("top_p", 0.95, "Probability mass of the teacher's nucleus.")
-    flags.DEFINE_enum("thinking", "", list(tokenizers.THINKING), "For chat templates that know it.")
-    judging.define_flags()
+    flags.DEFINE_enum("thinking", "", list(choices.THINKING), "For chat templates that know it.")
+    policy_flags.define_flags()
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from spell_jax.data.clusters import SURROGATE, TASKS
 from spell_jax.evaluation.benchmarks.base import Benchmark, Item
 from spell_jax.evaluation.benchmarks.published import HELP, Folder
 from spell_jax.runtime.episodes import episode_files, read_episodes
-from spell_jax.runtime.setup import CONFIG_FILE
+from spell_jax.runtime.paths import CONFIG_FILE
 from spell_jax.selfplay import prompts, rules
 
 T = TypeVar("T")

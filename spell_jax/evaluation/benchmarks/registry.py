@@ -16,6 +16,7 @@ need no folder (generated/sources.py).
 
 from __future__ import annotations
 
+import difflib
 import functools
 import logging
 from collections import Counter
@@ -47,6 +48,7 @@ COLUMNS = {
     ),
     "Helmet-Summ": ("helmet_infbench_sum", "helmet_multi_lexsum"),
 }
+COLUMN_CHOICES = {"shared": COLUMNS, "separate": {}}  # --columns of evaluate
 
 ANSWER_FORMATS = ("plain", "sections")
 
@@ -107,8 +109,11 @@ def load(
             except ValueError as error:
                 raise ValueError(f"benchmark {name!r}: {error}") from error
     if name not in LOADERS:
-        known = ", ".join((*LOADERS, *FORMS))
-        raise ValueError(f"benchmark {name!r} is unknown; there are {known}")
+        near = difflib.get_close_matches(name, LOADERS, 3) or [*LOADERS][:3]
+        raise ValueError(
+            f"benchmarks = {name!r}: no such benchmark; must be one of docs/evaluation.md, such as "
+            f"{', '.join(near)}, or a generated one: {', '.join(FORMS)}"
+        )
     if not folder:
         raise ValueError(f"data = '': must be the folder of the files of {name!r}. {HELP}")
     if answer_format == "sections":

@@ -133,7 +133,7 @@ def test_folders_are_found_by_name_or_family(tmp_path: Path):
         ("needle_", "length '': must be a number"),
         ("needle_1024_deep", "length 'deep'"),
         ("needle_1024_1024", "must have each length once"),
-        ("rulers_vt_1024", r"'rulers_vt_1024' is unknown; .*ruler_TASK_LENGTH, needle_LENGTH_"),
+        ("rulers_vt_1024", r"'rulers_vt_1024': no such .*ruler_TASK_LENGTH, needle_LENGTH_"),
     ],
 )
 def test_invalid_benchmark_names_are_rejected(

@@ -1,0 +1,41 @@
+"""Flags of the commands that sample a policy and ask a judge; imports nothing heavy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from absl import flags
+
+from spell_jax.policy.choices import COMPUTE_DTYPES
+from spell_jax.selfplay.judge import JUDGE_TEMPLATES
+
+# Sampler sizes that depend on the machine's memory (policy_sampler.SIZES).
+SIZES: dict[str, Any] = {"kv_cache_tokens": 65_536, "slots": 512, "prefill_tokens": 8192}
+
+
+def define_flags() -> None:
+    """Define the flags of the judge and of the policies that are sampled."""
+    flags.DEFINE_string("judge_url", "", "URL of the judge's OpenAI-compatible API.")
+    flags.DEFINE_string("judge_model", "", "Model name of the judge at --judge_url.")
+    flags.DEFINE_string("judge_policy", "", "Policy folder of a local judge.")
+    flags.DEFINE_enum(
+        "judge_template",
+        "yes_no",
+        list(JUDGE_TEMPLATES),
+        "Verdicts of the judge: yes or no, or EAPO's three grades.",
+    )
+    flags.DEFINE_integer("judge_max_tokens", 8192, "Maximum length of a judge's reply in tokens.")
+    flags.DEFINE_integer("judge_workers", 16, "Maximum number of concurrent requests to the judge.")
+    flags.DEFINE_float("judge_rate", 0.0, "Maximum requests to the judge per second; 0: no limit.")
+    flags.DEFINE_enum("dtype", "float32", list(COMPUTE_DTYPES), "Dtype of the policies' weights.")
+    flags.DEFINE_integer(
+        "kv_cache_tokens",
+        SIZES["kv_cache_tokens"],
+        "KV cache capacity in tokens per row shard of the mesh, besides one prompt and answer.",
+    )
+    flags.DEFINE_integer("slots", SIZES["slots"], "Maximum number of answers decoded at once.")
+    flags.DEFINE_integer(
+        "prefill_tokens",
+        SIZES["prefill_tokens"],
+        "Maximum number of prompt tokens per prefill call.",
+    )
