@@ -61,10 +61,10 @@ class Inputs(Benchmark):
     """Lists and reads many small files, then one large file: seconds and peak memory.
 
     Each part is run at a tenth of its size, then at the whole size: memory must not grow with it.
-    The large file is .jsonl.zst and is generated as it is decompressed: one small compressed block
-    is repeated, so that it takes next to no disk. Peaks are resident bytes, sampled every 0.2 s:
-    "driver" of this process, "worker" of the largest Python process below it, "java" of the largest
-    Java process (Spark limits its heap).
+    The large file is a .jsonl.zst that repeats one small compressed block. It takes next to no disk
+    and has its full size only when it is decompressed. Peaks are resident bytes, sampled every
+    0.2 s: "driver" of this process, "worker" of the largest Python process below it, "java" of the
+    largest Java process (Spark limits its heap).
     """
 
     files: Annotated[int, "small files"] = 100_000

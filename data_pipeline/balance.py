@@ -17,6 +17,13 @@ from collections.abc import Callable, Sequence
 from data_pipeline.records import Count
 
 IN, OUT = "in:", "out:"
+# Of a stage in which every document is kept or removed.
+KEPT_OR_REMOVED = (
+    "in:documents = documents read",
+    "documents read = out:documents + out:removed",
+    "documents kept = out:documents",
+    "documents removed: * = out:removed",
+)
 
 
 class LostRowsError(RuntimeError):

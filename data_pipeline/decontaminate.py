@@ -23,7 +23,7 @@ import fsspec
 import numpy as np
 from apache_beam.utils.shared import Shared
 
-from data_pipeline import layouts, signatures
+from data_pipeline import balance, layouts, signatures
 from data_pipeline.dedup import DedupConfig
 from data_pipeline.records import Document, Item, digest, event, removed
 from data_pipeline.stages import Stages
@@ -34,13 +34,7 @@ SHORTEST_PASSAGE = 100  # characters
 # Shorter questions are only compared as whole texts: a document may contain their words by chance.
 SHORTEST_QUESTION = 8  # tokens
 _BLANK_LINE = re.compile(r"\n\s*\n")
-# Every document is kept or removed.
-BALANCES = (
-    "in:documents = documents read",
-    "documents read = out:documents + out:removed",
-    "documents kept = out:documents",
-    "documents removed: * = out:removed",
-)
+BALANCES = balance.KEPT_OR_REMOVED
 log = logging.getLogger(__name__)
 
 

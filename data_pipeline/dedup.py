@@ -24,7 +24,7 @@ import apache_beam as beam
 import numpy as np
 from apache_beam.pvalue import TaggedOutput
 
-from data_pipeline import signatures
+from data_pipeline import balance, signatures
 from data_pipeline.records import Document, event, order, remove, sized
 from spell_jax.runtime.config import check_least
 
@@ -34,13 +34,7 @@ PARTS = 256
 PACKED = 2048  # documents whose bands are packed into one value
 NODE = 24  # bytes
 RANK = 8  # bytes of a node before the document's id
-# Every document is kept or removed.
-BALANCES = (
-    "in:documents = documents read",
-    "documents read = out:documents + out:removed",
-    "documents kept = out:documents",
-    "documents removed: * = out:removed",
-)
+BALANCES = balance.KEPT_OR_REMOVED
 
 
 @dataclass(frozen=True)

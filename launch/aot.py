@@ -27,7 +27,6 @@ import dataclasses
 import json
 import logging
 import math
-import pathlib
 import re
 import sys
 import time
@@ -46,7 +45,7 @@ from spell_jax.learner.loss_config import LossConfig
 from spell_jax.learner.optimizer import OptimizerConfig
 from spell_jax.policy import int8, lora, transformer
 from spell_jax.policy.config import PolicyConfig
-from spell_jax.policy.model import PACKAGED, find_folder, known_shape, shape_policy
+from spell_jax.policy.model import find_folder, is_available, known_shape, shape_policy
 from spell_jax.runtime import entry, paths, remote
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.config import Config, build
@@ -97,19 +96,18 @@ def read_policy(config: Config, path: str = "", layers: int = 0) -> PolicyConfig
     folder = config.policy.folder
     if not path and paths.is_remote(folder):
         path = f"{folder}/config.json"
-    policy = None
-    if not path and folder not in PACKAGED and not pathlib.Path(folder).is_dir():
+    if path or is_available(folder):
+        file = remote.fetch(path) if path else find_folder(folder) / "config.json"
+        if not file.is_file():
+            raise FileNotFoundError(f"policy = {str(file)!r}: must be a Hugging Face config.json")
+        policy = PolicyConfig.from_hf(file)
+    else:
         policy = known_shape(folder)
         if policy is None:
             raise FileNotFoundError(
                 f"policy.folder = {folder!r}: no such folder; name a Hugging Face config.json by "
                 "--policy, no weights are needed"
             )
-    if policy is None:
-        file = remote.fetch(path) if path else find_folder(folder) / "config.json"
-        if not file.is_file():
-            raise FileNotFoundError(f"policy = {str(file)!r}: must be a Hugging Face config.json")
-        policy = PolicyConfig.from_hf(file)
     policy = shape_policy(config.policy, policy)
     return dataclasses.replace(policy, layers=layers or policy.layers)
 

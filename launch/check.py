@@ -47,7 +47,7 @@ from spell_jax.learner.loss_config import LossConfig
 from spell_jax.learner.optimizer import OptimizerConfig
 from spell_jax.policy import int8, safetensors, weights
 from spell_jax.policy.config import PolicyConfig
-from spell_jax.policy.model import PACKAGED, find_folder, known_shape, read_model, shape_policy
+from spell_jax.policy.model import find_folder, is_available, known_shape, read_model, shape_policy
 from spell_jax.runtime import entry, hashes, paths
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.config import Config, build, changes, section
@@ -272,8 +272,7 @@ def _check_policy(checked: Checked, attempt: Attempts) -> Any:
 def _find_here(checked: Checked, name: str, attempt: Attempts) -> pathlib.Path | None:
     """Find a model's folder; one of the paper's models may be missing on this machine."""
     field, folder = f"{name}.folder", checked.config[name].folder
-    is_here = folder in PACKAGED or paths.is_remote(folder) or pathlib.Path(folder).is_dir()
-    if is_here or not known_shape(folder):
+    if is_available(folder) or not known_shape(folder):
         return attempt(field, find_folder, folder, field)
     checked.missing.append(
         f"{field} = {folder!r}: not on this machine, so that its weights and tokenizer are not "

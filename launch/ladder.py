@@ -7,8 +7,7 @@
 
 1. `commands` prints one line for each command, in an order in which they may run: the arms of
    configs/ladder.py for all seeds (its stabilizers for two), with the questions that some of them
-   train on, then cross-play.
-   The runs are below --runs, in ARM/SEED.
+   train on, then cross-play. The runs are below --runs, in ARM/SEED.
 2. `questions` writes a file for config.data.questions: the oracle's questions, in equal shares of
    --depths, or the answered questions of a run with their references, in the order of its steps.
 3. `figure` reads the runs and writes OUT/ladder.png and OUT/ladder.json (ladder_figure.py).
@@ -32,12 +31,12 @@ from spell_jax.data import ladder_world as world
 from spell_jax.runtime import entry
 from spell_jax.runtime.episodes import read_episodes
 from spell_jax.runtime.jsonl import write_json, write_records
+from spell_jax.warm_start.ladder_rows import TASK
 
 RUNS = "runs/ladder"
 SEEDS = (0, 1, 2, 3, 4)
 SHALLOW = (1, 2)
 DEPTHS = (1, 2, 3, 4, 5, 6, 7, 8)
-_TASK = "general_qa"
 _BATCH = ladder.get_config().algorithm.generation_batch  # questions of a step
 _STREAM = 9  # separates the random stream of questions from those of other generated data
 
@@ -115,7 +114,7 @@ def run_questions(run: str) -> Iterator[dict[str, Any]]:
 
 def _record(documents: Sequence[str], question: str, answer: str) -> dict[str, Any]:
     texts = list(documents)
-    return {"task": _TASK, "documents": texts, "question": question, "answer": answer}
+    return {"task": TASK, "documents": texts, "question": question, "answer": answer}
 
 
 def _write_questions(given: argparse.Namespace) -> None:

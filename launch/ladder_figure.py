@@ -115,9 +115,9 @@ def read_run(folder: pathlib.Path) -> Curves:
     for step, episode in read_episodes(folder):
         windows[(step - 1) // WINDOW].append(episode)
     references: dict[int, list[bool | None]] = defaultdict(list)
-    asked = [_measure_questions(some, references) for _, some in sorted(windows.items())]
+    parts = [windows[window] for window in sorted(windows)]
+    asked = [_measure_questions(part, references) for part in parts]
     ends = [min((window + 1) * WINDOW, max(until)) for window in sorted(windows)]
-    parts = [some for _, some in sorted(windows.items())]
     given = [right for some in references.values() for right in some]
     return Curves(
         tokens=np.array([until[record["step"]] for record in points]),

@@ -21,9 +21,10 @@ _FILES = ("LICENSE", "CITATION.cff", "CHANGELOG.md")  # shown as text, not as li
 
 def on_files(files: Files, config: Any) -> Files:
     """Adds the pages that are not files of docs/."""
-    made = {page: (ROOT / name).read_text(encoding="utf-8") for name, page in _OUTSIDE.items()}
-    made["index.md"] = made["index.md"].replace("](docs/", "](")
-    made["contributing.md"] = made["contributing.md"].replace("](docs/", "](")
+    made = {
+        page: (ROOT / name).read_text(encoding="utf-8").replace("](docs/", "](")
+        for name, page in _OUTSIDE.items()
+    }
     made["reference/config.md"] = reference.config_page()
     made["reference/commands.md"] = reference.commands_page()
     for page, text in made.items():

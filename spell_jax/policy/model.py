@@ -87,6 +87,11 @@ def find_folder(folder: str, field: str = "policy.folder") -> pathlib.Path:
     return path
 
 
+def is_available(folder: str) -> bool:
+    """Whether a model is packaged, named by a URL, or in a folder of this machine."""
+    return folder in PACKAGED or paths.is_remote(folder) or pathlib.Path(folder).is_dir()
+
+
 def _maker(folder: str) -> str:
     """A hint at the command that makes a folder RUN/policy, if a config has RUN's name."""
     path = pathlib.PurePath(folder)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from launch import plan, topologies, xmanager
+from launch import commands, plan, topologies, xmanager
 from launch.experiments import __main__ as printed
 from launch.experiments import registry
 from launch.experiments.experiment import Curve, Experiment, Mean, Run, Score, numbers
@@ -237,14 +237,7 @@ def test_mistakes_about_experiments_are_named(changes, overrides, message):
 # ---------------------------------------------------------------------------------------- Commands
 
 
-def _defined(module: str) -> set[str]:
-    """Flags of an entry point."""
-    files = {
-        "spell_jax.evaluate": ("evaluate", "evaluation/policy_flags"),
-        "spell_jax.generate": ("generate",),
-    }
-    text = "".join((ROOT / "spell_jax" / f"{name}.py").read_text() for name in files[module])
-    return set(re.findall(r'DEFINE_\w+\(\s*"(\w+)"', text))
+DEFINED = {name: {flag.name for flag in one.flags} for name, one in commands.find().items()}
 
 
 @pytest.mark.parametrize("one", ALL, ids=lambda one: one.name)
@@ -252,7 +245,7 @@ def test_evaluations_have_known_flags_and_benchmarks(one: Experiment):
     for row in one.rows:
         for evaluation in row.evaluations:
             flags = dict(flag.removeprefix("--").split("=", 1) for flag in evaluation.flags)
-            assert set(flags) <= _defined(evaluation.module)
+            assert set(flags) <= DEFINED[evaluation.module]
             assert flags["out"] == f"{{folder}}/{evaluation.name}"
             for name in filter(None, flags.get("benchmarks", "").split(",")):
                 task = name.removeprefix("ruler_").rpartition("_")[0]
