@@ -36,8 +36,7 @@ setup(
     long_description_content_type="text/markdown",
     packages=find_packages(
         include=[
-            *("spell_jax", "spell_jax.*", "data_pipeline", "configs", "configs.*"),
-            *("launch", "launch.*"),
+            *("spell_jax", "spell_jax.*", "data_pipeline", "launch", "launch.*"),
         ]
     ),
     entry_points={
@@ -51,6 +50,7 @@ setup(
             "evaluation/generated/words.txt",
             "evaluation/generated/moby_dick.txt.gz",
             "data/tiny_policy/*",
+            "configs/data/*.py",  # spell_jax/configs is a link to configs/
             "policy/shapes.json",
         ],
         "data_pipeline": ["report.html"],

@@ -11,8 +11,8 @@ Hardware: one CPU core, about 5 minutes for a run of the full arm (estimated).
 from collections.abc import Mapping
 from typing import Any
 
-from configs import tiny
 from spell_jax.config import default_config
+from spell_jax.configs import tiny
 from spell_jax.runtime.config import Config
 
 _STATIC = {"name": "rlvr"}

@@ -8,7 +8,7 @@ Build the clusters, then train on them:
 
 from typing import Any
 
-from configs.data import base
+from spell_jax.configs.data import base
 
 
 def get_config(path: str = "") -> Any:

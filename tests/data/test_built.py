@@ -12,11 +12,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from configs import folder as folder_config
 from data_pipeline.output import OutputConfig, write_output
 from data_pipeline.records import SCHEMAS, make_document
 from data_pipeline.stages import Stages
 from spell_jax.algorithms import registry as registry
+from spell_jax.configs import folder as folder_config
 from spell_jax.data.built import Built, is_built, open_source
 from spell_jax.data.clusters import TASKS, Cluster, count_words, split_held_out
 from spell_jax.data.config import DataConfig, open_clusters

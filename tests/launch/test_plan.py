@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from configs import paper
 from launch import aot, plan, topologies
+from spell_jax.configs import paper
 from spell_jax.policy.config import LoraConfig, PolicyConfig
 from spell_jax.runtime import mesh as meshes
 from tests import noise
