@@ -406,7 +406,7 @@ def _open_workdir(workdir: str) -> epath.Path:
     if paths.is_remote(workdir):
         return path
     try:
-        folder = path.absolute()
+        folder = pathlib.Path(path).absolute()
         while not folder.exists():
             folder = folder.parent
         with tempfile.TemporaryFile(dir=folder):

@@ -208,6 +208,19 @@ def test_config_source_may_be_a_built_data_set(folder: Path) -> None:
     assert source.read(train[:2] * 2) == [CLUSTERS[name] for name in train[:2] * 2]
 
 
+def test_clusters_over_the_prompt_cap_are_warned_of(folder: Path, caplog) -> None:
+    config = folder_config.get_config()
+    config.data.source = str(folder)
+    data = build(DataConfig, config.data, "data")
+    longest = max(sum(map(count_words, c.documents)) for c in CLUSTERS.values())
+    with caplog.at_level("WARNING"):
+        open_clusters(data, 0, count_words, longest)
+        assert not caplog.records
+        open_clusters(data, 0, count_words, 1)
+    (record,) = caplog.records
+    assert "12 of 12 sampled clusters" in record.message and "sampler.max_prompt" in record.message
+
+
 @pytest.mark.slow
 def test_two_hosts_each_read_half_of_the_same_batches(folder: Path) -> None:
     first, second = run_two("tests.data.hosts", str(folder))
