@@ -211,3 +211,14 @@ def test_site_builds(tmp_path):
 
 def test_readme_is_short():
     assert len((ROOT / "README.md").read_text().split()) <= 1300
+
+
+def test_lower_bounds_are_the_oldest_tested_versions():
+    """The constraints of `make test-oldest` are the lower bounds of setup.py."""
+    setup = (ROOT / "setup.py").read_text()
+    setup = setup.replace("{JAX_RANGE}", re.findall(r'JAX_RANGE = "(.*)"', setup)[0])
+    required = setup[setup.index("install_requires") : setup.index("extras_require")]
+    bounds = dict(re.findall(r'"([\w-]+)(?:\[\w+\])?>=([\d.]+)', required))
+    text = (ROOT / "requirements" / "oldest.txt").read_text()
+    pins = dict(re.findall(r"^([\w-]+)==(\S+)$", text, re.M))
+    assert pins.pop("jaxlib") == pins["jax"] and pins == bounds
