@@ -101,6 +101,22 @@ def test_commands_parse(page: pathlib.Path):
             pytest.fail(f"{found.page}: {' '.join(found.words)}\n{type(error).__name__}: {error}")
 
 
+NEEDS = frozenset(
+    [
+        *("minutes", "data", "a model", "a model and documents", "installation", "a config"),
+        *("an endpoint", "a cluster of machines", "Google Cloud"),
+    ]
+)
+
+
+def test_every_block_is_run_or_says_what_it_needs():
+    """tests/slow/test_doc_blocks.py runs those that need nothing."""
+    needs = [need for page in PAGES for _, need in doc_commands.marked_blocks(page.read_text())]
+    assert set(needs) == NEEDS | {""} and needs.count("") >= 10
+    marks = sum(page.read_text().count("<!-- needs:") for page in PAGES)
+    assert marks == sum(map(bool, needs)), "a mark is not before a block"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_commands_are_in_blocks(page: pathlib.Path):
     plain = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
