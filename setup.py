@@ -67,7 +67,7 @@ setup(
         "fsspec>=2025.3.0",
         "chex>=0.1.90",
         "numpy>=2.0.2",
-        "sentencepiece>=0.2.1",
+        "sentencepiece>=0.2.2",
         "safetensors>=0.5.3",
         "tokenizers>=0.22.0",
         "jinja2>=3.1.4",
