@@ -9,7 +9,7 @@ export JAX_COMPILATION_CACHE_DIR := $(CURDIR)/.cache/jax
 export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS := 0
 export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES := -1
 
-.PHONY: demo docs test test-slow test-portable test-all test-long lint clean
+.PHONY: demo docs test test-slow test-portable test-all test-long test-oldest lint clean
 
 demo: .venv/installed
 	$(BIN)/python -m spell_jax.train --config=configs/tiny.py --workdir=runs/demo
@@ -36,6 +36,20 @@ NUMERICAL := tests/attention tests/learner tests/policy tests/sampler tests/trai
 
 test-all: test test-slow test-portable
 
+# Checkpoints, kernels, sampler, learner, runs and commands with the oldest versions that setup.py
+# allows, in an environment of its own. Not part of test-all.
+test-oldest: .oldest/installed
+	.oldest/bin/python -m pytest -q -n 2 -m "not slow and not long" $(OLDEST) $(PYTEST_ARGS)
+OLDEST := tests/trainer tests/sampler tests/runtime/test_checkpoint.py tests/runtime/test_loggers.py \
+	tests/learner/test_update.py tests/learner/test_loss.py tests/policy/test_transformer.py \
+	tests/policy/test_weights.py tests/policy/test_hf_tokenizer.py tests/launch/test_check.py
+
+.oldest/installed: setup.py requirements/oldest.txt
+	$(PYTHON) -m venv .oldest
+	.oldest/bin/python -m pip install -q -U pip
+	.oldest/bin/python -m pip install -q -c requirements/oldest.txt -e . pytest pytest-xdist hypothesis
+	touch $@
+
 # The full sets behind the numbers: hours.
 test-long: .venv/installed-test
 	$(BIN)/python -m pytest -q -m long $(PYTEST_ARGS)
@@ -47,7 +61,7 @@ lint: .venv/installed-test
 	$(BIN)/python -m tests.house
 
 clean:
-	rm -rf .venv .cache .pytest_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf .venv .oldest .cache .pytest_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # With a recent pip: that of Python 3.11 tries versions of Google's packages for ten minutes.

@@ -19,12 +19,12 @@ import pyarrow.parquet as pq
 
 from benchmarks.base import Benchmark, best_seconds
 from benchmarks.trl_side import peak_bytes
-from configs.data import base, mixed
 from data_pipeline import build, decontaminate, signatures
 from data_pipeline.dedup import DedupConfig, make_dedup
 from data_pipeline.filter import FilterConfig, filter_documents
 from data_pipeline.records import SCHEMAS, digest, is_sized, make_document, order
 from data_pipeline.stages import Stages
+from spell_jax.configs.data import base, mixed
 from spell_jax.runtime.run_logger import resident_bytes
 
 VOCABULARY = 50_000

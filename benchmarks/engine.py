@@ -16,9 +16,9 @@ import pyarrow as pa
 
 from benchmarks.base import Benchmark
 from benchmarks.data import write_documents
-from configs.data import folder as folder_config
 from data_pipeline import build
 from data_pipeline.stages import Stages
+from spell_jax.configs.data import folder as folder_config
 
 FILES_PER_FOLDER = 1000
 ROW_CHARACTERS = 30_000  # of a document in the large file

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.base import Benchmark
-from configs import tiny
+from spell_jax.configs import tiny
 from spell_jax.data import tiny_world as world
 from spell_jax.policy import transformer
 from spell_jax.sampler.config import SamplerConfig

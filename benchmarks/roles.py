@@ -10,7 +10,7 @@ import jax
 import optax
 
 from benchmarks.base import Benchmark
-from configs import tiny
+from spell_jax.configs import tiny
 from spell_jax.data.clusters import ROLES
 from spell_jax.learner import packing
 from spell_jax.learner.learner import Learner

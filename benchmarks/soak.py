@@ -18,7 +18,7 @@ from typing import Annotated, Any
 from etils import epath
 
 from benchmarks.base import Benchmark
-from configs import tiny
+from spell_jax.configs import tiny
 from spell_jax.runtime.metrics import read_metrics
 from spell_jax.trainer import loop
 

@@ -8,7 +8,7 @@ to see what self-play makes of it, takes --config.steps=1 --config.optimizer.sch
 warm-up begins at rate 0). Hardware: 2 CPU cores; time and accuracies: docs/results.md.
 """
 
-from configs import tiny_warm_start
+from spell_jax.configs import tiny_warm_start
 from spell_jax.runtime.config import Config
 
 

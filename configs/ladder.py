@@ -11,8 +11,8 @@ and the results. Hardware: one CPU core; docs/ladder.md has the times.
 from collections.abc import Mapping
 from typing import Any
 
-from configs import tiny
 from spell_jax.config import default_config
+from spell_jax.configs import tiny
 from spell_jax.runtime.config import Config
 
 _STATIC = {"name": "rlvr"}

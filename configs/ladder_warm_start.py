@@ -7,7 +7,7 @@ of depths 3 to 8. docs/ladder.md has the resulting accuracies. Hardware: one CPU
 of its time (measured).
 """
 
-from configs import tiny_warm_start
+from spell_jax.configs import tiny_warm_start
 from spell_jax.runtime.config import Config
 
 

@@ -15,8 +15,8 @@ of the policy in float32. It is a baseline of SPELL's Table 9: average of four b
 before and 42.8 after SPELL's authors' own run of it (nothing of it was run with this code).
 """
 
-from configs import paper
 from spell_jax.config import default_config
+from spell_jax.configs import paper
 from spell_jax.runtime.config import Config
 
 

@@ -8,7 +8,7 @@ configs/paper.py, which follows the text in these. docs/algorithm.md lists all d
 and code (points 2, 3, 8 and 12).
 """
 
-from configs import paper
+from spell_jax.configs import paper
 from spell_jax.runtime.config import Config
 
 

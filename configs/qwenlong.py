@@ -13,8 +13,8 @@ a baseline of SPELL's Table 9: average of four benchmarks 38.2 before and 46.1 a
 authors' own run of it (nothing of it was run with this code).
 """
 
-from configs import paper
 from spell_jax.config import default_config
+from spell_jax.configs import paper
 from spell_jax.runtime.config import Config
 
 

@@ -16,8 +16,8 @@ average of four benchmarks 38.2 before and 45.9 after, with inputs of up to 16K 
 it was run with this code).
 """
 
-from configs import paper
 from spell_jax.config import default_config
+from spell_jax.configs import paper
 from spell_jax.runtime.config import Config
 
 

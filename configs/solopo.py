@@ -14,8 +14,8 @@ SPELL's Table 9: average of four benchmarks 38.2 before and 44.2 after SPELL's a
 it (nothing of it was run with this code).
 """
 
-from configs import paper
 from spell_jax.config import default_config
+from spell_jax.configs import paper
 from spell_jax.runtime.config import Config
 
 

@@ -11,8 +11,8 @@ Hardware: 1 CPU core, 4.5 minutes, 3.8 of them processor time (measured, as all 
 is in docs/algorithms.md, and why the three are equal here.
 """
 
-from configs import tiny
 from spell_jax.config import default_config, extra_model
+from spell_jax.configs import tiny
 from spell_jax.runtime.config import Config
 
 

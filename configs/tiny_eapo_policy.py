@@ -10,7 +10,7 @@ Hardware: 1 CPU core, 4.2 minutes, 2.9 of them processor time (measured at commi
 Expected: the row "before" in docs/algorithms.md, EAPO.
 """
 
-from configs import tiny_warm_start
+from spell_jax.configs import tiny_warm_start
 from spell_jax.runtime.config import Config
 
 

@@ -11,7 +11,7 @@ has .5). It does not read the documents, as in the paper: it cannot see figures 
 wrongly.
 """
 
-from configs import tiny_warm_start
+from spell_jax.configs import tiny_warm_start
 from spell_jax.runtime.config import Config
 
 

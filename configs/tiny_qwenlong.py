@@ -7,8 +7,8 @@ is that of configs/tiny.py. Hardware: one CPU core, 5 minutes (measured).
 Expected: .40 before and .78 after at 8 documents (docs/algorithms.md, baselines in the tiny world).
 """
 
-from configs import tiny
 from spell_jax.config import default_config
+from spell_jax.configs import tiny
 from spell_jax.runtime.config import Config
 
 

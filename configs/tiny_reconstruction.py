@@ -16,8 +16,8 @@ before and .99, .88, .50 after. Sparse reward .42 and .69 (.24); .99, .20, .05 a
 The ablations end within .02 of these means over all.
 """
 
-from configs import tiny
 from spell_jax.config import default_config
+from spell_jax.configs import tiny
 from spell_jax.data.tiny_stories import SHORTEST_LINE
 from spell_jax.runtime.config import Config
 

@@ -10,7 +10,7 @@ system's). Held-out, greedy, 128 puzzles each, of 2, 3 and 4 lines: dense reward
 (a guess: .50, .33, .25), sparse reward 1.00, .20, .05 (.50, .17, .04).
 """
 
-from configs import tiny_warm_start
+from spell_jax.configs import tiny_warm_start
 from spell_jax.runtime.config import Config
 
 

@@ -32,7 +32,6 @@ from absl import flags
 from etils import epath
 from ml_collections import config_flags
 
-from configs import tiny
 from launch import plan, topologies
 from launch.describe import Checked, describe, dummy_group
 from launch.topologies import GIB
@@ -40,6 +39,7 @@ from spell_jax import config as configs
 from spell_jax.algorithms import registry
 from spell_jax.algorithms.base import AlgorithmConfig
 from spell_jax.algorithms.spell.config import SpellConfig
+from spell_jax.configs import tiny
 from spell_jax.data import built
 from spell_jax.data.config import DataConfig
 from spell_jax.learner import packing
@@ -405,7 +405,7 @@ def _open_workdir(workdir: str) -> epath.Path:
     if paths.is_remote(workdir):
         return path
     try:
-        folder = path.absolute()
+        folder = pathlib.Path(path).absolute()
         while not folder.exists():
             folder = folder.parent
         with tempfile.TemporaryFile(dir=folder):

@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 from etils import epath
 
-from configs import ladder
 from launch import ladder_figure
+from spell_jax.configs import ladder
 from spell_jax.data import ladder_world as world
 from spell_jax.runtime import entry
 from spell_jax.runtime.episodes import read_episodes

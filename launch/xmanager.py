@@ -42,11 +42,11 @@ from typing import Any, NamedTuple
 from absl import flags
 from ml_collections import config_flags
 
-from configs import tiny
 from launch.aot import split_outside_brackets
 from launch.experiments import registry as experiments
 from spell_jax import config as configs
 from spell_jax.algorithms import registry
+from spell_jax.configs import tiny
 from spell_jax.data.config import GENERATED
 from spell_jax.policy.model import find_folder
 from spell_jax.runtime import entry

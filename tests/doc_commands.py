@@ -11,6 +11,12 @@ from typing import NamedTuple
 from launch import measurements
 
 _SHELL = re.compile(r"(\.venv/bin/)?(python3?|pip|make|spell-\w+|[A-Z_]+=|for |zcat|mkdir)\b")
+_BLOCK = re.compile(
+    r"(?:^<!-- needs: (?P<needs>[\w ,]+) -->\n\n?)?"
+    r"(?:^```(?:bash|sh)?\n(?P<fenced>.*?)^```|^```.*?^```"
+    r"|(?:(?<=\n\n)|\A)(?P<indented>(?:    [^\n]*\n|\n(?=    ))+))",
+    re.MULTILINE | re.DOTALL,
+)
 _ASSIGNMENT = re.compile(r"([A-Za-z_]+)=(.*)", re.DOTALL)
 
 
@@ -38,16 +44,19 @@ def find(path: pathlib.Path) -> Iterator[Found]:
 
 def blocks(text: str) -> Iterator[str]:
     """Shell blocks of a page: indented or fenced, if their first line is a command."""
-    fenced = re.findall(r"^```(?:bash|sh)?\n(.*?)^```", text, re.M | re.DOTALL)
-    plain = re.sub(r"^```.*?^```", "", text, flags=re.M | re.DOTALL)
-    indented = re.findall(r"(?:(?<=\n\n)|^)((?:    .*\n|\n(?=    ))+)", plain)
-    for block in [*fenced, *indented]:
-        block = re.sub(r"^    ", "", block, flags=re.M)
-        first = block.strip().split("\n")[0]
-        if re.match(
-            r"(\.venv/bin/)?(python3?|pip|make|spell-\w+|[A-Z_]+=|for |zcat|mkdir)\b", first
-        ):
-            yield block
+    for block, _ in marked_blocks(text):
+        yield block
+
+
+def marked_blocks(text: str) -> Iterator[tuple[str, str]]:
+    """Shell blocks in the order of the page, each with what it needs to be run ("" if nothing).
+
+    `<!-- needs: WHAT -->` is the paragraph before a block that no test runs.
+    """
+    for match in _BLOCK.finditer(text):
+        block = re.sub(r"^    ", "", match["fenced"] or match["indented"] or "", flags=re.M)
+        if _SHELL.match(block.strip()):
+            yield block, match["needs"] or ""
 
 
 def _lines(block: str) -> Iterator[str]:

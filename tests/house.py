@@ -304,7 +304,7 @@ def imports(source: Source, modules: Set[str]) -> list[tuple[int, str]]:
         if isinstance(node, ast.Import):
             given = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
+            base = (node.module or "").replace("spell_jax.configs", "configs")  # a link
             if node.level:
                 package = source.module.split(".")
                 if not source.path.endswith("/__init__.py"):

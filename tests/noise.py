@@ -20,11 +20,11 @@ import pytest
 from etils import epath
 from ml_collections import ConfigDict
 
-from configs import tiny
 from spell_jax.algorithms import registry as registry
 from spell_jax.algorithms.eapo import algorithm as eapo
 from spell_jax.algorithms.spell import algorithm as spell
 from spell_jax.algorithms.spell import frozen_reader
+from spell_jax.configs import tiny
 from spell_jax.data.config import GENERATED
 from spell_jax.learner import update
 from spell_jax.learner.learner import Learner

@@ -101,6 +101,22 @@ def test_commands_parse(page: pathlib.Path):
             pytest.fail(f"{found.page}: {' '.join(found.words)}\n{type(error).__name__}: {error}")
 
 
+NEEDS = frozenset(
+    [
+        *("minutes", "data", "a model", "a model and documents", "installation", "a config"),
+        *("an endpoint", "a cluster of machines", "Google Cloud"),
+    ]
+)
+
+
+def test_every_block_is_run_or_says_what_it_needs():
+    """tests/slow/test_doc_blocks.py runs those that need nothing."""
+    needs = [need for page in PAGES for _, need in doc_commands.marked_blocks(page.read_text())]
+    assert set(needs) == NEEDS | {""} and needs.count("") >= 10
+    marks = sum(page.read_text().count("<!-- needs:") for page in PAGES)
+    assert marks == sum(map(bool, needs)), "a mark is not before a block"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_commands_are_in_blocks(page: pathlib.Path):
     plain = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
@@ -211,3 +227,14 @@ def test_site_builds(tmp_path):
 
 def test_readme_is_short():
     assert len((ROOT / "README.md").read_text().split()) <= 1300
+
+
+def test_lower_bounds_are_the_oldest_tested_versions():
+    """The constraints of `make test-oldest` are the lower bounds of setup.py."""
+    setup = (ROOT / "setup.py").read_text()
+    setup = setup.replace("{JAX_RANGE}", re.findall(r'JAX_RANGE = "(.*)"', setup)[0])
+    required = setup[setup.index("install_requires") : setup.index("extras_require")]
+    bounds = dict(re.findall(r'"([\w-]+)(?:\[\w+\])?>=([\d.]+)', required))
+    text = (ROOT / "requirements" / "oldest.txt").read_text()
+    pins = dict(re.findall(r"^([\w-]+)==(\S+)$", text, re.M))
+    assert pins.pop("jaxlib") == pins["jax"] and pins == bounds

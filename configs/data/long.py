@@ -12,7 +12,7 @@ many, or set algorithm.most_documents.
 
 from typing import Any
 
-from configs.data import base
+from spell_jax.configs.data import base
 
 ANY = ("general_qa",)  # any task works, because reconstruction asks no questions
 LONG = 100_000_000  # characters or tokens; more than any document has

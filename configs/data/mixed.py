@@ -8,7 +8,7 @@ PATH has the folders edgar, books, gov_speeches, xquad and multihop (rows of Hot
 
 from typing import Any
 
-from configs.data import base
+from spell_jax.configs.data import base
 
 GENERAL = ("general_qa", "multiple_choice")
 LONG = 100_000_000  # characters; longer texts than the filter's limit are cut into documents

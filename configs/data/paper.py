@@ -20,7 +20,7 @@ tokens is removed.
 
 from typing import Any
 
-from configs.data import base
+from spell_jax.configs.data import base
 
 
 def get_config() -> Any:

@@ -9,7 +9,7 @@ clusters are small, because a CPU reads some 300 tokens a second.
 
 from typing import Any
 
-from configs.data import base, mixed
+from spell_jax.configs.data import base, mixed
 from spell_jax.data.clusters import TASKS
 
 

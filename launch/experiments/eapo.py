@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from configs import eapo
 from launch.experiments.experiment import (
     BENCHMARKS,
     DATA,
@@ -19,6 +18,7 @@ from launch.experiments.experiment import (
     first_and_last,
     numbers,
 )
+from spell_jax.configs import eapo
 
 _CONFIGS = {row.folder: f"configs/eapo.py:{name}" for name, row in eapo.MODELS.items()}
 _14B = "Qwen3-14B"

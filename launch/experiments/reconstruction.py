@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from configs import reconstruction
 from launch.experiments.experiment import (
     BENCHMARKS,
     DATA,
@@ -19,6 +18,7 @@ from launch.experiments.experiment import (
     first_and_last,
     numbers,
 )
+from spell_jax.configs import reconstruction
 
 _NAMES = {"qwen": "Qwen", "llama": "LLaMA"}
 _TOPOLOGIES = {"qwen": "v5p-8", "llama": "v5p-16"}

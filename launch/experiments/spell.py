@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from configs import paper
 from launch.experiments.experiment import (
     BENCHMARKS,
     DATA,
@@ -23,6 +22,7 @@ from launch.experiments.experiment import (
     first_and_last,
     numbers,
 )
+from spell_jax.configs import paper
 
 TASKS = ("general_qa", "financial_math", "multiple_choice")
 JUDGE = ("--judge_url=$JUDGE_URL", "--judge_model=gpt-oss-120b")

@@ -311,7 +311,8 @@ def _job_kernel(
     """
     *scales, out, lse = scales_and_results
     unit, row, begin, end = (job[n] for n in range(4))
-    dot = functools.partial(plgpu.dot, allow_tf32=False)  # float32 accumulation
+    # float32 accumulation; jax before 0.9 has this function in pallas itself
+    dot = functools.partial(getattr(plgpu, "dot", None) or pl.dot, allow_tf32=False)
 
     @pl.when(begin < end)
     def _():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -163,9 +164,12 @@ class DataConfig:
 
 
 def open_clusters(
-    data: DataConfig, seed: int, count_tokens: Callable[[str], int]
+    data: DataConfig, seed: int, count_tokens: Callable[[str], int], prompt_cap: int = 0
 ) -> tuple[clusters.Source, clusters.Source]:
-    """The clusters to train on and the held-out ones. Hosts share the reading of a built source."""
+    """The clusters to train on and the held-out ones. Hosts share the reading of a built source.
+
+    With a `prompt_cap`, in tokens, warns if the documents of some clusters are longer together.
+    """
     if data.source in GENERATED:
         make: Callable[..., Any] = GENERATED[data.source][0]
         counts = data.tiny.clusters, data.tiny.documents
@@ -181,6 +185,30 @@ def open_clusters(
     )
     if built.is_built(data.source):
         source = built.share_reading(source)
+    if prompt_cap:
+        _warn_of_misfit(source, count_tokens, prompt_cap)
     train, held_out = clusters.split_held_out(list(source.tasks), data.held_out)
     log.info("%d clusters to train on, %d held out", len(train), len(held_out))
     return source.only(train), source.only(held_out)
+
+
+_SAMPLED = 12  # clusters whose tokens are counted at the start
+
+
+def _warn_of_misfit(
+    source: clusters.Source, count_tokens: Callable[[str], int], prompt_cap: int
+) -> None:
+    """Warns if some of _SAMPLED clusters have documents that cannot be in one prompt together."""
+    names = sorted(source.tasks)
+    sampled = source.read(names[:: max(1, len(names) // _SAMPLED)][:_SAMPLED])
+    sizes = [sum(map(count_tokens, cluster.documents)) for cluster in sampled]
+    over = [size for size in sizes if size > prompt_cap]
+    if over:
+        log.warning(
+            "%d of %d sampled clusters have more tokens (median %d) than a prompt may have (%d): "
+            "questions about them are over-long and not trained on. Raise sampler.max_prompt, or "
+            "lower data.documents_per_cluster or data.max_document_tokens (of a folder that "
+            "data_pipeline built: the run's max_prompt in --config=configs/data/folder.py:PATH:"
+            "MAX_PROMPT)",
+            *(len(over), len(sizes), statistics.median(over), prompt_cap),
+        )

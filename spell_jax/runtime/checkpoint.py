@@ -405,7 +405,7 @@ def abstract_arrays(arrays: Any) -> Any:
 def _absolute(path: str | os.PathLike[str]) -> epath.Path:
     """Absolute path of a local folder, as Orbax requires; a URL is left unchanged."""
     path = epath.Path(path)
-    return path if paths.is_remote(path) else path.absolute()
+    return path if paths.is_remote(path) else epath.Path(os.path.abspath(path))
 
 
 def _unused(folder: epath.Path) -> epath.Path:

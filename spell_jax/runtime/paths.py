@@ -30,12 +30,9 @@ def open_folder(path: str | os.PathLike[str]) -> epath.Path:
 
 def shipped_configs() -> dict[str, str]:
     """Paths of the configs that ship with the package, by name ("tiny", "data/paper")."""
-    spec = importlib.util.find_spec("configs")
-    found = {}
-    for folder in map(pathlib.Path, (spec.submodule_search_locations or ()) if spec else ()):
-        for path in sorted(folder.rglob("[a-z]*.py")):
-            found[str(path.relative_to(folder).with_suffix(""))] = str(path)
-    return found
+    folder = pathlib.Path(__file__).parents[1] / "configs"  # a link in a checkout
+    files = sorted(folder.rglob("[a-z]*.py"))
+    return {str(path.relative_to(folder).with_suffix("")): str(path) for path in files}
 
 
 def prepare(path: str | os.PathLike[str]) -> None:

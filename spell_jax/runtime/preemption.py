@@ -18,6 +18,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from typing import NoReturn
 
 from spell_jax.runtime import distributed
 
@@ -103,6 +104,11 @@ class Preemption:
         if "SIGTERM" in notices:
             self._writes.send(_ELSEWHERE)
         return bool(self.why)
+
+    def stop(self) -> NoReturn:
+        """Raises Preempted, after all was saved."""
+        log.warning("all is saved; the same command goes on")
+        raise Preempted(self.why)
 
     def _handle(self, number, frame) -> None:
         # In the main thread: a signal that it sends to itself is known at its next `should_stop`.

@@ -102,7 +102,10 @@ class ProcessStats:
         return numbers | device_memory(jax.local_devices())
 
     def close(self) -> None:
-        jax.monitoring.unregister_event_duration_listener(self._hear)
+        # jax before 0.9 cannot unregister a listener; it then counts on, and is not read.
+        unregister = getattr(jax.monitoring, "unregister_event_duration_listener", None)
+        if unregister is not None:
+            unregister(self._hear)
 
 
 def device_memory(devices: Sequence[Any]) -> dict[str, float]:

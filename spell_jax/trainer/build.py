@@ -114,10 +114,11 @@ def make_algorithm(
 def make_context(config: RunConfig, tokenizer: Tokenizer) -> AlgorithmContext:
     """Context of the algorithm. Only the prompts are read now; data is opened when asked for."""
     data, prompts = config.data, prompt_sets.load(config.algorithm.prompts)
+    prompt_cap = config.sampler.max_prompt - len(tokenizer.chat(""))
 
     @functools.cache
     def opened() -> tuple[clusters.Source, clusters.Source]:
-        return open_clusters(data, config.seed, tokenizer.count)
+        return open_clusters(data, config.seed, tokenizer.count, prompt_cap)
 
     @functools.cache
     def questions() -> tuple[Question, ...]:
@@ -129,7 +130,7 @@ def make_context(config: RunConfig, tokenizer: Tokenizer) -> AlgorithmContext:
     return AlgorithmContext(
         prompts=prompts,
         count_tokens=tokenizer.count,
-        prompt_cap=config.sampler.max_prompt - len(tokenizer.chat("")),
+        prompt_cap=prompt_cap,
         seed=config.seed,
         steps=config.steps,
         clusters=lambda: opened()[0],

@@ -9,7 +9,7 @@ from typing import Any
 from spell_jax.config import to_dict
 from spell_jax.runtime import distributed
 from spell_jax.runtime.checkpoint import Checkpoints
-from spell_jax.runtime.preemption import Preempted, Preemption
+from spell_jax.runtime.preemption import Preemption
 from spell_jax.runtime.run_logger import RunLogger
 from spell_jax.trainer.build import Run
 
@@ -68,7 +68,7 @@ class Saver:
     def stop_if_preempted(self, step: int, algorithm_state: dict[str, Any]) -> None:
         if self._preemption.should_stop():
             self.save(step, algorithm_state, force=True)
-            raise Preempted(self._preemption.why)
+            self._preemption.stop()
 
     @contextlib.contextmanager
     def saving_on_disk_errors(

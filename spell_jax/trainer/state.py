@@ -68,6 +68,11 @@ def check_resumed(config: RunConfig, step: int, saved: Mapping[str, Any]) -> Non
 
 
 def first_models(run: Run) -> dict[str, Any]:
+    c = run.config
+    log.info(
+        "%d updates of %s%s. Ctrl-C stops the run, and the same command goes on",
+        *(c.steps, c.algorithm.name, ", after a held-out evaluation" if c.evaluate else ""),
+    )
     models: dict[str, Any] = {}
     for name, model in run.own.items():
         state = first_state(run.config, name, model)

@@ -35,7 +35,7 @@ from spell_jax.runtime.checkpoint import Checkpoints
 from spell_jax.runtime.config import Config, plain, section
 from spell_jax.runtime.jsonl import read_records
 from spell_jax.runtime.metrics import Metrics
-from spell_jax.runtime.preemption import Preempted, Preemption
+from spell_jax.runtime.preemption import Preemption
 from spell_jax.runtime.run_logger import RunLogger
 from spell_jax.selfplay import prompts
 from spell_jax.trainer.state import load_weights
@@ -210,7 +210,7 @@ def _steps(
                 logger.flush()
             checkpoints.save(step, {"policy": state}, {}, force=force)
             if must_stop:
-                raise Preempted(preemption.why)
+                preemption.stop()
     if refused:
         log.warning("%d rows were longer than the largest bucket and not trained on", refused)
     return state

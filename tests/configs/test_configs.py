@@ -13,13 +13,13 @@ import pytest
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from configs import eapo, folder, paper, paper_code, reconstruction, rlvr, tiny
 from spell_jax import config as configs
 from spell_jax.algorithms.reconstruction.algorithm import ReconstructionConfig
 from spell_jax.algorithms.rlvr.algorithm import Rlvr
 from spell_jax.algorithms.spell.algorithm import Spell
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.config import default_config
+from spell_jax.configs import eapo, folder, paper, paper_code, reconstruction, rlvr, tiny
 from spell_jax.evaluation.answering import Sampling
 from spell_jax.evaluation.benchmarks.base import Benchmark
 from spell_jax.learner.loss_config import LossConfig
@@ -43,7 +43,7 @@ NAMES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "__init
 
 
 def load(name: str) -> tuple[Any, ConfigDict]:
-    module = importlib.import_module(f"configs.{name}")
+    module = importlib.import_module(f"spell_jax.configs.{name}")
     return module, module.get_config()
 
 

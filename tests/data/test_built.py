@@ -12,11 +12,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from configs import folder as folder_config
 from data_pipeline.output import OutputConfig, write_output
 from data_pipeline.records import SCHEMAS, make_document
 from data_pipeline.stages import Stages
 from spell_jax.algorithms import registry as registry
+from spell_jax.configs import folder as folder_config
 from spell_jax.data.built import Built, is_built, open_source
 from spell_jax.data.clusters import TASKS, Cluster, count_words, split_held_out
 from spell_jax.data.config import DataConfig, open_clusters
@@ -206,6 +206,19 @@ def test_config_source_may_be_a_built_data_set(folder: Path) -> None:
     train, held_out = split_held_out(sorted(CLUSTERS), 0.2)
     assert list(source.tasks) == train and list(apart.tasks) == held_out and len(held_out) == 4
     assert source.read(train[:2] * 2) == [CLUSTERS[name] for name in train[:2] * 2]
+
+
+def test_clusters_over_the_prompt_cap_are_warned_of(folder: Path, caplog) -> None:
+    config = folder_config.get_config()
+    config.data.source = str(folder)
+    data = build(DataConfig, config.data, "data")
+    longest = max(sum(map(count_words, c.documents)) for c in CLUSTERS.values())
+    with caplog.at_level("WARNING"):
+        open_clusters(data, 0, count_words, longest)
+        assert not caplog.records
+        open_clusters(data, 0, count_words, 1)
+    (record,) = caplog.records
+    assert "12 of 12 sampled clusters" in record.message and "sampler.max_prompt" in record.message
 
 
 @pytest.mark.slow

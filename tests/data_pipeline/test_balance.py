@@ -7,11 +7,11 @@ import json
 import apache_beam as beam
 import pytest
 
-from configs.data import base
 from data_pipeline import balance, build
 from data_pipeline.balance import LostRowsError
 from data_pipeline.records import Count
 from data_pipeline.stages import DONE, Stages
+from spell_jax.configs.data import base
 
 COUNTS = [
     Count(what="documents kept", source="a", number=3),

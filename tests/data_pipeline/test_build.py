@@ -15,9 +15,9 @@ import pytest
 from apache_beam.io.gcp import gcsio
 
 from benchmarks.data import edited_copy
-from configs.data import base, folder, mixed, paper
 from data_pipeline import build, cluster, dedup, output
 from data_pipeline.stages import DONE, Stages
+from spell_jax.configs.data import base, folder, mixed, paper
 from spell_jax.data import built, stream
 
 TOPICS = 8

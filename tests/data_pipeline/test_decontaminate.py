@@ -7,7 +7,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from benchmarks.data import edited_copy
-from configs.data import paper
 from data_pipeline.decontaminate import (
     BALANCES,
     BenchmarkConfig,
@@ -22,6 +21,7 @@ from data_pipeline.decontaminate import (
 from data_pipeline.dedup import DedupConfig
 from data_pipeline.records import SCHEMAS, digest, make_document, order
 from data_pipeline.stages import Stages
+from spell_jax.configs.data import paper
 
 
 def some_text(seed: int, words: int = 100) -> str:

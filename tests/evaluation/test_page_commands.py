@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 from absl import flags
 
-from configs import paper
+from spell_jax.configs import paper
 from spell_jax.evaluation import answering, runner
 from spell_jax.evaluation import judge as judging
 from spell_jax.policy.config import PolicyConfig

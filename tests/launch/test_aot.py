@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from configs import paper
 from launch import aot, topologies
+from spell_jax.configs import paper
 from spell_jax.policy import lora
 from spell_jax.policy.config import LoraConfig
 from spell_jax.runtime import mesh as meshes

@@ -17,10 +17,10 @@ import jax
 import numpy as np
 import pytest
 
-from configs import paper
 from launch import check, describe
 from spell_jax import config as configs
 from spell_jax.algorithms import registry as registry
+from spell_jax.configs import paper
 from spell_jax.data.config import GENERATED
 from spell_jax.learner import packing
 from spell_jax.learner.packing import PackingConfig
@@ -164,7 +164,7 @@ def test_shipped_config_passes_once_inputs_are_given(
 
 
 def test_warm_start_config_is_rejected() -> None:
-    config = importlib.import_module("configs.tiny_warm_start").get_config()
+    config = importlib.import_module("spell_jax.configs.tiny_warm_start").get_config()
     checked = check.check(config)
     assert fields_of(checked) == ["algorithm"] and "spell_jax.sft" in checked.mistakes[0]
 

@@ -10,10 +10,10 @@ import shlex
 import numpy as np
 import pytest
 
-from configs import ladder
 from launch import ladder as experiment
 from launch import ladder_figure
 from spell_jax import config as configs
+from spell_jax.configs import ladder
 from spell_jax.data import ladder_world as world
 from spell_jax.data.questions import read_questions
 from spell_jax.policy import tokenizer as tokenizers

@@ -111,6 +111,14 @@ def test_preempted_exits_with_code_75() -> None:
     assert str(error.value) == "preempted (host 0: SIGTERM)"
 
 
+def test_a_stopped_run_says_how_to_go_on(caplog) -> None:
+    with Preemption(10.0) as preemption:
+        preemption.why = "host 0: SIGTERM"
+        with pytest.raises(Preempted, match="host 0: SIGTERM"):
+            preemption.stop()
+    assert "the same command goes on" in caplog.text
+
+
 @pytest.mark.parametrize("limit", [0.0, -1.0, float("nan"), float("inf")])
 def test_invalid_time_limit_is_rejected(limit: float) -> None:
     with pytest.raises(ValueError, match=r"preemption_limit_s = .*: must be above 0"):

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import jax
 import pytest
 
-from configs import tiny_warm_start
+from spell_jax.configs import tiny_warm_start
 from spell_jax.runtime import setup as start
 from spell_jax.trainer import build as trainer_build
 from spell_jax.trainer import loop, supervised

@@ -6,6 +6,7 @@ import copy
 import re
 import subprocess
 import sys
+import types
 from typing import Any
 
 import nbformat
@@ -45,6 +46,25 @@ def test_notebook_is_valid_and_stored_without_outputs():
         assert not cell.outputs and cell.execution_count is None, cell.id
     for cell in notebook.cells:
         assert not re.search(r"(?<![\w./:}])/\w", cell.source), f"{cell.id}: an absolute path"
+
+
+def test_install_cell_finds_something_to_install(tmp_path, monkeypatch):
+    """A repository or a wheel that is named, lies beside the notebook, or is uploaded in Colab."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("JAX_PLATFORMS", "")
+    cell: dict[str, Any] = {}
+    exec(code_cells(read())[0].source, cell)
+    find = cell["find_source"]
+    with pytest.raises(ValueError, match="SOURCE = '': must be the address"):
+        find()
+    files = types.SimpleNamespace(upload=lambda: {"spell_jax-1.whl": b""})
+    monkeypatch.setitem(sys.modules, "google.colab", types.SimpleNamespace(files=files))
+    assert find() == "spell_jax-1.whl"
+    (tmp_path / "spell_jax-2.whl").write_text("")
+    assert find() == str(tmp_path / "spell_jax-2.whl")
+    for source, installed in (("a/x.whl", "a/x.whl"), ("https://x/y", "git+https://x/y")):
+        cell["SOURCE"] = source
+        assert find() == installed
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import pathlib
 
 import pytest
 
-from configs import folder, folder_warm_start
+from spell_jax.configs import folder, folder_warm_start
 from spell_jax.runtime.checkpoint import Checkpoints
 from spell_jax.runtime.episodes import read_episodes
 from spell_jax.runtime.metrics import read_metrics

@@ -28,8 +28,8 @@ from gcp_storage_emulator.handlers import objects
 from gcp_storage_emulator.server import create_server
 from tensorboardX.record_writer import GCSRecordWriter
 
-from configs import tiny_warm_start
 from spell_jax import export, sft, train
+from spell_jax.configs import tiny_warm_start
 from spell_jax.evaluation import generation, runner
 from spell_jax.evaluation.benchmarks import own_questions, registry
 from spell_jax.learner import non_finite, packing

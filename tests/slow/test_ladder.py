@@ -8,8 +8,8 @@ import pathlib
 import pytest
 from etils import epath
 
-from configs import ladder, ladder_warm_start
 from launch import ladder as experiment
+from spell_jax.configs import ladder, ladder_warm_start
 from spell_jax.data import ladder_world as world
 from spell_jax.data.questions import read_questions
 from spell_jax.policy.model import TINY_POLICY

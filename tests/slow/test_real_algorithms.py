@@ -25,11 +25,11 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from configs import eapo, paper, reconstruction, rlvr
 from data_pipeline import long_questions
 from data_pipeline.question_rows import LAYOUTS, Draft, read_row
 from launch import random_policy
 from spell_jax.algorithms.rollout import RolloutWorker
+from spell_jax.configs import eapo, paper, reconstruction, rlvr
 from spell_jax.data.clusters import ROLES
 from spell_jax.data.questions import Question, read_questions
 from spell_jax.policy import tokenizer as tokenizers

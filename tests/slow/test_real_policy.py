@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 
-from configs import paper
+from spell_jax.configs import paper
 from spell_jax.evaluation import generation
 from spell_jax.evaluation.policy_sampler import Policy
 from spell_jax.policy import tokenizer as tokenizers

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from etils import epath
 
-from configs import tiny_eapo
+from spell_jax.configs import tiny_eapo
 from spell_jax.policy import weights
 from spell_jax.reporting.episodes import choose_episodes
 from spell_jax.reporting.page import RunData, write_page

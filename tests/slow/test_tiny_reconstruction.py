@@ -10,7 +10,7 @@ import zlib
 import pytest
 from etils import epath
 
-from configs import tiny_reconstruction, tiny_reconstruction_warm_start
+from spell_jax.configs import tiny_reconstruction, tiny_reconstruction_warm_start
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy.model import TINY_POLICY
 from spell_jax.reporting.episodes import choose_episodes

@@ -17,8 +17,8 @@ import pytest
 from flax.traverse_util import flatten_dict
 from ml_collections import ConfigDict
 
-from configs import tiny_warm_start
 from spell_jax import config as configs
+from spell_jax.configs import tiny_warm_start
 from spell_jax.evaluation import generation
 from spell_jax.learner.learner import Learner
 from spell_jax.learner.non_finite import NonFinite

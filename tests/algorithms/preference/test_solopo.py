@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from configs import solopo
 from spell_jax import config as configs
 from spell_jax.algorithms.preference.solopo import SoLoPo, SoLoPoConfig
+from spell_jax.configs import solopo
 from spell_jax.data.questions import Question
 from tests import noise
 from tests.algorithms.preference import runs

@@ -14,10 +14,10 @@ import sys
 
 import pytest
 
-from configs import tiny
 from spell_jax.algorithms.rlvr import questions as rlvr_questions
 from spell_jax.algorithms.rlvr.algorithm import Rlvr, RlvrConfig
 from spell_jax.algorithms.rlvr.questions import PolicyTeacher, Settings, Teacher
+from spell_jax.configs import tiny
 from spell_jax.data.clusters import TASKS, Cluster, in_memory
 from spell_jax.data.questions import read_questions
 from spell_jax.data.stream import TaskStream
