@@ -183,10 +183,10 @@ def open_clusters(
         documents_per_cluster=data.documents_per_cluster,
         grouping=data.grouping,
     )
+    if prompt_cap:  # each host reads the sampled clusters itself: launch.check has no devices
+        _warn_of_misfit(source, count_tokens, prompt_cap)
     if built.is_built(data.source):
         source = built.share_reading(source)
-    if prompt_cap:
-        _warn_of_misfit(source, count_tokens, prompt_cap)
     train, held_out = clusters.split_held_out(list(source.tasks), data.held_out)
     log.info("%d clusters to train on, %d held out", len(train), len(held_out))
     return source.only(train), source.only(held_out)

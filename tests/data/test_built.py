@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import jax
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -208,7 +209,9 @@ def test_config_source_may_be_a_built_data_set(folder: Path) -> None:
     assert source.read(train[:2] * 2) == [CLUSTERS[name] for name in train[:2] * 2]
 
 
-def test_clusters_over_the_prompt_cap_are_warned_of(folder: Path, caplog) -> None:
+def test_clusters_over_the_prompt_cap_are_warned_of(folder: Path, caplog, monkeypatch) -> None:
+    # launch.check opens the clusters as well, where there may be no device.
+    monkeypatch.setattr(jax, "process_count", lambda: pytest.fail("a device was asked for"))
     config = folder_config.get_config()
     config.data.source = str(folder)
     data = build(DataConfig, config.data, "data")
