@@ -14,15 +14,36 @@
 The cold start (configs/smollm2_cold_start.py) comes first. The documents are filings, books,
 speeches, and the paragraphs of articles without their questions. The policy is measured before and
 after on people's questions about articles that neither stage has seen, with four and eight
-paragraphs. Hardware: 2 CPU cores; time and accuracies: docs/models.md.
+paragraphs. --config=configs/smollm2.py:ARM is one of ARMS: SPELL and its controls. Hardware: 2 CPU
+cores; time and accuracies: docs/models.md.
 """
+
+from collections.abc import Mapping
+from typing import Any
 
 from spell_jax.config import default_config
 from spell_jax.runtime.config import Config
 
+# Arm -> changed fields of the algorithm.
+ARMS: Mapping[str, Mapping[str, Any]] = {
+    "spell": {},
+    "frozen": {"train_questioner": False},
+    "random": {"responder_reward": "random"},
+    # The cold-started policy's own questions, each about other documents, written once. A step
+    # without proposals and verdicts samples so little that 16 questions are as fast as 8.
+    "rlvr": {
+        "static_questions": 240,
+        "questions_per_cluster": 1,
+        "questions": 16,
+        "responder_reward": "rule",
+    },
+}
 
-def get_config() -> Config:
-    config = default_config()
+
+def get_config(arm: str = "spell") -> Config:
+    if arm not in ARMS:
+        raise ValueError(f"configs/smollm2.py:{arm}: must be one of {', '.join(ARMS)}")
+    config = default_config("rlvr" if arm == "rlvr" else "spell")
     # An update takes minutes on a CPU; a run that is told to stop gets the time to end it.
     config.update(steps=100, evaluate=True, validate_every=10, checkpoint_every=5)
     config.preemption_limit_s = 600.0
@@ -34,10 +55,12 @@ def get_config() -> Config:
 
     config.algorithm.update(prompts="compact", questions=8, generation_batch=16)
     config.algorithm.update(max_generations=2, documents=(2,), verifier_group_size=4)
+    config.algorithm.questions_per_cluster = 4  # proposals about documents that are read once
+    config.algorithm.update(ARMS[arm])
 
     config.sampler.update(max_prompt=2048, max_tokens=128, max_verdict_tokens=8)
     config.sampler.update(page_size=64, kv_cache_tokens=98_304, slots=64)
     config.sampler.update(prefill_tokens=2048, decode_tokens=32)
-    config.optimizer.update(learning_rate=2e-5, b2=0.95)
+    config.optimizer.update(learning_rate=5e-5, b2=0.95)
     config.packing.update(buckets=((512, 256), (1024, 512), (2304, 1024)), token_budget=2304)
     return config

@@ -19,7 +19,7 @@ from spell_jax.algorithms.rlvr.algorithm import Rlvr
 from spell_jax.algorithms.spell.algorithm import Spell
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.config import default_config
-from spell_jax.configs import eapo, folder, paper, paper_code, reconstruction, rlvr, tiny
+from spell_jax.configs import eapo, folder, paper, paper_code, reconstruction, rlvr, smollm2, tiny
 from spell_jax.evaluation.answering import Sampling
 from spell_jax.evaluation.benchmarks.base import Benchmark
 from spell_jax.learner.loss_config import LossConfig
@@ -175,6 +175,24 @@ def test_static_questions_are_answered_by_any_model_of_the_paper(read_flags):
     config = read_flags("--config=configs/rlvr.py:qwen3-4b-thinking")
     assert (config.algorithm.name, config.sampler.max_tokens) == ("rlvr", 20_480)
     assert config.policy.folder == "models/Qwen3-4B-Thinking-2507"
+
+
+@pytest.mark.parametrize("arm", smollm2.ARMS)
+def test_arms_of_the_real_policy_differ_in_their_fields_alone(arm, tmp_path):
+    spell, config = smollm2.get_config(), smollm2.get_config(arm)
+    for one in (spell, config):
+        noise.give_data(one, tmp_path)
+    read = configs.read(config)
+    assert read.algorithm.name == ("rlvr" if arm == "rlvr" else "spell")
+    wanted = smollm2.ARMS[arm] | {"name": read.algorithm.name}
+    before, after = (dict(flat(plain(one))) for one in (spell, config))
+    changed = {f"algorithm.{name}": value for name, value in wanted.items()}
+    assert before | changed == after
+
+
+def test_unknown_arm_of_the_real_policy_is_rejected(read_flags):
+    with pytest.raises(flags.Error, match=r"configs/smollm2\.py:x: must be one of spell, frozen"):
+        read_flags("--config=configs/smollm2.py:x")
 
 
 def test_unknown_paper_model_is_rejected(read_flags):
