@@ -46,6 +46,7 @@ from typing import Any
 import jax
 
 from benchmarks.base import Benchmark
+from spell_jax.runtime import entry
 from spell_jax.runtime import setup as start
 
 # Imported on demand: some need extras, such as Beam.
@@ -142,4 +143,5 @@ def main(arguments: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     start.setup()
-    main(sys.argv[1:])
+    with entry.user_errors():
+        main(sys.argv[1:])

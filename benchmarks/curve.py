@@ -13,19 +13,21 @@ from benchmarks.base import Benchmark
 from spell_jax.runtime.metrics import read_metrics
 
 FOLDER = "docs/measurements"
+METRICS = ("eval/responder", "eval/all")  # of generated worlds, and of given questions
 
 
 @dataclasses.dataclass
 class Curve(Benchmark):
-    """Held-out accuracy of a run by step, and a figure of all curves that were saved before.
+    """Held-out accuracy of a run by step, and a figure with all curves that were saved before.
 
-    With --save=docs/measurements/curve_NAME.json the curve is kept, and is part of the figure of
-    every later call. Without --workdir the figure has the kept curves alone.
+    --workdir=RUN draws the run's curve beside the kept ones. With --save=FILE, a new file
+    docs/measurements/curve_NAME.json, the curve is kept for every later call. A run on given
+    questions begins with its evaluation before the first update, whose 95 % interval is the band.
     """
 
     workdir: Annotated[str, "folder of a run; none: only the curves kept in --folder"] = ""
-    label: Annotated[str, "name of the curve"] = "run"
-    metric: Annotated[str, "metric of metrics.jsonl that is plotted"] = "eval/responder"
+    label: Annotated[str, "name of the curve; none: the folder's name"] = ""
+    metric: Annotated[str, "metric of metrics.jsonl; none: the held-out accuracy"] = ""
     folder: Annotated[str, "folder of the kept curves, curve_*.json"] = FOLDER
     out: Annotated[str, "picture to write (.png or .svg)"] = "docs/images/held_out.png"
 
@@ -33,14 +35,29 @@ class Curve(Benchmark):
         curves = read_curves(pathlib.Path(self.folder))
         found: dict[str, Any] = {}
         if self.workdir:
-            lines = [line for line in read_metrics(self.workdir) if self.metric in line]
-            if not lines:
-                raise ValueError(f"workdir = {self.workdir!r}: no step has {self.metric}")
-            steps = [line["step"] for line in lines]
-            found = {"steps": steps, "accuracy": [line[self.metric] for line in lines]}
+            self.label = self.label or pathlib.Path(self.workdir).name
+            found = read_curve(pathlib.Path(self.workdir), self.metric)
             curves[self.label] = found
         plot(curves, pathlib.Path(self.out))
         return found
+
+
+def read_curve(workdir: pathlib.Path, metric: str = "") -> dict[str, Any]:
+    """Steps and accuracies of a run, and the half width of the interval before if it is known."""
+    lines = list(read_metrics(workdir))
+    wanted = [metric] if metric else METRICS
+    name = next((name for name in wanted if any(name in line for line in lines)), None)
+    if name is None:
+        raise ValueError(f"workdir = {str(workdir)!r}: no step has {' or '.join(wanted)}")
+    points = [(line["step"], line[name]) for line in lines if name in line]
+    half = None
+    file = workdir / "evaluation.json"
+    if name == "eval/all" and file.exists():
+        report = json.loads(file.read_text(encoding="utf-8"))["before"]
+        accuracy, half = next(iter(report.values()))["all"][""]
+        points.insert(0, (0, accuracy))
+    steps, accuracy = zip(*points, strict=True)
+    return {"steps": steps, "accuracy": accuracy, "half": half}
 
 
 def read_curves(folder: pathlib.Path) -> dict[str, dict[str, Any]]:

@@ -27,10 +27,14 @@ import platform
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import apache_beam as beam
 from absl import flags
-from apache_beam.io.filesystems import FileSystems
 from ml_collections import config_flags
+
+from spell_jax.runtime import entry
+
+with entry.user_errors():  # one line if the extra "data" is not installed
+    import apache_beam as beam
+    from apache_beam.io.filesystems import FileSystems
 
 from data_pipeline import cluster, cut, decontaminate, dedup, embed, output, sources, summary, tasks
 from data_pipeline.cut import CutConfig
@@ -44,7 +48,6 @@ from data_pipeline.sources import SourceConfig
 from data_pipeline.stages import Done, Stages
 from data_pipeline.tasks import TasksConfig
 from spell_jax.runtime import config as settings
-from spell_jax.runtime import entry
 from spell_jax.runtime.config import Config
 
 # Packages whose version may change the output.

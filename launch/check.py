@@ -47,7 +47,14 @@ from spell_jax.learner.loss_config import LossConfig
 from spell_jax.learner.optimizer import OptimizerConfig
 from spell_jax.policy import int8, safetensors, weights
 from spell_jax.policy.config import PolicyConfig
-from spell_jax.policy.model import find_folder, is_available, known_shape, read_model, shape_policy
+from spell_jax.policy.model import (
+    ModelConfig,
+    find_folder,
+    is_available,
+    known_shape,
+    read_model,
+    shape_policy,
+)
 from spell_jax.runtime import entry, hashes, paths
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.config import Config, build, changes, section
@@ -85,13 +92,19 @@ class Attempts:
             self._record(field, error)
             return None
 
-    def section(self, name: str, make: Callable[[Config], T], defaults: Config) -> T | None:
+    def section(
+        self, name: str, make: Callable[[Config], T], defaults: Config, field: str = ""
+    ) -> T | None:
         """Return make(section `name`), or None after recording each of its fields' mistakes.
 
         After a mistake, the field gets its value of `defaults`, and the section is tried again. The
-        name "" means the fields of the run outside of sections.
+        name "" means the fields of the run outside of sections. An error that names no field is
+        recorded as one of `field`, by default of the section.
         """
-        fields = (self._config[name] if name else self._config).copy_and_resolve_references()
+        fields = self._config
+        for part in filter(None, name.split(".")):
+            fields = fields[part]
+        fields = fields.copy_and_resolve_references()
         found: set[str] = set()
         while True:
             try:
@@ -100,12 +113,12 @@ class Attempts:
             except _MISTAKES as error:
                 before = f"{name}." if name else ""
                 match = re.match(rf"{re.escape(before)}([a-z_0-9.]+)", str(error))
-                field = match[1] if match else ""
-                if field in found or (found and not field):  # may follow from a default
+                wrong = match[1] if match else ""
+                if wrong in found or (found and not wrong):  # may follow from a default
                     return None
-                self._record(name, error)
-                found.add(field)
-                if not _reset(fields, defaults, field):
+                self._record(field or name, error)
+                found.add(wrong)
+                if not _reset(fields, defaults, wrong):
                     return None
 
     def _record(self, field: str, error: Exception) -> None:
@@ -164,7 +177,7 @@ def check(config: Config, topology: str = "", workdir: str = "") -> Checked:
     checked.sampling = _build(SamplerConfig, "sampler", attempt)
     checked.layout = _build(packing.PackingConfig, "packing", attempt)
     loss_config = _build(LossConfig, "loss", attempt)
-    _check_optimizer(config.optimizer, "optimizer", config, attempt)
+    _check_optimizer("optimizer", config, attempt)
     names = [name for name, value in config.items() if not hasattr(value, "items")]
     algorithm = _check_algorithm(config, attempt)
     # A valid loss is included because not every loss allows every staleness, and an algorithm with
@@ -198,8 +211,11 @@ def _build(cls: type[T], name: str, attempt: Attempts) -> T | None:
     return attempt.section(name, lambda fields: build(cls, fields, name), section(cls))
 
 
-def _check_optimizer(fields: Config, name: str, config: Config, attempt: Attempts) -> None:
-    attempt(name, build, OptimizerConfig, fields, name, total_steps=config.steps)
+def _check_optimizer(name: str, config: Config, attempt: Attempts) -> None:
+    def make(fields: Config) -> OptimizerConfig:
+        return build(OptimizerConfig, fields, name, total_steps=config.steps)
+
+    attempt.section(name, make, section(OptimizerConfig))
 
 
 def _check_algorithm(config: Config, attempt: Attempts) -> AlgorithmConfig | None:
@@ -250,14 +266,21 @@ def _check_policy(checked: Checked, attempt: Attempts) -> Any:
     """Check the policy and the headers of its weights; return the tokenizer."""
     config, sampling = checked.config, checked.sampling
     folder = _find_here(checked, "policy", attempt)
-    if folder is None and checked.missing:
-        policy = attempt("policy", shape_policy, config.policy, known_shape(config.policy.folder))
-        tokenizer = None
-    else:
-        read = attempt("policy.folder", read_model, config.policy, folder)
-        policy, tokenizer = read or (None, None)
-    if policy is None:
+    shape = known_shape(config.policy.folder)
+
+    def make(fields: Any) -> tuple[PolicyConfig, Any]:
+        if folder is not None:
+            return read_model(fields, folder)
+        assert shape
+        return shape_policy(fields, shape), None
+
+    if folder is None and not checked.missing:
         return None
+
+    made = attempt.section("policy", make, section(ModelConfig), "policy.folder")
+    if made is None:
+        return None
+    policy, tokenizer = made
     checked.policy = policy
     # Same condition as at a run's start in trainer/state.py, which otherwise reads no weights.
     if folder and ((checked.step is None and not config.init_from) or policy.lora):
@@ -287,7 +310,8 @@ def _check_extra_model(checked: Checked, name: str, attempt: Attempts) -> None:
     model = attempt(f"{name}.folder", read_model, config[name], folder)
     if model:
         attempt(f"{name}.folder", _check_weights, model[0], folder)
-    _check_optimizer(config[name].get("optimizer", {}), f"{name}.optimizer", config, attempt)
+    if "optimizer" in config[name]:
+        _check_optimizer(f"{name}.optimizer", config, attempt)
 
 
 def _check_weights(policy: PolicyConfig, folder: pathlib.Path) -> None:
@@ -299,11 +323,16 @@ def _check_weights(policy: PolicyConfig, folder: pathlib.Path) -> None:
 # ------------------------------------------------------------------------------ Devices and memory
 
 
-def _check_devices(checked: Checked, topology: str, attempt: Attempts) -> None:
+def _check_devices(checked: Checked, name: str, attempt: Attempts) -> None:
     """Check that sizes split over the devices and that training rows hold the longest answer."""
     config, layout, sampling = checked.config, checked.layout, checked.sampling
-    checked.topology = attempt("mesh", find_topology, topology, config.mesh)
-    checked.mesh = attempt("mesh", topologies.abstract_mesh, checked.topology, config.mesh)
+    checked.topology = attempt("mesh", find_topology, name, config.mesh)
+    if topology := checked.topology:
+        checked.mesh = attempt.section(
+            "mesh",
+            lambda sizes: topologies.abstract_mesh(topology, sizes),
+            section(configs.MeshConfig),
+        )
     attempt("packing", _check_longest, layout, sampling)
     attempt("mesh", _check_heads, checked.policy, checked.mesh)
     attempt("mesh", _check_experts, checked.policy, checked.mesh)

@@ -25,7 +25,7 @@ from tests.paths import ROOT
 PAGES = measurements.pages()
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 MODULES = commands.find()
-EXTERNAL = frozenset(["pip", "python3", "python3.11", "zcat", "jq", "mkdir", "cp", "cat"])
+EXTERNAL = frozenset(["pip", "python3", "python3.11", "zcat", "jq", "mkdir", "cp", "cat", "echo"])
 RUNS = ("spell_jax.train", "spell_jax.sft")  # modules whose configs are checked whole
 ABSENT = re.compile(r"[\w.]*(folder|source|questions|validation|tokenizer|init_from) = '.+?'")
 

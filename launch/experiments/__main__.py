@@ -90,20 +90,27 @@ def _family(benchmark: str) -> str:
 
 
 def overview(experiments: Sequence[Experiment]) -> str:
-    """Format one row per experiment: its runs, its needs and the numbers of the paper."""
-    heads = ("name", "subject", "runs", "needs", "chips", "paper", "tiny scale", "notes")
-    lines = [_markdown(heads), _markdown(["---"] * len(heads))]
+    """Format two tables of a paper's experiments: numbers, then runs and the files they need."""
+    numbers = [(f"`{one.name}`", one.title, one.paper, one.tiny, one.note) for one in experiments]
+    runs = []
     for one in experiments:
-        found = {
-            kind: ", ".join(dict.fromkeys(name for row in one.rows for name in needs(row, kind)))
-            for kind in (MODELS, DATA, BENCHMARKS)
-        }
-        files = "; ".join(f"{kind}: {names}" for kind, names in found.items() if names)
+        kinds = (MODELS, DATA, BENCHMARKS)
+        files = [dict.fromkeys(n for row in one.rows for n in needs(row, kind)) for kind in kinds]
         slices = sorted({run.topology for run in one.runs}, key=lambda name: int(name[4:]))
         chips = " to ".join(dict.fromkeys((slices[0], slices[-1]))) if slices else ""
-        count = str(len(one.runs) or "")
-        cells = (f"`{one.name}`", one.title, count, files, chips, one.paper, one.tiny, one.note)
-        lines.append(_markdown(cells))
+        if any(files):
+            names = (", ".join(some) for some in files)
+            runs.append((f"`{one.name}`", str(len(one.runs) or ""), chips, *names))
+    return "\n\n".join(
+        [
+            _table(("name", "subject", "paper", "tiny scale", "notes"), numbers),
+            _table(("name", "runs", "chips", "models", "data", "benchmarks"), runs),
+        ]
+    )
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [_markdown(cells) for cells in (heads, ["---"] * len(heads), *rows)]
     return "\n".join(re.sub(" +", " ", line) for line in lines)
 
 

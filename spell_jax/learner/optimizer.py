@@ -58,8 +58,8 @@ class OptimizerConfig:
         check_choice(self, "optimizer.", schedule=SCHEDULES)
         if self.schedule != "constant" and self.total_steps <= self.warmup_steps:
             raise ValueError(
-                f"optimizer.total_steps = {self.total_steps}: must be above warmup_steps = "
-                f"{self.warmup_steps} for schedule {self.schedule!r}"
+                f"optimizer.warmup_steps = {self.warmup_steps}: must be below the run's "
+                f"{self.total_steps} updates, optimizer.schedule = {self.schedule!r}"
             )
 
     def rate(self) -> optax.Schedule:

@@ -41,6 +41,8 @@ USER_ERRORS = (
     flags.Error,
     app.UsageError,
 )
+# Package that an extra of spell_jax installs -> the extra.
+_EXTRAS = {"apache_beam": "data", "datasketch": "data", "py3langid": "data", "pyarrow": "data"}
 # Subclasses of ValueError whose messages say what is wrong but not where.
 _PLACELESS = (json.JSONDecodeError, UnicodeError)
 _IN_CONFIG_FILE = " Error whilst parsing config file:"  # ml_collections, before a traceback as text
@@ -59,7 +61,10 @@ def run_main(
 
     def parse(argv: Sequence[str]) -> Any:
         with user_errors():
-            rest = parse_flags(argv, flags_parser)
+            try:
+                rest = parse_flags(argv, flags_parser)
+            except SystemExit:
+                sys.exit(0)  # --help, which absl ends with 1
             if flags_parser is flags.FLAGS and len(rest) > 1:
                 raise app.UsageError(f"{rest[1]}: not a flag; must be --NAME=VALUE")
             return rest
@@ -92,6 +97,8 @@ def user_errors() -> Iterator[None]:
     except USER_ERRORS as error:
         text = " ".join(line.strip() for line in str(error).splitlines()).strip()
         text = _flag_of_file(error) or text
+        if isinstance(error, ModuleNotFoundError) and error.name in _EXTRAS:
+            text = f"{text}; pip install 'spell_jax[{_EXTRAS[error.name]}]'"
         if _is_set_up or not text or isinstance(error, _PLACELESS):
             raise
         if DEBUG in sys.orig_argv:
@@ -180,7 +187,7 @@ def _find_config(argv: Sequence[str]) -> list[str]:
 
 
 def _config_name(path: str) -> str:
-    return path.removeprefix("configs/").removesuffix(".py")
+    return path.removeprefix("spell_jax/").removeprefix("configs/").removesuffix(".py")
 
 
 def _no_such_config(argv: Sequence[str]) -> str:

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import pathlib
 import subprocess
 import sys
 
@@ -290,3 +291,25 @@ def test_trl_benchmark_rejects_bad_flags_and_missing_packages(
     monkeypatch.setattr(trl.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install -e '\.\[test\]'"):
         run(["trl"])
+
+
+@pytest.mark.slow
+def test_curve_of_a_run_is_plotted_beside_kept_ones(tmp_path: pathlib.Path) -> None:
+    folder, kept = tmp_path / "smollm2", tmp_path / "kept"
+    folder.mkdir()
+    kept.mkdir()
+    lines = [{"step": step, "eval/all": step / 100} for step in (10, 20)] + [{"step": 21}]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    report = {"responder accuracy (rule)": {"all": {"": [0.05, 0.02]}}}
+    (folder / "evaluation.json").write_text(json.dumps({"before": report}))
+    values = {"label": "demo", "steps": [0, 9], "accuracy": [0.1, 0.2]}
+    (kept / "curve_demo.json").write_text(json.dumps({"values": values}))
+    flags = [f"--folder={kept}", f"--out={tmp_path / 'figure.svg'}"]
+    found = run(["curve", f"--workdir={folder}", *flags])
+    assert (found["steps"], found["accuracy"]) == ((0, 10, 20), (0.05, 0.1, 0.2))
+    assert (found["label"], found["half"]) == ("smollm2", 0.02)
+    picture = (tmp_path / "figure.svg").read_text()
+    assert "smollm2" in picture and "demo" in picture
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(ValueError, match="no step has eval/responder or eval/all"):
+        run(["curve", f"--workdir={folder}", *flags])

@@ -198,7 +198,7 @@ MISTAKES: list[tuple[dict[str, Any], str, str]] = [
     (
         {"optimizer.schedule": "linear", "optimizer.warmup_steps": 3},
         "",
-        r"optimizer.total_steps = 3: must be above warmup_steps = 3",
+        r"optimizer.warmup_steps = 3: must be below the run's 3 updates",
     ),
     ({"sampler.top_p": 1.5}, "", r"sampler.top_p = 1.5: must be in \(0, 1\]"),
     ({"sampler.no_such": 1}, "", r"sampler.no_such: no such field, must be one of"),
@@ -298,6 +298,9 @@ def test_all_mistakes_of_a_section_are_reported() -> None:
         {"data.source": "no/such", "data.held_out": 2.0, "data.tasks": ()},
         {"steps": 0, "staleness": 1, "checkpoint_every": 0},
         {"packing.token_budget": 1, "packing.shared_prefix": "x"},
+        {"optimizer.b1": 2.0, "optimizer.schedule": "x", "optimizer.no_such": 1},
+        {"policy.remat": "x", "policy.attention": "x", "policy.compute_dtype": "x"},
+        {"mesh.fsdp": 0, "mesh.tensor": 0, "mesh.rows": 2},
     ):
         given = {"loss.old_logprobs" if name == "staleness" else name for name in fields}
         assert {*fields_of(check.check(small(**fields)))} == given

@@ -85,7 +85,7 @@ def test_packing_buckets_are_built_from_tuples() -> None:
     ("cls", "section", "message"),
     [
         (OptimizerConfig, {"schedule": "cubic"}, r"optimizer\.schedule = 'cubic': must be one of"),
-        (OptimizerConfig, {"schedule": "cosine"}, r"optimizer\.total_steps = 0: must be above"),
+        (OptimizerConfig, {"schedule": "cosine"}, r"optimizer\.warmup_steps = 0: must be below"),
         (OptimizerConfig, {"learning_rate": -1.0}, r"optimizer\.learning_rate = -1\.0: must be"),
         (OptimizerConfig, {"clip_norm": 0}, r"optimizer\.clip_norm = 0\.0: must be above 0"),
         (OptimizerConfig, {"b2": 1.0}, r"optimizer\.b2 = 1\.0: must be in \[0, 1\)"),

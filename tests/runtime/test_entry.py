@@ -81,6 +81,12 @@ def test_user_errors_are_printed_on_one_line(kind, capsys):
     assert line == "error: policy = 'x': must be a folder"
 
 
+def test_missing_package_is_named_with_its_extra(capsys):
+    error = ModuleNotFoundError("No module named 'apache_beam'", name="apache_beam")
+    line = "error: No module named 'apache_beam'; pip install 'spell_jax[data]'"
+    assert ended(error, capsys) == line
+
+
 def test_error_for_a_missing_file_names_the_file_and_its_flag(tmp_path, monkeypatch, capsys):
     missing = tmp_path / "missing"
     for argv in (["command"], ["command", "--x=1", f"--prompts={missing}"]):
@@ -180,6 +186,14 @@ def test_valid_flags_are_parsed(config):
     assert (values.config.steps, values.count) == (4, 2)
 
 
+@pytest.mark.parametrize("name", ["tiny", "configs/tiny.py", "spell_jax/configs/tiny.py"])
+def test_shipped_configs_have_names(name, tmp_path, monkeypatch):
+    """Also outside a checkout."""
+    monkeypatch.chdir(tmp_path)
+    _, values = parse(f"--config={name}", "--config.steps=4")
+    assert values.config.steps == 4 and values.config.data.source == "tiny"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -237,6 +251,11 @@ def test_run_main_handles_user_errors_of_flags_and_main(monkeypatch, capsys):
     assert capsys.readouterr().err == "error: word: not a flag; must be --NAME=VALUE\n"
     monkeypatch.undo()
     monkeypatch.setattr(app, "run", lambda main, flags_parser: given.update(m=main, f=flags_parser))
+    monkeypatch.setattr(entry.flags, "FLAGS", flags.FlagValues())
+    entry.run_main(fail, lambda argv: sys.exit(1))  # as absl does for --help
+    with pytest.raises(SystemExit) as end:
+        given["f"](["program", "--help"])
+    assert end.value.code == 0
     monkeypatch.setattr(entry.flags, "FLAGS", flags.FlagValues())
     entry.run_main(fail, fail)
     for name in "mf":

@@ -1,7 +1,7 @@
 """Runs the shell blocks of README.md and docs/ that need nothing but seconds.
 
-Blocks run in the order of the pages, in one folder outside the checkout: later ones use what
-earlier ones have written. `python` is a script that makes training runs tiny. A block that needs
+Blocks run in one folder outside the checkout, those that train first: others use what they have
+written. `python` is a script that makes training runs tiny. A block that needs
 more says so (`doc_commands.marked_blocks`), and tests/test_docs.py parses it.
 """
 
@@ -26,6 +26,7 @@ BLOCKS = [
     for number, (block, needs) in enumerate(doc_commands.marked_blocks(page.read_text()))
     if not needs
 ]
+BLOCKS.sort(key=lambda block: "spell_jax.train" not in block.values[0])
 TINY = (
     "--config.steps=1 --config.evaluate=False --config.validate_every=0 "
     "--config.algorithm.questions=4 --config.algorithm.generation_batch=8 "
