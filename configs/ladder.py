@@ -13,6 +13,7 @@ from typing import Any
 
 from spell_jax.config import default_config
 from spell_jax.configs import tiny
+from spell_jax.data import ladder_world as world
 from spell_jax.runtime.config import Config
 
 _STATIC = {"name": "rlvr"}
@@ -74,6 +75,7 @@ def get_config(arm: str = "full") -> Config:
     # All roles read all documents: what is hard about a question is its depth.
     algorithm.update(documents=(9,), unread_documents=0, grounding_samples=0)
     algorithm.update(memory=2, memory_solved=True, reference_source="frozen_reader")
+    algorithm.cues = world.RELATIONS
     algorithm.update(reader_by_hop=True, reader_unanimous=True, verifier_group_size=3)
     algorithm.update(ARMS[arm])
     config.algorithm = algorithm

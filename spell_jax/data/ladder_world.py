@@ -88,6 +88,11 @@ def depth_of(question: str) -> int:
     return question.count(_OF) if _CHAIN.fullmatch(question) else 0
 
 
+def front(question: str) -> str:
+    """Return the first relation of a question, the one that its answer is read from."""
+    return question.split(_OF)[0]
+
+
 def walk(question: str, documents: Sequence[str]) -> Question | None:
     """Return the question with its evidence and its true answer.
 
@@ -100,7 +105,8 @@ def walk(question: str, documents: Sequence[str]) -> Question | None:
     for relation in reversed(relations):
         if (value, relation) not in facts:
             return None
-        evidence.append(" ".join([value, *(facts[value, every] for every in RELATIONS)]))
+        line = (value, *(facts[value, every] for every in RELATIONS))
+        evidence.append(" ".join([relation, *line]))
         value = facts[value, relation]
     return Question(question, tuple(evidence), value)
 

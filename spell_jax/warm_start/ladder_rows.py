@@ -51,7 +51,7 @@ def ladder_demonstrations(
         question = world.sample_question(rng, documents, depth)
         if at < mixture.questioner + mixture.verifier:
             return verifier_row(prompts, rng, question)
-        thought = f"<think> {', '.join(question.evidence)}</think>"
+        thought = f"<think> {' '.join(question.evidence)}</think>"
         prompt = prompts.responder(TASK, documents, question.text)
         return Row(prompt, f"{thought}answer is {question.answer}", "responder", TASK)
 
@@ -80,7 +80,7 @@ def _questioner_row(
         if depth > 1 and rng.random() < mixture.one_more:
             known[-1] = world.shorten(rng, question.text, documents)
     history = [Entry((), earlier.text, earlier.answer) for earlier in known]
-    prompt = prompts.questioner(TASK, documents, history)
+    prompt = prompts.questioner(TASK, documents, history, cue=world.front(question.text))
     record = {"question": question.text, "answer": " " + question.answer}
     return Row(prompt, json.dumps(record, separators=(",", ":")), "questioner", TASK)
 

@@ -66,7 +66,11 @@ def test_oracle_walks_the_chain(question, answer, depth):
 def test_evidence_has_one_line_for_each_hop():
     walked = world.walk("city of general of friend of Arvo", DOCUMENTS)
     assert walked is not None
-    assert walked.evidence == ("Arvo Oslo Bela Cato", "Bela Paris Cato Arvo", "Arvo Oslo Bela Cato")
+    assert walked.evidence == (
+        "friend Arvo Oslo Bela Cato",
+        "general Bela Paris Cato Arvo",
+        "city Arvo Oslo Bela Cato",
+    )
     assert walked.answer == "Oslo"
 
 

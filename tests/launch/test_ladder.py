@@ -94,6 +94,11 @@ def test_every_arm_is_a_valid_config(arm, tmp_path):
     assert configs.read(config).algorithm.name == ladder.ARMS.get(arm, {}).get("name", "spell")
 
 
+def test_commands_of_an_unknown_arm_are_rejected():
+    with pytest.raises(ValueError, match=r"^--arms = best,worst: must be of full, .*, dropout$"):
+        experiment.main(["commands", "--arms=full,best,worst"])
+
+
 def test_unknown_arm_is_rejected():
     with pytest.raises(ValueError, match=r"configs/ladder\.py:best: must be one of full, frozen"):
         ladder.get_config("best")

@@ -77,6 +77,29 @@ def test_most_questions_continue_a_known_one_by_a_hop(rows):
     assert 0.5 < sum(continued) / len(continued) < 0.75
 
 
+def test_cue_of_a_questioner_prompt_is_the_first_relation_of_its_question(rows):
+    cues = Counter()
+    for row in rows:
+        if row.role == "questioner":
+            cue = row.prompt.split()[-1]
+            assert cue == world.front(asked(row))
+            cues[cue] += 1
+    assert {*cues} == {*world.RELATIONS} and min(cues.values()) > 0.25 * cues.total()
+
+
+def test_responder_names_the_relation_and_copies_the_line_of_each_hop(rows):
+    for row in rows:
+        if row.role == "responder":
+            facts = world.read_facts(documents_of(row.prompt))
+            walk = re.findall(r"(\w+) (\w+) (\w+ \w+ \w+)", row.completion.split("</think>")[0])
+            *links, name = asked(row).split(" of ")
+            assert [relation for relation, _, _ in walk] == links[::-1]
+            for relation, person, values in walk:
+                assert person == name
+                assert values.split() == [facts[name, every] for every in world.RELATIONS]
+                name = facts[name, relation]
+
+
 def test_verdicts_tell_whether_answers_are_equal(rows):
     verdicts = Counter()
     for row in rows:
