@@ -83,6 +83,14 @@ def test_sampled_questions_have_the_depth_and_an_answer(depth):
         assert world.oracle(question.text, texts) == question.answer
 
 
+def test_cue_begins_with_the_fixed_relations_and_the_rest_is_random():
+    rng = np.random.default_rng(0)
+    question = "city of friend of general of friend of friend of Arvo"
+    assert {world.sample_cue(rng, question, 5) for _ in range(20)} == {"city friend general friend"}
+    cues = {world.sample_cue(rng, question, 1) for _ in range(200)}
+    assert cues == {cue for cue in world.CUES if cue.startswith("city ")} and len(cues) == 8
+
+
 def test_question_continues_its_shorter_one():
     rng, texts = np.random.default_rng(0), documents(0)
     fronts = set()

@@ -118,7 +118,7 @@ class LadderEvaluation:
                     question = world.sample_question(rng, documents, known)
                     history.append(Entry((), question.text, question.answer))
                 asked.append((row, known, documents))
-                cue = world.RELATIONS[len(texts) % len(world.RELATIONS)]
+                cue = world.CUES[rng.integers(len(world.CUES))]
                 texts.append(self.prompts.questioner(TASK, documents, history, cue=cue))
         cells = []
         for (row, known, documents), reply in zip(asked, models("questioner", texts), strict=True):
