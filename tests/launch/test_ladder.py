@@ -207,15 +207,30 @@ def test_area_is_the_mean_accuracy_over_the_tokens(tmp_path):
     assert [run.final(tokens) for tokens in (1500, 6000)] == pytest.approx([0.3, 0.4])
 
 
-def test_solve_rates_are_those_of_depths_3_to_5_by_the_first_relation():
+DEEP = "city of friend of general of Arvo"
+WALK = "general Arvo Oslo Bela Cato friend Cato Rome Arvo Bela city Arvo Oslo Bela Cato"
+
+
+def test_walks_tell_misread_answers_from_wrong_walks_and_lucky_ones():
+    answers = [f"<think> {WALK}</think>answer is Oslo", f"<think> {WALK}</think>answer is Rome"]
+    answers += ["<think> city Arvo Oslo Bela Cato</think>answer is Oslo", "answer is Rome"]
+    asked = episode("a", DEEP, "Oslo", (1.0, 0.0, 1.0, 0.0)) | OF_ARVO | {"answers": answers}
+    absent = episode("a", DEEP.replace("Arvo", "Udo"), "Oslo", (1.0, 0.0, 0.0))
+    shallow = episode("a", "city of Arvo", "Oslo")
+    assert ladder_figure._measure_walks([asked, absent, shallow]) == (0.5, 0.5)
+    assert ladder_figure._measure_walks([absent | OF_ARVO, shallow]) == (0.0, 0.0)
+
+
+def test_most_frequent_chain_leaves_out_the_first_relation():
     asked = [
         episode("a", "city of friend of friend of Arvo", "Rome", scores=(0.0, 1.0)),
-        episode("a", "city of friend of general of Arvo", "Rome", scores=(1.0, 1.0)),
+        episode("a", "general of friend of friend of Bela", "Rome", scores=(1.0, 1.0)),
         episode("a", "friend of general of friend of Arvo", "Bela", scores=(0.0, 0.0)),
         episode("a", "friend of Arvo", "Bela", scores=(1.0, 1.0)),  # too shallow
         episode("a", "city of friend of friend of Bela", "", answered=False),
     ]
-    assert ladder_figure._solve_rates(asked) == {"city": [0.5, 1.0], "friend": [0.0]}
+    found = {"relations": "friend friend", "share": pytest.approx(2 / 3), "rate": 0.75}
+    assert ladder_figure._find_chain(asked) == found
 
 
 @pytest.mark.parametrize(
@@ -257,7 +272,7 @@ def test_figure_has_the_numbers_of_all_arms_and_a_verdict(tmp_path, capsys):
         "2": {"share": 0.0, "questions": 10},
     }
     assert of_full["mixed_first"]["mean"] == pytest.approx(48 * 2 / 7), "two of seven proposals"
-    assert of_full["solved_first"] == of_full["solved_last"] == [{}] * 5, "no question of depth 3"
+    assert of_full["chains"] == [[{}, {}]] * 5, "no question of depth 3"
     assert of_full["unanswerable"]["mean"] == pytest.approx(1 / 5)
 
 
