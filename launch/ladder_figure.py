@@ -231,6 +231,8 @@ def _measure_arm(runs: Sequence[Curves]) -> dict[str, Any]:
         "unanswerable": _interval([run.unanswerable for run in runs]),
         "misread": _interval([run.misread for run in runs]),
         "lucky": _interval([run.lucky for run in runs]),
+        "chain_share_first": _interval([run.chains[0].get("share", 0.0) for run in runs]),
+        "chain_share_last": _interval([run.chains[-1].get("share", 0.0) for run in runs]),
         "chains": [list(run.chains) for run in runs],
         "references_right": {
             str(depth): {"share": float(np.mean(values)), "questions": len(values)}
