@@ -32,6 +32,14 @@ from spell_jax.runtime.episodes import read_episodes
 from spell_jax.runtime.metrics import read_metrics
 
 FULL, RIVALS = "full", ("frozen", "static")
+# Compared seed by seed besides the full arm with each other one: the rest of the 2 x 2 of training
+# the questioner and of memory, and what the order of the full arm's questions is worth.
+PAIRS = (
+    ("no_memory", "frozen_no_memory"),
+    ("frozen", "frozen_no_memory"),
+    ("yoked", "static"),
+    ("yoked", "yoked_shuffled"),
+)
 LEAST_SEEDS = 5  # the interval of one seed is a point, above any that is lower by chance
 OWN_QUESTIONS = "own_questions"
 PER = 48  # proposals that mixed questions are counted per
@@ -197,17 +205,19 @@ def measure(arms: Mapping[str, Mapping[int, Curves]]) -> dict[str, Any]:
     budget = min(float(run.tokens[-1]) for arm in rivals for run in arms[arm].values())
     areas = {arm: {seed: run.area(budget) for seed, run in of.items()} for arm, of in arms.items()}
     finals = {arm: [run.final(budget) for run in of.values()] for arm, of in arms.items()}
-    full = areas.get(FULL, {})
-    differences = {
-        arm: [full[seed] - area for seed, area in of.items() if seed in full]
-        for arm, of in areas.items()
-        if arm != FULL
-    }
+
+    def compare(one: str, other: str) -> list[float]:
+        some = areas.get(one, {})
+        return [some[seed] - area for seed, area in areas.get(other, {}).items() if seed in some]
+
+    differences = {arm: compare(FULL, arm) for arm in areas if arm != FULL}
+    pairs = {f"{one}_minus_{other}": compare(one, other) for one, other in PAIRS}
     numbers: dict[str, Any] = {
         "tokens": budget,
         "areas": {arm: _interval([*of.values()]) for arm, of in areas.items()},
         "finals": {arm: _interval(values) for arm, values in finals.items()},
         "full_minus": {arm: _interval(values) for arm, values in differences.items() if values},
+        "pairs": {name: _interval(values) for name, values in pairs.items() if values},
         "arms": {arm: _measure_arm([*of.values()]) for arm, of in arms.items()},
     }
     runs = {arm: len(of) for arm, of in arms.items()}

@@ -277,7 +277,8 @@ def test_figure_has_the_numbers_of_all_arms_and_a_verdict(tmp_path, capsys):
 
 
 def test_arms_are_compared_seed_by_seed(tmp_path):
-    for arm, seeds in {"full": (0, 1, 4), "frozen": (1, 4, 7), "yoked": (4,)}.items():
+    seeds_of = {"full": (0, 1, 4), "frozen": (1, 4, 7), "yoked": (4,), "frozen_no_memory": (4, 7)}
+    for arm, seeds in seeds_of.items():
         for seed in seeds:
             accuracy = 0.1 * seed + (0.2 if arm == "full" else 0.0)
             # The yoked arm ends earlier: this does not shorten the comparison of the others.
@@ -288,6 +289,8 @@ def test_arms_are_compared_seed_by_seed(tmp_path):
     differences = numbers["full_minus"]  # half of .2: the deeper half of the depths is never right
     assert [differences[arm]["mean"] for arm in ("frozen", "yoked")] == pytest.approx([0.1, 0.1])
     assert differences["frozen"]["low"] == pytest.approx(0.1), "seeds 1 and 4, that both arms have"
+    assert [*numbers["pairs"]] == ["frozen_minus_frozen_no_memory"]
+    assert numbers["pairs"]["frozen_minus_frozen_no_memory"]["mean"] == pytest.approx(0.0)
     assert numbers["finals"]["full"]["mean"] == pytest.approx((0.1 + 0.15 + 0.3) / 3)
 
 
