@@ -13,6 +13,7 @@ from typing import Any
 
 from spell_jax.config import default_config
 from spell_jax.configs import tiny
+from spell_jax.data import ladder_world as world
 from spell_jax.runtime.config import Config
 
 _STATIC = {"name": "rlvr"}
@@ -45,8 +46,9 @@ STABILIZERS: Mapping[str, Mapping[str, Any]] = {
     "progress": {"algorithm.mapping": "progress"},
     "dropout": {"sampler.vocabulary_dropout": 0.1},
 }
-# A step of an arm that writes no questions samples about two thirds of the tokens.
-STEPS, STATIC_STEPS = 60, 90
+# Steps of about equal totals of sampled tokens: with a trained questioner, which asks for longer
+# answers; with a frozen one; with given questions, which no frozen reader answers.
+STEPS, FROZEN_STEPS, STATIC_STEPS = 60, 70, 120
 
 
 def get_config(arm: str = "full") -> Config:
@@ -58,8 +60,10 @@ def get_config(arm: str = "full") -> Config:
         known = ", ".join([*ARMS, *STABILIZERS])
         raise ValueError(f"configs/ladder.py:{arm}: must be one of {known}")
     config = tiny.get_config()
-    steps = STATIC_STEPS if ARMS[arm].get("name") == "rlvr" else STEPS
-    config.update(steps=steps, evaluate=False, validate_every=10, checkpoint_every=20)
+    config.steps = STEPS if ARMS[arm].get("train_questioner", True) else FROZEN_STEPS
+    if ARMS[arm].get("name") == "rlvr":
+        config.steps = STATIC_STEPS
+    config.update(evaluate=False, validate_every=10, checkpoint_every=20)
     config.update(max_minutes=0.0, keep_checkpoints=10)
     config.policy.folder = "runs/ladder_warm_start/policy"
 
@@ -74,7 +78,13 @@ def get_config(arm: str = "full") -> Config:
     # All roles read all documents: what is hard about a question is its depth.
     algorithm.update(documents=(9,), unread_documents=0, grounding_samples=0)
     algorithm.update(memory=2, memory_solved=True, reference_source="frozen_reader")
-    algorithm.update(reader_by_hop=True, reader_unanimous=True, verifier_group_size=3)
+    algorithm.cues = world.CUES
+    algorithm.update(reader_by_hop=True, reader_unanimous=True)
+    # An answer is one word, so the rule is exact. A verifier that is trained along may go astray
+    # and reward wrong answers (docs/ladder.md), which is not what the arms are to compare.
+    algorithm.responder_reward = "rule"
+    # A deep question is answered right by luck once in 9 times; this gives such groups less weight.
+    algorithm.divide_by_deviation = False
     algorithm.update(ARMS[arm])
     config.algorithm = algorithm
 
@@ -83,6 +93,6 @@ def get_config(arm: str = "full") -> Config:
     config.sampler.update(temperature=1.0, top_p=1.0)
     # Room for depth 8: an answer has 45 tokens then.
     config.sampler.update(max_prompt=144, max_tokens=52, kv_cache_tokens=24_576)
-    config.optimizer.learning_rate = 3e-4
+    config.optimizer.update(learning_rate=3e-4, b2=0.99)
     config.packing.update(buckets=((256, 192),), token_budget=4096)
     return config

@@ -13,7 +13,7 @@ from spell_jax.runtime.config import Config
 
 def get_config() -> Config:
     config = tiny_warm_start.get_config()
-    config.update(steps=400, source="ladder")
+    config.update(steps=480, source="ladder")
     config.policy.folder = "spell_jax/data/tiny_policy"
     config.optimizer.learning_rate = 1.5e-3
     config.packing.update(buckets=((256, 144),), token_budget=2048)

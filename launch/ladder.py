@@ -38,6 +38,7 @@ SEEDS = (0, 1, 2, 3, 4)
 SHALLOW = (1, 2)
 DEPTHS = (1, 2, 3, 4, 5, 6, 7, 8)
 _BATCH = ladder.get_config().algorithm.generation_batch  # questions of a step
+_KNOWN = (*ladder.ARMS, *ladder.STABILIZERS)
 _STREAM = 9  # separates the random stream of questions from those of other generated data
 
 
@@ -135,15 +136,14 @@ def _write_questions(given: argparse.Namespace) -> None:
 
 
 def _write_figure(given: argparse.Namespace) -> None:
-    known = [*ladder.ARMS, *ladder.STABILIZERS]
-    folders = {arm: _run_folders(given.runs, arm) for arm in known}
+    folders = {arm: _run_folders(given.runs, arm) for arm in _KNOWN}
     arms = {
         arm: {seed: ladder_figure.read_run(run) for seed, run in some.items()}
         for arm, some in folders.items()
         if some
     }
     if not arms:
-        raise ValueError(f"--runs = {given.runs}: has no run ARM/SEED of an arm of {known}")
+        raise ValueError(f"--runs = {given.runs}: has no run ARM/SEED of an arm of {_KNOWN}")
     numbers = ladder_figure.measure(arms)
     if full := folders["full"]:
         numbers["crossplay"] = ladder_figure.read_crossplay(full[min(full)])
@@ -173,15 +173,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("what", choices=("commands", "questions", "figure"))
     parser.add_argument("--runs", default=RUNS, help="folder of the runs, each in ARM/SEED")
     parser.add_argument("--seeds", default=",".join(map(str, SEEDS)))
-    parser.add_argument("--arms", default=",".join([*ladder.ARMS, *ladder.STABILIZERS]))
+    parser.add_argument("--arms", default=",".join(_KNOWN))
     parser.add_argument("--out", default="", help="file of the questions, or folder of the figure")
     parser.add_argument("--run", default="", help="workdir of the run whose questions are written")
     parser.add_argument("--depths", default="", help="depths of the oracle's questions")
     parser.add_argument("--count", type=int, default=5760, help="number of the oracle's questions")
     parser.add_argument("--seed", type=int, default=0, help="seed of the oracle's questions")
     given = parser.parse_args(arguments)
+    arms = given.arms.split(",")
+    if unknown := [arm for arm in arms if arm not in _KNOWN]:
+        raise ValueError(f"--arms = {','.join(unknown)}: must be of {', '.join(_KNOWN)}")
     if given.what == "commands":
-        print("\n".join(commands(given.runs, _numbers(given.seeds), given.arms.split(","))))
+        print("\n".join(commands(given.runs, _numbers(given.seeds), arms)))
     elif given.what == "questions":
         _write_questions(given)
     else:

@@ -32,6 +32,14 @@ from spell_jax.runtime.episodes import read_episodes
 from spell_jax.runtime.metrics import read_metrics
 
 FULL, RIVALS = "full", ("frozen", "static")
+# Compared seed by seed besides the full arm with each other one: the rest of the 2 x 2 of training
+# the questioner and of memory, and what the order of the full arm's questions is worth.
+PAIRS = (
+    ("no_memory", "frozen_no_memory"),
+    ("frozen", "frozen_no_memory"),
+    ("yoked", "static"),
+    ("yoked", "yoked_shuffled"),
+)
 LEAST_SEEDS = 5  # the interval of one seed is a point, above any that is lower by chance
 OWN_QUESTIONS = "own_questions"
 PER = 48  # proposals that mixed questions are counted per
@@ -56,8 +64,10 @@ class Curves:
       references: depth -> whether each reference is right, of answered questions in the grammar
         about people of the documents.
       unanswerable: share of the answered questions in the grammar that are about other people.
-      solved: for the first and the last 2 * WINDOW steps, first word of the question (the relation
-        that its answer is read from) -> solve rates of the questions of MIDDLE depths.
+      misread: share of the wrong answers to questions of MIDDLE depths that walk the chain rightly.
+      lucky: share of the right answers to such questions that do not.
+      chains: for the first and the last 2 * WINDOW steps, the most frequent chain of relations
+        after the first one in questions of MIDDLE depths, its share of them and its solve rate.
     """
 
     tokens: np.ndarray
@@ -69,7 +79,9 @@ class Curves:
     depth: np.ndarray
     references: Mapping[int, Sequence[bool]]
     unanswerable: float
-    solved: Sequence[Mapping[str, Sequence[float]]]
+    misread: float
+    lucky: float
+    chains: Sequence[Mapping[str, Any]]
 
     @property
     def crossing(self) -> np.ndarray:
@@ -118,6 +130,7 @@ def read_run(folder: pathlib.Path) -> Curves:
     parts = [windows[window] for window in sorted(windows)]
     asked = [_measure_questions(part, references) for part in parts]
     ends = [min((window + 1) * WINDOW, max(until)) for window in sorted(windows)]
+    misread, lucky = _measure_walks([*itertools.chain(*parts)])
     given = [right for some in references.values() for right in some]
     return Curves(
         tokens=np.array([until[record["step"]] for record in points]),
@@ -132,7 +145,9 @@ def read_run(folder: pathlib.Path) -> Curves:
             for depth, some in sorted(references.items())
         },
         unanswerable=float(np.mean([right is None for right in given])) if given else 0.0,
-        solved=[_solve_rates([*itertools.chain(*some)]) for some in (parts[:2], parts[-2:])],
+        misread=misread,
+        lucky=lucky,
+        chains=[_find_chain([*itertools.chain(*some)]) for some in (parts[:2], parts[-2:])],
     )
 
 
@@ -155,13 +170,33 @@ def _measure_questions(
     return PER * mixed / len(episodes), float(np.mean(depths)) if depths else np.nan
 
 
-def _solve_rates(episodes: Sequence[Mapping[str, Any]]) -> Mapping[str, Sequence[float]]:
-    """First word -> solve rate of each answered question of MIDDLE depths."""
+def _measure_walks(episodes: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
+    """(share of wrong answers with a right walk, share of right answers with a wrong one)."""
+    documents = {e["cluster"]: e["documents"] for e in episodes if e.get("documents")}
+    kinds: dict[bool, list[bool]] = {True: [], False: []}
+    for episode in episodes:
+        if episode["answers"] and world.depth_of(episode["question"]) in MIDDLE:
+            walked = world.walk(episode["question"], documents[episode["cluster"]])
+            for answer, score in zip(episode["answers"], episode["scores"], strict=True):
+                if walked is not None:
+                    is_right = f"> {' '.join(walked.evidence)}<" in answer
+                    kinds[score > 0].append(is_right != (score > 0))
+    lucky, misread = (float(np.mean(some)) if some else 0.0 for some in kinds.values())
+    return misread, lucky
+
+
+def _find_chain(episodes: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The most frequent relations after the first one in questions of MIDDLE depths."""
     rates: dict[str, list[float]] = defaultdict(list)
     for episode in episodes:
         if episode["answers"] and world.depth_of(episode["question"]) in MIDDLE:
-            rates[episode["question"].split()[0]].append(float(np.mean(episode["scores"])))
-    return rates
+            _, *relations, _ = episode["question"].split(" of ")
+            rates[" ".join(relations)].append(float(np.mean(episode["scores"])))
+    if not rates:
+        return {}
+    chain = max(rates, key=lambda chain: len(rates[chain]))
+    share = len(rates[chain]) / sum(map(len, rates.values()))
+    return {"relations": chain, "share": share, "rate": float(np.mean(rates[chain]))}
 
 
 def measure(arms: Mapping[str, Mapping[int, Curves]]) -> dict[str, Any]:
@@ -170,17 +205,19 @@ def measure(arms: Mapping[str, Mapping[int, Curves]]) -> dict[str, Any]:
     budget = min(float(run.tokens[-1]) for arm in rivals for run in arms[arm].values())
     areas = {arm: {seed: run.area(budget) for seed, run in of.items()} for arm, of in arms.items()}
     finals = {arm: [run.final(budget) for run in of.values()] for arm, of in arms.items()}
-    full = areas.get(FULL, {})
-    differences = {
-        arm: [full[seed] - area for seed, area in of.items() if seed in full]
-        for arm, of in areas.items()
-        if arm != FULL
-    }
+
+    def compare(one: str, other: str) -> list[float]:
+        some = areas.get(one, {})
+        return [some[seed] - area for seed, area in areas.get(other, {}).items() if seed in some]
+
+    differences = {arm: compare(FULL, arm) for arm in areas if arm != FULL}
+    pairs = {f"{one}_minus_{other}": compare(one, other) for one, other in PAIRS}
     numbers: dict[str, Any] = {
         "tokens": budget,
         "areas": {arm: _interval([*of.values()]) for arm, of in areas.items()},
         "finals": {arm: _interval(values) for arm, values in finals.items()},
         "full_minus": {arm: _interval(values) for arm, values in differences.items() if values},
+        "pairs": {name: _interval(values) for name, values in pairs.items() if values},
         "arms": {arm: _measure_arm([*of.values()]) for arm, of in arms.items()},
     }
     runs = {arm: len(of) for arm, of in arms.items()}
@@ -202,25 +239,17 @@ def _measure_arm(runs: Sequence[Curves]) -> dict[str, Any]:
         "verifier": _interval([run.verifier[-1] for run in runs]),
         "entropy": _interval([run.entropy[-1] for run in runs]),
         "unanswerable": _interval([run.unanswerable for run in runs]),
-        "solved_first": _measure_solved([run.solved[0] for run in runs]),
-        "solved_last": _measure_solved([run.solved[-1] for run in runs]),
+        "misread": _interval([run.misread for run in runs]),
+        "lucky": _interval([run.lucky for run in runs]),
+        "chain_share_first": _interval([run.chains[0].get("share", 0.0) for run in runs]),
+        "chain_share_last": _interval([run.chains[-1].get("share", 0.0) for run in runs]),
+        "chains": [list(run.chains) for run in runs],
         "references_right": {
             str(depth): {"share": float(np.mean(values)), "questions": len(values)}
             for depth, values in sorted(right.items())
             if values
         },
     }
-
-
-def _measure_solved(runs: Sequence[Mapping[str, Sequence[float]]]) -> list[dict[str, Any]]:
-    """For each run: relation -> mean solve rate and number of questions."""
-    return [
-        {
-            relation: {"rate": float(np.mean(rates)), "questions": len(rates)}
-            for relation, rates in sorted(run.items())
-        }
-        for run in runs
-    ]
 
 
 def _interval(values: Sequence[float]) -> dict[str, float]:

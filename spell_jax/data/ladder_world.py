@@ -26,6 +26,8 @@ from spell_jax.data.tiny_world import CITIES, NAMES
 RELATIONS = ("city", "friend", "general")
 PEOPLE = RELATIONS[1:]  # relations that a chain can continue from
 MOST_DOCUMENTS = len(CITIES)
+# A questioner's prompt ends with one of these texts: the first relations of a new question.
+CUES = tuple(map(" ".join, itertools.product(RELATIONS, PEOPLE, PEOPLE, PEOPLE)))
 _LINE = re.compile(r"- (\w+) (\w+) (\w+) (\w+)")
 _CHAIN = re.compile(rf"(?:{'|'.join(RELATIONS)}) of (?:(?:{'|'.join(PEOPLE)}) of )*\w+")
 _OF = " of "
@@ -88,6 +90,13 @@ def depth_of(question: str) -> int:
     return question.count(_OF) if _CHAIN.fullmatch(question) else 0
 
 
+def sample_cue(rng: np.random.Generator, question: str, fixed: int) -> str:
+    """Sample one of CUES that begins with the first `fixed` relations of a question."""
+    first = question.split(_OF)[:-1][:fixed]
+    fits = [cue for cue in CUES if all(map(str.__eq__, first, cue.split()))]
+    return fits[rng.integers(len(fits))]
+
+
 def walk(question: str, documents: Sequence[str]) -> Question | None:
     """Return the question with its evidence and its true answer.
 
@@ -100,7 +109,8 @@ def walk(question: str, documents: Sequence[str]) -> Question | None:
     for relation in reversed(relations):
         if (value, relation) not in facts:
             return None
-        evidence.append(" ".join([value, *(facts[value, every] for every in RELATIONS)]))
+        line = (value, *(facts[value, every] for every in RELATIONS))
+        evidence.append(" ".join([relation, *line]))
         value = facts[value, relation]
     return Question(question, tuple(evidence), value)
 

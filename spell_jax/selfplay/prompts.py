@@ -59,13 +59,14 @@ class Prompts:
         documents: Sequence[str],
         history: Sequence[Entry] = (),
         letter: str | None = None,
+        cue: str = "",
     ) -> str:
         """Build the prompt for a new question about the documents (Appendix G, spec 2.2).
 
         `documents` are the m documents shown, in corpus order. With a `history` of earlier
         questions, oldest first, the prompt asks for a harder one. `letter` is that of the correct
         option, required for multiple choice and ignored otherwise; another one than A to D, or an
-        unknown task, is a ValueError.
+        unknown task, is a ValueError. A `cue` is the prompt's last word.
         """
         check_task(task)
         if task == "multiple_choice" and letter not in LETTERS:
@@ -74,12 +75,13 @@ class Prompts:
             self._fill("example.txt", number=str(i), question=past.question, answer=past.answer)
             for i, past in enumerate(history, 1)
         )
-        return self._fill(
+        prompt = self._fill(
             f"questioner_{task}_history.txt" if history else f"questioner_{task}.txt",
             documents=_joined(documents),
             examples=examples,
             letter=letter or "",
         )
+        return f"{prompt} {cue}" if cue else prompt
 
     def responder(self, task: str, documents: Sequence[str], question: str) -> str:
         """Build the prompt for an answer from n documents, or from none (grounding filter, 2.5)."""

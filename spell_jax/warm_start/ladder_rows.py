@@ -27,11 +27,11 @@ _STREAM = 8  # separates the random stream of these rows from that of other gene
 class LadderMixture:
     """Composition of the ladder world's demonstrations; every share is a probability."""
 
-    questioner: float = 0.25
+    questioner: float = 0.3
     verifier: float = 0.15  # the responder has the rest
     documents: tuple[int, ...] = (9,)  # possible numbers of documents
     shallow: tuple[int, ...] = (1, 2)  # depths of most rows, of all roles
-    deeper: float = 0.05  # share of deeper rows, up to depth `deepest`
+    deeper: float = 0.09  # share of deeper rows, up to depth `deepest`
     deepest: int = 8
     history: float = 0.6  # questioner rows with one or two known questions in the prompt
     # Share of these with one more hop than the last known question, about the same person.
@@ -51,7 +51,7 @@ def ladder_demonstrations(
         question = world.sample_question(rng, documents, depth)
         if at < mixture.questioner + mixture.verifier:
             return verifier_row(prompts, rng, question)
-        thought = f"<think> {', '.join(question.evidence)}</think>"
+        thought = f"<think> {' '.join(question.evidence)}</think>"
         prompt = prompts.responder(TASK, documents, question.text)
         return Row(prompt, f"{thought}answer is {question.answer}", "responder", TASK)
 
@@ -73,14 +73,16 @@ def _questioner_row(
     depth: int,
 ) -> Row:
     question = world.sample_question(rng, documents, depth)
-    known = []
+    known, fixed = [], depth
     if rng.random() < mixture.history:
         depths = [min(depth, _sample_depth(rng, mixture)) for _ in range(rng.integers(1, 3))]
         known = [world.sample_question(rng, documents, earlier) for earlier in depths]
         if depth > 1 and rng.random() < mixture.one_more:
-            known[-1] = world.shorten(rng, question.text, documents)
+            known[-1], fixed = world.shorten(rng, question.text, documents), 1
     history = [Entry((), earlier.text, earlier.answer) for earlier in known]
-    prompt = prompts.questioner(TASK, documents, history)
+    prompt = prompts.questioner(
+        TASK, documents, history, cue=world.sample_cue(rng, question.text, fixed)
+    )
     record = {"question": question.text, "answer": " " + question.answer}
     return Row(prompt, json.dumps(record, separators=(",", ":")), "questioner", TASK)
 

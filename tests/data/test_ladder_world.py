@@ -66,7 +66,11 @@ def test_oracle_walks_the_chain(question, answer, depth):
 def test_evidence_has_one_line_for_each_hop():
     walked = world.walk("city of general of friend of Arvo", DOCUMENTS)
     assert walked is not None
-    assert walked.evidence == ("Arvo Oslo Bela Cato", "Bela Paris Cato Arvo", "Arvo Oslo Bela Cato")
+    assert walked.evidence == (
+        "friend Arvo Oslo Bela Cato",
+        "general Bela Paris Cato Arvo",
+        "city Arvo Oslo Bela Cato",
+    )
     assert walked.answer == "Oslo"
 
 
@@ -77,6 +81,14 @@ def test_sampled_questions_have_the_depth_and_an_answer(depth):
         question = world.sample_question(rng, texts, depth)
         assert world.depth_of(question.text) == len(question.evidence) == depth
         assert world.oracle(question.text, texts) == question.answer
+
+
+def test_cue_begins_with_the_fixed_relations_and_the_rest_is_random():
+    rng = np.random.default_rng(0)
+    question = "city of friend of general of friend of friend of Arvo"
+    assert {world.sample_cue(rng, question, 5) for _ in range(20)} == {"city friend general friend"}
+    cues = {world.sample_cue(rng, question, 1) for _ in range(200)}
+    assert cues == {cue for cue in world.CUES if cue.startswith("city ")} and len(cues) == 8
 
 
 def test_question_continues_its_shorter_one():

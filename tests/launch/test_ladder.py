@@ -94,6 +94,11 @@ def test_every_arm_is_a_valid_config(arm, tmp_path):
     assert configs.read(config).algorithm.name == ladder.ARMS.get(arm, {}).get("name", "spell")
 
 
+def test_commands_of_an_unknown_arm_are_rejected():
+    with pytest.raises(ValueError, match=r"^--arms = best,worst: must be of full, .*, dropout$"):
+        experiment.main(["commands", "--arms=full,best,worst"])
+
+
 def test_unknown_arm_is_rejected():
     with pytest.raises(ValueError, match=r"configs/ladder\.py:best: must be one of full, frozen"):
         ladder.get_config("best")
@@ -202,15 +207,30 @@ def test_area_is_the_mean_accuracy_over_the_tokens(tmp_path):
     assert [run.final(tokens) for tokens in (1500, 6000)] == pytest.approx([0.3, 0.4])
 
 
-def test_solve_rates_are_those_of_depths_3_to_5_by_the_first_relation():
+DEEP = "city of friend of general of Arvo"
+WALK = "general Arvo Oslo Bela Cato friend Cato Rome Arvo Bela city Arvo Oslo Bela Cato"
+
+
+def test_walks_tell_misread_answers_from_wrong_walks_and_lucky_ones():
+    answers = [f"<think> {WALK}</think>answer is Oslo", f"<think> {WALK}</think>answer is Rome"]
+    answers += ["<think> city Arvo Oslo Bela Cato</think>answer is Oslo", "answer is Rome"]
+    asked = episode("a", DEEP, "Oslo", (1.0, 0.0, 1.0, 0.0)) | OF_ARVO | {"answers": answers}
+    absent = episode("a", DEEP.replace("Arvo", "Udo"), "Oslo", (1.0, 0.0, 0.0))
+    shallow = episode("a", "city of Arvo", "Oslo")
+    assert ladder_figure._measure_walks([asked, absent, shallow]) == (0.5, 0.5)
+    assert ladder_figure._measure_walks([absent | OF_ARVO, shallow]) == (0.0, 0.0)
+
+
+def test_most_frequent_chain_leaves_out_the_first_relation():
     asked = [
         episode("a", "city of friend of friend of Arvo", "Rome", scores=(0.0, 1.0)),
-        episode("a", "city of friend of general of Arvo", "Rome", scores=(1.0, 1.0)),
+        episode("a", "general of friend of friend of Bela", "Rome", scores=(1.0, 1.0)),
         episode("a", "friend of general of friend of Arvo", "Bela", scores=(0.0, 0.0)),
         episode("a", "friend of Arvo", "Bela", scores=(1.0, 1.0)),  # too shallow
         episode("a", "city of friend of friend of Bela", "", answered=False),
     ]
-    assert ladder_figure._solve_rates(asked) == {"city": [0.5, 1.0], "friend": [0.0]}
+    found = {"relations": "friend friend", "share": pytest.approx(2 / 3), "rate": 0.75}
+    assert ladder_figure._find_chain(asked) == found
 
 
 @pytest.mark.parametrize(
@@ -252,12 +272,13 @@ def test_figure_has_the_numbers_of_all_arms_and_a_verdict(tmp_path, capsys):
         "2": {"share": 0.0, "questions": 10},
     }
     assert of_full["mixed_first"]["mean"] == pytest.approx(48 * 2 / 7), "two of seven proposals"
-    assert of_full["solved_first"] == of_full["solved_last"] == [{}] * 5, "no question of depth 3"
+    assert of_full["chains"] == [[{}, {}]] * 5, "no question of depth 3"
     assert of_full["unanswerable"]["mean"] == pytest.approx(1 / 5)
 
 
 def test_arms_are_compared_seed_by_seed(tmp_path):
-    for arm, seeds in {"full": (0, 1, 4), "frozen": (1, 4, 7), "yoked": (4,)}.items():
+    seeds_of = {"full": (0, 1, 4), "frozen": (1, 4, 7), "yoked": (4,), "frozen_no_memory": (4, 7)}
+    for arm, seeds in seeds_of.items():
         for seed in seeds:
             accuracy = 0.1 * seed + (0.2 if arm == "full" else 0.0)
             # The yoked arm ends earlier: this does not shorten the comparison of the others.
@@ -268,6 +289,8 @@ def test_arms_are_compared_seed_by_seed(tmp_path):
     differences = numbers["full_minus"]  # half of .2: the deeper half of the depths is never right
     assert [differences[arm]["mean"] for arm in ("frozen", "yoked")] == pytest.approx([0.1, 0.1])
     assert differences["frozen"]["low"] == pytest.approx(0.1), "seeds 1 and 4, that both arms have"
+    assert [*numbers["pairs"]] == ["frozen_minus_frozen_no_memory"]
+    assert numbers["pairs"]["frozen_minus_frozen_no_memory"]["mean"] == pytest.approx(0.0)
     assert numbers["finals"]["full"]["mean"] == pytest.approx((0.1 + 0.15 + 0.3) / 3)
 
 

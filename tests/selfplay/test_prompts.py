@@ -183,6 +183,7 @@ def test_compact_prompts_are_filled_in() -> None:
         == "d1\nd2\nknown: q1? answer: a1\nknown: q2? answer: a2\nask harder choice (C)"
     )
     assert compact.questioner("general_qa", ["d1"]) == "d1\nask general"
+    assert compact.questioner("general_qa", ["d1"], cue="city") == "d1\nask general city"
     assert compact.responder("general_qa", [], "q?") == "Empty\nq?"
     assert compact.verifier("q?", "x", "y") == "q?\none: x\ntwo: y\nsame?"
     assert compact.reconstruction("<gap 1> d", {"A": "x", "B": "y {document}"}) == (

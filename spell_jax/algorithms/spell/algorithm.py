@@ -144,16 +144,24 @@ class Spell:
         wanted = min(m, most, len(unseen))
         new = [int(i) for i in rng.permutation(unseen)[:wanted]]
         letter = LETTERS[rng.integers(4)] if task == "multiple_choice" else None
+        cues = self.config.cues
+        cue = cues[rng.integers(len(cues))] if cues else ""
         leaks = self.config.gate_leak > 0 and rng.random() < self.config.gate_leak
         dropped = 0
         while True:
             shown = tuple(sorted(documents_of(history) | set(new)))
             documents = [cluster.documents[i] for i in shown]
-            text = self.prompts.questioner(task, documents, history, letter)
+            text = self.prompts.questioner(task, documents, history, letter, cue)
             smallest = not history and len(new) <= 1
             if smallest or self._count(text) <= self._cap:
                 cut = m > most
-                return Episode(task, cluster, shown, history, dropped, cut, letter, text, leaks)
+                return Episode(
+                    *(task, cluster, shown, history, dropped, cut),
+                    letter=letter,
+                    cue=cue,
+                    questioner_prompt=text,
+                    leaks=leaks,
+                )
             dropped += 1
             if new and (history or len(new) > 1):
                 new.pop()

@@ -38,6 +38,7 @@ class SpellConfig(AlgorithmConfig):
         of the responder's solve rate on the probes most like the question (selfplay/probes.py).
       probes: questions of earlier steps that are answered again in each step, for "progress".
       mu, sigma: mean and standard deviation of the Gaussian (7).
+      cues: words of which one, sampled for each question, ends its questioner prompt; (): none.
       max_answer_tokens: most tokens of a general question's reference; others are declined.
       distinct_options: whether multiple-choice questions with two equal options have a bad format.
       format_penalty: whether questions of bad format get a penalty; else they are dropped.
@@ -84,6 +85,7 @@ class SpellConfig(AlgorithmConfig):
     probes: int = 32
     mu: float = 0.5
     sigma: float = 0.5 / 3
+    cues: tuple[str, ...] = ()
     max_answer_tokens: int = 40
     distinct_options: bool = False
     format_penalty: bool = True

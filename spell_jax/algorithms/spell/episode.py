@@ -33,6 +33,7 @@ class Episode(QuestionEpisode):
       dropped: documents and remembered questions left out of it to keep it under the cap.
       reduced: whether m is reduced because the cluster has too few documents to leave some unread.
       letter: letter that the right option of a multiple-choice question shall have, else None.
+      cue: last word of the questioner's prompt, one of the config's cues; empty without them.
       leaks: whether the question passes even if the frozen reader's answers do not agree.
       leaked: whether it did.
       proposal: the questioner's reply.
@@ -50,6 +51,7 @@ class Episode(QuestionEpisode):
     dropped: int = 0
     reduced: bool = False
     letter: str | None = None
+    cue: str = ""
     questioner_prompt: str = ""
     leaks: bool = False
     leaked: bool = False
@@ -145,7 +147,7 @@ def record(e: Episode, annotation: Annotation, prompts: Prompts) -> dict[str, An
     for each role (for the verifier, for each answer) whether it is trained on, or why not.
     """
     texts = [f"{{documents[{i}]}}" for i in e.shown]
-    prompt = e.questioner_prompt and prompts.questioner(e.task, texts, e.history, e.letter)
+    prompt = e.questioner_prompt and prompts.questioner(e.task, texts, e.history, e.letter, e.cue)
     return {
         "task": e.task,
         "cluster": e.cluster.id,

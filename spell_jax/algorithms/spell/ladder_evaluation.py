@@ -100,9 +100,10 @@ class LadderEvaluation:
                 verifier_row(self.prompts, rng, world.sample_question(rng, documents, depth))
             )
         replies = models("verifier", [row.prompt for row in rows], temperature=0.0)
+        votes = [-1 if r is None else parsing.parse_verdict(r.texts[0]) for r in replies]
         return [
-            reply is not None and reply.texts[0] == row.completion
-            for row, reply in zip(rows, replies, strict=True)
+            vote == parsing.parse_verdict(row.completion)
+            for vote, row in zip(votes, rows, strict=True)
         ]
 
     def _questioner(self, models: Models) -> dict[str, dict[str, tuple[float, float]]]:
@@ -117,7 +118,8 @@ class LadderEvaluation:
                     question = world.sample_question(rng, documents, known)
                     history.append(Entry((), question.text, question.answer))
                 asked.append((row, known, documents))
-                texts.append(self.prompts.questioner(TASK, documents, history))
+                cue = world.CUES[rng.integers(len(world.CUES))]
+                texts.append(self.prompts.questioner(TASK, documents, history, cue=cue))
         cells = []
         for (row, known, documents), reply in zip(asked, models("questioner", texts), strict=True):
             text = "" if reply is None else reply.texts[0]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from spell_jax.algorithms.base import Annotation
 from spell_jax.algorithms.spell.algorithm import Spell
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.algorithms.spell.ladder_evaluation import LadderEvaluation
@@ -142,6 +143,19 @@ def test_leak_out_of_range_is_rejected(leak):
         SpellConfig(gate_leak=leak)
 
 
+@pytest.mark.parametrize("cues", [(), ("city", "friend of", "general")])
+def test_cues_are_sampled_for_each_question_and_end_its_prompt(cues):
+    algorithm = make_algorithm(cues=cues, generation_batch=30)
+    models = ScriptedModels(write)
+    episodes = roll_out(algorithm, models, 1)
+    assert {e.cue for e in episodes} == ({*cues} or {""})
+    asked = [e.questioner_prompt for e in episodes]
+    endings = [f"ask general {e.cue}".strip() for e in episodes]
+    assert [prompt.splitlines()[-1] for prompt in asked] == endings
+    written = algorithm.record(episodes[0], Annotation({}, {}))["prompt"]
+    assert written.splitlines()[-1] == endings[0]
+
+
 # ---------------------------------------------------------------------------------------- Progress
 
 
@@ -203,6 +217,19 @@ def test_validation_has_accuracies_by_depth():
     assert score == numbers["responder"] == 0.5
     assert numbers["depth/2"] == 1.0 and numbers["depth/3"] == 0.0
     assert numbers["verifier"] == 1.0
+
+
+def test_verifier_is_right_where_its_vote_is():
+    """A verdict in other words counts as the vote that it is; no verdict is wrong."""
+
+    def wordy(role: str, prompt: str, sibling: int, model: str) -> str:
+        text = greedy(role, prompt, sibling, model)
+        if role != "verifier":
+            return text
+        return f"so {text}" if text == "[[YES]]" else "no"
+
+    verdicts = make_evaluation().full(ScriptedModels(wordy))["verifier accuracy"]
+    assert 0.0 < verdicts[""]["all"][0] < 1.0
 
 
 def test_too_many_documents_are_rejected():
