@@ -55,7 +55,8 @@ class Curves:
 
     Attributes:
       tokens: sampled tokens of all roles until each validation [P].
-      accuracy: held-out accuracy of each validation by depth [P, D], depths ascending.
+      depths: depths of the validations, ascending [D].
+      accuracy: held-out accuracy of each validation by depth [P, D].
       verifier: held-out accuracy of the verifier [P].
       entropy: the responder's entropy per token in the steps of the validations, nats [P].
       asked_tokens: sampled tokens until the end of each window of steps [W].
@@ -71,6 +72,7 @@ class Curves:
     """
 
     tokens: np.ndarray
+    depths: Sequence[int]
     accuracy: np.ndarray
     verifier: np.ndarray
     entropy: np.ndarray
@@ -134,6 +136,7 @@ def read_run(folder: pathlib.Path) -> Curves:
     given = [right for some in references.values() for right in some]
     return Curves(
         tokens=np.array([until[record["step"]] for record in points]),
+        depths=depths,
         accuracy=np.array([[record[f"{_DEPTH}{d}"] for d in depths] for record in points]),
         verifier=np.array([record["eval/verifier"] for record in points]),
         entropy=np.array([entropy[record["step"]] for record in points]),
@@ -232,7 +235,12 @@ def _measure_arm(runs: Sequence[Curves]) -> dict[str, Any]:
             right[depth] += values
     return {
         "runs": len(runs),
-        "accuracy_by_depth": np.mean([run.accuracy[-1] for run in runs], axis=0).tolist(),
+        "accuracy_by_depth": {
+            str(depth): float(np.mean(values))
+            for depth, *values in zip(
+                runs[0].depths, *(run.accuracy[-1] for run in runs), strict=True
+            )
+        },
         "depth_at_half": _interval([run.crossing[-1] for run in runs]),
         "mixed_first": _interval([run.mixed[0] for run in runs]),
         "mixed_last": _interval([run.mixed[-1] for run in runs]),

@@ -154,13 +154,8 @@ class Spell:
             text = self.prompts.questioner(task, documents, history, letter, cue)
             smallest = not history and len(new) <= 1
             if smallest or self._count(text) <= self._cap:
-                cut = m > most
                 return Episode(
-                    *(task, cluster, shown, history, dropped, cut),
-                    letter=letter,
-                    cue=cue,
-                    questioner_prompt=text,
-                    leaks=leaks,
+                    task, cluster, shown, history, dropped, m > most, letter, cue, text, leaks
                 )
             dropped += 1
             if new and (history or len(new) > 1):
