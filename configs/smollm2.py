@@ -15,7 +15,7 @@ The cold start (configs/smollm2_cold_start.py) comes first. The documents are fi
 speeches, and the paragraphs of articles without their questions. The policy is measured before and
 after on people's questions about articles that neither stage has seen, with four and eight
 paragraphs. --config=configs/smollm2.py:ARM is one of ARMS: SPELL and its controls. Hardware: 2 CPU
-cores; time and accuracies: docs/models.md.
+cores; time and accuracies: docs/smollm2.md.
 """
 
 from collections.abc import Mapping

