@@ -16,11 +16,15 @@ _PACKAGES = ("spell_jax", "data_pipeline", "launch", "benchmarks")
 
 
 class Flag(NamedTuple):
-    """A flag `--name`, its default as source text ("" if there is none), and its help."""
+    """A flag `--name`, its default as source text ("" if there is none), and its help.
+
+    `module` is the one that defines it, whose names the default may use.
+    """
 
     name: str
     default: str
     help: str
+    module: str
 
 
 class Command(NamedTuple):
@@ -42,16 +46,19 @@ def find(root: pathlib.Path = ROOT) -> dict[str, Command]:
             tree = ast.parse(source)
             if any(isinstance(node, ast.If) and "__main__" in ast.dump(node) for node in tree.body):
                 name = ".".join(path.relative_to(root).with_suffix("").parts)
-                name = name.removesuffix(".__main__")
-                flags = {flag.name: flag for part in _parts(tree, root) for flag in _flags(part)}
-                text = ast.get_docstring(tree) or ""
+                flags = {
+                    flag.name: flag
+                    for module, part in _parts(name, tree, root)
+                    for flag in _flags(part, module)
+                }
+                name, text = name.removesuffix(".__main__"), ast.get_docstring(tree) or ""
                 found[name] = Command(name, text, tuple(flags.values()))
     return found
 
 
-def _parts(tree: ast.Module, root: pathlib.Path) -> Iterator[ast.AST]:
-    """The module, and the function `define_flags` of every module whose one it calls."""
-    yield tree
+def _parts(name: str, tree: ast.Module, root: pathlib.Path) -> Iterator[tuple[str, ast.AST]]:
+    """The module `name`, and the function `define_flags` of every module whose one it calls."""
+    yield name, tree
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
     used = {
         node.value.id
@@ -63,14 +70,15 @@ def _parts(tree: ast.Module, root: pathlib.Path) -> Iterator[ast.AST]:
             continue
         for alias in node.names:
             if (alias.asname or alias.name) in used:
-                parts = [*node.module.split("."), f"{alias.name}.py"]
-                other = ast.parse(root.joinpath(*parts).read_text(encoding="utf-8"))
+                module = f"{node.module}.{alias.name}"
+                path = root.joinpath(*module.split(".")).with_suffix(".py")
+                other = ast.parse(path.read_text(encoding="utf-8"))
                 for part in ast.walk(other):
                     if isinstance(part, ast.FunctionDef) and part.name == "define_flags":
-                        yield part
+                        yield module, part
 
 
-def _flags(tree: ast.AST) -> Iterator[Flag]:
+def _flags(tree: ast.AST, module: str) -> Iterator[Flag]:
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
@@ -81,10 +89,10 @@ def _flags(tree: ast.AST) -> Iterator[Flag]:
         keywords = {word.arg: word.value for word in node.keywords}
         if function in ("add_argument", "add") and name.value.startswith("--"):
             default = keywords.get("default")
-            yield Flag(name.value[2:], _source(default), _text(keywords.get("help")))
+            yield Flag(name.value[2:], _source(default), _text(keywords.get("help")), module)
         elif function.startswith("DEFINE_") and len(node.args) >= 2:
             text = keywords.get("help", node.args[-1])
-            yield Flag(name.value, _source(node.args[1]), _text(text))
+            yield Flag(name.value, _source(node.args[1]), _text(text), module)
 
 
 def _source(node: ast.expr | None) -> str:

@@ -6,12 +6,15 @@ The config's page has every field of the dataclasses, the commands' page every f
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import html
+import importlib
 import inspect
 import json
 import re
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from launch import commands
 from spell_jax import config as configs
@@ -90,10 +93,37 @@ def commands_page() -> str:
         if command.flags:
             rows = ["| flag | default | meaning |", "| --- | --- | --- |"]
             for flag in command.flags:
-                default = f"`{_cell(flag.default)}`" if flag.default else ""
+                default = f"`{_cell(_default(flag))}`" if flag.default else ""
                 rows.append(f"| `--{flag.name}` | {default} | {_cell(flag.help)} |")
             parts.append("\n".join(rows))
     return "\n\n".join(parts) + "\n"
+
+
+def _default(flag: commands.Flag) -> str:
+    """A flag's default as it is typed; as source if that is neither constant nor names one."""
+    node = ast.parse(flag.default, mode="eval").body
+    while isinstance(node, ast.Call) and node.args:  # list(TASKS), ",".join(map(str, SEEDS))
+        node = node.args[-1]
+    try:
+        value = ast.literal_eval(node)
+    except ValueError:
+        try:
+            value = _look_up(node, vars(importlib.import_module(flag.module)))
+        except KeyError:
+            return flag.default
+    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def _look_up(node: ast.expr, names: Mapping[str, Any]) -> Any:
+    """The value of NAME, NAME.field or NAME["key"]; KeyError for anything else."""
+    match node:
+        case ast.Name(name):
+            return names[name]
+        case ast.Attribute(value, name):
+            return getattr(_look_up(value, names), name)
+        case ast.Subscript(value, ast.Constant(key)):
+            return _look_up(value, names)[key]
+    raise KeyError(ast.unparse(node))
 
 
 def _plain(text: str) -> str:

@@ -212,7 +212,9 @@ def test_reference_has_every_field_and_flag():
     page = reference.config_page()
     for name in ("kv_cache_tokens", "questions_per_cluster", "learning_rate", "clip_high"):
         assert f"\n| `{name}` |" in page
-    assert "\n| `--lm_eval_tasks` |" in reference.commands_page()
+    page = reference.commands_page()
+    assert "\n| `--lm_eval_tasks` |" in page
+    assert "\n| `--slots` | `512` |" in page and "\n| `--seeds` | `0,1,2,3,4` |" in page
 
 
 @pytest.mark.slow

@@ -293,16 +293,25 @@ def main(_) -> None:
 
 
 if __name__ == "__main__":
-    defaults = QuestionRowConfig()
     flags.DEFINE_list("questions", None, "JSONL files of questions.", required=True)
     flags.DEFINE_string("out", None, "JSONL of rows to write.", required=True)
-    flags.DEFINE_integer("rows", defaults.rows, "Number of rows.")
-    flags.DEFINE_list("roles", list(map(str, defaults.roles)), f"Shares of {', '.join(ROLES)}.")
-    flags.DEFINE_list("tasks", list(defaults.tasks), "Tasks, in equal shares.")
-    flags.DEFINE_integer("documents_read", defaults.documents_read, "Most, of a responder row.")
-    flags.DEFINE_integer("documents_shown", defaults.documents_shown, "Most, of a questioner row.")
-    flags.DEFINE_float("history_share", defaults.history_share, "Questioner rows with history.")
-    flags.DEFINE_bool("computed", defaults.computed, "Use numbers that no document states.")
+    flags.DEFINE_integer("rows", QuestionRowConfig.rows, "Number of rows.")
+    flags.DEFINE_list(
+        "roles", list(map(str, QuestionRowConfig.roles)), f"Shares of {', '.join(ROLES)}."
+    )
+    flags.DEFINE_list("tasks", list(QuestionRowConfig.tasks), "Tasks, in equal shares.")
+    flags.DEFINE_integer(
+        "documents_read", QuestionRowConfig.documents_read, "Most, of a responder row."
+    )
+    flags.DEFINE_integer(
+        "documents_shown", QuestionRowConfig.documents_shown, "Most, of a questioner row."
+    )
+    flags.DEFINE_float(
+        "history_share", QuestionRowConfig.history_share, "Questioner rows with history."
+    )
+    flags.DEFINE_bool(
+        "computed", QuestionRowConfig.computed, "Use numbers that no document states."
+    )
     flags.DEFINE_string("prompts", "compact", "full, compact or a folder of templates.")
-    flags.DEFINE_integer("seed", defaults.seed, "Seed of all choices.")
+    flags.DEFINE_integer("seed", QuestionRowConfig.seed, "Seed of all choices.")
     entry.run_main(main)
