@@ -39,7 +39,7 @@ class Question:
     """A question with the lines that lead to its answer, in the order of the walk."""
 
     text: str
-    evidence: tuple[str, ...]  # one line for each hop, without the leading dash
+    evidence: tuple[str, ...]  # for each hop the relation and the person's line, without the dash
     answer: str
 
 

@@ -2,8 +2,8 @@
 
 The tail makes deeper questions and answers possible to sample at all; without it, reinforcement
 learning has nothing to reward. Each of its depths has half the rows of the one before. A responder
-walks the chain, one line for each hop. A questioner writes no thought: its own reference is a
-guess, which the frozen reader replaces.
+walks the chain: for each hop, the relation and the person's line. A questioner writes no thought:
+its own reference is a guess, which the frozen reader replaces.
 """
 
 from __future__ import annotations
