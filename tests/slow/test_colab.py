@@ -25,7 +25,11 @@ REAL_ROWS = 8
 REAL_VERDICTS = 16
 REAL_UPDATES = 1
 REAL_QUESTIONS = 1
-REAL_FLAGS = ["--config.algorithm.generation_batch=3", "--config.algorithm.max_generations=1"]
+REAL_FLAGS = [
+    "--config.algorithm.generation_batch=3",
+    "--config.algorithm.questions_per_cluster=1",
+    "--config.algorithm.max_generations=1",
+]
 SQUAD_ADDRESS = ""
 """
 
