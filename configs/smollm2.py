@@ -32,6 +32,7 @@ ARMS: Mapping[str, Mapping[str, Any]] = {
     # The cold-started policy's own questions, each about other documents, written once. A step
     # without proposals and verdicts samples so little that 16 questions are as fast as 8.
     "rlvr": {
+        "name": "rlvr",
         "static_questions": 240,
         "questions_per_cluster": 1,
         "questions": 16,
@@ -43,7 +44,7 @@ ARMS: Mapping[str, Mapping[str, Any]] = {
 def get_config(arm: str = "spell") -> Config:
     if arm not in ARMS:
         raise ValueError(f"configs/smollm2.py:{arm}: must be one of {', '.join(ARMS)}")
-    config = default_config("rlvr" if arm == "rlvr" else "spell")
+    config = default_config(ARMS[arm].get("name", "spell"))
     # An update takes minutes on a CPU; a run that is told to stop gets the time to end it.
     config.update(steps=100, evaluate=True, validate_every=10, checkpoint_every=5)
     config.preemption_limit_s = 600.0

@@ -100,30 +100,27 @@ def commands_page() -> str:
 
 
 def _default(flag: commands.Flag) -> str:
-    """A flag's default as it is typed; as source if that is neither constant nor names one."""
+    """The default of a flag as a user types it. A computed one is shown as its source."""
     node = ast.parse(flag.default, mode="eval").body
     while isinstance(node, ast.Call) and node.args:  # list(TASKS), ",".join(map(str, SEEDS))
         node = node.args[-1]
     try:
-        value = ast.literal_eval(node)
-    except ValueError:
-        try:
-            value = _look_up(node, vars(importlib.import_module(flag.module)))
-        except KeyError:
-            return flag.default
+        value = _look_up(node, flag.module)
+    except (AttributeError, ValueError):
+        return flag.default
     return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
-def _look_up(node: ast.expr, names: Mapping[str, Any]) -> Any:
-    """The value of NAME, NAME.field or NAME["key"]; KeyError for anything else."""
+def _look_up(node: ast.expr, module: str) -> Any:
+    """The value of a constant, NAME, NAME.field or NAME["key"], with the names of a module."""
     match node:
         case ast.Name(name):
-            return names[name]
+            return getattr(importlib.import_module(module), name)
         case ast.Attribute(value, name):
-            return getattr(_look_up(value, names), name)
-        case ast.Subscript(value, ast.Constant(key)):
-            return _look_up(value, names)[key]
-    raise KeyError(ast.unparse(node))
+            return getattr(_look_up(value, module), name)
+        case ast.Subscript(value, key):
+            return _look_up(value, module)[_look_up(key, module)]
+    return ast.literal_eval(node)
 
 
 def _plain(text: str) -> str:
