@@ -22,7 +22,8 @@ class Curve(Benchmark):
 
     --workdir=RUN draws the run's curve beside the kept ones. With --save=FILE, a new file
     docs/measurements/curve_NAME.json, the curve is kept for every later call. A run on given
-    questions begins with its evaluation before the first update, whose 95 % interval is the band.
+    questions has its evaluations before the first and after the last update, too, and the 95 %
+    interval as a band.
     """
 
     workdir: Annotated[str, "folder of a run; none: only the curves kept in --folder"] = ""
@@ -43,20 +44,20 @@ class Curve(Benchmark):
 
 
 def read_curve(workdir: pathlib.Path, metric: str = "") -> dict[str, Any]:
-    """Steps and accuracies of a run, and the half width of the interval before if it is known."""
-    lines = list(read_metrics(workdir))
+    """Steps and accuracies of a run, and the half width of the interval if it was evaluated."""
+    lines, half = list(read_metrics(workdir)), None
     wanted = [metric] if metric else METRICS
-    name = next((name for name in wanted if any(name in line for line in lines)), None)
-    if name is None:
-        raise ValueError(f"workdir = {str(workdir)!r}: no step has {' or '.join(wanted)}")
-    points = [(line["step"], line[name]) for line in lines if name in line]
-    half = None
+    name = next((name for name in wanted if any(name in line for line in lines)), wanted[-1])
+    points = {line["step"]: line[name] for line in lines if name in line}
     file = workdir / "evaluation.json"
     if name == "eval/all" and file.exists():
-        report = json.loads(file.read_text(encoding="utf-8"))["before"]
-        accuracy, half = next(iter(report.values()))["all"][""]
-        points.insert(0, (0, accuracy))
-    steps, accuracy = zip(*points, strict=True)
+        reports = json.loads(file.read_text(encoding="utf-8"))
+        for step, moment in ((0, "before"), (lines[-1]["step"], "after")):
+            if moment in reports:
+                points[step], half = next(iter(reports[moment].values()))["all"][""]
+    if not points:
+        raise ValueError(f"workdir = {str(workdir)!r}: no step has {' or '.join(wanted)}")
+    steps, accuracy = zip(*sorted(points.items()), strict=True)
     return {"steps": steps, "accuracy": accuracy, "half": half}
 
 

@@ -300,16 +300,21 @@ def test_curve_of_a_run_is_plotted_beside_kept_ones(tmp_path: pathlib.Path) -> N
     kept.mkdir()
     lines = [{"step": step, "eval/all": step / 100} for step in (10, 20)] + [{"step": 21}]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    report = {"responder accuracy (rule)": {"all": {"": [0.05, 0.02]}}}
-    (folder / "evaluation.json").write_text(json.dumps({"before": report}))
+    reports = {
+        moment: {"responder accuracy (rule)": {"all": {"": [accuracy, 0.02]}}}
+        for moment, accuracy in (("before", 0.05), ("after", 0.3))
+    }
+    (folder / "evaluation.json").write_text(json.dumps(reports))
     values = {"label": "demo", "steps": [0, 9], "accuracy": [0.1, 0.2]}
     (kept / "curve_demo.json").write_text(json.dumps({"values": values}))
     flags = [f"--folder={kept}", f"--out={tmp_path / 'figure.svg'}"]
     found = run(["curve", f"--workdir={folder}", *flags])
-    assert (found["steps"], found["accuracy"]) == ((0, 10, 20), (0.05, 0.1, 0.2))
+    assert (found["steps"], found["accuracy"]) == ((0, 10, 20, 21), (0.05, 0.1, 0.2, 0.3))
     assert (found["label"], found["half"]) == ("smollm2", 0.02)
     picture = (tmp_path / "figure.svg").read_text()
     assert "smollm2" in picture and "demo" in picture
     (folder / "metrics.jsonl").write_text('{"step": 1}\n')
+    assert run(["curve", f"--workdir={folder}", *flags])["accuracy"] == (0.05, 0.3)
+    (folder / "evaluation.json").unlink()
     with pytest.raises(ValueError, match="no step has eval/responder or eval/all"):
         run(["curve", f"--workdir={folder}", *flags])
