@@ -110,7 +110,7 @@ def build(
     """A build with a server, as from the command line."""
 
     def endpoint(model: str) -> Endpoint:
-        return Endpoint(JudgeConfig(server.url, model, attempts=1, workers=1, timeout_s=20.0))
+        return Endpoint(JudgeConfig(server.url, model, attempts=1, workers=1, timeout_s=60.0))
 
     given = {"attempts": len(ENDS), "batch": len(ENDS), "documents": 2, "prompt_set": "compact"}
     settings = Settings(**(given | {"agreement": agreement} | changes))
