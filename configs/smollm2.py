@@ -65,8 +65,9 @@ def get_config(arm: str = "spell") -> Config:
         config.data.update(tasks=("general_qa",), task_weights=(1.0,))
 
     config.sampler.update(max_prompt=2048, max_tokens=128, max_verdict_tokens=8)
-    config.sampler.update(page_size=64, kv_cache_tokens=98_304, slots=64)
-    config.sampler.update(prefill_tokens=2048, decode_tokens=32)
+    config.sampler.update(page_size=64, kv_cache_tokens=98_304, decode_tokens=32)
+    # A step has few short prompts: with 2048 and 64, a rollout took 96 s instead of 81 s.
+    config.sampler.update(prefill_tokens=512, slots=32)
     config.optimizer.update(learning_rate=5e-5, b2=0.95)
     config.packing.update(buckets=((512, 256), (1024, 512), (2304, 1024)), token_budget=2304)
     return config
