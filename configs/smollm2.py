@@ -9,13 +9,15 @@
     python -m data_pipeline.article_questions --rows=$SQUAD --articles=17-24 --paragraphs=8 \
         --sets=1 --per_article=15 --seed=1 --out=runs/smollm2/held_out_8.jsonl
     cat runs/smollm2/held_out_[48].jsonl > runs/smollm2/held_out.jsonl
+    python -m data_pipeline.article_questions --rows=$SQUAD --articles=9-16 --paragraphs=2 \
+        --per_article=60 --out=runs/smollm2/labelled.jsonl  # for the arm "labelled" alone
     python -m spell_jax.train --config=configs/smollm2.py --workdir=runs/smollm2/spell
 
 The cold start (configs/smollm2_cold_start.py) comes first. The documents are filings, books,
 speeches, and the paragraphs of articles without their questions. The policy is measured before and
 after on people's questions about articles that neither stage has seen, with four and eight
-paragraphs. --config=configs/smollm2.py:ARM is one of ARMS: SPELL, its controls, and SPELL with
-better references. Hardware: 2 CPU cores; time and accuracies: docs/smollm2.md.
+paragraphs. --config=configs/smollm2.py:ARM is one of ARMS: SPELL, its controls, SPELL with better
+references, and RLVR with labels. Hardware: 2 CPU cores; time and accuracies: docs/smollm2.md.
 """
 
 from collections.abc import Mapping
@@ -24,6 +26,8 @@ from typing import Any
 from spell_jax.config import default_config
 from spell_jax.runtime.config import Config
 
+# RLVR: a step without proposals and verdicts samples so little that 16 questions are as fast as 8.
+_RLVR = {"name": "rlvr", "questions": 16, "questions_per_cluster": 1, "responder_reward": "rule"}
 # Arm -> changed fields of the algorithm.
 ARMS: Mapping[str, Mapping[str, Any]] = {
     "spell": {},
@@ -32,15 +36,11 @@ ARMS: Mapping[str, Mapping[str, Any]] = {
     # Most of the questioner's references are wrong (docs/smollm2.md): a frozen reader's, where all
     # of its answers agree, and only the task of which a fair part was right.
     "reader": {"reference_source": "frozen_reader", "reader_unanimous": True},
-    # The cold-started policy's own questions, each about other documents, written once. A step
-    # without proposals and verdicts samples so little that 16 questions are as fast as 8.
-    "rlvr": {
-        "name": "rlvr",
-        "static_questions": 240,
-        "questions_per_cluster": 1,
-        "questions": 16,
-        "responder_reward": "rule",
-    },
+    # The cold-started policy's own questions, each about other documents, written once.
+    "rlvr": {**_RLVR, "static_questions": 240},
+    # People's questions about the articles whose paragraphs the other arms read without them: what
+    # right references are worth.
+    "labelled": _RLVR,
 }
 
 
@@ -56,13 +56,15 @@ def get_config(arm: str = "spell") -> Config:
     config.data.source = "runs/smollm2/clusters"
     config.data.validation = "runs/smollm2/held_out.jsonl"
     config.data.max_document_tokens = 160
+    if arm in ("reader", "labelled"):
+        config.data.update(tasks=("general_qa",), task_weights=(1.0,))
+    if arm == "labelled":
+        config.data.update(source="", questions="runs/smollm2/labelled.jsonl")
 
     config.algorithm.update(prompts="compact", questions=8, generation_batch=16)
     config.algorithm.update(max_generations=2, documents=(2,), verifier_group_size=4)
     config.algorithm.questions_per_cluster = 4  # proposals about documents that are read once
     config.algorithm.update(ARMS[arm])
-    if arm == "reader":
-        config.data.update(tasks=("general_qa",), task_weights=(1.0,))
 
     config.sampler.update(max_prompt=2048, max_tokens=128, max_verdict_tokens=8)
     config.sampler.update(page_size=64, kv_cache_tokens=98_304, decode_tokens=32)
