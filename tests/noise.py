@@ -219,7 +219,7 @@ def give_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     fake_rules = SimpleNamespace(
         extract_answer=lambda text, task: str(_sum(text) % 2),
-        score=lambda text, reference, task: float(str(_sum(text) % 2) == reference),
+        score=lambda text, reference, task, *_: float(str(_sum(text) % 2) == reference),
         same_answer=lambda first, second, task: first == second,
         normalize_answer=rules.normalize_answer,
     )
@@ -244,7 +244,7 @@ def give_evidence_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eapo, "evidence", SimpleNamespace(**vars(evidence) | fakes))
     fake_rules = SimpleNamespace(
         extract_answer=lambda text, task: text[-1:],
-        score=lambda text, reference, task: float(text.endswith(str(_sum(reference) % 2))),
+        score=lambda text, reference, task, *_: float(text.endswith(str(_sum(reference) % 2))),
     )
     monkeypatch.setattr(eapo, "rules", fake_rules)
 

@@ -32,7 +32,7 @@ Episode = Any  # a frozen dataclass of the algorithm
 Key = tuple[int, int]
 # (question, prediction, reference) triples -> 1 (right), 0 (wrong) or -1 (no verdict).
 JudgeFunction = Callable[[Sequence[tuple[str, str, str]]], Sequence[int]]
-RULES = ("match", "judge", "match_or_judge")  # compare texts, ask an external judge, or both
+RULES = ("match", "exact", "judge", "match_or_judge")  # compare texts, or ask an external judge
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,9 +46,10 @@ class AlgorithmConfig:
       judge_model: name of the judge's model at that endpoint.
       judge_template: what that judge is asked: "yes_no", whether an answer agrees with the
         reference (Table 5), or "grades", EAPO's three grades (its Appendix E).
-      rule: how answers are scored: "match" compares texts, numbers and letters; "judge" asks the
-        external judge; "match_or_judge" takes the larger of both scores, and asks the judge only
-        about answers that "match" scores below 1 (QwenLong-L1, arXiv 2505.17667).
+      rule: how answers are scored: "match" compares numbers and letters, and texts, which contain
+        the reference (cover exact match); with "exact" they equal it; "judge" asks the external
+        judge; "match_or_judge" takes the larger of both scores, and asks the judge only about
+        answers that "match" scores below 1 (QwenLong-L1, arXiv 2505.17667).
     """
 
     name: str = ""
@@ -67,7 +68,7 @@ class AlgorithmConfig:
 
     def check_judge(self) -> None:
         """Raises ValueError if the rule needs a judge and none is configured."""
-        if self.rule == "match":
+        if "judge" not in self.rule:
             return
         if not self.judge_url.startswith(("http://", "https://")):
             raise ValueError(

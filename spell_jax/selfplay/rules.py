@@ -81,31 +81,31 @@ def normalize_answer(text: str) -> str:
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
-def is_correct(prediction: str, reference: str, task: str) -> bool:
+def is_correct(prediction: str, reference: str, task: str, rule: str = "match") -> bool:
     """Return whether an extracted `prediction` agrees with an extracted `reference`.
 
-    general_qa: the normalized prediction contains the normalized reference (cover exact match).
+    general_qa: the normalized prediction contains the normalized reference, or equals it ("exact").
     financial_math: the numbers agree (`same_number`); text that is not a number is wrong.
     multiple_choice: the letters are equal. An empty prediction or reference is wrong.
     """
     check_task(task)
     if task == "general_qa":
-        wanted = normalize_answer(reference)
-        return bool(wanted) and wanted in normalize_answer(prediction)
+        wanted, found = normalize_answer(reference), normalize_answer(prediction)
+        return bool(wanted) and (wanted == found if rule == "exact" else wanted in found)
     if task == "financial_math":
         values = _both_numbers(prediction, reference)
         return values is not None and same_number(*values)
     return prediction in LETTERS and prediction == reference
 
 
-def score(response_text: str, reference: str, task: str) -> float:
+def score(response_text: str, reference: str, task: str, rule: str = "match") -> float:
     """Return the rule reward of a whole response against a reference answer: 0.0 or 1.0.
 
-    `reference` is the bare answer, or a sentence that states it ("The correct answer is X").
+    `reference` is the bare answer, or "The correct answer is X"; `rule` as in AlgorithmConfig.
     """
     prediction = extract_answer(response_text, task)
     wanted = find_answer(reference, task) or _first_line(reference)
-    return float(prediction is not None and is_correct(prediction, wanted, task))
+    return float(prediction is not None and is_correct(prediction, wanted, task, rule))
 
 
 def same_answer(first: str, second: str, task: str) -> bool:

@@ -173,7 +173,7 @@ def _make_text_sampler(model: Model, config: SamplerConfig, mesh: jax.sharding.M
 
 
 def _make_judge(algorithm: AlgorithmConfig, prompts: prompt_sets.Prompts) -> JudgeFunction | None:
-    if algorithm.rule == "match":
+    if "judge" not in algorithm.rule:
         return None
     config = JudgeConfig(algorithm.judge_url, algorithm.judge_model, os.environ.get(JUDGE_KEY))
     write, parse = JUDGE_TEMPLATES[algorithm.judge_template]

@@ -217,6 +217,17 @@ def test_any_two_strings_get_a_score_of_0_or_1(response, reference, task):
     assert same_answer(response, reference, task) == same_answer(reference, response, task)
 
 
+def test_exact_rule_counts_no_longer_answer():
+    for text, right in (
+        ("The answer is the Astra 2A.", True),
+        ("The answer is Astra 2A or 2B", False),
+    ):
+        assert score(text, "Astra 2A", "general_qa", rule="exact") == float(right), text
+        assert score(text, "Astra 2A", "general_qa") == 1.0
+    for answer, task in (("12.5", "financial_math"), ("B", "multiple_choice")):
+        assert score(f"The answer is {answer}.", answer, task, rule="exact") == 1.0
+
+
 @given(st.text(min_size=1), st.sampled_from(TASKS))
 def test_readable_answer_is_correct_against_itself(answer, task):
     if same_answer(answer, answer, task):

@@ -86,7 +86,7 @@ class Eapo:
             response=reply,
             answers=tuple(answers),
             predictions=tuple(s and rules.extract_answer(s, e.task) for s in stated),
-            rule=tuple(rules.score(s or "", e.reference, e.task) for s in stated),
+            rule=tuple(rules.score(s or "", e.reference, e.task, self.config.rule) for s in stated),
             verbatim=tuple(a and evidence.verbatim_share(a.evidence, documents) for a in answers),
             supported=tuple(
                 evidence.precision_and_recall(a.evidence, known) if a and known else None

@@ -56,10 +56,12 @@ class ShortToLong(Rlvr):
             e,
             response=long,
             predictions=tuple(rules.extract_answer(text, e.task) for text in long.texts),
-            rule=tuple(rules.score(text, e.reference, e.task) for text in long.texts),
+            rule=tuple(rules.score(t, e.reference, e.task, self.config.rule) for t in long.texts),
             short_response=short,
             short_predictions=tuple(rules.extract_answer(text, e.task) for text in short.texts),
-            short_rule=tuple(rules.score(text, e.reference, e.task) for text in short.texts),
+            short_rule=tuple(
+                rules.score(t, e.reference, e.task, self.config.rule) for t in short.texts
+            ),
         )
 
     def choose(self, episode: PairEpisode) -> tuple[int, int] | str:

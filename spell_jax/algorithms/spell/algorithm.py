@@ -240,7 +240,7 @@ class Spell:
             e,
             response=reply,
             predictions=tuple(rules.extract_answer(text, e.task) for text in reply.texts),
-            rule=tuple(rules.score(text, e.reference, e.task) for text in reply.texts),
+            rule=tuple(rules.score(t, e.reference, e.task, self.config.rule) for t in reply.texts),
         )
 
     # 5. The verifier compares answers with the reference.
