@@ -27,27 +27,42 @@ from spell_jax.config import default_config
 from spell_jax.runtime.config import Config
 
 # RLVR: a step without proposals and verdicts samples so little that 16 questions are as fast as 8.
-_RLVR = {"name": "rlvr", "questions": 16, "questions_per_cluster": 1, "responder_reward": "rule"}
-# Arm -> changed fields of the algorithm.
+_RLVR = {
+    "algorithm.name": "rlvr",
+    "algorithm.questions": 16,
+    "algorithm.questions_per_cluster": 1,
+    "algorithm.responder_reward": "rule",
+}
+_GENERAL = {"data.tasks": ("general_qa",), "data.task_weights": (1.0,)}
+# Arm -> changed fields.
 ARMS: Mapping[str, Mapping[str, Any]] = {
     "spell": {},
-    "frozen": {"train_questioner": False},
-    "random": {"responder_reward": "random"},
+    "frozen": {"algorithm.train_questioner": False},
+    "random": {"algorithm.responder_reward": "random"},
     # Most of the questioner's references are wrong (docs/smollm2.md): a frozen reader's, where all
     # of its answers agree, and only the task of which a fair part was right.
-    "reader": {"reference_source": "frozen_reader", "reader_unanimous": True},
+    "reader": {
+        "algorithm.reference_source": "frozen_reader",
+        "algorithm.reader_unanimous": True,
+        **_GENERAL,
+    },
     # The cold-started policy's own questions, each about other documents, written once.
-    "rlvr": {**_RLVR, "static_questions": 240},
+    "rlvr": {**_RLVR, "algorithm.static_questions": 240},
     # People's questions about the articles whose paragraphs the other arms read without them: what
     # right references are worth.
-    "labelled": _RLVR,
+    "labelled": {
+        **_RLVR,
+        **_GENERAL,
+        "data.source": "",
+        "data.questions": "runs/smollm2/labelled.jsonl",
+    },
 }
 
 
 def get_config(arm: str = "spell") -> Config:
     if arm not in ARMS:
         raise ValueError(f"configs/smollm2.py:{arm}: must be one of {', '.join(ARMS)}")
-    config = default_config(ARMS[arm].get("name", "spell"))
+    config = default_config(ARMS[arm].get("algorithm.name", "spell"))
     # An update takes minutes on a CPU; a run that is told to stop gets the time to end it.
     config.update(steps=100, evaluate=True, validate_every=10, checkpoint_every=5)
     config.preemption_limit_s = 600.0
@@ -56,15 +71,10 @@ def get_config(arm: str = "spell") -> Config:
     config.data.source = "runs/smollm2/clusters"
     config.data.validation = "runs/smollm2/held_out.jsonl"
     config.data.max_document_tokens = 160
-    if arm in ("reader", "labelled"):
-        config.data.update(tasks=("general_qa",), task_weights=(1.0,))
-    if arm == "labelled":
-        config.data.update(source="", questions="runs/smollm2/labelled.jsonl")
 
     config.algorithm.update(prompts="compact", questions=8, generation_batch=16)
     config.algorithm.update(max_generations=2, documents=(2,), verifier_group_size=4)
     config.algorithm.questions_per_cluster = 4  # proposals about documents that are read once
-    config.algorithm.update(ARMS[arm])
 
     config.sampler.update(max_prompt=2048, max_tokens=128, max_verdict_tokens=8)
     config.sampler.update(page_size=64, kv_cache_tokens=98_304, decode_tokens=32)
@@ -72,4 +82,5 @@ def get_config(arm: str = "spell") -> Config:
     config.sampler.update(prefill_tokens=512, slots=32)
     config.optimizer.update(learning_rate=5e-5, b2=0.95)
     config.packing.update(buckets=((512, 256), (1024, 512), (2304, 1024)), token_budget=2304)
+    config.update_from_flattened_dict(ARMS[arm])
     return config
