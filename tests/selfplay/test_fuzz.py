@@ -21,6 +21,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -378,32 +379,37 @@ class Evaluated(BaseException):
 
 
 WATCHED = ("exec", "compile", "import", "os.", "subprocess.", "pickle.", "socket.", "open")
-_watching = False
+_watched: int | None = None  # a thread; those that earlier tests left may do as they like
 
 
 def _hook(event: str, _: object) -> None:
-    if _watching and event.startswith(WATCHED):
+    if _watched == threading.get_ident() and event.startswith(WATCHED):
         raise Evaluated(event)
 
 
 @contextmanager
 def nothing_may_run() -> Iterator[None]:
     """Fail on audit events of Python that run code, and on calls of the evaluators."""
-    global _watching
+    global _watched
 
-    def refuse(*_: object, **__: object) -> None:
-        raise Evaluated("an evaluator was called")
+    def guarded(evaluator: Any) -> Any:
+        def call(*arguments: Any, **named: Any) -> Any:
+            if _watched == threading.get_ident():
+                raise Evaluated("an evaluator was called")
+            return evaluator(*arguments, **named)
+
+        return call
 
     # Patched by hand: pytest's own patching imports while the first patches are in place.
     found = [(module, name, getattr(module, name)) for module, name in evaluators()]
     sys.addaudithook(_hook)  # stays forever, inactive
     try:
-        for module, name, _ in found:
-            setattr(module, name, refuse)
-        _watching = True
+        for module, name, evaluator in found:
+            setattr(module, name, guarded(evaluator))
+        _watched = threading.get_ident()
         yield
     finally:
-        _watching = False
+        _watched = None
         for module, name, evaluator in found:
             setattr(module, name, evaluator)
 
