@@ -52,7 +52,8 @@ def read_curve(workdir: pathlib.Path, metric: str = "") -> dict[str, Any]:
     file = workdir / "evaluation.json"
     if name == "eval/all" and file.exists():
         reports = json.loads(file.read_text(encoding="utf-8"))
-        for step, moment in ((0, "before"), (lines[-1]["step"], "after")):
+        last = lines[-1]["step"] if lines else 0
+        for step, moment in ((0, "before"), (last, "after")):
             if moment in reports:
                 points[step], half = next(iter(reports[moment].values()))["all"][""]
     if not points:

@@ -315,6 +315,9 @@ def test_curve_of_a_run_is_plotted_beside_kept_ones(tmp_path: pathlib.Path) -> N
     assert "smollm2" in picture and "demo" in picture
     (folder / "metrics.jsonl").write_text('{"step": 1}\n')
     assert run(["curve", f"--workdir={folder}", *flags])["accuracy"] == (0.05, 0.3)
+    (folder / "metrics.jsonl").write_text("")  # a run that is still before its first update
+    (folder / "evaluation.json").write_text(json.dumps({"before": reports["before"]}))
+    assert run(["curve", f"--workdir={folder}", *flags])["steps"] == (0,)
     (folder / "evaluation.json").unlink()
     with pytest.raises(ValueError, match="no step has eval/responder or eval/all"):
         run(["curve", f"--workdir={folder}", *flags])

@@ -63,12 +63,12 @@ class Spell:
         """Rounds of self-play until enough questions have mixed rewards, or the cap is reached."""
         rng = np.random.default_rng([*key])
         if self.config.mapping == PROGRESS:
-            progress.measure(self.probes, models, self.prompts, self.stream, self.config.group_size)
+            progress.measure(self.config, self.probes, models, self.prompts, self.stream)
         batches = (self._roll_out(models, self.start_episodes(rng)) for _ in itertools.count())
         episodes = self.fill(batches, rng)
         self.remember(episodes)
         if self.config.mapping == PROGRESS:
-            progress.push(self.probes, episodes, rng)
+            progress.push(self.config, self.probes, episodes, rng)
         return episodes
 
     def _roll_out(self, models: Models, episodes: Sequence[Episode]) -> list[Episode]:
@@ -200,7 +200,7 @@ class Spell:
 
     async def filter(self, ask: Ask, episode: Episode) -> Episode:
         """Rejects an accepted question that is answered right without documents, by the rule."""
-        e, samples = episode, self.config.grounding_samples
+        e, samples, rule = episode, self.config.grounding_samples, self.config.rule
         if e.status != "accepted" or not samples:
             return e
         (reply,) = await ask("responder", [self.prompts.responder(e.task, (), e.question)], samples)
@@ -208,7 +208,7 @@ class Spell:
         e = replace(
             e,
             blind=tuple(rules.extract_answer(text, e.task) for text in texts),
-            blind_scores=tuple(rules.score(text, e.reference, e.task) for text in texts),
+            blind_scores=tuple(rules.score(text, e.reference, e.task, rule) for text in texts),
         )
         return self._reject_known(e) if self._judge is None else e
 

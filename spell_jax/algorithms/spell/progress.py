@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from spell_jax.algorithms.base import Ask, Models, Reply
+from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.algorithms.spell.episode import Episode
 from spell_jax.data.stream import TaskStream
 from spell_jax.selfplay import rules
@@ -15,30 +16,33 @@ from spell_jax.selfplay.prompts import Prompts
 
 
 def measure(
-    probes: ProbeSet, models: Models, prompts: Prompts, stream: TaskStream, group: int
+    config: SpellConfig, probes: ProbeSet, models: Models, prompts: Prompts, stream: TaskStream
 ) -> None:
-    """Asks all probes again, `group` times each; a prompt over the cap counts as unsolved."""
+    """Asks all probes again, group_size times each; a prompt over the cap counts as unsolved."""
 
     async def ask_probe(ask: Ask, probe: Probe) -> float:
         (cluster,) = stream.read([probe.cluster])
         text = prompts.responder(probe.task, cluster.documents, probe.question)
-        (reply,) = await ask("responder", [text], group)
-        return _solve_rate(reply, probe.reference, probe.task)
+        (reply,) = await ask("responder", [text], config.group_size)
+        return _solve_rate(config, reply, probe.reference, probe.task)
 
     probes.measure(models.run_all(ask_probe, probes.probes))
 
 
-def push(probes: ProbeSet, episodes: Sequence[Episode], rng: np.random.Generator) -> None:
+def push(
+    config: SpellConfig, probes: ProbeSet, episodes: Sequence[Episode], rng: np.random.Generator
+) -> None:
     """Makes some of a step's answered questions probes."""
     made = []
     for e in episodes:
         if e.response is not None:
-            rate = _solve_rate(e.response, e.reference, e.task)
+            rate = _solve_rate(config, e.response, e.reference, e.task)
             made.append(Probe(e.task, e.cluster.id, e.question, e.reference, rate, rate))
     probes.push(made, rng)
 
 
-def _solve_rate(reply: Reply | None, reference: str, task: str) -> float:
+def _solve_rate(config: SpellConfig, reply: Reply | None, reference: str, task: str) -> float:
     """The share of right answers by the rule, whatever else their rewards depend on."""
     texts = () if reply is None else reply.texts
-    return float(np.mean([rules.score(text, reference, task) for text in texts] or [0.0]))
+    scores = [rules.score(text, reference, task, config.rule) for text in texts]
+    return float(np.mean(scores or [0.0]))

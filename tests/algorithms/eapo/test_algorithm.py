@@ -244,6 +244,16 @@ def test_reward_model_setting_selects_the_models(how, models, trained):
     assert ("scoring_failed" in means) == bool(models)
 
 
+@pytest.mark.parametrize(("rule", "scores"), [("match", (1, 0, 0, 1)), ("exact", (0, 0, 0, 0))])
+def test_rule_of_the_config_scores_answers(rule, scores):
+    question = ask_about(0)  # the policy says alpha0
+    shorter = dataclasses.replace(question, answer="alpha")
+    algorithm = make_algorithm([shorter], None, group_size=len(HALF), rule=rule)
+    models = ScriptedModels(Script([question], {0: HALF}, {0: ("1 5\n2 1\n3 3",)}, ()))
+    (episode,) = roll_out(algorithm, models, 1)
+    assert "alpha0" in episode.predictions and episode.rule == scores
+
+
 def test_judge_replaces_the_rule_for_well_formed_answers():
     asked = []
 

@@ -71,6 +71,14 @@ def test_answer_after_the_short_context_is_preferred_behind_the_long_prompt():
         json.dumps(record)
 
 
+@pytest.mark.parametrize(("rule", "score"), [("match", 1.0), ("exact", 0.0)])
+def test_rule_of_the_config_scores_both_answers(rule, score):
+    algorithm = given_algorithm(rule=rule)
+    models = ScriptedModels(lambda *_: "The answer is right or wrong")
+    for e in roll_out(algorithm, models, 1):
+        assert (e.rule, e.short_rule) == ((score,), (score,))
+
+
 def test_equal_answers_and_prompts_over_the_cap_make_no_pair():
     same = ScriptedModels(lambda *_: "The answer is right")
     algorithm = given_algorithm()

@@ -303,6 +303,26 @@ def test_judge_can_raise_the_scores_of_the_rule():
     assert record["judge"] == [None, None, 1, None]  # in the places of the answers
 
 
+class Wordy(Script):
+    """Models whose responder adds words to each answer."""
+
+    def __call__(self, role: str, prompt: str, sibling: int, model: str) -> str | None:
+        text = super().__call__(role, prompt, sibling, model)
+        return f"{text} and more" if role == "responder" else text
+
+
+@pytest.mark.parametrize(
+    ("rule", "status", "rate"), [("match", "ungrounded", 1.0), ("exact", "accepted", 0.0)]
+)
+def test_rule_of_the_config_scores_answers_blind_answers_and_probes(rule, status, rate):
+    rows = [Row(QA, "ok", 1, 4, 0, 0), Row(QA, "ok", 0, 4, 0, 0)]
+    algorithm = make_algorithm(rows, rule=rule, mapping="progress", probes=4)
+    episodes = sorted(roll_out(algorithm, ScriptedModels(Wordy(rows)), 1), key=number)
+    assert [e.status for e in episodes] == [status, "accepted"]
+    assert episodes[1].rule == (rate,) * 4
+    assert {probe.first for probe in algorithm.probes.probes} == {rate}
+
+
 def frozen_reader(reader, rows=ROWS, **options) -> Rollout:
     script = Script(rows, reader=reader, verdicts=VERDICTS, over=options.pop("over", never))
     return Rollout(rows, script=script, reference_source="frozen_reader", **options)
