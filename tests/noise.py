@@ -130,7 +130,8 @@ def give_data(config: Any, folder: pathlib.Path) -> None:
     question = {"task": "general_qa", "documents": ["A"], "question": "B?", "answer": "C"}
     (folder / "questions.jsonl").write_text(json.dumps(question))
     inputs, data = registry.ALGORITHMS[config.algorithm.name].inputs, config.data
-    if inputs == ("questions",) and not pathlib.Path(data.questions).is_file():
+    needs_questions = inputs == ("questions",) or data.questions
+    if needs_questions and not pathlib.Path(data.questions).is_file():
         data.questions = str(folder / "questions.jsonl")
     if data.validation and not pathlib.Path(data.validation).is_file():
         data.validation = str(folder / "questions.jsonl")
