@@ -180,7 +180,9 @@ def make_overview(
     places = [_places(run, x) for run in runs]
     configs = [_config(run.workdir) for run in runs]
     groups = group_by_seed(configs)
-    labels = _labels(groups, configs, [str(run.workdir) for run in runs])
+    folders = [str(run.workdir) for run in runs]
+    short = [run.workdir.name for run in runs]
+    labels = _labels(groups, configs, short if len(set(short)) == len(runs) else folders)
     records = [_with_counted(run.records, some) for run, some in zip(runs, read, strict=True)]
     names = {
         name: None
@@ -192,7 +194,7 @@ def make_overview(
     shown = {name for panel in panels for name in panel.metrics.values()}
     return {
         "title": ", ".join(dict.fromkeys(run.workdir.name for run in runs)),
-        "runs": [str(run.workdir) for run in runs],
+        "runs": folders,
         "groups": [
             {
                 "name": label,
@@ -228,7 +230,7 @@ def _labels(
     configs: Sequence[Mapping[str, Any] | None],
     names: Sequence[str],
 ) -> list[str]:
-    """Labels of the groups: the config fields that differ, or folders if these are too many."""
+    """Labels of the groups: the config fields that differ, or names if these are too many."""
     fields = [dict(flat(configs[members[0]] or {})) for members in groups]
     all_names = dict.fromkeys(name for some in fields for name in some if name != "seed")
     differing = [n for n in all_names if len({json.dumps(some.get(n)) for some in fields}) > 1]

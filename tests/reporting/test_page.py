@@ -17,7 +17,7 @@ from etils import epath
 from benchmarks import browser
 from benchmarks.report import CONFIG, TASKS, Sizes, Writer, measured, write_run
 from spell_jax.reporting import page as report_page
-from spell_jax.reporting.episodes import choose, choose_episodes, outcome
+from spell_jax.reporting.episodes import Episodes, choose, choose_episodes, outcome
 from spell_jax.reporting.page import RunData, group_by_seed, write_page
 from spell_jax.reporting.panels import choose_panels
 from spell_jax.runtime.episodes import read_episodes
@@ -299,6 +299,16 @@ def test_groups_differing_in_many_fields_are_labeled_by_folder():
     many = [dict.fromkeys("abcd", n) for n in range(2)]
     assert report_page._labels([[0], [1]], many, ["x", "y"]) == ["x", "y"]
     assert report_page._labels([[0], [1]], [few[0], None], ["x", "y"]) == ["x", "y"]
+
+
+def test_runs_are_called_by_the_names_of_their_folders_if_these_differ():
+    def called(*folders: str) -> list[str]:
+        runs = [RunData(epath.Path(folder), [{"step": 1}], None) for folder in folders]
+        made = report_page.make_overview(runs, [Episodes() for _ in runs])
+        return [group["name"] for group in made["groups"]]
+
+    assert called("a/x", "b/y") == ["x", "y"]
+    assert called("a/x", "b/x") == ["a/x", "b/x"]
 
 
 def test_a_curve_has_a_bounded_number_of_points(monkeypatch):

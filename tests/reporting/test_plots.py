@@ -7,6 +7,7 @@ import functools
 import numpy as np
 import pytest
 from etils import epath
+from matplotlib import image
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
@@ -129,6 +130,19 @@ def test_mapping_plot_has_curve_and_points():
     (points,) = axes.collections
     assert points.get_offsets().tolist() == [[0.5, 0.25], [1.0, 0.5]]
     assert points.get_sizes().tolist() == [34, 124]
+
+
+def test_legend_with_many_labels_is_beside_the_plot(tmp_path):
+    widths = []
+    for count in (6, 7):
+        names = [str(n) for n in range(count)]
+        panel = {"metrics": dict.fromkeys(names, "x"), "stacked": False}
+        draw = functools.partial(
+            plots._draw_curves, panel=panel, groups=[group("g", x=[[1], [1.0]])]
+        )
+        path = plots._save(epath.Path(tmp_path / f"{count}.png"), [plots.Plot("title", draw)])
+        widths.append(image.imread(path).shape[1])
+    assert widths[1] > widths[0]
 
 
 def test_file_names_are_valid_and_distinct():
