@@ -218,19 +218,19 @@ def test_interrupted_build_resumes_without_repeating_requests(
     server, tmp_path, monkeypatch, fault, batch
 ):
     build(tmp_path / "whole", server, batch=batch)
-    wanted = collections.Counter(map(json.dumps, server.requests))
-    server.requests.clear()
+    requests = len(server.requests)
     monkeypatch.setenv(fault_injection.VARIABLE, f"{fault}:raise")
+    out = tmp_path / "out"
     with pytest.raises(fault_injection.Fault):
-        build(tmp_path / "out", server, batch=batch)
-    assert not (tmp_path / "out" / "questions.jsonl").exists()
+        build(out, server, batch=batch)
+    assert not (out / "questions.jsonl").exists()
+    replies = sum(file.read_text().count("\n") for file in out.glob("*.jsonl"))
     monkeypatch.delenv(fault_injection.VARIABLE)
-    build(tmp_path / "out", server, batch=batch)
-    assert files(tmp_path / "out") == files(tmp_path / "whole")
-    found = collections.Counter(map(json.dumps, server.requests))
-    more = found - wanted
-    # The attempt in progress and rejected requests leave nothing on disk.
-    assert set(found) == set(wanted) and more.total() <= 1 + 3
+    server.requests.clear()
+    build(out, server, batch=batch)
+    assert files(out) == files(tmp_path / "whole")
+    # Rejected requests, and replies that had come but were not yet saved, are asked for again.
+    assert replies > 0 and len(server.requests) == requests - replies
 
 
 def test_second_build_repeats_only_unanswered_requests(server, tmp_path):
