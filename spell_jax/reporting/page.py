@@ -193,7 +193,7 @@ def make_overview(
     panels = choose_panels(names)
     shown = {name for panel in panels for name in panel.metrics.values()}
     return {
-        "title": ", ".join(dict.fromkeys(run.workdir.name for run in runs)),
+        "title": ", ".join(dict.fromkeys(short)),
         "runs": folders,
         "groups": [
             {

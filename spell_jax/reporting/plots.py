@@ -108,11 +108,14 @@ def _save(path: epath.Path, plots: Sequence[Plot], dpi: int = 110) -> epath.Path
         axes.tick_params(labelsize=7)
         axes.grid(alpha=0.3)
         plot.draw(axes)
-    legends = [legend for axes in figure.axes if (legend := axes.get_legend())]
-    outside = [legend for legend in legends if not legend.get_in_layout()]
+    legend = figure.axes[0].get_legend()
+    beside = len(plots) == 1 and legend and len(legend.get_texts()) > _LEGEND_INSIDE
+    if beside:  # it would cover the curves; the picture gets wider, not the plot smaller
+        legend = figure.axes[0].legend(fontsize=6, loc="upper left", bbox_to_anchor=(1, 1))
+        legend.set_in_layout(False)
     picture = io.BytesIO()
-    box = "tight" if outside else None
-    figure.savefig(picture, dpi=dpi, bbox_inches=box, bbox_extra_artists=outside)
+    box = "tight" if beside else None
+    figure.savefig(picture, dpi=dpi, bbox_inches=box, bbox_extra_artists=[legend] if beside else [])
     path.write_bytes(picture.getvalue())
     return path
 
@@ -165,7 +168,7 @@ def _draw_curves(
         axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))
     axes.set_xlabel(x, fontsize=7)
     if len(found) > 1:
-        _draw_legend(axes)
+        axes.legend(fontsize=6)
 
 
 def _stack(axes: Axes, found: Sequence[tuple[str, int, Sequence]]) -> None:
@@ -204,7 +207,7 @@ def _draw_mapping(axes: Axes, groups: Sequence[Mapping]) -> None:
             sizes = [4 + 120 * count / most for count in counts]
             axes.scatter(means, given, sizes, color=color, alpha=0.45, linewidths=0)
     axes.set_xlabel("mean reward of the answers", fontsize=7)
-    _draw_legend(axes)
+    axes.legend(fontsize=6)
 
 
 def _draw_table(axes: Axes, table: Mapping[str, Any], groups: Sequence[Mapping]) -> None:
@@ -230,16 +233,7 @@ def _draw_table(axes: Axes, table: Mapping[str, Any], groups: Sequence[Mapping])
     names = [_plain(" ".join(row["name"])) for row in rows]
     axes.set_yticks(range(len(rows)), names, fontsize=6)
     axes.set_ylim(len(rows) - 0.4, -0.6)  # first row at the top
-    _draw_legend(axes)
-
-
-def _draw_legend(axes: Axes) -> None:
-    """Draws the legend; one that would cover the curves goes to the right of the plot."""
-    if len(axes.get_legend_handles_labels()[1]) <= _LEGEND_INSIDE:
-        axes.legend(fontsize=6)
-    else:
-        legend = axes.legend(fontsize=6, loc="upper left", bbox_to_anchor=(1, 1))
-        legend.set_in_layout(False)  # the picture gets wider, not the plot smaller
+    axes.legend(fontsize=6)
 
 
 def _plain(text: str) -> str:
