@@ -109,13 +109,15 @@ def _save(path: epath.Path, plots: Sequence[Plot], dpi: int = 110) -> epath.Path
         axes.grid(alpha=0.3)
         plot.draw(axes)
     legend = figure.axes[0].get_legend()
-    beside = len(plots) == 1 and legend and len(legend.get_texts()) > _LEGEND_INSIDE
-    if beside:  # it would cover the curves; the picture gets wider, not the plot smaller
-        legend = figure.axes[0].legend(fontsize=6, loc="upper left", bbox_to_anchor=(1, 1))
+    crop: dict[str, Any] = {}
+    if len(plots) == 1 and legend and len(legend.get_texts()) > _LEGEND_INSIDE:
+        # Inside, it would cover the curves. The picture gets wider, not the plot smaller.
+        legend.set_loc("upper left")
+        legend.set_bbox_to_anchor((1, 1))
         legend.set_in_layout(False)
+        crop = {"bbox_inches": "tight", "bbox_extra_artists": [legend]}
     picture = io.BytesIO()
-    box = "tight" if beside else None
-    figure.savefig(picture, dpi=dpi, bbox_inches=box, bbox_extra_artists=[legend] if beside else [])
+    figure.savefig(picture, dpi=dpi, **crop)
     path.write_bytes(picture.getvalue())
     return path
 
