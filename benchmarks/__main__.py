@@ -26,6 +26,7 @@ corpus   build from real documents: time, memory, planted copies and contaminati
          similarity of the documents in a cluster
 engine   corpus build on Beam's local runner and on Spark: seconds, equal bytes (extra "spark")
 inputs   many small files and one large file through the read stage: seconds, peak memory
+accelerator  kernels, update, decode and whole steps on this machine's GPU or TPU, in minutes
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from typing import Any
 
 import jax
 
+from benchmarks.accelerator.command import Accelerator
 from benchmarks.base import Benchmark
 from spell_jax.runtime import entry
 from spell_jax.runtime import setup as start
@@ -72,6 +74,7 @@ _CLASSES = {
     "corpus": "data.Corpus",
     "engine": "engine.Engine",
     "inputs": "engine.Inputs",
+    "accelerator": "accelerator.command.Accelerator",
 }
 
 
@@ -84,8 +87,8 @@ def parse(arguments: Sequence[str]) -> tuple[str, Benchmark]:
     )
     parser.add_argument("name", choices=_CLASSES, metavar="NAME")
     name = parser.parse_args(arguments[:1]).name
-    module, kind = _CLASSES[name].split(".")
-    benchmark = getattr(importlib.import_module(f"benchmarks.{module}"), kind)
+    module, _, class_name = _CLASSES[name].rpartition(".")
+    benchmark = getattr(importlib.import_module(f"benchmarks.{module}"), class_name)
     parser = argparse.ArgumentParser(
         f"python -m benchmarks {name}",
         description=benchmark.__doc__,
@@ -94,13 +97,18 @@ def parse(arguments: Sequence[str]) -> tuple[str, Benchmark]:
     hints = typing.get_type_hints(benchmark, include_extras=True)
     for field in dataclasses.fields(benchmark):
         of_type, text = typing.get_args(hints[field.name])
-        parser.add_argument(f"--{field.name}", type=of_type, default=field.default, help=text)
+        kind = {"action": "store_true"} if of_type is bool else {"type": of_type}
+        parser.add_argument(f"--{field.name}", default=field.default, help=text, **kind)
     return name, benchmark(**vars(parser.parse_args(arguments[1:])))
 
 
 def lines(arguments: Sequence[str]) -> list[dict[str, Any]]:
     """Run a benchmark from its name and flags; returns the fields of each of its lines."""
     name, benchmark = parse(arguments)
+    return _lines(name, benchmark)
+
+
+def _lines(name: str, benchmark: Benchmark) -> list[dict[str, Any]]:
     found = benchmark.run()
     line = {"bench": name, **dataclasses.asdict(benchmark)}
     machine = {"devices": jax.device_count(), "device": jax.devices()[0].device_kind}
@@ -128,20 +136,40 @@ def save(path: pathlib.Path, arguments: Sequence[str], line: Mapping[str, Any]) 
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-def main(arguments: Sequence[str]) -> None:
+def _measure_accelerator(
+    benchmark: Accelerator, arguments: Sequence[str], path: pathlib.Path | None
+) -> int:
+    """Play the sections of an accelerator measurement; return the exit status."""
+    results, names = benchmark.play(), benchmark.names()
+    print(*results.table(names), sep="\n")
+    if path:
+        command = shlex.join(["python", "-m", "benchmarks", *arguments])
+        path.write_text(json.dumps(results.measurement(command), indent=1) + "\n")
+    failures = results.failures(names)
+    for failure in failures:
+        print(f"error: {failure}", file=sys.stderr)
+    return int(bool(failures))
+
+
+def main(arguments: Sequence[str]) -> int:
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     own.add_argument("--save", type=pathlib.Path)
     given, rest = own.parse_known_args(arguments)
-    found = lines(rest)
+    name, benchmark = parse(rest)
+    if isinstance(benchmark, Accelerator):
+        return _measure_accelerator(benchmark, rest, given.save)
+    found = _lines(name, benchmark)
     for line in found:
         print(json.dumps(line))
     if given.save:
         if len(found) != 1:
             raise ValueError(f"--save={given.save}: {rest[0]} prints {len(found)} lines, not one")
         save(given.save, rest, found[0])
+    return 0
 
 
 if __name__ == "__main__":
     start.setup()
     with entry.user_errors():
-        main(sys.argv[1:])
+        status = main(sys.argv[1:])
+    sys.exit(status)

@@ -1,0 +1,141 @@
+"""The process of one section: python -m benchmarks.accelerator.child SECTION.
+
+1. The process imports everything that the section needs and waits for a line of JSON on its
+   standard input, the setting. A section's imports thus run while the section before it measures.
+2. Messages to the parent are lines of JSON in the pipe $ACCELERATOR_PIPE: the cases, each case's
+   begin and its numbers or its error, and the end. Output of libraries goes to the section's log.
+3. An exception, such as one of a device that is out of memory, ends its case, not the process.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import gc
+import importlib
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from benchmarks.accelerator.section import Case, Setting
+
+PIPE = "ACCELERATOR_PIPE"
+_PREPARE_SECONDS = 150.0  # for what all cases of a section prepare together
+_ERROR_CHARACTERS = 500  # kept of an error's text: a compiler's message starts with the figures
+_VERSIONS = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "torch", "transformers")
+
+
+def machine_of(commit: str) -> dict[str, Any]:
+    """The device, its number and memory, versions of the packages, and the commit."""
+    device = jax.devices()[0]
+    found: dict[str, Any] = {
+        "device": device.device_kind,
+        "devices": jax.device_count(),
+        "processors": os.cpu_count(),
+        "python": platform.python_version(),
+        "commit": commit,
+    }
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    if limit:
+        found["memory_gib"] = round(limit / 2**30, 1)
+    driver = pathlib.Path("/proc/driver/nvidia/version")
+    if driver.exists():
+        words = driver.read_text().split()
+        found["driver"] = next((w for w in words if w[:1].isdigit() and w.count(".") >= 1), "")
+    for name in _VERSIONS:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def play(cases: Sequence[Case], skip: Sequence[str], send: Callable[..., None]) -> None:
+    """Prepare and run the cases that are not skipped."""
+    wanted = [case for case in cases if case.name not in skip]
+    unprepared = _prepare(wanted, send)
+    for case in wanted:
+        send(begin=case.name, limit=case.limit)
+        clock = time.perf_counter()
+        reason = unprepared.get(case.name)
+        if reason is None:
+            try:
+                numbers = case.run()
+            except Exception as error:
+                reason = _text_of(error)
+        seconds = time.perf_counter() - clock
+        if reason is None:
+            send(result=case.name, numbers=numbers, seconds=seconds)
+        else:
+            send(error=case.name, message=reason, seconds=seconds)
+        gc.collect()
+
+
+def _prepare(cases: Sequence[Case], send: Callable[..., None]) -> dict[str, str]:
+    """Run what cases prepare, in threads; return the reasons of those that failed, by name."""
+    jobs = [(case.name, case.prepare) for case in cases if case.prepare]
+    if not jobs:
+        return {}
+    send(prepare=len(jobs), limit=_PREPARE_SECONDS + 30)
+    # Not a `with` block: it would wait for a compilation that hangs.
+    pool = concurrent.futures.ThreadPoolExecutor(max(2, min(12, (os.cpu_count() or 2) - 2)))
+    futures = {pool.submit(job): name for name, job in jobs}
+    finished, hanging = concurrent.futures.wait(futures, timeout=_PREPARE_SECONDS)
+    reasons = {futures[f]: f"compiled for over {_PREPARE_SECONDS:.0f} s" for f in hanging}
+    for future in finished:
+        if error := future.exception():
+            reasons[futures[future]] = _text_of(error)
+    pool.shutdown(wait=False, cancel_futures=True)
+    return reasons
+
+
+def _text_of(error: BaseException) -> str:
+    """One line for an exception; its traceback goes to the log."""
+    traceback.print_exception(error)
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}"[:_ERROR_CHARACTERS]
+
+
+def main(section: str) -> None:
+    module = importlib.import_module(f"benchmarks.accelerator.{section}")
+    os.environ.update(getattr(module, "ENVIRONMENT", {}))  # read when jax starts its backend
+    pipe = os.fdopen(int(os.environ[PIPE]), "w", buffering=1)
+
+    def send(**message: Any) -> None:
+        pipe.write(json.dumps(message) + "\n")
+        pipe.flush()
+
+    text = sys.stdin.readline()
+    if not text:  # the parent ended before this section's turn
+        return
+    order: Mapping[str, Any] = json.loads(text)
+    cache = pathlib.Path(order["out"]) / "cache"
+    jax.config.update("jax_compilation_cache_dir", str(cache))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    platform_name = jax.default_backend()
+    if platform_name == "cpu" and not order["tiny"]:
+        send(refused="no accelerator: jax finds only the CPU; --tiny plays all sections on it")
+        return
+    fields = {name: order[name] for name in ("tiny", "seconds", "train", "before")}
+    setting = Setting(platform_name, out=pathlib.Path(order["out"]), **fields)
+    cases = module.cases(setting)
+    names = [case.name for case in cases]
+    assert len(set(names)) == len(names)
+    send(cases=names, machine=machine_of(order["commit"]))
+    play(cases, order["skip"], send)
+    send(end=True)
+    pipe.close()
+    sys.stdout.flush()
+    os._exit(0)  # without waiting for threads that hang
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

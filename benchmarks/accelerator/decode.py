@@ -1,0 +1,149 @@
+"""Prefill and decode of the sampler: tokens/s, share of the bandwidth, and gaps on the device.
+
+1. The shape of Qwen2.5-1.5B with random weights in bfloat16; prompts of 16K tokens, 8 answers of
+   256 tokens to each, without stop tokens: 1 prompt (8 samples) and 8 prompts (64 samples).
+2. Prefill is timed with answers of one token; decoding is the rest of the time. A decode pass must
+   read the weights, the keys and values of each prompt once and those of the answers. These bytes
+   per second, over the bandwidth of a copy, are "bandwidth_share".
+3. "host_s" is the time in which the host did not wait for the device. From a profiler's trace of a
+   shorter call come "idle_share", the share of the time in which no kernel ran, and the gaps of
+   more than 50 microseconds, which are those between calls.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks.accelerator import shapes, trace
+from benchmarks.accelerator.section import Case, Numbers, Setting
+from benchmarks.base import SAMPLING, random_params, sample_answers
+from spell_jax.policy.config import PolicyConfig
+from spell_jax.runtime import mesh as meshes
+from spell_jax.sampler.config import SamplerConfig
+from spell_jax.sampler.engine import Sampler
+from spell_jax.sampler.session import Session
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Prompts of P tokens with G answers of S tokens, and the sampler's page and call sizes."""
+
+    prompts: int
+    prompt: int = 16_384
+    group: int = 8
+    response: int = 256
+    page: int = 128
+    prefill: int = 8192
+    decode: int = 64
+
+    @property
+    def samples(self) -> int:
+        return self.prompts * self.group
+
+
+def cases(setting: Setting) -> Sequence[Case]:
+    if setting.tiny:
+        policy, sizes = shapes.TINY, [Sizes(2, 32, 2, 4, 16, 32, 2)]
+    else:
+        policy, sizes = shapes.QWEN_15B, [Sizes(1), Sizes(8)]
+    params = functools.cache(lambda: random_params(policy, "bfloat16"))
+    return [
+        _case(setting, policy, params, size, dtype)
+        for size in sizes
+        for dtype in ("compute", "int8")
+    ]
+
+
+def _case(
+    setting: Setting, policy: PolicyConfig, params: Callable[[], Any], sizes: Sizes, dtype: str
+) -> Case:
+    name = f"{sizes.samples}_samples" + ("_int8_cache" if dtype == "int8" else "")
+    tokens = np.random.default_rng(0).integers(
+        policy.vocab_size, size=(sizes.prompts, sizes.prompt)
+    )
+    sampler = _sampler(policy, sizes, dtype)
+
+    def ask(response: int, prompt: int) -> tuple[float, Session]:
+        """Sample answers to cut prompts; return the seconds and the session."""
+        session = sampler.start_session(params())
+        jax.block_until_ready(session._state)
+        clock = time.perf_counter()
+        sample_answers(session, tokens[:, :prompt].tolist(), sizes.group, response)
+        return time.perf_counter() - clock, session
+
+    def prepare() -> None:  # compiles
+        ask(sizes.decode + 1, 2 * sizes.page)
+
+    def run() -> Numbers:
+        read = _bytes_read(params(), policy, sizes, 1 if dtype == "int8" else 2)
+        return _measure(setting, sizes, ask, read)
+
+    return Case(name, run, prepare=prepare)
+
+
+def _sampler(policy: PolicyConfig, sizes: Sizes, cache_dtype: str) -> Sampler:
+    """Make a sampler in which no slot ever waits for a page; no token ends an answer."""
+    pages = sizes.prompts * -(-sizes.prompt // sizes.page)
+    pages += sizes.samples * -(-sizes.response // sizes.page)
+    config = SamplerConfig(
+        **SAMPLING,
+        max_tokens=sizes.response,
+        max_verdict_tokens=sizes.response,
+        max_prompt=sizes.prompt,
+        page_size=sizes.page,
+        kv_cache_tokens=pages * sizes.page,
+        prefill_tokens=sizes.prefill,
+        slots=sizes.samples,
+        samples_per_prompt_batch=sizes.group,
+        decode_tokens=sizes.decode,
+        cache_dtype=cache_dtype,
+    )
+    return Sampler(policy, config, (), meshes.make_mesh(devices=jax.devices()[:1]))
+
+
+def _measure(
+    setting: Setting, sizes: Sizes, ask: Callable[[int, int], tuple[float, Session]], read: float
+) -> Numbers:
+    """Time whole prompts and answers, in whose decode passes `read` bytes must be read."""
+    ask(1, sizes.prompt)
+    prefill_s, _ = ask(1, sizes.prompt)
+    whole_s, session = ask(sizes.response, sizes.prompt)
+    decode_s, passes = whole_s - prefill_s, sizes.response - 1
+    rate = read / decode_s / 1e9
+    waited = sum(session.counts.device_wait_seconds.values())
+    decoded = sizes.samples * passes / decode_s
+    numbers = {
+        "prefill_tokens_per_s": sizes.prompts * sizes.prompt / prefill_s,
+        "decode_tokens_per_s": decoded,
+        "pass_ms": 1e3 * decode_s / passes,
+        "read_gb_per_s": rate,
+        "bandwidth_share": setting.share(rate, "copy_gb_per_s"),
+        "host_s": whole_s - waited,
+        "whole_s": whole_s,
+        "decode_calls": session.counts.decode_calls,
+        "decode_passes": session.counts.decode_steps,
+        "prefill_calls": session.counts.prefill_calls,
+    }
+    calls = session.counts.decode_calls + session.counts.prefill_calls
+    numbers |= {"calls": calls}
+    del session
+    # Prompts of 2 pages: nearly all calls of the trace decode.
+    traced = trace.profile(lambda: ask(2 * sizes.decode, 2 * sizes.page), setting.out)
+    return numbers | traced
+
+
+def _bytes_read(params: Any, policy: PolicyConfig, sizes: Sizes, itemsize: int) -> float:
+    """Bytes that all decode passes must read: weights, keys and values of prompts and answers."""
+    weights = sum(x.nbytes for x in jax.tree.leaves(params))
+    if not policy.tied_embeddings:
+        weights -= params["embedding"].nbytes
+    of_token = 2 * policy.layers * policy.kv_heads * policy.head_size * itemsize
+    keys = sizes.prompts * sizes.prompt + sizes.samples * sizes.response / 2
+    return (sizes.response - 1) * (weights + keys * of_token)

@@ -1,0 +1,66 @@
+"""Peaks of the device: products, copies and calls, the denominators of all other sections."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.accelerator.section import Case, Numbers, Setting, seconds_of
+
+# (name, dtype, precision) of the products. On NVIDIA GPUs a float32 product of the default
+# precision runs on the tensor cores with 10 bits of mantissa (TF32).
+_PRODUCTS = (
+    ("bfloat16", jnp.bfloat16, "default"),
+    ("float32", jnp.float32, "highest"),
+    ("float32_default", jnp.float32, "default"),
+)
+_ROUND_TRIPS = 200
+
+
+def cases(setting: Setting) -> Sequence[Case]:
+    side = 256 if setting.tiny else 8192
+    found = [
+        Case(f"gemm_{name}", _product(side, name, dtype, precision))
+        for name, dtype, precision in _PRODUCTS
+    ]
+    return [
+        *found,
+        Case("copy", lambda: _copy(2**20 if setting.tiny else 2**30)),
+        Case("calls", _calls),
+    ]
+
+
+def _product(side: int, name: str, dtype, precision: str):
+    """A function that times the product of two random square matrices into its dtype."""
+
+    def run() -> Numbers:
+        keys = jax.random.split(jax.random.key(0))
+        a, b = (jax.random.normal(key, (side, side), dtype) for key in keys)
+        multiply = jax.jit(lambda a, b: jnp.matmul(a, b, precision=precision))
+        timed = seconds_of(lambda: multiply(a, b))
+        return {f"{name}_tflops": 2 * side**3 / timed["seconds"] / 1e12, **timed}
+
+    return run
+
+
+def _copy(elements: int) -> Numbers:
+    """Time y = x + 1 of bfloat16; bytes read and written count."""
+    x = jax.random.normal(jax.random.key(0), (elements,), jnp.bfloat16)
+    add = jax.jit(lambda x: x + 1)
+    timed = seconds_of(lambda: add(x))
+    return {"copy_gb_per_s": 4 * elements / timed["seconds"] / 1e9, **timed}
+
+
+def _calls() -> Numbers:
+    """Time a tiny program: one call and its result on the host, and one of many calls."""
+    add = jax.jit(lambda x: x + 1)
+    x = jax.device_put(jnp.zeros((), jnp.int32))
+    dispatched = seconds_of(lambda: add(x))
+    clock = time.perf_counter()
+    for _ in range(_ROUND_TRIPS):
+        jax.device_get(add(x))
+    waited = (time.perf_counter() - clock) / _ROUND_TRIPS
+    return {"call_us": 1e6 * dispatched["seconds"], "round_trip_us": 1e6 * waited}

@@ -1,0 +1,211 @@
+"""Whole micro-batches and updates: MFU, tokens/s and memory, of trees and of repeated prompts.
+
+1. Shapes of Qwen2.5-0.5B, 1.5B and 7B with random weights, bfloat16 compute, remat "block". Of 7B
+   as many layers as launch.plan says fit. A tree is 16K tokens of documents with 4 questions and 8
+   answers of 512 tokens to each.
+2. "micro_batch_s" is forward and backward of one tree, "update_s" a whole update: packing, cast,
+   one micro-batch and AdamW. Operations are the model's, without recomputation.
+3. "peak_gib" is what the device held at most, "planned_gib" the prediction of launch.plan for the
+   same program, "compiled_gib" the compiler's own count (arguments, temporaries, optimizer state).
+4. The repeated layout has the same answers, each after its own copy of the prompt.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks.accelerator import shapes, trace
+from benchmarks.accelerator.section import Case, Numbers, Setting, seconds_of
+from launch import aot, plan
+from spell_jax.config import default_config
+from spell_jax.learner import packing
+from spell_jax.learner.learner import Learner
+from spell_jax.policy.config import PolicyConfig
+from spell_jax.runtime import mesh as meshes
+
+GIB = 2**30
+# Of the device's memory that a plan may take: launch.plan is within 25 %, mostly above.
+_PLANNED_SHARE = 0.9
+_ASSUMED_GIB = 75  # of a device that does not tell its memory
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Tokens of a tree: K questions about the same documents, G answers to each."""
+
+    prompt: int = 16_384
+    question: int = 64
+    questions: int = 4
+    group: int = 8
+    response: int = 512
+
+    @property
+    def tree(self) -> packing.Bucket:
+        answers = self.questions * self.group * self.response
+        length = self.prompt - self.question + self.questions * self.question + answers
+        return packing.Bucket(length, answers)
+
+    @property
+    def row(self) -> packing.Bucket:
+        """One prompt and one answer."""
+        return packing.Bucket(self.prompt + self.response, self.response)
+
+
+def cases(setting: Setting) -> Sequence[Case]:
+    if setting.tiny:
+        return _cases_of(setting, "tiny", shapes.TINY, Sizes(32, 4, 2, 2, 4), True)
+    return [
+        *_cases_of(setting, "0.5b", shapes.QWEN_05B, Sizes(), True),
+        *_cases_of(setting, "1.5b", shapes.QWEN_15B, Sizes(), True),
+        *_cases_of(setting, "7b", shapes.QWEN_7B, Sizes(), False),
+    ]
+
+
+def _cases_of(
+    setting: Setting, name: str, policy: PolicyConfig, sizes: Sizes, repeated: bool
+) -> Sequence[Case]:
+    policy = dataclasses.replace(policy, remat="block")
+    layouts = ["tree", "none"] if repeated else ["tree"]
+    chosen = []
+    for layout in layouts:
+        programs = functools.cache(functools.partial(_programs, policy, sizes, layout))
+        case = Case(
+            f"{name}_{'shared' if layout == 'tree' else 'repeated'}",
+            functools.partial(_measure, setting, name, programs, sizes, layout),
+            limit=120,
+            prepare=functools.partial(_compile, programs),
+        )
+        chosen.append(case)
+    return chosen
+
+
+def _programs(policy: PolicyConfig, sizes: Sizes, layout: str) -> aot.Programs:
+    """Make the run's programs; of a policy that does not fit, with as many layers as do."""
+    mesh = meshes.make_mesh(devices=jax.devices()[:1])
+    bucket = sizes.tree if layout == "tree" else sizes.row
+    config: Any = default_config("spell")
+    config.algorithm.group_size = sizes.group
+    config.policy.compute_dtype = "bfloat16"
+    config.sampler.max_tokens = config.sampler.max_verdict_tokens = sizes.response
+    budget = bucket.length * (1 if layout == "tree" else 2)
+    config.packing.update(shared_prefix=layout, token_budget=budget)
+    config.packing.buckets = ((bucket.length, bucket.answers),)
+    limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", _ASSUMED_GIB * GIB)
+    for layers in range(policy.layers, 0, -1):
+        smaller = dataclasses.replace(policy, layers=layers)
+        programs = aot.Programs(config, smaller, mesh, sizes.prompt, bucket)
+        if _planned(programs) <= _PLANNED_SHARE * limit:
+            return programs
+    raise ValueError(f"not one layer fits into {limit / GIB:.0f} GiB, says launch.plan")
+
+
+def _planned(programs: aot.Programs) -> int:
+    """Bytes that launch.plan predicts for the programs of an update."""
+    needs = [need for need in plan.needs(programs) if need.program in ("accumulate", "apply")]
+    return max(need.total for need in needs)
+
+
+def _compile(programs) -> None:
+    """Compile the programs of an update into the cache on disk."""
+    for program in programs().select("update"):
+        program.lower().compile()
+
+
+def _measure(setting: Setting, name: str, programs, sizes: Sizes, layout: str) -> Numbers:
+    learner, policy = programs().learner, programs().policy
+    before = _peak_bytes()
+    state = learner.init(jax.random.key(0))
+    groups = _random_groups(policy, sizes)
+    batches, _, refused = learner.pack(learner.weigh(groups))
+    assert not refused
+    micro_batch_s, traced = _time_micro_batch(setting, learner, state, learner.place(batches[0]))
+    update_s: list[float] = []
+    numbers: dict[str, float] = {}
+    for _ in range(3):
+        clock = time.perf_counter()
+        state, numbers = learner.update(state, groups)
+        jax.block_until_ready(state)
+        update_s.append(time.perf_counter() - clock)
+        if layout == "none":  # many micro-batches: once is enough
+            break
+    del state
+    # The first update also loads programs; that of repeated rows is the only one.
+    seconds = update_s[-1]
+    one = numbers["operations"] / len(batches) / micro_batch_s / 1e12
+    whole = numbers["operations"] / seconds / 1e12
+    peak = _peak_bytes()
+    return {
+        "layers": policy.layers,
+        "micro_batch_s": micro_batch_s,
+        "micro_batches": len(batches),
+        "update_s": seconds,
+        "tokens_per_s": numbers["trained_tokens"] / seconds,
+        "tflops": whole,
+        "micro_batch_tflops": one,
+        "micro_batch_mfu": setting.share(one, "bfloat16_tflops"),
+        "mfu": setting.share(whole, "bfloat16_tflops"),
+        "answer_tokens_per_s": numbers["answer_tokens"] / seconds,
+        # A lower peak than that of an earlier case of this process cannot be seen.
+        "peak_gib": peak / GIB if peak > before else None,
+        "planned_gib": _planned(programs()) / GIB,
+        "gradient_norm": numbers["gradient_norm"],
+        **_compared(setting, name, layout, seconds),
+        **traced,
+    }
+
+
+def _time_micro_batch(
+    setting: Setting, learner: Learner, state: Any, batch: packing.MicroBatch
+) -> tuple[float, Numbers]:
+    """Seconds of forward and backward of a micro-batch, and its trace."""
+    with learner.on_mesh():
+        params = learner.fns.cast(state.params)
+        carry = learner.fns.empty_carry()
+
+        def micro_batch() -> Any:
+            nonlocal carry
+            carry = learner.fns.accumulate(params, learner.frozen, carry, batch, None)
+            return carry
+
+        seconds = seconds_of(micro_batch, batches=3)["seconds"]
+        return seconds, trace.profile(micro_batch, setting.out)
+
+
+_UPDATE_SECONDS: dict[str, float] = {}  # of the shared layout, by shape
+
+
+def _compared(setting: Setting, name: str, layout: str, seconds: float) -> Numbers:
+    """Seconds of the repeated layout over those of the shared one."""
+    if layout == "tree":
+        _UPDATE_SECONDS[name] = seconds
+        return {}
+    earlier = setting.before.get("update", {}).get(f"{name}_shared", {})
+    shared = _UPDATE_SECONDS.get(name) or earlier.get("update_s")
+    return {"times_as_long_as_shared": seconds / shared if shared else None}
+
+
+def _peak_bytes() -> int:
+    return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
+
+
+def _random_groups(policy: PolicyConfig, sizes: Sizes) -> list[packing.TrainGroup]:
+    """Groups with the same documents, whose questions differ from their first token on."""
+    rng = np.random.default_rng(0)
+
+    def tokens(*shape: int) -> np.ndarray:
+        return rng.integers(policy.vocab_size, size=shape)
+
+    documents, groups = tokens(sizes.prompt - sizes.question), []
+    for number in range(sizes.questions):
+        question = np.concatenate([[number], tokens(sizes.question - 1)])
+        answers = list(tokens(sizes.group, sizes.response))
+        rewards = list(rng.normal(size=sizes.group))
+        groups.append(packing.TrainGroup(np.concatenate([documents, question]), answers, rewards))
+    return groups
