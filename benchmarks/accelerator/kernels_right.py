@@ -54,6 +54,16 @@ def _case(name: str, program: Callable[[], Any], compare: Callable[[Any], Number
     )
 
 
+def _exactly(function: Callable[..., Any], abstract: Sequence[Any]) -> Any:
+    """Compile a reference, with float32 products at full precision.
+
+    XLA is not to search for the fastest product: on an H200 the search took 100 s for all cases.
+    """
+    options: Any = {"xla_gpu_autotune_level": 0} if jax.default_backend() == "gpu" else None
+    with jax.default_matmul_precision("highest"):
+        return jax.jit(function).lower(*abstract).compile(compiler_options=options)
+
+
 def _with_gradients(kernel: kernels.Kernel, indices, q, k, v, d_out):
     """Compute output, dq, dk and dv of a kernel."""
     out, pullback = jax.vjp(lambda *qkv: kernels.attend(kernel, *qkv, *indices), q, k, v)
@@ -95,9 +105,7 @@ def _training_case(name: str, kernel: str, shape, last_query: np.ndarray, dtype)
         # Nothing runs eagerly here, because other cases compile at the same time.
         exact = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in abstract]
         ours = jax.jit(functools.partial(compute, kernel)).lower(*abstract).compile()
-        with jax.default_matmul_precision("highest"):
-            dense = jax.jit(functools.partial(compute, "dense")).lower(*exact).compile()
-        return ours, dense
+        return ours, _exactly(functools.partial(compute, "dense"), exact)
 
     def compare(programs) -> Numbers:
         arrays = rows.tensors(shape, dtype)
@@ -150,9 +158,7 @@ def _context_case(name, kernel: str, wrap, shape, index, last_query, dtype) -> C
     def program():
         abstract: Any = jax.eval_shape(lambda: rows.tensors(shape, dtype))
         exact = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in abstract]
-        with jax.default_matmul_precision("highest"):
-            reference = jax.jit(dense).lower(*exact).compile()
-        return jax.jit(sharded).lower(*abstract).compile(), reference
+        return jax.jit(sharded).lower(*abstract).compile(), _exactly(dense, exact)
 
     def compare(programs) -> Numbers:
         arrays = rows.tensors(shape, dtype)
@@ -208,8 +214,7 @@ def _paged_case(name: str, setting: Setting, count: int, time: int, pool_dtype) 
     def program():
         abstract = jax.eval_shape(inputs)
         ours = jax.jit(_PAGED[setting.platform].attend).lower(*abstract).compile()
-        with jax.default_matmul_precision("highest"):
-            return ours, jax.jit(exact).lower(*abstract).compile()
+        return ours, _exactly(exact, abstract)
 
     def compare(programs) -> Numbers:
         arrays = inputs()

@@ -60,30 +60,25 @@ class Sizes:
 
 def cases(setting: Setting) -> Sequence[Case]:
     if setting.tiny:
-        return _cases_of(setting, "tiny", shapes.TINY, Sizes(32, 4, 2, 2, 4), True)
-    return [
-        *_cases_of(setting, "0.5b", shapes.QWEN_05B, Sizes(), True),
-        *_cases_of(setting, "1.5b", shapes.QWEN_15B, Sizes(), True),
-        *_cases_of(setting, "7b", shapes.QWEN_7B, Sizes(), False),
-    ]
+        sizes = Sizes(32, 4, 2, 2, 4)
+        return [_case(setting, "tiny", shapes.TINY, sizes, layout) for layout in ("tree", "none")]
+    models = {"0.5b": shapes.QWEN_05B, "1.5b": shapes.QWEN_15B, "7b": shapes.QWEN_7B}
+    shared = [_case(setting, name, policy, Sizes(), "tree") for name, policy in models.items()]
+    # Repeated rows of 7B would take a minute.
+    repeated = [_case(setting, name, models[name], Sizes(), "none") for name in ("0.5b", "1.5b")]
+    return [*shared, *repeated]
 
 
-def _cases_of(
-    setting: Setting, name: str, policy: PolicyConfig, sizes: Sizes, repeated: bool
-) -> Sequence[Case]:
+def _case(setting: Setting, name: str, policy: PolicyConfig, sizes: Sizes, layout: str) -> Case:
+    """Make the case of a policy and a layout, a value of packing.shared_prefix."""
     policy = dataclasses.replace(policy, remat="block")
-    layouts = ["tree", "none"] if repeated else ["tree"]
-    chosen = []
-    for layout in layouts:
-        programs = functools.cache(functools.partial(_programs, policy, sizes, layout))
-        case = Case(
-            f"{name}_{'shared' if layout == 'tree' else 'repeated'}",
-            functools.partial(_measure, setting, name, programs, sizes, layout),
-            limit=120,
-            prepare=functools.partial(_compile, programs),
-        )
-        chosen.append(case)
-    return chosen
+    programs = functools.cache(functools.partial(_programs, policy, sizes, layout))
+    return Case(
+        f"{name}_{'shared' if layout == 'tree' else 'repeated'}",
+        functools.partial(_measure, setting, name, programs, sizes, layout),
+        limit=120,
+        prepare=functools.partial(_compile, programs),
+    )
 
 
 def _programs(policy: PolicyConfig, sizes: Sizes, layout: str) -> aot.Programs:
