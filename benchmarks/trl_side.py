@@ -2,12 +2,18 @@
 
     python -m benchmarks.trl_side JSON
 
-1. JSON has the options of the benchmark. The weights are beside the config.json `policy`. The last
+1. JSON has the options of the benchmark, "batch" (answers of a micro-batch) and "gpu". The weights
+   are beside the config.json `policy`; without a file of weights there, they are random. The last
    line of output is JSON too: seconds, parameters and peak memory.
 2. No network is needed: the tokenizer has one word for each number below V, prompts consist of
    such words, and rewards are random.
 3. There is no gradient checkpointing, no vLLM and no reference model. All answers have S tokens.
    Each generated batch gets one optimizer step.
+4. Weights and optimizer state are float32. With the dtype bfloat16, Trainer's automatic mixed
+   precision (bf16=True) casts the weights in every forward pass, in generation too.
+5. Attention is torch's scaled_dot_product_attention. All prompts have the same length, so nothing
+   is padded, the mask is dropped, and on a GPU the flash kernel runs. Each of the G answers to a
+   prompt repeats the prompt, in generation and in the update.
 """
 
 from __future__ import annotations
@@ -38,6 +44,20 @@ def share_documents(prompts: Any, about: int, question: int) -> Any:
     return prompts
 
 
+def make_model(policy: str, dtype: str, gpu: bool) -> Any:
+    """Make the model of a config.json; random, if no file of weights is beside it."""
+    import torch
+    import transformers
+
+    folder = pathlib.Path(policy).parent
+    kinds: Any = {"dtype": getattr(torch, dtype), "attn_implementation": "sdpa"}
+    with torch.device("cuda" if gpu else "cpu"):
+        if any(folder.glob("*.safetensors")):
+            return transformers.AutoModelForCausalLM.from_pretrained(folder, **kinds)
+        config = transformers.AutoConfig.from_pretrained(folder)
+        return transformers.AutoModelForCausalLM.from_config(config, **kinds)
+
+
 def _make_tokenizer(vocab: int) -> Any:
     """Make a tokenizer with the words "0" to "V - 1"; the last three are special tokens."""
     import tokenizers
@@ -56,14 +76,19 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
     """Time `steps` GRPO steps of TRL; returns what Trl.train does, and TRL's version."""
     import datasets
     import numpy as np
+    import pyarrow
+    import torch
     import transformers
+    from datasets.table import InMemoryTable
 
     trl: Any = importlib.import_module("trl")  # type checkers do not know its exports
 
     rng = np.random.default_rng(0)
     words = rng.integers(options.vocab - 3, size=(options.groups * options.steps, options.prompt))
     words = share_documents(words, options.about, options.question)
-    data = datasets.Dataset.from_dict({"prompt": [" ".join(map(str, row)) for row in words]})
+    table = pyarrow.table({"prompt": [" ".join(map(str, row)) for row in words]})
+    # Without a fingerprint the rows would be pickled for it, which fails with pyarrow before 25.
+    data = datasets.Dataset(InMemoryTable(table), fingerprint="prompts")
     generated, ended = [], []
 
     def reward(completion_ids, **_) -> list[float]:
@@ -73,11 +98,15 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
 
     class Clock(transformers.TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
+            if options.gpu:
+                torch.cuda.synchronize()
             ended.append(time.perf_counter())
+            if options.seconds and ended[-1] - ended[0] > options.seconds:
+                control.should_training_stop = True
 
     with tempfile.TemporaryDirectory() as out:
         trainer = trl.GRPOTrainer(
-            str(pathlib.Path(options.policy).parent),
+            make_model(options.policy, "float32", options.gpu),
             reward,
             args=trl.GRPOConfig(**_settings(options, out)),
             train_dataset=data,
@@ -92,7 +121,7 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
         "parameters": parameters,
         "generate_s": [b - a for a, b in zip(starts, generated, strict=True)],
         "update_s": [b - a for a, b in zip(generated, ended, strict=True)],
-        "peak_bytes": peak_bytes(),
+        "peak_bytes": torch.cuda.max_memory_allocated() if options.gpu else peak_bytes(),
         "trl": trl.__version__,
     }
 
@@ -101,13 +130,12 @@ def _settings(options: argparse.Namespace, out: str) -> dict[str, Any]:
     """Fields of GRPOConfig."""
     return {
         "output_dir": out,
-        "model_init_kwargs": {"dtype": "float32"},
-        "use_cpu": True,
-        "bf16": False,
+        "use_cpu": not options.gpu,
+        "bf16": options.dtype == "bfloat16",
         "gradient_checkpointing": False,
         "num_generations": options.group,
-        "per_device_train_batch_size": options.micro * options.group,
-        "gradient_accumulation_steps": options.groups // options.micro,
+        "per_device_train_batch_size": options.batch,
+        "gradient_accumulation_steps": options.groups * options.group // options.batch,
         "max_completion_length": options.response,
         "generation_kwargs": {"min_new_tokens": options.response},
         "temperature": 1.0,

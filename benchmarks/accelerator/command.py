@@ -28,9 +28,9 @@ SECTIONS = {
     "kernels_right": 120,
     "kernels_fast": 180,
     "update": 150,
-    "decode": 120,
-    "bits": 120,
-    "step": 150,
+    "decode": 150,
+    "step": 330,
+    "bits": 200,
     "train": 600,
 }
 _SPAWN_SECONDS = 120  # until a process has listed its cases
@@ -43,7 +43,7 @@ class Accelerator(Benchmark):
 
     Every section runs in its own process, in order of worth: peaks (products, copies, calls),
     kernels_right (largest errors), kernels_fast (attention beside other kernels; tiles), update,
-    decode, bits (runs repeat to the bit), step (beside TRL and transformers), train (SPELL on the
+    decode, step (beside TRL and transformers), bits (runs repeat to the bit), train (SPELL on the
     weights and clusters of --train, for the time that is left).
 
     DIR/results.jsonl has a line for each case, DIR/logs what the processes printed, DIR/cache

@@ -6,8 +6,8 @@
    read the weights, the keys and values of each prompt once and those of the answers. These bytes
    per second, over the bandwidth of a copy, are "bandwidth_share".
 3. "host_s" is the time in which the host did not wait for the device. From a profiler's trace of a
-   shorter call come "idle_share", the share of the time in which no kernel ran, and the gaps of
-   more than 50 microseconds, which are those between calls.
+   shorter call come the shares of trace.py: "idle_share" is that of the time without a kernel.
+4. "..._graphs" compiles the decode program with its loops as CUDA graphs.
 """
 
 from __future__ import annotations
@@ -29,6 +29,10 @@ from spell_jax.runtime import mesh as meshes
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.sampler.engine import Sampler
 from spell_jax.sampler.session import Session
+
+# XLA records what kinds of operations it names here as CUDA graphs; by default no loops.
+_GRAPH_KINDS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,WHILE,DYNAMIC_SLICE_FUSION"
+_GRAPHS = {"xla_gpu_enable_command_buffer": _GRAPH_KINDS}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,21 +58,33 @@ def cases(setting: Setting) -> Sequence[Case]:
     else:
         policy, sizes = shapes.QWEN_15B, [Sizes(1), Sizes(8)]
     params = functools.cache(lambda: random_params(policy, "bfloat16"))
-    return [
+    chosen = [
         _case(setting, policy, params, size, dtype)
         for size in sizes
         for dtype in ("compute", "int8")
     ]
+    if setting.platform == "gpu":
+        chosen += [_case(setting, policy, params, size, "compute", True) for size in sizes]
+    return chosen
 
 
 def _case(
-    setting: Setting, policy: PolicyConfig, params: Callable[[], Any], sizes: Sizes, dtype: str
+    setting: Setting,
+    policy: PolicyConfig,
+    params: Callable[[], Any],
+    sizes: Sizes,
+    dtype: str,
+    graphs: bool = False,
 ) -> Case:
+    """Make the case of a size and a cache dtype; with `graphs`, of loops as CUDA graphs."""
     name = f"{sizes.samples}_samples" + ("_int8_cache" if dtype == "int8" else "")
+    name += "_graphs" * graphs
     tokens = np.random.default_rng(0).integers(
         policy.vocab_size, size=(sizes.prompts, sizes.prompt)
     )
     sampler = _sampler(policy, sizes, dtype)
+    if graphs:
+        sampler.decode = _with_options(sampler.decode, _GRAPHS)
 
     def ask(response: int, prompt: int) -> tuple[float, Session]:
         """Sample answers to cut prompts; return the seconds and the session."""
@@ -106,6 +122,19 @@ def _sampler(policy: PolicyConfig, sizes: Sizes, cache_dtype: str) -> Sampler:
         cache_dtype=cache_dtype,
     )
     return Sampler(policy, config, (), meshes.make_mesh(devices=jax.devices()[:1]))
+
+
+def _with_options(program: Any, options: dict[str, Any]) -> Any:
+    """Make the decode program compile with options of XLA, once for each lane."""
+    compiled: dict[int, Any] = {}
+
+    def decode(params, state, slots, *, lane: int):
+        if lane not in compiled:
+            lowered = program.lower(params, state, slots, lane=lane)
+            compiled[lane] = lowered.compile(compiler_options=options)
+        return compiled[lane](params, state, slots)
+
+    return decode
 
 
 def _measure(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import logging
 import os
+import sys
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 from etils import epath
@@ -24,17 +26,28 @@ class MetricLogger(Protocol):
     def close(self) -> None: ...
 
 
+@contextlib.contextmanager
+def _hidden(package: str) -> Iterator[None]:
+    """Let imports of a package fail inside, as if it were not installed, unless it is imported."""
+    sys.modules.setdefault(package, None)  # pyright: ignore - a value that importlib knows
+    try:
+        yield
+    finally:
+        if sys.modules[package] is None:
+            del sys.modules[package]
+
+
 class TensorBoard:
     """Event files in WORKDIR/tensorboard, flushed after each write.
 
     TensorBoard is told to discard steps of an earlier process after resume_step (None: all). An
     error silently ends the thread of tensorboardX's SummaryWriter, so that is not used.
-    tensorboardX is imported when a run starts: it imports torch if there is one, which takes longer
-    than everything else that a command needs to check its config.
+    tensorboardX is imported when a run starts, without torch, whose import takes 2 s and more.
     """
 
     def __init__(self, workdir: epath.Path, resume_step: int | None = None) -> None:
-        from tensorboardX.event_file_writer import EventsWriter
+        with _hidden("torch"):
+            from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore - generated
         from tensorboardX.record_writer import directory_check
 

@@ -1,0 +1,355 @@
+"""SPELL from a folder of weights and clusters, for the time that is left.
+
+--train=FOLDER names a folder with
+
+    policy/                a Hugging Face folder, or
+    NAME.gguf              a GGUF file, or its pieces NAME.gguf.00, NAME.gguf.01, ... in order
+    clusters.jsonl         documents to train on (or clusters/, a folder that data_pipeline built)
+    held_out.jsonl         questions with answers for the validation
+    rows.jsonl             rows of all roles for a cold start, if the policy needs one
+    verdicts.jsonl         rows of its second stage
+
+which the first lines of configs/smollm2.py and configs/smollm2_cold_start.py make.
+
+1. `cold_start` tunes the policy on the rows, as configs/smollm2_cold_start.py does.
+2. `spell` trains with configs/smollm2.py and larger batches, in bfloat16. Before the section's time
+   is over the run is asked to save, as by a machine that is taken away.
+3. A second run of the command with the same OUT goes on from there, in a case `spell_2`.
+
+Everything lies in OUT/train, and a second run needs it. A checkpoint has weights and two moments in
+float32, 1.6 GB for a policy of 135M parameters.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import pathlib
+import re
+import shutil
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks.accelerator.processes import MEMORY_SHARE, PREALLOCATE, Command, folder_of
+from benchmarks.accelerator.section import FAULT, Case, Numbers, Setting
+from spell_jax.reporting.tables import EVALUATION_FILE
+from spell_jax.runtime import preemption
+from spell_jax.runtime.metrics import METRICS_FILE, read_metrics
+
+SECTION = "train"
+_SAVE_SECONDS = 30.0  # from the request to stop until the run is saved
+# Before the end of the section, at which a run that has not saved is killed. The section's clock
+# starts before jax has opened the device, and its process sees the time only afterwards.
+_END_SECONDS = 15.0
+# The section's own process holds little device memory: the run may take nearly all of it.
+_ALL_MEMORY = {PREALLOCATE: "true", MEMORY_SHARE: ".85"}
+# Changes to configs/smollm2_cold_start.py: the same rows in each update, fewer and longer rows of a
+# micro-batch, one compiled shape, and no checkpoint but the last.
+_STAGE = {
+    "policy.compute_dtype": "bfloat16",
+    "packing.buckets": ((1024, 256),),
+    "packing.token_budget": 8192,
+    "checkpoint_every": 1000,
+}
+_VERDICTS = {"steps": 30, "rows_per_step": 16}  # of the second stage, as there
+# Changes to configs/smollm2.py, whose sizes are for two CPU cores.
+_SPELL = {
+    "steps": 1000,
+    "validate_every": 5,
+    "checkpoint_every": 25,
+    "keep_checkpoints": 1,
+    "preemption_limit_s": 120.0,
+    "policy.compute_dtype": "bfloat16",
+    "algorithm.questions": 32,
+    "algorithm.generation_batch": 64,
+    "sampler.slots": 256,
+    "sampler.kv_cache_tokens": 393_216,
+    "sampler.prefill_tokens": 8192,
+    "packing.buckets": ((2304, 1024),),
+    "packing.token_budget": 16_128,
+}
+_NOT_TRAINING = ("start", "evaluate", "validate")  # phases of an update's line of metrics
+_TINY_ROWS = {
+    "config": "tiny_warm_start",
+    "config.policy.folder": "tiny",
+    "config.steps": 2,
+    "config.rows_per_step": 4,
+    "config.log_every": 1,
+    "config.optimizer.warmup_steps": 1,
+    "config.packing.token_budget": 640,
+    "config.packing.buckets": ((320, 96),),
+}
+_TINY_SPELL = {
+    "config": "tiny",
+    "config.max_minutes": 0.0,
+    "config.evaluate": True,
+    "config.validate_every": 1,
+    "config.data.tiny.clusters": 16,
+    "config.data.tiny.evaluation.per_cell": 1,
+    "config.data.tiny.evaluation.documents": (3,),
+    "config.data.tiny.evaluation.quick_per_cell": 1,
+    "config.data.tiny.evaluation.quick_documents": (3,),
+    "config.algorithm.questions": 2,
+    "config.algorithm.generation_batch": 4,
+    "config.sampler.slots": 16,
+    "config.packing.token_budget": 1280,
+}
+
+
+def cases(setting: Setting) -> Sequence[Case]:
+    if not setting.train and not setting.tiny:
+        return []
+    stretch = 1 if setting.tiny else 1 + _stretches(setting)
+    name = "spell" if stretch == 1 else f"spell_{stretch}"
+    try:
+        folder = None if setting.tiny else Folder(pathlib.Path(setting.train))
+    except (OSError, ValueError) as error:
+        return [Case(name, functools.partial(_refuse, error))]
+    training = _Training(setting, folder)
+    spell = Case(name, training.spell, setting.seconds)
+    if not training.stages:
+        return [spell]
+    return [Case("cold_start", training.cold_start, setting.seconds), spell]
+
+
+def _refuse(error: Exception) -> Numbers:
+    """Raise in a case what is wrong with the folder: a later run with a right one replaces it."""
+    raise error
+
+
+def _stretches(setting: Setting) -> int:
+    """Count the stretches of self-play that ended well."""
+    played = setting.before.get(SECTION, {})
+    return sum(
+        re.fullmatch(r"spell(_\d+)?", case) is not None and FAULT not in played[case]
+        for case in played
+    )
+
+
+class Folder:
+    """The folder of --train.
+
+    Attributes:
+      policy: its Hugging Face folder, or None if it has a GGUF file.
+      pieces: the GGUF file, or its pieces in order.
+      clusters, validation: sources of the run's data.
+      rows: files of rows of the cold start's stages, by the stage's name.
+    """
+
+    def __init__(self, path: pathlib.Path):
+        """Look up the files; FileNotFoundError names a file that is missing."""
+        path = path.resolve()
+        self.policy = path / "policy" if (path / "policy").is_dir() else None
+        self.pieces = sorted(path.glob("*.gguf")) or sorted(path.glob("*.gguf.[0-9][0-9]"))
+        if self.policy is None and not self.pieces:
+            raise FileNotFoundError(f"train = {str(path)!r}: has no folder policy, and no .gguf")
+        if len({piece.name.partition(".gguf")[0] for piece in self.pieces}) > 1:
+            raise ValueError(f"train = {str(path)!r}: has several .gguf, must have one")
+        numbers = [piece.suffix[1:] for piece in self.pieces if piece.suffix != ".gguf"]
+        if numbers != [f"{n:02}" for n in range(len(numbers))]:
+            raise FileNotFoundError(
+                f"train = {str(path)!r}: of the .gguf's pieces there are {', '.join(numbers)}; "
+                "must be all from 00 on"
+            )
+        self.clusters = next(
+            (path / name for name in ("clusters.jsonl", "clusters") if (path / name).exists()), None
+        )
+        self.validation = path / "held_out.jsonl"
+        if self.clusters is None or not self.validation.is_file():
+            raise FileNotFoundError(
+                f"train = {str(path)!r}: must have clusters.jsonl, or clusters, and held_out.jsonl"
+            )
+        files = {"roles": path / "rows.jsonl", "verdicts": path / "verdicts.jsonl"}
+        self.rows = {stage: file for stage, file in files.items() if file.is_file()}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stage:
+    """A stage of the cold start: its name, and flags without those of folders."""
+
+    name: str
+    flags: Mapping[str, Any]
+
+
+class _Training:
+    """The cold start and self-play in OUT/train; a call does what is not done yet."""
+
+    def __init__(self, setting: Setting, folder: Folder | None):
+        """Plan the stages; without a folder, the policy and the world of the tests are used."""
+        self._setting, self._source = setting, folder
+        self._end = time.monotonic() + setting.seconds
+        self._out = folder_of(setting, SECTION)
+        self.stages = [_Stage("roles", _TINY_ROWS)] if folder is None else _stages(folder.rows)
+
+    def cold_start(self) -> Numbers:
+        """Tune the policy in stages; return each one's seconds and losses."""
+        self._tune()
+        numbers: Numbers = {}
+        for stage in self.stages:
+            lines = read_metrics(self._out / stage.name)
+            seconds = (self._out / stage.name / "seconds.txt").read_text()
+            numbers[f"{stage.name}_s"] = float(seconds)
+            numbers[f"{stage.name}_updates"] = lines[-1]["step"]
+            losses = [-line["train/mean_logprob"] for line in lines]
+            numbers[f"{stage.name}_first_loss"], numbers[f"{stage.name}_loss"] = (
+                losses[0],
+                losses[-1],
+            )
+        return numbers
+
+    def spell(self) -> Numbers:
+        """Train by self-play until the section's time is nearly over; return all numbers so far."""
+        flags: dict[str, Any] = {"workdir": self._out / "spell"}
+        policy = self._tune()
+        if self._source is None:
+            flags |= _TINY_SPELL
+        else:
+            flags |= {"config": "smollm2", **{f"config.{k}": v for k, v in _SPELL.items()}}
+            flags["config.data.source"] = self._source.clusters
+            flags["config.data.validation"] = self._source.validation
+        flags["config.policy.folder"] = policy
+        before = len(self._lines())
+        command = Command(self._setting, SECTION, "spell", "spell_jax.train", flags, _ALL_MEMORY)
+        status = command.wait_or_stop(
+            self._end - _SAVE_SECONDS - _END_SECONDS,
+            self._end - _END_SECONDS,
+            enough=lambda: self._setting.tiny and len(self._lines()) > before,
+        )
+        lines = self._lines()
+        numbers = summary(lines, before, held_out(self._out / "spell", lines))
+        if status not in (0, preemption.EXIT_CODE):
+            numbers[FAULT] = f"spell: ended with {status}: {command.last_line()}"
+        elif len(lines) == before:
+            numbers[FAULT] = "spell: no update ended in time"
+        return numbers
+
+    def _lines(self) -> list[dict[str, Any]]:
+        has_lines = (self._out / "spell" / METRICS_FILE).exists()
+        return read_metrics(self._out / "spell") if has_lines else []
+
+    def _tune(self) -> pathlib.Path | str:
+        """Play stages that are not done; return the last one's policy."""
+        policy = self._first_policy()
+        for stage in self.stages:
+            folder = self._out / stage.name
+            if not (folder / "seconds.txt").exists():
+                flags = {"workdir": folder, "config.policy.folder": policy} | dict(stage.flags)
+                seconds = self._run(stage.name, "spell_jax.sft", flags, _ALL_MEMORY)
+                (folder / "seconds.txt").write_text(f"{seconds:.3f}")
+                shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # of 1.6 GB
+            policy = folder / "policy"
+        return policy
+
+    def _first_policy(self) -> pathlib.Path | str:
+        """The Hugging Face folder that comes first, converted from the GGUF file if need be."""
+        if self._source is None:
+            return "tiny"
+        if self._source.policy:
+            return self._source.policy
+        policy = self._out / "first_policy"
+        if not policy.is_dir():
+            file = self._out / "first_policy.gguf"
+            with file.open("wb") as whole:
+                for piece in self._source.pieces:
+                    whole.write(piece.read_bytes())
+            flags = {"gguf": file, "out": policy}
+            self._run("export", "spell_jax.export", flags, {"JAX_PLATFORMS": "cpu"})
+            file.unlink()
+        return policy
+
+    def _run(
+        self, name: str, module: str, flags: Mapping[str, Any], variables: Mapping[str, str]
+    ) -> float:
+        command = Command(self._setting, SECTION, name, module, flags, variables)
+        return command.wait(self._end - _END_SECONDS - time.monotonic())
+
+
+def _stages(rows: Mapping[str, pathlib.Path]) -> list[_Stage]:
+    changes = {"roles": {}, "verdicts": _VERDICTS}
+    return [
+        _Stage(
+            name,
+            {"config": "smollm2_cold_start", "config.source": file}
+            | {f"config.{key}": value for key, value in (_STAGE | changes[name]).items()},
+        )
+        for name, file in rows.items()
+    ]
+
+
+# ------------------------------------------------------------------------------------------ Numbers
+
+
+def summary(lines: Sequence[Mapping[str, Any]], before: int, accuracies: Numbers) -> Numbers:
+    """Speeds and rewards of a run's updates, and its accuracies.
+
+    Args:
+      lines: the run's metrics.
+      before: how many of the lines an earlier process wrote. Speeds are those of this process
+        without its first update, which compiles, unless there is no other.
+      accuracies: of `held_out`.
+    """
+    timed = lines[before + 1 :] or lines[before:]
+
+    def mean(name: str) -> float | None:
+        values = [line[name] for line in timed if line.get(name) is not None]
+        return statistics.fmean(values) if values else None
+
+    names = {name for line in timed for name in line}
+    phases = sorted(name for name in names if name.startswith("time/seconds/"))
+    speeds = sorted(name for name in names if name.startswith("time/tokens_per_second/"))
+    numbers: Numbers = {
+        "updates": lines[-1]["step"] if lines else 0,
+        "seconds_per_update": statistics.fmean(map(_training_seconds, timed)) if timed else None,
+        **accuracies,
+        "mfu": mean("time/mfu"),
+        **{f"{name.rpartition('/')[2]}_tokens_per_s": mean(name) for name in speeds},
+        "device_peak_mib": mean("process/device_peak_mib"),
+        "first_update_s": lines[before]["time/step_seconds"] if len(lines) > before else None,
+        "updates_of_this_stretch": len(lines) - before,
+        "seconds_by_phase": {name.rpartition("/")[2]: mean(name) for name in phases},
+        "sampled_tokens": sum(line.get("rollout/sampled_tokens") or 0 for line in lines),
+        "solve_rate": _curve(lines, "rollout/solve_rate"),
+        "gradient_norm": _curve(lines, "train/gradient_norm"),
+        "sampler_difference": mean("train/sampler_difference"),
+    }
+    return {name: value for name, value in numbers.items() if value is not None}
+
+
+def _curve(lines: Sequence[Mapping[str, Any]], name: str) -> list[float | None]:
+    """A metric of each update, with four decimals."""
+    return [None if line.get(name) is None else round(line[name], 4) for line in lines]
+
+
+def _training_seconds(line: Mapping[str, Any]) -> float:
+    """Seconds of an update without the start of the process and held-out questions."""
+    others = (line.get(f"time/seconds/{phase}") or 0.0 for phase in _NOT_TRAINING)
+    return line["time/step_seconds"] - sum(others)
+
+
+def held_out(workdir: pathlib.Path, lines: Sequence[Mapping[str, Any]]) -> Numbers:
+    """Held-out accuracies of a run: in full before the first update, then every few updates.
+
+    Returns:
+      "held_out_before" and "held_out": accuracy before the run, and of the last validation.
+      "before": the full evaluation. "validations": (update, numbers) of each validation.
+    """
+    numbers: Numbers = {}
+    file = workdir / EVALUATION_FILE
+    if file.exists():
+        report = json.loads(file.read_text())["before"]
+        rows = next(iter(report.values()))
+        if cells := rows.get("all"):
+            numbers["held_out_before"] = next(iter(cells.values()))[0]
+        numbers["before"] = report
+    validations = [
+        (line["step"], accuracies)
+        for line in lines
+        if (accuracies := {k[5:]: v for k, v in line.items() if k.startswith("eval/")})
+    ]
+    if validations:
+        _, last = validations[-1]
+        numbers["held_out"] = last.get("all", last.get("responder"))
+    return numbers | {"validations": validations}
