@@ -97,8 +97,9 @@ def parse(arguments: Sequence[str]) -> tuple[str, Benchmark]:
     hints = typing.get_type_hints(benchmark, include_extras=True)
     for field in dataclasses.fields(benchmark):
         of_type, text = typing.get_args(hints[field.name])
-        kind = {"action": "store_true"} if of_type is bool else {"type": of_type}
-        parser.add_argument(f"--{field.name}", default=field.default, help=text, **kind)
+        options: dict[str, Any] = {"default": field.default, "help": text}
+        options |= {"action": "store_true"} if of_type is bool else {"type": of_type}
+        parser.add_argument(f"--{field.name}", **options)
     return name, benchmark(**vars(parser.parse_args(arguments[1:])))
 
 
@@ -140,7 +141,12 @@ def _measure_accelerator(
     benchmark: Accelerator, arguments: Sequence[str], path: pathlib.Path | None
 ) -> int:
     """Play the sections of an accelerator measurement; return the exit status."""
-    results, names = benchmark.play(), benchmark.names()
+    names = benchmark.names()
+    try:
+        results = benchmark.play()
+    except OSError as error:  # a full disk: what was written before is kept
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     print(*results.table(names), sep="\n")
     if path:
         command = shlex.join(["python", "-m", "benchmarks", *arguments])

@@ -107,14 +107,16 @@ class SamplerBenchmark(PolicyBenchmark):
         return Sampler(self.model, config, (), mesh)
 
 
-def random_params(policy: PolicyConfig, dtype: str) -> transformer.Params:
-    """Random weights of a policy, sharded over all devices."""
+def random_params(
+    policy: PolicyConfig, dtype: str, mesh: jax.sharding.Mesh | None = None
+) -> transformer.Params:
+    """Random weights of a policy, sharded over a mesh; None: of all devices."""
     shapes, axes = transformer.abstract_params(policy)
 
     def make(key):
         return jax.tree.map(lambda x: x.astype(dtype), transformer.init(policy, key))
 
-    where = meshes.shardings(meshes.make_mesh(), axes, shapes)
+    where = meshes.shardings(mesh or meshes.make_mesh(), axes, shapes)
     return jax.jit(make, out_shardings=where)(jax.random.key(0))
 
 

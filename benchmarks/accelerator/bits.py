@@ -31,6 +31,7 @@ from spell_jax.runtime.metrics import read_metrics
 from spell_jax.runtime.paths import CHECKPOINTS_FOLDER
 
 SECTION = "bits"
+ONLY_COMMANDS = True  # child.py
 _DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
 _RUN_SECONDS = 100.0  # of one process; the first compiles
 _CHANGING = ("time/", "process/")  # metrics that no two runs share

@@ -1,10 +1,12 @@
-"""The process of one section: python -m benchmarks.accelerator.child SECTION.
+"""The process of one section: python -m benchmarks.accelerator.child MODULE.
 
 1. The process imports everything that the section needs and waits for a line of JSON on its
    standard input, the setting. A section's imports thus run while the section before it measures.
 2. Messages to the parent are lines of JSON in the pipe $ACCELERATOR_PIPE: the cases, each case's
    begin and its numbers or its error, and the end. Output of libraries goes to the section's log.
 3. An exception, such as one of a device that is out of memory, ends its case, not the process.
+4. A module with ONLY_COMMANDS = True measures commands in processes of their own. Its own process
+   does not open the devices.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import json
 import os
 import pathlib
 import platform
+import subprocess
 import sys
 import time
 import traceback
@@ -28,6 +31,7 @@ import jax
 from benchmarks.accelerator.section import Case, Setting
 
 PIPE = "ACCELERATOR_PIPE"
+_DESCRIBE = "--describe"
 _PREPARE_SECONDS = 150.0  # for what all cases of a section prepare together
 _ERROR_CHARACTERS = 500  # kept of an error's text: a compiler's message starts with the figures
 _VERSIONS = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "torch", "transformers")
@@ -104,9 +108,22 @@ def _text_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}"[:_ERROR_CHARACTERS]
 
 
-def main(section: str) -> None:
-    module = importlib.import_module(f"benchmarks.accelerator.{section}")
-    os.environ.update(getattr(module, "ENVIRONMENT", {}))  # read when jax starts its backend
+def describe(commit: str) -> dict[str, Any]:
+    """Return the platform of the devices and the machine; opens the devices."""
+    return {"platform": jax.default_backend(), "machine": machine_of(commit)}
+
+
+def _describe_elsewhere(commit: str) -> dict[str, Any]:
+    """Return what `describe` does, from a process that ends: one process holds a TPU at a time."""
+    command = [sys.executable, "-m", "benchmarks.accelerator.child", _DESCRIBE, commit]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command[1:])} failed: {done.stderr[-_ERROR_CHARACTERS:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main(module_name: str) -> None:
+    module = importlib.import_module(module_name)
     pipe = os.fdopen(int(os.environ[PIPE]), "w", buffering=1)
 
     def send(**message: Any) -> None:
@@ -120,16 +137,19 @@ def main(section: str) -> None:
     cache = pathlib.Path(order["out"]) / "cache"
     jax.config.update("jax_compilation_cache_dir", str(cache))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-    platform_name = jax.default_backend()
-    if platform_name == "cpu" and not order["tiny"]:
+    only_commands = getattr(module, "ONLY_COMMANDS", False)
+    place = (_describe_elsewhere if only_commands else describe)(order["commit"])
+    if only_commands:
+        jax.config.update("jax_platforms", "cpu")  # for arrays that are compared
+    if place["platform"] == "cpu" and not order["tiny"]:
         send(refused="no accelerator: jax finds only the CPU; --tiny plays all sections on it")
         return
     fields = {name: order[name] for name in ("tiny", "seconds", "train", "before")}
-    setting = Setting(platform_name, out=pathlib.Path(order["out"]), **fields)
+    setting = Setting(place["platform"], out=pathlib.Path(order["out"]), **fields)
     cases = module.cases(setting)
     names = [case.name for case in cases]
     assert len(set(names)) == len(names)
-    send(cases=names, machine=machine_of(order["commit"]))
+    send(cases=names, machine=place["machine"])
     play(cases, order["skip"], send)
     send(end=True)
     pipe.close()
@@ -138,4 +158,7 @@ def main(section: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    if sys.argv[1] == _DESCRIBE:
+        print(json.dumps(describe(sys.argv[2])))
+    else:
+        main(sys.argv[1])

@@ -21,17 +21,28 @@ from benchmarks.accelerator import child
 from benchmarks.accelerator.results import NOT_RUN, Results
 from benchmarks.base import Benchmark
 
-# Sections in order of worth -> seconds that one may take. All of them take longer than the default
-# of --minutes: a second run plays the rest.
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """A section's module, and the seconds that it may take."""
+
+    module: str
+    seconds: float
+
+
+# In order of worth. Their sum is above the default of --minutes: a second run plays the rest.
 SECTIONS = {
-    "peaks": 60,
-    "kernels_right": 120,
-    "kernels_fast": 180,
-    "update": 150,
-    "decode": 150,
-    "step": 330,
-    "bits": 200,
-    "train": 600,
+    name: Section(f"benchmarks.accelerator.{name}", seconds)
+    for name, seconds in {
+        "peaks": 60,
+        "kernels_right": 120,
+        "kernels_fast": 180,
+        "update": 180,
+        "decode": 150,
+        "step": 330,
+        "bits": 200,
+        "train": 600,
+    }.items()
 }
 _SPAWN_SECONDS = 120  # until a process has listed its cases
 _FREE_BYTES = 2**30  # of the disk: compiled programs and logs
@@ -102,13 +113,17 @@ class _Process:
         read, write = os.pipe()
         log = (out / "logs" / f"{section}.log").open("ab")
         place = {child.PIPE: str(write), "PYTHONUNBUFFERED": "1", "USE_JAX": "0"}
+        # One GPU: PyTorch's libraries would use all of them, some in ways of their own.
+        place["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
         # PyTorch and child processes need memory beside jax.
         place["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
         if tiny:
-            place |= {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+            # Tiny programs run for less time than XLA takes to optimize them.
+            quick = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "true"}
+            place |= quick | {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
         self.section = section
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.accelerator.child", section],
+            [sys.executable, "-m", "benchmarks.accelerator.child", SECTIONS[section].module],
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -160,9 +175,8 @@ class _Runner:
         """Play sections; the next section's process is started before its turn."""
         try:
             for name, following in zip(names, [*names[1:], ""], strict=True):
-                process, self._waiting = self._waiting or self._start(name), None
-                if following:
-                    self._waiting = self._start(following)
+                process = self._waiting or self._start(name)
+                self._waiting = self._start(following) if following else None
                 self._play_section(name, process)
         finally:
             if self._waiting:
@@ -173,16 +187,17 @@ class _Runner:
 
     def _play_section(self, name: str, process: _Process) -> None:
         """Play a section; after a crash or a hang, its other cases get a new process."""
-        end = min(self._deadline, time.monotonic() + SECTIONS[name])
-        failed: list[str] = []
+        end = min(self._deadline, time.monotonic() + SECTIONS[name].seconds)
+        skip = self._results.finished(name)
         while True:
-            skip = [*self._results.finished(name), *failed]
-            self._order(process, skip, end)
-            case = self._follow(process, name, skip, end)
-            process.end()
-            if case is None or time.monotonic() >= end:
+            try:
+                self._order(process, skip, end)
+                played, has_others = self._follow(process, name, skip, end)
+            finally:
+                process.end()
+            if not has_others or time.monotonic() >= end:
                 return
-            failed.append(case)
+            skip += played
             process = self._start(name)
 
     def _order(self, process: _Process, skip: Sequence[str], end: float) -> None:
@@ -196,11 +211,14 @@ class _Runner:
             before=self._results.numbers(),
         )
 
-    def _follow(self, process: _Process, name: str, skip: Sequence[str], end: float) -> str | None:
+    def _follow(
+        self, process: _Process, name: str, skip: Sequence[str], end: float
+    ) -> tuple[list[str], bool]:
         """Keep what a process reports.
 
-        Returns the case in which the process crashed or hung, if others are left; else None.
+        Returns the cases that were played, and whether the process crashed or hung before others.
         """
+        played: list[str] = []
         machine: Mapping[str, Any] = {}
         left: list[str] = []
         current, began = "", time.monotonic()
@@ -210,6 +228,7 @@ class _Runner:
             line = {"section": name, "case": case, "seconds": round(seconds, 3)}
             self._results.add(line | {"machine": machine} | content)
             print(self._results.row(name, case), flush=True)
+            played.append(case)
             if case in left:
                 left.remove(case)
 
@@ -221,17 +240,17 @@ class _Runner:
                     status = process.end()
                     reason = f"its process ended with {status}: {_last_line(self._out, name)}"
                     keep(current or "start", seconds, error=reason)
-                    return current if current and left else None
+                    return played, bool(current and left)
                 case {"late": _} if time.monotonic() >= end:
                     for case in [*left] if machine else ["start"]:
                         keep(case, seconds if case == current else 0.0, error=NOT_RUN)
-                    return None
+                    return played, False
                 case {"late": _}:
-                    keep(current or "start", seconds, error=f"ended after {seconds:.0f} s")
-                    return current if current and left else None
+                    keep(current or "start", seconds, error=f"ended after {seconds:.1f} s")
+                    return played, bool(current and left)
                 case {"refused": _}:
                     keep("start", seconds, error=fields["refused"])
-                    return None
+                    return played, False
                 case {"cases": _}:
                     machine = fields["machine"]
                     left = [case for case in fields["cases"] if case not in skip]
@@ -245,7 +264,7 @@ class _Runner:
                 case {"error": _}:
                     keep(fields["error"], fields["seconds"], error=fields["message"])
                 case {"end": _}:
-                    return None
+                    return played, False
 
 
 def _last_line(out: pathlib.Path, section: str) -> str:

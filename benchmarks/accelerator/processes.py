@@ -16,9 +16,6 @@ from benchmarks.accelerator.section import Setting
 PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
 MEMORY_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 _POLL_SECONDS = 0.2
-# This module is imported before jax opens the device: the section's own process then takes device
-# memory only as it needs it, and leaves the rest to the commands.
-os.environ[PREALLOCATE] = "false"
 
 
 class Command:

@@ -80,6 +80,8 @@ class Results:
         """Content of a file of docs/measurements (launch/measurements.py)."""
         machines = [line["machine"] for line in self._lines.values() if line.get("machine")]
         machine: Mapping[str, Any] = machines[-1] if machines else {}
+        # Runs in the same folder may be of several commits; a line says of which it is.
+        commits = dict.fromkeys(machine["commit"] for machine in machines)
         values: dict[str, Any] = {
             section: {_key(case): numbers for case, numbers in cases.items()}
             for section, cases in self.numbers().items()
@@ -94,7 +96,7 @@ class Results:
         )
         return {
             "kind": "measured",
-            "commit": machine.get("commit", ""),
+            "commit": ", ".join(commits),
             "machine": f"{machine.get('devices')} x {machine.get('device')}, {versions}",
             "command": command,
             "values": values | {"failed": failed},

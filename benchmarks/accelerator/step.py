@@ -35,9 +35,7 @@ from typing import Any
 from benchmarks.accelerator.section import FAULT, Case, Numbers, Setting
 from benchmarks.trl import Trl, medians
 
-# Of the section's process and of its sides', which share a device.
-ENVIRONMENT = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-_SIDE_ENVIRONMENT = ENVIRONMENT | {
+_SIDE_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
     "HF_DATASETS_OFFLINE": "1",

@@ -40,6 +40,7 @@ from spell_jax.runtime import preemption
 from spell_jax.runtime.metrics import METRICS_FILE, read_metrics
 
 SECTION = "train"
+ONLY_COMMANDS = True  # child.py
 _SAVE_SECONDS = 30.0  # from the request to stop until the run is saved
 # Before the end of the section, at which a run that has not saved is killed. The section's clock
 # starts before jax has opened the device, and its process sees the time only afterwards.

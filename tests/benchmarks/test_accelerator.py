@@ -1,0 +1,167 @@
+"""Tests of the accelerator benchmark: crashes, hangs, the end of its minutes, a second run."""
+
+import json
+import pathlib
+import shutil
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from benchmarks.__main__ import main
+from benchmarks.accelerator import command, rows
+from benchmarks.accelerator.command import Section
+from benchmarks.accelerator.results import NOT_RUN, Results
+from benchmarks.accelerator.section import FAULT, seconds_of
+from launch import measurements
+
+MACHINE = {"device": "A GPU", "devices": 1, "python": "3.12.3", "jax": "0.11.2", "commit": "abc"}
+
+
+def _line(case: str, section: str = "peaks", commit: str = "abc", **content) -> dict:
+    machine = MACHINE | {"commit": commit}
+    return {"section": section, "case": case, "seconds": 1.0, "machine": machine, **content}
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    sections = {"broken": Section("tests.benchmarks.broken_section", 60)}
+    monkeypatch.setattr(command, "SECTIONS", sections)
+
+
+# ---------------------------------------------------------------------------------------- Results
+
+
+def test_results_keep_the_last_line_of_a_case_and_drop_a_torn_one(tmp_path: pathlib.Path) -> None:
+    results = Results(tmp_path)
+    results.add(_line("a", error="out of memory"))
+    results.add(_line("a", numbers={"tflops": 1.5}))
+    results.add(_line("b", numbers={"tflops": 2.0, FAULT: "too slow"}))
+    with (tmp_path / "results.jsonl").open("a") as file:
+        file.write('{"section": "peaks", "case": "c", "numb')
+    again = Results(tmp_path)
+    assert again.numbers() == {
+        "peaks": {"a": {"tflops": 1.5}, "b": {"tflops": 2.0, FAULT: "too slow"}}
+    }
+    assert again.finished("peaks") == ["a"]
+    assert again.failures(["peaks"]) == ["peaks b: too slow"] and again.failures(["update"]) == []
+    table = list(again.table(["peaks"]))
+    assert len(table) == 2 and "tflops 1.5" in table[0] and "FAULT: too slow" in table[1]
+
+
+def test_measurement_is_a_file_of_the_documentation(tmp_path: pathlib.Path) -> None:
+    results = Results(tmp_path)
+    results.add(_line("gemm", numbers={"tflops": 1.5}))
+    results.add(_line("0.5b shared", "update", "def", numbers={"mfu": 0.25}))
+    results.add(_line("7b", "update", "def", error="out of memory"))
+    folder = tmp_path / "measurements"
+    folder.mkdir()
+    (folder / "gpu.json").write_text(json.dumps(results.measurement("python -m benchmarks")))
+    files = measurements.read(folder)
+    assert files["gpu"]["commit"] == "abc, def" and "1 x A GPU" in files["gpu"]["machine"]
+    assert files["gpu"]["values"]["failed"] == {"update 7b": "out of memory"}
+    page = "It is .1<!--gpu.update.0_5b_shared.mfu-->."
+    assert measurements.refresh(page, files) == "It is .2<!--gpu.update.0_5b_shared.mfu-->."
+
+
+def test_seconds_are_a_median_over_batches_and_a_slow_call_is_timed_once() -> None:
+    timed = seconds_of(lambda: time.sleep(0.002), batches=3, batch_seconds=0.005)
+    assert 0.002 <= timed["fastest_s"] <= timed["seconds"] <= timed["slowest_s"]
+    assert timed["timed_calls"] >= 3
+    calls: list[int] = []
+    slow = seconds_of(lambda: (calls.append(1), time.sleep(0.05)), most=0.05)
+    assert len(calls) == 2 and slow["timed_calls"] == 1 and slow["seconds"] >= 0.05
+
+
+def test_trees_and_visible_pairs() -> None:
+    row = rows.tree(23, documents=5, question=2, questions=2, group=3)
+    # Answers of (23 - 9) // 6 = 2 tokens: 5 documents, then twice 2 + 3 * 2 tokens, then padding.
+    assert row.tolist() == [20] * 5 + [12] * 2 + [8] * 2 + [10] * 2 + [12] * 2 + [20] * 2 + [
+        *[16] * 2,
+        *[18] * 2,
+        *[20] * 2,
+        *[-1] * 2,
+    ]
+    index = np.arange(23)
+    pairs = (index[None, :] <= index[:, None]) & (index[:, None] <= row[None, :])
+    assert rows.visible_pairs(row) == pairs.sum()
+    assert rows.visible_pairs(rows.causal(7)) == 28
+
+
+# ---------------------------------------------------------------------------------------- Command
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("broken")
+def test_a_case_that_fails_hangs_or_crashes_costs_no_other(
+    tmp_path: pathlib.Path, capfd: pytest.CaptureFixture
+) -> None:
+    arguments = ["accelerator", f"--out={tmp_path}", "--tiny"]
+    assert main(arguments) == 1
+    results = Results(tmp_path)
+    assert results.finished("broken") == ["good", "last"]
+    failures = dict(text.split(": ", 1) for text in results.failures(["broken"]))
+    assert failures == {
+        "broken raises": "ValueError: a shape that no kernel has",
+        "broken unprepared": "ZeroDivisionError: division by zero",
+        "broken faulty": "error 2, must be at most 1",
+        "broken crashes": "its process ended with -11: about to crash",
+        "broken hangs": "ended after 0.5 s",
+    }
+    errors = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 5
+    # A new process plays no case again. A second run plays those without numbers.
+    assert len((tmp_path / "played").read_text()) == 3
+    assert main(arguments) == 1
+    assert len((tmp_path / "played").read_text()) == 4
+    saved = tmp_path / "saved.json"
+    assert main([*arguments, "--minutes=0", f"--save={saved}"]) == 1
+    assert json.loads(saved.read_text())["values"]["broken"]["good"] == {"sum": 3.0}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("broken")
+def test_what_the_minutes_do_not_suffice_for_is_not_run(tmp_path: pathlib.Path) -> None:
+    assert main(["accelerator", f"--out={tmp_path}", "--tiny", "--minutes=0.001"]) == 1
+    assert set(Results(tmp_path).failures(["broken"])) <= {f"broken start: {NOT_RUN}"}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("broken")
+def test_without_an_accelerator_every_section_says_so(tmp_path: pathlib.Path) -> None:
+    assert main(["accelerator", f"--out={tmp_path}"]) == 1
+    (failure,) = Results(tmp_path).failures(["broken"])
+    assert "no accelerator: jax finds only the CPU" in failure
+
+
+def test_bad_options_and_a_full_disk_end_in_one_line(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    with pytest.raises(ValueError, match="sections: 'fast' must be one of peaks, kernels_right"):
+        main(["accelerator", f"--out={tmp_path}", "--sections=fast"])
+    with pytest.raises(ValueError, match=r"minutes = -1.0: must be at least 0"):
+        main(["accelerator", f"--out={tmp_path}", "--minutes=-1"])
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=2**20))
+    assert main(["accelerator", f"--out={tmp_path}"]) == 1
+    assert "1 MiB free, must be 1024 or more" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_every_section_plays_on_a_cpu(tmp_path: pathlib.Path) -> None:
+    """All sections but those of torch and whole runs, which test_accelerator_runs.py plays."""
+    sections = "peaks,kernels_right,kernels_fast,update,decode"
+    flags = [f"--out={tmp_path}", f"--sections={sections}", "--tiny", "--commit=abc"]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks", "accelerator", *flags], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    numbers = Results(tmp_path).numbers()
+    assert list(numbers) == sections.split(",")
+    for case, errors in numbers["kernels_right"].items():
+        measured = [value for name, value in errors.items() if name.endswith("_error")]
+        assert measured and max(measured) <= errors["bound"], case
+    assert numbers["update"]["tiny_repeated"]["times_as_long_as_shared"] > 0
+    assert numbers["decode"]["4_samples_int8_cache"]["decode_passes"] == 4
