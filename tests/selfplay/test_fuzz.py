@@ -394,7 +394,7 @@ def nothing_may_run() -> Iterator[None]:
 
     def guarded(evaluator: Any) -> Any:
         def call(*arguments: Any, **named: Any) -> Any:
-            # From Python 3.13 on, json imports its own error class whenever it raises it.
+            # From Python 3.12 on, json imports its own error class whenever it raises it.
             is_own_error = arguments[:1] == ("json.decoder",)
             if _watched == threading.get_ident() and not is_own_error:
                 raise Evaluated("an evaluator was called")
