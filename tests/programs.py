@@ -30,7 +30,14 @@ def compile_for_gpu(f, *args) -> jax.stages.Compiled:
     args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), args)
     with jax.set_mesh(mesh):
         lowered = jax.jit(f).lower(*args)
-    return lowered.compile({"xla_gpu_fail_ptx_compilation_on_register_spilling": True})
+    return lowered.compile(
+        {
+            "xla_gpu_fail_ptx_compilation_on_register_spilling": True,
+            # Other tests of the process may have switched optimizations off (tests/tiny.py).
+            "xla_backend_optimization_level": 3,
+            "xla_llvm_disable_expensive_passes": False,
+        }
+    )
 
 
 def equations(jaxpr):
