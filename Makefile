@@ -59,12 +59,12 @@ test-newest: .newest/installed
 		$(PYTEST_ARGS)
 	.newest/bin/python -m pytest -q -n 2 -m gpu tests/attention tests/launch/test_aot.py $(PYTEST_ARGS)
 
+# The compiler comes without cuDNN, cuBLAS and other libraries of 2 GB, which only a GPU needs.
 .newest/installed: setup.py requirements/newest.txt
 	$(NEWEST_PYTHON) -m venv .newest
 	.newest/bin/python -m pip install -q -U pip
 	.newest/bin/python -m pip install -q -c requirements/newest.txt -e '.[smollm2]' \
 		pytest pytest-xdist hypothesis transformers
-	# Without cuDNN, cuBLAS and the other libraries of 2 GB, which only a GPU needs.
 	.newest/bin/python -m pip install -q --no-deps -c requirements/newest.txt \
 		jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc nvidia-nvvm
 	touch $@
