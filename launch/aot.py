@@ -1,4 +1,4 @@
-"""Compile a run's programs for a TPU slice without having one; report memory and collectives.
+"""Compile a run's programs for a TPU slice or GPU that is absent; report memory and collectives.
 
     python -m launch.aot --config=configs/paper.py:qwen2.5-7b-instruct --topology=v5e-16 \
         [--length=16384] [--phase=all] [--policy=CONFIG.json] [--layers=2] [--config.X=Y ...]
@@ -402,7 +402,9 @@ def make_mesh(config: Config, topology: topologies.Topology) -> jax.sharding.Mes
 def define_flags() -> None:
     """Define the flags that read_flags reads."""
     config_flags.DEFINE_config_file("config", None, "Config file of the run.")
-    flags.DEFINE_string("topology", None, "TPU slice, such as v5e-16 (launch/topologies.py).")
+    flags.DEFINE_string(
+        "topology", None, "TPU slice or GPU, such as v5e-16 or h100-1 (launch/topologies.py)."
+    )
     flags.DEFINE_integer("length", None, "Prompt tokens P (default: config.sampler.max_prompt).")
     flags.DEFINE_string("policy", "", "Hugging Face config.json (default: that of policy.folder).")
     flags.DEFINE_integer("layers", 0, "Number of layers, for quick trials.", lower_bound=0)
@@ -420,7 +422,7 @@ def read_flags(
 
 
 def main(_) -> None:
-    config, policy, topology, length = read_flags()
+    config, policy, topology, length = read_flags(*topologies.GPUS)
     # These programs are large, and a later run would not hit them in the cache.
     jax.config.update("jax_enable_compilation_cache", False)
     mesh = make_mesh(config, topology)

@@ -353,7 +353,7 @@ def define_flags() -> None:
 def main(_) -> None:
     jax.config.update("jax_platforms", "cpu")  # a few small arrays; no TPU is claimed for them
     given = flags.FLAGS
-    config, policy, topology, length = aot.read_flags(topologies.A100_NODE)
+    config, policy, topology, length = aot.read_flags(topologies.A100_NODE, *topologies.GPUS)
     if given.time:
         step_time.check(config)
         sizes: dict[str, Any] = {name: given[name].value for name in _WORKLOAD}

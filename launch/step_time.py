@@ -95,6 +95,7 @@ SHARES = {
     # al., arXiv 2104.04473, abstract). The others are assumed.
     "a100": Shares(0.5, 0.52, _DECODE, _ATTENTION, _MEMORY, 0.65, _EXPERTS, 2e-6),
 }
+SHARES |= dict.fromkeys(("h100", "h200"), SHARES["a100"])  # assumed
 
 
 # ----------------------------------------------------------------------------------------- Seconds

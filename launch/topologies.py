@@ -1,4 +1,4 @@
-"""TPU slices to compile for, by the name under which they are rented."""
+"""TPU slices and NVIDIA GPUs to compile for, by the name under which they are rented."""
 
 from __future__ import annotations
 
@@ -19,10 +19,13 @@ ANY_MEMORY = sys.maxsize
 
 
 class Topology(NamedTuple):
-    """A TPU slice, or other devices, whose `layout` and `accelerator` are ""."""
+    """A TPU slice, one NVIDIA GPU, or other devices; `accelerator` is "" if not a slice.
+
+    Programs can be compiled for it unless `layout` is "".
+    """
 
     name: str  # under which it is rented, such as "v5e-16"
-    layout: str  # name in jax.experimental.topologies, such as "v5e:4x4"
+    layout: str  # name in jax.experimental.topologies, such as "v5e:4x4"; "cuda" for a GPU
     chips: int  # each is one JAX device
     shape: tuple[int, ...]  # number of chips along each physical axis
     hbm: int  # bytes of a chip's memory that a program may use; ANY_MEMORY if unknown
@@ -52,14 +55,16 @@ class Peaks(NamedTuple):
 
 # Google Cloud's pages "TPU v4", "v5e", "v5p" and "v6e" (docs.cloud.google.com/tpu/docs/v5e): peak
 # compute, HBM bandwidth, and half of the bidirectional inter-chip bandwidth (v4: six links of 45
-# GB/s, How To Scale Your Model, part 2). NVIDIA's data sheet of the A100 80GB SXM: bfloat16 without
-# sparsity, HBM2e, half of NVLink's 600 GB/s.
+# GB/s, How To Scale Your Model, part 2). NVIDIA's data sheets of the A100 80GB SXM, H100 SXM and
+# H200 SXM: bfloat16 without sparsity, HBM, half of NVLink's 600 and 900 GB/s.
 PEAKS = {
     "v4": Peaks(275e12, 1200e9, 270e9),
     "v5e": Peaks(197e12, 819e9, 200e9),
     "v5p": Peaks(459e12, 2765e9, 600e9),
     "v6e": Peaks(918e12, 1638e9, 400e9),
     "a100": Peaks(312e12, 2039e9, 300e9),
+    "h100": Peaks(989e12, 3350e9, 450e9),
+    "h200": Peaks(989e12, 4800e9, 450e9),
 }
 # Without this option, libtpu splits a v4 chip into two devices with half the memory each.
 _OPTIONS = {"v4": {"chip_config_name": "megacore"}}
@@ -83,6 +88,47 @@ def _slices():
 TOPOLOGIES = {topology.name: topology for topology in _slices()}
 # The paper's node, for estimates only: 8 A100 of 80 GB, of which the driver reports 81,251 MiB.
 A100_NODE = Topology("a100-8", "", 8, (8,), 81_251 * 2**20, "")
+# One GPU each, with the memory that the driver reports. jax takes 75 % of it at the start of a
+# process, or the share in XLA_PYTHON_CLIENT_MEM_FRACTION.
+GPUS = (
+    Topology("h100-1", "cuda", 1, (1,), 81_008 * 2**20, ""),
+    Topology("h200-1", "cuda", 1, (1,), 144_384 * 2**20, ""),
+)
+# What XLA's compiler asks a GPU's driver for, as text of its GpuTargetConfigProto: limits of CUDA
+# for compute capability 9.0 and numbers of NVIDIA's data sheets. Only the memory differs.
+_HOPPER = """
+gpu_device_info {{
+  name: "{kind}"
+  cuda_compute_capability {{ major: 9 feature_extension: ACCELERATED_FEATURES }}
+  core_count: 132
+  fpus_per_core: 128
+  clock_rate_ghz: 1.98
+  device_memory_size: {memory}
+  memory_bandwidth: {bandwidth}
+  l2_cache_size: 52428800
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: 232448
+  shared_memory_per_core: 233472
+  registers_per_block_limit: 65536
+  registers_per_core_limit: 65536
+  threads_per_warp: 32
+  threads_per_block_limit: 1024
+  threads_per_core_limit: 2048
+  thread_dim_limit_x: 1024
+  thread_dim_limit_y: 1024
+  thread_dim_limit_z: 64
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  driver_version: "13.0.0"
+  runtime_version: "13.0.0"
+  compile_time_toolkit_version: "13.0.0"
+  dnn_version: "9.12.0"
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 12 }}
+device_description_str: "{kind}"
+"""
 
 
 def find(name: str, *others: Topology) -> Topology:
@@ -117,10 +163,17 @@ def describe(topology: Topology, mesh: Any) -> str:
 
 
 def devices(topology: Topology) -> list[Any]:
-    """Get the slice's devices from libtpu; the process must not have used libtpu before.
+    """Get the devices of a slice or GPU from its compiler; they hold no arrays and run nothing.
 
-    They hold no arrays and run nothing. Raises ModuleNotFoundError if libtpu is not installed.
+    Raises ModuleNotFoundError if the compiler is not installed.
     """
+    # Random keys and constants must be computed on the CPU although the compiler is installed.
+    jax.config.update("jax_platforms", "cpu")
+    return _gpu_devices(topology) if topology.layout == "cuda" else _tpu_devices(topology)
+
+
+def _tpu_devices(topology: Topology) -> list[Any]:
+    """Get the slice's devices from libtpu; the process must not have used libtpu before."""
     # libtpu reads these when it is loaded. With them it does not query the metadata server about
     # this machine, and a second process that compiles meanwhile does not abort on the lock file.
     os.environ.update(
@@ -129,8 +182,6 @@ def devices(topology: Topology) -> list[Any]:
         TPU_WORKER_HOSTNAMES="localhost",
         ALLOW_MULTIPLE_LIBTPU_LOAD="1",
     )
-    # Random keys and constants must be computed on the CPU although libtpu is installed.
-    jax.config.update("jax_platforms", "cpu")
     try:
         import libtpu  # noqa: F401  # pyright: ignore[reportMissingImports]
     except ModuleNotFoundError as error:
@@ -140,5 +191,23 @@ def devices(topology: Topology) -> list[Any]:
     options = _OPTIONS.get(topology.layout.partition(":")[0], {})
     description = topologies.get_topology_desc(
         platform="tpu", topology_name=topology.layout, **options
+    )
+    return list(description.devices)
+
+
+def _gpu_devices(topology: Topology) -> list[Any]:
+    """Get the GPU from jax's plugin for CUDA 13, which needs no driver to compile."""
+    kind = f"NVIDIA {topology.name.partition('-')[0].upper()}"
+    bandwidth = int(peaks(topology).memory)
+    target = _HOPPER.format(kind=kind, memory=topology.hbm, bandwidth=bandwidth)
+    try:
+        import jax_cuda13_plugin  # noqa: F401  # pyright: ignore[reportMissingImports]
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "compiling for NVIDIA GPUs needs jax-cuda13-plugin: pip install -e '.[gpu-cuda13]' "
+            "(no GPU is needed)"
+        ) from error
+    description = topologies.get_topology_desc(
+        platform="cuda", topology_name=topology.name, topology="1x1x1", target_config=target
     )
     return list(description.devices)

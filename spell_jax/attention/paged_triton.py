@@ -46,13 +46,13 @@ _MERGED_ROWS, _MERGED_JOBS = 4, 8  # queries per merge program; jobs it reads at
 
 # Largest tile by element size of the pool in bytes (4 if products are in float32) and head size. A
 # tile of at most 64 queries uses 4 warps. Speeds were not measured: the kernels were compiled for
-# the H200 (sm_90a) with jaxlib 0.10.2's Triton and CUDA 12.9's ptxas, never run. They use at most
-# 128 of 227 KiB of shared memory; registers spill only with int8 keys and float32 queries (284
-# bytes per thread). Shared memory and registers of a program, with head size 128:
+# the H200 (sm_90a) with jaxlib 0.11.2's Triton and CUDA 13.5's ptxas, never run. They use at most
+# 128 of 227 KiB of shared memory; registers spill only with int8 keys and float32 queries. Shared
+# memory and registers of a program, with head size 128:
 #   2-byte pool, 64 queries (samples of a prompt): 112 KiB, 168 registers, 2 per multiprocessor
-#   2-byte pool, 1 query per row:                   70 KiB,  72 registers, 3 per multiprocessor
-#   int8 pool, 64 queries:                          82 KiB, 187 registers
-#   int8 pool, 1 query per row:                     56 KiB,  96 registers
+#   2-byte pool, 1 query per row:                   70 KiB,  80 registers, 3 per multiprocessor
+#   int8 pool, 64 queries:                          82 KiB, 168 registers
+#   int8 pool, 1 query per row:                     56 KiB, 128 registers
 # Loads in flight per program: 64 KiB (2-byte) or 48 KiB (int8). Products of 2-byte inputs run on
 # the tensor cores, with wgmma from 64 queries on. float32 is for tests.
 TILES = {

@@ -113,7 +113,7 @@ def parse_scores(text: str, count: int) -> tuple[int, ...] | None:
     else:
         try:
             scores = (find_record(visible) or {}).get("scores")
-        except RecursionError:  # JSON nested a thousand deep
+        except RecursionError:  # JSON nested at least a thousand deep
             return None
     if not isinstance(scores, tuple | list) or len(scores) != count:
         return None

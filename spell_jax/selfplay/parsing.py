@@ -70,7 +70,7 @@ def parse_question(
     try:
         record = find_record(visible.translate(_CONTROL_CHARACTERS))
         parsed = _validate(record, task, lambda answer: count_tokens(answer) > max_answer_tokens)
-    except RecursionError:  # JSON nested a thousand levels deep
+    except RecursionError:  # JSON nested at least a thousand levels deep
         return _bad("too_deep")
     if distinct_options and len({text.casefold() for text in parsed.options}) < len(parsed.options):
         return _bad("same_options")

@@ -295,6 +295,14 @@ def test_lowers_for_gpu_without_one(shape) -> None:
         assert f'name = "{kernel}"' in text
 
 
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES)
+def test_compiles_for_gpu_without_one(shape) -> None:
+    attend = functools.partial(paged_triton.attend, interpret=False)
+    programs.compile_for_gpu(attend, *_abstract(*shape))
+
+
 @pytest.mark.slow
 def test_platform_dependent_lowers_the_kernel_only_for_gpus() -> None:
     """The branch for GPUs is not even lowered on a CPU."""

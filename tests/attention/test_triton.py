@@ -245,6 +245,30 @@ def test_lowers_for_gpu_without_one(dtype, size: int, rows: tuple[int, ...]) -> 
             assert f'name = "{kernel}"' in text
 
 
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [64, 128, 256])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_default_tiles_compile_for_gpu_without_one(dtype, size: int) -> None:
+    args = _abstract(dtype, size)
+    programs.compile_for_gpu(functools.partial(triton.forward, interpret=False), args[0])
+    programs.compile_for_gpu(functools.partial(triton.backward, interpret=False), *args)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_tiles_that_are_too_large_do_not_compile() -> None:
+    """The compiler, not the first run, tells of too much shared memory and spilled registers."""
+    args, tiles = _abstract(jnp.bfloat16, 256), Tiles(*[Tile(128, 128, 8, 4)] * 3)
+    forward = functools.partial(triton.forward, interpret=False, tiles=tiles)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="Shared memory size limit exceeded"):
+        programs.compile_for_gpu(forward, args[0])
+    args, tiles = _abstract(jnp.bfloat16, 128), Tiles(*[Tile(128, 128, 4, 2)] * 3)
+    backward = functools.partial(triton.backward, interpret=False, tiles=tiles)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="register spilling"):
+        programs.compile_for_gpu(backward, *args)
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_dot_products_are_float32_and_memory_is_bounded(dtype) -> None:
     """Sums and products are float32 in full precision; only the lists have T * T entries."""

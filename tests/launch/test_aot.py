@@ -10,6 +10,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -330,7 +331,36 @@ def test_mesh_impossible_on_the_slice_is_rejected(monkeypatch):
         aot.make_mesh(small_config(), topologies.find("v5p-128"))
 
 
-# -------------------------------------------------------------------------------------- With libtpu
+# ------------------------------------------------------------------ With compilers of accelerators
+
+
+def compiled_programs(folder: Path, topology: str, *options: str) -> list[dict[str, Any]]:
+    """Compile a small policy for a slice or GPU, and return launch.aot's lines."""
+    shape = dataclasses.replace(
+        tiny.POLICY, width=256, heads=2, kv_heads=1, head_size=128, feed_forward=512
+    )
+    file = folder / "config.json"
+    file.write_text(json.dumps(shape.to_hf() | {"max_position_embeddings": 4096}))
+    command = [sys.executable, "-m", "launch.aot", "--config=configs/paper.py", "--length=256"]
+    command += [f"--topology={topology}", f"--policy={file}"]
+    command += ["--config.sampler.max_tokens=32", *options]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [line["program"] for line in lines] == list(aot.PROGRAMS)
+    for line in lines:
+        assert line["fits"] and 0 < line["bytes"]["arguments"] < line["hbm"]
+    return lines
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_every_phase_compiles_for_a_gpu(tmp_path):
+    pytest.importorskip(
+        "jax_cuda13_plugin", reason="compiling for NVIDIA GPUs needs jax-cuda13-plugin"
+    )
+    (_, _, _, accumulate, _) = compiled_programs(tmp_path, "h100-1")
+    assert accumulate["bytes"]["peak"] > accumulate["bytes"]["arguments"]
 
 
 @pytest.mark.tpu
@@ -345,28 +375,8 @@ def test_mesh_impossible_on_the_slice_is_rejected(monkeypatch):
 )
 def test_every_phase_compiles_for_a_tpu_slice(tmp_path, flags: list[str], scattered: int):
     pytest.importorskip("libtpu", reason="compiling for TPUs needs libtpu (extra 'tpu')")
-    shape = dataclasses.replace(
-        tiny.POLICY, width=256, heads=2, kv_heads=1, head_size=128, feed_forward=512
-    )
-    (tmp_path / "config.json").write_text(
-        json.dumps(shape.to_hf() | {"max_position_embeddings": 4096})
-    )
-    command = [sys.executable, "-m", "launch.aot", "--config=configs/paper.py", "--length=256"]
-    command += ["--topology=v5e-16", f"--policy={tmp_path / 'config.json'}"]
-    command += ["--config.sampler.max_tokens=32", *flags]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [line["program"] for line in lines] == [
-        "prefill",
-        "decode",
-        "logprob",
-        "accumulate",
-        "apply",
-    ]
-    for line in lines:
-        assert line["fits"] and 0 < line["bytes"]["arguments"] < line["hbm"]
-        assert line["collectives"]
+    lines = compiled_programs(tmp_path, "v5e-16", *flags)
+    assert all(line["collectives"] for line in lines)
     assert lines[0]["mesh"]["fsdp"] == (2 if flags else 16)
     # With gathered keys and values, a layer returns the gradients of each to their devices by one
     # collective. With ring attention, they travel around the ring with the keys and values.

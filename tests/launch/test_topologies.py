@@ -1,4 +1,4 @@
-"""Tests of names of TPU slices, and of the error on a machine without libtpu."""
+"""Tests of names of TPU slices and GPUs, and of the errors on a machine without their compilers."""
 
 import importlib.util
 import math
@@ -45,3 +45,19 @@ def test_missing_libtpu_error_names_the_extra_to_install(monkeypatch):
     monkeypatch.setattr("os.environ", {})
     with pytest.raises(ModuleNotFoundError, match=r"needs libtpu: pip install -e '\.\[tpu\]'"):
         topologies.devices(topologies.find("v5e-16"))
+
+
+@pytest.mark.skipif(bool(importlib.util.find_spec("jax_cuda13_plugin")), reason="it is installed")
+def test_missing_compiler_for_gpus_error_names_the_extra_to_install():
+    message = r"needs jax-cuda13-plugin: pip install -e '\.\[gpu-cuda13\]'"
+    with pytest.raises(ModuleNotFoundError, match=message):
+        topologies.devices(topologies.find("h100-1", *topologies.GPUS))
+
+
+def test_gpus_have_memory_and_peaks():
+    for gpu in topologies.GPUS:
+        kind, peaks = gpu.name.partition("-")[0], topologies.peaks(gpu)
+        assert topologies.abstract_mesh(gpu, {"fsdp": -1}).size == gpu.chips == 1
+        gigabytes = {"h100": 80, "h200": 141}[kind]
+        assert 0.98 < gpu.hbm / 2**30 / gigabytes < 1.03
+        assert peaks.operations / peaks.memory > 200

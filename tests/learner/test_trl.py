@@ -65,7 +65,7 @@ def padded(rows: list[np.ndarray]) -> np.ndarray:
 
 def by_trl(fields: dict[str, Any]) -> tuple[float, list[np.ndarray]]:
     """The loss and its gradient for each answer's logprobs; no model runs."""
-    torch = pytest.importorskip("torch", reason="extra 'test'")
+    torch = pytest.importorskip("torch", reason="the comparison needs torch and trl (extra 'test')")
     trainers = pytest.importorskip("trl.trainer.grpo_trainer", reason="extra 'test'")
     fields = {"importance_sampling_level": "token", "epsilon": 0.2, "beta": 0.0} | fields
     logprobs = torch.tensor(padded(LOGPROBS), requires_grad=True)
@@ -137,7 +137,7 @@ def by_trl_dpo(beta: float) -> tuple[float, list[np.ndarray]]:
 
     TRL's batch has the chosen answers first: they are the first two of LENGTHS.
     """
-    torch = pytest.importorskip("torch", reason="extra 'test'")
+    torch = pytest.importorskip("torch", reason="the comparison needs torch and trl (extra 'test')")
     trainers = pytest.importorskip("trl.trainer.dpo_trainer", reason="extra 'test'")
     logprobs = torch.tensor(padded(LOGPROBS), requires_grad=True)
     mask = torch.tensor(padded([np.ones(n) for n in LENGTHS]), dtype=torch.long)

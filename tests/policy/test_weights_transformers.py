@@ -34,8 +34,7 @@ def test_transformers_folder_round_trip_is_bit_identical(family, shard_size, tmp
 @every_family
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_transformers_loads_saved_folders(family, dtype, tmp_path) -> None:
-    import torch
-
+    torch = pytest.importorskip("torch", reason=families.REASON)
     model = families.save(family, tmp_path / "theirs")
     config, params = weights.load(tmp_path / "theirs")
     weights.save(tmp_path / "ours", config, params, dtype=dtype, shard_bytes=20_000)

@@ -394,7 +394,9 @@ def nothing_may_run() -> Iterator[None]:
 
     def guarded(evaluator: Any) -> Any:
         def call(*arguments: Any, **named: Any) -> Any:
-            if _watched == threading.get_ident():
+            # From Python 3.12 on, json imports its own error class whenever it raises it.
+            is_own_error = arguments[:1] == ("json.decoder",)
+            if _watched == threading.get_ident() and not is_own_error:
                 raise Evaluated("an evaluator was called")
             return evaluator(*arguments, **named)
 

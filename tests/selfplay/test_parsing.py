@@ -129,7 +129,7 @@ def test_json_strings_are_not_modified():
         ('{"question": "q", "answer": NaN}', "financial_math", "declined", "not_a_number"),
         ('{"question": "q", "answer": "yes"}', "financial_math", "declined", "not_a_number"),
         ('{"question": "q", "answer": "A"}', "multiple_choice", "bad_format", "bad_options"),
-        ("```json" + "[" * 5000 + "```", "general_qa", "bad_format", "too_deep"),
+        ("```json" + "[" * 100_000 + "```", "general_qa", "bad_format", "too_deep"),
     ],
 )  # fmt: skip
 def test_rejected_questions_have_a_status_and_a_reason(text, task, status, reason):

@@ -13,13 +13,15 @@ import jax
 import numpy as np
 import pytest
 import tokenizers as hf
-import torch
-import transformers
 
 from spell_jax.policy import gguf_convert, tokenizer, transformer, weights
 from spell_jax.policy.model import find_folder
 from spell_jax.runtime import paths
 from spell_jax.runtime.jsonl import write_records
+from tests.policy import families
+
+torch = pytest.importorskip("torch", reason=families.REASON)
+transformers = pytest.importorskip("transformers", reason=families.REASON)
 
 CHATS = [
     [{"role": "user", "content": "In which year did the Aurora sail?"}],
