@@ -137,9 +137,7 @@ def save(path: pathlib.Path, arguments: Sequence[str], line: Mapping[str, Any]) 
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-def _measure_accelerator(
-    benchmark: Accelerator, arguments: Sequence[str], path: pathlib.Path | None
-) -> int:
+def _measure_accelerator(benchmark: Accelerator, path: pathlib.Path | None) -> int:
     """Play the sections of an accelerator measurement; return the exit status."""
     names = benchmark.names()
     try:
@@ -149,8 +147,9 @@ def _measure_accelerator(
         return 1
     print(*results.table(names), sep="\n")
     if path:
-        command = shlex.join(["python", "-m", "benchmarks", *arguments])
-        path.write_text(json.dumps(results.measurement(command), indent=1) + "\n")
+        # The folder may have been filled by several runs; --minutes says nothing of the numbers.
+        content = results.measurement("python -m benchmarks accelerator")
+        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     failures = results.failures(names)
     for failure in failures:
         print(f"error: {failure}", file=sys.stderr)
@@ -163,7 +162,7 @@ def main(arguments: Sequence[str]) -> int:
     given, rest = own.parse_known_args(arguments)
     name, benchmark = parse(rest)
     if isinstance(benchmark, Accelerator):
-        return _measure_accelerator(benchmark, rest, given.save)
+        return _measure_accelerator(benchmark, given.save)
     found = _lines(name, benchmark)
     for line in found:
         print(json.dumps(line))

@@ -104,7 +104,7 @@ def test_commands_parse(page: pathlib.Path):
 NEEDS = frozenset(
     [
         *("minutes", "data", "a model", "a model and documents", "installation", "a config"),
-        *("an endpoint", "a cluster of machines", "Google Cloud"),
+        *("an accelerator", "an endpoint", "a cluster of machines", "Google Cloud"),
     ]
 )
 
