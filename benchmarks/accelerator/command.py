@@ -113,7 +113,7 @@ class _Process:
         read, write = os.pipe()
         log = (out / "logs" / f"{section}.log").open("ab")
         place = {child.PIPE: str(write), "PYTHONUNBUFFERED": "1", "USE_JAX": "0"}
-        # One GPU: PyTorch's libraries would use all of them, some in ways of their own.
+        # One GPU: TRL refuses several, and our side would use them.
         place["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
         # PyTorch and child processes need memory beside jax.
         place["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"

@@ -230,9 +230,6 @@ class _Section:
 
     def _start(self, side: str) -> subprocess.Popen[str]:
         place = {"JAX_COMPILATION_CACHE_DIR": str(self._setting.out / "cache")}
-        if self._setting.platform == "gpu":  # TRL refuses several, ours would use them
-            visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
-            place["CUDA_VISIBLE_DEVICES"] = visible.split(",")[0]
         if self._setting.tiny:  # compilation takes most of the time
             place["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
         return subprocess.Popen(

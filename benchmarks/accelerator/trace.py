@@ -14,6 +14,8 @@ import numpy as np
 from benchmarks.accelerator.section import Numbers
 
 _GAP_NS = 50_000  # between two kernels; launches within a program are less apart
+# Lines of single kernels: a GPU's streams, a TPU's operations. Other lines sum these up.
+_KERNEL_LINES = re.compile(r"Stream|^XLA Ops$")
 _LONGEST = 12  # kernels that are named
 _NUMBER = re.compile(r"(?<=[a-z])[._]\d+.*$")  # of a kernel among its like, in its name
 
@@ -44,10 +46,9 @@ def _kernels(path: pathlib.Path) -> list[tuple[float, float, str]]:
     for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
         if not plane.name.startswith("/device:"):
             continue
-        lines = list(plane.lines)
-        # GPUs have a line for each stream, beside lines that sum these up.
-        for line in [line for line in lines if "Stream" in line.name] or lines:
-            spans += [(e.start_ns, e.start_ns + e.duration_ns, e.name) for e in line.events]
+        for line in plane.lines:
+            if _KERNEL_LINES.search(line.name):
+                spans += [(e.start_ns, e.start_ns + e.duration_ns, e.name) for e in line.events]
     return sorted(spans)
 
 
