@@ -88,11 +88,12 @@ def _slices():
 TOPOLOGIES = {topology.name: topology for topology in _slices()}
 # The paper's node, for estimates only: 8 A100 of 80 GB, of which the driver reports 81,251 MiB.
 A100_NODE = Topology("a100-8", "", 8, (8,), 81_251 * 2**20, "")
-# One GPU each, with the memory that the driver reports. jax takes 75 % of it at the start of a
-# process, or the share in XLA_PYTHON_CLIENT_MEM_FRACTION.
+# One GPU each, with the memory that the driver offers to a process (H200: measured, by a limit of
+# 128.6 GiB at a share of .92). jax takes 75 % of it at the start of a process, or the share in
+# XLA_PYTHON_CLIENT_MEM_FRACTION.
 GPUS = (
     Topology("h100-1", "cuda", 1, (1,), 81_008 * 2**20, ""),
-    Topology("h200-1", "cuda", 1, (1,), 144_384 * 2**20, ""),
+    Topology("h200-1", "cuda", 1, (1,), 143_135 * 2**20, ""),
 )
 # What XLA's compiler asks a GPU's driver for, as text of its GpuTargetConfigProto: limits of CUDA
 # for compute capability 9.0 and numbers of NVIDIA's data sheets. Only the memory differs.
