@@ -46,10 +46,15 @@ from typing import Any
 
 import jax
 
-from benchmarks.accelerator.command import Accelerator
-from benchmarks.base import Benchmark
-from spell_jax.runtime import entry
-from spell_jax.runtime import setup as start
+try:
+    from benchmarks.accelerator.command import Accelerator
+    from benchmarks.base import Benchmark
+    from spell_jax.runtime import entry
+    from spell_jax.runtime import setup as start
+except ModuleNotFoundError as missing:
+    sys.exit(
+        f"error: {missing}; requirements/accelerator.txt has what an accelerator's image lacks"
+    )
 
 # Imported on demand: some need extras, such as Beam.
 _CLASSES = {
@@ -139,13 +144,9 @@ def save(path: pathlib.Path, arguments: Sequence[str], line: Mapping[str, Any]) 
 
 def _measure_accelerator(benchmark: Accelerator, path: pathlib.Path | None) -> int:
     """Play the sections of an accelerator measurement; return the exit status."""
-    names = benchmark.names()
-    try:
-        results = benchmark.play()
-    except OSError as error:  # a full disk: what was written before is kept
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    print(*results.table(names), sep="\n")
+    results, names = benchmark.play(), benchmark.names()
+    if not benchmark.minutes:  # else each line was printed as its case ended
+        print(*results.table(names), sep="\n")
     if path:
         # The folder may have been filled by several runs; --minutes says nothing of the numbers.
         content = results.measurement("python -m benchmarks accelerator")

@@ -25,7 +25,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from benchmarks.accelerator.processes import Command, folder_of
+from benchmarks.accelerator.processes import Command, make_folder
 from benchmarks.accelerator.section import Case, Numbers, Setting
 from spell_jax.runtime.metrics import read_metrics
 from spell_jax.runtime.paths import CHECKPOINTS_FOLDER
@@ -84,7 +84,7 @@ class _Runs:
         return differences | {"killed_s": killed, "resumed_s": resumed, "resumed_at": int(step[1])}
 
     def _folder(self, name: str) -> pathlib.Path:
-        return folder_of(self._setting, SECTION) / name
+        return make_folder(self._setting, SECTION) / name
 
     def _play(
         self,
@@ -103,7 +103,7 @@ class _Runs:
 
 
 def _flags(updates: int, tiny: bool) -> dict[str, Any]:
-    """Flags of a run of configs/tiny.py that saves every step and validates after the last."""
+    """Make the flags of a run that saves every step and validates after the last."""
     flags = {
         "steps": updates,
         "evaluate": False,
@@ -169,7 +169,7 @@ def compare(run: pathlib.Path, other: pathlib.Path, step: int) -> Numbers:
 
 
 def _arrays(folder: pathlib.Path) -> dict[str, np.ndarray]:
-    """All arrays of a checkpoint by path, in host memory."""
+    """Read all arrays of a checkpoint by path, into host memory."""
     path = (folder / "arrays").resolve()
     with ocp.PyTreeCheckpointer() as reader:
         metadata: Any = reader.metadata(path)
@@ -181,7 +181,7 @@ def _arrays(folder: pathlib.Path) -> dict[str, np.ndarray]:
 
 
 def _host_state(folder: pathlib.Path) -> Any:
-    """The algorithm's state in a checkpoint."""
+    """Read the algorithm's state in a checkpoint."""
     (file,) = (path for path in (folder / "host").iterdir() if path.name == "metadata")
     return json.loads(file.read_text())["algorithm"]
 
@@ -191,7 +191,7 @@ def _bytes(array: np.ndarray) -> np.ndarray:
 
 
 def _gap(array: np.ndarray, other: np.ndarray) -> tuple[float, float]:
-    """(largest absolute difference, its share of the tensor's largest absolute value)."""
+    """Return (largest absolute difference, its share of the tensor's largest absolute value)."""
     a, b = array.astype(np.float64), other.astype(np.float64)
     gap = float(np.max(np.abs(a - b), initial=0.0))
     return gap, gap / max(float(np.max(np.abs(a), initial=0.0)), 1e-30)
@@ -202,7 +202,7 @@ def _files(folder: pathlib.Path) -> dict[str, bytes]:
 
 
 def _first_different_update(run: pathlib.Path, other: pathlib.Path) -> int | None:
-    """The first update whose metrics differ, apart from times and the process; None: none."""
+    """Find the first update whose metrics differ, apart from times and the process; None: none."""
     lines, other_lines = (
         [{k: v for k, v in line.items() if not k.startswith(_CHANGING)} for line in records]
         for records in (read_metrics(run), read_metrics(other))

@@ -16,11 +16,14 @@ import gc
 import importlib
 import importlib.metadata
 import json
+import math
 import os
 import pathlib
 import platform
+import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -38,9 +41,9 @@ _VERSIONS = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "tor
 
 
 def machine_of(commit: str) -> dict[str, Any]:
-    """The device, its number and memory, versions of the packages, and the commit."""
+    """Describe the device, its number and memory, versions of the packages, and the commit."""
     device = jax.devices()[0]
-    found: dict[str, Any] = {
+    machine: dict[str, Any] = {
         "device": device.device_kind,
         "devices": jax.device_count(),
         "processors": os.cpu_count(),
@@ -49,38 +52,56 @@ def machine_of(commit: str) -> dict[str, Any]:
     }
     limit = (device.memory_stats() or {}).get("bytes_limit")
     if limit:
-        found["memory_gib"] = round(limit / 2**30, 1)
+        machine["memory_gib"] = round(limit / 2**30, 1)
     driver = pathlib.Path("/proc/driver/nvidia/version")
     if driver.exists():
         words = driver.read_text().split()
-        found["driver"] = next((w for w in words if w[:1].isdigit() and w.count(".") >= 1), "")
+        machine["driver"] = next((w for w in words if w[:1].isdigit() and w.count(".") >= 1), "")
     for name in _VERSIONS:
         try:
-            found[name] = importlib.metadata.version(name)
+            machine[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return machine
 
 
-def play(cases: Sequence[Case], skip: Sequence[str], send: Callable[..., None]) -> None:
-    """Prepare and run the cases that are not skipped."""
-    wanted = [case for case in cases if case.name not in skip]
-    unprepared = _prepare(wanted, send)
-    for case in wanted:
-        send(begin=case.name, limit=case.limit)
+def play(
+    cases: Sequence[Case], skip: Sequence[str], together: bool, send: Callable[..., None]
+) -> None:
+    """Prepare and run the cases that are not skipped.
+
+    They are prepared together, in threads, or each right before it runs: then the parent knows in
+    whose preparation a process crashed.
+    """
+    chosen = [case for case in cases if case.name not in skip]
+    unprepared = _prepare(chosen, send) if together else {}
+    for case in chosen:
+        limit = case.limit if together or not case.prepare else case.limit + _PREPARE_SECONDS
+        send(begin=case.name, limit=limit)
         clock = time.perf_counter()
-        reason = unprepared.get(case.name)
-        if reason is None:
+        text, reason = "", unprepared.get(case.name, "")
+        if not reason:
             try:
-                numbers = case.run()
-            except Exception as error:
+                if case.prepare and not together:
+                    case.prepare()
+                text = json.dumps(finite(case.run()))
+            except (Exception, SystemExit) as error:
                 reason = _text_of(error)
         seconds = time.perf_counter() - clock
-        if reason is None:
-            send(result=case.name, numbers=numbers, seconds=seconds)
-        else:
+        if reason:
             send(error=case.name, message=reason, seconds=seconds)
+        else:
+            send(result=case.name, numbers=json.loads(text), seconds=seconds)
         gc.collect()
+
+
+def finite(value: Any) -> Any:
+    """Replace numbers that JSON does not have by their names, such as "nan"."""
+    if isinstance(value, dict):
+        return {name: finite(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(inner) for inner in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _prepare(cases: Sequence[Case], send: Callable[..., None]) -> dict[str, str]:
@@ -101,8 +122,14 @@ def _prepare(cases: Sequence[Case], send: Callable[..., None]) -> dict[str, str]
     return reasons
 
 
+def _end_with_parent() -> None:
+    """Kill this process and its children when the parent has ended, however it ended."""
+    sys.stdin.read()
+    os.killpg(0, signal.SIGKILL)
+
+
 def _text_of(error: BaseException) -> str:
-    """One line for an exception; its traceback goes to the log."""
+    """Make one line of an exception; its traceback goes to the log."""
     traceback.print_exception(error)
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}"[:_ERROR_CHARACTERS]
@@ -116,10 +143,11 @@ def describe(commit: str) -> dict[str, Any]:
 def _describe_elsewhere(commit: str) -> dict[str, Any]:
     """Return what `describe` does, from a process that ends: one process holds a TPU at a time."""
     command = [sys.executable, "-m", "benchmarks.accelerator.child", _DESCRIBE, commit]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command[1:])} failed: {done.stderr[-_ERROR_CHARACTERS:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    process = subprocess.run(command, capture_output=True, text=True)
+    if process.returncode:
+        error = process.stderr[-_ERROR_CHARACTERS:]
+        raise RuntimeError(f"{' '.join(command[1:])} failed: {error}")
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 def main(module_name: str) -> None:
@@ -133,24 +161,25 @@ def main(module_name: str) -> None:
     text = sys.stdin.readline()
     if not text:  # the parent ended before this section's turn
         return
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     order: Mapping[str, Any] = json.loads(text)
     cache = pathlib.Path(order["out"]) / "cache"
     jax.config.update("jax_compilation_cache_dir", str(cache))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     only_commands = getattr(module, "ONLY_COMMANDS", False)
-    place = (_describe_elsewhere if only_commands else describe)(order["commit"])
+    here = (_describe_elsewhere if only_commands else describe)(order["commit"])
     if only_commands:
         jax.config.update("jax_platforms", "cpu")  # for arrays that are compared
-    if place["platform"] == "cpu" and not order["tiny"]:
+    if here["platform"] == "cpu" and not order["tiny"]:
         send(refused="no accelerator: jax finds only the CPU; --tiny plays all sections on it")
         return
     fields = {name: order[name] for name in ("tiny", "seconds", "train", "before")}
-    setting = Setting(place["platform"], out=pathlib.Path(order["out"]), **fields)
+    setting = Setting(here["platform"], out=pathlib.Path(order["out"]), **fields)
     cases = module.cases(setting)
     names = [case.name for case in cases]
     assert len(set(names)) == len(names)
-    send(cases=names, machine=place["machine"])
-    play(cases, order["skip"], send)
+    send(cases=names, machine=here["machine"] | {"tiny": order["tiny"]})
+    play(cases, order["skip"], order["together"], send)
     send(end=True)
     pipe.close()
     sys.stdout.flush()

@@ -1,10 +1,12 @@
-"""The command: plays sections in processes of their own and keeps what each of them found."""
+"""The command: plays sections in processes of their own and keeps the numbers of each."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import json
+import math
 import os
 import pathlib
 import queue
@@ -15,11 +17,13 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from benchmarks.accelerator import child
-from benchmarks.accelerator.results import NOT_RUN, Results
+from benchmarks.accelerator.results import FILE, NOT_RUN, START, Results
 from benchmarks.base import Benchmark
+
+_OUT = "runs/accelerator"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,53 +61,79 @@ class Accelerator(Benchmark):
     decode, step (beside TRL and transformers), bits (runs repeat to the bit), train (SPELL on the
     weights and clusters of --train, for the time that is left).
 
-    DIR/results.jsonl has a line for each case, DIR/logs what the processes printed, DIR/cache
+    OUT/results.jsonl has a line for each case, OUT/logs what the processes printed, OUT/cache
     compiled programs. A second run in the same folder plays only what has no numbers yet. The exit
     status is 1 if a case failed or was not run. --tiny plays everything on a CPU, with interpreted
     kernels, in minutes; its numbers mean nothing.
     """
 
-    out: Annotated[str, "folder of results, logs and compiled programs"] = "runs/accelerator"
+    out: Annotated[str, f"folder of results, logs and programs; empty: {_OUT}[_tiny]"] = ""
     minutes: Annotated[float, "time for all sections; 0 prints the table of an earlier run"] = 8.0
     sections: Annotated[str, "names of sections, separated by commas; empty: all"] = ""
     train: Annotated[str, "folder with weights and clusters for the section train"] = ""
     tiny: Annotated[bool, "sizes for a CPU"] = False
+    again: Annotated[bool, "play also cases that have numbers"] = False
     commit: Annotated[str, "commit of this tree; empty: git is asked"] = ""
 
+    def __post_init__(self) -> None:
+        self.out = self.out or f"{_OUT}{'_tiny' * self.tiny}"
+
     def play(self) -> Results:
-        """Play the sections; return all results of the folder."""
-        names = self.names()
-        if self.minutes < 0:
+        """Play the sections; return all results of the folder.
+
+        A full disk is their `fault`; the results before it are returned.
+        """
+        names, out = self.names(), pathlib.Path(self.out).resolve()
+        if not 0 <= self.minutes < math.inf:
             raise ValueError(f"minutes = {self.minutes}: must be at least 0")
-        out = pathlib.Path(self.out).resolve()
+        if self.train and not pathlib.Path(self.train).is_dir():
+            raise ValueError(
+                f"train = {self.train!r}: must be a folder (docs/howto/accelerator.md)"
+            )
+        if not self.minutes:
+            if not (out / FILE).exists():
+                raise FileNotFoundError(f"out = {self.out!r}: has no {FILE}")
+            return Results(out)
         (out / "logs").mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(out).free
         if free < _FREE_BYTES:
-            raise OSError(f"out = {self.out!r}: {free / 2**20:.0f} MiB free, must be 1024 or more")
-        results = Results(out)
-        if self.minutes:
-            _Runner(self, out, results, time.monotonic() + 60 * self.minutes).play(names)
-        return results
+            free_mib, least_mib = free >> 20, _FREE_BYTES >> 20
+            text = f"out = {self.out!r}: {free_mib} MiB free, must be {least_mib} or more"
+            return Results(out, fault=text)
+        with (out / "lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ValueError(f"out = {self.out!r}: another run uses it") from None
+            results = Results(out)
+            runner = _Runner(self, out, results, time.monotonic() + 60 * self.minutes)
+            try:
+                runner.play(names)
+            except OSError as error:  # a disk that has become full
+                results.fault = str(error)
+            return results
 
     def names(self) -> list[str]:
-        """Chosen sections."""
-        names = [name for name in self.sections.split(",") if name] or list(SECTIONS)
+        """List the chosen sections."""
+        names = [name.strip() for name in self.sections.split(",") if name.strip()]
         for name in names:
             if name not in SECTIONS:
                 raise ValueError(f"sections: {name!r} must be one of {', '.join(SECTIONS)}")
-        return names
+        if "train" in names and not self.train and not self.tiny:
+            raise ValueError("train = '': the section train needs a folder")
+        playable = [name for name in SECTIONS if name != "train" or self.train or self.tiny]
+        return list(dict.fromkeys(names or playable))
 
     def head(self) -> str:
-        """The commit of the tree."""
+        """Return the commit of the tree."""
         if self.commit:
             return self.commit
         command = ["git", "describe", "--always", "--dirty"]
         try:
-            return subprocess.run(
-                command, capture_output=True, text=True, check=True
-            ).stdout.strip()
+            git = subprocess.run(command, capture_output=True, text=True, check=True)
         except (OSError, subprocess.CalledProcessError):
             return "unknown"
+        return git.stdout.strip()
 
 
 class _Process:
@@ -111,16 +141,19 @@ class _Process:
 
     def __init__(self, section: str, out: pathlib.Path, tiny: bool):
         read, write = os.pipe()
-        log = (out / "logs" / f"{section}.log").open("ab")
-        place = {child.PIPE: str(write), "PYTHONUNBUFFERED": "1", "USE_JAX": "0"}
+        self.log = out / "logs" / f"{section}.log"
+        log = self.log.open("ab")
+        self._printed = log.tell()  # by earlier processes
+        environment = {child.PIPE: str(write), "PYTHONUNBUFFERED": "1", "USE_JAX": "0"}
         # One GPU: TRL refuses several, and our side would use them.
-        place["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+        environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[0]
         # PyTorch and child processes need memory beside jax.
-        place["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+        environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
         if tiny:
             # Tiny programs run for less time than XLA takes to optimize them.
             quick = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "true"}
-            place |= quick | {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+            environment |= quick | {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
         self.section = section
         self.process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.accelerator.child", SECTIONS[section].module],
@@ -128,7 +161,7 @@ class _Process:
             stdout=log,
             stderr=subprocess.STDOUT,
             pass_fds=(write,),
-            env={"XLA_PYTHON_CLIENT_MEM_FRACTION": ".92"} | os.environ | place,
+            env={"XLA_PYTHON_CLIENT_MEM_FRACTION": ".92"} | os.environ | environment,
             start_new_session=True,  # so that its own children end with it
         )
         os.close(write)
@@ -155,11 +188,27 @@ class _Process:
         except queue.Empty:
             return {"late": True}
 
-    def end(self) -> int:
-        """Kill the process and its children; return its exit status."""
+    def end(self, seconds: float = 0.0) -> int:
+        """Wait for the process, kill it and its children, and return its exit status."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(seconds)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         return self.process.wait()
+
+    def last_line(self) -> str:
+        """Return the last line that the process printed, cut."""
+        with self.log.open("rb") as log:
+            log.seek(self._printed)
+            lines = log.read().decode(errors="replace").split("\n")
+        return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "no output")
+
+
+class _Stop(NamedTuple):
+    """End of a section's process: the cases that it played, and whether others need a new one."""
+
+    played: list[str]
+    has_others: bool
 
 
 class _Runner:
@@ -173,6 +222,8 @@ class _Runner:
 
     def play(self, names: Sequence[str]) -> None:
         """Play sections; the next section's process is started before its turn."""
+        # A request to end, as of a machine that is taken away, ends the processes too.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         try:
             for name, following in zip(names, [*names[1:], ""], strict=True):
                 process = self._waiting or self._start(name)
@@ -188,20 +239,24 @@ class _Runner:
     def _play_section(self, name: str, process: _Process) -> None:
         """Play a section; after a crash or a hang, its other cases get a new process."""
         end = min(self._deadline, time.monotonic() + SECTIONS[name].seconds)
-        skip = self._results.finished(name)
+        skip = [] if self._options.again else self._results.finished(name)
+        together = True
         while True:
             try:
-                self._order(process, skip, end)
-                played, has_others = self._follow(process, name, skip, end)
+                self._order(process, skip, together, end)
+                stop = self._follow(process, name, skip, together, end)
             finally:
                 process.end()
-            if not has_others or time.monotonic() >= end:
+            if not stop.has_others or time.monotonic() >= end:
                 return
-            skip += played
+            skip = [*skip, *stop.played]
+            # A preparation that crashed is found by preparing the cases one by one.
+            together = together and bool(stop.played)
             process = self._start(name)
 
-    def _order(self, process: _Process, skip: Sequence[str], end: float) -> None:
+    def _order(self, process: _Process, skip: Sequence[str], together: bool, end: float) -> None:
         process.order(
+            together=together,
             out=str(self._out),
             tiny=self._options.tiny,
             train=self._options.train,
@@ -212,15 +267,12 @@ class _Runner:
         )
 
     def _follow(
-        self, process: _Process, name: str, skip: Sequence[str], end: float
-    ) -> tuple[list[str], bool]:
-        """Keep what a process reports.
-
-        Returns the cases that were played, and whether the process crashed or hung before others.
-        """
-        played: list[str] = []
+        self, process: _Process, name: str, skip: Sequence[str], together: bool, end: float
+    ) -> _Stop:
+        """Keep what a process reports, until it ends or its time is over."""
         machine: Mapping[str, Any] = {}
         left: list[str] = []
+        played: list[str] = []
         current, began = "", time.monotonic()
         limit = began + _SPAWN_SECONDS
 
@@ -232,27 +284,39 @@ class _Runner:
             if case in left:
                 left.remove(case)
 
+        def stop(reason: str, seconds: float) -> _Stop:
+            """Blame the current case; without one, the preparation of all cases."""
+            if current:
+                keep(current, seconds, error=reason)
+            elif not (together and left):  # else the cases are prepared one by one
+                for case in [*left] or [START]:
+                    keep(case, seconds, error=reason)
+            return _Stop(played, bool(left))
+
         while True:
             fields = process.next(min(limit, end) - time.monotonic())
             seconds = time.monotonic() - began
             match fields:
                 case {"ended": _}:
-                    status = process.end()
-                    reason = f"its process ended with {status}: {_last_line(self._out, name)}"
-                    keep(current or "start", seconds, error=reason)
-                    return played, bool(current and left)
+                    status = process.end(2.0)
+                    reason = f"its process ended with {status}: {process.last_line()}"
+                    return stop(reason, seconds)
                 case {"late": _} if time.monotonic() >= end:
-                    for case in [*left] if machine else ["start"]:
+                    for case in [*left] if machine else [START]:
                         keep(case, seconds if case == current else 0.0, error=NOT_RUN)
-                    return played, False
+                    return _Stop(played, False)
                 case {"late": _}:
-                    keep(current or "start", seconds, error=f"ended after {seconds:.1f} s")
-                    return played, bool(current and left)
+                    return stop(f"ended after {seconds:.1f} s", seconds)
                 case {"refused": _}:
-                    keep("start", seconds, error=fields["refused"])
-                    return played, False
+                    keep(START, seconds, error=fields["refused"])
+                    return _Stop(played, False)
                 case {"cases": _}:
                     machine = fields["machine"]
+                    if other := self._results.other_machine(machine):
+                        raise ValueError(
+                            f"out = {self._options.out!r}: has results of {other}; another device "
+                            "or size needs another folder"
+                        )
                     left = [case for case in fields["cases"] if case not in skip]
                 case {"prepare": _}:
                     limit = time.monotonic() + fields["limit"]
@@ -264,10 +328,4 @@ class _Runner:
                 case {"error": _}:
                     keep(fields["error"], fields["seconds"], error=fields["message"])
                 case {"end": _}:
-                    return played, False
-
-
-def _last_line(out: pathlib.Path, section: str) -> str:
-    """The last line of a section's log, cut."""
-    lines = (out / "logs" / f"{section}.log").read_text(errors="replace").split("\n")
-    return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "no output")
+                    return _Stop(played, False)

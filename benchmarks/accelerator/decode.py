@@ -3,12 +3,12 @@
 1. The shape of Qwen2.5-1.5B with random weights in bfloat16; prompts of 16K tokens, 8 answers of
    256 tokens to each, without stop tokens: 1 prompt (8 samples) and 8 prompts (64 samples).
 2. Prefill is timed with answers of one token; decoding is the rest of the time. A decode pass must
-   read the weights, the keys and values of each prompt once and those of the answers. These bytes
+   read the weights once, and the keys and values of each prompt and each answer once. These bytes
    per second, over the bandwidth of a copy, are "bandwidth_share".
 3. "host_s" is the time in which the host did not wait for results. On GPUs it is nearly all of the
    time: the host itself runs the loop over tokens, whose end depends on the device. So the time
-   that the device waits is read from a profiler's trace of a shorter call (trace.py): "idle_share"
-   is the share of the time without a kernel.
+   that the device waits is read from a profiler's trace of half as many tokens (trace.py):
+   "idle_share" is the share of the time without a kernel.
 4. "..._graphs" compiles the decode program with its loops as CUDA graphs.
 """
 
@@ -169,8 +169,7 @@ def _measure(
     calls = session.counts.decode_calls + session.counts.prefill_calls
     numbers |= {"calls": calls}
     del session
-    # Prompts of 2 pages: nearly all calls of the trace decode.
-    traced = trace.profile(lambda: ask(2 * sizes.decode, 2 * sizes.page), setting.out)
+    traced = trace.profile(lambda: ask(2 * sizes.decode, sizes.prompt), setting.out)
     return numbers | traced
 
 

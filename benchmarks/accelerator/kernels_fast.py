@@ -24,7 +24,7 @@ import numpy as np
 
 from benchmarks.accelerator import rows
 from benchmarks.accelerator.kernels_right import KERNELS
-from benchmarks.accelerator.section import Case, Numbers, Setting, seconds_of
+from benchmarks.accelerator.section import FAULT, Case, Numbers, Setting, seconds_of
 from spell_jax.attention import attend, paged, triton
 from spell_jax.attention import kernel as kernels
 from spell_jax.attention.kernel import Inputs
@@ -81,7 +81,8 @@ def cases(setting: Setting) -> Sequence[Case]:
     chosen += _paged_cases(setting)
     if kernel == "triton":
         chosen += _tile_cases(setting)
-    compared = functools.partial(_compare, kernel, lengths, numbers)
+    names = [case.name for case in chosen if "_causal_" in case.name]
+    compared = functools.partial(_compare, kernel, lengths, numbers, names)
     return [*chosen, Case("compared", compared)]
 
 
@@ -197,8 +198,13 @@ def _torch_case(
     return Case(name, run)
 
 
-def _compare(kernel: str, lengths: Sequence[int], numbers: dict[str, Numbers]) -> Numbers:
-    """Compare forward plus backward of our kernel with each other kernel, on causal rows."""
+def _compare(
+    kernel: str, lengths: Sequence[int], numbers: dict[str, Numbers], names: Sequence[str]
+) -> Numbers:
+    """Compare forward plus backward of our kernel with each other kernel, on causal rows.
+
+    A case of `names` without numbers is a fault, so that a later run compares again.
+    """
     ratios: Numbers = {}
     for time in lengths:
         ours = numbers.get(f"{kernel}_causal_{time}")
@@ -210,6 +216,9 @@ def _compare(kernel: str, lengths: Sequence[int], numbers: dict[str, Numbers]) -
     chunked = [ratio for name, ratio in ratios.items() if "chunked" in name]
     if chunked:
         ratios["worth_its_code"] = float(max(chunked) >= _WORTH)
+    missing = [name for name in names if name not in numbers]
+    if missing:
+        ratios[FAULT] = f"no numbers of {', '.join(missing)}"
     return ratios
 
 

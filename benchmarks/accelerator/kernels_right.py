@@ -110,8 +110,8 @@ def _training_case(name: str, kernel: str, shape, last_query: np.ndarray, dtype)
     def compare(programs) -> Numbers:
         arrays = rows.tensors(shape, dtype)
         ours, dense = programs
-        wanted = dense(*(x.astype(jnp.float32) for x in arrays))
-        return _errors(ours(*arrays), wanted, ("out", "dq", "dk", "dv"), _BOUNDS[dtype])
+        references = dense(*(x.astype(jnp.float32) for x in arrays))
+        return _errors(ours(*arrays), references, ("out", "dq", "dk", "dv"), _BOUNDS[dtype])
 
     return _case(name, program, compare)
 
@@ -149,8 +149,8 @@ def _context_case(name, kernel: str, wrap, shape, index, last_query, dtype) -> C
         arrays = [x[:, index].swapaxes(0, 1) for x in (q, k, v, d_out)]  # [shards, B, T', ...]
         by_shard: Any = jax.vmap(one_shard, axis_name=meshes.CONTEXT)
         results = by_shard(index[:, None], *arrays)
-        place = np.argsort(index.reshape(-1))
-        return [x.swapaxes(0, 1).reshape(1, shape[1], *x.shape[3:])[:, place] for x in results]
+        order = np.argsort(index.reshape(-1))
+        return [x.swapaxes(0, 1).reshape(1, shape[1], *x.shape[3:])[:, order] for x in results]
 
     def dense(*arrays):
         return _with_gradients(attend.KERNELS["dense"], (row, row, last_query[None]), *arrays)
@@ -163,8 +163,8 @@ def _context_case(name, kernel: str, wrap, shape, index, last_query, dtype) -> C
     def compare(programs) -> Numbers:
         arrays = rows.tensors(shape, dtype)
         ours, reference = programs
-        wanted = reference(*(x.astype(jnp.float32) for x in arrays))
-        return _errors(ours(*arrays), wanted, ("out", "dq", "dk", "dv"), _BOUNDS[dtype])
+        references = reference(*(x.astype(jnp.float32) for x in arrays))
+        return _errors(ours(*arrays), references, ("out", "dq", "dk", "dv"), _BOUNDS[dtype])
 
     return _case(name, program, compare)
 
@@ -220,22 +220,24 @@ def _paged_case(name: str, setting: Setting, count: int, time: int, pool_dtype) 
         arrays = inputs()
         ours, reference = programs
         bound = _BOUNDS[jnp.float32 if dtype == jnp.float32 else jnp.bfloat16]
-        results, wanted = (list(f(*arrays)) for f in (ours, reference))
-        results[1], wanted[1] = (x[1:] for x in (results[1], wanted[1]))  # row 0 sees nothing
-        return _errors(results, wanted, ("out", "log_sum_exp"), bound)
+        results, references = (list(f(*arrays)) for f in (ours, reference))
+        # Row 0 sees nothing.
+        results[1], references[1] = (x[1:] for x in (results[1], references[1]))
+        return _errors(results, references, ("out", "log_sum_exp"), bound)
 
     return _case(name, program, compare)
 
 
-def _errors(results, wanted, names: Sequence[str], bound: float) -> Numbers:
+def _errors(results, references, names: Sequence[str], bound: float) -> Numbers:
     """Return the largest error of each array, the bound, and a fault if one is above it."""
-    numbers: Numbers = {"bound": bound}
-    for name, result, reference in zip(names, results, wanted, strict=True):
+    errors: dict[str, float] = {}
+    for name, result, reference in zip(names, results, references, strict=True):
         result, reference = (np.asarray(x, np.float32) for x in (result, reference))
-        numbers[f"{name}_error"] = float(
-            np.max(np.abs(result - reference)) / np.abs(reference).max()
-        )
-    worst = max(value for name, value in numbers.items() if name != "bound")
-    if not worst <= bound:  # also for NaN
-        numbers[FAULT] = f"error {worst:.2g}, must be at most {bound:g}"
+        largest = np.max(np.abs(result - reference)) / np.max(np.abs(reference))
+        errors[f"{name}_error"] = float(largest)
+    numbers: Numbers = {"bound": bound, **errors}
+    wrong = [name for name, error in errors.items() if not error <= bound]  # NaN is wrong, too
+    if wrong:
+        texts = [f"{name} {errors[name]:.2g}" for name in wrong]
+        numbers[FAULT] = f"{', '.join(texts)}: must be at most {bound:g}"
     return numbers

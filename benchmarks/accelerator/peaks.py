@@ -22,19 +22,19 @@ _ROUND_TRIPS = 200
 
 def cases(setting: Setting) -> Sequence[Case]:
     side = 256 if setting.tiny else 8192
-    found = [
+    products = [
         Case(f"gemm_{name}", _product(side, name, dtype, precision))
         for name, dtype, precision in _PRODUCTS
     ]
     return [
-        *found,
+        *products,
         Case("copy", lambda: _copy(2**20 if setting.tiny else 2**30)),
         Case("calls", _calls),
     ]
 
 
 def _product(side: int, name: str, dtype, precision: str):
-    """A function that times the product of two random square matrices into its dtype."""
+    """Make a function that times the product of two random square matrices into its dtype."""
 
     def run() -> Numbers:
         keys = jax.random.split(jax.random.key(0))

@@ -94,13 +94,13 @@ class Command:
         self._process.wait()
 
     def last_line(self) -> str:
-        """The last line of the output, cut."""
+        """Return the last line of the output, cut."""
         lines = self.log.read_text(errors="replace").split("\n")
         return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "no output")
 
 
-def folder_of(setting: Setting, section: str) -> pathlib.Path:
-    """The folder OUT/SECTION, which exists."""
+def make_folder(setting: Setting, section: str) -> pathlib.Path:
+    """Make the folder OUT/SECTION, if it is not there."""
     folder = setting.out / section
     folder.mkdir(parents=True, exist_ok=True)
     return folder

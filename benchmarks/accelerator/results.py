@@ -17,33 +17,55 @@ from benchmarks.accelerator.section import FAULT, Numbers
 FILE = "results.jsonl"
 _MOST_SHOWN = 8  # numbers of a case in the table
 NOT_RUN = "not run: the minutes were over"
+START = "start"  # stands for the cases of a section that has not listed them
+_SAME = ("device", "devices", "tiny")  # of machines whose numbers may stand beside each other
 
 
 class Results:
-    """Lines of a results file, by section and case."""
+    """Lines of a results file, by section and case.
 
-    def __init__(self, folder: pathlib.Path):
-        """Read the file of a folder, if there is one; a line cut off by a full disk is dropped."""
+    Attributes:
+      fault: what ended the run before its time, or "".
+    """
+
+    def __init__(self, folder: pathlib.Path, fault: str = ""):
+        """Read the file of a folder, if there is one; damaged lines are left out."""
+        self.fault = fault
         self._path = folder / FILE
         self._lines: dict[tuple[str, str], dict[str, Any]] = {}
         if self._path.exists():
-            for text in self._path.read_text(encoding="utf-8").split("\n"):
-                try:
-                    line = json.loads(text)
-                except ValueError:
-                    continue
-                self._lines[line["section"], line["case"]] = line
+            for text in self._path.read_text(encoding="utf-8", errors="replace").split("\n"):
+                if line := _parse(text):
+                    self._keep(line)
+
+    def _keep(self, line: dict[str, Any]) -> None:
+        section = line["section"]
+        if line["case"] != START:  # the section has started since
+            self._lines.pop((section, START), None)
+        self._lines[section, line["case"]] = line
 
     def add(self, line: dict[str, Any]) -> None:
         """Append a line and wait until it is on the disk."""
-        self._lines[line["section"], line["case"]] = line
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        self._keep(line)
+        with self._path.open("a+b") as file:
+            if file.seek(0, os.SEEK_END):
+                file.seek(-1, os.SEEK_END)
+                if file.read(1) != b"\n":  # after a line that a full disk cut off
+                    file.write(b"\n")
+            file.write(json.dumps(line).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
 
+    def other_machine(self, machine: Mapping[str, Any]) -> str:
+        """Describe a machine of an earlier line that is not of this kind, or return ""."""
+        for line in self._lines.values():
+            earlier = line["machine"]
+            if any(earlier[name] != machine[name] for name in _SAME if name in earlier):
+                return f"{earlier['device']}{', --tiny' * earlier.get('tiny', False)}"
+        return ""
+
     def numbers(self) -> dict[str, dict[str, Numbers]]:
-        """Numbers by section and case, without cases that failed."""
+        """Return the numbers by section and case, without cases that failed."""
         by_section: dict[str, dict[str, Numbers]] = {}
         for (section, case), line in self._lines.items():
             if "numbers" in line:
@@ -51,33 +73,37 @@ class Results:
         return by_section
 
     def finished(self, section: str) -> list[str]:
-        """Cases of a section that have numbers without a fault."""
+        """List the cases of a section that have numbers without a fault."""
         cases = self.numbers().get(section, {})
         return [case for case, numbers in cases.items() if FAULT not in numbers]
 
     def failures(self, sections: Sequence[str]) -> list[str]:
-        """One line for each case of the sections that failed, was not run, or has a fault."""
-        return [
-            f"{section} {case}: {reason}"
-            for (section, case), line in self._lines.items()
-            if section in sections and (reason := _reason(line))
-        ]
+        """List a line for each case of the sections that failed, has a fault, or was not run."""
+        failures = [self.fault] if self.fault else []
+        for section in sections:
+            lines = [line for (of, _), line in self._lines.items() if of == section]
+            if not lines:
+                failures.append(f"{section}: not run")
+            failures += [
+                f"{section} {line['case']}: {reason}" for line in lines if (reason := _reason(line))
+            ]
+        return failures
 
     def table(self, sections: Sequence[str]) -> Iterator[str]:
-        """One line of text for each case, in the order of the sections."""
+        """Yield a line of text for each case, in the order of the sections."""
         for section in sections:
             for of_section, case in self._lines:
                 if of_section == section:
                     yield self.row(section, case)
 
     def row(self, section: str, case: str) -> str:
-        """The table's line of a case."""
+        """Format a case as a line of the table."""
         line = self._lines[section, case]
         content = _short(line.get("numbers", {})) or _reason(line)
         return f"{section:14} {case:34} {line['seconds']:6.1f} s  {content}"
 
     def measurement(self, command: str) -> dict[str, Any]:
-        """Content of a file of docs/measurements (launch/measurements.py)."""
+        """Make the content of a file of docs/measurements (launch/measurements.py)."""
         machines = [line["machine"] for line in self._lines.values() if line.get("machine")]
         machine: Mapping[str, Any] = machines[-1] if machines else {}
         # Runs in the same folder may be of several commits; a line says of which it is.
@@ -103,13 +129,28 @@ class Results:
         }
 
 
+def _parse(text: str) -> dict[str, Any] | None:
+    """Read a line of the file; None if it is damaged."""
+    try:
+        line = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(line, dict):
+        return None
+    kinds = {"section": str, "case": str, "seconds": int | float, "machine": dict}
+    if not all(isinstance(line.get(name), kind) for name, kind in kinds.items()):
+        return None
+    is_result = isinstance(line.get("numbers"), dict) or isinstance(line.get("error"), str)
+    return line if is_result else None
+
+
 def _reason(line: Mapping[str, Any]) -> str:
-    """Text of a line's failure, or ""."""
+    """Return the text of a line's failure, or ""."""
     return line.get("error") or line.get("numbers", {}).get(FAULT, "")
 
 
 def _short(numbers: Mapping[str, Any]) -> str:
-    """The first numbers of a case, with four digits."""
+    """Format the first numbers of a case, with four digits."""
     parts = [
         f"{name} {value:.4g}"
         for name, value in numbers.items()
@@ -120,5 +161,5 @@ def _short(numbers: Mapping[str, Any]) -> str:
 
 
 def _key(case: str) -> str:
-    """A case's name as a part of a number's name: letters, digits, `_` and `-`."""
+    """Make a case's name a part of a number's name: letters, digits, `_` and `-`."""
     return "".join(letter if letter.isalnum() or letter in "_-" else "_" for letter in case)

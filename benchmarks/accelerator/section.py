@@ -55,14 +55,14 @@ class Setting:
     before: Mapping[str, Mapping[str, Numbers]] = dataclasses.field(default_factory=dict)
 
     def peak(self, name: str) -> float | None:
-        """A number of the section `peaks`, None if it was not measured."""
+        """Return a number of the section `peaks`, None if it was not measured."""
         for numbers in self.before.get("peaks", {}).values():
             if name in numbers:
                 return float(numbers[name])
         return None
 
     def share(self, value: float, peak: str) -> float | None:
-        """`value` as a share of a number of the section `peaks`, None if it was not measured."""
+        """Divide `value` by a number of the section `peaks`; None if it was not measured."""
         measured = self.peak(peak)
         return value / measured if measured else None
 

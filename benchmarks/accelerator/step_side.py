@@ -123,7 +123,7 @@ def main(side: str) -> None:
 
 
 def _text_of(error: BaseException) -> str:
-    """One line for an exception; its traceback goes to the log."""
+    """Make one line of an exception; its traceback goes to the log."""
     traceback.print_exception(error)
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 

@@ -33,7 +33,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.accelerator.processes import MEMORY_SHARE, PREALLOCATE, Command, folder_of
+from benchmarks.accelerator.processes import MEMORY_SHARE, PREALLOCATE, Command, make_folder
 from benchmarks.accelerator.section import FAULT, Case, Numbers, Setting
 from spell_jax.reporting.tables import EVALUATION_FILE
 from spell_jax.runtime import preemption
@@ -182,7 +182,7 @@ class _Training:
         """Plan the stages; without a folder, the policy and the world of the tests are used."""
         self._setting, self._source = setting, folder
         self._end = time.monotonic() + setting.seconds
-        self._out = folder_of(setting, SECTION)
+        self._out = make_folder(setting, SECTION)
         self.stages = [_Stage("roles", _TINY_ROWS)] if folder is None else _stages(folder.rows)
 
     def cold_start(self) -> Numbers:
@@ -245,7 +245,7 @@ class _Training:
         return policy
 
     def _first_policy(self) -> pathlib.Path | str:
-        """The Hugging Face folder that comes first, converted from the GGUF file if need be."""
+        """Return the Hugging Face folder that comes first; convert the GGUF file if need be."""
         if self._source is None:
             return "tiny"
         if self._source.policy:
@@ -284,7 +284,7 @@ def _stages(rows: Mapping[str, pathlib.Path]) -> list[_Stage]:
 
 
 def summary(lines: Sequence[Mapping[str, Any]], before: int, accuracies: Numbers) -> Numbers:
-    """Speeds and rewards of a run's updates, and its accuracies.
+    """Summarize speeds and rewards of a run's updates, and its accuracies.
 
     Args:
       lines: the run's metrics.
@@ -320,18 +320,18 @@ def summary(lines: Sequence[Mapping[str, Any]], before: int, accuracies: Numbers
 
 
 def _curve(lines: Sequence[Mapping[str, Any]], name: str) -> list[float | None]:
-    """A metric of each update, with four decimals."""
+    """Return a metric of each update, with four decimals."""
     return [None if line.get(name) is None else round(line[name], 4) for line in lines]
 
 
 def _training_seconds(line: Mapping[str, Any]) -> float:
-    """Seconds of an update without the start of the process and held-out questions."""
-    others = (line.get(f"time/seconds/{phase}") or 0.0 for phase in _NOT_TRAINING)
-    return line["time/step_seconds"] - sum(others)
+    """Return the seconds of an update without the start of the process and held-out questions."""
+    excluded = (line.get(f"time/seconds/{phase}") or 0.0 for phase in _NOT_TRAINING)
+    return line["time/step_seconds"] - sum(excluded)
 
 
 def held_out(workdir: pathlib.Path, lines: Sequence[Mapping[str, Any]]) -> Numbers:
-    """Held-out accuracies of a run: in full before the first update, then every few updates.
+    """Return held-out accuracies of a run: in full before the first update, then every few updates.
 
     Returns:
       "held_out_before" and "held_out": accuracy before the run, and of the last validation.

@@ -5,8 +5,8 @@
    answers of 512 tokens to each.
 2. "micro_batch_s" is forward and backward of one tree, "update_s" a whole update: packing, cast,
    one micro-batch and AdamW. Operations are the model's, without recomputation.
-3. "peak_gib" is what the device held at most, "planned_gib" the prediction of launch.plan for the
-   same program, "compiled_gib" the compiler's own count (arguments, temporaries, optimizer state).
+3. "peak_gib" is the largest memory that the device held, "planned_gib" the prediction of
+   launch.plan for it.
 4. The repeated layout has the same answers, each after its own copy of the prompt.
 """
 
@@ -31,7 +31,7 @@ from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import mesh as meshes
 
 GIB = 2**30
-# Of the device's memory that a plan may take: launch.plan is within 25 %, mostly above.
+# Of the device's memory that a plan may take. On an H200 launch.plan was within 4 %.
 _PLANNED_SHARE = 0.9
 _ASSUMED_GIB = 75  # of a device that does not tell its memory
 
@@ -122,19 +122,18 @@ def _measure(setting: Setting, name: str, programs, sizes: Sizes, layout: str) -
     assert not refused
     micro_batch_s, traced = _time_micro_batch(setting, learner, state, learner.place(batches[0]))
     update_s: list[float] = []
-    numbers: dict[str, float] = {}
-    for _ in range(3):
+    updates: list[dict[str, float]] = []
+    for _ in range(3 if layout == "tree" else 1):  # repeated rows have many micro-batches
         clock = time.perf_counter()
         state, numbers = learner.update(state, groups)
         jax.block_until_ready(state)
         update_s.append(time.perf_counter() - clock)
-        if layout == "none":  # many micro-batches: once is enough
-            break
+        updates.append(numbers)
     del state
-    # The first update also loads programs; that of repeated rows is the only one.
-    seconds = update_s[-1]
-    one = numbers["operations"] / len(batches) / micro_batch_s / 1e12
-    whole = numbers["operations"] / seconds / 1e12
+    # The first update also loads programs; with repeated rows it is the only one.
+    seconds, numbers = update_s[-1], updates[-1]
+    micro_batch_tflops = numbers["operations"] / len(batches) / micro_batch_s / 1e12
+    update_tflops = numbers["operations"] / seconds / 1e12
     peak = _peak_bytes()
     return {
         "layers": policy.layers,
@@ -142,15 +141,15 @@ def _measure(setting: Setting, name: str, programs, sizes: Sizes, layout: str) -
         "micro_batches": len(batches),
         "update_s": seconds,
         "tokens_per_s": numbers["trained_tokens"] / seconds,
-        "tflops": whole,
-        "micro_batch_tflops": one,
-        "micro_batch_mfu": setting.share(one, "bfloat16_tflops"),
-        "mfu": setting.share(whole, "bfloat16_tflops"),
+        "tflops": update_tflops,
+        "micro_batch_tflops": micro_batch_tflops,
+        "micro_batch_mfu": setting.share(micro_batch_tflops, "bfloat16_tflops"),
+        "mfu": setting.share(update_tflops, "bfloat16_tflops"),
         "answer_tokens_per_s": numbers["answer_tokens"] / seconds,
         # A lower peak than that of an earlier case of this process cannot be seen.
         "peak_gib": peak / GIB if peak > before else None,
         "planned_gib": _planned(programs()) / GIB,
-        "gradient_norm": numbers["gradient_norm"],
+        "gradient_norm": updates[0]["gradient_norm"],  # of the same weights in both layouts
         **_compared(setting, name, layout, seconds),
         **traced,
     }
@@ -159,7 +158,7 @@ def _measure(setting: Setting, name: str, programs, sizes: Sizes, layout: str) -
 def _time_micro_batch(
     setting: Setting, learner: Learner, state: Any, batch: packing.MicroBatch
 ) -> tuple[float, Numbers]:
-    """Seconds of forward and backward of a micro-batch, and its trace."""
+    """Time forward and backward of a micro-batch, and trace it."""
     with learner.on_mesh():
         params = learner.fns.cast(state.params)
         carry = learner.fns.empty_carry()
@@ -177,7 +176,7 @@ _UPDATE_SECONDS: dict[str, float] = {}  # of the shared layout, by shape
 
 
 def _compared(setting: Setting, name: str, layout: str, seconds: float) -> Numbers:
-    """Seconds of the repeated layout over those of the shared one."""
+    """Divide the seconds of the repeated layout by the seconds of the shared one."""
     if layout == "tree":
         _UPDATE_SECONDS[name] = seconds
         return {}
@@ -191,7 +190,7 @@ def _peak_bytes() -> int:
 
 
 def _random_groups(policy: PolicyConfig, sizes: Sizes) -> list[packing.TrainGroup]:
-    """Groups with the same documents, whose questions differ from their first token on."""
+    """Make groups with the same documents, whose questions differ from their first token on."""
     rng = np.random.default_rng(0)
 
     def tokens(*shape: int) -> np.ndarray:

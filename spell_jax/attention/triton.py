@@ -68,12 +68,13 @@ class Tiles(NamedTuple):
 
 
 # By element size in bytes and head size. For 2-byte elements and heads of 64 and 128, the fastest
-# of 13 tiles on an H200 with 16,384 causal tokens (docs/measurements/accelerator_h200.json,
-# tiles_*), in ms from the tiles before them: forward 1.49 to 1.42, dq 2.27 to 1.60, dk and dv 3.22
-# to 2.53 with 14 heads of 64; 5.69 to 4.80, 6.44 to 5.60, 8.29 to 8.23 with 28 heads of 128. The
-# other tiles are not measured. Compiled for sm_90a by jaxlib 0.11.2 and ptxas 13.5, no kernel uses
-# more than 193 of 227 KiB of shared memory or spills a register. Products of 2-byte inputs run on
-# the tensor cores (wgmma), those of float32 as ordinary multiply-adds, for tests.
+# of 13 tiles, or within 1 % of it, on an H200 with 16,384 causal tokens (tiles_* in
+# docs/measurements/accelerator_h200.json). In ms, from the tiles before them: forward 1.49 to 1.42,
+# dq 2.27 to 1.60, dk and dv 3.22 to 2.53 with 14 heads of 64; 5.69 to 4.80, 6.44 to 5.60, 8.29 to
+# 8.23 with 28 heads of 128. The other tiles are not measured. Compiled for sm_90a by jaxlib 0.11.2
+# and ptxas 13.5, no kernel uses more than 193 of 227 KiB of shared memory or spills a register.
+# Products of 2-byte inputs run on the tensor cores (wgmma), those of float32 as ordinary
+# multiply-adds, for tests.
 DEFAULT_TILES = {
     (2, 64): Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)),
     (2, 128): Tiles(Tile(128, 128, 8, 2), Tile(64, 64, 4, 3), Tile(64, 64, 4, 2)),

@@ -1,7 +1,9 @@
 """A section of the accelerator benchmark whose cases fail in every way (test_accelerator.py)."""
 
+import math
 import os
 import signal
+import sys
 import time
 
 import jax.numpy as jnp
@@ -30,7 +32,11 @@ def cases(setting):
         Case("raises", refuse),
         Case("unprepared", count, prepare=lambda: 1 / 0),
         Case("faulty", lambda: {"error": 2.0, FAULT: "error 2, must be at most 1"}),
+        Case("unwritable", lambda: {"path": setting.out}),
+        Case("exits", lambda: sys.exit(3)),
+        Case("exact", lambda: {"numbers": [math.nan, math.inf, 0.5]}),
         Case("crashes", crash),
+        Case("crashes_early", count, prepare=crash),
         Case("hangs", lambda: time.sleep(60), limit=0.5),
         Case("last", count),
     ]

@@ -1,9 +1,13 @@
 """Tests of the accelerator benchmark: crashes, hangs, the end of its minutes, a second run."""
 
+import contextlib
+import errno
+import fcntl
 import json
 import os
 import pathlib
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -12,8 +16,8 @@ import numpy as np
 import pytest
 
 from benchmarks.__main__ import main
-from benchmarks.accelerator import command, rows, trace
-from benchmarks.accelerator.command import Section
+from benchmarks.accelerator import command, kernels_right, rows, trace
+from benchmarks.accelerator.command import Accelerator, Section
 from benchmarks.accelerator.results import NOT_RUN, Results
 from benchmarks.accelerator.section import FAULT, seconds_of
 from launch import measurements
@@ -47,9 +51,42 @@ def test_results_keep_the_last_line_of_a_case_and_drop_a_torn_one(tmp_path: path
         "peaks": {"a": {"tflops": 1.5}, "b": {"tflops": 2.0, FAULT: "too slow"}}
     }
     assert again.finished("peaks") == ["a"]
-    assert again.failures(["peaks"]) == ["peaks b: too slow"] and again.failures(["update"]) == []
+    assert again.failures(["peaks"]) == ["peaks b: too slow"]
+    assert again.failures(["update"]) == ["update: not run"]
     table = list(again.table(["peaks"]))
     assert len(table) == 2 and "tflops 1.5" in table[0] and "FAULT: too slow" in table[1]
+
+
+def test_damaged_lines_are_left_out_and_cost_no_later_line(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "results.jsonl"
+    damaged = [b"[1]", b"3", b"null", b"{}", b"\0\0", b"\xff", b'{"section": [], "case": "a"}']
+    damaged += [json.dumps(_line("a", numbers=None)).encode()]
+    damaged += [json.dumps(_line("a", numbers={}) | {"seconds": "x"}).encode()]
+    file.write_bytes(b"\n".join([*damaged, json.dumps(_line("b", error="e")).encode()[:-5]]))
+    results = Results(tmp_path)
+    assert list(results.table(["peaks"])) == []
+    results.add(_line("c", numbers={"x": 1.0}))
+    assert Results(tmp_path).finished("peaks") == ["c"]
+
+
+def test_a_section_that_did_not_start_is_forgotten_once_it_has(tmp_path: pathlib.Path) -> None:
+    results = Results(tmp_path)
+    results.add(_line("start", error=NOT_RUN))
+    assert results.failures(["peaks"]) == [f"peaks start: {NOT_RUN}"]
+    results.add(_line("a", numbers={}))
+    assert Results(tmp_path).failures(["peaks"]) == []
+
+
+def test_an_error_that_is_not_a_number_is_a_fault() -> None:
+    ones = np.ones(3, np.float32)
+    for place in range(2):
+        results = [ones, ones]
+        results[place] = np.array([1, np.nan, 1], np.float32)
+        numbers = kernels_right._errors(results, [ones, ones], ("a", "b"), 1e-4)
+        assert "ab"[place] + "_error nan" in numbers[FAULT]
+    numbers = kernels_right._errors([ones, ones + 1e-3], [ones, ones], ("a", "b"), 1e-4)
+    assert numbers[FAULT] == "b_error 0.001: must be at most 0.0001" and numbers["a_error"] == 0
+    assert FAULT not in kernels_right._errors([ones], [ones], ("a",), 1e-4)
 
 
 def test_measurement_is_a_file_of_the_documentation(tmp_path: pathlib.Path) -> None:
@@ -117,31 +154,71 @@ def test_a_case_that_fails_hangs_or_crashes_costs_no_other(
     arguments = ["accelerator", f"--out={tmp_path}", "--tiny"]
     assert main(arguments) == 1
     results = Results(tmp_path)
-    assert results.finished("broken") == ["good", "last"]
+    assert results.finished("broken") == ["good", "exact", "last"]
     failures = dict(text.split(": ", 1) for text in results.failures(["broken"]))
     assert failures == {
         "broken raises": "ValueError: a shape that no kernel has",
         "broken unprepared": "ZeroDivisionError: division by zero",
         "broken faulty": "error 2, must be at most 1",
+        "broken unwritable": "TypeError: Object of type PosixPath is not JSON serializable",
+        "broken exits": "SystemExit: 3",
         "broken crashes": "its process ended with -11: about to crash",
+        "broken crashes_early": "its process ended with -11: about to crash",
         "broken hangs": "ended after 0.5 s",
     }
     errors = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 5
+    assert len(errors) == len(failures)
+    assert results.numbers()["broken"]["exact"] == {"numbers": ["nan", "inf", 0.5]}
     # A new process plays no case again. A second run plays those without numbers.
     assert len((tmp_path / "played").read_text()) == 3
     assert main(arguments) == 1
     assert len((tmp_path / "played").read_text()) == 4
+    assert main([*arguments, "--again"]) == 1
+    assert len((tmp_path / "played").read_text()) == 7
     saved = tmp_path / "saved.json"
     assert main([*arguments, "--minutes=0", f"--save={saved}"]) == 1
     assert json.loads(saved.read_text())["values"]["broken"]["good"] == {"sum": 3.0}
+    with pytest.raises(
+        ValueError, match="has results of cpu, --tiny; another device or size needs"
+    ):
+        machine = Results(tmp_path)._lines["broken", "good"]["machine"]
+        results.add(_line("good", "broken", numbers={}) | {"machine": machine | {"devices": 77}})
+        main(arguments)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT])
+def test_the_end_of_the_command_ends_its_processes(tmp_path: pathlib.Path, end: int) -> None:
+    flags = [f"--out={tmp_path}", "--tiny", "--sections=bits,train"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks", "accelerator", *flags], stderr=subprocess.PIPE
+    )
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "logs" / "bits_first.log").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert len(_processes(tmp_path)) >= 2  # the command itself and spell_jax.train
+    process.send_signal(end)
+    process.wait(30)
+    while _processes(tmp_path):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def _processes(folder: pathlib.Path) -> list[str]:
+    """Command lines of the processes that name a folder."""
+    found = []
+    for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # of a process that has just ended
+            found.append(path.read_bytes().decode(errors="replace"))
+    return [command for command in found if str(folder) in command]
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("broken")
 def test_what_the_minutes_do_not_suffice_for_is_not_run(tmp_path: pathlib.Path) -> None:
     assert main(["accelerator", f"--out={tmp_path}", "--tiny", "--minutes=0.001"]) == 1
-    assert set(Results(tmp_path).failures(["broken"])) <= {f"broken start: {NOT_RUN}"}
+    assert Results(tmp_path).failures(["broken"]) == [f"broken start: {NOT_RUN}"]
 
 
 @pytest.mark.slow
@@ -152,17 +229,61 @@ def test_without_an_accelerator_every_section_says_so(tmp_path: pathlib.Path) ->
     assert "no accelerator: jax finds only the CPU" in failure
 
 
-def test_bad_options_and_a_full_disk_end_in_one_line(
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--sections=fast", "sections: 'fast' must be one of peaks, kernels_right"),
+        ("--sections=train", "train = '': the section train needs a folder"),
+        ("--train=/no/such", "train = '/no/such': must be a folder"),
+        ("--minutes=-1", r"minutes = -1.0: must be at least 0"),
+        ("--minutes=nan", r"minutes = nan: must be at least 0"),
+        ("--minutes=inf", r"minutes = inf: must be at least 0"),
+        ("--minutes=0", "has no results.jsonl"),
+    ],
+)
+def test_bad_options_name_the_option(flag: str, message: str, tmp_path: pathlib.Path) -> None:
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        main(["accelerator", f"--out={tmp_path}", flag])
+
+
+def test_sections_are_chosen_once_and_train_only_with_a_folder() -> None:
+    assert Accelerator(sections="bits, peaks,bits").names() == ["bits", "peaks"]
+    assert "train" not in Accelerator().names() and "train" in Accelerator(tiny=True).names()
+    assert Accelerator().out != Accelerator(tiny=True).out
+
+
+def test_a_full_disk_and_a_second_run_end_in_one_line(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    with pytest.raises(ValueError, match="sections: 'fast' must be one of peaks, kernels_right"):
-        main(["accelerator", f"--out={tmp_path}", "--sections=fast"])
-    with pytest.raises(ValueError, match=r"minutes = -1.0: must be at least 0"):
-        main(["accelerator", f"--out={tmp_path}", "--minutes=-1"])
+    (tmp_path / "logs").mkdir()
+    with (tmp_path / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(ValueError, match="another run uses it"):
+            main(["accelerator", f"--out={tmp_path}"])
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=2**20))
-    assert main(["accelerator", f"--out={tmp_path}"]) == 1
-    assert "1 MiB free, must be 1024 or more" in capsys.readouterr().err
+    assert main(["accelerator", f"--out={tmp_path}", "--sections=peaks,bits"]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert "1 MiB free, must be 1024 or more" in lines[0]
+    assert lines[1:] == ["error: peaks: not run", "error: bits: not run"]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("broken")
+def test_a_disk_that_becomes_full_keeps_what_was_written(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    add = Results.add
+
+    def full(results: Results, line: dict) -> None:
+        if line["case"] != "good":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        add(results, line)
+
+    monkeypatch.setattr(Results, "add", full)
+    assert main(["accelerator", f"--out={tmp_path}", "--tiny"]) == 1
+    assert "error: [Errno 28] No space left on device" in capsys.readouterr().err
+    assert Results(tmp_path).finished("broken") == ["good"]
 
 
 @pytest.mark.slow
