@@ -223,7 +223,7 @@ class _Runner:
     def play(self, names: Sequence[str]) -> None:
         """Play sections; the next section's process is started before its turn."""
         # A request to end, as of a machine that is taken away, ends the processes too.
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        earlier = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         try:
             for name, following in zip(names, [*names[1:], ""], strict=True):
                 process = self._waiting or self._start(name)
@@ -232,6 +232,7 @@ class _Runner:
         finally:
             if self._waiting:
                 self._waiting.end()
+            signal.signal(signal.SIGTERM, earlier)
 
     def _start(self, name: str) -> _Process:
         return _Process(name, self._out, self._options.tiny)
@@ -288,7 +289,7 @@ class _Runner:
             """Blame the current case; without one, the preparation of all cases."""
             if current:
                 keep(current, seconds, error=reason)
-            elif not (together and left):  # else the cases are prepared one by one
+            elif not (together and left):  # else another process plays the others
                 for case in [*left] or [START]:
                     keep(case, seconds, error=reason)
             return _Stop(played, bool(left))
@@ -325,7 +326,9 @@ class _Runner:
                     limit = began + fields["limit"]
                 case {"result": _}:
                     keep(fields["result"], fields["seconds"], numbers=fields["numbers"])
+                    current = ""  # a crash from here on is not this case's
                 case {"error": _}:
                     keep(fields["error"], fields["seconds"], error=fields["message"])
+                    current = ""
                 case {"end": _}:
                     return _Stop(played, False)
