@@ -5,10 +5,10 @@
 2. Prefill is timed with answers of one token; decoding is the rest of the time. A decode pass must
    read the weights once, and the keys and values of each prompt and each answer once. These bytes
    per second, over the bandwidth of a copy, are "bandwidth_share".
-3. "host_s" is the time in which the host did not wait for results. On GPUs it is nearly all of the
-   time: the host itself runs the loop over tokens, whose end depends on the device. So the time
-   that the device waits is read from a profiler's trace of half as many tokens (trace.py):
-   "idle_share" is the share of the time without a kernel.
+3. "scheduler_s" is the time between calls of the device, in which the host plans the next one, and
+   "scheduler_ms" that time per call. Within a call the device waits too: on GPUs the host runs the
+   loop over tokens, whose end depends on the device. A profiler's trace of half as many tokens
+   (trace.py) has the "idle_share", the share of the time without a kernel.
 4. "..._graphs" compiles the decode program with its loops as CUDA graphs.
 """
 
@@ -18,7 +18,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -29,8 +29,8 @@ from benchmarks.base import SAMPLING, random_params, sample_answers
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import mesh as meshes
 from spell_jax.sampler.config import SamplerConfig
+from spell_jax.sampler.counts import Counts
 from spell_jax.sampler.engine import Sampler
-from spell_jax.sampler.session import Session
 
 # XLA records what kinds of operations it names here as CUDA graphs; by default no loops.
 _GRAPH_KINDS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,WHILE,DYNAMIC_SLICE_FUSION"
@@ -87,14 +87,18 @@ def _case(
     sampler = _sampler(policy, sizes, dtype)
     if graphs:
         sampler.decode = _with_options(sampler.decode, _GRAPHS)
+    in_calls = _Stopwatch()
+    sampler.prefill, sampler.decode = map(in_calls.timed, (sampler.prefill, sampler.decode))
 
-    def ask(response: int, prompt: int) -> tuple[float, Session]:
-        """Sample answers to cut prompts; return the seconds and the session."""
+    def ask(response: int, prompt: int) -> _Asked:
+        """Sample answers to cut prompts."""
         session = sampler.start_session(params())
         jax.block_until_ready(session._state)
-        clock = time.perf_counter()
+        in_calls.seconds, clock = 0.0, time.perf_counter()
         sample_answers(session, tokens[:, :prompt].tolist(), sizes.group, response)
-        return time.perf_counter() - clock, session
+        seconds = time.perf_counter() - clock
+        waited = sum(session.counts.device_wait_seconds.values())
+        return _Asked(seconds, seconds - waited - in_calls.seconds, session.counts)
 
     def prepare() -> None:  # compiles
         ask(sizes.decode + 1, 2 * sizes.page)
@@ -130,6 +134,32 @@ def _one_device() -> jax.sharding.Mesh:
     return meshes.make_mesh(devices=jax.devices()[:1])
 
 
+class _Asked(NamedTuple):
+    """Seconds of sampled answers, the part of them between calls of the device, and counts."""
+
+    seconds: float
+    scheduler_s: float
+    counts: Counts
+
+
+class _Stopwatch:
+    """Time that is spent in calls of programs, in seconds."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def timed(self, program: Any) -> Any:
+        """Make a program count the time of its calls."""
+
+        def call(*arguments, **options):
+            clock = time.perf_counter()
+            result = program(*arguments, **options)
+            self.seconds += time.perf_counter() - clock
+            return result
+
+        return call
+
+
 def _with_options(program: Any, options: dict[str, Any]) -> Any:
     """Make the decode program compile with options of XLA, once for each lane."""
     compiled: dict[int, Any] = {}
@@ -144,33 +174,29 @@ def _with_options(program: Any, options: dict[str, Any]) -> Any:
 
 
 def _measure(
-    setting: Setting, sizes: Sizes, ask: Callable[[int, int], tuple[float, Session]], read: float
+    setting: Setting, sizes: Sizes, ask: Callable[[int, int], _Asked], read: float
 ) -> Numbers:
     """Time whole prompts and answers, in whose decode passes `read` bytes must be read."""
     ask(1, sizes.prompt)
-    prefill_s, _ = ask(1, sizes.prompt)
-    whole_s, session = ask(sizes.response, sizes.prompt)
+    prefill_s = ask(1, sizes.prompt).seconds
+    whole_s, scheduler_s, counts = ask(sizes.response, sizes.prompt)
     decode_s, passes = whole_s - prefill_s, sizes.response - 1
     rate = read / decode_s / 1e9
-    waited = sum(session.counts.device_wait_seconds.values())
-    decoded = sizes.samples * passes / decode_s
+    calls = counts.decode_calls + counts.prefill_calls
     numbers = {
         "prefill_tokens_per_s": sizes.prompts * sizes.prompt / prefill_s,
-        "decode_tokens_per_s": decoded,
+        "decode_tokens_per_s": sizes.samples * passes / decode_s,
         "pass_ms": 1e3 * decode_s / passes,
         "read_gb_per_s": rate,
         "bandwidth_share": setting.share(rate, "copy_gb_per_s"),
-        "host_s": whole_s - waited,
+        "scheduler_s": scheduler_s,
+        "scheduler_ms": 1e3 * scheduler_s / calls,
         "whole_s": whole_s,
-        "decode_calls": session.counts.decode_calls,
-        "decode_passes": session.counts.decode_steps,
-        "prefill_calls": session.counts.prefill_calls,
+        "calls": calls,
+        "decode_calls": counts.decode_calls,
+        "decode_passes": counts.decode_steps,
     }
-    calls = session.counts.decode_calls + session.counts.prefill_calls
-    numbers |= {"calls": calls}
-    del session
-    traced = trace.profile(lambda: ask(2 * sizes.decode, sizes.prompt), setting.out)
-    return numbers | traced
+    return numbers | trace.profile(lambda: ask(2 * sizes.decode, sizes.prompt), setting.out)
 
 
 def _bytes_read(params: Any, policy: PolicyConfig, sizes: Sizes, itemsize: int) -> float:
