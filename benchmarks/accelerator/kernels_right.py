@@ -97,21 +97,27 @@ def _training_case(name: str, kernel: str, shape, last_query: np.ndarray, dtype)
     index = np.broadcast_to(np.arange(last_query.shape[1], dtype=np.int32), last_query.shape)
     indices = index, index, last_query
 
-    def compute(kernel: str, q, k, v, d_out):
-        return _with_gradients(attend.KERNELS[kernel], indices, q, k, v, d_out)
+    def compute(kernel: str, *arrays):
+        return _with_gradients(attend.KERNELS[kernel], indices, *arrays)
+
+    ours, dense = (functools.partial(compute, name) for name in (kernel, "dense"))
+    return _row_case(name, shape, dtype, ours, dense)
+
+
+def _row_case(name: str, shape, dtype, ours: Callable[..., Any], dense: Callable[..., Any]) -> Case:
+    """Make a case of two functions of q, k, v and d_out that compute output and gradients."""
 
     def program():
         abstract: Any = jax.eval_shape(lambda: rows.tensors(shape, dtype))
         # Nothing runs eagerly here, because other cases compile at the same time.
-        exact = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in abstract]
-        ours = jax.jit(functools.partial(compute, kernel)).lower(*abstract).compile()
-        return ours, _exactly(functools.partial(compute, "dense"), exact)
+        float32 = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in abstract]
+        return jax.jit(ours).lower(*abstract).compile(), _exactly(dense, float32)
 
     def compare(programs) -> Numbers:
         arrays = rows.tensors(shape, dtype)
-        ours, dense = programs
-        references = dense(*(x.astype(jnp.float32) for x in arrays))
-        return _errors(ours(*arrays), references, ("out", "dq", "dk", "dv"), _BOUNDS[dtype])
+        results = programs[0](*arrays)
+        references = programs[1](*(x.astype(jnp.float32) for x in arrays))
+        return _errors(results, references, ("out", "dq", "dk", "dv"), _BOUNDS[dtype])
 
     return _case(name, program, compare)
 
@@ -155,18 +161,7 @@ def _context_case(name, kernel: str, wrap, shape, index, last_query, dtype) -> C
     def dense(*arrays):
         return _with_gradients(attend.KERNELS["dense"], (row, row, last_query[None]), *arrays)
 
-    def program():
-        abstract: Any = jax.eval_shape(lambda: rows.tensors(shape, dtype))
-        exact = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in abstract]
-        return jax.jit(sharded).lower(*abstract).compile(), _exactly(dense, exact)
-
-    def compare(programs) -> Numbers:
-        arrays = rows.tensors(shape, dtype)
-        ours, reference = programs
-        references = reference(*(x.astype(jnp.float32) for x in arrays))
-        return _errors(ours(*arrays), references, ("out", "dq", "dk", "dv"), _BOUNDS[dtype])
-
-    return _case(name, program, compare)
+    return _row_case(name, shape, dtype, sharded, dense)
 
 
 # ---------------------------------------------------------------------------------- Paged kernels
@@ -205,22 +200,23 @@ def _paged_case(name: str, setting: Setting, count: int, time: int, pool_dtype) 
         q = jax.random.normal(keys[2], (count, time, heads, size), dtype)
         return q, pool, jnp.int32(1), jnp.int32(table), jnp.int32(visible)
 
-    def exact(q, pool, *rest):
+    def reference(q, pool, layer, table, visible):
         full = [pool.keys.astype(jnp.float32), pool.values.astype(jnp.float32)]
         if pool.key_scales is not None:
             full = [full[0] * pool.key_scales[..., None], full[1] * pool.value_scales[..., None]]
-        return paged.attend(q.astype(jnp.float32), Pages(*full), *rest, kernel="xla")
+        return paged.attend(
+            q.astype(jnp.float32), Pages(*full), layer, table, visible, kernel="xla"
+        )
 
     def program():
         abstract = jax.eval_shape(inputs)
         ours = jax.jit(_PAGED[setting.platform].attend).lower(*abstract).compile()
-        return ours, _exactly(exact, abstract)
+        return ours, _exactly(reference, abstract)
 
     def compare(programs) -> Numbers:
         arrays = inputs()
-        ours, reference = programs
         bound = _BOUNDS[jnp.float32 if dtype == jnp.float32 else jnp.bfloat16]
-        results, references = (list(f(*arrays)) for f in (ours, reference))
+        results, references = (list(f(*arrays)) for f in programs)
         # Row 0 sees nothing.
         results[1], references[1] = (x[1:] for x in (results[1], references[1]))
         return _errors(results, references, ("out", "log_sum_exp"), bound)

@@ -32,8 +32,10 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from benchmarks.accelerator import shapes
 from benchmarks.accelerator.section import FAULT, Case, Numbers, Setting
 from benchmarks.trl import Trl, medians
+from spell_jax.policy.config import PolicyConfig
 
 _SIDE_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -55,43 +57,6 @@ _LIMITS = {"ours": 140.0, "trl": 110.0, "generate": 90.0}
 _KILL_SECONDS = 5.0  # before the limit of the case, which would end the section's process
 _TIMED_SECONDS = 20.0  # after which no other step starts
 
-_SMOLLM2 = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 49152,
-    "hidden_size": 576,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "intermediate_size": 1536,
-    "max_position_embeddings": 8192,
-    "rope_theta": 100000.0,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": True,
-}
-_QWEN = {
-    "model_type": "qwen2",
-    "architectures": ["Qwen2ForCausalLM"],
-    "vocab_size": 151936,
-    "hidden_size": 1536,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 2,
-    "intermediate_size": 8960,
-    "max_position_embeddings": 32768,
-    "rope_theta": 1000000.0,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": True,
-}
-_TINY = _QWEN | {
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "intermediate_size": 128,
-}
-
 
 @dataclasses.dataclass(frozen=True)
 class Size:
@@ -99,7 +64,7 @@ class Size:
 
     Attributes:
       name: prefix of its cases.
-      shape: fields of a Hugging Face config.json.
+      policy: architecture.
       groups: prompts of a step.
       prompt: tokens of a prompt.
       response: tokens of an answer.
@@ -111,7 +76,7 @@ class Size:
     """
 
     name: str
-    shape: Mapping[str, Any]
+    policy: PolicyConfig
     groups: int
     prompt: int
     response: int
@@ -124,10 +89,10 @@ class Size:
     def options(self, side: str, folder: str, gpu: bool) -> dict[str, Any]:
         """Options of a side; `folder` gets the config.json."""
         path = pathlib.Path(folder) / "config.json"
-        path.write_text(json.dumps(self.shape))
+        path.write_text(json.dumps(self.policy.to_hf()))
         options = {
             "policy": str(path),
-            "layers": self.shape["num_hidden_layers"],
+            "layers": self.policy.layers,
             "dtype": "bfloat16",
             "groups": self.groups,
             "group": self.group,
@@ -140,18 +105,29 @@ class Size:
         }
         if side == "ours":
             return options
-        theirs = {"vocab": self.shape["vocab_size"], "about": 1, "question": 1}
+        theirs = {"vocab": self.policy.vocab_size, "about": 1, "question": 1}
         return options | theirs | {"batch": self.batch, "gpu": gpu}
 
 
 # In order of worth. TRL keeps about 4 MB of activations for a token of the 1.5B shape.
 _SIZES = (
-    Size("smollm2_8x2k", _SMOLLM2, groups=8, prompt=2048, response=128, micro=4, batch=8),
-    Size("qwen1.5b_2x4k", _QWEN, groups=2, prompt=4096, response=256, micro=1, batch=2),
-    Size("smollm2_2x2k", _SMOLLM2, groups=2, prompt=2048, response=128, micro=2, batch=8),
+    Size("smollm2_8x2k", shapes.SMOLLM2, groups=8, prompt=2048, response=128, micro=4, batch=8),
+    Size("qwen1.5b_2x4k", shapes.QWEN_15B, groups=2, prompt=4096, response=256, micro=1, batch=2),
+    Size("smollm2_2x2k", shapes.SMOLLM2, groups=2, prompt=2048, response=128, micro=2, batch=8),
 )
 _TINY_SIZES = (
-    Size("tiny", _TINY, 2, prompt=120, response=8, micro=1, batch=2, group=4, prefill=256, steps=2),
+    Size(
+        "tiny",
+        shapes.TINY,
+        2,
+        prompt=120,
+        response=8,
+        micro=1,
+        batch=2,
+        group=4,
+        prefill=256,
+        steps=2,
+    ),
 )
 
 

@@ -207,11 +207,11 @@ def test_the_end_of_the_command_ends_its_processes(tmp_path: pathlib.Path, end: 
 
 def _processes(folder: pathlib.Path) -> list[str]:
     """Command lines of the processes that name a folder."""
-    found = []
+    commands = []
     for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):  # of a process that has just ended
-            found.append(path.read_bytes().decode(errors="replace"))
-    return [command for command in found if str(folder) in command]
+            commands.append(path.read_bytes().decode(errors="replace"))
+    return [command for command in commands if str(folder) in command]
 
 
 @pytest.mark.slow
