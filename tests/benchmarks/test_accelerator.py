@@ -117,6 +117,7 @@ def test_a_trace_has_idle_time_gaps_and_the_longest_kinds_of_kernels() -> None:
     spans = [
         (0, 100_000, "gemm_1"),
         (50_000, 120_000, "copy"),  # on another stream
+        (60_000, 70_000, "copy"),  # ends before the one that began earlier
         (130_000, 150_000, "gemm.2"),
         (250_000, 300_000, "add"),
     ]
