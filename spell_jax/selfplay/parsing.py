@@ -55,16 +55,18 @@ def parse_question(
     count_tokens: Callable[[str], int],
     max_answer_tokens: int = MAX_ANSWER_TOKENS,
     distinct_options: bool = False,
+    in_thought: bool = False,
 ) -> Parsed:
     """Parse and validate one questioner output (spec sections 2.3 and 2.4).
 
     The JSON object is the last valid fenced block, otherwise an object at the end of the text. A
     general_qa answer of more than `max_answer_tokens` is declined. With `distinct_options`, two
     equal options make a multiple-choice question badly formatted, because it has no single correct
-    letter (not in the paper). No text raises an error; an unknown task is a ValueError.
+    letter (not in the paper). `in_thought` says that the prompt ended inside a thought. No text
+    raises an error; an unknown task is a ValueError.
     """
     check_task(task)
-    visible = visible_text(text)
+    visible = visible_text(text, in_thought)
     if visible is None:
         return _declined("unfinished_thought")
     try:
@@ -77,13 +79,14 @@ def parse_question(
     return parsed
 
 
-def parse_verdict(text: str) -> int:
+def parse_verdict(text: str, in_thought: bool = False) -> int:
     """Parse one verifier output into a vote: 1 (yes), 0 (no) or -1 (malformed). Spec section 6.
 
     A verdict in double brackets counts if the opposite one is absent. Without a clear verdict in
-    brackets, the bare words YES and NO are checked in the same way.
+    brackets, the bare words YES and NO are checked in the same way. `in_thought` says that the
+    prompt ended inside a thought.
     """
-    visible = visible_text(text) or ""
+    visible = visible_text(text, in_thought) or ""
     for yes, no in (("[[YES]]", "[[NO]]"), ("YES", "NO")):
         if (yes in visible) != (no in visible):
             return int(yes in visible)

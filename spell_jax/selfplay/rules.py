@@ -17,6 +17,9 @@ from spell_jax.selfplay.numbers import Number, parse_number, same_number
 _TAIL_CHARACTERS = {"general_qa": 1000, "financial_math": 300, "multiple_choice": 300}
 _BOX = r"\boxed{"
 
+# How the stated answer of a response is read: by the rules of SPELL's paper, or in more forms.
+EXTRACTS = ("paper", "lenient")
+
 _CHAT_MARKERS = ("<｜Assistant｜>", "<｜end▁of▁sentence｜>")
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -45,21 +48,29 @@ _LETTER_PATTERNS = tuple(
 )
 
 
-def visible_text(text: str) -> str | None:
-    """Return the stripped text after the last "</think>"; None if a thought is unfinished."""
-    if "<think>" in text and "</think>" not in text:
+def visible_text(text: str, in_thought: bool = False) -> str | None:
+    """Return the stripped text after the last "</think>"; None if a thought is unfinished.
+
+    `in_thought` says that the prompt ended inside a thought: some chat templates write "<think>",
+    so that the sampled text never contains it.
+    """
+    if (in_thought or "<think>" in text) and "</think>" not in text:
         return None
     return text.rpartition("</think>")[2].strip()
 
 
-def extract_answer(text: str, task: str) -> str | None:
+def extract_answer(
+    text: str, task: str, extract: str = "paper", in_thought: bool = False
+) -> str | None:
     """Return the answer stated in a whole response: "... answer is X", or a boxed one; or None.
 
     An empty string means that the phrase occurs with nothing after it. Spec sections 5.1 to 5.3,
-    "visible text" and "extraction". Raises ValueError if `task` is not one of TASKS.
+    "visible text" and "extraction". `extract` is one of EXTRACTS; `in_thought` as in
+    `visible_text`. Raises ValueError if `task` or `extract` is unknown.
     """
     check_task(task)
-    visible = visible_text(text)
+    check_extract(extract)
+    visible = visible_text(text, in_thought)
     if not visible:
         return None
     announced = "answer is" in visible or (task == "financial_math" and r"\boxed" in visible)
@@ -98,12 +109,20 @@ def is_correct(prediction: str, reference: str, task: str, rule: str = "match") 
     return prediction in LETTERS and prediction == reference
 
 
-def score(response_text: str, reference: str, task: str, rule: str = "match") -> float:
+def score(
+    text: str,
+    reference: str,
+    task: str,
+    rule: str = "match",
+    extract: str = "paper",
+    in_thought: bool = False,
+) -> float:
     """Return the rule reward of a whole response against a reference answer: 0.0 or 1.0.
 
-    `reference` is the bare answer, or "The correct answer is X"; `rule` as in AlgorithmConfig.
+    `reference` is the bare answer, or "The correct answer is X"; `rule` as in AlgorithmConfig;
+    `extract` and `in_thought` as in `extract_answer`.
     """
-    prediction = extract_answer(response_text, task)
+    prediction = extract_answer(text, task, extract, in_thought)
     wanted = find_answer(reference, task) or _first_line(reference)
     return float(prediction is not None and is_correct(prediction, wanted, task, rule))
 
@@ -130,6 +149,11 @@ def same_answer(first: str, second: str, task: str) -> bool:
 def check_task(task: str) -> None:
     if task not in TASKS:
         raise ValueError(f"task: {task!r} is unknown; it must be one of {', '.join(TASKS)}")
+
+
+def check_extract(extract: str) -> None:
+    if extract not in EXTRACTS:
+        raise ValueError(f"extract: {extract!r} is unknown; must be one of {', '.join(EXTRACTS)}")
 
 
 def last_box(text: str) -> str | None:

@@ -88,7 +88,7 @@ NO_READERS = {
     *("long_documents.load_longbench_v2", "long_documents.load_longbench_v2_kind"),
     *("short.load_math", "short.load_mmlu_pro"),
     *(f"retrieval.load_{name}" for name in ("icl", "infbench_sum", "mrcr", "multi_lexsum", "rag")),
-    *("rules.check_task", "rules.code_points", "rules.brace_steps", "rules.first_balance"),
+    *("rules.check_task", "rules.check_extract", "rules.code_points", "rules.brace_steps", "rules.first_balance"),
     *("numbers.same_number", "numbers.number_text", "prompts.load"),
     *("evidence.normalize", "evidence.total_reward"),
     *("evidence.pairs_in_order", "evidence.best_chosen"),
