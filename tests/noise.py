@@ -20,6 +20,7 @@ import pytest
 from etils import epath
 from ml_collections import ConfigDict
 
+from spell_jax.algorithms import base
 from spell_jax.algorithms import registry as registry
 from spell_jax.algorithms.eapo import algorithm as eapo
 from spell_jax.algorithms.spell import algorithm as spell
@@ -85,6 +86,7 @@ def small_config(folder: str | pathlib.Path, **overrides) -> ConfigDict:
         "data.tiny.evaluation": ConfigDict(
             {"per_cell": 1, "documents": (2,), "quick_per_cell": 1, "quick_documents": (2,)}
         ),
+        "algorithm.truncated": "score",  # random text seldom ends
         "algorithm.questions": 3,
         "algorithm.generation_batch": 9,
         "algorithm.max_generations": 2,
@@ -218,15 +220,14 @@ def give_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_parsing = SimpleNamespace(
         parse_question=parse_question, parse_verdict=lambda text: _sum(text) % 2
     )
-    fake_rules = SimpleNamespace(
-        extract_answer=lambda text, task: str(_sum(text) % 2),
-        score=lambda text, reference, task, *_: float(str(_sum(text) % 2) == reference),
-        same_answer=lambda first, second, task: first == second,
-        normalize_answer=rules.normalize_answer,
-    )
+    fakes = {
+        "extract_answer": lambda text, task, *_: str(_sum(text) % 2),
+        "score": lambda text, reference, task, *_: float(str(_sum(text) % 2) == reference),
+        "same_answer": lambda first, second, task: first == second,
+    }
     monkeypatch.setattr(spell, "parsing", fake_parsing)
-    for module in (spell, frozen_reader):
-        monkeypatch.setattr(module, "rules", fake_rules)
+    for module in (base, frozen_reader):
+        monkeypatch.setattr(module, "rules", SimpleNamespace(**vars(rules) | fakes))
 
 
 def give_evidence_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,11 +244,11 @@ def give_evidence_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
 
     fakes = {"parse_answer": parse_answer, "parse_scores": parse_scores}
     monkeypatch.setattr(eapo, "evidence", SimpleNamespace(**vars(evidence) | fakes))
-    fake_rules = SimpleNamespace(
-        extract_answer=lambda text, task: text[-1:],
-        score=lambda text, reference, task, *_: float(text.endswith(str(_sum(reference) % 2))),
-    )
-    monkeypatch.setattr(eapo, "rules", fake_rules)
+    fakes = {
+        "extract_answer": lambda text, task, *_: text[-1:],
+        "score": lambda text, reference, *_: float(text.endswith(str(_sum(reference) % 2))),
+    }
+    monkeypatch.setattr(base, "rules", SimpleNamespace(**vars(rules) | fakes))
 
 
 def _sum(text: str) -> int:

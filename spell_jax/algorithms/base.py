@@ -19,7 +19,7 @@ from spell_jax.learner.packing import TrainGroup
 from spell_jax.runtime.config import check_choice
 from spell_jax.runtime.metrics import Metrics
 from spell_jax.sampler.requests import Sample
-from spell_jax.selfplay import prompts
+from spell_jax.selfplay import prompts, rules
 from spell_jax.selfplay.judge import JUDGE_TEMPLATES
 from spell_jax.selfplay.prompts import Prompts
 
@@ -33,6 +33,7 @@ Key = tuple[int, int]
 # (question, prediction, reference) triples -> 1 (right), 0 (wrong) or -1 (no verdict).
 JudgeFunction = Callable[[Sequence[tuple[str, str, str]]], Sequence[int]]
 RULES = ("match", "exact", "judge", "match_or_judge")  # compare texts, or ask an external judge
+TRUNCATED = ("zero", "score", "drop")  # what happens to an answer that its token cap cut off
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +51,12 @@ class AlgorithmConfig:
         the reference (cover exact match); with "exact" they equal it; "judge" asks the external
         judge; "match_or_judge" takes the larger of both scores, and asks the judge only about
         answers that "match" scores below 1 (QwenLong-L1, arXiv 2505.17667).
+      extract: how an answer is read from a text: "paper" reads the forms of SPELL's code, "lenient"
+        more forms, and numbers in more notations (selfplay/rules.py).
+      truncated: what a reply of any role counts for that its token cap cut off. "zero": nothing in
+        it is read, so an answer scores 0, a proposal is of bad format, a vote malformed. "score":
+        its text is read like a finished one. "drop": it is left out of rewards and update. Held-out
+        evaluation always reads the text.
     """
 
     name: str = ""
@@ -58,13 +65,24 @@ class AlgorithmConfig:
     judge_model: str = ""
     judge_template: str = "yes_no"
     rule: str = "match"
+    extract: str = "lenient"
+    truncated: str = "zero"
 
     def __post_init__(self):
         check_choice(self, "algorithm.", rule=RULES, judge_template=tuple(JUDGE_TEMPLATES))
+        check_choice(self, "algorithm.", extract=rules.EXTRACTS, truncated=TRUNCATED)
         try:
             prompts.load(self.prompts)
         except (FileNotFoundError, ValueError) as error:
             raise ValueError(f"algorithm.prompts = {self.prompts!r}: {error}") from error
+
+    def read_answers(self, texts: Sequence[str], task: str) -> tuple[str | None, ...]:
+        """Extract the answer that each text states; None where there is none."""
+        return tuple(rules.extract_answer(text, task, self.extract) for text in texts)
+
+    def score_answers(self, texts: Sequence[str], reference: str, task: str) -> tuple[float, ...]:
+        """Score each text by the rule against a reference: 0.0 or 1.0."""
+        return tuple(rules.score(text, reference, task, self.rule, self.extract) for text in texts)
 
     def check_judge(self) -> None:
         """Raises ValueError if the rule needs a judge and none is configured."""
@@ -118,11 +136,30 @@ class AlgorithmContext:
 
 @dataclasses.dataclass(frozen=True)
 class Reply:
-    """A model's answers to one prompt."""
+    """A model's answers to one prompt.
 
-    prompt: Sequence[int]  # token ids [P]
-    samples: Sequence[Sample]  # G answers as tokens with logprobs
-    texts: Sequence[str]  # the same answers as text, without stop tokens
+    Attributes:
+      prompt: token ids [P].
+      samples: G answers as tokens with logprobs.
+      texts: the same answers as text [G], without stop tokens. A text begins with the start of a
+        thought if the chat layout wrote one into the prompt.
+      scored_truncated: whether answers that the token cap cut off are scored by their text.
+      dropped: texts of answers that are left out because the token cap cut them off.
+    """
+
+    prompt: Sequence[int]
+    samples: Sequence[Sample]
+    texts: Sequence[str]
+    scored_truncated: bool = True
+    dropped: Sequence[str] = ()
+
+    @property
+    def scored_texts(self) -> Sequence[str]:
+        """The texts that are parsed and scored [G]: "" for a cut answer that counts for nothing."""
+        if self.scored_truncated:
+            return self.texts
+        pairs = zip(self.texts, self.samples, strict=True)
+        return [text if sample.stopped else "" for text, sample in pairs]
 
     def group(self, advantages: Iterable[float], role: str, model: str = "policy") -> TrainGroup:
         """A training group for `model`, with one advantage per answer [G], counted by role."""
@@ -139,6 +176,22 @@ class Reply:
             prompt_experts=self.samples[0].prompt_experts if experts else None,
             model=model,
         )
+
+
+def make_reply(
+    prompt: Sequence[int], samples: Sequence[Sample], texts: Sequence[str], truncated: str
+) -> Reply | None:
+    """Make the reply to a prompt; None if algorithm.truncated = "drop" leaves no sample."""
+    kept = [i for i, sample in enumerate(samples) if sample.stopped or truncated != "drop"]
+    if not kept:
+        return None
+    return Reply(
+        prompt,
+        [samples[i] for i in kept],
+        [texts[i] for i in kept],
+        scored_truncated=truncated == "score",
+        dropped=[text for i, text in enumerate(texts) if i not in kept],
+    )
 
 
 def _if_known(rows: Sequence[np.ndarray | None]) -> list[np.ndarray] | None:

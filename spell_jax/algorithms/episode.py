@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from spell_jax.algorithms.base import USED, Annotation, JudgeFunction, Reply
 from spell_jax.data.clusters import Cluster
@@ -50,6 +50,22 @@ class QuestionEpisode:
     def mixed(self) -> bool:
         """Whether the rewards differ, so that advantages are not all zero."""
         return len(set(self.scores)) > 1
+
+    @property
+    def replies(self) -> tuple[Reply, ...]:
+        """The replies with the answers, in the order of the record's answers."""
+        return () if self.response is None else (self.response,)
+
+    def truncation(self) -> dict[str, list[Any]]:
+        """Say which answers the token cap cut off, and the texts that are dropped for that."""
+        samples = [sample for reply in self.replies for sample in reply.samples]
+        dropped = [text for reply in self.replies for text in reply.dropped]
+        return {"truncated": [not sample.stopped for sample in samples], "dropped": dropped}
+
+    def count_unparsed(self, metrics: Metrics) -> None:
+        """Count the replies of each role from which nothing could be read, as unparsed/ROLE."""
+        for prediction in self.predictions:
+            metrics.add("unparsed/responder", prediction is None)
 
     def count_failed_verdicts(self, metrics: Metrics, suffix: str) -> None:
         """Counts the questions to the external judge that it gave no verdict on."""

@@ -19,13 +19,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from spell_jax.algorithms.base import Ask, Item, Replies, Reply, Result
+from spell_jax.algorithms.base import Ask, Item, Replies, Result, make_reply
 from spell_jax.policy.tokenizer import Tokenizer
 from spell_jax.policy.transformer import Params
 from spell_jax.runtime.metrics import Metrics
 from spell_jax.sampler.engine import Sampler
 from spell_jax.sampler.keys import fold_keys
-from spell_jax.sampler.requests import SampleRequest
+from spell_jax.sampler.requests import Sample, SampleRequest
 from spell_jax.sampler.session import Session
 
 
@@ -43,6 +43,8 @@ class PendingCall:
     prompt_ids: list[list[int]] = dataclasses.field(default_factory=list)  # [prompts][P]
     replies: Replies = dataclasses.field(default_factory=list)
     missing: int = 0  # submitted prompts without a reply
+    # Index of an answered prompt -> all its samples, also those that `replies` leave out.
+    samples: dict[int, Sequence[Sample]] = dataclasses.field(default_factory=dict)
 
     @property
     def agent(self) -> str:
@@ -104,14 +106,19 @@ class RolloutWorker:
         step: int,
         models: Mapping[str, Params],
         between_calls: Callable[[], None] = lambda: None,
+        truncated: str = "score",
     ) -> None:
         """Starts a step with new weights and counts.
+
+        `truncated` says what replies count for that their token cap cut off, as
+        AlgorithmConfig.truncated.
 
         `models` has weights in the compute dtype by name, looked up when a session opens.
         `between_calls` is called after each dispatch of sampler calls to the device and may
         dispatch more work. Its place in the order of calls depends only on the sampled tokens.
         """
         self._step, self._models, self._between_calls = step, models, between_calls
+        self._truncated = truncated
         self._coroutines = 0
         self._session: tuple[str, Session] | None = None
         self.metrics = Metrics()
@@ -183,8 +190,12 @@ class RolloutWorker:
             self._between_calls()
             for ticket, samples in finished:
                 call, place = tickets.pop(ticket)
-                texts = [tokenizer.decode(sample.content) for sample in samples]
-                call.replies[place] = Reply(call.prompt_ids[place], samples, texts)
+                call.samples[place] = samples
+                thought = tokenizer.open_thought(call.prompts[place])
+                texts = [thought + tokenizer.decode(sample.content) for sample in samples]
+                call.replies[place] = make_reply(
+                    call.prompt_ids[place], samples, texts, self._truncated
+                )
                 call.missing -= 1
                 if not call.missing:
                     answered.append(call)
@@ -245,13 +256,14 @@ class RolloutWorker:
 
     def _count(self, call: PendingCall) -> None:
         agent = call.agent
-        replies = [reply for reply in call.replies if reply is not None]
-        samples = [sample for reply in replies for sample in reply.samples]
-        prompt_tokens = sum(len(reply.prompt) for reply in replies)
+        samples = [sample for group in call.samples.values() for sample in group]
+        prompt_tokens = sum(len(call.prompt_ids[place]) for place in call.samples)
         tokens = sum(len(sample.tokens) for sample in samples)
         truncated = sum(not sample.stopped for sample in samples)
-        refused = call.replies.count(None)
-        self.metrics.add_sum(f"prompt_tokens/{agent}", prompt_tokens, len(replies))
+        scored = truncated if self._truncated == "score" else 0
+        refused = len(call.prompts) - len(call.samples)
+        self.metrics.add_sum(f"prompt_tokens/{agent}", prompt_tokens, len(call.samples))
         self.metrics.add_sum(f"answer_tokens/{agent}", tokens, len(samples))
         self.metrics.add_sum(f"truncated/{agent}", truncated, len(samples))
-        self.metrics.add_sum(f"refused/{agent}", refused, len(call.replies))
+        self.metrics.add_sum("truncated_scored", scored, len(samples))
+        self.metrics.add_sum(f"refused/{agent}", refused, len(call.prompts))

@@ -63,6 +63,7 @@ class Question:
     item: Item
     ids: np.ndarray  # prompt in the chat layout, int32 [P], truncated to the largest limit
     length: int  # prompt tokens before truncation
+    thought: str = ""  # start of a thought that the chat layout writes (Tokenizer.open_thought)
 
     @property
     def judged(self) -> bool:
@@ -83,10 +84,11 @@ def tokenize(policy: Policy, benchmarks: Sequence[Benchmark], longest: int) -> l
         for item in benchmark.items:
             try:
                 ids = np.array(policy.tokenizer.chat(item.prompt), np.int32)
+                thought = policy.tokenizer.open_thought(item.prompt)
             except ValueError as error:
                 raise ValueError(f"{benchmark.name}: {item.id}: {error}") from error
             kept = protocol.truncate(ids, longest)
-            questions.append(Question(benchmark, item, kept, len(ids)))
+            questions.append(Question(benchmark, item, kept, len(ids), thought))
     return questions
 
 
@@ -135,7 +137,7 @@ def sample_answers(
             row
             | {
                 "sample": number,
-                "text": policy.tokenizer.decode(sample.content),
+                "text": questions[i].thought + policy.tokenizer.decode(sample.content),
                 "tokens_out": len(sample.tokens),
                 "stopped": bool(sample.stopped),
             }

@@ -158,13 +158,20 @@ def answer(
     sampled = policy.sample(ids, samples, keys, [options] * len(ids))
     answers = {fitting[i]: group for i, group in sampled}
     return [
-        describe(record, answers.get(i, []), policy.tokenizer) for i, record in enumerate(records)
+        describe(record, prompt, answers.get(i, []), policy.tokenizer)
+        for i, (record, prompt) in enumerate(zip(records, prompts, strict=True))
     ]
 
 
-def describe(record: Record, samples: Sequence[Sample], tokenizer: Tokenizer) -> Record:
-    """Returns the output's line of one request: its fields, its answers and what they parse to."""
-    texts = [tokenizer.decode(sample.content) for sample in samples]
+def describe(
+    record: Record, prompt: str, samples: Sequence[Sample], tokenizer: Tokenizer
+) -> Record:
+    """Return the output's line of one request: its fields, its answers and what they parse to.
+
+    An answer begins with the start of the thought that the chat layout opened, if it opened one.
+    """
+    thought = tokenizer.open_thought(prompt)
+    texts = [thought + tokenizer.decode(sample.content) for sample in samples]
     result = record | {
         "answers": texts,
         "logprobs": [math.fsum(map(float, sample.logprobs)) for sample in samples],

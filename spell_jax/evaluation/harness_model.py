@@ -27,13 +27,14 @@ from lm_eval.models.utils import (
 
 from spell_jax.evaluation import loglikelihood
 from spell_jax.evaluation.policy_sampler import Policy
+from spell_jax.policy.chat import THOUGHT_BEGIN, THOUGHT_END
 from spell_jax.runtime import distributed
 from spell_jax.sampler.keys import fold_keys
 from spell_jax.sampler.requests import Options
+from spell_jax.selfplay.rules import visible_text
 
 log = logging.getLogger(__name__)
 
-THINK_END = "</think>"
 _GENERATED = 256  # tokens, where a task gives no maximum; also in the harness
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 _OPTIONS = ("do_sample", *_SAMPLING, "until", "max_gen_toks")
@@ -63,8 +64,8 @@ class PolicyLM(TemplateLM):
     def __init__(self, policy: Policy, seed: int = 0, thinking: bool = False):
         """Wrap a policy; `seed` is that of sampling.
 
-        With `thinking`, an answer starts after the last `</think>`, and the stop strings of a task
-        do not end the thinking.
+        With `thinking`, an answer starts after the last `</think>` and is empty if its thought is
+        unfinished, and the stop strings of a task do not end the thinking.
         """
         super().__init__()
         self._policy, self._words = policy, policy.tokenizer
@@ -160,7 +161,6 @@ class PolicyLM(TemplateLM):
         for index, one in enumerate(options):
             by_length.setdefault(one.max_tokens, []).append(index)
         answers, keys = [""] * len(given), self._keys([context for context, _ in given])
-        end = THINK_END if self._thinking else None
         for max_tokens, indices in by_length.items():
             room = self.max_length - max_tokens
             encoded = [self.tok_encode(given[i][0]) or [self.prefix_token_id] for i in indices]
@@ -171,11 +171,24 @@ class PolicyLM(TemplateLM):
                 wanted = [dataclasses.replace(one, stop_strings=()) for one in wanted]
             sampled = self._policy.sample(prompts, 1, keys[indices], wanted)
             for count, (place, (sample,)) in enumerate(sampled, 1):
-                text, stops = sample.text(self._words.decode), options[indices[place]].stop_strings
-                answers[indices[place]] = postprocess_generated_text(text, list(stops), end)
+                index = indices[place]
+                text, stops = sample.text(self._words.decode), options[index].stop_strings
+                answers[index] = self._read_answer(given[index][0], text, stops)
                 if count % 100 == 0 or count == len(prompts):
                     log.info("answers: %d of %d", count, len(prompts))
         return answers
+
+    def _read_answer(self, context: str, text: str, stops: Sequence[str]) -> str:
+        """Cut an answer at its stop strings, and its thoughts if the policy thinks.
+
+        An unfinished thought states no answer: the answer is then empty.
+        """
+        if not self._thinking:
+            return postprocess_generated_text(text, list(stops), None)
+        in_thought = context.rstrip().endswith(THOUGHT_BEGIN)
+        if visible_text(text, in_thought) is None:
+            return ""
+        return postprocess_generated_text(text, list(stops), THOUGHT_END)
 
     def _keys(self, contexts: Sequence[str]) -> np.ndarray:
         """Keys by seed, context and repetition, uint32 [n, 2]: not by the other requests."""

@@ -116,7 +116,8 @@ class Policy:
     ) -> Iterator[tuple[int, str | None]]:
         """Sample one reply to each user turn, then release the weights.
 
-        All processes must call this with the same arguments; `keys` are as in `sample`. Yields
+        All processes must call this with the same arguments; `keys` are as in `sample`. A reply
+        begins with the start of the thought that the layout opened, if it opened one. Yields
         (index of the prompt, reply text). The reply is None if the prompt does not fit into the
         context; these come first, the others in order of completion.
         """
@@ -124,7 +125,9 @@ class Policy:
         for place in sorted(set(range(len(prompts))) - set(fitting)):
             yield place, None
         for at, (sample,) in self.sample(ids, 1, keys[fitting], [options] * len(ids)):
-            yield fitting[at], self.tokenizer.decode(sample.content)
+            place = fitting[at]
+            thought = self.tokenizer.open_thought(prompts[place])
+            yield place, thought + self.tokenizer.decode(sample.content)
         self.release()
 
     def fit(self, prompts: Sequence[str], max_tokens: int) -> tuple[list[np.ndarray], list[int]]:

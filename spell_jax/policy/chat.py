@@ -32,6 +32,8 @@ import jinja2.sandbox
 
 Messages = str | Sequence[Mapping[str, str]]
 
+THOUGHT_BEGIN, THOUGHT_END = "<think>", "</think>"  # marks around an assistant's reasoning
+
 # Templates paste roles into their markup (`<|` + role + `|>`), so roles must not be free text.
 ROLES = ("system", "developer", "user", "assistant", "tool")
 FIELDS = ("role", "content", "reasoning_content")
@@ -92,6 +94,7 @@ class Template:
         """
         self._path = path
         self._variables = dict(variables)
+        self._may_open_thought = THOUGHT_BEGIN in source
         self._escaper = _TokenEscaper(tokens, path)
         try:
             self._template = _environment().from_string(source)
@@ -104,14 +107,31 @@ class Template:
         Raises ValueError if the template refuses the messages or fails on them, or as
         read_messages.
         """
-        chat = [
+        return self._escaper.split(self._render(self._escaped(messages), True))
+
+    def open_thought(self, messages: Messages) -> str:
+        """Return the start of a thought that begins the assistant's answer; see Tokenizer."""
+        if not self._may_open_thought:
+            return ""
+        chat = self._escaped(messages)
+        # What the generation prompt adds is the template's own: a content cannot open a thought.
+        whole, closed = self._render(chat, True), self._render(chat, False)
+        if whole != closed and whole.startswith(closed):
+            opened = whole[len(closed) :]
+        else:  # the template ends every chat alike, or closes turns in another way
+            chat[-1]["content"] += _END
+            opened = self._render(chat, True).rpartition(_END.strip())[2]
+        _, mark, thought = opened.rpartition(THOUGHT_BEGIN)
+        return mark + thought if mark and THOUGHT_END not in thought else ""
+
+    def _escaped(self, messages: Messages) -> list[dict[str, str]]:
+        return [
             {
                 name: value if name == "role" else self._escaper.escape(value)
                 for name, value in message.items()
             }
             for message in read_messages(messages)
         ]
-        return self._escaper.split(self._render(chat, True))
 
     def text(self, messages: Messages, open_turn: bool = True) -> str:
         """Render a chat with its contents as they are, as Tokenizer.render; errors as `parts`."""

@@ -81,7 +81,10 @@ class HfTokenizer(Tokenizer):
         added = self._all.get_added_tokens_decoder()
         # White space is text: it marks no turns, and templates trim it.
         self._added = {i: t for i, t in added.items() if t.special or t.content.strip()}
-        self._hidden = {i for i, token in added.items() if token.special}
+        # The marks of a thought are text even where they are special: without the end of a thought,
+        # the thought would pass for the answer.
+        marks = (chats.THOUGHT_BEGIN, chats.THOUGHT_END)
+        self._hidden = {i for i, t in added.items() if t.special and t.content not in marks}
         # Some models also have added tokens in their vocabulary, where plain text can produce them.
         self._reserved = {*self._added, *self.stop_ids}
         unknown = description["model"].get("unk_token")
@@ -140,7 +143,8 @@ class HfTokenizer(Tokenizer):
         return self._encode(self._text, text)
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._all.decode([int(i) for i in ids if self.shows(i)])
+        shown = [int(i) for i in ids if self.shows(i)]
+        return self._all.decode(shown, skip_special_tokens=False)
 
     def chat(self, messages: chats.Messages) -> list[int]:
         ids: list[int] = []
@@ -150,6 +154,9 @@ class HfTokenizer(Tokenizer):
             else:
                 ids.append(part)
         return ids
+
+    def open_thought(self, messages: chats.Messages) -> str:
+        return self._layout().open_thought(messages)
 
     def render(self, messages: chats.Messages, open_turn: bool = True) -> str:
         return self._layout().text(messages, open_turn)

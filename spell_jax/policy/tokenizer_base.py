@@ -41,6 +41,15 @@ class Tokenizer(abc.ABC):
         layout does not support them.
         """
 
+    def open_thought(self, messages: chats.Messages) -> str:
+        """Return the start of a thought with which the layout begins the assistant's answer.
+
+        Some templates write "<think>" after the last message. The sampled tokens then begin inside
+        a thought, and their text has only its end. The text of the whole answer is this start and
+        the decoded tokens. "" where the layout opens no thought. Raises ValueError as `chat`.
+        """
+        return ""
+
     @abc.abstractmethod
     def render(self, messages: chats.Messages, open_turn: bool = True) -> str:
         """Write a chat as text, its tokens as their texts, up to the start of the answer.

@@ -18,7 +18,7 @@ from spell_jax.runtime.episodes import episode_files, read_episodes
 _TEXTS = ("task", "cluster", "status", "reason", "question", "reference", "own_reference", "prompt")
 _LISTS = (
     *("shown", "known", "blind", "answers", "predictions", "rule", "judge", "votes", "scores"),
-    *("window", "spans"),
+    *("window", "spans", "truncated"),
 )
 _FIELDS: dict[str, Any] = {
     **dict.fromkeys(_TEXTS, ""),

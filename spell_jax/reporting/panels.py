@@ -92,6 +92,7 @@ def _learning(names: Collection[str]) -> Iterator[Panel]:
     yield panel("Entropy of the policy", {"entropy": "train/entropy"})
     yield panel("Answer length, tokens", _parts(names, "rollout/answer_tokens", _AGENTS))
     yield panel("Answers truncated at the cap", _parts(names, "rollout/truncated", _AGENTS))
+    yield panel("Replies that state nothing readable", _parts(names, "rollout/unparsed", _AGENTS))
     yield panel("Questioner's reward", divided("rollout/questioner_reward"))
     yield panel("Held out, by validation", _matching(names, r"eval/(\w+)"))
 

@@ -33,9 +33,14 @@ class HeldOut:
         run.worker.start_step(_STEP, RolloutParams(run, self._models))
         score, numbers = run.evaluation.quick(run.worker)
         run.worker.end_step()
-        for name, value in numbers.items():
+        for name, value in (numbers | self._truncated()).items():
             metrics.add(f"eval/{name}", value)
         return score
+
+    def _truncated(self) -> dict[str, float]:
+        """Return the shares of replies that the token cap cut off, by agent, under "truncated/"."""
+        means = self._run.worker.metrics.means()
+        return {name: mean for name, mean in means.items() if name.startswith("truncated/")}
 
     def evaluate(self, when: str) -> None:
         """Adds a full evaluation to evaluation.json under "before" or "after"."""
@@ -45,6 +50,8 @@ class HeldOut:
         run.worker.start_step(_STEP, RolloutParams(run, self._models))
         result = run.evaluation.full(run.worker)
         run.worker.end_step()
+        shares = {name.partition("/")[2]: (mean, 0.0) for name, mean in self._truncated().items()}
+        result |= {"replies truncated at their cap": {"share": shares}}
         path = self._workdir / tables.EVALUATION_FILE
         if self._is_writer:
             results = json.loads(path.read_text()) if path.exists() else {}

@@ -90,7 +90,8 @@ class Rollouts:
                 raise _Interrupted
 
         clock, before = time.monotonic(), run.algorithm.state_dict()
-        worker.start_step(step, RolloutParams(run, self._models), between_calls)
+        truncated = run.config.algorithm.truncated
+        worker.start_step(step, RolloutParams(run, self._models), between_calls, truncated)
         key = run.config.seed, step
         try:
             episodes = run.algorithm.rollout(worker, key, step)

@@ -27,6 +27,7 @@ from spell_jax.learner.learner import Learner
 from spell_jax.learner.loss_config import LossConfig
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy import weights
+from spell_jax.policy.chat import THOUGHT_BEGIN, THOUGHT_END
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.model import find_folder, read_model, shape_policy
 from spell_jax.runtime import entry, paths, peers, remote, setup, workdir_lock
@@ -128,8 +129,25 @@ def to_group(row: demonstrations.Row, tokenizer: tokenizers.Tokenizer) -> packin
         if len(tokens) < 2:
             raise ValueError(f"source: text {row.completion!r}: must have at least 2 tokens")
         return packing.TrainGroup(tokens[:1], [tokens[1:]], [1.0], row.role)
-    answer = [*tokenizer.encode(row.completion), tokenizer.eos_id]
+    completion = row.completion
+    if thought := tokenizer.open_thought(row.prompt):
+        completion = continue_thought(thought, completion)
+    answer = [*tokenizer.encode(completion), tokenizer.eos_id]
     return packing.TrainGroup(tokenizer.chat(row.prompt), [answer], [1.0], row.role)
+
+
+def continue_thought(thought: str, completion: str) -> str:
+    """Return what follows `thought`, the start of a thought that the prompt already holds.
+
+    A completion that thinks loses its own start of the thought; any other one closes the thought
+    before it answers, because the policy would learn to answer inside the thought.
+    """
+    begun = completion.lstrip()
+    if not begun.startswith(THOUGHT_BEGIN):
+        return completion if THOUGHT_END in completion else f"{THOUGHT_END}\n\n{completion}"
+    thinking = begun.removeprefix(THOUGHT_BEGIN)
+    space = thought.removeprefix(THOUGHT_BEGIN)
+    return thinking.removeprefix(space) if space else thinking
 
 
 def make_learner(config: SupervisedConfig, policy: PolicyConfig) -> Learner:

@@ -10,7 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from spell_jax.algorithms.base import Algorithm, AlgorithmContext, Models, Replies, Reply
+from spell_jax.algorithms.base import (
+    Algorithm,
+    AlgorithmContext,
+    Models,
+    Replies,
+    Reply,
+    make_reply,
+)
 from spell_jax.algorithms.spell.algorithm import Spell
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.algorithms.spell.episode import Episode
@@ -22,6 +29,7 @@ from spell_jax.selfplay import prompts
 
 PROMPTS = prompts.load("compact")
 LONG = "word " * 41
+CUT = "…"  # in a scripted text that the token cap cut off
 QA, MATH, CHOICE = TASKS
 
 
@@ -51,13 +59,13 @@ class PendingCall:
 class ScriptedModels:
     """`Models` whose texts come from `write(role, prompt, sibling, model)`.
 
-    A result of None means that the prompt is over the cap. Coroutines take turns, and equal
-    requests of a turn are one call. Tokens are the bytes of the texts, so that training rows can be
-    read.
+    A result of None means that the prompt is over the cap, a text with CUT that the token cap cut
+    it off. Coroutines take turns, and equal requests of a turn are one call. Tokens are the bytes
+    of the texts, so that training rows can be read.
     """
 
-    def __init__(self, write: Callable[[str, str, int, str], str | None]):
-        self._write = write
+    def __init__(self, write: Callable[[str, str, int, str], str | None], truncated: str = "zero"):
+        self._write, self._truncated = write, truncated
         self.calls: list[Call] = []
 
     def __call__(self, *given: Any, **options: Any) -> Replies:
@@ -101,8 +109,9 @@ class ScriptedModels:
         samples = []
         for text in whole:
             tokens = np.array(list(text.encode()) or [0], np.int32)
-            samples.append(Sample(tokens, np.full(len(tokens), -1.0, np.float32), True))
-        return Reply(list(prompt.encode()), samples, whole)
+            is_whole = CUT not in text
+            samples.append(Sample(tokens, np.full(len(tokens), -1.0, np.float32), is_whole))
+        return make_reply(list(prompt.encode()), samples, whole, self._truncated)
 
 
 def roll_out(algorithm: Algorithm, models: Models, step: int, seed: int = 0) -> list[Any]:
@@ -325,7 +334,8 @@ class Rollout:
 
     def __init__(self, rows=ROWS, step: int = 1, script: Script | None = None, **options: Any):
         self.algorithm = make_algorithm(rows, **({"verifier_share": 1.0} | options))
-        self.ask = ScriptedModels(script or Script(rows, verdicts=VERDICTS))
+        script = script or Script(rows, verdicts=VERDICTS)
+        self.ask = ScriptedModels(script, self.algorithm.config.truncated)
         self.episodes: list[Episode] = roll_out(self.algorithm, self.ask, step)
         groups, self.annotations = self.algorithm.groups(self.episodes, (0, step))
         self.groups = by_role(groups)

@@ -24,8 +24,8 @@ class FakeSession:
 
     reused_tokens = 0
 
-    def __init__(self, params: Any, asked: list[tuple[Any, SampleRequest]]):
-        self.params, self.asked = params, asked
+    def __init__(self, params: Any, sampler: FakeSampler):
+        self.params, self.asked, self.sampler = params, sampler.asked, sampler
         self.counts = Counts(
             prompt_tokens=4,
             slot_steps=10,
@@ -50,13 +50,15 @@ class FakeSession:
         done = [(ticket, r) for ticket, (n, r) in self.waiting.items() if n == 0]
         for ticket, _ in done:
             del self.waiting[ticket]
-        return [(ticket, [stopped, capped][: request.group]) for ticket, request in done]
+        pair = [capped, capped] if self.sampler.never_stops else [stopped, capped]
+        return [(ticket, pair[: request.group]) for ticket, request in done]
 
 
 class FakeSampler:
     """Sampler that records its requests; prompts of more than five tokens are over its cap."""
 
     config = SamplerConfig(max_tokens=9, max_verdict_tokens=2)
+    never_stops = False  # whether the cap cuts every answer off
 
     def __init__(self):
         self.asked: list[tuple[Any, SampleRequest]] = []
@@ -64,7 +66,7 @@ class FakeSampler:
 
     def start_session(self, params: Any) -> FakeSession:
         self.begun.append(params)
-        return FakeSession(params, self.asked)
+        return FakeSession(params, self)
 
     def prompt_fits(self, prompt: list[int]) -> bool:
         return len(prompt) <= 5
@@ -73,6 +75,7 @@ class FakeSampler:
 TOKENIZER: Any = SimpleNamespace(
     chat=lambda text: [7, *range(len(text)), 8],
     decode=lambda ids: " ".join(WORDS[i] for i in ids),
+    open_thought=lambda text: "<think>" if "?" in text else "",
 )
 
 
@@ -96,6 +99,7 @@ def test_rollout_metrics_are_counted_per_agent(worker):
         "prompt_tokens/responder": 7 / 2,
         "answer_tokens/responder": 9 / 3,
         "truncated/responder": 1 / 3,
+        "truncated_scored": 1 / 4,
         "refused/responder": 1 / 3,
         "prompt_tokens/reference_reader": 5,
         "answer_tokens/reference_reader": 3,
@@ -299,3 +303,42 @@ def test_unknown_model_raises_key_error(worker):
     ask, _ = worker
     with pytest.raises(KeyError, match="reward_model"):
         ask("responder", ["a"], model="reward_model")
+
+
+def test_texts_begin_with_the_thought_that_the_layout_opens(worker):
+    ask, _ = worker
+    opened, plain = ask("responder", ["a?", "ab"])
+    assert opened.texts == ["<think>one two"] and plain.texts == ["one two"]
+
+
+@pytest.mark.parametrize(
+    "truncated, texts, scored, dropped, share",
+    [
+        ("score", ["one two", "one two one"], ["one two", "one two one"], [], 1 / 2),
+        ("zero", ["one two", "one two one"], ["one two", ""], [], 0),
+        ("drop", ["one two"], ["one two"], ["one two one"], 0),
+    ],
+)
+def test_truncated_answers_count_as_the_config_says(
+    worker, truncated, texts, scored, dropped, share
+):
+    ask, _ = worker
+    ask.start_step(1, {"policy": "weights"}, truncated=truncated)
+    (reply,) = ask("responder", ["ab"], group=2)
+    assert (reply.texts, reply.scored_texts, reply.dropped) == (texts, scored, dropped)
+    assert len(reply.group([0.0] * len(texts), "responder").answers) == len(texts)
+    ask.end_step()
+    means = ask.metrics.means()
+    assert means["truncated/responder"] == 1 / 2 and means["truncated_scored"] == share
+    assert means["answer_tokens/responder"] == 3 and means["refused/responder"] == 0
+
+
+def test_prompt_without_a_finished_answer_has_no_reply_but_is_not_refused(worker):
+    ask, sampler = worker
+    ask.start_step(1, {"policy": "weights"}, truncated="drop")
+    assert ask("responder", ["ab", "abcdef"], group=2)[1] is None
+    sampler.never_stops = True
+    assert ask("responder", ["ab"], group=2) == [None]
+    ask.end_step()
+    assert ask.metrics.means()["refused/responder"] == 1 / 3
+    assert ask.metrics.means()["truncated/responder"] == 3 / 4

@@ -102,9 +102,19 @@ def test_error_names_prompt_rejected_by_the_chat_template():
         return [1]
 
     benchmark, policy = evaluating.load("text", ""), Parrot()
-    policy.tokenizer = SimpleNamespace(chat=chat)
+    policy.tokenizer = SimpleNamespace(chat=chat, open_thought=lambda prompt: "")
     with pytest.raises(ValueError, match="text: text-1: no such turn"):
         answering.tokenize(policy, [benchmark], 9)
+
+
+def test_rows_begin_with_the_thought_that_the_layout_opens():
+    policy = Parrot()
+    policy.tokenizer = SimpleNamespace(
+        chat=lambda prompt: [1], decode=str, open_thought=lambda prompt: "<think>"
+    )
+    questions = answering.tokenize(policy, [load("text")], 9)
+    ((_, (row, *_)), *_) = answering.sample_answers(Sampling(2), policy, questions, 9, set())
+    assert row["text"] == "<think>[1]"
 
 
 def row(name: str, sample: int, limit: int = 24) -> dict:

@@ -290,6 +290,24 @@ def test_prompts_of_one_length_of_answer_are_sampled_together(caplog):
     assert "1 of 4 prompts are over the context of 20" in caplog.text
 
 
+@pytest.mark.parametrize(
+    "context, said, answer",
+    [
+        ("ask", "one two", "one two"),
+        ("ask", "<think>one two", ""),
+        ("ask<think>\n", "one two", ""),
+        ("ask<think>\n", "one</think> two", "two"),
+        ("<think>ask", "one two", "one two"),
+    ],
+)
+def test_cut_off_thought_is_no_answer(context: str, said: str, answer: str):
+    from spell_jax.evaluation.harness_model import PolicyLM
+
+    policy: Any = Scripted("")
+    assert PolicyLM(policy, thinking=True)._read_answer(context, said, []) == answer
+    assert PolicyLM(policy)._read_answer(context, said, []) == said
+
+
 def test_stop_strings_of_a_task_do_not_end_the_thinking():
     from spell_jax.evaluation.harness_model import PolicyLM
 

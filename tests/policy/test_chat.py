@@ -149,3 +149,31 @@ def test_arbitrary_template_works_or_is_rejected(source: str) -> None:
 def test_token_with_escape_characters_is_rejected() -> None:
     with pytest.raises(ValueError, match="used for escapes"):
         parts(CHATML, "", [Token(0, f"<{DIGITS[3]}>")])
+
+
+THINKING = CHATML.removesuffix("<x>") + "{% if add_generation_prompt %}<x>a\n<think>\n{% endif %}"
+
+
+@pytest.mark.parametrize(
+    "source, thought",
+    [
+        (THINKING, "<think>\n"),
+        (THINKING.replace("<think>\n", "<think>"), "<think>"),
+        (THINKING.replace("<think>\n", "<think>\n\n</think>\n\n"), ""),
+        (CHATML, ""),
+        # The turn ends in another way where the assistant's is not opened.
+        (THINKING.replace("{% endif %}", "{% else %}<|end|>{% endif %}"), "<think>\n"),
+        (THINKING.replace("<think>", "").replace("{% endif %}", "{% else %}.{% endif %}"), ""),
+        ("{{ messages[-1].content | trim }}|<think>", "<think>"),  # at the end of every chat
+    ],
+)
+@pytest.mark.parametrize("content", ["Hi", "<think> a", "</think>", "", "<think>" * 3])
+def test_template_tells_the_thought_that_it_opens(source: str, thought: str, content: str) -> None:
+    template = Template(source, "here", {}, TOKENS)
+    assert template.open_thought(content) == thought
+    messages = [
+        {"role": "user", "content": content},
+        {"role": "assistant", "content": "<think>b</think>c"},
+        {"role": "user", "content": content},
+    ]
+    assert template.open_thought(messages) == thought

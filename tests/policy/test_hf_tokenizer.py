@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy.hf_tokenizer import HfTokenizer
+from spell_jax.selfplay import rules
 from tests.policy.hf_folders import (
+    CHATML,
     CONFIG,
     MARKERS,
     REAL,
@@ -390,3 +392,19 @@ def test_encoding_ignores_bpe_dropout(tmp_path) -> None:
     tokenizer["model"]["dropout"] = 0.5
     words = tokenizers.load(write(tmp_path / "a", tokenizer))
     assert {words.count("ab") for _ in range(40)} == {1}
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_thought_that_the_template_opens_is_part_of_the_text(tmp_path: Path, special: bool) -> None:
+    opening = "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+    template = CHATML.partition("<|im_start|>assistant")[0] + opening
+    markers = (*MARKERS, *(WORDS if special else ()))
+    description = byte_level(markers, () if special else WORDS)
+    config = {"eos_token": "<|im_end|>", "chat_template": template}
+    tokenizer = tokenizers.load(write(tmp_path, description, config))
+    thought = tokenizer.open_thought("<think>?</think>")
+    assert thought == "<think>\n" and tokenizer.token_text(tokenizer.chat("a")[-2]) == "<think>"
+    answer = tokenizer.encode_rendered("b</think>The answer is b<|im_end|>", start=False)
+    assert thought + tokenizer.decode(answer) == "<think>\nb</think>The answer is b"
+    cut = thought + tokenizer.decode(answer[:1])
+    assert rules.visible_text(cut) is None

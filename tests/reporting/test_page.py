@@ -260,7 +260,7 @@ def test_seeds_become_bands_and_other_configs_curves(tmp_path):
 def test_documents_already_on_a_full_page_cost_no_space(tmp_path):
     workdir = write_run(tmp_path / "run", 10, 10, sizes=Sizes(document=4000, clusters=20))
     write_page(
-        [measured(workdir)], epath.Path(tmp_path / "page.html"), size=TEMPLATE_BYTES + 226_800
+        [measured(workdir)], epath.Path(tmp_path / "page.html"), size=TEMPLATE_BYTES + 228_400
     )
     *lines, index = map(unpack, data_of(tmp_path / "page.html"))
     clusters = {tuple(map(tuple, entry["documents"])) for entry in index} - {()}

@@ -266,6 +266,23 @@ def test_row_becomes_a_group_of_one_with_stop_token(policy):
     assert list(group.advantages) == [1.0] and group.role == "verifier"
 
 
+@pytest.mark.parametrize(
+    "completion, learned",
+    [
+        ("<think>\nx</think>yes", "x</think>yes"),
+        ("<think> x</think>yes", " x</think>yes"),
+        ("x</think>yes", "x</think>yes"),
+        ("yes", "</think>\n\nyes"),
+    ],
+)
+def test_completion_continues_the_thought_that_the_layout_opens(policy, completion, learned):
+    tokenizer = tokenizers.load(policy)
+    tokenizer.open_thought = lambda messages: "<think>\n"
+    row = demonstrations.Row("ask", completion, "verifier", "")
+    (answer,) = supervised.to_group(row, tokenizer).answers
+    assert tokenizer.decode(answer[:-1]) == learned and answer[-1] == tokenizer.eos_id
+
+
 def test_text_row_has_no_chat_layout(policy):
     tokenizer = tokenizers.load(policy)
     row = supervised._parse_row({"text": "Oslo is a city"})

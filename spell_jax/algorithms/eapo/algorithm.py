@@ -33,7 +33,7 @@ from spell_jax.data.clusters import Cluster
 from spell_jax.data.questions import as_clusters
 from spell_jax.learner.packing import TrainGroup
 from spell_jax.runtime.metrics import Metrics
-from spell_jax.selfplay import evidence, rules
+from spell_jax.selfplay import evidence
 from spell_jax.selfplay.rouge import rouge_l_recall
 
 HIGH, LOW = 4, 2  # scores that predict a right, or a wrong, answer (section 3.3)
@@ -76,17 +76,17 @@ class Eapo:
         text = self._prompts.evidence(e.cluster.documents, e.question)
         (reply,) = await ask("responder", [text], self.config.group_size)
         if reply is None:
-            return dataclasses.replace(e, reason="responder_prompt")
-        answers = [evidence.parse_answer(text) for text in reply.texts]
-        stated = [a and evidence.with_answer_phrase(a.answer, e.task) for a in answers]
+            return dataclasses.replace(e, reason="no_responder_reply")
+        answers = [evidence.parse_answer(text) for text in reply.scored_texts]
+        stated = [(a and evidence.with_answer_phrase(a.answer, e.task)) or "" for a in answers]
         documents, known = evidence.searchable(e.cluster.documents), e.known_evidence
         return dataclasses.replace(
             e,
             status="accepted",
             response=reply,
             answers=tuple(answers),
-            predictions=tuple(s and rules.extract_answer(s, e.task) for s in stated),
-            rule=tuple(rules.score(s or "", e.reference, e.task, self.config.rule) for s in stated),
+            predictions=self.config.read_answers(stated, e.task),
+            rule=self.config.score_answers(stated, e.reference, e.task),
             verbatim=tuple(a and evidence.verbatim_share(a.evidence, documents) for a in answers),
             supported=tuple(
                 evidence.precision_and_recall(a.evidence, known) if a and known else None
@@ -110,7 +110,7 @@ class Eapo:
         temperature = c.scoring_temperature
         for asked in range(1, 2 + c.retries):
             (reply,) = await ask(REWARD_MODEL, [text], 1, REWARD_MODEL, temperature)
-            scores = reply and evidence.parse_scores(reply.texts[0], len(sets))
+            scores = reply and evidence.parse_scores(reply.scored_texts[0], len(sets))
             e = dataclasses.replace(e, asked=asked, scoring=reply, evidence_scores=scores)
             if reply is None or scores is not None:
                 break
@@ -160,6 +160,7 @@ class Eapo:
     def metrics(self, episodes: Sequence[Episode]) -> Metrics:
         metrics = Metrics()
         for e in episodes:
+            e.count_unparsed(metrics)
             for suffix in ("", f"/{e.task}"):
                 eapo_episode.count(metrics, e, suffix)
         metrics.add("stream_repeats", self._stream.repeats)

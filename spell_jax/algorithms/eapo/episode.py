@@ -62,6 +62,11 @@ class Episode(QuestionEpisode):
     consistent: bool = False
     refresh: tuple[Scoring, ...] = ()
 
+    def count_unparsed(self, metrics: Metrics) -> None:
+        super().count_unparsed(metrics)
+        if self.scoring is not None:
+            metrics.add("unparsed/reward_model", self.evidence_scores is None)
+
     def scored(self) -> list[tuple[int, float]]:
         """(score, outcome) of each well-formed answer; empty if there are no scores."""
         if self.evidence_scores is None:
@@ -105,6 +110,7 @@ def record(e: Episode, annotation: Annotation, prompts: Prompts) -> dict[str, An
         "reference": e.reference,
         "answers": list(e.response.texts) if e.response else [],
         "predictions": list(e.predictions),
+        **e.truncation(),
         "rule": list(e.rule),
         "judge": list(e.judge),
         "votes": [[] for _ in e.answers],

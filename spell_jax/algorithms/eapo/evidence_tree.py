@@ -92,6 +92,7 @@ class Node:
     record: Record
     ids: list[int]  # token ids of the prompt
     key: np.ndarray  # key data of the next samples, uint32 [2]
+    thought: str = ""  # start of a thought that the chat layout wrote (Tokenizer.open_thought)
     branches: list[Branch] = dataclasses.field(default_factory=list)
     chosen: Branch | None = None  # the best of `branches`, if one is well-formed
     reasonings: list[Branch] = dataclasses.field(default_factory=list)
@@ -147,10 +148,13 @@ class Tree:
 
     def answer(self, records: Sequence[Record], texts: Sequence[str], seed: int) -> list[Record]:
         """Output lines of requests with prompts `texts`; one over the context has no branches."""
-        chat = self.policy.tokenizer.chat
+        words = self.policy.tokenizer
         key = jax.random.key(seed)
         keys = request_keys(key, len(records))
-        nodes = [Node(*one) for one in zip(records, map(chat, texts), keys, strict=True)]
+        nodes = [
+            Node(record, words.chat(text), one, words.open_thought(text))
+            for record, text, one in zip(records, texts, keys, strict=True)
+        ]
         room = self.policy.config.max_positions - 2 * self.sampling["max_tokens"]
         asked = [node for node in nodes if len(node.ids) <= room]
         if len(asked) < len(nodes):
@@ -167,7 +171,7 @@ class Tree:
         """Samples branches up to the end of the evidence, and chooses the best per question."""
         width = 1 if self.config.evidence_by == "none" else self.config.width
         for i, samples in self._sample(nodes, [node.ids for node in nodes], width, EVIDENCE_END):
-            nodes[i].branches = [self._branch([], sample, EVIDENCE_END, 2) for sample in samples]
+            nodes[i].branches = [self._branch(nodes[i], [], s, EVIDENCE_END, 2) for s in samples]
             _measure_evidence(nodes[i])
         items = [(n.question, formed) for n in nodes if len(formed := _well_formed(n.branches)) > 1]
         if self.config.evidence_by == "similarity":
@@ -192,7 +196,8 @@ class Tree:
         prefixes = [[*node.ids, *chosen.tokens] for node, chosen in pairs]
         for i, samples in self._sample(nodes, prefixes, width, ANSWER_END):
             before = pairs[i][1].tokens
-            nodes[i].reasonings = [self._branch(before, s, ANSWER_END, 4) for s in samples]
+            node = nodes[i]
+            node.reasonings = [self._branch(node, before, s, ANSWER_END, 4) for s in samples]
         if self.config.reasoning_by == "judge":
             ask = self.prompts.reasoning_scores
             self._rank_by_judge(
@@ -214,10 +219,12 @@ class Tree:
         keys = np.array([node.key for node in nodes], np.uint32).reshape(-1, 2)
         return self.policy.sample(ids, width, keys, [options] * len(ids))
 
-    def _branch(self, before: list[int], sample: Sample, end: str, sections: int) -> Branch:
-        """A sample after the tokens `before`, parsed into its first `sections` sections."""
+    def _branch(
+        self, node: Node, before: list[int], sample: Sample, end: str, sections: int
+    ) -> Branch:
+        """Parse a sample after the tokens `before` into its first `sections` sections."""
         tokens = [*before, *sample.content]
-        text = self.policy.tokenizer.decode(tokens)
+        text = node.thought + self.policy.tokenizer.decode(tokens)
         if sample.stop_string:
             text = text[: text.rindex(end) + len(end)]
         parsed = evidence.parse_sections(text, sections) or ()

@@ -24,7 +24,7 @@ from spell_jax.algorithms.preference.episode import PairEpisode
 from spell_jax.algorithms.rlvr.algorithm import Rlvr, RlvrConfig
 from spell_jax.learner.packing import TrainGroup
 from spell_jax.runtime.metrics import Metrics
-from spell_jax.selfplay import rules
+from spell_jax.sampler.requests import Sample
 
 CHOSEN, REJECTED = 1.0, -1.0  # advantages of the answers of a pair
 
@@ -49,19 +49,18 @@ class ShortToLong(Rlvr):
             text = self.prompts.responder(e.task, documents, e.question)
             (reply,) = await ask("responder", [text], count)
             if reply is None:
-                return dataclasses.replace(e, status="overlong", reason="responder_prompt")
+                return dataclasses.replace(e, status="overlong", reason="no_responder_reply")
             replies.append(reply)
         short, long = replies
+        read, score = self.config.read_answers, self.config.score_answers
         return dataclasses.replace(
             e,
             response=long,
-            predictions=tuple(rules.extract_answer(text, e.task) for text in long.texts),
-            rule=tuple(rules.score(t, e.reference, e.task, self.config.rule) for t in long.texts),
+            predictions=read(long.scored_texts, e.task),
+            rule=score(long.scored_texts, e.reference, e.task),
             short_response=short,
-            short_predictions=tuple(rules.extract_answer(text, e.task) for text in short.texts),
-            short_rule=tuple(
-                rules.score(t, e.reference, e.task, self.config.rule) for t in short.texts
-            ),
+            short_predictions=read(short.scored_texts, e.task),
+            short_rule=score(short.scored_texts, e.reference, e.task),
         )
 
     def choose(self, episode: PairEpisode) -> tuple[int, int] | str:
@@ -85,7 +84,7 @@ class ShortToLong(Rlvr):
                 annotations.append(Annotation(used={"responder": found}))
                 continue
             groups.append(self.pair(e, *found))
-            advantages = [0.0] * (self._short_answers + 1)
+            advantages = [0.0] * len(answers_of(e))
             advantages[found[0]], advantages[found[1]] = CHOSEN, REJECTED
             annotations.append(Annotation({"responder": advantages}, {"responder": USED}))
         return groups, annotations
@@ -106,8 +105,8 @@ class ShortToLong(Rlvr):
         return pairs.record(episode, annotation, self.prompts)
 
 
-def answers_of(episode: PairEpisode) -> list[Any]:
-    """Tokens of the answers after the short context, then of the one after all documents."""
+def answers_of(episode: PairEpisode) -> list[Sample]:
+    """Return the answers after the short context, then the answer after all documents."""
     assert episode.short_response is not None and episode.response is not None
     replies = (episode.short_response, episode.response)
-    return [sample.tokens for reply in replies for sample in reply.samples]
+    return [sample for reply in replies for sample in reply.samples]

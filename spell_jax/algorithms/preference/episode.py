@@ -11,6 +11,7 @@ from spell_jax.algorithms.base import Annotation, Reply
 from spell_jax.algorithms.spell import episode as spell_episode
 from spell_jax.algorithms.spell.episode import Episode
 from spell_jax.data.questions import Question
+from spell_jax.runtime.metrics import Metrics
 from spell_jax.selfplay.prompts import Prompts
 
 log = logging.getLogger(__name__)
@@ -31,6 +32,15 @@ class PairEpisode(Episode):
     short_response: Reply | None = None
     short_predictions: tuple[str | None, ...] = ()
     short_rule: tuple[float, ...] = ()
+
+    @property
+    def replies(self) -> tuple[Reply, ...]:
+        return () if self.short_response is None else (self.short_response, *super().replies)
+
+    def count_unparsed(self, metrics: Metrics) -> None:
+        super().count_unparsed(metrics)
+        for prediction in self.short_predictions:
+            metrics.add("unparsed/responder", prediction is None)
 
 
 def with_short_contexts(questions: Sequence[Question]) -> tuple[Question, ...]:

@@ -47,12 +47,15 @@ class LongPo(ShortToLong):
 
     def choose(self, episode: PairEpisode) -> tuple[int, int] | str:
         chosen, rejected = answers_of(episode)
-        return "equal_answers" if list(chosen) == list(rejected) else (0, 1)
+        assert episode.short_response is not None
+        if not (chosen.stopped or episode.short_response.scored_truncated):
+            return "truncated"  # the loss would teach an answer without its end
+        return "equal_answers" if list(chosen.tokens) == list(rejected.tokens) else (0, 1)
 
     def pair(self, episode: PairEpisode, chosen: int, rejected: int) -> TrainGroup:
         """Both answers after all documents; the reference model reads the short context."""
         assert episode.short_response is not None and episode.response is not None
-        answers = answers_of(episode)
+        answers = [sample.tokens for sample in answers_of(episode)]
         return TrainGroup(
             episode.response.prompt,
             [answers[chosen], answers[rejected]],

@@ -59,7 +59,7 @@ class SoLoPo(ShortToLong):
     def pair(self, episode: PairEpisode, chosen: int, rejected: int) -> TrainGroup:
         """The pair after the short context, with its chosen answer after all documents too."""
         assert episode.short_response is not None and episode.response is not None
-        answers = answers_of(episode)
+        answers = [sample.tokens for sample in answers_of(episode)]
         return TrainGroup(
             episode.short_response.prompt,
             [answers[chosen], answers[rejected]],

@@ -214,7 +214,7 @@ class Reconstruction:
         if reply is None:
             return episode
         reward, truth = REWARDS[self.config.reward], episode.posed.truth
-        orders = tuple(puzzles.parse_order(text, episode.options) for text in reply.texts)
+        orders = tuple(puzzles.parse_order(text, episode.options) for text in reply.scored_texts)
         scores = tuple(reward(order, truth) for order in orders)
         return replace(
             episode,
@@ -236,6 +236,7 @@ class Reconstruction:
         """Shares of statuses, and rewards with those of a guess, over all puzzles and by K."""
         metrics = Metrics()
         for e in episodes:
+            e.count_unparsed(metrics)
             for status in ("accepted", NO_PUZZLE, OVERLONG):
                 metrics.add(status, e.status == status)
             metrics.add("cut_documents", e.posed.cut, e.posed.puzzle is not None)
@@ -267,6 +268,7 @@ class Reconstruction:
             "spans": [list(span) for span in puzzle.spans] if puzzle else [],
             "answers": list(e.response.texts) if e.response else [],
             "predictions": list(e.predictions),
+            **e.truncation(),
             "rule": list(e.rule),
             "scores": list(e.scores),
             "advantages": dict(annotation.advantages),

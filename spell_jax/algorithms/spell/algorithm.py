@@ -38,7 +38,7 @@ from spell_jax.learner.advantages import group_advantages, questioner_advantages
 from spell_jax.learner.packing import TrainGroup
 from spell_jax.runtime import fault_injection
 from spell_jax.runtime.metrics import Metrics
-from spell_jax.selfplay import parsing, rewards, rules, selection
+from spell_jax.selfplay import parsing, rewards, selection
 from spell_jax.selfplay.memory import Entry, QuestionMemory
 from spell_jax.selfplay.probes import ProbeSet
 
@@ -171,10 +171,13 @@ class Spell:
             return episode
         (reply,) = await ask("questioner", [episode.questioner_prompt])
         if reply is None:
-            return replace(episode, status="overlong", reason="questioner_prompt")
+            return replace(episode, status="overlong", reason="no_questioner_reply")
+        (text,) = reply.texts
         parsed = parsing.parse_question(
-            reply.texts[0], episode.task, self._count, c.max_answer_tokens, c.distinct_options
+            text, episode.task, self._count, c.max_answer_tokens, c.distinct_options
         )
+        if parsed.status == "accepted" and not reply.scored_texts[0]:
+            parsed = parsing.Parsed("bad_format", reason="truncated")
         is_bad = parsed.status == "bad_format"
         declined = parsed.status == "declined" and parsed.reason != parsing.NOTHING_TO_ASK
         is_punished = (is_bad and c.format_penalty) or (declined and c.decline_penalty)
@@ -200,15 +203,15 @@ class Spell:
 
     async def filter(self, ask: Ask, episode: Episode) -> Episode:
         """Rejects an accepted question that is answered right without documents, by the rule."""
-        e, samples, rule = episode, self.config.grounding_samples, self.config.rule
+        e, samples = episode, self.config.grounding_samples
         if e.status != "accepted" or not samples:
             return e
         (reply,) = await ask("responder", [self.prompts.responder(e.task, (), e.question)], samples)
-        texts = () if reply is None else reply.texts
+        texts = () if reply is None else reply.scored_texts
         e = replace(
             e,
-            blind=tuple(rules.extract_answer(text, e.task) for text in texts),
-            blind_scores=tuple(rules.score(text, e.reference, e.task, rule) for text in texts),
+            blind=self.config.read_answers(texts, e.task),
+            blind_scores=self.config.score_answers(texts, e.reference, e.task),
         )
         return self._reject_known(e) if self._judge is None else e
 
@@ -235,12 +238,12 @@ class Spell:
         text = self.prompts.responder(e.task, e.cluster.documents, e.question)
         (reply,) = await ask("responder", [text], self.config.group_size)
         if reply is None:
-            return replace(e, status="overlong", reason="responder_prompt")
+            return replace(e, status="overlong", reason="no_responder_reply")
         return replace(
             e,
             response=reply,
-            predictions=tuple(rules.extract_answer(text, e.task) for text in reply.texts),
-            rule=tuple(rules.score(t, e.reference, e.task, self.config.rule) for t in reply.texts),
+            predictions=self.config.read_answers(reply.scored_texts, e.task),
+            rule=self.config.score_answers(reply.scored_texts, e.reference, e.task),
         )
 
     # 5. The verifier compares answers with the reference.
@@ -257,7 +260,7 @@ class Spell:
             replies = await ask("verifier", texts, self.config.verifier_group_size)
             for (i, _), reply in zip(stated, replies, strict=True):
                 judged[i] = reply
-                votes[i] = tuple(map(parsing.parse_verdict, reply.texts if reply else ()))
+                votes[i] = tuple(map(parsing.parse_verdict, reply.scored_texts if reply else ()))
             unjudged = replies.count(None)
         return replace(e, judged=tuple(judged), votes=tuple(votes), unjudged=unjudged)
 
@@ -395,6 +398,7 @@ class Spell:
         """Shares and means over all episodes and per task (spec section 10)."""
         metrics = Metrics()
         for e in episodes:
+            e.count_unparsed(metrics)
             for suffix in ("", f"/{e.task}"):
                 spell_episode.count(metrics, e, suffix)
                 for votes in e.votes:

@@ -70,6 +70,13 @@ class Episode(QuestionEpisode):
         seen = documents_of(self.history)
         return tuple(index for index in self.shown if index not in seen)
 
+    def count_unparsed(self, metrics: Metrics) -> None:
+        super().count_unparsed(metrics)
+        if self.proposal is not None:
+            metrics.add("unparsed/questioner", self.status == "bad_format")
+        for votes in self.votes:
+            metrics.add_sum("unparsed/verifier", votes.count(-1), len(votes))
+
     def reply(self, role: str, answer: int) -> Reply:
         """The reply of a role that gave one; the verifier gives one to each answer."""
         replies = {"questioner": self.proposal, "responder": self.response}
@@ -163,6 +170,7 @@ def record(e: Episode, annotation: Annotation, prompts: Prompts) -> dict[str, An
         "blind": list(e.blind),
         "answers": list(e.response.texts) if e.response else [],
         "predictions": list(e.predictions),
+        **e.truncation(),
         "rule": list(e.rule),
         "judge": list(e.judge),
         "votes": [list(votes) for votes in e.votes],

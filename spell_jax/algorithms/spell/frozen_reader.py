@@ -25,8 +25,8 @@ async def read_reference(config: SpellConfig, prompts: Prompts, ask: Ask, e: Epi
         text = prompts.responder(e.task, documents, hop)
         (reply,) = await ask("responder", [text], config.reader_samples, model="reference_reader")
         if reply is None:
-            return replace(e, status="overlong", reason="reader_prompt")
-        answers = [rules.extract_answer(text, e.task) for text in reply.texts]
+            return replace(e, status="overlong", reason="no_reader_reply")
+        answers = config.read_answers(reply.scored_texts, e.task)
         answer, count = most_frequent(answers, e.task)
         agrees = count >= 2 and 2 * count > config.reader_samples
         if config.reader_unanimous:

@@ -10,7 +10,6 @@ from spell_jax.algorithms.base import Ask, Models, Reply
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.algorithms.spell.episode import Episode
 from spell_jax.data.stream import TaskStream
-from spell_jax.selfplay import rules
 from spell_jax.selfplay.probes import Probe, ProbeSet
 from spell_jax.selfplay.prompts import Prompts
 
@@ -43,6 +42,5 @@ def push(
 
 def _solve_rate(config: SpellConfig, reply: Reply | None, reference: str, task: str) -> float:
     """The share of right answers by the rule, whatever else their rewards depend on."""
-    texts = () if reply is None else reply.texts
-    scores = [rules.score(text, reference, task, config.rule) for text in texts]
-    return float(np.mean(scores or [0.0]))
+    texts = () if reply is None else reply.scored_texts
+    return float(np.mean(config.score_answers(texts, reference, task) or [0.0]))

@@ -41,7 +41,9 @@ class Scripted:
         self.keys: list[list[int]] = []
         self.config = SimpleNamespace(max_positions=1000)
         self.tokenizer = SimpleNamespace(
-            chat=lambda text: list(text.encode()), decode=lambda ids: bytes(ids).decode()
+            open_thought=lambda text: "",
+            chat=lambda text: list(text.encode()),
+            decode=lambda ids: bytes(ids).decode(),
         )
 
     def sample(self, ids, width: int, keys: np.ndarray, options: Sequence[Options]):

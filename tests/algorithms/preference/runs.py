@@ -8,8 +8,6 @@ from typing import Any
 import jax
 import pytest
 
-from spell_jax.algorithms.preference import algorithm
-from spell_jax.algorithms.spell import algorithm as spell
 from spell_jax.runtime.episodes import read_episodes
 from spell_jax.runtime.metrics import read_metrics
 from spell_jax.trainer import loop
@@ -28,7 +26,6 @@ def run_to_end(config: Any, workdir: pathlib.Path) -> list[dict]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         noise.use_one_device(monkeypatch)
         noise.give_meaning(monkeypatch)
-        monkeypatch.setattr(algorithm, "rules", spell.rules)  # as give_meaning made them
         noise.skip_plots(monkeypatch)
         noise.share_programs(monkeypatch)
         loop.train(config, workdir)

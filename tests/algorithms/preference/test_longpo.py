@@ -90,7 +90,7 @@ def test_equal_answers_and_prompts_over_the_cap_make_no_pair():
     episodes = roll_out(algorithm, over, 1)
     _, annotations = algorithm.groups(episodes, (0, 1))
     assert {a.used["responder"] for a in annotations} == {"overlong", "used"}
-    assert algorithm.metrics(episodes).means()["reason/responder_prompt"] == 0.5
+    assert algorithm.metrics(episodes).means()["reason/no_responder_reply"] == 0.5
     assert to_records(algorithm, [e for e in episodes if e.response is None])[0]["answers"] == []
 
 

@@ -297,9 +297,9 @@ def test_given_question_over_the_cap_is_counted():
     algorithm, ask = given_algorithm(), new_ask(over=over)
     episodes = roll_out(algorithm, ask, 1)
     first = next(e for e in episodes if e.question.startswith("Q00"))
-    assert (first.status, first.reason, first.scores) == ("overlong", "responder_prompt", ())
+    assert (first.status, first.reason, first.scores) == ("overlong", "no_responder_reply", ())
     means = algorithm.metrics(episodes).means()
-    assert means["reason/responder_prompt"] == means["overlong"] == 1 / len(GIVEN)
+    assert means["reason/no_responder_reply"] == means["overlong"] == 1 / len(GIVEN)
     (record,) = to_records(algorithm, [first])
     assert record["used"]["responder"] == "overlong"
 

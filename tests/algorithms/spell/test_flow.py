@@ -17,6 +17,7 @@ from spell_jax.selfplay.memory import Entry
 from spell_jax.selfplay.rewards import verifier_rewards
 from tests.algorithms.scripted import (
     CHOICE,
+    CUT,
     MATH,
     PROMPTS,
     QA,
@@ -161,7 +162,7 @@ def over(role: str, at: str, model: str = "policy"):
 def test_overlong_questioner_prompt_is_only_counted():
     rollout = Rollout(script=Script(ROWS, over=over("questioner", "d0.")))
     episode = rollout.of(0)
-    assert (episode.status, episode.reason) == ("overlong", "questioner_prompt")
+    assert (episode.status, episode.reason) == ("overlong", "no_questioner_reply")
     assert episode.reward is None and episode.response is None
     assert len(rollout.ask.calls[1].prompts) == 12
     assert rollout.algorithm.metrics(rollout.episodes).means()["overlong"] == pytest.approx(1 / 18)
@@ -170,7 +171,7 @@ def test_overlong_questioner_prompt_is_only_counted():
 def test_overlong_responder_prompt_is_only_counted():
     script = Script(ROWS, over=lambda role, prompt, _: role == "responder" and "d10." in prompt)
     rollout = Rollout(script=script, negatives=9)
-    assert (rollout.of(10).status, rollout.of(10).reason) == ("overlong", "responder_prompt")
+    assert (rollout.of(10).status, rollout.of(10).reason) == ("overlong", "no_responder_reply")
     assert rollout.of(10).reward is None
     texts = [read(group)[1][0] for group in rollout.groups["questioner"]]
     assert rollout.of(10).proposal.texts[0] not in texts
@@ -397,7 +398,7 @@ def test_overlong_reader_prompt_gives_no_reward():
         {}, over=lambda r, prompt, model: model == "reference_reader" and "Q00" in prompt
     )
     episode = rollout.of(0)
-    assert (episode.status, episode.reason) == ("overlong", "reader_prompt")
+    assert (episode.status, episode.reason) == ("overlong", "no_reader_reply")
     assert episode.reward is None
 
 
@@ -557,3 +558,83 @@ def test_questions_are_parsed_with_the_configured_limits(monkeypatch):
     monkeypatch.setattr("spell_jax.algorithms.spell.algorithm.parsing.parse_question", parse)
     Rollout([Row(QA, "ok", 0, 1, 0, 0)], max_answer_tokens=7, distinct_options=True)
     assert seen == [(7, True)]
+
+
+# ------------------------------------------------------------------- Replies cut off at the cap
+
+
+class Cutting(Script):
+    """The script of two questions, in which the token cap cuts replies of one role off."""
+
+    role = ""
+
+    def __call__(self, role: str, prompt: str, sibling: int, model: str) -> str | None:
+        text = super().__call__(role, prompt, sibling, model)
+        is_cut = role == self.role and "Empty" not in prompt and sibling % 2 == 0
+        return f"{CUT}\n{text}" if is_cut and text is not None else text
+
+
+def cut(role: str, truncated: str, **options: Any) -> Rollout:
+    """Two questions with right answers 0 and 1, a paraphrase 2 and no statement in answer 3."""
+    rows = [Row(QA, "ok", 0, 2, 1, 3)] * 2
+    script = Cutting(rows)
+    script.role = role
+    return Rollout(rows, script=script, truncated=truncated, **options)
+
+
+def test_cut_off_answer_scores_by_the_config():
+    for truncated, rule, votes in (
+        ("score", (1, 1, 0, 0), 3),
+        ("zero", (0, 1, 0, 0), 1),
+        ("drop", (1, 0), 1),
+    ):
+        rollout = cut("responder", truncated)
+        episode = rollout.of(0)
+        assert episode.rule == rule
+        assert sum(map(bool, episode.votes)) == votes
+        record = rollout.records()[0]
+        assert len(record["answers"]) == len(record["truncated"]) == len(rule)
+        assert record["truncated"] == ([False] * 2 if truncated == "drop" else [True, False] * 2)
+        assert len(record["dropped"]) == (2 if truncated == "drop" else 0)
+        assert all(len(row["scores"]) == len(rule) for row in rollout.records())
+        means = rollout.algorithm.metrics(rollout.episodes).means()
+        assert (
+            means["unparsed/responder"] == {"score": 1 / 4, "zero": 3 / 4, "drop": 1 / 2}[truncated]
+        )
+        groups = rollout.groups["responder"]
+        assert {len(group.answers) for group in groups} == {len(rule)}
+
+
+def test_cut_off_verdict_is_malformed_or_dropped():
+    for truncated, votes in (
+        ("score", (1, 1, 1, 0)),
+        ("zero", (-1, 1, -1, 0)),
+        ("drop", (1, 0)),
+    ):
+        rollout = cut("verifier", truncated)
+        assert rollout.of(0).votes[2] == votes
+        means = rollout.algorithm.metrics(rollout.episodes).means()
+        assert means["unparsed/verifier"] == (truncated == "zero") / 2
+
+
+def test_cut_off_proposal_is_of_bad_format_or_dropped():
+    for truncated, status, reason in (
+        ("score", "accepted", ""),
+        ("zero", "bad_format", "truncated"),
+        ("drop", "overlong", "no_questioner_reply"),
+    ):
+        rollout = cut("questioner", truncated)
+        episode = rollout.of(0)
+        assert (episode.status, episode.reason) == (status, reason)
+        assert (episode.reward == -1) == (truncated == "zero")
+        assert (episode.reward is None) == (truncated == "drop")
+        means = rollout.algorithm.metrics(rollout.episodes).means()
+        assert means.get("unparsed/questioner") == {"score": 0, "zero": 1}.get(truncated)
+
+
+def test_unfinished_thought_of_the_questioner_stays_declined():
+    rows = [Row(QA, "think", 0, 0, 0, 0)]
+    script = Cutting(rows)
+    script.role = "questioner"
+    rollout = Rollout(rows, script=script)
+    assert (rollout.of(0).status, rollout.of(0).reason) == ("declined", "unfinished_thought")
