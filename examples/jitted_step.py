@@ -166,7 +166,8 @@ def make_step(c: Config, truths: list[tuple[str, str]], params: transformer.Para
         answers = sample(c, params, questions, key)
         like = jax.ShapeDtypeStruct((c.groups, c.group_size), jnp.float32)
         host = functools.partial(score, c, truths)
-        rewards = jax.pure_callback(host, like, questions.index, answers.tokens.id, answers.new)
+        length = jnp.where(answers.stopped, answers.new, 0)  # a cut-off answer is not read
+        rewards = jax.pure_callback(host, like, questions.index, answers.tokens.id, length)
         advantages = group_advantages(rewards)  # [B, G]
         value, grads = jax.value_and_grad(loss)(params, c, questions, answers, advantages)
         updates, moments = optimizer.update(grads, moments, params)

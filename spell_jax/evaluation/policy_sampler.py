@@ -119,15 +119,21 @@ class Policy:
         All processes must call this with the same arguments; `keys` are as in `sample`. A reply
         begins with the start of the thought that the layout opened, if it opened one. Yields
         (index of the prompt, reply text). The reply is None if the prompt does not fit into the
-        context; these come first, the others in order of completion.
+        context; these come first, the others in order of completion. A reply that `max_tokens` cut
+        off is "": a judge or teacher that was interrupted states nothing.
         """
         ids, fitting = self.fit(prompts, options.max_tokens)
+        cut = 0
         for place in sorted(set(range(len(prompts))) - set(fitting)):
             yield place, None
         for at, (sample,) in self.sample(ids, 1, keys[fitting], [options] * len(ids)):
             place = fitting[at]
             thought = self.tokenizer.open_thought(prompts[place])
-            yield place, thought + self.tokenizer.decode(sample.content)
+            cut += not sample.stopped
+            yield place, thought + self.tokenizer.decode(sample.content) if sample.stopped else ""
+        if cut:
+            cap = options.max_tokens
+            log.warning("%d of %d replies were cut off at %d tokens: not read", cut, len(ids), cap)
         self.release()
 
     def fit(self, prompts: Sequence[str], max_tokens: int) -> tuple[list[np.ndarray], list[int]]:

@@ -80,9 +80,11 @@ def _groups(
     for row, (prompt, length, index) in enumerate(zip(*batch, strict=True)):
         slots = range(row * c.group_size, (row + 1) * c.group_size)
         tokens = [answers.tokens.id[n, : answers.new[n]] for n in slots]
-        rewards = np.array(
-            [rules.score(c.tokenizer.decode(x.tolist()), *truths[index]) for x in tokens]
-        )
+        texts = [
+            c.tokenizer.decode(ids.tolist()) if answers.stopped[n] else ""
+            for n, ids in zip(slots, tokens, strict=True)
+        ]
+        rewards = np.array([rules.score(text, *truths[index]) for text in texts])
         advantages = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
         sampled = [answers.tokens.logprob[n, : answers.new[n]] for n in slots]
         made.append(TrainGroup(prompt[:length], tokens, list(advantages), old_logprobs=sampled))
