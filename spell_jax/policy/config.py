@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import pathlib
 import re
@@ -93,6 +94,8 @@ class PolicyConfig:
       remat: values that the backward pass recomputes: "none"; "block" (everything inside a block);
         "attention" (everything but the attention output); "dots" (everything but the products with
         weights); "offload" (like "block", with block inputs offloaded to host memory).
+      unused_ids: half-open ranges, in order, of ids below V without a token: gaps of the tokenizer
+        and the padding of the tables. Their probability is 0, in sampling and in training.
     """
 
     vocab_size: int
@@ -115,6 +118,7 @@ class PolicyConfig:
     remat: str = "none"
     attention: str = "auto"
     ring: bool = False
+    unused_ids: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self):
         check_least(self, "policy.", **dict.fromkeys(_POSITIVE, 1))
@@ -134,18 +138,32 @@ class PolicyConfig:
                 f"policy.experts = {self.experts} (0 without experts)"
             )
         check_choice(self, "policy.", remat=REMAT_POLICIES, attention=ATTENTION)
+        bounds = [0, *itertools.chain(*self.unused_ids), self.vocab_size]
+        unused = sum(stop - start for start, stop in self.unused_ids)
+        if bounds != sorted(bounds) or unused == self.vocab_size:
+            raise ValueError(
+                f"policy.unused_ids = {self.unused_ids}: must be ranges in order that leave some "
+                f"of the ids below policy.vocab_size = {self.vocab_size}"
+            )
         if self.lora is not None and not self.lora_targets:
             known = sorted(self._lora_layers().values())
             raise ValueError(f"lora.pattern = {self.lora.pattern!r}: is in none of {known}")
 
     def check_length(self, tokens: int) -> None:
         """Raise ValueError if the longest prompt and answer together exceed max_positions."""
-        if tokens > self.max_positions:
-            raise ValueError(
-                f"sampler: the longest prompt and answer have {tokens} tokens together, must be at "
-                f"most the policy's max_position_embeddings = {self.max_positions} "
-                "(policy.rope_scaling, or --rope_scaling of evaluate, makes that longer)"
+        if tokens <= self.max_positions:
+            return
+        remedy = "policy.rope_scaling, or --rope_scaling of evaluate, makes that longer"
+        if self.rope.kind != "default":  # with_rope_scaling refuses to scale it again
+            remedy = (
+                f"its rope is {self.rope.kind!r} with factor {self.rope.factor:g}: a larger "
+                "policy.rope_factor makes that longer if that has scaled it, else other values in "
+                "the folder's config.json"
             )
+        raise ValueError(
+            f"sampler: the longest prompt and answer have {tokens} tokens together, must be at "
+            f"most the policy's max_position_embeddings = {self.max_positions} ({remedy})"
+        )
 
     def with_rope_scaling(self, kind: str, factor: float) -> PolicyConfig:
         """Extend the context, max_positions times `factor`, by RoPE scaling of a `kind`.
@@ -154,7 +172,9 @@ class PolicyConfig:
         """
         if self.rope.kind != "default":
             raise ValueError(
-                f"policy.rope_scaling = {kind!r}: the folder's rope is {self.rope.kind!r} already"
+                f"policy.rope_scaling = {kind!r}: the rope of the folder's config.json is "
+                f"{self.rope.kind!r} already, with {self.max_positions} positions; must be '', or "
+                "the scaling there be removed"
             )
         rope = dataclasses.replace(
             self.rope, kind=kind, factor=factor, original_positions=self.max_positions
@@ -293,6 +313,7 @@ def _from_hf(raw: dict[str, Any]) -> PolicyConfig:
             "experts_per_token": integer("num_experts_per_tok"),
             "normalized_router": _field(raw, "norm_topk_prob", bool, False),
         }
+    rope = ropes.from_hf(raw, max_positions)
     return PolicyConfig(
         vocab_size=integer("vocab_size"),
         width=width,
@@ -301,8 +322,8 @@ def _from_hf(raw: dict[str, Any]) -> PolicyConfig:
         kv_heads=kv_heads,
         head_size=head_size,
         feed_forward=integer("moe_intermediate_size" if experts else "intermediate_size"),
-        rope=ropes.from_hf(raw, max_positions),
-        max_positions=max_positions,
+        rope=rope,
+        max_positions=ropes.context(rope, max_positions),
         norm_epsilon=_field(raw, "rms_norm_eps", float, 1e-6),
         qkv_bias=model_type == "qwen2",
         qk_norm=model_type.startswith("qwen3"),

@@ -19,6 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 
 KINDS = ("default", "linear", "llama3", "yarn")
+MOST_POSITIONS = 2**31 - 1  # positions are int32
+FIELDS = ("rope_parameters", "rope_scaling")  # of config.json; transformers 5 writes the first
+# Model types for which files without rope_theta exist (Llama 1 and 2), and their theta. The other
+# families' models have 1e6 or more, so that a default would be wrong for each of them.
+_DEFAULT_THETA = {"llama": 10_000.0}
+_FULL = "full_attention"  # the only layer type that is implemented
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +35,8 @@ class RopeConfig:
       theta: base of the frequencies, above 1.
       kind: scaling method, one of KINDS.
       factor: ratio of the scaled to the original context length, at least 1.
-      original_positions: context length before scaling, in tokens ("llama3", "yarn").
+      original_positions: context length before scaling, in tokens ("llama3", "yarn"; in "linear" it
+        sets the context and nothing else).
       low_frequency: "llama3": pairs with fewer turns than this in the original context are slowed
         down by `factor`.
       high_frequency: "llama3": pairs with more turns than this are unchanged.
@@ -62,6 +69,12 @@ class RopeConfig:
                 f"rope.original_positions = {self.original_positions}: must be the context before "
                 f"stretching, for kind {self.kind!r}"
             )
+        original = self.original_positions or 0
+        if not (0 <= original <= MOST_POSITIONS and original * self.factor <= MOST_POSITIONS):
+            raise ValueError(
+                f"rope.original_positions = {self.original_positions}: must be above 0, and "
+                f"give at most {MOST_POSITIONS} positions with rope.factor = {self.factor}"
+            )
         if not 0 < self.low_frequency < self.high_frequency:
             raise ValueError(
                 f"rope.low_frequency = {self.low_frequency}: must be above 0 and below "
@@ -86,65 +99,189 @@ class RopeConfig:
 
 
 # Field of a Hugging Face rope_scaling -> ours, by kind.
+_ORIGINAL = "original_max_position_embeddings"
 _HF_FIELDS: dict[str, dict[str, str]] = {
     "default": {},
-    "linear": {"factor": "factor"},
+    "linear": {"factor": "factor", _ORIGINAL: "original_positions"},
     "llama3": {
         "factor": "factor",
-        "original_max_position_embeddings": "original_positions",
+        _ORIGINAL: "original_positions",
         "low_freq_factor": "low_frequency",
         "high_freq_factor": "high_frequency",
     },
     "yarn": {
         "factor": "factor",
-        "original_max_position_embeddings": "original_positions",
+        _ORIGINAL: "original_positions",
         "beta_slow": "beta_slow",
         "beta_fast": "beta_fast",
         "attention_factor": "attention_factor",
         "truncate": "truncate",
     },
 }
+_MSCALES = ("mscale", "mscale_all_dim")  # "yarn": together they give the attention factor
 _REQUIRED = {
     "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
     "yarn": ("factor",),
 }
+# Fields that scaled kinds have, and that a default rope may have without effect.
+_SCALED = {name for fields in _HF_FIELDS.values() for name in fields} | {*_MSCALES}
 
 
 def from_hf(raw: Mapping[str, Any], max_positions: int) -> RopeConfig:
-    """Read rope_theta and rope_scaling (or the newer rope_parameters) from a config.json.
+    """Read the rope of a config.json: rope_theta, and rope_parameters or the older rope_scaling.
 
-    `max_positions`, its max_position_embeddings, is the original context length if none is given,
-    as in transformers. Raises ValueError if a field is unknown, missing or out of range.
+    `max_positions`, its max_position_embeddings, is yarn's original context length if none is
+    given. An original_max_position_embeddings beside rope_scaling has priority over the one inside.
+    Both are as in transformers. Raises ValueError if a field is unknown, missing or out of range,
+    or if two fields contradict each other.
     """
-    field = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
-    scaling = raw.get(field) or {}
-    if not isinstance(scaling, dict):
-        raise ValueError(f"{field} = {scaling!r}: must be an object or null")
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if not isinstance(kind, str) or kind not in KINDS:
+    field, scaling = _scaling(raw)
+    kind = _kind(field, scaling)
+    if kind not in KINDS:
         why = ""
         if kind == "dynamic":
             why = "; dynamic frequencies contradict keys that are already in the cache"
         raise ValueError(f"{field}.rope_type = {kind!r}: must be one of {KINDS}{why}")
+    if kind != "default" and raw.get(_ORIGINAL) is not None:
+        scaling[_ORIGINAL] = raw[_ORIGINAL]
     for name in _REQUIRED.get(kind, ()):
         if scaling.get(name) is None:
             raise ValueError(f"{field}.{name}: is missing, rope_type {kind!r} needs it")
-    known = {"rope_type", "type", "rope_theta", *_HF_FIELDS[kind]}
+    if scaling.get("partial_rotary_factor") == 1:
+        del scaling["partial_rotary_factor"]  # the whole head, as without the field
+    implemented = {"rope_type", "type", "rope_theta", *_HF_FIELDS[kind]}
     # Some files give a default rope a factor or an original context, which are then ignored.
-    for name in sorted(set(scaling) - known if kind != "default" else ()):
+    implemented |= {"default": _SCALED, "yarn": {*_MSCALES}}.get(kind, set())
+    for name in sorted(set(scaling) - implemented):
         if scaling[name] is not None:
             raise ValueError(f"{field}.{name} = {scaling[name]!r}: is not implemented")
-    given = {
+    values = {
         ours: scaling[hf] for hf, ours in _HF_FIELDS[kind].items() if scaling.get(hf) is not None
     }
     if kind == "yarn":
-        given.setdefault("original_positions", max_positions)
-    given["theta"] = scaling.get("rope_theta", raw.get("rope_theta", 10_000.0))
+        values.setdefault("original_positions", max_positions)
+        values |= _attention_factor(field, scaling)
+    values["theta"] = _theta(raw)
     try:
-        return RopeConfig(kind=kind, **{name: _typed(name, v) for name, v in given.items()})
+        return RopeConfig(kind=kind, **{name: _typed(name, v) for name, v in values.items()})
     except ValueError as error:
         raise ValueError(f"{field}: {error}") from error
+
+
+def context(rope: RopeConfig, max_positions: int) -> int:
+    """Return the longest context in tokens, given config.json's max_position_embeddings.
+
+    "yarn" and "linear" stretch the original context by their factor, and many files (by the cards
+    of Qwen2.5 and Qwen3) keep max_position_embeddings at its value before. Llama 3.1's factor of 8
+    is no such ratio: it goes from 8,192 to 131,072 positions.
+    """
+    if rope.kind in ("yarn", "linear") and rope.original_positions:
+        return int(rope.original_positions * rope.factor)
+    return max_positions
+
+
+def _scaling(raw: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the field that describes the rope, and a copy of its object (empty without one)."""
+    objects = {}
+    for field in FIELDS:
+        value = raw.get(field)
+        if value is not None and not isinstance(value, dict):
+            raise ValueError(f"{field} = {value!r}: must be an object or null")
+        if value:
+            objects[field] = _flat(field, value)
+    plain = [
+        {"rope_type": _kind(field, value)}
+        | {
+            name: entry
+            for name, entry in value.items()
+            if entry is not None and name not in ("rope_type", "type", "rope_theta")
+        }
+        for field, value in objects.items()
+    ]
+    if len(plain) == 2 and plain[0] != plain[1]:
+        raise ValueError(
+            f"rope_parameters = {raw['rope_parameters']!r} and rope_scaling = "
+            f"{raw['rope_scaling']!r}: contradict each other; remove one of them (transformers 5 "
+            "writes rope_parameters only)"
+        )
+    return next(iter(objects.items()), (FIELDS[1], {}))
+
+
+def _flat(field: str, scaling: dict[str, Any]) -> dict[str, Any]:
+    """Return the object of full attention if there is one for each layer type, else a copy."""
+    scaling = {name: value for name, value in scaling.items() if value is not None}
+    nested = [name for name, value in scaling.items() if isinstance(value, dict)]
+    if not nested:
+        return scaling
+    if len(nested) < len(scaling) or _FULL not in nested:
+        raise ValueError(
+            f"{field} = {scaling!r}: must have the fields of one rope, or an object of them for "
+            f"each layer type, {_FULL!r} among them"
+        )
+    return dict(scaling[_FULL])
+
+
+def _kind(field: str, scaling: Mapping[str, Any]) -> str:
+    new, old = scaling.get("rope_type"), scaling.get("type")
+    if None not in (new, old) and new != old:
+        raise ValueError(
+            f"{field}.rope_type = {new!r} and {field}.type = {old!r}: contradict each other; "
+            "remove type, the older name"
+        )
+    kind = old if new is None else new
+    kind = "default" if kind is None else kind
+    if not isinstance(kind, str):
+        raise ValueError(f"{field}.rope_type = {kind!r}: must be one of {KINDS}")
+    return kind
+
+
+def _theta(raw: Mapping[str, Any]) -> Any:
+    """Return the rope_theta of config.json, which may be in several places if all agree."""
+    places = {"rope_theta": raw.get("rope_theta")}
+    for field in FIELDS:
+        if raw.get(field):
+            places[f"{field}.rope_theta"] = _flat(field, raw[field]).get("rope_theta")
+    values = [(place, value) for place, value in places.items() if value is not None]
+    for place, value in values[1:]:
+        if value != values[0][1]:
+            raise ValueError(
+                f"{values[0][0]} = {values[0][1]!r} and {place} = {value!r}: contradict each "
+                "other; remove one of them"
+            )
+    if values:
+        return values[0][1]
+    model_type = raw.get("model_type")
+    if (theta := default_theta(model_type)) is not None:
+        return theta
+    raise ValueError(
+        "rope_theta: is missing; must be the base of the rotary frequencies that the weights were "
+        f"trained with (no default is right for every model of type {model_type!r})"
+    )
+
+
+def default_theta(model_type: Any) -> float | None:
+    """Return the base of a family's frequencies if a file may leave it out; None if it must not."""
+    return _DEFAULT_THETA.get(model_type) if isinstance(model_type, str) else None
+
+
+def _attention_factor(field: str, scaling: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the attention factor that mscale and mscale_all_dim give (DeepSeek), if they do."""
+    mscale, all_dim = (scaling.get(name) for name in _MSCALES)
+    if mscale is None and all_dim is None:
+        return {}
+    place = f"{field}.mscale = {mscale!r} and {field}.mscale_all_dim = {all_dim!r}"
+    if None in (mscale, all_dim) or scaling.get("attention_factor") is not None:
+        raise ValueError(
+            f"{place}: must be given together, without attention_factor; or give attention_factor, "
+            "the scale of cosines and sines, instead of them"
+        )
+    factor = _typed("factor", scaling["factor"])
+    weights = _typed(_MSCALES[0], mscale), _typed(_MSCALES[1], all_dim)
+    if not (factor >= 1 and all(0 < weight < math.inf for weight in weights)):
+        raise ValueError(f"{place}: must be above 0, for a factor of at least 1")
+    above, below = (0.1 * weight * math.log(factor) + 1.0 for weight in weights)
+    return {"attention_factor": above / below}
 
 
 def _typed(name: str, value: Any) -> Any:

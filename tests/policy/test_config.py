@@ -150,10 +150,36 @@ def test_rope_scaling_extends_the_context() -> None:
     assert longer.rope == RopeConfig(1e4, "yarn", 4.0, tiny.POLICY.max_positions)
     assert PolicyConfig.from_hf(longer.to_hf()) == longer
     longer.check_length(4 * tiny.POLICY.max_positions)
-    with pytest.raises(ValueError, match=r"have 1025 tokens .* max_position_embeddings = 1024"):
-        longer.check_length(1025)
     with pytest.raises(ValueError, match=r"policy\.rope_scaling = 'yarn': .* is 'linear' already"):
         LLAMA.with_rope_scaling("yarn", 2.0)
+    with pytest.raises(
+        ValueError, match=r"1025 .* = 1024 \(its rope is 'yarn' .*rope_factor makes"
+    ):
+        longer.check_length(1025)
+
+
+def test_messages_about_the_context_do_not_send_to_each_other() -> None:
+    """Qwen2.5's card: yarn in config.json gives its positions, and no field scales them again."""
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
+    raw = BIASED.to_hf() | {"max_position_embeddings": 32_768, "rope_scaling": yarn}
+    policy = PolicyConfig.from_hf(raw)
+    policy.check_length(131_072)
+    with pytest.raises(
+        ValueError, match=r"= 131072 \(.* other values in the folder's conf"
+    ) as long:
+        policy.check_length(131_073)
+    with pytest.raises(ValueError, match=r"'yarn' already, with 131072 positions; must be ''"):
+        policy.with_rope_scaling("yarn", 4.0)
+    assert "policy.rope_scaling" not in str(long.value)
+
+
+@pytest.mark.parametrize(
+    "unused",
+    [((5, 4),), ((60, 65),), ((-1, 2),), ((0, 64),), ((3, 5), (4, 6)), ((0, 30), (30, 64))],
+)
+def test_unused_ids_out_of_order_or_range_are_rejected(unused) -> None:
+    with pytest.raises(ValueError, match=r"policy\.unused_ids = .*: must be ranges in order"):
+        dataclasses.replace(tiny.POLICY, unused_ids=unused)
 
 
 @pytest.mark.parametrize("content", ["{", "[]", ""])

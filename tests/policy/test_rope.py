@@ -1,6 +1,7 @@
 """Tests of rotary positions: exact in float32 at any distance, scaled like transformers."""
 
 import dataclasses
+import json
 import math
 
 import jax
@@ -10,11 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spell_jax.policy import rope
+from spell_jax.policy import rope, transformer, weights
+from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.rope import RopeConfig
+from tests import tiny
 from tests.policy import families
 
 FAR = 131_072
+_NO_ROPE = {"rope_theta": None, "rope_scaling": None, "max_position_embeddings": 128}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -93,6 +97,129 @@ def test_angles_of_every_position_equal_transformers(theta, head_size, scaling) 
         assert difference.max() < 1e-5
 
 
+THETA = {"rope_theta": 50_000.0}
+SHORT = {"rope_type": "yarn", "factor": 4.0}
+FROM_32 = {"original_max_position_embeddings": 32}
+DEFAULT = {"rope_type": "default"}
+# Fields of a config.json with 128 positions -> our context in tokens.
+ACCEPTED: dict[str, tuple[dict, int]] = {
+    "default": (THETA, 128),
+    "theta inside": ({"rope_parameters": DEFAULT | THETA}, 128),
+    "theta twice": (THETA | {"rope_parameters": DEFAULT | THETA}, 128),
+    "default with inert fields": (THETA | {"rope_scaling": DEFAULT | FROM_32 | {"factor": 3}}, 128),
+    "whole head": (THETA | {"rope_parameters": DEFAULT | {"partial_rotary_factor": 1.0}}, 128),
+    "linear": (THETA | {"rope_scaling": {"type": "linear", "factor": 4.0}}, 128),
+    "linear, original": (THETA | {"rope_scaling": {"type": "linear", "factor": 3.0} | FROM_32}, 96),
+    "llama3": (THETA | {"rope_parameters": LLAMA3 | FROM_32}, 128),
+    "llama3, original at the top": (THETA | FROM_32 | {"rope_parameters": LLAMA3}, 128),
+    "yarn": (THETA | {"rope_parameters": SHORT}, 512),
+    "yarn of a card": (
+        THETA | {"rope_scaling": SHORT | {"original_max_position_embeddings": 128}},
+        512,
+    ),
+    "yarn, original": (THETA | {"rope_scaling": SHORT | FROM_32}, 128),
+    "yarn, both names of the type": (
+        THETA | {"rope_scaling": SHORT | FROM_32 | {"type": "yarn"}},
+        128,
+    ),
+    "yarn, original at the top": (THETA | FROM_32 | {"rope_scaling": SHORT}, 128),
+    "yarn, the top has priority": (
+        THETA | FROM_32 | {"rope_scaling": SHORT | {"original_max_position_embeddings": 100}},
+        128,
+    ),
+    "yarn, null fields": (
+        THETA | {"rope_scaling": SHORT | FROM_32 | {"attention_factor": None, "beta_fast": None}},
+        128,
+    ),
+    "yarn, attention factor": (
+        THETA | {"rope_scaling": SHORT | FROM_32 | {"attention_factor": 0.9}},
+        128,
+    ),
+    "yarn, mscales": (
+        THETA | {"rope_scaling": SHORT | FROM_32 | {"mscale": 1.5, "mscale_all_dim": 0.7}},
+        128,
+    ),
+    "yarn, betas": (
+        THETA | {"rope_scaling": SHORT | FROM_32 | {"beta_fast": 8, "beta_slow": 0.5}},
+        128,
+    ),
+    "yarn, exact bounds": (THETA | {"rope_scaling": SHORT | FROM_32 | {"truncate": False}}, 128),
+    "yarn in both fields": (
+        {"rope_scaling": SHORT | FROM_32, "rope_parameters": SHORT | FROM_32 | THETA},
+        128,
+    ),
+    "by layer type": ({"rope_parameters": {"full_attention": SHORT | FROM_32 | THETA}}, 128),
+}
+# Forms that transformers reads otherwise: it takes theta 10,000 or 1e4 and fails, respectively.
+NOT_IN_TRANSFORMERS = {"yarn in both fields", "by layer type"}
+
+
+@pytest.mark.parametrize("case", ACCEPTED)
+def test_context_and_export_of_every_form(case: str) -> None:
+    fields, positions = ACCEPTED[case]
+    config = PolicyConfig.from_hf(tiny.POLICY.to_hf() | _NO_ROPE | fields)
+    assert config.rope.theta == 50_000.0
+    assert config.max_positions == positions
+    assert PolicyConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", sorted({*ACCEPTED} - NOT_IN_TRANSFORMERS))
+def test_logits_of_every_form_equal_transformers(case: str, tmp_path) -> None:
+    """transformers reads the same config.json as we do."""
+    torch = pytest.importorskip("torch", reason=families.REASON)
+    transformers = pytest.importorskip("transformers", reason=families.REASON)
+    raw = tiny.POLICY.to_hf() | _NO_ROPE | ACCEPTED[case][0]
+    model = families.make("qwen2", vocab_size=64, head_dim=8)
+    model.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    config, params = weights.load(tmp_path)
+    tokens = np.random.default_rng(0).integers(0, 64, size=(1, 120)).astype(np.int32)
+    with torch.no_grad():
+        wanted = theirs.eval()(torch.tensor(tokens, dtype=torch.long)).logits.numpy()
+    ours = jax.jit(transformer.logits, static_argnums=0)(config, params, tokens)
+    assert np.abs(wanted).max() > 1.0
+    np.testing.assert_allclose(ours, wanted, atol=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "rope_theta: is missing; must be the base .* of type 'qwen2'"),
+        ({"rope_scaling": SHORT}, "rope_theta: is missing"),
+        (
+            {"rope_parameters": DEFAULT | THETA, "rope_scaling": SHORT},
+            "rope_parameters = .* and rope_scaling = .*: contradict each other; remove one",
+        ),
+        (
+            {"rope_parameters": SHORT | THETA, "rope_scaling": SHORT | {"factor": 2.0}},
+            "rope_parameters = .* and rope_scaling = .*: contradict each other",
+        ),
+        (
+            {"rope_theta": 1e6, "rope_parameters": DEFAULT | THETA},
+            r"rope_theta = 1000000\.0 and rope_parameters\.rope_theta = 50000\.0: contradict",
+        ),
+        (
+            {"rope_parameters": {"full_attention": DEFAULT, "rope_theta": 1e6}},
+            "rope_parameters = .*: must have the fields of one rope, or an object",
+        ),
+        ({"rope_parameters": {"sliding_attention": DEFAULT | THETA}}, "'full_attention' among"),
+        ({"rope_parameters": {"full_attention": DEFAULT}}, "rope_theta: is missing"),
+        ({"rope_scaling": [1]} | THETA, r"rope_scaling = \[1\]: must be an object"),
+        ({"rope_parameters": ""} | THETA, "rope_parameters = '': must be an object"),
+    ],
+    ids=str,
+)
+def test_contradictory_or_missing_fields_are_one_error(fields: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PolicyConfig.from_hf(tiny.POLICY.to_hf() | _NO_ROPE | fields)
+
+
+def test_theta_of_the_first_llama_files_has_a_default() -> None:
+    assert rope.from_hf({"model_type": "llama"}, 2048).theta == 10_000.0
+
+
 def test_yarn_frequencies_and_scale_by_hand() -> None:
     """Fast pairs keep their frequency, slow ones get a quarter of it, and scores grow."""
     stretched = rope.from_hf({"rope_scaling": YARN, "rope_theta": 1e6}, 131_072)
@@ -116,9 +243,8 @@ def test_both_config_fields_for_scaling_are_read(field: str, scaling: dict) -> N
 
 
 def test_missing_fields_have_defaults() -> None:
-    assert rope.from_hf({}, 2048) == RopeConfig()
     assert rope.from_hf({"rope_theta": 7, "rope_scaling": None}, 2048) == RopeConfig(7.0)
-    read = rope.from_hf({"rope_scaling": {"type": "yarn", "factor": 2}}, 2048)
+    read = rope.from_hf({"rope_theta": 7, "rope_scaling": {"type": "yarn", "factor": 2}}, 2048)
     assert read.original_positions == 2048 and read.truncate
     assert rope.to_hf(RopeConfig()) == {"rope_theta": 1e4, "rope_scaling": None}
 
@@ -138,17 +264,34 @@ def test_missing_fields_have_defaults() -> None:
         ({"rope_type": "linear", "factor": 0.5}, r"rope\.factor = 0\.5: must be at least 1"),
         ({"rope_type": "linear", "factor": math.nan}, r"rope\.factor = nan"),
         (LLAMA3 | {"high_freq_factor": 1.0}, r"rope\.low_frequency = 1\.0: must be .* below"),
-        (YARN | {"mscale": 0.7}, r"rope_scaling\.mscale = 0\.7: is not implemented"),
+        (YARN | {"mscale": 0.7}, r"mscale = 0\.7 and .*mscale_all_dim = None: .* together"),
+        (YARN | {"mscale": 1, "mscale_all_dim": 0}, r"mscale_all_dim = 0: must be above 0"),
+        (
+            YARN | {"mscale": 1, "mscale_all_dim": 1, "attention_factor": 1.5},
+            r"mscale = 1 and .*without attention_factor",
+        ),
+        (YARN | {"short_factor": [1.0]}, r"rope_scaling\.short_factor = .*is not implemented"),
+        (YARN | {"partial_rotary_factor": 0.5}, r"partial_rotary_factor = 0\.5: is not implem"),
+        ({"rope_type": "default", "partial_rotary_factor": 0.5}, r"partial_rotary_factor = 0\.5"),
+        (
+            {"rope_type": "yarn", "type": "linear", "factor": 2},
+            r"'yarn' and .*'linear': contradict",
+        ),
+        (YARN | {"original_max_position_embeddings": 2**30}, r"at most 2147483647 positions"),
+        (YARN | {"original_max_position_embeddings": 10**400}, r"original_positions = 10+: must"),
         (YARN | {"beta_fast": 0.5}, r"rope\.beta_slow = 1\.0: must be"),
         (YARN | {"attention_factor": -1.0}, r"rope\.attention_factor = -1\.0: must be above 0"),
-        ({"rope_type": "yarn", "factor": 2, "rope_theta": True}, r"rope\.theta = True: must be"),
+        (
+            {"rope_type": "yarn", "factor": 2, "rope_theta": True},
+            r"rope_theta = 1000000\.0 and rope_scaling\.rope_theta = True: contradict",
+        ),
         ("yarn", r"rope_scaling = 'yarn': must be an object or null"),
     ],
     ids=str,
 )
 def test_invalid_scaling_is_rejected(scaling, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        rope.from_hf({"rope_scaling": scaling}, 2048)
+        rope.from_hf({"rope_scaling": scaling, "rope_theta": 1e6}, 2048)
 
 
 _JSON = st.recursive(
@@ -168,10 +311,12 @@ _JSON = st.recursive(
 )
 def test_arbitrary_scaling_is_read_or_rejected(scaling: dict) -> None:
     try:
-        read = rope.from_hf({"rope_scaling": scaling}, 2048)
+        read = rope.from_hf({"rope_scaling": scaling, "rope_theta": 1e4}, 2048)
+        positions = rope.context(read, 2048)
     except ValueError as error:
         assert "rope" in str(error)
     else:
+        assert 0 < positions < 2**31
         frequencies = rope.frequencies(read, 64)
         assert frequencies.dtype == np.float32
         assert np.isfinite(frequencies).all() and (frequencies >= 0).all()
