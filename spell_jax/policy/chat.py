@@ -146,6 +146,30 @@ class Template:
         # A template that trims contents has lost the space of the mark.
         return content if rest.startswith(" ") else content.rstrip()
 
+    def turn_ends(self) -> tuple[int, ...]:
+        """Return the tokens that the template writes after an assistant's content, in order.
+
+        They are all those after a last message, and the first one before a next message: GLM's
+        template writes none after a turn, and its model ends turns by writing `<|user|>`. Of a
+        template that opens the next turn unasked, only the first token counts. Empty if the
+        template refuses the chat or leaves out its content.
+        """
+        user = {"role": "user", "content": "a"}
+        chat = [user, {"role": "assistant", "content": f"a{ESCAPE}"}]
+        last = self._tokens_after_mark(chat, False)
+        opened = self._tokens_after_mark(chat, True)
+        followed = self._tokens_after_mark([*chat, user], False)
+        ends = last[:1] if last == opened else last
+        return tuple(dict.fromkeys((*ends, *followed[:1])))
+
+    def _tokens_after_mark(self, chat: list[dict[str, str]], open_turn: bool) -> list[int]:
+        """Return the tokens after the last ESCAPE in a rendered chat."""
+        try:
+            _, mark, after = self._render(chat, open_turn).rpartition(ESCAPE)
+        except ValueError:  # it cannot write this chat, so it has no turns of an assistant
+            return []
+        return [part for part in self._escaper.split(after) if mark and isinstance(part, int)]
+
     def _render(self, chat: list[dict[str, str]], open_turn: bool) -> str:
         try:
             return self._template.render(

@@ -56,6 +56,13 @@ _BLOCK = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+# Field of the file after "rope.scaling." -> of rope_scaling in config.json.
+_ROPE_FIELDS = {
+    "original_context_length": "original_max_position_embeddings",
+    "yarn_beta_fast": "beta_fast",
+    "yarn_beta_slow": "beta_slow",
+}
+_ROPE_PLAIN = ("type", "factor", "finetuned")  # the last has no effect; others must be 1.0
 _ROPE_FACTORS = "rope_freqs.weight"  # Llama 3.1: plain over scaled frequencies, [H/2]
 
 
@@ -88,7 +95,8 @@ def convert(
         write_json(scratch / weights.CONFIG_FILE, fields, indent=2)
         for name, text in tokenizer_files.items():
             (scratch / name).write_text(text, encoding="utf-8")
-        weights.read_config_and_tokenizer(scratch)  # fails here rather than where it is used
+        _, words = weights.read_config_and_tokenizer(scratch)  # fails here, not where it is used
+        weights.write_ends(scratch, words)
         files.write(scratch, sizes, _values(config, file, tensors, dtype), SHARD_BYTES)
     return config
 
@@ -149,7 +157,7 @@ def read_config(file: GgufFile) -> PolicyConfig:
         "head_dim": head_size,
         "rms_norm_eps": _short(_field(file, f"{name}.attention.layer_norm_rms_epsilon", float)),
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "rope_theta": _field(file, f"{name}.rope.freq_base", float, 10_000.0),
+        "rope_theta": _field(file, f"{name}.rope.freq_base", float, rope.default_theta(name)),
         "rope_scaling": _rope_scaling(file, name),
     }
     try:
@@ -186,13 +194,14 @@ def _rope_scaling(file: GgufFile, name: str) -> dict[str, Any] | None:
     kind = _field(file, f"{name}.rope.scaling.type", str, "none")
     if kind == "none":
         return None
-    scaling: dict[str, Any] = {
-        "rope_type": kind,
-        "factor": _field(file, f"{name}.rope.scaling.factor", float),
-    }
-    if kind == "yarn":
-        key = f"{name}.rope.scaling.original_context_length"
-        scaling["original_max_position_embeddings"] = _field(file, key, int)
+    prefix = f"{name}.rope.scaling."
+    scaling = {"rope_type": kind, "factor": _field(file, f"{prefix}factor", float)}
+    for key in sorted(file.fields):
+        field, value = key.removeprefix(prefix), file.fields[key]
+        if field in _ROPE_FIELDS:
+            scaling[_ROPE_FIELDS[field]] = value
+        elif key.startswith(prefix) and field not in _ROPE_PLAIN and str(value) != "1.0":
+            raise ValueError(f"{file.path}: {key} = {str(value)[:80]!r}: is not implemented")
     return scaling
 
 

@@ -7,14 +7,14 @@ texts into words `tokenizer.ggml.pre` names; "llama" is a SentencePiece BPE with
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from spell_jax.policy import hf_tokenizer
 from spell_jax.policy.gguf_reader import GgufFile
 
 # Types of tokens in tokenizer.ggml.token_type.
-_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
+_UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5
 
 # Patterns of words: those of the models' own tokenizer.json files.
 _GPT4_LETTERS = (
@@ -184,13 +184,13 @@ def _byte_level(file: GgufFile, tokens: list[str]) -> dict[str, Any]:
         "normalizer": {"type": "NFC"} if _PATTERNS.get(pre) == _QWEN2 else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
         "decoder": to_bytes | {"use_regex": True},
-        "model": _bpe({token: i for i, token in enumerate(tokens)}, merges),
+        "model": _bpe(_vocabulary(file, tokens, merges), merges),
     }
 
 
 def _sentencepiece(file: GgufFile, tokens: list[str]) -> dict[str, Any]:
     scores = _numbers(file, "tokenizer.ggml.scores", len(tokens))
-    vocabulary = {token: i for i, token in enumerate(tokens)}
+    vocabulary = _vocabulary(file, tokens)
     unknown = _named_ids(file).get("unk_token")
     spaces = [{"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]
     back = [
@@ -208,6 +208,23 @@ def _sentencepiece(file: GgufFile, tokens: list[str]) -> dict[str, Any]:
         "pre_tokenizer": None,
         "decoder": {"type": "Sequence", "decoders": back},
         "model": model | options | {"byte_fallback": True},
+    }
+
+
+def _vocabulary(
+    file: GgufFile, tokens: list[str], merges: Iterable[list[str]] = ()
+) -> dict[str, int]:
+    """Ids of the tokens, without the padding of the table: unused tokens that nothing refers to.
+
+    llama.cpp gives each row beyond the tokenizer a name, such as [PAD151665].
+    """
+    kinds = _numbers(file, "tokenizer.ggml.token_type", len(tokens))
+    named = {*_named_ids(file).values(), *_ends(file)}
+    parts = {part for pair in merges for part in (*pair, "".join(pair))}
+    return {
+        token: i
+        for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
+        if kind != _UNUSED or i in named or token in parts
     }
 
 

@@ -7,23 +7,24 @@ import itertools
 import json
 import pathlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import tokenizers as hf
 
 from spell_jax.policy import chat as chats
-from spell_jax.policy.tokenizer_base import Tokenizer
+from spell_jax.policy.tokenizer_base import Tokenizer, find_gaps
 
 HF_FILE = "tokenizer.json"
 CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 GENERATION, ARCHITECTURE = "generation_config.json", "config.json"
+TOKENS_MAP = "special_tokens_map.json"
 # Files of a tokenizer; saved byte for byte.
 HF_FILES = (
     HF_FILE,
     CONFIG,
     TEMPLATE,
-    "special_tokens_map.json",
+    TOKENS_MAP,
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
@@ -48,33 +49,56 @@ class HfTokenizer(Tokenizer):
         Raises ValueError, which names file and field, if a file is damaged, the files contradict
         each other, or the template does not support `thinking`.
         """
-        paths = [folder / name for name in (*HF_FILES, ARCHITECTURE)]
-        files = {path.name: path.read_bytes() for path in paths if path.is_file()}
+        files = read_files(folder, (*HF_FILES, ARCHITECTURE))
         self._files = {name: files[name] for name in HF_FILES if name in files}
         self._folder = folder
         self._path = folder / HF_FILE
         config = _read_object(files, CONFIG, folder)
         description = _read_object(files, HF_FILE, folder)
         self._all = _build(files[HF_FILE], description, self._path)
-        names = _named_tokens(config, folder)
-        named = _add_tokens(self._all, config, names, folder)
-        self.vocab_size = max(self._all.get_vocab().values(), default=-1) + 1
-        self._read_ends(files, named)
+        _add_tokens(self._all, config, folder)
+        names, named, ends = self._name_tokens(files, config)
+        ids = self._all.get_vocab().values()
+        self.vocab_size, self.gaps = max(ids, default=-1) + 1, find_gaps(ids)
+        markers = self._all.get_added_tokens_decoder()
+        self.stop_ids = with_end_ids(ends, files, folder, self.vocab_size, markers)
+        self.bos_id = named.get("bos_token")
         self._prepare_text(description, named)
         self._template = self._make_template(config, names, thinking)
+        self._add_turn_ends(named)
 
-    def _read_ends(self, files: Mapping[str, bytes], named: Mapping[str, int]) -> None:
-        ends = [named["eos_token"]] if "eos_token" in named else []
-        ends += _read_end_ids(files, GENERATION, self._folder, self.vocab_size)
-        ends = ends or _read_end_ids(files, ARCHITECTURE, self._folder, self.vocab_size)
-        if not ends:
+    def _name_tokens(
+        self, files: Mapping[str, bytes], config: Mapping[str, Any]
+    ) -> tuple[dict[str, str], dict[str, int], list[int]]:
+        """Return texts and ids of the named tokens by field, and the ids of every eos_token.
+
+        As in transformers, special_tokens_map.json counts where tokenizer_config.json describes no
+        added tokens (in older folders), and there before it. Its eos_token ends answers anywhere.
+        """
+        folder = self._folder
+        names = _named_tokens(config, folder / CONFIG)
+        old = _named_tokens(_read_object(files, TOKENS_MAP, folder), folder / TOKENS_MAP)
+        is_old = "added_tokens_decoder" not in config
+        if not is_old:
+            old = {field: text for field, text in old.items() if field == "eos_token"}
+        named = _mark_special(self._all, names, folder / CONFIG)
+        old_named = _mark_special(self._all, old, folder / TOKENS_MAP)
+        in_order = (old_named, named) if is_old else (named, old_named)
+        ends = [ids["eos_token"] for ids in in_order if "eos_token" in ids]
+        return (names | old, named | old_named, ends) if is_old else (names, named, ends)
+
+    def _add_turn_ends(self, named: Mapping[str, int]) -> None:
+        """Add what the chat template writes after an answer to the tokens that end one."""
+        turn_ends = self._template.turn_ends() if self._template else ()
+        self.stop_ids = tuple(dict.fromkeys((*self.stop_ids, *turn_ends)))
+        if not self.stop_ids:
             raise ValueError(
                 f"{self._folder}: no token ends a turn: {CONFIG} must have eos_token, or "
                 f"{GENERATION} or {ARCHITECTURE} eos_token_id"
             )
-        self.eos_id, *_ = self.stop_ids = tuple(dict.fromkeys(ends))
+        self.eos_id = self.stop_ids[0]
+        self.turn_end_id = turn_ends[0] if turn_ends else self.eos_id
         self.pad_id = named.get("pad_token", self.eos_id)
-        self.bos_id = named.get("bos_token")
 
     def _prepare_text(self, description: Mapping[str, Any], named: Mapping[str, int]) -> None:
         """Build tokenizers for plain text, without added tokens and frames; decoding uses _all."""
@@ -262,8 +286,8 @@ def _check_id(tokenizer: hf.Tokenizer, text: str, wanted: int) -> None:
         raise ValueError(f"{text!r} has id {wanted} there, but gets {found}")
 
 
-def _named_tokens(config: Mapping[str, Any], folder: pathlib.Path) -> dict[str, str]:
-    """Texts of the existing named tokens (eos_token and others), by field."""
+def _named_tokens(config: Mapping[str, Any], path: pathlib.Path) -> dict[str, str]:
+    """Texts of the named tokens (eos_token and others) of a file, by field."""
     names = {}
     for field, value in config.items():
         if not field.endswith("_token") or value is None:
@@ -272,20 +296,12 @@ def _named_tokens(config: Mapping[str, Any], folder: pathlib.Path) -> dict[str, 
         if isinstance(text, str):
             names[field] = text
         elif field in NAMED:
-            raise ValueError(f"{folder / CONFIG}: {field} = {value!r}: must be a token's text")
+            raise ValueError(f"{path}: {field} = {value!r}: must be a token's text")
     return names
 
 
-def _add_tokens(
-    tokenizer: hf.Tokenizer,
-    config: Mapping[str, Any],
-    names: Mapping[str, str],
-    folder: pathlib.Path,
-) -> dict[str, int]:
-    """Add what tokenizer_config.json defines beyond tokenizer.json, as transformers does.
-
-    Makes the named tokens (eos_token and others) special and returns their ids by field.
-    """
+def _add_tokens(tokenizer: hf.Tokenizer, config: Mapping[str, Any], folder: pathlib.Path) -> None:
+    """Add what tokenizer_config.json defines beyond tokenizer.json, as transformers does."""
     with _named_errors(folder / CONFIG, "added_tokens_decoder"):
         decoder = config.get("added_tokens_decoder") or {}
         extra = {int(key): _added_token(entry) for key, entry in decoder.items()}
@@ -293,13 +309,19 @@ def _add_tokens(
             if token.special or tokenizer.token_to_id(token.content) is None:
                 tokenizer.add_tokens([token])
             _check_id(tokenizer, token.content, wanted)
+
+
+def _mark_special(
+    tokenizer: hf.Tokenizer, names: Mapping[str, str], path: pathlib.Path
+) -> dict[str, int]:
+    """Make the named tokens (eos_token and others) of a file special; return ids by field."""
     named = {}
     for field in NAMED:
         if field not in names:
             continue
         found = tokenizer.token_to_id(names[field])
         if found is None:
-            raise ValueError(f"{folder / CONFIG}: {field} = {names[field]!r} is not in {HF_FILE}")
+            raise ValueError(f"{path}: {field} = {names[field]!r} is not in {HF_FILE}")
         added = tokenizer.get_added_tokens_decoder().get(found)
         if added is None or not added.special:
             tokenizer.add_special_tokens([names[field]])
@@ -310,6 +332,29 @@ def _add_tokens(
 def _added_token(entry: Mapping[str, Any]) -> hf.AddedToken:
     flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
     return hf.AddedToken(entry["content"], **{flag: bool(entry.get(flag)) for flag in flags})
+
+
+def with_end_ids(
+    ends: Sequence[int],
+    files: Mapping[str, bytes],
+    folder: pathlib.Path,
+    vocab_size: int,
+    markers: Container[int],
+) -> tuple[int, ...]:
+    """Add eos_token_id of generation_config.json and config.json to the ends of a tokenizer.
+
+    transformers writes a default into config.json where its author gave none (2 for Llama), so an
+    id there that is no marker, but an ordinary token, counts only if there is no other end.
+    """
+    ends = [*ends, *_read_end_ids(files, GENERATION, folder, vocab_size)]
+    more = _read_end_ids(files, ARCHITECTURE, folder, vocab_size)
+    return tuple(dict.fromkeys([*ends, *(i for i in more if i in markers or not ends)]))
+
+
+def read_files(folder: pathlib.Path, names: Sequence[str]) -> dict[str, bytes]:
+    """Read the files of a folder that exist, by name."""
+    paths = [folder / name for name in names]
+    return {path.name: path.read_bytes() for path in paths if path.is_file()}
 
 
 def _read_end_ids(

@@ -5,13 +5,13 @@ from __future__ import annotations
 import io
 import pathlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import sentencepiece
 
 from spell_jax.policy import chat as chats
 from spell_jax.policy import hf_tokenizer
-from spell_jax.policy.tokenizer_base import Tokenizer
+from spell_jax.policy.tokenizer_base import Tokenizer, find_gaps
 from spell_jax.runtime import remote
 
 MODEL_FILE = "tokenizer.model"
@@ -34,9 +34,19 @@ class SentencePieceTokenizer(Tokenizer):
             raise ValueError("it has no end token")
         self.pad_id = self._pieces.pad_id() if self._pieces.pad_id() >= 0 else self.eos_id
         self.stop_ids = (self.eos_id,)
+        self.turn_end_id = self.eos_id
+        # Unused pieces keep their id, but are no tokens: no text has them.
+        unused = filter(self._pieces.is_unused, range(self.vocab_size))
+        self.gaps = find_gaps({*range(self.vocab_size + 1)} - {*unused})
         self.bos_id = self._pieces.bos_id() if self._pieces.bos_id() >= 0 else None
         self._user = self._pieces.piece_to_id(USER)
         self._assistant = self._pieces.piece_to_id(ASSISTANT)
+
+    def add_ends(self, files: Mapping[str, bytes], folder: pathlib.Path) -> None:
+        """Add the stop tokens of generation_config.json and config.json, files of `folder`."""
+        size = self.vocab_size
+        markers = {*filter(self._pieces.is_control, range(size))}
+        self.stop_ids = hf_tokenizer.with_end_ids(self.stop_ids, files, folder, size, markers)
 
     def encode(self, text: str) -> list[int]:
         return self._pieces.encode(text)
@@ -114,9 +124,12 @@ def load(folder: str | pathlib.Path, thinking: bool | None = None) -> Tokenizer:
     if thinking is not None:
         raise ValueError(f"thinking = {thinking}: the layout of {place} has none, must be None")
     try:
-        return SentencePieceTokenizer(place.read_bytes())
+        tokenizer = SentencePieceTokenizer(place.read_bytes())
     except (RuntimeError, ValueError) as error:
         raise ValueError(f"{place}: not a SentencePiece model of use ({error})") from error
+    files = hf_tokenizer.read_files(folder, (hf_tokenizer.GENERATION, hf_tokenizer.ARCHITECTURE))
+    tokenizer.add_ends(files, folder)
+    return tokenizer
 
 
 def train(

@@ -8,8 +8,9 @@ that keep a chat as one text (lm-evaluation-harness); there the text of a token 
 from __future__ import annotations
 
 import abc
+import itertools
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from spell_jax.policy import chat as chats
 
@@ -18,9 +19,13 @@ class Tokenizer(abc.ABC):
     """Conversion of text to ids and back."""
 
     vocab_size: int  # highest id + 1
-    eos_id: int  # token that ends a turn
+    eos_id: int  # token that ends a text
     pad_id: int
     stop_ids: tuple[int, ...]  # tokens that end an answer, eos_id first, without duplicates
+    # Token that the chat layout writes after an assistant's content, one of stop_ids; eos_id if it
+    # writes none. Supervised rows teach it.
+    turn_end_id: int
+    gaps: tuple[tuple[int, int], ...] = ()  # ids below vocab_size without a token, as unused_ids
     start_ids: tuple[int, ...] = ()  # tokens before a text outside a chat; not part of `encode`
     bos_id: int | None = None  # token that begins a text, if there is one
     chat_template: str = ""  # source of the chat template; "" for a fixed layout, or none
@@ -73,6 +78,14 @@ class Tokenizer(abc.ABC):
     def save(self, folder: str | pathlib.Path) -> None:
         """Write the tokenizer's files to an existing folder."""
 
+    def unused_ids(self, rows: int) -> tuple[tuple[int, int], ...]:
+        """Return the half-open ranges of ids below `rows` (V, at least vocab_size) without a token.
+
+        Qwen2.5's tables have 152,064 rows for 151,665 tokens. Rows of padding were never trained,
+        and a sampled one decodes to no text.
+        """
+        return self.gaps + (((self.vocab_size, rows),) if rows > self.vocab_size else ())
+
     def count(self, text: str) -> int:
         """Number of tokens of a text."""
         return len(self.encode(text))
@@ -88,6 +101,13 @@ class Tokenizer(abc.ABC):
     def waits(self, token_id: int) -> bool:
         """Whether the text of this id and those before it may depend on ids after it."""
         return False
+
+
+def find_gaps(ids: Collection[int]) -> tuple[tuple[int, int], ...]:
+    """Return the half-open ranges of numbers from 0 to the largest of `ids` that are not in it."""
+    ordered = [-1, *sorted(ids)]
+    pairs = itertools.pairwise(ordered)
+    return tuple((low + 1, high) for low, high in pairs if high > low + 1)
 
 
 class Stream:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import json
 import math
 import os
 import pathlib
@@ -172,6 +173,8 @@ def read_config_and_tokenizer(
 ) -> tuple[PolicyConfig, tokenizers.Tokenizer]:
     """Read the architecture and the tokenizer (see `tokenizer.load`) of a Hugging Face folder.
 
+    The architecture's unused_ids are those of the tokenizer and the rows beyond it.
+
     Raises:
       FileNotFoundError: if there is no config.json or no tokenizer.
       ValueError: if a file is damaged or not supported, or if the tokenizer has more tokens than
@@ -185,7 +188,8 @@ def read_config_and_tokenizer(
             f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens, but config.json says "
             f"vocab_size = {config.vocab_size}"
         )
-    return config, tokenizer
+    unused_ids = tokenizer.unused_ids(config.vocab_size)
+    return dataclasses.replace(config, unused_ids=unused_ids), tokenizer
 
 
 def load(
@@ -475,13 +479,24 @@ def _write_others(
     if tokenizer is None:
         return
     tokenizer.save(folder)
-    if not (folder / GENERATION_FILE).exists():
-        ends = list(tokenizer.stop_ids)
-        ids = {
-            "eos_token_id": ends[0] if len(ends) == 1 else ends,
-            "pad_token_id": tokenizer.pad_id,
-        }
-        write_json(folder / GENERATION_FILE, ids, indent=2)
+    write_ends(folder, tokenizer)
+
+
+def write_ends(folder: pathlib.Path, tokenizer: tokenizers.Tokenizer) -> None:
+    """Write all stop tokens into a folder's generation_config.json, unless they are there.
+
+    Other programs read no chat template to find the token that ends a turn.
+    """
+    path = folder / GENERATION_FILE
+    fields: dict[str, Any] = {"pad_token_id": tokenizer.pad_id}
+    if path.exists():
+        fields = json.loads(path.read_bytes())
+    ids = fields.get("eos_token_id")
+    if {*(ids if isinstance(ids, list) else [ids])} >= {*tokenizer.stop_ids}:
+        return
+    ends = list(tokenizer.stop_ids)
+    fields["eos_token_id"] = ends[0] if len(ends) == 1 else ends
+    write_json(path, fields, indent=2)
 
 
 def _check_params(config: PolicyConfig, flat: Mapping[str, Any]) -> None:

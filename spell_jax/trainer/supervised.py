@@ -115,6 +115,7 @@ def make_policy(config: SupervisedConfig) -> tuple[PolicyConfig, tokenizers.Toke
         texts = (row.prompt + row.completion for row in rows)
         tokenizer = tokenizers.train(texts, config.policy.vocab_size, demonstrations.SYMBOLS)
     policy = config.policy.architecture(tokenizer.vocab_size)
+    policy = dataclasses.replace(policy, unused_ids=tokenizer.gaps)
     return shape_policy(config.policy, policy), tokenizer
 
 
@@ -132,7 +133,7 @@ def to_group(row: demonstrations.Row, tokenizer: tokenizers.Tokenizer) -> packin
     completion = row.completion
     if thought := tokenizer.open_thought(row.prompt):
         completion = continue_thought(thought, completion)
-    answer = [*tokenizer.encode(completion), tokenizer.eos_id]
+    answer = [*tokenizer.encode(completion), tokenizer.turn_end_id]
     return packing.TrainGroup(tokenizer.chat(row.prompt), [answer], [1.0], row.role)
 
 

@@ -177,6 +177,45 @@ def test_yarn_is_read_from_the_fields(tmp_path: Path) -> None:
     }
     config = gguf_convert.convert(write(tmp_path / "m.gguf", "qwen2", fields), tmp_path / "out")
     assert (config.rope.kind, config.rope.factor, config.rope.original_positions) == ("yarn", 4, 32)
+    assert config.max_positions == 128
+    del fields["qwen2.rope.scaling.original_context_length"]
+    fields |= {"qwen2.rope.scaling.yarn_beta_fast": 16.0, "qwen2.rope.scaling.attn_factor": 1.0}
+    config = gguf_convert.convert(write(tmp_path / "n.gguf", "qwen2", fields), tmp_path / "out2")
+    assert (config.rope.original_positions, config.rope.beta_fast) == (128, 16.0)
+    assert config.max_positions == 512
+
+
+def test_padding_of_the_table_is_no_token(tmp_path: Path) -> None:
+    """llama.cpp names the rows beyond a tokenizer, and marks them as unused (type 5)."""
+    tokens, kinds = (TOKENIZER[f"tokenizer.ggml.{name}"] for name in ("tokens", "token_type"))
+    fields = {
+        "tokenizer.ggml.tokens": [*tokens, "[PAD264]", "[PAD265]"],
+        "tokenizer.ggml.token_type": [*kinds, 5, 5],
+    }
+    config = families.FAMILIES["qwen2"][1] | LARGER | {"vocab_size": VOCAB + 2}
+    model = families.make("qwen2", **config)
+    path = gguf_files.write(
+        tmp_path / "m.gguf",
+        "qwen2",
+        gguf_files.model_fields(model.config) | TOKENIZER | fields,
+        gguf_files.model_tensors(model),
+    )
+    gguf_convert.convert(path, tmp_path / "out")
+    policy, words = weights.read_config_and_tokenizer(tmp_path / "out")
+    assert (policy.vocab_size, words.vocab_size) == (VOCAB + 2, VOCAB)
+    assert policy.unused_ids == ((VOCAB, VOCAB + 2),)
+    assert words.decode(words.encode("[PAD264]")) == "[PAD264]"
+
+
+def test_template_ends_turns_of_a_file_with_another_end(tmp_path: Path) -> None:
+    ids = {token["content"]: token["id"] for token in DESCRIPTION["added_tokens"]}
+    end = {"tokenizer.ggml.eos_token_id": ids["<|endoftext|>"]}
+    gguf_convert.convert(write(tmp_path / "m.gguf", "qwen2", end), tmp_path / "out")
+    words = tokenizer.load(tmp_path / "out")
+    assert words.stop_ids == (ids["<|endoftext|>"], ids["<|im_end|>"])
+    assert words.turn_end_id == ids["<|im_end|>"]
+    saved = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert saved["eos_token_id"] == list(words.stop_ids)
 
 
 MISTAKES = {
@@ -192,6 +231,17 @@ MISTAKES = {
     "head size": ({"fields": {"qwen2.rope.dimension_count": 8}}, "must be 16"),
     "experts": ({"fields": {"qwen2.expert_count": 8}}, "must be 0"),
     "rope": ({"fields": {"qwen2.rope.scaling.type": "longrope"}}, "scaling.factor is missing"),
+    "no theta": ({"drop": "qwen2.rope.freq_base"}, "qwen2.rope.freq_base is missing"),
+    "scaled scores": (
+        {
+            "fields": {
+                "qwen2.rope.scaling.type": "yarn",
+                "qwen2.rope.scaling.factor": 4.0,
+                "qwen2.rope.scaling.attn_factor": 1.5,
+            }
+        },
+        r"qwen2.rope.scaling.attn_factor = '1.5': is not implemented",
+    ),
     "tokenizer": ({"fields": {"tokenizer.ggml.model": "bert"}}, "must be 'gpt2' or 'llama'"),
     "splitter": ({"fields": {"tokenizer.ggml.pre": "tekken"}}, "must be one of"),
     "no tokens": ({"drop": "tokenizer.ggml.tokens"}, "must be a list of texts"),
@@ -200,7 +250,10 @@ MISTAKES = {
     "merges": ({"fields": {"tokenizer.ggml.merges": ["a b c"]}}, "two texts"),
     "unknown merge": ({"fields": {"tokenizer.ggml.merges": ["zz yy"]}}, "not a tokenizer"),
     "end": ({"fields": {"tokenizer.ggml.eos_token_id": 10**6}}, "must be an id below"),
-    "no end": ({"drop": "tokenizer.ggml.eos_token_id"}, "no token ends a turn"),
+    "no end": (
+        {"drop": "tokenizer.ggml.eos_token_id", "fields": {"tokenizer.chat_template": "a"}},
+        "no token ends a turn",
+    ),
     "template": ({"fields": {"tokenizer.chat_template": "{% if %}"}}, "not a chat template"),
 }
 

@@ -178,10 +178,10 @@ def test_decode_skips_special_tokens_and_unknown_ids(small) -> None:
     "config, generation, architecture, stops, pad",
     [
         ("<|im_end|>", None, None, (2,), None),
-        ("<|im_end|>", {"eos_token_id": [0, 2]}, {"eos_token_id": 1}, (2, 0), "<|endoftext|>"),
+        ("<|im_end|>", {"eos_token_id": [0, 2]}, {"eos_token_id": 1}, (2, 0, 1), "<|endoftext|>"),
         ("<|im_end|>", {"eos_token_id": 1}, None, (2, 1), None),
-        ("<|im_end|>", {}, {"eos_token_id": 0}, (2,), None),
-        (None, {"eos_token_id": [1, 0, 1]}, {"eos_token_id": 2}, (1, 0), None),
+        ("<|im_end|>", {}, {"eos_token_id": 0}, (2, 0), None),
+        (None, {"eos_token_id": [1, 0, 1]}, {"eos_token_id": 2}, (1, 0, 2), None),
         (None, None, {"eos_token_id": 2}, (2,), "<|endoftext|>"),
     ],
 )

@@ -121,10 +121,15 @@ def test_end_and_padding_ids_are_written_to_both_configs(tmp_path) -> None:
     assert config["torch_dtype"] == "float32"
 
 
-def test_generation_config_of_the_tokenizer_is_kept(tmp_path) -> None:
+def test_generation_config_of_the_tokenizer_is_kept_and_lists_the_ends(tmp_path) -> None:
     tokenizer: Any = _Tokenizer('{"temperature": 0.6}')
     weights.save(tmp_path / "policy", tiny.POLICY, tiny.weights(), tokenizer)
-    assert (tmp_path / "policy" / "generation_config.json").read_text() == '{"temperature": 0.6}'
+    written = json.loads((tmp_path / "policy" / "generation_config.json").read_text())
+    assert written == {"temperature": 0.6, "eos_token_id": [7, 9]}
+    tokenizer = _Tokenizer('{"eos_token_id":[9, 7]}')
+    weights.save(tmp_path / "kept", tiny.POLICY, tiny.weights(), tokenizer)
+    written = (tmp_path / "kept" / "generation_config.json").read_text()
+    assert written == '{"eos_token_id":[9, 7]}'
 
 
 def test_files_are_flushed_before_the_folder_is_renamed(tmp_path, monkeypatch) -> None:
