@@ -180,8 +180,8 @@ def make_step(c: Config, truths: list[tuple[str, str]], params: transformer.Para
 def main(_) -> None:
     setup.setup()
     given, mesh = flags.FLAGS, meshes.make_mesh()
-    policy, params = weights.load(TINY_POLICY, mesh)
-    _, tokenizer = weights.read_config_and_tokenizer(TINY_POLICY)
+    policy, tokenizer = weights.read_config_and_tokenizer(TINY_POLICY)
+    _, params = weights.load(TINY_POLICY, mesh)
     c = Config(policy, tokenizer, mesh, groups=given.groups, group_size=given.group_size)
     questions, truths = make_questions(c, given.steps * c.groups, given.seed)
     state, step = make_step(c, truths, params)

@@ -20,7 +20,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from spell_jax.policy import transformer
+from spell_jax.policy import embedding, transformer
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import collectives
 from spell_jax.runtime import mesh as meshes
@@ -41,6 +41,8 @@ def score_tokens(
 ) -> tuple[jax.Array, jax.Array]:
     """Logprobs [B, A] and entropies in nats [B, A] of answer tokens, both float32.
 
+    Ids without a token (config.unused_ids) have probability 0, and no gradient.
+
     Args:
       hidden: hidden states [B, T, D], in the compute dtype like `params`.
       source: index on axis T of the hidden state that predicts each answer token, int32 [B, A].
@@ -49,13 +51,14 @@ def score_tokens(
       numbers_at_once: most float32 logits of a vocabulary slice on a device, and most of its
         weights and of their gradient; 2**26 is 256 MiB. A slice has at least 128 rows of the table.
       cutoff: the tokens over which logprobs and entropies are normalized, float32 [B, A]: the
-        answer token, and those whose logit over the temperature, less the mean over the vocabulary,
-        is above the cut-off. None: the full vocabulary (spec section 9).
+        answer token, and those whose logit over the temperature, less the mean over all tokens, is
+        above the cut-off. None: the full vocabulary (spec section 9).
     """
     chex.assert_equal_shape([source, target])
     chex.assert_rank([hidden, source], [3, 2])
     table = params["embedding" if config.tied_embeddings else "unembedding"]
     layout = _lay_out(table.shape, target.shape, temperature or 1.0, numbers_at_once)
+    layout = dataclasses.replace(layout, unused_ids=config.unused_ids)
     picked = _pick(hidden, source, layout)
     return _head(picked, table, target, _floor(picked, table, cutoff, layout), layout)
 
@@ -69,6 +72,7 @@ class _Layout(collectives.Split):
 
     size: int = 0  # rows of a slice of a device's share of the table
     temperature: float = 1.0  # above 0
+    unused_ids: tuple[tuple[int, int], ...] = ()  # PolicyConfig.unused_ids
 
     def shard(self, function, specs_in, specs_out):
         return collectives.on_shards(self.mesh, function, specs_in, specs_out)
@@ -176,7 +180,11 @@ def _floor(picked, table, cutoff, layout: _Layout) -> jax.Array | None:
     """
     if cutoff is None:
         return None
-    mean = jnp.mean(table, axis=0, dtype=jnp.float32)
+    has_token = None
+    if layout.unused_ids:
+        ids = jnp.arange(len(table), dtype=jnp.int32)
+        has_token = embedding.has_token(ids, layout.unused_ids)[:, None]
+    mean = jnp.mean(table, axis=0, dtype=jnp.float32, where=has_token)
     logit = jnp.sum(picked.astype(jnp.float32) * mean, axis=-1)
     return jax.lax.stop_gradient(cutoff + logit / layout.temperature)
 
@@ -220,7 +228,7 @@ def _read_slice(step, picked, table, target, floor, layout: _Layout):
     columns are the targets, bool [B, A, slice].
 
     The last slice is shifted back to fit, so nothing is padded. Its columns that belong to an
-    earlier slice get the lowest logit, like tokens below `floor`.
+    earlier slice get the lowest logit, like tokens below `floor` and ids without a token.
     """
     size = layout.size
     first = jnp.minimum(step * size, len(table) - size)
@@ -232,6 +240,8 @@ def _read_slice(step, picked, table, target, floor, layout: _Layout):
     new = row >= step * size
     token = row + jax.lax.axis_index(layout.leading) * len(table) if layout.leading else row
     logits = logits / layout.temperature
+    if layout.unused_ids:
+        new &= embedding.has_token(token, layout.unused_ids)
     is_target = new & (token == target[..., None])
     if floor is not None:
         new &= is_target | (logits > floor[..., None])
@@ -253,8 +263,11 @@ def _scores_on_device(picked, table, target, floor, *, layout: _Layout):
         moment += jnp.sum(weights * below, axis=-1)
         return (higher, mass, moment, chosen), None
 
-    zero = jnp.zeros(target.shape, jnp.float32)
-    start = (jnp.full(target.shape, _LOWEST, jnp.float32), zero, zero, zero)
+    zero, lowest = (jnp.full(target.shape, value, jnp.float32) for value in (0.0, _LOWEST))
+    chosen = zero
+    if layout.unused_ids:  # no slice adds the logit of a target without a token
+        chosen = jnp.where(embedding.has_token(target, layout.unused_ids), zero, lowest)
+    start = (lowest, zero, zero, chosen)
     steps = jnp.arange(-(-len(table) // layout.size))
     (top, mass, moment, chosen), _ = jax.lax.scan(one_slice, start, steps)
     if layout.leading:

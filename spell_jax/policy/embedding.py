@@ -24,6 +24,14 @@ def lookup(table: jax.Array, tokens: jax.Array) -> jax.Array:
     return _lookup(Split.of(tokens.shape, *table.shape, over=meshes.TENSOR), table, tokens)
 
 
+def has_token(ids: jax.Array, unused_ids: tuple[tuple[int, int], ...]) -> jax.Array:
+    """Return whether int32 ids are in none of the ranges (PolicyConfig.unused_ids), as bools."""
+    bounds = jnp.asarray(unused_ids, jnp.int32).reshape(-1)
+    # An id in a range is at or above an odd number of the ordered bounds. One comparison per bound
+    # fuses with the caller's loop; a constant mask of V bools would be sent to every device.
+    return jnp.sum(ids[..., None] >= bounds, axis=-1) % 2 == 0
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _lookup(split: Split, table: jax.Array, tokens: jax.Array) -> jax.Array:
     tokens_spec, run = split.tokens_spec, functools.partial(_forward, split)

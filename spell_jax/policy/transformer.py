@@ -370,9 +370,18 @@ def hidden_states(
 
 
 def unembed(config: PolicyConfig, params: Params, hidden: jax.Array) -> jax.Array:
-    """Project hidden states [..., D] to float32 logits [..., V]."""
+    """Project hidden states [..., D] to float32 logits [..., V], -inf for ids without a token."""
     table = params["embedding"] if config.tied_embeddings else params["unembedding"]
-    return jnp.einsum("...d,vd->...v", hidden, table, preferred_element_type=jnp.float32)
+    every = jnp.einsum("...d,vd->...v", hidden, table, preferred_element_type=jnp.float32)
+    return without_unused_ids(config, every)
+
+
+def without_unused_ids(config: PolicyConfig, logits: jax.Array) -> jax.Array:
+    """Set the logits [..., V] of ids without a token to -inf."""
+    if not config.unused_ids:
+        return logits
+    ids = jnp.arange(config.vocab_size, dtype=jnp.int32)
+    return jnp.where(embedding.has_token(ids, config.unused_ids), logits, -jnp.inf)
 
 
 def logits(config: PolicyConfig, params: Params, tokens: jax.Array) -> jax.Array:

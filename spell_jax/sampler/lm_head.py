@@ -21,18 +21,22 @@ from spell_jax.runtime.collectives import Split
 
 
 def logits(config: PolicyConfig, params: transformer.Params, hidden: jax.Array) -> jax.Array:
-    """Float32 logits [N, V] of hidden states [N, D]; N must be a multiple of the device count."""
+    """Float32 logits [N, V] of hidden states [N, D]; N must be a multiple of the device count.
+
+    They are -inf for ids without a token.
+    """
     if collectives.current_mesh() is None:
         return transformer.unembed(config, params, hidden)
     table = params["embedding" if config.tied_embeddings else "unembedding"]
     split = Split.of((len(hidden), 1), *table.shape, over=meshes.TENSOR)
     sampled = PartitionSpec((*meshes.ROWS, meshes.CONTEXT, meshes.TENSOR))
-    return jax.shard_map(
+    run = jax.shard_map(
         functools.partial(_on_device, split),
         in_specs=(PartitionSpec(meshes.ROWS), split.table_spec),
         out_specs=sampled,
         check_vma=False,
-    )(hidden, table)
+    )
+    return transformer.without_unused_ids(config, run(hidden, table))
 
 
 def _on_device(split: Split, hidden: jax.Array, table: jax.Array) -> jax.Array:

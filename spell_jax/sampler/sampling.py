@@ -53,8 +53,8 @@ class SampledToken:
     # renormalized by the filters (spec section 9), float32 [N]. NaN if the logits are not finite.
     logprob: jax.Array
     kept: jax.Array  # log of the probability mass that the filters keep, float32 [N], at most 0
-    # Logits over the temperature, less their mean over the vocabulary, are above this for exactly
-    # the kept tokens, float32 [N]; -inf if all are kept, and at temperature 0.
+    # Logits over the temperature, less their mean over all tokens, are above this for exactly the
+    # kept tokens, float32 [N]; -inf if all are kept, and at temperature 0.
     cutoff: jax.Array
 
 
@@ -75,6 +75,7 @@ def sample(
 ) -> SampledToken:
     """Samples one token per row of float32 logits [N, V]; `uniform` is float32 [N] in [0, 1).
 
+    Ids without a token have the logit -inf: they are not sampled, and count in no sum and no mean.
     A `penalty` [N, V] is subtracted from the logits first. Logprobs are those without it; what the
     filters kept is of the changed logits.
     """
@@ -94,20 +95,21 @@ def sample(
     token = sampled.astype(jnp.int32)
     chosen = jnp.take_along_axis(below, token[:, None], axis=-1)[:, 0]
     log_total = jnp.log(jnp.sum(weights, axis=-1))
-    all_kept = greedy | jnp.all(is_kept, axis=-1)
+    has_token = below > -jnp.inf
+    all_kept = greedy | jnp.all(is_kept | ~has_token, axis=-1)
     return SampledToken(
         id=token,
         logprob=chosen - log_total,
         kept=jnp.where(all_kept, 0.0, jnp.log(jnp.sum(kept, axis=-1)) - log_total),
-        cutoff=jnp.where(all_kept, -jnp.inf, _cutoff(below, is_kept)),
+        cutoff=jnp.where(all_kept, -jnp.inf, _cutoff(below, is_kept, has_token)),
     )
 
 
-def _cutoff(below: jax.Array, is_kept: jax.Array) -> jax.Array:
+def _cutoff(below: jax.Array, is_kept: jax.Array, has_token: jax.Array) -> jax.Array:
     """Halfway between the last kept and the first dropped, so that rounding crosses neither."""
     last = jnp.min(jnp.where(is_kept, below, jnp.inf), axis=-1)
     first = jnp.max(jnp.where(is_kept, -jnp.inf, below), axis=-1)
-    return (last + first) / 2 - jnp.mean(below, axis=-1)
+    return (last + first) / 2 - jnp.mean(below, axis=-1, where=has_token)
 
 
 def threshold(below: jax.Array, sampling: Sampling) -> jax.Array:

@@ -39,19 +39,27 @@ class Head:
     to_logprob: jax.Array
     to_entropy: jax.Array
 
-    def total(self, table: jax.Array, hidden: jax.Array, **options: Any):
+    def total(self, table: jax.Array, hidden: jax.Array, policy=UNTIED, **options: Any):
         """A scalar that has these gradients, and (logprobs, entropies)."""
         params = {"embedding": jnp.zeros_like(table), "unembedding": table}
-        scores = score_tokens(UNTIED, params, hidden, self.source, self.target, 0.7, **options)
+        scores = score_tokens(policy, params, hidden, self.source, self.target, 0.7, **options)
         return jnp.sum(self.to_logprob * scores[0] + self.to_entropy * scores[1]), scores
 
-    def by_hand(self, table: jax.Array, hidden: jax.Array, cutoff: jax.Array | None = None):
+    def by_hand(
+        self,
+        table: jax.Array,
+        hidden: jax.Array,
+        cutoff: jax.Array | None = None,
+        absent: tuple[int, ...] = (),
+    ):
         picked = jnp.take_along_axis(hidden, self.source[..., None], axis=1)
         logits = picked @ table.T / 0.7
         kept = jnp.arange(len(table)) == self.target[..., None]
         if cutoff is None:
             cutoff = jnp.full(self.target.shape, -jnp.inf)
-        kept |= logits - jnp.mean(logits, axis=-1, keepdims=True) > cutoff[..., None]
+        present = ~np.isin(np.arange(len(table)), absent)
+        mean = jnp.mean(logits, axis=-1, keepdims=True, where=present)
+        kept |= (logits - mean > cutoff[..., None]) & present
         every = jax.nn.log_softmax(jnp.where(kept, logits, -jnp.inf))
         chosen = jnp.take_along_axis(every, self.target[..., None], axis=-1)[..., 0]
         every = jnp.where(kept, every, 0.0)
@@ -141,6 +149,63 @@ def test_scores_above_a_cutoff_equal_a_dense_reference(vocab: int, numbers: int)
     _assert_close(found, wanted)
     assert float(wanted[0][1][0][0, 1]) == 0, "a target that is kept alone has probability 1"
     assert np.abs(wanted[0][1][0] - _wanted(vocab)[0][1][0]).mean() > 0.2
+
+
+# Rows of padding: more than a slice of 128 rows, and more than a device of a mesh holds (320).
+_UNUSED = ((2, 5), (200, 201), (300, 640))
+_ABSENT = (2, 3, 4, 200, *range(300, 640))
+
+
+def _padded() -> tuple[Head, PolicyConfig]:
+    """Inputs with targets that have a token, and logits of the others above all."""
+    head = _head(640)
+    target = np.setdiff1d(np.arange(640), _ABSENT)[np.asarray(head.target) % 296]
+    table = head.table.at[jnp.asarray(_ABSENT)].mul(5.0)
+    head = dataclasses.replace(head, target=jnp.asarray(target, jnp.int32), table=table)
+    return head, dataclasses.replace(UNTIED, vocab_size=640, unused_ids=_UNUSED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("with_cutoff", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "numbers"),
+    [
+        ({}, SMALLEST),
+        ({}, 2**26),
+        ({"fsdp": 2, "tensor": 2, "context": 2}, SMALLEST),
+        ({"data": 2, "expert": 2, "tensor": 2}, 2**26),
+    ],
+    ids=str,
+)
+def test_ids_without_a_token_have_neither_mass_nor_gradient(
+    shape: dict[str, int], numbers: int, with_cutoff: bool
+) -> None:
+    head, policy = _padded()
+    cutoff = _cutoffs() if with_cutoff else None
+    by_hand = functools.partial(head.by_hand, cutoff=cutoff, absent=_ABSENT)
+    wanted = jax.value_and_grad(by_hand, (0, 1), has_aux=True)(head.table, head.hidden)
+    options = {"policy": policy, "numbers_at_once": numbers, "cutoff": cutoff}
+    if shape:
+        mesh, run, arguments = _on_mesh(shape, head, **options)
+        with jax.set_mesh(mesh):
+            found = run(*arguments)
+    else:
+        total = functools.partial(head.total, **options)
+        found = jax.value_and_grad(total, (0, 1), has_aux=True)(head.table, head.hidden)
+    _assert_close(found, wanted)
+    assert not np.asarray(found[1][0])[list(_ABSENT)].any()
+    rest = np.delete(np.asarray(found[1][0]), list(_ABSENT), axis=0)
+    assert np.abs(rest).max() > 0
+
+
+@pytest.mark.parametrize("numbers", [SMALLEST, 2**26])
+def test_target_without_a_token_has_probability_0(numbers: int) -> None:
+    head, policy = _padded()
+    params = {"embedding": head.table, "unembedding": head.table}
+    target = jnp.full_like(head.target, 639).at[0, 0].set(3)
+    found, entropy = score_tokens(policy, params, head.hidden, head.source, target, 0.7, numbers)
+    assert not np.exp(np.asarray(found)).any()
+    assert np.isfinite(found).all() and np.isfinite(entropy).all()
 
 
 def test_mass_above_a_cutoff_sums_to_1() -> None:

@@ -60,6 +60,7 @@ POLICIES = {
         rope=RopeConfig(5e5, "llama3", factor=8.0, original_positions=512),
     ),
 }
+PADDED = dataclasses.replace(QWEN2, unused_ids=((7, 9), (60, 96)))
 SIBLINGS, ANSWER = 3, 24
 # Lengths of a session's prompts, and tokens per page, which divides neither of them. The prompts
 # have a common prefix and share its pages.
@@ -143,8 +144,7 @@ def _scored(
     return np.concatenate(found), np.concatenate(wanted)
 
 
-def _check(name: str, size: str, temperature: float) -> None:
-    policy = POLICIES[name]
+def _check(policy: PolicyConfig, size: str, temperature: float) -> None:
     groups = _sampled(policy, size, temperature)
     found, wanted = _scored(policy, groups, temperature)
     np.testing.assert_allclose(found, wanted, atol=1e-4)
@@ -156,27 +156,36 @@ def _check(name: str, size: str, temperature: float) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("name", POLICIES)
 def test_logprobs_equal_the_learners_after_1k_prompt_tokens(name: str, temperature: float) -> None:
-    _check(name, "1K", temperature)
+    _check(POLICIES[name], "1K", temperature)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_logprobs_without_ids_of_padding_equal_the_learners(temperature: float) -> None:
+    _check(PADDED, "1K", temperature)
 
 
 @pytest.mark.parametrize(("name", "temperature"), list(zip(POLICIES, [0.0, 0.7] * 2, strict=True)))
 def test_logprobs_equal_the_learners_after_4k_prompt_tokens(name: str, temperature: float) -> None:
-    _check(name, "4K", temperature)
+    _check(POLICIES[name], "4K", temperature)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("name", "temperature"), list(zip(POLICIES, [0.7, 0.0] * 2, strict=True)))
 def test_logprobs_equal_the_learners_after_16k_prompt_tokens(name: str, temperature: float) -> None:
-    _check(name, "16K", temperature)
+    _check(POLICIES[name], "16K", temperature)
 
 
 FILTERS = [{"top_p": 0.6}, {"top_p": 1.0, "top_k": 4}, {"top_p": 1.0, "min_p": 0.1}]
 
 
-@pytest.mark.parametrize(("name", "filters"), list(zip(POLICIES, FILTERS, strict=False)), ids=str)
-def test_renormalized_logprobs_equal_the_learners(name: str, filters: dict[str, Any]) -> None:
+CASES = [*zip(POLICIES.values(), FILTERS, strict=False), (PADDED, FILTERS[0])]
+
+
+@pytest.mark.parametrize(("policy", "filters"), CASES, ids=["top_p", "top_k", "min_p", "padded"])
+def test_renormalized_logprobs_equal_the_learners(
+    policy: PolicyConfig, filters: dict[str, Any]
+) -> None:
     """loss.support = "sampled": the update's policy is the one that sampled, filters included."""
-    policy = POLICIES[name]
     groups = _sampled(policy, "1K", 0.7, **filters)
     before = np.concatenate([row for group in groups for row in group.old_logprobs or ()])
     found, wanted = _scored(policy, old_logprobs.on_sampled_support(groups), 0.7, "sampled")
