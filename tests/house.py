@@ -134,6 +134,36 @@ _BRITISH = re.compile(
     r"|(?:label|model|travel|signal)l(?:ed|ing|er|ers)"
     r"|catalogues?|grey|defence|licence"
 )
+# Modules whose readers can run code that stands in their input.
+CODE_FORMATS = (
+    "_pickle",
+    "cPickle",
+    "cloudpickle",
+    "dill",
+    "jax.experimental.serialize_executable",
+    "joblib",
+    "jsonpickle",
+    "marshal",
+    "multiprocessing.connection",
+    "multiprocessing.managers",
+    "pickle",
+    "shelve",
+)
+CODE_READERS = (
+    "eval",
+    "exec",
+    "multiprocessing.Manager",
+    "pandas.eval",
+    "pandas.read_pickle",
+    "torch.load",
+    "yaml.full_load",
+    "yaml.load",
+    "yaml.load_all",
+    "yaml.unsafe_load",
+)
+# Keywords of any function, with the values that forbid it.
+CODE_KEYWORDS = {"allow_pickle": "False", "trust_remote_code": "False", "weights_only": "True"}
+_SAFE_FORMATS = "JSON, safetensors, or bytes with their lengths, whose readers run no code"
 # Names of other libraries, spelled as they spell them.
 FOREIGN_NAMES: Set[str] = frozenset()
 
@@ -390,6 +420,52 @@ def circular(sources: Sequence[Source]) -> Iterator[Violation]:
         yield Violation(paths[circle[0]], 1, "circle", " <-> ".join(circle))
 
 
+def _origins(source: Source) -> dict[str, str]:
+    """Return the dotted names that imported names stand for: np -> numpy, loads -> pickle.loads."""
+    origins = {}
+    for node in source.nodes:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                name = alias.name if alias.asname else alias.name.partition(".")[0]
+                origins[alias.asname or name] = name
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            for alias in node.names:
+                origins[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+    return origins
+
+
+def _in_code_format(name: str) -> bool:
+    return any(f"{name}.".startswith(f"{module}.") for module in CODE_FORMATS)
+
+
+def code_readers(source: Source) -> Iterator[Violation]:
+    """Find imports and calls that can run code out of data; tests may, to attack with them."""
+    if source.path.startswith("tests/"):
+        return
+    origins = _origins(source)
+    for node in source.nodes:
+        texts: list[str] = []
+        if isinstance(node, ast.Import):
+            texts += [alias.name for alias in node.names if _in_code_format(alias.name)]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            members = [f"{node.module}.{alias.name}" for alias in node.names]
+            texts += [name for name in members if _in_code_format(name)]
+        elif isinstance(node, ast.Call):
+            first, *parts = ast.unparse(node.func).split(".")
+            name = ".".join([origins.get(first, first), *parts])
+            texts += [f"{name}()"] if name in CODE_READERS else []
+            for keyword in node.keywords:
+                value = ast.unparse(keyword.value)
+                if CODE_KEYWORDS.get(keyword.arg or "", value) != value:
+                    texts.append(f"{keyword.arg}={value}")
+            if name in ("__import__", "importlib.import_module") and node.args:
+                module = ast.unparse(node.args[0]).strip("'\"")
+                texts += [module] if _in_code_format(module) else []
+        for text in texts:
+            remedy = f"{text!r} can run code that stands in its input: use {_SAFE_FORMATS}"
+            yield Violation(source.path, node.lineno, "code", remedy)
+
+
 # ----------------------------------------------------------------------------------------- Lengths
 
 
@@ -445,7 +521,7 @@ def check(sources: Sequence[Source], pages: Mapping[str, str]) -> list[Violation
     """
     found: list[Violation] = [*uphill(sources), *circular(sources)]
     for source in sources:
-        found += [*openings(source), *names(source), *lengths(source)]
+        found += [*openings(source), *names(source), *lengths(source), *code_readers(source)]
         if not source.path.endswith("tests/test_house.py"):
             found += phrases(source.path, [*docstrings(source), *comments(source)])
     for path, text in pages.items():

@@ -204,6 +204,56 @@ def test_circles_are_components_with_several_nodes():
     assert house.circles(edges) == [["a", "b"], ["d", "f"]]
 
 
+# ------------------------------------------------------------------------------------ Code in data
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import pickle",
+        "import cloudpickle as json",
+        "from pickle import loads",
+        "from multiprocessing import connection",
+        "import multiprocessing.connection",
+        "from jax.experimental import serialize_executable",
+        "import importlib\nimportlib.import_module('dill')",
+        "__import__('marshal')",
+        "eval('1')",
+        "def f(text):\n    exec(text)",
+        "import torch\ntorch.load('a.pt', weights_only=True)",
+        "from torch import load as read\nread('a.pt')",
+        "import yaml\nyaml.load('a', Loader=yaml.SafeLoader)",
+        "import pandas as pd\npd.read_pickle('a')",
+        "import numpy as np\nnp.load('a.npz', allow_pickle=True)",
+        "import numpy as np\ndef f(flag):\n    np.load('a.npz', allow_pickle=flag)",
+        "import datasets\ndatasets.load_dataset('a', trust_remote_code=True)",
+    ],
+)
+def test_readers_that_run_code_of_their_input_are_reported(text: str) -> None:
+    for folder in ("spell_jax/runtime", "data_pipeline", "launch", "benchmarks"):
+        (violation,) = found(f"{folder}/a.py", text)
+        line = text.count("\n") + 1
+        assert violation.startswith(f"{line}: code: ") and "use JSON, safetensors" in violation
+    assert not found("tests/a.py", text)  # for attacks
+
+
+def test_readers_that_run_no_code_are_accepted() -> None:
+    text = """
+import json, re
+import numpy as np
+import yaml
+from spell_jax.runtime import pickled_page
+
+def f(model, text):
+    model.eval()
+    yaml.safe_load(text)
+    re.compile(text)
+    np.load(text, allow_pickle=False)
+    return json.loads(text)
+"""
+    assert not found("launch/a.py", text)
+
+
 # ----------------------------------------------------------------------------------------- Lengths
 
 

@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 import logging
 from collections import Counter
@@ -187,7 +186,8 @@ def _read_shared(read: Callable[[Sequence[str]], list[Cluster]], ids: Sequence[s
         lambda: [json.dumps(astuple(cluster)).encode() for cluster in read(names)]
     )
     by_id = {}
-    for data in itertools.chain(*parts):
-        name, documents, tasks = json.loads(data)
-        by_id[name] = Cluster(name, tuple(documents), tasks and tuple(tasks))
+    for index, items in enumerate(parts):
+        for data in items:
+            name, documents, tasks = distributed.parse_json(data, index)
+            by_id[name] = Cluster(name, tuple(documents), tasks and tuple(tasks))
     return [by_id[name] for name in ids]

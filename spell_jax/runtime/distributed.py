@@ -13,8 +13,8 @@ import dataclasses
 import itertools
 import json
 import os
-import pickle
 import re
+import struct
 import sys
 import threading
 import time
@@ -33,6 +33,7 @@ from spell_jax.runtime import peers, rendezvous
 _POLL_S = 0.1  # pause between two looks at a barrier
 _KEPT_BARRIERS = 20  # a save has fewer, and starts when all processes have ended the one before
 _SMALLEST = 1024  # minimum size of an exchange in bytes, so that small parts share a program
+_LARGEST = 1 << 32  # maximum bytes of one process; a wrong size must not exhaust the memory of all
 
 # Position of this process; all three are set or none.
 COORDINATOR, PROCESSES, PROCESS = "SPELL_COORDINATOR", "SPELL_PROCESSES", "SPELL_PROCESS"
@@ -219,17 +220,68 @@ def _client() -> Any:
     return jax_distributed.global_state.client
 
 
-def gather_bytes(mine: Sequence[bytes]) -> list[list[bytes]]:
-    """Items of every host, in host order; hosts may have different numbers of them."""
+def gather_bytes(items: Sequence[bytes]) -> list[list[bytes]]:
+    """Gather the items of every process, in process order; processes may have different numbers.
+
+    RuntimeError on all processes names a process that has more than 4 GiB, or sends other bytes.
+    """
     if jax.process_count() == 1:
-        return [list(mine)]
-    part = np.frombuffer(pickle.dumps(list(mine)), np.uint8)
+        return [list(items)]
+    part = np.frombuffer(_join_items(items), np.uint8)
     # The size is sent as bytes: without jax_enable_x64, int64 would be truncated to 32 bits.
-    sizes = _gather(np.array([part.size], "<i8").view(np.uint8)).view("<i8")
+    sizes = _gather(np.array([part.size], "<i8").view(np.uint8)).view("<i8").ravel()
+    for index, size in enumerate(sizes):
+        if not 0 <= size <= _LARGEST:
+            raise RuntimeError(f"process {index} has {size:,} bytes to send: at most {_LARGEST:,}")
     # A power of two: otherwise each new size would compile another program.
     padded = np.zeros(max(_SMALLEST, 1 << (int(sizes.max()) - 1).bit_length()), np.uint8)
     padded[: part.size] = part
-    return [pickle.loads(row.tobytes()) for row in _gather(padded)]  # ignores the padding
+    rows = [row[:size].tobytes() for row, size in zip(_gather(padded), sizes, strict=True)]
+    return [_split_items(row, index) for index, row in enumerate(rows)]
+
+
+def _join_items(items: Sequence[bytes]) -> bytes:
+    """Return the number of items, their lengths, and the items; numbers as uint64."""
+    return struct.pack(f"<{1 + len(items)}Q", len(items), *map(len, items)) + b"".join(items)
+
+
+def _split_items(data: bytes, index: int) -> list[bytes]:
+    """Return the items that process `index` has joined; RuntimeError for other bytes.
+
+    Items are copied, and never unpickled: a process under a false name runs no code here.
+    """
+    count = int.from_bytes(data[:8], "little")
+    start = 8 * (1 + count)
+    if len(data) >= start:
+        lengths = struct.unpack_from(f"<{count}Q", data, 8)
+        ends = list(itertools.accumulate(lengths, initial=start))
+        if ends[-1] == len(data):
+            return [data[i:j] for i, j in itertools.pairwise(ends)]
+    raise _foreign(index, f"{len(data):,} bytes that are no list of items")
+
+
+def _foreign(index: int, what: str) -> RuntimeError:
+    return RuntimeError(
+        f"process {index} sent {what}: do all processes run the same version, and can nobody else "
+        "reach the port of process 0?"
+    )
+
+
+def gather_text(text: str) -> list[str]:
+    """Gather a text of every process, in process order."""
+    return [_first_text(items, i) for i, items in enumerate(gather_bytes([_encode(text)]))]
+
+
+def _encode(text: str) -> bytes:
+    return text.encode("utf-8", "replace")
+
+
+def _first_text(items: Sequence[bytes], index: int) -> str:
+    """Return the first item as text; RuntimeError names process `index` if it is none."""
+    try:
+        return items[0].decode()
+    except (LookupError, UnicodeDecodeError):
+        raise _foreign(index, "no text where a text belongs") from None
 
 
 def make_together(make: Callable[[], Sequence[bytes]]) -> list[list[bytes]]:
@@ -241,8 +293,9 @@ def make_together(make: Callable[[], Sequence[bytes]]) -> list[list[bytes]]:
         mine = make()
     except Exception as error:  # any kind: the others wait in the collective
         failure, status = error, f"{type(error).__name__}: {error}"
-    parts = gather_bytes([status.encode("utf-8", "replace"), *mine])
-    failed = [f"host {host}: {part[0].decode()}" for host, part in enumerate(parts) if part[0]]
+    parts = gather_bytes([_encode(status), *mine])
+    statuses = [_first_text(part, host) for host, part in enumerate(parts)]
+    failed = [f"host {host}: {text}" for host, text in enumerate(statuses) if text]
     if failed:
         raise RuntimeError("; ".join(failed)) from failure
     return [part[1:] for part in parts]
@@ -254,7 +307,15 @@ def broadcast(make: Callable[[], Any]) -> Any:
         return make()
     is_first = jax.process_index() == 0
     parts = make_together(lambda: [json.dumps(make()).encode()] if is_first else [])
-    return json.loads(parts[0][0])
+    return parse_json(_first_text(parts[0], 0), 0)
+
+
+def parse_json(data: str | bytes, index: int) -> Any:
+    """Return the JSON value that process `index` has sent; RuntimeError names it for other data."""
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError):
+        raise _foreign(index, "no JSON value where a JSON value belongs") from None
 
 
 @contextlib.contextmanager

@@ -99,7 +99,7 @@ class Preemption:
 
     def should_stop(self) -> bool:
         """Whether any host has a notice; sets `why` to all notices. A collective."""
-        notices = [part[0].decode() for part in distributed.gather_bytes([self._notice.encode()])]
+        notices = distributed.gather_text(self._notice)
         self.why = "; ".join(f"host {host}: {text}" for host, text in enumerate(notices) if text)
         if "SIGTERM" in notices:
             self._writes.send(_ELSEWHERE)

@@ -4,13 +4,18 @@ Both processes get the same data, and fail together.
 
 python -m tests.runtime.test_distributed PORT PROCESS        # prints the data as JSON
 python -m tests.runtime.test_distributed PORT PROCESS FAILS  # process FAILS fails
+python -m tests.runtime.test_distributed PORT PROCESS bomb FILE  # a pickle would make FILE
 """
 
 from __future__ import annotations
 
 import json
 import os
+import pathlib
+import pickle
+import re
 import socket
+import struct
 import subprocess
 import sys
 import types
@@ -113,6 +118,80 @@ def test_error_of_one_process_ends_both_and_is_printed(failing: int) -> None:
     for _, _, errors in ended:
         assert f"process {failing} of 2 (host {socket.gethostname()}) failed during setup" in errors
         assert "ValueError: its own; " in errors
+
+
+class Bomb:
+    """An object that makes a file where its pickle is read."""
+
+    def __init__(self, canary: pathlib.Path) -> None:
+        self._canary = canary
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return pathlib.Path.touch, (self._canary,)
+
+
+@pytest.mark.slow
+def test_process_under_a_false_name_runs_no_code_on_the_others(tmp_path) -> None:
+    """A stranger joins as process 1 and sends pickles in place of its items."""
+    canary = tmp_path / "canary"
+    pickle.loads(pickle.dumps(Bomb(canary)))
+    assert canary.exists()  # the bomb works
+    canary.unlink()
+    first, _ = run_two("tests.runtime.test_distributed", "bomb", str(canary))
+    assert len(first) == 2
+    for error in first:
+        assert re.match(r"process 1 sent \d+ bytes that are no list of items: .* version", error)
+    assert not canary.exists()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pickle.dumps([b"a", b"b"]),
+        b"",
+        b"\x00" * 7,
+        struct.pack("<2Q", 1, 4) + b"abc",  # shorter than its lengths say
+        struct.pack("<2Q", 1, 4) + b"abcde",  # longer
+        struct.pack("<3Q", 2, 2**64 - 1, 5) + b"abcd",  # the sum would wrap around
+        struct.pack("<Q", 2**64 - 1),
+        struct.pack("<Q", 2**61),  # 8 times this would wrap around
+    ],
+)
+def test_bytes_that_are_no_items_name_the_process(data: bytes) -> None:
+    with pytest.raises(RuntimeError, match=f"process 5 sent {len(data)} bytes that are no list"):
+        distributed._split_items(data, 5)
+
+
+@pytest.mark.parametrize("items", [[], [b""], [b"a", b"", b"\x80\x04."], [bytes(5000)] * 3])
+def test_items_are_split_as_they_were_joined(items: list[bytes]) -> None:
+    assert distributed._split_items(distributed._join_items(items), 1) == items
+
+
+@pytest.mark.parametrize("size", [-1, (1 << 32) + 1, 2**63 - 1])
+def test_wrong_size_of_a_process_is_named_before_memory_is_taken(size: int, monkeypatch) -> None:
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    row = np.array([size], "<i8").view(np.uint8)
+    monkeypatch.setattr(distributed, "_gather", lambda own: np.stack([own, row]))
+    with pytest.raises(RuntimeError, match=f"process 1 has {size:,} bytes to send: at most"):
+        distributed.gather_bytes([b"a"])
+
+
+@pytest.mark.parametrize(
+    ("items", "what"),
+    [
+        ([], "no text"),
+        ([b"\xff"], "no text"),
+        ([b""], "no text"),  # no result
+        ([b"", b"{"], "no JSON value"),
+        ([b"", b"[" * 100_000], "no JSON value"),
+    ],
+)
+def test_foreign_items_of_process_0_are_named(items: list[bytes], what: str, monkeypatch) -> None:
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    monkeypatch.setattr(distributed, "gather_bytes", lambda own: [items, own])
+    with pytest.raises(RuntimeError, match=f"process 0 sent {what}"):
+        distributed.broadcast(lambda: 1)
 
 
 def test_single_process_needs_no_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,9 +379,25 @@ def _split_rows() -> jax.Array:
     return jax.make_array_from_callback(rows.shape, place, lambda index: rows[index])
 
 
+def attack(process: int, canary: pathlib.Path) -> list[str]:
+    """Let process 1 send pickles in two exchanges; return the errors of this process."""
+    bombs = pickle.dumps(Bomb(canary)), pickle.dumps([Bomb(canary)] * 2, protocol=0)
+    errors = []
+    for bomb in bombs:
+        with pytest.MonkeyPatch.context() as monkeypatch, pytest.raises(RuntimeError) as error:
+            if process == 1:
+                monkeypatch.setattr(distributed, "_join_items", lambda _, bomb=bomb: bomb)
+            distributed.gather_bytes([b"an item"])
+        errors.append(str(error.value))
+    return errors
+
+
 def main() -> None:
     port, process, *failing = sys.argv[1:]
     me = connect(port, process)
+    if failing and failing[0] == "bomb":
+        print(json.dumps(attack(me, pathlib.Path(failing[1]))))
+        return
     if [str(me)] == failing:
         raise ValueError("its own")
     asked: list[int] = []
