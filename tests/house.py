@@ -463,7 +463,7 @@ def code_readers(source: Source) -> Iterator[Violation]:
                 texts += [module] if _in_code_format(module) else []
         for text in texts:
             remedy = f"{text!r} can run code that stands in its input: use {_SAFE_FORMATS}"
-            yield Violation(source.path, node.lineno, "code", remedy)
+            yield Violation(source.path, getattr(node, "lineno", 1), "code", remedy)
 
 
 # ----------------------------------------------------------------------------------------- Lengths

@@ -14,6 +14,8 @@ import itertools
 import json
 import os
 import re
+import secrets
+import socket
 import struct
 import sys
 import threading
@@ -41,6 +43,8 @@ COORDINATOR, PROCESSES, PROCESS = "SPELL_COORDINATOR", "SPELL_PROCESSES", "SPELL
 # lost. Heartbeats continue while it compiles or writes; a machine's migration may take 100 s.
 JOIN_SECONDS, LOST_SECONDS = "SPELL_JOIN_SECONDS", "SPELL_LOST_SECONDS"
 _DEFAULT_SECONDS = {JOIN_SECONDS: 300, LOST_SECONDS: 100}
+_BIND_ADDRESS = "JAX_COORDINATOR_BIND_ADDRESS"  # jax's own variable: where its service listens
+_TOKEN_KEY, _TOKEN_BYTES = "spell_jax/token", 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,19 +75,15 @@ def join() -> None:
         f"waiting for {position.count} processes at {position.address}, up to {limit} seconds: "
         f"this is process {position.index} of {position.count}, counted from 0"
     )
-    hub = rendezvous.listen(0) if position.index == 0 else None
-    port = str(hub.getsockname()[1]) if hub else ""
     try:
-        port = rendezvous.wait_for_all(
-            position.address, position.count, position.index, limit, port
-        )
+        meeting = rendezvous.wait_for_all(position.address, position.count, position.index, limit)
     except TimeoutError as error:
         raise TimeoutError(f"{JOIN_SECONDS} = {limit}: time is up; {error}") from None
-    host = position.address.rsplit(":", 1)[0].strip("[]")
-    peers.start(position.index, position.count, hub or (host, int(port)), lost)
+    peers.start(position.index, position.count, meeting.hub, lost, meeting.addresses)
+    address, bound = _service_address(position, meeting)
     with peers.announced():
         jax.distributed.initialize(
-            position.address,
+            address,
             position.count,
             position.index,
             position.devices,
@@ -91,9 +91,45 @@ def join() -> None:
             initialization_timeout=limit,
             # Longer than our own: jax ends a process without naming the one that is missing.
             heartbeat_timeout_seconds=3 * lost,
+            coordinator_bind_address=bound,
         )
+        peers.trust(_share_token(position.index, limit))
     atexit.register(_leave_if_failed)
     _log_stderr(f"all {position.count} are there; if one is lost, all end within {lost} seconds")
+
+
+def _service_address(position: _Position, meeting: rendezvous.Meeting) -> tuple[str, str | None]:
+    """Return where jax's service is reached, and where it listens; None for all addresses.
+
+    By default jax's service, which asks nobody for a name, listens at all addresses of process 0.
+    If all others have reached process 0 at one address, it listens there only. Process 0 must then
+    reach it there too: Debian gives a machine's own name to 127.0.1.1.
+    """
+    is_chosen = _BIND_ADDRESS in os.environ
+    if position.index != 0 or is_chosen or len(meeting.hub) != 1:
+        return position.address, None
+    (hub,) = meeting.hub
+    assert isinstance(hub, socket.socket)
+    host, port = hub.getsockname()[0], rendezvous.split(position.address)[1]
+    bound = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return bound, bound
+
+
+def _share_token(index: int, limit: int) -> bytes:
+    """Return the random token of this run, which process 0 makes and all others get from it.
+
+    It is deleted when all have it, so that later callers of jax's service do not find it.
+    """
+    client = _client()
+    if index == 0:
+        token = secrets.token_bytes(_TOKEN_BYTES)
+        client.key_value_set_bytes(_TOKEN_KEY, token)
+    else:
+        token = client.blocking_key_value_get_bytes(_TOKEN_KEY, 1000 * limit)
+    client.wait_at_barrier(_TOKEN_KEY, 1000 * limit)
+    if index == 0:
+        client.key_value_delete(_TOKEN_KEY)
+    return token
 
 
 def _leave_if_failed() -> None:

@@ -1,7 +1,8 @@
 """Heartbeats between the processes of a run: if one is lost or fails, all others end and name it.
 
-1. Process 0 listens at a port. Every other process connects and sends its state as a line of JSON
-   several times within the limit: phase, step, last checkpoint, and the error that ends it.
+1. Process 0 listens at a port. Every other process connects, proves that it knows the run's token
+   (an HMAC of the random challenge with which process 0 greets it), and sends its state as a line
+   of JSON several times within the limit: phase, step, last checkpoint, and the error that ends it.
 2. Process 0 answers each line with its own state. It judges that the run is over if a process has
    been silent for the limit, has closed its connection without a word, or reports an error.
 3. The answers then carry the verdict. Each process prints it and ends with EXIT_CODE; one that
@@ -10,6 +11,9 @@
 
 Collectives, and Orbax's waits for other processes, cannot be interrupted. So a thread ends the
 process, whatever its main thread waits for.
+
+The token is known once jax.distributed has started. Until then the processes wait for it, and one
+that ends is missing after the limit.
 """
 
 from __future__ import annotations
@@ -17,25 +21,30 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import hashlib
+import hmac
 import json
 import os
-import selectors
+import secrets
 import signal
 import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
+
+from spell_jax.runtime.listener import LONGEST_LINE, NOT_A_PEER, Connection, Listener
 
 EXIT_CODE = 69  # EX_UNAVAILABLE of sysexits.h: another process is missing or has failed
 
 _LONGEST_BEAT_S = 1.0
 _GRACE_S = 1.0  # the connections of a killed process close one by one: wait for ours before judging
-_LONGEST_LINE = 1 << 16  # bytes; a state has some hundred
 _LONGEST_ERROR = 600  # characters
-_NOT_A_PEER = (OSError, ValueError, LookupError, TypeError)  # a connection is closed, or a stranger
+_MOST_NAMED = 10  # processes in a verdict, which must fit into a line
+_CHALLENGE_BYTES = 16
+_LONGEST_CHALLENGE = 256  # characters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,12 +62,13 @@ class _Peer:
     index: int
     count: int
     heard: float  # when it was last heard
+    address: str = ""  # from which it called last, or at which it listens
     state: dict[str, Any] = dataclasses.field(default_factory=dict)
-    line: socket.socket | None = None  # the open connection
+    line: Connection | socket.socket | None = None  # the open connection
     closed: float | None = None  # when the last connection was closed
 
-    def hear(self, state: dict[str, Any], line: socket.socket, now: float) -> None:
-        self.state, self.line, self.heard, self.closed = state, line, now, None
+    def hear(self, values: Any, now: float) -> None:
+        self.state, self.heard, self.closed = _check_state(values, self.index), now, None
 
     def lose(self, now: float) -> None:
         if self.line is not None:
@@ -80,12 +90,47 @@ class _Peer:
         return is_silent or (self.closed is not None and now - self.closed > patience)
 
     def describe(self, what: str) -> str:
-        host = f" (host {self.state['host']})" if self.state else ""
+        host = f"host {self.state['host']}" if self.state else ""
+        where = ", ".join(filter(None, [host, self.address]))
         place = "during {phase} after step {step}".format_map(self.state or _SETUP)
-        return f"process {self.index} of {self.count}{host} {what} {place}"
+        return f"process {self.index} of {self.count}{where and f' ({where})'} {what} {place}"
 
 
 _SETUP = {"phase": "setup", "step": 0, "saved": None, "error": "", "is_done": False}
+_KINDS = {
+    "index": int,
+    "host": str,
+    "phase": str,
+    "step": int,
+    "saved": int | None,
+    "error": str,
+    "is_done": bool,
+}
+
+
+def _check_state(values: Any, index: int) -> dict[str, Any]:
+    """Return the state of process `index` out of JSON values; ValueError if it is none."""
+    if not isinstance(values, dict) or values.get("index") != index:
+        raise ValueError(f"sent no state of process {index}")
+    for name, kind in _KINDS.items():
+        if not isinstance(values.get(name), kind):
+            raise ValueError(f"sent no state of process {index}: {name} is wrong")
+    return {name: values[name] for name in _KINDS}
+
+
+def _printable(text: str) -> str:
+    """Return a text with spaces for characters that would control the terminal."""
+    return "".join(char if char.isprintable() else " " for char in text)
+
+
+def _prove(token: bytes, challenge: bytes, index: int) -> bytes:
+    """Return the words by which process `index` shows that it knows the token."""
+    proof = hmac.new(token, b"%d %b" % (index, challenge), hashlib.sha256).hexdigest()
+    return b"%d %b" % (index, proof.encode())
+
+
+def _make_challenge() -> bytes:
+    return secrets.token_hex(_CHALLENGE_BYTES).encode()
 
 
 def _missing(peers: Iterable[_Peer], now: float, limit: float, patience: float) -> list[_Peer]:
@@ -96,11 +141,12 @@ def _missing(peers: Iterable[_Peer], now: float, limit: float, patience: float) 
 class _Clock:
     """Monotonic seconds, of which a time when this process was stopped counts as `longest`."""
 
-    def __init__(self, longest: float) -> None:
-        self._longest, self._counted, self._last = longest, 0.0, time.monotonic()
+    def __init__(self, longest: float, seconds: Callable[[], float] = time.monotonic) -> None:
+        self._seconds = seconds
+        self._longest, self._counted, self._last = longest, 0.0, seconds()
 
     def now(self) -> float:
-        last, self._last = self._last, time.monotonic()
+        last, self._last = self._last, self._seconds()
         self._counted += min(self._last - last, self._longest)
         return self._counted
 
@@ -110,9 +156,10 @@ class Peers:
 
     Args:
       index, count: of this process, and number of processes.
-      hub: the listening socket on process 0; else its host and port.
+      hub: listening sockets on process 0; else their host and port.
       limit: seconds without a sign of life after which a process is missing. One whose connection
         is closed is missing after a quarter of it.
+      addresses: addresses of the other processes, by index, where they are known.
       end: called with an exit status to end this process.
     """
 
@@ -120,14 +167,21 @@ class Peers:
         self,
         index: int,
         count: int,
-        hub: socket.socket | tuple[str, int],
+        hub: Sequence[socket.socket] | tuple[str, int],
         limit: float,
+        addresses: Mapping[int, str],
         end: Callable[[int], Any] = os._exit,
     ) -> None:
         self._index, self._count, self._hub, self._limit, self._end = index, count, hub, limit, end
         self._every = min(_LONGEST_BEAT_S, limit / 20)
         self._patience = limit / 4
         self._clock = _Clock(self._patience)  # no wait below is longer
+        now = self._clock.now()
+        self._others = {
+            other: _Peer(other, count, now, addresses.get(other, ""))
+            for other in (range(1, count) if index == 0 else (0,))
+        }
+        self._token: bytes | None = None
         self.state = {"index": index, "host": socket.gethostname()} | _SETUP
         self._verdict: Verdict | None = None
         self._is_judged = threading.Event()
@@ -136,12 +190,19 @@ class Peers:
         run = self._serve if self._index == 0 else self._call
         threading.Thread(target=run, args=(self._hub,), name="peers", daemon=True).start()
 
+    def trust(self, token: bytes) -> None:
+        """Set the token of the run, after which processes that know it are heard."""
+        self._token = token
+
     def fail(self, error: BaseException) -> None:
         """Tells all processes of an error that ends this one; returns when they know.
 
         The caller then has a quarter of the limit to end. If another process is missing, and the
-        error a consequence, this ends the process with EXIT_CODE.
+        error a consequence, this ends the process with EXIT_CODE. Returns at once if nobody can
+        know, because this process, which is not process 0, has no token yet.
         """
+        if self._token is None and self._index != 0:
+            return
         if not self.state["error"]:
             text = " ".join(f"{type(error).__name__}: {error}".split())
             self.state["error"] = text[:_LONGEST_ERROR]
@@ -152,15 +213,15 @@ class Peers:
 
     # --------------------------------------------------------------------------------- Process 0
 
-    def _serve(self, server: socket.socket) -> None:
-        others = [_Peer(i, self._count, self._clock.now()) for i in range(1, self._count)]
+    def _serve(self, servers: Sequence[socket.socket]) -> None:
+        others = list(self._others.values())
+        address = servers[0].getsockname()[0]
         failed_at: float | None = None
-        with selectors.DefaultSelector() as selector:
-            selector.register(server, selectors.EVENT_READ)
+        with Listener(servers, self._answer, self._lose, _make_challenge) as self._listener:
             while self._verdict is None:
-                self._exchange(selector, others)
+                self._listener.exchange(self._every)
                 now = self._clock.now()
-                own = _Peer(0, self._count, now, self.state)
+                own = _Peer(0, self._count, now, address, self.state)
                 failed = [peer for peer in (own, *others) if peer.error]
                 gone = [peer for peer in others if peer.closed is not None and not peer.is_ended]
                 lost = _missing(others, now, self._limit, self._patience)
@@ -175,49 +236,43 @@ class Peers:
             deadline = self._clock.now() + 2 * self._patience
             living = [peer for peer in others if peer not in lost]
             while any(peer.line for peer in living) and self._clock.now() < deadline:
-                self._exchange(selector, others)
+                self._listener.exchange(self._every)
         self._conclude()
 
-    def _exchange(self, selector: selectors.BaseSelector, others: Sequence[_Peer]) -> None:
-        """Accepts connections and answers states, for at most the time of a beat."""
-        for key, _ in selector.select(self._every):
-            line = key.fileobj
-            assert isinstance(line, socket.socket)
-            if line is self._hub:
-                with contextlib.suppress(OSError):
-                    caller = line.accept()[0]
-                    caller.setblocking(False)
-                    selector.register(caller, selectors.EVENT_READ, bytearray())
-                continue
-            try:
-                self._answer(line, key.data, others)
-            except _NOT_A_PEER:
-                selector.unregister(line)
-                line.close()
-                for peer in others:
-                    if peer.line is line:
-                        peer.lose(self._clock.now())
+    def _answer(self, connection: Connection, line: bytes) -> bytes:
+        """Admit a process that knows the token; answer its states with the own state."""
+        peer = connection.caller
+        if peer is None:
+            connection.caller = self._admit(connection, line)
+            return b""
+        peer.hear(json.loads(line), self._clock.now())
+        verdict = self._verdict and dataclasses.astuple(self._verdict)
+        return json.dumps(self.state | {"verdict": verdict}).encode() + b"\n"
 
-    def _answer(self, line: socket.socket, text: bytearray, others: Sequence[_Peer]) -> None:
-        received = line.recv(_LONGEST_LINE)
-        text.extend(received)
-        if not received or len(text) > _LONGEST_LINE:
-            raise ConnectionError
-        if text.endswith(b"\n"):
-            state = json.loads(text.splitlines()[-1])
-            text.clear()
-            peer = {peer.index: peer for peer in others}[state["index"]]
-            peer.hear(state, line, self._clock.now())
-            verdict = self._verdict and dataclasses.astuple(self._verdict)
-            line.sendall(json.dumps(self.state | {"verdict": verdict}).encode() + b"\n")
+    def _admit(self, connection: Connection, line: bytes) -> _Peer:
+        index = line.partition(b" ")[0]
+        peer = self._others.get(int(index)) if index.isdigit() else None
+        if self._token is None or peer is None:
+            raise ValueError("is no process of this run")
+        if not hmac.compare_digest(line, _prove(self._token, connection.greeting, peer.index)):
+            raise ValueError(f"does not know the token of this run, as process {peer.index} does")
+        if isinstance(peer.line, Connection):
+            self._listener.close(peer.line)
+        peer.line, peer.address = connection, connection.address
+        return peer
+
+    def _lose(self, connection: Connection) -> None:
+        if connection.caller.line is connection:
+            connection.caller.lose(self._clock.now())
 
     # ------------------------------------------------------------------------------ Other processes
 
     def _call(self, address: tuple[str, int]) -> None:
-        hub = _Peer(0, self._count, self._clock.now())
+        hub = self._others[0]
         while self._verdict is None:
-            with contextlib.suppress(*_NOT_A_PEER):
-                self._converse(address, hub)
+            if self._token is not None:
+                with contextlib.suppress(*NOT_A_PEER):
+                    self._converse(address, hub, self._token)
             now = self._clock.now()
             hub.lose(now)
             # When the run is over, process 0 may end before its last state arrives here.
@@ -227,18 +282,22 @@ class Peers:
                 self._conclude()
             time.sleep(self._every)
 
-    def _converse(self, address: tuple[str, int], hub: _Peer) -> None:
-        """Exchanges states with process 0 until the verdict; _NOT_A_PEER if that breaks."""
+    def _converse(self, address: tuple[str, int], hub: _Peer, token: bytes) -> None:
+        """Exchanges states with process 0 until the verdict; NOT_A_PEER if that breaks."""
         with (
             socket.create_connection(address, timeout=self._patience) as line,
-            line.makefile("r", encoding="utf-8") as answers,
+            line.makefile("rb") as answers,
         ):
+            challenge = answers.readline(_LONGEST_CHALLENGE).rstrip(b"\n")
+            line.sendall(_prove(token, challenge, self._index) + b"\n")
+            hub.line, hub.address = line, line.getpeername()[0]
             while True:
                 line.sendall(json.dumps(self.state).encode() + b"\n")
-                state = json.loads(answers.readline())
-                hub.hear(state, line, self._clock.now())
-                if state["verdict"]:
-                    self._verdict = Verdict(*state["verdict"])
+                values = json.loads(answers.readline(LONGEST_LINE))
+                hub.hear(values, self._clock.now())
+                if values.get("verdict"):
+                    text, to_blame = values["verdict"]
+                    self._verdict = Verdict(str(text), tuple(to_blame))
                     return self._conclude()  # while the connection is open, process 0 waits
                 time.sleep(self._every)
 
@@ -249,8 +308,10 @@ class Peers:
             f"{peer.describe('failed')}: {peer.error}"
             if peer.error
             else f"{peer.describe('is missing: last heard')}, {now - peer.heard:.0f} s ago"
-            for peer in peers
+            for peer in peers[:_MOST_NAMED]
         ]
+        if len(peers) > _MOST_NAMED:
+            reasons.append(f"{len(peers) - _MOST_NAMED} more processes")
         found = [state.get("saved") for state in (self.state, *(peer.state for peer in peers))]
         saved = max((step for step in found if step is not None), default=None)
         start = "its last checkpoint" if saved is None else f"checkpoint {saved} or a later one"
@@ -261,7 +322,8 @@ class Peers:
         """Ends the process after the verdict, unless it ends by its own error in time."""
         assert self._verdict is not None
         with contextlib.suppress(OSError, ValueError):  # a closed terminal must not keep us
-            print(f"spell_jax: {self._verdict.text}", file=sys.stderr, flush=True)
+            text = _printable(self._verdict.text)  # names and errors come from other processes
+            print(f"spell_jax: {text}", file=sys.stderr, flush=True)
         self._is_judged.set()
         if self.state["error"]:
             time.sleep(self._patience)
@@ -278,10 +340,16 @@ class Peers:
 _mine: Peers | None = None
 
 
-def start(index: int, count: int, hub: socket.socket | tuple[str, int], limit: float) -> None:
-    """Starts the heartbeats of this process, with arguments as of Peers."""
+def start(
+    index: int,
+    count: int,
+    hub: Sequence[socket.socket] | tuple[str, int],
+    limit: float,
+    addresses: Mapping[int, str],
+) -> None:
+    """Start the heartbeats of this process, with arguments as of Peers."""
     global _mine
-    _mine = Peers(index, count, hub, limit)
+    _mine = Peers(index, count, hub, limit, addresses)
     _mine.start()
     # jax aborts a process whose connection to process 0 is closed; it has no hook for that.
     ctypes.CDLL(None).signal(signal.SIGABRT, _announce_abort)
@@ -289,6 +357,12 @@ def start(index: int, count: int, hub: socket.socket | tuple[str, int], limit: f
 
 def is_running() -> bool:
     return _mine is not None
+
+
+def trust(token: bytes) -> None:
+    """Set the token of the run for the heartbeats of this process."""
+    assert _mine is not None
+    _mine.trust(token)
 
 
 def note(**state: Any) -> None:

@@ -2,92 +2,126 @@
 
 Every process connects to process 0 and sends its index. When all have connected, or at the time
 limit, process 0 tells them which are missing and frees the port. (jax's own wait ends the process
-at the limit, without naming any.)
+at the limit, without naming any.) It then listens for heartbeats at the addresses that the others
+have reached it by, and no others.
 """
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
+import re
 import socket
 import time
+from collections.abc import Mapping, Sequence
+
+from spell_jax.runtime import listener
+from spell_jax.runtime.listener import Connection, Listener
 
 _ALL_THERE = "all there "
+_MISSING = "missing: "
+_ANSWER = re.compile(rf"{_ALL_THERE}\d{{1,5}}|{_MISSING}[\w ,]+")
 _PAUSE = 0.3  # seconds between connection attempts
-_PATIENCE = 5.0  # seconds to wait for a caller's index, or for the answer of process 0
-_LONGEST = 4096  # maximum size of a message in bytes
+_PATIENCE = 5.0  # seconds to wait for the answer of process 0 after the time limit
+_LONGEST_WAIT = 1.0  # seconds between two looks at the time limit
 
 
-def wait_for_all(address: str, count: int, index: int, limit: float, news: str = "") -> str:
-    """Waits until all `count` >= 2 processes of a run have called this, at most `limit` seconds.
+@dataclasses.dataclass(frozen=True)
+class Meeting:
+    """Result of a rendezvous.
 
-    `address` is host:port of process 0, whose `news`, a short line, all get back. TimeoutError
-    names the missing processes; OSError if process 0 cannot listen at the port.
+    Attributes:
+      hub: listening sockets for heartbeats on process 0; elsewhere their host and port.
+      addresses: of the other processes as they called process 0, by index; elsewhere the host of
+        process 0.
     """
-    host, port = address.rsplit(":", 1)
+
+    hub: Sequence[socket.socket] | tuple[str, int]
+    addresses: Mapping[int, str]
+
+
+def wait_for_all(address: str, count: int, index: int, limit: float) -> Meeting:
+    """Wait until all `count` >= 2 processes of a run have called this, at most `limit` seconds.
+
+    `address` is host:port of process 0. TimeoutError names the missing processes; OSError if
+    process 0 cannot listen at the port.
+    """
+    host, port = split(address)
     deadline = time.monotonic() + limit
     if index == 0:
-        _await_all(int(port), count, deadline, news)
-        return news
-    return _call((host.strip("[]"), int(port)), _name(index, count), deadline)
+        return _await_all(host, port, count, deadline)
+    return Meeting((host, _call((host, port), _name(index, count), deadline)), {0: host})
 
 
-def listen(port: int) -> socket.socket:
-    """A socket that listens at the port, by IPv6 too where there is IPv6; 0 is any free port."""
-    has_both = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if has_both else socket.AF_INET
-    return socket.create_server(("", port), family=family, dualstack_ipv6=has_both)
+def split(address: str) -> tuple[str, int]:
+    """Split host:port, or [host]:port, into host and port."""
+    host, port = address.rsplit(":", 1)
+    return host.strip("[]"), int(port)
 
 
 def _name(index: int, count: int) -> str:
     return f"process {index} of {count}"
 
 
-def _await_all(port: int, count: int, deadline: float, news: str) -> None:
-    names = [_name(index, count) for index in range(1, count)]
-    callers: dict[str, socket.socket] = {}
-    with contextlib.ExitStack() as stack:
-        server = stack.enter_context(listen(port))
-        while len(callers) < len(names):
-            server.settimeout(max(0.0, deadline - time.monotonic()))
-            try:
-                caller = stack.enter_context(server.accept()[0])
-            except (TimeoutError, BlockingIOError):
-                break
-            name = _read(caller)
-            if name in names:  # a second call comes from a restarted process
-                callers[name] = caller
-        missing = [name for name in names if name not in callers]
-        for caller in callers.values():
-            with contextlib.suppress(OSError):
-                caller.sendall((", ".join(missing) or _ALL_THERE + news).encode())
-    if missing:
-        raise TimeoutError(f"missing: {', '.join(missing)}")
+def _await_all(host: str, port: int, count: int, deadline: float) -> Meeting:
+    indices = {_name(index, count).encode(): index for index in range(1, count)}
+    callers: dict[int, Connection] = {}
+
+    def answer(connection: Connection, line: bytes) -> bytes:
+        if (index := indices.get(line)) is None or connection.caller is not None:
+            raise ValueError("is no process of this run")
+        # A second call comes from a restarted process. If instead a stranger takes the place of a
+        # process, that process sees the end of its connection, calls again, and takes it back.
+        if index in callers:
+            door.refuse(callers[index], f"was replaced by {connection.address} as {line.decode()}")
+        connection.caller = index
+        callers[index] = connection
+        return b""
+
+    def lose(connection: Connection) -> None:
+        if callers.get(connection.caller) is connection:
+            del callers[connection.caller]
+
+    with Listener([listener.listen(host, port)], answer, lose) as door:
+        while len(callers) < len(indices) and (left := deadline - time.monotonic()) > 0:
+            door.exchange(min(left, _LONGEST_WAIT))
+        missing = [name.decode() for name, index in indices.items() if index not in callers]
+        if missing:
+            for caller in list(callers.values()):
+                door.send(caller, f"{_MISSING}{', '.join(missing)}\n".encode())
+            raise TimeoutError(f"{_MISSING}{', '.join(missing)}")
+        addresses = {index: caller.address for index, caller in callers.items()}
+        hubs: dict[str, socket.socket] = {}
+        for caller in list(callers.values()):
+            reached = listener.plain(caller.line.getsockname()[0])
+            if reached not in hubs:
+                hubs[reached] = listener.listen(reached)
+            port = hubs[reached].getsockname()[1]
+            door.send(caller, f"{_ALL_THERE}{port}\n".encode())
+    return Meeting(list(hubs.values()), addresses)
 
 
-def _call(address: tuple[str, int], name: str, deadline: float) -> str:
-    """Connects until process 0 answers, with its news.
+def _call(address: tuple[str, int], name: str, deadline: float) -> int:
+    """Connect until process 0 answers; return its port for heartbeats.
 
     A process 0 that closes without an answer may be restarting.
     """
     while (left := deadline - time.monotonic()) > 0:
-        try:
-            with socket.create_connection(address, timeout=left) as line:
-                line.sendall(name.encode())
-                line.shutdown(socket.SHUT_WR)
-                line.settimeout(left + _PATIENCE)
-                answer = line.recv(_LONGEST).decode(errors="replace")
-        except OSError:
-            answer = ""
+        answer = _ask(address, name, left)
         if answer.startswith(_ALL_THERE):
-            return answer.removeprefix(_ALL_THERE)
+            return int(answer.removeprefix(_ALL_THERE))
         if answer:
-            raise TimeoutError(f"missing: {answer}")
+            raise TimeoutError(answer)
         time.sleep(_PAUSE)
-    raise TimeoutError(f"missing: process 0, which does not answer at {address[0]}:{address[1]}")
+    raise TimeoutError(f"{_MISSING}process 0, which does not answer at {address[0]}:{address[1]}")
 
 
-def _read(caller: socket.socket) -> str:
-    caller.settimeout(_PATIENCE)
-    with contextlib.suppress(OSError):
-        return caller.recv(_LONGEST).decode(errors="replace")
-    return ""
+def _ask(address: tuple[str, int], name: str, left: float) -> str:
+    """Return the answer of process 0 within `left` seconds and its patience; "" without one."""
+    try:
+        with socket.create_connection(address, timeout=left) as line:
+            line.sendall(f"{name}\n".encode())
+            line.settimeout(left + _PATIENCE)
+            answer = line.makefile("rb").readline(listener.LONGEST_LINE).decode("ascii", "replace")
+    except OSError:
+        return ""
+    return answer.strip() if _ANSWER.fullmatch(answer.strip()) else ""  # else: another server

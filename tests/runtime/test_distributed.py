@@ -5,10 +5,13 @@ Both processes get the same data, and fail together.
 python -m tests.runtime.test_distributed PORT PROCESS        # prints the data as JSON
 python -m tests.runtime.test_distributed PORT PROCESS FAILS  # process FAILS fails
 python -m tests.runtime.test_distributed PORT PROCESS bomb FILE  # a pickle would make FILE
+python -m tests.runtime.test_distributed PORT PROCESS token  # prints who knows what
 """
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import json
 import os
 import pathlib
@@ -27,7 +30,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from spell_jax.runtime import distributed, peers, rendezvous
+from spell_jax.runtime import distributed, listener, peers, rendezvous
 
 
 def run_two(module: str, *arguments: str) -> list[Any]:
@@ -115,8 +118,9 @@ def test_error_of_one_process_ends_both_and_is_printed(failing: int) -> None:
     ended = end_two("tests.runtime.test_distributed", str(failing))
     assert [ended[failing][0], ended[1 - failing][0]] == [1, peers.EXIT_CODE], ended
     assert "ValueError: its own\n" in ended[failing][2]
+    where = f"host {socket.gethostname()}, 127.0.0.1"
     for _, _, errors in ended:
-        assert f"process {failing} of 2 (host {socket.gethostname()}) failed during setup" in errors
+        assert f"process {failing} of 2 ({where}) failed during setup" in errors
         assert "ValueError: its own; " in errors
 
 
@@ -142,6 +146,19 @@ def test_process_under_a_false_name_runs_no_code_on_the_others(tmp_path) -> None
     for error in first:
         assert re.match(r"process 1 sent \d+ bytes that are no list of items: .* version", error)
     assert not canary.exists()
+
+
+TOKEN = b"a token of this test, and no sec"
+
+
+@pytest.mark.slow
+def test_token_is_shared_and_forgotten_and_only_this_machine_is_listened_to() -> None:
+    ended = end_two("tests.runtime.test_distributed", "token")
+    assert [code for code, *_ in ended] == [0, 0], ended
+    for _, told, errors in ended:
+        assert json.loads(told.splitlines()[-1]) == {"knows": True, "finds": False, "open": []}
+        for text in (TOKEN.decode(), TOKEN.hex(), base64.b64encode(TOKEN).decode()):
+            assert text not in told + errors
 
 
 @pytest.mark.parametrize(
@@ -230,15 +247,20 @@ OPEN_MPI = {
 @pytest.fixture
 def joined(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
     """Record calls of the rendezvous and of jax.distributed, which are both replaced."""
-    calls = types.SimpleNamespace(met=[], started=[], peers=[], is_initialized=lambda: False)
+    calls = types.SimpleNamespace(
+        met=[], started=[], peers=[], trusted=[], is_initialized=lambda: False
+    )
     calls.initialize = lambda *given, **more: calls.started.append((given, more))
 
-    def wait_for_all(*given: Any) -> str:
-        calls.met.append(given[:-1])
-        return "4711"  # the port of process 0
+    def wait_for_all(*given: Any) -> rendezvous.Meeting:
+        calls.met.append(given)
+        host = rendezvous.split(given[0])[0]
+        return rendezvous.Meeting((host, 4711), {0: host})
 
     monkeypatch.setattr(rendezvous, "wait_for_all", wait_for_all)
     monkeypatch.setattr(peers, "start", lambda *given: calls.peers.append(given))
+    monkeypatch.setattr(peers, "trust", calls.trusted.append)
+    monkeypatch.setattr(distributed, "_share_token", lambda *_: b"token")
     monkeypatch.setattr(distributed.atexit, "register", lambda *_: None)
     monkeypatch.setattr(jax, "distributed", calls)
     for name in (*GIVEN, *SLURM, *OPEN_MPI, distributed.JOIN_SECONDS, distributed.LOST_SECONDS):
@@ -269,10 +291,37 @@ def test_join_uses_environment_variables(variables, place, joined, monkeypatch, 
     ((given, more),) = joined.started
     assert given == place
     assert (more["initialization_timeout"], more["heartbeat_timeout_seconds"]) == (7, 15)
-    assert joined.peers == [(index, count, (address.partition(":")[0], 4711), 5)]
+    host = address.partition(":")[0]
+    assert joined.peers == [(index, count, (host, 4711), 5, {0: host})]
+    assert joined.trusted == [b"token"] and more["coordinator_bind_address"] is None
     said = capsys.readouterr().err.splitlines()
     assert f"waiting for {count} processes at {address}, up to 7 seconds" in said[0]
     assert f"process {index} of {count}" in said[0] and "within 5 seconds" in said[1]
+
+
+@pytest.mark.parametrize(
+    ("reached", "variable", "address", "bound"),
+    [
+        (["127.0.0.1"], None, "127.0.0.1:1234", "127.0.0.1:1234"),
+        (["::1"], None, "[::1]:1234", "[::1]:1234"),
+        (["127.0.0.1", "127.0.0.2"], None, "host:1234", None),  # all addresses
+        (["127.0.0.1"], "0.0.0.0:1234", "host:1234", None),  # as jax's variable says
+    ],
+)
+def test_service_of_jax_listens_where_all_others_called(
+    reached, variable, address, bound, monkeypatch
+) -> None:
+    monkeypatch.delenv(distributed._BIND_ADDRESS, raising=False)
+    if variable:
+        monkeypatch.setenv(distributed._BIND_ADDRESS, variable)
+    with contextlib.ExitStack() as stack:
+        hub = [stack.enter_context(listener.listen(host)) for host in reached]
+        meeting = rendezvous.Meeting(hub, {})
+        position = distributed._Position("host:1234", 3, 0)
+        assert distributed._service_address(position, meeting) == (address, bound)
+    other = distributed._Position("host:1234", 3, 1)
+    meeting = rendezvous.Meeting(("host", 1), {})
+    assert distributed._service_address(other, meeting) == ("host:1234", None)
 
 
 @pytest.mark.parametrize(
@@ -392,8 +441,44 @@ def attack(process: int, canary: pathlib.Path) -> list[str]:
     return errors
 
 
+def share(port: str, process: str) -> dict[str, Any]:
+    """Join with TOKEN; tell whether this process knows it, and finds it in jax's service.
+
+    `open` lists ports at which this process listens to all addresses.
+    """
+    known: list[bytes] = []
+    trust = peers.trust
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if process == "0":
+            monkeypatch.setattr(distributed.secrets, "token_bytes", lambda size: TOKEN[:size])
+        monkeypatch.setattr(peers, "trust", lambda token: (known.append(token), trust(token)))
+        connect(port, process)
+    distributed.gather_bytes([b"process 0 has removed the token"])
+    found = distributed._client().key_value_dir_get_bytes("spell_jax/")
+    return {"knows": known == [TOKEN], "finds": bool(found), "open": _ports_of_all_addresses()}
+
+
+def _ports_of_all_addresses() -> list[int]:
+    sockets = set()
+    for entry in pathlib.Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # of the loop itself
+            sockets.add(os.readlink(entry))
+    ports = []
+    for table in ("tcp", "tcp6"):
+        for row in pathlib.Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            _, own, _, state, *_, inode = row.split()[:10]
+            address, _, port = own.partition(":")
+            is_listening = state == "0A"
+            if is_listening and not int(address, 16) and f"socket:[{inode}]" in sockets:
+                ports.append(int(port, 16))
+    return ports
+
+
 def main() -> None:
     port, process, *failing = sys.argv[1:]
+    if failing == ["token"]:
+        print(json.dumps(share(port, process)))
+        return
     me = connect(port, process)
     if failing and failing[0] == "bomb":
         print(json.dumps(attack(me, pathlib.Path(failing[1]))))

@@ -45,10 +45,10 @@ def wait_at(point: str, folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -
 
     meet = rendezvous.wait_for_all
 
-    def wait_after_meeting(*given) -> str:
-        news = meet(*given)
+    def wait_after_meeting(*given) -> rendezvous.Meeting:
+        meeting = meet(*given)
         wait_or_pass("joined")
-        return news
+        return meeting
 
     monkeypatch.setattr(fault_injection, "point", wait_or_pass)
     monkeypatch.setattr(rendezvous, "wait_for_all", wait_after_meeting)

@@ -109,7 +109,8 @@ def assert_named(cell: tuple[str, str, int, int], ended: dict[int, tuple[int, st
         if fault in ("cut_off", "stop"):
             missing = host if index != host else 0 if host else 1
             # One that is lost while the hosts join has not said its name.
-            name = rf"process {missing} of {count}( \(host host{missing}\))? is missing: last heard"
+            where = rf"\((host host{missing}, )?{namespaces.address(missing)}\)"
+            name = rf"process {missing} of {count} {where} is missing: last heard"
             assert code == EXIT_CODE and re.search(name, error), error[-3000:]
         elif fault == "disk":
             assert code == 1 and f"host {host}: " in error, error[-3000:]

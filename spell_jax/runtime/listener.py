@@ -1,0 +1,217 @@
+"""Listening sockets for the processes of a run, which strangers may reach too.
+
+A port of a run is open to port scanners, health checks and other runs. A stranger must not end the
+run, take its file descriptors or its time, or keep a process of the run from being heard.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import ipaddress
+import logging
+import selectors
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+NOT_A_PEER = (OSError, ValueError, LookupError, TypeError, RecursionError)  # closed, or a stranger
+LONGEST_LINE = 1 << 16  # bytes; a state has some hundred
+
+_LONGEST_NAME = 256  # bytes of the line in which a caller says who it is
+_NAME_S = 5.0  # time for that line; a process of the run needs milliseconds
+_MOST_UNKNOWN = 64  # connections that have not said who they are
+_LOG_EVERY_S = 60.0
+_PAUSE_S = 0.05  # after a connection that this process has no descriptor for
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(eq=False)
+class Connection:
+    """An accepted connection.
+
+    Attributes:
+      line: its socket, which does not block.
+      address: address of the caller.
+      opened: when it was accepted, in monotonic seconds.
+      greeting: first line sent to the caller.
+      caller: anything that stands for the caller; None until it has said who it is.
+      text: bytes of a line that has not ended yet.
+      is_open: whether it is not closed yet.
+    """
+
+    line: socket.socket
+    address: str
+    opened: float
+    greeting: bytes
+    caller: Any = None
+    text: bytearray = dataclasses.field(default_factory=bytearray)
+    is_open: bool = True
+
+
+class Listener:
+    """Connections at listening sockets, served by one thread; a context that closes all of them.
+
+    A caller first says who it is in a line of at most 256 bytes, within 5 s. At most 64 connections
+    have not done so. Further ones take the place of the oldest from the address with the most, so
+    that idle connections neither use up descriptors nor keep a process of the run outside. What is
+    closed for such a reason is counted, and logged with the address at most once a minute.
+
+    Args:
+      servers: listening sockets.
+      answer: function of a connection and a line, without its end, to the bytes of the answer. It
+        sets `caller`; an error of NOT_A_PEER, whose text says why, closes the connection.
+      lose: function that is called with a known connection after it was closed.
+      greet: function that returns the first line of a connection, without its end; "" for none.
+    """
+
+    def __init__(
+        self,
+        servers: Sequence[socket.socket],
+        answer: Callable[[Connection, bytes], bytes],
+        lose: Callable[[Connection], None],
+        greet: Callable[[], bytes] = bytes,
+    ) -> None:
+        self._servers, self._answer, self._lose, self._greet = servers, answer, lose, greet
+        self._connections: dict[socket.socket, Connection] = {}  # in the order of acceptance
+        self._selector = selectors.DefaultSelector()
+        self._refused, self._last_refusal, self._next_log = 0, "", time.monotonic()
+        for server in servers:
+            server.setblocking(False)
+            self._selector.register(server, selectors.EVENT_READ)
+
+    def __enter__(self) -> Listener:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._refused:
+            self._log_refused(time.monotonic())
+        for line in [*self._connections, *self._servers]:
+            line.close()
+        self._selector.close()
+
+    def exchange(self, wait: float) -> None:
+        """Wait at most `wait` seconds for callers; accept connections and answer lines."""
+        for key, _ in self._selector.select(wait):
+            line = key.fileobj
+            assert isinstance(line, socket.socket)
+            if key.data is None:
+                self._accept(line)
+            elif key.data.is_open:  # not closed since the wait
+                self._read(key.data)
+        now = time.monotonic()
+        for connection in self._unknown():
+            if now > connection.opened + _NAME_S:
+                self.refuse(connection, f"did not say who it is within {_NAME_S:g} s")
+        if self._refused and now >= self._next_log:
+            self._log_refused(now)
+
+    def close(self, connection: Connection) -> None:
+        """Close a connection; nothing if it is closed."""
+        if connection.is_open:
+            connection.is_open = False
+            del self._connections[connection.line]
+            self._selector.unregister(connection.line)
+            connection.line.close()
+            if connection.caller is not None:
+                self._lose(connection)
+
+    def send(self, connection: Connection, data: bytes) -> None:
+        """Send bytes; a connection that does not take them at once is closed."""
+        try:
+            connection.line.sendall(data)
+        except OSError:
+            self.close(connection)
+
+    def refuse(self, connection: Connection, why: str) -> None:
+        """Close a connection, and have it logged with the reason."""
+        self.close(connection)
+        self._refused += 1
+        self._last_refusal = f"{connection.address} {why}"
+
+    def _accept(self, server: socket.socket) -> None:
+        unknown = self._unknown()
+        if len(unknown) >= _MOST_UNKNOWN:
+            counts = Counter(connection.address for connection in unknown)
+            excess = max(unknown, key=lambda connection: counts[connection.address])  # the oldest
+            self.refuse(excess, f"was one of {_MOST_UNKNOWN} that did not say who they are")
+        try:
+            line, address = server.accept()
+        except BlockingIOError:  # the caller has hung up
+            return
+        except OSError:  # no descriptor is free, and the caller still waits
+            time.sleep(_PAUSE_S)
+            return
+        line.setblocking(False)
+        connection = Connection(line, plain(address[0]), time.monotonic(), self._greet())
+        self._connections[line] = connection
+        self._selector.register(line, selectors.EVENT_READ, connection)
+        if connection.greeting:
+            self.send(connection, connection.greeting + b"\n")
+
+    def _read(self, connection: Connection) -> None:
+        try:
+            if not (received := connection.line.recv(LONGEST_LINE)):
+                raise ConnectionError("hung up before it said who it is")
+            connection.text += received
+            while connection.is_open:
+                end = connection.text.find(b"\n")
+                size = end if end >= 0 else len(connection.text)
+                longest = _LONGEST_NAME if connection.caller is None else LONGEST_LINE
+                if size > longest:
+                    raise ValueError(f"sent a line of more than {longest} bytes")
+                if end < 0:
+                    return
+                line = bytes(connection.text[:end])
+                del connection.text[: end + 1]
+                if answer := self._answer(connection, line):
+                    self.send(connection, answer)
+        except NOT_A_PEER as error:
+            if connection.caller is not None and isinstance(error, OSError):
+                self.close(connection)
+            else:
+                self.refuse(connection, str(error))
+
+    def _unknown(self) -> list[Connection]:
+        return [value for value in self._connections.values() if value.caller is None]
+
+    def _log_refused(self, now: float) -> None:
+        ports = ", ".join(str(server.getsockname()[1]) for server in self._servers)
+        log.warning(
+            "port %s: closed %d connections, the last because %s",
+            ports,
+            self._refused,
+            self._last_refusal,
+        )
+        self._refused, self._next_log = 0, now + _LOG_EVERY_S
+
+
+def plain(address: str) -> str:
+    """Return an address without the IPv6 form of IPv4 addresses: 10.0.0.2 for ::ffff:10.0.0.2."""
+    parsed = ipaddress.ip_address(address)
+    mapped = getattr(parsed, "ipv4_mapped", None)
+    return str(mapped or parsed)
+
+
+def listen(host: str, port: int = 0) -> socket.socket:
+    """Return a socket that listens at a port, or at any free one, of the addresses of `host`.
+
+    A name stands for all addresses of this machine, and so does an address of another machine: both
+    may be a service of the cluster that leads here, and Debian has names at 127.0.1.1. An address
+    of this machine, and localhost, are listened at alone.
+    """
+    try:
+        address = "127.0.0.1" if host == "localhost" else host
+        family = socket.AF_INET if ipaddress.ip_address(address).version == 4 else socket.AF_INET6
+        return socket.create_server((address, port), family=family)
+    except ValueError:  # a name
+        pass
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+    has_both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if has_both else socket.AF_INET
+    return socket.create_server(("", port), family=family, dualstack_ipv6=has_both)
