@@ -43,7 +43,8 @@ COORDINATOR, PROCESSES, PROCESS = "SPELL_COORDINATOR", "SPELL_PROCESSES", "SPELL
 # lost. Heartbeats continue while it compiles or writes; a machine's migration may take 100 s.
 JOIN_SECONDS, LOST_SECONDS = "SPELL_JOIN_SECONDS", "SPELL_LOST_SECONDS"
 _DEFAULT_SECONDS = {JOIN_SECONDS: 300, LOST_SECONDS: 100}
-_BIND_ADDRESS = "JAX_COORDINATOR_BIND_ADDRESS"  # jax's own variable: where its service listens
+# jax's own variables: where its service listens, and a certificate, which names its address.
+_SERVICE_VARIABLES = ("JAX_COORDINATOR_BIND_ADDRESS", "JAX_MTLS_CERT_FILE")
 _TOKEN_KEY, _TOKEN_BYTES = "spell_jax/token", 32
 
 
@@ -105,7 +106,7 @@ def _service_address(position: _Position, meeting: rendezvous.Meeting) -> tuple[
     If all others have reached process 0 at one address, it listens there only. Process 0 must then
     reach it there too: Debian gives a machine's own name to 127.0.1.1.
     """
-    is_chosen = _BIND_ADDRESS in os.environ
+    is_chosen = any(name in os.environ for name in _SERVICE_VARIABLES)
     if position.index != 0 or is_chosen or len(meeting.hub) != 1:
         return position.address, None
     (hub,) = meeting.hub

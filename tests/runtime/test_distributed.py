@@ -305,15 +305,18 @@ def test_join_uses_environment_variables(variables, place, joined, monkeypatch, 
         (["127.0.0.1"], None, "127.0.0.1:1234", "127.0.0.1:1234"),
         (["::1"], None, "[::1]:1234", "[::1]:1234"),
         (["127.0.0.1", "127.0.0.2"], None, "host:1234", None),  # all addresses
-        (["127.0.0.1"], "0.0.0.0:1234", "host:1234", None),  # as jax's variable says
+        # as jax's variables say
+        (["127.0.0.1"], "JAX_COORDINATOR_BIND_ADDRESS", "host:1234", None),
+        (["127.0.0.1"], "JAX_MTLS_CERT_FILE", "host:1234", None),
     ],
 )
 def test_service_of_jax_listens_where_all_others_called(
     reached, variable, address, bound, monkeypatch
 ) -> None:
-    monkeypatch.delenv(distributed._BIND_ADDRESS, raising=False)
+    for name in distributed._SERVICE_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
     if variable:
-        monkeypatch.setenv(distributed._BIND_ADDRESS, variable)
+        monkeypatch.setenv(variable, "any")
     with contextlib.ExitStack() as stack:
         hub = [stack.enter_context(listener.listen(host)) for host in reached]
         meeting = rendezvous.Meeting(hub, {})
