@@ -21,7 +21,7 @@ NOT_A_PEER = (OSError, ValueError, LookupError, TypeError, RecursionError)  # cl
 LONGEST_LINE = 1 << 16  # bytes; a state has some hundred
 
 _LONGEST_NAME = 256  # bytes of the line in which a caller says who it is
-_NAME_S = 5.0  # time for that line; a process of the run needs milliseconds
+_NAME_S = 10.0  # time for that line; a process needs milliseconds, or 4 s at delays of 2 s
 _MOST_UNKNOWN = 64  # connections that have not said who they are
 _LOG_EVERY_S = 60.0
 _PAUSE_S = 0.05  # after a connection that this process has no descriptor for
@@ -55,10 +55,11 @@ class Connection:
 class Listener:
     """Connections at listening sockets, served by one thread; a context that closes all of them.
 
-    A caller first says who it is in a line of at most 256 bytes, within 5 s. At most 64 connections
-    have not done so. Further ones take the place of the oldest from the address with the most, so
-    that idle connections neither use up descriptors nor keep a process of the run outside. What is
-    closed for such a reason is counted, and logged with the address at most once a minute.
+    A caller first says who it is in a line of at most 256 bytes, within 10 s. At most 64
+    connections have not done so. Further ones take the place of the oldest from the address with
+    the most, so that idle connections neither use up descriptors nor keep a process of the run
+    outside. What is closed for such a reason is counted, and logged with the address at most once
+    a minute.
 
     Args:
       servers: listening sockets.
@@ -181,7 +182,7 @@ class Listener:
     def _log_refused(self, now: float) -> None:
         ports = ", ".join(str(server.getsockname()[1]) for server in self._servers)
         log.warning(
-            "port %s: closed %d connections, the last because %s",
+            "port %s of this run: closed connections: %d, the last because %s",
             ports,
             self._refused,
             self._last_refusal,

@@ -118,7 +118,7 @@ def test_refusals_are_logged_at_once_and_then_once_a_while(monkeypatch, caplog) 
     texts = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     port = echo.address[1]
     why = "the last because 127.0.0.2 is not me"
-    assert texts == [f"port {port}: closed {n} connections, {why}" for n in (1, 2)]
+    assert texts == [f"port {port} of this run: closed connections: {n}, {why}" for n in (1, 2)]
 
 
 def test_lack_of_descriptors_does_not_end_the_listener(monkeypatch) -> None:
