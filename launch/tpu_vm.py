@@ -7,8 +7,9 @@
 `create` queues a request for the slice. `copy` packs the committed files and installs them on all
 workers. `run` starts Python there with the arguments after `--`, detached; a worker refuses a
 second command. `status` and `logs` inspect it. `delete` deletes the slice. `watch` does all of
-this: it polls every --poll_seconds; if the slice or a worker is lost, or the command exits with 75
-(a preempted trainer), it deletes the slice and starts over. It ends with the command's exit status.
+this: it polls every --poll_seconds; if the slice or a worker is lost, or the command was preempted
+(exit status 75 or 143), it deletes the slice and starts over. It ends with the command's exit
+status, at once for a mistake of the user (2).
 
 Every call is printed before it is made, ready to paste into a shell. With --dry_run none is made.
 The required setup (gcloud, permissions, buckets) is in docs/launching.md.
@@ -30,7 +31,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from launch import topologies
-from spell_jax.runtime.preemption import EXIT_CODE
+from spell_jax.runtime import entry, sigterm
 
 COMMANDS = ("create", "copy", "run", "logs", "status", "watch", "delete")
 # Google's JAX image for each generation (cloud.google.com/tpu/docs/runtimes).
@@ -45,6 +46,9 @@ LOST = ("FAILED", "SUSPENDED", "PREEMPTED", "TERMINATED", "STOPPED")
 SCRIPT = pathlib.Path(__file__).with_name("tpu_worker.sh")
 ON_WORKER = f"--command={SCRIPT.read_text().rstrip()}; "  # a function of SCRIPT follows
 PATIENCE = 3  # consecutive failures after which they no longer count as transient
+# Exit statuses of a command that is started again: that of SIGTERM, and a shell's of a process that
+# SIGTERM ended before its first line (128 + 15).
+PREEMPTED = (sigterm.EXIT_CODE, 128 + signal.SIGTERM)
 # Seconds before a lost slice is requested again: FIRST_WAIT, doubled for every slice in a row that
 # was lost within QUICK seconds, at most LONGEST_WAIT.
 FIRST_WAIT, LONGEST_WAIT, QUICK = 30, 1800, 600
@@ -270,8 +274,11 @@ def poll(given: Namespace, workers: int = 0) -> int | None:
     if "running" in states.values():
         return None
     statuses = [int(state.removeprefix("exited:")) for state in states.values()]
-    if EXIT_CODE in statuses:  # other workers may have failed because they lost this peer
-        raise Lost(f"the command was preempted (exit status {EXIT_CODE})")
+    if entry.EXIT_CODE in statuses:  # a mistake, which another start would repeat
+        return entry.EXIT_CODE
+    for status in PREEMPTED:  # other workers may have failed because they lost this peer
+        if status in statuses:
+            raise Lost(f"the command was preempted (exit status {status})")
     return next(filter(None, statuses), 0)
 
 
@@ -345,7 +352,8 @@ def main(words: Sequence[str]) -> int:
     """Run the command line; return the exit status (130 if interrupted)."""
     given = parse(words)
     try:
-        return act(given)
+        with sigterm.ending():  # the slice, which is paid for, is named at the end
+            return act(given)
     except FileNotFoundError as error:
         print(f"{error} (is {error.filename} installed and on PATH?)", file=sys.stderr)
     except RuntimeError as error:

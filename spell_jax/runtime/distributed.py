@@ -30,7 +30,7 @@ from jax._src import clusters  # no public API reports what initialize() would d
 from jax._src import distributed as jax_distributed
 from jax.experimental import multihost_utils
 
-from spell_jax.runtime import peers, rendezvous
+from spell_jax.runtime import peers, rendezvous, sigterm
 
 _POLL_S = 0.1  # pause between two looks at a barrier
 _KEPT_BARRIERS = 20  # a save has fewer, and starts when all processes have ended the one before
@@ -95,6 +95,7 @@ def join() -> None:
             coordinator_bind_address=bound,
         )
         peers.trust(_share_token(position.index, limit))
+    sigterm.reclaim()  # jax's handler would note the signal for Orbax, and nothing else
     atexit.register(_leave_if_failed)
     _log_stderr(f"all {position.count} are there; if one is lost, all end within {lost} seconds")
 

@@ -3,8 +3,9 @@
 A mistake of the user ends with `error: MESSAGE` on stderr and exit status 2; every other exception
 is a crash, with its traceback and exit status 1. Mistakes are the errors of type USER_ERRORS before
 a command calls `setup_done`, after its last check, unless the message has no place (JSON and
-Unicode errors, empty ones). Ctrl-C ends with one line too. With --debug, which every command takes,
-the traceback of a mistake is printed before its line.
+Unicode errors, empty ones). Ctrl-C ends with one line too, and so does SIGTERM, with exit status 75
+(runtime/sigterm.py). With --debug, which every command takes, the traceback of a mistake is printed
+before its line.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from absl import app, flags
 from ml_collections import config_flags
 
-from spell_jax.runtime import paths
+from spell_jax.runtime import paths, sigterm
 from spell_jax.runtime.config import flat
 from spell_jax.runtime.remote import FetchError
 
@@ -73,7 +74,8 @@ def run_main(
         with user_errors():
             return main(arguments)
 
-    app.run(run, flags_parser=parse)
+    with sigterm.ending():
+        app.run(run, flags_parser=parse)
 
 
 def setup_done() -> None:
@@ -93,7 +95,8 @@ def user_errors() -> Iterator[None]:
     _is_set_up = False
     sys.argv[:] = [argument for argument in sys.argv if argument != DEBUG]  # unknown to argparse
     try:
-        yield
+        with sigterm.ending():
+            yield
     except USER_ERRORS as error:
         text = " ".join(line.strip() for line in str(error).splitlines()).strip()
         text = _flag_of_file(error) or text
@@ -107,6 +110,9 @@ def user_errors() -> Iterator[None]:
         _leave(f"error: {text}", EXIT_CODE, error)
     except KeyboardInterrupt as error:
         _leave("interrupted; a training run goes on with the same command", INTERRUPTED, error)
+    except sigterm.Terminated as error:
+        _announce("ended by SIGTERM; start the same command again", sigterm.EXIT_CODE, error)
+        raise
 
 
 def _flag_of_file(error: BaseException) -> str:
@@ -119,13 +125,18 @@ def _flag_of_file(error: BaseException) -> str:
     return ""
 
 
-def _leave(line: str, code: int, error: BaseException) -> None:
+def _leave(line: str, code: int, error: BaseException) -> NoReturn:
+    _announce(line, code, error)
+    sys.exit(code)
+
+
+def _announce(line: str, code: int, error: BaseException) -> None:
+    """Print the line; one of several processes tells the others, and ends here."""
     print(line, file=sys.stderr, flush=True)
     if "jax" in sys.modules:  # not imported for its sake: the data pipeline runs without it
         from spell_jax.runtime import distributed
 
         distributed.leave(code, error)
-    sys.exit(code)
 
 
 def parse_flags(

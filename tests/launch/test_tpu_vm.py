@@ -360,7 +360,7 @@ def test_watch_recreates_a_lost_slice_with_the_original_code(cloud, monkeypatch,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("statuses", [(1, 75), (75, 0)])
+@pytest.mark.parametrize("statuses", [(1, 75), (75, 0), (143, 69)])
 def test_watch_restarts_a_preempted_trainer(cloud, statuses):
     cloud.plan([statuses[0], 0], [statuses[1], 0])
     assert cloud.main("watch", *cloud.train()) == 0
@@ -369,7 +369,7 @@ def test_watch_restarts_a_preempted_trainer(cloud, statuses):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("statuses", "want"), [((0, 4), 4), ((1, 137), 1)])
+@pytest.mark.parametrize(("statuses", "want"), [((0, 4), 4), ((1, 137), 1), ((75, 2), 2)])
 def test_watch_exits_with_the_trainer_status(cloud, statuses, want):
     cloud.plan([statuses[0]], [statuses[1]])
     assert cloud.main("watch", *cloud.train()) == want

@@ -87,7 +87,7 @@ def test_time_limit_runs_from_first_sigterm_to_context_exit() -> None:
     with Preemption(PATIENCE_S, end=ended.append) as told:
         os.kill(os.getpid(), signal.SIGTERM)
         wait_for(told.should_stop)
-    assert ended == [75] and not told._watcher.is_alive()
+    assert ended == [75] and not told._watch.thread.is_alive()
 
 
 def test_other_signals_are_ignored() -> None:

@@ -159,7 +159,7 @@ def test_run_that_hangs_after_sigterm_ends_at_the_time_limit(policy, whole, tmp_
     short = {"preemption_limit_s": 0.5}
     fault = f"verified:{passings('verified', whole)}:term", "hang:0"
     error = expect(EXIT_CODE, 0, policy, tmp_path, *fault, **short)
-    assert "not saved within 0.5 s: ends at once" in error
+    assert "not ended within 0.5 s: ends at once" in error
     expect(0, 3, policy, tmp_path)
     killed.assert_same_run(killed.make_config(policy), tmp_path, whole)
 

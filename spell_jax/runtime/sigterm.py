@@ -1,0 +1,177 @@
+"""SIGTERM, by which a machine announces its end: a process that gets it exits with EXIT_CODE.
+
+`ending` is the context of a whole command (runtime/entry.py has it): the signal ends the command as
+Ctrl-C does, by an exception. A run that saves first enters `Preemption` within it. Every file of a
+command is written under another name and renamed, or appended by whole lines, so that the same
+command can be started again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: a temporary failure, try again
+LIMIT_S = 25.0  # a preempted machine of Google's is gone 30 s after the signal
+
+_CLOSE, _ELSEWHERE = b"\xff", b"\xfe"  # control bytes; not signal numbers
+log = logging.getLogger(__name__)
+
+
+class Terminated(SystemExit):
+    """A SIGTERM ended the command; the process exits with EXIT_CODE."""
+
+    def __init__(self) -> None:
+        super().__init__(EXIT_CODE)
+
+
+class SigtermWatch:
+    """Context in which SIGTERM calls `handle`, and the process ends if it goes on for too long.
+
+    It must be entered in the main thread; at its exit the previous handlers are restored. A process
+    that has not left the context `limit_s` seconds after the first SIGTERM exits with EXIT_CODE; a
+    second SIGTERM ends it at once. A thread reads signals from a pipe that the interpreter's C code
+    writes to: a Python handler would not run until the main thread returns from the device.
+
+    Args:
+      limit_s: seconds, above 0 and finite.
+      handle: called in the main thread, between two steps of the interpreter; it may raise.
+      note: called in the thread, at once.
+      end: called with an exit code to end the process.
+    """
+
+    def __init__(
+        self,
+        limit_s: float,
+        handle: Callable[[], None],
+        note: Callable[[], None],
+        end: Callable[[int], None] = os._exit,
+    ) -> None:
+        self._limit, self._handle, self._note, self._end = limit_s, handle, note, end
+
+    def __enter__(self) -> SigtermWatch:
+        self._reads, self._writes = socket.socketpair()
+        self._writes.setblocking(False)  # otherwise a full pipe could block the interpreter
+        self._old_descriptor = signal.set_wakeup_fd(self._writes.fileno())
+        self._old_handler = signal.signal(signal.SIGTERM, lambda number, frame: self._handle())
+        self.thread = threading.Thread(target=self._read, name="SIGTERM", daemon=True)
+        self.thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        signal.signal(signal.SIGTERM, self._old_handler or signal.SIG_DFL)
+        signal.set_wakeup_fd(self._old_descriptor)
+        self._writes.send(_CLOSE)
+        self.thread.join()
+        self._reads.close()
+        self._writes.close()
+
+    def start_limit(self) -> None:
+        """Start the time limit, as the first SIGTERM does."""
+        self._writes.send(_ELSEWHERE)
+
+    def pass_on(self) -> None:
+        """Hand a SIGTERM to the previous handler, if that is a function of Python.
+
+        The context must have been left.
+        """
+        if callable(self._old_handler):
+            signal.raise_signal(signal.SIGTERM)
+
+    def _read(self) -> None:
+        """Read signals, one byte each, until the context is left or the time limit is reached."""
+        deadline, signals = math.inf, 0
+        while True:
+            left = deadline - time.monotonic()
+            self._reads.settimeout(max(left, 1e-3) if left < math.inf else None)
+            try:
+                byte = self._reads.recv(1)
+            except TimeoutError:
+                return self._give_up(f"SIGTERM: not ended within {self._limit:g} s")
+            if byte == _CLOSE:
+                return None
+            if byte == bytes([signal.SIGTERM]):
+                signals += 1
+                if signals == 2:
+                    return self._give_up("a second SIGTERM")
+                self._note()
+            elif byte != _ELSEWHERE:
+                continue  # another signal
+            deadline = min(deadline, time.monotonic() + self._limit)
+
+    def _give_up(self, why: str) -> None:
+        log.error("%s: ends at once, what is saved counts", why)
+        self._end(EXIT_CODE)
+
+
+_is_ending = False  # whether `ending` is entered
+
+
+@contextlib.contextmanager
+def ending(end: Callable[[int], None] = os._exit) -> Iterator[None]:
+    """Context that a SIGTERM ends with Terminated; it does nothing within itself.
+
+    A process that still runs LIMIT_S seconds later, for example because the main thread compiles or
+    Python waits for another thread at its exit, ends at once. Outside of the main thread, where
+    Python handles no signals, the context does nothing.
+    """
+    global _is_ending
+    if _is_ending or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def handle() -> None:
+        raise Terminated
+
+    _is_ending = True
+    try:
+        with SigtermWatch(LIMIT_S, handle, lambda: None, end):
+            yield
+    except Terminated:
+        late = threading.Timer(LIMIT_S, end, (EXIT_CODE,))
+        late.daemon = True  # does not keep the process, but ends it if another thread does
+        late.start()
+        raise
+    finally:
+        _is_ending = False
+
+
+def reclaim() -> None:
+    """Install the handler of Python again, which the C code of a library may have replaced."""
+    handler = signal.getsignal(signal.SIGTERM)
+    if handler is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)
+
+
+_masks = threading.local()  # of each thread that forks
+
+
+def _before_fork() -> None:
+    _masks.old = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+
+def _after_fork() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _masks.old)
+
+
+def _after_fork_in_child() -> None:
+    """Restore the default: a signal to the child would otherwise reach the parent's pipe."""
+    handler: Any = signal.getsignal(signal.SIGTERM)
+    if getattr(handler, "__module__", "") == __name__:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _after_fork()
+
+
+# The signal is blocked meanwhile: it may come to the child before its default is restored.
+os.register_at_fork(
+    before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child
+)

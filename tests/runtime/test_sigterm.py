@@ -1,0 +1,149 @@
+"""Tests of SIGTERM in a command: exit status 75 from the first line of `main` to the last."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from spell_jax.runtime import sigterm
+from spell_jax.runtime.preemption import METADATA_VARIABLE, Preemption
+from spell_jax.runtime.sigterm import Terminated
+
+PATIENCE_S = 60.0  # generous: on an idle machine, everything awaited here takes under a second
+
+PROGRAM = """
+import sys, threading, time
+from absl import flags
+from spell_jax.runtime import entry
+
+def main(_):
+    if "--thread" in sys.argv:  # Python waits for it at its exit
+        threading.Thread(target=time.sleep, args=(600,)).start()
+    try:
+        print("main", flush=True)
+        time.sleep(600)
+    finally:
+        print("left", flush=True)
+
+entry.sigterm.LIMIT_S = 3.0
+entry.run_main(main, lambda argv: flags.FLAGS(argv, known_only=True))
+"""
+
+
+def send() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def wait_for(what: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not what():
+        assert time.monotonic() < deadline, "nothing happened"
+        time.sleep(0.005)
+
+
+def test_sigterm_ends_the_outermost_context_and_handlers_are_restored() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Terminated) as ended, sigterm.ending([].append), sigterm.ending():
+        send()
+        time.sleep(PATIENCE_S)
+    assert ended.value.code == 75
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_a_process_that_goes_on_for_too_long_ends(monkeypatch) -> None:
+    """Whether the main thread or, after it, another one does."""
+    monkeypatch.setattr(sigterm, "LIMIT_S", 0.05)
+    ended: list[int] = []
+    with contextlib.suppress(Terminated), sigterm.ending(ended.append):
+        try:
+            send()
+            time.sleep(PATIENCE_S)
+        finally:
+            wait_for(lambda: ended == [75])
+    wait_for(lambda: ended == [75, 75])
+
+
+def test_a_second_sigterm_ends_the_process_at_once() -> None:
+    ended: list[int] = []
+    with contextlib.suppress(Terminated), sigterm.ending(ended.append):
+        with contextlib.suppress(Terminated):
+            send()
+            time.sleep(PATIENCE_S)
+        with contextlib.suppress(Terminated):
+            send()
+            time.sleep(PATIENCE_S)
+        wait_for(lambda: ended == [75])
+
+
+def test_a_notice_after_the_last_question_is_handed_on(monkeypatch) -> None:
+    """It came in the last save of a run; the final evaluation must not go on in spite of it."""
+    monkeypatch.setenv(METADATA_VARIABLE, "127.0.0.1:9")
+    with pytest.raises(Terminated), sigterm.ending([].append):
+        with Preemption(PATIENCE_S) as preemption:
+            assert not preemption.should_stop()
+            send()
+        time.sleep(PATIENCE_S)
+
+
+def test_other_threads_are_left_alone() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    handlers = []
+
+    def enter() -> None:
+        with sigterm.ending():
+            handlers.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert handlers == [before]
+
+
+def test_a_handler_that_c_code_replaced_is_installed_again() -> None:
+    import ctypes
+
+    with pytest.raises(Terminated), sigterm.ending([].append):
+        ctypes.CDLL(None).signal(signal.SIGTERM, None)  # SIG_DFL, as Python does not know
+        sigterm.reclaim()
+        send()
+        time.sleep(PATIENCE_S)
+
+
+def test_a_fork_ends_by_the_signal_and_its_parent_goes_on() -> None:
+    """A program of its own, because a fork of this process would copy jax's threads."""
+    code = (
+        "import os, signal, time\n"
+        "from spell_jax.runtime import sigterm\n"
+        "with sigterm.ending():\n"
+        "    child = os.fork()\n"
+        "    if not child: time.sleep(600)\n"
+        "    os.kill(child, signal.SIGTERM)\n"
+        "    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
+        "    time.sleep(.1)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "-15\n", "")
+
+
+@pytest.mark.parametrize("option", ["", pytest.param("--thread", marks=pytest.mark.slow)])
+def test_a_command_ends_with_one_line_and_status_75(option: str) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, *option.split()],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None and process.stdout.readline() == "main\n"
+    process.send_signal(signal.SIGTERM)
+    output, error = process.communicate(timeout=PATIENCE_S)
+    assert (process.returncode, output) == (75, "left\n")
+    assert error == "ended by SIGTERM; start the same command again\n"
