@@ -64,7 +64,8 @@ class Lost(Exception):
 
 def say(text: str) -> None:
     """Print text as shell comments, so that the whole output can be pasted into a shell."""
-    print("\n".join(f"# {time.strftime('%T')} {line}" for line in text.splitlines()), flush=True)
+    lines = text.rstrip("\n").split("\n")
+    print("\n".join(f"# {time.strftime('%T')} {line}" for line in lines), flush=True)
 
 
 def printable(words: Sequence[str]) -> str:
@@ -176,7 +177,7 @@ def report(given: Namespace, workers: int) -> list[list[str]]:
 def on_all(given: Namespace, function: str, workers: int) -> list[list[str]]:
     """Call a function of SCRIPT on all workers; return the words of each success line."""
     out = gcloud(given, "tpu-vm", "ssh", given.name, "--worker=all", f"{ON_WORKER}{function}")
-    lines = [line.rstrip().split(maxsplit=3) for line in out.splitlines()]
+    lines = [line.rstrip().split(maxsplit=3) for line in out.split("\n")]
     found = [words[1:] for words in lines if words[:1] == ["spell_jax_worker"]]
     # gcloud's exit status is not enough: its manual does not define it.
     if len(found) != workers and not given.dry_run:

@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 from etils import epath
 
 from spell_jax.evaluation.runner import SUMMARY
+from spell_jax.runtime.jsonl import read_json, read_records
 from spell_jax.runtime.metrics import METRICS_FILE, read_metrics
 
 MODELS, DATA, BENCHMARKS = "models", "data", "benchmarks"  # folders below `inputs`
@@ -159,7 +159,7 @@ class Score(NamedTuple):
         path = folder / self.evaluation / SUMMARY
         if not path.exists():
             return None
-        summary = json.loads(path.read_text())
+        summary = read_json(path)
         row = next((one for one in summary["rows"] if one["max_input"] == self.max_input), None)
         if row is None:
             return None
@@ -210,7 +210,7 @@ class Right(NamedTuple):
         path = folder / self.file
         if not path.exists():
             return None
-        rights = [json.loads(line).get("right") for line in path.read_text().splitlines()]
+        rights, _ = read_records(path, lambda record: record.get("right"))
         known = [right for right in rights if right is not None]
         return 100 * statistics.fmean(known) if known else None
 

@@ -29,6 +29,7 @@ from spell_jax.data.clusters import (
     read_clusters,
 )
 from spell_jax.runtime import distributed, remote
+from spell_jax.runtime.jsonl import read_json, read_lines
 
 MANIFEST, INDEX = "manifest.json", "index.jsonl"
 SHARDS = "clusters-train.array_record-*"
@@ -90,8 +91,7 @@ class Built:
         self._folder = remote.fetch(path)
         _check_files(self._folder)
         index_file = self._folder / INDEX
-        lines = index_file.read_text(encoding="utf-8").splitlines()
-        index = [_parse_index(line, index_file) for line in lines]
+        index = [_parse_index(line, index_file) for line in read_lines(index_file)]
         self.tasks: dict[str, tuple[str, ...] | None] = {name: (task,) for name, task in index}
         self._numbers = {name: number for number, name in enumerate(self.tasks)}
         self._records = _open_records(self._folder)
@@ -134,7 +134,7 @@ def _check_files(folder: Path) -> None:
     if not path.is_file():
         raise FileNotFoundError(f"{path}: missing, so the build is unfinished; run it again")
     try:
-        files = json.loads(path.read_text(encoding="utf-8"))["files"]
+        files = read_json(path)["files"]
         sizes = {name: int(file["size"]) for name, file in files.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: not the manifest of a build ({error!r})") from error

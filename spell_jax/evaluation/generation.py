@@ -7,7 +7,6 @@ fit into its context (`answer`). Each is parsed as its role in self-play require
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import math
 import pathlib
@@ -23,7 +22,7 @@ from spell_jax.evaluation.policy_sampler import Policy
 from spell_jax.policy.choices import THINKING
 from spell_jax.policy.tokenizer_base import Tokenizer
 from spell_jax.runtime import entry, paths, remote
-from spell_jax.runtime.jsonl import read_records, write_records
+from spell_jax.runtime.jsonl import read_json, read_records, write_records
 from spell_jax.runtime.paths import CONFIG_FILE
 from spell_jax.sampler.keys import request_keys
 from spell_jax.sampler.requests import Options, Sample
@@ -71,7 +70,7 @@ def write(given: Any, results: Sequence[Record]) -> None:
 def find_prompt_set(workdir: epath.Path | None) -> str:
     """Returns the prompt set in config.json of a run's workdir; "full" without one."""
     path = workdir / CONFIG_FILE if workdir else None
-    config = json.loads(path.read_text()) if path and path.exists() else {}
+    config = read_json(path) if path and path.exists() else {}
     return config.get("algorithm", config).get("prompts", "full")
 
 

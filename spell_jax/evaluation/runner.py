@@ -8,7 +8,6 @@ evaluation; another one needs another folder.
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import pathlib
 from collections.abc import Sequence
@@ -26,7 +25,13 @@ from spell_jax.policy.choices import THINKING
 from spell_jax.policy.model import ModelConfig
 from spell_jax.runtime import distributed, entry, fault_injection, paths, remote, setup
 from spell_jax.runtime.config import check_choice
-from spell_jax.runtime.jsonl import append_records, write_json, write_lines, write_records
+from spell_jax.runtime.jsonl import (
+    append_records,
+    read_json,
+    write_json,
+    write_lines,
+    write_records,
+)
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.selfplay.judge import Judge
 
@@ -152,7 +157,7 @@ def run(
 
     def resume() -> list[QuestionKey]:
         files = (remote.fetch(os.path.join(one, SUMMARY)) for one in compare)
-        others.extend(json.loads(file.read_text()) for file in files)
+        others.extend(map(read_json, files))
         out.mkdir(parents=True, exist_ok=True)
         setup.check_same(out / paths.CONFIG_FILE, description)
         rows.update(answering.read_finished(out / SAMPLES, config.sampling.samples))

@@ -38,7 +38,7 @@ class SaveError(RuntimeError):
     """A step could not be saved; the message names the fallback folder, if it was saved there."""
 
 
-class DamagedError(RuntimeError):
+class DamagedError(ValueError):
     """Checkpoints exist, but none can be used."""
 
 

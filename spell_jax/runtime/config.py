@@ -20,6 +20,9 @@ from ml_collections import ConfigDict
 T = TypeVar("T")
 Config = Any  # an ml_collections.ConfigDict: its fields have no static types
 DERIVED = {"derived": True}  # metadata of a field that is computed, not configured
+# Whole numbers of jax have 32 bits, and of a larger seed it drops the rest without a word: seed 0 and
+# seed 2**32 are one run.
+LARGEST, LARGEST_SEED = 2**31 - 1, 2**32 - 1
 
 
 def section(fields: Any) -> Config:
@@ -88,6 +91,13 @@ def check_least(fields: Any, where: str, **least: float) -> None:
             raise ValueError(f"{where}{name} = {getattr(fields, name)}: must be at least {bound}")
 
 
+def check_width(value: int, where: str) -> None:
+    """Raises ValueError for a whole number that jax cannot hold; `where` is its name."""
+    least, most = (0, LARGEST_SEED) if where.endswith("seed") else (-LARGEST, LARGEST)
+    if not least <= value <= most:
+        raise ValueError(f"{where} = {value}: must be a whole number from {least} to {most}")
+
+
 def check_choice(fields: Any, where: str, **choices: Collection[Any]) -> None:
     """Raises ValueError for a field that is none of its choices; see check_least."""
     for name, allowed in choices.items():
@@ -147,11 +157,15 @@ def _coerce(value: Any, hint: Any, where: str) -> Any:
         return build(typing.cast(type, hint), dict(zip(names, value, strict=True)), where)
     plain = origin or hint
     if plain is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        with contextlib.suppress(OverflowError):
+            return float(value)
+        raise ValueError(f"{where} = {value}: must be a finite number")
     if not isinstance(plain, type) or hint is Any:
         return value
     if not isinstance(value, plain) or (plain is int and isinstance(value, bool)):
         raise ValueError(f"{where} = {value!r}: must be {_name(hint)}")
+    if plain is int:
+        check_width(value, where)
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{where} = {value!r}: must be a finite number")
     return value

@@ -24,7 +24,7 @@ from absl import app, flags
 from ml_collections import config_flags
 
 from spell_jax.runtime import paths, sigterm
-from spell_jax.runtime.config import flat
+from spell_jax.runtime.config import check_width, flat
 from spell_jax.runtime.remote import FetchError
 
 EXIT_CODE = 2
@@ -68,6 +68,7 @@ def run_main(
                 sys.exit(0)  # --help, which absl ends with 1
             if flags_parser is flags.FLAGS and len(rest) > 1:
                 raise app.UsageError(f"{rest[1]}: not a flag; must be --NAME=VALUE")
+            _check_numbers()
             return rest
 
     def run(arguments: Any) -> object:
@@ -76,6 +77,12 @@ def run_main(
 
     with sigterm.ending():
         app.run(run, flags_parser=parse)
+
+
+def _check_numbers() -> None:
+    for name, flag in flags.FLAGS.flag_values_dict().items():
+        if type(flag) is int:
+            check_width(flag, f"--{name}")
 
 
 def setup_done() -> None:

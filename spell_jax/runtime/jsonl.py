@@ -72,6 +72,31 @@ def append_records(path: str | os.PathLike[str], records: Iterable[Any]) -> None
         file.write(b"\n" * is_torn + lines.encode())
 
 
+def read_json(path: str | os.PathLike[str], kind: type[T] = dict) -> T:
+    """Reads one JSON value of a type; a ValueError names the file if it is damaged or another."""
+    try:
+        value = json.loads(epath.Path(path).read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: damaged ({error})") from error
+    if not isinstance(value, kind):
+        found = type(value).__name__
+        raise ValueError(f"{path}: must be a JSON {kind.__name__}, is a {found}")
+    return value
+
+
+def read_lines(path: str | os.PathLike[str]) -> list[str]:
+    """Reads the lines of a UTF-8 file; a ValueError names the file if it is none.
+
+    Only line feeds end a line. (str.splitlines also breaks at U+2028, U+0085 and others, which JSON
+    allows within a string.)
+    """
+    try:
+        text = epath.Path(path).read_bytes().decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 ({error})") from error
+    return text.removesuffix("\n").split("\n") if text else []
+
+
 def write_json(path: str | os.PathLike[str], value: Any, indent: int = 1) -> None:
     """Writes one indented value, atomically; raises ValueError for a non-finite number."""
     write_lines(path, [json.dumps(value, indent=indent, allow_nan=False) + "\n"])

@@ -64,10 +64,18 @@ def cache_folder() -> pathlib.Path:
     """Folder of fetched files and converted policies: $SPELL_CACHE or ~/.cache/spell_jax.
 
     $XDG_CACHE_HOME replaces ~/.cache. The folder may be deleted at any time between runs.
+    ValueError if no variable is set and the user has no home folder.
     """
     if CACHE_VARIABLE in os.environ:
         return pathlib.Path(os.environ[CACHE_VARIABLE])
-    base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    base = os.environ.get("XDG_CACHE_HOME")
+    try:
+        base = base or pathlib.Path.home() / ".cache"
+    except RuntimeError as error:  # as in a container that runs with any uid
+        raise ValueError(
+            f"HOME: is not set, and user {os.getuid()} has no home folder; set it, or "
+            f"{CACHE_VARIABLE}, to a folder that this user may write to"
+        ) from error
     return pathlib.Path(base) / "spell_jax"
 
 

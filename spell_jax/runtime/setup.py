@@ -14,20 +14,19 @@ import jax
 from absl import logging as absl_logging
 from etils import epath
 
-from spell_jax.runtime import distributed
-from spell_jax.runtime.jsonl import write_json
+from spell_jax.runtime import distributed, paths
+from spell_jax.runtime.jsonl import read_json, write_json
 from spell_jax.runtime.paths import CONFIG_FILE
 
 
 def setup() -> None:
     """Called once, before any device is touched. One of several hosts waits for the others here.
 
-    Compiled programs are kept in $JAX_COMPILATION_CACHE_DIR, by default ~/.cache/spell_jax. Of the
-    libraries only warnings are shown (Orbax alone logs some fifty lines a checkpoint).
+    Compiled programs are kept in $JAX_COMPILATION_CACHE_DIR, by default in paths.cache_folder(). Of
+    the libraries only warnings are shown (Orbax alone logs some fifty lines a checkpoint).
     """
     if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
-        folder = pathlib.Path.home() / ".cache" / "spell_jax"
-        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_compilation_cache_dir", str(paths.cache_folder()))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     absl_logging.set_verbosity(absl_logging.WARNING)
     for name in ("jax", "orbax"):
@@ -47,7 +46,7 @@ def check_same(path: pathlib.Path, config: Mapping[str, Any]) -> None:
     if not path.exists():
         write_json(path, config)
         return
-    before = json.loads(path.read_text())
+    before = read_json(path)
     for field, value in config.items():
         if before.get(field) != value:
             raise ValueError(

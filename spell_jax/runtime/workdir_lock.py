@@ -3,8 +3,9 @@
 1. Process 0 of a run writes WORKDIR/lock.json: host, pid, start, a random token, and the time of
    the last heartbeat, which a thread renews every HEARTBEAT_S seconds. At the end it is removed.
 2. A lock of this machine is stale if its process is gone. A lock of another machine is stale if its
-   heartbeat is older than STALE_S seconds; until then a new run waits for the next heartbeat, which
-   shows that the holder lives.
+   heartbeat is older than STALE_S seconds. A new run waits for the next heartbeat, which shows that
+   the holder lives, until then, and for WATCHED_S seconds if it seems older: one of the two clocks
+   may have been set.
 3. Every write is conditional on the content that was read before (TensorStore: file locks on disks,
    generations in buckets). So one of several runs that find the same stale lock gets it.
 """
@@ -26,10 +27,12 @@ from collections.abc import Callable, Iterator
 import tensorstore
 
 from spell_jax.runtime import distributed, paths
+from spell_jax.runtime.config import build
 
 FILE = "lock.json"
 HEARTBEAT_S = 30.0
 STALE_S = 180.0  # longer than the migration of a machine, which may take 100 s
+WATCHED_S = 65.0  # two heartbeats, and 5 s to write one
 _POLL_S = 5.0  # pause between looks at the lock of another machine
 
 log = logging.getLogger(__name__)
@@ -61,9 +64,11 @@ class Holder:
     def parse(cls, content: bytes) -> Holder | None:
         """The holder in a lock file; None if it has another form."""
         try:
-            return cls(**json.loads(content))
-        except (ValueError, TypeError):
+            holder = build(cls, dict(json.loads(content)), FILE)
+            time.gmtime(holder.since)  # raises OverflowError or OSError for a year that is none
+        except (ValueError, TypeError, RecursionError, OverflowError, OSError):
             return None
+        return holder
 
     @property
     def is_local(self) -> bool:
@@ -124,7 +129,7 @@ class WorkdirLock:
             return self._about(f"{FILE} could not be read or written ({error})")
 
     def _take(self) -> str:
-        waited_for, waited = None, 0.0
+        waited_for, waited, limit = None, 0.0, 0.0
         while True:
             found = self._read()
             holder = Holder.parse(found.value) if found.state == "value" else None
@@ -136,11 +141,11 @@ class WorkdirLock:
                     return self._in_use(holder)
             elif waited_for is not None and holder != waited_for:
                 return self._in_use(holder)  # it has a new heartbeat, or another run was faster
-            # A clock that is ahead does not prolong the wait.
-            elif (left := STALE_S - max(waited, time.time() - holder.seen)) > 0:
-                if waited_for is None:
+            elif waited_for is None or waited < limit:
+                if waited_for is None:  # a clock that is ahead does not prolong the wait
+                    limit = min(max(STALE_S - (time.time() - holder.seen), WATCHED_S), STALE_S)
                     text = "%s. It may be dead: waits up to %.0f s for its next heartbeat"
-                    log.warning(text, self._in_use(holder), left)
+                    log.warning(text, self._in_use(holder), limit)
                 waited_for, waited = holder, waited + _POLL_S
                 self._sleep(_POLL_S)
                 continue

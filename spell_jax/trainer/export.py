@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 from etils import epath
 from ml_collections import ConfigDict
 
@@ -15,6 +13,7 @@ from spell_jax.policy.tokenizer_base import Tokenizer
 from spell_jax.runtime import entry, paths
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.config import Config
+from spell_jax.runtime.jsonl import read_json
 from spell_jax.runtime.paths import CONFIG_FILE
 from spell_jax.trainer import supervised
 from spell_jax.trainer.state import read_weights
@@ -65,12 +64,13 @@ def check_new(out: epath.Path) -> None:
 def read_config(workdir: epath.Path) -> Config:
     """Reads WORKDIR/config.json as a ConfigDict.
 
-    FileNotFoundError without the file, ValueError if neither train.py nor sft.py wrote it.
+    FileNotFoundError without the file, ValueError if it is damaged, or neither train.py nor sft.py
+    wrote it.
     """
     path = workdir / CONFIG_FILE
     if not path.is_file():
         raise FileNotFoundError(f"{path}: not there; --workdir must be the folder of a run")
-    config = json.loads(path.read_text())
+    config = read_json(path)
     if "algorithm" not in config and "rows_per_step" not in config:
         raise ValueError(f"{path}: not the config of train.py or sft.py")
     return ConfigDict(config)

@@ -78,6 +78,17 @@ def test_clusters_are_read_by_id(folder: Path) -> None:
         built.read(["id77"])
 
 
+def test_an_id_may_have_a_line_separator_of_unicode(copy: Path) -> None:
+    """JSON allows U+2028 and U+0085 within a string, and only line feeds end a line of the index."""
+    index = copy / "index.jsonl"
+    text = index.read_text(encoding="utf-8")
+    index.write_text(text.replace('"id00"', '"id\u2028\x850"'), encoding="utf-8", newline="")
+    manifest = json.loads((copy / "manifest.json").read_text())
+    manifest["files"][index.name]["size"] = index.stat().st_size
+    (copy / "manifest.json").write_text(json.dumps(manifest))
+    assert "id\u2028\x850" in Built(copy).tasks and len(Built(copy).tasks) == len(CLUSTERS)
+
+
 def test_is_built_recognizes_complete_and_partial_builds(folder: Path, tmp_path: Path) -> None:
     assert is_built(folder) and is_built(str(folder))
     assert not is_built(tmp_path) and not is_built(tmp_path / "none")
@@ -113,7 +124,7 @@ def test_long_documents_are_cut_in_place(folder: Path) -> None:
 
 
 def test_open_source_also_reads_jsonl_and_text_folders(tmp_path: Path) -> None:
-    path = tmp_path / "clusters.jsonl"
+    path = tmp_path / "index.jsonl"
     path.write_text(json.dumps({"id": "a", "documents": [LONG], "tasks": list(TASKS[:1])}))
     source = open_source(path, **OPEN)
     assert source.tasks == {"a": TASKS[:1]}

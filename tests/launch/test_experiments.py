@@ -339,7 +339,8 @@ def test_curves_are_read_from_the_first_and_last_steps_of_a_run(tmp_path):
 def test_tree_of_evidence_is_scored_where_the_answer_is_known(tmp_path):
     folder = tmp_path / "tree-ear-llm-e"
     folder.mkdir()
-    (folder / "tree.jsonl").write_text('{"right": true}\n{"right": false}\n{"prediction": "x"}\n')
+    lines = '{"right": true}\n{"right": false}\n{"prediction": "\u2028 \x85"}\n'
+    (folder / "tree.jsonl").write_text(lines, encoding="utf-8")
     found = printed.table(registry.find("eapo-figure-3"), str(tmp_path))
     assert "| EAR + LLM-E | / 50 | 9.0 / |" in found
     assert "| Evidence-Grounded (evidence of a closed model) | 63.0 / | / |" in found

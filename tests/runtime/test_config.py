@@ -23,6 +23,7 @@ class Example:
     maybe: float | None = None
     inner: Bucket = dataclasses.field(default_factory=lambda: Bucket(8, 4))
     anything: Any = None
+    seed: int = 0
 
 
 def test_build_sets_given_fields_and_keeps_defaults() -> None:
@@ -38,6 +39,24 @@ def test_build_sets_given_fields_and_keeps_defaults() -> None:
 def test_nested_dataclass_is_built_from_tuple_or_section(kind, inner) -> None:
     found = build(Example, kind({"count": 1, "inner": inner}), "example").inner
     assert found == Bucket(6, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("count", 2**31, "must be a whole number from -2147483647 to 2147483647"),
+        ("count", -(2**70), "must be a whole number from"),
+        ("sizes", (1, 2**63), "must be a whole number from"),
+        ("seed", 2**32, "must be a whole number from 0 to 4294967295"),
+        ("seed", 2**63, "must be a whole number from 0 to 4294967295"),
+        ("seed", -1, "must be a whole number from 0 to 4294967295"),
+        ("share", 10**400, "must be a finite number"),
+    ],
+)
+def test_numbers_that_jax_cannot_hold_are_refused(name, value, message) -> None:
+    with pytest.raises(ValueError, match=rf"^example\.{name}(\[1\])? = -?\d+: {message}"):
+        build(Example, {"count": 1} | {name: value}, "example")
+    assert build(Example, {"count": 2**31 - 1, "seed": 2**32 - 1}, "example").seed == 2**32 - 1
 
 
 def test_integer_is_accepted_for_a_float_field() -> None:

@@ -226,6 +226,24 @@ def test_invalid_flags_are_user_errors(arguments, message, config, capsys):
     ended(error.value, capsys)
 
 
+@pytest.mark.parametrize(
+    ("flag", "most"), [("--seed=4294967296", 4294967295), ("--samples=-2147483648", 2147483647)]
+)
+def test_flags_that_jax_cannot_hold_are_refused(flag, most, monkeypatch, capsys):
+    given = {}
+    monkeypatch.setattr(app, "run", lambda main, flags_parser: given.update(f=flags_parser))
+    monkeypatch.setattr(entry.flags, "FLAGS", values := flags.FlagValues())
+    for name in ("seed", "samples"):
+        flags.DEFINE_integer(name, 0, "", flag_values=values)
+    entry.run_main(print, values)
+    with pytest.raises(SystemExit) as ended:
+        given["f"](["program", flag])
+    assert ended.value.code == 2
+    name, _, value = flag.partition("=")
+    line = f"error: {name} = {value}: must be a whole number from "
+    assert (error := capsys.readouterr().err).startswith(line) and error.endswith(f" to {most}\n")
+
+
 @pytest.mark.parametrize("name", ["type", "field"])
 def test_errors_in_a_config_file_propagate_with_details(name, config, capsys):
     with pytest.raises((TypeError, AttributeError, flags.Error)) as error, entry.user_errors():

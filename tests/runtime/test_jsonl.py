@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from spell_jax.runtime.jsonl import read_records, write_json, write_records
+from spell_jax.runtime.jsonl import read_json, read_lines, read_records, write_json, write_records
 
 
 def whole_number(value: object) -> int:
@@ -31,6 +31,31 @@ def test_only_line_feeds_end_a_line(tmp_path):
     path = tmp_path / "texts.jsonl"
     path.write_text('"a\u2028b"\n"c\x85d"', encoding="utf-8")
     assert read_records(path, str) == (["a\u2028b", "c\x85d"], 0)
+    assert read_lines(path) == ['"a\u2028b"', '"c\x85d"']
+    path.write_text("a\x0bb\x0cc\x1cd\r\n\n", newline="")
+    assert read_lines(path) == ["a\x0bb\x0cc\x1cd\r", ""]
+    path.write_bytes(b"")
+    assert read_lines(path) == []
+    path.write_bytes(b"\xff\n")
+    with pytest.raises(ValueError, match="texts.jsonl: not UTF-8"):
+        read_lines(path)
+
+
+def test_a_value_of_another_type_is_named_with_its_file(tmp_path):
+    path = tmp_path / "config.json"
+    for content, message in (
+        ("[]", "must be a JSON dict, is a list"),
+        ("null", "must be a JSON dict, is a NoneType"),
+        ("{", "damaged"),
+        ("", "damaged"),
+        ("[" * 100_000, "damaged"),
+        ("\0" * 10, "damaged"),
+    ):
+        path.write_text(content)
+        with pytest.raises(ValueError, match=f"config.json: {message}"):
+            read_json(path)
+    path.write_text('["a"]')
+    assert read_json(path, list) == ["a"]
 
 
 def test_failed_write_keeps_the_old_file(tmp_path):

@@ -22,7 +22,15 @@ from typing import Any
 import pytest
 
 from spell_jax.runtime import entry, workdir_lock
-from spell_jax.runtime.workdir_lock import FILE, STALE_S, Holder, WorkdirLock, locked
+from spell_jax.runtime.workdir_lock import (
+    FILE,
+    HEARTBEAT_S,
+    STALE_S,
+    WATCHED_S,
+    Holder,
+    WorkdirLock,
+    locked,
+)
 from tests.runtime.test_distributed import connect, end_two
 
 NOW = 1_800_000_000.0
@@ -115,7 +123,39 @@ def test_lock_of_a_dead_process_is_taken_at_once(make, tmp_path: pathlib.Path, c
 def test_old_heartbeat_of_another_machine_is_stale(tmp_path: pathlib.Path, clock: Clock) -> None:
     write(tmp_path, ELSEWHERE, seen=NOW - STALE_S)
     lock = WorkdirLock(tmp_path, clock.sleep)
-    assert lock.take() == "" and clock.now == NOW
+    assert lock.take() == "" and clock.now - NOW == WATCHED_S
+    lock.release()
+
+
+@pytest.mark.parametrize("hours", [-1, 1])
+def test_a_clock_that_was_set_does_not_take_a_living_lock(
+    hours: int, tmp_path: pathlib.Path, clock: Clock
+) -> None:
+    """The heartbeats of the holder seem an hour old, or still to come."""
+    offset = 3600.0 * hours
+
+    def beat() -> None:
+        if clock.now - NOW >= HEARTBEAT_S:
+            write(tmp_path, ELSEWHERE, seen=clock.now + offset)
+
+    clock.during = beat
+    write(tmp_path, ELSEWHERE, seen=NOW + offset)
+    assert "is in use by pid 12 on host far" in WorkdirLock(tmp_path, clock.sleep).take()
+    assert read(tmp_path).token == ELSEWHERE.token
+
+
+def test_a_clock_set_back_while_another_run_waits_does_not_prolong_the_wait(
+    tmp_path: pathlib.Path, clock: Clock
+) -> None:
+    waits: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        clock.now -= 600.0
+
+    write(tmp_path, ELSEWHERE, seen=NOW)
+    lock = WorkdirLock(tmp_path, sleep)
+    assert lock.take() == "" and sum(waits) == STALE_S
     lock.release()
 
 
@@ -227,10 +267,42 @@ def test_failed_heartbeat_is_logged_and_repeated(
     assert [*tmp_path.iterdir()] == []
 
 
-def test_unusable_lock_files_are_refused(tmp_path: pathlib.Path) -> None:
-    (tmp_path / FILE).write_text("{}")
+FIELDS = dataclasses.asdict(ELSEWHERE)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {},
+        [],
+        None,
+        7,
+        "text",
+        [["host", "far"]],
+        FIELDS | {"pid": "12"},
+        FIELDS | {"pid": None},
+        FIELDS | {"pid": 2**70},
+        FIELDS | {"since": "yesterday"},
+        FIELDS | {"since": 1e300},
+        FIELDS | {"since": float("nan")},
+        FIELDS | {"seen": float("inf")},
+        FIELDS | {"seen": [1]},
+        FIELDS | {"machine": 3},
+        FIELDS | {"host": {"a": 1}},
+        FIELDS | {"other": 1},
+    ],
+)
+def test_a_lock_of_another_form_is_refused_with_one_line(value, tmp_path: pathlib.Path) -> None:
+    (tmp_path / FILE).write_text(json.dumps(value))
     with pytest.raises(ValueError, match=r"its lock.json is damaged; remove"), locked(tmp_path):
         pass
+
+
+def test_unusable_lock_files_are_refused(tmp_path: pathlib.Path) -> None:
+    for content in (b"", b"\xff", b"[" * 100_000, b"\0" * 100):
+        (tmp_path / FILE).write_bytes(content)
+        with pytest.raises(ValueError, match=r"its lock.json is damaged; remove"), locked(tmp_path):
+            pass
     (tmp_path / "file").write_text("")
     with (
         pytest.raises(ValueError, match=r"^workdir = .*/file: lock.json could not be"),
