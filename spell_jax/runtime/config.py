@@ -20,8 +20,8 @@ from ml_collections import ConfigDict
 T = TypeVar("T")
 Config = Any  # an ml_collections.ConfigDict: its fields have no static types
 DERIVED = {"derived": True}  # metadata of a field that is computed, not configured
-# Whole numbers of jax have 32 bits, and of a larger seed it drops the rest without a word: seed 0 and
-# seed 2**32 are one run.
+# Whole numbers of jax have 32 bits, and it drops the rest of a larger seed without a word: seeds 0
+# and 2**32 are one run.
 LARGEST, LARGEST_SEED = 2**31 - 1, 2**32 - 1
 
 

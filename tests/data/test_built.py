@@ -79,7 +79,7 @@ def test_clusters_are_read_by_id(folder: Path) -> None:
 
 
 def test_an_id_may_have_a_line_separator_of_unicode(copy: Path) -> None:
-    """JSON allows U+2028 and U+0085 within a string, and only line feeds end a line of the index."""
+    """JSON allows U+2028 and U+0085 within a string; only line feeds end a line of the index."""
     index = copy / "index.jsonl"
     text = index.read_text(encoding="utf-8")
     index.write_text(text.replace('"id00"', '"id\u2028\x850"'), encoding="utf-8", newline="")

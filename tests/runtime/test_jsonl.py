@@ -37,7 +37,7 @@ def test_only_line_feeds_end_a_line(tmp_path):
     path.write_bytes(b"")
     assert read_lines(path) == []
     path.write_bytes(b"\xff\n")
-    with pytest.raises(ValueError, match="texts.jsonl: not UTF-8"):
+    with pytest.raises(ValueError, match=r"texts\.jsonl: not UTF-8"):
         read_lines(path)
 
 

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spell_jax.selfplay.parsing import (
+    DEEPEST,
     MAX_ANSWER_TOKENS,
     Parsed,
     format_choices,
@@ -134,6 +135,21 @@ def test_json_strings_are_not_modified():
 )  # fmt: skip
 def test_rejected_questions_have_a_status_and_a_reason(text, task, status, reason):
     assert parse(text, task) == Parsed(status, reason=reason)
+
+
+@pytest.mark.parametrize("brackets", ["[]", "{}"])
+def test_the_limit_of_nesting_is_the_same_on_every_python(brackets):
+    """Python's own is at 994 levels on 3.11, at 10,000 on 3.13, and depends on the stack."""
+
+    def nested(levels: int, inner: str = "") -> str:
+        opening = "[" if brackets == "[]" else '{"a": '
+        value = f'{opening * (levels - 1)}"{inner}"{brackets[1] * (levels - 1)}'
+        return f'{{"question": "q", "answer": "a", "b": {value}}}'
+
+    assert parse(nested(DEEPEST)).status == "accepted"
+    assert parse(nested(DEEPEST + 1)) == Parsed("bad_format", reason="too_deep")
+    assert parse(nested(DEEPEST, "[{" * 1000 + '\\"[')).status == "accepted"
+    assert parse(f"```json\n{nested(DEEPEST + 1)}\n```").reason == "too_deep"
 
 
 def test_answer_length_is_counted_after_extraction():
