@@ -4,6 +4,7 @@ Lists and NumPy arrays are computed in float64 on the host and checked for NaN. 
 tracers are computed in float32 with jax.numpy and unchecked, so the functions also run under jit.
 """
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -70,7 +71,25 @@ def _as_array(rewards: ArrayLike | jax.Array) -> tuple[Any, Array]:
     """Array module for the rewards (numpy or jax.numpy), and the rewards as its array."""
     if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(rewards)):
         return jnp, jnp.asarray(rewards, jnp.float32)
-    values = np.asarray(rewards, np.float64)
-    if not np.isfinite(values).all():
-        raise ValueError("rewards: NaN or infinity among them; every reward must be finite")
-    return np, values
+    check_finite(rewards, "rewards")
+    return np, np.asarray(rewards, np.float64)
+
+
+def is_finite_number(value: Any) -> bool:
+    return isinstance(value, int | float) and abs(value) <= sys.float_info.max
+
+
+def check_finite(values: ArrayLike, name: str) -> None:
+    """Raises ValueError for the first value that is no finite number, such as None, "1" or NaN.
+
+    A rule of the user may return anything, and NumPy takes None for NaN and "1" for 1.
+    """
+    try:
+        array = np.asarray(values)
+    except ValueError as error:  # lists of several lengths
+        raise ValueError(f"{name}: {values!r:.200} must be finite numbers ({error})") from error
+    if array.dtype.kind not in "OUS" and np.isfinite(array.astype(np.float64)).all():
+        return
+    for index, value in enumerate(np.asarray(values, object).ravel().tolist()):
+        if not is_finite_number(value):
+            raise ValueError(f"{name}[{index}] = {value!r}: must be a finite number")

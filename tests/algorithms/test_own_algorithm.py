@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import math
 import pathlib
 import re
 import sys
@@ -116,6 +117,24 @@ def test_docs_example_trains_and_reports(counting, policy, tmp_path, monkeypatch
 )
 def test_docs_example_reward(counting, text, truth, wanted):
     assert counting.score(text, truth) == wanted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("value", [math.nan, math.inf, None, "1"])
+def test_a_reward_that_is_no_number_ends_the_run_with_its_place(
+    value, counting, policy, tmp_path, monkeypatch
+):
+    """Nothing of it reaches the weights: the step is not in metrics, and no checkpoint has it."""
+    monkeypatch.setattr(counting, "score", lambda text, truth: value if len(text) % 2 else 1.0)
+    config = algorithm_config(policy, {"name": "counting", "texts": 4, "group_size": 4})
+    message = (
+        r"^algorithm counting, step 1, question 'How often: \w+' with the scores \[.*"
+        rf"{value!r}.*\]: rewards\[\d\] = {value!r}: must be a finite number$"
+    )
+    with pytest.raises(ValueError, match=message):
+        loop.train(config, epath.Path(tmp_path / "run"))
+    assert not (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert not [*(tmp_path / "run" / "checkpoints").glob("[0-9]*")]
 
 
 # ------------------------------------------------------------------------------- Two trained models

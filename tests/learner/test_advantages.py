@@ -99,8 +99,14 @@ def test_single_questioner_row_has_zero_advantage(tasks):
 
 
 def test_invalid_rewards_and_shapes_are_rejected():
-    with pytest.raises(ValueError, match="rewards: NaN or infinity"):
+    for value in (math.nan, math.inf, -math.inf, None, "1", "text", [], {}, 10**400):
+        with pytest.raises(ValueError, match=r"^rewards"):
+            group_advantages([1.0, value])
+    with pytest.raises(ValueError, match=r"^rewards\[1\] = nan: must be a finite number$"):
         group_advantages([1.0, math.nan])
+    with pytest.raises(ValueError, match=r"^rewards\[1\] = None: must be a finite number$"):
+        questioner_advantages([1.0, None])  # pyright: ignore[reportArgumentType]
+    assert group_advantages([True, False]).tolist() == [-x for x in group_advantages([0, 1])]
     with pytest.raises(ValueError, match="rewards: a scalar"):
         group_advantages(1.0)
     with pytest.raises(ValueError, match=r"rewards: shape \(2,\).*\(1,\)"):
