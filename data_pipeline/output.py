@@ -20,12 +20,10 @@ import itertools
 import json
 import logging
 import os
-import shutil
 import tempfile
-import uuid
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import apache_beam as beam
 import numpy as np
@@ -39,14 +37,13 @@ from tensorflow_datasets.core import dataset_info, example_serializer, splits
 
 from data_pipeline.balance import LostRowsError
 from data_pipeline.records import AssignedCluster, blake2b, digest
-from data_pipeline.stages import Done, Stages, delete, match, read_json
+from data_pipeline.stages import UNFINISHED, Done, Stages, delete, match, read_json, store
 
 NAME, VERSION, SPLIT = "clusters", "1.0.0", "train"
 MANIFEST, INFO = "manifest.json", "dataset_info.json"
 FEATURES, INDEX = "features.json", "index.jsonl"
 _FORMAT = tfds.core.FileFormat.ARRAY_RECORD
 _SHARDS = f"{NAME}-{SPLIT}.{_FORMAT.file_suffix}-"
-_UNFINISHED = "unfinished-"  # prefix of temporary names
 log = logging.getLogger(__name__)
 
 
@@ -95,7 +92,7 @@ def write_output(
         log.info("output: was done before")
         return found
     # Begins with the files that mark an older output as complete.
-    for pattern in (MANIFEST, INFO, FEATURES, INDEX, f"{_SHARDS}*", f"{_UNFINISHED}*"):
+    for pattern in (MANIFEST, INFO, FEATURES, INDEX, f"{_SHARDS}*", f"{UNFINISHED}*"):
         delete(match(folder, pattern))
     index = read_index(stages, clusters)
     shards = plan_shards([record["id"] for record in index], config.shards)
@@ -109,7 +106,7 @@ def write_output(
     files = _measure(folder, [shard_name(number, len(shards)) for number in range(len(shards))])
     _write_info(folder, shards, sum(file["size"] for file in files.values()))
     lines = "".join(json.dumps(record) + "\n" for record in index)
-    _store(folder, INDEX, io.BytesIO(lines.encode()))
+    store(folder, INDEX, io.BytesIO(lines.encode()))
     complete = {
         **manifest,
         "clusters": dict(sorted(Counter(record["task"] for record in index).items())),
@@ -117,7 +114,7 @@ def write_output(
         "fingerprint": fingerprint,
     }
     text = json.dumps(complete, indent=1, sort_keys=True, allow_nan=False) + "\n"
-    _store(folder, MANIFEST, io.BytesIO(text.encode()))
+    store(folder, MANIFEST, io.BytesIO(text.encode()))
     log.info("output: %d clusters in %d shards, %s", len(index), len(shards), folder)
     return json.loads(text)
 
@@ -212,7 +209,7 @@ def _write_shard(
             writer.write(data)
         writer.close()
         with open(path, "rb") as file:
-            _store(folder, name, file)
+            store(folder, name, file)
     return name
 
 
@@ -243,15 +240,7 @@ def _write_info(folder: str, shards: Sequence[Shard], size: int) -> None:
         info.write_to_directory(scratch)
         for name in (FEATURES, INFO):
             with open(os.path.join(scratch, name), "rb") as file:
-                _store(folder, name, file)
-
-
-def _store(folder: str, name: str, data: BinaryIO) -> None:
-    """Write a file atomically: under a temporary name, then renamed."""
-    unfinished = FileSystems.join(folder, f"{_UNFINISHED}{uuid.uuid4().hex}-{name}")
-    with FileSystems.create(unfinished) as file:
-        shutil.copyfileobj(data, file, 1 << 20)
-    FileSystems.rename([unfinished], [FileSystems.join(folder, name)])
+                store(folder, name, file)
 
 
 def _measure(folder: str, names: Sequence[str]) -> dict[str, dict[str, Any]]:

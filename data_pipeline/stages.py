@@ -8,16 +8,19 @@ done only if its rows balance (balance.py).
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import logging
+import os
 import shutil
 import tempfile
 import time
+import uuid
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, BinaryIO
 
 import apache_beam as beam
 import pyarrow as pa
@@ -30,8 +33,10 @@ from apache_beam.runners.portability.portable_runner import PortableRunner
 from data_pipeline import balance
 from data_pipeline.records import SCHEMAS, SIZED, Count, digest, is_sized
 from data_pipeline.spark import PySparkRunner
+from spell_jax.runtime import durable
 
 DONE = "done.json"
+UNFINISHED = "unfinished-"  # prefix of temporary names
 BATCH = 256  # records of a table in memory at once: about 20 MB of clusters
 Tables = dict[str, Any]  # PCollections by table name
 log = logging.getLogger(__name__)
@@ -123,9 +128,10 @@ class Stages:
             return self.rows(tables.get(term) or f"{name}/{term.removeprefix(balance.OUT)}")
 
         balance.check(name, balances, rows, counts)
-        with FileSystems.create(marker) as file:
-            record = {"fingerprint": fingerprint, "counts": counts}
-            file.write((json.dumps(record, indent=1) + "\n").encode())
+        durable.sync_tree(FileSystems.join(self.folder, name))
+        record = {"fingerprint": fingerprint, "counts": counts}
+        text = json.dumps(record, indent=1) + "\n"
+        store(FileSystems.join(self.folder, name), DONE, io.BytesIO(text.encode()))
         log.info("%s: %.1f s", name, seconds)
         return Done(name, fingerprint, tuple(counts), seconds)
 
@@ -146,9 +152,7 @@ class Stages:
             if not self.only_check:
                 delete(match(self.folder, name, "**"))
                 scratch.seek(0)
-                path = FileSystems.join(self.folder, name, f"{table}-0.parquet")
-                with FileSystems.create(path) as file:
-                    shutil.copyfileobj(scratch, file, 1 << 20)
+                store(FileSystems.join(self.folder, name), f"{table}-0.parquet", scratch)
         return Done(name, digest(name, str(number), f"{total % 2**128:032x}"), (), 0.0)
 
     def pipeline(self, name: str) -> beam.Pipeline:
@@ -238,6 +242,20 @@ def delete(files: Sequence[Any]) -> None:
     """Delete files given by their metadata."""
     if files:
         FileSystems.delete([file.path for file in files])
+
+
+def store(folder: str, name: str, data: BinaryIO) -> None:
+    """Write a file atomically: under a temporary name, then renamed.
+
+    On a local disk it survives a loss of power then (spell_jax/runtime/durable.py).
+    """
+    unfinished = FileSystems.join(folder, f"{UNFINISHED}{uuid.uuid4().hex}-{name}")
+    with FileSystems.create(unfinished) as file:
+        shutil.copyfileobj(data, file, 1 << 20)
+    durable.sync(unfinished)
+    FileSystems.rename([unfinished], [FileSystems.join(folder, name)])
+    durable.sync(folder)
+    durable.sync(os.path.dirname(folder) or ".")
 
 
 def read_json(path: str) -> Any:

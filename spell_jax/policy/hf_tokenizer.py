@@ -14,6 +14,7 @@ import tokenizers as hf
 
 from spell_jax.policy import chat as chats
 from spell_jax.policy.tokenizer_base import Tokenizer, find_gaps
+from spell_jax.runtime import durable
 
 HF_FILE = "tokenizer.json"
 CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
@@ -194,7 +195,7 @@ class HfTokenizer(Tokenizer):
 
     def save(self, folder: str | pathlib.Path) -> None:
         for name, content in self._files.items():
-            (pathlib.Path(folder) / name).write_bytes(content)
+            durable.write(pathlib.Path(folder) / name, content)
 
     def shows(self, token_id: int) -> bool:
         return super().shows(token_id) and token_id not in self._hidden

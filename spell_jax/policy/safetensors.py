@@ -25,7 +25,7 @@ import safetensors
 import safetensors.numpy
 from etils import epath
 
-from spell_jax.runtime import paths
+from spell_jax.runtime import durable, paths
 from spell_jax.runtime.jsonl import write_json
 
 SINGLE = "model.safetensors"
@@ -176,8 +176,21 @@ def write(
 
 
 def save_file(tensors: dict[str, np.ndarray], path: pathlib.Path) -> None:
-    """Write one safetensors file, with the same metadata as transformers."""
-    safetensors.numpy.save_file(tensors, path, metadata={"format": "pt"})
+    """Write one safetensors file, with the same metadata as transformers.
+
+    A full disk is waited for (durable.retried). The bytes may not be on disk yet.
+    """
+
+    def save() -> None:
+        try:
+            safetensors.numpy.save_file(tensors, path, metadata={"format": "pt"})
+        except safetensors.SafetensorError as error:  # has an OSError as text only
+            path.unlink(missing_ok=True)
+            if code := re.search(r"os error (\d+)", str(error)):
+                raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from error
+            raise
+
+    durable.retried(path, save)
     path.chmod(0o644)  # the library makes it readable by its owner only
 
 
@@ -198,15 +211,14 @@ def replacing(folder: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
             paths.replace_folder(pathlib.Path(scratch), epath.Path(folder), last=CONFIGS)
         return
     folder = pathlib.Path(folder).resolve()  # replaces the target of a link
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    durable.make_folder(folder.parent)
     _tidy(folder)
     scratch = pathlib.Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     old = scratch.with_name(scratch.name + "-old")
     try:
         scratch.chmod(0o755)
         yield scratch
-        for path in (*scratch.rglob("*"), scratch):
-            _to_disk(path)
+        durable.sync_tree(scratch)
         if folder.exists():
             folder.rename(old)
         scratch.rename(folder)
@@ -215,7 +227,7 @@ def replacing(folder: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
             old.rename(folder)
         shutil.rmtree(scratch, ignore_errors=True)
         raise
-    _to_disk(folder.parent)
+    durable.sync(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -228,11 +240,3 @@ def _tidy(folder: pathlib.Path) -> None:
                 path.rename(folder)
             else:
                 shutil.rmtree(path)
-
-
-def _to_disk(path: pathlib.Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -12,7 +12,7 @@ import sentencepiece
 from spell_jax.policy import chat as chats
 from spell_jax.policy import hf_tokenizer
 from spell_jax.policy.tokenizer_base import Tokenizer, find_gaps
-from spell_jax.runtime import remote
+from spell_jax.runtime import durable, remote
 
 MODEL_FILE = "tokenizer.model"
 USER, ASSISTANT = "<|user|>", "<|assistant|>"
@@ -100,7 +100,7 @@ class SentencePieceTokenizer(Tokenizer):
         return parts
 
     def save(self, folder: str | pathlib.Path) -> None:
-        (pathlib.Path(folder) / MODEL_FILE).write_bytes(self.model)
+        durable.write(pathlib.Path(folder) / MODEL_FILE, self.model)
 
 
 def load(folder: str | pathlib.Path, thinking: bool | None = None) -> Tokenizer:

@@ -14,6 +14,8 @@ from typing import Any
 
 from etils import epath
 
+from spell_jax.runtime.jsonl import read_json
+
 EVALUATION_FILE = "evaluation.json"
 
 Table = Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]]
@@ -27,10 +29,7 @@ def read_evaluation(workdir: str | epath.Path) -> tuple[Table, Table] | None:
     path = epath.Path(workdir) / EVALUATION_FILE
     if not path.exists():
         return None
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}: not JSON: {error}") from error
+    document = read_json(path)
     if not isinstance(document, dict):
         raise ValueError(f'{path}: want an object with "before" and "after"')
     if not {"before", "after"} <= set(document):

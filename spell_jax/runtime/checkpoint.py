@@ -1,9 +1,10 @@
 """Checkpoints: everything needed to resume, complete and verified by hashes.
 
 Orbax writes a pytree of arrays and a JSON-able dict to WORKDIR/checkpoints/STEP in the background.
-hashes.txt, with the size and hash of every file, is written last: a step without it is unfinished.
-Only then are older steps deleted. Process 0 hashes, deletes and decides, and broadcasts the
-results.
+All files and folders are then fsynced. hashes.txt, with the size and hash of every file, is written
+last: a step without it is unfinished. Only when it is on disk are older steps deleted. Process 0
+fsyncs, hashes, deletes and decides, and broadcasts the results. (With several hosts the workdir is
+on a network file system, where each host's files are stored when it closes them.)
 """
 
 from __future__ import annotations
@@ -25,17 +26,15 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from etils import epath
 
-from spell_jax.runtime import distributed, fault_injection, hashes, paths, peers
+from spell_jax.runtime import distributed, durable, fault_injection, hashes, paths, peers
+from spell_jax.runtime.durable import SaveError
+from spell_jax.runtime.episodes import EPISODES_FOLDER, episode_files, spans
 from spell_jax.runtime.paths import CHECKPOINTS_FOLDER
 
 log = logging.getLogger(__name__)
 
 _MOST_NAMED = 10
 _POLL_S = 0.5  # pause between two looks at the failures of other hosts
-
-
-class SaveError(RuntimeError):
-    """A step could not be saved; the message names the fallback folder, if it was saved there."""
 
 
 class DamagedError(ValueError):
@@ -55,8 +54,9 @@ class Checkpoints:
 
     `save` writes at steps that are multiples of `every`; the latest `keep` and the best stay. A
     failed save is retried `retries` times with the arrays at hand, first after `backoff_s` seconds,
-    doubled each time. At last the step is saved to NAME_stepSTEP in `fallback`: by default the
-    system's temporary folder; none with several hosts, because they do not share one. ValueError if
+    doubled each time. At last the step is saved to NAME_stepSTEP in `fallback`, with copies of
+    paths.RUN_FILES as far as they can be read: by default the system's temporary folder; none with
+    several hosts, because they do not share one. ValueError if
     keep or every is below 1, or retries or backoff_s below 0; OSError (RuntimeError with several
     hosts) if the folder cannot be made or read.
     """
@@ -67,8 +67,8 @@ class Checkpoints:
         keep: int = 2,
         every: int = 1,
         *,
-        retries: int = 3,
-        backoff_s: float = 2.0,
+        retries: int = durable.RETRIES,
+        backoff_s: float = durable.BACKOFF_S,
         fallback: str | os.PathLike[str] | None = None,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -81,11 +81,12 @@ class Checkpoints:
         self._keep, self._every = keep, every
         self._retries, self._backoff_s, self._sleep = retries, backoff_s, sleep
         self._fallback = fallback
-        self._workdir = _absolute(workdir)
+        self._workdir = epath.Path(paths.absolute(workdir))  # as Orbax requires
         self._directory = self._workdir / CHECKPOINTS_FOLDER
         self._background = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
         self._pending: _Pending | None = None
         self._manager = self._open()
+        self._watch = durable.FolderWatch(self._workdir)
         steps = distributed.broadcast(
             lambda: [(step, *hashes.score(self._folder(step))) for step in self._on_disk()]
         )
@@ -161,6 +162,10 @@ class Checkpoints:
         steps = [*self._scores, *([self._pending.step] if self._pending else [])]
         return max(steps, default=None)
 
+    def score(self, step: int) -> float | None:
+        """Score of a finished step, or None."""
+        return self._scores.get(step)
+
     def newest_intact(self) -> int | None:
         """Newest step whose files all match their hashes; None if there is no checkpoint.
 
@@ -185,6 +190,16 @@ class Checkpoints:
                     "Put a copy back, or remove the folder to begin anew."
                 )
         return intact
+
+    def check_intact(self, step: int) -> None:
+        """Reads a whole checkpoint; DamagedError names its damage, FileNotFoundError if not there.
+
+        SaveError as `wait`.
+        """
+        self.wait()
+        self._require(step)
+        if damage := distributed.broadcast(lambda: hashes.damage(self._folder(step))):
+            raise DamagedError(f"{self._folder(step)}: cannot be used: {damage}")
 
     def restore(self, step: int, abstract: Any) -> tuple[Any, dict[str, Any]]:
         """Reads the arrays and the host_state of a saved step.
@@ -221,11 +236,7 @@ class Checkpoints:
 
     def _check(self, step: int, abstract: Any, is_part: bool) -> None:
         self.wait()
-        if step not in self._scores:
-            raise FileNotFoundError(
-                f"{self._directory}: no complete checkpoint of step {step}; "
-                f"there are {sorted(self._scores)}"
-            )
+        self._require(step)
         differences = _differences(self._manager.item_metadata(step)["arrays"], abstract, is_part)
         if differences:
             named = "\n  ".join(differences[:_MOST_NAMED])
@@ -233,6 +244,13 @@ class Checkpoints:
             raise ValueError(
                 f"{self._directory}, step {step}: the checkpoint does not fit:\n  {named}"
                 + (f"\n  and {more} more" if more > 0 else "")
+            )
+
+    def _require(self, step: int) -> None:
+        if step not in self._scores:
+            raise FileNotFoundError(
+                f"{self._directory}: no complete checkpoint of step {step}; "
+                f"there are {sorted(self._scores)}"
             )
 
     def __enter__(self) -> Checkpoints:
@@ -297,10 +315,12 @@ class Checkpoints:
 
     def _clear(self, step: int) -> None:
         _end(self._manager)
+        self._watch.check()
         if jax.process_index() == 0:
-            self._folder(step).rmtree(missing_ok=True)
+            durable.remove(self._folder(step))
 
     def _begin(self, step: int, args: Any, score: float | None, renews: bool) -> None:
+        self._watch.check()  # Orbax would make the folder again
         if renews:
             self._manager = self._open()
         scores = {**self._scores, step: score}
@@ -320,6 +340,8 @@ class Checkpoints:
         if jax.process_index() != 0:
             return
         hashes.write(self._folder(step), score)
+        durable.sync(self._directory)
+        durable.sync(self._workdir)
         peers.note(saved=step)
         fault_injection.point("saved")
         for old in surplus:
@@ -365,7 +387,7 @@ class Checkpoints:
         """Saves a step to a new fallback folder; returns a text with its place or the failure."""
         if self._fallback is None:
             return f"no fallback folder is given, the last step saved is {self.latest_step()}"
-        name = _absolute(self._fallback) / f"{self._workdir.name}_step{step}"
+        name = epath.Path(paths.absolute(self._fallback)) / f"{self._workdir.name}_step{step}"
         try:
             workdir = distributed.broadcast(lambda: str(_unused(name)))
             other = Checkpoints(workdir)
@@ -375,7 +397,24 @@ class Checkpoints:
             workdir, failure = str(name), error
         if failure is not None:
             return f"nor to {workdir}: {failure}; the last step saved is {self.latest_step()}"
-        return f"it was saved to {workdir}: go on from there with --workdir={workdir}"
+        left = distributed.broadcast(lambda: self._copy_run(epath.Path(workdir)))
+        return f"{left}it was saved to {workdir}: go on from there with --workdir={workdir}"
+
+    def _copy_run(self, folder: epath.Path) -> str:
+        """Copies RUN_FILES to a fallback folder; returns a text with what is not there."""
+        left = []
+        for name in paths.RUN_FILES:
+            try:
+                durable.copy(self._workdir / name, folder / name)
+            except OSError as error:
+                with contextlib.suppress(OSError):
+                    durable.remove(folder / name)
+                left.append(f"{name} could not be copied ({error}); ")
+        with contextlib.suppress(OSError):
+            if steps := spans(episode_files(self._workdir)):
+                place = self._workdir / EPISODES_FOLDER
+                left.append(f"episodes of steps {steps} stay in {place}; ")
+        return "".join(left)
 
     def _folder(self, step: int) -> epath.Path:
         return self._directory / str(step)
@@ -400,12 +439,6 @@ def abstract_arrays(arrays: Any) -> Any:
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arrays
     )
-
-
-def _absolute(path: str | os.PathLike[str]) -> epath.Path:
-    """Absolute path of a local folder, as Orbax requires; a URL is left unchanged."""
-    path = epath.Path(path)
-    return path if paths.is_remote(path) else epath.Path(os.path.abspath(path))
 
 
 def _unused(folder: epath.Path) -> epath.Path:

@@ -3,9 +3,10 @@
 A mistake of the user ends with `error: MESSAGE` on stderr and exit status 2; every other exception
 is a crash, with its traceback and exit status 1. Mistakes are the errors of type USER_ERRORS before
 a command calls `setup_done`, after its last check, unless the message has no place (JSON and
-Unicode errors, empty ones). Ctrl-C ends with one line too, and so does SIGTERM, with exit status 75
-(runtime/sigterm.py). With --debug, which every command takes, the traceback of a mistake is printed
-before its line.
+Unicode errors, empty ones). Ctrl-C ends with one line too, and so do SIGTERM, with exit status 75
+(runtime/sigterm.py), a disk that stays full (status 1) and a workdir that was removed (status
+EXIT_CODE). With --debug, which every command takes, the traceback of a mistake is printed before
+its line.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any, NoReturn
 from absl import app, flags
 from ml_collections import config_flags
 
-from spell_jax.runtime import paths, sigterm
+from spell_jax.runtime import durable, paths, sigterm
 from spell_jax.runtime.config import check_width, flat
 from spell_jax.runtime.remote import FetchError
 
@@ -115,6 +116,10 @@ def user_errors() -> Iterator[None]:
             traceback.print_exc()
         sys.stdout.flush()
         _leave(f"error: {text}", EXIT_CODE, error)
+    except (durable.DiskError, durable.SaveError) as error:
+        if DEBUG in sys.orig_argv:
+            traceback.print_exc()
+        _leave(f"error: {error}", EXIT_CODE if isinstance(error, durable.GoneError) else 1, error)
     except KeyboardInterrupt as error:
         _leave("interrupted; a training run goes on with the same command", INTERRUPTED, error)
     except sigterm.Terminated as error:

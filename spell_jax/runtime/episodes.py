@@ -11,14 +11,14 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from etils import epath
 
 from spell_jax.runtime import paths
 from spell_jax.runtime.jsonl import read_records, write_records
-from spell_jax.runtime.metrics import finite_or_none
+from spell_jax.runtime.metrics import finite_or_none, run_now
 
 EPISODES_FOLDER = "episodes"
 
@@ -50,11 +50,25 @@ def episode_files(workdir: str | os.PathLike[str]) -> dict[int, epath.Path]:
     return dict(sorted(files.items()))
 
 
+def spans(steps: Iterable[int]) -> str:
+    """Ascending steps as text, such as "1-3, 7"."""
+    ends: list[list[int]] = []
+    for step in steps:
+        if ends and step == ends[-1][1] + 1:
+            ends[-1][1] = step
+        else:
+            ends.append([step, step])
+    return ", ".join(f"{first}-{last}" if first < last else f"{first}" for first, last in ends)
+
+
 class EpisodeWriter:
     """Writer of the episode files; `is_writer` on process 0 only.
 
     `characters` is the maximum size of a step's file before compression; 0 writes nothing. Files of
-    steps after resume_step are removed; None removes all.
+    steps after resume_step are removed; None removes all. The episodes of a step are queued until
+    its file is on disk, and a checkpoint holds the queued ones. `queued` has those of the
+    checkpoint that is resumed, which are written first; `workdirs` are the folders of its run so
+    far. `submit` runs disk work, as Background.submit.
     """
 
     def __init__(
@@ -63,32 +77,65 @@ class EpisodeWriter:
         characters: int,
         resume_step: int | None = None,
         is_writer: bool = True,
+        *,
+        queued: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
+        workdirs: Sequence[str] = (),
+        submit: Callable[..., None] = run_now,
     ) -> None:
         self._characters = characters if is_writer else 0
         self._folder = epath.Path(workdir) / EPISODES_FOLDER
+        self._submit = submit
+        self._queue: dict[int, list[Mapping[str, Any]]] = {}
         if not is_writer:
             return
         for step, path in episode_files(workdir).items():
             if resume_step is None or step > resume_step:
                 path.unlink()
+        for step, records in (queued or {}).items() if self._characters else ():
+            self._queue[int(step)] = list(records)
+            self._put(int(step))
+        self._name_missing(resume_step or 0, workdirs)
+
+    def _name_missing(self, resume_step: int, workdirs: Sequence[str]) -> None:
+        """Logs the steps with episodes in another folder, in which the run began."""
+        others = [folder for folder in workdirs if folder != paths.absolute(self._folder.parent)]
+        there = {*episode_files(self._folder.parent), *self._queue}
+        missing = [step for step in range(1, resume_step + 1) if step not in there]
+        if others and missing and self._characters:
+            text = "%s: no episodes of steps %s; these steps ended in %s"
+            log.warning(text, self._folder, spans(missing), " or ".join(others))
 
     def write(self, step: int, episodes: Iterable[Mapping[str, Any]]) -> epath.Path | None:
-        """Writes a step's episodes; returns the path of the file, or None if nothing is written.
+        """Writes a step's episodes; `queued` has them until then, even if the disk is full.
 
-        Records may have "cluster" and "documents". Those that do not fit are left out and logged.
-        Non-finite numbers become null; TypeError for something without a JSON form.
+        Returns the path of the file, or None if nothing is written. Records may have "cluster" and
+        "documents". Those that do not fit are left out and logged. Non-finite numbers become null;
+        TypeError for something without a JSON form. OSError as reported by `submit`.
         """
         if not self._characters:
             return None
-        self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._folder / f"step_{step:06d}.jsonl.gz"
-        records = list(episodes)
+        self._queue[step] = list(episodes)
+        self._submit(self._put, step)
+        return self._path(step)
+
+    def _path(self, step: int) -> epath.Path:
+        return self._folder / f"step_{step:06d}.jsonl.gz"
+
+    def _put(self, step: int) -> None:
+        records = self._queue[step]
         kept = _bounded(records, self._characters)
         if left_out := len(records) - len(kept):
             text = "step %d: %d of %d episodes left out: more than episode_characters = %d"
             log.warning(text, step, left_out, len(records), self._characters)
-        write_records(path, kept)
-        return path
+        write_records(self._path(step), kept)
+        del self._queue[step]
+
+    def queued(self) -> dict[str, list[dict[str, Any]]]:
+        """Episodes by step that are not on disk yet, to be kept in a checkpoint."""
+        return {
+            str(step): finite_or_none([dict(record) for record in records])[0]
+            for step, records in list(self._queue.items())
+        }
 
 
 def _bounded(episodes: list[Mapping[str, Any]], room: int) -> list[dict[str, Any]]:

@@ -1,8 +1,8 @@
 """Hashes of a folder's files, to detect unfinished and damaged folders.
 
 They are in a file that is written last: its presence marks the folder as complete. It has two
-lines: a hash of the second line; a JSON object with a score and [bytes, hash] by path of every
-other file.
+lines: a hash of the second line; a JSON object with the step, a score and [bytes, hash] by path of
+every other file. The step is the folder's name: a renamed folder counts as damaged.
 """
 
 from __future__ import annotations
@@ -15,43 +15,55 @@ from typing import Any
 
 from etils import epath
 
+from spell_jax.runtime import durable
+
 FILE = "hashes.txt"
 UNFINISHED = f"{FILE}: missing (the save did not end, or the file was removed)"
 _CHUNK = 1 << 20  # bytes per read
 
 
 def write(folder: epath.Path, score: float | None) -> None:
-    """Hashes all files of a folder and stores the score with the hashes."""
+    """Hashes all files of a folder, which are then on disk, and stores the score with the hashes.
+
+    The folder's name is a step.
+    """
+    durable.sync_tree(folder)
     names = _files(folder)
     with concurrent.futures.ThreadPoolExecutor() as pool:  # hashing releases the GIL
         sums = dict(zip(names, pool.map(lambda name: _hash(folder / name), names), strict=True))
-    content = json.dumps({"score": score, "files": sums}).encode()
+    content = json.dumps({"step": int(folder.name), "score": score, "files": sums}).encode()
     head = _blake2b(content).hexdigest().encode()
-    (folder / FILE).write_bytes(head + b"\n" + content)
+    durable.write(folder / FILE, head + b"\n" + content)
 
 
 def _read(folder: epath.Path) -> dict[str, Any]:
-    """Content written by `write`; ValueError if it was truncated or altered."""
-    head, _, content = (folder / FILE).read_bytes().partition(b"\n")
+    """Content written by `write`; ValueError if it is unreadable or altered, or of another step."""
+    try:
+        head, _, content = (folder / FILE).read_bytes().partition(b"\n")
+    except OSError as error:
+        missing = isinstance(error, FileNotFoundError) and not os.path.islink(folder / FILE)
+        raise ValueError(UNFINISHED if missing else _unreadable(FILE, error)) from error
     if _blake2b(content).hexdigest().encode() != head:
         raise ValueError(f"{FILE}: truncated or altered")
-    return json.loads(content)
+    found = json.loads(content)
+    # Checkpoints of versions before 0.1 have no step.
+    if str(step := found.get("step", folder.name)) != folder.name:
+        raise ValueError(f"{FILE}: of step {step}, the folder was renamed")
+    return found
 
 
 def score(folder: epath.Path) -> tuple[bool, float | None]:
     """Whether a folder is finished, and its score."""
     try:
         return True, _read(folder)["score"]
-    except (FileNotFoundError, ValueError):
+    except ValueError:
         return False, None
 
 
 def damage(folder: epath.Path) -> str:
-    """Description of the damaged files of a folder, by name; empty if there are none."""
+    """Description of the damaged or unreadable files of a folder, by name; empty if none are."""
     try:
         files = _read(folder)["files"]
-    except FileNotFoundError:
-        return UNFINISHED
     except ValueError as error:
         return str(error)
 
@@ -60,12 +72,18 @@ def damage(folder: epath.Path) -> str:
             actual = _hash(folder / name)
         except FileNotFoundError:
             return f"{name}: missing"
+        except OSError as error:
+            return _unreadable(name, error)
         if actual[0] < files[name][0]:
             return f"{name}: truncated to {actual[0]} of {files[name][0]} bytes"
         return None if actual == files[name] else f"{name}: altered"
 
     with concurrent.futures.ThreadPoolExecutor() as pool:
         return "; ".join(filter(None, pool.map(damage_of, files)))
+
+
+def _unreadable(name: str, error: OSError) -> str:
+    return f"{name}: cannot be read ({error.strerror or error})"
 
 
 def fingerprint(folder: epath.Path) -> str:

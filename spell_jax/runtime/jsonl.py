@@ -1,4 +1,4 @@
-"""JSON and JSONL files: tolerant reading, atomic writing, safe appending.
+"""JSON and JSONL files: tolerant reading, atomic and durable writing, safe appending.
 
 A file whose name ends in .gz is compressed; the same lines always give the same bytes.
 """
@@ -18,7 +18,7 @@ from typing import IO, Any, TypeVar
 
 from etils import epath
 
-from spell_jax.runtime import paths
+from spell_jax.runtime import durable
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -59,17 +59,13 @@ def write_records(path: str | os.PathLike[str], records: Iterable[Any]) -> None:
 
 
 def append_records(path: str | os.PathLike[str], records: Iterable[Any]) -> None:
-    """Appends JSON lines to a local file in one write; creates the file if needed.
+    """Appends JSON lines to a local file (durable.append); creates the file if needed.
 
     A process killed during the write leaves at most one torn line. The next call ends that line
     first, so that `read_records` skips only that one.
     """
-    with pathlib.Path(path).open("a+b") as file:
-        if file.tell():
-            file.seek(-1, os.SEEK_END)
-        is_torn = file.read(1) not in (b"", b"\n")
-        lines = "".join(json.dumps(record) + "\n" for record in records)
-        file.write(b"\n" * is_torn + lines.encode())
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    durable.append(pathlib.Path(path), lines.encode())
 
 
 def read_json(path: str | os.PathLike[str], kind: type[T] = dict) -> T:
@@ -103,31 +99,14 @@ def write_json(path: str | os.PathLike[str], value: Any, indent: int = 1) -> Non
 
 
 def write_lines(path: str | os.PathLike[str], lines: Iterable[str]) -> None:
-    """Writes lines, which include their line breaks, atomically; the folder is made if missing.
+    """Writes lines, which include their line breaks, as one file (durable.write).
 
-    On a disk they are written under another name, which then replaces the file. An object in a
-    bucket appears when it is closed; it is opened only after all lines are produced.
+    All lines are held in memory, so that a write to a full disk can be tried again.
     """
-    if paths.is_remote(path):
-        content = io.BytesIO()
-        _write(path, content, lines)
-        epath.Path(path).write_bytes(content.getvalue())
-        return
-    path = pathlib.Path(path)
-    # A terminal or pipe (/dev/stdout) is written directly; for a link, its target is replaced.
-    is_stream = path.exists() and not path.is_file()
-    target = path if is_stream else path.resolve()
-    unfinished = target if is_stream else target.with_name(target.name + ".tmp")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with unfinished.open("wb") as file:
-        _write(path, file, lines)
-    if not is_stream:
-        unfinished.replace(target)
-
-
-def _write(path: str | os.PathLike[str], file: IO[bytes], lines: Iterable[str]) -> None:
-    with _compressed(path, file, "wb") as out:
+    content = io.BytesIO()
+    with _compressed(path, content, "wb") as out:
         out.writelines(line.encode(errors="backslashreplace") for line in lines)
+    durable.write(path, content.getvalue())
 
 
 def _compressed(

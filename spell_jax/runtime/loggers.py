@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 import logging
 import os
 import sys
@@ -13,7 +14,7 @@ from typing import Any, Protocol
 
 from etils import epath
 
-from spell_jax.runtime import paths
+from spell_jax.runtime import durable, paths
 
 TENSORBOARD_FOLDER = "tensorboard"
 WANDB_FILE = "wandb_id"  # file in a run's folder with the id of its wandb run
@@ -38,7 +39,10 @@ def _hidden(package: str) -> Iterator[None]:
 
 
 class TensorBoard:
-    """Event files in WORKDIR/tensorboard, flushed after each write.
+    """Event files in WORKDIR/tensorboard, each event on disk when `write` returns.
+
+    A failed write may leave a part of an event, after which TensorBoard reads no further: the next
+    try begins another file.
 
     TensorBoard is told to discard steps of an earlier process after resume_step (None: all). An
     error silently ends the thread of tensorboardX's SummaryWriter, so that is not used.
@@ -49,26 +53,38 @@ class TensorBoard:
         with _hidden("torch"):
             from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore - generated
-        from tensorboardX.record_writer import directory_check
 
-        folder = workdir / TENSORBOARD_FOLDER
-        directory_check(str(folder))
-        self._file = EventsWriter(str(folder / "events"), f".{os.getpid()}")
+        self._make_writer = EventsWriter
+        self._folder, self._writer = workdir / TENSORBOARD_FOLDER, None
+        self._number = itertools.count(1)  # of the event files of this process
+        durable.make_folder(self._folder)
         first_step = 0 if resume_step is None else resume_step + 1
-        self._file.write_event(
-            Event(step=first_step, session_log=SessionLog(status=SessionLog.START))
-        )
+        start = Event(step=first_step, session_log=SessionLog(status=SessionLog.START))
+        durable.retried(self._folder, self._write, start)
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         from tensorboardX.proto.event_pb2 import Event  # pyright: ignore - generated
         from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore - generated
 
         values = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
-        self._file.write_event(Event(step=step, summary=Summary(value=values)))
-        self._file.flush()
+        event = Event(step=step, summary=Summary(value=values))
+        durable.retried(self._folder, self._write, event)
+
+    def _write(self, event: Any) -> None:
+        try:
+            if self._writer is None:
+                suffix = f".{os.getpid()}.{next(self._number)}"
+                self._writer = self._make_writer(str(self._folder / "events"), suffix)
+                durable.sync(self._folder)
+            self._writer.write_event(event)
+            self._writer.flush()  # with an fsync
+        except OSError:
+            self._writer = None
+            raise
 
     def close(self) -> None:
-        self._file.close()
+        if self._writer is not None:
+            self._writer.close()
 
 
 class Wandb:
@@ -93,7 +109,7 @@ class Wandb:
         workdir.mkdir(parents=True, exist_ok=True)
         path = workdir / WANDB_FILE
         if resume_step is None or not path.exists():
-            path.write_text(uuid.uuid4().hex + "\n")
+            durable.write(path, f"{uuid.uuid4().hex}\n".encode())
         self._run = wandb.init(
             project=project,
             name=workdir.name,

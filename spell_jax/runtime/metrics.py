@@ -8,13 +8,13 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from absl import logging
 from etils import epath
 
-from spell_jax.runtime.jsonl import write_lines
+from spell_jax.runtime.jsonl import read_records, write_lines
 from spell_jax.runtime.loggers import MetricLogger, TensorBoard
 
 METRICS_FILE = "metrics.jsonl"
@@ -74,33 +74,35 @@ def finite_or_none(value: Any) -> tuple[Any, int]:
 
 
 def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Lines of WORKDIR/metrics.jsonl as dicts; a torn last line is dropped.
+    """Lines of WORKDIR/metrics.jsonl as dicts; damaged lines are logged, counted and skipped.
 
-    FileNotFoundError if there is no such file. ValueError names file and line of a complete line
-    that is not a JSON object with an integer "step".
+    A line is damaged if it is not a JSON object with an integer "step". A resumed run restores
+    damaged lines from its checkpoint. FileNotFoundError if there is no such file.
     """
     path = epath.Path(workdir) / METRICS_FILE
     if not path.exists():
         raise FileNotFoundError(f"{path}: no metrics there; is this the folder of a training run?")
-    return [record for record, _ in _parse(path, _read_lines(path))]
+    records, skipped = read_records(path, _require_step)
+    if skipped:
+        logging.warning("%s: %d of %d lines skipped", path, skipped, len(records) + skipped)
+    return records
 
 
-def _read_lines(path: epath.Path) -> list[str]:
-    return path.read_bytes().decode().split("\n")[:-1]
+def _require_step(record: Any) -> dict[str, Any]:
+    if not isinstance(record, dict) or type(record.get("step")) is not int:
+        raise ValueError('want an object with an integer "step"')
+    return record
 
 
-def _parse(place: Any, lines: Iterable[str]) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yields (record, line) for each line; the ValueError of `read_metrics` names `place`."""
+def _parse_tail(lines: Sequence[str]) -> dict[int, str]:
+    """Lines of a checkpoint by step; ValueError if one is malformed."""
+    saved = {}
     for number, line in enumerate(lines, 1):
         try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{place}:{number}: not JSON ({error.msg}): {line[:80]!r}") from error
-        if not isinstance(record, dict) or type(record.get("step")) is not int:
-            raise ValueError(
-                f'{place}:{number}: want an object with an integer "step": {line[:80]!r}'
-            )
-        yield record, line
+            saved[_require_step(json.loads(line))["step"]] = line
+        except ValueError as error:
+            raise ValueError(f"tail of the checkpoint:{number}: not JSON ({error})") from error
+    return saved
 
 
 def run_now(work: Callable[..., Any], *args: Any) -> None:
@@ -113,9 +115,9 @@ class MetricsWriter:
 
     Buckets cannot append, so all lines are held in memory and every write replaces the whole file.
     Steps up to resume_step are kept, in TensorBoard too; `tail` has lines of its checkpoint, for
-    steps that the file lacks. A resume_step of None starts a new file. `is_writer` on process 0
-    only; elsewhere all methods do nothing. `submit` runs disk work, as Background.submit.
-    ValueError if the file to resume or the tail is damaged (see `read_metrics`).
+    steps that the file lacks or where it is damaged. A resume_step of None starts a new file.
+    `is_writer` on process 0 only; elsewhere all methods do nothing. `submit` runs disk work, as
+    Background.submit. ValueError if a line of the tail is malformed.
     """
 
     def __init__(
@@ -136,9 +138,13 @@ class MetricsWriter:
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / METRICS_FILE
         if resume_step is not None:
-            on_disk = _read_lines(self._path) if self._path.exists() else []
-            pairs = (*_parse("tail of the checkpoint", tail), *_parse(self._path, on_disk))
-            lines = {record["step"]: line for record, line in pairs}  # the file overrides the tail
+            records = read_metrics(folder) if self._path.exists() else []
+            lines = {record["step"]: json.dumps(record) for record in records}
+            saved = _parse_tail(tail)
+            if restored := sum(lines.get(step) != line for step, line in saved.items()):
+                logging.warning("%s: %d lines restored from the checkpoint", self._path, restored)
+            # The tail overrides the file: it has hashes, and a flipped bit may leave valid JSON.
+            lines |= saved
             self._lines = {step: lines[step] for step in sorted(lines) if step <= resume_step}
         self._put(list(self._lines.values()))
         self._loggers = [TensorBoard(folder, resume_step), *loggers]

@@ -20,6 +20,8 @@ CACHE_VARIABLE = "SPELL_CACHE"
 # In the folder of a run.
 CONFIG_FILE = "config.json"
 CHECKPOINTS_FOLDER = "checkpoints"
+# What a run needs to go on in another folder, besides a checkpoint.
+RUN_FILES = (CONFIG_FILE, "metrics.jsonl", "evaluation.json", "wandb_id", "best")
 
 
 def open_folder(path: str | os.PathLike[str]) -> epath.Path:
@@ -53,6 +55,11 @@ def make_workdir(path: epath.Path) -> None:
             f"workdir = {os.fspath(path)!r}: cannot be made ({error.strerror or error}); must be a "
             "folder that this user may write to"
         ) from error
+
+
+def absolute(path: str | os.PathLike[str]) -> str:
+    """Absolute path of a local file or folder; a URL is left unchanged."""
+    return os.fspath(path) if is_remote(path) else os.path.abspath(path)
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:

@@ -1,7 +1,7 @@
 """Logging of a run: metrics, episodes, external loggers, and a progress line.
 
 A background thread writes, so no step waits for a disk or a network. `flush` waits for it, as
-before a checkpoint: everything up to that step is then on disk.
+before a checkpoint: everything up to that step is then on disk, also after a loss of power.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import jax
 from absl import logging
 from etils import epath
 
-from spell_jax.runtime import peers
+from spell_jax.runtime import durable, paths, peers
 from spell_jax.runtime.episodes import EpisodeWriter
 from spell_jax.runtime.loggers import Wandb
 from spell_jax.runtime.metrics import Metrics, MetricsWriter
@@ -131,8 +131,9 @@ class RunLogger:
     """Everything that a run writes and shows between two checkpoints; a context.
 
     Every process makes one and calls it in the same way; only process 0 writes. The run has done
-    `done` of `steps` steps; data of later steps in the folder is dropped. `tail` is as in
-    MetricsWriter, `episodes` the maximum number of characters per step, as in EpisodeWriter.
+    `done` of `steps` steps; data of later steps in the folder is dropped. `saved` is the `state`
+    that its checkpoint has. `episodes` is the maximum number of characters per step, as in
+    EpisodeWriter. Nothing is written if the folder was removed or renamed (durable.GoneError).
     `wandb` is a project of Weights & Biases, which also gets the config. `timer` is given if others
     read it too. ValueError as MetricsWriter, ImportError as loggers.Wandb.
     """
@@ -142,7 +143,7 @@ class RunLogger:
         workdir: str | os.PathLike[str],
         steps: int,
         done: int = 0,
-        tail: Sequence[str] = (),
+        saved: Mapping[str, Any] | None = None,
         *,
         episodes: int = 0,
         wandb: str = "",
@@ -151,11 +152,20 @@ class RunLogger:
     ) -> None:
         is_writer = jax.process_index() == 0
         folder, resume_step = epath.Path(workdir), done or None
+        saved = saved or {}
+        tail, queued = saved.get("metrics", ()), saved.get("episodes", {})
+        self._workdirs = list(saved.get("workdirs", ()))
         loggers = [Wandb(wandb, folder, resume_step, config)] if wandb and is_writer else []
         self._background = Background()
-        submit = self._background.submit
-        self._metrics = MetricsWriter(folder, resume_step, is_writer, tail, submit, loggers)
-        self._episodes = EpisodeWriter(folder, episodes, resume_step, is_writer)
+        self._metrics = MetricsWriter(folder, resume_step, is_writer, tail, self._submit, loggers)
+        self._watch = durable.FolderWatch(folder)
+        workdirs = self._workdirs
+        self._episodes = EpisodeWriter(
+            *(folder, episodes, resume_step, is_writer),
+            **{"queued": queued, "workdirs": workdirs, "submit": self._submit},
+        )
+        if paths.absolute(folder) not in workdirs:
+            workdirs.append(paths.absolute(folder))
         self._process_stats = ProcessStats()
         self._shown: dict[str, float | str] = {}
         # Also holds the time limit.
@@ -193,8 +203,17 @@ class RunLogger:
         for name, value in self._process_stats.numbers().items():
             metrics.add(f"process/{name}", value)
         self._explain_empty(metrics.means())
-        self._metrics.write(step, metrics)
-        self._background.submit(self._episodes.write, step, list(episodes))
+        try:
+            self._metrics.write(step, metrics)
+        finally:  # `state` has the episodes too, even if the disk is full
+            self._episodes.write(step, episodes)
+
+    def _submit(self, work: Callable[..., Any], *args: Any) -> None:
+        def check_and_work() -> None:
+            self._watch.check()
+            work(*args)
+
+        self._background.submit(check_and_work)
 
     def _explain_empty(self, means: Mapping[str, float]) -> None:
         """Warns once about _MOST_EMPTY empty updates in a row, with the most frequent cause."""
@@ -213,3 +232,8 @@ class RunLogger:
 
     def tail(self) -> list[str]:
         return self._metrics.tail()
+
+    def state(self) -> dict[str, Any]:
+        """State for a checkpoint: last metrics, episodes not on disk yet, folders of the run."""
+        episodes, workdirs = self._episodes.queued(), list(self._workdirs)
+        return {"metrics": self.tail(), "episodes": episodes, "workdirs": workdirs}

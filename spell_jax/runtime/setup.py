@@ -15,7 +15,7 @@ from absl import logging as absl_logging
 from etils import epath
 
 from spell_jax.runtime import distributed, paths
-from spell_jax.runtime.jsonl import read_json, write_json
+from spell_jax.runtime.jsonl import read_json, write_json, write_lines
 from spell_jax.runtime.paths import CONFIG_FILE
 
 
@@ -37,7 +37,7 @@ def setup() -> None:
 
 def write_config(config: Mapping[str, Any], workdir: epath.Path) -> None:
     """Writes the run's config, nested dicts of JSON values, to WORKDIR/config.json."""
-    (workdir / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
+    write_lines(workdir / CONFIG_FILE, [json.dumps(config, indent=2) + "\n"])
 
 
 def check_same(path: pathlib.Path, config: Mapping[str, Any]) -> None:

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 
 import tensorstore
 
-from spell_jax.runtime import distributed, paths
+from spell_jax.runtime import distributed, durable, paths
 from spell_jax.runtime.config import build
 
 FILE = "lock.json"
@@ -84,13 +84,25 @@ class Holder:
 def locked(workdir: str | os.PathLike[str]) -> Iterator[None]:
     """Context in which this run alone writes to a workdir; all processes of the run enter it.
 
-    ValueError on all processes if another run holds the lock, or it cannot be written.
+    ValueError on all processes if another run holds the lock, or it cannot be written. GoneError
+    if the workdir is removed or renamed inside, also in place of an error which that causes.
     """
     lock = WorkdirLock(workdir)
     try:
         if refusal := distributed.broadcast(lock.take):
             raise ValueError(refusal)
-        yield
+        watch = durable.FolderWatch(workdir)
+        try:
+            yield
+        except Exception as error:
+            try:
+                watch.check()
+            except durable.GoneError as gone:
+                is_complete = isinstance(error, durable.SaveError)  # it says what is saved
+                raise durable.GoneError(str(error if is_complete else gone)) from error
+            raise
+        with distributed.fail_together():
+            watch.check()
     finally:
         lock.release()
 
@@ -116,6 +128,7 @@ class WorkdirLock:
         pid, now = os.getpid(), time.time()
         start, token = _process_start(pid), secrets.token_hex(8)
         self._holder = Holder(socket.gethostname(), _machine(), pid, start, token, now, now)
+        self._watch: durable.FolderWatch | None = None
 
     def take(self) -> str:
         """Takes the lock; returns "", or a message that names the run that holds it.
@@ -153,6 +166,7 @@ class WorkdirLock:
             self._holder = dataclasses.replace(self._holder, since=now, seen=now)
             self._generation = self._write(self._holder, found.stamp.generation)
             if self._generation:
+                self._watch = durable.FolderWatch(self._workdir)
                 self._thread.start()
                 return ""
 
@@ -164,6 +178,8 @@ class WorkdirLock:
         self._thread.join()
         try:
             self._write(None, self._generation)
+        except durable.GoneError:  # `locked` says so
+            pass
         except Exception as error:  # must not replace the error that ends the run
             log.warning("%s", self._about(f"{FILE} could not be removed ({error})"))
         self._generation = b""
@@ -204,8 +220,11 @@ class WorkdirLock:
     def _write(self, holder: Holder | None, generation: bytes) -> bytes:
         """Replaces the file (None: removes it) if it is of that generation.
 
-        Returns the new generation, or b"" if the file is of another one.
+        Returns the new generation, or b"" if the file is of another one. GoneError if the folder
+        was removed or renamed, because the file would make another one.
         """
+        if self._watch is not None:
+            self._watch.check()
         content = None if holder is None else json.dumps(dataclasses.asdict(holder)).encode()
         return self._store().write(FILE, content, if_equal=generation).result().generation
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import json
+import logging
 from typing import Any
 
 import jax
 from etils import epath
 
 from spell_jax.reporting import run_report, tables
-from spell_jax.runtime.jsonl import write_json
+from spell_jax.runtime.jsonl import read_json, write_json
 from spell_jax.runtime.metrics import Metrics
 from spell_jax.trainer.build import Run
 from spell_jax.trainer.state import RolloutParams, save_model
+
+log = logging.getLogger(__name__)
 
 # Evaluations use step 0's random numbers, so that questions are answered alike every time.
 _STEP = 0
@@ -54,8 +56,7 @@ class HeldOut:
         result |= {"replies truncated at their cap": {"share": shares}}
         path = self._workdir / tables.EVALUATION_FILE
         if self._is_writer:
-            results = json.loads(path.read_text()) if path.exists() else {}
-            write_json(path, results | {when: result})
+            write_json(path, _earlier(path) | {when: result})
 
     def finish(self) -> None:
         """Evaluates a last time, saves the trained models, plots, and prints before and after."""
@@ -71,3 +72,13 @@ class HeldOut:
             print(tables.before_after_table(*found))
         print(f"\nmetrics   {workdir / 'metrics.jsonl'}\nepisodes  {workdir / 'episodes'}")
         print(f"policy    {workdir / 'policy'}\nplots     " + "\n          ".join(map(str, plots)))
+
+
+def _earlier(path: epath.Path) -> dict[str, Any]:
+    """The evaluations that are there already; a damaged file must not end the run."""
+    try:
+        results = read_json(path) if path.exists() else {}
+    except ValueError as error:
+        log.warning("%s; it is replaced", error)
+        return {}
+    return results if isinstance(results, dict) else {}

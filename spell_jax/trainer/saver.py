@@ -3,21 +3,87 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 from typing import Any
+
+from etils import epath
 
 from spell_jax.config import to_dict
 from spell_jax.runtime import distributed
 from spell_jax.runtime.checkpoint import Checkpoints
+from spell_jax.runtime.durable import DiskError
 from spell_jax.runtime.preemption import Preemption
 from spell_jax.runtime.run_logger import RunLogger
 from spell_jax.trainer.build import Run
+from spell_jax.trainer.state import save_model
+
+log = logging.getLogger(__name__)
+
+
+def first_best(best: float | None, workdir: epath.Path) -> float | None:
+    """The best validation score of a resumed run; None if best/ is gone, so that it is made anew.
+
+    That is so in a fallback folder, if the first folder could not be read.
+    """
+    if best is None or distributed.broadcast((workdir / "best").exists):
+        return best
+    log.warning("%s: not there; it will hold the best weights from here on", workdir / "best")
+    return None
+
+
+def save_step(
+    logger: RunLogger,
+    store: Checkpoints,
+    step: int,
+    arrays: Any,
+    host_state: dict[str, Any],
+    *,
+    is_due: bool,
+    force: bool = False,
+    score: float | None = None,
+) -> None:
+    """Flushes logs, then checkpoints them with the step, if it is due or forced.
+
+    If the flush fails, the checkpoint holds what could not be written, and goes to the fallback
+    folder if the disk is still full. DiskError then says so.
+    """
+    failure: Exception | None = None
+    if force or is_due:
+        try:
+            with distributed.fail_together():
+                logger.flush()
+        except Exception as error:  # of any kind: it ends the run, and the step is saved
+            failure = error
+    store.save(step, arrays, host_state | logger.state(), force or failure is not None, score)
+    if failure is not None:
+        raise _saved(failure, step) from failure
+
+
+@contextlib.contextmanager
+def saving_on_disk_errors(save: Callable[[], None], step: int) -> Iterator[None]:
+    """Checkpoints the step before an error of the files written inside is re-raised."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        save()
+        raise _saved(error, step) from error
+
+
+def _saved(error: Exception, step: int) -> Exception:
+    """The error, or for one of a disk a DiskError that says how to go on."""
+    if not isinstance(error, OSError):
+        return error
+    return DiskError(
+        f"{error}; step {step} is saved with all that could not be written, the same command goes "
+        "on from there"
+    )
 
 
 class Saver:
     """Writer of checkpoints between the steps of the loop; flushes the logger before each one.
 
-    `best` is the best validation score so far, or None; the loop replaces it.
+    `best` is the best validation score so far, whose weights are in best/, or None.
     """
 
     def __init__(
@@ -30,14 +96,17 @@ class Saver:
         best: float | None,
     ):
         self._run, self._models, self._store = run, models, store
-        self._logger, self._preemption, self.best = logger, preemption, best
+        self._logger, self._preemption, self._best = logger, preemption, best
 
     def should_stop(self) -> bool:
         """Whether the machine is taken away, on any host; all hosts must ask at the same time."""
         return self._preemption.should_stop()
 
-    def is_best(self, score: float | None) -> bool:
-        return score is not None and (self.best is None or score > self.best)
+    def keep_best(self, score: float | None, workdir: epath.Path) -> None:
+        """Writes the policy to WORKDIR/best if its validation score is the highest so far."""
+        if score is not None and (self._best is None or score > self._best):
+            save_model(self._run, self._models, "policy", workdir / "best")
+            self._best = score
 
     def save(
         self,
@@ -46,24 +115,15 @@ class Saver:
         force: bool = False,
         score: float | None = None,
     ) -> None:
-        """Flushes logs, then checkpoints, if the step is due or forced.
-
-        If the flush fails, it still checkpoints (to the fallback folder if the disk is full), then
-        re-raises.
-        """
+        """Flushes logs and checkpoints the step, as `save_step`."""
         self._logger.enter("save", step)
-        try:
-            if force or step % self._run.config.checkpoint_every == 0:
-                with distributed.fail_together():
-                    self._logger.flush()
-        finally:
-            host_state = {
-                "config": to_dict(self._run.config),
-                "algorithm": algorithm_state,
-                "best": self.best,
-                "metrics": self._logger.tail(),
-            }
-            self._store.save(step, self._models, host_state, force, score)
+        config = self._run.config
+        host_state = {"config": to_dict(config), "algorithm": algorithm_state, "best": self._best}
+        is_due = step % config.checkpoint_every == 0
+        save_step(
+            *(self._logger, self._store, step, self._models, host_state),
+            **{"is_due": is_due, "force": force, "score": score},
+        )
 
     def stop_if_preempted(self, step: int, algorithm_state: dict[str, Any]) -> None:
         if self._preemption.should_stop():
@@ -75,8 +135,7 @@ class Saver:
         self, step: int, algorithm_state: dict[str, Any], score: float | None
     ) -> Iterator[None]:
         """Checkpoints the step before an error of the files written inside is re-raised."""
-        try:
+        with saving_on_disk_errors(
+            lambda: self.save(step, algorithm_state, force=True, score=score), step
+        ):
             yield
-        except (OSError, RuntimeError):
-            self.save(step, algorithm_state, force=True, score=score)
-            raise

@@ -31,16 +31,16 @@ log = logging.getLogger(__name__)
 
 def restore_or_init(
     run: Run, checkpoints: Checkpoints
-) -> tuple[dict[str, Any], int, float | None, list[str]]:
+) -> tuple[dict[str, Any], int, dict[str, Any]]:
     """The models of the newest intact checkpoint, or first models; the log says which.
 
-    Returns (states and weights by model name, steps done, best validation score, last lines of
-    metrics). ValueError if the checkpoint has another seed or shape, or a later step than the last;
+    Returns (states and weights by model name, steps done, the checkpoint's host state or {}).
+    ValueError if the checkpoint has another seed or shape, or a later step than the last;
     other errors as in Checkpoints.newest_intact and first_state.
     """
     step = checkpoints.newest_intact()
     if step is None:
-        return first_models(run), 0, None, []
+        return first_models(run), 0, {}
     target: dict[str, Any] = {}
     for name, model in run.own.items():
         if model.policy.lora:  # the checkpoint has the adapters only
@@ -54,7 +54,7 @@ def restore_or_init(
     log.info("resumed at step %d", step)
     for change in changes(to_dict(run.config), saved["config"]):
         log.info("%s when it was saved", change)
-    return models, step, saved["best"], saved["metrics"]
+    return models, step, saved
 
 
 def check_resumed(config: RunConfig, step: int, saved: Mapping[str, Any]) -> None:
@@ -114,7 +114,7 @@ def read_weights(
     """(step, trained float32 weights on the mesh) of a run's policy; only adapters if it has any.
 
     The newest intact checkpoint by default. FileNotFoundError without a checkpoint (of that step),
-    ValueError if it has another shape, DamagedError if none is intact.
+    ValueError if it has another shape, DamagedError if it (or every one) is damaged.
     """
     if not (workdir / CHECKPOINTS_FOLDER).is_dir():
         raise FileNotFoundError(f"{workdir / CHECKPOINTS_FOLDER}: not there")
@@ -123,6 +123,8 @@ def read_weights(
         policy, meshes.with_sharding(shapes, meshes.shardings(mesh, axes, shapes))
     )
     with Checkpoints(workdir) as checkpoints:
+        if step is not None:
+            checkpoints.check_intact(step)
         step = checkpoints.newest_intact() if step is None else step
         if step is None:
             raise FileNotFoundError(f"{workdir / CHECKPOINTS_FOLDER}: no complete checkpoint")

@@ -39,6 +39,7 @@ from spell_jax.runtime.metrics import Metrics
 from spell_jax.runtime.preemption import Preemption
 from spell_jax.runtime.run_logger import RunLogger
 from spell_jax.selfplay import prompts
+from spell_jax.trainer import saver
 from spell_jax.trainer.state import load_weights
 from spell_jax.warm_start import demonstrations, ladder_rows
 
@@ -194,11 +195,11 @@ def _steps(
     saved = plain(section(config))
     if jax.process_index() == 0:
         setup.write_config(saved, workdir)
-    done = checkpoints.newest_intact() or 0
+    done, logged = checkpoints.newest_intact() or 0, {}
     if done:
         if learner.policy.lora:  # the checkpoint has the adapters only
             learner.freeze(load_weights(find_folder(config.policy.folder), learner))
-        models, _ = checkpoints.restore(done, {"policy": learner.fns.abstract_state})
+        models, logged = checkpoints.restore(done, {"policy": learner.fns.abstract_state})
         state = models["policy"]
     elif config.policy.folder:
         state = learner.init(load_weights(find_folder(config.policy.folder), learner))
@@ -209,7 +210,15 @@ def _steps(
     stream = row_stream(config, done * config.rows_per_step)
     refused = 0.0
     options = {"wandb": config.wandb, "config": saved}
-    with RunLogger(workdir, config.steps, done, **options) as logger:
+    with RunLogger(workdir, config.steps, done, logged, **options) as logger:
+
+        def save(force: bool) -> None:
+            is_due = step % config.checkpoint_every == 0
+            if force or is_due:
+                logger.enter("save", step)
+            models = {"policy": state}
+            saver.save_step(logger, checkpoints, step, models, {}, is_due=is_due, force=force)
+
         for step in range(done + 1, config.steps + 1):
             logger.enter("tune", step - 1)
             rows = itertools.islice(stream, config.rows_per_step)
@@ -221,13 +230,10 @@ def _steps(
             if step % config.log_every == 0 or step == config.steps:
                 metrics = Metrics()
                 metrics.merge({name: (value, 1.0) for name, value in numbers.items()}, "train/")
-                logger.write(step, metrics)
+                with saver.saving_on_disk_errors(lambda: save(force=True), step):
+                    logger.write(step, metrics)
             must_stop = preemption.should_stop()
-            force = must_stop or step == config.steps
-            if force or step % config.checkpoint_every == 0:
-                logger.enter("save", step)
-                logger.flush()
-            checkpoints.save(step, {"policy": state}, {}, force=force)
+            save(force=must_stop or step == config.steps)
             if must_stop:
                 preemption.stop()
     if refused:

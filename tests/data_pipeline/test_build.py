@@ -211,7 +211,7 @@ def test_graphs_do_not_grow_with_files_and_benchmark_texts(config, tmp_path, mon
 def test_interrupted_build_resumes_bit_identically(config, made, tmp_path, monkeypatch):
     """The build stops before each stage is marked as done, then at each file of the output."""
     out, stopped = tmp_path / "out", []
-    create, store = build.FileSystems.create, output._store
+    create, store = build.FileSystems.create, output.store
 
     def stop(name: str) -> None:
         if name not in stopped:
@@ -228,7 +228,7 @@ def test_interrupted_build_resumes_bit_identically(config, made, tmp_path, monke
         store(folder, name, data)
 
     monkeypatch.setattr(build.FileSystems, "create", stopping_create)
-    monkeypatch.setattr(output, "_store", stopping_store)
+    monkeypatch.setattr(output, "store", stopping_store)
     shards = [output.shard_name(number, 3) for number in range(3)]
     files = [output.FEATURES, output.INFO, output.INDEX, output.MANIFEST]
     # Shards are written in any order, so the build stops at one of them only.

@@ -12,6 +12,7 @@ from apache_beam.runners.portability.fn_api_runner.fn_runner import FnApiRunner
 from data_pipeline import stages as stages_module
 from data_pipeline.records import make_document
 from data_pipeline.stages import DONE, Stages
+from tests.runtime.test_durable import Calls
 
 
 def write(pipeline, texts):
@@ -150,3 +151,15 @@ def test_done_json_is_written_last(tmp_path, monkeypatch):
     assert json.loads((tmp_path / "stages" / "write" / DONE).read_text())["counts"] == list(
         done.counts
     )
+
+
+@pytest.mark.slow
+def test_tables_are_on_disk_before_the_stage_is_marked_as_done(tmp_path, monkeypatch):
+    calls = Calls(monkeypatch)
+    Stages(str(tmp_path / "stages")).run("write", {}, functools.partial(write, texts=("one",)))
+    folder = tmp_path / "stages" / "write"
+    renamed = calls.index(("rename", str(folder / DONE)))
+    on_disk = {path for kind, path in calls[:renamed] if kind == "fsync"}
+    assert on_disk >= {str(folder), *map(str, folder.glob("*.parquet"))}
+    assert [path for path in on_disk if path.endswith(DONE)]
+    assert calls[renamed + 1 :] == [("fsync", str(folder)), ("fsync", str(folder.parent))]

@@ -27,7 +27,10 @@ from hypothesis import strategies as st
 
 from spell_jax.runtime import hashes
 from spell_jax.runtime.checkpoint import Checkpoints, DamagedError, SaveError
+from spell_jax.runtime.episodes import EpisodeWriter
+from spell_jax.runtime.jsonl import read_json, write_json
 from tests.runtime.test_distributed import connect, run_two
+from tests.runtime.test_durable import Calls
 
 FOLDER = "checkpoints"
 
@@ -120,6 +123,110 @@ def test_damaged_step_is_logged_skipped_and_replaced(run_folder, tmp_path, caplo
         assert_restores(checkpoints, 2)
         checkpoints.close()
         shutil.rmtree(workdir)
+
+
+def make_unreadable(file: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Make reads of a file fail with this error."""
+    real = open
+
+    def fail(path, *args, **options):
+        if os.fspath(path) == str(file):
+            raise OSError(number, os.strerror(number), path)
+        return real(path, *args, **options)
+
+    monkeypatch.setattr("builtins.open", fail)
+    monkeypatch.setattr("io.open", fail)
+
+
+def put_folder(file: Path) -> None:
+    file.unlink()
+    (file / "inside").mkdir(parents=True)
+
+
+def put_dangling_link(file: Path) -> None:
+    file.unlink()
+    file.symlink_to(file.with_name("nowhere"))
+
+
+def put_endless_link(file: Path) -> None:
+    file.unlink()
+    file.symlink_to(file)
+
+
+@pytest.mark.parametrize("name", ["hashes.txt", "arrays/_METADATA", "host/metadata"])
+@pytest.mark.parametrize(
+    "damage, text",
+    [
+        (put_folder, "cannot be read (Is a directory)"),
+        (put_endless_link, "cannot be read (Too many levels of symbolic links)"),
+        (put_dangling_link, None),
+        (errno.EIO, "cannot be read (Input/output error)"),
+        (errno.EACCES, "cannot be read (Permission denied)"),
+    ],
+)
+def test_unreadable_file_is_named_and_the_older_step_used(
+    run_folder, tmp_path, caplog, monkeypatch, name, damage, text
+):
+    workdir = tmp_path / "run"
+    shutil.copytree(run_folder, workdir)
+    file = workdir / FOLDER / "2" / name
+    with monkeypatch.context() as patches:
+        if isinstance(damage, int):
+            make_unreadable(file, patches, damage)
+        else:
+            damage(file)
+        with Checkpoints(workdir) as checkpoints:
+            assert checkpoints.newest_intact() == 1
+            assert_restores(checkpoints, 1)
+    no_file = "cannot be read (No such file or directory)" if name == "hashes.txt" else "missing"
+    assert f"{workdir}/checkpoints/2 is skipped: {name}: {text or no_file}" in caplog.text
+    if not isinstance(damage, int):  # the resumed run reaches this step again
+        with Checkpoints(workdir) as checkpoints:
+            assert checkpoints.newest_intact() == 1
+            assert checkpoints.save(2, arrays_of(2), {"step": 2}, force=True)
+            assert checkpoints.newest_intact() == 2
+            assert_restores(checkpoints, 2)
+
+
+@pytest.mark.parametrize("put", [put_dangling_link, put_endless_link, Path.unlink, None])
+def test_step_that_is_no_folder_is_skipped_and_replaced(run_folder, tmp_path, caplog, put):
+    workdir = tmp_path / "run"
+    shutil.copytree(run_folder, workdir)
+    step = workdir / FOLDER / "2"
+    shutil.rmtree(step)
+    step.write_text("")
+    if put:
+        put(step)
+    with Checkpoints(workdir) as checkpoints:
+        assert checkpoints.newest_intact() == 1
+        assert (f"{step} is skipped: hashes.txt: " in caplog.text) == (put is not Path.unlink)
+        assert checkpoints.save(2, arrays_of(2), {"step": 2}, force=True)
+    with Checkpoints(workdir) as checkpoints:
+        assert checkpoints.newest_intact() == 2
+        assert_restores(checkpoints, 2)
+
+
+def test_renamed_step_is_skipped_by_its_hashes(run_folder, tmp_path, caplog):
+    """Weights of step 1 as step 7 would train steps 2 to 7 of the data again, or never."""
+    workdir = tmp_path / "run"
+    shutil.copytree(run_folder, workdir)
+    shutil.copytree(workdir / FOLDER / "1", workdir / FOLDER / "7")
+    checkpoints = Checkpoints(workdir)
+    assert checkpoints.latest_step() == checkpoints.newest_intact() == 2
+    text = "checkpoints/7 is skipped: hashes.txt: of step 1, the folder was renamed"
+    assert text in caplog.text
+    with pytest.raises(FileNotFoundError, match="no complete checkpoint of step 7"):
+        checkpoints.check_intact(7)
+
+
+def test_damage_of_a_named_step_is_an_error(run_folder, tmp_path):
+    workdir = tmp_path / "run"
+    shutil.copytree(run_folder, workdir)
+    (workdir / FOLDER / "2" / "host" / "metadata").unlink()
+    checkpoints = Checkpoints(workdir)
+    checkpoints.check_intact(1)
+    with pytest.raises(DamagedError, match=r"checkpoints/2: .*host/metadata: missing"):
+        checkpoints.check_intact(2)
 
 
 @pytest.mark.slow
@@ -295,6 +402,58 @@ def test_failed_save_is_written_to_the_fallback_folder(tmp_path, monkeypatch, nu
     assert resumed.newest_intact() == 3
     assert_restores(resumed, 3)
     assert not list((fallback / "run_step3").iterdir())
+
+
+def test_fallback_folder_gets_the_best_weights_and_names_the_episodes(tmp_path, monkeypatch):
+    workdir = tmp_path / "run"
+    options = {"retries": 0, "fallback": tmp_path / "other"}
+    checkpoints = Checkpoints(workdir, **options)
+    (workdir / "best").mkdir()
+    (workdir / "best" / "model.safetensors").write_bytes(b"weights")
+    write_json(workdir / "config.json", {"seed": 1})
+    for step in (1, 2, 4):
+        EpisodeWriter(workdir, 1000, step).write(step, [{}])
+    (workdir / "evaluation.json").mkdir()
+    (workdir / "evaluation.json" / "odd\n").symlink_to("evaluation.json")
+    with monkeypatch.context() as patches:
+        remove_access(workdir, patches, errno.ENOSPC)
+        with pytest.raises(SaveError) as error:
+            checkpoints.save(4, arrays_of(4), {"step": 4}, force=True)
+    fallback = tmp_path / "other" / "run_step4"
+    assert f"episodes of steps 1-2, 4 stay in {workdir}/episodes; it was saved" in str(error.value)
+    assert (fallback / "best" / "model.safetensors").read_bytes() == b"weights"
+    assert read_json(fallback / "config.json") == {"seed": 1}
+    assert Checkpoints(fallback).newest_intact() == 4
+
+
+def test_what_cannot_be_copied_to_the_fallback_folder_is_named(tmp_path, monkeypatch):
+    workdir = tmp_path / "run"
+    checkpoints = Checkpoints(workdir, retries=0, fallback=tmp_path / "other")
+    (workdir / "best").mkdir()
+    (workdir / "best" / "model.safetensors").write_bytes(b"weights")
+    with monkeypatch.context() as patches:
+        remove_access(workdir, patches, errno.EIO)
+        make_unreadable(workdir / "best" / "model.safetensors", patches, errno.EIO)
+        with pytest.raises(SaveError, match=r"best could not be copied \(.*Input/output error"):
+            checkpoints.save(4, arrays_of(4), {"step": 4}, force=True)
+    assert not (tmp_path / "other" / "run_step4" / "best").exists()
+
+
+def test_older_step_is_deleted_after_the_new_one_is_on_disk(tmp_path, monkeypatch):
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(1, arrays_of(1), {"step": 1}, force=True)
+        calls = Calls(monkeypatch)
+        checkpoints.save(2, arrays_of(2), {"step": 2}, force=True)
+    folder = tmp_path / FOLDER
+    deleted = calls.index(("remove", f"{folder}/1/hashes.txt"))
+    named = calls.index(("rename", f"{folder}/2/hashes.txt"))
+    first, last = (
+        [path for kind, path in part if kind == "fsync"]
+        for part in (calls[:named], calls[named:deleted])
+    )
+    tree = {folder / "2", *(folder / "2").rglob("*")} - {folder / "2" / "hashes.txt"}
+    assert {*map(str, tree), f"{folder}/2/hashes.txt.tmp"} <= {*first}
+    assert last == [f"{folder}/2", f"{folder}", f"{tmp_path}"]
 
 
 def test_failed_fallback_save_is_reported(tmp_path, disk):

@@ -52,7 +52,7 @@ from spell_jax.evaluation.policy_sampler import Policy, check_room
 from spell_jax.policy import choices
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy.model import find_folder
-from spell_jax.runtime import distributed, entry, fault_injection, paths
+from spell_jax.runtime import distributed, durable, entry, fault_injection, paths
 from spell_jax.runtime import setup as start
 from spell_jax.runtime.config import check_choice, check_least
 from spell_jax.runtime.jsonl import append_records, read_records, write_json
@@ -308,7 +308,7 @@ def run(
     def start_files() -> None:
         out.mkdir(parents=True, exist_ok=True)
         start.check_same(out / paths.CONFIG_FILE, made_from)
-        unfinished.write_bytes(b"")
+        durable.write(unfinished, b"")
 
     distributed.broadcast(start_files)
     entry.setup_done()
@@ -320,7 +320,7 @@ def run(
         log.info("%d of %d attempts, %d kept", done["attempts"], settings.attempts, done[KEPT])
 
     def finish() -> dict[str, Any]:
-        unfinished.replace(out / QUESTIONS)
+        durable.replace(unfinished, out / QUESTIONS)
         write_json(out / SUMMARY, build.summary())
         return build.summary()
 

@@ -1,0 +1,234 @@
+"""Writes that survive a loss of power, and a disk that is full for a while.
+
+After a loss of power, a local file system has the bytes of a file only if the file was fsynced, and
+its name only if its folder was. `write` therefore writes under another name, fsyncs, renames, and
+fsyncs the folder. Operations that fail for a reason that may pass, such as a full disk, are tried
+again (`retried`). Objects in a bucket need neither: they appear whole when they are closed.
+
+`FolderWatch` notices that the folder of a run was removed or renamed: writes by path would make a
+second folder, without what the run wrote before.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import errno
+import itertools
+import logging
+import os
+import pathlib
+import stat
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from etils import epath
+
+from spell_jax.runtime import paths
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+RETRIES = 3  # tries after the first one
+BACKOFF_S = 2.0  # pause before the second try, doubled before each further one: 14 s together
+UNFINISHED = ".tmp"  # suffix of a file that is being written
+# Errors that may pass: the disk or quota is full, or a network file system does not answer.
+_PASSING = {
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EAGAIN, errno.EBUSY, errno.ENOMEM),
+    *(errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETUNREACH),
+}
+_WORKERS = 16  # files that are fsynced at the same time
+
+
+class DiskError(OSError):
+    """A file cannot be written, after all tries; the message says where, and what is saved."""
+
+
+class GoneError(DiskError):
+    """The workdir was removed, renamed or replaced while a run wrote to it."""
+
+
+class SaveError(RuntimeError):
+    """A step could not be saved; the message names the fallback folder, if it was saved there."""
+
+
+# ---------------------------------------------------------------------------------------- Retrying
+
+
+def retried(place: Any, work: Callable[..., T], *args: Any) -> T:
+    """Return work(*args), after up to RETRIES further tries if an error may pass; they are logged.
+
+    `work` must be able to run again after it has failed in the middle. DiskError after all tries,
+    with `place`, a path, in its message.
+    """
+    for attempt in itertools.count():
+        try:
+            return work(*args)
+        except OSError as error:
+            if error.errno not in _PASSING:
+                raise
+            if attempt == RETRIES:
+                raise DiskError(f"{place}: {error.strerror}, {RETRIES + 1} tries") from error
+            seconds = BACKOFF_S * 2**attempt
+            log.warning("%s: %s; next try in %g s", place, error.strerror, seconds)
+            time.sleep(seconds)
+    raise AssertionError("not reached")
+
+
+# ----------------------------------------------------------------------------------------- Writing
+
+
+def write(path: str | os.PathLike[str], content: bytes) -> None:
+    """Replace a file by one with this content, atomically; its folder is made if missing.
+
+    For a link, its target is replaced. A terminal or pipe (/dev/stdout) is written directly.
+    """
+    if paths.is_remote(path):
+        epath.Path(path).write_bytes(content)
+        return
+    path = pathlib.Path(path)
+    if path.exists() and not path.is_file() and not path.is_dir():
+        path.write_bytes(content)
+        return
+    retried(path, _write, path.resolve(), content)
+
+
+def _write(target: pathlib.Path, content: bytes) -> None:
+    make_folder(target.parent)
+    unfinished = target.with_name(target.name + UNFINISHED)
+    try:
+        with unfinished.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        replace(unfinished, target)
+    except OSError:
+        with contextlib.suppress(OSError):
+            unfinished.unlink()  # a part of it would take the space that the next try needs
+        raise
+
+
+def append(path: pathlib.Path, content: bytes) -> None:
+    """Append to a local file, or start it; after an error the file is as long as before.
+
+    A process that is killed meanwhile leaves a part of `content` at most. If the file does not end
+    with a line feed then, the next call adds one first.
+    """
+    retried(path, _append, path, content)
+
+
+def _append(path: pathlib.Path, content: bytes) -> None:
+    is_new = not path.exists()
+    with path.open("a+b", buffering=0) as file:
+        length = file.seek(0, os.SEEK_END)
+        file.seek(max(0, length - 1))
+        is_torn = file.read(1) not in (b"", b"\n")
+        left = memoryview(b"\n" * is_torn + content)
+        try:
+            while left:
+                left = left[file.write(left) :]
+            os.fsync(file.fileno())
+        except OSError:
+            file.truncate(length)
+            raise
+    if is_new:
+        sync(path.parent)
+
+
+def replace(source: pathlib.Path, target: pathlib.Path) -> None:
+    """Rename a local file, of which all bytes are on disk."""
+    source.replace(target)
+    sync(target.parent)
+
+
+def make_folder(folder: str | os.PathLike[str]) -> None:
+    """Make a folder and the folders above it, unless they exist."""
+    if paths.is_remote(folder):
+        epath.Path(folder).mkdir(parents=True, exist_ok=True)
+        return
+    folder = pathlib.Path(folder)
+    missing = list(itertools.takewhile(lambda path: not path.exists(), (folder, *folder.parents)))
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        sync(path.parent)
+
+
+def sync(path: str | os.PathLike[str]) -> None:
+    """Bring a local file's bytes, or the names in a local folder, to the disk."""
+    if paths.is_remote(path):
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems cannot fsync a folder (EINVAL); they store names at once.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not os.path.isdir(path):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(folder: str | os.PathLike[str]) -> None:
+    """Bring all files and folders in a local folder, and the names in it, to the disk."""
+    if paths.is_remote(folder):
+        return
+    walked = [(parent, names) for parent, _, names in os.walk(folder)]
+    files = [os.path.join(parent, name) for parent, names in walked for name in names]
+    with concurrent.futures.ThreadPoolExecutor(_WORKERS) as pool:  # disks join parallel fsyncs
+        list(pool.map(sync, filter(os.path.isfile, files)))
+    for parent, _ in reversed(walked):
+        sync(parent)
+
+
+def remove(path: epath.Path) -> None:
+    """Remove a folder with its content, a file or a link; nothing happens if there is none."""
+    if not paths.is_remote(path) and (os.path.islink(path) or os.path.isfile(path)):
+        os.unlink(path)
+        return
+    path.rmtree(missing_ok=True)
+
+
+def copy(source: epath.Path, target: epath.Path) -> None:
+    """Copy a file, or a folder's files one by one; nothing happens if there is no `source`."""
+    if source.is_dir():
+        for path in source.iterdir():
+            copy(path, target / path.name)
+    elif source.exists():
+        write(target, source.read_bytes())
+
+
+# ---------------------------------------------------------------------------------------- Watching
+
+
+class FolderWatch:
+    """A check that a local folder still has its path.
+
+    The folder stays open, so that no other one can get its inode number. There is nothing to check
+    in a bucket, or if the folder does not exist at first.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]):
+        self._folder = os.path.abspath(folder)
+        self._descriptor: int | None = None
+        if not paths.is_remote(folder) and os.path.isdir(folder):
+            self._descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            weakref.finalize(self, os.close, self._descriptor)
+
+    def check(self) -> None:
+        """Raise GoneError if the folder was removed, renamed or replaced."""
+        if self._descriptor is None:
+            return
+        try:
+            present = os.stat(self._folder)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            reason = error.strerror
+        else:
+            if os.path.samestat(present, os.fstat(self._descriptor)):
+                return
+            is_folder = stat.S_ISDIR(present.st_mode)
+            reason = "another folder is there" if is_folder else os.strerror(errno.ENOTDIR)
+        raise GoneError(
+            f"workdir = {self._folder}: was removed or renamed while the run wrote to it ({reason})"
+        )
