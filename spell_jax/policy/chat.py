@@ -20,15 +20,11 @@ token from the remains.
 from __future__ import annotations
 
 import dataclasses
-import functools
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import jinja2
-import jinja2.ext
-import jinja2.sandbox
+from spell_jax.policy import renderer
 
 Messages = str | Sequence[Mapping[str, str]]
 
@@ -47,6 +43,23 @@ _FROM_DIGITS = str.maketrans(DIGITS, "0123456789abcdef")
 _END = f"{ESCAPE} "  # marks the end of a message that is to be continued
 _HEX = f"[{DIGITS[0]}-{DIGITS[15]}]"
 _ESCAPED = re.compile(f"{ESCAPE}((?:{DIGITS[0]}{_HEX}|{DIGITS[1]}{DIGITS[0]}){_HEX}{{4}})")
+
+
+# Kind of a RenderError -> what it says of the file.
+_FAULTS = {
+    "syntax": "not a chat template",
+    "refused": "fails on these messages",
+    "limit": "a chat template without bounds",
+}
+# Chats that every template renders when it is loaded, so that one without bounds is refused there.
+_PROBES = (
+    [{"role": "user", "content": "a"}],
+    [
+        {"role": "user", "content": "a " * 1000},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+    ],
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,23 +102,26 @@ class Template:
         """Compile Jinja `source` of the file `path`, which error messages name.
 
         `variables` come with the messages (bos_token, enable_thinking, ...); the template may write
-        `tokens` as text. Raises ValueError if the source does not compile, or the text of a token
-        contains a character used for escapes.
+        `tokens` as text. Raises ValueError if the source does not compile or exceeds a limit of
+        renderer.py, or the text of a token contains a character used for escapes.
         """
         self._path = path
+        self._source = source
         self._variables = dict(variables)
         self._may_open_thought = THOUGHT_BEGIN in source
         self._escaper = _TokenEscaper(tokens, path)
-        try:
-            self._template = _environment().from_string(source)
-        except Exception as error:  # syntax errors, and any Python error of odd templates
-            raise ValueError(f"{path}: not a chat template ({error})") from error
+        for chat in _PROBES:
+            try:
+                self._render(chat, True)
+            except renderer.RenderError as error:
+                if error.kind != "refused":
+                    raise
 
     def parts(self, messages: Messages) -> list[int | str]:
         """Render a chat up to the start of the assistant's answer, as ids and the texts between.
 
-        Raises ValueError if the template refuses the messages or fails on them, or as
-        read_messages.
+        Raises ValueError if the template refuses the messages, fails on them or exceeds a limit,
+        or as read_messages.
         """
         return self._escaper.split(self._render(self._escaped(messages), True))
 
@@ -171,17 +187,13 @@ class Template:
         return [part for part in self._escaper.split(after) if mark and isinstance(part, int)]
 
     def _render(self, chat: list[dict[str, str]], open_turn: bool) -> str:
+        # Transformers defines tools and documents, so templates may expect them.
+        defined = {"add_generation_prompt": open_turn, "tools": None, "documents": None}
         try:
-            return self._template.render(
-                messages=chat,
-                add_generation_prompt=open_turn,
-                # Transformers defines both, so templates may expect them.
-                tools=None,
-                documents=None,
-                **self._variables,
-            )
-        except Exception as error:  # a template is a program and can raise anything
-            raise ValueError(f"{self._path}: fails on these messages ({error})") from error
+            return renderer.render(self._source, chat, defined | self._variables)
+        except renderer.RenderError as error:
+            what = _FAULTS[error.kind]
+            raise renderer.RenderError(error.kind, f"{self._path}: {what} ({error})") from error
 
 
 class _TokenEscaper:
@@ -253,38 +265,3 @@ class _TokenEscaper:
 
 def _unescape(text: str) -> str:
     return _ESCAPED.sub(lambda match: chr(int(match[1].translate(_FROM_DIGITS), 16)), text)
-
-
-class _Generation(jinja2.ext.Extension):
-    """Tag `{% generation %}`, which marks assistant text for training tools; renders its body."""
-
-    tags = {"generation"}  # noqa: RUF012 (declared like this by Jinja)
-
-    def parse(self, parser):
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-@functools.cache
-def _environment() -> jinja2.Environment:
-    """Jinja environment that chat templates expect, without strftime_now and random functions.
-
-    A prompt must not depend on the date or on chance. Templates fall back to a fixed date.
-    """
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _refuse
-    del environment.globals["lipsum"], environment.filters["random"]
-    return environment
-
-
-def _to_json(value: Any, **options: Any) -> str:
-    """Serialize to plain JSON; Jinja's own filter escapes it for HTML."""
-    options.setdefault("ensure_ascii", False)
-    return json.dumps(value, **options)
-
-
-def _refuse(message: str) -> None:
-    raise jinja2.TemplateError(message)

@@ -13,6 +13,7 @@ from typing import Any
 import tokenizers as hf
 
 from spell_jax.policy import chat as chats
+from spell_jax.policy import tokenizer_limits
 from spell_jax.policy.tokenizer_base import Tokenizer, find_gaps
 from spell_jax.runtime import durable
 
@@ -269,6 +270,10 @@ def _read_object(files: Mapping[str, bytes], name: str, folder: pathlib.Path) ->
 
 def _build(content: bytes, description: Mapping[str, Any], path: pathlib.Path) -> hf.Tokenizer:
     """Build the tokenizer of a tokenizer.json, without dropout of merges, padding or truncation."""
+    try:
+        tokenizer_limits.check_steps(description)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
     with _named_errors(path, "not a tokenizer"):
         tokenizer = hf.Tokenizer.from_str(content.decode())
     with _named_errors(path, "added_tokens"):
