@@ -1,9 +1,9 @@
 """Benchmark answers as result rows, one per sample: sampling, resuming, scoring and judging.
 
 Sampling writes {"max_input", "benchmark", "id", "sample", "text", "tokens_in", "truncated",
-"tokens_out", "stopped"}. Scoring adds "prediction", "rule", "judge", "final" and, for benchmarks
-with a breakdown, "by": {field: value}. It runs at the end, on the rows of earlier starts too, so a
-corrected rule applies to all.
+"tokens_out", "stopped"}. Scoring adds "prediction", "rule", "judge", "final", "unjudged" (whether a
+judge's verdict is missing) and, for benchmarks with a breakdown, "by": {field: value}. It runs at
+the end, on the rows of earlier starts too, so a corrected rule applies to all.
 """
 
 from __future__ import annotations
@@ -171,6 +171,7 @@ def score(answered: Sequence[tuple[Question, Row]]) -> None:
         row["prediction"] = benchmark.extract(row["text"], item)
         row["rule"] = row["final"] = float(benchmark.score(row["text"], item))
         row["judge"] = None
+        row["unjudged"] = question.judged and row["rule"] < 1 and bool(row["prediction"])
         if benchmark.by:
             row["by"] = {name: item.fields[name] for name in benchmark.by}
 
@@ -188,9 +189,10 @@ def ask_judge(answered: Sequence[tuple[Question, Row]], judge: Judge | None) -> 
     asked = [
         (row, (question.item.question, row["prediction"], question.item.references[0]))
         for question, row in answered
-        if question.judged and row["rule"] < 1 and row["prediction"]
+        if row["unjudged"]
     ]
     verdicts = judge.judge([item for _, item in asked])
     for (row, _), verdict in zip(asked, verdicts, strict=True):
         row["judge"] = {MALFORMED: "malformed", UNANSWERED: "unanswered"}.get(verdict, verdict)
+        row["unjudged"] = verdict < 0
         row["final"] = max(row["rule"], float(max(verdict, 0)))

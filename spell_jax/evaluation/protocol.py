@@ -138,7 +138,8 @@ def summarize(
     `rows` holds all samples (see answering); the G = `samples` samples of a question are adjacent.
     The order of `names` is that of the output. If the rows of a benchmark have "by", its summary
     also has "by": [{field: value, "questions", "pass@k": {"mean", "low", "high"}}], with one entry
-    per combination of field values, sorted by these values.
+    per combination of field values, sorted by these values. Where verdicts of a judge are missing,
+    the summary has "unjudged": {column: number of answers}.
     """
     made = []
     for limit in limits:
@@ -152,6 +153,12 @@ def summarize(
             found["benchmarks"][name] |= _counts(some)
             if parts := _parts(some, samples, name, seed):
                 found["benchmarks"][name]["by"] = parts
+        missing = {
+            title: sum(found["benchmarks"][name]["unjudged"] for name in members)
+            for title, members in columns(groups, shared).items()
+        }
+        if any(missing.values()):
+            found["unjudged"] = {title: number for title, number in missing.items() if number}
         made.append({"max_input": limit} | found)
     return made
 
@@ -191,6 +198,7 @@ def _counts(groups: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
         "judged": len(verdicts),
         "malformed": verdicts.count("malformed"),
         "unanswered": verdicts.count("unanswered"),
+        "unjudged": sum(row.get("unjudged", False) for row in rows),
         "no_prediction": share(row["prediction"] is None for row in rows),
         "truncated": share(row["truncated"] for row in rows),
         "answers_truncated": share(not row["stopped"] for row in rows),
@@ -203,7 +211,8 @@ def table(summaries: Sequence[Mapping[str, Any]]) -> str:
     """Format summaries as Markdown like Table 1: a table per pass@k, a row per limit and policy.
 
     A summary is {"policy", "titles": {benchmark: title}, "rows": [{"max_input"} | aggregate()]}.
-    The first one determines the columns; missing values are left empty.
+    The first one determines the columns; missing values are left empty. A star marks means of
+    answers some of which a judge should have seen and did not; a note below counts them.
     """
     first = summaries[0]
     titles, names = first["titles"], list(first["rows"][0]["columns"])
@@ -216,19 +225,32 @@ def table(summaries: Sequence[Mapping[str, Any]]) -> str:
     for kind in first["rows"][0]["average"]:
         lines = [heads, ["---", "---", *["---:"] * (len(heads) - 2)]]
         for limit, policy, row in rows:
-            cells = [*(row["columns"].get(name, {}) for name in names), row["average"]]
-            cells += [row["task_mean"]] * shared
-            lines.append([_limit(limit), policy, *(_cell(cell.get(kind)) for cell in cells)])
+            missing = row.get("unjudged", {})
+            cells = [_cell(row["columns"].get(n, {}).get(kind), n in missing) for n in names]
+            cells += [_cell(row["average"].get(kind), bool(missing))]
+            cells += [_cell(row["task_mean"].get(kind), bool(missing))] * shared
+            lines.append([_limit(limit), policy, *cells])
         body = "\n".join("| " + " | ".join(line) + " |" for line in lines)
         parts.append(f"## {kind}, percent (95 % interval)\n\n{body}\n")
-    return "\n".join(parts)
+    notes = [
+        f"\\* {policy}, {_limit(limit)}: no verdict of a judge on {_numbers(row, titles)}; the "
+        "rule's scores stand.\n"
+        for limit, policy, row in rows
+        if row.get("unjudged")
+    ]
+    return "\n".join([*parts, *notes])
 
 
-def _cell(found: Mapping[str, float] | None) -> str:
+def _numbers(row: Mapping[str, Any], titles: Mapping[str, str]) -> str:
+    missing = row["unjudged"].items()
+    return ", ".join(f"{number} answers of {titles.get(name, name)}" for name, number in missing)
+
+
+def _cell(found: Mapping[str, float] | None, is_unjudged: bool) -> str:
     if found is None:
         return ""
     mean, low, high = (100 * found[name] for name in ("mean", "low", "high"))
-    return f"{mean:.1f} ({low:.1f} to {high:.1f})"
+    return f"{mean:.1f}{'*' * is_unjudged} ({low:.1f} to {high:.1f})"
 
 
 def _limit(tokens: int) -> str:

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 from absl import app, flags
 from ml_collections import config_flags
 
-from spell_jax.runtime import durable, paths, sigterm
+from spell_jax.runtime import durable, paths, sigterm, terminal, urls
 from spell_jax.runtime.config import check_width, flat
 from spell_jax.runtime.remote import FetchError
 
@@ -102,8 +102,10 @@ def user_errors() -> Iterator[None]:
     global _is_set_up
     _is_set_up = False
     sys.argv[:] = [argument for argument in sys.argv if argument != DEBUG]  # unknown to argparse
+    terminal.guard()
     try:
         with sigterm.ending():
+            _check_secrets(sys.argv[1:])
             yield
     except USER_ERRORS as error:
         text = " ".join(line.strip() for line in str(error).splitlines()).strip()
@@ -125,6 +127,18 @@ def user_errors() -> Iterator[None]:
     except sigterm.Terminated as error:
         _announce("ended by SIGTERM; start the same command again", sigterm.EXIT_CODE, error)
         raise
+
+
+def _check_secrets(arguments: Sequence[str]) -> None:
+    """Raise ValueError for a flag with a password or a key in its URL."""
+    flag = ""
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        if argument.startswith("-") and equals:
+            urls.check_secret(name, value)
+        else:
+            urls.check_secret(flag or "an argument", argument)
+        flag = argument if argument.startswith("-") else ""
 
 
 def _flag_of_file(error: BaseException) -> str:

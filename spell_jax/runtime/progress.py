@@ -19,6 +19,8 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from spell_jax.runtime import terminal
+
 # In the moving average of seconds per step. One slow step (a validation, a compilation) should not
 # double the remaining time; a lasting change should show within 10 steps.
 _NEWEST_WEIGHT = 0.2
@@ -49,6 +51,8 @@ class Progress:
             raise ValueError(f"start = {start}: must be 0 to total = {total}")
         self._total = total
         self._stream = sys.stderr if stream is None else stream
+        # The line has control sequences of its own; its texts are names of phases and metrics.
+        console = Console(file=terminal.raw(self._stream))
         self._plain_every = plain_every
         self._enabled = enabled
         self._clock = clock
@@ -60,7 +64,6 @@ class Progress:
         self._last_plain: float | None = None
         self._phase, self._numbers = "", {}
         self._spinner = Spinner("dots")
-        console = Console(file=self._stream)
         self._handlers: list[logging.StreamHandler[TextIO]] = []  # redirected above the line
         self._live: Live | None = None
         if enabled and console.is_terminal and not console.is_dumb_terminal:
@@ -115,6 +118,7 @@ class Progress:
     def _show(self, live: Live) -> None:
         if not live.is_started:
             live.start()
+            terminal.guard()  # of what is redirected above the line
             absl_handler = absl_logging.get_absl_handler().python_handler
             for handler in (*logging.getLogger().handlers, absl_handler):
                 if isinstance(handler, logging.StreamHandler) and handler.stream is self._stream:

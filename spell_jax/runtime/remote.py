@@ -34,7 +34,7 @@ from typing import Any, NamedTuple, TypeVar
 import fsspec
 import tenacity
 
-from spell_jax.runtime import paths
+from spell_jax.runtime import paths, urls
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -77,12 +77,13 @@ def fetch(url: str | os.PathLike[str]) -> pathlib.Path:
 
     A process looks at a URL once and keeps the version that it found. Every host fetches for
     itself; processes of one machine share the cache (paths.cache_folder). FetchError if the URL
-    cannot be read or the cache not be written, ImportError if a package for the protocol is
-    missing.
+    cannot be read or the cache not be written, ValueError if it has a password or a key,
+    ImportError if a package for the protocol is missing.
     """
     if not paths.is_remote(url):
         return pathlib.Path(url)
     url = os.fspath(url).rstrip("/")
+    urls.check_secret("URL", url)  # logs and errors name it
     place = paths.cache_folder() / "fetched" / _digest(url)
     try:
         with paths.machine_lock(place / "lock"):

@@ -4,7 +4,8 @@
    or one of three grades (EAPO). `Endpoint`, or a local policy (see Ask), replies to new prompts.
 2. A reply is parsed as 1, 0 or MALFORMED. Without a reply, the verdict is UNANSWERED.
 3. Replies may be appended to a file as they arrive: a restarted judge sends only the other prompts.
-4. Failures are counted and logged, never raised: a server that is down does not cost a step.
+4. Failures are counted and logged, never raised: a server that is down does not cost a step. The
+   first one of each kind is logged as a warning, with the server's own words and the remedy.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import os
 import pathlib
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from typing import Any
 
 import tenacity
 
-from spell_jax.runtime import fault_injection
+from spell_jax.runtime import fault_injection, urls
 from spell_jax.runtime.config import check_least
 from spell_jax.runtime.jsonl import append_records, read_records
 from spell_jax.selfplay.prompts import Prompts
@@ -37,6 +38,8 @@ log = logging.getLogger(__name__)
 # Environment variable of the API key. Configs are written to disk, keys are not.
 JUDGE_KEY = "SPELL_JUDGE_KEY"
 MAX_REPLY_BYTES = 8 * 2**20
+# Of an HTTP error's body: bytes, seconds and characters that are read and shown.
+ERROR_BYTES, ERROR_SECONDS, ERROR_SHOWN = 4096, 2.0, 300
 MALFORMED, UNANSWERED = -1, -2
 
 _MARKS = " \t\n*`'\"()[]."  # around a grade's letter
@@ -82,6 +85,7 @@ class JudgeConfig:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
+        urls.check_secret("url", self.url)
         if not self.url.startswith(("http://", "https://")) or "?" in self.url:
             raise ValueError(f"url = {self.url!r}: must start with http:// or https://, without ?")
         check_least(self, "", attempts=1, workers=1, max_tokens=1, timeout_s=0.001)
@@ -166,7 +170,10 @@ class Judge:
             verdicts[self._key(prompt)] = self._record(prompt, reply)
         if failed := [*verdicts.values()].count(UNANSWERED):
             self.counts["failed"] += failed
-            log.warning("%s: no reply to %d of %d prompts", self.model, failed, len(unknown))
+            log.warning(
+                "%s: no reply to %d of %d prompts; the rule's scores stand for these answers",
+                *(self.model, failed, len(unknown)),
+            )
         for key in prompt_of:  # the order of use must not depend on the order of arrival
             if key in self._cache:
                 self._cache.move_to_end(key)
@@ -191,8 +198,19 @@ class Judge:
         return verdict
 
 
+class StatusError(Exception):
+    """An HTTP status that is no success; `message` has the server's words."""
+
+    def __init__(self, status: int, message: str):
+        super().__init__(f"{status} {message}".strip())
+        self.status, self.message = status, message
+
+
 class Endpoint:
-    """Client of an OpenAI-compatible chat-completions API, with retries and a rate limit."""
+    """Client of an OpenAI-compatible chat-completions API, with retries and a rate limit.
+
+    `failures` counts the prompts without a reply by their cause, such as "HTTP 401".
+    """
 
     def __init__(
         self,
@@ -203,7 +221,10 @@ class Endpoint:
         import openai  # takes 0.65 s, which runs without a judge need not pay
 
         self.config = config
+        self.failures: Counter[str] = Counter()
         self._sleep, self._clock = sleep, clock
+        # The newer name is used as soon as the endpoint asks for it.
+        self._limit_field = "max_tokens"
         self._next_request_time = clock()
         self._lock = threading.Lock()
         self._retrying = tenacity.Retrying(
@@ -226,7 +247,6 @@ class Endpoint:
             client.chat.completions.with_streaming_response.create,
             model=config.model,
             temperature=config.temperature,
-            max_tokens=config.max_tokens,
             top_p=config.top_p if config.top_p < 1 else openai.omit,
             extra_headers={} if config.api_key else {"Authorization": openai.omit},
         )
@@ -250,20 +270,59 @@ class Endpoint:
         try:
             return self._retrying(self._request, prompt)
         except Exception as error:  # network, server and reply can cause many kinds
-            log.debug("no reply: %r", error)
+            self._note(error)
             return None
 
+    def _note(self, error: Exception) -> None:
+        """Count a failure; the first one of its kind is a warning."""
+        is_status = isinstance(error, StatusError)
+        kind = f"HTTP {error.status}" if is_status else type(error).__name__
+        with self._lock:
+            self.failures[kind] += 1
+            is_first = self.failures[kind] == 1
+        text = " ".join(str(error.__cause__ or error).split())[:ERROR_SHOWN] or repr(error)
+        if self.config.api_key:  # which a server may repeat
+            text = text.replace(self.config.api_key, "[key]")
+        remedy = _REMEDIES.get(error.status, "") if is_status else ""
+        remedy = remedy.format(key=JUDGE_KEY, model=self.config.model, url=self.config.url)
+        log.log(
+            logging.WARNING if is_first else logging.DEBUG,
+            "%s: no reply of %s (%s)%s",
+            *(self.config.url, self.config.model, text if is_status else f"{kind}: {text}"),
+            remedy and f"; {remedy}",
+        )
+
     def _request(self, prompt: str) -> str:
-        self._wait_for_turn()
-        deadline = time.monotonic() + self.config.timeout_s
         # Lone surrogates, which JSON escapes in a model's answer can produce, have no UTF-8 form.
         content = prompt.encode(errors="replace").decode()
-        with self._create(messages=[{"role": "user", "content": content}]) as response:
-            body = _read(response.iter_bytes(), deadline)
+        field = self._limit_field
+        try:
+            body = self._post(content, field)
+        except StatusError as error:
+            if error.status != 400 or _NEWER_FIELD not in error.message or field == _NEWER_FIELD:
+                raise
+            with self._lock:
+                if self._limit_field != _NEWER_FIELD:
+                    log.info("%s: asks for %s", self.config.url, _NEWER_FIELD)
+                self._limit_field = _NEWER_FIELD
+            body = self._post(content, _NEWER_FIELD)
         reply: Any = json.loads(body)["choices"][0]["message"]["content"]
         if not isinstance(reply, str):
             raise TypeError(f"the content of the reply is {type(reply).__name__}, not text")
         return reply
+
+    def _post(self, content: str, field: str) -> bytes:
+        """Send a prompt, its limit of tokens in `field`; return the body of the reply."""
+        self._wait_for_turn()
+        deadline = time.monotonic() + self.config.timeout_s
+        limit: Any = {field: self.config.max_tokens}
+        try:
+            with self._create(messages=[{"role": "user", "content": content}], **limit) as response:
+                return _read(response.iter_bytes(), deadline)
+        except Exception as error:  # openai wraps what its hooks raise
+            if isinstance(error.__cause__, StatusError):
+                raise error.__cause__ from None
+            raise
 
     def _wait_for_turn(self) -> None:
         """Sleeps until the rate limit and the last Retry-After allow the next request."""
@@ -276,20 +335,53 @@ class Endpoint:
             self._sleep(turn - now)
 
     def _check_status(self, response: Any) -> None:
-        """Drops the body of an HTTP error and delays all workers by its Retry-After."""
+        """Raise StatusError for an HTTP error, and delay all workers by its Retry-After."""
         if response.is_success:
             return
-        response.close()  # openai would read the body without a deadline
         wait = read_retry_after(response.headers.get("Retry-After"))
         with self._lock:  # of all workers, because a server limits all requests together
             until = self._clock() + min(wait, self.config.longest_wait_s)
             self._next_request_time = max(self._next_request_time, until)
+        raise StatusError(response.status_code, _read_error(response))
+
+
+_NEWER_FIELD = "max_completion_tokens"
+# Status -> what the user can do about it.
+_REMEDIES = {
+    401: "its key, the environment variable {key}, is missing or wrong",
+    403: "the key in the environment variable {key} may not use this model",
+    404: "check the model's name, {model!r}, and the path of {url!r}, which usually ends in /v1",
+    405: "check the path of {url!r}, which usually ends in /v1",
+}
+_REMEDIES |= dict.fromkeys((301, 302, 307, 308), "give the address that it redirects to")
 
 
 def _is_transient(error: BaseException) -> bool:
     """Returns whether another attempt may succeed, by the HTTP status if the error has one."""
-    status = getattr(error, "status_code", 500)  # of openai.APIStatusError, imported lazily
+    status = error.status if isinstance(error, StatusError) else 500
     return isinstance(error, Exception) and (status >= 500 or status in (408, 429))
+
+
+def _read_error(response: Any) -> str:
+    """Return the message of an HTTP error: that of its JSON, or the beginning of its body."""
+    body, deadline = bytearray(), time.monotonic() + ERROR_SECONDS
+    try:
+        for part in response.iter_bytes():
+            body += part
+            if len(body) > ERROR_BYTES or time.monotonic() > deadline:
+                break
+    except Exception:  # the status alone says enough
+        pass
+    response.close()  # openai would read the rest without a deadline
+    text = bytes(body[:ERROR_BYTES]).decode(errors="replace")
+    try:
+        parsed = json.loads(text)
+        inner = parsed.get("error", parsed)
+        message = inner.get("message") if isinstance(inner, dict) else inner
+        text = message if isinstance(message, str) else text
+    except (ValueError, AttributeError, RecursionError):
+        pass
+    return text.strip()
 
 
 def _read(parts: Iterable[bytes], deadline: float) -> bytes:

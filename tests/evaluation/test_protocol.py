@@ -207,3 +207,26 @@ def test_table_has_the_layout_of_table_1():
     assert "| 16K | less | 50.0 (50.0 to 50.0) |  | 50.0" in protocol.table(
         [summary("a", 0), other]
     )
+
+
+def test_means_without_all_verdicts_are_marked_and_counted():
+    """LB-MQA averages two benchmarks, one of which has missing verdicts."""
+    names = ["2wikimqa", "hotpotqa", "musique", "frames"]
+    rows = [sample(name, 16384, 1) for name in names]
+    rows[0] |= {"judge": "unanswered", "unjudged": True}
+    rows[2] |= {"judge": "malformed", "unjudged": True}
+    rows[3] |= {"judge": 1, "unjudged": False}
+    (found,) = protocol.summarize(rows, names, [16384], 1, SHARED, 0)
+    assert found["unjudged"] == {"LB-MQA": 2}
+    assert [found["benchmarks"][name]["unjudged"] for name in names] == [1, 0, 1, 0]
+    summary = {"policy": "p", "titles": dict(zip(names, names, strict=True)), "rows": [found]}
+    *_, line, _, note = protocol.table([summary]).splitlines()
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    full = "(100.0 to 100.0)"
+    assert cells[2:] == [f"100.0* {full}", f"100.0 {full}", f"100.0* {full}", f"100.0* {full}"]
+    assert note == (
+        "\\* p, 16K: no verdict of a judge on 2 answers of LB-MQA; the rule's scores stand."
+    )
+    (found,) = protocol.summarize(rows[3:], ["frames"], [16384], 1, SHARED, 0)
+    assert "unjudged" not in found
+    assert "*" not in protocol.table([summary | {"rows": [found]}])

@@ -1,6 +1,7 @@
 """Tests of the external judge against a local server: verdicts, retries, cache, failures."""
 
 import functools
+import gzip
 import json
 import threading
 import time
@@ -42,6 +43,7 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.respond: Callable[[str, int], Answer] = lambda prompt, _: completion("[[YES]]")
         self.requests: list[tuple[dict, str | None]] = []
+        self.body = b""  # in the place of every text
         self.lock = threading.Lock()
 
     def handle_error(self, request: object, client_address: object) -> None:
@@ -68,7 +70,7 @@ class Handler(BaseHTTPRequestHandler):
         for name, value in (headers[0] if headers else {}).items():
             self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(text.encode())
+        self.wfile.write(self.server.body or text.encode())
 
     def log_message(self, format: str, *args: object) -> None:
         pass
@@ -306,3 +308,85 @@ def test_judge_template_has_its_own_prompt_and_parser(tmp_path):
         assert again.judge([item]) == [1]  # replies of the file are parsed alike
         texts.append(write_prompt(*item))
     assert texts == [full.judge(*item), full.judge_grades(*item)] and texts[0] != texts[1]
+
+
+NEWER = json.dumps(
+    {
+        "error": {
+            "message": "Unsupported parameter: 'max_tokens' is not supported with this model. Use "
+            "'max_completion_tokens' instead.",
+            "type": "invalid_request_error",
+            "code": "unsupported_parameter",
+        }
+    }
+)
+
+
+def test_endpoint_that_asks_for_max_completion_tokens_gets_it(server):
+    def respond(*_: object) -> Answer:
+        body, _ = server.requests[-1]
+        return (400, NEWER) if "max_tokens" in body else completion("[[YES]]")
+
+    server.respond = respond
+    judge = make_judge(server.url, max_tokens=77, workers=1)
+    assert judge.judge([item("a"), item("b")]) == [1, 1]
+    fields = [sorted({"max_tokens", "max_completion_tokens"} & {*b}) for b, _ in server.requests]
+    # Remembered: only the first prompt is sent twice.
+    assert fields == [["max_tokens"], ["max_completion_tokens"], ["max_completion_tokens"]]
+    assert server.requests[-1][0]["max_completion_tokens"] == 77
+    assert judge.counts["failed"] == 0
+
+
+def test_endpoint_that_refuses_both_fields_is_asked_twice(server, caplog):
+    server.respond = lambda *_: (400, NEWER)
+    assert make_judge(server.url).judge([item("a")]) == [UNANSWERED]
+    assert len(server.requests) == 2
+    assert "(400 Unsupported parameter: 'max_tokens' is not supported" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "status, body, words",
+    [
+        (
+            401,
+            '{"error": {"message": "bad key"}}',
+            ["(401 bad key)", "SPELL_JUDGE_KEY, is missing"],
+        ),
+        (403, '{"error": "not yours"}', ["(403 not yours)", "SPELL_JUDGE_KEY may not use"]),
+        (404, '{"message": "no model"}', ["(404 no model)", "'judge-model'", "ends in /v1"]),
+        (400, "<html>no</html>", ["(400 <html>no</html>)"]),
+        (422, "", ["(422)"]),
+        (307, "", ["(307)", "redirects to"]),
+    ],
+)
+def test_first_failure_is_a_warning_with_the_remedy(server, caplog, status, body, words):
+    server.respond = lambda *_: (status, body)
+    judge = make_judge(server.url, workers=1)
+    assert judge.judge([item("a"), item("b")]) == [UNANSWERED, UNANSWERED]
+    records = [r for r in caplog.records if r.levelname == "WARNING"]
+    first, total = (r.getMessage() for r in records)  # once, and the sum
+    assert first.startswith(f"{server.url}: no reply of judge-model (")
+    assert all(word in first for word in words), first
+    assert "no reply to 2 of 2 prompts; the rule's scores stand" in total
+    assert judge._ask.failures == {f"HTTP {status}": 2}
+
+
+def test_network_failure_is_a_warning_with_its_cause(caplog):
+    assert make_judge("http://127.0.0.1:9/", attempts=1).judge([item("a")]) == [UNANSWERED]
+    assert "http://127.0.0.1:9/: no reply of judge-model (APIConnectionError: " in caplog.text
+
+
+def test_words_of_a_server_are_cut_and_without_the_key(server, caplog):
+    server.respond = lambda *_: (401, "key sk-secret is wrong " + "\x1b[2J" + "a" * 10**6)
+    make_judge(server.url, api_key="sk-secret").judge([item("a")])
+    message = caplog.records[0].getMessage()
+    assert "key [key] is wrong" in message and "sk-secret" not in caplog.text
+    assert len(message) < 600
+
+
+def test_error_of_a_compressed_body_is_bounded(server, caplog):
+    bomb = gzip.compress(bytes(50_000_000))
+    server.respond = lambda *_: (500, "", {"Content-Encoding": "gzip"})
+    server.body = bomb
+    assert make_judge(server.url, attempts=1).judge([item("a")]) == [UNANSWERED]
+    assert "(500" in caplog.text

@@ -1,0 +1,46 @@
+"""Secrets in URLs: configs are written to disk and to logs, so no field may hold one."""
+
+from __future__ import annotations
+
+import re
+
+# The part before the host: a name and a password in any URL or address, a mere token in HTTP's.
+# A password may have a slash, which is no port before a path then.
+_PASSWORD = re.compile(
+    r"(?:^|://)[^/?#\s@:]*:[^/?#\s@]*@(?=[^/])|://[^/?#\s@:\[]*:(?!\d+(?:[/?#]|$))[^?#\s@]*@"
+)
+_TOKEN = re.compile(r"^(?:https?|ftp)://[^/?#\s]*@")
+# A parameter of the query or the fragment whose name says that its value is a secret.
+_PARAMETER = re.compile(
+    r"[?&#;](?:[\w.%-]*[-_.])?"
+    r"((?:api|access|secret|auth|private|aws)*[-_]?key(?:[-_]?id)?|[\w]*token|sig|signature|secret"
+    r"|passw(?:or)?d|pwd|auth|authorization|credentials?|jwt|AWSAccessKeyId)=[^&#]",
+    re.IGNORECASE,
+)
+
+
+def check_secret(field: str, value: str) -> None:
+    """Raise ValueError, without the secret, if an address has a password, a token or a key.
+
+    `field` is the name of the field or flag in the message.
+    """
+    if "://" not in value and "@" not in value:
+        return
+    if _PASSWORD.search(value) or _TOKEN.match(value):
+        what = "a name or a password before its host"
+    elif "://" in value and (parameter := _PARAMETER.search(value)):
+        what = f"a secret in its parameter {parameter[1]!r}"
+    else:
+        return
+    raise ValueError(
+        f"{field} = {hide_secrets(value)!r}: has {what}, and would be written to disk; leave it "
+        "out. The key of a judge belongs into the environment variable SPELL_JUDGE_KEY, the access to "
+        "data into those of its protocol, such as GOOGLE_APPLICATION_CREDENTIALS, AWS_PROFILE or "
+        'FSSPEC_HTTPS=\'{"client_kwargs": {"headers": {"Authorization": "..."}}}\''
+    )
+
+
+def hide_secrets(value: str) -> str:
+    """Replace what `check_secret` refuses by dots."""
+    parts = (re.sub(r"^(.*://)?[^?#]*@", r"\1...@", part) for part in value.split("::"))
+    return "::".join(re.sub(r"[?#].*", "?...", part, flags=re.DOTALL) for part in parts)
