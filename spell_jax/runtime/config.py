@@ -60,8 +60,8 @@ def build(cls: type[T], section: Mapping[str, Any], where: str, **extra: Any) ->
     Lists become tuples; a tuple or a mapping stands for a dataclass inside them. `where` is the
     section's name in messages ("optimizer"); it replaces the usual name, the class attribute
     SECTION, in messages of __post_init__. `extra` holds fields that do not come from the config.
-    ValueError if a field is unknown, missing, of the wrong type, not finite or out of range, or is a
-    URL with a password or a key.
+    ValueError if a field is unknown, missing, of the wrong type, not finite or out of range, or is
+    a URL with a password or a key.
     """
     before = f"{where}." if where else ""
     fields = {f.name: f for f in dataclasses.fields(typing.cast(Any, cls)) if f.name not in extra}
@@ -133,8 +133,7 @@ def plain(config: Config) -> dict[str, Any]:
 
 
 def _coerce(value: Any, hint: Any, where: str) -> Any:
-    if isinstance(value, str):
-        urls.check_secret(where, value)  # first: other messages repeat the value
+    urls.check_secret(where, value)  # first: other messages repeat the value
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         for option in inner:

@@ -19,12 +19,12 @@ _PARAMETER = re.compile(
 )
 
 
-def check_secret(field: str, value: str) -> None:
-    """Raise ValueError, without the secret, if an address has a password, a token or a key.
+def check_secret(field: str, value: object) -> None:
+    """Raise ValueError, without the secret, if a text is an address with a password or a key.
 
     `field` is the name of the field or flag in the message.
     """
-    if "://" not in value and "@" not in value:
+    if not isinstance(value, str) or ("://" not in value and "@" not in value):
         return
     if _PASSWORD.search(value) or _TOKEN.match(value):
         what = "a name or a password before its host"
@@ -34,8 +34,8 @@ def check_secret(field: str, value: str) -> None:
         return
     raise ValueError(
         f"{field} = {hide_secrets(value)!r}: has {what}, and would be written to disk; leave it "
-        "out. The key of a judge belongs into the environment variable SPELL_JUDGE_KEY, the access to "
-        "data into those of its protocol, such as GOOGLE_APPLICATION_CREDENTIALS, AWS_PROFILE or "
+        "out. The key of a judge belongs into the environment variable SPELL_JUDGE_KEY, the access "
+        "to data into those of its protocol, such as GOOGLE_APPLICATION_CREDENTIALS, AWS_PROFILE or "
         'FSSPEC_HTTPS=\'{"client_kwargs": {"headers": {"Authorization": "..."}}}\''
     )
 
