@@ -169,7 +169,7 @@ def _coerce(value: Any, hint: Any, where: str) -> Any:
     if not isinstance(value, plain) or (plain is int and isinstance(value, bool)):
         raise ValueError(f"{where} = {value!r}: must be {_name(hint)}")
     if plain is int:
-        check_width(value, where)
+        check_width(typing.cast(int, value), where)
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{where} = {value!r}: must be a finite number")
     return value

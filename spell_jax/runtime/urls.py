@@ -35,8 +35,8 @@ def check_secret(field: str, value: object) -> None:
     raise ValueError(
         f"{field} = {hide_secrets(value)!r}: has {what}, and would be written to disk; leave it "
         "out. The key of a judge belongs into the environment variable SPELL_JUDGE_KEY, the access "
-        "to data into those of its protocol, such as GOOGLE_APPLICATION_CREDENTIALS, AWS_PROFILE or "
-        'FSSPEC_HTTPS=\'{"client_kwargs": {"headers": {"Authorization": "..."}}}\''
+        "to data into those of its protocol, such as GOOGLE_APPLICATION_CREDENTIALS, AWS_PROFILE "
+        'or FSSPEC_HTTPS=\'{"client_kwargs": {"headers": {"Authorization": "..."}}}\''
     )
 
 
