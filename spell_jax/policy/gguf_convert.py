@@ -191,11 +191,13 @@ def _short(value: float) -> float:
 
 
 def _rope_scaling(file: GgufFile, name: str) -> dict[str, Any] | None:
-    kind = _field(file, f"{name}.rope.scaling.type", str, "none")
+    prefix, older = f"{name}.rope.scaling.", f"{name}.rope.scale_linear"
+    factor = older if older in file.fields else f"{prefix}factor"
+    # llama.cpp scales linearly if a file has a factor without a type.
+    kind = _field(file, f"{prefix}type", str, "linear" if factor in file.fields else "none")
     if kind == "none":
         return None
-    prefix = f"{name}.rope.scaling."
-    scaling = {"rope_type": kind, "factor": _field(file, f"{prefix}factor", float)}
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": _field(file, factor, float)}
     for key in sorted(file.fields):
         field, value = key.removeprefix(prefix), file.fields[key]
         if field in _ROPE_FIELDS:

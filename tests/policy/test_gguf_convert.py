@@ -185,6 +185,13 @@ def test_yarn_is_read_from_the_fields(tmp_path: Path) -> None:
     assert config.max_positions == 512
 
 
+@pytest.mark.parametrize("field", ["rope.scaling.factor", "rope.scale_linear"])
+def test_factor_without_a_type_is_linear_as_in_llama_cpp(field: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "m.gguf", "qwen2", {f"qwen2.{field}": 4.0})
+    config = gguf_convert.convert(path, tmp_path / "out")
+    assert (config.rope.kind, config.rope.factor) == ("linear", 4.0)
+
+
 def test_padding_of_the_table_is_no_token(tmp_path: Path) -> None:
     """llama.cpp names the rows beyond a tokenizer, and marks them as unused (type 5)."""
     tokens, kinds = (TOKENIZER[f"tokenizer.ggml.{name}"] for name in ("tokens", "token_type"))

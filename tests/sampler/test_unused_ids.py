@@ -94,14 +94,17 @@ def test_every_bound_of_a_range_is_respected() -> None:
     assert adjacent.tolist() == [True, True, False, False, False, True, True, False]
 
 
+@pytest.mark.parametrize("dropout", [False, True])
 @pytest.mark.parametrize("filters", [{}, {"top_p": 0.8}, {"top_k": 5}, {"min_p": 0.1}], ids=str)
-def test_sampled_token_equals_one_of_the_smaller_vocabulary(filters: dict) -> None:
+def test_sampled_token_equals_one_of_the_smaller_vocabulary(filters: dict, dropout: bool) -> None:
     """Ids, logprobs, kept mass and cut-offs are those of the logits without the absent ids."""
     rng = np.random.default_rng(3)
     logits = rng.normal(scale=2.0, size=(200, 64)).astype(np.float32)
     uniform, options = rng.uniform(size=200).astype(np.float32), tiny.sampling(200, 0.7, **filters)
-    found = jax.jit(sample)(jnp.where(ABSENT, -jnp.inf, logits), uniform, options)
-    wanted = jax.jit(sample)(logits[:, ~ABSENT], uniform, options)
+    penalty = 3.0 * rng.integers(2, size=logits.shape) if dropout else None
+    small = None if penalty is None else penalty[:, ~ABSENT]
+    found = jax.jit(sample)(jnp.where(ABSENT, -jnp.inf, logits), uniform, options, penalty)
+    wanted = jax.jit(sample)(logits[:, ~ABSENT], uniform, options, small)
     np.testing.assert_array_equal(found.id, np.flatnonzero(~ABSENT)[np.asarray(wanted.id)])
     for name in ("logprob", "kept", "cutoff"):
         np.testing.assert_allclose(getattr(found, name), getattr(wanted, name), atol=2e-5)

@@ -31,6 +31,7 @@ from spell_jax.trainer import supervised
 from spell_jax.trainer.export import export
 from spell_jax.warm_start import demonstrations
 from tests import noise
+from tests.policy import hf_folders
 
 ROWS = [
     {"prompt": f"- Arvo city {city}\ncity of Arvo", "completion": f"answer is {city}"}
@@ -281,6 +282,27 @@ def test_completion_continues_the_thought_that_the_layout_opens(policy, completi
     row = demonstrations.Row("ask", completion, "verifier", "")
     (answer,) = supervised.to_group(row, tokenizer).answers
     assert tokenizer.decode(answer[:-1]) == learned and answer[-1] == tokenizer.eos_id
+
+
+def test_row_ends_with_the_end_of_the_templates_turn(tmp_path):
+    """As in Qwen2.5's base models, eos_token ends texts, and another token ends turns."""
+    config = hf_folders.CONFIG | {"eos_token": "<|endoftext|>"}
+    folder = hf_folders.write(tmp_path, hf_folders.byte_level(), config)
+    tokenizer = tokenizers.load(folder)
+    row = demonstrations.Row("ab?", "ab", "row", "")
+    (answer,) = supervised.to_group(row, tokenizer).answers
+    assert list(answer) == [*tokenizer.encode("ab"), *hf_folders.ids_of(tokenizer, "<|im_end|>")]
+    assert answer[-1] in tokenizer.stop_ids
+
+
+def test_random_policy_knows_the_gaps_of_its_tokenizer(tmp_path):
+    words = hf_folders.word_piece()
+    words["model"]["vocab"]["##."] = 9
+    folder = hf_folders.write(tmp_path / "words", words, {"eos_token": "[SEP]"})
+    config = small_config("", "tiny")
+    config.policy.tokenizer = str(folder)
+    shape, _ = supervised.make_policy(configs.read_supervised(config))
+    assert (shape.vocab_size, shape.unused_ids) == (10, ((6, 9),))
 
 
 def test_text_row_has_no_chat_layout(policy):
