@@ -16,18 +16,23 @@ import pytest
 from flax import linen as nn
 
 from spell_jax.evaluation import loglikelihood
+from spell_jax.evaluation.policy_sampler import Policy
 from spell_jax.learner import update
 from spell_jax.learner.learner import Learner
 from spell_jax.learner.loss_config import LossConfig
 from spell_jax.learner.optimizer import OptimizerConfig
 from spell_jax.learner.packing import Bucket, MicroBatch, PackingConfig, TrainGroup
-from spell_jax.policy import embedding, transformer
+from spell_jax.policy import embedding, transformer, weights
+from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import mesh as meshes
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.sampler.engine import Sampler
+from spell_jax.sampler.keys import request_keys
+from spell_jax.sampler.requests import Options
 from spell_jax.sampler.sampling import sample
 from tests import tiny
+from tests.policy import hf_folders
 
 UNUSED = ((20, 23), (51, 64))
 POLICY = dataclasses.replace(tiny.POLICY, unused_ids=UNUSED, tied_embeddings=False)
@@ -186,3 +191,19 @@ def test_loglikelihoods_leave_out_ids_without_a_token() -> None:
     found = loglikelihood.score(_Folder(), [(prompt, answer) for answer in answers])  # type: ignore[arg-type]
     assert np.exp([total for total, _ in found]).sum() == pytest.approx(1.0, abs=1e-5)
     assert sum(likeliest for _, likeliest in found) == 1
+
+
+@pytest.mark.slow
+def test_policy_of_a_folder_samples_only_tokens_of_its_tokenizer(tmp_path) -> None:
+    """The folder's tokenizer has 264 tokens, its tables 320 rows."""
+    words = tokenizers.load(hf_folders.write(tmp_path / "words", hf_folders.byte_level()))
+    shape = dataclasses.replace(tiny.POLICY, vocab_size=320)
+    weights.save(tmp_path / "policy", shape, tiny.weights(shape), words)
+    policy = Policy(tmp_path / "policy")
+    assert policy.config.unused_ids == ((264, 320),)
+    prompts = [np.array(words.chat(text), np.int32) for text in "abcd"]
+    options = [Options(temperature=20.0, max_tokens=100)] * len(prompts)
+    keys = request_keys(jax.random.key(1), len(prompts))
+    sampled = dict(policy.sample(prompts, 20, keys, options))
+    ids = np.concatenate([answer.tokens for group in sampled.values() for answer in group])
+    assert len(ids) > 4000 and ids.max() == 263
