@@ -35,6 +35,7 @@ from array_record.python.array_record_module import ArrayRecordWriter
 from etils import epath
 from tensorflow_datasets.core import dataset_info, example_serializer, splits
 
+from data_pipeline import workers
 from data_pipeline.balance import LostRowsError
 from data_pipeline.records import AssignedCluster, blake2b, digest
 from data_pipeline.stages import UNFINISHED, Done, Stages, delete, match, read_json, store
@@ -96,7 +97,7 @@ def write_output(
         delete(match(folder, pattern))
     index = read_index(stages, clusters)
     shards = plan_shards([record["id"] for record in index], config.shards)
-    with stages.pipeline("output") as pipeline:
+    with workers.watched("stage output"), stages.pipeline("output") as pipeline:
         tables = pipeline | "name files" >> beam.Create(stages.files(clusters))
         rows = tables | "read clusters" >> beam.io.ReadAllFromParquet()
         make_shards(rows, shards, folder)

@@ -30,7 +30,7 @@ from apache_beam.options.pipeline_options import PipelineOptions, StandardOption
 from apache_beam.runners.portability.fn_api_runner import FnApiRunner
 from apache_beam.runners.portability.portable_runner import PortableRunner
 
-from data_pipeline import balance
+from data_pipeline import balance, workers
 from data_pipeline.records import SCHEMAS, SIZED, Count, digest, is_sized
 from data_pipeline.spark import PySparkRunner
 from spell_jax.runtime import durable
@@ -117,7 +117,7 @@ class Stages:
             return Done(name, fingerprint, tuple(record["counts"]), 0.0)
         delete(match(self.folder, name, "**"))
         clock = time.monotonic()
-        with self.pipeline(name) as pipeline:
+        with workers.watched(f"stage {name}"), self.pipeline(name) as pipeline:
             self.construct(pipeline, name, make, inputs)
         seconds = time.monotonic() - clock
         counts = [Count(**record) for record in self.read(f"{name}/counts")]

@@ -18,7 +18,6 @@ Shapes are computed on this machine's CPU. No file is written.
 
 from __future__ import annotations
 
-import json
 import math
 import pathlib
 import re
@@ -58,6 +57,7 @@ from spell_jax.policy.model import (
 from spell_jax.runtime import entry, hashes, paths
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.config import Config, build, changes, section
+from spell_jax.runtime.jsonl import read_json
 from spell_jax.runtime.paths import CHECKPOINTS_FOLDER
 from spell_jax.sampler import kv_cache
 from spell_jax.sampler.config import SamplerConfig
@@ -456,7 +456,7 @@ def newest_step(workdir: epath.Path) -> int | None:
 def _saved_config(workdir: epath.Path | None) -> dict[str, Any]:
     """Read the config of the workdir's last start; {} if it is unreadable."""
     try:
-        return json.loads((workdir / paths.CONFIG_FILE).read_text()) if workdir else {}
+        return read_json(workdir / paths.CONFIG_FILE) if workdir else {}
     except (OSError, ValueError):
         return {}
 

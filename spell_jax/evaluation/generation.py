@@ -68,10 +68,17 @@ def write(given: Any, results: Sequence[Record]) -> None:
 
 
 def find_prompt_set(workdir: epath.Path | None) -> str:
-    """Returns the prompt set in config.json of a run's workdir; "full" without one."""
+    """Returns the prompt set in config.json of a run's workdir; "full" without one.
+
+    ValueError if the file is damaged, or not the config of a run.
+    """
     path = workdir / CONFIG_FILE if workdir else None
     config = read_json(path) if path and path.exists() else {}
-    return config.get("algorithm", config).get("prompts", "full")
+    section = config.get("algorithm", config)
+    prompt_set = section.get("prompts", "full") if isinstance(section, dict) else None
+    if not isinstance(prompt_set, str):
+        raise ValueError(f"{path}: not the config of a run; give another --workdir or --prompt_set")
+    return prompt_set
 
 
 def make_prompt(record: Record, prompts: Prompts) -> str:

@@ -17,6 +17,7 @@ from etils import epath
 from spell_jax.runtime.jsonl import read_json
 
 EVALUATION_FILE = "evaluation.json"
+LARGEST = 3.4e38  # of float32, which metrics have
 
 Table = Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]]
 
@@ -39,17 +40,18 @@ def read_evaluation(workdir: str | epath.Path) -> tuple[Table, Table] | None:
     return document["before"], document["after"]
 
 
+def is_finite(value: Any) -> bool:
+    """Whether a value of a file is a number that can be plotted and written as JSON."""
+    return isinstance(value, int | float) and abs(value) <= LARGEST
+
+
 def _check_table(value: Any, place: str, depth: int) -> None:
     if depth:
         if not isinstance(value, dict):
             raise ValueError(f"{place}: want an object, got {json.dumps(value)[:60]}")
         for key, item in value.items():
             _check_table(item, f"{place}/{key}", depth - 1)
-    elif not (
-        isinstance(value, list)
-        and len(value) == 2
-        and all(isinstance(number, int | float) for number in value)
-    ):
+    elif not (isinstance(value, list) and len(value) == 2 and all(map(is_finite, value))):
         raise ValueError(f"{place}: want [mean, half_width], got {json.dumps(value)[:60]}")
 
 

@@ -36,7 +36,11 @@ def export(
     """
     check_new(out)
     config = read_config(workdir)
-    policy, tokenizer = _make_policy(config)
+    try:
+        policy, tokenizer = _make_policy(config)
+    except (AttributeError, KeyError, TypeError) as error:  # sections or fields are missing
+        message = f"{workdir / CONFIG_FILE}: not the config of a run ({error})"
+        raise ValueError(message) from error
     if adapters and policy.lora is None:
         raise ValueError(f"policy.lora_rank = 0: the run of {workdir} has no adapters to write")
     mesh = meshes.make_mesh()

@@ -98,6 +98,10 @@ def test_prompt_set_is_read_from_the_run_or_defaults_to_full(tmp_path: Path, wor
     assert generation.find_prompt_set(workdir) == "compact"
     assert generation.find_prompt_set(tmp_path) == "full"
     assert generation.find_prompt_set(None) == "full"
+    for text in ("[]", "{", "null", '{"algorithm": 3}', '{"algorithm": {"prompts": 3}}'):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ValueError, match=r"config\.json: "):
+            generation.find_prompt_set(tmp_path)
 
 
 @pytest.mark.slow

@@ -4,8 +4,10 @@ import sys
 
 import pytest
 
+from spell_jax.reporting.episodes import Episodes
+from spell_jax.reporting.page import make_overview
 from spell_jax.reporting.panels import panels_by_prefix
-from spell_jax.reporting.run_report import plot_run
+from spell_jax.reporting.run_report import plot_run, read_run
 from spell_jax.reporting.tables import before_after_table, read_evaluation
 from spell_jax.runtime.metrics import MetricsWriter
 
@@ -61,6 +63,28 @@ def test_only_measured_metrics_are_plotted(tmp_path):
     writer.write(1, {"train/loss": 1.0})
     writer.close()
     assert [path.name for path in plot_run(tmp_path)] == ["train.png"]
+
+
+@pytest.mark.parametrize("value", ["NaN", "-Infinity", "1e400", "1" + "0" * 400, "-1e308", '"a"'])
+def test_a_report_leaves_out_values_that_are_no_finite_numbers(value, tmp_path):
+    """Lines of metrics hold NaN after a step whose update was not finite."""
+    lines = [{"step": step, "train/loss": 1.0 + step, "train/other": "VALUE"} for step in (1, 2, 3)]
+    lines[1]["train/loss"] = "VALUE"
+    text = "".join(json.dumps(line) + "\n" for line in lines).replace('"VALUE"', value)
+    (tmp_path / "metrics.jsonl").write_text(text)
+    overview = make_overview([read_run(tmp_path)], [Episodes()])
+    text = json.dumps(overview, allow_nan=False)
+    assert "train/loss" in text and "train/other" not in text
+    assert [path.name for path in plot_run(tmp_path)] == ["train.png"]
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "1e400"])
+def test_an_evaluation_that_is_not_finite_is_named(value, tmp_path):
+    cell = {"role": {"task": {"all": [0.5, 0.1]}}}
+    text = json.dumps({"before": cell, "after": cell}).replace("0.1", value, 1)
+    (tmp_path / "evaluation.json").write_text(text)
+    with pytest.raises(ValueError, match=r"evaluation.json: before/role/task/all: want \[mean"):
+        read_evaluation(tmp_path)
 
 
 def test_metric_names_become_panels_and_series():

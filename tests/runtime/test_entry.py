@@ -18,6 +18,7 @@ from ml_collections import config_flags
 
 from launch import commands
 from spell_jax.runtime import distributed, entry
+from spell_jax.runtime.checkpoint import DamagedError
 from spell_jax.runtime.preemption import EXIT_CODE, Preempted
 
 CONFIG = """
@@ -72,6 +73,7 @@ def crashes(error: BaseException, capsys: pytest.CaptureFixture) -> None:
         PermissionError,
         ImportError,
         ModuleNotFoundError,
+        DamagedError,
         flags.ValidationError,
         app.UsageError,
     ],

@@ -34,8 +34,8 @@ def get_config():
         return noise.small_config("{policy}", steps=3, evaluate=True)
     return test_supervised.small_config("{policy}", "{rows}", steps=6, checkpoint_every=2)
 """
-# Times, and files of binary formats with times inside.
-UNSTEADY = ("checkpoints", "tensorboard", "lock.json")
+# Times and memory, and files of binary formats with times inside.
+UNSTEADY = ("checkpoints", "tensorboard", "plots/time", "plots/process")
 CODES = {"SIGKILL": -9, "SIGTERM": sigterm.EXIT_CODE}
 
 
@@ -138,7 +138,7 @@ def files(out: pathlib.Path) -> dict[str, object]:
 
 def prepare(name: str, out: pathlib.Path) -> None:
     """The folder before the first start."""
-    out.mkdir()
+    out.mkdir(parents=True)
     if name == "report":
         writer = MetricsWriter(out)
         for step in (1, 2, 3):
@@ -162,7 +162,7 @@ def test_a_command_ended_at_random_moments_ends_as_an_undisturbed_one(
     name: str, signals: tuple[str, ...], inputs: Inputs, tmp_path: pathlib.Path
 ) -> None:
     chosen, rng = command(name, inputs), random.Random(name)
-    whole, out = tmp_path / "whole", tmp_path / "ended"
+    whole, out = tmp_path / "whole" / "out", tmp_path / "ended" / "out"  # a page has the name
     prepare(name, whole)
     code, error = start(chosen, whole)
     assert code == 0, error[-3000:]

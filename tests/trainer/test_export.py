@@ -130,6 +130,10 @@ def test_invalid_export_arguments_are_rejected(run, tmp_path) -> None:
     (tmp_path / "config.json").write_text('{"policy": "tiny"}')
     with pytest.raises(ValueError, match=r"not the config of train\.py or sft\.py"):
         export(tmp_path, out)
+    for text in ("[]", "null", "{", "", '{"algorithm": 3}', '{"rows_per_step": "x"}'):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ValueError, match=r"config\.json: "):
+            export(tmp_path, out)
     (tmp_path / "config.json").write_text((run / "config.json").read_text())
     with pytest.raises(FileNotFoundError, match="checkpoints: not there"):
         export(tmp_path, out)
