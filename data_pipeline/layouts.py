@@ -11,6 +11,7 @@ import io
 import json
 import math
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
@@ -22,8 +23,11 @@ import pyarrow.parquet as pq
 from data_pipeline.filter import describe
 from spell_jax.data import row_files
 from spell_jax.data.text_files import Unusable, decode
+from spell_jax.runtime.jsonl import bounded_lines
 
 BATCH_ROWS = 256  # rows of a row group that are in memory at a time
+PDF_CHARACTERS, PDF_SECONDS = 1 << 28, 600  # of a file; a page takes 0.01 to 0.2 s
+BATCH_BYTES = 1 << 28  # and bytes of them, whatever they hold
 
 # Replaced by spaces, so that no two words are joined.
 _CONTROLS = dict.fromkeys((*range(0x20), *range(0x7F, 0xA0)), " ")
@@ -108,7 +112,7 @@ def read_pdf(data: bytes) -> list[Row]:
         # Many PDFs are encrypted only to forbid printing. An empty password opens them.
         if reader.is_encrypted and not reader.decrypt(""):
             raise Unusable("encrypted", "it needs a password")
-        pages = [page.extract_text().strip() for page in reader.pages]
+        pages = list(_page_texts(reader))
     except Unusable:
         raise
     except DependencyError as error:
@@ -118,13 +122,31 @@ def read_pdf(data: bytes) -> list[Row]:
     return [Row(None, clean("\n\n".join(page for page in pages if page)))]
 
 
-def read_docmath(data: bytes, kind: row_files.Kind) -> list[Row]:
+def _page_texts(reader: Any) -> Iterator[str]:
+    """Yield the texts of a PDF's pages.
+
+    The package limits the size of a stream and the number of pages, but not their product: a file
+    of a megabyte can show the same large stream on 100,000 pages.
+    """
+    characters, end = 0, time.thread_time() + PDF_SECONDS
+    for number, page in enumerate(reader.pages):
+        text = page.extract_text().strip()
+        yield text
+        characters += len(text)
+        if characters > PDF_CHARACTERS:
+            raise Unusable("oversize", f"more than {PDF_CHARACTERS} characters on {number} pages")
+        if time.thread_time() > end:
+            raise Unusable("oversize", f"more than {PDF_SECONDS} s for {number} pages")
+
+
+def read_docmath(data: bytes, kind: row_files.Kind, largest: int) -> list[Row]:
     """Parse a file of DocMath-Eval: a row per question, with the paragraphs of its report.
 
-    Blank lines separate the paragraphs, and there are none within a paragraph.
+    It has at most `largest` bytes when it is unpacked. Blank lines separate the paragraphs, and
+    there are none within a paragraph.
     """
     try:
-        rows = list(row_files.read(io.BytesIO(data), kind))
+        rows = list(row_files.read(io.BytesIO(data), kind, largest=largest))
     except Exception as error:  # a damaged file may raise anything
         raise Unusable("damaged", describe(error)) from error
     needed = {"question_id", "question", "paragraphs"}
@@ -286,18 +308,15 @@ def json_rows(stream: BinaryIO, text: str, quality: str, limit: int) -> Iterator
     `stream` has uncompressed bytes. `text` and `quality` name an object's fields; without `text`,
     its field "text" is used. A line over `limit` bytes gives a row without text.
     """
-    number = -1
-    while line := _line(stream, limit + 1, number):
-        number += 1
+    for number, line in enumerate(_lines(stream, limit)):
+        if line is None:
+            yield Row(number, problem=f"its line is longer than {limit} bytes")
+            continue
         if number == 0 and line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
             raise Unusable("not UTF-8", "JSON lines must be UTF-8, it begins as UTF-16 does")
         if number == 0:
             line = line.removeprefix(codecs.BOM_UTF8)
-        if len(line) > limit:
-            while line and not line.endswith(b"\n"):
-                line = _line(stream, limit, number)
-            yield Row(number, problem=f"its line is longer than {limit} bytes")
-        elif line.strip():
+        if line.strip():
             try:
                 fields = json.loads(line.decode("utf-8"))
             except (ValueError, RecursionError) as error:
@@ -318,11 +337,13 @@ def _json_row(number: int, fields: Any, text: str, quality: str) -> Row:
     return Row(number, clean(found), as_quality(fields.get(quality)))
 
 
-def _line(stream: BinaryIO, limit: int, last: int) -> bytes:
+def _lines(stream: BinaryIO, limit: int) -> Iterator[bytes | None]:
+    number = 0
     try:
-        return stream.readline(limit)
+        for number, line in enumerate(bounded_lines(stream, limit), 1):  # noqa: B007
+            yield line
     except Exception as error:
-        raise Unusable("breaks off", f"after line {last + 1}: {describe(error)}") from error
+        raise Unusable("breaks off", f"after line {number}: {describe(error)}") from error
 
 
 def as_quality(value: Any) -> float | None:
@@ -367,7 +388,9 @@ def parquet_rows(
     """
     number = first
     try:
-        for batch in pq.ParquetFile(file).iter_batches(BATCH_ROWS, [group], list(columns)):
+        parquet = pq.ParquetFile(file)
+        rows = row_files.rows_at_a_time(parquet.metadata, BATCH_ROWS, BATCH_BYTES)
+        for batch in parquet.iter_batches(rows, [group], list(columns)):
             values = [batch.column(name).to_pylist() for name in columns]
             for text, *scores in zip(*values, strict=True):
                 quality = as_quality(scores[0]) if scores else None

@@ -37,6 +37,7 @@ from spell_jax.data import row_files
 from spell_jax.data.clusters import TASKS
 from spell_jax.data.text_files import Unusable
 from spell_jax.runtime.config import check_choice, check_least
+from spell_jax.runtime.jsonl import LONGEST_LINE
 from spell_jax.runtime.remote import file_version
 
 WHOLE: Mapping[str, Callable[[bytes], list[Row]]] = {
@@ -89,8 +90,8 @@ class SourceConfig:
         paragraph over cut.max_document_tokens is cut. A longer report is removed.
       text: Name of the field or column with a row's text; if it is missing, "text" is used.
       quality: Name of the field or column with a row's score.
-      max_file_bytes: Largest size in bytes of a file that is read whole, and of a line of a .jsonl
-        file. Larger ones are counted and skipped.
+      max_file_bytes: Largest size in bytes of a file that is read whole, and, up to
+        jsonl.LONGEST_LINE, of a line of a .jsonl file. Larger ones are counted and skipped.
       max_characters: Override of the filter's max_characters; 0 for none.
       min_quality: Override of the filter's min_quality; None for none.
       languages: Override of the filter's languages; None for none.
@@ -179,7 +180,7 @@ def list_files(name: str, source: SourceConfig) -> Iterator[Listed]:
                 source=name,
                 url=valid_utf8(system.unstrip_protocol(url)),
                 place=place,
-                problem=valid_utf8(info.get("problem", "")),
+                problem=valid_utf8(info.get("problem", "") or _problem(info)),
                 size=int(info.get("size") or 0),
                 version=file_version(info),
             )
@@ -230,10 +231,19 @@ def _below(system: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
                     folders.append(info["name"])
 
 
+def _problem(info: Mapping[str, Any]) -> str:
+    """Return why a file cannot be read: a pipe would block, a link to /dev/zero would never end."""
+    name = info["name"] if info.get("islink") else ""
+    is_special = bool(name) and os.path.exists(name) and not os.path.isfile(name)
+    if info["type"] == "other" or (is_special and not os.path.isdir(name)):
+        return "a pipe, a socket or a device"
+    return ""
+
+
 def _should_read(file: str, root: str, info: Mapping[str, Any]) -> bool:
-    """Return whether a path is not hidden, no folder, and no pipe, which would block."""
+    """Return whether a path is not hidden and no folder."""
     hidden = any(part.startswith(".") for part in file.removeprefix(root).split("/"))
-    return not hidden and (info["type"] == "file" or bool(info.get("islink")))
+    return not hidden and (info["type"] in ("file", "other") or bool(info.get("islink")))
 
 
 def _suffix(place: str) -> str:
@@ -314,14 +324,16 @@ def _read(piece: Any, sources: Mapping[str, SourceConfig]) -> Iterator[Any]:
             if suffix in LINES and source.layout not in ("json", "docmath"):
                 hashed = _Hashed(file)
                 lines = _uncompressed(hashed, LINES[suffix])
-                rows = layouts.json_rows(lines, source.text, source.quality, source.max_file_bytes)
+                longest = min(source.max_file_bytes, LONGEST_LINE)
+                rows = layouts.json_rows(lines, source.text, source.quality, longest)
                 yield from _documents(rows, listed, source)  # hashed to the last byte
             else:
-                data = _read_whole(file, listed, source.max_file_bytes)
+                limit = source.max_file_bytes
+                data = _read_whole(file, listed, limit)
                 if source.layout == "json":
                     rows = layouts.read_fields(data, source.text)
                 elif source.layout == "docmath":
-                    rows = layouts.read_docmath(data, row_files.KINDS[suffix])
+                    rows = layouts.read_docmath(data, row_files.KINDS[suffix], limit)
                 else:
                     rows = WHOLE[suffix](data)
                 if rows == [Row(None)]:

@@ -44,6 +44,7 @@ BORDERS = tuple(
     )
 )
 
+LARGEST_FILE = 1 << 30  # bytes of a text of a folder
 _READ_AT_ONCE = 256  # clusters per read while measuring lengths
 
 SURROGATE = re.compile(r"[\ud800-\udfff]")
@@ -267,10 +268,14 @@ def folder_texts(folder: Path, report: ClusterReport) -> Iterator[str]:
     for path in _files(folder, lambda error: skip(error.filename, "unreadable", error)):
         try:
             if path.exists() and not path.is_file():
-                continue  # such as a pipe, which would block
+                if not path.is_dir():  # a link to a folder, which is not followed
+                    skip(path, "unreadable", "a pipe, a socket or a device")
+                continue
             if path.suffix.lower() not in SUFFIXES:
                 report.skipped["of another type"] += 1
                 continue
+            if (size := path.stat().st_size) > LARGEST_FILE:
+                raise Unusable("oversize", f"has {size} bytes, more than {LARGEST_FILE}")
             text = decode(path.read_bytes()).strip()
         except OSError as error:
             skip(path, "unreadable", error)

@@ -17,6 +17,8 @@ import zlib
 from collections.abc import Iterator
 from typing import Any, BinaryIO, NamedTuple, cast
 
+from spell_jax.runtime.jsonl import LONGEST_LINE, bounded_lines
+
 _TEXTS, _COMPRESSIONS = (".jsonl", ".json", ".csv"), ("", ".gz", ".zst")
 
 
@@ -31,8 +33,12 @@ class Kind(NamedTuple):
 KINDS = {".parquet": Kind(".parquet")}
 KINDS |= {text + packed: Kind(text, packed) for text in _TEXTS for packed in _COMPRESSIONS}
 
+# A small compressed file can hold any amount of text. Most bytes of a file as it is unpacked, and
+# characters of a JSON value that is no list, or of an element of a list.
+LARGEST, _LARGEST_VALUE = 1 << 32, 1 << 27
 _CHARACTERS = 2**20  # read at a time from a JSON list
 _BATCH = 64  # rows of a Parquet file in memory at a time; a row may have megabytes
+_BATCH_BYTES = 1 << 28  # and bytes of them, if each row has the longest value of its column
 _SEPARATOR = re.compile(r"[ \t\n\r]*([,\]])[ \t\n\r]*")
 
 
@@ -41,14 +47,15 @@ def kind_of(name: str) -> Kind | None:
     return next((kind for end, kind in KINDS.items() if name.lower().endswith(end)), None)
 
 
-def read(file: BinaryIO, kind: Kind, delimiter: str = ",") -> Iterator[Any]:
+def read(file: BinaryIO, kind: Kind, delimiter: str = ",", largest: int = LARGEST) -> Iterator[Any]:
     """Iterate over the rows of an open file, in order.
 
     A .json file may hold a list of rows, one row, or JSON lines in spite of its name. A list is
     read piece by piece. The first rows of an incomplete file can therefore be read. A row of JSON
     may be any JSON value.
 
-    Raises ValueError or OSError if the file is damaged, RecursionError if JSON is too deep.
+    Raises ValueError or OSError if the file is damaged, or has more than `largest` bytes of text or
+    a line of more than LONGEST_LINE bytes; RecursionError if JSON is too deep.
     """
     try:
         with _uncompressed(file, kind.compression) as plain:
@@ -57,13 +64,26 @@ def read(file: BinaryIO, kind: Kind, delimiter: str = ",") -> Iterator[Any]:
             elif kind.format == ".csv":
                 text = io.TextIOWrapper(plain, encoding="utf-8-sig", newline="")
                 # Blanks before a quoted field are not part of it.
-                yield from csv.DictReader(text, delimiter=delimiter, skipinitialspace=True)
+                lines = _lines(text, largest)
+                yield from csv.DictReader(lines, delimiter=delimiter, skipinitialspace=True)
             elif kind.format == ".jsonl":
-                yield from (json.loads(line.decode("utf-8-sig")) for line in plain if line.strip())
+                lines = _lines(plain, largest)
+                yield from (json.loads(line.decode("utf-8-sig")) for line in lines if line.strip())
             else:
-                yield from _json(io.TextIOWrapper(plain, encoding="utf-8-sig"))
+                yield from _json(io.TextIOWrapper(plain, encoding="utf-8-sig"), largest)
     except (csv.Error, EOFError, zlib.error) as error:
         raise ValueError(str(error)) from error
+
+
+def _lines(stream: Any, largest: int) -> Iterator[Any]:
+    """Lines of a stream of bytes or of text."""
+    size = 0
+    for number, line in enumerate(bounded_lines(stream, LONGEST_LINE), 1):
+        if line is None:
+            raise ValueError(f"line {number}: longer than {LONGEST_LINE} bytes")
+        if (size := size + len(line)) > largest:
+            raise ValueError(f"line {number}: the lines up to here have more than {largest} bytes")
+        yield line
 
 
 def _uncompressed(file: BinaryIO, compression: str) -> contextlib.AbstractContextManager[BinaryIO]:
@@ -82,11 +102,23 @@ def _parquet(file: BinaryIO) -> Iterator[dict[str, Any]]:
 
     with pq.ParquetFile(file) as table:
         classes = _class_names(table.schema_arrow.metadata or {})
-        for batch in table.iter_batches(_BATCH):
+        for batch in table.iter_batches(rows_at_a_time(table.metadata, _BATCH, _BATCH_BYTES)):
             for row in batch.to_pylist():
                 for column, names in classes.items():
                     row[column] = _class_name(row.get(column), names)
                 yield row
+
+
+def rows_at_a_time(metadata: Any, most: int, size: int) -> int:
+    """Return how many rows of a Parquet file, 1 to `most`, fit into `size` bytes for any values.
+
+    A column chunk can name one long value of its dictionary in every row, so that a row may be as
+    large as its whole chunk.
+    """
+    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    chunks = [group.column(number) for group in groups for number in range(group.num_columns)]
+    sizes = [chunk.total_uncompressed_size for chunk in chunks if chunk.has_dictionary_page]
+    return max(1, min(most, size // max(sizes, default=1)))
 
 
 def _class_names(metadata: dict[bytes, bytes]) -> dict[str, list[str]]:
@@ -103,20 +135,23 @@ def _class_name(value: Any, names: list[str]) -> Any:
     return names[value] if isinstance(value, int) and 0 <= value < len(names) else value
 
 
-def _json(file: io.TextIOBase) -> Iterator[Any]:
-    text = ""
+def _json(file: io.TextIOBase, largest: int) -> Iterator[Any]:
+    text, most = "", min(largest, _LARGEST_VALUE)
     while not text and (more := file.read(_CHARACTERS)):
         text = more.lstrip()
     if text.startswith("["):
         yield from _elements(file, text)
     else:
-        yield from json_values(text + file.read())
+        text += file.read(most)
+        if len(text) > most:
+            raise ValueError(f"a JSON value of more than {most} characters")
+        yield from json_values(text)
 
 
 def _elements(file: io.TextIOBase, text: str) -> Iterator[Any]:
     """Elements of a JSON list that begins with `text`; the rest is read from the file."""
     while not text[1:].strip() and (more := file.read(_CHARACTERS)):
-        text += more
+        text = text[:1] + more
     text = text[1:].lstrip()
     decode, is_last = json.JSONDecoder().raw_decode, text.startswith("]")
     at = int(is_last)
@@ -126,6 +161,8 @@ def _elements(file: io.TextIOBase, text: str) -> Iterator[Any]:
             if (separator := _SEPARATOR.match(text, end)) is None:
                 raise json.JSONDecodeError("',' or ']' expected", text, end)
         except json.JSONDecodeError as error:
+            if len(text) - at > _LARGEST_VALUE:
+                raise ValueError(f"an element of more than {_LARGEST_VALUE} characters") from error
             # The element may go on. Doubling the text keeps the time linear in its length.
             if not (more := file.read(max(_CHARACTERS, len(text)))):
                 raise ValueError(f"no JSON, or it breaks off ({error.msg})") from error
@@ -133,7 +170,10 @@ def _elements(file: io.TextIOBase, text: str) -> Iterator[Any]:
             continue
         yield value
         at, is_last = separator.end(), separator[1] == "]"
-    if text[at:].strip() or file.read().strip():
+    text = text[at:]
+    while not text.strip() and (more := file.read(_CHARACTERS)):
+        text = more
+    if text.strip():
         raise ValueError("no JSON: more text behind its list")
 
 

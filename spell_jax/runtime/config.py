@@ -60,8 +60,8 @@ def build(cls: type[T], section: Mapping[str, Any], where: str, **extra: Any) ->
     Lists become tuples; a tuple or a mapping stands for a dataclass inside them. `where` is the
     section's name in messages ("optimizer"); it replaces the usual name, the class attribute
     SECTION, in messages of __post_init__. `extra` holds fields that do not come from the config.
-    ValueError if a field is unknown, missing, of the wrong type, not finite or out of range, or is
-    a URL with a password or a key.
+    ValueError if a field is unknown, missing, of the wrong type, not finite, out of range, or a URL
+    with a password or a key.
     """
     before = f"{where}." if where else ""
     fields = {f.name: f for f in dataclasses.fields(typing.cast(Any, cls)) if f.name not in extra}

@@ -13,7 +13,7 @@ import logging
 import os
 import pathlib
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import IO, Any, TypeVar
 
 from etils import epath
@@ -22,6 +22,11 @@ from spell_jax.runtime import durable
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
+
+# Most bytes of a line. A few megabytes of .gz can hold a line of gigabytes; the longest record that
+# a run writes, with all documents of a cluster, has some megabytes.
+LONGEST_LINE = 1 << 26
+_SKIPPED = 1 << 20  # bytes of a longer line that are read at a time
 
 # What a parser raises for a malformed record.
 MALFORMED = (ValueError, KeyError, TypeError, AttributeError)
@@ -32,17 +37,19 @@ def read_records(path: str | os.PathLike[str], parse: Callable[[Any], T]) -> tup
 
     The file, maybe compressed or in a bucket, is UTF-8 with one JSON value per line, with or
     without a byte order mark. Only line feeds end a line; empty lines are ignored. `parse` raises
-    ValueError, KeyError, TypeError or AttributeError for a malformed value. Bad lines are logged
-    with their place and skipped. If a compressed file is damaged, the rest of it counts as one bad
-    line. FileNotFoundError if there is no such file.
+    ValueError, KeyError, TypeError or AttributeError for a malformed value. Bad lines, and those
+    over LONGEST_LINE bytes, are logged with their place and skipped. If a compressed file is
+    damaged, the rest of it counts as one bad line. FileNotFoundError if there is no such file.
     """
     records, skipped, number = [], 0, 0
     with epath.Path(path).open("rb") as file, _compressed(path, file, "rb") as lines:
         try:
-            for number, line in enumerate(lines, start=1):
-                if not line.strip():
+            for number, line in enumerate(bounded_lines(lines, LONGEST_LINE), start=1):
+                if line is not None and not line.strip():
                     continue
                 try:
+                    if line is None:
+                        raise ValueError(f"longer than {LONGEST_LINE} bytes")
                     records.append(parse(json.loads(line.decode("utf-8-sig"))))
                 except (*MALFORMED, RecursionError) as error:
                     skipped += 1
@@ -51,6 +58,20 @@ def read_records(path: str | os.PathLike[str], parse: Callable[[Any], T]) -> tup
             skipped += 1
             log.warning("%s:%d: skipped from here on (%s)", path, number + 1, error)
     return records, skipped
+
+
+def bounded_lines(stream: Any, limit: int) -> Iterator[Any]:
+    """Yield the lines of a stream of bytes or text, None for each that is longer than `limit`.
+
+    Of a longer line at most `limit` bytes or characters are in memory at a time.
+    """
+    while line := stream.readline(limit + 1):
+        if len(line) <= limit:
+            yield line
+            continue
+        while line and line[-1] not in ("\n", 10):
+            line = stream.readline(_SKIPPED)
+        yield None
 
 
 def write_records(path: str | os.PathLike[str], records: Iterable[Any]) -> None:

@@ -20,7 +20,7 @@ _PARAMETER = re.compile(
 
 
 def check_secret(field: str, value: object) -> None:
-    """Raise ValueError, without the secret, if a text is an address with a password or a key.
+    """Raise ValueError, without the secret, if a text has an address with a password or a key.
 
     `field` is the name of the field or flag in the message.
     """
@@ -34,7 +34,7 @@ def check_secret(field: str, value: object) -> None:
         return
     raise ValueError(
         f"{field} = {hide_secrets(value)!r}: has {what}, and would be written to disk; leave it "
-        "out. The key of a judge belongs into the environment variable SPELL_JUDGE_KEY, the access "
+        "out. The key of a judge belongs into the environment variable SPELL_JUDGE_KEY; the access "
         "to data into those of its protocol, such as GOOGLE_APPLICATION_CREDENTIALS, AWS_PROFILE "
         'or FSSPEC_HTTPS=\'{"client_kwargs": {"headers": {"Authorization": "..."}}}\''
     )

@@ -86,9 +86,10 @@ def test_folder_is_read_in_order_and_bad_files_are_counted(
     clusters, report = read_clusters(tmp_path, documents_per_cluster=2)
     assert [cluster.documents for cluster in clusters] == [("one", "two"), ("three",)]
     assert report.read == 3
-    assert report.skipped == {"not UTF-8": 1, "unreadable": 1, "empty": 1, "of another type": 1}
+    assert report.skipped == {"not UTF-8": 1, "unreadable": 2, "empty": 1, "of another type": 1}
     assert f"{tmp_path / 'bad.txt'}: skipped (not UTF-8: UnicodeDecodeError" in caplog.text
     assert f"{tmp_path / 'gone.txt'}: skipped (unreadable: [Errno 2]" in caplog.text
+    assert f"{tmp_path / 'pipe.txt'}: skipped (unreadable: a pipe, a socket" in caplog.text
     assert "empty.txt" in caplog.text
     assert len({cluster.id for cluster in clusters}) == 2
     assert read_clusters(tmp_path, documents_per_cluster=2)[0] == clusters

@@ -113,3 +113,39 @@ def test_classes_have_their_names():
         file = io.BytesIO()
         pq.write_table(table.replace_schema_metadata(given), file)
         assert [row["label"] for row in read(file.getvalue(), KINDS[".parquet"])] == labels
+
+
+@pytest.mark.parametrize("suffix", [suffix for suffix in KINDS if suffix != ".parquet"])
+def test_long_line_or_value_is_an_error_with_its_place(suffix: str, monkeypatch):
+    kind = KINDS[suffix]
+    data = encode(kind)
+    monkeypatch.setattr(row_files, "LONGEST_LINE", 10)
+    monkeypatch.setattr(row_files, "_LARGEST_VALUE", 20)
+    monkeypatch.setattr(row_files, "_CHARACTERS", 4)
+    place = "an element of more than 20" if kind.format == ".json" else "line [12]: longer than 10"
+    with pytest.raises(ValueError, match=place):
+        read(data, kind)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl.gz", ".csv.gz"])
+def test_file_that_unpacks_to_too_much_is_an_error(suffix: str):
+    kind = KINDS[suffix]
+    with pytest.raises(ValueError, match="the lines up to here have more than 40 bytes"):
+        list(row_files.read(io.BytesIO(encode(kind)), kind, largest=40))
+
+
+def test_blanks_within_a_list_take_no_memory(monkeypatch):
+    monkeypatch.setattr(row_files, "_CHARACTERS", 16)
+    monkeypatch.setattr(row_files, "_LARGEST_VALUE", 20)
+    blanks = b" " * 5000
+    data = blanks + b"[" + blanks + b"1," + blanks + b"2]" + blanks
+    assert read(data, KINDS[".json"]) == [1, 2]
+
+
+def test_rows_of_a_dictionary_are_read_a_few_at_a_time():
+    file = io.BytesIO()
+    pq.write_table(pa.table({"text": ["a" * 1000, "b" * 1000] * 50}), file)
+    metadata = pq.read_metadata(file)
+    assert row_files.rows_at_a_time(metadata, 64, 1 << 20) == 64
+    assert row_files.rows_at_a_time(metadata, 64, 10_000) in (2, 3, 4)
+    assert row_files.rows_at_a_time(metadata, 64, 1) == 1

@@ -29,8 +29,10 @@ from data_pipeline.layouts import Row
 from data_pipeline.sources import Listed, SourceConfig, list_files
 from data_pipeline.stages import Stages
 from spell_jax.data.clusters import read_clusters
+from spell_jax.data.row_files import KINDS
 from spell_jax.data.text_files import Unusable
 from spell_jax.runtime import config as settings
+from tests import bombs
 
 ANY = FilterConfig(min_quality=0.5, min_characters=1, languages=())
 TASKS = ("general_qa",)
@@ -197,16 +199,24 @@ def test_unusable_files_are_listed_and_counted(tmp_path: Path):
         "broken.jsonl.gz": gzip.compress(b'"row"\n')[:-9],
         "table.csv": "a,b",
         "README": "text",
+        # Archives are not opened, so that nothing in them leads out of the folder.
+        **dict.fromkeys(("a.zip", "a.tar", "a.tar.gz", "a.xml"), "text"),
         ".hidden.txt": "text",
         ".git/config.txt": "text",
     }
     path = write(tmp_path / "in", files)
     (tmp_path / "in" / "gone.txt").symlink_to(tmp_path / "nothing")
     os.mkfifo(tmp_path / "in" / "pipe.txt")
+    # Opening the first would block, reading the second would never end.
+    (tmp_path / "in" / "to_pipe.txt").symlink_to("pipe.txt")
+    (tmp_path / "in" / "zeros.txt").symlink_to("/dev/zero")
+    (tmp_path / "in" / "circle.txt").symlink_to("circle.txt")
     tables = read(tmp_path / "out", {"mine": folder(path, max_file_bytes=5000)})
     reasons = {r["place"]: r["reason"] for r in tables["removed"]}
     assert reasons == {
         "README": "of another type",
+        **dict.fromkeys(("a.zip", "a.tar", "a.tar.gz", "a.xml"), "of another type"),
+        **dict.fromkeys(("circle.txt", "pipe.txt", "to_pipe.txt", "zeros.txt"), "unreadable"),
         "bad.parquet": "damaged",
         "bad.pdf": "damaged",
         "big.txt": "oversize",
@@ -719,3 +729,74 @@ def test_chapters_keep_all_text(lines: list[str]):
     pieces = layouts.chapters(text)
     assert "".join("".join(pieces).split()) == "".join(text.split())
     assert all(pieces) or not text
+
+
+# -------------------------------------------------------------------------------------------- Bombs
+
+
+@pytest.mark.parametrize("name", bombs.PDFS)
+def test_pdf_bomb_is_refused(name: str):
+    data = bombs.PDFS[name]()
+    assert len(data) < 1 << 21
+    try:
+        rows = layouts.read_pdf(data)
+    except Unusable as error:
+        assert error.reason == "damaged"
+    else:
+        assert rows == [Row(None)]
+
+
+def test_text_of_all_pages_of_a_pdf_is_bounded(monkeypatch: pytest.MonkeyPatch):
+    data = pdf(*["word" * 5] * 50)
+    monkeypatch.setattr(layouts, "PDF_CHARACTERS", 500)
+    with pytest.raises(Unusable, match="oversize, more than 500 characters on 25 pages"):
+        layouts.read_pdf(data)
+    monkeypatch.setattr(layouts, "PDF_CHARACTERS", 10**6)
+    assert len(layouts.read_pdf(data)[0].text) == 50 * 20 + 49 * 2
+    monkeypatch.setattr(layouts, "PDF_SECONDS", 0)
+    with pytest.raises(Unusable, match="oversize, more than 0 s for 0 pages"):
+        layouts.read_pdf(data)
+
+
+@pytest.mark.slow
+def test_long_line_of_a_compressed_file_takes_little_memory(tmp_path: Path):
+    path = tmp_path / "bomb.jsonl.gz"
+    bombs.write_long_line(path, 1024, b'"first"\n', b'"last"\n')
+    program = """
+        import io, sys, pyarrow; from data_pipeline import layouts, sources
+        lines = sources._uncompressed(open(sys.argv[1], "rb"), "gzip")
+        for row in layouts.json_rows(lines, "text", "score", sources.LONGEST_LINE):
+            print(row.number, row.text, row.problem)
+    """
+    assert bombs.run_limited(program, 400, str(path)).splitlines() == [
+        "0 first ",
+        "1  its line is longer than 67108864 bytes",
+        "2 last ",
+    ]
+
+
+@pytest.mark.slow
+def test_long_value_of_a_dictionary_is_read_a_few_rows_at_a_time(tmp_path: Path):
+    """2,000 rows of 20 MB, in a file of a few KB, are read in 1 GiB."""
+    path = tmp_path / "bomb.parquet"
+    texts = pa.DictionaryArray.from_arrays(pa.array([0] * 2000), pa.array(["a" * 20_000_000]))
+    options: Any = {"compression": "zstd", "dictionary_pagesize_limit": 1 << 30}
+    pq.write_table(pa.table({"text": texts}), path, store_schema=False, **options)
+    assert path.stat().st_size < 100_000
+    program = """
+        import sys; from data_pipeline import layouts; import pyarrow.parquet
+        with open(sys.argv[1], "rb") as file:
+            rows = layouts.parquet_rows(file, ["text"], 0, 0, False)
+            print([len(next(rows).text) for _ in range(30)])
+    """
+    assert bombs.run_limited(program, 1024, str(path)) == f"{[20_000_000] * 30}\n"
+
+
+@pytest.mark.parametrize("kind", [".jsonl.gz", ".json.gz"])
+def test_docmath_file_that_unpacks_to_too_much_is_damaged(kind: str):
+    row = {"question_id": "a", "question": "b", "paragraphs": ["c" * 100]}
+    lines = "\n".join([json.dumps(row)] * 1000)
+    data = gzip.compress(lines.encode())
+    assert len(layouts.read_docmath(data, KINDS[kind], 10**6)) == 1000
+    with pytest.raises(Unusable, match=r"damaged, .*more than 10000"):
+        layouts.read_docmath(data, KINDS[kind], 10_000)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gzip
+import io
 import logging
 import os
 import threading
 
 import pytest
 
+from spell_jax.runtime import jsonl
 from spell_jax.runtime.jsonl import read_json, read_lines, read_records, write_json, write_records
+from tests import bombs
 
 
 def whole_number(value: object) -> int:
@@ -85,3 +89,35 @@ def test_writing_keeps_symlinks_and_named_pipes(tmp_path):
     write_records(pipe, [2])
     reader.join(10)
     assert read == ["2\n"] and pipe.is_fifo()
+
+
+def test_line_over_the_limit_is_counted_and_skipped(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(jsonl, "LONGEST_LINE", 8)
+    monkeypatch.setattr(jsonl, "_SKIPPED", 3)
+    for name in ("a.jsonl", "a.jsonl.gz"):
+        path = tmp_path / name
+        with (gzip.open if name.endswith("gz") else open)(path, "wb") as file:
+            file.write(b'"12345"\n"123456"\n7\n' + b" " * 100 + b'\n"a"\n"longer than eight"')
+        caplog.clear()
+        assert read_records(path, str) == (["12345", "7", "a"], 3)
+        found = [record.getMessage() for record in caplog.records]
+        assert found == [f"{path}:{n}: skipped (longer than 8 bytes)" for n in (2, 4, 6)]
+
+
+def test_bounded_lines_of_texts_end_at_line_feeds():
+    stream = io.StringIO("añb\u2028c\nlonger than that\nd", newline="")
+    assert list(jsonl.bounded_lines(stream, 6)) == ["añb\u2028c\n", None, "d"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs /proc")
+def test_line_of_gigabytes_takes_little_memory(tmp_path):
+    """A file of 1 MB with a line of 1 GB, read in 400 MiB: 64 MiB of the line, copied once."""
+    path = tmp_path / "bomb.jsonl.gz"
+    bombs.write_long_line(path, 1024, b"1\n", b"2\n")
+    assert path.stat().st_size < 2 << 20
+    program = """
+        import sys; from spell_jax.runtime.jsonl import read_records
+        print(read_records(sys.argv[1], str))
+    """
+    assert bombs.run_limited(program, 400, str(path)) == "(['1', '2'], 1)\n"
