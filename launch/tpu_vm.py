@@ -31,7 +31,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from launch import topologies
-from spell_jax.runtime import entry, sigterm
+from spell_jax.runtime import entry, sigterm, terminal
 
 COMMANDS = ("create", "copy", "run", "logs", "status", "watch", "delete")
 # Google's JAX image for each generation (cloud.google.com/tpu/docs/runtimes).
@@ -351,6 +351,12 @@ def act(given: Namespace) -> int:
 
 def main(words: Sequence[str]) -> int:
     """Run the command line; return the exit status (130 if interrupted)."""
+    terminal.guard()
+    try:
+        entry.check_secrets(words)  # they are printed, and stay in the logs of the workers
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return entry.EXIT_CODE
     given = parse(words)
     try:
         with sigterm.ending():  # the slice, which is paid for, is named at the end

@@ -105,7 +105,7 @@ def user_errors() -> Iterator[None]:
     terminal.guard()
     try:
         with sigterm.ending():
-            _check_secrets(sys.argv[1:])
+            check_secrets(sys.argv[1:])
             yield
     except USER_ERRORS as error:
         text = " ".join(line.strip() for line in str(error).splitlines()).strip()
@@ -129,7 +129,7 @@ def user_errors() -> Iterator[None]:
         raise
 
 
-def _check_secrets(arguments: Sequence[str]) -> None:
+def check_secrets(arguments: Sequence[str]) -> None:
     """Raise ValueError for a flag with a password or a key in its URL."""
     flag = ""
     for argument in arguments:

@@ -27,7 +27,7 @@ from typing import Any
 
 import tenacity
 
-from spell_jax.runtime import fault_injection, urls
+from spell_jax.runtime import fault_injection, terminal, urls
 from spell_jax.runtime.config import check_least
 from spell_jax.runtime.jsonl import append_records, read_records
 from spell_jax.selfplay.prompts import Prompts
@@ -281,6 +281,7 @@ class Endpoint:
             self.failures[kind] += 1
             is_first = self.failures[kind] == 1
         text = " ".join(str(error.__cause__ or error).split())[:ERROR_SHOWN] or repr(error)
+        text = terminal.printable(text)
         if self.config.api_key:  # which a server may repeat
             text = text.replace(self.config.api_key, "[key]")
         remedy = _REMEDIES.get(error.status, "") if is_status else ""

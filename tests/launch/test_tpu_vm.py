@@ -525,3 +525,12 @@ def test_invalid_options_are_rejected_before_any_call(cloud, capsys, arguments, 
         cloud.main(action, *rest)
     assert message in capsys.readouterr().err
     assert cloud.calls() == [] and not pathlib.Path("runs").exists()
+
+
+def test_secret_in_a_command_is_refused_without_being_repeated(capsys):
+    url = "--config.algorithm.judge_url=http://user:hunter2@host/v1"
+    place = ["--name=n", "--zone=z", "--topology=v6e-8", "--dry_run"]
+    assert tpu_vm.main(["run", *place, "--", "python", "-m", "spell_jax.train", url]) == 2
+    out, err = capsys.readouterr()
+    assert "--config.algorithm.judge_url = 'http://...@host/v1'" in err
+    assert "hunter2" not in out + err

@@ -380,7 +380,7 @@ def test_words_of_a_server_are_cut_and_without_the_key(server, caplog):
     server.respond = lambda *_: (401, "key sk-secret is wrong " + "\x1b[2J" + "a" * 10**6)
     make_judge(server.url, api_key="sk-secret").judge([item("a")])
     message = caplog.records[0].getMessage()
-    assert "key [key] is wrong" in message and "sk-secret" not in caplog.text
+    assert "key [key] is wrong \\x1b[2J" in message and "sk-secret" not in caplog.text
     assert len(message) < 600
 
 
