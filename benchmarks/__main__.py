@@ -15,6 +15,7 @@ reward_model  accuracy of EAPO's reward models on the answers of a run
 quality  int8 sampling against the compute dtype: KL, equal greedy tokens
 report   seconds to write the report page of a long run, and to open it in a browser
 soak     growth of memory and compiled programs in a long run of the demo's config
+durability  milliseconds of a checkpoint, and of its fsync, on a disk
 trl      seconds and memory of a GRPO step, here and in TRL (extra "test")
 plan     seconds of six programs, predicted by launch.plan's model and measured
 scoring  seconds to score 100,000 samples by the benchmarks' rules (extra "eval")
@@ -69,6 +70,7 @@ _CLASSES = {
     "quality": "quality.Quality",
     "report": "report.Report",
     "soak": "soak.Soak",
+    "durability": "durability.Durability",
     "trl": "trl.Trl",
     "plan": "plan.Plan",
     "scoring": "scoring.Scoring",

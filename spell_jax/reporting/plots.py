@@ -18,6 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from spell_jax.reporting.panels import panels_by_prefix
+from spell_jax.runtime import durable
 
 MANY = 60  # steps; as in report.html
 SIZE = (4.2, 2.8)  # inches
@@ -118,7 +119,7 @@ def _save(path: epath.Path, plots: Sequence[Plot], dpi: int = 110) -> epath.Path
         crop = {"bbox_inches": "tight", "bbox_extra_artists": [legend]}
     picture = io.BytesIO()
     figure.savefig(picture, dpi=dpi, **crop)
-    path.write_bytes(picture.getvalue())
+    durable.write(path, picture.getvalue())
     return path
 
 

@@ -121,7 +121,8 @@ def user_errors() -> Iterator[None]:
     except (durable.DiskError, durable.SaveError) as error:
         if DEBUG in sys.orig_argv:
             traceback.print_exc()
-        _leave(f"error: {error}", EXIT_CODE if isinstance(error, durable.GoneError) else 1, error)
+        text = " ".join(str(error).split())
+        _leave(f"error: {text}", EXIT_CODE if isinstance(error, durable.GoneError) else 1, error)
     except KeyboardInterrupt as error:
         _leave("interrupted; a training run goes on with the same command", INTERRUPTED, error)
     except sigterm.Terminated as error:

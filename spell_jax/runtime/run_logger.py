@@ -210,7 +210,7 @@ class RunLogger:
 
     def _submit(self, work: Callable[..., Any], *args: Any) -> None:
         def check_and_work() -> None:
-            self._watch.check()
+            self.check_folder()
             work(*args)
 
         self._background.submit(check_and_work)
@@ -229,6 +229,10 @@ class RunLogger:
     def flush(self) -> None:
         """Waits until everything is on disk; raises as `write`."""
         self._background.flush()
+
+    def check_folder(self) -> None:
+        """Raises GoneError if the folder was removed or renamed."""
+        self._watch.check()
 
     def tail(self) -> list[str]:
         return self._metrics.tail()

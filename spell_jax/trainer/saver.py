@@ -105,6 +105,7 @@ class Saver:
     def keep_best(self, score: float | None, workdir: epath.Path) -> None:
         """Writes the policy to WORKDIR/best if its validation score is the highest so far."""
         if score is not None and (self._best is None or score > self._best):
+            self._logger.check_folder()
             save_model(self._run, self._models, "policy", workdir / "best")
             self._best = score
 

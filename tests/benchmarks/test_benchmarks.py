@@ -45,6 +45,13 @@ def test_help_lists_benchmarks_and_their_options(capsys: pytest.CaptureFixture) 
 
 
 @pytest.mark.slow
+def test_durability_benchmark_measures_parts_of_a_save(tmp_path) -> None:
+    line = run(["durability", "--mib=1", "--saves=2", f"--folder={tmp_path}"])
+    assert 2**19 < line["bytes"] < 2**21 and not list(tmp_path.iterdir())
+    assert 0 < line["fsync_ms"] + line["hash_ms"] < line["save_ms"] and line["append_ms"] > 0
+
+
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_device")
 def test_update_benchmark_measures_shared_and_repeated_prompts() -> None:
     line = run(UPDATE)

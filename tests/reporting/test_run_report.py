@@ -146,6 +146,19 @@ def test_run_without_metrics_raises_a_clear_error(tmp_path):
     assert not (tmp_path / "plots").exists()
 
 
+def test_damaged_lines_of_metrics_are_named_and_not_plotted(tmp_path, caplog):
+    lines = [
+        b'{"step": 1, "train/loss": 2.0}',
+        bytes(30),
+        b"\xff",
+        b'{"step": 4, "train/loss": 1.0}',
+    ]
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join(lines) + b"\n")
+    assert [line["step"] for line in read_run(tmp_path).records] == [1, 4]
+    assert "metrics.jsonl:2: skipped" in caplog.text and "metrics.jsonl:3: skipped" in caplog.text
+    assert "metrics.jsonl: 2 of 4 lines skipped" in caplog.text
+
+
 @pytest.mark.parametrize(
     "evaluation, message",
     [

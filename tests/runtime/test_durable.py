@@ -13,6 +13,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 
 import pytest
+from etils import epath
 
 from spell_jax.policy import safetensors
 from spell_jax.runtime import durable, episodes
@@ -140,7 +141,7 @@ def write_lines(folder: pathlib.Path) -> None:
 
 
 def write_events(folder: pathlib.Path) -> None:
-    board = TensorBoard(folder)
+    board = TensorBoard(epath.Path(folder))
     for step in range(1, 6):
         board.write(step, {f"a_long_name_{number}": 1.0 for number in range(20)})
     board.close()

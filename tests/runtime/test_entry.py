@@ -17,7 +17,7 @@ from absl import app, flags
 from ml_collections import config_flags
 
 from launch import commands
-from spell_jax.runtime import distributed, entry
+from spell_jax.runtime import distributed, durable, entry
 from spell_jax.runtime.checkpoint import DamagedError
 from spell_jax.runtime.preemption import EXIT_CODE, Preempted
 
@@ -130,6 +130,17 @@ def test_all_errors_propagate_after_setup_done(capsys):
     assert capsys.readouterr() == ("", "")
     # The next command in the same process starts with its own setup.
     assert ended(ValueError("steps = 0"), capsys) == "error: steps = 0"
+
+
+@pytest.mark.parametrize(
+    "kind, code", [(durable.DiskError, 1), (durable.SaveError, 1), (durable.GoneError, 2)]
+)
+def test_lost_disk_ends_a_command_with_one_line_at_any_time(kind, code, capsys):
+    with pytest.raises(SystemExit) as end, entry.user_errors():
+        entry.setup_done()
+        raise kind("step 3 could not be saved:\n  no space")
+    assert end.value.code == code
+    assert capsys.readouterr().err == "error: step 3 could not be saved: no space\n"
 
 
 def test_preempted_run_keeps_its_exit_code(capsys):

@@ -1,10 +1,11 @@
 """A small run of the trainer on one device, which SPELL_FAULT may end.
 
-python -m tests.slow.killed POLICY WORKDIR [SETTINGS [hold:STEP | hang:SIGNALS]]
+python -m tests.slow.killed POLICY WORKDIR [SETTINGS [hold:STEP | hang:SIGNALS | free]]
 
 SETTINGS are config fields by dotted name, in JSON. Saves before step STEP are waited for, so that
-it is known which one is resumed. With "hold" the save of that step never ends. With "hang" the
-trainer hangs where it would save after a notice to stop, having sent itself SIGNALS more SIGTERMs.
+it is known which one is resumed; not with "free". With "hold" the save of that step never ends.
+With "hang" the trainer hangs where it would save after a notice to stop, having sent itself SIGNALS
+more SIGTERMs.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 import jax
 import pytest
 
+from spell_jax.runtime import entry
 from spell_jax.runtime import setup as start
 from spell_jax.runtime.checkpoint import Checkpoints
 from spell_jax.runtime.metrics import read_metrics
@@ -140,12 +142,14 @@ def main() -> None:
         noise.use_one_device(monkeypatch)
         noise.give_meaning(monkeypatch)
         noise.skip_plots(monkeypatch)
-        wait_for_saves(monkeypatch)
+        if what != "free":
+            wait_for_saves(monkeypatch)
         if what == "hang":
             hang(int(number), monkeypatch)
         elif what == "hold":
             hold(int(number))
-        loop.train(config, pathlib.Path(workdir))
+        with entry.user_errors():
+            loop.train(config, pathlib.Path(workdir))
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from collections.abc import Iterator
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from etils import epath
 
 from spell_jax.runtime import durable, jsonl, setup
 from spell_jax.runtime.checkpoint import Checkpoints
@@ -192,7 +193,7 @@ def main(workdir: str, missing: str = "") -> None:
         setattr(durable, {"names": "sync", "tree": "sync_tree"}[missing], lambda path: None)
     folder = pathlib.Path(workdir)
     folder.mkdir()
-    setup.write_config(CONFIG, folder)
+    setup.write_config(CONFIG, epath.Path(folder))
     with Checkpoints(folder, keep=1) as store, RunLogger(folder, STEPS, episodes=1000) as logger:
         for step in range(1, STEPS + 1):
             logger.write(step, Metrics(), [{"text": json.dumps(step)}])

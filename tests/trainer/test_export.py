@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from spell_jax.policy import weights
+from spell_jax.runtime.checkpoint import DamagedError
 from spell_jax.trainer import loop
 from spell_jax.trainer.export import export
 from tests import noise
@@ -66,6 +68,37 @@ def test_export_of_the_last_checkpoint_equals_the_policy_folder(run, tmp_path) -
     assert_same(load(tmp_path / "out"), load(run / "policy"))
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert names == {path.name for path in (run / "policy").iterdir()}
+
+
+def put_folder(file: pathlib.Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+def put_link(file: pathlib.Path) -> None:
+    file.unlink()
+    file.symlink_to(file)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("damage", [put_folder, put_link, pathlib.Path.unlink])
+def test_older_checkpoint_is_exported_if_the_newest_is_unreadable(run, tmp_path, caplog, damage):
+    workdir = tmp_path / "run"
+    shutil.copytree(run, workdir)
+    damage(workdir / "checkpoints" / "2" / "arrays" / "_METADATA")
+    assert export(workdir, tmp_path / "out", dtype="float32") == 1
+    assert "checkpoints/2 is skipped: arrays/_METADATA: " in caplog.text
+    export(run, tmp_path / "first", step=1, dtype="float32")
+    assert_same(load(tmp_path / "out"), load(tmp_path / "first"))
+    with pytest.raises(DamagedError, match=r"checkpoints/2: cannot be used: arrays/_METADATA: "):
+        export(workdir, tmp_path / "second", step=2)
+    assert not (tmp_path / "second").exists()
+
+
+def test_damaged_config_is_named(tmp_path):
+    (tmp_path / "config.json").write_bytes(bytes(40))  # as a loss of power may leave it
+    with pytest.raises(ValueError, match=r"config\.json: damaged"):
+        export(tmp_path, tmp_path / "out")
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import logging
@@ -24,7 +25,8 @@ from spell_jax.learner.learner import Learner
 from spell_jax.learner.non_finite import NonFinite
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy import transformer, weights
-from spell_jax.runtime.metrics import read_metrics
+from spell_jax.runtime.durable import DiskError
+from spell_jax.runtime.metrics import MetricsWriter, read_metrics
 from spell_jax.runtime.preemption import EXIT_CODE, Preempted
 from spell_jax.runtime.workdir_lock import locked
 from spell_jax.trainer import supervised
@@ -116,6 +118,36 @@ def test_checkpoint_of_an_unfinished_run_is_exported(policy, source, tmp_path, m
     assert export(tmp_path / "killed", tmp_path / "out", dtype="float32") == 2
     model = "model.safetensors"
     assert (tmp_path / "out" / model).read_bytes() == (folder / model).read_bytes()
+
+
+@pytest.mark.slow
+def test_lost_metrics_are_in_the_checkpoint(policy, source, tmp_path, monkeypatch):
+    """The disk ends a tuning, and damages its metrics later."""
+
+    def config() -> ConfigDict:
+        return small_config(policy, source, steps=4, log_every=1, checkpoint_every=100)
+
+    def steady(workdir: pathlib.Path) -> list[dict]:
+        return list(map(noise.steady, read_metrics(workdir)))
+
+    whole = supervised.fine_tune(config(), tmp_path / "whole")
+    put = MetricsWriter._put
+
+    def fill(self, lines):
+        if len(lines) > 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        put(self, lines)
+
+    workdir = tmp_path / "full"
+    with monkeypatch.context() as during, pytest.raises(DiskError, match=r"step \d is saved with"):
+        during.setattr(MetricsWriter, "_put", fill)
+        supervised.fine_tune(config(), workdir)
+    assert [line["step"] for line in read_metrics(workdir)] == [1]
+    (workdir / "metrics.jsonl").write_bytes(bytes(100) + b"\n")
+    resumed = supervised.fine_tune(config(), workdir)
+    assert steady(workdir) == steady(tmp_path / "whole")
+    model = "model.safetensors"
+    assert (resumed / model).read_bytes() == (whole / model).read_bytes()
 
 
 @pytest.mark.slow
