@@ -109,8 +109,8 @@ def _parquet(file: BinaryIO) -> Iterator[dict[str, Any]]:
                 yield row
 
 
-def rows_at_a_time(metadata: Any, most: int, size: int) -> int:
-    """Return how many rows of a Parquet file, 1 to `most`, fit into `size` bytes for any values.
+def rows_at_a_time(metadata: Any, limit: int, size: int) -> int:
+    """Return how many rows of a Parquet file, 1 to `limit`, fit into `size` bytes for any values.
 
     A column chunk can name one long value of its dictionary in every row, so that a row may be as
     large as its whole chunk.
@@ -118,7 +118,7 @@ def rows_at_a_time(metadata: Any, most: int, size: int) -> int:
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
     chunks = [group.column(number) for group in groups for number in range(group.num_columns)]
     sizes = [chunk.total_uncompressed_size for chunk in chunks if chunk.has_dictionary_page]
-    return max(1, min(most, size // max(sizes, default=1)))
+    return max(1, min(limit, size // max(sizes, default=1)))
 
 
 def _class_names(metadata: dict[bytes, bytes]) -> dict[str, list[str]]:
@@ -136,15 +136,15 @@ def _class_name(value: Any, names: list[str]) -> Any:
 
 
 def _json(file: io.TextIOBase, largest: int) -> Iterator[Any]:
-    text, most = "", min(largest, _LARGEST_VALUE)
+    text, limit = "", min(largest, _LARGEST_VALUE)
     while not text and (more := file.read(_CHARACTERS)):
         text = more.lstrip()
     if text.startswith("["):
         yield from _elements(file, text)
     else:
-        text += file.read(most)
-        if len(text) > most:
-            raise ValueError(f"a JSON value of more than {most} characters")
+        text += file.read(limit)
+        if len(text) > limit:
+            raise ValueError(f"a JSON value of more than {limit} characters")
         yield from json_values(text)
 
 

