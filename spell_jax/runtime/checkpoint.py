@@ -56,9 +56,9 @@ class Checkpoints:
     failed save is retried `retries` times with the arrays at hand, first after `backoff_s` seconds,
     doubled each time. At last the step is saved to NAME_stepSTEP in `fallback`, with copies of
     paths.RUN_FILES as far as they can be read: by default the system's temporary folder; none with
-    several hosts, because they do not share one. ValueError if
-    keep or every is below 1, or retries or backoff_s below 0; OSError (RuntimeError with several
-    hosts) if the folder cannot be made or read.
+    several hosts, because they do not share one. ValueError if keep or every is below 1, or retries
+    or backoff_s below 0; OSError (RuntimeError with several hosts) if the folder cannot be made or
+    read.
     """
 
     def __init__(
@@ -340,8 +340,8 @@ class Checkpoints:
         if jax.process_index() != 0:
             return
         hashes.write(self._folder(step), score)
-        durable.sync(self._directory)
-        durable.sync(self._workdir)
+        for folder in (self._directory, self._workdir, self._workdir.parent):  # the names in them
+            durable.sync(folder)
         peers.note(saved=step)
         fault_injection.point("saved")
         for old in surplus:

@@ -453,7 +453,7 @@ def test_older_step_is_deleted_after_the_new_one_is_on_disk(tmp_path, monkeypatc
     )
     tree = {folder / "2", *(folder / "2").rglob("*")} - {folder / "2" / "hashes.txt"}
     assert {*map(str, tree), f"{folder}/2/hashes.txt.tmp"} <= {*first}
-    assert last == [f"{folder}/2", f"{folder}", f"{tmp_path}"]
+    assert last == [f"{folder}/2", f"{folder}", f"{tmp_path}", f"{tmp_path.parent}"]
 
 
 def test_failed_fallback_save_is_reported(tmp_path, disk):

@@ -175,10 +175,12 @@ def test_run_resumes_from_the_fallback_folder_after_disk_loss(
     assert os.strerror(number) in told
     fallback = pathlib.Path(told.partition("go on from there with --workdir=")[2])
     assert fallback == tmp_path / "temporary" / "run_step3"
+    assert f"episodes of steps 1-3 stay in {workdir}/episodes" in told
     lines = run_to_end(config, fallback)
     assert lines == list(map(noise.steady, read_metrics(whole)))  # of the first steps too
     assert episodes(fallback).items() <= episodes(whole).items() and len(episodes(fallback)) == 3
     killed.assert_same_state(config, fallback, whole)
+    assert killed.files(fallback / "best") == killed.files(whole / "best")
     for run in (workdir, fallback):
         assert Checkpoints(run).newest_intact() == (2 if run == workdir else killed.STEPS)
 
