@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import time
@@ -27,6 +28,7 @@ from spell_jax.evaluation.benchmarks import long_documents, retrieval, short
 from spell_jax.evaluation.benchmarks.base import Item
 from spell_jax.evaluation.generated import haystack
 from spell_jax.selfplay import (
+    braces,
     evidence,
     hops,
     judge,
@@ -38,14 +40,18 @@ from spell_jax.selfplay import (
     puzzles,
     rouge,
     rules,
+    statements,
+    written_numbers,
 )
 from spell_jax.warm_start import folder_rows
 
 SIZES = (12_500, 25_000, 50_000, 100_000)  # bytes of UTF-8
 LIMIT_S = 0.010  # seconds for one text of SIZES[-1] bytes
-# Exempt from the limit: these read a user's documents, in linear time of about 2 us per word.
+# Exempt from the limit: these read a user's documents and references, in linear time of about 2 us
+# per word.
 UNLIMITED = (
     "folder_rows.find_facts",
+    "rules.scores_itself",
     "puzzles.split_paragraphs",
     "puzzles.make_puzzle",
     "puzzles.cut_window",
@@ -87,19 +93,31 @@ def _task_parsers(task: str, answer: str) -> Iterator[tuple[Callable[..., Any], 
     """(function, variant, call) of the functions that depend on the task."""
     part = functools.partial
     sentence = f"The answer is {answer}"
-    for compare in (rules.score, rules.is_correct, rules.same_answer):
-        bound = part(compare, task=task)
-        yield compare, f"{task} halves", _halves(bound)
-        yield compare, f"{task} first", lambda text, f=bound: f(text, answer)
-        yield compare, f"{task} second", lambda text, f=bound: f(sentence, text)
+    for extract, compare in itertools.product(
+        rules.EXTRACTS, (rules.score, rules.is_correct, rules.same_answer)
+    ):
+        bound, variant = part(compare, task=task, extract=extract), f"{task} {extract}"
+        yield compare, f"{variant} halves", _halves(bound)
+        yield compare, f"{variant} first", lambda text, f=bound: f(text, answer)
+        yield compare, f"{variant} second", lambda text, f=bound: f(sentence, text)
+    for extract, read in itertools.product(
+        rules.EXTRACTS, (rules.extract_answer, rules.find_answer, rules.answer_form)
+    ):
+        yield read, f"{task} {extract}", part(read, task=task, extract=extract)
+        yield (
+            rules.unscorable,
+            f"{task} {extract}",
+            part(rules.unscorable, task=task, extract=extract),
+        )
     question = Question(task, ("Arvo lives in Oslo. " * 100,), "Where?", "Oslo", ("Arvo",))
     facts = ("- Arvo Oslo 34 12 Bela", "- Bela Rome 10 11 Arvo")
     kind = tiny_world.task_kind(task)
     full = prompts.load("full")
     questioner, responder = prompts.Prompts.questioner, prompts.Prompts.responder
     calls: dict[Callable[..., Any], Parser] = {
-        rules.extract_answer: part(rules.extract_answer, task=task),
-        rules.find_answer: part(rules.find_answer, task=task),
+        rules.scores_itself: part(rules.scores_itself, task=task),
+        statements.read_statement: part(statements.read_statement, task=task),
+        statements.read_alone: part(statements.read_alone, task=task),
         parsing.parse_question: part(
             parsing.parse_question, task=task, count_tokens=count_words, distinct_options=True
         ),
@@ -121,9 +139,11 @@ def _task_parsers(task: str, answer: str) -> Iterator[tuple[Callable[..., Any], 
 ITEM = Item("0", "", "", ("Paris", "B"), {"options": 10, "prefix": ""})
 # Read one text.
 _ONE = (
-    *(evidence.parse_answer, evidence.find_quotes, parsing.parse_verdict, rules.last_box),
+    *(evidence.parse_answer, evidence.find_quotes, parsing.parse_verdict, braces.last_box),
     *(rules.visible_text, rules.normalize_answer, numbers.parse_number, judge.parse_judgement),
-    *(judge.parse_grade, evidence.answer_section),
+    *(judge.parse_grade, evidence.answer_section, numbers.calculate, written_numbers.read_number),
+    *(written_numbers.without_commands, written_numbers.with_plain_characters),
+    *(statements.first_line, statements.unify),
     *(judge.read_retry_after, puzzles.split_paragraphs, folder_rows.other_forms),
 )
 # Read a text and an item of a benchmark. short.score_math is missing: it scores in a process.

@@ -91,9 +91,9 @@ def answer_section(text: str, in_thought: bool = False) -> str | None:
     return content.strip() or None if opened and closed else None
 
 
-def with_answer_phrase(answer: str, task: str) -> str:
+def with_answer_phrase(answer: str, task: str, extract: str = "paper") -> str:
     """Prefix an answer with "The answer is", unless the rules of `task` already find one in it."""
-    return answer if find_answer(answer, task) is not None else f"The answer is {answer}"
+    return answer if find_answer(answer, task, extract) is not None else f"The answer is {answer}"
 
 
 def parse_scores(text: str, count: int, in_thought: bool = False) -> tuple[int, ...] | None:

@@ -6,6 +6,7 @@ than `MAX_CHARACTERS` are rejected, so parsing takes linear time.
 
 import math
 import re
+from collections.abc import Sequence
 
 Number = bool | int | float
 
@@ -46,14 +47,14 @@ def parse_number(text: str) -> Number | None:
     text = _NEGATIVE.sub("-", text.replace("\N{MINUS SIGN}", "-")).strip()
     undressed = (pattern.fullmatch(text) for pattern in (_UNITS, _AFFIXES))
     readings = [text, *(match[1] for match in undressed if match)]
-    return next((value for value in map(_calculate, readings) if value is not None), None)
+    return next((value for value in map(calculate, readings) if value is not None), None)
 
 
-def same_number(prediction: Number, reference: Number) -> bool:
+def same_number(prediction: Number, reference: Number, scales: Sequence[float] = SCALES) -> bool:
     """Return whether `prediction` agrees with `reference` (spec section 5.3, with signs compared).
 
-    True if the values agree within 0.15 % of the reference, or if one is the other times 100, 1000,
-    1e6 or 1e9 within 0.15 % (only one side wrote out a percent sign or a scale word). Booleans must
+    True if the values agree within 0.15 % of the reference, or if one is the other times one of
+    `scales` within 0.15 % (only one side wrote out a percent sign or a scale word). Booleans must
     be equal. NaN, infinities and values above `LARGEST` never agree with anything.
     """
     if isinstance(prediction, bool) or isinstance(reference, bool):
@@ -64,7 +65,7 @@ def same_number(prediction: Number, reference: Number) -> bool:
         return False
     small, large = sorted((abs(float(prediction)), abs(float(reference))))
     return _close(abs(prediction), abs(reference)) or any(
-        _close(large, small * scale) for scale in SCALES
+        _close(large, small * scale) for scale in scales
     )
 
 
@@ -80,7 +81,10 @@ def _close(value: float, target: float) -> bool:
     return target - margin <= value <= target + margin
 
 
-def _calculate(text: str) -> int | float | None:
+def calculate(text: str) -> int | float | None:
+    """Compute an arithmetic expression (+ - * x / ^ ** and brackets); None if it is not one."""
+    if len(text) > MAX_CHARACTERS:
+        return None
     tokens: list[int | float | str] = []
     position = 0
     try:

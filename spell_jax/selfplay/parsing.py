@@ -6,6 +6,7 @@ Spec sections 2.3, 2.4 and 6, with 12 and 14. They accept any string and run in 
 import contextlib
 import json
 import re
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,15 +14,9 @@ from typing import Any, Literal
 import numpy as np
 
 from spell_jax.data.clusters import LETTERS, SURROGATE
+from spell_jax.selfplay.braces import brace_steps, code_points, first_balance
 from spell_jax.selfplay.numbers import number_text, parse_number
-from spell_jax.selfplay.rules import (
-    brace_steps,
-    check_task,
-    code_points,
-    find_answer,
-    first_balance,
-    visible_text,
-)
+from spell_jax.selfplay.rules import check_extract, check_task, find_answer, visible_text
 
 MOST_BLOCKS = 100  # only the last fenced blocks are tried: 100 KB may hold 10,000 invalid ones
 NOTHING_TO_ASK = "nothing_to_ask"  # reason: the questioner states it
@@ -33,6 +28,9 @@ Status = Literal["accepted", "bad_format", "declined"]
 _CONTROL_CHARACTERS = dict.fromkeys(set(range(32)) - {ord(c) for c in "\n\r\t"})
 _OPENING, _CLOSING = [ord("["), ord("{")], [ord("]"), ord("}")]
 _FENCED = re.compile(r"```json(.*?)```", re.DOTALL)
+# The same up to the first backticks that are outside of strings.
+_FENCED_STRINGS = re.compile(r'```json((?:[^"`]++|"(?:[^"\\]++|\\.)*+"|`(?!``))*+)```', re.DOTALL)
+_ROOM = 4  # lengths of the text that may be searched for such backticks
 
 
 @dataclass(frozen=True)
@@ -58,22 +56,27 @@ def parse_question(
     max_answer_tokens: int = MAX_ANSWER_TOKENS,
     distinct_options: bool = False,
     in_thought: bool = False,
+    extract: str = "paper",
 ) -> Parsed:
     """Parse and validate one questioner output (spec sections 2.3 and 2.4).
 
     The JSON object is the last valid fenced block, otherwise an object at the end of the text. A
     general_qa answer of more than `max_answer_tokens` is declined. With `distinct_options`, two
     equal options make a multiple-choice question badly formatted, because it has no single correct
-    letter (not in the paper). `in_thought` says that the prompt ended inside a thought. No text
-    raises an error; an unknown task is a ValueError.
+    letter (not in the paper). `in_thought` says that the prompt ended inside a thought. `extract`,
+    one of EXTRACTS, says how its answer is read. No text raises an error; an unknown task or way of
+    extraction is a ValueError.
     """
     check_task(task)
+    check_extract(extract)
     visible = visible_text(text, in_thought)
     if visible is None:
         return _declined("unfinished_thought")
     try:
         record = find_record(visible.translate(_CONTROL_CHARACTERS))
-        parsed = _validate(record, task, lambda answer: count_tokens(answer) > max_answer_tokens)
+        parsed = _validate(
+            record, task, extract, lambda answer: count_tokens(answer) > max_answer_tokens
+        )
     except RecursionError:  # JSON nested more than DEEPEST levels deep
         return _bad("too_deep")
     if distinct_options and len({text.casefold() for text in parsed.options}) < len(parsed.options):
@@ -114,14 +117,41 @@ def find_record(text: str) -> dict[str, Any] | None:
 
     The last valid JSON among the last MOST_BLOCKS fenced blocks decides, even if it is not an
     object. Without a valid block, an object at the end of the text is used if it starts the text or
-    follows white space.
+    follows white space. Backticks within a string of the JSON close and open no block. Raises
+    RecursionError if the JSON is nested too deep.
     """
-    for block in reversed(_FENCED.findall(text)[-MOST_BLOCKS:]):
+    value, at = _last_block(text)
+    closing = _closing_object(text)
+    if at is None or at >= len(text) - len(closing):  # or the block is part of a string
         with contextlib.suppress(ValueError):
-            return _load_object(block)
-    with contextlib.suppress(ValueError):
-        return _load_object(_closing_object(text))
-    return None
+            value = _load_object(closing)
+    if isinstance(value, RecursionError):
+        raise value
+    return value
+
+
+def _last_block(text: str) -> tuple[dict[str, Any] | RecursionError | None, int | None]:
+    """Return the value of the last valid fenced block, and its place; (None, None) without one.
+
+    The value is the error if the block is nested too deep.
+    """
+    value, place, end = None, None, 0
+    room = _ROOM * len(text)  # the blocks around strings may overlap, and take quadratic time
+    for short in deque(_FENCED.finditer(text), MOST_BLOCKS):
+        if short.start() < end:  # in a string of the block before
+            continue
+        whole = _FENCED_STRINGS.match(text, short.start()) if room > 0 else None
+        room -= (whole.end() if whole else len(text)) - short.start()
+        differs = whole is not None and whole.end() != short.end()
+        for block in (whole, short) if differs else (short,):
+            with contextlib.suppress(ValueError):
+                try:
+                    value = _load_object(block[1])
+                except RecursionError as error:
+                    value = error
+                place, end = block.start(), block.end()
+                break
+    return value, place
 
 
 def _load_object(text: str) -> dict[str, Any] | None:
@@ -177,7 +207,9 @@ def _without_escapes(text: str) -> str:
     return text.replace("\\\\", "__").replace('\\"', "__")
 
 
-def _validate(record: dict[str, Any] | None, task: str, too_long: Callable[[str], bool]) -> Parsed:
+def _validate(
+    record: dict[str, Any] | None, task: str, extract: str, too_long: Callable[[str], bool]
+) -> Parsed:
     if not record:
         return _bad("no_json")
     if "Empty" in record:
@@ -186,20 +218,22 @@ def _validate(record: dict[str, Any] | None, task: str, too_long: Callable[[str]
     if not isinstance(question, str):
         return _bad("no_question")
     if task == "multiple_choice":
-        parsed = _validate_choice(question, record)
+        parsed = _validate_choice(question, record, extract)
     elif task == "financial_math":
-        parsed = _validate_number(question, record.get("answer"))
+        parsed = _validate_number(question, record.get("answer"), extract)
     else:
-        parsed = _validate_text(question, record.get("answer"), too_long)
+        parsed = _validate_text(question, record.get("answer"), extract, too_long)
     if SURROGATE.search(parsed.question + parsed.answer):
         return _bad("invalid_unicode")
     return parsed
 
 
-def _validate_text(question: str, answer: Any, too_long: Callable[[str], bool]) -> Parsed:
+def _validate_text(
+    question: str, answer: Any, extract: str, too_long: Callable[[str], bool]
+) -> Parsed:
     if not isinstance(answer, str) or not answer:
         return _bad("no_answer")
-    answer = find_answer(answer, "general_qa") or answer
+    answer = find_answer(answer, "general_qa", extract) or answer
     if SURROGATE.search(answer):
         return _bad("invalid_unicode")  # JSON escapes can produce it; a tokenizer would reject it
     if too_long(answer):
@@ -207,11 +241,13 @@ def _validate_text(question: str, answer: Any, too_long: Callable[[str], bool]) 
     return Parsed("accepted", question, answer)
 
 
-def _validate_number(question: str, answer: Any) -> Parsed:
+def _validate_number(question: str, answer: Any, extract: str) -> Parsed:
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         return _bad("no_answer")
     text = str(answer)
-    value = parse_number(find_answer(text, "financial_math") or text)
+    stated = find_answer(text, "financial_math", extract)
+    # Leniently, what states no single number is none: "10-12" is not computed.
+    value = parse_number(stated or (text if extract == "paper" else ""))
     if value is None or isinstance(value, bool):
         return _declined("not_a_number")
     if value == 0:
@@ -219,13 +255,13 @@ def _validate_number(question: str, answer: Any) -> Parsed:
     return Parsed("accepted", question, number_text(value))
 
 
-def _validate_choice(question: str, record: dict[str, Any]) -> Parsed:
+def _validate_choice(question: str, record: dict[str, Any], extract: str) -> Parsed:
     answer, options = record.get("answer"), record.get("options")
     if not isinstance(answer, str):
         return _bad("no_answer")
     if not isinstance(options, dict) or any(letter not in options for letter in LETTERS):
         return _bad("bad_options")
-    letter = answer if answer in LETTERS else find_answer(answer, "multiple_choice")
+    letter = answer if answer in LETTERS else find_answer(answer, "multiple_choice", extract)
     if letter is None:
         return _bad("bad_letter")
     texts = tuple(

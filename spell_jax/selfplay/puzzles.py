@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from spell_jax.data.clusters import BORDERS, CountTokens
-from spell_jax.selfplay.rules import last_box, visible_text
+from spell_jax.selfplay.braces import last_box
+from spell_jax.selfplay.rules import visible_text
 
 LABELS = tuple("ABCDEFGH")  # letters of the options
 FEWEST_OPTIONS, MOST_OPTIONS = 2, len(LABELS)

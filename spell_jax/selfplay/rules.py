@@ -8,19 +8,27 @@ import re
 import string
 from collections.abc import Sequence
 
-import numpy as np
-
 from spell_jax.data.clusters import LETTERS, TASKS
-from spell_jax.selfplay.numbers import Number, parse_number, same_number
+from spell_jax.selfplay.braces import BOX, last_box
+from spell_jax.selfplay.numbers import SCALES, Number, parse_number, same_number
+from spell_jax.selfplay.statements import (
+    CHAT_MARKERS,
+    NO_STATEMENT,
+    PLACEHOLDER,
+    Statement,
+    first_line,
+    read_alone,
+    read_statement,
+    unify,
+)
 
 # Without the phrase "answer is", only the last characters of a response are searched.
 _TAIL_CHARACTERS = {"general_qa": 1000, "financial_math": 300, "multiple_choice": 300}
-_BOX = r"\boxed{"
 
 # How the stated answer of a response is read: by the rules of SPELL's paper, or in more forms.
 EXTRACTS = ("paper", "lenient")
-
-_CHAT_MARKERS = ("<｜Assistant｜>", "<｜end▁of▁sentence｜>")
+# Forms in which an answer is stated: "the answer is X", "Answer: X", \boxed{X}, or the whole text.
+FORMS = ("phrase", "colon", "boxed", "bare", "unparsed")
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
@@ -68,31 +76,50 @@ def extract_answer(
     "visible text" and "extraction". `extract` is one of EXTRACTS; `in_thought` as in
     `visible_text`. Raises ValueError if `task` or `extract` is unknown.
     """
+    return _find_statement(text, task, extract, in_thought).answer
+
+
+def answer_form(text: str, task: str, extract: str = "paper", in_thought: bool = False) -> str:
+    """Return the form, one of FORMS, in which `extract_answer` reads the answer of a response."""
+    return _find_statement(text, task, extract, in_thought).form
+
+
+def _find_statement(text: str, task: str, extract: str, in_thought: bool) -> Statement:
     check_task(task)
     check_extract(extract)
     visible = visible_text(text, in_thought)
     if not visible:
-        return None
+        return NO_STATEMENT
+    if extract == "lenient":
+        return read_statement(visible, task)
     announced = "answer is" in visible or (task == "financial_math" and r"\boxed" in visible)
     if not announced and "</think>" not in text:
         visible = visible[-_TAIL_CHARACTERS[task] :]
-    return find_answer(visible, task)
+    return _read_strictly(visible, task)
 
 
-def find_answer(text: str, task: str) -> str | None:
+def find_answer(text: str, task: str, extract: str = "paper") -> str | None:
     """Return the answer stated in `text`, which contains no thoughts; None if there is none."""
     check_task(task)
-    if task == "general_qa":
-        return _find_phrase(text)
-    return _find_figure(text) if task == "financial_math" else _find_last(_LETTER_PATTERNS, text)
+    check_extract(extract)
+    read = read_statement if extract == "lenient" else _read_strictly
+    return read(text, task).answer
 
 
-def normalize_answer(text: str) -> str:
-    """Lower the case; remove ASCII punctuation, articles and extra spaces (spec section 5.1)."""
+def normalize_answer(text: str, extract: str = "paper") -> str:
+    """Lower the case; remove ASCII punctuation, articles and extra spaces (spec section 5.1).
+
+    "lenient" also joins equal forms of Unicode (composed or not, full width, ligatures) and removes
+    punctuation of any script and characters without width.
+    """
+    if extract == "lenient":
+        text = unify(text)
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
-def is_correct(prediction: str, reference: str, task: str, rule: str = "match") -> bool:
+def is_correct(
+    prediction: str, reference: str, task: str, rule: str = "match", extract: str = "paper"
+) -> bool:
     """Return whether an extracted `prediction` agrees with an extracted `reference`.
 
     general_qa: the normalized prediction contains the normalized reference, or equals it ("exact").
@@ -100,13 +127,30 @@ def is_correct(prediction: str, reference: str, task: str, rule: str = "match") 
     multiple_choice: the letters are equal. An empty prediction or reference is wrong.
     """
     check_task(task)
+    check_extract(extract)
     if task == "general_qa":
-        wanted, found = normalize_answer(reference), normalize_answer(prediction)
+        wanted, found = (normalize_answer(text, extract) for text in (reference, prediction))
         return bool(wanted) and (wanted == found if rule == "exact" else wanted in found)
+    if extract == "lenient":
+        prediction, reference = (read_alone(text, task) or "" for text in (prediction, reference))
     if task == "financial_math":
         values = _both_numbers(prediction, reference)
-        return values is not None and same_number(*values)
+        if values is None:
+            return False
+        return same_number(*values, scales=_scales(prediction, reference, extract))
     return prediction in LETTERS and prediction == reference
+
+
+def _scales(prediction: str, reference: str, extract: str) -> Sequence[float]:
+    """Return the factors that one of two figures may omit.
+
+    "1.234" may be 1234 with a foreign separator, but a point is read as a decimal one. The factor
+    1000 would undo that.
+    """
+    figures = (prediction, reference) if extract == "lenient" else ()
+    if any(re.fullmatch(r"-?[0-9]{1,3}\.[0-9]{3}", figure) for figure in figures):
+        return tuple(scale for scale in SCALES if scale != 1e3)
+    return SCALES
 
 
 def score(
@@ -123,11 +167,29 @@ def score(
     `extract` and `in_thought` as in `extract_answer`.
     """
     prediction = extract_answer(text, task, extract, in_thought)
-    wanted = find_answer(reference, task) or _first_line(reference)
-    return float(prediction is not None and is_correct(prediction, wanted, task, rule))
+    wanted = find_answer(reference, task, extract) or first_line(reference)
+    return float(prediction is not None and is_correct(prediction, wanted, task, rule, extract))
 
 
-def same_answer(first: str, second: str, task: str) -> bool:
+def unscorable(reference: str, task: str, extract: str = "paper") -> str:
+    """Return why no response can score with a reference answer; an empty text if one can."""
+    wanted = find_answer(reference, task, extract) or first_line(reference)
+    if is_correct(wanted, wanted, task, "exact", extract):
+        return ""
+    if not reference.strip():
+        return "is blank"
+    if task == "general_qa":
+        return "has no words but articles"
+    return f"is no {'single number' if task == 'financial_math' else 'letter from A to D'}"
+
+
+def scores_itself(answer: str, task: str) -> bool:
+    """Return whether "The answer is ANSWER" scores 1, however a run extracts answers."""
+    reply = f"The answer is {answer}"
+    return all(score(reply, answer, task, extract=extract) == 1.0 for extract in EXTRACTS)
+
+
+def same_answer(first: str, second: str, task: str, extract: str = "paper") -> bool:
     """Return whether two extracted answers are the same, for majority counts over several answers.
 
     Symmetric and, unlike `is_correct`, without containment and scale factors: normalized texts or
@@ -135,9 +197,12 @@ def same_answer(first: str, second: str, task: str) -> bool:
     matter). An empty or unreadable answer equals nothing, not even itself.
     """
     check_task(task)
+    check_extract(extract)
     if task == "general_qa":
-        normal = normalize_answer(first)
-        return bool(normal) and normal == normalize_answer(second)
+        normal = normalize_answer(first, extract)
+        return bool(normal) and normal == normalize_answer(second, extract)
+    if extract == "lenient":
+        first, second = (read_alone(text, task) or "" for text in (first, second))
     if task == "financial_math":
         values = _both_numbers(first, second)
         if values is None or isinstance(values[0], bool) != isinstance(values[1], bool):
@@ -156,50 +221,32 @@ def check_extract(extract: str) -> None:
         raise ValueError(f"extract: {extract!r} is unknown; must be one of {', '.join(EXTRACTS)}")
 
 
-def last_box(text: str) -> str | None:
-    r"""Return the content of the last \boxed{...}; None if there is no box or it is not closed."""
-    _, box, rest = text.rpartition(_BOX)
-    if not box:
-        return None
-    rest = "{" + rest
-    end = first_balance(brace_steps(code_points(rest)))
-    return None if end is None else rest[1:end].strip().strip("*")
-
-
-def code_points(text: str) -> np.ndarray:
-    """Return the code points of a text, lone surrogates included: uint32 [characters]."""
-    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
-
-
-def brace_steps(points: np.ndarray) -> np.ndarray:
-    """Return 1 for each opening brace among code points, -1 for each closing one, else 0: int8."""
-    return (points == ord("{")).astype(np.int8) - (points == ord("}"))
-
-
-def first_balance(steps: np.ndarray) -> int | None:
-    """Return the first index at which the cumulative sum of steps is 0; None if there is none."""
-    # A Python loop over a hundred thousand braces takes more than 10 ms.
-    balanced = np.flatnonzero(np.cumsum(steps, dtype=np.int64) == 0)
-    return int(balanced[0]) if len(balanced) else None
-
-
-def _first_line(text: str) -> str:
-    return text.strip().partition("\n")[0].strip().strip(".").strip()
+def _read_strictly(text: str, task: str) -> Statement:
+    """Read the statement of a text as the paper's public code does."""
+    if task == "general_qa":
+        form, answer = "phrase", _find_phrase(text)
+    elif task == "financial_math":
+        form, answer = "boxed" if BOX in text else "phrase", _find_figure(text)
+    else:
+        letter = _find_last(_LETTER_PATTERNS[:1], text)
+        form = "boxed" if letter else "phrase"
+        answer = letter or _find_last(_LETTER_PATTERNS[1:], text)
+    return Statement(form if answer else "unparsed", answer)
 
 
 def _find_phrase(text: str) -> str | None:
-    for removed in ("*", *_CHAT_MARKERS):
+    for removed in ("*", *CHAT_MARKERS):
         text = text.replace(removed, "")
     for phrase in ("the answer is", "correct answer is", "answer is"):
         _, found, rest = text.rpartition(phrase)
         if found:
-            answer = _first_line(rest)
-            return None if "insert answer here" in answer else answer  # the prompt's words
+            answer = first_line(rest)
+            return None if PLACEHOLDER in answer else answer
     return None
 
 
 def _find_figure(text: str) -> str | None:
-    if _BOX in text:
+    if BOX in text:
         boxed = last_box(text)
         return None if boxed is None else boxed.replace(",", "").rstrip(".")
     figure = _find_last(_FIGURE_PATTERNS, text)

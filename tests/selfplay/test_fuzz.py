@@ -39,7 +39,7 @@ from spell_jax.algorithms.spell.episode import Episode
 from spell_jax.data.clusters import Cluster, read_clusters
 from spell_jax.data.questions import read_questions
 from spell_jax.runtime.jsonl import read_records, write_records
-from spell_jax.selfplay import numbers, parsing, prompts
+from spell_jax.selfplay import numbers, parsing, prompts, rules
 from spell_jax.selfplay.judge import MALFORMED, UNANSWERED, Endpoint, Judge, JudgeConfig
 from spell_jax.selfplay.memory import Entry, QuestionMemory
 from spell_jax.selfplay.parsing import Parsed
@@ -88,13 +88,8 @@ NO_READERS = {
     *("long_documents.load_longbench_v2", "long_documents.load_longbench_v2_kind"),
     *("short.load_math", "short.load_mmlu_pro"),
     *(f"retrieval.load_{name}" for name in ("icl", "infbench_sum", "mrcr", "multi_lexsum", "rag")),
-    *(
-        "rules.check_task",
-        "rules.check_extract",
-        "rules.code_points",
-        "rules.brace_steps",
-        "rules.first_balance",
-    ),
+    *("rules.check_task", "rules.check_extract", "braces.code_points", "braces.brace_steps"),
+    "braces.first_balance",
     *("numbers.same_number", "numbers.number_text", "prompts.load"),
     *("evidence.normalize", "evidence.total_reward"),
     *("evidence.pairs_in_order", "evidence.best_chosen"),
@@ -212,14 +207,25 @@ EXPECTED: dict[str, Callable[[Any], bool]] = {
     "short.score_letter": (0.0, 1.0).__contains__,
     "short.extract_math": _is_text_or_none,
     "rules.visible_text": _is_text_or_none,
-    "rules.last_box": _is_text_or_none,
+    "braces.last_box": _is_text_or_none,
     "rules.extract_answer": _is_text_or_none,
     "rules.find_answer": _is_text_or_none,
+    "rules.answer_form": rules.FORMS.__contains__,
+    "rules.unscorable": _is_text,
+    "rules.scores_itself": _is_truth,
     "rules.normalize_answer": _is_text,
     "rules.score": (0.0, 1.0).__contains__,
     "rules.is_correct": _is_truth,
     "rules.same_answer": _is_truth,
     "numbers.parse_number": _is_number,
+    "numbers.calculate": _is_number,
+    "written_numbers.read_number": _is_text_or_none,
+    "written_numbers.without_commands": _is_text,
+    "written_numbers.with_plain_characters": _is_text,
+    "statements.read_statement": lambda read: (read.answer is None) == (read.form == "unparsed"),
+    "statements.read_alone": _is_text_or_none,
+    "statements.first_line": _is_text,
+    "statements.unify": _is_text,
     "folder_rows.find_facts": lambda facts: all(fact.cue and fact.value for fact in facts),
     "folder_rows.means_the_same": _is_truth,
     "folder_rows.other_forms": lambda forms: all(map(_is_text, forms)),

@@ -15,12 +15,18 @@ from spell_jax.selfplay.parsing import (
     parse_verdict,
 )
 from spell_jax.selfplay.rules import TASKS
+from tests.paths import ROOT
 
 OBJECT = '{"question": "What is X?", "answer": "42"}'
 OPTIONS = {"A": "one", "B": "two", "C": "three", "D": "four"}
 # Accepted here but not by the reference code: an object at the end of the text, also after an
-# opening fence that is never closed (spec section 12, row 20: accept both forms).
-ALSO_ACCEPTED = f"```json\n{OBJECT}"
+# opening fence that is never closed (spec section 12, row 20: accept both forms), and backticks in
+# a string.
+ALSO_ACCEPTED = {
+    f"```json\n{OBJECT}": "What is X?",
+    '```json\n{"question": "has ``` fence", "answer": "a"}\n```': "has ``` fence",
+}
+PROPOSALS = json.loads((ROOT / "tests" / "cases" / "proposals.json").read_text())["cases"]
 
 
 def count_words(text: str) -> int:
@@ -43,9 +49,10 @@ def _summary(parsed: Parsed) -> tuple[str, str, str]:
 def test_parse_question_matches_reference_records(cases):
     for case in cases("questioner_get_record"):
         (text,) = case["in"]
-        if text == ALSO_ACCEPTED:
+        if text in ALSO_ACCEPTED:
             assert case["out"] == {}
-            assert _summary(parse(text)) == ("accepted", "What is X?", "42")
+            parsed = parse(text)
+            assert (parsed.status, parsed.question) == ("accepted", ALSO_ACCEPTED[text])
         elif case["out"] == {"Empty": "Empty"}:
             assert parse(text).reason == "unfinished_thought"
         elif case["out"] == {}:
@@ -105,6 +112,58 @@ def test_last_valid_json_block_is_used():
     other = OBJECT.replace("42", "43")
     blocks = [f"```json\n{text}\n```" for text in (other, OBJECT, "{broken")]
     assert parse("\n".join(blocks)).answer == "42"
+
+
+@pytest.mark.parametrize("case", PROPOSALS, ids=lambda case: case["text"][:30])
+def test_valid_proposals_are_accepted(case):
+    parsed = parse(case["text"], case["task"])
+    assert parsed.status == "accepted"  # "as today" is accepted too
+    assert parsed.answer in ("builds", "b")
+
+
+@pytest.mark.parametrize(
+    ("text", "question"),
+    [
+        ('```json\n{"question": "a ```b``` c?", "answer": "x",}\n```', "a ```b``` c?"),
+        ('```json\n{"question": "a ```json {} ```?", "answer": "x"}\n```', "a ```json {} ```?"),
+        ('{"question": "a ```json {} ```?", "answer": "x"}', "a ```json {} ```?"),
+        ('```json\n{"question": "\\"```\\"?", "answer": "x"}\n``` end', '"```"?'),
+        ('```json\n{"question": "a?", "answer": "```"}```', "a?"),
+        # A draft with an open string takes nothing from the block after it.
+        ('```json\n{"question": "a\n```\n```json\n{"question": "b ```?", "answer": "x"}\n```',
+         "b ```?"),
+        ('```json\n{"question": "a?", "answer": "x"}\n```\n```json\n{"question": "b ``` c?", '
+         '"answer": "x"}\n```\n"So."', "b ``` c?"),
+    ],
+)  # fmt: skip
+def test_backticks_in_a_string_end_no_block(text, question):
+    parsed = parse(text)
+    assert (parsed.status, parsed.question) == ("accepted", question)
+
+
+@pytest.mark.parametrize(
+    ("answer", "paper", "lenient"),
+    [
+        ("(2,790)", "2790", "-2790"),
+        ("$3.5 million", "3.5", "3500000"),
+        ("10-12", "-2", ""),  # leniently, a range is no number
+        ("five", "", "5"),
+        ("about 7 dollars", "7", "7"),
+    ],
+)
+def test_reference_figures_are_read_as_answers_are(answer, paper, lenient):
+    text = json.dumps({"question": "q", "answer": answer})
+    for extract, expected in (("paper", paper), ("lenient", lenient)):
+        parsed = parse_question(text, "financial_math", len, extract=extract)
+        assert parsed.answer == expected
+        assert parsed.status == ("accepted" if expected else "declined")
+
+
+@pytest.mark.parametrize("answer", ["(B)", "b", "B. two", "option B", "The answer is: B"])
+def test_reference_letters_are_read_as_answers_are(answer):
+    text = json.dumps({"question": "q", "answer": answer, "options": OPTIONS})
+    assert parse_question(text, "multiple_choice", len).reason == "bad_letter"
+    assert parse_question(text, "multiple_choice", len, extract="lenient").answer == "B"
 
 
 def test_json_strings_are_not_modified():

@@ -24,14 +24,9 @@ from spell_jax.evaluation import math_equal
 from spell_jax.evaluation.benchmarks import published
 from spell_jax.evaluation.benchmarks.base import Benchmark, Item
 from spell_jax.evaluation.benchmarks.published import Folder, Layouts, Loader, Row
+from spell_jax.selfplay.braces import brace_steps, code_points, first_balance
 from spell_jax.selfplay.numbers import number_text
-from spell_jax.selfplay.rules import (
-    brace_steps,
-    code_points,
-    find_answer,
-    first_balance,
-    visible_text,
-)
+from spell_jax.selfplay.rules import find_answer, visible_text
 
 OPTIONS = "ABCDEFGHIJ"
 

@@ -1,0 +1,35 @@
+"""Balanced braces in model text: boxed answers, and the steps of any brace-balanced part.
+
+Total and linear-time for any string.
+"""
+
+import numpy as np
+
+BOX = r"\boxed{"
+
+
+def last_box(text: str) -> str | None:
+    r"""Return the content of the last \boxed{...}; None if there is no box or it is not closed."""
+    _, box, rest = text.rpartition(BOX)
+    if not box:
+        return None
+    rest = "{" + rest
+    end = first_balance(brace_steps(code_points(rest)))
+    return None if end is None else rest[1:end].strip().strip("*")
+
+
+def code_points(text: str) -> np.ndarray:
+    """Return the code points of a text, lone surrogates included: uint32 [characters]."""
+    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
+
+
+def brace_steps(points: np.ndarray) -> np.ndarray:
+    """Return 1 for each opening brace among code points, -1 for each closing one, else 0: int8."""
+    return (points == ord("{")).astype(np.int8) - (points == ord("}"))
+
+
+def first_balance(steps: np.ndarray) -> int | None:
+    """Return the first index at which the cumulative sum of steps is 0; None if there is none."""
+    # A Python loop over a hundred thousand braces takes more than 10 ms.
+    balanced = np.flatnonzero(np.cumsum(steps, dtype=np.int64) == 0)
+    return int(balanced[0]) if len(balanced) else None

@@ -1,0 +1,209 @@
+"""Lenient reading of the answer that a response states: more forms than the paper's code reads.
+
+The last statement that can be read counts, whatever its form. Total and linear-time.
+"""
+
+import itertools
+import re
+import unicodedata
+from collections import deque
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from spell_jax.selfplay.braces import BOX, last_box
+from spell_jax.selfplay.written_numbers import (
+    MAX_CHARACTERS,
+    REFUSED,
+    read_number,
+    with_plain_characters,
+    without_commands,
+)
+
+CHAT_MARKERS = ("<｜Assistant｜>", "<｜end▁of▁sentence｜>")
+PLACEHOLDER = "insert answer here"  # the prompt's words
+
+_MOST_STATEMENTS = 8  # the last ones are read: 100 KB may announce 10,000 answers
+_MOST_MENTIONS = 100  # the last ones are checked for being announcements
+_MOST_MARKS = 30  # combining characters in a row, as in Unicode's Stream-Safe Text Format
+_LONGEST_BARE = 100  # characters of a response that is only an answer
+_GAP = r"[\s*_`\u00ad\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]"
+_QUOTED_GAP = _GAP[:-1] + "\"'“”]"
+# An announcement is a word with what precedes and follows it. A class of characters comes first,
+# because a search that ignores the case is 20 times slower.
+_MENTION = re.compile(r"[aA](?:ns(?:wer)?|NS(?:WER)?)|[cC](?:hoice|HOICE)|[oO](?:ption|PTION)")
+_BEFORE = 40  # characters that are searched for what precedes
+_OBJECT = (
+    r"(?: choice| option| letter| value)?"
+    r"(?: (?:to|for) (?:the|this|that|your) (?:\w{1,20} )?(?:question|problem|task))?"
+)
+_IS = rf"(?:is|was|(?:would|should|must|will){_GAP}++be|equals)(?!\w|n['’]t)"
+_COLON = re.compile(rf"{_OBJECT}{_QUOTED_GAP}*+[:：=]", re.IGNORECASE)
+_PHRASE = re.compile(
+    rf"{_OBJECT}{_GAP}++{_IS}(?:{_GAP}++as follows)?(?:{_GAP}*+[:：])?", re.IGNORECASE
+)
+# "This answer is right" announces nothing.
+_OTHER = re.compile(r"\b(?:this|that|your|each|any|no|which|wrong|incorrect)\s$", re.IGNORECASE)
+_CHOSEN = re.compile(rf"\b(?:correct|right|best|final|my){_GAP}+$", re.IGNORECASE)
+# A heading is a line of its own.
+_HEADING = re.compile(r"(?:^|\n)[ \t#>*_]*(?:the |my )?(?:final |correct )?$", re.IGNORECASE)
+_LINE_END = re.compile(r"[ \t*_#]*+(?=\n)")
+_MARKS_AND_SIGNS = "\N{MINUS SIGN}\ufe0e\ufe0f"  # the others choose how a character is shown
+_GAPS = re.compile(rf"{_GAP}*+")
+_BULLET = re.compile(r"[-•>–]\s+")
+_INVISIBLE = "\u00ad\u200b\u200c\u200d\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2060\ufeff"
+
+_LETTER_LEAD = re.compile(
+    r"(?:(?:the|option|choice|letter|answer|therefore|thus|likely|probably|clearly|simply)(?!\w)"
+    r"|[\s:$\"'“”‘’*_`])*+",
+    re.IGNORECASE,
+)
+_LETTER = re.compile(r"([(\[{]\s*)?([A-D])(?![\w\u0300-\u036f])(\s*[)\]}])?", re.IGNORECASE)
+# The letter is all, or the text of its option follows: "B) Paris", "option B. Paris", "B - Paris".
+_LONE_LETTER = re.compile(
+    r"[^\w\\]*+(?:(?i:option|choice)\W*+)?(?:\\\w++\{)?\W*+\w(?:\W*+$|\s*+[).:\]}]|\s++[-–—]\s)"
+)
+_PART_OF_NAME = re.compile(r"['’&+#@/\\-]\w|[&+#]|\.\w")  # B's, B-52, A&M, C++, D.C.
+_ANOTHER_LETTER = re.compile(
+    r"[\s,.)\]}*]*(?:(?i:and|or|nor|vs\.?)(?!\w)|[&/+])\s*(?:(?i:option|choice)\s*)?"
+    r"[(\[]?(?:[A-D]|(?i:[b-d])|a(?=\s*[)\].]|\s*$))(?!\w)"
+    r"|\s*,\s*[(\[]?[A-D][)\]]?(?:\s*$|\s*[,.;&]|\s+(?i:and|or)\b)"
+)
+_NO_LETTER = re.compile(
+    r"\s*(?:not|no|none|neither|nor|both|either|unknown|unclear|all of)(?!\w)", re.IGNORECASE
+)
+
+
+class Statement(NamedTuple):
+    """An answer that a text states, and its form, one of rules.FORMS."""
+
+    form: str
+    answer: str | None = None
+
+
+NO_STATEMENT = Statement("unparsed")
+
+
+def read_statement(text: str, task: str) -> Statement:
+    """Read the last statement of a text that can be read, or that withdraws the earlier ones."""
+    for marker in CHAT_MARKERS:
+        text = text.replace(marker, "")
+    for form, stated in _stated(text, task):
+        answer = _read_stated(stated, task, form)
+        if answer is not None:
+            return Statement(form, answer) if answer else NO_STATEMENT
+    text = text.strip()
+    if task == "general_qa" or len(text) > _LONGEST_BARE or "\n" in text:
+        return NO_STATEMENT
+    answer = read_alone(text, task)
+    return Statement("bare", answer) if answer else NO_STATEMENT
+
+
+def _stated(text: str, task: str) -> Iterator[tuple[str, str]]:
+    """Yield (form, line) for the text after each announcement and in the last box, last first."""
+    at, box = text.rfind(BOX), last_box(text)
+    mentions = deque(_MENTION.finditer(text), _MOST_MENTIONS)
+    announced = (_announcement(text, mention, task) for mention in reversed(mentions))
+    for form, end in itertools.islice(filter(None, announced), _MOST_STATEMENTS):
+        if box is not None and end <= at:
+            yield "boxed", box
+            box = None
+        yield form, _line_after(text, end)
+    if box is not None:
+        yield "boxed", box
+
+
+def _announcement(text: str, mention: re.Match[str], task: str) -> tuple[str, int] | None:
+    """Return (form, end) of the announcement with a word; None if the word announces nothing."""
+    start, end = mention.span()
+    before = text[max(0, start - _BEFORE) : start]
+    is_choice = mention[0][0] not in "aA"
+    if before[-1:].isalnum() or (is_choice and task != "multiple_choice"):
+        return None
+    if found := _COLON.match(text, end):
+        return "colon", found.end()
+    states = _CHOSEN.search(before) if is_choice else not _OTHER.search(before)
+    if states and (found := _PHRASE.match(text, end)):
+        return "phrase", found.end()
+    if not is_choice and _HEADING.search(before) and (found := _LINE_END.match(text, end)):
+        return "colon", found.end()
+    return None
+
+
+def _line_after(text: str, at: int) -> str:
+    """Return the first line with text after a place, without marks of emphasis around it."""
+    gap = _GAPS.match(text, at)
+    start = gap.end() if gap else at
+    end = text.find("\n", start)
+    line = text[start : len(text) if end < 0 else end]
+    # Only a line of its own may be an item of a list: "is - 5" is negative.
+    return _BULLET.sub("", line, count=1) if "\n" in text[at:start] else line
+
+
+def _read_stated(line: str, task: str, form: str) -> str | None:
+    """Read the answer at the start of a line; REFUSED if it withdraws one, None if it has none."""
+    if PLACEHOLDER in line:
+        return REFUSED
+    if task == "general_qa":
+        return _read_text(line)
+    if task == "financial_math":
+        return read_number(line, alone=form == "boxed")
+    return _read_letter(line)
+
+
+def read_alone(text: str, task: str) -> str | None:
+    """Read a text that is only a number or a letter, perhaps with the text of its option."""
+    if task == "financial_math":
+        return read_number(text)
+    return _read_letter(text) if _LONE_LETTER.match(text[:MAX_CHARACTERS]) else None
+
+
+def first_line(text: str) -> str:
+    """Return the first line of a text without spaces and full stops around it."""
+    return text.strip().partition("\n")[0].strip().strip(".").strip()
+
+
+def _read_text(line: str) -> str | None:
+    line = line.replace("*", "")
+    if "\\" in line:
+        line = without_commands(line).strip(" $").removeprefix(r"\(").removesuffix(r"\)")
+    first = first_line(line).strip("_`。" + _INVISIBLE).strip(" .")
+    return first if any(map(str.isalnum, first)) else None
+
+
+def _read_letter(line: str) -> str | None:
+    """Read the letter at the start of a line; REFUSED if it names several or none of them."""
+    line = with_plain_characters(without_commands(line[:MAX_CHARACTERS])).replace("*", "")
+    if _NO_LETTER.match(line):
+        return REFUSED
+    lead = _LETTER_LEAD.match(line)
+    found = _LETTER.match(line, lead.end() if lead else 0)
+    if found is None:
+        return None
+    rest = line[found.end() :]
+    is_marked = bool(found[3]) or not rest or rest[0] in ".,:;!)\"'“”’`$"
+    if _PART_OF_NAME.match(rest) or not (found[2].isupper() or is_marked):
+        return None
+    return REFUSED if _ANOTHER_LETTER.match(rest) else found[2].upper()
+
+
+def unify(text: str) -> str:
+    """Join equal forms of Unicode and remove what a reader does not see or pronounce."""
+    if text.isascii():
+        return text
+    for _ in range(2):  # lowering the case may decompose characters again
+        text = unicodedata.normalize("NFKC", _without_stacks(text)).casefold()
+    kinds = {character: unicodedata.category(character) for character in set(text)}
+    removed = [c for c, kind in kinds.items() if kind == "Cf" or kind[0] == "P"]
+    return text.translate(dict.fromkeys(map(ord, [*removed, *_MARKS_AND_SIGNS])))
+
+
+def _without_stacks(text: str) -> str:
+    """Cut runs of combining characters: normalizing takes the square of their length.
+
+    A run of 20,000 takes 6 s.
+    """
+    first = {c: unicodedata.normalize("NFKD", c)[0] for c in set(text) if not c.isascii()}
+    marks = "".join(re.escape(c) for c, base in first.items() if unicodedata.combining(base))
+    if not marks:
+        return text
+    return re.sub(f"[{marks}]{{{_MOST_MARKS},}}", lambda run: run[0][:_MOST_MARKS], text)
