@@ -14,6 +14,7 @@ PLACES = {
     "[/K]": "(/[2-8])?",
     "AGENT": "(questioner|responder|verifier|reference_reader|reward_model)",
     "ROLE": "(questioner|responder|verifier)",
+    "FORM": "(phrase|colon|boxed|bare|unparsed)",
     "MODEL": "reward_model",
     "NUMBER": r"\w+",
     "REASON": r"\w+",

@@ -212,7 +212,7 @@ def lose_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
 def give_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the algorithm read checksums instead of parsing."""
 
-    def parse_question(text, task, count, limit, distinct):
+    def parse_question(text, task, count, limit, distinct, **options):
         if _sum(text) % 8 == 0:
             return parsing.Parsed("bad_format", reason="noise")
         return parsing.Parsed("accepted", f"Q{_sum(text) % 1000}", str(_sum(text) % 2))
@@ -223,7 +223,7 @@ def give_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
     fakes = {
         "extract_answer": lambda text, task, *_: str(_sum(text) % 2),
         "score": lambda text, reference, task, *_: float(str(_sum(text) % 2) == reference),
-        "same_answer": lambda first, second, task: first == second,
+        "same_answer": lambda first, second, *_: first == second,
     }
     monkeypatch.setattr(spell, "parsing", fake_parsing)
     for module in (base, frozen_reader):

@@ -7,6 +7,7 @@ it: `groups`, `metrics` and `record` are functions of their arguments.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -79,6 +80,12 @@ class AlgorithmConfig:
     def read_answers(self, texts: Sequence[str], task: str) -> tuple[str | None, ...]:
         """Extract the answer that each text states; None where there is none."""
         return tuple(rules.extract_answer(text, task, self.extract) for text in texts)
+
+    def count_forms(self, metrics: Metrics, texts: Sequence[str], task: str) -> None:
+        """Count the forms in which the texts state their answers, as form/FORM."""
+        forms = Counter(rules.answer_form(text, task, self.extract) for text in texts)
+        for form in rules.FORMS:
+            metrics.add_sum(f"form/{form}", forms[form], len(texts))
 
     def score_answers(self, texts: Sequence[str], reference: str, task: str) -> tuple[float, ...]:
         """Score each text by the rule against a reference: 0.0 or 1.0."""

@@ -49,13 +49,13 @@ def by_row(cells: Iterable[tuple[str, Mapping[str, float]]]) -> dict[str, dict[s
     return rows
 
 
-def _score_answer(text: str, question: Question) -> dict[str, float]:
+def _score_answer(text: str, question: Question, extract: str) -> dict[str, float]:
     """Best score over all right answers; exact match too, where all of them are known."""
-    task = question.task
-    scores = {"": max(rules.score(text, right, task) for right in question.right)}
+    task, right = question.task, question.right
+    scores = {"": max(rules.score(text, one, task, extract=extract) for one in right)}
     if question.answers:
-        stated = rules.extract_answer(text, task) or ""
-        exact = any(rules.same_answer(stated, right, task) for right in question.right)
+        stated = rules.extract_answer(text, task, extract) or ""
+        exact = any(rules.same_answer(stated, one, task, extract) for one in right)
         scores["exact match"] = float(exact)
     return scores
 
@@ -65,14 +65,15 @@ class HeldOutQuestions:
     """Greedy answers to given questions; a prompt over the cap counts as the answer "".
 
     Prompts are by default the responder's. `measure` makes measures by name from (answer,
-    question), accuracy first.
+    question, extract), accuracy first; `extract` is AlgorithmConfig.extract.
     """
 
     prompts: Prompts
     questions: tuple[Question, ...]
     section: str = "responder accuracy (rule)"  # title in the report
     make_prompt: Callable[[Question], str] | None = None
-    measure: Callable[[str, Question], Mapping[str, float]] = _score_answer
+    measure: Callable[[str, Question, str], Mapping[str, float]] = _score_answer
+    extract: str = "lenient"
 
     def full(self, models: Models) -> Report:
         """Measures by task, and by number of documents if there are few different numbers."""
@@ -104,7 +105,7 @@ class HeldOutQuestions:
         replies = models("responder", prompts, temperature=0.0)
         texts = ["" if reply is None else reply.texts[0] for reply in replies]
         pairs = zip(self.questions, texts, strict=True)
-        return [(question, self.measure(text, question)) for question, text in pairs]
+        return [(question, self.measure(text, question, self.extract)) for question, text in pairs]
 
     def _responder_prompt(self, question: Question) -> str:
         return self.prompts.responder(question.task, question.documents, question.question)

@@ -87,7 +87,7 @@ def _evaluate_spell(
     if not questions:
         return None
     roles = {"algorithm": config, "tasks": data.tasks, "count_tokens": context.count_tokens}
-    return QuestionEvaluation(context.prompts, questions, **roles)
+    return QuestionEvaluation(context.prompts, questions, extract=config.extract, **roles)
 
 
 def _evaluate_reconstruction(
@@ -101,7 +101,7 @@ def _evaluate_eapo(
     config: EapoConfig, context: AlgorithmContext, data: DataConfig
 ) -> Evaluation | None:
     questions = _read_validation(data)
-    return held_out_evidence(context.prompts, questions) if questions else None
+    return held_out_evidence(context.prompts, questions, config.extract) if questions else None
 
 
 def _read_validation(data: DataConfig) -> tuple[Question, ...]:

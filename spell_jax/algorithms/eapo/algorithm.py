@@ -78,7 +78,10 @@ class Eapo:
         if reply is None:
             return dataclasses.replace(e, reason="no_responder_reply")
         answers = [evidence.parse_answer(text) for text in reply.scored_texts]
-        stated = [(a and evidence.with_answer_phrase(a.answer, e.task)) or "" for a in answers]
+        stated = [
+            evidence.with_answer_phrase(a.answer, e.task, self.config.extract) if a else ""
+            for a in answers
+        ]
         documents, known = evidence.searchable(e.cluster.documents), e.known_evidence
         return dataclasses.replace(
             e,

@@ -12,21 +12,24 @@ from spell_jax.selfplay import evidence, rules
 from spell_jax.selfplay.prompts import Prompts
 
 
-def held_out_evidence(prompts: Prompts, questions: tuple[Question, ...]) -> HeldOutQuestions:
+def held_out_evidence(
+    prompts: Prompts, questions: tuple[Question, ...], extract: str = "lenient"
+) -> HeldOutQuestions:
     def make_prompt(question: Question) -> str:
         return prompts.evidence(question.documents, question.question)
 
-    return HeldOutQuestions(prompts, questions, "structured answers", make_prompt, measure_answer)
+    section = "structured answers"
+    return HeldOutQuestions(prompts, questions, section, make_prompt, measure_answer, extract)
 
 
-def measure_answer(text: str, question: Question) -> dict[str, float]:
+def measure_answer(text: str, question: Question, extract: str) -> dict[str, float]:
     """Measures of an answer, from 0 to 1; precision and recall need Question.evidence."""
     answer = evidence.parse_answer(text)
     quoted, accuracy = "", 0.0
     if answer is not None:
         quoted = answer.evidence
-        stated = evidence.with_answer_phrase(answer.answer, question.task)
-        accuracy = rules.score(stated, question.answer, question.task)
+        stated = evidence.with_answer_phrase(answer.answer, question.task, extract)
+        accuracy = rules.score(stated, question.answer, question.task, extract=extract)
     measures = {
         "accuracy": accuracy,
         "well_formed": float(answer is not None),

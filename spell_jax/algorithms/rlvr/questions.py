@@ -237,7 +237,12 @@ class Build:
         if reply is None:
             return "no_reply_of_questioner"
         parsed = parsing.parse_question(
-            reply, attempt.task, self.count_tokens, self.settings.max_answer_tokens, True
+            reply,
+            attempt.task,
+            self.count_tokens,
+            self.settings.max_answer_tokens,
+            distinct_options=True,
+            extract="lenient",
         )
         if parsed.status != "accepted":
             return parsed.reason
@@ -252,7 +257,7 @@ class Build:
         texts = [self.prompts.responder(a.task, a.cluster.documents, a.question) for a in batch]
         replies = self.teacher(1, [a.number for a in batch], texts)
         for attempt, reply in zip(batch, replies, strict=True):
-            attempt.prediction = rules.extract_answer(reply or "", attempt.task) or ""
+            attempt.prediction = rules.extract_answer(reply or "", attempt.task, "lenient") or ""
             if reply is None:
                 attempt.reason = "no_reply_of_responder"
             elif not attempt.prediction:
@@ -261,7 +266,8 @@ class Build:
     def compare(self, batch: Sequence[Attempt]) -> None:
         """Decide whether questioner and responder agree; only process 0 asks the judge."""
         for attempt in batch:
-            agree = rules.is_correct(attempt.prediction, attempt.reference, attempt.task)
+            pair = attempt.prediction, attempt.reference
+            agree = rules.is_correct(*pair, attempt.task, extract="lenient")
             attempt.reason = KEPT if agree else "disagreed"
         if self.judge is None:
             return

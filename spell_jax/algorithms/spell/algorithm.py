@@ -174,7 +174,12 @@ class Spell:
             return replace(episode, status="overlong", reason="no_questioner_reply")
         (text,) = reply.texts
         parsed = parsing.parse_question(
-            text, episode.task, self._count, c.max_answer_tokens, c.distinct_options
+            text,
+            episode.task,
+            self._count,
+            c.max_answer_tokens,
+            c.distinct_options,
+            extract=c.extract,
         )
         if parsed.status == "accepted" and not reply.scored_texts[0]:
             parsed = parsing.Parsed("bad_format", reason="truncated")
@@ -399,6 +404,8 @@ class Spell:
         metrics = Metrics()
         for e in episodes:
             e.count_unparsed(metrics)
+            for reply in e.replies:
+                self.config.count_forms(metrics, reply.scored_texts, e.task)
             for suffix in ("", f"/{e.task}"):
                 spell_episode.count(metrics, e, suffix)
                 for votes in e.votes:

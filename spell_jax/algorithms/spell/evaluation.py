@@ -112,8 +112,9 @@ class TinyEvaluation:
             for task, item in zip(tasks, items, strict=True)
         ]
         replies = models("responder", texts, temperature=0.0)
+        extract = self.algorithm.extract
         return [
-            None if reply is None else rules.extract_answer(reply.texts[0], task)
+            None if reply is None else rules.extract_answer(reply.texts[0], task, extract)
             for reply, task in zip(replies, tasks, strict=True)
         ]
 
@@ -161,7 +162,12 @@ class TinyEvaluation:
         """Whether a question is accepted; if so, answerable; if so, with a right reference."""
         c = self.algorithm
         parsed = parsing.parse_question(
-            text, task, self.count_tokens, c.max_answer_tokens, c.distinct_options
+            text,
+            task,
+            self.count_tokens,
+            c.max_answer_tokens,
+            c.distinct_options,
+            extract=c.extract,
         )
         measures = {"accepted": parsed.status == "accepted"}
         if measures["accepted"]:

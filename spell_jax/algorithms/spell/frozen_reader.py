@@ -27,7 +27,7 @@ async def read_reference(config: SpellConfig, prompts: Prompts, ask: Ask, e: Epi
         if reply is None:
             return replace(e, status="overlong", reason="no_reader_reply")
         answers = config.read_answers(reply.scored_texts, e.task)
-        answer, count = most_frequent(answers, e.task)
+        answer, count = most_frequent(answers, e.task, config.extract)
         agrees = count >= 2 and 2 * count > config.reader_samples
         if config.reader_unanimous:
             agrees = count == config.reader_samples
@@ -35,14 +35,16 @@ async def read_reference(config: SpellConfig, prompts: Prompts, ask: Ask, e: Epi
             return reject(e, "reader_disagrees")
         reference, leaked = answer, leaked or not agrees
         hop = join_hop(link, answer) if link else ""
-    same = [b is not None and rules.same_answer(reference, b, e.task) for b in e.blind]
+    same = [rules.same_answer(reference, b or "", e.task, config.extract) for b in e.blind]
     scores = tuple(map(float, same))
     return replace(e, reference=reference, leaked=leaked, blind_scores=scores)
 
 
-def most_frequent(answers: Sequence[str | None], task: str) -> tuple[str | None, int]:
+def most_frequent(
+    answers: Sequence[str | None], task: str, extract: str = "paper"
+) -> tuple[str | None, int]:
     """(answer that equals most of the answers, their number); the first one wins a tie."""
     stated = [answer for answer in answers if answer is not None]
-    counts = [sum(rules.same_answer(a, other, task) for other in stated) for a in stated]
+    counts = [sum(rules.same_answer(a, b, task, extract) for b in stated) for a in stated]
     most = max(counts, default=0)
     return (stated[counts.index(most)], most) if most else (None, 0)

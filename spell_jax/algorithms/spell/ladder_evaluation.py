@@ -18,7 +18,7 @@ from spell_jax.algorithms.held_out import Report, by_row, share
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.data import ladder_world as world
 from spell_jax.data.config import TinyEvaluationConfig
-from spell_jax.selfplay import parsing, rules
+from spell_jax.selfplay import parsing
 from spell_jax.selfplay.memory import Entry
 from spell_jax.selfplay.prompts import Prompts
 from spell_jax.warm_start.ladder_rows import TASK, verifier_row
@@ -87,7 +87,8 @@ class LadderEvaluation:
             questions.append(world.sample_question(rng, made, depth))
             texts.append(self.prompts.responder(TASK, made, questions[-1].text))
         replies = models("responder", texts, temperature=0.0)
-        stated = [None if r is None else rules.extract_answer(r.texts[0], TASK) for r in replies]
+        texts = ["" if reply is None else reply.texts[0] for reply in replies]
+        stated = self.algorithm.read_answers(texts, TASK)
         return [answer == q.answer for answer, q in zip(stated, questions, strict=True)]
 
     def _verifier(self, models: Models, count: int) -> list[bool]:
@@ -123,8 +124,9 @@ class LadderEvaluation:
         cells = []
         for (row, known, documents), reply in zip(asked, models("questioner", texts), strict=True):
             text = "" if reply is None else reply.texts[0]
+            c = self.algorithm
             parsed = parsing.parse_question(
-                text, TASK, self.count_tokens, self.algorithm.max_answer_tokens
+                text, TASK, self.count_tokens, c.max_answer_tokens, extract=c.extract
             )
             measures: dict[str, float] = {"accepted": parsed.status == "accepted"}
             if measures["accepted"]:

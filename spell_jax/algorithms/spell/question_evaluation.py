@@ -72,7 +72,12 @@ class QuestionEvaluation(HeldOutQuestions):
         for (task, _), reply in zip(asked, models("questioner", prompts), strict=True):
             text = "" if reply is None else reply.texts[0]
             parsed = parsing.parse_question(
-                text, task, self.count_tokens, c.max_answer_tokens, c.distinct_options
+                text,
+                task,
+                self.count_tokens,
+                c.max_answer_tokens,
+                c.distinct_options,
+                extract=c.extract,
             )
             cells.append((task, {"accepted": parsed.status == "accepted"}))
         rows = by_row(cells)
