@@ -36,10 +36,11 @@ def watched(what: str) -> Iterator[None]:
 
     def note(failure: threading.ExceptHookArgs) -> None:
         if failure.thread is None or failure.thread.name != _THREAD:
-            return report(failure)
+            report(failure)
+            return
         causes.append(failure.exc_value)
         assert main.ident is not None
-        return signal.pthread_kill(main.ident, _SIGNAL)
+        signal.pthread_kill(main.ident, _SIGNAL)
 
     def fail(number: int, frame: FrameType | None) -> None:
         raise LostWorkerError(

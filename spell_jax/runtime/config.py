@@ -168,8 +168,8 @@ def _coerce(value: Any, hint: Any, where: str) -> Any:
         return value
     if not isinstance(value, plain) or (plain is int and isinstance(value, bool)):
         raise ValueError(f"{where} = {value!r}: must be {_name(hint)}")
-    if plain is int:
-        check_width(typing.cast(int, value), where)
+    if isinstance(value, int) and plain is int:
+        check_width(value, where)
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{where} = {value!r}: must be a finite number")
     return value

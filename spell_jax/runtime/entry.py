@@ -65,6 +65,8 @@ def run_main(
         with user_errors():
             try:
                 rest = parse_flags(argv, flags_parser)
+            except sigterm.Terminated:
+                raise
             except SystemExit:
                 sys.exit(0)  # --help, which absl ends with 1
             if flags_parser is flags.FLAGS and len(rest) > 1:

@@ -14,6 +14,7 @@ import math
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +23,8 @@ from typing import Any
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: a temporary failure, try again
 LIMIT_S = 25.0  # a preempted machine of Google's is gone 30 s after the signal
 
-_CLOSE, _ELSEWHERE = b"\xff", b"\xfe"  # control bytes; not signal numbers
+_CLOSE, _ELSEWHERE, _AGAIN = b"\xff", b"\xfe", b"\xfd"  # control bytes; not signal numbers
+_PAUSE_S = 0.01  # until a signal is sent again, so that its handler is called elsewhere
 log = logging.getLogger(__name__)
 
 
@@ -58,6 +60,7 @@ class SigtermWatch:
         self._limit, self._handle, self._note, self._end = limit_s, handle, note, end
 
     def __enter__(self) -> SigtermWatch:
+        self._main = threading.get_ident()
         self._reads, self._writes = socket.socketpair()
         self._writes.setblocking(False)  # otherwise a full pipe could block the interpreter
         self._old_descriptor = signal.set_wakeup_fd(self._writes.fileno())
@@ -86,9 +89,13 @@ class SigtermWatch:
         if callable(self._old_handler):
             signal.raise_signal(signal.SIGTERM)
 
+    def send_again(self) -> None:
+        """Let `handle` be called again a moment later, for the same signal."""
+        self._writes.send(_AGAIN)
+
     def _read(self) -> None:
         """Read signals, one byte each, until the context is left or the time limit is reached."""
-        deadline, signals = math.inf, 0
+        deadline, signals, own = math.inf, 0, 0
         while True:
             left = deadline - time.monotonic()
             self._reads.settimeout(max(left, 1e-3) if left < math.inf else None)
@@ -98,7 +105,15 @@ class SigtermWatch:
                 return self._give_up(f"SIGTERM: not ended within {self._limit:g} s")
             if byte == _CLOSE:
                 return None
+            if byte == _AGAIN:
+                time.sleep(_PAUSE_S)
+                own += 1
+                signal.pthread_kill(self._main, signal.SIGTERM)
+                continue
             if byte == bytes([signal.SIGTERM]):
+                if own:
+                    own -= 1
+                    continue
                 signals += 1
                 if signals == 2:
                     return self._give_up("a second SIGTERM")
@@ -131,9 +146,19 @@ def ending(end: Callable[[int], None] = os._exit) -> Iterator[None]:
     def handle() -> None:
         raise Terminated
 
-    _is_ending = True
+    def report_or_repeat(lost: sys.UnraisableHookArgs) -> None:
+        # Python drops what is raised in a callback of its garbage collector (jax has one) or in a
+        # __del__: of 9 signals during imports, 3 were dropped.
+        if issubclass(lost.exc_type, Terminated):
+            watch.send_again()
+        else:
+            report(lost)
+
+    _is_ending, report = True, sys.unraisablehook
+    watch = SigtermWatch(LIMIT_S, handle, lambda: None, end)
     try:
-        with SigtermWatch(LIMIT_S, handle, lambda: None, end):
+        with watch:
+            sys.unraisablehook = report_or_repeat
             yield
     except Terminated:
         late = threading.Timer(LIMIT_S, end, (EXIT_CODE,))
@@ -141,6 +166,7 @@ def ending(end: Callable[[int], None] = os._exit) -> Iterator[None]:
         late.start()
         raise
     finally:
+        sys.unraisablehook = report
         _is_ending = False
 
 

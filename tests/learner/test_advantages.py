@@ -3,7 +3,9 @@
 import functools
 import json
 import math
+import typing
 from collections import defaultdict
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -101,11 +103,11 @@ def test_single_questioner_row_has_zero_advantage(tasks):
 def test_invalid_rewards_and_shapes_are_rejected():
     for value in (math.nan, math.inf, -math.inf, None, "1", "text", [], {}, 10**400):
         with pytest.raises(ValueError, match=r"^rewards"):
-            group_advantages([1.0, value])
+            group_advantages(typing.cast(Any, [1.0, value]))
     with pytest.raises(ValueError, match=r"^rewards\[1\] = nan: must be a finite number$"):
         group_advantages([1.0, math.nan])
     with pytest.raises(ValueError, match=r"^rewards\[1\] = None: must be a finite number$"):
-        questioner_advantages([1.0, None])  # pyright: ignore[reportArgumentType]
+        questioner_advantages(typing.cast(Any, [1.0, None]))
     assert group_advantages([True, False]).tolist() == [-x for x in group_advantages([0, 1])]
     with pytest.raises(ValueError, match="rewards: a scalar"):
         group_advantages(1.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import subprocess
@@ -20,9 +21,14 @@ from spell_jax.runtime.sigterm import Terminated
 PATIENCE_S = 60.0  # generous: on an idle machine, everything awaited here takes under a second
 
 PROGRAM = """
-import sys, threading, time
+import os, signal, sys, threading, time
 from absl import flags
 from spell_jax.runtime import entry
+
+def parse(argv):
+    if "--parsing" in argv:  # a config file may import jax: seconds
+        os.kill(os.getpid(), signal.SIGTERM)
+    return flags.FLAGS(argv, known_only=True)
 
 def main(_):
     if "--thread" in sys.argv:  # Python waits for it at its exit
@@ -34,7 +40,7 @@ def main(_):
         print("left", flush=True)
 
 entry.sigterm.LIMIT_S = 3.0
-entry.run_main(main, lambda argv: flags.FLAGS(argv, known_only=True))
+entry.run_main(main, parse)
 """
 
 
@@ -84,6 +90,26 @@ def test_a_second_sigterm_ends_the_process_at_once() -> None:
         wait_for(lambda: ended == [75])
 
 
+def test_a_signal_in_a_callback_of_the_garbage_collector_is_not_lost() -> None:
+    """Python prints and drops an exception there."""
+    before, ended, calls = sys.unraisablehook, [], []
+
+    def callback(phase: str, info: object) -> None:
+        if not calls:
+            calls.append(phase)
+            send()
+            sum(range(3))  # here the handler is called
+
+    gc.callbacks.append(callback)
+    try:
+        with pytest.raises(Terminated), sigterm.ending(ended.append):
+            gc.collect()
+            time.sleep(PATIENCE_S)
+    finally:
+        gc.callbacks.remove(callback)
+    assert calls and not ended and sys.unraisablehook is before
+
+
 def test_a_notice_after_the_last_question_is_handed_on(monkeypatch) -> None:
     """It came in the last save of a run; the final evaluation must not go on in spite of it."""
     monkeypatch.setenv(METADATA_VARIABLE, "127.0.0.1:9")
@@ -130,8 +156,18 @@ def test_a_fork_ends_by_the_signal_and_its_parent_goes_on() -> None:
         "    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
         "    time.sleep(.1)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-Wignore", "-c", code], capture_output=True, text=True, timeout=60
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "-15\n", "")
+
+
+def test_a_signal_before_main_while_flags_are_parsed() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, "--parsing"], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (75, "")
+    assert done.stderr == "ended by SIGTERM; start the same command again\n"
 
 
 @pytest.mark.parametrize("option", ["", pytest.param("--thread", marks=pytest.mark.slow)])
