@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+import pwd
 import re
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from absl import app, flags
 from ml_collections import config_flags
 
 from launch import commands
-from spell_jax.runtime import distributed, durable, entry
+from spell_jax.runtime import distributed, durable, entry, paths, setup
 from spell_jax.runtime.checkpoint import DamagedError
 from spell_jax.runtime.preemption import EXIT_CODE, Preempted
 
@@ -81,6 +82,24 @@ def crashes(error: BaseException, capsys: pytest.CaptureFixture) -> None:
 def test_user_errors_are_printed_on_one_line(kind, capsys):
     line = ended(kind("policy = 'x': must be\n    a folder"), capsys)
     assert line == "error: policy = 'x': must be a folder"
+
+
+def test_an_unknown_home_folder_is_named_with_its_remedy(monkeypatch, capsys):
+    """As of a container that runs with any uid."""
+
+    def fail(uid):
+        raise KeyError(uid)
+
+    for name in ("HOME", "XDG_CACHE_HOME", "SPELL_CACHE", "JAX_COMPILATION_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", fail)
+    for find in (paths.cache_folder, setup.setup):
+        with pytest.raises(ValueError, match="HOME: is not set, and user") as error:
+            find()
+        line = ended(error.value, capsys)
+        assert line.endswith("SPELL_CACHE, to a folder that this user may write to")
+    monkeypatch.setenv("SPELL_CACHE", "elsewhere")
+    assert str(paths.cache_folder()) == "elsewhere"
 
 
 def test_missing_package_is_named_with_its_extra(capsys):

@@ -1,4 +1,7 @@
-"""Tests of SIGTERM in a command: exit status 75 from the first line of `main` to the last."""
+"""Tests of SIGTERM in a command: exit status 75 from the first line of `main` to the last.
+
+python -m tests.runtime.test_sigterm PORT PROCESS    # one of two; the second gets the signal
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,10 @@ from collections.abc import Callable
 
 import pytest
 
-from spell_jax.runtime import sigterm
+from spell_jax.runtime import distributed, entry, peers, sigterm
 from spell_jax.runtime.preemption import METADATA_VARIABLE, Preemption
 from spell_jax.runtime.sigterm import Terminated
+from tests.runtime.test_distributed import connect, end_two
 
 PATIENCE_S = 60.0  # generous: on an idle machine, everything awaited here takes under a second
 
@@ -183,3 +187,23 @@ def test_a_command_ends_with_one_line_and_status_75(option: str) -> None:
     output, error = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, output) == (75, "left\n")
     assert error == "ended by SIGTERM; start the same command again\n"
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_of_two_processes_ends_both() -> None:
+    """The other waits in an exchange; watch restarts both, because one status is 75."""
+    (other, _, told), (ended, _, error) = end_two("tests.runtime.test_sigterm")
+    assert (other, ended) == (peers.EXIT_CODE, 75), told + error
+    assert "ended by SIGTERM; start the same command again\n" in error
+    assert "process 1 of 2" in told and "Terminated" in told
+
+
+def main() -> None:
+    with entry.user_errors():
+        if connect(*sys.argv[1:]):
+            send()
+        distributed.gather_bytes([b""])
+
+
+if __name__ == "__main__":
+    main()
