@@ -4,7 +4,6 @@ Lists and NumPy arrays are computed in float64 on the host and checked for NaN. 
 tracers are computed in float32 with jax.numpy and unchecked, so the functions also run under jit.
 """
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike
+
+from spell_jax.runtime.finite import check_finite
 
 EPSILON = 1e-6  # added to the deviation
 
@@ -73,23 +74,3 @@ def _as_array(rewards: ArrayLike | jax.Array) -> tuple[Any, Array]:
         return jnp, jnp.asarray(rewards, jnp.float32)
     check_finite(rewards, "rewards")
     return np, np.asarray(rewards, np.float64)
-
-
-def is_finite_number(value: Any) -> bool:
-    return isinstance(value, int | float) and abs(value) <= sys.float_info.max
-
-
-def check_finite(values: ArrayLike, name: str) -> None:
-    """Raises ValueError for the first value that is no finite number, such as None, "1" or NaN.
-
-    A rule of the user may return anything, and NumPy takes None for NaN and "1" for 1.
-    """
-    try:
-        array = np.asarray(values)
-    except ValueError as error:  # lists of several lengths
-        raise ValueError(f"{name}: {values!r:.200} must be finite numbers ({error})") from error
-    if array.dtype.kind not in "OUS" and np.isfinite(array.astype(np.float64)).all():
-        return
-    for index, value in enumerate(np.asarray(values, object).ravel().tolist()):
-        if not is_finite_number(value):
-            raise ValueError(f"{name}[{index}] = {value!r}: must be a finite number")

@@ -25,9 +25,9 @@ import numpy as np
 
 from spell_jax.data.clusters import ROLES
 from spell_jax.learner import context_layout, trees
-from spell_jax.learner.advantages import check_finite
 from spell_jax.learner.trees import Sizes, Tree
 from spell_jax.runtime.config import check_choice
+from spell_jax.runtime.finite import check_finite
 
 Tokens = Sequence[int] | np.ndarray
 Array = Any  # numpy on the host, jax on the devices
@@ -77,8 +77,6 @@ class TrainGroup:
                 f"group.advantages: {len(self.advantages)} of them, but {len(lengths)} answers"
             )
         check_finite(self.advantages, "group.advantages")  # a NaN would reach every weight
-        if self.weights is not None:
-            check_finite(self.weights, "group.weights")
         for name in ("old_logprobs", "kept", "cutoffs", "experts"):
             rows = getattr(self, name)
             if rows is not None and [len(row) for row in rows] != lengths:

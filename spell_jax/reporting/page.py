@@ -28,8 +28,9 @@ from etils import epath
 from spell_jax.data.clusters import ROLES
 from spell_jax.reporting.episodes import Episodes, choose_episodes, evenly, shares_of
 from spell_jax.reporting.panels import choose_panels, other_panels
-from spell_jax.reporting.tables import Table, compare, is_finite, six_digits
+from spell_jax.reporting.tables import Table, compare, six_digits
 from spell_jax.runtime.config import flat
+from spell_jax.runtime.finite import LARGEST_FLOAT32, is_finite
 from spell_jax.runtime.jsonl import write_lines
 from spell_jax.runtime.paths import CONFIG_FILE
 from spell_jax.selfplay import rewards
@@ -188,7 +189,7 @@ def make_overview(
         name: None
         for record in (record for some in records for record in some)
         for name, value in record.items()
-        if name != "step" and is_finite(value)
+        if name != "step" and is_finite(value, LARGEST_FLOAT32)
     }
     panels = choose_panels(names)
     shown = {name for panel in panels for name in panel.metrics.values()}
@@ -296,7 +297,7 @@ def _series(
     series = {}
     for name in names:
         found = {
-            step: [value for record in by_step[step] if is_finite(value := record.get(name))]
+            step: [v for r in by_step[step] if is_finite(v := r.get(name), LARGEST_FLOAT32)]
             for step in sorted(by_step)
         }
         steps = evenly([step for step, values in found.items() if values], POINTS)

@@ -14,10 +14,10 @@ from typing import Any
 
 from etils import epath
 
+from spell_jax.runtime.finite import LARGEST_FLOAT32, is_finite
 from spell_jax.runtime.jsonl import read_json
 
 EVALUATION_FILE = "evaluation.json"
-LARGEST = 3.4e38  # of float32, which metrics have
 
 Table = Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]]
 
@@ -31,18 +31,11 @@ def read_evaluation(workdir: str | epath.Path) -> tuple[Table, Table] | None:
     if not path.exists():
         return None
     document = read_json(path)
-    if not isinstance(document, dict):
-        raise ValueError(f'{path}: want an object with "before" and "after"')
     if not {"before", "after"} <= set(document):
         return None
     for name in ("before", "after"):
         _check_table(document[name], f"{path}: {name}", depth=3)
     return document["before"], document["after"]
-
-
-def is_finite(value: Any) -> bool:
-    """Whether a value of a file is a number that can be plotted and written as JSON."""
-    return isinstance(value, int | float) and abs(value) <= LARGEST
 
 
 def _check_table(value: Any, place: str, depth: int) -> None:
@@ -51,7 +44,11 @@ def _check_table(value: Any, place: str, depth: int) -> None:
             raise ValueError(f"{place}: want an object, got {json.dumps(value)[:60]}")
         for key, item in value.items():
             _check_table(item, f"{place}/{key}", depth - 1)
-    elif not (isinstance(value, list) and len(value) == 2 and all(map(is_finite, value))):
+    elif not (
+        isinstance(value, list)
+        and len(value) == 2
+        and all(is_finite(number, LARGEST_FLOAT32) for number in value)
+    ):
         raise ValueError(f"{place}: want [mean, half_width], got {json.dumps(value)[:60]}")
 
 

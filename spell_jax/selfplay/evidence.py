@@ -114,7 +114,7 @@ def parse_scores(text: str, count: int, in_thought: bool = False) -> tuple[int, 
     else:
         try:
             scores = (find_record(visible) or {}).get("scores")
-        except RecursionError:  # JSON nested more than parsing.DEEPEST levels deep
+        except RecursionError:  # JSON nested more than braces.DEEPEST levels deep
             return None
     if not isinstance(scores, tuple | list) or len(scores) != count:
         return None

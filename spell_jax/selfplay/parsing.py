@@ -14,19 +14,17 @@ from typing import Any, Literal
 import numpy as np
 
 from spell_jax.data.clusters import LETTERS, SURROGATE
-from spell_jax.selfplay.braces import brace_steps, code_points, first_balance
+from spell_jax.selfplay.braces import brace_steps, check_depth, code_points, first_balance
 from spell_jax.selfplay.numbers import number_text, parse_number
 from spell_jax.selfplay.rules import check_extract, check_task, find_answer, visible_text
 
 MOST_BLOCKS = 100  # only the last fenced blocks are tried: 100 KB may hold 10,000 invalid ones
 NOTHING_TO_ASK = "nothing_to_ask"  # reason: the questioner states it
-DEEPEST = 100  # levels of JSON that are read; Python's own limit depends on version and stack
 MAX_ANSWER_TOKENS = 40  # limit for a general_qa reference (spec 12, row 4)
 
 Status = Literal["accepted", "bad_format", "declined"]
 
 _CONTROL_CHARACTERS = dict.fromkeys(set(range(32)) - {ord(c) for c in "\n\r\t"})
-_OPENING, _CLOSING = [ord("["), ord("{")], [ord("]"), ord("}")]
 _FENCED = re.compile(r"```json(.*?)```", re.DOTALL)
 # The same up to the first backticks that are outside of strings.
 _FENCED_STRINGS = re.compile(r'```json((?:[^"`]++|"(?:[^"\\]++|\\.)*+"|`(?!``))*+)```', re.DOTALL)
@@ -77,7 +75,7 @@ def parse_question(
         parsed = _validate(
             record, task, extract, lambda answer: count_tokens(answer) > max_answer_tokens
         )
-    except RecursionError:  # JSON nested more than DEEPEST levels deep
+    except RecursionError:  # by check_depth
         return _bad("too_deep")
     if distinct_options and len({text.casefold() for text in parsed.options}) < len(parsed.options):
         return _bad("same_options")
@@ -155,26 +153,13 @@ def _last_block(text: str) -> tuple[dict[str, Any] | RecursionError | None, int 
 
 
 def _load_object(text: str) -> dict[str, Any] | None:
-    """Parse strict JSON with optional trailing commas; None if it is not an object.
-
-    RecursionError if it is nested more than DEEPEST levels deep, also if it would be no JSON.
-    """
-    if _depth(text) > DEEPEST:
-        raise RecursionError(f"JSON of more than {DEEPEST} levels")
+    """Parse strict JSON with optional trailing commas; None if it is not an object."""
+    check_depth(_without_escapes(text))
     try:
         value = json.loads(text)
     except ValueError:
         value = json.loads(_without_trailing_commas(text))
     return value if isinstance(value, dict) else None
-
-
-def _depth(text: str) -> int:
-    """Return the largest number of open brackets, those inside strings left out."""
-    points = code_points(_without_escapes(text))
-    inside = np.logical_xor.accumulate(points == ord('"'))
-    opened, closed = np.isin(points, _OPENING), np.isin(points, _CLOSING)
-    steps = (opened.astype(np.int64) - closed) * ~inside
-    return int(np.cumsum(steps).max(initial=0))
 
 
 def _without_trailing_commas(text: str) -> str:

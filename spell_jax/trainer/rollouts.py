@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -10,12 +9,10 @@ from typing import Any
 
 from spell_jax.algorithms.base import Algorithm, Annotation, records
 from spell_jax.learner import packing
-from spell_jax.learner.advantages import is_finite_number
 from spell_jax.runtime.metrics import Metrics
 from spell_jax.trainer.build import Run
+from spell_jax.trainer.named_rewards import named_rewards
 from spell_jax.trainer.state import RolloutParams
-
-_SHOWN = 200  # characters of a question in a message
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +100,7 @@ class Rollouts:
             worker.end_step()
             run.algorithm.load_state_dict(before)
             return None
-        with _named_rewards(run, step, episodes):
+        with named_rewards(run, step, episodes):
             groups, annotations = run.algorithm.groups(episodes, key)
         worker.end_step()
         metrics = Metrics()
@@ -116,20 +113,3 @@ class Rollouts:
             metrics.add_sum(f"time/tokens_per_second/{name}", tokens, seconds)
             metrics.add(f"rollout/{name}_tokens", tokens)
         return Rollout(episodes, groups, annotations, metrics, before)
-
-
-@contextlib.contextmanager
-def _named_rewards(run: Run, step: int, episodes: Sequence[Any]) -> Iterator[None]:
-    """Context whose ValueError names algorithm and step, and a question with an invalid score."""
-    try:
-        yield
-    except ValueError as error:
-        place = f"algorithm {run.config.algorithm.name}, step {step}"
-        for episode in episodes:
-            record = run.algorithm.record(episode, Annotation())
-            scores = record.get("scores") or ()
-            if not all(map(is_finite_number, scores)):
-                question = str(record.get("question"))[:_SHOWN]
-                place = f"{place}, question {question!r} with the scores {[*scores]}"
-                break
-        raise ValueError(f"{place}: {error}") from error

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spell_jax.selfplay.braces import DEEPEST
 from spell_jax.selfplay.parsing import (
-    DEEPEST,
     MAX_ANSWER_TOKENS,
     Parsed,
     format_choices,

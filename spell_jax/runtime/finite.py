@@ -1,0 +1,32 @@
+"""Checks that numbers from files and from rules of the user are finite numbers."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+LARGEST_FLOAT32 = 3.4e38
+
+
+def is_finite(value: Any, largest: float = sys.float_info.max) -> bool:
+    """Whether a value is a number, neither NaN nor beyond `largest`."""
+    return isinstance(value, int | float) and abs(value) <= largest
+
+
+def check_finite(values: ArrayLike, name: str) -> None:
+    """Raise ValueError for the first value that is no finite number, such as None, "1" or NaN.
+
+    A rule of the user may return anything, and NumPy takes None for NaN and "1" for 1.
+    """
+    try:
+        array = np.asarray(values)
+    except ValueError as error:  # lists of several lengths
+        raise ValueError(f"{name}: {values!r:.200} must be finite numbers ({error})") from error
+    if array.dtype.kind not in "OUS" and np.isfinite(array.astype(np.float64)).all():
+        return
+    for index, value in enumerate(np.asarray(values, object).ravel().tolist()):
+        if not is_finite(value):
+            raise ValueError(f"{name}[{index}] = {value!r}: must be a finite number")
