@@ -123,7 +123,7 @@ def _task_parsers(task: str, answer: str) -> Iterator[tuple[Callable[..., Any], 
         ),
         tiny_world.true_answer: lambda text: tiny_world.true_answer(text, task, facts),
         tiny_world.is_true: lambda text: tiny_world.is_true(text, answer, kind),
-        measure_answer: part(measure_answer, question=question),
+        measure_answer: part(measure_answer, question=question, extract="lenient"),
         evidence.with_answer_phrase: part(evidence.with_answer_phrase, task=task),
         questioner: lambda text: full.questioner(
             task, [text], [memory.Entry((0,), text, text)], "B"

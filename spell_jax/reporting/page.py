@@ -297,7 +297,7 @@ def _series(
     series = {}
     for name in names:
         found = {
-            step: [v for r in by_step[step] if is_finite(v := r.get(name), LARGEST_FLOAT32)]
+            step: [r[name] for r in by_step[step] if is_finite(r.get(name), LARGEST_FLOAT32)]
             for step in sorted(by_step)
         }
         steps = evenly([step for step, values in found.items() if values], POINTS)
