@@ -198,7 +198,8 @@ def test_one_of_several_racing_runs_gets_the_lock(stale: bool, tmp_path: pathlib
     for _ in range(5):
         if stale:
             write(tmp_path, ELSEWHERE, seen=0.0)
-        locks, start = [WorkdirLock(tmp_path) for _ in range(8)], threading.Barrier(8)
+        locks = [WorkdirLock(tmp_path, sleep=lambda seconds: None) for _ in range(8)]
+        start = threading.Barrier(8)
 
         def take(lock: WorkdirLock, start: threading.Barrier = start) -> str:
             start.wait()
