@@ -30,7 +30,9 @@ from spell_jax.evaluation.generated import haystack
 from spell_jax.selfplay import (
     braces,
     evidence,
+    given_questions,
     hops,
+    json_records,
     judge,
     memory,
     numbers,
@@ -51,7 +53,7 @@ LIMIT_S = 0.010  # seconds for one text of SIZES[-1] bytes
 # per word.
 UNLIMITED = (
     "folder_rows.find_facts",
-    "rules.scores_itself",
+    "given_questions.scores_itself",
     "puzzles.split_paragraphs",
     "puzzles.make_puzzle",
     "puzzles.cut_window",
@@ -84,7 +86,7 @@ def _push(text: str) -> bool:
 
 def _find_record(text: str) -> dict[str, Any] | None:
     try:
-        return parsing.find_record(text)
+        return json_records.find_record(text)
     except RecursionError:  # documented behavior for deep nesting
         return None
 
@@ -101,13 +103,17 @@ def _task_parsers(task: str, answer: str) -> Iterator[tuple[Callable[..., Any], 
         yield compare, f"{variant} first", lambda text, f=bound: f(text, answer)
         yield compare, f"{variant} second", lambda text, f=bound: f(sentence, text)
     for extract, read in itertools.product(
-        rules.EXTRACTS, (rules.extract_answer, rules.find_answer, rules.answer_form)
+        rules.EXTRACTS,
+        (
+            *(rules.extract_answer, rules.find_answer, rules.answer_form),
+            *(rules.read_reference, given_questions.unscorable),
+        ),
     ):
         yield read, f"{task} {extract}", part(read, task=task, extract=extract)
         yield (
-            rules.unscorable,
+            given_questions.unscorable,
             f"{task} {extract}",
-            part(rules.unscorable, task=task, extract=extract),
+            part(given_questions.unscorable, task=task, extract=extract),
         )
     question = Question(task, ("Arvo lives in Oslo. " * 100,), "Where?", "Oslo", ("Arvo",))
     facts = ("- Arvo Oslo 34 12 Bela", "- Bela Rome 10 11 Arvo")
@@ -115,8 +121,10 @@ def _task_parsers(task: str, answer: str) -> Iterator[tuple[Callable[..., Any], 
     full = prompts.load("full")
     questioner, responder = prompts.Prompts.questioner, prompts.Prompts.responder
     calls: dict[Callable[..., Any], Parser] = {
-        rules.scores_itself: part(rules.scores_itself, task=task),
-        statements.read_statement: part(statements.read_statement, task=task),
+        given_questions.scores_itself: part(given_questions.scores_itself, task=task),
+        statements.read_leniently: part(statements.read_leniently, task=task),
+        statements.read_strictly: part(statements.read_strictly, task=task),
+        statements.tail_of: part(statements.tail_of, task=task),
         statements.read_alone: part(statements.read_alone, task=task),
         parsing.parse_question: part(
             parsing.parse_question, task=task, count_tokens=count_words, distinct_options=True
@@ -171,7 +179,7 @@ def _other_parsers() -> dict[Callable[..., Any], Parser]:
         memory.QuestionMemory.push: _push,
         hops.split_hops: lambda t: hops.split_hops(t, [memory.Entry((0,), t[-len(t) // 2 :], t)]),
         probes.ProbeSet.progress: _progress,
-        parsing.find_record: _find_record,
+        json_records.find_record: _find_record,
         parsing.format_choices: lambda t: parsing.format_choices(t, [t] * len(LETTERS)),
         evidence.parse_sections: lambda t: evidence.parse_sections(t, 2),
         evidence.write_answer: lambda t: evidence.write_answer(

@@ -41,6 +41,7 @@ from spell_jax.runtime import entry
 from spell_jax.runtime.config import check_least
 from spell_jax.runtime.jsonl import write_records
 from spell_jax.selfplay import rules
+from spell_jax.selfplay.given_questions import scores_itself
 
 log = logging.getLogger("data_pipeline.article_questions")  # __name__ may be "__main__"
 MOST_WRONG = 8  # answers kept per question
@@ -114,7 +115,7 @@ def _article(row: Mapping[str, Any], counts: Counter[str]) -> Article:
         for qa in paragraph["qas"]:
             counts["questions"] += 1
             answers = tuple(dict.fromkeys(_text(a["text"]).strip() for a in qa["answers"]))
-            answers = tuple(text for text in answers if _scorable(text))
+            answers = tuple(text for text in answers if scores_itself(text, "general_qa"))
             question = " ".join(_text(qa["question"]).split())
             if answers and question:
                 asked.append(Asked(index, question, answers))
@@ -128,10 +129,6 @@ def _text(value: Any) -> str:
         raise TypeError(f"{value!r:.100}: must be a text")
     value.encode()  # raises on lone surrogates, which UTF-8 cannot encode
     return value
-
-
-def _scorable(answer: str) -> bool:
-    return rules.score(f"The answer is {answer}", answer, "general_qa") == 1.0
 
 
 def make_questions(

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spell_jax.selfplay import rules
+from spell_jax.selfplay import given_questions, rules
 from spell_jax.selfplay.numbers import number_text
 
 # Answers that any text may contain by chance.
@@ -64,8 +64,8 @@ def _checked(draft: Draft | str) -> Draft | str:
     "".join(texts).encode()  # raises on lone surrogates, which UTF-8 cannot encode
     if not all(text.strip() for text in texts):
         raise ValueError("question, answer, documents and evidence must not be blank")
-    reply = f"The correct answer is {draft.answer}"
-    return draft if rules.score(reply, draft.answer, draft.task) else "rule cannot score the answer"
+    scorable = given_questions.scores_itself(draft.answer, draft.task)
+    return draft if scorable else "rule cannot score the answer"
 
 
 def musique(row: Mapping[str, Any]) -> Iterator[Draft | str]:

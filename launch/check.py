@@ -18,12 +18,14 @@ Shapes are computed on this machine's CPU. No file is written.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
 import pathlib
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -61,6 +63,7 @@ from spell_jax.runtime.jsonl import read_json
 from spell_jax.runtime.paths import CHECKPOINTS_FOLDER
 from spell_jax.sampler import kv_cache
 from spell_jax.sampler.config import SamplerConfig
+from spell_jax.selfplay.given_questions import read_scorable
 from spell_jax.trainer import state
 from spell_jax.trainer.build import make_algorithm, make_context
 
@@ -198,8 +201,11 @@ def check(config: Config, topology: str = "", workdir: str = "") -> Checked:
         checked.plan = attempt("mesh", _plan, checked)
         attempt("mesh", _check_memory, checked.plan)
     data = _check_data(checked, algorithm or SpellConfig(), attempt)
-    if None not in (tokenizer, checked.sampling, checked.mesh, run, algorithm, data):
-        attempt("data.source", _make_algorithm, config, tokenizer)
+    with _logged_warnings() as skipped:
+        _check_questions(data, algorithm, attempt)
+        if None not in (tokenizer, checked.sampling, checked.mesh, run, algorithm, data):
+            attempt("data.source", _make_algorithm, config, tokenizer)
+    checked.remarks += dict.fromkeys(skipped)
     if data and built.is_built(config.data.source):  # checked despite other mistakes
         attempt("data.source", built.Built, config.data.source)
     if not attempt.mistakes:
@@ -245,6 +251,31 @@ def _check_data(
             attempt.mistakes.remove(line)
             checked.missing.append(line)
     return data
+
+
+def _check_questions(
+    data: DataConfig | None, algorithm: AlgorithmConfig | None, attempt: Attempts
+) -> None:
+    """Read the files of questions, whose bad lines are logged."""
+    for name in ("questions", "validation"):
+        path, field = getattr(data, name, ""), f"data.{name}"
+        if path and algorithm:
+            attempt(field, read_scorable, path, field, algorithm.extract, algorithm.rule)
+
+
+@contextlib.contextmanager
+def _logged_warnings() -> Iterator[list[str]]:
+    """Collect the warnings that the package logs, such as skipped lines; they are not shown."""
+    lines: list[str] = []
+    handler, package = logging.Handler(logging.WARNING), logging.getLogger("spell_jax")
+    handler.emit = lambda record: lines.append(record.getMessage())
+    propagates, package.propagate = package.propagate, False
+    package.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        package.removeHandler(handler)
+        package.propagate = propagates
 
 
 def _make_algorithm(config: Config, tokenizer: Any) -> None:
@@ -496,7 +527,7 @@ def main(_) -> None:
     given = flags.FLAGS
     checked = check(given.config, given.topology, given.workdir)
     if checked.mistakes:
-        print("\n".join([*checked.mistakes, *checked.missing]))
+        print("\n".join([*checked.mistakes, *checked.missing, *checked.remarks]))
         sys.exit(entry.EXIT_CODE)
     entry.setup_done()
     print(describe(checked))

@@ -8,7 +8,8 @@
    "documents", "question"}; {"role": "verifier", "question", "answer", "reference"}; or
    {"prompt": "..."}, used unchanged. Bad lines are counted, logged with their place and skipped.
 2. The policy is DIR/policy or --policy. The wording of the prompts is that of the run
-   (DIR/config.json) unless --prompt_set says otherwise. All that is read may be named by URLs.
+   (DIR/config.json) unless --prompt_set says otherwise, and so is the way to read answers
+   (--extract). All that is read may be named by URLs.
 3. A line of the output is the input's plus, with an entry per answer, "answers" (texts; none if the
    prompt is too long for the policy's context), "logprobs" (sums over an answer's tokens, in nats,
    at the sampling temperature), "tokens" (counts) and "stopped" (false: truncated at --max_tokens).
@@ -31,6 +32,7 @@ from absl import flags
 from spell_jax.policy.choices import COMPUTE_DTYPES, THINKING
 from spell_jax.runtime import entry
 from spell_jax.selfplay.evidence import EVIDENCE_BY, REASONING_BY
+from spell_jax.selfplay.rules import EXTRACTS
 
 
 def main(_) -> None:
@@ -56,6 +58,7 @@ if __name__ == "__main__":
     flags.DEFINE_bool("greedy", False, "The most likely token each time.")
     flags.DEFINE_integer("max_tokens", 256, "Maximum answer length in tokens.")
     flags.DEFINE_string("prompt_set", None, "compact, full or a folder of templates.")
+    flags.DEFINE_enum("extract", None, EXTRACTS, "How answers are read; without a run: lenient.")
     flags.DEFINE_integer("seed", 0, "Seed of sampling.")
     flags.DEFINE_enum("dtype", "float32", list(COMPUTE_DTYPES), "Dtype of the policy's weights.")
     flags.DEFINE_enum("thinking", "", list(THINKING), "For chat templates that know it.")

@@ -8,13 +8,16 @@ of the documents that support the answer), "answers" (all right ones), "wrong" (
 from __future__ import annotations
 
 import dataclasses
+import logging
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from spell_jax.data.clusters import TASKS, Cluster, Source, in_memory
 from spell_jax.runtime import remote
 from spell_jax.runtime.jsonl import read_records
+
+log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,14 +39,28 @@ class Question:
         return self.answers or (self.answer,)
 
 
-def read_questions(path: str | pathlib.Path, field: str) -> tuple[Question, ...]:
+def read_questions(
+    path: str | pathlib.Path, field: str, check: Callable[[Question], None] = lambda _: None
+) -> tuple[Question, ...]:
     """Read the questions of a JSONL file or its URL; bad lines are logged and skipped.
 
+    A line is bad too if `check` raises ValueError for its question (selfplay.given_questions).
     Errors name the config field `field`: FileNotFoundError, or ValueError if no line is valid.
     """
-    questions, skipped = read_records(remote.fetch(path), _parse_question)
+
+    def parse(record: Any) -> Question:
+        question = _parse_question(record)
+        check(question)
+        return question
+
+    questions, skipped = read_records(remote.fetch(path), parse)
     if not questions:
-        raise ValueError(f"{field} = {path}: none of its {skipped} lines is a valid question")
+        raise ValueError(
+            f"{field} = {path}: none of its {skipped} lines is a valid question (the log names the "
+            "reason for each)"
+        )
+    if skipped:
+        log.warning("%s = %s: %d questions, %d lines skipped", field, path, len(questions), skipped)
     return tuple(questions)
 
 

@@ -45,7 +45,9 @@ def run(given: Any) -> None:
     """
     policy, prompts, sampling = load(given)
     records, texts = read_requests(given.prompts, prompts)
-    write(given, answer(policy, records, texts, given.samples, sampling, given.seed))
+    workdir = paths.open_folder(given.workdir) if given.workdir else None
+    extract = given.extract or find_field(workdir, "extract", "lenient")
+    write(given, answer(policy, records, texts, given.samples, sampling, given.seed, extract))
 
 
 def load(given: Any) -> tuple[Policy, Prompts, Record]:
@@ -54,7 +56,7 @@ def load(given: Any) -> tuple[Policy, Prompts, Record]:
     folder = given.policy or (workdir and workdir / "policy")
     if not folder:
         raise app.UsageError("--workdir or --policy: one of them must name the policy")
-    prompts = prompt_sets.load(given.prompt_set or find_prompt_set(workdir))
+    prompts = prompt_sets.load(given.prompt_set or find_field(workdir, "prompts", "full"))
     temperature = 0.0 if given.greedy else given.temperature
     sampling = {"temperature": temperature, "top_p": given.top_p, "max_tokens": given.max_tokens}
     Options(**sampling)
@@ -67,18 +69,19 @@ def write(given: Any, results: Sequence[Record]) -> None:
         write_records(pathlib.Path(given.out), results)
 
 
-def find_prompt_set(workdir: epath.Path | None) -> str:
-    """Returns the prompt set in config.json of a run's workdir; "full" without one.
+def find_field(workdir: epath.Path | None, name: str, default: str) -> str:
+    """Returns a field of the section `algorithm` in config.json of a run's workdir.
 
-    ValueError if the file is damaged, or not the config of a run.
+    The default without a workdir, file or field. ValueError if the file is damaged, or not the
+    config of a run.
     """
     path = workdir / CONFIG_FILE if workdir else None
     config = read_json(path) if path and path.exists() else {}
     section = config.get("algorithm", config)
-    prompt_set = section.get("prompts", "full") if isinstance(section, dict) else None
-    if not isinstance(prompt_set, str):
-        raise ValueError(f"{path}: not the config of a run; give another --workdir or --prompt_set")
-    return prompt_set
+    value = section.get(name, default) if isinstance(section, dict) else None
+    if not isinstance(value, str):
+        raise ValueError(f"{path}: not the config of a run; give another --workdir, or the flag")
+    return value
 
 
 def make_prompt(record: Record, prompts: Prompts) -> str:
@@ -141,11 +144,13 @@ def answer(
     samples: int,
     sampling: Record,
     seed: int,
+    extract: str = "lenient",
 ) -> list[Record]:
     """Samples G = `samples` answers to all prompts that fit into the policy's context.
 
     `sampling` has temperature (0 is greedy), top_p and max_tokens, as in Options. The key of a
-    request depends on `seed` and on its place among all requests. Returns a line of the output for
+    request depends on `seed` and on its place among all requests. `extract`, one of
+    rules.EXTRACTS, says how answers are read. Returns a line of the output for
     each request; a prompt that does not fit has no answers. Raises ValueError if no prompt fits, or
     a sampling option is out of range.
     """
@@ -164,13 +169,17 @@ def answer(
     sampled = policy.sample(ids, samples, keys, [options] * len(ids))
     answers = {fitting[i]: group for i, group in sampled}
     return [
-        describe(record, prompt, answers.get(i, []), policy.tokenizer)
+        describe(record, prompt, answers.get(i, []), policy.tokenizer, extract)
         for i, (record, prompt) in enumerate(zip(records, prompts, strict=True))
     ]
 
 
 def describe(
-    record: Record, prompt: str, samples: Sequence[Sample], tokenizer: Tokenizer
+    record: Record,
+    prompt: str,
+    samples: Sequence[Sample],
+    tokenizer: Tokenizer,
+    extract: str = "lenient",
 ) -> Record:
     """Return the output's line of one request: its fields, its answers and what they parse to.
 
@@ -190,6 +199,10 @@ def describe(
         return result | {"verdicts": [parsing.parse_verdict(text) for text in texts]}
     task = record["task"]
     if record["role"] == "responder":
-        return result | {"predictions": [rules.extract_answer(text, task) for text in texts]}
-    parsed = [parsing.parse_question(text, task, tokenizer.count) for text in texts]
+        return result | {
+            "predictions": [rules.extract_answer(text, task, extract) for text in texts]
+        }
+    parsed = [
+        parsing.parse_question(text, task, tokenizer.count, extract=extract) for text in texts
+    ]
     return result | {"parsed": [dataclasses.asdict(one) for one in parsed]}

@@ -42,7 +42,7 @@ def first_balance(steps: np.ndarray) -> int | None:
 def check_depth(text: str) -> None:
     """Raise RecursionError if more than DEEPEST brackets are open, those inside strings left out.
 
-    `text` has no escaped quotes (parsing._without_escapes).
+    `text` has no escaped quotes (json_records._without_escapes).
     """
     points = code_points(text)
     inside = np.logical_xor.accumulate(points == ord('"'))

@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
-from spell_jax.selfplay.parsing import find_record
+from spell_jax.selfplay.json_records import find_record
 from spell_jax.selfplay.rules import find_answer, visible_text
 
 SECTIONS = ("analysis", "evidence", "reasoning", "answer")
@@ -99,10 +99,10 @@ def with_answer_phrase(answer: str, task: str, extract: str = "paper") -> str:
 def parse_scores(text: str, count: int, in_thought: bool = False) -> tuple[int, ...] | None:
     """Parse a reward model's scores of `count` evidence sets, in prompt order.
 
-    Two formats are accepted: a JSON object with a list "scores" (see parsing.find_record), or only
-    pairs of a set's number and its score, such as "1 4", "2 2" and "3 5" on three lines. Returns
-    `count` integers from 1 to 5, or None for anything else, such as labels out of order or an
-    unfinished thought.
+    Two formats are accepted: a JSON object with a list "scores" (see json_records), or only pairs of a
+    set's number and its score, such as "1 4", "2 2" and "3 5" on three lines. Returns `count`
+    integers from 1 to 5, or None for anything else, such as labels out of order or an unfinished
+    thought.
     """
     visible = visible_text(text, in_thought)
     if visible is None:

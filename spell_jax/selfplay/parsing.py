@@ -3,32 +3,22 @@
 Spec sections 2.3, 2.4 and 6, with 12 and 14. They accept any string and run in linear time.
 """
 
-import contextlib
 import json
-import re
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
-
 from spell_jax.data.clusters import LETTERS, SURROGATE
-from spell_jax.selfplay.braces import brace_steps, check_depth, code_points, first_balance
+from spell_jax.selfplay.json_records import find_record
 from spell_jax.selfplay.numbers import number_text, parse_number
 from spell_jax.selfplay.rules import check_extract, check_task, find_answer, visible_text
 
-MOST_BLOCKS = 100  # only the last fenced blocks are tried: 100 KB may hold 10,000 invalid ones
 NOTHING_TO_ASK = "nothing_to_ask"  # reason: the questioner states it
 MAX_ANSWER_TOKENS = 40  # limit for a general_qa reference (spec 12, row 4)
 
 Status = Literal["accepted", "bad_format", "declined"]
 
 _CONTROL_CHARACTERS = dict.fromkeys(set(range(32)) - {ord(c) for c in "\n\r\t"})
-_FENCED = re.compile(r"```json(.*?)```", re.DOTALL)
-# The same up to the first backticks that are outside of strings.
-_FENCED_STRINGS = re.compile(r'```json((?:[^"`]++|"(?:[^"\\]++|\\.)*+"|`(?!``))*+)```', re.DOTALL)
-_ROOM = 4  # lengths of the text that may be searched for such backticks
 
 
 @dataclass(frozen=True)
@@ -108,88 +98,6 @@ def _bad(reason: str) -> Parsed:
 
 def _declined(reason: str) -> Parsed:
     return Parsed("declined", reason=reason)
-
-
-def find_record(text: str) -> dict[str, Any] | None:
-    """Return the JSON object that the text presents, or None.
-
-    The last valid JSON among the last MOST_BLOCKS fenced blocks decides, even if it is not an
-    object. Without a valid block, an object at the end of the text is used if it starts the text or
-    follows white space. Backticks within a string of the JSON close and open no block. Raises
-    RecursionError if the JSON is nested too deep.
-    """
-    value, at = _last_block(text)
-    closing = _closing_object(text)
-    if at is None or at >= len(text) - len(closing):  # or the block is part of a string
-        with contextlib.suppress(ValueError):
-            value = _load_object(closing)
-    if isinstance(value, RecursionError):
-        raise value
-    return value
-
-
-def _last_block(text: str) -> tuple[dict[str, Any] | RecursionError | None, int | None]:
-    """Return the value of the last valid fenced block, and its place; (None, None) without one.
-
-    The value is the error if the block is nested too deep.
-    """
-    value, place, end = None, None, 0
-    room = _ROOM * len(text)  # the blocks around strings may overlap, and take quadratic time
-    for short in deque(_FENCED.finditer(text), MOST_BLOCKS):
-        if short.start() < end:  # in a string of the block before
-            continue
-        whole = _FENCED_STRINGS.match(text, short.start()) if room > 0 else None
-        room -= (whole.end() if whole else len(text)) - short.start()
-        differs = whole is not None and whole.end() != short.end()
-        for block in (whole, short) if differs else (short,):
-            with contextlib.suppress(ValueError):
-                try:
-                    value = _load_object(block[1])
-                except RecursionError as error:
-                    value = error
-                place, end = block.start(), block.end()
-                break
-    return value, place
-
-
-def _load_object(text: str) -> dict[str, Any] | None:
-    """Parse strict JSON with optional trailing commas; None if it is not an object."""
-    check_depth(_without_escapes(text))
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = json.loads(_without_trailing_commas(text))
-    return value if isinstance(value, dict) else None
-
-
-def _without_trailing_commas(text: str) -> str:
-    """Remove commas before a closing bracket, except inside strings."""
-    points = code_points(_without_escapes(text))
-    inside = np.logical_xor.accumulate(points == ord('"'))
-    marks = np.flatnonzero(~inside & (points > ord(" ")))
-    here, following = points[marks[:-1]], points[marks[1:]]
-    commas = (here == ord(",")) & ((following == ord("]")) | (following == ord("}")))
-    kept = np.delete(code_points(text), marks[:-1][commas])
-    return kept.tobytes().decode("utf-32-le", "surrogatepass")
-
-
-def _closing_object(text: str) -> str:
-    """Return the brace-balanced suffix of a text that ends in a brace; otherwise an empty text."""
-    if not text.endswith("}"):
-        return ""
-    # Scanned from the end, because the last brace is known to lie outside any string.
-    points = code_points(_without_escapes(text)[::-1])
-    inside = np.logical_xor.accumulate(points == ord('"'))
-    end = first_balance(brace_steps(points) * ~inside)
-    if end is None:
-        return ""
-    start = len(text) - 1 - end
-    return text[start:] if start == 0 or text[start - 1].isspace() else ""
-
-
-def _without_escapes(text: str) -> str:
-    """Mask escapes without changing the length, so that every remaining quote delimits a string."""
-    return text.replace("\\\\", "__").replace('\\"', "__")
 
 
 def _validate(

@@ -9,21 +9,17 @@ import string
 from collections.abc import Sequence
 
 from spell_jax.data.clusters import LETTERS, TASKS
-from spell_jax.selfplay.braces import BOX, last_box
 from spell_jax.selfplay.numbers import SCALES, Number, parse_number, same_number
 from spell_jax.selfplay.statements import (
-    CHAT_MARKERS,
     NO_STATEMENT,
-    PLACEHOLDER,
     Statement,
     first_line,
     read_alone,
-    read_statement,
+    read_leniently,
+    read_strictly,
+    tail_of,
     unify,
 )
-
-# Without the phrase "answer is", only the last characters of a response are searched.
-_TAIL_CHARACTERS = {"general_qa": 1000, "financial_math": 300, "multiple_choice": 300}
 
 # How the stated answer of a response is read: by the rules of SPELL's paper, or in more forms.
 EXTRACTS = ("paper", "lenient")
@@ -32,28 +28,6 @@ FORMS = ("phrase", "colon", "boxed", "bare", "unparsed")
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
-
-# Possessive quantifiers prevent backtracking. They change no match, because no part of the pattern
-# can use a character that the part before it consumed.
-_FIGURE = r"([=≈`%$°£€¥]*+-?+[0-9.,]++(?:[eE][+-]?[0-9]++)?+)"
-_FIGURE_PATTERNS = tuple(
-    re.compile(lead + figure, re.IGNORECASE)
-    for lead in ("the answer is ", "answer is ")
-    for figure in (rf"\({_FIGURE}\)", _FIGURE)
-)
-
-# The letter is upper case and must not start a word, in any script, with or without accents.
-_NO_WORD = r"(?![\w\u0300-\u036f])"
-_LETTER_PATTERNS = tuple(
-    re.compile(pattern)
-    for pattern in (
-        r"\\(?i:boxed)\{([A-D])\}",
-        r"(?i:correct answer is )\(([A-D])\)",
-        rf"(?i:correct answer is )([A-D]){_NO_WORD}",
-        r"(?i:answer is )\(([A-D])\)",
-        rf"(?i:answer is )([A-D]){_NO_WORD}",
-    )
-)
 
 
 def visible_text(text: str, in_thought: bool = False) -> str | None:
@@ -91,18 +65,15 @@ def _find_statement(text: str, task: str, extract: str, in_thought: bool) -> Sta
     if not visible:
         return NO_STATEMENT
     if extract == "lenient":
-        return read_statement(visible, task)
-    announced = "answer is" in visible or (task == "financial_math" and r"\boxed" in visible)
-    if not announced and "</think>" not in text:
-        visible = visible[-_TAIL_CHARACTERS[task] :]
-    return _read_strictly(visible, task)
+        return read_leniently(visible, task)
+    return read_strictly(visible if "</think>" in text else tail_of(visible, task), task)
 
 
 def find_answer(text: str, task: str, extract: str = "paper") -> str | None:
     """Return the answer stated in `text`, which contains no thoughts; None if there is none."""
     check_task(task)
     check_extract(extract)
-    read = read_statement if extract == "lenient" else _read_strictly
+    read = read_leniently if extract == "lenient" else read_strictly
     return read(text, task).answer
 
 
@@ -167,26 +138,13 @@ def score(
     `extract` and `in_thought` as in `extract_answer`.
     """
     prediction = extract_answer(text, task, extract, in_thought)
-    wanted = find_answer(reference, task, extract) or first_line(reference)
+    wanted = read_reference(reference, task, extract)
     return float(prediction is not None and is_correct(prediction, wanted, task, rule, extract))
 
 
-def unscorable(reference: str, task: str, extract: str = "paper") -> str:
-    """Return why no response can score with a reference answer; an empty text if one can."""
-    wanted = find_answer(reference, task, extract) or first_line(reference)
-    if is_correct(wanted, wanted, task, "exact", extract):
-        return ""
-    if not reference.strip():
-        return "is blank"
-    if task == "general_qa":
-        return "has no words but articles"
-    return f"is no {'single number' if task == 'financial_math' else 'letter from A to D'}"
-
-
-def scores_itself(answer: str, task: str) -> bool:
-    """Return whether "The answer is ANSWER" scores 1, however a run extracts answers."""
-    reply = f"The answer is {answer}"
-    return all(score(reply, answer, task, extract=extract) == 1.0 for extract in EXTRACTS)
+def read_reference(reference: str, task: str, extract: str = "paper") -> str:
+    """Return the answer in a reference, which is bare, or stated as in a response."""
+    return find_answer(reference, task, extract) or first_line(reference)
 
 
 def same_answer(first: str, second: str, task: str, extract: str = "paper") -> bool:
@@ -219,45 +177,6 @@ def check_task(task: str) -> None:
 def check_extract(extract: str) -> None:
     if extract not in EXTRACTS:
         raise ValueError(f"extract: {extract!r} is unknown; must be one of {', '.join(EXTRACTS)}")
-
-
-def _read_strictly(text: str, task: str) -> Statement:
-    """Read the statement of a text as the paper's public code does."""
-    if task == "general_qa":
-        form, answer = "phrase", _find_phrase(text)
-    elif task == "financial_math":
-        form, answer = "boxed" if BOX in text else "phrase", _find_figure(text)
-    else:
-        letter = _find_last(_LETTER_PATTERNS[:1], text)
-        form = "boxed" if letter else "phrase"
-        answer = letter or _find_last(_LETTER_PATTERNS[1:], text)
-    return Statement(form if answer else "unparsed", answer)
-
-
-def _find_phrase(text: str) -> str | None:
-    for removed in ("*", *CHAT_MARKERS):
-        text = text.replace(removed, "")
-    for phrase in ("the answer is", "correct answer is", "answer is"):
-        _, found, rest = text.rpartition(phrase)
-        if found:
-            answer = first_line(rest)
-            return None if PLACEHOLDER in answer else answer
-    return None
-
-
-def _find_figure(text: str) -> str | None:
-    if BOX in text:
-        boxed = last_box(text)
-        return None if boxed is None else boxed.replace(",", "").rstrip(".")
-    figure = _find_last(_FIGURE_PATTERNS, text)
-    return None if figure is None else figure.replace(",", "").rstrip(".")
-
-
-def _find_last(patterns: Sequence[re.Pattern[str]], text: str) -> str | None:
-    """Return the last match of the first pattern that matches the text without asterisks."""
-    text = text.replace("*", "")
-    found = (pattern.findall(text) for pattern in patterns)
-    return next((matches[-1] for matches in found if matches), None)
 
 
 def _both_numbers(first: str, second: str) -> tuple[Number, Number] | None:

@@ -1,13 +1,13 @@
-"""Lenient reading of the answer that a response states: more forms than the paper's code reads.
+"""The answer that a response states: strictly as the paper's public code reads it, or leniently.
 
-The last statement that can be read counts, whatever its form. Total and linear-time.
+Leniently, the last statement that can be read counts, whatever its form. Total and linear-time.
 """
 
 import itertools
 import re
 import unicodedata
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from spell_jax.selfplay.braces import BOX, last_box
@@ -19,8 +19,98 @@ from spell_jax.selfplay.written_numbers import (
     without_commands,
 )
 
-CHAT_MARKERS = ("<｜Assistant｜>", "<｜end▁of▁sentence｜>")
-PLACEHOLDER = "insert answer here"  # the prompt's words
+_CHAT_MARKERS = ("<｜Assistant｜>", "<｜end▁of▁sentence｜>")
+_PLACEHOLDER = "insert answer here"  # the prompt's words
+
+
+class Statement(NamedTuple):
+    """An answer that a text states, and its form, one of rules.FORMS."""
+
+    form: str
+    answer: str | None = None
+
+
+NO_STATEMENT = Statement("unparsed")
+
+
+def first_line(text: str) -> str:
+    """Return the first line of a text without spaces and full stops around it."""
+    return text.strip().partition("\n")[0].strip().strip(".").strip()
+
+
+# ---------------------------------------------------------------------------------- Read strictly
+
+# Without the phrase "answer is", only the last characters of a response are searched.
+_TAIL_CHARACTERS = {"general_qa": 1000, "financial_math": 300, "multiple_choice": 300}
+# Possessive quantifiers prevent backtracking. They change no match, because no part of the pattern
+# can use a character that the part before it consumed.
+_FIGURE = r"([=≈`%$°£€¥]*+-?+[0-9.,]++(?:[eE][+-]?[0-9]++)?+)"
+_FIGURE_PATTERNS = tuple(
+    re.compile(lead + figure, re.IGNORECASE)
+    for lead in ("the answer is ", "answer is ")
+    for figure in (rf"\({_FIGURE}\)", _FIGURE)
+)
+
+# The letter is upper case and must not start a word, in any script, with or without accents.
+_NO_WORD = r"(?![\w\u0300-\u036f])"
+_LETTER_PATTERNS = tuple(
+    re.compile(pattern)
+    for pattern in (
+        r"\\(?i:boxed)\{([A-D])\}",
+        r"(?i:correct answer is )\(([A-D])\)",
+        rf"(?i:correct answer is )([A-D]){_NO_WORD}",
+        r"(?i:answer is )\(([A-D])\)",
+        rf"(?i:answer is )([A-D]){_NO_WORD}",
+    )
+)
+
+
+def tail_of(text: str, task: str) -> str:
+    """Return the part of a response without thoughts that the paper's code searches."""
+    announced = "answer is" in text or (task == "financial_math" and r"\boxed" in text)
+    return text if announced else text[-_TAIL_CHARACTERS[task] :]
+
+
+def read_strictly(text: str, task: str) -> Statement:
+    """Read the statement of a text as the paper's public code does."""
+    if task == "general_qa":
+        form, answer = "phrase", _find_phrase(text)
+    elif task == "financial_math":
+        form, answer = "boxed" if BOX in text else "phrase", _find_figure(text)
+    else:
+        letter = _find_last(_LETTER_PATTERNS[:1], text)
+        form = "boxed" if letter else "phrase"
+        answer = letter or _find_last(_LETTER_PATTERNS[1:], text)
+    return Statement(form if answer else "unparsed", answer)
+
+
+def _find_phrase(text: str) -> str | None:
+    for removed in ("*", *_CHAT_MARKERS):
+        text = text.replace(removed, "")
+    for phrase in ("the answer is", "correct answer is", "answer is"):
+        _, found, rest = text.rpartition(phrase)
+        if found:
+            answer = first_line(rest)
+            return None if _PLACEHOLDER in answer else answer
+    return None
+
+
+def _find_figure(text: str) -> str | None:
+    if BOX in text:
+        boxed = last_box(text)
+        return None if boxed is None else boxed.replace(",", "").rstrip(".")
+    figure = _find_last(_FIGURE_PATTERNS, text)
+    return None if figure is None else figure.replace(",", "").rstrip(".")
+
+
+def _find_last(patterns: Sequence[re.Pattern[str]], text: str) -> str | None:
+    """Return the last match of the first pattern that matches the text without asterisks."""
+    text = text.replace("*", "")
+    found = (pattern.findall(text) for pattern in patterns)
+    return next((matches[-1] for matches in found if matches), None)
+
+
+# -------------------------------------------------------------------------------- Read leniently
 
 _MOST_STATEMENTS = 8  # the last ones are read: 100 KB may announce 10,000 answers
 _MOST_MENTIONS = 100  # the last ones are checked for being announcements
@@ -73,19 +163,9 @@ _NO_LETTER = re.compile(
 )
 
 
-class Statement(NamedTuple):
-    """An answer that a text states, and its form, one of rules.FORMS."""
-
-    form: str
-    answer: str | None = None
-
-
-NO_STATEMENT = Statement("unparsed")
-
-
-def read_statement(text: str, task: str) -> Statement:
+def read_leniently(text: str, task: str) -> Statement:
     """Read the last statement of a text that can be read, or that withdraws the earlier ones."""
-    for marker in CHAT_MARKERS:
+    for marker in _CHAT_MARKERS:
         text = text.replace(marker, "")
     for form, stated in _stated(text, task):
         answer = _read_stated(stated, task, form)
@@ -141,7 +221,7 @@ def _line_after(text: str, at: int) -> str:
 
 def _read_stated(line: str, task: str, form: str) -> str | None:
     """Read the answer at the start of a line; REFUSED if it withdraws one, None if it has none."""
-    if PLACEHOLDER in line:
+    if _PLACEHOLDER in line:
         return REFUSED
     if task == "general_qa":
         return _read_text(line)
@@ -155,11 +235,6 @@ def read_alone(text: str, task: str) -> str | None:
     if task == "financial_math":
         return read_number(text)
     return _read_letter(text) if _LONE_LETTER.match(text[:MAX_CHARACTERS]) else None
-
-
-def first_line(text: str) -> str:
-    """Return the first line of a text without spaces and full stops around it."""
-    return text.strip().partition("\n")[0].strip().strip(".").strip()
 
 
 def _read_text(line: str) -> str | None:

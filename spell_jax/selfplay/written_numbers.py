@@ -265,7 +265,8 @@ def _magnitude(plain: str, at: int) -> tuple[str, int] | None:
         return None if _ASIDE.match(plain, at) else _read_words(plain, at)
     if found := _MIXED.match(plain, at):
         whole, above, below = map(int, found.groups())
-        return (_digits(whole + Fraction(above, below)) if below else REFUSED), found.end()
+        digits = _digits(whole + Fraction(above, below)) if below else None
+        return digits or REFUSED, found.end()
     found = next((m for pattern in _FIGURES if (m := pattern.match(plain, at))), None)
     if found is None:
         return REFUSED, at

@@ -22,7 +22,7 @@ from spell_jax.algorithms.rollout import RolloutWorker, TextSampler
 from spell_jax.config import RunConfig
 from spell_jax.data import clusters, stream
 from spell_jax.data.config import open_clusters
-from spell_jax.data.questions import Question, read_questions
+from spell_jax.data.questions import Question
 from spell_jax.learner.learner import Learner
 from spell_jax.learner.loss_config import LossConfig
 from spell_jax.learner.optimizer import OptimizerConfig
@@ -34,6 +34,7 @@ from spell_jax.runtime.config import Config
 from spell_jax.runtime.timers import PhaseTimer
 from spell_jax.sampler.engine import Sampler, SamplerConfig
 from spell_jax.selfplay import prompts as prompt_sets
+from spell_jax.selfplay.given_questions import read_scorable
 from spell_jax.selfplay.judge import JUDGE_KEY, JUDGE_TEMPLATES, Endpoint, Judge, JudgeConfig
 
 
@@ -122,7 +123,10 @@ def make_context(config: RunConfig, tokenizer: Tokenizer) -> AlgorithmContext:
 
     @functools.cache
     def questions() -> tuple[Question, ...]:
-        return read_questions(data.questions, "data.questions") if data.questions else ()
+        if not data.questions:
+            return ()
+        algorithm = config.algorithm
+        return read_scorable(data.questions, "data.questions", algorithm.extract, algorithm.rule)
 
     def deal(source: clusters.Source) -> stream.TaskStream:
         return stream.TaskStream(source, data.tasks, data.task_weights, config.seed, data.shuffle)

@@ -8,7 +8,7 @@
    (the one with the answer, where one has it) and one more, in a share of rows also after other
    questions about them. Every completion has passed the parser that self-play uses.
 3. A responder row answers from one document to all: fewer than a cluster has leave self-play room
-   to improve. The rule scores every completion 1.
+   to improve. The rule scores every completion 1, however a run extracts answers.
 4. A verifier row compares the answer with itself, with another right answer, or with a wrong one.
 
 The rows teach formats and are few; one question may give a row to each role.
@@ -28,13 +28,13 @@ import numpy as np
 from absl import flags
 
 from spell_jax.data.clusters import LETTERS, TASKS, count_words
-from spell_jax.data.questions import Question, read_questions
+from spell_jax.data.questions import Question
 from spell_jax.data.stream import batch_counts
 from spell_jax.runtime import entry
 from spell_jax.runtime.config import check_least
 from spell_jax.runtime.jsonl import write_records
 from spell_jax.selfplay import prompts as prompt_sets
-from spell_jax.selfplay import rules
+from spell_jax.selfplay.given_questions import read_scorable, scores_itself
 from spell_jax.selfplay.memory import Entry
 from spell_jax.selfplay.numbers import number_text, parse_number
 from spell_jax.selfplay.parsing import format_choices, parse_question
@@ -202,7 +202,7 @@ class RowMaker:
         shown = self._with_more(item.documents[:1], item.documents, self.config.documents_read)
         stated = f"({item.answer})" if item.task == "multiple_choice" else item.answer
         completion = f"The answer is {stated}"
-        if rules.score(completion, item.answer, item.task) != 1.0:
+        if not scores_itself(item.answer, item.task):
             self.counts["responder: the rule cannot score the answer"] += 1
             return None
         prompt = self.prompts.responder(item.task, shown, item.question)
@@ -286,7 +286,7 @@ def main(_) -> None:
         computed=given.computed,
         seed=given.seed,
     )
-    questions = [q for path in given.questions for q in read_questions(path, "--questions")]
+    questions = [q for path in given.questions for q in read_scorable(path, "--questions")]
     rows, counts = make_rows(questions, config, prompt_sets.load(given.prompts))
     write_records(given.out, map(dataclasses.asdict, rows))
     print(json.dumps({"rows": len(rows), "questions": len(questions), "left out": counts}))

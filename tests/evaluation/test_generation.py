@@ -8,12 +8,14 @@ import sys
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
 from spell_jax.evaluation import generation
 from spell_jax.evaluation.policy_sampler import Policy
 from spell_jax.policy import tokenizer, transformer, weights
 from spell_jax.policy.config import PolicyConfig
+from spell_jax.sampler.requests import Sample
 from spell_jax.selfplay import prompts
 
 COMPACT = prompts.load("compact")
@@ -94,14 +96,24 @@ def test_bad_lines_are_logged_and_skipped(tmp_path: Path, caplog: pytest.LogCapt
         generation.read_requests(write(path, [{"role": "nobody"}]), COMPACT)
 
 
-def test_prompt_set_is_read_from_the_run_or_defaults_to_full(tmp_path: Path, workdir: Path) -> None:
-    assert generation.find_prompt_set(workdir) == "compact"
-    assert generation.find_prompt_set(tmp_path) == "full"
-    assert generation.find_prompt_set(None) == "full"
+def test_fields_of_the_run_have_defaults(tmp_path: Path, workdir: Path) -> None:
+    assert generation.find_field(workdir, "prompts", "full") == "compact"
+    assert generation.find_field(workdir, "extract", "lenient") == "lenient"
+    assert generation.find_field(tmp_path, "prompts", "full") == "full"
+    assert generation.find_field(None, "prompts", "full") == "full"
     for text in ("[]", "{", "null", '{"algorithm": 3}', '{"algorithm": {"prompts": 3}}'):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(ValueError, match=r"config\.json: "):
-            generation.find_prompt_set(tmp_path)
+            generation.find_field(tmp_path, "prompts", "full")
+
+
+def test_answers_are_read_as_the_extract_says(workdir: Path) -> None:
+    words = tokenizer.train(["The answer: (2,790) in all. " + '{"question": "?"}'] * 20, 400)
+    ids = np.array(words.encode("Answer: (2,790)"))
+    sample = Sample(ids, np.zeros(len(ids)), stopped=False)
+    for extract, stated in (("lenient", "-2790"), ("paper", None)):
+        result = generation.describe(REQUESTS[2], "", [sample], words, extract)
+        assert result["predictions"] == [stated]
 
 
 @pytest.mark.slow

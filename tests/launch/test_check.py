@@ -411,6 +411,25 @@ def test_unusable_document_folders_are_reported(tmp_path: pathlib.Path) -> None:
     assert checked.mistakes == ["data.validation = 'no/such': must be a .jsonl of questions"]
 
 
+def test_answers_that_can_never_score_are_named(tmp_path: pathlib.Path) -> None:
+    bad = (ROOT / "tests" / "cases" / "references.jsonl").read_text()
+    good = {"question": "Who?", "answer": "Ann", "task": "general_qa", "documents": ["Ann."]}
+    path = tmp_path / "questions.jsonl"
+    (tmp_path / "a.txt").write_text("One text.")
+    fields = {"data.source": str(tmp_path), "data.validation": str(path)}
+    path.write_text(bad + "\n" + json.dumps(good))
+    checked = check.check(small(**fields))
+    assert checked.mistakes == []
+    told = describe.describe(checked)
+    assert all(f"{path}:{line}: skipped (answer = " in told for line in range(1, 7))
+    assert told.count("can never score") == 6 and "1 questions, 6 lines skipped" in told
+    path.write_text(bad)
+    checked = check.check(small(**fields))
+    (line,) = checked.mistakes
+    assert line.startswith(f"data.validation = {path}: none of its 6 lines")
+    assert sum("can never score" in remark for remark in checked.remarks) == 6
+
+
 @pytest.mark.parametrize("place", ["file", "file/run", "/proc/run"])
 def test_unwritable_workdir_is_reported(tmp_path: pathlib.Path, place: str) -> None:
     (tmp_path / "file").write_text("")

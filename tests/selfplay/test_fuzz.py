@@ -39,7 +39,7 @@ from spell_jax.algorithms.spell.episode import Episode
 from spell_jax.data.clusters import Cluster, read_clusters
 from spell_jax.data.questions import read_questions
 from spell_jax.runtime.jsonl import read_records, write_records
-from spell_jax.selfplay import numbers, parsing, prompts, rules
+from spell_jax.selfplay import json_records, numbers, prompts, rules
 from spell_jax.selfplay.judge import MALFORMED, UNANSWERED, Endpoint, Judge, JudgeConfig
 from spell_jax.selfplay.memory import Entry, QuestionMemory
 from spell_jax.selfplay.parsing import Parsed
@@ -88,6 +88,7 @@ NO_READERS = {
     *("long_documents.load_longbench_v2", "long_documents.load_longbench_v2_kind"),
     *("short.load_math", "short.load_mmlu_pro"),
     *(f"retrieval.load_{name}" for name in ("icl", "infbench_sum", "mrcr", "multi_lexsum", "rag")),
+    *("given_questions.read_scorable", "given_questions.check_answer"),
     *("rules.check_task", "rules.check_extract", "braces.code_points", "braces.brace_steps"),
     "braces.first_balance",
     "braces.check_depth",  # raises, for the parsers that are listed
@@ -170,9 +171,13 @@ def _are_texts(found: Any) -> bool:
     return found is None or (all(map(_is_text, found)) and all(found))
 
 
+def _is_statement(read: Any) -> bool:
+    return bool(read.answer) == (read.form != "unparsed")
+
+
 EXPECTED: dict[str, Callable[[Any], bool]] = {
     "parsing.parse_question": _is_parsed,
-    "parsing.find_record": lambda record: record is None or isinstance(record, dict),
+    "json_records.find_record": lambda record: record is None or isinstance(record, dict),
     "evidence.parse_answer": lambda answer: answer is None or all(dataclasses.astuple(answer)),
     "evidence.parse_sections": _are_texts,
     "evidence.write_answer": _is_text,
@@ -212,8 +217,9 @@ EXPECTED: dict[str, Callable[[Any], bool]] = {
     "rules.extract_answer": _is_text_or_none,
     "rules.find_answer": _is_text_or_none,
     "rules.answer_form": rules.FORMS.__contains__,
-    "rules.unscorable": _is_text,
-    "rules.scores_itself": _is_truth,
+    "rules.read_reference": _is_text,
+    "given_questions.unscorable": _is_text,
+    "given_questions.scores_itself": _is_truth,
     "rules.normalize_answer": _is_text,
     "rules.score": (0.0, 1.0).__contains__,
     "rules.is_correct": _is_truth,
@@ -223,7 +229,9 @@ EXPECTED: dict[str, Callable[[Any], bool]] = {
     "written_numbers.read_number": _is_text_or_none,
     "written_numbers.without_commands": _is_text,
     "written_numbers.with_plain_characters": _is_text,
-    "statements.read_statement": lambda read: (read.answer is None) == (read.form == "unparsed"),
+    "statements.read_leniently": _is_statement,
+    "statements.read_strictly": _is_statement,
+    "statements.tail_of": _is_text,
     "statements.read_alone": _is_text_or_none,
     "statements.first_line": _is_text,
     "statements.unify": _is_text,
@@ -333,13 +341,13 @@ def test_only_the_last_json_blocks_are_tried(monkeypatch: pytest.MonkeyPatch) ->
         tried.append(text)
         return json.JSONDecoder().decode(text)
 
-    monkeypatch.setattr(parsing, "json", argparse.Namespace(loads=loads))
+    monkeypatch.setattr(json_records, "json", argparse.Namespace(loads=loads))
     good = '```json{"question": "q", "answer": "a"}```'
     wrong = "```json{```"
     parse = PARSERS["parsing.parse_question general_qa"]
     assert parse(good + wrong * 9000).reason == "no_json"
-    assert len(tried) == 2 * parsing.MOST_BLOCKS + 2  # and the end of the text: nothing
-    assert parse(good + wrong * (parsing.MOST_BLOCKS - 1)).status == "accepted"
+    assert len(tried) == 2 * json_records.MOST_BLOCKS + 2  # and the end of the text: nothing
+    assert parse(good + wrong * (json_records.MOST_BLOCKS - 1)).status == "accepted"
 
 
 @pytest.mark.usefixtures("linear")

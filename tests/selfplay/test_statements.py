@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spell_jax.selfplay import rules, statements
+from spell_jax.selfplay.given_questions import scores_itself, unscorable
 from spell_jax.selfplay.rules import answer_form, extract_answer, is_correct, same_answer, score
 from tests.paths import ROOT
 
@@ -191,20 +192,20 @@ def test_point_is_never_a_separator_of_thousands_by_the_scale_rule():
 def test_references_that_can_never_score_have_a_reason(extract):
     path = ROOT / "tests" / "cases" / "references.jsonl"
     for row in map(json.loads, path.read_text().splitlines()):
-        assert rules.unscorable(row["answer"], row["task"], extract), row
+        assert unscorable(row["answer"], row["task"], extract), row
     for reference in ("0", "no", "-12.5%", "1e5"):
-        assert not rules.unscorable(reference, "financial_math", extract)
-    assert not rules.unscorable("A", "multiple_choice", extract)
-    assert not rules.unscorable("N/A", "general_qa", extract)
-    assert not rules.unscorable("five million", "financial_math", "lenient")
-    assert rules.unscorable("five million", "financial_math") == "is no single number"
+        assert not unscorable(reference, "financial_math", extract)
+    assert not unscorable("A", "multiple_choice", extract)
+    assert not unscorable("N/A", "general_qa", extract)
+    assert not unscorable("five million", "financial_math", "lenient")
+    assert unscorable("five million", "financial_math") == "is no single number"
 
 
 def test_made_row_must_score_by_every_way_of_extraction():
-    assert rules.scores_itself("12.5", "financial_math")
-    assert rules.scores_itself("Paris", "general_qa")
-    assert not rules.scores_itself("five", "financial_math")  # only leniently
-    assert not rules.scores_itself("10-12", "financial_math")  # only by the paper's rules
+    assert scores_itself("12.5", "financial_math")
+    assert scores_itself("Paris", "general_qa")
+    assert not scores_itself("five", "financial_math")  # only leniently
+    assert not scores_itself("10-12", "financial_math")  # only by the paper's rules
 
 
 @pytest.mark.usefixtures("linear")

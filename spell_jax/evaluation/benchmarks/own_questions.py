@@ -4,7 +4,8 @@
    asked. The others are counted and logged.
 2. The answering policy is an external responder that reads all documents of the cluster, with the
    prompt of the run (algorithm.prompts in config.json; "full" if there is no config.json).
-3. The task's rule scores the answer. A judge is asked except for letters.
+3. The task's rule scores the answer, read leniently. A judge is asked except for letters.
+   Questions whose reference can never score are named in the log and left out.
 4. Answers are averaged by training step and task, because the mix of tasks changes while a policy
    trains. Difficulty is 1 - pass@1 (paper section 4.3, Figure 4: a line for each task).
 """
@@ -26,11 +27,12 @@ from spell_jax.evaluation.benchmarks.base import Benchmark, Item
 from spell_jax.evaluation.benchmarks.published import HELP, Folder
 from spell_jax.runtime.episodes import episode_files, read_episodes
 from spell_jax.runtime.paths import CONFIG_FILE
-from spell_jax.selfplay import prompts, rules
+from spell_jax.selfplay import given_questions, prompts, rules
 
 T = TypeVar("T")
 
 NAME = "own_questions"
+EXTRACT = "lenient"
 PER_STEP = 64  # maximum number of questions per step
 
 log = logging.getLogger(__name__)
@@ -64,8 +66,10 @@ def load(folder: Folder, limit: int | None = None) -> Benchmark:
         name=NAME,
         title="own questions",
         items=tuple(items if limit is None else evenly(items, limit)),
-        extract=lambda text, item: rules.extract_answer(text, item.fields["task"]),
-        score=lambda text, item: rules.score(text, item.references[0], item.fields["task"]),
+        extract=lambda text, item: rules.extract_answer(text, item.fields["task"], EXTRACT),
+        score=lambda text, item: rules.score(
+            text, item.references[0], item.fields["task"], extract=EXTRACT
+        ),
         judged=True,
         by=("step", "task"),
     )
@@ -104,6 +108,10 @@ def _items(
             left_out["without documents"] += 1
         elif not _is_complete(record, documents):
             left_out["damaged"] += 1
+        elif reason := given_questions.unscorable(record["reference"], record["task"], EXTRACT):
+            left_out["can never score"] += 1
+            place, reference = f"step {step}, episode {i + 1}", record["reference"]
+            log.warning("%s: left out (reference = %.100r %s)", place, reference, reason)
         else:
             task, question = record["task"], record["question"]
             prompt = wording.responder(task, documents, question)

@@ -86,6 +86,30 @@ def test_scoring_rule_is_that_of_the_task(tmp_path: Path):
         assert made.extract(said[i], item) == found[i]
 
 
+def test_answers_are_read_leniently(tmp_path: Path):
+    records = [record("a", 0, task="financial_math", reference="-2790", documents=["x"])]
+    (item,) = (
+        made := benchmarks.load("own_questions", write_episodes(tmp_path, {1: records}))
+    ).items
+    assert made.extract("Answer: $(2,790)", item) == "-2790"
+    assert made.score("Answer: $(2,790)", item) == 1.0
+
+
+def test_references_that_can_never_score_are_named_and_left_out(tmp_path: Path, caplog):
+    caplog.set_level(logging.INFO)
+    records = [
+        record("a", 0, documents=["x"]),
+        record("a", 1, reference="The The"),
+        record("a", 2, task="financial_math", reference="a handful"),
+        record("a", 3, task="multiple_choice", reference="E"),
+    ]
+    made = benchmarks.load("own_questions", write_episodes(tmp_path, {7: records}))
+    assert [item.id for item in made.items] == ["7-0"]
+    assert "'can never score': 3" in caplog.text
+    for number, reference in enumerate(("The The", "a handful", "E"), 2):
+        assert f"step 7, episode {number}: left out (reference = {reference!r}" in caplog.text
+
+
 def test_questions_are_chosen_evenly_over_steps(tmp_path: Path, monkeypatch):
     steps = {
         step: [record("a", i, documents=["x"] if i == 0 else []) for i in range(10)]

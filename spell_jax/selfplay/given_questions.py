@@ -1,0 +1,59 @@
+"""References that a response can match, and questions with such answers from a file."""
+
+import pathlib
+import re
+
+from spell_jax.data.questions import Question, read_questions
+from spell_jax.selfplay import rules
+
+_OPTION = re.compile(r"(?:^|[\s(\[])([A-D])[).:\]]")
+
+
+def read_scorable(
+    path: str | pathlib.Path, field: str, extract: str = "lenient", rule: str = "match"
+) -> tuple[Question, ...]:
+    """Read the questions of a JSONL file or its URL whose answers can score.
+
+    Other lines are logged with file, line and reason, and skipped. `extract` is one of EXTRACTS,
+    `rule` as in AlgorithmConfig. Raises the errors of data.questions.read_questions.
+    """
+    return read_questions(path, field, lambda question: check_answer(question, extract, rule))
+
+
+def check_answer(question: Question, extract: str = "lenient", rule: str = "match") -> None:
+    """Raise ValueError with the reason if no response can score with the question's answer.
+
+    Where a multiple_choice question shows options, the answer must be one of them. An external
+    judge may accept what the rule cannot read, but is not asked about letters.
+    """
+    answer, task = question.answer, question.task
+    if "judge" in rule and task != "multiple_choice" and answer.strip():
+        return
+    reason = unscorable(answer, task, extract)
+    if not reason and task == "multiple_choice":
+        options = {*_OPTION.findall(question.question)}
+        letter = rules.read_reference(answer, task, extract)
+        if len(options) > 1 and letter not in options:
+            reason = f"is none of the options {', '.join(sorted(options))}"
+    if reason:
+        raise ValueError(f"answer = {answer!r:.100} can never score: it {reason}")
+
+
+def unscorable(reference: str, task: str, extract: str = "paper") -> str:
+    """Return why no response can score with a reference answer; an empty text if one can."""
+    wanted = rules.read_reference(reference, task, extract)
+    if rules.is_correct(wanted, wanted, task, "exact", extract):
+        return ""
+    if not reference.strip():
+        return "is blank"
+    if task == "general_qa":
+        return "has no words but articles"
+    return f"is no {'single number' if task == 'financial_math' else 'letter from A to D'}"
+
+
+def scores_itself(answer: str, task: str) -> bool:
+    """Return whether "The answer is ANSWER" scores 1, however a run extracts answers."""
+    reply = f"The answer is {answer}"
+    return all(
+        rules.score(reply, answer, task, extract=extract) == 1.0 for extract in rules.EXTRACTS
+    )
