@@ -80,6 +80,8 @@ def _learning(names: Collection[str]) -> Iterator[Panel]:
         "Form of answers: well-formed, permutations, quoted word for word, none found",
         {n: f"rollout/{n}" for n in ("well_formed", "permutation", "verbatim", "no_answer")},
     )
+    yield panel("Forms in which answers are stated", _matching(names, r"rollout/form/(\w+)"), True)
+    yield panel("Outputs that could not be parsed", _parts(names, "rollout/unparsed", _AGENTS))
     yield panel("Scores of evidence", _matching(names, r"rollout/(evidence_score\w*)"))
     yield panel("Scorings: failed, retried, consistent", _matching(names, r"rollout/scoring_(\w+)"))
     yield panel(

@@ -136,6 +136,7 @@ def test_panels_show_the_measured_metrics():
         *("rollout/dense_reward/2", "rollout/dense_by_chance", "rollout/questioner_reward"),
         *("rollout/scoring_failed", "rollout/evidence_score", "rollout/evidence_score_right"),
         *("rollout/answer_tokens/responder", "rollout/answer_tokens/reward_model"),
+        *("rollout/form/phrase", "rollout/form/boxed", "rollout/unparsed/responder"),
         *("time/seconds/reward_model", "time/seconds/start"),
         *("eval/accuracy", "eval/accuracy/2", "train/loss"),
     ]
@@ -144,6 +145,8 @@ def test_panels_show_the_measured_metrics():
     assert found == {
         "Solve rate": ["all", "2", "10"],
         "Rewards": ["dense_by_chance", "dense_reward"],
+        "Forms in which answers are stated": ["boxed", "phrase"],
+        "Outputs that could not be parsed": ["responder"],
         "Scores of evidence": ["evidence_score", "evidence_score_right"],
         "Scorings": ["failed"],
         "Answer length, tokens": ["responder", "reward_model"],
