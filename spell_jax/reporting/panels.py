@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from spell_jax.data.clusters import ROLES, TASKS
-from spell_jax.selfplay.rules import FORMS
 
 # Phases after the waiting times of the agents; "rollout" is the rest of the rollout's time.
 _PHASES = ("rollout", "update", "validate", "write", "save")
@@ -95,8 +94,6 @@ def _learning(names: Collection[str]) -> Iterator[Panel]:
     yield panel("Entropy of the policy", {"entropy": "train/entropy"})
     yield panel("Answer length, tokens", _parts(names, "rollout/answer_tokens", _AGENTS))
     yield panel("Answers truncated at the cap", _parts(names, "rollout/truncated", _AGENTS))
-    yield panel("Replies that state nothing readable", _parts(names, "rollout/unparsed", _AGENTS))
-    yield panel("Forms in which answers are stated", _parts(names, "rollout/form", FORMS))
     yield panel("Questioner's reward", divided("rollout/questioner_reward"))
     yield panel("Held out, by validation", _matching(names, r"eval/(\w+)"))
 
