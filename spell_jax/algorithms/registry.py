@@ -27,9 +27,10 @@ from spell_jax.algorithms.spell.evaluation import TinyEvaluation
 from spell_jax.algorithms.spell.ladder_evaluation import LadderEvaluation
 from spell_jax.algorithms.spell.question_evaluation import QuestionEvaluation
 from spell_jax.data.config import GENERATED, DataConfig
-from spell_jax.data.questions import Question, read_questions
+from spell_jax.data.questions import Question
 from spell_jax.learner.loss_config import LossConfig
 from spell_jax.runtime.config import build
+from spell_jax.selfplay.given_questions import read_scorable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +84,7 @@ def _evaluate_spell(
         return LadderEvaluation(context.prompts, config, context.count_tokens, sizes)
     if data.source == "tiny" and not data.questions:
         return TinyEvaluation(context.prompts, config, context.count_tokens, sizes)
-    questions = _read_validation(data)
+    questions = _read_validation(config, data)
     if not questions:
         return None
     roles = {"algorithm": config, "tasks": data.tasks, "count_tokens": context.count_tokens}
@@ -100,12 +101,13 @@ def _evaluate_reconstruction(
 def _evaluate_eapo(
     config: EapoConfig, context: AlgorithmContext, data: DataConfig
 ) -> Evaluation | None:
-    questions = _read_validation(data)
+    questions = _read_validation(config, data)
     return held_out_evidence(context.prompts, questions, config.extract) if questions else None
 
 
-def _read_validation(data: DataConfig) -> tuple[Question, ...]:
-    return read_questions(data.validation, "data.validation") if data.validation else ()
+def _read_validation(config: AlgorithmConfig, data: DataConfig) -> tuple[Question, ...]:
+    path = data.validation
+    return read_scorable(path, "data.validation", config.extract, config.rule) if path else ()
 
 
 ALGORITHMS: dict[str, AlgorithmSpec] = {

@@ -99,8 +99,8 @@ def with_answer_phrase(answer: str, task: str, extract: str = "paper") -> str:
 def parse_scores(text: str, count: int, in_thought: bool = False) -> tuple[int, ...] | None:
     """Parse a reward model's scores of `count` evidence sets, in prompt order.
 
-    Two formats are accepted: a JSON object with a list "scores" (see json_records), or only pairs of a
-    set's number and its score, such as "1 4", "2 2" and "3 5" on three lines. Returns `count`
+    Two formats are accepted: a JSON object with a list "scores" (see json_records), or only pairs
+    of a set's number and its score, such as "1 4", "2 2" and "3 5" on three lines. Returns `count`
     integers from 1 to 5, or None for anything else, such as labels out of order or an unfinished
     thought.
     """
