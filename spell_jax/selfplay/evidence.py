@@ -55,21 +55,20 @@ def write_answer(answer: StructuredAnswer) -> str:
     return "".join(f"<{name}>{content}</{name}>" for name, content in pairs)
 
 
-def parse_answer(text: str, in_thought: bool = False) -> StructuredAnswer | None:
+def parse_answer(text: str) -> StructuredAnswer | None:
     """Parse a whole answer into its sections; None if its format is bad.
 
-    Thoughts are dropped; `in_thought` says that the prompt ended inside a thought. The rest must
-    contain each of the eight tags exactly once and in order, with text in every section and only
-    white space around the sections. This is the format that the prompt asks for, and it prevents a
-    second set of evidence outside the evidence section.
+    Thoughts are dropped. The rest must contain each of the eight tags exactly once and in order,
+    with text in every section and only white space around the sections. This is the format that the
+    prompt asks for, and it prevents a second set of evidence outside the evidence section.
     """
-    sections = parse_sections(text, len(SECTIONS), in_thought)
+    sections = parse_sections(text, len(SECTIONS))
     return None if sections is None else StructuredAnswer(*sections)
 
 
-def parse_sections(text: str, count: int, in_thought: bool = False) -> tuple[str, ...] | None:
+def parse_sections(text: str, count: int) -> tuple[str, ...] | None:
     """Parse an answer that consists of the first `count` sections; None if its format is bad."""
-    rest = visible_text(text, in_thought)
+    rest = visible_text(text)
     if rest is None:
         return None
     contents = []
@@ -84,9 +83,9 @@ def parse_sections(text: str, count: int, in_thought: bool = False) -> tuple[str
     return None if rest.strip() else tuple(contents)
 
 
-def answer_section(text: str, in_thought: bool = False) -> str | None:
+def answer_section(text: str) -> str | None:
     """Return the content of the last answer section, whatever is around it; None without one."""
-    _, opened, rest = (visible_text(text, in_thought) or "").rpartition("<answer>")
+    _, opened, rest = (visible_text(text) or "").rpartition("<answer>")
     content, closed, _ = rest.partition("</answer>")
     return content.strip() or None if opened and closed else None
 
@@ -96,7 +95,7 @@ def with_answer_phrase(answer: str, task: str, extract: str = "paper") -> str:
     return answer if find_answer(answer, task, extract) is not None else f"The answer is {answer}"
 
 
-def parse_scores(text: str, count: int, in_thought: bool = False) -> tuple[int, ...] | None:
+def parse_scores(text: str, count: int) -> tuple[int, ...] | None:
     """Parse a reward model's scores of `count` evidence sets, in prompt order.
 
     Two formats are accepted: a JSON object with a list "scores" (see json_records), or only pairs
@@ -104,7 +103,7 @@ def parse_scores(text: str, count: int, in_thought: bool = False) -> tuple[int, 
     integers from 1 to 5, or None for anything else, such as labels out of order or an unfinished
     thought.
     """
-    visible = visible_text(text, in_thought)
+    visible = visible_text(text)
     if visible is None:
         return None
     if _LABELED_LINES.fullmatch(visible):

@@ -194,13 +194,12 @@ def make_prompted_puzzle(
     return PromptedPuzzle(reason=OVERLONG)
 
 
-def parse_order(text: str, options: int, in_thought: bool = False) -> Order:
+def parse_order(text: str, options: int) -> Order:
     r"""Parse an answer: the letters in the last \boxed{...} after all thoughts, for K = `options`.
 
-    Letters are upper case, between commas or white space. `in_thought` says that the prompt ended
-    inside a thought. Accepts any string; takes linear time.
+    Letters are upper case, between commas or white space. Accepts any string; takes linear time.
     """
-    visible = visible_text(text, in_thought)
+    visible = visible_text(text)
     boxed = None if visible is None else last_box(visible)
     letters = tuple((boxed or "").replace(",", " ").split())
     if not all(letter in LABELS for letter in letters):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from spell_jax.selfplay import evidence, puzzles
+from spell_jax.selfplay import evidence, judge, puzzles
 from spell_jax.selfplay.parsing import parse_question, parse_verdict
 from spell_jax.selfplay.rules import EXTRACTS, TASKS, extract_answer, score, visible_text
 from tests.paths import ROOT
@@ -51,12 +51,14 @@ def test_structured_answers_and_orders_inside_a_thought_do_not_count():
     for text, parse in (
         (sections, evidence.parse_answer),
         (sections, evidence.answer_section),
-        ("1 4\n2 3", lambda text, **flag: evidence.parse_scores(text, 2, **flag)),
-        (r"\boxed{B, A}", lambda text, **flag: puzzles.parse_order(text, 2, **flag).letters),
+        ("1 4\n2 3", lambda text: evidence.parse_scores(text, 2)),
+        (r"\boxed{B, A}", lambda text: puzzles.parse_order(text, 2).letters),
+        ("YES", lambda text: judge.parse_judgement(text) == 1),
+        ("A", lambda text: judge.parse_grade(text) == 1),
     ):
         assert parse(text)
-        assert not parse(text, in_thought=True)
-        assert parse(f"pondering</think>{text}", in_thought=True) == parse(text)
+        assert not parse(f"<think>\n{text}")  # replies begin with what the template wrote
+        assert parse(f"<think>\npondering</think>{text}") == parse(text)
 
 
 def test_unknown_way_of_extraction_is_an_error():
