@@ -209,7 +209,8 @@ class StatusError(Exception):
 class Endpoint:
     """Client of an OpenAI-compatible chat-completions API, with retries and a rate limit.
 
-    `failures` counts the prompts without a reply by their cause, such as "HTTP 401".
+    `failures` counts the prompts without a reply by their cause, such as "HTTP 401", and the replies
+    that were "cut off".
     """
 
     def __init__(
@@ -252,7 +253,11 @@ class Endpoint:
         )
 
     def __call__(self, prompts: Sequence[str]) -> Iterator[tuple[str, str | None]]:
-        """Yields (prompt, reply) in order of arrival; None if refused or all attempts failed."""
+        """Yields (prompt, reply) in order of arrival; None if refused or all attempts failed.
+
+        A reply that the token limit cut off is "": it may end inside a thought, where a verdict is
+        only considered.
+        """
         for index, reply in self.reply(prompts):
             yield prompts[index], reply
 
@@ -293,6 +298,15 @@ class Endpoint:
             remedy and f"; {remedy}",
         )
 
+    def _note_cut_off(self) -> None:
+        """Count a reply that ends at the token limit; the first one is a warning."""
+        with self._lock:
+            self.failures["cut off"] += 1
+            is_first = self.failures["cut off"] == 1
+        level = logging.WARNING if is_first else logging.DEBUG
+        limit = self.config.max_tokens
+        log.log(level, "%s: a reply was cut off at %d tokens: not read", self.config.url, limit)
+
     def _request(self, prompt: str) -> str:
         # Lone surrogates, which JSON escapes in a model's answer can produce, have no UTF-8 form.
         content = prompt.encode(errors="replace").decode()
@@ -307,7 +321,11 @@ class Endpoint:
                     log.info("%s: asks for %s", self.config.url, _NEWER_FIELD)
                 self._limit_field = _NEWER_FIELD
             body = self._post(content, _NEWER_FIELD)
-        reply: Any = json.loads(body)["choices"][0]["message"]["content"]
+        choice: Any = json.loads(body)["choices"][0]
+        if choice.get("finish_reason") == "length":
+            self._note_cut_off()
+            return ""
+        reply: Any = choice["message"]["content"]
         if not isinstance(reply, str):
             raise TypeError(f"the content of the reply is {type(reply).__name__}, not text")
         return reply

@@ -125,6 +125,16 @@ def test_verdicts_are_returned_in_order(server):
     assert authorization == "Bearer key"
 
 
+def test_cut_off_reply_gives_no_verdict(server, caplog):
+    message = {"message": {"content": "[[YES]] only if both agree. The first"}}
+    body = json.dumps({"choices": [message | {"finish_reason": "length"}]})
+    server.respond = lambda prompt, _: (200, body)
+    judge = make_judge(server.url, max_tokens=9)
+    assert judge.judge([item("a"), item("b")]) == [MALFORMED, MALFORMED]
+    assert len(server.requests) == 2  # and none is asked again
+    assert caplog.text.count("a reply was cut off at 9 tokens: not read") == 1
+
+
 def test_endpoint_accepts_repeated_prompts(server):
     server.respond = lambda prompt, times: completion(f"{prompt} {times}")
     endpoint = Endpoint(JudgeConfig(server.url, "m", workers=1, top_p=0.5))
