@@ -209,7 +209,7 @@ class StatusError(Exception):
 class Endpoint:
     """Client of an OpenAI-compatible chat-completions API, with retries and a rate limit.
 
-    `failures` counts the prompts without a reply by their cause, such as "HTTP 401", and the replies
+    `failures` counts the prompts without a reply by their cause, such as "HTTP 401", and replies
     that were "cut off".
     """
 
