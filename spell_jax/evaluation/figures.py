@@ -8,6 +8,7 @@ two fields is a heat map with the first field on the x axis.
 from __future__ import annotations
 
 import functools
+import io
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,6 +16,8 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+
+from spell_jax.runtime import durable
 
 METRIC = "pass@1"
 _PANEL_SIZE = (5.0, 3.6)  # inches
@@ -43,7 +46,9 @@ def plot_breakdown(
             axes.legend(fontsize=7)
         else:
             _plot_map(axes, parts, across, *down)
-    figure.savefig(path, dpi=110)
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=110)
+    durable.write(path, picture.getvalue())
 
 
 def _plot_lines(axes: Axes, lines: Mapping[str, Sequence[Mapping[str, Any]]], across: str) -> None:
