@@ -67,6 +67,7 @@ def get_config(model: str = "qwen3-14b") -> Config:
     config = default_config("eapo")
     config.steps = 73  # of 64: 4,664 questions once
     config.minibatches = 2  # of 32 questions
+    config.algorithm.extract = "paper"
     config.algorithm.keep_equal = True  # its GRPO leaves no group out
     config.policy.folder = f"models/{row.folder}"
     if row.yarn > 1:

@@ -23,6 +23,7 @@ from spell_jax.runtime.config import Config
 def get_config() -> Config:
     config = paper.get_config("qwen2.5-7b-instruct")
     config.algorithm = default_config("longpo").algorithm
+    config.algorithm.extract = "paper"
     config.algorithm.generation_batch = 8
     config.loss.update(objective="dpo", old_logprobs="reference", aggregation="sequence_mean")
     config.loss.update(beta=0.01, preference_weight=0.01, nll_weight=1.0)

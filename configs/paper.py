@@ -72,6 +72,7 @@ MODELS = {
 def get_config(model: str = "") -> Config:
     config = default_config()
     config.loss.aggregation = "role_group_mean"  # Eq. 10 with Eq. 12
+    config.algorithm.extract = "paper"
     if not model:
         return config
     if model not in MODELS:

@@ -21,5 +21,6 @@ from spell_jax.runtime.config import Config
 def get_config() -> Config:
     config = paper.get_config("qwen2.5-7b-instruct")
     config.algorithm = default_config("qwenlong_l1").algorithm
+    config.algorithm.extract = "paper"
     config.algorithm.phase_tokens = (8192, 16_384)
     return config

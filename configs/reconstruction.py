@@ -47,6 +47,7 @@ def get_config(model: str = "qwen") -> Config:
     row = MODELS[model]
     config = default_config("reconstruction")
     config.steps = 109  # of 128: 14,000 documents once
+    config.algorithm.extract = "paper"
     config.policy.folder = f"models/{row.folder}"
 
     # 500 of 14,500 documents are for validation. One over the cap is dropped, never cut.

@@ -24,5 +24,6 @@ from spell_jax.runtime.config import Config
 def get_config(model: str = "qwen2.5-7b-instruct") -> Config:
     config = paper.get_config(model)
     config.algorithm = default_config("rlvr").algorithm
+    config.algorithm.extract = "paper"
     config.algorithm.responder_reward = "rule"
     return config

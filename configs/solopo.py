@@ -22,6 +22,7 @@ from spell_jax.runtime.config import Config
 def get_config() -> Config:
     config = paper.get_config("qwen2.5-7b-instruct")
     config.algorithm = default_config("solopo").algorithm
+    config.algorithm.extract = "paper"
     config.algorithm.generation_batch = 64
     config.loss.update(objective="dpo", old_logprobs="reference", aggregation="sequence_mean")
     config.loss.update(beta=0.1, align_weight=1.0)

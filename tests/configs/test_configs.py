@@ -52,6 +52,14 @@ def has_algorithm(name: str) -> bool:
     return "algorithm" in load(name)[1]
 
 
+PAPERS = {"paper", "paper_code", "eapo", "reconstruction", "qwenlong", "longpo", "solopo", "rlvr"}
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if has_algorithm(name)])
+def test_answers_are_read_leniently_unless_a_config_claims_to_be_a_papers(name):
+    assert load(name)[1].algorithm.extract == ("paper" if name in PAPERS else "lenient")
+
+
 @pytest.mark.parametrize("name", [name for name in NAMES if has_algorithm(name)])
 def test_run_config_loads_and_builds(name, tmp_path, monkeypatch):
     noise.use_one_device(monkeypatch)
@@ -122,7 +130,7 @@ def test_paper_config_has_the_defaults_and_the_papers_aggregation():
     assert config.sampler.max_prompt == 18_000
     algorithm = config.algorithm
     assert (algorithm.questions, algorithm.group_size, algorithm.memory) == (128, 8, 3)
-    assert build(SpellConfig, algorithm, "algorithm") == SpellConfig()
+    assert build(SpellConfig, algorithm, "algorithm") == SpellConfig(extract="paper")
     assert build(LossConfig, config.loss, "loss") == LossConfig(aggregation="role_group_mean")
     assert build(SamplerConfig, config.sampler, "sampler") == SamplerConfig()
     assert build(PackingConfig, config.packing, "packing") == PackingConfig()
@@ -208,7 +216,8 @@ def test_reconstruction_models_have_the_caps_and_updates_of_the_paper(name, read
     assert (config.sampler.max_prompt, config.sampler.max_tokens) == (65_536, 4096)
     assert config.packing.buckets[-1][0] == 65_536 + 4096
     assert config.packing.buckets[-1][1] == 4096 * config.algorithm.group_size
-    assert build(ReconstructionConfig, config.algorithm, "algorithm") == ReconstructionConfig()
+    algorithm = build(ReconstructionConfig, config.algorithm, "algorithm")
+    assert algorithm == ReconstructionConfig(extract="paper")
     noise.give_data(config, tmp_path)
     assert configs.read(config).minibatches == {"qwen": 1, "llama": 2}[name]
 
