@@ -115,10 +115,6 @@ class EmbedConfig:
         check_choice(self, "embed.", method=METHODS, compute_dtype=DTYPES)
         least = {"features": 2, "dimensions": 2, "fit_documents": 1}
         check_least(self, "embed.", **least, max_tokens=2, token_budget=1, shards=1)
-        if self.features >= 2**31:
-            raise ValueError(f"embed.features = {self.features}: must be below {2**31}")
-        if not 0 <= self.seed < 2**32:
-            raise ValueError(f"embed.seed = {self.seed}: must be from 0 to {2**32 - 1}")
         if self.method == "policy" and not self.folder:
             raise ValueError("embed.folder = '': method 'policy' must have a Hugging Face folder")
 

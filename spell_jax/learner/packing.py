@@ -27,7 +27,6 @@ from spell_jax.data.clusters import ROLES
 from spell_jax.learner import context_layout, trees
 from spell_jax.learner.trees import Sizes, Tree
 from spell_jax.runtime.config import check_choice
-from spell_jax.runtime.finite import check_finite
 
 Tokens = Sequence[int] | np.ndarray
 Array = Any  # numpy on the host, jax on the devices
@@ -76,7 +75,6 @@ class TrainGroup:
             raise ValueError(
                 f"group.advantages: {len(self.advantages)} of them, but {len(lengths)} answers"
             )
-        check_finite(self.advantages, "group.advantages")  # a NaN would reach every weight
         for name in ("old_logprobs", "kept", "cutoffs", "experts"):
             rows = getattr(self, name)
             if rows is not None and [len(row) for row in rows] != lengths:

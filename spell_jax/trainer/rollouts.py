@@ -9,6 +9,7 @@ from typing import Any
 
 from spell_jax.algorithms.base import Algorithm, Annotation, records
 from spell_jax.learner import packing
+from spell_jax.runtime.finite import check_finite
 from spell_jax.runtime.metrics import Metrics
 from spell_jax.trainer.build import Run
 from spell_jax.trainer.named_rewards import named_rewards
@@ -102,6 +103,8 @@ class Rollouts:
             return None
         with named_rewards(run, step, episodes):
             groups, annotations = run.algorithm.groups(episodes, key)
+            for group in groups:
+                check_finite(group.advantages, "group.advantages")  # NaN would reach every weight
         worker.end_step()
         metrics = Metrics()
         metrics.merge(run.algorithm.metrics(episodes), "rollout/")

@@ -162,7 +162,7 @@ def test_damaged_lines_of_metrics_are_named_and_not_plotted(tmp_path, caplog):
 @pytest.mark.parametrize(
     "evaluation, message",
     [
-        ([], 'want an object with "before" and "after"'),
+        ([], "must be a JSON dict, is a list"),
         ({"before": {}, "after": {"s": {"r": 3}}}, "after/s/r: want an object, got 3"),
         (
             {"before": {"s": {"r": {"c": [1]}}}, "after": {}},

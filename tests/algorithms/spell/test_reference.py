@@ -36,7 +36,10 @@ TASKS = {
 }
 VOTES = {"Y": "[[YES]]", "N": "[[NO]]"}
 # We also accept an object that ends the text after a fence that was never closed (spec 12, row 20).
-ALSO_ACCEPTED = '```json\n{"question": "What is X?", "answer": "42"}'
+ALSO_ACCEPTED = (
+    '```json\n{"question": "What is X?", "answer": "42"}',
+    '```json\n{"question": "has ``` fence", "answer": "a"}\n```',
+)
 MAPPINGS = {"rzero": "r_zero", "reverse": "azr"}
 
 
@@ -249,6 +252,6 @@ def test_proposal_outcomes_match_the_reference_code():
         outcomes[episode.status] += 1
         if "Empty" in out:
             assert (episode.status, episode.reward) == ("declined", None), text
-        elif not out and text != ALSO_ACCEPTED:
+        elif not out and text not in ALSO_ACCEPTED:
             assert (episode.status, episode.reward) == ("bad_format", -1.0), text
     assert set(outcomes) == {"accepted", "bad_format", "declined"}
