@@ -29,7 +29,7 @@ from spell_jax.trainer import state, step_update
 from spell_jax.trainer.build import Run, make_run
 from spell_jax.trainer.held_out import HeldOut
 from spell_jax.trainer.rollouts import Rollouts
-from spell_jax.trainer.saver import Saver, first_best
+from spell_jax.trainer.saver import Saver
 
 
 def train(config: Config | RunConfig, workdir: epath.Path) -> epath.Path:
@@ -42,8 +42,7 @@ def train(config: Config | RunConfig, workdir: epath.Path) -> epath.Path:
     Raises:
       ValueError, FileNotFoundError: if the config is invalid; naming the field and the remedy.
       ValueError: if another run uses the workdir; naming its host and pid.
-      GoneError: if the workdir is removed or renamed meanwhile.
-      DiskError, SaveError: if it cannot be written, after several tries; saying what is saved.
+      DiskError, SaveError: if the workdir cannot be written or is gone; saying what is saved.
       Preempted: if the machine is taken away; everything is saved, and the next call resumes.
       NonFinite: if too many updates in a row were not finite; their rows are in non_finite/.
     """
@@ -58,9 +57,8 @@ def train(config: Config | RunConfig, workdir: epath.Path) -> epath.Path:
             models, step, saved = state.restore_or_init(run, store)
             entry.setup_done()  # from here on an error is a crash, not a mistake of the user
             logger = make_logger(run, workdir, step, saved)
-            best = first_best(saved.get("best"), workdir)
-            saver = Saver(run, models, store, logger, preemption, best)
-            saver.keep_best(store.score(step), workdir)  # if the disk was full before
+            saver = Saver(run, models, store, logger, preemption, workdir)
+            saver.resume(step, saved)
             with logger:
                 _loop(run, models, workdir, logger, saver, step)
         HeldOut(run, models, workdir).finish()
@@ -118,10 +116,7 @@ def _loop(
         logger.enter("write", step)
         algorithm_state = rollouts.algorithm_state()
         with saver.saving_on_disk_errors(step, algorithm_state, score), distributed.fail_together():
-            try:
-                logger.write(step, metrics, rollout.records(run.algorithm))
-            finally:  # each of the two must be tried if the other fails
-                saver.keep_best(score, workdir)
+            saver.write(step, metrics, rollout.records(run.algorithm), score)
         saver.save(step, algorithm_state, score=score)
         saver.stop_if_preempted(step, algorithm_state)
     saver.save(step, run.algorithm.state_dict(), force=True)

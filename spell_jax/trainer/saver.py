@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from etils import epath
@@ -13,23 +13,13 @@ from spell_jax.config import to_dict
 from spell_jax.runtime import distributed
 from spell_jax.runtime.checkpoint import Checkpoints
 from spell_jax.runtime.durable import DiskError
+from spell_jax.runtime.metrics import Metrics
 from spell_jax.runtime.preemption import Preemption
 from spell_jax.runtime.run_logger import RunLogger
 from spell_jax.trainer.build import Run
 from spell_jax.trainer.state import save_model
 
 log = logging.getLogger(__name__)
-
-
-def first_best(best: float | None, workdir: epath.Path) -> float | None:
-    """The best validation score of a resumed run; None if best/ is gone, so that it is made anew.
-
-    That is so in a fallback folder, if the first folder could not be read.
-    """
-    if best is None or distributed.broadcast((workdir / "best").exists):
-        return best
-    log.warning("%s: not there; it will hold the best weights from here on", workdir / "best")
-    return None
 
 
 def save_step(
@@ -81,10 +71,7 @@ def _saved(error: Exception, step: int) -> Exception:
 
 
 class Saver:
-    """Writer of checkpoints between the steps of the loop; flushes the logger before each one.
-
-    `best` is the best validation score so far, whose weights are in best/, or None.
-    """
+    """Writer of checkpoints and of best/ between the steps of the loop."""
 
     def __init__(
         self,
@@ -93,20 +80,42 @@ class Saver:
         store: Checkpoints,
         logger: RunLogger,
         preemption: Preemption,
-        best: float | None,
+        workdir: epath.Path,
     ):
         self._run, self._models, self._store = run, models, store
-        self._logger, self._preemption, self._best = logger, preemption, best
+        self._logger, self._preemption = logger, preemption
+        self._best_folder, self._best = workdir / "best", None
+
+    def resume(self, step: int, saved: Mapping[str, Any]) -> None:
+        """Takes the best score from a checkpoint's host state, if its weights are in best/.
+
+        They are not in a fallback folder if the first folder could not be read. The weights of the
+        checkpoint itself are written if its score is the highest: the disk was full before.
+        """
+        best = saved.get("best")
+        if best is not None and not distributed.broadcast(self._best_folder.exists):
+            log.warning("%s: not there; is made anew by the next best weights", self._best_folder)
+            best = None
+        self._best = best
+        self._keep_best(self._store.score(step))
 
     def should_stop(self) -> bool:
         """Whether the machine is taken away, on any host; all hosts must ask at the same time."""
         return self._preemption.should_stop()
 
-    def keep_best(self, score: float | None, workdir: epath.Path) -> None:
-        """Writes the policy to WORKDIR/best if its validation score is the highest so far."""
+    def write(
+        self, step: int, metrics: Metrics, episodes: Iterable[Any], score: float | None
+    ) -> None:
+        """Writes a step's metrics and episodes, and best/ if its score is the highest so far."""
+        try:
+            self._logger.write(step, metrics, episodes)
+        finally:  # each of the two must be tried if the other fails
+            self._keep_best(score)
+
+    def _keep_best(self, score: float | None) -> None:
         if score is not None and (self._best is None or score > self._best):
             self._logger.check_folder()
-            save_model(self._run, self._models, "policy", workdir / "best")
+            save_model(self._run, self._models, "policy", self._best_folder)
             self._best = score
 
     def save(
