@@ -88,7 +88,7 @@ def test_loss_decreases_and_the_saved_policy_loads(policy, source, tmp_path):
     assert (params["embedding"] != weights.load(policy)[1]["embedding"]).any()
     assert tokenizers.load(folder).encode("Oslo") == tokenizers.load(policy).encode("Oslo")
     # The run folder names the prompts that the policy was tuned on.
-    assert generation.find_prompt_set(tmp_path / "run") == "compact"
+    assert generation.find_field(epath.Path(tmp_path / "run"), "prompts", "full") == "compact"
 
 
 def kill_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:

@@ -551,13 +551,14 @@ def test_grounding_threshold_counts_right_blind_answers():
 def test_questions_are_parsed_with_the_configured_limits(monkeypatch):
     seen = []
 
-    def parse(text, task, count, limit, distinct):
-        seen.append((limit, distinct))
+    def parse(text, task, count, limit, distinct, extract):
+        seen.append((limit, distinct, extract))
         return parsing.Parsed("declined")
 
     monkeypatch.setattr("spell_jax.algorithms.spell.algorithm.parsing.parse_question", parse)
-    Rollout([Row(QA, "ok", 0, 1, 0, 0)], max_answer_tokens=7, distinct_options=True)
-    assert seen == [(7, True)]
+    fields = {"max_answer_tokens": 7, "distinct_options": True, "extract": "paper"}
+    Rollout([Row(QA, "ok", 0, 1, 0, 0)], **fields)
+    assert seen == [(7, True, "paper")]
 
 
 # ------------------------------------------------------------------- Replies cut off at the cap
