@@ -147,12 +147,15 @@ _LETTER_LEAD = re.compile(
     r"|[\s:$\"'“”‘’*_`])*+",
     re.IGNORECASE,
 )
+_MARKUP = re.compile(r"\*|\\[()\[\]]")  # of emphasis and of formulas
 _LETTER = re.compile(r"([(\[{]\s*)?([A-D])(?![\w\u0300-\u036f])(\s*[)\]}])?", re.IGNORECASE)
 # The letter is all, or the text of its option follows: "B) Paris", "option B. Paris", "B - Paris".
 _LONE_LETTER = re.compile(
     r"[^\w\\]*+(?:(?i:option|choice)\W*+)?(?:\\\w++\{)?\W*+\w(?:\W*+$|\s*+[).:\]}]|\s++[-–—]\s)"
 )
-_PART_OF_NAME = re.compile(r"['’&+#@/\\-]\w|[&+#]|\.\w")  # B's, B-52, A&M, C++, D.C.
+_PART_OF_NAME = re.compile(
+    r"['’&+#@/\\-]\w|[&+#]|\.[A-Za-z](?![A-Za-z])"
+)  # B's, B-52, A&M, C++, D.C.
 _ANOTHER_LETTER = re.compile(
     r"[\s,.)\]}*]*(?:(?i:and|or|nor|vs\.?)(?!\w)|[&/+])\s*(?:(?i:option|choice)\s*)?"
     r"[(\[]?(?:[A-D]|(?i:[b-d])|a(?=\s*[)\].]|\s*$))(?!\w)"
@@ -247,7 +250,8 @@ def _read_text(line: str) -> str | None:
 
 def _read_letter(line: str) -> str | None:
     """Read the letter at the start of a line; REFUSED if it names several or none of them."""
-    line = with_plain_characters(without_commands(line[:MAX_CHARACTERS])).replace("*", "")
+    line = with_plain_characters(without_commands(line[:MAX_CHARACTERS]))
+    line = _MARKUP.sub("", line)
     if _NO_LETTER.match(line):
         return REFUSED
     lead = _LETTER_LEAD.match(line)

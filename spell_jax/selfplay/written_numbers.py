@@ -276,7 +276,8 @@ def _magnitude(plain: str, at: int) -> tuple[str, int] | None:
     if power := _POWER_OF_TEN.match(plain, end):
         return _multiplied(digits, Fraction(10) ** int(power[1])), power.end()
     if _OPERATION.match(plain, end) and (run := _RUN.match(plain, at)):
-        return _operation(run[0]), run.end()
+        is_name = plain[run.end() : run.end() + 1].isalpha()  # 0x1F
+        return REFUSED if is_name else _operation(run[0]), run.end()
     return (digits if abs(float(digits)) <= LARGEST else REFUSED), end
 
 

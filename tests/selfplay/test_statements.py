@@ -46,6 +46,8 @@ def test_what_is_read_is_read_again_as_the_same(case):
         (r"\boxed{\textbf{(B) } 5}", "B"),
         ("The answer is $B$.", "B"),
         ("The answer is 'b'.", "B"),
+        (r"The answer is \(B\)", "B"),
+        ("The answer is B.Paris", "B"),
         ("The answer is the option (b)", "B"),
         ("The answer is Ｂ", "B"),
         ("The answer is B, because A is wrong", "B"),

@@ -119,7 +119,7 @@ REFUSED = [
     "5 6", "12, 13",
     "5 ± 1", "more than 5", "at least 5", ">5", "a handful", "N/A", "unknown", "five six", "--5",
     "2 hours 30 minutes", "5 feet 10 inches", "1e400", "(5", "one of the three", "①", "", "-", "$",
-    "5A7",
+    "5A7", "0x1F",
 ]  # fmt: skip
 
 
