@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import pathlib
 import shutil
@@ -22,6 +23,7 @@ from spell_jax.trainer import build, loop
 from spell_jax.trainer import state as runs
 from spell_jax.trainer.build import make_run
 from tests import noise
+from tests.paths import ROOT
 
 STEPS = 2
 
@@ -161,3 +163,22 @@ def test_init_from_also_loads_adapters(policy, tmp_path):
     assert_equal(models["policy"].params, found["policy"].params)
     b = lora.split(make_run(config).policy, models["policy"].params)[0]["layers"]["attention"]
     assert np.any(b["q_lora_b"]), "adapters that do nothing are easily the same"
+
+
+@pytest.mark.parametrize("field", ["questions", "validation"])
+def test_answers_that_can_never_score_are_named_at_start(field, tmp_path, caplog):
+    path = tmp_path / "questions.jsonl"
+    good = '{"question": "Who?", "answer": "Ann", "task": "general_qa", "documents": ["Ann."]}\n'
+    path.write_text(good + (ROOT / "tests" / "cases" / "references.jsonl").read_text())
+    (tmp_path / "a.txt").write_text("One text.")
+    config = configs.read(noise.small_config(TINY_POLICY, **{"data.source": str(tmp_path)}))
+    data = dataclasses.replace(config.data, **{field: str(path)})
+    config = dataclasses.replace(config, data=data)
+    context = build.make_context(config, tokenizers.load(TINY_POLICY))
+    if field == "questions":
+        assert [question.answer for question in context.questions()] == ["Ann"]
+    else:
+        build.make_algorithm(config, context)
+    for line in range(2, 8):
+        assert f"{path}:{line}: skipped (answer = " in caplog.text
+    assert f"data.{field} = {path}: 1 questions, 6 lines skipped" in caplog.text
