@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from etils import epath
 from flax.traverse_util import flatten_dict
 from ml_collections import ConfigDict
 
