@@ -38,7 +38,7 @@ from launch.describe import Checked, describe, dummy_group
 from launch.topologies import GIB
 from spell_jax import config as configs
 from spell_jax.algorithms import registry
-from spell_jax.algorithms.base import AlgorithmConfig
+from spell_jax.algorithms.config import AlgorithmConfig
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.configs import tiny
 from spell_jax.data import built

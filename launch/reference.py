@@ -19,7 +19,7 @@ from typing import Any
 from launch import commands
 from spell_jax import config as configs
 from spell_jax.algorithms import registry
-from spell_jax.algorithms.base import AlgorithmConfig
+from spell_jax.algorithms.config import AlgorithmConfig
 
 
 def config_page() -> str:

@@ -14,7 +14,7 @@ from typing import Any
 from etils import epath
 
 from spell_jax.algorithms import registry
-from spell_jax.algorithms.base import AlgorithmConfig
+from spell_jax.algorithms.config import AlgorithmConfig
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.data.config import DataConfig
 from spell_jax.learner.loss_config import LossConfig

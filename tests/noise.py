@@ -20,7 +20,7 @@ import pytest
 from etils import epath
 from ml_collections import ConfigDict
 
-from spell_jax.algorithms import base
+from spell_jax.algorithms import config as algorithm_config
 from spell_jax.algorithms import registry as registry
 from spell_jax.algorithms.eapo import algorithm as eapo
 from spell_jax.algorithms.spell import algorithm as spell
@@ -226,7 +226,7 @@ def give_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
         "same_answer": lambda first, second, *_: first == second,
     }
     monkeypatch.setattr(spell, "parsing", fake_parsing)
-    for module in (base, frozen_reader):
+    for module in (algorithm_config, frozen_reader):
         monkeypatch.setattr(module, "rules", SimpleNamespace(**vars(rules) | fakes))
 
 
@@ -248,7 +248,7 @@ def give_evidence_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
         "extract_answer": lambda text, task, *_: text[-1:],
         "score": lambda text, reference, *_: float(text.endswith(str(_sum(reference) % 2))),
     }
-    monkeypatch.setattr(base, "rules", SimpleNamespace(**vars(rules) | fakes))
+    monkeypatch.setattr(algorithm_config, "rules", SimpleNamespace(**vars(rules) | fakes))
 
 
 def _sum(text: str) -> int:

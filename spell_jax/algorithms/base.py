@@ -7,7 +7,6 @@ it: `groups`, `metrics` and `record` are functions of their arguments.
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -17,11 +16,8 @@ from spell_jax.data.clusters import Cluster, Source
 from spell_jax.data.questions import Question
 from spell_jax.data.stream import TaskStream
 from spell_jax.learner.packing import TrainGroup
-from spell_jax.runtime.config import check_choice
 from spell_jax.runtime.metrics import Metrics
 from spell_jax.sampler.requests import Sample
-from spell_jax.selfplay import prompts, rules
-from spell_jax.selfplay.judge import JUDGE_TEMPLATES
 from spell_jax.selfplay.prompts import Prompts
 
 Item = TypeVar("Item")
@@ -33,96 +29,6 @@ Episode = Any  # a frozen dataclass of the algorithm
 Key = tuple[int, int]
 # (question, prediction, reference) triples -> 1 (right), 0 (wrong) or -1 (no verdict).
 JudgeFunction = Callable[[Sequence[tuple[str, str, str]]], Sequence[int]]
-RULES = ("match", "exact", "judge", "match_or_judge")  # compare texts, or ask an external judge
-TRUNCATED = ("zero", "score", "drop")  # what happens to an answer that its token cap cut off
-
-
-@dataclasses.dataclass(frozen=True)
-class AlgorithmConfig:
-    """Fields of config.algorithm that every algorithm has; a subclass adds its own.
-
-    Attributes:
-      name: name of the algorithm in the registry.
-      prompts: set of prompt templates, a name or a folder (selfplay/prompts.py).
-      judge_url: address of an OpenAI-compatible endpoint, for a rule with a judge.
-      judge_model: name of the judge's model at that endpoint.
-      judge_template: what that judge is asked: "yes_no", whether an answer agrees with the
-        reference (Table 5), or "grades", EAPO's three grades (its Appendix E).
-      rule: how answers are scored: "match" compares numbers and letters, and texts, which contain
-        the reference (cover exact match); with "exact" they equal it; "judge" asks the external
-        judge; "match_or_judge" takes the larger of both scores, and asks the judge only about
-        answers that "match" scores below 1 (QwenLong-L1, arXiv 2505.17667).
-      extract: how an answer is read from a text: "paper" reads the forms of SPELL's code, "lenient"
-        more forms, and numbers in more notations (selfplay/rules.py).
-      truncated: what a reply of any role counts for that its token cap cut off. "zero": nothing in
-        it is read, so an answer scores 0, a proposal is of bad format, a vote malformed. "score":
-        its text is read like a finished one. "drop": it is left out of rewards and update. Held-out
-        evaluation always reads the text.
-    """
-
-    name: str = ""
-    prompts: str = "full"
-    judge_url: str = ""
-    judge_model: str = ""
-    judge_template: str = "yes_no"
-    rule: str = "match"
-    extract: str = "lenient"
-    truncated: str = "zero"
-
-    def __post_init__(self):
-        check_choice(self, "algorithm.", rule=RULES, judge_template=tuple(JUDGE_TEMPLATES))
-        check_choice(self, "algorithm.", extract=rules.EXTRACTS, truncated=TRUNCATED)
-        try:
-            prompts.load(self.prompts)
-        except (FileNotFoundError, ValueError) as error:
-            raise ValueError(f"algorithm.prompts = {self.prompts!r}: {error}") from error
-
-    def read_answers(self, texts: Sequence[str], task: str) -> tuple[str | None, ...]:
-        """Extract the answer that each text states; None where there is none."""
-        return tuple(rules.extract_answer(text, task, self.extract) for text in texts)
-
-    def count_forms(self, metrics: Metrics, texts: Sequence[str], task: str) -> None:
-        """Count the forms in which the texts state their answers, as form/FORM."""
-        forms = Counter(rules.answer_form(text, task, self.extract) for text in texts)
-        for form in rules.FORMS:
-            metrics.add_sum(f"form/{form}", forms[form], len(texts))
-
-    def score_answers(self, texts: Sequence[str], reference: str, task: str) -> tuple[float, ...]:
-        """Score each text by the rule against a reference: 0.0 or 1.0."""
-        return tuple(rules.score(text, reference, task, self.rule, self.extract) for text in texts)
-
-    def check_judge(self) -> None:
-        """Raises ValueError if the rule needs a judge and none is configured."""
-        if "judge" not in self.rule:
-            return
-        if not self.judge_url.startswith(("http://", "https://")):
-            raise ValueError(
-                f"algorithm.judge_url = {self.judge_url!r}: must be the http(s) address of a "
-                f"chat-completions endpoint, for algorithm.rule = {self.rule!r}"
-            )
-        if not self.judge_model:
-            raise ValueError(
-                f"algorithm.judge_model = '': must name a model, for algorithm.rule = {self.rule!r}"
-            )
-
-    def budgets(self) -> Sequence[RolloutBudget]:
-        """Upper bounds of what a step, or a round of it, samples; launch.check prints them."""
-        return ()
-
-    def budget_summary(self) -> str:
-        return "a step asks for"
-
-
-@dataclasses.dataclass(frozen=True)
-class RolloutBudget:
-    """Upper bound of one kind of samples in a step."""
-
-    what: str  # such as "answers"
-    role: str
-    prompts: int
-    replies: int  # samples per prompt
-    trained: int = 0  # groups, each a prompt and its samples, that are trained on
-    model: str = "policy"  # the model that is trained on them
 
 
 @dataclasses.dataclass(frozen=True)

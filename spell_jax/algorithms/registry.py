@@ -10,7 +10,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from spell_jax.algorithms.base import Algorithm, AlgorithmConfig, AlgorithmContext
+from spell_jax.algorithms.base import Algorithm, AlgorithmContext
+from spell_jax.algorithms.config import AlgorithmConfig
 from spell_jax.algorithms.eapo.algorithm import Eapo
 from spell_jax.algorithms.eapo.config import EapoConfig
 from spell_jax.algorithms.eapo.evaluation import held_out_evidence

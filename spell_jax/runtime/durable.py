@@ -19,9 +19,9 @@ import logging
 import os
 import pathlib
 import stat
-import time
 import weakref
 from collections.abc import Callable
+from time import sleep
 from typing import Any, TypeVar
 
 from etils import epath
@@ -73,7 +73,7 @@ def retried(place: Any, work: Callable[..., T], *args: Any) -> T:
                 raise DiskError(f"{place}: {error.strerror}, {RETRIES + 1} tries") from error
             seconds = BACKOFF_S * 2**attempt
             log.warning("%s: %s; next try in %g s", place, error.strerror, seconds)
-            time.sleep(seconds)
+            sleep(seconds)
     raise AssertionError("not reached")
 
 

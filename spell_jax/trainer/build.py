@@ -11,12 +11,8 @@ import jax
 
 from spell_jax import config as configs
 from spell_jax.algorithms import registry
-from spell_jax.algorithms.base import (
-    Algorithm,
-    AlgorithmConfig,
-    AlgorithmContext,
-    JudgeFunction,
-)
+from spell_jax.algorithms.base import Algorithm, AlgorithmContext, JudgeFunction
+from spell_jax.algorithms.config import AlgorithmConfig
 from spell_jax.algorithms.held_out import Evaluation
 from spell_jax.algorithms.rollout import RolloutWorker, TextSampler
 from spell_jax.config import RunConfig

@@ -20,7 +20,8 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from spell_jax.algorithms import registry as registry
-from spell_jax.algorithms.base import AlgorithmConfig, AlgorithmContext, Annotation, Key, Reply
+from spell_jax.algorithms.base import AlgorithmContext, Annotation, Key, Reply
+from spell_jax.algorithms.config import AlgorithmConfig
 from spell_jax.config import default_config, extra_model
 from spell_jax.data.clusters import Cluster
 from spell_jax.learner.packing import TrainGroup

@@ -106,7 +106,7 @@ def full_disk(small_disk, monkeypatch) -> Iterator[pathlib.Path]:
         if len(waits) == 2:
             ballast.unlink()
 
-    monkeypatch.setattr(durable.time, "sleep", sleep)
+    monkeypatch.setattr(durable, "sleep", sleep)
     fill(ballast)
     yield small_disk
     assert waits == [2.0, 4.0]
@@ -167,7 +167,7 @@ def test_run_goes_on_when_a_full_disk_has_space_again(full_disk):
 
 def test_disk_that_stays_full_is_an_error_with_its_path(small_disk, monkeypatch):
     waits = []
-    monkeypatch.setattr(durable.time, "sleep", waits.append)
+    monkeypatch.setattr(durable, "sleep", waits.append)
     write_json(small_disk / "value.json", 1)
     fill(small_disk / "ballast")
     with pytest.raises(DiskError, match=r"value\.json: No space left on device, 4 tries"):
@@ -180,7 +180,7 @@ def test_disk_that_stays_full_is_an_error_with_its_path(small_disk, monkeypatch)
 
 
 def test_other_errors_are_not_repeated(tmp_path, monkeypatch):
-    monkeypatch.setattr(durable.time, "sleep", pytest.fail)
+    monkeypatch.setattr(durable, "sleep", pytest.fail)
     (tmp_path / "folder").mkdir()
     for path in (tmp_path / "folder", pathlib.Path("/proc/none/value.json")):
         with pytest.raises(OSError) as error:

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from spell_jax.algorithms.base import AlgorithmContext, RolloutBudget
+from spell_jax.algorithms.base import AlgorithmContext
+from spell_jax.algorithms.config import RolloutBudget
 from spell_jax.algorithms.preference.algorithm import CHOSEN, REJECTED, ShortToLong, answers_of
 from spell_jax.algorithms.preference.episode import PairEpisode
 from spell_jax.algorithms.rlvr.algorithm import RlvrConfig

@@ -23,15 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from spell_jax.algorithms.base import (
-    AlgorithmConfig,
-    AlgorithmContext,
-    Annotation,
-    Key,
-    Models,
-    Reply,
-    RolloutBudget,
-)
+from spell_jax.algorithms.base import AlgorithmContext, Annotation, Key, Models, Reply
+from spell_jax.algorithms.config import AlgorithmConfig, RolloutBudget
 from spell_jax.algorithms.episode import QuestionEpisode, responder_groups
 from spell_jax.data import clusters
 from spell_jax.data.clusters import Cluster

@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from spell_jax.algorithms.base import AlgorithmContext, Annotation, Key, Models, RolloutBudget
+from spell_jax.algorithms.base import AlgorithmContext, Annotation, Key, Models
+from spell_jax.algorithms.config import RolloutBudget
 from spell_jax.algorithms.spell.algorithm import Spell
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.algorithms.spell.episode import Episode

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from spell_jax.algorithms.base import AlgorithmConfig, RolloutBudget
+from spell_jax.algorithms.config import AlgorithmConfig, RolloutBudget
 from spell_jax.runtime.config import check_choice, check_least
 from spell_jax.selfplay import rewards
 
