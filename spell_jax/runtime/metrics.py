@@ -42,9 +42,13 @@ class Metrics:
 
     def merge(self, pairs: "Metrics | Mapping[str, Sequence[Any]]", prefix: str = "") -> None:
         """Adds another `Metrics` or a mapping name -> (sum, weight), with `prefix` before names."""
-        items = pairs._pairs if isinstance(pairs, Metrics) else pairs
+        items = pairs.pairs() if isinstance(pairs, Metrics) else pairs
         for name, (total, weight) in list(items.items()):
             self.add_sum(prefix + name, total, weight)
+
+    def pairs(self) -> Mapping[str, tuple[float, float]]:
+        """Return name -> (sum, weight)."""
+        return self._pairs
 
     def means(self) -> dict[str, float]:
         """Name -> sum / weight; names with weight 0 are left out."""

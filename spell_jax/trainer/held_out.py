@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from etils import epath
 
+from spell_jax.algorithms.held_out import share
 from spell_jax.reporting import run_report, tables
 from spell_jax.runtime.jsonl import read_json, write_json
 from spell_jax.runtime.metrics import Metrics
@@ -35,14 +36,15 @@ class HeldOut:
         run.worker.start_step(_STEP, RolloutParams(run, self._models))
         score, numbers = run.evaluation.quick(run.worker)
         run.worker.end_step()
-        for name, value in (numbers | self._truncated()).items():
+        for name, value in numbers.items():
             metrics.add(f"eval/{name}", value)
+        metrics.merge(self._truncated(), "eval/truncated/")
         return score
 
-    def _truncated(self) -> dict[str, float]:
-        """Return the shares of replies that the token cap cut off, by agent, under "truncated/"."""
-        means = self._run.worker.metrics.means()
-        return {name: mean for name, mean in means.items() if name.startswith("truncated/")}
+    def _truncated(self) -> dict[str, tuple[float, float]]:
+        """Return agent -> (replies that the token cap cut off, all replies)."""
+        pairs, place = self._run.worker.metrics.pairs(), "truncated/"
+        return {name.removeprefix(place): p for name, p in pairs.items() if name.startswith(place)}
 
     def evaluate(self, when: str) -> None:
         """Adds a full evaluation to evaluation.json under "before" or "after"."""
@@ -52,7 +54,11 @@ class HeldOut:
         run.worker.start_step(_STEP, RolloutParams(run, self._models))
         result = run.evaluation.full(run.worker)
         run.worker.end_step()
-        shares = {name.partition("/")[2]: (mean, 0.0) for name, mean in self._truncated().items()}
+        counts = {agent: pair for agent, pair in self._truncated().items() if pair[1]}
+        shares = {
+            agent: share([True] * int(cut) + [False] * int(replies - cut))
+            for agent, (cut, replies) in counts.items()
+        }
         result |= {"replies truncated at their cap": {"share": shares}}
         path = self._workdir / tables.EVALUATION_FILE
         if self._is_writer:

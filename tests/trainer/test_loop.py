@@ -140,6 +140,9 @@ def test_run_writes_all_its_files(whole):
     results = json.loads((folder / "evaluation.json").read_text())
     assert results.keys() == {"before", "after"}
     assert "verifier accuracy, by pair" in results["after"]
+    cut = results["after"]["replies truncated at their cap"]["share"]
+    assert cut.keys() == {"questioner", "responder", "verifier"}
+    assert cut["responder"][0] > 0.5  # random text seldom ends
     assert json.loads((folder / "config.json").read_text())["algorithm"]["group_size"] == 4
 
 
