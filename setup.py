@@ -1,9 +1,8 @@
 """Installs the package with its configs, the data pipeline, and launch.
 
 Lower bounds are those of requirements/oldest.txt, with which `make test-oldest` passes; those of
-extras are the versions that the tests were last run with. Heavy things stay extras. No bound admits
-a version with a published hole that this project's use of it opens: requirements/oldest.txt says
-which were looked up.
+extras are the versions that the tests were last run with. Heavy things stay extras.
+requirements/oldest.txt names the published advisories that decided a bound.
 """
 
 import pathlib
