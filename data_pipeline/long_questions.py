@@ -43,7 +43,7 @@ from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy.model import find_folder
 from spell_jax.runtime import entry
 from spell_jax.runtime.config import check_least
-from spell_jax.runtime.jsonl import read_records, write_json, write_records
+from spell_jax.runtime.jsonl import read_json, read_records, write_json, write_records
 from spell_jax.selfplay.rules import normalize_answer
 
 T = TypeVar("T")
@@ -186,13 +186,8 @@ class Builder:
 
 def _read_list(path: str | os.PathLike[str], parse: Callable[[Any], T]) -> tuple[list[T], int]:
     """Parse a file that is one JSON list; like read_records, return (rows, number of bad rows)."""
-    try:
-        values = json.loads(pathlib.Path(path).read_text("utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: no JSON ({error})") from error
-    if not isinstance(values, list):
-        raise ValueError(f"{path}: must be a list of rows, is {type(values).__name__}")
     rows: list[T] = []
+    values = read_json(path, list)
     for number, value in enumerate(values):
         try:
             rows.append(parse(value))

@@ -7,12 +7,12 @@ A line of DIR/results.jsonl is one case: {"section", "case", "seconds", "machine
 from __future__ import annotations
 
 import json
-import os
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmarks.accelerator.section import FAULT, Numbers
+from spell_jax.runtime import jsonl
 
 FILE = "results.jsonl"
 _MOST_SHOWN = 8  # numbers of a case in the table
@@ -47,14 +47,7 @@ class Results:
     def add(self, line: dict[str, Any]) -> None:
         """Append a line and wait until it is on the disk."""
         self._keep(line)
-        with self._path.open("a+b") as file:
-            if file.seek(0, os.SEEK_END):
-                file.seek(-1, os.SEEK_END)
-                if file.read(1) != b"\n":  # after a line that a full disk cut off
-                    file.write(b"\n")
-            file.write(json.dumps(line).encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
+        jsonl.append_records(self._path, [line])
 
     def other_machine(self, machine: Mapping[str, Any]) -> str:
         """Describe a machine of an earlier line that is not of this kind, or return ""."""

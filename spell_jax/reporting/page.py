@@ -31,7 +31,7 @@ from spell_jax.reporting.panels import choose_panels, other_panels
 from spell_jax.reporting.tables import Table, compare, six_digits
 from spell_jax.runtime.config import flat
 from spell_jax.runtime.finite import LARGEST_FLOAT32, is_finite
-from spell_jax.runtime.jsonl import write_lines
+from spell_jax.runtime.jsonl import read_json, write_lines
 from spell_jax.runtime.paths import CONFIG_FILE
 from spell_jax.selfplay import rewards
 
@@ -247,13 +247,12 @@ def _labels(
 def _config(workdir: epath.Path) -> dict[str, Any] | None:
     path = workdir / CONFIG_FILE
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        return read_json(path)
     except FileNotFoundError:
         return None
     except ValueError as error:
-        log.warning("%s: left out (%s)", path, error)
+        log.warning("left out: %s", error)
         return None
-    return config if isinstance(config, dict) else None
 
 
 def _with_counted(records: Sequence[Mapping[str, Any]], episodes: Episodes) -> list[dict[str, Any]]:

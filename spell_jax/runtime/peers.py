@@ -35,6 +35,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from spell_jax.runtime import terminal
 from spell_jax.runtime.listener import LONGEST_LINE, NOT_A_PEER, Connection, Listener
 
 EXIT_CODE = 69  # EX_UNAVAILABLE of sysexits.h: another process is missing or has failed
@@ -116,11 +117,6 @@ def _check_state(values: Any, index: int) -> dict[str, Any]:
         if not isinstance(values.get(name), kind):
             raise ValueError(f"sent no state of process {index}: {name} is wrong")
     return {name: values[name] for name in _KINDS}
-
-
-def _printable(text: str) -> str:
-    """Return a text with spaces for characters that would control the terminal."""
-    return "".join(char if char.isprintable() else " " for char in text)
 
 
 def _prove(token: bytes, challenge: bytes, index: int) -> bytes:
@@ -322,7 +318,8 @@ class Peers:
         """Ends the process after the verdict, unless it ends by its own error in time."""
         assert self._verdict is not None
         with contextlib.suppress(OSError, ValueError):  # a closed terminal must not keep us
-            text = _printable(self._verdict.text)  # names and errors come from other processes
+            # Names and errors come from other processes, and could control the terminal.
+            text = terminal.printable(" ".join(self._verdict.text.split()))
             print(f"spell_jax: {text}", file=sys.stderr, flush=True)
         self._is_judged.set()
         if self.state["error"]:

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple, TypeVar
 import fsspec
 import tenacity
 
-from spell_jax.runtime import paths, urls
+from spell_jax.runtime import durable, paths, urls
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -196,8 +196,7 @@ def _read_file(url: str, system: Any, file: RemoteFile, target: pathlib.Path) ->
         for start in range(0, file.size or 0, CHUNK):
             end = min(start + CHUNK, file.size or 0)
             out.write(_request(url, functools.partial(read, start, end)))
-        out.flush()
-        os.fsync(out.fileno())  # or the name could reach the disk before the bytes
+    durable.sync(target)  # or the name could reach the disk before the bytes
 
 
 def _digest(value: Any) -> str:

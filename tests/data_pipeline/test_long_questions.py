@@ -226,7 +226,7 @@ def test_missing_and_malformed_files_raise(tmp_path):
     for pattern in ("none*.jsonl", ""):
         with pytest.raises(FileNotFoundError, match="rows = "):
             build([str(tmp_path / pattern)], "musique", tmp_path / "o", CONFIG, count_words)
-    for content, message in (("{", "no JSON"), ("{}", "must be a list of rows, is dict")):
+    for content, message in (("{", "damaged"), ("{}", "must be a JSON list, is a dict")):
         path = tmp_path / "rows.json"
         path.write_text(content)
         with pytest.raises(ValueError, match=message):

@@ -13,7 +13,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import operator
 from collections import Counter
@@ -26,6 +25,7 @@ from spell_jax.data.clusters import SURROGATE, TASKS
 from spell_jax.evaluation.benchmarks.base import Benchmark, Item
 from spell_jax.evaluation.benchmarks.published import HELP, Folder
 from spell_jax.runtime.episodes import episode_files, read_episodes
+from spell_jax.runtime.jsonl import read_json
 from spell_jax.runtime.paths import CONFIG_FILE
 from spell_jax.selfplay import given_questions, prompts, rules
 
@@ -79,7 +79,7 @@ def _load_prompts(config: epath.Path) -> prompts.Prompts:
     if not config.exists():
         return prompts.load("full")
     try:
-        name = json.loads(config.read_text())["algorithm"]["prompts"]
+        name = read_json(config)["algorithm"]["prompts"]
     except (ValueError, KeyError, TypeError) as error:
         message = f"{config}: must be a run's, with algorithm.prompts ({error!r})"
         raise ValueError(message) from error

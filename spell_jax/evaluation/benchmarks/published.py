@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import glob
 import itertools
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +18,7 @@ from typing import Any, TypeVar
 from spell_jax.data import row_files
 from spell_jax.data.clusters import SURROGATE
 from spell_jax.evaluation.benchmarks.base import Benchmark
+from spell_jax.runtime.jsonl import read_json
 
 HELP = "docs/evaluation.md says where to get it and which files it has"
 Folder = str | Path
@@ -128,13 +128,9 @@ def rows_of(path: Path, delimiter: str = ",") -> Iterator[Row]:
 def json_value(path: Path, kind: type[T]) -> T:
     """JSON value of a whole file; raises ValueError if it is invalid or not of type `kind`."""
     try:
-        value = json.loads(path.read_bytes().decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: no JSON ({error}). {HELP}") from error
-    if not isinstance(value, kind):
-        found = type(value).__name__
-        raise ValueError(f"{path}: must be a JSON {kind.__name__}, is a {found}. {HELP}")
-    return value
+        return read_json(path, kind)
+    except ValueError as error:
+        raise ValueError(f"{error}. {HELP}") from error
 
 
 def read(folder: Folder, layouts: Layouts, published: int, limit: int | None) -> list[Row]:
