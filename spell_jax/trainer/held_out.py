@@ -81,10 +81,9 @@ class HeldOut:
 
 
 def _earlier(path: epath.Path) -> dict[str, Any]:
-    """The evaluations that are there already; a damaged file must not end the run."""
+    """Read the evaluations that are there already; a damaged file must not end the run."""
     try:
-        results = read_json(path) if path.exists() else {}
+        return read_json(path) if path.exists() else {}
     except ValueError as error:
         log.warning("%s; it is replaced", error)
         return {}
-    return results if isinstance(results, dict) else {}

@@ -31,6 +31,7 @@ from spell_jax.reporting.page import RunData, write_page
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.checkpoint import Checkpoints
 from spell_jax.runtime.metrics import Metrics
+from spell_jax.sampler.requests import Sample
 from spell_jax.trainer import loop
 from spell_jax.trainer import state as runs
 from spell_jax.trainer.build import make_run
@@ -39,6 +40,8 @@ from tests.paths import ROOT
 
 DOCS = ROOT / "docs" / "algorithms.md"
 STEPS = 3
+# Texts of random weights reach the token cap.
+COUNTING = {"name": "counting", "texts": 4, "group_size": 4, "truncated": "score"}
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +104,7 @@ def test_docs_example_trains_and_reports(counting, policy, tmp_path, monkeypatch
     # Random texts rarely hold a number, so their length stands for one.
     score = counting.score
     monkeypatch.setattr(counting, "score", lambda text, truth: score(f"{len(text) % 4}", truth))
-    config = algorithm_config(policy, {"name": "counting", "texts": 4, "group_size": 4})
+    config = algorithm_config(policy, COUNTING)
     workdir = epath.Path(tmp_path / "run")
     loop.train(config, workdir)
     lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
@@ -120,6 +123,15 @@ def test_docs_example_reward(counting, text, truth, wanted):
     assert counting.score(text, truth) == wanted
 
 
+@pytest.mark.parametrize("scored_truncated, scores", [(False, (0.0, 1.0)), (True, (1.0, 1.0))])
+def test_docs_example_scores_a_cut_answer_as_the_config_says(counting, scored_truncated, scores):
+    array = np.ones(1)
+    samples = [Sample(array, array, stopped) for stopped in (False, True)]
+    reply = Reply((1,), samples, ("so 3", "so 3"), scored_truncated)
+    episode = counting._score(counting.Episode(Cluster("c", ("a",)), "a", 3), reply)
+    assert episode.scores == scores and episode.reply.texts == ("so 3", "so 3")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("value", [math.nan, math.inf, None, "1"])
 def test_a_reward_that_is_no_number_ends_the_run_with_its_place(
@@ -127,7 +139,7 @@ def test_a_reward_that_is_no_number_ends_the_run_with_its_place(
 ):
     """Nothing of it reaches the weights: the step is not in metrics, and no checkpoint has it."""
     monkeypatch.setattr(counting, "score", lambda text, truth: value if len(text) % 2 else 1.0)
-    config = algorithm_config(policy, {"name": "counting", "texts": 4, "group_size": 4})
+    config = algorithm_config(policy, COUNTING)
     message = (
         r"^algorithm counting, step 1, question 'How often: \w+' with the scores \[.*"
         rf"{value!r}.*\]: rewards\[\d\] = {value!r}: must be a finite number$"
