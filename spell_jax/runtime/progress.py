@@ -21,6 +21,8 @@ from rich.text import Text
 
 from spell_jax.runtime import terminal
 
+log = logging.getLogger(__name__)
+
 # In the moving average of seconds per step. One slow step (a validation, a compilation) should not
 # double the remaining time; a lasting change should show within 10 steps.
 _NEWEST_WEIGHT = 0.2
@@ -61,6 +63,7 @@ class Progress:
         self._first_step = start + 1
         self._step_seconds: float | None = None
         self._limited: tuple[float, float] | None = None  # start and end of the time limit
+        self._is_told = False  # whether the log says that the time limit is over
         self._last_plain: float | None = None
         self._phase, self._numbers = "", {}
         self._spinner = Spinner("dots")
@@ -106,7 +109,12 @@ class Progress:
         if self._limited is None:
             return False
         late = np.array(self._clock() >= self._limited[1])
-        return bool(multihost_utils.broadcast_one_to_all(late))
+        is_late = bool(multihost_utils.broadcast_one_to_all(late))
+        if is_late and self._enabled and not self._is_told:
+            self._is_told = True
+            seconds = self._limited[1] - self._limited[0]
+            log.info("max_minutes = %g: time is up, no further rollout starts", seconds / 60)
+        return is_late
 
     def close(self) -> None:
         if self._live is not None:

@@ -179,7 +179,8 @@ def test_time_left_uses_a_moving_average_and_counts_down():
     assert times_left(stream) == ["6:00 left", "1:20 left", "1:24 left", "1:18 left"]
 
 
-def test_time_left_is_capped_by_the_time_limit():
+def test_time_left_is_capped_by_the_time_limit(caplog):
+    caplog.set_level("INFO")
     stream, clock = io.StringIO(), Clock()
     progress = Progress(total=100, stream=stream, plain_every=0, clock=clock)
     assert not progress.is_over()
@@ -189,7 +190,9 @@ def test_time_left_is_capped_by_the_time_limit():
     assert not progress.is_over()
     clock.now += 55
     progress.update(2, "rollout")
-    assert progress.is_over()
+    assert not caplog.messages
+    assert progress.is_over() and progress.is_over()
+    assert caplog.messages == ["max_minutes = 1: time is up, no further rollout starts"]
     assert times_left(stream) == ["0:50 left", "0:00 left"]
 
 
