@@ -6,7 +6,8 @@ covers all filters, so the limits are those of a process:
 
 1. The child has no environment variables (an API key is none of a template's business), may write
    no file and start no process, and has MEMORY bytes of address space and SECONDS of CPU time for
-   each text. An endless loop is killed by the kernel; the next request starts another child.
+   each text. An endless loop is killed by the kernel; the next request starts another child. A
+   child that ends for another reason is replaced, and the text is rendered again, once.
 2. Requests and replies are lists of texts after their lengths, through two pipes. A request carries
    the template's source, so that a child needs no state; it keeps the compiled ones.
 
@@ -63,19 +64,36 @@ def render(source: str, messages: Messages, variables: Mapping[str, Any]) -> str
     places = json.dumps([list(message) for message in messages])
     contents = [text for message in messages for text in message.values()]
     request = (source, json.dumps(variables), places, str(SECONDS), *contents)
-    global _child
     with _lock:
-        if _child is None:
-            _child = _Child()
         try:
-            kind, text = _child.ask(request)
-        except BaseException:  # after Ctrl-C, too, the next reply would be that of this request
-            _child.stop()
-            _child = None
-            raise
+            kind, text = _ask(request)
+        except (
+            _EndedError
+        ):  # a machine without memory kills any process: the template is asked twice
+            try:
+                kind, text = _ask(request)
+            except _EndedError as error:
+                raise RenderError("limit", str(error)) from error
     if kind:
         raise RenderError(kind, text)
     return text
+
+
+class _EndedError(Exception):
+    """A child that ended without a reply, for no reason that the template has."""
+
+
+def _ask(request: Sequence[str]) -> list[str]:
+    """Ask the child, or a new one; return what `_Child.ask` returns."""
+    global _child
+    if _child is None:
+        _child = _Child()
+    try:
+        return _child.ask(request)
+    except BaseException:  # after Ctrl-C, too, the next reply would be that of this request
+        _child.stop()
+        _child = None
+        raise
 
 
 class _Child:
@@ -94,7 +112,10 @@ class _Child:
         _send(self._process.stdin, [path for path in sys.path if path])
 
     def ask(self, request: Sequence[str]) -> list[str]:
-        """Return the kind of an error, or "", and its message or the text."""
+        """Return the kind of an error, or "", and its message or the text.
+
+        RenderError for a child that has used up its time, _EndedError for another end.
+        """
         try:
             _send(self._process.stdin, request)
             reply = _receive(self._process.stdout)
@@ -105,7 +126,7 @@ class _Child:
         status = self._process.wait()
         if status == -signal.SIGXCPU:
             raise RenderError("limit", f"takes more than {SECONDS} s of CPU time")
-        raise RenderError("limit", f"ends its process with status {status}")
+        raise _EndedError(f"ends its process with status {status}")
 
     def stop(self) -> None:
         self._process.kill()
@@ -167,7 +188,10 @@ def _serve() -> None:
     while request := _receive(incoming):
         source, variables, places, seconds, *contents = request
         end = math.ceil(time.process_time()) + int(seconds)
-        resource.setrlimit(resource.RLIMIT_CPU, (end, resource.RLIM_INFINITY))
+        # The hard limit stays: only root may raise one that a login shell has set.
+        _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+        soft = end if hard == resource.RLIM_INFINITY else min(end, hard)
+        resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))
         following = iter(contents)
         messages = [{name: next(following) for name in names} for names in json.loads(places)]
         try:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 
 # The part before the host: a name and a password in any URL or address, a mere token in HTTP's.
-# A password may have a slash, which is no port before a path then.
+# A password may have a slash, a "?" or a "#"; what stands before that is no port then.
 _PASSWORD = re.compile(
-    r"(?:^|://)[^/?#\s@:]*:[^/?#\s@]*@(?=[^/])|://[^/?#\s@:\[]*:(?!\d+(?:[/?#]|$))[^?#\s@]*@"
+    r"(?:^(?://)?|:/{1,3})[^/?#\s@:]*:[^/?#\s@]*@(?=[^/])"
+    r"|://[^/?#\s@:\[]*:(?!\d+(?:[/?#]|$))[^\s@]*@"
 )
 _TOKEN = re.compile(r"^(?:https?|ftp)://[^/?#\s]*@")
 # A parameter of the query or the fragment whose name says that its value is a secret.
@@ -42,5 +43,5 @@ def check_secret(field: str, value: object) -> None:
 
 def hide_secrets(value: str) -> str:
     """Replace what `check_secret` refuses by dots."""
-    parts = (re.sub(r"^(.*://)?[^?#]*@", r"\1...@", part) for part in value.split("::"))
+    parts = (re.sub(r"^(.*?://)?.*@", r"\1...@", part) for part in value.split("::"))
     return "::".join(re.sub(r"[?#].*", "?...", part, flags=re.DOTALL) for part in parts)

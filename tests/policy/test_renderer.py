@@ -127,9 +127,32 @@ def test_child_that_is_killed_is_replaced() -> None:
     template = Template("{{ messages[0].content }}", "here", {}, [])
     assert renderer._child is not None
     renderer._child._process.kill()
-    with pytest.raises(ValueError, match=r"here: .*ends its process with status -9"):
-        template.parts("a")
+    renderer._child._process.wait()
+    assert template.parts("a") == ["a"]
+    renderer._child._process.kill()
     assert template.parts("\ud800 é ☃") == ["\ud800 é ☃"]  # a lone surrogate, too
+
+
+def test_child_that_is_killed_twice_is_an_error(monkeypatch) -> None:
+    template = Template("{{ messages[0].content }}", "here", {}, [])
+    monkeypatch.setattr(renderer, "__file__", os.devnull)  # a program that ends at once
+    monkeypatch.setattr(renderer, "_child", None)
+    with pytest.raises(ValueError, match=r"here: .*ends its process with status 0"):
+        template.parts("a")
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/limits"), reason="needs /proc")
+def test_child_keeps_the_hard_limit_of_a_login_shell() -> None:
+    program = (
+        "import pathlib, resource; from spell_jax.policy import renderer\n"
+        "resource.setrlimit(resource.RLIMIT_CPU, (1000, 1000))\n"
+        "renderer.render('a', [], {})\n"
+        "print(pathlib.Path(f'/proc/{renderer._child._process.pid}/limits').read_text())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    [line] = [line for line in done.stdout.decode().splitlines() if "cpu time" in line]
+    soft, hard = line.split()[3:5]
+    assert int(soft) <= renderer.SECONDS + 2 and hard == "1000"
 
 
 def test_threads_get_their_own_texts() -> None:

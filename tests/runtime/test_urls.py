@@ -15,6 +15,8 @@ SECRET = "hunter2"
 REFUSED = [
     f"http://user:{SECRET}@host/v1",
     f"http://user:{SECRET}/with-slash@host/v1",
+    *(f"http://user:{sign}{SECRET}@host/v1" for sign in "?#"),
+    *(f"{start}user:{SECRET}@host/v1" for start in ("//", "http:/")),
     f"https://{SECRET}@host/v1",
     f"s3://id:{SECRET}@bucket/folder",
     f"user:{SECRET}@host/v1",
