@@ -17,12 +17,13 @@ import json
 import logging
 import os
 import pathlib
+import re
 import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import tenacity
@@ -59,7 +60,7 @@ class JudgeConfig:
     Attributes:
       url: http(s) address of the API (http://host/v1), with or without /chat/completions.
       model: name of the model at that address.
-      api_key: bearer token; None sends no Authorization header.
+      api_key: bearer token of visible ASCII characters; None or "" sends no Authorization header.
       temperature: sampling temperature, >= 0.
       max_tokens: limit of a reply, >= 1.
       timeout_s: limit of one attempt, from the first byte sent to the last one read; >= 0.001.
@@ -73,7 +74,7 @@ class JudgeConfig:
 
     url: str
     model: str
-    api_key: str | None = None
+    api_key: str | None = field(default=None, repr=False)
     temperature: float = 0.0
     max_tokens: int = 8192
     timeout_s: float = 120.0
@@ -86,6 +87,11 @@ class JudgeConfig:
 
     def __post_init__(self) -> None:
         urls.check_secret("url", self.url)
+        if not re.fullmatch(r"[!-~]*", self.api_key or ""):  # errors of HTTP would repeat the key
+            raise ValueError(
+                f"the key of {self.url}: has a space, a line break or another character that no key "
+                f"has; set its environment variable, such as {JUDGE_KEY}, to the key alone"
+            )
         if not self.url.startswith(("http://", "https://")) or "?" in self.url:
             raise ValueError(f"url = {self.url!r}: must start with http:// or https://, without ?")
         check_least(self, "", attempts=1, workers=1, max_tokens=1, timeout_s=0.001)
@@ -192,7 +198,7 @@ class Judge:
         verdict, key = self._parse(reply), self._key(prompt)
         self.counts["malformed"] += verdict == MALFORMED
         self._cache[key] = verdict
-        if self._file:
+        if self._file and reply:  # one that was cut off is asked for again, maybe with more tokens
             append_records(self._file, [{"key": key, "model": self.model, "reply": reply}])
         fault_injection.point("judged")
         return verdict
@@ -310,11 +316,11 @@ class Endpoint:
     def _request(self, prompt: str) -> str:
         # Lone surrogates, which JSON escapes in a model's answer can produce, have no UTF-8 form.
         content = prompt.encode(errors="replace").decode()
-        field = self._limit_field
+        name = self._limit_field
         try:
-            body = self._post(content, field)
+            body = self._post(content, name)
         except StatusError as error:
-            if error.status != 400 or _NEWER_FIELD not in error.message or field == _NEWER_FIELD:
+            if error.status != 400 or _NEWER_FIELD not in error.message or name == _NEWER_FIELD:
                 raise
             with self._lock:
                 if self._limit_field != _NEWER_FIELD:
@@ -330,11 +336,11 @@ class Endpoint:
             raise TypeError(f"the content of the reply is {type(reply).__name__}, not text")
         return reply
 
-    def _post(self, content: str, field: str) -> bytes:
-        """Send a prompt, its limit of tokens in `field`; return the body of the reply."""
+    def _post(self, content: str, limit_field: str) -> bytes:
+        """Send a prompt, its limit of tokens in `limit_field`; return the body of the reply."""
         self._wait_for_turn()
         deadline = time.monotonic() + self.config.timeout_s
-        limit: Any = {field: self.config.max_tokens}
+        limit: Any = {limit_field: self.config.max_tokens}
         try:
             with self._create(messages=[{"role": "user", "content": content}], **limit) as response:
                 return _read(response.iter_bytes(), deadline)

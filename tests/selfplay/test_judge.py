@@ -135,6 +135,25 @@ def test_cut_off_reply_gives_no_verdict(server, caplog):
     assert caplog.text.count("a reply was cut off at 9 tokens: not read") == 1
 
 
+def test_cut_off_reply_is_not_kept_for_a_larger_limit(server, tmp_path):
+    message = {"message": {"content": "[[YES]]"}, "finish_reason": "length"}
+    cut_off = 200, json.dumps({"choices": [message]})
+    server.respond = lambda prompt, count: cut_off if count == 1 else completion("[[YES]]")
+    cache = {"cache_file": tmp_path / "judge.jsonl"}
+    assert make_judge(server.url, cache=cache, max_tokens=9).judge([item("a")]) == [MALFORMED]
+    assert make_judge(server.url, cache=cache, max_tokens=99).judge([item("a")]) == [1]
+    assert make_judge(server.url, cache=cache).judge([item("a")]) == [1]
+    assert len(server.requests) == 2
+
+
+@pytest.mark.parametrize("key", ["hunter2\n", "hunter2\r", " hunter2", "hünter2", "hunter2\0"])
+def test_key_that_http_cannot_send_is_refused_without_being_repeated(key):
+    with pytest.raises(ValueError, match=r"^the key of http://host/v1: .*SPELL_JUDGE_KEY") as info:
+        JudgeConfig("http://host/v1", "m", key)
+    assert "nter2" not in str(info.value)
+    assert "hunter2" not in repr(JudgeConfig("http://host/v1", "m", "hunter2"))
+
+
 def test_endpoint_accepts_repeated_prompts(server):
     server.respond = lambda prompt, times: completion(f"{prompt} {times}")
     endpoint = Endpoint(JudgeConfig(server.url, "m", workers=1, top_p=0.5))
