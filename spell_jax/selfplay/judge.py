@@ -89,8 +89,8 @@ class JudgeConfig:
         urls.check_secret("url", self.url)
         if not re.fullmatch(r"[!-~]*", self.api_key or ""):  # errors of HTTP would repeat the key
             raise ValueError(
-                f"the key of {self.url}: has a space, a line break or another character that no key "
-                f"has; set its environment variable, such as {JUDGE_KEY}, to the key alone"
+                f"the key of {self.url}: has a space, a line break or another character that no "
+                f"key has; set its environment variable, such as {JUDGE_KEY}, to the key alone"
             )
         if not self.url.startswith(("http://", "https://")) or "?" in self.url:
             raise ValueError(f"url = {self.url!r}: must start with http:// or https://, without ?")
