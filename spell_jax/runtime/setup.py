@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import pathlib
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,7 +24,9 @@ def setup() -> None:
     """Called once, before any device is touched. One of several hosts waits for the others here.
 
     Compiled programs are kept in $JAX_COMPILATION_CACHE_DIR, by default in paths.cache_folder(). Of
-    the libraries only warnings are shown (Orbax alone logs some fifty lines a checkpoint).
+    the libraries only warnings are shown (Orbax alone logs some fifty lines a checkpoint), and
+    nothing of Orbax and asyncio: what fails in their threads is raised to runtime/checkpoint.py,
+    too, and a full disk would show 136 tracebacks around the line that says where the step is.
     """
     if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         jax.config.update("jax_compilation_cache_dir", str(paths.cache_folder()))
@@ -32,7 +35,24 @@ def setup() -> None:
     for name in ("jax", "orbax"):
         logging.getLogger(name).setLevel(logging.WARNING)
     logging.getLogger("spell_jax").setLevel(logging.INFO)
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+    absl_logging.get_absl_logger().addFilter(_is_of_others)
+    sys.excepthook = _show_error
     distributed.join()
+
+
+def _is_of_others(record: logging.LogRecord) -> bool:
+    """Return whether a record does not come from Orbax, which logs as absl."""
+    return f"{os.sep}orbax{os.sep}" not in record.pathname
+
+
+def _show_error(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """Print an error that nothing caught, except those of TensorStore after a failed save.
+
+    Its threads report to an event loop of Orbax that has ended, and print each failure to do so.
+    """
+    if kind is not RuntimeError or str(error) != "Event loop is closed":
+        sys.__excepthook__(kind, error, trace)
 
 
 def write_config(config: Mapping[str, Any], workdir: epath.Path) -> None:
