@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import os
 import pathlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -37,7 +38,7 @@ def setup() -> None:
     logging.getLogger("spell_jax").setLevel(logging.INFO)
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     absl_logging.get_absl_logger().addFilter(_is_of_others)
-    sys.excepthook = _show_error
+    sys.unraisablehook = functools.partial(_report_lost, sys.unraisablehook)
     distributed.join()
 
 
@@ -46,13 +47,13 @@ def _is_of_others(record: logging.LogRecord) -> bool:
     return f"{os.sep}orbax{os.sep}" not in record.pathname
 
 
-def _show_error(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    """Print an error that nothing caught, except those of TensorStore after a failed save.
+def _report_lost(report: Callable[[Any], object], lost: Any) -> None:
+    """Report an error that no code could catch, except those of TensorStore after a failed save.
 
-    Its threads report to an event loop of Orbax that has ended, and print each failure to do so.
+    Its threads tell an event loop of Orbax, which has ended, and print each failure to do so.
     """
-    if kind is not RuntimeError or str(error) != "Event loop is closed":
-        sys.__excepthook__(kind, error, trace)
+    if lost.exc_type is not RuntimeError or str(lost.exc_value) != "Event loop is closed":
+        report(lost)
 
 
 def write_config(config: Mapping[str, Any], workdir: epath.Path) -> None:
