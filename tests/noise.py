@@ -218,7 +218,9 @@ def give_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
         return parsing.Parsed("accepted", f"Q{_sum(text) % 1000}", str(_sum(text) % 2))
 
     fake_parsing = SimpleNamespace(
-        parse_question=parse_question, parse_verdict=lambda text: _sum(text) % 2
+        Parsed=parsing.Parsed,
+        parse_question=parse_question,
+        parse_verdict=lambda text: _sum(text) % 2,
     )
     fakes = {
         "extract_answer": lambda text, task, *_: str(_sum(text) % 2),

@@ -42,12 +42,15 @@ def check_answer(question: Question, extract: str = "lenient", rule: str = "matc
 def unscorable(reference: str, task: str, extract: str = "paper") -> str:
     """Return why no response can score with a reference answer; an empty text if one can."""
     wanted = rules.read_reference(reference, task, extract)
-    if rules.is_correct(wanted, wanted, task, "exact", extract):
+    forms = ("The answer is {}", "The correct answer is {}", r"\boxed{{{}}}")
+    replies = (form.format(wanted) for form in forms)
+    if any(rules.score(reply, reference, task, extract=extract) for reply in replies):
         return ""
     if not reference.strip():
         return "is blank"
     if task == "general_qa":
-        return "has no words but articles"
+        is_empty = not rules.normalize_answer(wanted, extract)
+        return "has no words but articles" if is_empty else "cannot be read where a response has it"
     return f"is no {'single number' if task == 'financial_math' else 'letter from A to D'}"
 
 

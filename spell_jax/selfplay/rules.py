@@ -34,11 +34,13 @@ def visible_text(text: str, in_thought: bool = False) -> str | None:
     """Return the stripped text after the last "</think>"; None if a thought is unfinished.
 
     `in_thought` says that the prompt ended inside a thought: some chat templates write "<think>",
-    so that the sampled text never contains it.
+    so that the sampled text never contains it. A second thought counts in texts that begin with
+    one; elsewhere "<think>" after a thought is text, as for the paper's code.
     """
-    if (in_thought or "<think>" in text) and "</think>" not in text:
-        return None
-    return text.rpartition("</think>")[2].strip()
+    _, closed, visible = text.rpartition("</think>")
+    begins = in_thought or text.lstrip().startswith("<think>")
+    is_open = "<think>" in visible and (begins or not closed)
+    return None if is_open or (in_thought and not closed) else visible.strip()
 
 
 def extract_answer(

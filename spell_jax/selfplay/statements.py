@@ -143,8 +143,9 @@ _BULLET = re.compile(r"[-•>–]\s+")
 _INVISIBLE = "\u00ad\u200b\u200c\u200d\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2060\ufeff"
 
 _LETTER_LEAD = re.compile(
-    r"(?:(?:the|option|choice|letter|answer|therefore|thus|likely|probably|clearly|simply)(?!\w)"
-    r"|[\s:$\"'“”‘’*_`])*+",
+    r"(?:(?:the|option|choice|letter|answer|therefore|thus|most|likely|probably|clearly|definitely"
+    r"|certainly|indeed|simply)(?!\w)"
+    r"|[\s:$\"'“”‘’*_`<])*+",
     re.IGNORECASE,
 )
 _MARKUP = re.compile(r"\*|\\[()\[\]]")  # of emphasis and of formulas

@@ -31,7 +31,7 @@ _STYLED = re.compile(
     r"\s*\{([^{}]*)\}"
 )
 _FRACTION = re.compile(r"\\[dtc]?frac\s*(?:\{([^{}]*)\}|(\d))\s*(?:\{([^{}]*)\}|(\d))")
-_PLAIN_TERM = re.compile(r"\s*[\d.,]+\s*")
+_PLAIN_TERM = re.compile(r"\s*-?[\d.,]+\s*")
 _LATEX = (
     (re.compile(r"\{,\}"), ","),
     (re.compile(r"\\(?:left|right|displaystyle|[bB]igg?[lr]?)(?![A-Za-z])|\\[()\[\]!]"), ""),
@@ -98,7 +98,7 @@ def _plain_character(character: str) -> str:
 
 def _write_fraction(found: re.Match[str]) -> str:
     above, below = found[1] or found[2] or "", found[3] or found[4] or ""
-    if _PLAIN_TERM.fullmatch(above) and _PLAIN_TERM.fullmatch(below):
+    if _PLAIN_TERM.fullmatch(above) and _PLAIN_TERM.fullmatch(below) and "-" not in below:
         return f" {above.strip()}/{below.strip()} "
     return f"(({above})/({below}))"
 
@@ -191,7 +191,7 @@ _MORE = re.compile(
 )
 _ASIDE = re.compile(r"one\s+(?:of|that|which|who|whose|where|such)(?!\w)", re.IGNORECASE)
 _PROSE = re.compile(r"[A-Za-z]{2,} +[A-Za-z]{2,}")
-_TRUTHS = ("yes", "no", "true", "false")
+_TRUTH = re.compile(r"(yes|no|true|false)(?:[.!]*+$|[,;] *+[A-Za-z])", re.IGNORECASE)
 _MOST_WORDS = 4  # of a unit after a figure that stands alone: "millions of US dollars"
 
 
@@ -205,9 +205,8 @@ def read_number(text: str, alone: bool = True) -> str | None:
     if alone and len(text) > MAX_CHARACTERS:
         return None
     plain = _plain(text[:MAX_CHARACTERS])
-    truth = plain.rstrip(".!").lower()
-    if truth in _TRUTHS:
-        return truth
+    if truth := _TRUTH.match(plain):
+        return truth[1].lower()
     number, rest = _leading(plain)
     sign = max(plain.rfind("="), plain.rfind("≈"))
     # The last side of "x = 5" or "1/3 ≈ 0.333" counts, but not one within a sentence.

@@ -50,6 +50,9 @@ def test_what_is_read_is_read_again_as_the_same(case):
         ("The answer is B.Paris", "B"),
         ("The answer is the option (b)", "B"),
         ("The answer is Ｂ", "B"),
+        ("The answer is most likely B", "B"),
+        ("The answer is definitely <B>", "B"),
+        ("The answer is most of them", None),
         ("The answer is B, because A is wrong", "B"),
         ("The answer is A. No wait, the answer is C.", "C"),
         ("The answer is C. This answer is A good one", "C"),
@@ -115,6 +118,8 @@ def test_texts(text, answer):
         ("Answer:\n- 5", "5"),
         ("The answer is 12<｜end▁of▁sentence｜>", "12"),
         ("$3.5 million", "3500000"),
+        ("The answer is No, sales fell by 5", "no"),
+        ("The answer is no. 5", None),
         ("I get 12", None),
         ("The answer is 5. No, the answer is unknown", None),
         ("The answer is 5. No, the answer is between 10 and 12", None),
@@ -199,6 +204,7 @@ def test_references_that_can_never_score_have_a_reason(extract):
         assert not unscorable(reference, "financial_math", extract)
     assert not unscorable("A", "multiple_choice", extract)
     assert not unscorable("N/A", "general_qa", extract)
+    assert unscorable("<think>", "general_qa", extract)  # would open a thought
     assert not unscorable("five million", "financial_math", "lenient")
     assert unscorable("five million", "financial_math") == "is no single number"
 

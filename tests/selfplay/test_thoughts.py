@@ -33,6 +33,16 @@ def test_cut_off_thought_earns_no_score(case, extract):
         assert extract_answer(case["text"], case["task"], extract, in_thought=True) is None
 
 
+@pytest.mark.parametrize("begin", ["", "<think>\n"], ids=["flag", "text"])
+def test_second_thought_that_is_cut_off_is_no_answer_either(begin):
+    text = f"{begin}Hm.</think>The answer is <think>Paris, or is the answer is Lyon"
+    told = {"in_thought": not begin}
+    assert visible_text(text, **told) is None
+    assert all(score(text, "Lyon", "general_qa", extract=way, **told) == 0 for way in EXTRACTS)
+    assert parse_verdict(f"{begin}a</think><think>[[YES]] only if", **told) == -1
+    assert visible_text(f"{text}</think> Lyon", **told) == "Lyon"
+
+
 @pytest.mark.parametrize("case", of_role("verifier"))
 def test_verdict_drafted_inside_a_thought_does_not_count(case):
     assert parse_verdict(case["text"], in_thought=True) == case["verdict"]

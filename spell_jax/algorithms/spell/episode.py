@@ -73,7 +73,8 @@ class Episode(QuestionEpisode):
     def count_unparsed(self, metrics: Metrics) -> None:
         super().count_unparsed(metrics)
         if self.proposal is not None:
-            metrics.add("unparsed/questioner", self.status == "bad_format")
+            unread = self.status == "bad_format" or self.reason == "unfinished_thought"
+            metrics.add("unparsed/questioner", unread)
         for votes in self.votes:
             metrics.add_sum("unparsed/verifier", votes.count(-1), len(votes))
 
