@@ -132,7 +132,9 @@ _is_ending = False  # whether `ending` is entered
 
 @contextlib.contextmanager
 def ending(end: Callable[[int], None] = os._exit) -> Iterator[None]:
-    """Context that a SIGTERM ends with Terminated; it does nothing within itself.
+    """Context that a SIGTERM ends with Terminated, and in which no Ctrl-C is lost.
+
+    It does nothing within itself.
 
     A process that still runs LIMIT_S seconds later, for example because the main thread compiles or
     Python waits for another thread at its exit, ends at once. Outside of the main thread, where
@@ -151,6 +153,9 @@ def ending(end: Callable[[int], None] = os._exit) -> Iterator[None]:
         # __del__: of 9 signals during imports, 3 were dropped.
         if issubclass(lost.exc_type, Terminated):
             watch.send_again()
+        elif issubclass(lost.exc_type, KeyboardInterrupt):
+            main = threading.main_thread().ident
+            threading.Timer(_PAUSE_S, signal.pthread_kill, (main, signal.SIGINT)).start()
         else:
             report(lost)
 

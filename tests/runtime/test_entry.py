@@ -168,7 +168,8 @@ def test_preempted_run_keeps_its_exit_code(capsys):
     assert end.value.code == EXIT_CODE == 75 and capsys.readouterr() == ("", "")
 
 
-def test_interrupted_command_says_how_to_go_on(capsys):
+def test_interrupted_command_says_how_to_go_on(capsys, monkeypatch):
+    monkeypatch.setattr(entry, "_signal_status", None)
     with pytest.raises(SystemExit) as end, entry.user_errors():
         raise KeyboardInterrupt
     err = capsys.readouterr().err
@@ -176,6 +177,23 @@ def test_interrupted_command_says_how_to_go_on(capsys):
         end.value.code == 130
         and err == "interrupted; a training run goes on with the same command\n"
     )
+
+
+@pytest.mark.parametrize("name, status", [("SIGINT", 130), ("SIGTERM", 75)])
+def test_a_signal_skips_the_destructors_of_libraries_but_no_exit_function(name, status):
+    """A destructor of XLA may end the process with a segmentation fault."""
+    code = (
+        "import atexit, signal\n"
+        "from spell_jax.runtime import entry\n"
+        "atexit.register(print, 'exit function')\n"
+        "class Destructor:\n"
+        "    def __del__(self): print('destructor')\n"
+        "held = Destructor()\n"
+        "with entry.user_errors():\n"
+        f"    signal.raise_signal(signal.{name})\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (status, "exit function\n"), ended.stderr
 
 
 def test_debug_flag_shows_the_traceback(monkeypatch, capsys):

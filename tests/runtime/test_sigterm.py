@@ -207,3 +207,21 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+def test_ctrl_c_is_not_lost_in_a_callback_of_the_garbage_collector():
+    hits = []
+
+    def interrupt(phase, info):
+        if phase == "start" and not hits:
+            hits.append(phase)
+            signal.raise_signal(signal.SIGINT)
+
+    gc.callbacks.append(interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt), sigterm.ending([].append):
+            gc.collect()
+            time.sleep(10)
+    finally:
+        gc.callbacks.remove(interrupt)
+    assert hits
