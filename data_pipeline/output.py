@@ -38,7 +38,7 @@ from tensorflow_datasets.core import dataset_info, example_serializer, splits
 from data_pipeline import workers
 from data_pipeline.balance import LostRowsError
 from data_pipeline.records import AssignedCluster, blake2b, digest
-from data_pipeline.stages import UNFINISHED, Done, Stages, delete, match, read_json, store
+from data_pipeline.stages import UNFINISHED, Done, Stages, delete, match, read_json_if_exists, store
 
 NAME, VERSION, SPLIT = "clusters", "1.0.0", "train"
 MANIFEST, INFO = "manifest.json", "dataset_info.json"
@@ -257,7 +257,7 @@ def _measure(folder: str, names: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 def _find(folder: str, fingerprint: str) -> dict[str, Any] | None:
     """Return the manifest if its fingerprint matches and all its files have the listed sizes."""
-    manifest = read_json(FileSystems.join(folder, MANIFEST))
+    manifest = read_json_if_exists(FileSystems.join(folder, MANIFEST))
     if not isinstance(manifest, dict) or manifest.get("fingerprint") != fingerprint:
         return None
     sizes = {os.path.basename(file.path): file.size_in_bytes for file in match(folder, "*")}

@@ -110,7 +110,7 @@ class Stages:
             self.check(pipeline, name)
             return Done(name, fingerprint, (), 0.0)
         marker = FileSystems.join(self.folder, name, DONE)
-        record = read_json(marker)
+        record = read_json_if_exists(marker)
         # A build that stops while it writes the marker leaves an incomplete one.
         if isinstance(record, dict) and record.get("fingerprint") == fingerprint:
             log.info("%s: was done before", name)
@@ -258,7 +258,7 @@ def store(folder: str, name: str, data: BinaryIO) -> None:
     durable.sync(os.path.dirname(folder) or ".")
 
 
-def read_json(path: str) -> Any:
+def read_json_if_exists(path: str) -> Any:
     """Read a JSON file; None if it is missing or incomplete."""
     if not FileSystems.exists(path):
         return None

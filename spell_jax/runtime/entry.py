@@ -176,8 +176,8 @@ def _announce(line: str, code: int, error: BaseException) -> None:
 def _skip_destructors() -> None:
     """End a command that a signal ended, after Python's exit functions and before C++'s.
 
-    XLA may still run a program in a thread of its own. Of 6 signals during rollouts, 4 then ended
-    in a segmentation fault, with its exit status.
+    XLA may still run a program in a thread of its own. Without this function 3 of 6 signals during
+    rollouts and `generate` ended in a segmentation fault, with its exit status.
     """
     if _signal_status is not None:
         for stream in (sys.stdout, sys.stderr):

@@ -168,8 +168,7 @@ def test_preempted_run_keeps_its_exit_code(capsys):
     assert end.value.code == EXIT_CODE == 75 and capsys.readouterr() == ("", "")
 
 
-def test_interrupted_command_says_how_to_go_on(capsys, monkeypatch):
-    monkeypatch.setattr(entry, "_signal_status", None)
+def test_interrupted_command_says_how_to_go_on(capsys):
     with pytest.raises(SystemExit) as end, entry.user_errors():
         raise KeyboardInterrupt
     err = capsys.readouterr().err
