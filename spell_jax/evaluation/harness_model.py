@@ -58,14 +58,19 @@ def read_options(given: Mapping[str, Any], eos: str = "") -> Options:
     return Options(**sampling, max_tokens=values["max_gen_toks"], stop_strings=stops)
 
 
+def _opens_thought(context: str) -> bool:
+    return context.rstrip().endswith(THOUGHT_BEGIN)
+
+
 class PolicyLM(TemplateLM):
     """A policy with the three kinds of requests: text, log-likelihoods of answers and of texts."""
 
     def __init__(self, policy: Policy, seed: int = 0, thinking: bool = False):
         """Wrap a policy; `seed` is that of sampling.
 
-        With `thinking`, an answer starts after the last `</think>` and is empty if its thought is
-        unfinished, and the stop strings of a task do not end the thinking.
+        With `thinking`, or after a prompt that ends with `<think>`, an answer starts after the last
+        `</think>` and is empty if its thought is unfinished, and the stop strings of a task do not
+        end the thinking.
         """
         super().__init__()
         self._policy, self._words = policy, policy.tokenizer
@@ -167,8 +172,10 @@ class PolicyLM(TemplateLM):
             self._log_cut(sum(len(ids) > room for ids in encoded), len(encoded))
             prompts = [np.array(ids[-room:], np.int32) for ids in encoded]
             wanted = [options[i] for i in indices]
-            if self._thinking:
-                wanted = [dataclasses.replace(one, stop_strings=()) for one in wanted]
+            wanted = [
+                dataclasses.replace(one, stop_strings=()) if self._thinks(given[i][0]) else one
+                for i, one in zip(indices, wanted, strict=True)
+            ]
             sampled = self._policy.sample(prompts, 1, keys[indices], wanted)
             for count, (place, (sample,)) in enumerate(sampled, 1):
                 index = indices[place]
@@ -183,12 +190,15 @@ class PolicyLM(TemplateLM):
 
         An unfinished thought states no answer: the answer is then empty.
         """
-        if not self._thinking:
+        if not self._thinks(context):
             return postprocess_generated_text(text, list(stops), None)
-        in_thought = context.rstrip().endswith(THOUGHT_BEGIN)
-        if visible_text(text, in_thought) is None:
+        if visible_text(text, _opens_thought(context)) is None:
             return ""
         return postprocess_generated_text(text, list(stops), THOUGHT_END)
+
+    def _thinks(self, context: str) -> bool:
+        """Return whether an answer has thoughts: some templates open one and have no switch."""
+        return self._thinking or _opens_thought(context)
 
     def _keys(self, contexts: Sequence[str]) -> np.ndarray:
         """Keys by seed, context and repetition, uint32 [n, 2]: not by the other requests."""

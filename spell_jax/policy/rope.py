@@ -230,6 +230,8 @@ def _kind(field: str, scaling: Mapping[str, Any]) -> str:
             "remove type, the older name"
         )
     kind = old if new is None else new
+    if kind is None and scaling.get("factor") is not None:
+        raise ValueError(f"{field}.rope_type: is missing, must say what the factor does")
     kind = "default" if kind is None else kind
     if not isinstance(kind, str):
         raise ValueError(f"{field}.rope_type = {kind!r}: must be one of {KINDS}")
