@@ -206,6 +206,7 @@ def test_logits_of_every_form_equal_transformers(case: str, tmp_path) -> None:
         ),
         ({"rope_parameters": {"sliding_attention": DEFAULT | THETA}}, "'full_attention' among"),
         ({"rope_parameters": {"full_attention": DEFAULT}}, "rope_theta: is missing"),
+        ({"rope_scaling": {"factor": 4.0}} | THETA, r"rope_scaling\.rope_type: is missing"),
         ({"rope_scaling": [1]} | THETA, r"rope_scaling = \[1\]: must be an object"),
         ({"rope_parameters": ""} | THETA, "rope_parameters = '': must be an object"),
     ],
