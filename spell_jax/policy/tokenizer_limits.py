@@ -181,8 +181,8 @@ def _check_branch(branch: tuple[_Atom, ...], is_followed: bool) -> int:
         runs += _check_branches(atom.branches, (is_followed or repeats) and not atom.keeps)
         if runs > RUNS:
             raise ValueError(
-                f"has more than {RUNS} repetition without a bound of {_MANY} before something that can fail; "
-                "matching may take hours"
+                f"has more than {RUNS} repetition without a bound of {_MANY} before something that "
+                "can fail; matching may take hours"
             )
         is_followed = is_followed or atom.can_fail()
     return runs

@@ -153,10 +153,22 @@ def put_endless_link(file: Path) -> None:
     file.symlink_to(file)
 
 
+def put_pipe(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+def put_endless_device(file: Path) -> None:
+    file.unlink()
+    file.symlink_to("/dev/zero")
+
+
 @pytest.mark.parametrize("name", ["hashes.txt", "arrays/_METADATA", "host/metadata"])
 @pytest.mark.parametrize(
     "damage, text",
     [
+        (put_pipe, "cannot be read (a pipe, a socket or a device)"),
+        (put_endless_device, "cannot be read (a pipe, a socket or a device)"),
         (put_folder, "cannot be read (Is a directory)"),
         (put_endless_link, "cannot be read (Too many levels of symbolic links)"),
         (put_dangling_link, None),
