@@ -111,6 +111,7 @@ class HfTokenizer(Tokenizer):
         # the thought would pass for the answer.
         marks = (chats.THOUGHT_BEGIN, chats.THOUGHT_END)
         self._hidden = {i for i, t in added.items() if t.special and t.content not in marks}
+        self.thought_ids = {t.content: i for i, t in added.items() if t.content in marks}
         # Some models also have added tokens in their vocabulary, where plain text can produce them.
         self._reserved = {*self._added, *self.stop_ids}
         unknown = description["model"].get("unk_token")

@@ -134,7 +134,7 @@ def from_hf(raw: Mapping[str, Any], max_positions: int) -> RopeConfig:
     `max_positions`, its max_position_embeddings, is yarn's original context length if none is
     given. An original_max_position_embeddings beside rope_scaling has priority over the one inside.
     Both are as in transformers. Raises ValueError if a field is unknown, missing or out of range,
-    or if two fields contradict each other.
+    if both objects are there, or if two fields contradict each other.
     """
     field, scaling = _scaling(raw)
     kind = _kind(field, scaling)
@@ -190,19 +190,10 @@ def _scaling(raw: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
             raise ValueError(f"{field} = {value!r}: must be an object or null")
         if value:
             objects[field] = _flat(field, value)
-    plain = [
-        {"rope_type": _kind(field, value)}
-        | {
-            name: entry
-            for name, entry in value.items()
-            if entry is not None and name not in ("rope_type", "type", "rope_theta")
-        }
-        for field, value in objects.items()
-    ]
-    if len(plain) == 2 and plain[0] != plain[1]:
+    if len(objects) == 2:  # transformers 5 reads a mixture of both, even where they are equal
         raise ValueError(
             f"rope_parameters = {raw['rope_parameters']!r} and rope_scaling = "
-            f"{raw['rope_scaling']!r}: contradict each other; remove one of them (transformers 5 "
+            f"{raw['rope_scaling']!r}: describe the rope twice; remove one of them (transformers 5 "
             "writes rope_parameters only)"
         )
     return next(iter(objects.items()), (FIELDS[1], {}))

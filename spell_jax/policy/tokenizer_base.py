@@ -10,7 +10,9 @@ from __future__ import annotations
 import abc
 import itertools
 import pathlib
-from collections.abc import Collection, Sequence
+import re
+import types
+from collections.abc import Collection, Mapping, Sequence
 
 from spell_jax.policy import chat as chats
 
@@ -28,6 +30,8 @@ class Tokenizer(abc.ABC):
     gaps: tuple[tuple[int, int], ...] = ()  # ids below vocab_size without a token, as unused_ids
     start_ids: tuple[int, ...] = ()  # tokens before a text outside a chat; not part of `encode`
     bos_id: int | None = None  # token that begins a text, if there is one
+    # Marks of a thought that are added tokens -> ids.
+    thought_ids: Mapping[str, int] = types.MappingProxyType({})
     chat_template: str = ""  # source of the chat template; "" for a fixed layout, or none
 
     @abc.abstractmethod
@@ -85,6 +89,15 @@ class Tokenizer(abc.ABC):
         and a sampled one decodes to no text.
         """
         return self.gaps + (((self.vocab_size, rows),) if rows > self.vocab_size else ())
+
+    def encode_answer(self, text: str) -> list[int]:
+        """Tokenize an assistant's answer, in which the marks of a thought are their tokens."""
+        if not self.thought_ids:
+            return self.encode(text)
+        marks = "|".join(map(re.escape, self.thought_ids))
+        parts = [part for part in re.split(f"({marks})", text) if part]
+        ids = ([i] if (i := self.thought_ids.get(p)) is not None else self.encode(p) for p in parts)
+        return [i for some in ids for i in some]
 
     def count(self, text: str) -> int:
         """Number of tokens of a text."""

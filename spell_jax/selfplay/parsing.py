@@ -11,7 +11,13 @@ from typing import Any, Literal
 from spell_jax.data.clusters import LETTERS, SURROGATE
 from spell_jax.selfplay.json_records import find_record
 from spell_jax.selfplay.numbers import number_text, parse_number
-from spell_jax.selfplay.rules import check_extract, check_task, find_answer, visible_text
+from spell_jax.selfplay.rules import (
+    check_extract,
+    check_task,
+    find_answer,
+    normalize_answer,
+    visible_text,
+)
 
 NOTHING_TO_ASK = "nothing_to_ask"  # reason: the questioner states it
 MAX_ANSWER_TOKENS = 40  # limit for a general_qa reference (spec 12, row 4)
@@ -127,6 +133,8 @@ def _validate_text(
     if not isinstance(answer, str) or not answer:
         return _bad("no_answer")
     answer = find_answer(answer, "general_qa", extract) or answer
+    if extract == "lenient" and not normalize_answer(answer, extract):
+        return _bad("no_answer")  # such as "The The": no reply could score
     if SURROGATE.search(answer):
         return _bad("invalid_unicode")  # JSON escapes can produce it; a tokenizer would reject it
     if too_long(answer):

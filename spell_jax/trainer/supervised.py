@@ -134,7 +134,7 @@ def to_group(row: demonstrations.Row, tokenizer: tokenizers.Tokenizer) -> packin
     completion = row.completion
     if thought := tokenizer.open_thought(row.prompt):
         completion = continue_thought(thought, completion)
-    answer = [*tokenizer.encode(completion), tokenizer.turn_end_id]
+    answer = [*tokenizer.encode_answer(completion), tokenizer.turn_end_id]
     return packing.TrainGroup(tokenizer.chat(row.prompt), [answer], [1.0], row.role)
 
 

@@ -153,6 +153,7 @@ def config_of(config: ConfigDict, policy: pathlib.Path, **changes: Any) -> Confi
         "policy.rope_scaling": "",
         "optimizer.warmup_steps": 0,
         "mesh.context": 1,
+        "algorithm.truncated": "score",  # random text seldom ends
         "algorithm.group_size": GROUP,
         "sampler.max_prompt": CAP,
         "sampler.kv_cache_tokens": 8 * CAP,

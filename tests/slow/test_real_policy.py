@@ -95,6 +95,7 @@ def config_of(policy: pathlib.Path, documents: pathlib.Path, **changes):
         "data.documents_per_cluster": 3,
         "data.max_document_tokens": 128,
         "data.held_out": 0.0,
+        "algorithm.truncated": "score",  # random text seldom ends
         "algorithm.questions": 4,
         # by chance all answers to four questions get equal rewards
         "algorithm.generation_batch": 8,

@@ -328,6 +328,17 @@ def test_row_ends_with_the_end_of_the_templates_turn(tmp_path):
     assert answer[-1] in tokenizer.stop_ids
 
 
+def test_marks_of_a_thought_are_taught_as_their_tokens(tmp_path):
+    folder = hf_folders.write(tmp_path, hf_folders.byte_level(), hf_folders.CONFIG)
+    tokenizer = tokenizers.load(folder)
+    row = demonstrations.Row("ab?", "<think>a</think>b<|im_end|>", "row", "")
+    (answer,) = supervised.to_group(row, tokenizer).answers
+    begin, end, stop = hf_folders.ids_of(tokenizer, "<think>", "</think>", "<|im_end|>")
+    text = [tokenizer.encode(part) for part in ("a", "b<|im_end|>")]
+    assert list(answer) == [begin, *text[0], end, *text[1], stop]
+    assert stop not in text[1]  # other added tokens of a row stay text
+
+
 def test_random_policy_knows_the_gaps_of_its_tokenizer(tmp_path):
     words = hf_folders.word_piece()
     words["model"]["vocab"]["##."] = 9
