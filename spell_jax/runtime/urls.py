@@ -13,9 +13,10 @@ _PASSWORD = re.compile(
 _TOKEN = re.compile(r"^(?:https?|ftp)://[^/?#\s]*@")
 # A parameter of the query or the fragment whose name says that its value is a secret.
 _PARAMETER = re.compile(
-    r"[?&#;](?:[\w.%-]*[-_.])?"
-    r"((?:api|access|secret|auth|private|aws)*[-_]?key(?:[-_]?id)?|[\w]*token|sig|signature|secret"
-    r"|passw(?:or)?d|pwd|auth|authorization|credentials?|jwt|AWSAccessKeyId)=[^&#]",
+    r"[?&#;](key|code|hapikey|session(?:[-_]?id)?|(?:[\w.%-]*[-_.])?"
+    r"(?:(?:api|access|secret|auth|private|aws|subscription)+[-_]?key(?:[-_]?id)?|\w*token|sig"
+    r"|signature|secret|passw(?:or)?d|pwd|auth|authorization|credentials?|jwt|AWSAccessKeyId))"
+    r"=[^&#]",
     re.IGNORECASE,
 )
 

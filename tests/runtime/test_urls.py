@@ -26,6 +26,7 @@ REFUSED = [
         for name in (
             *("api_key", "apikey", "key", "sig", "token", "access_token", "hf_token", "password"),
             *("X-Amz-Signature", "X-Goog-Credential", "AWSAccessKeyId", "subscription-key"),
+            *("code", "hapikey", "session_id", "x-api-key"),
         )
     ),
     f"https://host/#access_token={SECRET}",
@@ -34,6 +35,7 @@ ACCEPTED = [
     *("", "runs/demo", "/data/a:b/c@d", "http://host:80/v1", "http://[::1]:80/v1", "gs://b/x@y"),
     *("abfs://folder@account.dfs.core.windows.net/x", "hf://datasets/o/n@main/x", "C:/x@y"),
     *("sftp://user@host/x", "s3://b/k?versionId=1", "http://host/v1?keyword=1", "a b: c@d"),
+    *("http://host/v1?sort_key=name", "http://host/v1?zipcode=8000"),
 ]
 
 
