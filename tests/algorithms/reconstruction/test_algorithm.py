@@ -35,7 +35,7 @@ from tests.algorithms.posing import (
     silent,
     solution,
 )
-from tests.algorithms.scripted import ScriptedModels, read, roll_out, to_groups, to_records
+from tests.algorithms.scripted import CUT, ScriptedModels, read, roll_out, to_groups, to_records
 
 SHORT = Cluster("short", ("a line\nand another",))
 
@@ -268,6 +268,25 @@ def test_guessing_policy_earns_chance_level_rewards():
         assert means[f"solve_rate/{k}"] == means[f"sparse_reward/{k}"]
         assert means[f"dense_by_chance/{k}"] == pytest.approx(1 / k)
     assert means["dense_by_chance"] == pytest.approx(sum(1 / k for k in (2, 4, 6, 8)) / 4)
+
+
+@pytest.mark.parametrize(
+    ("truncated", "scores"), [("score", [1, 0, 1]), ("zero", [0, 0, 1]), ("drop", [0, 1])]
+)
+def test_cut_off_order_counts_as_the_config_says(truncated, scores):
+    def write(role, prompt, sibling, model):
+        """Right, no permutation, right; the first answer is cut off."""
+        answer = (improving if sibling == 1 else perfect)(role, prompt, sibling, model)
+        return f"{CUT}{answer}" if sibling == 0 else answer
+
+    algorithm = make_algorithm(documents=2, steps=1, group_size=3, truncated=truncated)
+    episodes = roll_out(algorithm, ScriptedModels(write, truncated), 1)
+    assert [list(e.scores) for e in episodes] == [scores] * 2
+    for group in to_groups(algorithm, episodes):
+        assert len(group.answers) == len(scores)
+    for record in to_records(algorithm, episodes):
+        assert len(record["dropped"]) == (truncated == "drop")
+        assert record["truncated"] == [truncated != "drop", False, False][: len(scores)]
 
 
 def test_records_hold_documents_predictions_and_advantages():
