@@ -14,7 +14,7 @@ import os
 import pathlib
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import IO, Any, TypeVar
+from typing import IO, Any, TypeVar, cast
 
 from etils import epath
 
@@ -134,6 +134,9 @@ def _compressed(
     path: str | os.PathLike[str], file: IO[bytes], mode: str
 ) -> contextlib.AbstractContextManager[Any]:
     if not os.fspath(path).endswith(".gz"):
+        if mode == "rb" and not isinstance(file, io.BufferedReader):
+            # A bucket's file knows no limit for the length of a line.
+            return contextlib.nullcontext(io.BufferedReader(cast(Any, file)))
         return contextlib.nullcontext(file)
     # No name and no time in the header, so that equal lines give equal bytes.
     return gzip.GzipFile("", mode, compresslevel=6, fileobj=file, mtime=0)
