@@ -27,6 +27,7 @@ from spell_jax.algorithms.spell import algorithm as spell
 from spell_jax.algorithms.spell import frozen_reader
 from spell_jax.configs import tiny
 from spell_jax.data.config import GENERATED
+from spell_jax.evaluation.policy_sampler import Policy
 from spell_jax.learner import update
 from spell_jax.learner.learner import Learner
 from spell_jax.policy import tokenizer as tokenizers
@@ -207,6 +208,17 @@ def lose_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         update, "apply", lambda spec, s, g, loss: apply(spec, s, g, loss + float("nan"))
     )
+
+
+def finish_replies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the replies of judges and teachers count as finished: cut-off ones are not read."""
+    sample = Policy.sample
+
+    def finished(*arguments, **options):
+        for place, samples in sample(*arguments, **options):
+            yield place, [dataclasses.replace(one, stopped=True) for one in samples]
+
+    monkeypatch.setattr(Policy, "sample", finished)
 
 
 def give_meaning(monkeypatch: pytest.MonkeyPatch) -> None:

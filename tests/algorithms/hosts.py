@@ -45,6 +45,7 @@ def run() -> list[Any]:
     tokenizer: Any = SimpleNamespace(
         chat=lambda text: [3 + ord(letter) % 60 for letter in text],
         decode=lambda ids: " ".join(map(str, ids)),
+        open_thought=lambda text: "",
     )
     worker = RolloutWorker(TextSampler(sampler, tokenizer), jax.random.key(0))
     worker.start_step(1, {"policy": params, "reference_reader": params})

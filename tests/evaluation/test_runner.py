@@ -244,14 +244,7 @@ def test_policy_judge_counts_malformed_verdicts_and_resumes(
     policy, judge, asked, tmp_path, monkeypatch
 ):
     """Noise gives no verdict: replies are malformed, counted, kept, and not asked for again."""
-    sample = Policy.sample
-
-    def finished(*arguments, **options):
-        """Sample replies that do not count as cut off, which would not be kept."""
-        for place, samples in sample(*arguments, **options):
-            yield place, [dataclasses.replace(one, stopped=True) for one in samples]
-
-    monkeypatch.setattr(Policy, "sample", finished)
+    noise.finish_replies(monkeypatch)
 
     def evaluated(out):
         ask = PolicyJudge(Policy(judge, sizes=evaluating.SIZES), 4)

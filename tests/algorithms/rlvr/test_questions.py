@@ -379,6 +379,7 @@ def test_judge_must_match_the_agreement_setting(tmp_path):
 @pytest.mark.slow
 def test_policy_teacher_replies_depend_only_on_attempt_and_turn(tmp_path, monkeypatch):
     noise.use_one_device(monkeypatch)
+    noise.finish_replies(monkeypatch)
     sizes = SamplerConfig(kv_cache_tokens=512, slots=8, prefill_tokens=128, page_size=16)
     policy = Policy(noise.save_policy(tmp_path / "noise"), sizes=sizes)
     ask = PolicyTeacher(policy, Options(1.0, max_tokens=6), 0)
