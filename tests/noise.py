@@ -24,6 +24,7 @@ from spell_jax.algorithms import config as algorithm_config
 from spell_jax.algorithms import registry as registry
 from spell_jax.algorithms.eapo import algorithm as eapo
 from spell_jax.algorithms.spell import algorithm as spell
+from spell_jax.algorithms.spell import config as spell_config
 from spell_jax.algorithms.spell import frozen_reader
 from spell_jax.configs import tiny
 from spell_jax.data.config import GENERATED
@@ -239,7 +240,8 @@ def give_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
         "score": lambda text, reference, task, *_: float(str(_sum(text) % 2) == reference),
         "same_answer": lambda first, second, *_: first == second,
     }
-    monkeypatch.setattr(spell, "parsing", fake_parsing)
+    for module in (spell, spell_config):
+        monkeypatch.setattr(module, "parsing", fake_parsing)
     for module in (algorithm_config, frozen_reader):
         monkeypatch.setattr(module, "rules", SimpleNamespace(**vars(rules) | fakes))
 

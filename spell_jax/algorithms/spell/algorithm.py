@@ -173,14 +173,7 @@ class Spell:
         if reply is None:
             return replace(episode, status="overlong", reason="no_questioner_reply")
         (text,) = reply.texts
-        parsed = parsing.parse_question(
-            text,
-            episode.task,
-            self._count,
-            c.max_answer_tokens,
-            c.distinct_options,
-            extract=c.extract,
-        )
+        parsed = c.parse_question(text, episode.task, self._count)
         if parsed.status == "accepted" and not reply.scored_texts[0]:
             parsed = parsing.Parsed("bad_format", reason="truncated")
         is_bad = parsed.status == "bad_format"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 from spell_jax.algorithms.config import AlgorithmConfig, RolloutBudget
 from spell_jax.runtime.config import check_choice, check_least
-from spell_jax.selfplay import rewards
+from spell_jax.selfplay import parsing, rewards
 
 REFERENCE_SOURCES = ("questioner", "frozen_reader")
 RESPONDER_REWARDS = ("max", "rule", "verifier", "mean", "min", "random")
@@ -138,6 +139,19 @@ class SpellConfig(AlgorithmConfig):
                 f"algorithm.grounding_threshold = {self.grounding_threshold}: must not be above "
                 f"algorithm.grounding_samples = {self.grounding_samples}"
             )
+
+    def parse_question(
+        self, text: str, task: str, count_tokens: Callable[[str], int]
+    ) -> parsing.Parsed:
+        """Parse a questioner's output with the limits of this config."""
+        return parsing.parse_question(
+            text,
+            task,
+            count_tokens,
+            self.max_answer_tokens,
+            self.distinct_options,
+            extract=self.extract,
+        )
 
     def budgets(self) -> list[RolloutBudget]:
         return self.round_budgets()

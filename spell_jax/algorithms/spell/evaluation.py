@@ -160,15 +160,7 @@ class TinyEvaluation:
 
     def _measure_question(self, text: str, task: str, documents: Sequence[str]) -> dict[str, bool]:
         """Whether a question is accepted; if so, answerable; if so, with a right reference."""
-        c = self.algorithm
-        parsed = parsing.parse_question(
-            text,
-            task,
-            self.count_tokens,
-            c.max_answer_tokens,
-            c.distinct_options,
-            extract=c.extract,
-        )
+        parsed = self.algorithm.parse_question(text, task, self.count_tokens)
         measures = {"accepted": parsed.status == "accepted"}
         if measures["accepted"]:
             truth = true_answer(parsed.question, task, documents)

@@ -124,10 +124,7 @@ class LadderEvaluation:
         cells = []
         for (row, known, documents), reply in zip(asked, models("questioner", texts), strict=True):
             text = "" if reply is None else reply.texts[0]
-            c = self.algorithm
-            parsed = parsing.parse_question(
-                text, TASK, self.count_tokens, c.max_answer_tokens, extract=c.extract
-            )
+            parsed = self.algorithm.parse_question(text, TASK, self.count_tokens)
             measures: dict[str, float] = {"accepted": parsed.status == "accepted"}
             if measures["accepted"]:
                 truth = world.oracle(parsed.question, documents)

@@ -71,14 +71,7 @@ class QuestionEvaluation(HeldOutQuestions):
         cells = []
         for (task, _), reply in zip(asked, models("questioner", prompts), strict=True):
             text = "" if reply is None else reply.texts[0]
-            parsed = parsing.parse_question(
-                text,
-                task,
-                self.count_tokens,
-                c.max_answer_tokens,
-                c.distinct_options,
-                extract=c.extract,
-            )
+            parsed = c.parse_question(text, task, self.count_tokens)
             cells.append((task, {"accepted": parsed.status == "accepted"}))
         rows = by_row(cells)
         return {task: {"accepted": share(values["accepted"])} for task, values in rows.items()}
