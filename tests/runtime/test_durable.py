@@ -9,7 +9,6 @@ import errno
 import os
 import pathlib
 import shutil
-import subprocess
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -24,6 +23,7 @@ from spell_jax.runtime.loggers import TensorBoard
 from spell_jax.runtime.metrics import read_metrics
 from spell_jax.runtime.run_logger import RunLogger
 from tests.runtime.test_run_logger import loss
+from tests.small_disk import mounted
 
 SIZE = 256 << 10  # bytes of the small disk
 
@@ -87,13 +87,8 @@ def test_exported_folder_is_on_disk_before_its_name(tmp_path, monkeypatch):
 
 @pytest.fixture
 def small_disk(tmp_path) -> Iterator[pathlib.Path]:
-    folder = tmp_path / "small"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={SIZE}", "none", folder]
-    if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("a small tmpfs needs root")
-    yield folder
-    subprocess.run(["umount", "-l", folder], check=True)
+    with mounted(tmp_path / "small", str(SIZE)) as folder:
+        yield folder
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ import pytest
 from spell_jax.runtime import hashes
 from spell_jax.runtime.episodes import episode_files
 from spell_jax.runtime.metrics import read_metrics
-from tests import noise
+from tests import noise, small_disk
 from tests.paths import ROOT
 from tests.slow import killed
 
@@ -40,13 +40,8 @@ def whole(policy, tmp_path_factory) -> pathlib.Path:
 
 @pytest.fixture
 def disk(tmp_path) -> Iterator[pathlib.Path]:
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "none", folder]
-    if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("a small tmpfs needs root")
-    yield folder
-    subprocess.run(["umount", "-l", folder], check=True)
+    with small_disk.mounted(tmp_path / "disk", f"{DISK_MIB}m") as folder:
+        yield folder
 
 
 def play(
