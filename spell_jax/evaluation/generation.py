@@ -70,7 +70,7 @@ def write(given: Any, results: Sequence[Record]) -> None:
 
 
 def find_field(workdir: epath.Path | None, name: str, default: str) -> str:
-    """Returns a field of the section `algorithm` in config.json of a run's workdir.
+    """Return a field of the section `algorithm` in config.json of a run's workdir.
 
     The default without a workdir, file or field. ValueError if the file is damaged, or not the
     config of a run.

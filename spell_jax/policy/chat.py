@@ -131,9 +131,9 @@ class Template:
             return ""
         chat = self._escaped(messages)
         # What the generation prompt adds is the template's own: a content cannot open a thought.
-        whole, closed = self._render(chat, True), self._render(chat, False)
-        if whole != closed and whole.startswith(closed):
-            opened = whole[len(closed) :]
+        with_prompt, without_prompt = self._render(chat, True), self._render(chat, False)
+        if with_prompt != without_prompt and with_prompt.startswith(without_prompt):
+            opened = with_prompt[len(without_prompt) :]
         else:  # the template ends every chat alike, or closes turns in another way
             chat[-1]["content"] += _END
             opened = self._render(chat, True).rpartition(_END.strip())[2]

@@ -192,7 +192,7 @@ class Checkpoints:
         return intact
 
     def check_intact(self, step: int) -> None:
-        """Reads a whole checkpoint; DamagedError names its damage, FileNotFoundError if not there.
+        """Read a whole checkpoint; DamagedError names its damage, FileNotFoundError if not there.
 
         SaveError as `wait`.
         """

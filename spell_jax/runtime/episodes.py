@@ -97,7 +97,7 @@ class EpisodeWriter:
         self._name_missing(resume_step or 0, workdirs)
 
     def _name_missing(self, resume_step: int, workdirs: Sequence[str]) -> None:
-        """Logs the steps with episodes in another folder, in which the run began."""
+        """Log the steps with episodes in another folder, in which the run began."""
         others = [folder for folder in workdirs if folder != paths.absolute(self._folder.parent)]
         there = {*episode_files(self._folder.parent), *self._queue}
         missing = [step for step in range(1, resume_step + 1) if step not in there]
@@ -106,7 +106,7 @@ class EpisodeWriter:
             log.warning(text, self._folder, spans(missing), " or ".join(others))
 
     def write(self, step: int, episodes: Iterable[Mapping[str, Any]]) -> epath.Path | None:
-        """Writes a step's episodes; `queued` has them until then, even if the disk is full.
+        """Write a step's episodes; `queued` has them until then, even if the disk is full.
 
         Returns the path of the file, or None if nothing is written. Records may have "cluster" and
         "documents". Those that do not fit are left out and logged. Non-finite numbers become null;

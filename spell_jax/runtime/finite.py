@@ -12,7 +12,7 @@ LARGEST_FLOAT32 = 3.4e38
 
 
 def is_finite(value: Any, largest: float = sys.float_info.max) -> bool:
-    """Whether a value is a number, neither NaN nor beyond `largest`."""
+    """Return whether a value is a number, neither NaN nor beyond `largest`."""
     return isinstance(value, int | float) and abs(value) <= largest
 
 

@@ -24,7 +24,7 @@ _CHUNK = 1 << 20  # bytes per read
 
 
 def write(folder: epath.Path, score: float | None) -> None:
-    """Hashes all files of a folder, which are then on disk, and stores the score with the hashes.
+    """Hash all files of a folder, which are then on disk, and store the score with the hashes.
 
     The folder's name is a step.
     """

@@ -90,7 +90,7 @@ def append_records(path: str | os.PathLike[str], records: Iterable[Any]) -> None
 
 
 def read_json(path: str | os.PathLike[str], kind: type[T] = dict) -> T:
-    """Reads one JSON value of a type; a ValueError names the file if it is damaged or another."""
+    """Read one JSON value of a type; a ValueError names the file if it is damaged or another."""
     try:
         value = json.loads(epath.Path(path).read_bytes())
     except (ValueError, RecursionError) as error:
@@ -102,7 +102,7 @@ def read_json(path: str | os.PathLike[str], kind: type[T] = dict) -> T:
 
 
 def read_lines(path: str | os.PathLike[str]) -> list[str]:
-    """Reads the lines of a UTF-8 file; a ValueError names the file if it is none.
+    """Read the lines of a file; a ValueError names the file if it is not UTF-8.
 
     Only line feeds end a line. (str.splitlines also breaks at U+2028, U+0085 and others, which JSON
     allows within a string.)
@@ -120,7 +120,7 @@ def write_json(path: str | os.PathLike[str], value: Any, indent: int = 1) -> Non
 
 
 def write_lines(path: str | os.PathLike[str], lines: Iterable[str]) -> None:
-    """Writes lines, which include their line breaks, as one file (durable.write).
+    """Write lines, which include their line breaks, as one file (durable.write).
 
     All lines are held in memory, so that a write to a full disk can be tried again.
     """

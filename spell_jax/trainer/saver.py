@@ -33,7 +33,7 @@ def save_step(
     force: bool = False,
     score: float | None = None,
 ) -> None:
-    """Flushes logs, then checkpoints them with the step, if it is due or forced.
+    """Flush logs, then checkpoint them with the step, if it is due or forced.
 
     If the flush fails, the checkpoint holds what could not be written, and goes to the fallback
     folder if the disk is still full. DiskError then says so.
@@ -52,7 +52,7 @@ def save_step(
 
 @contextlib.contextmanager
 def saving_on_disk_errors(save: Callable[[], None], step: int) -> Iterator[None]:
-    """Checkpoints the step before an error of the files written inside is re-raised."""
+    """Checkpoint the step before an error of the files written inside is re-raised."""
     try:
         yield
     except (OSError, RuntimeError) as error:
@@ -61,7 +61,7 @@ def saving_on_disk_errors(save: Callable[[], None], step: int) -> Iterator[None]
 
 
 def _saved(error: Exception, step: int) -> Exception:
-    """The error, or for one of a disk a DiskError that says how to go on."""
+    """Return the error; for an OSError, a DiskError that says how to go on."""
     if not isinstance(error, OSError):
         return error
     return DiskError(
@@ -87,7 +87,7 @@ class Saver:
         self._best_folder, self._best = workdir / "best", None
 
     def resume(self, step: int, saved: Mapping[str, Any]) -> None:
-        """Takes the best score from a checkpoint's host state, if its weights are in best/.
+        """Take the best score from a checkpoint's host state, if its weights are in best/.
 
         They are not in a fallback folder if the first folder could not be read. The weights of the
         checkpoint itself are written if its score is the highest: the disk was full before.
@@ -106,7 +106,7 @@ class Saver:
     def write(
         self, step: int, metrics: Metrics, episodes: Iterable[Any], score: float | None
     ) -> None:
-        """Writes a step's metrics and episodes, and best/ if its score is the highest so far."""
+        """Write a step's metrics and episodes, and best/ if its score is the highest so far."""
         try:
             self._logger.write(step, metrics, episodes)
         finally:  # each of the two must be tried if the other fails
@@ -125,7 +125,7 @@ class Saver:
         force: bool = False,
         score: float | None = None,
     ) -> None:
-        """Flushes logs and checkpoints the step, as `save_step`."""
+        """Flush logs and checkpoint the step, as `save_step`."""
         self._logger.enter("save", step)
         config = self._run.config
         host_state = {"config": to_dict(config), "algorithm": algorithm_state, "best": self._best}
@@ -144,7 +144,7 @@ class Saver:
     def saving_on_disk_errors(
         self, step: int, algorithm_state: dict[str, Any], score: float | None
     ) -> Iterator[None]:
-        """Checkpoints the step before an error of the files written inside is re-raised."""
+        """Checkpoint the step before an error of the files written inside is re-raised."""
         with saving_on_disk_errors(
             lambda: self.save(step, algorithm_state, force=True, score=score), step
         ):

@@ -152,8 +152,8 @@ class Tree:
         key = jax.random.key(seed)
         keys = request_keys(key, len(records))
         nodes = [
-            Node(record, words.chat(text), one, words.open_thought(text))
-            for record, text, one in zip(records, texts, keys, strict=True)
+            Node(record, words.chat(text), node_key, words.open_thought(text))
+            for record, text, node_key in zip(records, texts, keys, strict=True)
         ]
         room = self.policy.config.max_positions - 2 * self.sampling["max_tokens"]
         asked = [node for node in nodes if len(node.ids) <= room]
