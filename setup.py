@@ -71,7 +71,7 @@ setup(
         "sentencepiece>=0.2.2",
         "safetensors>=0.5.3",
         "tokenizers>=0.22.0",
-        "jinja2>=3.1.6",  # older ones let a chat template run Python (CVE-2025-27516)
+        "jinja2>=3.1.6",  # older versions let a chat template run Python (CVE-2025-27516)
         # The external judge: client of OpenAI-compatible endpoints. Retries, also of fetches.
         "openai>=2.0.0",
         "tenacity>=9.0.0",

@@ -18,16 +18,16 @@ from benchmarks.base import Benchmark
 from spell_jax.runtime import durable, hashes
 from spell_jax.runtime.checkpoint import Checkpoints
 
-ARRAYS = 32  # of equal sizes
+ARRAYS = 32  # arrays of a checkpoint, of equal sizes
 
 
 @dataclasses.dataclass
 class Durability(Benchmark):
     """Saves checkpoints of random numbers, and appends to a log, in a folder on a local disk.
 
-    "save_ms" is the median time of a save until it is complete; "fsync_ms" is the median time in
-    that for bringing the files to the disk and "hash_ms" for reading and hashing them. "append_ms"
-    is the median time to append a line to a log. "bytes" are those of a checkpoint.
+    "save_ms" is the median time of a complete save. Within a save, "fsync_ms" is the median time to
+    bring the files to the disk, and "hash_ms" the median time to read and hash them. "append_ms" is
+    the median time to append a line to a log. "bytes" is the size of a checkpoint.
     """
 
     mib: Annotated[int, "MiB of the arrays"] = 12
@@ -55,8 +55,10 @@ class Durability(Benchmark):
                 clock = time.perf_counter()
                 durable.append(scratch / "log", b"a line\n")
                 appends.append(time.perf_counter() - clock)
-            kept = scratch / "checkpoints" / str(self.saves)
-            nbytes = sum(path.stat().st_size for path in kept.rglob("*") if path.is_file())
+            last_checkpoint = scratch / "checkpoints" / str(self.saves)
+            nbytes = sum(
+                path.stat().st_size for path in last_checkpoint.rglob("*") if path.is_file()
+            )
         hashed = [whole - part for whole, part in zip(hashing, fsyncs, strict=True)]
         numbers = {"save": saves, "fsync": fsyncs, "hash": hashed, "append": appends}
         medians = {f"{name}_ms": 1000 * statistics.median(x) for name, x in numbers.items()}

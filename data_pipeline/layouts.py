@@ -26,8 +26,8 @@ from spell_jax.data.text_files import Unusable, decode
 from spell_jax.runtime.jsonl import bounded_lines
 
 BATCH_ROWS = 256  # rows of a row group that are in memory at a time
-PDF_CHARACTERS, PDF_SECONDS = 1 << 28, 600  # of a file; a page takes 0.01 to 0.2 s
-BATCH_BYTES = 1 << 28  # and bytes of them, whatever they hold
+PDF_CHARACTERS, PDF_SECONDS = 1 << 28, 600  # most of a file; a page takes 0.01 to 0.2 s
+BATCH_BYTES = 1 << 28  # most bytes of these rows, for any values
 
 # Replaced by spaces, so that no two words are joined.
 _CONTROLS = dict.fromkeys((*range(0x20), *range(0x7F, 0xA0)), " ")
@@ -126,7 +126,8 @@ def _page_texts(reader: Any) -> Iterator[str]:
     """Yield the texts of a PDF's pages.
 
     The package limits the size of a stream and the number of pages, but not their product: a file
-    of a megabyte can show the same large stream on 100,000 pages.
+    of a megabyte can repeat a large stream on 100,000 pages. Raises Unusable if the texts together
+    have more than PDF_CHARACTERS characters or take more than PDF_SECONDS seconds.
     """
     characters, end = 0, time.thread_time() + PDF_SECONDS
     for number, page in enumerate(reader.pages):
@@ -142,8 +143,8 @@ def _page_texts(reader: Any) -> Iterator[str]:
 def read_docmath(data: bytes, kind: row_files.Kind, largest: int) -> list[Row]:
     """Parse a file of DocMath-Eval: a row per question, with the paragraphs of its report.
 
-    It has at most `largest` bytes when it is unpacked. Blank lines separate the paragraphs, and
-    there are none within a paragraph.
+    Blank lines separate paragraphs, and no paragraph contains one. Raises Unusable if the file is
+    damaged, has another layout, or unpacks to more than `largest` bytes.
     """
     try:
         rows = list(row_files.read(io.BytesIO(data), kind, largest=largest))
@@ -152,8 +153,8 @@ def read_docmath(data: bytes, kind: row_files.Kind, largest: int) -> list[Row]:
     needed = {"question_id", "question", "paragraphs"}
     if not any(isinstance(row, dict) and needed <= row.keys() for row in rows):
         first = rows[0] if rows else None
-        found = f"has {sorted(first)}" if isinstance(first, dict) else type(first).__name__
-        because = f"rows must have {sorted(needed)}, the first {found}"
+        contents = f"has {sorted(first)}" if isinstance(first, dict) else type(first).__name__
+        because = f"rows must have {sorted(needed)}, the first {contents}"
         raise Unusable("another layout", because[:500])
     return [_docmath_row(number, row) for number, row in enumerate(rows)]
 

@@ -89,9 +89,9 @@ def write_output(
     """
     made_from = [manifest, dataclasses.asdict(config), [done.fingerprint for done in after]]
     fingerprint = digest("output", json.dumps(made_from, sort_keys=True))
-    if found := _find(folder, fingerprint):
+    if manifest_on_disk := _find(folder, fingerprint):
         log.info("output: was done before")
-        return found
+        return manifest_on_disk
     # Begins with the files that mark an older output as complete.
     for pattern in (MANIFEST, INFO, FEATURES, INDEX, f"{_SHARDS}*", f"{UNFINISHED}*"):
         delete(match(folder, pattern))

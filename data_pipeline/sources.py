@@ -232,7 +232,7 @@ def _below(system: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _problem(info: Mapping[str, Any]) -> str:
-    """Return why a file cannot be read: a pipe would block, a link to /dev/zero would never end."""
+    """Return why a file is not read, or "": a pipe would block, and /dev/zero would never end."""
     name = info["name"] if info.get("islink") else ""
     is_special = bool(name) and os.path.exists(name) and not os.path.isfile(name)
     if info["type"] == "other" or (is_special and not os.path.isdir(name)):
@@ -241,7 +241,7 @@ def _problem(info: Mapping[str, Any]) -> str:
 
 
 def _should_read(file: str, root: str, info: Mapping[str, Any]) -> bool:
-    """Return whether a path is not hidden and no folder."""
+    """Return whether a path is neither hidden nor a folder."""
     hidden = any(part.startswith(".") for part in file.removeprefix(root).split("/"))
     return not hidden and (info["type"] in ("file", "other") or bool(info.get("islink")))
 

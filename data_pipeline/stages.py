@@ -247,7 +247,7 @@ def delete(files: Sequence[Any]) -> None:
 def store(folder: str, name: str, data: BinaryIO) -> None:
     """Write a file atomically: under a temporary name, then renamed.
 
-    On a local disk it survives a loss of power then (spell_jax/runtime/durable.py).
+    On a local disk the file then survives a loss of power (spell_jax/runtime/durable.py).
     """
     unfinished = FileSystems.join(folder, f"{UNFINISHED}{uuid.uuid4().hex}-{name}")
     with FileSystems.create(unfinished) as file:

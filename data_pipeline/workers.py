@@ -1,8 +1,8 @@
-"""Worker processes of Beam's local runner: one that is killed ends the build instead of hanging it.
+"""A watch on the worker processes of Beam's local runner: a killed worker ends the build.
 
-With --direct_running_mode=multi_processing, FnApiRunner starts worker processes. A worker that is
-killed, for example because memory ran out, is reported in a thread of the runner; the main thread
-would wait for the worker for ever.
+With --direct_running_mode=multi_processing, FnApiRunner starts worker processes. If a worker is
+killed, for example because memory ran out, a thread of the runner reports the loss, but the main
+thread would wait for the worker for ever.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ _SIGNAL = signal.SIGUSR1
 
 
 class LostWorkerError(RuntimeError):
-    """A worker process ended before its work was done."""
+    """A worker process that ended before its work was done."""
 
 
 @contextlib.contextmanager
-def watched(what: str) -> Iterator[None]:
-    """Context that raises LostWorkerError in the main thread if a worker process is killed.
+def watched(work: str) -> Iterator[None]:
+    """Raise LostWorkerError in the main thread if a worker process is killed inside the context.
 
-    `what` is the work's name in the message. Outside of the main thread, to which alone Python
-    delivers signals, the context does nothing.
+    `work` names the work in the message. In other threads, to which Python delivers no signals, the
+    context does nothing.
     """
     main = threading.current_thread()
     if main is not threading.main_thread():
@@ -44,7 +44,7 @@ def watched(what: str) -> Iterator[None]:
 
     def fail(number: int, frame: FrameType | None) -> None:
         raise LostWorkerError(
-            f"{what}: {causes[0]}; 137 is a kill, often for lack of memory: start again with a "
+            f"{work}: {causes[0]}; 137 is a kill, often for lack of memory: start again with a "
             "lower --direct_num_workers, and the stages that are done are kept"
         )
 

@@ -256,7 +256,7 @@ def _check_data(
 def _check_questions(
     data: DataConfig | None, algorithm: AlgorithmConfig | None, attempt: Attempts
 ) -> None:
-    """Read the files of questions, whose bad lines are logged."""
+    """Read data.questions and data.validation, which logs their bad lines."""
     for name in ("questions", "validation"):
         path, field = getattr(data, name, ""), f"data.{name}"
         if path and algorithm:
@@ -265,7 +265,7 @@ def _check_questions(
 
 @contextlib.contextmanager
 def _logged_warnings() -> Iterator[list[str]]:
-    """Collect the warnings that the package logs, such as skipped lines; they are not shown."""
+    """Collect the warnings that the package logs, such as skipped lines, and do not show them."""
     lines: list[str] = []
     handler, package = logging.Handler(logging.WARNING), logging.getLogger("spell_jax")
     handler.emit = lambda record: lines.append(record.getMessage())

@@ -46,8 +46,8 @@ LOST = ("FAILED", "SUSPENDED", "PREEMPTED", "TERMINATED", "STOPPED")
 SCRIPT = pathlib.Path(__file__).with_name("tpu_worker.sh")
 ON_WORKER = f"--command={SCRIPT.read_text().rstrip()}; "  # a function of SCRIPT follows
 PATIENCE = 3  # consecutive failures after which they no longer count as transient
-# Exit statuses of a command that is started again: that of SIGTERM, and a shell's of a process that
-# SIGTERM ended before its first line (128 + 15).
+# Exit statuses after which a command is started again: 75 for an end by SIGTERM, and 128 + 15, a
+# shell's status if SIGTERM came before the first line of the program.
 PREEMPTED = (sigterm.EXIT_CODE, 128 + signal.SIGTERM)
 # Seconds before a lost slice is requested again: FIRST_WAIT, doubled for every slice in a row that
 # was lost within QUICK seconds, at most LONGEST_WAIT.
@@ -178,11 +178,11 @@ def on_all(given: Namespace, function: str, workers: int) -> list[list[str]]:
     """Call a function of SCRIPT on all workers; return the words of each success line."""
     out = gcloud(given, "tpu-vm", "ssh", given.name, "--worker=all", f"{ON_WORKER}{function}")
     lines = [line.rstrip().split(maxsplit=3) for line in out.split("\n")]
-    found = [words[1:] for words in lines if words[:1] == ["spell_jax_worker"]]
+    successes = [words[1:] for words in lines if words[:1] == ["spell_jax_worker"]]
     # gcloud's exit status is not enough: its manual does not define it.
-    if len(found) != workers and not given.dry_run:
-        raise CallError(f"{function}: succeeded on {len(found)} of {workers} workers\n{out}")
-    return sorted(found, key=lambda words: (len(words[0]), words))  # worker 10 after worker 9
+    if len(successes) != workers and not given.dry_run:
+        raise CallError(f"{function}: succeeded on {len(successes)} of {workers} workers\n{out}")
+    return sorted(successes, key=lambda words: (len(words[0]), words))  # worker 10 after worker 9
 
 
 # ------------------------------------------------------------------------------------------ Watch
@@ -353,7 +353,7 @@ def main(words: Sequence[str]) -> int:
     """Run the command line; return the exit status (130 if interrupted)."""
     terminal.guard()
     try:
-        entry.check_secrets(words)  # they are printed, and stay in the logs of the workers
+        entry.check_secrets(words)  # words are printed, and stay in the logs of the workers
     except ValueError as error:
         print(error, file=sys.stderr)
         return entry.EXIT_CODE

@@ -7,9 +7,8 @@
    "history" (a list of {"question", "answer"}, oldest first); {"role": "responder", "task",
    "documents", "question"}; {"role": "verifier", "question", "answer", "reference"}; or
    {"prompt": "..."}, used unchanged. Bad lines are counted, logged with their place and skipped.
-2. The policy is DIR/policy or --policy. The wording of the prompts is that of the run
-   (DIR/config.json) unless --prompt_set says otherwise, and so is the way to read answers
-   (--extract). All that is read may be named by URLs.
+2. The policy is DIR/policy or --policy. DIR/config.json decides the wording of the
+   prompts and how answers are read, unless --prompt_set and --extract do. Every input may be a URL.
 3. A line of the output is the input's plus, with an entry per answer, "answers" (texts; none if the
    prompt is too long for the policy's context), "logprobs" (sums over an answer's tokens, in nats,
    at the sampling temperature), "tokens" (counts) and "stopped" (false: truncated at --max_tokens).

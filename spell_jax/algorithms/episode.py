@@ -57,7 +57,7 @@ class QuestionEpisode:
         return () if self.response is None else (self.response,)
 
     def truncation(self) -> dict[str, list[Any]]:
-        """Say which answers the token cap cut off, and the texts that are dropped for that."""
+        """Return record fields: whether the cap cut off each answer, and the dropped texts."""
         samples = [sample for reply in self.replies for sample in reply.samples]
         dropped = [text for reply in self.replies for text in reply.dropped]
         return {"truncated": [not sample.stopped for sample in samples], "dropped": dropped}

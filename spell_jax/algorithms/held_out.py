@@ -50,13 +50,15 @@ def by_row(cells: Iterable[tuple[str, Mapping[str, float]]]) -> dict[str, dict[s
 
 
 def _score_answer(text: str, question: Question, extract: str) -> dict[str, float]:
-    """Best score over all right answers; exact match too, where all of them are known."""
+    """Return the best score over all right answers; also exact match, if all answers are known."""
     task, references = question.task, question.right
     scores = {"": max(rules.score(text, answer, task, extract=extract) for answer in references)}
     if question.answers:
-        stated = rules.extract_answer(text, task, extract) or ""
-        exact = any(rules.same_answer(stated, answer, task, extract) for answer in references)
-        scores["exact match"] = float(exact)
+        prediction = rules.extract_answer(text, task, extract) or ""
+        is_exact = any(
+            rules.same_answer(prediction, answer, task, extract) for answer in references
+        )
+        scores["exact match"] = float(is_exact)
     return scores
 
 

@@ -44,7 +44,7 @@ BORDERS = tuple(
     )
 )
 
-LARGEST_FILE = 1 << 30  # bytes of a text of a folder
+LARGEST_FILE = 1 << 30  # most bytes of a text file in a folder
 _READ_AT_ONCE = 256  # clusters per read while measuring lengths
 
 SURROGATE = re.compile(r"[\ud800-\udfff]")

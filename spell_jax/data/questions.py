@@ -42,7 +42,7 @@ class Question:
 def read_questions(
     path: str | pathlib.Path, field: str, check: Callable[[Question], None] = lambda _: None
 ) -> tuple[Question, ...]:
-    """Read the questions of a JSONL file or its URL; bad lines are logged and skipped.
+    """Read the questions of a JSONL file or its URL; log and skip bad lines.
 
     A line is bad too if `check` raises ValueError for its question (selfplay.given_questions).
     Errors name the config field `field`: FileNotFoundError, or ValueError if no line is valid.

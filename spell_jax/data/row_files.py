@@ -33,12 +33,12 @@ class Kind(NamedTuple):
 KINDS = {".parquet": Kind(".parquet")}
 KINDS |= {text + packed: Kind(text, packed) for text in _TEXTS for packed in _COMPRESSIONS}
 
-# A small compressed file can hold any amount of text. Most bytes of a file as it is unpacked, and
-# characters of a JSON value that is no list, or of an element of a list.
+# Limits, because a small compressed file can hold any amount of text: bytes of an unpacked file,
+# and characters of a JSON value that is no list, or of an element of a list.
 LARGEST, _LARGEST_VALUE = 1 << 32, 1 << 27
 _CHARACTERS = 2**20  # read at a time from a JSON list
 _BATCH = 64  # rows of a Parquet file in memory at a time; a row may have megabytes
-_BATCH_BYTES = 1 << 28  # and bytes of them, if each row has the longest value of its column
+_BATCH_BYTES = 1 << 28  # most bytes of these rows, if each row has the longest value of its column
 _SEPARATOR = re.compile(r"[ \t\n\r]*([,\]])[ \t\n\r]*")
 
 
@@ -76,7 +76,7 @@ def read(file: BinaryIO, kind: Kind, delimiter: str = ",", largest: int = LARGES
 
 
 def _lines(stream: Any, largest: int) -> Iterator[Any]:
-    """Lines of a stream of bytes or of text."""
+    """Yield the lines of a stream of bytes or text; ValueError if one or all are too long."""
     size = 0
     for number, line in enumerate(bounded_lines(stream, LONGEST_LINE), 1):
         if line is None:
@@ -137,8 +137,8 @@ def _class_name(value: Any, names: list[str]) -> Any:
 
 def _json(file: io.TextIOBase, largest: int) -> Iterator[Any]:
     text, limit = "", min(largest, _LARGEST_VALUE)
-    while not text and (more := file.read(_CHARACTERS)):
-        text = more.lstrip()
+    while not text and (part := file.read(_CHARACTERS)):
+        text = part.lstrip()
     if text.startswith("["):
         yield from _elements(file, text)
     else:
@@ -149,9 +149,9 @@ def _json(file: io.TextIOBase, largest: int) -> Iterator[Any]:
 
 
 def _elements(file: io.TextIOBase, text: str) -> Iterator[Any]:
-    """Elements of a JSON list that begins with `text`; the rest is read from the file."""
-    while not text[1:].strip() and (more := file.read(_CHARACTERS)):
-        text = text[:1] + more
+    """Yield the elements of a JSON list that begins with `text` and goes on in the file."""
+    while not text[1:].strip() and (part := file.read(_CHARACTERS)):
+        text = text[:1] + part
     text = text[1:].lstrip()
     decode, is_last = json.JSONDecoder().raw_decode, text.startswith("]")
     at = int(is_last)
@@ -164,15 +164,15 @@ def _elements(file: io.TextIOBase, text: str) -> Iterator[Any]:
             if len(text) - at > _LARGEST_VALUE:
                 raise ValueError(f"an element of more than {_LARGEST_VALUE} characters") from error
             # The element may go on. Doubling the text keeps the time linear in its length.
-            if not (more := file.read(max(_CHARACTERS, len(text)))):
+            if not (part := file.read(max(_CHARACTERS, len(text)))):
                 raise ValueError(f"no JSON, or it breaks off ({error.msg})") from error
-            text, at = (text[at:] + more).lstrip(), 0
+            text, at = (text[at:] + part).lstrip(), 0
             continue
         yield value
         at, is_last = separator.end(), separator[1] == "]"
     text = text[at:]
-    while not text.strip() and (more := file.read(_CHARACTERS)):
-        text = more
+    while not text.strip() and (part := file.read(_CHARACTERS)):
+        text = part
     if text.strip():
         raise ValueError("no JSON: more text behind its list")
 

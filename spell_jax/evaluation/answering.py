@@ -87,8 +87,8 @@ def tokenize(policy: Policy, benchmarks: Sequence[Benchmark], longest: int) -> l
                 thought = policy.tokenizer.open_thought(item.prompt)
             except ValueError as error:
                 raise ValueError(f"{benchmark.name}: {item.id}: {error}") from error
-            kept = protocol.truncate(ids, longest)
-            questions.append(Question(benchmark, item, kept, len(ids), thought))
+            shortened = protocol.truncate(ids, longest)
+            questions.append(Question(benchmark, item, shortened, len(ids), thought))
     return questions
 
 
@@ -122,14 +122,14 @@ def sample_answers(
     question; spec section 11.) `questions` includes those in `done`, because they determine the
     compiled shapes.
     """
-    names = [one.key(limit) for one in questions]
-    wanted = [i for i, name in enumerate(names) if name not in done]
-    log.info("max_input %d: %d of %d questions to answer", limit, len(wanted), len(names))
+    names = [question.key(limit) for question in questions]
+    unanswered = [i for i, name in enumerate(names) if name not in done]
+    log.info("max_input %d: %d of %d questions to answer", limit, len(unanswered), len(names))
     seed = np.asarray(jax.random.key_data(jax.random.key(sampling.seed)))
     keys = fold_keys(seed, [(limit, *(zlib.crc32(n.encode()) for n in name[1:])) for name in names])
-    options = [sampling.options(one.benchmark) for one in questions]
-    prompts = [protocol.truncate(one.ids, limit) for one in questions]
-    sampled = policy.sample(prompts, sampling.samples, keys, options, wanted)
+    options = [sampling.options(question.benchmark) for question in questions]
+    prompts = [protocol.truncate(question.ids, limit) for question in questions]
+    sampled = policy.sample(prompts, sampling.samples, keys, options, unanswered)
     for count, (i, samples) in enumerate(sampled, 1):
         row = dict(zip(KEY_FIELDS, names[i], strict=True))
         row |= {"tokens_in": len(prompts[i]), "truncated": questions[i].length > limit}
@@ -145,7 +145,7 @@ def sample_answers(
         ]
         yield names[i], rows
         if count % 100 == 0:
-            log.info("max_input %d: %d of %d questions answered", limit, count, len(wanted))
+            log.info("max_input %d: %d of %d questions answered", limit, count, len(unanswered))
 
 
 def read_finished(path: pathlib.Path, samples: int) -> dict[QuestionKey, list[Row]]:

@@ -72,8 +72,8 @@ def write(given: Any, results: Sequence[Record]) -> None:
 def find_field(workdir: epath.Path | None, name: str, default: str) -> str:
     """Return a field of the section `algorithm` in config.json of a run's workdir.
 
-    The default without a workdir, file or field. ValueError if the file is damaged, or not the
-    config of a run.
+    Returns `default` without a workdir, file or field. Raises ValueError if the file is damaged, or
+    not the config of a run.
     """
     path = workdir / CONFIG_FILE if workdir else None
     config = read_json(path) if path and path.exists() else {}
@@ -146,13 +146,13 @@ def answer(
     seed: int,
     extract: str = "lenient",
 ) -> list[Record]:
-    """Samples G = `samples` answers to all prompts that fit into the policy's context.
+    """Sample G = `samples` answers to all prompts that fit into the policy's context.
 
     `sampling` has temperature (0 is greedy), top_p and max_tokens, as in Options. The key of a
     request depends on `seed` and on its place among all requests. `extract`, one of
-    rules.EXTRACTS, says how answers are read. Returns a line of the output for
-    each request; a prompt that does not fit has no answers. Raises ValueError if no prompt fits, or
-    a sampling option is out of range.
+    rules.EXTRACTS, says how answers are read. Returns a line of the output for each request; a
+    prompt that does not fit has no answers. Raises ValueError if no prompt fits, or a sampling
+    option is out of range.
     """
     options = Options(**sampling)
     ids, fitting = policy.fit(prompts, options.max_tokens)
@@ -183,7 +183,7 @@ def describe(
 ) -> Record:
     """Return the output's line of one request: its fields, its answers and what they parse to.
 
-    An answer begins with the start of the thought that the chat layout opened, if it opened one.
+    If the chat layout opened a thought, every answer begins with the start of this thought.
     """
     thought = tokenizer.open_thought(prompt)
     texts = [thought + tokenizer.decode(sample.content) for sample in samples]
@@ -205,4 +205,4 @@ def describe(
     parsed = [
         parsing.parse_question(text, task, tokenizer.count, extract=extract) for text in texts
     ]
-    return result | {"parsed": [dataclasses.asdict(one) for one in parsed]}
+    return result | {"parsed": [dataclasses.asdict(proposal) for proposal in parsed]}

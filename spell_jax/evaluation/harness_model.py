@@ -41,13 +41,13 @@ _OPTIONS = ("do_sample", *_SAMPLING, "until", "max_gen_toks")
 _NEUTRAL = {"num_beams": 1, "repetition_penalty": 1.0}  # options with values that change nothing
 
 
-def read_options(given: Mapping[str, Any], eos: str = "") -> Options:
-    """Sampling options of a task's generation_kwargs; greedy unless it samples.
+def read_options(kwargs: Mapping[str, Any], eos: str = "") -> Options:
+    """Read sampling options from a task's generation_kwargs; greedy unless the task samples.
 
     `eos` also ends an answer. ValueError if there is an option that the sampler does not have, or
     one out of range.
     """
-    values: dict[str, Any] = {**normalize_gen_kwargs(dict(given), _GENERATED)}
+    values: dict[str, Any] = {**normalize_gen_kwargs(dict(kwargs), _GENERATED)}
     for name, value in values.items():
         if name not in _OPTIONS and _NEUTRAL.get(name) != value:
             raise ValueError(f"generation_kwargs.{name} = {value!r}: must be one of {_OPTIONS}")
@@ -66,11 +66,11 @@ class PolicyLM(TemplateLM):
     """A policy with the three kinds of requests: text, log-likelihoods of answers and of texts."""
 
     def __init__(self, policy: Policy, seed: int = 0, thinking: bool = False):
-        """Wrap a policy; `seed` is that of sampling.
+        """Wrap a policy; `seed` is the seed of sampling.
 
-        With `thinking`, or after a prompt that ends with `<think>`, an answer starts after the last
-        `</think>` and is empty if its thought is unfinished, and the stop strings of a task do not
-        end the thinking.
+        With `thinking`, or after a prompt that ends with `<think>`, the policy thinks first: a
+        task's stop strings do not end the thought, and the answer is the text after the last
+        `</think>`, or "" if the thought is unfinished.
         """
         super().__init__()
         self._policy, self._words = policy, policy.tokenizer
@@ -160,27 +160,29 @@ class PolicyLM(TemplateLM):
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         del disable_tqdm
-        given = distributed.broadcast(lambda: [list(request.args) for request in requests])
-        options = [read_options(kwargs, self._eos) for _, kwargs in given]
+        arguments = distributed.broadcast(lambda: [list(request.args) for request in requests])
+        options = [read_options(kwargs, self._eos) for _, kwargs in arguments]
         by_length: dict[int, list[int]] = {}  # prompt and answer are compiled for the longest ones
-        for index, one in enumerate(options):
-            by_length.setdefault(one.max_tokens, []).append(index)
-        answers, keys = [""] * len(given), self._keys([context for context, _ in given])
+        for index, option in enumerate(options):
+            by_length.setdefault(option.max_tokens, []).append(index)
+        answers, keys = [""] * len(arguments), self._keys([context for context, _ in arguments])
         for max_tokens, indices in by_length.items():
             room = self.max_length - max_tokens
-            encoded = [self.tok_encode(given[i][0]) or [self.prefix_token_id] for i in indices]
+            encoded = [self.tok_encode(arguments[i][0]) or [self.prefix_token_id] for i in indices]
             self._log_cut(sum(len(ids) > room for ids in encoded), len(encoded))
             prompts = [np.array(ids[-room:], np.int32) for ids in encoded]
-            wanted = [options[i] for i in indices]
-            wanted = [
-                dataclasses.replace(one, stop_strings=()) if self._thinks(given[i][0]) else one
-                for i, one in zip(indices, wanted, strict=True)
+            prompt_options = [options[i] for i in indices]
+            prompt_options = [
+                dataclasses.replace(option, stop_strings=())
+                if self._thinks(arguments[i][0])
+                else option
+                for i, option in zip(indices, prompt_options, strict=True)
             ]
-            sampled = self._policy.sample(prompts, 1, keys[indices], wanted)
+            sampled = self._policy.sample(prompts, 1, keys[indices], prompt_options)
             for count, (place, (sample,)) in enumerate(sampled, 1):
                 index = indices[place]
                 text, stops = sample.text(self._words.decode), options[index].stop_strings
-                answers[index] = self._read_answer(given[index][0], text, stops)
+                answers[index] = self._read_answer(arguments[index][0], text, stops)
                 if count % 100 == 0 or count == len(prompts):
                     log.info("answers: %d of %d", count, len(prompts))
         return answers
@@ -188,7 +190,7 @@ class PolicyLM(TemplateLM):
     def _read_answer(self, context: str, text: str, stops: Sequence[str]) -> str:
         """Cut an answer at its stop strings, and its thoughts if the policy thinks.
 
-        An unfinished thought states no answer: the answer is then empty.
+        The answer is "" if a thought is unfinished.
         """
         if not self._thinks(context):
             return postprocess_generated_text(text, list(stops), None)
@@ -201,7 +203,7 @@ class PolicyLM(TemplateLM):
         return self._thinking or _opens_thought(context)
 
     def _keys(self, contexts: Sequence[str]) -> np.ndarray:
-        """Keys by seed, context and repetition, uint32 [n, 2]: not by the other requests."""
+        """Fold keys from seed, context and repetition, uint32 [n, 2]; never from other requests."""
         seen, numbers = collections.Counter(), []
         for context in contexts:
             numbers.append((zlib.crc32(context.encode(errors="replace")), seen[context]))

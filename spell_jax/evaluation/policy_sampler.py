@@ -116,11 +116,11 @@ class Policy:
     ) -> Iterator[tuple[int, str | None]]:
         """Sample one reply to each user turn, then release the weights.
 
-        All processes must call this with the same arguments; `keys` are as in `sample`. A reply
-        begins with the start of the thought that the layout opened, if it opened one. Yields
-        (index of the prompt, reply text). The reply is None if the prompt does not fit into the
-        context; these come first, the others in order of completion. A reply that `max_tokens` cut
-        off is "": a judge or teacher that was interrupted states nothing.
+        All processes must call this method with equal arguments; `keys` are as in `sample`. Yields
+        (index of the prompt, reply text): first None for every prompt that does not fit into the
+        context, then the replies in order of completion. If the layout opened a thought, the reply
+        begins with the start of this thought. A reply that `max_tokens` cut off is "", because an
+        interrupted judge or teacher states nothing.
         """
         ids, fitting = self.fit(prompts, options.max_tokens)
         cut = 0

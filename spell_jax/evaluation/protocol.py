@@ -136,31 +136,36 @@ def summarize(
     """Summarize each prompt limit: {"max_input"} | aggregate(), with counts for each benchmark.
 
     `rows` holds all samples (see answering); the G = `samples` samples of a question are adjacent.
-    The order of `names` is that of the output. If the rows of a benchmark have "by", its summary
+    The output has the order of `names`. If the rows of a benchmark have "by", its summary
     also has "by": [{field: value, "questions", "pass@k": {"mean", "low", "high"}}], with one entry
     per combination of field values, sorted by these values. Where verdicts of a judge are missing,
     the summary has "unjudged": {column: number of answers}.
     """
-    made = []
+    summaries = []
     for limit in limits:
         groups: dict[str, list[Sequence[Mapping[str, Any]]]] = {name: [] for name in names}
-        kept = [row for row in rows if row["max_input"] == limit and row["benchmark"] in groups]
-        for i in range(0, len(kept), samples):
-            groups[kept[i]["benchmark"]].append(kept[i : i + samples])
-        scores = {name: [_finals(group) for group in some] for name, some in groups.items()}
-        found = aggregate(scores, shared, seed)
-        for name, some in groups.items():
-            found["benchmarks"][name] |= _counts(some)
-            if parts := _parts(some, samples, name, seed):
-                found["benchmarks"][name]["by"] = parts
+        limit_rows = [
+            row for row in rows if row["max_input"] == limit and row["benchmark"] in groups
+        ]
+        for i in range(0, len(limit_rows), samples):
+            groups[limit_rows[i]["benchmark"]].append(limit_rows[i : i + samples])
+        scores = {
+            name: [_finals(group) for group in question_samples]
+            for name, question_samples in groups.items()
+        }
+        summary = aggregate(scores, shared, seed)
+        for name, question_samples in groups.items():
+            summary["benchmarks"][name] |= _counts(question_samples)
+            if parts := _parts(question_samples, samples, name, seed):
+                summary["benchmarks"][name]["by"] = parts
         missing = {
-            title: sum(found["benchmarks"][name]["unjudged"] for name in members)
+            title: sum(summary["benchmarks"][name]["unjudged"] for name in members)
             for title, members in columns(groups, shared).items()
         }
         if any(missing.values()):
-            found["unjudged"] = {title: number for title, number in missing.items() if number}
-        made.append({"max_input": limit} | found)
-    return made
+            summary["unjudged"] = {title: number for title, number in missing.items() if number}
+        summaries.append({"max_input": limit} | summary)
+    return summaries
 
 
 def _finals(group: Sequence[Mapping[str, Any]]) -> list[float]:
@@ -176,10 +181,12 @@ def _parts(
         if "by" in group[0]:
             scores.setdefault(tuple(group[0]["by"].items()), []).append(_finals(group))
     parts = []
-    for fields, some in sorted(scores.items(), key=lambda pair: [value for _, value in pair[0]]):
-        part = {**dict(fields), "questions": len(some)}
+    for fields, part_scores in sorted(
+        scores.items(), key=lambda pair: [value for _, value in pair[0]]
+    ):
+        part = {**dict(fields), "questions": len(part_scores)}
         for kind, k in _pass_at(samples).items():
-            part[kind] = _estimate_best(some, k, name, seed).record()
+            part[kind] = _estimate_best(part_scores, k, name, seed).record()
         parts.append(part)
     return parts
 
@@ -211,16 +218,20 @@ def table(summaries: Sequence[Mapping[str, Any]]) -> str:
     """Format summaries as Markdown like Table 1: a table per pass@k, a row per limit and policy.
 
     A summary is {"policy", "titles": {benchmark: title}, "rows": [{"max_input"} | aggregate()]}.
-    The first one determines the columns; missing values are left empty. A star marks means of
-    answers some of which a judge should have seen and did not; a note below counts them.
+    The first summary determines the columns; missing values are left empty. A star marks a mean
+    over answers that lack the verdict of a judge; a note below the table counts these answers.
     """
     first = summaries[0]
     titles, names = first["titles"], list(first["rows"][0]["columns"])
     shared = len(names) < len(titles)
     heads = ["Max input", "Model", *(titles.get(name, name) for name in names), "Avg."]
     heads += ["Mean of benchmarks"] * shared
-    rows = [(row["max_input"], one["policy"], row) for one in summaries for row in one["rows"]]
-    rows.sort(key=lambda some: some[0])  # stable: policies keep their order
+    rows = [
+        (row["max_input"], summary["policy"], row)
+        for summary in summaries
+        for row in summary["rows"]
+    ]
+    rows.sort(key=lambda row: row[0])  # stable: policies keep their order
     parts = []
     for kind in first["rows"][0]["average"]:
         lines = [heads, ["---", "---", *["---:"] * (len(heads) - 2)]]
@@ -233,23 +244,23 @@ def table(summaries: Sequence[Mapping[str, Any]]) -> str:
         body = "\n".join("| " + " | ".join(line) + " |" for line in lines)
         parts.append(f"## {kind}, percent (95 % interval)\n\n{body}\n")
     notes = [
-        f"\\* {policy}, {_limit(limit)}: no verdict of a judge on {_numbers(row, titles)}; the "
-        "rule's scores stand.\n"
+        f"\\* {policy}, {_limit(limit)}: no verdict of a judge on "
+        f"{_describe_unjudged(row, titles)}; the rule's scores stand.\n"
         for limit, policy, row in rows
         if row.get("unjudged")
     ]
     return "\n".join([*parts, *notes])
 
 
-def _numbers(row: Mapping[str, Any], titles: Mapping[str, str]) -> str:
+def _describe_unjudged(row: Mapping[str, Any], titles: Mapping[str, str]) -> str:
     missing = row["unjudged"].items()
     return ", ".join(f"{number} answers of {titles.get(name, name)}" for name, number in missing)
 
 
-def _cell(found: Mapping[str, float] | None, is_unjudged: bool) -> str:
-    if found is None:
+def _cell(interval: Mapping[str, float] | None, is_unjudged: bool) -> str:
+    if interval is None:
         return ""
-    mean, low, high = (100 * found[name] for name in ("mean", "low", "high"))
+    mean, low, high = (100 * interval[name] for name in ("mean", "low", "high"))
     return f"{mean:.1f}{'*' * is_unjudged} ({low:.1f} to {high:.1f})"
 
 

@@ -152,12 +152,12 @@ def run(
         "weights": policy.fingerprint(),
         "questions": {one.name: answering.fingerprint(one) for one in benchmarks},
     }
-    rows: dict[QuestionKey, list[Row]] = {}  # like `others`, on process 0 only
-    others: list[dict[str, Any]] = []
+    rows: dict[QuestionKey, list[Row]] = {}  # like `compared`, on process 0 only
+    compared: list[dict[str, Any]] = []
 
     def resume() -> list[QuestionKey]:
-        files = (remote.fetch(os.path.join(one, SUMMARY)) for one in compare)
-        others.extend(map(read_json, files))
+        files = (remote.fetch(os.path.join(folder, SUMMARY)) for folder in compare)
+        compared.extend(map(read_json, files))
         out.mkdir(parents=True, exist_ok=True)
         setup.check_same(out / paths.CONFIG_FILE, description)
         rows.update(answering.read_finished(out / SAMPLES, config.sampling.samples))
@@ -186,7 +186,7 @@ def run(
         summary = _summarize(config, name, benchmarks, final, model, columns)
         write_records(out / SAMPLES, final)
         write_json(out / SUMMARY, summary)
-        write_lines(out / TABLE, [protocol.table([summary, *others])])
+        write_lines(out / TABLE, [protocol.table([summary, *compared])])
         (out / PLOTS).mkdir(exist_ok=True)
         for one in benchmarks:
             if one.by:

@@ -51,8 +51,8 @@ def score_tokens(
       numbers_at_once: most float32 logits of a vocabulary slice on a device, and most of its
         weights and of their gradient; 2**26 is 256 MiB. A slice has at least 128 rows of the table.
       cutoff: the tokens over which logprobs and entropies are normalized, float32 [B, A]: the
-        answer token, and those whose logit over the temperature, less the mean over all tokens, is
-        above the cut-off. None: the full vocabulary (spec section 9).
+        answer token, and all tokens with a logit over the temperature, less the mean over all
+        tokens, above the cut-off. None: the full vocabulary (spec section 9).
     """
     chex.assert_equal_shape([source, target])
     chex.assert_rank([hidden, source], [3, 2])

@@ -45,13 +45,13 @@ _HEX = f"[{DIGITS[0]}-{DIGITS[15]}]"
 _ESCAPED = re.compile(f"{ESCAPE}((?:{DIGITS[0]}{_HEX}|{DIGITS[1]}{DIGITS[0]}){_HEX}{{4}})")
 
 
-# Kind of a RenderError -> what it says of the file.
+# Kind of a RenderError -> fault of the file in a message.
 _FAULTS = {
     "syntax": "not a chat template",
     "refused": "fails on these messages",
     "limit": "a chat template without bounds",
 }
-# Chats that every template renders when it is loaded, so that one without bounds is refused there.
+# Chats that a template renders when it is loaded: a template without bounds is refused at once.
 _PROBES = (
     [{"role": "user", "content": "a"}],
     [
@@ -130,7 +130,7 @@ class Template:
         if not self._may_open_thought:
             return ""
         chat = self._escaped(messages)
-        # What the generation prompt adds is the template's own: a content cannot open a thought.
+        # Only text that the generation prompt adds counts: a message cannot open a thought.
         with_prompt, without_prompt = self._render(chat, True), self._render(chat, False)
         if with_prompt != without_prompt and with_prompt.startswith(without_prompt):
             opened = with_prompt[len(without_prompt) :]
@@ -165,10 +165,10 @@ class Template:
     def turn_ends(self) -> tuple[int, ...]:
         """Return the tokens that the template writes after an assistant's content, in order.
 
-        They are all those after a last message, and the first one before a next message: GLM's
-        template writes none after a turn, and its model ends turns by writing `<|user|>`. Of a
-        template that opens the next turn unasked, only the first token counts. Empty if the
-        template refuses the chat or leaves out its content.
+        The result has all tokens after a last message, and the first token before a next message:
+        GLM's template writes no token after a turn, and its model ends turns with `<|user|>`. If a
+        template opens the next turn unasked, only the first token counts. Empty if the template
+        refuses the chat or leaves out its content.
         """
         user = {"role": "user", "content": "a"}
         chat = [user, {"role": "assistant", "content": f"a{ESCAPE}"}]
@@ -182,7 +182,7 @@ class Template:
         """Return the tokens after the last ESCAPE in a rendered chat."""
         try:
             _, mark, after = self._render(chat, open_turn).rpartition(ESCAPE)
-        except ValueError:  # it cannot write this chat, so it has no turns of an assistant
+        except ValueError:  # the template has no turns of an assistant
             return []
         return [part for part in self._escaper.split(after) if mark and isinstance(part, int)]
 
@@ -192,8 +192,8 @@ class Template:
         try:
             return renderer.render(self._source, chat, defined | self._variables)
         except renderer.RenderError as error:
-            what = _FAULTS[error.kind]
-            raise renderer.RenderError(error.kind, f"{self._path}: {what} ({error})") from error
+            fault = _FAULTS[error.kind]
+            raise renderer.RenderError(error.kind, f"{self._path}: {fault} ({error})") from error
 
 
 class _TokenEscaper:

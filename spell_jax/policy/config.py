@@ -157,8 +157,8 @@ class PolicyConfig:
         if self.rope.kind != "default":  # with_rope_scaling refuses to scale it again
             remedy = (
                 f"its rope is {self.rope.kind!r} with factor {self.rope.factor:g}: a larger "
-                "policy.rope_factor makes that longer if that has scaled it, else other values in "
-                "the folder's config.json"
+                "policy.rope_factor makes that longer if the run's config scaled the rope, else "
+                "other values in the folder's config.json"
             )
         raise ValueError(
             f"sampler: the longest prompt and answer have {tokens} tokens together, must be at "

@@ -56,13 +56,13 @@ _BLOCK = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-# Field of the file after "rope.scaling." -> of rope_scaling in config.json.
+# Field of a GGUF file after "rope.scaling." -> field of rope_scaling in config.json.
 _ROPE_FIELDS = {
     "original_context_length": "original_max_position_embeddings",
     "yarn_beta_fast": "beta_fast",
     "yarn_beta_slow": "beta_slow",
 }
-_ROPE_PLAIN = ("type", "factor", "finetuned")  # the last has no effect; others must be 1.0
+_ROPE_PLAIN = ("type", "factor", "finetuned")  # read elsewhere, or without effect
 _ROPE_FACTORS = "rope_freqs.weight"  # Llama 3.1: plain over scaled frequencies, [H/2]
 
 
@@ -95,7 +95,7 @@ def convert(
         write_json(scratch / weights.CONFIG_FILE, fields, indent=2)
         for name, text in tokenizer_files.items():
             (scratch / name).write_text(text, encoding="utf-8")
-        _, words = weights.read_config_and_tokenizer(scratch)  # fails here, not where it is used
+        _, words = weights.read_config_and_tokenizer(scratch)  # fails here, not at its first use
         weights.write_ends(scratch, words)
         files.write(scratch, sizes, _values(config, file, tensors, dtype), SHARD_BYTES)
     return config

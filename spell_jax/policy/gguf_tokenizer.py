@@ -41,7 +41,7 @@ _NAMED = {
     "unk_token": "tokenizer.ggml.unknown_token_id",
     "pad_token": "tokenizer.ggml.padding_token_id",
 }
-# Characters of a SentencePiece token, each cut of which is looked up; published ones have up to 64.
+# Most characters of a SentencePiece token: all cuts of a token are looked up. Published: up to 64.
 _LONGEST = 512
 _MORE_ENDS = ("tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 
@@ -216,7 +216,7 @@ def _sentencepiece(file: GgufFile, tokens: list[str]) -> dict[str, Any]:
 def _vocabulary(
     file: GgufFile, tokens: list[str], merges: Iterable[list[str]] = ()
 ) -> dict[str, int]:
-    """Ids of the tokens, without the padding of the table: unused tokens that nothing refers to.
+    """Map tokens to ids, without padding of the table: unused tokens that nothing refers to.
 
     llama.cpp gives each row beyond the tokenizer a name, such as [PAD151665].
     """
@@ -231,8 +231,8 @@ def _vocabulary(
 
 
 def _merges(vocabulary: Mapping[str, int], scores: list[float], path: Any) -> list[list[str]]:
-    """Merges of a SentencePiece BPE: every split of a token into two, by the token's score."""
-    found = []
+    """Return the merges of a SentencePiece BPE: splits of tokens into two, by the token's score."""
+    scored_merges = []
     for token, i in vocabulary.items():
         if len(token) > _LONGEST:
             raise ValueError(
@@ -242,8 +242,8 @@ def _merges(vocabulary: Mapping[str, int], scores: list[float], path: Any) -> li
         for cut in range(1, len(token)):
             left, right = vocabulary.get(token[:cut]), vocabulary.get(token[cut:])
             if left is not None and right is not None:
-                found.append((-scores[i], left, right, [token[:cut], token[cut:]]))
-    return [pair for *_, pair in sorted(found, key=lambda merge: merge[:3])]
+                scored_merges.append((-scores[i], left, right, [token[:cut], token[cut:]]))
+    return [pair for *_, pair in sorted(scored_merges, key=lambda merge: merge[:3])]
 
 
 def _bpe(vocabulary: Mapping[str, int], merges: list[list[str]]) -> dict[str, Any]:

@@ -74,8 +74,9 @@ class HfTokenizer(Tokenizer):
     ) -> tuple[dict[str, str], dict[str, int], list[int]]:
         """Return texts and ids of the named tokens by field, and the ids of every eos_token.
 
-        As in transformers, special_tokens_map.json counts where tokenizer_config.json describes no
-        added tokens (in older folders), and there before it. Its eos_token ends answers anywhere.
+        As in transformers, special_tokens_map.json overrides tokenizer_config.json in older
+        folders, where tokenizer_config.json describes no added tokens. In other folders only the
+        eos_token of special_tokens_map.json counts, as one more end of answers.
         """
         folder = self._folder
         names = _named_tokens(config, folder / CONFIG)
@@ -287,10 +288,10 @@ def _build(content: bytes, description: Mapping[str, Any], path: pathlib.Path) -
     return tokenizer
 
 
-def _check_id(tokenizer: hf.Tokenizer, text: str, wanted: int) -> None:
+def _check_id(tokenizer: hf.Tokenizer, text: str, token_id: int) -> None:
     """Check the id of a token; the package silently renumbers if ids have gaps."""
-    if (found := tokenizer.token_to_id(text)) != wanted:
-        raise ValueError(f"{text!r} has id {wanted} there, but gets {found}")
+    if (actual_id := tokenizer.token_to_id(text)) != token_id:
+        raise ValueError(f"{text!r} has id {token_id} there, but gets {actual_id}")
 
 
 def _named_tokens(config: Mapping[str, Any], path: pathlib.Path) -> dict[str, str]:
@@ -312,10 +313,10 @@ def _add_tokens(tokenizer: hf.Tokenizer, config: Mapping[str, Any], folder: path
     with _named_errors(folder / CONFIG, "added_tokens_decoder"):
         decoder = config.get("added_tokens_decoder") or {}
         extra = {int(key): _added_token(entry) for key, entry in decoder.items()}
-        for wanted, token in sorted(extra.items()):
+        for token_id, token in sorted(extra.items()):
             if token.special or tokenizer.token_to_id(token.content) is None:
                 tokenizer.add_tokens([token])
-            _check_id(tokenizer, token.content, wanted)
+            _check_id(tokenizer, token.content, token_id)
 
 
 def _mark_special(
@@ -326,13 +327,13 @@ def _mark_special(
     for field in NAMED:
         if field not in names:
             continue
-        found = tokenizer.token_to_id(names[field])
-        if found is None:
+        token_id = tokenizer.token_to_id(names[field])
+        if token_id is None:
             raise ValueError(f"{path}: {field} = {names[field]!r} is not in {HF_FILE}")
-        added = tokenizer.get_added_tokens_decoder().get(found)
+        added = tokenizer.get_added_tokens_decoder().get(token_id)
         if added is None or not added.special:
             tokenizer.add_special_tokens([names[field]])
-        named[field] = found
+        named[field] = token_id
     return named
 
 
@@ -350,12 +351,13 @@ def with_end_ids(
 ) -> tuple[int, ...]:
     """Add eos_token_id of generation_config.json and config.json to the ends of a tokenizer.
 
-    transformers writes a default into config.json where its author gave none (2 for Llama), so an
-    id there that is no marker, but an ordinary token, counts only if there is no other end.
+    `markers` has the ids of all tokens that are no ordinary text. transformers writes a default
+    into config.json if the author gave no end (2 for Llama), so an ordinary token of config.json
+    counts only if there is no other end.
     """
     ends = [*ends, *_read_end_ids(files, GENERATION, folder, vocab_size)]
-    more = _read_end_ids(files, ARCHITECTURE, folder, vocab_size)
-    return tuple(dict.fromkeys([*ends, *(i for i in more if i in markers or not ends)]))
+    config_ends = _read_end_ids(files, ARCHITECTURE, folder, vocab_size)
+    return tuple(dict.fromkeys([*ends, *(i for i in config_ends if i in markers or not ends)]))
 
 
 def read_files(folder: pathlib.Path, names: Sequence[str]) -> dict[str, bytes]:

@@ -21,8 +21,8 @@ import numpy as np
 KINDS = ("default", "linear", "llama3", "yarn")
 MOST_POSITIONS = 2**31 - 1  # positions are int32
 FIELDS = ("rope_parameters", "rope_scaling")  # of config.json; transformers 5 writes the first
-# Model types for which files without rope_theta exist (Llama 1 and 2), and their theta. The other
-# families' models have 1e6 or more, so that a default would be wrong for each of them.
+# Model types for which files without rope_theta exist (Llama 1 and 2), and their theta. Models of
+# other families have 1e6 or more, so that this default would be wrong for all of them.
 _DEFAULT_THETA = {"llama": 10_000.0}
 _FULL = "full_attention"  # the only layer type that is implemented
 
@@ -35,8 +35,8 @@ class RopeConfig:
       theta: base of the frequencies, above 1.
       kind: scaling method, one of KINDS.
       factor: ratio of the scaled to the original context length, at least 1.
-      original_positions: context length before scaling, in tokens ("llama3", "yarn"; in "linear" it
-        sets the context and nothing else).
+      original_positions: context length before scaling, in tokens ("llama3", "yarn"; "linear" takes
+        only the context from it).
       low_frequency: "llama3": pairs with fewer turns than this in the original context are slowed
         down by `factor`.
       high_frequency: "llama3": pairs with more turns than this are unchanged.
@@ -131,9 +131,9 @@ _SCALED = {name for fields in _HF_FIELDS.values() for name in fields} | {*_MSCAL
 def from_hf(raw: Mapping[str, Any], max_positions: int) -> RopeConfig:
     """Read the rope of a config.json: rope_theta, and rope_parameters or the older rope_scaling.
 
-    `max_positions`, its max_position_embeddings, is yarn's original context length if none is
-    given. An original_max_position_embeddings beside rope_scaling has priority over the one inside.
-    Both are as in transformers. Raises ValueError if a field is unknown, missing or out of range,
+    As in transformers, `max_positions`, the config's max_position_embeddings, is yarn's original
+    context length if no other is given, and original_max_position_embeddings beside rope_scaling
+    overrides the field inside. Raises ValueError if a field is unknown, missing or out of range,
     if both objects are there, or if two fields contradict each other.
     """
     field, scaling = _scaling(raw)
@@ -173,8 +173,8 @@ def context(rope: RopeConfig, max_positions: int) -> int:
     """Return the longest context in tokens, given config.json's max_position_embeddings.
 
     "yarn" and "linear" stretch the original context by their factor, and many files (by the cards
-    of Qwen2.5 and Qwen3) keep max_position_embeddings at its value before. Llama 3.1's factor of 8
-    is no such ratio: it goes from 8,192 to 131,072 positions.
+    of Qwen2.5 and Qwen3) keep the unscaled max_position_embeddings. Llama 3.1's factor of 8 is not
+    the ratio of its contexts of 131,072 and 8,192 positions.
     """
     if rope.kind in ("yarn", "linear") and rope.original_positions:
         return int(rope.original_positions * rope.factor)
@@ -200,7 +200,7 @@ def _scaling(raw: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def _flat(field: str, scaling: dict[str, Any]) -> dict[str, Any]:
-    """Return the object of full attention if there is one for each layer type, else a copy."""
+    """Return the fields of one rope without nulls: of full attention, if layer types differ."""
     scaling = {name: value for name, value in scaling.items() if value is not None}
     nested = [name for name, value in scaling.items() if isinstance(value, dict)]
     if not nested:
@@ -254,12 +254,12 @@ def _theta(raw: Mapping[str, Any]) -> Any:
 
 
 def default_theta(model_type: Any) -> float | None:
-    """Return the base of a family's frequencies if a file may leave it out; None if it must not."""
+    """Return the rope_theta that files of a model type may leave out; None for other types."""
     return _DEFAULT_THETA.get(model_type) if isinstance(model_type, str) else None
 
 
 def _attention_factor(field: str, scaling: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the attention factor that mscale and mscale_all_dim give (DeepSeek), if they do."""
+    """Return {"attention_factor": ...} by mscale and mscale_all_dim (DeepSeek), {} without both."""
     mscale, all_dim = (scaling.get(name) for name in _MSCALES)
     if mscale is None and all_dim is None:
         return {}

@@ -176,15 +176,15 @@ def write(
 
 
 def save_file(tensors: dict[str, np.ndarray], path: pathlib.Path) -> None:
-    """Write one safetensors file, with the same metadata as transformers.
+    """Write one safetensors file, with transformers' metadata.
 
-    A full disk is waited for (durable.retried). The bytes may not be on disk yet.
+    Tries again if the disk is full (durable.retried). Does not fsync the file.
     """
 
     def save() -> None:
         try:
             safetensors.numpy.save_file(tensors, path, metadata={"format": "pt"})
-        except safetensors.SafetensorError as error:  # has an OSError as text only
+        except safetensors.SafetensorError as error:  # holds an OSError as text only
             path.unlink(missing_ok=True)
             if code := re.search(r"os error (\d+)", str(error)):
                 raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from error

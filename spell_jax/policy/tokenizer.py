@@ -35,7 +35,7 @@ class SentencePieceTokenizer(Tokenizer):
         self.pad_id = self._pieces.pad_id() if self._pieces.pad_id() >= 0 else self.eos_id
         self.stop_ids = (self.eos_id,)
         self.turn_end_id = self.eos_id
-        # Unused pieces keep their id, but are no tokens: no text has them.
+        # Unused pieces keep their id, but are no tokens: no text contains them.
         unused = filter(self._pieces.is_unused, range(self.vocab_size))
         self.gaps = find_gaps({*range(self.vocab_size + 1)} - {*unused})
         self.bos_id = self._pieces.bos_id() if self._pieces.bos_id() >= 0 else None

@@ -25,12 +25,12 @@ class Tokenizer(abc.ABC):
     pad_id: int
     stop_ids: tuple[int, ...]  # tokens that end an answer, eos_id first, without duplicates
     # Token that the chat layout writes after an assistant's content, one of stop_ids; eos_id if it
-    # writes none. Supervised rows teach it.
+    # writes none. Supervised rows end with it.
     turn_end_id: int
     gaps: tuple[tuple[int, int], ...] = ()  # ids below vocab_size without a token, as unused_ids
     start_ids: tuple[int, ...] = ()  # tokens before a text outside a chat; not part of `encode`
     bos_id: int | None = None  # token that begins a text, if there is one
-    # Marks of a thought that are added tokens -> ids.
+    # Mark of a thought, if it is an added token -> id.
     thought_ids: Mapping[str, int] = types.MappingProxyType({})
     chat_template: str = ""  # source of the chat template; "" for a fixed layout, or none
 
@@ -54,8 +54,8 @@ class Tokenizer(abc.ABC):
         """Return the start of a thought with which the layout begins the assistant's answer.
 
         Some templates write "<think>" after the last message. The sampled tokens then begin inside
-        a thought, and their text has only its end. The text of the whole answer is this start and
-        the decoded tokens. "" where the layout opens no thought. Raises ValueError as `chat`.
+        a thought, so their text lacks its start. The whole answer is the returned start and the
+        decoded tokens. Returns "" if the layout opens no thought. Raises ValueError as `chat`.
         """
         return ""
 
@@ -91,13 +91,13 @@ class Tokenizer(abc.ABC):
         return self.gaps + (((self.vocab_size, rows),) if rows > self.vocab_size else ())
 
     def encode_answer(self, text: str) -> list[int]:
-        """Tokenize an assistant's answer, in which the marks of a thought are their tokens."""
+        """Tokenize an assistant's answer; each mark of a thought becomes its added token."""
         if not self.thought_ids:
             return self.encode(text)
         marks = "|".join(map(re.escape, self.thought_ids))
         parts = [part for part in re.split(f"({marks})", text) if part]
         ids = ([i] if (i := self.thought_ids.get(p)) is not None else self.encode(p) for p in parts)
-        return [i for some in ids for i in some]
+        return [i for part_ids in ids for i in part_ids]
 
     def count(self, text: str) -> int:
         """Number of tokens of a text."""
@@ -117,7 +117,7 @@ class Tokenizer(abc.ABC):
 
 
 def find_gaps(ids: Collection[int]) -> tuple[tuple[int, int], ...]:
-    """Return the half-open ranges of numbers from 0 to the largest of `ids` that are not in it."""
+    """Return the numbers from 0 to max(ids) that `ids` lacks, as half-open ranges in order."""
     ordered = [-1, *sorted(ids)]
     pairs = itertools.pairwise(ordered)
     return tuple((low + 1, high) for low, high in pairs if high > low + 1)

@@ -24,13 +24,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 FIELDS = ("normalizer", "pre_tokenizer", "decoder")
-GROWTH = 16  # published normalizers: 1, or 2 for those that add spaces
+GROWTH = 16  # published normalizers: 1, or 2 if they add spaces
 ADDED = 1 << 12
 REPLACED = 64  # bytes; NFKC writes U+FDFA in 33
-STEPS = 64  # published ones: up to 12
+STEPS = 64  # published tokenizers: up to 12
 RUNS = 1  # published patterns: 1
 _DEPTH = 32  # of nested steps and of groups in a pattern
-_PATTERN = 1 << 14  # most characters of a pattern; published ones: up to 1,200
+_PATTERN = 1 << 14  # most characters of a pattern; published patterns: up to 1,200
 _MANY = 8  # repetitions that count as without bound; published bounds: 3
 
 
@@ -94,7 +94,7 @@ def _check_charsmap(charsmap: Any, place: str) -> None:
     try:
         data = base64.b64decode(charsmap, validate=True) if isinstance(charsmap, str) else b""
     except ValueError:
-        return  # which the package refuses
+        return  # the package refuses such a table
     texts = data[4 + int.from_bytes(data[:4], "little") :].split(b"\0")
     if (longest := max(map(len, texts))) > REPLACED:
         raise ValueError(
@@ -133,7 +133,7 @@ class _Atom:
         return self.minimum > 0 and all(inside)
 
     def varies(self) -> bool:
-        """Return whether it can match one text in several ways."""
+        """Return whether the atom can match one text in several ways."""
         return not self.keeps and (self.minimum != self.maximum or self.varies_inside())
 
     def varies_inside(self) -> bool:
@@ -151,9 +151,7 @@ def _check_pattern(text: str, place: str) -> None:
         if len(text) > _PATTERN:
             raise ValueError(f"has {len(text)} characters; must have at most {_PATTERN}")
         reader = _Reader(text)
-        while (
-            not reader.is_done()
-        ):  # more than once after a ")" too many, which the package refuses
+        while not reader.is_done():  # again after an unopened ")", which the package refuses
             _check_branches(reader.branches(0), is_followed=False)
     except ValueError as error:
         raise ValueError(f"{place} = {shown!r}: {error}") from error
@@ -215,7 +213,7 @@ class _Reader:
         return (*branches, tuple(atoms))
 
     def _take(self, pattern: str) -> str | None:
-        """Pass a regular expression's match; None if there is none."""
+        """Go past a regular expression's match and return it; None without a match."""
         match = re.compile(pattern, re.DOTALL).match(self._text, self._at)
         self._at = match.end() if match else self._at
         return match[0] if match else None
@@ -244,7 +242,7 @@ class _Reader:
         return _Atom(letter=sign if sign.isalnum() else "")
 
     def _pass_class(self) -> None:
-        """Pass a class, which may have classes within it."""
+        """Go past a class, which may have classes within it."""
         depth = 0
         while not self.is_done():
             if self._take(r"\[\^?\]?"):  # a "]" in the first place is a character

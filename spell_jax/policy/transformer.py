@@ -372,8 +372,8 @@ def hidden_states(
 def unembed(config: PolicyConfig, params: Params, hidden: jax.Array) -> jax.Array:
     """Project hidden states [..., D] to float32 logits [..., V], -inf for ids without a token."""
     table = params["embedding"] if config.tied_embeddings else params["unembedding"]
-    every = jnp.einsum("...d,vd->...v", hidden, table, preferred_element_type=jnp.float32)
-    return without_unused_ids(config, every)
+    logits = jnp.einsum("...d,vd->...v", hidden, table, preferred_element_type=jnp.float32)
+    return without_unused_ids(config, logits)
 
 
 def without_unused_ids(config: PolicyConfig, logits: jax.Array) -> jax.Array:

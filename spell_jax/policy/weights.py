@@ -173,7 +173,7 @@ def read_config_and_tokenizer(
 ) -> tuple[PolicyConfig, tokenizers.Tokenizer]:
     """Read the architecture and the tokenizer (see `tokenizer.load`) of a Hugging Face folder.
 
-    The architecture's unused_ids are those of the tokenizer and the rows beyond it.
+    unused_ids of the architecture has the tokenizer's gaps and all rows beyond the tokenizer.
 
     Raises:
       FileNotFoundError: if there is no config.json or no tokenizer.
@@ -483,7 +483,7 @@ def _write_others(
 
 
 def write_ends(folder: pathlib.Path, tokenizer: tokenizers.Tokenizer) -> None:
-    """Write all stop tokens into a folder's generation_config.json, unless they are there.
+    """Write all stop tokens into a folder's generation_config.json, unless the file has them.
 
     Other programs read no chat template to find the token that ends a turn.
     """

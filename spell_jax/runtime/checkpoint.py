@@ -163,7 +163,7 @@ class Checkpoints:
         return max(steps, default=None)
 
     def score(self, step: int) -> float | None:
-        """Score of a finished step, or None."""
+        """Return the score of a finished step, or None."""
         return self._scores.get(step)
 
     def newest_intact(self) -> int | None:
@@ -192,9 +192,10 @@ class Checkpoints:
         return intact
 
     def check_intact(self, step: int) -> None:
-        """Read a whole checkpoint; DamagedError names its damage, FileNotFoundError if not there.
+        """Read a whole checkpoint.
 
-        SaveError as `wait`.
+        Raises DamagedError with the damage, FileNotFoundError if there is no such step, SaveError
+        as `wait`.
         """
         self.wait()
         self._require(step)
@@ -340,7 +341,7 @@ class Checkpoints:
         if jax.process_index() != 0:
             return
         hashes.write(self._folder(step), score)
-        for folder in (self._directory, self._workdir, self._workdir.parent):  # the names in them
+        for folder in (self._directory, self._workdir, self._workdir.parent):  # may be new
             durable.sync(folder)
         peers.note(saved=step)
         fault_injection.point("saved")
@@ -384,37 +385,37 @@ class Checkpoints:
         pending.job.result()
 
     def _save_elsewhere(self, step: int, args: Any, score: float | None) -> str:
-        """Saves a step to a new fallback folder; returns a text with its place or the failure."""
+        """Save a step to a new fallback folder; return a text with its place or the failure."""
         if self._fallback is None:
             return f"no fallback folder is given, the last step saved is {self.latest_step()}"
         name = epath.Path(paths.absolute(self._fallback)) / f"{self._workdir.name}_step{step}"
         try:
             workdir = distributed.broadcast(lambda: str(_unused(name)))
-            other = Checkpoints(workdir)
-            failure = other._write(step, args, score, waits=True)
-            other.close()
+            fallback = Checkpoints(workdir)
+            failure = fallback._write(step, args, score, waits=True)
+            fallback.close()
         except (OSError, RuntimeError) as error:
             workdir, failure = str(name), error
         if failure is not None:
             return f"nor to {workdir}: {failure}; the last step saved is {self.latest_step()}"
-        left = distributed.broadcast(lambda: self._copy_run(epath.Path(workdir)))
-        return f"{left}it was saved to {workdir}: go on from there with --workdir={workdir}"
+        missing = distributed.broadcast(lambda: self._copy_run(epath.Path(workdir)))
+        return f"{missing}it was saved to {workdir}: go on from there with --workdir={workdir}"
 
     def _copy_run(self, folder: epath.Path) -> str:
-        """Copies RUN_FILES to a fallback folder; returns a text with what is not there."""
-        left = []
+        """Copy RUN_FILES to a fallback folder; return a text that names the missing files."""
+        missing = []
         for name in paths.RUN_FILES:
             try:
                 durable.copy(self._workdir / name, folder / name)
             except OSError as error:
                 with contextlib.suppress(OSError):
                     durable.remove(folder / name)
-                left.append(f"{name} could not be copied ({error}); ")
+                missing.append(f"{name} could not be copied ({error}); ")
         with contextlib.suppress(OSError):
             if steps := spans(episode_files(self._workdir)):
                 place = self._workdir / EPISODES_FOLDER
-                left.append(f"episodes of steps {steps} stay in {place}; ")
-        return "".join(left)
+                missing.append(f"episodes of steps {steps} stay in {place}; ")
+        return "".join(missing)
 
     def _folder(self, step: int) -> epath.Path:
         return self._directory / str(step)

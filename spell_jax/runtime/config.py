@@ -22,8 +22,8 @@ from spell_jax.runtime import urls
 T = TypeVar("T")
 Config = Any  # an ml_collections.ConfigDict: its fields have no static types
 DERIVED = {"derived": True}  # metadata of a field that is computed, not configured
-# Whole numbers of jax have 32 bits, and it drops the rest of a larger seed without a word: seeds 0
-# and 2**32 are one run.
+# jax holds whole numbers in 32 bits and drops higher bits of a seed without a word: seeds 0 and
+# 2**32 would give equal runs.
 LARGEST, LARGEST_SEED = 2**31 - 1, 2**32 - 1
 
 
@@ -95,10 +95,10 @@ def check_least(fields: Any, where: str, **least: float) -> None:
 
 
 def check_width(value: int, where: str) -> None:
-    """Raises ValueError for a whole number that jax cannot hold; `where` is its name."""
-    least, most = (0, LARGEST_SEED) if where.endswith("seed") else (-LARGEST, LARGEST)
-    if not least <= value <= most:
-        raise ValueError(f"{where} = {value}: must be a whole number from {least} to {most}")
+    """Raise ValueError for a whole number that jax cannot hold; `where` is its field."""
+    smallest, largest = (0, LARGEST_SEED) if where.endswith("seed") else (-LARGEST, LARGEST)
+    if not smallest <= value <= largest:
+        raise ValueError(f"{where} = {value}: must be a whole number from {smallest} to {largest}")
 
 
 def check_choice(fields: Any, where: str, **choices: Collection[Any]) -> None:

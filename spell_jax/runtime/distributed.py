@@ -43,7 +43,7 @@ COORDINATOR, PROCESSES, PROCESS = "SPELL_COORDINATOR", "SPELL_PROCESSES", "SPELL
 # lost. Heartbeats continue while it compiles or writes; a machine's migration may take 100 s.
 JOIN_SECONDS, LOST_SECONDS = "SPELL_JOIN_SECONDS", "SPELL_LOST_SECONDS"
 _DEFAULT_SECONDS = {JOIN_SECONDS: 300, LOST_SECONDS: 100}
-# jax's own variables: where its service listens, and a certificate, which names its address.
+# jax's variables for the address of its service, and for a certificate, which names an address.
 _SERVICE_VARIABLES = ("JAX_COORDINATOR_BIND_ADDRESS", "JAX_MTLS_CERT_FILE")
 _TOKEN_KEY, _TOKEN_BYTES = "spell_jax/token", 32
 
@@ -101,11 +101,11 @@ def join() -> None:
 
 
 def _service_address(position: _Position, meeting: rendezvous.Meeting) -> tuple[str, str | None]:
-    """Return where jax's service is reached, and where it listens; None for all addresses.
+    """Return the address that processes call jax's service by, and its listening address.
 
-    By default jax's service, which asks nobody for a name, listens at all addresses of process 0.
-    If all others have reached process 0 at one address, it listens there only. Process 0 must then
-    reach it there too: Debian gives a machine's own name to 127.0.1.1.
+    None is all addresses of process 0: the default of jax's service, which authenticates nobody. If
+    all other processes have reached process 0 at one address, the service listens at that address
+    only. Process 0 must then call it there too: Debian gives a machine's own name to 127.0.1.1.
     """
     is_chosen = any(name in os.environ for name in _SERVICE_VARIABLES)
     if position.index != 0 or is_chosen or len(meeting.hub) != 1:
@@ -118,9 +118,9 @@ def _service_address(position: _Position, meeting: rendezvous.Meeting) -> tuple[
 
 
 def _share_token(index: int, limit: int) -> bytes:
-    """Return the random token of this run, which process 0 makes and all others get from it.
+    """Return the run's random token, which process 0 makes and shares through jax's service.
 
-    It is deleted when all have it, so that later callers of jax's service do not find it.
+    Process 0 deletes it there when all processes have it, so that later callers do not find it.
     """
     client = _client()
     if index == 0:
@@ -261,7 +261,8 @@ def _client() -> Any:
 def gather_bytes(items: Sequence[bytes]) -> list[list[bytes]]:
     """Gather the items of every process, in process order; processes may have different numbers.
 
-    RuntimeError on all processes names a process that has more than 4 GiB, or sends other bytes.
+    RuntimeError on all processes names a process that has more than 4 GiB, or sends no list of
+    items.
     """
     if jax.process_count() == 1:
         return [list(items)]
@@ -298,10 +299,10 @@ def _split_items(data: bytes, index: int) -> list[bytes]:
     raise _foreign(index, f"{len(data):,} bytes that are no list of items")
 
 
-def _foreign(index: int, what: str) -> RuntimeError:
+def _foreign(index: int, contents: str) -> RuntimeError:
     return RuntimeError(
-        f"process {index} sent {what}: do all processes run the same version, and can nobody else "
-        "reach the port of process 0?"
+        f"process {index} sent {contents}: do all processes run the same version, and can nobody "
+        "else reach the port of process 0?"
     )
 
 
@@ -323,15 +324,15 @@ def _first_text(items: Sequence[bytes], index: int) -> str:
 
 
 def make_together(make: Callable[[], Sequence[bytes]]) -> list[list[bytes]]:
-    """Results of `make` on every host, in host order; RuntimeError names the hosts that failed."""
+    """Gather results of `make` of every host, in host order; RuntimeError names failed hosts."""
     failure: Exception | None = None
-    mine: Sequence[bytes] = ()
+    items: Sequence[bytes] = ()
     status = ""
     try:
-        mine = make()
+        items = make()
     except Exception as error:  # any kind: the others wait in the collective
         failure, status = error, f"{type(error).__name__}: {error}"
-    parts = gather_bytes([_encode(status), *mine])
+    parts = gather_bytes([_encode(status), *items])
     statuses = [_first_text(part, host) for host, part in enumerate(parts)]
     failed = [f"host {host}: {text}" for host, text in enumerate(statuses) if text]
     if failed:

@@ -31,7 +31,7 @@ from spell_jax.runtime import paths
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-RETRIES = 3  # tries after the first one
+RETRIES = 3  # tries after the first
 BACKOFF_S = 2.0  # pause before the second try, doubled before each further one: 14 s together
 UNFINISHED = ".tmp"  # suffix of a file that is being written
 # Errors that may pass: the disk or quota is full, or a network file system does not answer.
@@ -43,25 +43,25 @@ _WORKERS = 16  # files that are fsynced at the same time
 
 
 class DiskError(OSError):
-    """A file cannot be written, after all tries; the message says where, and what is saved."""
+    """A failure of all tries to write a file; the message has its path, and what is saved."""
 
 
 class GoneError(DiskError):
-    """The workdir was removed, renamed or replaced while a run wrote to it."""
+    """A workdir that was removed, renamed or replaced while a run wrote to it."""
 
 
 class SaveError(RuntimeError):
-    """A step could not be saved; the message names the fallback folder, if it was saved there."""
+    """A failure to save a step; the message names the fallback folder that has the step, if any."""
 
 
 # ---------------------------------------------------------------------------------------- Retrying
 
 
 def retried(place: Any, work: Callable[..., T], *args: Any) -> T:
-    """Return work(*args), after up to RETRIES further tries if an error may pass; they are logged.
+    """Return work(*args); if an error may pass, log it and try again, up to RETRIES times.
 
-    `work` must be able to run again after it has failed in the middle. DiskError after all tries,
-    with `place`, a path, in its message.
+    `work` must be able to run again after a failure in its middle. Raises DiskError after all
+    tries, with `place`, a path, in its message.
     """
     for attempt in itertools.count():
         try:
@@ -81,9 +81,9 @@ def retried(place: Any, work: Callable[..., T], *args: Any) -> T:
 
 
 def write(path: str | os.PathLike[str], content: bytes) -> None:
-    """Replace a file by one with this content, atomically; its folder is made if missing.
+    """Replace the content of a file atomically; make its folder if it is missing.
 
-    For a link, its target is replaced. A terminal or pipe (/dev/stdout) is written directly.
+    Replaces the target of a link. Writes to a terminal or pipe (/dev/stdout) directly.
     """
     if paths.is_remote(path):
         epath.Path(path).write_bytes(content)
@@ -106,15 +106,15 @@ def _write(target: pathlib.Path, content: bytes) -> None:
         replace(unfinished, target)
     except OSError:
         with contextlib.suppress(OSError):
-            unfinished.unlink()  # a part of it would take the space that the next try needs
+            unfinished.unlink()  # the next try needs its space
         raise
 
 
 def append(path: pathlib.Path, content: bytes) -> None:
     """Append to a local file, or start it; after an error the file is as long as before.
 
-    A process that is killed meanwhile leaves a part of `content` at most. If the file does not end
-    with a line feed then, the next call adds one first.
+    If the process is killed meanwhile, the file has at most a part of `content`. If it then ends
+    without a line feed, the next call adds a line feed first.
     """
     retried(path, _append, path, content)
 
@@ -125,10 +125,10 @@ def _append(path: pathlib.Path, content: bytes) -> None:
         length = file.seek(0, os.SEEK_END)
         file.seek(max(0, length - 1))
         is_torn = file.read(1) not in (b"", b"\n")
-        left = memoryview(b"\n" * is_torn + content)
+        unwritten = memoryview(b"\n" * is_torn + content)
         try:
-            while left:
-                left = left[file.write(left) :]
+            while unwritten:
+                unwritten = unwritten[file.write(unwritten) :]
             os.fsync(file.fileno())
         except OSError:
             file.truncate(length)
@@ -138,7 +138,7 @@ def _append(path: pathlib.Path, content: bytes) -> None:
 
 
 def replace(source: pathlib.Path, target: pathlib.Path) -> None:
-    """Rename a local file, of which all bytes are on disk."""
+    """Rename a local file durably; all its bytes must be on disk."""
     source.replace(target)
     sync(target.parent)
 
@@ -205,8 +205,8 @@ def copy(source: epath.Path, target: epath.Path) -> None:
 class FolderWatch:
     """A check that a local folder still has its path.
 
-    The folder stays open, so that no other one can get its inode number. There is nothing to check
-    in a bucket, or if the folder does not exist at first.
+    The folder stays open, so that no other folder can get its inode number. There is nothing to
+    check in a bucket, or if the folder does not exist at first.
     """
 
     def __init__(self, folder: str | os.PathLike[str]):

@@ -66,15 +66,15 @@ def run_main(
     def parse(argv: Sequence[str]) -> Any:
         with user_errors():
             try:
-                rest = parse_flags(argv, flags_parser)
+                positional = parse_flags(argv, flags_parser)
             except sigterm.Terminated:
                 raise
             except SystemExit:
                 sys.exit(0)  # --help, which absl ends with 1
-            if flags_parser is flags.FLAGS and len(rest) > 1:
-                raise app.UsageError(f"{rest[1]}: not a flag; must be --NAME=VALUE")
+            if flags_parser is flags.FLAGS and len(positional) > 1:
+                raise app.UsageError(f"{positional[1]}: not a flag; must be --NAME=VALUE")
             _check_numbers()
-            return rest
+            return positional
 
     def run(arguments: Any) -> object:
         with user_errors():
@@ -162,7 +162,7 @@ def _leave(line: str, code: int, error: BaseException) -> NoReturn:
 
 
 def _announce(line: str, code: int, error: BaseException) -> None:
-    """Print the line; one of several processes tells the others, and ends here."""
+    """Print the line; with several processes, tell the others and end here."""
     global _signal_status
     if isinstance(error, KeyboardInterrupt | sigterm.Terminated):
         _signal_status = code
@@ -186,7 +186,7 @@ def _skip_destructors() -> None:
         os._exit(_signal_status)
 
 
-atexit.register(_skip_destructors)  # before all imports of jax, so that it is called last
+atexit.register(_skip_destructors)  # before imports of jax, so that Python calls it last
 
 
 def parse_flags(

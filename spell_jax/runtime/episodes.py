@@ -51,7 +51,7 @@ def episode_files(workdir: str | os.PathLike[str]) -> dict[int, epath.Path]:
 
 
 def spans(steps: Iterable[int]) -> str:
-    """Ascending steps as text, such as "1-3, 7"."""
+    """Write ascending steps as text, such as "1-3, 7"."""
     ends: list[list[int]] = []
     for step in steps:
         if ends and step == ends[-1][1] + 1:
@@ -66,9 +66,9 @@ class EpisodeWriter:
 
     `characters` is the maximum size of a step's file before compression; 0 writes nothing. Files of
     steps after resume_step are removed; None removes all. The episodes of a step are queued until
-    its file is on disk, and a checkpoint holds the queued ones. `queued` has those of the
-    checkpoint that is resumed, which are written first; `workdirs` are the folders of its run so
-    far. `submit` runs disk work, as Background.submit.
+    its file is on disk, and a checkpoint holds the queued ones. `queued` has the queued
+    episodes of the resumed checkpoint, which are written first; `workdirs` has all folders of the
+    run so far. `submit` runs disk work, as Background.submit.
     """
 
     def __init__(
@@ -97,20 +97,22 @@ class EpisodeWriter:
         self._name_missing(resume_step or 0, workdirs)
 
     def _name_missing(self, resume_step: int, workdirs: Sequence[str]) -> None:
-        """Log the steps with episodes in another folder, in which the run began."""
-        others = [folder for folder in workdirs if folder != paths.absolute(self._folder.parent)]
-        there = {*episode_files(self._folder.parent), *self._queue}
-        missing = [step for step in range(1, resume_step + 1) if step not in there]
-        if others and missing and self._characters:
+        """Log the steps that have their episodes in an earlier folder of the run."""
+        earlier_folders = [
+            folder for folder in workdirs if folder != paths.absolute(self._folder.parent)
+        ]
+        present = {*episode_files(self._folder.parent), *self._queue}
+        missing = [step for step in range(1, resume_step + 1) if step not in present]
+        if earlier_folders and missing and self._characters:
             text = "%s: no episodes of steps %s; these steps ended in %s"
-            log.warning(text, self._folder, spans(missing), " or ".join(others))
+            log.warning(text, self._folder, spans(missing), " or ".join(earlier_folders))
 
     def write(self, step: int, episodes: Iterable[Mapping[str, Any]]) -> epath.Path | None:
-        """Write a step's episodes; `queued` has them until then, even if the disk is full.
+        """Write a step's episodes; `queued` holds them until they are on disk.
 
         Returns the path of the file, or None if nothing is written. Records may have "cluster" and
-        "documents". Those that do not fit are left out and logged. Non-finite numbers become null;
-        TypeError for something without a JSON form. OSError as reported by `submit`.
+        "documents". Episodes that do not fit are left out and logged. Non-finite numbers become
+        null; TypeError for something without a JSON form. OSError as reported by `submit`.
         """
         if not self._characters:
             return None
@@ -123,15 +125,15 @@ class EpisodeWriter:
 
     def _put(self, step: int) -> None:
         records = self._queue[step]
-        kept = _bounded(records, self._characters)
-        if left_out := len(records) - len(kept):
+        bounded_records = _bounded(records, self._characters)
+        if left_out := len(records) - len(bounded_records):
             text = "step %d: %d of %d episodes left out: more than episode_characters = %d"
             log.warning(text, step, left_out, len(records), self._characters)
-        write_records(self._path(step), kept)
+        write_records(self._path(step), bounded_records)
         del self._queue[step]
 
     def queued(self) -> dict[str, list[dict[str, Any]]]:
-        """Episodes by step that are not on disk yet, to be kept in a checkpoint."""
+        """Return the episodes by step that are not on disk yet, for a checkpoint."""
         return {
             str(step): finite_or_none([dict(record) for record in records])[0]
             for step, records in list(self._queue.items())

@@ -24,9 +24,9 @@ _CHUNK = 1 << 20  # bytes per read
 
 
 def write(folder: epath.Path, score: float | None) -> None:
-    """Hash all files of a folder, which are then on disk, and store the score with the hashes.
+    """Bring a folder's files to the disk, hash them, and store the hashes with the score.
 
-    The folder's name is a step.
+    The folder's name must be its step.
     """
     durable.sync_tree(folder)
     names = _files(folder)
@@ -38,7 +38,7 @@ def write(folder: epath.Path, score: float | None) -> None:
 
 
 def _read(folder: epath.Path) -> dict[str, Any]:
-    """Content written by `write`; ValueError if it is unreadable or altered, or of another step."""
+    """Read the content of `write`; ValueError if it is unreadable, altered or of another step."""
     try:
         with _open(folder / FILE) as file:
             head, _, content = file.read().partition(b"\n")
@@ -47,11 +47,11 @@ def _read(folder: epath.Path) -> dict[str, Any]:
         raise ValueError(UNFINISHED if missing else _unreadable(FILE, error)) from error
     if _blake2b(content).hexdigest().encode() != head:
         raise ValueError(f"{FILE}: truncated or altered")
-    found = json.loads(content)
+    record = json.loads(content)
     # Checkpoints of versions before 0.1 have no step.
-    if str(step := found.get("step", folder.name)) != folder.name:
+    if str(step := record.get("step", folder.name)) != folder.name:
         raise ValueError(f"{FILE}: of step {step}, the folder was renamed")
-    return found
+    return record
 
 
 def score(folder: epath.Path) -> tuple[bool, float | None]:
@@ -63,7 +63,7 @@ def score(folder: epath.Path) -> tuple[bool, float | None]:
 
 
 def damage(folder: epath.Path) -> str:
-    """Description of the damaged or unreadable files of a folder, by name; empty if none are."""
+    """Describe the damaged or unreadable files of a folder, by name; "" without damage."""
     try:
         files = _read(folder)["files"]
     except ValueError as error:
@@ -113,7 +113,7 @@ def _files(folder: epath.Path) -> list[str]:
 def _open(path: epath.Path) -> IO[bytes]:
     """Open a file to read; OSError for a pipe, which would wait for a writer, and for a device."""
     name = os.fspath(path)
-    # Not by epath, for which a pipe is a file.
+    # os.path, because epath takes a pipe for a file.
     if not paths.is_remote(name) and os.path.exists(name) and not _is_stored(name):
         raise OSError(errno.EINVAL, "a pipe, a socket or a device")
     return path.open("rb")

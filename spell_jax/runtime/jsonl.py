@@ -37,7 +37,7 @@ def read_records(path: str | os.PathLike[str], parse: Callable[[Any], T]) -> tup
 
     The file, maybe compressed or in a bucket, is UTF-8 with one JSON value per line, with or
     without a byte order mark. Only line feeds end a line; empty lines are ignored. `parse` raises
-    ValueError, KeyError, TypeError or AttributeError for a malformed value. Bad lines, and those
+    ValueError, KeyError, TypeError or AttributeError for a malformed value. Bad lines, and lines
     over LONGEST_LINE bytes, are logged with their place and skipped. If a compressed file is
     damaged, the rest of it counts as one bad line. FileNotFoundError if there is no such file.
     """
@@ -63,7 +63,7 @@ def read_records(path: str | os.PathLike[str], parse: Callable[[Any], T]) -> tup
 def bounded_lines(stream: Any, limit: int) -> Iterator[Any]:
     """Yield the lines of a stream of bytes or text, None for each that is longer than `limit`.
 
-    Of a longer line at most `limit` bytes or characters are in memory at a time.
+    At most `limit` bytes or characters of a longer line are in memory at a time.
     """
     while line := stream.readline(limit + 1):
         if len(line) <= limit:
@@ -80,24 +80,24 @@ def write_records(path: str | os.PathLike[str], records: Iterable[Any]) -> None:
 
 
 def append_records(path: str | os.PathLike[str], records: Iterable[Any]) -> None:
-    """Appends JSON lines to a local file (durable.append); creates the file if needed.
+    """Append JSON lines to a local file (durable.append); create the file if needed.
 
     A process killed during the write leaves at most one torn line. The next call ends that line
-    first, so that `read_records` skips only that one.
+    first, so that `read_records` skips only the torn line.
     """
     lines = "".join(json.dumps(record) + "\n" for record in records)
     durable.append(pathlib.Path(path), lines.encode())
 
 
 def read_json(path: str | os.PathLike[str], kind: type[T] = dict) -> T:
-    """Read one JSON value of a type; a ValueError names the file if it is damaged or another."""
+    """Read a JSON value of type `kind`; ValueError names a file that is damaged or has another."""
     try:
         value = json.loads(epath.Path(path).read_bytes())
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: damaged ({error})") from error
     if not isinstance(value, kind):
-        found = type(value).__name__
-        raise ValueError(f"{path}: must be a JSON {kind.__name__}, is a {found}")
+        type_name = type(value).__name__
+        raise ValueError(f"{path}: must be a JSON {kind.__name__}, is a {type_name}")
     return value
 
 

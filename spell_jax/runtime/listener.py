@@ -34,11 +34,11 @@ class Connection:
     """An accepted connection.
 
     Attributes:
-      line: its socket, which does not block.
+      line: socket, which does not block.
       address: address of the caller.
-      opened: when it was accepted, in monotonic seconds.
+      opened: time of acceptance, in monotonic seconds.
       greeting: first line sent to the caller.
-      caller: anything that stands for the caller; None until it has said who it is.
+      caller: identity of the caller; None until the caller has said who it is.
       text: bytes of a line that has not ended yet.
       is_open: whether it is not closed yet.
     """
@@ -56,15 +56,15 @@ class Listener:
     """Connections at listening sockets, served by one thread; a context that closes all of them.
 
     A caller first says who it is in a line of at most 256 bytes, within 10 s. At most 64
-    connections have not done so. Further ones take the place of the oldest from the address with
-    the most, so that idle connections neither use up descriptors nor keep a process of the run
-    outside. What is closed for such a reason is counted, and logged with the address at most once
-    a minute.
+    connections may wait for that line. A further one replaces the oldest from the address with the
+    most, so that idle connections neither use up descriptors nor keep a process of the run outside.
+    The listener counts the connections that it closes for such reasons, and logs their number and
+    the last address at most once a minute.
 
     Args:
       servers: listening sockets.
       answer: function of a connection and a line, without its end, to the bytes of the answer. It
-        sets `caller`; an error of NOT_A_PEER, whose text says why, closes the connection.
+        sets `caller`. If it raises an error of NOT_A_PEER with a reason, the connection is closed.
       lose: function that is called with a known connection after it was closed.
       greet: function that returns the first line of a connection, without its end; "" for none.
     """
@@ -111,7 +111,7 @@ class Listener:
             self._log_refused(now)
 
     def close(self, connection: Connection) -> None:
-        """Close a connection; nothing if it is closed."""
+        """Close a connection, unless it is closed already."""
         if connection.is_open:
             connection.is_open = False
             del self._connections[connection.line]
@@ -128,7 +128,7 @@ class Listener:
             self.close(connection)
 
     def refuse(self, connection: Connection, why: str) -> None:
-        """Close a connection, and have it logged with the reason."""
+        """Close a connection, and log the reason later."""
         self.close(connection)
         self._refused += 1
         self._last_refusal = f"{connection.address} {why}"
@@ -198,11 +198,11 @@ def plain(address: str) -> str:
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
-    """Return a socket that listens at a port, or at any free one, of the addresses of `host`.
+    """Return a socket that listens at `port` (0: any free port) of the addresses of `host`.
 
     A name stands for all addresses of this machine, and so does an address of another machine: both
     may be a service of the cluster that leads here, and Debian has names at 127.0.1.1. An address
-    of this machine, and localhost, are listened at alone.
+    of this machine, or localhost, stands for itself.
     """
     try:
         address = "127.0.0.1" if host == "localhost" else host

@@ -78,7 +78,7 @@ def finite_or_none(value: Any) -> tuple[Any, int]:
 
 
 def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Lines of WORKDIR/metrics.jsonl as dicts; damaged lines are logged, counted and skipped.
+    """Read the lines of WORKDIR/metrics.jsonl as dicts; log, count and skip damaged lines.
 
     A line is damaged if it is not a JSON object with an integer "step". A resumed run restores
     damaged lines from its checkpoint. FileNotFoundError if there is no such file.
@@ -99,7 +99,7 @@ def _require_step(record: Any) -> dict[str, Any]:
 
 
 def _parse_tail(lines: Sequence[str]) -> dict[int, str]:
-    """Lines of a checkpoint by step; ValueError if one is malformed."""
+    """Map steps to lines of a checkpoint; ValueError if a line is malformed."""
     saved = {}
     for number, line in enumerate(lines, 1):
         try:
@@ -147,7 +147,8 @@ class MetricsWriter:
             saved = _parse_tail(tail)
             if restored := sum(lines.get(step) != line for step, line in saved.items()):
                 logging.warning("%s: %d lines restored from the checkpoint", self._path, restored)
-            # The tail overrides the file: it has hashes, and a flipped bit may leave valid JSON.
+            # The tail overrides the file, because a flipped bit may leave valid JSON there, and the
+            # hashes of the checkpoint protect the tail.
             lines |= saved
             self._lines = {step: lines[step] for step in sorted(lines) if step <= resume_step}
         self._put(list(self._lines.values()))

@@ -58,7 +58,7 @@ def make_workdir(path: epath.Path) -> None:
 
 
 def absolute(path: str | os.PathLike[str]) -> str:
-    """Absolute path of a local file or folder; a URL is left unchanged."""
+    """Return the absolute path of a local file or folder, a URL unchanged."""
     return os.fspath(path) if is_remote(path) else os.path.abspath(path)
 
 

@@ -12,8 +12,8 @@
 Collectives, and Orbax's waits for other processes, cannot be interrupted. So a thread ends the
 process, whatever its main thread waits for.
 
-The token is known once jax.distributed has started. Until then the processes wait for it, and one
-that ends is missing after the limit.
+The token is known once jax.distributed has started. Until then the processes wait for it, and a
+process that ends is missing after the limit.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ class Verdict:
 
 @dataclasses.dataclass
 class _Peer:
-    """Another process as this one knows it; times are those of a _Clock."""
+    """Another process, as this process knows it; times are seconds of a _Clock."""
 
     index: int
     count: int
     heard: float  # when it was last heard
-    address: str = ""  # from which it called last, or at which it listens
+    address: str = ""  # address of its last call, or at which it listens
     state: dict[str, Any] = dataclasses.field(default_factory=dict)
     line: Connection | socket.socket | None = None  # the open connection
     closed: float | None = None  # when the last connection was closed
@@ -90,11 +90,11 @@ class _Peer:
         is_silent = now - self.heard > limit
         return is_silent or (self.closed is not None and now - self.closed > patience)
 
-    def describe(self, what: str) -> str:
+    def describe(self, event: str) -> str:
         host = f"host {self.state['host']}" if self.state else ""
         where = ", ".join(filter(None, [host, self.address]))
         place = "during {phase} after step {step}".format_map(self.state or _SETUP)
-        return f"process {self.index} of {self.count}{where and f' ({where})'} {what} {place}"
+        return f"process {self.index} of {self.count}{where and f' ({where})'} {event} {place}"
 
 
 _SETUP = {"phase": "setup", "step": 0, "saved": None, "error": "", "is_done": False}
@@ -110,7 +110,7 @@ _KINDS = {
 
 
 def _check_state(values: Any, index: int) -> dict[str, Any]:
-    """Return the state of process `index` out of JSON values; ValueError if it is none."""
+    """Return JSON values as the state of process `index`; ValueError for other values."""
     if not isinstance(values, dict) or values.get("index") != index:
         raise ValueError(f"sent no state of process {index}")
     for name, kind in _KINDS.items():
@@ -152,7 +152,7 @@ class Peers:
 
     Args:
       index, count: of this process, and number of processes.
-      hub: listening sockets on process 0; else their host and port.
+      hub: listening sockets on process 0; elsewhere their host and port.
       limit: seconds without a sign of life after which a process is missing. One whose connection
         is closed is missing after a quarter of it.
       addresses: addresses of the other processes, by index, where they are known.
@@ -173,7 +173,7 @@ class Peers:
         self._patience = limit / 4
         self._clock = _Clock(self._patience)  # no wait below is longer
         now = self._clock.now()
-        self._others = {
+        self._peers = {
             other: _Peer(other, count, now, addresses.get(other, ""))
             for other in (range(1, count) if index == 0 else (0,))
         }
@@ -187,7 +187,7 @@ class Peers:
         threading.Thread(target=run, args=(self._hub,), name="peers", daemon=True).start()
 
     def trust(self, token: bytes) -> None:
-        """Set the token of the run, after which processes that know it are heard."""
+        """Set the token of the run; from then on, processes that know the token are heard."""
         self._token = token
 
     def fail(self, error: BaseException) -> None:
@@ -210,33 +210,35 @@ class Peers:
     # --------------------------------------------------------------------------------- Process 0
 
     def _serve(self, servers: Sequence[socket.socket]) -> None:
-        others = list(self._others.values())
+        other_peers = list(self._peers.values())
         address = servers[0].getsockname()[0]
         failed_at: float | None = None
         with Listener(servers, self._answer, self._lose, _make_challenge) as self._listener:
             while self._verdict is None:
                 self._listener.exchange(self._every)
                 now = self._clock.now()
-                own = _Peer(0, self._count, now, address, self.state)
-                failed = [peer for peer in (own, *others) if peer.error]
-                gone = [peer for peer in others if peer.closed is not None and not peer.is_ended]
-                lost = _missing(others, now, self._limit, self._patience)
+                hub_peer = _Peer(0, self._count, now, address, self.state)
+                failed = [peer for peer in (hub_peer, *other_peers) if peer.error]
+                gone = [
+                    peer for peer in other_peers if peer.closed is not None and not peer.is_ended
+                ]
+                lost = _missing(other_peers, now, self._limit, self._patience)
                 if failed and failed_at is None:
                     failed_at = now
                 if lost:  # names all that are suspect by now, as after a cut in the network
-                    lost = _missing(others, now, self._limit / 2, 0.0)
+                    lost = _missing(other_peers, now, self._limit / 2, 0.0)
                     self._verdict = self._judge(lost, now)
                 elif failed_at is not None and now > failed_at + _GRACE_S and not gone:
                     self._verdict = self._judge(failed, now)
             # All others end first: jax ends a process at once if process 0 is gone.
             deadline = self._clock.now() + 2 * self._patience
-            living = [peer for peer in others if peer not in lost]
+            living = [peer for peer in other_peers if peer not in lost]
             while any(peer.line for peer in living) and self._clock.now() < deadline:
                 self._listener.exchange(self._every)
         self._conclude()
 
     def _answer(self, connection: Connection, line: bytes) -> bytes:
-        """Admit a process that knows the token; answer its states with the own state."""
+        """Admit a process that knows the token; answer its states with the state of process 0."""
         peer = connection.caller
         if peer is None:
             connection.caller = self._admit(connection, line)
@@ -247,7 +249,7 @@ class Peers:
 
     def _admit(self, connection: Connection, line: bytes) -> _Peer:
         index = line.partition(b" ")[0]
-        peer = self._others.get(int(index)) if index.isdigit() else None
+        peer = self._peers.get(int(index)) if index.isdigit() else None
         if self._token is None or peer is None:
             raise ValueError("is no process of this run")
         if not hmac.compare_digest(line, _prove(self._token, connection.greeting, peer.index)):
@@ -264,7 +266,7 @@ class Peers:
     # ------------------------------------------------------------------------------ Other processes
 
     def _call(self, address: tuple[str, int]) -> None:
-        hub = self._others[0]
+        hub = self._peers[0]
         while self._verdict is None:
             if self._token is not None:
                 with contextlib.suppress(*NOT_A_PEER):
@@ -308,8 +310,10 @@ class Peers:
         ]
         if len(peers) > _MOST_NAMED:
             reasons.append(f"{len(peers) - _MOST_NAMED} more processes")
-        found = [state.get("saved") for state in (self.state, *(peer.state for peer in peers))]
-        saved = max((step for step in found if step is not None), default=None)
+        saved_steps = [
+            state.get("saved") for state in (self.state, *(peer.state for peer in peers))
+        ]
+        saved = max((step for step in saved_steps if step is not None), default=None)
         start = "its last checkpoint" if saved is None else f"checkpoint {saved} or a later one"
         remedy = f"end what is left of it, start all again: the run resumes from {start}"
         return Verdict("; ".join([*reasons, remedy]), tuple(peer.index for peer in peers))
@@ -332,9 +336,9 @@ class Peers:
         self._end(status)
 
 
-# ------------------------------------------------------------------------- Those of this process
+# ---------------------------------------------------------------------------------- Of this process
 
-_mine: Peers | None = None
+_heartbeats: Peers | None = None
 
 
 def start(
@@ -345,33 +349,33 @@ def start(
     addresses: Mapping[int, str],
 ) -> None:
     """Start the heartbeats of this process, with arguments as of Peers."""
-    global _mine
-    _mine = Peers(index, count, hub, limit, addresses)
-    _mine.start()
+    global _heartbeats
+    _heartbeats = Peers(index, count, hub, limit, addresses)
+    _heartbeats.start()
     # jax aborts a process whose connection to process 0 is closed; it has no hook for that.
     ctypes.CDLL(None).signal(signal.SIGABRT, _announce_abort)
 
 
 def is_running() -> bool:
-    return _mine is not None
+    return _heartbeats is not None
 
 
 def trust(token: bytes) -> None:
     """Set the token of the run for the heartbeats of this process."""
-    assert _mine is not None
-    _mine.trust(token)
+    assert _heartbeats is not None
+    _heartbeats.trust(token)
 
 
 def note(**state: Any) -> None:
     """Notes the `phase`, `step` (steps done), `saved` (last checkpoint) or `is_done`."""
-    if _mine is not None:
-        _mine.state.update(state)
+    if _heartbeats is not None:
+        _heartbeats.state.update(state)
 
 
 def fail(error: BaseException) -> None:
     """Peers.fail of this process; nothing if it is alone."""
-    if _mine is not None:
-        _mine.fail(error)
+    if _heartbeats is not None:
+        _heartbeats.fail(error)
 
 
 @contextlib.contextmanager

@@ -3,8 +3,8 @@
 SIGTERM, or a notice from the cloud's metadata server, is recorded at once. At the end of a phase
 every host calls `should_stop`; the trainer then saves and raises Preempted. A process that has not
 left the Preemption context `limit_s` seconds after the first SIGTERM is ended with the same code; a
-second SIGTERM ends it at once. A SIGTERM that comes after the last `should_stop` is handed on to
-the frame of the command (runtime/sigterm.py) when the context is left.
+second SIGTERM ends it at once. If a SIGTERM comes after the last `should_stop`, the exit of the
+context passes it on to the handler of the whole command (runtime/sigterm.py).
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class Progress:
         self._first_step = start + 1
         self._step_seconds: float | None = None
         self._limited: tuple[float, float] | None = None  # start and end of the time limit
-        self._is_told = False  # whether the log says that the time limit is over
+        self._has_logged_limit = False  # whether the log says that the time limit is over
         self._last_plain: float | None = None
         self._phase, self._numbers = "", {}
         self._spinner = Spinner("dots")
@@ -110,8 +110,8 @@ class Progress:
             return False
         late = np.array(self._clock() >= self._limited[1])
         is_late = bool(multihost_utils.broadcast_one_to_all(late))
-        if is_late and self._enabled and not self._is_told:
-            self._is_told = True
+        if is_late and self._enabled and not self._has_logged_limit:
+            self._has_logged_limit = True
             seconds = self._limited[1] - self._limited[0]
             log.info("max_minutes = %g: time is up, no further rollout starts", seconds / 60)
         return is_late
@@ -126,7 +126,7 @@ class Progress:
     def _show(self, live: Live) -> None:
         if not live.is_started:
             live.start()
-            terminal.guard()  # of what is redirected above the line
+            terminal.guard()  # escapes output that is redirected above the line
             absl_handler = absl_logging.get_absl_handler().python_handler
             for handler in (*logging.getLogger().handlers, absl_handler):
                 if isinstance(handler, logging.StreamHandler) and handler.stream is self._stream:

@@ -83,7 +83,7 @@ def fetch(url: str | os.PathLike[str]) -> pathlib.Path:
     if not paths.is_remote(url):
         return pathlib.Path(url)
     url = os.fspath(url).rstrip("/")
-    urls.check_secret("URL", url)  # logs and errors name it
+    urls.check_secret("URL", url)  # logs and errors name the URL
     place = paths.cache_folder() / "fetched" / _digest(url)
     try:
         with paths.machine_lock(place / "lock"):

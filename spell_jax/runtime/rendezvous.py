@@ -2,8 +2,8 @@
 
 Every process connects to process 0 and sends its index. When all have connected, or at the time
 limit, process 0 tells them which are missing and frees the port. (jax's own wait ends the process
-at the limit, without naming any.) It then listens for heartbeats at the addresses that the others
-have reached it by, and no others.
+at the limit, without naming any.) Process 0 then listens for heartbeats only at the addresses
+by which the other processes have reached it.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Meeting:
 
     Attributes:
       hub: listening sockets for heartbeats on process 0; elsewhere their host and port.
-      addresses: of the other processes as they called process 0, by index; elsewhere the host of
-        process 0.
+      addresses: on process 0, address from which each process called, by index; elsewhere the host
+        of process 0.
     """
 
     hub: Sequence[socket.socket] | tuple[str, int]
@@ -82,8 +82,8 @@ def _await_all(host: str, port: int, count: int, deadline: float) -> Meeting:
             del callers[connection.caller]
 
     with Listener([listener.listen(host, port)], answer, lose) as door:
-        while len(callers) < len(indices) and (left := deadline - time.monotonic()) > 0:
-            door.exchange(min(left, _LONGEST_WAIT))
+        while len(callers) < len(indices) and (seconds := deadline - time.monotonic()) > 0:
+            door.exchange(min(seconds, _LONGEST_WAIT))
         missing = [name.decode() for name, index in indices.items() if index not in callers]
         if missing:
             for caller in list(callers.values()):
@@ -105,8 +105,8 @@ def _call(address: tuple[str, int], name: str, deadline: float) -> int:
 
     A process 0 that closes without an answer may be restarting.
     """
-    while (left := deadline - time.monotonic()) > 0:
-        answer = _ask(address, name, left)
+    while (seconds := deadline - time.monotonic()) > 0:
+        answer = _ask(address, name, seconds)
         if answer.startswith(_ALL_THERE):
             return int(answer.removeprefix(_ALL_THERE))
         if answer:
@@ -115,12 +115,12 @@ def _call(address: tuple[str, int], name: str, deadline: float) -> int:
     raise TimeoutError(f"{_MISSING}process 0, which does not answer at {address[0]}:{address[1]}")
 
 
-def _ask(address: tuple[str, int], name: str, left: float) -> str:
-    """Return the answer of process 0 within `left` seconds and its patience; "" without one."""
+def _ask(address: tuple[str, int], name: str, seconds: float) -> str:
+    """Return the answer of process 0, or "" if none comes in `seconds` + _PATIENCE seconds."""
     try:
-        with socket.create_connection(address, timeout=left) as line:
+        with socket.create_connection(address, timeout=seconds) as line:
             line.sendall(f"{name}\n".encode())
-            line.settimeout(left + _PATIENCE)
+            line.settimeout(seconds + _PATIENCE)
             answer = line.makefile("rb").readline(listener.LONGEST_LINE).decode("ascii", "replace")
     except OSError:
         return ""

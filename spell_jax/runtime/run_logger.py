@@ -132,7 +132,7 @@ class RunLogger:
 
     Every process makes one and calls it in the same way; only process 0 writes. The run has done
     `done` of `steps` steps; data of later steps in the folder is dropped. `saved` is the `state`
-    that its checkpoint has. `episodes` is the maximum number of characters per step, as in
+    in the last checkpoint. `episodes` is the maximum number of characters per step, as in
     EpisodeWriter. Nothing is written if the folder was removed or renamed (durable.GoneError).
     `wandb` is a project of Weights & Biases, which also gets the config. `timer` is given if others
     read it too. ValueError as MetricsWriter, ImportError as loggers.Wandb.
@@ -198,8 +198,8 @@ class RunLogger:
         """
         seconds = self._timer.take()
         metrics.add("time/step_seconds", sum(seconds.values()))
-        for name, some in seconds.items():
-            metrics.add(f"time/seconds/{name}", some)
+        for name, phase_seconds in seconds.items():
+            metrics.add(f"time/seconds/{name}", phase_seconds)
         for name, value in self._process_stats.numbers().items():
             metrics.add(f"process/{name}", value)
         self._explain_empty(metrics.means())
@@ -231,13 +231,13 @@ class RunLogger:
         self._background.flush()
 
     def check_folder(self) -> None:
-        """Raises GoneError if the folder was removed or renamed."""
+        """Raise GoneError if the folder was removed or renamed."""
         self._watch.check()
 
     def tail(self) -> list[str]:
         return self._metrics.tail()
 
     def state(self) -> dict[str, Any]:
-        """State for a checkpoint: last metrics, episodes not on disk yet, folders of the run."""
+        """Return what a checkpoint keeps: last metrics, episodes not on disk yet, folders."""
         episodes, workdirs = self._episodes.queued(), list(self._workdirs)
         return {"metrics": self.tail(), "episodes": episodes, "workdirs": workdirs}

@@ -22,12 +22,12 @@ from spell_jax.runtime.paths import CONFIG_FILE
 
 
 def setup() -> None:
-    """Called once, before any device is touched. One of several hosts waits for the others here.
+    """Set up logs and hosts, once and before any device is touched; wait for all hosts.
 
     Compiled programs are kept in $JAX_COMPILATION_CACHE_DIR, by default in paths.cache_folder(). Of
     the libraries only warnings are shown (Orbax alone logs some fifty lines a checkpoint), and
-    nothing of Orbax and asyncio: what fails in their threads is raised to runtime/checkpoint.py,
-    too, and a full disk would show 136 tracebacks around the line that says where the step is.
+    nothing of Orbax and asyncio: runtime/checkpoint.py gets the errors of their threads too, and a
+    full disk would show 136 tracebacks around the line that says where the step is saved.
     """
     if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         jax.config.update("jax_compilation_cache_dir", str(paths.cache_folder()))
@@ -37,12 +37,12 @@ def setup() -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
     logging.getLogger("spell_jax").setLevel(logging.INFO)
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
-    absl_logging.get_absl_logger().addFilter(_is_of_others)
+    absl_logging.get_absl_logger().addFilter(_is_not_of_orbax)
     sys.unraisablehook = functools.partial(_report_lost, sys.unraisablehook)
     distributed.join()
 
 
-def _is_of_others(record: logging.LogRecord) -> bool:
+def _is_not_of_orbax(record: logging.LogRecord) -> bool:
     """Return whether a record does not come from Orbax, which logs as absl."""
     return f"{os.sep}orbax{os.sep}" not in record.pathname
 
@@ -50,7 +50,7 @@ def _is_of_others(record: logging.LogRecord) -> bool:
 def _report_lost(report: Callable[[Any], object], lost: Any) -> None:
     """Report an error that no code could catch, except those of TensorStore after a failed save.
 
-    Its threads tell an event loop of Orbax, which has ended, and print each failure to do so.
+    TensorStore's threads call an event loop of Orbax that has ended, and print each failure.
     """
     if lost.exc_type is not RuntimeError or str(lost.exc_value) != "Event loop is closed":
         report(lost)

@@ -1,9 +1,9 @@
 """SIGTERM, by which a machine announces its end: a process that gets it exits with EXIT_CODE.
 
 `ending` is the context of a whole command (runtime/entry.py has it): the signal ends the command as
-Ctrl-C does, by an exception. A run that saves first enters `Preemption` within it. Every file of a
-command is written under another name and renamed, or appended by whole lines, so that the same
-command can be started again.
+Ctrl-C does, by an exception. A run that saves first enters `Preemption` inside `ending`. A command
+writes every file under another name and renames it, or appends whole lines, so that the command can
+be started again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class Terminated(SystemExit):
-    """A SIGTERM ended the command; the process exits with EXIT_CODE."""
+    """The end of a command by SIGTERM; the process exits with EXIT_CODE."""
 
     def __init__(self) -> None:
         super().__init__(EXIT_CODE)
@@ -90,15 +90,15 @@ class SigtermWatch:
             signal.raise_signal(signal.SIGTERM)
 
     def send_again(self) -> None:
-        """Let `handle` be called again a moment later, for the same signal."""
+        """Send the signal again a moment later, so that `handle` is called again."""
         self._writes.send(_AGAIN)
 
     def _read(self) -> None:
         """Read signals, one byte each, until the context is left or the time limit is reached."""
-        deadline, signals, own = math.inf, 0, 0
+        deadline, signals, resent = math.inf, 0, 0
         while True:
-            left = deadline - time.monotonic()
-            self._reads.settimeout(max(left, 1e-3) if left < math.inf else None)
+            seconds = deadline - time.monotonic()
+            self._reads.settimeout(max(seconds, 1e-3) if seconds < math.inf else None)
             try:
                 byte = self._reads.recv(1)
             except TimeoutError:
@@ -107,12 +107,12 @@ class SigtermWatch:
                 return None
             if byte == _AGAIN:
                 time.sleep(_PAUSE_S)
-                own += 1
+                resent += 1
                 signal.pthread_kill(self._main, signal.SIGTERM)
                 continue
             if byte == bytes([signal.SIGTERM]):
-                if own:
-                    own -= 1
+                if resent:
+                    resent -= 1
                     continue
                 signals += 1
                 if signals == 2:
@@ -132,9 +132,9 @@ _is_ending = False  # whether `ending` is entered
 
 @contextlib.contextmanager
 def ending(end: Callable[[int], None] = os._exit) -> Iterator[None]:
-    """Context that a SIGTERM ends with Terminated, and in which no Ctrl-C is lost.
+    """Raise Terminated inside the context at a SIGTERM, and lose no Ctrl-C there.
 
-    It does nothing within itself.
+    An inner context does nothing.
 
     A process that still runs LIMIT_S seconds later, for example because the main thread compiles or
     Python waits for another thread at its exit, ends at once. Outside of the main thread, where
@@ -176,7 +176,7 @@ def ending(end: Callable[[int], None] = os._exit) -> Iterator[None]:
 
 
 def reclaim() -> None:
-    """Install the handler of Python again, which the C code of a library may have replaced."""
+    """Install Python's handler of SIGTERM again: the C code of a library may have replaced it."""
     handler = signal.getsignal(signal.SIGTERM)
     if handler is not None and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, handler)

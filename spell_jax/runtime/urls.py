@@ -1,17 +1,17 @@
-"""Secrets in URLs: configs are written to disk and to logs, so no field may hold one."""
+"""Secrets in URLs: configs are written to disk and to logs, so no field may hold a secret."""
 
 from __future__ import annotations
 
 import re
 
 # The part before the host: a name and a password in any URL or address, a mere token in HTTP's.
-# A password may have a slash, a "?" or a "#"; what stands before that is no port then.
+# A password may have a slash, a "?" or a "#"; then the text before that character is no port.
 _PASSWORD = re.compile(
     r"(?:^(?://)?|:/{1,3})[^/?#\s@:]*:[^/?#\s@]*@(?=[^/])"
     r"|://[^/?#\s@:\[]*:(?!\d+(?:[/?#]|$))[^\s@]*@"
 )
 _TOKEN = re.compile(r"^(?:https?|ftp)://[^/?#\s]*@")
-# A parameter of the query or the fragment whose name says that its value is a secret.
+# A parameter of the query or the fragment with a name that marks its value as a secret.
 _PARAMETER = re.compile(
     r"[?&#;](key|code|hapikey|session(?:[-_]?id)?|(?:[\w.%-]*[-_.])?"
     r"(?:(?:api|access|secret|auth|private|aws|subscription)+[-_]?key(?:[-_]?id)?|\w*token|sig"
@@ -29,13 +29,13 @@ def check_secret(field: str, value: object) -> None:
     if not isinstance(value, str) or ("://" not in value and "@" not in value):
         return
     if _PASSWORD.search(value) or _TOKEN.match(value):
-        what = "a name or a password before its host"
+        secret = "a name or a password before its host"
     elif "://" in value and (parameter := _PARAMETER.search(value)):
-        what = f"a secret in its parameter {parameter[1]!r}"
+        secret = f"a secret in its parameter {parameter[1]!r}"
     else:
         return
     raise ValueError(
-        f"{field} = {hide_secrets(value)!r}: has {what}, and would be written to disk; leave it "
+        f"{field} = {hide_secrets(value)!r}: has {secret}, and would be written to disk; leave it "
         "out. The key of a judge belongs into the environment variable SPELL_JUDGE_KEY; the access "
         "to data into those of its protocol, such as GOOGLE_APPLICATION_CREDENTIALS, AWS_PROFILE "
         'or FSSPEC_HTTPS=\'{"client_kwargs": {"headers": {"Authorization": "..."}}}\''
@@ -43,6 +43,6 @@ def check_secret(field: str, value: object) -> None:
 
 
 def hide_secrets(value: str) -> str:
-    """Replace what `check_secret` refuses by dots."""
+    """Replace the secrets that `check_secret` refuses by dots."""
     parts = (re.sub(r"^(.*?://)?.*@", r"\1...@", part) for part in value.split("::"))
     return "::".join(re.sub(r"[?#].*", "?...", part, flags=re.DOTALL) for part in parts)

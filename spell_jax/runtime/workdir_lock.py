@@ -3,9 +3,9 @@
 1. Process 0 of a run writes WORKDIR/lock.json: host, pid, start, a random token, and the time of
    the last heartbeat, which a thread renews every HEARTBEAT_S seconds. At the end it is removed.
 2. A lock of this machine is stale if its process is gone. A lock of another machine is stale if its
-   heartbeat is older than STALE_S seconds. A new run waits for the next heartbeat, which shows that
-   the holder lives, until then, and for WATCHED_S seconds if it seems older: one of the two clocks
-   may have been set.
+   heartbeat is older than STALE_S seconds. Until then, and for at least WATCHED_S seconds, a new
+   run waits for the next heartbeat, which shows that the holder lives: one of the two clocks may
+   have been set.
 3. Every write is conditional on the content that was read before (TensorStore: file locks on disks,
    generations in buckets). So one of several runs that find the same stale lock gets it.
 """
@@ -65,7 +65,7 @@ class Holder:
         """The holder in a lock file; None if it has another form."""
         try:
             holder = build(cls, dict(json.loads(content)), FILE)
-            time.gmtime(holder.since)  # raises OverflowError or OSError for a year that is none
+            time.gmtime(holder.since)  # raises OverflowError or OSError for an impossible year
         except (ValueError, TypeError, RecursionError, OverflowError, OSError):
             return None
         return holder
@@ -82,10 +82,10 @@ class Holder:
 
 @contextlib.contextmanager
 def locked(workdir: str | os.PathLike[str]) -> Iterator[None]:
-    """Context in which this run alone writes to a workdir; all processes of the run enter it.
+    """Lock a workdir, so that only this run writes there; all its processes enter the context.
 
     ValueError on all processes if another run holds the lock, or it cannot be written. GoneError
-    if the workdir is removed or renamed inside, also in place of an error which that causes.
+    if the workdir is removed or renamed inside, also in place of an error that follows from it.
     """
     lock = WorkdirLock(workdir)
     try:
@@ -98,7 +98,7 @@ def locked(workdir: str | os.PathLike[str]) -> Iterator[None]:
             try:
                 watch.check()
             except durable.GoneError as gone:
-                is_complete = isinstance(error, durable.SaveError)  # it says what is saved
+                is_complete = isinstance(error, durable.SaveError)  # its message says what is saved
                 raise durable.GoneError(str(error if is_complete else gone)) from error
             raise
         with distributed.fail_together():
@@ -144,10 +144,10 @@ class WorkdirLock:
     def _take(self) -> str:
         waited_for, waited, limit = None, 0.0, 0.0
         while True:
-            found = self._read()
-            holder = Holder.parse(found.value) if found.state == "value" else None
+            stored = self._read()
+            holder = Holder.parse(stored.value) if stored.state == "value" else None
             if holder is None:
-                if found.state == "value":
+                if stored.state == "value":
                     return self._about(f"its {FILE} is damaged; remove the file")
             elif holder.is_local:
                 if holder.is_alive:
@@ -164,7 +164,7 @@ class WorkdirLock:
                 continue
             now = time.time()
             self._holder = dataclasses.replace(self._holder, since=now, seen=now)
-            self._generation = self._write(self._holder, found.stamp.generation)
+            self._generation = self._write(self._holder, stored.stamp.generation)
             if self._generation:
                 self._watch = durable.FolderWatch(self._workdir)
                 self._thread.start()
@@ -178,7 +178,7 @@ class WorkdirLock:
         self._thread.join()
         try:
             self._write(None, self._generation)
-        except durable.GoneError:  # `locked` says so
+        except durable.GoneError:  # `locked` raises it
             pass
         except Exception as error:  # must not replace the error that ends the run
             log.warning("%s", self._about(f"{FILE} could not be removed ({error})"))
@@ -218,10 +218,10 @@ class WorkdirLock:
         return self._store().read(FILE).result()
 
     def _write(self, holder: Holder | None, generation: bytes) -> bytes:
-        """Replaces the file (None: removes it) if it is of that generation.
+        """Replace the file (None: remove it) if its generation is `generation`.
 
-        Returns the new generation, or b"" if the file is of another one. GoneError if the folder
-        was removed or renamed, because the file would make another one.
+        Returns the new generation, or b"" if the file has another. GoneError if the folder was
+        removed or renamed: the write would make a new folder.
         """
         if self._watch is not None:
             self._watch.check()

@@ -21,9 +21,9 @@ from spell_jax.runtime.collectives import Split
 
 
 def logits(config: PolicyConfig, params: transformer.Params, hidden: jax.Array) -> jax.Array:
-    """Float32 logits [N, V] of hidden states [N, D]; N must be a multiple of the device count.
+    """Compute float32 logits [N, V] of hidden states [N, D]; the device count must divide N.
 
-    They are -inf for ids without a token.
+    Logits of ids without a token are -inf.
     """
     if collectives.current_mesh() is None:
         return transformer.unembed(config, params, hidden)

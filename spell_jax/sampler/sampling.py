@@ -73,18 +73,18 @@ def penalties(keys: jax.Array, tokens: int, sampling: Sampling) -> jax.Array | N
 def sample(
     logits: jax.Array, uniform: jax.Array, sampling: Sampling, penalty: jax.Array | None = None
 ) -> SampledToken:
-    """Samples one token per row of float32 logits [N, V]; `uniform` is float32 [N] in [0, 1).
+    """Sample one token per row of float32 logits [N, V]; `uniform` is float32 [N] in [0, 1).
 
     Ids without a token have the logit -inf: they are not sampled, and count in no sum and no mean.
-    A `penalty` [N, V] is subtracted from the logits first. Logprobs are those without it; what the
-    filters kept is of the changed logits.
+    A `penalty` [N, V] is subtracted from the logits first. `logprob` is
+    computed without the penalty, `kept` and `cutoff` with it.
     """
     if penalty is not None:
         changed = sample(logits - penalty, uniform, sampling)
         temperature = jnp.where(sampling.temperature == 0, 1.0, sampling.temperature)[:, None]
         logprobs = jax.nn.log_softmax(logits / temperature, axis=-1)
-        own = jnp.take_along_axis(logprobs, changed.id[:, None], axis=-1)[:, 0]
-        return dataclasses.replace(changed, logprob=own)
+        unchanged = jnp.take_along_axis(logprobs, changed.id[:, None], axis=-1)[:, 0]
+        return dataclasses.replace(changed, logprob=unchanged)
     greedy = sampling.temperature == 0
     scaled = logits / jnp.where(greedy, 1.0, sampling.temperature)[:, None]
     below = scaled - jnp.max(scaled, axis=-1, keepdims=True)
@@ -106,10 +106,10 @@ def sample(
 
 
 def _cutoff(below: jax.Array, is_kept: jax.Array, has_token: jax.Array) -> jax.Array:
-    """Halfway between the last kept and the first dropped, so that rounding crosses neither."""
-    last = jnp.min(jnp.where(is_kept, below, jnp.inf), axis=-1)
-    first = jnp.max(jnp.where(is_kept, -jnp.inf, below), axis=-1)
-    return (last + first) / 2 - jnp.mean(below, axis=-1, where=has_token)
+    """Return the middle of the lowest kept and highest dropped logit; rounding crosses neither."""
+    lowest_kept = jnp.min(jnp.where(is_kept, below, jnp.inf), axis=-1)
+    highest_dropped = jnp.max(jnp.where(is_kept, -jnp.inf, below), axis=-1)
+    return (lowest_kept + highest_dropped) / 2 - jnp.mean(below, axis=-1, where=has_token)
 
 
 def threshold(below: jax.Array, sampling: Sampling) -> jax.Array:

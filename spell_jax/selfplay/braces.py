@@ -14,12 +14,12 @@ _OPENING, _CLOSING = [ord("["), ord("{")], [ord("]"), ord("}")]
 
 def last_box(text: str) -> str | None:
     r"""Return the content of the last \boxed{...}; None if there is no box or it is not closed."""
-    _, box, rest = text.rpartition(BOX)
+    _, box, braced = text.rpartition(BOX)
     if not box:
         return None
-    rest = "{" + rest
-    end = first_balance(brace_steps(code_points(rest)))
-    return None if end is None else rest[1:end].strip().strip("*")
+    braced = "{" + braced
+    end = first_balance(brace_steps(code_points(braced)))
+    return None if end is None else braced[1:end].strip().strip("*")
 
 
 def code_points(text: str) -> np.ndarray:
@@ -40,7 +40,7 @@ def first_balance(steps: np.ndarray) -> int | None:
 
 
 def check_depth(text: str) -> None:
-    """Raise RecursionError if more than DEEPEST brackets are open, those inside strings left out.
+    """Raise RecursionError if more than DEEPEST brackets outside of strings are open at once.
 
     `text` has no escaped quotes (json_records._without_escapes).
     """

@@ -1,4 +1,4 @@
-"""References that a response can match, and questions with such answers from a file."""
+"""The check that a response can match a reference answer, and the questions of a file."""
 
 import pathlib
 import re
@@ -12,9 +12,9 @@ _OPTION = re.compile(r"(?:^|[\s(\[])([A-D])[).:\]]")
 def read_scorable(
     path: str | pathlib.Path, field: str, extract: str = "lenient", rule: str = "match"
 ) -> tuple[Question, ...]:
-    """Read the questions of a JSONL file or its URL whose answers can score.
+    """Read the questions of a JSONL file or its URL that have an answer that can score.
 
-    Other lines are logged with file, line and reason, and skipped. `extract` is one of EXTRACTS,
+    Logs other lines with file, line and reason, and skips them. `extract` is one of EXTRACTS,
     `rule` as in AlgorithmConfig. Raises the errors of data.questions.read_questions.
     """
     return read_questions(path, field, lambda question: check_answer(question, extract, rule))
@@ -41,15 +41,15 @@ def check_answer(question: Question, extract: str = "lenient", rule: str = "matc
 
 def unscorable(reference: str, task: str, extract: str = "paper") -> str:
     """Return why no response can score with a reference answer; an empty text if one can."""
-    wanted = rules.read_reference(reference, task, extract)
+    answer = rules.read_reference(reference, task, extract)
     forms = ("The answer is {}", "The correct answer is {}", r"\boxed{{{}}}")
-    replies = (form.format(wanted) for form in forms)
+    replies = (form.format(answer) for form in forms)
     if any(rules.score(reply, reference, task, extract=extract) for reply in replies):
         return ""
     if not reference.strip():
         return "is blank"
     if task == "general_qa":
-        is_empty = not rules.normalize_answer(wanted, extract)
+        is_empty = not rules.normalize_answer(answer, extract)
         return "has no words but articles" if is_empty else "cannot be read where a response has it"
     return f"is no {'single number' if task == 'financial_math' else 'letter from A to D'}"
 

@@ -15,9 +15,9 @@ from spell_jax.selfplay.braces import brace_steps, check_depth, code_points, fir
 
 MOST_BLOCKS = 100  # only the last fenced blocks are tried: 100 KB may hold 10,000 invalid ones
 _FENCED = re.compile(r"```json(.*?)```", re.DOTALL)
-# The same up to the first backticks that are outside of strings.
+# A fenced block up to the first backticks outside of strings.
 _FENCED_STRINGS = re.compile(r'```json((?:[^"`]++|"(?:[^"\\]++|\\.)*+"|`(?!``))*+)```', re.DOTALL)
-_ROOM = 4  # lengths of the text that may be searched for such backticks
+_ROOM = 4  # multiple of the text's length that may be searched for these backticks
 
 
 def find_record(text: str) -> dict[str, Any] | None:
@@ -39,9 +39,9 @@ def find_record(text: str) -> dict[str, Any] | None:
 
 
 def _last_block(text: str) -> tuple[dict[str, Any] | RecursionError | None, int | None]:
-    """Return the value of the last valid fenced block, and its place; (None, None) without one.
+    """Return value and start of the last valid fenced block; (None, None) without a valid block.
 
-    The value is the error if the block is nested too deep.
+    The value of a block that is nested too deep is the RecursionError.
     """
     value, place, end = None, None, 0
     room = _ROOM * len(text)  # the blocks around strings may overlap, and take quadratic time
@@ -76,10 +76,10 @@ def _without_trailing_commas(text: str) -> str:
     points = code_points(_without_escapes(text))
     inside = np.logical_xor.accumulate(points == ord('"'))
     marks = np.flatnonzero(~inside & (points > ord(" ")))
-    here, following = points[marks[:-1]], points[marks[1:]]
-    commas = (here == ord(",")) & ((following == ord("]")) | (following == ord("}")))
-    kept = np.delete(code_points(text), marks[:-1][commas])
-    return kept.tobytes().decode("utf-32-le", "surrogatepass")
+    current, following = points[marks[:-1]], points[marks[1:]]
+    commas = (current == ord(",")) & ((following == ord("]")) | (following == ord("}")))
+    remaining = np.delete(code_points(text), marks[:-1][commas])
+    return remaining.tobytes().decode("utf-32-le", "surrogatepass")
 
 
 def _closing_object(text: str) -> str:

@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 # Environment variable of the API key. Configs are written to disk, keys are not.
 JUDGE_KEY = "SPELL_JUDGE_KEY"
 MAX_REPLY_BYTES = 8 * 2**20
-# Of an HTTP error's body: bytes, seconds and characters that are read and shown.
+# Limits for the body of an HTTP error: bytes and seconds of reading, characters shown.
 ERROR_BYTES, ERROR_SECONDS, ERROR_SHOWN = 4096, 2.0, 300
 MALFORMED, UNANSWERED = -1, -2
 
@@ -198,7 +198,7 @@ class Judge:
         verdict, key = self._parse(reply), self._key(prompt)
         self.counts["malformed"] += verdict == MALFORMED
         self._cache[key] = verdict
-        if self._file and reply:  # one that was cut off is asked for again, maybe with more tokens
+        if self._file and reply:  # a cut-off reply is requested again, maybe with more tokens
             append_records(self._file, [{"key": key, "model": self.model, "reply": reply}])
         fault_injection.point("judged")
         return verdict
@@ -215,8 +215,8 @@ class StatusError(Exception):
 class Endpoint:
     """Client of an OpenAI-compatible chat-completions API, with retries and a rate limit.
 
-    `failures` counts the prompts without a reply by their cause, such as "HTTP 401", and replies
-    that were "cut off".
+    `failures` counts prompts without a reply by cause, such as "HTTP 401", and replies that ended
+    at the token limit as "cut off".
     """
 
     def __init__(
@@ -230,7 +230,7 @@ class Endpoint:
         self.config = config
         self.failures: Counter[str] = Counter()
         self._sleep, self._clock = sleep, clock
-        # The newer name is used as soon as the endpoint asks for it.
+        # Becomes _NEWER_FIELD as soon as the endpoint asks for that field.
         self._limit_field = "max_tokens"
         self._next_request_time = clock()
         self._lock = threading.Lock()
@@ -259,10 +259,10 @@ class Endpoint:
         )
 
     def __call__(self, prompts: Sequence[str]) -> Iterator[tuple[str, str | None]]:
-        """Yields (prompt, reply) in order of arrival; None if refused or all attempts failed.
+        """Yield (prompt, reply) in order of arrival; None if refused or all attempts failed.
 
-        A reply that the token limit cut off is "": it may end inside a thought, where a verdict is
-        only considered.
+        A reply that the token limit cut off is "": it may end inside a thought, which only
+        considers a verdict.
         """
         for index, reply in self.reply(prompts):
             yield prompts[index], reply
@@ -285,7 +285,7 @@ class Endpoint:
             return None
 
     def _note(self, error: Exception) -> None:
-        """Count a failure; the first one of its kind is a warning."""
+        """Count a failure; log the first failure of its kind as a warning."""
         is_status = isinstance(error, StatusError)
         kind = f"HTTP {error.status}" if is_status else type(error).__name__
         with self._lock:
@@ -293,7 +293,7 @@ class Endpoint:
             is_first = self.failures[kind] == 1
         text = " ".join(str(error.__cause__ or error).split())[:ERROR_SHOWN] or repr(error)
         text = terminal.printable(text)
-        if self.config.api_key:  # which a server may repeat
+        if self.config.api_key:  # a server may repeat the key
             text = text.replace(self.config.api_key, "[key]")
         remedy = _REMEDIES.get(error.status, "") if is_status else ""
         remedy = remedy.format(key=JUDGE_KEY, model=self.config.model, url=self.config.url)
@@ -305,7 +305,7 @@ class Endpoint:
         )
 
     def _note_cut_off(self) -> None:
-        """Count a reply that ends at the token limit; the first one is a warning."""
+        """Count a reply that ends at the token limit; log the first such reply as a warning."""
         with self._lock:
             self.failures["cut off"] += 1
             is_first = self.failures["cut off"] == 1
@@ -337,7 +337,10 @@ class Endpoint:
         return reply
 
     def _post(self, content: str, limit_field: str) -> bytes:
-        """Send a prompt, its limit of tokens in `limit_field`; return the body of the reply."""
+        """Send a prompt with its token limit in `limit_field`; return the reply's body.
+
+        Raises StatusError for an HTTP error, and the errors of the network.
+        """
         self._wait_for_turn()
         deadline = time.monotonic() + self.config.timeout_s
         limit: Any = {limit_field: self.config.max_tokens}
@@ -371,7 +374,7 @@ class Endpoint:
 
 
 _NEWER_FIELD = "max_completion_tokens"
-# Status -> what the user can do about it.
+# Status -> remedy.
 _REMEDIES = {
     401: "its key, the environment variable {key}, is missing or wrong",
     403: "the key in the environment variable {key} may not use this model",
@@ -388,7 +391,7 @@ def _is_transient(error: BaseException) -> bool:
 
 
 def _read_error(response: Any) -> str:
-    """Return the message of an HTTP error: that of its JSON, or the beginning of its body."""
+    """Return the message of an HTTP error, from its JSON, or else the beginning of its body."""
     body, deadline = bytearray(), time.monotonic() + ERROR_SECONDS
     try:
         for part in response.iter_bytes():

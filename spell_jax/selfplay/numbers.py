@@ -53,9 +53,9 @@ def parse_number(text: str) -> Number | None:
 def same_number(prediction: Number, reference: Number, scales: Sequence[float] = SCALES) -> bool:
     """Return whether `prediction` agrees with `reference` (spec section 5.3, with signs compared).
 
-    True if the values agree within 0.15 % of the reference, or if one is the other times one of
-    `scales` within 0.15 % (only one side wrote out a percent sign or a scale word). Booleans must
-    be equal. NaN, infinities and values above `LARGEST` never agree with anything.
+    True if the values agree within 0.15 % of the reference, at once or after the smaller value is
+    multiplied by one of `scales` (only one side wrote out a percent sign or a scale word). Booleans
+    must be equal. NaN, infinities and values above `LARGEST` never agree with anything.
     """
     if isinstance(prediction, bool) or isinstance(reference, bool):
         return prediction == reference
@@ -82,7 +82,7 @@ def _close(value: float, target: float) -> bool:
 
 
 def calculate(text: str) -> int | float | None:
-    """Compute an arithmetic expression (+ - * x / ^ ** and brackets); None if it is not one."""
+    """Compute an arithmetic expression (+ - * x / ^ ** and brackets); None for other text."""
     if len(text) > MAX_CHARACTERS:
         return None
     tokens: list[int | float | str] = []

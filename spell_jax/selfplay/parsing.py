@@ -58,7 +58,7 @@ def parse_question(
     general_qa answer of more than `max_answer_tokens` is declined. With `distinct_options`, two
     equal options make a multiple-choice question badly formatted, because it has no single correct
     letter (not in the paper). `in_thought` says that the prompt ended inside a thought. `extract`,
-    one of EXTRACTS, says how its answer is read. No text raises an error; an unknown task or way of
+    one of EXTRACTS, says how the answer is read. No text raises an error; an unknown task or way of
     extraction is a ValueError.
     """
     check_task(task)
@@ -71,7 +71,7 @@ def parse_question(
         parsed = _validate(
             record, task, extract, lambda answer: count_tokens(answer) > max_answer_tokens
         )
-    except RecursionError:  # by check_depth
+    except RecursionError:  # raised by check_depth
         return _bad("too_deep")
     if distinct_options and len({text.casefold() for text in parsed.options}) < len(parsed.options):
         return _bad("same_options")
@@ -146,9 +146,9 @@ def _validate_number(question: str, answer: Any, extract: str) -> Parsed:
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         return _bad("no_answer")
     text = str(answer)
-    stated = find_answer(text, "financial_math", extract)
-    # Leniently, what states no single number is none: "10-12" is not computed.
-    value = parse_number(stated or (text if extract == "paper" else ""))
+    answer_text = find_answer(text, "financial_math", extract)
+    # Lenient reading accepts a single number only: "10-12" is not computed.
+    value = parse_number(answer_text or (text if extract == "paper" else ""))
     if value is None or isinstance(value, bool):
         return _declined("not_a_number")
     if value == 0:

@@ -62,7 +62,7 @@ class HeldOut:
         result |= {"replies truncated at their cap": {"share": shares}}
         path = self._workdir / tables.EVALUATION_FILE
         if self._is_writer:
-            write_json(path, _earlier(path) | {when: result})
+            write_json(path, _read_earlier(path) | {when: result})
 
     def finish(self) -> None:
         """Evaluates a last time, saves the trained models, plots, and prints before and after."""
@@ -80,8 +80,8 @@ class HeldOut:
         print(f"policy    {workdir / 'policy'}\nplots     " + "\n          ".join(map(str, plots)))
 
 
-def _earlier(path: epath.Path) -> dict[str, Any]:
-    """Read the evaluations that are there already; a damaged file must not end the run."""
+def _read_earlier(path: epath.Path) -> dict[str, Any]:
+    """Read the evaluations of earlier calls; a damaged file must not end the run."""
     try:
         return read_json(path) if path.exists() else {}
     except ValueError as error:

@@ -66,7 +66,7 @@ def train(config: Config | RunConfig, workdir: epath.Path) -> epath.Path:
 
 
 def make_logger(run: Run, workdir: epath.Path, step: int, saved: dict[str, Any]) -> RunLogger:
-    """The run's logger after `step` steps, given the checkpoint's host state."""
+    """Make the run's logger after `step` steps; `saved` is the checkpoint's host state."""
     config = run.config
     fields = to_dict(config)
     if jax.process_index() == 0:

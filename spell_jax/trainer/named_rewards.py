@@ -15,7 +15,7 @@ _SHOWN = 200  # characters of a question in a message
 
 @contextlib.contextmanager
 def named_rewards(run: Run, step: int, episodes: Sequence[Any]) -> Iterator[None]:
-    """Context whose ValueError names algorithm and step, and a question with an invalid score."""
+    """Name algorithm, step and a question with an invalid score in a ValueError raised inside."""
     try:
         yield
     except ValueError as error:

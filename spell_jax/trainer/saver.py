@@ -33,34 +33,34 @@ def save_step(
     force: bool = False,
     score: float | None = None,
 ) -> None:
-    """Flush logs, then checkpoint them with the step, if it is due or forced.
+    """Flush the logs, then checkpoint the step with the logger's state, if it is due or forced.
 
-    If the flush fails, the checkpoint holds what could not be written, and goes to the fallback
-    folder if the disk is still full. DiskError then says so.
+    If the flush fails, the checkpoint holds the unwritten metrics and episodes, and goes to the
+    fallback folder if the disk is still full. Raises DiskError, which names the saved step, then.
     """
     failure: Exception | None = None
     if force or is_due:
         try:
             with distributed.fail_together():
                 logger.flush()
-        except Exception as error:  # of any kind: it ends the run, and the step is saved
+        except Exception as error:  # of any kind: the step is saved before the error ends the run
             failure = error
     store.save(step, arrays, host_state | logger.state(), force or failure is not None, score)
     if failure is not None:
-        raise _saved(failure, step) from failure
+        raise _as_disk_error(failure, step) from failure
 
 
 @contextlib.contextmanager
 def saving_on_disk_errors(save: Callable[[], None], step: int) -> Iterator[None]:
-    """Checkpoint the step before an error of the files written inside is re-raised."""
+    """Checkpoint the step if a file cannot be written inside, then raise the error."""
     try:
         yield
     except (OSError, RuntimeError) as error:
         save()
-        raise _saved(error, step) from error
+        raise _as_disk_error(error, step) from error
 
 
-def _saved(error: Exception, step: int) -> Exception:
+def _as_disk_error(error: Exception, step: int) -> Exception:
     """Return the error; for an OSError, a DiskError that says how to go on."""
     if not isinstance(error, OSError):
         return error
@@ -87,10 +87,10 @@ class Saver:
         self._best_folder, self._best = workdir / "best", None
 
     def resume(self, step: int, saved: Mapping[str, Any]) -> None:
-        """Take the best score from a checkpoint's host state, if its weights are in best/.
+        """Take the best score from a checkpoint's host state, if best/ has its weights.
 
-        They are not in a fallback folder if the first folder could not be read. The weights of the
-        checkpoint itself are written if its score is the highest: the disk was full before.
+        A fallback folder lacks best/ if the first folder could not be read. If the checkpoint
+        itself has the highest score, its weights are written now: the disk was full before.
         """
         best = saved.get("best")
         if best is not None and not distributed.broadcast(self._best_folder.exists):
@@ -109,7 +109,7 @@ class Saver:
         """Write a step's metrics and episodes, and best/ if its score is the highest so far."""
         try:
             self._logger.write(step, metrics, episodes)
-        finally:  # each of the two must be tried if the other fails
+        finally:  # best/ must be written even if the logger fails
             self._keep_best(score)
 
     def _keep_best(self, score: float | None) -> None:
@@ -144,7 +144,7 @@ class Saver:
     def saving_on_disk_errors(
         self, step: int, algorithm_state: dict[str, Any], score: float | None
     ) -> Iterator[None]:
-        """Checkpoint the step before an error of the files written inside is re-raised."""
+        """Checkpoint the step if a file cannot be written inside, then raise the error."""
         with saving_on_disk_errors(
             lambda: self.save(step, algorithm_state, force=True, score=score), step
         ):

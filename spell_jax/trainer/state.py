@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 def restore_or_init(
     run: Run, checkpoints: Checkpoints
 ) -> tuple[dict[str, Any], int, dict[str, Any]]:
-    """The models of the newest intact checkpoint, or first models; the log says which.
+    """Restore the models of the newest intact checkpoint, or make first models; log which.
 
     Returns (states and weights by model name, steps done, the checkpoint's host state or {}).
     ValueError if the checkpoint has another seed or shape, or a later step than the last;
@@ -119,7 +119,7 @@ def read_weights(
     if not (workdir / CHECKPOINTS_FOLDER).is_dir():
         raise FileNotFoundError(f"{workdir / CHECKPOINTS_FOLDER}: not there")
     shapes, axes = transformer.abstract_params(policy)
-    wanted, _ = lora.split(
+    shape, _ = lora.split(
         policy, meshes.with_sharding(shapes, meshes.shardings(mesh, axes, shapes))
     )
     with Checkpoints(workdir) as checkpoints:
@@ -128,8 +128,8 @@ def read_weights(
         step = checkpoints.newest_intact() if step is None else step
         if step is None:
             raise FileNotFoundError(f"{workdir / CHECKPOINTS_FOLDER}: no complete checkpoint")
-        found = checkpoints.restore_part(step, {"policy": {"params": wanted}})
-    return step, found["policy"]["params"]
+        restored = checkpoints.restore_part(step, {"policy": {"params": shape}})
+    return step, restored["policy"]["params"]
 
 
 def save_model(run: Run, models: dict[str, Any], name: str, folder: epath.Path) -> None:

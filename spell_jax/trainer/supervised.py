@@ -141,8 +141,8 @@ def to_group(row: demonstrations.Row, tokenizer: tokenizers.Tokenizer) -> packin
 def continue_thought(thought: str, completion: str) -> str:
     """Return what follows `thought`, the start of a thought that the prompt already holds.
 
-    A completion that thinks loses its own start of the thought; any other one closes the thought
-    before it answers, because the policy would learn to answer inside the thought.
+    A completion that thinks loses its own start of the thought. Any other completion closes the
+    thought before it answers: otherwise the policy would learn to answer inside the thought.
     """
     begun = completion.lstrip()
     if not begun.startswith(THOUGHT_BEGIN):
@@ -195,11 +195,11 @@ def _steps(
     saved = plain(section(config))
     if jax.process_index() == 0:
         setup.write_config(saved, workdir)
-    done, logged = checkpoints.newest_intact() or 0, {}
+    done, host_state = checkpoints.newest_intact() or 0, {}
     if done:
         if learner.policy.lora:  # the checkpoint has the adapters only
             learner.freeze(load_weights(find_folder(config.policy.folder), learner))
-        models, logged = checkpoints.restore(done, {"policy": learner.fns.abstract_state})
+        models, host_state = checkpoints.restore(done, {"policy": learner.fns.abstract_state})
         state = models["policy"]
     elif config.policy.folder:
         state = learner.init(load_weights(find_folder(config.policy.folder), learner))
@@ -210,7 +210,7 @@ def _steps(
     stream = row_stream(config, done * config.rows_per_step)
     refused = 0.0
     options = {"wandb": config.wandb, "config": saved}
-    with RunLogger(workdir, config.steps, done, logged, **options) as logger:
+    with RunLogger(workdir, config.steps, done, host_state, **options) as logger:
 
         def save(force: bool) -> None:
             is_due = step % config.checkpoint_every == 0

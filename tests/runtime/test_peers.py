@@ -382,16 +382,16 @@ def test_token_comes_after_the_start() -> None:
 
 def test_verdict_names_the_address_of_a_process_that_was_never_heard() -> None:
     process = Peers(0, 3, [listener.listen("localhost")], LONG, {2: "10.0.0.66"}, print)
-    verdict = process._judge(list(process._others.values()), 1e9)
+    verdict = process._judge(list(process._peers.values()), 1e9)
     assert "process 1 of 3 is missing" in verdict.text
     assert "process 2 of 3 (10.0.0.66) is missing: last heard during setup" in verdict.text
 
 
 def test_verdict_on_many_processes_fits_into_a_line() -> None:
     process = Peers(0, 1000, [listener.listen("localhost")], LONG, {}, print)
-    for peer in process._others.values():
+    for peer in process._peers.values():
         peer.state = json.loads(STATE) | {"host": "h" * 64, "error": "\u2028" * 600}
-    verdict = process._judge(list(process._others.values()), 1.0)
+    verdict = process._judge(list(process._peers.values()), 1.0)
     assert len(json.dumps(verdict.text)) < listener.LONGEST_LINE
     assert "; 989 more processes; end what is left" in verdict.text
     assert len(verdict.to_blame) == 999

@@ -78,25 +78,25 @@ class Eapo:
         if reply is None:
             return dataclasses.replace(e, reason="no_responder_reply")
         answers = [evidence.parse_answer(text) for text in reply.scored_texts]
-        stated = [
+        answer_texts = [
             evidence.with_answer_phrase(a.answer, e.task, self.config.extract) if a else ""
             for a in answers
         ]
-        documents, known = evidence.searchable(e.cluster.documents), e.known_evidence
+        documents, quotes = evidence.searchable(e.cluster.documents), e.known_evidence
         return dataclasses.replace(
             e,
             status="accepted",
             response=reply,
             answers=tuple(answers),
-            predictions=self.config.read_answers(stated, e.task),
-            rule=self.config.score_answers(stated, e.reference, e.task),
+            predictions=self.config.read_answers(answer_texts, e.task),
+            rule=self.config.score_answers(answer_texts, e.reference, e.task),
             verbatim=tuple(a and evidence.verbatim_share(a.evidence, documents) for a in answers),
             supported=tuple(
-                evidence.precision_and_recall(a.evidence, known) if a and known else None
+                evidence.precision_and_recall(a.evidence, quotes) if a and quotes else None
                 for a in answers
             ),
             rouge_l=tuple(
-                rouge_l_recall(a.evidence, "\n".join(known)) if a and known else None
+                rouge_l_recall(a.evidence, "\n".join(quotes)) if a and quotes else None
                 for a in answers
             ),
         )

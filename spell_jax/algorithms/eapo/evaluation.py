@@ -23,13 +23,13 @@ def held_out_evidence(
 
 
 def measure_answer(text: str, question: Question, extract: str) -> dict[str, float]:
-    """Measures of an answer, from 0 to 1; precision and recall need Question.evidence."""
+    """Return measures of an answer by name, in [0, 1]; evidence needs Question.evidence."""
     answer = evidence.parse_answer(text)
     quoted, accuracy = "", 0.0
     if answer is not None:
         quoted = answer.evidence
-        stated = evidence.with_answer_phrase(answer.answer, question.task, extract)
-        accuracy = rules.score(stated, question.answer, question.task, extract=extract)
+        answer_text = evidence.with_answer_phrase(answer.answer, question.task, extract)
+        accuracy = rules.score(answer_text, question.answer, question.task, extract=extract)
     measures = {
         "accuracy": accuracy,
         "well_formed": float(answer is not None),

@@ -148,11 +148,11 @@ class Tree:
 
     def answer(self, records: Sequence[Record], texts: Sequence[str], seed: int) -> list[Record]:
         """Output lines of requests with prompts `texts`; one over the context has no branches."""
-        words = self.policy.tokenizer
+        tokenizer = self.policy.tokenizer
         key = jax.random.key(seed)
         keys = request_keys(key, len(records))
         nodes = [
-            Node(record, words.chat(text), node_key, words.open_thought(text))
+            Node(record, tokenizer.chat(text), node_key, tokenizer.open_thought(text))
             for record, text, node_key in zip(records, texts, keys, strict=True)
         ]
         room = self.policy.config.max_positions - 2 * self.sampling["max_tokens"]
@@ -161,9 +161,9 @@ class Tree:
             refused = len(nodes) - len(asked)
             log.warning("%d prompts are longer than %d tokens and were not asked", refused, room)
         self._find_evidence(asked)
-        later = request_keys(jax.random.fold_in(key, 1), len(records))
-        for node, other in zip(nodes, later, strict=True):
-            node.key = other
+        later_keys = request_keys(jax.random.fold_in(key, 1), len(records))
+        for node, later_key in zip(nodes, later_keys, strict=True):
+            node.key = later_key
         self._reason([(node, node.chosen) for node in asked if node.chosen is not None])
         return [describe(node) for node in nodes]
 

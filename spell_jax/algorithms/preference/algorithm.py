@@ -79,13 +79,13 @@ class ShortToLong(Rlvr):
         """One group per pair."""
         groups, annotations = [], []
         for e in episodes:
-            found = self._choose(e)
-            if isinstance(found, str):
-                annotations.append(Annotation(used={"responder": found}))
+            pair = self._choose(e)
+            if isinstance(pair, str):
+                annotations.append(Annotation(used={"responder": pair}))
                 continue
-            groups.append(self.pair(e, *found))
+            groups.append(self.pair(e, *pair))
             advantages = [0.0] * len(answers_of(e))
-            advantages[found[0]], advantages[found[1]] = CHOSEN, REJECTED
+            advantages[pair[0]], advantages[pair[1]] = CHOSEN, REJECTED
             annotations.append(Annotation({"responder": advantages}, {"responder": USED}))
         return groups, annotations
 

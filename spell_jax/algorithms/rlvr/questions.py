@@ -247,10 +247,10 @@ class Build:
         if parsed.status != "accepted":
             return parsed.reason
         attempt.question, attempt.reference = parsed.question, parsed.answer.strip()
-        known = attempt.task, attempt.cluster.id, " ".join(parsed.question.lower().split())
-        if known in self.asked:
+        question_key = attempt.task, attempt.cluster.id, " ".join(parsed.question.lower().split())
+        if question_key in self.asked:
             return "asked_before"
-        self.asked.add(known)
+        self.asked.add(question_key)
         return ""
 
     def answer(self, batch: Sequence[Attempt]) -> None:

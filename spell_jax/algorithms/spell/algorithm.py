@@ -253,10 +253,10 @@ class Spell:
         votes: list[tuple[int, ...]] = [()] * len(e.predictions)
         unjudged = 0
         if self.config.responder_reward not in ("rule", "random"):
-            stated = [(i, p) for i, p in enumerate(e.predictions) if p is not None]
-            texts = [self.prompts.verifier(e.question, p, e.reference) for _, p in stated]
+            numbered = [(i, p) for i, p in enumerate(e.predictions) if p is not None]
+            texts = [self.prompts.verifier(e.question, p, e.reference) for _, p in numbered]
             replies = await ask("verifier", texts, self.config.verifier_group_size)
-            for (i, _), reply in zip(stated, replies, strict=True):
+            for (i, _), reply in zip(numbered, replies, strict=True):
                 judged[i] = reply
                 votes[i] = tuple(map(parsing.parse_verdict, reply.scored_texts if reply else ()))
             unjudged = replies.count(None)

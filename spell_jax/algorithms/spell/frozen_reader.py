@@ -35,16 +35,26 @@ async def read_reference(config: SpellConfig, prompts: Prompts, ask: Ask, e: Epi
             return reject(e, "reader_disagrees")
         reference, leaked = answer, leaked or not agrees
         hop = join_hop(link, answer) if link else ""
-    same = [rules.same_answer(reference, b or "", e.task, config.extract) for b in e.blind]
-    scores = tuple(map(float, same))
+    is_equal = [rules.same_answer(reference, b or "", e.task, config.extract) for b in e.blind]
+    scores = tuple(map(float, is_equal))
     return replace(e, reference=reference, leaked=leaked, blind_scores=scores)
 
 
 def most_frequent(
     answers: Sequence[str | None], task: str, extract: str = "paper"
 ) -> tuple[str | None, int]:
-    """(answer that equals most of the answers, their number); the first one wins a tie."""
-    stated = [answer for answer in answers if answer is not None]
-    counts = [sum(rules.same_answer(a, b, task, extract) for b in stated) for a in stated]
-    most = max(counts, default=0)
-    return (stated[counts.index(most)], most) if most else (None, 0)
+    """Return (the answer that agrees with most answers, how many agree); the first wins a tie.
+
+    (None, 0) if all answers are None.
+    """
+    readable_answers = [answer for answer in answers if answer is not None]
+    counts = [
+        sum(rules.same_answer(a, b, task, extract) for b in readable_answers)
+        for a in readable_answers
+    ]
+    largest_count = max(counts, default=0)
+    return (
+        (readable_answers[counts.index(largest_count)], largest_count)
+        if largest_count
+        else (None, 0)
+    )

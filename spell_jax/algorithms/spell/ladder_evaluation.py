@@ -83,13 +83,13 @@ class LadderEvaluation:
         questions, texts = [], []
         for index in range(count):
             rng = np.random.default_rng([self.sizes.seed, documents, depth, index])
-            made = world.make_documents(rng, documents)
-            questions.append(world.sample_question(rng, made, depth))
-            texts.append(self.prompts.responder(TASK, made, questions[-1].text))
+            cluster = world.make_documents(rng, documents)
+            questions.append(world.sample_question(rng, cluster, depth))
+            texts.append(self.prompts.responder(TASK, cluster, questions[-1].text))
         replies = models("responder", texts, temperature=0.0)
         texts = ["" if reply is None else reply.texts[0] for reply in replies]
-        stated = self.algorithm.read_answers(texts, TASK)
-        return [answer == q.answer for answer, q in zip(stated, questions, strict=True)]
+        predictions = self.algorithm.read_answers(texts, TASK)
+        return [answer == q.answer for answer, q in zip(predictions, questions, strict=True)]
 
     def _verifier(self, models: Models, count: int) -> list[bool]:
         rng = np.random.default_rng([self.sizes.seed, 1])

@@ -5,7 +5,7 @@
 2. The answering policy is an external responder that reads all documents of the cluster, with the
    prompt of the run (algorithm.prompts in config.json; "full" if there is no config.json).
 3. The task's rule scores the answer, read leniently. A judge is asked except for letters.
-   Questions whose reference can never score are named in the log and left out.
+   Questions with a reference that can never score are left out; the log names them.
 4. Answers are averaged by training step and task, because the mix of tasks changes while a policy
    trains. Difficulty is 1 - pass@1 (paper section 4.3, Figure 4: a line for each task).
 """
@@ -50,8 +50,8 @@ def load(folder: Folder, limit: int | None = None) -> Benchmark:
     wording = _load_prompts(epath.Path(folder) / CONFIG_FILE)
     left_out: Counter[str] = Counter()
     items: list[Item] = []
-    for step, some in itertools.groupby(read_episodes(folder), key=operator.itemgetter(0)):
-        asked = list(_items(step, [record for _, record in some], wording, left_out))
+    for step, episodes in itertools.groupby(read_episodes(folder), key=operator.itemgetter(0)):
+        asked = list(_items(step, [record for _, record in episodes], wording, left_out))
         chosen = evenly(asked, PER_STEP)
         left_out[f"over {PER_STEP} a step"] += len(asked) - len(chosen)
         items += chosen
