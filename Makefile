@@ -50,9 +50,9 @@ OLDEST := tests/trainer tests/sampler tests/runtime/test_checkpoint.py tests/run
 	.oldest/bin/python -m pip install -q -c requirements/oldest.txt -e . pytest pytest-xdist hypothesis
 	touch $@
 
-# The numerical tests, and those of texts and files, with the newest jax that setup.py allows, under
-# NEWEST_PYTHON (3.12 or later), in an environment of its own; also compiles the kernels for an NVIDIA
-# GPU that is not present. What needs torch is skipped. Not part of test-all.
+# The numerical tests, and the tests of texts and files, with the newest jax that setup.py allows,
+# under NEWEST_PYTHON (3.12 or later), in a separate environment; also compiles the kernels for an
+# NVIDIA GPU that is not present. Skips tests that need torch. Not part of test-all.
 NEWEST_PYTHON ?= python3.13
 test-newest: .newest/installed
 	.newest/bin/python -m pytest -q -n 2 --dist loadfile -m "not slow and not long" $(NEWEST) \
