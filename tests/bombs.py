@@ -50,8 +50,8 @@ def pages(kids: bytes) -> bytes:
     return b"<</Type/Pages/Count 1/Kids[" + kids + b"]>>"
 
 
-def page(contents: bytes, more: bytes = b"") -> bytes:
-    resources = b"/Resources<</Font<</F1 3 0 R>>" + more + b">>/MediaBox[0 0 300 100]"
+def page(contents: bytes, entries: bytes = b"") -> bytes:
+    resources = b"/Resources<</Font<</F1 3 0 R>>" + entries + b">>/MediaBox[0 0 300 100]"
     return b"<</Type/Page/Parent 2 0 R" + resources + b"/Contents " + contents + b">>"
 
 
@@ -94,16 +94,17 @@ PDFS = {
 def run_limited(program: str, mebibytes: int, *arguments: str) -> str:
     """Run Python code in a process with `mebibytes` beyond what it has after its first line.
 
-    The first line imports; the rest may take that much more address space. Returns its output.
+    The first line imports; the other lines may take that much more address space. Returns the
+    output.
     """
-    imports, _, rest = textwrap.dedent(program).strip().partition("\n")
+    imports, _, work = textwrap.dedent(program).strip().partition("\n")
     limit = (
         f"{imports}\nimport resource\n"
         "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
         f"resource.setrlimit(resource.RLIMIT_AS, (used + {mebibytes << 20},) * 2)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", limit + rest, *arguments],
+        [sys.executable, "-c", limit + work, *arguments],
         capture_output=True,
         text=True,
         check=False,

@@ -134,7 +134,7 @@ _BRITISH = re.compile(
     r"|(?:label|model|travel|signal)l(?:ed|ing|er|ers)"
     r"|catalogues?|grey|defence|licence"
 )
-# Modules whose readers can run code that stands in their input.
+# Modules with readers that can run code in their input.
 CODE_FORMATS = (
     "_pickle",
     "cPickle",

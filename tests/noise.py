@@ -217,7 +217,7 @@ def finish_replies(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def finished(*arguments, **options):
         for place, samples in sample(*arguments, **options):
-            yield place, [dataclasses.replace(one, stopped=True) for one in samples]
+            yield place, [dataclasses.replace(reply, stopped=True) for reply in samples]
 
     monkeypatch.setattr(Policy, "sample", finished)
 

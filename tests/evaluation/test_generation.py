@@ -111,9 +111,9 @@ def test_answers_are_read_as_the_extract_says(workdir: Path) -> None:
     words = tokenizer.train(["The answer: (2,790) in all. " + '{"question": "?"}'] * 20, 400)
     ids = np.array(words.encode("Answer: (2,790)"))
     sample = Sample(ids, np.zeros(len(ids)), stopped=False)
-    for extract, stated in (("lenient", "-2790"), ("paper", None)):
+    for extract, prediction in (("lenient", "-2790"), ("paper", None)):
         result = generation.describe(REQUESTS[2], "", [sample], words, extract)
-        assert result["predictions"] == [stated]
+        assert result["predictions"] == [prediction]
 
 
 @pytest.mark.slow

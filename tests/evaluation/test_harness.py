@@ -291,7 +291,7 @@ def test_prompts_of_one_length_of_answer_are_sampled_together(caplog):
 
 
 @pytest.mark.parametrize(
-    "context, said, answer",
+    "context, text, answer",
     [
         ("ask", "one two", "one two"),
         ("ask", "<think>one two", ""),
@@ -300,14 +300,14 @@ def test_prompts_of_one_length_of_answer_are_sampled_together(caplog):
         ("<think>ask", "one two", "one two"),
     ],
 )
-def test_cut_off_thought_is_no_answer(context: str, said: str, answer: str):
+def test_cut_off_thought_is_no_answer(context: str, text: str, answer: str):
     from spell_jax.evaluation.harness_model import PolicyLM
 
     policy: Any = Scripted("")
-    assert PolicyLM(policy, thinking=True)._read_answer(context, said, []) == answer
+    assert PolicyLM(policy, thinking=True)._read_answer(context, text, []) == answer
     # Qwen3-Thinking-2507 has no switch: its prompt says that a thought is open.
-    told = context.endswith("<think>\n")
-    assert PolicyLM(policy)._read_answer(context, said, []) == (answer if told else said)
+    is_told = context.endswith("<think>\n")
+    assert PolicyLM(policy)._read_answer(context, text, []) == (answer if is_told else text)
 
 
 def test_stop_strings_of_a_task_do_not_end_the_thinking():

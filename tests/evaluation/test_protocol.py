@@ -216,10 +216,14 @@ def test_means_without_all_verdicts_are_marked_and_counted():
     rows[0] |= {"judge": "unanswered", "unjudged": True}
     rows[2] |= {"judge": "malformed", "unjudged": True}
     rows[3] |= {"judge": 1, "unjudged": False}
-    (found,) = protocol.summarize(rows, names, [16384], 1, SHARED, 0)
-    assert found["unjudged"] == {"LB-MQA": 2}
-    assert [found["benchmarks"][name]["unjudged"] for name in names] == [1, 0, 1, 0]
-    summary = {"policy": "p", "titles": dict(zip(names, names, strict=True)), "rows": [found]}
+    (limit_summary,) = protocol.summarize(rows, names, [16384], 1, SHARED, 0)
+    assert limit_summary["unjudged"] == {"LB-MQA": 2}
+    assert [limit_summary["benchmarks"][name]["unjudged"] for name in names] == [1, 0, 1, 0]
+    summary = {
+        "policy": "p",
+        "titles": dict(zip(names, names, strict=True)),
+        "rows": [limit_summary],
+    }
     *_, line, _, note = protocol.table([summary]).splitlines()
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     full = "(100.0 to 100.0)"
@@ -227,6 +231,6 @@ def test_means_without_all_verdicts_are_marked_and_counted():
     assert note == (
         "\\* p, 16K: no verdict of a judge on 2 answers of LB-MQA; the rule's scores stand."
     )
-    (found,) = protocol.summarize(rows[3:], ["frames"], [16384], 1, SHARED, 0)
-    assert "unjudged" not in found
-    assert "*" not in protocol.table([summary | {"rows": [found]}])
+    (limit_summary,) = protocol.summarize(rows[3:], ["frames"], [16384], 1, SHARED, 0)
+    assert "unjudged" not in limit_summary
+    assert "*" not in protocol.table([summary | {"rows": [limit_summary]}])

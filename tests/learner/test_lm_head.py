@@ -54,16 +54,16 @@ class Head:
     ):
         picked = jnp.take_along_axis(hidden, self.source[..., None], axis=1)
         logits = picked @ table.T / 0.7
-        kept = jnp.arange(len(table)) == self.target[..., None]
+        is_scored = jnp.arange(len(table)) == self.target[..., None]
         if cutoff is None:
             cutoff = jnp.full(self.target.shape, -jnp.inf)
         present = ~np.isin(np.arange(len(table)), absent)
         mean = jnp.mean(logits, axis=-1, keepdims=True, where=present)
-        kept |= (logits - mean > cutoff[..., None]) & present
-        every = jax.nn.log_softmax(jnp.where(kept, logits, -jnp.inf))
+        is_scored |= (logits - mean > cutoff[..., None]) & present
+        every = jax.nn.log_softmax(jnp.where(is_scored, logits, -jnp.inf))
         chosen = jnp.take_along_axis(every, self.target[..., None], axis=-1)[..., 0]
-        every = jnp.where(kept, every, 0.0)
-        scores = chosen, -jnp.sum(jnp.where(kept, jnp.exp(every) * every, 0.0), axis=-1)
+        every = jnp.where(is_scored, every, 0.0)
+        scores = chosen, -jnp.sum(jnp.where(is_scored, jnp.exp(every) * every, 0.0), axis=-1)
         return jnp.sum(self.to_logprob * scores[0] + self.to_entropy * scores[1]), scores
 
 
@@ -183,19 +183,19 @@ def test_ids_without_a_token_have_neither_mass_nor_gradient(
     head, policy = _padded()
     cutoff = _cutoffs() if with_cutoff else None
     by_hand = functools.partial(head.by_hand, cutoff=cutoff, absent=_ABSENT)
-    wanted = jax.value_and_grad(by_hand, (0, 1), has_aux=True)(head.table, head.hidden)
+    expected = jax.value_and_grad(by_hand, (0, 1), has_aux=True)(head.table, head.hidden)
     options = {"policy": policy, "numbers_at_once": numbers, "cutoff": cutoff}
     if shape:
         mesh, run, arguments = _on_mesh(shape, head, **options)
         with jax.set_mesh(mesh):
-            found = run(*arguments)
+            actual = run(*arguments)
     else:
         total = functools.partial(head.total, **options)
-        found = jax.value_and_grad(total, (0, 1), has_aux=True)(head.table, head.hidden)
-    _assert_close(found, wanted)
-    assert not np.asarray(found[1][0])[list(_ABSENT)].any()
-    rest = np.delete(np.asarray(found[1][0]), list(_ABSENT), axis=0)
-    assert np.abs(rest).max() > 0
+        actual = jax.value_and_grad(total, (0, 1), has_aux=True)(head.table, head.hidden)
+    _assert_close(actual, expected)
+    assert not np.asarray(actual[1][0])[list(_ABSENT)].any()
+    used_gradient = np.delete(np.asarray(actual[1][0]), list(_ABSENT), axis=0)
+    assert np.abs(used_gradient).max() > 0
 
 
 @pytest.mark.parametrize("numbers", [SMALLEST, 2**26])
@@ -203,9 +203,9 @@ def test_target_without_a_token_has_probability_0(numbers: int) -> None:
     head, policy = _padded()
     params = {"embedding": head.table, "unembedding": head.table}
     target = jnp.full_like(head.target, 639).at[0, 0].set(3)
-    found, entropy = score_tokens(policy, params, head.hidden, head.source, target, 0.7, numbers)
-    assert not np.exp(np.asarray(found)).any()
-    assert np.isfinite(found).all() and np.isfinite(entropy).all()
+    logprobs, entropy = score_tokens(policy, params, head.hidden, head.source, target, 0.7, numbers)
+    assert not np.exp(np.asarray(logprobs)).any()
+    assert np.isfinite(logprobs).all() and np.isfinite(entropy).all()
 
 
 def test_mass_above_a_cutoff_sums_to_1() -> None:

@@ -162,7 +162,7 @@ def test_context_and_export_of_every_form(case: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", sorted({*ACCEPTED} - NOT_IN_TRANSFORMERS))
 def test_logits_of_every_form_equal_transformers(case: str, tmp_path) -> None:
-    """transformers reads the same config.json as we do."""
+    """transformers reads our config.json to equal logits."""
     torch = pytest.importorskip("torch", reason=families.REASON)
     transformers = pytest.importorskip("transformers", reason=families.REASON)
     raw = tiny.POLICY.to_hf() | _NO_ROPE | ACCEPTED[case][0]
@@ -173,10 +173,10 @@ def test_logits_of_every_form_equal_transformers(case: str, tmp_path) -> None:
     config, params = weights.load(tmp_path)
     tokens = np.random.default_rng(0).integers(0, 64, size=(1, 120)).astype(np.int32)
     with torch.no_grad():
-        wanted = theirs.eval()(torch.tensor(tokens, dtype=torch.long)).logits.numpy()
+        expected = theirs.eval()(torch.tensor(tokens, dtype=torch.long)).logits.numpy()
     ours = jax.jit(transformer.logits, static_argnums=0)(config, params, tokens)
-    assert np.abs(wanted).max() > 1.0
-    np.testing.assert_allclose(ours, wanted, atol=2e-4)
+    assert np.abs(expected).max() > 1.0
+    np.testing.assert_allclose(ours, expected, atol=2e-4)
 
 
 @pytest.mark.parametrize(

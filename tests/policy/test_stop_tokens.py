@@ -87,8 +87,8 @@ def make(folder: Path, template: str, tokens: list[str], **files: dict) -> Token
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_tokens_after_an_answer_end_it(layout: str, tmp_path: Path) -> None:
-    template, ends, others = LAYOUTS[layout]
-    words = make(tmp_path, template, [end for end in ends if end != "<eos>"] + others)
+    template, ends, more_tokens = LAYOUTS[layout]
+    words = make(tmp_path, template, [end for end in ends if end != "<eos>"] + more_tokens)
     assert {*words.stop_ids} == {words.eos_id, *ids_of(words, *ends)}
     assert words.eos_id == words.stop_ids[0] == ids_of(words, "<eos>")[0]
     assert words.turn_end_id == (ids_of(words, ends[0])[0] if ends else words.eos_id)
@@ -138,8 +138,8 @@ def test_older_folder_names_tokens_in_the_tokens_map(eos, tmp_path: Path) -> Non
 @pytest.mark.parametrize("is_old", [True, False])
 def test_both_files_name_ends(is_old: bool, tmp_path: Path) -> None:
     config = {"eos_token": "<|endoftext|>"} | ({} if is_old else {"added_tokens_decoder": {}})
-    more = {"eos_token": "<|im_end|>", "bos_token": "<|im_start|>"}
-    words = tokenizers.load(write(tmp_path, byte_level(), config, special_tokens_map=more))
+    tokens_map = {"eos_token": "<|im_end|>", "bos_token": "<|im_start|>"}
+    words = tokenizers.load(write(tmp_path, byte_level(), config, special_tokens_map=tokens_map))
     in_order = ids_of(words, "<|im_end|>", "<|endoftext|>")
     assert list(words.stop_ids) == (in_order if is_old else in_order[::-1])
     assert (words.bos_id is None) != is_old

@@ -187,13 +187,13 @@ def test_items_are_split_as_they_were_joined(items: list[bytes]) -> None:
 def test_wrong_size_of_a_process_is_named_before_memory_is_taken(size: int, monkeypatch) -> None:
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     row = np.array([size], "<i8").view(np.uint8)
-    monkeypatch.setattr(distributed, "_gather", lambda own: np.stack([own, row]))
+    monkeypatch.setattr(distributed, "_gather", lambda size_row: np.stack([size_row, row]))
     with pytest.raises(RuntimeError, match=f"process 1 has {size:,} bytes to send: at most"):
         distributed.gather_bytes([b"a"])
 
 
 @pytest.mark.parametrize(
-    ("items", "what"),
+    ("items", "fault"),
     [
         ([], "no text"),
         ([b"\xff"], "no text"),
@@ -202,11 +202,11 @@ def test_wrong_size_of_a_process_is_named_before_memory_is_taken(size: int, monk
         ([b"", b"[" * 100_000], "no JSON value"),
     ],
 )
-def test_foreign_items_of_process_0_are_named(items: list[bytes], what: str, monkeypatch) -> None:
+def test_foreign_items_of_process_0_are_named(items: list[bytes], fault: str, monkeypatch) -> None:
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(jax, "process_index", lambda: 1)
-    monkeypatch.setattr(distributed, "gather_bytes", lambda own: [items, own])
-    with pytest.raises(RuntimeError, match=f"process 0 sent {what}"):
+    monkeypatch.setattr(distributed, "gather_bytes", lambda items_1: [items, items_1])
+    with pytest.raises(RuntimeError, match=f"process 0 sent {fault}"):
         distributed.broadcast(lambda: 1)
 
 
@@ -251,9 +251,9 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
     )
     calls.initialize = lambda *given, **more: calls.started.append((given, more))
 
-    def wait_for_all(*given: Any) -> rendezvous.Meeting:
-        calls.met.append(given)
-        host = rendezvous.split(given[0])[0]
+    def wait_for_all(*arguments: Any) -> rendezvous.Meeting:
+        calls.met.append(arguments)
+        host = rendezvous.split(arguments[0])[0]
         return rendezvous.Meeting((host, 4711), {0: host})
 
     monkeypatch.setattr(rendezvous, "wait_for_all", wait_for_all)
@@ -448,16 +448,16 @@ def share(port: str, process: str) -> dict[str, Any]:
 
     `open` lists ports at which this process listens to all addresses.
     """
-    known: list[bytes] = []
+    tokens: list[bytes] = []
     trust = peers.trust
     with pytest.MonkeyPatch.context() as monkeypatch:
         if process == "0":
             monkeypatch.setattr(distributed.secrets, "token_bytes", lambda size: TOKEN[:size])
-        monkeypatch.setattr(peers, "trust", lambda token: (known.append(token), trust(token)))
+        monkeypatch.setattr(peers, "trust", lambda token: (tokens.append(token), trust(token)))
         connect(port, process)
     distributed.gather_bytes([b"process 0 has removed the token"])
-    found = distributed._client().key_value_dir_get_bytes("spell_jax/")
-    return {"knows": known == [TOKEN], "finds": bool(found), "open": _ports_of_all_addresses()}
+    values = distributed._client().key_value_dir_get_bytes("spell_jax/")
+    return {"knows": tokens == [TOKEN], "finds": bool(values), "open": _ports_of_all_addresses()}
 
 
 def _ports_of_all_addresses() -> list[int]:
@@ -468,8 +468,8 @@ def _ports_of_all_addresses() -> list[int]:
     ports = []
     for table in ("tcp", "tcp6"):
         for row in pathlib.Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            _, own, _, state, *_, inode = row.split()[:10]
-            address, _, port = own.partition(":")
+            _, endpoint, _, state, *_, inode = row.split()[:10]
+            address, _, port = endpoint.partition(":")
             is_listening = state == "0A"
             if is_listening and not int(address, 16) and f"socket:[{inode}]" in sockets:
                 ports.append(int(port, 16))

@@ -197,10 +197,10 @@ def test_unwritten_episodes_stay_queued_and_are_written_by_the_resumed_run(tmp_p
     with RunLogger(tmp_path, 9, 2, state, episodes=1000) as resumed:
         assert resumed.state()["episodes"] == {}
     EpisodeWriter(tmp_path / "other", 1000).write(1, [{"question": "q1"}])
-    one, other = (
+    resumed_file, plain_file = (
         folder / "episodes" / "step_000001.jsonl.gz" for folder in (tmp_path, tmp_path / "other")
     )
-    assert one.read_bytes() == other.read_bytes()
+    assert resumed_file.read_bytes() == plain_file.read_bytes()
     assert [episode["question"] for _, episode in read_episodes(tmp_path)] == ["q1", "q2"]
 
 

@@ -276,21 +276,23 @@ def test_invalid_flags_are_user_errors(arguments, message, config, capsys):
 
 
 @pytest.mark.parametrize(
-    ("flag", "most"), [("--seed=4294967296", 4294967295), ("--samples=-2147483648", 2147483647)]
+    ("flag", "largest"), [("--seed=4294967296", 4294967295), ("--samples=-2147483648", 2147483647)]
 )
-def test_flags_that_jax_cannot_hold_are_refused(flag, most, monkeypatch, capsys):
-    given = {}
-    monkeypatch.setattr(app, "run", lambda main, flags_parser: given.update(f=flags_parser))
+def test_flags_that_jax_cannot_hold_are_refused(flag, largest, monkeypatch, capsys):
+    parsers = {}
+    monkeypatch.setattr(app, "run", lambda main, flags_parser: parsers.update(f=flags_parser))
     monkeypatch.setattr(entry.flags, "FLAGS", values := flags.FlagValues())
     for name in ("seed", "samples"):
         flags.DEFINE_integer(name, 0, "", flag_values=values)
     entry.run_main(print, values)
     with pytest.raises(SystemExit) as ended:
-        given["f"](["program", flag])
+        parsers["f"](["program", flag])
     assert ended.value.code == 2
     name, _, value = flag.partition("=")
     line = f"error: {name} = {value}: must be a whole number from "
-    assert (error := capsys.readouterr().err).startswith(line) and error.endswith(f" to {most}\n")
+    assert (error := capsys.readouterr().err).startswith(line) and error.endswith(
+        f" to {largest}\n"
+    )
 
 
 @pytest.mark.parametrize("name", ["type", "field"])

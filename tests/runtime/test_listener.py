@@ -102,10 +102,10 @@ def test_strangers_of_one_address_leave_those_of_others(monkeypatch) -> None:
 def test_known_callers_are_never_replaced(monkeypatch) -> None:
     monkeypatch.setattr(listener, "_MOST_UNKNOWN", 2)
     with Echo() as echo, contextlib.ExitStack() as stack:
-        known = [stack.enter_context(caller(echo)) for _ in range(5)]
+        lines = [stack.enter_context(caller(echo)) for _ in range(5)]
         for _ in range(5):
             stack.enter_context(caller(echo, b""))
-        assert [says(line, b"a\n") for line in known] == [b"a\n"] * 5
+        assert [says(line, b"a\n") for line in lines] == [b"a\n"] * 5
 
 
 def test_refusals_are_logged_at_once_and_then_once_a_while(monkeypatch, caplog) -> None:

@@ -247,17 +247,17 @@ def test_line_of_a_stranger_ends_its_connection_and_nothing_else(text: bytes) ->
 def test_wrong_and_repeated_tokens_are_refused() -> None:
     run = Run(2, (0,), LONG)
     with scripted(run, 1) as member, socket.create_connection(run.address, timeout=60) as line:
-        old = peers._prove(TOKEN, hello(line), 1)
-        for made in (
-            lambda _: old,  # heard on the network and said again
+        old_proof = peers._prove(TOKEN, hello(line), 1)
+        for make_proof in (
+            lambda _: old_proof,  # heard on the network and said again
             lambda challenge: peers._prove(bytes(32), challenge, 1),  # of another run
             lambda challenge: peers._prove(b"", challenge, 1),
             lambda challenge: peers._prove(TOKEN, challenge, 2).replace(b"2 ", b"1 "),
             lambda _: b"1 " + TOKEN.hex().encode(),
         ):
-            with socket.create_connection(run.address, timeout=60) as other:
-                other.sendall(made(hello(other)) + b"\n" + STATE + b"\n")
-                assert other.recv(100) == b""
+            with socket.create_connection(run.address, timeout=60) as stranger:
+                stranger.sendall(make_proof(hello(stranger)) + b"\n" + STATE + b"\n")
+                assert stranger.recv(100) == b""
         member.sendall(json.dumps(run.members[0].state | {"index": 1}).encode() + b"\n")
         assert json.loads(member.makefile("rb").readline())["verdict"] is None
     assert run.ended.empty()
@@ -304,13 +304,13 @@ def test_a_thousand_idle_connections_keep_no_process_outside(caplog: Any) -> Non
             held = open_descriptors(run.server.getsockname()[1])
             assert held <= 64 + 2 + 1  # strangers, processes, and the port itself
     assert run.ended.empty()
-    (refused, *more) = [record for record in caplog.records if record.name.endswith("listener")]
+    (refused, *later) = [record for record in caplog.records if record.name.endswith("listener")]
     assert "127.0.0.2 was one of 64 that did not say who they are" in refused.getMessage()
-    assert not more  # once a minute
+    assert not later  # once a minute
 
 
 def open_descriptors(port: int) -> int:
-    """Number of this process's sockets whose own port is this one."""
+    """Count the sockets of this process that have this local port."""
     count = 0
     for entry in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(entry))) as line:

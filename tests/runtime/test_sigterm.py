@@ -52,9 +52,9 @@ def send() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def wait_for(what: Callable[[], bool]) -> None:
+def wait_for(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + PATIENCE_S
-    while not what():
+    while not condition():
         assert time.monotonic() < deadline, "nothing happened"
         time.sleep(0.005)
 
@@ -191,11 +191,11 @@ def test_a_command_ends_with_one_line_and_status_75(option: str) -> None:
 
 @pytest.mark.slow
 def test_a_signal_to_one_of_two_processes_ends_both() -> None:
-    """The other waits in an exchange; watch restarts both, because one status is 75."""
-    (other, _, told), (ended, _, error) = end_two("tests.runtime.test_sigterm")
-    assert (other, ended) == (peers.EXIT_CODE, 75), told + error
-    assert "ended by SIGTERM; start the same command again\n" in error
-    assert "process 1 of 2" in told and "Terminated" in told
+    """Process 0 waits in an exchange; watch restarts both, because one status is 75."""
+    (status_0, _, error_0), (status_1, _, error_1) = end_two("tests.runtime.test_sigterm")
+    assert (status_0, status_1) == (peers.EXIT_CODE, 75), error_0 + error_1
+    assert "ended by SIGTERM; start the same command again\n" in error_1
+    assert "process 1 of 2" in error_0 and "Terminated" in error_0
 
 
 def main() -> None:

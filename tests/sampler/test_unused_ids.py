@@ -93,8 +93,8 @@ def test_ids_would_be_sampled_without_the_mask() -> None:
 
 
 def test_every_bound_of_a_range_is_respected() -> None:
-    found = embedding.has_token(jnp.arange(64), UNUSED)
-    assert found.tolist() == (~ABSENT).tolist()
+    actual = embedding.has_token(jnp.arange(64), UNUSED)
+    assert actual.tolist() == (~ABSENT).tolist()
     adjacent = embedding.has_token(jnp.arange(8), ((2, 4), (4, 5), (7, 8)))
     assert adjacent.tolist() == [True, True, False, False, False, True, True, False]
 
@@ -102,19 +102,19 @@ def test_every_bound_of_a_range_is_respected() -> None:
 @pytest.mark.parametrize("dropout", [False, True])
 @pytest.mark.parametrize("filters", [{}, {"top_p": 0.8}, {"top_k": 5}, {"min_p": 0.1}], ids=str)
 def test_sampled_token_equals_one_of_the_smaller_vocabulary(filters: dict, dropout: bool) -> None:
-    """Ids, logprobs, kept mass and cut-offs are those of the logits without the absent ids."""
+    """Ids, logprobs, kept mass and cut-offs equal a sample from logits without the absent ids."""
     rng = np.random.default_rng(3)
     logits = rng.normal(scale=2.0, size=(200, 64)).astype(np.float32)
     uniform, options = rng.uniform(size=200).astype(np.float32), tiny.sampling(200, 0.7, **filters)
     penalty = 3.0 * rng.integers(2, size=logits.shape) if dropout else None
     small = None if penalty is None else penalty[:, ~ABSENT]
-    found = jax.jit(sample)(jnp.where(ABSENT, -jnp.inf, logits), uniform, options, penalty)
-    wanted = jax.jit(sample)(logits[:, ~ABSENT], uniform, options, small)
-    np.testing.assert_array_equal(found.id, np.flatnonzero(~ABSENT)[np.asarray(wanted.id)])
+    actual = jax.jit(sample)(jnp.where(ABSENT, -jnp.inf, logits), uniform, options, penalty)
+    expected = jax.jit(sample)(logits[:, ~ABSENT], uniform, options, small)
+    np.testing.assert_array_equal(actual.id, np.flatnonzero(~ABSENT)[np.asarray(expected.id)])
     for name in ("logprob", "kept", "cutoff"):
-        np.testing.assert_allclose(getattr(found, name), getattr(wanted, name), atol=2e-5)
+        np.testing.assert_allclose(getattr(actual, name), getattr(expected, name), atol=2e-5)
     if not filters:
-        assert not np.asarray(found.kept).any() and np.isneginf(found.cutoff).all()
+        assert not np.asarray(actual.kept).any() and np.isneginf(actual.cutoff).all()
 
 
 # ---------------------------------------------------------------------------------- Learner
@@ -188,9 +188,9 @@ class _Folder:
 @pytest.mark.slow
 def test_loglikelihoods_leave_out_ids_without_a_token() -> None:
     prompt, answers = (3, 4, 5), [(i,) for i in np.flatnonzero(~ABSENT).tolist()]
-    found = loglikelihood.score(_Folder(), [(prompt, answer) for answer in answers])  # type: ignore[arg-type]
-    assert np.exp([total for total, _ in found]).sum() == pytest.approx(1.0, abs=1e-5)
-    assert sum(likeliest for _, likeliest in found) == 1
+    actual = loglikelihood.score(_Folder(), [(prompt, answer) for answer in answers])  # type: ignore[arg-type]
+    assert np.exp([total for total, _ in actual]).sum() == pytest.approx(1.0, abs=1e-5)
+    assert sum(likeliest for _, likeliest in actual) == 1
 
 
 @pytest.mark.slow

@@ -57,9 +57,9 @@ def test_question_is_scorable_as_the_run_extracts_answers(tmp_path, caplog):
     ],
 )
 def test_letter_must_be_one_of_the_options(question, answer, reason):
-    given = Question("multiple_choice", ("x",), question, answer)
+    record = Question("multiple_choice", ("x",), question, answer)
     if reason:
         with pytest.raises(ValueError, match=f"answer = '{answer}' can never score.*{reason}"):
-            check_answer(given)
+            check_answer(record)
     else:
-        check_answer(given)
+        check_answer(record)

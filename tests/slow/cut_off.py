@@ -45,8 +45,8 @@ def wait_at(point: str, folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -
 
     meet = rendezvous.wait_for_all
 
-    def wait_after_meeting(*given) -> rendezvous.Meeting:
-        meeting = meet(*given)
+    def wait_after_meeting(*arguments) -> rendezvous.Meeting:
+        meeting = meet(*arguments)
         wait_or_pass("joined")
         return meeting
 

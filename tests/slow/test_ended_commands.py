@@ -126,15 +126,15 @@ def start(command: Command, out: pathlib.Path, count: int = 0, name: str = "SIGK
 
 def files(out: pathlib.Path) -> dict[str, object]:
     """Content of each file by its path; of metrics, all but times."""
-    found: dict[str, object] = {}
+    contents: dict[str, object] = {}
     for path in sorted(out.rglob("*")):
         name = str(path.relative_to(out))
         if path.is_file() and not name.startswith(UNSTEADY):
             if path.name == METRICS_FILE:
-                found[name] = list(map(noise.steady, read_metrics(path.parent)))
+                contents[name] = list(map(noise.steady, read_metrics(path.parent)))
             else:
-                found[name] = path.read_bytes()
-    return found
+                contents[name] = path.read_bytes()
+    return contents
 
 
 def prepare(name: str, out: pathlib.Path) -> None:

@@ -1,4 +1,4 @@
-"""Tests of training runs whose disk is full for a while, or whose workdir is taken away.
+"""Tests of training runs with a disk that is full for a while, or a workdir that is taken away.
 
 Runs are processes; the small disk is a tmpfs, which needs root.
 """

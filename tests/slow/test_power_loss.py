@@ -70,45 +70,47 @@ class Disk:
 def disk(tmp_path) -> Iterator[Disk]:
     if os.geteuid() or not shutil.which("mkfs.ext4"):
         pytest.skip("mounting an image needs root and mkfs.ext4")
-    made = Disk(tmp_path / "disk.img", tmp_path / "mounted")
-    with made.image.open("wb") as file:
+    disk_image = Disk(tmp_path / "disk.img", tmp_path / "mounted")
+    with disk_image.image.open("wb") as file:
         file.truncate(IMAGE_MIB << 20)
-    subprocess.run(["mkfs.ext4", "-q", made.image], check=True)
+    subprocess.run(["mkfs.ext4", "-q", disk_image.image], check=True)
     try:
-        with made.mounted():
+        with disk_image.mounted():
             pass
     except subprocess.CalledProcessError:
         pytest.skip("no loop device can be mounted here")
-    yield made
+    yield disk_image
 
 
 def take_snapshots(
     disk: Disk, command: list[str], number: int, pause_s: float
 ) -> list[tuple[pathlib.Path, int]]:
     """Copies of the disk while a command runs, each with the last step printed before the copy."""
-    said, taken = disk.image.parent / "said", []
-    with disk.mounted(), said.open("w") as out:
+    output, snapshots = disk.image.parent / "said", []
+    with disk.mounted(), output.open("w") as out:
         run = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.PIPE, text=True)
         while run.poll() is None:
-            lines = said.read_text().split("\n")[:-1]
-            if lines and len(taken) < number:
-                copy = disk.image.with_name(f"copy_{len(taken)}.img")
+            lines = output.read_text().split("\n")[:-1]
+            if lines and len(snapshots) < number:
+                copy = disk.image.with_name(f"copy_{len(snapshots)}.img")
                 disk.snapshot(copy)
-                taken.append((copy, int(lines[-1])))
+                snapshots.append((copy, int(lines[-1])))
             time.sleep(pause_s)
         error = run.stderr.read() if run.stderr else ""
     assert run.returncode == 0, error
-    return taken
+    return snapshots
 
 
 def losses(copies: list[tuple[pathlib.Path, int]]) -> list[str]:
     """Descriptions of what the copies lack."""
-    found = []
+    descriptions = []
     for image, announced in copies:
         folder = image.with_suffix("")
         with Disk(image, folder).mounted():
-            found += [f"after {announced}: {text}" for text in lacks(folder / "run", announced)]
-    return found
+            descriptions += [
+                f"after {announced}: {text}" for text in lacks(folder / "run", announced)
+            ]
+    return descriptions
 
 
 def lacks(workdir: pathlib.Path, announced: int) -> Iterator[str]:
@@ -165,8 +167,8 @@ def test_training_resumes_from_a_snapshot_to_the_bit(disk, tmp_path) -> None:
     policy = noise.save_policy(tmp_path / "noise")
     command = [sys.executable, "-m", "tests.slow.killed", str(policy)]
     subprocess.run([*command, str(tmp_path / "whole")], cwd=ROOT, check=True)
-    said = disk.image.with_name("copies")
-    said.mkdir()
+    copies_folder = disk.image.with_name("copies")
+    copies_folder.mkdir()
     with disk.mounted():
         run = subprocess.Popen([*command, str(disk.folder / "run")], cwd=ROOT)
         copies, steps = [], set()
@@ -175,7 +177,7 @@ def test_training_resumes_from_a_snapshot_to_the_bit(disk, tmp_path) -> None:
             done = {*(disk.folder / "run" / "checkpoints").glob("*/hashes.txt")}
             if done and done != steps:
                 steps = done
-                copies.append(said / f"{len(copies)}.img")
+                copies.append(copies_folder / f"{len(copies)}.img")
                 disk.snapshot(copies[-1])
         assert run.returncode == 0
     assert len(copies) >= 2

@@ -89,10 +89,10 @@ def test_scoring_rule_is_that_of_the_task(tmp_path: Path):
 def test_answers_are_read_leniently(tmp_path: Path):
     records = [record("a", 0, task="financial_math", reference="-2790", documents=["x"])]
     (item,) = (
-        made := benchmarks.load("own_questions", write_episodes(tmp_path, {1: records}))
+        benchmark := benchmarks.load("own_questions", write_episodes(tmp_path, {1: records}))
     ).items
-    assert made.extract("Answer: $(2,790)", item) == "-2790"
-    assert made.score("Answer: $(2,790)", item) == 1.0
+    assert benchmark.extract("Answer: $(2,790)", item) == "-2790"
+    assert benchmark.score("Answer: $(2,790)", item) == 1.0
 
 
 def test_references_that_can_never_score_are_named_and_left_out(tmp_path: Path, caplog):
@@ -103,8 +103,8 @@ def test_references_that_can_never_score_are_named_and_left_out(tmp_path: Path, 
         record("a", 2, task="financial_math", reference="a handful"),
         record("a", 3, task="multiple_choice", reference="E"),
     ]
-    made = benchmarks.load("own_questions", write_episodes(tmp_path, {7: records}))
-    assert [item.id for item in made.items] == ["7-0"]
+    benchmark = benchmarks.load("own_questions", write_episodes(tmp_path, {7: records}))
+    assert [item.id for item in benchmark.items] == ["7-0"]
     assert "'can never score': 3" in caplog.text
     for number, reference in enumerate(("The The", "a handful", "E"), 2):
         assert f"step 7, episode {number}: left out (reference = {reference!r}" in caplog.text
