@@ -23,7 +23,7 @@ ARRAYS = 32  # arrays of a checkpoint, of equal sizes
 
 @dataclasses.dataclass
 class Durability(Benchmark):
-    """Saves checkpoints of random numbers, and appends to a log, in a folder on a local disk.
+    """Saves of random numbers to checkpoints, and appends to a log, on a local disk.
 
     "save_ms" is the median time of a complete save. Within a save, "fsync_ms" is the median time to
     bring the files to the disk, and "hash_ms" the median time to read and hash them. "append_ms" is

@@ -295,7 +295,7 @@ def _check_id(tokenizer: hf.Tokenizer, text: str, token_id: int) -> None:
 
 
 def _named_tokens(config: Mapping[str, Any], path: pathlib.Path) -> dict[str, str]:
-    """Texts of the named tokens (eos_token and others) of a file, by field."""
+    """Return the texts of the named tokens (eos_token and others) of a file, by field."""
     names = {}
     for field, value in config.items():
         if not field.endswith("_token") or value is None:

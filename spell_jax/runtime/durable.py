@@ -39,7 +39,7 @@ _PASSING = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EAGAIN, errno.EBUSY, errno.ENOMEM),
     *(errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETUNREACH),
 }
-_WORKERS = 16  # files that are fsynced at the same time
+_WORKERS = 16  # threads that fsync files
 
 
 class DiskError(OSError):

@@ -174,8 +174,8 @@ class Peers:
         self._clock = _Clock(self._patience)  # no wait below is longer
         now = self._clock.now()
         self._peers = {
-            other: _Peer(other, count, now, addresses.get(other, ""))
-            for other in (range(1, count) if index == 0 else (0,))
+            peer: _Peer(peer, count, now, addresses.get(peer, ""))
+            for peer in (range(1, count) if index == 0 else (0,))
         }
         self._token: bytes | None = None
         self.state = {"index": index, "host": socket.gethostname()} | _SETUP
@@ -281,7 +281,7 @@ class Peers:
             time.sleep(self._every)
 
     def _converse(self, address: tuple[str, int], hub: _Peer, token: bytes) -> None:
-        """Exchanges states with process 0 until the verdict; NOT_A_PEER if that breaks."""
+        """Exchange states with process 0 until the verdict; NOT_A_PEER if the connection breaks."""
         with (
             socket.create_connection(address, timeout=self._patience) as line,
             line.makefile("rb") as answers,

@@ -48,7 +48,7 @@ def _is_not_of_orbax(record: logging.LogRecord) -> bool:
 
 
 def _report_lost(report: Callable[[Any], object], lost: Any) -> None:
-    """Report an error that no code could catch, except those of TensorStore after a failed save.
+    """Report an error that no code could catch, except TensorStore's after a failed save.
 
     TensorStore's threads call an event loop of Orbax that has ended, and print each failure.
     """

@@ -82,7 +82,7 @@ def parse_verdict(text: str, in_thought: bool = False) -> int:
     """Parse one verifier output into a vote: 1 (yes), 0 (no) or -1 (malformed). Spec section 6.
 
     A verdict in double brackets counts if the opposite one is absent. Without a clear verdict in
-    brackets, the bare words YES and NO are checked in the same way. `in_thought` says that the
+    brackets, the bare words YES and NO count in this way. `in_thought` says that the
     prompt ended inside a thought.
     """
     visible = visible_text(text, in_thought) or ""

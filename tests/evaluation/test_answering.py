@@ -177,11 +177,11 @@ def test_final_score_is_the_better_of_rule_and_judge(reply, judge, final):
     ordered = scored(judged=True)
     answering.ask_judge(ordered, Judge(ask, lambda *item: "|".join(item)))
     assert asked == ["which?|no|first"]  # correct and empty answers are not judged
-    assert [one["judge"] for _, one in ordered] == [None, judge, None]
-    assert [one["unjudged"] for _, one in ordered] == [False, judge not in (0, 1), False]
-    assert [one["final"] for _, one in ordered] == [1.0, final, 0.0]
-    assert [one["rule"] for _, one in ordered] == [1.0, 0.25, 0.0]
-    assert all(one["by"] == {"step": 3} for _, one in ordered)
+    assert [row["judge"] for _, row in ordered] == [None, judge, None]
+    assert [row["unjudged"] for _, row in ordered] == [False, judge not in (0, 1), False]
+    assert [row["final"] for _, row in ordered] == [1.0, final, 0.0]
+    assert [row["rule"] for _, row in ordered] == [1.0, 0.25, 0.0]
+    assert all(row["by"] == {"step": 3} for _, row in ordered)
 
 
 def test_judge_is_asked_only_about_judged_questions(caplog):
@@ -197,7 +197,7 @@ def test_judge_is_asked_only_about_judged_questions(caplog):
         caplog.clear()
         answering.ask_judge(ordered, None)
         assert ("by the rule alone" in caplog.text) == (judged and by_item)
-        assert [one["unjudged"] for _, one in ordered] == [False, judged and by_item, False]
+        assert [row["unjudged"] for _, row in ordered] == [False, judged and by_item, False]
 
 
 def test_fingerprint_covers_prompts_and_ids_but_not_references():

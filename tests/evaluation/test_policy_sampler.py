@@ -12,18 +12,20 @@ from tests import noise
 
 @pytest.fixture
 def policy(tmp_path, monkeypatch):
-    made = Policy(noise.save_policy(tmp_path / "policy"))
-    made.tokenizer.open_thought = lambda messages: "<think>"
+    noise_policy = Policy(noise.save_policy(tmp_path / "policy"))
+    noise_policy.tokenizer.open_thought = lambda messages: "<think>"
 
     def sample(prompts, group, keys, options):
         for place in reversed(range(len(prompts))):
-            tokens = np.array([*made.tokenizer.encode("city"), made.tokenizer.eos_id], np.int32)
+            tokens = np.array(
+                [*noise_policy.tokenizer.encode("city"), noise_policy.tokenizer.eos_id], np.int32
+            )
             stopped = place > 0
             tokens = tokens if stopped else tokens[:-1]
             yield place, [Sample(tokens, np.zeros(len(tokens), np.float32), stopped)]
 
-    monkeypatch.setattr(made, "sample", sample)
-    return made
+    monkeypatch.setattr(noise_policy, "sample", sample)
+    return noise_policy
 
 
 def test_cut_off_reply_states_nothing(policy, caplog):

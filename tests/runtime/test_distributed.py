@@ -321,9 +321,9 @@ def test_service_of_jax_listens_where_all_others_called(
         meeting = rendezvous.Meeting(hub, {})
         position = distributed._Position("host:1234", 3, 0)
         assert distributed._service_address(position, meeting) == (address, bound)
-    other = distributed._Position("host:1234", 3, 1)
+    position = distributed._Position("host:1234", 3, 1)
     meeting = rendezvous.Meeting(("host", 1), {})
-    assert distributed._service_address(other, meeting) == ("host:1234", None)
+    assert distributed._service_address(position, meeting) == ("host:1234", None)
 
 
 @pytest.mark.parametrize(

@@ -100,8 +100,8 @@ def test_line_over_the_limit_is_counted_and_skipped(tmp_path, caplog, monkeypatc
             file.write(b'"12345"\n"123456"\n7\n' + b" " * 100 + b'\n"a"\n"longer than eight"')
         caplog.clear()
         assert read_records(path, str) == (["12345", "7", "a"], 3)
-        found = [record.getMessage() for record in caplog.records]
-        assert found == [f"{path}:{n}: skipped (longer than 8 bytes)" for n in (2, 4, 6)]
+        messages = [record.getMessage() for record in caplog.records]
+        assert messages == [f"{path}:{n}: skipped (longer than 8 bytes)" for n in (2, 4, 6)]
 
 
 def test_bounded_lines_of_texts_end_at_line_feeds():
