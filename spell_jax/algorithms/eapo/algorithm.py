@@ -82,14 +82,15 @@ class Eapo:
             evidence.with_answer_phrase(a.answer, e.task, self.config.extract) if a else ""
             for a in answers
         ]
+        predictions = self.config.read_answers(stated, e.task)
         documents, known = evidence.searchable(e.cluster.documents), e.known_evidence
         return dataclasses.replace(
             e,
             status="accepted",
             response=reply,
             answers=tuple(answers),
-            predictions=self.config.read_answers(stated, e.task),
-            rule=self.config.score_answers(stated, e.reference, e.task),
+            predictions=predictions,
+            rule=self.config.score_answers(predictions, e.reference, e.task),
             verbatim=tuple(a and evidence.verbatim_share(a.evidence, documents) for a in answers),
             supported=tuple(
                 evidence.precision_and_recall(a.evidence, known) if a and known else None
