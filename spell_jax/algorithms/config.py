@@ -65,9 +65,14 @@ class AlgorithmConfig:
         for form in rules.FORMS:
             metrics.add_sum(f"form/{form}", forms[form], len(texts))
 
-    def score_answers(self, texts: Sequence[str], reference: str, task: str) -> tuple[float, ...]:
-        """Score each text by the rule against a reference: 0.0 or 1.0."""
-        return tuple(rules.score(text, reference, task, self.rule, self.extract) for text in texts)
+    def score_answers(
+        self, answers: Sequence[str | None], reference: str, task: str
+    ) -> tuple[float, ...]:
+        """Score each answer of `read_answers` by the rule against a reference: 0.0 or 1.0."""
+        return tuple(
+            rules.score_answer(answer, reference, task, self.rule, self.extract)
+            for answer in answers
+        )
 
     def check_judge(self) -> None:
         """Raises ValueError if the rule needs a judge and none is configured."""

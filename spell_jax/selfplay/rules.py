@@ -102,8 +102,8 @@ def is_correct(
     check_task(task)
     check_extract(extract)
     if task == "general_qa":
-        wanted, found = (normalize_answer(text, extract) for text in (reference, prediction))
-        return bool(wanted) and (wanted == found if rule == "exact" else wanted in found)
+        right, stated = (normalize_answer(text, extract) for text in (reference, prediction))
+        return bool(right) and (right == stated if rule == "exact" else right in stated)
     if extract == "lenient":
         prediction, reference = (read_alone(text, task) or "" for text in (prediction, reference))
     if task == "financial_math":
@@ -139,9 +139,16 @@ def score(
     `reference` is the bare answer, or "The correct answer is X"; `rule` as in AlgorithmConfig;
     `extract` and `in_thought` as in `extract_answer`.
     """
-    prediction = extract_answer(text, task, extract, in_thought)
-    wanted = read_reference(reference, task, extract)
-    return float(prediction is not None and is_correct(prediction, wanted, task, rule, extract))
+    answer = extract_answer(text, task, extract, in_thought)
+    return score_answer(answer, reference, task, rule, extract)
+
+
+def score_answer(
+    answer: str | None, reference: str, task: str, rule: str = "match", extract: str = "paper"
+) -> float:
+    """Return the rule reward of an extracted answer, 0.0 or 1.0; arguments as in `score`."""
+    right = read_reference(reference, task, extract)
+    return float(answer is not None and is_correct(answer, right, task, rule, extract))
 
 
 def read_reference(reference: str, task: str, extract: str = "paper") -> str:

@@ -82,21 +82,22 @@ class Eapo:
             evidence.with_answer_phrase(a.answer, e.task, self.config.extract) if a else ""
             for a in answers
         ]
-        documents, quotes = evidence.searchable(e.cluster.documents), e.known_evidence
+        predictions = self.config.read_answers(answer_texts, e.task)
+        documents, passages = evidence.searchable(e.cluster.documents), e.known_evidence
         return dataclasses.replace(
             e,
             status="accepted",
             response=reply,
             answers=tuple(answers),
-            predictions=self.config.read_answers(answer_texts, e.task),
-            rule=self.config.score_answers(answer_texts, e.reference, e.task),
+            predictions=predictions,
+            rule=self.config.score_answers(predictions, e.reference, e.task),
             verbatim=tuple(a and evidence.verbatim_share(a.evidence, documents) for a in answers),
             supported=tuple(
-                evidence.precision_and_recall(a.evidence, quotes) if a and quotes else None
+                evidence.precision_and_recall(a.evidence, passages) if a and passages else None
                 for a in answers
             ),
             rouge_l=tuple(
-                rouge_l_recall(a.evidence, "\n".join(quotes)) if a and quotes else None
+                rouge_l_recall(a.evidence, "\n".join(passages)) if a and passages else None
                 for a in answers
             ),
         )

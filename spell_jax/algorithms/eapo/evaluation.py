@@ -23,7 +23,7 @@ def held_out_evidence(
 
 
 def measure_answer(text: str, question: Question, extract: str) -> dict[str, float]:
-    """Return measures of an answer by name, in [0, 1]; evidence needs Question.evidence."""
+    """Return an answer's measures, in [0, 1]; precision and recall need Question.evidence."""
     answer = evidence.parse_answer(text)
     quoted, accuracy = "", 0.0
     if answer is not None:

@@ -52,15 +52,17 @@ class ShortToLong(Rlvr):
                 return dataclasses.replace(e, status="overlong", reason="no_responder_reply")
             replies.append(reply)
         short, long = replies
-        read, score = self.config.read_answers, self.config.score_answers
+        short_answers, long_answers = (
+            self.config.read_answers(reply.scored_texts, e.task) for reply in replies
+        )
         return dataclasses.replace(
             e,
             response=long,
-            predictions=read(long.scored_texts, e.task),
-            rule=score(long.scored_texts, e.reference, e.task),
+            predictions=long_answers,
+            rule=self.config.score_answers(long_answers, e.reference, e.task),
             short_response=short,
-            short_predictions=read(short.scored_texts, e.task),
-            short_rule=score(short.scored_texts, e.reference, e.task),
+            short_predictions=short_answers,
+            short_rule=self.config.score_answers(short_answers, e.reference, e.task),
         )
 
     def choose(self, episode: PairEpisode) -> tuple[int, int] | str:

@@ -206,11 +206,9 @@ class Spell:
             return e
         (reply,) = await ask("responder", [self.prompts.responder(e.task, (), e.question)], samples)
         texts = () if reply is None else reply.scored_texts
-        e = replace(
-            e,
-            blind=self.config.read_answers(texts, e.task),
-            blind_scores=self.config.score_answers(texts, e.reference, e.task),
-        )
+        blind = self.config.read_answers(texts, e.task)
+        scores = self.config.score_answers(blind, e.reference, e.task)
+        e = replace(e, blind=blind, blind_scores=scores)
         return self._reject_known(e) if self._judge is None else e
 
     def _reject_known(self, e: Episode) -> Episode:
@@ -237,12 +235,9 @@ class Spell:
         (reply,) = await ask("responder", [text], self.config.group_size)
         if reply is None:
             return replace(e, status="overlong", reason="no_responder_reply")
-        return replace(
-            e,
-            response=reply,
-            predictions=self.config.read_answers(reply.scored_texts, e.task),
-            rule=self.config.score_answers(reply.scored_texts, e.reference, e.task),
-        )
+        predictions = self.config.read_answers(reply.scored_texts, e.task)
+        rule = self.config.score_answers(predictions, e.reference, e.task)
+        return replace(e, response=reply, predictions=predictions, rule=rule)
 
     # 5. The verifier compares answers with the reference.
 

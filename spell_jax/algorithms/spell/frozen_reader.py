@@ -47,14 +47,7 @@ def most_frequent(
 
     (None, 0) if all answers are None.
     """
-    readable_answers = [answer for answer in answers if answer is not None]
-    counts = [
-        sum(rules.same_answer(a, b, task, extract) for b in readable_answers)
-        for a in readable_answers
-    ]
-    largest_count = max(counts, default=0)
-    return (
-        (readable_answers[counts.index(largest_count)], largest_count)
-        if largest_count
-        else (None, 0)
-    )
+    texts = [answer for answer in answers if answer is not None]
+    counts = [sum(rules.same_answer(a, b, task, extract) for b in texts) for a in texts]
+    largest = max(counts, default=0)
+    return (texts[counts.index(largest)], largest) if largest else (None, 0)

@@ -42,5 +42,5 @@ def push(
 
 def _solve_rate(config: SpellConfig, reply: Reply | None, reference: str, task: str) -> float:
     """The share of right answers by the rule, whatever else their rewards depend on."""
-    texts = () if reply is None else reply.scored_texts
-    return float(np.mean(config.score_answers(texts, reference, task) or [0.0]))
+    answers = config.read_answers(() if reply is None else reply.scored_texts, task)
+    return float(np.mean(config.score_answers(answers, reference, task) or [0.0]))
