@@ -192,7 +192,8 @@ class PolicyLM(TemplateLM):
 
         The answer is "" if a thought is unfinished.
         """
-        if not self._thinks(context):
+        opens = text.lstrip().startswith(THOUGHT_BEGIN)  # unasked
+        if not (opens or self._thinks(context)):
             return postprocess_generated_text(text, list(stops), None)
         if visible_text(text, _opens_thought(context)) is None:
             return ""

@@ -25,7 +25,7 @@ def check_finite(values: ArrayLike, name: str) -> None:
         array = np.asarray(values)
     except ValueError as error:  # lists of several lengths
         raise ValueError(f"{name}: {values!r:.200} must be finite numbers ({error})") from error
-    if array.dtype.kind not in "OUS" and np.isfinite(array.astype(np.float64)).all():
+    if array.dtype.kind in "biuf" and np.isfinite(array.astype(np.float64)).all():
         return
     for index, value in enumerate(np.asarray(values, object).ravel().tolist()):
         if not is_finite(value):

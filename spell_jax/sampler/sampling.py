@@ -23,6 +23,9 @@ BISECTIONS = 30
 # The bisection ends at the log-weight of a token that must be kept. Computed again, that weight may
 # be rounded differently (by 1e-5 for logits of 100), so the threshold is lowered by _SLACK.
 _SLACK = 2**-15
+# The same for large logits, relative to them: where XLA fuses the division and the subtraction, the
+# largest log-weight is not 0. At temperature 1e-3, no token was kept, and id 0 was sampled.
+_ROUNDING = 2**-22
 _STRETCH = 128
 _DROPOUT = 2**32 - 1  # folded into an answer's key for its vocabulary dropout; no token has it
 
@@ -87,9 +90,10 @@ def sample(
         return dataclasses.replace(changed, logprob=unchanged)
     greedy = sampling.temperature == 0
     scaled = logits / jnp.where(greedy, 1.0, sampling.temperature)[:, None]
-    below = scaled - jnp.max(scaled, axis=-1, keepdims=True)
+    largest = jnp.max(scaled, axis=-1, keepdims=True)
+    below = scaled - largest
     weights = jnp.exp(below)
-    is_kept = below >= threshold(below, sampling)[:, None]
+    is_kept = below >= threshold(below, sampling)[:, None] - _ROUNDING * jnp.abs(largest)
     kept = jnp.where(is_kept, weights, 0.0)
     sampled = jnp.where(greedy, jnp.argmax(logits, axis=-1), _invert(kept, uniform))
     token = sampled.astype(jnp.int32)

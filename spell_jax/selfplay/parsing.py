@@ -114,7 +114,7 @@ def _validate(
     if "Empty" in record:
         return _declined(NOTHING_TO_ASK)
     question = record.get("question")
-    if not isinstance(question, str):
+    if not isinstance(question, str) or (extract == "lenient" and not question.strip()):
         return _bad("no_question")
     if task == "multiple_choice":
         parsed = _validate_choice(question, record, extract)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from spell_jax.selfplay.braces import BOX, last_box
 from spell_jax.selfplay.written_numbers import (
+    CORRECTION,
     MAX_CHARACTERS,
     REFUSED,
     read_number,
@@ -148,20 +149,24 @@ _LETTER_LEAD = re.compile(
     r"|[\s:$\"'“”‘’*_`<])*+",
     re.IGNORECASE,
 )
-_MARKUP = re.compile(r"\*|\\[()\[\]]")  # of emphasis and of formulas
+_MARKUP = re.compile(r"\*|\\[()\[\]]|(?<![^\W_])_+|_+(?![^\W_])")  # of emphasis and of formulas
 _LETTER = re.compile(r"([(\[{]\s*)?([A-D])(?![\w\u0300-\u036f])(\s*[)\]}])?", re.IGNORECASE)
 # The letter is all, or the text of its option follows: "B) Paris", "option B. Paris", "B - Paris".
 _LONE_LETTER = re.compile(
-    r"[^\w\\]*+(?:(?i:option|choice)\W*+)?(?:\\\w++\{)?\W*+\w(?:\W*+$|\s*+[).:\]}]|\s++[-–—]\s)"
+    r"(?:_|[^\w\\])*+(?:(?i:option|choice)\W*+)?(?:\\\w++\{)?[\W_]*+\w"
+    r"(?:[\W_]*+$|\s*+[).:\]}]|\s++[-–—]\s)"
 )
 _PART_OF_NAME = re.compile(
     r"['’&+#@/\\-]\w|[&+#]|\.[A-Za-z](?![A-Za-z])"
 )  # B's, B-52, A&M, C++, D.C.
 _ANOTHER_LETTER = re.compile(
-    r"[\s,.)\]}*]*(?:(?i:and|or|nor|vs\.?)(?!\w)|[&/+])\s*(?:(?i:option|choice)\s*)?"
+    r"[\s,.)\]}*]*(?:(?i:and|or|nor|vs\.?)(?!\w)|[&/+])\s*"
+    r"(?:(?i:option|choice|maybe|perhaps|possibly|even)\s*)*+"
     r"[(\[]?(?:[A-D]|(?i:[b-d])|a(?=\s*[)\].]|\s*$))(?!\w)"
     r"|\s*,\s*[(\[]?[A-D][)\]]?(?:\s*$|\s*[,.;&]|\s+(?i:and|or)\b)"
+    rf"|{CORRECTION}[(\[]?[A-D](?!\w)"
 )
+_NEXT_OPTION = re.compile(r"\s[(\[]?(?:(?i:option|choice)\s)?[A-D][)\]:]\s")
 _NO_LETTER = re.compile(
     r"\s*(?:not|no|none|neither|nor|both|either|unknown|unclear|all of)(?!\w)", re.IGNORECASE
 )
@@ -238,7 +243,10 @@ def read_alone(text: str, task: str) -> str | None:
     """Read a text that is only a number or a letter, perhaps with the text of its option."""
     if task == "financial_math":
         return read_number(text)
-    return _read_letter(text) if _LONE_LETTER.match(text[:MAX_CHARACTERS]) else None
+    lone = _LONE_LETTER.match(text[:MAX_CHARACTERS])
+    if not lone or _NEXT_OPTION.search(text, lone.end() - 1):
+        return None  # "A) Paris B) Lyon" repeats the options
+    return _read_letter(text.lstrip("->•– "))
 
 
 def _read_text(line: str) -> str | None:

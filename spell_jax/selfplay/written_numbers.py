@@ -124,19 +124,20 @@ _POINT_GROUPS = re.compile(r"\d{1,3}(?:\.\d{3}){2,}|\d{1,3}(?:\.\d{3})+,\d+")
 _EXPONENT = re.compile(r"[eE][+-]?\d{1,3}(?!\w)")
 _POWER_OF_TEN = re.compile(r"\s*[*xX]\s*10\s*\^\s*\(?([+-]?\d{1,3})\)?(?!\w)")
 _MIXED = re.compile(r"(\d{1,9}) +(\d{1,9})/(\d{1,9})(?![\d/.])")
-_OPERATION = re.compile(r"\s*(?:[*/^+]|[xX](?=\s*[\d(]))\s*[\d(.]")
-_RUN = re.compile(r"[\d.,()\s*/^xX+]*[\d)]")
+_OPERATION = re.compile(r"\s*(?:\^\s*-?|[*/+]|[xX](?=\s*[\d(]))\s*[\d(.]")
+_RUN = re.compile(r"(?:[\d.,()\s*/xX+]|\^\s*-?)*[\d)]")
 _YEARS = range(1900, 2100)
 
 _SCALES: dict[str, int] = {"hundred": 10**2, "thousand": 10**3, "million": 10**6}
 _SCALES |= {"billion": 10**9, "trillion": 10**12, "quadrillion": 10**15, "dozen": 12}
 _SCALES |= {"lakh": 10**5, "crore": 10**7}
 _SHORT_SCALES = {"k": 10**3, "m": 10**6, "mm": 10**6, "mn": 10**6, "mln": 10**6, "mio": 10**6}
+_SHORT_SCALES |= {"mrd": 10**9}
 _SHORT_SCALES |= {"b": 10**9, "bn": 10**9, "bln": 10**9, "t": 10**12, "tn": 10**12, "trn": 10**12}
 _SHORT_SCALES |= {"百": 10**2, "千": 10**3, "万": 10**4, "萬": 10**4, "亿": 10**8, "億": 10**8}
 _SCALE_WORD = re.compile(rf"[\s-]*({'|'.join(_SCALES)})s?(?![A-Za-z])", re.IGNORECASE)
 _SHORT_WORD = re.compile(
-    r"\s*(mn|mln|mio|bn|bln|tn|trn|百|千|万|萬|亿|億)(?![A-Za-z])", re.IGNORECASE
+    r"\s*(mn|mln|mio|mrd|bn|bln|tn|trn|百|千|万|萬|亿|億)(?![A-Za-z])", re.IGNORECASE
 )
 # A single letter may be a unit, so it is a scale next to a currency, or attached to the figure.
 _LETTER_WITH_CURRENCY = re.compile(r"\s?(k|K|MM|mm|M|m|B|b|T)(?![A-Za-z0-9'])")
@@ -180,10 +181,19 @@ _NUMBER_WORD = (
     "sixteen|seventeen|eighteen|nineteen|twenty|thirty|forty|fifty|sixty|seventy|eighty|ninety"
 )
 _MEASURE = "cents?|pence|inch(?:es)?|seconds?|minutes?|hours?|days?|weeks?|months?|ounces|grams?"
+_DOUBT = r"(?:(?:about|maybe|perhaps|possibly|probably|even)\s+)*+"
+# "5. Wait, no, 7" and "A. Actually, it is B" withdraw an answer, if another one follows.
+CORRECTION = (
+    r"(?i:\W*(?:(?:wait|no|actually|sorry|oops|hmm|correction|i mean|make that|rather)\W+)++"
+    r"(?:(?:it|that)(?:'s| is| should be)\s+)?)"
+)
 # What after a number shows that it is one of several, or part of something else.
 _MORE = re.compile(
-    rf"(?i:\s*(?:[-/:^*+~±]|\+/-|(?:to|or|and|through|versus|vs\.?|until|by)(?![A-Za-z]))"
-    rf"\s*[$(+~-]*(?:about )?(?:\d|(?:{_NUMBER_WORD})(?![A-Za-z])))"
+    rf"(?i:\s*(?:[-/:^*+~±→]|\+/-|(?:to|or|and|through|versus|vs\.?|until|by)(?![A-Za-z]))"
+    rf"\s*[$(+~>\s-]*{_DOUBT}\$?(?:\d|(?:{_NUMBER_WORD})(?![A-Za-z])))"
+    r"|(?i:[\s,(]*or\s+(?:maybe|perhaps|possibly)(?!\w))"  # but "0.05, or 5%" says it again
+    r"|\s*[;|]\s*\$?[\d.,]+%?\s*(?:[;|]|$)|\s*\\(?:overline|bar|dot)(?![a-z])"
+    rf"|{CORRECTION}\$?\d"
     r"|\s*,\s*\$?\d|\s+[$(]*\d|\.*\d|[.,']\d|[A-Za-z]+\s*\d"
     r"|(?i:\s*and\s+(?:a|one|three)\s+(?:half|quarter|third))"
     rf"|(?:st|nd|rd|th)?(?:\s+of)?\s+(?:{_MONTH})[a-z]*\.?(?!\w)|\s*(?i:[ap]\.?m)(?!\w)"
@@ -308,7 +318,15 @@ def _scaled(digits: str, plain: str, at: int, currency: bool) -> tuple[str, int]
         return digits, percent.end()
     scale = Fraction(1)
     letters = _LETTER_WITH_CURRENCY if currency else _LETTER
-    for pattern in (letters, _SCALE_WORD, _SHORT_WORD, _SCALE_WORD, _BRACKETED_SCALE, _IN_SCALE):
+    for pattern in (
+        letters,
+        _SCALE_WORD,
+        _SHORT_WORD,
+        _SHORT_WORD,
+        _SCALE_WORD,
+        _BRACKETED_SCALE,
+        _IN_SCALE,
+    ):
         if found := pattern.match(plain, at):
             name, at = found[1].lower(), found.end()
             scale *= _SCALES.get(name) or _SHORT_SCALES[name]
@@ -380,6 +398,10 @@ def _word_value(words: list[str]) -> tuple[int, Fraction | None]:
             decimals = _count(words[at + 1 :])
             text = "".join(str(_UNITS[word]) for word in words[at + 1 : at + 1 + decimals])
             current, at = current + Fraction(int(text), 10 ** len(text)), at + decimals
+        elif word == "of" and at and following == ["a"] and words[at + 2 : at + 3] != []:
+            if words[at - 1].removesuffix("s") not in _PARTS or words[at + 2] not in _SCALES:
+                break
+            at += 1  # "a quarter of a million"
         elif part and current is not None and 0 < current < 20 and not total:
             current /= part
         elif scale and (current is not None or total):

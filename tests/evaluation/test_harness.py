@@ -305,9 +305,8 @@ def test_cut_off_thought_is_no_answer(context: str, text: str, answer: str):
 
     policy: Any = Scripted("")
     assert PolicyLM(policy, thinking=True)._read_answer(context, text, []) == answer
-    # Qwen3-Thinking-2507 has no switch: its prompt says that a thought is open.
-    is_told = context.endswith("<think>\n")
-    assert PolicyLM(policy)._read_answer(context, text, []) == (answer if is_told else text)
+    # Qwen3-Thinking-2507 has no switch: its prompt, or the answer, says that a thought is open.
+    assert PolicyLM(policy)._read_answer(context, text, []) == answer
 
 
 def test_stop_strings_of_a_task_do_not_end_the_thinking():

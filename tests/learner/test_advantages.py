@@ -101,7 +101,7 @@ def test_single_questioner_row_has_zero_advantage(tasks):
 
 
 def test_invalid_rewards_and_shapes_are_rejected():
-    for value in (math.nan, math.inf, -math.inf, None, "1", "text", [], {}, 10**400):
+    for value in (math.nan, math.inf, -math.inf, None, "1", "text", [], {}, 10**400, 1j):
         with pytest.raises(ValueError, match=r"^rewards"):
             group_advantages(typing.cast(Any, [1.0, value]))
     with pytest.raises(ValueError, match=r"^rewards\[1\] = nan: must be a finite number$"):

@@ -86,6 +86,12 @@ def test_no_id_without_a_token_is_sampled(changes: dict, mesh: dict | None) -> N
     assert not ABSENT[_sampled(mesh=mesh, **changes)].any()
 
 
+def test_low_temperature_keeps_the_likeliest_token_in_the_nucleus() -> None:
+    """Rounding of large scaled logits kept none; the first id, here an unused one, was sampled."""
+    policy = dataclasses.replace(POLICY, unused_ids=((0, 3), (51, 64)))
+    assert _sampled(policy, temperature=1e-3, top_p=0.95).min() >= 3
+
+
 @pytest.mark.slow
 def test_ids_would_be_sampled_without_the_mask() -> None:
     policy = dataclasses.replace(POLICY, unused_ids=())

@@ -166,6 +166,14 @@ def test_reference_letters_are_read_as_answers_are(answer):
     assert parse_question(text, "multiple_choice", len, extract="lenient").answer == "B"
 
 
+@pytest.mark.parametrize("question", ["", " \n"])
+def test_empty_question_is_none_leniently(question):
+    text = json.dumps({"question": question, "answer": "a"})
+    assert parse(text).status == "accepted"
+    parsed = parse_question(text, "general_qa", count_words, extract="lenient")
+    assert (parsed.status, parsed.reason) == ("bad_format", "no_question")
+
+
 def test_json_strings_are_not_modified():
     tricky = {"question": 'a ",}" and {b} \\', "answer": ",]"}
     text = json.dumps(tricky)

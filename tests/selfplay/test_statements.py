@@ -72,6 +72,16 @@ def test_what_is_read_is_read_again_as_the_same(case):
         ("The answer is E", None),
         ("A dog", None),
         ("So, option B is right", None),
+        ("The answer is _B_", "B"),
+        ("__B__", "B"),
+        ("- B", "B"),
+        ("(D) Option A and option B", "D"),
+        ("Option A: wrong. Option B: right.", None),
+        ("A) Paris B) Lyon", None),
+        ("The answer is B or maybe C", None),
+        ("The answer is A. Wait, no, B.", None),
+        ("The answer is A. Wait, let me check: yes, A", "A"),
+        ("The answer is B. Actually, it is (C)", None),
     ],
 )
 def test_letters(text, letter):

@@ -54,6 +54,8 @@ READ = {
     "3.5 (in millions)": "3500000",
     "$3.5 in thousands": "3500",
     "5亿": "500000000",
+    "5百万": "5000000",
+    "5 Mrd. EUR": "5000000000",
     "2 dozen": "24",
     "12 years": "12",
     "5kg": "5",
@@ -84,6 +86,7 @@ READ = {
     r"1\frac{1}{2}": "1.5",
     r"\sqrt{16}": "4",
     "10⁶": "1000000",
+    "10^{-3}": "0.001",
     r"3.2 \times 10^{-3}": "0.0032",
     "3 × 10^6": "3000000",
     "1e5": "1e5",
@@ -106,6 +109,8 @@ READ = {
     "three point one four million": "3140000",
     "two and a half million": "2500000",
     "half a million": "500000",
+    "a quarter of a million": "250000",
+    "three quarters of a billion": "750000000",
     "a dozen": "12",
     "three quarters": "0.75",
     # Truths
@@ -119,7 +124,9 @@ REFUSED = [
     "5 6", "12, 13",
     "5 ± 1", "more than 5", "at least 5", ">5", "a handful", "N/A", "unknown", "five six", "--5",
     "2 hours 30 minutes", "5 feet 10 inches", "1e400", "(5", "one of the three", "①", "", "-", "$",
-    "5A7", "0x1F",
+    "5A7", "0x1F", r"0.\overline{3}",
+    "5 or maybe 6", "5, or possibly 6", "5; 6", "5 | 6", "5 → 7", "5 -> 7", "~~5~~ 7",
+    "5. Wait, no, 7", "5. Hmm, actually it's $7",
 ]  # fmt: skip
 
 
@@ -140,6 +147,9 @@ def test_what_is_no_single_number_is_refused(text):
     ("text", "digits"),
     [
         ("5. Wait, no", "5"),
+        ("0.05, or 5%", "0.05"),
+        ("5; the table shows 6 more", "5"),
+        ("5. No doubt remains", "5"),
         ("12, as Table 3 says", "12"),
         ("12 (twelve)", "12"),
         ("$12.5 million, up from $10 million", "12500000"),

@@ -116,7 +116,8 @@ class Eapo:
             (reply,) = await ask(REWARD_MODEL, [text], 1, REWARD_MODEL, temperature)
             scores = reply and evidence.parse_scores(reply.scored_texts[0], len(sets))
             e = dataclasses.replace(e, asked=asked, scoring=reply, evidence_scores=scores)
-            if reply is None or scores is not None:
+            # Without a reply, the prompt is over the cap, unless a scoring at the cap was dropped.
+            if scores is not None or (reply is None and c.truncated != "drop"):
                 break
             temperature = c.scoring_temperature or RETRY_TEMPERATURE
         return e

@@ -25,6 +25,7 @@ from spell_jax.reporting import episodes as report_episodes
 from spell_jax.runtime.episodes import EpisodeWriter
 from spell_jax.selfplay.evidence import StructuredAnswer, write_answer
 from tests.algorithms.scripted import (
+    CUT,
     MATH,
     PROMPTS,
     QA,
@@ -215,6 +216,16 @@ def test_overlong_prompts_are_dropped_or_scored_neutrally():
     _, models, episode = one(over=("reward_model",))
     assert len(models.calls) == 2  # the same prompt would be rejected again
     assert episode.evidence == (0.5, 0.5, None, 0.5) and episode.scoring is None
+
+
+def test_scoring_that_is_cut_off_and_dropped_is_asked_again():
+    questions = [ask_about(0)]
+    said = ("1 5\n2" + CUT, "1 5\n2 1\n3 3")
+    for truncated, asked in (("drop", 2), ("zero", 2), ("score", 2)):
+        algorithm = make_algorithm(questions, None, group_size=4, truncated=truncated)
+        models = ScriptedModels(Script(questions, {0: HALF}, {0: said}), truncated)
+        (episode,) = roll_out(algorithm, models, 1)
+        assert (episode.asked, episode.evidence_scores) == (asked, (5, 1, 3)), truncated
 
 
 @pytest.mark.parametrize(
