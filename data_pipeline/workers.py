@@ -2,16 +2,21 @@
 
 With --direct_running_mode=multi_processing, FnApiRunner starts worker processes. If a worker is
 killed, for example because memory ran out, a thread of the runner reports the loss, but the main
-thread would wait for the worker for ever.
+thread would wait for the worker for ever. Ctrl-C and SIGTERM kill the workers first: the runner's
+cleanup waits for them, for ever after Ctrl-C, and they would outlive this process.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
+import pathlib
 import signal
 import threading
 from collections.abc import Iterator
 from types import FrameType
+from typing import Any
 
 _THREAD = "run_worker"  # Beam's name of the thread that waits for a worker process
 _SIGNAL = signal.SIGUSR1
@@ -32,9 +37,11 @@ def watched(work: str) -> Iterator[None]:
     if main is not threading.main_thread():
         yield
         return
-    report, causes = threading.excepthook, []
+    report, causes, is_ending = threading.excepthook, [], threading.Event()
 
     def note(failure: threading.ExceptHookArgs) -> None:
+        if is_ending.is_set():
+            return
         if failure.thread is None or failure.thread.name != _THREAD:
             report(failure)
             return
@@ -48,10 +55,45 @@ def watched(work: str) -> Iterator[None]:
             "lower --direct_num_workers, and the stages that are done are kept"
         )
 
+    def killing(handle: Any) -> Any:
+        if not callable(handle):
+            return handle
+
+        @functools.wraps(handle)  # runtime/sigterm.py knows its handler by the module's name
+        def end(number: int, frame: FrameType | None) -> None:
+            is_ending.set()
+            _kill_descendants()
+            handle(number, frame)
+
+        return end
+
+    old = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     handler = signal.signal(_SIGNAL, fail)
     threading.excepthook = note
+    for number, handle in old.items():
+        signal.signal(number, killing(handle))
     try:
         yield
     finally:
         threading.excepthook = report
         signal.signal(_SIGNAL, handler)
+        for number, handle in old.items():
+            signal.signal(number, handle)
+
+
+def _kill_descendants() -> None:
+    """Kill the processes below this one: the workers, and the shells that started them.
+
+    Nothing happens on a system without /proc.
+    """
+    children: dict[int, list[int]] = {}
+    for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # the process has just ended
+            parent = int(path.read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(path.parent.name))
+    pids = [os.getpid()]
+    for pid in pids:
+        pids += children.get(pid, [])
+    for pid in pids[1:]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)

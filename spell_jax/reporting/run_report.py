@@ -11,6 +11,7 @@ from spell_jax.reporting.page import COMPARISON, PAGE, RunData, make_overview, w
 from spell_jax.reporting.plots import draw_page, draw_run
 from spell_jax.reporting.tables import before_after_table, read_evaluation
 from spell_jax.runtime import entry
+from spell_jax.runtime.episodes import episode_files
 from spell_jax.runtime.metrics import METRICS_FILE, read_metrics
 
 PLOTS_FOLDER = "plots"
@@ -52,10 +53,11 @@ def read_run(workdir: str | epath.Path) -> RunData:
     """Reads a run's metrics and evaluation.
 
     FileNotFoundError without metrics.jsonl; ValueError if it is empty or damaged, or if
-    evaluation.json has another form than tables.py says.
+    evaluation.json has another form than tables.py says, or if episodes/ is no folder.
     """
     workdir = epath.Path(workdir)
     records = read_metrics(workdir)
     if not records:
         raise ValueError(f"{workdir / METRICS_FILE}: no line yet; the run has not ended a step")
+    episode_files(workdir)
     return RunData(workdir, records, read_evaluation(workdir))

@@ -37,6 +37,7 @@ UNFINISHED = ".tmp"  # suffix of a file that is being written
 # Errors that may pass: the disk or quota is full, or a network file system does not answer.
 _PASSING = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EAGAIN, errno.EBUSY, errno.ENOMEM),
+    errno.ENXIO,  # of a pipe: nobody reads it yet
     *(errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETUNREACH),
 }
 _WORKERS = 16  # threads that fsync files
@@ -83,16 +84,30 @@ def retried(place: Any, work: Callable[..., T], *args: Any) -> T:
 def write(path: str | os.PathLike[str], content: bytes) -> None:
     """Replace the content of a file atomically; make its folder if it is missing.
 
-    Replaces the target of a link. Writes to a terminal or pipe (/dev/stdout) directly.
+    Replaces the target of a link. Writes to a terminal or pipe (/dev/stdout) directly; DiskError if
+    no process reads the pipe for 14 s.
     """
     if paths.is_remote(path):
         epath.Path(path).write_bytes(content)
         return
     path = pathlib.Path(path)
     if path.exists() and not path.is_file() and not path.is_dir():
-        path.write_bytes(content)
+        retried(path, _write_through, path, content)
         return
     retried(path, _write, path.resolve(), content)
+
+
+def _write_through(path: pathlib.Path, content: bytes) -> None:
+    """Write to a terminal, a device or a pipe; ENXIO if no process reads the pipe."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_TRUNC)
+    except OSError as error:
+        if error.errno == errno.ENXIO:
+            error.strerror = "is a pipe that no process reads"
+        raise
+    os.set_blocking(descriptor, True)
+    with open(descriptor, "wb") as file:
+        file.write(content)
 
 
 def _write(target: pathlib.Path, content: bytes) -> None:
@@ -183,11 +198,15 @@ def sync_tree(folder: str | os.PathLike[str]) -> None:
 
 
 def remove(path: epath.Path) -> None:
-    """Remove a folder with its content, a file or a link; nothing happens if there is none."""
-    if not paths.is_remote(path) and (os.path.islink(path) or os.path.isfile(path)):
+    """Remove a folder with its content, or anything else; nothing happens if there is none."""
+    if not paths.is_remote(path) and os.path.lexists(path) and not _is_folder(path):
         os.unlink(path)
         return
     path.rmtree(missing_ok=True)
+
+
+def _is_folder(path: epath.Path) -> bool:
+    return os.path.isdir(path) and not os.path.islink(path)
 
 
 def copy(source: epath.Path, target: epath.Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from etils import epath
 
-from spell_jax.runtime import paths
+from spell_jax.runtime import durable, paths
 from spell_jax.runtime.jsonl import read_records, write_records
 from spell_jax.runtime.metrics import finite_or_none, run_now
 
@@ -35,16 +35,32 @@ def require_object(line: Any) -> dict[str, Any]:
 def read_episodes(
     workdir: str | os.PathLike[str], parse: Callable[[Any], T] = require_object
 ) -> Iterator[tuple[int, T]]:
-    """Yields (step, episode) in rollout order; bad lines are skipped (jsonl.read_records)."""
+    """Yields (step, episode) in rollout order; bad lines are skipped (jsonl.read_records).
+
+    So are folders, pipes and devices in place of a step's file.
+    """
     for step, path in episode_files(workdir).items():
+        try:
+            paths.require_file(path)
+        except ValueError as error:
+            log.warning("left out: %s", error)
+            continue
         for episode in read_records(path, parse)[0]:
             yield step, episode
 
 
 def episode_files(workdir: str | os.PathLike[str]) -> dict[int, epath.Path]:
-    """Episode file of each step, in order of steps; empty if there is no folder."""
+    """Episode file of each step, in order of steps; empty if there is no folder.
+
+    ValueError if something else is in its place.
+    """
     files = {}
-    for path in paths.entries(epath.Path(workdir) / EPISODES_FOLDER):
+    folder = epath.Path(workdir) / EPISODES_FOLDER
+    try:
+        contents = paths.entries(folder)
+    except NotADirectoryError as error:
+        raise ValueError(f"{folder}: must be a folder; move or remove it") from error
+    for path in contents:
         if found := re.fullmatch(r"step_(\d+)\.jsonl\.gz", path.name):
             files[int(found[1])] = path
     return dict(sorted(files.items()))
@@ -90,7 +106,7 @@ class EpisodeWriter:
             return
         for step, path in episode_files(workdir).items():
             if resume_step is None or step > resume_step:
-                path.unlink()
+                durable.remove(path)
         for step, records in (queued or {}).items() if self._characters else ():
             self._queue[int(step)] = list(records)
             self._put(int(step))

@@ -18,7 +18,7 @@ from typing import IO, Any, TypeVar, cast
 
 from etils import epath
 
-from spell_jax.runtime import durable
+from spell_jax.runtime import durable, paths
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -91,6 +91,7 @@ def append_records(path: str | os.PathLike[str], records: Iterable[Any]) -> None
 
 def read_json(path: str | os.PathLike[str], kind: type[T] = dict) -> T:
     """Read a JSON value of type `kind`; ValueError names a file that is damaged or has another."""
+    paths.require_file(path)
     try:
         value = json.loads(epath.Path(path).read_bytes())
     except (ValueError, RecursionError) as error:

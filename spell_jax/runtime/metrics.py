@@ -14,6 +14,7 @@ from typing import Any
 from absl import logging
 from etils import epath
 
+from spell_jax.runtime import paths
 from spell_jax.runtime.jsonl import read_records, write_lines
 from spell_jax.runtime.loggers import MetricLogger, TensorBoard
 
@@ -81,11 +82,13 @@ def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Read the lines of WORKDIR/metrics.jsonl as dicts; log, count and skip damaged lines.
 
     A line is damaged if it is not a JSON object with an integer "step". A resumed run restores
-    damaged lines from its checkpoint. FileNotFoundError if there is no such file.
+    damaged lines from its checkpoint. FileNotFoundError if there is no such file;
+    ValueError if it is a folder, a pipe or a device.
     """
     path = epath.Path(workdir) / METRICS_FILE
     if not path.exists():
         raise FileNotFoundError(f"{path}: no metrics there; is this the folder of a training run?")
+    paths.require_file(path)
     records, skipped = read_records(path, _require_step)
     if skipped:
         logging.warning("%s: %d of %d lines skipped", path, skipped, len(records) + skipped)

@@ -7,10 +7,12 @@ weights are not opened in a bucket but fetched from it (remote.py).
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import importlib.util
 import os
 import pathlib
+import stat
 from collections.abc import Collection, Iterator
 
 import fsspec.config
@@ -22,6 +24,8 @@ CONFIG_FILE = "config.json"
 CHECKPOINTS_FOLDER = "checkpoints"
 # What a run needs to go on in another folder, besides a checkpoint.
 RUN_FILES = (CONFIG_FILE, "metrics.jsonl", "evaluation.json", "wandb_id", "best")
+_FILES = (CONFIG_FILE, "metrics.jsonl", "evaluation.json", "wandb_id", "lock.json")
+_FOLDERS = (CHECKPOINTS_FOLDER, "episodes", "policy", "best", "plots", "tensorboard")
 
 
 def open_folder(path: str | os.PathLike[str]) -> epath.Path:
@@ -47,7 +51,11 @@ def prepare(path: str | os.PathLike[str]) -> None:
 
 
 def make_workdir(path: epath.Path) -> None:
-    """Makes the folder of a run; ValueError if it cannot be made or written to."""
+    """Makes the folder of a run.
+
+    ValueError if it cannot be made or written to, or if a file or folder of a run is there as
+    something else, such as a pipe.
+    """
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -55,6 +63,10 @@ def make_workdir(path: epath.Path) -> None:
             f"workdir = {os.fspath(path)!r}: cannot be made ({error.strerror or error}); must be a "
             "folder that this user may write to"
         ) from error
+    for name in _FILES:
+        _require(path / name, "file")
+    for name in _FOLDERS:
+        _require(path / name, "folder")
 
 
 def absolute(path: str | os.PathLike[str]) -> str:
@@ -65,6 +77,32 @@ def absolute(path: str | os.PathLike[str]) -> str:
 def is_remote(path: str | os.PathLike[str]) -> bool:
     """Whether a path is a URL, which pathlib would treat as a local path."""
     return "://" in os.fspath(path)
+
+
+def require_file(path: str | os.PathLike[str]) -> None:
+    """Raise ValueError if a path of this machine is a folder, a pipe, a socket or a device.
+
+    The reader of a pipe would wait for a writer without end. Nothing happens if there is nothing at
+    the path: opening it says so.
+    """
+    _require(path, "file")
+
+
+def _require(path: str | os.PathLike[str], kind: str) -> None:
+    """Raise ValueError if something else than a file or folder, as `kind` says, is at a path."""
+    if is_remote(path):
+        return
+    try:
+        mode = os.stat(path).st_mode
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            return
+        present = "link to itself"
+    else:
+        kinds = {stat.S_IFREG: "file", stat.S_IFDIR: "folder"}
+        present = kinds.get(stat.S_IFMT(mode), "pipe, a socket or a device")
+    if present != kind:
+        raise ValueError(f"{os.fspath(path)}: is a {present}, must be a {kind}; move or remove it")
 
 
 def cache_folder() -> pathlib.Path:

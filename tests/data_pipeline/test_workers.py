@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import subprocess
 import threading
 
 import apache_beam as beam
@@ -12,6 +13,7 @@ import pytest
 
 from data_pipeline import workers
 from data_pipeline.stages import DONE, Stages
+from spell_jax.runtime import sigterm
 
 OPTIONS = ["--direct_num_workers=2", "--direct_running_mode=multi_processing"]
 
@@ -65,3 +67,22 @@ def test_other_threads_may_run_a_stage() -> None:
     thread.start()
     thread.join()
     assert entered == [True]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_that_ends_the_build_kills_workers_before_the_runner_waits_for_them(number):
+    """Beam's cleanup waited for them 25 s after SIGTERM, and without end after Ctrl-C."""
+    with (
+        pytest.raises((KeyboardInterrupt, SystemExit)),
+        sigterm.ending(print),
+        workers.watched("stage"),
+    ):
+        shell = subprocess.Popen("sleep 60 & echo $!; wait", shell=True, stdout=subprocess.PIPE)
+        assert shell.stdout is not None
+        shell.stdout.readline()  # both run
+        try:
+            signal.raise_signal(number)
+        finally:
+            assert shell.wait(10) == -signal.SIGKILL
+            assert shell.stdout.read() == b""  # the worker, which has it open too, has ended
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

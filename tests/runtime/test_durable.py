@@ -257,3 +257,18 @@ def test_watch_closes_its_folder_and_ignores_buckets(tmp_path):
     del watch
     assert len(os.listdir("/proc/self/fd")) == before
     FolderWatch("gs://bucket/run").check()
+
+
+def test_pipe_without_a_reader_is_an_error_and_not_a_wait_without_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(durable, "sleep", lambda seconds: None)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(durable.DiskError, match="pipe: is a pipe that no process reads, 4 tries"):
+        durable.write(tmp_path / "pipe", b"1")
+
+
+def test_pipes_and_devices_are_removed_as_files_are(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("/dev/zero")
+    for name in ("pipe", "link", "missing"):
+        durable.remove(epath.Path(tmp_path / name))
+    assert not any(tmp_path.iterdir()) and os.path.exists("/dev/zero")

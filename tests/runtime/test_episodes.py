@@ -6,6 +6,7 @@ import gzip
 import itertools
 import json
 import logging
+import os
 
 import numpy as np
 import pytest
@@ -138,3 +139,19 @@ def test_file_without_gzip_format_is_skipped_with_a_warning(tmp_path, caplog, co
     with caplog.at_level(logging.WARNING):
         assert list(read_episodes(tmp_path)) == []
     assert bool(content) == (f"{path}:1: skipped from here on" in caplog.text)
+
+
+def test_pipes_and_folders_in_place_of_files_are_left_out_and_removed(tmp_path, caplog):
+    writer = EpisodeWriter(tmp_path, MUCH)
+    for step in (1, 2):
+        writer.write(step, [record("a")])
+    os.mkfifo(tmp_path / "episodes" / "step_000003.jsonl.gz")
+    (tmp_path / "episodes" / "step_000004.jsonl.gz" / "x").mkdir(parents=True)
+    assert [step for step, _ in read_episodes(tmp_path)] == [1, 2]
+    assert "step_000003.jsonl.gz: is a pipe, a socket or a device, must be a file" in caplog.text
+    EpisodeWriter(tmp_path, MUCH, resume_step=2)
+    assert len(list((tmp_path / "episodes").iterdir())) == 2
+    (tmp_path / "other").mkdir()
+    os.mkfifo(tmp_path / "other" / "episodes")
+    with pytest.raises(ValueError, match="other/episodes: must be a folder"):
+        list(read_episodes(tmp_path / "other"))

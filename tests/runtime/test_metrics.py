@@ -1,12 +1,16 @@
 import json
 import math
+import os
 
 import numpy as np
 import pytest
+from etils import epath
 from hypothesis import given
 from hypothesis import strategies as st
 
 from spell_jax.runtime import metrics as runtime_metrics
+from spell_jax.runtime import paths
+from spell_jax.runtime.jsonl import read_json
 from spell_jax.runtime.metrics import (
     Metrics,
     MetricsWriter,
@@ -230,3 +234,28 @@ def test_reading_missing_metrics_raises(tmp_path):
 def test_value_without_json_form_raises_type_error():
     with pytest.raises(TypeError, match="set has no JSON form"):
         finite_or_none({"a": [{1}]})
+
+
+def test_a_pipe_in_place_of_a_file_is_an_error_and_not_a_wait_without_end(tmp_path):
+    for name in ("metrics.jsonl", "config.json"):
+        os.mkfifo(tmp_path / name)
+    with pytest.raises(ValueError, match=r"metrics\.jsonl: is a pipe, .* move or remove it"):
+        read_metrics(tmp_path)
+    with pytest.raises(ValueError, match=r"config\.json: is a pipe"):
+        read_json(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "present"),
+    [
+        ("metrics.jsonl", os.mkfifo, "pipe, a socket or a device, must be a file"),
+        ("lock.json", os.mkdir, "folder, must be a file"),
+        ("evaluation.json", lambda path: os.symlink(path.name, path), "link to itself"),
+        ("best", os.mkfifo, "pipe, a socket or a device, must be a folder"),
+        ("episodes", lambda path: path.write_text(""), "file, must be a folder"),
+    ],
+)
+def test_a_run_names_what_is_in_place_of_its_files(name, make, present, tmp_path):
+    make(tmp_path / name)
+    with pytest.raises(ValueError, match=f"{name}: is a {present}"):
+        paths.make_workdir(epath.Path(tmp_path))
