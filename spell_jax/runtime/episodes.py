@@ -35,9 +35,17 @@ def require_object(line: Any) -> dict[str, Any]:
 def read_episodes(
     workdir: str | os.PathLike[str], parse: Callable[[Any], T] = require_object
 ) -> Iterator[tuple[int, T]]:
-    """Yields (step, episode) in rollout order; bad lines are skipped (jsonl.read_records)."""
+    """Yields (step, episode) in rollout order; bad lines are skipped (jsonl.read_records).
+
+    A file that cannot be read is logged and skipped.
+    """
     for step, path in episode_files(workdir).items():
-        for episode in read_records(path, parse)[0]:
+        try:
+            episodes, _ = read_records(path, parse)
+        except OSError as error:
+            log.warning("%s: skipped (%s)", path, error.strerror or error)
+            continue
+        for episode in episodes:
             yield step, episode
 
 

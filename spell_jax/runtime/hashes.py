@@ -8,11 +8,10 @@ every other file. The step is the folder's name: a renamed folder counts as dama
 from __future__ import annotations
 
 import concurrent.futures
-import errno
 import hashlib
 import json
 import os
-from typing import IO, Any
+from typing import Any
 
 from etils import epath
 
@@ -40,7 +39,7 @@ def write(folder: epath.Path, score: float | None) -> None:
 def _read(folder: epath.Path) -> dict[str, Any]:
     """Content written by `write`; ValueError if it is unreadable or altered, or of another step."""
     try:
-        with _open(folder / FILE) as file:
+        with paths.open_stored(folder / FILE) as file:
             head, _, content = file.read().partition(b"\n")
     except OSError as error:
         missing = isinstance(error, FileNotFoundError) and not os.path.islink(folder / FILE)
@@ -110,22 +109,9 @@ def _files(folder: epath.Path) -> list[str]:
     return [os.path.relpath(f"{parent}/{name}", top) for parent, names in walked for name in names]
 
 
-def _open(path: epath.Path) -> IO[bytes]:
-    """Open a file to read; OSError for a pipe, which would wait for a writer, and for a device."""
-    name = os.fspath(path)
-    # Not by epath, for which a pipe is a file.
-    if not paths.is_remote(name) and os.path.exists(name) and not _is_stored(name):
-        raise OSError(errno.EINVAL, "a pipe, a socket or a device")
-    return path.open("rb")
-
-
-def _is_stored(name: str) -> bool:
-    return os.path.isfile(name) or os.path.isdir(name)
-
-
 def _hash(path: epath.Path) -> list[Any]:
     size, digest = 0, _blake2b()
-    with _open(path) as file:
+    with paths.open_stored(path) as file:
         while chunk := file.read(_CHUNK):
             size += len(chunk)
             digest.update(chunk)

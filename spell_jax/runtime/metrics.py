@@ -18,6 +18,7 @@ from spell_jax.runtime.jsonl import read_records, write_lines
 from spell_jax.runtime.loggers import MetricLogger, TensorBoard
 
 METRICS_FILE = "metrics.jsonl"
+LARGEST_STEP = 2**63 - 1  # of int64
 TAIL = 1000  # lines of metrics.jsonl kept in a checkpoint
 
 
@@ -80,8 +81,8 @@ def finite_or_none(value: Any) -> tuple[Any, int]:
 def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Lines of WORKDIR/metrics.jsonl as dicts; damaged lines are logged, counted and skipped.
 
-    A line is damaged if it is not a JSON object with an integer "step". A resumed run restores
-    damaged lines from its checkpoint. FileNotFoundError if there is no such file.
+    A line is damaged if it is not a JSON object with an integer "step" of at least 1. A resumed run
+    restores damaged lines from its checkpoint. FileNotFoundError if there is no such file.
     """
     path = epath.Path(workdir) / METRICS_FILE
     if not path.exists():
@@ -93,8 +94,9 @@ def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def _require_step(record: Any) -> dict[str, Any]:
-    if not isinstance(record, dict) or type(record.get("step")) is not int:
-        raise ValueError('want an object with an integer "step"')
+    step = record.get("step") if isinstance(record, dict) else None
+    if type(step) is not int or not 1 <= step <= LARGEST_STEP:
+        raise ValueError(f'want an object with an integer "step" from 1 to {LARGEST_STEP}')
     return record
 
 

@@ -7,11 +7,13 @@ weights are not opened in a bucket but fetched from it (remote.py).
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import importlib.util
 import os
 import pathlib
 from collections.abc import Collection, Iterator
+from typing import IO
 
 import fsspec.config
 from etils import epath
@@ -65,6 +67,16 @@ def absolute(path: str | os.PathLike[str]) -> str:
 def is_remote(path: str | os.PathLike[str]) -> bool:
     """Whether a path is a URL, which pathlib would treat as a local path."""
     return "://" in os.fspath(path)
+
+
+def open_stored(path: str | os.PathLike[str]) -> IO[bytes]:
+    """Open a file to read; OSError for a pipe, which would wait for a writer, and for a device."""
+    name = os.fspath(path)
+    # Not by epath, for which a pipe is a file.
+    is_stored = is_remote(name) or os.path.isfile(name) or os.path.isdir(name)
+    if not is_stored and os.path.exists(name):
+        raise OSError(errno.EINVAL, "a pipe, a socket or a device", name)
+    return epath.Path(path).open("rb")
 
 
 def cache_folder() -> pathlib.Path:
