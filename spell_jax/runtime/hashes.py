@@ -16,6 +16,7 @@ from typing import Any
 from etils import epath
 
 from spell_jax.runtime import durable, paths
+from spell_jax.runtime.finite import is_finite
 
 FILE = "hashes.txt"
 UNFINISHED = f"{FILE}: missing (the save did not end, or the file was removed)"
@@ -46,11 +47,29 @@ def _read(folder: epath.Path) -> dict[str, Any]:
         raise ValueError(UNFINISHED if missing else _unreadable(FILE, error)) from error
     if _blake2b(content).hexdigest().encode() != head:
         raise ValueError(f"{FILE}: truncated or altered")
-    found = json.loads(content)
+    try:
+        found = json.loads(content)
+    except RecursionError as error:
+        raise ValueError(f"{FILE}: not written by a run ({error})") from error
+    if not _is_record(found):
+        raise ValueError(f"{FILE}: not written by a run")
     # Checkpoints of versions before 0.1 have no step.
     if str(step := found.get("step", folder.name)) != folder.name:
         raise ValueError(f"{FILE}: of step {step}, the folder was renamed")
     return found
+
+
+def _is_record(value: Any) -> bool:
+    if not isinstance(value, dict) or not isinstance(files := value.get("files"), dict):
+        return False
+    places = [os.path.normpath(name).split(os.sep)[0] for name in files]
+    if any(place in ("", "..") for place in places) or not "".join(files).isprintable():
+        return False
+    score = value.get("score", "missing")
+    return (score is None or is_finite(score)) and all(
+        isinstance(sums, list) and [type(item) for item in sums] == [int, str]
+        for sums in files.values()
+    )
 
 
 def score(folder: epath.Path) -> tuple[bool, float | None]:
