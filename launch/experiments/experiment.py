@@ -199,7 +199,7 @@ class Curve(NamedTuple):
     def read(self, folder: epath.Path) -> float | None:
         if not (folder / METRICS_FILE).exists():
             return None
-        found = [record.get(self.metric) for record in read_metrics(folder)]
+        found: list[Any] = [record.get(self.metric) for record in read_metrics(folder)]
         values = [value for value in found if is_finite(value)]
         some = values[-STEPS:] if self.is_last else values[:STEPS]
         return self.scale * statistics.fmean(some) if some else None
