@@ -17,7 +17,8 @@ from typing import Any, NamedTuple, Protocol
 from etils import epath
 
 from spell_jax.evaluation.runner import SUMMARY
-from spell_jax.runtime.jsonl import read_json, read_records
+from spell_jax.runtime.finite import is_finite
+from spell_jax.runtime.jsonl import MALFORMED, read_json, read_records
 from spell_jax.runtime.metrics import METRICS_FILE, read_metrics
 
 MODELS, DATA, BENCHMARKS = "models", "data", "benchmarks"  # folders below `inputs`
@@ -160,12 +161,15 @@ class Score(NamedTuple):
         if not path.exists():
             return None
         summary = read_json(path)
-        row = next((one for one in summary["rows"] if one["max_input"] == self.max_input), None)
-        if row is None:
-            return None
-        found: dict[str, Any] = {"average": row["average"], **row["columns"], **row["benchmarks"]}
-        value = found.get(self.name, {}).get(f"pass@{self.attempts}")
-        return None if value is None else 100 * value["mean"]
+        try:
+            rows = [row for row in summary["rows"] if row["max_input"] == self.max_input]
+            scores: dict[str, Any] = {}
+            for row in rows[:1]:
+                scores |= {"average": row["average"], **row["columns"], **row["benchmarks"]}
+            value = scores.get(self.name, {}).get(f"pass@{self.attempts}")
+            return None if value is None else float(100 * value["mean"])
+        except MALFORMED as error:
+            raise ValueError(f"{path}: not a summary of an evaluation ({error!r})") from error
 
 
 class Mean(NamedTuple):
@@ -195,8 +199,8 @@ class Curve(NamedTuple):
     def read(self, folder: epath.Path) -> float | None:
         if not (folder / METRICS_FILE).exists():
             return None
-        found = [record.get(self.metric) for record in read_metrics(folder)]
-        values = [value for value in found if value is not None]
+        found: list[Any] = [record.get(self.metric) for record in read_metrics(folder)]
+        values = [value for value in found if is_finite(value)]
         some = values[-STEPS:] if self.is_last else values[:STEPS]
         return self.scale * statistics.fmean(some) if some else None
 
@@ -211,7 +215,7 @@ class Right(NamedTuple):
         if not path.exists():
             return None
         rights, _ = read_records(path, lambda record: record.get("right"))
-        known = [right for right in rights if right is not None]
+        known = [right for right in rights if is_finite(right)]
         return 100 * statistics.fmean(known) if known else None
 
 

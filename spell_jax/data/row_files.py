@@ -35,10 +35,13 @@ KINDS |= {text + packed: Kind(text, packed) for text in _TEXTS for packed in _CO
 
 # Limits, because a small compressed file can hold any amount of text: bytes of an unpacked file,
 # and characters of a JSON value that is no list, or of an element of a list.
-LARGEST, _LARGEST_VALUE = 1 << 32, 1 << 27
+LARGEST, _LARGEST_VALUE = 1 << 32, 1 << 26  # 64 MiB of "[]," become 1.6 GB of lists
 _CHARACTERS = 2**20  # read at a time from a JSON list
 _BATCH = 64  # rows of a Parquet file in memory at a time; a row may have megabytes
 _BATCH_BYTES = 1 << 28  # most bytes of these rows, if each row has the longest value of its column
+# A kilobyte can hold a row with a list of 10**9 nulls. Most elements of lists in a column chunk, as
+# it is unpacked, and in the rows that are in memory at a time, with 8 to 40 bytes each.
+_CHUNK_ELEMENTS, _BATCH_ELEMENTS = 1 << 28, 1 << 24
 _SEPARATOR = re.compile(r"[ \t\n\r]*([,\]])[ \t\n\r]*")
 
 
@@ -101,12 +104,40 @@ def _parquet(file: BinaryIO) -> Iterator[dict[str, Any]]:
     import pyarrow.parquet as pq
 
     with pq.ParquetFile(file) as table:
+        _check_chunks(table.metadata)
         classes = _class_names(table.schema_arrow.metadata or {})
         for batch in table.iter_batches(rows_at_a_time(table.metadata, _BATCH, _BATCH_BYTES)):
+            if (count := sum(map(_count_elements, batch.columns))) > _BATCH_ELEMENTS:
+                raise ValueError(f"{len(batch)} rows with lists of {count} elements")
             for row in batch.to_pylist():
                 for column, names in classes.items():
                     row[column] = _class_name(row.get(column), names)
                 yield row
+
+
+def _check_chunks(metadata: Any) -> None:
+    """Raise ValueError if a column chunk of a Parquet file has more than _CHUNK_ELEMENTS values."""
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        for chunk in map(group.column, range(group.num_columns)):
+            if chunk.num_values - group.num_rows > _CHUNK_ELEMENTS:
+                raise ValueError(
+                    f"row group {number}: column {chunk.path_in_schema} has lists of "
+                    f"{chunk.num_values} elements together; must be at most {_CHUNK_ELEMENTS}"
+                )
+
+
+def _count_elements(column: Any) -> int:
+    """Count the elements of all lists in an Arrow array, nested ones too."""
+    import pyarrow as pa
+
+    kind = column.type
+    if pa.types.is_struct(kind):
+        return sum(map(_count_elements, column.flatten()))
+    if not pa.types.is_nested(kind):
+        return 0
+    values = column.flatten()
+    return len(values) + _count_elements(values)
 
 
 def rows_at_a_time(metadata: Any, limit: int, size: int) -> int:

@@ -153,7 +153,7 @@ def read_finished(path: pathlib.Path, samples: int) -> dict[QuestionKey, list[Ro
     if not path.exists():
         return {}
     found: dict[QuestionKey, list[Row]] = {}
-    lines, torn = read_records(path, lambda row: (tuple(row[name] for name in KEY_FIELDS), row))
+    lines, torn = read_records(path, _parse_row)
     for key, row in lines:
         found.setdefault(key, []).append(row)
     wanted = list(range(samples))
@@ -162,6 +162,16 @@ def read_finished(path: pathlib.Path, samples: int) -> dict[QuestionKey, list[Ro
         write_records(path, (row for rows in complete.values() for row in rows))
     log.info("%s: %d questions are answered already", path, len(complete))
     return complete
+
+
+_KINDS = {"max_input": int, "benchmark": str, "id": str, "sample": int, "text": str}
+
+
+def _parse_row(row: Any) -> tuple[QuestionKey, Row]:
+    for field, kind in _KINDS.items():
+        if type(row[field]) is not kind:
+            raise ValueError(f"{field} = {row[field]!r:.80}: must be of type {kind.__name__}")
+    return (row["max_input"], row["benchmark"], row["id"]), row
 
 
 def score(answered: Sequence[tuple[Question, Row]]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import itertools
+import logging
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,11 @@ from typing import Any
 from etils import epath
 
 from spell_jax.data.clusters import ROLES, TASKS
-from spell_jax.runtime.episodes import episode_files, read_episodes
+from spell_jax.runtime.episodes import EPISODES_FOLDER, episode_files, read_episodes
+from spell_jax.runtime.finite import LARGEST_FLOAT32, is_finite
+from spell_jax.runtime.metrics import finite_or_none
+
+log = logging.getLogger(__name__)
 
 # Fields of an episode's line that the page uses, with their defaults.
 _TEXTS = ("task", "cluster", "status", "reason", "question", "reference", "own_reference", "prompt")
@@ -46,7 +51,11 @@ class Episodes:
 def choose_episodes(workdir: epath.Path, limit: int) -> Episodes:
     """Reads all of WORKDIR/episodes, one step at a time, and keeps at most `limit` episodes."""
     result = Episodes()
-    steps = evenly(list(episode_files(workdir)), limit)
+    try:
+        steps = evenly(list(episode_files(workdir)), limit)
+    except OSError as error:  # such as a file in place of the folder
+        log.warning("%s: no episodes (%s)", workdir / EPISODES_FOLDER, error.strerror or error)
+        return result
     shares = dict(zip(steps, shares_of(limit, len(steps)), strict=True))
     step_of, taken = operator.itemgetter(0), collections.Counter()
     for step, pairs in itertools.groupby(read_episodes(workdir, _episode), step_of):
@@ -105,14 +114,23 @@ def _episode(line: Any) -> dict[str, Any]:
     """Checks and converts a line for the page; TypeError for a value of another type."""
     if not isinstance(line, dict):
         raise TypeError("not an object")
+    if finite_or_none(line)[1]:
+        raise ValueError("a number is not finite")
     episode = {name: line.get(name, default) for name, default in _FIELDS.items()}
     for name, default in _FIELDS.items():
         if default is not None and not isinstance(episode[name], type(default)):
             raise TypeError(f"{name} is {type(episode[name]).__name__}")
+    for score in (*episode["scores"], episode["reward"]):
+        if score is not None and not is_finite(score, LARGEST_FLOAT32):
+            raise TypeError(f"a score or reward is {score!r:.80}, not a number of float32")
+    if not all(isinstance(votes, list) for votes in episode["votes"]):
+        raise TypeError("votes are not lists of texts")
     scores = [float(score) for score in episode["scores"]]
     outputs = (episode["proposal"], episode["answers"], any(episode["votes"]))
     documents = line.get("documents") or []
-    if not all(isinstance(text, str) for text in (*documents, *episode["answers"])):
+    if not isinstance(documents, list) or not all(
+        isinstance(text, str) for text in (*documents, *episode["answers"])
+    ):
         raise TypeError("documents and answers are not all texts")
     return episode | {
         "scores": scores,

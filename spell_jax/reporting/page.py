@@ -250,7 +250,7 @@ def _config(workdir: epath.Path) -> dict[str, Any] | None:
         return read_json(path)
     except FileNotFoundError:
         return None
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         log.warning("left out: %s", error)
         return None
 
@@ -263,19 +263,28 @@ def _with_counted(records: Sequence[Mapping[str, Any]], episodes: Episodes) -> l
         for role in ROLES:
             tokens = line.get(f"rollout/answer_tokens/{role}")
             answers = line.pop(f"episodes/answers/{role}", None)
-            if tokens is not None and answers is not None:
+            if is_finite(tokens, LARGEST_FLOAT32) and answers is not None:
                 line[f"episodes/tokens/{role}"] = tokens * answers
         lines.append(line)
     return lines
 
 
+def check_axis(run: RunData, x: str) -> None:
+    """Raise ValueError if a run has no values for the axis `x`, one of X_AXES."""
+    if x == "sampled_tokens" and not any(TOKENS in record for record in run.records):
+        raise ValueError(f"x = {x!r}: {run.workdir} has no {TOKENS} in its metrics")
+
+
 def _places(run: RunData, x: str) -> dict[int, float]:
-    """Step -> place on the x axis: the step, or the tokens sampled until its end."""
+    """Step -> place on the x axis: the step, or the tokens sampled until its end.
+
+    A count of tokens that is no finite number, as in a damaged line, counts as 0.
+    """
+    check_axis(run, x)
     found, tokens = {}, 0.0
     for record in run.records:
-        if x == "sampled_tokens" and TOKENS not in record:
-            raise ValueError(f"x = {x!r}: {run.workdir} has no {TOKENS} in its metrics")
-        tokens += record.get(TOKENS, 0.0)
+        count = record.get(TOKENS, 0.0)
+        tokens += count if is_finite(count, LARGEST_FLOAT32) else 0.0
         found[record["step"]] = record["step"] if x == "step" else tokens
     return found
 
@@ -318,7 +327,9 @@ def _mapping(config: Mapping[str, Any] | None) -> dict[str, Any] | None:
         name, mu, sigma = (algorithm[key] for key in ("mapping", "mu", "sigma"))
         means = [i / 100 for i in range(101)]
         curve = [[x, six_digits(rewards.questioner_reward(x, name, mu, sigma))] for x in means]
-    except (KeyError, TypeError, ValueError, ZeroDivisionError):
+    except (KeyError, TypeError, ValueError, ArithmeticError):
+        return None
+    if not all(is_finite(y) for _, y in curve):
         return None
     return {"name": name, "curve": curve}
 

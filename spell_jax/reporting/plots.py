@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 
 from spell_jax.reporting.panels import panels_by_prefix
 from spell_jax.runtime import durable
+from spell_jax.runtime.terminal import printable
 
 MANY = 60  # steps; as in report.html
 SIZE = (4.2, 2.8)  # inches
@@ -38,6 +39,7 @@ _INK = "#1c1f23"
 _DASHES = ("-", "--", ":", "-.", (0, (1, 3)), (0, (10, 4)))
 _NAME_CHARACTERS = 80
 _LEGEND_INSIDE = 6  # labels
+_LABEL_CHARACTERS = 200
 
 
 class Plot(NamedTuple):
@@ -69,7 +71,9 @@ def draw_page(overview: Mapping[str, Any], folder: epath.Path) -> list[epath.Pat
 def draw_run(overview: Mapping[str, Any], folder: epath.Path) -> list[epath.Path]:
     """Draws one run: a picture per metric prefix, and evaluation.png if it has an evaluation."""
     groups, pictures = overview["groups"], {}
-    for name, panels in sorted(panels_by_prefix(overview["groups"][0]["series"]).items()):
+    prefixes = sorted(panels_by_prefix(overview["groups"][0]["series"]).items())
+    names = file_names([prefix for prefix, _ in prefixes])
+    for name, (_, panels) in zip(names, prefixes, strict=True):
         pictures[name] = [_curves(panel, groups, overview["x"]) for panel in panels]
     if overview["evaluation"]:
         pictures["evaluation"] = [_intervals(table, groups) for table in overview["evaluation"]]
@@ -240,5 +244,9 @@ def _draw_table(axes: Axes, table: Mapping[str, Any], groups: Sequence[Mapping])
 
 
 def _plain(text: str) -> str:
-    """Escape "$" (math in matplotlib) and replace "_" (a leading one would hide a label)."""
+    """Escape "$" (math in matplotlib) and replace "_" (a leading one would hide a label).
+
+    Control characters and surrogates, which a font does not have, become their escapes.
+    """
+    text = printable(text[:_LABEL_CHARACTERS])
     return text.replace("$", r"\$").lstrip("_").replace("_", " ")

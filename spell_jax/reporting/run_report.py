@@ -7,11 +7,17 @@ from collections.abc import Sequence
 from etils import epath
 
 from spell_jax.reporting.episodes import Episodes
-from spell_jax.reporting.page import COMPARISON, PAGE, RunData, make_overview, write_page
+from spell_jax.reporting.page import (
+    COMPARISON,
+    PAGE,
+    RunData,
+    check_axis,
+    make_overview,
+    write_page,
+)
 from spell_jax.reporting.plots import draw_page, draw_run
 from spell_jax.reporting.tables import before_after_table, read_evaluation
 from spell_jax.runtime import entry
-from spell_jax.runtime.episodes import episode_files
 from spell_jax.runtime.metrics import METRICS_FILE, read_metrics
 
 PLOTS_FOLDER = "plots"
@@ -24,9 +30,11 @@ def report_runs(workdirs: Sequence[epath.Path], x: str = "step") -> None:
     evaluation, which is also printed. WORKDIR/report.html shows all of this with episodes to browse
     (page.py), and each of its plots is a picture too. The page of several runs is comparison.html
     in the first workdir, with its pictures in plots/comparison. The page's curves are plotted over
-    `x`, one of page.X_AXES.
+    `x`, one of page.X_AXES, which is checked before anything is written too.
     """
     runs = [read_run(workdir) for workdir in workdirs]
+    for run in runs:
+        check_axis(run, x)
     entry.setup_done()
     for run in runs:
         paths = _draw_run(run)
@@ -53,11 +61,10 @@ def read_run(workdir: str | epath.Path) -> RunData:
     """Reads a run's metrics and evaluation.
 
     FileNotFoundError without metrics.jsonl; ValueError if it is empty or damaged, or if
-    evaluation.json has another form than tables.py says, or if episodes/ is no folder.
+    evaluation.json has another form than tables.py says.
     """
     workdir = epath.Path(workdir)
     records = read_metrics(workdir)
     if not records:
         raise ValueError(f"{workdir / METRICS_FILE}: no line yet; the run has not ended a step")
-    episode_files(workdir)
     return RunData(workdir, records, read_evaluation(workdir))

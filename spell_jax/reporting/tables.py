@@ -48,8 +48,9 @@ def _check_table(value: Any, place: str, depth: int) -> None:
         isinstance(value, list)
         and len(value) == 2
         and all(is_finite(number, LARGEST_FLOAT32) for number in value)
+        and value[1] >= 0
     ):
-        raise ValueError(f"{place}: want [mean, half_width], got {json.dumps(value)[:60]}")
+        raise ValueError(f"{place}: want [mean, half_width >= 0], got {json.dumps(value)[:60]}")
 
 
 def compare(

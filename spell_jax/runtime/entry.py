@@ -113,7 +113,7 @@ def user_errors() -> Iterator[None]:
             yield
     except USER_ERRORS as error:
         text = " ".join(line.strip() for line in str(error).splitlines()).strip()
-        text = _flag_of_file(error) or text
+        text = _name_file(error) or text
         if isinstance(error, ModuleNotFoundError) and error.name in _EXTRAS:
             text = f"{text}; pip install 'spell_jax[{_EXTRAS[error.name]}]'"
         if _is_set_up or not text or isinstance(error, _PLACELESS):
@@ -146,14 +146,15 @@ def check_secrets(arguments: Sequence[str]) -> None:
         flag = argument if argument.startswith("-") else ""
 
 
-def _flag_of_file(error: BaseException) -> str:
-    """The message of an error of a file that a flag names, or ""."""
-    if isinstance(error, OSError) and isinstance(error.filename, str | os.PathLike):
-        name = os.fspath(error.filename)
-        for flag, _, value in (argument.partition("=") for argument in sys.argv[1:]):
-            if value == name:
-                return f"{flag} = {value!r}: {(error.strerror or 'unreadable').lower()}"
-    return ""
+def _name_file(error: BaseException) -> str:
+    """Return the message of an error of a file, with the flag that names the file; else ""."""
+    if not isinstance(error, OSError) or not isinstance(error.filename, str | os.PathLike):
+        return ""
+    name, reason = os.fspath(error.filename), (error.strerror or "unreadable").lower()
+    for flag, _, value in (argument.partition("=") for argument in sys.argv[1:]):
+        if value == name:
+            return f"{flag} = {value!r}: {reason}"
+    return f"{name}: {reason}"
 
 
 def _leave(line: str, code: int, error: BaseException) -> NoReturn:

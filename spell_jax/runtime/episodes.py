@@ -37,30 +37,22 @@ def read_episodes(
 ) -> Iterator[tuple[int, T]]:
     """Yields (step, episode) in rollout order; bad lines are skipped (jsonl.read_records).
 
-    So are folders, pipes and devices in place of a step's file.
+    A step's file that cannot be read, or is a folder, a pipe or a device, is logged and skipped.
     """
     for step, path in episode_files(workdir).items():
         try:
-            paths.require_file(path)
-        except ValueError as error:
-            log.warning("left out: %s", error)
+            episodes, _ = read_records(path, parse)
+        except OSError as error:
+            log.warning("%s: skipped (%s)", path, error.strerror or error)
             continue
-        for episode in read_records(path, parse)[0]:
+        for episode in episodes:
             yield step, episode
 
 
 def episode_files(workdir: str | os.PathLike[str]) -> dict[int, epath.Path]:
-    """Episode file of each step, in order of steps; empty if there is no folder.
-
-    ValueError if something else is in its place.
-    """
+    """Episode file of each step, in order of steps; empty if there is no folder."""
     files = {}
-    folder = epath.Path(workdir) / EPISODES_FOLDER
-    try:
-        contents = paths.entries(folder)
-    except NotADirectoryError as error:
-        raise ValueError(f"{folder}: must be a folder; move or remove it") from error
-    for path in contents:
+    for path in paths.entries(epath.Path(workdir) / EPISODES_FOLDER):
         if found := re.fullmatch(r"step_(\d+)\.jsonl\.gz", path.name):
             files[int(found[1])] = path
     return dict(sorted(files.items()))

@@ -8,15 +8,15 @@ every other file. The step is the folder's name: a renamed folder counts as dama
 from __future__ import annotations
 
 import concurrent.futures
-import errno
 import hashlib
 import json
 import os
-from typing import IO, Any
+from typing import Any
 
 from etils import epath
 
 from spell_jax.runtime import durable, paths
+from spell_jax.runtime.finite import is_finite
 
 FILE = "hashes.txt"
 UNFINISHED = f"{FILE}: missing (the save did not end, or the file was removed)"
@@ -40,18 +40,36 @@ def write(folder: epath.Path, score: float | None) -> None:
 def _read(folder: epath.Path) -> dict[str, Any]:
     """Read the content of `write`; ValueError if it is unreadable, altered or of another step."""
     try:
-        with _open(folder / FILE) as file:
+        with paths.open_file(folder / FILE) as file:
             head, _, content = file.read().partition(b"\n")
     except OSError as error:
         missing = isinstance(error, FileNotFoundError) and not os.path.islink(folder / FILE)
         raise ValueError(UNFINISHED if missing else _unreadable(FILE, error)) from error
     if _blake2b(content).hexdigest().encode() != head:
         raise ValueError(f"{FILE}: truncated or altered")
-    record = json.loads(content)
+    try:
+        record = json.loads(content)
+    except RecursionError as error:
+        raise ValueError(f"{FILE}: not written by a run ({error})") from error
+    if not _is_record(record):
+        raise ValueError(f"{FILE}: not written by a run")
     # Checkpoints of versions before 0.1 have no step.
     if str(step := record.get("step", folder.name)) != folder.name:
         raise ValueError(f"{FILE}: of step {step}, the folder was renamed")
     return record
+
+
+def _is_record(value: Any) -> bool:
+    if not isinstance(value, dict) or not isinstance(files := value.get("files"), dict):
+        return False
+    places = [os.path.normpath(name).split(os.sep)[0] for name in files]
+    if any(place in ("", "..") for place in places) or not "".join(files).isprintable():
+        return False
+    score = value.get("score", "missing")
+    return (score is None or is_finite(score)) and all(
+        isinstance(sums, list) and [type(item) for item in sums] == [int, str]
+        for sums in files.values()
+    )
 
 
 def score(folder: epath.Path) -> tuple[bool, float | None]:
@@ -110,22 +128,9 @@ def _files(folder: epath.Path) -> list[str]:
     return [os.path.relpath(f"{parent}/{name}", top) for parent, names in walked for name in names]
 
 
-def _open(path: epath.Path) -> IO[bytes]:
-    """Open a file to read; OSError for a pipe, which would wait for a writer, and for a device."""
-    name = os.fspath(path)
-    # os.path, because epath takes a pipe for a file.
-    if not paths.is_remote(name) and os.path.exists(name) and not _is_stored(name):
-        raise OSError(errno.EINVAL, "a pipe, a socket or a device")
-    return path.open("rb")
-
-
-def _is_stored(name: str) -> bool:
-    return os.path.isfile(name) or os.path.isdir(name)
-
-
 def _hash(path: epath.Path) -> list[Any]:
     size, digest = 0, _blake2b()
-    with _open(path) as file:
+    with paths.open_file(path) as file:
         while chunk := file.read(_CHUNK):
             size += len(chunk)
             digest.update(chunk)

@@ -12,15 +12,16 @@ import json
 import logging
 import os
 import pathlib
+import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import IO, Any, TypeVar, cast
 
-from etils import epath
-
 from spell_jax.runtime import durable, paths
 
 T = TypeVar("T")
+# What Python says of a value that is no object, or of a field of another type.
+_OTHER_TYPE = re.compile(r"not iterable|indices must be|has no attribute|not subscriptable")
 log = logging.getLogger(__name__)
 
 # Most bytes of a line. A few megabytes of .gz can hold a line of gigabytes; the longest record that
@@ -29,7 +30,8 @@ LONGEST_LINE = 1 << 26
 _SKIPPED = 1 << 20  # bytes of a longer line that are read at a time
 
 # What a parser raises for a malformed record.
-MALFORMED = (ValueError, KeyError, TypeError, AttributeError)
+# float() raises OverflowError for an integer of 400 digits.
+MALFORMED = (ValueError, KeyError, TypeError, AttributeError, OverflowError)
 
 
 def read_records(path: str | os.PathLike[str], parse: Callable[[Any], T]) -> tuple[list[T], int]:
@@ -37,12 +39,13 @@ def read_records(path: str | os.PathLike[str], parse: Callable[[Any], T]) -> tup
 
     The file, maybe compressed or in a bucket, is UTF-8 with one JSON value per line, with or
     without a byte order mark. Only line feeds end a line; empty lines are ignored. `parse` raises
-    ValueError, KeyError, TypeError or AttributeError for a malformed value. Bad lines, and lines
-    over LONGEST_LINE bytes, are logged with their place and skipped. If a compressed file is
-    damaged, the rest of it counts as one bad line. FileNotFoundError if there is no such file.
+    errors of MALFORMED for a malformed value. Bad lines, and lines over LONGEST_LINE bytes, are
+    logged with their place and skipped. If a compressed file is damaged, the rest of it counts as
+    one bad line. FileNotFoundError if there is no such file, OSError if it is a pipe, a folder or
+    a device.
     """
     records, skipped, number = [], 0, 0
-    with epath.Path(path).open("rb") as file, _compressed(path, file, "rb") as lines:
+    with paths.open_file(path) as file, _compressed(path, file, "rb") as lines:
         try:
             for number, line in enumerate(bounded_lines(lines, LONGEST_LINE), start=1):
                 if line is not None and not line.strip():
@@ -53,11 +56,20 @@ def read_records(path: str | os.PathLike[str], parse: Callable[[Any], T]) -> tup
                     records.append(parse(json.loads(line.decode("utf-8-sig"))))
                 except (*MALFORMED, RecursionError) as error:
                     skipped += 1
-                    log.warning("%s:%d: skipped (%s)", path, number, error)
+                    log.warning("%s:%d: skipped (%s)", path, number, _reason(error))
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             skipped += 1
             log.warning("%s:%d: skipped from here on (%s)", path, number + 1, error)
     return records, skipped
+
+
+def _reason(error: Exception) -> str:
+    """Return what is wrong with a record; the text of a KeyError is only the name of the field."""
+    if isinstance(error, KeyError):
+        return f"{error.args[0]}: missing"
+    if type(error) in (TypeError, AttributeError) and _OTHER_TYPE.search(str(error)):
+        return f"must be a JSON object with other types of fields: {error}"
+    return str(error)
 
 
 def bounded_lines(stream: Any, limit: int) -> Iterator[Any]:
@@ -91,9 +103,10 @@ def append_records(path: str | os.PathLike[str], records: Iterable[Any]) -> None
 
 def read_json(path: str | os.PathLike[str], kind: type[T] = dict) -> T:
     """Read a JSON value of type `kind`; ValueError names a file that is damaged or has another."""
-    paths.require_file(path)
+    with paths.open_file(path) as file:
+        content = file.read()
     try:
-        value = json.loads(epath.Path(path).read_bytes())
+        value = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: damaged ({error})") from error
     if not isinstance(value, kind):
@@ -108,8 +121,10 @@ def read_lines(path: str | os.PathLike[str]) -> list[str]:
     Only line feeds end a line. (str.splitlines also breaks at U+2028, U+0085 and others, which JSON
     allows within a string.)
     """
+    with paths.open_file(path) as file:
+        content = file.read()
     try:
-        text = epath.Path(path).read_bytes().decode()
+        text = content.decode()
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not UTF-8 ({error})") from error
     return text.removesuffix("\n").split("\n") if text else []

@@ -14,11 +14,11 @@ from typing import Any
 from absl import logging
 from etils import epath
 
-from spell_jax.runtime import paths
 from spell_jax.runtime.jsonl import read_records, write_lines
 from spell_jax.runtime.loggers import MetricLogger, TensorBoard
 
 METRICS_FILE = "metrics.jsonl"
+LARGEST_STEP = 2**63 - 1  # of int64
 TAIL = 1000  # lines of metrics.jsonl kept in a checkpoint
 
 
@@ -81,14 +81,13 @@ def finite_or_none(value: Any) -> tuple[Any, int]:
 def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Read the lines of WORKDIR/metrics.jsonl as dicts; log, count and skip damaged lines.
 
-    A line is damaged if it is not a JSON object with an integer "step". A resumed run restores
-    damaged lines from its checkpoint. FileNotFoundError if there is no such file;
-    ValueError if it is a folder, a pipe or a device.
+    A line is damaged if it is not a JSON object with an integer "step" of at least 1. A resumed run
+    restores damaged lines from its checkpoint. FileNotFoundError if there is no such file;
+    OSError if it is a folder, a pipe or a device.
     """
     path = epath.Path(workdir) / METRICS_FILE
     if not path.exists():
         raise FileNotFoundError(f"{path}: no metrics there; is this the folder of a training run?")
-    paths.require_file(path)
     records, skipped = read_records(path, _require_step)
     if skipped:
         logging.warning("%s: %d of %d lines skipped", path, skipped, len(records) + skipped)
@@ -96,8 +95,9 @@ def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def _require_step(record: Any) -> dict[str, Any]:
-    if not isinstance(record, dict) or type(record.get("step")) is not int:
-        raise ValueError('want an object with an integer "step"')
+    step = record.get("step") if isinstance(record, dict) else None
+    if type(step) is not int or not 1 <= step <= LARGEST_STEP:
+        raise ValueError(f'want an object with an integer "step" from 1 to {LARGEST_STEP}')
     return record
 
 

@@ -14,6 +14,7 @@ import os
 import pathlib
 import stat
 from collections.abc import Collection, Iterator
+from typing import IO
 
 import fsspec.config
 from etils import epath
@@ -26,6 +27,7 @@ CHECKPOINTS_FOLDER = "checkpoints"
 RUN_FILES = (CONFIG_FILE, "metrics.jsonl", "evaluation.json", "wandb_id", "best")
 _FILES = (CONFIG_FILE, "metrics.jsonl", "evaluation.json", "wandb_id", "lock.json")
 _FOLDERS = (CHECKPOINTS_FOLDER, "episodes", "policy", "best", "plots", "tensorboard")
+_NO_FILE = "a pipe, a socket or a device"
 
 
 def open_folder(path: str | os.PathLike[str]) -> epath.Path:
@@ -64,9 +66,9 @@ def make_workdir(path: epath.Path) -> None:
             "folder that this user may write to"
         ) from error
     for name in _FILES:
-        _require(path / name, "file")
+        _require(path / name, "a file")
     for name in _FOLDERS:
-        _require(path / name, "folder")
+        _require(path / name, "a folder")
 
 
 def absolute(path: str | os.PathLike[str]) -> str:
@@ -79,30 +81,28 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
     return "://" in os.fspath(path)
 
 
-def require_file(path: str | os.PathLike[str]) -> None:
-    """Raise ValueError if a path of this machine is a folder, a pipe, a socket or a device.
-
-    The reader of a pipe would wait for a writer without end. Nothing happens if there is nothing at
-    the path: opening it says so.
-    """
-    _require(path, "file")
+def open_file(path: str | os.PathLike[str]) -> IO[bytes]:
+    """Open a file to read its bytes; OSError for a device or a pipe, which would wait for ever."""
+    if _kind(path) == _NO_FILE:
+        raise OSError(errno.EINVAL, _NO_FILE, os.fspath(path))
+    return epath.Path(path).open("rb")
 
 
 def _require(path: str | os.PathLike[str], kind: str) -> None:
-    """Raise ValueError if something else than a file or folder, as `kind` says, is at a path."""
+    """Raise ValueError if something is at a path that is not of this kind, as `_kind` says."""
+    if (present := _kind(path)) not in (kind, ""):
+        raise ValueError(f"{os.fspath(path)}: is {present}, must be {kind}; move or remove it")
+
+
+def _kind(path: str | os.PathLike[str]) -> str:
+    """Say what is at a path; "" for nothing, or in a bucket, where there are only files."""
     if is_remote(path):
-        return
+        return ""
     try:
         mode = os.stat(path).st_mode
     except OSError as error:
-        if error.errno != errno.ELOOP:
-            return
-        present = "link to itself"
-    else:
-        kinds = {stat.S_IFREG: "file", stat.S_IFDIR: "folder"}
-        present = kinds.get(stat.S_IFMT(mode), "pipe, a socket or a device")
-    if present != kind:
-        raise ValueError(f"{os.fspath(path)}: is a {present}, must be a {kind}; move or remove it")
+        return "a link to itself" if error.errno == errno.ELOOP else ""
+    return {stat.S_IFREG: "a file", stat.S_IFDIR: "a folder"}.get(stat.S_IFMT(mode), _NO_FILE)
 
 
 def cache_folder() -> pathlib.Path:

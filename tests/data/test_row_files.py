@@ -149,3 +149,20 @@ def test_rows_of_a_dictionary_are_read_a_few_at_a_time():
     assert row_files.rows_at_a_time(metadata, 64, 1 << 20) == 64
     assert row_files.rows_at_a_time(metadata, 64, 10_000) in (2, 3, 4)
     assert row_files.rows_at_a_time(metadata, 64, 1) == 1
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_a_row_with_a_huge_list_is_named(is_nested, monkeypatch):
+    monkeypatch.setattr(row_files, "_BATCH_ELEMENTS", 1000)
+    ends = pa.array([0, 3, 1001], pa.int32())
+    lists = pa.ListArray.from_arrays(ends, pa.nulls(1001, pa.int8()))
+    column = pa.StructArray.from_arrays([lists], ["x"]) if is_nested else lists
+    file = io.BytesIO()
+    pq.write_table(pa.table({"text": ["a", "b"], "column": column}), file)
+    with pytest.raises(ValueError, match="2 rows with lists of 1001 elements"):
+        read(file.getvalue(), KINDS[".parquet"])
+    monkeypatch.setattr(row_files, "_BATCH_ELEMENTS", 1001)
+    assert len(read(file.getvalue(), KINDS[".parquet"])) == 2
+    monkeypatch.setattr(row_files, "_CHUNK_ELEMENTS", 998)
+    with pytest.raises(ValueError, match=r"row group 0: column column.* lists of 1001 elements"):
+        read(file.getvalue(), KINDS[".parquet"])

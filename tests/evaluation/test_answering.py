@@ -18,6 +18,7 @@ from spell_jax.evaluation.benchmarks.base import Benchmark, Item
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.model import TINY_POLICY
+from spell_jax.runtime.jsonl import write_records
 from spell_jax.selfplay.judge import Judge
 from tests import evaluating
 
@@ -215,3 +216,14 @@ def test_fingerprint_covers_prompts_and_ids_but_not_references():
     corrected = dataclasses.replace(first, references=("4",))  # its answers stay valid
     same = dataclasses.replace(benchmark, items=(corrected, *others))
     assert answering.fingerprint(same) == answering.fingerprint(benchmark)
+
+
+@pytest.mark.parametrize("field", ["max_input", "benchmark", "id", "sample", "text"])
+def test_a_finished_row_with_another_type_is_dropped(tmp_path, caplog, field):
+    row = {"max_input": 24, "benchmark": "text", "id": "a", "sample": 0, "text": "x"}
+    path = tmp_path / "answers.jsonl"
+    odd = [{**row, "id": "b", field: ["a"]}, {k: v for k, v in row.items() if k != field}]
+    write_records(path, [row, *odd, 5])
+    assert answering.read_finished(path, 1) == {(24, "text", "a"): [row]}
+    assert f"{path}:2: skipped ({field} = ['a']" in caplog.text
+    assert path.read_text() == json.dumps(row) + "\n"

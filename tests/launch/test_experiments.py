@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 import statistics
 from pathlib import Path
 from typing import Any
 
 import pytest
+from etils import epath
 
 from launch import commands, plan, topologies, xmanager
 from launch.experiments import __main__ as printed
@@ -18,6 +20,7 @@ from launch.experiments.experiment import Curve, Experiment, Mean, Run, Score, n
 from spell_jax.evaluation import protocol
 from spell_jax.evaluation.benchmarks import registry as benchmarks
 from spell_jax.evaluation.generated import ruler
+from spell_jax.evaluation.runner import SUMMARY
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.model import TINY_POLICY
 from tests import metric_names
@@ -330,7 +333,7 @@ def test_curves_are_read_from_the_first_and_last_steps_of_a_run(tmp_path):
     folder = tmp_path / "reconstruction-dense-qwen"
     folder.mkdir()
     lines = [{"step": n, "eval/dense_reward": n / 100} for n in range(1, 41)]
-    lines += [{"step": 41}]
+    lines += [{"step": 41}, *({"step": 42, "eval/dense_reward": x} for x in ("a", [1], math.nan))]
     (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in lines))
     found = printed.table(registry.find("reconstruction-figure-8"), str(tmp_path))
     assert "| Qwen, ours | / | / | / 0.055 | / 0.355 | / | / |" in found
@@ -376,3 +379,12 @@ def test_experiment_without_rows_prints_its_reason(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["launch.experiments", "spell-figure-2"])
     printed.main()
     assert capsys.readouterr().out == "The loop of rollout and update\n\nA drawing.\n"
+
+
+@pytest.mark.parametrize("summary", ["{}", '{"rows": 1}', '{"rows": [{}]}', '{"rows": [1]}'])
+def test_an_odd_summary_is_named(tmp_path, summary):
+    (tmp_path / "a").mkdir()
+    path = tmp_path / "a" / SUMMARY
+    path.write_text(summary)
+    with pytest.raises(ValueError, match=f"{path}: not a summary of an evaluation"):
+        Score("a", "average", 1).read(epath.Path(tmp_path))

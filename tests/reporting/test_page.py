@@ -7,6 +7,7 @@ import collections
 import gzip
 import itertools
 import json
+import os
 import re
 import subprocess
 import sys
@@ -340,6 +341,28 @@ def test_curves_over_sampled_tokens_average_the_places_of_the_seeds(tmp_path):
     unknown = RunData(runs[0].workdir, [{"step": 1, "eval/all": 1}], None)
     with pytest.raises(ValueError, match="has no rollout/sampled_tokens in its metrics"):
         write_page([unknown], path, x="sampled_tokens")
+
+
+ODD_EPISODES = (
+    *('{"scores": [NaN]}', '{"scores": [1e999]}', '{"scores": ["x"]}', '{"scores": [null, 1]}'),
+    *('{"reward": "inf"}', '{"reward": 1%s}' % ("0" * 400), '{"scores": [1%s]}' % ("0" * 400)),
+    *('{"votes": [1]}', '{"votes": [null]}', '{"votes": ["yes"]}', '{"documents": "text"}'),
+    *('{"measures": {"a": [NaN]}}', '{"documents": {"a": 1}}', "[]", "null"),
+)
+
+
+@pytest.mark.parametrize("line", ODD_EPISODES)
+def test_an_odd_episode_is_named_and_skipped(tmp_path, caplog, line):
+    file = path_of(tmp_path, 1)
+    file.parent.mkdir()
+    file.write_bytes(gzip.compress(f'{line}\n{{"question": "kept"}}\n'.encode()))
+    path_of(tmp_path, 2).mkdir()  # a folder in place of a file
+    os.mkfifo(path_of(tmp_path, 3))
+    run = RunData(epath.Path(tmp_path), [{"step": 1, "a": 1.0}], None)
+    assert write_page([run], epath.Path(tmp_path / "page.html"))["found"] == 1
+    assert f"{file}:1: skipped" in caplog.text
+    assert f"{path_of(tmp_path, 2)}: skipped (Is a directory)" in caplog.text
+    assert f"{path_of(tmp_path, 3)}: skipped (a pipe, a socket or a device)" in caplog.text
 
 
 @pytest.mark.slow

@@ -1,13 +1,15 @@
 import json
+import os
 import subprocess
 import sys
 
 import pytest
+from etils import epath
 
 from spell_jax.reporting.episodes import Episodes
-from spell_jax.reporting.page import make_overview
+from spell_jax.reporting.page import make_overview, write_page
 from spell_jax.reporting.panels import panels_by_prefix
-from spell_jax.reporting.run_report import plot_run, read_run
+from spell_jax.reporting.run_report import plot_run, read_run, report_runs
 from spell_jax.reporting.tables import before_after_table, read_evaluation
 from spell_jax.runtime.metrics import MetricsWriter
 
@@ -166,7 +168,11 @@ def test_damaged_lines_of_metrics_are_named_and_not_plotted(tmp_path, caplog):
         ({"before": {}, "after": {"s": {"r": 3}}}, "after/s/r: want an object, got 3"),
         (
             {"before": {"s": {"r": {"c": [1]}}}, "after": {}},
-            r"before/s/r/c: want \[mean, half_width\]",
+            r"before/s/r/c: want \[mean, half_width >= 0\]",
+        ),
+        (
+            {"before": {"s": {"r": {"c": [1, -1]}}}, "after": {}},
+            "before/s/r/c: want .mean, half_width >= 0., got .1, -1.",
         ),
     ],
 )
@@ -180,3 +186,47 @@ def test_missing_or_partial_evaluation_is_none(tmp_path):
     assert read_evaluation(tmp_path) is None
     (tmp_path / "evaluation.json").write_text(json.dumps({"before": {}}))
     assert read_evaluation(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    "name", ["k" * 10_000, "a\0b", "\ud800", "\x1b[31m", "a\nb", "../../x", ""]
+)
+def test_any_metric_name_makes_a_picture_in_the_folder(tmp_path, name):
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, f"{name}/x": 1.0}) + "\n")
+    (picture,) = plot_run(tmp_path)
+    assert picture.parent == tmp_path / "plots" and picture.suffix == ".png"
+    assert len(picture.name) < 100 and picture.name.isascii() and picture.name.isprintable()
+
+
+@pytest.mark.parametrize("value", ["1" + "0" * 400, "NaN", '"text"', "null", "[1]", '{"a": 1}'])
+def test_odd_counts_of_tokens_and_odd_configs_do_not_stop_a_report(tmp_path, value):
+    names = "rollout/sampled_tokens", "rollout/answer_tokens/responder", "rollout/questioner_reward"
+    odd = ", ".join(f'"{name}": {value}' for name in names)
+    lines = ['{"step": 1, "rollout/sampled_tokens": 5, "eval/x": 1}', f'{{"step": 2, {odd}}}']
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    (tmp_path / "config.json").write_text(
+        f'{{"algorithm": {{"mapping": "gaussian", "mu": {value}, "sigma": 1}}}}'
+    )
+    (tmp_path / "episodes").write_text("a file")
+    run = read_run(tmp_path)
+    for x in ("step", "sampled_tokens"):
+        overview = write_page([run], epath.Path(tmp_path / "page.html"), x=x)
+        (group,) = overview["groups"]
+        assert group["series"]["eval/x"][1] == [1.0]
+        assert group["mapping"] is None
+
+
+def test_a_missing_axis_is_a_mistake_of_the_user(tmp_path):
+    write_run(tmp_path)
+    with pytest.raises(ValueError, match="has no rollout/sampled_tokens"):
+        report_runs([epath.Path(tmp_path)], "sampled_tokens")
+    assert not (tmp_path / "plots").exists()
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "evaluation.json"])
+def test_a_pipe_in_place_of_a_file_is_an_error(tmp_path, name):
+    write_run(tmp_path)
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(OSError, match=rf"a pipe, a socket or a device.*{name}"):
+        read_run(tmp_path)

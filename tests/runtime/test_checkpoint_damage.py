@@ -9,6 +9,7 @@ python -m tests.runtime.test_checkpoint_damage PORT PROCESS WORKDIR       # prin
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import logging
 import os
@@ -22,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from etils import epath
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -527,3 +529,22 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+ODD_HASHES = (
+    *(b"null", b"[]", b"{}", b'{"files": {}}', b'{"score": null, "files": null}', b"[" * 100_000),
+    *(b'{"score": "x", "files": {}}', b'{"score": NaN, "files": {}}'),
+    *(b'{"score": null, "files": {"a": 5}}', b'{"score": null, "files": {"../a": [1, "x"]}}'),
+    b'{"score": null, "files": {"/a": [1, "x"]}}',
+    b'{"score": null, "files": {"\\ud800": [1, "x"]}}',
+)
+
+
+@pytest.mark.parametrize("content", ODD_HASHES)
+def test_hashes_of_another_form_are_damage(tmp_path, content):
+    folder = epath.Path(tmp_path / "1")
+    folder.mkdir()
+    head = hashlib.blake2b(content, digest_size=16).hexdigest().encode()
+    (folder / hashes.FILE).write_bytes(head + b"\n" + content)
+    assert hashes.score(folder) == (False, None)
+    assert "hashes.txt: not written by a run" in hashes.damage(folder)

@@ -121,3 +121,13 @@ def test_line_of_gigabytes_takes_little_memory(tmp_path):
         print(read_records(sys.argv[1], str))
     """
     assert bombs.run_limited(program, 400, str(path)) == "(['1', '2'], 1)\n"
+
+
+@pytest.mark.parametrize("line", [b"5", b"null", b"[]", b'"x"'])
+def test_a_value_of_another_type_and_a_missing_field_are_named(tmp_path, caplog, line):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(line + b'\n{"other": 1}\n{"number": 1' + b"0" * 400 + b"}\n")
+    assert read_records(path, lambda row: float(row["number"])) == ([], 3)
+    assert f"{path}:1: skipped (must be a JSON object" in caplog.text
+    assert f"{path}:2: skipped (number: missing)" in caplog.text
+    assert f"{path}:3: skipped (int too large" in caplog.text

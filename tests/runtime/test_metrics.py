@@ -63,13 +63,13 @@ def run(workdir, steps, resume_step=None):
 
 
 def test_resumed_metrics_file_equals_an_uninterrupted_one(tmp_path):
-    run(tmp_path / "whole", range(7))
-    run(tmp_path / "stopped", range(5))
+    run(tmp_path / "whole", range(1, 7))
+    run(tmp_path / "stopped", range(1, 5))
     path = tmp_path / "stopped" / "metrics.jsonl"
     path.write_text(path.read_text() + '{"step": 5, "train/lo')  # killed in the middle of a line
     run(tmp_path / "stopped", range(4, 7), resume_step=3)
     assert path.read_bytes() == (tmp_path / "whole" / "metrics.jsonl").read_bytes()
-    assert [record["step"] for record in read_metrics(tmp_path / "stopped")] == list(range(7))
+    assert [record["step"] for record in read_metrics(tmp_path / "stopped")] == list(range(1, 7))
 
 
 def lines_of(steps):
@@ -101,7 +101,7 @@ def test_tail_from_a_checkpoint_fills_missing_lines(tmp_path, there, tail, wante
 
 def test_tail_equals_the_last_lines_of_the_file(tmp_path, monkeypatch):
     monkeypatch.setattr(runtime_metrics, "TAIL", 3)
-    run(tmp_path, range(6))
+    run(tmp_path, range(1, 6))
     writer = MetricsWriter(tmp_path, resume_step=4)
     writer.write(8, {"a": math.nan})
     assert writer.tail() == (tmp_path / "metrics.jsonl").read_text().splitlines()[-3:]
@@ -116,7 +116,7 @@ def test_invalid_tail_line_is_rejected(tmp_path):
 
 def test_failed_write_keeps_the_metrics_file(tmp_path, monkeypatch):
     """A write is atomic: all lines go to a file with another name first."""
-    run(tmp_path, range(3))
+    run(tmp_path, range(1, 3))
     writer = MetricsWriter(tmp_path, resume_step=2)
     before = (tmp_path / "metrics.jsonl").read_bytes()
 
@@ -131,9 +131,9 @@ def test_failed_write_keeps_the_metrics_file(tmp_path, monkeypatch):
 
 
 def test_metrics_file_is_replaced_without_a_resume_step(tmp_path):
-    run(tmp_path, range(5))
-    run(tmp_path, range(2))
-    assert [record["step"] for record in read_metrics(tmp_path)] == [0, 1]
+    run(tmp_path, range(1, 5))
+    run(tmp_path, range(1, 2))
+    assert [record["step"] for record in read_metrics(tmp_path)] == [1]
 
 
 def test_non_finite_numbers_are_null_and_counted(tmp_path, caplog):
@@ -145,7 +145,7 @@ def test_non_finite_numbers_are_null_and_counted(tmp_path, caplog):
 
 
 def test_steps_must_increase(tmp_path):
-    run(tmp_path, range(4))
+    run(tmp_path, range(1, 4))
     writer = MetricsWriter(tmp_path, resume_step=2)
     with pytest.raises(ValueError, match="step = 2: must be above 2"):
         writer.write(2, {})
@@ -164,7 +164,7 @@ def test_reserved_metric_names_are_rejected(tmp_path, name):
 
 
 def test_tensorboard_gets_all_metrics(tmp_path):
-    run(tmp_path, range(3))
+    run(tmp_path, range(1, 4))
     (events,) = (tmp_path / "tensorboard").iterdir()
     content = events.read_bytes()
     assert content.count(b"train/loss") == 3 and content.count(b"eval/accuracy") == 3
@@ -180,7 +180,10 @@ def test_other_processes_write_no_metrics(tmp_path):
 
 @pytest.mark.parametrize(
     "line",
-    [b"not json", b"[1]", b'{"loss": 1}', b'{"step": 1.5}', b'{"step": true}', bytes(20), b"\xff"],
+    [
+        *(b"not json", b"[1]", b'{"loss": 1}', b'{"step": 1.5}', b'{"step": true}', bytes(20)),
+        *(b"\xff", b'{"step": 0}', b'{"step": -2}', b'{"step": 9223372036854775808}'),
+    ],
 )
 def test_damaged_metrics_line_is_named_counted_and_skipped(tmp_path, caplog, line):
     path = tmp_path / "metrics.jsonl"
@@ -226,6 +229,15 @@ def test_damaged_lines_are_restored_or_named(tmp_path, caplog, damage):
     assert f"{path}: 1 lines restored from the checkpoint" in caplog.text
 
 
+def test_a_line_below_step_1_does_not_outlive_a_resume(tmp_path):
+    run(tmp_path, range(1, 4))
+    path = tmp_path / "metrics.jsonl"
+    whole = path.read_text()
+    path.write_text('{"step": 0, "a": 1}\n{"step": -3, "a": 1}\n' + whole)
+    MetricsWriter(tmp_path, resume_step=3).close()
+    assert path.read_text() == whole
+
+
 def test_reading_missing_metrics_raises(tmp_path):
     with pytest.raises(FileNotFoundError, match="no metrics there"):
         read_metrics(tmp_path)
@@ -239,9 +251,9 @@ def test_value_without_json_form_raises_type_error():
 def test_a_pipe_in_place_of_a_file_is_an_error_and_not_a_wait_without_end(tmp_path):
     for name in ("metrics.jsonl", "config.json"):
         os.mkfifo(tmp_path / name)
-    with pytest.raises(ValueError, match=r"metrics\.jsonl: is a pipe, .* move or remove it"):
+    with pytest.raises(OSError, match=r"a pipe, a socket or a device.*metrics\.jsonl"):
         read_metrics(tmp_path)
-    with pytest.raises(ValueError, match=r"config\.json: is a pipe"):
+    with pytest.raises(OSError, match=r"a pipe, a socket or a device.*config\.json"):
         read_json(tmp_path / "config.json")
 
 
