@@ -237,7 +237,7 @@ def give_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     fakes = {
         "extract_answer": lambda text, task, *_: str(_sum(text) % 2),
-        "score": lambda text, reference, task, *_: float(str(_sum(text) % 2) == reference),
+        "score_answer": lambda answer, reference, *_: float(answer == reference),
         "same_answer": lambda first, second, *_: first == second,
     }
     for module in (spell, spell_config):
@@ -262,7 +262,7 @@ def give_evidence_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eapo, "evidence", SimpleNamespace(**vars(evidence) | fakes))
     fakes = {
         "extract_answer": lambda text, task, *_: text[-1:],
-        "score": lambda text, reference, *_: float(text.endswith(str(_sum(reference) % 2))),
+        "score_answer": lambda answer, reference, *_: float(answer == str(_sum(reference) % 2)),
     }
     monkeypatch.setattr(algorithm_config, "rules", SimpleNamespace(**vars(rules) | fakes))
 

@@ -90,7 +90,8 @@ def test_two_steps_resume_to_the_bit(tmp_path: pathlib.Path) -> None:
     sizes = {"packing.buckets": ((320, 36),), "packing.token_budget": 640}
     lines = runs.check_resumed(folder, tmp_path, **fields, **preferences, **sizes)
     for line in lines:
-        assert line["train/empty_update"] == 0 and line["train/rows/responder"] > 2
+        # At least one pair. How many there are depends on rounding, which tests/tiny.py changes.
+        assert line["train/empty_update"] == 0 and line["train/rows/responder"] >= 2
         assert line["train/refused_answers"] == 0
     assert lines[0]["train/alignment"] == pytest.approx(0, abs=1e-4)  # policy = reference
     assert lines[1]["train/alignment"] > 1e-4
