@@ -18,7 +18,6 @@ core with Qwen2.5's template).
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import json
@@ -96,7 +95,7 @@ def _ask(request: Sequence[str]) -> list[str]:
 
 
 class _Child:
-    """A process that renders; `stop` ends it, and so does the end of this process."""
+    """A process that renders; `stop` ends it, and so does the end of this process (no request)."""
 
     def __init__(self) -> None:
         # -I: neither the environment nor the working folder decides what the child imports.
@@ -142,13 +141,7 @@ def _forget() -> None:
     _child, _lock = None, threading.Lock()
 
 
-def _stop() -> None:
-    if _child is not None:
-        _child.stop()
-
-
 os.register_at_fork(after_in_child=_forget)
-atexit.register(_stop)
 
 
 def _send(stream: Any, texts: Sequence[str]) -> None:

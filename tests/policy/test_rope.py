@@ -111,6 +111,11 @@ ACCEPTED: dict[str, tuple[dict, int]] = {
     "linear": (THETA | {"rope_scaling": {"type": "linear", "factor": 4.0}}, 128),
     "linear, original": (THETA | {"rope_scaling": {"type": "linear", "factor": 3.0} | FROM_32}, 96),
     "llama3": (THETA | {"rope_parameters": LLAMA3 | FROM_32}, 128),
+    # The wavelength of a pair lies between the bounds.
+    "llama3, mixed": (
+        THETA | {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 16}},
+        128,
+    ),
     "llama3, original at the top": (THETA | FROM_32 | {"rope_parameters": LLAMA3}, 128),
     "yarn": (THETA | {"rope_parameters": SHORT}, 512),
     "yarn of a card": (

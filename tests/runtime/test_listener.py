@@ -59,6 +59,14 @@ def caller(echo: Echo, name: bytes = b"me\n", source: str = "127.0.0.1") -> Iter
         yield line
 
 
+def is_closed(line: socket.socket) -> bool:
+    line.settimeout(0.05)
+    try:
+        return line.recv(1) == b""
+    except TimeoutError:
+        return False
+
+
 def says(line: socket.socket, text: bytes) -> bytes:
     line.sendall(text)
     return line.recv(1 << 17)
@@ -94,9 +102,9 @@ def test_strangers_of_one_address_leave_those_of_others(monkeypatch) -> None:
     monkeypatch.setattr(listener, "_MOST_UNKNOWN", 4)
     with Echo() as echo, contextlib.ExitStack() as stack:
         slow = stack.enter_context(caller(echo, b"", source="127.0.0.3"))
-        for _ in range(20):
-            stack.enter_context(caller(echo, b"", source="127.0.0.2"))
+        flood = [stack.enter_context(caller(echo, b"", source="127.0.0.2")) for _ in range(20)]
         assert says(slow, b"me\na\n") == b"a\n"  # the oldest of all
+        assert [is_closed(line) for line in flood] == [True] * 17 + [False] * 3
 
 
 def test_known_callers_are_never_replaced(monkeypatch) -> None:
@@ -115,10 +123,19 @@ def test_refusals_are_logged_at_once_and_then_once_a_while(monkeypatch, caplog) 
             with caller(echo, b"\x1b[2J\n", source="127.0.0.2") as line:
                 assert line.recv(100) == b""
         time.sleep(0.4)
+        with caller(echo, b"\x1b[2J\n", source="127.0.0.2") as line:
+            assert line.recv(100) == b""
     texts = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     port = echo.address[1]
     why = "the last because 127.0.0.2 is not me"
-    assert texts == [f"port {port} of this run: closed connections: {n}, {why}" for n in (1, 2)]
+    assert texts == [f"port {port} of this run: closed connections: {n}, {why}" for n in (1, 2, 1)]
+
+
+def test_address_of_another_machine_stands_for_all_addresses_and_a_used_port_is_an_error() -> None:
+    with listener.listen("192.0.2.1") as server, socket.socket() as client:
+        client.connect(("127.0.0.1", server.getsockname()[1]))
+        with pytest.raises(OSError, match="in use"):
+            listener.listen("127.0.0.1", server.getsockname()[1])
 
 
 def test_lack_of_descriptors_does_not_end_the_listener(monkeypatch) -> None:

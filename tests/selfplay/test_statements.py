@@ -217,6 +217,9 @@ def test_references_that_can_never_score_have_a_reason(extract):
     assert unscorable("<think>", "general_qa", extract)  # would open a thought
     assert not unscorable("five million", "financial_math", "lenient")
     assert unscorable("five million", "financial_math") == "is no single number"
+    assert unscorable("the", "general_qa", extract) == "has no words but articles"
+    hidden = unscorable("<think>Ann", "general_qa", extract)
+    assert hidden == "cannot be read where a response has it"
 
 
 def test_made_row_must_score_by_every_way_of_extraction():

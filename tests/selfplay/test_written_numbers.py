@@ -112,6 +112,22 @@ READ = {
     "a quarter of a million": "250000",
     "three quarters of a billion": "750000000",
     "a dozen": "12",
+    "two thousand million": "2000000000",
+    "three hundred thousand million": "300000000000",
+    "five hundred and two million": "502000000",
+    "5 hundred": "500",
+    "3 dozen": "36",
+    "2 lakh": "200000",
+    "2 crore": "20000000",
+    "5 trillion": "5000000000000",
+    "5 quadrillion": "5000000000000000",
+    "5mm dollars": "5",
+    "$5mm": "5000000",
+    "€5 mio": "5000000",
+    "5 mln": "5000000",
+    "5 tn": "5000000000000",
+    "5千": "5000",
+    "5億": "500000000",
     "three quarters": "0.75",
     # Truths
     "Yes.": "yes",
@@ -127,6 +143,7 @@ REFUSED = [
     "5A7", "0x1F", r"0.\overline{3}",
     "5 or maybe 6", "5, or possibly 6", "5; 6", "5 | 6", "5 → 7", "5 -> 7", "~~5~~ 7",
     "5. Wait, no, 7", "5. Hmm, actually it's $7",
+    "1e-999 million", "1900-1901", "1900/01", "2099-2100",
 ]  # fmt: skip
 
 
