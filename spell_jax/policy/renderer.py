@@ -95,7 +95,7 @@ def _ask(request: Sequence[str]) -> list[str]:
 
 
 class _Child:
-    """A process that renders. `stop` ends it; it also ends with this process, when its input ends."""
+    """A process that renders, until `stop` or the end of this process, which ends its input."""
 
     def __init__(self) -> None:
         # -I: neither the environment nor the working folder decides what the child imports.
