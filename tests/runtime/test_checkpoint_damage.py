@@ -477,9 +477,10 @@ def test_failed_fallback_save_is_reported(tmp_path, disk):
     disk.fill()
     with pytest.raises(SaveError, match=r"run_step2.*File too large.*last step saved is 1$"):
         checkpoints.save(2, arrays_of(2), {"step": 2}, force=True)
+    disk.free()  # pytest writes about this test, maybe to a file, before fixtures end
 
 
-def test_default_fallback_is_in_the_temporary_folder(tmp_path, monkeypatch, disk):
+def test_default_fallback_is_in_the_temporary_folder(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
     checkpoints = Checkpoints(tmp_path / "run", retries=1, sleep=lambda _: None)
     remove_access(tmp_path / "run", monkeypatch, errno.EACCES)
