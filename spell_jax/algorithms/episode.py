@@ -126,10 +126,13 @@ def judge_predictions(
 def responder_groups(
     episodes: Sequence[QuestionEpisode], divide_by_deviation: bool, keep_equal: bool = False
 ) -> tuple[list[TrainGroup], list[Annotation]]:
-    """The responder's groups (GRPO), without those of equal rewards unless `keep_equal`."""
+    """The responder's groups (GRPO), without those of equal rewards unless `keep_equal`.
+
+    One answer that algorithm.truncated = "drop" leaves has nothing to be compared with: no group.
+    """
     groups, annotations = [], []
     for e in episodes:
-        if e.response is None or not (e.mixed or keep_equal):
+        if e.response is None or not (e.mixed or (keep_equal and len(e.scores) > 1)):
             why = "equal_rewards" if e.response else e.status
             annotations.append(Annotation(used={"responder": why}))
             continue

@@ -267,7 +267,8 @@ class Spell:
             self._responder_reward(rule, rewards.majority(votes), rng)
             for rule, votes in zip(episode.rule, episode.votes, strict=True)
         )
-        c, e = self.config, replace(episode, scores=scores, reward=0.0)
+        # Whether one answer that truncated = "drop" leaves is always right, nothing tells.
+        c, e = self.config, replace(episode, scores=scores, reward=0.0 if scores[1:] else None)
         if not e.mixed:
             return e
         if c.mapping == PROGRESS:
