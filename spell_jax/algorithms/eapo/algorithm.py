@@ -74,9 +74,9 @@ class Eapo:
         """Asks for G answers and parses them; a prompt over the cap ends the episode."""
         e = episode
         text = self._prompts.evidence(e.cluster.documents, e.question)
-        (reply,) = await ask("responder", [text], self.config.group_size)
+        (reply,) = replies = await ask("responder", [text], self.config.group_size)
         if reply is None:
-            return dataclasses.replace(e, reason="no_responder_reply")
+            return dataclasses.replace(e, reason="no_responder_reply", unused=replies.dropped[0])
         answers = [evidence.parse_answer(text) for text in reply.scored_texts]
         answer_texts = [
             evidence.with_answer_phrase(a.answer, e.task, self.config.extract) if a else ""
