@@ -113,11 +113,11 @@ class Eapo:
         text = self._prompts.evidence_scores(e.question, sets)
         temperature = c.scoring_temperature
         for asked in range(1, 2 + c.retries):
-            (reply,) = await ask(REWARD_MODEL, [text], 1, REWARD_MODEL, temperature)
+            (reply,) = replies = await ask(REWARD_MODEL, [text], 1, REWARD_MODEL, temperature)
             scores = reply and evidence.parse_scores(reply.scored_texts[0], len(sets))
             e = dataclasses.replace(e, asked=asked, scoring=reply, evidence_scores=scores)
             # Without a reply, the prompt is over the cap, unless a scoring at the cap was dropped.
-            if scores is not None or (reply is None and c.truncated != "drop"):
+            if scores is not None or (reply is None and not replies.dropped[0]):
                 break
             temperature = c.scoring_temperature or RETRY_TEMPERATURE
         return e
