@@ -58,7 +58,7 @@ def check_scores(records: Sequence[Mapping[str, Any]]) -> None:
     Advantages do not show all of them: answers that all score NaN are no training group.
     """
     for record in records:
-        for index, score in enumerate(record.get("scores") or ()):
+        for index, score in enumerate(_list(record, "scores")):
             if not is_finite(score):
                 raise ValueError(f"scores[{index}] = {score!r:.80}: must be a finite number")
 
@@ -69,8 +69,13 @@ def _place(run: Run, step: int) -> str:
 
 def _fault(record: Mapping[str, Any]) -> str:
     """Return the question of a record with a wrong number of scores or an invalid score, or ""."""
-    scores, answers = record.get("scores") or (), record.get("answers") or ()
+    scores, answers = _list(record, "scores"), _list(record, "answers")
     if all(map(is_finite, scores)) and (not scores or len(scores) == len(answers)):
         return ""
     question = str(record.get("question"))[:_SHOWN]
     return f"question {question!r} with the scores {str([*scores])[:_SHOWN]}"
+
+
+def _list(record: Mapping[str, Any], field: str) -> Sequence[Any]:
+    """Return a list of a record; empty if the algorithm's records have none in this field."""
+    return value if isinstance(value := record.get(field), list | tuple) else ()

@@ -40,6 +40,7 @@ def test_scores_that_no_group_shows_are_refused(scores):
 
 def test_scores_of_numpy_are_numbers():
     check_scores([{"scores": [np.float32(1), np.float64(0.5), np.int64(3), np.True_, True, 2]}])
+    check_scores([{"scores": 0.5}, {"scores": None}])  # an algorithm's own field of this name
 
 
 @pytest.mark.parametrize("scores", [(1.0, None), (1.0, [2.0]), (1.0,), (1.0, 0.0, 0.0)])
