@@ -295,7 +295,9 @@ def test_one_order_that_is_left_is_no_group():
     def write(role, prompt, sibling, model):
         return perfect(role, prompt, sibling, model) + CUT * (sibling > 0)
 
-    algorithm = make_algorithm(documents=2, steps=1, group_size=3, truncated="drop")
+    algorithm = make_algorithm(
+        documents=2, steps=1, group_size=3, truncated="drop", keep_equal=True
+    )
     episodes = roll_out(algorithm, ScriptedModels(write, "drop"), 1)
     assert [e.scores for e in episodes] == [(1.0,)] * 2
     assert not to_groups(algorithm, episodes)
