@@ -130,8 +130,16 @@ class _Call(Protocol[Answer]):
         ...
 
 
-# One reply per prompt, in order; None for a prompt over the sampler's cap.
-Replies = list[Reply | None]
+class Replies(list[Reply | None]):
+    """One reply per prompt, in order; None for a prompt over the cap, or without a sample left.
+
+    `dropped` has each prompt's texts if no sample is left, else ().
+    """
+
+    def __init__(self, prompts: int = 0):
+        super().__init__([None] * prompts)
+        self.dropped: list[tuple[str, ...]] = [()] * prompts
+
 
 # `replies = await ask(role, prompts, group)` in a coroutine. The await yields a PendingCall to the
 # RolloutWorker (algorithms/rollout.py), which submits one request per prompt to the sampler's

@@ -27,6 +27,7 @@ class QuestionEpisode:
       judge: the external judge's verdicts on the answers [G] (negative: no verdict), None where it
         was not asked; empty without a judge.
       scores: rewards of the answers [G].
+      unused: texts of replies whose prompt has no reply left under algorithm.truncated = "drop".
     """
 
     task: str
@@ -41,6 +42,7 @@ class QuestionEpisode:
     rule: tuple[float, ...] = ()
     judge: tuple[int | None, ...] = ()
     scores: tuple[float, ...] = ()
+    unused: tuple[str, ...] = ()
 
     @property
     def mean_score(self) -> float:
@@ -59,7 +61,7 @@ class QuestionEpisode:
     def truncation(self) -> dict[str, list[Any]]:
         """Return record fields: whether the cap cut off each answer, and the dropped texts."""
         samples = [sample for reply in self.replies for sample in reply.samples]
-        dropped = [text for reply in self.replies for text in reply.dropped]
+        dropped = [*self.unused, *(text for reply in self.replies for text in reply.dropped)]
         return {"truncated": [not sample.stopped for sample in samples], "dropped": dropped}
 
     def count_unparsed(self, metrics: Metrics) -> None:
@@ -126,10 +128,13 @@ def judge_predictions(
 def responder_groups(
     episodes: Sequence[QuestionEpisode], divide_by_deviation: bool, keep_equal: bool = False
 ) -> tuple[list[TrainGroup], list[Annotation]]:
-    """The responder's groups (GRPO), without those of equal rewards unless `keep_equal`."""
+    """The responder's groups (GRPO), without those of equal rewards unless `keep_equal`.
+
+    One answer that algorithm.truncated = "drop" leaves has nothing to be compared with: no group.
+    """
     groups, annotations = [], []
     for e in episodes:
-        if e.response is None or not (e.mixed or keep_equal):
+        if e.response is None or not (e.mixed or (keep_equal and len(e.scores) > 1)):
             why = "equal_rewards" if e.response else e.status
             annotations.append(Annotation(used={"responder": why}))
             continue

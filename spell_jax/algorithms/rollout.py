@@ -41,7 +41,7 @@ class PendingCall:
     temperature: float | None = None
     item: int = 0  # index of the coroutine in `run_all`
     prompt_ids: list[list[int]] = dataclasses.field(default_factory=list)  # [prompts][P]
-    replies: Replies = dataclasses.field(default_factory=list)
+    replies: Replies = dataclasses.field(default_factory=Replies)
     missing: int = 0  # submitted prompts without a reply
     # Index of an answered prompt -> all its samples, also those that `replies` leave out.
     samples: dict[int, Sequence[Sample]] = dataclasses.field(default_factory=dict)
@@ -61,7 +61,7 @@ def _make_ask(coroutine: int) -> Ask:
 
     async def ask(*call: Any, **options: Any) -> Replies:
         pending = PendingCall((coroutine, next(calls)), *call, **options)
-        return await pending if pending.prompts else []
+        return await pending if pending.prompts else Replies()
 
     return ask
 
@@ -196,6 +196,8 @@ class RolloutWorker:
                 call.replies[place] = make_reply(
                     call.prompt_ids[place], samples, texts, self._truncated
                 )
+                if call.replies[place] is None:
+                    call.replies.dropped[place] = tuple(texts)
                 call.missing -= 1
                 if not call.missing:
                     answered.append(call)
@@ -210,7 +212,7 @@ class RolloutWorker:
         config, tickets = self.sampler.config, {}
         for call in new:
             call.prompt_ids = [tokenizer.chat(prompt) for prompt in call.prompts]
-            call.replies = [None] * len(call.prompt_ids)
+            call.replies = Replies(len(call.prompt_ids))
         places = [(call, place) for call in new for place in range(len(call.prompt_ids))]
         keys = fold_keys(self._key, [(self._step, *call.number, place) for call, place in places])
         for (call, place), key in zip(places, keys, strict=True):

@@ -32,7 +32,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-SECONDS = 10  # CPU time of a rendering; a chat of a million words needs 0.02 s
+SECONDS = 5  # CPU time of a rendering; a chat of a million words needs 0.02 s
 MEMORY = 1 << 30  # address space of the child, in bytes; Jinja itself takes 5 % of it
 # Most characters of a rendered text: these, and GROWTH for each character of a content. Templates
 # copy each content once, or twice as JSON, and add a few thousand characters of instructions.

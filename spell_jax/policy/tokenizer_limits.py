@@ -12,7 +12,8 @@ checked when a tokenizer is loaded:
    of something that can fail, as in `(a+)+$`, and at most RUNS unbounded repetitions stand in front
    of something that can fail. Oniguruma itself gives up after ten million retries of one match,
    0.1 s, which would end a run in its middle. With both limits the time grows with the square of a
-   text's length: 1.2 s for `a+[^a]` and 20,000 times "a", where `a*a*[^a]` takes hours.
+   text's length: 1 s for `a+[^a]` and 20,000 times "a", a minute for 100,000, where `a*a*[^a]`
+   takes hours. Published splitters have such repetitions too (`\\s*[\\r\\n]+`).
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ LARGEST_FLOAT32 = 3.4e38
 
 def is_finite(value: Any, largest: float = sys.float_info.max) -> bool:
     """Return whether a value is a number, neither NaN nor beyond `largest`."""
+    value = value.item() if isinstance(value, np.generic) else value
     return isinstance(value, int | float) and abs(value) <= largest
 
 

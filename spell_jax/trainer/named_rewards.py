@@ -1,30 +1,81 @@
-"""The place of a reward that is no finite number: algorithm, step and question."""
+"""The place of an invalid reward or of a failing reward function: algorithm, step and question."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from spell_jax.algorithms.base import Annotation
 from spell_jax.runtime.finite import is_finite
 from spell_jax.trainer.build import Run
 
-_SHOWN = 200  # characters of a question in a message
+_SHOWN = 200  # characters of a question or of its scores in a message
 
 
 @contextlib.contextmanager
 def named_rewards(run: Run, step: int, episodes: Sequence[Any]) -> Iterator[None]:
-    """Name algorithm, step and a question with an invalid score in a ValueError raised inside."""
+    """Name algorithm, step and a question with an invalid score in a ValueError raised inside.
+
+    NumPy arrays and lists as scores are TypeErrors of algorithms that put scores into a set.
+    """
     try:
         yield
-    except ValueError as error:
-        place = f"algorithm {run.config.algorithm.name}, step {step}"
+    except (TypeError, ValueError) as error:
+        place = _place(run, step)
         for episode in episodes:
-            record = run.algorithm.record(episode, Annotation())
-            scores = record.get("scores") or ()
-            if not all(map(is_finite, scores)):
-                question = str(record.get("question"))[:_SHOWN]
-                place = f"{place}, question {question!r} with the scores {[*scores]}"
+            if fault := _fault(run.algorithm.record(episode, Annotation())):
+                place = f"{place}, {fault}"
                 break
         raise ValueError(f"{place}: {error}") from error
+
+
+@contextlib.contextmanager
+def named_failures(run: Run, step: int) -> Iterator[None]:
+    """Add algorithm, step, question and the function that failed to an exception raised inside."""
+    try:
+        yield
+    except Exception as error:
+        *_, (frame, line) = calls = [*traceback.walk_tb(error.__traceback__)]
+        where = f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{line})"
+        local = [value for frame, _ in reversed(calls) for value in frame.f_locals.values()]
+        question = next(filter(None, (_question(run, value) for value in local)), "")
+        error.add_note(f"{_place(run, step)}{question}: raised by {where}")
+        raise
+
+
+def _question(run: Run, value: Any) -> str:
+    """Return the question of an episode in words, "" of any other value."""
+    with contextlib.suppress(Exception):  # most values of a function are no episodes
+        return f", question {run.algorithm.record(value, Annotation())['question'][:_SHOWN]!r}"
+    return ""
+
+
+def check_scores(records: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ValueError if a score of an episode's record is no finite number.
+
+    Advantages do not show all of them: answers that all score NaN are no training group.
+    """
+    for record in records:
+        for index, score in enumerate(_list(record, "scores")):
+            if not is_finite(score):
+                raise ValueError(f"scores[{index}] = {score!r:.80}: must be a finite number")
+
+
+def _place(run: Run, step: int) -> str:
+    return f"algorithm {run.config.algorithm.name}, step {step}"
+
+
+def _fault(record: Mapping[str, Any]) -> str:
+    """Return the question of a record with a wrong number of scores or an invalid score, or ""."""
+    scores, answers = _list(record, "scores"), _list(record, "answers")
+    if all(map(is_finite, scores)) and (not scores or len(scores) == len(answers)):
+        return ""
+    question = str(record.get("question"))[:_SHOWN]
+    return f"question {question!r} with the scores {str([*scores])[:_SHOWN]}"
+
+
+def _list(record: Mapping[str, Any], field: str) -> Sequence[Any]:
+    """Return a list of a record; empty if the algorithm's records have none in this field."""
+    return value if isinstance(value := record.get(field), list | tuple) else ()

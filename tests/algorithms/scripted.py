@@ -49,7 +49,7 @@ class PendingCall:
 
     def __init__(self, call: Call):
         self.call = call
-        self.replies: Replies = []
+        self.replies = Replies()
 
     def __await__(self) -> Generator[PendingCall, None, Replies]:
         yield self
@@ -72,7 +72,12 @@ class ScriptedModels:
         call = Call(*given, **options)
         call = dataclasses.replace(call, prompts=tuple(call.prompts))
         self.calls.append(call)
-        return [self._reply(call.role, p, call.group, call.model) for p in call.prompts]
+        replies = Replies(len(call.prompts))
+        for place, prompt in enumerate(call.prompts):
+            texts, reply = self._reply(call.role, prompt, call.group, call.model)
+            replies[place] = reply
+            replies.dropped[place] = () if reply else texts
+        return replies
 
     def run_all(self, function: Callable[..., Coroutine], items: Sequence[Any]) -> list[Any]:
         running = {i: function(self._ask, item) for i, item in enumerate(items)}
@@ -91,27 +96,32 @@ class ScriptedModels:
                 kinds.setdefault(kind, []).append(one)
             for (role, group, model, temperature), alike in kinds.items():
                 prompts = [prompt for one in alike for prompt in one.call.prompts]
-                replies = iter(self(role, prompts, group, model, temperature))
+                replies = self(role, prompts, group, model, temperature)
+                pairs = iter(zip(replies, replies.dropped, strict=True))
                 for one in alike:
-                    one.replies = [next(replies) for _ in one.call.prompts]
+                    one.replies = Replies(len(one.call.prompts))
+                    for place in range(len(one.call.prompts)):
+                        one.replies[place], one.replies.dropped[place] = next(pairs)
             running = {i: running[i] for i in pending}
         return [results[i] for i in range(len(items))]
 
     async def _ask(self, *given: Any, **options: Any) -> Replies:
         call = Call(*given, **options)
-        return await PendingCall(call) if call.prompts else []
+        return await PendingCall(call) if call.prompts else Replies()
 
-    def _reply(self, role: str, prompt: str, group: int, model: str) -> Reply | None:
+    def _reply(
+        self, role: str, prompt: str, group: int, model: str
+    ) -> tuple[tuple[str, ...], Reply | None]:
         texts = [self._write(role, prompt, sibling, model) for sibling in range(group)]
         whole = [text for text in texts if text is not None]
         if len(whole) < group:
-            return None
+            return (), None
         samples = []
         for text in whole:
             tokens = np.array(list(text.encode()) or [0], np.int32)
             is_whole = CUT not in text
             samples.append(Sample(tokens, np.full(len(tokens), -1.0, np.float32), is_whole))
-        return make_reply(list(prompt.encode()), samples, whole, self._truncated)
+        return tuple(whole), make_reply(list(prompt.encode()), samples, whole, self._truncated)
 
 
 def roll_out(algorithm: Algorithm, models: Models, step: int, seed: int = 0) -> list[Any]:

@@ -336,9 +336,11 @@ def test_truncated_answers_count_as_the_config_says(
 def test_prompt_without_a_finished_answer_has_no_reply_but_is_not_refused(worker):
     ask, sampler = worker
     ask.start_step(1, {"policy": "weights"}, truncated="drop")
-    assert ask("responder", ["ab", "abcdef"], group=2)[1] is None
+    replies = ask("responder", ["ab", "abcdef"], group=2)
+    assert replies[1] is None and replies.dropped == [(), ()]
     sampler.never_stops = True
-    assert ask("responder", ["ab"], group=2) == [None]
+    replies = ask("responder", ["abcdef", "ab"], group=2)
+    assert replies == [None, None] and [len(texts) for texts in replies.dropped] == [0, 2]
     ask.end_step()
-    assert ask.metrics.means()["refused/responder"] == 1 / 3
+    assert ask.metrics.means()["refused/responder"] == 2 / 4
     assert ask.metrics.means()["truncated/responder"] == 3 / 4

@@ -74,9 +74,9 @@ class Eapo:
         """Asks for G answers and parses them; a prompt over the cap ends the episode."""
         e = episode
         text = self._prompts.evidence(e.cluster.documents, e.question)
-        (reply,) = await ask("responder", [text], self.config.group_size)
+        (reply,) = replies = await ask("responder", [text], self.config.group_size)
         if reply is None:
-            return dataclasses.replace(e, reason="no_responder_reply")
+            return dataclasses.replace(e, reason="no_responder_reply", unused=replies.dropped[0])
         answers = [evidence.parse_answer(text) for text in reply.scored_texts]
         answer_texts = [
             evidence.with_answer_phrase(a.answer, e.task, self.config.extract) if a else ""
@@ -113,11 +113,11 @@ class Eapo:
         text = self._prompts.evidence_scores(e.question, sets)
         temperature = c.scoring_temperature
         for asked in range(1, 2 + c.retries):
-            (reply,) = await ask(REWARD_MODEL, [text], 1, REWARD_MODEL, temperature)
+            (reply,) = replies = await ask(REWARD_MODEL, [text], 1, REWARD_MODEL, temperature)
             scores = reply and evidence.parse_scores(reply.scored_texts[0], len(sets))
             e = dataclasses.replace(e, asked=asked, scoring=reply, evidence_scores=scores)
             # Without a reply, the prompt is over the cap, unless a scoring at the cap was dropped.
-            if scores is not None or (reply is None and c.truncated != "drop"):
+            if scores is not None or (reply is None and not replies.dropped[0]):
                 break
             temperature = c.scoring_temperature or RETRY_TEMPERATURE
         return e

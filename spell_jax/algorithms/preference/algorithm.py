@@ -47,9 +47,10 @@ class ShortToLong(Rlvr):
         replies: list[Reply] = []
         for documents, count in contexts:
             text = self.prompts.responder(e.task, documents, e.question)
-            (reply,) = await ask("responder", [text], count)
+            (reply,) = answered = await ask("responder", [text], count)
             if reply is None:
-                return dataclasses.replace(e, status="overlong", reason="no_responder_reply")
+                ended = {"status": "overlong", "reason": "no_responder_reply"}
+                return dataclasses.replace(e, **ended, unused=answered.dropped[0])
             replies.append(reply)
         short, long = replies
         short_answers, long_answers = (

@@ -165,8 +165,9 @@ class Reconstruction:
     def rollout(self, models: Models, key: Key, step: int) -> list[Episode]:
         episodes = self.start_episodes(key, step)
         prompts = [e.posed.prompt for e in episodes if e.posed.puzzle]
-        replies = iter(models("responder", prompts, self.config.group_size))
-        return [self._answered(e, next(replies)) if e.posed.puzzle else e for e in episodes]
+        replies = models("responder", prompts, self.config.group_size)
+        pairs = iter(zip(replies, replies.dropped, strict=True))
+        return [self._answered(e, *next(pairs)) if e.posed.puzzle else e for e in episodes]
 
     def start_episodes(self, key: Key, step: int) -> list[Episode]:
         """Makes a step's puzzles; documents without one are replaced, in at most ROUNDS rounds.
@@ -203,9 +204,9 @@ class Reconstruction:
         share = (number + 0.5) / (c.documents * self._context.steps)
         return puzzles.options_of(share if c.curriculum else sampled, c.options, c.option_weights)
 
-    def _answered(self, episode: Episode, reply: Reply | None) -> Episode:
+    def _answered(self, episode: Episode, reply: Reply | None, dropped: tuple[str, ...]) -> Episode:
         if reply is None:
-            return episode
+            return replace(episode, unused=dropped)
         reward, truth = REWARDS[self.config.reward], episode.posed.truth
         orders = tuple(puzzles.parse_order(text, episode.options) for text in reply.scored_texts)
         scores = tuple(reward(order, truth) for order in orders)

@@ -169,9 +169,10 @@ class Spell:
         c = self.config
         if not episode.questioner_prompt:
             return episode
-        (reply,) = await ask("questioner", [episode.questioner_prompt])
+        (reply,) = replies = await ask("questioner", [episode.questioner_prompt])
         if reply is None:
-            return replace(episode, status="overlong", reason="no_questioner_reply")
+            ended = {"status": "overlong", "reason": "no_questioner_reply"}
+            return replace(episode, **ended, unused=replies.dropped[0])
         (text,) = reply.texts
         parsed = c.parse_question(text, episode.task, self._count)
         if parsed.status == "accepted" and not reply.scored_texts[0]:
@@ -232,9 +233,10 @@ class Spell:
         if e.status != "accepted":
             return e
         text = self.prompts.responder(e.task, e.cluster.documents, e.question)
-        (reply,) = await ask("responder", [text], self.config.group_size)
+        (reply,) = replies = await ask("responder", [text], self.config.group_size)
         if reply is None:
-            return replace(e, status="overlong", reason="no_responder_reply")
+            ended = {"status": "overlong", "reason": "no_responder_reply"}
+            return replace(e, **ended, unused=replies.dropped[0])
         predictions = self.config.read_answers(reply.scored_texts, e.task)
         rule = self.config.score_answers(predictions, e.reference, e.task)
         return replace(e, response=reply, predictions=predictions, rule=rule)
@@ -267,7 +269,8 @@ class Spell:
             self._responder_reward(rule, rewards.majority(votes), rng)
             for rule, votes in zip(episode.rule, episode.votes, strict=True)
         )
-        c, e = self.config, replace(episode, scores=scores, reward=0.0)
+        # Whether one answer that truncated = "drop" leaves is always right, nothing tells.
+        c, e = self.config, replace(episode, scores=scores, reward=0.0 if scores[1:] else None)
         if not e.mixed:
             return e
         if c.mapping == PROGRESS:

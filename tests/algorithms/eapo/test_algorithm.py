@@ -228,6 +228,14 @@ def test_scoring_that_is_cut_off_and_dropped_is_asked_again():
         assert (episode.asked, episode.evidence_scores) == (asked, (5, 1, 3)), truncated
 
 
+def test_overlong_scoring_is_not_asked_again_where_cut_off_ones_are_dropped():
+    questions = [ask_about(0)]
+    algorithm = make_algorithm(questions, None, group_size=4, truncated="drop")
+    script = Script(questions, {0: HALF}, over=("reward_model",))
+    (episode,) = roll_out(algorithm, ScriptedModels(script, "drop"), 1)
+    assert episode.asked == 1 and episode.evidence == (0.5, 0.5, None, 0.5)
+
+
 @pytest.mark.parametrize(
     ("how", "models", "trained"),
     [

@@ -289,6 +289,29 @@ def test_cut_off_order_counts_as_the_config_says(truncated, scores):
         assert record["truncated"] == [truncated != "drop", False, False][: len(scores)]
 
 
+def test_one_order_that_is_left_is_no_group():
+    """It has no mean to be compared with: its reward would be its advantage."""
+
+    def write(role, prompt, sibling, model):
+        return perfect(role, prompt, sibling, model) + CUT * (sibling > 0)
+
+    algorithm = make_algorithm(
+        documents=2, steps=1, group_size=3, truncated="drop", keep_equal=True
+    )
+    episodes = roll_out(algorithm, ScriptedModels(write, "drop"), 1)
+    assert [e.scores for e in episodes] == [(1.0,)] * 2
+    assert not to_groups(algorithm, episodes)
+
+
+def test_orders_that_are_all_cut_off_are_in_the_record():
+    def write(role, prompt, sibling, model):
+        return perfect(role, prompt, sibling, model) + CUT
+
+    algorithm = make_algorithm(documents=2, steps=1, group_size=3, truncated="drop")
+    episodes = roll_out(algorithm, ScriptedModels(write, "drop"), 1)
+    assert [len(record["dropped"]) for record in to_records(algorithm, episodes)] == [3, 3]
+
+
 def test_records_hold_documents_predictions_and_advantages():
     algorithm, _, episodes = run()
     groups, annotations = algorithm.groups(episodes, (0, 1))

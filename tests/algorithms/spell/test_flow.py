@@ -606,6 +606,37 @@ def test_cut_off_answer_scores_by_the_config():
         assert {len(group.answers) for group in groups} == {len(rule)}
 
 
+def test_one_answer_that_is_left_rewards_nobody():
+    """Its question could not have mixed rewards, so the questioner is not trained on it either."""
+
+    class OneLeft(Script):
+        def __call__(self, role: str, prompt: str, sibling: int, model: str) -> str | None:
+            text = super().__call__(role, prompt, sibling, model)
+            is_cut = role == "responder" and "Empty" not in prompt and sibling > 0
+            return f"{text}{CUT}" if is_cut else text
+
+    rows = [Row(QA, "ok", 0, 2, 1, 3)]
+    rollout = Rollout(rows, script=OneLeft(rows), truncated="drop")
+    (episode,) = rollout.episodes
+    assert (episode.scores, episode.reward) == ((1.0,), None)
+    assert not any(rollout.groups.values())
+    (record,) = rollout.records()
+    assert record["used"]["questioner"] == "no_reward" and len(record["dropped"]) == 3
+
+
+@pytest.mark.parametrize("role, count", [("questioner", 1), ("responder", 4)])
+def test_texts_of_a_prompt_without_a_reply_left_are_in_the_record(role, count):
+    class AllCut(Script):
+        def __call__(self, asked: str, prompt: str, sibling: int, model: str) -> str | None:
+            text = super().__call__(asked, prompt, sibling, model)
+            return f"{text}{CUT}" if asked == role and "Empty" not in prompt else text
+
+    rows = [Row(QA, "ok", 0, 2, 1, 3)]
+    (record,) = Rollout(rows, script=AllCut(rows), truncated="drop").records()
+    assert (record["status"], record["reason"]) == ("overlong", f"no_{role}_reply")
+    assert len(record["dropped"]) == count and all(CUT in text for text in record["dropped"])
+
+
 def test_cut_off_verdict_is_malformed_or_dropped():
     for truncated, votes in (
         ("score", (1, 1, 1, 0)),

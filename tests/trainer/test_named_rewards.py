@@ -1,0 +1,74 @@
+"""Tests of the messages about rewards that are no numbers and about functions that fail."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from spell_jax.trainer.named_rewards import check_scores, named_failures, named_rewards
+
+
+def make_run() -> Any:
+    def record(episode: Any, annotation: Any) -> dict[str, Any]:
+        return {"question": episode.question, "scores": episode.scores, "answers": ["a", "b"]}
+
+    return SimpleNamespace(
+        algorithm=SimpleNamespace(record=record),
+        config=SimpleNamespace(algorithm=SimpleNamespace(name="own")),
+    )
+
+
+def episode(question: str, *scores: Any) -> Any:
+    return SimpleNamespace(question=question, scores=scores)
+
+
+RIGHT = episode("right?", np.float32(0.5), True)
+
+
+@pytest.mark.parametrize(
+    "scores", [(math.nan, math.nan), (None, None), ("1", "1"), (1.0, [1.0]), (0.5, np.ones(1))]
+)
+def test_scores_that_no_group_shows_are_refused(scores):
+    records = [{"scores": RIGHT.scores}, {}, {"scores": scores}]
+    with pytest.raises(ValueError, match=r"^scores\[[01]\] = .*: must be a finite number$"):
+        check_scores(records)
+
+
+def test_scores_of_numpy_are_numbers():
+    check_scores([{"scores": [np.float32(1), np.float64(0.5), np.int64(3), np.True_, True, 2]}])
+    check_scores([{"scores": 0.5}, {"scores": None}])  # an algorithm's own field of this name
+
+
+@pytest.mark.parametrize("scores", [(1.0, None), (1.0, [2.0]), (1.0,), (1.0, 0.0, 0.0)])
+@pytest.mark.parametrize("error", [TypeError, ValueError])
+def test_question_with_invalid_or_missing_scores_is_named(scores, error):
+    episodes = [RIGHT, episode("wrong?", *scores)]
+    with (
+        pytest.raises(ValueError, match=r"^algorithm own, step 3, question 'wrong\?' .*: no set$"),
+        named_rewards(make_run(), 3, episodes),
+    ):
+        raise error("no set")
+
+
+def test_function_that_fails_is_named_with_its_question():
+    def score(text: str) -> float:
+        return 1 / len(text)
+
+    def rate(asked: Any) -> list[float]:
+        return [score(text) for text in asked.scores]
+
+    with pytest.raises(ZeroDivisionError) as raised, named_failures(make_run(), 3):
+        rate(episode("why?", "a", ""))
+    (note,) = raised.value.__notes__
+    assert note.startswith(f"algorithm own, step 3, question 'why?': raised by score ({__file__}:")
+
+
+def test_function_that_fails_before_there_is_a_question_is_named():
+    with pytest.raises(KeyError) as raised, named_failures(make_run(), 3):
+        raise KeyError("a")
+    (note,) = raised.value.__notes__
+    assert note.startswith("algorithm own, step 3: raised by test_function_that_fails_before")
