@@ -1,9 +1,8 @@
-"""The place of an invalid reward or of a failing reward function: algorithm, step and question."""
+"""The place of a reward that is no finite number: algorithm, step and question."""
 
 from __future__ import annotations
 
 import contextlib
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,33 +22,12 @@ def named_rewards(run: Run, step: int, episodes: Sequence[Any]) -> Iterator[None
     try:
         yield
     except (TypeError, ValueError) as error:
-        place = _place(run, step)
+        place = f"algorithm {run.config.algorithm.name}, step {step}"
         for episode in episodes:
             if fault := _fault(run.algorithm.record(episode, Annotation())):
                 place = f"{place}, {fault}"
                 break
         raise ValueError(f"{place}: {error}") from error
-
-
-@contextlib.contextmanager
-def named_failures(run: Run, step: int) -> Iterator[None]:
-    """Add algorithm, step, question and the function that failed to an exception raised inside."""
-    try:
-        yield
-    except Exception as error:
-        *_, (frame, line) = calls = [*traceback.walk_tb(error.__traceback__)]
-        where = f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{line})"
-        local = [value for frame, _ in reversed(calls) for value in frame.f_locals.values()]
-        question = next(filter(None, (_question(run, value) for value in local)), "")
-        error.add_note(f"{_place(run, step)}{question}: raised by {where}")
-        raise
-
-
-def _question(run: Run, value: Any) -> str:
-    """Return the question of an episode in words, "" of any other value."""
-    with contextlib.suppress(Exception):  # most values of a function are no episodes
-        return f", question {run.algorithm.record(value, Annotation())['question'][:_SHOWN]!r}"
-    return ""
 
 
 def check_scores(records: Sequence[Mapping[str, Any]]) -> None:
@@ -61,10 +39,6 @@ def check_scores(records: Sequence[Mapping[str, Any]]) -> None:
         for index, score in enumerate(_list(record, "scores")):
             if not is_finite(score):
                 raise ValueError(f"scores[{index}] = {score!r:.80}: must be a finite number")
-
-
-def _place(run: Run, step: int) -> str:
-    return f"algorithm {run.config.algorithm.name}, step {step}"
 
 
 def _fault(record: Mapping[str, Any]) -> str:

@@ -12,7 +12,7 @@ from spell_jax.learner import packing
 from spell_jax.runtime.finite import check_finite
 from spell_jax.runtime.metrics import Metrics
 from spell_jax.trainer.build import Run
-from spell_jax.trainer.named_rewards import check_scores, named_failures, named_rewards
+from spell_jax.trainer.named_rewards import check_scores, named_rewards
 from spell_jax.trainer.state import RolloutParams
 
 
@@ -96,8 +96,7 @@ class Rollouts:
         worker.start_step(step, RolloutParams(run, self._models), between_calls, truncated)
         key = run.config.seed, step
         try:
-            with named_failures(run, step):
-                episodes = run.algorithm.rollout(worker, key, step)
+            episodes = run.algorithm.rollout(worker, key, step)
         except _Interrupted:
             worker.end_step()
             run.algorithm.load_state_dict(before)

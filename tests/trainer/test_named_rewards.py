@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spell_jax.trainer.named_rewards import check_scores, named_failures, named_rewards
+from spell_jax.trainer.named_rewards import check_scores, named_rewards
 
 
 def make_run() -> Any:
@@ -52,23 +52,3 @@ def test_question_with_invalid_or_missing_scores_is_named(scores, error):
         named_rewards(make_run(), 3, episodes),
     ):
         raise error("no set")
-
-
-def test_function_that_fails_is_named_with_its_question():
-    def score(text: str) -> float:
-        return 1 / len(text)
-
-    def rate(asked: Any) -> list[float]:
-        return [score(text) for text in asked.scores]
-
-    with pytest.raises(ZeroDivisionError) as raised, named_failures(make_run(), 3):
-        rate(episode("why?", "a", ""))
-    (note,) = raised.value.__notes__
-    assert note.startswith(f"algorithm own, step 3, question 'why?': raised by score ({__file__}:")
-
-
-def test_function_that_fails_before_there_is_a_question_is_named():
-    with pytest.raises(KeyError) as raised, named_failures(make_run(), 3):
-        raise KeyError("a")
-    (note,) = raised.value.__notes__
-    assert note.startswith("algorithm own, step 3: raised by test_function_that_fails_before")

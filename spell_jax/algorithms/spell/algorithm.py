@@ -269,7 +269,7 @@ class Spell:
             self._responder_reward(rule, rewards.majority(votes), rng)
             for rule, votes in zip(episode.rule, episode.votes, strict=True)
         )
-        # Whether one answer that truncated = "drop" leaves is always right, nothing tells.
+        # One answer that truncated = "drop" leaves does not tell how hard its question is.
         c, e = self.config, replace(episode, scores=scores, reward=0.0 if scores[1:] else None)
         if not e.mixed:
             return e
