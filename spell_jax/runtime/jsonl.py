@@ -82,7 +82,7 @@ class _Problems:
     first: str = ""
 
     def add(self, number: int, reason: object, is_last: bool = False) -> None:
-        """Count a bad line, with all lines behind it if it `is_last`, and log it."""
+        """Count a bad line, with all lines after it if it `is_last`, and log it."""
         self.count += 1
         reason = str(reason)
         if len(reason) > _LONGEST_REASON:  # it may quote a whole document
