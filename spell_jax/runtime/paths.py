@@ -73,7 +73,7 @@ def make_workdir(path: epath.Path) -> None:
 
 
 def check_characters(field: str, path: str | os.PathLike[str]) -> None:
-    """Raise ValueError for a folder in which Orbax, TensorStore or Beam does not find its own files.
+    """Raise ValueError for a folder in which Orbax, TensorStore or Beam finds none of its files.
 
     Orbax and Beam look for them with a glob of the whole path, so that a run in a folder "[x]" was
     saved and could never be resumed; TensorStore takes only UTF-8.

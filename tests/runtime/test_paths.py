@@ -10,7 +10,7 @@ from spell_jax.runtime import paths
 
 @pytest.mark.parametrize("name", ["[x]", "a*b", "a?b", "a\\b", "a\udcffb"])
 def test_workdir_from_which_no_checkpoint_can_be_read_is_refused(tmp_path, name):
-    with pytest.raises(ValueError, match="^workdir = .*could not be read again; must be UTF-8"):
+    with pytest.raises(ValueError, match=r"^workdir = .*could not be read again; must be UTF-8"):
         paths.make_workdir(epath.Path(tmp_path / name))
     assert not list(tmp_path.iterdir())
 
