@@ -33,8 +33,8 @@ _SKIPPED = 1 << 20  # bytes of a longer line that are read at a time
 
 # A few kilobytes of .gz can also hold millions of lines, or gigabytes in lines that are all short
 # enough. A longer rest of a compressed file is not read: more bytes than _SMALLEST_PART and than
-# _RATIO times the file (texts reach 3 to 20), where each line counts as _LINE_COST bytes or more.
-_SMALLEST_PART, _RATIO, _LINE_COST = 1 << 28, 100, 256
+# _RATIO times the file (texts reach 3 to 20), where each line counts as LINE_COST bytes or more.
+_SMALLEST_PART, _RATIO, LINE_COST = 1 << 28, 100, 256
 
 # Bad lines of a file that are logged (all are counted), and characters of what is wrong with one.
 _NAMED_LINES, _LONGEST_REASON = 20, 500
@@ -103,7 +103,7 @@ def _read(path: str | os.PathLike[str], parse: Callable[[Any], T]) -> tuple[list
         room = _most_unpacked(file) if _is_compressed(path) else math.inf
         try:
             for number, line in enumerate(bounded_lines(stream, LONGEST_LINE), start=1):
-                room -= max(_LINE_COST, LONGEST_LINE if line is None else len(line))
+                room -= max(LINE_COST, LONGEST_LINE if line is None else len(line))
                 if room < 0:
                     problems.add(number, "unpacks to too many bytes or lines", is_last=True)
                     break
