@@ -58,7 +58,8 @@ def read(file: BinaryIO, kind: Kind, delimiter: str = ",", largest: int = LARGES
     may be any JSON value.
 
     Raises ValueError or OSError if the file is damaged, or has more than `largest` bytes of text,
-    where a line counts as LINE_COST or more, or a line of more than LONGEST_LINE bytes; RecursionError if JSON is too deep.
+    where a line counts as LINE_COST or more, or a line of more than LONGEST_LINE bytes;
+    RecursionError if JSON is too deep.
     """
     try:
         with _uncompressed(file, kind.compression) as plain:
