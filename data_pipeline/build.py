@@ -48,6 +48,7 @@ from data_pipeline.sources import SourceConfig
 from data_pipeline.stages import Done, Stages
 from data_pipeline.tasks import TasksConfig
 from spell_jax.runtime import config as settings
+from spell_jax.runtime import paths
 from spell_jax.runtime.config import Config
 
 # Packages whose version may change the output.
@@ -117,6 +118,7 @@ def build(config: Config, out: str, options: Sequence[str] = ()) -> dict[str, An
     supports. Raises ValueError if a field is invalid, FileNotFoundError if a source has no files.
     """
     plan = make_plan(config)
+    paths.check_characters("out", out)
     stages = Stages(FileSystems.join(out, "stages"), options)
     done, files = run_stages(plan, stages)
     clusters = "tasks/tasks"
@@ -132,6 +134,7 @@ def build(config: Config, out: str, options: Sequence[str] = ()) -> dict[str, An
 
 def check(config: Config, out: str, options: Sequence[str] = ()) -> None:
     """List the sources and build the graph of every stage for the runner; raises like `build`."""
+    paths.check_characters("out", out)
     stages = Stages(FileSystems.join(out, "stages"), options, only_check=True)
     run_stages(make_plan(config), stages)
     with_shards = stages.pipeline("output")

@@ -151,8 +151,11 @@ def _check_files(folder: Path) -> None:
 def _parse_index(line: str, path: Path) -> tuple[str, str]:
     try:
         record = json.loads(line)
-        return record["id"], record["task"]
-    except (ValueError, KeyError, TypeError) as error:
+        name, task = record["id"], record["task"]
+        if not isinstance(name, str) or not isinstance(task, str):
+            raise TypeError("id and task must be strings")
+        return name, task
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path}: invalid line {line[:80]!r}; build it again") from error
 
 

@@ -23,7 +23,7 @@ from typing import Any, TypeGuard
 
 from spell_jax.data.text_files import Unusable, decode
 from spell_jax.runtime import remote
-from spell_jax.runtime.jsonl import read_records
+from spell_jax.runtime.jsonl import require_records
 
 TASKS = ("general_qa", "financial_math", "multiple_choice")
 ROLES = ("questioner", "responder", "verifier")  # of the policy in SPELL self-play
@@ -348,7 +348,8 @@ def _jsonl_clusters(path: Path, report: ClusterReport) -> list[Cluster]:
         seen.add(cluster.id)
         return cluster
 
-    clusters, skipped = read_records(path, parse)
+    where = f"source = {str(path)!r}: no usable text"
+    clusters, skipped = require_records(path, parse, where, "a cluster")
     report.read += len(clusters)
     if skipped:
         report.skipped["bad lines"] += skipped

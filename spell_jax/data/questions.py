@@ -15,7 +15,7 @@ from typing import Any
 
 from spell_jax.data.clusters import TASKS, Cluster, Source, in_memory
 from spell_jax.runtime import remote
-from spell_jax.runtime.jsonl import read_records
+from spell_jax.runtime.jsonl import require_records
 
 log = logging.getLogger(__name__)
 
@@ -53,12 +53,8 @@ def read_questions(
         check(question)
         return question
 
-    questions, skipped = read_records(remote.fetch(path), parse)
-    if not questions:
-        raise ValueError(
-            f"{field} = {path}: none of its {skipped} lines is a valid question (the log names the "
-            "reason for each)"
-        )
+    where, what = f"{field} = {path}", "a valid question"
+    questions, skipped = require_records(remote.fetch(path), parse, where, what)
     if skipped:
         log.warning("%s = %s: %d questions, %d lines skipped", field, path, len(questions), skipped)
     return tuple(questions)

@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Iterator
 from typing import Any, BinaryIO, NamedTuple, cast
 
-from spell_jax.runtime.jsonl import LONGEST_LINE, bounded_lines
+from spell_jax.runtime.jsonl import LINE_COST, LONGEST_LINE, bounded_lines
 
 _TEXTS, _COMPRESSIONS = (".jsonl", ".json", ".csv"), ("", ".gz", ".zst")
 
@@ -57,8 +57,9 @@ def read(file: BinaryIO, kind: Kind, delimiter: str = ",", largest: int = LARGES
     read piece by piece. The first rows of an incomplete file can therefore be read. A row of JSON
     may be any JSON value.
 
-    Raises ValueError or OSError if the file is damaged, or has more than `largest` bytes of text or
-    a line of more than LONGEST_LINE bytes; RecursionError if JSON is too deep.
+    Raises ValueError or OSError if the file is damaged, or has more than `largest` bytes of text,
+    where a line counts as LINE_COST or more, or a line of more than LONGEST_LINE bytes;
+    RecursionError if JSON is too deep.
     """
     try:
         with _uncompressed(file, kind.compression) as plain:
@@ -84,7 +85,8 @@ def _lines(stream: Any, largest: int) -> Iterator[Any]:
     for number, line in enumerate(bounded_lines(stream, LONGEST_LINE), 1):
         if line is None:
             raise ValueError(f"line {number}: longer than {LONGEST_LINE} bytes")
-        if (size := size + len(line)) > largest:
+        # A megabyte of .gz can hold 10**9 empty lines.
+        if (size := size + max(len(line), LINE_COST)) > largest:
             raise ValueError(f"line {number}: the lines up to here have more than {largest} bytes")
         yield line
 

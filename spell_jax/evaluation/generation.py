@@ -22,7 +22,7 @@ from spell_jax.evaluation.policy_sampler import Policy
 from spell_jax.policy.choices import THINKING
 from spell_jax.policy.tokenizer_base import Tokenizer
 from spell_jax.runtime import entry, paths, remote
-from spell_jax.runtime.jsonl import read_json, read_records, write_records
+from spell_jax.runtime.jsonl import read_json, require_records, write_records
 from spell_jax.runtime.paths import CONFIG_FILE
 from spell_jax.sampler.keys import request_keys
 from spell_jax.sampler.requests import Options, Sample
@@ -128,9 +128,8 @@ def read_requests(
         text.encode()  # no tokenizer takes lone surrogates
         return record, text
 
-    requests, skipped = read_records(remote.fetch(path), parse)
-    if not requests:
-        raise ValueError(f"prompts = {path}: none of its {skipped} lines is a request")
+    where = f"prompts = {path}"
+    requests, skipped = require_records(remote.fetch(path), parse, where, "a request")
     level = logging.WARNING if skipped else logging.INFO
     log.log(level, "%s: %d requests, %d lines skipped", path, len(requests), skipped)
     records, texts = map(list, zip(*requests, strict=True))

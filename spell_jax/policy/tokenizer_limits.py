@@ -7,7 +7,9 @@ checked when a tokenizer is loaded:
    all steps together may add at most ADDED characters. Forty steps "a" -> "aa" would make one
    letter a terabyte.
    A table of SentencePiece replaces characters by at most REPLACED bytes.
-2. A normalizer, splitter or decoder has at most STEPS steps.
+2. A normalizer, splitter or decoder has at most STEPS steps. A frame of special tokens has the text
+   once, and at most STEPS tokens. What a model adds to each piece of a word has at most REPLACED
+   characters, and a word that WordPiece tries to cut, in quadratic time, at most WORD.
 3. In a pattern, nothing that can match one text in several ways is repeated without bound in front
    of something that can fail, as in `(a+)+$`, and at most RUNS unbounded repetitions stand in front
    of something that can fail. Oniguruma itself gives up after ten million retries of one match,
@@ -29,6 +31,7 @@ GROWTH = 16  # published normalizers: 1, or 2 if they add spaces
 ADDED = 1 << 12
 REPLACED = 64  # bytes; NFKC writes U+FDFA in 33
 STEPS = 64  # published tokenizers: up to 12
+WORD = 10_000  # characters; published: 100
 RUNS = 1  # published patterns: 1
 _DEPTH = 32  # of nested steps and of groups in a pattern
 _PATTERN = 1 << 14  # most characters of a pattern; published patterns: up to 1,200
@@ -37,6 +40,10 @@ _MANY = 8  # repetitions that count as without bound; published bounds: 3
 
 def check_steps(description: Mapping[str, Any]) -> None:
     """Check the content of a tokenizer.json; ValueError names the field and what it exceeds."""
+    _check_model(description.get("model"))
+    for place, step in _steps(description.get("post_processor"), "post_processor", 0):
+        if step.get("type") == "TemplateProcessing":
+            _check_frame(step, place)
     for field in FIELDS:
         growth, added = 1.0, 0
         for number, (place, step) in enumerate(_steps(description.get(field), field, 0)):
@@ -55,6 +62,30 @@ def check_steps(description: Mapping[str, Any]) -> None:
                     f"{place}: the steps up to here make a text up to {growth:.0f} times as long "
                     f"and {added} characters longer; must be at most {GROWTH} and {ADDED}"
                 )
+
+
+def _check_model(model: Any) -> None:
+    fields = model if isinstance(model, Mapping) else {}
+    for name in ("continuing_subword_prefix", "end_of_word_suffix"):
+        if (length := len(str(fields.get(name) or ""))) > REPLACED:
+            raise ValueError(f"model.{name}: has {length} characters; must have at most {REPLACED}")
+    longest = fields.get("max_input_chars_per_word")
+    if isinstance(longest, int) and longest > WORD:
+        raise ValueError(f"model.max_input_chars_per_word = {longest}: must be at most {WORD}")
+
+
+def _check_frame(step: Mapping[str, Any], place: str) -> None:
+    """Check the special tokens around a text, which may not be in the frame a second time."""
+    single, tokens = step.get("single"), step.get("special_tokens")
+    if not isinstance(single, list) or not isinstance(tokens, Mapping):
+        return  # the package refuses it
+    texts = sum(isinstance(part, Mapping) and "Sequence" in part for part in single)
+    ids = sum(len(token.get("ids", ())) for token in tokens.values() if isinstance(token, Mapping))
+    if texts > 1 or len(single) > STEPS or ids > STEPS:
+        raise ValueError(
+            f"{place}.single: has the text {texts} times and {len(single)} parts, of {ids} special "
+            f"tokens; must have it once and at most {STEPS}"
+        )
 
 
 def _steps(part: Any, place: str, depth: int) -> Iterator[tuple[str, Mapping[str, Any]]]:

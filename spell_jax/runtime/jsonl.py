@@ -6,10 +6,12 @@ A file whose name ends in .gz is compressed; the same lines always give the same
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gzip
 import io
 import json
 import logging
+import math
 import os
 import pathlib
 import re
@@ -29,6 +31,14 @@ log = logging.getLogger(__name__)
 LONGEST_LINE = 1 << 26
 _SKIPPED = 1 << 20  # bytes of a longer line that are read at a time
 
+# A few kilobytes of .gz can also hold millions of lines, or gigabytes in lines that are all short
+# enough. A longer rest of a compressed file is not read: more bytes than _SMALLEST_PART and than
+# _RATIO times the file (texts reach 3 to 20), where each line counts as LINE_COST bytes or more.
+_SMALLEST_PART, _RATIO, LINE_COST = 1 << 28, 100, 256
+
+# Bad lines of a file that are logged (all are counted), and characters of what is wrong with one.
+_NAMED_LINES, _LONGEST_REASON = 20, 500
+
 # What a parser raises for a malformed record.
 # float() raises OverflowError for an integer of 400 digits.
 MALFORMED = (ValueError, KeyError, TypeError, AttributeError, OverflowError)
@@ -40,14 +50,63 @@ def read_records(path: str | os.PathLike[str], parse: Callable[[Any], T]) -> tup
     The file, maybe compressed or in a bucket, is UTF-8 with one JSON value per line, with or
     without a byte order mark. Only line feeds end a line; empty lines are ignored. `parse` raises
     errors of MALFORMED for a malformed value. Bad lines, and lines over LONGEST_LINE bytes, are
-    logged with their place and skipped. If a compressed file is damaged, the rest of it counts as
-    one bad line. FileNotFoundError if there is no such file, OSError if it is a pipe, a folder or
-    a device.
+    skipped, the first _NAMED_LINES of them are logged with their place. If a compressed file is
+    damaged, or unpacks to far more than texts do, the rest of it counts as one bad line.
+    FileNotFoundError if there is no such file, OSError if it is a pipe, a folder or a device.
     """
-    records, skipped, number = [], 0, 0
-    with paths.open_file(path) as file, _compressed(path, file, "rb") as lines:
+    records, problems = _read(path, parse)
+    return records, problems.count
+
+
+def require_records(
+    path: str | os.PathLike[str], parse: Callable[[Any], T], where: str, what: str
+) -> tuple[list[T], int]:
+    """Read a file as `read_records` does; ValueError if none of its lines is a record.
+
+    The message begins with `where`, the field or flag of the file, says `what` each line should be,
+    and what is wrong with the first bad line.
+    """
+    records, problems = _read(path, parse)
+    if records:
+        return records, problems.count
+    first = f" ({problems.first})" if problems.first else ""
+    raise ValueError(f"{where}: none of its {problems.count} lines is {what}{first}")
+
+
+@dataclasses.dataclass
+class _Problems:
+    """Bad lines of a file: their number and a description of the first."""
+
+    path: str | os.PathLike[str]
+    count: int = 0
+    first: str = ""
+
+    def add(self, number: int, reason: object, is_last: bool = False) -> None:
+        """Count a bad line, with all lines after it if it `is_last`, and log it."""
+        self.count += 1
+        reason = str(reason)
+        if len(reason) > _LONGEST_REASON:  # it may quote a whole document
+            reason = reason[:_LONGEST_REASON] + "..."
+        self.first = self.first or f"line {number}: {reason}"
+        if self.count <= _NAMED_LINES or is_last:
+            skipped = "skipped from here on" if is_last else "skipped"
+            log.warning("%s:%d: %s (%s)", self.path, number, skipped, reason)
+
+    def log_rest(self) -> None:
+        if (rest := self.count - _NAMED_LINES) > 0:
+            log.warning("%s: %d more lines skipped", self.path, rest)
+
+
+def _read(path: str | os.PathLike[str], parse: Callable[[Any], T]) -> tuple[list[T], _Problems]:
+    records, problems, number = [], _Problems(path), 0
+    with paths.open_file(path) as file, _compressed(path, file, "rb") as stream:
+        room = _most_unpacked(file) if _is_compressed(path) else math.inf
         try:
-            for number, line in enumerate(bounded_lines(lines, LONGEST_LINE), start=1):
+            for number, line in enumerate(bounded_lines(stream, LONGEST_LINE), start=1):
+                room -= max(LINE_COST, LONGEST_LINE if line is None else len(line))
+                if room < 0:
+                    problems.add(number, "unpacks to too many bytes or lines", is_last=True)
+                    break
                 if line is not None and not line.strip():
                     continue
                 try:
@@ -55,16 +114,27 @@ def read_records(path: str | os.PathLike[str], parse: Callable[[Any], T]) -> tup
                         raise ValueError(f"longer than {LONGEST_LINE} bytes")
                     records.append(parse(json.loads(line.decode("utf-8-sig"))))
                 except (*MALFORMED, RecursionError) as error:
-                    skipped += 1
-                    log.warning("%s:%d: skipped (%s)", path, number, _reason(error))
+                    problems.add(number, _reason(error, line or b""))
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            skipped += 1
-            log.warning("%s:%d: skipped from here on (%s)", path, number + 1, error)
-    return records, skipped
+            problems.add(number + 1, error, is_last=True)
+    problems.log_rest()
+    return records, problems
 
 
-def _reason(error: Exception) -> str:
-    """Return what is wrong with a record; the text of a KeyError is only the name of the field."""
+def _most_unpacked(file: IO[bytes]) -> int:
+    """Return how many bytes an open compressed file may unpack to; other files are bombs."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    return max(_SMALLEST_PART, _RATIO * size)
+
+
+def _reason(error: Exception, line: bytes) -> str:
+    """Return what is wrong with a line; the text of a KeyError is only the name of the field."""
+    if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
+        if b"\0" in line:
+            return "has NUL bytes, as UTF-16 and damaged files do; must be UTF-8"
+        if b"\r" in line.strip():
+            return f"{error}; lines must end with line feeds, this one has carriage returns"
     if isinstance(error, KeyError):
         return f"{error.args[0]}: missing"
     if type(error) in (TypeError, AttributeError) and _OTHER_TYPE.search(str(error)):
@@ -146,10 +216,14 @@ def write_lines(path: str | os.PathLike[str], lines: Iterable[str]) -> None:
     durable.write(path, content.getvalue())
 
 
+def _is_compressed(path: str | os.PathLike[str]) -> bool:
+    return os.fspath(path).endswith(".gz")
+
+
 def _compressed(
     path: str | os.PathLike[str], file: IO[bytes], mode: str
 ) -> contextlib.AbstractContextManager[Any]:
-    if not os.fspath(path).endswith(".gz"):
+    if not _is_compressed(path):
         if mode == "rb" and not isinstance(file, io.BufferedReader):
             # A bucket's file knows no limit for the length of a line.
             return contextlib.nullcontext(io.BufferedReader(cast(Any, file)))

@@ -55,9 +55,10 @@ def prepare(path: str | os.PathLike[str]) -> None:
 def make_workdir(path: epath.Path) -> None:
     """Makes the folder of a run.
 
-    ValueError if it cannot be made or written to, or if a file or folder of a run is there as
-    something else, such as a pipe.
+    ValueError if it cannot be made or written to, if a file or folder of a run is there as
+    something else, such as a pipe, or if checkpoints in a folder of this name could not be read.
     """
+    check_characters("workdir", path)
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -69,6 +70,21 @@ def make_workdir(path: epath.Path) -> None:
         _require(path / name, "a file")
     for name in _FOLDERS:
         _require(path / name, "a folder")
+
+
+def check_characters(field: str, path: str | os.PathLike[str]) -> None:
+    """Raise ValueError for a folder in which Orbax, TensorStore or Beam finds none of its files.
+
+    Orbax and Beam look for them with a glob of the whole path, so that a run in a folder "[x]" was
+    saved and could never be resumed; TensorStore takes only UTF-8.
+    """
+    name = absolute(path)
+    bad = [sign for sign in name if sign in "*?[]\\" or "\ud800" <= sign <= "\udfff"]
+    if bad:
+        raise ValueError(
+            f"{field} = {name!r}: has {bad[0]!r}, and files there could not be read again; must be "
+            "UTF-8 without * ? [ ] \\; choose another folder, or rename it"
+        )
 
 
 def absolute(path: str | os.PathLike[str]) -> str:

@@ -34,7 +34,7 @@ from spell_jax.runtime import entry, paths, peers, remote, setup, workdir_lock
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.checkpoint import Checkpoints
 from spell_jax.runtime.config import Config, plain, section
-from spell_jax.runtime.jsonl import read_records
+from spell_jax.runtime.jsonl import require_records
 from spell_jax.runtime.metrics import Metrics
 from spell_jax.runtime.preemption import Preemption
 from spell_jax.runtime.run_logger import RunLogger
@@ -73,9 +73,7 @@ def read_rows(path: str | pathlib.Path) -> tuple[list[demonstrations.Row], int]:
     file = remote.fetch(path)
     if not file.is_file():
         raise FileNotFoundError(f"source = {str(path)!r}: must be 'tiny' or a .jsonl of rows")
-    rows, skipped = read_records(file, _parse_row)
-    if not rows:
-        raise ValueError(f"source = {path}: none of its {skipped} lines is a row")
+    rows, skipped = require_records(file, _parse_row, f"source = {path}", "a row")
     if skipped:
         log.warning("%s: %d rows, %d lines skipped", path, len(rows), skipped)
     return rows, skipped

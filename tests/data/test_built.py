@@ -183,6 +183,14 @@ def test_index_that_disagrees_with_records_is_rejected(copy: Path) -> None:
         Built(copy)
 
 
+@pytest.mark.parametrize("line", ['{"id": [], "task": "general_qa"}', '{"id": "a", "task": {}}'])
+def test_index_of_other_types_is_rejected(copy: Path, line: str) -> None:
+    index = (copy / "index.jsonl").read_text()
+    _exchange(copy / "index.jsonl", index.encode(), line.ljust(len(index) - 1).encode() + b"\n")
+    with pytest.raises(ValueError, match=r"index\.jsonl: invalid line"):
+        Built(copy)
+
+
 def test_error_names_damaged_record(copy: Path) -> None:
     """The damaged file keeps its size, so only reading the record reveals the damage."""
     path = copy / SHARD

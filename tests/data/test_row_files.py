@@ -134,6 +134,13 @@ def test_file_that_unpacks_to_too_much_is_an_error(suffix: str):
         list(row_files.read(io.BytesIO(encode(kind)), kind, largest=40))
 
 
+@pytest.mark.parametrize("line", [b"\n", b"{}\n"])
+def test_many_short_lines_are_an_error(line: bytes):
+    rows = row_files.read(io.BytesIO(line * 5000), KINDS[".jsonl"], largest=1 << 20)
+    with pytest.raises(ValueError, match="line 4097: the lines up to here have more than 1048576"):
+        list(rows)
+
+
 def test_blanks_within_a_list_take_no_memory(monkeypatch):
     monkeypatch.setattr(row_files, "_CHARACTERS", 16)
     monkeypatch.setattr(row_files, "_LARGEST_VALUE", 20)

@@ -356,3 +356,10 @@ def test_shipped_configs_are_valid():
     assert (reports.max_report_tokens, reports.layout) == (16_384, "docmath")
     with pytest.raises(ValueError, match="at least one source"):
         build.make_plan(base.get_config())
+
+
+@pytest.mark.parametrize("run", [build.build, build.check])
+def test_folder_in_which_beam_finds_no_file_is_refused(config, tmp_path, run):
+    with pytest.raises(ValueError, match=r"^out = .*\[b\]': has '\['"):
+        run(config, str(tmp_path / "[b]"))
+    assert not list(tmp_path.iterdir())

@@ -98,6 +98,31 @@ def test_nested_sequences_are_bounded() -> None:
         check_steps({"normalizer": steps})
 
 
+TEXT, TOKEN = {"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "x", "type_id": 0}}
+
+
+def frame(single: list[Any], ids: int = 1) -> dict[str, Any]:
+    tokens = {"x": {"id": "x", "ids": [0] * ids, "tokens": ["x"] * ids}}
+    return {"type": "TemplateProcessing", "single": single, "special_tokens": tokens}
+
+
+@pytest.mark.parametrize("single, ids", [([TEXT] * 2, 1), ([TOKEN] * 100, 1), ([TEXT], 10**5)])
+def test_frame_that_repeats_the_text_is_refused(single: list[Any], ids: int) -> None:
+    check_steps({"post_processor": frame([TOKEN, TEXT, TOKEN])})
+    processors = {"type": "Sequence", "processors": [{"type": "ByteLevel"}, frame(single, ids)]}
+    with pytest.raises(ValueError, match=r"post_processor\.processors\[1\]\.single: has the text"):
+        check_steps({"post_processor": processors})
+
+
+@pytest.mark.parametrize("field", ["continuing_subword_prefix", "end_of_word_suffix"])
+def test_long_additions_to_words_are_refused(field: str) -> None:
+    check_steps({"model": {field: "</w>", "max_input_chars_per_word": 100}})
+    with pytest.raises(ValueError, match=rf"model\.{field}: has 5000 characters"):
+        check_steps({"model": {field: "x" * 5000}})
+    with pytest.raises(ValueError, match=r"max_input_chars_per_word = 1000000000: must"):
+        check_steps({"model": {"max_input_chars_per_word": 10**9}})
+
+
 def test_table_with_a_long_replacement_is_refused() -> None:
     def table(text: bytes) -> dict[str, Any]:
         data = (8).to_bytes(4, "little") + bytes(8) + text + b"\0b\0"

@@ -11,7 +11,14 @@ import threading
 import pytest
 
 from spell_jax.runtime import jsonl
-from spell_jax.runtime.jsonl import read_json, read_lines, read_records, write_json, write_records
+from spell_jax.runtime.jsonl import (
+    read_json,
+    read_lines,
+    read_records,
+    require_records,
+    write_json,
+    write_records,
+)
 from tests import bombs
 
 
@@ -102,6 +109,51 @@ def test_line_over_the_limit_is_counted_and_skipped(tmp_path, caplog, monkeypatc
         assert read_records(path, str) == (["12345", "7", "a"], 3)
         messages = [record.getMessage() for record in caplog.records]
         assert messages == [f"{path}:{n}: skipped (longer than 8 bytes)" for n in (2, 4, 6)]
+
+
+def test_only_the_first_bad_lines_are_logged_and_all_are_counted(tmp_path, caplog):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("{}\n" * 50 + "7\n")
+    assert read_records(path, whole_number) == ([7], 50)
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 21 and messages[-1] == f"{path}: 30 more lines skipped"
+    caplog.clear()
+    path.write_text(f'"{"a" * 10_000}"\n')
+    assert read_records(path, int) == ([], 1)
+    assert len(caplog.text) < 800
+
+
+@pytest.mark.parametrize("line", [b"7\n", b"{}\n", b"\n"])
+def test_a_small_compressed_file_of_millions_of_lines_ends_early(
+    tmp_path, caplog, monkeypatch, line
+):
+    monkeypatch.setattr(jsonl, "_SMALLEST_PART", 1 << 20)
+    path = tmp_path / "rows.jsonl.gz"
+    with gzip.open(path, "wb", 9) as file:
+        file.write(b"1\n" + line * 300_000)
+    records, skipped = read_records(path, whole_number)
+    read = 1 << 12  # 1 MiB, 256 bytes a line
+    assert len(records) == (read if line == b"7\n" else 1)
+    assert skipped == (read if line == b"{}\n" else 1)
+    assert f"{path}:{read + 1}: skipped from here on (unpacks to" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"a": 1}\n{"a": 2}\n'.encode("utf-16"), "line 1: has NUL bytes, as UTF-16 .* UTF-8"),
+        ('{"a": 1}\n'.encode("utf-16-le"), "line 1: has NUL bytes"),
+        (b"\0" * 9, "line 1: has NUL bytes"),
+        (b'{"a": 1}\r{"a": 2}\r', "line 1: Extra data.*this one has carriage returns"),
+        (b"\n{}\n", "line 2: must be a whole number"),
+        (b"", "none of its 0 lines is a number$"),
+    ],
+)
+def test_a_file_without_a_record_is_an_error_that_names_the_first_cause(tmp_path, content, message):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        require_records(path, whole_number, "numbers = 5", "a number")
 
 
 def test_bounded_lines_of_texts_end_at_line_feeds():
