@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import pathlib
 import shlex
@@ -80,6 +81,7 @@ def watched(work: str) -> Iterator[None]:
         @functools.wraps(handle)  # runtime/sigterm.py knows its handler by the module's name
         def end(number: int, frame: FrameType | None) -> None:
             is_ending.set()
+            logging.getLogger("apache_beam").setLevel(logging.CRITICAL)  # of the lost workers
             _kill_descendants()
             handle(number, frame)
 
@@ -93,7 +95,9 @@ def watched(work: str) -> Iterator[None]:
     try:
         yield
     finally:
-        threading.excepthook = report
+        # Threads of Beam fail until the process has ended, each with a traceback.
+        if not is_ending.is_set():
+            threading.excepthook = report
         signal.signal(_SIGNAL, handler)
         for number, handle in old.items():
             signal.signal(number, handle)

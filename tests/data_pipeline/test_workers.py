@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import pathlib
 import signal
@@ -130,8 +131,13 @@ def test_other_threads_may_run_a_stage() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signal_that_ends_the_build_kills_workers_before_the_runner_waits_for_them(number):
+def test_signal_that_ends_the_build_kills_workers_before_the_runner_waits_for_them(
+    number, monkeypatch, capsys, request
+):
     """Beam's cleanup waited for them 25 s after SIGTERM, and without end after Ctrl-C."""
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)  # restored after the test
+    log = logging.getLogger("apache_beam")
+    request.addfinalizer(functools.partial(log.setLevel, log.level))
     with (
         pytest.raises((KeyboardInterrupt, SystemExit)),
         sigterm.ending(print),
@@ -146,3 +152,8 @@ def test_signal_that_ends_the_build_kills_workers_before_the_runner_waits_for_th
             assert shell.wait(10) == -signal.SIGKILL
             assert shell.stdout.read() == b""  # the worker, which has it open too, has ended
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    late = threading.Thread(target=lambda: 1 / 0, name="read_grpc_client_inputs")
+    late.start()
+    late.join()
+    log.error("Failed to read inputs in the data plane")
+    assert capsys.readouterr().err == ""  # threads of Beam that lost their workers say nothing
