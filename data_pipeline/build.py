@@ -32,24 +32,35 @@ from ml_collections import config_flags
 
 from spell_jax.runtime import entry
 
-with entry.user_errors():  # one line if the extra "data" is not installed
+# One line for Ctrl-C, SIGTERM, or a missing extra "data": the imports take seconds.
+with entry.user_errors():
     import apache_beam as beam
     from apache_beam.io.filesystems import FileSystems
 
-from data_pipeline import cluster, cut, decontaminate, dedup, embed, output, sources, summary, tasks
-from data_pipeline.cut import CutConfig
-from data_pipeline.decontaminate import BenchmarkConfig, DecontaminateConfig
-from data_pipeline.dedup import DedupConfig
-from data_pipeline.embed import EmbedConfig
-from data_pipeline.filter import FilterConfig
-from data_pipeline.kmeans import ClusterConfig
-from data_pipeline.output import OutputConfig
-from data_pipeline.sources import SourceConfig
-from data_pipeline.stages import Done, Stages
-from data_pipeline.tasks import TasksConfig
-from spell_jax.runtime import config as settings
-from spell_jax.runtime import paths
-from spell_jax.runtime.config import Config
+    from data_pipeline import (
+        cluster,
+        cut,
+        decontaminate,
+        dedup,
+        embed,
+        output,
+        sources,
+        summary,
+        tasks,
+    )
+    from data_pipeline.cut import CutConfig
+    from data_pipeline.decontaminate import BenchmarkConfig, DecontaminateConfig
+    from data_pipeline.dedup import DedupConfig
+    from data_pipeline.embed import EmbedConfig
+    from data_pipeline.filter import FilterConfig
+    from data_pipeline.kmeans import ClusterConfig
+    from data_pipeline.output import OutputConfig
+    from data_pipeline.sources import SourceConfig
+    from data_pipeline.stages import Done, Stages
+    from data_pipeline.tasks import TasksConfig
+    from spell_jax.runtime import config as settings
+    from spell_jax.runtime import paths
+    from spell_jax.runtime.config import Config
 
 # Packages whose version may change the output.
 PACKAGES = ("spell_jax", "apache-beam", "array-record", "datasketch", "jax", "numpy", "py3langid")

@@ -162,7 +162,7 @@ class Stages:
         # Beam's DirectRunner would first try to fetch another runner from the network.
         runner: Any = named
         if named is None or named.rpartition(".")[-1] == "DirectRunner":
-            runner = FnApiRunner()
+            runner = workers.make_runner(options)
         elif named == PySparkRunner.__name__:
             runner = PySparkRunner()
         return beam.Pipeline(runner=runner, options=options)

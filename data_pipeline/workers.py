@@ -1,22 +1,30 @@
-"""A watch on the worker processes of Beam's local runner: a killed worker ends the build.
+"""Worker processes of Beam's local runner: a killed worker ends the build, and a build its workers.
 
 With --direct_running_mode=multi_processing, FnApiRunner starts worker processes. If a worker is
 killed, for example because memory ran out, a thread of the runner reports the loss, but the main
 thread would wait for the worker for ever. Ctrl-C and SIGTERM kill the workers first: the runner's
-cleanup waits for them, for ever after Ctrl-C, and they would outlive this process.
+cleanup waits for them, for ever after Ctrl-C, and they would outlive this process. After SIGKILL of
+this process the workers end themselves (local_worker.py).
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import pathlib
+import shlex
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
+
+from apache_beam.options.pipeline_options import DirectOptions, PipelineOptions
+from apache_beam.runners.portability.fn_api_runner import FnApiRunner
+from apache_beam.transforms.environments import SubprocessSDKEnvironment
 
 _THREAD = "run_worker"  # Beam's name of the thread that waits for a worker process
 _SIGNAL = signal.SIGUSR1
@@ -24,6 +32,17 @@ _SIGNAL = signal.SIGUSR1
 
 class LostWorkerError(RuntimeError):
     """A worker process that ended before its work was done."""
+
+
+def make_runner(options: PipelineOptions) -> FnApiRunner:
+    """Create Beam's local runner, with worker processes that end when this process ends."""
+    direct = options.view_as(DirectOptions)
+    if direct.direct_running_mode != "multi_processing":
+        return FnApiRunner()
+    direct.direct_running_mode = None  # with the mode the runner would start workers of its own
+    # Beam starts a shell. `exec` replaces it: the worker's parent must be this process.
+    command = f"exec {shlex.quote(sys.executable)} -m data_pipeline.local_worker {os.getpid()}"
+    return FnApiRunner(SubprocessSDKEnvironment.from_command_string(command))
 
 
 @contextlib.contextmanager
@@ -51,7 +70,7 @@ def watched(work: str) -> Iterator[None]:
 
     def fail(number: int, frame: FrameType | None) -> None:
         raise LostWorkerError(
-            f"{work}: {causes[0]}; 137 is a kill, often for lack of memory: start again with a "
+            f"{work}: {causes[0]}; -9 is a kill, often for lack of memory: start again with a "
             "lower --direct_num_workers, and the stages that are done are kept"
         )
 
@@ -62,6 +81,7 @@ def watched(work: str) -> Iterator[None]:
         @functools.wraps(handle)  # runtime/sigterm.py knows its handler by the module's name
         def end(number: int, frame: FrameType | None) -> None:
             is_ending.set()
+            logging.getLogger("apache_beam").setLevel(logging.CRITICAL)  # of the lost workers
             _kill_descendants()
             handle(number, frame)
 
@@ -75,7 +95,9 @@ def watched(work: str) -> Iterator[None]:
     try:
         yield
     finally:
-        threading.excepthook = report
+        # Threads of Beam fail until the process has ended, each with a traceback.
+        if not is_ending.is_set():
+            threading.excepthook = report
         signal.signal(_SIGNAL, handler)
         for number, handle in old.items():
             signal.signal(number, handle)

@@ -40,14 +40,15 @@ class Policy:
         rope_scaling: str = "",
         rope_factor: float = 1.0,
     ):
-        """Read the architecture and the tokenizer of a policy, but not the weights.
+        """Read the architecture and the tokenizer of a policy, and only the headers of the weights.
 
         `folder` is as in model.find_folder, `thinking` as in tokenizer.load, `rope_scaling` and
-        `rope_factor` as in model.ModelConfig; errors are those of these and of
+        `rope_factor` as in model.ModelConfig; errors are those of these, of weights.check and of
         weights.read_config_and_tokenizer.
         """
         self.folder = find_folder(str(folder), "policy")
         self.config, self.tokenizer = weights.read_config_and_tokenizer(self.folder, thinking)
+        weights.check(self.folder)  # a damaged file is a mistake of the user, told before the work
         if rope_scaling:
             self.config = self.config.with_rope_scaling(rope_scaling, rope_factor)
         self.sizes = sizes

@@ -211,13 +211,8 @@ def load(
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype = {dtype!r}: must be one of {tuple(DTYPES)}")
-    folder = pathlib.Path(folder)
-    config = _read_config(folder)
-    path, found = files.scan(folder)
-    if _lacks_prefix(found) and _COMMON["unembedding"].name not in found:
-        # Qwen3-Embedding has no output projection, whatever its config says.
-        config = dataclasses.replace(config, tied_embeddings=True)
-    source = _Source(config, *match(config, path, found), dtype)
+    source = _open(pathlib.Path(folder), dtype)
+    config = source.config
     source.check_tied()
     shardings: dict[str, Any] = {}
     if mesh is not None:
@@ -227,6 +222,20 @@ def load(
     paths = sorted(source.entries, key=source.piece_size, reverse=True)
     flat = {path: _read(source, path, shardings.get(path)) for path in paths}
     return config, unflatten_dict(flat, sep="/")
+
+
+def check(folder: str | pathlib.Path) -> None:
+    """Check the names, shapes and types of all tensors, without their values; raises as `load`."""
+    _open(pathlib.Path(folder), "float32")
+
+
+def _open(folder: pathlib.Path, dtype: str) -> _Source:
+    config = _read_config(folder)
+    path, found = files.scan(folder)
+    if _lacks_prefix(found) and _COMMON["unembedding"].name not in found:
+        # Qwen3-Embedding has no output projection, whatever its config says.
+        config = dataclasses.replace(config, tied_embeddings=True)
+    return _Source(config, *match(config, path, found), dtype)
 
 
 def _read_config(folder: pathlib.Path) -> PolicyConfig:

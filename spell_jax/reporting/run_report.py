@@ -17,14 +17,17 @@ from spell_jax.reporting.page import (
 )
 from spell_jax.reporting.plots import draw_page, draw_run
 from spell_jax.reporting.tables import before_after_table, read_evaluation
-from spell_jax.runtime import entry
+from spell_jax.runtime import entry, paths
 from spell_jax.runtime.metrics import METRICS_FILE, read_metrics
 
 PLOTS_FOLDER = "plots"
 
 
 def report_runs(workdirs: Sequence[epath.Path], x: str = "step") -> None:
-    """Writes and prints the report of runs. Raises as read_run, before it writes anything.
+    """Writes and prints the report of runs.
+
+    Raises as read_run, and ValueError if a file or folder of the report cannot be written, both
+    before it writes anything.
 
     WORKDIR/plots gets a picture per metric prefix ("rollout", "train", "eval") and one of the
     evaluation, which is also printed. WORKDIR/report.html shows all of this with episodes to browse
@@ -35,16 +38,19 @@ def report_runs(workdirs: Sequence[epath.Path], x: str = "step") -> None:
     runs = [read_run(workdir) for workdir in workdirs]
     for run in runs:
         check_axis(run, x)
-    entry.setup_done()
-    for run in runs:
-        paths = _draw_run(run)
-        if run.evaluation:
-            print(before_after_table(*run.evaluation), end="\n\n")
-        print(*paths, sep="\n")
     first, is_one = runs[0].workdir, len(runs) == 1
     page = first / (PAGE if is_one else COMPARISON)
-    overview = write_page(runs, page, x=x)
     folder = first / PLOTS_FOLDER if is_one else first / PLOTS_FOLDER / "comparison"
+    paths.require(page, "a file")
+    for output in (first, *(run.workdir / PLOTS_FOLDER for run in runs), folder):
+        paths.make_output_folder(output)
+    entry.setup_done()
+    for run in runs:
+        pictures = _draw_run(run)
+        if run.evaluation:
+            print(before_after_table(*run.evaluation), end="\n\n")
+        print(*pictures, sep="\n")
+    overview = write_page(runs, page, x=x)
     print(f"{len(draw_page(overview, folder))} plots of the page in {folder}\n{page}")
 
 

@@ -86,9 +86,13 @@ def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, Any]]:
     OSError if it is a folder, a pipe or a device.
     """
     path = epath.Path(workdir) / METRICS_FILE
-    if not path.exists():
-        raise FileNotFoundError(f"{path}: no metrics there; is this the folder of a training run?")
-    records, skipped = read_records(path, _require_step)
+    try:
+        records, skipped = read_records(path, _require_step)
+    except OSError as error:
+        if isinstance(error, PermissionError) or path.exists():
+            raise
+        message = f"{path}: no metrics there; is this the folder of a training run?"
+        raise FileNotFoundError(message) from error
     if skipped:
         logging.warning("%s: %d of %d lines skipped", path, skipped, len(records) + skipped)
     return records

@@ -28,6 +28,7 @@ RUN_FILES = (CONFIG_FILE, "metrics.jsonl", "evaluation.json", "wandb_id", "best"
 _FILES = (CONFIG_FILE, "metrics.jsonl", "evaluation.json", "wandb_id", "lock.json")
 _FOLDERS = (CHECKPOINTS_FOLDER, "episodes", "policy", "best", "plots", "tensorboard")
 _NO_FILE = "a pipe, a socket or a device"
+_WRITABLE = "must be a folder that this user may write to"
 
 
 def open_folder(path: str | os.PathLike[str]) -> epath.Path:
@@ -59,17 +60,30 @@ def make_workdir(path: epath.Path) -> None:
     something else, such as a pipe, or if checkpoints in a folder of this name could not be read.
     """
     check_characters("workdir", path)
+    _make(path, f"workdir = {os.fspath(path)!r}")
+    for name in _FILES:
+        require(path / name, "a file")
+    for name in _FOLDERS:
+        require(path / name, "a folder")
+
+
+def make_output_folder(path: epath.Path) -> None:
+    """Make a folder to write files to.
+
+    ValueError if it cannot be made or written to, or if something else is there.
+    """
+    require(path, "a folder")
+    _make(path, os.fspath(path))
+    if not is_remote(path) and not os.access(path, os.W_OK | os.X_OK):
+        raise ValueError(f"{os.fspath(path)}: permission denied; {_WRITABLE}")
+
+
+def _make(path: epath.Path, name: str) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(
-            f"workdir = {os.fspath(path)!r}: cannot be made ({error.strerror or error}); must be a "
-            "folder that this user may write to"
-        ) from error
-    for name in _FILES:
-        _require(path / name, "a file")
-    for name in _FOLDERS:
-        _require(path / name, "a folder")
+        reason = error.strerror or error
+        raise ValueError(f"{name}: cannot be made ({reason}); {_WRITABLE}") from error
 
 
 def check_characters(field: str, path: str | os.PathLike[str]) -> None:
@@ -104,7 +118,7 @@ def open_file(path: str | os.PathLike[str]) -> IO[bytes]:
     return epath.Path(path).open("rb")
 
 
-def _require(path: str | os.PathLike[str], kind: str) -> None:
+def require(path: str | os.PathLike[str], kind: str) -> None:
     """Raise ValueError if something is at a path that is not of this kind, as `_kind` says."""
     if (present := _kind(path)) not in (kind, ""):
         raise ValueError(f"{os.fspath(path)}: is {present}, must be {kind}; move or remove it")

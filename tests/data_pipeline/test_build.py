@@ -363,3 +363,19 @@ def test_folder_in_which_beam_finds_no_file_is_refused(config, tmp_path, run):
     with pytest.raises(ValueError, match=r"^out = .*\[b\]': has '\['"):
         run(config, str(tmp_path / "[b]"))
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+def test_a_signal_during_the_imports_ends_the_build_with_one_line(number, code):
+    """The imports take seconds; Ctrl-C ended in a traceback, and SIGTERM in status -15."""
+    command = [sys.executable, "-X", "importtime", "-m", "data_pipeline.build"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.endswith(" data_pipeline.dedup\n"):  # after Beam, and before matplotlib
+            process.send_signal(number)
+            break
+    error = process.stderr.read()
+    assert process.wait() == code
+    assert "Traceback" not in error

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import pathlib
+
 import numpy as np
 import pytest
 
@@ -34,3 +37,22 @@ def test_cut_off_reply_states_nothing(policy, caplog):
     replies = list(policy.reply(asked, keys, Options(max_tokens=9)))
     assert replies == [(1, None), (2, "<think>city"), (0, "")]
     assert "1 of 2 replies were cut off at 9 tokens" in caplog.text
+
+
+@pytest.mark.parametrize("fault", ["missing", "pipe", "cut off", "another shape"])
+def test_damaged_weights_are_a_mistake_of_the_user_before_the_work(tmp_path, fault):
+    """`generate` found them after its checks: a traceback instead of one line."""
+    folder = pathlib.Path(noise.save_policy(tmp_path / "policy"))
+    file, config = folder / "model.safetensors", folder / "config.json"
+    content = file.read_bytes()
+    if fault == "another shape":
+        text = config.read_text()
+        config.write_text(text.replace('"intermediate_size": ', '"intermediate_size": 1'))
+    else:
+        file.unlink()
+    if fault == "pipe":
+        os.mkfifo(file)
+    if fault == "cut off":
+        file.write_bytes(content[:-1])
+    with pytest.raises((FileNotFoundError, ValueError), match=r"model\.safetensors"):
+        Policy(folder)

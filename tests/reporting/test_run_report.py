@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import subprocess
@@ -11,6 +12,7 @@ from spell_jax.reporting.page import make_overview, write_page
 from spell_jax.reporting.panels import panels_by_prefix
 from spell_jax.reporting.run_report import plot_run, read_run, report_runs
 from spell_jax.reporting.tables import before_after_table, read_evaluation
+from spell_jax.runtime import paths
 from spell_jax.runtime.metrics import MetricsWriter
 
 BEFORE = {
@@ -229,4 +231,42 @@ def test_a_pipe_in_place_of_a_file_is_an_error(tmp_path, name):
     (tmp_path / name).unlink(missing_ok=True)
     os.mkfifo(tmp_path / name)
     with pytest.raises(OSError, match=rf"a pipe, a socket or a device.*{name}"):
+        read_run(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("plots", "folder"), ("plots/comparison", "folder"), ("report.html", "file")]
+)
+def test_what_cannot_be_written_is_a_mistake_of_the_user_before_the_work(tmp_path, name, kind):
+    write_run(tmp_path)
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    if kind == "folder":
+        path.write_text("a file")
+    else:
+        path.mkdir()
+    workdirs = [epath.Path(tmp_path)] * (2 if "comparison" in name else 1)
+    with pytest.raises(ValueError, match=rf"{name}: is a \w+, must be a {kind}; move or remove it"):
+        report_runs(workdirs)
+    assert not list(tmp_path.rglob("*.png"))
+
+
+def test_a_report_in_a_folder_of_another_user_names_the_folder(tmp_path, monkeypatch):
+    write_run(tmp_path)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
+    with pytest.raises(ValueError, match=rf"^{tmp_path}: permission denied; must be a folder"):
+        report_runs([epath.Path(tmp_path)])
+    assert not (tmp_path / "plots").exists()
+
+
+def test_metrics_that_may_not_be_read_are_not_called_missing(tmp_path, monkeypatch):
+    """A folder without permission looks empty to `exists`."""
+    write_run(tmp_path)
+
+    def refuse(path):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(paths, "open_file", refuse)
+    monkeypatch.setattr(type(epath.Path(tmp_path)), "exists", lambda path: False)
+    with pytest.raises(PermissionError, match=r"metrics\.jsonl"):
         read_run(tmp_path)
