@@ -96,7 +96,7 @@ def _task_parsers(task: str, answer: str) -> Iterator[tuple[Callable[..., Any], 
     part = functools.partial
     sentence = f"The answer is {answer}"
     for extract, compare in itertools.product(
-        rules.EXTRACTS, (rules.score, rules.is_correct, rules.same_answer)
+        rules.EXTRACTS, (rules.score, rules.score_answer, rules.is_correct, rules.same_answer)
     ):
         bound, variant = part(compare, task=task, extract=extract), f"{task} {extract}"
         yield compare, f"{variant} halves", _halves(bound)

@@ -222,6 +222,7 @@ EXPECTED: dict[str, Callable[[Any], bool]] = {
     "given_questions.scores_itself": _is_truth,
     "rules.normalize_answer": _is_text,
     "rules.score": (0.0, 1.0).__contains__,
+    "rules.score_answer": (0.0, 1.0).__contains__,
     "rules.is_correct": _is_truth,
     "rules.same_answer": _is_truth,
     "numbers.parse_number": _is_number,
