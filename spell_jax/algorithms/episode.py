@@ -27,7 +27,7 @@ class QuestionEpisode:
       judge: the external judge's verdicts on the answers [G] (negative: no verdict), None where it
         was not asked; empty without a judge.
       scores: rewards of the answers [G].
-      unused: texts of replies whose prompt has no reply left under algorithm.truncated = "drop".
+      dropped_texts: texts of a prompt of which algorithm.truncated = "drop" leaves no reply.
     """
 
     task: str
@@ -42,7 +42,7 @@ class QuestionEpisode:
     rule: tuple[float, ...] = ()
     judge: tuple[int | None, ...] = ()
     scores: tuple[float, ...] = ()
-    unused: tuple[str, ...] = ()
+    dropped_texts: tuple[str, ...] = ()
 
     @property
     def mean_score(self) -> float:
@@ -61,8 +61,11 @@ class QuestionEpisode:
     def truncation(self) -> dict[str, list[Any]]:
         """Return record fields: whether the cap cut off each answer, and the dropped texts."""
         samples = [sample for reply in self.replies for sample in reply.samples]
-        dropped = [*self.unused, *(text for reply in self.replies for text in reply.dropped)]
-        return {"truncated": [not sample.stopped for sample in samples], "dropped": dropped}
+        dropped = [text for reply in self.replies for text in reply.dropped]
+        return {
+            "truncated": [not sample.stopped for sample in samples],
+            "dropped": [*self.dropped_texts, *dropped],
+        }
 
     def count_unparsed(self, metrics: Metrics) -> None:
         """Count the replies of each role from which nothing could be read, as unparsed/ROLE."""

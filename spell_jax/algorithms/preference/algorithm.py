@@ -50,7 +50,7 @@ class ShortToLong(Rlvr):
             (reply,) = answered = await ask("responder", [text], count)
             if reply is None:
                 ended = {"status": "overlong", "reason": "no_responder_reply"}
-                return dataclasses.replace(e, **ended, unused=answered.dropped[0])
+                return dataclasses.replace(e, **ended, dropped_texts=answered.dropped[0])
             replies.append(reply)
         short, long = replies
         short_answers, long_answers = (

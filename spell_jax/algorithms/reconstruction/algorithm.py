@@ -206,7 +206,7 @@ class Reconstruction:
 
     def _answered(self, episode: Episode, reply: Reply | None, dropped: tuple[str, ...]) -> Episode:
         if reply is None:
-            return replace(episode, unused=dropped)
+            return replace(episode, dropped_texts=dropped)
         reward, truth = REWARDS[self.config.reward], episode.posed.truth
         orders = tuple(puzzles.parse_order(text, episode.options) for text in reply.scored_texts)
         scores = tuple(reward(order, truth) for order in orders)
