@@ -4,6 +4,7 @@ Test processes and the programs that they start share the cache.
 """
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +28,9 @@ def _set_environment() -> None:
 
 
 _set_environment()
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    # A shell lets its background jobs ignore Ctrl-C, and programs that tests start would, too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.register_profile("deterministic", derandomize=True, deadline=None)
 settings.load_profile("deterministic")
 
