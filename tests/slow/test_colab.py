@@ -29,6 +29,9 @@ REAL_FLAGS = [
     "--config.algorithm.generation_batch=3",
     "--config.algorithm.questions_per_cluster=1",
     "--config.algorithm.max_generations=1",
+    "--config.algorithm.group_size=2",
+    "--config.algorithm.verifier_group_size=2",
+    "--config.sampler.max_tokens=24",
 ]
 SQUAD_ADDRESS = ""
 """
