@@ -199,8 +199,8 @@ class Curve(NamedTuple):
     def read(self, folder: epath.Path) -> float | None:
         if not (folder / METRICS_FILE).exists():
             return None
-        found: list[Any] = [record.get(self.metric) for record in read_metrics(folder)]
-        values = [value for value in found if is_finite(value)]
+        metrics: list[Any] = [record.get(self.metric) for record in read_metrics(folder)]
+        values = [value for value in metrics if is_finite(value)]
         some = values[-STEPS:] if self.is_last else values[:STEPS]
         return self.scale * statistics.fmean(some) if some else None
 
@@ -215,8 +215,8 @@ class Right(NamedTuple):
         if not path.exists():
             return None
         rights, _ = read_records(path, lambda record: record.get("right"))
-        known = [right for right in rights if is_finite(right)]
-        return 100 * statistics.fmean(known) if known else None
+        shares = [right for right in rights if is_finite(right)]
+        return 100 * statistics.fmean(shares) if shares else None
 
 
 def first_and_last(title: str, metric: str, scale: float = 1.0) -> tuple[Column, Column]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
-from spell_jax.algorithms.base import USED, Annotation, JudgeFunction, Reply
+from spell_jax.algorithms.base import USED, Annotation, JudgeFunction, Replies, Reply
 from spell_jax.data.clusters import Cluster
 from spell_jax.learner.advantages import group_advantages
 from spell_jax.learner.packing import TrainGroup
@@ -27,7 +27,7 @@ class QuestionEpisode:
       judge: the external judge's verdicts on the answers [G] (negative: no verdict), None where it
         was not asked; empty without a judge.
       scores: rewards of the answers [G].
-      dropped_texts: texts of a prompt of which algorithm.truncated = "drop" leaves no reply.
+      dropped_texts: texts of a prompt without a reply, because algorithm.truncated = "drop".
     """
 
     task: str
@@ -52,6 +52,15 @@ class QuestionEpisode:
     def mixed(self) -> bool:
         """Whether the rewards differ, so that advantages are not all zero."""
         return len(set(self.scores)) > 1
+
+    def without_reply(self, role: str, replies: Replies) -> Self:
+        """Return the episode, ended because a role has no reply to the one prompt of `replies`."""
+        return dataclasses.replace(
+            self,
+            status="overlong",
+            reason=f"no_{role}_reply",
+            dropped_texts=replies.dropped[0],
+        )
 
     @property
     def replies(self) -> tuple[Reply, ...]:
@@ -131,7 +140,7 @@ def judge_predictions(
 def responder_groups(
     episodes: Sequence[QuestionEpisode], divide_by_deviation: bool, keep_equal: bool = False
 ) -> tuple[list[TrainGroup], list[Annotation]]:
-    """The responder's groups (GRPO), without those of equal rewards unless `keep_equal`.
+    """The responder's groups (GRPO), without groups of equal rewards unless `keep_equal`.
 
     One answer that algorithm.truncated = "drop" leaves has nothing to be compared with: no group.
     """

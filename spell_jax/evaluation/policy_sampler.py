@@ -43,7 +43,7 @@ class Policy:
         """Read the architecture and the tokenizer of a policy, and only the headers of the weights.
 
         `folder` is as in model.find_folder, `thinking` as in tokenizer.load, `rope_scaling` and
-        `rope_factor` as in model.ModelConfig; errors are those of these, of weights.check and of
+        `rope_factor` as in model.ModelConfig. Raises as these functions, weights.check and
         weights.read_config_and_tokenizer.
         """
         self.folder = find_folder(str(folder), "policy")

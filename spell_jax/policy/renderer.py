@@ -12,8 +12,8 @@ covers all filters, so the limits are on a process:
    the template's source, so that a child needs no state; the child keeps compiled templates.
 
 One child serves all templates of a process. Its start takes 0.1 s. A chat of 16,000 words takes
-0.3 ms, of which rendering takes 0.02 ms; its tokenization takes 50 ms (measured on one
-core with Qwen2.5's template).
+0.3 ms, and rendering alone 0.02 ms; the tokenization of the chat takes 50 ms (measured on one core
+with Qwen2.5's template).
 """
 
 from __future__ import annotations

@@ -231,11 +231,11 @@ def check(folder: str | pathlib.Path) -> None:
 
 def _open(folder: pathlib.Path, dtype: str) -> _Source:
     config = _read_config(folder)
-    path, found = files.scan(folder)
-    if _lacks_prefix(found) and _COMMON["unembedding"].name not in found:
+    path, tensors = files.scan(folder)
+    if _lacks_prefix(tensors) and _COMMON["unembedding"].name not in tensors:
         # Qwen3-Embedding has no output projection, whatever its config says.
         config = dataclasses.replace(config, tied_embeddings=True)
-    return _Source(config, *match(config, path, found), dtype)
+    return _Source(config, *match(config, path, tensors), dtype)
 
 
 def _read_config(folder: pathlib.Path) -> PolicyConfig:

@@ -54,7 +54,7 @@ def prepare(path: str | os.PathLike[str]) -> None:
 
 
 def make_workdir(path: epath.Path) -> None:
-    """Makes the folder of a run.
+    """Make the folder of a run.
 
     ValueError if it cannot be made or written to, if a file or folder of a run is there as
     something else, such as a pipe, or if checkpoints in a folder of this name could not be read.

@@ -67,7 +67,7 @@ def wait_until(is_true: Callable[[], bool], seconds: float) -> bool:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process exists and has not ended; nobody may have asked for its status yet."""
+    """Return whether a process exists and has not ended; a zombie has ended."""
     try:
         text = pathlib.Path(f"/proc/{pid}/stat").read_text()
     except OSError:

@@ -232,10 +232,10 @@ def test_damaged_lines_are_restored_or_named(tmp_path, caplog, damage):
 def test_a_line_below_step_1_does_not_outlive_a_resume(tmp_path):
     run(tmp_path, range(1, 4))
     path = tmp_path / "metrics.jsonl"
-    whole = path.read_text()
-    path.write_text('{"step": 0, "a": 1}\n{"step": -3, "a": 1}\n' + whole)
+    valid_lines = path.read_text()
+    path.write_text('{"step": 0, "a": 1}\n{"step": -3, "a": 1}\n' + valid_lines)
     MetricsWriter(tmp_path, resume_step=3).close()
-    assert path.read_text() == whole
+    assert path.read_text() == valid_lines
 
 
 def test_reading_missing_metrics_raises(tmp_path):

@@ -76,9 +76,7 @@ class Eapo:
         text = self._prompts.evidence(e.cluster.documents, e.question)
         (reply,) = replies = await ask("responder", [text], self.config.group_size)
         if reply is None:
-            return dataclasses.replace(
-                e, reason="no_responder_reply", dropped_texts=replies.dropped[0]
-            )
+            return e.without_reply("responder", replies)
         answers = [evidence.parse_answer(text) for text in reply.scored_texts]
         answer_texts = [
             evidence.with_answer_phrase(a.answer, e.task, self.config.extract) if a else ""

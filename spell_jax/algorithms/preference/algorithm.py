@@ -49,8 +49,7 @@ class ShortToLong(Rlvr):
             text = self.prompts.responder(e.task, documents, e.question)
             (reply,) = answered = await ask("responder", [text], count)
             if reply is None:
-                ended = {"status": "overlong", "reason": "no_responder_reply"}
-                return dataclasses.replace(e, **ended, dropped_texts=answered.dropped[0])
+                return e.without_reply("responder", answered)
             replies.append(reply)
         short, long = replies
         short_answers, long_answers = (

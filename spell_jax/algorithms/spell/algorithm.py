@@ -171,8 +171,7 @@ class Spell:
             return episode
         (reply,) = replies = await ask("questioner", [episode.questioner_prompt])
         if reply is None:
-            ended = {"status": "overlong", "reason": "no_questioner_reply"}
-            return replace(episode, **ended, dropped_texts=replies.dropped[0])
+            return episode.without_reply("questioner", replies)
         (text,) = reply.texts
         parsed = c.parse_question(text, episode.task, self._count)
         if parsed.status == "accepted" and not reply.scored_texts[0]:
@@ -235,8 +234,7 @@ class Spell:
         text = self.prompts.responder(e.task, e.cluster.documents, e.question)
         (reply,) = replies = await ask("responder", [text], self.config.group_size)
         if reply is None:
-            ended = {"status": "overlong", "reason": "no_responder_reply"}
-            return replace(e, **ended, dropped_texts=replies.dropped[0])
+            return e.without_reply("responder", replies)
         predictions = self.config.read_answers(reply.scored_texts, e.task)
         rule = self.config.score_answers(predictions, e.reference, e.task)
         return replace(e, response=reply, predictions=predictions, rule=rule)
