@@ -9,6 +9,7 @@ be started again.
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import math
 import os
@@ -145,25 +146,41 @@ def ending(end: Callable[[int], None] = os._exit) -> Iterator[None]:
         yield
         return
 
-    def handle() -> None:
-        raise Terminated
+    is_collecting = is_reporting = False  # where Python drops the exception of a handler
 
-    def report_or_repeat(lost: sys.UnraisableHookArgs) -> None:
+    def handle() -> None:
+        if is_collecting or is_reporting:
+            watch.send_again()
+        else:
+            raise Terminated
+
+    def note_collection(phase: str, info: object) -> None:
+        # The garbage collector calls finalizers, and a finalizer may catch every exception.
+        nonlocal is_collecting
+        is_collecting = phase == "start"
+
+    def report_or_repeat(dropped: sys.UnraisableHookArgs) -> None:
         # Python drops what is raised in a callback of its garbage collector (jax has one) or in a
         # __del__: of 9 signals during imports, 3 were dropped.
-        if issubclass(lost.exc_type, Terminated):
-            watch.send_again()
-        elif issubclass(lost.exc_type, KeyboardInterrupt):
-            main = threading.main_thread().ident
-            threading.Timer(_PAUSE_S, signal.pthread_kill, (main, signal.SIGINT)).start()
-        else:
-            report(lost)
+        nonlocal is_reporting
+        is_reporting = True
+        try:
+            if issubclass(dropped.exc_type, Terminated):
+                watch.send_again()
+            elif issubclass(dropped.exc_type, KeyboardInterrupt):
+                main = threading.main_thread().ident
+                threading.Timer(_PAUSE_S, signal.pthread_kill, (main, signal.SIGINT)).start()
+            else:
+                report(dropped)
+        finally:
+            is_reporting = False
 
     _is_ending, report = True, sys.unraisablehook
     watch = SigtermWatch(LIMIT_S, handle, lambda: None, end)
     try:
         with watch:
             sys.unraisablehook = report_or_repeat
+            gc.callbacks.append(note_collection)
             yield
     except Terminated:
         late = threading.Timer(LIMIT_S, end, (EXIT_CODE,))
@@ -171,6 +188,8 @@ def ending(end: Callable[[int], None] = os._exit) -> Iterator[None]:
         late.start()
         raise
     finally:
+        if note_collection in gc.callbacks:
+            gc.callbacks.remove(note_collection)
         sys.unraisablehook = report
         _is_ending = False
 

@@ -13,6 +13,7 @@ A run that is started again on the same workdir resumes from its last checkpoint
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -29,7 +30,7 @@ from spell_jax.trainer import state, step_update
 from spell_jax.trainer.build import Run, make_run
 from spell_jax.trainer.held_out import HeldOut
 from spell_jax.trainer.rollouts import Rollouts
-from spell_jax.trainer.saver import Saver
+from spell_jax.trainer.saver import Saver, saving_on_disk_errors
 
 
 def train(config: Config | RunConfig, workdir: epath.Path) -> epath.Path:
@@ -115,8 +116,9 @@ def _loop(
         score = held_out.validate(step, metrics)
         logger.enter("write", step)
         algorithm_state = rollouts.algorithm_state()
-        with saver.saving_on_disk_errors(step, algorithm_state, score), distributed.fail_together():
+        save = functools.partial(saver.save, step, algorithm_state, score=score)
+        with saving_on_disk_errors(save, step), distributed.fail_together():
             saver.write(step, metrics, rollout.records(run.algorithm), score)
-        saver.save(step, algorithm_state, score=score)
+        save()
         saver.stop_if_preempted(step, algorithm_state)
     saver.save(step, run.algorithm.state_dict(), force=True)

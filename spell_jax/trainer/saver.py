@@ -51,12 +51,12 @@ def save_step(
 
 
 @contextlib.contextmanager
-def saving_on_disk_errors(save: Callable[[], None], step: int) -> Iterator[None]:
-    """Checkpoint the step if a file cannot be written inside, then raise the error."""
+def saving_on_disk_errors(save: Callable[..., None], step: int) -> Iterator[None]:
+    """Call save(force=True) if a file cannot be written inside, then raise the error."""
     try:
         yield
     except (OSError, RuntimeError) as error:
-        save()
+        save(force=True)
         raise _as_disk_error(error, step) from error
 
 
@@ -139,13 +139,3 @@ class Saver:
         if self._preemption.should_stop():
             self.save(step, algorithm_state, force=True)
             self._preemption.stop()
-
-    @contextlib.contextmanager
-    def saving_on_disk_errors(
-        self, step: int, algorithm_state: dict[str, Any], score: float | None
-    ) -> Iterator[None]:
-        """Checkpoint the step if a file cannot be written inside, then raise the error."""
-        with saving_on_disk_errors(
-            lambda: self.save(step, algorithm_state, force=True, score=score), step
-        ):
-            yield

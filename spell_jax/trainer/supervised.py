@@ -228,7 +228,7 @@ def _steps(
             if step % config.log_every == 0 or step == config.steps:
                 metrics = Metrics()
                 metrics.merge({name: (value, 1.0) for name, value in numbers.items()}, "train/")
-                with saver.saving_on_disk_errors(lambda: save(force=True), step):
+                with saver.saving_on_disk_errors(save, step):
                     logger.write(step, metrics)
             must_stop = preemption.should_stop()
             save(force=must_stop or step == config.steps)

@@ -114,6 +114,50 @@ def test_a_signal_in_a_callback_of_the_garbage_collector_is_not_lost() -> None:
     assert calls and not ended and sys.unraisablehook is before
 
 
+def test_a_signal_in_a_finalizer_that_catches_everything_is_not_lost() -> None:
+    """The garbage collector calls the finalizer; nobody learns of the exception."""
+    calls = []
+
+    class Careless:
+        def __init__(self) -> None:
+            self.itself = self  # only the collector frees it
+
+        def __del__(self) -> None:
+            with contextlib.suppress(BaseException):
+                calls.append("began")
+                send()
+                sum(range(3))  # here the handler is called
+                calls.append("went on")
+
+    callbacks, ended = list(gc.callbacks), []
+    Careless()
+    with pytest.raises(Terminated), sigterm.ending(ended.append):
+        gc.collect()
+        time.sleep(PATIENCE_S)
+    assert calls == ["began", "went on"]
+    assert not ended and gc.callbacks == callbacks
+
+
+def test_a_signal_while_a_dropped_exception_is_reported_is_not_lost(monkeypatch) -> None:
+    """Python prints and drops an exception there as well."""
+    reported, ended = [], []
+
+    def report(dropped: sys.UnraisableHookArgs) -> None:
+        send()
+        sum(range(3))  # here the handler is called
+        reported.append(dropped.exc_type)
+
+    class Failing:
+        def __del__(self) -> None:
+            raise ValueError("of a finalizer")
+
+    monkeypatch.setattr(sys, "unraisablehook", report)
+    with pytest.raises(Terminated), sigterm.ending(ended.append):
+        Failing()
+        time.sleep(PATIENCE_S)
+    assert reported == [ValueError] and not ended
+
+
 def test_a_notice_after_the_last_question_is_handed_on(monkeypatch) -> None:
     """It came in the last save of a run; the final evaluation must not go on in spite of it."""
     monkeypatch.setenv(METADATA_VARIABLE, "127.0.0.1:9")
