@@ -23,9 +23,10 @@ async def read_reference(config: SpellConfig, prompts: Prompts, ask: Ask, e: Epi
     reference, leaked = "", False
     for link in (*links, None):
         text = prompts.responder(e.task, documents, hop)
-        (reply,) = await ask("responder", [text], config.reader_samples, model="reference_reader")
+        group, model = config.reader_samples, "reference_reader"
+        (reply,) = replies = await ask("responder", [text], group, model=model)
         if reply is None:
-            return replace(e, status="overlong", reason="no_reader_reply")
+            return e.without_reply("reader", replies)
         answers = config.read_answers(reply.scored_texts, e.task)
         answer, count = most_frequent(answers, e.task, config.extract)
         agrees = count >= 2 and 2 * count > config.reader_samples

@@ -624,15 +624,17 @@ def test_one_answer_that_is_left_rewards_nobody():
     assert record["used"]["questioner"] == "no_reward" and len(record["dropped"]) == 3
 
 
-@pytest.mark.parametrize("role, count", [("questioner", 1), ("responder", 4)])
+@pytest.mark.parametrize("role, count", [("questioner", 1), ("responder", 4), ("reader", 4)])
 def test_texts_of_a_prompt_without_a_reply_left_are_in_the_record(role, count):
     class AllCut(Script):
         def __call__(self, asked: str, prompt: str, sibling: int, model: str) -> str | None:
             text = super().__call__(asked, prompt, sibling, model)
+            asked = "reader" if model == "reference_reader" else asked
             return f"{text}{CUT}" if asked == role and "Empty" not in prompt else text
 
     rows = [Row(QA, "ok", 0, 2, 1, 3)]
-    (record,) = Rollout(rows, script=AllCut(rows), truncated="drop").records()
+    options = {"reference_source": "frozen_reader"} if role == "reader" else {}
+    (record,) = Rollout(rows, script=AllCut(rows), truncated="drop", **options).records()
     assert (record["status"], record["reason"]) == ("overlong", f"no_{role}_reply")
     assert len(record["dropped"]) == count and all(CUT in text for text in record["dropped"])
 
