@@ -56,6 +56,7 @@ CASES = {
     "min_p": Options(min_p=0.2, max_tokens=2),
     "together": Options(temperature=1.4, top_k=30, top_p=0.8, min_p=0.15, max_tokens=2),
 }
+pytestmark = pytest.mark.slow  # 300,000 answers
 every_case = pytest.mark.parametrize("case", CASES)
 
 
@@ -125,7 +126,6 @@ def _chi_square(counts: np.ndarray, exact: np.ndarray) -> tuple[float, int]:
     return float(np.sum((found - wanted) ** 2 / wanted)), len(found) - 1
 
 
-@pytest.mark.slow
 @every_case
 def test_first_tokens_follow_the_exact_distribution(case: str) -> None:
     first, _ = _logprobs(case)

@@ -13,14 +13,17 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from launch import random_policy
+from spell_jax.policy.model import find_folder
 from spell_jax.runtime.metrics import read_metrics
 from tests.paths import ROOT
 
 NOTEBOOK = ROOT / "docs" / "colab.ipynb"
 UPDATES = 2
-# The real policy's part, of the size that a test can afford.
+SMALL = ("hidden_size=64", "num_hidden_layers=2", "intermediate_size=128", "head_dim=16")
+# The real policy's part, of the size that a test can afford: SmolLM2's tokenizer, and few random
+# weights. Its own weights would take four minutes; test_smollm2.py has them.
 REAL = """
-REAL_POLICY = "smollm2"
 REAL_ROWS = 8
 REAL_VERDICTS = 16
 REAL_UPDATES = 1
@@ -83,8 +86,11 @@ def executed(tmp_path_factory, spell_data):
         i for i, cell in enumerate(notebook.cells) if "parameters" in cell.metadata.get("tags", ())
     ]
     squad = spell_data / "published" / "squad11" / "dev-v1.1.first24.json"
+    smollm2 = find_folder("smollm2")
+    small = tmp_path_factory.mktemp("policy") / "small"
+    random_policy.make(smollm2 / "config.json", smollm2, small, SMALL)
     smaller = f"UPDATES = {UPDATES}\nQUESTIONS = 2\nWORKDIR = {str(workdir)!r}{REAL}"
-    smaller += f"SQUAD = {str(squad)!r}"
+    smaller += f"REAL_POLICY = {str(small)!r}\nSQUAD = {str(squad)!r}"
     assert names(smaller) == names(notebook.cells[index].source)
     notebook.cells.insert(index + 1, nbformat.v4.new_code_cell(smaller))
     client = NotebookClient(
@@ -169,7 +175,7 @@ def test_notebook_shows_questioner_and_verifier_outputs(executed):
 
 
 def test_notebook_trains_a_real_policy(executed):
-    """SmolLM2's cold start and self-play, of one update each, on articles of SQuAD."""
+    """A cold start and self-play, of one update each, on articles of SQuAD."""
     notebook, workdir = executed
     for part in ("roles", "cold_start", "spell"):
         assert [record["step"] for record in read_metrics(workdir / "real" / part)] == [1]

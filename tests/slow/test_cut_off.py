@@ -31,7 +31,6 @@ PHASES = {
 # others in make test-long.
 FIRST = [
     ("cut_off", "rollout", 2, 1),
-    ("disk", "save", 2, 1),
     ("clock", "join", 2, 1),
 ]
 CELLS = [
