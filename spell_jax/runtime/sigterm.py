@@ -177,10 +177,10 @@ def ending(end: Callable[[int], None] = os._exit) -> Iterator[None]:
 
     _is_ending, report = True, sys.unraisablehook
     watch = SigtermWatch(LIMIT_S, handle, lambda: None, end)
+    gc.callbacks.append(note_collection)
     try:
         with watch:
             sys.unraisablehook = report_or_repeat
-            gc.callbacks.append(note_collection)
             yield
     except Terminated:
         late = threading.Timer(LIMIT_S, end, (EXIT_CODE,))
@@ -188,8 +188,7 @@ def ending(end: Callable[[int], None] = os._exit) -> Iterator[None]:
         late.start()
         raise
     finally:
-        if note_collection in gc.callbacks:
-            gc.callbacks.remove(note_collection)
+        gc.callbacks.remove(note_collection)
         sys.unraisablehook = report
         _is_ending = False
 
