@@ -131,7 +131,7 @@ setup(
             "nbclient>=0.11.0",
             "nbformat>=5.11.1",
             "ipykernel>=7.4.0",
-            # Which `python -m benchmarks trl` stands beside.
+            # Tests compare losses with it and play its side of `python -m benchmarks peers`.
             "trl>=1.16.0,<1.17",
         ],
     },

@@ -16,7 +16,7 @@ quality  int8 sampling against the compute dtype: KL, equal greedy tokens
 report   seconds to write the report page of a long run, and to open it in a browser
 soak     growth of memory and compiled programs in a long run of the demo's config
 durability  milliseconds of a checkpoint, and of its fsync, on a disk
-trl      seconds and memory of a GRPO step, here and in TRL (extra "test")
+peers    seconds and memory of a GRPO step, here and in TRL, Tunix or EasyDeL
 plan     seconds of six programs, predicted by launch.plan's model and measured
 scoring  seconds to score 100,000 samples by the benchmarks' rules (extra "eval")
 curve    held-out accuracy of a run by step, and the figure of README.md
@@ -71,7 +71,7 @@ _CLASSES = {
     "report": "report.Report",
     "soak": "soak.Soak",
     "durability": "durability.Durability",
-    "trl": "trl.Trl",
+    "peers": "peers.Peers",
     "plan": "plan.Plan",
     "scoring": "scoring.Scoring",
     "curve": "curve.Curve",

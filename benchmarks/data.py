@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from benchmarks.base import Benchmark, best_seconds
-from benchmarks.trl_side import peak_bytes
+from benchmarks.sides.contract import peak_bytes
 from data_pipeline import build, decontaminate, signatures
 from data_pipeline.dedup import DedupConfig, make_dedup
 from data_pipeline.filter import FilterConfig, filter_documents

@@ -25,7 +25,7 @@ from benchmarks.base import (
     random_params,
     sample_answers,
 )
-from benchmarks.trl_side import share_documents
+from benchmarks.sides.contract import share_documents
 from launch import work
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.learner import packing

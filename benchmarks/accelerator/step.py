@@ -10,7 +10,8 @@
    No side pads: prompts have one length, and no token ends an answer. transformers' attention is
    torch's SDPA, which runs its flash kernel for such rows.
 4. A step is G answers to each prompt, random rewards, and one AdamW step. The first step, in which
-   programs are compiled, is "first_s" and not timed. Seconds are medians over the others.
+   programs are compiled, is "first_s" and not timed. Seconds are those of the middle
+   one of the others.
 5. Each side runs in a process of its own (step_side.py): "peak_gib" is what its allocator had in
    use at most, compilation included; on a CPU, the process's memory. On a TPU, which one process
    holds, our side runs in the section's process, and there are no others.
@@ -34,17 +35,12 @@ from typing import Any
 
 from benchmarks.accelerator import shapes
 from benchmarks.accelerator.section import FAULT, Case, Numbers, Setting
-from benchmarks.trl import Trl, medians
+from benchmarks.environments import SIDE_VARIABLES
+from benchmarks.peers import middle_step, play_ours
 from spell_jax.policy.config import PolicyConfig
 
-_SIDE_ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_OFFLINE": "1",
-    "HF_DATASETS_OFFLINE": "1",
-    "HF_HUB_DISABLE_TELEMETRY": "1",
-    "TOKENIZERS_PARALLELISM": "false",
+_VARIABLES = SIDE_VARIABLES | {
     "TORCHDYNAMO_DISABLE": "1",
-    "USE_HUB_KERNELS": "0",  # transformers would ask the hub for kernels
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
 }
 _PACKAGES = {
@@ -92,19 +88,17 @@ class Size:
         path.write_text(json.dumps(self.policy.to_hf()))
         options = {
             "policy": str(path),
-            "layers": self.policy.layers,
             "dtype": "bfloat16",
             "groups": self.groups,
             "group": self.group,
             "prompt": self.prompt,
             "response": self.response,
             "micro": self.micro,
-            "prefill": self.prefill,
-            "steps": self.steps,
+            "steps": self.steps - 1,
             "seconds": _TIMED_SECONDS,
         }
         if side == "ours":
-            return options
+            return options | {"layers": self.policy.layers, "prefill": self.prefill}
         theirs = {"vocab": self.policy.vocab_size, "about": 1, "question": 1}
         return options | theirs | {"batch": self.batch, "gpu": gpu}
 
@@ -163,7 +157,7 @@ class _Section:
             with tempfile.TemporaryDirectory() as folder:
                 options = size.options(side, folder, self._setting.platform == "gpu")
                 if self._setting.platform == "tpu":
-                    raw = Trl(**options).train()
+                    raw = play_ours(options)
                 else:
                     raw = self._measure(size, side, options)
             numbers = _summarize(size, side, raw)
@@ -212,7 +206,7 @@ class _Section:
             [sys.executable, "-m", "benchmarks.accelerator.step_side", side],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=os.environ | _SIDE_ENVIRONMENT | place,
+            env=os.environ | _VARIABLES | place,
             text=True,
         )
 
@@ -264,7 +258,7 @@ def _summarize(size: Size, side: str, raw: Mapping[str, Any]) -> Numbers:
         numbers: Numbers = {"generate_s": statistics.median(generate), "first_s": raw["first_s"]}
         timed = len(generate)
     else:
-        numbers = {**medians(raw), "first_s": generate[0] + raw["update_s"][0]}
+        numbers = {**middle_step(raw), "first_s": generate[0] + raw["update_s"][0]}
         timed = len(generate) - 1
     answers = size.groups * size.group
     numbers["peak_gib"] = raw["peak_bytes"] / 2**30
@@ -279,5 +273,5 @@ def _summarize(size: Size, side: str, raw: Mapping[str, Any]) -> Numbers:
     if side == "ours":
         numbers["micro"] = size.micro
     if side == "trl":
-        numbers |= {"batch": size.batch, "trl": raw["trl"]}
+        numbers |= {"batch": size.batch, "trl": raw["versions"]["trl"]}
     return numbers

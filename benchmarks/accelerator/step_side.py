@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import importlib
 import json
 import os
@@ -19,19 +19,20 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.trl_side import make_model, peak_bytes, train
+from benchmarks.sides import contract
+from benchmarks.sides.trl import make_model, train
 
 Measurement = Callable[[dict[str, Any]], dict[str, Any]]
 _PREFILLS = 2  # timed, the fastest counts
 
 
 def _import_ours() -> Measurement:
-    from benchmarks.trl import Trl
+    from benchmarks.peers import play_ours
     from spell_jax.runtime import setup
 
     def measure(options: dict[str, Any]) -> dict[str, Any]:
         setup.setup()
-        return Trl(**options).train()
+        return play_ours(options)
 
     return measure
 
@@ -42,7 +43,7 @@ def _import_trl() -> Measurement:
 
     trl: Any = importlib.import_module("trl")  # type checkers do not know its exports
     assert datasets and torch and trl.GRPOTrainer  # imported on access
-    return lambda options: train(argparse.Namespace(**options))
+    return lambda options: dataclasses.asdict(train(contract.Options(**options)))
 
 
 def _import_generate() -> Measurement:
@@ -50,10 +51,10 @@ def _import_generate() -> Measurement:
     import transformers
 
     assert torch and transformers.AutoModelForCausalLM  # imported on access
-    return lambda options: _generate(argparse.Namespace(**options))
+    return lambda options: _generate(contract.Options(**options))
 
 
-def _generate(options: argparse.Namespace) -> dict[str, Any]:
+def _generate(options: contract.Options) -> dict[str, Any]:
     """Time G answers to each prompt by transformers' `generate`, which repeats prompts G times."""
     import torch
 
@@ -85,14 +86,14 @@ def _generate(options: argparse.Namespace) -> dict[str, Any]:
     first = seconds_of(4)
     prefill = min(seconds_of(1) for _ in range(_PREFILLS))
     generate: list[float] = []
-    while len(generate) < options.steps - 1 and sum(generate) <= options.seconds:
+    while len(generate) < options.steps and sum(generate) <= options.seconds:
         generate.append(seconds_of(options.response))
     return {
         "first_s": first,
         "prefill_s": prefill,
         "generate_s": generate,
         "parameters": sum(leaf.numel() for leaf in model.parameters()),
-        "peak_bytes": torch.cuda.max_memory_allocated() if options.gpu else peak_bytes(),
+        "peak_bytes": torch.cuda.max_memory_allocated() if options.gpu else contract.peak_bytes(),
     }
 
 

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import browser, plan, rollout, trl
+from benchmarks import browser, plan, rollout
 from benchmarks.__main__ import lines, parse, run
 from spell_jax.learner import packing
 from spell_jax.policy.config import PolicyConfig
@@ -259,45 +259,6 @@ def test_spell_benchmark_has_the_papers_share_of_verifier_groups() -> None:
     groups = spell.train_groups(rng, prompts, sampled)
     assert len(prompts["verifier"]) == 1024
     assert [sum(g.role == role for g in groups) for role in ("responder", "verifier")] == [128, 16]
-
-
-@pytest.mark.slow
-def test_trl_benchmark_measures_a_step_of_both_libraries() -> None:
-    sizes = [
-        "--groups=2",
-        "--about=2",
-        "--question=8",
-        "--prompt=24",
-        "--response=4",
-        "--page_size=16",
-        "--steps=2",
-    ]
-    line = run(["trl", *TINY[1:], *sizes, "--group=2", "--prefill=32"])
-    assert line["trl_s"] == pytest.approx(line["trl_generate_s"] + line["trl_update_s"])
-    assert line["ours_s"] == pytest.approx(line["ours_generate_s"] + line["ours_update_s"])
-    assert line["ratio"] == pytest.approx(line["trl_s"] / line["ours_s"])
-    assert line["peak_ratio"] == line["trl_peak_bytes"] / line["ours_peak_bytes"]
-    # With gradient and moments four times the weights, and at least the libraries.
-    assert min(line["ours_peak_bytes"], line["trl_peak_bytes"]) > 2**27
-    # Embedding, q, k, v with biases, o, mlp, norms.
-    assert line["parameters"] == 96 * 64 + 3 * 64 * 65 + 64 * 64 + 3 * 64 * 192 + 3 * 64
-    assert (line["devices"], line["device"]) == (1, "cpu")
-
-
-def test_trl_benchmark_rejects_bad_flags_and_missing_packages(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(trl.importlib.util, "find_spec", lambda name: name)
-    for flag, problem in (
-        ("--steps=1", "steps = 1: must be at least 2"),
-        ("--micro=3", "micro = 3: must divide groups = 2"),
-        ("--dtype=bfloat16", "dtype = 'bfloat16': must be 'float32'"),
-    ):
-        with pytest.raises(ValueError, match=problem):
-            run(["trl", flag])
-    monkeypatch.setattr(trl.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install -e '\.\[test\]'"):
-        run(["trl"])
 
 
 @pytest.mark.slow

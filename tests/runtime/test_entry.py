@@ -355,7 +355,7 @@ def test_entry_points_answer_before_heavy_imports():
 
 @pytest.mark.slow
 def test_other_commands_import_no_more_than_they_use():
-    names = set(commands.find()) - {"data_pipeline.build", "benchmarks.trl_side"}
+    names = set(commands.find()) - {"data_pipeline.build"}
     assert not imported(sorted(names)) & HEAVY
 
 
