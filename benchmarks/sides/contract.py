@@ -56,11 +56,11 @@ class Options:
             raise ValueError(f"policy: model_type = {fields['model_type']!r}: must be 'qwen2' here")
         return fields
 
-    def prompts(self) -> Any:
-        """Make the random prompts of all steps: an array [(1 + steps) * groups, P]."""
+    def prompts(self, untimed: int = 1) -> Any:
+        """Make the random prompts of all steps: an array [(untimed + steps) * groups, P]."""
         import numpy as np
 
-        size = ((1 + self.steps) * self.groups, self.prompt)
+        size = ((untimed + self.steps) * self.groups, self.prompt)
         tokens = np.random.default_rng(0).integers(self.vocab, size=size)
         return share_documents(tokens, self.about, self.question)
 
