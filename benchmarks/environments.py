@@ -16,7 +16,6 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 PEERS = ("easydel", "trl", "tunix")
 # Newest first. EasyDeL refuses 3.14, and spell_jax needs 3.11.
 _PYTHONS = ("3.13", "3.12", "3.11")
-# Sides run on the CPU and never ask a network. USE_JAX=0 keeps TRL's libraries from importing JAX.
 SIDE_VARIABLES = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
@@ -29,7 +28,7 @@ CPU_VARIABLES = {
     "JAX_PLATFORMS": "cpu",
     "XLA_FLAGS": "",
     "CUDA_VISIBLE_DEVICES": "",
-    "USE_JAX": "0",
+    "USE_JAX": "0",  # TRL's libraries would import it
 }
 
 
