@@ -37,9 +37,9 @@ def train(options: contract.Options) -> contract.Numbers:
     reference_s: list[float] = []
     compile_s = [0.0]  # of each step
 
-    def add(event: str, seconds: float, **_) -> None:
+    def add(event: str, duration_secs: float, **_) -> None:
         if event in _AGAIN:
-            compile_s[-1] += seconds
+            compile_s[-1] += duration_secs
 
     jax.monitoring.register_event_duration_secs_listener(add)
 

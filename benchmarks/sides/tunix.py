@@ -88,7 +88,7 @@ def train(options: contract.Options) -> contract.Numbers:
 def make_model(options: contract.Options) -> Any:
     """Make Tunix's Qwen2 of a config.json with random weights.
 
-    Matrices are drawn again with the standard deviation .02. Tunix expects trained weights: with
+    Matrices are sampled again with the standard deviation .02. Tunix expects trained weights: with
     its own, of deviation 1 and 0, each token is followed by itself and gradients are about 1e-23.
     """
     import jax
