@@ -487,8 +487,10 @@ def test_row_counts_match_actual_packing(shared: str) -> None:
     for batch in packing.pack(fitting, buckets, layout.token_budget, with_trees=False):
         rows = int(np.sum(np.any(batch.last_query >= 0, axis=1)))
         packed[batch.tokens.shape[1]] = packed.get(batch.tokens.shape[1], 0) + rows
-    rows = describe.rows_by_bucket(groups, layout)
-    assert {bucket.length: count for bucket, count in rows.items()} == packed
+    described: dict[int, int] = {}
+    for bucket, _, rows in describe.lay_out(groups, layout):
+        described[bucket.length] = described.get(bucket.length, 0) + len(rows)
+    assert described == packed
     assert len(packed) == 2
 
 

@@ -16,6 +16,7 @@ from spell_jax.learner.learner import Learner
 from spell_jax.learner.loss_config import LossConfig
 from spell_jax.learner.optimizer import OptimizerConfig
 from spell_jax.learner.packing import Bucket, PackingConfig, TrainGroup
+from spell_jax.learner.shapes import row_count
 from spell_jax.learner.update import TrainState
 from spell_jax.policy import transformer
 from spell_jax.runtime import mesh as meshes
@@ -431,7 +432,7 @@ def test_update_is_traced_and_compiled_once_per_bucket(mesh: tuple) -> None:
     learner = Counted(
         shared.policy, SMOOTH, ON_POLICY, PackingConfig(BUCKETS, 192), shared.mesh, TEMPERATURE
     )
-    rows = [packing.row_count(b, 192, meshes.row_shards(shared.mesh)) for b in BUCKETS]
+    rows = [row_count(b, 192, meshes.row_shards(shared.mesh)) for b in BUCKETS]
     wanted = [f"accumulate ({n}, {b.length})" for n, b in zip(rows, BUCKETS, strict=True)]
     state = learner.init(tiny.weights())
     learner.compile(state)
