@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -26,16 +25,13 @@ from spell_jax.policy import lora, moe, transformer
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import mesh as meshes
 
-log = logging.getLogger(__name__)
-
 
 class Learner:
     """Updates of one model on one mesh.
 
     Arguments other than `packing_config` and `mesh` are those of update.UpdateSpec; ValueError if a
     row cannot be split over the mesh's context axis. `fns` are the jitted functions. `frozen`
-    are the weights that are not trained, in the compute dtype; {} without adapters. `programs` are
-    the functions and shapes of micro-batches that were compiled.
+    are the weights that are not trained, in the compute dtype; {} without adapters.
     """
 
     def __init__(
@@ -58,7 +54,7 @@ class Learner:
         self.fns = update.make_update_fns(self.spec, mesh)
         self.frozen: transformer.Params = {}
         self.no_experts = moe.no_experts(policy) if loss.routing == "sampled" else None
-        self.programs: set[tuple[str, int, int, int]] = set()  # function, rows, T, A
+        self.programs = shapes.Programs()
 
     # ------------------------------------------------------------------------------------ Weights
 
@@ -216,36 +212,14 @@ class Learner:
                     self._logprobs(params, batch)
                 carry = self.accumulate(params, carry, batch, kl_reference)
 
-    def accumulate(
-        self,
-        params: transformer.Params | None,
-        carry: Carry | None,
-        batch: packing.MicroBatch,
-        reference: transformer.Params | None,
-    ) -> Carry:
+    def accumulate(self, params: Any, carry: Any, batch: packing.MicroBatch, reference: Any) -> Any:
         """The carry with a placed micro-batch's gradient and sums; see update.accumulate."""
-        with self._counted("accumulate", batch):
+        with self.programs.counted("accumulate", batch.tokens.shape, batch.target.shape[1]):
             return self.fns.accumulate(params, self.frozen, carry, batch, reference)
 
     def _logprobs(self, params: transformer.Params, batch: packing.MicroBatch) -> jax.Array:
-        with self._counted("logprobs", batch):
+        with self.programs.counted("logprobs", batch.tokens.shape, batch.target.shape[1]):
             return self.fns.logprobs(params, self.frozen, batch)
-
-    @contextlib.contextmanager
-    def _counted(self, name: str, batch: packing.MicroBatch) -> Iterator[None]:
-        """Counts and logs the program of a shape, which its first call compiles."""
-        program = name, *np.shape(batch.tokens), np.shape(batch.target)[1]
-        if program in self.programs:
-            yield
-            return
-        start = time.perf_counter()
-        yield
-        self.programs.add(program)
-        log.info(
-            "packing: first %s of %d rows of %d tokens, %d of answers, took %.1f s to compile; "
-            "programs so far: %d",
-            *(*program, time.perf_counter() - start, len(self.programs)),
-        )
 
     def lower(self, state: TrainState, bucket: packing.Bucket) -> jax.stages.Lowered:
         """The lowered program of a bucket's micro-batches, for inspection; nothing runs."""
@@ -355,13 +329,10 @@ class Update:
         """Finds the non-finite groups and tensors, by running parts of the update again."""
         learner = self._learner
         # All groups fit the update's longest rows: the search compiles nothing.
-        rows, length = max((np.shape(b.tokens) for b in self._batches), key=lambda shape: shape[1])
-        answers = max(b.target.shape[1] for b in self._batches if b.tokens.shape[1] == length)
-        layout = dataclasses.replace(
-            learner.packing,
-            buckets=(packing.Bucket(length, answers),),
-            token_budget=rows * length,
-        )
+        longest = max(self._batches, key=lambda batch: batch.tokens.shape[1])
+        (rows, length), (_, answers) = longest.tokens.shape, longest.target.shape
+        sizes = {"buckets": (packing.Bucket(length, answers),), "token_budget": rows * length}
+        layout = dataclasses.replace(learner.packing, **sizes)
 
         def is_finite(groups: Sequence[packing.TrainGroup]) -> bool:
             carry = learner.fns.empty_carry()

@@ -454,9 +454,9 @@ def test_chosen_shapes_are_compiled_counted_and_logged_when_first_needed(caplog)
     layout, mesh = PackingConfig(AUTO, 192), _learner().mesh
     learner = Counted(tiny.POLICY, SMOOTH, ON_POLICY, layout, mesh, TEMPERATURE)
     state = learner.init(tiny.weights())
-    caplog.set_level(logging.INFO, "spell_jax.learner.learner")
+    caplog.set_level(logging.INFO, "spell_jax.learner.shapes")
     learner.compile(state)
-    assert not learner.traces and not learner.programs and not caplog.messages
+    assert not learner.traces and not len(learner.programs) and not caplog.messages
     for count, new in ((7, True), (2, True), (7, False), (2, False)):
         before = len(caplog.messages)
         state, numbers = learner.update(state, tiny.groups(count, seed=count))
@@ -467,7 +467,7 @@ def test_chosen_shapes_are_compiled_counted_and_logged_when_first_needed(caplog)
     traced = [line for line in learner.traces if line != "apply"]
     assert len(traced) == len(learner.programs) == len(caplog.messages)
     assert caplog.messages[-1].endswith(f"programs so far: {len(traced)}")
-    shapes = [f"accumulate {(rows, length)}" for _, rows, length, _ in learner.programs]
+    shapes = [f"accumulate {(rows, length)}" for _, rows, length, _ in learner.programs.seen]
     assert sorted(traced) == sorted(shapes)
 
 
