@@ -1,6 +1,6 @@
 """Command line of the benchmarks: python -m benchmarks NAME [--OPTION=VALUE ...].
 
-A benchmark prints one JSON line (plan: one per shape): its options, its measurements and the
+A benchmark prints one JSON line (plan, packing: several): its options, its measurements and the
 machine. NAME --help explains both. --save=docs/measurements/FILE.json writes the line with command,
 commit and machine, for the pages of the documentation (python -m launch.measurements).
 
@@ -27,6 +27,7 @@ corpus   build from real documents: time, memory, planted copies and contaminati
          similarity of the documents in a cluster
 engine   corpus build on Beam's local runner and on Spark: seconds, equal bytes (extra "spark")
 inputs   many small files and one large file through the read stage: seconds, peak memory
+packing  how full micro-batches of four mixes are, and their shapes: chosen, and listed buckets
 accelerator  kernels, update, decode and whole steps on this machine's GPU or TPU, in minutes
 """
 
@@ -81,6 +82,7 @@ _CLASSES = {
     "corpus": "data.Corpus",
     "engine": "engine.Engine",
     "inputs": "engine.Inputs",
+    "packing": "packing.Packing",
     "accelerator": "accelerator.command.Accelerator",
 }
 

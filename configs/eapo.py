@@ -89,7 +89,6 @@ def get_config(model: str = "qwen3-14b") -> Config:
     # The ratio is a token's; its Eq. 1 has that of a whole answer: ratio="sequence",
     # aggregation="sequence_mean", dual_clip=0.
     config.loss.update(old_logprobs="recompute", clip_high=0.28)
-    config.packing.buckets = ((32_768, 16_384), (131_072, 49_152))
     config.packing.token_budget = 131_072
     config.mesh.context = 8
     return config

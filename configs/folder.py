@@ -32,5 +32,5 @@ def get_config() -> Config:
     config.sampler.update(page_size=64, kv_cache_tokens=131_072)
     config.sampler.update(prefill_tokens=4096, decode_tokens=32)
     config.optimizer.update(learning_rate=1e-4, b2=0.95)
-    config.packing.update(buckets=((768, 512),), token_budget=6144)
+    config.packing.token_budget = 6144
     return config

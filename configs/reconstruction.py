@@ -62,6 +62,5 @@ def get_config(model: str = "qwen") -> Config:
     config.minibatches = row.minibatches
     if row.minibatches > 1:
         config.loss.old_logprobs = "recompute"
-    config.packing.buckets = ((16_384, 8192), (32_768, 16_384), (69_632, 32_768))
     config.packing.token_budget = 69_632
     return config

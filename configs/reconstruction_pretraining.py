@@ -22,5 +22,5 @@ def get_config() -> Config:
     config.policy.update(folder="models/Qwen2.5-7B-Instruct-1M", max_positions=65_536)
     config.policy.update(compute_dtype="bfloat16", remat="block")
     config.optimizer.update(learning_rate=1e-6, warmup_steps=5)
-    config.packing.update(buckets=((16_384, 16_384), (65_536, 65_536)), token_budget=65_536)
+    config.packing.token_budget = 65_536
     return config

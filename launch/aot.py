@@ -39,7 +39,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from launch import topologies
-from spell_jax.learner import packing, update
+from spell_jax.learner import packing, shapes, update
 from spell_jax.learner.learner import Learner
 from spell_jax.learner.loss_config import LossConfig
 from spell_jax.learner.optimizer import OptimizerConfig
@@ -222,7 +222,7 @@ class Programs:
 
     def _batch(self) -> packing.MicroBatch:
         budget, shards = self.learner.packing.token_budget, meshes.row_shards(self.mesh)
-        rows = packing.row_count(self.bucket, budget, shards)
+        rows = shapes.row_count(self.bucket, budget, shards)
         batch = packing.empty_micro_batch(self.bucket, rows, self.learner.no_experts)
         return _uniform(batch, meshes.by_rows_and_time(self.mesh))
 

@@ -34,7 +34,7 @@ from etils import epath
 from ml_collections import config_flags
 
 from launch import plan, topologies
-from launch.describe import Checked, describe, dummy_group
+from launch.describe import Checked, describe, dummy_group, longest_groups
 from launch.topologies import GIB
 from spell_jax import config as configs
 from spell_jax.algorithms import registry
@@ -43,7 +43,7 @@ from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.configs import tiny
 from spell_jax.data import built
 from spell_jax.data.config import DataConfig
-from spell_jax.learner import packing
+from spell_jax.learner import packing, shapes
 from spell_jax.learner.loss_config import LossConfig
 from spell_jax.learner.optimizer import OptimizerConfig
 from spell_jax.policy import int8, safetensors, weights
@@ -364,7 +364,7 @@ def _check_devices(checked: Checked, name: str, attempt: Attempts) -> None:
             lambda sizes: topologies.abstract_mesh(topology, sizes),
             section(configs.MeshConfig),
         )
-    attempt("packing", _check_longest, layout, sampling)
+    attempt("packing", _check_longest, layout, sampling, checked.context)
     attempt("mesh", _check_heads, checked.policy, checked.mesh)
     attempt("mesh", _check_experts, checked.policy, checked.mesh)
     if checked.mesh is not None:
@@ -406,25 +406,38 @@ def _check_experts(policy: PolicyConfig, mesh: Any) -> None:
         raise ValueError(f"{field} = {count}: must divide the policy's {policy.experts} experts")
 
 
-def _check_longest(layout: packing.PackingConfig, sampling: SamplerConfig) -> None:
-    """Check that the largest bucket holds the longest prompt with one longest answer."""
-    prompt, tokens, largest = sampling.max_prompt, sampling.max_tokens, layout.buckets[-1]
+def _check_longest(layout: packing.PackingConfig, sampling: SamplerConfig, context: int) -> None:
+    """Check that the largest row holds the longest prompt with one longest answer."""
+    prompt, tokens, largest = sampling.max_prompt, sampling.max_tokens, layout.largest(context)
     _, refused = packing.split_groups([dummy_group(prompt, tokens, 1, "responder")], largest)
-    if refused:
+    problem = "longer answers would be sampled, but not trained on"
+    if refused and layout.listed:
         raise ValueError(
             f"packing.buckets: the largest, ({largest.length}, {largest.answers}), must be at "
             f"least ({prompt + tokens}, {tokens}), sampler.max_prompt + sampler.max_tokens and "
-            "sampler.max_tokens; longer answers would be sampled, but not trained on"
+            f"sampler.max_tokens; {problem}"
+        )
+    if refused:
+        raise ValueError(
+            f"packing.token_budget = {layout.token_budget}: must be at least "
+            f"{shapes.round_up(prompt + tokens, context)}, sampler.max_prompt + "
+            f"sampler.max_tokens ({prompt + tokens}) rounded up; {problem}"
         )
 
 
 def _plan(checked: Checked) -> plan.Plan:
-    """Plan memory (plan.py) for the run's own bucket with the most tokens per micro-batch."""
+    """Plan memory (plan.py) for the largest micro-batch that the run may have."""
     config, layout = checked.config, checked.layout
-    assert checked.policy and checked.topology and layout
+    assert checked.policy and checked.topology and layout and checked.sampling
     budget, shards = layout.token_budget, meshes.row_shards(checked.mesh)
-    tokens = {b: packing.row_count(b, budget, shards) * b.length for b in layout.buckets}
-    bucket = max(layout.buckets, key=tokens.__getitem__)
+    bucket = layout.largest(checked.context)
+    if layout.listed:
+        tokens = {b: shapes.row_count(b, budget, shards) * b.length for b in layout.listed}
+        bucket = max(layout.listed, key=tokens.__getitem__)
+    else:
+        answers = sum(group.answer_tokens for group in longest_groups(config, checked.sampling))
+        answers = min(answers, bucket.length)
+        bucket = shapes.bucket_for(bucket.length, answers, checked.context)
     length = config.sampler.max_prompt
     return plan.Plan(config, checked.policy, checked.topology, length, bucket)
 

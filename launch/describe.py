@@ -15,7 +15,7 @@ from launch import plan, topologies
 from spell_jax import config as configs
 from spell_jax.algorithms import registry
 from spell_jax.data.config import GENERATED
-from spell_jax.learner import packing
+from spell_jax.learner import packing, shapes
 from spell_jax.policy import lora, safetensors, transformer
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.model import find_folder
@@ -42,6 +42,11 @@ class Checked:
     plan: plan.Plan | None = None  # for the largest micro-batches
     workdir: epath.Path | None = None
     step: int | None = None  # of the checkpoint to resume; None means a fresh start
+
+    @property
+    def context(self) -> int:
+        """Shards of a row's tokens; 1 without a mesh."""
+        return 1 if self.mesh is None else meshes.context_shards(self.mesh)
 
 
 def describe(checked: Checked) -> str:
@@ -93,13 +98,13 @@ def _describe_update(checked: Checked) -> Iterator[str]:
     counts = packing.count_answers(groups)
     answers = " + ".join(f"{count:,} {role}" for role, count in counts.items())
     yield f"at most {answers} answers, in {len(groups):,} groups; if all were at their caps:"
-    rows = rows_by_bucket(groups, layout)
-    for bucket in layout.buckets:
-        shards = meshes.row_shards(checked.mesh)
-        batch = packing.row_count(bucket, layout.token_budget, shards)
+    laid_out = lay_out(groups, layout, meshes.row_shards(checked.mesh), checked.context)
+    batches = Counter((bucket, count) for bucket, count, _ in laid_out)
+    for (bucket, count), number in sorted(batches.items(), key=lambda item: item[0][0].length):
+        rows = sum(len(rows) for *shape, rows in laid_out if shape == [bucket, count])
         yield (
-            f"  {rows[bucket]:7,} rows of {bucket.length:,} tokens ({bucket.answers:,} of answers):"
-            f" {-(-rows[bucket] // batch)} micro-batches of {batch}"
+            f"  {rows:7,} rows of {bucket.length:,} tokens ({bucket.answers:,} of answers):"
+            f" {number} micro-batches of {count}"
         )
 
 
@@ -147,12 +152,15 @@ def longest_groups(config: Config, sampling: SamplerConfig) -> list[packing.Trai
     return groups
 
 
-def rows_by_bucket(
-    groups: Sequence[packing.TrainGroup], layout: packing.PackingConfig
-) -> Counter[packing.Bucket]:
-    """Count the packed rows of each bucket, if no two groups share a prefix."""
+def lay_out(
+    groups: Sequence[packing.TrainGroup],
+    layout: packing.PackingConfig,
+    row_multiple: int = 1,
+    context: int = 1,
+) -> list[shapes.MicroRows]:
+    """Put groups into micro-batches as the learner does, if no two groups share a prefix."""
     if layout.shared_prefix == "none":
         groups = packing.separate_answers(groups)
-    fitting, _ = packing.split_groups(groups, layout.buckets[-1])
-    rows = packing.rows_of(fitting, layout.buckets, with_trees=False)
-    return Counter({bucket: len(some) for bucket, some in rows.items()})
+    fitting, _ = packing.split_groups(groups, layout.largest(context))
+    sizes = layout.buckets, layout.token_budget, row_multiple, context
+    return packing.lay_out(fitting, *sizes, with_trees=False)

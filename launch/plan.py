@@ -26,7 +26,7 @@ from absl import flags
 
 from launch import aot, step_time, topologies
 from launch.topologies import GIB
-from spell_jax.learner import packing
+from spell_jax.learner import packing, shapes
 from spell_jax.policy import moe
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import entry
@@ -245,10 +245,12 @@ class Plan:
     def largest(self) -> dict[str, int]:
         """Largest values that fit of the fields that bound the batch: dotted name -> tokens."""
         bucket, shards = self.programs.bucket, meshes.row_shards(self.programs.mesh)
-        # Only the planned bucket: the config's other buckets may be larger than the budget.
-        budget = max(self.config.packing.token_budget, bucket.length)
-        planned: dict[str, Any] = {"packing.buckets": ((bucket.length, bucket.answers),)}
-        planned["packing.token_budget"] = budget
+        planned: dict[str, Any] = {
+            "packing.token_budget": max(self.config.packing.token_budget, bucket.length)
+        }
+        if self.config.packing.buckets != shapes.AUTO:
+            # Only the planned bucket: the config's other buckets may be larger than the budget.
+            planned["packing.buckets"] = ((bucket.length, bucket.answers),)
         found = {}
         for field, tokens, names in (
             ("sampler.kv_cache_tokens", self._cached, ("prefill", "decode")),
@@ -283,7 +285,9 @@ class Plan:
     def _options(self) -> Iterator[dict[str, Any]]:
         c, sizes = self.config, self.programs.mesh.shape
         shards = meshes.row_shards(self.programs.mesh)
-        rows = max(shards * self.programs.bucket.length, c.packing.buckets[-1][0])
+        rows = shards * self.programs.bucket.length
+        if c.packing.buckets != shapes.AUTO:
+            rows = max(rows, c.packing.buckets[-1][0])
         if c.packing.token_budget >= rows + shards:
             yield {"packing.token_budget": rows}
         if c.sampler.kv_cache_tokens >= shards * (self._cached + 1):

@@ -237,26 +237,25 @@ def micro_batches(
 ) -> Counter[tuple[int, int, float]]:
     """Micro-batches of the step's update: (tokens, answer slots, mean pairs) -> number.
 
-    Groups are packed as the learner does, into the config's buckets; if they cannot hold the
-    prompt and an answer, into the plan's own. All answers have the mean length.
+    Groups are packed as the learner does, into the config's rows; if they cannot hold the prompt
+    and an answer, into the plan's own. All answers have the mean length.
     """
     layout = build(packing.PackingConfig, programs.config.packing, "packing")
-    groups, largest = training_groups(programs.config, algorithm, work), layout.buckets[-1]
-    longest = work.prompt + work.tokens
+    mesh, groups = programs.mesh, training_groups(programs.config, algorithm, work)
+    devices = meshes.context_shards(mesh)
+    largest, longest = layout.largest(devices), work.prompt + work.tokens
     if longest > largest.length or work.tokens > largest.answers:
         layout = programs.learner.packing
+    with_trees = layout.shared_prefix == "tree"
     if layout.shared_prefix == "none":
         groups = packing.separate_answers(groups)
-    fitting, _ = packing.split_groups(groups, layout.buckets[-1])
-    rows = packing.rows_of(fitting, layout.buckets, layout.shared_prefix == "tree")
-    found: Counter[tuple[int, int, float]] = Counter()
-    for bucket, packed in rows.items():
-        count = packing.row_count(bucket, layout.token_budget, meshes.row_shards(programs.mesh))
-        calls = -(-len(packed) // count)
-        if calls:
-            pairs = sum(tree_pairs(fitting, tree) for row in packed for tree in row)
-            found[bucket.length * count, bucket.answers * count, pairs / calls] += calls
-    return found
+    fitting, _ = packing.split_groups(groups, layout.largest(devices))
+    sizes = layout.buckets, layout.token_budget, meshes.row_shards(mesh), devices
+    pairs: dict[tuple[int, int], list[float]] = {}
+    for bucket, count, rows in packing.lay_out(fitting, *sizes, with_trees):
+        batch = pairs.setdefault((bucket.length * count, bucket.answers * count), [])
+        batch.append(sum(tree_pairs(fitting, tree) for row in rows for tree in row))
+    return Counter({(*size, sum(seen) / len(seen)): len(seen) for size, seen in pairs.items()})
 
 
 def training_groups(

@@ -8,14 +8,16 @@ weights, `advance` dispatches one micro-batch at a time, so that a rollout can r
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spell_jax.learner import non_finite, old_logprobs, packing, statistics, update
+from spell_jax.learner import non_finite, old_logprobs, packing, shapes, statistics, update
 from spell_jax.learner.loss_config import LossConfig
 from spell_jax.learner.optimizer import OptimizerConfig
 from spell_jax.learner.update import Carry, TrainState, UpdateSpec
@@ -28,7 +30,7 @@ class Learner:
     """Updates of one model on one mesh.
 
     Arguments other than `packing_config` and `mesh` are those of update.UpdateSpec; ValueError if a
-    bucket cannot be split over the mesh's context axis. `fns` are the jitted functions. `frozen`
+    row cannot be split over the mesh's context axis. `fns` are the jitted functions. `frozen`
     are the weights that are not trained, in the compute dtype; {} without adapters.
     """
 
@@ -52,6 +54,7 @@ class Learner:
         self.fns = update.make_update_fns(self.spec, mesh)
         self.frozen: transformer.Params = {}
         self.no_experts = moe.no_experts(policy) if loss.routing == "sampled" else None
+        self.programs = shapes.Programs()
 
     # ------------------------------------------------------------------------------------ Weights
 
@@ -86,20 +89,25 @@ class Learner:
     # -------------------------------------------------------------------------------- Micro-batches
 
     def pack(
-        self, groups: Sequence[packing.TrainGroup]
+        self, groups: Sequence[packing.TrainGroup], layout: packing.PackingConfig | None = None
     ) -> tuple[list[packing.MicroBatch], list[packing.TrainGroup], int]:
-        """Packs weighed groups; returns (batches, groups as split, answers that fit no bucket)."""
-        if self.packing.shared_prefix == "none":
+        """Packs weighed groups; returns (batches, groups as split, answers that fit no row).
+
+        `layout` replaces the learner's own.
+        """
+        layout = layout or self.packing
+        if layout.shared_prefix == "none":
             groups = packing.separate_answers(groups)
         split = packing.whole_groups if self.loss.objective == "dpo" else packing.split_groups
-        fitting, refused = split(groups, self.packing.buckets[-1])
+        devices = meshes.context_shards(self.mesh)
+        fitting, refused = split(groups, layout.largest(devices))
         batches = packing.pack(
             fitting,
-            self.packing.buckets,
-            self.packing.token_budget,
+            layout.buckets,
+            layout.token_budget,
             meshes.row_shards(self.mesh),
-            meshes.context_shards(self.mesh),
-            self.packing.shared_prefix == "tree",
+            devices,
+            layout.shared_prefix == "tree",
             self.no_experts,
         )
         return batches, fitting, len(refused)
@@ -113,7 +121,7 @@ class Learner:
 
     def empty_batch(self, bucket: packing.Bucket) -> packing.MicroBatch:
         """Padding only, with the shape and sharding of the bucket's micro-batches."""
-        rows = packing.row_count(bucket, self.packing.token_budget, meshes.row_shards(self.mesh))
+        rows = shapes.row_count(bucket, self.packing.token_budget, meshes.row_shards(self.mesh))
         batch = packing.empty_micro_batch(bucket, rows, self.no_experts)
         return jax.device_put(batch, meshes.by_rows_and_time(self.mesh))
 
@@ -163,7 +171,7 @@ class Learner:
     def recompute(
         self, state: TrainState, groups: Sequence[packing.TrainGroup]
     ) -> list[packing.TrainGroup]:
-        """The groups with the state's logprobs; NaN for answers that fit no bucket."""
+        """The groups with the state's logprobs; NaN for answers that fit no row."""
         return self._score(state.params, groups, groups)
 
     def score_reference(
@@ -184,22 +192,34 @@ class Learner:
         batches, *_ = self.pack(old_logprobs.with_ids(read))
         with self.on_mesh():
             cast = self.fns.cast(params) if batches else {}
-            found = [self.fns.logprobs(cast, self.frozen, self.place(b)) for b in batches]
+            found = [self._logprobs(cast, self.place(batch)) for batch in batches]
         return old_logprobs.with_logprobs(groups, batches, jax.device_get(found))
 
     def compile(self, state: TrainState, reference: transformer.Params | None = None) -> None:
-        """Compiles the programs of every bucket, so that no later step waits for them."""
+        """Compiles the programs of every listed bucket, so that no later step waits for them.
+
+        With packing.buckets "auto", a program is compiled in the step that first needs it.
+        """
         with self.on_mesh():
             params = self.fns.cast(state.params)
             kl_reference = None
             if reference is not None and self.loss.kl_weight:
                 kl_reference = self.cast(reference)
             carry = self.fns.empty_carry()
-            for bucket in self.packing.buckets:
+            for bucket in self.packing.listed:
                 batch = self.empty_batch(bucket)
                 if self.loss.old_logprobs in ("recompute", "reference"):
-                    self.fns.logprobs(params, self.frozen, batch)
-                carry = self.fns.accumulate(params, self.frozen, carry, batch, kl_reference)
+                    self._logprobs(params, batch)
+                carry = self.accumulate(params, carry, batch, kl_reference)
+
+    def accumulate(self, params: Any, carry: Any, batch: packing.MicroBatch, reference: Any) -> Any:
+        """The carry with a placed micro-batch's gradient and sums; see update.accumulate."""
+        with self.programs.counted("accumulate", batch.tokens.shape, batch.target.shape[1]):
+            return self.fns.accumulate(params, self.frozen, carry, batch, reference)
+
+    def _logprobs(self, params: transformer.Params, batch: packing.MicroBatch) -> jax.Array:
+        with self.programs.counted("logprobs", batch.tokens.shape, batch.target.shape[1]):
+            return self.fns.logprobs(params, self.frozen, batch)
 
     def lower(self, state: TrainState, bucket: packing.Bucket) -> jax.stages.Lowered:
         """The lowered program of a bucket's micro-batches, for inspection; nothing runs."""
@@ -257,8 +277,7 @@ class Update:
 
     def _accumulate(self, carry: Carry | None, batch: packing.MicroBatch) -> Carry:
         learner = self._learner
-        batch = learner.place(batch)
-        return learner.fns.accumulate(self._params, learner.frozen, carry, batch, self._reference)
+        return learner.accumulate(self._params, carry, learner.place(batch), self._reference)
 
     def finish(self) -> tuple[TrainState, list[dict[str, float]]]:
         """Runs the rest; returns the new state and each step's numbers (docs/metrics.md, train/).
@@ -301,6 +320,7 @@ class Update:
             "operations": operations,
             "fill": filled / slots,
             "micro_batches": float(len(self._batches)),
+            "shapes": float(len({(*b.tokens.shape, b.target.shape[1]) for b in self._batches})),
             "refused_answers": float(self._refused),
             "empty_update": 0.0,
         }
@@ -308,10 +328,15 @@ class Update:
     def _explain(self) -> non_finite.NonFinite:
         """Finds the non-finite groups and tensors, by running parts of the update again."""
         learner = self._learner
+        # All groups fit the update's longest rows: the search compiles nothing.
+        longest = max(self._batches, key=lambda batch: batch.tokens.shape[1])
+        (rows, length), (_, answers) = longest.tokens.shape, longest.target.shape
+        sizes = {"buckets": (packing.Bucket(length, answers),), "token_budget": rows * length}
+        layout = dataclasses.replace(learner.packing, **sizes)
 
         def is_finite(groups: Sequence[packing.TrainGroup]) -> bool:
             carry = learner.fns.empty_carry()
-            for batch in learner.pack(groups)[0]:
+            for batch in learner.pack(groups, layout)[0]:
                 carry = self._accumulate(carry, batch)
             gradients, sums = carry
             return bool(update.measure(gradients, sums["loss"])[1])

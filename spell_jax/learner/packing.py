@@ -4,9 +4,9 @@
    positions restart at P for every answer.
 2. Groups whose prompts begin alike become a tree, which has their first tokens once (trees.py):
    [documents | question_1 | its G answers | question_2 | its G answers | ...].
-3. Trees go first-fit-decreasing into rows [T] of the smallest bucket that holds them; a group too
-   long for the largest bucket is split by answers, repeating its prompt.
-4. Rows of a bucket are stacked into micro-batches [rows, T] with rows * T a token budget.
+3. Trees go first-fit-decreasing into rows [T]; a group too long for the longest row is split by
+   answers, repeating its prompt.
+4. Rows are stacked into micro-batches [rows, T] with rows * T a token budget (shapes.py).
 5. Every answer token knows which position predicts it (`source`): the first token of each answer is
    predicted by the last prompt position, so no other prompt position enters the head.
 """
@@ -24,9 +24,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from spell_jax.data.clusters import ROLES
-from spell_jax.learner import context_layout, trees
+from spell_jax.learner import context_layout, shapes, trees
+from spell_jax.learner.shapes import AUTO, Bucket, MicroRows
 from spell_jax.learner.trees import Sizes, Tree
-from spell_jax.runtime.config import check_choice
+from spell_jax.runtime.config import check_choice, check_least
 
 Tokens = Sequence[int] | np.ndarray
 Array = Any  # numpy on the host, jax on the devices
@@ -130,25 +131,6 @@ class MicroBatch:
     experts: Array | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Bucket:
-    """A compiled shape: rows of `length` tokens [T], of which at most `answers` [A] are answers."""
-
-    length: int
-    answers: int
-
-    def __post_init__(self):
-        if not 1 <= self.answers <= self.length:
-            raise ValueError(
-                f"packing.buckets: ({self.length}, {self.answers}) must be (length, answers) with "
-                "1 <= answers <= length"
-            )
-
-    @property
-    def size(self) -> Sizes:
-        return Sizes(self.length, self.answers)
-
-
 SHARED_PREFIXES = ("tree", "group", "none")
 
 
@@ -157,29 +139,35 @@ class PackingConfig:
     """Shapes of micro-batches.
 
     Attributes:
-      buckets: compiled row shapes (tokens T, of which answer tokens A), lengths ascending.
+      buckets: "auto": each step chooses its shapes, so that less than 15 % is padding where its
+        groups allow (shapes.py); or compiled row shapes (tokens T, of which answer tokens A),
+        lengths ascending. With "auto" a row has at most `token_budget` tokens.
       token_budget: tokens of a micro-batch, rows * T.
       shared_prefix: what is laid out once: "tree", the tokens with which prompts begin alike;
         "group", the prompt of a group's answers; "none", nothing, for comparisons.
     """
 
-    buckets: tuple[Bucket, ...] = (
-        Bucket(8192, 4096),
-        Bucket(24_576, 16_384),
-        Bucket(51_200, 32_768),
-    )
+    buckets: tuple[Bucket, ...] | str = AUTO
     token_budget: int = 51_200
     shared_prefix: str = "tree"
 
     def __post_init__(self):
         check_choice(self, "packing.", shared_prefix=SHARED_PREFIXES)
+        check_least(self, "packing.", token_budget=1)
+        if isinstance(self.buckets, str):
+            if self.buckets != AUTO:
+                raise ValueError(
+                    f"packing.buckets = {self.buckets!r}: must be {AUTO!r}, or tuples (length, "
+                    "answers)"
+                )
+            return
         pairs = list(zip(self.buckets, self.buckets[1:], strict=False))
         if not self.buckets or any(
             low.length >= high.length or low.answers > high.answers for low, high in pairs
         ):
             raise ValueError(
                 f"packing.buckets = {self.buckets}: must be one or more, lengths ascending and "
-                "answers not falling"
+                f"answers not falling, or {AUTO!r}"
             )
         if self.token_budget < self.buckets[-1].length:
             raise ValueError(
@@ -187,14 +175,31 @@ class PackingConfig:
                 f"largest bucket, {self.buckets[-1].length}"
             )
 
+    @property
+    def listed(self) -> tuple[Bucket, ...]:
+        """The buckets of the config; () if shapes are chosen step by step."""
+        return () if isinstance(self.buckets, str) else self.buckets
+
     def check_splits(self, devices: int) -> None:
-        """Raises ValueError if a bucket cannot be split equally over the context axis."""
-        for bucket in self.buckets:
+        """Raises ValueError if a row cannot be split equally over the context axis."""
+        if self.buckets == AUTO and self.token_budget < devices:
+            raise ValueError(
+                f"packing.token_budget = {self.token_budget}: must be at least mesh.context = "
+                f"{devices}"
+            )
+        for bucket in self.listed:
             if bucket.length % devices or bucket.answers % devices:
                 raise ValueError(
                     f"packing.buckets: ({bucket.length}, {bucket.answers}) must be multiples of "
                     f"mesh.context = {devices}"
                 )
+
+    def largest(self, devices: int = 1) -> Bucket:
+        """Return the row that holds the most tokens, split over the context axis."""
+        if self.listed:
+            return self.listed[-1]
+        longest = shapes.longest_row(self.token_budget, devices) or devices
+        return Bucket(longest, longest)
 
 
 def count_answers(groups: Sequence[TrainGroup]) -> dict[str, int]:
@@ -355,65 +360,47 @@ def weigh(
 
 def pack(
     groups: Sequence[TrainGroup],
-    buckets: Sequence[Bucket],
+    buckets: Sequence[Bucket] | str,
     token_budget: int,
     row_multiple: int = 1,
     devices: int = 1,
     with_trees: bool = True,
     no_experts: np.ndarray | None = None,
 ) -> list[MicroBatch]:
-    """Packs groups that fit the largest bucket into micro-batches of numpy arrays.
+    """Packs groups that fit the largest row into micro-batches of numpy arrays.
 
-    Groups are weighed and split (weigh, split_groups), buckets ascending in length. A micro-batch
-    has row_count rows (`row_multiple`: devices along the row axis). Tokens of a row are laid out
-    over `devices` devices (of the context axis). The same order of groups gives the same result.
-    Without `with_trees`, groups share nothing. `no_experts` (moe.no_experts) asks for the recorded
-    experts; tokens that prompts of a tree share have those of the first.
+    Groups are weighed and split (weigh, split_groups), buckets ascending in length, or AUTO. The
+    rows of a micro-batch are a multiple of `row_multiple` (devices along the row axis). Tokens of a
+    row are laid out over `devices` devices (of the context axis). The same order of groups gives
+    the same result. Without `with_trees`, groups share nothing. `no_experts` (moe.no_experts) asks
+    for the recorded experts; tokens that prompts of a tree share have those of the first.
     """
-    batches = []
-    for bucket, packed in rows_of(groups, buckets, with_trees).items():
-        count = row_count(bucket, token_budget, row_multiple)
-        for start in range(0, len(packed), count):
-            chunk = packed[start : start + count]
-            empty = empty_micro_batch(bucket, count, no_experts)
-            batches.append(_stack(groups, chunk, empty, devices))
-    return batches
+    laid_out = lay_out(groups, buckets, token_budget, row_multiple, devices, with_trees)
+    return [
+        _stack(groups, rows, empty_micro_batch(bucket, count, no_experts), devices)
+        for bucket, count, rows in laid_out
+    ]
 
 
-def row_count(bucket: Bucket, token_budget: int, row_multiple: int = 1) -> int:
-    """Rows of every micro-batch of a bucket: the largest multiple of `row_multiple` that the token
-    budget holds, and at least one multiple."""
-    return max(1, token_budget // bucket.length // row_multiple) * row_multiple
-
-
-def rows_of(
-    groups: Sequence[TrainGroup], buckets: Sequence[Bucket], with_trees: bool
-) -> dict[Bucket, list[list[Tree]]]:
-    """Trees of each row of each bucket, first fit in order of falling length; see `pack`."""
-    sizes, largest = [group.size for group in groups], buckets[-1].size
+def lay_out(
+    groups: Sequence[TrainGroup],
+    buckets: Sequence[Bucket] | str,
+    token_budget: int,
+    row_multiple: int = 1,
+    devices: int = 1,
+    with_trees: bool = True,
+) -> list[MicroRows]:
+    """Put the trees of groups into the rows of micro-batches; see `pack`."""
+    sizes = [group.size for group in groups]
     made = trees.single(sizes)
     if with_trees:  # a group with an aligned one has two prompts: it stays alone
         prompts = [None if group.aligned else np.asarray(group.prompt) for group in groups]
-        made = trees.grow(prompts, sizes, largest)
-    open_rows: list[list[Tree]] = []
-    filled: list[Sizes] = []
-    for tree in sorted(made, key=lambda tree: (-tree.size.tokens, tree.members)):
-        sums = (size + tree.size for size in filled)
-        place = next((i for i, total in enumerate(sums) if total.fits(largest)), len(filled))
-        if place == len(filled):
-            open_rows.append([])
-            filled.append(Sizes(0, 0))
-        open_rows[place].append(tree)
-        filled[place] += tree.size
-    rows: dict[Bucket, list[list[Tree]]] = {bucket: [] for bucket in buckets}
-    for members, size in zip(open_rows, filled, strict=True):
-        bucket = next((bucket for bucket in buckets if size.fits(bucket.size)), None)
-        if bucket is None:
-            raise ValueError(
-                f"a group of {size.tokens} tokens does not fit the largest bucket {buckets[-1]}"
-            )
-        rows[bucket].append(members)
-    return rows
+        longest = shapes.longest_row(token_budget, devices)
+        room = Sizes(longest, longest) if isinstance(buckets, str) else buckets[-1].size
+        made = trees.grow(prompts, sizes, room)
+    if isinstance(buckets, str):
+        return shapes.choose(made, token_budget, row_multiple, devices)
+    return shapes.in_buckets(made, buckets, token_budget, row_multiple)
 
 
 def _stack(

@@ -15,12 +15,13 @@ import typing
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, TypeVar
 
-from ml_collections import ConfigDict
+from ml_collections import ConfigDict, FieldReference
 
 from spell_jax.runtime import urls
 
 T = TypeVar("T")
 Config = Any  # an ml_collections.ConfigDict: its fields have no static types
+_UNIONS = (typing.Union, types.UnionType)
 DERIVED = {"derived": True}  # metadata of a field that is computed, not configured
 # jax holds whole numbers in 32 bits and drops higher bits of a seed without a word: seeds 0 and
 # 2**32 would give equal runs.
@@ -35,6 +36,7 @@ def section(fields: Any) -> Config:
     """
     result: Config = ConfigDict()
     instance = fields() if isinstance(fields, type) else fields
+    hints = typing.get_type_hints(type(instance))
     for field in dataclasses.fields(instance):
         if field.metadata.get("derived"):
             continue
@@ -45,6 +47,9 @@ def section(fields: Any) -> Config:
             value = tuple(
                 dataclasses.astuple(part) if _is_instance(part) else part for part in value
             )
+        if value is not None and typing.get_origin(hints[field.name]) in _UNIONS:
+            # Any type, which `build` checks: a ConfigDict would only take the default's.
+            value = FieldReference(value, field_type=object)
         if value is not None:
             result[field.name] = value
     return result
@@ -135,7 +140,11 @@ def plain(config: Config) -> dict[str, Any]:
 def _coerce(value: Any, hint: Any, where: str) -> Any:
     urls.check_secret(where, value)  # first: other messages repeat the value
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
+    if origin in _UNIONS:
+        if isinstance(value, list | tuple):  # the tuple's own message says which part is wrong
+            inner = [option for option in inner if typing.get_origin(option) is tuple] or inner
+        if len(inner) == 1:
+            return _coerce(value, inner[0], where)
         for option in inner:
             with contextlib.suppress(ValueError):
                 return _coerce(value, option, where)

@@ -80,6 +80,8 @@ def metrics(
         for one in updates:
             metrics.merge({name: (value, 1.0) for name, value in one.items()}, prefix)
     metrics.merge(statistics.advantages(rollout.groups), "train/")
+    programs = sum(len(model.learner.programs) for model in run.trained.values())
+    metrics.add("process/update_programs", programs)
     trained = [one for updates in numbers.values() for one in updates if not one["empty_update"]]
     if trained and not is_ahead:
         devices = run.learner.mesh.devices.flatten().tolist()

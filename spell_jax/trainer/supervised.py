@@ -228,6 +228,7 @@ def _steps(
             if step % config.log_every == 0 or step == config.steps:
                 metrics = Metrics()
                 metrics.merge({name: (value, 1.0) for name, value in numbers.items()}, "train/")
+                metrics.add("process/update_programs", len(learner.programs))
                 with saver.saving_on_disk_errors(save, step):
                     logger.write(step, metrics)
             must_stop = preemption.should_stop()
@@ -235,5 +236,5 @@ def _steps(
             if must_stop:
                 preemption.stop()
     if refused:
-        log.warning("%d rows were longer than the largest bucket and not trained on", refused)
+        log.warning("%d rows were longer than packing's longest row and not trained on", refused)
     return state

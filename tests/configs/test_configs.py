@@ -81,7 +81,7 @@ def test_warm_start_config_loads_and_builds(name, monkeypatch):
     read = configs.read_supervised(config)
     policy = read.policy.architecture(read.policy.vocab_size)
     learner = supervised.make_learner(read, policy)
-    longest = learner.packing.buckets[-1]
+    longest = learner.packing.largest()
     assert longest.length <= policy.max_positions
     prompts.load(config.prompts)
 
@@ -214,8 +214,9 @@ def test_reconstruction_models_have_the_caps_and_updates_of_the_paper(name, read
     row = reconstruction.MODELS[name]
     assert config.policy.folder == f"models/{row.folder}"
     assert (config.sampler.max_prompt, config.sampler.max_tokens) == (65_536, 4096)
-    assert config.packing.buckets[-1][0] == 65_536 + 4096
-    assert config.packing.buckets[-1][1] == 4096 * config.algorithm.group_size
+    packing = build(PackingConfig, config.packing, "packing")
+    assert packing.largest(8).length == 65_536 + 4096
+    assert packing.largest(8).answers >= 4096 * config.algorithm.group_size
     algorithm = build(ReconstructionConfig, config.algorithm, "algorithm")
     assert algorithm == ReconstructionConfig(extract="paper")
     noise.give_data(config, tmp_path)

@@ -237,6 +237,12 @@ MISTAKES: list[tuple[dict[str, Any], str, str]] = [
         "",
         r"packing.buckets: the largest, \(160, 5\), must be at least \(134, 6\), sampler",
     ),
+    (
+        {"packing.buckets": "auto", "packing.token_budget": 133},
+        "",
+        r"packing.token_budget = 133: must be at least 144, sampler.max_prompt .* \(134\) rounded",
+    ),
+    ({"packing.buckets": "best"}, "", r"packing.buckets = 'best': must be 'auto', or tuples"),
     ({"mesh.fsdp": 3}, "cpu:8", r"mesh = .*: cannot be laid out on 8 devices"),
     ({"mesh.fsdp": 4}, "gpu:8", r"mesh = .*: makes 4 devices, but there are 8"),
     ({"mesh.rows": "all"}, "", r"mesh.rows: not a mesh axis, must be one of"),
@@ -267,6 +273,9 @@ def test_valid_configs_pass() -> None:
     assert check.check(small(**{"mesh.tensor": 4}), "v5e-8").mistakes == []
     longest = {"packing.buckets": ((134, 6),)}
     assert check.check(small(**longest)).mistakes == []
+    chosen = {"packing.buckets": "auto", "packing.token_budget": 144}
+    assert check.check(small(**chosen)).mistakes == []
+    assert check.check(small(**chosen | CONTEXT), "cpu:4").mistakes == []
 
 
 def test_mistakes_of_all_sections_are_reported_at_once(tmp_path: pathlib.Path) -> None:
@@ -375,6 +384,21 @@ def test_memory_is_planned_for_the_rows_the_run_packs() -> None:
     # A prompt with all of its answers, 512 tokens, is trained on in parts.
     checked = check.check(small(**{"algorithm.group_size": 64, "packing.token_budget": 160}))
     assert _trained(checked) == (1, 160)
+
+
+def test_memory_of_chosen_shapes_is_planned_for_the_whole_budget() -> None:
+    fields = {"packing.buckets": "auto", "packing.token_budget": 2050}
+    checked = check.check(small(**fields), "cpu:4")
+    assert checked.plan and checked.plan.programs.bucket.length == 2048
+    # Each of the four devices may have a row of 2,048 tokens. A step has 180 of answers at most.
+    assert checked.sampling and _trained(checked) == (4, 2048)
+    groups = describe.longest_groups(checked.config, checked.sampling)
+    assert sum(group.answer_tokens for group in groups) == 180
+    assert checked.plan.programs.bucket.answers == 256
+    described = describe.describe(checked)
+    assert "rows of 2,048 tokens" in described
+    assert re.search(r" 4 rows of \d+ tokens .*: 1 micro-batches of 4", described)
+    assert checked.plan.largest()["packing.token_budget"] >= 4 * 2048
 
 
 def _trained(checked: check.Checked) -> tuple[int, ...]:
@@ -487,8 +511,10 @@ def test_row_counts_match_actual_packing(shared: str) -> None:
     for batch in packing.pack(fitting, buckets, layout.token_budget, with_trees=False):
         rows = int(np.sum(np.any(batch.last_query >= 0, axis=1)))
         packed[batch.tokens.shape[1]] = packed.get(batch.tokens.shape[1], 0) + rows
-    rows = describe.rows_by_bucket(groups, layout)
-    assert {bucket.length: count for bucket, count in rows.items()} == packed
+    described: dict[int, int] = {}
+    for bucket, _, rows in describe.lay_out(groups, layout):
+        described[bucket.length] = described.get(bucket.length, 0) + len(rows)
+    assert described == packed
     assert len(packed) == 2
 
 

@@ -39,6 +39,7 @@ PACKINGS = {
     "packed wide": PackingConfig((Bucket(160, 96),), 160),
     "many micro-batches": PackingConfig((Bucket(24, 16), Bucket(32, 24)), 64),
     "split groups": PackingConfig((Bucket(24, 8),), 48),
+    "chosen": PackingConfig("auto", 160),
     "groups": PackingConfig((Bucket(48, 32),), 384, shared_prefix="group"),
     "repeated prompts": PackingConfig((Bucket(48, 32),), 192, shared_prefix="none"),
 }

@@ -43,11 +43,12 @@ def _learner(
     loss: LossConfig = ON_POLICY,
     policy=tiny.POLICY,
     compute_dtype: str = "float32",
+    layout: PackingConfig = PACKING,
 ) -> Learner:
     """A learner on one device, or on the eight of a mesh."""
     devices = None if mesh else jax.devices()[:1]
     placed = meshes.make_mesh(dict(mesh) or {"fsdp": 1}, devices)
-    return Learner(policy, optimizer, loss, PACKING, placed, 0.7, compute_dtype)
+    return Learner(policy, optimizer, loss, layout, placed, 0.7, compute_dtype)
 
 
 def _begin(learner: Learner) -> TrainState:
@@ -170,9 +171,14 @@ def test_update_with_zero_gradient_is_not_skipped() -> None:
 # -------------------------------------------------------------------------------- Too many in a row
 
 
-def test_third_skipped_update_in_a_row_raises(tmp_path) -> None:
+@pytest.mark.parametrize(
+    "layout",
+    [PACKING, pytest.param(PackingConfig("auto", 96), marks=pytest.mark.slow)],
+    ids=["listed", "chosen"],
+)
+def test_third_skipped_update_in_a_row_raises(layout: PackingConfig, tmp_path) -> None:
     """A good update resets the count, an empty one does not change it, a checkpoint keeps it."""
-    learner = _learner()
+    learner = _learner(layout=layout)
     bad, state = [*GROUPS, BAD], _begin(learner)
     counts = []
     for groups in (bad, bad, OTHERS, bad, [], bad):

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from spell_jax.attention.masks import visible
 from spell_jax.learner import old_logprobs, packing
-from spell_jax.learner.packing import Bucket, MicroBatch, TrainGroup
+from spell_jax.learner.packing import Bucket, MicroBatch, PackingConfig, TrainGroup
+from spell_jax.learner.shapes import AUTO
 from tests import tiny
 
 
@@ -165,9 +166,10 @@ def test_oversized_answers_are_left_out_and_their_siblings_kept() -> None:
     devices=st.integers(1, 4),
     shared=st.sampled_from(packing.SHARED_PREFIXES),
     vocabulary=st.sampled_from([1, 2, 64]),  # with few words, prompts begin alike
+    listed=st.booleans(),
 )
 def test_every_answer_token_is_packed_exactly_once(
-    seed, count, lengths, budget, multiple, devices, shared, vocabulary
+    seed, count, lengths, budget, multiple, devices, shared, vocabulary, listed
 ) -> None:
     groups = [  # an answer and its prompt have at most 18 tokens
         dataclasses.replace(group, prompt=np.asarray(group.prompt) % vocabulary)
@@ -178,7 +180,11 @@ def test_every_answer_token_is_packed_exactly_once(
     weighed = packing.weigh(groups)
     if shared == "none":
         weighed = packing.separate_answers(weighed)
-    fitting, refused = packing.split_groups(weighed, buckets[-1])
+    if not listed:
+        budget += 16 * devices + 18  # at least 18 tokens after it is rounded down to 16 * devices
+        buckets = AUTO
+    largest = buckets[-1] if listed else PackingConfig(AUTO, budget).largest(devices)
+    fitting, refused = packing.split_groups(weighed, largest)
     batches = packing.pack(fitting, buckets, budget, multiple, devices, shared == "tree")
     assert not refused
     assert _written(batches) == _wanted(groups)

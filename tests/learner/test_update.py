@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import logging
+import re
 from unittest import mock
 
 import jax
@@ -16,6 +18,7 @@ from spell_jax.learner.learner import Learner
 from spell_jax.learner.loss_config import LossConfig
 from spell_jax.learner.optimizer import OptimizerConfig
 from spell_jax.learner.packing import Bucket, PackingConfig, TrainGroup
+from spell_jax.learner.shapes import AUTO, row_count
 from spell_jax.learner.update import TrainState
 from spell_jax.policy import transformer
 from spell_jax.runtime import mesh as meshes
@@ -166,8 +169,9 @@ def test_loss_and_gradient_by_hand() -> None:
         PackingConfig(BUCKETS, 192),
         PackingConfig((Bucket(160, 96),), 160),
         PackingConfig((Bucket(20, 8),), 40),  # most groups are split, many micro-batches
+        PackingConfig(AUTO, 70),
     ],
-    ids=["separate rows", "two buckets", "one wide row", "split groups"],
+    ids=["separate rows", "two buckets", "one wide row", "split groups", "chosen shapes"],
 )
 def test_step_is_invariant_to_packing(packing_config: PackingConfig) -> None:
     found = _step(_learner(packing_config), GROUPS)
@@ -431,7 +435,7 @@ def test_update_is_traced_and_compiled_once_per_bucket(mesh: tuple) -> None:
     learner = Counted(
         shared.policy, SMOOTH, ON_POLICY, PackingConfig(BUCKETS, 192), shared.mesh, TEMPERATURE
     )
-    rows = [packing.row_count(b, 192, meshes.row_shards(shared.mesh)) for b in BUCKETS]
+    rows = [row_count(b, 192, meshes.row_shards(shared.mesh)) for b in BUCKETS]
     wanted = [f"accumulate ({n}, {b.length})" for n, b in zip(rows, BUCKETS, strict=True)]
     state = learner.init(tiny.weights())
     learner.compile(state)
@@ -443,6 +447,44 @@ def test_update_is_traced_and_compiled_once_per_bucket(mesh: tuple) -> None:
     assert learner.traces == [*wanted, "apply"]
     assert learner.fns.accumulate._cache_size() == programs == len(BUCKETS)
     assert learner.fns.apply._cache_size() == 1
+
+
+@pytest.mark.slow
+def test_chosen_shapes_are_compiled_counted_and_logged_when_first_needed(caplog) -> None:
+    layout, mesh = PackingConfig(AUTO, 192), _learner().mesh
+    learner = Counted(tiny.POLICY, SMOOTH, ON_POLICY, layout, mesh, TEMPERATURE)
+    state = learner.init(tiny.weights())
+    caplog.set_level(logging.INFO, "spell_jax.learner.shapes")
+    learner.compile(state)
+    assert not learner.traces and not len(learner.programs) and not caplog.messages
+    for count, new in ((7, True), (2, True), (7, False), (2, False)):
+        before = len(caplog.messages)
+        state, numbers = learner.update(state, tiny.groups(count, seed=count))
+        lines = caplog.messages[before:]
+        assert len(lines) == (numbers["shapes"] if new else 0) and numbers["skipped_update"] == 0
+        pattern = r"packing: first accumulate of \d+ rows of \d+ tokens, \d+ of answers, took \d"
+        assert all(re.match(pattern, line) for line in lines)
+    traced = [line for line in learner.traces if line != "apply"]
+    assert len(traced) == len(learner.programs) == len(caplog.messages)
+    assert caplog.messages[-1].endswith(f"programs so far: {len(traced)}")
+    shapes = [f"accumulate {(rows, length)}" for _, rows, length, _ in learner.programs.seen]
+    assert sorted(traced) == sorted(shapes)
+
+
+def test_chosen_shapes_do_not_depend_on_earlier_steps() -> None:
+    """A resumed run packs a step as an uninterrupted one."""
+
+    def shapes(learner: Learner, count: int) -> list[tuple]:
+        batches, *_ = learner.pack(learner.weigh(tiny.groups(count, seed=count)))
+        return [(batch.tokens.shape, batch.target.shape) for batch in batches]
+
+    mesh = (("fsdp", 2), ("context", 2), ("tensor", 2))
+    learner = _learner(PackingConfig(AUTO, 256), mesh=mesh)
+    uninterrupted = [shapes(learner, count) for count in (3, 30, 9, 1, 30)]
+    resumed = _learner(PackingConfig(AUTO, 256), mesh=mesh)
+    assert [shapes(resumed, count) for count in (9, 1, 30)] == uninterrupted[2:]
+    assert len(set(map(str, uninterrupted))) == 4
+    assert all(rows % 2 == length % 2 == 0 for step in uninterrupted for (rows, length), _ in step)
 
 
 def test_state_matches_the_abstract_state_for_checkpoints() -> None:
