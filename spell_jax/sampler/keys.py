@@ -29,9 +29,10 @@ def fold_keys(key: np.ndarray, numbers: Sequence[tuple[int, ...]]) -> np.ndarray
 
 
 def _threefry(keys: np.ndarray, count: np.ndarray) -> np.ndarray:
-    """Hash the counts (0, count), uint32 [n], by keys [n, 2] with Threefry-2x32 (Salmon et al. 2011).
+    """Hash the counts (0, count), uint32 [n], by keys [n, 2] with Threefry-2x32.
 
-    A word of the key schedule is added after every fourth of the 20 rounds.
+    A word of the key schedule is added after every fourth of the 20 rounds. Source: Salmon et al.
+    2011, Parallel Random Numbers: As Easy as 1, 2, 3.
     """
     first, second = keys.T
     schedule = (first, second, first ^ second ^ np.uint32(0x1BD11BDA))
