@@ -163,8 +163,7 @@ class _Sampling:
             self.scheduler.submit(number, request)
 
     def place(self, batch: Any) -> Any:
-        mesh = self.sampler.mesh
-        return meshes.device_put(batch, batching.shardings(mesh, batch))
+        return batching.place(self.sampler.mesh, batch)
 
     def prefill(self) -> Callable[[], Any]:
         """Function that reads all prompts in one call."""

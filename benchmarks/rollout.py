@@ -32,6 +32,7 @@ from spell_jax.learner import packing
 from spell_jax.learner.learner import Learner
 from spell_jax.policy import weights
 from spell_jax.runtime import mesh as meshes
+from spell_jax.sampler.answers import SlotTokens
 from spell_jax.sampler.engine import Sampler
 from spell_jax.sampler.keys import request_keys
 from spell_jax.sampler.requests import Sample
@@ -231,8 +232,8 @@ class _ForcedSession(Session):
         shards = self._scheduler.shards
         shards[:] = [_ForcedShard(sampler.shape, lengths) for _ in shards]
 
-    def _push(self, sequence: DecodeSequence, sampled: Any, slot: int) -> bool:
-        ended = super()._push(sequence, sampled, slot)
+    def _push(self, sequence: DecodeSequence, tokens: SlotTokens, slot: int) -> bool:
+        ended = super()._push(sequence, tokens, slot)
         return ended or sequence.count == _length(self._lengths, sequence)
 
 

@@ -194,6 +194,7 @@ class Programs:
         params, resident = self.sampler.abstract_params(self.rollout_params), self._state_and_copies
         if params is not self.rollout_params:  # the full-precision kernels stay resident as well
             resident += bytes_per_chip(int8.kernels(self.rollout_params))
+        batch = batching.pack(batch, self.sampler.shards)
         batch = meshes.with_sharding(batch, batching.shardings(self.mesh, batch))
         return Program(name, tokens, resident, function, (params, state, batch), self.mesh)
 

@@ -116,9 +116,10 @@ def device_put(tree: Any, shardings: Any) -> Any:
     jax.device_put would first compare them between hosts, which waits for running device work.
     """
 
+    if all(sharding.is_fully_addressable for sharding in jax.tree.leaves(shardings)):
+        return jax.device_put(tree, shardings)
+
     def put(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
-        if sharding.is_fully_addressable:
-            return jax.device_put(x, sharding)
         return jax.make_array_from_callback(np.shape(x), sharding, np.asarray(x).__getitem__)
 
     return jax.tree.map(put, tree, shardings)

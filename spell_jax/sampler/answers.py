@@ -10,7 +10,33 @@ import numpy as np
 
 from spell_jax.policy.tokenizer_base import Stream
 from spell_jax.sampler.requests import Sample
+from spell_jax.sampler.sampled import Sampled
 from spell_jax.sampler.scheduler import PrefilledPrompt, Tasks
+
+
+class SlotTokens:
+    """Result of a decode call on the host, for reading slot by slot.
+
+    Lists, because to read an item of an array takes several times as long.
+
+    Attributes:
+      ids: token ids of each slot; the first `new` are valid.
+      numbers: logprob, log of the kept mass and cut-off of each token, float32 [N, steps, 3].
+      finite: whether all logprobs of a slot's tokens are finite.
+      new: number of tokens of each slot.
+      stopped: whether the last token of a slot is a stop token.
+      experts: experts of the tokens, [N, steps, L, k]; None if they are not recorded.
+    """
+
+    def __init__(self, sampled: Sampled):
+        tokens = sampled.tokens
+        unused = np.arange(tokens.id.shape[1]) >= sampled.new[:, None]
+        self.ids: list[list[int]] = tokens.id.tolist()
+        self.numbers = np.stack([tokens.logprob, tokens.kept, tokens.cutoff], axis=-1)
+        self.finite: list[bool] = np.all(unused | np.isfinite(tokens.logprob), axis=1).tolist()
+        self.new: list[int] = sampled.new.tolist()
+        self.stopped: list[bool] = sampled.stopped.tolist()
+        self.experts = sampled.experts
 
 
 @dataclasses.dataclass
@@ -28,6 +54,22 @@ class Answer:
     stream: Stream | None = None
     stop_string: str = ""  # stop string that was found, or ""
     stopped: bool = False  # whether the answer ended by a stop token or stop string
+
+    def extend(self, tokens: SlotTokens, slot: int, strings: Sequence[str]) -> None:
+        """Append a slot's tokens, up to the first that completes a stop string."""
+        before, ids = len(self.tokens), tokens.ids[slot][: tokens.new[slot]]
+        if self.stream is None:
+            self.tokens += ids
+        else:
+            for token in ids:
+                self.push(token, strings)
+                if self.stop_string:
+                    break
+        kept = len(self.tokens) - before
+        # Copies, which do not keep the other slots' arrays.
+        self.numbers.append(tokens.numbers[slot, :kept].copy())
+        if tokens.experts is not None:
+            self.experts.append(np.array(tokens.experts[slot, :kept]))
 
     def push(self, token: int, strings: Sequence[str]) -> None:
         """Appends one token; sets `stopped` if it completed a stop string."""

@@ -1,20 +1,26 @@
 """Conversion of the scheduler's plan to the input arrays of programs.py.
 
-The arrays hold the rows of all shards of the mesh's row axes, one shard after the other.
+1. The arrays hold the rows of all shards of the mesh's row axes, one shard after the other.
+2. A call's arrays are joined into one array for the way to the device, and the program cuts it up
+   again. To place 23 arrays takes 0.9 ms of the host's time, and to place 2 takes 0.07 (one CPU).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
+from collections.abc import Callable
 from typing import Any
 
+import flax.struct
 import jax
 import numpy as np
 
 from spell_jax.runtime import mesh as meshes
 from spell_jax.sampler import programs, sampling
 from spell_jax.sampler.config import SamplerConfig
-from spell_jax.sampler.scheduler import DecodeSequence, Scheduler, Shard, Tasks
+from spell_jax.sampler.scheduler import DecodeSequence, PrefilledPrompt, Scheduler, Tasks
 
 Limits = list[dict[DecodeSequence, int]]  # for each shard the result of Shard.allocate_pages
 
@@ -30,16 +36,20 @@ def prompt_pages(scheduler: Scheduler, tasks: Tasks, max_prompt: int) -> program
         table=np.zeros((*rows, shape.pages_of(max_prompt)), np.int32),
         prefilled=np.full(rows, len(tasks) * shape.prompts, np.int32),
     )
-    for shard, some in enumerate(tasks):
-        for row, (prefilled, number) in enumerate(some):
-            at, start, prompt = (shard, row), number * shape.page_size, prefilled.request.prompt
-            tokens = prompt[start : start + shape.page_size]
-            batch.tokens[at][: len(tokens)] = tokens
-            batch.start[at], batch.length[at] = start, len(tokens)
-            batch.page[at] = prefilled.pages[number]
-            batch.table[at][: len(prefilled.pages)] = prefilled.pages
-            if start + shape.page_size >= len(prompt):
-                batch.prefilled[at] = shard * shape.prompts + prefilled.index
+    for shard, shard_tasks in enumerate(tasks):
+        rows, first = slice(len(shard_tasks)), shard * shape.prompts
+        starts = np.array([number * shape.page_size for _, number in shard_tasks], np.int32)
+        lengths = np.array([len(prefilled.tokens) for prefilled, _ in shard_tasks], np.int32)
+        batch.start[shard, rows] = starts
+        batch.length[shard, rows] = np.minimum(lengths - starts, shape.page_size)
+        for row, (prefilled, number) in enumerate(shard_tasks):
+            pages, start = prefilled.pages, number * shape.page_size
+            tokens = prefilled.tokens[start : start + shape.page_size]
+            batch.tokens[shard, row, : len(tokens)] = tokens
+            batch.page[shard, row] = pages[number]
+            batch.table[shard, row, : len(pages)] = pages
+            if number + 1 == len(pages):
+                batch.prefilled[shard, row] = first + prefilled.index
     return _flat(batch)
 
 
@@ -81,16 +91,64 @@ def slots(
         tokens = np.zeros((*many[:2], config.max_prompt), np.int32)
         arrays = dataclasses.replace(arrays, prompt_tokens=tokens)
     for number, shard in enumerate(scheduler.shards):
-        for sequence, limit in limits[number].items():
-            _fill_slot(arrays, (number, sequence.slot), sequence, limit, number * shape.prompts)
-        _fill_rows(arrays, number, shard, lane)
+        _fill_slots(arrays, number, limits[number], number * shape.prompts)
+        _fill_rows(arrays, number, shard.lanes[lane].groups())
     return _flat(arrays)
 
 
-def shardings(mesh: Any, batch: Any) -> Any:
-    """Shardings of a call's arrays: rows over the row axes, scalars replicated."""
+@flax.struct.dataclass
+class Packed:
+    """Arrays of a call, joined for the way to the device."""
+
+    rows: Any  # all arrays as int32, one after the other, int32 [shards, K]
+    scalars: tuple[Any, ...]  # the arrays without rows
+    tree: Any = flax.struct.field(pytree_node=False)
+    # Shape in one shard and dtype of each array, in the order of the tree.
+    layout: tuple[tuple[tuple[int, ...], str], ...] = flax.struct.field(pytree_node=False)
+
+
+def pack(batch: Any, shards: int) -> Packed:
+    """Join the arrays of prompt_pages or slots."""
+    leaves, tree = jax.tree.flatten(batch)
+    layout = tuple((x.shape and (len(x) // shards, *x.shape[1:]), x.dtype.name) for x in leaves)
+    rows = [x.view(np.int32).reshape(shards, -1) for x in leaves if x.ndim]
+    scalars = tuple(x for x in leaves if not x.ndim)
+    return Packed(np.concatenate(rows, axis=1), scalars, tree, layout)
+
+
+def place(mesh: jax.sharding.Mesh, batch: Any) -> Packed:
+    """Join the arrays of a call and put them onto the devices of a mesh."""
+    packed = pack(batch, meshes.row_shards(mesh))
+    return meshes.device_put(packed, shardings(mesh, packed))
+
+
+def shardings(mesh: Any, packed: Packed) -> Packed:
+    """Return the shardings of a call's arrays: rows over the row axes, scalars replicated."""
     by_rows, everywhere = meshes.by_rows(mesh), meshes.replicated(mesh)
-    return jax.tree.map(lambda x: by_rows if x.ndim else everywhere, batch)
+    return dataclasses.replace(packed, rows=by_rows, scalars=(everywhere,) * len(packed.scalars))
+
+
+def unpacking(program: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a program of programs.py take its batch Packed."""
+
+    @functools.wraps(program)
+    def call(config, params, state, packed: Packed, **options):
+        return program(config, params, state, _unpack(packed), **options)
+
+    return call
+
+
+def _unpack(packed: Packed) -> Any:
+    leaves, begin, scalars = [], 0, iter(packed.scalars)
+    for shape, dtype in packed.layout:
+        if not shape:
+            leaves.append(next(scalars))
+            continue
+        end = begin + math.prod(shape)
+        part = packed.rows[:, begin:end].reshape(-1, *shape[1:])
+        leaves.append(jax.lax.bitcast_convert_type(part, dtype))
+        begin = end
+    return jax.tree.unflatten(packed.tree, leaves)
 
 
 def _flat(batch: Any) -> Any:
@@ -98,27 +156,44 @@ def _flat(batch: Any) -> Any:
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]) if x.ndim else x, batch)
 
 
-def _fill_slot(
-    arrays: programs.Slots, at: tuple[int, int], sequence: DecodeSequence, limit: int, first: int
+def _fill_slots(
+    arrays: programs.Slots, number: int, limits: dict[DecodeSequence, int], first: int
 ) -> None:
-    """Fills in one slot; `first` is the index of the shard's first prompt in prompt_hidden."""
-    prefilled, options = sequence.prefilled, sequence.prefilled.request.options
-    if sequence.fresh:
-        arrays.prefilled[at] = first + prefilled.index
-    arrays.prompt_length[at] = len(prefilled.request.prompt)
-    arrays.count[at], arrays.limit[at] = sequence.count, limit
-    arrays.key[at], arrays.sample_index[at] = prefilled.request.key, sequence.number
-    arrays.suffix_table[at][: len(sequence.pages)] = sequence.pages
+    """Fill in the slots of a shard; `first` is the index of its first prompt in prompt_hidden."""
+    if not limits:
+        return
+    at = number, [sequence.slot for sequence in limits]
+    prompts = [sequence.prefilled for sequence in limits]
+    requests = [prefilled.request for prefilled in prompts]
+    arrays.prefilled[at] = [
+        -1 if sequence.count else first + sequence.prefilled.index for sequence in limits
+    ]
+    arrays.prompt_length[at] = [len(prefilled.tokens) for prefilled in prompts]
+    arrays.count[at] = [sequence.count for sequence in limits]
+    arrays.limit[at] = [*limits.values()]
+    arrays.key[at] = [request.key for request in requests]
+    arrays.sample_index[at] = [sequence.number for sequence in limits]
+    for sequence in limits:
+        arrays.suffix_table[number, sequence.slot, : len(sequence.pages)] = sequence.pages
     for name, values in vars(arrays.sampling).items():
         if values is not None:
-            values[at] = getattr(options, name)
+            values[at] = [getattr(request.options, name) for request in requests]
 
 
-def _fill_rows(arrays: programs.Slots, number: int, shard: Shard, lane: int) -> None:
-    for row, (prefilled, some) in enumerate(shard.lanes[lane].groups()):
-        arrays.row[number, some], arrays.cell[number, some] = row, range(len(some))
-        arrays.slot[number, row, : len(some)] = some
-        arrays.prompt_visible[number, row, : len(some)] = len(prefilled.request.prompt)
+def _fill_rows(
+    arrays: programs.Slots, number: int, groups: list[tuple[PrefilledPrompt, list[int]]]
+) -> None:
+    """Arrange the slots of a shard in rows."""
+    slots = [slot for _, row_slots in groups for slot in row_slots]
+    if not slots:
+        return
+    sizes = [len(row_slots) for _, row_slots in groups]
+    rows = np.repeat(np.arange(len(groups)), sizes)
+    cells = [cell for size in sizes for cell in range(size)]
+    arrays.row[number, slots], arrays.cell[number, slots] = rows, cells
+    arrays.slot[number, rows, cells] = slots
+    arrays.prompt_visible[number, rows, cells] = arrays.prompt_length[number, slots]
+    for row, (prefilled, _) in enumerate(groups):
         arrays.prompt_table[number, row, : len(prefilled.pages)] = prefilled.pages
         if arrays.prompt_tokens is not None:
             arrays.prompt_tokens[number, row, -len(prefilled.tokens) :] = prefilled.tokens

@@ -20,7 +20,7 @@ from spell_jax.policy import int8, transformer
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.tokenizer_base import Stream
 from spell_jax.runtime import mesh as meshes
-from spell_jax.sampler import kv_cache, programs
+from spell_jax.sampler import batching, kv_cache, programs
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.sampler.requests import Sample
 from spell_jax.sampler.session import Session
@@ -70,14 +70,17 @@ class Sampler:
         kernel = config.attention
         self.prefill: jax.stages.Wrapped = jax.jit(
             functools.partial(
-                programs.prefill, policy, kernel=kernel, record_experts=record_experts
+                batching.unpacking(programs.prefill),
+                policy,
+                kernel=kernel,
+                record_experts=record_experts,
             ),
             donate_argnums=1,
             out_shardings=(shardings, replicated),
         )
         self.decode: jax.stages.Wrapped = jax.jit(
             functools.partial(
-                programs.decode,
+                batching.unpacking(programs.decode),
                 policy,
                 page_size=config.page_size,
                 steps=config.decode_tokens,

@@ -16,6 +16,7 @@ import dataclasses
 import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -72,11 +73,10 @@ class DecodeSequence:
     slot: int = -1  # slot in its lane, -1 while it is queued
     pages: list[int] = dataclasses.field(default_factory=list)  # pages of its own tokens, in order
     count: int = 0  # number of tokens sampled so far
-    fresh: bool = True  # whether no decode call has run for it yet
+    max_tokens: int = dataclasses.field(init=False)
 
-    @property
-    def max_tokens(self) -> int:
-        return self.prefilled.request.options.max_tokens
+    def __post_init__(self):
+        self.max_tokens = self.prefilled.request.options.max_tokens
 
 
 class Lane:
@@ -86,7 +86,9 @@ class Lane:
         self.cells, self.rows = cells, rows
         self.slots: list[DecodeSequence | None] = [None] * slots
         self.queued: deque[DecodeSequence] = deque()
+        self.running: dict[DecodeSequence, None] = {}  # in the order of admission
         self._slot_counts: Counter[PrefilledPrompt] = Counter()
+        self._row_count = 0  # decode rows in use
 
     @property
     def free(self) -> int:
@@ -120,19 +122,19 @@ class Lane:
                 return
             prefilled = self.queued[0].prefilled
             opens_row = self._slot_counts[prefilled] % self.cells == 0
-            if opens_row and self._row_count() == self.rows:
+            if opens_row and self._row_count == self.rows:
                 return
             sequence = self.slots[slot] = self.queued.popleft()
             sequence.slot = slot
+            self.running[sequence] = None
             self._slot_counts[prefilled] += 1
+            self._row_count += opens_row
 
     def free_slot(self, sequence: DecodeSequence) -> None:
         self.slots[sequence.slot] = None
-        self._slot_counts[sequence.prefilled] -= 1
-        self._slot_counts += Counter()  # drops zeros
-
-    def _row_count(self) -> int:
-        return sum(-(-count // self.cells) for count in self._slot_counts.values())
+        del self.running[sequence]
+        _decrement(self._slot_counts, sequence.prefilled)
+        self._row_count -= self._slot_counts[sequence.prefilled] % self.cells == 0
 
 
 Tasks = list[list[tuple[PrefilledPrompt, int]]]  # for each shard its (prompt, page index) pairs
@@ -156,10 +158,15 @@ class Shard:
         known = len(self._shared(blocks, request))
         return self.shape.pages_of(len(request.prompt)) - known + len(self.unfinished)
 
-    def admit(self, ticket: int, request: SampleRequest, blocks: Sequence[bytes]) -> bool:
-        """Admits a request if there is room; returns whether it was admitted."""
-        shape, prompt = self.shape, request.prompt
-        shared, total = self._shared(blocks, request), shape.pages_of(len(prompt))
+    def admit(
+        self, ticket: int, request: SampleRequest, tokens: np.ndarray, blocks: Sequence[bytes]
+    ) -> bool:
+        """Admit a request if there is room; return whether it was admitted.
+
+        `tokens` are its prompt, `blocks` the prompt's whole pages.
+        """
+        shape = self.shape
+        shared, total = self._shared(blocks, request), shape.pages_of(len(tokens))
         longest = shape.pages_of(request.options.max_tokens)
         wanted = total - len(shared) + self.pool.idle(shared)
         if not self._indices or wanted > self._spare(longest):
@@ -172,7 +179,6 @@ class Shard:
             parent = pages[number - 1] if number else None
             self.pool.name(pages[number], parent, blocks[number])
         index = self._indices.pop()
-        tokens = np.asarray(prompt, np.int32)
         prefilled = PrefilledPrompt(ticket, request, tokens, index, pages, unread, request.group)
         self.tasks.extend((prefilled, number) for number in range(len(shared), total))
         sequences = [DecodeSequence(prefilled, number) for number in range(request.group)]
@@ -203,15 +209,13 @@ class Shard:
 
         Returns the token count at which each must stop; at its current count, it pauses.
         """
-        limits = {}
-        running = set(filter(None, lane.slots))
-        for position, sequence in enumerate(self.unfinished):
-            if sequence not in running:
-                continue
-            wanted = self.shape.pages_of(min(sequence.count + steps, sequence.max_tokens))
-            while len(sequence.pages) < wanted and (position == 0 or self._spare() > 0):
-                sequence.pages.append(self.pool.take())
-            limits[sequence] = min(len(sequence.pages) * self.shape.page_size, sequence.max_tokens)
+        limits, size, first = {}, self.shape.page_size, next(iter(self.unfinished), None)
+        for sequence in lane.running:
+            wanted = min(sequence.count + steps, sequence.max_tokens)
+            pages = sequence.pages
+            while len(pages) * size < wanted and (sequence is first or self._spare() > 0):
+                pages.append(self.pool.take())
+            limits[sequence] = min(len(pages) * size, sequence.max_tokens)
         return limits
 
     def finish(self, lane: Lane, sequence: DecodeSequence) -> bool:
@@ -219,8 +223,7 @@ class Shard:
         lane.free_slot(sequence)
         self.pool.release(sequence.pages)
         del self.unfinished[sequence]
-        self._needs[self.shape.pages_of(sequence.max_tokens)] -= 1
-        self._needs += Counter()  # drops zeros
+        _decrement(self._needs, self.shape.pages_of(sequence.max_tokens))
         prefilled = sequence.prefilled
         prefilled.unfinished -= 1
         if prefilled.unfinished:
@@ -244,13 +247,22 @@ class Shard:
         return self.pool.available - max(longest, *self._needs, 0) + held
 
 
+def _decrement(counts: Counter, key: Any) -> None:
+    """Decrement a count, and drop it at zero."""
+    counts[key] -= 1
+    if not counts[key]:
+        del counts[key]
+
+
 class Scheduler:
     """Queue of requests, and the shards that they are admitted to."""
 
     def __init__(self, shape: Shape, shards: int):
         self.shape = shape
         self.shards = [Shard(shape) for _ in range(shards)]
-        self.queue: deque[tuple[int, SampleRequest, list[bytes]]] = deque()
+        # Tickets, requests, and the tokens of their prompts, whole and in blocks of a page.
+        self.queue: deque[tuple[int, SampleRequest, np.ndarray, list[bytes]]] = deque()
+        self._queued = [0] * len(shape.lanes)  # requests in the queue for each lane
 
     def submit(self, ticket: int, request: SampleRequest) -> None:
         """Queues a request; ValueError if it does not fit into the pool even alone."""
@@ -263,7 +275,8 @@ class Scheduler:
         tokens, size = np.asarray(request.prompt, np.int32), self.shape.page_size
         whole = len(tokens) // size * size
         blocks = [tokens[i : i + size].tobytes() for i in range(0, whole, size)]
-        self.queue.append((ticket, request, blocks))
+        self.queue.append((ticket, request, tokens, blocks))
+        self._queued[self.shape.lane_of(request.group)] += 1
 
     @property
     def unfinished(self) -> bool:
@@ -284,12 +297,13 @@ class Scheduler:
         """Admits the first queued request to the cheapest willing shard; returns whether it did."""
         if not self.queue:
             return False
-        ticket, request, blocks = self.queue[0]
+        ticket, request, tokens, blocks = self.queue[0]
         lane = self.shape.lane_of(request.group)
         wanting = [shard for shard in self.shards if wants(shard, lane)]
         for shard in sorted(wanting, key=lambda shard: shard.cost(blocks, request)):
-            if shard.admit(ticket, request, blocks):
+            if shard.admit(ticket, request, tokens, blocks):
                 self.queue.popleft()
+                self._queued[lane] -= 1
                 return True
         return False
 
@@ -304,7 +318,7 @@ class Scheduler:
             self.fill_slots()
         self.fill_slots()
         for lane in range(len(self.shape.lanes)):
-            if any(any(shard.lanes[lane].slots) for shard in self.shards):
+            if any(shard.lanes[lane].running for shard in self.shards):
                 decode(lane)
 
     def fill_slots(self) -> None:
@@ -314,5 +328,4 @@ class Scheduler:
 
     def has_queued(self, lane: int) -> bool:
         """Whether a request or sequence is queued for a slot of this lane."""
-        queued = any(self.shape.lane_of(r.group) == lane for _, r, _ in self.queue)
-        return queued or any(shard.lanes[lane].queued for shard in self.shards)
+        return self._queued[lane] > 0 or any(shard.lanes[lane].queued for shard in self.shards)

@@ -22,7 +22,7 @@ from spell_jax.policy import transformer
 from spell_jax.policy.tokenizer_base import Stream
 from spell_jax.runtime import mesh as meshes
 from spell_jax.sampler import batching
-from spell_jax.sampler.answers import Answer, PromptExperts
+from spell_jax.sampler.answers import Answer, PromptExperts, SlotTokens
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.sampler.counts import Counts
 from spell_jax.sampler.keys import request_keys
@@ -147,7 +147,11 @@ class Session:
         finished = [pair for call in self._running for pair in self._collect(call)]
         self._running = []
         self._scheduler.dispatch(self._prefill, self._decode)
-        return finished
+        # After the dispatch, so that the device does not wait for it.
+        return [
+            (ticket, [answer.sample(experts) for answer in self._answers.pop(ticket)])
+            for ticket, experts in finished
+        ]
 
     # --------------------------------------------------------------------------- Dispatch to device
 
@@ -155,11 +159,11 @@ class Session:
         batch = batching.prompt_pages(self._scheduler, tasks, self._sampler.config.max_prompt)
         self.counts.prefill_calls += 1
         self.counts.prefill_pages += sum(map(len, tasks))
-        for prefilled, number in (task for some in tasks for task in some):
-            start, prompt = number * self._scheduler.shape.page_size, prefilled.request.prompt
-            tokens = min(len(prompt) - start, self._scheduler.shape.page_size)
-            self.counts.prefilled_tokens += tokens
-            self._processed[prefilled.request.agent] += tokens
+        self.counts.prefilled_tokens += int(batch.length.sum())
+        lengths = batch.length.reshape(len(tasks), -1).tolist()
+        for shard, shard_tasks in enumerate(tasks):
+            for row, (prefilled, _) in enumerate(shard_tasks):
+                self._processed[prefilled.request.agent] += lengths[shard][row]
         self._state, experts = self._call(meshes.RULES, self._sampler.prefill, batch)
         if experts is not None:
             self._prompt_experts.add(experts, tasks)
@@ -175,64 +179,47 @@ class Session:
         self._state, sampled = self._call(
             meshes.DECODE_RULES, self._sampler.decode, slots, lane=lane
         )
-        rows = np.sum(np.any(slots.prompt_visible, axis=-1))
-        cells = int(rows) * slots.prompt_visible.shape[-1]
-        empty = cells - int(np.count_nonzero(slots.prompt_visible))
+        cells = np.count_nonzero(slots.prompt_visible[:, 0]) * slots.prompt_visible.shape[1]
+        empty = cells - sum(map(len, limits))
         self._running.append(_Call(lane, limits, has_queued, cells, empty, sampled))
-        for sequence in (sequence for one in limits for sequence in one):
-            sequence.fresh = False
 
     def _call(self, rules: meshes.Rules, function: Callable[..., Any], batch: Any, **static) -> Any:
         mesh = self._sampler.mesh
-        placed = meshes.device_put(batch, batching.shardings(mesh, batch))
+        placed = batching.place(mesh, batch)
         with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
             return function(self._params, self._state, placed, **static)
 
     # -------------------------------------------------------------------------- Collect from device
 
-    def _collect(self, call: _Call) -> Iterator[tuple[int, list[Sample]]]:
-        """Collects a call's result; yields (ticket, answers) of the requests that it finished."""
+    def _collect(self, call: _Call) -> list[tuple[int, np.ndarray | None]]:
+        """Collect a call's result; return (ticket, prompt's experts) of the finished requests."""
         clock = time.monotonic()
         sampled, scheduler = jax.device_get(call.sampled), self._scheduler
         wait_seconds = time.monotonic() - clock
-        finished = []
+        finished, tokens = [], SlotTokens(sampled)
         for number, limits in enumerate(call.limits):
             shard = scheduler.shards[number]
             for sequence in limits:
                 slot = number * scheduler.shape.slots + sequence.slot
-                self._processed[sequence.prefilled.request.agent] += int(sampled.new[slot])
-                is_complete = self._push(sequence, sampled, slot)
+                self._processed[sequence.prefilled.request.agent] += tokens.new[slot]
+                is_complete = self._push(sequence, tokens, slot)
                 if is_complete and shard.finish(shard.lanes[call.lane], sequence):
-                    finished.append((number, sequence.prefilled))
+                    experts = self._prompt_experts.take(number, sequence.prefilled)
+                    finished.append((sequence.prefilled.ticket, experts))
         self.counts.add_decode(sampled, call.cells, call.empty, call.has_queued)
         self.counts.add_wait(wait_seconds, self._processed)
         self._processed.clear()
-        for number, prefilled in finished:
-            experts = self._prompt_experts.take(number, prefilled)
-            answers = self._answers.pop(prefilled.ticket)
-            yield prefilled.ticket, [answer.sample(experts) for answer in answers]
+        return finished
 
-    def _push(self, sequence: DecodeSequence, sampled: Sampled, slot: int) -> bool:
-        """Appends a slot's sampled tokens to its answer; returns whether the answer is complete."""
+    def _push(self, sequence: DecodeSequence, tokens: SlotTokens, slot: int) -> bool:
+        """Append a slot's sampled tokens to its answer; return whether the answer is complete."""
         ticket, options = sequence.prefilled.ticket, sequence.prefilled.request.options
-        answer = self._answers[ticket][sequence.number]
-        new = int(sampled.new[slot])
-        tokens = jax.tree.map(lambda x: x[slot, :new], sampled.tokens)
-        if not np.isfinite(tokens.logprob).all():
+        if not tokens.finite[slot]:
             raise FloatingPointError(f"request {ticket}: the policy's logits are not finite")
-        before = len(answer.tokens)
-        for token in tokens.id.tolist():
-            answer.push(token, options.stop_strings)
-            if answer.stop_string:
-                break
-        numbers = np.stack([tokens.logprob, tokens.kept, tokens.cutoff], axis=1)
-        kept = len(answer.tokens) - before
-        answer.numbers.append(numbers[:kept])
-        if sampled.experts is not None:
-            # A copy, which does not keep the other slots' experts.
-            answer.experts.append(np.array(sampled.experts[slot, :kept]))
+        answer = self._answers[ticket][sequence.number]
+        answer.extend(tokens, slot, options.stop_strings)
         if answer.stop_string:
             return True
-        sequence.count += new
-        answer.stopped = bool(sampled.stopped[slot])
+        sequence.count += tokens.new[slot]
+        answer.stopped = tokens.stopped[slot]
         return answer.stopped or sequence.count == options.max_tokens

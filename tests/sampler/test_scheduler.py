@@ -541,7 +541,8 @@ class _Decoder:
                 assert shard.pool.available + len(first.pages) >= longest
             for lane in shard.lanes:
                 rows = lane.groups()
-                assert len(rows) <= lane.rows
+                assert len(rows) == lane._row_count <= lane.rows
+                assert set(lane.running) == set(filter(None, lane.slots))
                 assert all(len(slots) <= lane.cells for _, slots in rows)
                 slots = sorted(slot for _, some in rows for slot in some)
                 assert slots == [i for i, sequence in enumerate(lane.slots) if sequence]
@@ -576,6 +577,8 @@ def _simulate(shape: Shape, shards: int, seed: int, steps: int, count: int = 40)
         assert not shard._needs and not shard.unfinished and not shard.tasks
         assert sorted(shard._indices) == list(range(shape.prompts))
         assert not any(any(lane.slots) or lane.queued or lane._slot_counts for lane in shard.lanes)
+        assert not any(lane.running or lane._row_count for lane in shard.lanes)
+    assert not any(map(scheduler.has_queued, range(len(shape.lanes))))
     assert not scheduler.unfinished and scheduler.plan_prefill() is None
     return decoder
 
