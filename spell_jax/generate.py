@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from absl import flags
 
-from spell_jax.policy.choices import COMPUTE_DTYPES, THINKING
+from spell_jax.policy.choices import DTYPES, THINKING
 from spell_jax.runtime import entry
 from spell_jax.selfplay.evidence import EVIDENCE_BY, REASONING_BY
 from spell_jax.selfplay.rules import EXTRACTS
@@ -59,7 +59,7 @@ if __name__ == "__main__":
     flags.DEFINE_string("prompt_set", None, "compact, full or a folder of templates.")
     flags.DEFINE_enum("extract", None, EXTRACTS, "How answers are read; without a run: lenient.")
     flags.DEFINE_integer("seed", 0, "Seed of sampling.")
-    flags.DEFINE_enum("dtype", "float32", list(COMPUTE_DTYPES), "Dtype of the policy's weights.")
+    flags.DEFINE_enum("dtype", "float32", list(DTYPES), "Dtype of the policy's weights.")
     flags.DEFINE_enum("thinking", "", list(THINKING), "For chat templates that know it.")
     flags.DEFINE_enum(
         "mode", "roles", ["roles", "evidence_tree"], "Roles of self-play, or trees of evidence."

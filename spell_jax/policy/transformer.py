@@ -21,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from spell_jax.attention import attend as kernels
 from spell_jax.attention.kernel import KEPT as ATTENTION
-from spell_jax.policy import embedding, mimetic, moe, rope
+from spell_jax.policy import embedding, mimetic, moe, products, rope
 from spell_jax.policy.config import LoraConfig, PolicyConfig
 from spell_jax.runtime import collectives
 
@@ -94,33 +94,6 @@ class RMSNorm(nn.Module):
         return (x32 * _float32(scale)).astype(x.dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _product(x: jax.Array, kernel: jax.Array, into: int) -> jax.Array:
-    """Multiply x [..., *into] by a kernel [*into, *out] -> [..., *out]; `into` is a number of axes.
-
-    The kernel's gradient is a sum over tokens, which are sharded over devices. It stays float32
-    until it has also been summed over the devices.
-    """
-    return jnp.tensordot(x, kernel, axes=into)
-
-
-def _product_forward(x: jax.Array, kernel: jax.Array, into: int):
-    # Inlined: a remat policy that saves products does not look into the custom_vjp _product.
-    return jnp.tensordot(x, kernel, axes=into), (x, kernel)
-
-
-def _product_backward(into: int, kept: tuple[jax.Array, jax.Array], d_out: jax.Array):
-    x, kernel = kept
-    out = tuple(range(-(kernel.ndim - into), 0))
-    d_x = jnp.tensordot(d_out, kernel, axes=(out, out))
-    tokens = tuple(range(x.ndim - into))
-    d_kernel = jnp.tensordot(x, d_out, axes=(tokens, tokens), preferred_element_type=jnp.float32)
-    return d_x, collectives.rounded(d_kernel, kernel.dtype)
-
-
-_product.defvjp(_product_forward, _product_backward)
-
-
 def _project(
     module: nn.Module,
     name: str,
@@ -140,10 +113,10 @@ def _project(
     projected: jax.Array
     if kernel.dtype == jnp.int8:  # int8.py; rollouts only, without gradient
         scale: Any = module.get_variable("params", f"{name}_scale")
-        small: jax.Array = _product(x, kernel.astype(x.dtype), len(into))
+        small: jax.Array = products.multiply(x, kernel.astype(x.dtype), len(into))
         projected = (small.astype(jnp.float32) * scale).astype(x.dtype)
     else:
-        projected = _product(x, kernel, len(into))
+        projected = products.multiply(x, kernel, len(into))
     if lora is None or not lora.adapts(name):
         return projected
 
@@ -155,8 +128,8 @@ def _project(
     )
     zeros = _constant(nn.initializers.zeros, "rank", *out)
     b = module.param(f"{name}_lora_b", zeros, (lora.rank, *out.values()))
-    low: jax.Array = _product(x, a, len(into))
-    adapted: jax.Array = _product(low, b, 1)
+    low: jax.Array = products.multiply(x, a, len(into))
+    adapted: jax.Array = products.multiply(low, b, 1)
     return projected + adapted * lora.scale
 
 

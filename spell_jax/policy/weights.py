@@ -36,7 +36,7 @@ CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 # Name -> (numpy dtype, unsigned integer type of the same size, mask of the exponent bits, which are
 # all set in infinities and NaN).
-DTYPES = {  # names as in choices.COMPUTE_DTYPES
+DTYPES = {  # names as in choices.DTYPES
     "float32": (np.dtype(np.float32), np.uint32, 0x7F80_0000),
     "bfloat16": (np.dtype(ml_dtypes.bfloat16), np.uint16, 0x7F80),
 }

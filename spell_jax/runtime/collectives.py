@@ -31,6 +31,12 @@ def current_mesh() -> AbstractMesh | None:
     return None if mesh.empty or mesh.size == 1 else mesh
 
 
+def platform() -> str:
+    """Return the platform that the traced program is for: the current mesh's, or this process's."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return device.platform if device else jax.default_backend()
+
+
 def splitting(mesh: AbstractMesh, names: Axes, size: int) -> Axes:
     """Those of the mesh axes that split a dimension; one that they do not divide is replicated."""
     if size % math.prod(mesh.shape[name] for name in names):

@@ -9,6 +9,7 @@ from spell_jax import config as configs
 from spell_jax.policy import lora, weights
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.model import find_folder, read_model
+from spell_jax.policy.products import resolve_dtype
 from spell_jax.policy.tokenizer_base import Tokenizer
 from spell_jax.runtime import entry, paths
 from spell_jax.runtime import mesh as meshes
@@ -47,7 +48,8 @@ def export(
     step, params = read_weights(epath.Path(workdir), policy, mesh, step)
     if policy.lora and not adapters:
         folder = find_folder(config.policy.folder)
-        params = lora.join(params, weights.load(folder, mesh, config.policy.compute_dtype)[1])
+        base_dtype = resolve_dtype(config.policy.compute_dtype, mesh.devices.flat[0].platform)
+        params = lora.join(params, weights.load(folder, mesh, base_dtype)[1])
     entry.setup_done()
     if adapters:
         base = config.policy.folder

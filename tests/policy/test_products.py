@@ -1,0 +1,129 @@
+"""Tests of the policy's matrix products: values, gradients, types by platform, and `auto`."""
+
+from __future__ import annotations
+
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+
+from spell_jax.policy import products
+from spell_jax.policy.choices import COMPUTE_DTYPES, DTYPES
+from tests import programs
+
+# Shapes of x and kernel, and the number of axes that they share.
+SHAPES = [((2, 5, 6), (6, 4), 1), ((2, 5, 6), (6, 2, 3), 1), ((2, 5, 2, 3), (2, 3, 4), 2)]
+by_shape = pytest.mark.parametrize(("x_shape", "kernel_shape", "into"), SHAPES, ids=str)
+
+
+def _factors(x_shape, kernel_shape, dtype: str = "float32"):
+    first, second = jax.random.split(jax.random.key(0))
+    return (
+        jax.random.normal(first, x_shape, dtype),
+        jax.random.normal(second, kernel_shape, dtype),
+    )
+
+
+def _gradients(product, factors):
+    out, pull = jax.vjp(product, *factors)
+    return out, *pull(jnp.cos(jnp.arange(out.size, dtype=out.dtype)).reshape(out.shape))
+
+
+def _on_tpu() -> AbstractMesh:
+    device = AbstractDevice(device_kind="TPU v5e", num_cores=1, platform="tpu")
+    return AbstractMesh((1,), ("data",), axis_types=(AxisType.Auto,), abstract_device=device)
+
+
+@by_shape
+def test_products_and_gradients_equal_those_of_jax(x_shape, kernel_shape, into: int) -> None:
+    factors = _factors(x_shape, kernel_shape)
+    made = jax.jit(lambda *both: _gradients(lambda x, k: products.multiply(x, k, into), both))
+    right = _gradients(lambda x, kernel: jnp.tensordot(x, kernel, axes=into), factors)
+    for value, expected in zip(made(*factors), right, strict=True):
+        np.testing.assert_allclose(value, expected, rtol=1e-5, atol=1e-6)
+
+
+@by_shape
+def test_bfloat16_is_rounded_once(x_shape, kernel_shape, into: int) -> None:
+    low = _factors(x_shape, kernel_shape, "bfloat16")
+    high = [factor.astype(jnp.float32) for factor in low]
+    made = _gradients(lambda x, kernel: products.multiply(x, kernel, into), low)
+    right = _gradients(lambda x, kernel: jnp.tensordot(x, kernel, axes=into), high)
+    assert {value.dtype for value in made} == {jnp.dtype(jnp.bfloat16)}
+    np.testing.assert_allclose(np.asarray(made[0], np.float32), right[0], rtol=2**-8)
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_sum_of_outer_products(tokens: int) -> None:
+    x, y = _factors((3, 4, 5), (3, 4, 6), "bfloat16")
+    made = jax.jit(lambda x, y: products.sum_of_outer_products(x, y, tokens))(x, y)
+    spec = {1: "tab,tcd->abcd", 2: "tab,tac->bc"}[tokens]
+    right = np.einsum(spec, *(np.asarray(value, np.float64) for value in (x, y)))
+    assert made.dtype == jnp.float32
+    np.testing.assert_allclose(made, right, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_types_of_products_by_platform(platform: str) -> None:
+    """On CPUs all products are float32; elsewhere the gradients of kernels alone, unconstrained."""
+    x, kernel = _factors((2, 5, 6), (6, 4), "bfloat16")
+
+    def gradients(*factors):
+        return _gradients(lambda x, kernel: products.multiply(x, kernel, 1), factors)
+
+    def trace():
+        return list(programs.equations(jax.make_jaxpr(gradients)(x, kernel).jaxpr))
+
+    if platform == "cpu":
+        made = trace()
+    else:
+        with jax.sharding.use_abstract_mesh(_on_tpu()):
+            made = trace()
+    dtypes = [v.outvars[0].aval.dtype.name for v in made if v.primitive.name == "dot_general"]
+    constraints = sum("layout" in equation.primitive.name for equation in made)
+    if platform == "cpu":
+        assert (dtypes, constraints) == (["float32"] * 3, 1)
+    else:
+        assert (sorted(dtypes), constraints) == (["bfloat16", "bfloat16", "float32"], 0)
+
+
+@pytest.mark.parametrize(
+    ("compute_dtype", "platform", "gain", "expected"),
+    [
+        ("float32", "tpu", 9.0, "float32"),
+        ("bfloat16", "cpu", 0.5, "bfloat16"),
+        ("auto", "tpu", 0.5, "bfloat16"),
+        ("auto", "gpu", 0.5, "bfloat16"),
+        ("auto", "cpu", 1.4, "float32"),
+        ("auto", "cpu", 1.6, "bfloat16"),
+    ],
+)
+def test_resolved_dtype(
+    compute_dtype: str, platform: str, gain: float, expected: str, monkeypatch
+) -> None:
+    monkeypatch.setattr(products, "_cpu_gain", lambda: gain)
+    assert products.resolve_dtype(compute_dtype, platform) == expected
+    assert compute_dtype in COMPUTE_DTYPES and expected in DTYPES
+
+
+def test_the_gain_of_a_cpu_is_measured_once_and_logged(caplog, monkeypatch) -> None:
+    seconds = {"float32": 0.02, "bfloat16": 0.005}
+    measured = []
+    monkeypatch.setattr(
+        products, "_seconds", lambda dtype: measured.append(dtype) or seconds[dtype]
+    )
+    products._cpu_gain.cache_clear()
+    with caplog.at_level(logging.INFO, "spell_jax.policy.products"):
+        assert products.resolve_dtype("auto", "cpu") == "bfloat16"
+        assert products.resolve_dtype("auto", "cpu") == "bfloat16"
+    products._cpu_gain.cache_clear()  # not this test's numbers for later ones
+    assert measured == ["float32", "bfloat16"]
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line == "compute_dtype = auto: products of bfloat16 are 4.0 times as fast as float32's"
+
+
+def test_seconds_of_a_product_are_positive() -> None:
+    assert 0 < products._seconds("float32") < 5
