@@ -92,7 +92,8 @@ def _in_blocks(inputs: Inputs, block: int) -> _Blocks:
     k_index, last_query = (_split(x, block_k) for x in (padded.k_index, padded.last_query))
     return _Blocks(
         _query_blocks(padded.q, block_q),
-        *(_split(x, block_k).swapaxes(1, 2) for x in (padded.k, padded.v)),
+        _split(padded.k, block_k).swapaxes(1, 2),
+        _split(padded.v, block_k).swapaxes(1, 2),
         jnp.tile(q_index, (1, inputs.q.shape[2])),
         k_index,
         last_query,

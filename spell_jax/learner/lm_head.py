@@ -59,7 +59,7 @@ def score_tokens(
     chex.assert_equal_shape([source, target])
     chex.assert_rank([hidden, source], [3, 2])
     table = params["embedding" if config.tied_embeddings else "unembedding"]
-    most = numbers_at_once or (2**20 if collectives.platform() == "cpu" else 2**26)
+    most = numbers_at_once or (2**20 if collectives.is_for_cpu() else 2**26)
     layout = _lay_out(table.shape, target.shape, temperature or 1.0, most)
     layout = dataclasses.replace(layout, unused_ids=config.unused_ids)
     picked = _pick(hidden, source, layout)

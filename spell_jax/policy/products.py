@@ -30,7 +30,7 @@ _LEAST_GAIN = 1.5
 
 def sum_dtype() -> jnp.dtype | None:
     """Return the type for XLA to give a product before it is rounded; None: the factors' type."""
-    return jnp.dtype(jnp.float32) if collectives.platform() == "cpu" else None
+    return jnp.dtype(jnp.float32) if collectives.is_for_cpu() else None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -69,7 +69,7 @@ def sum_of_outer_products(x: jax.Array, y: jax.Array, tokens: int) -> jax.Array:
 
     `tokens` is the number of leading axes that are summed over.
     """
-    if collectives.platform() != "cpu":
+    if not collectives.is_for_cpu():
         axes = tuple(range(tokens))
         return jnp.tensordot(x, y, axes=(axes, axes), preferred_element_type=jnp.float32)
     count, shape = math.prod(x.shape[:tokens]), (*x.shape[tokens:], *y.shape[tokens:])

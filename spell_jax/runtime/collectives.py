@@ -31,10 +31,13 @@ def current_mesh() -> AbstractMesh | None:
     return None if mesh.empty or mesh.size == 1 else mesh
 
 
-def platform() -> str:
-    """Return the platform that the traced program is for: the current mesh's, or this process's."""
+def is_for_cpu() -> bool:
+    """Return whether the traced program is for CPUs: the current mesh's devices, or the process's.
+
+    (jax 0.8 does not tell an abstract device's platform, but the kind of all CPUs is "cpu".)
+    """
     device = jax.sharding.get_abstract_mesh().abstract_device
-    return device.platform if device else jax.default_backend()
+    return (device.device_kind if device else jax.default_backend()) == "cpu"
 
 
 def splitting(mesh: AbstractMesh, names: Axes, size: int) -> Axes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 
 import jax
@@ -33,7 +34,10 @@ def _gradients(product, factors):
 
 
 def _on_tpu() -> AbstractMesh:
-    device = AbstractDevice(device_kind="TPU v5e", num_cores=1, platform="tpu")
+    # jax 0.8 has no field `platform`, jax 0.10 needs one.
+    fields = {field.name for field in dataclasses.fields(AbstractDevice)}
+    values = {"device_kind": "TPU v5e", "num_cores": 1, "platform": "tpu"}
+    device = AbstractDevice(**{name: values[name] for name in fields})
     return AbstractMesh((1,), ("data",), axis_types=(AxisType.Auto,), abstract_device=device)
 
 
