@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from spell_jax.attention import paged_tpu, paged_triton
 from spell_jax.attention.blocks import Softmax
 from spell_jax.attention.masks import MASKED
-from spell_jax.attention.pages import Pages, by_kv_head, by_token
+from spell_jax.attention.pages import Pages, by_kv_head, by_token, loaded
 
 
 class Sizes(NamedTuple):
@@ -165,7 +165,7 @@ def _read(queries, table, num_visible, *, pages: Pages, layer, steps, offsets, s
         """Gather pages [W, width] of a pool as [W, K, keys, ...]."""
         x = pool[layer, numbers].swapaxes(1, 2)
         x = x.reshape(rows, kv_heads, len(offsets), *pool.shape[4:])
-        return x.astype(queries.dtype) if x.dtype == jnp.int8 else x
+        return loaded(x, queries.dtype)
 
     def einsum(spec, *arrays):
         return jnp.einsum(spec, *arrays, preferred_element_type=jnp.float32)

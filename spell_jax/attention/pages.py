@@ -9,10 +9,16 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from spell_jax.runtime import collectives
+
 
 @flax.struct.dataclass
 class Pages:
-    """Pool of Z pages of C tokens. An int8 key or value is its vector times its scale."""
+    """Pool of Z pages of C tokens. An int8 key or value is its vector times its scale.
+
+    On CPUs a pool of bfloat16 holds the bits as uint16: XLA would convert the whole pool to float32
+    and back to write a token or read a page.
+    """
 
     keys: Any  # array [L, Z, K, C, H], or its sharding or shape
     values: Any  # like keys
@@ -28,6 +34,8 @@ class Pages:
 def empty_pages(layers: int, pages: int, kv_heads: int, page_size: int, size: int, dtype) -> Pages:
     """Make a pool of zeros; `page_size` is C and `size` is H."""
     shape = (layers, pages, kv_heads, page_size, size)
+    if dtype == jnp.bfloat16 and collectives.is_for_cpu():
+        dtype = jnp.uint16
     made = Pages(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
     if made.keys.dtype != jnp.int8:
         return made
@@ -80,11 +88,25 @@ def write_tokens(
 def _write(pages: Pages, keys: jax.Array, values: jax.Array, write) -> Pages:
     """Write keys, values and (for int8 pools) their scales with write(pool, new)."""
     if pages.key_scales is None:
-        new = Pages(*(x.astype(pages.keys.dtype) for x in (keys, values)))
+        new = Pages(*(_stored(x, pages.keys.dtype) for x in (keys, values)))
     else:
         (keys, key_scales), (values, value_scales) = quantize(keys), quantize(values)
         new = Pages(keys, values, key_scales, value_scales)
     return jax.tree.map(write, pages, new)
+
+
+def _stored(x: jax.Array, dtype: Any) -> jax.Array:
+    """Return keys or values as a pool of this dtype holds them; `loaded` is the inverse."""
+    if dtype == jnp.uint16:
+        return jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16), dtype)
+    return x.astype(dtype)
+
+
+def loaded(x: jax.Array, dtype: Any) -> jax.Array:
+    """Return keys, values or scales that were read from a pool; int8 ones in `dtype`."""
+    if x.dtype == jnp.uint16:
+        return jax.lax.bitcast_convert_type(x, jnp.bfloat16)
+    return x.astype(dtype) if x.dtype == jnp.int8 else x
 
 
 def quantize(x: jax.Array) -> tuple[jax.Array, jax.Array]:

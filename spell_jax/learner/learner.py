@@ -48,7 +48,7 @@ class Learner:
         loss.check_policy(policy)
         self.policy, self.loss, self.packing, self.mesh = policy, loss, packing_config, mesh
         self.temperature = temperature
-        compute_dtype = products.resolve_dtype(compute_dtype, mesh.devices.flat[0].platform)
+        compute_dtype = products.resolve_dtype(compute_dtype, mesh)
         self.compute_dtype = jnp.dtype(compute_dtype)
         self.max_skipped = optimizer.max_skipped
         self.spec = UpdateSpec(policy, optimizer, loss, temperature, compute_dtype)

@@ -18,8 +18,10 @@ import time
 import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import AbstractMesh, Mesh
 
 from spell_jax.runtime import collectives, distributed
+from spell_jax.runtime import mesh as meshes
 
 log = logging.getLogger(__name__)
 
@@ -78,15 +80,16 @@ def sum_of_outer_products(x: jax.Array, y: jax.Array, tokens: int) -> jax.Array:
     return product.reshape(shape)
 
 
-def resolve_dtype(compute_dtype: str, platform: str) -> str:
-    """Return "float32" or "bfloat16" for a `compute_dtype` of choices.COMPUTE_DTYPES.
+def resolve_dtype(compute_dtype: str, mesh: Mesh | AbstractMesh) -> str:
+    """Return "float32" or "bfloat16" for a `compute_dtype` of choices.COMPUTE_DTYPES on a mesh.
 
     "auto" is bfloat16 on accelerators. On a CPU it is the dtype with the faster products, which
     one process measures for all.
     """
     if compute_dtype != "auto":
         return compute_dtype
-    return "bfloat16" if platform != "cpu" or _cpu_gain() >= _LEAST_GAIN else "float32"
+    is_faster = not meshes.is_of_cpus(mesh) or _cpu_gain() >= _LEAST_GAIN
+    return "bfloat16" if is_faster else "float32"
 
 
 @functools.cache

@@ -32,12 +32,9 @@ def current_mesh() -> AbstractMesh | None:
 
 
 def is_for_cpu() -> bool:
-    """Return whether the traced program is for CPUs: the current mesh's devices, or the process's.
-
-    (jax 0.8 does not tell an abstract device's platform, but the kind of all CPUs is "cpu".)
-    """
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return (device.device_kind if device else jax.default_backend()) == "cpu"
+    """Return whether the traced program is for CPUs: those of the current mesh, else all."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return jax.default_backend() == "cpu" if mesh.empty else meshes.is_of_cpus(mesh)
 
 
 def splitting(mesh: AbstractMesh, names: Axes, size: int) -> Axes:

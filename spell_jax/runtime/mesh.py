@@ -87,6 +87,12 @@ def context_shards(mesh: jax.sharding.Mesh) -> int:
     return mesh.shape[CONTEXT]
 
 
+def is_of_cpus(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> bool:
+    """Return whether the devices are CPUs; False for the slice of a plan, which has no devices."""
+    device = mesh.abstract_mesh.abstract_device
+    return device is not None and device.device_kind == "cpu"  # jax 0.8 does not tell the platform
+
+
 def shardings(mesh: jax.sharding.Mesh, axes, shapes):
     """Shardings by PartitionSpecs of logical axes; an indivisible dimension is replicated."""
 

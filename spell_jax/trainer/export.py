@@ -48,7 +48,7 @@ def export(
     step, params = read_weights(epath.Path(workdir), policy, mesh, step)
     if policy.lora and not adapters:
         folder = find_folder(config.policy.folder)
-        base_dtype = resolve_dtype(config.policy.compute_dtype, mesh.devices.flat[0].platform)
+        base_dtype = resolve_dtype(config.policy.compute_dtype, mesh)
         params = lora.join(params, weights.load(folder, mesh, base_dtype)[1])
     entry.setup_done()
     if adapters:

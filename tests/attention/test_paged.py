@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 
 from spell_jax.attention import paged
-from spell_jax.attention.pages import Pages, empty_pages, quantize, write_pages, write_tokens
+from spell_jax.attention.pages import (
+    Pages,
+    empty_pages,
+    loaded,
+    quantize,
+    write_pages,
+    write_tokens,
+)
 
 LAYERS, PAGES, KV_HEADS, BLOCK, SIZE = 3, 14, 2, 4, 8
 HEADS, TABLE = 6, 5
@@ -284,7 +291,8 @@ def _same(found: Pages, keys: np.ndarray, values: np.ndarray) -> None:
 def test_empty_pool_is_zeros() -> None:
     pages = empty_pages(LAYERS, PAGES, KV_HEADS, BLOCK, SIZE, jnp.bfloat16)
     assert pages.keys.shape == pages.values.shape == (LAYERS, PAGES, KV_HEADS, BLOCK, SIZE)
-    assert pages.keys.dtype == pages.values.dtype == jnp.bfloat16
+    kinds = {loaded(pool, jnp.float32).dtype for pool in (pages.keys, pages.values)}
+    assert kinds == {jnp.dtype(jnp.bfloat16)}
     assert pages.page_size == BLOCK
     assert not np.any(pages.keys) and not np.any(pages.values)
 
@@ -322,9 +330,30 @@ def test_writes_are_cast_to_the_pools_dtype() -> None:
     whole = write_pages(pages, jnp.int32(0), jnp.array([1]), keys, -keys)
     token = jnp.array([2]), jnp.array([3])
     written = write_tokens(whole, jnp.int32(0), *token, keys[:, 0], -keys[:, 0])
-    assert written.keys.dtype == written.values.dtype == jnp.bfloat16
-    assert np.asarray(written.keys, np.float32).sum() == (BLOCK + 1) * KV_HEADS * SIZE
-    assert np.asarray(written.values, np.float32).sum() == -(BLOCK + 1) * KV_HEADS * SIZE
+    found_keys, found_values = (loaded(x, jnp.float32) for x in (written.keys, written.values))
+    assert found_keys.dtype == found_values.dtype == jnp.bfloat16
+    assert np.asarray(found_keys, np.float32).sum() == (BLOCK + 1) * KV_HEADS * SIZE
+    assert np.asarray(found_values, np.float32).sum() == -(BLOCK + 1) * KV_HEADS * SIZE
+
+
+def test_a_pool_of_bfloat16_is_never_converted_as_a_whole_on_cpus() -> None:
+    """XLA for CPUs scatters into bfloat16, and reads it, by way of float32 copies."""
+    pages = empty_pages(2, PAGES, KV_HEADS, BLOCK, SIZE, jnp.bfloat16)
+    q = jnp.ones((1, 1, KV_HEADS, SIZE), jnp.bfloat16)
+
+    def step(pages: Pages):
+        token = jnp.array([2]), jnp.array([3])
+        pages = write_tokens(pages, jnp.int32(1), *token, q[:, 0], q[:, 0])
+        seen = jnp.array([[2]]), jnp.array([[4]])
+        return paged.attend(q, pages, jnp.int32(1), *seen), pages
+
+    program = jax.jit(step, donate_argnums=0).lower(pages).compile().as_text()
+    assert f"[2,{PAGES},{KV_HEADS},{BLOCK},{SIZE}]" in program
+    assert f"f32[2,{PAGES},{KV_HEADS},{BLOCK},{SIZE}]" not in program
+    (out, _), _ = step(pages)
+    # Three keys of zeros, and one of ones with the value one.
+    weight = np.exp(SIZE**0.5)
+    np.testing.assert_allclose(out, np.full(out.shape, weight / (weight + 3)), rtol=2e-3)
 
 
 def test_prompt_written_page_by_page_is_read_in_order() -> None:

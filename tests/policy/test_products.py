@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
+from launch import topologies
 from spell_jax.policy import products
 from spell_jax.policy.choices import COMPUTE_DTYPES, DTYPES
+from spell_jax.runtime import mesh as meshes
 from tests import programs
 
 # Shapes of x and kernel, and the number of axes that they share.
@@ -33,10 +35,10 @@ def _gradients(product, factors):
     return out, *pull(jnp.cos(jnp.arange(out.size, dtype=out.dtype)).reshape(out.shape))
 
 
-def _on_tpu() -> AbstractMesh:
+def _mesh(kind: str) -> AbstractMesh:
     # jax 0.8 has no field `platform`, jax 0.10 needs one.
     fields = {field.name for field in dataclasses.fields(AbstractDevice)}
-    values = {"device_kind": "TPU v5e", "num_cores": 1, "platform": "tpu"}
+    values = {"device_kind": kind, "num_cores": 1, "platform": "cpu" if kind == "cpu" else "tpu"}
     device = AbstractDevice(**{name: values[name] for name in fields})
     return AbstractMesh((1,), ("data",), axis_types=(AxisType.Auto,), abstract_device=device)
 
@@ -84,7 +86,7 @@ def test_types_of_products_by_platform(platform: str) -> None:
     if platform == "cpu":
         made = trace()
     else:
-        with jax.sharding.use_abstract_mesh(_on_tpu()):
+        with jax.sharding.use_abstract_mesh(_mesh("TPU v5e")):
             made = trace()
     dtypes = [v.outvars[0].aval.dtype.name for v in made if v.primitive.name == "dot_general"]
     constraints = sum("layout" in equation.primitive.name for equation in made)
@@ -94,22 +96,28 @@ def test_types_of_products_by_platform(platform: str) -> None:
         assert (sorted(dtypes), constraints) == (["bfloat16", "bfloat16", "float32"], 0)
 
 
+def test_a_mesh_without_devices_is_not_of_cpus() -> None:
+    plan = topologies.abstract_mesh(topologies.find("v5e-8"), {"fsdp": -1})
+    assert not meshes.is_of_cpus(plan)
+    assert products.resolve_dtype("auto", plan) == "bfloat16"
+
+
 @pytest.mark.parametrize(
-    ("compute_dtype", "platform", "gain", "expected"),
+    ("compute_dtype", "kind", "gain", "expected"),
     [
-        ("float32", "tpu", 9.0, "float32"),
+        ("float32", "TPU v5e", 9.0, "float32"),
         ("bfloat16", "cpu", 0.5, "bfloat16"),
-        ("auto", "tpu", 0.5, "bfloat16"),
-        ("auto", "gpu", 0.5, "bfloat16"),
+        ("auto", "TPU v5e", 0.5, "bfloat16"),
+        ("auto", "NVIDIA H200", 0.5, "bfloat16"),
         ("auto", "cpu", 1.4, "float32"),
         ("auto", "cpu", 1.6, "bfloat16"),
     ],
 )
 def test_resolved_dtype(
-    compute_dtype: str, platform: str, gain: float, expected: str, monkeypatch
+    compute_dtype: str, kind: str, gain: float, expected: str, monkeypatch
 ) -> None:
     monkeypatch.setattr(products, "_cpu_gain", lambda: gain)
-    assert products.resolve_dtype(compute_dtype, platform) == expected
+    assert products.resolve_dtype(compute_dtype, _mesh(kind)) == expected
     assert compute_dtype in COMPUTE_DTYPES and expected in DTYPES
 
 
@@ -121,8 +129,8 @@ def test_the_gain_of_a_cpu_is_measured_once_and_logged(caplog, monkeypatch) -> N
     )
     products._cpu_gain.cache_clear()
     with caplog.at_level(logging.INFO, "spell_jax.policy.products"):
-        assert products.resolve_dtype("auto", "cpu") == "bfloat16"
-        assert products.resolve_dtype("auto", "cpu") == "bfloat16"
+        assert products.resolve_dtype("auto", meshes.make_mesh()) == "bfloat16"
+        assert products.resolve_dtype("auto", _mesh("cpu")) == "bfloat16"
     products._cpu_gain.cache_clear()  # not this test's numbers for later ones
     assert measured == ["float32", "bfloat16"]
     (line,) = [record.getMessage() for record in caplog.records]
