@@ -8,8 +8,9 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
 
-from spell_jax.runtime import collectives
+from spell_jax.runtime import mesh as meshes
 
 
 @flax.struct.dataclass
@@ -31,11 +32,14 @@ class Pages:
         return self.keys.shape[3]
 
 
+def stored_dtype(dtype: Any, mesh: Mesh | AbstractMesh) -> Any:
+    """Return the dtype of a pool on a mesh that holds keys and values of `dtype`."""
+    return jnp.uint16 if dtype == jnp.bfloat16 and meshes.is_of_cpus(mesh) else dtype
+
+
 def empty_pages(layers: int, pages: int, kv_heads: int, page_size: int, size: int, dtype) -> Pages:
-    """Make a pool of zeros; `page_size` is C and `size` is H."""
+    """Make a pool of zeros of a stored dtype; `page_size` is C and `size` is H."""
     shape = (layers, pages, kv_heads, page_size, size)
-    if dtype == jnp.bfloat16 and collectives.is_for_cpu():
-        dtype = jnp.uint16
     made = Pages(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
     if made.keys.dtype != jnp.int8:
         return made

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spell_jax.attention.pages import Pages, empty_pages
+from spell_jax.attention.pages import Pages, empty_pages, stored_dtype
 from spell_jax.policy import int8, transformer
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.tokenizer_base import Stream
@@ -117,7 +117,7 @@ class Sampler:
     def _init_state(self, dtype: Any) -> programs.State:
         """State with an empty pool, for weights of a compute dtype."""
         c, shape = self.policy, self.shape
-        cached = jnp.int8 if self.config.cache_dtype == "int8" else dtype
+        cached = jnp.int8 if self.config.cache_dtype == "int8" else stored_dtype(dtype, self.mesh)
         _, kv_heads = kv_cache.head_split(self.mesh, c.heads, c.kv_heads)
         pages = self.shards * (shape.pages + 1)  # page 0 of each shard is scratch
         slots = self.shards * shape.slots

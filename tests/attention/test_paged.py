@@ -7,15 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from launch import topologies
 from spell_jax.attention import paged
 from spell_jax.attention.pages import (
     Pages,
     empty_pages,
     loaded,
     quantize,
+    stored_dtype,
     write_pages,
     write_tokens,
 )
+from spell_jax.runtime import mesh as meshes
 
 LAYERS, PAGES, KV_HEADS, BLOCK, SIZE = 3, 14, 2, 4, 8
 HEADS, TABLE = 6, 5
@@ -291,8 +294,7 @@ def _same(found: Pages, keys: np.ndarray, values: np.ndarray) -> None:
 def test_empty_pool_is_zeros() -> None:
     pages = empty_pages(LAYERS, PAGES, KV_HEADS, BLOCK, SIZE, jnp.bfloat16)
     assert pages.keys.shape == pages.values.shape == (LAYERS, PAGES, KV_HEADS, BLOCK, SIZE)
-    kinds = {loaded(pool, jnp.float32).dtype for pool in (pages.keys, pages.values)}
-    assert kinds == {jnp.dtype(jnp.bfloat16)}
+    assert pages.keys.dtype == pages.values.dtype == jnp.bfloat16
     assert pages.page_size == BLOCK
     assert not np.any(pages.keys) and not np.any(pages.values)
 
@@ -324,8 +326,16 @@ def test_write_tokens_changes_only_the_given_tokens() -> None:
     _same(found, wanted_keys, wanted_values)
 
 
-def test_writes_are_cast_to_the_pools_dtype() -> None:
-    pages = empty_pages(1, 3, KV_HEADS, BLOCK, SIZE, jnp.bfloat16)
+def test_only_pools_on_cpus_hold_bits_of_bfloat16() -> None:
+    plan = topologies.abstract_mesh(topologies.find("v5e-8"), {"fsdp": -1})
+    assert stored_dtype(jnp.bfloat16, meshes.make_mesh()) == jnp.uint16
+    assert stored_dtype(jnp.bfloat16, plan) == jnp.bfloat16
+    assert stored_dtype(jnp.float32, meshes.make_mesh()) == jnp.float32
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.uint16])
+def test_writes_are_cast_to_the_pools_dtype(dtype) -> None:
+    pages = empty_pages(1, 3, KV_HEADS, BLOCK, SIZE, dtype)
     keys = np.full((1, BLOCK, KV_HEADS, SIZE), 1.001, np.float32)
     whole = write_pages(pages, jnp.int32(0), jnp.array([1]), keys, -keys)
     token = jnp.array([2]), jnp.array([3])
@@ -338,7 +348,8 @@ def test_writes_are_cast_to_the_pools_dtype() -> None:
 
 def test_a_pool_of_bfloat16_is_never_converted_as_a_whole_on_cpus() -> None:
     """XLA for CPUs scatters into bfloat16, and reads it, by way of float32 copies."""
-    pages = empty_pages(2, PAGES, KV_HEADS, BLOCK, SIZE, jnp.bfloat16)
+    dtype = stored_dtype(jnp.bfloat16, meshes.make_mesh())
+    pages = empty_pages(2, PAGES, KV_HEADS, BLOCK, SIZE, dtype)
     q = jnp.ones((1, 1, KV_HEADS, SIZE), jnp.bfloat16)
 
     def step(pages: Pages):
