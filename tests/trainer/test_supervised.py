@@ -394,7 +394,7 @@ def test_rows_that_fit_no_bucket_are_counted(policy, tmp_path, caplog):
     path.write_text("".join(json.dumps(row) + "\n" for row in (ROWS[0], long)))
     with caplog.at_level(logging.WARNING):
         supervised.fine_tune(small_config(policy, path, steps=3), tmp_path / "run")
-    assert "3 rows were longer than the largest bucket" in caplog.text
+    assert "3 rows were longer than packing's longest row" in caplog.text
     assert [line["train/refused_answers"] for line in read_metrics(tmp_path / "run")] == [1, 1, 1]
 
 
