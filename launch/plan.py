@@ -236,7 +236,8 @@ class Plan:
     def changed(self, fields: Mapping[str, Any]) -> Plan:
         """Return the plan with other values of config fields, given by dotted name."""
         config: Any = self.config.copy_and_resolve_references()
-        with config.unlocked():
+        # packing.buckets is a word or tuples.
+        with config.unlocked(), config.ignore_type():
             config.update_from_flattened_dict(fields)
         section = config.policy
         policy = dataclasses.replace(self.policy, remat=section.remat, ring=section.ring)
