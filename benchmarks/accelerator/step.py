@@ -10,8 +10,8 @@
    No side pads: prompts have one length, and no token ends an answer. transformers' attention is
    torch's SDPA, which runs its flash kernel for such rows.
 4. A step is G answers to each prompt, random rewards, and one AdamW step. The first step, in which
-   programs are compiled, is "first_s" and not timed. Seconds are those of the middle
-   one of the others.
+   programs are compiled, is "first_s" and not timed. Seconds are the
+   seconds of the middle step of the others.
 5. Each side runs in a process of its own (step_side.py): "peak_gib" is what its allocator had in
    use at most, compilation included; on a CPU, the process's memory. On a TPU, which one process
    holds, our side runs in the section's process, and there are no others.

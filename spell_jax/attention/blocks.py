@@ -54,6 +54,11 @@ def dot(a: jax.Array, b: jax.Array, b_transposed: bool = False) -> jax.Array:
     )
 
 
+def einsum(spec: str, *arrays: jax.Array) -> jax.Array:
+    """Compute an einsum into float32, for kernels in plain XLA."""
+    return jnp.einsum(spec, *arrays, preferred_element_type=jnp.float32)
+
+
 class Softmax(NamedTuple):
     """State of an online softmax over keys, float32."""
 

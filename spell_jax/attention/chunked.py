@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from spell_jax.attention import blocks, masks
 from spell_jax.attention.kernel import Inputs
 
-KEYS = 256  # of a block
+_KEYS = 256  # of a block
 # Rows of a block's products: queries times the R query heads of a key head. XLA for CPUs runs
 # products of fewer than 2^17 scores on one core; larger blocks have more scores that no query
-# sees, and leave the cache (7 query heads: blocks of 256 queries take .93 of this speed).
+# sees, and leave the cache.
 _ROWS = 512
 
 
@@ -27,7 +27,7 @@ class _Blocks(NamedTuple):
     """A row in blocks of queries and of keys, with axes in the order that products read.
 
     The R query heads of a key head are rows of one product. XLA for CPUs would otherwise copy
-    queries and keys at every step: forward took 134 ms instead of 57 ms (3,072 tokens, 8 heads of
+    queries and keys at every step: forward took 134 ms instead of 66 ms (3,072 tokens, 8 heads of
     64, 2 cores).
     """
 
@@ -50,8 +50,8 @@ class _Blocks(NamedTuple):
         mask = masks.visible(self.q_index[i], self.k_index[j], self.last_query[j])
         scale = q.shape[-1] ** -0.5
         if keys_first:
-            return _einsum("ksh,kqh->ksq", k, q) * scale, mask.T
-        return _einsum("kqh,ksh->kqs", q, k) * scale, mask
+            return blocks.einsum("ksh,kqh->ksq", k, q) * scale, mask.T
+        return blocks.einsum("kqh,ksh->kqs", q, k) * scale, mask
 
 
 def _split(x: jax.Array, block: int) -> jax.Array:
@@ -86,7 +86,7 @@ def _query_block(inputs: Inputs, block: int) -> int:
 
 def _in_blocks(inputs: Inputs, block: int) -> _Blocks:
     """Split a row into blocks of queries and of keys; `block` is as in `forward`."""
-    block_q, block_k = _query_block(inputs, block), min(block or KEYS, len(inputs.k))
+    block_q, block_k = _query_block(inputs, block), min(block or _KEYS, len(inputs.k))
     padded = blocks.pad_inputs(inputs, block_q, block_k)
     q_index = _split(padded.q_index, block_q)
     k_index, last_query = (_split(x, block_k) for x in (padded.k_index, padded.last_query))
@@ -106,10 +106,6 @@ def _live_first(live: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.argsort(~live, axis=1), jnp.sum(live, axis=1)
 
 
-def _einsum(spec: str, *arrays: jax.Array) -> jax.Array:
-    return jnp.einsum(spec, *arrays, preferred_element_type=jnp.float32)
-
-
 def forward(inputs: Inputs, block: int = 0) -> tuple[jax.Array, jax.Array]:
     """Compute dense.forward in blocks of `block` queries and keys; 0: of sizes that fit caches."""
     row = _in_blocks(inputs, block)
@@ -121,7 +117,7 @@ def forward(inputs: Inputs, block: int = 0) -> tuple[jax.Array, jax.Array]:
             scores, mask = row.scores(i, j)
 
             def weighted_sum(weights):
-                return _einsum("kqs,ksh->kqh", weights.astype(row.v.dtype), row.v[j])
+                return blocks.einsum("kqs,ksh->kqh", weights.astype(row.v.dtype), row.v[j])
 
             return state.add(scores, weighted_sum, mask)
 
@@ -156,11 +152,11 @@ def backward(
             # by row, which is faster on CPUs.
             scores, mask = row.scores(i, j, keys_first=True)
             weights = jnp.where(mask, jnp.exp(scores - lses[i][:, None]), 0.0)
-            d_weights = _einsum("ksh,kqh->ksq", row.v[j], d_outs[i])
+            d_weights = blocks.einsum("ksh,kqh->ksq", row.v[j], d_outs[i])
             d_scores = (weights * (d_weights - deltas[i][:, None]) * scale).astype(q.dtype)
-            d_query = _einsum("ksq,ksh->kqh", d_scores, row.k[j])
-            d_key += _einsum("ksq,kqh->ksh", d_scores, row.q[i])
-            d_value += _einsum("ksq,kqh->ksh", weights.astype(v.dtype), d_outs[i])
+            d_query = blocks.einsum("ksq,ksh->kqh", d_scores, row.k[j])
+            d_key += blocks.einsum("ksq,kqh->ksh", d_scores, row.q[i])
+            d_value += blocks.einsum("ksq,kqh->ksh", weights.astype(v.dtype), d_outs[i])
             # In place: XLA for CPUs would compile `.at[i].add` to a slow scatter.
             d_queries = jax.lax.dynamic_update_index_in_dim(
                 d_queries, d_queries[i] + d_query, i, axis=0

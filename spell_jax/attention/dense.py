@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from spell_jax.attention import masks
+from spell_jax.attention.blocks import einsum
 from spell_jax.attention.kernel import Inputs
 from spell_jax.attention.masks import MASKED
 
@@ -18,7 +19,7 @@ def forward(inputs: Inputs) -> tuple[jax.Array, jax.Array]:
     weights = jnp.where(seen, jnp.exp(scores - top), 0.0)
     total = jnp.sum(weights, axis=-1, keepdims=True)
     weights = weights / jnp.maximum(total, 1e-30)
-    out = _einsum("krqs,skh->qkrh", weights.astype(v.dtype), v).astype(v.dtype)
+    out = einsum("krqs,skh->qkrh", weights.astype(v.dtype), v).astype(v.dtype)
     # 1e30 for a query that sees no key makes all its weights 0 in the backward pass.
     lse = jnp.where(total > 0, top + jnp.log(jnp.maximum(total, 1e-30)), -MASKED)
     return out, lse[..., 0]
@@ -31,20 +32,16 @@ def backward(
     q, k, v, *_ = inputs
     scores, seen = _scores(inputs)
     weights = jnp.where(seen, jnp.exp(scores - lse[..., None]), 0.0)
-    d_weights = _einsum("qkrh,skh->krqs", d_out, v)
+    d_weights = einsum("qkrh,skh->krqs", d_out, v)
     d_scores = (weights * (d_weights - delta[..., None]) * q.shape[-1] ** -0.5).astype(q.dtype)
-    dq = _einsum("krqs,skh->qkrh", d_scores, k)
-    dk = _einsum("krqs,qkrh->skh", d_scores, q)
-    dv = _einsum("krqs,qkrh->skh", weights.astype(v.dtype), d_out)
+    dq = einsum("krqs,skh->qkrh", d_scores, k)
+    dk = einsum("krqs,qkrh->skh", d_scores, q)
+    dv = einsum("krqs,qkrh->skh", weights.astype(v.dtype), d_out)
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
 
 
 def _scores(inputs: Inputs) -> tuple[jax.Array, jax.Array]:
     """Scaled float32 scores [K, R, Tq, Tk], and the mask, bool [Tq, Tk]."""
     q, k, _, *indices = inputs
-    scores = _einsum("qkrh,skh->krqs", q, k)
+    scores = einsum("qkrh,skh->krqs", q, k)
     return scores * q.shape[-1] ** -0.5, masks.visible(*indices)
-
-
-def _einsum(spec: str, *arrays: jax.Array) -> jax.Array:
-    return jnp.einsum(spec, *arrays, preferred_element_type=jnp.float32)

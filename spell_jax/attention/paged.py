@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from spell_jax.attention import paged_tpu, paged_triton
-from spell_jax.attention.blocks import Softmax
+from spell_jax.attention.blocks import Softmax, einsum
 from spell_jax.attention.masks import MASKED
 from spell_jax.attention.pages import Pages, by_kv_head, by_token, loaded
 
@@ -166,9 +166,6 @@ def _read(queries, table, num_visible, *, pages: Pages, layer, steps, offsets, s
         x = pool[layer, numbers].swapaxes(1, 2)
         x = x.reshape(rows, kv_heads, len(offsets), *pool.shape[4:])
         return loaded(x, queries.dtype)
-
-    def einsum(spec, *arrays):
-        return jnp.einsum(spec, *arrays, preferred_element_type=jnp.float32)
 
     def step(n, state: Softmax):
         numbers = jax.lax.dynamic_slice_in_dim(table, n * width, width, axis=1)

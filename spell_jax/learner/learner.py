@@ -193,11 +193,11 @@ class Learner:
         batches, *_ = self.pack(old_logprobs.with_ids(read))
         with self.on_mesh():
             cast = self.fns.cast(params) if batches else {}
-            found = [self._logprobs(cast, self.place(batch)) for batch in batches]
-        return old_logprobs.with_logprobs(groups, batches, jax.device_get(found))
+            logprobs = [self._logprobs(cast, self.place(batch)) for batch in batches]
+        return old_logprobs.with_logprobs(groups, batches, jax.device_get(logprobs))
 
     def compile(self, state: TrainState, reference: transformer.Params | None = None) -> None:
-        """Compiles the programs of every listed bucket, so that no later step waits for them.
+        """Compile the programs of every listed bucket, so that no later step waits for them.
 
         With packing.buckets "auto", a program is compiled in the step that first needs it.
         """

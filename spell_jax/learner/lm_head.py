@@ -51,7 +51,7 @@ def score_tokens(
       numbers_at_once: most float32 logits of a vocabulary slice on a device, and most of its
         weights and of their gradient. A slice has at least 128 rows of the table. None: 2**26
         (256 MiB); on a CPU 2**20, whose slices stay in its cache (1,024 answers, V = 8,192,
-        D = 512, forward and backward, 2 cores: 205 ms instead of 428 ms).
+        D = 512, forward and backward, 2 cores: 210 ms instead of 428 ms).
       cutoff: the tokens over which logprobs and entropies are normalized, float32 [B, A]: the
         answer token, and all tokens with a logit over the temperature, less the mean over all
         tokens, above the cut-off. None: the full vocabulary (spec section 9).
@@ -59,8 +59,8 @@ def score_tokens(
     chex.assert_equal_shape([source, target])
     chex.assert_rank([hidden, source], [3, 2])
     table = params["embedding" if config.tied_embeddings else "unembedding"]
-    most = numbers_at_once or (2**20 if collectives.is_for_cpu() else 2**26)
-    layout = _lay_out(table.shape, target.shape, temperature or 1.0, most)
+    numbers = numbers_at_once or (2**20 if collectives.is_for_cpu() else 2**26)
+    layout = _lay_out(table.shape, target.shape, temperature or 1.0, numbers)
     layout = dataclasses.replace(layout, unused_ids=config.unused_ids)
     picked = _pick(hidden, source, layout)
     return _head(picked, table, target, _floor(picked, table, cutoff, layout), layout)
