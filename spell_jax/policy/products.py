@@ -6,6 +6,8 @@
 2. A kernel's gradient is a sum over tokens. XLA for CPUs reads its first factor column by column,
    unless that is transposed before: 380 instead of 169 GFLOP/s in bfloat16 (3,072 tokens, 1,536 x
    512), 173 instead of 123 in float32 (6,240 tokens, 256 x 768).
+3. XLA for CPUs converts the stack of all layers' bfloat16 kernels to float32 to cut a layer out of
+   it. In decoding this takes longer than the products. The kernels' bits are cut as they are.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import functools
 import logging
 import math
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -78,6 +81,28 @@ def sum_of_outer_products(x: jax.Array, y: jax.Array, tokens: int) -> jax.Array:
     columns = with_layout_constraint(x.reshape(count, -1).T, Layout((0, 1)))
     product = jnp.dot(columns, y.reshape(count, -1), preferred_element_type=jnp.float32)
     return product.reshape(shape)
+
+
+def kernels_as_bits(params: dict[str, Any]) -> dict[str, Any]:
+    """Replace the layers' bfloat16 kernels by their bits, uint16, in a program for CPUs.
+
+    Bits have no gradient. The policy reads the kernels by `from_bits`. A decode pass of 16 rows (8
+    layers, width 512, 2 cores) takes 14 ms instead of 25.
+    """
+    if not collectives.is_for_cpu():
+        return params
+
+    def as_bits(path: Any, leaf: jax.Array) -> jax.Array:
+        is_kernel = path[-1].key.endswith("_kernel") and leaf.dtype == jnp.bfloat16
+        return jax.lax.bitcast_convert_type(leaf, jnp.uint16) if is_kernel else leaf
+
+    return params | {"layers": jax.tree.map_with_path(as_bits, params["layers"])}
+
+
+def from_bits(kernel: jax.Array) -> jax.Array:
+    """Return a kernel of which `kernels_as_bits` may have left the bits."""
+    is_bits = kernel.dtype == jnp.uint16
+    return jax.lax.bitcast_convert_type(kernel, jnp.bfloat16) if is_bits else kernel
 
 
 def resolve_dtype(compute_dtype: str, mesh: Mesh | AbstractMesh) -> str:

@@ -110,6 +110,7 @@ def _project(
     inputs = math.prod(into.values())
     shape = (*into.values(), *out.values())
     kernel: Any = module.param(f"{name}_kernel", _kernel((*into, *out), inputs), shape)
+    kernel = products.from_bits(kernel)
     projected: jax.Array
     if kernel.dtype == jnp.int8:  # int8.py; rollouts only, without gradient
         scale: Any = module.get_variable("params", f"{name}_scale")
@@ -206,6 +207,7 @@ class Experts(nn.Module):
         gate = self.param("gate_kernel", wide, shape)
         up = self.param("up_kernel", wide, shape)
         down = self.param("down_kernel", narrow, (c.experts, c.feed_forward, c.width))
+        gate, up, down = (products.from_bits(kernel) for kernel in (gate, up, down))
         out = moe.mix(x, weights.astype(x.dtype), chosen, (gate, up, down))
         record = chosen.astype(moe.no_experts(c).dtype) if self.record else None
         return out, moe.Routing(moe.load(chosen, c.experts, real), record, differing)

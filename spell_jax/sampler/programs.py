@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from spell_jax.attention.pages import Pages
-from spell_jax.policy import moe, transformer
+from spell_jax.policy import moe, products, transformer
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.sampler import kv_cache, lm_head, speculative
 from spell_jax.sampler.sampled import Sampled, accept, append, no_samples
@@ -100,6 +100,7 @@ def prefill(
     Earlier pages of a prompt are in the pool or in the same call. Returns the new state and, if
     they are recorded, the experts of the tokens, [B, C, L, k].
     """
+    params = products.kernels_as_bits(params)
     offsets = jnp.arange(batch.tokens.shape[1], dtype=jnp.int32)
     positions = batch.start[:, None] + offsets
     visible = jnp.where(batch.length[:, None] > 0, positions + 1, 0)
@@ -138,6 +139,7 @@ def decode(
     those that equal the sampled tokens are accepted, which does not change what is sampled.
     `params` are in the compute dtype, `state` is donated by the caller, `page_size` is C.
     """
+    params = products.kernels_as_bits(params)
     fresh = (slots.prefilled >= 0)[:, None]
     hidden = jnp.where(fresh, state.prompt_hidden[slots.prefilled], state.hidden[lane])
     keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(slots.key), slots.sample_index)

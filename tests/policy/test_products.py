@@ -12,11 +12,13 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from launch import topologies
-from spell_jax.policy import products
+from spell_jax.policy import products, transformer
 from spell_jax.policy.choices import COMPUTE_DTYPES, DTYPES
+from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import mesh as meshes
-from tests import programs
+from tests import programs, tiny
 
+EXPERTS = dataclasses.replace(tiny.POLICY, experts=4, experts_per_token=2)
 # Shapes of x and kernel, and the number of axes that they share.
 SHAPES = [((2, 5, 6), (6, 4), 1), ((2, 5, 6), (6, 2, 3), 1), ((2, 5, 2, 3), (2, 3, 4), 2)]
 by_shape = pytest.mark.parametrize(("x_shape", "kernel_shape", "into"), SHAPES, ids=str)
@@ -28,6 +30,10 @@ def _factors(x_shape, kernel_shape, dtype: str = "float32"):
         jax.random.normal(first, x_shape, dtype),
         jax.random.normal(second, kernel_shape, dtype),
     )
+
+
+def _low(policy: PolicyConfig) -> transformer.Params:
+    return jax.tree.map(lambda x: x.astype(jnp.bfloat16), tiny.weights(policy))
 
 
 def _gradients(product, factors):
@@ -94,6 +100,33 @@ def test_types_of_products_by_platform(platform: str) -> None:
         assert (dtypes, constraints) == (["float32"] * 3, 1)
     else:
         assert (sorted(dtypes), constraints) == (["bfloat16", "bfloat16", "float32"], 0)
+
+
+@pytest.mark.parametrize("policy", [tiny.POLICY, EXPERTS], ids=["dense", "experts"])
+def test_kernels_as_bits_give_the_same_logits_and_are_never_converted(policy: PolicyConfig) -> None:
+    params = _low(policy)
+    tokens = jnp.arange(6, dtype=jnp.int32)[None]
+
+    as_bits, plain = (
+        jax.jit(lambda params, change=change: transformer.logits(policy, change(params), tokens))
+        for change in (products.kernels_as_bits, lambda params: params)
+    )
+    np.testing.assert_array_equal(as_bits(params), plain(params))
+    bits = products.kernels_as_bits(params)["layers"]
+    kinds = {
+        (path[-1].key.endswith("_kernel"), leaf.dtype.name)
+        for path, leaf in jax.tree.leaves_with_path(bits)
+    }
+    assert kinds == {(True, "uint16"), (False, "bfloat16")}
+    stack = "f32[" + ",".join(map(str, bits["attention"]["q_kernel"].shape)) + "]"
+    assert stack in (plain.lower(params).compile().as_text() or "")
+    assert stack not in (as_bits.lower(params).compile().as_text() or "")
+
+
+def test_kernels_are_no_bits_for_accelerators() -> None:
+    params = _low(tiny.POLICY)
+    with jax.sharding.use_abstract_mesh(_mesh("TPU v5e")):
+        assert products.kernels_as_bits(params) is params
 
 
 def test_a_mesh_without_devices_is_not_of_cpus() -> None:
