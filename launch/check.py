@@ -19,6 +19,7 @@ Shapes are computed on this machine's CPU. No file is written.
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import math
 import pathlib
@@ -107,7 +108,7 @@ class Attempts:
         fields = self._config
         for part in filter(None, name.split(".")):
             fields = fields[part]
-        fields = fields.copy_and_resolve_references()
+        fields = copy.deepcopy(fields)
         found: set[str] = set()
         while True:
             try:

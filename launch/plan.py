@@ -15,6 +15,7 @@ With --time, the seconds of a SPELL step are printed instead, by phase (step_tim
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import sys
 from collections import Counter
@@ -235,9 +236,8 @@ class Plan:
 
     def changed(self, fields: Mapping[str, Any]) -> Plan:
         """Return the plan with other values of config fields, given by dotted name."""
-        config: Any = self.config.copy_and_resolve_references()
-        # packing.buckets is a word or tuples.
-        with config.unlocked(), config.ignore_type():
+        config: Any = copy.deepcopy(self.config)  # keeps each field's type
+        with config.unlocked():
             config.update_from_flattened_dict(fields)
         section = config.policy
         policy = dataclasses.replace(self.policy, remat=section.remat, ring=section.ring)

@@ -61,6 +61,14 @@ def write_config(config: Mapping[str, Any], workdir: epath.Path) -> None:
     write_lines(workdir / CONFIG_FILE, [json.dumps(config, indent=2) + "\n"])
 
 
+def saved_config(workdir: epath.Path) -> dict[str, Any]:
+    """Return the config that `write_config` wrote; {} if there is none or it is damaged."""
+    try:
+        return read_json(workdir / CONFIG_FILE)
+    except (OSError, ValueError):
+        return {}
+
+
 def check_same(path: pathlib.Path, config: Mapping[str, Any]) -> None:
     """Writes a JSON-able config, or raises ValueError for the first field that differs there."""
     config = json.loads(json.dumps(config))

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 from etils import epath
 
+from spell_jax import config as configs
 from spell_jax.config import RunConfig, to_dict
 from spell_jax.runtime import distributed, entry, fault_injection, paths, setup, workdir_lock
 from spell_jax.runtime.checkpoint import Checkpoints
@@ -47,7 +48,7 @@ def train(config: Config | RunConfig, workdir: epath.Path) -> epath.Path:
       Preempted: if the machine is taken away; everything is saved, and the next call resumes.
       NonFinite: if too many updates in a row were not finite; their rows are in non_finite/.
     """
-    run = make_run(config)
+    run = make_run(state.settle_dtypes(configs.read(config), workdir))
     paths.make_workdir(workdir)
     with workdir_lock.locked(workdir):
         with (

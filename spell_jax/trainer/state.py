@@ -7,26 +7,60 @@ the rest (the algorithm's "reference_reader", the loss's "reference") start as c
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import logging
 import pathlib
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from etils import epath
 
-from spell_jax.config import RunConfig, find_checkpoint, to_dict
+from spell_jax.config import RunConfig, SupervisedConfig, find_checkpoint, to_dict
 from spell_jax.learner import update
 from spell_jax.learner.learner import Learner
 from spell_jax.policy import lora, safetensors, transformer, weights
+from spell_jax.policy.choices import DTYPES
 from spell_jax.policy.config import PolicyConfig
+from spell_jax.policy.model import ModelConfig
+from spell_jax.policy.products import resolve_dtype
+from spell_jax.runtime import distributed, setup
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.checkpoint import Checkpoints
 from spell_jax.runtime.config import changes
 from spell_jax.runtime.paths import CHECKPOINTS_FOLDER
 from spell_jax.trainer.build import Model, Run
 
+C = TypeVar("C", RunConfig, SupervisedConfig)
+M = TypeVar("M", bound=ModelConfig)
 log = logging.getLogger(__name__)
+
+
+def settle_dtypes(config: C, workdir: epath.Path) -> C:
+    """Replace each compute_dtype "auto" by the dtype of the workdir's run, or else of the mesh.
+
+    A resumed run keeps the dtype with which it began, also on a machine with another "auto".
+    """
+    mesh = meshes.make_mesh(dataclasses.asdict(config.mesh))
+    before = distributed.broadcast(functools.partial(setup.saved_config, workdir))
+
+    def settle(name: str, model: M) -> M:
+        section = before.get(name)
+        dtype = section.get("compute_dtype") if isinstance(section, dict) else None
+        if model.compute_dtype != "auto":
+            return model
+        if dtype in DTYPES:
+            log.info("%s.compute_dtype = 'auto': %s, with which the run began", name, dtype)
+        else:
+            dtype = resolve_dtype("auto", mesh)
+        return dataclasses.replace(model, compute_dtype=dtype)
+
+    config = dataclasses.replace(config, policy=settle("policy", config.policy))
+    if not isinstance(config, RunConfig):
+        return config
+    models = {name: settle(name, model) for name, model in config.models.items()}
+    return dataclasses.replace(config, models=models)
 
 
 def restore_or_init(

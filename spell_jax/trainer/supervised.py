@@ -40,7 +40,7 @@ from spell_jax.runtime.preemption import Preemption
 from spell_jax.runtime.run_logger import RunLogger
 from spell_jax.selfplay import prompts
 from spell_jax.trainer import saver
-from spell_jax.trainer.state import load_weights
+from spell_jax.trainer.state import load_weights, settle_dtypes
 from spell_jax.warm_start import demonstrations, ladder_rows
 
 log = logging.getLogger(__name__)
@@ -166,7 +166,7 @@ def fine_tune(config: Config, workdir: epath.Path) -> epath.Path:
 
     Errors are those of trainer.loop.train.
     """
-    config = configs.read_supervised(config)
+    config = settle_dtypes(configs.read_supervised(config), workdir)
     policy, tokenizer = make_policy(config)
     learner = make_learner(config, policy)
     paths.make_workdir(workdir)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import pathlib
 import shutil
@@ -13,7 +14,7 @@ import pytest
 from etils import epath
 
 from spell_jax import config as configs
-from spell_jax.policy import lora, transformer, weights
+from spell_jax.policy import lora, products, transformer, weights
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy.model import TINY_POLICY
 from spell_jax.runtime import mesh as meshes
@@ -60,6 +61,46 @@ def begin(config, workdir) -> tuple[dict, int]:
         models, step, *_ = runs.restore_or_init(run, checkpoints)
         checkpoints.close()
     return models, step
+
+
+@pytest.mark.parametrize(
+    ("before", "expected"),
+    [
+        (None, "bfloat16"),
+        ({"policy": {"compute_dtype": "float32"}}, "float32"),
+        ({"policy": {"compute_dtype": "auto"}}, "bfloat16"),  # before dtypes were kept
+        ({"policy": "?"}, "bfloat16"),
+        ("{", "bfloat16"),
+    ],
+)
+def test_auto_becomes_the_dtype_of_the_run_or_of_the_machine(
+    before, expected: str, policy, tmp_path, monkeypatch, caplog
+) -> None:
+    monkeypatch.setattr(products, "_cpu_gain", lambda: 2.0)
+    if before is not None:
+        text = before if isinstance(before, str) else json.dumps(before)
+        (tmp_path / "config.json").write_text(text)
+    fields = {"policy.compute_dtype": "auto", "packing.buckets": "auto"}
+    config = configs.read(noise.small_config(policy, **fields))
+    with caplog.at_level(logging.INFO, "spell_jax.trainer.state"):
+        settled = runs.settle_dtypes(config, epath.Path(tmp_path))
+    assert settled.policy.compute_dtype == expected
+    assert settled == dataclasses.replace(config, policy=settled.policy)
+    kept = "policy.compute_dtype = 'auto': float32, with which the run began"
+    assert (kept in caplog.text) == (expected == "float32")
+
+
+def test_a_dtype_that_the_config_names_is_not_replaced(policy, tmp_path) -> None:
+    """Neither by that of the run, nor in the sections of other models."""
+    extra = configs.ExtraModelConfig(folder="tiny", compute_dtype="auto")
+    config = configs.read(noise.small_config(policy, **{"policy.compute_dtype": "float32"}))
+    config = dataclasses.replace(config, models={"reward_model": extra})
+    names = ("policy", "reward_model")
+    before = {name: {"compute_dtype": "bfloat16"} for name in names}
+    (tmp_path / "config.json").write_text(json.dumps(before))
+    settled = runs.settle_dtypes(config, epath.Path(tmp_path))
+    assert settled.policy.compute_dtype == "float32"
+    assert settled.models["reward_model"].compute_dtype == "bfloat16"
 
 
 @pytest.mark.parametrize(("template", "verdicts"), [("yes_no", [1, -1]), ("grades", [-1, 1])])

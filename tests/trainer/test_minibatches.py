@@ -170,7 +170,9 @@ def test_non_finite_rows_are_decoded_by_their_models_tokenizer(tmp_path) -> None
 
 
 def test_run_with_minibatches_resumes_bit_identically(policy, tmp_path):
+    """With buckets and a dtype that the run chooses itself."""
     config = make_config(policy, "recompute")
+    config = noise.with_fields(config, {"packing.buckets": "auto", "policy.compute_dtype": "auto"})
     whole = loop.train(config, epath.Path(tmp_path / "whole"))
     halved = noise.end_earlier(whole, epath.Path(tmp_path / "halved"), 2)
     loop.train(config, halved)
