@@ -83,20 +83,15 @@ class Softmax(NamedTuple):
         self,
         scores: jax.Array,
         weighted_sum: Callable[[jax.Array], jax.Array],
-        mask: jax.Array | None = None,
         base2: bool = False,
     ) -> Softmax:
-        """Add keys with scaled scores [..., queries, keys], in base 2 or e.
+        """Add keys with scaled scores [..., queries, keys], in base 2 or e; MASKED for unseen ones.
 
-        Scores are masked by MASKED, or by a `mask` that is False where a query does not see a key.
         `weighted_sum` multiplies float32 weights, shaped like the scores, by the keys' values.
         """
         exp = jnp.exp2 if base2 else jnp.exp
-        masked = scores if mask is None else jnp.where(mask, scores, MASKED)
-        top = jnp.maximum(self.top, jnp.max(masked, axis=-1))
+        top = jnp.maximum(self.top, jnp.max(scores, axis=-1))
         weights = exp(scores - top[..., None])
-        if mask is not None:
-            weights = jnp.where(mask, weights, 0.0)
         shrink = exp(self.top - top)
         total = self.total * shrink + jnp.sum(weights, axis=-1)
         return Softmax(self.out * shrink[..., None] + weighted_sum(weights), top, total)

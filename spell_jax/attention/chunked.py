@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from spell_jax.attention import blocks, masks
 from spell_jax.attention.kernel import Inputs
+from spell_jax.runtime.bits import as_bits, from_bits
 
 _KEYS = 256  # of a block
 # Rows of a block's products: queries times the R query heads of a key head. XLA for CPUs runs
@@ -31,6 +32,7 @@ class _Blocks(NamedTuple):
     64, 2 cores).
     """
 
+    # bfloat16 as bits, here and in `backward`, as loops cut blocks out.
     q: jax.Array  # [query blocks, K, R * queries, H]
     k: jax.Array  # [key blocks, K, keys, H]
     v: jax.Array  # [key blocks, K, keys, H]
@@ -46,12 +48,17 @@ class _Blocks(NamedTuple):
 
         With `keys_first` both are transposed, to [K, keys, R * queries].
         """
-        q, k = self.q[i], self.k[j]
+        q, k = _block(self.q, i), _block(self.k, j)
         mask = masks.visible(self.q_index[i], self.k_index[j], self.last_query[j])
         scale = q.shape[-1] ** -0.5
         if keys_first:
             return blocks.einsum("ksh,kqh->ksq", k, q) * scale, mask.T
         return blocks.einsum("kqh,ksh->kqs", q, k) * scale, mask
+
+
+def _block(x: jax.Array, i: jax.Array) -> jax.Array:
+    """Return block i of an array in blocks, which may be bits."""
+    return from_bits(x[i])
 
 
 def _split(x: jax.Array, block: int) -> jax.Array:
@@ -91,9 +98,9 @@ def _in_blocks(inputs: Inputs, block: int) -> _Blocks:
     q_index = _split(padded.q_index, block_q)
     k_index, last_query = (_split(x, block_k) for x in (padded.k_index, padded.last_query))
     return _Blocks(
-        _query_blocks(padded.q, block_q),
-        _split(padded.k, block_k).swapaxes(1, 2),
-        _split(padded.v, block_k).swapaxes(1, 2),
+        as_bits(_query_blocks(padded.q, block_q)),
+        as_bits(_split(padded.k, block_k).swapaxes(1, 2)),
+        as_bits(_split(padded.v, block_k).swapaxes(1, 2)),
         jnp.tile(q_index, (1, inputs.q.shape[2])),
         k_index,
         last_query,
@@ -117,18 +124,20 @@ def forward(inputs: Inputs, block: int = 0) -> tuple[jax.Array, jax.Array]:
             scores, mask = row.scores(i, j)
 
             def weighted_sum(weights):
-                return blocks.einsum("kqs,ksh->kqh", weights.astype(row.v.dtype), row.v[j])
+                return blocks.einsum(
+                    "kqs,ksh->kqh", weights.astype(inputs.v.dtype), _block(row.v, j)
+                )
 
-            return state.add(scores, weighted_sum, mask)
+            return state.add(jnp.where(mask, scores, masks.MASKED), weighted_sum)
 
         start = blocks.Softmax.start(row.q.shape[1:])
         out, lse = jax.lax.fori_loop(0, count[i], step, start).finish(-masks.MASKED)
-        return out.astype(row.q.dtype), lse
+        return as_bits(out.astype(inputs.q.dtype)), lse
 
     out, lse = (
         _joined_queries(x, inputs.q) for x in jax.lax.map(one_block, jnp.arange(len(row.q)))
     )
-    return out, jnp.moveaxis(lse, 0, 2)
+    return from_bits(out), jnp.moveaxis(lse, 0, 2)
 
 
 def backward(
@@ -139,24 +148,27 @@ def backward(
     row = _in_blocks(inputs, block)
     order, count = _live_first(row.live.T)
     d_outs, lses, deltas = (
-        _query_blocks(x, _query_block(inputs, block))
+        as_bits(_query_blocks(x, _query_block(inputs, block)))
         for x in (d_out, jnp.moveaxis(lse, 2, 0), jnp.moveaxis(delta, 2, 0))
     )
     scale = q.shape[-1] ** -0.5
+    # Scores have keys first, and the gradient of queries is transposed: so every product reads its
+    # first factor row by row. Backward takes 148 ms instead of 199 with scores^T alone, in bfloat16
+    # 103 instead of 154 (3,072 tokens, 8 heads of 64, 2 cores).
+    k_columns = row.k.swapaxes(2, 3)  # [key blocks, K, H, keys]
 
     def one_block(d_queries, j):
         def step(n, state):
             d_queries, d_key, d_value = state
             i = order[j, n]
-            # Keys first: two of the three products of gradients then read their first factor row
-            # by row, which is faster on CPUs.
             scores, mask = row.scores(i, j, keys_first=True)
+            d_out = _block(d_outs, i)
             weights = jnp.where(mask, jnp.exp(scores - lses[i][:, None]), 0.0)
-            d_weights = blocks.einsum("ksh,kqh->ksq", row.v[j], d_outs[i])
+            d_weights = blocks.einsum("ksh,kqh->ksq", _block(row.v, j), d_out)
             d_scores = (weights * (d_weights - deltas[i][:, None]) * scale).astype(q.dtype)
-            d_query = blocks.einsum("ksq,ksh->kqh", d_scores, row.k[j])
-            d_key += blocks.einsum("ksq,kqh->ksh", d_scores, row.q[i])
-            d_value += blocks.einsum("ksq,kqh->ksh", weights.astype(v.dtype), d_outs[i])
+            d_query = blocks.einsum("khs,ksq->khq", _block(k_columns, j), d_scores)
+            d_key += blocks.einsum("ksq,kqh->ksh", d_scores, _block(row.q, i))
+            d_value += blocks.einsum("ksq,kqh->ksh", weights.astype(v.dtype), d_out)
             # In place: XLA for CPUs would compile `.at[i].add` to a slow scatter.
             d_queries = jax.lax.dynamic_update_index_in_dim(
                 d_queries, d_queries[i] + d_query, i, axis=0
@@ -165,10 +177,11 @@ def backward(
 
         zeros = jnp.zeros(row.k.shape[1:])
         state = jax.lax.fori_loop(0, count[j], step, (d_queries, zeros, zeros))
-        return state[0], (state[1].astype(k.dtype), state[2].astype(v.dtype))
+        return state[0], tuple(as_bits(x.astype(k.dtype)) for x in state[1:])
 
     d_queries, (d_keys, d_values) = jax.lax.scan(
-        one_block, jnp.zeros(row.q.shape), jnp.arange(len(row.k))
+        one_block, jnp.zeros(row.q.swapaxes(2, 3).shape), jnp.arange(len(row.k))
     )
-    d_q = _joined_queries(d_queries, q).astype(q.dtype)
-    return d_q, _joined_keys(d_keys, len(k)), _joined_keys(d_values, len(k))
+    d_q = _joined_queries(d_queries.swapaxes(2, 3), q).astype(q.dtype)
+    d_k, d_v = (_joined_keys(from_bits(x), len(k)) for x in (d_keys, d_values))
+    return d_q, d_k, d_v

@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from spell_jax.runtime.bits import as_bits, from_bits
+
 KEPT = "attention"  # checkpoint name of the output and its log-sum-exp
 
 
@@ -50,7 +52,11 @@ class Kernel(NamedTuple):
 
 def over_rows(function: Callable[..., Any]) -> Callable[..., Any]:
     """Apply a single-row function to the rows of a batch in a loop, as their steps may differ."""
-    return lambda *rows: jax.lax.map(lambda row: function(*row), rows)
+
+    def on_row(row: tuple[Any, ...]) -> Any:
+        return jax.tree.map(as_bits, function(*jax.tree.map(from_bits, row)))
+
+    return lambda *rows: jax.tree.map(from_bits, jax.lax.map(on_row, jax.tree.map(as_bits, rows)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -76,11 +82,11 @@ def _forward(kernel: Kernel, q, k, v, *indices):
     out, lse = kernel.forward(Inputs(_grouped(q, k), k, v, *indices))
     # A remat policy that saves these names need not run the kernel again.
     out, lse = checkpoint_name(out.reshape(q.shape), KEPT), checkpoint_name(lse, KEPT)
-    return out, (q, k, v, *indices, out, lse)
+    return out, (*map(as_bits, (q, k, v, out)), lse, *indices)
 
 
 def _backward(kernel: Kernel, kept, d_out):
-    q, k, v, *indices, out, lse = kept
+    (q, k, v, out), (lse, *indices) = map(from_bits, kept[:4]), kept[4:]
     inputs, d_out = Inputs(_grouped(q, k), k, v, *indices), _grouped(d_out.astype(q.dtype), k)
     delta = jnp.einsum("bqkrh,bqkrh->bkrq", d_out.astype(jnp.float32), _grouped(out, k))
     dq, dk, dv = kernel.backward(inputs, lse, delta, d_out)

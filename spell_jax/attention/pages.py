@@ -11,14 +11,14 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from spell_jax.runtime import mesh as meshes
+from spell_jax.runtime.bits import from_bits
 
 
 @flax.struct.dataclass
 class Pages:
     """Pool of Z pages of C tokens. An int8 key or value is its vector times its scale.
 
-    On CPUs a pool of bfloat16 holds the bits as uint16: XLA would convert the whole pool to float32
-    and back to write a token or read a page.
+    On CPUs a pool of bfloat16 holds bits (runtime/bits.py).
     """
 
     keys: Any  # array [L, Z, K, C, H], or its sharding or shape
@@ -108,9 +108,7 @@ def _stored(x: jax.Array, dtype: Any) -> jax.Array:
 
 def loaded(x: jax.Array, dtype: Any) -> jax.Array:
     """Return keys, values or scales that were read from a pool; int8 ones in `dtype`."""
-    if x.dtype == jnp.uint16:
-        return jax.lax.bitcast_convert_type(x, jnp.bfloat16)
-    return x.astype(dtype) if x.dtype == jnp.int8 else x
+    return x.astype(dtype) if x.dtype == jnp.int8 else from_bits(x)
 
 
 def quantize(x: jax.Array) -> tuple[jax.Array, jax.Array]:

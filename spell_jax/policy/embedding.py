@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from spell_jax.runtime import collectives
 from spell_jax.runtime import mesh as meshes
+from spell_jax.runtime.bits import as_bits, from_bits
 from spell_jax.runtime.collectives import Split
 
 
@@ -57,7 +58,7 @@ _lookup.defvjp(_lookup_forward, _lookup_backward)
 def _forward(split: Split, table: jax.Array, tokens: jax.Array) -> jax.Array:
     """One device's part of `lookup`, on its shards."""
     place, here = _places(split, tokens, len(table))
-    found = jnp.take(table, place, axis=0, mode="clip")
+    found = from_bits(jnp.take(as_bits(table), place, axis=0, mode="clip"))
     if split.leading:  # one device has the row, the others add zeros
         found = jax.lax.psum(jnp.where(here[..., None], found, 0), split.leading)
     if not split.width:

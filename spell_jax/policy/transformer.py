@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import chex
 import flax.linen as nn
@@ -24,6 +24,7 @@ from spell_jax.attention.kernel import KEPT as ATTENTION
 from spell_jax.policy import embedding, mimetic, moe, products, rope
 from spell_jax.policy.config import LoraConfig, PolicyConfig
 from spell_jax.runtime import collectives
+from spell_jax.runtime.bits import from_bits
 
 Params = dict[str, Any]
 _HIDDEN = ("rows", "time", "width")  # logical axes of hidden states [B, T, D]
@@ -64,20 +65,35 @@ def _constant(initializer, *axes: str) -> Any:
 
 
 @jax.custom_vjp
-def _float32(parameter: jax.Array) -> jax.Array:
-    """Cast a parameter to float32, so that its gradient is summed in float32, also over devices."""
-    return parameter.astype(jnp.float32)
+def _scaled(x: jax.Array, scale: jax.Array) -> jax.Array:
+    """Multiply x, float32 [*tokens, *shape], by a parameter of any dtype [*shape].
+
+    The parameter's gradient is summed in float32, also over devices.
+    """
+    return x * scale.astype(jnp.float32)
 
 
-def _float32_forward(parameter: jax.Array):
-    return _float32(parameter), jnp.zeros(0, parameter.dtype)  # empty, carries the dtype
+def _scaled_backward(kept: tuple[jax.Array, jax.Array], d_out: jax.Array):
+    x, scale = kept
+    d_scale = products.sum_over_tokens(d_out * x, x.ndim - scale.ndim)
+    return d_out * scale.astype(jnp.float32), collectives.rounded(d_scale, scale.dtype)
 
 
-def _float32_backward(like: jax.Array, gradient: jax.Array):
-    return (collectives.rounded(gradient, like.dtype),)
+_scaled.defvjp(lambda x, scale: (_scaled(x, scale), (x, scale)), _scaled_backward)
 
 
-_float32.defvjp(_float32_forward, _float32_backward)
+@jax.custom_vjp
+def _shifted(x: jax.Array, bias: jax.Array) -> jax.Array:
+    """Add a parameter to x, like `_scaled`."""
+    return x + bias.astype(jnp.float32)
+
+
+def _shifted_backward(like: jax.Array, d_out: jax.Array):
+    d_bias = products.sum_over_tokens(d_out, d_out.ndim - like.ndim)
+    return d_out, collectives.rounded(d_bias, like.dtype)
+
+
+_shifted.defvjp(lambda x, bias: (_shifted(x, bias), bias), _shifted_backward)
 
 
 class RMSNorm(nn.Module):
@@ -91,47 +107,83 @@ class RMSNorm(nn.Module):
         scale = self.param("scale", _constant(nn.initializers.ones, self.axis), (x.shape[-1],))
         x32 = x.astype(jnp.float32)
         x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.epsilon)
-        return (x32 * _float32(scale)).astype(x.dtype)
+        return _scaled(x32, scale).astype(x.dtype)
+
+
+class _Linear(NamedTuple):
+    """Parameters of a linear layer with axes [*into] -> [*out]; None for those that it lacks."""
+
+    kernel: jax.Array  # [*into, *out]
+    scale: jax.Array | None  # of an int8 kernel (int8.py; rollouts only), [*out]
+    a: jax.Array | None  # LoRA adapters, [*into, rank] and [rank, *out]
+    b: jax.Array | None
+    bias: jax.Array | None  # [*out]
+
+    @classmethod
+    def declare(
+        cls,
+        module: nn.Module,
+        name: str,
+        into: dict[str, int],
+        out: dict[str, int],
+        lora: LoraConfig | None,
+        has_bias: bool,
+    ) -> _Linear:
+        """Declare a layer's parameters in its module, as NAME_kernel and so on.
+
+        `into` and `out` have the size of each axis by its logical name.
+        """
+        inputs, shape = math.prod(into.values()), (*into.values(), *out.values())
+        kernel: Any = module.param(f"{name}_kernel", _kernel((*into, *out), inputs), shape)
+        scale = a = b = bias = None
+        if kernel.dtype == jnp.int8:
+            scale = module.get_variable("params", f"{name}_scale")
+
+        def uniform(key, shape, dtype=jnp.float32):  # variance 1 / (3 inputs), as in PEFT
+            return jax.random.uniform(key, shape, dtype, -(inputs**-0.5), inputs**-0.5)
+
+        def zeros(*axes: str):
+            return _constant(nn.initializers.zeros, *axes)
+
+        if lora is not None and lora.adapts(name):
+            low, high = (*into.values(), lora.rank), (lora.rank, *out.values())
+            a = module.param(f"{name}_lora_a", _constant(uniform, *into, "rank"), low)
+            b = module.param(f"{name}_lora_b", zeros("rank", *out), high)
+        if has_bias:
+            bias = module.param(f"{name}_bias", zeros(*out), tuple(out.values()))
+        return cls(from_bits(kernel), scale, a, b, bias)
 
 
 def _project(
     module: nn.Module,
-    name: str,
     x: jax.Array,
     into: dict[str, int],
-    out: dict[str, int],
-    lora: LoraConfig | None,
-) -> jax.Array:
-    """Apply the linear layer `name` and its LoRA adapters to x [..., *into] -> [..., *out].
+    outputs: dict[str, dict[str, int]],
+    lora: LoraConfig | None = None,
+    has_bias: bool = False,
+) -> list[jax.Array]:
+    """Apply linear layers and their LoRA adapters to x [..., *into] -> [..., *out] each.
 
-    `module` holds the parameter NAME_kernel [*into, *out], and NAME_scale [*out] if that is int8.
-    `into` and `out` give the size of each axis by logical axis name.
+    `outputs` has the output axes of each layer by the layer's name; see _Linear.
     """
-    inputs = math.prod(into.values())
-    shape = (*into.values(), *out.values())
-    kernel: Any = module.param(f"{name}_kernel", _kernel((*into, *out), inputs), shape)
-    kernel = products.from_bits(kernel)
-    projected: jax.Array
-    if kernel.dtype == jnp.int8:  # int8.py; rollouts only, without gradient
-        scale: Any = module.get_variable("params", f"{name}_scale")
-        small: jax.Array = products.multiply(x, kernel.astype(x.dtype), len(into))
-        projected = (small.astype(jnp.float32) * scale).astype(x.dtype)
-    else:
-        projected = products.multiply(x, kernel, len(into))
-    if lora is None or not lora.adapts(name):
-        return projected
-
-    def uniform(key, shape, dtype=jnp.float32):  # variance 1 / (3 inputs), as in PEFT
-        return jax.random.uniform(key, shape, dtype, -(inputs**-0.5), inputs**-0.5)
-
-    a = module.param(
-        f"{name}_lora_a", _constant(uniform, *into, "rank"), (*into.values(), lora.rank)
-    )
-    zeros = _constant(nn.initializers.zeros, "rank", *out)
-    b = module.param(f"{name}_lora_b", zeros, (lora.rank, *out.values()))
-    low: jax.Array = products.multiply(x, a, len(into))
-    adapted: jax.Array = products.multiply(low, b, 1)
-    return projected + adapted * lora.scale
+    layers = [
+        _Linear.declare(module, name, into, out, lora, has_bias) for name, out in outputs.items()
+    ]
+    kernels = [layer.kernel.astype(x.dtype) for layer in layers]
+    kernels += [layer.a for layer in layers if layer.a is not None]
+    made: Any = products.multiply(x, tuple(kernels), len(into))
+    lows = iter(made[len(layers) :])
+    results = []
+    for layer, result in zip(layers, made, strict=False):
+        if layer.scale is not None:
+            result = (result.astype(jnp.float32) * layer.scale).astype(x.dtype)
+        if lora is not None and layer.b is not None:
+            adapted: Any = products.multiply(next(lows), (layer.b,), 1)
+            result += adapted[0] * lora.scale
+        if layer.bias is not None:
+            result = _shifted(result.astype(jnp.float32), layer.bias).astype(x.dtype)
+        results.append(result)
+    return results
 
 
 class Attention(nn.Module):
@@ -140,22 +192,13 @@ class Attention(nn.Module):
     config: PolicyConfig
     attend: Attend
 
-    def _heads(self, x: jax.Array, name: str, axis: str, heads: int) -> jax.Array:
-        c = self.config
-        out = {axis: heads, "head": c.head_size}
-        projected = _project(self, name, x, {"embed": c.width}, out, c.lora)
-        if c.qkv_bias:
-            initial = _constant(nn.initializers.zeros, *out)
-            bias = self.param(f"{name}_bias", initial, tuple(out.values()))
-            projected = (projected.astype(jnp.float32) + _float32(bias)).astype(x.dtype)
-        return projected
-
     @nn.compact
     def __call__(self, x: jax.Array, cache: Any, context: Any) -> tuple[jax.Array, Any]:
         c = self.config
-        q = self._heads(x, "q", "heads", c.heads)
-        k = self._heads(x, "k", "kv_heads", c.kv_heads)
-        v = self._heads(x, "v", "kv_heads", c.kv_heads)
+        heads = {"heads": c.heads, "head": c.head_size}
+        kv_heads = {"kv_heads": c.kv_heads, "head": c.head_size}
+        outputs = {"q": heads, "k": kv_heads, "v": kv_heads}
+        q, k, v = _project(self, x, {"embed": c.width}, outputs, c.lora, c.qkv_bias)
         if c.qk_norm:
             q = RMSNorm(c.norm_epsilon, "head", name="q_norm")(q)
             k = RMSNorm(c.norm_epsilon, "head", name="k_norm")(k)
@@ -163,8 +206,8 @@ class Attention(nn.Module):
         k = rope.rotate(k, *context["rotary"])
         out, cache = self.attend(q, k, v, cache, context)
         out = spmd.with_logical_constraint(out, ("rows", "time", "heads", None))
-        into = {"heads": c.heads, "head": c.head_size}
-        return _project(self, "o", out, into, {"embed": c.width}, c.lora), cache
+        (out,) = _project(self, out, heads, {"o": {"embed": c.width}}, c.lora)
+        return out, cache
 
 
 class SwiGLU(nn.Module):
@@ -176,9 +219,9 @@ class SwiGLU(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         c = self.config
         narrow, wide = {"embed": c.width}, {"mlp": c.feed_forward}
-        gate = _project(self, "gate", x, narrow, wide, c.lora)
-        up = _project(self, "up", x, narrow, wide, c.lora)
-        return _project(self, "down", nn.silu(gate) * up, wide, narrow, c.lora)
+        gate, up = _project(self, x, narrow, {"gate": wide, "up": wide}, c.lora)
+        (down,) = _project(self, products.gated(gate, up), wide, {"down": narrow}, c.lora)
+        return down
 
 
 class Experts(nn.Module):
@@ -195,7 +238,7 @@ class Experts(nn.Module):
         self, x: jax.Array, real: jax.Array, recorded: jax.Array | None
     ) -> tuple[jax.Array, moe.Routing]:
         c = self.config
-        logits = _project(self, "router", x, {"embed": c.width}, {"router": c.experts}, None)
+        (logits,) = _project(self, x, {"embed": c.width}, {"router": {"router": c.experts}})
         weights, chosen = moe.route(logits, c.experts_per_token, c.normalized_router)
         differing = None
         if recorded is not None:
@@ -207,7 +250,7 @@ class Experts(nn.Module):
         gate = self.param("gate_kernel", wide, shape)
         up = self.param("up_kernel", wide, shape)
         down = self.param("down_kernel", narrow, (c.experts, c.feed_forward, c.width))
-        gate, up, down = (products.from_bits(kernel) for kernel in (gate, up, down))
+        gate, up, down = (from_bits(kernel) for kernel in (gate, up, down))
         out = moe.mix(x, weights.astype(x.dtype), chosen, (gate, up, down))
         record = chosen.astype(moe.no_experts(c).dtype) if self.record else None
         return out, moe.Routing(moe.load(chosen, c.experts, real), record, differing)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +37,11 @@ def _low(policy: PolicyConfig) -> transformer.Params:
     return jax.tree.map(lambda x: x.astype(jnp.bfloat16), tiny.weights(policy))
 
 
+def _multiply(x: jax.Array, kernel: jax.Array, into: int) -> jax.Array:
+    made: Any = products.multiply(x, (kernel,), into)
+    return made[0]
+
+
 def _gradients(product, factors):
     out, pull = jax.vjp(product, *factors)
     return out, *pull(jnp.cos(jnp.arange(out.size, dtype=out.dtype)).reshape(out.shape))
@@ -52,7 +58,7 @@ def _mesh(kind: str) -> AbstractMesh:
 @by_shape
 def test_products_and_gradients_equal_those_of_jax(x_shape, kernel_shape, into: int) -> None:
     factors = _factors(x_shape, kernel_shape)
-    made = jax.jit(lambda *both: _gradients(lambda x, k: products.multiply(x, k, into), both))
+    made = jax.jit(lambda *both: _gradients(lambda x, k: _multiply(x, k, into), both))
     right = _gradients(lambda x, kernel: jnp.tensordot(x, kernel, axes=into), factors)
     for value, expected in zip(made(*factors), right, strict=True):
         np.testing.assert_allclose(value, expected, rtol=1e-5, atol=1e-6)
@@ -62,7 +68,7 @@ def test_products_and_gradients_equal_those_of_jax(x_shape, kernel_shape, into: 
 def test_bfloat16_is_rounded_once(x_shape, kernel_shape, into: int) -> None:
     low = _factors(x_shape, kernel_shape, "bfloat16")
     high = [factor.astype(jnp.float32) for factor in low]
-    made = _gradients(lambda x, kernel: products.multiply(x, kernel, into), low)
+    made = _gradients(lambda x, kernel: _multiply(x, kernel, into), low)
     right = _gradients(lambda x, kernel: jnp.tensordot(x, kernel, axes=into), high)
     assert {value.dtype for value in made} == {jnp.dtype(jnp.bfloat16)}
     np.testing.assert_allclose(np.asarray(made[0], np.float32), right[0], rtol=2**-8)
@@ -78,13 +84,69 @@ def test_sum_of_outer_products(tokens: int) -> None:
     np.testing.assert_allclose(made, right, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["cpu", "TPU v5e"])
+def test_sum_over_tokens(kind: str) -> None:
+    """On CPUs a product with ones; elsewhere a sum. Both are float32, of two shapes of tokens."""
+    x = jax.random.normal(jax.random.key(0), (3, 4, 5, 2), "bfloat16")
+    right = np.asarray(x, np.float64)
+
+    def total(tokens: int):
+        return products.sum_over_tokens(x, tokens)
+
+    with jax.sharding.use_abstract_mesh(_mesh(kind)):
+        for tokens in (1, 2):
+            (equation,) = [
+                equation
+                for equation in programs.equations(jax.make_jaxpr(total, 0)(tokens).jaxpr)
+                if equation.primitive.name in ("dot_general", "reduce_sum")
+            ]
+            assert (equation.primitive.name == "dot_general") == (kind == "cpu")
+            assert {v.aval.dtype.name for v in equation.invars} == {"float32"}
+    for tokens in (1, 2):
+        made = total(tokens)
+        assert made.dtype == jnp.float32
+        np.testing.assert_allclose(made, right.sum(tuple(range(tokens))), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gated_and_its_gradients_equal_those_of_jax(dtype: str) -> None:
+    gate, up = (
+        4 * jax.random.normal(jax.random.key(seed), (3, 7)).astype(dtype) for seed in (0, 1)
+    )
+    exact = [np.asarray(x, np.float32) for x in (gate, up)]
+    made = jax.jit(lambda *both: _gradients(products.gated, both))(gate, up)
+    right = _gradients(lambda gate, up: jax.nn.silu(gate) * up, exact)
+    assert {value.dtype.name for value in made} == {dtype}
+    tolerance = 1e-5 if dtype == "float32" else 2**-7
+    for value, expected in zip(made, right, strict=True):
+        value = np.asarray(value, np.float32)
+        np.testing.assert_allclose(value, expected, rtol=tolerance, atol=tolerance)
+
+
+@by_shape
+def test_several_kernels_have_the_products_and_gradients_of_each(
+    x_shape, kernel_shape, into: int
+) -> None:
+    x, kernel = _factors(x_shape, kernel_shape)
+    kernels = (kernel, 2 * kernel[..., :1], -kernel)
+    made, pull = jax.vjp(lambda x, ks: products.multiply(x, ks, into), x, kernels)
+    assert isinstance(made, tuple)
+    right, right_pull = jax.vjp(
+        lambda x, ks: tuple(jnp.tensordot(x, k, axes=into) for k in ks), x, kernels
+    )
+    given = jax.tree.map(jnp.cos, right)
+    pairs = jax.tree.map(lambda a, b: (a, b), (made, pull(given)), (right, right_pull(given)))
+    for value, expected in jax.tree.leaves(pairs, is_leaf=lambda x: isinstance(x[0], jax.Array)):
+        np.testing.assert_allclose(value, expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])
 def test_types_of_products_by_platform(platform: str) -> None:
     """On CPUs all products are float32; elsewhere the gradients of kernels alone, unconstrained."""
     x, kernel = _factors((2, 5, 6), (6, 4), "bfloat16")
 
     def gradients(*factors):
-        return _gradients(lambda x, kernel: products.multiply(x, kernel, 1), factors)
+        return _gradients(lambda x, kernel: _multiply(x, kernel, 1), factors)
 
     def trace():
         return list(programs.equations(jax.make_jaxpr(gradients)(x, kernel).jaxpr))
@@ -123,10 +185,23 @@ def test_kernels_as_bits_give_the_same_logits_and_are_never_converted(policy: Po
     assert stack not in (as_bits.lower(params).compile().as_text() or "")
 
 
+def test_what_the_layers_keep_for_the_gradient_is_never_converted() -> None:
+    """Nothing of bfloat16 that all layers keep, [L, B, T, ...], exists in float32 as well."""
+    policy = dataclasses.replace(tiny.POLICY, remat="none", qk_norm=False, qkv_bias=False)
+    tokens = jnp.arange(22, dtype=jnp.int32).reshape(2, 11)
+    gradient = jax.jit(jax.grad(lambda p: transformer.logits(policy, p, tokens).sum()))
+    text = gradient.lower(_low(policy)).compile().as_text() or ""
+    for size in (str(policy.feed_forward), f"{policy.heads},{policy.head_size}"):
+        kept = f"[{policy.layers},2,11,{size}]"
+        assert f"u16{kept}" in text
+        assert f"f32{kept}" not in text and f"bf16{kept}" not in text
+
+
 def test_kernels_are_no_bits_for_accelerators() -> None:
     params = _low(tiny.POLICY)
     with jax.sharding.use_abstract_mesh(_mesh("TPU v5e")):
-        assert products.kernels_as_bits(params) is params
+        kept = products.kernels_as_bits(params)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(kept)} == {"bfloat16"}
 
 
 def test_a_mesh_without_devices_is_not_of_cpus() -> None:
