@@ -6,7 +6,7 @@
 2. A kernel's gradient is a sum over tokens. XLA for CPUs reads its first factor column by column,
    unless that is transposed before: 380 instead of 169 GFLOP/s in bfloat16 (3,072 tokens, 1,536 x
    512), 173 instead of 123 in float32 (6,240 tokens, 256 x 768).
-3. What the layers' loop cuts up or keeps are bits (runtime/bits.py).
+3. What the loop over layers cuts up, or keeps for the gradient, are bits (runtime/bits.py).
 """
 
 from __future__ import annotations
@@ -69,6 +69,10 @@ def _backward(into: int, kept: tuple[jax.Array, Kernels], d_outs: Kernels):
 multiply.defvjp(_forward, _backward)
 
 
+def _product(a: jax.Array, b: jax.Array, axes) -> jax.Array:
+    return jnp.tensordot(a, b, axes=axes, preferred_element_type=sum_dtype())
+
+
 @jax.custom_vjp
 def gated(gate: jax.Array, up: jax.Array) -> jax.Array:
     """Compute silu(gate) * up, arrays [..., F]; keeps only these two for the gradient."""
@@ -84,10 +88,6 @@ def _gated_backward(kept: tuple[jax.Array, jax.Array], d_out: jax.Array):
 
 
 gated.defvjp(lambda gate, up: (gated(gate, up), (as_bits(gate), as_bits(up))), _gated_backward)
-
-
-def _product(a: jax.Array, b: jax.Array, axes) -> jax.Array:
-    return jnp.tensordot(a, b, axes=axes, preferred_element_type=sum_dtype())
 
 
 def sum_of_outer_products(x: jax.Array, y: jax.Array, tokens: int) -> jax.Array:
@@ -107,8 +107,9 @@ def sum_of_outer_products(x: jax.Array, y: jax.Array, tokens: int) -> jax.Array:
 def sum_over_tokens(x: jax.Array, tokens: int) -> jax.Array:
     """Sum x [*tokens, *shape] over its `tokens` leading axes: float32 [*shape].
 
-    On CPUs as a product with ones, which XLA computes faster than a sum over rows. The
-    gradient of a norm (3,072 x 512) takes 8 instead of 20 ms of CPU time.
+    XLA for CPUs is faster at a product with ones than at a sum over rows: the gradient of a norm
+    (3,072 x 512) takes 8 instead of 20 ms of CPU time. The axes are not joined: tokens that are
+    split over devices would move.
     """
     if not collectives.is_for_cpu():
         return jnp.sum(x, axis=tuple(range(tokens)), dtype=jnp.float32)

@@ -169,7 +169,7 @@ def _project(
     layers = [
         _Linear.declare(module, name, into, out, lora, has_bias) for name, out in outputs.items()
     ]
-    kernels = [layer.kernel.astype(x.dtype) for layer in layers]
+    kernels = [layer.kernel.astype(x.dtype) for layer in layers]  # casts int8 alone
     kernels += [layer.a for layer in layers if layer.a is not None]
     made: Any = products.multiply(x, tuple(kernels), len(into))
     lows = iter(made[len(layers) :])
