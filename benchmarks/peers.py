@@ -53,7 +53,7 @@ class Peers(SamplerBenchmark):
     """Times GRPO steps here and in another library, each side in its own process.
 
     "ours_s" and "peer_s" are the seconds of a step, "..._generate_s" and "..._update_s" the seconds
-    of its two parts, "..._steps_s" the seconds of all timed steps. "..._peak_bytes" is peak memory.
+    of its two parts, "..._steps_s" the seconds of all timed steps. "..._peak_gb" is peak memory.
     "ratio" and "peak_ratio" are the peer's over ours; "ratio_least" divides the peer's fastest step
     by our slowest, "ratio_greatest" its slowest by our fastest. "differences" lists what each side
     pads, repeats or evaluates besides. "environment_s" is the time that the peer's environment took
@@ -210,12 +210,12 @@ def compare(
     for name, sides in (("ours", (first, last)), ("peer", (peer,))):
         line |= {f"{name}_{key}": value for key, value in middle_step(*sides).items()}
         line[f"{name}_steps_s"] = [sum(step) for step in _timed(*sides)]
-        line[f"{name}_peak_bytes"] = max(side["peak_bytes"] for side in sides)
+        line[f"{name}_peak_gb"] = max(side["peak_bytes"] for side in sides) / 1e9
     return line | {
         "ratio": line["peer_s"] / line["ours_s"],
         "ratio_least": min(line["peer_steps_s"]) / max(line["ours_steps_s"]),
         "ratio_greatest": max(line["peer_steps_s"]) / min(line["ours_steps_s"]),
-        "peak_ratio": line["peer_peak_bytes"] / line["ours_peak_bytes"],
+        "peak_ratio": line["peer_peak_gb"] / line["ours_peak_gb"],
         **{name: {"ours": first[name], "peer": peer[name]} for name in ("versions", "differences")},
         **{name: first[name] for name in ("parameters", "devices", "device")},
     }

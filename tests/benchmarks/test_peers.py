@@ -38,7 +38,7 @@ def test_line_has_the_middle_steps_and_their_ratios() -> None:
     assert line["peer_steps_s"] == [30.0, 40.0, 31.0]
     assert line["ratio"] == 31.0 / 3.5
     assert (line["ratio_least"], line["ratio_greatest"]) == (30.0 / 6.0, 40.0 / 2.0)
-    assert (line["ours_peak_bytes"], line["peer_peak_bytes"], line["peak_ratio"]) == (200, 500, 2.5)
+    assert (line["ours_peak_gb"], line["peer_peak_gb"], line["peak_ratio"]) == (2e-7, 5e-7, 2.5)
     both = {"ours": ["repeats prompts"], "peer": ["repeats prompts"]}
     assert line["differences"] == both and line["versions"]["peer"] == {"jax": "1"}
     assert (line["parameters"], line["devices"], line["device"]) == (7, 1, "cpu")
