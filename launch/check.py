@@ -57,10 +57,9 @@ from spell_jax.policy.model import (
     read_model,
     shape_policy,
 )
-from spell_jax.runtime import entry, hashes, paths
+from spell_jax.runtime import entry, hashes, paths, setup
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.config import Config, build, changes, section
-from spell_jax.runtime.jsonl import read_json
 from spell_jax.runtime.paths import CHECKPOINTS_FOLDER
 from spell_jax.sampler import kv_cache
 from spell_jax.sampler.config import SamplerConfig
@@ -174,8 +173,8 @@ def check(config: Config, topology: str = "", workdir: str = "") -> Checked:
         return checked
     checked.workdir = attempt("workdir", _open_workdir, workdir or None)
     checked.step = attempt("workdir", newest_step, checked.workdir)
-    if checked.step is not None:
-        saved = _saved_config(checked.workdir)
+    if checked.workdir and checked.step is not None:
+        saved = setup.saved_config(checked.workdir)
         attempt("steps", state.check_resumed, config, checked.step, saved)
     before = len(attempt.mistakes)
     checked.sampling = _build(SamplerConfig, "sampler", attempt)
@@ -498,14 +497,6 @@ def newest_step(workdir: epath.Path) -> int | None:
     return max((int(name) for name in names if name.isdecimal()), default=None)
 
 
-def _saved_config(workdir: epath.Path | None) -> dict[str, Any]:
-    """Read the config of the workdir's last start; {} if it is unreadable."""
-    try:
-        return read_json(workdir / paths.CONFIG_FILE) if workdir else {}
-    except (OSError, ValueError):
-        return {}
-
-
 # ---------------------------------------------------------------------------------------- Remarks
 
 
@@ -528,9 +519,10 @@ def _remarks(checked: Checked) -> list[str]:
     if group < slots:
         empty = f"{slots - group} of {slots} slots of a prompt stay empty"
         lines.append(f"{field}: {empty}; {change} fill all")
-    if checked.step is not None:
-        before = _saved_config(checked.workdir)
-        changed = changes(configs.to_dict(configs.read(config)), before)
+    if checked.workdir and checked.step is not None:
+        before = setup.saved_config(checked.workdir)
+        kept = state.keep_dtypes(configs.read(config), before)
+        changed = changes(configs.to_dict(kept), before)
         lines += [f"{change} when last started" for change in changed]
     return lines
 

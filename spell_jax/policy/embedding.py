@@ -58,13 +58,13 @@ _lookup.defvjp(_lookup_forward, _lookup_backward)
 def _forward(split: Split, table: jax.Array, tokens: jax.Array) -> jax.Array:
     """One device's part of `lookup`, on its shards."""
     place, here = _places(split, tokens, len(table))
-    found = from_bits(jnp.take(as_bits(table), place, axis=0, mode="clip"))
+    rows = from_bits(jnp.take(as_bits(table), place, axis=0, mode="clip"))
     if split.leading:  # one device has the row, the others add zeros
-        found = jax.lax.psum(jnp.where(here[..., None], found, 0), split.leading)
+        rows = jax.lax.psum(jnp.where(here[..., None], rows, 0), split.leading)
     if not split.width:
-        return found
+        return rows
     # [n b, T, D / n], ordered by device -> [b, T, D]
-    return jax.lax.all_to_all(found, split.width, split_axis=0, concat_axis=2, tiled=True)
+    return jax.lax.all_to_all(rows, split.width, split_axis=0, concat_axis=2, tiled=True)
 
 
 def _backward(split: Split, held: int, tokens: jax.Array, to_out: jax.Array) -> jax.Array:

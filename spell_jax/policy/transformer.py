@@ -171,10 +171,10 @@ def _project(
     ]
     kernels = [layer.kernel.astype(x.dtype) for layer in layers]  # casts int8 alone
     kernels += [layer.a for layer in layers if layer.a is not None]
-    made: Any = products.multiply(x, tuple(kernels), len(into))
-    lows = iter(made[len(layers) :])
+    projected: Any = products.multiply(x, tuple(kernels), len(into))
+    lows = iter(projected[len(layers) :])
     results = []
-    for layer, result in zip(layers, made, strict=False):
+    for layer, result in zip(layers, projected, strict=False):
         if layer.scale is not None:
             result = (result.astype(jnp.float32) * layer.scale).astype(x.dtype)
         if lora is not None and layer.b is not None:

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import logging
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -43,23 +43,36 @@ def settle_dtypes(config: C, workdir: epath.Path) -> C:
     A resumed run keeps the dtype with which it began, also on a machine with another "auto".
     """
     mesh = meshes.make_mesh(dataclasses.asdict(config.mesh))
-    before = distributed.broadcast(functools.partial(setup.saved_config, workdir))
+    saved = distributed.broadcast(functools.partial(setup.saved_config, workdir))
+    return _replace_auto(keep_dtypes(config, saved), lambda _: resolve_dtype("auto", mesh))
 
-    def settle(name: str, model: M) -> M:
-        section = before.get(name)
+
+def keep_dtypes(config: C, saved: Mapping[str, Any]) -> C:
+    """Replace each compute_dtype "auto" by the dtype in the saved config, where that names one."""
+
+    def saved_dtype(name: str) -> str:
+        section = saved.get(name)
         dtype = section.get("compute_dtype") if isinstance(section, dict) else None
+        if dtype not in DTYPES:
+            return "auto"
+        log.info("%s.compute_dtype = 'auto': %s, with which the run began", name, dtype)
+        return dtype
+
+    return _replace_auto(config, saved_dtype)
+
+
+def _replace_auto(config: C, dtype_of: Callable[[str], str]) -> C:
+    """Replace "auto" in each model's section by dtype_of(name of the section)."""
+
+    def replace(name: str, model: M) -> M:
         if model.compute_dtype != "auto":
             return model
-        if dtype in DTYPES:
-            log.info("%s.compute_dtype = 'auto': %s, with which the run began", name, dtype)
-        else:
-            dtype = resolve_dtype("auto", mesh)
-        return dataclasses.replace(model, compute_dtype=dtype)
+        return dataclasses.replace(model, compute_dtype=dtype_of(name))
 
-    config = dataclasses.replace(config, policy=settle("policy", config.policy))
+    config = dataclasses.replace(config, policy=replace("policy", config.policy))
     if not isinstance(config, RunConfig):
         return config
-    models = {name: settle(name, model) for name, model in config.models.items()}
+    models = {name: replace(name, model) for name, model in config.models.items()}
     return dataclasses.replace(config, models=models)
 
 

@@ -478,6 +478,8 @@ def test_existing_run_is_resumed_only_with_a_compatible_config(
     assert f"resumes step 4 of {workdir}/checkpoints, up to 8" in describe.describe(checked)
     assert "steps = 8: was 4 when last started" in checked.remarks
     assert len(checked.remarks) == 1
+    resumed = small(steps=8, **{"policy.compute_dtype": "auto"})  # keeps the dtype of the run
+    assert check.check(resumed, workdir=workdir).remarks == checked.remarks
     checked = check.check(small(steps=3, seed=2), workdir=workdir)
     assert checked.mistakes == ["steps = 3: must be at least 4, which are done"]
     checked = check.check(small(steps=4, seed=2), workdir=workdir)
@@ -577,9 +579,9 @@ def test_truncated_saved_config_is_ignored(tmp_path: pathlib.Path) -> None:
     config = small()
     start.write_config(plain(config), tmp_path)
     text = (tmp_path / "config.json").read_text()
-    assert json.loads(text)["seed"] == dict(check._saved_config(check.epath.Path(tmp_path)))["seed"]
+    assert json.loads(text)["seed"] == dict(start.saved_config(check.epath.Path(tmp_path)))["seed"]
     (tmp_path / "config.json").write_text(text[:40])
-    assert dict(check._saved_config(check.epath.Path(tmp_path))) == {}
+    assert dict(start.saved_config(check.epath.Path(tmp_path))) == {}
 
 
 def test_missing_warm_start_names_the_command_that_makes_it() -> None:

@@ -38,8 +38,8 @@ def _low(policy: PolicyConfig) -> transformer.Params:
 
 
 def _multiply(x: jax.Array, kernel: jax.Array, into: int) -> jax.Array:
-    made: Any = products.multiply(x, (kernel,), into)
-    return made[0]
+    several: Any = products.multiply(x, (kernel,), into)
+    return several[0]
 
 
 def _gradients(product, factors):
@@ -58,9 +58,9 @@ def _mesh(kind: str) -> AbstractMesh:
 @by_shape
 def test_products_and_gradients_equal_those_of_jax(x_shape, kernel_shape, into: int) -> None:
     factors = _factors(x_shape, kernel_shape)
-    made = jax.jit(lambda *both: _gradients(lambda x, k: _multiply(x, k, into), both))
+    gradients = jax.jit(lambda *both: _gradients(lambda x, k: _multiply(x, k, into), both))
     right = _gradients(lambda x, kernel: jnp.tensordot(x, kernel, axes=into), factors)
-    for value, expected in zip(made(*factors), right, strict=True):
+    for value, expected in zip(gradients(*factors), right, strict=True):
         np.testing.assert_allclose(value, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -68,10 +68,10 @@ def test_products_and_gradients_equal_those_of_jax(x_shape, kernel_shape, into: 
 def test_bfloat16_is_rounded_once(x_shape, kernel_shape, into: int) -> None:
     low = _factors(x_shape, kernel_shape, "bfloat16")
     high = [factor.astype(jnp.float32) for factor in low]
-    made = _gradients(lambda x, kernel: _multiply(x, kernel, into), low)
+    values = _gradients(lambda x, kernel: _multiply(x, kernel, into), low)
     right = _gradients(lambda x, kernel: jnp.tensordot(x, kernel, axes=into), high)
-    assert {value.dtype for value in made} == {jnp.dtype(jnp.bfloat16)}
-    np.testing.assert_allclose(np.asarray(made[0], np.float32), right[0], rtol=2**-8)
+    assert {value.dtype for value in values} == {jnp.dtype(jnp.bfloat16)}
+    np.testing.assert_allclose(np.asarray(values[0], np.float32), right[0], rtol=2**-8)
 
 
 @pytest.mark.parametrize("tokens", [1, 2])
@@ -103,9 +103,9 @@ def test_sum_over_tokens(kind: str) -> None:
             assert (equation.primitive.name == "dot_general") == (kind == "cpu")
             assert {v.aval.dtype.name for v in equation.invars} == {"float32"}
     for tokens in (1, 2):
-        made = total(tokens)
-        assert made.dtype == jnp.float32
-        np.testing.assert_allclose(made, right.sum(tuple(range(tokens))), rtol=1e-5, atol=1e-5)
+        summed = total(tokens)
+        assert summed.dtype == jnp.float32
+        np.testing.assert_allclose(summed, right.sum(tuple(range(tokens))), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -114,11 +114,11 @@ def test_gated_and_its_gradients_equal_those_of_jax(dtype: str) -> None:
         4 * jax.random.normal(jax.random.key(seed), (3, 7)).astype(dtype) for seed in (0, 1)
     )
     exact = [np.asarray(x, np.float32) for x in (gate, up)]
-    made = jax.jit(lambda *both: _gradients(products.gated, both))(gate, up)
+    values = jax.jit(lambda *both: _gradients(products.gated, both))(gate, up)
     right = _gradients(lambda gate, up: jax.nn.silu(gate) * up, exact)
-    assert {value.dtype.name for value in made} == {dtype}
+    assert {value.dtype.name for value in values} == {dtype}
     tolerance = 1e-5 if dtype == "float32" else 2**-7
-    for value, expected in zip(made, right, strict=True):
+    for value, expected in zip(values, right, strict=True):
         value = np.asarray(value, np.float32)
         np.testing.assert_allclose(value, expected, rtol=tolerance, atol=tolerance)
 
@@ -129,13 +129,13 @@ def test_several_kernels_have_the_products_and_gradients_of_each(
 ) -> None:
     x, kernel = _factors(x_shape, kernel_shape)
     kernels = (kernel, 2 * kernel[..., :1], -kernel)
-    made, pull = jax.vjp(lambda x, ks: products.multiply(x, ks, into), x, kernels)
-    assert isinstance(made, tuple)
+    several, pull = jax.vjp(lambda x, ks: products.multiply(x, ks, into), x, kernels)
+    assert isinstance(several, tuple)
     right, right_pull = jax.vjp(
         lambda x, ks: tuple(jnp.tensordot(x, k, axes=into) for k in ks), x, kernels
     )
     given = jax.tree.map(jnp.cos, right)
-    pairs = jax.tree.map(lambda a, b: (a, b), (made, pull(given)), (right, right_pull(given)))
+    pairs = jax.tree.map(lambda a, b: (a, b), (several, pull(given)), (right, right_pull(given)))
     for value, expected in jax.tree.leaves(pairs, is_leaf=lambda x: isinstance(x[0], jax.Array)):
         np.testing.assert_allclose(value, expected, rtol=1e-5, atol=1e-5)
 

@@ -91,7 +91,7 @@ def test_auto_becomes_the_dtype_of_the_run_or_of_the_machine(
 
 
 def test_a_dtype_that_the_config_names_is_not_replaced(policy, tmp_path) -> None:
-    """Neither by that of the run, nor in the sections of other models."""
+    """The run's dtype replaces "auto" alone, in the section of each model."""
     extra = configs.ExtraModelConfig(folder="tiny", compute_dtype="auto")
     config = configs.read(noise.small_config(policy, **{"policy.compute_dtype": "float32"}))
     config = dataclasses.replace(config, models={"reward_model": extra})
