@@ -216,10 +216,10 @@ def test_step_of_trl_is_measured_beside_ours(
     assert line["peer_s"] == pytest.approx(line["peer_generate_s"] + line["peer_update_s"])
     assert line["ours_s"] == pytest.approx(line["ours_generate_s"] + line["ours_update_s"])
     assert line["ratio"] == pytest.approx(line["peer_s"] / line["ours_s"])
-    assert line["peak_ratio"] == line["peer_peak_bytes"] / line["ours_peak_bytes"]
+    assert line["peak_ratio"] == line["peer_peak_gb"] / line["ours_peak_gb"]
     assert (len(line["ours_steps_s"]), len(line["peer_steps_s"])) == (6, 3)
     # With gradient and moments four times the weights, and at least the libraries.
-    assert min(line["ours_peak_bytes"], line["peer_peak_bytes"]) > 2**27
+    assert min(line["ours_peak_gb"], line["peer_peak_gb"]) > 0.134
     # Embedding, q, k, v with biases, o, mlp, norms.
     assert line["parameters"] == 96 * 64 + 3 * 64 * 65 + 64 * 64 + 3 * 64 * 192 + 3 * 64
     assert (line["devices"], line["device"]) == (1, "cpu")
