@@ -89,7 +89,7 @@ def _paper(rng: np.random.Generator, questions_per_cluster: int = 1) -> list[Tra
 
 
 MIXES = {
-    "demo": Mix(_demo, (Bucket(320, 224),), 6400),
+    "demo": Mix(_demo, (Bucket(320, 224),), 1600),
     "200_to_2000": Mix(_short, _LONG, 51_200),
     "paper_16k": Mix(_paper, _LONG, 51_200),
     "paper_16k_trees": Mix(lambda rng: _paper(rng, 4), _LONG, 51_200),

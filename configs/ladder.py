@@ -65,7 +65,7 @@ def get_config(arm: str = "full") -> Config:
         config.steps = STATIC_STEPS
     config.update(evaluate=False, validate_every=10, checkpoint_every=20)
     config.update(max_minutes=0.0, keep_checkpoints=10)
-    config.policy.folder = "runs/ladder_warm_start/policy"
+    config.policy.update(folder="runs/ladder_warm_start/policy", compute_dtype="float32")
 
     config.data.update(source="ladder", tasks=("general_qa",), task_weights=(1.0,))
     config.data.shuffle = arm != "yoked"

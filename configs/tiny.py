@@ -17,7 +17,7 @@ def get_config() -> Config:
     config = default_config()
     config.update(steps=120, evaluate=True, validate_every=20, checkpoint_every=20)
     config.max_minutes = 10.0
-    config.policy.update(folder="tiny", compute_dtype="float32", remat="none")
+    config.policy.update(folder="tiny", remat="none")
     config.data.source = "tiny"
 
     config.algorithm.update(prompts="compact", questions=48, generation_batch=48)
@@ -30,8 +30,9 @@ def get_config() -> Config:
     config.algorithm.questioner_normalization = "task"
 
     config.sampler.update(max_prompt=192, max_tokens=48, max_verdict_tokens=4, slots=128)
-    config.sampler.update(page_size=32, kv_cache_tokens=32_768)
+    config.sampler.update(page_size=16, kv_cache_tokens=32_768)
     config.sampler.update(prefill_tokens=1536, decode_tokens=16)
     config.optimizer.update(learning_rate=2e-4, b2=0.95)
-    config.packing.update(buckets=((320, 224),), token_budget=6400)
+    # 5 rows a micro-batch: 83 % of the tokens are no padding, with 20 rows 68 % (20 steps).
+    config.packing.update(buckets=((320, 224),), token_budget=1600)
     return config

@@ -20,7 +20,7 @@ def get_config() -> Config:
     config = tiny.get_config()
     config.update(steps=60, minibatches=2, validate_every=0, checkpoint_every=60, max_minutes=0.0)
 
-    config.policy.folder = "runs/tiny_eapo_policy/policy"
+    config.policy.update(folder="runs/tiny_eapo_policy/policy", compute_dtype="float32")
     with config.unlocked():
         config.reward_model = extra_model()
     config.reward_model.folder = "runs/tiny_eapo_reward/policy"

@@ -22,7 +22,7 @@ from spell_jax.runtime.config import check_least
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.sampler.requests import SampleRequest
 from spell_jax.sampler.scheduler import DecodeSequence, Scheduler, Shape, Tasks
-from spell_jax.sampler.session import REFILL_SHARE
+from spell_jax.sampler.session import NO_LIMIT, most_idle_passes
 
 # Tokens of the short texts, as in benchmarks/rollout.py: the template that all verifier prompts
 # begin with, a question, and the end of an answer that a verifier reads.
@@ -255,11 +255,13 @@ class _Session:
                     left.append((number, sequence, min(limit, int(length)) - sequence.count))
         if not left:  # all wait for pages
             return
-        enough = len(left) + 1
-        if scheduler.has_queued(lane):
-            enough = max(1, len(left) // REFILL_SHARE)
-        in_order = sorted(tokens for *_, tokens in left)
-        steps = min(most, *in_order[-1:], *in_order[enough - 1 : enough])
+        most_idle = most_idle_passes(len(left)) if scheduler.has_queued(lane) else NO_LIMIT
+        tokens_left = np.array([tokens for *_, tokens in left])
+        steps = min(most, tokens_left.max())
+        # Idle passes in sum after each number of passes, with those of the next pass.
+        passes = np.arange(1, steps + 1)[:, None]
+        idle = np.maximum(passes + 1 - tokens_left, 0).sum(axis=1)
+        steps = int(min(steps, 1 + np.searchsorted(idle, most_idle)))
         sampled = [(number, one, min(tokens, steps)) for number, one, tokens in left]
         self._running.append((lane, sampled))
         total = sum(new for *_, new in sampled)

@@ -83,6 +83,7 @@ def small_config(folder: str | pathlib.Path, **overrides) -> ConfigDict:
         "max_minutes": 0.0,
         "evaluate": False,
         "policy.folder": str(folder),
+        "policy.compute_dtype": "float32",  # the same on CPUs with and without bfloat16
         "data.tiny.clusters": 9,
         "data.tiny.documents": (2,),
         "data.tiny.evaluation": ConfigDict(

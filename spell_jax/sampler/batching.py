@@ -54,9 +54,9 @@ def prompt_pages(scheduler: Scheduler, tasks: Tasks, max_prompt: int) -> program
 
 
 def slots(
-    scheduler: Scheduler, lane: int, limits: Limits, enough: int, config: SamplerConfig
+    scheduler: Scheduler, lane: int, limits: Limits, most_idle: int, config: SamplerConfig
 ) -> programs.Slots:
-    """Input arrays of a decode call of one lane; `enough` ended slots make it return."""
+    """Make the input arrays of a decode call of one lane; see Slots.most_idle."""
     shape, shards = scheduler.shape, len(scheduler.shards)
     cells, rows = shape.lanes[lane]
     one, many = (shards, shape.slots), (shards, rows, cells)
@@ -81,7 +81,7 @@ def slots(
             top_p=np.ones(one, np.float32),
             min_p=np.zeros(one, np.float32),
         ),
-        enough=np.int32(enough),
+        most_idle=np.int32(most_idle),
     )
     if config.vocabulary_dropout:
         shares, nats = np.zeros(one, np.float32), np.zeros(one, np.float32)

@@ -73,7 +73,8 @@ class Slots:
     prompt_visible: Array
     suffix_table: Array  # pages of the slot's own tokens, int32 [N, I]
     sampling: Sampling  # sampling parameters, arrays [N]
-    enough: Array  # number of slots that must have ended for the call to return, int32 scalar
+    # The call returns before its slots have lost this many passes in sum, int32 scalar.
+    most_idle: Array
     # Token ids of the row's prompt, right-aligned, int32 [M, P]; None without speculation.
     prompt_tokens: Array | None = None
 
@@ -135,9 +136,10 @@ def decode(
 
     All samples of a prompt attend to its pages in one matrix product, and each slot attends to the
     pages of its own suffix; the two parts are merged by log-sum-exp. The loop ends early when
-    enough slots are free to be refilled. With speculation, a pass also feeds proposed tokens, and
-    those that equal the sampled tokens are accepted, which does not change what is sampled.
-    `params` are in the compute dtype, `state` is donated by the caller, `page_size` is C.
+    slots have been idle for long enough to be refilled. With speculation, a pass also feeds
+    proposed tokens, and those that equal the sampled tokens are accepted, which does not change
+    what is sampled. `params` are in the compute dtype, `state` is donated by the caller,
+    `page_size` is C.
     """
     params = products.kernels_as_bits(params)
     fresh = (slots.prefilled >= 0)[:, None]
@@ -154,8 +156,9 @@ def decode(
     def should_continue(carry):
         *_, sampled = carry
         active = tokens_left(sampled) > 0
-        enough = jnp.sum((slots.count < slots.limit) & ~active) >= slots.enough
-        return (sampled.steps < steps) & ~enough & jnp.any(active)
+        # Passes without a token so far, and in the next pass, of slots that were active at first.
+        idle = jnp.where(slots.count < slots.limit, sampled.steps - sampled.busy + ~active, 0)
+        return (sampled.steps < steps) & (jnp.sum(idle) < slots.most_idle) & jnp.any(active)
 
     def decode_step(carry):
         hidden, pages, own, sampled = carry

@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 
 # Thresholds are log-weights between 0 and _LOWEST, at which a float32 weight underflows to 0. After
-# 30 halvings the bounds are as close as float32 numbers of this size can be.
+# 23 halvings the bounds are 1.2e-5 apart, closer than _SLACK.
 _LOWEST = -104.0
-BISECTIONS = 30
+BISECTIONS = 23
 # The bisection ends at the log-weight of a token that must be kept. Computed again, that weight may
 # be rounded differently (by 1e-5 for logits of 100), so the threshold is lowered by _SLACK.
 _SLACK = 2**-15
@@ -94,9 +94,11 @@ def sample(
     below = scaled - largest
     weights = jnp.exp(below)
     is_kept = below >= threshold(below, sampling)[:, None] - _ROUNDING * jnp.abs(largest)
+    # At temperature 0 the first of the largest logits. An argmax takes XLA for CPUs .25 ms (128
+    # rows of 896), half as long as all else here.
+    is_kept = jnp.where(greedy[:, None], below >= 0, is_kept)
     kept = jnp.where(is_kept, weights, 0.0)
-    sampled = jnp.where(greedy, jnp.argmax(logits, axis=-1), _invert(kept, uniform))
-    token = sampled.astype(jnp.int32)
+    token = _invert(kept, jnp.where(greedy, 0.0, uniform)).astype(jnp.int32)
     chosen = jnp.take_along_axis(below, token[:, None], axis=-1)[:, 0]
     log_total = jnp.log(jnp.sum(weights, axis=-1))
     has_token = below > -jnp.inf
@@ -119,7 +121,7 @@ def _cutoff(below: jax.Array, is_kept: jax.Array, has_token: jax.Array) -> jax.A
 def threshold(below: jax.Array, sampling: Sampling) -> jax.Array:
     """Least log-weight [N] that is kept, for log-probabilities `below` the row's largest [N, V].
 
-    Ties at the threshold (to 3e-5) are all kept, and the largest weight is always kept. A sort
+    Ties at the threshold (to 4e-5) are all kept, and the largest weight is always kept. A sort
     finds the same (8 rows of 152K weights on 2 CPU cores: 459 ms, against 46 ms here).
     """
     weights = jnp.exp(below)

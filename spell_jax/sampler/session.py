@@ -32,9 +32,15 @@ from spell_jax.sampler.scheduler import DecodeSequence, Scheduler, Shape, Tasks
 
 log = logging.getLogger(__name__)
 
-# While requests are queued, a decode call returns as soon as 1 in 16 of its active slots is free.
-# Few slots are then idle, and refills are planned in batches instead of one at a time.
-REFILL_SHARE = 16
+# While requests are queued, a decode call returns before its idle slots lose as much as a refill
+# costs, during which all slots wait: about this share of a pass (the demo: 2 of 4 ms).
+REFILL_COST = 0.5
+NO_LIMIT = np.iinfo(np.int32).max
+
+
+def most_idle_passes(active: int) -> int:
+    """Return the slot passes without a token at which a call with `active` slots returns."""
+    return max(1, round(REFILL_COST * active))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,8 +180,8 @@ class Session:
         limits = [shard.allocate_pages(shard.lanes[lane], c.decode_tokens) for shard in shards]
         active = sum(sequence.count < limit for one in limits for sequence, limit in one.items())
         has_queued = scheduler.has_queued(lane)
-        enough = max(1, active // REFILL_SHARE) if has_queued else active + 1
-        slots = batching.slots(scheduler, lane, limits, enough, c)
+        most_idle = most_idle_passes(active) if has_queued else NO_LIMIT
+        slots = batching.slots(scheduler, lane, limits, most_idle, c)
         self._state, sampled = self._call(
             meshes.DECODE_RULES, self._sampler.decode, slots, lane=lane
         )

@@ -34,7 +34,7 @@ def _attend(
     if not scores_at_once:
         return paged.attend(*given)
     return paged.attend_in_steps(
-        *given, paged.Sizes(scores_at_once, keys_at_once, 2**20, 1, queries)
+        *given, paged.Sizes(scores_at_once, keys_at_once, 8, 2**20, 1, queries)
     )
 
 

@@ -191,6 +191,23 @@ def test_straggler_does_not_hold_its_neighbors_slots() -> None:
     assert asked.counts.starved_slot_steps <= 0.05 * asked.counts.slot_steps
 
 
+@pytest.mark.parametrize(("requests", "passes"), [(5, 3), (4, 8)])
+def test_call_returns_before_idle_slots_lose_half_a_pass(requests: int, passes: int) -> None:
+    """One of four slots ends after 2 tokens: it is idle in pass 3, and would be again in pass 4.
+
+    Without a fifth request, the call goes on to its cap of 8.
+    """
+    keys = session.request_keys(KEY, requests)
+    config = dataclasses.replace(CONFIG, slots=4, decode_tokens=8)
+    asked = _sampler(config).start_session(tiny.weights())
+    for number in range(requests):
+        options = Options(max_tokens=12 if number else 2)
+        asked.submit(SampleRequest([5, 6, number], 1, keys[number], options))
+    asked.advance()
+    asked.advance()
+    assert (asked.counts.decode_calls, asked.counts.decode_steps) == (1, passes)
+
+
 def test_empty_cells_and_slots_are_counted_separately() -> None:
     asked = _sampler().start_session(tiny.weights())
     _answer(asked, [_requests((3, 1, 3, 3))[2]])  # three siblings in a row of four cells
