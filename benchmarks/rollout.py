@@ -250,10 +250,11 @@ class Refill(SlotBenchmark):
     after the one before has ended.
 
     "..._tokens_per_s" is answer tokens over the whole time, prefill included. "..._steps" counts
-    decode passes; a pass takes longer the more answers it samples. "ideal_ratio" follows from the
-    lengths alone: the steps of fixed batches (sum of their longest answers) over the fewest steps
-    with all slots busy. "..._filled" is the share of slot steps that sampled a token. It includes
-    the end of the run, when there are fewer sequences than slots. Two shares are for refill only:
+    decode passes; a pass takes longer the more answers it samples. "..._host_ms_per_call" is the
+    time per decode call in which the host does not wait for the device. "ideal_ratio" follows from
+    the lengths alone: the steps of fixed batches (sum of their longest answers) over the fewest
+    steps with all slots busy. "..._filled" is the share of slot steps that sampled a token. It
+    includes the end of the run, when there are fewer sequences than slots. For refill only:
     "starved_slot_steps" of slot steps that sampled nothing while requests were queued, and
     "padded_group_slots" of places without a sequence in the decoded group rows.
 
@@ -293,6 +294,8 @@ class Refill(SlotBenchmark):
             assert sampled == lengths.tolist()
             line |= {f"{kind}_s": seconds, f"{kind}_tokens_per_s": c.tokens / seconds}
             line |= {f"{kind}_steps": c.decode_steps, f"{kind}_filled": c.tokens / c.slot_steps}
+            host_s = seconds - sum(c.device_wait_seconds.values())
+            line[f"{kind}_host_ms_per_call"] = 1e3 * host_s / c.decode_calls
             if kind == "refill":
                 line["starved_slot_steps"] = c.starved_slot_steps / c.slot_steps
                 line["padded_group_slots"] = c.padded_group_slots / c.group_slot_steps

@@ -73,8 +73,7 @@ class Slots:
     prompt_visible: Array
     suffix_table: Array  # pages of the slot's own tokens, int32 [N, I]
     sampling: Sampling  # sampling parameters, arrays [N]
-    # The call returns before its slots have lost this many passes in sum, int32 scalar.
-    most_idle: Array
+    most_idle: Array  # the call returns before its slots lose this many passes, int32 scalar
     # Token ids of the row's prompt, right-aligned, int32 [M, P]; None without speculation.
     prompt_tokens: Array | None = None
 

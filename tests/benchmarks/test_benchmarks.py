@@ -177,9 +177,11 @@ def test_refill_benchmark_samples_the_forced_lengths() -> None:
     for kind in ("refill", "fixed"):
         assert line[f"{kind}_tokens_per_s"] == pytest.approx(lengths.sum() / line[f"{kind}_s"])
         assert line[f"{kind}_filled"] == pytest.approx(lengths.sum() / (6 * line[f"{kind}_steps"]))
+        most_ms_per_call = 1e3 * line[f"{kind}_s"] / (line[f"{kind}_steps"] / 4)  # 4 passes a call
+        assert 0 < line[f"{kind}_host_ms_per_call"] < most_ms_per_call
     assert line["ratio"] == pytest.approx(line["fixed_s"] / line["refill_s"])
     assert 1 < line["step_ratio"] == line["fixed_steps"] / line["refill_steps"]
-    assert line["starved_slot_steps"] == 0  # as many rows as slots: no slot is free
+    assert 0 < line["starved_slot_steps"] < 0.1  # at most half a pass of all slots in each call
     assert 0 < line["padded_group_slots"] < 1
 
 
