@@ -134,6 +134,32 @@ def test_uniform_numbers_select_by_cumulative_probability() -> None:
     np.testing.assert_array_equal(tokens, [0, 0, 1, 1, 2, 2, 3, 3])
 
 
+def test_temperature_0_takes_the_first_of_the_largest_logits() -> None:
+    logits = jnp.array([[1.0, 3.0, 3.0, 2.0], [-1e4, 2e4, 2e4, 0.0], [0.0, 1.0, 0.5, -jnp.inf]])
+    options = tiny.sampling(3, 0.0)
+    options.temperature[2] = 0.7  # rows have temperatures of their own
+    tokens = sample(logits, jnp.array([0.99, 0.99, 0.0]), options).id
+    np.testing.assert_array_equal(tokens, [1, 1, 0])
+
+
+def test_temperature_0_is_right_where_xla_computes_the_logits_twice() -> None:
+    """Capped logits are fused into their users, so that the largest is rounded in two ways."""
+    rng = np.random.default_rng(0)
+    hidden, table = (jnp.asarray(rng.normal(size=(n, 64)), jnp.float32) for n in (128, 896))
+
+    def capped(hidden: jax.Array, table: jax.Array) -> jax.Array:
+        return 30 * jnp.tanh(jnp.einsum("nd,vd->nv", hidden, table) / 30)
+
+    @jax.jit
+    def tokens_of(hidden: jax.Array, table: jax.Array, options: Sampling) -> jax.Array:
+        return sample(capped(hidden, table), jnp.full(128, 0.5), options).id
+
+    tokens = tokens_of(hidden, table, tiny.sampling(128, 0.0))
+    logits = np.asarray(jax.jit(capped)(hidden, table))
+    chosen = logits[np.arange(128), np.asarray(tokens)]
+    np.testing.assert_allclose(chosen, logits.max(axis=1), atol=1e-4)
+
+
 @pytest.mark.slow
 def test_rounding_never_selects_a_token_outside_the_nucleus() -> None:
     """A parallel cumulative sum rises and falls by rounding errors between equal values.
