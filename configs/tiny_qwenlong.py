@@ -14,6 +14,7 @@ from spell_jax.runtime.config import Config
 
 def get_config() -> Config:
     config = tiny.get_config()
+    config.policy.compute_dtype = "float32"
     config.update(steps=60, max_minutes=0.0)
     demo, config.algorithm = config.algorithm, default_config("qwenlong_l1").algorithm
     for field in ("prompts", "documents", "questions", "generation_batch", "max_generations"):

@@ -26,6 +26,7 @@ def get_config() -> Config:
     config = tiny.get_config()
     config.update(steps=60, max_minutes=0.0)
     config.policy.folder = "runs/tiny_reconstruction_warm_start/policy"
+    config.policy.compute_dtype = "float32"
 
     config.data.update(source="tiny_stories", tasks=("general_qa",), task_weights=(1.0,))
     config.data.tiny.update(clusters=512, documents=(5, 6, 7))  # lines of a story
