@@ -258,7 +258,7 @@ class _Session:
         most_idle = most_idle_passes(len(left)) if scheduler.has_queued(lane) else NO_LIMIT
         tokens_left = np.array([tokens for *_, tokens in left])
         steps = min(most, tokens_left.max())
-        # Idle passes in sum after each number of passes, with those of the next pass.
+        # Slot passes lost after each number of passes, the next pass included.
         passes = np.arange(1, steps + 1)[:, None]
         idle = np.maximum(passes + 1 - tokens_left, 0).sum(axis=1)
         steps = int(min(steps, 1 + np.searchsorted(idle, most_idle)))

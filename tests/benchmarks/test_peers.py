@@ -219,7 +219,7 @@ def test_step_of_trl_is_measured_beside_ours(
     assert line["peak_ratio"] == line["peer_peak_gb"] / line["ours_peak_gb"]
     assert (len(line["ours_steps_s"]), len(line["peer_steps_s"])) == (6, 3)
     # With gradient and moments four times the weights, and at least the libraries.
-    assert min(line["ours_peak_gb"], line["peer_peak_gb"]) > 0.134
+    assert min(line["ours_peak_gb"], line["peer_peak_gb"]) > 2**27 / 1e9
     # Embedding, q, k, v with biases, o, mlp, norms.
     assert line["parameters"] == 96 * 64 + 3 * 64 * 65 + 64 * 64 + 3 * 64 * 192 + 3 * 64
     assert (line["devices"], line["device"]) == (1, "cpu")
