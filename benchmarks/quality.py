@@ -25,11 +25,11 @@ _ROWS = 64  # rows scored at once
 
 @dataclasses.dataclass
 class Quality(Benchmark):
-    """Compares int8 sampling with the compute dtype on held-out questions of the generated world.
+    """Compares int8 sampling with float32 on held-out questions of the generated world.
 
     "kl" estimates the KL divergence KL(int8 || full) of the next token, in nats. It is the mean of
     exp(d) - d - 1 over tokens sampled with int8 at temperature 1, where d is the token's logprob
-    under the full-precision policy minus its logprob under int8. "equal_answers" and "equal_tokens"
+    under the float32 policy minus its logprob under int8. "equal_answers" and "equal_tokens"
     compare greedy answers: the share of answers that are equal to the end, and the share of tokens
     before the first difference. "tokens_per_pass" is the number of tokens per forward pass and slot
     with speculative decoding, for the answers at temperature 1; "greedy_tokens_per_pass" is the
@@ -38,12 +38,14 @@ class Quality(Benchmark):
 
     documents: Annotated[int, "documents of a question"] = 3
     items: Annotated[int, "questions of each kind"] = 64
-    cache: Annotated[str, 'dtype of the pool: "int8" or "compute"'] = "int8"
-    weights: Annotated[str, 'dtype of the kernels: "int8" or "compute"'] = "int8"
+    cache: Annotated[str, 'dtype of the pool: "int8" or "compute" (float32)'] = "int8"
+    weights: Annotated[str, 'dtype of the kernels: "int8" or "compute" (float32)'] = "int8"
     speculative_tokens: Annotated[int, "tokens proposed per pass by prompt lookup"] = 0
 
     def run(self) -> dict[str, Any]:
-        made = build.make_run(tiny.get_config())
+        config = tiny.get_config()
+        config.policy.compute_dtype = "float32"  # so that every difference is int8's
+        made = build.make_run(config)
         folder = made.own["policy"].folder
         params = made.learner.cast(state.load_weights(folder, made.learner))
         prompts = self._prompts(made)
@@ -100,7 +102,7 @@ def _answers(
 def _score(
     made: build.Run, params, prompts: list[list[int]], samples: list[Sample]
 ) -> list[np.ndarray]:
-    """Logprobs [S] of each answer under the full-precision policy, at temperature 1."""
+    """Logprobs [S] of each answer under the float32 policy, at temperature 1."""
 
     @jax.jit
     def logprobs(params, tokens):

@@ -33,6 +33,7 @@ class Roles(Benchmark):
 
     def run(self) -> dict[str, Any]:
         config = tiny.get_config()
+        config.policy.compute_dtype = "float32"  # so that the roles' gradients add up to the whole
         config.seed = self.seed
         config.algorithm.questions = config.algorithm.generation_batch = self.questions
         made = build.make_run(config)

@@ -144,7 +144,8 @@ def test_plan_benchmark_prints_a_line_per_shape(monkeypatch: pytest.MonkeyPatch)
     for line in found:
         assert line["ratio"] == pytest.approx(line["predicted_s"] / line["measured_s"])
         assert 0 < line["attention_operations"] < line["operations"]
-        assert line["gemm_flops_per_s"] > line["copy_bytes_per_s"] > 0
+        # Of a product so narrow, a copy that stays in the cache can have the higher figure.
+        assert all(1e9 < line[rate] < 1e16 for rate in ("gemm_flops_per_s", "copy_bytes_per_s"))
         rate = line["operations"] / line["measured_s"]
         assert line["gemm_share"] == pytest.approx(rate / line["gemm_flops_per_s"])
 
