@@ -195,7 +195,8 @@ class Programs:
         if params is not self.rollout_params:  # the full-precision kernels stay resident as well
             resident += bytes_per_chip(int8.kernels(self.rollout_params))
         batch = batching.pack(batch, self.sampler.shards)
-        batch = meshes.with_sharding(batch, batching.shardings(self.mesh, batch))
+        rows = meshes.with_sharding(batch.rows, meshes.by_rows(self.mesh))
+        batch = dataclasses.replace(batch, rows=rows)
         return Program(name, tokens, resident, function, (params, state, batch), self.mesh)
 
     def _logprob(self) -> Program:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import json
 import logging
 import os
 import pathlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -82,6 +83,26 @@ def check_same(path: pathlib.Path, config: Mapping[str, Any]) -> None:
                 f"{field} = {value!r}: was {before.get(field)!r} when {path} was written; use "
                 "the same value or another --out"
             )
+
+
+@contextlib.contextmanager
+def sparing_garbage_collector() -> Iterator[Callable[[], None]]:
+    """Yield a function that exempts all objects alive at its first call from garbage collection.
+
+    The exemption ends with the block. After its first step a run has 410,000 objects that stay
+    (modules, traced programs). To visit them all takes 0.26 s: the collector took 1.66 of 28.5 s of
+    the demo's steps, and takes 0.32 s without them (one CPU).
+    """
+
+    @functools.cache
+    def spare() -> None:
+        gc.collect()
+        gc.freeze()
+
+    try:
+        yield spare
+    finally:
+        gc.unfreeze()
 
 
 def profiled(enabled: bool, workdir: epath.Path) -> contextlib.AbstractContextManager[None]:

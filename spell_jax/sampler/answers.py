@@ -10,7 +10,7 @@ import numpy as np
 
 from spell_jax.policy.tokenizer_base import Stream
 from spell_jax.sampler.requests import Sample
-from spell_jax.sampler.sampled import Sampled
+from spell_jax.sampler.sampled import Joined
 from spell_jax.sampler.scheduler import PrefilledPrompt, Tasks
 
 
@@ -20,33 +20,34 @@ class SlotTokens:
     Lists, because to read an item of an array takes several times as long.
 
     Attributes:
-      ids: token ids of each slot; the first `new` are valid.
-      numbers: logprob, log of the kept mass and cut-off of each token, float32 [N, steps, 3].
-      finite: whether all logprobs of a slot's tokens are finite.
+      bits: ids, and as bits logprobs, logs of the kept mass and cut-offs of each slot's tokens,
+        int32 [N, 4, steps]; the first `new` are valid.
       new: number of tokens of each slot.
       stopped: whether the last token of a slot is a stop token.
+      finite: whether all logprobs of a slot's tokens are finite.
+      busy: number of passes that sampled, summed over the slots.
+      passes: number of passes of the call.
       experts: experts of the tokens, [N, steps, L, k]; None if they are not recorded.
     """
 
-    def __init__(self, sampled: Sampled):
-        tokens = sampled.tokens
-        unused = np.arange(tokens.id.shape[1]) >= sampled.new[:, None]
-        self.ids: list[list[int]] = tokens.id.tolist()
-        self.numbers = np.stack([tokens.logprob, tokens.kept, tokens.cutoff], axis=-1)
-        self.finite: list[bool] = np.all(unused | np.isfinite(tokens.logprob), axis=1).tolist()
-        self.new: list[int] = sampled.new.tolist()
-        self.stopped: list[bool] = sampled.stopped.tolist()
-        self.experts = sampled.experts
+    def __init__(self, joined: Joined):
+        numbers, self.experts = jax.device_get((joined.numbers, joined.experts))
+        slots = len(numbers)
+        self.bits: np.ndarray = numbers[:, :-5].reshape(slots, 4, -1)
+        self.new: list[int]
+        self.stopped: list[int]
+        self.finite: list[int]
+        self.new, self.stopped, self.finite, busy, passes = numbers[:, -5:].T.tolist()
+        self.busy, self.passes = sum(busy), passes[0]
 
 
 @dataclasses.dataclass
 class Answer:
     """An answer under construction."""
 
-    tokens: list[int] = dataclasses.field(default_factory=list)  # token ids so far
-    # Logprob, log of the kept mass and cut-off of its tokens (sampling.SampledToken), by decode
-    # call, float32 [n, 3].
-    numbers: list[np.ndarray] = dataclasses.field(default_factory=list)
+    # Ids, and as bits logprobs, logs of the kept mass and cut-offs (sampling.SampledToken) of its
+    # tokens, by decode call, int32 [4, n].
+    bits: list[np.ndarray] = dataclasses.field(default_factory=list)
     # Experts of its tokens by decode call, [n, L, k]; empty if they are not recorded.
     experts: list[np.ndarray] = dataclasses.field(default_factory=list)
     text: str = ""  # decoded text so far, searched for stop strings
@@ -57,37 +58,33 @@ class Answer:
 
     def extend(self, tokens: SlotTokens, slot: int, strings: Sequence[str]) -> None:
         """Append a slot's tokens, up to the first that completes a stop string."""
-        before, ids = len(self.tokens), tokens.ids[slot][: tokens.new[slot]]
-        if self.stream is None:
-            self.tokens += ids
-        else:
-            for token in ids:
-                self.push(token, strings)
-                if self.stop_string:
-                    break
-        kept = len(self.tokens) - before
+        kept = tokens.new[slot]
+        if self.stream is not None:
+            kept = self.read(self.stream, tokens.bits[slot, 0, :kept].tolist(), strings)
         # Copies, which do not keep the other slots' arrays.
-        self.numbers.append(tokens.numbers[slot, :kept].copy())
+        self.bits.append(tokens.bits[slot, :, :kept].copy())
         if tokens.experts is not None:
             self.experts.append(np.array(tokens.experts[slot, :kept]))
 
-    def push(self, token: int, strings: Sequence[str]) -> None:
-        """Appends one token; sets `stopped` if it completed a stop string."""
-        self.tokens.append(token)
-        if self.stream is not None:
+    def read(self, stream: Stream, ids: Sequence[int], strings: Sequence[str]) -> int:
+        """Decode ids up to the first that completes a stop string; return how many were decoded."""
+        for number, token in enumerate(ids, 1):
             begin = max(0, len(self.text) - max(map(len, strings)) + 1)
-            self.text += self.stream.push(token)
+            self.text += stream.push(token)
             found = [s for s in strings if s in self.text[begin:]]
             if found:
                 self.stop_string = min(found, key=self.text[begin:].index)
                 self.stopped = True
+                return number
+        return len(ids)
 
     def sample(self, prompt_experts: np.ndarray | None) -> Sample:
-        tokens = np.array(self.tokens, np.int32)
-        logprobs, kept, cutoffs = np.concatenate(self.numbers).T
+        """Return the finished answer; `prompt_experts` are [P, L, k], None if not recorded."""
+        bits = self.bits[0] if len(self.bits) == 1 else np.concatenate(self.bits, axis=1)
+        logprobs, kept, cutoffs = bits[1:].view(np.float32)
         experts = np.concatenate(self.experts) if self.experts else None
         ended = self.stopped, self.stop_string
-        return Sample(tokens, logprobs, *ended, kept, cutoffs, experts, prompt_experts)
+        return Sample(bits[0], logprobs, *ended, kept, cutoffs, experts, prompt_experts)
 
 
 class PromptExperts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 
-from spell_jax.sampler.sampled import Sampled
+from spell_jax.sampler.answers import SlotTokens
 
 
 @dataclasses.dataclass
@@ -30,22 +30,21 @@ class Counts:
     # tokens prefilled since the previous wait.
     device_wait_seconds: dict[str, float] = dataclasses.field(default_factory=dict)
 
-    def add_decode(self, sampled: Sampled, cells: int, empty: int, has_queued: bool) -> None:
+    def add_decode(self, tokens: SlotTokens, cells: int, empty: int, has_queued: bool) -> None:
         """Adds a decode call, given its result on the host.
 
         `cells` is the number of cells of the decode rows in use, `empty` of those without a
         sequence; `has_queued` says whether a request was queued for one of its slots.
         """
-        steps, busy = int(sampled.steps), int(sampled.busy.sum())
-        slot_steps = steps * len(sampled.new)
+        slot_steps = tokens.passes * len(tokens.new)
         self.decode_calls += 1
-        self.decode_steps += steps
-        self.tokens += int(sampled.new.sum())
+        self.decode_steps += tokens.passes
+        self.tokens += sum(tokens.new)
         self.slot_steps += slot_steps
-        self.busy_slot_steps += busy
-        self.starved_slot_steps += (slot_steps - busy) * has_queued
-        self.group_slot_steps += steps * cells
-        self.padded_group_slots += steps * empty
+        self.busy_slot_steps += tokens.busy
+        self.starved_slot_steps += (slot_steps - tokens.busy) * has_queued
+        self.group_slot_steps += tokens.passes * cells
+        self.padded_group_slots += tokens.passes * empty
 
     def add_wait(self, seconds: float, processed: Counter[str]) -> None:
         """Divides a wait among agents by the tokens `processed` for each since the last wait."""

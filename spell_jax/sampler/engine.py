@@ -70,7 +70,7 @@ class Sampler:
         kernel = config.attention
         self.prefill: jax.stages.Wrapped = jax.jit(
             functools.partial(
-                batching.unpacking(programs.prefill),
+                batching.prefill,
                 policy,
                 kernel=kernel,
                 record_experts=record_experts,
@@ -80,7 +80,7 @@ class Sampler:
         )
         self.decode: jax.stages.Wrapped = jax.jit(
             functools.partial(
-                batching.unpacking(programs.decode),
+                batching.decode,
                 policy,
                 page_size=config.page_size,
                 steps=config.decode_tokens,

@@ -73,7 +73,7 @@ class Slots:
     prompt_visible: Array
     suffix_table: Array  # pages of the slot's own tokens, int32 [N, I]
     sampling: Sampling  # sampling parameters, arrays [N]
-    most_idle: Array  # the call returns before its slots lose this many passes, int32 scalar
+    most_idle: Array  # the call returns before its slots lose this many passes, int32 [shards]
     # Token ids of the row's prompt, right-aligned, int32 [M, P]; None without speculation.
     prompt_tokens: Array | None = None
 
@@ -101,8 +101,7 @@ def prefill(
     they are recorded, the experts of the tokens, [B, C, L, k].
     """
     params = products.kernels_as_bits(params)
-    offsets = jnp.arange(batch.tokens.shape[1], dtype=jnp.int32)
-    positions = batch.start[:, None] + offsets
+    positions = batch.start[:, None] + jnp.arange(batch.tokens.shape[1], dtype=jnp.int32)
     visible = jnp.where(batch.length[:, None] > 0, positions + 1, 0)
     context = {"page": batch.page, "table": batch.table, "visible": visible}
     attend = functools.partial(kv_cache.attend_prompts, kernel=kernel)
@@ -147,6 +146,7 @@ def decode(
     penalty = penalties(keys, config.vocab_size, slots.sampling)
     sample_next = functools.partial(_sample, config, params, keys, slots.sampling, penalty)
     forward = functools.partial(_forward, config, params, slots, page_size, kernel, record_experts)
+    most_idle = jnp.max(slots.most_idle)
 
     def tokens_left(sampled):
         left = jnp.minimum(slots.limit - slots.count, steps) - sampled.new
@@ -157,7 +157,7 @@ def decode(
         active = tokens_left(sampled) > 0
         # Passes without a token so far, and in the next pass, of slots that were active at first.
         idle = jnp.where(slots.count < slots.limit, sampled.steps - sampled.busy + ~active, 0)
-        return (sampled.steps < steps) & (jnp.sum(idle) < slots.most_idle) & jnp.any(active)
+        return (sampled.steps < steps) & (jnp.sum(idle) < most_idle) & jnp.any(active)
 
     def decode_step(carry):
         hidden, pages, own, sampled = carry

@@ -40,6 +40,29 @@ def no_samples(config: PolicyConfig, slots: int, steps: int, record_experts: boo
     )
 
 
+@flax.struct.dataclass
+class Joined:
+    """The arrays of Sampled, joined for the way to the host; answers.SlotTokens reads them."""
+
+    # Of each slot the ids, logprobs, kept masses and cut-offs of its tokens, floats as their bits;
+    # then new, stopped, whether all its logprobs are finite, busy and steps: int32 [N, 4 steps + 5]
+    numbers: jax.Array
+    experts: jax.Array | None
+
+
+def join(sampled: Sampled) -> Joined:
+    """Join the arrays of a result."""
+    tokens, steps = sampled.tokens, sampled.tokens.id.shape[1]
+    unused = jnp.arange(steps) >= sampled.new[:, None]
+    finite = jnp.all(unused | jnp.isfinite(tokens.logprob), axis=1)
+    passes = jnp.broadcast_to(sampled.steps, sampled.new.shape)
+    counts = sampled.new, sampled.stopped, finite, sampled.busy, passes
+    floats = tokens.logprob, tokens.kept, tokens.cutoff
+    bits = (jax.lax.bitcast_convert_type(x, jnp.int32) for x in floats)
+    columns = jnp.stack(counts, axis=1, dtype=jnp.int32)
+    return Joined(jnp.concatenate([tokens.id, *bits, columns], axis=1), sampled.experts)
+
+
 def accept(
     inputs: jax.Array, tokens: jax.Array, left: jax.Array, stop_ids: tuple[int, ...]
 ) -> jax.Array:

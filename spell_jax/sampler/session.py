@@ -27,7 +27,7 @@ from spell_jax.sampler.config import SamplerConfig
 from spell_jax.sampler.counts import Counts
 from spell_jax.sampler.keys import request_keys
 from spell_jax.sampler.requests import Options, Sample, SampleRequest
-from spell_jax.sampler.sampled import Sampled
+from spell_jax.sampler.sampled import Joined
 from spell_jax.sampler.scheduler import DecodeSequence, Scheduler, Shape, Tasks
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class _Call:
     has_queued: bool  # whether a request was queued for a slot of this lane
     cells: int  # number of cells of the decode rows in use
     empty: int  # number of these cells without a sequence
-    sampled: Sampled  # result on the device
+    joined: Joined  # result on the device
 
 
 class CompiledSampler(Protocol):
@@ -175,19 +175,17 @@ class Session:
             self._prompt_experts.add(experts, tasks)
 
     def _decode(self, lane: int) -> None:
-        scheduler, c = self._scheduler, self._sampler.config
-        shards = scheduler.shards
+        scheduler, sampler = self._scheduler, self._sampler
+        shards, c = scheduler.shards, sampler.config
         limits = [shard.allocate_pages(shard.lanes[lane], c.decode_tokens) for shard in shards]
         active = sum(sequence.count < limit for one in limits for sequence, limit in one.items())
         has_queued = scheduler.has_queued(lane)
         most_idle = most_idle_passes(active) if has_queued else NO_LIMIT
         slots = batching.slots(scheduler, lane, limits, most_idle, c)
-        self._state, sampled = self._call(
-            meshes.DECODE_RULES, self._sampler.decode, slots, lane=lane
-        )
+        self._state, joined = self._call(meshes.DECODE_RULES, sampler.decode, slots, lane=lane)
         cells = np.count_nonzero(slots.prompt_visible[:, 0]) * slots.prompt_visible.shape[1]
         empty = cells - sum(map(len, limits))
-        self._running.append(_Call(lane, limits, has_queued, cells, empty, sampled))
+        self._running.append(_Call(lane, limits, has_queued, cells, empty, joined))
 
     def _call(self, rules: meshes.Rules, function: Callable[..., Any], batch: Any, **static) -> Any:
         mesh = self._sampler.mesh
@@ -200,9 +198,9 @@ class Session:
     def _collect(self, call: _Call) -> list[tuple[int, np.ndarray | None]]:
         """Collect a call's result; return (ticket, prompt's experts) of the finished requests."""
         clock = time.monotonic()
-        sampled, scheduler = jax.device_get(call.sampled), self._scheduler
+        tokens, scheduler = SlotTokens(call.joined), self._scheduler
         wait_seconds = time.monotonic() - clock
-        finished, tokens = [], SlotTokens(sampled)
+        finished = []
         for number, limits in enumerate(call.limits):
             shard = scheduler.shards[number]
             for sequence in limits:
@@ -212,7 +210,7 @@ class Session:
                 if is_complete and shard.finish(shard.lanes[call.lane], sequence):
                     experts = self._prompt_experts.take(number, sequence.prefilled)
                     finished.append((sequence.prefilled.ticket, experts))
-        self.counts.add_decode(sampled, call.cells, call.empty, call.has_queued)
+        self.counts.add_decode(tokens, call.cells, call.empty, call.has_queued)
         self.counts.add_wait(wait_seconds, self._processed)
         self._processed.clear()
         return finished
@@ -227,5 +225,5 @@ class Session:
         if answer.stop_string:
             return True
         sequence.count += tokens.new[slot]
-        answer.stopped = tokens.stopped[slot]
+        answer.stopped = bool(tokens.stopped[slot])
         return answer.stopped or sequence.count == options.max_tokens

@@ -14,6 +14,7 @@ A run that is started again on the same workdir resumes from its last checkpoint
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -61,16 +62,15 @@ def train(config: Config | RunConfig, workdir: epath.Path) -> epath.Path:
             logger = make_logger(run, workdir, step, saved)
             saver = Saver(run, models, store, logger, preemption, workdir)
             saver.resume(step, saved)
-            with logger:
-                _loop(run, models, workdir, logger, saver, step)
+            with logger, setup.sparing_garbage_collector() as spare_long_lived:
+                _loop(run, models, workdir, logger, saver, step, spare_long_lived)
         HeldOut(run, models, workdir).finish()
     return workdir
 
 
 def make_logger(run: Run, workdir: epath.Path, step: int, saved: dict[str, Any]) -> RunLogger:
     """Make the run's logger after `step` steps; `saved` is the checkpoint's host state."""
-    config = run.config
-    fields = to_dict(config)
+    config, fields = run.config, to_dict(run.config)
     if jax.process_index() == 0:
         setup.write_config(fields, workdir)
     options = {"episodes": config.episode_characters, "wandb": config.wandb, "config": fields}
@@ -84,6 +84,7 @@ def _loop(
     logger: RunLogger,
     saver: Saver,
     step: int,
+    spare_long_lived: Callable[[], None],
 ) -> None:
     config = run.config
     for name, model in run.trained.items():
@@ -122,4 +123,5 @@ def _loop(
             saver.write(step, metrics, rollout.records(run.algorithm), score)
         save()
         saver.stop_if_preempted(step, algorithm_state)
+        spare_long_lived()  # the programs that this step has compiled
     saver.save(step, run.algorithm.state_dict(), force=True)

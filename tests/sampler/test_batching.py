@@ -1,4 +1,4 @@
-"""Tests of batching: arrays arrive in a program as they were packed."""
+"""Tests of batching: arrays arrive in a program as they were packed, and results on the host."""
 
 import dataclasses
 
@@ -8,7 +8,10 @@ import pytest
 
 from spell_jax.runtime import mesh as meshes
 from spell_jax.sampler import batching
+from spell_jax.sampler.answers import SlotTokens
 from spell_jax.sampler.config import SamplerConfig
+from spell_jax.sampler.sampled import Sampled, join
+from spell_jax.sampler.sampling import SampledToken
 from spell_jax.sampler.scheduler import Scheduler
 
 CONFIG = SamplerConfig(
@@ -32,9 +35,35 @@ def test_packed_arrays_are_the_same_in_a_program(shards: int, changes: dict) -> 
         noise = jax.tree.map(
             lambda x: rng.integers(2**32, size=x.shape, dtype=np.uint32).view(x.dtype), batch
         )
-        program = jax.jit(batching.unpacking(lambda config, params, state, arrays: arrays))
-        arrays = program(None, None, None, batching.place(mesh, noise))
+        arrays = jax.jit(batching.unpack)(batching.place(mesh, noise))
         assert jax.tree.structure(arrays) == jax.tree.structure(noise)
         for array, wanted in zip(jax.tree.leaves(arrays), jax.tree.leaves(noise), strict=True):
             assert (array.shape, array.dtype) == (wanted.shape, wanted.dtype)
             np.testing.assert_array_equal(np.asarray(array).view(np.int32), wanted.view(np.int32))
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_joined_result_is_the_same_on_the_host(recorded: bool) -> None:
+    slots, steps, rng = 5, 3, np.random.default_rng(0)
+    bits = rng.integers(2**32, size=(4, slots, steps), dtype=np.uint32)  # of all kinds of floats
+    ids, *floats = bits.view(np.int32)[0], *bits[1:].view(np.float32)
+    floats[0][:] = -1
+    floats[0][1, 1], floats[0][2, 2], floats[0][4, 0] = np.nan, np.inf, -np.inf
+    sampled = Sampled(
+        tokens=SampledToken(ids, *floats),
+        new=np.array([0, 2, 2, 3, 1], np.int32),
+        stopped=np.array([False, True, False, True, False]),
+        busy=np.array([0, 2, 1, 3, 1], np.int32),
+        steps=np.int32(3),
+        experts=rng.integers(256, size=(slots, steps, 2, 2), dtype=np.uint8) if recorded else None,
+    )
+    tokens = SlotTokens(jax.jit(join)(sampled))
+    wanted = [ids, *(x.view(np.int32) for x in floats)]
+    np.testing.assert_array_equal(tokens.bits, np.stack(wanted, axis=1))
+    assert tokens.new == [0, 2, 2, 3, 1] and tokens.stopped == [0, 1, 0, 1, 0]
+    assert tokens.finite == [1, 0, 1, 1, 0], "the third slot's infinite logprob is not in use"
+    assert (tokens.busy, tokens.passes) == (7, 3)
+    if recorded:
+        np.testing.assert_array_equal(tokens.experts, sampled.experts)
+    else:
+        assert tokens.experts is None

@@ -242,11 +242,8 @@ def test_stop_string_across_tokens_ends_the_answer() -> None:
 def test_earliest_of_several_stop_strings_ends_the_answer() -> None:
     stream = Letters().stream()
     answer = Answer(stream=stream)
-    for token in (0, 1, 2):
-        answer.push(token, ("cc", "bb", "ab"))
-        if answer.stopped:
-            break
-    assert answer.tokens == [0, 1] and answer.stop_string == "ab" and answer.stopped
+    assert answer.read(stream, (0, 1, 2), ("cc", "bb", "ab")) == 2
+    assert answer.stop_string == "ab" and answer.stopped
 
 
 # ------------------------------------------------------------------------------------------ Limits

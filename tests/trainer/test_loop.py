@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import math
 import pathlib
@@ -51,6 +52,7 @@ class Finished:
     ):
         self.workdir = workdir
         self.traces: list[dict[str, int]] = []
+        self.spared: list[int] = []  # objects exempt from garbage collection, by step
         with pytest.MonkeyPatch.context() as monkeypatch:
             if devices == 1:
                 noise.use_one_device(monkeypatch)
@@ -81,6 +83,7 @@ class Finished:
             "apply": learner.fns.apply,
         }
         self.traces.append({name: f._cache_size() for name, f in programs.items()})
+        self.spared.append(gc.get_freeze_count())
         return COUNT_ANSWERS(rows)
 
     def metrics(self) -> list[dict]:
@@ -212,6 +215,12 @@ def test_nothing_compiles_after_the_first_full_step(whole):
     assert first["decode"] == 2  # for questions, and for answers to a prompt, however many
     assert len(whole.traces) == 4 and updates[0] < 3
     assert all(traces == first for traces in whole.traces[updates[0] :])
+
+
+def test_long_lived_objects_are_spared_by_the_garbage_collector_until_the_run_ends(whole):
+    first, *others = whole.spared
+    assert first == 0 and min(others) > 100_000, "modules and traced programs"
+    assert gc.get_freeze_count() == 0
 
 
 def test_resumed_run_is_bit_identical(whole, resumed):
