@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import shutil
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -151,7 +152,10 @@ def test_interrupted_installation_is_made_again(
     tmp_path: pathlib.Path, requirements: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_fake_python(tmp_path, monkeypatch, "echo no such version >&2; false")
-    log = tmp_path / "peers" / "trl" / "log.txt"
+    folder = tmp_path / "peers" / "trl"
+    folder.mkdir(parents=True)
+    shutil.copy(requirements, folder / "installed.txt")  # of an environment that was deleted
+    log = folder / "log.txt"
     for _ in range(2):
         with pytest.raises(environments.PeerError) as caught:
             environments.ensure("trl", tmp_path / "peers")

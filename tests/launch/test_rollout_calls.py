@@ -50,15 +50,21 @@ def test_one_round_asks_as_the_algorithm_does() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pages", [64, 40])
-def test_counts_equal_those_of_a_session(pages: int) -> None:
-    """With 40 pages, prompts fill the pool and sequences pause for want of pages."""
-    sampling = dataclasses.replace(SAMPLING, kv_cache_tokens=16 * pages)
-    config = dataclasses.replace(SPELL, grounding_samples=0, responder_reward="rule")
-    counted = _count(config, sampling=sampling)
+@pytest.mark.parametrize(("pages", "cap"), [(64, 12), (40, 12), (40, 5)])
+def test_counts_equal_those_of_a_session(pages: int, cap: int) -> None:
+    """With 40 pages, prompts fill the pool and sequences pause for want of pages.
+
+    Groups of 3 do not fill the 8 slots. Answers of 5 tokens end within calls of 4, and their slots
+    are idle until the call returns: 33 passes, 35 if calls returned a pass later.
+    """
+    sampling = dataclasses.replace(SAMPLING, kv_cache_tokens=16 * pages, max_tokens=cap)
+    work = dataclasses.replace(WORK, tokens=cap)
+    fields = {"grounding_samples": 0, "responder_reward": "rule", "group_size": 3}
+    config = dataclasses.replace(SPELL, **fields)
+    counted = _count(config, work, sampling=sampling)
     mesh = meshes.make_mesh({"fsdp": 1}, jax.devices()[:1])
     session = Sampler(tiny.POLICY, sampling, (), mesh).start_session(tiny.weights())
-    questions, waiting = rollout_calls.Questions(config, WORK), {}
+    questions, waiting = rollout_calls.Questions(config, work), {}
 
     def submit(prompt: np.ndarray, group: int, item: int | None) -> None:
         options = sampling.options(sampling.max_tokens)
@@ -70,7 +76,7 @@ def test_counts_equal_those_of_a_session(pages: int) -> None:
         submit(questions.questioner(item), 1, item)
     for ticket, _ in session.results():
         if (item := waiting[ticket]) is not None:
-            submit(questions.responder(item), SPELL.group_size, None)
+            submit(questions.responder(item), config.group_size, None)
     counts = session.counts
     assert sum(one.calls for one in counted.values()) == pytest.approx(counts.prefill_calls)
     assert sum(one.prompt_tokens for one in counted.values()) == counts.prefilled_tokens

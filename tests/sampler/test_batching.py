@@ -8,7 +8,7 @@ import pytest
 
 from spell_jax.runtime import mesh as meshes
 from spell_jax.sampler import batching
-from spell_jax.sampler.answers import SlotTokens
+from spell_jax.sampler.answers import Answer, SlotTokens
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.sampler.sampled import Sampled, join
 from spell_jax.sampler.sampling import SampledToken
@@ -63,6 +63,9 @@ def test_joined_result_is_the_same_on_the_host(recorded: bool) -> None:
     assert tokens.new == [0, 2, 2, 3, 1] and tokens.stopped == [0, 1, 0, 1, 0]
     assert tokens.finite == [1, 0, 1, 1, 0], "the third slot's infinite logprob is not in use"
     assert (tokens.busy, tokens.passes) == (7, 3)
+    answer = Answer()
+    answer.extend(tokens, 3, ())
+    assert answer.bits[0].base is None, "it would keep the arrays of all slots"
     if recorded:
         np.testing.assert_array_equal(tokens.experts, sampled.experts)
     else:
