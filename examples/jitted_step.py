@@ -106,7 +106,7 @@ def sample(c: Config, params: transformer.Params, questions: Questions, key) -> 
         prompt_visible=questions.length[:, None].repeat(G, axis=1),  # [B, G]
         suffix_table=slot_page[:, None],
         sampling=sampling.Sampling(*(jnp.full(N, x) for x in (1.0, 0, 1.0, 0.0))),  # plain softmax
-        most_idle=jnp.int32(N * c.answer_tokens),  # go on until every answer has ended
+        most_idle=jnp.full(1, N * c.answer_tokens),  # go on until every answer has ended
     )
     with nn.logical_axis_rules(meshes.RULES):  # many tokens at once: weights move to them
         state, _ = programs.prefill(c.policy, params, state, prompt_pages)

@@ -17,7 +17,7 @@ from spell_jax.sampler.scheduler import PrefilledPrompt, Tasks
 class SlotTokens:
     """Result of a decode call on the host, for reading slot by slot.
 
-    Lists, because to read an item of an array takes several times as long.
+    Numbers that are read one by one are in lists: an item of an array takes several times as long.
 
     Attributes:
       bits: ids, and as bits logprobs, logs of the kept mass and cut-offs of each slot's tokens,

@@ -1,8 +1,9 @@
 """Conversion of the scheduler's plan to the input arrays of programs.py.
 
 1. The arrays hold the rows of all shards of the mesh's row axes, one shard after the other.
-2. A call's arrays are joined into one array for the way to the device and back. To place 23 arrays
-   takes 0.42 ms of the host's time, to place 1 takes 0.03; to read 8 takes 0.05, to read 1 0.01.
+2. A call's arrays are joined into one array for the way to the device, and so is what a decode call
+   has sampled for the way back. To place 17 arrays takes 0.31 ms of the host's time, to place 1 takes
+   0.03; to read 8 takes 0.05, to read 1 takes 0.01 (one CPU).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import flax.struct
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.transformer import Params
@@ -132,6 +134,8 @@ def decode(
 ) -> tuple[State, Joined]:
     """Run programs.decode on joined arrays, and join the arrays of its result."""
     state, sampled = programs.decode(config, params, state, unpack(packed), **options)
+    # Tokens are on every device. Unless counts are too, XLA cuts all up by rows and gathers it.
+    sampled = jax.lax.with_sharding_constraint(sampled, PartitionSpec())
     return state, join(sampled)
 
 

@@ -73,7 +73,8 @@ class Slots:
     prompt_visible: Array
     suffix_table: Array  # pages of the slot's own tokens, int32 [N, I]
     sampling: Sampling  # sampling parameters, arrays [N]
-    most_idle: Array  # the call returns before its slots lose this many passes, int32 [shards]
+    # The call returns before its slots together lose this many passes; int32 [shards], all equal.
+    most_idle: Array
     # Token ids of the row's prompt, right-aligned, int32 [M, P]; None without speculation.
     prompt_tokens: Array | None = None
 

@@ -188,9 +188,8 @@ class Session:
         self._running.append(_Call(lane, limits, has_queued, cells, empty, joined))
 
     def _call(self, rules: meshes.Rules, function: Callable[..., Any], batch: Any, **static) -> Any:
-        mesh = self._sampler.mesh
-        placed = batching.place(mesh, batch)
-        with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
+        placed = batching.place(self._sampler.mesh, batch)
+        with jax.set_mesh(self._sampler.mesh), nn.logical_axis_rules(rules):
             return function(self._params, self._state, placed, **static)
 
     # -------------------------------------------------------------------------- Collect from device

@@ -111,6 +111,7 @@ def _loop(
                 rollouts.look_ahead(step + 1, update.advance)
             numbers = step_update.finish(run, models, rollout.groups, update, workdir, step)
             fault_injection.point("updated")
+        spare_long_lived()  # the programs that the first step has compiled
         state.refresh_reference_reader(config, models, step)
 
         logger.enter("validate", step)
@@ -123,5 +124,4 @@ def _loop(
             saver.write(step, metrics, rollout.records(run.algorithm), score)
         save()
         saver.stop_if_preempted(step, algorithm_state)
-        spare_long_lived()  # the programs that this step has compiled
     saver.save(step, run.algorithm.state_dict(), force=True)

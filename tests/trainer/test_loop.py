@@ -218,8 +218,7 @@ def test_nothing_compiles_after_the_first_full_step(whole):
 
 
 def test_long_lived_objects_are_spared_by_the_garbage_collector_until_the_run_ends(whole):
-    first, *others = whole.spared
-    assert first == 0 and min(others) > 100_000, "modules and traced programs"
+    assert min(whole.spared) > 100_000, "modules and traced programs"
     assert gc.get_freeze_count() == 0
 
 
