@@ -45,24 +45,24 @@ class Quality(Benchmark):
     def run(self) -> dict[str, Any]:
         config = tiny.get_config()
         config.policy.compute_dtype = "float32"  # so that every difference is int8's
-        made = build.make_run(config)
-        folder = made.own["policy"].folder
-        params = made.learner.cast(state.load_weights(folder, made.learner))
-        prompts = self._prompts(made)
-        full = dataclasses.replace(made.worker.sampler.config, top_p=1.0)
+        run = build.make_run(config)
+        folder = run.own["policy"].folder
+        params = run.learner.cast(state.load_weights(folder, run.learner))
+        prompts = self._prompts(run)
+        full = dataclasses.replace(run.worker.sampler.config, top_p=1.0)
         small = dataclasses.replace(
             full,
             cache_dtype=self.cache,
             weights_dtype=self.weights,
             speculative_tokens=self.speculative_tokens,
         )
-        sampled, sampled_rate = _answers(made, small, params, prompts, 1.0)
-        greedy, greedy_rate = _answers(made, small, params, prompts, 0.0)
-        wanted, _ = _answers(made, full, params, prompts, 0.0)
-        scored = _score(made, params, prompts, sampled)
+        sampled, sampled_rate = _answers(run, small, params, prompts, 1.0)
+        greedy, greedy_rate = _answers(run, small, params, prompts, 0.0)
+        unquantized, _ = _answers(run, full, params, prompts, 0.0)
+        scored = _score(run, params, prompts, sampled)
         pairs = zip(sampled, scored, strict=True)
         differences = np.concatenate([logprobs - sample.logprobs for sample, logprobs in pairs])
-        pairs = [(a.tokens, b.tokens) for a, b in zip(greedy, wanted, strict=True)]
+        pairs = [(a.tokens, b.tokens) for a, b in zip(greedy, unquantized, strict=True)]
         matches = (map(operator.eq, a.tolist(), b.tolist()) for a, b in pairs)
         equal = [sum(itertools.takewhile(bool, match)) for match in matches]
         return {
@@ -76,22 +76,22 @@ class Quality(Benchmark):
             "greedy_tokens_per_pass": greedy_rate,
         }
 
-    def _prompts(self, made: build.Run) -> list[list[int]]:
-        evaluation: Any = made.evaluation
+    def _prompts(self, run: build.Run) -> list[list[int]]:
+        evaluation: Any = run.evaluation
         prompts = []
         for kind in world.KINDS:
             for item in evaluation.make_items(self.documents, kind, self.items):
                 task = world.TASK_OF_KIND[item.kind]
                 text = evaluation.prompts.responder(task, item.documents, item.question)
-                prompts.append(made.tokenizer.chat(text))
+                prompts.append(run.tokenizer.chat(text))
         return prompts
 
 
 def _answers(
-    made: build.Run, config: SamplerConfig, params, prompts: list[list[int]], temperature: float
+    run: build.Run, config: SamplerConfig, params, prompts: list[list[int]], temperature: float
 ) -> tuple[list[Sample], float]:
     """Sample an answer to each prompt; also return the tokens per pass and busy slot."""
-    sampler = Sampler(made.policy, config, made.tokenizer.stop_ids, made.learner.mesh)
+    sampler = Sampler(run.policy, config, run.tokenizer.stop_ids, run.learner.mesh)
     session = sampler.start_session(params)
     how = config.options(config.max_tokens, temperature=temperature)
     found = session.sample(prompts, 1, jax.random.key(0), how)
@@ -100,13 +100,13 @@ def _answers(
 
 
 def _score(
-    made: build.Run, params, prompts: list[list[int]], samples: list[Sample]
+    run: build.Run, params, prompts: list[list[int]], samples: list[Sample]
 ) -> list[np.ndarray]:
     """Logprobs [S] of each answer under the float32 policy, at temperature 1."""
 
     @jax.jit
     def logprobs(params, tokens):
-        logits = jax.nn.log_softmax(transformer.logits(made.policy, params, tokens))
+        logits = jax.nn.log_softmax(transformer.logits(run.policy, params, tokens))
         return jnp.take_along_axis(logits[:, :-1], tokens[:, 1:, None], axis=-1)[..., 0]
 
     rows = [[*p, *s.tokens.tolist()] for p, s in zip(prompts, samples, strict=True)]

@@ -36,9 +36,9 @@ class Roles(Benchmark):
         config.policy.compute_dtype = "float32"  # so that the roles' gradients add up to the whole
         config.seed = self.seed
         config.algorithm.questions = config.algorithm.generation_batch = self.questions
-        made = build.make_run(config)
-        models = state.first_models(made)
-        rollout = Rollouts(made, models, lambda: False).take(1)
+        run = build.make_run(config)
+        models = state.first_models(run)
+        rollout = Rollouts(run, models, lambda: False).take(1)
         assert rollout is not None
         return {
             "groups": {role: len(_of_role(rollout.groups, role)) for role in ROLES},
@@ -48,7 +48,7 @@ class Roles(Benchmark):
             },
             "aggregations": {
                 name: _shares(
-                    made.learner,
+                    run.learner,
                     models["policy"],
                     packing.weigh(rollout.groups, name, config.sampler.max_tokens),
                 )

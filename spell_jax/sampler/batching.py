@@ -124,7 +124,9 @@ def place(mesh: jax.sharding.Mesh, batch: Any) -> Packed:
     return dataclasses.replace(packed, rows=meshes.device_put(packed.rows, meshes.by_rows(mesh)))
 
 
-def prefill(config: PolicyConfig, params: Params, state: State, packed: Packed, **options: Any):
+def prefill(
+    config: PolicyConfig, params: Params, state: State, packed: Packed, **options: Any
+) -> tuple[State, jax.Array | None]:
     """Run programs.prefill on joined arrays."""
     return programs.prefill(config, params, state, unpack(packed), **options)
 

@@ -50,8 +50,10 @@ def test_one_round_asks_as_the_algorithm_does() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("pages", "cap"), [(64, 12), (40, 12), (40, 5)])
-def test_counts_equal_those_of_a_session(pages: int, cap: int) -> None:
+@pytest.mark.parametrize(
+    ("pages", "cap", "group"), [(64, 12, 4), (40, 12, 4), (64, 12, 3), (40, 12, 3), (40, 5, 3)]
+)
+def test_counts_equal_those_of_a_session(pages: int, cap: int, group: int) -> None:
     """With 40 pages, prompts fill the pool and sequences pause for want of pages.
 
     Groups of 3 do not fill the 8 slots. Answers of 5 tokens end within calls of 4, and their slots
@@ -59,7 +61,7 @@ def test_counts_equal_those_of_a_session(pages: int, cap: int) -> None:
     """
     sampling = dataclasses.replace(SAMPLING, kv_cache_tokens=16 * pages, max_tokens=cap)
     work = dataclasses.replace(WORK, tokens=cap)
-    fields = {"grounding_samples": 0, "responder_reward": "rule", "group_size": 3}
+    fields = {"grounding_samples": 0, "responder_reward": "rule", "group_size": group}
     config = dataclasses.replace(SPELL, **fields)
     counted = _count(config, work, sampling=sampling)
     mesh = meshes.make_mesh({"fsdp": 1}, jax.devices()[:1])

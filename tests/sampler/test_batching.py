@@ -58,8 +58,8 @@ def test_joined_result_is_the_same_on_the_host(recorded: bool) -> None:
         experts=rng.integers(256, size=(slots, steps, 2, 2), dtype=np.uint8) if recorded else None,
     )
     tokens = SlotTokens(jax.jit(join)(sampled))
-    wanted = [ids, *(x.view(np.int32) for x in floats)]
-    np.testing.assert_array_equal(tokens.bits, np.stack(wanted, axis=1))
+    expected_bits = np.stack([ids, *(x.view(np.int32) for x in floats)], axis=1)
+    np.testing.assert_array_equal(tokens.bits, expected_bits)
     assert tokens.new == [0, 2, 2, 3, 1] and tokens.stopped == [0, 1, 0, 1, 0]
     assert tokens.finite == [1, 0, 1, 1, 0], "the third slot's infinite logprob is not in use"
     assert (tokens.busy, tokens.passes) == (7, 3)
