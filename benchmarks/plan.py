@@ -174,7 +174,8 @@ class _Sampling:
         self.scheduler.fill_slots()
 
         def call() -> Any:
-            self.state, _ = self.sampler.prefill(self.params, self.state, batch)
+            with jax.set_mesh(self.sampler.mesh):
+                self.state, _ = self.sampler.prefill(self.params, self.state, batch)
             return self.state
 
         return call
@@ -188,7 +189,8 @@ class _Sampling:
         batch = self.place(batching.slots(scheduler, lane, limits, enough, self.sampler.config))
 
         def call() -> Any:
-            self.state, sampled = self.sampler.decode(self.params, self.state, batch, lane=lane)
+            with jax.set_mesh(self.sampler.mesh):
+                self.state, sampled = self.sampler.decode(self.params, self.state, batch, lane=lane)
             return sampled
 
         return call
