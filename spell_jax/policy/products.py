@@ -14,7 +14,8 @@ from __future__ import annotations
 import functools
 import logging
 import math
-import time
+import os
+import pathlib
 from typing import Any
 
 import jax
@@ -29,9 +30,11 @@ from spell_jax.runtime.bits import as_bits, from_bits
 Kernels = tuple[jax.Array, ...]
 log = logging.getLogger(__name__)
 
-# CPUs without products of bfloat16 have a ratio of about 1, AVX512-BF16 2, AMX 4 to 5. What is not
-# a product gets slower in bfloat16, which XLA converts to float32 and back.
-_LEAST_GAIN = 1.5
+# Instructions of x86 for products of bfloat16, as Linux names them. Measured beside float32:
+# AVX512-BF16 is 1.9 to 2.2 times as fast, AMX 4 to 5 times. What is not a product gets slower in
+# bfloat16, which XLA converts to float32 and back, so that other CPUs would lose.
+_BFLOAT16_INSTRUCTIONS = {"avx512_bf16", "amx_bf16"}
+_CPU_INFO = pathlib.Path("/proc/cpuinfo")
 
 
 def sum_dtype() -> jnp.dtype | None:
@@ -131,38 +134,31 @@ def kernels_as_bits(params: dict[str, Any]) -> dict[str, Any]:
 def resolve_dtype(compute_dtype: str, mesh: Mesh | AbstractMesh) -> str:
     """Return "float32" or "bfloat16" for a `compute_dtype` of choices.COMPUTE_DTYPES on a mesh.
 
-    "auto" is bfloat16 on accelerators. On a CPU it is the dtype with the faster products, which
-    one process measures for all.
+    "auto" is bfloat16 on accelerators, and on CPUs with instructions for products of bfloat16. No
+    timing decides: beside other work, two runs of one config would differ in dtype.
     """
     if compute_dtype != "auto":
         return compute_dtype
-    is_faster = not meshes.is_of_cpus(mesh) or _cpu_gain() >= _LEAST_GAIN
+    is_faster = not meshes.is_of_cpus(mesh) or _multiplies_bfloat16()
     return "bfloat16" if is_faster else "float32"
 
 
 @functools.cache
-def _cpu_gain() -> float:
-    """Measure how many times as fast as float32 this CPU multiplies bfloat16 (about 0.3 s)."""
-    gain = distributed.broadcast(_measure_gain)
-    log.info("compute_dtype = auto: products of bfloat16 are %.1f times as fast as float32's", gain)
-    return gain
+def _multiplies_bfloat16() -> bool:
+    """Return whether CPUs multiply bfloat16 faster than float32; one process decides for all."""
+    names = distributed.broadcast(_bfloat16_instructions)
+    reason = f"has {', '.join(names)}" if names else "has no instructions for products of bfloat16"
+    log.info("compute_dtype = auto: the CPU %s", reason)
+    return bool(names)
 
 
-def _measure_gain() -> float:
-    """Compare the fastest of 7 products of 2 GFLOP (10 ms in float32, 2 cores), taken in turns.
+def _bfloat16_instructions() -> list[str]:
+    """Return the CPU's instruction sets of _BFLOAT16_INSTRUCTIONS that XLA may use, sorted.
 
-    In turns, and not fewer: on a machine that also runs other work, a resumed run must find the
-    dtype again with which it began.
+    [] where the system does not name them as Linux on x86 does.
     """
-    cpu = jax.local_devices(backend="cpu")[0]
-    multiply = jax.jit(functools.partial(jnp.dot, preferred_element_type=jnp.float32))
-    factors = [
-        jax.device_put(jnp.ones((1024, 1024), dtype), cpu) for dtype in ("float32", "bfloat16")
-    ]
-    seconds = []
-    for _ in range(1 + 7):  # the first two compile
-        for factor in factors:
-            clock = time.perf_counter()
-            multiply(factor, factor).block_until_ready()
-            seconds.append(time.perf_counter() - clock)
-    return min(seconds[2::2]) / min(seconds[3::2])
+    if "xla_cpu_max_isa" in os.environ.get("XLA_FLAGS", ""):
+        return []
+    lines = _CPU_INFO.read_text().splitlines() if _CPU_INFO.exists() else []
+    flags = next((line for line in lines if line.startswith("flags")), "")
+    return sorted(_BFLOAT16_INSTRUCTIONS & {*flags.split()})

@@ -211,36 +211,63 @@ def test_a_mesh_without_devices_is_not_of_cpus() -> None:
 
 
 @pytest.mark.parametrize(
-    ("compute_dtype", "kind", "gain", "expected"),
+    ("compute_dtype", "kind", "is_fast", "expected"),
     [
-        ("float32", "TPU v5e", 9.0, "float32"),
-        ("bfloat16", "cpu", 0.5, "bfloat16"),
-        ("auto", "TPU v5e", 0.5, "bfloat16"),
-        ("auto", "NVIDIA H200", 0.5, "bfloat16"),
-        ("auto", "cpu", 1.4, "float32"),
-        ("auto", "cpu", 1.6, "bfloat16"),
+        ("float32", "TPU v5e", True, "float32"),
+        ("bfloat16", "cpu", False, "bfloat16"),
+        ("auto", "TPU v5e", False, "bfloat16"),
+        ("auto", "NVIDIA H200", False, "bfloat16"),
+        ("auto", "cpu", False, "float32"),
+        ("auto", "cpu", True, "bfloat16"),
     ],
 )
 def test_resolved_dtype(
-    compute_dtype: str, kind: str, gain: float, expected: str, monkeypatch
+    compute_dtype: str, kind: str, is_fast: bool, expected: str, monkeypatch
 ) -> None:
-    monkeypatch.setattr(products, "_cpu_gain", lambda: gain)
+    monkeypatch.setattr(products, "_multiplies_bfloat16", lambda: is_fast)
     assert products.resolve_dtype(compute_dtype, _mesh(kind)) == expected
     assert compute_dtype in COMPUTE_DTYPES and expected in DTYPES
 
 
-def test_the_gain_of_a_cpu_is_measured_once_and_logged(caplog, monkeypatch) -> None:
-    measured = []
-    monkeypatch.setattr(products, "_measure_gain", lambda: measured.append(4.0) or 4.0)
-    products._cpu_gain.cache_clear()
+@pytest.mark.parametrize(
+    ("info", "xla_flags", "expected"),
+    [
+        ("flags\t: fpu avx512f avx512_bf16 amx_bf16 amx_tile\n", "", ["amx_bf16", "avx512_bf16"]),
+        ("processor: 0\nflags\t: fpu avx512_bf16\nflags\t: fpu\n", "", ["avx512_bf16"]),
+        ("flags\t: fpu avx512f avx512_vnni\n", "", []),
+        ("Features\t: fp asimd bf16\n", "", []),  # ARM: not measured
+        (None, "", []),  # no Linux
+        ("flags\t: fpu avx512_bf16\n", "--xla_cpu_max_isa=AVX2", []),
+    ],
+)
+def test_instructions_for_products_of_bfloat16(
+    info: str | None, xla_flags: str, expected: list[str], tmp_path, monkeypatch
+) -> None:
+    path = tmp_path / "cpuinfo"
+    if info is not None:
+        path.write_text(info)
+    monkeypatch.setattr(products, "_CPU_INFO", path)
+    monkeypatch.setenv("XLA_FLAGS", xla_flags)
+    assert products._bfloat16_instructions() == expected
+
+
+@pytest.mark.parametrize(
+    ("names", "expected", "reason"),
+    [
+        (["amx_bf16"], "bfloat16", "the CPU has amx_bf16"),
+        ([], "float32", "the CPU has no instructions for products of bfloat16"),
+    ],
+)
+def test_dtype_of_a_cpu_is_chosen_once_and_logged(
+    names: list[str], expected: str, reason: str, caplog, monkeypatch
+) -> None:
+    calls = []
+    monkeypatch.setattr(products, "_bfloat16_instructions", lambda: calls.append(names) or names)
+    products._multiplies_bfloat16.cache_clear()
     with caplog.at_level(logging.INFO, "spell_jax.policy.products"):
-        assert products.resolve_dtype("auto", meshes.make_mesh()) == "bfloat16"
-        assert products.resolve_dtype("auto", _mesh("cpu")) == "bfloat16"
-    products._cpu_gain.cache_clear()  # not this test's numbers for later ones
-    assert measured == [4.0]
+        assert products.resolve_dtype("auto", meshes.make_mesh()) == expected
+        assert products.resolve_dtype("auto", _mesh("cpu")) == expected
+    products._multiplies_bfloat16.cache_clear()  # not this test's CPU for later ones
+    assert calls == [names]
     (line,) = [record.getMessage() for record in caplog.records]
-    assert line == "compute_dtype = auto: products of bfloat16 are 4.0 times as fast as float32's"
-
-
-def test_a_measured_gain_is_the_ratio_of_two_products() -> None:
-    assert 0.1 < products._measure_gain() < 50
+    assert line == f"compute_dtype = auto: {reason}"

@@ -76,7 +76,7 @@ def begin(config, workdir) -> tuple[dict, int]:
 def test_auto_becomes_the_dtype_of_the_run_or_of_the_machine(
     before, expected: str, policy, tmp_path, monkeypatch, caplog
 ) -> None:
-    monkeypatch.setattr(products, "_cpu_gain", lambda: 2.0)
+    monkeypatch.setattr(products, "_multiplies_bfloat16", lambda: True)
     if before is not None:
         text = before if isinstance(before, str) else json.dumps(before)
         (tmp_path / "config.json").write_text(text)
