@@ -240,7 +240,8 @@ class Programs:
 
         The compute-dtype policy is among a program's arguments (RolloutParams, trainer/state.py).
         """
-        has_frozen_reader = self.config.algorithm.get("reference_source") == "frozen_reader"
+        source = self.config.algorithm.get("reference_source", "questioner")
+        has_frozen_reader = source != "questioner"
         copies = self.learner.loss.needs_reference + has_frozen_reader
         return copies * bytes_per_chip(self.state.params)
 

@@ -115,7 +115,7 @@ class Questions:
         c = self.config
         if c.grounding_samples:
             yield [(BLIND, self._text(QUESTION, "question", item), c.grounding_samples)]
-        if c.reference_source == "frozen_reader":
+        if c.has_reader:
             yield [(READER, self.questioner(item), c.reader_samples)]
 
     def solve(self, item: int) -> Generator[Call]:

@@ -45,6 +45,8 @@ class AlgorithmContext:
     deal: Callable[[Source], TaskStream]  # deals clusters by the run's tasks, weights and seed
     questions: Callable[[], tuple[Question, ...]]  # reads config.data.questions
     judge: JudgeFunction | None = None  # external judge if algorithm.rule has one
+    # Token ids of a prompt for the teacher of loss.distillation_weight; None without a teacher.
+    teacher_prompt: Callable[[str], Sequence[int]] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,8 @@ from spell_jax.runtime.metrics import Metrics
 from spell_jax.selfplay import prompts, rules
 from spell_jax.selfplay.judge import JUDGE_TEMPLATES
 
-RULES = ("match", "exact", "judge", "match_or_judge")  # compare texts, or ask an external judge
+# Comparisons of texts, or questions to an external judge.
+RULES = ("match", "exact", "f1", "brief", "judge", "match_or_judge")
 TRUNCATED = ("zero", "score", "drop")  # what happens to an answer that its token cap cut off
 
 
@@ -27,7 +28,9 @@ class AlgorithmConfig:
       judge_template: what that judge is asked: "yes_no", whether an answer agrees with the
         reference (Table 5), or "grades", EAPO's three grades (its Appendix E).
       rule: how answers are scored: "match" compares numbers and letters, and texts, which contain
-        the reference (cover exact match); with "exact" they equal it; "judge" asks the external
+        the reference (cover exact match); with "exact" they equal it, with "f1" they score by the
+        words in common, with "brief" those that contain it score at most the share of its words in
+        theirs, so that neither pays for length (selfplay/rules.py); "judge" asks the external
         judge; "match_or_judge" takes the larger of both scores, and asks the judge only about
         answers that "match" scores below 1 (QwenLong-L1, arXiv 2505.17667).
       extract: how an answer is read from a text: "paper" reads the forms of SPELL's code, "lenient"
@@ -68,7 +71,7 @@ class AlgorithmConfig:
     def score_answers(
         self, answers: Sequence[str | None], reference: str, task: str
     ) -> tuple[float, ...]:
-        """Score each answer of `read_answers` by the rule against a reference: 0.0 or 1.0."""
+        """Score each answer of `read_answers` by the rule against a reference, in [0, 1]."""
         return tuple(
             rules.score_answer(answer, reference, task, self.rule, self.extract)
             for answer in answers

@@ -50,7 +50,9 @@ def by_row(cells: Iterable[tuple[str, Mapping[str, float]]]) -> dict[str, dict[s
 
 
 def _score_answer(text: str, question: Question, extract: str) -> dict[str, float]:
-    """Return the best score over all right answers; also exact match, if all answers are known."""
+    """Return the best score over all right answers; also, if all of them are known, exact match
+    and the F1 score of words.
+    """
     task, references = question.task, question.right
     scores = {"": max(rules.score(text, answer, task, extract=extract) for answer in references)}
     if question.answers:
@@ -59,6 +61,7 @@ def _score_answer(text: str, question: Question, extract: str) -> dict[str, floa
             rules.same_answer(prediction, answer, task, extract) for answer in references
         )
         scores["exact match"] = float(is_exact)
+        scores["F1"] = max(rules.word_f1(prediction, answer, extract) for answer in references)
     return scores
 
 

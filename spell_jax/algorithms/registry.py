@@ -22,6 +22,7 @@ from spell_jax.algorithms.reconstruction.algorithm import Reconstruction, Recons
 from spell_jax.algorithms.reconstruction.evaluation import PuzzleEvaluation
 from spell_jax.algorithms.rlvr.algorithm import Rlvr, RlvrConfig
 from spell_jax.algorithms.rlvr.qwenlong import QwenLong, QwenLongConfig
+from spell_jax.algorithms.rlvr.self_distillation import SelfDistillation, SelfDistillationConfig
 from spell_jax.algorithms.spell.algorithm import Spell
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.algorithms.spell.evaluation import TinyEvaluation
@@ -46,6 +47,9 @@ class AlgorithmSpec:
     evaluate: Callable[[Any, AlgorithmContext, DataConfig], Evaluation | None] = lambda *_: None
     inputs: tuple[str, ...] = ("clusters",)  # of data.source; and/or "questions", of data.questions
     has_pairs: bool = False  # its groups are preference pairs, for loss.objective = "dpo"
+    # Whether a teacher that reads a shorter prompt "may" score its answers, "must", or "never" can,
+    # for loss.distillation_weight.
+    teacher: str = "never"
 
 
 def read_algorithm(section: Mapping[str, Any]) -> AlgorithmConfig:
@@ -68,8 +72,16 @@ def check_inputs(config: AlgorithmConfig, data: DataConfig) -> None:
 
 
 def check_objective(config: AlgorithmConfig, loss: LossConfig) -> None:
-    """Raises ValueError if the loss compares pairs and the algorithm has none, or the reverse."""
-    has_pairs = ALGORITHMS[config.name].has_pairs
+    """Raises ValueError if the loss needs pairs or a teacher and the algorithm has none, or the
+    reverse.
+    """
+    has_pairs, teacher = ALGORITHMS[config.name].has_pairs, ALGORITHMS[config.name].teacher
+    if teacher == ("never" if loss.distillation_weight else "must"):
+        wanted = "must be 0" if teacher == "never" else "must be above 0"
+        raise ValueError(
+            f"loss.distillation_weight = {loss.distillation_weight}: {wanted} for algorithm.name = "
+            f"{config.name!r}"
+        )
     if has_pairs != (loss.objective == "dpo"):
         wanted = "must be 'dpo'" if has_pairs else "must not be 'dpo'"
         raise ValueError(
@@ -112,10 +124,19 @@ def _read_validation(config: AlgorithmConfig, data: DataConfig) -> tuple[Questio
 
 
 ALGORITHMS: dict[str, AlgorithmSpec] = {
-    "spell": AlgorithmSpec(SpellConfig, Spell, _evaluate_spell),
-    "rlvr": AlgorithmSpec(RlvrConfig, Rlvr, _evaluate_spell, ("clusters", "questions")),
+    "spell": AlgorithmSpec(SpellConfig, Spell, _evaluate_spell, teacher="may"),
+    "rlvr": AlgorithmSpec(
+        RlvrConfig, Rlvr, _evaluate_spell, ("clusters", "questions"), teacher="may"
+    ),
     "qwenlong_l1": AlgorithmSpec(
-        QwenLongConfig, QwenLong, _evaluate_spell, ("clusters", "questions")
+        QwenLongConfig, QwenLong, _evaluate_spell, ("clusters", "questions"), teacher="may"
+    ),
+    "self_distillation": AlgorithmSpec(
+        SelfDistillationConfig,
+        SelfDistillation,
+        _evaluate_spell,
+        ("clusters", "questions"),
+        teacher="must",
     ),
     "longpo": AlgorithmSpec(
         LongPoConfig, LongPo, _evaluate_spell, ("clusters", "questions"), has_pairs=True

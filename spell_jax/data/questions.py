@@ -85,3 +85,29 @@ def as_clusters(questions: Sequence[Question]) -> tuple[Source, Mapping[str, Que
     by_id = {f"question {index}": question for index, question in enumerate(questions)}
     made = [Cluster(name, q.documents, (q.task,)) for name, q in by_id.items()]
     return in_memory(made), by_id
+
+
+def with_short_contexts(questions: Sequence[Question]) -> tuple[Question, ...]:
+    """The questions whose short context is known, in `shown`.
+
+    It is `shown` as given, or else the documents that contain a sentence of the evidence.
+    ValueError if there are questions, but none has a short context.
+    """
+    made = [dataclasses.replace(q, shown=q.shown or _evidence_documents(q)) for q in questions]
+    kept = tuple(question for question in made if question.shown)
+    if made and not kept:
+        raise ValueError(
+            f"data.questions: none of its {len(made)} questions has a short context; a question "
+            'must have "shown", or "evidence" that its documents contain'
+        )
+    if len(kept) < len(made):
+        log.warning("%d of %d questions have no short context", len(made) - len(kept), len(made))
+    return kept
+
+
+def _evidence_documents(question: Question) -> tuple[int, ...]:
+    return tuple(
+        number
+        for number, document in enumerate(question.documents)
+        if any(sentence in document for sentence in question.evidence)
+    )

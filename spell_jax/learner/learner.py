@@ -155,7 +155,8 @@ class Learner:
         if self.loss.needs_reference != (reference is not None):
             raise ValueError(
                 f"loss.kl_weight = {self.loss.kl_weight}: reference weights must be given if, "
-                "and only if, it is not 0, or loss.old_logprobs is 'reference'"
+                "and only if, it or loss.distillation_weight is not 0, or loss.old_logprobs is "
+                "'reference'"
             )
         self.loss.check_groups(groups)
         if self.loss.support == "sampled":
@@ -165,7 +166,12 @@ class Learner:
             sampled, groups = groups, self.recompute(state, groups)
             difference = statistics.sampler_difference(sampled, groups)
         if reference is not None and self.loss.old_logprobs == "reference":
-            groups, reference = self.score_reference(reference, groups), None
+            groups = self.score_reference(reference, groups)
+        if reference is not None and self.loss.distillation_weight:
+            groups, kl = self.distill(reference, groups)
+            difference |= kl
+        if not self.loss.kl_weight:
+            reference = None
         parts = packing.in_parts(groups, minibatches) or [[]]
         return Update(self, state, parts, reference, difference)
 
@@ -182,6 +188,25 @@ class Learner:
         segments = [part for group in groups for part in group.segments]
         read = old_logprobs.as_reference_reads(groups)
         return old_logprobs.join_segments(groups, self._score(reference, read, segments))
+
+    def distill(
+        self, teacher: transformer.Params, groups: Sequence[packing.TrainGroup]
+    ) -> tuple[list[packing.TrainGroup], dict[str, float]]:
+        """Add the teacher's token advantages (LossConfig.distillation_weight) to the groups.
+
+        Returns the groups and {"teacher_kl": estimate of KL(policy || teacher) per token, in nats}.
+        """
+        taught = [group for group in groups if group.reference_prompt is not None]
+        scored = self.score_reference(teacher, taught)
+        pairs = iter(zip(taught, scored, strict=True))
+        weight = self.loss.distillation_weight
+        distilled = [
+            group
+            if group.reference_prompt is None
+            else old_logprobs.with_token_advantages(*next(pairs), weight)
+            for group in groups
+        ]
+        return distilled, statistics.teacher_kl(taught, scored)
 
     def _score(
         self,
@@ -209,7 +234,7 @@ class Learner:
             carry = self.fns.empty_carry()
             for bucket in self.packing.listed:
                 batch = self.empty_batch(bucket)
-                if self.loss.old_logprobs in ("recompute", "reference"):
+                if self.loss.scores_answers:
                     self._logprobs(params, batch)
                 carry = self.accumulate(params, carry, batch, kl_reference)
 

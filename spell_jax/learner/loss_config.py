@@ -42,6 +42,11 @@ class LossConfig:
       kl_weight: weight of an estimate of KL(policy || reference); 0 needs no reference model.
       kl_estimator: name of the estimator, see kl_estimate.
       entropy_weight: weight of the entropy bonus.
+      distillation_weight: weight of the distance to a teacher, the reference model, that reads a
+        shorter prompt (TrainGroup.reference_prompt). Each token's advantage grows by this weight
+        times log p_teacher(token | shorter prompt) - log p(token | prompt), so that the update
+        lowers KL(policy || teacher) of each token (self-distillation from short to long contexts,
+        arXiv 2604.17535). 0: no teacher. Groups without a shorter prompt have no teacher.
       old_logprobs: denominator of the ratio. "on_policy": the current logprobs, so the ratio is
         exactly 1 and no extra pass runs. "rollout": the logprobs recorded while sampling.
         "recompute": the logprobs of the weights before the step (one forward pass, needed if a step
@@ -76,6 +81,7 @@ class LossConfig:
     kl_weight: float = 0.0
     kl_estimator: str = "k3"
     entropy_weight: float = 0.0
+    distillation_weight: float = 0.0
     old_logprobs: str = "on_policy"
     tis_cap: float = 0.0
     support: str = "full"
@@ -93,10 +99,12 @@ class LossConfig:
         check_choice(self, "loss.", support=SUPPORTS, routing=ROUTINGS)
         if self.support == "sampled" and self.needs_reference:
             raise ValueError(
-                "loss.support = 'sampled': must be 'full' for loss.kl_weight above 0 and "
-                "loss.objective = 'dpo'; the reference model gives mass to other tokens"
+                "loss.support = 'sampled': must be 'full' for loss.kl_weight above 0, "
+                "loss.distillation_weight above 0 and loss.objective = 'dpo'; the reference model "
+                "gives mass to other tokens"
             )
         check_least(self, "loss.", clip_low=0, clip_high=0, kl_weight=0, entropy_weight=0)
+        check_least(self, "loss.", distillation_weight=0)
         if self.tis_cap and not self.tis_cap >= 1:
             raise ValueError(f"loss.tis_cap = {self.tis_cap}: must be at least 1, or 0 for none")
         if self.tis_cap and self.old_logprobs != "on_policy":
@@ -130,11 +138,12 @@ class LossConfig:
                         f"{self.objective!r}, which has no chosen answers"
                     )
             return
-        if self.kl_weight:
-            raise ValueError(
-                f"loss.kl_weight = {self.kl_weight}: must be 0 for loss.objective = 'dpo', whose "
-                "rewards already measure the distance to the reference model"
-            )
+        for field in ("kl_weight", "distillation_weight"):
+            if getattr(self, field):
+                raise ValueError(
+                    f"loss.{field} = {getattr(self, field)}: must be 0 for loss.objective = 'dpo', "
+                    "whose rewards already measure the distance to the reference model"
+                )
         if self.aggregation != "sequence_mean":
             raise ValueError(
                 f"loss.aggregation = {self.aggregation!r}: must be 'sequence_mean' for "
@@ -150,10 +159,12 @@ class LossConfig:
 
     def check_groups(self, groups: Sequence[packing.TrainGroup]) -> None:
         """Raises ValueError if a group does not have what the loss needs."""
-        if self.uses_rollout_logprobs and any(group.old_logprobs is None for group in groups):
+        needs_logprobs = self.uses_rollout_logprobs or self.distillation_weight
+        if needs_logprobs and any(group.old_logprobs is None for group in groups):
             raise ValueError(
-                f"loss.old_logprobs = {self.old_logprobs!r}, loss.tis_cap = {self.tis_cap}: need "
-                "the old_logprobs of every group"
+                f"loss.old_logprobs = {self.old_logprobs!r}, loss.tis_cap = {self.tis_cap}, "
+                f"loss.distillation_weight = {self.distillation_weight}: need the old_logprobs of "
+                "every group"
             )
         if self.align_weight and any(group.aligned is None for group in groups):
             raise ValueError(
@@ -167,7 +178,12 @@ class LossConfig:
     @property
     def needs_reference(self) -> bool:
         """Whether the update needs the weights of the reference model."""
-        return bool(self.kl_weight) or self.old_logprobs == "reference"
+        return bool(self.kl_weight or self.distillation_weight) or self.old_logprobs == "reference"
+
+    @property
+    def scores_answers(self) -> bool:
+        """Whether a forward pass scores the answers before the update."""
+        return self.old_logprobs in ("recompute", "reference") or bool(self.distillation_weight)
 
     @property
     def uses_rollout_logprobs(self) -> bool:

@@ -13,6 +13,10 @@ import numpy as np
 
 from spell_jax.learner.packing import MicroBatch, TrainGroup
 
+# A token that the teacher all but rules out has a log-ratio of -20 and more, which would outweigh
+# the rest of its batch: typical gaps are below 1 nat.
+LARGEST_GAP = 5.0
+
 
 def with_ids(groups: Sequence[TrainGroup]) -> list[TrainGroup]:
     """The groups with ids 0, 1, 2, ... of their answers, and weights of 1, ready to be packed."""
@@ -82,3 +86,17 @@ def join_segments(groups: Sequence[TrainGroup], segments: Sequence[TrainGroup]) 
         dataclasses.replace(next(found), aligned=next(found) if group.aligned else None)
         for group in groups
     ]
+
+
+def with_token_advantages(group: TrainGroup, scored: TrainGroup, weight: float) -> TrainGroup:
+    """The group with `weight` * (teacher's logprob - its own) as advantages of its tokens.
+
+    `scored` is the group with the teacher's logprobs; differences are clipped to +-LARGEST_GAP
+    nats, and 0 for answers that fit no row.
+    """
+    assert group.old_logprobs is not None and scored.old_logprobs is not None
+    gaps = [
+        np.clip(np.nan_to_num(teacher - own), -LARGEST_GAP, LARGEST_GAP)
+        for teacher, own in zip(scored.old_logprobs, group.old_logprobs, strict=True)
+    ]
+    return dataclasses.replace(group, token_advantages=[np.float32(weight) * gap for gap in gaps])

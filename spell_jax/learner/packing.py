@@ -42,6 +42,8 @@ class TrainGroup:
     advantages: Sequence[float]
     role: str = "responder"  # for counts, and for weights that are summed over roles
     old_logprobs: Sequence[np.ndarray] | None = None  # of the policy that sampled, float32 [S_i]
+    # Added to the advantage of the answer at each of its tokens, float32 [S_i].
+    token_advantages: Sequence[np.ndarray] | None = None
     # What the sampler's filters kept at each token: the log of its probability mass, and the
     # cut-off of the logits (lm_head.score_tokens), float32 [S_i]. For loss.support = "sampled".
     kept: Sequence[np.ndarray] | None = None
@@ -54,7 +56,7 @@ class TrainGroup:
     ids: Sequence[int] | None = None  # by which answers are found again in micro-batches
     model: str = "policy"  # the trained model that the group is for
     # Prompt [<= P] after which the reference model scores the answers; None: `prompt`. Only for
-    # loss.old_logprobs = "reference".
+    # loss.old_logprobs = "reference" and loss.distillation_weight.
     reference_prompt: Tokens | None = None
     # The first answer after another prompt, in the same row: a group of one answer of advantage and
     # weight 0, whose reward loss.align_weight compares.
@@ -76,7 +78,7 @@ class TrainGroup:
             raise ValueError(
                 f"group.advantages: {len(self.advantages)} of them, but {len(lengths)} answers"
             )
-        for name in ("old_logprobs", "kept", "cutoffs", "experts"):
+        for name in ("token_advantages", "old_logprobs", "kept", "cutoffs", "experts"):
             rows = getattr(self, name)
             if rows is not None and [len(row) for row in rows] != lengths:
                 raise ValueError(
@@ -274,6 +276,7 @@ def _take(group: TrainGroup, indices: Sequence[int]) -> TrainGroup:
         group,
         answers=pick(group.answers),
         advantages=pick(group.advantages),
+        token_advantages=pick(group.token_advantages),
         old_logprobs=pick(group.old_logprobs),
         kept=pick(group.kept),
         cutoffs=pick(group.cutoffs),
@@ -495,6 +498,8 @@ class _RowWriter:
             row.source[slots.start] = last
             row.target[slots] = answer
             row.advantage[slots] = group.advantages[i]
+            if group.token_advantages is not None:
+                row.advantage[slots] += group.token_advantages[i]
             row.weight[slots] = group.weights[i]
             row.role[slots] = role
             row.answer[slots] = self._answers

@@ -79,15 +79,29 @@ def sampler_difference(
 
     The mean is over answer tokens that have both, without NaN; {} if there are none.
     """
-    total, count = 0.0, 0
-    for before, after in zip(sampled, recomputed, strict=True):
-        if before.old_logprobs is None or after.old_logprobs is None:
-            continue
-        for given, found in zip(before.old_logprobs, after.old_logprobs, strict=True):
-            if np.isfinite(found).all():
-                total += float(np.abs(np.asarray(found) - np.asarray(given)).sum())
-                count += len(found)
-    return {"sampler_difference": total / count} if count else {}
+    gaps = _logprob_gaps(sampled, recomputed)
+    return {"sampler_difference": float(np.abs(gaps).mean())} if len(gaps) else {}
+
+
+def teacher_kl(sampled: Sequence[TrainGroup], scored: Sequence[TrainGroup]) -> dict[str, float]:
+    """{"teacher_kl": mean of log p - log p_teacher over sampled tokens}, in nats; {} without any.
+
+    `scored` are the groups with the teacher's logprobs. The mean estimates KL(p || p_teacher).
+    """
+    gaps = _logprob_gaps(sampled, scored)
+    return {"teacher_kl": -float(gaps.mean())} if len(gaps) else {}
+
+
+def _logprob_gaps(before: Sequence[TrainGroup], after: Sequence[TrainGroup]) -> np.ndarray:
+    """Logprobs of `after` minus those of `before` [N], of answers that have both, without NaN."""
+    gaps = [
+        np.asarray(late, np.float64) - np.asarray(early, np.float64)
+        for old, new in zip(before, after, strict=True)
+        if old.old_logprobs is not None and new.old_logprobs is not None
+        for early, late in zip(old.old_logprobs, new.old_logprobs, strict=True)
+        if np.isfinite(late).all()
+    ]
+    return np.concatenate(gaps) if gaps else np.zeros(0)
 
 
 def operations(policy: PolicyConfig, tokens: int, answer_tokens: int, pairs: float) -> float:

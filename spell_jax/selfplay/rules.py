@@ -6,6 +6,7 @@ Spec section 5 (paper section 3.2, the rule in Eq. 6). Total and linear-time for
 import math
 import re
 import string
+from collections import Counter
 from collections.abc import Sequence
 
 from spell_jax.data.clusters import LETTERS, TASKS
@@ -134,7 +135,7 @@ def score(
     extract: str = "paper",
     in_thought: bool = False,
 ) -> float:
-    """Return the rule reward of a whole response against a reference answer: 0.0 or 1.0.
+    """Return the rule reward of a whole response against a reference answer, in [0, 1].
 
     `reference` is the bare answer, or "The correct answer is X"; `rule` as in AlgorithmConfig;
     `extract` and `in_thought` as in `extract_answer`.
@@ -146,9 +147,31 @@ def score(
 def score_answer(
     answer: str | None, reference: str, task: str, rule: str = "match", extract: str = "paper"
 ) -> float:
-    """Return the rule reward of an extracted answer, 0.0 or 1.0; arguments as in `score`."""
+    """Return the rule reward of an extracted answer, in [0, 1]; arguments as in `score`.
+
+    It is 0.0 or 1.0, unless the rule is "f1" or "brief" and the task general_qa.
+    """
     right = read_reference(reference, task, extract)
-    return float(answer is not None and is_correct(answer, right, task, rule, extract))
+    if answer is None:
+        return 0.0
+    if task == "general_qa" and rule == "f1":
+        return word_f1(answer, right, extract)
+    is_right = is_correct(answer, right, task, rule, extract)
+    if task == "general_qa" and rule == "brief":
+        return is_right * brevity(answer, right, extract)
+    return float(is_right)
+
+
+def word_f1(answer: str, reference: str, extract: str = "paper") -> float:
+    """Return the F1 score of an answer's normalized words (SQuAD, Rajpurkar et al. 2016)."""
+    stated, right = (Counter(normalize_answer(t, extract).split()) for t in (answer, reference))
+    return 2 * (stated & right).total() / max((stated.total() + right.total()), 1)
+
+
+def brevity(answer: str, reference: str, extract: str = "paper") -> float:
+    """Return min(1, |reference| / |answer|) in normalized words; 1 for an answer without any."""
+    stated, right = (len(normalize_answer(t, extract).split()) for t in (answer, reference))
+    return min(1.0, right / max(stated, 1))
 
 
 def read_reference(reference: str, task: str, extract: str = "paper") -> str:

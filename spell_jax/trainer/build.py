@@ -138,6 +138,7 @@ def make_context(config: RunConfig, tokenizer: Tokenizer) -> AlgorithmContext:
         deal=deal,
         questions=questions,
         judge=_make_judge(config.algorithm, prompts),
+        teacher_prompt=tokenizer.chat if config.loss.distillation_weight else None,
     )
 
 

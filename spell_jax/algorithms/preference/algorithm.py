@@ -22,6 +22,7 @@ from spell_jax.algorithms.base import (
 from spell_jax.algorithms.preference import episode as pairs
 from spell_jax.algorithms.preference.episode import PairEpisode
 from spell_jax.algorithms.rlvr.algorithm import Rlvr, RlvrConfig
+from spell_jax.data.questions import with_short_contexts
 from spell_jax.learner.packing import TrainGroup
 from spell_jax.runtime.metrics import Metrics
 from spell_jax.sampler.requests import Sample
@@ -35,7 +36,7 @@ class ShortToLong(Rlvr):
     episode = PairEpisode
 
     def __init__(self, config: RlvrConfig, context: AlgorithmContext, short_answers: int):
-        given = pairs.with_short_contexts(context.questions())
+        given = with_short_contexts(context.questions())
         super().__init__(config, dataclasses.replace(context, questions=lambda: given))
         self._short_answers = short_answers
 

@@ -24,7 +24,7 @@ from spell_jax.algorithms.spell.algorithm import Spell
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.algorithms.spell.episode import Episode
 from spell_jax.data.clusters import Cluster
-from spell_jax.data.questions import Question, as_clusters
+from spell_jax.data.questions import Question, as_clusters, with_short_contexts
 from spell_jax.data.stream import TaskStream
 from spell_jax.learner.packing import TrainGroup
 from spell_jax.runtime.config import check_least
@@ -64,7 +64,10 @@ class Rlvr(Spell):
     episode: type[Episode] = Episode  # of an accepted question of the set
 
     def __init__(self, config: RlvrConfig, context: AlgorithmContext):
-        source, self._given = as_clusters(context.questions())
+        questions = context.questions()
+        if context.teacher_prompt is not None:
+            questions = with_short_contexts(questions)
+        source, self._given = as_clusters(questions)
         if self._given:
             context = dataclasses.replace(context, clusters=lambda: source)
         super().__init__(config, context)

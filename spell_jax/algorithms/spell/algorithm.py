@@ -54,10 +54,11 @@ class Spell:
         self.stream = context.deal(context.clusters())
         self.memory = QuestionMemory(config.memory)
         self.probes = ProbeSet(config.probes)
-        self.models = ("reference_reader",) if config.reference_source == "frozen_reader" else ()
+        self.models = ("reference_reader",) if config.has_reader else ()
         self._count = context.count_tokens
         self._cap = context.prompt_cap
         self._judge = context.judge
+        self._teacher_prompt = context.teacher_prompt
 
     def rollout(self, models: Models, key: Key, step: int) -> list[Episode]:
         """Rounds of self-play until enough questions have mixed rewards, or the cap is reached."""
@@ -219,7 +220,7 @@ class Spell:
 
     async def read_reference(self, ask: Ask, e: Episode) -> Episode:
         """Replaces the reference by the frozen reader's answer, or rejects the question."""
-        if e.status != "accepted" or self.config.reference_source != "frozen_reader":
+        if e.status != "accepted" or not self.config.has_reader:
             return e
         e = await frozen_reader.read_reference(self.config, self.prompts, ask, e)
         return self._reject_known(e) if e.status == "accepted" and self._judge is None else e
@@ -323,10 +324,22 @@ class Spell:
             rng = np.random.default_rng([*key, 2])
             advantages |= self._verifier_advantages(episodes, len(good), rng)
         groups = [
-            episodes[n].reply(role, i).group(values, role)
+            self.responder_group(episodes[n], values)
+            if role == "responder"
+            else episodes[n].reply(role, i).group(values, role)
             for (n, role, i), values in advantages.items()
         ]
         return groups, spell_episode.annotate(episodes, advantages, self.config)
+
+    def responder_group(self, episode: Episode, advantages: Sequence[float]) -> TrainGroup:
+        """The group of a question's answers; a teacher reads what the questioner read."""
+        e = episode
+        group = e.reply("responder", 0).group(advantages, "responder")
+        if self._teacher_prompt is None:
+            return group
+        shown = [e.cluster.documents[i] for i in e.shown]
+        prompt = self._teacher_prompt(self.prompts.responder(e.task, shown, e.question))
+        return replace(group, reference_prompt=prompt)
 
     def _questioner_advantages(
         self, episodes: Sequence[Episode], good: Sequence[int], rng: np.random.Generator

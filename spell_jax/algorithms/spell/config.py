@@ -9,7 +9,8 @@ from spell_jax.algorithms.config import AlgorithmConfig, RolloutBudget
 from spell_jax.runtime.config import check_choice, check_least
 from spell_jax.selfplay import parsing, rewards
 
-REFERENCE_SOURCES = ("questioner", "frozen_reader")
+CONFIRMED = "confirmed"
+REFERENCE_SOURCES = ("questioner", "frozen_reader", CONFIRMED)
 RESPONDER_REWARDS = ("max", "rule", "verifier", "mean", "min", "random")
 PROGRESS = "progress"
 MAPPINGS = (*rewards.MAPPINGS, PROGRESS)
@@ -50,6 +51,8 @@ class SpellConfig(AlgorithmConfig):
         of `reader_samples` answers of a frozen copy of the starting policy, which reads the
         questioner's documents. A question is ungrounded if no answer is given at least twice and
         by more than half of the samples, or if that answer is also given without documents.
+        "confirmed": the questioner, where the frozen reader's answer equals it (a round trip, arXiv
+        1906.05416); other questions are ungrounded too.
       reader_samples: K, answers of the frozen reader per question.
       reader_unanimous: whether all K answers must agree.
       reader_by_hop: whether the reader answers a chain one hop after another (selfplay/hops.py).
@@ -140,6 +143,11 @@ class SpellConfig(AlgorithmConfig):
                 f"algorithm.grounding_samples = {self.grounding_samples}"
             )
 
+    @property
+    def has_reader(self) -> bool:
+        """Whether a frozen copy of the starting policy answers every accepted question."""
+        return self.reference_source != "questioner"
+
     def parse_question(
         self, text: str, task: str, count_tokens: Callable[[str], int]
     ) -> parsing.Parsed:
@@ -175,7 +183,7 @@ class SpellConfig(AlgorithmConfig):
             if self.grounding_samples:
                 name, blind = "answers without documents", self.grounding_samples
                 budgets.append(RolloutBudget(name, "responder", batch, blind))
-            if self.reference_source == "frozen_reader":
+            if self.has_reader:
                 name, role = "answers of the frozen reader", "reference_reader"
                 budgets.append(RolloutBudget(name, role, batch, self.reader_samples))
             if self.mapping == PROGRESS:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from spell_jax.algorithms.base import Ask
-from spell_jax.algorithms.spell.config import SpellConfig
+from spell_jax.algorithms.spell.config import CONFIRMED, SpellConfig
 from spell_jax.algorithms.spell.episode import Episode, reject
 from spell_jax.selfplay import rules
 from spell_jax.selfplay.hops import join_hop, split_hops
@@ -16,6 +16,7 @@ from spell_jax.selfplay.prompts import Prompts
 async def read_reference(config: SpellConfig, prompts: Prompts, ask: Ask, e: Episode) -> Episode:
     """The accepted question with the reader's answer as reference, rejected if it has none.
 
+    With reference_source "confirmed" its own reference stays, and must equal the reader's answer.
     The reader sees the questioner's documents. With reader_by_hop it answers one hop after another.
     """
     documents = [e.cluster.documents[i] for i in e.shown]
@@ -36,6 +37,10 @@ async def read_reference(config: SpellConfig, prompts: Prompts, ask: Ask, e: Epi
             return reject(e, "reader_disagrees")
         reference, leaked = answer, leaked or not agrees
         hop = join_hop(link, answer) if link else ""
+    if config.reference_source == CONFIRMED:
+        if not rules.same_answer(reference, e.reference, e.task, config.extract):
+            return reject(e, "reader_disagrees")
+        reference = e.reference
     is_equal = [rules.same_answer(reference, b or "", e.task, config.extract) for b in e.blind]
     scores = tuple(map(float, is_equal))
     return replace(e, reference=reference, leaked=leaked, blind_scores=scores)

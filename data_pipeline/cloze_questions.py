@@ -1,0 +1,127 @@
+"""Cloze questions about clusters of documents: no labels, and references that hold.
+
+    python -m data_pipeline.cloze_questions --clusters=clusters.jsonl --out=questions.jsonl
+
+A question is a sentence with a gap (spell_jax/selfplay/cloze.py). A set of --per_set questions
+about a cluster has the same documents, so that the sampler reads and the learner packs them once:
+those of the cluster without the sentences of the set. "shown" are the documents with another
+sentence that contains the answer. A cluster gives at most --sets sets, and each answer once. Sets
+are in random order and stay together. --clusters is what data.source takes. Random choices depend
+only on the seed and the cluster's id. The last line printed has all counts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from absl import flags
+
+from spell_jax.data import built
+from spell_jax.data.clusters import Cluster, count_words
+from spell_jax.data.questions import Question
+from spell_jax.runtime import entry
+from spell_jax.runtime.config import check_least
+from spell_jax.runtime.jsonl import write_records
+from spell_jax.selfplay import cloze
+from spell_jax.selfplay.cloze import Cloze
+from spell_jax.selfplay.given_questions import scores_itself
+
+
+@dataclasses.dataclass(frozen=True)
+class ClozeConfig:
+    """Selection of the questions.
+
+    Attributes:
+      per_set: questions that share their documents.
+      sets: most sets of a cluster.
+      shared_words: words that the sentence with the gap has in common with another one that
+        contains the answer.
+      seed: seed of the selection.
+    """
+
+    per_set: int = 4
+    sets: int = 4
+    shared_words: int = 2
+    seed: int = 0
+
+    def __post_init__(self):
+        check_least(self, "", per_set=1, sets=1, shared_words=0, seed=0)
+
+
+def make_sets(
+    cluster: Cluster, config: ClozeConfig, counts: Counter[str]
+) -> Iterator[list[Question]]:
+    """Yield the sets of questions about a cluster, without those that are not full."""
+    clozes = list(cloze.find_clozes(cluster.documents, config.shared_words))
+    rng = np.random.default_rng([config.seed, zlib.crc32(cluster.id.encode())])
+    unused = [clozes[i] for i in rng.permutation(len(clozes))]
+    answers: set[str] = set()
+    for _ in range(config.sets):
+        chosen = _choose(unused, config.per_set, answers)
+        if len(chosen) < config.per_set:
+            break
+        answers |= {one.span.lower() for one in chosen}
+        hidden = {one.sentence for one in chosen}
+        documents = cloze.hide(cluster.documents, sorted(hidden))
+        counts["written"] += len(chosen)
+        yield [_question(one, hidden, documents) for one in chosen]
+
+
+def _choose(clozes: Sequence[Cloze], most: int, answers: set[str]) -> list[Cloze]:
+    """Choose questions with different answers, each of which stands in a sentence that stays."""
+    chosen: list[Cloze] = []
+    for one in clozes:
+        together = [*chosen, one]
+        hidden = {other.sentence for other in together}
+        spans = {other.span.lower() for other in together}
+        if (
+            len(chosen) < most
+            and len(hidden) == len(spans) == len(together)
+            and one.span.lower() not in answers
+            and scores_itself(one.span, "general_qa")
+            and all(any(text not in hidden for _, text in c.elsewhere) for c in together)
+        ):
+            chosen = together
+    return chosen
+
+
+def _question(one: Cloze, hidden: set[str], documents: tuple[str, ...]) -> Question:
+    evidence = [(number, text) for number, text in one.elsewhere if text not in hidden]
+    return Question(
+        "general_qa",
+        documents,
+        f"Fill the gap: {one.question}",
+        one.span,
+        evidence=tuple(text for _, text in evidence),
+        shown=tuple(sorted({number for number, _ in evidence})),
+    )
+
+
+def main(_) -> None:
+    given = flags.FLAGS
+    config = ClozeConfig(given.per_set, given.sets, given.shared_words, given.seed)
+    source = built.open_source(
+        given.clusters, count_tokens=count_words, max_document_tokens=sys.maxsize
+    )
+    counts: Counter[str] = Counter()
+    clusters = source.read(sorted(source.tasks))
+    made = [questions for cluster in clusters for questions in make_sets(cluster, config, counts)]
+    order = np.random.default_rng(config.seed).permutation(len(made))
+    write_records(given.out, (dataclasses.asdict(q) for i in order for q in made[i]))
+    print(json.dumps(counts | {"clusters": len(clusters)}))
+
+
+if __name__ == "__main__":
+    flags.DEFINE_string("clusters", None, "Clusters, as data.source takes them.", required=True)
+    flags.DEFINE_string("out", None, "JSONL of questions to write.", required=True)
+    flags.DEFINE_integer("per_set", ClozeConfig.per_set, "Questions with the same documents.")
+    flags.DEFINE_integer("sets", ClozeConfig.sets, "Most sets of a cluster.")
+    flags.DEFINE_integer("shared_words", ClozeConfig.shared_words, "Words in common; 0: none.")
+    flags.DEFINE_integer("seed", ClozeConfig.seed, "Seed of the selection.")
+    entry.run_main(main)

@@ -1,0 +1,61 @@
+"""Self-distillation from short to long contexts (arXiv 2604.17535): no reference, no verdict.
+
+1. answer: the policy answers each question G times from all documents. The questions are RLVR's,
+   given or written once by the starting policy; their answers are used for metrics alone.
+2. groups: every answer of every question, with an advantage of 0. The teacher, a frozen copy of the
+   starting policy, reads only the documents that the question was written from, and scores each
+   token of the answer. The token's advantage is
+
+       loss.distillation_weight * (log p_teacher(token | short prompt) - log p(token | all)),
+
+   which the learner adds (learner/old_logprobs.py), so that the update lowers
+   KL(policy || teacher). SPELL and RLVR take the same field beside their own advantages.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from spell_jax.algorithms.base import USED, Annotation, Key
+from spell_jax.algorithms.config import RolloutBudget
+from spell_jax.algorithms.rlvr.algorithm import Rlvr, RlvrConfig
+from spell_jax.algorithms.spell.episode import Episode
+from spell_jax.learner.packing import TrainGroup
+
+
+@dataclasses.dataclass(frozen=True)
+class SelfDistillationConfig(RlvrConfig):
+    """RLVR's fields; those of rewards matter only for metrics.
+
+    A step has `group_size` answers to each of `generation_batch` questions, in one round.
+    """
+
+    name: str = "self_distillation"
+    max_generations: int = 1
+    responder_reward: str = "rule"
+
+    def budgets(self) -> list[RolloutBudget]:
+        batch = self.generation_batch * self.max_generations
+        return [RolloutBudget("answers", "responder", batch, self.group_size, batch)]
+
+    def budget_summary(self) -> str:
+        return f"{self.generation_batch} questions, each answered from all documents; a step asks for"
+
+
+class SelfDistillation(Rlvr):
+    """The algorithm; see base.Algorithm."""
+
+    def groups(
+        self, episodes: Sequence[Episode], key: Key
+    ) -> tuple[list[TrainGroup], list[Annotation]]:
+        """A group for each answered question, whatever its rewards."""
+        groups, annotations = [], []
+        for e in episodes:
+            if e.response is None:
+                annotations.append(Annotation(used={"responder": e.status}))
+                continue
+            advantages = [0.0] * len(e.response.samples)
+            groups.append(self.responder_group(e, advantages))
+            annotations.append(Annotation({"responder": advantages}, {"responder": USED}))
+        return groups, annotations

@@ -1,0 +1,143 @@
+"""Cloze questions: a sentence of a document with a gap, filled by words that occur elsewhere.
+
+The reference of such a question holds by construction: the words stood in the gap. They can be
+found, because another sentence of the same documents contains them too (recurring spans, Ram et
+al. 2021, arXiv 2101.00438). English only, because of the list of function words.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+GAP = "____"
+LONGEST_SPAN = 5  # words; 95 % of the answers in SQuAD v1.1 dev's articles 1-8 have no more
+SHORTEST_SENTENCE = 6  # words; shorter ones say too little about their gap
+
+_SENTENCE_END = re.compile(r"(?<=[.!?])[\"')\]]*\s+(?=[\"'(\[]?[A-Z0-9])")
+_WORD = re.compile(r"[^\W_]+(?:[.,'’\-–][^\W_]+)*")
+# Words that no span begins or ends with, and that do not tell what a sentence is about.
+FUNCTION_WORDS = frozenset(
+    "a about above across after again against all almost also although always am among an and "
+    "another any are around as at away back be became because become been before being below "
+    "between both but by can cannot could did do does done down due during each either else "
+    "enough even ever every few first for from further had has have he her here hers him his how "
+    "however i if in into is it its itself just last least less like made make many may me might "
+    "more most much must my near neither never no nor not now of off often on once one only or "
+    "other others our out over own per perhaps quite rather same second several she should since "
+    "so some still such than that the their them then there these they this those three through "
+    "thus to together too toward two under until up upon us use used using very was we well were "
+    "what when where whether which while who whole whom whose why will with within without would "
+    "yet you your".split()
+)
+
+
+@dataclass(frozen=True)
+class Cloze:
+    """A sentence with a gap.
+
+    Attributes:
+      document: index of the sentence's document.
+      sentence: the whole sentence, as it stands in the document.
+      span: the words of the gap.
+      elsewhere: other sentences with the span, as (index of their document, sentence).
+    """
+
+    document: int
+    sentence: str
+    span: str
+    elsewhere: tuple[tuple[int, str], ...]
+
+    @property
+    def question(self) -> str:
+        """The sentence with a gap instead of every occurrence of the span."""
+        return _occurrences(self.span).sub(GAP, self.sentence)
+
+
+def find_clozes(documents: Sequence[str], shared_words: int = 2) -> Iterator[Cloze]:
+    """Yield the cloze questions of a cluster, in order of their sentences.
+
+    A span is a proper name, a number or several words, at most LONGEST_SPAN of them, in the longest
+    form that occurs in another sentence. The question's sentence and one of those with the span
+    share at least `shared_words` other words that are no function words; otherwise nothing would
+    tell which words fill the gap.
+    """
+    sentences = [(n, text) for n, document in enumerate(documents) for text in split(document)]
+    words = [list(_WORD.finditer(text)) for _, text in sentences]
+    lower = [[word[0].lower() for word in row] for row in words]
+    content = [{*row} - FUNCTION_WORDS for row in lower]
+    places: dict[tuple[str, ...], set[int]] = defaultdict(set)
+    for index, row in enumerate(lower):
+        for begin in range(len(row)):
+            for end in range(begin + 1, min(begin + LONGEST_SPAN, len(row)) + 1):
+                places[tuple(row[begin:end])].add(index)
+    for index, (document, text) in enumerate(sentences):
+        if len(lower[index]) < SHORTEST_SENTENCE:
+            continue
+        done: set[tuple[str, ...]] = set()
+        for begin, end in _longest_spans(lower[index], places, index):
+            key = tuple(lower[index][begin:end])
+            span = text[words[index][begin].start() : words[index][end - 1].end()]
+            others = [
+                other
+                for other in sorted(places[key] - {index})
+                if len((content[index] & content[other]) - {*key}) >= shared_words
+                and sentences[other][1] != text
+            ]
+            is_answer = _is_answer(span, begin == 0) and not _cuts_name(
+                text, words[index], begin, end
+            )
+            if key in done or not others or not is_answer:
+                continue
+            done.add(key)
+            yield Cloze(document, text, span, tuple(sentences[other] for other in others))
+
+
+def hide(documents: Sequence[str], sentences: Iterable[str]) -> tuple[str, ...]:
+    """Return the documents without the sentences, which their cloze questions would repeat."""
+    hidden = tuple(documents)
+    for sentence in sentences:
+        hidden = tuple(document.replace(sentence, "").strip() for document in hidden)
+    return tuple(re.sub(" {2,}", " ", document) for document in hidden)
+
+
+def split(text: str) -> list[str]:
+    """Split a text into sentences."""
+    return [
+        part for line in text.splitlines() for part in _SENTENCE_END.split(line) if part.strip()
+    ]
+
+
+def _longest_spans(
+    row: Sequence[str], places: dict[tuple[str, ...], set[int]], index: int
+) -> Iterator[tuple[int, int]]:
+    """Yield (begin, end) of the spans that recur in other sentences and are in no longer one."""
+    end_of_last = 0
+    for begin in range(len(row)):
+        for end in range(min(begin + LONGEST_SPAN, len(row)), max(begin, end_of_last), -1):
+            span = tuple(row[begin:end])
+            if {span[0], span[-1]} & FUNCTION_WORDS or not places[span] - {index}:
+                continue
+            yield begin, end
+            end_of_last = end
+            break
+
+
+def _is_answer(span: str, is_first: bool) -> bool:
+    """Whether a span is a name, a number or several words; the first word has a capital anyway."""
+    words = span.split()
+    named = any(word[0].isupper() for word in words[is_first:])
+    return named or any(c.isdigit() for c in span) or len(words) > 1
+
+
+def _cuts_name(text: str, words: Sequence[re.Match[str]], begin: int, end: int) -> bool:
+    """Whether the word before or after a span continues its name, as in "Saturn" of "Saturn V"."""
+    after = begin > 1 and text[words[begin - 1].end() : words[begin].start()] == " "
+    before = end < len(words) and text[words[end - 1].end() : words[end].start()] == " "
+    return (after and words[begin - 1][0][0].isupper()) or (before and words[end][0][0].isupper())
+
+
+def _occurrences(span: str) -> re.Pattern[str]:
+    return re.compile(rf"(?<!\w){re.escape(span)}(?!\w)", re.IGNORECASE)
