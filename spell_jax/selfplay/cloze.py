@@ -19,19 +19,20 @@ SHORTEST_SENTENCE = 6  # words; shorter ones say too little about their gap
 _SENTENCE_END = re.compile(r"(?<=[.!?])[\"')\]]*\s+(?=[\"'(\[]?[A-Z0-9])")
 _WORD = re.compile(r"[^\W_]+(?:[.,'’\-–][^\W_]+)*")
 # Words that no span begins or ends with, and that do not tell what a sentence is about.
-FUNCTION_WORDS = frozenset(
-    "a about above across after again against all almost also although always am among an and "
-    "another any are around as at away back be became because become been before being below "
-    "between both but by can cannot could did do does done down due during each either else "
-    "enough even ever every few first for from further had has have he her here hers him his how "
-    "however i if in into is it its itself just last least less like made make many may me might "
-    "more most much must my near neither never no nor not now of off often on once one only or "
-    "other others our out over own per perhaps quite rather same second several she should since "
-    "so some still such than that the their them then there these they this those three through "
-    "thus to together too toward two under until up upon us use used using very was we well were "
-    "what when where whether which while who whole whom whose why will with within without would "
-    "yet you your".split()
-)
+_FUNCTION_WORDS = """
+    a about above across after again against all almost also although always am among an and
+    another any are around as at away back be became because become been before being below
+    between both but by can cannot could did do does done down due during each either else
+    enough even ever every few first for from further had has have he her here hers him his how
+    however i if in into is it its itself just last least less like made make many may me might
+    more most much must my near neither never no nor not now of off often on once one only or
+    other others our out over own per perhaps quite rather same second several she should since
+    so some still such than that the their them then there these they this those three through
+    thus to together too toward two under until up upon us use used using very was we well were
+    what when where whether which while who whole whom whose why will with within without would
+    yet you your
+"""
+FUNCTION_WORDS = frozenset(_FUNCTION_WORDS.split())
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,11 @@ def taught_groups(advantages: float = 1.0) -> list[TrainGroup]:
 
 def teacher_weights() -> Any:
     """The policy's weights, changed a little, so that the teacher differs everywhere."""
-    return jax.tree.map(lambda x: x + 0.01 * np.cos(np.arange(x.size)).reshape(x.shape), tiny.weights())
+
+    def change(x: Any) -> Any:
+        return x + 0.01 * np.cos(np.arange(x.size)).reshape(x.shape)
+
+    return jax.tree.map(change, tiny.weights())
 
 
 def with_gaps_by_hand(groups: list[TrainGroup]) -> list[TrainGroup]:
@@ -118,7 +122,9 @@ def test_token_advantages_follow_their_answers() -> None:
 def test_errors_name_what_is_missing() -> None:
     groups = [dataclasses.replace(group, old_logprobs=None) for group in taught_groups()]
     made = make_learner(DISTILLED)
-    with pytest.raises(ValueError, match=r"loss\.distillation_weight = 0\.5: need the old_logprobs"):
+    with pytest.raises(
+        ValueError, match=r"loss\.distillation_weight = 0\.5: need the old_logprobs"
+    ):
         made.update(made.init(tiny.weights()), groups, tiny.weights())
     with pytest.raises(ValueError, match=r"reference weights must be given"):
         made.update(made.init(tiny.weights()), taught_groups())

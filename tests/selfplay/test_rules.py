@@ -228,6 +228,34 @@ def test_exact_rule_counts_no_longer_answer():
         assert score(f"The answer is {answer}.", answer, task, rule="exact") == 1.0
 
 
+@pytest.mark.parametrize(
+    ("text", "f1", "brief", "match"),
+    [
+        ("The answer is the Blue River", 1.0, 1.0, 1.0),
+        ("The answer is Blue River in Oslo", 2 / 3, 0.5, 1.0),
+        ("The answer is the blue", 2 / 3, 0.0, 0.0),
+        ("The answer is Nile", 0.0, 0.0, 0.0),
+        ("The answer is", 0.0, 0.0, 0.0),
+        ("", 0.0, 0.0, 0.0),
+    ],
+)
+def test_rules_that_length_cannot_buy(text, f1, brief, match):
+    for rule, wanted in (("f1", f1), ("brief", brief), ("match", match)):
+        assert score(text, "Blue River", "general_qa", rule=rule) == pytest.approx(wanted), rule
+
+
+@pytest.mark.parametrize("rule", ["f1", "brief"])
+def test_numbers_and_letters_are_right_or_wrong_by_any_rule(rule):
+    assert score("The answer is 1,250", "1250", "financial_math", rule=rule) == 1.0
+    assert score("The answer is 12", "1250", "financial_math", rule=rule) == 0.0
+    assert score("The answer is B", "B", "multiple_choice", rule=rule) == 1.0
+
+
+@given(pieces, pieces, st.sampled_from(TASKS), st.sampled_from(["f1", "brief"]))
+def test_any_two_strings_get_a_score_from_0_to_1(response, reference, task, rule):
+    assert 0.0 <= score(response, reference, task, rule=rule) <= 1.0
+
+
 @given(st.text(min_size=1), st.sampled_from(TASKS))
 def test_readable_answer_is_correct_against_itself(answer, task):
     if same_answer(answer, answer, task):

@@ -40,7 +40,9 @@ class SelfDistillationConfig(RlvrConfig):
         return [RolloutBudget("answers", "responder", batch, self.group_size, batch)]
 
     def budget_summary(self) -> str:
-        return f"{self.generation_batch} questions, each answered from all documents; a step asks for"
+        return (
+            f"{self.generation_batch} questions, each answered from all documents; a step asks for"
+        )
 
 
 class SelfDistillation(Rlvr):

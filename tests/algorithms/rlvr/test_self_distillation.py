@@ -17,7 +17,9 @@ from tests.algorithms.preference import runs
 from tests.algorithms.scripted import (
     PROMPTS,
     QA,
+    ROWS,
     SMALL,
+    Script,
     ScriptedModels,
     by_role,
     make_algorithm,
@@ -25,7 +27,6 @@ from tests.algorithms.scripted import (
     roll_out,
     to_groups,
 )
-from tests.algorithms.scripted import ROWS, Script
 
 GIVEN = (
     Question(QA, ("first", "second fact", "third"), "Q?", "right", ("second",)),
@@ -41,7 +42,9 @@ def decode(tokens: Any) -> str:
     return bytes(int(token) for token in tokens).decode()
 
 
-def make_distillation(kind: Any = SelfDistillation, config: Any = SelfDistillationConfig, **options):
+def make_distillation(
+    kind: Any = SelfDistillation, config: Any = SelfDistillationConfig, **options
+):
     fields: dict[str, Any] = SMALL | {"generation_batch": len(GIVEN)} | options
     context = make_context(questions=lambda: GIVEN, teacher_prompt=encode)
     return kind(config(**fields), context)

@@ -377,6 +377,25 @@ def test_question_is_ungrounded_without_a_frozen_reader_majority(answers, status
         assert episode.response is None
 
 
+@pytest.mark.parametrize(
+    ("answers", "unanimous", "status"),
+    [
+        (("alpha0", "Alpha0.", "the alpha0", "alpha0"), True, "accepted"),
+        (("alpha0", "alpha0", "alpha0", "x"), False, "accepted"),
+        (("alpha0", "alpha0", "alpha0", "x"), True, "ungrounded"),
+        (("beta0",) * 4, True, "ungrounded"),  # the reader is sure, of another answer
+    ],
+)
+def test_reader_confirms_the_questioners_reference(answers, unanimous, status):
+    options = {"reference_source": "confirmed", "reader_unanimous": unanimous}
+    script = Script(ROWS, reader={0: answers}, verdicts=VERDICTS)
+    rollout = Rollout(ROWS, script=script, **options)
+    episode = rollout.of(0)
+    assert rollout.algorithm.models == ("reference_reader",)
+    assert (episode.status, episode.reference) == (status, "alpha0")
+    assert (episode.reason == "reader_disagrees") == (status == "ungrounded")
+
+
 def test_answer_known_without_documents_makes_question_ungrounded():
     blind = ("Unknown.", "unknown", "unknown", "x")
     episode = frozen_reader({0: blind}).of(0)

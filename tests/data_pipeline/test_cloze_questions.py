@@ -1,0 +1,73 @@
+"""Tests of cloze questions about clusters: sets that share documents, and references that hold."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+
+from data_pipeline import cloze_questions
+from data_pipeline.cloze_questions import ClozeConfig, make_sets
+from spell_jax.data.clusters import Cluster
+from spell_jax.data.questions import read_questions
+
+CITIES = ("Oslo", "Lima", "Rome", "Cairo", "Quito", "Delhi")
+CLUSTER = Cluster(
+    "cities",
+    tuple(
+        f"The old bridges of {a} lead to the harbor of {b}. Boats from {a} and {c} sail at night. "
+        f"Many bridges and boats of {b} are old."
+        for a, b, c in zip(CITIES, CITIES[1:] + CITIES[:1], CITIES[2:] + CITIES[:2], strict=True)
+    ),
+    ("general_qa",),
+)
+
+
+def sets_of(config: ClozeConfig, cluster: Cluster = CLUSTER):
+    counts: Counter[str] = Counter()
+    return list(make_sets(cluster, config, counts)), counts
+
+
+def test_a_set_shares_documents_without_its_own_sentences() -> None:
+    sets, counts = sets_of(ClozeConfig(per_set=2, sets=3))
+    assert len(sets) == 3 and counts["written"] == 6
+    answers = [q.answer.lower() for questions in sets for q in questions]
+    assert len(set(answers)) == len(answers)  # each answer once
+    for questions in sets:
+        (documents,) = {q.documents for q in questions}
+        for q in questions:
+            sentence = q.question.removeprefix("Fill the gap: ").replace("____", q.answer)
+            assert sentence in " ".join(CLUSTER.documents)
+            assert sentence not in " ".join(documents)
+            assert q.evidence and q.shown
+            for evidence in q.evidence:
+                assert q.answer in evidence
+                assert any(evidence in documents[number] for number in q.shown)
+
+
+def test_sets_that_are_not_full_are_left_out() -> None:
+    assert sets_of(ClozeConfig(per_set=50))[0] == []
+    assert sets_of(ClozeConfig(), Cluster("empty", ("a b c.",), ("general_qa",)))[0] == []
+
+
+def test_questions_depend_on_the_seed_and_the_cluster_alone() -> None:
+    config = ClozeConfig(per_set=2, sets=2)
+    assert sets_of(config) == sets_of(config)
+    assert sets_of(config) != sets_of(ClozeConfig(per_set=2, sets=2, seed=1))
+
+
+@pytest.mark.slow
+def test_command_writes_questions_that_training_reads(tmp_path: pathlib.Path) -> None:
+    clusters, out = tmp_path / "clusters.jsonl", tmp_path / "questions.jsonl"
+    clusters.write_text(json.dumps({"id": "cities", "documents": list(CLUSTER.documents)}))
+    command = [sys.executable, "-m", cloze_questions.__name__, f"--clusters={clusters}"]
+    done = subprocess.run(
+        [*command, f"--out={out}", "--per_set=2", "--sets=2"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == {"written": 4, "clusters": 1}
+    assert len(read_questions(out, "data.questions")) == 4
