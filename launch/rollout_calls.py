@@ -123,7 +123,7 @@ class Questions:
         if not self.is_answered(item):
             return
         yield [("responder", self.responder(item), c.group_size)]
-        if c.responder_reward not in ("rule", "random"):
+        if c.has_verifier:
             answers = range(c.group_size)
             size = c.verifier_group_size
             yield [("verifier", self.verifier(item, answer), size) for answer in answers]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 from spell_jax.algorithms.base import Models
 from spell_jax.data.questions import Question
@@ -15,13 +15,25 @@ from spell_jax.selfplay.prompts import Prompts
 # {section: {row: {column: (mean, half width of the 95 % interval)}}}
 Report = dict[str, dict[str, dict[str, tuple[float, float]]]]
 
+
 MOST_LENGTHS = 8  # different numbers of documents that get a row each
+
+
+class Evaluated(NamedTuple):
+    """A report, and a record of each answer that it counts, where an evaluation keeps records.
+
+    The record of an answer is {"question", "reference", "answer", "documents": their number,
+    "scores": {measure: value}}. Records have the order of the questions.
+    """
+
+    report: Report
+    answers: Sequence[Mapping[str, Any]] = ()
 
 
 class Evaluation(Protocol):
     """Held-out evaluation of a policy, as the trainer calls it."""
 
-    def full(self, models: Models) -> Report:
+    def full(self, models: Models) -> Evaluated:
         """Everything that is reported before and after a run."""
         ...
 
@@ -80,35 +92,48 @@ class HeldOutQuestions:
     measure: Callable[[str, Question, str], Mapping[str, float]] = _score_answer
     extract: str = "lenient"
 
-    def full(self, models: Models) -> Report:
+    def full(self, models: Models) -> Evaluated:
         """Measures by task, and by number of documents if there are few different numbers."""
-        measured = self._measure_answers(models)
+        texts = self._answer(models)
+        measured = self._measure(texts)
         rows = by_row((question.task, measures) for question, measures in measured)
         lengths = sorted({len(question.documents) for question in self.questions})
         if 1 < len(lengths) <= MOST_LENGTHS:
             for length in lengths:
                 of_length = [pair for pair in measured if len(pair[0].documents) == length]
                 rows[f"documents: {length}"] = by_row(("", m) for _, m in of_length)["all"]
-        return {
-            self.section: {
-                row: {name: share(values) for name, values in measures.items()}
-                for row, measures in rows.items()
-            }
+        section = {
+            row: {name: share(values) for name, values in measures.items()}
+            for row, measures in rows.items()
         }
+        answers = [
+            {
+                "question": question.question,
+                "documents": len(question.documents),
+                "reference": question.answer,
+                "answer": text,
+                "scores": {name or "accuracy": float(value) for name, value in measures.items()},
+            }
+            for text, (question, measures) in zip(texts, measured, strict=True)
+        ]
+        return Evaluated({self.section: section}, answers)
 
     def quick(self, models: Models) -> tuple[float, dict[str, float]]:
         """(accuracy; accuracies by task and "all", and the other means over all questions)."""
-        measured = self._measure_answers(models)
+        measured = self._measure(self._answer(models))
         outcomes = by_row((question.task, measures) for question, measures in measured)
         accuracy, *others = outcomes["all"]
         numbers = {task: share(measures[accuracy])[0] for task, measures in outcomes.items()}
         return numbers["all"], numbers | {n: share(outcomes["all"][n])[0] for n in others}
 
-    def _measure_answers(self, models: Models) -> list[tuple[Question, Mapping[str, float]]]:
+    def _answer(self, models: Models) -> list[str]:
+        """Answer the questions; "" where a prompt is over the cap."""
         make_prompt = self.make_prompt or self._responder_prompt
         prompts = [make_prompt(question) for question in self.questions]
         replies = models("responder", prompts, temperature=0.0)
-        texts = ["" if reply is None else reply.texts[0] for reply in replies]
+        return ["" if reply is None else reply.texts[0] for reply in replies]
+
+    def _measure(self, texts: Sequence[str]) -> list[tuple[Question, Mapping[str, float]]]:
         pairs = zip(self.questions, texts, strict=True)
         return [(question, self.measure(text, question, self.extract)) for question, text in pairs]
 

@@ -100,8 +100,15 @@ def _evaluate_spell(
     questions = _read_validation(config, data)
     if not questions:
         return None
-    roles = {"algorithm": config, "tasks": data.tasks, "count_tokens": context.count_tokens}
-    return QuestionEvaluation(context.prompts, questions, extract=config.extract, **roles)
+    return QuestionEvaluation(
+        context.prompts,
+        questions,
+        extract=config.extract,
+        algorithm=config,
+        tasks=data.tasks,
+        count_tokens=context.count_tokens,
+        has_questioner=not data.questions,
+    )
 
 
 def _evaluate_reconstruction(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from etils import epath
 
+from spell_jax.reporting import paired
 from spell_jax.reporting.episodes import Episodes
 from spell_jax.reporting.page import (
     COMPARISON,
@@ -50,6 +51,8 @@ def report_runs(workdirs: Sequence[epath.Path], x: str = "step") -> None:
         if run.evaluation:
             print(before_after_table(*run.evaluation), end="\n\n")
         print(*pictures, sep="\n")
+    if table := paired.table(workdirs):
+        print(table, end="\n\n")
     overview = write_page(runs, page, x=x)
     print(f"{len(draw_page(overview, folder))} plots of the page in {folder}\n{page}")
 

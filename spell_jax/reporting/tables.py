@@ -113,12 +113,12 @@ def before_after_table(before: Table, after: Table) -> str:
             ]
             difference = f"{new[0] - old[0]:+.3f}" if old and new else ""
             lines.append((*row["name"], texts[0], "->", texts[1], difference))
-        sections.append("\n".join([table["title"], *_aligned(lines)]))
+        sections.append("\n".join([table["title"], *align(lines)]))
     return "\n\n".join(sections)
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Indented lines whose first two columns are flush left and the others flush right."""
+def align(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Format rows as indented lines: two columns flush left, the others flush right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:

@@ -9,7 +9,7 @@ import jax
 from etils import epath
 
 from spell_jax.algorithms.held_out import share
-from spell_jax.reporting import run_report, tables
+from spell_jax.reporting import paired, run_report, tables
 from spell_jax.runtime.jsonl import read_json, write_json
 from spell_jax.runtime.metrics import Metrics
 from spell_jax.trainer.build import Run
@@ -52,17 +52,19 @@ class HeldOut:
         if run.evaluation is None:
             return
         run.worker.start_step(_STEP, RolloutParams(run, self._models))
-        result = run.evaluation.full(run.worker)
+        result, answers = run.evaluation.full(run.worker)
         run.worker.end_step()
         counts = {agent: pair for agent, pair in self._truncated().items() if pair[1]}
         shares = {
             agent: share([True] * int(cut) + [False] * int(replies - cut))
             for agent, (cut, replies) in counts.items()
         }
-        result |= {"replies truncated at their cap": {"share": shares}}
+        result = result | {"replies truncated at their cap": {"share": shares}}
         path = self._workdir / tables.EVALUATION_FILE
         if self._is_writer:
             write_json(path, _read_earlier(path) | {when: result})
+            if answers:
+                paired.write_answers(self._workdir, when, answers)
 
     def finish(self) -> None:
         """Evaluates a last time, saves the trained models, plots, and prints before and after."""
@@ -76,6 +78,8 @@ class HeldOut:
         plots = run_report.plot_run(workdir)
         if found := tables.read_evaluation(workdir):
             print(tables.before_after_table(*found))
+            if table := paired.table([workdir]):
+                print(f"\n{table}")
         print(f"\nmetrics   {workdir / 'metrics.jsonl'}\nepisodes  {workdir / 'episodes'}")
         print(f"policy    {workdir / 'policy'}\nplots     " + "\n          ".join(map(str, plots)))
 

@@ -45,13 +45,15 @@ def test_scores_of_right_and_wrong_answers():
 
 
 def test_report_has_one_row_per_task_and_number_of_documents():
-    report = HeldOutQuestions(PROMPTS, QUESTIONS).full(ScriptedModels(lambda *_: "answer is 7"))
+    report = (
+        HeldOutQuestions(PROMPTS, QUESTIONS).full(ScriptedModels(lambda *_: "answer is 7")).report
+    )
     (rows,) = report.values()
     assert rows["all"][""] == pytest.approx((0.25, 1.96 * math.sqrt(0.25 * 0.75 / 4)))
     tasks = {"all", "general_qa", "financial_math", "multiple_choice"}
     assert set(rows) == tasks | {"documents: 1", "documents: 2"}
     assert rows["documents: 2"][""] == (1.0, 0.0) and rows["documents: 1"][""][0] == 0.0
-    report = HeldOutQuestions(PROMPTS, QUESTIONS[2:]).full(ScriptedModels(right))
+    report = HeldOutQuestions(PROMPTS, QUESTIONS[2:]).full(ScriptedModels(right)).report
     (rows,) = report.values()
     assert not any(row.startswith("documents") for row in rows)  # all have one document
 

@@ -11,7 +11,7 @@ import functools
 import numpy as np
 
 from spell_jax.algorithms.base import AlgorithmContext, Models
-from spell_jax.algorithms.held_out import Report, by_row, share
+from spell_jax.algorithms.held_out import Evaluated, by_row, share
 from spell_jax.algorithms.reconstruction.algorithm import REWARDS, ReconstructionConfig, pose
 from spell_jax.selfplay import puzzles
 from spell_jax.selfplay.puzzles import PromptedPuzzle
@@ -28,7 +28,7 @@ class PuzzleEvaluation:
         self._config, self._context = config, context
         self._puzzles = functools.cache(self.make)
 
-    def full(self, models: Models) -> Report:
+    def full(self, models: Models) -> Evaluated:
         """Mean of each measure by K and over all puzzles, and the mean rewards of a guess."""
         outcomes = self._outcomes(models, self._config.evaluation_puzzles)
         table = {
@@ -40,7 +40,7 @@ class PuzzleEvaluation:
             over_all = [guess for k, guess in guesses.items() for _ in outcomes[k][name]]
             columns = {k: (guess, 0.0) for k, guess in guesses.items()}
             table[f"{name} of a guess"] = columns | {"all": (sum(over_all) / len(over_all), 0.0)}
-        return {"reconstruction, by number of options": table}
+        return Evaluated({"reconstruction, by number of options": table})
 
     def quick(self, models: Models) -> tuple[float, dict[str, float]]:
         outcomes = self._outcomes(models, self._config.validation_puzzles)

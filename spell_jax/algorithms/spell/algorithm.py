@@ -248,7 +248,7 @@ class Spell:
         judged: list[Reply | None] = [None] * len(e.predictions)
         votes: list[tuple[int, ...]] = [()] * len(e.predictions)
         unjudged = 0
-        if self.config.responder_reward not in ("rule", "random"):
+        if self.config.has_verifier:
             numbered = [(i, p) for i, p in enumerate(e.predictions) if p is not None]
             texts = [self.prompts.verifier(e.question, p, e.reference) for _, p in numbered]
             replies = await ask("verifier", texts, self.config.verifier_group_size)

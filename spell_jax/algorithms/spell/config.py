@@ -144,6 +144,11 @@ class SpellConfig(AlgorithmConfig):
             )
 
     @property
+    def has_verifier(self) -> bool:
+        """Whether a verifier votes on the answers."""
+        return self.responder_reward not in ("rule", "random")
+
+    @property
     def has_reader(self) -> bool:
         """Whether a frozen copy of the starting policy answers every accepted question."""
         return self.reference_source != "questioner"
@@ -190,7 +195,7 @@ class SpellConfig(AlgorithmConfig):
                 name, role = "answers to probes", "responder"
                 budgets.append(RolloutBudget(name, role, self.probes, self.group_size))
         budgets.append(RolloutBudget("answers", "responder", batch, self.group_size, good))
-        if self.responder_reward not in ("rule", "random"):
+        if self.has_verifier:
             size, answers = self.verifier_group_size, self.group_size
             wanted = int(good * answers * self.verifier_share / size)
             if self.balance_verdicts:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from spell_jax.algorithms.base import Models
-from spell_jax.algorithms.held_out import Report, by_row, share
+from spell_jax.algorithms.held_out import Evaluated, by_row, share
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.data import tiny_world as world
 from spell_jax.data.clusters import LETTERS
@@ -58,19 +58,20 @@ class TinyEvaluation:
         """Number of documents where only one is evaluated: the second, as in training."""
         return self.sizes.documents[min(1, len(self.sizes.documents) - 1)]
 
-    def full(self, models: Models) -> Report:
+    def full(self, models: Models) -> Evaluated:
         sizes = self.sizes
         by_count = {n: self._responder(models, n, sizes.per_cell) for n in sizes.documents}
         accuracy = {
             row: {str(n): share(cells[row]) for n, cells in by_count.items()}
             for row in (*world.KINDS, "all")
         }
-        return {
+        report = {
             "responder accuracy, by documents": accuracy,
             "multiple choice, share of each letter among answers": self._letters(models),
             "verifier accuracy, by pair": {"": self._verifier(models)},
             "questioner": self._questioner(models),
         }
+        return Evaluated(report)
 
     def quick(self, models: Models) -> tuple[float, dict[str, float]]:
         """(mean responder accuracy; accuracies by kind and number of documents)."""

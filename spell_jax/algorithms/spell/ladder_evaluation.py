@@ -14,7 +14,7 @@ from collections.abc import Callable
 import numpy as np
 
 from spell_jax.algorithms.base import Models
-from spell_jax.algorithms.held_out import Report, by_row, share
+from spell_jax.algorithms.held_out import Evaluated, by_row, share
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.data import ladder_world as world
 from spell_jax.data.config import TinyEvaluationConfig
@@ -42,7 +42,7 @@ class LadderEvaluation:
                     f"{world.MOST_DOCUMENTS} in the ladder world"
                 )
 
-    def full(self, models: Models) -> Report:
+    def full(self, models: Models) -> Evaluated:
         sizes = self.sizes
         cells = {
             (depth, n): self._responder(models, n, depth, sizes.per_cell)
@@ -57,11 +57,12 @@ class LadderEvaluation:
             str(n): share([right for depth in sizes.depths for right in cells[depth, n]])
             for n in sizes.documents
         }
-        return {
+        report = {
             "responder accuracy, by documents": accuracy,
             "verifier accuracy": {"": {"all": share(self._verifier(models, 2 * sizes.per_cell))}},
             "questioner": self._questioner(models),
         }
+        return Evaluated(report)
 
     def quick(self, models: Models) -> tuple[float, dict[str, float]]:
         """(mean responder accuracy; accuracies by depth, and the verifier's)."""

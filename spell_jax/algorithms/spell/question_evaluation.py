@@ -16,7 +16,7 @@ from collections.abc import Callable
 import numpy as np
 
 from spell_jax.algorithms.base import Models
-from spell_jax.algorithms.held_out import HeldOutQuestions, Report, by_row, share
+from spell_jax.algorithms.held_out import Evaluated, HeldOutQuestions, by_row, share
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.data.clusters import LETTERS
 from spell_jax.selfplay import parsing
@@ -26,23 +26,27 @@ _SEED = 0  # of the letters that multiple-choice questions shall have
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuestionEvaluation(HeldOutQuestions):
-    """Held-out evaluation of all three roles.
+    """Held-out evaluation of the roles that a run has.
 
     Attributes:
-      algorithm: config with the limits of the questioner.
+      algorithm: config with the limits of the questioner. The verifier is evaluated if it has one.
       tasks: tasks of the run, for the questioner.
       count_tokens: number of tokens of a text.
+      has_questioner: whether the questioner is evaluated.
     """
 
     algorithm: SpellConfig
     tasks: tuple[str, ...]
     count_tokens: Callable[[str], int]
+    has_questioner: bool = True
 
-    def full(self, models: Models) -> Report:
-        report = super().full(models)
-        if pairs := self._verifier(models):
+    def full(self, models: Models) -> Evaluated:
+        report, answers = super().full(models)
+        if self.algorithm.has_verifier and (pairs := self._verifier(models)):
             report["verifier accuracy, by pair"] = {"": pairs}
-        return report | {"questioner": self._questioner(models)}
+        if self.has_questioner:
+            report["questioner"] = self._questioner(models)
+        return Evaluated(report, answers)
 
     def _verifier(self, models: Models) -> dict[str, tuple[float, float]]:
         pairs = [

@@ -47,7 +47,11 @@ def test_metrics_of_held_out_structured_answers() -> None:
 
 
 def test_report_has_one_row_per_task() -> None:
-    rows = held_out_evidence(PROMPTS, QUESTIONS).full(ScriptedModels(write))["structured answers"]
+    rows = (
+        held_out_evidence(PROMPTS, QUESTIONS)
+        .full(ScriptedModels(write))
+        .report["structured answers"]
+    )
     assert set(rows) == {"all", QA, MATH}
     assert rows["all"]["accuracy"][0] == 0.5 and rows["all"]["accuracy"][1] > 0
     assert "evidence_recall" not in rows[MATH]

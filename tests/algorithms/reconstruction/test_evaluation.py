@@ -60,7 +60,7 @@ def test_validation_score_is_the_mean_dense_reward():
 
 
 def test_report_shows_chance_level_next_to_rewards():
-    report = make(evaluation_puzzles=200).full(ScriptedModels(guessing))
+    report = make(evaluation_puzzles=200).full(ScriptedModels(guessing)).report
     rows = report[SECTION]
     assert list(rows) == [
         "permutation",
@@ -96,9 +96,9 @@ def test_every_evaluation_uses_the_same_puzzles():
 def test_documents_without_a_puzzle_are_skipped():
     short = make_stories(3, 2, (3,))  # enough for 2 options, not for 4
     ask = ScriptedModels(perfect)
-    report = make([*HELD_OUT, *short]).full(ask)
+    report = make([*HELD_OUT, *short]).full(ask).report
     assert len(ask.calls[0].prompts) == 24
-    report = make(short).full(ask)
+    report = make(short).full(ask).report
     assert set(report[SECTION]["dense reward"]) == {"2", "all"}
     assert report[SECTION]["dense reward of a guess"] == {"2": (0.5, 0), "all": (0.5, 0)}
 

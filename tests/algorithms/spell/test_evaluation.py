@@ -55,7 +55,7 @@ def shares(section: dict) -> set[float]:
 
 
 def test_perfect_model_scores_one_everywhere():
-    report = SMALL.full(ScriptedModels(perfect))
+    report = SMALL.full(ScriptedModels(perfect)).report
     assert set(report) == {RESPONDER, VERIFIER, LETTERS, "questioner"}
     assert set(report[RESPONDER]) == {*world.KINDS, "all"}
     assert set(report[RESPONDER]["all"]) == {"2", "5"}
@@ -65,7 +65,7 @@ def test_perfect_model_scores_one_everywhere():
 
 
 def test_wrong_model_has_zero_accuracy():
-    report = SMALL.full(ScriptedModels(wrong))
+    report = SMALL.full(ScriptedModels(wrong)).report
     assert shares(report[RESPONDER]) == shares(report[VERIFIER]) == {0.0}
     for row in report["questioner"].values():
         assert row["accepted"][0] == row["answerable, of accepted"][0] == 1.0
@@ -73,13 +73,15 @@ def test_wrong_model_has_zero_accuracy():
 
 
 def test_prompts_over_the_cap_count_as_wrong():
-    report = SMALL.full(ScriptedModels(silent))
+    report = SMALL.full(ScriptedModels(silent)).report
     assert shares(report[RESPONDER]) == shares(report[VERIFIER]) == {0.0}
     assert {row["accepted"][0] for row in report["questioner"].values()} == {0.0}
 
 
 def test_malformed_verdicts_count_as_wrong():
-    report = SMALL.full(ScriptedModels(lambda role, *rest: None if role != "verifier" else "maybe"))
+    report = SMALL.full(
+        ScriptedModels(lambda role, *rest: None if role != "verifier" else "maybe")
+    ).report
     assert shares(report[VERIFIER]) == {0.0}
 
 
@@ -141,7 +143,7 @@ def test_letter_shares_reveal_a_model_that_always_answers_b():
     def always_b(role, prompt, sibling, model):
         return "answer is B"
 
-    (row,) = SMALL.full(ScriptedModels(always_b))[LETTERS].values()
+    (row,) = SMALL.full(ScriptedModels(always_b)).report[LETTERS].values()
     assert {letter: cell[0] for letter, cell in row.items()} == {"A": 0, "B": 1, "C": 0, "D": 0}
 
 
@@ -151,7 +153,7 @@ def test_questions_about_unknown_names_are_not_answerable():
             return perfect(role, prompt, sibling, model)
         return re.sub(r"of \w+", "of Nobody", questioner(prompt, right=True))
 
-    for row in SMALL.full(ScriptedModels(about_nobody))["questioner"].values():
+    for row in SMALL.full(ScriptedModels(about_nobody)).report["questioner"].values():
         assert row["accepted"][0] == 1.0 and row["answerable, of accepted"][0] == 0.0
 
 
@@ -186,7 +188,7 @@ def test_proposals_rejected_in_training_are_not_accepted(spoil, task):
         text = perfect(role, prompt, sibling, model)
         return spoil(text) if role == "questioner" else text
 
-    for row, cells in SMALL.full(ScriptedModels(spoilt))["questioner"].items():
+    for row, cells in SMALL.full(ScriptedModels(spoilt)).report["questioner"].items():
         assert cells["accepted"][0] == (not row.startswith(task))
 
 

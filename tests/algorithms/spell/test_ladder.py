@@ -196,7 +196,7 @@ def greedy(role: str, prompt: str, sibling: int, model: str) -> str:
 
 
 def test_perfect_model_scores_one_at_every_depth():
-    report = make_evaluation().full(ScriptedModels(greedy))
+    report = make_evaluation().full(ScriptedModels(greedy)).report
     accuracy = report["responder accuracy, by documents"]
     assert [*accuracy] == [*(f"depth {depth}" for depth in range(1, 9)), "all"]
     assert {cell[0] for row in accuracy.values() for cell in row.values()} == {1.0}
@@ -228,7 +228,7 @@ def test_verifier_is_right_where_its_vote_is():
             return text
         return f"so {text}" if text == "[[YES]]" else "no"
 
-    verdicts = make_evaluation().full(ScriptedModels(wordy))["verifier accuracy"]
+    verdicts = make_evaluation().full(ScriptedModels(wordy)).report["verifier accuracy"]
     assert 0.0 < verdicts[""]["all"][0] < 1.0
 
 

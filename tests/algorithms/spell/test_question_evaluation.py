@@ -43,7 +43,7 @@ def script(role: str, prompt: str, sibling: int, model: str) -> str | None:
 
 
 def test_answers_are_scored_by_the_best_right_answer():
-    rows = make().full(ScriptedModels(script))["responder accuracy (rule)"]
+    rows = make().full(ScriptedModels(script)).report["responder accuracy (rule)"]
     # "Norway" equals the second right answer; "it was Ada" covers "Ada" without being equal.
     assert rows["general_qa"][""][0] == pytest.approx(2 / 3)
     assert rows["general_qa"]["exact match"][0] == pytest.approx(1 / 2)
@@ -51,7 +51,7 @@ def test_answers_are_scored_by_the_best_right_answer():
 
 def test_verifier_is_asked_about_labeled_pairs():
     models = ScriptedModels(script)
-    (pairs,) = make().full(models)["verifier accuracy, by pair"].values()
+    (pairs,) = make().full(models).report["verifier accuracy, by pair"].values()
     asked = next(call.prompts for call in models.calls if call.role == "verifier")
     assert asked == (
         PROMPTS.verifier("Where is Oslo?", "Norway", "in Norway"),
@@ -67,7 +67,7 @@ def test_verifier_is_asked_about_labeled_pairs():
 
 def test_questioner_reads_the_first_documents_for_every_task():
     models = ScriptedModels(script)
-    rows = make().full(models)["questioner"]
+    rows = make().full(models).report["questioner"]
     asked = next(call.prompts for call in models.calls if call.role == "questioner")
     assert len(asked) == 9
     assert asked[0] == PROMPTS.questioner("general_qa", QUESTIONS[0].documents[:2])
@@ -80,6 +80,6 @@ def test_questions_without_other_answers_have_no_verifier_section():
     evaluation = QuestionEvaluation(
         PROMPTS, plain, algorithm=SpellConfig(), tasks=("general_qa",), count_tokens=len
     )
-    report = evaluation.full(ScriptedModels(lambda *_: "The answer is x"))
+    report = evaluation.full(ScriptedModels(lambda *_: "The answer is x")).report
     assert set(report) == {"responder accuracy (rule)", "questioner"}
     assert report["responder accuracy (rule)"]["all"] == {"": (1.0, 0.0)}

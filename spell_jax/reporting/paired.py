@@ -1,0 +1,108 @@
+"""Differences between two sets of answers to the same held-out questions, with paired intervals.
+
+WORKDIR/held_out/before.jsonl and after.jsonl have a line for each answer of an evaluation
+(algorithms/held_out.Evaluated). Two policies that answer the same questions differ question by
+question; the interval of the mean difference comes from a bootstrap over these differences, and is
+smaller than two separate intervals suggest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from etils import epath
+
+from spell_jax.evaluation import protocol
+from spell_jax.reporting.tables import align
+from spell_jax.runtime.finite import LARGEST_FLOAT32, is_finite
+from spell_jax.runtime.jsonl import read_records, write_records
+
+FOLDER = "held_out"
+
+Answers = Sequence[Mapping[str, Any]]
+
+
+def write_answers(workdir: epath.Path, when: str, answers: Answers) -> None:
+    """Write the answers of the evaluation `when`, "before" or "after"."""
+    (workdir / FOLDER).mkdir(parents=True, exist_ok=True)
+    write_records(workdir / FOLDER / f"{when}.jsonl", answers)
+
+
+def read_answers(workdir: epath.Path, when: str) -> Answers:
+    """Read the answers of the evaluation `when`; [] if the run has not written them."""
+    path = workdir / FOLDER / f"{when}.jsonl"
+    return read_records(path, _parse_answer)[0] if path.exists() else []
+
+
+def _parse_answer(value: Any) -> Mapping[str, Any]:
+    """Check a line of a file of answers; ValueError if it is none."""
+    is_answer = (
+        isinstance(value, dict)
+        and all(isinstance(value.get(name), str) for name in ("question", "reference", "answer"))
+        and isinstance(value.get("documents"), int)
+        and isinstance(value.get("scores"), dict)
+        and all(is_finite(score, LARGEST_FLOAT32) for score in value["scores"].values())
+    )
+    if not is_answer:
+        raise ValueError("must be an answer to a held-out question")
+    return value
+
+
+def difference(first: Sequence[float], second: Sequence[float]) -> dict[str, float]:
+    """Return {"mean", "low", "high"} of second - first [N], with the ends of its 95 % interval."""
+    gaps = [float(new - old) for old, new in zip(first, second, strict=True)]
+    return protocol.estimate(gaps, "paired differences", seed=0).record()
+
+
+def table(workdirs: Sequence[epath.Path]) -> str:
+    """Format the paired differences of runs as aligned text; "" if there are none.
+
+    Each run's answers after training are compared with its answers before, and with the answers of
+    the first run after training, where both have the same questions.
+    """
+    lines = [("", "", "first", "second", "difference", "95 % interval")]
+    after = {workdir: read_answers(workdir, "after") for workdir in workdirs}
+    for workdir in workdirs:
+        name = workdir.name
+        lines += _compare(f"{name}, before", read_answers(workdir, "before"), name, after[workdir])
+    first, *others = workdirs
+    for other in others:
+        lines += _compare(first.name, after[first], other.name, after[other])
+    return "\n".join(["paired differences", *align(lines)]) if len(lines) > 1 else ""
+
+
+def _compare(first_name: str, first: Answers, second_name: str, second: Answers) -> list[Any]:
+    """Lines of a comparison; [] without answers or where the questions differ."""
+    if not first or list(map(_question, first)) != list(map(_question, second)):
+        return []
+    lengths = sorted({answer["documents"] for answer in first})
+    rows = {"all": range(len(first))}
+    if len(lengths) > 1:
+        rows |= {
+            f"documents: {length}": [
+                place for place, answer in enumerate(first) if answer["documents"] == length
+            ]
+            for length in lengths
+        }
+    lines = [(f"{first_name} -> {second_name}", "", "", "", "", "")]
+    for row, places in rows.items():
+        for measure in first[0]["scores"]:
+            pairs = [
+                (first[place]["scores"][measure], second[place]["scores"][measure])
+                for place in places
+                if measure in first[place]["scores"]
+            ]
+            if pairs:
+                old, new = np.mean(pairs, axis=0).tolist()
+                gap = difference(*zip(*pairs, strict=True))
+                interval = f"{gap['low']:+.3f} to {gap['high']:+.3f}"
+                lines.append(
+                    (row, measure, f"{old:.3f}", f"{new:.3f}", f"{gap['mean']:+.3f}", interval)
+                )
+    return lines
+
+
+def _question(answer: Mapping[str, Any]) -> tuple[Any, ...]:
+    return answer["question"], answer["documents"], answer["reference"]
