@@ -17,6 +17,9 @@ spell_jax/data/questions.py:
 With --clusters=FILE the paragraphs go, without any question, to a JSONL of document clusters, one
 per --paragraphs paragraphs in the article's order.
 
+With --block=B the questions are in random order, B with the same documents after one another, so
+that a training step reads and packs documents once for B questions.
+
 Random choices depend only on the seed and on the number of the article and of the question. Bad
 articles and unusable questions are logged or counted, and skipped; the last line printed has all
 counts.
@@ -30,7 +33,7 @@ import logging
 import pathlib
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -56,16 +59,19 @@ class ArticleConfig:
       per_article: most questions of an article; 0: all.
       sets: most sets of paragraphs of an article, without a common paragraph, each for all
         questions about it; 0: paragraphs of its own for each question.
-      seed: seed of the selection and of the other paragraphs.
+      block: questions with the same documents that stay together in random order; 0: the order of
+        the file.
+      seed: seed of the selection, of the other paragraphs and of the order.
     """
 
     paragraphs: int = 4
     per_article: int = 0
     sets: int = 0
+    block: int = 0
     seed: int = 0
 
     def __post_init__(self):
-        check_least(self, "", paragraphs=1, per_article=0, sets=0, seed=0)
+        check_least(self, "", paragraphs=1, per_article=0, sets=0, block=0, seed=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,6 +201,22 @@ def _has_digit(text: str) -> bool:
     return re.search(r"\d", text) is not None
 
 
+def in_blocks(questions: Iterable[Question], size: int, seed: int) -> list[Question]:
+    """Order questions at random, `size` of those with the same documents after one another.
+
+    Documents whose questions are no multiple of `size` have one smaller block.
+    """
+    rng = np.random.default_rng([seed, size])
+    by_documents: dict[tuple[str, ...], list[Question]] = {}
+    for question in questions:
+        by_documents.setdefault(question.documents, []).append(question)
+    blocks = []
+    for same in by_documents.values():
+        order = rng.permutation(len(same)).tolist()
+        blocks += [[same[i] for i in order[at : at + size]] for at in range(0, len(same), size)]
+    return [question for i in rng.permutation(len(blocks)) for question in blocks[i]]
+
+
 def make_clusters(article: Article, config: ArticleConfig) -> Iterator[dict[str, Any]]:
     """Yield clusters of consecutive paragraphs of an article, the last one if it is full."""
     size = config.paragraphs
@@ -217,13 +239,14 @@ def main(_) -> None:
     given = flags.FLAGS
     if not given.out and not given.clusters:
         raise flags.ValidationError("must give --out, --clusters or both")
-    config = ArticleConfig(given.paragraphs, given.per_article, given.sets, given.seed)
+    config = ArticleConfig(given.paragraphs, given.per_article, given.sets, given.block, given.seed)
     counts: Counter[str] = Counter()
     articles = read_articles(pathlib.Path(given.rows), counts)
     chosen = parse_range(given.articles, len(articles)) if given.articles else range(len(articles))
     if given.out:
         made = (q for n in chosen for q in make_questions(articles[n], n, config, counts))
-        write_records(given.out, map(dataclasses.asdict, made))
+        ordered = in_blocks(made, config.block, config.seed) if config.block else made
+        write_records(given.out, map(dataclasses.asdict, ordered))
     if given.clusters:
         clusters = [c for n in chosen for c in make_clusters(articles[n], config)]
         write_records(given.clusters, clusters)
@@ -237,6 +260,7 @@ if __name__ == "__main__":
     flags.DEFINE_integer("paragraphs", ArticleConfig.paragraphs, "Documents of a question.")
     flags.DEFINE_integer("per_article", ArticleConfig.per_article, "Most questions; 0: all.")
     flags.DEFINE_integer("sets", ArticleConfig.sets, "Sets of paragraphs per article; 0: no sets.")
+    flags.DEFINE_integer("block", ArticleConfig.block, "Questions of a block; 0: no blocks.")
     flags.DEFINE_integer("seed", ArticleConfig.seed, "Seed of the selection.")
     flags.DEFINE_string("out", "", "JSONL of questions to write.")
     flags.DEFINE_string("clusters", "", "JSONL of clusters to write, without questions.")
