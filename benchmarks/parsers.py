@@ -29,6 +29,7 @@ from spell_jax.evaluation.benchmarks.base import Item
 from spell_jax.evaluation.generated import haystack
 from spell_jax.selfplay import (
     braces,
+    cloze,
     evidence,
     given_questions,
     hops,
@@ -52,6 +53,7 @@ LIMIT_S = 0.010  # seconds for one text of SIZES[-1] bytes
 # Exempt from the limit: these read a user's documents and references, in linear time of about 2 us
 # per word.
 UNLIMITED = (
+    "cloze.find_clozes",
     "folder_rows.find_facts",
     "given_questions.scores_itself",
     "puzzles.split_paragraphs",
@@ -152,7 +154,7 @@ _ONE = (
     *(judge.parse_grade, evidence.answer_section, numbers.calculate, written_numbers.read_number),
     *(written_numbers.without_commands, written_numbers.with_plain_characters),
     *(statements.first_line, statements.unify),
-    *(judge.read_retry_after, puzzles.split_paragraphs, folder_rows.other_forms),
+    *(cloze.split, judge.read_retry_after, puzzles.split_paragraphs, folder_rows.other_forms),
 )
 # Read a text and an item of a benchmark. short.score_math is missing: it scores in a process.
 _OF_ITEM = (
@@ -161,6 +163,7 @@ _OF_ITEM = (
     *(short.score_letter, short.extract_math),
 )
 _COMPARE = (evidence.verbatim_share, rouge.rouge_l, rouge.rouge_l_recall)
+_COMPARE += (rouge.word_f1,)
 _COMPARE += (folder_rows.means_the_same,)
 
 
@@ -192,6 +195,9 @@ def _other_parsers() -> dict[Callable[..., Any], Parser]:
         puzzles.parse_order: lambda t: puzzles.parse_order(t, 4),
         puzzles.make_puzzle: lambda t: puzzles.make_puzzle(rng(0), t, 2, 1, 4000),
         puzzles.cut_window: lambda t: puzzles.cut_window(rng(0), t, len, len(t) // 2),
+        cloze.find_clozes: lambda t: list(cloze.find_clozes([t])),
+        cloze.hide: lambda t: cloze.hide(facts, [t or "."]),
+        cloze.check: lambda t: cloze.check(t, t[: len(t) // 2], [t], facts),
         folder_rows.find_facts: lambda t: folder_rows.find_facts([t]),
         kind.verifier: lambda t: full.verifier(t, t, t),
         kind.judge: lambda t: full.judge(t, t, t),
@@ -208,7 +214,7 @@ def _other_parsers() -> dict[Callable[..., Any], Parser]:
 PARSERS: dict[str, Parser] = {
     **{
         f"{_name(function)} {variant}": call
-        for task, answer in zip(TASKS, ("Paris", "12", "B"), strict=True)
+        for task, answer in zip(TASKS, ("Paris", "12", "B", "Paris"), strict=True)
         for function, variant, call in _task_parsers(task, answer)
     },
     **{_name(read): read for read in _ONE},

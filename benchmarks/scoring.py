@@ -162,7 +162,9 @@ def _kinds() -> dict[str, Kind]:
     summaries = {"helmet_infbench_sum": 100, "helmet_multi_lexsum": 100}
     generated = {"ruler": 13 * 500, "needle": 66}
     said, letter, boxed = "The correct answer is {}.", "The answer is ({}).", r"It is \boxed{{{}}}."
-    phrase, amount, choice = (part(long_documents.score_rule, task) for task in clusters.TASKS)
+    phrase, amount, choice = (
+        part(long_documents.score_rule, task) for task in clusters.PAPER_TASKS
+    )
     four, ten = ({"options": options} for options in (4, 10))
     math_score, prefix = short.score_math, {"prefix": PREFIX}
     return {

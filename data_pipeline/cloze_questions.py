@@ -23,7 +23,7 @@ import numpy as np
 from absl import flags
 
 from spell_jax.data import built
-from spell_jax.data.clusters import Cluster, count_words
+from spell_jax.data.clusters import CLOZE, Cluster, count_words
 from spell_jax.data.questions import Question
 from spell_jax.runtime import entry
 from spell_jax.runtime.config import check_least
@@ -84,7 +84,7 @@ def _choose(clozes: Sequence[Cloze], most: int, answers: set[str]) -> list[Cloze
             len(chosen) < most
             and len(hidden) == len(spans) == len(together)
             and one.span.lower() not in answers
-            and scores_itself(one.span, "general_qa")
+            and scores_itself(one.span, CLOZE)
             and all(any(text not in hidden for _, text in c.elsewhere) for c in together)
         ):
             chosen = together
@@ -94,9 +94,9 @@ def _choose(clozes: Sequence[Cloze], most: int, answers: set[str]) -> list[Cloze
 def _question(one: Cloze, hidden: set[str], documents: tuple[str, ...]) -> Question:
     evidence = [(number, text) for number, text in one.elsewhere if text not in hidden]
     return Question(
-        "general_qa",
+        CLOZE,
         documents,
-        f"Fill the gap: {one.question}",
+        one.question,
         one.span,
         evidence=tuple(text for _, text in evidence),
         shown=tuple(sorted({number for number, _ in evidence})),

@@ -20,7 +20,7 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_flow
 
 from data_pipeline.records import Cluster, digest, event, remove
-from spell_jax.data.clusters import TASKS
+from spell_jax.data.clusters import PAPER_TASKS, TASKS
 from spell_jax.runtime.config import check_least
 
 # Every cluster is assigned or left over.
@@ -44,7 +44,7 @@ class TasksConfig:
 
     clusters_per_task: int = 0
     seed: int = 0
-    tasks: tuple[str, ...] = TASKS
+    tasks: tuple[str, ...] = PAPER_TASKS
 
     def __post_init__(self) -> None:
         check_least(self, "tasks.", clusters_per_task=0)

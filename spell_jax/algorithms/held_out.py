@@ -73,7 +73,9 @@ def _score_answer(text: str, question: Question, extract: str) -> dict[str, floa
             rules.same_answer(prediction, answer, task, extract) for answer in references
         )
         scores["exact match"] = float(is_exact)
-        scores["F1"] = max(rules.word_f1(prediction, answer, extract) for answer in references)
+        scores["F1"] = max(
+            rules.score_answer(prediction, answer, task, "f1", extract) for answer in references
+        )
     return scores
 
 

@@ -25,7 +25,10 @@ from spell_jax.data.text_files import Unusable, decode
 from spell_jax.runtime import remote
 from spell_jax.runtime.jsonl import require_records
 
-TASKS = ("general_qa", "financial_math", "multiple_choice")
+PAPER_TASKS = ("general_qa", "financial_math", "multiple_choice")
+CLOZE = "cloze"  # sentences with a gap (selfplay/cloze.py)
+TASKS = (*PAPER_TASKS, CLOZE)
+TEXT_TASKS = ("general_qa", CLOZE)  # answers are texts, compared by their words
 ROLES = ("questioner", "responder", "verifier")  # of the policy in SPELL self-play
 LETTERS = ("A", "B", "C", "D")  # labels of multiple-choice options
 SUFFIXES = (".txt", ".md")

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from spell_jax.data import built, clusters, ladder_world, tiny_stories, tiny_world
-from spell_jax.data.clusters import TASKS
+from spell_jax.data.clusters import PAPER_TASKS, TASKS
 from spell_jax.runtime import remote
 from spell_jax.runtime.config import check_choice, check_least
 
@@ -115,7 +115,7 @@ class DataConfig:
     questions: str = ""
     shuffle: bool = True
     validation: str = ""
-    tasks: tuple[str, ...] = TASKS
+    tasks: tuple[str, ...] = PAPER_TASKS
     task_weights: tuple[float, ...] = (1.0, 1.0, 1.0)
     tiny: TinyConfig = TinyConfig()
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-BOOTSTRAP_SAMPLES = 2000  # the ends of an interval are accurate to about 3 % of its width
-INTERVAL = (2.5, 97.5)  # percentiles at the ends of an interval
+from spell_jax.runtime import bootstrap
+
 ATTEMPTS = (1, 2, 4, 8)  # k of pass@k, at most the number of samples
 
 Columns = Mapping[str, Sequence[str]]  # title -> benchmarks that the column averages
@@ -52,11 +52,11 @@ class Estimate:
     """A mean over questions with its bootstrap distribution."""
 
     value: float
-    resampled: np.ndarray  # means over bootstrap samples, float [BOOTSTRAP_SAMPLES]
+    resampled: np.ndarray  # means over bootstrap samples, float [bootstrap.SAMPLES]
 
     def record(self) -> dict[str, float]:
         """The mean and its 95 % interval, as {"mean", "low", "high"}."""
-        low, high = np.percentile(self.resampled, INTERVAL).tolist()
+        low, high = bootstrap.interval(self.resampled)
         return {"mean": self.value, "low": low, "high": high}
 
 
@@ -68,9 +68,7 @@ def estimate(values: Sequence[float], name: str, seed: int) -> Estimate:
     """
     if not values:
         raise ValueError(f"{name}: has no questions")
-    rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
-    chosen = rng.integers(len(values), size=(BOOTSTRAP_SAMPLES, len(values)))
-    resampled = np.asarray(values, float)[chosen].mean(axis=1)
+    resampled = bootstrap.resample_means(values, [seed, zlib.crc32(name.encode())])
     return Estimate(math.fsum(values) / len(values), resampled)
 
 

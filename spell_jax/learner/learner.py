@@ -168,8 +168,10 @@ class Learner:
         if reference is not None and self.loss.old_logprobs == "reference":
             groups = self.score_reference(reference, groups)
         if reference is not None and self.loss.distillation_weight:
-            groups, kl = self.distill(reference, groups)
-            difference |= kl
+            scored = self.score_reference(reference, old_logprobs.taught(groups))
+            difference |= statistics.teacher_kl(old_logprobs.taught(groups), scored)
+            weight = self.loss.distillation_weight
+            groups = old_logprobs.with_teacher(groups, scored, weight)
         if not self.loss.kl_weight:
             reference = None
         parts = packing.in_parts(groups, minibatches) or [[]]
@@ -188,25 +190,6 @@ class Learner:
         segments = [part for group in groups for part in group.segments]
         read = old_logprobs.as_reference_reads(groups)
         return old_logprobs.join_segments(groups, self._score(reference, read, segments))
-
-    def distill(
-        self, teacher: transformer.Params, groups: Sequence[packing.TrainGroup]
-    ) -> tuple[list[packing.TrainGroup], dict[str, float]]:
-        """Add the teacher's token advantages (LossConfig.distillation_weight) to the groups.
-
-        Returns the groups and {"teacher_kl": estimate of KL(policy || teacher) per token, in nats}.
-        """
-        taught = [group for group in groups if group.reference_prompt is not None]
-        scored = self.score_reference(teacher, taught)
-        pairs = iter(zip(taught, scored, strict=True))
-        weight = self.loss.distillation_weight
-        distilled = [
-            group
-            if group.reference_prompt is None
-            else old_logprobs.with_token_advantages(*next(pairs), weight)
-            for group in groups
-        ]
-        return distilled, statistics.teacher_kl(taught, scored)
 
     def _score(
         self,

@@ -88,15 +88,34 @@ def join_segments(groups: Sequence[TrainGroup], segments: Sequence[TrainGroup]) 
     ]
 
 
-def with_token_advantages(group: TrainGroup, scored: TrainGroup, weight: float) -> TrainGroup:
-    """The group with `weight` * (teacher's logprob - its own) as advantages of its tokens.
+def taught(groups: Sequence[TrainGroup]) -> list[TrainGroup]:
+    """The groups that have a teacher, which reads their reference_prompt."""
+    return [group for group in groups if group.reference_prompt is not None]
 
-    `scored` is the group with the teacher's logprobs; differences are clipped to +-LARGEST_GAP
-    nats, and 0 for answers that fit no row.
+
+def with_teacher(
+    groups: Sequence[TrainGroup], scored: Sequence[TrainGroup], weight: float
+) -> list[TrainGroup]:
+    """The groups with `weight` * (teacher's logprob - their own) as advantages of their tokens.
+
+    `scored` are the groups of `taught`, with the teacher's logprobs. Differences are clipped to
+    +-LARGEST_GAP nats, and 0 for answers that fit no row. Groups without a teacher stay as they
+    are.
     """
+    teachers = iter(scored)
+    return [
+        group
+        if group.reference_prompt is None
+        else dataclasses.replace(
+            group, token_advantages=_clipped_gaps(group, next(teachers), weight)
+        )
+        for group in groups
+    ]
+
+
+def _clipped_gaps(group: TrainGroup, scored: TrainGroup, weight: float) -> list[np.ndarray]:
     assert group.old_logprobs is not None and scored.old_logprobs is not None
-    gaps = [
-        np.clip(np.nan_to_num(teacher - own), -LARGEST_GAP, LARGEST_GAP)
+    return [
+        np.float32(weight) * np.clip(np.nan_to_num(teacher - own), -LARGEST_GAP, LARGEST_GAP)
         for teacher, own in zip(scored.old_logprobs, group.old_logprobs, strict=True)
     ]
-    return dataclasses.replace(group, token_advantages=[np.float32(weight) * gap for gap in gaps])

@@ -33,6 +33,11 @@ Tokens = Sequence[int] | np.ndarray
 Array = Any  # numpy on the host, jax on the devices
 
 
+# Fields of a group with an entry for each token of each answer, and for each answer.
+_PER_TOKEN = ("token_advantages", "old_logprobs", "kept", "cutoffs", "experts")
+_PER_ANSWER = ("answers", "advantages", *_PER_TOKEN, "weights", "ids")
+
+
 @dataclasses.dataclass(frozen=True)
 class TrainGroup:
     """One prompt and its answers; the sequences have one entry per answer."""
@@ -78,7 +83,7 @@ class TrainGroup:
             raise ValueError(
                 f"group.advantages: {len(self.advantages)} of them, but {len(lengths)} answers"
             )
-        for name in ("token_advantages", "old_logprobs", "kept", "cutoffs", "experts"):
+        for name in _PER_TOKEN:
             rows = getattr(self, name)
             if rows is not None and [len(row) for row in rows] != lengths:
                 raise ValueError(
@@ -269,21 +274,10 @@ def _take(group: TrainGroup, indices: Sequence[int]) -> TrainGroup:
     if len(indices) == len(group.answers):
         return group
 
-    def pick(values):
-        return None if values is None else [values[i] for i in indices]
+    def pick(rows):
+        return None if rows is None else [rows[i] for i in indices]
 
-    return dataclasses.replace(
-        group,
-        answers=pick(group.answers),
-        advantages=pick(group.advantages),
-        token_advantages=pick(group.token_advantages),
-        old_logprobs=pick(group.old_logprobs),
-        kept=pick(group.kept),
-        cutoffs=pick(group.cutoffs),
-        experts=pick(group.experts),
-        weights=pick(group.weights),
-        ids=pick(group.ids),
-    )
+    return dataclasses.replace(group, **{name: pick(getattr(group, name)) for name in _PER_ANSWER})
 
 
 def separate_answers(groups: Sequence[TrainGroup]) -> list[TrainGroup]:

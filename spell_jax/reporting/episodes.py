@@ -12,7 +12,7 @@ from typing import Any
 
 from etils import epath
 
-from spell_jax.data.clusters import ROLES, TASKS
+from spell_jax.data.clusters import PAPER_TASKS, ROLES, TASKS
 from spell_jax.runtime.episodes import EPISODES_FOLDER, episode_files, read_episodes
 from spell_jax.runtime.finite import LARGEST_FLOAT32, is_finite
 from spell_jax.runtime.metrics import finite_or_none
@@ -145,7 +145,9 @@ def _counted(episodes: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Task shares among questions with mixed rewards, and the number of answers of each role."""
     tasks = [e["task"] for e in episodes if e["outcome"] == "mixed"]
     mixed = collections.Counter(task for task in tasks if task in TASKS)
-    counted = {f"mixed/{task}": mixed[task] / mixed.total() for task in TASKS if mixed}
+    # Runs without cloze questions have no curve of their share.
+    named = [task for task in TASKS if mixed and (mixed[task] or task in PAPER_TASKS)]
+    counted = {f"mixed/{task}": mixed[task] / mixed.total() for task in named}
     counted["answers/questioner"] = sum(e["proposal"] is not None for e in episodes)
     counted["answers/responder"] = sum(len(e["answers"]) + len(e["blind"]) for e in episodes)
     counted["answers/verifier"] = sum(len(v) for e in episodes for v in e["votes"])

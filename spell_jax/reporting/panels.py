@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from spell_jax.data.clusters import ROLES, TASKS
+from spell_jax.data.clusters import PAPER_TASKS, ROLES
 
 # Phases after the waiting times of the agents; "rollout" is the rest of the rollout's time.
 _PHASES = ("rollout", "update", "validate", "write", "save")
@@ -59,7 +59,7 @@ def _learning(names: Collection[str]) -> Iterator[Panel]:
         return Panel("Learning", title, metrics, stacked)
 
     def divided(name: str) -> dict[str, str]:
-        return {"all": name} | _parts(names, name, TASKS)
+        return {"all": name} | _parts(names, name, PAPER_TASKS)
 
     yield panel("Solve rate: how difficult questions are", divided("rollout/solve_rate"))
     yield panel(
@@ -69,7 +69,7 @@ def _learning(names: Collection[str]) -> Iterator[Panel]:
     yield panel("What became of questions", {s: f"rollout/{s}" for s in _STATUSES}, True)
     yield panel(
         "Task mix: questions with mixed rewards",
-        {task: f"episodes/mixed/{task}" for task in TASKS},
+        _parts(names, "episodes/mixed", PAPER_TASKS),
         True,
     )
     # The questioner's reward has a panel of its own.

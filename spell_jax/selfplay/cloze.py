@@ -2,19 +2,23 @@
 
 The reference of such a question holds by construction: the words stood in the gap. They can be
 found, because another sentence of the same documents contains them too (recurring spans, Ram et
-al. 2021, arXiv 2101.00438). English only, because of the list of function words.
+al. 2021, arXiv 2101.00438). Rules find such questions (`find_clozes`; English only, because of the
+list of function words), or a questioner writes them (`check`).
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+from spell_jax.selfplay.parsing import Parsed
 
 GAP = "____"
 LONGEST_SPAN = 5  # words; 95 % of the answers in SQuAD v1.1 dev's articles 1-8 have no more
 SHORTEST_SENTENCE = 6  # words; shorter ones say too little about their gap
+MOST_PLACES = 50  # sentences with the same span that are compared; more would take quadratic time
 
 _SENTENCE_END = re.compile(r"(?<=[.!?])[\"')\]]*\s+(?=[\"'(\[]?[A-Z0-9])")
 _WORD = re.compile(r"[^\W_]+(?:[.,'’\-–][^\W_]+)*")
@@ -83,7 +87,7 @@ def find_clozes(documents: Sequence[str], shared_words: int = 2) -> Iterator[Clo
             span = text[words[index][begin].start() : words[index][end - 1].end()]
             others = [
                 other
-                for other in sorted(places[key] - {index})
+                for other in sorted(places[key] - {index})[:MOST_PLACES]
                 if len((content[index] & content[other]) - {*key}) >= shared_words
                 and sentences[other][1] != text
             ]
@@ -96,12 +100,50 @@ def find_clozes(documents: Sequence[str], shared_words: int = 2) -> Iterator[Clo
             yield Cloze(document, text, span, tuple(sentences[other] for other in others))
 
 
-def hide(documents: Sequence[str], sentences: Iterable[str]) -> tuple[str, ...]:
+def make_gap(parsed: Parsed, shown: Sequence[str], documents: Sequence[str]) -> tuple[Parsed, str]:
+    """Turn a questioner's accepted sentence and span into a question; arguments as in `check`.
+
+    Returns what was parsed with the question or the reason why it is none, and the sentence, which
+    only the questioner may read.
+    """
+    if parsed.status != "accepted":
+        return parsed, ""
+    sentence = parsed.question.strip()
+    question, reason = check(sentence, parsed.answer, shown, documents)
+    if reason:
+        return Parsed("bad_format", reason=reason), ""
+    return Parsed("accepted", question, parsed.answer.strip()), sentence
+
+
+def check(
+    sentence: str, span: str, shown: Sequence[str], documents: Sequence[str]
+) -> tuple[str, str]:
+    """Check a questioner's sentence and span by string search; return (question, reason).
+
+    The sentence must be one of the `shown` documents, and the span must stand in it and in another
+    sentence of `documents`. The question has a gap instead of the span. One of the two texts is
+    empty: reason is "not_a_sentence", "short_sentence", "long_span", "not_in_sentence" or
+    "not_elsewhere".
+    """
+    sentence, span = sentence.strip(), span.strip()
+    pattern = _occurrences(span)
+    words = len(_WORD.findall(span))
+    if not any(sentence in map(str.strip, split(text)) for text in shown if sentence in text):
+        return "", "not_a_sentence"
+    if len(_WORD.findall(sentence)) < SHORTEST_SENTENCE:
+        return "", "short_sentence"
+    if words > LONGEST_SPAN:
+        return "", "long_span"
+    if not words or not pattern.search(sentence):
+        return "", "not_in_sentence"
+    if not any(pattern.search(text) for text in hide(documents, [sentence])):
+        return "", "not_elsewhere"
+    return pattern.sub(GAP, sentence), ""
+
+
+def hide(documents: Sequence[str], sentences: Sequence[str]) -> tuple[str, ...]:
     """Return the documents without the sentences, which their cloze questions would repeat."""
-    hidden = tuple(documents)
-    for sentence in sentences:
-        hidden = tuple(document.replace(sentence, "").strip() for document in hidden)
-    return tuple(re.sub(" {2,}", " ", document) for document in hidden)
+    return tuple(_without(document, sentences) for document in documents)
 
 
 def split(text: str) -> list[str]:
@@ -109,6 +151,13 @@ def split(text: str) -> list[str]:
     return [
         part for line in text.splitlines() for part in _SENTENCE_END.split(line) if part.strip()
     ]
+
+
+def _without(document: str, sentences: Sequence[str]) -> str:
+    shorter = document
+    for sentence in sentences:
+        shorter = shorter.replace(sentence, "")
+    return document if shorter == document else re.sub(" {2,}", " ", shorter).strip()
 
 
 def _longest_spans(

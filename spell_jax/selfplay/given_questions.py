@@ -3,6 +3,7 @@
 import pathlib
 import re
 
+from spell_jax.data.clusters import TEXT_TASKS
 from spell_jax.data.questions import Question, read_questions
 from spell_jax.selfplay import rules
 
@@ -48,7 +49,7 @@ def unscorable(reference: str, task: str, extract: str = "paper") -> str:
         return ""
     if not reference.strip():
         return "is blank"
-    if task == "general_qa":
+    if task in TEXT_TASKS:
         is_empty = not rules.normalize_answer(answer, extract)
         return "has no words but articles" if is_empty else "cannot be read where a response has it"
     return f"is no {'single number' if task == 'financial_math' else 'letter from A to D'}"

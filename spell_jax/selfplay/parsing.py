@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from spell_jax.data.clusters import LETTERS, SURROGATE
+from spell_jax.data.clusters import CLOZE, LETTERS, SURROGATE
 from spell_jax.selfplay.json_records import find_record
 from spell_jax.selfplay.numbers import number_text, parse_number
 from spell_jax.selfplay.rules import (
@@ -34,7 +34,9 @@ class Parsed:
     # "bad_format" earns the format penalty and may serve as a negative. "declined" earns nothing
     # and is not trained on.
     status: Status
-    question: str = ""  # as the responder sees it, with the choices for multiple_choice
+    # As the responder sees it, with the choices for multiple_choice; a cloze question is the whole
+    # sentence here, and gets its gap in selfplay/cloze.py.
+    question: str = ""
     answer: str = ""  # the reference (a letter for multiple_choice)
     # One word for counting: unfinished_thought, nothing_to_ask, no_json, no_question, no_answer,
     # bad_options, same_options, bad_letter, invalid_unicode, too_deep, not_a_number, zero_answer,
@@ -54,8 +56,8 @@ def parse_question(
 ) -> Parsed:
     """Parse and validate one questioner output (spec sections 2.3 and 2.4).
 
-    The JSON object is the last valid fenced block, otherwise an object at the end of the text. A
-    general_qa answer of more than `max_answer_tokens` is declined. With `distinct_options`, two
+    The JSON object is the last valid fenced block, otherwise an object at the end of the text. An
+    answer in words of more than `max_answer_tokens` is declined. With `distinct_options`, two
     equal options make a multiple-choice question badly formatted, because it has no single correct
     letter (not in the paper). `in_thought` says that the prompt ended inside a thought. `extract`,
     one of EXTRACTS, says how the answer is read. No text raises an error; an unknown task or way of
@@ -113,7 +115,7 @@ def _validate(
         return _bad("no_json")
     if "Empty" in record:
         return _declined(NOTHING_TO_ASK)
-    question = record.get("question")
+    question = record.get("sentence" if task == CLOZE else "question")
     if not isinstance(question, str) or (extract == "lenient" and not question.strip()):
         return _bad("no_question")
     if task == "multiple_choice":

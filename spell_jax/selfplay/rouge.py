@@ -1,13 +1,22 @@
-"""ROUGE-L (Lin 2004): the longest common subsequence of the words of a text and a reference.
+"""Scores of the words that a text has in common with a reference: ROUGE-L, and F1 of SQuAD.
 
-Words are runs of a-z and 0-9 in lower case, as in the package rouge-score, without stemming.
+ROUGE-L (Lin 2004) is the longest common subsequence. Its words are runs of a-z and 0-9 in lower
+case, as in the package rouge-score, without stemming.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Sequence
 
 _WORD = re.compile(r"[a-z0-9]+")
+
+
+def word_f1(words: Sequence[str], reference: Sequence[str]) -> float:
+    """F1 of the common words in any order, in [0, 1] (Rajpurkar et al. 2016); 0 without words."""
+    common = (Counter(words) & Counter(reference)).total()
+    return 2 * common / max(len(words) + len(reference), 1)
 
 
 def rouge_l(text: str, reference: str) -> float:

@@ -6,11 +6,11 @@ Spec section 5 (paper section 3.2, the rule in Eq. 6). Total and linear-time for
 import math
 import re
 import string
-from collections import Counter
 from collections.abc import Sequence
 
-from spell_jax.data.clusters import LETTERS, TASKS
+from spell_jax.data.clusters import LETTERS, TASKS, TEXT_TASKS
 from spell_jax.selfplay.numbers import SCALES, Number, parse_number, same_number
+from spell_jax.selfplay.rouge import word_f1
 from spell_jax.selfplay.statements import (
     NO_STATEMENT,
     Statement,
@@ -96,13 +96,14 @@ def is_correct(
 ) -> bool:
     """Return whether an extracted `prediction` agrees with an extracted `reference`.
 
-    general_qa: the normalized prediction contains the normalized reference, or equals it ("exact").
+    general_qa, cloze: the normalized prediction contains the normalized reference, or equals it
+    ("exact").
     financial_math: the numbers agree (`same_number`); text that is not a number is wrong.
     multiple_choice: the letters are equal. An empty prediction or reference is wrong.
     """
     check_task(task)
     check_extract(extract)
-    if task == "general_qa":
+    if task in TEXT_TASKS:
         right, stated = (normalize_answer(text, extract) for text in (reference, prediction))
         return bool(right) and (right == stated if rule == "exact" else right in stated)
     if extract == "lenient":
@@ -149,29 +150,18 @@ def score_answer(
 ) -> float:
     """Return the rule reward of an extracted answer, in [0, 1]; arguments as in `score`.
 
-    It is 0.0 or 1.0, unless the rule is "f1" or "brief" and the task general_qa.
+    It is 0.0 or 1.0, unless the rule is "f1" or "brief" and the task has texts as answers.
     """
     right = read_reference(reference, task, extract)
     if answer is None:
         return 0.0
-    if task == "general_qa" and rule == "f1":
-        return word_f1(answer, right, extract)
     is_right = is_correct(answer, right, task, rule, extract)
-    if task == "general_qa" and rule == "brief":
-        return is_right * brevity(answer, right, extract)
+    if task in TEXT_TASKS and rule in ("f1", "brief"):
+        stated, wanted = (normalize_answer(text, extract).split() for text in (answer, right))
+        if rule == "f1":
+            return word_f1(stated, wanted)
+        return is_right * min(1.0, len(wanted) / max(len(stated), 1))
     return float(is_right)
-
-
-def word_f1(answer: str, reference: str, extract: str = "paper") -> float:
-    """Return the F1 score of an answer's normalized words (SQuAD, Rajpurkar et al. 2016)."""
-    stated, right = (Counter(normalize_answer(t, extract).split()) for t in (answer, reference))
-    return 2 * (stated & right).total() / max((stated.total() + right.total()), 1)
-
-
-def brevity(answer: str, reference: str, extract: str = "paper") -> float:
-    """Return min(1, |reference| / |answer|) in normalized words; 1 for an answer without any."""
-    stated, right = (len(normalize_answer(t, extract).split()) for t in (answer, reference))
-    return min(1.0, right / max(stated, 1))
 
 
 def read_reference(reference: str, task: str, extract: str = "paper") -> str:
@@ -188,7 +178,7 @@ def same_answer(first: str, second: str, task: str, extract: str = "paper") -> b
     """
     check_task(task)
     check_extract(extract)
-    if task == "general_qa":
+    if task in TEXT_TASKS:
         normal = normalize_answer(first, extract)
         return bool(normal) and normal == normalize_answer(second, extract)
     if extract == "lenient":

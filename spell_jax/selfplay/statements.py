@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from spell_jax.data.clusters import TEXT_TASKS
 from spell_jax.selfplay.braces import BOX, last_box
 from spell_jax.selfplay.written_numbers import (
     CORRECTION,
@@ -42,7 +43,7 @@ def first_line(text: str) -> str:
 # ---------------------------------------------------------------------------------- Read strictly
 
 # Without the phrase "answer is", only the last characters of a response are searched.
-_TAIL_CHARACTERS = {"general_qa": 1000, "financial_math": 300, "multiple_choice": 300}
+_TAIL_CHARACTERS, _TEXT_TAIL_CHARACTERS = 300, 1000
 # Possessive quantifiers prevent backtracking. They change no match, because no part of the pattern
 # can use a character that the part before it consumed.
 _FIGURE = r"([=≈`%$°£€¥]*+-?+[0-9.,]++(?:[eE][+-]?[0-9]++)?+)"
@@ -69,12 +70,13 @@ _LETTER_PATTERNS = tuple(
 def tail_of(text: str, task: str) -> str:
     """Return the part of a response without thoughts that the paper's code searches."""
     announced = "answer is" in text or (task == "financial_math" and r"\boxed" in text)
-    return text if announced else text[-_TAIL_CHARACTERS[task] :]
+    tail = _TEXT_TAIL_CHARACTERS if task in TEXT_TASKS else _TAIL_CHARACTERS
+    return text if announced else text[-tail:]
 
 
 def read_strictly(text: str, task: str) -> Statement:
     """Read the statement of a text as the paper's public code does."""
-    if task == "general_qa":
+    if task in TEXT_TASKS:
         form, answer = "phrase", _find_phrase(text)
     elif task == "financial_math":
         form, answer = "boxed" if BOX in text else "phrase", _find_figure(text)
@@ -181,7 +183,7 @@ def read_leniently(text: str, task: str) -> Statement:
         if answer is not None:
             return Statement(form, answer) if answer else NO_STATEMENT
     text = text.strip()
-    if task == "general_qa" or len(text) > _LONGEST_BARE or "\n" in text:
+    if task in TEXT_TASKS or len(text) > _LONGEST_BARE or "\n" in text:
         return NO_STATEMENT
     answer = read_alone(text, task)
     return Statement("bare", answer) if answer else NO_STATEMENT
@@ -232,7 +234,7 @@ def _read_stated(line: str, task: str, form: str) -> str | None:
     """Read the answer at the start of a line; REFUSED if it withdraws one, None if it has none."""
     if _PLACEHOLDER in line:
         return REFUSED
-    if task == "general_qa":
+    if task in TEXT_TASKS:
         return _read_text(line)
     if task == "financial_math":
         return read_number(line, alone=form == "boxed")

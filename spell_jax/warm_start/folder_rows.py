@@ -35,7 +35,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from spell_jax.data.clusters import LETTERS, TASKS, Cluster, CountTokens, count_words
+from spell_jax.data.clusters import LETTERS, PAPER_TASKS, Cluster, CountTokens, count_words
 from spell_jax.data.config import DataConfig, open_clusters
 from spell_jax.data.stream import batch_counts
 from spell_jax.policy import tokenizer
@@ -121,7 +121,7 @@ class RowConfig:
         numbers, where there are two.
     """
 
-    tasks: tuple[str, ...] = TASKS
+    tasks: tuple[str, ...] = PAPER_TASKS
     roles: Mapping[str, float] = field(
         default_factory=lambda: dict(zip(ROLES, (0.25, 0.25, 0.15, 0.35), strict=True))
     )
@@ -131,8 +131,8 @@ class RowConfig:
     difference_share: float = 0.0
 
     def __post_init__(self) -> None:
-        if not self.tasks or any(task not in TASKS for task in self.tasks):
-            raise ValueError(f"tasks = {self.tasks}: must be one or more of {TASKS}")
+        if not self.tasks or any(task not in PAPER_TASKS for task in self.tasks):
+            raise ValueError(f"tasks = {self.tasks}: must be one or more of {PAPER_TASKS}")
         shares = self.roles.values()
         if {*self.roles} != {*ROLES} or min(shares) < 0 or not any(shares):
             raise ValueError(f"roles = {dict(self.roles)}: must give each of {ROLES} a share")
@@ -434,7 +434,7 @@ def make_rows(
     ticker.enter("finding facts")
     facts: list[dict[str, list[Fact]]] = []
     for cluster in clusters:
-        facts.append(_facts_by_task(cluster.documents, TASKS))
+        facts.append(_facts_by_task(cluster.documents, PAPER_TASKS))
         ticker.tick("{:,} of {:,} clusters", len(facts), len(clusters))
     found = sum(len(some["general_qa"]) for some in facts)
     maker.counts.update(clusters=len(clusters), facts=found)
@@ -565,7 +565,7 @@ def _flags() -> argparse.ArgumentParser:
     add("--rows", type=int, default=12_000)
     add("--questions", type=int, default=200, help="maximum number about held-out clusters")
     add("--seed", type=int, default=0)
-    add("--tasks", type=_split, default=TASKS, help="comma-separated")
+    add("--tasks", type=_split, default=PAPER_TASKS, help="comma-separated")
     add("--prompts", default="compact", help="full, compact, or a folder of templates")
     add("--tokenizer", default="", help="folder with tokenizer.model; empty: train one")
     add("--vocab_size", type=int, default=2048, help="pieces of the tokenizer to train")

@@ -27,7 +27,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from absl import flags
 
-from spell_jax.data.clusters import LETTERS, TASKS, count_words
+from spell_jax.data.clusters import LETTERS, PAPER_TASKS, count_words
 from spell_jax.data.questions import Question
 from spell_jax.data.stream import batch_counts
 from spell_jax.runtime import entry
@@ -65,7 +65,7 @@ class QuestionRowConfig:
 
     rows: int = 600
     roles: tuple[float, float, float] = (0.4, 0.35, 0.25)
-    tasks: tuple[str, ...] = TASKS
+    tasks: tuple[str, ...] = PAPER_TASKS
     documents_read: int = 2
     documents_shown: int = 2
     history_share: float = 0.25
@@ -74,8 +74,8 @@ class QuestionRowConfig:
 
     def __post_init__(self):
         check_least(self, "", rows=1, documents_read=1, documents_shown=1, seed=0)
-        if not self.tasks or any(task not in TASKS for task in self.tasks):
-            raise ValueError(f"tasks = {self.tasks}: must be one or more of {TASKS}")
+        if not self.tasks or any(task not in PAPER_TASKS for task in self.tasks):
+            raise ValueError(f"tasks = {self.tasks}: must be one or more of {PAPER_TASKS}")
         if min(self.roles) < 0 or not any(self.roles):
             raise ValueError(f"roles = {self.roles}: must be shares of {ROLES}")
         if not 0 <= self.history_share <= 1:

@@ -21,7 +21,7 @@ from spell_jax.algorithms.base import (
 from spell_jax.algorithms.spell.algorithm import Spell
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.algorithms.spell.episode import Episode
-from spell_jax.data.clusters import TASKS, Cluster, in_memory
+from spell_jax.data.clusters import PAPER_TASKS, Cluster, in_memory
 from spell_jax.data.stream import TaskStream
 from spell_jax.learner.packing import TrainGroup
 from spell_jax.sampler.requests import Sample
@@ -30,7 +30,7 @@ from spell_jax.selfplay import prompts
 PROMPTS = prompts.load("compact")
 LONG = "word " * 41
 CUT = "…"  # in a scripted text that the token cap cut off
-QA, MATH, CHOICE = TASKS
+QA, MATH, CHOICE = PAPER_TASKS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -294,7 +294,7 @@ def make_context(**given) -> AlgorithmContext:
         "steps": 10,
         "clusters": lambda: in_memory([]),
         "held_out": lambda: in_memory([]),
-        "deal": lambda source: TaskStream(source, TASKS, (1.0, 1.0, 1.0), seed=0),
+        "deal": lambda source: TaskStream(source, PAPER_TASKS, (1.0, 1.0, 1.0), seed=0),
         "questions": lambda: (),
     }
     return AlgorithmContext(**(context | given))

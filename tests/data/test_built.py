@@ -19,7 +19,7 @@ from data_pipeline.stages import Stages
 from spell_jax.algorithms import registry as registry
 from spell_jax.configs import folder as folder_config
 from spell_jax.data.built import Built, is_built, open_source
-from spell_jax.data.clusters import TASKS, Cluster, count_words, split_held_out
+from spell_jax.data.clusters import PAPER_TASKS, Cluster, count_words, split_held_out
 from spell_jax.data.config import DataConfig, open_clusters
 from spell_jax.data.stream import TaskStream
 from spell_jax.runtime.config import build
@@ -30,13 +30,13 @@ CLUSTERS = {
     f"id{number:02d}": Cluster(
         f"id{number:02d}",
         tuple(f"größer {number}.{part}" for part in range(1 + number % 3)),
-        (TASKS[number % 2],),
+        (PAPER_TASKS[number % 2],),
     )
     for number in range(20)
 }
 # One document of 40 words, over the limit of OPEN.
 LONG = " ".join(f"word{i}." for i in range(40))
-CLUSTERS["long"] = Cluster("long", ("short", LONG, "end"), TASKS[:1])
+CLUSTERS["long"] = Cluster("long", ("short", LONG, "end"), PAPER_TASKS[:1])
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def folder(tmp_path_factory) -> Path:
     rows = [
         {
             "id": cluster.id,
-            "pool": TASKS[0],
+            "pool": PAPER_TASKS[0],
             "documents": [make_document(text, "s", "p") for text in cluster.documents],
             "tokens": 1,
             "vector": b"",
@@ -107,7 +107,7 @@ def test_texts_are_loaded_lazily_per_batch(folder: Path, monkeypatch: pytest.Mon
         return read_one(built, name)
 
     monkeypatch.setattr(Built, "_read_one", counted)
-    stream = TaskStream(open_source(folder, **OPEN), TASKS[:2], [1, 1], seed=0)
+    stream = TaskStream(open_source(folder, **OPEN), PAPER_TASKS[:2], [1, 1], seed=0)
     assert asked == []
     batch = stream.next(4)
     assert asked == [cluster.id for _, cluster in batch]
@@ -125,9 +125,9 @@ def test_long_documents_are_cut_in_place(folder: Path) -> None:
 
 def test_open_source_also_reads_jsonl_and_text_folders(tmp_path: Path) -> None:
     path = tmp_path / "index.jsonl"
-    path.write_text(json.dumps({"id": "a", "documents": [LONG], "tasks": list(TASKS[:1])}))
+    path.write_text(json.dumps({"id": "a", "documents": [LONG], "tasks": list(PAPER_TASKS[:1])}))
     source = open_source(path, **OPEN)
-    assert source.tasks == {"a": TASKS[:1]}
+    assert source.tasks == {"a": PAPER_TASKS[:1]}
     assert len(source.read(["a"])[0].documents) == 2
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("one text")

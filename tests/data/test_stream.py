@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from spell_jax.data.clusters import TASKS, Cluster, Source, in_memory
+from spell_jax.data.clusters import PAPER_TASKS, Cluster, Source, in_memory
 from spell_jax.data.stream import TaskStream, batch_counts
 from tests.paths import REFERENCE_CASES
 
@@ -20,7 +20,7 @@ def make_clusters(count: int, tasks: tuple[str, ...] | None = None) -> list[Clus
 
 
 def make_stream(count: int, seed: int = 0) -> TaskStream:
-    return TaskStream(in_memory(make_clusters(count)), TASKS, [1, 1, 1], seed)
+    return TaskStream(in_memory(make_clusters(count)), PAPER_TASKS, [1, 1, 1], seed)
 
 
 @pytest.mark.parametrize(
@@ -33,9 +33,9 @@ def test_batch_counts_match_the_reference(case: dict) -> None:
     sizes = dict(zip(tasks, case["in"]["sizes"], strict=True))
     counts = batch_counts(case["in"]["batch"], dict(zip(tasks, weights, strict=True)), sizes)
     assert counts == case["out"]["counts"]
-    names = dict(zip(tasks, TASKS, strict=True))
+    names = dict(zip(tasks, PAPER_TASKS, strict=True))
     clusters = [c for task in tasks for c in make_clusters(sizes[task], (names[task],))]
-    stream = TaskStream(in_memory(clusters), TASKS, weights, seed=1)
+    stream = TaskStream(in_memory(clusters), PAPER_TASKS, weights, seed=1)
     for batch in case["out"]["first_batches"]:
         dealt = Counter(task for task, _ in stream.next(case["in"]["batch"]))
         assert dealt == {names[task]: count for task, count in batch.items()}
@@ -75,7 +75,7 @@ def test_repeats_are_counted_if_a_batch_exceeds_the_data() -> None:
     stream = make_stream(6)
     batch = stream.next(15)
     assert len(batch) == 15
-    assert Counter(task for task, _ in batch) == dict.fromkeys(TASKS, 5)
+    assert Counter(task for task, _ in batch) == dict.fromkeys(PAPER_TASKS, 5)
     assert max(Counter(cluster.id for _, cluster in batch).values()) <= 3
     assert stream.repeats == 9
     stream.next(15)
@@ -94,7 +94,7 @@ def test_batch_order_is_shuffled_and_seeded() -> None:
     assert first == make_stream(60).next(30)
     assert first != make_stream(60, seed=1).next(30)
     tasks = [task for task, _ in first]
-    assert tasks != sorted(tasks, key=TASKS.index)
+    assert tasks != sorted(tasks, key=PAPER_TASKS.index)
     assert tasks != [task for task, _ in stream.next(30)]  # every batch has its own order
 
 
@@ -137,23 +137,23 @@ def test_stream_resumes_at_any_position_of_a_deck() -> None:
 def test_order_is_a_function_of_seed_and_ids() -> None:
     """The source's order of clusters has no effect, and every epoch has another order."""
     clusters = make_clusters(20)
-    one = TaskStream(in_memory(clusters), TASKS[:1], [1], seed=5)
-    two = TaskStream(in_memory(clusters[::-1]), TASKS[:1], [1], seed=5)
+    one = TaskStream(in_memory(clusters), PAPER_TASKS[:1], [1], seed=5)
+    two = TaskStream(in_memory(clusters[::-1]), PAPER_TASKS[:1], [1], seed=5)
     epochs = [one.next(20) for _ in range(4)]
     assert epochs == [two.next(20) for _ in range(4)]
     orders = [[cluster.id for _, cluster in epoch] for epoch in epochs]
     assert len({tuple(order) for order in orders}) == 4
     assert all(sorted(order) == sorted(orders[0]) for order in orders)
     # The deck differs too, not only the order in a batch: halves of an epoch are other sets.
-    halves = TaskStream(in_memory(clusters), TASKS[:1], [1], seed=5)
+    halves = TaskStream(in_memory(clusters), PAPER_TASKS[:1], [1], seed=5)
     sets = [frozenset(c.id for _, c in halves.next(10)) for _ in range(8)]
     assert len(set(sets)) == 8
 
 
 def test_tasks_are_shuffled_independently() -> None:
     """With one order for all tasks, every epoch would pair the same two clusters."""
-    clusters = make_clusters(12, TASKS[:1]) + make_clusters(12, TASKS[1:2])
-    stream = TaskStream(in_memory(clusters), TASKS[:2], [1, 1], seed=0)
+    clusters = make_clusters(12, PAPER_TASKS[:1]) + make_clusters(12, PAPER_TASKS[1:2])
+    stream = TaskStream(in_memory(clusters), PAPER_TASKS[:2], [1, 1], seed=0)
     epochs = [{frozenset(c.id for _, c in stream.next(2)) for _ in range(12)} for _ in range(2)]
     assert frozenset.union(*epochs[0]) == frozenset.union(*epochs[1])
     assert len(epochs[0] & epochs[1]) < 6
@@ -163,7 +163,7 @@ def test_state_size_does_not_depend_on_the_data() -> None:
     sizes = []
     for count in (9, 9000):
         stream = TaskStream(
-            Source({str(i): None for i in range(count)}, _unread), TASKS, [1] * 3, 0
+            Source({str(i): None for i in range(count)}, _unread), PAPER_TASKS, [1] * 3, 0
         )
         sizes.append(len(json.dumps(stream.state_dict())))
     assert abs(sizes[1] - sizes[0]) < 10 and sizes[1] < 400
@@ -180,7 +180,7 @@ def test_only_the_clusters_of_a_batch_are_read() -> None:
         asked.append(list(ids))
         return _unread(ids)
 
-    stream = TaskStream(Source({str(i): None for i in range(90)}, read), TASKS, [1] * 3, 0)
+    stream = TaskStream(Source({str(i): None for i in range(90)}, read), PAPER_TASKS, [1] * 3, 0)
     assert asked == []
     batches = [[cluster.id for _, cluster in stream.next(6)] for _ in range(2)]
     assert asked == batches
@@ -192,12 +192,12 @@ def test_state_of_other_data_or_seed_is_rejected() -> None:
         make_stream(8).load_state_dict(state)
     renamed = [replace(c, id=f"{c.id}b") if c.id == "any8" else c for c in make_clusters(9)]
     with pytest.raises(ValueError, match="resume with the data"):
-        TaskStream(in_memory(renamed), TASKS, [1, 1, 1], 0).load_state_dict(state)
+        TaskStream(in_memory(renamed), PAPER_TASKS, [1, 1, 1], 0).load_state_dict(state)
     for count in (1, 9):
         with pytest.raises(ValueError, match="for another seed"):
             make_stream(count, seed=1).load_state_dict(make_stream(count).state_dict())
     with pytest.raises(ValueError, match="but the run has"):
-        TaskStream(in_memory(make_clusters(9)), TASKS[:2], [1, 1], 0).load_state_dict(state)
+        TaskStream(in_memory(make_clusters(9)), PAPER_TASKS[:2], [1, 1], 0).load_state_dict(state)
 
 
 def test_state_of_another_version_is_rejected() -> None:
@@ -210,12 +210,12 @@ def test_state_of_another_version_is_rejected() -> None:
     ("clusters", "tasks", "weights", "message"),
     [
         (make_clusters(3), (), (), "tasks = "),
-        (make_clusters(3), TASKS[:1] * 2, (1, 1), "tasks = "),
-        (make_clusters(3), TASKS, (1, 1), "weights = "),
-        (make_clusters(3), TASKS, (1, 0, 1), "weights = "),
-        (make_clusters(3), TASKS, (1, float("nan"), 1), "weights = "),
-        ([], TASKS, (1, 1, 1), "none of 0"),
-        (make_clusters(3, TASKS[:1]), TASKS[1:], (1, 1), "none of 3"),
+        (make_clusters(3), PAPER_TASKS[:1] * 2, (1, 1), "tasks = "),
+        (make_clusters(3), PAPER_TASKS, (1, 1), "weights = "),
+        (make_clusters(3), PAPER_TASKS, (1, 0, 1), "weights = "),
+        (make_clusters(3), PAPER_TASKS, (1, float("nan"), 1), "weights = "),
+        ([], PAPER_TASKS, (1, 1, 1), "none of 0"),
+        (make_clusters(3, PAPER_TASKS[:1]), PAPER_TASKS[1:], (1, 1), "none of 3"),
     ],
 )
 def test_error_names_invalid_setting(
@@ -226,10 +226,10 @@ def test_error_names_invalid_setting(
 
 
 def test_remainder_goes_to_the_heaviest_task_first() -> None:
-    sizes: dict[str, int] = dict.fromkeys(TASKS, 50)
-    counts = batch_counts(7, dict(zip(TASKS, (2, 3, 5), strict=True)), sizes)
+    sizes: dict[str, int] = dict.fromkeys(PAPER_TASKS, 50)
+    counts = batch_counts(7, dict(zip(PAPER_TASKS, (2, 3, 5), strict=True)), sizes)
     assert list(counts.values()) == [1, 2, 4]
-    counts = batch_counts(8, dict(zip(TASKS, (1, 1, 1), strict=True)), sizes)
+    counts = batch_counts(8, dict(zip(PAPER_TASKS, (1, 1, 1), strict=True)), sizes)
     assert list(counts.values()) == [3, 3, 2]
 
 

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from data_pipeline.records import Cluster, make_document
 from data_pipeline.tasks import TasksConfig, assign_tasks, make_tasks
-from spell_jax.data.clusters import TASKS
+from spell_jax.data.clusters import PAPER_TASKS
 
-QA, MATH, CHOICE = TASKS
-ALL = "+".join(sorted(TASKS))
+QA, MATH, CHOICE = PAPER_TASKS
+ALL = "+".join(sorted(PAPER_TASKS))
 
 
 def clusters_of(sizes):
@@ -66,7 +66,7 @@ POOLS = [QA, MATH, CHOICE, f"{MATH}+{QA}", f"{CHOICE}+{QA}", ALL]
 @given(st.lists(st.sampled_from(POOLS), max_size=6))
 def test_assignment_matches_brute_force_optimum(pools):
     sizes = Counter(pools)
-    possible = [task for task in TASKS if any(task in pool.split("+") for pool in sizes)]
+    possible = [task for task in PAPER_TASKS if any(task in pool.split("+") for pool in sizes)]
     best = most(sizes, possible) if possible else 0
     clusters = clusters_of(sizes)
     if not best:
@@ -99,7 +99,7 @@ def test_clusters_per_task_is_an_upper_limit(caplog):
     clusters = clusters_of({QA: 9, MATH: 5, CHOICE: 7})
     for wanted, number in ((3, 3), (8, 5)):
         assignment = assign_tasks(clusters, TasksConfig(clusters_per_task=wanted))
-        assert Counter(assignment.values()) == dict.fromkeys(TASKS, number)
+        assert Counter(assignment.values()) == dict.fromkeys(PAPER_TASKS, number)
         assert ("5 clusters a task, not 8" in caplog.text) == (wanted == 8)
 
 

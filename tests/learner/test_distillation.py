@@ -93,7 +93,8 @@ def test_updates_close_the_gap_to_the_teacher() -> None:
     state, groups, squares = made.init(tiny.weights()), taught_groups(0.0)[1:], []
     for _ in range(3):
         groups = made.recompute(state, groups)
-        distilled, _ = made.distill(teacher_weights(), groups)
+        scored = made.score_reference(teacher_weights(), groups)
+        distilled = old_logprobs.with_teacher(groups, scored, 1.0)
         gaps = [gap for group in distilled for gap in group.token_advantages or []]
         squares.append(float(np.mean(np.concatenate(gaps) ** 2)))
         state, _ = made.update(state, groups, teacher_weights())
@@ -101,9 +102,12 @@ def test_updates_close_the_gap_to_the_teacher() -> None:
 
 
 def test_gaps_are_clipped_and_zero_where_no_row_fits() -> None:
-    group = TrainGroup([1], [[2, 3], [4]], [0.0, 0.0], old_logprobs=[np.zeros(2), np.zeros(1)])
+    plain = TrainGroup([1], [[2, 3], [4]], [0.0, 0.0], old_logprobs=[np.zeros(2), np.zeros(1)])
+    group = dataclasses.replace(plain, reference_prompt=[1])
     scored = dataclasses.replace(group, old_logprobs=[np.array([-9.0, 1.0]), np.array([np.nan])])
-    rows = old_logprobs.with_token_advantages(group, scored, 2.0).token_advantages
+    untaught, made = old_logprobs.with_teacher([plain, group], [scored], 2.0)
+    assert untaught == plain
+    rows = made.token_advantages
     assert [row.tolist() for row in rows or []] == [[-10.0, 2.0], [0.0]]
 
 

@@ -77,3 +77,48 @@ def test_hidden_sentences_are_gone() -> None:
 @pytest.mark.parametrize("documents", [(), ("",), ("a b c",), ("....", "\n\n", "____ ____")])
 def test_texts_without_sentences_have_no_questions(documents: tuple[str, ...]) -> None:
     assert list(cloze.find_clozes(documents)) == []
+
+
+BUILT = "It was built by Boeing in 1969."
+
+
+@pytest.mark.parametrize(
+    ("sentence", "span", "question", "reason"),
+    [
+        (f" {BUILT} ", "Boeing", "It was built by ____ in 1969.", ""),
+        (BUILT, "boeing", "It was built by ____ in 1969.", ""),
+        ("It was built by Boeing.", "Boeing", "", "not_a_sentence"),
+        ("It was built by Boeing in 1970.", "Boeing", "", "not_a_sentence"),
+        ("The rain fell.", "rain", "", "not_a_sentence"),  # of a document that is not shown
+        (BUILT, "built by Boeing", "", "not_elsewhere"),
+        (BUILT, "Boe", "", "not_in_sentence"),  # no whole word
+        (BUILT, "Saturn", "", "not_in_sentence"),
+        (BUILT, " ", "", "not_in_sentence"),
+        (BUILT, "built", "It was ____ by Boeing in 1969.", ""),
+        (BUILT, "It", "____ was built by Boeing in 1969.", ""),
+        (BUILT, "by", "", "not_elsewhere"),
+        ("Crews trained in Houston before launch.", "Houston", "", "not_elsewhere"),
+    ],
+)
+def test_questioners_sentence_and_span_are_searched(
+    sentence: str, span: str, question: str, reason: str
+) -> None:
+    assert cloze.check(sentence, span, DOCUMENTS[:2], DOCUMENTS) == (question, reason)
+
+
+def test_long_spans_are_refused() -> None:
+    sentence = "One of the many old ships that sailed to the south was lost."
+    documents = (sentence, "They saw one of the many old ships.")
+    reason = cloze.check(sentence, "One of the many old ships", documents, documents)[1]
+    assert reason == "long_span"
+    assert not cloze.check(sentence, "the many old ships", documents, documents)[1]
+
+
+def test_questions_by_rule_pass_the_check_of_questions_by_the_policy() -> None:
+    for one in found().values():
+        assert cloze.check(one.sentence, one.span, DOCUMENTS, DOCUMENTS) == (one.question, "")
+
+
+def test_short_sentences_say_too_little() -> None:
+    documents = ("Rain fell on Rome.", "It was dark in Rome.")
+    assert cloze.check(documents[0], "Rome", documents, documents) == ("", "short_sentence")

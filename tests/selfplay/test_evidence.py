@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from spell_jax.data.clusters import TASKS
+from spell_jax.data.clusters import PAPER_TASKS
 from spell_jax.selfplay import evidence, prompts, rules
 from spell_jax.selfplay.evidence import SECTIONS, StructuredAnswer, parse_answer, parse_scores
 
@@ -245,7 +245,7 @@ def test_compact_evidence_prompts_are_exact():
     assert compact.evidence_scores(hostile, [hostile]).count("{choices}") == 3
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", PAPER_TASKS)
 def test_echoed_template_states_no_answer(task):
     said = evidence.with_answer_phrase("(insert answer here)", task)
     assert rules.extract_answer(said, task) is None

@@ -34,12 +34,12 @@ from benchmarks import parsers
 from benchmarks.parsers import FAMILIES, PARSERS
 from spell_jax import algorithms, evaluation, selfplay, warm_start
 from spell_jax.algorithms.base import Annotation, Reply
-from spell_jax.algorithms.spell import episode as spell_episode
 from spell_jax.algorithms.spell.episode import Episode
+from spell_jax.algorithms.spell.record import make_record
 from spell_jax.data.clusters import Cluster, read_clusters
 from spell_jax.data.questions import read_questions
 from spell_jax.runtime.jsonl import read_records, write_records
-from spell_jax.selfplay import json_records, numbers, prompts, rules
+from spell_jax.selfplay import cloze, json_records, numbers, prompts, rules
 from spell_jax.selfplay.judge import MALFORMED, UNANSWERED, Endpoint, Judge, JudgeConfig
 from spell_jax.selfplay.memory import Entry, QuestionMemory
 from spell_jax.selfplay.parsing import Parsed
@@ -75,7 +75,12 @@ NO_READERS = {
     *("algorithms.base", "algorithms.rollout", "algorithms.registry", "algorithms.algorithm"),
     *("held_out.share", "held_out.by_row"),
     *("algorithms.config", "algorithms.episode", "algorithms.rlvr", "algorithms.evidence_tree"),
-    *("algorithms.longpo", "algorithms.qwenlong", "algorithms.solopo"),
+    *(
+        "algorithms.longpo",
+        "algorithms.qwenlong",
+        "algorithms.self_distillation",
+        "algorithms.solopo",
+    ),
     *("evaluation.registry", "evaluation.base", "evaluation.generated"),
     *("evaluation.own_questions", "evaluation.figures", "evaluation.ruler", "evaluation.sources"),
     *("evaluation.protocol", "evaluation.published", "evaluation.policy_sampler"),
@@ -89,6 +94,7 @@ NO_READERS = {
     *("short.load_math", "short.load_mmlu_pro"),
     *(f"retrieval.load_{name}" for name in ("icl", "infbench_sum", "mrcr", "multi_lexsum", "rag")),
     *("given_questions.read_scorable", "given_questions.check_answer"),
+    "cloze.make_gap",  # reads by cloze.check
     *("rules.check_task", "rules.check_extract", "braces.code_points", "braces.brace_steps"),
     "braces.first_balance",
     "braces.check_depth",  # raises, for the parsers that are listed
@@ -236,6 +242,11 @@ EXPECTED: dict[str, Callable[[Any], bool]] = {
     "statements.read_alone": _is_text_or_none,
     "statements.first_line": _is_text,
     "statements.unify": _is_text,
+    "cloze.check": lambda texts: all(map(_is_text, texts)) and (texts[0] == "") == (texts[1] != ""),
+    "cloze.find_clozes": lambda clozes: all(cloze.GAP in found.question for found in clozes),
+    "cloze.hide": lambda texts: all(map(_is_text, texts)),
+    "cloze.split": lambda texts: all(map(_is_text, texts)),
+    "rouge.word_f1": _is_share,
     "folder_rows.find_facts": lambda facts: all(fact.cue and fact.value for fact in facts),
     "folder_rows.means_the_same": _is_truth,
     "folder_rows.other_forms": lambda forms: all(map(_is_text, forms)),
@@ -580,7 +591,7 @@ def test_episode_records_survive_a_json_round_trip(tmp_path: Path) -> None:
     said = list(texts(1, 2000))
     made = (episode(said[i : i + 5]) for i in range(0, len(said), 5))
     words = prompts.load("compact")
-    records = [spell_episode.record(one, Annotation(), words) for one in made]
+    records = [make_record(one, Annotation(), words) for one in made]
     write_records(tmp_path / "episodes.jsonl", records)
     back, skipped = read_records(tmp_path / "episodes.jsonl", lambda record: record)
     assert skipped == 0

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from spell_jax.data.clusters import PAPER_TASKS, TASKS
 from spell_jax.selfplay import prompts
 from spell_jax.selfplay.memory import Entry
 from spell_jax.selfplay.parsing import parse_question, parse_verdict
-from spell_jax.selfplay.rules import TASKS, extract_answer
+from spell_jax.selfplay.rules import extract_answer
 from tests.paths import REFERENCE_CASES
 
 CASES = REFERENCE_CASES / "questioner_prompt_docs.json"
@@ -25,14 +26,17 @@ COMPACT = {
     "questioner_financial_math_history": "{documents}\n{examples}\nask harder math",
     "questioner_multiple_choice_history": "{documents}\n{examples}\nask harder choice ({letter})",
     "example": "known: {question} answer: {answer}",
+    "questioner_cloze": "{documents}\nask cloze",
+    "questioner_cloze_history": "{documents}\n{examples}\nask harder cloze",
     "responder_general_qa": "{documents}\n{question}",
+    "responder_cloze": "{documents}\nFill the gap: {question}",
     "responder_financial_math": "{documents}\n{question}",
     "responder_multiple_choice": "{documents}\n{question}",
     "verifier": "{question}\none: {answer}\ntwo: {reference}\nsame?",
     "reconstruction": "{document}\n{options}\norder",
 }
 
-GENERAL, MATH, CHOICE = (f"questioner_{task}" for task in TASKS)
+GENERAL, MATH, CHOICE = (f"questioner_{task}" for task in PAPER_TASKS)
 ALL_QUESTIONERS = (GENERAL, MATH, CHOICE)
 
 # (files, requirement of Appendix G or of the spec, words of the template that meet it). A
@@ -160,7 +164,7 @@ def test_full_prompts_meet_each_requirement(
     assert not missing, requirement
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", PAPER_TASKS)
 def test_history_templates_ask_for_harder_questions(task: str) -> None:
     texts = prompts.load("full").texts
     text = texts[f"questioner_{task}_history.txt"]
@@ -193,7 +197,7 @@ def test_compact_prompts_are_filled_in() -> None:
 
 def test_layout_after_the_instructions_matches_the_reference() -> None:
     full = prompts.load("full")
-    names = {"doc_general_qa": TASKS[0], "docmath_qa": TASKS[1], "doc_mc": TASKS[2]}
+    names = dict(zip(("doc_general_qa", "docmath_qa", "doc_mc"), PAPER_TASKS, strict=True))
     checked = 0
     for case in json.loads(CASES.read_text(encoding="utf-8"))["cases"]:
         history = [Entry((), question, answer) for _, question, answer in case["in"]["history"]]
@@ -221,7 +225,7 @@ def test_output_example_in_prompt_passes_the_parser(task: str, history: tuple[En
 
 def test_closing_phrases_and_verdicts_match_the_parsers() -> None:
     full = prompts.load("full")
-    for task, answer in zip(TASKS, ("blue", "12", "B"), strict=True):
+    for task, answer in zip(TASKS, ("blue", "12", "B", "blue"), strict=True):
         prompt = full.responder(task, ["document"], "q?")
         sentence = re.findall(r'"([^"]*insert answer here[^"]*)"', prompt)[-1]
         reply = f"Steps.\n{sentence.replace('insert answer here', answer)}"

@@ -12,7 +12,7 @@ import sys
 
 import pytest
 
-from spell_jax.data.clusters import TASKS
+from spell_jax.data.clusters import PAPER_TASKS
 from spell_jax.reporting import tables as evaluation
 from spell_jax.runtime.metrics import read_metrics
 
@@ -59,7 +59,7 @@ def test_verifier_accuracy_improves(tables):
     assert mean_gain(tables, *VERIFIER, "all") > 0
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", PAPER_TASKS)
 def test_questioner_keeps_its_share_of_correct_references(tables, task):
     # The interval of one share of .9 among 256 is .04, and that of a mean of three gains is more.
     assert mean_gain(tables, "questioner", task, "reference right, of answerable") > -0.05

@@ -12,7 +12,7 @@ import pytest
 
 from spell_jax.data.clusters import (
     LETTERS,
-    TASKS,
+    PAPER_TASKS,
     Cluster,
     count_words,
     read_clusters,
@@ -102,7 +102,7 @@ def test_rows_follow_the_role_and_task_shares(rows: list[Row]) -> None:
         "reciter": 336,
     }
     counts = Counter((row.role, row.task) for row in rows)
-    assert all(counts["questioner", task] == 80 for task in TASKS)
+    assert all(counts["questioner", task] == 80 for task in PAPER_TASKS)
     assert [row.role for row in rows] != sorted(row.role for row in rows)
 
 
@@ -321,7 +321,7 @@ def test_work_is_linear_in_the_text(
     assert work["means_the_same"] <= comparisons * rows
     assert work["scanned"] <= 8 * total + 4 * 20 * comparisons * rows
     assert sum(len(row.prompt + row.completion) for row in made) <= 10_000 * rows
-    make_questions(clusters, COMPACT, 50, 0, TASKS)
+    make_questions(clusters, COMPACT, 50, 0, PAPER_TASKS)
     assert work["find_facts"] <= 2 * len(clusters)
 
 
@@ -388,8 +388,8 @@ def test_many_rows_of_few_facts_are_a_warning(
 
 
 def test_held_out_questions_have_answers_in_their_documents() -> None:
-    made = make_questions(CLUSTERS, COMPACT, 30, 0, TASKS)
-    assert Counter(item["task"] for item in made) == dict.fromkeys(TASKS, 10)
+    made = make_questions(CLUSTERS, COMPACT, 30, 0, PAPER_TASKS)
+    assert Counter(item["task"] for item in made) == dict.fromkeys(PAPER_TASKS, 10)
     for item in made:
         text = "\n".join(item["documents"])
         answer = item["answer"]

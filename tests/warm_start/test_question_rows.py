@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from spell_jax.data.clusters import LETTERS, TASKS, count_words
+from spell_jax.data.clusters import LETTERS, PAPER_TASKS, count_words
 from spell_jax.data.questions import Question
 from spell_jax.runtime.jsonl import write_records
 from spell_jax.selfplay import prompts
@@ -51,9 +51,9 @@ def rows() -> list[Row]:
 
 def test_roles_and_tasks_have_their_shares(rows):
     counts = Counter((row.role, row.task) for row in rows)
-    assert all(counts["questioner", task] == 40 for task in TASKS)
-    assert all(counts["responder", task] == 35 for task in TASKS)
-    assert all(counts["verifier", task] == 25 for task in TASKS)
+    assert all(counts["questioner", task] == 40 for task in PAPER_TASKS)
+    assert all(counts["responder", task] == 35 for task in PAPER_TASKS)
+    assert all(counts["verifier", task] == 25 for task in PAPER_TASKS)
 
 
 def test_questioner_rows_pass_the_parser_and_show_the_evidence(rows):

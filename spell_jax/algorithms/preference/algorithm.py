@@ -43,8 +43,8 @@ class ShortToLong(Rlvr):
     async def answer(self, ask: Ask, episode: Episode) -> PairEpisode:
         """Asks for answers after each context; a prompt over the cap ends the episode."""
         e: PairEpisode = episode
-        shown = [e.cluster.documents[i] for i in e.shown]
-        contexts = ((shown, self._short_answers), (e.cluster.documents, 1))
+        shown = [e.documents[i] for i in e.shown]
+        contexts = ((shown, self._short_answers), (e.documents, 1))
         replies: list[Reply] = []
         for documents, count in contexts:
             text = self.prompts.responder(e.task, documents, e.question)

@@ -6,8 +6,8 @@ import dataclasses
 from typing import Any
 
 from spell_jax.algorithms.base import Annotation, Reply
-from spell_jax.algorithms.spell import episode as spell_episode
 from spell_jax.algorithms.spell.episode import Episode
+from spell_jax.algorithms.spell.record import make_record
 from spell_jax.runtime.metrics import Metrics
 from spell_jax.selfplay.prompts import Prompts
 
@@ -40,7 +40,7 @@ class PairEpisode(Episode):
 
 def record(e: PairEpisode, annotation: Annotation, prompts: Prompts) -> dict[str, Any]:
     """SPELL's record, with the answers after the short context before the one after all."""
-    line = spell_episode.record(e, annotation, prompts)
+    line = make_record(e, annotation, prompts)
     if e.short_response is None:
         return line
     line["answers"] = [*e.short_response.texts, *line["answers"]]

@@ -103,14 +103,30 @@ class Rlvr(Spell):
             questions = [self._written[i] for i in order[start : start + batch]]
             clusters = self.stream.read([q["cluster"] for q in questions])
             yield [
-                self._accepted(q["task"], c, tuple(q["shown"]), q["question"], q["reference"])
+                self._accepted(
+                    q["task"],
+                    c,
+                    tuple(q["shown"]),
+                    q["question"],
+                    q["reference"],
+                    q.get("hidden", ""),
+                )
                 for q, c in zip(questions, clusters, strict=True)
             ]
 
     def _accepted(
-        self, task: str, cluster: Cluster, shown: tuple[int, ...], question: str, reference: str
+        self,
+        task: str,
+        cluster: Cluster,
+        shown: tuple[int, ...],
+        question: str,
+        reference: str,
+        hidden: str = "",
     ) -> Episode:
-        """An accepted question of the set; `shown` is what its questioner read."""
+        """An accepted question of the set.
+
+        `shown` are the documents that its questioner read, `hidden` as in Episode.
+        """
         return self.episode(
             task,
             cluster,
@@ -119,6 +135,7 @@ class Rlvr(Spell):
             status="accepted",
             question=question,
             reference=reference,
+            hidden=hidden,
             own_reference=reference,
         )
 
@@ -132,6 +149,7 @@ class Rlvr(Spell):
                 "shown": list(e.shown),
                 "question": e.question,
                 "reference": e.reference,
+                "hidden": e.hidden,
             }
             for _ in range(batches)
             for e in self.write_all(models, self.start_episodes(rng))

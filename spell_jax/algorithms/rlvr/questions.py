@@ -42,7 +42,7 @@ from absl import app, flags
 from ml_collections import config_flags
 
 from spell_jax.data import config as data_config
-from spell_jax.data.clusters import GROUPINGS, LETTERS, TASKS, Cluster
+from spell_jax.data.clusters import GROUPINGS, LETTERS, PAPER_TASKS, Cluster
 from spell_jax.data.config import DataConfig, TinyConfig
 from spell_jax.data.questions import Question
 from spell_jax.data.stream import TaskStream
@@ -385,8 +385,10 @@ def open_clusters(given: Any) -> tuple[TaskStream, Callable[[str], int]]:
     """The stream of clusters, and the token counter of the tokenizer; errors as make_teacher."""
     if bool(given.source) == bool(given.config):
         raise app.UsageError("--source or --config: one of them must say where the clusters are")
-    if set(given.tasks) - set(TASKS):
-        raise app.UsageError(f"--tasks = {','.join(given.tasks)}: must be some of {TASKS}")
+    tasks = given.config.data.tasks if given.config else given.tasks
+    if set(tasks) - set(PAPER_TASKS):
+        field = "--config.data.tasks" if given.config else "--tasks"
+        raise app.UsageError(f"{field} = {','.join(tasks)}: must be some of {PAPER_TASKS}")
     folder = given.tokenizer or given.teacher_policy
     if given.config:
         data, folder = given.config.data, folder or given.config.policy.folder
@@ -433,7 +435,7 @@ def define_flags() -> None:
     flags.DEFINE_string("prompt_set", "full", "full, compact or a folder of templates.")
     flags.DEFINE_enum("agreement", "judge", AGREEMENTS, "How agreement of answers is decided.")
     flags.DEFINE_integer("seed", 0, "Seed of attempts and of a policy's sampling.")
-    flags.DEFINE_list("tasks", list(TASKS), "Tasks of questions, with --source.")
+    flags.DEFINE_list("tasks", list(PAPER_TASKS), "Tasks of questions, with --source.")
     flags.DEFINE_enum("grouping", "similarity", GROUPINGS, "Grouping of a folder's documents.")
     flags.DEFINE_integer("documents_per_cluster", 20, "Size of a folder's clusters.")
     flags.DEFINE_integer("max_document_tokens", 3200, "Longer documents are cut.")

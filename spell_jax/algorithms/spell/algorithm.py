@@ -33,12 +33,13 @@ from spell_jax.algorithms.spell import episode as spell_episode
 from spell_jax.algorithms.spell import frozen_reader, progress
 from spell_jax.algorithms.spell.config import PROGRESS, SpellConfig
 from spell_jax.algorithms.spell.episode import Advantages, Episode, documents_of
-from spell_jax.data.clusters import LETTERS, Cluster
+from spell_jax.algorithms.spell.record import add_metrics, make_record
+from spell_jax.data.clusters import CLOZE, LETTERS, Cluster
 from spell_jax.learner.advantages import group_advantages, questioner_advantages
 from spell_jax.learner.packing import TrainGroup
 from spell_jax.runtime import fault_injection
 from spell_jax.runtime.metrics import Metrics
-from spell_jax.selfplay import parsing, rewards, selection
+from spell_jax.selfplay import cloze, parsing, rewards, selection
 from spell_jax.selfplay.memory import Entry, QuestionMemory
 from spell_jax.selfplay.probes import ProbeSet
 
@@ -174,9 +175,13 @@ class Spell:
         if reply is None:
             return episode.without_reply("questioner", replies)
         (text,) = reply.texts
-        parsed = c.parse_question(text, episode.task, self._count)
+        parsed, hidden = c.parse_question(text, episode.task, self._count), ""
         if parsed.status == "accepted" and not reply.scored_texts[0]:
             parsed = parsing.Parsed("bad_format", reason="truncated")
+        if episode.task == CLOZE:
+            documents = episode.cluster.documents
+            shown = [documents[i] for i in episode.shown]
+            parsed, hidden = cloze.make_gap(parsed, shown, documents)
         is_bad = parsed.status == "bad_format"
         declined = parsed.status == "declined" and parsed.reason != parsing.NOTHING_TO_ASK
         is_punished = (is_bad and c.format_penalty) or (declined and c.decline_penalty)
@@ -186,6 +191,7 @@ class Spell:
             status=parsed.status,
             reason=parsed.reason,
             question=parsed.question,
+            hidden=hidden,
             reference=parsed.answer,
             own_reference=parsed.answer,
             reward=rewards.BAD_FORMAT if is_punished else None,
@@ -232,7 +238,7 @@ class Spell:
         e = episode
         if e.status != "accepted":
             return e
-        text = self.prompts.responder(e.task, e.cluster.documents, e.question)
+        text = self.prompts.responder(e.task, e.documents, e.question)
         (reply,) = replies = await ask("responder", [text], self.config.group_size)
         if reply is None:
             return e.without_reply("responder", replies)
@@ -337,7 +343,7 @@ class Spell:
         group = e.reply("responder", 0).group(advantages, "responder")
         if self._teacher_prompt is None:
             return group
-        shown = [e.cluster.documents[i] for i in e.shown]
+        shown = [e.documents[i] for i in e.shown]
         prompt = self._teacher_prompt(self.prompts.responder(e.task, shown, e.question))
         return replace(group, reference_prompt=prompt)
 
@@ -409,7 +415,7 @@ class Spell:
             for reply in e.replies:
                 self.config.count_forms(metrics, reply.scored_texts, e.task)
             for suffix in ("", f"/{e.task}"):
-                spell_episode.count(metrics, e, suffix)
+                add_metrics(metrics, e, suffix)
                 for votes in e.votes:
                     for reward in self._verifier_rewards(votes):
                         metrics.add(f"verifier_reward{suffix}", reward)
@@ -420,7 +426,7 @@ class Spell:
         return metrics
 
     def record(self, episode: Episode, annotation: Annotation) -> dict[str, Any]:
-        return spell_episode.record(episode, annotation, self.prompts)
+        return make_record(episode, annotation, self.prompts)
 
     def cluster(self, episode: Episode) -> Cluster:
         return episode.cluster

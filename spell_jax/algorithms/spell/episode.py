@@ -1,18 +1,16 @@
-"""One question of SPELL: its data during the rollout, its record, and its metrics."""
+"""One question of SPELL: its data during the rollout, and what each role is trained on."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from spell_jax.algorithms.base import USED, Annotation, Reply
 from spell_jax.algorithms.episode import QuestionEpisode
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.runtime.metrics import Metrics
-from spell_jax.selfplay import rewards, selection
+from spell_jax.selfplay import cloze, rewards, selection
 from spell_jax.selfplay.memory import Entry
-from spell_jax.selfplay.prompts import Prompts
 
 STATUSES = (
     *("accepted", "bad_format", "declined", "duplicate", "ungrounded", "overlong", "too_small"),
@@ -37,6 +35,7 @@ class Episode(QuestionEpisode):
       leaks: whether the question passes even if the frozen reader's answers do not agree.
       leaked: whether it did.
       proposal: the questioner's reply.
+      hidden: sentence of a cloze question, which nobody reads but its questioner.
       own_reference: the questioner's reference answer; `reference` may be the frozen reader's.
       blind: extracted answers to the question without documents.
       blind_scores: their scores, by the rule or the external judge.
@@ -56,6 +55,7 @@ class Episode(QuestionEpisode):
     leaks: bool = False
     leaked: bool = False
     proposal: Reply | None = None
+    hidden: str = ""
     own_reference: str = ""
     blind: tuple[str | None, ...] = ()
     blind_scores: tuple[float, ...] = ()
@@ -69,6 +69,11 @@ class Episode(QuestionEpisode):
         """Indices of the shown documents that no remembered question is about."""
         seen = documents_of(self.history)
         return tuple(index for index in self.shown if index not in seen)
+
+    @property
+    def documents(self) -> tuple[str, ...]:
+        """The documents as all roles but the questioner read them."""
+        return cloze.hide(self.cluster.documents, [self.hidden] if self.hidden else [])
 
     def count_unparsed(self, metrics: Metrics) -> None:
         super().count_unparsed(metrics)
@@ -145,72 +150,3 @@ def _why_no_votes(e: Episode, i: int, config: SpellConfig) -> str:
     if not config.train_verifier:
         return "not_trained"
     return "not_sampled" if is_eligible_verdict(e, i, config) else "nothing_to_learn"
-
-
-def record(e: Episode, annotation: Annotation, prompts: Prompts) -> dict[str, Any]:
-    """An episode as a line of the run's files.
-
-    "prompt" is the questioner's prompt, in which {documents[i]} stands for a text of the cluster.
-    The prompts of the other roles follow from the same documents and the other fields. "used" says
-    for each role (for the verifier, for each answer) whether it is trained on, or why not.
-    """
-    texts = [f"{{documents[{i}]}}" for i in e.shown]
-    prompt = e.questioner_prompt and prompts.questioner(e.task, texts, e.history, e.letter, e.cue)
-    return {
-        "task": e.task,
-        "cluster": e.cluster.id,
-        "shown": list(e.shown),
-        "known": [entry.question for entry in e.history],
-        "prompt": prompt,
-        "status": e.status,
-        "reason": e.reason,
-        "proposal": e.proposal.texts[0] if e.proposal else None,
-        "question": e.question,
-        "reference": e.reference,
-        "own_reference": e.own_reference,
-        "blind": list(e.blind),
-        "answers": list(e.response.texts) if e.response else [],
-        "predictions": list(e.predictions),
-        **e.truncation(),
-        "rule": list(e.rule),
-        "judge": list(e.judge),
-        "votes": [list(votes) for votes in e.votes],
-        "scores": list(e.scores),
-        "reward": e.reward,
-        "advantages": dict(annotation.advantages),
-        "used": dict(annotation.used),
-    }
-
-
-def count(metrics: Metrics, e: Episode, suffix: str) -> None:
-    """Adds an episode to the metrics, whether or not it is trained on; names end in `suffix`."""
-    for status in STATUSES:
-        metrics.add(f"{status}{suffix}", e.status == status)
-    if e.status != "too_small":
-        metrics.add(f"documents_shown{suffix}", len(e.shown))
-        metrics.add(f"reduced_m{suffix}", e.reduced)
-        metrics.add(f"dropped_from_prompt{suffix}", e.dropped)
-        metrics.add(f"history{suffix}", len(e.history))
-    if e.reward is not None:
-        metrics.add(f"questioner_reward{suffix}", e.reward)
-    for score in e.scores:
-        metrics.add(f"responder_reward{suffix}", score)
-    if not e.scores:
-        return
-    metrics.add(f"solve_rate{suffix}", e.mean_score)
-    metrics.add(f"mixed{suffix}", e.mixed)
-    metrics.add(f"unsolved{suffix}", max(e.scores) <= 0)
-    metrics.add(f"fully_solved{suffix}", min(e.scores) >= 1)
-    metrics.add(f"reference_replaced{suffix}", e.own_reference != e.reference)
-    metrics.add(f"leaked{suffix}", e.leaked)
-    metrics.add_sum(f"unjudged{suffix}", e.unjudged, len(e.scores))
-    e.count_failed_verdicts(metrics, suffix)
-    for rule, votes, prediction in zip(e.rule, e.votes, e.predictions, strict=True):
-        metrics.add(f"rule_reward{suffix}", rule)
-        metrics.add(f"no_answer{suffix}", prediction is None)
-        if votes:
-            verdict = rewards.majority(votes)
-            metrics.add(f"malformed_votes{suffix}", votes.count(-1) / len(votes))
-            metrics.add(f"verdict_ignored{suffix}", verdict == -1)
-            metrics.add(f"verdict_differs_from_rule{suffix}", verdict != rule, verdict != -1)
-            metrics.add(f"verdict_yes{suffix}", verdict == 1)

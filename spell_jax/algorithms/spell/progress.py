@@ -10,6 +10,7 @@ from spell_jax.algorithms.base import Ask, Models, Reply
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.algorithms.spell.episode import Episode
 from spell_jax.data.stream import TaskStream
+from spell_jax.selfplay import cloze
 from spell_jax.selfplay.probes import Probe, ProbeSet
 from spell_jax.selfplay.prompts import Prompts
 
@@ -21,7 +22,8 @@ def measure(
 
     async def ask_probe(ask: Ask, probe: Probe) -> float:
         (cluster,) = stream.read([probe.cluster])
-        text = prompts.responder(probe.task, cluster.documents, probe.question)
+        documents = cloze.hide(cluster.documents, [probe.hidden] if probe.hidden else [])
+        text = prompts.responder(probe.task, documents, probe.question)
         (reply,) = await ask("responder", [text], config.group_size)
         return _solve_rate(config, reply, probe.reference, probe.task)
 
@@ -36,7 +38,7 @@ def push(
     for e in episodes:
         if e.response is not None:
             rate = _solve_rate(config, e.response, e.reference, e.task)
-            made.append(Probe(e.task, e.cluster.id, e.question, e.reference, rate, rate))
+            made.append(Probe(e.task, e.cluster.id, e.question, e.reference, rate, rate, e.hidden))
     probes.push(made, rng)
 
 

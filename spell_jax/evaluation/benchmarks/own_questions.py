@@ -27,7 +27,7 @@ from spell_jax.evaluation.benchmarks.published import HELP, Folder
 from spell_jax.runtime.episodes import episode_files, read_episodes
 from spell_jax.runtime.jsonl import read_json
 from spell_jax.runtime.paths import CONFIG_FILE
-from spell_jax.selfplay import given_questions, prompts, rules
+from spell_jax.selfplay import cloze, given_questions, prompts, rules
 
 T = TypeVar("T")
 
@@ -114,6 +114,7 @@ def _items(
             log.warning("%s: left out (reference = %.100r %s)", place, reference, reason)
         else:
             task, question = record["task"], record["question"]
+            documents = cloze.hide(documents, [record["hidden"]] if record.get("hidden") else [])
             prompt = wording.responder(task, documents, question)
             judged, fields = task != "multiple_choice", {"step": step, "task": task}
             yield Item(f"{step}-{i}", prompt, question, (record["reference"],), fields, judged)
@@ -122,5 +123,5 @@ def _items(
 def _is_complete(record: dict[str, Any], documents: Any) -> bool:
     if not isinstance(documents, list) or record.get("task") not in TASKS:
         return False
-    texts = (record.get("question"), record.get("reference"), *documents)
+    texts = (record.get("question"), record.get("reference"), record.get("hidden", "x"), *documents)
     return all(isinstance(t, str) and t and not SURROGATE.search(t) for t in texts)

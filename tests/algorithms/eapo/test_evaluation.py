@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from spell_jax.algorithms.eapo.evaluation import held_out_evidence
-from spell_jax.data.clusters import TASKS
+from spell_jax.data.clusters import PAPER_TASKS
 from spell_jax.data.questions import Question
 from spell_jax.selfplay.evidence import StructuredAnswer, write_answer
 from tests.algorithms.scripted import PROMPTS, ScriptedModels
 
-QA, MATH, _ = TASKS
+QA, MATH, _ = PAPER_TASKS
 DOCUMENTS = ("Arvo lives in Oslo.", "Oslo has rain.", "Bela lives in Rome.")
 QUESTIONS = (
     Question(QA, DOCUMENTS, "Q0 where?", "Oslo", DOCUMENTS[:1]),

@@ -10,7 +10,7 @@ from etils import epath
 
 from spell_jax.algorithms.base import records
 from spell_jax.algorithms.rlvr.algorithm import Rlvr, RlvrConfig
-from spell_jax.data.clusters import TASKS
+from spell_jax.data.clusters import PAPER_TASKS
 from spell_jax.data.questions import Question
 from spell_jax.data.stream import TaskStream
 from spell_jax.reporting.episodes import choose_episodes
@@ -198,7 +198,7 @@ GIVEN = tuple(
 )
 
 
-def given_algorithm(given=GIVEN, tasks=TASKS, weights=(1.0, 1.0, 1.0), **options) -> Rlvr:
+def given_algorithm(given=GIVEN, tasks=PAPER_TASKS, weights=(1.0, 1.0, 1.0), **options) -> Rlvr:
     """An algorithm with given questions."""
     context = make_context(
         deal=lambda source: TaskStream(source, tasks, weights, seed=0),

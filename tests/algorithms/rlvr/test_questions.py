@@ -18,7 +18,7 @@ from spell_jax.algorithms.rlvr import questions as rlvr_questions
 from spell_jax.algorithms.rlvr.algorithm import Rlvr, RlvrConfig
 from spell_jax.algorithms.rlvr.questions import PolicyTeacher, Settings, Teacher
 from spell_jax.configs import tiny
-from spell_jax.data.clusters import TASKS, Cluster, in_memory
+from spell_jax.data.clusters import PAPER_TASKS, Cluster, in_memory
 from spell_jax.data.questions import read_questions
 from spell_jax.data.stream import TaskStream
 from spell_jax.evaluation.policy_sampler import SIZES, Policy
@@ -34,7 +34,7 @@ from tests.selfplay.test_judge import Answer, Server, completion, server
 
 __all__ = ["server"]  # the fixture
 COMPACT = prompt_sets.load("compact")
-QA, MATH, CHOICE = TASKS
+QA, MATH, CHOICE = PAPER_TASKS
 REFUSED: Answer = (400, "")
 
 # Cluster -> its task and the outcome of its one attempt.
@@ -101,7 +101,7 @@ def clusters(ends=ENDS) -> list[Cluster]:
 
 
 def stream(ends=ENDS) -> TaskStream:
-    return TaskStream(in_memory(clusters(ends)), TASKS, (1.0,) * 3, seed=0)
+    return TaskStream(in_memory(clusters(ends)), PAPER_TASKS, (1.0,) * 3, seed=0)
 
 
 def build(
@@ -445,7 +445,9 @@ def test_command_line_with_the_tiny_policy_as_teacher(tmp_path):
     done = program(*TINY, f"--out={tmp_path}", "--agreement=rule")
     assert done.returncode == 0, done.stderr[-3000:]
     summary = json.loads(done.stdout)
-    assert {task: n["attempts"] for task, n in summary["tasks"].items()} == dict.fromkeys(TASKS, 8)
+    assert {task: n["attempts"] for task, n in summary["tasks"].items()} == dict.fromkeys(
+        PAPER_TASKS, 8
+    )
     questions = read_questions(tmp_path / "questions.jsonl", "x")
     assert len(questions) == summary["kept"] == 24 - sum(summary["left_out"].values()) > 0
     assert all(8 <= len(q.documents) <= 12 for q in questions)
@@ -477,7 +479,12 @@ def test_clusters_can_come_from_a_config(tmp_path):
 def flags_given(tmp_path: pathlib.Path, **changes):
     """Flags of a good command line, with changes."""
     flags = {
-        **{"source": "tiny", "config": None, "tasks": list(TASKS), "tokenizer": str(TINY_POLICY)},
+        **{
+            "source": "tiny",
+            "config": None,
+            "tasks": list(PAPER_TASKS),
+            "tokenizer": str(TINY_POLICY),
+        },
         **{"teacher_url": "", "teacher_model": "", "teacher_policy": "", "tiny_clusters": 9},
         **{"teacher_max_tokens": 9, "temperature": 0.7, "top_p": 0.9, "thinking": "", "seed": 0},
         **{"teacher_workers": 1, "teacher_rate": 0.0, "dtype": "float32", "grouping": "order"},

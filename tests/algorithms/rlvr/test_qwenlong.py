@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from spell_jax.algorithms.rlvr.qwenlong import QwenLong, QwenLongConfig
-from spell_jax.data.clusters import TASKS
+from spell_jax.data.clusters import PAPER_TASKS
 from spell_jax.data.questions import Question
 from spell_jax.data.stream import TaskStream
 from spell_jax.runtime.jsonl import write_records
@@ -132,7 +132,7 @@ def test_written_questions_are_divided_into_phases_and_restored():
         config = QwenLongConfig(static_questions=count, retrospective_share=0.0, **fields)
 
         def deal(source: Any) -> Any:  # the questions of a phase, or the clusters to write about
-            return TaskStream(source, TASKS, (1.0,) * 3, seed=0) if source.tasks else deck
+            return TaskStream(source, PAPER_TASKS, (1.0,) * 3, seed=0) if source.tasks else deck
 
         return QwenLong(config, make_context(deal=deal, steps=2))
 

@@ -10,7 +10,7 @@ from spell_jax.algorithms.spell import evaluation
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.algorithms.spell.evaluation import TinyEvaluation
 from spell_jax.data import tiny_world as world
-from spell_jax.data.clusters import TASKS
+from spell_jax.data.clusters import PAPER_TASKS
 from spell_jax.data.config import TinyEvaluationConfig
 from spell_jax.selfplay import prompts
 from tests.algorithms.scripted import ScriptedModels
@@ -61,7 +61,10 @@ def test_perfect_model_scores_one_everywhere():
     assert set(report[RESPONDER]["all"]) == {"2", "5"}
     assert shares(report[RESPONDER]) == shares(report[VERIFIER]) == {1.0}
     assert shares(report["questioner"]) == {1.0}
-    assert set(report["questioner"]) == {*TASKS, *(f"{task}, one known" for task in TASKS)}
+    assert set(report["questioner"]) == {
+        *PAPER_TASKS,
+        *(f"{task}, one known" for task in PAPER_TASKS),
+    }
 
 
 def test_wrong_model_has_zero_accuracy():

@@ -10,7 +10,7 @@ import pytest
 
 from spell_jax.algorithms.spell.algorithm import Spell
 from spell_jax.algorithms.spell.frozen_reader import most_frequent
-from spell_jax.data.clusters import TASKS, Cluster, in_memory
+from spell_jax.data.clusters import PAPER_TASKS, Cluster, in_memory
 from spell_jax.data.stream import TaskStream
 from spell_jax.selfplay import parsing
 from spell_jax.selfplay.memory import Entry
@@ -438,7 +438,7 @@ def real_stream(seed: int = 0) -> TaskStream:
     clusters = [
         Cluster(f"d{i}", tuple(f"d{i}.{n} text" for n in range(6))) for i in range(len(MANY))
     ]
-    return TaskStream(in_memory(clusters), TASKS, (1.0, 1.0, 1.0), seed)
+    return TaskStream(in_memory(clusters), PAPER_TASKS, (1.0, 1.0, 1.0), seed)
 
 
 MANY = tuple(Row(QA, "ok", 0, i % 4, 1, i % 5) for i in range(24))

@@ -8,7 +8,7 @@ import pytest
 
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.algorithms.spell.question_evaluation import QuestionEvaluation
-from spell_jax.data.clusters import TASKS
+from spell_jax.data.clusters import PAPER_TASKS
 from spell_jax.data.questions import Question
 from spell_jax.selfplay import prompts
 from tests.algorithms.scripted import ScriptedModels
@@ -29,7 +29,7 @@ QUESTIONS = (
 
 
 def make(**changes) -> QuestionEvaluation:
-    fields = {"algorithm": SpellConfig(documents=(2,)), "tasks": TASKS, "count_tokens": len}
+    fields = {"algorithm": SpellConfig(documents=(2,)), "tasks": PAPER_TASKS, "count_tokens": len}
     return QuestionEvaluation(PROMPTS, QUESTIONS, **fields | changes)
 
 
