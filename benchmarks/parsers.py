@@ -149,7 +149,8 @@ def _task_parsers(task: str, answer: str) -> Iterator[tuple[Callable[..., Any], 
 ITEM = Item("0", "", "", ("Paris", "B"), {"options": 10, "prefix": ""})
 # Read one text.
 _ONE = (
-    *(evidence.parse_answer, evidence.find_quotes, parsing.parse_verdict, braces.last_box),
+    *(evidence.parse_answer, evidence.find_quotes, evidence.named_document),
+    *(parsing.parse_verdict, braces.last_box),
     *(rules.visible_text, rules.normalize_answer, numbers.parse_number, judge.parse_judgement),
     *(judge.parse_grade, evidence.answer_section, numbers.calculate, written_numbers.read_number),
     *(written_numbers.without_commands, written_numbers.with_plain_characters),
@@ -185,6 +186,7 @@ def _other_parsers() -> dict[Callable[..., Any], Parser]:
         json_records.find_record: _find_record,
         parsing.format_choices: lambda t: parsing.format_choices(t, [t] * len(LETTERS)),
         evidence.parse_sections: lambda t: evidence.parse_sections(t, 2),
+        evidence.number_documents: lambda t: evidence.number_documents([t, t]),
         evidence.write_answer: lambda t: evidence.write_answer(
             evidence.StructuredAnswer(t, t, t, t)
         ),

@@ -168,6 +168,7 @@ def make_questions(
             asked.answers[0],
             answers=asked.answers,
             wrong=tuple(_wrong(article.asked, asked, set(shown), rng)),
+            shown=(shown.index(asked.paragraph),),
         )
 
 

@@ -100,9 +100,15 @@ def _evaluate_spell(
     questions = _read_validation(config, data)
     if not questions:
         return None
+
+    def make_prompt(question: Question) -> str:
+        documents = config.as_read(question.documents)
+        return context.prompts.responder(question.task, documents, question.question)
+
     return QuestionEvaluation(
         context.prompts,
         questions,
+        make_prompt=make_prompt,
         extract=config.extract,
         algorithm=config,
         tasks=data.tasks,

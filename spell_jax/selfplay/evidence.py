@@ -25,6 +25,7 @@ MOST_QUOTES = 256  # quotes looked up per answer; text after them counts as inve
 # "NUMBER SCORE": the number of a set, as in the prompt, and its score.
 _LABELED = re.compile(r"([0-9]{1,4}) ++([0-9])(?:\s++|\Z)")
 _LABELED_LINES = re.compile(rf"(?:{_LABELED.pattern})++")
+_NUMBER = re.compile(r"\s*+\[([0-9]{1,4})\]")
 _BULLET = re.compile(r"(?:[-*•]|[0-9]{1,3}[.)])\s+")
 _ELLIPSIS = re.compile(r"\.\.\.|…")
 _MARKS = "\"'“”‘’ "
@@ -53,6 +54,17 @@ def write_answer(answer: StructuredAnswer) -> str:
     """Return the text that `parse_answer` parses into these sections."""
     pairs = zip(SECTIONS, astuple(answer), strict=True)
     return "".join(f"<{name}>{content}</{name}>" for name, content in pairs)
+
+
+def number_documents(documents: Sequence[str]) -> tuple[str, ...]:
+    """Return the documents, each after its number "[k]" from 1."""
+    return tuple(f"[{number}] {text}" for number, text in enumerate(documents, 1))
+
+
+def named_document(text: str) -> int | None:
+    """Return the index of the document whose number "[k]" a response begins with, else None."""
+    match = _NUMBER.match(visible_text(text) or "")
+    return int(match[1]) - 1 if match else None
 
 
 def parse_answer(text: str) -> StructuredAnswer | None:

@@ -33,6 +33,7 @@ from spell_jax.data.stream import batch_counts
 from spell_jax.runtime import entry
 from spell_jax.runtime.config import check_least
 from spell_jax.runtime.jsonl import write_records
+from spell_jax.selfplay import evidence
 from spell_jax.selfplay import prompts as prompt_sets
 from spell_jax.selfplay.given_questions import read_scorable, scores_itself
 from spell_jax.selfplay.memory import Entry
@@ -60,6 +61,8 @@ class QuestionRowConfig:
       documents_shown: most documents of a questioner row without history.
       history_share: share of questioner rows with one or two earlier questions.
       computed: financial_math answers need not be stated in the documents.
+      numbered: documents of a responder row have numbers, and its answer begins with the number of
+        the question's own document, as algorithm.document_share rewards.
       seed: seed of all choices.
     """
 
@@ -70,6 +73,7 @@ class QuestionRowConfig:
     documents_shown: int = 2
     history_share: float = 0.25
     computed: bool = True
+    numbered: bool = False
     seed: int = 0
 
     def __post_init__(self):
@@ -151,8 +155,9 @@ def _numbers(question: Question) -> list[str]:
 
 
 def _own_first(question: Question) -> tuple[str, ...]:
-    """The documents, beginning with the first that contains the answer, where one does."""
-    own = next((d for d in question.documents if question.answer in d), question.documents[0])
+    """The documents, beginning with the question's own, or the first that contains the answer."""
+    candidates = [question.documents[i] for i in question.shown] or question.documents
+    own = next((d for d in candidates if question.answer in d), candidates[0])
     return (own, *(text for text in question.documents if text != own))
 
 
@@ -202,6 +207,9 @@ class RowMaker:
         shown = self._with_more(item.documents[:1], item.documents, self.config.documents_read)
         stated = f"({item.answer})" if item.task == "multiple_choice" else item.answer
         completion = f"The answer is {stated}"
+        if self.config.numbered:
+            completion = f"[{shown.index(item.documents[0]) + 1}] {completion}"
+            shown = list(evidence.number_documents(shown))
         if not scores_itself(item.answer, item.task):
             self.counts["responder: the rule cannot score the answer"] += 1
             return None
@@ -284,6 +292,7 @@ def main(_) -> None:
         documents_shown=given.documents_shown,
         history_share=given.history_share,
         computed=given.computed,
+        numbered=given.numbered,
         seed=given.seed,
     )
     questions = [q for path in given.questions for q in read_scorable(path, "--questions")]
@@ -311,6 +320,9 @@ if __name__ == "__main__":
     )
     flags.DEFINE_bool(
         "computed", QuestionRowConfig.computed, "Use numbers that no document states."
+    )
+    flags.DEFINE_bool(
+        "numbered", QuestionRowConfig.numbered, "Begin answers with the number of the document."
     )
     flags.DEFINE_string("prompts", "compact", "full, compact or a folder of templates.")
     flags.DEFINE_integer("seed", QuestionRowConfig.seed, "Seed of all choices.")

@@ -15,6 +15,7 @@ from spell_jax.data.clusters import LETTERS, PAPER_TASKS, count_words
 from spell_jax.data.questions import Question
 from spell_jax.runtime.jsonl import write_records
 from spell_jax.selfplay import prompts
+from spell_jax.selfplay.evidence import named_document
 from spell_jax.selfplay.parsing import parse_question, parse_verdict
 from spell_jax.selfplay.rules import score
 from spell_jax.warm_start import question_rows
@@ -96,6 +97,21 @@ def test_responder_rows_are_right_and_read_few_documents(rows):
         assert question_rows._own_first(question)[0] in shown
         counts[len(shown)] += row.task == "general_qa"
     assert set(counts) == {1, 2, 3}
+
+
+def test_numbered_rows_name_the_own_document():
+    config = QuestionRowConfig(
+        rows=40, roles=(0, 1, 0), tasks=("general_qa",), documents_read=3, numbered=True
+    )
+    named = Counter()
+    for row in make_rows(TEXTS, config, COMPACT)[0]:
+        question = next(q for q in TEXTS if q.question in row.prompt)
+        index = named_document(row.completion)
+        lines = row.prompt.split("\n")
+        assert lines[index] == f"[{index + 1}] {question_rows._own_first(question)[0]}"
+        assert score(row.completion, question.answer, row.task) == 1.0
+        named[index] += 1
+    assert set(named) == {0, 1, 2}
 
 
 def test_verdicts_are_right(rows):

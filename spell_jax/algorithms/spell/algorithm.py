@@ -33,13 +33,13 @@ from spell_jax.algorithms.spell import episode as spell_episode
 from spell_jax.algorithms.spell import frozen_reader, progress
 from spell_jax.algorithms.spell.config import PROGRESS, SpellConfig
 from spell_jax.algorithms.spell.episode import Advantages, Episode, documents_of
-from spell_jax.algorithms.spell.record import add_metrics, make_record
+from spell_jax.algorithms.spell.record import add_metrics, annotate, make_record
 from spell_jax.data.clusters import CLOZE, LETTERS, Cluster
 from spell_jax.learner.advantages import group_advantages, questioner_advantages
 from spell_jax.learner.packing import TrainGroup
 from spell_jax.runtime import fault_injection
 from spell_jax.runtime.metrics import Metrics
-from spell_jax.selfplay import cloze, parsing, rewards, selection
+from spell_jax.selfplay import cloze, evidence, parsing, rewards, selection
 from spell_jax.selfplay.memory import Entry, QuestionMemory
 from spell_jax.selfplay.probes import ProbeSet
 
@@ -238,12 +238,16 @@ class Spell:
         e = episode
         if e.status != "accepted":
             return e
-        text = self.prompts.responder(e.task, e.documents, e.question)
-        (reply,) = replies = await ask("responder", [text], self.config.group_size)
+        c = self.config
+        text = self.prompts.responder(e.task, c.as_read(e.documents), e.question)
+        (reply,) = replies = await ask("responder", [text], c.group_size)
         if reply is None:
             return e.without_reply("responder", replies)
-        predictions = self.config.read_answers(reply.scored_texts, e.task)
-        rule = self.config.score_answers(predictions, e.reference, e.task)
+        predictions = c.read_answers(reply.scored_texts, e.task)
+        rule = c.score_answers(predictions, e.reference, e.task)
+        named = [evidence.named_document(text) in e.shown for text in reply.scored_texts]
+        if c.document_share:
+            e = replace(e, named=tuple(named))
         return replace(e, response=reply, predictions=predictions, rule=rule)
 
     # 5. The verifier compares answers with the reference.
@@ -274,6 +278,9 @@ class Spell:
             self._responder_reward(rule, rewards.majority(votes), rng)
             for rule, votes in zip(episode.rule, episode.votes, strict=True)
         )
+        if share := self.config.document_share:
+            pairs = zip(scores, episode.named, strict=True)
+            scores = tuple((1 - share) * score + share * named for score, named in pairs)
         # One answer that truncated = "drop" leaves does not tell how hard its question is.
         c, e = self.config, replace(episode, scores=scores, reward=0.0 if scores[1:] else None)
         if not e.mixed:
@@ -335,7 +342,7 @@ class Spell:
             else episodes[n].reply(role, i).group(values, role)
             for (n, role, i), values in advantages.items()
         ]
-        return groups, spell_episode.annotate(episodes, advantages, self.config)
+        return groups, annotate(episodes, advantages, self.config)
 
     def responder_group(self, episode: Episode, advantages: Sequence[float]) -> TrainGroup:
         """The group of a question's answers; a teacher reads what the questioner read."""
@@ -343,7 +350,7 @@ class Spell:
         group = e.reply("responder", 0).group(advantages, "responder")
         if self._teacher_prompt is None:
             return group
-        shown = [e.documents[i] for i in e.shown]
+        shown = [self.config.as_read(e.documents)[i] for i in e.shown]
         prompt = self._teacher_prompt(self.prompts.responder(e.task, shown, e.question))
         return replace(group, reference_prompt=prompt)
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from spell_jax.algorithms.config import AlgorithmConfig, RolloutBudget
 from spell_jax.runtime.config import check_choice, check_least
-from spell_jax.selfplay import parsing, rewards
+from spell_jax.selfplay import evidence, parsing, rewards
 
 CONFIRMED = "confirmed"
 REFERENCE_SOURCES = ("questioner", "frozen_reader", CONFIRMED)
@@ -60,6 +60,8 @@ class SpellConfig(AlgorithmConfig):
       reader_refresh: the frozen reader is renewed every N steps; 0: never.
       responder_reward: how rule and majority are combined: "max" (6), "verifier", "mean", "min";
         "rule" uses no verifier; "random" is a control that must destroy the policy.
+      document_share: share of the responder's reward for beginning with "[k]", the number of a
+        document that the questioner read (2603.02146); above 0, documents have numbers.
       negatives: bad questioner groups per good one.
       questioner_normalization: rows that normalize a questioner's advantage: "batch" (9); those of
         its "task" (the paper's code) or "cluster" (for questions_per_cluster above 1), or the batch
@@ -103,6 +105,7 @@ class SpellConfig(AlgorithmConfig):
     gate_leak: float = 0.0
     reader_refresh: int = 0
     responder_reward: str = "max"
+    document_share: float = 0.0
     train_questioner: bool = True
     negatives: float = 1.0
     questioner_normalization: str = "batch"
@@ -131,8 +134,9 @@ class SpellConfig(AlgorithmConfig):
                 f"algorithm.generation_batch = {self.generation_batch}: must be a multiple of "
                 f"algorithm.questions_per_cluster = {self.questions_per_cluster}"
             )
-        if not 0 <= self.gate_leak <= 1:
-            raise ValueError(f"algorithm.gate_leak = {self.gate_leak}: must be in [0, 1]")
+        for name in ("gate_leak", "document_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"algorithm.{name} = {getattr(self, name)}: must be in [0, 1]")
         if not self.documents or min(self.documents) < 1:
             raise ValueError(
                 f"algorithm.documents = {self.documents}: must be numbers of at least 1"
@@ -142,6 +146,10 @@ class SpellConfig(AlgorithmConfig):
                 f"algorithm.grounding_threshold = {self.grounding_threshold}: must not be above "
                 f"algorithm.grounding_samples = {self.grounding_samples}"
             )
+
+    def as_read(self, documents: Sequence[str]) -> Sequence[str]:
+        """The documents in prompts of answers, with their numbers if an answer shall name one."""
+        return evidence.number_documents(documents) if self.document_share else documents
 
     @property
     def has_verifier(self) -> bool:

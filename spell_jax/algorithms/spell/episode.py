@@ -1,11 +1,11 @@
-"""One question of SPELL: its data during the rollout, and what each role is trained on."""
+"""One question of SPELL: its data during the rollout."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from spell_jax.algorithms.base import USED, Annotation, Reply
+from spell_jax.algorithms.base import Reply
 from spell_jax.algorithms.episode import QuestionEpisode
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.runtime.metrics import Metrics
@@ -39,6 +39,7 @@ class Episode(QuestionEpisode):
       own_reference: the questioner's reference answer; `reference` may be the frozen reader's.
       blind: extracted answers to the question without documents.
       blind_scores: their scores, by the rule or the external judge.
+      named: whether each answer begins with the number of a document in `shown` [G].
       judged: the verifier's reply to each answer [G]; None if there was nothing to compare.
       unjudged: answers without a verdict because the verifier's prompt was over the cap.
       votes: G_v votes on each answer [G], 1, 0 or -1; empty where there are no verdicts.
@@ -59,6 +60,7 @@ class Episode(QuestionEpisode):
     own_reference: str = ""
     blind: tuple[str | None, ...] = ()
     blind_scores: tuple[float, ...] = ()
+    named: tuple[bool, ...] = ()
     judged: tuple[Reply | None, ...] = ()
     unjudged: int = 0
     votes: tuple[tuple[int, ...], ...] = ()
@@ -104,49 +106,3 @@ def is_eligible_verdict(e: Episode, i: int, config: SpellConfig) -> bool:
     """Whether the verifier may be trained on its votes on answer i."""
     gate = config.consistency_gate
     return selection.eligible_verifier_group(e.votes[i], e.rule[i], consistency=gate)
-
-
-def annotate(
-    episodes: Sequence[Episode],
-    advantages: Mapping[tuple[int, str, int], list[float]],
-    config: SpellConfig,
-) -> list[Annotation]:
-    """Advantages by role for each episode, and the use of each role's replies or why not."""
-    annotations = []
-    for n, e in enumerate(episodes):
-        roles = [role for role in ("responder", "questioner") if (n, role, 0) in advantages]
-        votes = [advantages.get((n, "verifier", i), []) for i in range(len(e.judged))]
-        used = {
-            "questioner": USED if "questioner" in roles else _why_no_question(e, config),
-            "responder": USED if "responder" in roles else _why_no_answers(e),
-            "verifier": [
-                USED if own else _why_no_votes(e, i, config) for i, own in enumerate(votes)
-            ],
-        }
-        own = {role: advantages[n, role, 0] for role in roles}
-        annotations.append(Annotation(own | {"verifier": votes}, used))
-    return annotations
-
-
-def _why_no_question(e: Episode, config: SpellConfig) -> str:
-    if e.proposal is None:
-        return "no_proposal"
-    if not config.train_questioner:
-        return "not_trained"
-    if e.reward is None:
-        return "no_reward"
-    return "surplus" if e.mixed else "not_sampled"
-
-
-def _why_no_answers(e: Episode) -> str:
-    if e.response is None:
-        return e.status
-    return "surplus" if e.mixed else "equal_rewards"
-
-
-def _why_no_votes(e: Episode, i: int, config: SpellConfig) -> str:
-    if e.judged[i] is None:
-        return "not_judged"
-    if not config.train_verifier:
-        return "not_trained"
-    return "not_sampled" if is_eligible_verdict(e, i, config) else "nothing_to_learn"

@@ -109,7 +109,7 @@ class TinyEvaluation:
     def _answers(self, models: Models, items: Sequence[Item]) -> list[str | None]:
         tasks = [world.TASK_OF_KIND[item.kind] for item in items]
         texts = [
-            self.prompts.responder(task, item.documents, item.question)
+            self.prompts.responder(task, self.algorithm.as_read(item.documents), item.question)
             for task, item in zip(tasks, items, strict=True)
         ]
         replies = models("responder", texts, temperature=0.0)

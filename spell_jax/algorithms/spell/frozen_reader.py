@@ -19,7 +19,7 @@ async def read_reference(config: SpellConfig, prompts: Prompts, ask: Ask, e: Epi
     With reference_source "confirmed" its own reference stays, and must equal the reader's answer.
     The reader sees the questioner's documents. With reader_by_hop it answers one hop after another.
     """
-    documents = [e.documents[i] for i in e.shown]
+    documents = [config.as_read(e.documents)[i] for i in e.shown]
     hop, links = split_hops(e.question, e.history) if config.reader_by_hop else (e.question, [])
     reference, leaked = "", False
     for link in (*links, None):

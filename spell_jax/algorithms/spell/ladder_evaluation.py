@@ -86,7 +86,8 @@ class LadderEvaluation:
             rng = np.random.default_rng([self.sizes.seed, documents, depth, index])
             cluster = world.make_documents(rng, documents)
             questions.append(world.sample_question(rng, cluster, depth))
-            texts.append(self.prompts.responder(TASK, cluster, questions[-1].text))
+            read = self.algorithm.as_read(cluster)
+            texts.append(self.prompts.responder(TASK, read, questions[-1].text))
         replies = models("responder", texts, temperature=0.0)
         texts = ["" if reply is None else reply.texts[0] for reply in replies]
         predictions = self.algorithm.read_answers(texts, TASK)

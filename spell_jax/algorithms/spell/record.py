@@ -1,14 +1,62 @@
-"""Record and metrics of a question of SPELL, as a run writes them."""
+"""Record of a question of SPELL and its metrics, as a run writes them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from spell_jax.algorithms.base import Annotation
-from spell_jax.algorithms.spell.episode import STATUSES, Episode
+from spell_jax.algorithms.base import USED, Annotation
+from spell_jax.algorithms.spell.config import SpellConfig
+from spell_jax.algorithms.spell.episode import STATUSES, Episode, is_eligible_verdict
 from spell_jax.runtime.metrics import Metrics
 from spell_jax.selfplay import rewards
 from spell_jax.selfplay.prompts import Prompts
+
+
+def annotate(
+    episodes: Sequence[Episode],
+    advantages: Mapping[tuple[int, str, int], list[float]],
+    config: SpellConfig,
+) -> list[Annotation]:
+    """Advantages by role for each episode, and the use of each role's replies or why not."""
+    annotations = []
+    for n, e in enumerate(episodes):
+        roles = [role for role in ("responder", "questioner") if (n, role, 0) in advantages]
+        votes = [advantages.get((n, "verifier", i), []) for i in range(len(e.judged))]
+        used = {
+            "questioner": USED if "questioner" in roles else _why_no_question(e, config),
+            "responder": USED if "responder" in roles else _why_no_answers(e),
+            "verifier": [
+                USED if own else _why_no_votes(e, i, config) for i, own in enumerate(votes)
+            ],
+        }
+        own = {role: advantages[n, role, 0] for role in roles}
+        annotations.append(Annotation(own | {"verifier": votes}, used))
+    return annotations
+
+
+def _why_no_question(e: Episode, config: SpellConfig) -> str:
+    if e.proposal is None:
+        return "no_proposal"
+    if not config.train_questioner:
+        return "not_trained"
+    if e.reward is None:
+        return "no_reward"
+    return "surplus" if e.mixed else "not_sampled"
+
+
+def _why_no_answers(e: Episode) -> str:
+    if e.response is None:
+        return e.status
+    return "surplus" if e.mixed else "equal_rewards"
+
+
+def _why_no_votes(e: Episode, i: int, config: SpellConfig) -> str:
+    if e.judged[i] is None:
+        return "not_judged"
+    if not config.train_verifier:
+        return "not_trained"
+    return "not_sampled" if is_eligible_verdict(e, i, config) else "nothing_to_learn"
 
 
 def make_record(e: Episode, annotation: Annotation, prompts: Prompts) -> dict[str, Any]:
@@ -38,6 +86,7 @@ def make_record(e: Episode, annotation: Annotation, prompts: Prompts) -> dict[st
         "predictions": list(e.predictions),
         **e.truncation(),
         "rule": list(e.rule),
+        **({"named": list(e.named)} if e.named else {}),
         "judge": list(e.judge),
         "votes": [list(votes) for votes in e.votes],
         "scores": list(e.scores),
@@ -68,6 +117,8 @@ def add_metrics(metrics: Metrics, e: Episode, suffix: str) -> None:
     metrics.add(f"fully_solved{suffix}", min(e.scores) >= 1)
     metrics.add(f"reference_replaced{suffix}", e.own_reference != e.reference)
     metrics.add(f"leaked{suffix}", e.leaked)
+    for is_named in e.named:
+        metrics.add(f"named_document{suffix}", is_named)
     metrics.add_sum(f"unjudged{suffix}", e.unjudged, len(e.scores))
     e.count_failed_verdicts(metrics, suffix)
     for rule, votes, prediction in zip(e.rule, e.votes, e.predictions, strict=True):
