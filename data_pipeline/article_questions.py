@@ -33,13 +33,13 @@ import logging
 import pathlib
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from absl import flags
 
-from spell_jax.data.questions import Question
+from spell_jax.data.questions import Question, in_blocks
 from spell_jax.runtime import entry
 from spell_jax.runtime.config import check_least
 from spell_jax.runtime.jsonl import write_records
@@ -202,22 +202,6 @@ def _has_digit(text: str) -> bool:
     return re.search(r"\d", text) is not None
 
 
-def in_blocks(questions: Iterable[Question], size: int, seed: int) -> list[Question]:
-    """Order questions at random, `size` of those with the same documents after one another.
-
-    Documents whose questions are no multiple of `size` have one smaller block.
-    """
-    rng = np.random.default_rng([seed, size])
-    by_documents: dict[tuple[str, ...], list[Question]] = {}
-    for question in questions:
-        by_documents.setdefault(question.documents, []).append(question)
-    blocks = []
-    for same in by_documents.values():
-        order = rng.permutation(len(same)).tolist()
-        blocks += [[same[i] for i in order[at : at + size]] for at in range(0, len(same), size)]
-    return [question for i in rng.permutation(len(blocks)) for question in blocks[i]]
-
-
 def make_clusters(article: Article, config: ArticleConfig) -> Iterator[dict[str, Any]]:
     """Yield clusters of consecutive paragraphs of an article, the last one if it is full."""
     size = config.paragraphs
@@ -246,8 +230,10 @@ def main(_) -> None:
     chosen = parse_range(given.articles, len(articles)) if given.articles else range(len(articles))
     if given.out:
         made = (q for n in chosen for q in make_questions(articles[n], n, config, counts))
-        ordered = in_blocks(made, config.block, config.seed) if config.block else made
-        write_records(given.out, map(dataclasses.asdict, ordered))
+        if config.block:
+            rng = np.random.default_rng([config.seed, config.block])
+            made = in_blocks(list(made), lambda q: q.documents, config.block, rng)
+        write_records(given.out, map(dataclasses.asdict, made))
     if given.clusters:
         clusters = [c for n in chosen for c in make_clusters(articles[n], config)]
         write_records(given.clusters, clusters)

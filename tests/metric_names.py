@@ -9,8 +9,8 @@ from tests.paths import ROOT
 
 PAGE = ROOT / "docs" / "metrics.md"
 PLACES = {
-    "[/TASK]": "(/(general_qa|financial_math|multiple_choice))?",
-    "TASK": "(general_qa|financial_math|multiple_choice)",
+    "[/TASK]": "(/(general_qa|financial_math|multiple_choice|cloze))?",
+    "TASK": "(general_qa|financial_math|multiple_choice|cloze)",
     "[/K]": "(/[2-8])?",
     "AGENT": "(questioner|responder|verifier|reference_reader|reward_model)",
     "ROLE": "(questioner|responder|verifier)",

@@ -10,12 +10,16 @@ from __future__ import annotations
 import dataclasses
 import logging
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
 
 from spell_jax.data.clusters import TASKS, Cluster, Source, in_memory
 from spell_jax.runtime import remote
 from spell_jax.runtime.jsonl import require_records
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +41,23 @@ class Question:
     def right(self) -> tuple[str, ...]:
         """All right answers."""
         return self.answers or (self.answer,)
+
+
+def in_blocks(
+    items: Sequence[T], key: Callable[[T], Hashable], size: int, rng: np.random.Generator
+) -> list[T]:
+    """Order items at random, `size` of those with the same key after one another.
+
+    Items of a key whose number is no multiple of `size` have one smaller block.
+    """
+    by_key: dict[Hashable, list[T]] = {}
+    for item in items:
+        by_key.setdefault(key(item), []).append(item)
+    blocks = []
+    for same in by_key.values():
+        order = rng.permutation(len(same)).tolist()
+        blocks += [[same[i] for i in order[at : at + size]] for at in range(0, len(same), size)]
+    return [item for i in rng.permutation(len(blocks)) for item in blocks[i]]
 
 
 def read_questions(

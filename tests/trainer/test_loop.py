@@ -181,6 +181,9 @@ def test_every_metric_is_documented(whole):
     assert not unknown
     more = {
         "train/kl",
+        "train/teacher_kl",
+        "rollout/named_document[/TASK]",
+        "eval/F1",
         "train/router_max_load",
         "train/router_idle",
         "train/router_difference",

@@ -5,8 +5,8 @@
 2. Every step takes questions of the set in rounds, until enough have mixed rewards, and answers,
    rewards and trains the responder as SPELL does. The reward "rule" is plain RLVR (SPELL, Appendix
    E.5); "max" with a verifier is the matched control. Given questions are dealt by the weights of
-   their tasks, epoch after epoch; written ones are sampled at random. A step asks no question
-   twice. No questioner group is trained on.
+   their tasks, epoch after epoch; written ones are sampled at random, with `questions_per_cluster`
+   K about a cluster together. A step asks no question twice. No questioner group is trained on.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from spell_jax.algorithms.spell.algorithm import Spell
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.algorithms.spell.episode import Episode
 from spell_jax.data.clusters import Cluster
-from spell_jax.data.questions import Question, as_clusters, with_short_contexts
+from spell_jax.data.questions import Question, as_clusters, in_blocks, with_short_contexts
 from spell_jax.data.stream import TaskStream
 from spell_jax.learner.packing import TrainGroup
 from spell_jax.runtime.config import check_least
@@ -98,9 +98,9 @@ class Rlvr(Spell):
 
     def _written_batches(self, key: Key, step: int) -> Iterator[list[Episode]]:
         rng = np.random.default_rng([*key, 3])  # Spell uses [*key], [*key, 1] and [*key, 2]
-        order, batch = rng.permutation(len(self._written)), self.config.generation_batch
-        for start in range(0, len(order), batch):
-            questions = [self._written[i] for i in order[start : start + batch]]
+        asked, batch = self._in_order(rng), self.config.generation_batch
+        for start in range(0, len(asked), batch):
+            questions = asked[start : start + batch]
             clusters = self.stream.read([q["cluster"] for q in questions])
             yield [
                 self._accepted(
@@ -113,6 +113,13 @@ class Rlvr(Spell):
                 )
                 for q, c in zip(questions, clusters, strict=True)
             ]
+
+    def _in_order(self, rng: np.random.Generator) -> list[dict[str, Any]]:
+        """The written questions in random order, `questions_per_cluster` of a cluster together."""
+        together = self.config.questions_per_cluster
+        if together == 1:
+            return [self._written[i] for i in rng.permutation(len(self._written))]
+        return in_blocks(self._written, lambda q: q["cluster"], together, rng)
 
     def _accepted(
         self,

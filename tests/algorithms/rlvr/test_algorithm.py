@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 from etils import epath
 
@@ -165,6 +166,23 @@ def test_algorithm_resumes_from_state_dict(reward):
     assert run_steps(resumed, ask, (3, 4)) == whole[4:]
     assert "questioner" not in {c.role for c in ask.calls}
     assert resumed.state_dict() == algorithm.state_dict()
+
+
+def test_written_questions_of_a_cluster_are_asked_together():
+    options = {"questions_per_cluster": 4, "generation_batch": 4, "max_generations": 1}
+    algorithm = new_algorithm([Row(QA, "ok", 0, 1, 1, 1)], static=4, **options)
+    questions = [f"Q00.{i} what?" for i in range(4)]
+    algorithm._written = [
+        {"task": QA, "cluster": name, "shown": [0], "question": text, "reference": "x"}
+        for name in ("d0", "d1", "d2")
+        for text in questions
+    ]
+    orders = [algorithm._in_order(np.random.default_rng(seed)) for seed in range(9)]
+    for order in orders:
+        blocks = [order[at : at + 4] for at in range(0, 12, 4)]
+        assert all(len({q["cluster"] for q in block}) == 1 for block in blocks)
+        assert sorted(q["question"] for q in blocks[0]) == questions
+    assert len({tuple(q["cluster"] for q in order) for order in orders}) > 1
 
 
 def test_step_without_questions_is_empty():
