@@ -53,6 +53,7 @@ LIMIT_S = 0.010  # seconds for one text of SIZES[-1] bytes
 # Exempt from the limit: these read a user's documents and references, in linear time of about 2 us
 # per word.
 UNLIMITED = (
+    "cloze.answer_spans",
     "cloze.find_clozes",
     "folder_rows.find_facts",
     "given_questions.scores_itself",
@@ -155,7 +156,13 @@ _ONE = (
     *(judge.parse_grade, evidence.answer_section, numbers.calculate, written_numbers.read_number),
     *(written_numbers.without_commands, written_numbers.with_plain_characters),
     *(statements.first_line, statements.unify),
-    *(cloze.split, judge.read_retry_after, puzzles.split_paragraphs, folder_rows.other_forms),
+    *(
+        cloze.answer_spans,
+        cloze.split,
+        judge.read_retry_after,
+        puzzles.split_paragraphs,
+        folder_rows.other_forms,
+    ),
 )
 # Read a text and an item of a benchmark. short.score_math is missing: it scores in a process.
 _OF_ITEM = (
@@ -198,6 +205,7 @@ def _other_parsers() -> dict[Callable[..., Any], Parser]:
         puzzles.make_puzzle: lambda t: puzzles.make_puzzle(rng(0), t, 2, 1, 4000),
         puzzles.cut_window: lambda t: puzzles.cut_window(rng(0), t, len, len(t) // 2),
         cloze.find_clozes: lambda t: list(cloze.find_clozes([t])),
+        kind.answer_first: lambda t: full.answer_first(t),
         cloze.hide: lambda t: cloze.hide(facts, [t or "."]),
         cloze.check: lambda t: cloze.check(t, t[: len(t) // 2], [t], facts),
         folder_rows.find_facts: lambda t: folder_rows.find_facts([t]),

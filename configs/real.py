@@ -38,6 +38,15 @@ ARMS: Mapping[str, Mapping[str, Any]] = {
     "cloze": {**_RLVR, **_CLOZE},
     # The same gaps chosen by the questioner, which is rewarded for their difficulty.
     "cloze_spell": {**_EXACT, "data.tasks": ("cloze",), "algorithm.documents": (2,)},
+    # A rule chooses the answer, and the start must find it in four of four samples.
+    "answer_first": {
+        **_EXACT,
+        "algorithm.documents": (1,),
+        "algorithm.questions_per_cluster": 4,
+        "algorithm.answer_first": True,
+        "algorithm.reference_source": "confirmed",
+        "algorithm.reader_unanimous": True,
+    },
     # The start, reading the one paragraph that a question was written from, teaches the policy,
     # which reads eight. The start also writes the questions, four a cluster.
     "distillation": {

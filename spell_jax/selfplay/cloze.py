@@ -36,6 +36,7 @@ _FUNCTION_WORDS = """
     what when where whether which while who whole whom whose why will with within without would
     yet you your
 """
+_IN_NAMES = ("of", "the", "de")
 FUNCTION_WORDS = frozenset(_FUNCTION_WORDS.split())
 
 
@@ -98,6 +99,45 @@ def find_clozes(documents: Sequence[str], shared_words: int = 2) -> Iterator[Clo
                 continue
             done.add(key)
             yield Cloze(document, text, span, tuple(sentences[other] for other in others))
+
+
+def answer_spans(document: str) -> list[str]:
+    """Return the names and numbers of a document that may be answers, each once, in order.
+
+    A span is the longest row of words with a capital or a digit, also around "of", "the" and "de",
+    of at most LONGEST_SPAN words. A capital alone makes no name of a sentence's first word.
+    """
+    spans: dict[str, None] = {}
+    for sentence in split(document):
+        words = list(_WORD.finditer(sentence))
+        is_name = [word[0][0].isupper() or word[0][0].isdigit() for word in words]
+        begin = 0
+        while begin < len(words):
+            if not is_name[begin]:
+                begin += 1
+                continue
+            end = _end_of_name(sentence, words, is_name, begin)
+            only_first = (begin, end) == (0, 1) and not words[0][0][0].isdigit()
+            is_function_word = words[begin][0].lower() in FUNCTION_WORDS
+            if not only_first and not is_function_word and end - begin <= LONGEST_SPAN:
+                spans[sentence[words[begin].start() : words[end - 1].end()]] = None
+            begin = end if not is_function_word else begin + 1
+    return list(spans)
+
+
+def _end_of_name(
+    sentence: str, words: Sequence[re.Match[str]], is_name: Sequence[bool], begin: int
+) -> int:
+    """Return the index after the last word of the name that begins at a word."""
+    end = begin + 1
+    for index in range(begin + 1, len(words)):
+        if sentence[words[index - 1].end() : words[index].start()] != " ":
+            break
+        if is_name[index]:
+            end = index + 1
+        elif words[index][0] not in _IN_NAMES:
+            break
+    return end
 
 
 def make_gap(parsed: Parsed, shown: Sequence[str], documents: Sequence[str]) -> tuple[Parsed, str]:

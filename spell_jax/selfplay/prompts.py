@@ -30,6 +30,7 @@ PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
 # File name -> its placeholders; those with a question mark are optional.
 PLACEHOLDERS = {
     "example.txt": "question answer number?",  # one earlier question
+    "answer_first.txt": "answer",  # end of a questioner's prompt
     "verifier.txt": "question answer reference",
     "judge.txt": "question answer reference",
     "judge_grades.txt": "question answer reference",
@@ -82,6 +83,10 @@ class Prompts:
             letter=letter or "",
         )
         return f"{prompt} {cue}" if cue else prompt
+
+    def answer_first(self, answer: str) -> str:
+        """Build the cue that asks a questioner for a question with this answer (2103.07449)."""
+        return self._fill("answer_first.txt", answer=answer)
 
     def responder(self, task: str, documents: Sequence[str], question: str) -> str:
         """Build the prompt for an answer from n documents, or from none (grounding filter, 2.5)."""

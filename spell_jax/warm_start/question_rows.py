@@ -61,6 +61,7 @@ class QuestionRowConfig:
       documents_shown: most documents of a questioner row without history.
       history_share: share of questioner rows with one or two earlier questions.
       computed: financial_math answers need not be stated in the documents.
+      answer_first: whether questioner rows state the answer, as algorithm.answer_first does.
       numbered: documents of a responder row have numbers, and its answer begins with the number of
         the question's own document, as algorithm.document_share rewards.
       seed: seed of all choices.
@@ -73,6 +74,7 @@ class QuestionRowConfig:
     documents_shown: int = 2
     history_share: float = 0.25
     computed: bool = True
+    answer_first: bool = False
     numbered: bool = False
     seed: int = 0
 
@@ -200,7 +202,8 @@ class RowMaker:
         shown = self._with_more(tuple(own), item.documents, self.config.documents_shown)
         history = [Entry((), past.question, past.answer) for past in known]
         letter = item.answer if item.task == "multiple_choice" else None
-        prompt = self.prompts.questioner(item.task, shown, history, letter)
+        cue = self.prompts.answer_first(item.answer) if self.config.answer_first else ""
+        prompt = self.prompts.questioner(item.task, shown, history, letter, cue)
         return Row(prompt, completion, "questioner", item.task)
 
     def _responder_row(self, item: Item) -> Row | None:
@@ -292,6 +295,7 @@ def main(_) -> None:
         documents_shown=given.documents_shown,
         history_share=given.history_share,
         computed=given.computed,
+        answer_first=given.answer_first,
         numbered=given.numbered,
         seed=given.seed,
     )
@@ -320,6 +324,9 @@ if __name__ == "__main__":
     )
     flags.DEFINE_bool(
         "computed", QuestionRowConfig.computed, "Use numbers that no document states."
+    )
+    flags.DEFINE_bool(
+        "answer_first", QuestionRowConfig.answer_first, "State the answer to questioners."
     )
     flags.DEFINE_bool(
         "numbered", QuestionRowConfig.numbered, "Begin answers with the number of the document."

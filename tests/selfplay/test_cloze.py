@@ -119,6 +119,23 @@ def test_questions_by_rule_pass_the_check_of_questions_by_the_policy() -> None:
         assert cloze.check(one.sentence, one.span, DOCUMENTS, DOCUMENTS) == (one.question, "")
 
 
+@pytest.mark.parametrize(
+    ("text", "spans"),
+    [
+        ("The Treaty of Rome was signed on 25 March 1957.", ["Treaty of Rome", "25 March 1957"]),
+        ("Rain fell. Snow White slept in Oslo.", ["Snow White", "Oslo"]),
+        ("It has 3.5 million people and a bank of the city.", ["3.5"]),
+        ("Of the Dutch Republic, little is left.", ["Dutch Republic"]),
+        ("Duke John Jack James Joe Jim of York and Anna.", ["Anna"]),  # too long
+        ("He met Anna, Berta and Anna.", ["Anna", "Berta"]),
+        ("nothing here.", []),
+        ("", []),
+    ],
+)
+def test_names_and_numbers_may_be_answers(text: str, spans: list[str]) -> None:
+    assert cloze.answer_spans(text) == spans
+
+
 def test_short_sentences_say_too_little() -> None:
     documents = ("Rain fell on Rome.", "It was dark in Rome.")
     assert cloze.check(documents[0], "Rome", documents, documents) == ("", "short_sentence")

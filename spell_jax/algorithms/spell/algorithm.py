@@ -39,7 +39,8 @@ from spell_jax.learner.advantages import group_advantages, questioner_advantages
 from spell_jax.learner.packing import TrainGroup
 from spell_jax.runtime import fault_injection
 from spell_jax.runtime.metrics import Metrics
-from spell_jax.selfplay import cloze, evidence, parsing, rewards, selection
+from spell_jax.selfplay import cloze, evidence, parsing, rewards, rules, selection
+from spell_jax.selfplay.given_questions import scores_itself
 from spell_jax.selfplay.memory import Entry, QuestionMemory
 from spell_jax.selfplay.probes import ProbeSet
 
@@ -147,7 +148,14 @@ class Spell:
         new = [int(i) for i in rng.permutation(unseen)[:wanted]]
         letter = LETTERS[rng.integers(4)] if task == "multiple_choice" else None
         cues = self.config.cues
-        cue = cues[rng.integers(len(cues))] if cues else ""
+        cue, span = cues[rng.integers(len(cues))] if cues else "", ""
+        if self.config.answer_first and new:
+            spans = cloze.answer_spans(cluster.documents[new[0]])
+            spans = [text for text in spans if scores_itself(text, task)]
+            if not spans:
+                return Episode(task, cluster, (), (), status="too_small", reason="no_span")
+            span = spans[rng.integers(len(spans))]
+            cue = self.prompts.answer_first(span)
         leaks = self.config.gate_leak > 0 and rng.random() < self.config.gate_leak
         dropped = 0
         while True:
@@ -157,7 +165,7 @@ class Spell:
             smallest = not history and len(new) <= 1
             if smallest or self._count(text) <= self._cap:
                 return Episode(
-                    task, cluster, shown, history, dropped, m > most, letter, cue, text, leaks
+                    task, cluster, shown, history, dropped, m > most, letter, cue, text, span, leaks
                 )
             dropped += 1
             if new and (history or len(new) > 1):
@@ -182,6 +190,9 @@ class Spell:
             documents = episode.cluster.documents
             shown = [documents[i] for i in episode.shown]
             parsed, hidden = cloze.make_gap(parsed, shown, documents)
+        is_asked = not episode.span or rules.same_answer(parsed.answer, episode.span, episode.task)
+        if parsed.status == "accepted" and not is_asked:
+            parsed = parsing.Parsed("bad_format", reason="another_answer")
         is_bad = parsed.status == "bad_format"
         declined = parsed.status == "declined" and parsed.reason != parsing.NOTHING_TO_ASK
         is_punished = (is_bad and c.format_penalty) or (declined and c.decline_penalty)

@@ -41,6 +41,8 @@ class SpellConfig(AlgorithmConfig):
       probes: questions of earlier steps that are answered again in each step, for "progress".
       mu, sigma: mean and standard deviation of the Gaussian (7).
       cues: words of which one, sampled for each question, ends its questioner prompt; (): none.
+      answer_first: whether a rule chooses the answer, a name or number of the first new document,
+        and the questioner writes its question (2103.07449); only for tasks whose answers are texts.
       max_answer_tokens: most tokens of a general question's reference; others are declined.
       distinct_options: whether multiple-choice questions with two equal options have a bad format.
       format_penalty: whether questions of bad format get a penalty; else they are dropped.
@@ -92,6 +94,7 @@ class SpellConfig(AlgorithmConfig):
     mu: float = 0.5
     sigma: float = 0.5 / 3
     cues: tuple[str, ...] = ()
+    answer_first: bool = False
     max_answer_tokens: int = 40
     distinct_options: bool = False
     format_penalty: bool = True

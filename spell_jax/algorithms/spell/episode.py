@@ -32,6 +32,7 @@ class Episode(QuestionEpisode):
       reduced: whether m is reduced because the cluster has too few documents to leave some unread.
       letter: letter that the right option of a multiple-choice question shall have, else None.
       cue: last word of the questioner's prompt, one of the config's cues; empty without them.
+      span: answer that the question shall have (answer_first); else empty.
       leaks: whether the question passes even if the frozen reader's answers do not agree.
       leaked: whether it did.
       proposal: the questioner's reply.
@@ -53,6 +54,7 @@ class Episode(QuestionEpisode):
     letter: str | None = None
     cue: str = ""
     questioner_prompt: str = ""
+    span: str = ""
     leaks: bool = False
     leaked: bool = False
     proposal: Reply | None = None
