@@ -16,7 +16,7 @@ from spell_jax import config as configs
 from spell_jax.algorithms import registry
 from spell_jax.data.config import GENERATED
 from spell_jax.learner import packing, shapes
-from spell_jax.policy import lora, safetensors, transformer
+from spell_jax.policy import lora, products, safetensors, transformer
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.model import find_folder
 from spell_jax.reporting.tables import EVALUATION_FILE
@@ -57,6 +57,7 @@ def describe(checked: Checked) -> str:
     rows = {
         "policy": [_describe_policy(checked.policy)],
         "devices": [topologies.describe(checked.topology, checked.mesh)],
+        "dtype": _describe_dtype(checked),
         "a step": _describe_step(checked),
         "trained": _describe_update(checked),
         "memory": [above, *plan.table(checked.plan).splitlines()],
@@ -78,6 +79,22 @@ def _describe_policy(policy: PolicyConfig) -> str:
     count, own = (sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in (shapes, trained))
     adapters = f", of which {own:,} in adapters are trained" if policy.lora else ""
     return f"{count:,} parameters{adapters}, {policy.layers} layers"
+
+
+def _describe_dtype(checked: Checked) -> Iterator[str]:
+    """Yield what the products of a run on this machine's CPU compute with."""
+    assert checked.topology
+    is_here = checked.topology.hbm == topologies.ANY_MEMORY and "gpu" not in checked.topology.name
+    if not is_here or jax.default_backend() != "cpu":
+        return
+    chosen, names = checked.config.policy.compute_dtype, products.bfloat16_instructions()
+    if not names:
+        suffix = "; this CPU has no instructions for products of bfloat16"
+        yield ("float32" if chosen == "auto" else chosen) + suffix
+    elif chosen == "float32":
+        yield f"float32; with policy.compute_dtype=auto, bfloat16, faster here ({', '.join(names)})"
+    else:
+        yield f"bfloat16, which this CPU multiplies faster than float32 ({', '.join(names)})"
 
 
 def _describe_step(checked: Checked) -> Iterator[str]:

@@ -146,13 +146,13 @@ def resolve_dtype(compute_dtype: str, mesh: Mesh | AbstractMesh) -> str:
 @functools.cache
 def _multiplies_bfloat16() -> bool:
     """Return whether CPUs multiply bfloat16 faster than float32; one process decides for all."""
-    names = distributed.broadcast(_bfloat16_instructions)
+    names = distributed.broadcast(bfloat16_instructions)
     reason = f"has {', '.join(names)}" if names else "has no instructions for products of bfloat16"
     log.info("compute_dtype = auto: the CPU %s", reason)
     return bool(names)
 
 
-def _bfloat16_instructions() -> list[str]:
+def bfloat16_instructions() -> list[str]:
     """Return the CPU's instruction sets of _BFLOAT16_INSTRUCTIONS that XLA may use, sorted.
 
     [] where the system does not name them as Linux on x86 does.

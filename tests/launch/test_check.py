@@ -24,8 +24,8 @@ from spell_jax.configs import paper
 from spell_jax.data.config import GENERATED
 from spell_jax.learner import packing
 from spell_jax.learner.packing import PackingConfig
+from spell_jax.policy import products, transformer, weights
 from spell_jax.policy import tokenizer as tokenizers
-from spell_jax.policy import transformer, weights
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.model import TINY_POLICY, known_shape
 from spell_jax.runtime import setup as start
@@ -124,6 +124,33 @@ def test_a_model_of_the_paper_is_described_without_a_folder() -> None:
     assert checked.mistakes == [] and len(checked.missing) == 2
     text = describe.describe(checked)
     assert "7,615,616,512 parameters" in text and "missing  policy.folder = " in text
+
+
+@pytest.mark.parametrize(
+    ("instructions", "dtype", "topology", "line"),
+    [
+        (["amx_bf16"], "auto", "", "bfloat16, which this CPU multiplies faster"),
+        (
+            ["amx_bf16"],
+            "float32",
+            "cpu:2",
+            "float32; with policy.compute_dtype=auto, bfloat16, fas",
+        ),
+        ([], "auto", "", "float32; this CPU has no instructions"),
+        ([], "bfloat16", "", "bfloat16; this CPU has no instructions"),
+        (["amx_bf16"], "float32", "gpu:2", None),
+        (["amx_bf16"], "float32", "v5e-4", None),
+    ],
+)
+def test_check_says_when_this_machine_gains_from_bfloat16(
+    monkeypatch, instructions: list[str], dtype: str, topology: str, line: str | None
+) -> None:
+    monkeypatch.setattr(products, "bfloat16_instructions", lambda: instructions)
+    config = load("tiny")[1]
+    config.policy.compute_dtype = dtype
+    lines = describe.describe(check.check(config, topology=topology)).splitlines()
+    dtypes = [text.removeprefix("dtype").strip() for text in lines if text.startswith("dtype")]
+    assert [text.startswith(line or "") for text in dtypes] == [True] * (line is not None)
 
 
 @pytest.mark.parametrize("name", paper.MODELS)

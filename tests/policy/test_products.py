@@ -248,7 +248,7 @@ def test_instructions_for_products_of_bfloat16(
         path.write_text(info)
     monkeypatch.setattr(products, "_CPU_INFO", path)
     monkeypatch.setenv("XLA_FLAGS", xla_flags)
-    assert products._bfloat16_instructions() == expected
+    assert products.bfloat16_instructions() == expected
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def test_dtype_of_a_cpu_is_chosen_once_and_logged(
     names: list[str], expected: str, reason: str, caplog, monkeypatch
 ) -> None:
     calls = []
-    monkeypatch.setattr(products, "_bfloat16_instructions", lambda: calls.append(names) or names)
+    monkeypatch.setattr(products, "bfloat16_instructions", lambda: calls.append(names) or names)
     products._multiplies_bfloat16.cache_clear()
     with caplog.at_level(logging.INFO, "spell_jax.policy.products"):
         assert products.resolve_dtype("auto", meshes.make_mesh()) == expected
