@@ -65,7 +65,7 @@ class Rlvr(Spell):
 
     def __init__(self, config: RlvrConfig, context: AlgorithmContext):
         questions = context.questions()
-        if context.teacher_prompt is not None:
+        if context.teacher_prompt is not None or config.document_share:
             questions = with_short_contexts(questions)
         source, self._given = as_clusters(questions)
         if self._given:

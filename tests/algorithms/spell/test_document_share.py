@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from spell_jax.algorithms.registry import ALGORITHMS
+from spell_jax.algorithms.rlvr.algorithm import Rlvr, RlvrConfig
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.data.config import DataConfig
 from spell_jax.data.questions import Question
@@ -14,6 +15,7 @@ from spell_jax.runtime.jsonl import write_records
 from spell_jax.selfplay import evidence
 from tests.algorithms.scripted import (
     QA,
+    SMALL,
     Row,
     Script,
     ScriptedModels,
@@ -95,3 +97,17 @@ def test_named_document_is_read_from_the_start(text: str, index: int | None) -> 
 def test_share_is_from_0_to_1(share: float) -> None:
     with pytest.raises(ValueError, match="document_share"):
         SpellConfig(document_share=share)
+
+
+def test_given_questions_tell_which_document_is_right() -> None:
+    given = (
+        Question(QA, ("first", "second fact", "third"), "Q?", "right", ("second",)),
+        Question(QA, ("a", "b", "c"), "R?", "right", shown=(0, 2)),
+        Question(QA, ("a", "b", "c"), "without both, left out", "right"),
+    )
+    context = make_context(questions=lambda: given)
+    fields = SMALL | SHARE | {"generation_batch": 3}
+    algorithm = Rlvr(RlvrConfig(**fields), context)
+    ask = ScriptedModels(lambda role, prompt, sibling, model: f"[{sibling + 1}] The answer is no")
+    named = {e.question: e.named for e in roll_out(algorithm, ask, 1)}
+    assert named == {"Q?": (False, True, False, False), "R?": (True, False, True, False)}
