@@ -73,7 +73,7 @@ def get_config(arm: str = "distillation") -> Config:
     config.sampler.update(max_prompt=4000, max_tokens=32, page_size=64, kv_cache_tokens=131_072)
     config.sampler.update(temperature=1.0, top_p=1.0, prefill_tokens=512, slots=64)
     config.sampler.update(decode_tokens=16)
-    config.optimizer.update(learning_rate=5e-6, b2=0.95, weight_decay=0.0, warmup_steps=5)
+    config.optimizer.update(learning_rate=3e-5, b2=0.95, weight_decay=0.0, warmup_steps=5)
     config.loss.update(kl_weight=1e-3)
     config.packing.update(token_budget=4096)
     config.update_from_flattened_dict(ARMS[arm])
