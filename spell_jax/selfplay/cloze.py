@@ -230,4 +230,5 @@ def _cuts_name(text: str, words: Sequence[re.Match[str]], begin: int, end: int) 
 
 
 def _occurrences(span: str) -> re.Pattern[str]:
-    return re.compile(rf"(?<!\w){re.escape(span)}(?!\w)", re.IGNORECASE)
+    """Match a span where _WORD ends words: "11" stands in "11_000" too, but not in "110"."""
+    return re.compile(rf"(?<![^\W_]){re.escape(span)}(?![^\W_])", re.IGNORECASE)

@@ -67,6 +67,12 @@ def test_spans_that_are_asked_for(first: str, second: str, spans: list[str]) -> 
     assert [c.span for c in cloze.find_clozes((first, second), 1) if c.document == 0] == spans
 
 
+def test_underscores_end_words_everywhere() -> None:
+    documents = ("They sold 11_000 pots of the red clay.", "In 11 pots of red clay was gold.")
+    (one,) = [c for c in cloze.find_clozes(documents, 1) if c.span == "11" and c.document == 0]
+    assert one.question == "They sold _____000 pots of the red clay."
+
+
 def test_hidden_sentences_are_gone() -> None:
     sentence = "It was built by Boeing in 1969."
     hidden = cloze.hide(DOCUMENTS, [sentence, "The rain fell."])
