@@ -54,6 +54,8 @@ ARMS: Mapping[str, Mapping[str, Any]] = {
         "algorithm.static_questions": 960,
         "algorithm.questions_per_cluster": 4,
     },
+    # The same with gaps that rules find.
+    "distillation_cloze": {**_TAUGHT, **_CLOZE},
     # The same with people's questions, whose answers nobody reads.
     "distillation_asked": {**_TAUGHT, "data.questions": "runs/real/asked.jsonl"},
 }
