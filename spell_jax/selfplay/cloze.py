@@ -182,7 +182,7 @@ def check(
 
 
 def hide(documents: Sequence[str], sentences: Sequence[str]) -> tuple[str, ...]:
-    """Return the documents without the sentences, which their cloze questions would repeat."""
+    """Return the documents without the sentences, of which "" hides nothing."""
     return tuple(_without(document, sentences) for document in documents)
 
 

@@ -77,7 +77,7 @@ class Episode(QuestionEpisode):
     @property
     def documents(self) -> tuple[str, ...]:
         """The documents as all roles but the questioner read them."""
-        return cloze.hide(self.cluster.documents, [self.hidden] if self.hidden else [])
+        return cloze.hide(self.cluster.documents, [self.hidden])
 
     def count_unparsed(self, metrics: Metrics) -> None:
         super().count_unparsed(metrics)

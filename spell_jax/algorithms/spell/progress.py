@@ -22,7 +22,7 @@ def measure(
 
     async def ask_probe(ask: Ask, probe: Probe) -> float:
         (cluster,) = stream.read([probe.cluster])
-        documents = cloze.hide(cluster.documents, [probe.hidden] if probe.hidden else [])
+        documents = cloze.hide(cluster.documents, [probe.hidden])
         text = prompts.responder(probe.task, config.as_read(documents), probe.question)
         (reply,) = await ask("responder", [text], config.group_size)
         return _solve_rate(config, reply, probe.reference, probe.task)

@@ -114,7 +114,7 @@ def _items(
             log.warning("%s: left out (reference = %.100r %s)", place, reference, reason)
         else:
             task, question = record["task"], record["question"]
-            documents = cloze.hide(documents, [record["hidden"]] if record.get("hidden") else [])
+            documents = cloze.hide(documents, [record.get("hidden", "")])
             prompt = wording.responder(task, documents, question)
             judged, fields = task != "multiple_choice", {"step": step, "task": task}
             yield Item(f"{step}-{i}", prompt, question, (record["reference"],), fields, judged)
