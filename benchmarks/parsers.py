@@ -170,8 +170,7 @@ _OF_ITEM = (
     *(retrieval.score_rag, retrieval.score_icl, retrieval.score_summary, short.extract_letter),
     *(short.score_letter, short.extract_math),
 )
-_COMPARE = (evidence.verbatim_share, rouge.rouge_l, rouge.rouge_l_recall)
-_COMPARE += (rouge.word_f1,)
+_COMPARE = (evidence.verbatim_share, rouge.rouge_l, rouge.rouge_l_recall, rouge.word_f1)
 _COMPARE += (folder_rows.means_the_same,)
 
 

@@ -168,8 +168,9 @@ class Learner:
         if reference is not None and self.loss.old_logprobs == "reference":
             groups = self.score_reference(reference, groups)
         if reference is not None and self.loss.distillation_weight:
-            scored = self.score_reference(reference, old_logprobs.taught(groups))
-            difference |= statistics.teacher_kl(old_logprobs.taught(groups), scored)
+            taught = old_logprobs.taught(groups)
+            scored = self.score_reference(reference, taught)
+            difference |= statistics.teacher_kl(taught, scored)
             weight = self.loss.distillation_weight
             groups = old_logprobs.with_teacher(groups, scored, weight)
         if not self.loss.kl_weight:
