@@ -16,7 +16,7 @@ from spell_jax.configs import tiny
 from spell_jax.data import ladder_world as world
 from spell_jax.runtime.config import Config
 
-_STATIC = {"name": "rlvr"}
+_STATIC = {"name": "rlvr", "static_temperature": 1.0}
 _NO_MEMORY = {"memory": 0}
 _FROZEN = {"train_questioner": False}
 # Arm -> changed fields of the algorithm. The arms of QUESTIONS train on a file, data.questions.

@@ -38,14 +38,16 @@ class RlvrConfig(SpellConfig):
     Attributes:
       static_questions: number of proposals for the static set, of which those that pass the filters
         are kept. Unused with given questions.
+      static_temperature: temperature at which the proposals are sampled; 0: greedy.
     """
 
     name: str = "rlvr"
     static_questions: int = 960
+    static_temperature: float = 0.7
 
     def __post_init__(self):
         super().__post_init__()
-        check_least(self, "algorithm.", static_questions=1)
+        check_least(self, "algorithm.", static_questions=1, static_temperature=0)
 
     def budgets(self) -> list[RolloutBudget]:
         return self.round_budgets(writes=False)
@@ -71,6 +73,7 @@ class Rlvr(Spell):
         if self._given:
             context = dataclasses.replace(context, clusters=lambda: source)
         super().__init__(config, context)
+        self.question_temperature = config.static_temperature
         if self._given:
             self.models = ()
         self._proposals = config.static_questions

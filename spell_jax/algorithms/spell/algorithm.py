@@ -49,6 +49,8 @@ class Spell:
     """The algorithm; see base.Algorithm."""
 
     trained = ()
+    # Temperature of the questioner; None: sampler.temperature, at which it is trained.
+    question_temperature: float | None = None
 
     def __init__(self, config: SpellConfig, context: AlgorithmContext):
         self.config = config
@@ -129,11 +131,16 @@ class Spell:
     # 1. The questioner writes a question.
 
     def start_episodes(self, rng: np.random.Generator) -> list[Episode]:
-        """K episodes of each cluster, which sample from the same questioner prompt."""
+        """K episodes of each cluster, which sample from the same questioner prompt.
+
+        With answer_first each has a document and an answer of its own.
+        """
         count = self.config.questions_per_cluster
         dealt = self.stream.next(self.config.generation_batch // count)
-        started = [self._start_episode(task, cluster, rng) for task, cluster in dealt]
-        return [episode for episode in started for _ in range(count)]
+        starts = count if self.config.answer_first else 1
+        pairs = [pair for pair in dealt for _ in range(starts)]
+        started = [self._start_episode(task, cluster, rng) for task, cluster in pairs]
+        return [episode for episode in started for _ in range(count // starts)]
 
     def _start_episode(self, task: str, cluster: Cluster, rng: np.random.Generator) -> Episode:
         """An episode with its prompt; over the cap, new documents go, then the oldest history."""
@@ -179,7 +186,9 @@ class Spell:
         c = self.config
         if not episode.questioner_prompt:
             return episode
-        (reply,) = replies = await ask("questioner", [episode.questioner_prompt])
+        (reply,) = replies = await ask(
+            "questioner", [episode.questioner_prompt], temperature=self.question_temperature
+        )
         if reply is None:
             return episode.without_reply("questioner", replies)
         (text,) = reply.texts

@@ -43,6 +43,7 @@ class SpellConfig(AlgorithmConfig):
       cues: words of which one, sampled for each question, ends its questioner prompt; (): none.
       answer_first: whether a rule chooses the answer, a name or number of the first new document,
         and the questioner writes its question (2103.07449); only for tasks whose answers are texts.
+        The K questions about a cluster then have documents and answers of their own.
       max_answer_tokens: most tokens of a general question's reference; others are declined.
       distinct_options: whether multiple-choice questions with two equal options have a bad format.
       format_penalty: whether questions of bad format get a penalty; else they are dropped.

@@ -79,6 +79,13 @@ def test_static_questions_are_written_once():
     assert not algorithm.memory  # the memory stays empty: there is no questioner
 
 
+def test_proposals_are_sampled_at_a_temperature_of_their_own():
+    algorithm, ask = new_algorithm(static_temperature=0.4), new_ask()
+    roll_out(algorithm, ask, 1)
+    assert {c.temperature for c in ask.calls if c.role == "questioner"} == {0.4}
+    assert {c.temperature for c in ask.calls if c.role != "questioner"} == {None}
+
+
 def test_external_judge_filters_the_static_questions():
     """Row 8 is answered right without documents by the rule, and wrong by the judge."""
     right = {"Q00"}

@@ -55,6 +55,12 @@ def test_answer_is_a_name_or_number_of_the_shown_document() -> None:
     assert all(re.search(r"documents\[\d\]}\nask general answer: ", text) for text in prompts)
 
 
+def test_questions_about_a_cluster_have_answers_of_their_own() -> None:
+    algorithm = make(DOCUMENTS[:2], generation_batch=20, questions_per_cluster=20)
+    episodes = roll_out(algorithm, ScriptedModels(obedient), 1)
+    assert {e.span for e in episodes} == SPANS
+
+
 def test_another_answer_is_bad_format() -> None:
     def stubborn(role: str, prompt: str, sibling: int, model: str) -> str:
         if role == "questioner":
