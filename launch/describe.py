@@ -89,7 +89,7 @@ def _describe_dtype(checked: Checked) -> Iterator[str]:
         return
     chosen, names = checked.config.policy.compute_dtype, products.bfloat16_instructions()
     if not names:
-        suffix = "; this CPU has no instructions for products of bfloat16"
+        suffix = "; this CPU has no fast products of bfloat16"
         yield ("float32" if chosen == "auto" else chosen) + suffix
     elif chosen == "float32":
         yield f"float32; with policy.compute_dtype=auto, bfloat16, faster here ({', '.join(names)})"

@@ -21,6 +21,7 @@ from tests import programs, tiny
 
 EXPERTS = dataclasses.replace(tiny.POLICY, experts=4, experts_per_token=2)
 # Shapes of x and kernel, and the number of axes that they share.
+AMD, INTEL = "vendor_id\t: AuthenticAMD\n", "vendor_id\t: GenuineIntel\n"
 SHAPES = [((2, 5, 6), (6, 4), 1), ((2, 5, 6), (6, 2, 3), 1), ((2, 5, 2, 3), (2, 3, 4), 2)]
 by_shape = pytest.mark.parametrize(("x_shape", "kernel_shape", "into"), SHAPES, ids=str)
 
@@ -232,12 +233,14 @@ def test_resolved_dtype(
 @pytest.mark.parametrize(
     ("info", "xla_flags", "expected"),
     [
-        ("flags\t: fpu avx512f avx512_bf16 amx_bf16 amx_tile\n", "", ["amx_bf16", "avx512_bf16"]),
-        ("processor: 0\nflags\t: fpu avx512_bf16\nflags\t: fpu\n", "", ["avx512_bf16"]),
-        ("flags\t: fpu avx512f avx512_vnni\n", "", []),
+        (f"{AMD}flags\t: fpu avx512f avx512_bf16 amx_bf16\n", "", ["amx_bf16", "avx512_bf16"]),
+        (f"{INTEL}flags\t: fpu avx512f avx512_bf16 amx_bf16\n", "", ["amx_bf16"]),
+        (f"processor: 0\n{AMD}flags\t: fpu avx512_bf16\nflags\t: fpu\n", "", ["avx512_bf16"]),
+        (f"{INTEL}flags\t: fpu avx512_bf16\n", "", []),
+        (f"{AMD}flags\t: fpu avx512f avx512_vnni\n", "", []),
         ("Features\t: fp asimd bf16\n", "", []),  # ARM: not measured
         (None, "", []),  # no Linux
-        ("flags\t: fpu avx512_bf16\n", "--xla_cpu_max_isa=AVX2", []),
+        (f"{AMD}flags\t: fpu avx512_bf16\n", "--xla_cpu_max_isa=AVX2", []),
     ],
 )
 def test_instructions_for_products_of_bfloat16(
@@ -255,7 +258,7 @@ def test_instructions_for_products_of_bfloat16(
     ("names", "expected", "reason"),
     [
         (["amx_bf16"], "bfloat16", "the CPU has amx_bf16"),
-        ([], "float32", "the CPU has no instructions for products of bfloat16"),
+        ([], "float32", "the CPU has no fast products of bfloat16"),
     ],
 )
 def test_dtype_of_a_cpu_is_chosen_once_and_logged(
