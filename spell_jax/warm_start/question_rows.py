@@ -3,7 +3,8 @@
     python -m spell_jax.warm_start.question_rows --questions=A.jsonl,B.jsonl --out=rows.jsonl
 
 1. Input is the layout of data/questions.py. A general_qa question also gives a financial_math row
-   if its answer is a number, and a multiple_choice row if it has three wrong answers.
+   if its answer is a number, and a multiple_choice row if it has three wrong answers. Questions of
+   data_pipeline.cloze_questions give responder rows with --tasks=cloze.
 2. A questioner row writes the question with its answer as JSON, after the question's own document
    (the one with the answer, where one has it) and one more, in a share of rows also after other
    questions about them. Every completion has passed the parser that self-play uses.
@@ -27,7 +28,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from absl import flags
 
-from spell_jax.data.clusters import LETTERS, PAPER_TASKS, count_words
+from spell_jax.data.clusters import CLOZE, LETTERS, PAPER_TASKS, TASKS, count_words
 from spell_jax.data.questions import Question
 from spell_jax.data.stream import batch_counts
 from spell_jax.runtime import entry
@@ -80,8 +81,13 @@ class QuestionRowConfig:
 
     def __post_init__(self):
         check_least(self, "", rows=1, documents_read=1, documents_shown=1, seed=0)
-        if not self.tasks or any(task not in PAPER_TASKS for task in self.tasks):
-            raise ValueError(f"tasks = {self.tasks}: must be one or more of {PAPER_TASKS}")
+        if not self.tasks or any(task not in TASKS for task in self.tasks):
+            raise ValueError(f"tasks = {self.tasks}: must be one or more of {TASKS}")
+        if CLOZE in self.tasks and self.roles[0]:
+            raise ValueError(
+                f"roles = {self.roles}: must have no questioner with the task {CLOZE}, whose "
+                "documents do not have the sentence"
+            )
         if min(self.roles) < 0 or not any(self.roles):
             raise ValueError(f"roles = {self.roles}: must be shares of {ROLES}")
         if not 0 <= self.history_share <= 1:

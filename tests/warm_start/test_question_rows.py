@@ -114,6 +114,16 @@ def test_numbered_rows_name_the_own_document():
     assert set(named) == {0, 1, 2}
 
 
+def test_gaps_give_responder_rows():
+    gap = Question("cloze", DOCUMENTS[:3], "The mayor of ____ sings.", "Lima", shown=(1,))
+    config = QuestionRowConfig(rows=8, roles=(0, 1, 0), tasks=("cloze",), documents_read=1)
+    for row in make_rows([gap], config, COMPACT)[0]:
+        assert row.prompt == COMPACT.responder("cloze", [DOCUMENTS[1]], gap.question)
+        assert score(row.completion, "Lima", row.task) == 1.0
+    with pytest.raises(ValueError, match="roles = .* must have no questioner"):
+        QuestionRowConfig(tasks=("cloze",))
+
+
 def test_verdicts_are_right(rows):
     verdicts = Counter()
     for row in rows_of(rows, "verifier"):
