@@ -120,7 +120,7 @@ def test_gaps_give_responder_rows():
     for row in make_rows([gap], config, COMPACT)[0]:
         assert row.prompt == COMPACT.responder("cloze", [DOCUMENTS[1]], gap.question)
         assert score(row.completion, "Lima", row.task) == 1.0
-    with pytest.raises(ValueError, match="roles = .* must have no questioner"):
+    with pytest.raises(ValueError, match=r"roles = .* must have no questioner"):
         QuestionRowConfig(tasks=("cloze",))
 
 
