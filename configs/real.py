@@ -18,10 +18,14 @@ from spell_jax.runtime.config import Config
 _EXACT = {"algorithm.responder_reward": "rule", "algorithm.rule": "exact"}
 _RLVR = {"algorithm.name": "rlvr", **_EXACT}
 _CLOZE = {"data.tasks": ("cloze",), "data.questions": "runs/real/cloze.jsonl"}
-# One document is what the teacher reads, the questioner's own.
+# A rule chooses the answer, and the questioner reads one paragraph and writes a question.
+_ANSWER_FIRST = {"algorithm.documents": (1,), "algorithm.answer_first": True}
+# The start must find the answer there in four of four samples.
+_CONFIRMED = {"algorithm.reference_source": "confirmed", "algorithm.reader_unanimous": True}
+# The teacher is the start, which reads the paragraph that a question was written from.
 _TAUGHT = {
     "algorithm.name": "self_distillation",
-    "algorithm.documents": (1,),
+    "algorithm.group_size": 4,
     "loss.distillation_weight": 1.0,
     "loss.kl_weight": 0.0,
 }
@@ -38,22 +42,12 @@ ARMS: Mapping[str, Mapping[str, Any]] = {
     "cloze": {**_RLVR, **_CLOZE},
     # The same gaps chosen by the questioner, which is rewarded for their difficulty.
     "cloze_spell": {**_EXACT, "data.tasks": ("cloze",), "algorithm.documents": (2,)},
-    # A rule chooses the answer, and the start must find it in four of four samples.
-    "answer_first": {
-        **_EXACT,
-        "algorithm.documents": (1,),
-        "algorithm.questions_per_cluster": 4,
-        "algorithm.answer_first": True,
-        "algorithm.reference_source": "confirmed",
-        "algorithm.reader_unanimous": True,
-    },
-    # The start, reading the one paragraph that a question was written from, teaches the policy,
-    # which reads eight. The start also writes the questions, four a cluster.
-    "distillation": {
-        **_TAUGHT,
-        "algorithm.static_questions": 960,
-        "algorithm.questions_per_cluster": 4,
-    },
+    # Self-play on answers that a rule chooses, and its static control.
+    "answer_first": {**_EXACT, **_ANSWER_FIRST, **_CONFIRMED},
+    "answer_first_static": {**_RLVR, **_ANSWER_FIRST, **_CONFIRMED},
+    # The start, reading one paragraph, teaches the policy, which reads eight. The start also writes
+    # the questions; their references are not used.
+    "distillation": {**_TAUGHT, **_ANSWER_FIRST},
     # The same with gaps that rules find.
     "distillation_cloze": {**_TAUGHT, **_CLOZE},
     # The same with people's questions, whose answers nobody reads.
@@ -67,11 +61,12 @@ def get_config(arm: str = "distillation") -> Config:
     config = default_config(ARMS[arm].get("algorithm.name", "spell"))
     config.update(steps=100, evaluate=True, validate_every=50, checkpoint_every=10)
     config.preemption_limit_s = 600.0
+    config.policy.remat = "none"  # a micro-batch takes 9 GiB
     config.data.update(tasks=("general_qa",), task_weights=(1.0,), shuffle=False)
     config.data.source = "runs/real/articles8.jsonl"
     config.data.validation = "runs/real/held_out.jsonl"
     config.algorithm.update(prompts="compact", max_generations=1, group_size=8)
-    config.algorithm.update(questions=32, generation_batch=32)
+    config.algorithm.update(questions=32, generation_batch=32, questions_per_cluster=8)
     config.sampler.update(max_prompt=4000, max_tokens=32, page_size=64, kv_cache_tokens=131_072)
     config.sampler.update(temperature=1.0, top_p=1.0, prefill_tokens=512, slots=64)
     config.sampler.update(decode_tokens=16)

@@ -229,11 +229,11 @@ def main(_) -> None:
     articles = read_articles(pathlib.Path(given.rows), counts)
     chosen = parse_range(given.articles, len(articles)) if given.articles else range(len(articles))
     if given.out:
-        made = (q for n in chosen for q in make_questions(articles[n], n, config, counts))
+        questions = (q for n in chosen for q in make_questions(articles[n], n, config, counts))
         if config.block:
             rng = np.random.default_rng([config.seed, config.block])
-            made = in_blocks(list(made), lambda q: q.documents, config.block, rng)
-        write_records(given.out, map(dataclasses.asdict, made))
+            questions = in_blocks(list(questions), lambda q: q.documents, config.block, rng)
+        write_records(given.out, map(dataclasses.asdict, questions))
     if given.clusters:
         clusters = [c for n in chosen for c in make_clusters(articles[n], config)]
         write_records(given.clusters, clusters)

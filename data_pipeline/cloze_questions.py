@@ -66,54 +66,54 @@ def make_sets(
         chosen = _choose(unused, config.per_set, answers)
         if len(chosen) < config.per_set:
             break
-        answers |= {one.span.lower() for one in chosen}
-        hidden = {one.sentence for one in chosen}
+        answers |= {gap.span.lower() for gap in chosen}
+        hidden = {gap.sentence for gap in chosen}
         documents = cloze.hide(cluster.documents, sorted(hidden))
         counts["written"] += len(chosen)
-        yield [_question(one, hidden, documents) for one in chosen]
+        yield [_question(gap, hidden, documents) for gap in chosen]
 
 
 def _choose(clozes: Sequence[Cloze], most: int, answers: set[str]) -> list[Cloze]:
     """Choose questions with different answers, each of which stands in a sentence that stays."""
     chosen: list[Cloze] = []
-    for one in clozes:
-        together = [*chosen, one]
-        hidden = {other.sentence for other in together}
-        spans = {other.span.lower() for other in together}
+    for candidate in clozes:
+        together = [*chosen, candidate]
+        hidden = {gap.sentence for gap in together}
+        spans = {gap.span.lower() for gap in together}
         if (
             len(chosen) < most
             and len(hidden) == len(spans) == len(together)
-            and one.span.lower() not in answers
-            and scores_itself(one.span, CLOZE)
-            and all(any(text not in hidden for _, text in c.elsewhere) for c in together)
+            and candidate.span.lower() not in answers
+            and scores_itself(candidate.span, CLOZE)
+            and all(any(text not in hidden for _, text in gap.elsewhere) for gap in together)
         ):
             chosen = together
     return chosen
 
 
-def _question(one: Cloze, hidden: set[str], documents: tuple[str, ...]) -> Question:
-    evidence = [(number, text) for number, text in one.elsewhere if text not in hidden]
+def _question(gap: Cloze, hidden: set[str], documents: tuple[str, ...]) -> Question:
+    evidence = [(number, text) for number, text in gap.elsewhere if text not in hidden]
     return Question(
         CLOZE,
         documents,
-        one.question,
-        one.span,
+        gap.question,
+        gap.span,
         evidence=tuple(text for _, text in evidence),
         shown=tuple(sorted({number for number, _ in evidence})),
     )
 
 
 def main(_) -> None:
-    given = flags.FLAGS
-    config = ClozeConfig(given.per_set, given.sets, given.shared_words, given.seed)
+    values = flags.FLAGS
+    config = ClozeConfig(values.per_set, values.sets, values.shared_words, values.seed)
     source = built.open_source(
-        given.clusters, count_tokens=count_words, max_document_tokens=sys.maxsize
+        values.clusters, count_tokens=count_words, max_document_tokens=sys.maxsize
     )
     counts: Counter[str] = Counter()
     clusters = source.read(sorted(source.tasks))
-    made = [questions for cluster in clusters for questions in make_sets(cluster, config, counts)]
-    order = np.random.default_rng(config.seed).permutation(len(made))
-    write_records(given.out, (dataclasses.asdict(q) for i in order for q in made[i]))
+    sets = [questions for cluster in clusters for questions in make_sets(cluster, config, counts)]
+    order = np.random.default_rng(config.seed).permutation(len(sets))
+    write_records(values.out, (dataclasses.asdict(q) for i in order for q in sets[i]))
     print(json.dumps(counts | {"clusters": len(clusters)}))
 
 

@@ -77,15 +77,16 @@ def check_objective(config: AlgorithmConfig, loss: LossConfig) -> None:
     """
     has_pairs, teacher = ALGORITHMS[config.name].has_pairs, ALGORITHMS[config.name].teacher
     if teacher == ("never" if loss.distillation_weight else "must"):
-        wanted = "must be 0" if teacher == "never" else "must be above 0"
+        requirement = "must be 0" if teacher == "never" else "must be above 0"
         raise ValueError(
-            f"loss.distillation_weight = {loss.distillation_weight}: {wanted} for algorithm.name = "
-            f"{config.name!r}"
+            f"loss.distillation_weight = {loss.distillation_weight}: {requirement} for "
+            f"algorithm.name = {config.name!r}"
         )
     if has_pairs != (loss.objective == "dpo"):
-        wanted = "must be 'dpo'" if has_pairs else "must not be 'dpo'"
+        requirement = "must be 'dpo'" if has_pairs else "must not be 'dpo'"
         raise ValueError(
-            f"loss.objective = {loss.objective!r}: {wanted} for algorithm.name = {config.name!r}"
+            f"loss.objective = {loss.objective!r}: {requirement} for algorithm.name = "
+            f"{config.name!r}"
         )
 
 

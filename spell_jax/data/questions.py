@@ -109,21 +109,21 @@ def as_clusters(questions: Sequence[Question]) -> tuple[Source, Mapping[str, Que
 
 
 def with_short_contexts(questions: Sequence[Question]) -> tuple[Question, ...]:
-    """The questions whose short context is known, in `shown`.
+    """Return the questions that have a short context, in `shown`.
 
-    It is `shown` as given, or else the documents that contain a sentence of the evidence.
+    It is the question's `shown`, or else the documents that contain a sentence of its evidence.
     ValueError if there are questions, but none has a short context.
     """
-    made = [dataclasses.replace(q, shown=q.shown or _evidence_documents(q)) for q in questions]
-    kept = tuple(question for question in made if question.shown)
-    if made and not kept:
+    complete = [dataclasses.replace(q, shown=q.shown or _evidence_documents(q)) for q in questions]
+    usable = tuple(question for question in complete if question.shown)
+    if complete and not usable:
         raise ValueError(
-            f"data.questions: none of its {len(made)} questions has a short context; a question "
-            'must have "shown", or "evidence" that its documents contain'
+            f"data.questions: none of its {len(complete)} questions has a short context; one must "
+            'have "shown", or "evidence" that its documents contain'
         )
-    if len(kept) < len(made):
-        log.warning("%d of %d questions have no short context", len(made) - len(kept), len(made))
-    return kept
+    if missing := len(complete) - len(usable):
+        log.warning("%d of %d questions have no short context", missing, len(complete))
+    return usable
 
 
 def _evidence_documents(question: Question) -> tuple[int, ...]:

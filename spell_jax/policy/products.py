@@ -163,7 +163,6 @@ def bfloat16_instructions() -> list[str]:
     lines = _CPU_INFO.read_text().splitlines() if _CPU_INFO.exists() else []
     pairs = [line.partition(":") for line in reversed(lines)]  # the first CPU's come last and stay
     words = {name.strip(): text.split() for name, _, text in pairs}
-    known, vendor = words.get("flags", []), words.get("vendor_id", [])
-    return [
-        name for name, of in _BFLOAT16_INSTRUCTIONS.items() if name in known and of in ["", *vendor]
-    ]
+    flags, vendors = words.get("flags", []), ["", *words.get("vendor_id", [])]
+    gains = _BFLOAT16_INSTRUCTIONS.items()
+    return [name for name, vendor in gains if name in flags and vendor in vendors]

@@ -68,9 +68,9 @@ def table(workdirs: Sequence[epath.Path]) -> str:
     for workdir in workdirs:
         name = workdir.name
         lines += _compare(f"{name}, before", read_answers(workdir, "before"), name, after[workdir])
-    first, *others = workdirs
-    for other in others:
-        lines += _compare(first.name, after[first], other.name, after[other])
+    first = workdirs[0]
+    for second in workdirs[1:]:
+        lines += _compare(first.name, after[first], second.name, after[second])
     return "\n".join(["paired differences", *align(lines)]) if len(lines) > 1 else ""
 
 

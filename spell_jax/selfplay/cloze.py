@@ -66,7 +66,7 @@ def find_clozes(documents: Sequence[str], shared_words: int = 2) -> Iterator[Clo
     """Yield the cloze questions of a cluster, in order of their sentences.
 
     A span is a proper name, a number or several words, at most LONGEST_SPAN of them, in the longest
-    form that occurs in another sentence. The question's sentence and one of those with the span
+    form that occurs in another sentence. The question's sentence and another sentence with the span
     share at least `shared_words` other words that are no function words; otherwise nothing would
     tell which words fill the gap.
     """
@@ -86,19 +86,19 @@ def find_clozes(documents: Sequence[str], shared_words: int = 2) -> Iterator[Clo
         for begin, end in _longest_spans(lower[index], places, index):
             key = tuple(lower[index][begin:end])
             span = text[words[index][begin].start() : words[index][end - 1].end()]
-            others = [
-                other
-                for other in sorted(places[key] - {index})[:MOST_PLACES]
-                if len((content[index] & content[other]) - {*key}) >= shared_words
-                and sentences[other][1] != text
+            elsewhere = [
+                place
+                for place in sorted(places[key] - {index})[:MOST_PLACES]
+                if len((content[index] & content[place]) - {*key}) >= shared_words
+                and sentences[place][1] != text
             ]
             is_answer = _is_answer(span, begin == 0) and not _cuts_name(
                 text, words[index], begin, end
             )
-            if key in done or not others or not is_answer:
+            if key in done or not elsewhere or not is_answer:
                 continue
             done.add(key)
-            yield Cloze(document, text, span, tuple(sentences[other] for other in others))
+            yield Cloze(document, text, span, tuple(sentences[place] for place in elsewhere))
 
 
 def answer_spans(document: str) -> list[str]:
@@ -216,14 +216,17 @@ def _longest_spans(
 
 
 def _is_answer(span: str, is_first: bool) -> bool:
-    """Whether a span is a name, a number or several words; the first word has a capital anyway."""
+    """Return whether a span is a name, a number or several words.
+
+    A capital of a sentence's first word tells nothing.
+    """
     words = span.split()
     named = any(word[0].isupper() for word in words[is_first:])
     return named or any(c.isdigit() for c in span) or len(words) > 1
 
 
 def _cuts_name(text: str, words: Sequence[re.Match[str]], begin: int, end: int) -> bool:
-    """Whether the word before or after a span continues its name, as in "Saturn" of "Saturn V"."""
+    """Return whether a word beside a span continues its name, as in "Saturn" of "Saturn V"."""
     after = begin > 1 and text[words[begin - 1].end() : words[begin].start()] == " "
     before = end < len(words) and text[words[end - 1].end() : words[end].start()] == " "
     return (after and words[begin - 1][0][0].isupper()) or (before and words[end][0][0].isupper())

@@ -157,10 +157,10 @@ def score_answer(
         return 0.0
     is_right = is_correct(answer, right, task, rule, extract)
     if task in TEXT_TASKS and rule in ("f1", "brief"):
-        stated, wanted = (normalize_answer(text, extract).split() for text in (answer, right))
+        words, right_words = (normalize_answer(text, extract).split() for text in (answer, right))
         if rule == "f1":
-            return word_f1(stated, wanted)
-        return is_right * min(1.0, len(wanted) / max(len(stated), 1))
+            return word_f1(words, right_words)
+        return is_right * min(1.0, len(right_words) / max(len(words), 1))
     return float(is_right)
 
 

@@ -18,7 +18,7 @@ def annotate(
     advantages: Mapping[tuple[int, str, int], list[float]],
     config: SpellConfig,
 ) -> list[Annotation]:
-    """Advantages by role for each episode, and the use of each role's replies or why not."""
+    """Return each episode's advantages by role, and the use of each role's replies or why not."""
     annotations = []
     for n, e in enumerate(episodes):
         roles = [role for role in ("responder", "questioner") if (n, role, 0) in advantages]
@@ -27,11 +27,11 @@ def annotate(
             "questioner": USED if "questioner" in roles else _why_no_question(e, config),
             "responder": USED if "responder" in roles else _why_no_answers(e),
             "verifier": [
-                USED if own else _why_no_votes(e, i, config) for i, own in enumerate(votes)
+                USED if values else _why_no_votes(e, i, config) for i, values in enumerate(votes)
             ],
         }
-        own = {role: advantages[n, role, 0] for role in roles}
-        annotations.append(Annotation(own | {"verifier": votes}, used))
+        by_role = {role: advantages[n, role, 0] for role in roles}
+        annotations.append(Annotation(by_role | {"verifier": votes}, used))
     return annotations
 
 
@@ -60,7 +60,7 @@ def _why_no_votes(e: Episode, i: int, config: SpellConfig) -> str:
 
 
 def make_record(e: Episode, annotation: Annotation, prompts: Prompts) -> dict[str, Any]:
-    """An episode as a line of the run's files.
+    """Return an episode as a line of the run's files.
 
     "prompt" is the questioner's prompt, in which {documents[i]} stands for a text of the cluster.
     The prompts of the other roles follow from the same documents and the other fields. "used" says
@@ -97,7 +97,7 @@ def make_record(e: Episode, annotation: Annotation, prompts: Prompts) -> dict[st
 
 
 def add_metrics(metrics: Metrics, e: Episode, suffix: str) -> None:
-    """Adds an episode to the metrics, whether or not it is trained on; names end in `suffix`."""
+    """Add an episode to the metrics, whether or not it is trained on; names end in `suffix`."""
     for status in STATUSES:
         metrics.add(f"{status}{suffix}", e.status == status)
     if e.status != "too_small":
