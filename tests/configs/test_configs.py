@@ -192,7 +192,8 @@ def test_arms_of_the_real_policy_differ_in_their_fields_alone(arm, tmp_path):
     before, after = (dict(flat(plain(one))) for one in (smollm2.get_config(), config))
     wanted = before | json.loads(json.dumps(smollm2.ARMS[arm]))
     assert {name: after[name] for name in wanted} == wanted
-    assert after.keys() - wanted.keys() <= {"algorithm.static_questions"}  # RLVR's own field
+    fields_of_rlvr = {"algorithm.static_questions", "algorithm.static_temperature"}
+    assert after.keys() - wanted.keys() <= fields_of_rlvr
     noise.give_data(config, tmp_path)
     name = "rlvr" if arm in ("rlvr", "labelled") else "spell"
     assert configs.read(config).algorithm.name == name
