@@ -150,8 +150,12 @@ class Rlvr(Spell):
         )
 
     def _write(self, models: Models, rng: np.random.Generator) -> list[dict[str, Any]]:
-        """Writes the static set in whole batches of SPELL's parts 1 to 3."""
+        """Write the static set by SPELL's parts 1 to 3, of all proposals at once.
+
+        Their number is rounded up to whole batches.
+        """
         batches = math.ceil(self._proposals / self.config.generation_batch)
+        started = [episode for _ in range(batches) for episode in self.start_episodes(rng)]
         return [
             {
                 "task": e.task,
@@ -161,8 +165,7 @@ class Rlvr(Spell):
                 "reference": e.reference,
                 "hidden": e.hidden,
             }
-            for _ in range(batches)
-            for e in self.write_all(models, self.start_episodes(rng))
+            for e in self.write_all(models, started)
             if e.status == "accepted"
         ]
 
