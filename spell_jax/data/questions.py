@@ -46,9 +46,10 @@ class Question:
 def in_blocks(
     items: Sequence[T], key: Callable[[T], Hashable], size: int, rng: np.random.Generator
 ) -> list[T]:
-    """Order items at random, `size` of those with the same key after one another.
+    """Order items at random, in blocks of `size` items with the same key.
 
-    Items of a key whose number is no multiple of `size` have one smaller block.
+    A key's last items may be a smaller block. Smaller blocks come last, so that a batch of whole
+    blocks has few keys.
     """
     by_key: dict[Hashable, list[T]] = {}
     for item in items:
@@ -57,7 +58,8 @@ def in_blocks(
     for same in by_key.values():
         order = rng.permutation(len(same)).tolist()
         blocks += [[same[i] for i in order[at : at + size]] for at in range(0, len(same), size)]
-    return [item for i in rng.permutation(len(blocks)) for item in blocks[i]]
+    shuffled = [blocks[i] for i in rng.permutation(len(blocks))]
+    return [item for block in sorted(shuffled, key=len, reverse=True) for item in block]
 
 
 def read_questions(

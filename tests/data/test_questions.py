@@ -16,8 +16,11 @@ def test_items_of_a_key_stay_together_in_blocks(size: int) -> None:
     ordered = in_blocks(items, lambda item: item[0], size, np.random.default_rng(0))
     assert sorted(ordered) == sorted(items)
     runs = [len(list(run)) for _, run in itertools.groupby(ordered, key=lambda item: item[0])]
-    full = sum(-(-count // size) for count in (7, 4, 1))  # blocks; neighbours may have the same key
-    assert len(runs) <= full and all(length >= min(size, 1) for length in runs)
+    blocks = sum(-(-count // size) for count in (7, 4, 1))  # neighbours may have the same key
+    assert len(runs) <= blocks
+    in_full_blocks = sum(count // size for count in (7, 4, 1)) * size
+    names = [name for name, _ in ordered[:in_full_blocks]]
+    assert names == [names[i - i % size] for i in range(in_full_blocks)]
     if size == 99:
         assert sorted(runs) == [1, 4, 7]
     again = in_blocks(items, lambda item: item[0], size, np.random.default_rng(0))
