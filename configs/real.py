@@ -1,11 +1,10 @@
 """A pretrained model that trains without labels: methods and controls as arms of one table.
 
     python -m spell_jax.train --config=configs/real.py:ARM --workdir=runs/real/ARM_SEED \
-        --config.policy.folder=START --config.seed=SEED
+        --config.seed=SEED
 
-ARM is one of ARMS, START a policy that answers in the form that the rule reads.
-docs/without_labels.md has the protocol, the commands that make START and the files under runs/real,
-and the results.
+ARM is one of ARMS. The policy begins after configs/format_stage.py. docs/without_labels.md has the
+protocol, the commands that make the files under runs/real, and the results.
 Hardware: 2 CPU cores, about an hour for 100 updates of a policy of 135M parameters.
 """
 
@@ -25,7 +24,7 @@ _CONFIRMED = {"algorithm.reference_source": "confirmed", "algorithm.reader_unani
 # The teacher is the start, which reads the paragraph that a question was written from.
 _TAUGHT = {
     "algorithm.name": "self_distillation",
-    "algorithm.group_size": 4,
+    "algorithm.generation_batch": 16,
     "loss.distillation_weight": 1.0,
     "loss.kl_weight": 0.0,
 }
@@ -42,7 +41,9 @@ ARMS: Mapping[str, Mapping[str, Any]] = {
     "cloze": {**_RLVR, **_CLOZE},
     # The same gaps chosen by the questioner, which is rewarded for their difficulty.
     "cloze_spell": {**_EXACT, "data.tasks": ("cloze",), "algorithm.documents": (2,)},
-    # Self-play on answers that a rule chooses, and its static control.
+    # Self-play on answers that a rule chooses.
+    "spell": {**_EXACT, **_ANSWER_FIRST},
+    # The same with questions whose answer the start finds, and its static control.
     "answer_first": {**_EXACT, **_ANSWER_FIRST, **_CONFIRMED},
     "answer_first_static": {**_RLVR, **_ANSWER_FIRST, **_CONFIRMED},
     # The start, reading one paragraph, teaches the policy, which reads eight. The start also writes
@@ -61,6 +62,7 @@ def get_config(arm: str = "distillation") -> Config:
     config = default_config(ARMS[arm].get("algorithm.name", "spell"))
     config.update(steps=100, evaluate=True, validate_every=50, checkpoint_every=10)
     config.preemption_limit_s = 600.0
+    config.policy.folder = "runs/real/start/policy"
     config.policy.remat = "none"  # a micro-batch takes 9 GiB
     config.data.update(tasks=("general_qa",), task_weights=(1.0,), shuffle=False)
     config.data.source = "runs/real/articles8.jsonl"
@@ -68,7 +70,7 @@ def get_config(arm: str = "distillation") -> Config:
     config.algorithm.update(prompts="compact", max_generations=1, group_size=8)
     config.algorithm.update(questions=32, generation_batch=32, questions_per_cluster=8)
     config.sampler.update(max_prompt=4000, max_tokens=32, page_size=64, kv_cache_tokens=131_072)
-    config.sampler.update(temperature=1.0, top_p=1.0, prefill_tokens=512, slots=64)
+    config.sampler.update(temperature=1.0, top_p=1.0, prefill_tokens=512, slots=128)
     config.sampler.update(decode_tokens=16)
     config.optimizer.update(learning_rate=3e-5, b2=0.95, weight_decay=0.0, warmup_steps=5)
     config.loss.update(kl_weight=1e-3)

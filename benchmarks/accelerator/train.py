@@ -1,4 +1,4 @@
-"""SPELL from a folder of weights and clusters, for the time that is left.
+"""Training without labels from a folder of weights and clusters, for the time that is left.
 
 --train=FOLDER names a folder with
 
@@ -6,15 +6,15 @@
     NAME.gguf              a GGUF file, or its pieces NAME.gguf.00, NAME.gguf.01, ... in order
     clusters.jsonl         documents to train on (or clusters/, a folder that data_pipeline built)
     held_out.jsonl         questions with answers for the validation
-    rows.jsonl             rows of all roles for a cold start, if the policy needs one
-    verdicts.jsonl         rows of its second stage
+    rows.jsonl             rows for a format stage, if the policy needs one
 
-which the first lines of configs/smollm2.py and configs/smollm2_cold_start.py make.
+which the commands of docs/without_labels.md make: articles8.jsonl there is clusters.jsonl here,
+format_rows.jsonl is rows.jsonl.
 
-1. `cold_start` tunes the policy on the rows, as configs/smollm2_cold_start.py does.
-2. `spell` trains with configs/smollm2.py and larger batches, in bfloat16. Before the section's time
-   is over the run is asked to save, as by a machine that is taken away.
-3. A second run of the command with the same OUT goes on from there, in a case `spell_2`.
+1. `format_stage` tunes the policy on the rows, as configs/format_stage.py does.
+2. `arm` trains with the arm "distillation" of configs/real.py and larger batches, in bfloat16.
+   Before the section's time is over the run is asked to save, as by a machine that is taken away.
+3. A second run of the command with the same OUT goes on from there, in a case `arm_2`.
 
 Everything lies in OUT/train, and a second run needs it. A checkpoint has weights and two moments in
 float32, 1.6 GB for a policy of 135M parameters.
@@ -22,7 +22,6 @@ float32, 1.6 GB for a policy of 135M parameters.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import pathlib
@@ -47,30 +46,28 @@ _SAVE_SECONDS = 30.0  # from the request to stop until the run is saved
 _END_SECONDS = 15.0
 # The section's own process holds little device memory: the run may take nearly all of it.
 _ALL_MEMORY = {PREALLOCATE: "true", MEMORY_SHARE: ".85"}
-# Changes to configs/smollm2_cold_start.py: the same rows in each update, fewer and longer rows of a
+# Changes to configs/format_stage.py: the same rows in each update, fewer and longer rows of a
 # micro-batch, one compiled shape, and no checkpoint but the last.
-_STAGE = {
+_FORMAT_STAGE = {
     "policy.compute_dtype": "bfloat16",
     "packing.buckets": ((1024, 256),),
     "packing.token_budget": 8192,
     "checkpoint_every": 1000,
 }
-_VERDICTS = {"steps": 30, "rows_per_step": 16}  # of the second stage, as there
-# Changes to configs/smollm2.py, whose sizes are for two CPU cores.
-_SPELL = {
+# Changes to configs/real.py, whose sizes are for two CPU cores.
+_ARM = {
     "steps": 1000,
-    "validate_every": 5,
+    "validate_every": 25,
     "checkpoint_every": 25,
     "keep_checkpoints": 1,
     "preemption_limit_s": 120.0,
     "policy.compute_dtype": "bfloat16",
-    "algorithm.questions": 32,
     "algorithm.generation_batch": 64,
     "sampler.slots": 256,
     "sampler.kv_cache_tokens": 393_216,
     "sampler.prefill_tokens": 8192,
-    "packing.buckets": ((2304, 1024),),
-    "packing.token_budget": 16_128,
+    "packing.buckets": ((4096, 2048),),
+    "packing.token_budget": 16_384,
 }
 _NOT_TRAINING = ("start", "evaluate", "validate")  # phases of an update's line of metrics
 _TINY_ROWS = {
@@ -83,7 +80,7 @@ _TINY_ROWS = {
     "config.packing.token_budget": 640,
     "config.packing.buckets": ((320, 96),),
 }
-_TINY_SPELL = {
+_TINY_ARM = {
     "config": "tiny",
     "config.max_minutes": 0.0,
     "config.evaluate": True,
@@ -104,16 +101,16 @@ def cases(setting: Setting) -> Sequence[Case]:
     if not setting.train and not setting.tiny:
         return []
     stretch = 1 if setting.tiny else 1 + _stretches(setting)
-    name = "spell" if stretch == 1 else f"spell_{stretch}"
+    name = "arm" if stretch == 1 else f"arm_{stretch}"
     try:
         folder = None if setting.tiny else Folder(pathlib.Path(setting.train))
     except (OSError, ValueError) as error:
         return [Case(name, functools.partial(_refuse, error))]
     training = _Training(setting, folder)
-    spell = Case(name, training.spell, setting.seconds)
-    if not training.stages:
-        return [spell]
-    return [Case("cold_start", training.cold_start, setting.seconds), spell]
+    arm = Case(name, training.train_arm, setting.seconds)
+    if training.stage is None:
+        return [arm]
+    return [Case("format_stage", training.format_stage, setting.seconds), arm]
 
 
 def _refuse(error: Exception) -> Numbers:
@@ -122,10 +119,10 @@ def _refuse(error: Exception) -> Numbers:
 
 
 def _stretches(setting: Setting) -> int:
-    """Count the stretches of self-play that ended well."""
+    """Count the stretches of the arm that ended well."""
     played = setting.before.get(SECTION, {})
     return sum(
-        re.fullmatch(r"spell(_\d+)?", case) is not None and FAULT not in played[case]
+        re.fullmatch(r"arm(_\d+)?", case) is not None and FAULT not in played[case]
         for case in played
     )
 
@@ -137,7 +134,7 @@ class Folder:
       policy: its Hugging Face folder, or None if it has a GGUF file.
       pieces: the GGUF file, or its pieces in order.
       clusters, validation: sources of the run's data.
-      rows: files of rows of the cold start's stages, by the stage's name.
+      rows: file of rows of the format stage, or None.
     """
 
     def __init__(self, path: pathlib.Path):
@@ -163,86 +160,81 @@ class Folder:
             raise FileNotFoundError(
                 f"train = {str(path)!r}: must have clusters.jsonl, or clusters, and held_out.jsonl"
             )
-        files = {"roles": path / "rows.jsonl", "verdicts": path / "verdicts.jsonl"}
-        self.rows = {stage: file for stage, file in files.items() if file.is_file()}
-
-
-@dataclasses.dataclass(frozen=True)
-class _Stage:
-    """A stage of the cold start: its name, and flags without those of folders."""
-
-    name: str
-    flags: Mapping[str, Any]
+        rows = path / "rows.jsonl"
+        self.rows = rows if rows.is_file() else None
 
 
 class _Training:
-    """The cold start and self-play in OUT/train; a call does what is not done yet."""
+    """The format stage and the arm in OUT/train; a call does what is not done yet.
+
+    Attributes:
+      stage: flags of the format stage; None: the policy needs none.
+    """
 
     def __init__(self, setting: Setting, folder: Folder | None):
-        """Plan the stages; without a folder, the policy and the world of the tests are used."""
+        """Without a folder, the policy and the world of the tests are used."""
         self._setting, self._source = setting, folder
         self._end = time.monotonic() + setting.seconds
         self._out = make_folder(setting, SECTION)
-        self.stages = [_Stage("roles", _TINY_ROWS)] if folder is None else _stages(folder.rows)
+        self.stage: Mapping[str, Any] | None = _TINY_ROWS
+        if folder is not None:
+            changes = {f"config.{name}": value for name, value in _FORMAT_STAGE.items()}
+            stage = {"config": "format_stage", "config.source": folder.rows, **changes}
+            self.stage = stage if folder.rows else None
 
-    def cold_start(self) -> Numbers:
-        """Tune the policy in stages; return each one's seconds and losses."""
-        self._tune()
-        numbers: Numbers = {}
-        for stage in self.stages:
-            lines = read_metrics(self._out / stage.name)
-            seconds = (self._out / stage.name / "seconds.txt").read_text()
-            numbers[f"{stage.name}_s"] = float(seconds)
-            numbers[f"{stage.name}_updates"] = lines[-1]["step"]
-            losses = [-line["train/mean_logprob"] for line in lines]
-            numbers[f"{stage.name}_first_loss"], numbers[f"{stage.name}_loss"] = (
-                losses[0],
-                losses[-1],
-            )
-        return numbers
+    def format_stage(self) -> Numbers:
+        """Tune the policy on the rows; return the seconds and the losses."""
+        folder = self._tune()
+        lines = read_metrics(folder)
+        losses = [-line["train/mean_logprob"] for line in lines]
+        return {
+            "s": float((folder / "seconds.txt").read_text()),
+            "updates": lines[-1]["step"],
+            "first_loss": losses[0],
+            "loss": losses[-1],
+        }
 
-    def spell(self) -> Numbers:
-        """Train by self-play until the section's time is nearly over; return all numbers so far."""
-        flags: dict[str, Any] = {"workdir": self._out / "spell"}
-        policy = self._tune()
+    def train_arm(self) -> Numbers:
+        """Train the arm until the section's time is nearly over; return all numbers so far."""
+        flags: dict[str, Any] = {"workdir": self._out / "arm"}
+        policy = self._first_policy() if self.stage is None else self._tune() / "policy"
         if self._source is None:
-            flags |= _TINY_SPELL
+            flags |= _TINY_ARM
         else:
-            flags |= {"config": "smollm2", **{f"config.{k}": v for k, v in _SPELL.items()}}
+            changes = {f"config.{name}": value for name, value in _ARM.items()}
+            flags |= {"config": "real:distillation", **changes}
             flags["config.data.source"] = self._source.clusters
             flags["config.data.validation"] = self._source.validation
         flags["config.policy.folder"] = policy
         before = len(self._lines())
-        command = Command(self._setting, SECTION, "spell", "spell_jax.train", flags, _ALL_MEMORY)
+        command = Command(self._setting, SECTION, "arm", "spell_jax.train", flags, _ALL_MEMORY)
         status = command.wait_or_stop(
             self._end - _SAVE_SECONDS - _END_SECONDS,
             self._end - _END_SECONDS,
             enough=lambda: self._setting.tiny and len(self._lines()) > before,
         )
         lines = self._lines()
-        numbers = summary(lines, before, held_out(self._out / "spell", lines))
+        numbers = summary(lines, before, held_out(self._out / "arm", lines))
         if status not in (0, preemption.EXIT_CODE):
-            numbers[FAULT] = f"spell: ended with {status}: {command.last_line()}"
+            numbers[FAULT] = f"arm: ended with {status}: {command.last_line()}"
         elif len(lines) == before:
-            numbers[FAULT] = "spell: no update ended in time"
+            numbers[FAULT] = "arm: no update ended in time"
         return numbers
 
     def _lines(self) -> list[dict[str, Any]]:
-        has_lines = (self._out / "spell" / METRICS_FILE).exists()
-        return read_metrics(self._out / "spell") if has_lines else []
+        has_lines = (self._out / "arm" / METRICS_FILE).exists()
+        return read_metrics(self._out / "arm") if has_lines else []
 
-    def _tune(self) -> pathlib.Path | str:
-        """Play stages that are not done; return the last one's policy."""
-        policy = self._first_policy()
-        for stage in self.stages:
-            folder = self._out / stage.name
-            if not (folder / "seconds.txt").exists():
-                flags = {"workdir": folder, "config.policy.folder": policy} | dict(stage.flags)
-                seconds = self._run(stage.name, "spell_jax.sft", flags, _ALL_MEMORY)
-                (folder / "seconds.txt").write_text(f"{seconds:.3f}")
-                shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # of 1.6 GB
-            policy = folder / "policy"
-        return policy
+    def _tune(self) -> pathlib.Path:
+        """Play the format stage if it is not done; return its workdir."""
+        folder = self._out / "format_stage"
+        if not (folder / "seconds.txt").exists():
+            flags = {"workdir": folder, "config.policy.folder": self._first_policy()}
+            flags |= self.stage or {}
+            seconds = self._run("format_stage", "spell_jax.sft", flags, _ALL_MEMORY)
+            (folder / "seconds.txt").write_text(f"{seconds:.3f}")
+            shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # of 1.6 GB
+        return folder
 
     def _first_policy(self) -> pathlib.Path | str:
         """Return the Hugging Face folder that comes first; convert the GGUF file if need be."""
@@ -266,18 +258,6 @@ class _Training:
     ) -> float:
         command = Command(self._setting, SECTION, name, module, flags, variables)
         return command.wait(self._end - _END_SECONDS - time.monotonic())
-
-
-def _stages(rows: Mapping[str, pathlib.Path]) -> list[_Stage]:
-    changes = {"roles": {}, "verdicts": _VERDICTS}
-    return [
-        _Stage(
-            name,
-            {"config": "smollm2_cold_start", "config.source": file}
-            | {f"config.{key}": value for key, value in (_STAGE | changes[name]).items()},
-        )
-        for name, file in rows.items()
-    ]
 
 
 # ------------------------------------------------------------------------------------------ Numbers

@@ -307,4 +307,4 @@ def test_every_section_plays_on_a_cpu(tmp_path: pathlib.Path) -> None:
     assert numbers["decode"]["4_samples_int8_cache"]["decode_passes"] == 4
     assert numbers["step"]["tiny_ratios"]["trl_ratio"] > 0
     assert numbers["bits"]["resume"]["same"] is True
-    assert numbers["train"]["spell"]["updates"] >= 1
+    assert numbers["train"]["arm"]["updates"] >= 1

@@ -65,13 +65,13 @@ def setting(out: pathlib.Path, **fields: Any) -> Setting:
     return Setting("gpu", tiny=False, out=out, seconds=300.0, **fields)
 
 
-def test_a_folder_with_pieces_and_rows_has_a_cold_start(tmp_path) -> None:
+def test_a_folder_with_pieces_and_rows_has_a_format_stage(tmp_path) -> None:
     names = "p.gguf.01", "p.gguf.00", "clusters.jsonl", "held_out.jsonl", "rows.jsonl"
     folder = train.Folder(write_folder(tmp_path / "folder", *names))
     assert [piece.name for piece in folder.pieces] == ["p.gguf.00", "p.gguf.01"]
-    assert list(folder.rows) == ["roles"]
+    assert folder.rows == tmp_path / "folder" / "rows.jsonl"
     cases = train.cases(setting(tmp_path / "out", train=str(tmp_path / "folder")))
-    assert [case.name for case in cases] == ["cold_start", "spell"]
+    assert [case.name for case in cases] == ["format_stage", "arm"]
 
 
 @pytest.mark.parametrize(
@@ -90,9 +90,9 @@ def test_a_folder_without_a_file_is_refused(names, message, tmp_path) -> None:
 
 def test_a_later_run_plays_another_stretch(tmp_path) -> None:
     folder = write_folder(tmp_path / "folder", "p.gguf", "clusters.jsonl", "held_out.jsonl")
-    played = {"train": {"spell": {"updates": 9}, "spell_2": {FAULT: "no update ended in time"}}}
+    played = {"train": {"arm": {"updates": 9}, "arm_2": {FAULT: "no update ended in time"}}}
     (case,) = train.cases(setting(tmp_path / "out", train=str(folder), before=played))
-    assert case.name == "spell_2"
+    assert case.name == "arm_2"
 
 
 def test_a_wrong_folder_is_the_error_of_a_case(tmp_path) -> None:

@@ -20,7 +20,7 @@ from spell_jax.algorithms.rlvr.algorithm import Rlvr
 from spell_jax.algorithms.spell.algorithm import Spell
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.config import default_config
-from spell_jax.configs import eapo, folder, paper, paper_code, reconstruction, rlvr, smollm2, tiny
+from spell_jax.configs import eapo, folder, paper, paper_code, real, reconstruction, rlvr, tiny
 from spell_jax.evaluation.answering import Sampling
 from spell_jax.evaluation.benchmarks.base import Benchmark
 from spell_jax.learner.loss_config import LossConfig
@@ -186,22 +186,24 @@ def test_static_questions_are_answered_by_any_model_of_the_paper(read_flags):
     assert config.policy.folder == "models/Qwen3-4B-Thinking-2507"
 
 
-@pytest.mark.parametrize("arm", smollm2.ARMS)
+@pytest.mark.parametrize("arm", real.ARMS)
 def test_arms_of_the_real_policy_differ_in_their_fields_alone(arm, tmp_path):
-    config = smollm2.get_config(arm)
-    before, after = (dict(flat(plain(one))) for one in (smollm2.get_config(), config))
-    wanted = before | json.loads(json.dumps(smollm2.ARMS[arm]))
-    assert {name: after[name] for name in wanted} == wanted
+    config, changes = real.get_config(arm), json.loads(json.dumps(real.ARMS[arm]))
+    values = dict(flat(plain(config)))
+    assert {name: values[name] for name in changes} == changes
+    spell = dict(flat(plain(real.get_config("spell"))))
+    common = spell.keys() - real.ARMS["spell"].keys() - changes.keys()
+    assert {name: values[name] for name in common} == {name: spell[name] for name in common}
     fields_of_rlvr = {"algorithm.static_questions", "algorithm.static_temperature"}
-    assert after.keys() - wanted.keys() <= fields_of_rlvr
+    assert values.keys() - spell.keys() <= fields_of_rlvr
     noise.give_data(config, tmp_path)
-    name = "rlvr" if arm in ("rlvr", "labelled") else "spell"
+    name = changes.get("algorithm.name", "spell")
     assert configs.read(config).algorithm.name == name
 
 
 def test_unknown_arm_of_the_real_policy_is_rejected(read_flags):
-    with pytest.raises(flags.Error, match=r"configs/smollm2\.py:x: must be one of spell, frozen"):
-        read_flags("--config=configs/smollm2.py:x")
+    with pytest.raises(flags.Error, match=r"configs/real\.py:x: must be one of labelled, ran"):
+        read_flags("--config=configs/real.py:x")
 
 
 def test_unknown_paper_model_is_rejected(read_flags):

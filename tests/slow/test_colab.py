@@ -25,7 +25,7 @@ SMALL = ("hidden_size=64", "num_hidden_layers=2", "intermediate_size=128", "head
 # weights. Its own weights would take four minutes; test_smollm2.py has them.
 REAL = """
 REAL_ROWS = 8
-REAL_VERDICTS = 16
+REAL_WRITTEN = 3
 REAL_UPDATES = 1
 REAL_QUESTIONS = 1
 REAL_FLAGS = [
@@ -33,7 +33,6 @@ REAL_FLAGS = [
     "--config.algorithm.questions_per_cluster=1",
     "--config.algorithm.max_generations=1",
     "--config.algorithm.group_size=2",
-    "--config.algorithm.verifier_group_size=2",
     "--config.sampler.max_tokens=24",
 ]
 SQUAD_ADDRESS = ""
@@ -175,21 +174,15 @@ def test_notebook_shows_questioner_and_verifier_outputs(executed):
 
 
 def test_notebook_trains_a_real_policy(executed):
-    """A cold start and self-play, of one update each, on articles of SQuAD."""
+    """A format stage and self-distillation, of one update each, on articles of SQuAD."""
     notebook, workdir = executed
-    for part in ("roles", "cold_start", "spell"):
+    for part in ("start", "distillation"):
         assert [record["step"] for record in read_metrics(workdir / "real" / part)] == [1]
         assert (workdir / "real" / part / "policy" / "model.safetensors").exists()
     assert "| question |" in outputs_of(notebook, "read_episodes")["text/markdown"]
-    rows = rows_of(outputs_of(notebook, '"| role |')["text/markdown"])
-    assert [row[:2] for row in rows] == [
-        ["responder", "rule"],
-        ["responder", "exact match"],
-        ["verifier", "same"],
-        ["verifier", "different"],
-        ["questioner", "accepted"],
-    ]
-    assert all(re.fullmatch(r"\d\.\d\d ± \d\.\d\d", cell) for row in rows for cell in row[2:])
+    rows = rows_of(outputs_of(notebook, '"| measure |')["text/markdown"])
+    assert [row[0] for row in rows] == ["exact match", "cover match", "F1"]
+    assert all(re.fullmatch(r"\d\.\d\d ± \d\.\d\d", cell) for row in rows for cell in row[1:])
 
 
 def test_failing_command_fails_its_notebook_cell(tmp_path):

@@ -143,7 +143,7 @@ def test_trained_policy_answers_in_transformers(folder, tmp_path) -> None:
     settings |= {"packing.buckets": "((128,16),)", "packing.token_budget": 128}
     fields = [f"--config.{name}={value}" for name, value in settings.items()]
     workdir, exported = tmp_path / "run", tmp_path / "exported"
-    run("spell_jax.sft", "--config=configs/smollm2_cold_start.py", f"--workdir={workdir}", *fields)
+    run("spell_jax.sft", "--config=configs/format_stage.py", f"--workdir={workdir}", *fields)
     run("spell_jax.export", f"--workdir={workdir}", f"--out={exported}", "--dtype=float32")
 
     ids = np.array([tokenizer.load(folder).chat([{"role": "user", "content": "3 and one is"}])])
