@@ -21,6 +21,8 @@ _CLOZE = {"data.tasks": ("cloze",), "data.questions": "runs/real/cloze.jsonl"}
 _ANSWER_FIRST = {"algorithm.documents": (1,), "algorithm.answer_first": True}
 # The start must find the answer there in four of four samples.
 _CONFIRMED = {"algorithm.reference_source": "confirmed", "algorithm.reader_unanimous": True}
+# What the start answers there in all of four samples is the reference.
+_AGREED = {"algorithm.reference_source": "frozen_reader", "algorithm.reader_unanimous": True}
 # The teacher is the start, which reads the paragraph that a question was written from.
 _TAUGHT = {
     "algorithm.name": "self_distillation",
@@ -46,6 +48,9 @@ ARMS: Mapping[str, Mapping[str, Any]] = {
     # The same with questions whose answer the start finds, and its static control.
     "answer_first": {**_EXACT, **_ANSWER_FIRST, **_CONFIRMED},
     "answer_first_static": {**_RLVR, **_ANSWER_FIRST, **_CONFIRMED},
+    # A reader of one paragraph gives the references of a responder that reads eight.
+    "reader": {**_EXACT, **_ANSWER_FIRST, **_AGREED},
+    "reader_static": {**_RLVR, **_ANSWER_FIRST, **_AGREED},
     # The start, reading one paragraph, teaches the policy, which reads eight. The start also writes
     # the questions; their references are not used.
     "distillation": {**_TAUGHT, **_ANSWER_FIRST},

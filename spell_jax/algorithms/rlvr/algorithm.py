@@ -38,7 +38,8 @@ class RlvrConfig(SpellConfig):
     Attributes:
       static_questions: number of proposals for the static set, of which those that pass the filters
         are kept. Unused with given questions.
-      static_temperature: temperature at which the proposals are sampled; 0: greedy.
+      static_temperature: temperature of the samples from which the set is made (proposals, answers
+        without documents, the frozen reader's answers).
     """
 
     name: str = "rlvr"
@@ -73,7 +74,7 @@ class Rlvr(Spell):
         if self._given:
             context = dataclasses.replace(context, clusters=lambda: source)
         super().__init__(config, context)
-        self.question_temperature = config.static_temperature
+        self.writing_temperature = config.static_temperature
         if self._given:
             self.models = ()
         self._proposals = config.static_questions

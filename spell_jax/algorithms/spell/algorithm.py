@@ -49,8 +49,8 @@ class Spell:
     """The algorithm; see base.Algorithm."""
 
     trained = ()
-    # Temperature of the questioner; None: sampler.temperature, at which it is trained.
-    question_temperature: float | None = None
+    # Temperature of parts 1 to 3; None: sampler.temperature, at which the questioner is trained.
+    writing_temperature: float | None = None
 
     def __init__(self, config: SpellConfig, context: AlgorithmContext):
         self.config = config
@@ -187,7 +187,7 @@ class Spell:
         if not episode.questioner_prompt:
             return episode
         (reply,) = replies = await ask(
-            "questioner", [episode.questioner_prompt], temperature=self.question_temperature
+            "questioner", [episode.questioner_prompt], temperature=self.writing_temperature
         )
         if reply is None:
             return episode.without_reply("questioner", replies)
@@ -231,7 +231,8 @@ class Spell:
         e, samples = episode, self.config.grounding_samples
         if e.status != "accepted" or not samples:
             return e
-        (reply,) = await ask("responder", [self.prompts.responder(e.task, (), e.question)], samples)
+        prompt = self.prompts.responder(e.task, (), e.question)
+        (reply,) = await ask("responder", [prompt], samples, temperature=self.writing_temperature)
         texts = () if reply is None else reply.scored_texts
         blind = self.config.read_answers(texts, e.task)
         scores = self.config.score_answers(blind, e.reference, e.task)
@@ -248,7 +249,8 @@ class Spell:
         """Replaces the reference by the frozen reader's answer, or rejects the question."""
         if e.status != "accepted" or not self.config.has_reader:
             return e
-        e = await frozen_reader.read_reference(self.config, self.prompts, ask, e)
+        temperature = self.writing_temperature
+        e = await frozen_reader.read_reference(self.config, self.prompts, ask, e, temperature)
         return self._reject_known(e) if e.status == "accepted" and self._judge is None else e
 
     # 4. The responder answers from all documents.

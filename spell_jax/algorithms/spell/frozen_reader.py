@@ -13,7 +13,9 @@ from spell_jax.selfplay.hops import join_hop, split_hops
 from spell_jax.selfplay.prompts import Prompts
 
 
-async def read_reference(config: SpellConfig, prompts: Prompts, ask: Ask, e: Episode) -> Episode:
+async def read_reference(
+    config: SpellConfig, prompts: Prompts, ask: Ask, e: Episode, temperature: float | None
+) -> Episode:
     """The accepted question with the reader's answer as reference, rejected if it has none.
 
     With reference_source "confirmed" its own reference stays, and must equal the reader's answer.
@@ -24,8 +26,9 @@ async def read_reference(config: SpellConfig, prompts: Prompts, ask: Ask, e: Epi
     reference, leaked = "", False
     for link in (*links, None):
         text = prompts.responder(e.task, documents, hop)
-        group, model = config.reader_samples, "reference_reader"
-        (reply,) = replies = await ask("responder", [text], group, model=model)
+        (reply,) = replies = await ask(
+            "responder", [text], config.reader_samples, "reference_reader", temperature
+        )
         if reply is None:
             return e.without_reply("reader", replies)
         answers = config.read_answers(reply.scored_texts, e.task)

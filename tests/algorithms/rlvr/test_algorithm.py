@@ -79,11 +79,20 @@ def test_static_questions_are_written_once():
     assert not algorithm.memory  # the memory stays empty: there is no questioner
 
 
-def test_proposals_are_sampled_at_a_temperature_of_their_own():
-    algorithm, ask = new_algorithm(static_temperature=0.4), new_ask()
+def test_the_set_is_written_at_a_temperature_of_its_own():
+    algorithm = new_algorithm(static_temperature=0.4, reference_source="frozen_reader")
+    ask = new_ask()
     roll_out(algorithm, ask, 1)
-    assert {c.temperature for c in ask.calls if c.role == "questioner"} == {0.4}
-    assert {c.temperature for c in ask.calls if c.role != "questioner"} == {None}
+    writing = [c for c in ask.calls if c.temperature is not None]
+    assert {c.temperature for c in writing} == {0.4}
+    assert [(c.role, c.model) for c in writing] == [
+        ("questioner", "policy"),
+        ("responder", "policy"),
+        ("responder", "reference_reader"),
+    ]
+    ask.calls.clear()
+    roll_out(algorithm, ask, 2)
+    assert ask.calls and {c.temperature for c in ask.calls} == {None}
 
 
 def test_external_judge_filters_the_static_questions():
