@@ -81,8 +81,8 @@ def test_warm_start_config_loads_and_builds(name, monkeypatch):
     read = configs.read_supervised(config)
     policy = read.policy.architecture(read.policy.vocab_size)
     learner = supervised.make_learner(read, policy)
-    longest = learner.packing.largest()
-    assert longest.length <= policy.max_positions
+    for bucket in learner.packing.listed:
+        assert bucket.length <= policy.max_positions
     prompts.load(config.prompts)
 
 
