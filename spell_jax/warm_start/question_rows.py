@@ -4,7 +4,8 @@
 
 1. Input is the layout of data/questions.py. A general_qa question also gives a financial_math row
    if its answer is a number, and a multiple_choice row if it has three wrong answers. Questions of
-   data_pipeline.cloze_questions give responder rows with --tasks=cloze.
+   data_pipeline.cloze_questions give rows with --tasks=cloze. The questioner of such a row quotes
+   one of the question's evidence sentences, because its documents lack the sentence with the gap.
 2. A questioner row writes the question with its answer as JSON, after the question's own document
    (the one with the answer, where one has it) and one more, in a share of rows also after other
    questions about them. Every completion has passed the parser that self-play uses.
@@ -34,7 +35,7 @@ from spell_jax.data.stream import batch_counts
 from spell_jax.runtime import entry
 from spell_jax.runtime.config import check_least
 from spell_jax.runtime.jsonl import write_records
-from spell_jax.selfplay import evidence
+from spell_jax.selfplay import cloze, evidence
 from spell_jax.selfplay import prompts as prompt_sets
 from spell_jax.selfplay.given_questions import read_scorable, scores_itself
 from spell_jax.selfplay.memory import Entry
@@ -83,11 +84,6 @@ class QuestionRowConfig:
         check_least(self, "", rows=1, documents_read=1, documents_shown=1, seed=0)
         if not self.tasks or any(task not in TASKS for task in self.tasks):
             raise ValueError(f"tasks = {self.tasks}: must be one or more of {TASKS}")
-        if CLOZE in self.tasks and self.roles[0]:
-            raise ValueError(
-                f"roles = {self.roles}: must have no questioner with the task {CLOZE}, whose "
-                "documents do not have the sentence"
-            )
         if min(self.roles) < 0 or not any(self.roles):
             raise ValueError(f"roles = {self.roles}: must be shares of {ROLES}")
         if not 0 <= self.history_share <= 1:
@@ -100,7 +96,7 @@ class Item:
 
     Attributes:
       documents: the question's own document first.
-      record: the questioner's JSON object.
+      record: the questioner's JSON object; {} if the questioner has none.
       question: text for responder and verifier, with the choices of a multiple-choice question.
       answer: the reference: a text, a number or a letter.
       right: other right answers, for the verifier.
@@ -129,6 +125,8 @@ def make_item(question: Question, task: str, letter: str) -> Item | None:
         right, wrong = tuple(other_forms(answer)), _other_numbers(question)
     elif question.task != task:
         return None
+    if task == CLOZE:
+        return _cloze_item(question)
     record: dict[str, object] = {"question": question.question, "answer": answer}
     return Item(task, _own_first(question), record, question.question, answer, right, wrong)
 
@@ -144,6 +142,24 @@ def _choice_item(question: Question, letter: str) -> Item | None:
     others = tuple(other for other in LETTERS if other != letter)
     right = (f"({letter})",)
     return Item("multiple_choice", _own_first(question), record, asked, letter, right, others)
+
+
+def _cloze_item(question: Question) -> Item:
+    """Return the gap for the responder, and an evidence sentence for the questioner.
+
+    The record is {} if the rules of self-play accept none of these sentences.
+    """
+    record: dict[str, object] = {}
+    documents = _own_first(question)
+    for sentence in question.evidence:
+        if not cloze.check(sentence, question.answer, documents, documents)[1]:
+            record = {"sentence": sentence, "answer": question.answer}
+            # The questioner must be shown a document that has the sentence.
+            documents = tuple(sorted(documents, key=lambda text: sentence not in text))
+            break
+    return Item(
+        CLOZE, documents, record, question.question, question.answer, question.right[1:], ()
+    )
 
 
 def _other_numbers(question: Question) -> tuple[str, ...]:
@@ -195,6 +211,9 @@ class RowMaker:
         return self._verifier_row(item)
 
     def _questioner_row(self, item: Item, others: Sequence[Item]) -> Row | None:
+        if not item.record:
+            self.counts["questioner: no sentence whose answer stands elsewhere too"] += 1
+            return None
         completion = json.dumps(item.record, ensure_ascii=False)
         parsed = parse_question(completion, item.task, count_words)
         if parsed.status != "accepted" or parsed.answer != item.answer:

@@ -188,7 +188,8 @@ def test_single_update_with_recomputed_logprobs_is_on_policy(objective: str, rat
     wanted, wanted_numbers = current.update(fresh(current), GROUPS)
     largest = max(np.abs(x).max() for x in jax.tree.leaves(moments(wanted)))
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * largest),
+        # Two compiled programs sum in different orders: 1.02e-6 was seen on an Emerald Rapids.
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=5e-6 * largest),
         moments(state),
         moments(wanted),
     )

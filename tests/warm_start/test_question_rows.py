@@ -120,8 +120,21 @@ def test_gaps_give_responder_rows():
     for row in make_rows([gap], config, COMPACT)[0]:
         assert row.prompt == COMPACT.responder("cloze", [DOCUMENTS[1]], gap.question)
         assert score(row.completion, "Lima", row.task) == 1.0
-    with pytest.raises(ValueError, match=r"roles = .* must have no questioner"):
-        QuestionRowConfig(tasks=("cloze",))
+
+
+def test_questioner_rows_of_gaps_quote_a_sentence_that_self_play_accepts():
+    told = "The mayor of Lima met Amil in 1990."
+    documents = (DOCUMENTS[0], f"It rained. {told}", DOCUMENTS[1])
+    gap = Question("cloze", documents, "____ sings.", "Amil", evidence=(told,), shown=(1, 2))
+    alone = dataclasses.replace(gap, documents=documents[:2], shown=(1,))
+    config = QuestionRowConfig(
+        rows=20, roles=(1, 0, 0), tasks=("cloze",), documents_shown=2, history_share=0
+    )
+    for row in make_rows([gap, alone], config, COMPACT)[0]:
+        assert json.loads(row.completion) == {"sentence": told, "answer": "Amil"}
+        assert documents[1] in row.prompt and row.prompt.endswith("ask cloze")
+    with pytest.raises(ValueError, match="no question gives a row of the questioner for cloze"):
+        make_rows([alone], config, COMPACT)
 
 
 def test_verdicts_are_right(rows):
