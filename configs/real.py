@@ -14,7 +14,17 @@ from typing import Any
 from spell_jax.config import default_config
 from spell_jax.runtime.config import Config
 
-_EXACT = {"algorithm.responder_reward": "rule", "algorithm.rule": "exact"}
+# Eight questions about eight paragraphs of an article, which pack as one tree.
+_QUESTIONS = {
+    "data.source": "runs/real/articles8.jsonl",
+    "data.validation": "runs/real/held_out.jsonl",
+    "data.shuffle": False,
+    "algorithm.max_generations": 1,
+    "algorithm.questions": 32,
+    "algorithm.generation_batch": 32,
+    "algorithm.questions_per_cluster": 8,
+}
+_EXACT = {**_QUESTIONS, "algorithm.responder_reward": "rule", "algorithm.rule": "exact"}
 _RLVR = {"algorithm.name": "rlvr", **_EXACT}
 _CLOZE = {"data.tasks": ("cloze",), "data.questions": "runs/real/cloze.jsonl"}
 # A rule chooses the answer, and the questioner reads one paragraph and writes a question.
@@ -25,6 +35,7 @@ _CONFIRMED = {"algorithm.reference_source": "confirmed", "algorithm.reader_unani
 _AGREED = {"algorithm.reference_source": "frozen_reader", "algorithm.reader_unanimous": True}
 # The teacher is the start, which reads the paragraph that a question was written from.
 _TAUGHT = {
+    **_QUESTIONS,
     "algorithm.name": "self_distillation",
     "algorithm.generation_batch": 16,
     "loss.distillation_weight": 1.0,
@@ -58,6 +69,21 @@ ARMS: Mapping[str, Mapping[str, Any]] = {
     "distillation_cloze": {**_TAUGHT, **_CLOZE},
     # The same with people's questions, whose answers nobody reads.
     "distillation_asked": {**_TAUGHT, "data.questions": "runs/real/asked.jsonl"},
+    # Paragraphs of books go back to where they were; a fifth of the books are held out.
+    "reconstruction": {
+        "algorithm.name": "reconstruction",
+        "algorithm.documents": 16,
+        "algorithm.options": (3, 4),
+        "algorithm.option_weights": (1.0, 1.0),
+        "algorithm.max_paragraph": 1000,
+        "algorithm.cut_documents": True,
+        "algorithm.keep_equal": False,
+        "data.source": "runs/real/books",
+        "data.documents_per_cluster": 1,
+        "data.max_document_tokens": 1_000_000,
+        "data.held_out": 0.2,
+        "sampler.max_prompt": 1024,
+    },
 }
 
 
@@ -69,11 +95,8 @@ def get_config(arm: str = "distillation") -> Config:
     config.preemption_limit_s = 600.0
     config.policy.folder = "runs/real/start/policy"
     config.policy.remat = "none"  # a micro-batch takes 9 GiB
-    config.data.update(tasks=("general_qa",), task_weights=(1.0,), shuffle=False)
-    config.data.source = "runs/real/articles8.jsonl"
-    config.data.validation = "runs/real/held_out.jsonl"
-    config.algorithm.update(prompts="compact", max_generations=1, group_size=8)
-    config.algorithm.update(questions=32, generation_batch=32, questions_per_cluster=8)
+    config.data.update(tasks=("general_qa",), task_weights=(1.0,))
+    config.algorithm.update(prompts="compact", group_size=8)
     config.sampler.update(max_prompt=4000, max_tokens=32, page_size=64, kv_cache_tokens=131_072)
     config.sampler.update(temperature=1.0, top_p=1.0, prefill_tokens=512, slots=128)
     config.sampler.update(decode_tokens=16)

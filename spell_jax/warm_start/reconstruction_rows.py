@@ -1,0 +1,149 @@
+"""Format rows of document reconstruction: puzzles from real texts, answered in random order.
+
+    python -m spell_jax.warm_start.reconstruction_rows --source=BOOKS --out=rows.jsonl
+
+A completion is a box with the letters of all options in random order, so the rows teach how an
+order is written, and nothing about which one is right. Each row's text is the next one of the
+shuffled texts, or a window of it that fits --prompt_words.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+from absl import flags
+
+from spell_jax.data.clusters import count_words
+from spell_jax.data.config import DataConfig, open_clusters
+from spell_jax.runtime import entry
+from spell_jax.runtime.config import check_least
+from spell_jax.runtime.jsonl import write_records
+from spell_jax.selfplay import prompts as prompt_sets
+from spell_jax.selfplay import puzzles
+from spell_jax.selfplay.prompts import Prompts
+from spell_jax.selfplay.puzzles import FEWEST_OPTIONS, MOST_OPTIONS, PromptedPuzzle
+from spell_jax.warm_start.demonstrations import Row
+
+TRIES = 10  # passes over all texts without a puzzle after which the command gives up
+
+
+@dataclasses.dataclass(frozen=True)
+class ReconstructionRowConfig:
+    """Composition of the rows.
+
+    Attributes:
+      rows: number of rows.
+      options: values of K, the number of options, in turn.
+      prompt_words: most words of a prompt.
+      min_paragraph: fewest characters of an option.
+      max_paragraph: most characters of an option.
+      seed: seed of all choices.
+    """
+
+    rows: int = 200
+    options: tuple[int, ...] = (3, 4)
+    prompt_words: int = 600
+    min_paragraph: int = 80
+    max_paragraph: int = 1000
+    seed: int = 0
+
+    def __post_init__(self):
+        check_least(self, "", rows=1, prompt_words=1, min_paragraph=1, seed=0)
+        check_least(self, "", max_paragraph=self.min_paragraph)
+        if not self.options or not all(FEWEST_OPTIONS <= k <= MOST_OPTIONS for k in self.options):
+            raise ValueError(
+                f"options = {self.options}: each must be {FEWEST_OPTIONS} to {MOST_OPTIONS}"
+            )
+
+
+def make_rows(
+    texts: Sequence[str], config: ReconstructionRowConfig, prompts: Prompts
+) -> tuple[list[Row], Counter[str]]:
+    """Make config.rows rows, and count the reasons why texts gave none.
+
+    ValueError if no text gives one.
+    """
+    rng = np.random.default_rng(config.seed)
+    rows: list[Row] = []
+    counts: Counter[str] = Counter()
+    order: list[int] = []  # texts to come of this pass
+    failures = 0
+    while len(rows) < config.rows:
+        order = order or rng.permutation(len(texts)).tolist()
+        options = config.options[len(rows) % len(config.options)]
+        posed = _pose(rng, texts[order.pop()], options, config, prompts)
+        failures = 0 if posed.puzzle else failures + 1
+        if posed.puzzle:
+            rows.append(_row(rng, posed))
+        else:
+            counts[posed.reason] += 1
+        if failures >= TRIES * len(texts):
+            raise ValueError(f"source: no text gives a puzzle of {options} options: {dict(counts)}")
+    return rows, counts
+
+
+def _pose(
+    rng: np.random.Generator,
+    text: str,
+    options: int,
+    config: ReconstructionRowConfig,
+    prompts: Prompts,
+) -> PromptedPuzzle:
+    """Make a puzzle as the algorithm does by default, without neighboring gaps."""
+
+    def make(window: str) -> tuple[puzzles.Puzzle | None, str]:
+        lengths = config.min_paragraph, config.max_paragraph
+        return puzzles.make_puzzle(rng, window, options, *lengths, adjacent=False)
+
+    return puzzles.make_prompted_puzzle(
+        make, prompts.reconstruction, rng, text, count_words, config.prompt_words
+    )
+
+
+def _row(rng: np.random.Generator, posed: PromptedPuzzle) -> Row:
+    letters = ", ".join(rng.permutation(posed.truth).tolist())
+    return Row(posed.prompt, f"\\boxed{{{letters}}}", "responder", "reconstruction")
+
+
+def main(_) -> None:
+    values = flags.FLAGS
+    config = ReconstructionRowConfig(
+        rows=values.rows,
+        options=tuple(map(int, values.options)),
+        prompt_words=values.prompt_words,
+        min_paragraph=values.min_paragraph,
+        max_paragraph=values.max_paragraph,
+        seed=values.seed,
+    )
+    data = DataConfig(
+        source=values.source, documents_per_cluster=1, max_document_tokens=sys.maxsize
+    )
+    source, _ = open_clusters(data, values.seed, count_words)
+    texts = ["\n\n".join(cluster.documents) for cluster in source.read(sorted(source.tasks))]
+    rows, counts = make_rows(texts, config, prompt_sets.load(values.prompts))
+    write_records(values.out, map(dataclasses.asdict, rows))
+    print(json.dumps({"rows": len(rows), "texts": len(texts), "left out": counts}))
+
+
+if __name__ == "__main__":
+    flags.DEFINE_string("source", None, "Texts, as data.source takes them.", required=True)
+    flags.DEFINE_string("out", None, "JSONL of rows to write.", required=True)
+    flags.DEFINE_integer("rows", ReconstructionRowConfig.rows, "Number of rows.")
+    flags.DEFINE_list("options", list(map(str, ReconstructionRowConfig.options)), "Values of K.")
+    flags.DEFINE_integer(
+        "prompt_words", ReconstructionRowConfig.prompt_words, "Most words of a prompt."
+    )
+    flags.DEFINE_integer(
+        "min_paragraph", ReconstructionRowConfig.min_paragraph, "Fewest characters of an option."
+    )
+    flags.DEFINE_integer(
+        "max_paragraph", ReconstructionRowConfig.max_paragraph, "Most characters of an option."
+    )
+    flags.DEFINE_string("prompts", "compact", "full, compact or a folder of templates.")
+    flags.DEFINE_integer("seed", ReconstructionRowConfig.seed, "Seed of all choices.")
+    entry.run_main(main)
