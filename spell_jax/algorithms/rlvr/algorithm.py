@@ -4,9 +4,10 @@
    questions as in SPELL, once. Those that pass SPELL's filters are the set, with their references.
 2. Every step takes questions of the set in rounds, until enough have mixed rewards, and answers,
    rewards and trains the responder as SPELL does. The reward "rule" is plain RLVR (SPELL, Appendix
-   E.5); "max" with a verifier is the matched control. Given questions are dealt by the weights of
-   their tasks, epoch after epoch; written ones are sampled at random, with `questions_per_cluster`
-   K about a cluster together. A step asks no question twice. No questioner group is trained on.
+   E.5); "max" with a verifier is the matched control. Questions are dealt epoch after epoch, each
+   at most once an epoch: given ones by the weights of their tasks, written ones with
+   `questions_per_cluster` K about a cluster together. A step asks no question twice. No questioner
+   group is trained on.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from spell_jax.data.stream import TaskStream
 from spell_jax.learner.packing import TrainGroup
 from spell_jax.runtime.config import check_least
 from spell_jax.runtime.metrics import Metrics
+
+_WRITTEN = 3  # separates the random stream of the written questions' order from others of the seed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +82,8 @@ class Rlvr(Spell):
             self.models = ()
         self._proposals = config.static_questions
         self._written: list[dict[str, Any]] = []  # the set, as `state_dict` stores it
+        self._dealt = 0  # batches of the written set that have been dealt
+        self._seed = context.seed
 
     def rollout(self, models: Models, key: Key, step: int) -> list[Episode]:
         rng = np.random.default_rng([*key])
@@ -101,10 +106,11 @@ class Rlvr(Spell):
         return [self._accepted(q.task, c, q.shown, q.question, q.answer) for q, c in given]
 
     def _written_batches(self, key: Key, step: int) -> Iterator[list[Episode]]:
-        rng = np.random.default_rng([*key, 3])  # Spell uses [*key], [*key, 1] and [*key, 2]
-        asked, batch = self._in_order(rng), self.config.generation_batch
-        for start in range(0, len(asked), batch):
-            questions = asked[start : start + batch]
+        asked: set[int] = set()
+        while len(asked) < len(self._written):
+            new = [index for index in self._deal() if index not in asked]
+            asked.update(new)
+            questions = [self._written[index] for index in new]
             clusters = self.stream.read([q["cluster"] for q in questions])
             yield [
                 self._accepted(
@@ -118,12 +124,26 @@ class Rlvr(Spell):
                 for q, c in zip(questions, clusters, strict=True)
             ]
 
-    def _in_order(self, rng: np.random.Generator) -> list[dict[str, Any]]:
-        """The written questions in random order, `questions_per_cluster` of a cluster together."""
+    def _deal(self) -> list[int]:
+        """Return the indices of the next batch of written questions."""
+        batch = min(self.config.generation_batch, len(self._written))
+        epoch, number = divmod(self._dealt, len(self._written) // batch)
+        self._dealt += 1
+        return self._epoch_order(epoch, batch)[number * batch : (number + 1) * batch]
+
+    def _epoch_order(self, epoch: int, batch: int) -> list[int]:
+        """Return the indices of an epoch's questions, which are a multiple of `batch`.
+
+        `questions_per_cluster` about a cluster are together. Fewer than `batch` questions are left
+        out, other ones every epoch.
+        """
+        rng = np.random.default_rng([self._seed, _WRITTEN, epoch])
+        size = len(self._written)
+        indices = rng.permutation(size)[: size - size % batch].tolist()
         together = self.config.questions_per_cluster
         if together == 1:
-            return [self._written[i] for i in rng.permutation(len(self._written))]
-        return in_blocks(self._written, lambda q: q["cluster"], together, rng)
+            return indices
+        return in_blocks(indices, lambda i: self._written[i]["cluster"], together, rng)
 
     def _accepted(
         self,
@@ -185,11 +205,12 @@ class Rlvr(Spell):
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        return {"spell": super().state_dict(), "questions": self._written}
+        spell = super().state_dict()
+        return {"spell": spell, "questions": self._written, "dealt": self._dealt}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state["spell"])
-        self._written = list(state["questions"])
+        self._written, self._dealt = list(state["questions"]), state["dealt"]
 
 
 def deal_once(stream: TaskStream, batch: int) -> Iterator[list[Cluster]]:

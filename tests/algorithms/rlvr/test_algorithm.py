@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import numpy as np
 import pytest
 from etils import epath
 
@@ -173,7 +172,8 @@ def test_static_questions_keep_frozen_reader_references():
 def test_algorithm_resumes_from_state_dict(reward):
     options = {"responder_reward": reward, "generation_batch": 5, "verifier_share": 0.5}
     options |= {"questions": 4, "max_generations": 3}
-    whole = run_steps(new_algorithm(**options), new_ask(), range(1, 5))
+    uninterrupted = new_algorithm(**options)
+    whole = run_steps(uninterrupted, new_ask(), range(1, 5))
     algorithm = new_algorithm(**options)
     run_steps(algorithm, new_ask(), (1, 2))
     state = json.loads(json.dumps(algorithm.state_dict()))
@@ -181,7 +181,7 @@ def test_algorithm_resumes_from_state_dict(reward):
     resumed.load_state_dict(state)
     assert run_steps(resumed, ask, (3, 4)) == whole[4:]
     assert "questioner" not in {c.role for c in ask.calls}
-    assert resumed.state_dict() == algorithm.state_dict()
+    assert resumed.state_dict() == uninterrupted.state_dict()
 
 
 def test_written_questions_of_a_cluster_are_asked_together():
@@ -193,12 +193,28 @@ def test_written_questions_of_a_cluster_are_asked_together():
         for name in ("d0", "d1", "d2")
         for text in questions
     ]
-    orders = [algorithm._in_order(np.random.default_rng(seed)) for seed in range(9)]
+    orders = [
+        [algorithm._written[i] for _ in range(3) for i in algorithm._deal()] for _ in range(9)
+    ]
     for order in orders:
         blocks = [order[at : at + 4] for at in range(0, 12, 4)]
         assert all(len({q["cluster"] for q in block}) == 1 for block in blocks)
         assert sorted(q["question"] for q in blocks[0]) == questions
     assert len({tuple(q["cluster"] for q in order) for order in orders}) > 1
+
+
+@pytest.mark.parametrize("together", [1, 4])
+def test_every_written_question_is_asked_once_an_epoch(together: int) -> None:
+    algorithm = new_algorithm(questions_per_cluster=together, generation_batch=4)
+    # One cluster has more questions than the others have together.
+    clusters = ["d0"] * 9 + ["d1"] * 2 + ["d2"]
+    algorithm._written = [{"cluster": name} for name in clusters]
+    for _ in range(4):
+        assert sorted(i for _ in range(3) for i in algorithm._deal()) == [*range(12)]
+    algorithm._written.append({"cluster": "d2"})  # batches of 4 leave one of 13 out
+    epochs = [[i for _ in range(3) for i in algorithm._deal()] for _ in range(20)]
+    assert all(len(epoch) == len({*epoch}) == 12 for epoch in epochs)
+    assert len({*range(13)} - set.intersection(*map(set, epochs))) > 5  # other ones every epoch
 
 
 def test_step_without_questions_is_empty():
