@@ -3,9 +3,10 @@
     python -m spell_jax.train --config=configs/real.py:ARM --workdir=runs/real/ARM_SEED \
         --config.seed=SEED
 
-ARM is one of ARMS. The policy begins after configs/format_stage.py. docs/without_labels.md has the
-protocol, the commands that make the files under runs/real, and the results.
-Hardware: 2 CPU cores, about an hour for 100 updates of a policy of 135M parameters.
+ARM is one of ARMS. The policy begins after configs/format_stage.py, whose rows teach the forms that
+the arm needs. docs/without_labels.md has the protocol, the commands that make the files under
+runs/real, and the results.
+Hardware: 2 CPU cores, one to two hours for 100 updates of a policy of 135M parameters.
 """
 
 from collections.abc import Mapping
@@ -52,8 +53,20 @@ ARMS: Mapping[str, Mapping[str, Any]] = {
     },
     # Sentences with a gap that rules find; their answers stand in the documents.
     "cloze": {**_RLVR, **_CLOZE},
+    # Half of the reward is for the number of a paragraph in which the answer stands.
+    "cloze_evidence": {
+        **_RLVR,
+        **_CLOZE,
+        "algorithm.document_share": 0.5,
+        "policy.folder": "runs/real/start_numbers/policy",
+    },
     # The same gaps chosen by the questioner, which is rewarded for their difficulty.
-    "cloze_spell": {**_EXACT, "data.tasks": ("cloze",), "algorithm.documents": (2,)},
+    "cloze_spell": {
+        **_EXACT,
+        "data.tasks": ("cloze",),
+        "algorithm.documents": (2,),
+        "policy.folder": "runs/real/start_gaps/policy",
+    },
     # Self-play on answers that a rule chooses.
     "spell": {**_EXACT, **_ANSWER_FIRST},
     # The same with questions whose answer the start finds, and its static control.
@@ -83,6 +96,7 @@ ARMS: Mapping[str, Mapping[str, Any]] = {
         "data.max_document_tokens": 1_000_000,
         "data.held_out": 0.2,
         "sampler.max_prompt": 1024,
+        "policy.folder": "runs/real/start_orders/policy",
     },
 }
 
