@@ -65,6 +65,7 @@ NO_READERS = {
         "warm_start.evidence_rows",
         "warm_start.ladder_rows",
         "warm_start.question_rows",
+        "warm_start.reconstruction_rows",
         "selfplay.rewards",
         "selfplay.selection",
     ),
