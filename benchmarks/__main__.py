@@ -119,11 +119,14 @@ def lines(arguments: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _lines(name: str, benchmark: Benchmark) -> list[dict[str, Any]]:
-    found = benchmark.run()
+    measurements = benchmark.run()
     line = {"bench": name, **dataclasses.asdict(benchmark)}
     machine = {"devices": jax.device_count(), "device": jax.devices()[0].device_kind}
     line |= machine | {"processors": os.cpu_count()}
-    return [line | one for one in (found if isinstance(found, list) else [found])]
+    return [
+        line | measurement
+        for measurement in (measurements if isinstance(measurements, list) else [measurements])
+    ]
 
 
 def run(arguments: Sequence[str]) -> dict[str, Any]:
@@ -162,19 +165,22 @@ def _measure_accelerator(benchmark: Accelerator, path: pathlib.Path | None) -> i
 
 
 def main(arguments: Sequence[str]) -> int:
-    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    own.add_argument("--save", type=pathlib.Path)
-    given, rest = own.parse_known_args(arguments)
-    name, benchmark = parse(rest)
+    save_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    save_parser.add_argument("--save", type=pathlib.Path)
+    options, benchmark_arguments = save_parser.parse_known_args(arguments)
+    name, benchmark = parse(benchmark_arguments)
     if isinstance(benchmark, Accelerator):
-        return _measure_accelerator(benchmark, given.save)
-    found = _lines(name, benchmark)
-    for line in found:
+        return _measure_accelerator(benchmark, options.save)
+    measurements = _lines(name, benchmark)
+    for line in measurements:
         print(json.dumps(line))
-    if given.save:
-        if len(found) != 1:
-            raise ValueError(f"--save={given.save}: {rest[0]} prints {len(found)} lines, not one")
-        save(given.save, rest, found[0])
+    if options.save:
+        if len(measurements) != 1:
+            raise ValueError(
+                f"--save={options.save}: {benchmark_arguments[0]} prints {len(measurements)} "
+                "lines, not one"
+            )
+        save(options.save, benchmark_arguments, measurements[0])
     return 0
 
 

@@ -34,12 +34,12 @@ class Agreement(Benchmark):
     def run(self) -> dict[str, Any]:
         policy = Policy(self.policy)
         lengths = [int(length) for length in self.lengths.split(",")]
-        made = [
+        benchmarks = [
             registry.load(f"{task}_{length}", "", self.items, policy.tokenizer, prose=self.data)
             for length in lengths
             for task in self.tasks.split(",")
         ]
-        questions = answering.tokenize(policy, made, max(lengths))
+        questions = answering.tokenize(policy, benchmarks, max(lengths))
         began = time.perf_counter()
         ours = _sample(policy, questions, max(lengths))
         sampled = time.perf_counter()
@@ -50,7 +50,7 @@ class Agreement(Benchmark):
         pairs = list(zip(ours, theirs, strict=True))
         return seconds | {
             "questions": len(questions),
-            "prompt_tokens": sum(len(one.ids) for one in questions),
+            "prompt_tokens": sum(len(question.ids) for question in questions),
             "equal_predictions": sum(a["prediction"] == b["prediction"] for a, b in pairs),
             "equal_texts": sum(a["text"] == b["text"] for a, b in pairs),
             "accuracy": sum(row["rule"] for row in ours) / len(questions),
@@ -60,9 +60,9 @@ class Agreement(Benchmark):
 
 def _sample(policy: Policy, questions: Sequence[Question], limit: int) -> list[Row]:
     sampling = Sampling(samples=1, temperature=0.0)
-    found = dict(answering.sample_answers(sampling, policy, questions, limit, set()))
+    answers = dict(answering.sample_answers(sampling, policy, questions, limit, set()))
     policy.release()
-    return [found[one.key(limit)][0] for one in questions]
+    return [answers[question.key(limit)][0] for question in questions]
 
 
 def _generate(policy: Policy, questions: Sequence[Question]) -> list[Row]:
@@ -71,17 +71,17 @@ def _generate(policy: Policy, questions: Sequence[Question]) -> list[Row]:
 
     model: Any = AutoModelForCausalLM.from_pretrained(str(policy.folder), dtype=torch.float32)
     rows = []
-    for one in questions:
-        ids = torch.tensor(one.ids[None].tolist())
-        found = model.generate(
+    for question in questions:
+        ids = torch.tensor(question.ids[None].tolist())
+        sequences = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
-            max_new_tokens=one.benchmark.max_tokens,
+            max_new_tokens=question.benchmark.max_tokens,
             do_sample=False,
             eos_token_id=list(policy.tokenizer.stop_ids),
             pad_token_id=0,
         )
-        tokens = [int(token) for token in found[0, ids.shape[1] :]]
+        tokens = [int(token) for token in sequences[0, ids.shape[1] :]]
         if tokens[-1] in policy.tokenizer.stop_ids:
             tokens.pop()
         rows.append({"text": policy.tokenizer.decode(tokens)})

@@ -150,10 +150,10 @@ def make_learner(
 
 
 def sample_answers(
-    session: Session, prompts: Prompts, group: int, tokens: int, seed: int = 1, **others: Any
+    session: Session, prompts: Prompts, group: int, tokens: int, seed: int = 1, **overrides: Any
 ) -> list[list[Sample]]:
-    """Sample `group` answers of at most `tokens` tokens to each prompt; others are Options."""
-    options = Options(**SAMPLING | others, max_tokens=tokens)
+    """Sample `group` answers of at most `tokens` tokens to each prompt; overrides are Options."""
+    options = Options(**SAMPLING | overrides, max_tokens=tokens)
     answers = session.sample(prompts, group, jax.random.key(seed), options)
     return [samples for samples in answers if samples is not None]
 

@@ -34,20 +34,22 @@ class Curve(Benchmark):
 
     def run(self) -> dict[str, Any]:
         curves = read_curves(pathlib.Path(self.folder))
-        found: dict[str, Any] = {}
+        curve: dict[str, Any] = {}
         if self.workdir:
             self.label = self.label or pathlib.Path(self.workdir).name
-            found = read_curve(pathlib.Path(self.workdir), self.metric)
-            curves[self.label] = found
+            curve = read_curve(pathlib.Path(self.workdir), self.metric)
+            curves[self.label] = curve
         plot(curves, pathlib.Path(self.out))
-        return found
+        return curve
 
 
 def read_curve(workdir: pathlib.Path, metric: str = "") -> dict[str, Any]:
     """Steps and accuracies of a run, and the half width of the interval if it was evaluated."""
     lines, half = list(read_metrics(workdir)), None
-    wanted = [metric] if metric else METRICS
-    name = next((name for name in wanted if any(name in line for line in lines)), wanted[-1])
+    metric_names = [metric] if metric else METRICS
+    name = next(
+        (name for name in metric_names if any(name in line for line in lines)), metric_names[-1]
+    )
     points = {line["step"]: line[name] for line in lines if name in line}
     file = workdir / "evaluation.json"
     if name == "eval/all" and file.exists():
@@ -57,7 +59,7 @@ def read_curve(workdir: pathlib.Path, metric: str = "") -> dict[str, Any]:
             if moment in reports:
                 points[step], half = next(iter(reports[moment].values()))["all"][""]
     if not points:
-        raise ValueError(f"workdir = {str(workdir)!r}: no step has {' or '.join(wanted)}")
+        raise ValueError(f"workdir = {str(workdir)!r}: no step has {' or '.join(metric_names)}")
     steps, accuracy = zip(*sorted(points.items()), strict=True)
     return {"steps": steps, "accuracy": accuracy, "half": half}
 
@@ -66,7 +68,7 @@ def read_curves(folder: pathlib.Path) -> dict[str, dict[str, Any]]:
     """The values of all curve_*.json of a folder, by label."""
     files = sorted(folder.glob("curve_*.json"))
     values = [json.loads(file.read_text(encoding="utf-8"))["values"] for file in files]
-    return {one["label"]: one for one in values}
+    return {curve["label"]: curve for curve in values}
 
 
 def plot(curves: dict[str, dict[str, Any]], path: pathlib.Path) -> None:

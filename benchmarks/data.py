@@ -51,14 +51,16 @@ def edited_copy(text: str, low: float, high: float, seed: int, shingle_words: in
     blank = " " if " " in text else ""
     words = text.split(" ") if blank else list(text)
     aim = rng.uniform(low, high)
-    whole, similarity = signatures.shingles(text, shingle_words), 1.0
+    text_shingles, similarity = signatures.shingles(text, shingle_words), 1.0
     for _ in range(1000):
         start = rng.randrange(len(words))
         dropped, put = rng.choice([(1, 1), (1, 0), (0, 1)])
         edited = [*words[:start], *rng.choices(words, k=put), *words[start + dropped :]]
         if not edited:
             continue
-        now = signatures.jaccard(whole, signatures.shingles(blank.join(edited), shingle_words))
+        now = signatures.jaccard(
+            text_shingles, signatures.shingles(blank.join(edited), shingle_words)
+        )
         if now >= low:
             words, similarity = edited, now
         if similarity <= aim:
@@ -95,7 +97,7 @@ class Dedup(Benchmark):
             filters = functools.partial(filter_documents, configs=configs)
             filtered = stages.run("filter", {}, filters, documents="read/documents")
             dedup = functools.partial(make_dedup, config=DedupConfig())
-            done = stages.run("dedup", {}, dedup, [filtered], documents="filter/documents")
+            dedup_stage = stages.run("dedup", {}, dedup, [filtered], documents="filter/documents")
             peak = peak_bytes()
             removed = stages.read("dedup/removed")
         near = {(r["place"], r["because"]) for r in removed if r["reason"] == "near duplicate"}
@@ -103,20 +105,22 @@ class Dedup(Benchmark):
         pairs = [
             ((str(i), f"bench:{i - COPY_OF}"), (str(i - COPY_OF), f"bench:{i}")) for i in copies
         ]
-        found = sum((one in near) != (other in near) for one, other in pairs)
-        seconds = filtered.seconds + done.seconds
+        removed_copies = sum(
+            (removal in near) != (reverse_removal in near) for removal, reverse_removal in pairs
+        )
+        seconds = filtered.seconds + dedup_stage.seconds
         return {
             "seconds": seconds,
             "documents_per_s": number / seconds,
             "filter_s": filtered.seconds,
-            "dedup_s": done.seconds,
+            "dedup_s": dedup_stage.seconds,
             "peak_bytes": peak,
             "added_bytes": peak - before,
             "added_bytes_per_document": (peak - before) / number,
-            "kept": done.count("documents kept"),
+            "kept": dedup_stage.count("documents kept"),
             "planted": len(pairs),
-            "planted_recall": found / max(1, len(pairs)),
-            "false_removals": len(near) - found,
+            "planted_recall": removed_copies / max(1, len(pairs)),
+            "false_removals": len(near) - removed_copies,
         }
 
 
@@ -140,8 +144,8 @@ def write_documents(folder: Path, number: int) -> None:
     with pq.ParquetWriter(folder / "documents-0.parquet", schema) as writer:
         for first in range(0, number, CHUNK):
             chunk = range(first, min(first + CHUNK, number))
-            some = [make_document(text(i), "bench", str(i)) for i in chunk]
-            writer.write_table(pa.Table.from_pylist(some, schema=schema))
+            documents = [make_document(text(i), "bench", str(i)) for i in chunk]
+            writer.write_table(pa.Table.from_pylist(documents, schema=schema))
 
 
 # -------------------------------------------------------------------------------------------- LSH
@@ -170,22 +174,28 @@ class Lsh(Benchmark):
         texts += [edited_copy(text, 0.7, 0.95, i) for i, text in enumerate(texts[:copies])]
         sets = [signatures.shingles(text, config.shingle_words) for text in texts]
         # Exact similarities of all pairs (i < j) that share a shingle; other pairs have 0.
-        shared = Counter(_common_pairs(found.tolist() for found in sets))
+        shared = Counter(_common_pairs(shingles.tolist() for shingles in sets))
         exact = {(i, j): n / (len(sets[i]) + len(sets[j]) - n) for (i, j), n in shared.items()}
-        near = {pair: found for pair, found in exact.items() if found >= config.threshold}
-        made = (signatures.signature(found, config.permutations, config.seed) for found in sets)
-        bands = (signatures.band_keys(one, config.bands).tolist() for one in made)
+        near = {
+            pair: similarity for pair, similarity in exact.items() if similarity >= config.threshold
+        }
+        text_signatures = (
+            signatures.signature(shingles, config.permutations, config.seed) for shingles in sets
+        )
+        bands = (
+            signatures.band_keys(signature, config.bands).tolist() for signature in text_signatures
+        )
         candidates = set(_common_pairs(bands))
-        found = {pair for pair in candidates if exact.get(pair, 0.0) >= config.threshold}
+        found_pairs = {pair for pair in candidates if exact.get(pair, 0.0) >= config.threshold}
         rows = config.permutations // config.bands
         expected = [1 - (1 - similarity**rows) ** config.bands for similarity in near.values()]
         return {
             "pairs": len(near),
             "candidates": len(candidates),
-            "recall": len(found) / max(1, len(near)),
+            "recall": len(found_pairs) / max(1, len(near)),
             "expected_recall": sum(expected) / max(1, len(near)),
-            "precision": len(found & near.keys()) / max(1, len(found)),
-            "candidate_precision": len(found) / max(1, len(candidates)),
+            "precision": len(found_pairs & near.keys()) / max(1, len(found_pairs)),
+            "candidate_precision": len(found_pairs) / max(1, len(candidates)),
         }
 
 
@@ -203,8 +213,8 @@ def _source_texts(folder: Path, number: int) -> list[str]:
 def _common_pairs(keys: Iterable[Iterable[int]]) -> Iterable[tuple[int, int]]:
     """Pairs (i < j) of texts that share a key, once for each common key."""
     holders = defaultdict(list)
-    for i, found in enumerate(keys):
-        for key in found:
+    for i, text_keys in enumerate(keys):
+        for key in text_keys:
             holders[key].append(i)
     return itertools.chain.from_iterable(itertools.combinations(h, 2) for h in holders.values())
 
@@ -275,16 +285,18 @@ def _plant_copies(documents: Records, share: float, folder: Path) -> dict[str, K
 def _plant_items(items: Iterable[Any], documents: Records, number: int, folder: Path) -> None:
     """Write up to `number` files document-*.txt and as many question-*.txt."""
     folder.mkdir()
-    chosen = sorted(items, key=lambda item: digest("item", item.id))
-    texts = [i.text for i in chosen if i.kind == "document" and SHORTEST <= len(i.text) <= LONGEST]
+    ordered_items = sorted(items, key=lambda item: digest("item", item.id))
+    texts = [
+        i.text for i in ordered_items if i.kind == "document" and SHORTEST <= len(i.text) <= LONGEST
+    ]
     for n, text in enumerate(texts[:number]):
         copy = edited_copy(text, *COPIES, seed=n)
         (folder / f"document-{n:05d}.txt").write_text(copy, encoding="utf-8")
-    asked = [i.text for i in chosen if i.kind == "question"]
+    questions = [i.text for i in ordered_items if i.kind == "question"]
     least = decontaminate.SHORTEST_QUESTION
-    asked = [text for text in asked if len(signatures.tokens(text)) >= least]
+    questions = [text for text in questions if len(signatures.tokens(text)) >= least]
     hosts = [d["text"] for d in documents if SHORTEST <= len(d["text"]) <= LONGEST]
-    for n, question in enumerate(asked[:number]):
+    for n, question in enumerate(questions[:number]):
         words = hosts[n * len(hosts) // number].split(" ")
         words[len(words) // 2 : len(words) // 2] = [question]
         (folder / f"question-{n:05d}.txt").write_text(" ".join(words), encoding="utf-8")
@@ -294,8 +306,8 @@ def _find_planted(stages: Stages, copies: Mapping[str, Key]) -> dict[str, Any]:
     """Shares of planted texts that were found, and all others that were removed."""
     tables = {}
     for table in ("dedup", "decontaminate", "read"):
-        found = stages.read(f"{table}/documents", ["source", "place", "part"])
-        tables[table] = {_key(d) for d in found}
+        documents = stages.read(f"{table}/documents", ["source", "place", "part"])
+        tables[table] = {_key(d) for d in documents}
     caught = [not {("copies", name, 0), of} <= tables["dedup"] for name, of in copies.items()]
     line: dict[str, Any] = {"planted_copies": len(copies), "planted_recall": _mean(caught)}
     for kind in ("document", "question"):
@@ -327,9 +339,13 @@ def _nearest(removed: Mapping[str, Any], by_place: Mapping[str, Records]) -> flo
     """
     mine = by_place[f"{removed['source']}:{removed['place']}"]
     (text,) = [d["text"] for d in mine if d["part"] == removed["part"]]
-    others = [d["text"] for d in by_place[removed["because"]] if d["text"] != text]
-    own, *sets = (signatures.shingles(t, DedupConfig().shingle_words) for t in (text, *others))
-    return max((signatures.jaccard(own, other) for other in sets), default=0.0)
+    other_texts = [d["text"] for d in by_place[removed["because"]] if d["text"] != text]
+    text_shingles, *sets = (
+        signatures.shingles(t, DedupConfig().shingle_words) for t in (text, *other_texts)
+    )
+    return max(
+        (signatures.jaccard(text_shingles, other_shingles) for other_shingles in sets), default=0.0
+    )
 
 
 def _name(removed: Mapping[str, Any]) -> str:
@@ -342,8 +358,8 @@ def _key(record: Mapping[str, Any]) -> Key:
 
 def _mean(values: Iterable[float | None]) -> float:
     """Mean of the values that are not None; 0 if there are none."""
-    kept = [value for value in values if value is not None]
-    return float(np.mean(kept)) if kept else 0.0
+    present_values = [value for value in values if value is not None]
+    return float(np.mean(present_values)) if present_values else 0.0
 
 
 def _compare_clusters(stages: Stages, seed: int) -> dict[str, Any]:
@@ -355,11 +371,11 @@ def _compare_clusters(stages: Stages, seed: int) -> dict[str, Any]:
     pools = defaultdict(list)
     for cluster in sorted(stages.read("cluster/clusters"), key=lambda c: c["id"]):
         pools[cluster["pool"]].append(cluster["documents"])
-    rng, made, mixed_up = np.random.default_rng(seed), [], []
+    rng, made_clusters, mixed_up = np.random.default_rng(seed), [], []
     for _, clusters in sorted(pools.items()):
         pool = list(itertools.chain(*clusters))
         shuffled = iter([pool[i] for i in rng.permutation(len(pool))])
-        made += clusters
+        made_clusters += clusters
         mixed_up += [list(itertools.islice(shuffled, len(cluster))) for cluster in clusters]
 
     def cosine(a: Any, b: Any) -> float:
@@ -381,8 +397,8 @@ def _compare_clusters(stages: Stages, seed: int) -> dict[str, Any]:
     measures["filings_of_one_company"] = same_company
     return {
         f"{name}{suffix}": _mean(
-            measure(a, b) for one in clusters for a, b in itertools.combinations(one, 2)
+            measure(a, b) for members in clusters for a, b in itertools.combinations(members, 2)
         )
         for name, measure in measures.items()
-        for suffix, clusters in (("", made), ("_at_random", mixed_up))
+        for suffix, clusters in (("", made_clusters), ("_at_random", mixed_up))
     }

@@ -59,7 +59,7 @@ class Durability(Benchmark):
             nbytes = sum(
                 path.stat().st_size for path in last_checkpoint.rglob("*") if path.is_file()
             )
-        hashed = [whole - part for whole, part in zip(hashing, fsyncs, strict=True)]
+        hashed = [write_s - fsync_s for write_s, fsync_s in zip(hashing, fsyncs, strict=True)]
         numbers = {"save": saves, "fsync": fsyncs, "hash": hashed, "append": appends}
         medians = {f"{name}_ms": 1000 * statistics.median(x) for name, x in numbers.items()}
         return {"bytes": nbytes, **medians}

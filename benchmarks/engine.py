@@ -90,12 +90,14 @@ class Inputs(Benchmark):
         stages = Stages(f"{scratch}/stages", spark_flags(self.master) if self.master else ())
         plan, clock = build.make_plan(config), time.monotonic()
         with _Peaks() as peaks:
-            done = build.read(plan, stages, build.list_sources(plan, stages))
+            read_stage = build.read(plan, stages, build.list_sources(plan, stages))
         seconds = time.monotonic() - clock
-        if done.count("documents kept") != number:
-            raise RuntimeError(f"{name}: {done.count('documents kept')} documents, not {number}")
-        found = {f"{name}_{process}_bytes": size for process, size in peaks.found.items()}
-        line = {f"{name}_s": seconds, f"{name}_documents": number, **found}
+        if read_stage.count("documents kept") != number:
+            raise RuntimeError(
+                f"{name}: {read_stage.count('documents kept')} documents, not {number}"
+            )
+        process_peaks = {f"{name}_{process}_bytes": size for process, size in peaks.found.items()}
+        line = {f"{name}_s": seconds, f"{name}_documents": number, **process_peaks}
         print(json.dumps(line), file=sys.stderr, flush=True)  # the next part may take an hour
         return line
 
@@ -152,18 +154,18 @@ def _memory() -> list[tuple[str, int]]:
     processes = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
-            head, _, rest = path.read_text().rpartition(")")
+            head, _, tail = path.read_text().rpartition(")")
         except OSError:  # it ended
             continue
-        fields = rest.split()
+        fields = tail.split()
         size = int(fields[21]) * os.sysconf("SC_PAGE_SIZE")
         processes[int(path.parent.name)] = head.partition("(")[2], int(fields[1]), size
-    mine, found = os.getpid(), []
+    mine, process_sizes = os.getpid(), []
     for process, (name, parent, size) in processes.items():
         while parent != mine and parent in processes:
             parent = processes[parent][1]
         if process == mine:
-            found.append(("driver", size))
+            process_sizes.append(("driver", size))
         elif parent == mine:
-            found.append(("java" if name.startswith("java") else "worker", size))
-    return found
+            process_sizes.append(("java" if name.startswith("java") else "worker", size))
+    return process_sizes

@@ -112,8 +112,8 @@ def find_interpreter() -> str:
     names = [f"python{version}" for version in _PYTHONS]
     for version, name in zip(_PYTHONS, names, strict=True):
         for path in filter(None, (shutil.which(name), sys.executable)):
-            done = subprocess.run([path, "-c", code], capture_output=True, text=True)
-            if done.returncode == 0 and done.stdout.strip() == version:
+            process = subprocess.run([path, "-c", code], capture_output=True, text=True)
+            if process.returncode == 0 and process.stdout.strip() == version:
                 return path
     raise FileNotFoundError(f"no {', '.join(names)} with venv on PATH: install one of them")
 
@@ -128,9 +128,11 @@ def _run(
 ) -> str:
     """Run a command; return its standard output. Both outputs go to the log."""
     log.write(f"$ {' '.join(command)}\n")
-    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=env)
-    log.write(done.stdout + done.stderr)
-    if done.returncode:
-        last = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
-        raise PeerError(f"{what} ended with status {done.returncode}: {last}; {path} has the rest")
-    return done.stdout
+    process = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=env)
+    log.write(process.stdout + process.stderr)
+    if process.returncode:
+        last = (process.stderr.strip() or process.stdout.strip() or "no output").splitlines()[-1]
+        raise PeerError(
+            f"{what} ended with status {process.returncode}: {last}; {path} has the rest"
+        )
+    return process.stdout

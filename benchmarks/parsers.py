@@ -81,9 +81,9 @@ def _halves(compare: Callable[..., Any]) -> Parser:
 
 def _push(text: str) -> bool:
     """Push a question into a memory that has one, which compares the two."""
-    known, half = memory.QuestionMemory(2), len(text) // 2
+    question_memory, half = memory.QuestionMemory(2), len(text) // 2
     for part in (text[:half], text[half:]):
-        pushed = known.push("general_qa", "a", memory.Entry((0,), part, "1"))
+        pushed = question_memory.push("general_qa", "a", memory.Entry((0,), part, "1"))
     return pushed
 
 
@@ -175,9 +175,11 @@ _COMPARE += (folder_rows.means_the_same,)
 
 
 def _progress(text: str) -> float:
-    asked = probes.ProbeSet(1)
-    asked.push([probes.Probe("general_qa", "0", text, text, 0.0, 1.0)], np.random.default_rng(0))
-    return asked.progress("general_qa", text)
+    probe_set = probes.ProbeSet(1)
+    probe_set.push(
+        [probes.Probe("general_qa", "0", text, text, 0.0, 1.0)], np.random.default_rng(0)
+    )
+    return probe_set.progress("general_qa", text)
 
 
 def _other_parsers() -> dict[Callable[..., Any], Parser]:
@@ -238,8 +240,8 @@ PARSERS: dict[str, Parser] = {
 
 def _around(before: str, piece: str, after: str, size: int) -> str:
     """Text of at most about `size` bytes: before, as many pieces as fit, after."""
-    rest, length = (len(s.encode("utf-8", "surrogatepass")) for s in (before + after, piece))
-    return before + piece * (max(size - rest, 0) // length) + after
+    frame_size, length = (len(s.encode("utf-8", "surrogatepass")) for s in (before + after, piece))
+    return before + piece * (max(size - frame_size, 0) // length) + after
 
 
 # Values: (prefix, repeated piece, suffix).

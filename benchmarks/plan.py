@@ -94,7 +94,7 @@ class Plan(Benchmark):
         return [self._compare(shape, shares[shape.phase]) for shape in SHAPES]
 
     def _compare(self, shape: Shape, share: float) -> dict[str, Any]:
-        bench, peaks, work, measured_s = found = self._measure(shape)
+        bench, peaks, work, measured_s = measurement = self._measure(shape)
         shares = Shares(*[share] * 4, memory=1.0, link=1.0, experts=1.0, hop_s=0.0)
         predicted = Machine(peaks, shares).seconds(shape.phase, work)
         return {
@@ -104,7 +104,7 @@ class Plan(Benchmark):
             "copy_bytes_per_s": peaks.memory,
             "operations": work.products + work.attention,
             "attention_operations": work.attention,
-            "gemm_share": found.gemm_share,
+            "gemm_share": measurement.gemm_share,
             "share": share,
             "bound": predicted.bound,
             "predicted_s": predicted.total,
@@ -205,9 +205,9 @@ def _prefill(bench: SamplerBenchmark, shape: Shape, counts: Programs) -> Counted
 
 
 def _decode(bench: SamplerBenchmark, shape: Shape, counts: Programs) -> Counted:
-    answers, own = shape.prompts * _GROUP, shape.answer * (shape.answer + 1) / 2
-    pairs = answers * (shape.answer * shape.prompt + own)
-    keys = shape.prompts * shape.answer * shape.prompt + answers * own
+    answers, answer_pairs = shape.prompts * _GROUP, shape.answer * (shape.answer + 1) / 2
+    pairs = answers * (shape.answer * shape.prompt + answer_pairs)
+    keys = shape.prompts * shape.answer * shape.prompt + answers * answer_pairs
     work = counts.decode_pass(answers).times(shape.answer) + counts.decode_keys(pairs, keys)
     return work, _Sampling(bench, shape).decode(shape.answer)
 

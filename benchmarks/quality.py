@@ -46,7 +46,7 @@ class Quality(Benchmark):
         config = tiny.get_config()
         config.policy.compute_dtype = "float32"  # so that every difference is int8's
         run = build.make_run(config)
-        folder = run.own["policy"].folder
+        folder = run.own_models["policy"].folder
         params = run.learner.cast(state.load_weights(folder, run.learner))
         prompts = self._prompts(run)
         full = dataclasses.replace(run.worker.sampler.config, top_p=1.0)
@@ -94,8 +94,8 @@ def _answers(
     sampler = Sampler(run.policy, config, run.tokenizer.stop_ids, run.learner.mesh)
     session = sampler.start_session(params)
     how = config.options(config.max_tokens, temperature=temperature)
-    found = session.sample(prompts, 1, jax.random.key(0), how)
-    answers = [samples[0] for samples in found if samples is not None]
+    samples_by_prompt = session.sample(prompts, 1, jax.random.key(0), how)
+    answers = [samples[0] for samples in samples_by_prompt if samples is not None]
     return answers, session.counts.tokens / session.counts.busy_slot_steps
 
 

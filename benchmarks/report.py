@@ -63,11 +63,11 @@ class Writer:
         sizes, rng = self.sizes, self.rng
         port = number % sizes.clusters
         year = 1800 + port
-        kept, self.rng = rng, random.Random(port)  # a cluster always has the same documents
+        main_rng, self.rng = rng, random.Random(port)  # a cluster always has the same documents
         documents = [
             f"Document {n} of {port}. {self.prose(sizes.document)}" for n in range(sizes.documents)
         ]
-        self.rng = kept
+        self.rng = main_rng
         documents[1] += f" The lighthouse of Port {port} was first lit in {year} by its keeper."
         quote = f"It says: the lighthouse of Port {port} was first lit in {year}, so {year}."
         count = sizes.answers
@@ -207,5 +207,5 @@ class Report(Benchmark):
 
 def _open(page: browser.Browser, path: pathlib.Path) -> float:
     page.open(path)
-    told = page.value("document.getElementById('timing').textContent")
-    return int(re.findall(r"\d+", told)[0]) / 1000
+    timing_text = page.value("document.getElementById('timing').textContent")
+    return int(re.findall(r"\d+", timing_text)[0]) / 1000

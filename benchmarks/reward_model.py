@@ -34,10 +34,10 @@ class RewardModel(Benchmark):
     max_tokens: Annotated[int, "maximum tokens of a reply"] = 96
 
     def run(self) -> dict[str, Any]:
-        found = read_episodes(epath.Path(self.run_folder), lambda line: line)
+        recorded_episodes = read_episodes(epath.Path(self.run_folder), lambda line: line)
         groups = [
             episode
-            for step, episode in found
+            for step, episode in recorded_episodes
             if self.first <= step <= self.last and sum(_well_formed(episode)) > 1
         ]
         if not groups:
@@ -84,5 +84,5 @@ def _evidence(episode: Mapping[str, Any]) -> list[str]:
 def _f1s(episode: Mapping[str, Any]) -> list[float]:
     measures = episode["measures"]
     pairs = zip(measures["evidence_precision"], measures["evidence_recall"], strict=True)
-    found = [None if p is None else 2 * p * r / ((p + r) or 1.0) for p, r in pairs]
-    return [value or 0.0 for value in _of_well_formed(episode, found)]
+    f1s = [None if p is None else 2 * p * r / ((p + r) or 1.0) for p, r in pairs]
+    return [value or 0.0 for value in _of_well_formed(episode, f1s)]

@@ -66,10 +66,10 @@ def _shares(
 ) -> dict[str, Any]:
     parts = {role: _gradient(learner, policy, _of_role(weighed, role)) for role in ROLES}
     norms = {role: float(optax.tree.norm(part)) for role, part in parts.items()}
-    whole = float(optax.tree.norm(jax.tree.map(lambda *own: sum(own), *parts.values())))
+    total_norm = float(optax.tree.norm(jax.tree.map(lambda *leaves: sum(leaves), *parts.values())))
     return {
         "share": {role: norm / sum(norms.values()) for role, norm in norms.items()},
-        "norm": whole,
+        "norm": total_norm,
     }
 
 

@@ -104,22 +104,22 @@ class SampleSpeed(SamplerBenchmark):
             "repeated_decode_work_ratio": decode,
             "repeated_work_ratio": line["repeated_s"] / (prefill_s / prefill + decode_s / decode),
         }
-        for other in ("repeated", "alone", "transformers"):
+        for baseline in ("repeated", "alone", "transformers"):
             for name in ("", "_decode"):
-                if (rate := line.get(f"{other}{name}_tokens_per_s")) is not None:
-                    line[f"{other}{name}_ratio"] = line[f"shared{name}_tokens_per_s"] / rate
+                if (rate := line.get(f"{baseline}{name}_tokens_per_s")) is not None:
+                    line[f"{baseline}{name}_ratio"] = line[f"shared{name}_tokens_per_s"] / rate
         return line
 
     def _work(self, counts: work.Programs, trees: int) -> tuple[float, float]:
         """Operations of prefill and bytes of decoding: of `trees` trees, or of repeated prompts."""
         answers, last = self.questions * self.group, self.question if trees else self.prompt
-        asked = self.questions if trees else answers
+        prompt_count = self.questions if trees else answers
         first = self.prompt - last
         pairs = trees * first * (first + 1) / 2
-        pairs += asked * last * (first + self.prompt + 1) / 2
-        prefill = counts.prefill(trees * first + asked * last, pairs, 0)
+        pairs += prompt_count * last * (first + self.prompt + 1) / 2
+        prefill = counts.prefill(trees * first + prompt_count * last, pairs, 0)
         # A pass reads the keys of each prompt once for all its answers, and half an answer's.
-        keys = (asked * self.prompt + answers * self.response / 2) * (self.response - 1)
+        keys = (prompt_count * self.prompt + answers * self.response / 2) * (self.response - 1)
         passes = counts.decode_pass(answers).times(self.response - 1)
         read = passes.memory + counts.decode_keys(0, keys).memory
         return prefill.products + prefill.attention, read
@@ -149,7 +149,7 @@ class SampleSpeed(SamplerBenchmark):
 
         def ask(tokens: int, length: int) -> int:
             ids = torch.tensor(prompts)[:, :length]
-            found = model.generate(
+            sequences = model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
                 num_return_sequences=self.group,
@@ -160,7 +160,7 @@ class SampleSpeed(SamplerBenchmark):
                 do_sample=True,
                 **SAMPLING,
             )
-            return found[:, length:].numel()
+            return sequences[:, length:].numel()
 
         return ask
 
@@ -171,11 +171,11 @@ def _requests(
     """Function of answer and prompt lengths that samples `group` answers to all prompts."""
 
     def ask(tokens: int, length: int) -> int:
-        found = []
+        answers = []
         for prompts in sessions:
             cut = [prompt[:length] for prompt in prompts]
-            found += sample_answers(sampler.start_session(params), cut, group, tokens)
-        return sum(len(sample.tokens) for samples in found for sample in samples)
+            answers += sample_answers(sampler.start_session(params), cut, group, tokens)
+        return sum(len(sample.tokens) for samples in answers for sample in samples)
 
     return ask
 
@@ -288,9 +288,13 @@ class Refill(SlotBenchmark):
         for kind, parts in kinds.items():
             session = _ForcedSession(sampler, params, lengths)
             clock = time.perf_counter()
-            found = [sample_answers(session, prompts[part], self.group, self.cap) for part in parts]
+            answers_by_part = [
+                sample_answers(session, prompts[part], self.group, self.cap) for part in parts
+            ]
             seconds, c = time.perf_counter() - clock, session.counts
-            sampled = [[len(s.tokens) for s in some] for part in found for some in part]
+            sampled = [
+                [len(s.tokens) for s in samples] for part in answers_by_part for samples in part
+            ]
             assert sampled == lengths.tolist()
             line |= {f"{kind}_s": seconds, f"{kind}_tokens_per_s": c.tokens / seconds}
             line |= {f"{kind}_steps": c.decode_steps, f"{kind}_filled": c.tokens / c.slot_steps}
@@ -395,12 +399,12 @@ class Spell(SlotBenchmark):
         line |= {name: numbers[name] for name in ("micro_batches", "fill", "sampler_difference")}
         seconds = {phase: line[f"{phase}_s"] for phase in (*self.phases, "update")}
         seconds.pop("apart", None)
-        step, wanted = sum(seconds.values()), SpellConfig().questions
+        step, extrapolated_questions = sum(seconds.values()), SpellConfig().questions
         line |= {f"{phase}_s_per_question": s / self.questions for phase, s in seconds.items()}
         return line | {
             "step_s": line["begin_s"] + step,
-            "extrapolated_questions": wanted,
-            "extrapolated_s": line["begin_s"] + wanted / self.questions * step,
+            "extrapolated_questions": extrapolated_questions,
+            "extrapolated_s": line["begin_s"] + extrapolated_questions / self.questions * step,
         }
 
     def _learner(self) -> Learner:

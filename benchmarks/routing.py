@@ -63,8 +63,10 @@ class Routing(SamplerBenchmark):
         prompts = rng.integers(self.vocab, size=(self.prompts, self.prompt)).tolist()
         params = random_params(self.model, dtype)
         slots = self.prompts * self.group
-        made = self.make_sampler(self.prompt, self.response, slots)
-        sampler = Sampler(self.model, made.config, (), made.mesh, record_experts=True)
+        plain_sampler = self.make_sampler(self.prompt, self.response, slots)
+        sampler = Sampler(
+            self.model, plain_sampler.config, (), plain_sampler.mesh, record_experts=True
+        )
         session = sampler.start_session(params)
         samples = sample_answers(session, prompts, self.group, self.response)
         groups = [
@@ -76,27 +78,27 @@ class Routing(SamplerBenchmark):
         parts = []
         with learner.on_mesh():
             for batch in learner.pack(learner.weigh(groups))[0]:
-                found = jax.device_get(read(params, learner.place(batch)))
-                parts.append(_select(batch, *found))
-        differing, at_answers, own, replayed = (
+                arrays = jax.device_get(read(params, learner.place(batch)))
+                parts.append(_select(batch, *arrays))
+        differing, at_answers, own_difference, replayed_difference = (
             np.concatenate(part) for part in zip(*parts, strict=True)
         )
         return {
             "pairs": float(np.mean(differing)),
             "tokens": float(np.mean(differing.any(axis=1))),
-            "answer_tokens": len(own),
-            "difference": float(np.mean(own)),
-            "equal": float(np.mean(own[~at_answers])) if not at_answers.all() else None,
-            "differing": float(np.mean(own[at_answers])) if at_answers.any() else None,
-            "replayed": float(np.mean(replayed)),
-            "largest": float(np.max(own)),
-            "largest_replayed": float(np.max(replayed)),
+            "answer_tokens": len(own_difference),
+            "difference": float(np.mean(own_difference)),
+            "equal": float(np.mean(own_difference[~at_answers])) if not at_answers.all() else None,
+            "differing": float(np.mean(own_difference[at_answers])) if at_answers.any() else None,
+            "replayed": float(np.mean(replayed_difference)),
+            "largest": float(np.max(own_difference)),
+            "largest_replayed": float(np.max(replayed_difference)),
         }
 
 
 def _read(spec: update.UpdateSpec, params: Any, batch: MicroBatch) -> tuple[jax.Array, ...]:
     """Whether own and recorded experts differ, bool [B, T, L]; logprobs [B, A] with both."""
-    own = dataclasses.replace(batch, experts=None)
+    unrouted_batch = dataclasses.replace(batch, experts=None)
     *_, routing = transformer.hidden_states(
         spec.policy,
         params,
@@ -106,13 +108,19 @@ def _read(spec: update.UpdateSpec, params: Any, batch: MicroBatch) -> tuple[jax.
         context={"index": batch.index, "last_query": batch.last_query},
         record_experts=True,
     )
-    found, recorded = moe.by_token(routing), batch.experts
-    assert found is not None and recorded is not None
-    differing = jnp.any(jnp.sort(found, axis=-1) != jnp.sort(recorded, axis=-1), axis=-1)
-    return differing, update.score(spec, params, own)[0], update.score(spec, params, batch)[0]
+    own_experts, recorded_experts = moe.by_token(routing), batch.experts
+    assert own_experts is not None and recorded_experts is not None
+    differing = jnp.any(
+        jnp.sort(own_experts, axis=-1) != jnp.sort(recorded_experts, axis=-1), axis=-1
+    )
+    return (
+        differing,
+        update.score(spec, params, unrouted_batch)[0],
+        update.score(spec, params, batch)[0],
+    )
 
 
-def _select(batch: MicroBatch, differing, own, replayed) -> tuple[np.ndarray, ...]:
+def _select(batch: MicroBatch, differing, own_logprob, replayed_logprob) -> tuple[np.ndarray, ...]:
     """Select the real tokens [N, L] and the answer tokens [M] of three arrays.
 
     The three of answer tokens are whether the predicting token's experts differ in a layer, and the
@@ -120,5 +128,5 @@ def _select(batch: MicroBatch, differing, own, replayed) -> tuple[np.ndarray, ..
     """
     is_answer = batch.answer >= 0
     at_source = np.take_along_axis(differing.any(axis=-1), batch.source, axis=1)
-    distances = (np.abs(x - batch.old_logprob)[is_answer] for x in (own, replayed))
+    distances = (np.abs(x - batch.old_logprob)[is_answer] for x in (own_logprob, replayed_logprob))
     return differing[batch.last_query >= 0], at_source[is_answer], *distances

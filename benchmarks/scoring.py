@@ -71,9 +71,9 @@ class Writer:
         at = self.rng.randrange(len(self.words) - 5)
         return " ".join(self.words[at : at + self.rng.randint(1, 5)]).title()
 
-    def text(self, least: int, most: int) -> str:
-        """Cut a text of log-uniform length, from `least` to `most` characters."""
-        size = round(math.exp(self.rng.uniform(math.log(least), math.log(most))))
+    def text(self, shortest: int, longest: int) -> str:
+        """Cut a text of log-uniform length, from `shortest` to `longest` characters."""
+        size = round(math.exp(self.rng.uniform(math.log(shortest), math.log(longest))))
         at = self.rng.randrange(len(self.book) - size)
         return self.book[at : at + size]
 
@@ -161,17 +161,25 @@ def _kinds() -> dict[str, Kind]:
     mrcr = {f"mrcr_{needles}needle": retrieval.MRCR_ROWS for needles in (2, 4, 8)}
     summaries = {"helmet_infbench_sum": 100, "helmet_multi_lexsum": 100}
     generated = {"ruler": 13 * 500, "needle": 66}
-    said, letter, boxed = "The correct answer is {}.", "The answer is ({}).", r"It is \boxed{{{}}}."
+    sentence, letter, boxed = (
+        "The correct answer is {}.",
+        "The answer is ({}).",
+        r"It is \boxed{{{}}}.",
+    )
     phrase, amount, choice = (
         part(long_documents.score_rule, task) for task in clusters.PAPER_TASKS
     )
-    four, ten = ({"options": options} for options in (4, 10))
+    four_options, ten_options = ({"options": options} for options in (4, 10))
     math_score, prefix = short.score_math, {"prefix": PREFIX}
     return {
-        "phrase": Kind(phrases, _phrases, said, phrase),
+        "phrase": Kind(phrases, _phrases, sentence, phrase),
         "number": Kind({"docmath": 800}, _amounts, "Therefore, the answer is ${}", amount),
-        "choice": Kind({"longbench_v2": 503} | choices, part(_letters, 4), letter, choice, four),
-        "letter": Kind({"mmlu_pro": 12_032}, part(_letters, 10), letter, short.score_letter, ten),
+        "choice": Kind(
+            {"longbench_v2": 503} | choices, part(_letters, 4), letter, choice, four_options
+        ),
+        "letter": Kind(
+            {"mmlu_pro": 12_032}, part(_letters, 10), letter, short.score_letter, ten_options
+        ),
         "whole number": Kind(mathematics, part(_numbers, 1000), boxed, math_score),
         "formula": Kind({"math500": 500}, _formulas, boxed, math_score),
         "message": Kind(mrcr, _messages, "{}", retrieval.score_mrcr, prefix, bare=True),
@@ -191,14 +199,14 @@ def solutions(data: str) -> dict[str, list[tuple[str, Item]]]:
     `data` has the folders gsm8k and math500. A solution of GSM8K ends with "#### NUMBER", which a
     reply states as a box; those of MATH-500 have a box.
     """
-    made = {}
+    replies_by_set = {}
     for name, column in (("gsm8k", "answer"), ("math500", "solution")):
         items = registry.load(name, f"{data}/{name}").items
         kind = short.MATH_SETS[name]
         rows = published.read(f"{data}/{name}", kind.layouts, kind.rows, None)
         texts = [_STATED.sub(r"\\boxed{\1}", row.text(column)) for row in rows]
-        made[name] = list(zip(texts, items, strict=True))
-    return made
+        replies_by_set[name] = list(zip(texts, items, strict=True))
+    return replies_by_set
 
 
 def changed_solutions(
@@ -206,7 +214,7 @@ def changed_solutions(
 ) -> list[tuple[str, Item]]:
     """Choose `count` solutions and change their answers: a digit, or another question's answer."""
     rng = random.Random(seed)
-    made = []
+    changed_replies = []
     for _, item in rng.sample(pairs, count):
         right = item.references[0]
         wrong = right
@@ -217,8 +225,8 @@ def changed_solutions(
                 wrong = right[:at] + rng.choice(string.digits) + right[at + 1 :]
             else:
                 wrong = rng.choice(pairs)[1].references[0]
-        made.append((rf"It is \boxed{{{wrong}}}.", item))
-    return made
+        changed_replies.append((rf"It is \boxed{{{wrong}}}.", item))
+    return changed_replies
 
 
 @dataclasses.dataclass
@@ -239,14 +247,14 @@ class Scoring(Benchmark):
     data: Annotated[str, "folder with the published gsm8k and math500; empty: neither"] = ""
 
     def run(self) -> dict[str, Any]:
-        found = self.synthetic()
-        return found | {"published": self.published()} if self.data else found
+        numbers = self.synthetic()
+        return numbers | {"published": self.published()} if self.data else numbers
 
     def published(self) -> dict[str, dict[str, float]]:
         sets = solutions(self.data)
-        pairs = [pair for some in sets.values() for pair in some]
+        pairs = [pair for replies in sets.values() for pair in replies]
         sets["changed"] = changed_solutions(pairs, CHANGED, self.seed)
-        return {name: _measure(some, short.score_math) for name, some in sets.items()}
+        return {name: _measure(replies, short.score_math) for name, replies in sets.items()}
 
     def synthetic(self) -> dict[str, Any]:
         writer = Writer(self.seed)
@@ -259,9 +267,9 @@ class Scoring(Benchmark):
                 by_name[name] = _measure(pairs, kind.score)
         before = _children_seconds()
         math_equal.end_workers()
-        processor_s = sum(one.pop("processor_s") for one in by_name.values())
-        seconds = sum(one["seconds"] for one in by_name.values())
-        samples = sum(one["samples"] for one in by_name.values())
+        processor_s = sum(numbers.pop("processor_s") for numbers in by_name.values())
+        seconds = sum(numbers["seconds"] for numbers in by_name.values())
+        samples = sum(numbers["samples"] for numbers in by_name.values())
         return {
             "samples": samples,
             "seconds": seconds,

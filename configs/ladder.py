@@ -57,8 +57,8 @@ def get_config(arm: str = "full") -> Config:
         config.update_from_flattened_dict(STABILIZERS[arm])
         return config
     if arm not in ARMS:
-        known = ", ".join([*ARMS, *STABILIZERS])
-        raise ValueError(f"configs/ladder.py:{arm}: must be one of {known}")
+        arm_names = ", ".join([*ARMS, *STABILIZERS])
+        raise ValueError(f"configs/ladder.py:{arm}: must be one of {arm_names}")
     config = tiny.get_config()
     config.steps = STEPS if ARMS[arm].get("train_questioner", True) else FROZEN_STEPS
     if ARMS[arm].get("name") == "rlvr":

@@ -89,7 +89,7 @@ class Article:
 
     title: str
     paragraphs: tuple[str, ...]
-    asked: tuple[Asked, ...]
+    questions: tuple[Asked, ...]
 
 
 def read_articles(path: pathlib.Path, counts: Counter[str]) -> list[Article]:
@@ -104,19 +104,19 @@ def read_articles(path: pathlib.Path, counts: Counter[str]) -> list[Article]:
         raise ValueError(f"{path}: not in SQuAD's layout ({error!r})") from error
     if not isinstance(articles, list):
         raise ValueError(f"{path}: data must be a list of articles")
-    found = []
+    parsed_articles = []
     for number, article in enumerate(articles, 1):
         try:
-            found.append(_article(article, counts))
+            parsed_articles.append(_article(article, counts))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             counts["bad_articles"] += 1
             log.warning("%s, article %d: skipped (%r)", path, number, error)
-    return found
+    return parsed_articles
 
 
 def _article(row: Mapping[str, Any], counts: Counter[str]) -> Article:
     paragraphs = tuple(_text(p["context"]).strip() for p in row["paragraphs"])
-    asked = []
+    questions = []
     for index, paragraph in enumerate(row["paragraphs"]):
         for qa in paragraph["qas"]:
             counts["questions"] += 1
@@ -124,10 +124,10 @@ def _article(row: Mapping[str, Any], counts: Counter[str]) -> Article:
             answers = tuple(text for text in answers if scores_itself(text, "general_qa"))
             question = " ".join(_text(qa["question"]).split())
             if answers and question:
-                asked.append(Asked(index, question, answers))
+                questions.append(Asked(index, question, answers))
             else:
                 counts["unusable"] += 1
-    return Article(_text(row["title"]), paragraphs, tuple(asked))
+    return Article(_text(row["title"]), paragraphs, tuple(questions))
 
 
 def _text(value: Any) -> str:
@@ -145,30 +145,35 @@ def make_questions(
     set_of = {paragraph: shown for shown in sets for paragraph in shown}
     usable = [
         index
-        for index, asked in enumerate(article.asked)
-        if not config.sets or asked.paragraph in set_of
+        for index, human_question in enumerate(article.questions)
+        if not config.sets or human_question.paragraph in set_of
     ]
     order = np.random.default_rng([config.seed, number]).permutation(len(usable))
-    kept = sorted(usable[i] for i in order[: config.per_article or len(usable)])
-    for index in kept:
-        asked = article.asked[index]
+    kept_indices = sorted(usable[i] for i in order[: config.per_article or len(usable)])
+    for index in kept_indices:
+        human_question = article.questions[index]
         rng = np.random.default_rng([config.seed, number, index])
         if config.sets:
-            shown = set_of[asked.paragraph]
+            shown = set_of[human_question.paragraph]
         else:
-            others = [i for i in range(len(article.paragraphs)) if i != asked.paragraph]
-            shown = [asked.paragraph, *rng.permutation(others)[: config.paragraphs - 1].tolist()]
+            other_paragraphs = [
+                i for i in range(len(article.paragraphs)) if i != human_question.paragraph
+            ]
+            shown = [
+                human_question.paragraph,
+                *rng.permutation(other_paragraphs)[: config.paragraphs - 1].tolist(),
+            ]
             shown = rng.permutation(shown).tolist()
         counts["written"] += 1
         counts["fewer_paragraphs"] += len(shown) < config.paragraphs
         yield Question(
             "general_qa",
             tuple(article.paragraphs[i] for i in shown),
-            asked.question,
-            asked.answers[0],
-            answers=asked.answers,
-            wrong=tuple(_wrong(article.asked, asked, set(shown), rng)),
-            shown=(shown.index(asked.paragraph),),
+            human_question.question,
+            human_question.answers[0],
+            answers=human_question.answers,
+            wrong=tuple(_wrong(article.questions, human_question, set(shown), rng)),
+            shown=(shown.index(human_question.paragraph),),
         )
 
 
@@ -176,22 +181,22 @@ def _paragraph_sets(article: Article, number: int, config: ArticleConfig) -> lis
     """Disjoint sets of paragraphs, at most config.sets; only the first may be smaller."""
     count, size = len(article.paragraphs), config.paragraphs
     order = np.random.default_rng([config.seed, number, count]).permutation(count).tolist()
-    most = min(config.sets, max(1, count // size))
-    return [order[size * i : size * (i + 1)] for i in range(most)]
+    set_count = min(config.sets, max(1, count // size))
+    return [order[size * i : size * (i + 1)] for i in range(set_count)]
 
 
 def _wrong(
-    asked: Sequence[Asked], about: Asked, shown: set[int], rng: np.random.Generator
+    questions: Sequence[Asked], about: Asked, shown: set[int], rng: np.random.Generator
 ) -> list[str]:
     """Answers to other questions about the shown paragraphs that cannot be right for this one."""
-    known = set().union(*map(_words, about.answers))
-    found = []
-    for i in rng.permutation(len(asked)).tolist():
-        answer = asked[i].answers[0]
+    right_words = set().union(*map(_words, about.answers))
+    wrong_answers = []
+    for i in rng.permutation(len(questions)).tolist():
+        answer = questions[i].answers[0]
         alike = _has_digit(answer) == _has_digit(about.answers[0])
-        if asked[i].paragraph in shown and alike and known.isdisjoint(_words(answer)):
-            found.append(answer)
-    return list(dict.fromkeys(found))[:MOST_WRONG]
+        if questions[i].paragraph in shown and alike and right_words.isdisjoint(_words(answer)):
+            wrong_answers.append(answer)
+    return list(dict.fromkeys(wrong_answers))[:MOST_WRONG]
 
 
 def _words(text: str) -> set[str]:
@@ -221,22 +226,34 @@ def parse_range(text: str, count: int) -> range:
 
 def main(_) -> None:
     log.setLevel(logging.INFO)
-    given = flags.FLAGS
-    if not given.out and not given.clusters:
+    flag_values = flags.FLAGS
+    if not flag_values.out and not flag_values.clusters:
         raise flags.ValidationError("must give --out, --clusters or both")
-    config = ArticleConfig(given.paragraphs, given.per_article, given.sets, given.block, given.seed)
+    config = ArticleConfig(
+        flag_values.paragraphs,
+        flag_values.per_article,
+        flag_values.sets,
+        flag_values.block,
+        flag_values.seed,
+    )
     counts: Counter[str] = Counter()
-    articles = read_articles(pathlib.Path(given.rows), counts)
-    chosen = parse_range(given.articles, len(articles)) if given.articles else range(len(articles))
-    if given.out:
-        questions = (q for n in chosen for q in make_questions(articles[n], n, config, counts))
+    articles = read_articles(pathlib.Path(flag_values.rows), counts)
+    article_numbers = (
+        parse_range(flag_values.articles, len(articles))
+        if flag_values.articles
+        else range(len(articles))
+    )
+    if flag_values.out:
+        questions = (
+            q for n in article_numbers for q in make_questions(articles[n], n, config, counts)
+        )
         if config.block:
             rng = np.random.default_rng([config.seed, config.block])
             questions = in_blocks(list(questions), lambda q: q.documents, config.block, rng)
-        write_records(given.out, map(dataclasses.asdict, questions))
-    if given.clusters:
-        clusters = [c for n in chosen for c in make_clusters(articles[n], config)]
-        write_records(given.clusters, clusters)
+        write_records(flag_values.out, map(dataclasses.asdict, questions))
+    if flag_values.clusters:
+        clusters = [c for n in article_numbers for c in make_clusters(articles[n], config)]
+        write_records(flag_values.clusters, clusters)
         counts["clusters"] = len(clusters)
     print(json.dumps(counts))
 

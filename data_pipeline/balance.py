@@ -51,10 +51,10 @@ def check(
         ]
         left, right = (sum(side.values()) for side in sides)
         if left != right:
-            found = " but ".join(
+            sums = " but ".join(
                 " + ".join(f"{number} ({term})" for term, number in side.items()) for side in sides
             )
             raise LostRowsError(
-                f"stage {stage}: {equation!r} does not hold: {found}. The runner lost or doubled "
+                f"stage {stage}: {equation!r} does not hold: {sums}. The runner lost or doubled "
                 "rows; the stage is not marked as done. Build again, or with another --runner."
             )

@@ -131,16 +131,16 @@ def build(config: Config, out: str, options: Sequence[str] = ()) -> dict[str, An
     plan = make_plan(config)
     paths.check_characters("out", out)
     stages = Stages(FileSystems.join(out, "stages"), options)
-    done, files = run_stages(plan, stages)
+    finished_stages, files = run_stages(plan, stages)
     clusters = "tasks/tasks"
     manifest = {
         "config": config.to_dict(),
         "versions": versions(),
         "sources": files,
-        "counts": {stage.name: list(stage.counts) for stage in done},
+        "counts": {stage.name: list(stage.counts) for stage in finished_stages},
     }
-    summary.write(stages, done, clusters, out, manifest)
-    return output.write_output(stages, clusters, done, out, plan.output, manifest)
+    summary.write(stages, finished_stages, clusters, out, manifest)
+    return output.write_output(stages, clusters, finished_stages, out, plan.output, manifest)
 
 
 def check(config: Config, out: str, options: Sequence[str] = ()) -> None:
@@ -159,13 +159,15 @@ def run_stages(plan: Plan, stages: Stages) -> tuple[list[Done], dict[str, dict[s
     items = decontaminate.read_benchmarks(plan.benchmarks)
     listed = list_sources(plan, stages)
     entry.setup_done()
-    done = [read(plan, stages, listed)]
+    finished_stages = [read(plan, stages, listed)]
 
     def run(stage: Any, config: Any, make: Any, documents: str, **extra: Any) -> str:
         """Run the stage of a module on documents of the previous one; return its documents."""
         name, made_from = stage.__name__.rpartition(".")[-1], dataclasses.asdict(config) | extra
-        done.append(
-            stages.run(name, made_from, make, done[-1:], stage.BALANCES, documents=documents)
+        finished_stages.append(
+            stages.run(
+                name, made_from, make, finished_stages[-1:], stage.BALANCES, documents=documents
+            )
         )
         return f"{name}/documents"
 
@@ -173,28 +175,34 @@ def run_stages(plan: Plan, stages: Stages) -> tuple[list[Done], dict[str, dict[s
     documents = run(dedup, plan.dedup, make, "read/documents")
     if items:
         read_items = decontaminate.store_items(stages, items)
-        given = {"read_items": read_items, "dedup": plan.dedup, "config": plan.decontaminate}
-        make = functools.partial(decontaminate.make_decontaminate, **given)
+        arguments = {"read_items": read_items, "dedup": plan.dedup, "config": plan.decontaminate}
+        make = functools.partial(decontaminate.make_decontaminate, **arguments)
         extra = {"items": decontaminate.fingerprint(items), "dedup": dataclasses.asdict(plan.dedup)}
         documents = run(decontaminate, plan.decontaminate, make, documents, **extra)
     reports = {name: s.max_report_tokens for name, s in plan.sources.items() if s.max_report_tokens}
     make = functools.partial(cut.make_cut, config=plan.cut, reports=reports)
     documents = run(cut, plan.cut, make, documents, reports=reports)
-    make = functools.partial(embed.make_embed, total=done[-1].count("pieces"), config=plan.embed)
+    make = functools.partial(
+        embed.make_embed, total=finished_stages[-1].count("pieces"), config=plan.embed
+    )
     documents = run(embed, plan.embed, make, documents)
     alone = [name for name, source in plan.sources.items() if source.one_document_per_cluster]
-    given = {"pools": plan.pools, "alone": alone, "reports": sorted(reports)}
-    done.append(cluster.cluster(stages, documents, done[-1:], plan.cluster, **given))
+    arguments = {"pools": plan.pools, "alone": alone, "reports": sorted(reports)}
+    finished_stages.append(
+        cluster.cluster(stages, documents, finished_stages[-1:], plan.cluster, **arguments)
+    )
     pools = {c["id"]: c["pool"] for c in stages.read("cluster/clusters", ["id", "pool"])}
     assignment = {} if stages.only_check else tasks.assign_tasks(pools, plan.tasks)
     make = functools.partial(tasks.make_tasks, assignment=assignment)
     made_from = dataclasses.asdict(plan.tasks)
     clusters = {"clusters": "cluster/clusters"}
-    done.append(stages.run("tasks", made_from, make, done[-1:], tasks.BALANCES, **clusters))
+    finished_stages.append(
+        stages.run("tasks", made_from, make, finished_stages[-1:], tasks.BALANCES, **clusters)
+    )
     hashes: dict[str, dict[str, str]] = {name: {} for name in plan.sources}
     for file in sorted(stages.read("read/files"), key=lambda file: file["place"]):
         hashes[file["source"]][file["place"]] = file["hash"]
-    return done, hashes
+    return finished_stages, hashes
 
 
 def list_sources(plan: Plan, stages: Stages) -> Done:
@@ -217,18 +225,18 @@ def read(plan: Plan, stages: Stages, listed: Done) -> Done:
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and of PACKAGES."""
-    found = {name: importlib.metadata.version(name) for name in PACKAGES}
-    return {"python": platform.python_version(), **found}
+    package_versions = {name: importlib.metadata.version(name) for name in PACKAGES}
+    return {"python": platform.python_version(), **package_versions}
 
 
 def main(arguments: Sequence[str]) -> None:
     logging.getLogger("apache_beam").setLevel(logging.WARNING)
     logging.getLogger("data_pipeline").setLevel(logging.INFO)
-    given = flags.FLAGS.config, flags.FLAGS.out, arguments[1:]
+    build_arguments = flags.FLAGS.config, flags.FLAGS.out, arguments[1:]
     if flags.FLAGS.check:
-        check(*given)
+        check(*build_arguments)
         return
-    manifest = build(*given)
+    manifest = build(*build_arguments)
     clusters = ", ".join(f"{number} {task}" for task, number in manifest["clusters"].items())
     print(f"\nclusters  {clusters}\nread them with --config.data.source={flags.FLAGS.out}")
 

@@ -63,32 +63,32 @@ def make_sets(
     unused = [clozes[i] for i in rng.permutation(len(clozes))]
     answers: set[str] = set()
     for _ in range(config.sets):
-        chosen = _choose(unused, config.per_set, answers)
-        if len(chosen) < config.per_set:
+        gaps = _choose(unused, config.per_set, answers)
+        if len(gaps) < config.per_set:
             break
-        answers |= {gap.span.lower() for gap in chosen}
-        hidden = {gap.sentence for gap in chosen}
+        answers |= {gap.span.lower() for gap in gaps}
+        hidden = {gap.sentence for gap in gaps}
         documents = cloze.hide(cluster.documents, sorted(hidden))
-        counts["written"] += len(chosen)
-        yield [_question(gap, hidden, documents) for gap in chosen]
+        counts["written"] += len(gaps)
+        yield [_question(gap, hidden, documents) for gap in gaps]
 
 
-def _choose(clozes: Sequence[Cloze], most: int, answers: set[str]) -> list[Cloze]:
+def _choose(clozes: Sequence[Cloze], limit: int, answers: set[str]) -> list[Cloze]:
     """Choose questions with different answers, each of which stands in a sentence that stays."""
-    chosen: list[Cloze] = []
+    gaps: list[Cloze] = []
     for candidate in clozes:
-        together = [*chosen, candidate]
+        together = [*gaps, candidate]
         hidden = {gap.sentence for gap in together}
         spans = {gap.span.lower() for gap in together}
         if (
-            len(chosen) < most
+            len(gaps) < limit
             and len(hidden) == len(spans) == len(together)
             and candidate.span.lower() not in answers
             and scores_itself(candidate.span, CLOZE)
             and all(any(text not in hidden for _, text in gap.elsewhere) for gap in together)
         ):
-            chosen = together
-    return chosen
+            gaps = together
+    return gaps
 
 
 def _question(gap: Cloze, hidden: set[str], documents: tuple[str, ...]) -> Question:

@@ -83,22 +83,24 @@ def cluster(
     """
     usable = {"pools": dict(pools), "max_cluster_tokens": config.max_cluster_tokens}
     marks = {**dict.fromkeys(sorted(alone), PIECES), **dict.fromkeys(sorted(reports), REPORT)}
-    given: dict[str, Any] = usable | {"marks": marks}
-    make = functools.partial(make_points, **given)
-    first = stages.run("cluster-points", given, make, after, POINTS_BALANCES, documents=documents)
-    done = _split_levels(stages, first, config, pools)
-    last = done[-1]
+    settings: dict[str, Any] = usable | {"marks": marks}
+    make = functools.partial(make_points, **settings)
+    first = stages.run(
+        "cluster-points", settings, make, after, POINTS_BALANCES, documents=documents
+    )
+    level_stages = _split_levels(stages, first, config, pools)
+    last = level_stages[-1]
     for node, number in large_nodes(last, config).items():
         log.warning("node %s has %d documents after %d levels", node, number, config.levels)
     make = functools.partial(make_members, config=config)
     made_from, points = dataclasses.asdict(config), f"{last.name}/points"
     leaves = stages.run("cluster-members", made_from, make, [last], MEMBERS_BALANCES, points=points)
-    given = usable | {"min_documents": config.min_documents}
+    settings = usable | {"min_documents": config.min_documents}
     inputs = {"documents": documents, "members": "cluster-members/members"}
-    make = functools.partial(make_clusters, **given)
-    joined = stages.run("cluster", given, make, [*after, leaves], BALANCES, **inputs)
+    make = functools.partial(make_clusters, **settings)
+    joined = stages.run("cluster", settings, make, [*after, leaves], BALANCES, **inputs)
     counts = sorted(leaves.counts + joined.counts, key=lambda c: (c["what"], c["source"]))
-    seconds = sum(stage.seconds for stage in [*done, leaves, joined])
+    seconds = sum(stage.seconds for stage in [*level_stages, leaves, joined])
     return dataclasses.replace(joined, counts=tuple(counts), seconds=seconds)
 
 
@@ -108,9 +110,9 @@ def _split_levels(
     """Split large nodes level by level; return `first` and all stages of the levels."""
     names = ("node_documents", "fit_documents", "min_documents", "seed")
     fitted_by = {name: getattr(config, name) for name in names}
-    done = [first]
+    level_stages = [first]
     for level in range(1, config.levels + 1):
-        last = done[-1]
+        last = level_stages[-1]
         large = large_nodes(last, config)
         if stages.only_check and level == 1:  # the graphs of all levels are alike
             large = dict.fromkeys(pools.values(), 1)
@@ -118,20 +120,22 @@ def _split_levels(
             break
         points, fit = f"{last.name}/points", f"cluster-fit-{level}"
         make = functools.partial(make_centroids, large=large, config=config)
-        done.append(stages.run(fit, fitted_by, make, [last], FIT_BALANCES, points=points))
+        level_stages.append(stages.run(fit, fitted_by, make, [last], FIT_BALANCES, points=points))
         name, centroids = f"cluster-level-{level}", f"{fit}/centroids"
         inputs = {"points": points, "centroids": centroids}
-        make = functools.partial(make_level, nodes=done[-1].count(SPLIT))
-        done.append(stages.run(name, {}, make, [last, done[-1]], LEVEL_BALANCES, **inputs))
+        make = functools.partial(make_level, nodes=level_stages[-1].count(SPLIT))
+        level_stages.append(
+            stages.run(name, {}, make, [last, level_stages[-1]], LEVEL_BALANCES, **inputs)
+        )
         log.info("level %d: split %d nodes", level, len(large))
-    return done
+    return level_stages
 
 
-def large_nodes(done: Done, config: ClusterConfig) -> dict[str, int]:
+def large_nodes(stage: Done, config: ClusterConfig) -> dict[str, int]:
     """Return node -> document count for nodes over `node_documents`, from the counts of a stage."""
     return {
         count["source"]: count["number"]
-        for count in done.counts
+        for count in stage.counts
         if count["what"] == IN_NODE and count["number"] > config.node_documents
     }
 
@@ -184,13 +188,13 @@ def make_level(
 
 def make_members(points: beam.PCollection, config: ClusterConfig) -> dict[str, beam.PCollection]:
     """Cluster each node in memory: (document, cluster) ids; count nodes over the limit."""
-    made: Any = (
+    leaves: Any = (
         points
         | "key by node" >> beam.Map(lambda point: (point["node"], point))
         | "group node" >> beam.GroupByKey()
         | "make leaves" >> beam.FlatMap(_leaves, config).with_outputs("counts", main="members")
     )
-    return {"members": made.members, "counts": made.counts}
+    return {"members": leaves.members, "counts": leaves.counts}
 
 
 def make_clusters(
@@ -212,7 +216,7 @@ def make_clusters(
             "removed", "counts", main="documents"
         )
     )
-    made: Any = (
+    cluster_tables: Any = (
         joined.documents
         | "group cluster" >> beam.GroupByKey()
         | "make cluster"
@@ -220,8 +224,8 @@ def make_clusters(
             "counts", main="clusters"
         )
     )
-    counts = (joined.counts, made.counts) | "all counts" >> beam.Flatten()
-    return {"clusters": made.clusters, "removed": joined.removed, "counts": counts}
+    counts = (joined.counts, cluster_tables.counts) | "all counts" >> beam.Flatten()
+    return {"clusters": cluster_tables.clusters, "removed": joined.removed, "counts": counts}
 
 
 def pool_of(node: str) -> str:

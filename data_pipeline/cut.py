@@ -122,9 +122,9 @@ class Cut(beam.DoFn):
             because = f"{len(pieces) - MAX_PIECES} more pieces"
             yield from remove(document | {"part": first}, TOO_MANY, because)
 
-    def _process_report(self, report: Document, most: int) -> Iterator[Any]:
+    def _process_report(self, report: Document, max_tokens: int) -> Iterator[Any]:
         tokens = self.count_tokens(report["text"])
-        if tokens > most:
+        if tokens > max_tokens:
             yield from remove(report, TOO_LONG, f"{tokens} tokens")
             return
         limit = self.config.max_document_tokens
@@ -145,10 +145,10 @@ def keep_first(_: str, pieces: Iterable[Document]) -> Iterator[Any]:
     Never holds the group in memory: a million books may share an imprint.
     """
     first = min(pieces, key=order)
-    kept = False
+    is_kept = False
     for piece in pieces:
-        if not kept and order(piece) == order(first):
-            kept = True
+        if not is_kept and order(piece) == order(first):
+            is_kept = True
             yield event("pieces", piece["source"])
             yield event(sized("tokens", rounded(piece["tokens"])), piece["source"])
             yield piece

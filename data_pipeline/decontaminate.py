@@ -60,10 +60,10 @@ class BenchmarkConfig:
     def __post_init__(self):
         if not self.path:
             raise ValueError("benchmark.path = '': must be a file, a folder, a glob or a URL")
-        if both := set(self.document_fields) & set(self.question_fields):
+        if shared_fields := set(self.document_fields) & set(self.question_fields):
             raise ValueError(
                 f"benchmark.question_fields = {self.question_fields}: must not "
-                f"have what document_fields have, {sorted(both)}"
+                f"have what document_fields have, {sorted(shared_fields)}"
             )
 
 
@@ -96,18 +96,18 @@ def read_benchmarks(benchmarks: Mapping[str, BenchmarkConfig]) -> list[Item]:
     items: set[Item] = set()
     for name, config in benchmarks.items():
         where = f"decontaminate.benchmarks.{name}"
-        found = {Item(name, *item) for item in _read(where, config)}
-        kinds = {item.kind for item in found}
+        benchmark_items = {Item(name, *item) for item in _read(where, config)}
+        kinds = {item.kind for item in benchmark_items}
         for kind in ("document", "question"):
             fields = getattr(config, f"{kind}_fields")
             if fields and kind not in kinds:
                 raise ValueError(
                     f"{where}.{kind}_fields = {fields}: must name fields with text in {config.path}"
                 )
-        if not found:
+        if not benchmark_items:
             raise ValueError(f"{where}.path = {config.path!r}: must have .txt files, or fields")
-        log.info("%s: %d texts", where, len(found))
-        items |= found
+        log.info("%s: %d texts", where, len(benchmark_items))
+        items |= benchmark_items
     return sorted(items)
 
 
@@ -139,10 +139,10 @@ def make_decontaminate(
     "BENCHMARK:question". Each worker calls `read_items` once: the graph of the pipeline does not
     contain the texts.
     """
-    done: Any = documents | "search documents" >> beam.ParDo(
+    tables: Any = documents | "search documents" >> beam.ParDo(
         _Find(read_items, dedup, config)
     ).with_outputs("removed", "counts", main="documents")
-    return {table: done[table] for table in ("documents", "removed", "counts")}
+    return {table: tables[table] for table in ("documents", "removed", "counts")}
 
 
 class Index:
@@ -151,7 +151,7 @@ class Index:
     def __init__(self, items: Sequence[Item], dedup: DedupConfig, config: DecontaminateConfig):
         self.items, self.dedup, self.config = items, dedup, config
         self.sets = [signatures.shingles(item.text, dedup.shingle_words) for item in items]
-        self.bands = _Postings([dedup.band_keys(found) for found in self.sets])
+        self.bands = _Postings([dedup.band_keys(shingles) for shingles in self.sets])
         # Only questions of at least SHORTEST_QUESTION tokens have postings, so only they are found
         # inside a document. A question with fewer tokens than a shingle is one short shingle, which
         # no longer text has.
@@ -160,20 +160,20 @@ class Index:
             for item in items
         ]
         pairs = zip(self.sets, is_long, strict=True)
-        self.questions = _Postings([found if long else found[:0] for found, long in pairs])
+        self.questions = _Postings([shingles if long else shingles[:0] for shingles, long in pairs])
 
     def find(self, text: str) -> Item | None:
         """Return the first item that the text nearly duplicates, or whose question it contains."""
-        found = signatures.shingles(text, self.dedup.shingle_words)
-        near = set(self.bands.owners(self.dedup.band_keys(found)))
+        shingles = signatures.shingles(text, self.dedup.shingle_words)
+        near = set(self.bands.owners(self.dedup.band_keys(shingles)))
         hits = [
             owner
             for owner in near
-            if signatures.jaccard(self.sets[owner], found) >= self.dedup.threshold
+            if signatures.jaccard(self.sets[owner], shingles) >= self.dedup.threshold
         ]
         hits += [
             owner
-            for owner, shared in Counter(self.questions.owners(found)).items()
+            for owner, shared in Counter(self.questions.owners(shingles)).items()
             if shared >= self.config.question_threshold * len(self.sets[owner])
         ]
         return self.items[min(hits)] if hits else None
@@ -229,8 +229,8 @@ def _read(where: str, config: BenchmarkConfig) -> Iterator[tuple[str, str, str]]
     """Yield (kind, id, text) for the texts of a benchmark's files."""
     for path, data in _files(where, config.path):
         try:
-            if found := row_files.kind_of(path):
-                texts = list(_texts(list(row_files.read(io.BytesIO(data), found)), config))
+            if file_kind := row_files.kind_of(path):
+                texts = list(_texts(list(row_files.read(io.BytesIO(data), file_kind)), config))
             else:
                 texts = [("document", data.decode("utf-8-sig"))]
         except (ValueError, OSError, RecursionError) as error:
@@ -247,8 +247,8 @@ def _read(where: str, config: BenchmarkConfig) -> Iterator[tuple[str, str, str]]
 def _files(where: str, pattern: str) -> Iterator[tuple[str, bytes]]:
     """Yield (path, content in bytes) for the files, sorted by path."""
     system, path = fsspec.core.url_to_fs(pattern)
-    found = system.find(path) or system.glob(path)  # `find` returns a file itself
-    names = sorted(str(name) for name in found if str(name).lower().endswith(SUFFIXES))
+    paths = system.find(path) or system.glob(path)  # `find` returns a file itself
+    names = sorted(str(name) for name in paths if str(name).lower().endswith(SUFFIXES))
     if not names:
         raise ValueError(f"{where}.path = {pattern!r}: must have {', '.join(SUFFIXES)} files")
     for name in names:

@@ -108,16 +108,16 @@ def make_dedup(documents: beam.PCollection, config: DedupConfig) -> dict[str, be
         | "name survivors" >> beam.FlatMapTuple(_name).with_outputs("counts", main="because")
     )
     by_id = documents | "key documents" >> beam.Map(lambda d: (bytes.fromhex(d["id"]), d))
-    kept: Any = (
+    tables: Any = (
         {"documents": by_id, "because": named.because}
         | "join documents" >> beam.CoGroupByKey()
         | "keep one" >> beam.FlatMapTuple(_keep).with_outputs("counts", "removed", main="documents")
     )
     read = documents | "count read" >> beam.Map(lambda d: ("documents read", d["source"]))
-    events = (groups.counts, compared.counts, stars.counts, named.counts, kept.counts, read)
+    events = (groups.counts, compared.counts, stars.counts, named.counts, tables.counts, read)
     return {
-        "documents": kept.documents,
-        "removed": kept.removed,
+        "documents": tables.documents,
+        "removed": tables.removed,
         "counts": events | "all events" >> beam.Flatten(),
     }
 
@@ -139,8 +139,8 @@ def _rank(quality: float | None, length: int) -> bytes:
 
 
 def _bands(document: Document, config: DedupConfig) -> tuple[np.ndarray, bytes]:
-    found = signatures.shingles(document["text"], config.shingle_words)
-    return config.band_keys(found), node_of(document)
+    shingles = signatures.shingles(document["text"], config.shingle_words)
+    return config.band_keys(shingles), node_of(document)
 
 
 def _pack_bands(batch: Sequence[tuple[np.ndarray, bytes]]) -> Iterator[tuple[int, bytes]]:
@@ -187,11 +187,11 @@ def _compare(
 ) -> tuple[Any, Any]:
     """Compare pairs; return outputs "names", (node, "SOURCE:PLACE"), and "edges", "counts"."""
     texts = documents | "key texts" >> beam.Map(_text_by_id)
-    asked = pairs | "ask for both" >> beam.FlatMapTuple(
+    pairs_by_node = pairs | "ask for both" >> beam.FlatMapTuple(
         lambda first, second: [(first[RANK:], first + second), (second[RANK:], first + second)]
     )
     shingled: Any = (
-        {"texts": texts, "asked": asked}
+        {"texts": texts, "asked": pairs_by_node}
         | "join texts" >> beam.CoGroupByKey()
         | "cut shingles"
         >> beam.FlatMap(_shingle, config.shingle_words).with_outputs("names", main="shingles")
@@ -212,19 +212,19 @@ def _text_by_id(document: Document) -> tuple[bytes, tuple[bytes, str, str, str]]
 
 def _shingle(joined: tuple[bytes, dict[str, Iterable]], words: int) -> Iterator[Any]:
     groups = joined[1]
-    asked = sorted(groups["asked"])
-    if not asked:
+    pairs = sorted(groups["asked"])
+    if not pairs:
         return
     node, source, place, text = min(groups["texts"])
     yield TaggedOutput("names", (node, f"{source}:{place}"))
-    found = signatures.shingles(text, words).tobytes()
-    for pair in asked:
-        yield pair, found
+    shingles = signatures.shingles(text, words).tobytes()
+    for pair in pairs:
+        yield pair, shingles
 
 
 def _edge(compared: tuple[bytes, Iterable[bytes]], threshold: float) -> Iterator[Any]:
     pair, sets = compared
-    a, b = (np.frombuffer(found, np.uint64) for found in sets)
+    a, b = (np.frombuffer(shingles, np.uint64) for shingles in sets)
     yield event("candidate pairs")
     if signatures.jaccard(a, b) >= threshold:
         yield event("pairs above the threshold")
@@ -261,21 +261,21 @@ def _both(a: bytes, b: bytes) -> Iterator[tuple[bytes, bytes]]:
     yield b, a
 
 
-def _large_star(node: bytes, others: Iterable[bytes]) -> Iterator[tuple[bytes, bytes]]:
+def _large_star(node: bytes, neighbors: Iterable[bytes]) -> Iterator[tuple[bytes, bytes]]:
     """Link larger neighbors to the smallest node of the neighborhood: (larger node, smallest)."""
-    near = set(others)
+    near = set(neighbors)
     least = min(node, *near)
-    return ((other, least) for other in near if other > node)
+    return ((neighbor, least) for neighbor in near if neighbor > node)
 
 
 def _small_star(node: bytes, smaller: Iterable[bytes]) -> Iterator[tuple[bytes, bytes]]:
     """Link a node and its smaller neighbors to the smallest of them: (larger node, smallest)."""
-    least, *others = sorted(set(smaller))
-    return ((other, least) for other in [*others, node])
+    least, *larger_neighbors = sorted(set(smaller))
+    return ((larger_node, least) for larger_node in [*larger_neighbors, node])
 
 
-def _center(node: bytes, others: Iterable[bytes]) -> Iterator[Any]:
-    near = set(others)
+def _center(node: bytes, neighbors: Iterable[bytes]) -> Iterator[Any]:
+    near = set(neighbors)
     if min(near) < node:
         yield min(near), node
         if len(near) > 1:

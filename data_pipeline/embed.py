@@ -126,21 +126,25 @@ def make_embed(
     if config.method == "tfidf":
         # The number of ids below a threshold is random. A margin of 4 standard deviations makes
         # sure that there are enough.
-        wanted = config.fit_documents + 4 * config.fit_documents**0.5 + 16
-        share = min(1.0, wanted / max(total, 1))
+        sample_size = config.fit_documents + 4 * config.fit_documents**0.5 + 16
+        share = min(1.0, sample_size / max(total, 1))
         sample: Any = documents | "count sample's words" >> beam.FlatMap(
             _sample_words, share, config.features
         ).with_outputs("counts", main="words")
-        found: Any = (
+        directions: Any = (
             sample.words
             | "gather sample" >> beam.GroupByKey()
             | "find directions"
             >> beam.FlatMap(_directions, config).with_outputs("counts", main="blocks")
         )
         embedded: Any = documents | "embed by words" >> beam.FlatMap(
-            _embed_by_words, AsList(found.blocks), Shared(), config.features
+            _embed_by_words, AsList(directions.blocks), Shared(), config.features
         ).with_outputs("counts", main="documents")
-        counts = (sample.counts, found.counts, embedded.counts) | "all counts" >> beam.Flatten()
+        counts = (
+            sample.counts,
+            directions.counts,
+            embedded.counts,
+        ) | "all counts" >> beam.Flatten()
     else:
         embedded = (
             documents
@@ -188,25 +192,29 @@ def _directions(sample: tuple[int, Iterable[Words]], config: EmbedConfig) -> Ite
     gathered = sorted(sample[1])
     for _ in gathered:
         yield event("documents fitted")
-    chosen = gathered[: config.fit_documents]
-    words = np.frombuffer(b"".join(data for _, data, _ in chosen), np.int32)
-    counts = np.frombuffer(b"".join(data for *_, data in chosen), np.float32)
-    ends = np.cumsum([0, *(len(data) // words.itemsize for _, data, _ in chosen)])
-    shape = len(chosen), config.features
+    fitted_documents = gathered[: config.fit_documents]
+    words = np.frombuffer(b"".join(data for _, data, _ in fitted_documents), np.int32)
+    counts = np.frombuffer(b"".join(data for *_, data in fitted_documents), np.float32)
+    ends = np.cumsum([0, *(len(data) // words.itemsize for _, data, _ in fitted_documents)])
+    shape = len(fitted_documents), config.features
     table: Any = csr_array((1 + np.log(counts), words, ends), shape=shape)
-    found = np.bincount(table.indices, minlength=config.features)
-    informative = np.flatnonzero((found > 1) & (found < len(chosen))).astype(np.int32)
+    document_counts = np.bincount(table.indices, minlength=config.features)
+    informative = np.flatnonzero(
+        (document_counts > 1) & (document_counts < len(fitted_documents))
+    ).astype(np.int32)
     if not len(informative):
         yield 0, 1, b"", b""
         return
-    weights = np.log((1 + len(chosen)) / (1 + found[informative])).astype(np.float32)
+    weights = np.log((1 + len(fitted_documents)) / (1 + document_counts[informative])).astype(
+        np.float32
+    )
     table = normalize(table[:, informative] * weights)
-    most = min(config.dimensions - 1, *table.shape)
-    svd: Any = TruncatedSVD(most, n_iter=ROUNDS, random_state=config.seed)
+    components = min(config.dimensions - 1, *table.shape)
+    svd: Any = TruncatedSVD(components, n_iter=ROUNDS, random_state=config.seed)
     with threadpool_limits(1):  # the result of a multi-threaded sum depends on the thread count
         svd.fit(table)
-    kept = svd.singular_values_ > NEGLIGIBLE * svd.singular_values_[0]
-    rows = np.ascontiguousarray((svd.components_[kept] * weights).T, np.float32)
+    kept_components = svd.singular_values_ > NEGLIGIBLE * svd.singular_values_[0]
+    rows = np.ascontiguousarray((svd.components_[kept_components] * weights).T, np.float32)
     step = max(1, BLOCK_BYTES // rows[0].nbytes)
     starts = range(0, len(rows), step)
     for number, start in enumerate(starts):
@@ -232,8 +240,12 @@ class _Directions:
         from scipy.sparse import csr_array
 
         numbers = self._number[words]
-        known = numbers >= 0
-        row = 1 + np.log(counts[known]), numbers[known], [0, np.count_nonzero(known)]
+        is_informative = numbers >= 0
+        row = (
+            1 + np.log(counts[is_informative]),
+            numbers[is_informative],
+            [0, np.count_nonzero(is_informative)],
+        )
         vector = np.zeros(self._rows.shape[1] + 1, np.float32)
         # A sparse product sums word by word; BLAS would split the sum among threads.
         vector[:-1] = (csr_array(row, shape=(1, len(self._rows))) @ self._rows)[0]
@@ -308,8 +320,8 @@ class _EmbedByPolicy(beam.DoFn):
         # Sorted by length, so that batches are full. The other keys make the order unique.
         documents = sorted(shard[1], key=lambda d: (d["tokens"], d["id"], order(d)))
         for start in range(0, len(documents), EMBED_AT_ONCE):
-            some = documents[start : start + EMBED_AT_ONCE]
-            for document, vector, is_cut in zip(some, *self._embedder.embed(some), strict=True):
+            batch = documents[start : start + EMBED_AT_ONCE]
+            for document, vector, is_cut in zip(batch, *self._embedder.embed(batch), strict=True):
                 yield document | {"vector": vector.tobytes()}
                 yield event(EMBEDDED, document["source"])
                 if is_cut:

@@ -60,10 +60,14 @@ def check_languages(field: str, languages: tuple[str, ...]) -> None:
     """Raise ValueError if the classifier does not know an ISO 639-1 code in a config field."""
     if not languages:
         return
-    known = sorted(code for code in _identifier().labels if re.fullmatch("[a-z]{2}", code))
+    known_languages = sorted(
+        code for code in _identifier().labels if re.fullmatch("[a-z]{2}", code)
+    )
     for code in languages:
-        if code not in known:
-            raise ValueError(f"{field} = {languages}: {code!r} must be one of {', '.join(known)}")
+        if code not in known_languages:
+            raise ValueError(
+                f"{field} = {languages}: {code!r} must be one of {', '.join(known_languages)}"
+            )
 
 
 def rejection_reason(document: Document, config: FilterConfig) -> tuple[str, str] | None:
@@ -122,13 +126,13 @@ def filter_documents(
 def _filter(document: Any, configs: Mapping[str, FilterConfig]) -> Iterator[Any]:
     source, characters = document["source"], rounded(len(document["text"]))
     yield event(sized("characters read", characters), source)
-    found = rejection_reason(document, configs[source])
-    if found is None:
+    rejection = rejection_reason(document, configs[source])
+    if rejection is None:
         yield event("documents kept", source)
         yield event(sized("characters kept", characters), source)
         yield document
         return
-    reason, because = found
+    reason, because = rejection
     yield event(f"documents removed: {reason}", source)
     if reason == "predicate failed":
         yield removed(document, reason, because)
@@ -149,9 +153,9 @@ def _predicate(name: str) -> Predicate:
     if not (module and function):
         raise ValueError(f"{where}: must be 'package.module:function'")
     try:
-        found = getattr(importlib.import_module(module), function)
+        predicate = getattr(importlib.import_module(module), function)
     except Exception as error:  # a module may raise anything while it is imported
         raise ValueError(f"{where}: cannot be imported, {type(error).__name__}: {error}") from error
-    if not callable(found):
-        raise ValueError(f"{where}: must be a function, is {type(found).__name__}")
-    return found
+    if not callable(predicate):
+        raise ValueError(f"{where}: must be a function, is {type(predicate).__name__}")
+    return predicate

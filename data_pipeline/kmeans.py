@@ -153,13 +153,15 @@ def _split(
     pending = [group]
     while pending:
         group = pending.pop()
-        many = len(group) > config.max_documents
-        if len(group) == 1 or not (many or tokens[group].sum() > config.max_cluster_tokens):
+        too_many_documents = len(group) > config.max_documents
+        if len(group) == 1 or not (
+            too_many_documents or tokens[group].sum() > config.max_cluster_tokens
+        ):
             yield np.sort(group)
             continue
         group = group[np.argsort(_spread(vectors[group]), kind="stable")]
         middle = len(group) // 2
-        if not many:
+        if not too_many_documents:
             total = np.cumsum(tokens[group])
             middle = int(np.abs(total[:-1] - total[-1] / 2).argmin()) + 1
         pending += [group[middle:], group[:middle]]
@@ -188,19 +190,19 @@ def _merge(
     alive = np.ones(len(groups), dtype=bool)
     may_move = alive.copy()
     while len(small := np.flatnonzero(may_move & alive & (documents < config.min_documents))):
-        one = small[np.argmin(documents[small])]
-        room = alive & (documents + documents[one] <= config.max_documents)
-        room &= total + total[one] <= config.max_cluster_tokens
-        room[one] = False
+        smallest = small[np.argmin(documents[small])]
+        room = alive & (documents + documents[smallest] <= config.max_documents)
+        room &= total + total[smallest] <= config.max_cluster_tokens
+        room[smallest] = False
         if not room.any():  # there will be none later either, because groups only grow
-            may_move[one] = False
+            may_move[smallest] = False
             continue
         lengths = np.maximum(np.linalg.norm(means, axis=1), TINY)
-        cosines = np.where(room, means @ means[one] / lengths, -np.inf)
+        cosines = np.where(room, means @ means[smallest] / lengths, -np.inf)
         target = int(np.argmax(cosines))
-        groups[target] = np.sort(np.concatenate([groups[target], groups[one]]))
-        means[target] += means[one]
-        documents[target] += documents[one]
-        total[target] += total[one]
-        alive[one] = False
+        groups[target] = np.sort(np.concatenate([groups[target], groups[smallest]]))
+        means[target] += means[smallest]
+        documents[target] += documents[smallest]
+        total[target] += total[smallest]
+        alive[smallest] = False
     return [group for group, stays in zip(groups, alive, strict=True) if stays]

@@ -150,11 +150,11 @@ def read_docmath(data: bytes, kind: row_files.Kind, largest: int) -> list[Row]:
         rows = list(row_files.read(io.BytesIO(data), kind, largest=largest))
     except Exception as error:  # a damaged file may raise anything
         raise Unusable("damaged", describe(error)) from error
-    needed = {"question_id", "question", "paragraphs"}
-    if not any(isinstance(row, dict) and needed <= row.keys() for row in rows):
+    required_fields = {"question_id", "question", "paragraphs"}
+    if not any(isinstance(row, dict) and required_fields <= row.keys() for row in rows):
         first = rows[0] if rows else None
         contents = f"has {sorted(first)}" if isinstance(first, dict) else type(first).__name__
-        because = f"rows must have {sorted(needed)}, the first {contents}"
+        because = f"rows must have {sorted(required_fields)}, the first {contents}"
         raise Unusable("another layout", because[:500])
     return [_docmath_row(number, row) for number, row in enumerate(rows)]
 
@@ -332,10 +332,10 @@ def _json_row(number: int, fields: Any, text: str, quality: str) -> Row:
     if not isinstance(fields, dict):
         return Row(number, problem=f"must be a string or an object, is {type(fields).__name__}")
     name = text if text in fields else "text"
-    found = fields.get(name)
-    if not isinstance(found, str):
-        return Row(number, problem=f"its {name!r} must be a string, is {type(found).__name__}")
-    return Row(number, clean(found), as_quality(fields.get(quality)))
+    field_text = fields.get(name)
+    if not isinstance(field_text, str):
+        return Row(number, problem=f"its {name!r} must be a string, is {type(field_text).__name__}")
+    return Row(number, clean(field_text), as_quality(fields.get(quality)))
 
 
 def _lines(stream: BinaryIO, limit: int) -> Iterator[bytes | None]:
@@ -374,8 +374,8 @@ def parquet_groups(
     if text not in there and not strict:
         text = "text"
     if text not in there or (strict and quality not in there):
-        wanted = f"{text!r} and {quality!r}" if strict else f"{text!r}"
-        raise Unusable("another layout", f"must have {wanted}, has {there}"[:500])
+        required_columns = f"{text!r} and {quality!r}" if strict else f"{text!r}"
+        raise Unusable("another layout", f"must have {required_columns}, has {there}"[:500])
     return [text, quality] if quality in there else [text], rows
 
 

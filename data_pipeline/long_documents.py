@@ -143,21 +143,27 @@ def build(
 
     def records() -> Iterator[dict[str, Any]]:
         for domain in domains:
-            own = counts[domain.name]
-            texts, own["skipped"] = read_texts(domain.path)
-            own["read"] = len(texts)
-            for number, text in enumerate(take(texts, domain.quota, config, count_tokens, own)):
+            domain_counts = counts[domain.name]
+            texts, domain_counts["skipped"] = read_texts(domain.path)
+            domain_counts["read"] = len(texts)
+            for number, text in enumerate(
+                take(texts, domain.quota, config, count_tokens, domain_counts)
+            ):
                 name = f"{domain.name}-{number:05d}"
                 yield {"text": text} if as_texts else {"id": name, "documents": [text]}
-            if own["written"] < domain.quota:
-                log.warning("%s: %d of %d documents", domain.path, own["written"], domain.quota)
+            if domain_counts["written"] < domain.quota:
+                log.warning(
+                    "%s: %d of %d documents", domain.path, domain_counts["written"], domain.quota
+                )
 
     write_records(out, records())
     keys = ("read", "skipped", "over_limit", "written", "tokens")
-    summary = {name: {key: own[key] for key in keys} for name, own in counts.items()}
+    summary = {
+        name: {key: domain_counts[key] for key in keys} for name, domain_counts in counts.items()
+    }
     summary |= dataclasses.asdict(config)
     write_json(f"{out}.summary.json", summary)
-    if not any(own["written"] for own in counts.values()):
+    if not any(domain_counts["written"] for domain_counts in counts.values()):
         raise ValueError(f"domain = {[*counts]}: no document was written; {summary}")
     return summary
 

@@ -122,38 +122,40 @@ class Builder:
             quoted = tuple(q for q in draft.evidence if any(q in text for text in draft.documents))
             self.counts["unquoted_evidence"] += len(draft.evidence) - len(quoted)
             self.counts["without_evidence"] += not quoted
-            own = tuple(dict.fromkeys(map(self.pool.add, draft.documents)))
-            self._drafts.append((dataclasses.replace(draft, documents=(), evidence=quoted), own))
+            own_indices = tuple(dict.fromkeys(map(self.pool.add, draft.documents)))
+            self._drafts.append(
+                (dataclasses.replace(draft, documents=(), evidence=quoted), own_indices)
+            )
 
     def questions(self) -> Iterator[Question]:
         """Yield the long questions in the order of the rows."""
-        for number, (draft, own) in enumerate(self._drafts):
+        for number, (draft, own_indices) in enumerate(self._drafts):
             rng = np.random.default_rng([self.config.seed, number])
-            indices, total, reason = self._pad(draft, own, rng)
+            indices, total, reason = self._pad(draft, own_indices, rng)
             if reason:
                 self.left_out[reason] += 1
                 continue
             self._tasks[draft.task] += 1
             self._lengths.append(total)
-            self.counts["distractors"] += len(indices) - len(own)
+            self.counts["distractors"] += len(indices) - len(own_indices)
             documents = tuple(self.pool.texts[index] for index in rng.permutation(indices))
             text = draft.question, draft.answer, draft.evidence, draft.answers
             yield Question(draft.task, documents, *text)
 
     def _pad(
-        self, draft: Draft, own: Sequence[int], rng: np.random.Generator
+        self, draft: Draft, own_indices: Sequence[int], rng: np.random.Generator
     ) -> tuple[list[int], int, str]:
         """Add distractors: pool indices, their tokens, and "" or why the question is left out."""
         config, pool = self.config, self.pool
         target = int(rng.integers(config.min_tokens, config.max_tokens + 1))
         target = target if config.min_tokens else 0
-        indices, total = list(own), sum(pool.tokens[index] for index in own)
+        indices, total = list(own_indices), sum(pool.tokens[index] for index in own_indices)
         if total > config.max_tokens:
             return indices, total, "longer than max_tokens"
         for index in rng.permutation(len(pool.texts)).tolist():
             if total >= target:
                 break
-            if index in own or total + pool.tokens[index] > config.max_tokens:
+            if index in own_indices or total + pool.tokens[index] > config.max_tokens:
                 continue
             if pool.contains(index, draft.giveaways):
                 self.counts["with_answer"] += 1  # skipped distractors
@@ -221,13 +223,13 @@ def build(
 
 
 def _files(patterns: Sequence[str]) -> list[str]:
-    found: set[str] = set()
+    paths: set[str] = set()
     for pattern in patterns:
         matched = [path for path in glob.glob(pattern, recursive=True) if os.path.isfile(path)]
         if not matched:
             raise FileNotFoundError(f"rows = {pattern!r}: there is no such file")
-        found.update(matched)
-    return sorted(found)
+        paths.update(matched)
+    return sorted(paths)
 
 
 def main(_) -> None:

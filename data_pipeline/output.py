@@ -87,7 +87,7 @@ def write_output(
     {"size": bytes, "hash": blake2b-128, hexadecimal}) and "fingerprint" (hash of all inputs and
     settings). Raises ValueError if there is no cluster, or if an id occurs twice.
     """
-    made_from = [manifest, dataclasses.asdict(config), [done.fingerprint for done in after]]
+    made_from = [manifest, dataclasses.asdict(config), [stage.fingerprint for stage in after]]
     fingerprint = digest("output", json.dumps(made_from, sort_keys=True))
     if manifest_on_disk := _find(folder, fingerprint):
         log.info("output: was done before")
@@ -101,9 +101,11 @@ def write_output(
         tables = pipeline | "name files" >> beam.Create(stages.files(clusters))
         rows = tables | "read clusters" >> beam.io.ReadAllFromParquet()
         make_shards(rows, shards, folder)
-    made = len(match(folder, f"{_SHARDS}*"))
-    if made != len(shards):
-        raise LostRowsError(f"stage output: {made} shards were written, {len(shards)} were planned")
+    shard_count = len(match(folder, f"{_SHARDS}*"))
+    if shard_count != len(shards):
+        raise LostRowsError(
+            f"stage output: {shard_count} shards were written, {len(shards)} were planned"
+        )
     files = _measure(folder, [shard_name(number, len(shards)) for number in range(len(shards))])
     _write_info(folder, shards, sum(file["size"] for file in files.values()))
     lines = "".join(json.dumps(record) + "\n" for record in index)
@@ -136,9 +138,9 @@ def read_index(stages: Stages, clusters: str) -> list[dict[str, Any]]:
     if not index:
         raise ValueError(f"{clusters}: there is no cluster to write")
     index.sort(key=lambda record: record["id"])
-    for one, other in itertools.pairwise(index):
-        if one["id"] == other["id"]:
-            raise ValueError(f"{clusters}: cluster {one['id']} is there twice")
+    for cluster, next_cluster in itertools.pairwise(index):
+        if cluster["id"] == next_cluster["id"]:
+            raise ValueError(f"{clusters}: cluster {cluster['id']} is there twice")
     return index
 
 

@@ -54,7 +54,7 @@ def read_row(reader: Reader, row: Any) -> list[Draft | str]:
     """
     if not isinstance(row, dict):
         raise TypeError(f"must be an object, is {type(row).__name__}")
-    return [_checked(found) for found in reader(row)]
+    return [_checked(draft) for draft in reader(row)]
 
 
 def _checked(draft: Draft | str) -> Draft | str:
@@ -90,12 +90,14 @@ def hotpotqa(row: Mapping[str, Any]) -> Iterator[Draft | str]:
     [[title, number], ...] or {"title": [...], "sent_id": [...]}.
     """
     context = _pairs(row["context"], "title", "sentences")
-    sentences = {_text(title): [_text(s).strip() for s in some] for title, some in context}
+    sentences = {
+        _text(title): [_text(s).strip() for s in paragraph] for title, paragraph in context
+    }
     facts = _pairs(row["supporting_facts"], "title", "sent_id")
     evidence = [
         sentences[title][at] for title, at in facts if 0 <= at < len(sentences.get(title, ()))
     ]
-    documents = [f"{title}\n{' '.join(some)}" for title, some in sentences.items()]
+    documents = [f"{title}\n{' '.join(paragraph)}" for title, paragraph in sentences.items()]
     yield _multi_hop(row, documents, evidence)
 
 
@@ -126,8 +128,8 @@ def tatqa(row: Mapping[str, Any]) -> Iterator[Draft | str]:
     cells = [[_text(cell).strip() for cell in line] for line in row["table"]["table"]]
     table = {" | ".join(line): line for line in cells if any(line)}
     document = "\n".join([f"Report {name}", *paragraphs.values(), *table])
-    for asked in row["questions"]:
-        kind, answer = asked["answer_type"], asked["answer"]
+    for qa in row["questions"]:
+        kind, answer = qa["answer_type"], qa["answer"]
         pieces = answer if isinstance(answer, list) else [answer]
         if kind == "span" and len(pieces) == 1:
             task, reference = "general_qa", _text(pieces[0])
@@ -137,12 +139,12 @@ def tatqa(row: Mapping[str, Any]) -> Iterator[Draft | str]:
             yield f"answer is {_text(kind)}"
             continue
         evidence: list[str] = []
-        if "text" in asked["answer_from"]:
-            evidence += [paragraphs[place] for place in asked["rel_paragraphs"]]
-        if "table" in asked["answer_from"]:
-            evidence += _rows_of(table, [_text(asked["derivation"]), *map(str, pieces)])
-        unit = _UNITS[asked["scale"]]
-        question = f"Report {name}: {_text(asked['question'])}{unit}"
+        if "text" in qa["answer_from"]:
+            evidence += [paragraphs[place] for place in qa["rel_paragraphs"]]
+        if "table" in qa["answer_from"]:
+            evidence += _rows_of(table, [_text(qa["derivation"]), *map(str, pieces)])
+        unit = _UNITS[qa["scale"]]
+        question = f"Report {name}: {_text(qa['question'])}{unit}"
         giveaways = _giveaways(reference) if task == "general_qa" else ()
         yield Draft(task, question, reference, (document,), tuple(evidence), giveaways)
 
@@ -151,12 +153,12 @@ def _rows_of(table: Mapping[str, Sequence[str]], clues: Sequence[str]) -> list[s
     """Return the table lines with a figure of the clues or a cell equal to a clue, else all."""
     figures = {figure for clue in clues for figure in _figures(clue)}
     names = {name.strip().lower() for clue in clues for name in clue.split("##")} - {""}
-    found = [
+    matching_lines = [
         line
         for line, cells in table.items()
         if any(cell.lower() in names or not figures.isdisjoint(_figures(cell)) for cell in cells)
     ]
-    return found or list(table)
+    return matching_lines or list(table)
 
 
 def _figures(text: str) -> list[str]:
@@ -182,8 +184,8 @@ def convfinqa(row: Mapping[str, Any]) -> Iterator[Draft | str]:
     answer = row["answer"]
     task = "general_qa" if isinstance(answer, str) else "financial_math"
     reference = answer if isinstance(answer, str) else _number(answer)
-    kept = tuple(quote.strip() for quote in evidence if quote.strip())
-    yield Draft(task, question, reference, (document,), kept)
+    stripped_evidence = tuple(quote.strip() for quote in evidence if quote.strip())
+    yield Draft(task, question, reference, (document,), stripped_evidence)
 
 
 LAYOUTS: dict[str, Reader] = {
@@ -197,8 +199,10 @@ LAYOUTS: dict[str, Reader] = {
 def _giveaways(*answers: str) -> tuple[str, ...]:
     """Return the normalized answers that have letters; others, such as years, are too common."""
     normal = (rules.normalize_answer(_text(answer)) for answer in answers)
-    kept = [text for text in normal if re.search(r"[^\W\d_]", text) and text not in _COMMON]
-    return tuple(dict.fromkeys(kept))
+    uncommon_answers = [
+        text for text in normal if re.search(r"[^\W\d_]", text) and text not in _COMMON
+    ]
+    return tuple(dict.fromkeys(uncommon_answers))
 
 
 def _text(value: Any) -> str:
@@ -219,4 +223,4 @@ def _pairs(value: Any, first: str, second: str) -> list[tuple[Any, Any]]:
     """Return a list of pairs; some files store them as two parallel lists."""
     if isinstance(value, dict):
         return list(zip(value[first], value[second], strict=True))
-    return [(one, other) for one, other, *_ in value]
+    return [(left, right) for left, right, *_ in value]

@@ -154,13 +154,13 @@ def top_terms(
     vectorizer = TfidfVectorizer(analyzer=cast(Any, list), sublinear_tf=True)
     vectorizer.fit([*map(_words, background), *grouped])
     vocabulary = vectorizer.get_feature_names_out()
-    found = []
+    terms = []
     for words in grouped:
         scores: Any = vectorizer.transform([words])
         scores = scores.tocoo()
         best = np.lexsort((scores.col, -scores.data))[:count]
-        found.append([str(vocabulary[column]) for column in scores.col[best]])
-    return found
+        terms.append([str(vocabulary[column]) for column in scores.col[best]])
+    return terms
 
 
 def place_points(vectors: np.ndarray) -> np.ndarray:
@@ -242,12 +242,12 @@ def place_name(item: Mapping[str, Any]) -> str:
 
 def _beginnings(cluster: AssignedCluster) -> list[tuple[str, str]]:
     """Return name and beginning, on one line, of the first documents of a cluster."""
-    found = []
+    beginnings = []
     for document in cluster["documents"][:EXAMPLE_DOCUMENTS]:
         # Looks at 5 times the characters shown, because runs of white space shrink.
         text = " ".join(document["text"][: 5 * EXAMPLE_CHARACTERS].split())
-        found.append((place_name(document), _cut(text, EXAMPLE_CHARACTERS)))
-    return found
+        beginnings.append((place_name(document), _cut(text, EXAMPLE_CHARACTERS)))
+    return beginnings
 
 
 def _cut(text: str, length: int) -> str:
@@ -270,7 +270,7 @@ def _plots(content: Content) -> dict[str, Markup]:
 
 
 def _filled(histograms: Mapping[str, Mapping[int, int]]) -> dict[str, dict[int, int]]:
-    return {name: dict(sorted(found.items())) for name, found in histograms.items() if found}
+    return {name: dict(sorted(counts.items())) for name, counts in histograms.items() if counts}
 
 
 def _svg(name: str, draw: Callable[..., None], *data: Any) -> Markup:
@@ -380,8 +380,8 @@ def _draw_map(axes: Axes, map_ids: Sequence[str], content: Content) -> None:
     counted = Counter(labels.tolist())
     common = sorted(counted, key=lambda label: (-counted[label], label))[: len(_COLORS)]
     groups = [(label, labels == label) for label in common]
-    if rest := len(counted) - len(common):
-        groups.append((f"{rest} others", ~np.isin(labels, common)))
+    if other_count := len(counted) - len(common):
+        groups.append((f"{other_count} others", ~np.isin(labels, common)))
     for (name, mask), color in zip(groups, (*_COLORS, _GRAY), strict=False):
         legend = f"{_cut(name, _LABEL_CHARACTERS)} ({mask.sum():,})"
         axes.plot(*points[mask].T, ".", color=color, alpha=0.8, markersize=7, mew=0, label=legend)
@@ -404,9 +404,9 @@ def _name_points(
     placed: list[tuple[float, float]] = []
     for (x, y), term in sorted(named, key=lambda pair: (-pair[0][1], pair[0][0])):
         height = y
-        for beside, taken in sorted(placed, key=lambda place: -place[1]):
-            if abs(x - beside) < width and abs(height - taken) < line:
-                height = taken - line
+        for beside, taken_height in sorted(placed, key=lambda place: -place[1]):
+            if abs(x - beside) < width and abs(height - taken_height) < line:
+                height = taken_height - line
         placed.append((x, height))
         axes.plot(x, y, "o", markersize=8, markerfacecolor="none", color=_INK, mew=0.8)
         axes.annotate(

@@ -53,7 +53,7 @@ def shingles(text: str, words: int) -> np.ndarray:
 
 def signature(shingles: np.ndarray, permutations: int, seed: int) -> np.ndarray:
     """Return the MinHash signature of shingles' upper 32 bits: uint32 [permutations]."""
-    made = MinHash(
+    minhash = MinHash(
         permutations,
         seed,
         hashfunc=int,
@@ -62,8 +62,8 @@ def signature(shingles: np.ndarray, permutations: int, seed: int) -> np.ndarray:
     )
     values = (shingles >> _SHIFT).tolist()
     for first in range(0, len(values), _CHUNK):
-        made.update_batch(values[first : first + _CHUNK])
-    return made.hashvalues
+        minhash.update_batch(values[first : first + _CHUNK])
+    return minhash.hashvalues
 
 
 def band_keys(signature: np.ndarray, bands: int) -> np.ndarray:
@@ -77,8 +77,8 @@ def band_keys(signature: np.ndarray, bands: int) -> np.ndarray:
 
 def jaccard(a: np.ndarray, b: np.ndarray) -> float:
     """Compute the Jaccard similarity of two sets: arrays [n] and [m] of distinct values."""
-    both = len(np.intersect1d(a, b, assume_unique=True))
-    return both / (len(a) + len(b) - both)
+    shared_count = len(np.intersect1d(a, b, assume_unique=True))
+    return shared_count / (len(a) + len(b) - shared_count)
 
 
 def _step(mixed: np.ndarray, values: np.ndarray) -> np.ndarray:

@@ -170,8 +170,8 @@ def list_files(name: str, source: SourceConfig) -> Iterator[Listed]:
     try:
         system, path = fsspec.url_to_fs(source.path)
         system.invalidate_cache()
-        root, found = _find(system, path)
-        for url, info in found:
+        root, files = _find(system, path)
+        for url, info in files:
             if not _should_read(url, root, info):
                 continue
             place = valid_utf8(url.removeprefix(root).lstrip("/"))
@@ -202,8 +202,8 @@ def _find(system: Any, path: str) -> tuple[str, Iterable[tuple[str, dict[str, An
     if system.isdir(path):
         return path, _below(system, path)
     fixed = path[: min((path.find(sign) for sign in "*?[" if sign in path), default=0)]
-    found = system.glob(path, detail=True) if fixed else {}
-    return fixed.rpartition("/")[0], found.items()
+    matches = system.glob(path, detail=True) if fixed else {}
+    return fixed.rpartition("/")[0], matches.items()
 
 
 def _below(system: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -249,8 +249,8 @@ def _should_read(file: str, root: str, info: Mapping[str, Any]) -> bool:
 def _suffix(place: str) -> str:
     """Return the lower-cased suffix of a file, with both parts of .jsonl.gz and .jsonl.zst."""
     suffixes = [suffix.lower() for suffix in PurePosixPath(place).suffixes]
-    both = "".join(suffixes[-2:])
-    return both if both in row_files.KINDS else "".join(suffixes[-1:])
+    double_suffix = "".join(suffixes[-2:])
+    return double_suffix if double_suffix in row_files.KINDS else "".join(suffixes[-1:])
 
 
 def make_read(
@@ -277,10 +277,12 @@ def make_read(
         | "read pieces"
         >> beam.FlatMap(_read, dict(sources)).with_outputs(*outputs, main="documents")
     )
-    kept = filter_documents(read["documents"], configs)
-    tables = {"documents": kept["documents"]}
+    filtered_tables = filter_documents(read["documents"], configs)
+    tables = {"documents": filtered_tables["documents"]}
     for name in outputs:
-        parts = [split[name], read[name]] + ([kept[name]] if name in kept else [])
+        parts = [split[name], read[name]] + (
+            [filtered_tables[name]] if name in filtered_tables else []
+        )
         tables[name] = parts | f"join {name}" >> beam.Flatten()
     return tables
 

@@ -77,9 +77,9 @@ class PySparkRunner(PipelineRunner):
 
     def run_pipeline(self, pipeline: beam.Pipeline, options: PipelineOptions) -> PipelineResult:
         """Run a pipeline to its end; a failed task raises PySpark's exception."""
-        given = options.view_as(PySparkOptions)
-        context = start(given.pyspark_master)
-        partitions = given.pyspark_partitions or 2 * context.defaultParallelism
+        spark_options = options.view_as(PySparkOptions)
+        context = start(spark_options.pyspark_master)
+        partitions = spark_options.pyspark_partitions or 2 * context.defaultParallelism
         nodes = list(_primitives(pipeline._root_transform()))
         _Execution(context, partitions, nodes).run()
         return PipelineResult(PipelineState.DONE)
@@ -160,7 +160,9 @@ class _Execution:
     def _apply(self, node: Node) -> None:
         if any(not value.windowing.is_default() for value in node.outputs.values()):
             raise NotImplementedError(f"{node.full_label}: PySparkRunner has no windows")
-        make = next(made for kind, made in _PRIMITIVES.items() if isinstance(node.transform, kind))
+        make = next(
+            maker for kind, maker in _PRIMITIVES.items() if isinstance(node.transform, kind)
+        )
         rdd = make(self, node, *(self.rdds.get(value) for value in node.inputs))
         used = {tag: value for tag, value in node.outputs.items() if self.uses[value]}
         uses = sum(self.uses[value] for value in used.values())
@@ -251,16 +253,16 @@ def _view_fn(side: AsSideInput) -> Any:
 
 def _parameters(node: Node) -> dict[str, Any]:
     """Return the keyword arguments of a DoFn that Beam fills in."""
-    found = {}
+    arguments = {}
     for method in ("start_bundle_method", "process_method", "finish_bundle_method"):
-        given = getattr(DoFnSignature(node.transform.fn), method)
-        for name, default in zip(given.args[::-1], given.defaults[::-1], strict=False):
+        wrapper = getattr(DoFnSignature(node.transform.fn), method)
+        for name, default in zip(wrapper.args[::-1], wrapper.defaults[::-1], strict=False):
             if not isinstance(default, _DoFnParam):
                 continue
             if method != "process_method" or default not in _PARAMETERS:
                 raise NotImplementedError(f"{node.full_label}: PySparkRunner has no {default}")
-            found[name] = _PARAMETERS[default]
-    return found
+            arguments[name] = _PARAMETERS[default]
+    return arguments
 
 
 # ------------------------------------------------------------------ Functions that run in a worker
@@ -319,8 +321,8 @@ def _first_input(fn: beam.CombineFn, value: Any) -> Any:
     return fn.add_input(fn.create_accumulator(), value)
 
 
-def _merge_two(fn: beam.CombineFn, one: Any, other: Any) -> Any:
-    return fn.merge_accumulators([one, other])
+def _merge_two(fn: beam.CombineFn, left: Any, right: Any) -> Any:
+    return fn.merge_accumulators([left, right])
 
 
 def _with_checksums(values: Iterable[Any]) -> Iterator[tuple[int, Any]]:

@@ -64,12 +64,12 @@ class Done:
 
     def histogram(self, what: str, source: str | None = None) -> dict[int, int]:
         """Return value -> count, sorted by value, for events named by `records.sized`."""
-        found: Counter[int] = Counter()
+        counts_by_value: Counter[int] = Counter()
         for count in self.counts:
             name, _, number = count["what"].rpartition(SIZED)
             if name == what and source in (None, count["source"]):
-                found[int(number)] += count["number"]
-        return dict(sorted(found.items()))
+                counts_by_value[int(number)] += count["number"]
+        return dict(sorted(counts_by_value.items()))
 
 
 class Stages:
@@ -102,7 +102,7 @@ class Stages:
         records.SCHEMAS). Its "counts" are (what, source) events, which are counted here. Raises
         balance.LostRowsError if one of `balances`, equations as in balance.py, does not hold.
         """
-        made_from = json.dumps([settings, [done.fingerprint for done in after]], sort_keys=True)
+        made_from = json.dumps([settings, [stage.fingerprint for stage in after]], sort_keys=True)
         fingerprint = digest(name, made_from)
         if self.only_check:
             pipeline = self.pipeline(name)
@@ -169,8 +169,8 @@ class Stages:
 
     def check(self, pipeline: beam.Pipeline, name: str) -> None:
         """Serialize a graph as for a remote runner and parse it back; raise if that fails."""
-        whole = pipeline.to_runner_api()
-        beam.Pipeline.from_runner_api(whole, FnApiRunner(), PipelineOptions([]))
+        pipeline_proto = pipeline.to_runner_api()
+        beam.Pipeline.from_runner_api(pipeline_proto, FnApiRunner(), PipelineOptions([]))
         graph = PortableRunner().get_proto_pipeline(pipeline, pipeline.options)
         transforms = graph.components.transforms.values()
         steps = sum(not transform.subtransforms for transform in transforms)
@@ -181,11 +181,11 @@ class Stages:
         self, pipeline: beam.Pipeline, name: str, make: Callable[..., Tables], inputs: Mapping
     ) -> None:
         """Add a stage to a pipeline: read its inputs, apply `make`, write its tables."""
-        given: dict[str, Any] = {} if inputs else {"pipeline": pipeline}
+        make_arguments: dict[str, Any] = {} if inputs else {"pipeline": pipeline}
         for argument, table in inputs.items():
             read = beam.io.ReadFromParquet(self._pattern(table), validate=False)
-            given[argument] = pipeline | f"read {table}" >> read
-        tables = make(**given)
+            make_arguments[argument] = pipeline | f"read {table}" >> read
+        tables = make(**make_arguments)
         counts = tables["counts"] | "count" >> beam.combiners.Count.PerElement()
         tables["counts"] = counts | "as counts" >> beam.MapTuple(_as_count)
         for table, records in tables.items():
@@ -227,7 +227,7 @@ class Stages:
 
     def files(self, table: str) -> list[str]:
         """Return the sorted paths of the Parquet files of a "STAGE/TABLE"."""
-        return sorted(found.path for found in match(self._pattern(table)))
+        return sorted(file.path for file in match(self._pattern(table)))
 
     def _pattern(self, table: str) -> str:
         return FileSystems.join(self.folder, *table.split("/")) + "-*.parquet"

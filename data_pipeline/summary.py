@@ -21,10 +21,14 @@ TERMS = 8
 
 
 def write(
-    stages: Stages, done: Sequence[Done], clusters: str, out: str, manifest: Mapping[str, Any]
+    stages: Stages,
+    finished_stages: Sequence[Done],
+    clusters: str,
+    out: str,
+    manifest: Mapping[str, Any],
 ) -> None:
-    """Write OUT/report.html; `done` are all stages, `clusters` a table of AssignedCluster."""
-    by_name = {stage.name: stage for stage in done}
+    """Write OUT/report.html; `finished_stages` are all, `clusters` a table of AssignedCluster."""
+    by_name = {stage.name: stage for stage in finished_stages}
     index = output.read_index(stages, clusters)
     columns = ["id", "vector", "documents.list.element.source"]
     shown = [record["id"] for record in index[:MAP_POINTS]]
@@ -35,7 +39,7 @@ def write(
         config=manifest["config"],
         versions=manifest["versions"],
         seed=manifest["config"]["seed"],
-        stages=[(stage.name, stage.plain_counts) for stage in done],
+        stages=[(stage.name, stage.plain_counts) for stage in finished_stages],
         funnel=_funnel(by_name),
         lengths_before=by_name["read"].histogram("characters read"),
         lengths_after=by_name["read"].histogram("characters kept"),
@@ -56,20 +60,22 @@ def write(
 
 def _topics(stages: Stages, clusters: str, index: Sequence[Mapping[str, Any]]) -> list[Topic]:
     """Return the first clusters of each task by id, with their terms."""
-    chosen: dict[str, list[str]] = defaultdict(list)
+    ids_by_task: dict[str, list[str]] = defaultdict(list)
     for record in index:
-        if len(chosen[record["task"]]) < TOPICS:
-            chosen[record["task"]].append(record["id"])
-    ids = [name for task in sorted(chosen) for name in chosen[task]]
-    others = [record["id"] for record in index if record["id"] not in ids][:BACKGROUND]
-    found: dict[str, Any] = {c["id"]: c for c in stages.read(clusters, ids={*ids, *others})}
-    texts = {name: [d["text"] for d in c["documents"]] for name, c in found.items()}
-    background = [text for name in others for text in texts[name]]
+        if len(ids_by_task[record["task"]]) < TOPICS:
+            ids_by_task[record["task"]].append(record["id"])
+    ids = [name for task in sorted(ids_by_task) for name in ids_by_task[task]]
+    background_ids = [record["id"] for record in index if record["id"] not in ids][:BACKGROUND]
+    clusters_by_id: dict[str, Any] = {
+        c["id"]: c for c in stages.read(clusters, ids={*ids, *background_ids})
+    }
+    texts = {name: [d["text"] for d in c["documents"]] for name, c in clusters_by_id.items()}
+    background = [text for name in background_ids for text in texts[name]]
     terms = top_terms([texts[name] for name in ids], background, TERMS)
-    return [Topic(found[name], words) for name, words in zip(ids, terms, strict=True)]
+    return [Topic(clusters_by_id[name], words) for name, words in zip(ids, terms, strict=True)]
 
 
-def _funnel(done: dict[str, Done]) -> list[tuple[str, int]]:
+def _funnel(stages_by_name: dict[str, Done]) -> list[tuple[str, int]]:
     events = {
         "read": "documents read",
         "filter": "documents kept",
@@ -79,13 +85,13 @@ def _funnel(done: dict[str, Done]) -> list[tuple[str, int]]:
         "cluster": "documents clustered",
         "tasks": "documents",
     }
-    stages = done | {"filter": done["read"]}
+    stages = stages_by_name | {"filter": stages_by_name["read"]}
     return [(name, stages[name].count(what)) for name, what in events.items() if name in stages]
 
 
-def _contamination(stages: Stages, done: Mapping[str, Done]) -> dict[str, list[str]]:
+def _contamination(stages: Stages, stages_by_name: Mapping[str, Done]) -> dict[str, list[str]]:
     names: dict[str, list[str]] = defaultdict(list)
-    if "decontaminate" in done:
+    if "decontaminate" in stages_by_name:
         for record in stages.read("decontaminate/removed"):
             names[record["because"]].append(place_name(record))
     return dict(names)

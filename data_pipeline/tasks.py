@@ -48,8 +48,8 @@ class TasksConfig:
 
     def __post_init__(self) -> None:
         check_least(self, "tasks.", clusters_per_task=0)
-        known = set(self.tasks) <= set(TASKS)
-        if not self.tasks or not known or len(set(self.tasks)) < len(self.tasks):
+        are_known = set(self.tasks) <= set(TASKS)
+        if not self.tasks or not are_known or len(set(self.tasks)) < len(self.tasks):
             raise ValueError(f"tasks.tasks = {self.tasks}: must be some of {TASKS}, each once")
 
 
@@ -108,8 +108,10 @@ def _max_clusters_per_task(sizes: Mapping[str, int], tasks: Sequence[str]) -> in
     """
     limits = []
     for count in range(1, len(tasks) + 1):
-        for some in itertools.combinations(tasks, count):
-            usable = [n for pool, n in sizes.items() if not set(some).isdisjoint(pool.split("+"))]
+        for task_set in itertools.combinations(tasks, count):
+            usable = [
+                n for pool, n in sizes.items() if not set(task_set).isdisjoint(pool.split("+"))
+            ]
             limits.append(sum(usable) // count)
     return min(limits, default=0)
 

@@ -120,8 +120,10 @@ def score(c: Config, truths: list[tuple[str, str]], index, tokens, length) -> np
     """Rewards [B, G] of answers [N, S] to questions [B], 0 or 1, on the host."""
     index, tokens, length = (np.asarray(x) for x in (index, tokens, length))
     texts = [c.tokenizer.decode(row[:n].tolist()) for row, n in zip(tokens, length, strict=True)]
-    asked = index.repeat(c.group_size)
-    rewards = [rules.score(text, *truths[i]) for text, i in zip(texts, asked, strict=True)]
+    question_indices = index.repeat(c.group_size)
+    rewards = [
+        rules.score(text, *truths[i]) for text, i in zip(texts, question_indices, strict=True)
+    ]
     return np.array(rewards, np.float32).reshape(c.groups, c.group_size)
 
 
@@ -179,14 +181,16 @@ def make_step(c: Config, truths: list[tuple[str, str]], params: transformer.Para
 
 def main(_) -> None:
     setup.setup()
-    given, mesh = flags.FLAGS, meshes.make_mesh()
+    flag_values, mesh = flags.FLAGS, meshes.make_mesh()
     policy, tokenizer = weights.read_config_and_tokenizer(TINY_POLICY)
     _, params = weights.load(TINY_POLICY, mesh)
-    c = Config(policy, tokenizer, mesh, groups=given.groups, group_size=given.group_size)
-    questions, truths = make_questions(c, given.steps * c.groups, given.seed)
+    c = Config(
+        policy, tokenizer, mesh, groups=flag_values.groups, group_size=flag_values.group_size
+    )
+    questions, truths = make_questions(c, flag_values.steps * c.groups, flag_values.seed)
     state, step = make_step(c, truths, params)
-    for i in range(given.steps):  # the first step includes compilation
-        start, key = time.monotonic(), jax.random.fold_in(jax.random.key(given.seed), i)
+    for i in range(flag_values.steps):  # the first step includes compilation
+        start, key = time.monotonic(), jax.random.fold_in(jax.random.key(flag_values.seed), i)
         batch = Questions(*(x[i * c.groups : (i + 1) * c.groups] for x in questions))
         with jax.set_mesh(mesh):
             state, metrics, _ = step(state, jax.device_put(batch, meshes.by_rows(mesh)), key)

@@ -290,7 +290,7 @@ def collectives(text: str) -> dict[str, dict[str, int]]:
     count inside a loop or in a computation that a loop calls).
     """
     parts = re.split(r"^(?=\S)", text, flags=re.MULTILINE)
-    computations = {found[1]: part for part in parts if (found := _COMPUTATION.match(part))}
+    computations = {header[1]: part for part in parts if (header := _COMPUTATION.match(part))}
     looped = _called(computations, _LOOP.findall(text))
     totals: dict[str, dict[str, int]] = {}
     for name, part in computations.items():
@@ -418,13 +418,20 @@ def define_flags() -> None:
 
 
 def read_flags(
-    *others: topologies.Topology,
+    *extra_topologies: topologies.Topology,
 ) -> tuple[Config, PolicyConfig, topologies.Topology, int]:
-    """Read config, architecture, slice (or one of `others`) and prompt tokens P from the flags."""
-    given = flags.FLAGS
-    policy = read_policy(given.config, given.policy, given.layers)
-    length = given.config.sampler.max_prompt if given.length is None else given.length
-    return given.config, policy, topologies.find(given.topology, *others), length
+    """Read config, architecture, slice (or an extra topology) and prompt tokens P from flags."""
+    flag_values = flags.FLAGS
+    policy = read_policy(flag_values.config, flag_values.policy, flag_values.layers)
+    length = (
+        flag_values.config.sampler.max_prompt if flag_values.length is None else flag_values.length
+    )
+    return (
+        flag_values.config,
+        policy,
+        topologies.find(flag_values.topology, *extra_topologies),
+        length,
+    )
 
 
 def main(_) -> None:

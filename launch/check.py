@@ -82,15 +82,17 @@ class Attempts:
         self.mistakes: list[str] = []
         self._config = config
 
-    def __call__(self, field: str, make: Callable[..., T], *given: Any, **options: Any) -> T | None:
-        """Return make(*given, **options), or None if it raises or an argument is None.
+    def __call__(
+        self, field: str, make: Callable[..., T], *arguments: Any, **options: Any
+    ) -> T | None:
+        """Return make(*arguments, **options), or None if it raises or an argument is None.
 
         The error is recorded, as one of `field` if its message does not begin with a field.
         """
-        if any(value is None for value in given):
+        if any(value is None for value in arguments):
             return None
         try:
-            return make(*given, **options)
+            return make(*arguments, **options)
         except _MISTAKES as error:
             self._record(field, error)
             return None
@@ -108,19 +110,20 @@ class Attempts:
         for part in filter(None, name.split(".")):
             fields = fields[part]
         fields = copy.deepcopy(fields)
-        found: set[str] = set()
+        wrong_fields: set[str] = set()
         while True:
             try:
-                made = make(fields)
-                return None if found else made
+                built_section = make(fields)
+                return None if wrong_fields else built_section
             except _MISTAKES as error:
                 before = f"{name}." if name else ""
                 match = re.match(rf"{re.escape(before)}([a-z_0-9.]+)", str(error))
                 wrong = match[1] if match else ""
-                if wrong in found or (found and not wrong):  # may follow from a default
+                # Such an error may follow from a default.
+                if wrong in wrong_fields or (wrong_fields and not wrong):
                     return None
                 self._record(field or name, error)
-                found.add(wrong)
+                wrong_fields.add(wrong)
                 if not _reset(fields, defaults, wrong):
                     return None
 
@@ -308,10 +311,10 @@ def _check_policy(checked: Checked, attempt: Attempts) -> Any:
     if folder is None and not checked.missing:
         return None
 
-    made = attempt.section("policy", make, section(ModelConfig), "policy.folder")
-    if made is None:
+    policy_and_tokenizer = attempt.section("policy", make, section(ModelConfig), "policy.folder")
+    if policy_and_tokenizer is None:
         return None
-    policy, tokenizer = made
+    policy, tokenizer = policy_and_tokenizer
     checked.policy = policy
     # Same condition as at a run's start in trainer/state.py, which otherwise reads no weights.
     if folder and ((checked.step is None and not config.init_from) or policy.lora):
@@ -492,8 +495,8 @@ def newest_step(workdir: epath.Path) -> int | None:
 
     Hashes no files. A real start does, and uses the previous checkpoint if this one is damaged.
     """
-    found = (workdir / CHECKPOINTS_FOLDER).glob(f"*/{hashes.FILE}")
-    names = [path.parent.name for path in found]
+    hash_files = (workdir / CHECKPOINTS_FOLDER).glob(f"*/{hashes.FILE}")
+    names = [path.parent.name for path in hash_files]
     return max((int(name) for name in names if name.isdecimal()), default=None)
 
 
@@ -521,8 +524,8 @@ def _remarks(checked: Checked) -> list[str]:
         lines.append(f"{field}: {empty}; {change} fill all")
     if checked.workdir and checked.step is not None:
         before = setup.saved_config(checked.workdir)
-        kept = state.keep_dtypes(configs.read(config), before)
-        changed = changes(configs.to_dict(kept), before)
+        kept_config = state.keep_dtypes(configs.read(config), before)
+        changed = changes(configs.to_dict(kept_config), before)
         lines += [f"{change} when last started" for change in changed]
     return lines
 
@@ -530,8 +533,8 @@ def _remarks(checked: Checked) -> list[str]:
 def main(_) -> None:
     # Computing shapes creates a few small arrays. They go to the CPU so that no TPU is claimed.
     jax.config.update("jax_platforms", "cpu")
-    given = flags.FLAGS
-    checked = check(given.config, given.topology, given.workdir)
+    flag_values = flags.FLAGS
+    checked = check(flag_values.config, flag_values.topology, flag_values.workdir)
     if checked.mistakes:
         print("\n".join([*checked.mistakes, *checked.missing, *checked.remarks]))
         sys.exit(entry.EXIT_CODE)

@@ -37,7 +37,7 @@ class Command(NamedTuple):
 
 def find(root: pathlib.Path = ROOT) -> dict[str, Command]:
     """Commands by module name ("spell_jax.train"; a package's __main__ has the package's name)."""
-    found = {}
+    commands = {}
     for package in _PACKAGES:
         for path in sorted((root / package).rglob("*.py")):
             source = path.read_text(encoding="utf-8")
@@ -52,8 +52,8 @@ def find(root: pathlib.Path = ROOT) -> dict[str, Command]:
                     for flag in _flags(part, module)
                 }
                 name, text = name.removesuffix(".__main__"), ast.get_docstring(tree) or ""
-                found[name] = Command(name, text, tuple(flags.values()))
-    return found
+                commands[name] = Command(name, text, tuple(flags.values()))
+    return commands
 
 
 def _parts(name: str, tree: ast.Module, root: pathlib.Path) -> Iterator[tuple[str, ast.AST]]:
@@ -72,8 +72,8 @@ def _parts(name: str, tree: ast.Module, root: pathlib.Path) -> Iterator[tuple[st
             if (alias.asname or alias.name) in used:
                 module = f"{node.module}.{alias.name}"
                 path = root.joinpath(*module.split(".")).with_suffix(".py")
-                other = ast.parse(path.read_text(encoding="utf-8"))
-                for part in ast.walk(other):
+                module_tree = ast.parse(path.read_text(encoding="utf-8"))
+                for part in ast.walk(module_tree):
                     if isinstance(part, ast.FunctionDef) and part.name == "define_flags":
                         yield module, part
 

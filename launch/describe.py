@@ -76,8 +76,10 @@ def describe(checked: Checked) -> str:
 def _describe_policy(policy: PolicyConfig) -> str:
     shapes, _ = transformer.abstract_params(policy)
     trained, _ = lora.split(policy, shapes)
-    count, own = (sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in (shapes, trained))
-    adapters = f", of which {own:,} in adapters are trained" if policy.lora else ""
+    count, trained_count = (
+        sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in (shapes, trained)
+    )
+    adapters = f", of which {trained_count:,} in adapters are trained" if policy.lora else ""
     return f"{count:,} parameters{adapters}, {policy.layers} layers"
 
 
@@ -87,11 +89,11 @@ def _describe_dtype(checked: Checked) -> Iterator[str]:
     is_here = checked.topology.hbm == topologies.ANY_MEMORY and "gpu" not in checked.topology.name
     if not is_here or jax.default_backend() != "cpu":
         return
-    chosen, names = checked.config.policy.compute_dtype, products.bfloat16_instructions()
+    compute_dtype, names = checked.config.policy.compute_dtype, products.bfloat16_instructions()
     if not names:
         suffix = "; this CPU has no fast products of bfloat16"
-        yield ("float32" if chosen == "auto" else chosen) + suffix
-    elif chosen == "float32":
+        yield ("float32" if compute_dtype == "auto" else compute_dtype) + suffix
+    elif compute_dtype == "float32":
         yield f"float32; with policy.compute_dtype=auto, bfloat16, faster here ({', '.join(names)})"
     else:
         yield f"bfloat16, which this CPU multiplies faster than float32 ({', '.join(names)})"

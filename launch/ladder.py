@@ -83,11 +83,11 @@ def _crossplay(run: str) -> list[str]:
     for step in range(config.checkpoint_every, config.steps + 1, config.checkpoint_every):
         policy = f"{run}/crossplay/{step}"
         export = f"--workdir={run} --step={step} --dtype=float32 --out={policy}/policy"
-        asked = f"--benchmarks={ladder_figure.OWN_QUESTIONS} --data={run} --max_input=144"
+        question_flags = f"--benchmarks={ladder_figure.OWN_QUESTIONS} --data={run} --max_input=144"
         lines.append(f"python -m spell_jax.export {export}")
         lines.append(
-            f"python -m spell_jax.evaluate --policy={policy}/policy {asked} --out={policy}/answers "
-            "--samples=1 --max_tokens=52 --slots=128"
+            f"python -m spell_jax.evaluate --policy={policy}/policy {question_flags} "
+            f"--out={policy}/answers --samples=1 --max_tokens=52 --slots=128"
         )
     return lines
 
@@ -118,36 +118,36 @@ def _record(documents: Sequence[str], question: str, answer: str) -> dict[str, A
     return {"task": TASK, "documents": texts, "question": question, "answer": answer}
 
 
-def _write_questions(given: argparse.Namespace) -> None:
-    if bool(given.run) == bool(given.depths):
+def _write_questions(options: argparse.Namespace) -> None:
+    if bool(options.run) == bool(options.depths):
         raise ValueError("questions: must have either --run or --depths")
-    made = (
-        run_questions(given.run)
-        if given.run
-        else oracle_questions(_numbers(given.depths), given.count, given.seed)
+    questions = (
+        run_questions(options.run)
+        if options.run
+        else oracle_questions(_numbers(options.depths), options.count, options.seed)
     )
-    rows = list(made)
+    rows = list(questions)
     if not rows:
-        raise ValueError(f"--run = {given.run}: has no answered question in episodes/")
-    out = epath.Path(given.out)
+        raise ValueError(f"--run = {options.run}: has no answered question in episodes/")
+    out = epath.Path(options.out)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_records(out, rows)
     print(f"{out}: {len(rows)} questions")
 
 
-def _write_figure(given: argparse.Namespace) -> None:
-    folders = {arm: _run_folders(given.runs, arm) for arm in _KNOWN}
+def _write_figure(options: argparse.Namespace) -> None:
+    folders = {arm: _run_folders(options.runs, arm) for arm in _KNOWN}
     arms = {
-        arm: {seed: ladder_figure.read_run(run) for seed, run in some.items()}
-        for arm, some in folders.items()
-        if some
+        arm: {seed: ladder_figure.read_run(run) for seed, run in arm_folders.items()}
+        for arm, arm_folders in folders.items()
+        if arm_folders
     }
     if not arms:
-        raise ValueError(f"--runs = {given.runs}: has no run ARM/SEED of an arm of {_KNOWN}")
+        raise ValueError(f"--runs = {options.runs}: has no run ARM/SEED of an arm of {_KNOWN}")
     numbers = ladder_figure.measure(arms)
     if full := folders["full"]:
         numbers["crossplay"] = ladder_figure.read_crossplay(full[min(full)])
-    out = epath.Path(given.out or given.runs)
+    out = epath.Path(options.out or options.runs)
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / "ladder.json", numbers)
     shown = {arm: runs for arm, runs in arms.items() if arm in ladder.ARMS}
@@ -158,8 +158,8 @@ def _write_figure(given: argparse.Namespace) -> None:
 
 def _run_folders(runs: str, arm: str) -> dict[int, pathlib.Path]:
     """Seed -> folder of an arm's runs, seeds ascending."""
-    found = {int(p.name): p for p in pathlib.Path(runs, arm).glob("*") if p.name.isdecimal()}
-    return dict(sorted(found.items()))
+    folders = {int(p.name): p for p in pathlib.Path(runs, arm).glob("*") if p.name.isdecimal()}
+    return dict(sorted(folders.items()))
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -179,16 +179,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--depths", default="", help="depths of the oracle's questions")
     parser.add_argument("--count", type=int, default=5760, help="number of the oracle's questions")
     parser.add_argument("--seed", type=int, default=0, help="seed of the oracle's questions")
-    given = parser.parse_args(arguments)
-    arms = given.arms.split(",")
+    options = parser.parse_args(arguments)
+    arms = options.arms.split(",")
     if unknown := [arm for arm in arms if arm not in _KNOWN]:
         raise ValueError(f"--arms = {','.join(unknown)}: must be of {', '.join(_KNOWN)}")
-    if given.what == "commands":
-        print("\n".join(commands(given.runs, _numbers(given.seeds), arms)))
-    elif given.what == "questions":
-        _write_questions(given)
+    if options.what == "commands":
+        print("\n".join(commands(options.runs, _numbers(options.seeds), arms)))
+    elif options.what == "questions":
+        _write_questions(options)
     else:
-        _write_figure(given)
+        _write_figure(options)
 
 
 if __name__ == "__main__":

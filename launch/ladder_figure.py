@@ -105,10 +105,10 @@ class Curves:
 
 def _crossing(accuracy: np.ndarray) -> float:
     """First depth, from 1, at which the accuracies fall below one half; depth 0 counts as 1."""
-    known = [1.0, *accuracy]
-    for depth, value in enumerate(known):
+    accuracies = [1.0, *accuracy]
+    for depth, value in enumerate(accuracies):
         if value < 0.5:
-            return depth - 1 + (known[depth - 1] - 0.5) / (known[depth - 1] - value)
+            return depth - 1 + (accuracies[depth - 1] - 0.5) / (accuracies[depth - 1] - value)
     return float(len(accuracy))
 
 
@@ -130,10 +130,10 @@ def read_run(folder: pathlib.Path) -> Curves:
         windows[(step - 1) // WINDOW].append(episode)
     references: dict[int, list[bool | None]] = defaultdict(list)
     parts = [windows[window] for window in sorted(windows)]
-    asked = [_measure_questions(part, references) for part in parts]
+    question_measures = [_measure_questions(part, references) for part in parts]
     ends = [min((window + 1) * WINDOW, max(until)) for window in sorted(windows)]
     misread, lucky = _measure_walks([*itertools.chain(*parts)])
-    given = [right for some in references.values() for right in some]
+    all_rights = [right for rights in references.values() for right in rights]
     return Curves(
         tokens=np.array([until[record["step"]] for record in points]),
         depths=depths,
@@ -141,16 +141,16 @@ def read_run(folder: pathlib.Path) -> Curves:
         verifier=np.array([record["eval/verifier"] for record in points]),
         entropy=np.array([entropy[record["step"]] for record in points]),
         asked_tokens=np.array([until[step] for step in ends]),
-        mixed=np.array([mixed for mixed, _ in asked]),
-        depth=np.array([depth for _, depth in asked]),
+        mixed=np.array([mixed for mixed, _ in question_measures]),
+        depth=np.array([depth for _, depth in question_measures]),
         references={
-            depth: [right for right in some if right is not None]
-            for depth, some in sorted(references.items())
+            depth: [right for right in rights if right is not None]
+            for depth, rights in sorted(references.items())
         },
-        unanswerable=float(np.mean([right is None for right in given])) if given else 0.0,
+        unanswerable=float(np.mean([right is None for right in all_rights])) if all_rights else 0.0,
         misread=misread,
         lucky=lucky,
-        chains=[_find_chain([*itertools.chain(*some)]) for some in (parts[:2], parts[-2:])],
+        chains=[_find_chain([*itertools.chain(*window)]) for window in (parts[:2], parts[-2:])],
     )
 
 
@@ -184,7 +184,9 @@ def _measure_walks(episodes: Sequence[Mapping[str, Any]]) -> tuple[float, float]
                 if walked is not None:
                     is_right = f"> {' '.join(walked.evidence)}<" in answer
                     kinds[score > 0].append(is_right != (score > 0))
-    lucky, misread = (float(np.mean(some)) if some else 0.0 for some in kinds.values())
+    lucky, misread = (
+        float(np.mean(mismatches)) if mismatches else 0.0 for mismatches in kinds.values()
+    )
     return misread, lucky
 
 
@@ -209,12 +211,19 @@ def measure(arms: Mapping[str, Mapping[int, Curves]]) -> dict[str, Any]:
     areas = {arm: {seed: run.area(budget) for seed, run in of.items()} for arm, of in arms.items()}
     finals = {arm: [run.final(budget) for run in of.values()] for arm, of in arms.items()}
 
-    def compare(one: str, other: str) -> list[float]:
-        some = areas.get(one, {})
-        return [some[seed] - area for seed, area in areas.get(other, {}).items() if seed in some]
+    def compare(first_arm: str, second_arm: str) -> list[float]:
+        first_areas = areas.get(first_arm, {})
+        return [
+            first_areas[seed] - area
+            for seed, area in areas.get(second_arm, {}).items()
+            if seed in first_areas
+        ]
 
     differences = {arm: compare(FULL, arm) for arm in areas if arm != FULL}
-    pairs = {f"{one}_minus_{other}": compare(one, other) for one, other in PAIRS}
+    pairs = {
+        f"{first_arm}_minus_{second_arm}": compare(first_arm, second_arm)
+        for first_arm, second_arm in PAIRS
+    }
     numbers: dict[str, Any] = {
         "tokens": budget,
         "areas": {arm: _interval([*of.values()]) for arm, of in areas.items()},
@@ -273,9 +282,9 @@ def verdict(areas: Mapping[str, Mapping[str, float]], runs: Mapping[str, int]) -
         f"{arm} {areas[arm]['mean']:.3f} [{areas[arm]['low']:.3f}, {areas[arm]['high']:.3f}]"
         for arm in (FULL, *RIVALS)
     )
-    few = {arm: runs[arm] for arm in (FULL, *RIVALS) if runs[arm] < LEAST_SEEDS}
-    if few:
-        counts = ", ".join(f"{arm} {seeds}" for arm, seeds in few.items())
+    few_seeds = {arm: runs[arm] for arm in (FULL, *RIVALS) if runs[arm] < LEAST_SEEDS}
+    if few_seeds:
+        counts = ", ".join(f"{arm} {seeds}" for arm, seeds in few_seeds.items())
         return f"Not decided: fewer than {LEAST_SEEDS} seeds ({counts}): {texts}."
     wins = all(areas[FULL]["low"] > areas[arm]["high"] for arm in RIVALS)
     return f"Self-play {'wins' if wins else 'does not win'}: {texts}."
@@ -283,17 +292,19 @@ def verdict(areas: Mapping[str, Mapping[str, float]], runs: Mapping[str, int]) -
 
 def read_crossplay(run: pathlib.Path) -> dict[str, dict[str, float]]:
     """Step of the responder -> last step of a window of the questioner -> share answered right."""
-    found = {}
+    shares = {}
     for path in sorted(run.glob(f"crossplay/*/answers/{SUMMARY}"), key=lambda p: int(p.parts[-3])):
         (row,) = json.loads(path.read_text())["rows"]
         right: dict[int, float] = defaultdict(float)
-        asked: dict[int, int] = defaultdict(int)
+        question_counts: dict[int, int] = defaultdict(int)
         for part in row["benchmarks"][OWN_QUESTIONS]["by"]:
             end = (1 + (part["step"] - 1) // WINDOW) * WINDOW
             right[end] += part["pass@1"]["mean"] * part["questions"]
-            asked[end] += part["questions"]
-        found[path.parts[-3]] = {str(end): right[end] / asked[end] for end in sorted(asked)}
-    return found
+            question_counts[end] += part["questions"]
+        shares[path.parts[-3]] = {
+            str(end): right[end] / question_counts[end] for end in sorted(question_counts)
+        }
+    return shares
 
 
 def draw(
@@ -309,7 +320,9 @@ def draw(
         _curve(panels[2], arm, [(run.asked_tokens, run.mixed) for run in runs])
         _curve(panels[3], arm, [(run.asked_tokens, run.depth) for run in runs])
         rights = numbers["arms"][arm]["references_right"]
-        panels[4].plot([*map(int, rights)], [one["share"] for one in rights.values()], "o-")
+        panels[4].plot(
+            [*map(int, rights)], [depth_numbers["share"] for depth_numbers in rights.values()], "o-"
+        )
         _curve(panels[5], arm, [(run.tokens, run.entropy) for run in runs])
     panels[4].set_ylim(0, 1.05)
     titles = (

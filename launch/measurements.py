@@ -28,13 +28,13 @@ _NUMBER = re.compile(r"(?P<number>[+-]?(?:\d[\d,]*\.?\d*|\.\d+))(?P<mark><!--(?P
 
 def read(folder: pathlib.Path = FOLDER) -> dict[str, dict[str, Any]]:
     """Files of a folder by name; ValueError if a file lacks a field or has another kind."""
-    found = {}
+    measurements = {}
     for path in sorted(folder.glob("*.json")):
         content = json.loads(path.read_text(encoding="utf-8"))
         if set(content) != _FIELDS or content["kind"] not in KINDS:
             raise ValueError(f"{path}: must have the fields {sorted(_FIELDS)}, kind of {KINDS}")
-        found[path.stem] = content
-    return found
+        measurements[path.stem] = content
+    return measurements
 
 
 def pages() -> list[pathlib.Path]:

@@ -127,23 +127,25 @@ class _Temporaries:
     def backward(self) -> int:
         """Peak temporaries of a layer's backward pass, including the recomputed forward pass."""
         width, queries = self.policy.width, self.query_width
-        kept = self.per_token(2 * queries + 4 * width)
+        kept_bytes = self.per_token(2 * queries + 4 * width)
         # Keys, keys after RoPE, and gradients in the compute dtype and (to be summed) in float32.
         keys = 3 * self.keys() + 8 * self.keys() // self.itemsize
-        attention = kept + keys + self.per_token(6 * queries)
+        attention = kept_bytes + keys + self.per_token(6 * queries)
         if self.policy.experts:
             sums = self.experts() * 4 // self.itemsize
             pairs = self.pairs(5 * width + 3 * self.feed_forward)
-            return max(attention, kept + self.experts() + sums + pairs + self.layer())
+            return max(attention, kept_bytes + self.experts() + sums + pairs + self.layer())
         gradient = width * self.feed_forward * 4
         feed_forward = self.per_token(5 * self.feed_forward) + self.layer() + gradient
-        return max(attention, kept + feed_forward)
+        return max(attention, kept_bytes + feed_forward)
 
     def head(self, answers: int) -> int:
         """Peak of the LM head: answer states, one slice of logits and weights, and gradients."""
-        own = self.rows * answers // self.context
-        slices = 3 * min(2**26, max(own * self.vocab, 128 * own)) * 4
-        return slices + (self.rows * answers + 3 * own) * self.policy.width * self.itemsize
+        device_answers = self.rows * answers // self.context
+        slices = 3 * min(2**26, max(device_answers * self.vocab, 128 * device_answers)) * 4
+        return (
+            slices + (self.rows * answers + 3 * device_answers) * self.policy.width * self.itemsize
+        )
 
 
 def _temporaries(programs: aot.Programs, program: aot.Program) -> dict[str, int]:
@@ -194,13 +196,13 @@ def _arguments_and_resident(programs: aot.Programs, program: aot.Program) -> dic
 
 def needs(programs: aot.Programs) -> list[Need]:
     """Memory that each program needs, in the order of aot.PROGRAMS."""
-    found = []
+    program_needs = []
     for program in programs.select("all"):
         exact = Counter(_arguments_and_resident(programs, program))
         estimated = Counter(_temporaries(programs, program))
         parts = {name: exact[name] + estimated[name] for name in PARTS}
-        found.append(Need(program.name, parts, program.resident))
-    return found
+        program_needs.append(Need(program.name, parts, program.resident))
+    return program_needs
 
 
 # ------------------------------------------------------------------------------------------- Plan
@@ -252,7 +254,7 @@ class Plan:
         if self.config.packing.buckets != shapes.AUTO:
             # Only the planned bucket: the config's other buckets may be larger than the budget.
             planned["packing.buckets"] = ((bucket.length, bucket.answers),)
-        found = {}
+        largest_tokens = {}
         for field, tokens, names in (
             ("sampler.kv_cache_tokens", self._cached, ("prefill", "decode")),
             ("packing.token_budget", bucket.length, ("accumulate",)),
@@ -263,8 +265,8 @@ class Plan:
                 if any(n.total > self.topology.hbm for n in tried if n.program in names):
                     break
                 rows += shards
-            found[field] = rows * tokens
-        return found
+            largest_tokens[field] = rows * tokens
+        return largest_tokens
 
     @property
     def _cached(self) -> int:
@@ -357,11 +359,11 @@ def define_flags() -> None:
 
 def main(_) -> None:
     jax.config.update("jax_platforms", "cpu")  # a few small arrays; no TPU is claimed for them
-    given = flags.FLAGS
+    flag_values = flags.FLAGS
     config, policy, topology, length = aot.read_flags(topologies.A100_NODE, *topologies.GPUS)
-    if given.time:
+    if flag_values.time:
         step_time.check(config)
-        sizes: dict[str, Any] = {name: given[name].value for name in _WORKLOAD}
+        sizes: dict[str, Any] = {name: flag_values[name].value for name in _WORKLOAD}
         work = step_time.workload(config, length, **sizes)
         plan = Plan(config, policy, topology, length)
         print(step_time.describe(plan.programs, topology, work))

@@ -71,11 +71,11 @@ def main() -> None:
     add("--set", nargs="*", default=(), metavar="FIELD=VALUE", help="changes of the config")
     add("--dtype", choices=list(weights.DTYPES), default="bfloat16", help="of the weights")
     add("--seed", type=int, default=0)
-    given = parser.parse_args()
+    options = parser.parse_args()
     start.setup()
-    shape, tokenizer = given.shape, given.tokenizer
-    count = make(shape, tokenizer, given.out, given.set, given.dtype, given.seed)
-    print(f"{given.out}: {count:,} random parameters")
+    shape, tokenizer = options.shape, options.tokenizer
+    count = make(shape, tokenizer, options.out, options.set, options.dtype, options.seed)
+    print(f"{options.out}: {count:,} random parameters")
 
 
 if __name__ == "__main__":

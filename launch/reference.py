@@ -66,11 +66,11 @@ def _table(title: str, section: type) -> str:
 
 def attributes(section: type) -> Mapping[str, str]:
     """Texts of the `Attributes:` of a dataclass and its bases, by name."""
-    found: dict[str, str] = {}
-    for one in reversed(section.__mro__):
-        if "__doc__" in vars(one) and one.__doc__ and "Attributes:" in one.__doc__:
-            found |= dict(_entries(inspect.cleandoc(one.__doc__).split("Attributes:")[1]))
-    return found
+    texts: dict[str, str] = {}
+    for base in reversed(section.__mro__):
+        if "__doc__" in vars(base) and base.__doc__ and "Attributes:" in base.__doc__:
+            texts |= dict(_entries(inspect.cleandoc(base.__doc__).split("Attributes:")[1]))
+    return texts
 
 
 def _entries(text: str) -> Iterator[tuple[str, str]]:

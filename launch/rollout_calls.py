@@ -149,24 +149,27 @@ def count(
     `shape` and `shards` are the sampler's. ValueError if a request can never fit into the pool.
     """
     questions, rng = Questions(config, work), np.random.default_rng(_SEED)
-    asked: dict[str, Asked] = defaultdict(Asked)
+    counts_by_agent: dict[str, Asked] = defaultdict(Asked)
     for stage in questions.stages():
-        waiting = deque((one, next(one, [])) for one in map(stage, range(config.generation_batch)))
+        waiting = deque(
+            (coroutine, next(coroutine, []))
+            for coroutine in map(stage, range(config.generation_batch))
+        )
         while any(call for _, call in waiting):
             # One model at a time, as RolloutWorker serves them.
             first = next(call for _, call in waiting if call)[0][0] == READER
-            session = _Session(sampling, shape, shards, work, rng, asked)
+            session = _Session(sampling, shape, shards, work, rng, counts_by_agent)
             later = deque(pair for pair in waiting if pair[1] and is_reader(pair[1]) != first)
             mine = deque(pair for pair in waiting if pair[1] and is_reader(pair[1]) == first)
             while mine or session.unfinished:
                 while mine:
                     session.submit(*mine.popleft())
-                for one in session.advance():
-                    call = next(one, [])
+                for coroutine in session.advance():
+                    call = next(coroutine, [])
                     if call:
-                        (mine if is_reader(call) == first else later).append((one, call))
+                        (mine if is_reader(call) == first else later).append((coroutine, call))
             waiting = later
-    return dict(asked)
+    return dict(counts_by_agent)
 
 
 def is_reader(call: Call) -> bool:
@@ -183,9 +186,10 @@ class _Session:
         shards: int,
         work: Workload,
         rng: np.random.Generator,
-        asked: dict[str, Asked],
+        counts_by_agent: dict[str, Asked],
     ):
-        self._sampling, self._work, self._rng, self._asked = sampling, work, rng, asked
+        self._sampling, self._work, self._rng = sampling, work, rng
+        self._counts_by_agent = counts_by_agent
         self._scheduler = Scheduler(shape, shards)
         self._lengths: list[np.ndarray] = []  # of the answers of each ticket
         self._coroutines: list[Generator[Call]] = []  # that asked for each ticket
@@ -209,7 +213,7 @@ class _Session:
             self._lengths.append(np.minimum(lengths, cap))
             self._coroutines.append(coroutine)
             self._missing[coroutine] += 1
-            self._asked[agent].requests += 1
+            self._counts_by_agent[agent].requests += 1
 
     def advance(self) -> list[Generator[Call]]:
         """Session.advance; returns the coroutines whose requests have all been answered."""
@@ -231,25 +235,29 @@ class _Session:
     def _prefill(self, tasks: Tasks) -> None:
         size, pairs = self._scheduler.shape.page_size, [Counter() for _ in tasks]
         count = sum(map(len, tasks))
-        for shard, some in enumerate(tasks):
-            for prefilled, number in some:
+        for shard, shard_tasks in enumerate(tasks):
+            for prefilled, number in shard_tasks:
                 agent, before = prefilled.request.agent, number * size
                 tokens = min(len(prefilled.tokens) - before, size)
-                asked = self._asked[agent]
-                asked.calls += 1 / count
-                asked.prompt_tokens += tokens
-                asked.prompt_keys += before + tokens
+                agent_counts = self._counts_by_agent[agent]
+                agent_counts.calls += 1 / count
+                agent_counts.prompt_tokens += tokens
+                agent_counts.prompt_keys += before + tokens
                 pairs[shard][agent] += tokens * before + tokens * (tokens + 1) // 2
-        totals = [one.total() for one in pairs]
-        for agent, own in sum(pairs, Counter()).items():
-            self._asked[agent].prompt_pairs += own * max(totals) * len(totals) / sum(totals)
+        totals = [shard_pairs.total() for shard_pairs in pairs]
+        for agent, agent_pairs in sum(pairs, Counter()).items():
+            self._counts_by_agent[agent].prompt_pairs += (
+                agent_pairs * max(totals) * len(totals) / sum(totals)
+            )
 
     def _decode(self, lane: int) -> None:
-        scheduler, most = self._scheduler, self._sampling.decode_tokens
-        limits = [shard.allocate_pages(shard.lanes[lane], most) for shard in scheduler.shards]
+        scheduler, decode_tokens = self._scheduler, self._sampling.decode_tokens
+        limits = [
+            shard.allocate_pages(shard.lanes[lane], decode_tokens) for shard in scheduler.shards
+        ]
         left = []  # tokens until each active sequence ends or pauses
-        for number, some in enumerate(limits):
-            for sequence, limit in some.items():
+        for number, shard_limits in enumerate(limits):
+            for sequence, limit in shard_limits.items():
                 length = self._lengths[sequence.prefilled.ticket][sequence.number]
                 if sequence.count < limit:
                     left.append((number, sequence, min(limit, int(length)) - sequence.count))
@@ -257,22 +265,22 @@ class _Session:
             return
         most_idle = most_idle_passes(len(left)) if scheduler.has_queued(lane) else NO_LIMIT
         tokens_left = np.array([tokens for *_, tokens in left])
-        steps = min(most, tokens_left.max())
+        steps = min(decode_tokens, tokens_left.max())
         # Slot passes lost after each number of passes, the next pass included.
         passes = np.arange(1, steps + 1)[:, None]
         idle = np.maximum(passes + 1 - tokens_left, 0).sum(axis=1)
         steps = int(min(steps, 1 + np.searchsorted(idle, most_idle)))
-        sampled = [(number, one, min(tokens, steps)) for number, one, tokens in left]
+        sampled = [(number, sequence, min(tokens, steps)) for number, sequence, tokens in left]
         self._running.append((lane, sampled))
         total = sum(new for *_, new in sampled)
         longest: Counter = Counter()  # prompt -> steps in which a sample of it is decoded
-        for _, one, new in sampled:
-            asked, own = self._asked[one.prefilled.request.agent], new * (new + 1) // 2
-            own += new * one.count
-            asked.passes += steps * new / total
-            asked.tokens += new
-            asked.pairs += own + new * len(one.prefilled.tokens)
-            asked.keys += own
-            longest[one.prefilled] = max(longest[one.prefilled], new)
+        for _, sequence, new in sampled:
+            agent_counts = self._counts_by_agent[sequence.prefilled.request.agent]
+            answer_keys = new * (new + 1) // 2 + new * sequence.count
+            agent_counts.passes += steps * new / total
+            agent_counts.tokens += new
+            agent_counts.pairs += answer_keys + new * len(sequence.prefilled.tokens)
+            agent_counts.keys += answer_keys
+            longest[sequence.prefilled] = max(longest[sequence.prefilled], new)
         for prefilled, new in longest.items():
-            self._asked[prefilled.request.agent].keys += new * len(prefilled.tokens)
+            self._counts_by_agent[prefilled.request.agent].keys += new * len(prefilled.tokens)

@@ -21,13 +21,13 @@ _FILES = ("LICENSE", "CITATION.cff", "CHANGELOG.md")  # shown as text, not as li
 
 def on_files(files: Files, config: Any) -> Files:
     """Adds the pages that are not files of docs/."""
-    made = {
+    pages = {
         page: (ROOT / name).read_text(encoding="utf-8").replace("](docs/", "](")
         for name, page in _OUTSIDE.items()
     }
-    made["reference/config.md"] = reference.config_page()
-    made["reference/commands.md"] = reference.commands_page()
-    for page, text in made.items():
+    pages["reference/config.md"] = reference.config_page()
+    pages["reference/commands.md"] = reference.commands_page()
+    for page, text in pages.items():
         files.append(File.generated(config, page, content=_relink(text)))
     return files
 
@@ -39,7 +39,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 def _relink(text: str) -> str:
     for name, page in _OUTSIDE.items():
-        text = re.sub(rf"\]\(((?:\.\./)*){name}", lambda found, to=page: _up(found[1], to), text)
+        text = re.sub(rf"\]\(((?:\.\./)*){name}", lambda link, to=page: _up(link[1], to), text)
     for name in _FILES:
         text = re.sub(rf"\[[^]]*\]\((?:\.\./)*{name}\)", f"`{name}`", text)
     return text

@@ -167,7 +167,7 @@ def check(config: Config) -> SpellConfig:
 
 
 def workload(
-    config: Config, prompt: int, tokens: int = 0, verdict_tokens: int = 0, **others: Any
+    config: Config, prompt: int, tokens: int = 0, verdict_tokens: int = 0, **fields: Any
 ) -> Workload:
     """The workload for prompts of a length.
 
@@ -176,7 +176,7 @@ def workload(
     """
     tokens = tokens or max(1, config.sampler.max_tokens // 10)
     verdict_tokens = verdict_tokens or max(1, config.sampler.max_verdict_tokens // 64)
-    return Workload(prompt, tokens, verdict_tokens, **others)
+    return Workload(prompt, tokens, verdict_tokens, **fields)
 
 
 def phases(programs: aot.Programs, topology: topologies.Topology, work: Workload) -> list[Phase]:
@@ -186,19 +186,21 @@ def phases(programs: aot.Programs, topology: topologies.Topology, work: Workload
     dimensions = len(topology.shape)
     counts = Programs(programs.policy, programs.mesh, itemsize, is_tpu, dimensions)
     sampler = programs.sampler
-    asked = rollout_calls.count(algorithm, sampler.config, sampler.shape, sampler.shards, work)
+    counts_by_agent = rollout_calls.count(
+        algorithm, sampler.config, sampler.shape, sampler.shards, work
+    )
     call_tokens = sampler.shards * sampler.shape.tasks * sampler.shape.page_size
-    slots, found = sampler.shards * sampler.shape.slots, []
+    slots, step_phases = sampler.shards * sampler.shape.slots, []
     has_experts = bool(programs.policy.experts)
 
     def add(name: str, kind: str, calls: float, total: Work) -> None:
-        found.append(Phase(name, calls, chip.seconds(kind, total, has_experts)))
+        step_phases.append(Phase(name, calls, chip.seconds(kind, total, has_experts)))
 
-    for name, one in asked.items():
-        prefill = prefill_work(counts, one, call_tokens).times(work.rounds)
-        add(f"{name}: prefill", "prefill", one.calls * work.rounds, prefill)
-        decode = decode_work(counts, one, slots).times(work.rounds)
-        add(f"{name}: decode", "decode", one.passes * work.rounds, decode)
+    for name, agent_counts in counts_by_agent.items():
+        prefill = prefill_work(counts, agent_counts, call_tokens).times(work.rounds)
+        add(f"{name}: prefill", "prefill", agent_counts.calls * work.rounds, prefill)
+        decode = decode_work(counts, agent_counts, slots).times(work.rounds)
+        add(f"{name}: decode", "decode", agent_counts.passes * work.rounds, decode)
     batches = micro_batches(programs, algorithm, work)
     loss = build(LossConfig, programs.config.loss, "loss")
     forward, update = (
@@ -214,21 +216,24 @@ def phases(programs: aot.Programs, topology: topologies.Topology, work: Workload
     steps = programs.config.minibatches
     weights = counts.apply().times(steps) + counts.cast().times(1 + steps)
     add("optimizer, cast", "update", steps, weights)
-    return found
+    return step_phases
 
 
-def prefill_work(counts: Programs, asked: Asked, call_tokens: int) -> Work:
+def prefill_work(counts: Programs, agent_counts: Asked, call_tokens: int) -> Work:
     """Work of an agent's share of prefill calls, each of `call_tokens` tokens."""
-    if not asked.calls:
+    if not agent_counts.calls:
         return Work()
-    pairs, keys = asked.prompt_pairs / asked.calls, asked.prompt_keys / asked.calls
-    return counts.prefill(call_tokens, pairs, keys).times(asked.calls)
+    pairs, keys = (
+        agent_counts.prompt_pairs / agent_counts.calls,
+        agent_counts.prompt_keys / agent_counts.calls,
+    )
+    return counts.prefill(call_tokens, pairs, keys).times(agent_counts.calls)
 
 
-def decode_work(counts: Programs, asked: Asked, slots: int) -> Work:
+def decode_work(counts: Programs, agent_counts: Asked, slots: int) -> Work:
     """Work of an agent's share of decode passes over all slots."""
-    return counts.decode_pass(slots).times(asked.passes) + counts.decode_keys(
-        asked.pairs, asked.keys
+    return counts.decode_pass(slots).times(agent_counts.passes) + counts.decode_keys(
+        agent_counts.pairs, agent_counts.keys
     )
 
 
@@ -255,7 +260,12 @@ def micro_batches(
     for bucket, count, rows in packing.lay_out(fitting, *sizes, with_trees):
         batch = pairs.setdefault((bucket.length * count, bucket.answers * count), [])
         batch.append(sum(tree_pairs(fitting, tree) for row in rows for tree in row))
-    return Counter({(*size, sum(seen) / len(seen)): len(seen) for size, seen in pairs.items()})
+    return Counter(
+        {
+            (*size, sum(batch_pairs) / len(batch_pairs)): len(batch_pairs)
+            for size, batch_pairs in pairs.items()
+        }
+    )
 
 
 def training_groups(
@@ -269,8 +279,8 @@ def training_groups(
     for budget in algorithm.budgets():
         verdicts = budget.role == "verifier"
         tokens = work.verdict_tokens if verdicts else work.tokens
-        chosen = answered if budget.role != "questioner" else range(items)
-        for item in list(chosen)[: budget.trained]:
+        trained_items = answered if budget.role != "questioner" else range(items)
+        for item in list(trained_items)[: budget.trained]:
             prompt = (
                 questions.verifier(item, 0) if verdicts else getattr(questions, budget.role)(item)
             )
@@ -298,16 +308,16 @@ def machine(topology: topologies.Topology) -> Machine:
     return Machine(topologies.peaks(topology), SHARES[topology.name.partition("-")[0]])
 
 
-def table(found: list[Phase]) -> str:
+def table(step_phases: list[Phase]) -> str:
     """Format one line per phase, and the whole step."""
     names = ("seconds", "share", "bound by", "compute", "memory", "links", "calls")
     lines = [f"{'':24}" + "".join(f"{name:>10}" for name in names)]
-    whole = sum(phase.seconds.total for phase in found)
-    for name, calls, seconds in found:
+    total_seconds = sum(phase.seconds.total for phase in step_phases)
+    for name, calls, seconds in step_phases:
         parts = "".join(f"{part:10.2f}" for part in seconds[:3])
-        cells = f"{seconds.total:10.2f}{seconds.total / whole:10.1%}{seconds.bound:>10}"
+        cells = f"{seconds.total:10.2f}{seconds.total / total_seconds:10.1%}{seconds.bound:>10}"
         lines.append(f"{name:24}{cells}{parts}{calls:10,.0f}")
-    return "\n".join([*lines, f"{'whole step':24}{whole:10.2f}{1:10.1%}"])
+    return "\n".join([*lines, f"{'whole step':24}{total_seconds:10.2f}{1:10.1%}"])
 
 
 def describe(programs: aot.Programs, topology: topologies.Topology, work: Workload) -> str:
@@ -315,16 +325,16 @@ def describe(programs: aot.Programs, topology: topologies.Topology, work: Worklo
     caps = programs.config.sampler
     longest = {"tokens": caps.max_tokens, "verdict_tokens": caps.max_verdict_tokens}
     capped = phases(programs, topology, dataclasses.replace(work, **longest))
-    most = sum(phase.seconds.total for phase in capped)
-    given = ", ".join(f"--{name}={value}" for name, value in dataclasses.asdict(work).items())
+    capped_seconds = sum(phase.seconds.total for phase in capped)
+    assumptions = ", ".join(f"--{name}={value}" for name, value in dataclasses.asdict(work).items())
     lines = [
         topologies.describe(topology, programs.mesh),
         "",
         table(phases(programs, topology, work)),
         "",
         f"If every answer had {caps.max_tokens} tokens and every verdict "
-        f"{caps.max_verdict_tokens}, their caps: {most:.0f} s",
-        f"Assumed: {given.replace('--prompt', '--length')}",
+        f"{caps.max_verdict_tokens}, their caps: {capped_seconds:.0f} s",
+        f"Assumed: {assumptions.replace('--prompt', '--length')}",
         f"Assumed shares of the peaks: {machine(topology).shares}",
         "Not counted: the host between calls, offloading, checkpoints, an external judge.",
     ]

@@ -132,15 +132,15 @@ device_description_str: "{kind}"
 """
 
 
-def find(name: str, *others: Topology) -> Topology:
-    """Return the slice, or one of `others`, of that name.
+def find(name: str, *extra_topologies: Topology) -> Topology:
+    """Return the slice, or one of `extra_topologies`, of that name.
 
     The ValueError of an unknown name lists the known ones.
     """
-    known = TOPOLOGIES | {other.name: other for other in others}
-    if name not in known:
-        raise ValueError(f"topology = {name!r}: must be one of {', '.join(known)}")
-    return known[name]
+    known_topologies = TOPOLOGIES | {topology.name: topology for topology in extra_topologies}
+    if name not in known_topologies:
+        raise ValueError(f"topology = {name!r}: must be one of {', '.join(known_topologies)}")
+    return known_topologies[name]
 
 
 def peaks(topology: Topology) -> Peaks:
@@ -157,8 +157,8 @@ def abstract_mesh(topology: Topology, shape: Mapping[str, int]) -> AbstractMesh:
 def describe(topology: Topology, mesh: Any) -> str:
     """Format name, number of devices, memory and mesh on one line."""
     sizes = " ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1)
-    known = topology.hbm < ANY_MEMORY
-    memory = f"{topology.hbm / GIB:.2f} GiB each" if known else "unknown memory"
+    is_known = topology.hbm < ANY_MEMORY
+    memory = f"{topology.hbm / GIB:.2f} GiB each" if is_known else "unknown memory"
     plural = "s" * (topology.chips > 1)
     return f"{topology.name}: {topology.chips} device{plural}, {memory}; mesh {sizes or 1}"
 

@@ -102,85 +102,85 @@ def call(words: Sequence[str], dry_run: bool = False, limit: float | None = 1800
 # -------------------------------------------------------------------------------------- The slice
 
 
-def gcloud(given: Namespace, *words: str, limit: float | None = 1800) -> str:
-    command = ["gcloud", "compute", "tpus", *words, *given.place, "--quiet"]
-    return call(command, given.dry_run, limit)
+def gcloud(options: Namespace, *words: str, limit: float | None = 1800) -> str:
+    command = ["gcloud", "compute", "tpus", *words, *options.place, "--quiet"]
+    return call(command, options.dry_run, limit)
 
 
-def describe(given: Namespace, kind: str) -> dict[str, Any]:
+def describe(options: Namespace, kind: str) -> dict[str, Any]:
     """Query the request ("queued-resources") or the node ("tpu-vm"); {} if there is none."""
     try:
-        return json.loads(gcloud(given, kind, "describe", given.name, "--format=json") or "{}")
+        return json.loads(gcloud(options, kind, "describe", options.name, "--format=json") or "{}")
     except CallError as error:
         if "NOT_FOUND" in str(error):
             return {}
         raise
 
 
-def look(given: Namespace) -> tuple[str, str, int]:
+def look(options: Namespace) -> tuple[str, str, int]:
     """Query the slice's state, with a description, and its number of workers.
 
     States: "absent" (or deleted), "waiting" (queued, or unusable now), "deleting", "lost", "ready".
     """
-    request, node = describe(given, "queued-resources"), describe(given, "tpu-vm")
+    request, node = describe(options, "queued-resources"), describe(options, "tpu-vm")
     queued, state = request.get("state", {}).get("state"), node.get("state", "absent")
     text = f"request {json.dumps(request.get('state', 'absent'))}, node {state}"
-    if given.dry_run or (queued == "ACTIVE" and state == "READY"):
+    if options.dry_run or (queued == "ACTIVE" and state == "READY"):
         return "ready", text, len(node.get("networkEndpoints", ()))
     if queued in LOST or (queued == "ACTIVE" and state in ("absent", *LOST)):
         return "lost", text, 0
     return {None: "absent", "DELETING": "deleting"}.get(queued, "waiting"), text, 0
 
 
-def create(given: Namespace) -> None:
-    runtime = given.runtime_version or RUNTIMES[given.topology.partition("-")[0]]
-    accelerator = topologies.find(given.topology).accelerator
+def create(options: Namespace) -> None:
+    runtime = options.runtime_version or RUNTIMES[options.topology.partition("-")[0]]
+    accelerator = topologies.find(options.topology).accelerator
     flags = [f"--accelerator-type={accelerator}", f"--runtime-version={runtime}"]
-    flags += given.capacity
-    if given.valid_until_duration:
-        flags.append(f"--valid-until-duration={given.valid_until_duration}")
-    gcloud(given, "queued-resources", "create", given.name, f"--node-id={given.name}", *flags)
+    flags += options.capacity
+    if options.valid_until_duration:
+        flags.append(f"--valid-until-duration={options.valid_until_duration}")
+    gcloud(options, "queued-resources", "create", options.name, f"--node-id={options.name}", *flags)
 
 
-def delete(given: Namespace) -> None:
-    gcloud(given, "queued-resources", "delete", given.name, "--force")
+def delete(options: Namespace) -> None:
+    gcloud(options, "queued-resources", "delete", options.name, "--force")
 
 
-def pack(given: Namespace) -> None:
+def pack(options: Namespace) -> None:
     """Pack the committed files; uncommitted changes would make the running code unidentifiable."""
-    changed = call(["git", "status", "--porcelain", "--untracked-files=no"], given.dry_run)
+    changed = call(["git", "status", "--porcelain", "--untracked-files=no"], options.dry_run)
     if changed:
         raise RuntimeError(f"the code has uncommitted changes; commit them:\n{changed.rstrip()}")
-    if not given.dry_run:
-        os.makedirs(os.path.dirname(given.archive), exist_ok=True)
-    output = f"--output={given.archive}"
-    call(["git", "archive", "--format=tar.gz", output, "HEAD"], given.dry_run)
+    if not options.dry_run:
+        os.makedirs(os.path.dirname(options.archive), exist_ok=True)
+    output = f"--output={options.archive}"
+    call(["git", "archive", "--format=tar.gz", output, "HEAD"], options.dry_run)
 
 
-def copy(given: Namespace, workers: int) -> None:
+def copy(options: Namespace, workers: int) -> None:
     """Copy the packed code to all workers and install it there."""
-    target = f"{given.name}:spell_jax.tar.gz"
-    gcloud(given, "tpu-vm", "scp", given.archive, target, "--worker=all")
-    on_all(given, "install", workers)
+    target = f"{options.name}:spell_jax.tar.gz"
+    gcloud(options, "tpu-vm", "scp", options.archive, target, "--worker=all")
+    on_all(options, "install", workers)
 
 
-def run(given: Namespace, workers: int) -> None:
+def run(options: Namespace, workers: int) -> None:
     """Start the command on all workers, detached from the connection."""
-    on_all(given, f"start {shlex.quote(given.command)}", workers)
+    on_all(options, f"start {shlex.quote(options.command)}", workers)
 
 
-def report(given: Namespace, workers: int) -> list[list[str]]:
+def report(options: Namespace, workers: int) -> list[list[str]]:
     """Query host name, state ("idle", "running" or "exited:STATUS") and command of each worker."""
-    return [[*words, ""][:3] for words in on_all(given, "report", workers)]
+    return [[*words, ""][:3] for words in on_all(options, "report", workers)]
 
 
-def on_all(given: Namespace, function: str, workers: int) -> list[list[str]]:
+def on_all(options: Namespace, function: str, workers: int) -> list[list[str]]:
     """Call a function of SCRIPT on all workers; return the words of each success line."""
-    out = gcloud(given, "tpu-vm", "ssh", given.name, "--worker=all", f"{ON_WORKER}{function}")
+    out = gcloud(options, "tpu-vm", "ssh", options.name, "--worker=all", f"{ON_WORKER}{function}")
     lines = [line.rstrip().split(maxsplit=3) for line in out.split("\n")]
     successes = [words[1:] for words in lines if words[:1] == ["spell_jax_worker"]]
     # gcloud's exit status is not enough: its manual does not define it.
-    if len(successes) != workers and not given.dry_run:
+    if len(successes) != workers and not options.dry_run:
         raise CallError(f"{function}: succeeded on {len(successes)} of {workers} workers\n{out}")
     return sorted(successes, key=lambda words: (len(words[0]), words))  # worker 10 after worker 9
 
@@ -188,35 +188,35 @@ def on_all(given: Namespace, function: str, workers: int) -> list[list[str]]:
 # ------------------------------------------------------------------------------------------ Watch
 
 
-def watch(given: Namespace) -> int:
+def watch(options: Namespace) -> int:
     """Keep the command running until it has exited on all workers; return its exit status."""
-    pack(given)
-    if given.dry_run:
+    pack(options)
+    if options.dry_run:
         say("each call once; if the slice is lost, it is deleted and all starts over")
         for step in (create, start, poll, delete):
-            step(given)
+            step(options)
         return 0
     restarts, wait = 0, FIRST_WAIT
     while True:
         since = time.monotonic()
         try:
-            return use_slice(given)
+            return use_slice(options)
         except Lost as why:
-            if restarts == given.max_restarts:
+            if restarts == options.max_restarts:
                 problem = f"gave up after {restarts} restarts (--max_restarts)"
-                raise RuntimeError(f"{given.name}: {problem}; the last time: {why}") from why
+                raise RuntimeError(f"{options.name}: {problem}; the last time: {why}") from why
             say(f"lost: {why}")
         try:
-            delete(given)
+            delete(options)
         except CallError as error:  # the slice may be usable; otherwise it is lost again
             say(str(error))
         wait = min(2 * wait, LONGEST_WAIT) if time.monotonic() - since < QUICK else FIRST_WAIT
         restarts += 1
-        say(f"restart {restarts} of {given.max_restarts} in {wait} s")
+        say(f"restart {restarts} of {options.max_restarts} in {wait} s")
         time.sleep(wait)
 
 
-def use_slice(given: Namespace) -> int:
+def use_slice(options: Namespace) -> int:
     """Request the slice unless it exists, start the command unless it runs, and poll both.
 
     Raises Lost if the slice, a worker or the command was preempted; CallError if 3 polls in a row
@@ -227,18 +227,18 @@ def use_slice(given: Namespace) -> int:
     while True:
         state = "unknown"
         try:
-            state, text, workers = look(given)
+            state, text, workers = look(options)
             if state == "absent" and requested:  # a preempted slice stays queued as SUSPENDED
-                raise RuntimeError(f"{given.name}: someone else deleted the slice")
+                raise RuntimeError(f"{options.name}: someone else deleted the slice")
             if state == "absent":
-                create(given)
+                create(options)
             elif state == "lost":
                 raise Lost(text)
             elif state == "ready" and not started:
-                start(given, workers)
+                start(options, workers)
                 started = True
             elif state == "ready":
-                if (status := poll(given, workers)) is not None:
+                if (status := poll(options, workers)) is not None:
                     return status
             else:
                 say(f"waiting: {text}")
@@ -251,24 +251,24 @@ def use_slice(given: Namespace) -> int:
                 raise Lost("the workers do not answer") from error
             if failures == PATIENCE:
                 raise
-        time.sleep(given.poll_seconds)
+        time.sleep(options.poll_seconds)
 
 
-def start(given: Namespace, workers: int = 0) -> None:
+def start(options: Namespace, workers: int = 0) -> None:
     """Copy the code and start the command, unless the workers run it already."""
-    running = [words for words in report(given, workers) if words[1] == "running"]
+    running = [words for words in report(options, workers) if words[1] == "running"]
     for host, _, command in running:
-        if command.split() != given.command.split():
+        if command.split() != options.command.split():
             raise RuntimeError(f"{host} runs another command; watch that, or delete the slice")
     if running:
         return say("the command is running already")
-    copy(given, workers)
-    run(given, workers)
+    copy(options, workers)
+    run(options, workers)
 
 
-def poll(given: Namespace, workers: int = 0) -> int | None:
+def poll(options: Namespace, workers: int = 0) -> int | None:
     """Return the first nonzero exit status or 0 if all workers have one, None if one has none."""
-    states = {host: state for host, state, _ in report(given, workers)}
+    states = {host: state for host, state, _ in report(options, workers)}
     say(", ".join(f"{host} {state}" for host, state in states.items()))
     if idle := [host for host, state in states.items() if state == "idle"]:
         raise Lost(f"on {', '.join(idle)} the command ended without an exit status")
@@ -307,45 +307,50 @@ def parse(words: Sequence[str]) -> Namespace:
     add("--poll_seconds", type=float, default=60, help="seconds between two polls")
     add("--dry_run", action="store_true", help="print the calls without making them")
     end = words.index("--") if "--" in words else len(words)
-    given = parser.parse_args(words[:end])
-    given.command = shlex.join(words[end + 1 :])
-    if bool(given.command) != (given.action in ("run", "watch")):
+    options = parser.parse_args(words[:end])
+    options.command = shlex.join(words[end + 1 :])
+    if bool(options.command) != (options.action in ("run", "watch")):
         parser.error("run and watch need the arguments of Python after --; other actions take none")
-    if given.max_restarts < 0 or not given.poll_seconds > 0:
+    if options.max_restarts < 0 or not options.poll_seconds > 0:
         parser.error("--max_restarts must be at least 0 and --poll_seconds above 0")
-    given.place = [f"--zone={given.zone}", *[f"--project={given.project}"] * bool(given.project)]
-    given.archive = f"runs/launch/{given.name}.tar.gz"
-    return given
+    options.place = [
+        f"--zone={options.zone}",
+        *[f"--project={options.project}"] * bool(options.project),
+    ]
+    options.archive = f"runs/launch/{options.name}.tar.gz"
+    return options
 
 
-def act(given: Namespace) -> int:
+def act(options: Namespace) -> int:
     """Perform the action; return the exit status."""
-    if given.action == "watch":
+    if options.action == "watch":
         try:
-            return watch(given)
+            return watch(options)
         finally:
             say("the slice is paid for until it is deleted:")
-            place = [f"--name={given.name}", *given.place]
+            place = [f"--name={options.name}", *options.place]
             print(shlex.join(["python", "-m", "launch.tpu_vm", "delete", *place]))
-    if given.action == "logs":
+    if options.action == "logs":
         tail = "--command=tail -n 100 -F spell_jax_run/log"
-        gcloud(given, "tpu-vm", "ssh", given.name, f"--worker={given.worker}", tail, limit=None)
+        gcloud(
+            options, "tpu-vm", "ssh", options.name, f"--worker={options.worker}", tail, limit=None
+        )
         return 0
-    if given.action in ("create", "delete"):
-        (create if given.action == "create" else delete)(given)
+    if options.action in ("create", "delete"):
+        (create if options.action == "create" else delete)(options)
         return 0
-    state, text, workers = look(given)
+    state, text, workers = look(options)
     say(text)
-    if given.action == "status":
-        for words in report(given, workers) if state == "ready" else ():
+    if options.action == "status":
+        for words in report(options, workers) if state == "ready" else ():
             say(" ".join(words))
     elif state != "ready":
-        raise RuntimeError(f"{given.name}: must be ready, but is {state}")
-    elif given.action == "copy":
-        pack(given)
-        copy(given, workers)
+        raise RuntimeError(f"{options.name}: must be ready, but is {state}")
+    elif options.action == "copy":
+        pack(options)
+        copy(options, workers)
     else:
-        run(given, workers)
+        run(options, workers)
     return 0
 
 
@@ -357,10 +362,10 @@ def main(words: Sequence[str]) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return entry.EXIT_CODE
-    given = parse(words)
+    options = parse(words)
     try:
         with sigterm.ending():  # the slice, which is paid for, is named at the end
-            return act(given)
+            return act(options)
     except FileNotFoundError as error:
         print(f"{error} (is {error.filename} installed and on PATH?)", file=sys.stderr)
     except RuntimeError as error:

@@ -141,22 +141,22 @@ class Programs:
         `pairs` are those of tokens and keys, `keys` are those read, once for each page of queries.
         """
         c, shape, n = self.policy, self.mesh.shape, self.width_shards
-        own = call_tokens / self.chips
+        chip_tokens = call_tokens / self.chips
         cached = 2 * c.kv_heads * c.head_size * c.layers * self.itemsize
         gathered = self._held * self.itemsize
         memory = gathered * (2 if n > 1 else 1)  # written by the gather, read by the products
-        memory += own * self._activations * self.itemsize
-        memory += (keys / self.chips + own) * cached
-        link = self._received(self._held, n) + self._exchanged(own)
+        memory += chip_tokens * self._activations * self.itemsize
+        memory += (keys / self.chips + chip_tokens) * cached
+        link = self._received(self._held, n) + self._exchanged(chip_tokens)
         if (context := shape[meshes.CONTEXT]) > 1:  # queries are gathered, float32 sums scattered
             heads = c.layers * c.heads * c.head_size / shape[meshes.TENSOR]
-            link += self._received(own * context * heads, context)
-            link += self._received(own * context * heads, context, 4)
+            link += self._received(chip_tokens * context * heads, context)
+            link += self._received(chip_tokens * context * heads, context, 4)
         products = 2.0 * self.used_weights * call_tokens / self.chips
         return Work(products, self._pairs(pairs, FORWARD_PRODUCTS), memory, link)
 
-    def _exchanged(self, own: float) -> float:
-        """Bytes that a chip receives for the activations of its `own` tokens, in a forward pass.
+    def _exchanged(self, chip_tokens: float) -> float:
+        """Bytes that a chip receives for the activations of its `chip_tokens`, in a forward pass.
 
         With `tensor`, two all-reduces a layer; with `expert`, tokens are gathered and sums are
         scattered.
@@ -165,9 +165,9 @@ class Programs:
         tensor, expert = self.mesh.shape[meshes.TENSOR], self.mesh.shape[meshes.EXPERT]
         # Rows are not split over `tensor`: its chips share the tokens of one part.
         if tensor > 1:
-            link += 4 * self._received(own * tensor * c.width, tensor) * c.layers
+            link += 4 * self._received(chip_tokens * tensor * c.width, tensor) * c.layers
         if expert > 1:
-            link += 2 * self._received(own * tensor * expert * c.width, expert) * c.layers
+            link += 2 * self._received(chip_tokens * tensor * expert * c.width, expert) * c.layers
         return link
 
     def decode_pass(self, slots: int) -> Work:
@@ -190,8 +190,8 @@ class Programs:
             queries, keys = c.heads * c.head_size, c.kv_heads * c.head_size
             # Sums of products over shards of the width (those of experts in float32), and gathers.
             summed = queries + 2 * keys + 2 * c.feed_forward * (2 * c.experts_per_token or 1)
-            whole = queries + 2 * c.width * tensor
-            link = c.layers * rows / tensor * self._received(2 * summed + whole, n)
+            gathered = queries + 2 * c.width * tensor
+            link = c.layers * rows / tensor * self._received(2 * summed + gathered, n)
             link += 4 * c.layers * rows / n * self._received(c.width, tensor)
             link += 2 * c.layers * rows / n * self._received(c.width, expert)
             link += self._received(rows / expert * c.vocab_size / tensor, n, 4)
@@ -210,32 +210,35 @@ class Programs:
         """Logprobs of a micro-batch of `tokens` tokens and `answers` answer slots, padding
         included; `pairs` are those of tokens and the keys that they attend to.
         """
-        c, own = self.policy, tokens / self.chips
+        c, chip_tokens = self.policy, tokens / self.chips
         head = 2.0 * c.vocab_size * c.width * answers / self.chips
         gathered = self._held + c.vocab_size * c.width / self.mesh.shape[meshes.TENSOR]
         n, link = self.width_shards, 0.0
         if (context := self.mesh.shape[meshes.CONTEXT]) > 1:
             keys = 2 * c.kv_heads * c.head_size * c.layers / self.mesh.shape[meshes.TENSOR]
-            link = self._received(own * context * keys, context)
-        link += self._received(gathered, n) + self._exchanged(own)
+            link = self._received(chip_tokens * context * keys, context)
+        link += self._received(gathered, n) + self._exchanged(chip_tokens)
         memory = gathered * self.itemsize * (2 if n > 1 else 1)
-        memory += own * self._activations * self.itemsize + answers / self.chips * c.vocab_size * 8
-        products = 2.0 * self.used_weights * own + head
+        memory += (
+            chip_tokens * self._activations * self.itemsize
+            + answers / self.chips * c.vocab_size * 8
+        )
+        products = 2.0 * self.used_weights * chip_tokens + head
         return Work(products, self._pairs(pairs, FORWARD_PRODUCTS), memory, link)
 
     def micro_batch(self, tokens: int, answers: int, pairs: float) -> Work:
         """Gradient of a micro-batch, added to the accumulated one; arguments as in `forward`."""
-        c, own = self.policy, tokens / self.chips
+        c, chip_tokens = self.policy, tokens / self.chips
         forward, trained = self.forward(tokens, answers, pairs), not c.lora
         # The gradient of a product's input takes as many operations as the product, that of its
         # weights too. moe.py computes gate and up again, the head its logits.
-        backward = (2 if trained else 1) * 2.0 * self.used_weights * own
+        backward = (2 if trained else 1) * 2.0 * self.used_weights * chip_tokens
         if c.experts:
             experts = c.layers * self.mlp_weights * c.experts_per_token
-            backward += 2 / 3 * 2.0 * experts * own
+            backward += 2 / 3 * 2.0 * experts * chip_tokens
         backward += (3 if trained else 2) * 2.0 * c.vocab_size * c.width * answers / self.chips
-        again, scores = self._recomputed()
-        products = forward.products + backward + 2.0 * again * own
+        recomputed_weights, scores = self._recomputed()
+        products = forward.products + backward + 2.0 * recomputed_weights * chip_tokens
         pair_products = BACKWARD_PRODUCTS if not self.splash else SPLASH_BACKWARD_PRODUCTS
         pair_products += FORWARD_PRODUCTS * scores
         attention = forward.attention + self._pairs(pairs, pair_products)
@@ -251,7 +254,7 @@ class Programs:
             link += 2 * self._received(gathered / n, shape["data"], 4)
             link += 2 * self._received((gathered - experts) / n, shape[meshes.EXPERT], 4)
         # Three or four passes over activations; the accumulated gradient is read and written.
-        memory = (4 if again else 3) * forward.memory + trained * 3 * gathered * 4 / n
+        memory = (4 if recomputed_weights else 3) * forward.memory + trained * 3 * gathered * 4 / n
         return Work(products, attention, memory, link)
 
     def _recomputed(self) -> tuple[float, bool]:

@@ -104,10 +104,12 @@ def work_units(
     _check_overrides(overrides, sweep, "is swept")
     units = []
     for index, values in enumerate(itertools.product(*sweep.values())):
-        chosen = [f"{field}={value}" for field, value in zip(sweep, values, strict=True)]
-        name = re.sub(r"[^\w.=+-]+", "_", "-".join([f"{index:03}", *chosen]))[:_LONGEST_NAME]
+        settings = [f"{field}={value}" for field, value in zip(sweep, values, strict=True)]
+        name = re.sub(r"[^\w.=+-]+", "_", "-".join([f"{index:03}", *settings]))[:_LONGEST_NAME]
         run = (f"--config={config}", f"--workdir={workdir.rstrip('/')}/{name}")
-        units.append(WorkUnit(name, (*run, *overrides, *(f"--config.{one}" for one in chosen))))
+        units.append(
+            WorkUnit(name, (*run, *overrides, *(f"--config.{setting}" for setting in settings)))
+        )
     return units
 
 
@@ -131,11 +133,11 @@ def experiment_units(
 
 def _check_overrides(overrides: Sequence[str], fields: Collection[str], reason: str) -> None:
     for override in overrides:
-        found = re.fullmatch(r"--config\.([\w.]+)=.*", override, re.DOTALL)
-        if not found:
+        match = re.fullmatch(r"--config\.([\w.]+)=.*", override, re.DOTALL)
+        if not match:
             raise ValueError(f"{override}: must be --config.FIELD=VALUE, or a launcher's flag")
-        if found[1] in fields:
-            raise ValueError(f"{override}: must not be given, {found[1]} {reason}")
+        if match[1] in fields:
+            raise ValueError(f"{override}: must not be given, {match[1]} {reason}")
 
 
 # ------------------------------------------------------------------------------------------- Checks
@@ -146,30 +148,30 @@ def read_config(unit: WorkUnit) -> Config:
 
     Raises ValueError if there is no such file, or a field is unknown or of the wrong type.
     """
-    first, *others = (flag for flag in unit.flags if flag.startswith("--config"))
+    first, *override_flags = (flag for flag in unit.flags if flag.startswith("--config"))
     file = first.removeprefix("--config=")
     if not pathlib.Path(file.partition(":")[0]).is_file():
         raise ValueError(f"config = {file!r}: must be a file of configs/")
     config = _parse(first)
-    for flag in others:
+    for flag in override_flags:
         field, _, value = flag.removeprefix("--config.").partition("=")
         section: Any = config
         for part in field.split("."):
             if not hasattr(section, "items") or part not in section:
-                known = f", must be one of {sorted(section)}" if hasattr(section, "items") else ""
-                raise ValueError(f"{field} = {value}: no such field in the config{known}")
+                hint = f", must be one of {sorted(section)}" if hasattr(section, "items") else ""
+                raise ValueError(f"{field} = {value}: no such field in the config{hint}")
             section = section[part]
-    return _parse(first, *others)
+    return _parse(first, *override_flags)
 
 
-def _parse(*given: str) -> Config:
-    values, arguments = flags.FlagValues(), ["launch.xmanager", *given]
+def _parse(*config_arguments: str) -> Config:
+    values, arguments = flags.FlagValues(), ["launch.xmanager", *config_arguments]
     config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=arguments)
     try:
         values(arguments)
         return values["config"].value
     except (flags.Error, OSError, ImportError, TypeError, AttributeError) as error:
-        raise ValueError(f"{' '.join(given)}: {error}") from error
+        raise ValueError(f"{' '.join(config_arguments)}: {error}") from error
 
 
 def check(config: Config, executor: str) -> None:
@@ -205,20 +207,20 @@ def requirements(executor: str, accelerator: str, cpu: int, ram_gib: int) -> dic
 
     "" and 0 mean none. Raises ValueError if the accelerator is unknown, or a local run has any.
     """
-    given = {"accelerator": accelerator, "cpu": cpu, "ram_gib": ram_gib}
+    machine_flags = {"accelerator": accelerator, "cpu": cpu, "ram_gib": ram_gib}
     if executor == "local":
-        for field, value in given.items():
+        for field, value in machine_flags.items():
             if value:
                 raise ValueError(f"{field} = {value!r}: must not be given for executor = 'local'")
-    wanted = {name: value for name, value in (("cpu", cpu), ("ram", ram_gib * 2**30)) if value}
+    resources = {name: value for name, value in (("cpu", cpu), ("ram", ram_gib * 2**30)) if value}
     if accelerator:
         name, _, count = accelerator.partition("=")
         if name not in EXTRAS or not re.fullmatch("[1-9][0-9]*", count):
             raise ValueError(
                 f"accelerator = {accelerator!r}: must be NAME=COUNT with one of {sorted(EXTRAS)}"
             )
-        wanted[name] = int(count)
-    return wanted
+        resources[name] = int(count)
+    return resources
 
 
 # ------------------------------------------------------------------------------------------- Launch
@@ -266,7 +268,7 @@ def packageable(
 
 
 async def run(
-    title: str, executor: str, units: Sequence[WorkUnit], wanted: dict[str, int], base_image: str
+    title: str, executor: str, units: Sequence[WorkUnit], resources: dict[str, int], base_image: str
 ) -> list[tuple[str, str]]:
     """Package the trainer and run the units in order; return (name, error) of failed ones.
 
@@ -276,22 +278,22 @@ async def run(
     xm: Any = importlib.import_module("xmanager.xm")
     xm_local: Any = importlib.import_module("xmanager.xm_local")
     machine = {"local": xm_local.Local, "vertex": xm_local.Vertex}[executor]
-    extra = next((EXTRAS[name] for name in wanted if name in EXTRAS), "")
+    extra = next((EXTRAS[name] for name in resources if name in EXTRAS), "")
     failed: list[tuple[str, str]] = []
     try:
         async with xm_local.create_experiment(experiment_title=title) as experiment:
             is_local = executor == "local"
             with contextlib.nullcontext() if is_local else copied_checkout() as checkout:
-                made = packageable(xm, xm_local, checkout, base_image, extra)
-                [executable] = experiment.package([made])
+                trainer_package = packageable(xm, xm_local, checkout, base_image, extra)
+                [executable] = experiment.package([trainer_package])
             for unit in units:
                 print(f"{unit.name}: python -m spell_jax.train {' '.join(unit.flags)}", flush=True)
-                on = machine(xm.JobRequirements(**wanted))
+                on = machine(xm.JobRequirements(**resources))
                 job = xm.Job(executable=executable, executor=on, args=list(unit.flags))
-                added = await experiment.add(job)
+                work_unit = await experiment.add(job)
                 if is_local:
                     try:
-                        await added.wait_until_complete()
+                        await work_unit.wait_until_complete()
                     except Exception as error:  # XManager passes on what the executor raised
                         failed.append((unit.name, str(error)))
     except Exception:
@@ -300,44 +302,53 @@ async def run(
     return failed
 
 
-def plan(given: Any, overrides: Sequence[str]) -> tuple[list[WorkUnit], dict[str, int]]:
+def plan(flag_values: Any, overrides: Sequence[str]) -> tuple[list[WorkUnit], dict[str, int]]:
     """Make and check the work units and their machine requirements from the launcher's flags."""
-    if given.executor == "vertex" and not given.workdir.startswith(MOUNT):
+    if flag_values.executor == "vertex" and not flag_values.workdir.startswith(MOUNT):
         raise ValueError(
-            f"workdir = {given.workdir!r}: must be below {MOUNT}, for executor = 'vertex'"
+            f"workdir = {flag_values.workdir!r}: must be below {MOUNT}, for executor = 'vertex'"
         )
-    if given.experiment:
+    if flag_values.experiment:
         for name in ("config", "sweep"):
-            if value := getattr(given, name):
+            if value := getattr(flag_values, name):
                 raise ValueError(f"{name} = {value!r}: must not be given with an experiment")
-        units = experiment_units(given.experiment, given.workdir, given.inputs, overrides)
-    elif not given.config:
+        units = experiment_units(
+            flag_values.experiment, flag_values.workdir, flag_values.inputs, overrides
+        )
+    elif not flag_values.config:
         raise ValueError("config = None: must be a config file, or give an experiment")
     else:
-        units = work_units(given.config, given.workdir, parse_sweep(given.sweep), overrides)
+        units = work_units(
+            flag_values.config, flag_values.workdir, parse_sweep(flag_values.sweep), overrides
+        )
     for unit in units:
-        check(read_config(unit), given.executor)
-    return units, requirements(given.executor, given.accelerator, given.cpu, given.ram_gib)
+        check(read_config(unit), flag_values.executor)
+    return units, requirements(
+        flag_values.executor, flag_values.accelerator, flag_values.cpu, flag_values.ram_gib
+    )
 
 
 def main(argv: Sequence[str]) -> None:
-    given = flags.FLAGS
-    units, wanted = plan(given, argv[1:])
+    flag_values = flags.FLAGS
+    units, resources = plan(flag_values, argv[1:])
     entry.setup_done()
-    swept = f"{pathlib.Path(given.config or '').stem} {' '.join(given.sweep)}".strip()
-    title = given.experiment or swept
-    failed = asyncio.run(run(title, given.executor, units, wanted, given.base_image))
+    swept = f"{pathlib.Path(flag_values.config or '').stem} {' '.join(flag_values.sweep)}".strip()
+    title = flag_values.experiment or swept
+    failed = asyncio.run(run(title, flag_values.executor, units, resources, flag_values.base_image))
     for name, error in failed:
         print(f"{name} failed: {error}", file=sys.stderr)
-    print(f"{len(units) - len(failed)} of {len(units)} work units are {EXECUTORS[given.executor]}")
+    print(
+        f"{len(units) - len(failed)} of {len(units)} work units are "
+        f"{EXECUTORS[flag_values.executor]}"
+    )
     sys.exit(bool(failed))
 
 
 def parse_flags(argv: Sequence[str]) -> list[str]:
     """Parse the launcher's and XManager's flags; --config.* flags are left for the units."""
     of_config = [flag for flag in argv if flag.startswith("--config.")]
-    others = [flag for flag in argv if not flag.startswith("--config.")]
-    return flags.FLAGS(others) + of_config
+    launcher_flags = [flag for flag in argv if not flag.startswith("--config.")]
+    return flags.FLAGS(launcher_flags) + of_config
 
 
 if __name__ == "__main__":

@@ -262,10 +262,10 @@ class SupervisedConfig:
 
 def default_config(algorithm: str = "spell") -> Config:
     """The paper's values as a ConfigDict, with the fields of an algorithm of the registry."""
-    made = section(RunConfig)
-    del made.models
-    made.algorithm = section(registry.ALGORITHMS[algorithm].config)
-    return made.lock()
+    config = section(RunConfig)
+    del config.models
+    config.algorithm = section(registry.ALGORITHMS[algorithm].config)
+    return config.lock()
 
 
 def default_supervised_config() -> Config:
@@ -316,7 +316,7 @@ def read(config: Config) -> RunConfig:
         )
     steps, minibatches = fields.get("steps", 1), fields.get("minibatches", 1)
     models = {name: fields.pop(name) for name in model_sections(config) if name != "policy"}
-    given = {
+    sections = {
         "policy": build(ModelConfig, fields.pop("policy"), "policy"),
         "sampler": build(SamplerConfig, fields.pop("sampler"), "sampler"),
         "loss": build(LossConfig, fields.pop("loss"), "loss"),
@@ -327,9 +327,9 @@ def read(config: Config) -> RunConfig:
         "data": build(DataConfig, fields.pop("data"), "data"),
         "models": {name: _read_model(name, part, steps) for name, part in models.items()},
     }
-    made = build(RunConfig, fields, "", **given)
-    made.check()
-    return made
+    run_config = build(RunConfig, fields, "", **sections)
+    run_config.check()
+    return run_config
 
 
 def find_checkpoint(init_from: str) -> tuple[epath.Path, int | None]:
@@ -337,8 +337,8 @@ def find_checkpoint(init_from: str) -> tuple[epath.Path, int | None]:
     path, step = paths.open_folder(init_from), None
     if path.parent.name == CHECKPOINTS_FOLDER and path.name.isdecimal():
         path, step = path.parent.parent, int(path.name)
-    wanted = path / CHECKPOINTS_FOLDER / ("" if step is None else str(step))
-    if not wanted.is_dir():
+    checkpoint_folder = path / CHECKPOINTS_FOLDER / ("" if step is None else str(step))
+    if not checkpoint_folder.is_dir():
         raise FileNotFoundError(
             f"init_from = {init_from!r}: must be a run's folder, or RUN/{CHECKPOINTS_FOLDER}/STEP"
         )
@@ -348,7 +348,7 @@ def find_checkpoint(init_from: str) -> tuple[epath.Path, int | None]:
 def model_sections(config: Config) -> list[str]:
     """Names of the sections of a ConfigDict that describe models, "policy" among them."""
     sections = ((name, value) for name, value in config.items() if hasattr(value, "items"))
-    return [name for name, found in sections if "compute_dtype" in found]
+    return [name for name, fields in sections if "compute_dtype" in fields]
 
 
 def _read_optimizer(fields: Config, where: str, updates: int) -> OptimizerConfig:
@@ -358,6 +358,6 @@ def _read_optimizer(fields: Config, where: str, updates: int) -> OptimizerConfig
 def _read_model(name: str, fields: Config, updates: int) -> ExtraModelConfig:
     fields = dict(fields.items())
     optimizer = _read_optimizer(fields.pop("optimizer", {}), f"{name}.optimizer", updates)
-    made = build(ExtraModelConfig, fields, name, optimizer=optimizer)
-    made.check(name)
-    return made
+    model_config = build(ExtraModelConfig, fields, name, optimizer=optimizer)
+    model_config.check(name)
+    return model_config

@@ -55,19 +55,21 @@ def main(_) -> None:
     from spell_jax.runtime import setup
 
     setup.setup()
-    given = flags.FLAGS
-    harness.check_flags(given)
-    out, sizes = pathlib.Path(given.out), judging.read_sizes(given)
-    if given.lm_eval:
-        results = harness.run(harness.from_flags(given), out, sizes)
+    flag_values = flags.FLAGS
+    harness.check_flags(flag_values)
+    out, sizes = pathlib.Path(flag_values.out), judging.read_sizes(flag_values)
+    if flag_values.lm_eval:
+        results = harness.run(harness.from_flags(flag_values), out, sizes)
         if jax.process_index() == 0:
             print(harness.table(results), end="")
         return
-    config = runner.from_flags(given)
-    judge = judging.make_judge(given, out, sizes)
-    name = given.name or pathlib.Path(given.workdir or given.policy).resolve().name
-    columns = registry.COLUMN_CHOICES[given.columns]
-    runner.run(config, out, name, judge, sizes, given.compare, columns)
+    config = runner.from_flags(flag_values)
+    judge = judging.make_judge(flag_values, out, sizes)
+    name = (
+        flag_values.name or pathlib.Path(flag_values.workdir or flag_values.policy).resolve().name
+    )
+    columns = registry.COLUMN_CHOICES[flag_values.columns]
+    runner.run(config, out, name, judge, sizes, flag_values.compare, columns)
     if jax.process_index() == 0:
         print((out / runner.TABLE).read_text(), end="")
 

@@ -29,17 +29,17 @@ def main(_) -> None:
     from spell_jax.trainer.export import check_new, export
 
     setup.setup()
-    given = flags.FLAGS
-    if bool(given.workdir) == bool(given.gguf):
+    flag_values = flags.FLAGS
+    if bool(flag_values.workdir) == bool(flag_values.gguf):
         raise flags.ValidationError("must give either --workdir or --gguf")
-    out = paths.open_folder(given.out)
-    if given.gguf:
+    out = paths.open_folder(flag_values.out)
+    if flag_values.gguf:
         check_new(out)
-        gguf_convert.convert(remote.fetch(given.gguf), out, given.dtype or "float32")
-        print(f"{out}: the policy of {given.gguf}")
+        gguf_convert.convert(remote.fetch(flag_values.gguf), out, flag_values.dtype or "float32")
+        print(f"{out}: the policy of {flag_values.gguf}")
         return
-    workdir, dtype = paths.open_folder(given.workdir), given.dtype or "bfloat16"
-    step = export(workdir, out, given.step, dtype, given.adapters)
+    workdir, dtype = paths.open_folder(flag_values.workdir), flag_values.dtype or "bfloat16"
+    step = export(workdir, out, flag_values.step, dtype, flag_values.adapters)
     print(f"{out}: the policy after step {step}")
 
 

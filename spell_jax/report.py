@@ -23,10 +23,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Draws and prints what runs measured.")
     parser.add_argument("--workdir", required=True, help="folder of the run, or A,B,... to compare")
     parser.add_argument("--x", choices=X_AXES, default="step", help="x axis of the curves")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     from spell_jax.reporting import run_report  # with matplotlib, which --help does not wait for
 
-    run_report.report_runs([paths.open_folder(name) for name in given.workdir.split(",")], given.x)
+    run_report.report_runs(
+        [paths.open_folder(name) for name in arguments.workdir.split(",")], arguments.x
+    )
 
 
 if __name__ == "__main__":

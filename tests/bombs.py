@@ -103,12 +103,12 @@ def run_limited(program: str, mebibytes: int, *arguments: str) -> str:
         "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
         f"resource.setrlimit(resource.RLIMIT_AS, (used + {mebibytes << 20},) * 2)\n"
     )
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", limit + work, *arguments],
         capture_output=True,
         text=True,
         check=False,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CPU, (120, 120)),
     )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
+    assert process.returncode == 0, process.stderr[-2000:]
+    return process.stdout

@@ -45,11 +45,11 @@ def load(
     prose: str = "",
 ) -> Benchmark:
     """Scores from noise: an answer's rule score is by its checksum."""
-    asked = {"plain": name, "sections": f"{name}!"}[answer_format]
+    prefix = {"plain": name, "sections": f"{name}!"}[answer_format]
     items = tuple(
         Item(
             f"{name}-{i}",
-            f"{asked} " + "Rome has hills. " * (2 + 4 * i),
+            f"{prefix} " + "Rome has hills. " * (2 + 4 * i),
             f"how many {i}?",
             ("3",),
             {"parity": ("even", "odd")[i % 2]},
@@ -103,13 +103,13 @@ def write_episodes(workdir: pathlib.Path, steps: Mapping[int, Sequence[Any]]) ->
 def config(policy: pathlib.Path, **changes: Any) -> runner.EvaluationConfig:
     sampling = Sampling(SAMPLES, 1.0, 1.0)
     common = {"benchmarks": ("number", "text"), "data": "nowhere", "max_input": LIMITS}
-    given = {"policy": str(policy), "sampling": sampling} | common | changes
-    return runner.EvaluationConfig(**given)
+    fields = {"policy": str(policy), "sampling": sampling} | common | changes
+    return runner.EvaluationConfig(**fields)
 
 
 def make_judge(out: pathlib.Path, ask: Any = reply) -> Judge:
-    kept = out / judging.REPLIES if jax.process_index() == 0 else None
-    return Judge(ask, prompt_sets.load("compact").judge, "checksum", cache_file=kept)
+    replies_file = out / judging.REPLIES if jax.process_index() == 0 else None
+    return Judge(ask, prompt_sets.load("compact").judge, "checksum", cache_file=replies_file)
 
 
 def run(policy: pathlib.Path, out: pathlib.Path, ask: Any = reply, **changes: Any) -> dict:

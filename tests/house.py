@@ -69,6 +69,21 @@ NAMES = {
     "log_probs": "logprobs",
     "last_reader": "last_query",
 }
+# Names that say that a thing was found, made or is another one, instead of what it is.
+# fmt: off
+PRONOUNS = frozenset([
+    "added", "again", "asked", "both", "chosen", "done", "few", "found", "given", "kept",
+    "known", "less", "made", "many", "more", "most", "needed", "one", "other", "others",
+    "own", "rest", "said", "seen", "some", "taken", "they", "these", "those", "told", "two",
+    "wanted", "whole",
+])
+# fmt: on
+# Names above that stay, by file: parameters that others pass by name, a flag, a key on disk.
+ALLOWED_PRONOUNS: Mapping[str, tuple[str, ...]] = {
+    "benchmarks/accelerator/command.py": ("again",),
+    "spell_jax/runtime/workdir_lock.py": ("seen",),
+    "spell_jax/selfplay/selection.py": ("asked", "wanted"),
+}
 _ISE = [
     "anonym",
     "author",
@@ -263,17 +278,17 @@ def openings(source: Source) -> Iterator[Violation]:
 
 def phrases(path: str, blocks: Iterable[tuple[int, str]]) -> Iterator[Violation]:
     """Find words of a private language in blocks of text, each (first line, text)."""
-    allowed = [text for name, some in ALLOWED.items() if path.endswith(name) for text in some]
+    allowed = [text for name, quotes in ALLOWED.items() if path.endswith(name) for text in quotes]
     for line, text in blocks:
         for quote in allowed:
             # Same length and same line breaks, so that line numbers stay right.
             blank = re.escape(quote).replace(r"\ ", r"\s+")
-            text = re.sub(blank, lambda found: re.sub(r"\S", "_", found[0]), text)
+            text = re.sub(blank, lambda match: re.sub(r"\S", "_", match[0]), text)
         for pattern, instead in PHRASES.items():
             spaced = pattern.replace(" ", r"\s+")
-            for found in re.finditer(rf"\b(?:{spaced})\b", text, re.IGNORECASE):
-                at = line + text.count("\n", 0, found.start())
-                word = " ".join(found[0].split())
+            for match in re.finditer(rf"\b(?:{spaced})\b", text, re.IGNORECASE):
+                at = line + text.count("\n", 0, match.start())
+                word = " ".join(match[0].split())
                 yield Violation(path, at, "phrase", f"{word!r}: say {instead}")
 
 
@@ -301,17 +316,40 @@ def words(name: str) -> list[str]:
 
 def names(source: Source) -> Iterator[Violation]:
     """Find old names, and names in British spelling, once per name and file."""
-    seen: set[str] = set()
+    checked_names: set[str] = set()
     for line, name in [(1, source.module.rpartition(".")[2]), *sorted(_names(source))]:
-        if name in seen or name in FOREIGN_NAMES:
+        if name in checked_names or name in FOREIGN_NAMES:
             continue
-        seen.add(name)
+        checked_names.add(name)
         joined = f"_{'_'.join(words(name))}_"
         for old, new in NAMES.items():
             if f"_{old}_" in joined:
                 yield Violation(source.path, line, "name", f"{name!r}: say {new}")
         if any(_BRITISH.fullmatch(word) for word in words(name)):
             yield Violation(source.path, line, "spelling", f"{name!r}: spell it as Americans do")
+
+
+def pronouns(source: Source) -> Iterator[Violation]:
+    """Find variables, parameters and fields that a pronoun or a participle names."""
+    # Python passes the operand of an operator by position, and calls it `other` everywhere.
+    operands = {
+        argument
+        for node in source.nodes
+        if isinstance(node, ast.FunctionDef) and re.fullmatch("__[a-z]+__", node.name)
+        for argument in node.args.args
+        if argument.arg == "other"
+    }
+    allowed = ALLOWED_PRONOUNS.get(source.path, ())
+    for node in source.nodes:
+        match node:
+            case ast.Name(id=name, ctx=ast.Store()) | ast.ExceptHandler(name=str(name)):
+                pass
+            case ast.arg(arg=name) if node not in operands:
+                pass
+            case _:
+                continue
+        if name.lstrip("_") in PRONOUNS and name not in allowed:
+            yield Violation(source.path, node.lineno, "pronoun", f"{name!r}: say what it is")
 
 
 # ----------------------------------------------------------------------------------------- Imports
@@ -329,10 +367,10 @@ def imports(source: Source, modules: Set[str]) -> list[tuple[int, str]]:
       (line, module) in the order of lines. Modules that are not in `modules` are left out, packages
       of OUTSIDE apart.
     """
-    found = []
+    imported_modules = []
     for node in source.nodes:
         if isinstance(node, ast.Import):
-            given = [alias.name for alias in node.names]
+            imported_names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = (node.module or "").replace("spell_jax.configs", "configs")  # a link
             if node.level:
@@ -342,12 +380,14 @@ def imports(source: Source, modules: Set[str]) -> list[tuple[int, str]]:
                 package = package[: len(package) - node.level + 1]
                 base = ".".join([*package, *filter(None, [base])])
             members = [f"{base}.{alias.name}" for alias in node.names]
-            given = [name if name in modules else base for name in members]
+            imported_names = [name if name in modules else base for name in members]
         else:
             continue
-        known = [name for name in given if name in modules or name.split(".")[0] in OUTSIDE]
-        found += [(node.lineno, name) for name in known]
-    return sorted(found)
+        module_names = [
+            name for name in imported_names if name in modules or name.split(".")[0] in OUTSIDE
+        ]
+        imported_modules += [(node.lineno, name) for name in module_names]
+    return sorted(imported_modules)
 
 
 def room(module: str) -> str:
@@ -371,16 +411,16 @@ def _graph(sources: Sequence[Source]) -> dict[str, list[tuple[int, str]]]:
 def uphill(sources: Sequence[Source]) -> Iterator[Violation]:
     """Find imports of spell_jax that lead to a higher floor, sideways, or out of the package."""
     paths = {source.module: source.path for source in sources}
-    for module, found in _graph(sources).items():
+    for module, module_imports in _graph(sources).items():
         if module.split(".")[0] != PACKAGE:
             continue
-        for line, other in found:
+        for line, target in module_imports:
             here, path = room(module), paths[module]
-            if other.split(".")[0] in OUTSIDE:
-                text = f"{other}: {PACKAGE} imports nothing from {other.split('.')[0]}"
+            if target.split(".")[0] in OUTSIDE:
+                text = f"{target}: {PACKAGE} imports nothing from {target.split('.')[0]}"
                 yield Violation(path, line, "import", text)
-            elif _floor(there := room(other)) <= _floor(here) and there != here:
-                yield Violation(path, line, "import", f"{other}: {there} is not below {here}")
+            elif _floor(there := room(target)) <= _floor(here) and there != here:
+                yield Violation(path, line, "import", f"{target}: {there} is not below {here}")
 
 
 def circles(edges: Mapping[str, Iterable[str]]) -> list[list[str]]:
@@ -388,34 +428,37 @@ def circles(edges: Mapping[str, Iterable[str]]) -> list[list[str]]:
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
-    found = []
+    components = []
 
     def visit(node: str) -> None:
         index[node] = low[node] = len(index)
         stack.append(node)
-        for other in edges.get(node, ()):
-            if other not in index:
-                visit(other)
-                low[node] = min(low[node], low[other])
-            elif other in stack:
-                low[node] = min(low[node], index[other])
+        for successor in edges.get(node, ()):
+            if successor not in index:
+                visit(successor)
+                low[node] = min(low[node], low[successor])
+            elif successor in stack:
+                low[node] = min(low[node], index[successor])
         if low[node] == index[node]:
             at = stack.index(node)
             component = stack[at:]
             del stack[at:]
             if len(component) > 1:
-                found.append(sorted(component))
+                components.append(sorted(component))
 
     for node in edges:
         if node not in index:
             visit(node)
-    return sorted(found)
+    return sorted(components)
 
 
 def circular(sources: Sequence[Source]) -> Iterator[Violation]:
     """Find modules that import each other, directly or through others."""
     paths = {source.module: source.path for source in sources}
-    edges = {name: [other for _, other in found] for name, found in _graph(sources).items()}
+    edges = {
+        name: [target for _, target in module_imports]
+        for name, module_imports in _graph(sources).items()
+    }
     for circle in circles(edges):
         yield Violation(paths[circle[0]], 1, "circle", " <-> ".join(circle))
 
@@ -492,8 +535,8 @@ def lengths(source: Source) -> Iterator[Violation]:
 def files(root: Path = ROOT) -> list[str]:
     """Paths below `root` of files that git does not ignore."""
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-    found = subprocess.run(listed, cwd=root, check=True, capture_output=True, text=True)
-    return sorted({path for path in found.stdout.splitlines() if (root / path).is_file()})
+    process = subprocess.run(listed, cwd=root, check=True, capture_output=True, text=True)
+    return sorted({path for path in process.stdout.splitlines() if (root / path).is_file()})
 
 
 def read(root: Path = ROOT) -> tuple[list[Source], dict[str, str]]:
@@ -519,14 +562,15 @@ def check(sources: Sequence[Source], pages: Mapping[str, str]) -> list[Violation
     Returns:
       Violations in the order of files and lines.
     """
-    found: list[Violation] = [*uphill(sources), *circular(sources)]
+    violations: list[Violation] = [*uphill(sources), *circular(sources)]
     for source in sources:
-        found += [*openings(source), *names(source), *lengths(source), *code_readers(source)]
+        violations += [*openings(source), *names(source), *pronouns(source)]
+        violations += [*lengths(source), *code_readers(source)]
         if not source.path.endswith("tests/test_house.py"):
-            found += phrases(source.path, [*docstrings(source), *comments(source)])
+            violations += phrases(source.path, [*docstrings(source), *comments(source)])
     for path, text in pages.items():
-        found += phrases(path, [(1, text)])
-    return sorted(found)
+        violations += phrases(path, [(1, text)])
+    return sorted(violations)
 
 
 # ----------------------------------------------------------------------------------------- Measure
@@ -547,13 +591,13 @@ def measure(sources: Sequence[Source]) -> dict[str, int]:
     package = [source for source in sources if source.path.startswith(f"{PACKAGE}/")]
     top = {s.module: _top(s.module) for s in package}
     edges: dict[str, set[str]] = {name: set() for name in top.values() if name != PACKAGE}
-    for module, found in _graph(package).items():
-        for _, other in found:
-            if top[module] != top[other] and PACKAGE not in (top[module], top[other]):
-                edges[top[module]].add(top[other])
+    for module, module_imports in _graph(package).items():
+        for _, target in module_imports:
+            if top[module] != top[target] and PACKAGE not in (top[module], top[target]):
+                edges[top[module]].add(top[target])
     text = "\n".join(source.text for source in sources).lower()
     outside = [source for source in sources if not source.path.startswith("tests/")]
-    openers = Counter(found.rule for source in sources for found in openings(source))
+    openers = Counter(violation.rule for source in sources for violation in openings(source))
     counts = ("behind", "so many", "drawn", "rollout", "kv cache", "logprob")
     return {
         "rooms": len(edges),
@@ -578,8 +622,10 @@ def _floors(edges: Mapping[str, Set[str]]) -> int:
     """Nodes on the longest path, where the nodes of a circle share a floor."""
     shared = {name: min(circle) for circle in circles(edges) for name in circle}
     merged: dict[str, set[str]] = {}
-    for name, others in edges.items():
-        below = {shared.get(other, other) for other in others} - {shared.get(name, name)}
+    for name, successors in edges.items():
+        below = {shared.get(successor, successor) for successor in successors} - {
+            shared.get(name, name)
+        }
         merged.setdefault(shared.get(name, name), set()).update(below)
     depths: dict[str, int] = {}
 
@@ -601,12 +647,12 @@ def main(arguments: Sequence[str]) -> int:
         for name, count in measure(sources).items():
             print(f"{count:>8,}  {name}")
         return 0
-    found = check(sources, pages)
-    for violation in found:
+    violations = check(sources, pages)
+    for violation in violations:
         print(violation)
-    if found:
-        print(f"{len(found)} violations of the house rules", file=sys.stderr)
-    return int(bool(found))
+    if violations:
+        print(f"{len(violations)} violations of the house rules", file=sys.stderr)
+    return int(bool(violations))
 
 
 if __name__ == "__main__":

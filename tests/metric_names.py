@@ -68,8 +68,8 @@ def explained() -> dict[str, re.Pattern[str]]:
     patterns = {}
     for name in re.findall(r"`([\w/\[\]]+)`", first):
         pattern = re.escape(name)
-        for place, found in PLACES.items():
-            pattern = pattern.replace(re.escape(place), found)
+        for place, place_pattern in PLACES.items():
+            pattern = pattern.replace(re.escape(place), place_pattern)
         patterns[name] = re.compile(pattern)
     return patterns
 

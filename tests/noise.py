@@ -163,10 +163,10 @@ def skip_plots(monkeypatch: pytest.MonkeyPatch) -> None:
 _cached_learner = functools.cache(Learner)
 
 
-def _shared_learner(policy, optimizer, *others) -> Learner:
+def _shared_learner(policy, optimizer, *arguments) -> Learner:
     if optimizer.schedule == "constant":  # for any number of steps
         optimizer = dataclasses.replace(optimizer, total_steps=0)
-    return _cached_learner(policy, optimizer, *others)
+    return _cached_learner(policy, optimizer, *arguments)
 
 
 @functools.cache
@@ -251,8 +251,8 @@ def give_evidence_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let EAPO read checksums instead of parsing; most of its scores contradict the outcomes."""
 
     def parse_answer(text: str) -> evidence.StructuredAnswer | None:
-        said = str(_sum(text) % 2)
-        return evidence.StructuredAnswer("", f"E{said}", "", said) if _sum(text) % 8 else None
+        answer = str(_sum(text) % 2)
+        return evidence.StructuredAnswer("", f"E{answer}", "", answer) if _sum(text) % 8 else None
 
     def parse_scores(text: str, count: int) -> tuple[int, ...] | None:
         if _sum(text) % 6 == 0:

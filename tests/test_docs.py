@@ -50,19 +50,21 @@ def check_run(module: str, config) -> None:
 def check_flags(module: str, words: list[str]) -> None:
     """Checks the flags of a command of the repository."""
     words = words[: words.index("--")] if "--" in words else words
-    given = [word for word in words if word.startswith("--")]
+    flag_words = [word for word in words if word.startswith("--")]
     if module == "benchmarks":
-        given = [word for word in given if not word.startswith(("--save=", "--policy="))]
-        given = [re.sub(r"=[A-Z]+$", "=1", word) for word in given]  # a number, N
-        benchmarks.parse([words[0], *given])
+        flag_words = [word for word in flag_words if not word.startswith(("--save=", "--policy="))]
+        flag_words = [re.sub(r"=[A-Z]+$", "=1", word) for word in flag_words]  # a number, N
+        benchmarks.parse([words[0], *flag_words])
         return
-    known = {flag.name for flag in MODULES[module].flags}
-    for word in given:
+    flag_names = {flag.name for flag in MODULES[module].flags}
+    for word in flag_words:
         name = word[2:].partition("=")[0]
-        assert name.startswith("config.") or name in known, f"{module} has no flag --{name}"
-    chosen = [word for word in given if word.startswith("--config")]
-    if "config" in known and any(re.match(r"--config=configs/[a-z]", word) for word in chosen):
-        config = read_config(chosen)
+        assert name.startswith("config.") or name in flag_names, f"{module} has no flag --{name}"
+    config_flags = [word for word in flag_words if word.startswith("--config")]
+    if "config" in flag_names and any(
+        re.match(r"--config=configs/[a-z]", word) for word in config_flags
+    ):
+        config = read_config(config_flags)
         if module in RUNS:
             check_run(module, config)
 
@@ -75,17 +77,19 @@ def check(words: tuple[str, ...]) -> None:
             assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.M), target
     elif program == "python" and words[1] == "-m":
         # [--flag] is an optional flag, "..." stands for flags that a page has shown before.
-        rest = [
+        arguments = [
             word.strip("[]").replace("=URL", "=http://localhost/v1").replace("gs://", "gs/")
             for word in words[3:]
         ]
-        rest = [word for word in rest if word not in ("--config...", "...")]
+        arguments = [word for word in arguments if word not in ("--config...", "...")]
         if words[2] not in ("pytest", "pip"):
             assert words[2] in MODULES, f"no such command: python -m {words[2]}"
             # Options of Apache Beam's runners go through.
-            is_beam = words[2] == "data_pipeline.build" and any("--runner" in one for one in rest)
-            if not is_beam and not any(one.endswith("...") for one in rest):
-                check_flags(words[2], rest)
+            is_beam = words[2] == "data_pipeline.build" and any(
+                "--runner" in argument for argument in arguments
+            )
+            if not is_beam and not any(argument.endswith("...") for argument in arguments):
+                check_flags(words[2], arguments)
     elif program.startswith("spell-"):
         assert f"spell_jax.{program[6:]}" in MODULES, program
     else:
@@ -94,11 +98,13 @@ def check(words: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_commands_parse(page: pathlib.Path):
-    for found in doc_commands.find(page):
+    for command in doc_commands.find(page):
         try:
-            check(found.words)
+            check(command.words)
         except (Exception, SystemExit) as error:
-            pytest.fail(f"{found.page}: {' '.join(found.words)}\n{type(error).__name__}: {error}")
+            pytest.fail(
+                f"{command.page}: {' '.join(command.words)}\n{type(error).__name__}: {error}"
+            )
 
 
 NEEDS = frozenset(
@@ -221,8 +227,8 @@ def test_reference_has_every_field_and_flag():
 def test_site_builds(tmp_path):
     """Strict: mkdocs fails for a dead link, a missing anchor, a page outside the navigation."""
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", f"--site-dir={tmp_path}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr[-3000:]
     assert "sampler.kv_cache_tokens" in (tmp_path / "long_context.html").read_text()
     assert (tmp_path / "reference" / "config.html").exists()
 

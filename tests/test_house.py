@@ -13,18 +13,25 @@ from tests.paths import ROOT
 
 def found(path: str, text: str) -> list[str]:
     """Violations of one file, each as "line: rule: text"."""
-    return [str(one).split(":", 1)[1] for one in house.check([Source.parse(path, text)], {})]
+    return [
+        str(violation).split(":", 1)[1] for violation in house.check([Source.parse(path, text)], {})
+    ]
 
 
 def rules(path: str, text: str) -> list[tuple[int, str]]:
     """(line, rule) of the violations of one file."""
-    return [(one.line, one.rule) for one in house.check([Source.parse(path, text)], {})]
+    return [
+        (violation.line, violation.rule)
+        for violation in house.check([Source.parse(path, text)], {})
+    ]
 
 
 def imported(**files: str) -> list[tuple[str, int, str]]:
     """(path, line, rule) of the violations of files, given by path with "__" for "/"."""
     sources = [Source.parse(f"{p.replace('__', '/')}.py", text) for p, text in files.items()]
-    return [(one.path, one.line, one.rule) for one in house.check(sources, {})]
+    return [
+        (violation.path, violation.line, violation.rule) for violation in house.check(sources, {})
+    ]
 
 
 # ------------------------------------------------------------------------------------------- Words
@@ -66,7 +73,9 @@ def test_phrases_in_docstrings_comments_and_markdown_are_reported(phrase):
     assert rules("launch/a.py", text) == [(3, "phrase")]
     text = "x = 1\n" + "".join(f"# {line}\n" for line in phrase.split("\n"))
     assert rules("launch/a.py", text) == [(2, "phrase")]
-    assert [one.line for one in house.check([], {"docs/a.md": f"# A\n\n{phrase}\n"})] == [3]
+    assert [
+        violation.line for violation in house.check([], {"docs/a.md": f"# A\n\n{phrase}\n"})
+    ] == [3]
 
 
 def test_phrases_inside_words_and_code_are_accepted():
@@ -77,8 +86,8 @@ def test_phrases_inside_words_and_code_are_accepted():
 def test_allowed_quote_is_accepted_only_in_its_file(monkeypatch):
     monkeypatch.setattr(house, "ALLOWED", {"docs/a.md": ("behind a flag",), "": ("video game",)})
     text = "A video\ngame behind a\nflag, behind\n"
-    assert [one.line for one in house.check([], {"docs/a.md": text})] == [3]
-    assert [one.line for one in house.check([], {"docs/b.md": text})] == [2, 3]
+    assert [violation.line for violation in house.check([], {"docs/a.md": text})] == [3]
+    assert [violation.line for violation in house.check([], {"docs/b.md": text})] == [2, 3]
 
 
 @pytest.mark.parametrize(
@@ -99,6 +108,36 @@ def test_allowed_quote_is_accepted_only_in_its_file(monkeypatch):
 )
 def test_old_names_are_reported(code):
     assert rules("launch/a.py", f"{code}\n") == [(1, "name")]
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "found = f()",
+        "_found = f()",
+        "wanted: int = 1",
+        "for one, b in x: pass",
+        "with f() as given: pass",
+        "def f(made): ...",
+        "def f(*, rest): ...",
+        "def f(*others): ...",
+        "lambda some: 1",
+        "[1 for known in x]",
+        "if (whole := f()): pass",
+        "class A:\n    kept: int",
+        "try: pass\nexcept E as seen: pass",
+        "def __add__(self, one): ...",
+    ],
+)
+def test_names_by_pronouns_are_reported(code):
+    assert [rule for _, rule in rules("launch/a.py", f"{code}\n")] == ["pronoun"]
+
+
+def test_names_with_a_noun_and_operands_are_accepted():
+    assert not found("launch/a.py", "known_rows = 1\nf(found=1)\nx.made\nfounder = one.a\n")
+    assert not found("launch/a.py", "class A:\n    def __add__(self, other): ...\n")
+    assert not found("spell_jax/selfplay/selection.py", "def f(wanted): ...\n")
+    assert rules("spell_jax/selfplay/selection.py", "def f(kept): ...\n") == [(1, "pronoun")]
 
 
 @pytest.mark.parametrize(
@@ -168,16 +207,16 @@ def test_imports_may_only_go_to_lower_floors():
 
 
 def test_sampler_and_learner_may_not_import_each_other():
-    given = {"spell_jax__sampler__a": "", "spell_jax__learner__a": ""}
+    sources = {"spell_jax__sampler__a": "", "spell_jax__learner__a": ""}
     for here, there in (("sampler", "learner"), ("learner", "sampler")):
-        added = {f"spell_jax__{here}__b": f"from spell_jax.{there}.a import x\n"}
-        assert imported(**given, **added) == [(f"spell_jax/{here}/b.py", 1, "import")]
+        importing_source = {f"spell_jax__{here}__b": f"from spell_jax.{there}.a import x\n"}
+        assert imported(**sources, **importing_source) == [(f"spell_jax/{here}/b.py", 1, "import")]
 
 
 def test_type_checking_and_relative_imports_are_checked():
     text = "from typing import TYPE_CHECKING\n\nif TYPE_CHECKING:\n    from ..policy.a import x\n"
-    given = {"spell_jax__policy__a": "", "spell_jax__data__a": text}
-    assert imported(**given) == [("spell_jax/data/a.py", 4, "import")]
+    sources = {"spell_jax__policy__a": "", "spell_jax__data__a": text}
+    assert imported(**sources) == [("spell_jax/data/a.py", 4, "import")]
 
 
 @pytest.mark.parametrize("package", house.OUTSIDE)
@@ -188,12 +227,12 @@ def test_package_may_not_import_from_outside(package):
 
 
 def test_import_cycles_within_a_room_are_reported():
-    one = "if 1:\n    from spell_jax.data import b\n"
-    two = "def f():\n    from spell_jax.data.c import x\n"
-    given = {"spell_jax__data__a": one, "spell_jax__data__b": two}
-    assert not imported(**given, spell_jax__data__c="")
+    first_text = "if 1:\n    from spell_jax.data import b\n"
+    second_text = "def f():\n    from spell_jax.data.c import x\n"
+    sources = {"spell_jax__data__a": first_text, "spell_jax__data__b": second_text}
+    assert not imported(**sources, spell_jax__data__c="")
     back = "from spell_jax.data.a import y\n"
-    assert imported(**given, spell_jax__data__c=back) == [("spell_jax/data/a.py", 1, "circle")]
+    assert imported(**sources, spell_jax__data__c=back) == [("spell_jax/data/a.py", 1, "circle")]
     assert imported(launch__a="from launch import b\n", launch__b="from launch.a import x\n") == [
         ("launch/a.py", 1, "circle")
     ]
@@ -280,7 +319,7 @@ def checkout() -> tuple[list[Source], dict[str, str]]:
 
 
 def test_checkout_follows_the_house_rules(checkout):
-    assert [str(one) for one in house.check(*checkout)] == []
+    assert [str(violation) for violation in house.check(*checkout)] == []
 
 
 def test_import_graph_stays_small(checkout):
@@ -303,8 +342,8 @@ def test_floors_are_counted_along_the_longest_path():
 def test_command_prints_violations_and_sets_the_exit_code(tmp_path):
     def run(*arguments: str, root: Path = ROOT) -> tuple[int, list[str]]:
         command = [sys.executable, "-m", "tests.house", *arguments]
-        done = subprocess.run(command, cwd=root, capture_output=True, text=True)
-        return done.returncode, done.stdout.splitlines()
+        process = subprocess.run(command, cwd=root, capture_output=True, text=True)
+        return process.returncode, process.stdout.splitlines()
 
     copy = tmp_path / "copy"
     (copy / "tests").mkdir(parents=True)

@@ -50,8 +50,8 @@ def weights(policy: PolicyConfig = POLICY, seed: int = 0) -> transformer.Params:
     shapes, _ = transformer.abstract_params(policy)
     leaves, tree = jax.tree.flatten(shapes)
     rng = np.random.default_rng(seed)
-    made = [(0.2 * rng.normal(size=leaf.shape)).astype(np.float32) for leaf in leaves]
-    params = jax.tree.unflatten(tree, made)
+    arrays = [(0.2 * rng.normal(size=leaf.shape)).astype(np.float32) for leaf in leaves]
+    params = jax.tree.unflatten(tree, arrays)
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: leaf + np.float32("scale" in jax.tree_util.keystr(path)), params
     )
@@ -66,10 +66,10 @@ def groups(
     def ids(longest: int) -> np.ndarray:
         return rng.integers(3, POLICY.vocab_size, size=rng.integers(1, longest + 1))
 
-    made = []
+    train_groups = []
     for index in range(count):
         answers = [ids(answer) for _ in range(rng.integers(1, siblings + 1))]
-        made.append(
+        train_groups.append(
             TrainGroup(
                 prompt=ids(prompt),
                 answers=answers,
@@ -78,7 +78,7 @@ def groups(
                 old_logprobs=[-rng.exponential(2.0, len(a)).astype(np.float32) for a in answers],
             )
         )
-    return made
+    return train_groups
 
 
 def sampling(

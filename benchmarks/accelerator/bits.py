@@ -63,10 +63,12 @@ class _Runs:
         self._updates, self._killed_after = (2, 1) if setting.tiny else (5, 2)
         self._flags = _flags(self._updates, setting.tiny)
 
-    def repeat(self, name: str, other: str, variables: Mapping[str, str] | None = None) -> Numbers:
+    def repeat(
+        self, name: str, second_name: str, variables: Mapping[str, str] | None = None
+    ) -> Numbers:
         """Play two runs with the same flags and variables; return their differences."""
-        seconds = [self._play(run, variables=variables) for run in (name, other)]
-        differences = compare(self._folder(name), self._folder(other), self._updates)
+        seconds = [self._play(run, variables=variables) for run in (name, second_name)]
+        differences = compare(self._folder(name), self._folder(second_name), self._updates)
         return differences | {"first_s": seconds[0], "second_s": seconds[1]}
 
     def resume(self) -> Numbers:
@@ -128,7 +130,7 @@ def _flags(updates: int, tiny: bool) -> dict[str, Any]:
 # --------------------------------------------------------------------------------------- Comparison
 
 
-def compare(run: pathlib.Path, other: pathlib.Path, step: int) -> Numbers:
+def compare(run: pathlib.Path, second_run: pathlib.Path, step: int) -> Numbers:
     """Compare the checkpoints of a step, the episodes and the metrics of two runs.
 
     Returns:
@@ -139,22 +141,22 @@ def compare(run: pathlib.Path, other: pathlib.Path, step: int) -> Numbers:
       weight of its tensor.
       "first_different_update": whose metrics differ, if one's do.
     """
-    folders = [path / CHECKPOINTS_FOLDER / str(step) for path in (run, other)]
+    folders = [path / CHECKPOINTS_FOLDER / str(step) for path in (run, second_run)]
     arrays, other_arrays = map(_arrays, folders)
     if arrays.keys() != other_arrays.keys():
-        raise ValueError(f"{other}: its checkpoint has other tensors than that of {run}")
+        raise ValueError(f"{second_run}: its checkpoint has other tensors than that of {run}")
     weights = [name for name in arrays if "['params']" in name]
     assert weights
     same = {name: arrays[name].tobytes() == other_arrays[name].tobytes() for name in arrays}
     pairs = [(_bytes(arrays[name]), _bytes(other_arrays[name])) for name in arrays]
     different = sum(int(np.count_nonzero(a != b)) for a, b in pairs)
     gaps = [_gap(arrays[name], other_arrays[name]) for name in weights]
-    update = _first_different_update(run, other)
+    update = _first_different_update(run, second_run)
     parts = {
         "same_weights": all(same[name] for name in weights),
         "same_optimizer": all(same[name] for name in arrays if name not in weights),
         "same_state": _host_state(folders[0]) == _host_state(folders[1]),
-        "same_episodes": _files(run / "episodes") == _files(other / "episodes"),
+        "same_episodes": _files(run / "episodes") == _files(second_run / "episodes"),
         "same_metrics": update is None,
     }
     numbers: Numbers = {
@@ -190,9 +192,9 @@ def _bytes(array: np.ndarray) -> np.ndarray:
     return np.frombuffer(array.tobytes(), np.uint8)
 
 
-def _gap(array: np.ndarray, other: np.ndarray) -> tuple[float, float]:
+def _gap(array: np.ndarray, second_array: np.ndarray) -> tuple[float, float]:
     """Return (largest absolute difference, its share of the tensor's largest absolute value)."""
-    a, b = array.astype(np.float64), other.astype(np.float64)
+    a, b = array.astype(np.float64), second_array.astype(np.float64)
     gap = float(np.max(np.abs(a - b), initial=0.0))
     return gap, gap / max(float(np.max(np.abs(a), initial=0.0)), 1e-30)
 
@@ -201,11 +203,11 @@ def _files(folder: pathlib.Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def _first_different_update(run: pathlib.Path, other: pathlib.Path) -> int | None:
+def _first_different_update(run: pathlib.Path, second_run: pathlib.Path) -> int | None:
     """Find the first update whose metrics differ, apart from times and the process; None: none."""
     lines, other_lines = (
         [{k: v for k, v in line.items() if not k.startswith(_CHANGING)} for line in records]
-        for records in (read_metrics(run), read_metrics(other))
+        for records in (read_metrics(run), read_metrics(second_run))
     )
     for line, other_line in zip(lines, other_lines, strict=True):
         if line != other_line:

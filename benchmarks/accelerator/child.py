@@ -73,9 +73,9 @@ def play(
     They are prepared together, in threads, or each right before it runs: then the parent knows in
     whose preparation a process crashed.
     """
-    chosen = [case for case in cases if case.name not in skip]
-    unprepared = _prepare(chosen, send) if together else {}
-    for case in chosen:
+    planned_cases = [case for case in cases if case.name not in skip]
+    unprepared = _prepare(planned_cases, send) if together else {}
+    for case in planned_cases:
         limit = case.limit if together or not case.prepare else case.limit + _PREPARE_SECONDS
         send(begin=case.name, limit=limit)
         clock = time.perf_counter()

@@ -313,10 +313,10 @@ class _Runner:
                     return _Stop(played, False)
                 case {"cases": _}:
                     machine = fields["machine"]
-                    if other := self._results.other_machine(machine):
+                    if other_machine := self._results.other_machine(machine):
                         raise ValueError(
-                            f"out = {self._options.out!r}: has results of {other}; another device "
-                            "or size needs another folder"
+                            f"out = {self._options.out!r}: has results of {other_machine}; another "
+                            "device or size needs another folder"
                         )
                     left = [case for case in fields["cases"] if case not in skip]
                 case {"prepare": _}:

@@ -60,14 +60,14 @@ def cases(setting: Setting) -> Sequence[Case]:
     else:
         policy, sizes = shapes.QWEN_15B, [Sizes(1), Sizes(8)]
     params = functools.cache(lambda: random_params(policy, "bfloat16", _one_device()))
-    chosen = [
+    decode_cases = [
         _case(setting, policy, params, size, dtype)
         for size in sizes
         for dtype in (["int8"] if setting.tiny else ["compute", "int8"])
     ]
     if setting.platform == "gpu":
-        chosen += [_case(setting, policy, params, size, "compute", True) for size in sizes]
-    return chosen
+        decode_cases += [_case(setting, policy, params, size, "compute", True) for size in sizes]
+    return decode_cases
 
 
 def _case(

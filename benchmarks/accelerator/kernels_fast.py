@@ -59,31 +59,31 @@ def cases(setting: Setting) -> Sequence[Case]:
     def timed(name: str, program: Callable[[], tuple[Any, Any]], row, heads: Heads) -> Case:
         return _timed_case(setting, name, program, row, heads, numbers)
 
-    chosen = []
+    kernel_cases = []
     for time in lengths:
         for mask, row_of in _MASKS.items():
             row = row_of(time)
             program = functools.partial(_row_programs, kernel, time, heads, row)
-            chosen.append(timed(f"{kernel}_{mask}_{time}", program, row, heads))
+            kernel_cases.append(timed(f"{kernel}_{mask}_{time}", program, row, heads))
     for time in lengths:
         row = rows.causal(time)
         if setting.platform == "gpu":
             cudnn = functools.partial(_cudnn_programs, time, heads)
-            chosen.append(timed(f"cudnn_causal_{time}", cudnn, row, heads))
-            chosen.append(_torch_case(setting, time, heads, row, numbers))
+            kernel_cases.append(timed(f"cudnn_causal_{time}", cudnn, row, heads))
+            kernel_cases.append(_torch_case(setting, time, heads, row, numbers))
         if setting.tiny or time in _CHUNKED_LENGTHS:
             chunked = functools.partial(_row_programs, "chunked", time, heads, row)
-            chosen.append(timed(f"chunked_causal_{time}", chunked, row, heads))
+            kernel_cases.append(timed(f"chunked_causal_{time}", chunked, row, heads))
     if not setting.tiny:
         row = rows.causal(16384)
         small = functools.partial(_row_programs, kernel, 16384, QWEN_05B, row)
-        chosen.append(timed(f"{kernel}_causal_16384_size_64", small, row, QWEN_05B))
-    chosen += _paged_cases(setting)
+        kernel_cases.append(timed(f"{kernel}_causal_16384_size_64", small, row, QWEN_05B))
+    kernel_cases += _paged_cases(setting)
     if kernel == "triton":
-        chosen += _tile_cases(setting)
-    names = [case.name for case in chosen if "_causal_" in case.name]
+        kernel_cases += _tile_cases(setting)
+    names = [case.name for case in kernel_cases if "_causal_" in case.name]
     compared = functools.partial(_compare, kernel, lengths, numbers, names)
-    return [*chosen, Case("compared", compared)]
+    return [*kernel_cases, Case("compared", compared)]
 
 
 # --------------------------------------------------------------------------------- Timed programs
@@ -104,22 +104,22 @@ def _timed_case(
     compiled: list[tuple[Any, Any]] = []
 
     def run() -> Numbers:
-        forward, both = compiled[0]
+        forward, forward_backward = compiled[0]
         *qkv, d_out = rows.tensors((1, len(row), *heads), jnp.bfloat16)
         forward_s = seconds_of(lambda: forward(*qkv))["seconds"]
-        both_s = seconds_of(lambda: both(*qkv, d_out))["seconds"]
-        numbers[name] = _speeds(setting, row, heads, forward_s, both_s)
+        total_s = seconds_of(lambda: forward_backward(*qkv, d_out))["seconds"]
+        numbers[name] = _speeds(setting, row, heads, forward_s, total_s)
         return numbers[name]
 
     return Case(name, run, prepare=lambda: compiled.append(programs()))
 
 
 def _speeds(
-    setting: Setting, row: np.ndarray, heads: Heads, forward_s: float, both_s: float
+    setting: Setting, row: np.ndarray, heads: Heads, forward_s: float, total_s: float
 ) -> Numbers:
     """Seconds, TFLOP/s and shares of the product's peak, of a row's forward and backward pass."""
     operations = 4 * heads.heads * heads.size * rows.visible_pairs(row)
-    backward_s = both_s - forward_s
+    backward_s = total_s - forward_s
     forward = operations / forward_s / 1e12
     backward = _BACKWARD_PRODUCTS * operations / backward_s / 1e12
     return {
@@ -135,13 +135,13 @@ def _speeds(
 def _compile(attention: Callable[..., Any], time: int, heads: Heads) -> tuple[Any, Any]:
     """Compile attention(q, k, v), and its vector-Jacobian product with d_out."""
 
-    def both(q, k, v, d_out):
+    def forward_backward(q, k, v, d_out):
         out, pullback = jax.vjp(attention, q, k, v)
         return out, *pullback(d_out)
 
     abstract = jax.eval_shape(lambda: rows.tensors((1, time, *heads), jnp.bfloat16))
     forward = jax.jit(attention).lower(*abstract[:3]).compile()
-    return forward, jax.jit(both).lower(*abstract).compile()
+    return forward, jax.jit(forward_backward).lower(*abstract).compile()
 
 
 def _row_programs(kernel: str, time: int, heads: Heads, last_query) -> tuple[Any, Any]:
@@ -186,8 +186,8 @@ def _torch_case(
 
         with torch_attention.sdpa_kernel(torch_attention.SDPBackend.FLASH_ATTENTION):
             forward_s = seconds_of(wait(attention))["seconds"]
-            both_s = seconds_of(wait(lambda: torch.autograd.grad(attention(), (q, k, v), d_out)))
-        numbers[name] = _speeds(setting, row, heads, forward_s, both_s["seconds"])
+            total_s = seconds_of(wait(lambda: torch.autograd.grad(attention(), (q, k, v), d_out)))
+        numbers[name] = _speeds(setting, row, heads, forward_s, total_s["seconds"])
         return numbers[name] | {"torch": torch.__version__}
 
     if importlib.util.find_spec("torch") is None:
@@ -208,11 +208,11 @@ def _compare(
     ratios: Numbers = {}
     for time in lengths:
         ours = numbers.get(f"{kernel}_causal_{time}")
-        for other in ("chunked", "cudnn", "torch"):
-            theirs = numbers.get(f"{other}_causal_{time}")
+        for peer_kernel in ("chunked", "cudnn", "torch"):
+            theirs = numbers.get(f"{peer_kernel}_causal_{time}")
             if ours and theirs:
                 seconds = [x["forward_ms"] + x["backward_ms"] for x in (theirs, ours)]
-                ratios[f"times_as_fast_as_{other}_{time}"] = seconds[0] / seconds[1]
+                ratios[f"times_as_fast_as_{peer_kernel}_{time}"] = seconds[0] / seconds[1]
     chunked = [ratio for name, ratio in ratios.items() if "chunked" in name]
     if chunked:
         ratios["worth_its_code"] = float(max(chunked) >= _WORTH)

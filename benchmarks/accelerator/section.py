@@ -68,13 +68,13 @@ class Setting:
 
 
 def seconds_of(
-    call: Callable[[], Any], batches: int = 5, batch_seconds: float = 0.03, most: float = 5.0
+    call: Callable[[], Any], batches: int = 5, batch_seconds: float = 0.03, max_seconds: float = 5.0
 ) -> Numbers:
     """Time a call that dispatches device work, in batches between two waits for the device.
 
     A batch has as many calls as take `batch_seconds`, so that the wait itself does not count. No
-    new batch starts after `most` seconds. The first call, which may compile, is not timed; the
-    second one alone is, if it takes more than half of `most`.
+    new batch starts after `max_seconds`. The first call, which may compile, is not timed; the
+    second one alone is, if it takes more than half of `max_seconds`.
 
     Returns:
       "seconds" per call (median over batches), "fastest_s", "slowest_s" and "timed_calls".
@@ -84,9 +84,9 @@ def seconds_of(
     jax.block_until_ready(call())
     once = max(time.perf_counter() - clock, 1e-7)
     calls = max(1, int(batch_seconds / once))
-    timed: list[float] = [once] if once > most / 2 else []
+    timed: list[float] = [once] if once > max_seconds / 2 else []
     began = time.perf_counter()
-    while len(timed) < batches and (not timed or time.perf_counter() - began < most - once):
+    while len(timed) < batches and (not timed or time.perf_counter() - began < max_seconds - once):
         clock = time.perf_counter()
         for _ in range(calls):
             result = call()

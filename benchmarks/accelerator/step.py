@@ -226,11 +226,11 @@ class _Section:
                     "trl_update_ratio": trl["update_s"] / ours["update_s"],
                     "trl_peak_ratio": trl["peak_gib"] / ours["peak_gib"],
                 }
-            if other := self._of(size, "generate"):
-                decode = ours["decode_tokens_per_s"] / other["decode_tokens_per_s"]
+            if generate_numbers := self._of(size, "generate"):
+                decode = ours["decode_tokens_per_s"] / generate_numbers["decode_tokens_per_s"]
                 numbers |= {
-                    "generate_ratio": other["generate_s"] / ours["generate_s"],
-                    "generate_prefill_ratio": other["prefill_s"] / ours["prefill_s"],
+                    "generate_ratio": generate_numbers["generate_s"] / ours["generate_s"],
+                    "generate_prefill_ratio": generate_numbers["prefill_s"] / ours["prefill_s"],
                     "generate_decode_ratio": decode,
                 }
             if missing:

@@ -245,9 +245,9 @@ class _Training:
         policy = self._out / "first_policy"
         if not policy.is_dir():
             file = self._out / "first_policy.gguf"
-            with file.open("wb") as whole:
+            with file.open("wb") as gguf_file:
                 for piece in self._source.pieces:
-                    whole.write(piece.read_bytes())
+                    gguf_file.write(piece.read_bytes())
             flags = {"gguf": file, "out": policy}
             self._run("export", "spell_jax.export", flags, {"JAX_PLATFORMS": "cpu"})
             file.unlink()

@@ -32,8 +32,10 @@ def commands(experiment: Experiment, workdir: str, inputs: str) -> list[str]:
     lines = [_line("spell_jax.train", *run.flags(workdir, inputs)) for run in experiment.runs]
     for row in experiment.rows:
         places = {"inputs": inputs, "folder": join(workdir, row.place)}
-        for one in row.evaluations:
-            lines.append(_line(one.module, *(flag.format(**places) for flag in one.flags)))
+        for evaluation in row.evaluations:
+            lines.append(
+                _line(evaluation.module, *(flag.format(**places) for flag in evaluation.flags))
+            )
     if experiment.curves:
         folders = ",".join(join(workdir, run.name) for run in experiment.runs)
         lines.append(_line("spell_jax.report", f"--workdir={folders}"))
@@ -74,8 +76,10 @@ def _markdown(cells: Sequence[str]) -> str:
 def needs(row: Row, kind: str) -> Iterator[str]:
     """Yield the names below the folder `kind` of `inputs` that a row's commands read."""
     paths = list(row.run.inputs.values()) if row.run else []
-    for one in row.evaluations:
-        flags = {name: value for name, _, value in (flag.partition("=") for flag in one.flags)}
+    for evaluation in row.evaluations:
+        flags = {
+            name: value for name, _, value in (flag.partition("=") for flag in evaluation.flags)
+        }
         if kind == BENCHMARKS and flags.get("--data", "").startswith("{inputs}"):
             folder = flags["--data"].removeprefix(f"{{inputs}}/{BENCHMARKS}").lstrip("/")
             yield from [folder] if folder else map(_family, flags["--benchmarks"].split(","))
@@ -91,16 +95,27 @@ def _family(benchmark: str) -> str:
 
 def overview(experiments: Sequence[Experiment]) -> str:
     """Format two tables of a paper's experiments: numbers, then runs and the files they need."""
-    numbers = [(f"`{one.name}`", one.title, one.paper, one.tiny, one.note) for one in experiments]
+    numbers = [
+        (
+            f"`{experiment.name}`",
+            experiment.title,
+            experiment.paper,
+            experiment.tiny,
+            experiment.note,
+        )
+        for experiment in experiments
+    ]
     runs = []
-    for one in experiments:
+    for experiment in experiments:
         kinds = (MODELS, DATA, BENCHMARKS)
-        files = [dict.fromkeys(n for row in one.rows for n in needs(row, kind)) for kind in kinds]
-        slices = sorted({run.topology for run in one.runs}, key=lambda name: int(name[4:]))
+        files = [
+            dict.fromkeys(n for row in experiment.rows for n in needs(row, kind)) for kind in kinds
+        ]
+        slices = sorted({run.topology for run in experiment.runs}, key=lambda name: int(name[4:]))
         chips = " to ".join(dict.fromkeys((slices[0], slices[-1]))) if slices else ""
         if any(files):
-            names = (", ".join(some) for some in files)
-            runs.append((f"`{one.name}`", str(len(one.runs) or ""), chips, *names))
+            names = (", ".join(kind_files) for kind_files in files)
+            runs.append((f"`{experiment.name}`", str(len(experiment.runs) or ""), chips, *names))
     return "\n\n".join(
         [
             _table(("name", "subject", "paper", "tiny scale", "notes"), numbers),
@@ -116,7 +131,9 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def overviews() -> str:
     """Format the overviews of all papers, as docs/experiments.md has them."""
-    parts = [f"## {paper}\n\n{overview(some)}" for paper, some in registry.PAPERS.items()]
+    parts = [
+        f"## {paper}\n\n{overview(experiments)}" for paper, experiments in registry.PAPERS.items()
+    ]
     return "\n\n".join(parts)
 
 
@@ -126,15 +143,15 @@ def main() -> None:
     parser.add_argument("--commands", action="store_true", help="print its commands instead")
     parser.add_argument("--workdir", default=WORKDIR, help=f"folder of its runs ({WORKDIR})")
     parser.add_argument("--inputs", default=".", help="folder with models, data and benchmarks")
-    given = parser.parse_args()
-    if not given.name:
+    options = parser.parse_args()
+    if not options.name:
         print(overviews())
         return
-    experiment = registry.find(given.name)
-    if given.commands:
-        print("\n".join(commands(experiment, given.workdir, given.inputs)))
+    experiment = registry.find(options.name)
+    if options.commands:
+        print("\n".join(commands(experiment, options.workdir, options.inputs)))
         return
-    rows = table(experiment, given.workdir) if experiment.rows else ""
+    rows = table(experiment, options.workdir) if experiment.rows else ""
     print("\n\n".join(filter(None, (experiment.title, rows, experiment.note))))
 
 

@@ -73,8 +73,10 @@ def _evaluation(
     name: str, policy: str, run: Run | None, benchmarks: str, *flags: str
 ) -> Evaluation:
     whose = "--workdir={folder}" if run else f"--policy={{inputs}}/{MODELS}/{policy}"
-    given = (f"--data={{inputs}}/{BENCHMARKS}", f"--benchmarks={benchmarks}")
-    return Evaluation(name, (whose, *given, f"--out={{folder}}/{name}", "--dtype=bfloat16", *flags))
+    benchmark_flags = (f"--data={{inputs}}/{BENCHMARKS}", f"--benchmarks={benchmarks}")
+    return Evaluation(
+        name, (whose, *benchmark_flags, f"--out={{folder}}/{name}", "--dtype=bfloat16", *flags)
+    )
 
 
 def _long(policy: str, run: Run | None) -> Evaluation:
@@ -144,7 +146,7 @@ def _main_rows() -> tuple[Row, ...]:
 
 def _tree(name: str, text: str, evidence_by: str, reasoning_by: str, *flags: str) -> Row:
     folder = "tree-" + name.lower().replace(" + ", "-").replace(" ", "-")
-    given = (
+    tree_flags = (
         f"--policy={{inputs}}/{MODELS}/{_30B}",
         "--mode=evidence_tree",
         f"--prompts={{inputs}}/{DATA}/musique_questions.jsonl",
@@ -156,14 +158,14 @@ def _tree(name: str, text: str, evidence_by: str, reasoning_by: str, *flags: str
         "--dtype=bfloat16",
         *flags,
     )
-    evaluation = Evaluation("tree.jsonl", given, "spell_jax.generate")
+    evaluation = Evaluation("tree.jsonl", tree_flags, "spell_jax.generate")
     return Row(name, numbers(text), folder=folder, evaluations=(evaluation,))
 
 
 def _direct() -> Row:
     limits = (f"--max_input={_MAX_INPUT}", "--max_tokens=8192")
-    made = _evaluation("musique", _30B, None, "musique", *limits, *_JUDGE)
-    return Row("Direct Reasoning", (None, None), folder=_30B, evaluations=(made,))
+    evaluation = _evaluation("musique", _30B, None, "musique", *limits, *_JUDGE)
+    return Row("Direct Reasoning", (None, None), folder=_30B, evaluations=(evaluation,))
 
 
 _RERANKED = ("reranker", "none", f"--reranker={{inputs}}/{MODELS}/Qwen3-Reranker-8B")
@@ -220,10 +222,10 @@ def _variants(width: int, texts: Mapping[str, str], evaluate: bool = False) -> t
 
 
 def _needle(name: str, text: str, run: Run | None) -> Row:
-    made = _evaluation(
+    evaluation = _evaluation(
         "needle", _THINKING, run, "needle", "--max_input=131072", "--max_tokens=8192"
     )
-    return Row(name, numbers(text), run, _THINKING, (made,))
+    return Row(name, numbers(text), run, _THINKING, (evaluation,))
 
 
 _FIGURES = (

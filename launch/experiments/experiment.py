@@ -179,8 +179,8 @@ class Mean(NamedTuple):
 
     def read(self, folder: epath.Path) -> float | None:
         values = [source.read(folder) for source in self.sources]
-        known = [value for value in values if value is not None]
-        return statistics.fmean(known) if len(known) == len(values) else None
+        present_values = [value for value in values if value is not None]
+        return statistics.fmean(present_values) if len(present_values) == len(values) else None
 
 
 class Curve(NamedTuple):
@@ -201,8 +201,8 @@ class Curve(NamedTuple):
             return None
         metrics: list[Any] = [record.get(self.metric) for record in read_metrics(folder)]
         values = [value for value in metrics if is_finite(value)]
-        some = values[-STEPS:] if self.is_last else values[:STEPS]
-        return self.scale * statistics.fmean(some) if some else None
+        window = values[-STEPS:] if self.is_last else values[:STEPS]
+        return self.scale * statistics.fmean(window) if window else None
 
 
 class Right(NamedTuple):

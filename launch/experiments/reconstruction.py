@@ -67,19 +67,19 @@ def _evaluation(
 ) -> Evaluation:
     folder = f"{{inputs}}/{MODELS}/{reconstruction.MODELS[model].folder}"
     policy = "--workdir={folder}" if run else f"--policy={folder}"
-    given = (f"--data={{inputs}}/{BENCHMARKS}{data}", f"--benchmarks={benchmarks}")
+    benchmark_flags = (f"--data={{inputs}}/{BENCHMARKS}{data}", f"--benchmarks={benchmarks}")
     out = (f"--out={{folder}}/{name}", f"--max_input={limits}", "--dtype=bfloat16")
-    return Evaluation(name, (policy, *given, *out, "--samples=1", "--temperature=0"))
+    return Evaluation(name, (policy, *benchmark_flags, *out, "--samples=1", "--temperature=0"))
 
 
 def _evaluations(model: str, run: Run | None) -> tuple[Evaluation, ...]:
     """RULER, in a command for each source of questions, and LongBench v2."""
     tasks = ",".join(f"ruler_{task}_{n}" for task in _GENERATED for n in _LENGTHS.values())
-    asked = ",".join(f"ruler_qa_{n}" for n in _LENGTHS.values())
+    qa_tasks = ",".join(f"ruler_qa_{n}" for n in _LENGTHS.values())
     return (
         _evaluation("ruler", model, run, "", tasks, str(_LONGEST)),
         *(
-            _evaluation(task, model, run, f"/{folder}", asked, str(_LONGEST))
+            _evaluation(task, model, run, f"/{folder}", qa_tasks, str(_LONGEST))
             for task, folder in _QUESTIONS.items()
         ),
         _evaluation("longbench_v2", model, run, "", "longbench_v2", ",".join(map(str, _V2))),
@@ -112,11 +112,11 @@ _BASE = {"qwen": "68.86", "llama": "58.76"}
 _AFTER = {"qwen": "72.20", "llama": "67.12"}
 
 
-def _rows(others: Mapping[str, tuple[Run, str]], model: str, ours: str = "ours") -> list[Row]:
+def _rows(other_runs: Mapping[str, tuple[Run, str]], model: str, ours: str = "ours") -> list[Row]:
     """Rows of a model with one column, RULER: before, other runs and their numbers, ours."""
     return [
         _row("base", _BASE[model], model, None),
-        *(_row(name, text, model, run) for name, (run, text) in others.items()),
+        *(_row(name, text, model, run) for name, (run, text) in other_runs.items()),
         _row(ours, _AFTER[model], model, _ours(model)),
     ]
 

@@ -10,7 +10,9 @@ PAPERS = {
     "EAPO": eapo.EXPERIMENTS,
     "Document Reconstruction": reconstruction.EXPERIMENTS,
 }
-EXPERIMENTS = {one.name: one for some in PAPERS.values() for one in some}
+EXPERIMENTS = {
+    experiment.name: experiment for experiments in PAPERS.values() for experiment in experiments
+}
 
 
 def find(name: str) -> Experiment:

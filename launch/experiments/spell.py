@@ -88,10 +88,12 @@ def _evaluation(
     policy = "--workdir={folder}" if run else f"--policy={{inputs}}/{MODELS}/{_folder(model)}"
     row = paper.MODELS.get(model)
     longer = (f"--max_tokens={row.max_tokens}",) if row and row.max_tokens > 4096 else ()
-    given = (f"--data={{inputs}}/{BENCHMARKS}", f"--benchmarks={benchmarks}")
+    benchmark_flags = (f"--data={{inputs}}/{BENCHMARKS}", f"--benchmarks={benchmarks}")
     out = f"--out={{folder}}/{name}"
     limit = f"--max_input={max_input}"
-    return Evaluation(name, (policy, *given, out, limit, "--dtype=bfloat16", *longer, *flags))
+    return Evaluation(
+        name, (policy, *benchmark_flags, out, limit, "--dtype=bfloat16", *longer, *flags)
+    )
 
 
 def _folder(model: str) -> str:
@@ -249,8 +251,8 @@ def _models_rows(
             del runs["+ RLVR"]
         for (suffix, run), text in zip(runs.items(), texts, strict=True):
             name = f"{_TABLE_1[model][0]} {suffix}".strip()
-            some = tuple(make(model, run) for make in evaluations)
-            rows.append(Row(name, numbers(text), run, _folder(model), some))
+            row_evaluations = tuple(make(model, run) for make in evaluations)
+            rows.append(Row(name, numbers(text), run, _folder(model), row_evaluations))
     return tuple(rows)
 
 
@@ -574,5 +576,5 @@ _TEXTS = (
     ),
 )
 
-_TABLES = sorted((*_TABLES_OF_MODELS, *_ABLATIONS, *_TEXTS), key=lambda one: one.name)
+_TABLES = sorted((*_TABLES_OF_MODELS, *_ABLATIONS, *_TEXTS), key=lambda experiment: experiment.name)
 EXPERIMENTS = (*_TABLES, *_FIGURES)

@@ -85,7 +85,7 @@ class Reply:
             [float(a) for a in advantages],
             role,
             [sample.logprobs for sample in self.samples],
-            kept=_if_known([sample.kept for sample in self.samples]),
+            kept_log_masses=_if_known([sample.kept_log_masses for sample in self.samples]),
             cutoffs=_if_known([sample.cutoffs for sample in self.samples]),
             experts=experts,
             prompt_experts=self.samples[0].prompt_experts if experts else None,
@@ -97,21 +97,21 @@ def make_reply(
     prompt: Sequence[int], samples: Sequence[Sample], texts: Sequence[str], truncated: str
 ) -> Reply | None:
     """Make the reply to a prompt; None if algorithm.truncated = "drop" leaves no sample."""
-    kept = [i for i, sample in enumerate(samples) if sample.stopped or truncated != "drop"]
-    if not kept:
+    kept_indices = [i for i, sample in enumerate(samples) if sample.stopped or truncated != "drop"]
+    if not kept_indices:
         return None
     return Reply(
         prompt,
-        [samples[i] for i in kept],
-        [texts[i] for i in kept],
+        [samples[i] for i in kept_indices],
+        [texts[i] for i in kept_indices],
         scored_truncated=truncated == "score",
-        dropped=[text for i, text in enumerate(texts) if i not in kept],
+        dropped=[text for i, text in enumerate(texts) if i not in kept_indices],
     )
 
 
 def _if_known(rows: Sequence[np.ndarray | None]) -> list[np.ndarray] | None:
-    known = [row for row in rows if row is not None]
-    return known if len(known) == len(rows) else None
+    known_rows = [row for row in rows if row is not None]
+    return known_rows if len(known_rows) == len(rows) else None
 
 
 class _Call(Protocol[Answer]):

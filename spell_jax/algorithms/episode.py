@@ -115,26 +115,29 @@ def judge_predictions(
     With "judge" all predictions are judged, with "match_or_judge" those that score below 1. A score
     without a verdict stays. One host asks: two calls might not agree.
     """
-    asked = [
-        [p if rule == "judge" or score < 1 else None for p, score in zip(some, scores, strict=True)]
-        for _, some, scores in answered
+    judged_predictions = [
+        [
+            p if rule == "judge" or score < 1 else None
+            for p, score in zip(predictions, scores, strict=True)
+        ]
+        for _, predictions, scores in answered
     ]
     items = [
         (e.question, p, e.reference)
-        for (e, _, _), some in zip(answered, asked, strict=True)
-        for p in some
+        for (e, _, _), predictions in zip(answered, judged_predictions, strict=True)
+        for p in predictions
         if p is not None
     ]
     verdicts = iter(distributed.broadcast(lambda: list(judge(items))))
-    found = []
-    for (_, _, scores), some in zip(answered, asked, strict=True):
-        given = tuple(None if p is None else next(verdicts) for p in some)
+    outcomes = []
+    for (_, _, scores), predictions in zip(answered, judged_predictions, strict=True):
+        question_verdicts = tuple(None if p is None else next(verdicts) for p in predictions)
         changed = (
             old if new is None or new < 0 else float(new)
-            for old, new in zip(scores, given, strict=True)
+            for old, new in zip(scores, question_verdicts, strict=True)
         )
-        found.append((tuple(changed), given))
-    return found
+        outcomes.append((tuple(changed), question_verdicts))
+    return outcomes
 
 
 def responder_groups(

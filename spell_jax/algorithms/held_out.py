@@ -124,9 +124,9 @@ class HeldOutQuestions:
         """(accuracy; accuracies by task and "all", and the other means over all questions)."""
         measured = self._measure(self._answer(models))
         outcomes = by_row((question.task, measures) for question, measures in measured)
-        accuracy, *others = outcomes["all"]
+        accuracy, *other_measures = outcomes["all"]
         numbers = {task: share(measures[accuracy])[0] for task, measures in outcomes.items()}
-        return numbers["all"], numbers | {n: share(outcomes["all"][n])[0] for n in others}
+        return numbers["all"], numbers | {n: share(outcomes["all"][n])[0] for n in other_measures}
 
     def _answer(self, models: Models) -> list[str]:
         """Answer the questions; "" where a prompt is over the cap."""

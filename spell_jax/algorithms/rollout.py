@@ -92,11 +92,11 @@ class RolloutWorker:
         self,
         text_sampler: TextSampler,
         key: jax.Array,
-        others: Mapping[str, TextSampler] | None = None,
+        other_samplers: Mapping[str, TextSampler] | None = None,
     ):
-        """`others` are the models that are not copies of the policy."""
+        """`other_samplers` are the models that are not copies of the policy."""
         self.sampler = text_sampler.sampler
-        self._text_sampler, self._others = text_sampler, others or {}
+        self._text_sampler, self._other_samplers = text_sampler, other_samplers or {}
         self._key = np.asarray(jax.random.key_data(key))
         self._is_running = False
         self.start_step(0, {})
@@ -229,7 +229,7 @@ class RolloutWorker:
         return tickets
 
     def _text_sampler_of(self, model: str) -> TextSampler:
-        return self._others.get(model, self._text_sampler)
+        return self._other_samplers.get(model, self._text_sampler)
 
     def _open(self, model: str) -> Session:
         """The session of a model; all prompts of a step share their common prefixes in it."""

@@ -105,9 +105,9 @@ def attend(
     )(q, k, v, index, index, last_query)
 
 
-def _packed(name: str, ring: bool, q, k, v, cache: Any, given: dict[str, jax.Array]):
+def _packed(name: str, ring: bool, q, k, v, cache: Any, arrays: dict[str, jax.Array]):
     del cache
-    return attend(q, k, v, given["last_query"], given.get("index"), name, ring), None
+    return attend(q, k, v, arrays["last_query"], arrays.get("index"), name, ring), None
 
 
 @functools.cache  # one object per kernel, so that jit finds its compiled program again

@@ -62,7 +62,7 @@ def ring(kernel: Kernel) -> Kernel:
     def backward(inputs: Inputs, lse, delta, d_out):
         def add(keys, dq, gradients):
             part = kernel.backward(_with_keys(inputs, keys), lse, delta, d_out)
-            return jax.tree.map(lambda total, more: total + more, (dq, *gradients), part)
+            return jax.tree.map(lambda total, gradient: total + gradient, (dq, *gradients), part)
 
         def hop(state, _):
             keys, dq, gradients = state
@@ -120,8 +120,8 @@ def _merge(
     """
     (out, lse), (part_out, part_lse) = merged, part
     part_lse = jnp.where(part_lse > -MASKED / 2, MASKED, part_lse)
-    both = jnp.logaddexp(lse, part_lse)
+    merged_lse = jnp.logaddexp(lse, part_lse)
     share, part_share = (
-        jnp.exp(x - both).transpose(0, 3, 1, 2)[..., None] for x in (lse, part_lse)
+        jnp.exp(x - merged_lse).transpose(0, 3, 1, 2)[..., None] for x in (lse, part_lse)
     )
-    return out * share + part_out * part_share, both
+    return out * share + part_out * part_share, merged_lse

@@ -14,9 +14,9 @@ from spell_jax.attention.masks import MASKED
 def forward(inputs: Inputs) -> tuple[jax.Array, jax.Array]:
     """Compute Kernel.forward for one row: softmax attention with float32 statistics."""
     v = inputs.v
-    scores, seen = _scores(inputs)
-    top = jnp.max(jnp.where(seen, scores, MASKED), axis=-1, keepdims=True)
-    weights = jnp.where(seen, jnp.exp(scores - top), 0.0)
+    scores, visible = _scores(inputs)
+    top = jnp.max(jnp.where(visible, scores, MASKED), axis=-1, keepdims=True)
+    weights = jnp.where(visible, jnp.exp(scores - top), 0.0)
     total = jnp.sum(weights, axis=-1, keepdims=True)
     weights = weights / jnp.maximum(total, 1e-30)
     out = einsum("krqs,skh->qkrh", weights.astype(v.dtype), v).astype(v.dtype)
@@ -30,8 +30,8 @@ def backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Compute Kernel.backward for one row."""
     q, k, v, *_ = inputs
-    scores, seen = _scores(inputs)
-    weights = jnp.where(seen, jnp.exp(scores - lse[..., None]), 0.0)
+    scores, visible = _scores(inputs)
+    weights = jnp.where(visible, jnp.exp(scores - lse[..., None]), 0.0)
     d_weights = einsum("qkrh,skh->krqs", d_out, v)
     d_scores = (weights * (d_weights - delta[..., None]) * q.shape[-1] ** -0.5).astype(q.dtype)
     dq = einsum("krqs,skh->qkrh", d_scores, k)

@@ -85,8 +85,8 @@ def _forward(kernel: Kernel, q, k, v, *indices):
     return out, (*map(as_bits, (q, k, v, out)), lse, *indices)
 
 
-def _backward(kernel: Kernel, kept, d_out):
-    (q, k, v, out), (lse, *indices) = map(from_bits, kept[:4]), kept[4:]
+def _backward(kernel: Kernel, residuals, d_out):
+    (q, k, v, out), (lse, *indices) = map(from_bits, residuals[:4]), residuals[4:]
     inputs, d_out = Inputs(_grouped(q, k), k, v, *indices), _grouped(d_out.astype(q.dtype), k)
     delta = jnp.einsum("bqkrh,bqkrh->bkrq", d_out.astype(jnp.float32), _grouped(out, k))
     dq, dk, dv = kernel.backward(inputs, lse, delta, d_out)

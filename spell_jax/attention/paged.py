@@ -126,22 +126,22 @@ def attend_in_steps(
     table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % width)))
 
     def some_rows(index, results):
-        chosen = jax.lax.dynamic_slice_in_dim(order, index * batch, batch)
+        batch_rows = jax.lax.dynamic_slice_in_dim(order, index * batch, batch)
         read = functools.partial(
             _read,
             pages=pages,
             layer=layer,
-            steps=-(-jnp.max(longest[chosen]) // span),
+            steps=-(-jnp.max(longest[batch_rows]) // span),
             offsets=offsets.reshape(-1),
             span=span,
         )
-        arrays = queries[chosen], table[chosen], num_visible[chosen]
+        arrays = queries[batch_rows], table[batch_rows], num_visible[batch_rows]
         if are_many and batch > 1:
             same_table = jnp.all(arrays[1] == arrays[1][0])
             new = jax.lax.cond(same_table, functools.partial(_read_as_one, read), read, *arrays)
         else:
             new = read(*arrays)
-        return tuple(x.at[chosen].set(y) for x, y in zip(results, new, strict=True))
+        return tuple(x.at[batch_rows].set(y) for x, y in zip(results, new, strict=True))
 
     results = jnp.zeros(queries.shape, jnp.float32), jnp.full(queries.shape[:3], UNSEEN)
     steps = -(-jnp.sum(longest > 0) // batch)
@@ -152,8 +152,8 @@ def attend_in_steps(
 def _read_as_one(read, queries, table, num_visible):
     """Run `read` on rows [W, K, Q, H] with identical tables as one row with all their queries."""
     rows, kv_heads, count, size = queries.shape
-    one = queries.swapaxes(0, 1).reshape(1, kv_heads, rows * count, size)
-    results = read(one, table[:1], num_visible.reshape(1, -1))
+    joined_queries = queries.swapaxes(0, 1).reshape(1, kv_heads, rows * count, size)
+    results = read(joined_queries, table[:1], num_visible.reshape(1, -1))
     return tuple(x.reshape(kv_heads, rows, count, *x.shape[3:]).swapaxes(0, 1) for x in results)
 
 
@@ -176,16 +176,16 @@ def _read(queries, table, num_visible, *, pages: Pages, layer, steps, offsets, s
 
     def step(n, state: Softmax):
         numbers = jax.lax.dynamic_slice_in_dim(table, n * width, width, axis=1)
-        some = jax.tree.map(lambda pool: fetch(pool, numbers), pages)
-        scores = einsum("wkqh,wkch->wkqc", queries, some.keys)
-        if some.key_scales is not None:
-            scores *= some.key_scales[:, :, None]
+        block = jax.tree.map(lambda pool: fetch(pool, numbers), pages)
+        scores = einsum("wkqh,wkch->wkqc", queries, block.keys)
+        if block.key_scales is not None:
+            scores *= block.key_scales[:, :, None]
         scores = jnp.where(n * span + offsets < num_visible[:, None, :, None], scores, MASKED)
 
         def weighted_sum(weights):
-            if some.value_scales is not None:
-                weights *= some.value_scales[:, :, None]
-            return einsum("wkqc,wkch->wkqh", weights.astype(some.values.dtype), some.values)
+            if block.value_scales is not None:
+                weights *= block.value_scales[:, :, None]
+            return einsum("wkqc,wkch->wkqh", weights.astype(block.values.dtype), block.values)
 
         return state.add(scores, weighted_sum)
 

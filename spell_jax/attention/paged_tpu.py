@@ -104,8 +104,8 @@ def _block_sizes(q: jax.Array, pages: Pages, table: int) -> _BlockSizes:
     tile = 32 // q.dtype.itemsize
     count = pl.cdiv(q.shape[1] * q.shape[2] // kv_heads, tile)  # query tiles per key head
     piece = max(1, min(_PIECE // page_size, table, _CHUNK // page))
-    most = _STEP // q.dtype.itemsize // max(kv_heads * size, piece * page_size, _PIECE)
-    blocks = pl.cdiv(count, max(1, most // tile))
+    max_queries = _STEP // q.dtype.itemsize // max(kv_heads * size, piece * page_size, _PIECE)
+    blocks = pl.cdiv(count, max(1, max_queries // tile))
     pieces = max(1, min(_CHUNK // (page * piece), pl.cdiv(table, piece)))
     return _BlockSizes(pl.cdiv(count, blocks) * tile, blocks, piece, pieces * piece)
 
@@ -197,7 +197,7 @@ def _pools(pages: Pages, interpret) -> list[Any]:
 
 
 def _kernel(
-    counts, origin, table, next_table, offsets, num_visible, queries, *rest, sizes, stride
+    counts, origin, table, next_table, offsets, num_visible, queries, *refs, sizes, stride
 ) -> None:
     """Kernel body, grid [cores, steps].
 
@@ -205,8 +205,8 @@ def _kernel(
     total [K, queries, 1]. `origin` is the layer and the first position of a page; `first` is the
     number of the buffer for the row's first chunk.
     """
-    count = (len(rest) - 6) // 2
-    pools, (out, lse, top, total, first, arrived, *buffers) = rest[:count], rest[count:]
+    count = (len(refs) - 6) // 2
+    pools, (out, lse, top, total, first, arrived, *buffers) = refs[:count], refs[count:]
     cores, step = pl.num_programs(0), pl.program_id(1)
     place = step * cores + pl.program_id(0)
     num_pages = counts[place]
@@ -260,15 +260,15 @@ def _kernel(
         def _(piece):
             page = chunk * sizes.chunk + piece * sizes.piece
             limit = num_visible[...].reshape(-1, 1) - page * stride - origin[1]
-            some = (slot, pl.ds(piece * sizes.piece, sizes.piece))
-            _add_pages(queries, buffers, some, offsets[...] < limit, (out, top, total))
+            page_range = (slot, pl.ds(piece * sizes.piece, sizes.piece))
+            _add_pages(queries, buffers, page_range, offsets[...] < limit, (out, top, total))
 
     pl.when(chunks == 0)(lambda: fetch(next_table, next_pages, 0, begin))
     first[0] = (begin + chunks) & 1
     positive = jnp.maximum(total[...], 1e-30)
     out[...] = out[...] / positive
-    found = jnp.where(total[...] > 0, top[...] + jnp.log(positive), MASKED)
-    lse[...] = found.reshape(lse.shape)
+    log_sum_exp = jnp.where(total[...] > 0, top[...] + jnp.log(positive), MASKED)
+    lse[...] = log_sum_exp.reshape(lse.shape)
 
 
 def _ceil(count, size: int):
@@ -276,15 +276,15 @@ def _ceil(count, size: int):
     return lax.div(count + (size - 1), jnp.int32(size))
 
 
-def _add_pages(queries, buffers, some, visible, state) -> None:
+def _add_pages(queries, buffers, page_range, visible, state) -> None:
     """Add some pages of the buffers, with a mask [queries, keys], to the softmax state in place."""
     out, top, total = state
     keys, values, *scales = buffers
     for head in range(len(queries)):
         q = queries[head]
-        scores = dot(q, _tokens(keys, some, head, q), b_transposed=True)
+        scores = dot(q, _tokens(keys, page_range, head, q), b_transposed=True)
         if scales:
-            scores = scores * _row(scales[0], some, head)
+            scores = scores * _row(scales[0], page_range, head)
         scores = jnp.where(visible, scores, MASKED)
         new_top = jnp.maximum(top[head], jnp.max(scores, axis=1, keepdims=True))
         weights = jnp.exp(scores - new_top)
@@ -292,17 +292,17 @@ def _add_pages(queries, buffers, some, visible, state) -> None:
         top[head] = new_top
         total[head] = total[head] * shrink + jnp.sum(weights, axis=1, keepdims=True)
         if scales:
-            weights = weights * _row(scales[1], some, head)
-        more = dot(weights.astype(q.dtype), _tokens(values, some, head, q))
-        out[head] = out[head] * shrink + more
+            weights = weights * _row(scales[1], page_range, head)
+        part_out = dot(weights.astype(q.dtype), _tokens(values, page_range, head, q))
+        out[head] = out[head] * shrink + part_out
 
 
-def _tokens(buffer, some, head: int, q: jax.Array) -> jax.Array:
+def _tokens(buffer, page_range, head: int, q: jax.Array) -> jax.Array:
     """Keys or values of some pages [pages, C] as [keys, H] in q's dtype."""
-    return buffer[*some, head].reshape(-1, q.shape[1]).astype(q.dtype)
+    return buffer[*page_range, head].reshape(-1, q.shape[1]).astype(q.dtype)
 
 
-def _row(buffer, some, head: int) -> jax.Array:
+def _row(buffer, page_range, head: int) -> jax.Array:
     """Scales [1, keys] of some pages [pages, C]."""
-    scales = buffer[*some, head]
+    scales = buffer[*page_range, head]
     return jnp.concatenate([scales[i : i + 1] for i in range(len(scales))], axis=1)

@@ -111,8 +111,8 @@ def attend(
     num_visible = jnp.minimum(_local_keys(num_visible, page_size, *share), longest)
     queries, num_visible = _units(q, num_visible, kv_heads, tile.queries)
     blocks = pl.cdiv(jnp.max(num_visible, axis=1), tile.keys)
-    most, pieces = pl.cdiv(longest, tile.keys), max(1, PROGRAMS // kv_heads)
-    jobs, spans = list_jobs(blocks, len(num_visible) // rows, most, pieces)
+    max_blocks, pieces = pl.cdiv(longest, tile.keys), max(1, PROGRAMS // kv_heads)
+    jobs, spans = list_jobs(blocks, len(num_visible) // rows, max_blocks, pieces)
     # Whole blocks plus one, because the kernel looks up one block ahead. Entries after a row's end
     # may be invalid, hence the clip.
     pages_per_block = max(1, tile.keys // page_size)
@@ -134,12 +134,12 @@ def attend(
 
 
 def list_jobs(
-    blocks: jax.Array, units_of_row: int, most: int, pieces: int
+    blocks: jax.Array, units_of_row: int, max_blocks: int, pieces: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Cut the key blocks of all units (int32 [U], each at most `most`) into jobs of similar length.
+    """Cut the key blocks of all units into jobs of similar length.
 
-    `units_of_row` units share a row's table. There would be `pieces` jobs if all had equal length
-    and no unit ended with a shorter one.
+    `blocks` is int32 [U], each at most `max_blocks`. `units_of_row` units share a row's table.
+    There would be `pieces` jobs if all had equal length and no unit ended with a shorter one.
 
     Returns:
       jobs: unit, row, first block and end (exclusive) of each job, int32 [E, 4]; entries after the
@@ -148,7 +148,7 @@ def list_jobs(
     """
     units = len(blocks)
     # Each unit has at most one shorter job, its last. All others have at least FEWEST blocks.
-    count = min(units + pieces, units * pl.cdiv(most, FEWEST))
+    count = min(units + pieces, units * pl.cdiv(max_blocks, FEWEST))
     length = jnp.maximum(pl.cdiv(jnp.sum(blocks), pieces), FEWEST)
     of_unit = pl.cdiv(blocks, length)
     ends = jnp.cumsum(of_unit)
@@ -179,8 +179,8 @@ def _local_keys(num_visible: jax.Array, page_size: int, part: jax.Array | int, p
 
     Of page j the device holds positions (j parts + part) C to (j parts + part + 1) C - 1.
     """
-    pages, rest = jnp.divmod(num_visible, page_size * parts)
-    return pages * page_size + jnp.clip(rest - part * page_size, 0, page_size)
+    pages, remainder = jnp.divmod(num_visible, page_size * parts)
+    return pages * page_size + jnp.clip(remainder - part * page_size, 0, page_size)
 
 
 def _units(q: jax.Array, num_visible: jax.Array, kv_heads: int, size: int) -> list[jax.Array]:
@@ -198,11 +198,11 @@ def _units(q: jax.Array, num_visible: jax.Array, kv_heads: int, size: int) -> li
     return [q.reshape(-1, *q.shape[2:]), num_visible.reshape(-1, size)]
 
 
-def _whole(x: jax.Array, *own: int) -> pl.BlockSpec:
-    """Block spec of a whole array, except that axes `own` hold only the program's key head."""
+def _whole(x: jax.Array, *head_axes: int) -> pl.BlockSpec:
+    """Block spec of a whole array, except that `head_axes` hold only the program's key head."""
     axes = range(x.ndim)
-    shape = tuple(None if n in own else x.shape[n] for n in axes)
-    return pl.BlockSpec(shape, lambda e, h: tuple(h if n in own else 0 for n in axes))
+    shape = tuple(None if n in head_axes else x.shape[n] for n in axes)
+    return pl.BlockSpec(shape, lambda e, h: tuple(h if n in head_axes else 0 for n in axes))
 
 
 def _run_jobs(
@@ -247,21 +247,21 @@ def _merge_jobs(
 
     If a unit holds all queries of a row, its padding is dropped (up to a multiple of _MERGED_ROWS).
     """
-    (count, kv_heads, together, size), some = outs.shape, _MERGED_ROWS
-    together = min(together, pl.cdiv(queries, some) * some)
+    (count, kv_heads, together, size), piece_rows = outs.shape, _MERGED_ROWS
+    together = min(together, pl.cdiv(queries, piece_rows) * piece_rows)
     shapes = (len(spans), kv_heads, together, size), (len(spans), kv_heads, together)
     return pl.pallas_call(
         _merge_kernel,
         out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes],
-        grid=(together // some, kv_heads, len(spans)),
+        grid=(together // piece_rows, kv_heads, len(spans)),
         in_specs=[
             pl.BlockSpec((None, 2), lambda i, h, u: (u, 0)),
-            pl.BlockSpec((count, None, some, size), lambda i, h, u: (0, h, i, 0)),
-            pl.BlockSpec((count, None, some), lambda i, h, u: (0, h, i)),
+            pl.BlockSpec((count, None, piece_rows, size), lambda i, h, u: (0, h, i, 0)),
+            pl.BlockSpec((count, None, piece_rows), lambda i, h, u: (0, h, i)),
         ],
         out_specs=[
-            pl.BlockSpec((None, None, some, size), lambda i, h, u: (u, h, i, 0)),
-            pl.BlockSpec((None, None, some), lambda i, h, u: (u, h, i)),
+            pl.BlockSpec((None, None, piece_rows, size), lambda i, h, u: (u, h, i, 0)),
+            pl.BlockSpec((None, None, piece_rows), lambda i, h, u: (u, h, i)),
         ],
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
@@ -360,9 +360,9 @@ def _merge_kernel(span, outs, lses, out, lse) -> None:
         top = jnp.maximum(state.top, jnp.max(scores, axis=0))
         weights = jnp.exp(scores - top[None, :])
         shrink = jnp.exp(state.top - top)
-        added = jnp.sum(weights[:, :, None] * outs[job, :, :], axis=0)
+        part_out = jnp.sum(weights[:, :, None] * outs[job, :, :], axis=0)
         total = state.total * shrink + jnp.sum(weights, axis=0)
-        return Softmax(state.out * shrink[:, None] + added, top, total)
+        return Softmax(state.out * shrink[:, None] + part_out, top, total)
 
     steps = pl.cdiv(end - begin, _MERGED_JOBS)
     out[...], lse[...] = lax.fori_loop(0, steps, step, Softmax.start(out.shape)).finish(MASKED)

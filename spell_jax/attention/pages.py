@@ -40,11 +40,11 @@ def stored_dtype(dtype: Any, mesh: Mesh | AbstractMesh) -> Any:
 def empty_pages(layers: int, pages: int, kv_heads: int, page_size: int, size: int, dtype) -> Pages:
     """Make a pool of zeros of a stored dtype; `page_size` is C and `size` is H."""
     shape = (layers, pages, kv_heads, page_size, size)
-    made = Pages(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
-    if made.keys.dtype != jnp.int8:
-        return made
+    pool = Pages(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+    if pool.keys.dtype != jnp.int8:
+        return pool
     scales = jnp.zeros(shape[:-1], jnp.float32)
-    return dataclasses.replace(made, key_scales=scales, value_scales=scales)
+    return dataclasses.replace(pool, key_scales=scales, value_scales=scales)
 
 
 def write_pages(

@@ -185,11 +185,11 @@ def list_pairs(
     listed = listed.at[:, 0].set(listed[:, 0] | ~jnp.any(listed, axis=1))
     order = jnp.argsort(~listed.reshape(-1), stable=True).astype(jnp.int32)
     count = jnp.sum(listed, dtype=jnp.int32)
-    run, other = order // kind.shape[1], order % kind.shape[1]
+    run, partner = order // kind.shape[1], order % kind.shape[1]
     place = jnp.arange(len(order), dtype=jnp.int32)
     first = (place == 0) | (run != jnp.roll(run, 1))
     last = (place == count - 1) | (run != jnp.roll(run, -1))
-    query, key = (other, run) if by_keys else (run, other)
+    query, key = (partner, run) if by_keys else (run, partner)
     word = (query * _MOST + key) * 16 + first * 8 + last * 4 + kind.reshape(-1)[order]
     return Pairs(word.astype(jnp.int32), count, block_q, block_k, by_keys)
 
@@ -220,11 +220,11 @@ def _prepare(inputs: Inputs, block: tuple[int, int], by_keys: bool) -> tuple[Pai
     return pairs, Inputs(q.transpose(1, 2, 3, 0), k, v, q_index, k_index, last_query)
 
 
-def _block(wanted: int, time: int) -> int:
-    """Smallest multiple of LANES that cuts `time` into as few blocks as `wanted` does."""
-    if wanted <= 0 or wanted % LANES:
-        raise ValueError(f"a block of {wanted} is no positive multiple of {LANES}")
-    return pl.cdiv(pl.cdiv(time, pl.cdiv(time, wanted)), LANES) * LANES
+def _block(wanted_size: int, time: int) -> int:
+    """Smallest multiple of LANES that cuts `time` into as few blocks as `wanted_size` does."""
+    if wanted_size <= 0 or wanted_size % LANES:
+        raise ValueError(f"a block of {wanted_size} is no positive multiple of {LANES}")
+    return pl.cdiv(pl.cdiv(time, pl.cdiv(time, wanted_size)), LANES) * LANES
 
 
 def _transpose_queries(x: jax.Array, block: int) -> jax.Array:
@@ -340,8 +340,8 @@ def _forward_kernel(
         shrink = jnp.exp(top[...] - new_top)
         top[...] = new_top
         total[...] = total[...] * shrink + jnp.sum(weights, axis=0, keepdims=True)
-        more = common.dot(v_transposed[...], weights.astype(v_transposed.dtype))
-        summed[...] = summed[...] * shrink + more
+        part_out = common.dot(v_transposed[...], weights.astype(v_transposed.dtype))
+        summed[...] = summed[...] * shrink + part_out
 
     _when_live(word, step)
 

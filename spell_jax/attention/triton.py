@@ -166,11 +166,11 @@ def list_pairs(
     live, full = masks.live_and_full_blocks(queries, keys, last_query)
     if by_keys:
         live, full = live.T, full.T
-    others = live.shape[1]
-    place = jnp.arange(others, dtype=jnp.int32)
+    num_blocks = live.shape[1]
+    place = jnp.arange(num_blocks, dtype=jnp.int32)
     # One sort with one word per pair.
-    offset = jnp.where(full, 0, jnp.where(live, others, 2 * others)).astype(jnp.int32)
-    order = jnp.sort(offset + place, axis=1) % others
+    offset = jnp.where(full, 0, jnp.where(live, num_blocks, 2 * num_blocks)).astype(jnp.int32)
+    order = jnp.sort(offset + place, axis=1) % num_blocks
     counts = [jnp.sum(x, axis=1, dtype=jnp.int32)[:, None] for x in (full, live)]
     return jnp.concatenate([*counts, order], axis=1)
 
@@ -317,10 +317,10 @@ def _forward_kernel(block_k, scale, pairs, q_index, k_index, last_query, q, k, v
         values = v[keys, :]
         return state.add(scores, lambda w: blocks.dot(w.astype(v.dtype), values), base2=True)
 
-    found, lse[...] = _walk(pairs, step, blocks.Softmax.start(queries.shape)).finish(
+    softmax_out, lse[...] = _walk(pairs, step, blocks.Softmax.start(queries.shape)).finish(
         -MASKED, base2=True
     )
-    out[...] = found.astype(out.dtype)
+    out[...] = softmax_out.astype(out.dtype)
 
 
 def _dq_kernel(

@@ -114,17 +114,17 @@ class Built:
         number = self._numbers[name]
         try:
             record = self._records[number]
-            found = record["id"].decode()
+            cluster_id = record["id"].decode()
             documents = tuple(text.decode() for text in record["documents"])
         except Exception as error:  # array_record passes on riegeli errors of several types
             raise ValueError(
                 f"{self._folder}: record {number} (cluster {name}) is damaged ({error}); build it "
                 "again"
             ) from error
-        if found != name:
+        if cluster_id != name:
             raise ValueError(
-                f"{self._folder / INDEX}: record {number} is cluster {found}, not {name}; build it "
-                "again"
+                f"{self._folder / INDEX}: record {number} is cluster {cluster_id}, not {name}; "
+                "build it again"
             )
         return Cluster(name, documents, self.tasks[name])
 
@@ -142,8 +142,8 @@ def _check_files(folder: Path) -> None:
         file = folder / name
         if not file.is_file():
             raise FileNotFoundError(f"{file}: missing, but listed in {MANIFEST}; build it again")
-        if (found := file.stat().st_size) != size:
-            raise ValueError(f"{file}: {found} bytes instead of {size}; build it again")
+        if (file_size := file.stat().st_size) != size:
+            raise ValueError(f"{file}: {file_size} bytes instead of {size}; build it again")
     if unlisted := {file.name for file in folder.glob(SHARDS)} - sizes.keys():
         raise ValueError(f"{folder / min(unlisted)}: not listed in {MANIFEST}; build it again")
 

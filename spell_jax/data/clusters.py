@@ -158,8 +158,10 @@ def read_clusters(
         pieces = list(cut(folder_texts(source, report)))
         clusters = _grouped(pieces, documents_per_cluster, grouping)
     else:
-        found = _jsonl_clusters(source, report)
-        clusters = [replace(one, documents=tuple(cut(one.documents))) for one in found]
+        uncut_clusters = _jsonl_clusters(source, report)
+        clusters = [
+            replace(cluster, documents=tuple(cut(cluster.documents))) for cluster in uncut_clusters
+        ]
     report.clusters = len(clusters)
     if not clusters:
         raise ValueError(f"source = {str(source)!r}: no usable text; {report.summary()}")
@@ -180,27 +182,27 @@ def split_held_out(ids: Sequence[str], share: float) -> tuple[list[str], list[st
     if len(ids) < 2:
         raise ValueError(f"held_out = {share}: one cluster cannot be split; set it to 0")
     amount = min(max(1, round(share * len(ids))), len(ids) - 1)
-    chosen = set(sorted(ids, key=lambda name: (_digest(name), name))[:amount])
-    return [n for n in ids if n not in chosen], [n for n in ids if n in chosen]
+    held_out_ids = set(sorted(ids, key=lambda name: (_digest(name), name))[:amount])
+    return [n for n in ids if n not in held_out_ids], [n for n in ids if n in held_out_ids]
 
 
-def select(source: Source, selection: str, most: int, seed: int) -> Source:
-    """Keep at most `most` clusters: the longest or shortest by characters, or random ones.
+def select(source: Source, selection: str, max_clusters: int, seed: int) -> Source:
+    """Keep at most `max_clusters` clusters: the longest or shortest by characters, or random ones.
 
-    `selection` is one of SELECTIONS. A `most` of 0 keeps all. Lengths are read only if needed. Ties
-    are resolved in id order.
+    `selection` is one of SELECTIONS. A `max_clusters` of 0 keeps all. Lengths are read only if
+    needed. Ties are resolved in id order.
     """
     ids = sorted(source.tasks)
-    if not most or most >= len(ids):
+    if not max_clusters or max_clusters >= len(ids):
         return source
     if selection == "random":
-        return source.only(random.Random(seed).sample(ids, most))
+        return source.only(random.Random(seed).sample(ids, max_clusters))
     sizes: dict[str, int] = {}
     for start in range(0, len(ids), _READ_AT_ONCE):
         for cluster in source.read(ids[start : start + _READ_AT_ONCE]):
             sizes[cluster.id] = sum(map(len, cluster.documents))
     sign = -1 if selection == "longest" else 1
-    return source.only(sorted(ids, key=lambda name: sign * sizes[name])[:most])
+    return source.only(sorted(ids, key=lambda name: sign * sizes[name])[:max_clusters])
 
 
 def cut_document(text: str, count_tokens: CountTokens, limit: int) -> list[tuple[str, int]]:
@@ -297,11 +299,11 @@ def _files(folder: Path, on_error: Callable[[OSError], None]) -> list[Path]:
 
     Links to folders are not followed. `on_error` gets the error of a folder that cannot be read.
     """
-    found: list[Path] = []
+    files: list[Path] = []
     for parent, folders, names in os.walk(folder, onerror=on_error):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [Path(parent, name) for name in names if not name.startswith(".")]
-    return sorted(found)
+        files += [Path(parent, name) for name in names if not name.startswith(".")]
+    return sorted(files)
 
 
 def _grouped(documents: Sequence[str], size: int, grouping: str) -> list[Cluster]:
@@ -342,13 +344,13 @@ def _similar_groups(documents: Sequence[str], size: int) -> Iterator[list[int]]:
 
 
 def _jsonl_clusters(path: Path, report: ClusterReport) -> list[Cluster]:
-    seen: set[str] = set()
+    ids: set[str] = set()
 
     def parse(record: Any) -> Cluster:
         cluster = _parse_cluster(record)
-        if cluster.id in seen:
+        if cluster.id in ids:
             raise ValueError(f"id = {cluster.id!r}: must be unique")
-        seen.add(cluster.id)
+        ids.add(cluster.id)
         return cluster
 
     where = f"source = {str(path)!r}: no usable text"

@@ -53,12 +53,12 @@ class TinyEvaluationConfig:
 
     def __post_init__(self):
         check_least(self, "data.tiny.evaluation.", per_cell=1, quick_per_cell=1)
-        most = len(tiny_world.NAMES)  # a two-hop question needs two documents
+        max_documents = len(tiny_world.NAMES)  # a two-hop question needs two documents
         for field in ("documents", "quick_documents"):
             counts = getattr(self, field)
-            if not counts or not all(2 <= count <= most for count in counts):
+            if not counts or not all(2 <= count <= max_documents for count in counts):
                 raise ValueError(
-                    f"data.tiny.evaluation.{field} = {counts}: each must be 2 to {most}"
+                    f"data.tiny.evaluation.{field} = {counts}: each must be 2 to {max_documents}"
                 )
         for field in ("depths", "quick_depths"):
             depths = getattr(self, field)
@@ -158,9 +158,11 @@ class DataConfig:
                 f"{self.source!r}, which makes its own questions"
             )
         check_least(self.tiny, "data.tiny.", clusters=1)
-        documents, most = self.tiny.documents, GENERATED[self.source][1]
-        if not documents or not all(1 <= number <= most for number in documents):
-            raise ValueError(f"data.tiny.documents = {documents}: each must be 1 to {most}")
+        documents, max_documents = self.tiny.documents, GENERATED[self.source][1]
+        if not documents or not all(1 <= number <= max_documents for number in documents):
+            raise ValueError(
+                f"data.tiny.documents = {documents}: each must be 1 to {max_documents}"
+            )
 
 
 def open_clusters(

@@ -91,11 +91,11 @@ def _parse_question(record: Any) -> Question:
     if not all(isinstance(value, list) for value in (record["documents"], *lists.values())):
         raise ValueError(f"documents, {', '.join(_LISTS)} must be lists of strings")
     documents, stated = tuple(record["documents"]), (record["question"], record["answer"])
-    more = {name: tuple(value) for name, value in lists.items()}
+    list_fields = {name: tuple(value) for name, value in lists.items()}
     shown = tuple(record.get("shown", ()))
     if not all(type(index) is int and 0 <= index < len(documents) for index in shown):
         raise ValueError(f"shown must be indices of the {len(documents)} documents")
-    question = Question(record["task"], documents, *stated, **more, shown=shown)
+    question = Question(record["task"], documents, *stated, **list_fields, shown=shown)
     texts = (*documents, *stated, *(text for value in lists.values() for text in value))
     if question.task not in TASKS or not all(isinstance(t, str) for t in texts):
         raise ValueError(f"task must be one of {TASKS}, the other fields strings")
@@ -106,8 +106,8 @@ def _parse_question(record: Any) -> Question:
 def as_clusters(questions: Sequence[Question]) -> tuple[Source, Mapping[str, Question]]:
     """Wrap each question in a cluster of its task; returns (source, cluster id -> question)."""
     by_id = {f"question {index}": question for index, question in enumerate(questions)}
-    made = [Cluster(name, q.documents, (q.task,)) for name, q in by_id.items()]
-    return in_memory(made), by_id
+    clusters = [Cluster(name, q.documents, (q.task,)) for name, q in by_id.items()]
+    return in_memory(clusters), by_id
 
 
 def with_short_contexts(questions: Sequence[Question]) -> tuple[Question, ...]:

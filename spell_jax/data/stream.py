@@ -166,14 +166,14 @@ class TaskStream:
     def _deal(self, task: str, count: int) -> list[str]:
         size, dealt = len(self._assigned[task]), []
         while len(dealt) < count:
-            wanted = min(count - len(dealt), size)
-            if size - self._positions[task] < wanted:
+            num_ids = min(count - len(dealt), size)
+            if size - self._positions[task] < num_ids:
                 self._epochs[task] += 1
                 self._positions[task] = 0
                 self._decks[task] = self._deck(task)
             start = self._positions[task]
-            self._positions[task] += wanted
-            dealt += self._decks[task][start : start + wanted]
+            self._positions[task] += num_ids
+            dealt += self._decks[task][start : start + num_ids]
         return dealt
 
     def _deck(self, task: str) -> list[str]:

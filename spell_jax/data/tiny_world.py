@@ -48,7 +48,7 @@ TASK_OF_KIND = {
     "choice": "multiple_choice",
 }
 
-_CANONICAL = {form.lower(): city for city, *others in CITIES for form in (city, *others)}
+_CANONICAL = {form.lower(): city for city, *aliases in CITIES for form in (city, *aliases)}
 _ALIAS = {pair[i]: pair[1 - i] for pair in CITIES for i in (0, 1)}
 _LINE = re.compile(r"(\w+) (\w+) (\d+) (\d+) (\w+)")
 _LOOKUP = re.compile(r"(city|friend|sales|costs) of ((?:friend of )*)(\w+)")
@@ -74,10 +74,10 @@ def make_documents(rng: np.random.Generator, count: int) -> tuple[str, ...]:
     people = [NAMES[i] for i in rng.permutation(len(NAMES))[:count]]
     documents = []
     for name in people:
-        others = [other for other in people if other != name]
-        others = others or [NAMES[(NAMES.index(name) + 1) % len(NAMES)]]
+        candidates = [person for person in people if person != name]
+        candidates = candidates or [NAMES[(NAMES.index(name) + 1) % len(NAMES)]]
         city = CITIES[rng.integers(len(CITIES))][int(rng.random() < 0.3)]
-        friend = others[rng.integers(len(others))]
+        friend = candidates[rng.integers(len(candidates))]
         documents.append(f"- {name} {city} {_sample_figure(rng)} {_sample_figure(rng)} {friend}")
     return tuple(documents)
 
@@ -127,7 +127,7 @@ def sample_question(rng: np.random.Generator, documents: Sequence[str], kind: st
         return _sample_sum_question(rng, facts, names)
     if kind == "choice":
         return Question(kind, f"friend of {name}", (line_of(facts, name),), facts[name, "friend"])
-    with_friend = [other for other in names if (facts[other, "friend"], "city") in facts]
+    with_friend = [person for person in names if (facts[person, "friend"], "city") in facts]
     two_hop = kind == "two_hop" and with_friend
     if two_hop:
         name = with_friend[rng.integers(len(with_friend))]
@@ -176,8 +176,8 @@ def sample_options(rng: np.random.Generator, answer: str, letter: str) -> dict[s
         world = [str(n) for n in FIGURES]
     else:
         world = [c for c, _ in CITIES] if canonical(answer) in _ALIAS else list(NAMES)
-    others = [value for value in world if canonical(value) != canonical(answer)]
-    wrong = [others[i] for i in rng.permutation(len(others))[:3]]
+    wrong_values = [value for value in world if canonical(value) != canonical(answer)]
+    wrong = [wrong_values[i] for i in rng.permutation(len(wrong_values))[:3]]
     wrong.insert(LETTERS.index(letter), answer)
     return dict(zip(LETTERS, wrong, strict=True))
 

@@ -94,17 +94,17 @@ def tokenize(policy: Policy, benchmarks: Sequence[Benchmark], longest: int) -> l
 
 def check_context(sampling: Sampling, policy: Policy, questions: Sequence[Question]) -> None:
     """Raise ValueError, before any sampling, if a prompt and answer may exceed the context."""
-    longest = max(len(one.ids) for one in questions)
-    cap = max(sampling.options(one.benchmark).max_tokens for one in questions)
+    longest = max(len(question.ids) for question in questions)
+    cap = max(sampling.options(question.benchmark).max_tokens for question in questions)
     policy.config.check_length(longest + cap)
 
 
 def fingerprint(benchmark: Benchmark) -> str:
     """Hash of a benchmark's question ids and prompts in their order, as hexadecimal digits."""
-    made = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(digest_size=16)
     for item in benchmark.items:
-        made.update(json.dumps([item.id, item.prompt]).encode())
-    return made.hexdigest()
+        digest.update(json.dumps([item.id, item.prompt]).encode())
+    return digest.hexdigest()
 
 
 def sample_answers(
@@ -112,18 +112,18 @@ def sample_answers(
     policy: Policy,
     questions: Sequence[Question],
     limit: int,
-    done: Set[QuestionKey],
+    answered_keys: Set[QuestionKey],
 ) -> Iterator[tuple[QuestionKey, list[Row]]]:
-    """Sample answers to every question that is not in `done`.
+    """Sample answers to every question that is not in `answered_keys`.
 
     Yields the key and the G unscored rows of a question, in order of completion. The PRNG key of a
     question is folded from the seed with the limit, the benchmark and the question id; the sampler
     folds in the sample and token indices. (The paper's code uses one seed for all samples of a
-    question; spec section 11.) `questions` includes those in `done`, because they determine the
-    compiled shapes.
+    question; spec section 11.) `questions` includes those in `answered_keys`, because they
+    determine the compiled shapes.
     """
     names = [question.key(limit) for question in questions]
-    unanswered = [i for i, name in enumerate(names) if name not in done]
+    unanswered = [i for i, name in enumerate(names) if name not in answered_keys]
     log.info("max_input %d: %d of %d questions to answer", limit, len(unanswered), len(names))
     seed = np.asarray(jax.random.key_data(jax.random.key(sampling.seed)))
     keys = fold_keys(seed, [(limit, *(zlib.crc32(n.encode()) for n in name[1:])) for name in names])
@@ -152,13 +152,17 @@ def read_finished(path: pathlib.Path, samples: int) -> dict[QuestionKey, list[Ro
     """Read the rows of completely sampled questions, in sample order; remove all other lines."""
     if not path.exists():
         return {}
-    found: dict[QuestionKey, list[Row]] = {}
+    rows_by_key: dict[QuestionKey, list[Row]] = {}
     lines, torn = read_records(path, _parse_row)
     for key, row in lines:
-        found.setdefault(key, []).append(row)
-    wanted = list(range(samples))
-    complete = {k: rows for k, rows in found.items() if [row["sample"] for row in rows] == wanted}
-    if torn or len(complete) < len(found):
+        rows_by_key.setdefault(key, []).append(row)
+    sample_numbers = list(range(samples))
+    complete = {
+        k: rows
+        for k, rows in rows_by_key.items()
+        if [row["sample"] for row in rows] == sample_numbers
+    }
+    if torn or len(complete) < len(rows_by_key):
         write_records(path, (row for rows in complete.values() for row in rows))
     log.info("%s: %d questions are answered already", path, len(complete))
     return complete
@@ -196,13 +200,13 @@ def ask_judge(answered: Sequence[tuple[Question, Row]], judge: Judge | None) -> 
         if any(question.judged for question, _ in answered):
             log.warning("no judge is given: free text is scored by the rule alone")
         return
-    asked = [
+    requests = [
         (row, (question.item.question, row["prediction"], question.item.references[0]))
         for question, row in answered
         if row["unjudged"]
     ]
-    verdicts = judge.judge([item for _, item in asked])
-    for (row, _), verdict in zip(asked, verdicts, strict=True):
+    verdicts = judge.judge([item for _, item in requests])
+    for (row, _), verdict in zip(requests, verdicts, strict=True):
         row["judge"] = {MALFORMED: "malformed", UNANSWERED: "unanswered"}.get(verdict, verdict)
         row["unjudged"] = verdict < 0
         row["final"] = max(row["rule"], float(max(verdict, 0)))

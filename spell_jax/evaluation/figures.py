@@ -62,9 +62,9 @@ def _plot_lines(axes: Axes, lines: Mapping[str, Sequence[Mapping[str, Any]]], ac
     axes.grid(alpha=0.3)
     # Difficulty is the quantity of the paper's Figure 4.
     one_minus = functools.partial(np.subtract, 1)
-    other = axes.secondary_yaxis("right", functions=(one_minus, one_minus))
-    other.set_ylabel(f"difficulty, 1 - {METRIC}", fontsize=8)
-    other.tick_params(labelsize=7)
+    right_axis = axes.secondary_yaxis("right", functions=(one_minus, one_minus))
+    right_axis.set_ylabel(f"difficulty, 1 - {METRIC}", fontsize=8)
+    right_axis.tick_params(labelsize=7)
 
 
 def _plot_map(axes: Axes, parts: Sequence[Mapping[str, Any]], across: str, down: str) -> None:

@@ -37,36 +37,43 @@ Record = dict[str, Any]
 MakePrompt = Callable[[Record, Prompts], str]
 
 
-def run(given: Any) -> None:
+def run(flag_values: Any) -> None:
     """Answers the requests of --prompts and writes --out; all processes call it together.
 
     Raises UsageError if the flags name no policy, FileNotFoundError or ValueError if a file is
     missing or damaged, or a flag is out of range.
     """
-    policy, prompts, sampling = load(given)
-    records, texts = read_requests(given.prompts, prompts)
-    workdir = paths.open_folder(given.workdir) if given.workdir else None
-    extract = given.extract or find_field(workdir, "extract", "lenient")
-    write(given, answer(policy, records, texts, given.samples, sampling, given.seed, extract))
+    policy, prompts, sampling = load(flag_values)
+    records, texts = read_requests(flag_values.prompts, prompts)
+    workdir = paths.open_folder(flag_values.workdir) if flag_values.workdir else None
+    extract = flag_values.extract or find_field(workdir, "extract", "lenient")
+    write(
+        flag_values,
+        answer(policy, records, texts, flag_values.samples, sampling, flag_values.seed, extract),
+    )
 
 
-def load(given: Any) -> tuple[Policy, Prompts, Record]:
+def load(flag_values: Any) -> tuple[Policy, Prompts, Record]:
     """Returns the policy, the wording of its prompts and the sampling options; errors as `run`."""
-    workdir = paths.open_folder(given.workdir) if given.workdir else None
-    folder = given.policy or (workdir and workdir / "policy")
+    workdir = paths.open_folder(flag_values.workdir) if flag_values.workdir else None
+    folder = flag_values.policy or (workdir and workdir / "policy")
     if not folder:
         raise app.UsageError("--workdir or --policy: one of them must name the policy")
-    prompts = prompt_sets.load(given.prompt_set or find_field(workdir, "prompts", "full"))
-    temperature = 0.0 if given.greedy else given.temperature
-    sampling = {"temperature": temperature, "top_p": given.top_p, "max_tokens": given.max_tokens}
+    prompts = prompt_sets.load(flag_values.prompt_set or find_field(workdir, "prompts", "full"))
+    temperature = 0.0 if flag_values.greedy else flag_values.temperature
+    sampling = {
+        "temperature": temperature,
+        "top_p": flag_values.top_p,
+        "max_tokens": flag_values.max_tokens,
+    }
     Options(**sampling)
-    return Policy(str(folder), given.dtype, THINKING[given.thinking]), prompts, sampling
+    return Policy(str(folder), flag_values.dtype, THINKING[flag_values.thinking]), prompts, sampling
 
 
-def write(given: Any, results: Sequence[Record]) -> None:
+def write(flag_values: Any, results: Sequence[Record]) -> None:
     """Writes the lines of --out; only process 0 does."""
     if jax.process_index() == 0:
-        write_records(pathlib.Path(given.out), results)
+        write_records(pathlib.Path(flag_values.out), results)
 
 
 def find_field(workdir: epath.Path | None, name: str, default: str) -> str:
@@ -102,8 +109,8 @@ def make_prompt(record: Record, prompts: Prompts) -> str:
     history = record.get("history") or []
     if not isinstance(history, list) or not all(isinstance(past, dict) for past in history):
         raise ValueError(f"history = {history!r}: must be a list of questions with answers")
-    known = [memory.Entry((), _text(past, "question"), _text(past, "answer")) for past in history]
-    return prompts.questioner(task, documents, known, record.get("letter"))
+    entries = [memory.Entry((), _text(past, "question"), _text(past, "answer")) for past in history]
+    return prompts.questioner(task, documents, entries, record.get("letter"))
 
 
 def _text(record: Record, name: str) -> str:

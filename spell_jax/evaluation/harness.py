@@ -95,30 +95,32 @@ class HarnessConfig:
         ModelConfig(rope_scaling=self.rope_scaling, rope_factor=self.rope_factor)  # checks them
 
 
-def check_flags(given: flags.FlagValues) -> None:
+def check_flags(flag_values: flags.FlagValues) -> None:
     """Raise UsageError unless one of --benchmarks and --lm_eval is given, with flags of its own."""
-    if bool(given.benchmarks) == bool(given.lm_eval):
+    if bool(flag_values.benchmarks) == bool(flag_values.lm_eval):
         raise app.UsageError("--benchmarks or --lm_eval: exactly one of them must be given")
-    mode, others = ("lm_eval", BENCHMARK_FLAGS) if given.lm_eval else ("benchmarks", OWN_FLAGS)
-    useless = [name for name in others if given[name].present]
+    mode, excluded_flags = (
+        ("lm_eval", BENCHMARK_FLAGS) if flag_values.lm_eval else ("benchmarks", OWN_FLAGS)
+    )
+    useless = [name for name in excluded_flags if flag_values[name].present]
     if useless:
         raise app.UsageError(f"--{useless[0]}: has no effect with --{mode}, must not be given")
 
 
-def from_flags(given: Any) -> HarnessConfig:
+def from_flags(flag_values: Any) -> HarnessConfig:
     """Makes the config from the flags of spell_jax/evaluate.py; UsageError, ValueError."""
     return HarnessConfig(
-        policy_folder(given),
-        tuple(given.lm_eval),
-        given.lm_eval_tasks,
-        given.lm_eval_examples,
-        given.lm_eval_chat,
-        given.limit,
-        given.seed,
-        given.dtype,
-        given.thinking,
-        given.rope_scaling,
-        given.rope_factor,
+        policy_folder(flag_values),
+        tuple(flag_values.lm_eval),
+        flag_values.lm_eval_tasks,
+        flag_values.lm_eval_examples,
+        flag_values.lm_eval_chat,
+        flag_values.limit,
+        flag_values.seed,
+        flag_values.dtype,
+        flag_values.thinking,
+        flag_values.rope_scaling,
+        flag_values.rope_factor,
     )
 
 
@@ -194,19 +196,20 @@ def _load_tasks(config: HarnessConfig) -> Any:
                 "--lm_eval_tasks names a folder of others"
             )
         try:
-            found: Any = manager.load(name)
+            named_tasks: Any = manager.load(name)
         except Exception as error:  # tasks are programs, and read data sets in many ways
             text = " ".join(str(error).split()) or type(error).__name__
             if "OfflineMode" in text:
                 text += "; nothing is downloaded unless HF_HUB_OFFLINE=0 and HF_DATASETS_OFFLINE=0"
             raise ValueError(f"lm_eval = {name!r}: cannot be loaded: {text}") from error
-        top = {one for group in found["group_map"].values() for one in group}
-        parts = found["groups"] | found["tasks"]
+        top = {member for group in named_tasks["group_map"].values() for member in group}
+        parts = named_tasks["groups"] | named_tasks["tasks"]
         loaded += [part for part_name, part in parts.items() if part_name not in top]
     tasks: Any = manager.load(loaded)
     for task in tasks["tasks"].values():
-        own = task.get_config("num_fewshot")
-        if own is None or (config.examples >= 0 and own != 0):  # 0 is part of a task's definition
+        task_examples = task.get_config("num_fewshot")
+        # 0 is part of a task's definition.
+        if task_examples is None or (config.examples >= 0 and task_examples != 0):
             task.set_config(key="num_fewshot", value=max(config.examples, 0))
         task.set_fewshot_seed(seed=config.seed)
     return tasks

@@ -114,11 +114,11 @@ class PolicyLM(TemplateLM):
         try:
             return self._words.render(chat_history, add_generation_prompt)
         except ValueError as error:
-            others = [message for message in chat_history if message["role"] != "system"]
-            if len(others) == len(chat_history):
+            other_messages = [message for message in chat_history if message["role"] != "system"]
+            if len(other_messages) == len(chat_history):
                 raise
             log.warning("the chat is written without its system message: %s", error)
-            return self._words.render(others, add_generation_prompt)
+            return self._words.render(other_messages, add_generation_prompt)
 
     # ------------------------------------------------------------------------------------- Requests
 
@@ -205,10 +205,10 @@ class PolicyLM(TemplateLM):
 
     def _keys(self, contexts: Sequence[str]) -> np.ndarray:
         """Fold keys from seed, context and repetition, uint32 [n, 2]; never from other requests."""
-        seen, numbers = collections.Counter(), []
+        repetitions, numbers = collections.Counter(), []
         for context in contexts:
-            numbers.append((zlib.crc32(context.encode(errors="replace")), seen[context]))
-            seen[context] += 1
+            numbers.append((zlib.crc32(context.encode(errors="replace")), repetitions[context]))
+            repetitions[context] += 1
         return fold_keys(np.asarray(jax.random.key_data(jax.random.key(self._seed))), numbers)
 
     def _log_cut(self, cut: int, count: int) -> None:

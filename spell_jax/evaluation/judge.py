@@ -46,40 +46,42 @@ class PolicyJudge:
             yield prompts[place], reply
 
 
-def make_judge(given: Any, out: pathlib.Path, sizes: SamplerConfig) -> Judge | None:
+def make_judge(flag_values: Any, out: pathlib.Path, sizes: SamplerConfig) -> Judge | None:
     """Build the judge that the flags (policy_flags.py) select, if any.
 
     Its replies are kept in OUT/judge.jsonl; `sizes` are used if it is a policy. Raises UsageError
     if only one of --judge_url and --judge_model is set, or an endpoint and a policy; other errors
     are those of JudgeConfig and weights.read_config_and_tokenizer.
     """
-    if bool(given.judge_url) != bool(given.judge_model) or (given.judge_url and given.judge_policy):
+    if bool(flag_values.judge_url) != bool(flag_values.judge_model) or (
+        flag_values.judge_url and flag_values.judge_policy
+    ):
         raise app.UsageError("--judge_url and --judge_model go together, without --judge_policy")
-    if not (given.judge_url or given.judge_policy):
+    if not (flag_values.judge_url or flag_values.judge_policy):
         return None
-    kept = out / REPLIES if jax.process_index() == 0 else None
-    if given.judge_policy:
-        policy = Policy(given.judge_policy, given.dtype, sizes=sizes)
-        ask = PolicyJudge(policy, given.judge_max_tokens)
+    cache_file = out / REPLIES if jax.process_index() == 0 else None
+    if flag_values.judge_policy:
+        policy = Policy(flag_values.judge_policy, flag_values.dtype, sizes=sizes)
+        ask = PolicyJudge(policy, flag_values.judge_max_tokens)
         model = f"{policy.folder.name} {policy.fingerprint()}"
     else:
-        model = given.judge_model
+        model = flag_values.judge_model
         ask = Endpoint(
             JudgeConfig(
-                given.judge_url,
+                flag_values.judge_url,
                 model,
                 os.environ.get(JUDGE_KEY),
-                max_tokens=given.judge_max_tokens,
+                max_tokens=flag_values.judge_max_tokens,
                 timeout_s=600.0,  # a reasoning judge may write thousands of tokens
                 attempts=8,  # two minutes of back-off, enough for a server restart
-                workers=given.judge_workers,
-                requests_per_s=given.judge_rate,
+                workers=flag_values.judge_workers,
+                requests_per_s=flag_values.judge_rate,
             )
         )
-    write, parse = JUDGE_TEMPLATES[given.judge_template]
+    write, parse = JUDGE_TEMPLATES[flag_values.judge_template]
     write_prompt = functools.partial(write, prompt_sets.load("full"))
-    return Judge(ask, write_prompt, model, parse, cache_file=kept)
+    return Judge(ask, write_prompt, model, parse, cache_file=cache_file)
 
 
-def read_sizes(given: Any) -> SamplerConfig:
-    return SamplerConfig(**{name: getattr(given, name) for name in SIZES})
+def read_sizes(flag_values: Any) -> SamplerConfig:
+    return SamplerConfig(**{name: getattr(flag_values, name) for name in SIZES})

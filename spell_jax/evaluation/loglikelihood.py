@@ -45,7 +45,7 @@ def score(policy: Policy, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
     mesh = meshes.make_mesh()
     totals, greedy = np.zeros(len(pairs)), np.ones(len(pairs), bool)
     params, run = policy.load(mesh), _compile(policy.config, mesh)
-    sharding, done = meshes.by_rows_and_time(mesh), 0
+    sharding, scored_count = meshes.by_rows_and_time(mesh), 0
     for batches in _batches(pairs, policy.sizes.prefill_tokens, meshes.row_shards(mesh)):
         with jax.set_mesh(mesh), nn.logical_axis_rules(meshes.RULES):
             placed = (
@@ -57,8 +57,8 @@ def score(policy: Policy, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
             real = batch.answer_id >= 0
             np.add.at(totals, batch.answer_id[real], logprobs[real])
             np.logical_and.at(greedy, batch.answer_id[real], likeliest[real])
-            done += len(np.unique(batch.answer_id[real]))
-        log.info("log-likelihoods: %d of %d", done, len(pairs))
+            scored_count += len(np.unique(batch.answer_id[real]))
+        log.info("log-likelihoods: %d of %d", scored_count, len(pairs))
     if not np.isfinite(totals).all():
         raise FloatingPointError("log-likelihoods: the policy's logits are not finite")
     return list(zip(totals.tolist(), greedy.tolist(), strict=True))
@@ -86,8 +86,8 @@ def _batches(
         bucket = Bucket(length, length // 4 if short else length)
         for start in range(0, len(groups), _GROUPS):
             part, _ = packing.split_groups(groups[start : start + _GROUPS], bucket)
-            needed = -(-sum(group.tokens for group in part) // length) * length
-            yield packing.pack(part, [bucket], min(token_budget, needed), row_multiple)
+            needed_tokens = -(-sum(group.tokens for group in part) // length) * length
+            yield packing.pack(part, [bucket], min(token_budget, needed_tokens), row_multiple)
 
 
 @functools.cache
@@ -114,14 +114,14 @@ def _score(
         picked = jnp.take_along_axis(hidden, source[..., None], axis=1)
         logits = lm_head.logits(config, params, picked.reshape(-1, picked.shape[-1]))
         target = target.reshape(-1)
-        chosen = jnp.take_along_axis(logits, target[:, None], axis=1)[:, 0]
-        logprob = chosen - jax.nn.logsumexp(logits, axis=-1)
+        target_logits = jnp.take_along_axis(logits, target[:, None], axis=1)[:, 0]
+        logprob = target_logits - jax.nn.logsumexp(logits, axis=-1)
         likeliest = jnp.argmax(logits, axis=-1) == target
         return logprob.reshape(source.shape), likeliest.reshape(source.shape)
 
-    most = max(1, _LOGITS // (rows * config.vocab_size))
-    size = next(size for size in range(min(most, answers), 0, -1) if answers % size == 0)
+    max_size = max(1, _LOGITS // (rows * config.vocab_size))
+    size = next(size for size in range(min(max_size, answers), 0, -1) if answers % size == 0)
     slots = (batch.source, batch.target)
     slices = jax.tree.map(lambda x: x.reshape(rows, -1, size).swapaxes(0, 1), slots)
-    found = jax.lax.map(one_slice, slices)
-    return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(rows, answers), found)
+    scored_slices = jax.lax.map(one_slice, slices)
+    return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(rows, answers), scored_slices)

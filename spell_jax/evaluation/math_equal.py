@@ -61,10 +61,10 @@ def equal(prediction: str, reference: str) -> bool:
     if ours == theirs:
         return True
     if _WHOLE.fullmatch(ours) and _WHOLE.fullmatch(theirs):
-        first, second = (int(one.partition(".")[0].replace(",", "")) for one in (ours, theirs))
+        first, second = (int(text.partition(".")[0].replace(",", "")) for text in (ours, theirs))
         return first == second
     # Math-Verify ignores the base of a number: 52_7 would equal 52_8.
-    bases = [found[1] for one in (ours, theirs) if (found := _BASED.fullmatch(one))]
+    bases = [match[1] for text in (ours, theirs) if (match := _BASED.fullmatch(text))]
     if len(bases) == 2 and bases[0] != bases[1]:
         return False
     return _ask(prediction, reference)
@@ -164,11 +164,11 @@ def _work() -> None:
         prediction, reference, seconds = json.loads(line)
         signal.setitimer(signal.ITIMER_REAL, seconds)
         try:
-            found = verify(read(reference), read(prediction), timeout_seconds=None)
+            is_equal = verify(read(reference), read(prediction), timeout_seconds=None)
         except Exception:  # SymPy may raise anything; the text could not be parsed
-            found = False
+            is_equal = False
         signal.setitimer(signal.ITIMER_REAL, 0)
-        print(json.dumps(bool(found)), file=answers, flush=True)
+        print(json.dumps(bool(is_equal)), file=answers, flush=True)
 
 
 if __name__ == "__main__":

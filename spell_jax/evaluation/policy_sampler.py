@@ -74,22 +74,22 @@ class Policy:
         group: int,
         keys: np.ndarray,
         options: Sequence[Options],
-        wanted: Sequence[int] | None = None,
+        prompt_indices: Sequence[int] | None = None,
     ) -> Iterator[tuple[int, list[Sample]]]:
         """Sample G = `group` answers to each prompt, token ids int32 [P].
 
         `keys` is the key data of each prompt, uint32 [prompts, 2]; the sampler folds in the sample
-        and token indices. `wanted` are the indices of the prompts to answer; None answers all. The
-        compiled shapes follow from all prompts, so that an answer does not depend on `wanted`.
-        Yields (index of the prompt, its G samples), in order of completion. Raises ValueError if
-        the longest prompt and answer exceed the policy's context.
+        and token indices. `prompt_indices` are those of the prompts to answer; None answers all.
+        The compiled shapes follow from all prompts, so that an answer does not depend on
+        `prompt_indices`. Yields (index of the prompt, its G samples), in order of completion.
+        Raises ValueError if the longest prompt and answer exceed the policy's context.
         """
-        indices = range(len(prompts)) if wanted is None else wanted
+        indices = range(len(prompts)) if prompt_indices is None else prompt_indices
         if not indices:
             return
         mesh, sizes = meshes.make_mesh(), self.sizes
         shards, lengths = meshes.row_shards(mesh), [len(prompt) for prompt in prompts]
-        longest, cap = max(lengths), max(one.max_tokens for one in options)
+        longest, cap = max(lengths), max(option.max_tokens for option in options)
         self.config.check_length(longest + cap)
         room = longest + cap + 2 * sizes.page_size
         config = dataclasses.replace(
@@ -141,7 +141,7 @@ class Policy:
         """Token ids, int32 [P], and indices of the prompts that leave room for `max_tokens`."""
         room = self.config.max_positions - max_tokens
         ids = enumerate(np.array(self.tokenizer.chat(prompt), np.int32) for prompt in prompts)
-        fitting = {place: one for place, one in ids if len(one) <= room}
+        fitting = {place: prompt_ids for place, prompt_ids in ids if len(prompt_ids) <= room}
         return list(fitting.values()), list(fitting)
 
 

@@ -74,8 +74,8 @@ def estimate(values: Sequence[float], name: str, seed: int) -> Estimate:
 
 def mean(estimates: Collection[Estimate]) -> Estimate:
     """Unweighted mean of independent estimates, at least one."""
-    value = math.fsum(one.value for one in estimates) / len(estimates)
-    return Estimate(value, np.mean([one.resampled for one in estimates], axis=0))
+    value = math.fsum(term.value for term in estimates) / len(estimates)
+    return Estimate(value, np.mean([term.resampled for term in estimates], axis=0))
 
 
 def columns(names: Iterable[str], shared: Columns) -> dict[str, Sequence[str]]:
@@ -84,8 +84,8 @@ def columns(names: Iterable[str], shared: Columns) -> dict[str, Sequence[str]]:
     A shared column is used only if all its benchmarks are present, at the position of the first.
     """
     names = list(names)
-    complete = {title: some for title, some in shared.items() if set(some) <= set(names)}
-    title_of = {name: title for title, some in complete.items() for name in some}
+    complete = {title: members for title, members in shared.items() if set(members) <= set(names)}
+    title_of = {name: title for title, members in complete.items() for name in members}
     return {title_of.get(n, n): complete.get(title_of.get(n, ""), (n,)) for n in names}
 
 
@@ -99,20 +99,30 @@ def aggregate(
     "low", "high"}}}, "average" | "task_mean": {"pass@k": ...}}. A benchmark without questions is a
     ValueError.
     """
-    samples = min((len(one) for some in scores.values() for one in some), default=0)
-    made: dict[str, Any] = {"benchmarks": {}, "columns": {}, "average": {}, "task_mean": {}}
+    samples = min(
+        (
+            len(question_scores)
+            for benchmark_scores in scores.values()
+            for question_scores in benchmark_scores
+        ),
+        default=0,
+    )
+    numbers: dict[str, Any] = {"benchmarks": {}, "columns": {}, "average": {}, "task_mean": {}}
     for kind, k in _pass_at(samples).items():
-        by_name = {name: _estimate_best(some, k, name, seed) for name, some in scores.items()}
+        by_name = {
+            name: _estimate_best(benchmark_scores, k, name, seed)
+            for name, benchmark_scores in scores.items()
+        }
         by_column = {
             title: mean([by_name[name] for name in members])
             for title, members in columns(scores, shared).items()
         }
-        for part, found in (("benchmarks", by_name), ("columns", by_column)):
-            for name, one in found.items():
-                made[part].setdefault(name, {})[kind] = one.record()
-        made["average"][kind] = mean(by_column.values()).record()
-        made["task_mean"][kind] = mean(by_name.values()).record()
-    return made
+        for part, estimates in (("benchmarks", by_name), ("columns", by_column)):
+            for name, best_estimate in estimates.items():
+                numbers[part].setdefault(name, {})[kind] = best_estimate.record()
+        numbers["average"][kind] = mean(by_column.values()).record()
+        numbers["task_mean"][kind] = mean(by_name.values()).record()
+    return numbers
 
 
 def _pass_at(samples: int) -> dict[str, int]:
@@ -120,7 +130,7 @@ def _pass_at(samples: int) -> dict[str, int]:
 
 
 def _estimate_best(scores: Sequence[Sequence[float]], k: int, name: str, seed: int) -> Estimate:
-    return estimate([best_of(one, k) for one in scores], name, seed)
+    return estimate([best_of(question_scores, k) for question_scores in scores], name, seed)
 
 
 def summarize(

@@ -73,9 +73,9 @@ class EvaluationConfig:
 
     def __post_init__(self):
         for name in ("benchmarks", "max_input"):
-            given = getattr(self, name)
-            if not given or len(set(given)) < len(given):
-                raise ValueError(f"{name} = {given}: must have at least one entry, each once")
+            entries = getattr(self, name)
+            if not entries or len(set(entries)) < len(entries):
+                raise ValueError(f"{name} = {entries}: must have at least one entry, each once")
         check_choice(self, "", answer_format=registry.ANSWER_FORMATS)
         if self.limit < 0:
             raise ValueError(f"limit = {self.limit}: must be 0 (all) or more")
@@ -84,36 +84,42 @@ class EvaluationConfig:
         ModelConfig(rope_scaling=self.rope_scaling, rope_factor=self.rope_factor)  # checks them
 
 
-def from_flags(given: Any) -> EvaluationConfig:
+def from_flags(flag_values: Any) -> EvaluationConfig:
     """Makes the config from the flags of spell_jax/evaluate.py.
 
     Raises UsageError if not exactly one flag names the policy, or --max_input has no numbers;
     ValueError if a flag is out of range.
     """
-    folder = policy_folder(given)
-    if not all(map(str.isdecimal, given.max_input)):
-        raise app.UsageError(f"--max_input = {given.max_input}: must be numbers of tokens")
+    folder = policy_folder(flag_values)
+    if not all(map(str.isdecimal, flag_values.max_input)):
+        raise app.UsageError(f"--max_input = {flag_values.max_input}: must be numbers of tokens")
     return EvaluationConfig(
         folder,
-        tuple(given.benchmarks),
-        given.data,
-        given.prose,
-        tuple(map(int, given.max_input)),
-        given.limit,
-        given.answer_format,
-        given.dtype,
-        given.thinking,
-        given.rope_scaling,
-        given.rope_factor,
-        Sampling(given.samples, given.temperature, given.top_p, given.max_tokens, given.seed),
+        tuple(flag_values.benchmarks),
+        flag_values.data,
+        flag_values.prose,
+        tuple(map(int, flag_values.max_input)),
+        flag_values.limit,
+        flag_values.answer_format,
+        flag_values.dtype,
+        flag_values.thinking,
+        flag_values.rope_scaling,
+        flag_values.rope_factor,
+        Sampling(
+            flag_values.samples,
+            flag_values.temperature,
+            flag_values.top_p,
+            flag_values.max_tokens,
+            flag_values.seed,
+        ),
     )
 
 
-def policy_folder(given: Any) -> str:
+def policy_folder(flag_values: Any) -> str:
     """Folder named by --policy or --workdir; UsageError unless exactly one of them is given."""
-    if bool(given.workdir) == bool(given.policy):
+    if bool(flag_values.workdir) == bool(flag_values.policy):
         raise app.UsageError("--workdir or --policy: exactly one of them must name the policy")
-    folder = given.policy or paths.open_folder(given.workdir) / "policy"
+    folder = flag_values.policy or paths.open_folder(flag_values.workdir) / "policy"
     return str(folder if paths.is_remote(folder) else pathlib.Path(folder))
 
 
@@ -147,10 +153,10 @@ def run(
         config.rope_scaling,
         config.rope_factor,
     )
-    benchmarks = [_load(config, one, policy) for one in config.benchmarks]
+    benchmarks = [_load(config, benchmark_name, policy) for benchmark_name in config.benchmarks]
     description = dataclasses.asdict(config) | {
         "weights": policy.fingerprint(),
-        "questions": {one.name: answering.fingerprint(one) for one in benchmarks},
+        "questions": {benchmark.name: answering.fingerprint(benchmark) for benchmark in benchmarks},
     }
     rows: dict[QuestionKey, list[Row]] = {}  # like `compared`, on process 0 only
     compared: list[dict[str, Any]] = []
@@ -163,20 +169,22 @@ def run(
         rows.update(answering.read_finished(out / SAMPLES, config.sampling.samples))
         return list(rows)
 
-    done = {tuple(key) for key in distributed.broadcast(resume)}
+    answered_keys = {tuple(key) for key in distributed.broadcast(resume)}
     questions = answering.tokenize(policy, benchmarks, max(config.max_input))
     answering.check_context(config.sampling, policy, questions)
     entry.setup_done()
     for limit in config.max_input:
-        sampled = answering.sample_answers(config.sampling, policy, questions, limit, done)
+        sampled = answering.sample_answers(config.sampling, policy, questions, limit, answered_keys)
         for key, new in sampled:
             if jax.process_index() == 0:
                 append_records(out / SAMPLES, new)
                 rows[key] = new
                 fault_injection.point("sampled")
     policy.release()
-    asked = [(one, one.key(limit)) for limit in config.max_input for one in questions]
-    answered = [(one, row) for one, key in asked for row in rows.get(key, ())]
+    keyed_questions = [
+        (question, question.key(limit)) for limit in config.max_input for question in questions
+    ]
+    answered = [(question, row) for question, key in keyed_questions for row in rows.get(key, ())]
     distributed.broadcast(lambda: answering.score(answered))
     answering.ask_judge(answered, judge)
 
@@ -188,10 +196,10 @@ def run(
         write_json(out / SUMMARY, summary)
         write_lines(out / TABLE, [protocol.table([summary, *compared])])
         (out / PLOTS).mkdir(exist_ok=True)
-        for one in benchmarks:
-            if one.by:
-                parts = {r["max_input"]: r["benchmarks"][one.name]["by"] for r in summary["rows"]}
-                figures.plot_breakdown(out / PLOTS / f"{one.name}.png", one.title, parts)
+        for suite in benchmarks:
+            if suite.by:
+                parts = {r["max_input"]: r["benchmarks"][suite.name]["by"] for r in summary["rows"]}
+                figures.plot_breakdown(out / PLOTS / f"{suite.name}.png", suite.title, parts)
         return summary
 
     return distributed.broadcast(finish)
@@ -212,13 +220,13 @@ def _summarize(
     judge: str | None,
     columns: protocol.Columns,
 ) -> dict[str, Any]:
-    names, sampling = [one.name for one in benchmarks], config.sampling
+    names, sampling = [benchmark.name for benchmark in benchmarks], config.sampling
     return {
         "policy": name,
         "judge": judge,
         "limit": config.limit,
         **dataclasses.asdict(sampling),
-        "titles": {one.name: one.title for one in benchmarks},
+        "titles": {benchmark.name: benchmark.title for benchmark in benchmarks},
         "rows": protocol.summarize(
             rows, names, config.max_input, sampling.samples, columns, sampling.seed
         ),

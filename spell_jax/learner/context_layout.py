@@ -22,14 +22,14 @@ def order(is_answer: np.ndarray, used: int, devices: int) -> np.ndarray:
     answers, padding = np.flatnonzero(is_answer[:used]), np.arange(used, len(is_answer))
     chunks = np.array_split(prompt, 2 * devices)
     dealt = [[*chunks[i], *chunks[2 * devices - 1 - i]] for i in range(devices)]
-    for i, mine in enumerate(dealt):
+    for i, device_tokens in enumerate(dealt):
         fair = -(-len(answers) // (devices - i))
-        count = min(share - len(mine), fair)
-        mine += [*answers[:count]]
+        count = min(share - len(device_tokens), fair)
+        device_tokens += [*answers[:count]]
         answers = answers[count:]
-    rest = [*answers, *padding]
-    for mine in dealt:
-        room = share - len(mine)
-        mine += rest[:room]
-        rest = rest[room:]
+    remaining_tokens = [*answers, *padding]
+    for device_tokens in dealt:
+        room = share - len(device_tokens)
+        device_tokens += remaining_tokens[:room]
+        remaining_tokens = remaining_tokens[room:]
     return np.concatenate(dealt).astype(np.int32)

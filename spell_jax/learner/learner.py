@@ -65,11 +65,11 @@ class Learner:
         Arrays on devices are donated, so that a large policy exists once. If the policy has
         adapters, the weights are its frozen base, and the adapters start as no change.
         """
-        given = isinstance(source, dict)
-        key = jax.random.key(0) if given else source
+        has_weights = isinstance(source, dict)
+        key = jax.random.key(0) if has_weights else source
         if self.policy.lora:
-            self.freeze(source if given else self.fns.random(key, "frozen"))
-        if given and not self.policy.lora:
+            self.freeze(source if has_weights else self.fns.random(key, "frozen"))
+        if has_weights and not self.policy.lora:
             trained = jax.device_put(source, self.fns.param_shardings)
         else:
             trained = self.fns.random(key, "trained")

@@ -97,10 +97,10 @@ def _lay_out(
 
 def _slice_size(rows: int, widest: int, numbers_at_once: int) -> int:
     """Rows of a slice: all, or a multiple of 128; as few equal slices as the bound allows."""
-    most = max(numbers_at_once // widest // _LANES, 1) * _LANES
-    if rows <= most:
+    max_rows = max(numbers_at_once // widest // _LANES, 1) * _LANES
+    if rows <= max_rows:
         return rows
-    return -(-rows // -(-rows // most) // _LANES) * _LANES
+    return -(-rows // -(-rows // max_rows) // _LANES) * _LANES
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -211,9 +211,9 @@ def _head_forward(picked, table, target, floor, layout: _Layout):
     run = functools.partial(_scores_on_device, layout=layout)
     tokens = layout.tokens_spec
     specs = (tokens, layout.table_spec, tokens, tokens)
-    given = picked, table, target, floor
-    logprob, entropy, log_mass = layout.shard(run, specs, (tokens,) * 3)(*given)
-    return (logprob, entropy), (*given, log_mass, entropy)
+    inputs = picked, table, target, floor
+    logprob, entropy, log_mass = layout.shard(run, specs, (tokens,) * 3)(*inputs)
+    return (logprob, entropy), (*inputs, log_mass, entropy)
 
 
 def _head_backward(layout: _Layout, saved, gradients):
@@ -255,30 +255,30 @@ def _scores_on_device(picked, table, target, floor, *, layout: _Layout):
     """One device's logprobs, entropies and log masses [B, A], from its shards."""
 
     def one_slice(carry, step):
-        top, mass, moment, chosen = carry
+        top, mass, moment, target_logit = carry
         _, _, logits, is_target = _read_slice(step, picked, table, target, floor, layout)
-        chosen += jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1)
+        target_logit += jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1)
         higher = jnp.maximum(top, jnp.max(logits, axis=-1))
         mass, moment = _lower(mass, moment, top - higher)
         below = logits - higher[..., None]
         weights = jnp.exp(below)
         mass += jnp.sum(weights, axis=-1)
         moment += jnp.sum(weights * below, axis=-1)
-        return (higher, mass, moment, chosen), None
+        return (higher, mass, moment, target_logit), None
 
     zero, lowest = (jnp.full(target.shape, value, jnp.float32) for value in (0.0, _LOWEST))
-    chosen = zero
+    target_logit = zero
     if layout.unused_ids:  # no slice adds the logit of a target without a token
-        chosen = jnp.where(embedding.has_token(target, layout.unused_ids), zero, lowest)
-    start = (lowest, zero, zero, chosen)
+        target_logit = jnp.where(embedding.has_token(target, layout.unused_ids), zero, lowest)
+    start = (lowest, zero, zero, target_logit)
     steps = jnp.arange(-(-len(table) // layout.size))
-    (top, mass, moment, chosen), _ = jax.lax.scan(one_slice, start, steps)
+    (top, mass, moment, target_logit), _ = jax.lax.scan(one_slice, start, steps)
     if layout.leading:
         highest = jax.lax.pmax(top, layout.leading)
-        sums = (*_lower(mass, moment, top - highest), chosen)
-        top, (mass, moment, chosen) = highest, jax.lax.psum(sums, layout.leading)
+        sums = (*_lower(mass, moment, top - highest), target_logit)
+        top, (mass, moment, target_logit) = highest, jax.lax.psum(sums, layout.leading)
     log_mass = jnp.log(mass)
-    return chosen - top - log_mass, log_mass - moment / mass, top + log_mass
+    return target_logit - top - log_mass, log_mass - moment / mass, top + log_mass
 
 
 def _lower(mass, moment, by):

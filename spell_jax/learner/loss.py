@@ -57,8 +57,8 @@ def batch_loss(
         "role_entropy": packing.sum_by_role(entropy * real, batch.role),
     }
     if "sampler_difference" in config.sums:
-        given = real & (batch.old_logprob != 0)
-        sums["sampler_difference"] = jnp.sum(jnp.abs(logprobs - batch.old_logprob) * given)
+        has_old = real & (batch.old_logprob != 0)
+        sums["sampler_difference"] = jnp.sum(jnp.abs(logprobs - batch.old_logprob) * has_old)
     return value, sums
 
 

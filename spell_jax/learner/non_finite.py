@@ -37,7 +37,7 @@ class NonFinite(RuntimeError):
         self, skipped: int, rows: Sequence[packing.TrainGroup], tensors: Sequence[str], alone: bool
     ):
         self.skipped, self.rows, self.tensors, self.alone = skipped, rows, tensors, alone
-        found = (
+        cause = (
             f"the last by {len(rows)} of its rows"
             if alone
             else "the last was finite when it was run again, which speaks for a broken device"
@@ -45,7 +45,7 @@ class NonFinite(RuntimeError):
         damaged = f"; weights that are not finite: {', '.join(tensors)}" if tensors else ""
         super().__init__(
             f"{skipped} updates in a row (optimizer.max_skipped) had a loss or gradient that is "
-            f"not finite and were skipped, {found}{damaged}"
+            f"not finite and were skipped, {cause}{damaged}"
         )
 
 
@@ -64,12 +64,12 @@ def _search(groups, is_finite) -> Iterator[packing.TrainGroup]:
     if len(groups) == 1:
         answers = packing.separate_answers(groups)
         parts = [[answer] for answer in answers] if len(answers) > 1 else []
-    found = False
+    is_in_part = False
     for part in parts:
         for group in _search(part, is_finite):
-            found = True
+            is_in_part = True
             yield group
-    if not found:  # each part is finite, only their sum is not
+    if not is_in_part:  # each part is finite, only their sum is not
         yield from groups
 
 

@@ -21,11 +21,11 @@ LARGEST_GAP = 5.0
 def with_ids(groups: Sequence[TrainGroup]) -> list[TrainGroup]:
     """The groups with ids 0, 1, 2, ... of their answers, and weights of 1, ready to be packed."""
     counter = itertools.count()
-    made = []
+    numbered_groups = []
     for group in groups:
         ids = [next(counter) for _ in group.answers]
-        made.append(dataclasses.replace(group, ids=ids, weights=[1.0] * len(ids)))
-    return made
+        numbered_groups.append(dataclasses.replace(group, ids=ids, weights=[1.0] * len(ids)))
+    return numbered_groups
 
 
 def with_logprobs(
@@ -41,9 +41,9 @@ def with_logprobs(
         for row, row_values in zip(batch.answer_id, np.asarray(values), strict=True):
             for index in np.unique(row[row >= 0]):
                 old[index] = row_values[row == index]
-    found = iter(old)
+    logprob_rows = iter(old)
     return [
-        dataclasses.replace(group, old_logprobs=[next(found) for _ in group.answers])
+        dataclasses.replace(group, old_logprobs=[next(logprob_rows) for _ in group.answers])
         for group in groups
     ]
 
@@ -53,16 +53,19 @@ def on_sampled_support(groups: Sequence[TrainGroup]) -> list[TrainGroup]:
 
     ValueError if a group does not say what they kept.
     """
-    made = []
+    renormalized_groups = []
     for group in groups:
-        old, kept = group.old_logprobs, group.kept
-        if old is None or kept is None or group.cutoffs is None:
+        old, log_masses = group.old_logprobs, group.kept_log_masses
+        if old is None or log_masses is None or group.cutoffs is None:
             raise ValueError(
-                "loss.support = 'sampled': needs old_logprobs, kept and cutoffs of every group"
+                "loss.support = 'sampled': needs old_logprobs, kept_log_masses and cutoffs of "
+                "every group"
             )
-        renormalized = [row - mass for row, mass in zip(old, kept, strict=True)]
-        made.append(dataclasses.replace(group, old_logprobs=renormalized, kept=None))
-    return made
+        renormalized = [row - mass for row, mass in zip(old, log_masses, strict=True)]
+        renormalized_groups.append(
+            dataclasses.replace(group, old_logprobs=renormalized, kept_log_masses=None)
+        )
+    return renormalized_groups
 
 
 def as_reference_reads(groups: Sequence[TrainGroup]) -> list[TrainGroup]:
@@ -81,9 +84,11 @@ def as_reference_reads(groups: Sequence[TrainGroup]) -> list[TrainGroup]:
 
 def join_segments(groups: Sequence[TrainGroup], segments: Sequence[TrainGroup]) -> list[TrainGroup]:
     """The groups, made again of their segments in the order of `as_reference_reads`."""
-    found = iter(segments)
+    segment_iterator = iter(segments)
     return [
-        dataclasses.replace(next(found), aligned=next(found) if group.aligned else None)
+        dataclasses.replace(
+            next(segment_iterator), aligned=next(segment_iterator) if group.aligned else None
+        )
         for group in groups
     ]
 
@@ -116,6 +121,6 @@ def with_teacher(
 def _clipped_gaps(group: TrainGroup, scored: TrainGroup, weight: float) -> list[np.ndarray]:
     assert group.old_logprobs is not None and scored.old_logprobs is not None
     return [
-        np.float32(weight) * np.clip(np.nan_to_num(teacher - own), -LARGEST_GAP, LARGEST_GAP)
-        for teacher, own in zip(scored.old_logprobs, group.old_logprobs, strict=True)
+        np.float32(weight) * np.clip(np.nan_to_num(teacher - student), -LARGEST_GAP, LARGEST_GAP)
+        for teacher, student in zip(scored.old_logprobs, group.old_logprobs, strict=True)
     ]

@@ -34,7 +34,7 @@ Array = Any  # numpy on the host, jax on the devices
 
 
 # Fields of a group with an entry for each token of each answer, and for each answer.
-_PER_TOKEN = ("token_advantages", "old_logprobs", "kept", "cutoffs", "experts")
+_PER_TOKEN = ("token_advantages", "old_logprobs", "kept_log_masses", "cutoffs", "experts")
 _PER_ANSWER = ("answers", "advantages", *_PER_TOKEN, "weights", "ids")
 
 
@@ -51,7 +51,7 @@ class TrainGroup:
     token_advantages: Sequence[np.ndarray] | None = None
     # What the sampler's filters kept at each token: the log of its probability mass, and the
     # cut-off of the logits (lm_head.score_tokens), float32 [S_i]. For loss.support = "sampled".
-    kept: Sequence[np.ndarray] | None = None
+    kept_log_masses: Sequence[np.ndarray] | None = None
     cutoffs: Sequence[np.ndarray] | None = None
     # Experts that processed the tokens of the answers and of the prompt while sampling, [S_i, L, k]
     # and [P, L, k] (moe.no_experts). For loss.routing = "sampled".
@@ -70,10 +70,10 @@ class TrainGroup:
     def __post_init__(self):
         if not len(self.prompt):
             raise ValueError("group.prompt: is empty, must have at least 1 token")
-        own = self.prompt if self.reference_prompt is None else self.reference_prompt
-        if not 1 <= len(own) <= len(self.prompt):  # so its answers fit where the group fits
+        context = self.prompt if self.reference_prompt is None else self.reference_prompt
+        if not 1 <= len(context) <= len(self.prompt):  # so its answers fit where the group fits
             raise ValueError(
-                f"group.reference_prompt: of {len(own)} tokens, must have from 1 to "
+                f"group.reference_prompt: of {len(context)} tokens, must have from 1 to "
                 f"{len(self.prompt)}, those of the prompt"
             )
         if not self.answers or not all(len(answer) for answer in self.answers):
@@ -98,8 +98,8 @@ class TrainGroup:
 
     @property
     def answer_tokens(self) -> int:
-        own = sum(len(answer) for answer in self.answers)
-        return own + (self.aligned.answer_tokens if self.aligned else 0)
+        count = sum(len(answer) for answer in self.answers)
+        return count + (self.aligned.answer_tokens if self.aligned else 0)
 
     @property
     def tokens(self) -> int:
@@ -340,7 +340,7 @@ def weigh(
         groups_of_role[group.role] += 1
     weighed = []
     for group in groups:
-        own = {  # tokens among which the loss is divided
+        denominators = {  # tokens among which the loss is divided
             "token_mean": total,
             "group_mean": group.answer_tokens * len(groups),
             "role_mean": tokens_of_role[group.role],
@@ -348,7 +348,7 @@ def weigh(
             "sequence_sum": sequence_tokens * answers,
         }
         weights = [
-            1.0 / own.get(aggregation, len(answer) * len(group.answers) * len(groups))
+            1.0 / denominators.get(aggregation, len(answer) * len(group.answers) * len(groups))
             for answer in group.answers
         ]
         weighed.append(dataclasses.replace(group, weights=weights))
@@ -389,15 +389,15 @@ def lay_out(
 ) -> list[MicroRows]:
     """Put the trees of groups into the rows of micro-batches; see `pack`."""
     sizes = [group.size for group in groups]
-    made = trees.single(sizes)
+    forest = trees.single(sizes)
     if with_trees:  # a group with an aligned one has two prompts: it stays alone
         prompts = [None if group.aligned else np.asarray(group.prompt) for group in groups]
         longest = shapes.longest_row(token_budget, devices)
         room = Sizes(longest, longest) if isinstance(buckets, str) else buckets[-1].size
-        made = trees.grow(prompts, sizes, room)
+        forest = trees.grow(prompts, sizes, room)
     if isinstance(buckets, str):
-        return shapes.choose(made, token_budget, row_multiple, devices)
-    return shapes.in_buckets(made, buckets, token_budget, row_multiple)
+        return shapes.choose(forest, token_budget, row_multiple, devices)
+    return shapes.in_buckets(forest, buckets, token_budget, row_multiple)
 
 
 def _stack(

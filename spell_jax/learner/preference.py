@@ -38,20 +38,22 @@ def preference_loss(
     ratio = logprobs - batch.old_logprob
     margin = beta * packing.sum_by_answer(batch.advantage * ratio, batch.group)
     reward = beta * packing.sum_by_answer(ratio, batch.answer)
-    chosen, rejected = (2 * batch.weight * (sign * batch.advantage > 0) for sign in (1, -1))
+    chosen_weight, rejected_weight = (
+        2 * batch.weight * (sign * batch.advantage > 0) for sign in (1, -1)
+    )
     preferred = -jnp.sum(batch.weight * jax.nn.log_sigmoid(margin))
-    nll = -jnp.sum(chosen * logprobs)
+    nll = -jnp.sum(chosen_weight * logprobs)
     sums = {
         "preference_loss": preferred,
         "preference_accuracy": jnp.sum(batch.weight * (margin > 0)),
         "chosen_nll": nll,
-        "chosen_reward": jnp.sum(chosen * reward),
-        "rejected_reward": jnp.sum(rejected * reward),
+        "chosen_reward": jnp.sum(chosen_weight * reward),
+        "rejected_reward": jnp.sum(rejected_weight * reward),
     }
     value = preference_weight * preferred + nll_weight * nll
     if align_weight:
         sign = jnp.where(batch.advantage > 0, -1.0, 1.0 * (batch.advantage == 0))
         distance = jnp.abs(beta * packing.sum_by_answer(sign * ratio, batch.group))
-        sums["alignment"] = jnp.sum(chosen * distance)
+        sums["alignment"] = jnp.sum(chosen_weight * distance)
         value += align_weight * sums["alignment"]
     return value, sums

@@ -197,10 +197,10 @@ class _Stack(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Candidate:
-    """A choice of shapes: a stack for each length; `needed` is the size of all trees."""
+    """A choice of shapes: a stack for each length; `total_size` is the size of all trees."""
 
     stacks: tuple[_Stack, ...]
-    needed: Sizes
+    total_size: Sizes
 
     @property
     def rank(self) -> tuple[float, ...]:
@@ -215,8 +215,8 @@ class _Candidate:
         """Return the share of padding in the tokens, or in tokens and answers, if that is more."""
         tokens = sum(stack.bucket.length * sum(stack.counts) for stack in self.stacks)
         answers = sum(stack.bucket.answers * sum(stack.counts) for stack in self.stacks)
-        cost = self.needed.tokens + _ANSWER_COST * self.needed.answers
-        return 1 - min(self.needed.tokens / tokens, cost / (tokens + _ANSWER_COST * answers))
+        cost = self.total_size.tokens + _ANSWER_COST * self.total_size.answers
+        return 1 - min(self.total_size.tokens / tokens, cost / (tokens + _ANSWER_COST * answers))
 
     def micro_rows(self) -> Iterator[MicroRows]:
         for stack in self.stacks:
@@ -242,31 +242,34 @@ def choose(
 def _candidates(
     trees: Sequence[Tree], token_budget: int, row_multiple: int, devices: int
 ) -> Iterator[_Candidate]:
-    needed = _total(trees)
+    total_size = _total(trees)
     largest = Sizes(max(t.size.tokens for t in trees), max(t.size.answers for t in trees))
     rungs = lengths(token_budget, devices)
     # A row that no rung holds is tried in the longest, so that the error names its size.
     fitting = [length for length in rungs if length >= largest.tokens] or [max(rungs)]
     for length in fitting:
-        most = length + 1  # answers of the fullest row; as many slots or more give the same rows
+        # Answers of the fullest row; as many slots or more give the same rows.
+        max_answers = length + 1
         for answers in reversed(answer_slots(length, devices)):
-            if answers >= most or largest.answers > answers != length:
+            if answers >= max_answers or largest.answers > answers != length:
                 continue
             rows = first_fit(trees, Sizes(length, answers))
             sizes = [_total(row) for row in rows]
-            most = max(size.answers for size in sizes)
+            max_answers = max(size.answers for size in sizes)
             for shorter in (0, *rungs):
                 is_short = [size.tokens <= shorter for size in sizes]
                 if shorter and (shorter >= length or all(is_short) or not any(is_short)):
                     continue
                 parts = []
                 for rung, is_in in ((length, False), (shorter, True)):
-                    chosen = [i for i, is_row_short in enumerate(is_short) if is_row_short == is_in]
-                    if chosen:
-                        bucket = bucket_for(rung, max(sizes[i].answers for i in chosen), devices)
-                        part = [rows[i] for i in chosen]
+                    indices = [
+                        i for i, is_row_short in enumerate(is_short) if is_row_short == is_in
+                    ]
+                    if indices:
+                        bucket = bucket_for(rung, max(sizes[i].answers for i in indices), devices)
+                        part = [rows[i] for i in indices]
                         parts.append(_stacks(part, bucket, rungs[rung], token_budget, row_multiple))
-                yield from (_Candidate(stacks, needed) for stacks in itertools.product(*parts))
+                yield from (_Candidate(stacks, total_size) for stacks in itertools.product(*parts))
 
 
 def _stacks(
@@ -274,11 +277,11 @@ def _stacks(
 ) -> list[_Stack]:
     """Return the ways to stack rows: full micro-batches, even ones, a smaller one at the end."""
     full = row_count(bucket, token_budget, multiple)
-    batches, (whole, rest) = -(-len(rows) // full), divmod(len(rows), full)
+    batches, (full_batches, remainder) = -(-len(rows) // full), divmod(len(rows), full)
     even = -(-len(rows) // (batches * multiple)) * multiple
     counts = {(full,) * batches, (even,) * batches}
-    if rest:
-        counts.add((full,) * whole + (-(-rest // multiple) * multiple,))
+    if remainder:
+        counts.add((full,) * full_batches + (-(-remainder // multiple) * multiple,))
     return [
         _Stack(bucket, rows, count, 2 - is_half * (1 + (count[-1] == full)))
         for count in sorted(counts)

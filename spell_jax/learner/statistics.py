@@ -40,24 +40,26 @@ def means(sums: Mapping[str, Any], norms: Mapping[str, Any]) -> dict[str, float]
     role that has tokens.
     """
     sums = dict(sums)
-    more = {}
+    extra_metrics = {}
     if (load := sums.pop("router_load", None)) is not None:
-        more["router_max_load"] = float(np.mean(load.max(axis=1) / load.mean(axis=1)))
-        more["router_idle"] = float(np.mean(load == 0))
+        extra_metrics["router_max_load"] = float(np.mean(load.max(axis=1) / load.mean(axis=1)))
+        extra_metrics["router_idle"] = float(np.mean(load == 0))
     if (counts := sums.pop("router_difference", None)) is not None:
-        more["router_difference"] = float(counts[0] / max(counts[1], 1.0))
+        extra_metrics["router_difference"] = float(counts[0] / max(counts[1], 1.0))
     by_role = zip(ROLES, sums.pop("role_entropy"), sums.pop("role_tokens"), strict=False)
-    more |= {f"entropy/{role}": float(sum_ / count) for role, sum_, count in by_role if count}
+    extra_metrics |= {
+        f"entropy/{role}": float(sum_ / count) for role, sum_, count in by_role if count
+    }
     tokens = max(float(sums["tokens"]), 1.0)
     weight = float(sums["weight"]) or 1.0
     per = {"loss": 1.0, "entropy": tokens, "sampler_difference": tokens}
-    found = {
+    averages = {
         name: float(value) / per.get(name, weight)
         for name, value in sums.items()
         if name not in ("tokens", "weight")
     }
     norms = {name: float(value) for name, value in norms.items()}
-    return found | norms | more | {"answer_tokens": tokens}
+    return averages | norms | extra_metrics | {"answer_tokens": tokens}
 
 
 def advantages(groups: Sequence[TrainGroup]) -> dict[str, tuple[float, int]]:
@@ -140,9 +142,9 @@ def speed(
     tokens, operations = (
         sum(update[name] for update in updates) for name in ("trained_tokens", "operations")
     )
-    found = {"tokens_per_second/trained": (tokens, seconds)}
+    speeds = {"tokens_per_second/trained": (tokens, seconds)}
     mfu = utilization(operations / seconds, devices)
-    return found if mfu is None else found | {"mfu": (mfu, 1.0)}
+    return speeds if mfu is None else speeds | {"mfu": (mfu, 1.0)}
 
 
 def utilization(operations_a_second: float, devices: Sequence[Any]) -> float | None:

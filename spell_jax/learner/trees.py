@@ -62,14 +62,14 @@ def grow(prompts: Sequence[np.ndarray | None], sizes: Sequence[Sizes], room: Siz
     keys = [b"" if ids is None else ids.astype(">u4").tobytes() for ids in prompts]
     order = sorted(range(len(prompts)), key=lambda i: (keys[i], i))
     shared = [0, *(common(prompts[a], prompts[b]) for a, b in itertools.pairwise(order))]
-    trees, rest = [], [_tree(order, shared[: len(order)], sizes)] if order else []
-    while rest:
-        tree = rest.pop()
+    trees, pending_trees = [], [_tree(order, shared[: len(order)], sizes)] if order else []
+    while pending_trees:
+        tree = pending_trees.pop()
         is_one = 0 not in tree.shared[1:] and tree.size.fits(room)
         if is_one or len(tree.members) == 1:
             trees.append(tree)
         else:
-            rest += reversed(_cut(tree, sizes))
+            pending_trees += reversed(_cut(tree, sizes))
     return trees
 
 

@@ -85,9 +85,9 @@ class UpdateFns(NamedTuple):
 def make_update_fns(spec: UpdateSpec, mesh: jax.sharding.Mesh) -> UpdateFns:
     """Builds the functions; nothing is compiled yet."""
     shapes, axes = transformer.abstract_params(spec.policy)
-    whole = meshes.shardings(mesh, axes, shapes)
+    all_shardings = meshes.shardings(mesh, axes, shapes)
     trained_shapes, _ = lora.split(spec.policy, shapes)
-    param_shardings, frozen_shardings = lora.split(spec.policy, whole)
+    param_shardings, frozen_shardings = lora.split(spec.policy, all_shardings)
     replicated = meshes.replicated(mesh)
     abstract = _abstract_state(spec, mesh, trained_shapes, param_shardings)
     state_shardings = jax.tree.map(lambda x: x.sharding, abstract)
@@ -171,12 +171,12 @@ def micro_batch_loss(
     batch: packing.MicroBatch,
     reference: Params | None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    found, entropy, routing = score(spec, lora.join(params, frozen), batch)
+    policy_logprobs, entropy, routing = score(spec, lora.join(params, frozen), batch)
     reference_logprobs = None
     if reference is not None:  # it chooses its own experts
         read = dataclasses.replace(batch, experts=None)
         reference_logprobs, *_ = score(spec, jax.lax.stop_gradient(reference), read)
-    value, sums = losses.batch_loss(found, entropy, batch, spec.loss, reference_logprobs)
+    value, sums = losses.batch_loss(policy_logprobs, entropy, batch, spec.loss, reference_logprobs)
     if routing is not None:
         sums["router_load"] = routing.load
         if routing.differing is not None:
@@ -231,7 +231,7 @@ def apply(
     )
     updates, opt_state = spec.optimizer.make().update(gradients, before[1], before[0])
     after = optax.apply_updates(before[0], updates), opt_state
-    kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, before)
+    next_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, before)
     rate = spec.optimizer.rate()(state.step)
     step = state.step + finite.astype(jnp.int32)
     skipped = jnp.where(finite, 0, state.skipped + 1)
@@ -241,7 +241,7 @@ def apply(
         "skipped_in_a_row": skipped,
         "learning_rate": jnp.asarray(rate),
     }
-    return TrainState(kept[0], kept[1], step, skipped), numbers
+    return TrainState(next_state[0], next_state[1], step, skipped), numbers
 
 
 @jax.jit

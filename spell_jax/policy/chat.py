@@ -156,11 +156,11 @@ class Template:
             return self._render(chat, True)
         chat[-1]["content"] += _END
         rendered = self._render(chat, False)
-        content, end, rest = rendered.rpartition(_END.strip())
+        content, end, suffix = rendered.rpartition(_END.strip())
         if not end:
             raise ValueError(f"{self._path}: leaves out the last message, which is to be continued")
         # A template that trims contents has lost the space of the mark.
-        return content if rest.startswith(" ") else content.rstrip()
+        return content if suffix.startswith(" ") else content.rstrip()
 
     def turn_ends(self) -> tuple[int, ...]:
         """Return the tokens that the template writes after an assistant's content, in order.
@@ -211,7 +211,7 @@ class _TokenEscaper:
         rests: dict[str, list[str]] = {}
         for text in texts:
             rests.setdefault(text[0], []).append(re.escape(text[1:]))
-        starts = (f"{re.escape(first)}(?={'|'.join(rest)})" for first, rest in rests.items())
+        starts = (f"{re.escape(first)}(?={'|'.join(endings)})" for first, endings in rests.items())
         self._start = re.compile("|".join([_RESERVED, *starts]))
         self._longest = len(texts[0]) if texts else 0
         self._heads = {text[:n] for text in texts for n in range(1, len(text))}
@@ -247,19 +247,19 @@ class _TokenEscaper:
     def split(self, text: str) -> list[int | str]:
         """Split a rendered text into token ids and the (non-empty, unescaped) texts between."""
         parts: list[int | str] = []
-        done = 0
+        last_end = 0
         for match in self._token.finditer(text):
             token, (start, end) = self._tokens[match[0]], match.span()
             around = text[max(start - 1, 0) : start] + text[end : end + 1]
             if token.single_word and re.search(r"\w", around):
                 continue
-            while token.lstrip and start > done and text[start - 1].isspace():
+            while token.lstrip and start > last_end and text[start - 1].isspace():
                 start -= 1
             while token.rstrip and text[end : end + 1].isspace():
                 end += 1
-            parts += [_unescape(text[done:start]), token.id]
-            done = end
-        parts.append(_unescape(text[done:]))
+            parts += [_unescape(text[last_end:start]), token.id]
+            last_end = end
+        parts.append(_unescape(text[last_end:]))
         return [part for part in parts if part != ""]
 
 

@@ -146,8 +146,8 @@ class PolicyConfig:
                 f"of the ids below policy.vocab_size = {self.vocab_size}"
             )
         if self.lora is not None and not self.lora_targets:
-            known = sorted(self._lora_layers().values())
-            raise ValueError(f"lora.pattern = {self.lora.pattern!r}: is in none of {known}")
+            layer_names = sorted(self._lora_layers().values())
+            raise ValueError(f"lora.pattern = {self.lora.pattern!r}: is in none of {layer_names}")
 
     def check_length(self, tokens: int) -> None:
         """Raise ValueError if the longest prompt and answer together exceed max_positions."""

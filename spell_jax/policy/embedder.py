@@ -68,8 +68,8 @@ class Embedder:
     def embed(self, texts: Sequence[Sequence[int]]) -> np.ndarray:
         """Embed B token lists from `encode` as unit vectors, float32 [B, D], in their order."""
         vectors = np.zeros((len(texts), self.width), np.float32)
-        for length, chosen in self._batches([len(text) for text in texts]):
-            vectors[chosen] = self._run(length, [texts[index] for index in chosen])
+        for length, indices in self._batches([len(text) for text in texts]):
+            vectors[indices] = self._run(length, [texts[index] for index in indices])
         return vectors
 
     def _batches(self, lengths: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
@@ -117,10 +117,10 @@ def _frame(folder: pathlib.Path, tokenizer: Tokenizer) -> tuple[list[int], list[
     """
     path = folder / HF_FILE
     if path.is_file():
-        whole = hf.Tokenizer.from_str(path.read_text(encoding="utf-8"))
-        whole.no_padding()
-        whole.no_truncation()
-        framed = whole.encode("a")
+        full_tokenizer = hf.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        full_tokenizer.no_padding()
+        full_tokenizer.no_truncation()
+        framed = full_tokenizer.encode("a")
         text = [i for i, of_frame in enumerate(framed.special_tokens_mask) if not of_frame]
         if 0 < len(text) < len(framed.ids):
             return framed.ids[: text[0]], framed.ids[text[-1] + 1 :]

@@ -70,12 +70,14 @@ def _forward(split: Split, table: jax.Array, tokens: jax.Array) -> jax.Array:
 def _backward(split: Split, held: int, tokens: jax.Array, to_out: jax.Array) -> jax.Array:
     """One device's part of the table's gradient, `held` rows."""
     place, here = _places(split, tokens, held)
-    given = to_out
+    gradient = to_out
     if split.width:
-        given = jax.lax.all_to_all(given, split.width, split_axis=2, concat_axis=0, tiled=True)
-    total = jnp.zeros((held, given.shape[-1]), jnp.float32)
+        gradient = jax.lax.all_to_all(
+            gradient, split.width, split_axis=2, concat_axis=0, tiled=True
+        )
+    total = jnp.zeros((held, gradient.shape[-1]), jnp.float32)
     # Row `held` is out of range, so mode="drop" ignores the tokens of other devices.
-    total = total.at[jnp.where(here, place, held)].add(given.astype(jnp.float32), mode="drop")
+    total = total.at[jnp.where(here, place, held)].add(gradient.astype(jnp.float32), mode="drop")
     if split.summed:
         total = jax.lax.psum(total, split.summed)
     return collectives.rounded(total / split.copies, to_out.dtype)

@@ -129,8 +129,8 @@ def smollm2_file() -> pathlib.Path | None:
     """
     spec = importlib.util.find_spec(SMOLLM2_PACKAGE)
     places = (spec.submodule_search_locations or ()) if spec else ()
-    found = [pathlib.Path(place) / SMOLLM2_FILE for place in places]
-    return next((path for path in found if path.is_file()), None)
+    candidates = [pathlib.Path(place) / SMOLLM2_FILE for place in places]
+    return next((path for path in candidates if path.is_file()), None)
 
 
 def read_config(file: GgufFile) -> PolicyConfig:
@@ -179,10 +179,10 @@ def _field(file: GgufFile, name: str, kind: type, default: Any = None) -> Any:
     return value
 
 
-def _require(file: GgufFile, name: str, wanted: int) -> None:
-    value = _field(file, name, int, wanted)
-    if value != wanted:
-        raise ValueError(f"{file.path}: {name} = {value}: must be {wanted}")
+def _require(file: GgufFile, name: str, required_value: int) -> None:
+    value = _field(file, name, int, required_value)
+    if value != required_value:
+        raise ValueError(f"{file.path}: {name} = {value}: must be {required_value}")
 
 
 def _short(value: float) -> float:

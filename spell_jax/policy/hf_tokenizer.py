@@ -105,14 +105,14 @@ class HfTokenizer(Tokenizer):
 
     def _prepare_text(self, description: Mapping[str, Any], named: Mapping[str, int]) -> None:
         """Build tokenizers for plain text, without added tokens and frames; decoding uses _all."""
-        added = self._all.get_added_tokens_decoder()
+        added_tokens = self._all.get_added_tokens_decoder()
         # White space is text: it marks no turns, and templates trim it.
-        self._added = {i: t for i, t in added.items() if t.special or t.content.strip()}
+        self._added = {i: t for i, t in added_tokens.items() if t.special or t.content.strip()}
         # The marks of a thought are text even where they are special: without the end of a thought,
         # the thought would pass for the answer.
         marks = (chats.THOUGHT_BEGIN, chats.THOUGHT_END)
-        self._hidden = {i for i, t in added.items() if t.special and t.content not in marks}
-        self.thought_ids = {t.content: i for i, t in added.items() if t.content in marks}
+        self._hidden = {i for i, t in added_tokens.items() if t.special and t.content not in marks}
+        self.thought_ids = {t.content: i for i, t in added_tokens.items() if t.content in marks}
         # Some models also have added tokens in their vocabulary, where plain text can produce them.
         self._reserved = {*self._added, *self.stop_ids}
         unknown = description["model"].get("unk_token")
@@ -215,11 +215,13 @@ class HfTokenizer(Tokenizer):
     def _encode(self, tokenizer: hf.Tokenizer, text: str) -> list[int]:
         text.encode()  # raises ValueError for lone surrogates
         with _named_errors(self._path, "cannot encode"):
-            found = tokenizer.encode(text, add_special_tokens=False)
-            if self._reserved.isdisjoint(found.ids):
-                return found.ids
+            encoding = tokenizer.encode(text, add_special_tokens=False)
+            if self._reserved.isdisjoint(encoding.ids):
+                return encoding.ids
             ids = []
-            for i, piece, (start, end) in zip(found.ids, found.tokens, found.offsets, strict=True):
+            for i, piece, (start, end) in zip(
+                encoding.ids, encoding.tokens, encoding.offsets, strict=True
+            ):
                 ids += self._spell(i, piece, text[start:end])
             return ids
 
@@ -238,7 +240,7 @@ class HfTokenizer(Tokenizer):
             piece = covered if piece == name else piece
             if name not in piece:
                 return unknown
-        letters = [found.id for letter in piece for found in self._all.model.tokenize(letter)]
+        letters = [token.id for letter in piece for token in self._all.model.tokenize(letter)]
         spelled = [[i] if i not in self._reserved else unknown for i in letters]
         return [i for ids in spelled for i in ids]
 
@@ -330,8 +332,8 @@ def _mark_special(
         token_id = tokenizer.token_to_id(names[field])
         if token_id is None:
             raise ValueError(f"{path}: {field} = {names[field]!r} is not in {HF_FILE}")
-        added = tokenizer.get_added_tokens_decoder().get(token_id)
-        if added is None or not added.special:
+        added_token = tokenizer.get_added_tokens_decoder().get(token_id)
+        if added_token is None or not added_token.special:
             tokenizer.add_special_tokens([names[field]])
         named[field] = token_id
     return named

@@ -100,8 +100,8 @@ def _maker(folder: str) -> str:
         return ""
     name = path.parent.name
     if name in paths.shipped_configs():
-        made = f"--config=configs/{name}.py --workdir={path.parent}"
-        return f"; python -m spell_jax.sft {made} makes this one"
+        arguments = f"--config=configs/{name}.py --workdir={path.parent}"
+        return f"; python -m spell_jax.sft {arguments} makes this one"
     return "; the first lines of the config's file name the command that makes this one"
 
 
@@ -112,8 +112,8 @@ def known_shape(folder: str) -> PolicyConfig | None:
     config.json has.
     """
     fields = json.loads((pathlib.Path(__file__).parent / "shapes.json").read_text())
-    known = fields.get(pathlib.PurePath(folder).name)
-    return PolicyConfig.from_hf(known) if known else None
+    hf_config = fields.get(pathlib.PurePath(folder).name)
+    return PolicyConfig.from_hf(hf_config) if hf_config else None
 
 
 def read_model(model: ModelConfig, folder: pathlib.Path) -> tuple[PolicyConfig, Tokenizer]:

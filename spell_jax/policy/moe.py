@@ -46,21 +46,22 @@ def route(logits: jax.Array, count: int, normalized: bool) -> tuple[jax.Array, j
     Returns weights float32 [..., k], scaled to sum to 1 if `normalized`, and expert numbers int32
     [..., k].
     """
-    weights, chosen = jax.lax.top_k(jax.nn.softmax(logits.astype(jnp.float32), axis=-1), count)
-    return _scale(weights, normalized), chosen
+    weights, experts = jax.lax.top_k(jax.nn.softmax(logits.astype(jnp.float32), axis=-1), count)
+    return _scale(weights, normalized), experts
 
 
 def replay(
-    logits: jax.Array, own: jax.Array, recorded: jax.Array, normalized: bool
+    logits: jax.Array, router_experts: jax.Array, recorded: jax.Array, normalized: bool
 ) -> tuple[jax.Array, jax.Array]:
     """Weights and experts as in `route`, but of recorded experts, int8 or int16 [..., k].
 
-    `own` (int32) holds the experts of `route`, which a token without a record (-1) keeps. The
-    weights are the router's probabilities of the experts that are used, so it gets gradients.
+    `router_experts` (int32) holds the experts of `route`, which a token without a record (-1)
+    keeps. The weights are the router's probabilities of the experts that are used, so it gets
+    gradients.
     """
-    chosen = jnp.where(recorded >= 0, recorded, own)
+    experts = jnp.where(recorded >= 0, recorded, router_experts)
     probabilities = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
-    return _scale(jnp.take_along_axis(probabilities, chosen, axis=-1), normalized), chosen
+    return _scale(jnp.take_along_axis(probabilities, experts, axis=-1), normalized), experts
 
 
 def _scale(weights: jax.Array, normalized: bool) -> jax.Array:
@@ -71,7 +72,7 @@ class Routing(NamedTuple):
     """Experts of the tokens [B, T] of a layer, or of all layers with a leading axis L."""
 
     load: jax.Array  # tokens of each expert, without padding, float32 [E]
-    chosen: jax.Array | None = None  # experts of each token [B, T, k], see no_experts; if recorded
+    experts: jax.Array | None = None  # experts of each token [B, T, k], see no_experts; if recorded
     # With replay: tokens whose own experts are not the recorded ones, and tokens with a record,
     # float32 [2].
     differing: jax.Array | None = None
@@ -79,9 +80,9 @@ class Routing(NamedTuple):
 
 def by_token(routing: Routing | None) -> jax.Array | None:
     """Recorded experts of all layers, [B, T, L, k]; None without a record."""
-    if routing is None or routing.chosen is None:
+    if routing is None or routing.experts is None:
         return None
-    return jnp.moveaxis(routing.chosen, 0, 2)
+    return jnp.moveaxis(routing.experts, 0, 2)
 
 
 def no_experts(config: PolicyConfig) -> np.ndarray:
@@ -90,30 +91,30 @@ def no_experts(config: PolicyConfig) -> np.ndarray:
     return np.full((config.layers, config.experts_per_token), -1, dtype)
 
 
-def count_differing(own: jax.Array, recorded: jax.Array, real: jax.Array) -> jax.Array:
+def count_differing(router_experts: jax.Array, recorded: jax.Array, real: jax.Array) -> jax.Array:
     """Routing.differing of experts [B, T, k], in any order; `real` is as in `load`."""
     counted = real & (recorded[..., 0] >= 0)
-    differs = jnp.any(jnp.sort(own, axis=-1) != jnp.sort(recorded, axis=-1), axis=-1)
+    differs = jnp.any(jnp.sort(router_experts, axis=-1) != jnp.sort(recorded, axis=-1), axis=-1)
     return jnp.stack([jnp.sum(counted & differs), jnp.sum(counted)]).astype(jnp.float32)
 
 
-def load(chosen: jax.Array, experts: int, real: jax.Array) -> jax.Array:
+def load(token_experts: jax.Array, experts: int, real: jax.Array) -> jax.Array:
     """Count the tokens routed to each expert, float32 [E].
 
-    `chosen` holds the experts of each token, int32 [B, T, k]; `real` (bool [B, T]) is False for
-    padding, which is not counted.
+    `token_experts` holds the experts of each token, int32 [B, T, k]; `real` (bool [B, T]) is False
+    for padding, which is not counted.
     """
-    counted = jnp.broadcast_to(real[..., None], chosen.shape).astype(jnp.float32)
-    return jnp.zeros(experts).at[chosen.reshape(-1)].add(counted.reshape(-1))
+    counted = jnp.broadcast_to(real[..., None], token_experts.shape).astype(jnp.float32)
+    return jnp.zeros(experts).at[token_experts.reshape(-1)].add(counted.reshape(-1))
 
 
-def mix(x: jax.Array, weights: jax.Array, chosen: jax.Array, kernels: Kernels) -> jax.Array:
+def mix(x: jax.Array, weights: jax.Array, experts: jax.Array, kernels: Kernels) -> jax.Array:
     """Weighted sum of the outputs of each token's experts, on the current mesh.
 
-    x and the result are [B, T, D], weights and (int32) chosen [B, T, k]. The kernels, in x's dtype,
-    are gate and up [E, D, F] and down [E, F, D].
+    x and the result are [B, T, D], weights and (int32) experts [B, T, k]. The kernels, in x's
+    dtype, are gate and up [E, D, F] and down [E, F, D].
     """
-    return _mix(_split(x.shape, kernels[0].shape), x, weights, chosen, kernels)
+    return _mix(_split(x.shape, kernels[0].shape), x, weights, experts, kernels)
 
 
 # ---------------------------------------------------------------------------------- Sharding
@@ -158,11 +159,11 @@ def _sum(x: jax.Array, axes: Axes) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mix(split: _Split, x, weights, chosen, kernels: Kernels) -> jax.Array:
+def _mix(split: _Split, x, weights, experts, kernels: Kernels) -> jax.Array:
     tokens = split.tokens_spec
     specs = (tokens, tokens, tokens, split.kernels_spec)
     run = collectives.on_shards(split.mesh, functools.partial(_forward, split), specs, tokens)
-    return run(x, weights, chosen, kernels)
+    return run(x, weights, experts, kernels)
 
 
 def _mix_forward(split: _Split, *inputs):
@@ -181,26 +182,26 @@ def _mix_backward(split: _Split, inputs, to_out):
 _mix.defvjp(_mix_forward, _mix_backward)
 
 
-def _forward(split: _Split, x, weights, chosen, kernels: Kernels) -> jax.Array:
+def _forward(split: _Split, x, weights, experts, kernels: Kernels) -> jax.Array:
     """One device's part of `mix`, on its shards."""
     if x.shape[1] == 1 and not split.time:  # decode: one token per row, T not sharded
-        return _decode(split, x, weights, chosen, kernels)
+        return _decode(split, x, weights, experts, kernels)
     gate, up, down = _gather_kernels(split, kernels)
 
     def one_chunk(_, chunk):
-        tokens, weights, chosen = (_gather(part, split.leading) for part in chunk)
-        pairs = _pairs(split, chosen, len(gate))
+        tokens, weights, experts = (_gather(part, split.leading) for part in chunk)
+        pairs = _pairs(split, experts, len(gate))
         rows = _dispatch(tokens, pairs)
         inputs = _product(rows, gate, pairs), _product(rows, up, pairs)
         hidden = _hidden(*inputs, _router_weights(weights, pairs))
         out = _combine(_product(hidden, down, pairs), pairs)
         return None, _sum(collectives.sum_scatter(out, split.leading), split.hidden)
 
-    _, out = _in_chunks(split, one_chunk, None, _flat(x, weights, chosen))
+    _, out = _in_chunks(split, one_chunk, None, _flat(x, weights, experts))
     return out.reshape(x.shape)
 
 
-def _decode(split: _Split, x, weights, chosen, kernels: Kernels) -> jax.Array:
+def _decode(split: _Split, x, weights, experts, kernels: Kernels) -> jax.Array:
     """Compute `_forward` for few tokens without gathering kernels.
 
     Devices that share a kernel's width exchange their tokens; each multiplies its part of the
@@ -208,15 +209,15 @@ def _decode(split: _Split, x, weights, chosen, kernels: Kernels) -> jax.Array:
     """
     gate, up, down = kernels
     together = tuple(axis for axis in split.rows if axis in split.leading + split.width)
-    tokens, weights, chosen = (_gather(part, together) for part in _flat(x, weights, chosen))
-    pairs, share = _pairs(split, chosen, len(gate)), gate.shape[1]
+    tokens, weights, experts = (_gather(part, together) for part in _flat(x, weights, experts))
+    pairs, share = _pairs(split, experts, len(gate)), gate.shape[1]
     if split.width:
         first = jax.lax.axis_index(split.width) * share
         tokens = jax.lax.dynamic_slice_in_dim(tokens, first, share, axis=1)
     rows = _dispatch(tokens, pairs)
-    both = (_product(rows, kernel, pairs).astype(jnp.float32) for kernel in (gate, up))
-    both = (_sum(part, split.width).astype(x.dtype) for part in both)
-    out = _combine(_product(_hidden(*both, _router_weights(weights, pairs)), down, pairs), pairs)
+    inputs = (_product(rows, kernel, pairs).astype(jnp.float32) for kernel in (gate, up))
+    inputs = (_sum(part, split.width).astype(x.dtype) for part in inputs)
+    out = _combine(_product(_hidden(*inputs, _router_weights(weights, pairs)), down, pairs), pairs)
     out = _gather(_sum(out, split.leading + split.hidden), split.width, axis=1)
     if together:
         first = jax.lax.axis_index(together) * len(x)
@@ -224,33 +225,33 @@ def _decode(split: _Split, x, weights, chosen, kernels: Kernels) -> jax.Array:
     return out.reshape(x.shape)
 
 
-def _backward(split: _Split, x, weights, chosen, kernels: Kernels, to_out):
+def _backward(split: _Split, x, weights, experts, kernels: Kernels, to_out):
     """One device's gradients of x, weights and kernels; each chunk's forward pass is recomputed."""
     gate, up, down = _gather_kernels(split, kernels)
 
     def one_chunk(totals, chunk):
-        tokens, weights, chosen, to_out = (_gather(part, split.leading) for part in chunk)
-        pairs = _pairs(split, chosen, len(gate))
+        tokens, weights, experts, to_out = (_gather(part, split.leading) for part in chunk)
+        pairs = _pairs(split, experts, len(gate))
         rows, to_rows_out = _dispatch(tokens, pairs), _dispatch(to_out, pairs)
         inputs = _product(rows, gate, pairs), _product(rows, up, pairs)
         hidden, pull = jax.vjp(_hidden, *inputs, _router_weights(weights, pairs))
         to_gate, to_up, to_row_weights = pull(_product(to_rows_out, down, pairs, over=2))
         new = ((rows, to_gate), (rows, to_up), (to_rows_out, hidden))
-        totals = tuple(t + _outer(*both, pairs) for t, both in zip(totals, new, strict=True))
+        totals = tuple(t + _outer(*factors, pairs) for t, factors in zip(totals, new, strict=True))
         # Frees the rows before the equally large gradients of rows are computed.
         totals, to_gate, to_up = jax.lax.optimization_barrier((totals, to_gate, to_up))
         to_rows = _product(to_gate, gate, pairs, over=2) + _product(to_up, up, pairs, over=2)
         to_weights = _take(to_row_weights, pairs.position).reshape(weights.shape)
-        given = _combine(to_rows, pairs), to_weights
+        gradients = _combine(to_rows, pairs), to_weights
         return totals, tuple(
-            _sum(collectives.sum_scatter(g, split.leading), split.hidden) for g in given
+            _sum(collectives.sum_scatter(g, split.leading), split.hidden) for g in gradients
         )
 
     # The gradient of down is summed as [E, D, F] too, so that all are scattered over rows. With 64
     # columns per device, XLA for TPUs would emit an all-reduce.
     totals = tuple(jnp.zeros(gate.shape, jnp.float32) for _ in kernels)
     totals, (to_x, to_weights) = _in_chunks(
-        split, one_chunk, totals, _flat(x, weights, chosen, to_out)
+        split, one_chunk, totals, _flat(x, weights, experts, to_out)
     )
     summed = (
         _sum(collectives.sum_scatter(total, split.width, 1), split.summed) for total in totals
@@ -313,14 +314,14 @@ class _Pairs(NamedTuple):
     count: int  # experts per token, k
 
 
-def _pairs(split: _Split, chosen: jax.Array, held: int) -> _Pairs:
+def _pairs(split: _Split, experts: jax.Array, held: int) -> _Pairs:
     """Sort the pairs of tokens and experts [n, k] on a device that holds `held` experts."""
     first = jax.lax.axis_index(split.leading) * held if split.leading else 0
-    expert = chosen.reshape(-1) - first
+    expert = experts.reshape(-1) - first
     expert = jnp.where((expert >= 0) & (expert < held), expert, held)
     order = jnp.argsort(expert)
     sizes = jnp.bincount(expert, length=held + 1)[:held].astype(jnp.int32)
-    return _Pairs(order, jnp.argsort(order), sizes, chosen.shape[-1])
+    return _Pairs(order, jnp.argsort(order), sizes, experts.shape[-1])
 
 
 def _take(x: jax.Array, positions: jax.Array) -> jax.Array:
@@ -367,9 +368,9 @@ def _product(rows: jax.Array, kernels: jax.Array, pairs: _Pairs, over: int = 1) 
     return product.astype(rows.dtype)
 
 
-def _outer(rows: jax.Array, others: jax.Array, pairs: _Pairs) -> jax.Array:
+def _outer(rows: jax.Array, right_rows: jax.Array, pairs: _Pairs) -> jax.Array:
     """Sum outer products of [n k, a] and [n k, b] by expert, float32 [held, a, b]."""
     dimensions = jax.lax.RaggedDotDimensionNumbers((([0], [0]), ([], [])), [0], [])
     return jax.lax.ragged_dot_general(
-        rows, others, pairs.sizes, dimensions, preferred_element_type=jnp.float32
+        rows, right_rows, pairs.sizes, dimensions, preferred_element_type=jnp.float32
     )

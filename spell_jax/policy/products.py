@@ -59,8 +59,8 @@ def _forward(x: jax.Array, kernels: Kernels, into: int):
     return out, (as_bits(x), kernels)
 
 
-def _backward(into: int, kept: tuple[jax.Array, Kernels], d_outs: Kernels):
-    x, kernels = from_bits(kept[0]), kept[1]
+def _backward(into: int, residuals: tuple[jax.Array, Kernels], d_outs: Kernels):
+    x, kernels = from_bits(residuals[0]), residuals[1]
     d_xs, d_kernels = [], []
     for kernel, d_out in zip(kernels, d_outs, strict=True):
         out = tuple(range(-(kernel.ndim - into), 0))
@@ -83,8 +83,8 @@ def gated(gate: jax.Array, up: jax.Array) -> jax.Array:
     return jax.nn.silu(gate) * up
 
 
-def _gated_backward(kept: tuple[jax.Array, jax.Array], d_out: jax.Array):
-    gate, up, d_out32 = (from_bits(x).astype(jnp.float32) for x in (*kept, d_out))
+def _gated_backward(residuals: tuple[jax.Array, jax.Array], d_out: jax.Array):
+    gate, up, d_out32 = (from_bits(x).astype(jnp.float32) for x in (*residuals, d_out))
     share = jax.nn.sigmoid(gate)
     d_gate = d_out32 * up * share * (1 + gate * (1 - share))
     d_up = d_out32 * gate * share

@@ -318,8 +318,8 @@ def frequencies(rope: RopeConfig, head_size: int) -> np.ndarray:
         span = rope.high_frequency - rope.low_frequency
         share = ((turns - rope.low_frequency) / span).astype(np.float32)
         between = (1 - share) * plain / factor + share * plain
-        kept = np.where(turns > rope.high_frequency, plain, between)
-        return np.where(turns < rope.low_frequency, plain / factor, kept).astype(np.float32)
+        blend = np.where(turns > rope.high_frequency, plain, between)
+        return np.where(turns < rope.low_frequency, plain / factor, blend).astype(np.float32)
     if rope.kind == "yarn":
         share = 1 - _slow_share(rope, head_size)
         return np.float32(1) / (factor * wave) * (1 - share) + plain * share

@@ -235,8 +235,8 @@ def _tidy(folder: pathlib.Path) -> None:
     """Restore or remove what crashed calls of `replacing` left next to the folder."""
     pattern = re.compile(rf"\.{re.escape(folder.name)}-[a-z0-9_]{{8}}(-old)?")
     for path in sorted(folder.parent.iterdir()):
-        if found := pattern.fullmatch(path.name):
-            if found[1] and not folder.exists():
+        if match := pattern.fullmatch(path.name):
+            if match[1] and not folder.exists():
                 path.rename(folder)
             else:
                 shutil.rmtree(path)

@@ -45,22 +45,22 @@ def check_steps(description: Mapping[str, Any]) -> None:
         if step.get("type") == "TemplateProcessing":
             _check_frame(step, place)
     for field in FIELDS:
-        growth, added = 1.0, 0
+        growth, added_length = 1.0, 0
         for number, (place, step) in enumerate(_steps(description.get(field), field, 0)):
             if number >= STEPS:
                 raise ValueError(f"{field}: has more than {STEPS} steps")
             if pattern := _regex(step):
                 _check_pattern(pattern, f"{place}.pattern.Regex")
             if step.get("type") == "Prepend":
-                added += len(str(step.get("prepend", "")))
+                added_length += len(str(step.get("prepend", "")))
             if step.get("type") == "Replace":
                 growth *= _growth(step)
             if step.get("type") == "Precompiled":
                 _check_charsmap(step.get("precompiled_charsmap"), place)
-            if growth > GROWTH or added * growth > ADDED:
+            if growth > GROWTH or added_length * growth > ADDED:
                 raise ValueError(
                     f"{place}: the steps up to here make a text up to {growth:.0f} times as long "
-                    f"and {added} characters longer; must be at most {GROWTH} and {ADDED}"
+                    f"and {added_length} characters longer; must be at most {GROWTH} and {ADDED}"
                 )
 
 

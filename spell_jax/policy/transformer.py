@@ -73,8 +73,8 @@ def _scaled(x: jax.Array, scale: jax.Array) -> jax.Array:
     return x * scale.astype(jnp.float32)
 
 
-def _scaled_backward(kept: tuple[jax.Array, jax.Array], d_out: jax.Array):
-    x, scale = kept
+def _scaled_backward(residuals: tuple[jax.Array, jax.Array], d_out: jax.Array):
+    x, scale = residuals
     d_scale = products.sum_over_tokens(d_out * x, x.ndim - scale.ndim)
     return d_out * scale.astype(jnp.float32), collectives.rounded(d_scale, scale.dtype)
 
@@ -239,11 +239,11 @@ class Experts(nn.Module):
     ) -> tuple[jax.Array, moe.Routing]:
         c = self.config
         (logits,) = _project(self, x, {"embed": c.width}, {"router": {"router": c.experts}})
-        weights, chosen = moe.route(logits, c.experts_per_token, c.normalized_router)
+        weights, experts = moe.route(logits, c.experts_per_token, c.normalized_router)
         differing = None
         if recorded is not None:
-            differing = moe.count_differing(chosen, recorded, real)
-            weights, chosen = moe.replay(logits, chosen, recorded, c.normalized_router)
+            differing = moe.count_differing(experts, recorded, real)
+            weights, experts = moe.replay(logits, experts, recorded, c.normalized_router)
         shape = (c.experts, c.width, c.feed_forward)
         wide = _kernel(("experts", "embed", "mlp"), c.width)
         narrow = _kernel(("experts", "mlp", "embed"), c.feed_forward)
@@ -251,9 +251,9 @@ class Experts(nn.Module):
         up = self.param("up_kernel", wide, shape)
         down = self.param("down_kernel", narrow, (c.experts, c.feed_forward, c.width))
         gate, up, down = (from_bits(kernel) for kernel in (gate, up, down))
-        out = moe.mix(x, weights.astype(x.dtype), chosen, (gate, up, down))
-        record = chosen.astype(moe.no_experts(c).dtype) if self.record else None
-        return out, moe.Routing(moe.load(chosen, c.experts, real), record, differing)
+        out = moe.mix(x, weights.astype(x.dtype), experts, (gate, up, down))
+        record = experts.astype(moe.no_experts(c).dtype) if self.record else None
+        return out, moe.Routing(moe.load(experts, c.experts, real), record, differing)
 
 
 class Block(nn.Module):
@@ -376,7 +376,7 @@ def hidden_states(
 
     Returns:
       Final hidden states [B, T, D] in the compute dtype; the cache after the last layer; and for a
-      mixture of experts the routing in all layers, which has `chosen` if `record_experts`.
+      mixture of experts the routing in all layers, which has `experts` if `record_experts`.
     """
     chex.assert_rank(tokens, 2)
     chex.assert_equal_shape([tokens, positions])

@@ -251,7 +251,7 @@ def _lacks_prefix(names: Iterable[str]) -> bool:
 
 
 def match(
-    config: PolicyConfig, source: pathlib.Path, found: dict[str, files.Tensor]
+    config: PolicyConfig, source: pathlib.Path, tensors: dict[str, files.Tensor]
 ) -> tuple[dict[str, files.Tensor], files.Tensor | None]:
     """Match the tensors of a folder to the names of the table.
 
@@ -260,7 +260,7 @@ def match(
     """
     entries, sizes = table(config), _sizes(config)
     # Old Llama files contain the rotary frequencies, which follow from the config.
-    left = {name: t for name, t in found.items() if not name.endswith(".rotary_emb.inv_freq")}
+    left = {name: t for name, t in tensors.items() if not name.endswith(".rotary_emb.inv_freq")}
     lacks_prefix = _lacks_prefix(left)
     matched = {}
     for path, _, names in _parts(config):
@@ -333,10 +333,10 @@ class _Source:
         if not entry.expertwise:
             self._fill_one(out, entry, entry.name.format(layer=layer), index)
             return
-        experts, *rest = index
+        experts, *inner_index = index
         for part, expert in zip(out, range(experts.start, experts.stop), strict=True):
             name = entry.name.format(layer=layer, expert=expert)
-            self._fill_one(part, entry, name, tuple(rest))
+            self._fill_one(part, entry, name, tuple(inner_index))
 
     def _fill_one(self, out: np.ndarray, entry: Entry, name: str, index: Index) -> None:
         """Do `fill` from one tensor, in blocks of rows."""
@@ -351,20 +351,20 @@ class _Source:
             slice(parts[word[0]].start * step, parts[word[0]].stop * step)
             for word, step in zip(words, steps, strict=True)
         ]
-        shape, rest = [], []
+        shape, block_index = [], []
         for axis in entry.letters:
             is_sliced = any(word[0] == axis for word in words)
             shape.append(_length(parts[axis]) if is_sliced else self.sizes[axis])
-            rest.append(slice(None) if is_sliced else parts[axis])
+            block_index.append(slice(None) if is_sliced else parts[axis])
         step_bytes = steps[0] * math.prod(map(_length, spans[1:])) * READ_DTYPES[tensor.dtype]
-        most = max(1, BLOCK_BYTES // step_bytes)
+        max_rows = max(1, BLOCK_BYTES // step_bytes)
         target = entry.in_their_order(out)
-        for start in range(0, shape[0], most):
-            count = min(most, shape[0] - start)
+        for start in range(0, shape[0], max_rows):
+            count = min(max_rows, shape[0] - start)
             first = spans[0].start + start * steps[0]
             block = tensor.read((slice(first, first + count * steps[0]), *spans[1:]))
             block = self._converted(block, tensor).reshape(count, *shape[1:])
-            _copy_strips(target[start : start + count], block[tuple(rest)])
+            _copy_strips(target[start : start + count], block[tuple(block_index)])
 
     def _converted(self, block: np.ndarray, tensor: files.Tensor) -> np.ndarray:
         dtype, bits, exponent = DTYPES[self.dtype]
@@ -392,9 +392,9 @@ def _read(source: _Source, path: str, sharding: NamedSharding | None) -> np.ndar
     layered = source.entries[path].layered
     if sharding is None:
         out = np.empty(shape, dtype)
-        whole = tuple(slice(0, size) for size in shape[layered:])
+        full_index = tuple(slice(0, size) for size in shape[layered:])
         for layer, part in enumerate(out if layered else [out]):
-            source.fill(part, path, layer, whole)
+            source.fill(part, path, layer, full_index)
         return out
     if not layered:
         return _piece(source, path, 0, shape, sharding)
@@ -417,15 +417,15 @@ def _piece(
 ) -> jax.Array:
     """Read one layer of a parameter onto its devices."""
     dtype = DTYPES[source.dtype][0]
-    done: dict[tuple, np.ndarray] = {}  # devices with the same part share one read
+    loaded_parts: dict[tuple, np.ndarray] = {}  # devices with the same part share one read
 
     def read(index: Any) -> np.ndarray:
         bounds = tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
-        if bounds not in done:
+        if bounds not in loaded_parts:
             out = np.empty([stop - start for start, stop in bounds], dtype)
             source.fill(out, path, layer, tuple(itertools.starmap(slice, bounds)))
-            done[bounds] = out
-        return done[bounds]
+            loaded_parts[bounds] = out
+        return loaded_parts[bounds]
 
     return jax.make_array_from_callback(shape, sharding, read, dtype=dtype)
 

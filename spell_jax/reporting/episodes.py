@@ -37,7 +37,7 @@ _FIELDS: dict[str, Any] = {
 @dataclass
 class Episodes:
     # Episodes for the page, ordered by step, with "step", "outcome" and "roles" added.
-    chosen: list[dict[str, Any]] = field(default_factory=list)
+    chosen_episodes: list[dict[str, Any]] = field(default_factory=list)
     # Cluster -> texts, for chosen episodes whose documents are on disk.
     documents: dict[str, list[str]] = field(default_factory=dict)
     # Step -> metrics computed from its episodes (episodes/...).
@@ -45,7 +45,7 @@ class Episodes:
     # (Mean score, questioner's reward) -> number of episodes.
     points: collections.Counter[tuple[float, float]] = field(default_factory=collections.Counter)
     total: int = 0  # episodes in the steps on disk, including those that the run did not store
-    found: int = 0  # readable episodes on disk
+    readable_count: int = 0  # readable episodes on disk
 
 
 def choose_episodes(workdir: epath.Path, limit: int) -> Episodes:
@@ -57,21 +57,21 @@ def choose_episodes(workdir: epath.Path, limit: int) -> Episodes:
         log.warning("%s: no episodes (%s)", workdir / EPISODES_FOLDER, error.strerror or error)
         return result
     shares = dict(zip(steps, shares_of(limit, len(steps)), strict=True))
-    step_of, taken = operator.itemgetter(0), collections.Counter()
+    step_of, chosen_counts = operator.itemgetter(0), collections.Counter()
     for step, pairs in itertools.groupby(read_episodes(workdir, _episode), step_of):
         episodes = [episode for _, episode in pairs]
         texts = {e["cluster"]: e["documents"] for e in episodes if e["documents"]}
-        result.found += len(episodes)
+        result.readable_count += len(episodes)
         result.total += max(len(episodes), episodes[0]["of"])
         result.counted[step] = _counted(episodes)
         for e in episodes:
             if e["scores"] and e["reward"] is not None:
                 mean = sum(e["scores"]) / len(e["scores"])
                 result.points[round(mean, 4), round(e["reward"], 4)] += 1
-        for index in choose(episodes, shares.get(step, 0), set(texts), taken):
+        for index in choose(episodes, shares.get(step, 0), set(texts), chosen_counts):
             episode = episodes[index] | {"step": step}
             del episode["documents"]
-            result.chosen.append(episode)
+            result.chosen_episodes.append(episode)
             if episode["cluster"] in texts:
                 result.documents.setdefault(episode["cluster"], texts[episode["cluster"]])
     return result
@@ -79,26 +79,28 @@ def choose_episodes(workdir: epath.Path, limit: int) -> Episodes:
 
 def choose(
     episodes: Sequence[Mapping[str, Any]],
-    wanted: int,
-    known: set[str],
-    taken: collections.Counter[tuple[str, str]],
+    count: int,
+    stored_clusters: set[str],
+    chosen_counts: collections.Counter[tuple[str, str]],
 ) -> list[int]:
-    """Chooses at most `wanted` episodes of a step; returns their indices, ascending.
+    """Chooses at most `count` episodes of a step; returns their indices, ascending.
 
-    Each choice takes the (task, outcome) that was taken least often so far, as counted in `taken`;
-    episodes of `known` clusters (with documents on disk) come first.
+    Each choice takes the (task, outcome) that was taken least often so far, as counted in
+    `chosen_counts`; episodes of `stored_clusters` (with documents on disk) come first.
     """
     queues: dict[tuple[str, str], collections.deque[int]] = collections.defaultdict(
         collections.deque
     )
-    for index in sorted(range(len(episodes)), key=lambda i: episodes[i]["cluster"] not in known):
+    for index in sorted(
+        range(len(episodes)), key=lambda i: episodes[i]["cluster"] not in stored_clusters
+    ):
         queues[episodes[index]["task"], episodes[index]["outcome"]].append(index)
-    chosen = []
-    while len(chosen) < wanted and any(queues.values()):
-        rarest = min((kind for kind in queues if queues[kind]), key=lambda k: (taken[k], k))
-        chosen.append(queues[rarest].popleft())
-        taken[rarest] += 1
-    return sorted(chosen)
+    indices = []
+    while len(indices) < count and any(queues.values()):
+        rarest = min((kind for kind in queues if queues[kind]), key=lambda k: (chosen_counts[k], k))
+        indices.append(queues[rarest].popleft())
+        chosen_counts[rarest] += 1
+    return sorted(indices)
 
 
 def outcome(scores: Sequence[float], status: str) -> str:

@@ -98,7 +98,11 @@ def write_page(
 
 def _episode_lines(read: Sequence[Episodes], room: int) -> list[str]:
     """Lines of the episodes and documents that fit into `room` bytes, then their index."""
-    every = [(run, episode) for run, some in enumerate(read) for episode in some.chosen]
+    every = [
+        (run, episode)
+        for run, run_episodes in enumerate(read)
+        for episode in run_episodes.chosen_episodes
+    ]
     texts = [read[run].documents.get(episode["cluster"], []) for run, episode in every]
     entries = [_entry(run, episode) for run, episode in every]  # entries of the index
     # Every prefix of this order is spread evenly over the episodes, in case the page gets full.
@@ -184,10 +188,12 @@ def make_overview(
     folders = [str(run.workdir) for run in runs]
     short = [run.workdir.name for run in runs]
     labels = _labels(groups, configs, short if len(set(short)) == len(runs) else folders)
-    records = [_with_counted(run.records, some) for run, some in zip(runs, read, strict=True)]
+    records = [
+        _with_counted(run.records, episodes) for run, episodes in zip(runs, read, strict=True)
+    ]
     names = {
         name: None
-        for record in (record for some in records for record in some)
+        for record in (record for run_records in records for record in run_records)
         for name, value in record.items()
         if name != "step" and is_finite(value, LARGEST_FLOAT32)
     }
@@ -212,8 +218,8 @@ def make_overview(
         "panels": [dataclasses.asdict(panel) for panel in panels],
         "others": other_panels(names.keys() - shown),
         "evaluation": compare(groups, [run.evaluation for run in runs]),
-        "found": sum(some.found for some in read),
-        "total": sum(some.total for some in read),
+        "found": sum(episodes.readable_count for episodes in read),
+        "total": sum(episodes.total for episodes in read),
     }
 
 
@@ -221,8 +227,10 @@ def group_by_seed(configs: Sequence[Mapping[str, Any] | None]) -> list[list[int]
     """Indices of runs by equal config except the seed; a run without a config is alone."""
     groups: dict[str, list[int]] = {}  # key: config, or the index of a run without one
     for place, config in enumerate(configs):
-        rest = None if config is None else {k: v for k, v in config.items() if k != "seed"}
-        groups.setdefault(json.dumps(rest or place, sort_keys=True), []).append(place)
+        seedless_config = (
+            None if config is None else {k: v for k, v in config.items() if k != "seed"}
+        )
+        groups.setdefault(json.dumps(seedless_config or place, sort_keys=True), []).append(place)
     return list(groups.values())
 
 
@@ -233,11 +241,17 @@ def _labels(
 ) -> list[str]:
     """Labels of the groups: the config fields that differ, or names if these are too many."""
     fields = [dict(flat(configs[members[0]] or {})) for members in groups]
-    all_names = dict.fromkeys(name for some in fields for name in some if name != "seed")
-    differing = [n for n in all_names if len({json.dumps(some.get(n)) for some in fields}) > 1]
+    all_names = dict.fromkeys(
+        name for group_fields in fields for name in group_fields if name != "seed"
+    )
+    differing = [
+        n
+        for n in all_names
+        if len({json.dumps(group_fields.get(n)) for group_fields in fields}) > 1
+    ]
     labels = []
-    for members, some in zip(groups, fields, strict=True):
-        label = ", ".join(f"{name}={some.get(name)}" for name in differing)
+    for members, group_fields in zip(groups, fields, strict=True):
+        label = ", ".join(f"{name}={group_fields.get(name)}" for name in differing)
         if not 0 < len(differing) <= _LABEL_FIELDS or not all(fields):
             label = names[members[0]]
         labels.append(label)
@@ -281,12 +295,12 @@ def _places(run: RunData, x: str) -> dict[int, float]:
     A count of tokens that is no finite number, as in a damaged line, counts as 0.
     """
     check_axis(run, x)
-    found, tokens = {}, 0.0
+    places, tokens = {}, 0.0
     for record in run.records:
         count = record.get(TOKENS, 0.0)
         tokens += count if is_finite(count, LARGEST_FLOAT32) else 0.0
-        found[record["step"]] = record["step"] if x == "step" else tokens
-    return found
+        places[record["step"]] = record["step"] if x == "step" else tokens
+    return places
 
 
 def _series(
@@ -304,18 +318,18 @@ def _series(
             by_step.setdefault(record["step"], []).append(record)
     series = {}
     for name in names:
-        found = {
+        values_by_step = {
             step: [r[name] for r in by_step[step] if is_finite(r.get(name), LARGEST_FLOAT32)]
             for step in sorted(by_step)
         }
-        steps = evenly([step for step, values in found.items() if values], POINTS)
+        steps = evenly([step for step, values in values_by_step.items() if values], POINTS)
         if not steps:
             continue
-        values = [found[step] for step in steps]
+        values = [values_by_step[step] for step in steps]
         reductions = [statistics.fmean] if len(runs) == 1 else [statistics.fmean, min, max]
         series[name] = [
             [six_digits(statistics.fmean(p[s] for p in places if s in p)) for s in steps],
-            *([six_digits(reduce(some)) for some in values] for reduce in reductions),
+            *([six_digits(reduce(step_values)) for step_values in values] for reduce in reductions),
         ]
     return series
 

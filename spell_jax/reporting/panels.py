@@ -30,9 +30,9 @@ class Panel:
 
 def choose_panels(names: Collection[str]) -> list[Panel]:
     """Chooses the panels with measured metrics `names`; each takes them by name or by pattern."""
-    known = set(names)
-    panels = [*_learning(known), *_time(known)]
-    return [panel for panel in panels if known & set(panel.metrics.values())]
+    measured_names = set(names)
+    panels = [*_learning(measured_names), *_time(measured_names)]
+    return [panel for panel in panels if measured_names & set(panel.metrics.values())]
 
 
 def other_panels(names: Collection[str]) -> list[dict[str, Any]]:
@@ -48,8 +48,8 @@ def panels_by_prefix(names: Collection[str]) -> dict[str, list[dict[str, Any]]]:
     """Prefix -> panels of all its metrics; names without a prefix belong to "other"."""
     prefixes: dict[str, list[dict[str, Any]]] = {}
     for panel in other_panels(names):
-        prefix, _, rest = panel["title"].partition("/")
-        name, title = (prefix, rest) if rest else ("other", prefix)
+        prefix, _, suffix = panel["title"].partition("/")
+        name, title = (prefix, suffix) if suffix else ("other", prefix)
         prefixes.setdefault(name, []).append(panel | {"title": title})
     return prefixes
 
@@ -125,12 +125,12 @@ def _time(names: Collection[str]) -> Iterator[Panel]:
 
 def _parts(names: Collection[str], name: str, first: tuple[str, ...]) -> dict[str, str]:
     """Label -> name/LABEL: the labels `first`, then other measured ones, numbers by size."""
-    others = _matching(names, rf"{re.escape(name)}/(\w+)")
-    labels = dict.fromkeys((*first, *sorted(others, key=lambda label: (len(label), label))))
+    other_labels = _matching(names, rf"{re.escape(name)}/(\w+)")
+    labels = dict.fromkeys((*first, *sorted(other_labels, key=lambda label: (len(label), label))))
     return {label: f"{name}/{label}" for label in labels}
 
 
 def _matching(names: Collection[str], pattern: str) -> dict[str, str]:
     """Label -> name, for the names that match a pattern; its first group is the label."""
-    found = ((re.fullmatch(pattern, name), name) for name in sorted(names))
-    return {match[1]: name for match, name in found if match}
+    matches = ((re.fullmatch(pattern, name), name) for name in sorted(names))
+    return {match[1]: name for match, name in matches if match}

@@ -86,7 +86,7 @@ def file_names(titles: Sequence[str]) -> list[str]:
     for title in titles:
         plain = title.partition(":")[0].lower().replace("'", "")
         name = re.sub(r"[^a-z0-9]+", "_", plain)[:_NAME_CHARACTERS].strip("_") or "plot"
-        same = sum(re.fullmatch(rf"{name}(_\d+)?", other) is not None for other in names)
+        same = sum(re.fullmatch(rf"{name}(_\d+)?", used_name) is not None for used_name in names)
         names.append(f"{name}_{same + 1}" if name in names else name)
     return names
 
@@ -140,32 +140,32 @@ def _draw_curves(
     if overall:
         metrics = {"all": metrics["all"]}
     labels = list(metrics)
-    found = [
+    curves = [
         (g, m, group["series"][metric])
         for g, group in enumerate(groups)
         for m, metric in enumerate(metrics.values())
         if metric in group["series"]
     ]
     shift = 1 if "all" in metrics else 0
-    if panel.get("stacked") and not several and len(found) > 1:
-        _stack(axes, [(labels[m], m, series) for _, m, series in found])
+    if panel.get("stacked") and not several and len(curves) > 1:
+        _stack(axes, [(labels[m], m, series) for _, m, series in curves])
     else:
-        for g, m, (steps, mean, *band) in found:
-            own = _INK if m < shift else _COLORS[(m - shift) % len(_COLORS)]
-            color = _COLORS[g % len(_COLORS)] if several else own
+        for g, m, (steps, mean, *band) in curves:
+            metric_color = _INK if m < shift else _COLORS[(m - shift) % len(_COLORS)]
+            color = _COLORS[g % len(_COLORS)] if several else metric_color
             name = f"{groups[g]['name']}: {labels[m]}" if several else labels[m]
             name = groups[g]["name"] if overall else name
             style = _DASHES[m % len(_DASHES)] if several else "-"
-            many = len(steps) > MANY
+            is_long = len(steps) > MANY
             if band:
-                low, high = map(smooth, band) if many else band
+                low, high = map(smooth, band) if is_long else band
                 axes.fill_between(steps, low, high, color=color, alpha=0.2, linewidth=0)
-            elif many:
+            elif is_long:
                 axes.plot(steps, mean, color=color, alpha=0.3, linewidth=0.6)
             marker = "." if len(steps) == 1 else ""
             axes.plot(
                 steps,
-                smooth(mean) if many else mean,
+                smooth(mean) if is_long else mean,
                 color=color,
                 linestyle=style,
                 linewidth=1.3,
@@ -174,20 +174,20 @@ def _draw_curves(
             )
         axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))
     axes.set_xlabel(x, fontsize=7)
-    if len(found) > 1:
+    if len(curves) > 1:
         axes.legend(fontsize=6)
 
 
-def _stack(axes: Axes, found: Sequence[tuple[str, int, Sequence]]) -> None:
+def _stack(axes: Axes, curves: Sequence[tuple[str, int, Sequence]]) -> None:
     """Draws the curves of one group as stacked areas; missing values count as 0."""
-    steps = sorted({step for _, _, (some, *_) in found for step in some})
+    steps = sorted({step for _, _, (curve_steps, *_) in curves for step in curve_steps})
     heights = []
-    for _, _, (some, mean, *_) in found:
-        values = dict(zip(some, mean, strict=True))
+    for _, _, (curve_steps, mean, *_) in curves:
+        values = dict(zip(curve_steps, mean, strict=True))
         height = [values.get(step, 0.0) for step in steps]
         heights.append(smooth(height) if len(steps) > MANY else height)
-    colors = [_COLORS[m % len(_COLORS)] for _, m, _ in found]
-    labels = [_plain(label) for label, *_ in found]
+    colors = [_COLORS[m % len(_COLORS)] for _, m, _ in curves]
+    labels = [_plain(label) for label, *_ in curves]
     axes.stackplot(steps, heights, labels=labels, colors=colors, alpha=0.75)
     axes.margins(0)
 
@@ -196,12 +196,12 @@ def smooth(values: Sequence[float]) -> list[float]:
     """Moving average with a sixtieth of the values on either side."""
     half = len(values) // 60
     windows = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
-    return [sum(some) / len(some) for some in windows]
+    return [sum(window) / len(window) for window in windows]
 
 
 def _draw_mapping(axes: Axes, groups: Sequence[Mapping]) -> None:
     """Draws the questioner's reward over the mean answer reward; circle area counts questions."""
-    most = max([1, *(count for group in groups for *_, count in group["points"])])
+    max_count = max([1, *(count for group in groups for *_, count in group["points"])])
     for g, group in enumerate(groups):
         color = _COLORS[g % len(_COLORS)]
         name = group["mapping"]["name"] if group["mapping"] else "points only"
@@ -210,9 +210,9 @@ def _draw_mapping(axes: Axes, groups: Sequence[Mapping]) -> None:
         xs, ys = zip(*curve, strict=True) if group["mapping"] else ((), ())
         axes.plot(xs, ys, color=color, linewidth=1.3, label=_plain(label))
         if group["points"]:
-            means, given, counts = zip(*group["points"], strict=True)
-            sizes = [4 + 120 * count / most for count in counts]
-            axes.scatter(means, given, sizes, color=color, alpha=0.45, linewidths=0)
+            means, rewards, counts = zip(*group["points"], strict=True)
+            sizes = [4 + 120 * count / max_count for count in counts]
+            axes.scatter(means, rewards, sizes, color=color, alpha=0.45, linewidths=0)
     axes.set_xlabel("mean reward of the answers", fontsize=7)
     axes.legend(fontsize=6)
 
@@ -223,10 +223,10 @@ def _draw_table(axes: Axes, table: Mapping[str, Any], groups: Sequence[Mapping])
     kinds = [(g, when) for g in range(len(groups)) for when in (0, 1)]
     for place, (g, when) in enumerate(kinds):
         cells = [(y, row["cells"][g][when]) for y, row in enumerate(rows)]
-        found = [(y + (place + 1) / (len(kinds) + 1) - 0.5, *cell) for y, cell in cells if cell]
-        if not found:
+        points = [(y + (place + 1) / (len(kinds) + 1) - 0.5, *cell) for y, cell in cells if cell]
+        if not points:
             continue
-        heights, means, halves, _ = zip(*found, strict=True)
+        heights, means, halves, _ = zip(*points, strict=True)
         name = f"{groups[g]['name']}: " if len(groups) > 1 else ""
         axes.errorbar(
             means,

@@ -70,13 +70,13 @@ def compare(
 
     def cell(members: Sequence[int], when: int, section: str, row: str, column: str) -> Any:
         pairs = [pair for i in members if (pair := runs[i])]
-        found = [pair[when].get(section, {}).get(row, {}).get(column) for pair in pairs]
-        found = [value for value in found if value is not None]
-        if not found:
+        values = [pair[when].get(section, {}).get(row, {}).get(column) for pair in pairs]
+        values = [value for value in values if value is not None]
+        if not values:
             return None
-        means = [mean for mean, _ in found]
-        half = found[0][1] if len(found) == 1 else (max(means) - min(means)) / 2
-        return [six_digits(statistics.fmean(means)), six_digits(half), len(found)]
+        means = [mean for mean, _ in values]
+        half = values[0][1] if len(values) == 1 else (max(means) - min(means)) / 2
+        return [six_digits(statistics.fmean(means)), six_digits(half), len(values)]
 
     return [
         {

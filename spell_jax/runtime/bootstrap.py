@@ -12,8 +12,8 @@ _ENDS = (2.5, 97.5)  # percentiles
 
 def resample_means(values: Sequence[float], seed: Sequence[int]) -> np.ndarray:
     """Return the means of SAMPLES samples of the values with replacement, float [SAMPLES]."""
-    chosen = np.random.default_rng([*seed]).integers(len(values), size=(SAMPLES, len(values)))
-    return np.asarray(values, float)[chosen].mean(axis=1)
+    indices = np.random.default_rng([*seed]).integers(len(values), size=(SAMPLES, len(values)))
+    return np.asarray(values, float)[indices].mean(axis=1)
 
 
 def interval(means: np.ndarray) -> tuple[float, float]:

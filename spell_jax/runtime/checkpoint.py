@@ -91,8 +91,10 @@ class Checkpoints:
             lambda: [(step, *hashes.score(self._folder(step))) for step in self._on_disk()]
         )
         # Scores of finished steps, and steps whose folder is unusable.
-        self._scores: dict[int, float | None] = {s: score for s, done, score in steps if done}
-        self._unusable = {step for step, done, _ in steps if not done}
+        self._scores: dict[int, float | None] = {
+            s: score for s, is_finished, score in steps if is_finished
+        }
+        self._unusable = {step for step, is_finished, _ in steps if not is_finished}
 
     def save(
         self,
@@ -182,8 +184,8 @@ class Checkpoints:
             self._unusable.add(step)
             log.warning("%s is skipped: %s", self._folder(step), damage)
         if intact is None and damages:
-            [*others, (_, oldest)] = damages
-            if others or oldest != hashes.UNFINISHED:
+            [*newer_damages, (_, oldest)] = damages
+            if newer_damages or oldest != hashes.UNFINISHED:
                 listed = "".join(f"\n  step {step}: {damage}" for step, damage in damages)
                 raise DamagedError(
                     f"{self._directory}: no step can be used:{listed}\n"
@@ -241,10 +243,10 @@ class Checkpoints:
         differences = _differences(self._manager.item_metadata(step)["arrays"], abstract, is_part)
         if differences:
             named = "\n  ".join(differences[:_MOST_NAMED])
-            more = len(differences) - _MOST_NAMED
+            num_unnamed = len(differences) - _MOST_NAMED
             raise ValueError(
                 f"{self._directory}, step {step}: the checkpoint does not fit:\n  {named}"
-                + (f"\n  and {more} more" if more > 0 else "")
+                + (f"\n  and {num_unnamed} more" if num_unnamed > 0 else "")
             )
 
     def _require(self, step: int) -> None:
@@ -325,8 +327,8 @@ class Checkpoints:
         if renews:
             self._manager = self._open()
         scores = {**self._scores, step: score}
-        kept = {*sorted(scores)[-self._keep :], _best(scores)}
-        surplus = [old for old in scores if old not in kept]
+        kept_steps = {*sorted(scores)[-self._keep :], _best(scores)}
+        surplus = [old for old in scores if old not in kept_steps]
         with self._barriers.announced():
             self._manager.save(step, args=args, force=True)
         job = self._background.submit(self._commit, step, score, surplus)

@@ -55,18 +55,20 @@ class Split:
     width: Axes = ()  # split the width D of weights
 
     @classmethod
-    def of(cls, tokens: tuple[int, ...], leading: int, width: int, over: str, **more: Any) -> Self:
+    def of(
+        cls, tokens: tuple[int, ...], leading: int, width: int, over: str, **fields: Any
+    ) -> Self:
         """Split of tokens [B, T, ...] and weights [leading, width]; `over` splits `leading`."""
         mesh = current_mesh()
         if mesh is None:
-            return cls(**more)
+            return cls(**fields)
         return cls(
             mesh=mesh,
             rows=tuple(axis for axis in meshes.ROWS if mesh.shape[axis] > 1),
             time=splitting(mesh, (meshes.CONTEXT,), tokens[1]),
             leading=splitting(mesh, (over,), leading),
             width=splitting(mesh, meshes.EMBED, width),
-            **more,
+            **fields,
         )
 
     def count(self, axes: Axes) -> int:
@@ -133,5 +135,5 @@ def rounded(x: jax.Array, dtype: Any) -> jax.Array:
     XLA moves a plain cast before a sum over devices, which then adds in bfloat16 (an
     optimization_barrier does not prevent it).
     """
-    kept = jnp.finfo(dtype)
-    return jax.lax.reduce_precision(x, kept.nexp, kept.nmant).astype(dtype)
+    float_info = jnp.finfo(dtype)
+    return jax.lax.reduce_precision(x, float_info.nexp, float_info.nmant).astype(dtype)

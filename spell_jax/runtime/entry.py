@@ -205,10 +205,10 @@ def parse_flags(
     """
     argv = _find_config(argv)
     try:
-        rest = flags_parser(argv)
+        main_arguments = flags_parser(argv)
         for name in values:  # ml_collections raises for a missing file when it is first used
             getattr(values[name].value, "is_locked", None)
-        return rest
+        return main_arguments
     except flags.Error as error:
         if _UNSET in str(error):
             names = re.findall(r"flag (--\w+)=None", str(error))
@@ -235,17 +235,17 @@ def parse_flags(
 
 def _find_config(argv: Sequence[str]) -> list[str]:
     """`--config=NAME[:ARGUMENT]` with the path of a config that ships, if there is no such file."""
-    found = list(argv)
-    if "--config" in found[:-1]:  # --config NAME
-        place = found.index("--config")
-        found[place : place + 2] = ["=".join(found[place : place + 2])]
-    for place, argument in enumerate(found):
+    arguments = list(argv)
+    if "--config" in arguments[:-1]:  # --config NAME
+        place = arguments.index("--config")
+        arguments[place : place + 2] = ["=".join(arguments[place : place + 2])]
+    for place, argument in enumerate(arguments):
         flag, _, value = argument.partition("=")
-        name, colon, rest = value.partition(":")
+        name, colon, suffix = value.partition(":")
         if flag in ("--config", "-config") and name and not os.path.exists(name):
             path = paths.shipped_configs().get(_config_name(name))
-            found[place] = f"{flag}={path}{colon}{rest}" if path else argument
-    return found
+            arguments[place] = f"{flag}={path}{colon}{suffix}" if path else argument
+    return arguments
 
 
 def _config_name(path: str) -> str:
@@ -254,10 +254,10 @@ def _config_name(path: str) -> str:
 
 def _no_such_config(argv: Sequence[str]) -> str:
     value = next((a.partition("=")[2] for a in argv if a.startswith("--config=")), "")
-    known = [name for name in paths.shipped_configs() if "/" not in name]
-    near = difflib.get_close_matches(_config_name(value.partition(":")[0]), known, 1)
+    names = [name for name in paths.shipped_configs() if "/" not in name]
+    near = difflib.get_close_matches(_config_name(value.partition(":")[0]), names, 1)
     hint = f"did you mean {near[0]}? " if near else ""
-    return f"--config = {value!r}: no such file; {hint}Configs that ship: {', '.join(known)}"
+    return f"--config = {value!r}: no such file; {hint}Configs that ship: {', '.join(names)}"
 
 
 def _no_such_field(error: Exception, argv: Sequence[str]) -> str:
@@ -284,6 +284,8 @@ def _nearest_field(name: str, argv: Sequence[str]) -> str:
     loaded: Any = values["config"].value
     fields = [field for field, _ in flat(loaded.to_dict())]
     last = name.rpartition(".")[2]
-    found = [field for field in fields if field.endswith(f".{last}")]
-    found = found or difflib.get_close_matches(name, fields, 1)
-    return f"Did you mean {' or '.join(f'--config.{field}' for field in found)}?" if found else ""
+    matches = [field for field in fields if field.endswith(f".{last}")]
+    matches = matches or difflib.get_close_matches(name, fields, 1)
+    return (
+        f"Did you mean {' or '.join(f'--config.{field}' for field in matches)}?" if matches else ""
+    )

@@ -53,8 +53,8 @@ def episode_files(workdir: str | os.PathLike[str]) -> dict[int, epath.Path]:
     """Episode file of each step, in order of steps; empty if there is no folder."""
     files = {}
     for path in paths.entries(epath.Path(workdir) / EPISODES_FOLDER):
-        if found := re.fullmatch(r"step_(\d+)\.jsonl\.gz", path.name):
-            files[int(found[1])] = path
+        if match := re.fullmatch(r"step_(\d+)\.jsonl\.gz", path.name):
+            files[int(match[1])] = path
     return dict(sorted(files.items()))
 
 
@@ -150,21 +150,21 @@ class EpisodeWriter:
 
 def _bounded(episodes: list[Mapping[str, Any]], room: int) -> list[dict[str, Any]]:
     """Records that fit into `room` characters, then their documents as far as they fit."""
-    kept, documents = [], {}
+    records, documents = [], {}
     for number, episode in enumerate(episodes, 1):
         record, _ = finite_or_none({"number": number, "of": len(episodes), **episode})
         texts = record.pop("documents", None)
         size = _size(record)
         if size <= room:
             room -= size
-            kept.append(record)
+            records.append(record)
             documents.setdefault(record.get("cluster"), (record, texts))
     for record, texts in documents.values():
-        added = {"documents": texts}
-        if texts and _size(added) <= room:
-            room -= _size(added)
-            record |= added
-    return kept
+        document_field = {"documents": texts}
+        if texts and _size(document_field) <= room:
+            room -= _size(document_field)
+            record |= document_field
+    return records
 
 
 def _size(record: Any) -> int:

@@ -45,9 +45,9 @@ def point(name: str) -> None:
             f"{VARIABLE} = {fault!r}: must be NAME:COUNT, NAME:COUNT:term or NAME:COUNT:raise, "
             f"NAME one of {POINTS} and COUNT at least 1"
         )
-    chosen, count, action = match.groups()
+    fault_point, count, action = match.groups()
     _passed[name] += 1
-    if name != chosen or _passed[name] != int(count):
+    if name != fault_point or _passed[name] != int(count):
         return
     if action == ":raise":
         raise Fault(fault)

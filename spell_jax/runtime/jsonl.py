@@ -93,8 +93,8 @@ class _Problems:
             log.warning("%s:%d: %s (%s)", self.path, number, skipped, reason)
 
     def log_rest(self) -> None:
-        if (rest := self.count - _NAMED_LINES) > 0:
-            log.warning("%s: %d more lines skipped", self.path, rest)
+        if (num_unnamed := self.count - _NAMED_LINES) > 0:
+            log.warning("%s: %d more lines skipped", self.path, num_unnamed)
 
 
 def _read(path: str | os.PathLike[str], parse: Callable[[Any], T]) -> tuple[list[T], _Problems]:

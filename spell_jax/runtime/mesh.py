@@ -66,13 +66,13 @@ def axis_sizes(shape: Mapping[str, int] | None, count: int) -> tuple[int, ...]:
     for axis, size in zip(AXES, sizes, strict=True):
         if size < 1 and size != -1:
             raise ValueError(f"mesh.{axis} = {size}: must be at least 1, or -1 for what is left")
-    known = math.prod(size for size in sizes if size != -1)
-    if sizes.count(-1) > 1 or count % known:
+    fixed_product = math.prod(size for size in sizes if size != -1)
+    if sizes.count(-1) > 1 or count % fixed_product:
         raise ValueError(
             f"mesh = {shape}: cannot be laid out on {count} devices; the product of the sizes "
             "must be their number, and one size may be -1, for what is left"
         )
-    sizes = [count // known if size == -1 else size for size in sizes]
+    sizes = [count // fixed_product if size == -1 else size for size in sizes]
     if math.prod(sizes) != count:
         raise ValueError(f"mesh = {shape}: makes {math.prod(sizes)} devices, but there are {count}")
     return tuple(sizes)

@@ -175,9 +175,9 @@ class MetricsWriter:
             raise ValueError(f"step = {step}: must be above {last}, the last one written")
         means = metrics.means() if isinstance(metrics, Metrics) else metrics
         numbers = {name: float(value) for name, value in means.items()}
-        taken = {"step", "non_finite"} & numbers.keys()
-        if taken:
-            raise ValueError(f"metric name {taken.pop()!r}: reserved for the line itself")
+        reserved_names = {"step", "non_finite"} & numbers.keys()
+        if reserved_names:
+            raise ValueError(f"metric name {reserved_names.pop()!r}: reserved for the line itself")
         record, non_finite = finite_or_none(numbers)
         if non_finite:
             names = [name for name, value in record.items() if value is None]

@@ -102,9 +102,9 @@ def _fetch(url: str, place: pathlib.Path) -> pathlib.Path:
     system, path = _request(url, lambda: _open(url))
     name = pathlib.PurePosixPath(path.partition("?")[0]).name or "files"
     unknown = f"unknown at {time.time_ns()}"  # so that no process takes it for an earlier one
-    found = _list(url, system, path, unknown)
+    files = _list(url, system, path, unknown)
     for _ in range(LISTINGS):
-        folder = place / _digest([name, *found.items()])
+        folder = place / _digest([name, *files.items()])
         if folder.exists():
             return folder / name
         scratch = place / "unfinished"
@@ -112,17 +112,17 @@ def _fetch(url: str, place: pathlib.Path) -> pathlib.Path:
         scratch.mkdir()
         failure = None
         try:
-            _read_missing(url, system, found.values(), place)
+            _read_missing(url, system, files.values(), place)
         except FetchError as error:  # perhaps because the file has just been replaced
             failure = error
-        before, found = found, _list(url, system, path, unknown)
-        if found != before:
-            for _, file in before.items() - found.items():  # may hold parts of two versions
+        before, files = files, _list(url, system, path, unknown)
+        if files != before:
+            for _, file in before.items() - files.items():  # may hold parts of two versions
                 (place / _digest(file)).unlink(missing_ok=True)
             continue
         if failure:
             raise failure
-        for relative, file in found.items():
+        for relative, file in files.items():
             link = scratch / "folder" / name / relative
             link.parent.mkdir(parents=True, exist_ok=True)
             link.hardlink_to(place / _digest(file))

@@ -131,8 +131,8 @@ class RunLogger:
     """Everything that a run writes and shows between two checkpoints; a context.
 
     Every process makes one and calls it in the same way; only process 0 writes. The run has done
-    `done` of `steps` steps; data of later steps in the folder is dropped. `saved` is the `state`
-    in the last checkpoint. `episodes` is the maximum number of characters per step, as in
+    `finished_steps` of `steps` steps; data of later steps in the folder is dropped. `saved` is the
+    `state` in the last checkpoint. `episodes` is the maximum number of characters per step, as in
     EpisodeWriter. Nothing is written if the folder was removed or renamed (durable.GoneError).
     `wandb` is a project of Weights & Biases, which also gets the config. `timer` is given if others
     read it too. ValueError as MetricsWriter, ImportError as loggers.Wandb.
@@ -142,7 +142,7 @@ class RunLogger:
         self,
         workdir: str | os.PathLike[str],
         steps: int,
-        done: int = 0,
+        finished_steps: int = 0,
         saved: Mapping[str, Any] | None = None,
         *,
         episodes: int = 0,
@@ -151,7 +151,7 @@ class RunLogger:
         timer: PhaseTimer | None = None,
     ) -> None:
         is_writer = jax.process_index() == 0
-        folder, resume_step = epath.Path(workdir), done or None
+        folder, resume_step = epath.Path(workdir), finished_steps or None
         saved = saved or {}
         tail, queued = saved.get("metrics", ()), saved.get("episodes", {})
         self._workdirs = list(saved.get("workdirs", ()))
@@ -169,7 +169,7 @@ class RunLogger:
         self._process_stats = ProcessStats()
         self._shown: dict[str, float | str] = {}
         # Also holds the time limit.
-        self.progress = Progress(steps, start=done, enabled=is_writer)
+        self.progress = Progress(steps, start=finished_steps, enabled=is_writer)
         self._timer = timer or PhaseTimer()
         self._empty_in_a_row = 0
 
@@ -184,12 +184,14 @@ class RunLogger:
         if error[0] is None:
             self._metrics.close()
 
-    def enter(self, phase: str, done: int, shown: Mapping[str, float | str] | None = None) -> None:
-        """Starts a phase of the run, after `done` steps, and shows the newest numbers."""
+    def enter(
+        self, phase: str, finished_steps: int, shown: Mapping[str, float | str] | None = None
+    ) -> None:
+        """Starts a phase of the run, after `finished_steps` steps, and shows the newest numbers."""
         self._shown |= shown or {}
         self._timer.enter(phase)
-        peers.note(phase=phase, step=done)
-        self.progress.update(done, phase, self._shown)
+        peers.note(phase=phase, step=finished_steps)
+        self.progress.update(finished_steps, phase, self._shown)
 
     def write(self, step: int, metrics: Metrics, episodes: Iterable[Any] = ()) -> None:
         """Writes a step's metrics, with the time since the last, and episodes.

@@ -34,6 +34,6 @@ class PhaseTimer:
     def take(self) -> dict[str, float]:
         """Returns and resets the seconds by phase; their sum is the time since the last call."""
         self.enter(self._name)
-        taken = dict(self._seconds)
+        seconds = dict(self._seconds)
         self._seconds.clear()
-        return taken
+        return seconds

@@ -189,14 +189,15 @@ class WorkdirLock:
         seen_now = dataclasses.replace(self._holder, seen=time.time())
         generation = self._write(seen_now, self._generation)
         if not generation:
-            found = self._read()
-            holder = Holder.parse(found.value) if found.state == "value" else None
+            lock_file = self._read()
+            holder = Holder.parse(lock_file.value) if lock_file.state == "value" else None
             if holder is not None and holder.token != self._holder.token:
                 log.error("%s. It took over from this run, which ends", self._in_use(holder))
                 self._generation = b""
                 self._is_over.set()
                 return self._end(1)
-            generation = found.stamp.generation  # the file was removed by hand: written next time
+            # The file was removed by hand: written next time.
+            generation = lock_file.stamp.generation
         self._generation = generation
 
     def _beat(self) -> None:

@@ -58,22 +58,22 @@ class Answer:
 
     def extend(self, tokens: SlotTokens, slot: int, strings: Sequence[str]) -> None:
         """Append a slot's tokens, up to the first that completes a stop string."""
-        kept = tokens.new[slot]
+        count = tokens.new[slot]
         if self.stream is not None:
-            kept = self.read(self.stream, tokens.bits[slot, 0, :kept].tolist(), strings)
+            count = self.read(self.stream, tokens.bits[slot, 0, :count].tolist(), strings)
         # Copies, which do not keep the other slots' arrays.
-        self.bits.append(tokens.bits[slot, :, :kept].copy())
+        self.bits.append(tokens.bits[slot, :, :count].copy())
         if tokens.experts is not None:
-            self.experts.append(np.array(tokens.experts[slot, :kept]))
+            self.experts.append(np.array(tokens.experts[slot, :count]))
 
     def read(self, stream: Stream, ids: Sequence[int], strings: Sequence[str]) -> int:
         """Decode ids up to the first that completes a stop string; return how many were decoded."""
         for number, token in enumerate(ids, 1):
             begin = max(0, len(self.text) - max(map(len, strings)) + 1)
             self.text += stream.push(token)
-            found = [s for s in strings if s in self.text[begin:]]
-            if found:
-                self.stop_string = min(found, key=self.text[begin:].index)
+            completed_strings = [s for s in strings if s in self.text[begin:]]
+            if completed_strings:
+                self.stop_string = min(completed_strings, key=self.text[begin:].index)
                 self.stopped = True
                 return number
         return len(ids)
@@ -81,10 +81,10 @@ class Answer:
     def sample(self, prompt_experts: np.ndarray | None) -> Sample:
         """Return the finished answer; `prompt_experts` are [P, L, k], None if not recorded."""
         bits = self.bits[0] if len(self.bits) == 1 else np.concatenate(self.bits, axis=1)
-        logprobs, kept, cutoffs = bits[1:].view(np.float32)
+        logprobs, kept_log_masses, cutoffs = bits[1:].view(np.float32)
         experts = np.concatenate(self.experts) if self.experts else None
         ended = self.stopped, self.stop_string
-        return Sample(bits[0], logprobs, *ended, kept, cutoffs, experts, prompt_experts)
+        return Sample(bits[0], logprobs, *ended, kept_log_masses, cutoffs, experts, prompt_experts)
 
 
 class PromptExperts:
@@ -112,8 +112,8 @@ class PromptExperts:
     def _collect(self) -> None:
         for experts, tasks in self._pending:
             by_shard = jax.device_get(experts).reshape(len(tasks), -1, *experts.shape[1:])
-            for shard, some in enumerate(tasks):
-                for row, (prefilled, number) in enumerate(some):
+            for shard, shard_tasks in enumerate(tasks):
+                for row, (prefilled, number) in enumerate(shard_tasks):
                     # A copy: a page may outlive the others of its call.
                     self._pages[shard, prefilled.pages[number]] = by_shard[shard, row].copy()
         self._pending = []

@@ -63,36 +63,36 @@ def slots(
     """Make the input arrays of a decode call of one lane; see Slots.most_idle."""
     shape, shards = scheduler.shape, len(scheduler.shards)
     cells, rows = shape.lanes[lane]
-    one, many = (shards, shape.slots), (shards, rows, cells)
+    slot_shape, cell_shape = (shards, shape.slots), (shards, rows, cells)
     prompt_pages = shape.pages_of(config.max_prompt)
     suffix_pages = shape.pages_of(config.longest_answer)
     arrays = programs.Slots(
-        prefilled=np.full(one, -1, np.int32),
-        prompt_length=np.zeros(one, np.int32),
-        count=np.zeros(one, np.int32),
-        limit=np.zeros(one, np.int32),
-        key=np.zeros((*one, 2), np.uint32),
-        sample_index=np.zeros(one, np.int32),
-        row=np.zeros(one, np.int32),
-        cell=np.zeros(one, np.int32),
-        slot=np.full(many, shape.slots, np.int32),
-        prompt_table=np.zeros((*many[:2], prompt_pages), np.int32),
-        prompt_visible=np.zeros(many, np.int32),
-        suffix_table=np.zeros((*one, suffix_pages), np.int32),
+        prefilled=np.full(slot_shape, -1, np.int32),
+        prompt_length=np.zeros(slot_shape, np.int32),
+        count=np.zeros(slot_shape, np.int32),
+        limit=np.zeros(slot_shape, np.int32),
+        key=np.zeros((*slot_shape, 2), np.uint32),
+        sample_index=np.zeros(slot_shape, np.int32),
+        row=np.zeros(slot_shape, np.int32),
+        cell=np.zeros(slot_shape, np.int32),
+        slot=np.full(cell_shape, shape.slots, np.int32),
+        prompt_table=np.zeros((*cell_shape[:2], prompt_pages), np.int32),
+        prompt_visible=np.zeros(cell_shape, np.int32),
+        suffix_table=np.zeros((*slot_shape, suffix_pages), np.int32),
         sampling=sampling.Sampling(
-            temperature=np.zeros(one, np.float32),
-            top_k=np.zeros(one, np.int32),
-            top_p=np.ones(one, np.float32),
-            min_p=np.zeros(one, np.float32),
+            temperature=np.zeros(slot_shape, np.float32),
+            top_k=np.zeros(slot_shape, np.int32),
+            top_p=np.ones(slot_shape, np.float32),
+            min_p=np.zeros(slot_shape, np.float32),
         ),
         most_idle=np.full((shards, 1), most_idle, np.int32),
     )
     if config.vocabulary_dropout:
-        shares, nats = np.zeros(one, np.float32), np.zeros(one, np.float32)
+        shares, nats = np.zeros(slot_shape, np.float32), np.zeros(slot_shape, np.float32)
         dropped = dataclasses.replace(arrays.sampling, dropout=shares, dropout_penalty=nats)
         arrays = dataclasses.replace(arrays, sampling=dropped)
     if config.speculative_tokens:
-        tokens = np.zeros((*many[:2], config.max_prompt), np.int32)
+        tokens = np.zeros((*cell_shape[:2], config.max_prompt), np.int32)
         arrays = dataclasses.replace(arrays, prompt_tokens=tokens)
     for number, shard in enumerate(scheduler.shards):
         _fill_slots(arrays, number, limits[number], number * shape.prompts)

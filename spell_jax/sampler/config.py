@@ -111,10 +111,10 @@ class SamplerConfig:
         """Maximum length of a prompt and its answer together, in tokens."""
         return self.max_prompt + self.longest_answer
 
-    def options(self, max_tokens: int, **others: Any) -> Options:
+    def options(self, max_tokens: int, **overrides: Any) -> Options:
         """Configured Options, for answers of at most `max_tokens` tokens."""
         common = Options(self.temperature, self.top_p, self.top_k, self.min_p)
-        return dataclasses.replace(common, max_tokens=max_tokens, **others)
+        return dataclasses.replace(common, max_tokens=max_tokens, **overrides)
 
     def shape(self, mesh: jax.sharding.Mesh) -> Shape:
         """Sizes of one shard of the mesh's row axes; each device samples for as many slots.
@@ -134,7 +134,7 @@ class SamplerConfig:
         lanes[min(self.samples_per_prompt_batch, slots)] = min(
             slots, 4 * -(-slots // self.samples_per_prompt_batch)
         )
-        made = Shape(
+        shape = Shape(
             page_size=self.page_size,
             pages=pages,
             slots=slots,
@@ -143,10 +143,10 @@ class SamplerConfig:
             tasks=max(1, self.prefill_tokens // self.page_size // shards),
         )
         longest = self.longest_answer
-        if made.pages_of(self.max_prompt) + made.pages_of(longest) > pages:
+        if shape.pages_of(self.max_prompt) + shape.pages_of(longest) > pages:
             raise ValueError(
                 f"sampler.kv_cache_tokens = {self.kv_cache_tokens}: a prompt of "
                 f"{self.max_prompt} tokens and an answer of {longest} must fit on each of {shards} "
                 f"parts of the mesh, which takes {shards * (self.longest + 2 * self.page_size)}"
             )
-        return made
+        return shape

@@ -65,8 +65,10 @@ class Sampler:
         # An int8 pool has keys, values and the scales of both.
         arrays = 4 if config.cache_dtype == "int8" else 2
         pages = Pages(*(kv_cache.pages_sharding(mesh, policy),) * arrays)
-        own = (meshes.by_rows(mesh),) * lanes if config.speculative_tokens else ()
-        self.shardings = shardings = programs.State(pages, replicated, (replicated,) * lanes, own)
+        answer_shardings = (meshes.by_rows(mesh),) * lanes if config.speculative_tokens else ()
+        self.shardings = shardings = programs.State(
+            pages, replicated, (replicated,) * lanes, answer_shardings
+        )
         kernel = config.attention
         self.prefill: jax.stages.Wrapped = jax.jit(
             functools.partial(
@@ -127,7 +129,7 @@ class Sampler:
             tuple(jnp.zeros((slots, c.width), dtype) for _ in shape.lanes),
             tuple(
                 jnp.zeros((slots, self.config.longest_answer), jnp.int32)
-                for _ in self.shardings.own
+                for _ in self.shardings.answers
             ),
         )
 
@@ -151,17 +153,17 @@ class Sampler:
         group: int,
         key: jax.Array,
         max_tokens: int | None = None,
-        **others: Any,
+        **overrides: Any,
     ) -> list[list[Sample] | None]:
         """Samples `group` answers for every prompt; None for a prompt above the cap.
 
         `params` are in the compute dtype. Sample g of request i uses fold_in(fold_in(key, i), g).
-        `max_tokens` and `others`, fields of Options, replace the configured ones. ValueError if a
-        prompt is empty, or `group` or an option is out of range; FloatingPointError if the policy's
-        logits are not finite.
+        `max_tokens` and `overrides`, fields of Options, replace the configured ones. ValueError if
+        a prompt is empty, or `group` or an option is out of range; FloatingPointError if the
+        policy's logits are not finite.
         """
         cap = self.config.max_tokens if max_tokens is None else max_tokens
-        options = self.config.options(cap, **others)
+        options = self.config.options(cap, **overrides)
         return self.start_session(params).sample(prompts, group, key, options)
 
     def prompt_fits(self, prompt: Sequence[int]) -> bool:

@@ -79,10 +79,10 @@ def _run(function, time: str | None, q, k, v, pages: Pages, layer, arrays):
     `share` is (index, size) of the device on the `context` axis.
     """
     mesh = collectives.current_mesh()
-    axis, kept = head_split(mesh, q.shape[2], k.shape[2])
+    axis, pool_heads = head_split(mesh, q.shape[2], k.shape[2])
     if mesh is None:
         return function(q, k, v, pages, layer, arrays, (0, 1))
-    k, v = (jnp.repeat(x, kept // k.shape[2], axis=2) for x in (k, v))
+    k, v = (jnp.repeat(x, pool_heads // k.shape[2], axis=2) for x in (k, v))
     parts = mesh.shape[meshes.CONTEXT]
 
     def on_device(q, k, v, pages, layer, arrays):
@@ -120,8 +120,8 @@ def _slots_on_device(kernel: str, q, k, v, pages: Pages, layer, arrays, share):
     (slots, _), (rows, cells) = arrays["suffix_table"].shape, arrays["slot"].shape
     q = q.reshape(slots, -1, *q.shape[2:])  # [N, T, heads, H]
     time = q.shape[1]
-    own = arrays["visible"].reshape(slots, time)
-    suffix = read(q, table=arrays["suffix_table"], num_visible=own)
+    suffix_visible = arrays["visible"].reshape(slots, time)
+    suffix = read(q, table=arrays["suffix_table"], num_visible=suffix_visible)
     siblings = jnp.take(q, arrays["slot"], axis=0, mode="fill", fill_value=0)  # [M, G, T, heads, H]
     siblings = siblings.reshape(rows, cells * time, *q.shape[2:])
     prompt = jnp.repeat(arrays["prompt_visible"], time, axis=1)

@@ -34,7 +34,7 @@ class State:
     hidden: tuple[Array, ...]  # for each lane, the hidden state of each slot's last token, [N, D]
     # For each lane, the tokens that each slot has sampled, int32 [N, S]; entries after its count
     # are undefined. Empty without speculation.
-    own: tuple[Array, ...]
+    answers: tuple[Array, ...]
 
 
 @flax.struct.dataclass
@@ -161,32 +161,33 @@ def decode(
         return (sampled.steps < steps) & (jnp.sum(idle) < most_idle) & jnp.any(active)
 
     def decode_step(carry):
-        hidden, pages, own, sampled = carry
+        hidden, pages, answers, sampled = carry
         left, count = tokens_left(sampled), slots.count + sampled.new
         tokens = sample_next(hidden[:, None], count)
         inputs = tokens.id
         if speculation.tokens:
-            own = _write_own(own, inputs, count)
-            inputs = jnp.concatenate([inputs, _propose(slots, own, count + 1, speculation)], axis=1)
+            answers = _write_own(answers, inputs, count)
+            proposals = _propose(slots, answers, count + 1, speculation)
+            inputs = jnp.concatenate([inputs, proposals], axis=1)
         new, pages, experts = forward(pages, inputs, count, left)
         if speculation.tokens:
-            more = sample_next(new[:, :-1], count + 1)
-            own = _write_own(own, more.id, count + 1)
-            tokens = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), tokens, more)
+            tail = sample_next(new[:, :-1], count + 1)
+            answers = _write_own(answers, tail.id, count + 1)
+            tokens = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), tokens, tail)
         accepted = accept(inputs, tokens.id, left, stop_ids)
         last = jnp.maximum(jnp.sum(accepted, axis=1) - 1, 0)
         new = jnp.take_along_axis(new, last[:, None, None], axis=1)[:, 0]
         hidden = jnp.where(accepted[:, :1], new, hidden)
-        return hidden, pages, own, append(sampled, tokens, experts, accepted, stop_ids)
+        return hidden, pages, answers, append(sampled, tokens, experts, accepted, stop_ids)
 
-    own = state.own[lane] if speculation.tokens else None
-    carry = hidden, state.pages, own, no_samples(config, len(hidden), steps, record_experts)
-    hidden, pages, own, sampled = jax.lax.while_loop(should_continue, decode_step, carry)
+    answers = state.answers[lane] if speculation.tokens else None
+    carry = hidden, state.pages, answers, no_samples(config, len(hidden), steps, record_experts)
+    hidden, pages, answers, sampled = jax.lax.while_loop(should_continue, decode_step, carry)
     state = dataclasses.replace(
         state,
         pages=pages,
         hidden=_replaced(state.hidden, lane, hidden),
-        own=_replaced(state.own, lane, own) if speculation.tokens else (),
+        answers=_replaced(state.answers, lane, answers) if speculation.tokens else (),
     )
     return state, sampled
 
@@ -200,7 +201,7 @@ def _sample(config, params, keys, sampling: Sampling, penalty, hidden, count) ->
     slots, time, width = hidden.shape
     number = count[:, None] + jnp.arange(time)
     uniform = jax.vmap(
-        lambda key, some: jax.vmap(lambda n: jax.random.uniform(jax.random.fold_in(key, n)))(some)
+        lambda key, row: jax.vmap(lambda n: jax.random.uniform(jax.random.fold_in(key, n)))(row)
     )(keys, number)
     logits = lm_head.logits(config, params, hidden.reshape(-1, width))
     sampling, penalty = jax.tree.map(lambda x: jnp.repeat(x, time, axis=0), (sampling, penalty))
@@ -208,17 +209,17 @@ def _sample(config, params, keys, sampling: Sampling, penalty, hidden, count) ->
     return jax.tree.map(lambda x: x.reshape(slots, time), sampled)
 
 
-def _propose(slots: Slots, own, count, speculation: Speculation) -> jax.Array:
-    """Proposes tokens that may follow the first `count` tokens of each slot's own [N, S]."""
+def _propose(slots: Slots, answers, count, speculation: Speculation) -> jax.Array:
+    """Proposes tokens that may follow the first `count` tokens of each slot's answer [N, S]."""
     prompts: Any = slots.prompt_tokens  # not None: speculation is on
-    text = prompts, slots.row, slots.prompt_length, own, count
+    text = prompts, slots.row, slots.prompt_length, answers, count
     return speculative.propose(*text, speculation.match, speculation.tokens)
 
 
-def _write_own(own: jax.Array, tokens: jax.Array, count: jax.Array) -> jax.Array:
-    """Writes tokens [N, T] into each slot's own [N, S], starting at index `count`."""
+def _write_own(answers: jax.Array, tokens: jax.Array, count: jax.Array) -> jax.Array:
+    """Writes tokens [N, T] into each slot's answer [N, S], starting at index `count`."""
     index = count[:, None] + jnp.arange(tokens.shape[1])
-    return own.at[jnp.arange(len(own))[:, None], index].set(tokens, mode="drop")
+    return answers.at[jnp.arange(len(answers))[:, None], index].set(tokens, mode="drop")
 
 
 def _forward(

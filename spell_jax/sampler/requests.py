@@ -66,7 +66,7 @@ class Sample:
     stop_string: str = ""
     # What top-k, top-p and min-p kept at each token: the log of its probability mass, and the
     # cut-off (sampling.SampledToken), float32 [S]; None if it is not known.
-    kept: np.ndarray | None = None
+    kept_log_masses: np.ndarray | None = None
     cutoffs: np.ndarray | None = None
     # Experts that processed each token [S, L, k], and each token of the prompt [P, L, k], in one
     # array for all samples of the prompt (moe.no_experts); None if they were not recorded.

@@ -57,7 +57,7 @@ def join(sampled: Sampled) -> Joined:
     finite = jnp.all(unused | jnp.isfinite(tokens.logprob), axis=1)
     passes = jnp.broadcast_to(sampled.steps, sampled.new.shape)
     counts = sampled.new, sampled.stopped, finite, sampled.busy, passes
-    floats = tokens.logprob, tokens.kept, tokens.cutoff
+    floats = tokens.logprob, tokens.kept_log_mass, tokens.cutoff
     bits = (jax.lax.bitcast_convert_type(x, jnp.int32) for x in floats)
     columns = jnp.stack(counts, axis=1, dtype=jnp.int32)
     return Joined(jnp.concatenate([tokens.id, *bits, columns], axis=1), sampled.experts)

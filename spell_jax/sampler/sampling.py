@@ -55,7 +55,8 @@ class SampledToken:
     # Full-vocabulary log-softmax at the row's temperature (at temperature 0: at 1), not
     # renormalized by the filters (spec section 9), float32 [N]. NaN if the logits are not finite.
     logprob: jax.Array
-    kept: jax.Array  # log of the probability mass that the filters keep, float32 [N], at most 0
+    # Log of the probability mass that the filters keep, float32 [N], at most 0.
+    kept_log_mass: jax.Array
     # Logits over the temperature, less their mean over all tokens, are above this for exactly the
     # kept tokens, float32 [N]; -inf if all are kept, and at temperature 0.
     cutoff: jax.Array
@@ -80,7 +81,7 @@ def sample(
 
     Ids without a token have the logit -inf: they are not sampled, and count in no sum and no mean.
     A `penalty` [N, V] is subtracted from the logits first. `logprob` is
-    computed without the penalty, `kept` and `cutoff` with it.
+    computed without the penalty, `kept_log_mass` and `cutoff` with it.
     """
     if penalty is not None:
         changed = sample(logits - penalty, uniform, sampling)
@@ -94,17 +95,17 @@ def sample(
     below = scaled - largest
     weights = jnp.exp(below)
     is_kept = below >= threshold(below, sampling)[:, None] - _ROUNDING * jnp.abs(largest)
-    kept = jnp.where(is_kept, weights, 0.0)
-    sampled = jnp.where(greedy, jnp.argmax(logits, axis=-1), _invert(kept, uniform))
+    kept_weights = jnp.where(is_kept, weights, 0.0)
+    sampled = jnp.where(greedy, jnp.argmax(logits, axis=-1), _invert(kept_weights, uniform))
     token = sampled.astype(jnp.int32)
-    chosen = jnp.take_along_axis(below, token[:, None], axis=-1)[:, 0]
+    token_logit = jnp.take_along_axis(below, token[:, None], axis=-1)[:, 0]
     log_total = jnp.log(jnp.sum(weights, axis=-1))
     has_token = below > -jnp.inf
     all_kept = greedy | jnp.all(is_kept | ~has_token, axis=-1)
     return SampledToken(
         id=token,
-        logprob=chosen - log_total,
-        kept=jnp.where(all_kept, 0.0, jnp.log(jnp.sum(kept, axis=-1)) - log_total),
+        logprob=token_logit - log_total,
+        kept_log_mass=jnp.where(all_kept, 0.0, jnp.log(jnp.sum(kept_weights, axis=-1)) - log_total),
         cutoff=jnp.where(all_kept, -jnp.inf, _cutoff(below, is_kept, has_token)),
     )
 
@@ -126,17 +127,19 @@ def threshold(below: jax.Array, sampling: Sampling) -> jax.Array:
     lowest = jnp.full(len(below), _LOWEST)
 
     def by_count() -> jax.Array:
-        wanted = jnp.where(sampling.top_k > 0, sampling.top_k, 0)
-        found = _bisect(lambda t: jnp.sum(below >= t[:, None], axis=-1) >= wanted, lowest)
-        return jnp.where(sampling.top_k > 0, found, lowest)
+        top_k = jnp.where(sampling.top_k > 0, sampling.top_k, 0)
+        cutoff = _bisect(lambda t: jnp.sum(below >= t[:, None], axis=-1) >= top_k, lowest)
+        return jnp.where(sampling.top_k > 0, cutoff, lowest)
 
     def by_mass() -> jax.Array:
         def mass(t):
             return jnp.sum(jnp.where(below >= t[:, None], weights, 0.0), axis=-1)
 
-        wanted = sampling.top_p * mass(least)
+        target_mass = sampling.top_p * mass(least)
         # At top_p = 1 a sum in another order could miss the total by a rounding error.
-        return jnp.where(sampling.top_p < 1, _bisect(lambda t: mass(t) >= wanted, least), least)
+        return jnp.where(
+            sampling.top_p < 1, _bisect(lambda t: mass(t) >= target_mass, least), least
+        )
 
     least = jax.lax.cond(jnp.any(sampling.top_k > 0), by_count, lambda: lowest)
     least = jax.lax.cond(jnp.any(sampling.top_p < 1), by_mass, lambda: least)
@@ -175,5 +178,5 @@ def _first_above(sums: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Arr
     cumulative = jnp.where(sums > 0, jnp.cumsum(sums, axis=-1), 0.0)
     target = jnp.clip(target, 0.0, jnp.max(cumulative, axis=-1) * (1 - 2**-23))
     place = jnp.argmax(cumulative > target[:, None], axis=-1)
-    found = jnp.take_along_axis(cumulative - sums, place[:, None], axis=-1)[:, 0]
-    return place, found, target
+    sum_before = jnp.take_along_axis(cumulative - sums, place[:, None], axis=-1)[:, 0]
+    return place, sum_before, target

@@ -155,8 +155,8 @@ class Shard:
 
     def cost(self, blocks: Sequence[bytes], request: SampleRequest) -> int:
         """Number of pages to prefill for a request plus the number of unfinished sequences."""
-        known = len(self._shared(blocks, request))
-        return self.shape.pages_of(len(request.prompt)) - known + len(self.unfinished)
+        num_shared = len(self._shared(blocks, request))
+        return self.shape.pages_of(len(request.prompt)) - num_shared + len(self.unfinished)
 
     def admit(
         self, ticket: int, request: SampleRequest, tokens: np.ndarray, blocks: Sequence[bytes]
@@ -168,8 +168,8 @@ class Shard:
         shape = self.shape
         shared, total = self._shared(blocks, request), shape.pages_of(len(tokens))
         longest = shape.pages_of(request.options.max_tokens)
-        wanted = total - len(shared) + self.pool.idle(shared)
-        if not self._indices or wanted > self._spare(longest):
+        needed_pages = total - len(shared) + self.pool.idle(shared)
+        if not self._indices or needed_pages > self._spare(longest):
             return False
         self.pool.hold(shared)
         self.reused_tokens += len(shared) * shape.page_size
@@ -211,9 +211,9 @@ class Shard:
         """
         limits, size, first = {}, self.shape.page_size, next(iter(self.unfinished), None)
         for sequence in lane.running:
-            wanted = min(sequence.count + steps, sequence.max_tokens)
+            target_count = min(sequence.count + steps, sequence.max_tokens)
             pages = sequence.pages
-            while len(pages) * size < wanted and (sequence is first or self._spare() > 0):
+            while len(pages) * size < target_count and (sequence is first or self._spare() > 0):
                 pages.append(self.pool.take())
             limits[sequence] = min(len(pages) * size, sequence.max_tokens)
         return limits
@@ -273,8 +273,8 @@ class Scheduler:
                 f"not fit into {self.shape.pages} pages of {self.shape.page_size} tokens"
             )
         tokens, size = np.asarray(request.prompt, np.int32), self.shape.page_size
-        whole = len(tokens) // size * size
-        blocks = [tokens[i : i + size].tobytes() for i in range(0, whole, size)]
+        blocks_end = len(tokens) // size * size
+        blocks = [tokens[i : i + size].tobytes() for i in range(0, blocks_end, size)]
         self.queue.append((ticket, request, tokens, blocks))
         self._queued[self.shape.lane_of(request.group)] += 1
 

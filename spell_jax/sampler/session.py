@@ -178,7 +178,7 @@ class Session:
         scheduler, sampler = self._scheduler, self._sampler
         shards, c = scheduler.shards, sampler.config
         limits = [shard.allocate_pages(shard.lanes[lane], c.decode_tokens) for shard in shards]
-        active = sum(sequence.count < limit for one in limits for sequence, limit in one.items())
+        active = sum(sequence.count < cap for shard in limits for sequence, cap in shard.items())
         has_queued = scheduler.has_queued(lane)
         most_idle = most_idle_passes(active) if has_queued else NO_LIMIT
         slots = batching.slots(scheduler, lane, limits, most_idle, c)

@@ -23,7 +23,7 @@ def propose(
     prompts: jax.Array,
     row: jax.Array,
     length: jax.Array,
-    own: jax.Array,
+    answers: jax.Array,
     count: jax.Array,
     match: int,
     tokens: int,
@@ -34,36 +34,36 @@ def propose(
       prompts: prompt tokens of each row, right-aligned, [M, P].
       row: row of each slot among those on the same device, [N].
       length: length of each slot's prompt, [N].
-      own: tokens sampled by each slot, [N, S]; `count` [N] of them are valid.
+      answers: tokens sampled by each slot, [N, S]; `count` [N] of them are valid.
       match: number of trailing tokens that must match.
     """
 
-    def on_device(prompts, row, length, own, count):
-        return _propose(prompts[row], length, own, count, match, tokens)
+    def on_device(prompts, row, length, answers, count):
+        return _propose(prompts[row], length, answers, count, match, tokens)
 
     if collectives.current_mesh() is None:
-        return on_device(prompts, row, length, own, count)
+        return on_device(prompts, row, length, answers, count)
     rows = PartitionSpec(meshes.ROWS)
     return jax.shard_map(on_device, in_specs=rows, out_specs=rows, check_vma=False)(
-        prompts, row, length, own, count
+        prompts, row, length, answers, count
     )
 
 
-def _propose(prompt, length, own, count, match: int, tokens: int) -> jax.Array:
+def _propose(prompt, length, answers, count, match: int, tokens: int) -> jax.Array:
     """`propose` with the prompt of each slot, int32 [N, P], on one device."""
     padded = prompt.shape[1]
-    text = jnp.concatenate([prompt, own], axis=1)
+    text = jnp.concatenate([prompt, answers], axis=1)
     index = jnp.arange(text.shape[1])
     last = padded + count - 1  # index of the last sampled token
     inside = (index >= padded - length[:, None]) & (index <= last[:, None])
     text = jnp.where(inside, text, NO_TOKEN)
     matches = inside & (index < last[:, None])
     for back in range(match):
-        wanted = jnp.take_along_axis(text, (last - back)[:, None], axis=1)
+        target = jnp.take_along_axis(text, (last - back)[:, None], axis=1)
         before = jnp.pad(text, ((0, 0), (back, 0)), constant_values=NO_TOKEN)[:, : text.shape[1]]
-        matches &= (before == wanted) & (wanted != NO_TOKEN)
+        matches &= (before == target) & (target != NO_TOKEN)
     end = jnp.max(jnp.where(matches, index, -1), axis=1)  # of the last match
     following = end[:, None] + 1 + jnp.arange(tokens)
     proposed = jnp.take_along_axis(text, following, axis=1, mode="fill", fill_value=NO_TOKEN)
-    known = jnp.cumprod(proposed != NO_TOKEN, axis=1, dtype=jnp.int32) > 0
-    return jnp.where(known & (end >= 0)[:, None], proposed, NO_TOKEN)
+    is_valid = jnp.cumprod(proposed != NO_TOKEN, axis=1, dtype=jnp.int32) > 0
+    return jnp.where(is_valid & (end >= 0)[:, None], proposed, NO_TOKEN)

@@ -82,7 +82,7 @@ def find_clozes(documents: Sequence[str], shared_words: int = 2) -> Iterator[Clo
     for index, (document, text) in enumerate(sentences):
         if len(lower[index]) < SHORTEST_SENTENCE:
             continue
-        done: set[tuple[str, ...]] = set()
+        used_spans: set[tuple[str, ...]] = set()
         for begin, end in _longest_spans(lower[index], places, index):
             key = tuple(lower[index][begin:end])
             span = text[words[index][begin].start() : words[index][end - 1].end()]
@@ -95,9 +95,9 @@ def find_clozes(documents: Sequence[str], shared_words: int = 2) -> Iterator[Clo
             is_answer = _is_answer(span, begin == 0) and not _cuts_name(
                 text, words[index], begin, end
             )
-            if key in done or not elsewhere or not is_answer:
+            if key in used_spans or not elsewhere or not is_answer:
                 continue
-            done.add(key)
+            used_spans.add(key)
             yield Cloze(document, text, span, tuple(sentences[place] for place in elsewhere))
 
 

@@ -80,25 +80,25 @@ def parse_answer(text: str) -> StructuredAnswer | None:
 
 def parse_sections(text: str, count: int) -> tuple[str, ...] | None:
     """Parse an answer that consists of the first `count` sections; None if its format is bad."""
-    rest = visible_text(text)
-    if rest is None:
+    tail = visible_text(text)
+    if tail is None:
         return None
     contents = []
     for name in SECTIONS[:count]:
-        before, opened, rest = rest.partition(f"<{name}>")
-        content, closed, rest = rest.partition(f"</{name}>")
+        before, opened, tail = tail.partition(f"<{name}>")
+        content, closed, tail = tail.partition(f"</{name}>")
         content = content.strip()
         has_tag = any(f"<{tag}>" in content or f"</{tag}>" in content for tag in SECTIONS)
         if before.strip() or not (opened and closed and content) or has_tag:
             return None
         contents.append(content)
-    return None if rest.strip() else tuple(contents)
+    return None if tail.strip() else tuple(contents)
 
 
 def answer_section(text: str) -> str | None:
     """Return the content of the last answer section, whatever is around it; None without one."""
-    _, opened, rest = (visible_text(text) or "").rpartition("<answer>")
-    content, closed, _ = rest.partition("</answer>")
+    _, opened, tail = (visible_text(text) or "").rpartition("<answer>")
+    content, closed, _ = tail.partition("</answer>")
     return content.strip() or None if opened and closed else None
 
 
@@ -183,13 +183,13 @@ def find_quotes(evidence: str) -> list[str]:
     ellipsis is split there into fragments.
     """
     lines = evidence.split("\n", MOST_QUOTES)
-    rest = lines.pop() if len(lines) > MOST_QUOTES else ""
+    tail = lines.pop() if len(lines) > MOST_QUOTES else ""
     fragments: list[str] = []
     for line in lines:
         fragments += _ELLIPSIS.split(_BULLET.sub("", line.strip(), count=1))
     quotes = [flat for text in fragments if (flat := " ".join(text.strip(_MARKS).split()))]
-    rest = " ".join([*quotes[MOST_QUOTES:], *rest.split()])
-    return [*quotes[:MOST_QUOTES], *([rest] if rest else [])]
+    tail = " ".join([*quotes[MOST_QUOTES:], *tail.split()])
+    return [*quotes[:MOST_QUOTES], *([tail] if tail else [])]
 
 
 def searchable(documents: Sequence[str]) -> str:
@@ -204,8 +204,8 @@ def verbatim_share(evidence: str, documents: str) -> float:
     """
     quotes = find_quotes(evidence)
     total = sum(map(len, quotes))
-    found = sum(len(quote) for quote in quotes if quote in documents)
-    return found / total if total else 0.0
+    verbatim_characters = sum(len(quote) for quote in quotes if quote in documents)
+    return verbatim_characters / total if total else 0.0
 
 
 def precision_and_recall(evidence: str, supporting: Sequence[str]) -> tuple[float, float]:

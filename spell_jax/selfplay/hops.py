@@ -7,14 +7,14 @@ from spell_jax.selfplay.memory import Entry
 _LINK = " of "
 
 
-def split_hops(question: str, known: Sequence[Entry]) -> tuple[str, list[str]]:
+def split_hops(question: str, known_entries: Sequence[Entry]) -> tuple[str, list[str]]:
     """Return (the first hop, as a question; the links to apply to its answer, one after another).
 
     The first hop of "A of B of C" is "B of C", and the link A remains. If "B of C" is a known
     question with the answer D, the first hop is "A of D", and no link remains. Of several known
     questions the longest one counts. A question without a link is its own first hop.
     """
-    for entry in sorted(known, key=lambda entry: -len(entry.question)):
+    for entry in sorted(known_entries, key=lambda entry: -len(entry.question)):
         is_chain = _LINK in entry.question
         if is_chain and question.endswith(_LINK + entry.question):
             outer = question.removesuffix(_LINK + entry.question)

@@ -45,12 +45,16 @@ def _last_block(text: str) -> tuple[dict[str, Any] | RecursionError | None, int 
     """
     value, place, end = None, None, 0
     room = _ROOM * len(text)  # the blocks around strings may overlap, and take quadratic time
-    for short in deque(_FENCED.finditer(text), MOST_BLOCKS):
-        if short.start() < end:  # in a string of the block before
+    for short_block in deque(_FENCED.finditer(text), MOST_BLOCKS):
+        if short_block.start() < end:  # in a string of the block before
             continue
-        whole = _FENCED_STRINGS.match(text, short.start()) if room > 0 else None
-        room -= (whole.end() if whole else len(text)) - short.start()
-        for block in (whole, short) if whole and whole.end() != short.end() else (short,):
+        long_block = _FENCED_STRINGS.match(text, short_block.start()) if room > 0 else None
+        room -= (long_block.end() if long_block else len(text)) - short_block.start()
+        for block in (
+            (long_block, short_block)
+            if long_block and long_block.end() != short_block.end()
+            else (short_block,)
+        ):
             with contextlib.suppress(ValueError):
                 try:
                     value = _load_object(block[1])

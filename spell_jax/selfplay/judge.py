@@ -271,9 +271,11 @@ class Endpoint:
         """Yields (index of the prompt, reply) like __call__; a prompt may occur more than once."""
         pool = ThreadPoolExecutor(self.config.workers)
         try:
-            asked = {pool.submit(self._ask, prompt): index for index, prompt in enumerate(prompts)}
-            for future in as_completed(asked):
-                yield asked[future], future.result()
+            futures = {
+                pool.submit(self._ask, prompt): index for index, prompt in enumerate(prompts)
+            }
+            for future in as_completed(futures):
+                yield futures[future], future.result()
         finally:  # if the caller stops early, the remaining prompts are not sent
             pool.shutdown(cancel_futures=True)
 

@@ -43,7 +43,7 @@ class QuestionMemory:
         if self.capacity == 0:
             return False
         entries = self._entries.get((task, cluster), [])
-        if any(_same_text(entry.question, known.question) for known in entries):
+        if any(_same_text(entry.question, stored_entry.question) for stored_entry in entries):
             return False
         self._entries[task, cluster] = [*entries, entry][-self.capacity :]
         return True
@@ -81,8 +81,8 @@ class QuestionMemory:
             raise ValueError(
                 f"question memory: cannot read the state ({error!r}); must be from state_dict()"
             ) from error
-        kept = {key: entries[-self.capacity :] for key, entries in loaded.items()}
-        self._entries = kept if self.capacity else {}
+        newest_entries = {key: entries[-self.capacity :] for key, entries in loaded.items()}
+        self._entries = newest_entries if self.capacity else {}
 
 
 def _same_text(first: str, second: str) -> bool:

@@ -36,11 +36,11 @@ class ProbeSet:
         pairs = zip(self.probes, rates, strict=True)
         self.probes = [replace(probe, now=rate) for probe, rate in pairs]
 
-    def push(self, asked: Sequence[Probe], rng: np.random.Generator) -> None:
+    def push(self, new_probes: Sequence[Probe], rng: np.random.Generator) -> None:
         """Add a random choice of the questions of a step, which oust the oldest probes."""
         count = -(-self.capacity // LIFETIME)
-        chosen = rng.permutation(len(asked))[:count]
-        self.probes = [*self.probes, *(asked[i] for i in sorted(chosen))][-self.capacity :]
+        positions = rng.permutation(len(new_probes))[:count]
+        self.probes = [*self.probes, *(new_probes[i] for i in sorted(positions))][-self.capacity :]
 
     def progress(self, task: str, question: str) -> float:
         """Rise of the solve rate, at least 0, over the probes of a task most like the question.

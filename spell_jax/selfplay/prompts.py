@@ -160,8 +160,8 @@ def _read_folder(folder: Path) -> dict[str, str]:
     texts = {}
     for path in sorted(folder.glob("[!.]*")):
         if path.name not in PLACEHOLDERS:
-            known = ", ".join(sorted(PLACEHOLDERS))
-            raise ValueError(f"{path}: unknown template; the names are {known}")
+            template_names = ", ".join(sorted(PLACEHOLDERS))
+            raise ValueError(f"{path}: unknown template; the names are {template_names}")
         try:
             text = path.read_text(encoding="utf-8").removesuffix("\n")
         except UnicodeDecodeError as error:
@@ -177,9 +177,9 @@ def _check_placeholders(path: Path, text: str) -> None:
     placeholders = PLACEHOLDERS[path.name].split()
     required = {name for name in placeholders if not name.endswith("?")}
     allowed = {name.removesuffix("?") for name in placeholders}
-    found = set(PLACEHOLDER.findall(text))
+    present = set(PLACEHOLDER.findall(text))
     listed = ", ".join(f"{{{name}}}" for name in sorted(allowed))
-    for problem, names in (("unknown", found - allowed), ("missing", required - found)):
+    for problem, names in (("unknown", present - allowed), ("missing", required - present)):
         if names:
             raise ValueError(
                 f"{path}: {problem} placeholder {{{min(names)}}}; this file takes {listed}"

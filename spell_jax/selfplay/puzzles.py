@@ -77,7 +77,10 @@ def split_paragraphs(text: str) -> list[tuple[int, int]]:
 
 def _split_at(border: re.Pattern[str], text: str) -> list[tuple[int, int]]:
     spans, start = [], 0
-    for end, next_start in [*(found.span() for found in border.finditer(text)), (len(text),) * 2]:
+    for end, next_start in [
+        *(border_match.span() for border_match in border.finditer(text)),
+        (len(text),) * 2,
+    ]:
         unit = text[start:end]
         first = start + len(unit) - len(unit.lstrip())
         last = first + len(unit.strip())

@@ -31,16 +31,16 @@ def duplicates(asked: Sequence[tuple[str, str]]) -> list[int]:
 
     Two questions are the same if at least 9 of 10 of their different words are in both.
     """
-    known: dict[str, list[set[str]]] = {}
-    found = []
+    words_by_cluster: dict[str, list[set[str]]] = {}
+    repeats = []
     for at, (cluster, question) in enumerate(asked):
         words = set(normalize_answer(question).split()) or {question}
-        earlier = known.setdefault(cluster, [])
-        if any(10 * len(words & other) >= 9 * len(words | other) for other in earlier):
-            found.append(at)
+        earlier = words_by_cluster.setdefault(cluster, [])
+        if any(10 * len(words & past) >= 9 * len(words | past) for past in earlier):
+            repeats.append(at)
         else:
             earlier.append(words)
-    return found
+    return repeats
 
 
 def questioner_negatives(
@@ -54,14 +54,14 @@ def questioner_negatives(
     the earlier tasks, sampled without replacement. A shortfall after the last task is not filled. A
     task without good rows gets none.
     """
-    chosen: list[int] = []
+    negatives: list[int] = []
     shortfall = 0
     for task, good in Counter(good_tasks).most_common():
         bad = [at for at, bad_task in enumerate(bad_tasks) if bad_task == task]
-        wanted = int(ratio * good) + shortfall
-        chosen += _sample(bad, wanted, rng)
-        shortfall = max(0, wanted - len(bad))
-    return sorted(chosen)
+        sample_size = int(ratio * good) + shortfall
+        negatives += _sample(bad, sample_size, rng)
+        shortfall = max(0, sample_size - len(bad))
+    return sorted(negatives)
 
 
 def eligible_verifier_group(
@@ -101,15 +101,15 @@ def verifier_groups(
     samples as many yes as no groups, and so at most twice the rarer verdict, because one-sided
     verdicts teach a verifier to ignore the answers. Returns positions in `verdicts`, ascending.
     """
-    wanted = int(responder_rows * ratio / group_size)
+    group_count = int(responder_rows * ratio / group_size)
     if not balance:
-        return sorted(_sample(range(len(verdicts)), wanted, rng))
+        return sorted(_sample(range(len(verdicts)), group_count, rng))
     sides = [[at for at, verdict in enumerate(verdicts) if verdict == side] for side in (1, 0)]
-    each = min(wanted // 2, *map(len, sides))
+    each = min(group_count // 2, *map(len, sides))
     return sorted(at for side in sides for at in _sample(side, each, rng))
 
 
 def _sample(positions: Sequence[int], wanted: int, rng: np.random.Generator) -> list[int]:
     """Sample `wanted` positions without replacement; all of them if there are fewer."""
-    chosen = rng.permutation(len(positions))[:wanted]
-    return [positions[at] for at in chosen]
+    sampled_indices = rng.permutation(len(positions))[:wanted]
+    return [positions[at] for at in sampled_indices]

@@ -91,9 +91,9 @@ def _find_phrase(text: str) -> str | None:
     for removed in ("*", *_CHAT_MARKERS):
         text = text.replace(removed, "")
     for phrase in ("the answer is", "correct answer is", "answer is"):
-        _, found, rest = text.rpartition(phrase)
-        if found:
-            answer = first_line(rest)
+        _, separator, tail = text.rpartition(phrase)
+        if separator:
+            answer = first_line(tail)
             return None if _PLACEHOLDER in answer else answer
     return None
 
@@ -109,8 +109,8 @@ def _find_figure(text: str) -> str | None:
 def _find_last(patterns: Sequence[re.Pattern[str]], text: str) -> str | None:
     """Return the last match of the first pattern that matches the text without asterisks."""
     text = text.replace("*", "")
-    found = (pattern.findall(text) for pattern in patterns)
-    return next((matches[-1] for matches in found if matches), None)
+    all_matches = (pattern.findall(text) for pattern in patterns)
+    return next((matches[-1] for matches in all_matches if matches), None)
 
 
 # -------------------------------------------------------------------------------- Read leniently
@@ -210,13 +210,13 @@ def _announcement(text: str, mention: re.Match[str], task: str) -> tuple[str, in
     is_choice = mention[0][0] not in "aA"
     if before[-1:].isalnum() or (is_choice and task != "multiple_choice"):
         return None
-    if found := _COLON.match(text, end):
-        return "colon", found.end()
+    if match := _COLON.match(text, end):
+        return "colon", match.end()
     states = _CHOSEN.search(before) if is_choice else not _OTHER.search(before)
-    if states and (found := _PHRASE.match(text, end)):
-        return "phrase", found.end()
-    if not is_choice and _HEADING.search(before) and (found := _LINE_END.match(text, end)):
-        return "colon", found.end()
+    if states and (match := _PHRASE.match(text, end)):
+        return "phrase", match.end()
+    if not is_choice and _HEADING.search(before) and (match := _LINE_END.match(text, end)):
+        return "colon", match.end()
     return None
 
 
@@ -266,14 +266,14 @@ def _read_letter(line: str) -> str | None:
     if _NO_LETTER.match(line):
         return REFUSED
     lead = _LETTER_LEAD.match(line)
-    found = _LETTER.match(line, lead.end() if lead else 0)
-    if found is None:
+    match = _LETTER.match(line, lead.end() if lead else 0)
+    if match is None:
         return None
-    rest = line[found.end() :]
-    is_marked = bool(found[3]) or not rest or rest[0] in ".,:;!)\"'“”’`$"
-    if _PART_OF_NAME.match(rest) or not (found[2].isupper() or is_marked):
+    tail = line[match.end() :]
+    is_marked = bool(match[3]) or not tail or tail[0] in ".,:;!)\"'“”’`$"
+    if _PART_OF_NAME.match(tail) or not (match[2].isupper() or is_marked):
         return None
-    return REFUSED if _ANOTHER_LETTER.match(rest) else found[2].upper()
+    return REFUSED if _ANOTHER_LETTER.match(tail) else match[2].upper()
 
 
 def unify(text: str) -> str:

@@ -42,9 +42,9 @@ _LATEX = (
     (re.compile(r"\\sim(?![A-Za-z])"), "~"),
     (re.compile(r"\\pm(?![A-Za-z])"), "±"),
     # Functions, because a template makes Python import a module when it is first used.
-    (re.compile(r"\\([$%#&_])"), lambda found: found[1]),
-    (re.compile(r"\\sqrt\s*\{([^{}]*)\}"), lambda found: f"({found[1]})^0.5"),
-    (re.compile(r"\^\{([^{}]*)\}"), lambda found: f"^{found[1]}"),
+    (re.compile(r"\\([$%#&_])"), lambda match: match[1]),
+    (re.compile(r"\\sqrt\s*\{([^{}]*)\}"), lambda match: f"({match[1]})^0.5"),
+    (re.compile(r"\^\{([^{}]*)\}"), lambda match: f"^{match[1]}"),
 )
 _DEPTH = 4  # of commands within commands, which are resolved from the innermost
 
@@ -52,7 +52,7 @@ _DEPTH = 4  # of commands within commands, which are resolved from the innermost
 def without_commands(text: str) -> str:
     r"""Replace LaTeX commands that only style their argument by it: "\text{B}" becomes "B"."""
     for _ in range(_DEPTH):
-        text, count = _STYLED.subn(lambda found: found[1], text)
+        text, count = _STYLED.subn(lambda match: match[1], text)
         if not count:
             break
     return text
@@ -70,7 +70,7 @@ def _plain(text: str) -> str:
     """Write a number's text in ASCII, without LaTeX and marks of emphasis."""
     text = _SUPERSCRIPT_RUN.sub(lambda run: "^" + run[0].translate(_SUPERSCRIPTS), text)
     text = with_plain_characters(text)
-    text = _EXACT_ASTERISK.sub(lambda found: "^" if "**" in found[0] else "×", text)
+    text = _EXACT_ASTERISK.sub(lambda match: "^" if "**" in match[0] else "×", text)
     text = text.replace("*", "").replace("×", "*").replace("`", "")
     if "\\" in text:
         for pattern, replacement in _LATEX:
@@ -96,8 +96,8 @@ def _plain_character(character: str) -> str:
     return {"Cf": "", "Zs": " ", "Sc": "$", "Pd": "-"}.get(category, character)
 
 
-def _write_fraction(found: re.Match[str]) -> str:
-    above, below = found[1] or found[2] or "", found[3] or found[4] or ""
+def _write_fraction(match: re.Match[str]) -> str:
+    above, below = match[1] or match[2] or "", match[3] or match[4] or ""
     if _PLAIN_TERM.fullmatch(above) and _PLAIN_TERM.fullmatch(below) and "-" not in below:
         return f" {above.strip()}/{below.strip()} "
     return f"(({above})/({below}))"
@@ -217,14 +217,14 @@ def read_number(text: str, alone: bool = True) -> str | None:
     plain = _plain(text[:MAX_CHARACTERS])
     if truth := _TRUTH.match(plain):
         return truth[1].lower()
-    number, rest = _leading(plain)
+    number, tail = _leading(plain)
     sign = max(plain.rfind("="), plain.rfind("≈"))
     # The last side of "x = 5" or "1/3 ≈ 0.333" counts, but not one within a sentence.
     if sign >= 0 and not number and not _PROSE.search(plain[:sign]):
-        number, rest = _leading(plain[sign + 1 :])
+        number, tail = _leading(plain[sign + 1 :])
     if not number and alone and plain.startswith("(") and "-" not in plain:
-        number, rest = _operation(plain.rstrip(".")), ""
-    if number and alone and (re.search(r"\d", rest) or len(rest.split()) > _MOST_WORDS):
+        number, tail = _operation(plain.rstrip(".")), ""
+    if number and alone and (re.search(r"\d", tail) or len(tail.split()) > _MOST_WORDS):
         return REFUSED
     return number
 
@@ -238,8 +238,8 @@ def _leading(plain: str) -> tuple[str | None, str]:
     while moved:
         moved = False
         for pattern in (_CURRENCY, _SIGN, _SKIPPED, *(() if opened else (_OPENED,))):
-            if found := pattern.match(plain, at):
-                at, moved = found.end(), True
+            if match := pattern.match(plain, at):
+                at, moved = match.end(), True
                 signs += pattern is _SIGN
                 currency |= pattern is _CURRENCY
                 opened |= pattern is _OPENED
@@ -257,29 +257,29 @@ def _leading(plain: str) -> tuple[str | None, str]:
         if not closed:
             return REFUSED, ""
         digits, at = _scaled(digits, plain, closed.end(), currency)
-    rest = plain[at:]
-    if not digits or _MORE.match(rest) or rest.lstrip()[:1] in ("=", "≈"):
+    tail = plain[at:]
+    if not digits or _MORE.match(tail) or tail.lstrip()[:1] in ("=", "≈"):
         return REFUSED, ""
-    return ("-" if signs or opened else "") + digits, rest
+    return ("-" if signs or opened else "") + digits, tail
 
 
 def _skip(pattern: re.Pattern[str], text: str, at: int) -> int:
-    found = pattern.match(text, at)
-    return found.end() if found else at
+    match = pattern.match(text, at)
+    return match.end() if match else at
 
 
 def _magnitude(plain: str, at: int) -> tuple[str, int] | None:
     """Return (digits or REFUSED, end) of the unsigned number at a place; None if there is none."""
     if not re.match(r"\.?\d", plain[at:]):
         return None if _ASIDE.match(plain, at) else _read_words(plain, at)
-    if found := _MIXED.match(plain, at):
-        whole, above, below = map(int, found.groups())
-        digits = _digits(whole + Fraction(above, below)) if below else None
-        return digits or REFUSED, found.end()
-    found = next((m for pattern in _FIGURES if (m := pattern.match(plain, at))), None)
-    if found is None:
+    if match := _MIXED.match(plain, at):
+        integer, above, below = map(int, match.groups())
+        digits = _digits(integer + Fraction(above, below)) if below else None
+        return digits or REFUSED, match.end()
+    match = next((m for pattern in _FIGURES if (m := pattern.match(plain, at))), None)
+    if match is None:
         return REFUSED, at
-    digits, end = _ungrouped(found[0]), found.end()
+    digits, end = _ungrouped(match[0]), match.end()
     if exponent := _EXPONENT.match(plain, end):
         digits, end = digits + exponent[0], exponent.end()
     if power := _POWER_OF_TEN.match(plain, end):
@@ -327,8 +327,8 @@ def _scaled(digits: str, plain: str, at: int, currency: bool) -> tuple[str, int]
         _BRACKETED_SCALE,
         _IN_SCALE,
     ):
-        if found := pattern.match(plain, at):
-            name, at = found[1].lower(), found.end()
+        if match := pattern.match(plain, at):
+            name, at = match[1].lower(), match.end()
             scale *= _SCALES.get(name) or _SHORT_SCALES[name]
     return (digits if scale == 1 else _multiplied(digits, scale)), at
 
@@ -362,9 +362,9 @@ _MOST_NUMBER_WORDS = 24
 def _read_words(plain: str, at: int) -> tuple[str, int] | None:
     """Return (digits, end) of a number in words, as `_magnitude` does."""
     words, ends = [], []
-    while len(words) < _MOST_NUMBER_WORDS and (found := _WORD.match(plain, at)):
-        words.append(found[1].lower())
-        at = found.end()
+    while len(words) < _MOST_NUMBER_WORDS and (match := _WORD.match(plain, at)):
+        words.append(match[1].lower())
+        at = match.end()
         ends.append(at)
     count, value = _word_value(words)
     if not count:

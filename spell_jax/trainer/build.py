@@ -47,7 +47,7 @@ class Run:
     """The parts of a run; making them uses no device but for the mesh."""
 
     config: RunConfig
-    own: dict[str, Model]  # models with their own weights by name, "policy" first
+    own_models: dict[str, Model]  # models with their own weights by name, "policy" first
     worker: RolloutWorker  # samples from the models for the algorithm
     algorithm: Algorithm
     evaluation: Evaluation | None  # None if the data has no held-out questions
@@ -55,26 +55,26 @@ class Run:
 
     @property
     def policy(self) -> PolicyConfig:
-        return self.own["policy"].policy
+        return self.own_models["policy"].policy
 
     @property
     def tokenizer(self) -> Tokenizer:
-        return self.own["policy"].tokenizer
+        return self.own_models["policy"].tokenizer
 
     @property
     def learner(self) -> Learner:
-        return self.own["policy"].learner
+        return self.own_models["policy"].learner
 
     @property
     def trained(self) -> dict[str, Model]:
-        return {name: self.own[name] for name in ("policy", *self.algorithm.trained)}
+        return {name: self.own_models[name] for name in ("policy", *self.algorithm.trained)}
 
     @property
     def copies(self) -> tuple[str, ...]:
         """Names of the models that start as frozen copies of the policy."""
         reference = ["reference"] if self.learner.loss.needs_reference else []
         names = (*self.algorithm.models, *reference)
-        return tuple(name for name in names if name not in self.own)
+        return tuple(name for name in names if name not in self.own_models)
 
 
 def make_run(config: RunConfig | Config) -> Run:
@@ -85,18 +85,18 @@ def make_run(config: RunConfig | Config) -> Run:
     policy = _make_model(config, config.policy, folder, config.optimizer, config.loss, mesh)
     context = make_context(config, policy.tokenizer)
     algorithm, evaluation = make_algorithm(config, context)
-    own = {"policy": policy}
+    models = {"policy": policy}
     for name in algorithm.models:
         if name in config.models:
             model = config.models[name]
             folder = find_folder(model.folder, f"{name}.folder")
             # Its rows are targets to imitate, with advantage 1: the loss's defaults.
-            own[name] = _make_model(config, model, folder, model.optimizer, LossConfig(), mesh)
+            models[name] = _make_model(config, model, folder, model.optimizer, LossConfig(), mesh)
     samplers = {
-        name: _make_text_sampler(model, config.sampler, mesh) for name, model in own.items()
+        name: _make_text_sampler(model, config.sampler, mesh) for name, model in models.items()
     }
     worker = RolloutWorker(samplers.pop("policy"), jax.random.key(config.seed), samplers)
-    return Run(config, own, worker, algorithm, evaluation)
+    return Run(config, models, worker, algorithm, evaluation)
 
 
 def make_algorithm(

@@ -76,8 +76,8 @@ class HeldOut:
         if not self._is_writer:
             return
         plots = run_report.plot_run(workdir)
-        if found := tables.read_evaluation(workdir):
-            print(tables.before_after_table(*found))
+        if evaluation := tables.read_evaluation(workdir):
+            print(tables.before_after_table(*evaluation))
             if table := paired.table([workdir]):
                 print(f"\n{table}")
         print(f"\nmetrics   {workdir / 'metrics.jsonl'}\nepisodes  {workdir / 'episodes'}")

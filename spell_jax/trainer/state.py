@@ -89,7 +89,7 @@ def restore_or_init(
     if step is None:
         return first_models(run), 0, {}
     target: dict[str, Any] = {}
-    for name, model in run.own.items():
+    for name, model in run.own_models.items():
         if model.policy.lora:  # the checkpoint has the adapters only
             model.learner.freeze(load_weights(model.folder, model.learner))
         state = model.learner.fns.abstract_state
@@ -121,7 +121,7 @@ def first_models(run: Run) -> dict[str, Any]:
         *(c.steps, c.algorithm.name, ", after a held-out evaluation" if c.evaluate else ""),
     )
     models: dict[str, Any] = {}
-    for name, model in run.own.items():
+    for name, model in run.own_models.items():
         state = first_state(run.config, name, model)
         models[name] = state if name in run.trained else state.params
     return models | {name: copy(models["policy"].params) for name in run.copies}
@@ -181,7 +181,7 @@ def read_weights(
 
 def save_model(run: Run, models: dict[str, Any], name: str, folder: epath.Path) -> None:
     """Saves a trained model as a Hugging Face folder, in its compute dtype."""
-    model = run.own[name]
+    model = run.own_models[name]
     policy, params = model.learner.export(models[name].params)
     weights.save(folder, policy, params, model.tokenizer, model.learner.compute_dtype.name)
 
@@ -202,7 +202,7 @@ class RolloutParams(Mapping[str, transformer.Params]):
         self._run, self._models = run, dict(models)
 
     def __getitem__(self, name: str) -> transformer.Params:
-        learner = self._run.own.get(name, self._run.own["policy"]).learner
+        learner = self._run.own_models.get(name, self._run.own_models["policy"]).learner
         model = self._models[name]
         return learner.cast(model.params if name in self._run.trained else model)
 

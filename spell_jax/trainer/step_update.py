@@ -19,9 +19,9 @@ from spell_jax.trainer.rollouts import Rollout
 
 def start(run: Run, models: Mapping[str, Any], groups: Sequence[packing.TrainGroup]) -> Update:
     """Starts the policy's update, whose micro-batches may run during the next rollout."""
-    own = [group for group in groups if group.model == "policy"]
+    policy_groups = [group for group in groups if group.model == "policy"]
     reference = models.get("reference")
-    return run.learner.start(models["policy"], own, reference, run.config.minibatches)
+    return run.learner.start(models["policy"], policy_groups, reference, run.config.minibatches)
 
 
 def finish(
@@ -44,8 +44,8 @@ def finish(
         with non_finite.rows_written(workdir, step, model.tokenizer.decode):
             if name == "policy":
                 models[name], numbers[name] = update.finish()
-            elif own := [group for group in groups if group.model == name]:
-                models[name], numbers[name] = _imitate(run, name, models[name], own, step)
+            elif model_groups := [group for group in groups if group.model == name]:
+                models[name], numbers[name] = _imitate(run, name, models[name], model_groups, step)
     return numbers
 
 
@@ -59,8 +59,8 @@ def _imitate(
     for _ in range(config.epochs):
         shuffled = [groups[i] for i in rng.permutation(len(groups))]
         update = run.trained[name].learner.start(state, shuffled, minibatches=minibatches)
-        state, found = update.finish()
-        numbers += found
+        state, epoch_numbers = update.finish()
+        numbers += epoch_numbers
     return state, numbers
 
 
@@ -77,12 +77,12 @@ def metrics(
         metrics.add(f"train/rows/{role}", count)
     for model, updates in numbers.items():
         prefix = "train/" if model == "policy" else f"train/{model}/"
-        for one in updates:
-            metrics.merge({name: (value, 1.0) for name, value in one.items()}, prefix)
+        for update in updates:
+            metrics.merge({name: (value, 1.0) for name, value in update.items()}, prefix)
     metrics.merge(statistics.advantages(rollout.groups), "train/")
     programs = sum(len(model.learner.programs) for model in run.trained.values())
     metrics.add("process/update_programs", programs)
-    trained = [one for updates in numbers.values() for one in updates if not one["empty_update"]]
+    trained = [row for updates in numbers.values() for row in updates if not row["empty_update"]]
     if trained and not is_ahead:
         devices = run.learner.mesh.devices.flatten().tolist()
         metrics.merge(statistics.speed(trained, run.timer.spent("update"), devices), "time/")

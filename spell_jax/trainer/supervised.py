@@ -193,11 +193,13 @@ def _steps(
     saved = plain(section(config))
     if jax.process_index() == 0:
         setup.write_config(saved, workdir)
-    done, host_state = checkpoints.newest_intact() or 0, {}
-    if done:
+    finished_steps, host_state = checkpoints.newest_intact() or 0, {}
+    if finished_steps:
         if learner.policy.lora:  # the checkpoint has the adapters only
             learner.freeze(load_weights(find_folder(config.policy.folder), learner))
-        models, host_state = checkpoints.restore(done, {"policy": learner.fns.abstract_state})
+        models, host_state = checkpoints.restore(
+            finished_steps, {"policy": learner.fns.abstract_state}
+        )
         state = models["policy"]
     elif config.policy.folder:
         state = learner.init(load_weights(find_folder(config.policy.folder), learner))
@@ -205,10 +207,10 @@ def _steps(
         state = learner.init(jax.random.key(config.seed))
     entry.setup_done()  # from here on an error is a crash, not a mistake of the user
     learner.compile(state)
-    stream = row_stream(config, done * config.rows_per_step)
+    stream = row_stream(config, finished_steps * config.rows_per_step)
     refused = 0.0
     options = {"wandb": config.wandb, "config": saved}
-    with RunLogger(workdir, config.steps, done, host_state, **options) as logger:
+    with RunLogger(workdir, config.steps, finished_steps, host_state, **options) as logger:
 
         def save(force: bool) -> None:
             is_due = step % config.checkpoint_every == 0
@@ -217,7 +219,7 @@ def _steps(
             models = {"policy": state}
             saver.save_step(logger, checkpoints, step, models, {}, is_due=is_due, force=force)
 
-        for step in range(done + 1, config.steps + 1):
+        for step in range(finished_steps + 1, config.steps + 1):
             logger.enter("tune", step - 1)
             rows = itertools.islice(stream, config.rows_per_step)
             groups = [to_group(row, tokenizer) for row in rows]

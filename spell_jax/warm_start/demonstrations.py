@@ -186,18 +186,18 @@ def _questioner_row(prompts: Prompts, mixture: Mixture, rng: np.random.Generator
     documents = cluster[: rng.choice(mixture.questioner_documents)]
     kind = _sample_kind(rng, mixture.kinds)
     history: list[Entry] = []
-    known: set[str] = set()
+    past_questions: set[str] = set()
     if rng.random() < mixture.history:
         for _ in range(min(rng.integers(1, 3), len(documents) - 1)):  # leaves a question to ask
             easier = "lookup" if kind == "two_hop" else kind
             text, question, answer = responder_question(rng, documents, easier)
             history.append(Entry((), text, answer))
-            known.add(question.text)
+            past_questions.add(question.text)
         if kind == "lookup" and rng.random() < 0.6:
             kind = "two_hop"  # the history prompt asks for a harder question
     question = world.sample_question(rng, documents, kind)
     for _ in range(4):  # tries to avoid a known question
-        if question.text in known:
+        if question.text in past_questions:
             question = world.sample_question(rng, documents, kind)
     completion, letter = question_json(rng, question, mixture.plain_form)
     task = world.TASK_OF_KIND[question.kind]

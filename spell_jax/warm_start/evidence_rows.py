@@ -123,10 +123,12 @@ def sample_evidence(
         return true[:1]
     if rng.random() >= slips:
         return true
-    others = [line for text in question.documents if (line := text.removeprefix("- ")) not in true]
-    if not others:  # every document is a true line
+    other_lines = [
+        line for text in question.documents if (line := text.removeprefix("- ")) not in true
+    ]
+    if not other_lines:  # every document is a true line
         return true[:1]
-    spare = [others[i] for i in rng.permutation(len(others))]
+    spare = [other_lines[i] for i in rng.permutation(len(other_lines))]
     kind = rng.choice(("missing", "replaced", "others", "superfluous"))
     if kind == "superfluous":
         return [*true, spare[0]]
@@ -144,13 +146,13 @@ def write_comparison(lines: Sequence[str], question: Question) -> str:
     The two names are adjacent because a small model compares names that are next to each other.
     """
     thought, hops = "", len(question.evidence)
-    wanted = question.question.split()[-1]
+    wanted_name = question.question.split()[-1]
     for line in lines:
         name, *_, friend = line.split()
-        equal = hops > 0 and name == wanted
-        thought += f" {wanted if hops else '-'} {name}{'[[YES]]' if equal else '[[NO]]'}"
+        equal = hops > 0 and name == wanted_name
+        thought += f" {wanted_name if hops else '-'} {name}{'[[YES]]' if equal else '[[NO]]'}"
         hops -= equal
-        wanted = friend if equal else wanted
+        wanted_name = friend if equal else wanted_name
     return thought
 
 
@@ -159,9 +161,9 @@ def true_score(lines: Sequence[str], question: Question) -> int:
 
     5 for all true lines and no others, 1 for none; superfluous lines cost one point.
     """
-    found = len(set(lines) & set(question.evidence))
-    share = found / len(question.evidence)
-    superfluous = found > 0 and len(set(lines)) > found
+    num_true = len(set(lines) & set(question.evidence))
+    share = num_true / len(question.evidence)
+    superfluous = num_true > 0 and len(set(lines)) > num_true
     return max(LOWEST, round(LOWEST + (HIGHEST - LOWEST) * share) - superfluous)
 
 

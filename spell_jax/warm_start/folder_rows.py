@@ -103,7 +103,7 @@ class FactQuestion:
     question: str  # as the responder sees it
     reference: str  # the answer as the parser returns it
     answer: str  # as the responder writes it
-    others: tuple[str, ...]  # values of the same kind in the cluster that differ in meaning
+    wrong_answers: tuple[str, ...]  # values of the same kind in the cluster that differ in meaning
 
 
 @dataclass(frozen=True)
@@ -219,16 +219,16 @@ def _number(text: str) -> Number | None:
     return parse_number(text) if NUMBER.fullmatch(text) else None
 
 
-def means_the_same(one: str, two: str) -> bool:
+def means_the_same(left: str, right: str) -> bool:
     """Return whether two values are too close to serve as different ones in demonstrations.
 
     Numbers are compared with the rule's tolerance (spec 5.3); texts if one contains the other.
     """
-    first, second = _number(one), _number(two)
+    first, second = _number(left), _number(right)
     if first is not None and second is not None:
         return same_number(first, second) or same_number(second, first)
-    one, two = one.casefold(), two.casefold()
-    return one in two or two in one
+    left, right = left.casefold(), right.casefold()
+    return left in right or right in left
 
 
 def other_forms(value: str) -> list[str]:
@@ -240,8 +240,8 @@ def other_forms(value: str) -> list[str]:
     else:
         unit = "%" if value.endswith("%") else ""
         plain = value.strip("$%").replace(",", "")
-        whole, point, fraction = plain.partition(".")
-        grouped = f"{int(whole):,}{point}{fraction}"
+        integer, point, fraction = plain.partition(".")
+        grouped = f"{int(integer):,}{point}{fraction}"
         padded = f"{plain}0" if point else f"{plain}.0"
         forms = [f"{form}{unit}" for form in (plain, grouped, padded, f"the number {plain}")]
     return [form for form in forms if form != value]
@@ -270,7 +270,9 @@ class RowMaker:
             return None
         facts = self._candidates(facts)
         fact = facts[int(self.rng.integers(len(facts)))]
-        values = dict.fromkeys(other.value for other in facts if other.kind == fact.kind)
+        values = dict.fromkeys(
+            candidate.value for candidate in facts if candidate.kind == fact.kind
+        )
         used, text, answer = [fact], f"which {fact.kind} follows: {fact.cue}", fact.value
         is_difference = (
             task == "financial_math" and self.rng.random() < self.config.difference_share
@@ -278,16 +280,16 @@ class RowMaker:
         if is_difference and (pair := self._sample_pair(facts)):
             used, answer = pair, str(pair[0].integer - pair[1].integer)
             text = f"number after: {pair[0].cue} minus number after: {pair[1].cue}"
-        others = [value for value in values if not means_the_same(value, answer)]
+        wrong_answers = [value for value in values if not means_the_same(value, answer)]
         quote = " ".join(f"{fact.cue} {fact.value}" for fact in used)
         # Values have a space in front, so that their tokens are those in the documents.
         record: dict[str, object] = {"question": text, "answer": f" {answer}"}
         if task == "multiple_choice":
-            options = self._sample_options(answer, others, letter)
+            options = self._sample_options(answer, wrong_answers, letter)
             if options is None:
                 return None
             record = {"question": text, "options": options, "answer": letter}
-            answer, others = f"({letter})", [other for other in LETTERS if other != letter]
+            answer, wrong_answers = f"({letter})", [label for label in LETTERS if label != letter]
             quote += answer  # the letter follows the value at the end of the quote
         written = json.dumps(record, ensure_ascii=False, separators=(",", ":"))
         completion = f"<think> {quote}</think>{written}"
@@ -297,7 +299,7 @@ class RowMaker:
             return None
         documents = frozenset(fact.document for fact in used)
         texts = parsed.question, parsed.answer, answer
-        return FactQuestion(completion, quote, documents, *texts, tuple(others))
+        return FactQuestion(completion, quote, documents, *texts, tuple(wrong_answers))
 
     def row(
         self, role: str, task: str, cluster: Cluster, facts: Sequence[Fact], letter: str
@@ -330,39 +332,43 @@ class RowMaker:
         if self.rng.random() < self.config.history_share:
             for _ in range(self.rng.integers(1, 4)):
                 past = self.question(task, facts, LETTERS[self.rng.integers(4)])
-                if past and past.quote not in [known.quote for known in items]:
+                if past and past.quote not in [question.quote for question in items]:
                     items.append(past)
-        needed = frozenset().union(*(known.documents for known in items))
-        total = self.config.documents_shown + (len(needed) if len(items) > 1 else 0)
+        needed_documents = frozenset().union(*(question.documents for question in items))
+        total = self.config.documents_shown + (len(needed_documents) if len(items) > 1 else 0)
         history = [Entry((), past.question, past.reference) for past in items[1:]]
-        documents = self._sample_documents(cluster, needed, total)
+        documents = self._sample_documents(cluster, needed_documents, total)
         return self.prompts.questioner(task, documents, history, letter)
 
     def _candidates(self, items: Sequence[T]) -> Sequence[T]:
         """Return the items, or MOST_CANDIDATES sampled ones of more, in order."""
         if len(items) <= MOST_CANDIDATES:
             return items
-        chosen = self.rng.choice(len(items), MOST_CANDIDATES, replace=False)
-        return [items[index] for index in sorted(chosen.tolist())]
+        indices = self.rng.choice(len(items), MOST_CANDIDATES, replace=False)
+        return [items[index] for index in sorted(indices.tolist())]
 
     def _sample_count(self) -> int:
         return int(self.rng.choice(self.config.documents_read))
 
-    def _sample_documents(self, cluster: Cluster, needed: frozenset[int], total: int) -> list[str]:
+    def _sample_documents(
+        self, cluster: Cluster, needed_documents: frozenset[int], total: int
+    ) -> list[str]:
         """Return the needed documents and sampled others, up to `total`, in corpus order."""
         candidates = self._candidates(range(len(cluster.documents)))
-        others = [index for index in candidates if index not in needed]
-        extra = self.rng.permutation(others)[: max(0, total - len(needed))].tolist()
-        return [cluster.documents[int(index)] for index in sorted([*needed, *extra])]
+        other_documents = [index for index in candidates if index not in needed_documents]
+        extra = self.rng.permutation(other_documents)[
+            : max(0, total - len(needed_documents))
+        ].tolist()
+        return [cluster.documents[int(index)] for index in sorted([*needed_documents, *extra])]
 
     def _sample_options(
-        self, value: str, others: Sequence[str], letter: str
+        self, value: str, wrong_values: Sequence[str], letter: str
     ) -> dict[str, str] | None:
         """Return the value at its letter and three values that differ from it and each other."""
         wrong: list[str] = []
-        for index in map(int, self.rng.permutation(len(others))):
-            if not any(means_the_same(others[index], other) for other in wrong):
-                wrong.append(others[index])
+        for index in map(int, self.rng.permutation(len(wrong_values))):
+            if not any(means_the_same(wrong_values[index], option) for option in wrong):
+                wrong.append(wrong_values[index])
             if len(wrong) == 3:
                 wrong.insert(LETTERS.index(letter), value)
                 return {name: f" {text}" for name, text in zip(LETTERS, wrong, strict=True)}
@@ -373,10 +379,10 @@ class RowMaker:
         small = [fact for fact in facts if 0 < fact.integer < LARGEST_DIFFERENCE_TERM]
         if len(small) < 2:
             return None
-        one, two = (small[i] for i in self.rng.choice(len(small), 2, replace=False))
-        if one.integer == two.integer:
+        first, second = (small[i] for i in self.rng.choice(len(small), 2, replace=False))
+        if first.integer == second.integer:
             return None
-        return [one, two] if one.integer > two.integer else [two, one]
+        return [first, second] if first.integer > second.integer else [second, first]
 
     def _sample_comparison(self, item: FactQuestion) -> tuple[str, str]:
         """Sample (answer to compare with the reference, verdict)."""
@@ -384,8 +390,8 @@ class RowMaker:
         kind = self.rng.choice(list(VERDICT_SHARES), p=list(VERDICT_SHARES.values()))
         if kind == "same":
             return answer, "YES"
-        if kind == "different" and item.others:
-            return item.others[self.rng.integers(len(item.others))], "NO"
+        if kind == "different" and item.wrong_answers:
+            return item.wrong_answers[self.rng.integers(len(item.wrong_answers))], "NO"
         forms = other_forms(answer)
         return forms[self.rng.integers(len(forms))], "YES"
 
@@ -404,9 +410,9 @@ class _Turns:
             index = self._order.pop()
             if index not in self._tries:
                 continue
-            if (made := attempt(index)) is not None:
+            if (row := attempt(index)) is not None:
                 self._tries[index] = TRIES
-                return made
+                return row
             self._tries[index] -= 1
             if not self._tries[index]:
                 del self._tries[index]
@@ -436,8 +442,8 @@ def make_rows(
     for cluster in clusters:
         facts.append(_facts_by_task(cluster.documents, PAPER_TASKS))
         ticker.tick("{:,} of {:,} clusters", len(facts), len(clusters))
-    found = sum(len(some["general_qa"]) for some in facts)
-    maker.counts.update(clusters=len(clusters), facts=found)
+    num_facts = sum(len(cluster_facts["general_qa"]) for cluster_facts in facts)
+    maker.counts.update(clusters=len(clusters), facts=num_facts)
     indices = range(len(clusters))
     all_turns = _Turns(indices, rng)
     turns = {task: _Turns((i for i in indices if facts[i][task]), rng) for task in config.tasks}
@@ -458,14 +464,14 @@ def make_rows(
 
     ticker.enter("making rows")
     equal = dict.fromkeys(config.tasks, 1.0)
-    made: list[Row] = []
+    made_rows: list[Row] = []
     for role, role_rows in batch_counts(rows, config.roles, dict.fromkeys(ROLES, rows)).items():
         shares = batch_counts(role_rows, equal, dict.fromkeys(equal, role_rows))
         for task, count in shares.items():
             for number in range(count):
-                made.append(make_row(role, task, LETTERS[number % len(LETTERS)]))
-                ticker.tick("{:,} of {:,} rows from {:,} facts", len(made), rows, found)
-    return [made[i] for i in rng.permutation(len(made))], maker.counts
+                made_rows.append(make_row(role, task, LETTERS[number % len(LETTERS)]))
+                ticker.tick("{:,} of {:,} rows from {:,} facts", len(made_rows), rows, num_facts)
+    return [made_rows[i] for i in rng.permutation(len(made_rows))], maker.counts
 
 
 def make_questions(
@@ -479,7 +485,7 @@ def make_questions(
     maker = RowMaker(prompts, RowConfig(tuple(tasks)), rng, count_words)
     order = rng.permutation(len(clusters)).tolist()
     facts: dict[int, dict[str, list[Fact]]] = {}  # by cluster, found once
-    made: list[dict[str, object]] = []
+    records: list[dict[str, object]] = []
     for number in range(TRIES * count):
         index, task = order[number % len(order)], tasks[number % len(tasks)]
         cluster = clusters[index]
@@ -488,10 +494,10 @@ def make_questions(
         item = maker.question(task, facts[index][task], LETTERS[number % len(LETTERS)])
         if item is not None:
             texts = {"question": item.question, "answer": item.reference.strip()}
-            made.append({"task": task, "documents": list(cluster.documents), **texts})
-        if len(made) == count:
+            records.append({"task": task, "documents": list(cluster.documents), **texts})
+        if len(records) == count:
             break
-    return made
+    return records
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -547,8 +553,8 @@ def _count_roughly(text: str) -> int:
 
 
 def _log_summary(path: Path, rows: int, counts: Mapping[str, int]) -> None:
-    facts, others = counts["facts"], {k: n for k, n in counts.items() if k != "facts"}
-    log.info("%s: %d rows from %d facts; %s", path, rows, facts, others)
+    facts, other_counts = counts["facts"], {k: n for k, n in counts.items() if k != "facts"}
+    log.info("%s: %d rows from %d facts; %s", path, rows, facts, other_counts)
     if rows > ROWS_PER_FACT * facts:
         log.warning(
             "rows = %d: more than %g for each of the %d facts, so the rows repeat themselves; take "

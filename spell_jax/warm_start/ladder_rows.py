@@ -73,13 +73,13 @@ def _questioner_row(
     depth: int,
 ) -> Row:
     question = world.sample_question(rng, documents, depth)
-    known, fixed = [], depth
+    past_questions, fixed = [], depth
     if rng.random() < mixture.history:
         depths = [min(depth, _sample_depth(rng, mixture)) for _ in range(rng.integers(1, 3))]
-        known = [world.sample_question(rng, documents, earlier) for earlier in depths]
+        past_questions = [world.sample_question(rng, documents, earlier) for earlier in depths]
         if depth > 1 and rng.random() < mixture.one_more:
-            known[-1], fixed = world.shorten(rng, question.text, documents), 1
-    history = [Entry((), earlier.text, earlier.answer) for earlier in known]
+            past_questions[-1], fixed = world.shorten(rng, question.text, documents), 1
+    history = [Entry((), earlier.text, earlier.answer) for earlier in past_questions]
     prompt = prompts.questioner(
         TASK, documents, history, cue=world.sample_cue(rng, question.text, fixed)
     )
@@ -92,7 +92,9 @@ def verifier_row(prompts: Prompts, rng: np.random.Generator, question: world.Que
     answer, same = question.answer, rng.random() < 0.5
     if not same:
         names, cities = world.NAMES, [city for city, _ in world.CITIES]
-        others = [other for other in (names if answer in names else cities) if other != answer]
-        answer = others[rng.integers(len(others))]
+        wrong_answers = [
+            value for value in (names if answer in names else cities) if value != answer
+        ]
+        answer = wrong_answers[rng.integers(len(wrong_answers))]
     prompt = prompts.verifier(question.text, answer, question.answer)
     return Row(prompt, "[[YES]]" if same else "[[NO]]", "verifier", TASK)

@@ -138,10 +138,10 @@ def _choice_item(question: Question, letter: str) -> Item | None:
     options.insert(LETTERS.index(letter), question.answer)
     choices = dict(zip(LETTERS, options, strict=True))
     record = {"question": question.question, "options": choices, "answer": letter}
-    asked = format_choices(question.question, options)
-    others = tuple(other for other in LETTERS if other != letter)
+    text = format_choices(question.question, options)
+    wrong = tuple(label for label in LETTERS if label != letter)
     right = (f"({letter})",)
-    return Item("multiple_choice", _own_first(question), record, asked, letter, right, others)
+    return Item("multiple_choice", _own_first(question), record, text, letter, right, wrong)
 
 
 def _cloze_item(question: Question) -> Item:
@@ -174,15 +174,15 @@ def _is_stated(item: Item, question: Question) -> bool:
 
 
 def _numbers(question: Question) -> list[str]:
-    found = re.findall(r"\d+(?:,\d{3})*(?:\.\d+)?", " ".join(question.documents))
-    return list(dict.fromkeys(found))
+    numbers = re.findall(r"\d+(?:,\d{3})*(?:\.\d+)?", " ".join(question.documents))
+    return list(dict.fromkeys(numbers))
 
 
 def _own_first(question: Question) -> tuple[str, ...]:
     """The documents, beginning with the question's own, or the first that contains the answer."""
     candidates = [question.documents[i] for i in question.shown] or question.documents
-    own = next((d for d in candidates if question.answer in d), candidates[0])
-    return (own, *(text for text in question.documents if text != own))
+    own_document = next((d for d in candidates if question.answer in d), candidates[0])
+    return (own_document, *(text for text in question.documents if text != own_document))
 
 
 class RowMaker:
@@ -202,15 +202,15 @@ class RowMaker:
         self.counts["financial_math: computed answer"] += 1
         return None
 
-    def row(self, role: str, item: Item, others: Sequence[Item]) -> Row | None:
-        """A row of the role; `others` are items whose questions may be the history."""
+    def row(self, role: str, item: Item, history_items: Sequence[Item]) -> Row | None:
+        """A row of the role; `history_items` are items whose questions may be the history."""
         if role == "questioner":
-            return self._questioner_row(item, others)
+            return self._questioner_row(item, history_items)
         if role == "responder":
             return self._responder_row(item)
         return self._verifier_row(item)
 
-    def _questioner_row(self, item: Item, others: Sequence[Item]) -> Row | None:
+    def _questioner_row(self, item: Item, history_items: Sequence[Item]) -> Row | None:
         if not item.record:
             self.counts["questioner: no sentence whose answer stands elsewhere too"] += 1
             return None
@@ -219,13 +219,17 @@ class RowMaker:
         if parsed.status != "accepted" or parsed.answer != item.answer:
             self.counts[f"questioner: {parsed.reason or 'another answer'}"] += 1
             return None
-        known = []
-        if others and self._rng.random() < self.config.history_share:
+        past_items = []
+        if history_items and self._rng.random() < self.config.history_share:
             count = int(self._rng.integers(1, 3))
-            known = [others[i] for i in self._rng.permutation(len(others))[:count]]
-        own = dict.fromkeys([item.documents[0], *(past.documents[0] for past in known)])
-        shown = self._with_more(tuple(own), item.documents, self.config.documents_shown)
-        history = [Entry((), past.question, past.answer) for past in known]
+            past_items = [
+                history_items[i] for i in self._rng.permutation(len(history_items))[:count]
+            ]
+        own_documents = dict.fromkeys(
+            [item.documents[0], *(past.documents[0] for past in past_items)]
+        )
+        shown = self._with_more(tuple(own_documents), item.documents, self.config.documents_shown)
+        history = [Entry((), past.question, past.answer) for past in past_items]
         letter = item.answer if item.task == "multiple_choice" else None
         cue = self.prompts.answer_first(item.answer) if self.config.answer_first else ""
         prompt = self.prompts.questioner(item.task, shown, history, letter, cue)
@@ -254,12 +258,17 @@ class RowMaker:
         prompt = self.prompts.verifier(item.question, answer, item.answer)
         return Row(prompt, f"[[{verdict}]]", "verifier", item.task)
 
-    def _with_more(self, needed: tuple[str, ...], documents: Sequence[str], most: int) -> list[str]:
-        """The needed documents and others, at most `most` unless more are needed, shuffled."""
-        others = [text for text in documents if text not in needed]
-        extra = max(0, int(self._rng.integers(1, most + 1)) - len(needed))
-        chosen = [*needed, *(others[i] for i in self._rng.permutation(len(others))[:extra])]
-        return [chosen[i] for i in self._rng.permutation(len(chosen))]
+    def _with_more(
+        self, needed_documents: tuple[str, ...], documents: Sequence[str], max_documents: int
+    ) -> list[str]:
+        """Needed and other documents, at most `max_documents` unless more are needed, shuffled."""
+        other_documents = [text for text in documents if text not in needed_documents]
+        extra = max(0, int(self._rng.integers(1, max_documents + 1)) - len(needed_documents))
+        shown_documents = [
+            *needed_documents,
+            *(other_documents[i] for i in self._rng.permutation(len(other_documents))[:extra]),
+        ]
+        return [shown_documents[i] for i in self._rng.permutation(len(shown_documents))]
 
 
 def make_rows(
@@ -273,16 +282,16 @@ def make_rows(
     maker, rng = RowMaker(config, prompts), np.random.default_rng([config.seed, 1])
     roles: dict[str, float] = dict(zip(ROLES, config.roles, strict=True))
     equal = dict.fromkeys(config.tasks, 1.0)
-    made: list[Row] = []
+    made_rows: list[Row] = []
     for role, rows in batch_counts(config.rows, roles, dict.fromkeys(ROLES, config.rows)).items():
         for task, count in batch_counts(rows, equal, dict.fromkeys(equal, rows)).items():
             order = rng.permutation(len(questions)).tolist()
-            found = _rows_of(maker, role, task, questions, order)
-            taken = list(itertools.islice(found, count))
-            if len(taken) < count:
+            candidate_rows = _rows_of(maker, role, task, questions, order)
+            task_rows = list(itertools.islice(candidate_rows, count))
+            if len(task_rows) < count:
                 raise ValueError(f"tasks: no question gives a row of the {role} for {task}")
-            made += taken
-    return [made[i] for i in rng.permutation(len(made))], maker.counts
+            made_rows += task_rows
+    return [made_rows[i] for i in rng.permutation(len(made_rows))], maker.counts
 
 
 def _rows_of(
@@ -290,7 +299,7 @@ def _rows_of(
 ) -> Iterator[Row]:
     """Rows of a role and a task, over and over; ends after a pass that gave none."""
     for first in itertools.count(0, len(order)):
-        found = False
+        has_row = False
         for number, index in enumerate(order, first):
             letter, question = LETTERS[number % len(LETTERS)], questions[index]
             item = maker.item(question, task, letter)
@@ -298,35 +307,35 @@ def _rows_of(
             about = [
                 q for q in near if q is not question and {*q.documents} & {*question.documents}
             ]
-            others = [other for q in about if (other := make_item(q, task, letter))]
-            if item and (row := maker.row(role, item, others)):
-                found = True
+            near_items = [near_item for q in about if (near_item := make_item(q, task, letter))]
+            if item and (row := maker.row(role, item, near_items)):
+                has_row = True
                 yield row
-        if not found:
+        if not has_row:
             return
 
 
 def main(_) -> None:
     log.setLevel(logging.INFO)
-    given = flags.FLAGS
-    shares = [float(share) for share in given.roles]
+    flag_values = flags.FLAGS
+    shares = [float(share) for share in flag_values.roles]
     if len(shares) != len(ROLES):
-        raise flags.ValidationError(f"--roles = {given.roles}: must be {len(ROLES)} shares")
+        raise flags.ValidationError(f"--roles = {flag_values.roles}: must be {len(ROLES)} shares")
     config = QuestionRowConfig(
-        rows=given.rows,
+        rows=flag_values.rows,
         roles=(shares[0], shares[1], shares[2]),
-        tasks=tuple(given.tasks),
-        documents_read=given.documents_read,
-        documents_shown=given.documents_shown,
-        history_share=given.history_share,
-        computed=given.computed,
-        answer_first=given.answer_first,
-        numbered=given.numbered,
-        seed=given.seed,
+        tasks=tuple(flag_values.tasks),
+        documents_read=flag_values.documents_read,
+        documents_shown=flag_values.documents_shown,
+        history_share=flag_values.history_share,
+        computed=flag_values.computed,
+        answer_first=flag_values.answer_first,
+        numbered=flag_values.numbered,
+        seed=flag_values.seed,
     )
-    questions = [q for path in given.questions for q in read_scorable(path, "--questions")]
-    rows, counts = make_rows(questions, config, prompt_sets.load(given.prompts))
-    write_records(given.out, map(dataclasses.asdict, rows))
+    questions = [q for path in flag_values.questions for q in read_scorable(path, "--questions")]
+    rows, counts = make_rows(questions, config, prompt_sets.load(flag_values.prompts))
+    write_records(flag_values.out, map(dataclasses.asdict, rows))
     print(json.dumps({"rows": len(rows), "questions": len(questions), "left out": counts}))
 
 

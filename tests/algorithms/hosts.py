@@ -49,16 +49,18 @@ def run() -> list[Any]:
     )
     worker = RolloutWorker(TextSampler(sampler, tokenizer), jax.random.key(0))
     worker.start_step(1, {"policy": params, "reference_reader": params})
-    told = []
+    replies_by_coroutine = []
 
     async def one(ask, text: str) -> None:
         first = await ask("responder", [text], 2)
         second = await ask("responder", ["x" + text[::-1]], model="reference_reader")
         third = await ask("verifier", [text, text[:3]], 3)
-        told.append([text, *(reply and list(reply.texts) for reply in (*first, *second, *third))])
+        replies_by_coroutine.append(
+            [text, *(reply and list(reply.texts) for reply in (*first, *second, *third))]
+        )
 
     worker.run_all(one, ["abcdefgh"[:k] + "zq" * (k % 3) for k in range(1, 9)] + ["y" * 17])
-    return told
+    return replies_by_coroutine
 
 
 def main() -> None:

@@ -45,8 +45,10 @@ def config(**options: Any) -> ReconstructionConfig:
 
 
 def make_algorithm(clusters: Sequence[Cluster] = STORIES, **options: Any) -> Reconstruction:
-    own = {name: options.pop(name) for name in ("steps", "cap", "seed") if name in options}
-    return Reconstruction(config(**options), context(clusters, **own))
+    context_options = {
+        name: options.pop(name) for name in ("steps", "cap", "seed") if name in options
+    }
+    return Reconstruction(config(**options), context(clusters, **context_options))
 
 
 def solution(prompt: str) -> str:

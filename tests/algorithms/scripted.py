@@ -68,8 +68,8 @@ class ScriptedModels:
         self._write, self._truncated = write, truncated
         self.calls: list[Call] = []
 
-    def __call__(self, *given: Any, **options: Any) -> Replies:
-        call = Call(*given, **options)
+    def __call__(self, *arguments: Any, **options: Any) -> Replies:
+        call = Call(*arguments, **options)
         call = dataclasses.replace(call, prompts=tuple(call.prompts))
         self.calls.append(call)
         replies = Replies(len(call.prompts))
@@ -90,38 +90,40 @@ class ScriptedModels:
                 except StopIteration as end:
                     results[i] = end.value
             kinds: dict[tuple, list[PendingCall]] = {}
-            for one in pending.values():
-                call = one.call
+            for request in pending.values():
+                call = request.call
                 kind = call.role, call.group, call.model, call.temperature
-                kinds.setdefault(kind, []).append(one)
+                kinds.setdefault(kind, []).append(request)
             for (role, group, model, temperature), alike in kinds.items():
-                prompts = [prompt for one in alike for prompt in one.call.prompts]
+                prompts = [prompt for request in alike for prompt in request.call.prompts]
                 replies = self(role, prompts, group, model, temperature)
                 pairs = iter(zip(replies, replies.dropped, strict=True))
-                for one in alike:
-                    one.replies = Replies(len(one.call.prompts))
-                    for place in range(len(one.call.prompts)):
-                        one.replies[place], one.replies.dropped[place] = next(pairs)
+                for request in alike:
+                    request.replies = Replies(len(request.call.prompts))
+                    for place in range(len(request.call.prompts)):
+                        request.replies[place], request.replies.dropped[place] = next(pairs)
             running = {i: running[i] for i in pending}
         return [results[i] for i in range(len(items))]
 
-    async def _ask(self, *given: Any, **options: Any) -> Replies:
-        call = Call(*given, **options)
+    async def _ask(self, *arguments: Any, **options: Any) -> Replies:
+        call = Call(*arguments, **options)
         return await PendingCall(call) if call.prompts else Replies()
 
     def _reply(
         self, role: str, prompt: str, group: int, model: str
     ) -> tuple[tuple[str, ...], Reply | None]:
         texts = [self._write(role, prompt, sibling, model) for sibling in range(group)]
-        whole = [text for text in texts if text is not None]
-        if len(whole) < group:
+        written_texts = [text for text in texts if text is not None]
+        if len(written_texts) < group:
             return (), None
         samples = []
-        for text in whole:
+        for text in written_texts:
             tokens = np.array(list(text.encode()) or [0], np.int32)
             is_whole = CUT not in text
             samples.append(Sample(tokens, np.full(len(tokens), -1.0, np.float32), is_whole))
-        return tuple(whole), make_reply(list(prompt.encode()), samples, whole, self._truncated)
+        return tuple(written_texts), make_reply(
+            list(prompt.encode()), samples, written_texts, self._truncated
+        )
 
 
 def roll_out(algorithm: Algorithm, models: Models, step: int, seed: int = 0) -> list[Any]:
@@ -284,7 +286,7 @@ def make_algorithm(rows: Sequence[Row], *, cluster: int = 3, cap: int = 10_000, 
     return Spell(config, make_context(deal=lambda _: deck, prompt_cap=cap, judge=judge))
 
 
-def make_context(**given) -> AlgorithmContext:
+def make_context(**fields) -> AlgorithmContext:
     """Context of an algorithm without any documents; tokens are words."""
     context: dict[str, Any] = {
         "prompts": PROMPTS,
@@ -297,7 +299,7 @@ def make_context(**given) -> AlgorithmContext:
         "deal": lambda source: TaskStream(source, PAPER_TASKS, (1.0, 1.0, 1.0), seed=0),
         "questions": lambda: (),
     }
-    return AlgorithmContext(**(context | given))
+    return AlgorithmContext(**(context | fields))
 
 
 def number(episode: Episode) -> int:
@@ -306,10 +308,14 @@ def number(episode: Episode) -> int:
 
 
 def by_role(groups: Sequence[TrainGroup]) -> dict[str, list[TrainGroup]]:
-    found: dict[str, list[TrainGroup]] = {"responder": [], "questioner": [], "verifier": []}
+    groups_by_role: dict[str, list[TrainGroup]] = {
+        "responder": [],
+        "questioner": [],
+        "verifier": [],
+    }
     for group in groups:
-        found[group.role].append(group)
-    return found
+        groups_by_role[group.role].append(group)
+    return groups_by_role
 
 
 # Every outcome of a question; the comment is the mean reward with the default switches.

@@ -23,8 +23,8 @@ QUESTIONS = (
 
 
 def right(role: str, prompt: str, sibling: int, model: str) -> str:
-    found = next(q for q in QUESTIONS if prompt.endswith(q.question))
-    return f"answer is {found.answer}"
+    question = next(q for q in QUESTIONS if prompt.endswith(q.question))
+    return f"answer is {question.answer}"
 
 
 def test_scores_of_right_and_wrong_answers():
@@ -85,9 +85,9 @@ def test_invalid_lines_are_skipped_and_logged(tmp_path, caplog):
     path = tmp_path / "questions.jsonl"
     path.write_text("\n".join([line(), *bad, line(answer="two")]) + "\n", encoding="utf-8")
     with caplog.at_level(logging.WARNING):
-        found = read_questions(path, "data.validation")
-    assert [q.answer for q in found] == ["one", "two"]
-    assert found[0].documents == ("one\u2028two", "three")
+        questions = read_questions(path, "data.validation")
+    assert [q.answer for q in questions] == ["one", "two"]
+    assert questions[0].documents == ("one\u2028two", "three")
     for number in range(2, 2 + len(bad)):
         assert f"{path}:{number}: skipped" in caplog.text
 

@@ -110,17 +110,17 @@ def test_docs_example_trains_and_reports(counting, policy, tmp_path, monkeypatch
     lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     assert len(lines) == STEPS and all(line["train/empty_update"] == 0 for line in lines)
     assert all(0 <= line["rollout/solve_rate"] <= 1 for line in lines)
-    chosen = choose_episodes(workdir, 100).chosen
-    assert len(chosen) == 4 * STEPS
-    assert all(e["question"].startswith("How often: ") and len(e["answers"]) == 4 for e in chosen)
+    episodes = choose_episodes(workdir, 100).chosen_episodes
+    assert len(episodes) == 4 * STEPS
+    assert all(e["question"].startswith("How often: ") and len(e["answers"]) == 4 for e in episodes)
     write_page([RunData(workdir, lines, None)], workdir / "report.html")
 
 
 @pytest.mark.parametrize(
-    "text, truth, wanted", [("7", 7, 1.0), ("it is 2, no: 4", 3, 0.5), ("none", 0, 0.0)]
+    "text, truth, expected_score", [("7", 7, 1.0), ("it is 2, no: 4", 3, 0.5), ("none", 0, 0.0)]
 )
-def test_docs_example_reward(counting, text, truth, wanted):
-    assert counting.score(text, truth) == wanted
+def test_docs_example_reward(counting, text, truth, expected_score):
+    assert counting.score(text, truth) == expected_score
 
 
 @pytest.mark.parametrize("scored_truncated, scores", [(False, (0.0, 1.0)), (True, (1.0, 1.0))])
@@ -172,20 +172,24 @@ class Pair:
         self._stream = context.deal(context.clusters())
 
     def rollout(self, models: Any, key: Key, step: int) -> list[tuple[Cluster, list[Reply]]]:
-        found = []
+        episodes = []
         for _, cluster in self._stream.next(2):
-            (said,) = models("responder", [cluster.documents[0]], 4)
-            (judged,) = models("critic", said.texts[:1], 2, model="other", temperature=1.0)
-            (copied,) = models("responder", [cluster.documents[0]], 1, model="reference_reader")
-            found.append((cluster, [said, judged, copied]))
-        return found
+            (responder_reply,) = models("responder", [cluster.documents[0]], 4)
+            (critic_reply,) = models(
+                "critic", responder_reply.texts[:1], 2, model="other", temperature=1.0
+            )
+            (reader_reply,) = models(
+                "responder", [cluster.documents[0]], 1, model="reference_reader"
+            )
+            episodes.append((cluster, [responder_reply, critic_reply, reader_reply]))
+        return episodes
 
     def groups(self, episodes: Any, key: Key) -> tuple[list[TrainGroup], list[Annotation]]:
         groups = []
-        for _, (said, judged, _) in episodes:
-            groups.append(said.group([1.0, -1.0, 0.5, -0.5], "responder"))
+        for _, (responder_reply, critic_reply, _) in episodes:
+            groups.append(responder_reply.group([1.0, -1.0, 0.5, -0.5], "responder"))
             if key[1] % 2 == 0:
-                groups.append(judged.group([1.0, 1.0], "critic", model="other"))
+                groups.append(critic_reply.group([1.0, 1.0], "critic", model="other"))
         return groups, [Annotation()] * len(episodes)
 
     def metrics(self, episodes: Any) -> Metrics:
@@ -205,33 +209,33 @@ class Pair:
 
 
 @pytest.fixture(scope="module")
-def other(tmp_path_factory) -> pathlib.Path:
+def larger_model(tmp_path_factory) -> pathlib.Path:
     """Shape of a model that is larger than the policy."""
     return noise.save_policy(tmp_path_factory.mktemp("policy") / "other", width=48)
 
 
 @pytest.fixture
-def pair(policy, other) -> Any:
+def pair(policy, larger_model) -> Any:
     """A config of the algorithm."""
-    return pair_config(policy, other)
+    return pair_config(policy, larger_model)
 
 
-def pair_config(policy: pathlib.Path, other: pathlib.Path) -> Any:
+def pair_config(policy: pathlib.Path, other_folder: pathlib.Path) -> Any:
     algorithm = {"name": "pair", "group_size": 4}
     config = algorithm_config(policy, algorithm, checkpoint_every=1, keep_checkpoints=STEPS)
     with config.unlocked():
         config.other = extra_model()
-        config.other.folder, config.other.compute_dtype = str(other), "float32"
+        config.other.folder, config.other.compute_dtype = str(other_folder), "float32"
         config.other.update(epochs=3, groups_per_update=1)  # of two groups: 6 updates
         config.other.optimizer.learning_rate = 1e-2
     return config
 
 
 @pytest.fixture(scope="module")
-def whole(policy, other, tmp_path_factory) -> epath.Path:
+def uninterrupted_run(policy, larger_model, tmp_path_factory) -> epath.Path:
     """A run of the algorithm from its first step to its last."""
     return loop.train(
-        pair_config(policy, other), epath.Path(tmp_path_factory.mktemp("whole") / "run")
+        pair_config(policy, larger_model), epath.Path(tmp_path_factory.mktemp("whole") / "run")
     )
 
 
@@ -239,8 +243,8 @@ def lines_of(workdir: epath.Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_second_model_is_updated_only_when_it_has_rows(pair, whole):
-    lines = lines_of(whole)
+def test_second_model_is_updated_only_when_it_has_rows(pair, uninterrupted_run):
+    lines = lines_of(uninterrupted_run)
     assert [("train/other/loss" in line) for line in lines] == [False, True, False]
     assert all(line["train/rows/responder"] == 8 for line in lines)
     assert lines[1]["train/rows/critic"] == 4
@@ -249,20 +253,22 @@ def test_second_model_is_updated_only_when_it_has_rows(pair, whole):
         and lines[1]["rollout/answer_tokens/reference_reader"] > 0
     )
     before = weights.load(epath.Path(pair.other.folder), meshes.make_mesh())[1]
-    after = weights.load(whole / "other", meshes.make_mesh())[1]
+    after = weights.load(uninterrupted_run / "other", meshes.make_mesh())[1]
     assert before["embedding"].shape[-1] == 48
     moved = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), before, after)
     assert max(jax.tree.leaves(moved)) > 1e-3
 
 
 @pytest.mark.parametrize("step", [1, 2], ids=["before its update", "after its update"])
-def test_second_model_resumes_bit_identically(pair, whole, step, tmp_path):
-    halved = noise.end_earlier(whole, epath.Path(tmp_path / "halved"), step)
+def test_second_model_resumes_bit_identically(pair, uninterrupted_run, step, tmp_path):
+    halved = noise.end_earlier(uninterrupted_run, epath.Path(tmp_path / "halved"), step)
     loop.train(pair, halved)
-    assert [*map(noise.steady, lines_of(whole))] == [*map(noise.steady, lines_of(halved))]
+    assert [*map(noise.steady, lines_of(uninterrupted_run))] == [
+        *map(noise.steady, lines_of(halved))
+    ]
     run = make_run(pair)
     ends = []
-    for workdir in (whole, halved):
+    for workdir in (uninterrupted_run, halved):
         with Checkpoints(workdir) as checkpoints:
             ends.append(runs.restore_or_init(run, checkpoints)[0])
     assert ends[0].keys() == {"policy", "other", "reference_reader"}
@@ -291,8 +297,8 @@ def test_rollout_weights_are_cast_anew_on_each_access(pair):
 
 def test_several_updates_of_a_second_model_need_a_constant_schedule(pair):
     pair.other.optimizer.schedule = "cosine"
-    wanted = r"other.optimizer.schedule = 'cosine': must be 'constant' if other.epochs"
-    with pytest.raises(ValueError, match=wanted):
+    message = r"other.optimizer.schedule = 'cosine': must be 'constant' if other.epochs"
+    with pytest.raises(ValueError, match=message):
         make_run(pair)
 
 
@@ -304,9 +310,11 @@ def test_second_model_needs_a_folder(pair):
 
 
 @pytest.mark.slow
-def test_models_offloaded_to_the_host_train_identically(pair, whole, tmp_path):
+def test_models_offloaded_to_the_host_train_identically(pair, uninterrupted_run, tmp_path):
     waiting = epath.Path(tmp_path / "waiting")
     for optimizer in (pair.optimizer, pair.other.optimizer):
         optimizer.offload = optimizer.offload_weights = True
     loop.train(pair, waiting)
-    assert [*map(noise.steady, lines_of(whole))] == [*map(noise.steady, lines_of(waiting))]
+    assert [*map(noise.steady, lines_of(uninterrupted_run))] == [
+        *map(noise.steady, lines_of(waiting))
+    ]

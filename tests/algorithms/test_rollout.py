@@ -47,11 +47,11 @@ class FakeSession:
         stopped = Sample(np.array([1, 2, 3]), np.zeros(3, np.float32), True)
         capped = Sample(np.array([1, 2, 1]), np.zeros(3, np.float32), False)
         self.waiting = {ticket: (n - 1, r) for ticket, (n, r) in self.waiting.items()}
-        done = [(ticket, r) for ticket, (n, r) in self.waiting.items() if n == 0]
-        for ticket, _ in done:
+        finished_requests = [(ticket, r) for ticket, (n, r) in self.waiting.items() if n == 0]
+        for ticket, _ in finished_requests:
             del self.waiting[ticket]
         pair = [capped, capped] if self.sampler.never_stops else [stopped, capped]
-        return [(ticket, pair[: request.group]) for ticket, request in done]
+        return [(ticket, pair[: request.group]) for ticket, request in finished_requests]
 
 
 class FakeSampler:
@@ -82,9 +82,9 @@ TOKENIZER: Any = SimpleNamespace(
 @pytest.fixture
 def worker():
     sampler: Any = FakeSampler()
-    made = RolloutWorker(TextSampler(sampler, TOKENIZER), jax.random.key(0))
-    made.start_step(1, {"policy": "weights", "reference_reader": "frozen"})
-    return made, sampler
+    rollout_worker = RolloutWorker(TextSampler(sampler, TOKENIZER), jax.random.key(0))
+    rollout_worker.start_step(1, {"policy": "weights", "reference_reader": "frozen"})
+    return rollout_worker, sampler
 
 
 def test_rollout_metrics_are_counted_per_agent(worker):
@@ -185,14 +185,14 @@ def test_coroutine_resumes_as_soon_as_its_own_call_finishes(worker):
 
 def test_call_with_only_overlong_prompts_returns_none_replies(worker):
     models, sampler = worker
-    found = []
+    replies = []
 
     async def run(ask, texts):
-        found.append(await ask("responder", texts))
-        found.append(await ask("responder", []))
+        replies.append(await ask("responder", texts))
+        replies.append(await ask("responder", []))
 
     models.run_all(run, [["abcdef"] * 2])
-    assert found == [[None, None], []] and not sampler.asked
+    assert replies == [[None, None], []] and not sampler.asked
 
 
 def test_error_in_a_coroutine_is_raised(worker):
@@ -271,10 +271,10 @@ def _keys(worker, step: int, items: list[tuple[str, ...]]) -> dict[str, list[tup
             await ask("responder", [text, text])
 
     models.run_all(run, items)
-    found: dict[str, list[tuple[int, ...]]] = {}
+    keys_by_prompt: dict[str, list[tuple[int, ...]]] = {}
     for _, request in sampler.asked:
-        found.setdefault(str(request.prompt), []).append(tuple(request.key.tolist()))
-    return found
+        keys_by_prompt.setdefault(str(request.prompt), []).append(tuple(request.key.tolist()))
+    return keys_by_prompt
 
 
 def test_sampling_keys_are_independent_of_other_coroutines(worker):

@@ -50,12 +50,12 @@ def packed_row(rng: np.random.Generator, time: int, unit: int) -> np.ndarray:
 
 def merge(parts):
     """(out, log-sum-exp) over all keys, merged from the results for two parts of them."""
-    seen = [lse < UNSEEING / 2 for _, lse in parts]
-    lses = [jnp.where(s, lse, -UNSEEING) for s, (_, lse) in zip(seen, parts, strict=True)]
-    lse = jnp.where(seen[0] | seen[1], jnp.logaddexp(*lses), UNSEEING)
+    seeing_queries = [lse < UNSEEING / 2 for _, lse in parts]
+    lses = [jnp.where(s, lse, -UNSEEING) for s, (_, lse) in zip(seeing_queries, parts, strict=True)]
+    lse = jnp.where(seeing_queries[0] | seeing_queries[1], jnp.logaddexp(*lses), UNSEEING)
     out = sum(
-        x * jnp.exp(own - lse).transpose(2, 0, 1)[..., None]
-        for own, (x, _) in zip(lses, parts, strict=True)
+        x * jnp.exp(part_lse - lse).transpose(2, 0, 1)[..., None]
+        for part_lse, (x, _) in zip(lses, parts, strict=True)
     )
     return out, lse
 
@@ -69,18 +69,18 @@ def check(forward, backward, tensors, indices) -> None:
       indices: q_index, k_index and last_query.
     """
     *qkv, d_out = tensors
-    wanted, wanted_lse, wanted_gradients = reference(tensors, indices)
+    expected_out, expected_lse, expected_gradients = reference(tensors, indices)
     out, lse = forward(*qkv, *indices)
     assert out.dtype == qkv[0].dtype and lse.dtype == jnp.float32
-    close(out, wanted)
-    np.testing.assert_allclose(lse, wanted_lse, rtol=1e-5, atol=1e-5)
-    assert np.max(np.abs(wanted)) > 0.1
+    close(out, expected_out)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-5, atol=1e-5)
+    assert np.max(np.abs(expected_out)) > 0.1
     blind = ~np.any(seen(*indices), axis=1)
     assert not np.any(np.asarray(out)[blind]) and np.all(np.asarray(lse)[..., blind] == UNSEEING)
     gradients = backward(*qkv, *indices, lse, out, d_out)
-    for found, wanted_gradient in zip(gradients, wanted_gradients, strict=True):
-        assert found.dtype == qkv[0].dtype
-        close(found, wanted_gradient)
+    for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
+        assert gradient.dtype == qkv[0].dtype
+        close(gradient, expected_gradient)
     assert not np.any(np.asarray(gradients[0])[blind])
 
 
@@ -92,7 +92,7 @@ def reference(tensors, indices):
     return out, lse, pullback(d_out)
 
 
-def close(found, wanted, limit: float = 5e-5) -> None:
-    wanted = np.asarray(wanted, np.float32)
-    error = np.max(np.abs(np.asarray(found, np.float32) - wanted)) / np.max(np.abs(wanted))
+def close(array, expected, limit: float = 5e-5) -> None:
+    expected = np.asarray(expected, np.float32)
+    error = np.max(np.abs(np.asarray(array, np.float32) - expected)) / np.max(np.abs(expected))
     assert error < limit

@@ -29,16 +29,16 @@ TIME = 171
 
 
 def _last_query(groups: list[tuple[int, list[int]]]) -> np.ndarray:
-    made = np.full(TIME, -1, np.int32)
+    last_query = np.full(TIME, -1, np.int32)
     start = 0
     for prompt, answers in groups:
         end = start + prompt + sum(answers)
-        made[start : start + prompt] = end - 1
+        last_query[start : start + prompt] = end - 1
         start += prompt
         for answer in answers:
-            made[start : start + answer] = start + answer - 1
+            last_query[start : start + answer] = start + answer - 1
             start += answer
-    return made
+    return last_query
 
 
 LAST_QUERY = jnp.asarray(np.stack([_last_query(groups) for groups in ROWS.values()]))
@@ -65,8 +65,8 @@ def _both(run, q, k, v) -> tuple[jax.Array, ...]:
     return out, *gradients
 
 
-def _assert_close(found, wanted, bound: float = 1e-5) -> None:
-    for name, a, b in zip(("out", "dq", "dk", "dv"), found, wanted, strict=True):
+def _assert_close(arrays, expected_arrays, bound: float = 1e-5) -> None:
+    for name, a, b in zip(("out", "dq", "dk", "dv"), arrays, expected_arrays, strict=True):
         assert np.isfinite(a).all(), name
         assert np.abs(a - b).max() <= bound * np.abs(b).max(), name
 
@@ -75,8 +75,8 @@ def _reference(q, k, v, *indices) -> jax.Array:
     """The full softmax, differentiated by JAX and not by a custom rule."""
     groups = q.reshape(*k.shape[:3], -1, SIZE)
     scores = jnp.einsum("bqkrh,bskh->bkrqs", groups, k) * SIZE**-0.5
-    seen = masks.visible(*indices)[:, None, None]
-    weights = jax.nn.softmax(jnp.where(seen, scores, -1e30), axis=-1)
+    visible = masks.visible(*indices)[:, None, None]
+    weights = jax.nn.softmax(jnp.where(visible, scores, -1e30), axis=-1)
     return jnp.einsum("bkrqs,bskh->bqkrh", weights, v).reshape(q.shape)
 
 
@@ -114,10 +114,10 @@ def test_chunked_kernel_accepts_any_last_query() -> None:
     index = (masks.row_index(last_query),) * 2
     reads = np.asarray(masks.visible(*index, last_query)).any(axis=-1)[..., None, None]
     q, k, v = (x[:2] for x in _inputs())
-    found = _kernel("chunked", 32)(q, k, v, *index, last_query)
-    wanted = _reference(q, k, v, *index, last_query)
-    np.testing.assert_allclose(np.where(reads, found - wanted, 0), 0, atol=1e-5)
-    assert not np.where(reads, 0, found).any(), "zeros where nothing is seen"
+    out = _kernel("chunked", 32)(q, k, v, *index, last_query)
+    expected_out = _reference(q, k, v, *index, last_query)
+    np.testing.assert_allclose(np.where(reads, out - expected_out, 0), 0, atol=1e-5)
+    assert not np.where(reads, 0, out).any(), "zeros where nothing is seen"
 
 
 def test_live_and_full_blocks_of_a_small_example() -> None:
@@ -135,11 +135,11 @@ def test_dead_blocks_are_not_read() -> None:
     q, k, v = (x[:1, :12] for x in _inputs())
     index = (masks.row_index(last_query),) * 2
     run = _kernel("chunked", 4)
-    wanted = run(q, k, v, *index, last_query)
+    clean_out = run(q, k, v, *index, last_query)
     poisoned = k.at[:, 4:8].set(jnp.nan), v.at[:, 4:8].set(jnp.nan)
-    found = run(q, *poisoned, *index, last_query)
-    np.testing.assert_array_equal(found[:, 8:], wanted[:, 8:])
-    assert np.isnan(found[:, 4:8]).all()
+    poisoned_out = run(q, *poisoned, *index, last_query)
+    np.testing.assert_array_equal(poisoned_out[:, 8:], clean_out[:, 8:])
+    assert np.isnan(poisoned_out[:, 4:8]).all()
 
 
 @pytest.mark.slow
@@ -161,10 +161,10 @@ def test_chunked_memory_grows_linearly_with_length() -> None:
 @pytest.mark.slow
 def test_chunked_kernel_in_bfloat16_is_close_to_float32() -> None:
     low = [x.astype(jnp.bfloat16) for x in _inputs()]
-    found = _both(_kernel("chunked", 64), *low)
-    assert {x.dtype for x in found[1:]} == {jnp.dtype(jnp.bfloat16)}
-    wanted = _both(_reference, *_inputs())
-    _assert_close([np.asarray(x, np.float32) for x in found], wanted, 5e-2)
+    arrays = _both(_kernel("chunked", 64), *low)
+    assert {x.dtype for x in arrays[1:]} == {jnp.dtype(jnp.bfloat16)}
+    expected_arrays = _both(_reference, *_inputs())
+    _assert_close([np.asarray(x, np.float32) for x in arrays], expected_arrays, 5e-2)
 
 
 MESHES = [
@@ -179,10 +179,10 @@ def test_sharded_attention_equals_one_device(shape: dict[str, int]) -> None:
     def run(q, k, v, index, _, last_query):
         return attend.attend(q, k, v, last_query, index, "chunked")
 
-    wanted = _both(_reference, *_inputs())
+    expected_arrays = _both(_reference, *_inputs())
     mesh = meshes.make_mesh(shape)
     with jax.set_mesh(mesh):
-        _assert_close(_both(run, *_inputs()), wanted)
+        _assert_close(_both(run, *_inputs()), expected_arrays)
         program = jax.jit(run).lower(*_inputs(), *INDEX, LAST_QUERY).as_text()
     assert "all_gather" not in program and "all_to_all" not in program
 
@@ -221,8 +221,8 @@ def test_context_parallel_attention_equals_one_device(
         return jnp.stack([row[b] for row, b in zip(out, back, strict=True)])
 
     with jax.set_mesh(meshes.make_mesh(shape)):
-        found = _both(run, *_inputs())
-    _assert_close(found, _both(_reference, *_inputs()), BOUNDS[name])
+        arrays = _both(run, *_inputs())
+    _assert_close(arrays, _both(_reference, *_inputs()), BOUNDS[name])
 
 
 def _collectives(ring: bool) -> list[dict[str, int]]:
@@ -235,10 +235,10 @@ def _collectives(ring: bool) -> list[dict[str, int]]:
     last_query = jax.ShapeDtypeStruct((2, 64), jnp.int32)
     kinds = ("all_gather", "reduce_scatter", "collective_permute", "all_reduce", "all_to_all")
     with jax.set_mesh(meshes.make_mesh({"context": 8})):
-        both = jax.grad(total, (0, 1, 2))
-        texts = [jax.jit(f).lower(*shapes, last_query).as_text() for f in (total, both)]
-    found = [{kind: text.count(f"stablehlo.{kind}") for kind in kinds} for text in texts]
-    return [{kind: count for kind, count in counts.items() if count} for counts in found]
+        gradient = jax.grad(total, (0, 1, 2))
+        texts = [jax.jit(f).lower(*shapes, last_query).as_text() for f in (total, gradient)]
+    program_counts = [{kind: text.count(f"stablehlo.{kind}") for kind in kinds} for text in texts]
+    return [{kind: count for kind, count in counts.items() if count} for counts in program_counts]
 
 
 def test_collectives_of_a_context_mesh() -> None:
@@ -279,9 +279,9 @@ def test_context_parallel_kernels_keep_the_kernel_contract(made_of) -> None:
             check_vma=False,
         )
         out, lse = jax.jit(run)(inputs)
-    wanted, wanted_lse = kernel.forward(inputs)
-    np.testing.assert_allclose(out, wanted, atol=1e-5)
-    np.testing.assert_allclose(lse, wanted_lse, rtol=1e-5)
+    expected_out, expected_lse = kernel.forward(inputs)
+    np.testing.assert_allclose(out, expected_out, atol=1e-5)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-5)
     assert (np.asarray(lse) == 1e30).any() and not (np.asarray(lse) == 1e30).all()
 
 
@@ -290,10 +290,10 @@ def test_key_gradients_are_summed_in_float32_after_all_to_all() -> None:
     last_query = jnp.zeros((1, 64), jnp.int32)
     with jax.set_mesh(meshes.make_mesh({"context": 8})):
         gradient = jax.grad(lambda k: attend.attend(q, k, k, last_query).sum())
-        made = list(programs.equations(jax.make_jaxpr(gradient)(q).jaxpr))
-    arrived = [x.outvars[0].aval for x in made if x.primitive.name == "all_to_all"]
+        equations = list(programs.equations(jax.make_jaxpr(gradient)(q).jaxpr))
+    arrived = [x.outvars[0].aval for x in equations if x.primitive.name == "all_to_all"]
     assert [(x.shape, x.dtype) for x in arrived] == [((1, 8, 8, 2, SIZE), jnp.bfloat16)] * 2
-    sums = [x.invars[0].aval for x in made if x.primitive.name == "reduce_sum"]
+    sums = [x.invars[0].aval for x in equations if x.primitive.name == "reduce_sum"]
     assert [x.dtype for x in sums if x.shape == arrived[0].shape] == [jnp.float32] * 2
 
 

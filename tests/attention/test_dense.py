@@ -46,11 +46,11 @@ def _query_by_query(q, k, v, last_query) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("seed", range(3))
 def test_equals_a_loop_over_queries(seed: int) -> None:
     inputs = _inputs(seed)
-    wanted, reads = _query_by_query(*inputs)
-    found = np.asarray(_attend(*inputs))
+    expected_out, reads = _query_by_query(*inputs)
+    out = np.asarray(_attend(*inputs))
     assert reads.any() and not reads.all()
-    np.testing.assert_allclose(found[reads], wanted[reads], atol=2e-6)
-    assert np.isfinite(found).all()
+    np.testing.assert_allclose(out[reads], expected_out[reads], atol=2e-6)
+    assert np.isfinite(out).all()
 
 
 @pytest.mark.slow
@@ -70,8 +70,8 @@ def test_gradients_are_finite_and_zero_for_masked_keys() -> None:
 
 def test_bfloat16_stays_bfloat16_and_close() -> None:
     inputs = _inputs(1)
-    wanted, reads = _query_by_query(*inputs)
+    expected_out, reads = _query_by_query(*inputs)
     low = [jnp.asarray(x, jnp.bfloat16) for x in inputs[:3]]
-    found = _attend(*low, inputs[3])
-    assert found.dtype == jnp.bfloat16
-    np.testing.assert_allclose(np.asarray(found, np.float32)[reads], wanted[reads], atol=5e-2)
+    out = _attend(*low, inputs[3])
+    assert out.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(out, np.float32)[reads], expected_out[reads], atol=5e-2)

@@ -30,11 +30,11 @@ def _attend(
     q, pages, layer, table, visible, part, parts, scores_at_once=0, keys_at_once=256, queries=512
 ):
     """Attend with limits on the work of a step, or (0) with the platform's limits."""
-    given = (q, pages, layer, table, visible, (part, parts))
+    arguments = (q, pages, layer, table, visible, (part, parts))
     if not scores_at_once:
-        return paged.attend(*given)
+        return paged.attend(*arguments)
     return paged.attend_in_steps(
-        *given, paged.Sizes(scores_at_once, keys_at_once, 8, 2**20, 1, queries)
+        *arguments, paged.Sizes(scores_at_once, keys_at_once, 8, 2**20, 1, queries)
     )
 
 
@@ -70,11 +70,12 @@ def _dense(q, pages: Pages, layer: int, table, visible) -> tuple[np.ndarray, np.
     q, keys, values = (np.asarray(x, np.float64) for x in (q, pages.keys, pages.values))
     out, lse = np.zeros(q.shape), np.full(q.shape[:3], paged.UNSEEN)
     for row, t, head in np.ndindex(*q.shape[:3]):
-        seen, kv_head = visible[row, t], head // (q.shape[2] // keys.shape[2])
-        if not seen:
+        key_count, kv_head = visible[row, t], head // (q.shape[2] // keys.shape[2])
+        if not key_count:
             continue
         k, v = (
-            x[layer, table[row], kv_head].reshape(-1, q.shape[3])[:seen] for x in (keys, values)
+            x[layer, table[row], kv_head].reshape(-1, q.shape[3])[:key_count]
+            for x in (keys, values)
         )
         scores = k @ q[row, t, head] / np.sqrt(q.shape[3])
         weights = np.exp(scores - scores.max())
@@ -83,10 +84,10 @@ def _dense(q, pages: Pages, layer: int, table, visible) -> tuple[np.ndarray, np.
     return out, lse
 
 
-def _close(found, wanted, atol: float = 1e-5) -> None:
-    for one, other in zip(found, wanted, strict=True):
-        assert one.dtype == jnp.float32
-        np.testing.assert_allclose(np.asarray(one), np.asarray(other), atol=atol, rtol=atol)
+def _close(arrays, expected_arrays, atol: float = 1e-5) -> None:
+    for array, expected in zip(arrays, expected_arrays, strict=True):
+        assert array.dtype == jnp.float32
+        np.testing.assert_allclose(np.asarray(array), np.asarray(expected), atol=atol, rtol=atol)
 
 
 # -------------------------------------------------------------------------------------- Attention
@@ -98,9 +99,9 @@ def test_equals_dense_attention_in_every_layer(rows: int, time: int) -> None:
     visible[0] = np.maximum(visible[0], 1)
     outs = []
     for layer in range(LAYERS):
-        found = _attend_all(q, pages, layer, table, visible)
-        _close(found, _dense(q, pages, layer, table, visible))
-        outs.append(np.asarray(found[0]))
+        attention = _attend_all(q, pages, layer, table, visible)
+        _close(attention, _dense(q, pages, layer, table, visible))
+        outs.append(np.asarray(attention[0]))
     assert min(np.abs(outs[0] - outs[1]).max(), np.abs(outs[1] - outs[2]).max()) > 0.1
 
 
@@ -109,8 +110,8 @@ def test_equals_dense_attention_in_every_layer(rows: int, time: int) -> None:
 def test_step_sizes_do_not_change_the_result(scores_at_once: int, keys_at_once: int) -> None:
     q, pages, table, visible = _case(7, 3, seed=1)
     sizes = {"scores_at_once": scores_at_once, "keys_at_once": keys_at_once}
-    wanted = _dense(q, pages, 1, table, visible)
-    _close(_attend_all(q, pages, 1, table, visible, **sizes), wanted)
+    expected_attention = _dense(q, pages, 1, table, visible)
+    _close(_attend_all(q, pages, 1, table, visible, **sizes), expected_attention)
 
 
 @pytest.mark.parametrize("keys_at_once", [4, 256])
@@ -118,8 +119,10 @@ def test_every_number_of_visible_keys_equals_dense(keys_at_once: int) -> None:
     """One row for each number of visible keys: no key at a page's edge is lost or extra."""
     q, pages, table, _ = _case(LONGEST + 1, 1, seed=2)
     visible = np.random.default_rng(0).permutation(LONGEST + 1).astype(np.int32)[:, None]
-    found = _attend_all(q, pages, 2, table, visible, scores_at_once=300, keys_at_once=keys_at_once)
-    _close(found, _dense(q, pages, 2, table, visible))
+    attention = _attend_all(
+        q, pages, 2, table, visible, scores_at_once=300, keys_at_once=keys_at_once
+    )
+    _close(attention, _dense(q, pages, 2, table, visible))
 
 
 @pytest.mark.slow
@@ -142,10 +145,10 @@ def test_prompt_tokens_attend_causally() -> None:
     visible = np.array([0, 3, 14, 8])[:, None] + np.arange(6) + 1
     visible[3, 4:] = 0
     for keys_at_once in (4, 256):
-        found = _attend_all(
+        attention = _attend_all(
             q, pages, 1, table, visible, scores_at_once=300, keys_at_once=keys_at_once
         )
-        _close(found, _dense(q, pages, 1, table, visible))
+        _close(attention, _dense(q, pages, 1, table, visible))
 
 
 @pytest.mark.parametrize("heads", [2, 4, 8])
@@ -167,37 +170,37 @@ def test_keys_past_the_visible_count_have_no_effect() -> None:
     """Replace later pages in the table and later keys in a page, as left by an earlier prompt."""
     q, pages, table, visible = _case(6, 2, seed=7)
     visible[:] = np.minimum(visible, 10)
-    wanted = _attend_all(q, pages, 1, table, visible)
+    expected_attention = _attend_all(q, pages, 1, table, visible)
     table = table.copy()
     table[:, 3:] = 0
-    found = _attend_all(q, pages, 1, table, visible)
-    for one, other in zip(found, wanted, strict=True):
-        np.testing.assert_array_equal(one, other)
+    attention = _attend_all(q, pages, 1, table, visible)
+    for array, expected in zip(attention, expected_attention, strict=True):
+        np.testing.assert_array_equal(array, expected)
     table[:, :3] = np.arange(1, 4)
     visible[:] = 10
-    wanted = _attend_all(q, pages, 1, table, visible)
+    expected_attention = _attend_all(q, pages, 1, table, visible)
     keys, values = (x.at[:, 3, :, 2:].set(1e3) for x in (pages.keys, pages.values))
-    found = _attend_all(q, Pages(keys, values), 1, table, visible)
-    for one, other in zip(found, wanted, strict=True):
-        np.testing.assert_array_equal(one, other)
+    attention = _attend_all(q, Pages(keys, values), 1, table, visible)
+    for array, expected in zip(attention, expected_attention, strict=True):
+        np.testing.assert_array_equal(array, expected)
 
 
 def test_extreme_scores_give_finite_results() -> None:
     """Scores far beyond the range of exp, rising and falling along the keys."""
     q, pages, table, visible = _case(7, 3, seed=8)
     for factor in (60.0, -60.0):
-        found = _attend_all(
+        attention = _attend_all(
             factor * q, pages, 0, table, visible, scores_at_once=300, keys_at_once=4
         )
-        wanted = _dense(factor * q, pages, 0, table, visible)
-        _close(found, wanted, atol=1e-4)
-        assert np.nanmax(np.abs(wanted[1][visible > 0])) > 200
+        expected_attention = _dense(factor * q, pages, 0, table, visible)
+        _close(attention, expected_attention, atol=1e-4)
+        assert np.nanmax(np.abs(expected_attention[1][visible > 0])) > 200
 
 
 def test_bfloat16_pages_and_queries_are_close_to_dense() -> None:
     q, pages, table, visible = _case(7, 3, seed=9, dtype=jnp.bfloat16)
-    found = _attend_all(q, pages, 1, table, visible)
-    _close(found, _dense(q, pages, 1, table, visible), atol=5e-2)
+    attention = _attend_all(q, pages, 1, table, visible)
+    _close(attention, _dense(q, pages, 1, table, visible), atol=5e-2)
 
 
 # ------------------------------------------------------------------------------------------- Parts
@@ -206,20 +209,20 @@ def test_bfloat16_pages_and_queries_are_close_to_dense() -> None:
 def _parts(pages: Pages, parts: int) -> list[Pages]:
     """The pool's pages split by their tokens."""
     split = [jnp.split(x, parts, axis=3) for x in (pages.keys, pages.values)]
-    return [Pages(*some) for some in zip(*split, strict=True)]
+    return [Pages(*keys_and_values) for keys_and_values in zip(*split, strict=True)]
 
 
 @pytest.mark.parametrize("parts", [2, 4])
 @pytest.mark.parametrize("keys_at_once", [2, 6, 256])
 def test_merged_parts_of_pages_equal_full_attention(parts: int, keys_at_once: int) -> None:
     q, pages, table, visible = _case(7, 3, seed=10)
-    found = [
+    partial_attentions = [
         _attend(q, part, 1, table, visible, i, parts, scores_at_once=200, keys_at_once=keys_at_once)
         for i, part in enumerate(_parts(pages, parts))
     ]
-    wanted = _dense(q, pages, 1, table, visible)
-    _close(jax.jit(paged.merge)(*found), wanted)
-    blind = [np.asarray(lse) == np.float32(paged.UNSEEN) for _, lse in found]
+    expected_attention = _dense(q, pages, 1, table, visible)
+    _close(jax.jit(paged.merge)(*partial_attentions), expected_attention)
+    blind = [np.asarray(lse) == np.float32(paged.UNSEEN) for _, lse in partial_attentions]
     assert np.any(blind[-1] & ~blind[0]), "the case should have parts that see nothing"
 
 
@@ -227,20 +230,20 @@ def test_part_attends_only_to_its_own_keys() -> None:
     """The second half of every page alone: positions 2, 3, 6, 7, ..."""
     q, pages, table, visible = _case(7, 1, seed=11)
     second = _parts(pages, 2)[1]
-    found = _attend(q, second, 0, table, visible, 1, 2)
+    attention = _attend(q, second, 0, table, visible, 1, 2)
     half = BLOCK // 2
-    seen = visible // BLOCK * half + np.maximum(visible % BLOCK - half, 0)
-    _close(found, _dense(q, second, 0, table, seen))
+    part_visible = visible // BLOCK * half + np.maximum(visible % BLOCK - half, 0)
+    _close(attention, _dense(q, second, 0, table, part_visible))
 
 
 @pytest.mark.slow
 def test_merged_prompt_and_suffix_equal_attention_to_both() -> None:
     q, pages, table, visible = _case(7, 2, seed=12)
-    own = np.full((7, 2), 3, np.int32)
+    suffix_visible = np.full((7, 2), 3, np.int32)
     suffix = table[:, -1:]
     prompt = np.minimum(visible, LONGEST - BLOCK)
-    found = paged.merge(
-        _attend_all(q, pages, 0, table, prompt), _attend_all(q, pages, 0, suffix, own)
+    attention = paged.merge(
+        _attend_all(q, pages, 0, table, prompt), _attend_all(q, pages, 0, suffix, suffix_visible)
     )
     for row in range(7):
         for t in range(2):
@@ -256,10 +259,12 @@ def test_merged_prompt_and_suffix_equal_attention_to_both() -> None:
                 )
                 for x in (pages.keys, pages.values)
             )
-            whole = Pages(keys[None, None], values[None, None])
+            joined_pages = Pages(keys[None, None], values[None, None])
             count = np.array([[prompt[row, t] + 3]])
-            one = _dense(q[row : row + 1, t : t + 1], whole, 0, np.array([[0]]), count)
-            _close([x[row : row + 1, t : t + 1] for x in found], one)
+            expected_attention = _dense(
+                q[row : row + 1, t : t + 1], joined_pages, 0, np.array([[0]]), count
+            )
+            _close([x[row : row + 1, t : t + 1] for x in attention], expected_attention)
 
 
 @pytest.mark.slow
@@ -270,9 +275,9 @@ def test_merging_a_part_without_visible_keys_changes_nothing() -> None:
     out[2, 0] = 0
     nothing = np.zeros_like(out), np.full(lse.shape, paged.UNSEEN, np.float32)
     for parts in (((out, lse), nothing), (nothing, (out, lse)), (nothing, (out, lse), nothing)):
-        found = paged.merge(*parts)
-        np.testing.assert_array_equal(found[0], out)
-        np.testing.assert_allclose(found[1], lse, rtol=1e-6)
+        merged_attention = paged.merge(*parts)
+        np.testing.assert_array_equal(merged_attention[0], out)
+        np.testing.assert_allclose(merged_attention[1], lse, rtol=1e-6)
     np.testing.assert_allclose(paged.merge((out, lse))[0], out)
 
 
@@ -286,9 +291,9 @@ def _numbered(dtype=np.float32) -> Pages:
     return Pages(jnp.asarray(keys, dtype), jnp.asarray(-1 - keys, dtype))
 
 
-def _same(found: Pages, keys: np.ndarray, values: np.ndarray) -> None:
-    np.testing.assert_array_equal(found.keys, keys)
-    np.testing.assert_array_equal(found.values, values)
+def _same(pages: Pages, keys: np.ndarray, values: np.ndarray) -> None:
+    np.testing.assert_array_equal(pages.keys, keys)
+    np.testing.assert_array_equal(pages.values, values)
 
 
 def test_empty_pool_is_zeros() -> None:
@@ -303,13 +308,13 @@ def test_write_pages_changes_only_the_given_pages() -> None:
     pages, which = _numbered(), [9, 2, 5]
     keys, values = np.random.default_rng(0).normal(size=(2, 3, BLOCK, KV_HEADS, SIZE))
     keys, values = keys.astype(np.float32), values.astype(np.float32)
-    wanted_keys, wanted_values = np.array(pages.keys), np.array(pages.values)
+    expected_keys, expected_values = np.array(pages.keys), np.array(pages.values)
     for i, page in enumerate(which):
         for token in range(BLOCK):
-            wanted_keys[1, page, :, token] = keys[i, token]
-            wanted_values[1, page, :, token] = values[i, token]
-    found = write_pages(pages, jnp.int32(1), jnp.array(which), keys, values)
-    _same(found, wanted_keys, wanted_values)
+            expected_keys[1, page, :, token] = keys[i, token]
+            expected_values[1, page, :, token] = values[i, token]
+    written_pages = write_pages(pages, jnp.int32(1), jnp.array(which), keys, values)
+    _same(written_pages, expected_keys, expected_values)
 
 
 def test_write_tokens_changes_only_the_given_tokens() -> None:
@@ -317,13 +322,13 @@ def test_write_tokens_changes_only_the_given_tokens() -> None:
     pages, places = _numbered(), [(4, 3), (11, 0), (4, 1), (13, 2)]
     keys, values = np.random.default_rng(1).normal(size=(2, len(places), KV_HEADS, SIZE))
     keys, values = keys.astype(np.float32), values.astype(np.float32)
-    wanted_keys, wanted_values = np.array(pages.keys), np.array(pages.values)
+    expected_keys, expected_values = np.array(pages.keys), np.array(pages.values)
     for i, (page, offset) in enumerate(places):
-        wanted_keys[2, page, :, offset] = keys[i]
-        wanted_values[2, page, :, offset] = values[i]
+        expected_keys[2, page, :, offset] = keys[i]
+        expected_values[2, page, :, offset] = values[i]
     page, offset = jnp.array(places).T
-    found = write_tokens(pages, jnp.int32(2), page, offset, keys, values)
-    _same(found, wanted_keys, wanted_values)
+    written_pages = write_tokens(pages, jnp.int32(2), page, offset, keys, values)
+    _same(written_pages, expected_keys, expected_values)
 
 
 def test_only_pools_on_cpus_hold_bits_of_bfloat16() -> None:
@@ -337,13 +342,13 @@ def test_only_pools_on_cpus_hold_bits_of_bfloat16() -> None:
 def test_writes_are_cast_to_the_pools_dtype(dtype) -> None:
     pages = empty_pages(1, 3, KV_HEADS, BLOCK, SIZE, dtype)
     keys = np.full((1, BLOCK, KV_HEADS, SIZE), 1.001, np.float32)
-    whole = write_pages(pages, jnp.int32(0), jnp.array([1]), keys, -keys)
+    filled_pages = write_pages(pages, jnp.int32(0), jnp.array([1]), keys, -keys)
     token = jnp.array([2]), jnp.array([3])
-    written = write_tokens(whole, jnp.int32(0), *token, keys[:, 0], -keys[:, 0])
-    found_keys, found_values = (loaded(x, jnp.float32) for x in (written.keys, written.values))
-    assert found_keys.dtype == found_values.dtype == jnp.bfloat16
-    assert np.asarray(found_keys, np.float32).sum() == (BLOCK + 1) * KV_HEADS * SIZE
-    assert np.asarray(found_values, np.float32).sum() == -(BLOCK + 1) * KV_HEADS * SIZE
+    written = write_tokens(filled_pages, jnp.int32(0), *token, keys[:, 0], -keys[:, 0])
+    loaded_keys, loaded_values = (loaded(x, jnp.float32) for x in (written.keys, written.values))
+    assert loaded_keys.dtype == loaded_values.dtype == jnp.bfloat16
+    assert np.asarray(loaded_keys, np.float32).sum() == (BLOCK + 1) * KV_HEADS * SIZE
+    assert np.asarray(loaded_values, np.float32).sum() == -(BLOCK + 1) * KV_HEADS * SIZE
 
 
 def test_a_pool_of_bfloat16_is_never_converted_as_a_whole_on_cpus() -> None:
@@ -355,8 +360,8 @@ def test_a_pool_of_bfloat16_is_never_converted_as_a_whole_on_cpus() -> None:
     def step(pages: Pages):
         token = jnp.array([2]), jnp.array([3])
         pages = write_tokens(pages, jnp.int32(1), *token, q[:, 0], q[:, 0])
-        seen = jnp.array([[2]]), jnp.array([[4]])
-        return paged.attend(q, pages, jnp.int32(1), *seen), pages
+        table_and_visible = jnp.array([[2]]), jnp.array([[4]])
+        return paged.attend(q, pages, jnp.int32(1), *table_and_visible), pages
 
     program = jax.jit(step, donate_argnums=0).lower(pages).compile().as_text()
     assert f"[2,{PAGES},{KV_HEADS},{BLOCK},{SIZE}]" in program
@@ -375,17 +380,19 @@ def test_prompt_written_page_by_page_is_read_in_order() -> None:
     table = np.array([[6, 3, 12]])
     pages = _pool(rng)
     for j in range(2):
-        some = slice(j * BLOCK, (j + 1) * BLOCK)
+        token_slice = slice(j * BLOCK, (j + 1) * BLOCK)
         where = jnp.asarray(table[0, j : j + 1])
-        pages = write_pages(pages, jnp.int32(1), where, keys[None, some], values[None, some])
+        pages = write_pages(
+            pages, jnp.int32(1), where, keys[None, token_slice], values[None, token_slice]
+        )
     for t in range(2 * BLOCK, tokens):
         where = jnp.array([12]), jnp.array([t % BLOCK])
         pages = write_tokens(pages, jnp.int32(1), *where, keys[t : t + 1], values[t : t + 1])
     q = rng.normal(size=(1, 2, HEADS, SIZE)).astype(np.float32)
     visible = np.array([[tokens, 6]])
     row = Pages(*(x.swapaxes(0, 1)[None, None] for x in (keys, values)))
-    found = _attend_all(q, pages, 1, table, visible)
-    _close(found, _dense(q, row, 0, np.array([[0]]), visible))
+    attention = _attend_all(q, pages, 1, table, visible)
+    _close(attention, _dense(q, row, 0, np.array([[0]]), visible))
 
 
 @pytest.mark.slow
@@ -400,10 +407,10 @@ def test_adjacent_rows_with_one_page_table_equal_dense(queries: int) -> None:
     first = np.array([0, 4, 8, 12, 0, 4, 0, 4, 8])[:, None]
     visible = (first + np.arange(1, 4)).astype(np.int32)
     visible[5] = 0
-    found = _attend_all(
+    attention = _attend_all(
         q, pages, 1, table, visible, scores_at_once=300, keys_at_once=8, queries=queries
     )
-    _close(found, _dense(q, pages, 1, table, visible))
+    _close(attention, _dense(q, pages, 1, table, visible))
 
 
 # ------------------------------------------------------------------------------------------- int8
@@ -418,10 +425,10 @@ def _int8(pages: Pages) -> tuple[Pages, Pages]:
 
 def test_int8_quantization_error_is_at_most_half_a_scale() -> None:
     x = jnp.asarray(np.random.default_rng(0).normal(size=(5, 3, 16)), jnp.float32).at[1, 2].set(0)
-    found, scale = quantize(x)
-    assert found.dtype == jnp.int8 and scale.shape == (5, 3)
-    assert np.max(np.abs(found)) == 127 and not np.any(found[1, 2])
-    error = np.abs(np.asarray(x) - np.asarray(found * scale[..., None]))
+    integers, scale = quantize(x)
+    assert integers.dtype == jnp.int8 and scale.shape == (5, 3)
+    assert np.max(np.abs(integers)) == 127 and not np.any(integers[1, 2])
+    error = np.abs(np.asarray(x) - np.asarray(integers * scale[..., None]))
     assert np.all(error <= 0.5001 * np.asarray(scale)[..., None])
 
 
@@ -429,8 +436,8 @@ def test_int8_quantization_error_is_at_most_half_a_scale() -> None:
 def test_int8_pool_equals_attention_to_dequantized_values() -> None:
     q, pages, table, visible = _case(7, 3)
     small, meant = _int8(pages)
-    found = _attend_all(q, small, 1, table, visible, scores_at_once=300, keys_at_once=8)
-    _close(found, _dense(q, meant, 1, table, visible))
+    attention = _attend_all(q, small, 1, table, visible, scores_at_once=300, keys_at_once=8)
+    _close(attention, _dense(q, meant, 1, table, visible))
 
 
 @pytest.mark.slow
@@ -442,15 +449,15 @@ def test_writes_to_an_int8_pool_are_quantized() -> None:
     pages = write_pages(pages, jnp.int32(1), page, keys, values)
     token, offset = 3 * keys[:, 0], jnp.array([1, 3])
     pages = write_tokens(pages, jnp.int32(1), page, offset, token, -token)
-    for pool, scales, whole, new in (
+    for pool, scales, page_contents, new in (
         (pages.keys, pages.key_scales, keys, token),
         (pages.values, pages.value_scales, values, -token),
     ):
         assert pool.dtype == jnp.int8
-        wanted = np.zeros(pool.shape, np.float32)
-        wanted[1, page] = np.asarray(whole).swapaxes(1, 2)
+        expected_pool = np.zeros(pool.shape, np.float32)
+        expected_pool[1, page] = np.asarray(page_contents).swapaxes(1, 2)
         for i in range(2):
-            wanted[1, page[i], :, offset[i]] = np.asarray(new[i])
-        error = np.abs(np.asarray(pool * scales[..., None]) - wanted)
+            expected_pool[1, page[i], :, offset[i]] = np.asarray(new[i])
+        error = np.abs(np.asarray(pool * scales[..., None]) - expected_pool)
         assert np.all(error <= 0.5001 * np.asarray(scales)[..., None])
         assert not np.any(pool[0]) and np.any(pool[1, 5])

@@ -36,14 +36,14 @@ def _attend(q, pages, layer, table, visible, part=0, parts=1, interpret=True, sm
 
 
 @functools.partial(jax.jit, static_argnames="parts")
-def _wanted(q, pages, layer, table, visible, part=0, parts=1):
+def _xla_attend(q, pages, layer, table, visible, part=0, parts=1):
     return paged.attend_in_steps(q, pages, layer, table, visible, (part, parts), paged.ON_CPU)
 
 
-def _close(found, wanted, atol: float = 1e-5) -> None:
-    for one, other in zip(found, wanted, strict=True):
-        assert one.dtype == jnp.float32
-        np.testing.assert_allclose(np.asarray(one), np.asarray(other), atol=atol, rtol=atol)
+def _close(arrays, expected_arrays, atol: float = 1e-5) -> None:
+    for array, expected in zip(arrays, expected_arrays, strict=True):
+        assert array.dtype == jnp.float32
+        np.testing.assert_allclose(np.asarray(array), np.asarray(expected), atol=atol, rtol=atol)
 
 
 def _case(rows: int, time: int, heads: int, kv_heads: int, seed: int = 0, dtype=np.float32):
@@ -71,15 +71,15 @@ def _case(rows: int, time: int, heads: int, kv_heads: int, seed: int = 0, dtype=
 def test_equals_xla_attention_in_every_layer(rows, time, heads, kv_heads) -> None:
     q, pages, table, visible = _case(rows, time, heads, kv_heads)
     for layer in range(LAYERS):
-        wanted = _wanted(q, pages, layer, table, visible)
-        _close(_attend(q, pages, layer, table, visible), wanted)
+        expected_attention = _xla_attend(q, pages, layer, table, visible)
+        _close(_attend(q, pages, layer, table, visible), expected_attention)
 
 
 @pytest.mark.slow
 def test_default_sizes_equal_xla_attention() -> None:
     q, pages, table, visible = _case(2, 24, 14, 2, seed=1)
-    wanted = _wanted(q, pages, 1, table, visible)
-    _close(_attend(q, pages, 1, table, visible, small=False), wanted)
+    expected_attention = _xla_attend(q, pages, 1, table, visible)
+    _close(_attend(q, pages, 1, table, visible, small=False), expected_attention)
 
 
 @pytest.mark.slow
@@ -90,8 +90,8 @@ def test_every_number_of_visible_keys_equals_xla() -> None:
     """
     q, pages, table, _ = _case(LONGEST + 1, 1, 4, 2, seed=2)
     visible = np.random.default_rng(0).permutation(LONGEST + 1).astype(np.int32)[:, None]
-    found = _attend(q, pages, 1, table, visible)
-    _close(found, _wanted(q, pages, 1, table, visible))
+    attention = _attend(q, pages, 1, table, visible)
+    _close(attention, _xla_attend(q, pages, 1, table, visible))
 
 
 @pytest.mark.slow
@@ -106,7 +106,7 @@ def test_kernel_waits_for_its_copies(seeing: list[int]) -> None:
     visible[:] = 0
     visible[list(seeing)] = lengths[list(seeing)]
     out, lse = _attend(q, pages, 0, table, visible, interpret=LATE)
-    _close((out, lse), _wanted(q, pages, 0, table, visible))
+    _close((out, lse), _xla_attend(q, pages, 0, table, visible))
     assert not np.any(np.asarray(out)[visible == 0])
     assert np.all(np.asarray(lse)[visible == 0] == np.float32(paged.UNSEEN))
 
@@ -116,7 +116,7 @@ def test_prompt_tokens_attend_causally() -> None:
     q, pages, table, _ = _case(2, 24, 14, 2, seed=4)
     visible = (np.array([0, 15])[:, None] + np.arange(24) + 1).astype(np.int32)
     visible[1, 20:] = 0
-    _close(_attend(q, pages, 1, table, visible), _wanted(q, pages, 1, table, visible))
+    _close(_attend(q, pages, 1, table, visible), _xla_attend(q, pages, 1, table, visible))
 
 
 def test_pages_that_no_query_sees_are_not_read() -> None:
@@ -124,17 +124,17 @@ def test_pages_that_no_query_sees_are_not_read() -> None:
     table[:, :3] = np.minimum(table[:, :3], PAGES - 2)
     table[:, 3:] = PAGES - 1  # in the table, but after the visible keys
     visible = np.minimum(visible, 3 * BLOCK)
-    wanted = _wanted(q, pages, 1, table, visible)
+    expected_attention = _xla_attend(q, pages, 1, table, visible)
     spoiled = Pages(*(x.at[:, -1].set(jnp.nan) for x in (pages.keys, pages.values)))
-    _close(_attend(q, spoiled, 1, table, visible), wanted)
+    _close(_attend(q, spoiled, 1, table, visible), expected_attention)
 
 
 def test_extreme_scores_give_finite_results() -> None:
     q, pages, table, visible = _case(*USUAL, seed=6)
     for factor in (60.0, -60.0):
-        wanted = _wanted(factor * q, pages, 0, table, visible)
-        _close(_attend(factor * q, pages, 0, table, visible), wanted, atol=1e-4)
-        assert np.abs(np.asarray(wanted[1])[visible > 0]).max() > 200
+        expected_attention = _xla_attend(factor * q, pages, 0, table, visible)
+        _close(_attend(factor * q, pages, 0, table, visible), expected_attention, atol=1e-4)
+        assert np.abs(np.asarray(expected_attention[1])[visible > 0]).max() > 200
 
 
 @pytest.mark.slow
@@ -142,8 +142,8 @@ def test_bfloat16_pages_and_queries_are_close_to_float32() -> None:
     q, pages, table, visible = _case(*USUAL, seed=7)
     low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), (q, pages))
     q, pages = jax.tree.map(lambda x: x.astype(jnp.float32), low)
-    found = _attend(*low, 1, table, visible)
-    _close(found, _wanted(q, pages, 1, table, visible), atol=5e-2)
+    attention = _attend(*low, 1, table, visible)
+    _close(attention, _xla_attend(q, pages, 1, table, visible), atol=5e-2)
 
 
 # ------------------------------------------------------------------------------------------- int8
@@ -158,18 +158,18 @@ def _in_int8(pages: Pages) -> tuple[Pages, Pages]:
     size = size.astype(np.float32)
     keys, key_scales = quantize(pages.keys * size)
     values, value_scales = quantize(pages.values * size[:, ::-1])
-    whole = Pages(keys * key_scales[..., None], values * value_scales[..., None])
-    return Pages(keys, values, key_scales, value_scales), whole
+    dequantized_pages = Pages(keys * key_scales[..., None], values * value_scales[..., None])
+    return Pages(keys, values, key_scales, value_scales), dequantized_pages
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "atol"), [(jnp.float32, 1e-5), (jnp.bfloat16, 5e-2)])
 def test_int8_equals_attention_to_dequantized_values(dtype, atol: float) -> None:
     q, pages, table, visible = _case(*USUAL, seed=8)
-    pages, whole = _in_int8(pages)
+    pages, dequantized_pages = _in_int8(pages)
     assert pages.keys.dtype == jnp.int8
-    found = _attend(q.astype(dtype), pages, 1, table, visible)
-    _close(found, _wanted(q, whole, 1, table, visible), atol)
+    attention = _attend(q.astype(dtype), pages, 1, table, visible)
+    _close(attention, _xla_attend(q, dequantized_pages, 1, table, visible), atol)
 
 
 # ------------------------------------------------------------------------------------------ Parts
@@ -179,16 +179,18 @@ def test_int8_equals_attention_to_dequantized_values(dtype, atol: float) -> None
 @pytest.mark.parametrize("int8", [False, True])
 def test_merged_parts_of_pages_equal_full_attention(int8: bool) -> None:
     q, pages, table, visible = _case(*USUAL, seed=10)
-    kept, whole = _in_int8(pages) if int8 else (pages, pages)
+    stored_pages, exact_pages = _in_int8(pages) if int8 else (pages, pages)
 
     def half(pages: Pages, part: int) -> Pages:
         return jax.tree.map(lambda x: jnp.split(x, 2, axis=3)[part], pages)
 
-    found = [_attend(q, half(kept, i), 1, table, visible, i, 2) for i in range(2)]
+    partial_attentions = [
+        _attend(q, half(stored_pages, i), 1, table, visible, i, 2) for i in range(2)
+    ]
     for i in range(2):
-        _close(found[i], _wanted(q, half(whole, i), 1, table, visible, i, 2))
-    _close(paged.merge(*found), _wanted(q, whole, 1, table, visible))
-    blind = [np.asarray(lse) == np.float32(paged.UNSEEN) for _, lse in found]
+        _close(partial_attentions[i], _xla_attend(q, half(exact_pages, i), 1, table, visible, i, 2))
+    _close(paged.merge(*partial_attentions), _xla_attend(q, exact_pages, 1, table, visible))
+    blind = [np.asarray(lse) == np.float32(paged.UNSEEN) for _, lse in partial_attentions]
     assert np.any(blind[1] & ~blind[0]), "the case should have parts that see nothing"
 
 
@@ -211,21 +213,21 @@ def test_kernel_runs_in_a_layer_scan_under_shard_map() -> None:
     split = PartitionSpec(None, None, None, "context")
     specs = {"in_specs": (PartitionSpec(), split), "out_specs": PartitionSpec()}
     with jax.set_mesh(mesh):
-        found = jax.jit(jax.shard_map(on_device, check_vma=False, **specs))(q, pages)
-    wanted = q
+        sharded_out = jax.jit(jax.shard_map(on_device, check_vma=False, **specs))(q, pages)
+    expected_out = q
     for layer in range(LAYERS):
-        wanted = wanted + _wanted(wanted, pages, layer, table, visible)[0]
-    np.testing.assert_allclose(found, wanted, atol=1e-4, rtol=1e-4)
+        expected_out = expected_out + _xla_attend(expected_out, pages, layer, table, visible)[0]
+    np.testing.assert_allclose(sharded_out, expected_out, atol=1e-4, rtol=1e-4)
 
 
 # ----------------------------------------------------------------------------------------- Shapes
 
 
-def _shapes(rows, time, heads, kv_heads, block, table, size=128, q=jnp.bfloat16, kept=None):
+def _shapes(rows, time, heads, kv_heads, block, table, size=128, q=jnp.bfloat16, pool_dtype=None):
     """Shapes of attend's q, pages, layer, table, visible."""
-    kept, number = kept or q, jax.ShapeDtypeStruct
-    pool = number((2, 9, kv_heads, block, size), kept)
-    scales = number(pool.shape[:4], jnp.float32) if kept == jnp.int8 else None
+    pool_dtype, number = pool_dtype or q, jax.ShapeDtypeStruct
+    pool = number((2, 9, kv_heads, block, size), pool_dtype)
+    scales = number(pool.shape[:4], jnp.float32) if pool_dtype == jnp.int8 else None
     return (
         number((rows, time, heads, size), q),
         Pages(pool, pool, scales, scales),
@@ -235,16 +237,16 @@ def _shapes(rows, time, heads, kv_heads, block, table, size=128, q=jnp.bfloat16,
     )
 
 
-@pytest.mark.parametrize("kept", [jnp.bfloat16, jnp.int8, jnp.float32])
-def test_lowers_for_tpu_without_one(kept) -> None:
-    dtype = jnp.float32 if kept == jnp.float32 else jnp.bfloat16
+@pytest.mark.parametrize("pool_dtype", [jnp.bfloat16, jnp.int8, jnp.float32])
+def test_lowers_for_tpu_without_one(pool_dtype) -> None:
+    dtype = jnp.float32 if pool_dtype == jnp.float32 else jnp.bfloat16
     for rows, time in ((64, 8), (3, 512)):
-        given = _shapes(rows, time, 28, 4, 128, 144, q=dtype, kept=kept)
-        traced = jax.jit(functools.partial(paged_tpu.attend, share=(1, 2))).trace(*given)
+        shapes = _shapes(rows, time, 28, 4, 128, 144, q=dtype, pool_dtype=pool_dtype)
+        traced = jax.jit(functools.partial(paged_tpu.attend, share=(1, 2))).trace(*shapes)
         text = traced.lower(lowering_platforms=("tpu",)).as_text()
         assert text.count("stablehlo.custom_call @tpu_custom_call") == 1
         # XLA would otherwise copy the scales of all layers to VMEM, for every layer.
-        assert text.count("operand_index") == (4 if kept == jnp.int8 else 2)
+        assert text.count("operand_index") == (4 if pool_dtype == jnp.int8 else 2)
 
 
 def test_block_sizes_of_typical_shapes() -> None:
@@ -254,7 +256,7 @@ def test_block_sizes_of_typical_shapes() -> None:
         return tuple(paged_tpu._block_sizes(q, pages, table.shape[1]))
 
     assert cut(64, 8, 28, 4, 128, 144) == (64, 1, 4, 8)
-    assert cut(64, 8, 28, 4, 128, 144, kept=jnp.int8) == (64, 1, 4, 16)
+    assert cut(64, 8, 28, 4, 128, 144, pool_dtype=jnp.int8) == (64, 1, 4, 16)
     assert cut(512, 1, 28, 4, 512, 4) == (16, 1, 1, 2)
     assert cut(512, 1, 28, 4, 128, 1) == (16, 1, 1, 1)
     assert cut(16, 512, 28, 4, 512, 36) == (512, 7, 1, 2)
@@ -268,8 +270,10 @@ def test_fits_is_false_for_shapes_that_do_not_fit_a_tpu() -> None:
 
     assert fits(1, 1, 8, 4, 16, 5) and not fits(1, 1, 8, 4, 8, 5)  # half a tile
     assert fits(1, 1, 8, 4, 8, 5, q=jnp.float32)
-    assert fits(1, 1, 8, 4, 128, 5, kept=jnp.int8) and not fits(1, 1, 8, 4, 64, 5, kept=jnp.int8)
+    assert fits(1, 1, 8, 4, 128, 5, pool_dtype=jnp.int8) and not fits(
+        1, 1, 8, 4, 64, 5, pool_dtype=jnp.int8
+    )
     assert not fits(1, 1, 8, 4, 128, 5, size=64)
     assert fits(1, 1, 8, 4, 1024, 5) and not fits(1, 1, 8, 8, 1024, 5)
-    assert not fits(1, 1, 8, 8, 1024, 5, kept=jnp.int8)
+    assert not fits(1, 1, 8, 8, 1024, 5, pool_dtype=jnp.int8)
     assert fits(1, 1, 8, 4, 64, 2**15) and not fits(1, 1, 8, 4, 64, 2**15 + 1)

@@ -20,12 +20,12 @@ HALF_PAGES, TWO_PAGES = Tile(16, 16, 4, 2), Tile(16, 64, 4, 2)  # by the size of
 
 
 @functools.partial(jax.jit, static_argnames=("parts", "tile"))
-def _found(q, pages, layer, table, visible, part=0, parts=1, tile=None):
+def _triton_attend(q, pages, layer, table, visible, part=0, parts=1, tile=None):
     return paged_triton.attend(q, pages, layer, table, visible, (part, parts), tile=tile)
 
 
 # On a CPU this is attend_in_steps, which test_paged.py compares with numpy.
-_wanted = jax.jit(paged.attend)
+_xla_attend = jax.jit(paged.attend)
 
 
 def _pool(rng: np.random.Generator, kv_heads: int, size: int = SIZE, block: int = BLOCK) -> Pages:
@@ -45,10 +45,10 @@ def _case(rows=5, time=3, heads=4, kv_heads=2, size=SIZE, block=BLOCK, seed=0):
     return q, _pool(rng, kv_heads, size, block), jnp.int32(1), table, visible
 
 
-def _close(found, wanted, atol: float = 2e-5) -> None:
-    for one, other in zip(found, wanted, strict=True):
-        assert one.dtype == jnp.float32
-        np.testing.assert_allclose(np.asarray(one), np.asarray(other), atol=atol, rtol=atol)
+def _close(arrays, expected_arrays, atol: float = 2e-5) -> None:
+    for array, expected in zip(arrays, expected_arrays, strict=True):
+        assert array.dtype == jnp.float32
+        np.testing.assert_allclose(np.asarray(array), np.asarray(expected), atol=atol, rtol=atol)
 
 
 # -------------------------------------------------------------------------------------- Attention
@@ -67,7 +67,7 @@ def _close(found, wanted, atol: float = 2e-5) -> None:
 )
 def test_equals_xla_attention(rows, time, heads, kv_heads, tile) -> None:
     case = _case(rows, time, heads, kv_heads)
-    _close(_found(*case, tile=tile), _wanted(*case))
+    _close(_triton_attend(*case, tile=tile), _xla_attend(*case))
 
 
 @pytest.mark.slow
@@ -77,18 +77,20 @@ def test_every_number_of_visible_keys_equals_xla(tile) -> None:
     q, pages, layer, table, _ = _case(LONGEST + 1, 1, 2, 1, seed=1)
     visible = np.random.default_rng(0).permutation(LONGEST + 1).astype(np.int32)[:, None]
     case = q, pages, layer, table, visible
-    _close(_found(*case, tile=tile), _wanted(*case))
+    _close(_triton_attend(*case, tile=tile), _xla_attend(*case))
 
 
 def test_queries_without_visible_keys_get_zeros() -> None:
     q, pages, layer, table, visible = _case(seed=2)
     visible[1] = [0, 9, 0]  # in a row with and without queries that see keys
     blind = visible == 0
-    for some in (blind, np.full_like(blind, True)):
-        out, lse = _found(q, pages, layer, table, np.where(some, 0, visible), tile=HALF_PAGES)
-        assert not np.any(np.asarray(out)[some])
-        assert np.all(np.asarray(lse)[some] == np.float32(paged.UNSEEN))
-        assert np.all(np.abs(np.asarray(lse)[~some]) < 100)
+    for blind_queries in (blind, np.full_like(blind, True)):
+        out, lse = _triton_attend(
+            q, pages, layer, table, np.where(blind_queries, 0, visible), tile=HALF_PAGES
+        )
+        assert not np.any(np.asarray(out)[blind_queries])
+        assert np.all(np.asarray(lse)[blind_queries] == np.float32(paged.UNSEEN))
+        assert np.all(np.abs(np.asarray(lse)[~blind_queries]) < 100)
 
 
 @pytest.mark.slow
@@ -98,51 +100,60 @@ def test_prompt_tokens_attend_causally() -> None:
     visible = np.array([0, 37, 88], np.int32)[:, None] + np.arange(40, dtype=np.int32) + 1
     visible[2, 30:] = 0
     case = q, pages, layer, table, visible
-    _close(_found(*case, tile=HALF_PAGES), _wanted(*case))
+    _close(_triton_attend(*case, tile=HALF_PAGES), _xla_attend(*case))
 
 
 def test_keys_past_the_visible_count_have_no_effect() -> None:
     q, pages, layer, table, visible = _case(seed=4)
     visible = np.minimum(visible, BLOCK + 9)
-    wanted = _found(q, pages, layer, table, visible, tile=TWO_PAGES)
+    expected_attention = _triton_attend(q, pages, layer, table, visible, tile=TWO_PAGES)
     table = table.copy()
     table[:, 2:] = [10**6, -1]  # no page at all
-    found = _found(q, pages, layer, table, visible, tile=TWO_PAGES)
+    attention = _triton_attend(q, pages, layer, table, visible, tile=TWO_PAGES)
     # Tables are read to the end of the longest row, from the tenth token of a second page on.
     second = np.setdiff1d(table[:, 1], table[:, 0])
     keys, values = (x.at[:, second, :, 9:].set(1e3) for x in (pages.keys, pages.values))
-    others = _found(q, Pages(keys, values), layer, table, visible, tile=TWO_PAGES)
-    for results in (found, others):
-        for one, other in zip(results, wanted, strict=True):
-            np.testing.assert_array_equal(one, other)
+    spoiled_attention = _triton_attend(
+        q, Pages(keys, values), layer, table, visible, tile=TWO_PAGES
+    )
+    for results in (attention, spoiled_attention):
+        for array, expected in zip(results, expected_attention, strict=True):
+            np.testing.assert_array_equal(array, expected)
 
 
 def test_extreme_scores_give_finite_results() -> None:
-    q, *others = _case(seed=5)
+    q, *other_arguments = _case(seed=5)
     for factor in (60.0, -60.0):
-        found = _found(factor * q, *others, tile=HALF_PAGES)
-        wanted = _wanted(factor * q, *others)
-        _close(found, wanted, atol=2e-4)
-        assert np.abs(np.asarray(wanted[1]))[np.asarray(wanted[1]) > paged.UNSEEN].max() > 200
+        attention = _triton_attend(factor * q, *other_arguments, tile=HALF_PAGES)
+        expected = _xla_attend(factor * q, *other_arguments)
+        _close(attention, expected, atol=2e-4)
+        assert np.abs(np.asarray(expected[1]))[np.asarray(expected[1]) > paged.UNSEEN].max() > 200
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tile", [HALF_PAGES, TWO_PAGES])
 def test_head_size_need_not_be_a_power_of_two(tile) -> None:
     case = _case(2, 2, 4, 2, size=24, seed=6)
-    _close(_found(*case, tile=tile), _wanted(*case))
+    _close(_triton_attend(*case, tile=tile), _xla_attend(*case))
 
 
 @pytest.mark.slow
 def test_bfloat16_is_close_to_float32() -> None:
-    q, pages, *others = _case(seed=7)
+    q, pages, *other_arguments = _case(seed=7)
     low = Pages(*(x.astype(jnp.bfloat16) for x in (pages.keys, pages.values)))
     exact = Pages(*(x.astype(jnp.float32) for x in (low.keys, low.values)))
     rounded = q.astype(jnp.bfloat16)
-    wanted = _wanted(rounded.astype(jnp.float32), exact, *others)
+    expected_attention = _xla_attend(rounded.astype(jnp.float32), exact, *other_arguments)
     # Weights are rounded; with float32 queries nothing is.
-    _close(_found(rounded, low, *others, tile=TWO_PAGES), wanted, atol=2e-2)
-    _close(_found(rounded.astype(jnp.float32), low, *others, tile=TWO_PAGES), wanted)
+    _close(
+        _triton_attend(rounded, low, *other_arguments, tile=TWO_PAGES),
+        expected_attention,
+        atol=2e-2,
+    )
+    _close(
+        _triton_attend(rounded.astype(jnp.float32), low, *other_arguments, tile=TWO_PAGES),
+        expected_attention,
+    )
 
 
 @pytest.mark.slow
@@ -155,14 +166,14 @@ def test_bfloat16_is_close_to_float32() -> None:
     ],
 )
 def test_int8_equals_attention_to_dequantized_values(tile, dtype, atol: float) -> None:
-    q, pages, *others = _case(seed=8)
+    q, pages, *other_arguments = _case(seed=8)
     rng = np.random.default_rng(8)
     numbers = rng.integers(-127, 128, size=(2, *pages.keys.shape)).astype(np.int8)
     scales = (rng.uniform(0.2, 3, size=numbers.shape[:-1]) / 127).astype(np.float32)
     real = Pages(*jnp.asarray(numbers * scales[..., None]))
     coarse = Pages(*jnp.asarray(numbers), *jnp.asarray(scales))
-    found = _found(q.astype(dtype), coarse, *others, tile=tile)
-    _close(found, _wanted(q, real, *others), atol)
+    attention = _triton_attend(q.astype(dtype), coarse, *other_arguments, tile=tile)
+    _close(attention, _xla_attend(q, real, *other_arguments), atol)
 
 
 # ------------------------------------------------------------------------------- Jobs, parts, loops
@@ -171,28 +182,28 @@ def test_int8_equals_attention_to_dequantized_values(tile, dtype, atol: float) -
 _list_jobs = jax.jit(paged_triton.list_jobs, static_argnums=(1, 2, 3))
 
 
-def _check_jobs(blocks: np.ndarray, pieces: int, most: int) -> np.ndarray:
+def _check_jobs(blocks: np.ndarray, pieces: int, most_blocks: int) -> np.ndarray:
     """Check that blocks of all units are covered once, in order; returns the lengths of jobs."""
-    jobs, spans = (np.asarray(x) for x in _list_jobs(blocks, 3, most, pieces))
+    jobs, spans = (np.asarray(x) for x in _list_jobs(blocks, 3, most_blocks, pieces))
     assert jobs.dtype == spans.dtype == np.int32
     assert len(jobs) <= len(blocks) + pieces
     lengths = jobs[:, 3] - jobs[:, 2]
     used = spans[-1, 1]
     assert np.all(lengths[:used] > 0) and not np.any(lengths[used:])
     for unit, (begin, end) in enumerate(spans):
-        own = jobs[begin:end]
-        assert np.all(own[:, 0] == unit) and np.all(own[:, 1] == unit // 3)
-        covered = [n for _, _, first, last in own for n in range(first, last)]
+        unit_jobs = jobs[begin:end]
+        assert np.all(unit_jobs[:, 0] == unit) and np.all(unit_jobs[:, 1] == unit // 3)
+        covered = [n for _, _, first, last in unit_jobs for n in range(first, last)]
         assert covered == list(range(blocks[unit]))
     return lengths
 
 
 def test_jobs_cover_all_blocks_once_in_nearly_equal_pieces() -> None:
     rng = np.random.default_rng(9)
-    for pieces, most in ((1, 400), (7, 50), (40, 3), (40, 400)):
-        blocks = rng.integers(0, most + 1, size=6).astype(np.int32)
-        blocks[2], blocks[4] = 0, most
-        lengths = _check_jobs(blocks, pieces, most)
+    for pieces, most_blocks in ((1, 400), (7, 50), (40, 3), (40, 400)):
+        blocks = rng.integers(0, most_blocks + 1, size=6).astype(np.int32)
+        blocks[2], blocks[4] = 0, most_blocks
+        lengths = _check_jobs(blocks, pieces, most_blocks)
         allowed = max(-(-blocks.sum() // pieces), paged_triton.FEWEST)
         assert lengths.max() <= allowed
     # One long row among short ones: only the long one is split.
@@ -211,19 +222,21 @@ def test_number_of_jobs_does_not_change_the_result(
     monkeypatch.setattr(paged_triton, "PROGRAMS", count)
     monkeypatch.setattr(paged_triton, "FEWEST", 1)
     attend = jax.jit(functools.partial(paged_triton.attend, tile=HALF_PAGES))
-    _close(attend(*case), _wanted(*case))
+    _close(attend(*case), _xla_attend(*case))
 
 
 @pytest.mark.slow
 def test_merged_parts_of_pages_equal_full_attention() -> None:
     q, pages, layer, table, visible = _case(seed=11)
     split = [jnp.split(x, 2, axis=3) for x in (pages.keys, pages.values)]
-    found = [
-        _found(q, Pages(*some), layer, table, visible, jnp.int32(i), 2, tile=HALF_PAGES)
-        for i, some in enumerate(zip(*split, strict=True))
+    partial_attentions = [
+        _triton_attend(
+            q, Pages(*keys_and_values), layer, table, visible, jnp.int32(i), 2, tile=HALF_PAGES
+        )
+        for i, keys_and_values in enumerate(zip(*split, strict=True))
     ]
-    _close(paged.merge(*found), _wanted(q, pages, layer, table, visible))
-    blind = [np.asarray(lse) == np.float32(paged.UNSEEN) for _, lse in found]
+    _close(paged.merge(*partial_attentions), _xla_attend(q, pages, layer, table, visible))
+    blind = [np.asarray(lse) == np.float32(paged.UNSEEN) for _, lse in partial_attentions]
     assert np.any(blind[1] & ~blind[0]), "the case should have parts that see nothing"
 
 
@@ -238,8 +251,10 @@ def test_kernel_runs_in_nested_loops_under_shard_map() -> None:
         share = (jax.lax.axis_index("x"), 2)
 
         def layer(_, number):
-            found = paged_triton.attend(q, pages, number, table, visible, share, tile=HALF_PAGES)
-            gathered = jax.lax.all_gather(found, "x")
+            part_attention = paged_triton.attend(
+                q, pages, number, table, visible, share, tile=HALF_PAGES
+            )
+            gathered = jax.lax.all_gather(part_attention, "x")
             return None, paged.merge(*[jax.tree.map(lambda x, n=n: x[n], gathered) for n in (0, 1)])
 
         def again(state):
@@ -252,10 +267,10 @@ def test_kernel_runs_in_nested_loops_under_shard_map() -> None:
     run = jax.shard_map(
         on_device, mesh=mesh, in_specs=(none, spec), out_specs=none, check_vma=False
     )
-    found = jax.jit(run)(q, pages)
+    attention = jax.jit(run)(q, pages)
     for number in range(LAYERS):
-        wanted = _wanted(q, pages, jnp.int32(number), table, visible)
-        _close([x[number] for x in found], wanted)
+        expected_attention = _xla_attend(q, pages, jnp.int32(number), table, visible)
+        _close([x[number] for x in attention], expected_attention)
 
 
 # -------------------------------------------------------------------------------- Programs for GPUs
@@ -307,13 +322,13 @@ def test_compiles_for_gpu_without_one(shape) -> None:
 def test_platform_dependent_lowers_the_kernel_only_for_gpus() -> None:
     """The branch for GPUs is not even lowered on a CPU."""
 
-    def attend(*given):
+    def attend(*arguments):
         cuda = functools.partial(paged_triton.attend, interpret=False)
-        return jax.lax.platform_dependent(*given, cuda=cuda, default=paged.attend)
+        return jax.lax.platform_dependent(*arguments, cuda=cuda, default=paged.attend)
 
     assert programs.lowered_for_gpu(attend, *_abstract(*SHAPES[0])).count("xla.gpu.triton") == 2
     case = _case(seed=13)
-    _close(jax.jit(attend)(*case), _wanted(*case))
+    _close(jax.jit(attend)(*case), _xla_attend(*case))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -324,8 +339,8 @@ def test_dot_products_are_float32_and_memory_is_bounded(shape) -> None:
     """
     args = _abstract(*shape)
     attend = functools.partial(paged_triton.attend, interpret=False)
-    made = list(programs.equations(jax.make_jaxpr(attend)(*args).jaxpr))
-    dots = [x for x in made if x.primitive.name == "dot_general"]
+    equations = list(programs.equations(jax.make_jaxpr(attend)(*args).jaxpr))
+    dots = [x for x in equations if x.primitive.name == "dot_general"]
     assert len(dots) == 2
     for dot in dots:
         assert {x.aval.dtype for x in dot.invars} == {args[0].dtype}
@@ -335,17 +350,17 @@ def test_dot_products_are_float32_and_memory_is_bounded(shape) -> None:
     rows, time, heads, kv_heads, size, _ = shape
     # Size of the jobs' results: two times the queries, padded, and PROGRAMS blocks of at most 128.
     padded = rows * kv_heads * max(16, 2 * time * heads // kv_heads) + paged_triton.PROGRAMS * 128
-    largest = max(x.aval.size for equation in made for x in equation.outvars)
+    largest = max(x.aval.size for equation in equations for x in equation.outvars)
     assert largest <= padded * max(size, 128)
 
 
 def test_unsupported_shapes_and_dtypes_are_rejected() -> None:
     def run(match: str, q_dtype=jnp.bfloat16, **sizes) -> None:
-        wanted = {"size": 128, "dtype": jnp.bfloat16} | sizes
-        q, pages, *others = _abstract(8, 8, 28, 4, **wanted)
+        options = {"size": 128, "dtype": jnp.bfloat16} | sizes
+        q, pages, *other_arguments = _abstract(8, 8, 28, 4, **options)
         q = jax.ShapeDtypeStruct(q.shape, q_dtype)
         with pytest.raises(ValueError, match=match):
-            jax.eval_shape(paged_triton.attend, q, pages, *others)
+            jax.eval_shape(paged_triton.attend, q, pages, *other_arguments)
         assert paged_triton.unsupported(q, pages)
 
     run("page size = 8 tokens per device: must be a power of two, at least 16", block=8)

@@ -59,8 +59,8 @@ def test_partial_row_with_shuffled_queries_equals_dense() -> None:
     last_query, first = packed_rows.packed_row(rng, 600, UNIT)[150:450], 150
     q_index = rng.permutation(600)[:200].astype(np.int32)
     k_index = first + np.arange(300, dtype=np.int32)
-    seen = np.any(packed_rows.seen(q_index, k_index, last_query), axis=1)
-    assert seen.any() and not seen.all()
+    seeing_queries = np.any(packed_rows.seen(q_index, k_index, last_query), axis=1)
+    assert seeing_queries.any() and not seeing_queries.all()
     tensors = _tensors(rng, 200, 300, 64)
     _check(tensors, (q_index, k_index, last_query))
 
@@ -92,7 +92,7 @@ def test_merged_halves_of_the_keys_equal_the_whole() -> None:
     rng = np.random.default_rng(6)
     q, k, v, d_out = _tensors(rng, TIME, TIME, 64)
     index, last_query = np.arange(TIME, dtype=np.int32), packed_rows.packed_row(rng, TIME, UNIT)
-    whole, whole_lse = _forward(q, k, v, index, index, last_query)
+    whole_out, whole_lse = _forward(q, k, v, index, index, last_query)
     halves = [slice(0, TIME // 2), slice(TIME // 2, TIME)]
 
     def part(half):
@@ -100,13 +100,15 @@ def test_merged_halves_of_the_keys_equal_the_whole() -> None:
 
     parts = [_forward(*part(half)) for half in halves]
     out, lse = packed_rows.merge(parts)
-    packed_rows.close(out, whole)
+    packed_rows.close(out, whole_out)
     np.testing.assert_allclose(lse, whole_lse, rtol=1e-5, atol=1e-5)
-    wanted = _backward(q, k, v, index, index, last_query, whole_lse, whole, d_out)
-    found = [_backward(*part(half), lse, out, d_out) for half in halves]
-    packed_rows.close(found[0][0] + found[1][0], wanted[0])
+    expected_gradients = _backward(q, k, v, index, index, last_query, whole_lse, whole_out, d_out)
+    half_gradients = [_backward(*part(half), lse, out, d_out) for half in halves]
+    packed_rows.close(half_gradients[0][0] + half_gradients[1][0], expected_gradients[0])
     for n in (1, 2):
-        packed_rows.close(jnp.concatenate([found[0][n], found[1][n]]), wanted[n])
+        packed_rows.close(
+            jnp.concatenate([half_gradients[0][n], half_gradients[1][n]]), expected_gradients[n]
+        )
 
 
 @pytest.mark.slow
@@ -115,12 +117,12 @@ def test_bfloat16_is_close_to_float32() -> None:
     tensors = _tensors(rng, TIME, TIME, 64)
     index, last_query = np.arange(TIME, dtype=np.int32), packed_rows.packed_row(rng, TIME, UNIT)
     out, lse = _forward(*tensors[:3], index, index, last_query)
-    wanted = _backward(*tensors[:3], index, index, last_query, lse, out, tensors[3])
+    gradients = _backward(*tensors[:3], index, index, last_query, lse, out, tensors[3])
     low = [x.astype(jnp.bfloat16) for x in tensors]
     low_out, low_lse = _forward(*low[:3], index, index, last_query)
-    found = _backward(*low[:3], index, index, last_query, low_lse, low_out, low[3])
+    low_gradients = _backward(*low[:3], index, index, last_query, low_lse, low_out, low[3])
     assert low_lse.dtype == jnp.float32
-    for x, y in zip((low_out, *found), (out, *wanted), strict=True):
+    for x, y in zip((low_out, *low_gradients), (out, *gradients), strict=True):
         assert x.dtype == jnp.bfloat16
         packed_rows.close(x, y, 2e-2)
 
@@ -143,13 +145,13 @@ def test_dead_blocks_are_never_read() -> None:
     # The first answer's keys are spoiled too: only its own queries may change.
     spans = (slice(128, 256), slice(384, TIME))
     spoiled, _ = _forward(q, spoil(k, *spans), spoil(v, *spans), index, index, last_query)
-    others = np.r_[0:128, 256:TIME]
-    np.testing.assert_array_equal(spoiled[others], out[others])
+    other_queries = np.r_[0:128, 256:TIME]
+    np.testing.assert_array_equal(spoiled[other_queries], out[other_queries])
     assert np.isnan(spoiled[128:256]).all()
     # Backward: queries and keys of the padding, which no query sees.
     dirty = [spoil(x, spans[1]) for x in (q, k, v, d_out)]
-    found = _backward(*dirty[:3], index, index, last_query, lse, out, dirty[3])
-    for x, y in zip(found, gradients, strict=True):
+    dirty_gradients = _backward(*dirty[:3], index, index, last_query, lse, out, dirty[3])
+    for x, y in zip(dirty_gradients, gradients, strict=True):
         np.testing.assert_array_equal(x, y)
 
 
@@ -161,20 +163,22 @@ def test_pair_list_holds_the_live_block_pairs_in_runs(by_keys: bool) -> None:
     last_query[600:] = -1
     pairs = splash.list_pairs(index, index, last_query, 64, 128, by_keys)
     words = [int(word) for word in np.asarray(pairs.words)[: int(pairs.count)]]
-    seen = packed_rows.seen(index, index, last_query).reshape(16, 64, 8, 128).transpose(0, 2, 1, 3)
-    some, every = seen.any(axis=(2, 3)), seen.all(axis=(2, 3))
+    visible = (
+        packed_rows.seen(index, index, last_query).reshape(16, 64, 8, 128).transpose(0, 2, 1, 3)
+    )
+    any_visible, every = visible.any(axis=(2, 3)), visible.all(axis=(2, 3))
     assert every.any()
     places = [(word >> 17, word >> 4 & 8191) for word in words]
     kinds = {place: word & 3 for place, word in zip(places, words, strict=True)}
     assert len(kinds) == len(words)
     runs = [place[by_keys] for place in places]
     assert runs == sorted(runs) and set(runs) == set(range(8 if by_keys else 16))
-    assert set(zip(*np.nonzero(some), strict=True)) <= set(kinds)
+    assert set(zip(*np.nonzero(any_visible), strict=True)) <= set(kinds)
     assert {p for p, kind in kinds.items() if kind == 2} == set(
         zip(*np.nonzero(every), strict=True)
     )
     # Limits of blocks may count a dead pair as live, but not many; one dead pair per dead run.
-    assert sum(kind > 0 for kind in kinds.values()) <= some.sum() * 1.3
+    assert sum(kind > 0 for kind in kinds.values()) <= any_visible.sum() * 1.3
     assert any(kind == 0 for kind in kinds.values())
     for n, (run, word) in enumerate(zip(runs, words, strict=True)):
         assert bool(word & 8) == (n == 0 or runs[n - 1] != run)
@@ -216,8 +220,8 @@ def test_lowers_for_tpu_without_one(dtype) -> None:
         )
 
     assert lowered(splash.forward).count("stablehlo.custom_call @tpu_custom_call") == 1
-    both = lowered(splash.backward, numbers, numbers, q)
-    assert both.count("stablehlo.custom_call @tpu_custom_call") == 2
+    backward_text = lowered(splash.backward, numbers, numbers, q)
+    assert backward_text.count("stablehlo.custom_call @tpu_custom_call") == 2
 
 
 def test_blocks_fit_the_row_and_invalid_sizes_are_rejected() -> None:

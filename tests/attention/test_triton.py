@@ -80,8 +80,8 @@ def test_shuffled_queries_and_keys_equal_dense() -> None:
     q_index = rng.permutation(TIME)[:170].astype(np.int32)
     k_index = rng.permutation(TIME)[:230].astype(np.int32)
     indices = (q_index, k_index, last_query[k_index])
-    seen = np.any(packed_rows.seen(*indices), axis=1)
-    assert seen.any() and not seen.all()
+    seeing_queries = np.any(packed_rows.seen(*indices), axis=1)
+    assert seeing_queries.any() and not seeing_queries.all()
     _check(_tensors(170, 230, seed=4), indices, UNEQUAL)
 
 
@@ -100,34 +100,36 @@ def test_fully_masked_row_gives_zeros() -> None:
 def test_merged_parts_of_the_keys_equal_the_whole() -> None:
     q, k, v, d_out = _tensors(seed=6)
     q_index, k_index, last_query = _row(6)
-    whole, whole_lse = _forward(q, k, v, q_index, k_index, last_query)
+    whole_out, whole_lse = _forward(q, k, v, q_index, k_index, last_query)
     order = np.random.default_rng(6).permutation(TIME)
     halves = np.sort(order[:150]), order[150:]
     parts = [(q, k[h], v[h], q_index, k_index[h], last_query[h]) for h in halves]
-    found = [_forward(*part) for part in parts]
-    seen = [lse < UNSEEING / 2 for _, lse in found]
-    assert not np.all(seen[0] == seen[1])
-    out, lse = packed_rows.merge(found)
-    packed_rows.close(out, whole)
+    partial_attentions = [_forward(*part) for part in parts]
+    seeing_queries = [lse < UNSEEING / 2 for _, lse in partial_attentions]
+    assert not np.all(seeing_queries[0] == seeing_queries[1])
+    out, lse = packed_rows.merge(partial_attentions)
+    packed_rows.close(out, whole_out)
     np.testing.assert_allclose(lse, whole_lse, rtol=1e-5, atol=1e-5)
-    wanted = _backward(q, k, v, q_index, k_index, last_query, whole_lse, whole, d_out)
+    expected_gradients = _backward(
+        q, k, v, q_index, k_index, last_query, whole_lse, whole_out, d_out
+    )
     shares = [_backward(*part, lse, out, d_out) for part in parts]
-    packed_rows.close(shares[0][0] + shares[1][0], wanted[0])
+    packed_rows.close(shares[0][0] + shares[1][0], expected_gradients[0])
     for n in (1, 2):
         for half, share in zip(halves, shares, strict=True):
-            packed_rows.close(share[n], wanted[n][half])
+            packed_rows.close(share[n], expected_gradients[n][half])
 
 
 @pytest.mark.slow
 def test_bfloat16_is_close_to_float32() -> None:
     tensors, indices = _tensors(seed=7), _row(7)
     out, lse = _forward(*tensors[:3], *indices)
-    wanted = _backward(*tensors[:3], *indices, lse, out, tensors[3])
+    gradients = _backward(*tensors[:3], *indices, lse, out, tensors[3])
     low = [x.astype(jnp.bfloat16) for x in tensors]
     low_out, low_lse = _forward(*low[:3], *indices)
-    found = _backward(*low[:3], *indices, low_lse, low_out, low[3])
+    low_gradients = _backward(*low[:3], *indices, low_lse, low_out, low[3])
     assert low_lse.dtype == jnp.float32
-    for x, y in zip((low_out, *found), (out, *wanted), strict=True):
+    for x, y in zip((low_out, *low_gradients), (out, *gradients), strict=True):
         assert x.dtype == jnp.bfloat16
         packed_rows.close(x, y, 2e-2)
 
@@ -140,24 +142,24 @@ def test_dead_blocks_are_never_read() -> None:
     last_query = np.repeat([191, 127, 191, -1], [64, 64, 64, TIME - 192]).astype(np.int32)
     indices = (index, index, last_query)
     out, lse = _forward(q, k, v, *indices)
-    wanted = _backward(q, k, v, *indices, lse, out, d_out)
+    expected_gradients = _backward(q, k, v, *indices, lse, out, d_out)
 
     def spoil(x):
         return x.at[64:128].set(jnp.nan).at[192:].set(jnp.nan)
 
     # Only the first answer's queries may see its keys, and no query sees the padding.
     spoiled, _ = _forward(q, spoil(k), spoil(v), *indices)
-    others = np.r_[0:64, 128:TIME]
-    np.testing.assert_array_equal(spoiled[others], out[others])
+    other_queries = np.r_[0:64, 128:TIME]
+    np.testing.assert_array_equal(spoiled[other_queries], out[other_queries])
     assert np.isnan(spoiled[64:128]).all()
     dirty = [spoil(x) for x in (q, k, v, d_out)]
     dq, dk, dv = _backward(*dirty[:3], *indices, lse, out, dirty[3])
-    np.testing.assert_array_equal(dq[others], wanted[0][others])
+    np.testing.assert_array_equal(dq[other_queries], expected_gradients[0][other_queries])
     assert np.isnan(dq[64:128]).all()
     # The first answer's queries read the prompt's keys, but not the second answer's.
-    for found, clean in zip((dk, dv), wanted[1:], strict=True):
-        np.testing.assert_array_equal(found[128:], clean[128:])
-        assert np.isnan(found[:128]).all()
+    for gradient, clean in zip((dk, dv), expected_gradients[1:], strict=True):
+        np.testing.assert_array_equal(gradient[128:], clean[128:])
+        assert np.isnan(gradient[:128]).all()
 
 
 @pytest.mark.slow
@@ -165,9 +167,9 @@ def test_full_block_pairs_are_not_masked(monkeypatch: pytest.MonkeyPatch) -> Non
     """Queries after all keys see all of them, so no pair is masked."""
     tensors, key = _tensors(64, 64, 1, 1, 16), np.arange(64, dtype=np.int32)
     row = (key + 64, key, np.full(64, 127, np.int32))
-    wanted, _, gradients = packed_rows.reference(tensors, row)
+    expected_out, _, gradients = packed_rows.reference(tensors, row)
     monkeypatch.setattr(triton, "_mask", lambda scores, *_: scores * jnp.nan)
-    for x, y in zip(jax.jit(_both)(tensors, row), (wanted, *gradients), strict=True):
+    for x, y in zip(jax.jit(_both)(tensors, row), (expected_out, *gradients), strict=True):
         packed_rows.close(x, y)
 
 
@@ -181,20 +183,20 @@ def test_pair_lists_hold_the_live_block_pairs(by_keys: bool) -> None:
     last_query[600:] = -1
     block_q, block_k = 16, 32
     pairs = np.asarray(triton.list_pairs(index, index, last_query, block_q, block_k, by_keys))
-    seen = packed_rows.seen(index, index, last_query).reshape(64, 16, 32, 32)
-    some, every = seen.any(axis=(1, 3)), seen.all(axis=(1, 3))
+    visible = packed_rows.seen(index, index, last_query).reshape(64, 16, 32, 32)
+    any_visible, every = visible.any(axis=(1, 3)), visible.all(axis=(1, 3))
     if by_keys:
-        some, every = some.T, every.T
-    assert every.any() and pairs.shape == (some.shape[0], 2 + some.shape[1])
+        any_visible, every = any_visible.T, every.T
+    assert every.any() and pairs.shape == (any_visible.shape[0], 2 + any_visible.shape[1])
     extra = 0
-    for (full, live, *order), its_some, its_every in zip(pairs, some, every, strict=True):
-        assert sorted(order) == list(range(len(its_some)))
+    for (full, live, *order), its_any, its_every in zip(pairs, any_visible, every, strict=True):
+        assert sorted(order) == list(range(len(its_any)))
         assert order[:full] == np.flatnonzero(its_every).tolist()
         assert order[full:live] == sorted(order[full:live])
-        assert set(np.flatnonzero(its_some)) <= set(order[:live])
-        extra += live - its_some.sum()
+        assert set(np.flatnonzero(its_any)) <= set(order[:live])
+        extra += live - its_any.sum()
     # Limits of blocks may count a dead pair as live, but not many.
-    assert extra <= some.sum() * 0.3
+    assert extra <= any_visible.sum() * 0.3
 
 
 @pytest.mark.slow
@@ -204,10 +206,10 @@ def test_vmapped_rows_with_padded_head_size_equal_dense() -> None:
     readers = np.stack([np.full(41, 40), np.where(index[1] < 20, 19, -1)]).astype(np.int32)
     tiles = Tiles(*[Tile(16, 16, 4, 2)] * 3)
     rows = (tensors, [index, index, readers])
-    found = jax.jit(jax.vmap(functools.partial(_both, tiles=tiles)))(*rows)
+    arrays = jax.jit(jax.vmap(functools.partial(_both, tiles=tiles)))(*rows)
     for n in range(2):
-        wanted, _, gradients = packed_rows.reference(*jax.tree.map(lambda x, n=n: x[n], rows))
-        for x, y in zip(found, (wanted, *gradients), strict=True):
+        expected_out, _, gradients = packed_rows.reference(*jax.tree.map(lambda x, n=n: x[n], rows))
+        for x, y in zip(arrays, (expected_out, *gradients), strict=True):
             packed_rows.close(x[n], y)
 
 
@@ -274,10 +276,10 @@ def test_dot_products_are_float32_and_memory_is_bounded(dtype) -> None:
     """Sums and products are float32 in full precision; only the lists have T * T entries."""
     args = _abstract(dtype, 64, 1, 1)
     for f, inputs, products in ((triton.forward, args[:1], 4), (triton.backward, args, 14)):
-        made = list(
+        equations = list(
             programs.equations(jax.make_jaxpr(functools.partial(f, interpret=False))(*inputs).jaxpr)
         )
-        dots = [x for x in made if x.primitive.name == "dot_general"]
+        dots = [x for x in equations if x.primitive.name == "dot_general"]
         assert len(dots) == products
         for dot in dots:
             assert {x.aval.dtype for x in dot.invars} == {jnp.dtype(dtype)}
@@ -285,11 +287,11 @@ def test_dot_products_are_float32_and_memory_is_bounded(dtype) -> None:
             if dtype == jnp.float32:
                 assert dot.params["precision"] == (jax.lax.Precision.HIGHEST,) * 2
         # Only operands of products and stored results are rounded to two bytes.
-        rounded = [x.outvars[0] for x in made if x.primitive.name == "convert_element_type"]
+        rounded = [x.outvars[0] for x in equations if x.primitive.name == "convert_element_type"]
         rounded = {id(x) for x in rounded if x.aval.ndim and x.aval.dtype == jnp.bfloat16}
-        users = {x.primitive.name for x in made if rounded & set(map(id, x.invars))}
+        users = {x.primitive.name for x in equations if rounded & set(map(id, x.invars))}
         assert users == (set() if dtype == jnp.float32 else {"dot_general", "swap"})
-        largest = max(x.aval.size for equation in made for x in equation.outvars)
+        largest = max(x.aval.size for equation in equations for x in equation.outvars)
         tiles = triton.DEFAULT_TILES[args[-1].dtype.itemsize, 64]
         pairs = LONG**2 // min(tile.queries * tile.keys for tile in tiles)
         assert largest <= max(args[-1].size, pairs + 2 * LONG)

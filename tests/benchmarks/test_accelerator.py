@@ -46,14 +46,14 @@ def test_results_keep_the_last_line_of_a_case_and_drop_a_torn_one(tmp_path: path
     results.add(_line("b", numbers={"tflops": 2.0, FAULT: "too slow"}))
     with (tmp_path / "results.jsonl").open("a") as file:
         file.write('{"section": "peaks", "case": "c", "numb')
-    again = Results(tmp_path)
-    assert again.numbers() == {
+    reopened_results = Results(tmp_path)
+    assert reopened_results.numbers() == {
         "peaks": {"a": {"tflops": 1.5}, "b": {"tflops": 2.0, FAULT: "too slow"}}
     }
-    assert again.finished("peaks") == ["a"]
-    assert again.failures(["peaks"]) == ["peaks b: too slow"]
-    assert again.failures(["update"]) == ["update: not run"]
-    table = list(again.table(["peaks"]))
+    assert reopened_results.finished("peaks") == ["a"]
+    assert reopened_results.failures(["peaks"]) == ["peaks b: too slow"]
+    assert reopened_results.failures(["update"]) == ["update: not run"]
+    table = list(reopened_results.table(["peaks"]))
     assert len(table) == 2 and "tflops 1.5" in table[0] and "FAULT: too slow" in table[1]
 
 
@@ -109,7 +109,7 @@ def test_seconds_are_a_median_over_batches_and_a_slow_call_is_timed_once() -> No
     assert 0.002 <= timed["fastest_s"] <= timed["seconds"] <= timed["slowest_s"]
     assert timed["timed_calls"] >= 3
     calls: list[int] = []
-    slow = seconds_of(lambda: (calls.append(1), time.sleep(0.05)), most=0.05)
+    slow = seconds_of(lambda: (calls.append(1), time.sleep(0.05)), max_seconds=0.05)
     assert len(calls) == 2 and slow["timed_calls"] == 1 and slow["seconds"] >= 0.05
 
 
@@ -291,13 +291,13 @@ def test_a_disk_that_becomes_full_keeps_what_was_written(
 def test_every_section_plays_on_a_cpu(tmp_path: pathlib.Path) -> None:
     """In less than three minutes on two idle cores, which no assertion can hold."""
     flags = [f"--out={tmp_path}", "--tiny", "--commit=abc"]
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "benchmarks", "accelerator", *flags],
         capture_output=True,
         text=True,
         env=os.environ | {"XLA_FLAGS": ""},  # one device, not the tests' eight
     )
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr
     numbers = Results(tmp_path).numbers()
     assert list(numbers) == list(command.SECTIONS)
     for case, errors in numbers["kernels_right"].items():

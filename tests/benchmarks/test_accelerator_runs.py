@@ -41,8 +41,8 @@ def test_equal_runs_are_the_same(tmp_path) -> None:
 
 def test_differences_of_weights_and_metrics_are_measured(tmp_path) -> None:
     """The other run has one other weight, and another reward in its second update."""
-    other = write_run(tmp_path / "b", weight=2.5, reward=0.25)
-    numbers = bits.compare(write_run(tmp_path / "a"), other, 2)
+    changed_run = write_run(tmp_path / "b", weight=2.5, reward=0.25)
+    numbers = bits.compare(write_run(tmp_path / "a"), changed_run, 2)
     assert not numbers["same"] and not numbers["same_weights"] and not numbers["same_metrics"]
     assert numbers["same_optimizer"] and numbers["same_state"] and numbers["same_episodes"]
     assert numbers["largest_difference"] == 0.5

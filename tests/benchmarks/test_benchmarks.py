@@ -30,18 +30,18 @@ def one_device(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_command_prints_options_and_measurements_as_one_json_line() -> None:
     command = [sys.executable, "-m", "benchmarks", "scoring", "--samples=20", "--seed=3"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    line = json.loads(done.stdout)
+    process = subprocess.run(command, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    line = json.loads(process.stdout)
     assert (line["bench"], line["seed"], line["device"]) == ("scoring", 3, "cpu")
     assert line["samples_per_s"] > 0 and line["processors"] > 0
 
 
 def test_help_lists_benchmarks_and_their_options(capsys: pytest.CaptureFixture) -> None:
-    for arguments, wanted in ((["--help"], "refill"), (["refill", "--help"], "page_size")):
+    for arguments, listed_name in ((["--help"], "refill"), (["refill", "--help"], "page_size")):
         with pytest.raises(SystemExit):
             parse(arguments)
-        assert wanted in capsys.readouterr().out
+        assert listed_name in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -103,8 +103,8 @@ def test_sample_benchmark_measures_all_variants() -> None:
         assert line[f"{kind}_samples_per_s"] == pytest.approx(6 / line[f"{kind}_s"])
         assert line[f"{kind}_prefill_s"] > 0
         if kind != "shared":
-            wanted = line[f"{kind}_s"] / line["shared_s"]
-            assert line[f"{kind}_ratio"] == pytest.approx(wanted)
+            expected_ratio = line[f"{kind}_s"] / line["shared_s"]
+            assert line[f"{kind}_ratio"] == pytest.approx(expected_ratio)
 
 
 @pytest.mark.slow
@@ -139,9 +139,9 @@ def test_plan_benchmark_prints_a_line_per_shape(monkeypatch: pytest.MonkeyPatch)
     small = [plan.Shape(phase, 64, 1, 128, 2, 8) for phase in plan.CALIBRATION]
     monkeypatch.setattr(plan, "SHAPES", small)
     monkeypatch.setattr(plan, "CALIBRATION", {shape.phase: shape for shape in small})
-    found = lines(["plan", "--repeats=1", "--vocab=96"])
-    assert [line["phase"] for line in found] == ["prefill", "decode", "update"]
-    for line in found:
+    shape_lines = lines(["plan", "--repeats=1", "--vocab=96"])
+    assert [line["phase"] for line in shape_lines] == ["prefill", "decode", "update"]
+    for line in shape_lines:
         assert line["ratio"] == pytest.approx(line["predicted_s"] / line["measured_s"])
         assert 0 < line["attention_operations"] < line["operations"]
         # Of a product so narrow, a copy that stays in the cache can have the higher figure.
@@ -213,9 +213,11 @@ def test_roles_benchmark_measures_shares_of_each_aggregation() -> None:
     line = run(["roles", "--questions=24"])
     assert all(line["groups"].values()) and all(line["tokens"].values())
     assert tuple(line["aggregations"]) == packing.AGGREGATIONS
-    for found in line["aggregations"].values():
-        assert sum(found["share"].values()) == pytest.approx(1)
-    shares = {name: found["share"]["verifier"] for name, found in line["aggregations"].items()}
+    for aggregation in line["aggregations"].values():
+        assert sum(aggregation["share"].values()) == pytest.approx(1)
+    shares = {
+        name: aggregation["share"]["verifier"] for name, aggregation in line["aggregations"].items()
+    }
     assert shares["token_mean"] == pytest.approx(shares["sequence_sum"], rel=1e-4)
     assert shares["token_mean"] < shares["group_mean"] < shares["role_group_mean"]
 
@@ -225,13 +227,13 @@ def test_roles_benchmark_measures_shares_of_each_aggregation() -> None:
 def test_spell_benchmark_measures_each_phase() -> None:
     flags = [*TINY, *PAGES, *VERDICTS, "--prompt=60", "--shown=30", "--about=2", "--response=6"]
     line = run(["spell", *flags, "--verdict=4", "--slots=4", "--apart=1"])
-    found = {
+    phase_tokens = {
         phase: tuple(line[f"{phase}_{kind}_tokens"] for kind in ("prompt", "reused", "answer"))
         for phase in ("questioner", "grounding", "responder", "verifier", "apart")
     }
     # The documents of both questions are the same 45 tokens, which fill five pages. Of verifier
     # prompts, two pages of the template are shared, and two more of a question's 35 tokens.
-    assert found == {
+    assert phase_tokens == {
         "questioner": (30, 0, 2 * 6),
         "grounding": (2 * 15, 0, 2 * 6),
         "responder": (2 * 60, 40, 2 * 3 * 6),
@@ -239,11 +241,11 @@ def test_spell_benchmark_measures_each_phase() -> None:
         "apart": (6 * 44, 0, 6 * 2 * 4),
     }
     assert line["apart_prompts_per_s"] == pytest.approx(6 / line["apart_s"])
-    del found["apart"]  # not a part of the step
+    del phase_tokens["apart"]  # not a part of the step
     # Both responder groups, the questioner's with both questions, and one verifier group.
     assert line["update_tokens"] == 2 * (60 + 18) + (30 + 2 * 6) + (44 + 8)
     assert 0 < line["sampler_difference"] < 1e-4
-    phases = [line[f"{phase}_s"] for phase in (*found, "update")]
+    phases = [line[f"{phase}_s"] for phase in (*phase_tokens, "update")]
     assert min(phases) > 0
     assert line["step_s"] == pytest.approx(line["begin_s"] + sum(phases))
     assert line["update_s_per_question"] == line["update_s"] / 2
@@ -258,7 +260,9 @@ def test_spell_benchmark_has_the_papers_share_of_verifier_groups() -> None:
     rng = np.random.default_rng(0)
     prompts = spell.prompts(rng)
     sample = rollout.Sample(np.zeros(2, np.int32), np.zeros(2, np.float32), False)
-    sampled = {phase: [[sample, sample]] * len(some) for phase, some in prompts.items()}
+    sampled = {
+        phase: [[sample, sample]] * len(phase_prompts) for phase, phase_prompts in prompts.items()
+    }
     groups = spell.train_groups(rng, prompts, sampled)
     assert len(prompts["verifier"]) == 1024
     assert [sum(g.role == role for g in groups) for role in ("responder", "verifier")] == [128, 16]
@@ -266,9 +270,9 @@ def test_spell_benchmark_has_the_papers_share_of_verifier_groups() -> None:
 
 @pytest.mark.slow
 def test_curve_of_a_run_is_plotted_beside_kept_ones(tmp_path: pathlib.Path) -> None:
-    folder, kept = tmp_path / "smollm2", tmp_path / "kept"
+    folder, curves_folder = tmp_path / "smollm2", tmp_path / "kept"
     folder.mkdir()
-    kept.mkdir()
+    curves_folder.mkdir()
     lines = [{"step": step, "eval/all": step / 100} for step in (10, 20)] + [{"step": 21}]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     reports = {
@@ -277,11 +281,11 @@ def test_curve_of_a_run_is_plotted_beside_kept_ones(tmp_path: pathlib.Path) -> N
     }
     (folder / "evaluation.json").write_text(json.dumps(reports))
     values = {"label": "demo", "steps": [0, 9], "accuracy": [0.1, 0.2]}
-    (kept / "curve_demo.json").write_text(json.dumps({"values": values}))
-    flags = [f"--folder={kept}", f"--out={tmp_path / 'figure.svg'}"]
-    found = run(["curve", f"--workdir={folder}", *flags])
-    assert (found["steps"], found["accuracy"]) == ((0, 10, 20, 21), (0.05, 0.1, 0.2, 0.3))
-    assert (found["label"], found["half"]) == ("smollm2", 0.02)
+    (curves_folder / "curve_demo.json").write_text(json.dumps({"values": values}))
+    flags = [f"--folder={curves_folder}", f"--out={tmp_path / 'figure.svg'}"]
+    curve = run(["curve", f"--workdir={folder}", *flags])
+    assert (curve["steps"], curve["accuracy"]) == ((0, 10, 20, 21), (0.05, 0.1, 0.2, 0.3))
+    assert (curve["label"], curve["half"]) == ("smollm2", 0.02)
     picture = (tmp_path / "figure.svg").read_text()
     assert "smollm2" in picture and "demo" in picture
     (folder / "metrics.jsonl").write_text('{"step": 1}\n')

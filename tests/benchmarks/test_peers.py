@@ -40,8 +40,8 @@ def test_line_has_the_middle_steps_and_their_ratios() -> None:
     assert line["ratio"] == 31.0 / 3.5
     assert (line["ratio_least"], line["ratio_greatest"]) == (30.0 / 6.0, 40.0 / 2.0)
     assert (line["ours_peak_gb"], line["peer_peak_gb"], line["peak_ratio"]) == (2e-7, 5e-7, 2.5)
-    both = {"ours": ["repeats prompts"], "peer": ["repeats prompts"]}
-    assert line["differences"] == both and line["versions"]["peer"] == {"jax": "1"}
+    differences = {"ours": ["repeats prompts"], "peer": ["repeats prompts"]}
+    assert line["differences"] == differences and line["versions"]["peer"] == {"jax": "1"}
     assert (line["parameters"], line["devices"], line["device"]) == (7, 1, "cpu")
 
 
@@ -136,16 +136,16 @@ def test_environment_is_made_once_and_again_for_other_versions(
     tmp_path: pathlib.Path, requirements: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_fake_python(tmp_path, monkeypatch, f"echo x >> {tmp_path / 'installed'}")
-    made = environments.ensure("trl", tmp_path / "peers")
-    again = environments.ensure("trl", tmp_path / "peers")
+    environment = environments.ensure("trl", tmp_path / "peers")
+    reused_environment = environments.ensure("trl", tmp_path / "peers")
     python = tmp_path / "peers" / "trl" / "venv" / "bin" / "python"
-    assert made.python == again.python == str(python)
-    assert made.seconds > 0 == again.seconds
+    assert environment.python == reused_environment.python == str(python)
+    assert environment.seconds > 0 == reused_environment.seconds
     assert (tmp_path / "installed").read_text().count("x") == 1
     requirements.write_text("other==1\n")
     assert environments.ensure("trl", tmp_path / "peers").seconds > 0
     assert (tmp_path / "installed").read_text().count("x") == 2
-    assert json.loads(made.run_module("side", "options")) == {"answer": "options"}
+    assert json.loads(environment.run_module("side", "options")) == {"answer": "options"}
 
 
 def test_interrupted_installation_is_made_again(

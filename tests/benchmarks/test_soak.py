@@ -27,9 +27,9 @@ def test_soak_measures_compare_settled_memory() -> None:
     lines[-2]["process/resident_mib"] = 530
     for late in lines[-50:]:
         late["process/resident_mib"] += 25
-    found = soak.measures(lines)
-    assert found.pop("growth") == pytest.approx(0.05)
-    assert found == {
+    measures = soak.measures(lines)
+    assert measures.pop("growth") == pytest.approx(0.05)
+    assert measures == {
         "updates": 150,
         "empty": 75,
         "resident_mib": 500,
@@ -51,8 +51,8 @@ def test_soak_of_500_updates_neither_grows_nor_recompiles(tmp_path, monkeypatch)
     """The demo's config with few questions on one device, so that it takes minutes."""
     noise.use_one_device(monkeypatch)
     options = ["soak", "--steps=500", "--proposals=3", f"--workdir={tmp_path}"]
-    found = run(options)
-    print(json.dumps(found))
-    assert found["updates"] == 500
-    assert found["growth"] < 0.05
-    assert found["last_built"] <= soak.SETTLED
+    measures = run(options)
+    print(json.dumps(measures))
+    assert measures["updates"] == 500
+    assert measures["growth"] < 0.05
+    assert measures["last_built"] <= soak.SETTLED

@@ -143,15 +143,18 @@ def test_paper_configs_hold_out_no_clusters(config):
 
 
 def test_folder_config_has_the_clusters_of_its_warm_start_rows():
-    given = folder_rows._flags().parse_args(["--source=texts", "--out=rows"])
+    flag_values = folder_rows._flags().parse_args(["--source=texts", "--out=rows"])
     data = folder.get_config().data
     for name in ("max_document_tokens", "documents_per_cluster", "grouping", "held_out"):
-        assert data[name] == getattr(given, name)
+        assert data[name] == getattr(flag_values, name)
     assert data.held_out == 0.05
 
 
 def test_code_of_the_paper_differs_from_its_text_in_some_choices():
-    text, code = (dict(flat(plain(one.get_config("qwen2.5-7b")))) for one in (paper, paper_code))
+    text, code = (
+        dict(flat(plain(config_module.get_config("qwen2.5-7b"))))
+        for config_module in (paper, paper_code)
+    )
     assert {name: (value, code[name]) for name, value in text.items() if code[name] != value} == {
         "algorithm.unread_documents": (1, 0),
         "algorithm.memory_documents": ("new", "shown"),
@@ -173,8 +176,8 @@ def test_paper_model_sets_folder_token_cap_and_mesh(name, read_flags):
 def test_evaluation_of_a_paper_model_has_its_answer_length(name):
     """The flag that the config's page names for reasoning models is needed for those alone."""
     (flag,) = set(re.findall(r"--max_tokens=(\d+)", paper.__doc__))
-    own = Benchmark("frames", "Frames", (), extract=lambda *_: None, score=lambda *_: 0.0)
-    lengths = {Sampling(max_tokens=n).options(own).max_tokens for n in (0, int(flag))}
+    benchmark = Benchmark("frames", "Frames", (), extract=lambda *_: None, score=lambda *_: 0.0)
+    lengths = {Sampling(max_tokens=n).options(benchmark).max_tokens for n in (0, int(flag))}
     assert lengths == {4096, 20_480}
     is_reasoning = "distill" in name or "think" in name
     assert paper.MODELS[name].max_tokens == (int(flag) if is_reasoning else 4096)
@@ -240,8 +243,8 @@ def test_eapo_policies_have_the_papers_lengths(name, read_flags, tmp_path):
     assert algorithm.keep_equal and algorithm.group_size == 6  # Eq. 1 leaves no group out
     positions = {"qwen3-14b": 40_960}.get(name, 262_144)
     is_short = positions < sampler.max_prompt + sampler.max_tokens
-    wanted = ("yarn", 4.0) if is_short else ("", 1.0)
-    assert (config.policy.rope_scaling, config.policy.rope_factor) == wanted
+    expected_scaling = ("yarn", 4.0) if is_short else ("", 1.0)
+    assert (config.policy.rope_scaling, config.policy.rope_factor) == expected_scaling
     assert config.reward_model.rope_scaling == ""
     noise.give_data(config, tmp_path)
     configs.read(config)
@@ -381,8 +384,10 @@ def test_ablation_runs_a_step(name, monkeypatch):
     assert ("questioner" in roles) == (
         config.algorithm.train_questioner and config.algorithm.name == "spell"
     )
-    asked = {call.role for call in ask.calls}
-    assert ("verifier" in asked) == (config.algorithm.responder_reward not in ("rule", "random"))
+    called_roles = {call.role for call in ask.calls}
+    assert ("verifier" in called_roles) == (
+        config.algorithm.responder_reward not in ("rule", "random")
+    )
     assert any(call.model == "reference_reader" for call in ask.calls) == bool(algorithm.models)
     assert 0 < algorithm.metrics(episodes).means()["solve_rate"] <= 1
     assert all(map(algorithm.record, episodes, annotations))

@@ -34,10 +34,10 @@ def main() -> None:
     port, process, path = sys.argv[1:]
     me = connect(port, process)
     source = open_source(path, **OPEN)
-    asked: list[list[str]] = []
+    read_ids: list[list[str]] = []
 
     def counted(ids: Sequence[str]) -> list[Cluster]:
-        asked.append(list(ids))
+        read_ids.append(list(ids))
         return source.read(ids)
 
     def damaged(ids: Sequence[str]) -> list[Cluster]:
@@ -51,7 +51,7 @@ def main() -> None:
         error = ""
     except RuntimeError as failure:
         error = str(failure)
-    print(json.dumps({"batches": batches, "read": asked, "error": error}))
+    print(json.dumps({"batches": batches, "read": read_ids, "error": error}))
 
 
 if __name__ == "__main__":

@@ -99,24 +99,24 @@ def test_is_built_recognizes_complete_and_partial_builds(folder: Path, tmp_path:
 
 
 def test_texts_are_loaded_lazily_per_batch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
+    read_names: list[str] = []
     read_one = Built._read_one
 
     def counted(built: Built, name: str) -> Cluster:
-        asked.append(name)
+        read_names.append(name)
         return read_one(built, name)
 
     monkeypatch.setattr(Built, "_read_one", counted)
     stream = TaskStream(open_source(folder, **OPEN), PAPER_TASKS[:2], [1, 1], seed=0)
-    assert asked == []
+    assert read_names == []
     batch = stream.next(4)
-    assert asked == [cluster.id for _, cluster in batch]
+    assert read_names == [cluster.id for _, cluster in batch]
     assert all(cluster.tasks == (task,) for task, cluster in batch)
 
 
 def test_long_documents_are_cut_in_place(folder: Path) -> None:
-    (cluster, other) = open_source(folder, **OPEN).read(["long", "id05"])
-    assert other == CLUSTERS["id05"]
+    (cluster, uncut_cluster) = open_source(folder, **OPEN).read(["long", "id05"])
+    assert uncut_cluster == CLUSTERS["id05"]
     assert cluster.documents[0] == "short" and cluster.documents[-1] == "end"
     assert len(cluster.documents) == 4
     assert " ".join(cluster.documents[1:3]) == LONG
@@ -206,10 +206,10 @@ def test_error_names_damaged_record(copy: Path) -> None:
 def test_missing_tfds_raises_import_error(folder: Path, monkeypatch) -> None:
     importing = builtins.__import__
 
-    def refuse(name: str, *arguments: Any, **more: Any) -> Any:
+    def refuse(name: str, *arguments: Any, **keywords: Any) -> Any:
         if name.startswith("tensorflow_datasets"):
             raise ImportError(name)
-        return importing(name, *arguments, **more)
+        return importing(name, *arguments, **keywords)
 
     monkeypatch.setattr(builtins, "__import__", refuse)
     with pytest.raises(ImportError, match="pip install tensorflow-datasets array-record"):

@@ -268,27 +268,29 @@ def by_size(reads: list[int]) -> Source:
 
 
 @pytest.mark.parametrize(
-    ("selection", "most", "wanted"),
+    ("selection", "count", "expected_ids"),
     [("longest", 2, "ae"), ("longest", 3, "ace"), ("shortest", 2, "bc"), ("shortest", 4, "abcd")],
 )
 def test_select_keeps_longest_or_shortest_clusters(
-    selection: str, most: int, wanted: str, monkeypatch: pytest.MonkeyPatch
+    selection: str, count: int, expected_ids: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("spell_jax.data.clusters._READ_AT_ONCE", 2)
     reads: list[int] = []
-    source = select(by_size(reads), selection, most, 0)
-    assert sorted(source.tasks) == list(wanted) and reads == [2, 2, 1]
+    source = select(by_size(reads), selection, count, 0)
+    assert sorted(source.tasks) == list(expected_ids) and reads == [2, 2, 1]
     assert source.read(["a"])[0].id == "a"
 
 
 def test_random_selection_is_a_function_of_the_seed() -> None:
     reads: list[int] = []
-    chosen = [tuple(sorted(select(by_size(reads), "random", 2, s).tasks)) for s in range(40)]
-    again = [tuple(sorted(select(by_size(reads), "random", 2, s).tasks)) for s in range(40)]
-    assert chosen == again and len({*chosen}) == 10 and not reads
+    selections = [tuple(sorted(select(by_size(reads), "random", 2, s).tasks)) for s in range(40)]
+    repeated_selections = [
+        tuple(sorted(select(by_size(reads), "random", 2, s).tasks)) for s in range(40)
+    ]
+    assert selections == repeated_selections and len({*selections}) == 10 and not reads
 
 
-@pytest.mark.parametrize("most", [0, 5, 9])
-def test_selecting_all_clusters_reads_none(most: int) -> None:
+@pytest.mark.parametrize("count", [0, 5, 9])
+def test_selecting_all_clusters_reads_none(count: int) -> None:
     reads: list[int] = []
-    assert [*select(by_size(reads), "longest", most, 0).tasks] == [*SIZES] and not reads
+    assert [*select(by_size(reads), "longest", count, 0).tasks] == [*SIZES] and not reads

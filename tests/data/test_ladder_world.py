@@ -38,9 +38,9 @@ def test_clusters_are_a_function_of_the_seed():
     first = world.make_clusters(0, 4, (5, 9))
     assert [len(cluster.documents) for cluster in first] == [5, 9, 5, 9]
     assert first == world.make_clusters(0, 6, (5, 9))[:4]
-    other = world.make_clusters(1, 4, (5, 9))
-    assert not {c.id for c in first} & {c.id for c in other}
-    assert not {c.documents for c in first} & {c.documents for c in other}
+    other_clusters = world.make_clusters(1, 4, (5, 9))
+    assert not {c.id for c in first} & {c.id for c in other_clusters}
+    assert not {c.documents for c in first} & {c.documents for c in other_clusters}
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,6 @@ def test_items_of_a_key_stay_together_in_blocks(size: int) -> None:
     assert names == [names[i - i % size] for i in range(in_full_blocks)]
     if size == 99:
         assert sorted(runs) == [1, 4, 7]
-    again = in_blocks(items, lambda item: item[0], size, np.random.default_rng(0))
-    other = in_blocks(items, lambda item: item[0], size, np.random.default_rng(1))
-    assert again == ordered != other
+    repeated_order = in_blocks(items, lambda item: item[0], size, np.random.default_rng(0))
+    other_order = in_blocks(items, lambda item: item[0], size, np.random.default_rng(1))
+    assert repeated_order == ordered != other_order

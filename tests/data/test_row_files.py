@@ -43,8 +43,8 @@ def test_every_format_and_compression_gives_the_same_rows(suffix: str):
     kind = row_files.kind_of(f"A.B{suffix.upper()}")
     assert kind == KINDS[suffix]
     rows = read(encode(kind), kind)
-    wanted = [row | {"n": str(row["n"])} for row in ROWS] if kind.format == ".csv" else ROWS
-    assert rows == wanted
+    expected_rows = [row | {"n": str(row["n"])} for row in ROWS] if kind.format == ".csv" else ROWS
+    assert rows == expected_rows
 
 
 def test_files_of_other_formats_are_unknown():
@@ -109,9 +109,12 @@ def test_classes_have_their_names():
     }
     table = pa.table({"text": ["a", "b", "c"], "label": [1, 0, None]})
     metadata = {"huggingface": json.dumps({"info": {"features": features}})}
-    for given, labels in ((metadata, ["good", "bad", None]), ({"huggingface": "{}"}, [1, 0, None])):
+    for table_metadata, labels in (
+        (metadata, ["good", "bad", None]),
+        ({"huggingface": "{}"}, [1, 0, None]),
+    ):
         file = io.BytesIO()
-        pq.write_table(table.replace_schema_metadata(given), file)
+        pq.write_table(table.replace_schema_metadata(table_metadata), file)
         assert [row["label"] for row in read(file.getvalue(), KINDS[".parquet"])] == labels
 
 

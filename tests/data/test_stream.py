@@ -137,10 +137,10 @@ def test_stream_resumes_at_any_position_of_a_deck() -> None:
 def test_order_is_a_function_of_seed_and_ids() -> None:
     """The source's order of clusters has no effect, and every epoch has another order."""
     clusters = make_clusters(20)
-    one = TaskStream(in_memory(clusters), PAPER_TASKS[:1], [1], seed=5)
-    two = TaskStream(in_memory(clusters[::-1]), PAPER_TASKS[:1], [1], seed=5)
-    epochs = [one.next(20) for _ in range(4)]
-    assert epochs == [two.next(20) for _ in range(4)]
+    task_stream = TaskStream(in_memory(clusters), PAPER_TASKS[:1], [1], seed=5)
+    reversed_stream = TaskStream(in_memory(clusters[::-1]), PAPER_TASKS[:1], [1], seed=5)
+    epochs = [task_stream.next(20) for _ in range(4)]
+    assert epochs == [reversed_stream.next(20) for _ in range(4)]
     orders = [[cluster.id for _, cluster in epoch] for epoch in epochs]
     assert len({tuple(order) for order in orders}) == 4
     assert all(sorted(order) == sorted(orders[0]) for order in orders)
@@ -174,16 +174,16 @@ def _unread(ids: Sequence[str]) -> list[Cluster]:
 
 
 def test_only_the_clusters_of_a_batch_are_read() -> None:
-    asked: list[list[str]] = []
+    read_ids: list[list[str]] = []
 
     def read(ids: Sequence[str]) -> list[Cluster]:
-        asked.append(list(ids))
+        read_ids.append(list(ids))
         return _unread(ids)
 
     stream = TaskStream(Source({str(i): None for i in range(90)}, read), PAPER_TASKS, [1] * 3, 0)
-    assert asked == []
+    assert read_ids == []
     batches = [[cluster.id for _, cluster in stream.next(6)] for _ in range(2)]
-    assert asked == batches
+    assert read_ids == batches
 
 
 def test_state_of_other_data_or_seed_is_rejected() -> None:

@@ -18,10 +18,10 @@ def test_each_line_starts_with_the_last_name_of_the_previous_one(count):
     for seed in range(20):
         opening, *lines = tiny_stories.make_story(np.random.default_rng(seed), count).split("\n")
         assert len(lines) == count and len(opening.strip()) < tiny_stories.SHORTEST_LINE
-        told = [line.split() for line in (f"- to {opening}", *lines)]
-        assert all(a[2] == b[0] and b[1] == "to" for a, b in itertools.pairwise(told))
-        givers = [giver for giver, _, _ in told[1:]]
-        assert len({*givers, told[-1][2]}) == count + 1  # so only one order is a chain
+        line_words = [line.split() for line in (f"- to {opening}", *lines)]
+        assert all(a[2] == b[0] and b[1] == "to" for a, b in itertools.pairwise(line_words))
+        givers = [giver for giver, _, _ in line_words[1:]]
+        assert len({*givers, line_words[-1][2]}) == count + 1  # so only one order is a chain
         assert all(len(line.strip()) >= tiny_stories.SHORTEST_LINE for line in lines)
 
 
@@ -35,8 +35,8 @@ def test_stories_are_a_function_of_the_seed():
     first = tiny_stories.make_stories(0, 6, (5, 7))
     assert first == tiny_stories.make_stories(0, 6, (5, 7))
     assert [cluster.documents[0].count("\n") for cluster in first] == [5, 7] * 3
-    other = tiny_stories.make_stories(1, 6, (5, 7))
-    everything = [*first, *other]
+    other_stories = tiny_stories.make_stories(1, 6, (5, 7))
+    everything = [*first, *other_stories]
     assert len({c.id for c in everything}) == len({c.documents for c in everything}) == 12
     assert tiny_stories.make_stories(0, 1, (5,), "own")[0].id == "own-0-0"
 

@@ -49,17 +49,17 @@ def test_clusters_are_a_function_of_the_seed():
     assert [len(cluster.documents) for cluster in first] == [2, 5] * 3
     assert len({cluster.id for cluster in first}) == 6
     assert first == world.make_clusters(0, 6, (2, 5)) == world.make_clusters(0, 9, (2, 5))[:6]
-    other = world.make_clusters(1, 6, (2, 5))
-    assert not {c.id for c in first} & {c.id for c in other}
-    assert not {c.documents for c in first} & {c.documents for c in other}
+    other_clusters = world.make_clusters(1, 6, (2, 5))
+    assert not {c.id for c in first} & {c.id for c in other_clusters}
+    assert not {c.documents for c in first} & {c.documents for c in other_clusters}
 
 
 def test_no_name_or_city_contains_another():
     """So a rule that searches for substrings cannot confuse two values."""
     words = [w.lower() for w in (*world.NAMES, *itertools.chain(*world.CITIES))]
     assert len(set(words)) == len(words)
-    for one, other in itertools.permutations(words, 2):
-        assert one not in other
+    for word, other_word in itertools.permutations(words, 2):
+        assert word not in other_word
 
 
 def test_surface_forms_share_one_canonical_spelling():
@@ -159,13 +159,13 @@ def test_oracle_choice_requires_exactly_one_correct_option():
 @pytest.mark.parametrize("answer", ["Arvo", "Oslo", "Fjordton", "12"])
 def test_wrong_options_cover_all_values_of_the_same_kind(answer):
     rng = np.random.default_rng(0)
-    seen = {v for _ in range(400) for v in world.sample_options(rng, answer, "C").values()}
+    options = {v for _ in range(400) for v in world.sample_options(rng, answer, "C").values()}
     sort = next(
         values
         for values in (world.NAMES, [c for c, _ in world.CITIES], [str(n) for n in world.FIGURES])
         if world.canonical(answer) in map(world.canonical, values)
     )
-    assert {world.canonical(v) for v in seen} == {world.canonical(v) for v in sort}
+    assert {world.canonical(v) for v in options} == {world.canonical(v) for v in sort}
 
 
 def test_sales_and_costs_stay_within_figures():

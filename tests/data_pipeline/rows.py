@@ -45,10 +45,12 @@ def hotpotqa(number: int, **changes: Any) -> dict[str, Any]:
 
 
 def tatqa(number: int, **changes: Any) -> dict[str, Any]:
-    def asked(question: str, kind: str, answer: Any, source: str, **more: Any) -> dict[str, Any]:
+    def asked(
+        question: str, kind: str, answer: Any, source: str, **extra_fields: Any
+    ) -> dict[str, Any]:
         common = {"derivation": "", "rel_paragraphs": [], "scale": ""}
         fields = {"answer_type": kind, "answer": answer, "answer_from": source}
-        return {"question": question, **fields, **common, **more}
+        return {"question": question, **fields, **common, **extra_fields}
 
     row = {
         "table": {

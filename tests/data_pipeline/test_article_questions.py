@@ -78,12 +78,17 @@ def test_questions_about_a_set_of_paragraphs_have_the_same_documents(path):
     questions = list(make_questions(article, 0, config, Counter()))
     sets = Counter(question.documents for question in questions)
     assert len(questions) == 8 and [*sets.values()] == [4, 4]  # two usable questions a paragraph
-    one, two = sets
-    assert len({*one, *two}) == 4  # the sets have no paragraph in common
+    first_documents, second_documents = sets
+    assert len({*first_documents, *second_documents}) == 4  # the sets have no paragraph in common
     for question in questions:
         assert any(question.answer in document for document in question.documents)
-    more = list(make_questions(article, 0, ArticleConfig(paragraphs=4, sets=9), Counter()))
-    assert len(more) == 8 and len({question.documents for question in more}) == 1
+    four_paragraph_questions = list(
+        make_questions(article, 0, ArticleConfig(paragraphs=4, sets=9), Counter())
+    )
+    assert (
+        len(four_paragraph_questions) == 8
+        and len({question.documents for question in four_paragraph_questions}) == 1
+    )
 
 
 def test_wrong_answers_are_of_the_same_kind_and_documents(path):
@@ -100,10 +105,13 @@ def test_wrong_answers_are_of_the_same_kind_and_documents(path):
 def test_questions_depend_only_on_seed_and_number(path):
     (article,), _ = read(path)
 
-    def make(seed: int, most: int = 0) -> list:
+    def make(seed: int, per_article: int = 0) -> list:
         return list(
             make_questions(
-                article, 0, ArticleConfig(paragraphs=3, per_article=most, seed=seed), Counter()
+                article,
+                0,
+                ArticleConfig(paragraphs=3, per_article=per_article, seed=seed),
+                Counter(),
             )
         )
 
@@ -113,12 +121,12 @@ def test_questions_depend_only_on_seed_and_number(path):
 
 def test_clusters_have_no_questions_and_are_read(path, tmp_path):
     (article,), _ = read(path)
-    made = list(make_clusters(article, ArticleConfig(paragraphs=4)))
-    assert [len(cluster["documents"]) for cluster in made] == [4]
+    cluster_records = list(make_clusters(article, ArticleConfig(paragraphs=4)))
+    assert [len(cluster["documents"]) for cluster in cluster_records] == [4]
     file = tmp_path / "clusters.jsonl"
-    file.write_text("".join(json.dumps(cluster) + "\n" for cluster in made))
-    found, _ = clusters.read_clusters(file)
-    assert found[0].documents == tuple(article.paragraphs[:4])
+    file.write_text("".join(json.dumps(cluster) + "\n" for cluster in cluster_records))
+    loaded_clusters, _ = clusters.read_clusters(file)
+    assert loaded_clusters[0].documents == tuple(article.paragraphs[:4])
 
 
 @pytest.mark.parametrize("content", ["no JSON", "[]", '{"data": 3}', "[" * 100_000])
@@ -141,8 +149,8 @@ def test_command_writes_questions_and_clusters(path, tmp_path):
     out, clusters_out = tmp_path / "questions.jsonl", tmp_path / "clusters.jsonl"
     flags = [f"--rows={path}", "--articles=1", f"--out={out}", f"--clusters={clusters_out}"]
     command = [sys.executable, "-m", "data_pipeline.article_questions", *flags]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    counts = json.loads(done.stdout.splitlines()[-1])
+    process = subprocess.run(command, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    counts = json.loads(process.stdout.splitlines()[-1])
     assert counts["written"] == len(read_questions(out, "--out")) == 12
     assert counts["clusters"] == 1

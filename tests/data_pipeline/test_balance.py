@@ -37,8 +37,8 @@ def test_equations_hold(equation):
 
 
 def test_broken_equation_names_the_stage_and_all_terms():
-    found = r"stage dedup: .*: 7 \(in:documents\) but 5 \(out:documents\) \+ 1 \(removed: long\)"
-    with pytest.raises(LostRowsError, match=found):
+    message = r"stage dedup: .*: 7 \(in:documents\) but 5 \(out:documents\) \+ 1 \(removed: long\)"
+    with pytest.raises(LostRowsError, match=message):
         equation = "in:documents = out:documents + removed: long"
         balance.check("dedup", [equation], ROWS.__getitem__, COUNTS)
 
@@ -112,7 +112,11 @@ def test_lost_rows_are_an_error_in_every_stage(tmp_path, monkeypatch):
             return tables | {table: tables[table] | "lose" >> beam.ParDo(_LoseFirst())}
 
         return construct(
-            self, pipeline, name, lambda **given: lose(make(**lose(given, "in")), "out"), inputs
+            self,
+            pipeline,
+            name,
+            lambda **input_tables: lose(make(**lose(input_tables, "in")), "out"),
+            inputs,
         )
 
     monkeypatch.setattr(Stages, "construct", losing)

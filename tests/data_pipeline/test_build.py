@@ -67,7 +67,7 @@ def config(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def made(config, tmp_path_factory):
+def finished_build(config, tmp_path_factory):
     out = tmp_path_factory.mktemp("made") / "out"
     return build.build(config, str(out)), out
 
@@ -76,9 +76,9 @@ def files_of(out: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()}
 
 
-def test_every_input_file_is_accounted_for(made):
+def test_every_input_file_is_accounted_for(finished_build):
     """Every file ends up in a cluster, whole or cut, or is listed or counted as removed."""
-    manifest, out = made
+    manifest, out = finished_build
     counts = {name: Counter() for name in manifest["counts"]}
     for name, stage in manifest["counts"].items():
         for count in stage:
@@ -101,31 +101,31 @@ def test_every_input_file_is_accounted_for(made):
     assert manifest["sources"]["web"].keys() >= {"copy-0.txt", "short.txt", "long.txt"}
 
 
-def test_duplicates_and_contaminated_texts_are_removed(made):
-    clusters = built.Built(made[1])
+def test_duplicates_and_contaminated_texts_are_removed(finished_build):
+    clusters = built.Built(finished_build[1])
     texts = [t for c in clusters.read(list(clusters.tasks)) for t in c.documents]
     assert len(set(texts)) == len(texts)
-    fallen = Stages(str(made[1] / "stages")).read("decontaminate/removed")
+    fallen = Stages(str(finished_build[1] / "stages")).read("decontaminate/removed")
     assert sorted((r["place"], r["because"]) for r in fallen) == [
         ("1-07.txt", "exam:document"),
         ("asks.txt", "exam:question"),
     ]
 
 
-def test_clusters_share_a_topic_and_tasks_have_equal_counts(made):
-    manifest, out = made
+def test_clusters_share_a_topic_and_tasks_have_equal_counts(finished_build):
+    manifest, out = finished_build
     assert len(set(manifest["clusters"].values())) == 1 and len(manifest["clusters"]) == 3
     clusters = built.Built(out)
     assert Counter(task for (task,) in clusters.tasks.values()) == manifest["clusters"]
-    for one in clusters.read(list(clusters.tasks)):
-        topics = Counter(int(t.split()[0][4:]) // 50 for t in one.documents)
-        assert topics.most_common(1)[0][1] >= 0.8 * len(one.documents)
-        assert (max(topics) >= 6) == (one.tasks == ("financial_math",))
+    for task_cluster in clusters.read(list(clusters.tasks)):
+        topics = Counter(int(t.split()[0][4:]) // 50 for t in task_cluster.documents)
+        assert topics.most_common(1)[0][1] >= 0.8 * len(task_cluster.documents)
+        assert (max(topics) >= 6) == (task_cluster.tasks == ("financial_math",))
 
 
-def test_trainer_streams_batches_from_the_build(made):
+def test_trainer_streams_batches_from_the_build(finished_build):
     source = built.open_source(
-        made[1],
+        finished_build[1],
         count_tokens=lambda t: len(t.split()),
         max_document_tokens=64,
         documents_per_cluster=1,
@@ -134,11 +134,11 @@ def test_trainer_streams_batches_from_the_build(made):
     dealt = stream.TaskStream(source, ("general_qa", "financial_math"), (1.0, 1.0), seed=0)
     batch = dealt.next(4)
     assert Counter(task for task, _ in batch) == {"general_qa": 2, "financial_math": 2}
-    assert all(len(t.split()) <= 64 for _, one in batch for t in one.documents)
+    assert all(len(t.split()) <= 64 for _, task_cluster in batch for t in task_cluster.documents)
 
 
-def test_report_lists_removals_and_has_seven_plots(made):
-    page = (made[1] / "report.html").read_text()
+def test_report_lists_removals_and_has_seven_plots(finished_build):
+    page = (finished_build[1] / "report.html").read_text()
     for part in ("of another type", "odd.bin", "exam:question", "1-07.txt", "near duplicate"):
         assert part in page
     assert page.count("<svg") == 7
@@ -146,20 +146,20 @@ def test_report_lists_removals_and_has_seven_plots(made):
 
 
 @pytest.mark.slow
-def test_build_is_bit_identical_with_two_processes(config, made, tmp_path):
+def test_build_is_bit_identical_with_two_processes(config, finished_build, tmp_path):
     options = ["--direct_num_workers=2", "--direct_running_mode=multi_processing"]
     build.build(config, str(tmp_path / "out"), options)
-    assert files_of(tmp_path / "out") == files_of(made[1])
+    assert files_of(tmp_path / "out") == files_of(finished_build[1])
 
 
 def _killing(function, marker):
     """Return a function whose first call, in any worker, kills the worker and its executor."""
 
-    def call(*given):
+    def call(*arguments):
         try:
             marker.touch(exist_ok=False)
         except FileExistsError:
-            return function(*given)
+            return function(*arguments)
         daemon = os.getppid()
         stat = Path(f"/proc/{daemon}/stat").read_text()
         os.kill(int(stat.rpartition(")")[2].split()[1]), signal.SIGKILL)
@@ -170,7 +170,7 @@ def _killing(function, marker):
 
 @pytest.mark.slow
 def test_build_on_spark_is_bit_identical_after_workers_were_killed(
-    config, made, tmp_path, monkeypatch
+    config, finished_build, tmp_path, monkeypatch
 ):
     """One of two executors is killed in the middle of dedup, and one in that of clustering."""
     markers = [tmp_path / name for name in ("dedup", "cluster")]
@@ -179,7 +179,7 @@ def test_build_on_spark_is_bit_identical_after_workers_were_killed(
     flags = ["--runner=PySparkRunner", "--pyspark_partitions=2"]
     build.build(config, str(tmp_path / "out"), [*flags, "--pyspark_master=local-cluster[2,1,1024]"])
     assert all(marker.exists() for marker in markers)
-    assert files_of(tmp_path / "out") == files_of(made[1])
+    assert files_of(tmp_path / "out") == files_of(finished_build[1])
 
 
 @pytest.mark.slow
@@ -191,24 +191,24 @@ def test_graphs_do_not_grow_with_files_and_benchmark_texts(config, tmp_path, mon
         sizes[-1][name] = pipeline.to_runner_api().ByteSize()
 
     monkeypatch.setattr(Stages, "check", measure)
-    other = config.copy_and_resolve_references()
+    changed_config = config.copy_and_resolve_references()
     for name in ("web", "filings"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "one.txt").write_text(text(0, 0))
-        other.sources[name].path = str(tmp_path / name)
+        changed_config.sources[name].path = str(tmp_path / name)
     row = {"context": np.random.default_rng(0).bytes(50_000).hex(), "question": text(2, 99, 12)}
     (tmp_path / "benchmark.jsonl").write_text(json.dumps(row))
-    other.decontaminate.benchmarks.exam.path = str(tmp_path / "benchmark.jsonl")
-    for given in (config, other):
+    changed_config.decontaminate.benchmarks.exam.path = str(tmp_path / "benchmark.jsonl")
+    for checked_config in (config, changed_config):
         sizes.append({})
-        build.check(given, str(tmp_path / "out"))
+        build.check(checked_config, str(tmp_path / "out"))
     assert sizes[0].keys() == sizes[1].keys() >= {"read", "decontaminate", "output"}
     for name, size in sizes[0].items():
         assert abs(size - sizes[1][name]) < 2000, name  # compressed settings, such as paths, differ
 
 
 @pytest.mark.slow
-def test_interrupted_build_resumes_bit_identically(config, made, tmp_path, monkeypatch):
+def test_interrupted_build_resumes_bit_identically(config, finished_build, tmp_path, monkeypatch):
     """The build stops before each stage is marked as done, then at each file of the output."""
     out, stopped = tmp_path / "out", []
     create, store = build.FileSystems.create, output.store
@@ -244,15 +244,17 @@ def test_interrupted_build_resumes_bit_identically(config, made, tmp_path, monke
             with pytest.raises(FileNotFoundError, match="build is unfinished"):
                 built.Built(out)
     build.build(config, str(out))
-    assert files_of(out) == files_of(made[1])
+    assert files_of(out) == files_of(finished_build[1])
 
 
 @pytest.mark.slow
-def test_finished_build_is_not_rerun(config, made, monkeypatch):
-    before = {path: path.stat().st_mtime_ns for path in made[1].glob("clusters-*")}
+def test_finished_build_is_not_rerun(config, finished_build, monkeypatch):
+    before = {path: path.stat().st_mtime_ns for path in finished_build[1].glob("clusters-*")}
     monkeypatch.setattr(Stages, "pipeline", lambda *_: pytest.fail("ran again"))
-    assert build.build(config, str(made[1])) == made[0]
-    assert {path: path.stat().st_mtime_ns for path in made[1].glob("clusters-*")} == before
+    assert build.build(config, str(finished_build[1])) == finished_build[0]
+    assert {
+        path: path.stat().st_mtime_ns for path in finished_build[1].glob("clusters-*")
+    } == before
 
 
 @pytest.mark.slow
@@ -292,12 +294,12 @@ def test_changed_and_new_files_are_read_again(tmp_path):
 def test_check_constructs_graphs_for_other_runners(config, tmp_path, flags, caplog, monkeypatch):
     # Beam asks whether Dataflow's buckets keep deleted files: minutes without a network.
     monkeypatch.setattr(gcsio.GcsIO, "is_soft_delete_enabled", lambda self, path: False)
-    monkeypatch.setattr(gcsio, "create_storage_client", lambda *given: None)
+    monkeypatch.setattr(gcsio, "create_storage_client", lambda *arguments: None)
     caplog.set_level("INFO", "data_pipeline")
     build.check(config, str(tmp_path / "out"), [f"--runner={flags[0]}", *flags[1:]])
-    said = [message for message in caplog.messages if f"steps for {flags[0]}" in message]
+    step_messages = [message for message in caplog.messages if f"steps for {flags[0]}" in message]
     levels = ["cluster-fit-1", "cluster-level-1"]
-    assert [m.split(":")[0] for m in said] == [*STAGES[:6], *levels, *STAGES[6:], "output"]
+    assert [m.split(":")[0] for m in step_messages] == [*STAGES[:6], *levels, *STAGES[6:], "output"]
     assert not (tmp_path / "out").exists()
 
 
@@ -307,10 +309,10 @@ def test_command_line_passes_unknown_flags_to_beam(config, tmp_path):
     path = config.sources.filings.path
     command = [sys.executable, "-m", "data_pipeline.build", f"--out={tmp_path / 'out'}"]
     command += [f"--config=configs/data/folder.py:{path}", "--runner=FlinkRunner", "--check"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0 and "output: 6 steps for FlinkRunner" in done.stderr
-    done = subprocess.run([*command, "--config.seeds=1"], capture_output=True, text=True)
-    assert done.returncode != 0 and "seeds" in done.stderr
+    process = subprocess.run(command, capture_output=True, text=True)
+    assert process.returncode == 0 and "output: 6 steps for FlinkRunner" in process.stderr
+    process = subprocess.run([*command, "--config.seeds=1"], capture_output=True, text=True)
+    assert process.returncode != 0 and "seeds" in process.stderr
 
 
 @pytest.mark.parametrize(
@@ -345,14 +347,14 @@ def test_config_errors_are_raised_before_anything_is_written(config, tmp_path, c
 
 @pytest.mark.slow
 def test_shipped_configs_are_valid():
-    made = folder.get_config("somewhere"), mixed.get_config("somewhere"), paper.get_config()
-    for config in made:
-        for given in (*config.sources.values(), *config.decontaminate.benchmarks.values()):
-            given.path = given.path or "somewhere"
+    configs = folder.get_config("somewhere"), mixed.get_config("somewhere"), paper.get_config()
+    for config in configs:
+        for input_config in (*config.sources.values(), *config.decontaminate.benchmarks.values()):
+            input_config.path = input_config.path or "somewhere"
         if config.embed.method == "policy":
             config.embed.folder = "somewhere"
         assert build.make_plan(config).dedup == build.DedupConfig()
-    reports = build.make_plan(made[2]).sources["reports"]
+    reports = build.make_plan(configs[2]).sources["reports"]
     assert (reports.max_report_tokens, reports.layout) == (16_384, "docmath")
     with pytest.raises(ValueError, match="at least one source"):
         build.make_plan(base.get_config())

@@ -65,9 +65,9 @@ def test_command_writes_questions_that_training_reads(tmp_path: pathlib.Path) ->
     clusters, out = tmp_path / "clusters.jsonl", tmp_path / "questions.jsonl"
     clusters.write_text(json.dumps({"id": "cities", "documents": list(CLUSTER.documents)}))
     command = [sys.executable, "-m", cloze_questions.__name__, f"--clusters={clusters}"]
-    done = subprocess.run(
+    process = subprocess.run(
         [*command, f"--out={out}", "--per_set=2", "--sets=2"], capture_output=True, text=True
     )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]) == {"written": 4, "clusters": 1}
+    assert process.returncode == 0, process.stderr
+    assert json.loads(process.stdout.splitlines()[-1]) == {"written": 4, "clusters": 1}
     assert len(read_questions(out, "data.questions")) == 4

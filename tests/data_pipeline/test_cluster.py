@@ -54,15 +54,18 @@ def run(folder, documents, config=CONFIG, options=(), alone=()):
 
     def write(pipeline):
         # A few elements per bundle, so that workers share the work.
-        made = pipeline | beam.Create(documents) | beam.Reshuffle()
-        return {"documents": made, "counts": made | beam.Map(lambda d: ("made", "s"))}
+        shuffled_documents = pipeline | beam.Create(documents) | beam.Reshuffle()
+        return {
+            "documents": shuffled_documents,
+            "counts": shuffled_documents | beam.Map(lambda d: ("made", "s")),
+        }
 
     stages = Stages(str(folder), options)
     first = stages.run("embed", {}, write)
-    done = cluster(stages, "embed/documents", [first], config, POOLS, alone)
+    stage = cluster(stages, "embed/documents", [first], config, POOLS, alone)
     clusters = sorted(stages.read("cluster/clusters"), key=lambda c: c["id"])
     removed = sorted(stages.read("cluster/removed"), key=lambda r: (r["source"], r["place"]))
-    return clusters, removed, done, stages
+    return clusters, removed, stage, stages
 
 
 @pytest.fixture(scope="module")
@@ -71,20 +74,20 @@ def documents():
 
 
 @pytest.fixture(scope="module")
-def made(documents, tmp_path_factory):
+def clustering(documents, tmp_path_factory):
     return run(tmp_path_factory.mktemp("made"), documents)
 
 
-def test_every_document_is_in_one_cluster(documents, made):
-    clusters, removed, done, _ = made
+def test_every_document_is_in_one_cluster(documents, clustering):
+    clusters, removed, stage, _ = clustering
     inside = [document for c in clusters for document in c["documents"]]
     without = [document | {"vector": b""} for document in documents]
     assert sorted(inside, key=order) == sorted(without, key=order)
     assert removed == []
-    assert done.count("documents clustered") == 400
+    assert stage.count("documents clustered") == 400
     sources = Counter(document["source"] for document in documents)
     for source, number in sources.items():
-        assert done.count("documents clustered", source) == number
+        assert stage.count("documents clustered", source) == number
 
 
 @pytest.fixture(scope="module")
@@ -92,8 +95,8 @@ def vectors(documents):
     return {d["id"]: np.frombuffer(d["vector"], np.float32) for d in documents}
 
 
-def test_cluster_records_match_their_documents(made, vectors):
-    for c in made[0]:
+def test_cluster_records_match_their_documents(clustering, vectors):
+    for c in clustering[0]:
         assert c["id"] == digest(*sorted(document["id"] for document in c["documents"]))
         assert c["documents"] == sorted(c["documents"], key=order)
         assert c["tokens"] == sum(document["tokens"] for document in c["documents"])
@@ -102,17 +105,17 @@ def test_cluster_records_match_their_documents(made, vectors):
         assert {POOLS[document["source"]] for document in c["documents"]} == {c["pool"]}
 
 
-def test_clusters_keep_limits_and_sizes_are_counted(made):
-    clusters, _, done, _ = made
+def test_clusters_keep_limits_and_sizes_are_counted(clustering):
+    clusters, _, stage, _ = clustering
     assert max(c["tokens"] for c in clusters) <= CONFIG.max_cluster_tokens
     assert max(len(c["documents"]) for c in clusters) <= CONFIG.max_documents
     sizes = Counter((len(c["documents"]), c["pool"]) for c in clusters)
     for pool in set(POOLS.values()):
-        assert done.count("clusters", pool) == sum(c["pool"] == pool for c in clusters)
+        assert stage.count("clusters", pool) == sum(c["pool"] == pool for c in clusters)
         numbers = {size: n for (size, its), n in sizes.items() if its == pool}
-        assert done.histogram("cluster size", pool) == numbers
+        assert stage.histogram("cluster size", pool) == numbers
         small = sum(n for (size, its), n in sizes.items() if size < 3 and its == pool)
-        assert done.count("small clusters", pool) == small
+        assert stage.count("small clusters", pool) == small
 
 
 @pytest.mark.slow
@@ -122,13 +125,16 @@ def test_pieces_cluster_only_with_their_own_document(documents, tmp_path):
         d | {"place": f"{i % 9}.txt", "part": i} if d["source"] == "tables" else d
         for i, d in enumerate(documents)
     ]
-    clusters, removed, done, _ = run(tmp_path, pieces, alone=("tables",))
-    assert removed == [] and done.count("documents clustered") == len(documents)
-    kept = [c for c in clusters if c["pool"] == POOLS["tables"]]
-    assert all(len({d["place"] for d in c["documents"]}) == 1 for c in kept)
-    assert len(kept) > 9 and max(c["tokens"] for c in kept) <= CONFIG.max_cluster_tokens
-    others = [c for c in clusters if c["pool"] != POOLS["tables"]]
-    assert any(len({d["place"] for d in c["documents"]}) > 1 for c in others)
+    clusters, removed, stage, _ = run(tmp_path, pieces, alone=("tables",))
+    assert removed == [] and stage.count("documents clustered") == len(documents)
+    table_clusters = [c for c in clusters if c["pool"] == POOLS["tables"]]
+    assert all(len({d["place"] for d in c["documents"]}) == 1 for c in table_clusters)
+    assert (
+        len(table_clusters) > 9
+        and max(c["tokens"] for c in table_clusters) <= CONFIG.max_cluster_tokens
+    )
+    other_clusters = [c for c in clusters if c["pool"] != POOLS["tables"]]
+    assert any(len({d["place"] for d in c["documents"]}) > 1 for c in other_clusters)
     for name in ("cluster-points", "cluster-level-1"):
         counts = json.loads((tmp_path / name / DONE).read_text())["counts"]
         assert not any("/of " in count["source"] for count in counts)
@@ -138,8 +144,8 @@ def test_report_is_one_cluster_whatever_its_size(documents):
     """Its 30 paragraphs are more than max_documents, and a lone one is fewer than min_documents."""
     for number in (30, 1):
         paragraphs = [d | {"source": "tables", "place": "a", "part": 0} for d in documents[:number]]
-        given = {"tables": cluster_module.REPORT}, CONFIG.max_cluster_tokens
-        points = [p for d in paragraphs for p in cluster_module._point(d, POOLS, *given)]
+        marks_and_limit = {"tables": cluster_module.REPORT}, CONFIG.max_cluster_tokens
+        points = [p for d in paragraphs for p in cluster_module._point(d, POOLS, *marks_and_limit)]
         (node,) = {point["node"] for point in points}
         assert cluster_module.pool_of(node) == POOLS["tables"]
         assert not any(list(cluster_module._in_node(point)) for point in points)
@@ -148,8 +154,8 @@ def test_report_is_one_cluster_whatever_its_size(documents):
         assert len({m["cluster"] for m in members}) == 1
 
 
-def test_clusters_are_mostly_of_one_topic(documents, made):
-    clusters = made[0]
+def test_clusters_are_mostly_of_one_topic(documents, clustering):
+    clusters = clustering[0]
     topic = {d["id"]: int(d["text"].split()[1]) for d in documents}
     pure = 0
     for c in clusters:
@@ -157,7 +163,7 @@ def test_clusters_are_mostly_of_one_topic(documents, made):
     assert pure / len(documents) > 0.8
 
 
-def test_clusters_are_tighter_than_random_groups(documents, made, vectors):
+def test_clusters_are_tighter_than_random_groups(documents, clustering, vectors):
     def cosine(groups):
         """Mean cosine of pairs, weighted by size, from lengths of sums."""
         total = 0.0
@@ -168,22 +174,22 @@ def test_clusters_are_tighter_than_random_groups(documents, made, vectors):
                 total += n * pairs
         return total / len(documents)
 
-    groups = [np.stack([vectors[d["id"]] for d in c["documents"]]) for c in made[0]]
+    groups = [np.stack([vectors[d["id"]] for d in c["documents"]]) for c in clustering[0]]
     mixed = np.random.default_rng(0).permutation(np.concatenate(groups))
     ends = np.cumsum([len(group) for group in groups])[:-1]
     assert cosine(groups) > 0.7
     assert cosine(np.split(mixed, ends)) < 0.1
 
 
-def test_nodes_are_split_until_below_the_limit(made):
-    _, _, done, stages = made
+def test_nodes_are_split_until_below_the_limit(clustering):
+    _, _, stage, stages = clustering
     nodes = Counter(point["node"] for point in stages.read("cluster-level-1/points", ["node"]))
     assert all(node.startswith(("general_qa/", "financial_math+general_qa/")) for node in nodes)
     assert min(nodes.values()) >= CONFIG.min_documents
     last = max(path.name for path in Path(stages.folder).glob("cluster-level-*"))
     nodes = Counter(point["node"] for point in stages.read(f"{last}/points", ["node"]))
     over = sum(number > CONFIG.node_documents for number in nodes.values())
-    assert done.count("nodes over the limit") == over == 0
+    assert stage.count("nodes over the limit") == over == 0
     assert len(nodes) > 8
 
 
@@ -197,9 +203,11 @@ def test_sample_takes_documents_with_the_smallest_ids():
     ids = [digest(str(number)) for number in range(4000)]
     point = {"vector": b"", "tokens": 1}
     large = {"a": 4000}
-    taken = {name for name in ids if is_sampled(point | {"id": name, "node": "a"}, large, 1000)}
-    assert abs(len(taken) - 1000) < 100
-    assert taken == set(sorted(ids)[: len(taken)])
+    sampled_ids = {
+        name for name in ids if is_sampled(point | {"id": name, "node": "a"}, large, 1000)
+    }
+    assert abs(len(sampled_ids) - 1000) < 100
+    assert sampled_ids == set(sorted(ids)[: len(sampled_ids)])
     assert not is_sampled(point | {"id": min(ids), "node": "b"}, large, 1000)
     for name in ids:  # the node is not larger than the sample: all are taken
         assert is_sampled(point | {"id": name, "node": "a"}, large, 4000)
@@ -207,10 +215,10 @@ def test_sample_takes_documents_with_the_smallest_ids():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [THREADS, pytest.param(PROCESSES, marks=pytest.mark.long)])
-def test_clusters_do_not_depend_on_workers_or_order(documents, made, tmp_path, options):
-    clusters, _, done, _ = run(tmp_path, documents[::-1], options=options)
-    assert clusters == made[0]
-    assert done.counts == made[2].counts
+def test_clusters_do_not_depend_on_workers_or_order(documents, clustering, tmp_path, options):
+    clusters, _, stage, _ = run(tmp_path, documents[::-1], options=options)
+    assert clusters == clustering[0]
+    assert stage.counts == clustering[2].counts
 
 
 def test_centroids_depend_on_seed_and_node_but_not_on_order(documents):
@@ -227,20 +235,20 @@ def test_centroids_depend_on_seed_and_node_but_not_on_order(documents):
 
 
 @pytest.mark.slow
-def test_changed_cluster_size_reruns_only_the_last_stages(documents, made, monkeypatch):
-    stages = made[3]
+def test_changed_cluster_size_reruns_only_the_last_stages(documents, clustering, monkeypatch):
+    stages = clustering[3]
     ran = []
     construct = Stages.construct
 
-    def watch(self, pipeline, name, *rest):
+    def watch(self, pipeline, name, *arguments):
         ran.append(name)
-        return construct(self, pipeline, name, *rest)
+        return construct(self, pipeline, name, *arguments)
 
     monkeypatch.setattr(Stages, "construct", watch)
     first = stages.run("embed", {}, lambda pipeline: pytest.fail("ran again"))
-    again = cluster(stages, "embed/documents", [first], CONFIG, POOLS)
-    assert ran == [] and again.counts == made[2].counts
-    assert again.fingerprint == made[2].fingerprint
+    repeated_stage = cluster(stages, "embed/documents", [first], CONFIG, POOLS)
+    assert ran == [] and repeated_stage.counts == clustering[2].counts
+    assert repeated_stage.fingerprint == clustering[2].fingerprint
     cluster(
         stages,
         "embed/documents",
@@ -268,14 +276,14 @@ def unsplit(documents, tmp_path_factory):
 
 
 def test_nodes_over_the_limit_are_clustered_and_counted(unsplit):
-    clusters, _, done, _ = unsplit
+    clusters, _, stage, _ = unsplit
     assert sum(len(c["documents"]) for c in clusters) == 400
-    assert done.count("nodes over the limit", "general_qa") == 1
-    assert done.count("nodes over the limit", "financial_math+general_qa") == 1
+    assert stage.count("nodes over the limit", "general_qa") == 1
+    assert stage.count("nodes over the limit", "financial_math+general_qa") == 1
 
 
 def test_documents_that_fit_in_no_cluster_are_removed(documents, unsplit):
-    _, removed, done, _ = unsplit
+    _, removed, stage, _ = unsplit
     source = documents[0]["source"]
     assert [(r["reason"], r["source"], r["place"]) for r in removed] == [
         ("no vector of length 1", source, "a"),
@@ -284,10 +292,10 @@ def test_documents_that_fit_in_no_cluster_are_removed(documents, unsplit):
         ("more tokens than a cluster may have", source, "d"),
         ("source without tasks", "unknown", "e"),
     ]
-    assert done.count("documents removed: no vector of length 1", source) == 3
+    assert stage.count("documents removed: no vector of length 1", source) == 3
 
 
 @pytest.mark.slow
 def test_empty_input_gives_no_clusters(tmp_path):
-    clusters, removed, done, _ = run(tmp_path, [])
-    assert clusters == removed == [] and done.counts == ()
+    clusters, removed, stage, _ = run(tmp_path, [])
+    assert clusters == removed == [] and stage.counts == ()

@@ -29,11 +29,11 @@ def cut(documents, config=CONFIG, options=(), reports=None):
 
     with tempfile.TemporaryDirectory() as folder:
         stages = Stages(folder, options)
-        done = stages.run("cut", {}, make)
+        stage = stages.run("cut", {}, make)
         documents = sorted(stages.read("cut/documents"), key=order)
         removed = sorted(stages.read("cut/removed"), key=lambda r: (r["place"], r["part"]))
-    counts = {(c["what"], c["source"]): c["number"] for c in done.plain_counts}
-    lengths = done.histogram("tokens")
+    counts = {(c["what"], c["source"]): c["number"] for c in stage.plain_counts}
+    lengths = stage.histogram("tokens")
     return {"documents": documents, "removed": removed, "counts": counts, "lengths": lengths}
 
 
@@ -126,15 +126,15 @@ def test_paragraphs_of_a_report_are_its_documents():
     """Short, shared and repeated paragraphs stay; a report over the limit goes as a whole."""
     shared = "in thousands\n\nOne"
     a, b = f"{shared}\n\n{paragraphs('a', 2)}\n\nOne", f"{paragraphs('b', 1, 20)}\n\n{shared}"
-    made = [make_document(text, "reports", f"{i}") for i, text in enumerate((a, b))]
+    short_reports = [make_document(text, "reports", f"{i}") for i, text in enumerate((a, b))]
     long = make_document(paragraphs("c", 4), "reports", "2")
-    tables = cut([*made, long], reports={"reports": 30})
-    found = {place: [] for place in "012"}
+    tables = cut([*short_reports, long], reports={"reports": 30})
+    paragraphs_by_place = {place: [] for place in "012"}
     for document in tables["documents"]:
-        found[document["place"]].append((document["text"], document["tokens"]))
-    assert [text for text, _ in found["0"]] == a.split("\n\n")
+        paragraphs_by_place[document["place"]].append((document["text"], document["tokens"]))
+    assert [text for text, _ in paragraphs_by_place["0"]] == a.split("\n\n")
     # The paragraph of 20 tokens is over the limit of a piece.
-    assert [tokens for _, tokens in found["1"]] == [16, 4, 2, 1]
+    assert [tokens for _, tokens in paragraphs_by_place["1"]] == [16, 4, 2, 1]
     assert [d["part"] for d in tables["documents"]] == [*range(5), *range(4)]
     assert len({d["id"] for d in tables["documents"]}) == 9
     assert losses(tables) == [("report of too many tokens", "2", 0, "40 tokens")]
@@ -188,7 +188,7 @@ def test_tokens_are_counted_with_the_policy_tokenizer(tmp_path):
 @pytest.mark.slow
 def test_result_does_not_depend_on_workers_or_order():
     documents = [make_document(paragraphs(f"x{i % 7}", 3), "s", f"{i}") for i in range(20)]
-    one = cut(documents)
-    two = cut(documents[::-1], options=TWO_WORKERS)
-    assert one == two
-    assert one["counts"]["pieces", "s"] == 21
+    tables = cut(documents)
+    reversed_tables = cut(documents[::-1], options=TWO_WORKERS)
+    assert tables == reversed_tables
+    assert tables["counts"]["pieces", "s"] == 21

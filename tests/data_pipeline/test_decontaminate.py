@@ -79,8 +79,8 @@ def test_musique_layout_is_read(tmp_path):
         ("question", "Part of it?"),
     }
     # The name of the list works too: objects inside a field are read recursively.
-    found = read(tmp_path / "m.jsonl", row, ["paragraphs"])
-    assert ("document", "Text one.") in found and ("document", "T") in found
+    texts = read(tmp_path / "m.jsonl", row, ["paragraphs"])
+    assert ("document", "Text one.") in texts and ("document", "T") in texts
 
 
 def test_squad_layout_is_read(tmp_path):
@@ -110,15 +110,15 @@ def test_paper_config_reads_documents_and_questions_of_all_benchmarks(tmp_path):
     }
     benchmarks = paper.get_config().decontaminate.benchmarks
     configs = {}
-    for name, given in benchmarks.items():
+    for name, benchmark in benchmarks.items():
         path = tmp_path / f"{name}.jsonl"
         path.write_text(json.dumps(rows.pop(name)))
         configs[name] = BenchmarkConfig(
-            str(path), tuple(given.document_fields), tuple(given.question_fields)
+            str(path), tuple(benchmark.document_fields), tuple(benchmark.question_fields)
         )
     assert not rows
-    found = {(item.benchmark, item.kind): item.text for item in read_benchmarks(configs)}
-    assert found == {
+    texts = {(item.benchmark, item.kind): item.text for item in read_benchmarks(configs)}
+    assert texts == {
         ("longbench_v2", "document"): "A long text.",
         ("longbench_v2", "question"): "Which one?",
         ("longbench", "document"): "Passage 1",
@@ -134,19 +134,19 @@ def test_parquet_has_the_texts_of_json(tmp_path):
     row = {"paragraphs": ["Sales 3.", "| a |"], "question": "How much?", "ground_truth": 7.5}
     pq.write_table(pa.Table.from_pylist([row]), tmp_path / "b.parquet")
     config = BenchmarkConfig(str(tmp_path / "b.parquet"), ("paragraphs",), ("question",))
-    found = {(item.kind, item.text) for item in read_benchmarks({"docmath": config})}
-    assert found == {("document", "Sales 3.\n\n| a |"), ("question", "How much?")}
+    texts = {(item.kind, item.text) for item in read_benchmarks({"docmath": config})}
+    assert texts == {("document", "Sales 3.\n\n| a |"), ("question", "How much?")}
 
 
 def test_long_contexts_are_also_split_at_blank_lines(tmp_path):
-    long, other, short = "x" * 100, "y " * 60 + "y", "z" * 99
-    row = {"input": "Q?", "context": f"{long}\n \n{short}\r\n\r\n{other}\nend", "length": 3}
-    whole = row["context"]
+    long, many_words, short = "x" * 100, "y " * 60 + "y", "z" * 99
+    row = {"input": "Q?", "context": f"{long}\n \n{short}\r\n\r\n{many_words}\nend", "length": 3}
+    context = row["context"]
     assert read(tmp_path / "l.jsonl", row, ["context"], ["input"]) == {
         ("question", "Q?"),
-        ("document", whole),
+        ("document", context),
         ("document", long),
-        ("document", other + "\nend"),
+        ("document", many_words + "\nend"),
     }
     # Lists of paragraphs are split too, but not lists of questions.
     row = {"paragraphs": [long, short], "question": [long, short]}
@@ -178,10 +178,10 @@ def test_benchmarks_are_read_from_folders_and_patterns(tmp_path):
     items = read_benchmarks({"one": folder})
     assert sorted((item.kind, item.text) for item in items) == expected
     pattern = BenchmarkConfig(f"file://{tmp_path}/deep/*/*.json", ("c",), ("q",))
-    both = read_benchmarks({"two": pattern, "one": folder})
-    assert len(both) == 6 and both == sorted(both)
-    assert fingerprint(both) == fingerprint(read_benchmarks({"one": folder, "two": pattern}))
-    assert fingerprint(both) != fingerprint(items)
+    all_items = read_benchmarks({"two": pattern, "one": folder})
+    assert len(all_items) == 6 and all_items == sorted(all_items)
+    assert fingerprint(all_items) == fingerprint(read_benchmarks({"one": folder, "two": pattern}))
+    assert fingerprint(all_items) != fingerprint(items)
     assert fingerprint(items) != fingerprint([item._replace(benchmark="two") for item in items])
     assert read_benchmarks({}) == []
 
@@ -225,13 +225,13 @@ def test_invalid_settings_are_rejected():
 
 def test_near_duplicates_are_found_and_other_texts_are_not():
     texts = [some_text(i) for i in range(60)]
-    found = index(*(("document", text) for text in texts))
+    text_index = index(*(("document", text) for text in texts))
     for i, text in enumerate(texts):
-        assert found.find(text).text == text
-        assert found.find(edited_copy(text, 0.9, 0.95, i)).text == text
-        assert found.find(edited_copy(text, 0.4, 0.7, i)) is None
-    assert found.find(some_text(100)) is None
-    assert found.find("") is None
+        assert text_index.find(text).text == text
+        assert text_index.find(edited_copy(text, 0.9, 0.95, i)).text == text
+        assert text_index.find(edited_copy(text, 0.4, 0.7, i)) is None
+    assert text_index.find(some_text(100)) is None
+    assert text_index.find("") is None
     assert index().find(texts[0]) is None
 
 
@@ -239,13 +239,13 @@ def test_questions_inside_texts_are_found():
     question = "Which of the two towns had the older stone bridge over the river?"  # 13 tokens
     document = some_text(1, 300)
     words = document.split()
-    found = index(("question", question))
+    question_index = index(("question", question))
 
     def inside(text: str) -> bool:
-        return found.find(" ".join([*words[:90], text, *words[90:]])) is not None
+        return question_index.find(" ".join([*words[:90], text, *words[90:]])) is not None
 
     assert inside(question) and inside(question.upper()) and inside("So: " + question)
-    assert not found.find(document)
+    assert not question_index.find(document)
     # 9 shingles of 5 tokens: the first word is in one, the second in two of them.
     assert inside(question.replace("Which", "What"))
     assert not inside(question.replace("of", "among"))
@@ -258,27 +258,29 @@ def test_short_questions_match_only_whole_texts():
     seven, eight = "one two three four five six seven", "one two three four five six seven eight"
     around = some_text(1)
     for text, held in ((seven, False), (eight, True)):
-        found = index(("question", text))
-        assert found.find(text) is not None
-        assert (found.find(f"{around} {text} {around}") is not None) == held
+        question_index = index(("question", text))
+        assert question_index.find(text) is not None
+        assert (question_index.find(f"{around} {text} {around}") is not None) == held
     wide = DedupConfig(shingle_words=9)
-    found = index(("question", eight), dedup=wide)
-    assert found.find(eight) is not None and found.find(f"{around} {eight}") is None
+    question_index = index(("question", eight), dedup=wide)
+    assert (
+        question_index.find(eight) is not None and question_index.find(f"{around} {eight}") is None
+    )
     assert index(("question", eight + " nine"), dedup=wide).find(f"{around} {eight} nine")
 
 
 def test_chinese_questions_are_found():
-    found = index(("question", "这座古老的石桥建于哪一年？"))
-    assert found.find("有人问：这座古老的石桥建于哪一年？没有人知道。" * 3)
-    assert found.find("这座石桥很古老，没有人知道它建于什么时候。") is None
+    question_index = index(("question", "这座古老的石桥建于哪一年？"))
+    assert question_index.find("有人问：这座古老的石桥建于哪一年？没有人知道。" * 3)
+    assert question_index.find("这座石桥很古老，没有人知道它建于什么时候。") is None
 
 
 def test_items_with_shared_shingles_are_told_apart():
     question = "What is the name of the river that flows through"
     texts = [f"{question} town{i} in the country{i} of old?" for i in range(50)]
-    found = index(*(("question", text) for text in texts))
-    assert all(found.find(f"They asked: {text} No answer.").text == text for text in texts)
-    assert found.find(f"{question} it") is None
+    question_index = index(*(("question", text) for text in texts))
+    assert all(question_index.find(f"They asked: {text} No answer.").text == text for text in texts)
+    assert question_index.find(f"{question} it") is None
 
 
 # -------------------------------------------------------------------------------------------- Stage
@@ -312,13 +314,13 @@ def test_stage_removes_and_counts_contaminated_documents(tmp_path):
         stages = Stages(str(folder), options)
         settings = {"dedup": DedupConfig(), "config": DecontaminateConfig()}
         make = partial(make_decontaminate, read_items=store_items(stages, items), **settings)
-        done = stages.run("decontaminate", {}, make, (), BALANCES, documents="read/documents")
-        kept = sorted(stages.read("decontaminate/documents"), key=order)
+        stage = stages.run("decontaminate", {}, make, (), BALANCES, documents="read/documents")
+        kept_documents = sorted(stages.read("decontaminate/documents"), key=order)
         removed = sorted(stages.read("decontaminate/removed"), key=lambda r: r["place"])
-        results.append((kept, removed, done.counts))
+        results.append((kept_documents, removed, stage.counts))
     assert results[0] == results[1]
-    kept, removed, counts = results[0]
-    assert kept == sorted(documents[3:], key=order)
+    kept_documents, removed, counts = results[0]
+    assert kept_documents == sorted(documents[3:], key=order)
     assert [tuple(r.values()) for r in removed] == [
         ("contaminated", "s", "asks", 3, "hotpot:question"),
         ("contaminated", "t", "is hotpot", 0, "hotpot:document"),

@@ -34,10 +34,10 @@ def run(folder, documents, config=None, files=1, options=()):
         pq.write_table(table, folder / "read" / f"documents-{i}.parquet")
     stages = Stages(str(folder), options)
     make = partial(make_dedup, config=config or DedupConfig(rounds=3))
-    done = stages.run("dedup", {}, make, (), dedup.BALANCES, documents="read/documents")
-    kept = sorted(stages.read("dedup/documents"), key=order)
+    stage = stages.run("dedup", {}, make, (), dedup.BALANCES, documents="read/documents")
+    kept_documents = sorted(stages.read("dedup/documents"), key=order)
     removed = sorted(stages.read("dedup/removed"), key=lambda r: (r["source"], r["place"]))
-    return kept, removed, {(c["what"], c["source"]): c["number"] for c in done.counts}
+    return kept_documents, removed, {(c["what"], c["source"]): c["number"] for c in stage.counts}
 
 
 def gone(removed) -> dict[str, tuple[str, str]]:
@@ -56,11 +56,11 @@ def components(edges) -> dict[bytes, set[bytes]]:
     for a, b in edges:
         first, second = sorted([find(a), find(b)])
         root[second] = first
-    found = defaultdict(set)
+    children = defaultdict(set)
     for node in root:
         if find(node) != node:
-            found[find(node)].add(node)
-    return found
+            children[find(node)].add(node)
+    return children
 
 
 def check_stars(edges, rounds, children, events):
@@ -150,14 +150,14 @@ def removed_of(corpus, *sources):
 
 
 def test_removes_exact_and_near_duplicates(corpus):
-    documents, kept, _, counts = corpus
+    documents, kept_documents, _, counts = corpus
     assert removed_of(corpus, "s", "t") == {
         "03": ("exact duplicate", "t:03 again"),
         "07": ("near duplicate", "s:07 longer"),
         "09": ("near duplicate", "s:09 better"),
     }
     stay = [d for d in documents if d["source"] in "st" and d["place"] not in ("03", "07", "09")]
-    assert [d for d in kept if d["source"] in "st"] == sorted(stay, key=order)
+    assert [d for d in kept_documents if d["source"] in "st"] == sorted(stay, key=order)
     assert {what: n for (what, source), n in counts.items() if source == "s"} == {
         "documents read": 33,
         "documents kept": 30,
@@ -168,22 +168,22 @@ def test_removes_exact_and_near_duplicates(corpus):
 
 
 def test_every_document_is_kept_or_listed_as_removed(corpus):
-    documents, kept, removed, counts = corpus
-    places = Counter((r["source"], r["place"], r["part"]) for r in [*kept, *removed])
+    documents, kept_documents, removed, counts = corpus
+    places = Counter((r["source"], r["place"], r["part"]) for r in [*kept_documents, *removed])
     assert places == Counter((d["source"], d["place"], d["part"]) for d in documents)
     for source in {d["source"] for d in documents}:
-        read, *others = (
+        read, *outcome_counts = (
             sum(n for (what, of), n in counts.items() if of == source and what.startswith(begin))
             for begin in ("documents read", "documents kept", "documents removed: ")
         )
-        assert read == sum(others) == sum(d["source"] == source for d in documents)
+        assert read == sum(outcome_counts) == sum(d["source"] == source for d in documents)
 
 
 def test_near_duplicates_match_comparison_of_all_pairs(corpus):
     documents, _, _, counts = corpus
     sets = {node_of(d): signatures.shingles(d["text"], 5) for d in documents}
     # Documents with equal texts are one node, even if their qualities differ.
-    best = {min(node for node in sets if node[8:] == other[8:]) for other in sets}
+    best = {min(node for node in sets if node[8:] == other_node[8:]) for other_node in sets}
     edges = [
         (a, b)
         for a, b in itertools.combinations(sorted(best), 2)
@@ -199,9 +199,11 @@ def test_near_duplicates_match_comparison_of_all_pairs(corpus):
         for r in corpus[2]
         if r["reason"] == "near duplicate"
     } == {
-        (names_of[child], names_of[first]) for first, others in expected.items() for child in others
+        (names_of[child], names_of[first])
+        for first, children in expected.items()
+        for child in children
     }
-    sizes = Counter(f"component size = {len(others) + 1}" for others in expected.values())
+    sizes = Counter(f"component size = {len(children) + 1}" for children in expected.values())
     assert {what: n for (what, _), n in counts.items() if "component" in what} == sizes
     assert len(sizes) > 1
 
@@ -216,15 +218,17 @@ def test_exact_copies_of_near_duplicates_are_removed(corpus):
 
 
 def test_equal_texts_of_equal_rank_keep_the_first_in_order(corpus):
-    _, kept, removed, _ = corpus
-    assert [(d["source"], d["part"]) for d in kept if "equal" in d["source"]] == [("equal a", 0)]
-    rest = [r for r in removed if "equal" in r["source"]]
-    assert sorted((r["source"], r["part"]) for r in rest) == [
+    _, kept_documents, removed, _ = corpus
+    assert [(d["source"], d["part"]) for d in kept_documents if "equal" in d["source"]] == [
+        ("equal a", 0)
+    ]
+    removed_copies = [r for r in removed if "equal" in r["source"]]
+    assert sorted((r["source"], r["part"]) for r in removed_copies) == [
         ("equal a", 1),
         ("equal b", 0),
         ("equal b", 1),
     ]
-    assert {r["because"] for r in rest} == {"equal a:x"}
+    assert {r["because"] for r in removed_copies} == {"equal a:x"}
 
 
 def test_texts_of_few_tokens_are_deduplicated(corpus):
@@ -244,13 +248,13 @@ def test_result_does_not_depend_on_order_or_workers(tmp_path, monkeypatch):
     copies = [document(edited_copy(d["text"], 0.85, 0.9, 1), "c" + d["place"]) for d in documents]
     documents += copies + [{**d, "place": "e" + d["place"], "quality": 1.0} for d in copies[:20]]
     config = DedupConfig(largest_group=2, rounds=2)
-    one = run(tmp_path / "one", documents, config)
+    one_file_tables = run(tmp_path / "one", documents, config)
     random.Random(1).shuffle(documents)
     monkeypatch.setattr(dedup, "PACKED", 7)  # several packed values per bundle
     options = ["--direct_num_workers=3", "--direct_running_mode=multi_threading"]
-    many = run(tmp_path / "many", documents, config, files=5, options=options)
-    assert one == many
-    assert len(one[1]) > 50
+    five_file_tables = run(tmp_path / "many", documents, config, files=5, options=options)
+    assert one_file_tables == five_file_tables
+    assert len(one_file_tables[1]) > 50
 
 
 @pytest.mark.slow
@@ -258,8 +262,10 @@ def test_large_groups_are_capped_and_counted(tmp_path):
     """100 texts with equal shingles share every band: 10 are paired, 90 only with the first."""
     words = some_text(1)
     documents = [document(words + "!" * i, f"{i:03d}") for i in range(100)]
-    kept, removed, counts = run(tmp_path, documents, DedupConfig(largest_group=10, rounds=3))
-    assert [d["place"] for d in kept] == ["099"]
+    kept_documents, removed, counts = run(
+        tmp_path, documents, DedupConfig(largest_group=10, rounds=3)
+    )
+    assert [d["place"] for d in kept_documents] == ["099"]
     assert len(removed) == 99
     assert counts["groups capped", ""] == 16
     assert counts["documents beyond the cap", ""] == 16 * 90
@@ -269,8 +275,8 @@ def test_large_groups_are_capped_and_counted(tmp_path):
 
 @pytest.mark.slow
 def test_single_document_is_kept(tmp_path):
-    kept, removed, counts = run(tmp_path, [document(some_text(1), "a")])
-    assert [d["place"] for d in kept] == ["a"] and not removed
+    kept_documents, removed, counts = run(tmp_path, [document(some_text(1), "a")])
+    assert [d["place"] for d in kept_documents] == ["a"] and not removed
     assert counts == {("documents read", "s"): 1, ("documents kept", "s"): 1}
 
 
@@ -327,7 +333,7 @@ def test_components_match_union_find():
     edges += list(itertools.pairwise(sorted_chain))
     for number in range(3):
         star = names(40, f"star{number}-")
-        edges += [(star[0], other) for other in star[1:]]
+        edges += [(star[0], child) for child in star[1:]]
     cycle = names(60, "cycle-")
     edges += list(zip(cycle, [*cycle[1:], cycle[0]], strict=True))
     clique = names(8, "clique-")
@@ -341,7 +347,7 @@ def test_components_match_union_find():
     expected = components(edges)
     assert len(expected) > 60
     rng.shuffle(edges)
-    children = [(first, other) for first, others in expected.items() for other in others]
+    children = [(first, child) for first, members in expected.items() for child in members]
     check_stars(edges, 8, children, [])
 
 
@@ -370,13 +376,13 @@ def test_unconverged_components_are_counted_without_losses(tmp_path):
     """Windows of a long text, each near its neighbors only: a chain of 30 documents."""
     words = some_text(1, 400).split()
     documents = [document(" ".join(words[6 * i : 6 * i + 100]), f"{i:02d}") for i in range(30)]
-    kept, removed, counts = run(tmp_path / "1", documents, DedupConfig(rounds=1))
+    kept_documents, removed, counts = run(tmp_path / "1", documents, DedupConfig(rounds=1))
     assert counts["components unconverged", ""] > 0
-    assert len(kept) + len(removed) == 30
+    assert len(kept_documents) + len(removed) == 30
     first = min(documents, key=node_of)["place"]
-    assert first in {d["place"] for d in kept}
-    kept, removed, counts = run(tmp_path / "2", documents, DedupConfig())
-    assert [d["place"] for d in kept] == [first]
+    assert first in {d["place"] for d in kept_documents}
+    kept_documents, removed, counts = run(tmp_path / "2", documents, DedupConfig())
+    assert [d["place"] for d in kept_documents] == [first]
     assert ("components unconverged", "") not in counts
     assert counts["component size = 30", ""] == 1
     assert {r["because"] for r in removed} == {f"s:{first}"}

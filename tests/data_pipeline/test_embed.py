@@ -35,31 +35,35 @@ THREADS = ["--direct_num_workers=2", "--direct_running_mode=multi_threading"]
 
 def documents(count: int, source: str = "") -> list[Document]:
     """Documents of 25 words, a third of them about a topic; by default the source is the topic."""
-    made, rng = [], random.Random(0)
+    corpus, rng = [], random.Random(0)
     for number in range(count):
         topic = rng.choice(sorted(TOPICS))
         words = rng.choices(TOPICS[topic], k=8) + rng.choices(FILLERS, k=17)
         rng.shuffle(words)
-        made.append(make_document(" ".join(words), source or topic, f"{number}.txt"))
-    return made
+        corpus.append(make_document(" ".join(words), source or topic, f"{number}.txt"))
+    return corpus
 
 
 def run(
-    folder: Path, given: list[Document], config: EmbedConfig = TFIDF, options=()
+    folder: Path, corpus: list[Document], config: EmbedConfig = TFIDF, options=()
 ) -> tuple[dict[str, np.ndarray], list[Document], Done]:
     """(vectors by id, documents in their order, the stage) of a run in a new folder."""
     (folder / "given").mkdir(parents=True)
-    table = pa.Table.from_pylist(given, SCHEMAS["documents"])
+    table = pa.Table.from_pylist(corpus, SCHEMAS["documents"])
     pq.write_table(table, folder / "given" / "documents-0.parquet")
     stages = Stages(str(folder), options)
-    make = functools.partial(embed.make_embed, total=len(given), config=config)
-    done = stages.run("embed", {}, make, (), embed.BALANCES, documents="given/documents")
-    found: list = stages.read("embed/documents")
-    return {d["id"]: np.frombuffer(d["vector"], np.float32) for d in found}, found, done
+    make = functools.partial(embed.make_embed, total=len(corpus), config=config)
+    stage = stages.run("embed", {}, make, (), embed.BALANCES, documents="given/documents")
+    embedded_documents: list = stages.read("embed/documents")
+    return (
+        {d["id"]: np.frombuffer(d["vector"], np.float32) for d in embedded_documents},
+        embedded_documents,
+        stage,
+    )
 
 
-def without_vectors(some: list[Document]) -> list[tuple]:
-    return sorted(tuple((d | {"vector": b""}).items()) for d in some)
+def without_vectors(corpus: list[Document]) -> list[tuple]:
+    return sorted(tuple((d | {"vector": b""}).items()) for d in corpus)
 
 
 def bits(vectors: dict[str, np.ndarray]) -> dict[str, bytes]:
@@ -70,25 +74,25 @@ def bits(vectors: dict[str, np.ndarray]) -> dict[str, bytes]:
 
 
 def test_nearest_document_has_the_same_topic(tmp_path) -> None:
-    given = documents(60)
-    vectors, found, done = run(tmp_path, given)
-    assert without_vectors(found) == without_vectors(given)
-    table = np.stack([vectors[d["id"]] for d in given])
+    corpus = documents(60)
+    vectors, embedded_documents, stage = run(tmp_path, corpus)
+    assert without_vectors(embedded_documents) == without_vectors(corpus)
+    table = np.stack([vectors[d["id"]] for d in corpus])
     np.testing.assert_allclose(np.linalg.norm(table, axis=1), 1, atol=1e-6)
-    topics = np.array([d["source"] for d in given])
+    topics = np.array([d["source"] for d in corpus])
     similar = table @ table.T - 2 * np.eye(len(table))
     assert (topics[similar.argmax(1)] == topics).all()
-    wanted = [(embed.EMBEDDED, *item) for item in sorted(Counter(topics.tolist()).items())]
-    wanted += [("documents fitted", "", 60), ("documents sampled", "", 60)]
-    assert [tuple(c.values()) for c in done.counts] == wanted
+    expected_counts = [(embed.EMBEDDED, *item) for item in sorted(Counter(topics.tolist()).items())]
+    expected_counts += [("documents fitted", "", 60), ("documents sampled", "", 60)]
+    assert [tuple(c.values()) for c in stage.counts] == expected_counts
 
 
 @pytest.mark.slow
 def test_cosines_match_exact_tfidf(tmp_path) -> None:
     """The projection is lossless if it is fitted on all documents, with all directions."""
-    given = documents(30)
-    vectors, _, _ = run(tmp_path, given)
-    texts = [re.findall(r"\w{2,}", d["text"]) for d in given]
+    corpus = documents(30)
+    vectors, _, _ = run(tmp_path, corpus)
+    texts = [re.findall(r"\w{2,}", d["text"]) for d in corpus]
     found_in = Counter(word for text in texts for word in set(text))
     telling = sorted(word for word, count in found_in.items() if 1 < count < len(texts))
     table = np.zeros((len(texts), len(telling)))
@@ -98,28 +102,28 @@ def test_cosines_match_exact_tfidf(tmp_path) -> None:
                 weight = np.log((1 + len(texts)) / (1 + found_in[word]))
                 row[telling.index(word)] = (1 + np.log(count)) * weight
     table /= np.linalg.norm(table, axis=1, keepdims=True)
-    found = np.stack([vectors[d["id"]] for d in given])
-    assert found.shape[1] <= len(telling) + 1
-    np.testing.assert_allclose(found @ found.T, table @ table.T, atol=1e-5)
+    embeddings = np.stack([vectors[d["id"]] for d in corpus])
+    assert embeddings.shape[1] <= len(telling) + 1
+    np.testing.assert_allclose(embeddings @ embeddings.T, table @ table.T, atol=1e-5)
 
 
 @pytest.mark.slow
 def test_vectors_are_bit_identical_for_any_workers_and_order(tmp_path) -> None:
-    given = documents(40)
-    shuffled = random.Random(1).sample(given, len(given))
-    alone = bits(run(tmp_path / "a", given)[0])
+    corpus = documents(40)
+    shuffled = random.Random(1).sample(corpus, len(corpus))
+    alone = bits(run(tmp_path / "a", corpus)[0])
     assert bits(run(tmp_path / "b", shuffled, options=WORKERS)[0]) == alone
 
 
 @pytest.mark.slow
 def test_directions_are_fitted_on_documents_with_smallest_ids(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(embed, "BLOCK_BYTES", 100)  # two words per block
-    given = sorted(documents(200), key=lambda d: d["id"])
+    corpus = sorted(documents(200), key=lambda d: d["id"])
     config = EmbedConfig(fit_documents=20)
-    every = bits(run(tmp_path / "a", given, config)[0])
-    few = bits(run(tmp_path / "b", given[:20], config)[0])
-    assert few == {name: every[name] for name in few} and len(every) == 200
-    sampled = [d for d in given if list(embed._sample_words(d, 0.25, config.features))]
+    every = bits(run(tmp_path / "a", corpus, config)[0])
+    subset_vectors = bits(run(tmp_path / "b", corpus[:20], config)[0])
+    assert subset_vectors == {name: every[name] for name in subset_vectors} and len(every) == 200
+    sampled = [d for d in corpus if list(embed._sample_words(d, 0.25, config.features))]
     assert 20 <= len(sampled) < 100
 
 
@@ -130,22 +134,22 @@ def test_dimensions_setting_limits_vector_size(tmp_path) -> None:
 
 def test_documents_without_informative_words_share_a_vector(tmp_path) -> None:
     odd = [make_document(text, "odd", text) for text in ("zzyzx quux", "...", "a b c")]
-    vectors, _, done = run(tmp_path, documents(20, "even") + odd)
+    vectors, _, stage = run(tmp_path, documents(20, "even") + odd)
     size = vectors[odd[0]["id"]].size
     for document in odd:
         np.testing.assert_array_equal(vectors.pop(document["id"]), np.eye(size)[-1])
     assert all(vector[-1] == 0 for vector in vectors.values())
-    assert done.count(embed.WORDLESS) == done.count(embed.WORDLESS, "odd") == 3
-    assert done.count(embed.EMBEDDED) == 23
+    assert stage.count(embed.WORDLESS) == stage.count(embed.WORDLESS, "odd") == 3
+    assert stage.count(embed.EMBEDDED) == 23
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("texts", [(), ("oven pan",), ("oven pan", "pan oven")], ids=len)
 def test_zero_one_or_two_documents_are_embedded(texts: tuple[str, ...], tmp_path) -> None:
-    given = [make_document(text, "s", text) for text in texts]
-    vectors, _, done = run(tmp_path, given)
+    corpus = [make_document(text, "s", text) for text in texts]
+    vectors, _, stage = run(tmp_path, corpus)
     assert all(vector.tolist() == [1] for vector in vectors.values())
-    assert len(vectors) == done.count(embed.EMBEDDED) == done.count(embed.WORDLESS) == len(texts)
+    assert len(vectors) == stage.count(embed.EMBEDDED) == stage.count(embed.WORDLESS) == len(texts)
 
 
 def test_word_pattern_splits_mixed_scripts() -> None:
@@ -174,19 +178,19 @@ def policy(tmp_path_factory) -> EmbedConfig:
 
 @pytest.mark.slow
 def test_policy_embeds_documents_and_truncations_are_counted(policy, tmp_path) -> None:
-    given = documents(20, "short") + [
+    corpus = documents(20, "short") + [
         make_document("salt " * 99 + str(n), "long", str(n)) for n in "ab"
     ]
-    vectors, found, done = run(tmp_path, given, policy)
-    assert without_vectors(found) == without_vectors(given)
+    vectors, embedded_documents, stage = run(tmp_path, corpus, policy)
+    assert without_vectors(embedded_documents) == without_vectors(corpus)
     embedder = embedders.Embedder(policy.folder, meshes.make_mesh(), 128, 1024, "float32")
-    wanted = embedder.embed([embedder.encode(d["text"])[0] for d in given])
-    for document, vector in zip(given, wanted, strict=True):
+    expected_vectors = embedder.embed([embedder.encode(d["text"])[0] for d in corpus])
+    for document, vector in zip(corpus, expected_vectors, strict=True):
         np.testing.assert_allclose(vectors[document["id"]], vector, atol=1e-6)
-    cut = Counter(d["source"] for d in given if embedder.encode(d["text"])[1])
+    cut = Counter(d["source"] for d in corpus if embedder.encode(d["text"])[1])
     assert cut["long"] == 2
-    assert {c["source"]: c["number"] for c in done.counts if c["what"] == embed.TRUNCATED} == cut
-    assert done.count(embed.EMBEDDED, "short") == 20
+    assert {c["source"]: c["number"] for c in stage.counts if c["what"] == embed.TRUNCATED} == cut
+    assert stage.count(embed.EMBEDDED, "short") == 20
 
 
 @pytest.mark.slow
@@ -194,9 +198,9 @@ def test_policy_is_loaded_once_and_batches_are_deterministic(policy, tmp_path, m
     loaded, batches = [], []
 
     class Recorded(embedders.Embedder):
-        def __init__(self, *given):
-            loaded.append(given)
-            super().__init__(*given)
+        def __init__(self, *arguments):
+            loaded.append(arguments)
+            super().__init__(*arguments)
 
         def embed(self, texts):
             batches.append([tuple(ids) for ids in texts])
@@ -204,13 +208,13 @@ def test_policy_is_loaded_once_and_batches_are_deterministic(policy, tmp_path, m
 
     monkeypatch.setattr(embedders, "Embedder", Recorded)
     monkeypatch.setattr(embed, "EMBED_AT_ONCE", 4)
-    given = [d | {"tokens": len(d["text"]) % 7} for d in documents(30)]
-    shuffled = random.Random(1).sample(given, len(given))
-    alone = bits(run(tmp_path / "a", given, policy)[0])
-    wanted = sorted(batches)
+    corpus = [d | {"tokens": len(d["text"]) % 7} for d in documents(30)]
+    shuffled = random.Random(1).sample(corpus, len(corpus))
+    alone = bits(run(tmp_path / "a", corpus, policy)[0])
+    expected_batches = sorted(batches)
     batches.clear()
     assert bits(run(tmp_path / "b", shuffled, policy, THREADS)[0]) == alone
-    assert sorted(batches) == wanted
+    assert sorted(batches) == expected_batches
     assert max(map(len, batches)) == 4 and len(batches) >= 8
     devices = meshes.make_mesh({"fsdp": jax.device_count()})
     assert loaded == [(policy.folder, devices, 128, 1024, "float32")] * 2
@@ -218,7 +222,9 @@ def test_policy_is_loaded_once_and_batches_are_deterministic(policy, tmp_path, m
 
 def test_policy_is_released_by_its_last_user(policy, monkeypatch) -> None:
     loaded = []
-    monkeypatch.setattr(embedders, "Embedder", lambda *given: loaded.append(given) or object())
+    monkeypatch.setattr(
+        embedders, "Embedder", lambda *arguments: loaded.append(arguments) or object()
+    )
     shared = embed._SharedEmbedder()
     shared.acquire(policy)
     shared.acquire(policy)

@@ -41,8 +41,8 @@ def predicates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def reason(text: str, config: FilterConfig, quality: float | None = None) -> str | None:
-    found = rejection_reason(make_document(text, "s", "p", quality=quality), config)
-    return found[0] if found else None
+    rejection = rejection_reason(make_document(text, "s", "p", quality=quality), config)
+    return rejection[0] if rejection else None
 
 
 def test_min_quality_applies_only_to_scored_documents():
@@ -87,8 +87,8 @@ def test_predicate_errors_are_counted_and_listed(predicates: str, tmp_path: Path
     documents += [make_document("short", "s", "q"), make_document("long enough", "other", "r")]
     configs = {"s": FilterConfig(predicate=f"{predicates}:breaks"), "other": ANY}
     stages = Stages(str(tmp_path / "out"))
-    done = stages.run("filter", {}, partial(_make, documents=documents, configs=configs))
-    assert {(c["what"], c["source"]): c["number"] for c in done.plain_counts} == {
+    stage = stages.run("filter", {}, partial(_make, documents=documents, configs=configs))
+    assert {(c["what"], c["source"]): c["number"] for c in stage.plain_counts} == {
         ("documents removed: predicate failed", "s"): 2,
         ("documents removed: too short", "s"): 1,
         ("documents kept", "other"): 1,

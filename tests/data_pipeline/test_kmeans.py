@@ -119,8 +119,8 @@ def test_assignment_is_exact_where_float32_is_not(near_ties):
     labels = assign(vectors, centroids)
     assert labels.dtype == np.int32
     best = wide.max(axis=1)
-    chosen = wide[np.arange(len(labels)), labels]
-    assert (best - chosen).max() < 1e-14
+    label_scores = wide[np.arange(len(labels)), labels]
+    assert (best - label_scores).max() < 1e-14
     rough = (vectors @ centroids.T).argmax(axis=1)
     assert (rough != labels).sum() > 10  # float32 is wrong for many rows, as intended
     assert 3 in labels and 7 not in labels  # the first of equal centroids
@@ -129,13 +129,13 @@ def test_assignment_is_exact_where_float32_is_not(near_ties):
 @pytest.mark.parametrize("size", [1, 3, 64, 399])
 def test_assignment_does_not_depend_on_the_batch(near_ties, monkeypatch, size):
     vectors, centroids = near_ties
-    whole = assign(vectors, centroids)
+    labels = assign(vectors, centroids)
     parts = [vectors[start : start + size] for start in range(0, len(vectors), size)]
-    np.testing.assert_array_equal(np.concatenate([assign(p, centroids) for p in parts]), whole)
+    np.testing.assert_array_equal(np.concatenate([assign(p, centroids) for p in parts]), labels)
     shuffled = np.random.default_rng(size).permutation(len(vectors))
-    np.testing.assert_array_equal(assign(vectors[shuffled], centroids), whole[shuffled])
+    np.testing.assert_array_equal(assign(vectors[shuffled], centroids), labels[shuffled])
     monkeypatch.setattr(kmeans, "BLOCK", size)
-    np.testing.assert_array_equal(assign(vectors, centroids), whole)
+    np.testing.assert_array_equal(assign(vectors, centroids), labels)
 
 
 @pytest.mark.slow
@@ -158,9 +158,9 @@ def test_leaves_partition_documents_within_limits(data):
         assert len(leaf) <= SMALL.max_documents and total <= SMALL.max_cluster_tokens
         if len(leaf) < SMALL.min_documents:  # then no other leaf has room for it
             rooms = [
-                len(leaf) + len(other) <= SMALL.max_documents and total + s <= 100
-                for other, s in zip(leaves, sums, strict=True)
-                if other is not leaf
+                len(leaf) + len(other_leaf) <= SMALL.max_documents and total + s <= 100
+                for other_leaf, s in zip(leaves, sums, strict=True)
+                if other_leaf is not leaf
             ]
             assert not any(rooms)
 

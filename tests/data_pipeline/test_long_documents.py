@@ -34,11 +34,11 @@ def domains(tmp_path) -> list[Domain]:
 def sizes(out: pathlib.Path) -> dict[str, list[int]]:
     """Words of the documents in a file of clusters, by domain."""
     clusters, _ = read_clusters(out)
-    found: dict[str, list[int]] = {}
+    word_counts: dict[str, list[int]] = {}
     for cluster in clusters:
         (text,) = cluster.documents
-        found.setdefault(cluster.id.rpartition("-")[0], []).append(count_words(text))
-    return found
+        word_counts.setdefault(cluster.id.rpartition("-")[0], []).append(count_words(text))
+    return word_counts
 
 
 def select(domains, out: pathlib.Path, **options):

@@ -60,10 +60,10 @@ def test_padded_question_is_answerable_from_its_evidence(tmp_path):
     for number, question in enumerate(questions):
         row = rows.musique(number)
         assert (question.question, question.answer) == (row["question"], row["answer"])
-        said = answer_from(question.evidence)
-        assert rules.score(said, question.answer, question.task) == 1.0
-        others = [q for q in questions if q is not question]
-        assert all(rules.score(said, q.answer, q.task) == 0.0 for q in others)
+        reply = answer_from(question.evidence)
+        assert rules.score(reply, question.answer, question.task) == 1.0
+        other_questions = [q for q in questions if q is not question]
+        assert all(rules.score(reply, q.answer, q.task) == 0.0 for q in other_questions)
         for quote in question.evidence:
             assert sum(quote in text for text in question.documents) == 1
 
@@ -79,13 +79,17 @@ def test_own_paragraphs_are_shuffled_with_distractors_up_to_target(tmp_path):
     }
     places = []
     for number, question in enumerate(questions):
-        own = [f"{p['title']}\n{p['paragraph_text']}" for p in rows.musique(number)["paragraphs"]]
-        assert {*own} <= {*question.documents}
+        own_paragraphs = [
+            f"{p['title']}\n{p['paragraph_text']}" for p in rows.musique(number)["paragraphs"]
+        ]
+        assert {*own_paragraphs} <= {*question.documents}
         assert len({*question.documents}) == len(question.documents)
-        places += [question.documents.index(text) / len(question.documents) for text in own]
+        places += [
+            question.documents.index(text) / len(question.documents) for text in own_paragraphs
+        ]
     assert 0.35 < statistics.fmean(places) < 0.6  # not all at the beginning
-    added = sum(len(q.documents) - 4 for q in questions)
-    assert summary["distractors"] == added > 100
+    distractor_count = sum(len(q.documents) - 4 for q in questions)
+    assert summary["distractors"] == distractor_count > 100
 
 
 def test_rows_without_padding_are_lines_of_the_evidence_tree(tmp_path):
@@ -97,8 +101,8 @@ def test_rows_without_padding_are_lines_of_the_evidence_tree(tmp_path):
     lines, texts = generation.read_requests(tmp_path / "out.jsonl", prompt_set, read)
     for number, (line, text, question) in enumerate(zip(lines, texts, questions, strict=True)):
         row = rows.musique(number)
-        own = [f"{p['title']}\n{p['paragraph_text']}" for p in row["paragraphs"]]
-        assert sorted(line["documents"]) == sorted(own)
+        own_paragraphs = [f"{p['title']}\n{p['paragraph_text']}" for p in row["paragraphs"]]
+        assert sorted(line["documents"]) == sorted(own_paragraphs)
         supporting = [p["paragraph_text"] for p in row["paragraphs"] if p["is_supporting"]]
         assert line["evidence"] == supporting
         assert line["answers"] == [row["answer"], f"CR{number}"] == [*question.answers]
@@ -122,8 +126,8 @@ def test_summary_accounts_for_every_row(tmp_path, caplog):
 
 
 def test_json_list_rows_are_counted_like_jsonl_rows(tmp_path, caplog):
-    given = [rows.tatqa(1), {}, rows.tatqa(2)]
-    questions, summary = make(tmp_path, "tatqa", given, LongConfig(40, 80), "json")
+    input_rows = [rows.tatqa(1), {}, rows.tatqa(2)]
+    questions, summary = make(tmp_path, "tatqa", input_rows, LongConfig(40, 80), "json")
     assert (summary["rows"], summary["bad_rows"], summary["questions"]) == (3, 1, 12)
     assert "tatqa.json, row 1: skipped (KeyError: 'table')" in caplog.text
     assert summary["left_out"] == {"answer is multi-span": 2}
@@ -131,29 +135,29 @@ def test_json_list_rows_are_counted_like_jsonl_rows(tmp_path, caplog):
     by_question = {q.question: q for q in questions}
     change = by_question["Report 00000002: What is the change in Others? State it in millions."]
     assert len(change.documents) == 2 and change.evidence[1] == "Others | 44.1 | 56.7"
-    said = "44.1 less 56.7 is -12.6: the answer is -12.6 million"
-    assert rules.score(said, change.answer, change.task) == 1.0
+    reply = "44.1 less 56.7 is -12.6: the answer is -12.6 million"
+    assert rules.score(reply, change.answer, change.task) == 1.0
 
 
 def test_distractors_containing_the_answer_are_left_out(tmp_path):
     """Whole words count: a part of a word or "yes" does not exclude a paragraph."""
     held = rows.musique(0)
     spoilers = ("of castle0   ROCK, too", "of CR0.", "of ancient castle0 rocks", "of CR01")
-    given = [held]
+    input_rows = [held]
     for number, text in enumerate(spoilers, 1):
         spoiler = rows.musique(number)["paragraphs"]
         spoiler[1] |= {"paragraph_text": f"It is told {text}"}
-        given.append(rows.musique(number, paragraphs=spoiler))
+        input_rows.append(rows.musique(number, paragraphs=spoiler))
     everything = LongConfig(10, 10_000)
     builder = Builder(LongConfig(10_000, 10_000), count_words)
-    builder.read(write(tmp_path / "rows.jsonl", given), "musique")
+    builder.read(write(tmp_path / "rows.jsonl", input_rows), "musique")
     assert list(builder.questions()) == []
     assert builder.left_out == {"too few distractors": 5}
     assert builder.counts["with_answer"] == 2
     builder.config = dataclasses.replace(everything, min_tokens=1)
     first = next(q for q in builder.questions() if q.answer == "Castle0 Rock")
-    told = [text for text in first.documents if "told" in text]
-    assert all("rocks" in text or "CR01" in text for text in told)
+    told_texts = [text for text in first.documents if "told" in text]
+    assert all("rocks" in text or "CR01" in text for text in told_texts)
 
 
 def test_pool_holds_each_text_once():
@@ -178,11 +182,11 @@ def test_too_long_and_too_short_questions_are_counted_separately(tmp_path):
 
 
 def test_unquoted_evidence_is_dropped_and_counted(tmp_path):
-    given = [rows.convfinqa(i) for i in range(1, 9)]
-    given[0] |= {"golden_text": "never said .", "golden_table": ""}
-    given[1] |= {"golden_text": "never said ."}
-    given[2] |= {"golden_text": "", "golden_table": ""}
-    questions, summary = make(tmp_path, "convfinqa", given, LongConfig(60, 120))
+    input_rows = [rows.convfinqa(i) for i in range(1, 9)]
+    input_rows[0] |= {"golden_text": "never said .", "golden_table": ""}
+    input_rows[1] |= {"golden_text": "never said ."}
+    input_rows[2] |= {"golden_text": "", "golden_table": ""}
+    questions, summary = make(tmp_path, "convfinqa", input_rows, LongConfig(60, 120))
     assert summary["unquoted_evidence"] == 2 and summary["without_evidence"] == 2
     assert [len(q.evidence) for q in questions] == [0, 2, 0, 2, 2, 2, 2, 2]
     for question in questions:
@@ -192,20 +196,20 @@ def test_unquoted_evidence_is_dropped_and_counted(tmp_path):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_same_seed_gives_the_same_file(tmp_path, layout):
-    given = [getattr(rows, layout)(number) for number in range(1, 13)]
-    made = []
+    input_rows = [getattr(rows, layout)(number) for number in range(1, 13)]
+    file_contents = []
     for seed in (0, 0, 1):
-        make(tmp_path, layout, given, LongConfig(100, 150, seed))
-        made.append((tmp_path / "out.jsonl").read_bytes())
-    assert made[0] == made[1] != made[2]
+        make(tmp_path, layout, input_rows, LongConfig(100, 150, seed))
+        file_contents.append((tmp_path / "out.jsonl").read_bytes())
+    assert file_contents[0] == file_contents[1] != file_contents[2]
 
 
 def test_unusable_row_does_not_change_other_questions(tmp_path):
     """An unusable row changes nothing if its paragraphs are already in the pool."""
-    given = multi_hop(count=10)
-    first, _ = make(tmp_path, "musique", given)
-    again, _ = make(tmp_path, "musique", [*given, rows.musique(3, answerable=False)])
-    assert first == again
+    input_rows = multi_hop(count=10)
+    first, _ = make(tmp_path, "musique", input_rows)
+    second, _ = make(tmp_path, "musique", [*input_rows, rows.musique(3, answerable=False)])
+    assert first == second
 
 
 @pytest.mark.parametrize(
@@ -240,14 +244,14 @@ def test_command_line_writes_questions_and_summary(tmp_path):
     command = [sys.executable, "-m", "data_pipeline.long_questions", "--layout=musique"]
     command += [f"--rows={tmp_path}/part*.jsonl,{tmp_path}/part0.jsonl", "--min_tokens=200"]
     command += [f"--tokenizer={TINY_POLICY}", f"--out={tmp_path}/out.jsonl", "--max_tokens=400"]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ, check=False)
-    assert done.returncode == 0, done.stderr
-    summary = json.loads(done.stdout)
+    process = subprocess.run(command, capture_output=True, text=True, env=os.environ, check=False)
+    assert process.returncode == 0, process.stderr
+    summary = json.loads(process.stdout)
     assert summary["rows"] == sum(summary["written"].values()) == 30  # no file is read twice
     assert len(read_questions(tmp_path / "out.jsonl", "out")) == 30
     command[-1] = "--max_tokens=3"
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ, check=False)
-    assert done.returncode and "max_tokens = 3: must be at least 200" in done.stderr
+    process = subprocess.run(command, capture_output=True, text=True, env=os.environ, check=False)
+    assert process.returncode and "max_tokens = 3: must be at least 200" in process.stderr
 
 
 REAL = {
@@ -286,8 +290,8 @@ def test_real_rows_give_questions_as_long_as_in_the_paper(tmp_path, spell_data, 
     questions = read_questions(out, "out")
     assert Counter(q.task for q in questions) == written
     for question in questions:
-        said = f"I read that the answer is {question.answer}"
-        assert rules.score(said, question.answer, question.task) == 1.0
+        reply = f"I read that the answer is {question.answer}"
+        assert rules.score(reply, question.answer, question.task) == 1.0
         assert all(any(quote in d for d in question.documents) for quote in question.evidence)
     text = "\n".join(questions[0].documents) + "\n"
     counted = sum(tokenizer.count(document + "\n") for document in questions[0].documents)

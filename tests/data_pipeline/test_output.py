@@ -111,7 +111,7 @@ def test_tfds_reads_every_cluster_without_tensorflow(out: Path, tmp_path: Path) 
         check=False,
     )
     assert run.returncode == 0, run.stderr
-    wanted = [
+    expected_clusters = [
         {key: cluster[key] for key in ("id", "task", "tokens")}
         | {
             "documents": [document["text"] for document in cluster["documents"]],
@@ -120,7 +120,7 @@ def test_tfds_reads_every_cluster_without_tensorflow(out: Path, tmp_path: Path) 
         }
         for cluster in CLUSTERS
     ]
-    assert json.loads(run.stdout.splitlines()[-1]) == wanted
+    assert json.loads(run.stdout.splitlines()[-1]) == expected_clusters
 
 
 def test_shards_are_near_equal_ranges_of_the_ids(out: Path) -> None:

@@ -11,9 +11,9 @@ from tests.data_pipeline import rows
 
 
 def drafts(layout: str, row: dict) -> list[Draft]:
-    found = read_row(LAYOUTS[layout], row)
-    assert all(isinstance(draft, Draft) for draft in found)
-    return [draft for draft in found if isinstance(draft, Draft)]
+    outcomes = read_row(LAYOUTS[layout], row)
+    assert all(isinstance(draft, Draft) for draft in outcomes)
+    return [draft for draft in outcomes if isinstance(draft, Draft)]
 
 
 def test_musique_evidence_is_its_supporting_paragraphs():
@@ -70,12 +70,12 @@ def test_common_answers_have_no_giveaways(answer):
 
 
 def test_tatqa_row_gives_several_questions_about_one_report():
-    found = read_row(LAYOUTS["tatqa"], rows.tatqa(7))
+    outcomes = read_row(LAYOUTS["tatqa"], rows.tatqa(7))
     document = (
         "Report 00000007\nContracts of firm 7 are fixed7.\nThe table is in millions.\n"
         " | 2019 | 2018\nSensors | $1,452.4 | 900\nOthers | 44.1 | 56.7"
     )
-    span, change, several, count, figure, percent = found
+    span, change, several, count, figure, percent = outcomes
     assert several == "answer is multi-span"
     assert span == Draft(
         "general_qa",
@@ -100,8 +100,8 @@ def test_tatqa_row_gives_several_questions_about_one_report():
 
 def test_derivation_figures_match_with_and_without_commas():
     row = rows.tatqa(7)
-    asked = row["questions"][1] | {"derivation": "1452.4 - 5", "rel_paragraphs": []}
-    (draft,) = drafts("tatqa", row | {"questions": [asked]})
+    question = row["questions"][1] | {"derivation": "1452.4 - 5", "rel_paragraphs": []}
+    (draft,) = drafts("tatqa", row | {"questions": [question]})
     assert draft.evidence == ("Sensors | $1,452.4 | 900",)
 
 
@@ -125,15 +125,15 @@ def test_scattered_gold_text_is_quoted_by_sentence():
     text = "firm 9 grants options . all is well ."
     (draft,) = drafts("convfinqa", rows.convfinqa(9, golden_text=text, golden_table=""))
     assert draft.evidence == ("firm 9 grants options .", "all is well .")
-    whole = "they vest in three years . all is well ."
-    (draft,) = drafts("convfinqa", rows.convfinqa(9, golden_text=whole, golden_table=""))
-    assert draft.evidence == (whole,)
+    gold_text = "they vest in three years . all is well ."
+    (draft,) = drafts("convfinqa", rows.convfinqa(9, golden_text=gold_text, golden_table=""))
+    assert draft.evidence == (gold_text,)
 
 
 @pytest.mark.parametrize("answer", ["the", "...", "A"])
 def test_answers_that_the_rule_cannot_score_are_left_out(answer):
-    found = read_row(LAYOUTS["musique"], rows.musique(1, answer=answer))
-    assert found == ["rule cannot score the answer"]
+    outcomes = read_row(LAYOUTS["musique"], rows.musique(1, answer=answer))
+    assert outcomes == ["rule cannot score the answer"]
 
 
 PARAGRAPH = {"title": "a", "paragraph_text": "b"}
@@ -172,8 +172,8 @@ def test_rows_of_another_layout_raise(layout, row):
 def test_odd_field_values_raise_only_expected_errors():
     """Each field of each layout gets each kind of value."""
     values = (None, True, 0, -1, 1e308, "", "x", [], {}, [[]], [{}], [None], {"x": []}, "\ud800")
-    made = {name: getattr(rows, name)(1) for name in LAYOUTS}
-    for layout, row in made.items():
+    layout_rows = {name: getattr(rows, name)(1) for name in LAYOUTS}
+    for layout, row in layout_rows.items():
         for field in row:
             for value in values:
                 try:

@@ -119,9 +119,9 @@ def rows(page: BeautifulSoup) -> list[list[str]]:
 
 
 def test_stage_counts_are_tabulated_by_source(page):
-    found = rows(page)
-    start = found.index(["", "books", "web", "all"])
-    assert found[start + 1 : start + 5] == [
+    table_rows = rows(page)
+    start = table_rows.index(["", "books", "web", "all"])
+    assert table_rows[start + 1 : start + 5] == [
         ["documents read", "1,500", "0", "1,500"],
         ["documents removed: empty", "300", "0", "300"],
         ["documents kept", "1,200", "34", "1,234"],
@@ -145,10 +145,10 @@ def test_map_names_only_topics_on_the_map(page):
 
 def test_map_shows_nine_labels_and_merges_the_others(content):
     labels = [f"s{number:02}" for number in range(11)] + ["s00"]
-    many = dataclasses.replace(
+    labeled_content = dataclasses.replace(
         EMPTY, map_ids=content.map_ids, map_labels=labels, map_vectors=content.map_vectors
     )
-    shown = picture(BeautifulSoup(render(many), "html.parser"), "map")
+    shown = picture(BeautifulSoup(render(labeled_content), "html.parser"), "map")
     assert {"s00 (2)", "s08 (1)", "2 others (2)"} <= set(shown)
     assert "s09 (1)" not in shown
 
@@ -196,12 +196,14 @@ def test_removed_files_are_listed_by_reason_and_benchmark(page):
 def test_long_lists_are_truncated_and_the_rest_is_counted():
     names = [f"{number:04}" for number in range(1300)]
     skipped = [removed("not UTF-8", name, "invalid byte") for name in reversed(names)]
-    many = dataclasses.replace(EMPTY, skipped=skipped, contamination={"musique": names[:201]})
-    found = lists(BeautifulSoup(render(many), "html.parser"))
-    reasons = found["not UTF-8: 1,300"]
+    long_content = dataclasses.replace(
+        EMPTY, skipped=skipped, contamination={"musique": names[:201]}
+    )
+    page_lists = lists(BeautifulSoup(render(long_content), "html.parser"))
+    reasons = page_lists["not UTF-8: 1,300"]
     assert reasons[0] == "books:0000 (invalid byte)"
     assert reasons[199:] == ["books:0199 (invalid byte)", "and 1,100 more"]
-    assert found["musique: 201"][199:] == ["0199", "and 1 more"]
+    assert page_lists["musique: 201"][199:] == ["0199", "and 1 more"]
 
 
 @pytest.mark.slow

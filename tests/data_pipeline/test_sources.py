@@ -94,8 +94,8 @@ def read(
     """Output of the stage, sorted: "documents", "files", "removed", "counts"."""
     tables: dict[str, list[Any]] = {}
     with beam.Pipeline(runner=FnApiRunner(), options=PipelineOptions([*options])) as pipeline:
-        made = sources.make_read(pipeline | beam.Create(listed(configs)), configs, base)
-        for name, records in made.items():
+        stage_tables = sources.make_read(pipeline | beam.Create(listed(configs)), configs, base)
+        for name, records in stage_tables.items():
             tables[name] = []
             _ = records | f"keep {name}" >> beam.Map(_keep, str(out) + name)
     for name, records in tables.items():
@@ -323,7 +323,7 @@ def test_docmath_keeps_paragraphs_only(tmp_path: Path):
 def test_docmath_is_the_same_in_parquet(tmp_path: Path):
     row = {"question_id": "q", "question": "How much?", "ground_truth": 3.5}
     rows = [{**row, "paragraphs": [f"Sales {n}.", "| a |"]} for n in range(3)]
-    found = []
+    texts = []
     for suffix in ("json", "parquet"):
         path = tmp_path / suffix / f"a.{suffix}"
         path.parent.mkdir()
@@ -333,9 +333,9 @@ def test_docmath_is_the_same_in_parquet(tmp_path: Path):
             pq.write_table(pa.Table.from_pylist(rows), path)
         source = SourceConfig(str(path.parent), "docmath", ("financial_math",))
         tables = read(tmp_path / f"{suffix}_out", {"doc": source})
-        found.append([d["text"] for d in tables["documents"]])
+        texts.append([d["text"] for d in tables["documents"]])
         assert not tables["removed"] and counts(tables, "doc")["files read"] == 1
-    assert found[0] == found[1] == [f"Sales {n}.\n\n| a |" for n in range(3)]
+    assert texts[0] == texts[1] == [f"Sales {n}.\n\n| a |" for n in range(3)]
 
 
 def test_damaged_docmath_parquet_is_skipped(tmp_path: Path):
@@ -390,8 +390,8 @@ def test_source_may_have_its_own_limits(tmp_path: Path):
     }
     base = FilterConfig(min_quality=0.5, max_characters=300)
     tables = read(tmp_path / "out", configs, base)
-    kept = [(d["source"], d["place"]) for d in tables["documents"]]
-    assert kept == [
+    kept_places = [(d["source"], d["place"]) for d in tables["documents"]]
+    assert kept_places == [
         ("other", "long.txt"),
         ("other", "scored.jsonl#000000000"),
         ("other", "zh.txt"),
@@ -442,9 +442,9 @@ def test_tables_match_their_schemas(tmp_path: Path):
     configs = {"mine": folder(write(tmp_path / "in", files))}
     make = partial(sources.make_read, sources=configs, filter=ANY)
     stages = Stages(str(tmp_path / "out"))
-    found = stages.store("list", "listed", listed(configs))
-    done = stages.run("read", {}, make, [found], sources.BALANCES, listed="list/listed")
-    assert done.count("files read", "mine") == 2
+    list_stage = stages.store("list", "listed", listed(configs))
+    read_stage = stages.run("read", {}, make, [list_stage], sources.BALANCES, listed="list/listed")
+    assert read_stage.count("files read", "mine") == 2
     for name, places in {
         "documents": ["a.txt", "b.jsonl#000000000"],
         "files": ["a.txt", "b.jsonl"],
@@ -464,8 +464,8 @@ def test_damaged_row_group_loses_only_its_own_rows(tmp_path: Path):
     )
     configs = {"mine": folder(write(tmp_path / "in", {"a.parquet": data}))}
     tables = read(tmp_path / "out", configs)
-    kept = [f"a.parquet#{n:09d}" for n in (*range(10), *range(20, 30))]
-    assert [d["place"] for d in tables["documents"]] == kept
+    expected_places = [f"a.parquet#{n:09d}" for n in (*range(10), *range(20, 30))]
+    assert [d["place"] for d in tables["documents"]] == expected_places
     assert counts(tables, "mine")["row groups skipped: breaks off"] == 1
     assert tables["removed"][0]["because"].startswith("row group 1, row 10: ")
 

@@ -37,11 +37,11 @@ def run(folder, make, options=()):
             rows = values | f"as rows {name}" >> beam.Map(lambda value: {"value": repr(value)})
             path = str(folder / "made" / name)
             _ = rows | f"write {name}" >> beam.io.WriteToParquet(path, schema)
-    found = {}
+    tables = {}
     for path in (folder / "made").iterdir():
-        rows = found.setdefault(path.name.partition("-")[0], [])
+        rows = tables.setdefault(path.name.partition("-")[0], [])
         rows += pa.parquet.read_table(path)["value"].to_pylist()
-    return {name: sorted(rows) for name, rows in found.items()}
+    return {name: sorted(rows) for name, rows in tables.items()}
 
 
 def _split(number):
@@ -51,8 +51,8 @@ def _split(number):
     yield TaggedOutput("unused", number)
 
 
-def _see(number, as_list, as_dict, one, every):
-    return number, sorted(as_list), as_dict[number % 2], one, sum(every)
+def _see(number, as_list, as_dict, total, every):
+    return number, sorted(as_list), as_dict[number % 2], total, sum(every)
 
 
 def transforms(pipeline):
@@ -70,7 +70,7 @@ def transforms(pipeline):
         "grouped": grouped | beam.MapTuple(lambda key, values: (key, sorted(values))),
         "joined": joined
         | beam.CoGroupByKey()
-        | beam.MapTuple(lambda key, found: (key, sorted(found["all"]), sorted(found["odd"]))),
+        | beam.MapTuple(lambda key, groups: (key, sorted(groups["all"]), sorted(groups["odd"]))),
         "counts": split["all"]
         | "mod" >> beam.Map(lambda n: n % 3)
         | beam.combiners.Count.PerElement(),
@@ -85,11 +85,11 @@ def transforms(pipeline):
 
 
 def test_transforms_give_the_rows_of_the_local_runner(tmp_path):
-    made = run(tmp_path / "spark", transforms, FLAGS)
-    assert made == run(tmp_path / "local", transforms)
+    spark_tables = run(tmp_path / "spark", transforms, FLAGS)
+    assert spark_tables == run(tmp_path / "local", transforms)
     sizes = {"odd": 50, "grouped": 7, "joined": 7, "counts": 3, "distinct": 4, "flat": 150}
     sizes |= {"shuffled": 100, "batched": 100, "seen": 100, "empty": 0}
-    assert {name: len(rows) for name, rows in made.items()} == sizes
+    assert {name: len(rows) for name, rows in spark_tables.items()} == sizes
 
 
 def test_two_processes_share_the_work(tmp_path):

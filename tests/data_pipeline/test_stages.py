@@ -51,9 +51,9 @@ def test_finished_stages_are_not_rerun(tmp_path, monkeypatch):
     stages = Stages(str(tmp_path / "stages"))
     before = run_both(stages)
     monkeypatch.setattr(Stages, "pipeline", lambda *_: pytest.fail("ran again"))
-    again = run_both(Stages(str(tmp_path / "stages")))
-    assert [done.fingerprint for done in again] == [done.fingerprint for done in before]
-    assert [done.counts for done in again] == [done.counts for done in before]
+    after = run_both(Stages(str(tmp_path / "stages")))
+    assert [stage.fingerprint for stage in after] == [stage.fingerprint for stage in before]
+    assert [stage.counts for stage in after] == [stage.counts for stage in before]
 
 
 @pytest.mark.slow
@@ -68,8 +68,8 @@ def test_changed_settings_rerun_the_stage_and_all_after_it(tmp_path, monkeypatch
     monkeypatch.setattr(
         Stages,
         "construct",
-        lambda self, pipeline, name, *rest: (
-            names.append(name) or construct(self, pipeline, name, *rest)
+        lambda self, pipeline, name, *arguments: (
+            names.append(name) or construct(self, pipeline, name, *arguments)
         ),
     )
     run_both(stages, **change)
@@ -137,9 +137,9 @@ def test_done_json_is_written_last(tmp_path, monkeypatch):
     stages = Stages(str(tmp_path / "stages"))
     original = stages_module.FileSystems.create
 
-    def create(path, *rest):
+    def create(path, *arguments):
         if not path.endswith(DONE):
-            return original(path, *rest)
+            return original(path, *arguments)
         assert len(list((tmp_path / "stages" / "write").glob("*.parquet"))) == 2
         raise KeyboardInterrupt
 
@@ -147,9 +147,9 @@ def test_done_json_is_written_last(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         stages.run("write", {}, functools.partial(write, texts=("one",)))
     monkeypatch.undo()
-    done = stages.run("write", {}, functools.partial(write, texts=("one",)))
+    stage = stages.run("write", {}, functools.partial(write, texts=("one",)))
     assert json.loads((tmp_path / "stages" / "write" / DONE).read_text())["counts"] == list(
-        done.counts
+        stage.counts
     )
 
 

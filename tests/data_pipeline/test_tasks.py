@@ -89,18 +89,18 @@ def test_assignment_depends_only_on_seed_and_ids():
     clusters = clusters_of({QA: 60, MATH: 20, ALL: 30})
     first = assign_tasks(clusters, TasksConfig(seed=1))
     backwards = assign_tasks(dict(reversed(clusters.items())), TasksConfig(seed=1))
-    other = assign_tasks(clusters, TasksConfig(seed=2))
-    assert first == backwards and first != other
-    taken = sorted(int(name.rpartition("-")[2]) for name in first if name.startswith(QA))
-    assert taken != list(range(len(taken)))  # not simply the first clusters
+    other_assignment = assign_tasks(clusters, TasksConfig(seed=2))
+    assert first == backwards and first != other_assignment
+    used_numbers = sorted(int(name.rpartition("-")[2]) for name in first if name.startswith(QA))
+    assert used_numbers != list(range(len(used_numbers)))  # not simply the first clusters
 
 
 def test_clusters_per_task_is_an_upper_limit(caplog):
     clusters = clusters_of({QA: 9, MATH: 5, CHOICE: 7})
-    for wanted, number in ((3, 3), (8, 5)):
-        assignment = assign_tasks(clusters, TasksConfig(clusters_per_task=wanted))
+    for limit, number in ((3, 3), (8, 5)):
+        assignment = assign_tasks(clusters, TasksConfig(clusters_per_task=limit))
         assert Counter(assignment.values()) == dict.fromkeys(PAPER_TASKS, number)
-        assert ("5 clusters a task, not 8" in caplog.text) == (wanted == 8)
+        assert ("5 clusters a task, not 8" in caplog.text) == (limit == 8)
 
 
 def test_task_without_clusters_is_left_out(caplog):
@@ -130,17 +130,17 @@ def test_used_clusters_get_a_task_and_the_others_are_counted():
 
     clusters = [make("a", QA, ["one", "two"]), make("b", MATH, ["three", "four"])]
 
-    def check_tasks(found):
-        assert found == [clusters[0] | {"task": QA}]
+    def check_tasks(task_clusters):
+        assert task_clusters == [clusters[0] | {"task": QA}]
 
-    def check_removed(found):
-        assert sorted((r["reason"], r["source"], r["place"], r["because"]) for r in found) == [
+    def check_removed(removals):
+        assert sorted((r["reason"], r["source"], r["place"], r["because"]) for r in removals) == [
             ("left over", f"of {MATH}", "four", MATH),
             ("left over", f"of {MATH}", "three", MATH),
         ]
 
-    def check_counts(found):
-        assert Counter(found) == {
+    def check_counts(events):
+        assert Counter(events) == {
             ("clusters", QA): 1,
             ("documents", f"of {QA}"): 2,
             ("clusters left over", MATH): 1,

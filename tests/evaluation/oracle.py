@@ -17,8 +17,10 @@ def perfect(role: str, prompt: str, sibling: int, model: str) -> str:
         truth = world.oracle_choice if "(A)" in prompt else world.oracle
         return f"<think> so </think>answer is {truth(prompt, texts)}"
     if role == "verifier":
-        *_, one, two, _ = prompt.split("\n")
-        same = world.canonical(one.split(": ")[1]) == world.canonical(two.split(": ")[1])
+        *_, answer_line, reference_line, _ = prompt.split("\n")
+        same = world.canonical(answer_line.split(": ")[1]) == world.canonical(
+            reference_line.split(": ")[1]
+        )
         return f"<think> hm </think>[[{'YES' if same else 'NO'}]]"
     return questioner(prompt, right=True)
 

@@ -31,11 +31,13 @@ class Parrot:
     def __init__(self):
         self.tokenizer = WORDS
         self.config = PolicyConfig(WORDS.vocab_size, 8, 1, 1, 1, 8, 8, max_positions=64)
-        self.asked: list[tuple] = []
+        self.requests: list[tuple] = []
 
-    def sample(self, prompts, group, keys, options, wanted):
-        for place in wanted:
-            self.asked.append((tuple(prompts[place]), tuple(keys[place].tolist()), options[place]))
+    def sample(self, prompts, group, keys, options, prompt_indices):
+        for place in prompt_indices:
+            self.requests.append(
+                (tuple(prompts[place]), tuple(keys[place].tolist()), options[place])
+            )
             tokens = [int(prompts[place][0])]
             sample = SimpleNamespace(tokens=tokens, content=tokens, stopped=True)
             yield place, [sample] * group
@@ -43,35 +45,35 @@ class Parrot:
 
 def load(name: str) -> Benchmark:
     """Synthetic benchmark; question ids are the same in all benchmarks."""
-    made = evaluating.load(name, "")
-    items = [dataclasses.replace(item, id=str(i)) for i, item in enumerate(made.items)]
-    return dataclasses.replace(made, items=tuple(items))
+    benchmark = evaluating.load(name, "")
+    items = [dataclasses.replace(item, id=str(i)) for i, item in enumerate(benchmark.items)]
+    return dataclasses.replace(benchmark, items=tuple(items))
 
 
-def made(names=("text", "number"), limits=(24, 40), sampling=None, done=()) -> Parrot:
+def made(names=("text", "number"), limits=(24, 40), sampling=None, finished_keys=()) -> Parrot:
     policy = Parrot()
     questions = answering.tokenize(policy, list(map(load, names)), max(limits))
     for limit in limits:
-        given = sampling or Sampling(2), policy, questions, limit, set(done)
-        policy.rows = [row for _, rows in answering.sample_answers(*given) for row in rows]
+        arguments = sampling or Sampling(2), policy, questions, limit, set(finished_keys)
+        policy.rows = [row for _, rows in answering.sample_answers(*arguments) for row in rows]
     return policy
 
 
 def keys_of(policy: Parrot) -> list[tuple[int, ...]]:
-    return [key for _, key, _ in policy.asked]
+    return [key for _, key, _ in policy.requests]
 
 
 def test_keys_depend_on_seed_limit_benchmark_and_question():
-    whole = keys_of(made())
-    assert len(set(whole)) == 12  # two limits, two benchmarks, three questions
-    assert not set(keys_of(made(sampling=Sampling(2, seed=1)))) & set(whole)
-    assert keys_of(made(sampling=Sampling(5))) == whole
+    all_keys = keys_of(made())
+    assert len(set(all_keys)) == 12  # two limits, two benchmarks, three questions
+    assert not set(keys_of(made(sampling=Sampling(2, seed=1)))) & set(all_keys)
+    assert keys_of(made(sampling=Sampling(5))) == all_keys
     # Samples of a question do not depend on the other questions, nor on their order.
-    assert keys_of(made(("number",), (40,))) == whole[9:]
+    assert keys_of(made(("number",), (40,))) == all_keys[9:]
     turned = keys_of(made(("number", "text"), (40, 24)))
-    assert turned == [*whole[9:], *whole[6:9], *whole[3:6], *whole[:3]]
-    done = [(24, "text", "0"), (40, "number", "2")]
-    assert keys_of(made(done=done)) == whole[1:11]
+    assert turned == [*all_keys[9:], *all_keys[6:9], *all_keys[3:6], *all_keys[:3]]
+    finished_keys = [(24, "text", "0"), (40, "number", "2")]
+    assert keys_of(made(finished_keys=finished_keys)) == all_keys[1:11]
 
 
 def test_rows_record_token_counts_and_truncation():
@@ -82,8 +84,8 @@ def test_rows_record_token_counts_and_truncation():
     assert [row["truncated"] for row in policy.rows] == [False] * 2 + [True] * 4
     assert {(row["tokens_out"], row["stopped"]) for row in policy.rows} == {(1, True)}
     assert [row["sample"] for row in policy.rows] == [0, 1] * 3
-    assert {options.max_tokens for _, _, options in policy.asked} == {3}
-    assert {options.max_tokens for _, _, options in made(("text",)).asked} == {5}
+    assert {options.max_tokens for _, _, options in policy.requests} == {3}
+    assert {options.max_tokens for _, _, options in made(("text",)).requests} == {5}
     exact = made(("text",), (lengths[0],)).rows[0]
     assert exact["tokens_in"] == lengths[0] and not exact["truncated"]
 
@@ -127,14 +129,14 @@ def test_only_complete_questions_count_as_finished(tmp_path: Path, caplog):
     assert answering.read_finished(path, 2) == {}
     rows = [row("a", 0), row("a", 1), row("a", 0, 40), row("b", 1), row("b", 0)]
     rows += [row("c", 0), row("c", 1), row("c", 2), row("d", 0), row("d", 0), row("e", 0)]
-    whole = [row("f", 0), row("f", 1)]
-    lines = [json.dumps(one) + "\n" for one in (*rows, *whole)]
+    complete_rows = [row("f", 0), row("f", 1)]
+    lines = [json.dumps(record) + "\n" for record in (*rows, *complete_rows)]
     path.write_text("".join(lines))
-    found = answering.read_finished(path, 2)
-    assert found == {(24, "text", "a"): rows[:2], (24, "text", "f"): whole}
-    assert [json.loads(line) for line in path.read_text().splitlines()] == rows[:2] + whole
+    finished_rows = answering.read_finished(path, 2)
+    assert finished_rows == {(24, "text", "a"): rows[:2], (24, "text", "f"): complete_rows}
+    assert [json.loads(line) for line in path.read_text().splitlines()] == rows[:2] + complete_rows
     before = path.stat().st_mtime_ns
-    assert answering.read_finished(path, 2) == found
+    assert answering.read_finished(path, 2) == finished_rows
     assert path.stat().st_mtime_ns == before  # there was nothing to drop
     path.write_text("".join(lines[:2]) + '{"max_input": 24, "ben\n')  # an incomplete line
     assert list(answering.read_finished(path, 2)) == [(24, "text", "a")]
@@ -169,15 +171,15 @@ def scored(judged: bool, by_item: bool = True, texts=("yes", "no", "")) -> list[
     ],
 )
 def test_final_score_is_the_better_of_rule_and_judge(reply, judge, final):
-    asked = []
+    judge_prompts = []
 
     def ask(prompts):
-        asked.extend(prompts)
+        judge_prompts.extend(prompts)
         return [(prompt, reply) for prompt in prompts]
 
     ordered = scored(judged=True)
     answering.ask_judge(ordered, Judge(ask, lambda *item: "|".join(item)))
-    assert asked == ["which?|no|first"]  # correct and empty answers are not judged
+    assert judge_prompts == ["which?|no|first"]  # correct and empty answers are not judged
     assert [row["judge"] for _, row in ordered] == [None, judge, None]
     assert [row["unjudged"] for _, row in ordered] == [False, judge not in (0, 1), False]
     assert [row["final"] for _, row in ordered] == [1.0, final, 0.0]
@@ -203,18 +205,22 @@ def test_judge_is_asked_only_about_judged_questions(caplog):
 
 def test_fingerprint_covers_prompts_and_ids_but_not_references():
     benchmark = evaluating.load("text", "")
-    seen = {answering.fingerprint(benchmark)}
-    assert answering.fingerprint(evaluating.load("text", "")) in seen
-    first, *others = benchmark.items
+    fingerprints = {answering.fingerprint(benchmark)}
+    assert answering.fingerprint(evaluating.load("text", "")) in fingerprints
+    first, *other_items = benchmark.items
     for changed in (
         dataclasses.replace(first, prompt="other"),
         dataclasses.replace(first, id="other"),
     ):
-        seen.add(answering.fingerprint(dataclasses.replace(benchmark, items=(changed, *others))))
-    seen.add(answering.fingerprint(dataclasses.replace(benchmark, items=tuple(others))))
-    assert len(seen) == 4
+        fingerprints.add(
+            answering.fingerprint(dataclasses.replace(benchmark, items=(changed, *other_items)))
+        )
+    fingerprints.add(
+        answering.fingerprint(dataclasses.replace(benchmark, items=tuple(other_items)))
+    )
+    assert len(fingerprints) == 4
     corrected = dataclasses.replace(first, references=("4",))  # its answers stay valid
-    same = dataclasses.replace(benchmark, items=(corrected, *others))
+    same = dataclasses.replace(benchmark, items=(corrected, *other_items))
     assert answering.fingerprint(same) == answering.fingerprint(benchmark)
 
 

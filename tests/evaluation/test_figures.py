@@ -36,8 +36,8 @@ def test_breakdown_by_two_fields_is_a_heat_map(saved, tmp_path):
     assert [text.get_text() for text in first.get_xticklabels()] == ["10", "2,000"]
     assert [text.get_text() for text in first.get_yticklabels()] == ["0.0", "0.5"]
     assert (first.get_xlabel(), first.get_ylabel()) == ("length", "depth")
-    found = {(text.get_position(), text.get_text()) for text in first.texts}
-    assert found == {((0, 0), "10"), ((1, 0), "20"), ((1, 1), "30")}
+    cell_texts = {(text.get_position(), text.get_text()) for text in first.texts}
+    assert cell_texts == {((0, 0), "10"), ((1, 0), "20"), ((1, 1), "30")}
     assert first.get_title() == "needle, prompts of at most 16 tokens"
     assert second.get_title() == "needle, prompts of at most 1,024 tokens"
 
@@ -46,12 +46,12 @@ def test_breakdown_by_a_number_and_a_name_has_a_line_per_name(saved, tmp_path):
     parts = [part(0.2, step=3, task="b"), part(0.4, step=9, task="a"), part(0.5, step=9, task="b")]
     figures.plot_breakdown(tmp_path / "a.png", "own questions", {16: parts})
     (axes,) = saved[0].axes
-    found = {line.get_label(): line.get_xydata().tolist() for line in axes.lines}
-    assert found == {"a": [[9, 0.4]], "b": [[3, 0.2], [9, 0.5]]}
+    line_points = {line.get_label(): line.get_xydata().tolist() for line in axes.lines}
+    assert line_points == {"a": [[9, 0.4]], "b": [[3, 0.2], [9, 0.5]]}
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["a", "b"]
     assert len(axes.collections) == 2 and axes.get_xlabel() == "step"
-    (other,) = axes.child_axes
-    assert other.get_ylabel() == "difficulty, 1 - pass@1"
+    (difficulty_axis,) = axes.child_axes
+    assert difficulty_axis.get_ylabel() == "difficulty, 1 - pass@1"
 
 
 def test_breakdown_by_two_names_is_a_heat_map(saved, tmp_path):
@@ -69,5 +69,5 @@ def test_breakdown_by_one_field_is_a_line_with_a_band(saved, tmp_path):
     corners = {tuple(np.round(corner, 6).tolist()) for corner in band.get_paths()[0].vertices}
     assert {(3, 0.1), (3, 0.4), (9, 0.4), (9, 0.7)} <= corners
     assert axes.get_ylabel() == "accuracy, pass@1" and axes.get_xlabel() == "step"
-    (other,) = axes.child_axes
-    assert other.get_ylabel() == "difficulty, 1 - pass@1"
+    (difficulty_axis,) = axes.child_axes
+    assert difficulty_axis.get_ylabel() == "difficulty, 1 - pass@1"

@@ -53,12 +53,14 @@ def write(path: Path, records: list) -> Path:
 
 
 def test_prompts_equal_those_of_self_play() -> None:
-    asked = [generation.make_prompt(request, COMPACT) for request in REQUESTS]
-    assert asked[0] == COMPACT.questioner("general_qa", DOCUMENTS)
-    assert asked[1].endswith("known: How many hills has Rome? answer: 3\nask harder choice (C)")
-    assert asked[2] == COMPACT.responder("financial_math", DOCUMENTS, "hills?")
-    assert asked[3] == COMPACT.verifier("How many?", "three", "3")
-    assert asked[4] == "Rome has"
+    role_prompts = [generation.make_prompt(request, COMPACT) for request in REQUESTS]
+    assert role_prompts[0] == COMPACT.questioner("general_qa", DOCUMENTS)
+    assert role_prompts[1].endswith(
+        "known: How many hills has Rome? answer: 3\nask harder choice (C)"
+    )
+    assert role_prompts[2] == COMPACT.responder("financial_math", DOCUMENTS, "hills?")
+    assert role_prompts[3] == COMPACT.verifier("How many?", "three", "3")
+    assert role_prompts[4] == "Rome has"
 
 
 @pytest.mark.parametrize(
@@ -131,7 +133,7 @@ def test_every_role_is_sampled_and_parsed(workdir: Path) -> None:
         assert all(len(result[name]) == 3 for name in ("answers", "tokens", "stopped"))
         assert all(value < 0 for value in result["logprobs"])
         assert all(1 <= count <= 5 for count in result["tokens"])
-    assert [one["status"] for one in results[0]["parsed"]] == ["bad_format"] * 3
+    assert [parsed_answer["status"] for parsed_answer in results[0]["parsed"]] == ["bad_format"] * 3
     assert results[2]["predictions"] == [None] * 3
     assert results[3]["verdicts"] == [-1] * 3
     assert not {"parsed", "verdicts", "predictions"} & set(results[4])
@@ -156,10 +158,10 @@ def test_overlong_prompt_does_not_change_other_answers(
         return generation.answer(Policy(workdir / "policy"), records, texts, 3, sampling, seed=0)
 
     with caplog.at_level(logging.WARNING, "spell_jax"):
-        refused, kept = ask(long)
+        refused, other_result = ask(long)
     assert (refused["answers"], refused["tokens"]) == ([], [])
     assert "1 prompts are longer than" in caplog.text
-    assert kept["answers"] == ask("city of Arvo")[1]["answers"]
+    assert other_result["answers"] == ask("city of Arvo")[1]["answers"]
     with pytest.raises(ValueError, match="max_position_embeddings"):
         generation.answer(Policy(workdir / "policy"), [{}], [long], 1, sampling, seed=0)
 
@@ -170,9 +172,11 @@ def test_command_line_writes_answers_to_valid_requests(tmp_path: Path, workdir: 
     command = [sys.executable, "-m", "spell_jax.generate", f"--prompts={source}", f"--out={out}"]
     arguments = [f"--workdir={workdir}", "--samples=2", "--greedy", "--max_tokens=4"]
     environment = os.environ | {"XLA_FLAGS": ""}
-    done = subprocess.run([*command, *arguments], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert f"{source}:6: skipped" in done.stderr
+    process = subprocess.run(
+        [*command, *arguments], env=environment, capture_output=True, text=True
+    )
+    assert process.returncode == 0, process.stderr
+    assert f"{source}:6: skipped" in process.stderr
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert [line.get("role") for line in lines] == [r.get("role") for r in REQUESTS]
     assert all(len(line["answers"]) == 2 for line in lines)
@@ -190,9 +194,9 @@ def test_command_line_searches_an_evidence_tree(tmp_path: Path, workdir: Path) -
     command += ["--evidence_by=similarity", "--reasoning_by=judge", "--judge_max_tokens=4"]
     command += [f"--embedder={workdir / 'policy'}", "--embed_max_tokens=64"]
     environment = os.environ | {"XLA_FLAGS": ""}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert f"{source}:2: skipped" in done.stderr
+    process = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    assert f"{source}:2: skipped" in process.stderr
     (line,) = [json.loads(line) for line in out.read_text().splitlines()]
     assert line["question"] == "hills?" and len(line["branches"]) == 2
     assert line["prediction"] is None and line["right"] is False

@@ -76,8 +76,8 @@ def policy(request, tmp_path_factory) -> pathlib.Path:
 @pytest.fixture
 def only_own_tasks(monkeypatch) -> None:
     """Leave out the thousands of tasks of the harness, whose index takes seconds."""
-    own = functools.partial(tasks.TaskManager, include_defaults=False)
-    monkeypatch.setattr(tasks, "TaskManager", own)
+    task_manager = functools.partial(tasks.TaskManager, include_defaults=False)
+    monkeypatch.setattr(tasks, "TaskManager", task_manager)
 
 
 def write_tasks(folder: pathlib.Path, **changes: Any) -> pathlib.Path:
@@ -181,8 +181,14 @@ def test_generation_options_are_those_of_the_harness():
     greedy = read_options({"until": "\n", "temperature": 0.5, "do_sample": False}, "<end>")
     assert (greedy.temperature, greedy.max_tokens) == (0.0, 256)
     assert greedy.stop_strings == ("\n", "<end>")
-    given = {"do_sample": True, "temperature": 0.7, "top_p": 0.95, "top_k": 5, "num_beams": 1}
-    sampled = read_options(given | {"max_new_tokens": 9, "until": ["", "a", "a"]})
+    generation_kwargs = {
+        "do_sample": True,
+        "temperature": 0.7,
+        "top_p": 0.95,
+        "top_k": 5,
+        "num_beams": 1,
+    }
+    sampled = read_options(generation_kwargs | {"max_new_tokens": 9, "until": ["", "a", "a"]})
     assert (sampled.temperature, sampled.top_p, sampled.top_k) == (0.7, 0.95, 5)
     assert (sampled.max_tokens, sampled.stop_strings) == (9, ("a",))
     assert read_options({"temperature": 0.3}).temperature == 0.3  # the harness samples then too
@@ -198,15 +204,15 @@ def test_every_pair_is_packed_once_and_shares_its_prompt():
     prompts = [tuple(random.integers(0, 50, length).tolist()) for length in (3, 40, 700, 2500)]
     pairs = [(p, tuple(random.integers(0, 50, n).tolist())) for p in prompts for n in (1, 5, 9)]
     pairs += [(prompts[0], pairs[0][1]), ((7,), tuple(range(300)))]
-    batches = [b for some in loglikelihood._batches(pairs, 1024, 2) for b in some]
-    found: dict[int, list[int]] = {}
+    batches = [b for batch_group in loglikelihood._batches(pairs, 1024, 2) for b in batch_group]
+    packed_targets: dict[int, list[int]] = {}
     for batch in batches:
         assert len(batch.tokens) % 2 == 0
         for row, target in zip(batch.answer_id, batch.target, strict=True):
             for index in np.unique(row[row >= 0]):
-                assert index not in found
-                found[int(index)] = target[row == index].tolist()
-    assert found == {index: list(answer) for index, (_, answer) in enumerate(pairs)}
+                assert index not in packed_targets
+                packed_targets[int(index)] = target[row == index].tolist()
+    assert packed_targets == {index: list(answer) for index, (_, answer) in enumerate(pairs)}
     assert {b.tokens.shape[1] for b in batches} == {512, 2048, 2560}
     written = sum(int(np.sum(b.last_query >= 0)) for b in batches)
     assert written == sum(map(len, prompts)) + 1 + sum(len(answer) for _, answer in pairs)
@@ -217,8 +223,8 @@ def test_rendered_chats_are_those_of_transformers(name, tmp_path):
     if name == "chatml":
         folder = hf_folders.write(tmp_path / name, hf_folders.byte_level())
     else:
-        made = hf_folders.byte_fallback() | {"post_processor": FRAME}
-        folder = hf_folders.write(tmp_path / name, made, LLAMA)
+        tokenizer_fields = hf_folders.byte_fallback() | {"post_processor": FRAME}
+        folder = hf_folders.write(tmp_path / name, tokenizer_fields, LLAMA)
     ours, theirs = hf_folders.load(folder), hf_folders.theirs(folder)
     user, assistant = {"role": "user", "content": "a b "}, {"role": "assistant", "content": "The "}
     for messages, open_turn in (([user], True), ([user, assistant], False)):
@@ -248,8 +254,10 @@ def test_rendered_chat_of_the_tiny_policy_has_the_ids_of_its_chat():
 
 
 def test_template_without_the_continued_message_is_refused(tmp_path):
-    made = {**hf_folders.CONFIG, "chat_template": "{{ messages[0].content }}"}
-    words = hf_folders.load(hf_folders.write(tmp_path / "a", hf_folders.byte_level(), made))
+    tokenizer_config = {**hf_folders.CONFIG, "chat_template": "{{ messages[0].content }}"}
+    words = hf_folders.load(
+        hf_folders.write(tmp_path / "a", hf_folders.byte_level(), tokenizer_config)
+    )
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     with pytest.raises(ValueError, match="leaves out the last message"):
         words.render(turns, open_turn=False)
@@ -262,11 +270,11 @@ class Scripted:
         self.tokenizer = hf_folders.load(TINY_POLICY)
         self.config = SimpleNamespace(max_positions=20)
         self.folder = TINY_POLICY
-        self.asked: list[tuple] = []
+        self.requests: list[tuple] = []
         self._tokens = np.array(self.tokenizer.encode(text), np.int32)
 
     def sample(self, prompts, group, keys, options):
-        self.asked.append((prompts, options))
+        self.requests.append((prompts, options))
         for place in reversed(range(len(prompts))):
             yield place, [Sample(self._tokens, np.zeros(len(self._tokens)), False)]
 
@@ -277,15 +285,27 @@ def test_prompts_of_one_length_of_answer_are_sampled_together(caplog):
 
     policy: Any = Scripted("one two three")
     long = "rain falls on the town " * 9
-    asked = [(long, {"max_gen_toks": 15}), ("rain", {"max_gen_toks": 4}), ("", {"max_gen_toks": 4})]
-    asked += [(long, {"max_gen_toks": 4, "until": ["two"]}), ("a", {"max_gen_toks": 4})]
-    found = PolicyLM(policy).generate_until(requests("generate_until", asked))
-    assert found == [*["one two three"] * 3, "one ", "one two three"]
-    words, (first, second) = policy.tokenizer, policy.asked
+    arguments = [
+        (long, {"max_gen_toks": 15}),
+        ("rain", {"max_gen_toks": 4}),
+        ("", {"max_gen_toks": 4}),
+    ]
+    arguments += [(long, {"max_gen_toks": 4, "until": ["two"]}), ("a", {"max_gen_toks": 4})]
+    answers = PolicyLM(policy).generate_until(requests("generate_until", arguments))
+    assert answers == [*["one two three"] * 3, "one ", "one two three"]
+    words, (first, second) = policy.tokenizer, policy.requests
     assert [ids.tolist() for ids in first[0]] == [words.encode(long)[-5:]]
-    rest = [words.encode("rain"), [words.eos_id], words.encode(long)[-16:], words.encode("a")]
-    assert [ids.tolist() for ids in second[0]] == rest
-    assert [one.stop_strings for one in second[1]] == [("</s>",)] * 2 + [("two", "</s>"), ("</s>",)]
+    second_prompts = [
+        words.encode("rain"),
+        [words.eos_id],
+        words.encode(long)[-16:],
+        words.encode("a"),
+    ]
+    assert [ids.tolist() for ids in second[0]] == second_prompts
+    assert [options.stop_strings for options in second[1]] == [("</s>",)] * 2 + [
+        ("two", "</s>"),
+        ("</s>",),
+    ]
     assert "1 of 1 prompts are over the context of 20" in caplog.text
     assert "1 of 4 prompts are over the context of 20" in caplog.text
 
@@ -313,10 +333,10 @@ def test_stop_strings_of_a_task_do_not_end_the_thinking():
     from spell_jax.evaluation.harness_model import PolicyLM
 
     policy: Any = Scripted("two by two</think>\n\none two three")
-    asked = requests("generate_until", [("rain", {"max_gen_toks": 4, "until": "two"})])
-    assert PolicyLM(policy, thinking=True).generate_until(asked) == ["one "]
-    ((_, (options,)),) = policy.asked
-    assert options.stop_strings == () and PolicyLM(policy).generate_until(asked) == [""]
+    task_requests = requests("generate_until", [("rain", {"max_gen_toks": 4, "until": "two"})])
+    assert PolicyLM(policy, thinking=True).generate_until(task_requests) == ["one "]
+    ((_, (options,)),) = policy.requests
+    assert options.stop_strings == () and PolicyLM(policy).generate_until(task_requests) == [""]
     begun = requests("generate_until", [("rain<think>", {"max_gen_toks": 4, "until": "two"})])
     assert PolicyLM(policy).generate_until(begun) == ["one "]
 
@@ -352,7 +372,10 @@ def ours(policy: pathlib.Path, **options: Any) -> Any:
 def requests(kind: Any, arguments: list[tuple]) -> list:
     from lm_eval.api.instance import Instance
 
-    return [Instance(kind, {}, one, index) for index, one in enumerate(arguments)]
+    return [
+        Instance(kind, {}, instance_arguments, index)
+        for index, instance_arguments in enumerate(arguments)
+    ]
 
 
 PAIRS = [
@@ -375,9 +398,9 @@ def test_loglikelihoods_match_transformers(policy, caplog):
     (greedy,) = reference.generate_until(requests("generate_until", [("ab is", until)]))
     pairs = [*PAIRS, ("ab is", greedy)]
     expected = reference.loglikelihood(requests("loglikelihood", pairs))
-    found = model.loglikelihood(requests("loglikelihood", pairs))
-    assert [flag for _, flag in found] == [flag for _, flag in expected]
-    np.testing.assert_allclose([v for v, _ in found], [v for v, _ in expected], atol=1e-4)
+    loglikelihoods = model.loglikelihood(requests("loglikelihood", pairs))
+    assert [flag for _, flag in loglikelihoods] == [flag for _, flag in expected]
+    np.testing.assert_allclose([v for v, _ in loglikelihoods], [v for v, _ in expected], atol=1e-4)
     texts = requests("loglikelihood_rolling", TEXTS)
     expected = reference.loglikelihood_rolling(texts)
     np.testing.assert_allclose(model.loglikelihood_rolling(texts), expected, atol=1e-4, rtol=1e-6)
@@ -389,14 +412,14 @@ def test_loglikelihoods_match_transformers(policy, caplog):
 @pytest.mark.slow
 def test_greedy_answers_match_transformers(policy, monkeypatch):
     noise.use_one_device(monkeypatch)
-    asked = [
+    arguments = [
         ("ab is", {"until": ["b"], "max_gen_toks": 12}),
         ("rain " * 40, {"until": [], "max_gen_toks": 16}),
         ("rain", {"until": ["  ", "C"], "max_gen_toks": 16, "do_sample": False}),
         ("rain", {"until": ["no such"], "max_gen_toks": 16}),
     ]
-    expected = theirs(policy).generate_until(requests("generate_until", asked))
-    assert ours(policy).generate_until(requests("generate_until", asked)) == expected
+    expected = theirs(policy).generate_until(requests("generate_until", arguments))
+    assert ours(policy).generate_until(requests("generate_until", arguments)) == expected
     assert len(set(expected)) > 2
 
 
@@ -407,48 +430,52 @@ def test_metrics_of_tasks_match_transformers(chat, policy, only_own_tasks, tmp_p
 
     noise.use_one_device(monkeypatch)
     folder = write_tasks(tmp_path / "tasks")
-    given = config(policy, folder=str(folder), chat=chat, examples=1 if chat else -1)
+    harness_config = config(policy, folder=str(folder), chat=chat, examples=1 if chat else -1)
     if chat:
         write_tasks(folder, fewshot_split="test", gen_prefix="So")
-    found = harness.run(given, tmp_path / "out", SIZES)
+    harness_results = harness.run(harness_config, tmp_path / "out", SIZES)
     expected: Any = evaluator.evaluate(
         theirs(policy),
-        harness._load_tasks(given),
+        harness._load_tasks(harness_config),
         apply_chat_template=chat,
         fewshot_as_multiturn=chat,
         log_samples=False,
     )
-    assert set(found["results"]) == set(given.tasks)
+    assert set(harness_results["results"]) == set(harness_config.tasks)
     for task, metrics in expected["results"].items():
-        assert set(found["results"][task]) == set(metrics)
+        assert set(harness_results["results"][task]) == set(metrics)
         for name, value in metrics.items():
             same = value if isinstance(value, str) else pytest.approx(value, rel=1e-4)
-            assert found["results"][task][name] == same, (task, name)
-    assert found["n-shot"] == expected["n-shot"]
-    assert {"acc,none", "acc_norm_stderr,none"} <= set(found["results"]["tiny_choice"])
+            assert harness_results["results"][task][name] == same, (task, name)
+    assert harness_results["n-shot"] == expected["n-shot"]
+    assert {"acc,none", "acc_norm_stderr,none"} <= set(harness_results["results"]["tiny_choice"])
     written = json.loads((tmp_path / "out" / harness.RESULTS).read_text())
-    assert written == found and written["config"]["weights"] == Policy(policy).fingerprint()
+    assert (
+        written == harness_results and written["config"]["weights"] == Policy(policy).fingerprint()
+    )
     assert json.loads((tmp_path / "out" / CONFIG_FILE).read_text()) == written["config"]
-    assert "|tiny_choice|" in harness.table(found)
+    assert "|tiny_choice|" in harness.table(harness_results)
     lines = (tmp_path / "out" / harness.SAMPLES).read_text().splitlines()
     rows = [json.loads(line) for line in lines]
-    assert [row["task"] for row in rows] == [name for name in given.tasks for _ in ROWS]
+    assert [row["task"] for row in rows] == [name for name in harness_config.tasks for _ in ROWS]
     for task, metric in (("tiny_choice", "acc"), ("tiny_answer", "exact_match")):
         values = [row[metric] for row in rows if row["task"] == task]
-        assert np.mean(values) == found["results"][task][f"{metric},none"]
+        assert np.mean(values) == harness_results["results"][task][f"{metric},none"]
 
 
 @pytest.mark.slow
 def test_samples_differ_by_repetition_and_seed_only(policy, monkeypatch):
     noise.use_one_device(monkeypatch)
     kwargs = {"do_sample": True, "temperature": 1.0, "max_gen_toks": 8, "until": []}
-    first, second, other = ("rain", kwargs), ("ab is", kwargs), {"seed": 1}
-    found = ours(policy).generate_until(requests("generate_until", [first, second, first]))
-    assert len(set(found)) == 3
+    first, second, other_seed = ("rain", kwargs), ("ab is", kwargs), {"seed": 1}
+    answers = ours(policy).generate_until(requests("generate_until", [first, second, first]))
+    assert len(set(answers)) == 3
     swapped = ours(policy).generate_until(requests("generate_until", [second, first, first]))
-    assert swapped == [found[1], found[0], found[2]]
-    again = ours(policy, **other).generate_until(requests("generate_until", [first] * 3))
-    assert not set(again) & set(found)
+    assert swapped == [answers[1], answers[0], answers[2]]
+    reseeded_answers = ours(policy, **other_seed).generate_until(
+        requests("generate_until", [first] * 3)
+    )
+    assert not set(reseeded_answers) & set(answers)
 
 
 @pytest.mark.slow
@@ -459,13 +486,13 @@ def test_groups_and_tags_give_their_tasks_once(only_own_tasks, tmp_path):
     (folder / "group.yaml").write_text(json.dumps(group))
 
     def load(*names: str, examples: int = -1) -> Any:
-        given = config(TINY_POLICY, tasks=names, folder=str(folder), examples=examples)
-        return harness._load_tasks(given)
+        harness_config = config(TINY_POLICY, tasks=names, folder=str(folder), examples=examples)
+        return harness._load_tasks(harness_config)
 
-    found = load("tiny_group", "tiny_text", examples=2)
-    assert list(found["tasks"]) == ["tiny_choice", "tiny_answer", "tiny_text"]
-    assert found["group_map"]["tiny_group"] == ["tiny_choice", "tiny_group::inner"]
-    shots = [task.get_config("num_fewshot") for task in found["tasks"].values()]
+    loaded_tasks = load("tiny_group", "tiny_text", examples=2)
+    assert list(loaded_tasks["tasks"]) == ["tiny_choice", "tiny_answer", "tiny_text"]
+    assert loaded_tasks["group_map"]["tiny_group"] == ["tiny_choice", "tiny_group::inner"]
+    shots = [task.get_config("num_fewshot") for task in loaded_tasks["tasks"].values()]
     assert shots == [2, 2, 2]
     assert sorted(load("tiny_tag")["tasks"]) == ["tiny_answer", "tiny_choice", "tiny_text"]
     with pytest.raises(ValueError, match="Duplicate task 'tiny_choice'"):
@@ -497,7 +524,9 @@ def test_unusable_task_is_refused_before_sampling(
 # ----------------------------------------------------------------------------------------- Programs
 
 
-def start(processes: int, policy: pathlib.Path, own: pathlib.Path, out: pathlib.Path) -> list:
+def start(
+    processes: int, policy: pathlib.Path, tasks_folder: pathlib.Path, out: pathlib.Path
+) -> list:
     """(exit code, stdout, stderr) of each process of a command on two devices."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -506,13 +535,15 @@ def start(processes: int, policy: pathlib.Path, own: pathlib.Path, out: pathlib.
     if processes > 1:
         common |= {"SPELL_COORDINATOR": f"localhost:{port}", "SPELL_PROCESSES": str(processes)}
     command = [sys.executable, "-m", "spell_jax.evaluate", f"--policy={policy}", f"--out={out}"]
-    command += ["--lm_eval=tiny_choice,tiny_answer,tiny_text", f"--lm_eval_tasks={own}"]
+    command += ["--lm_eval=tiny_choice,tiny_answer,tiny_text", f"--lm_eval_tasks={tasks_folder}"]
     command += ["--kv_cache_tokens=1024", "--slots=8", "--prefill_tokens=1024"]
     running = []
     for index in range(processes):
-        own = {"SPELL_PROCESS": str(index)} if processes > 1 else {}
+        process_environment = {"SPELL_PROCESS": str(index)} if processes > 1 else {}
         pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        running.append(subprocess.Popen(command, env=os.environ | common | own, **pipes))
+        running.append(
+            subprocess.Popen(command, env=os.environ | common | process_environment, **pipes)
+        )
     try:
         texts = [process.communicate(timeout=600) for process in running]
     finally:
@@ -524,11 +555,11 @@ def start(processes: int, policy: pathlib.Path, own: pathlib.Path, out: pathlib.
 @pytest.mark.slow
 def test_two_processes_give_the_results_of_one(tmp_path):
     folder = write_policy(tmp_path / "a", hf_folders.byte_level(), hf_folders.CONFIG)
-    own = write_tasks(tmp_path / "tasks")
-    ((code, printed, errors),) = start(1, folder, own, tmp_path / "one")
+    tasks_folder = write_tasks(tmp_path / "tasks")
+    ((code, printed, errors),) = start(1, folder, tasks_folder, tmp_path / "one")
     assert code == 0, errors[-3000:]
     assert "|tiny_choice|" in printed and "word_perplexity" in printed
-    (first, second) = start(2, folder, own, tmp_path / "two")
+    (first, second) = start(2, folder, tasks_folder, tmp_path / "two")
     assert first[0] == second[0] == 0, first[2][-3000:] + second[2][-3000:]
     assert first[1].endswith(printed) and "tiny_choice" not in second[1]
     results = [json.loads((tmp_path / n / harness.RESULTS).read_text()) for n in ("one", "two")]
@@ -543,8 +574,8 @@ def test_two_processes_give_the_results_of_one(tmp_path):
 @pytest.mark.slow
 def test_data_set_that_is_not_here_is_one_line(tmp_path):
     """Nothing asks the network for it: that would take half a minute of retries."""
-    own = write_tasks(tmp_path / "tasks", dataset_path="nobody/nothing")
-    ((code, _, errors),) = start(1, TINY_POLICY, own, tmp_path / "out")
+    tasks_folder = write_tasks(tmp_path / "tasks", dataset_path="nobody/nothing")
+    ((code, _, errors),) = start(1, TINY_POLICY, tasks_folder, tmp_path / "out")
     *_, last = errors.splitlines()
     assert code == 2 and last.startswith("error: lm_eval = 'tiny_choice': cannot be loaded: ")
     assert last.endswith("nothing is downloaded unless HF_HUB_OFFLINE=0 and HF_DATASETS_OFFLINE=0")

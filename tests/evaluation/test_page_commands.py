@@ -42,8 +42,8 @@ def with_folders(arguments: list[str], policy: pathlib.Path, data: pathlib.Path)
     """The command on folders that exist, with its output beside them."""
     places = {"--policy": policy, "--data": data, "--workdir": policy.parent}
     places |= {name: data.parent / "out" / name[2:] for name in ("--out", "--compare")}
-    given = [argument.split("=", 1) for argument in arguments]
-    return [f"{name}={places.get(name, value)}" for name, value in given]
+    flag_pairs = [argument.split("=", 1) for argument in arguments]
+    return [f"{name}={places.get(name, value)}" for name, value in flag_pairs]
 
 
 @pytest.fixture(scope="module")
@@ -53,15 +53,15 @@ def policy(tmp_path_factory) -> pathlib.Path:
     return noise.save_policy(folder, max_positions=POSITIONS)
 
 
-def write_benchmarks(data: pathlib.Path, most: int = 1000) -> pathlib.Path:
-    """Files in their published layouts, with at most `most` rows; one row is long."""
-    choices = [rows.choice_row(i) for i in range(1, min(most, 503))]
+def write_benchmarks(data: pathlib.Path, row_limit: int = 1000) -> pathlib.Path:
+    """Files in their published layouts, with at most `row_limit` rows; one row is long."""
+    choices = [rows.choice_row(i) for i in range(1, min(row_limit, 503))]
     choices.insert(0, rows.choice_row(0, context=LONG))
     rows.write(data / "longbench_v2" / "data.json", choices)
     for task in ("hotpotqa", "2wikimqa", "musique"):
-        hops = [rows.hop_row(i) for i in range(min(most, 200))]
+        hops = [rows.hop_row(i) for i in range(min(row_limit, 200))]
         rows.write(data / task / "data" / f"{task}.jsonl", hops)
-    frames = [rows.frames_row(i) for i in range(min(most, 824))]
+    frames = [rows.frames_row(i) for i in range(min(row_limit, 824))]
     rows.write(data / "frames" / "test.jsonl", frames)
     rows.write_docmath(data / "docmath")
     return data
@@ -74,33 +74,35 @@ def evaluate(policy, monkeypatch):
     noise.use_one_device(monkeypatch)
     before = set(flags.FLAGS)
     runpy.run_module("spell_jax.evaluate", run_name="__main__")
-    added = set(flags.FLAGS) - before
+    flag_names = set(flags.FLAGS) - before
     longest = []
 
-    def sample(sampling, policy, questions, limit, done):
-        longest.append(max(min(len(one.ids), limit) for one in questions))
+    def sample(sampling, policy, questions, limit, finished_keys):
+        longest.append(max(min(len(question.ids), limit) for question in questions))
         raise InterruptedError
 
     monkeypatch.setattr(answering, "sample_answers", sample)
 
     def run(arguments: list[str], data: pathlib.Path, out: pathlib.Path) -> int:
-        for name in added:
+        for name in flag_names:
             flags.FLAGS[name].unparse()
         flags.FLAGS(["evaluate", *with_folders(arguments, policy, data), f"--out={out}"])
-        given = SimpleNamespace(**{name: flags.FLAGS[name].value for name in added})
+        flag_values = SimpleNamespace(**{name: flags.FLAGS[name].value for name in flag_names})
         with pytest.raises(InterruptedError):
-            runner.run(runner.from_flags(given), out, "", None, judging.read_sizes(given))
+            runner.run(
+                runner.from_flags(flag_values), out, "", None, judging.read_sizes(flag_values)
+            )
         return longest.pop()
 
     yield run
-    for name in added:
+    for name in flag_names:
         delattr(flags.FLAGS, name)
 
 
 def test_command_at_100k_tokens_fits_the_context_with_yarn(evaluate, tmp_path):
     """Without the flags of RoPE the context is too short. The output folder records them."""
     data = write_benchmarks(tmp_path / "data", 1)
-    (command,) = (one for one in commands() if set(ROPE) & set(one))
+    (command,) = (arguments for arguments in commands() if set(ROPE) & set(arguments))
     command.append("--limit=1")
     config = tmp_path / "yarn" / "config.json"
     assert evaluate(command, data, config.parent) == 16_384  # of the first limit
@@ -139,15 +141,15 @@ def test_factor_of_each_paper_model_fits_100k_tokens():
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("rope_fields", "message"),
     [
         ({"rope_scaling": "yarn"}, r"rope_factor = 1\.0: must be above 1"),
         ({"rope_scaling": "ntk", "rope_factor": 4.0}, "rope_scaling = 'ntk': must be one of"),
     ],
 )
-def test_error_names_invalid_rope_scaling(given, message):
+def test_error_names_invalid_rope_scaling(rope_fields, message):
     with pytest.raises(ValueError, match=message):
-        runner.EvaluationConfig("p", ("docmath",), "data", **given)
+        runner.EvaluationConfig("p", ("docmath",), "data", **rope_fields)
 
 
 @pytest.mark.slow
@@ -158,18 +160,20 @@ def test_commands_run(policy, tmp_path):
     (data / "needle" / "a.txt").write_text(PROSE)
     small = ["--limit=1", "--max_tokens=4", "--samples=2", "--dtype=bfloat16"]
     small += ["--slots=4", "--kv_cache_tokens=4096", "--prefill_tokens=4096"]
-    one = {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
+    environment = {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
     first, second = commands()
     out = tmp_path / "out"
     shorter = ["--max_input=256,4096", f"--out={out / 'compare'}"]  # read by the second command
-    for command, others in ((first, shorter), (second, [])):
-        arguments = [*with_folders(command, policy, data), *small, *others]
-        whole = [sys.executable, "-m", "spell_jax.evaluate", *arguments]
-        done = subprocess.run(whole, capture_output=True, text=True, env=os.environ | one, cwd=ROOT)
-        assert done.returncode == 0, done.stderr[-3000:]
+    for command, extra_arguments in ((first, shorter), (second, [])):
+        arguments = [*with_folders(command, policy, data), *small, *extra_arguments]
+        full_command = [sys.executable, "-m", "spell_jax.evaluate", *arguments]
+        process = subprocess.run(
+            full_command, capture_output=True, text=True, env=os.environ | environment, cwd=ROOT
+        )
+        assert process.returncode == 0, process.stderr[-3000:]
     before, after = (
         json.loads((out / name / runner.SUMMARY).read_text())["rows"] for name in ("compare", "out")
     )
     assert [row["max_input"] for row in (*before, *after)] == [256, 4096, 16_384]
     assert after[0]["benchmarks"]["ruler_vt_16384"]["tokens_in"] > 15_000
-    assert "| policy |" in done.stdout  # the rows of the first command
+    assert "| policy |" in process.stdout  # the rows of the first command

@@ -33,8 +33,8 @@ def policy(tmp_path, monkeypatch):
 
 def test_cut_off_reply_states_nothing(policy, caplog):
     keys = np.zeros((3, 2), np.uint32)
-    asked = ["Oslo", "city " * 300, "Arvo"]
-    replies = list(policy.reply(asked, keys, Options(max_tokens=9)))
+    prompts = ["Oslo", "city " * 300, "Arvo"]
+    replies = list(policy.reply(prompts, keys, Options(max_tokens=9)))
     assert replies == [(1, None), (2, "<think>city"), (0, "")]
     assert "1 of 2 replies were cut off at 9 tokens" in caplog.text
 

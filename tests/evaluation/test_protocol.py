@@ -42,16 +42,16 @@ def test_pass_at_k_matches_equation_11():
     checked = 0
     for case in cases("pass_at_k.json"):
         n, c, k = (case["in"][name] for name in "nck")
-        found = protocol.best_of([1.0] * c + [0.0] * (n - c), k)
-        assert found == pytest.approx(case["paper_eq11_exact"], abs=1e-12), case
-        checked += found > case["with_replacement_closed_form"] + 0.01
+        best_score = protocol.best_of([1.0] * c + [0.0] * (n - c), k)
+        assert best_score == pytest.approx(case["paper_eq11_exact"], abs=1e-12), case
+        checked += best_score > case["with_replacement_closed_form"] + 0.01
     assert checked > 5
 
 
 @given(st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), min_size=1, max_size=7), st.data())
 def test_best_of_is_the_mean_over_all_subsets(scores, data):
     k = data.draw(st.integers(1, len(scores)))
-    best = [max(some) for some in itertools.combinations(scores, k)]
+    best = [max(subset) for subset in itertools.combinations(scores, k)]
     assert protocol.best_of(scores, k) == pytest.approx(sum(best) / len(best))
 
 
@@ -65,13 +65,15 @@ def test_means_match_the_reference():
     """Means of each task and over all tasks; best@k differs on purpose, see above."""
     for case in cases("eval_aggregation.json"):
         scores: dict[str, list] = {}
-        both = zip(case["in"]["tasks"], case["in"]["infos"]["total_score"], strict=True)
-        for task, finals in both:
+        task_scores = zip(case["in"]["tasks"], case["in"]["infos"]["total_score"], strict=True)
+        for task, finals in task_scores:
             scores.setdefault(task, []).append(finals)
-        found = protocol.aggregate(scores, {}, 0)
-        for task, wanted in case["out"].items():
-            part = found["task_mean"] if task == "overall" else found["benchmarks"][task]
-            (value,) = (v for k, v in wanted["total_score"].items() if k.startswith("mean@"))
+        summary = protocol.aggregate(scores, {}, 0)
+        for task, expected_scores in case["out"].items():
+            part = summary["task_mean"] if task == "overall" else summary["benchmarks"][task]
+            (value,) = (
+                v for k, v in expected_scores["total_score"].items() if k.startswith("mean@")
+            )
             assert part["pass@1"]["mean"] == pytest.approx(value), (task, case["in"])
 
 
@@ -79,12 +81,12 @@ def test_average_is_over_the_four_columns_of_table_1():
     """Qwen2.5-7B + SPELL at 16K, with a spread of 3 within LB-MQA: 40.6, not the 44.0 of six."""
     values = dict(zip(PAPER, (40.0, 39.2, 53.9, 50.9, 47.9, 32.3), strict=True))
     scores = {name: [[value / 100]] for name, value in values.items()}
-    found = protocol.aggregate(scores, SHARED, 0)
-    assert list(found["columns"]) == ["docmath", "frames", "LB-MQA", "longbench_v2"]
-    assert found["columns"]["LB-MQA"]["pass@1"]["mean"] == pytest.approx(0.509)
-    assert found["average"]["pass@1"]["mean"] == pytest.approx(0.406)
-    assert found["task_mean"]["pass@1"]["mean"] == pytest.approx(sum(values.values()) / 600)
-    assert list(found["average"]) == ["pass@1"]  # there is one sample
+    summary = protocol.aggregate(scores, SHARED, 0)
+    assert list(summary["columns"]) == ["docmath", "frames", "LB-MQA", "longbench_v2"]
+    assert summary["columns"]["LB-MQA"]["pass@1"]["mean"] == pytest.approx(0.509)
+    assert summary["average"]["pass@1"]["mean"] == pytest.approx(0.406)
+    assert summary["task_mean"]["pass@1"]["mean"] == pytest.approx(sum(values.values()) / 600)
+    assert list(summary["average"]) == ["pass@1"]  # there is one sample
 
 
 def test_shared_column_requires_all_of_its_benchmarks():
@@ -93,24 +95,25 @@ def test_shared_column_requires_all_of_its_benchmarks():
         "a": ("a",),
         "2wikimqa": ("2wikimqa",),
     }
-    found = protocol.columns(["musique", "a", "2wikimqa", "hotpotqa"], SHARED)
-    assert list(found) == ["LB-MQA", "a"]
+    columns = protocol.columns(["musique", "a", "2wikimqa", "hotpotqa"], SHARED)
+    assert list(columns) == ["LB-MQA", "a"]
 
 
 def test_intervals_match_the_normal_approximation():
     """Intervals of shares equal the normal approximation, and are the same in every run."""
     values = [1.0] * 60 + [0.0] * 140
-    found = protocol.estimate(values, "frames", 0).record()
+    frames_record = protocol.estimate(values, "frames", 0).record()
     half = 1.96 * math.sqrt(0.3 * 0.7 / 200)
-    assert found["mean"] == pytest.approx(0.3)
-    assert found["low"] == pytest.approx(0.3 - half, abs=0.01)
-    assert found["high"] == pytest.approx(0.3 + half, abs=0.01)
-    assert found == protocol.estimate(values, "frames", 0).record()
-    assert found != protocol.estimate(values, "frames", 1).record()
-    other = protocol.estimate(values, "docmath", 0)
-    assert np.any(other.resampled != protocol.estimate(values, "frames", 0).resampled)
-    both = protocol.mean([protocol.estimate(values, "frames", 0), other]).record()
-    width = both["high"] - both["low"]  # a mean of two independent ones is narrower by sqrt(2)
+    assert frames_record["mean"] == pytest.approx(0.3)
+    assert frames_record["low"] == pytest.approx(0.3 - half, abs=0.01)
+    assert frames_record["high"] == pytest.approx(0.3 + half, abs=0.01)
+    assert frames_record == protocol.estimate(values, "frames", 0).record()
+    assert frames_record != protocol.estimate(values, "frames", 1).record()
+    docmath_estimate = protocol.estimate(values, "docmath", 0)
+    assert np.any(docmath_estimate.resampled != protocol.estimate(values, "frames", 0).resampled)
+    mean_record = protocol.mean([protocol.estimate(values, "frames", 0), docmath_estimate]).record()
+    # A mean of two independent ones is narrower by sqrt(2).
+    width = mean_record["high"] - mean_record["low"]
     assert width == pytest.approx(2 * half / math.sqrt(2), rel=0.1)
 
 
@@ -124,17 +127,17 @@ def test_table_abbreviates_input_limits():
     row = protocol.aggregate({"frames": [[1.0]]}, SHARED, 0)
     limits = (16384, 100000, 128000, 1048576, 40)
     rows = [{"max_input": limit} | row for limit in limits]
-    one = {"policy": "a", "titles": {"frames": "Frames"}, "rows": rows}
-    _, _, heads, _, *lines = protocol.table([one]).splitlines()
+    summary = {"policy": "a", "titles": {"frames": "Frames"}, "rows": rows}
+    _, _, heads, _, *lines = protocol.table([summary]).splitlines()
     assert heads == "| Max input | Model | Frames | Avg. |"
     shown = [line.split("|")[1].strip() for line in lines]
     assert shown == ["40", "16K", "100K", "128K", "1024K"]
 
 
-def sample(name: str, limit: int, final: float, **others) -> dict:
+def sample(name: str, limit: int, final: float, **extra_fields) -> dict:
     row = {"benchmark": name, "max_input": limit, "rule": 0.0, "judge": None, "prediction": "x"}
     row |= {"truncated": False, "stopped": True, "tokens_in": 8, "tokens_out": 2}
-    return row | {"final": final} | others
+    return row | {"final": final} | extra_fields
 
 
 def test_summary_separates_limits_and_questions():
@@ -145,13 +148,15 @@ def test_summary_separates_limits_and_questions():
     rows += [sample("frames", 20, 0, judge="unanswered", truncated=True, stopped=False)]
     first, second = protocol.summarize(rows, ["frames"], [10, 20], 2, {}, 0)
     assert (first["max_input"], second["max_input"]) == (10, 20)
-    found = first["benchmarks"]["frames"]
-    assert found["pass@1"]["mean"] == 0.75 and found["pass@2"]["mean"] == 1.0
-    assert (found["questions"], found["judged"], found["malformed"]) == (2, 2, 1)
-    assert (found["no_prediction"], found["tokens_in"], found["truncated"]) == (0.25, 7, 0)
-    found = second["benchmarks"]["frames"]
-    assert found["pass@2"]["mean"] == 0 and found["truncated"] == found["answers_truncated"] == 1
-    assert (found["judged"], found["malformed"], found["unanswered"]) == (4, 0, 1)
+    metrics = first["benchmarks"]["frames"]
+    assert metrics["pass@1"]["mean"] == 0.75 and metrics["pass@2"]["mean"] == 1.0
+    assert (metrics["questions"], metrics["judged"], metrics["malformed"]) == (2, 2, 1)
+    assert (metrics["no_prediction"], metrics["tokens_in"], metrics["truncated"]) == (0.25, 7, 0)
+    metrics = second["benchmarks"]["frames"]
+    assert (
+        metrics["pass@2"]["mean"] == 0 and metrics["truncated"] == metrics["answers_truncated"] == 1
+    )
+    assert (metrics["judged"], metrics["malformed"], metrics["unanswered"]) == (4, 0, 1)
 
 
 def test_breakdown_groups_questions_by_two_fields():
@@ -164,9 +169,9 @@ def test_breakdown_groups_questions_by_two_fields():
         for final in pair
     ]
     rows += [sample("frames", 10, 1)] * 2
-    ((found),) = protocol.summarize(rows, ["needle", "frames"], [10], 2, {}, 0)
-    assert "by" not in found["benchmarks"]["frames"]
-    parts = found["benchmarks"]["needle"]["by"]
+    ((summary),) = protocol.summarize(rows, ["needle", "frames"], [10], 2, {}, 0)
+    assert "by" not in summary["benchmarks"]["frames"]
+    parts = summary["benchmarks"]["needle"]["by"]
     assert [(p["length"], p["kind"], p["questions"]) for p in parts] == [
         (1, "b", 1),
         (2, "a", 1),
@@ -201,11 +206,11 @@ def test_table_has_the_layout_of_table_1():
     assert rows[0][2:] == ["50.0 (50.0 to 50.0)"] * 6
     assert rows[1][6] == "75.0 (75.0 to 75.0)"
     assert "## pass@2, percent (95 % interval)" in lines and "## pass@4" not in "".join(lines)
-    other = summary("less", 0.0)
-    for row in other["rows"]:
+    partial_summary = summary("less", 0.0)
+    for row in partial_summary["rows"]:
         del row["columns"]["frames"]
     assert "| 16K | less | 50.0 (50.0 to 50.0) |  | 50.0" in protocol.table(
-        [summary("a", 0), other]
+        [summary("a", 0), partial_summary]
     )
 
 

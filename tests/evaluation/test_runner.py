@@ -62,7 +62,7 @@ def use_synthetic_benchmarks(monkeypatch) -> list:
 
 
 @pytest.fixture(autouse=True)
-def asked(monkeypatch) -> list:
+def sampler_requests(monkeypatch) -> list:
     return use_synthetic_benchmarks(monkeypatch)
 
 
@@ -77,7 +77,7 @@ def uninterrupted(policy, tmp_path_factory) -> tuple[pathlib.Path, list]:
 
 
 @pytest.fixture
-def whole(uninterrupted) -> pathlib.Path:
+def uninterrupted_out(uninterrupted) -> pathlib.Path:
     return uninterrupted[0]
 
 
@@ -85,22 +85,22 @@ def read(out: pathlib.Path) -> list[dict]:
     return [json.loads(line) for line in (out / runner.SAMPLES).read_text().splitlines()]
 
 
-def assert_same(out: pathlib.Path, other: pathlib.Path) -> None:
+def assert_same(out: pathlib.Path, expected_out: pathlib.Path) -> None:
     for name in FILES:
-        assert (out / name).read_bytes() == (other / name).read_bytes(), name
+        assert (out / name).read_bytes() == (expected_out / name).read_bytes(), name
 
 
-def test_every_sample_has_a_row_and_its_score(whole):
-    rows = read(whole)
-    wanted = [
+def test_every_sample_has_a_row_and_its_score(uninterrupted_out):
+    rows = read(uninterrupted_out)
+    expected_keys = [
         (limit, name, f"{name}-{i}", sample)
         for limit in evaluating.LIMITS
         for name in ("number", "text")
         for i in range(evaluating.ITEMS)
         for sample in range(evaluating.SAMPLES)
     ]
-    found = [(r["max_input"], r["benchmark"], r["id"], r["sample"]) for r in rows]
-    assert found == wanted
+    keys = [(r["max_input"], r["benchmark"], r["id"], r["sample"]) for r in rows]
+    assert keys == expected_keys
     kinds = collections.Counter(str(row["judge"]) for row in rows)
     assert {"1", "0", "malformed", "unanswered"} & set(kinds) and kinds["None"]
     for row in rows:
@@ -115,33 +115,37 @@ def test_every_sample_has_a_row_and_its_score(whole):
     assert len({row["text"] for row in rows}) > len(rows) / 2  # samples of a question differ
 
 
-def test_summary_breaks_down_scores_by_a_field(whole):
-    rows = read(whole)
+def test_summary_breaks_down_scores_by_a_field(uninterrupted_out):
+    rows = read(uninterrupted_out)
     assert {str(row.get("by")) for row in rows if row["benchmark"] == "number"} == {"None"}
-    summary = json.loads((whole / runner.SUMMARY).read_text())
-    for found in summary["rows"]:
-        assert "by" not in found["benchmarks"]["number"]
-        parts = found["benchmarks"]["text"]["by"]
+    summary = json.loads((uninterrupted_out / runner.SUMMARY).read_text())
+    for summary_row in summary["rows"]:
+        assert "by" not in summary_row["benchmarks"]["number"]
+        parts = summary_row["benchmarks"]["text"]["by"]
         assert [(part["parity"], part["questions"]) for part in parts] == [("even", 2), ("odd", 1)]
         for part in parts:
             finals = [
                 row["final"]
                 for row in rows
-                if row["max_input"] == found["max_input"]
+                if row["max_input"] == summary_row["max_input"]
                 and row.get("by") == {"parity": part["parity"]}
             ]
             assert part["pass@1"]["mean"] == pytest.approx(sum(finals) / len(finals))
             assert part["pass@1"]["low"] <= part["pass@1"]["mean"] <= part["pass@1"]["high"]
             assert part["pass@2"]["mean"] >= part["pass@1"]["mean"]
-    assert [path.name for path in (whole / runner.PLOTS).iterdir()] == ["text.png"]
-    assert (whole / "plots" / "text.png").read_bytes().startswith(b"\x89PNG")
+    assert [path.name for path in (uninterrupted_out / runner.PLOTS).iterdir()] == ["text.png"]
+    assert (uninterrupted_out / "plots" / "text.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_prompts_are_truncated_in_the_middle(policy, uninterrupted):
     out, requests = uninterrupted
     tokenizer = tokenizers.load(policy)
     names = [(limit, name) for limit in evaluating.LIMITS for name in ("number", "text")]
-    places = [(*one, item) for one in names for item in evaluating.load(one[1], "").items]
+    places = [
+        (*limit_and_name, item)
+        for limit_and_name in names
+        for item in evaluating.load(limit_and_name[1], "").items
+    ]
     rows = {(row["max_input"], row["id"]): row for row in read(out)}
     for (limit, _, item), request in zip(places, requests, strict=True):
         ids = np.array(tokenizer.chat(item.prompt))
@@ -154,20 +158,20 @@ def test_prompts_are_truncated_in_the_middle(policy, uninterrupted):
 
 
 @pytest.mark.slow
-def test_samples_depend_only_on_their_question(policy, whole, tmp_path):
+def test_samples_depend_only_on_their_question(policy, uninterrupted_out, tmp_path):
     """Samples depend neither on the other questions nor on their order (except for the shape)."""
     evaluating.run(policy, tmp_path / "out", benchmarks=("text", "number"), max_input=(40, 24))
 
     def by_place(out: pathlib.Path) -> dict:
         return {(r["max_input"], r["id"], r["sample"]): r["text"] for r in read(out)}
 
-    assert by_place(tmp_path / "out") == by_place(whole)
+    assert by_place(tmp_path / "out") == by_place(uninterrupted_out)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["sampled:8", "judged:1"])
 def test_interrupted_evaluation_resumes_bit_identically(
-    fault, policy, whole, asked, tmp_path, monkeypatch
+    fault, policy, uninterrupted_out, sampler_requests, tmp_path, monkeypatch
 ):
     out = tmp_path / "out"
     monkeypatch.setenv(fault_injection.VARIABLE, f"{fault}:raise")
@@ -176,72 +180,74 @@ def test_interrupted_evaluation_resumes_bit_identically(
     monkeypatch.delenv(fault_injection.VARIABLE)
     assert not (out / runner.SUMMARY).exists()
     lines = (out / runner.SAMPLES).read_text().splitlines(keepends=True)
-    done = QUESTIONS if fault.startswith("judged") else int(fault[-1])
-    assert len(lines) == done * evaluating.SAMPLES
+    finished_count = QUESTIONS if fault.startswith("judged") else int(fault[-1])
+    assert len(lines) == finished_count * evaluating.SAMPLES
     # The last question lacks a sample, and the last line is incomplete.
     (out / runner.SAMPLES).write_text("".join(lines[:-1]) + '{"max_input": 2')
-    asked.clear()
+    sampler_requests.clear()
     evaluating.run(policy, out)
-    assert len(asked) == QUESTIONS - done + 1
-    assert_same(out, whole)
-    asked.clear()
+    assert len(sampler_requests) == QUESTIONS - finished_count + 1
+    assert_same(out, uninterrupted_out)
+    sampler_requests.clear()
     evaluating.run(policy, out)  # nothing is left to do
-    assert not asked
-    assert_same(out, whole)
+    assert not sampler_requests
+    assert_same(out, uninterrupted_out)
 
 
-def test_corrected_rule_rescores_existing_samples(policy, whole, asked, tmp_path, monkeypatch):
-    out = shutil.copytree(whole, tmp_path / "out")
+def test_corrected_rule_rescores_existing_samples(
+    policy, uninterrupted_out, sampler_requests, tmp_path, monkeypatch
+):
+    out = shutil.copytree(uninterrupted_out, tmp_path / "out")
     correct = evaluating.load
 
     def load(name, folder, limit, *_):
         return dataclasses.replace(correct(name, folder, limit), score=lambda text, item: 1.0)
 
     monkeypatch.setattr(runner.registry, "load", load)
-    found = evaluating.run(policy, out)
-    assert not asked
-    assert found["rows"][0]["average"]["pass@1"]["mean"] == 1.0
+    summary = evaluating.run(policy, out)
+    assert not sampler_requests
+    assert summary["rows"][0]["average"]["pass@1"]["mean"] == 1.0
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
     [("limit", 1), ("max_input", (24,)), ("sampling", Sampling(3)), ("benchmarks", ("text",))],
 )
-def test_changed_settings_require_another_folder(field, value, policy, whole):
+def test_changed_settings_require_another_folder(field, value, policy, uninterrupted_out):
     with pytest.raises(ValueError, match=f"{field} = .*: was .*or another --out"):
-        evaluating.run(policy, whole, **{field: value})
+        evaluating.run(policy, uninterrupted_out, **{field: value})
 
 
-def test_changed_weights_require_another_folder(policy, whole, tmp_path, monkeypatch):
+def test_changed_weights_require_another_folder(policy, uninterrupted_out, tmp_path, monkeypatch):
     """The new weights are at the same path, as after more training."""
-    other = noise.save_policy(tmp_path / "noise")
-    before = Policy(other).fingerprint()
-    config, params = weights.load(other)
+    changed_policy = noise.save_policy(tmp_path / "noise")
+    before = Policy(changed_policy).fingerprint()
+    config, params = weights.load(changed_policy)
     params["final_norm"]["scale"] = params["final_norm"]["scale"] * 1.01
-    weights.save(other, config, params, tokenizers.load(other))
-    after = Policy(other).fingerprint()
+    weights.save(changed_policy, config, params, tokenizers.load(changed_policy))
+    after = Policy(changed_policy).fingerprint()
     assert after != before == Policy(policy).fingerprint()
     monkeypatch.setattr(Policy, "fingerprint", lambda self: after)
     with pytest.raises(ValueError, match="weights = "):
-        evaluating.run(policy, whole)
+        evaluating.run(policy, uninterrupted_out)
 
 
-def test_changed_questions_require_another_folder(policy, whole, monkeypatch):
+def test_changed_questions_require_another_folder(policy, uninterrupted_out, monkeypatch):
     """The questions keep their ids, as in a folder whose files were replaced."""
 
-    def load(*given):
-        made = evaluating.load(*given)
-        items = [dataclasses.replace(item, prompt=item.prompt + "!") for item in made.items]
-        return dataclasses.replace(made, items=tuple(items))
+    def load(*arguments):
+        benchmark = evaluating.load(*arguments)
+        items = [dataclasses.replace(item, prompt=item.prompt + "!") for item in benchmark.items]
+        return dataclasses.replace(benchmark, items=tuple(items))
 
     monkeypatch.setattr(runner.registry, "load", load)
     with pytest.raises(ValueError, match=r"questions = .*or another --out"):
-        evaluating.run(policy, whole)
+        evaluating.run(policy, uninterrupted_out)
 
 
 @pytest.mark.slow
 def test_policy_judge_counts_malformed_verdicts_and_resumes(
-    policy, judge, asked, tmp_path, monkeypatch
+    policy, judge, sampler_requests, tmp_path, monkeypatch
 ):
     """Noise gives no verdict: replies are malformed, counted, kept, and not asked for again."""
     noise.finish_replies(monkeypatch)
@@ -251,15 +257,15 @@ def test_policy_judge_counts_malformed_verdicts_and_resumes(
         return evaluating.run(policy, out, ask, max_input=(24,), sampling=Sampling(8, 1.0, 1.0))
 
     out = tmp_path / "out"
-    whole = evaluated(tmp_path / "whole")
-    rows, found = read(tmp_path / "whole"), whole["rows"][0]["benchmarks"]["text"]
+    summary = evaluated(tmp_path / "whole")
+    rows, text_metrics = read(tmp_path / "whole"), summary["rows"][0]["benchmarks"]["text"]
     judged = [row for row in rows if row["judge"] is not None]
-    assert found["judged"] == found["malformed"] == len(judged) > 2
+    assert text_metrics["judged"] == text_metrics["malformed"] == len(judged) > 2
     assert all(row["judge"] == "malformed" and row["final"] == row["rule"] for row in judged)
-    kept = (tmp_path / "whole" / judging.REPLIES).read_text().splitlines()
-    assert 2 < len(kept) <= len(judged)
-    greedy = [request for request in asked if request.group == 1]
-    assert len(greedy) == len(kept)
+    reply_lines = (tmp_path / "whole" / judging.REPLIES).read_text().splitlines()
+    assert 2 < len(reply_lines) <= len(judged)
+    greedy = [request for request in sampler_requests if request.group == 1]
+    assert len(greedy) == len(reply_lines)
     assert {(r.options.temperature, r.options.max_tokens) for r in greedy} == {(0.0, 4)}
 
     monkeypatch.setenv(fault_injection.VARIABLE, "judged:2:raise")
@@ -268,9 +274,9 @@ def test_policy_judge_counts_malformed_verdicts_and_resumes(
         evaluated(out)
     monkeypatch.delenv(fault_injection.VARIABLE)
     assert len((out / judging.REPLIES).read_text().splitlines()) == 2
-    asked.clear()
+    sampler_requests.clear()
     evaluated(out)
-    assert len(asked) == len(kept) - 2
+    assert len(sampler_requests) == len(reply_lines) - 2
     assert_same(out, tmp_path / "whole")
 
 
@@ -284,23 +290,26 @@ def test_policy_judge_checks_its_context_and_skips_long_prompts(policy):
     longest = max((" a" * n for n in range(256) if len(chat(" a" * n)) <= 252), key=len)
     prompts = [longest + " a", "too long " * 200, longest]
     assert len(chat(longest)) <= 252 < len(chat(prompts[0])) <= 256
-    found = dict(judge(prompts))
-    assert found[prompts[0]] is found[prompts[1]] is None and isinstance(found[longest], str)
+    replies = dict(judge(prompts))
+    assert replies[prompts[0]] is replies[prompts[1]] is None and isinstance(replies[longest], str)
     assert judge.policy._params is None  # the next policy has the memory to itself
 
 
 @pytest.mark.slow
-def test_evaluation_without_judge_is_compared_with_another(policy, whole, tmp_path, caplog):
+def test_evaluation_without_judge_is_compared_with_another(
+    policy, uninterrupted_out, tmp_path, caplog
+):
     """Only the rule scores; the table has the rows of both evaluations."""
     changed = evaluating.config(policy, max_input=(24,), answer_format="sections")
     sizes, columns = evaluating.SIZES, {"Both": ("number", "text")}
-    found = runner.run(changed, tmp_path, "second", None, sizes, [whole], columns)
-    assert list(found["rows"][0]["columns"]) == ["Both"]
-    asked = [
-        json.loads((out / "config.json").read_text())["questions"] for out in (tmp_path, whole)
+    summary = runner.run(changed, tmp_path, "second", None, sizes, [uninterrupted_out], columns)
+    assert list(summary["rows"][0]["columns"]) == ["Both"]
+    hashes = [
+        json.loads((out / "config.json").read_text())["questions"]
+        for out in (tmp_path, uninterrupted_out)
     ]
-    assert asked[0]["text"] != asked[1]["text"]  # the format is part of the prompts
-    assert found["judge"] is None and "by the rule alone" in caplog.text
+    assert hashes[0]["text"] != hashes[1]["text"]  # the format is part of the prompts
+    assert summary["judge"] is None and "by the rule alone" in caplog.text
     assert all(row["judge"] is None and row["final"] == row["rule"] for row in read(tmp_path))
     rows = [line.split("|")[1:3] for line in (tmp_path / "table.md").read_text().splitlines()[4:7]]
     assert [[cell.strip() for cell in row] for row in rows] == [
@@ -331,11 +340,11 @@ def test_error_names_invalid_setting(changes, message, policy):
             Sampling(**{field: value})
 
 
-def test_too_short_context_is_rejected_before_sampling(policy, asked, tmp_path):
+def test_too_short_context_is_rejected_before_sampling(policy, sampler_requests, tmp_path):
     """The error comes before any sampling, though the first limit would fit."""
     with pytest.raises(ValueError, match=r"have 260 tokens .* = 256"):
         evaluating.run(policy, tmp_path, sampling=Sampling(1, max_tokens=220))
-    assert evaluating.LIMITS == (24, 40) and not asked
+    assert evaluating.LIMITS == (24, 40) and not sampler_requests
 
 
 def test_sampler_shapes_depend_on_all_prompts(policy, monkeypatch):
@@ -345,16 +354,16 @@ def test_sampler_shapes_depend_on_all_prompts(policy, monkeypatch):
     """
     configs = []
 
-    def stop(config, sampler, *others):
+    def stop(config, sampler, *arguments):
         configs.append(sampler)
         raise InterruptedError
 
     monkeypatch.setattr(policy_sampler, "Sampler", stop)
     prompts = [np.zeros(length, np.int32) for length in (9, 20, 30)]
     options = [Options(max_tokens=cap) for cap in (2, 7, 4)]
-    for wanted in (None, [0], [2, 1]):
+    for indices in (None, [0], [2, 1]):
         with pytest.raises(InterruptedError):
-            next(Policy(policy, sizes=evaluating.SIZES).sample(prompts, 2, None, options, wanted))
+            next(Policy(policy, sizes=evaluating.SIZES).sample(prompts, 2, None, options, indices))
     assert configs == [configs[0]] * 3
     assert (configs[0].max_prompt, configs[0].max_tokens, configs[0].slots) == (30, 7, 6)
 
@@ -409,33 +418,33 @@ def test_command_line_evaluates_generated_benchmarks(tmp_path):
     command += [f"--out={out}", "--benchmarks=ruler_vt_1024,needle_600,own_questions"]
     command += ["--max_input=1024", "--samples=2", "--limit=12", "--max_tokens=8"]
     command += ["--kv_cache_tokens=4096", "--slots=16", "--prefill_tokens=2048"]
-    one = {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | one)
-    assert done.returncode == 0, done.stderr[-3000:]
+    environment = {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
+    process = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
+    assert process.returncode == 0, process.stderr[-3000:]
     (row,) = json.loads((out / runner.SUMMARY).read_text())["rows"]
     names = ["ruler_vt_1024", "needle_600", "own_questions"]
-    assert list(row["benchmarks"]) == names and "needle in a haystack" in done.stdout
-    vt, needle, own = (row["benchmarks"][name] for name in names)
-    assert vt["questions"] == needle["questions"] == 12 and own["questions"] == 2
-    for found in (vt, needle):  # lengths include the chat template: nothing is truncated
-        assert found["truncated"] == 0 and found["rule"] == 0 and found["tokens_out"] <= 8
+    assert list(row["benchmarks"]) == names and "needle in a haystack" in process.stdout
+    vt, needle, own_questions = (row["benchmarks"][name] for name in names)
+    assert vt["questions"] == needle["questions"] == 12 and own_questions["questions"] == 2
+    for metrics in (vt, needle):  # lengths include the chat template: nothing is truncated
+        assert metrics["truncated"] == 0 and metrics["rule"] == 0 and metrics["tokens_out"] <= 8
     assert 0.95 * (1024 - 128) <= vt["tokens_in"] <= 1024 - 128  # the benchmark's own answer fits
     cells = [(part["length"], part["depth"], part["questions"]) for part in needle["by"]]
     assert cells == [(600, i / 10, 2 if i == 0 else 1) for i in range(11)]
-    assert [(part["step"], part["questions"]) for part in own["by"]] == [(1, 1), (2, 1)]
+    assert [(part["step"], part["questions"]) for part in own_questions["by"]] == [(1, 1), (2, 1)]
     pictures = sorted(path.name for path in (out / "plots").iterdir())
     assert pictures == ["needle_600.png", "own_questions.png"]
 
 
 def test_error_names_wrong_command_line_flags(tmp_path):
-    given = {"policy": None, "workdir": None, "max_input": ["16384"]}
+    flag_values = {"policy": None, "workdir": None, "max_input": ["16384"]}
     for changes, message in (
         ({}, "--workdir or --policy"),
         ({"policy": "p", "workdir": "w"}, "--workdir or --policy"),
         ({"policy": "p", "max_input": ["16K"]}, "--max_input"),
     ):
         with pytest.raises(app.UsageError, match=message):
-            runner.from_flags(SimpleNamespace(**given | changes))
+            runner.from_flags(SimpleNamespace(**flag_values | changes))
     endpoint = {"judge_url": "http://x", "judge_model": "", "judge_policy": ""}
     for changes in ({}, {"judge_model": "m", "judge_policy": "p"}):
         with pytest.raises(app.UsageError, match="--judge_url and --judge_model"):

@@ -76,7 +76,7 @@ def _copied(tree: Any) -> Any:
 def _groups(
     c: Config, batch: Questions, truths: list[tuple[str, str]], answers
 ) -> list[TrainGroup]:
-    made = []
+    groups = []
     for row, (prompt, length, index) in enumerate(zip(*batch, strict=True)):
         slots = range(row * c.group_size, (row + 1) * c.group_size)
         tokens = [answers.tokens.id[n, : answers.new[n]] for n in slots]
@@ -87,8 +87,8 @@ def _groups(
         rewards = np.array([rules.score(text, *truths[index]) for text in texts])
         advantages = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
         sampled = [answers.tokens.logprob[n, : answers.new[n]] for n in slots]
-        made.append(TrainGroup(prompt[:length], tokens, list(advantages), old_logprobs=sampled))
-    return made
+        groups.append(TrainGroup(prompt[:length], tokens, list(advantages), old_logprobs=sampled))
+    return groups
 
 
 @functools.cache
@@ -107,9 +107,9 @@ def compare(c: Config, steps: list[Step]) -> tuple[float, float, dict[str, float
     for step in steps:
         before = _copied(state.params)
         state, numbers = learner.update(state, step.groups)
-        wanted, mu = _copied((state.params, optax.tree.get(state.opt_state, "mu")))
-        assert max(_differences(wanted, before)) > 1e-2
-        absolute = max(absolute, *_differences(step.params, wanted))
+        learner_params, mu = _copied((state.params, optax.tree.get(state.opt_state, "mu")))
+        assert max(_differences(learner_params, before)) > 1e-2
+        absolute = max(absolute, *_differences(step.params, learner_params))
         largest = [np.abs(x).max() for x in jax.tree.leaves(mu)]
         relative = max(relative, *np.divide(_differences(step.mu, mu), largest))
         assert numbers["gradient_norm"] < OPTIMIZER.clip_norm  # else clipping would hide its size

@@ -93,12 +93,12 @@ def create(state: dict, words: list[str], flags: dict[str, str]) -> int:
 
 
 def describe_request(state: dict, words: list[str], flags: dict[str, str]) -> int:
-    found = find(state, words[0])
-    if not found:
+    slice_record = find(state, words[0])
+    if not slice_record:
         return 1
-    found["waited"] += 1
-    word = "ACTIVE" if found["waited"] > WAITS else "WAITING_FOR_RESOURCES"
-    if found["lost"] and LOSS in REQUEST_STATES:
+    slice_record["waited"] += 1
+    word = "ACTIVE" if slice_record["waited"] > WAITS else "WAITING_FOR_RESOURCES"
+    if slice_record["lost"] and LOSS in REQUEST_STATES:
         word = LOSS
         kill(state, words[0])
     print(json.dumps({"name": words[0], "state": {"state": word}}))
@@ -106,15 +106,15 @@ def describe_request(state: dict, words: list[str], flags: dict[str, str]) -> in
 
 
 def describe_node(state: dict, words: list[str], flags: dict[str, str]) -> int:
-    found = find(state, words[0])
-    if not found:
+    slice_record = find(state, words[0])
+    if not slice_record:
         return 1
-    found["seen"] += 1
-    if found["number"] <= LOSSES and found["seen"] >= LOST_AT:
-        found["lost"] = True
+    slice_record["seen"] += 1
+    if slice_record["number"] <= LOSSES and slice_record["seen"] >= LOST_AT:
+        slice_record["lost"] = True
         if LOSS not in REQUEST_STATES:
             kill(state, words[0])
-    word = "PREEMPTED" if found["lost"] and LOSS == "PREEMPTED" else "READY"
+    word = "PREEMPTED" if slice_record["lost"] and LOSS == "PREEMPTED" else "READY"
     addresses = [{"ipAddress": f"10.0.0.{worker}"} for worker in range(WORKERS)]
     print(json.dumps({"state": word, "networkEndpoints": addresses}))
     return 0
@@ -137,8 +137,8 @@ def ssh(state: dict, words: list[str], flags: dict[str, str]) -> int:
         where = home(state, words[0], worker)
         environment = os.environ | {"HOME": str(where), "PATH": f"{where}/bin:{os.environ['PATH']}"}
         command = ["bash", "-c", flags["--command"]]
-        done = subprocess.run(command, cwd=where, env=environment, check=False)
-        worst = worst or done.returncode
+        process = subprocess.run(command, cwd=where, env=environment, check=False)
+        worst = worst or process.returncode
     return worst
 
 
@@ -178,8 +178,8 @@ def chosen(flags: dict[str, str]) -> range:
 
 
 def unreached(state: dict, name: str, worker: int) -> bool:
-    found = state["slices"].get(name)
-    if found and not (found["lost"] and LOSS in ("PREEMPTED", str(worker))):
+    slice_record = state["slices"].get(name)
+    if slice_record and not (slice_record["lost"] and LOSS in ("PREEMPTED", str(worker))):
         return False
     print(f"ssh: connect to worker {worker}: Connection timed out", file=sys.stderr)
     return True

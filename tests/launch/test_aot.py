@@ -58,17 +58,17 @@ def make(policy=tiny.POLICY, mesh=MESHES[0], **overrides: Any) -> aot.Programs:
 
 def test_each_phase_selects_its_programs():
     programs = make()
-    names = {phase: [one.name for one in programs.select(phase)] for phase in aot.PHASES}
+    names = {phase: [program.name for program in programs.select(phase)] for phase in aot.PHASES}
     assert names == {
         "prefill": ["prefill"],
         "decode": ["decode"],
         "logprob": ["logprob"],
         "update": ["accumulate", "apply"],
     }
-    assert [one.name for one in programs.select("all")] == [
+    assert [program.name for program in programs.select("all")] == [
         name for phase in aot.PHASES for name in names[phase]
     ]
-    shapes = {one.name: one.tokens for one in programs.select("all")}
+    shapes = {program.name: program.tokens for program in programs.select("all")}
     assert shapes["prefill"] == (16, 8) and shapes["decode"] == (8 * GROUP, 1)
     assert shapes["logprob"] == shapes["accumulate"] == (8, LENGTH + GROUP * ANSWER)
 
@@ -101,17 +101,21 @@ def test_every_phase_lowers_for_tpu_without_libtpu(kind, mesh):
 def test_programs_have_records_of_experts_only_with_the_switch():
     for routing in ("own", "sampled"):
         programs = make(KINDS["experts"][0], **{"loss.routing": routing})
-        has_records = {one.name: "xi8>" in one.lower().as_text() for one in programs.select("all")}
+        has_records = {
+            program.name: "xi8>" in program.lower().as_text() for program in programs.select("all")
+        }
         assert has_records == dict.fromkeys(aot.PROGRAMS, routing == "sampled") | {"apply": False}
 
 
-def same(abstract: Any, given: Any, where: str) -> None:
+def same(abstract: Any, concrete: Any, where: str) -> None:
     """Check that two trees have the same structure, shapes, dtypes and shardings."""
-    assert jax.tree.structure(abstract) == jax.tree.structure(given), where
-    for wanted, found in zip(jax.tree.leaves(abstract), jax.tree.leaves(given), strict=True):
-        assert (wanted.shape, wanted.dtype) == (found.shape, found.dtype), where
-        if isinstance(found.sharding, NamedSharding):  # the key is on the device that made it
-            assert wanted.sharding.is_equivalent_to(found.sharding, len(found.shape)), where
+    assert jax.tree.structure(abstract) == jax.tree.structure(concrete), where
+    for abstract_leaf, leaf in zip(
+        jax.tree.leaves(abstract), jax.tree.leaves(concrete), strict=True
+    ):
+        assert (abstract_leaf.shape, abstract_leaf.dtype) == (leaf.shape, leaf.dtype), where
+        if isinstance(leaf.sharding, NamedSharding):  # the key is on the device that made it
+            assert abstract_leaf.sharding.is_equivalent_to(leaf.sharding, len(leaf.shape)), where
 
 
 def record(calls: dict[str, tuple], owner: Any, name: str) -> None:
@@ -134,7 +138,7 @@ def record(calls: dict[str, tuple], owner: Any, name: str) -> None:
 @pytest.mark.parametrize("mesh", MESHES)
 def test_real_run_calls_programs_with_aot_shapes_and_shardings(mesh):
     programs = make(mesh=mesh, policy=dataclasses.replace(tiny.POLICY, tied_embeddings=False))
-    wanted = {one.name: one for one in programs.select("all")}
+    programs_by_name = {program.name: program for program in programs.select("all")}
     learner, sampler, calls = programs.learner, programs.sampler, {}
     fns: Any = SimpleNamespace(**learner.fns._asdict())  # unlike the tuple, it can be changed
     learner.fns = fns
@@ -147,13 +151,13 @@ def test_real_run_calls_programs_with_aot_shapes_and_shardings(mesh):
         record(calls, owner, name)
     state = learner.init(tiny.weights(programs.policy))
     held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
-    assert wanted["prefill"].resident == held
+    assert programs_by_name["prefill"].resident == held
     sampler.sample(learner.cast(state.params), [[5] * LENGTH] * 3, GROUP, jax.random.key(0))
     learner.update(state, tiny.groups(3))
     assert set(calls) == {"accumulate", "apply", "prefill", "decode"}
     for name, (arguments, options) in calls.items():
-        same(wanted[name].arguments, arguments, name)
-        assert wanted[name].options == options
+        same(programs_by_name[name].arguments, arguments, name)
+        assert programs_by_name[name].options == options
 
 
 def test_resident_memory_excludes_program_arguments():
@@ -163,21 +167,21 @@ def test_resident_memory_excludes_program_arguments():
     """
     weights = make().trained
     copy = aot.bytes_per_chip(weights)
-    by_name = {one.name: one.resident for one in make().select("all")}
+    by_name = {program.name: program.resident for program in make().select("all")}
     counts = 4 * 4  # counters: the state's, skipped updates, the optimizer's, the schedule's
     assert by_name["prefill"] == by_name["decode"] == 3 * copy + counts
     assert by_name["logprob"] == by_name["accumulate"] == 3 * copy + counts
     assert by_name["apply"] == 0
     with_reader = {
-        one.name: one.resident
-        for one in make(**{"algorithm.reference_source": "frozen_reader"}).select("all")
+        program.name: program.resident
+        for program in make(**{"algorithm.reference_source": "frozen_reader"}).select("all")
     }
-    more = {name: (with_reader[name] - by_name[name]) // copy for name in by_name}
-    assert more == dict.fromkeys(by_name, 1)
-    other = make()
-    with other.config.unlocked():  # an algorithm with given references
-        del other.config.algorithm.reference_source
-    assert {one.name: one.resident for one in other.select("all")} == by_name
+    extra_copies = {name: (with_reader[name] - by_name[name]) // copy for name in by_name}
+    assert extra_copies == dict.fromkeys(by_name, 1)
+    programs = make()
+    with programs.config.unlocked():  # an algorithm with given references
+        del programs.config.algorithm.reference_source
+    assert {program.name: program.resident for program in programs.select("all")} == by_name
     adapted = make(dataclasses.replace(tiny.POLICY, lora=LoraConfig(2)))
     trained, frozen = lora.split(adapted.policy, adapted.rollout_params)
     assert aot.bytes_per_chip(trained) < aot.bytes_per_chip(frozen)
@@ -192,8 +196,8 @@ def test_collectives_of_a_compiled_program_are_counted():
     ring = [(i, (i + 1) % 8) for i in range(8)]
 
     def body(a):  # [4, 32] float32 on each device
-        whole = jax.lax.all_gather(a, "x", tiled=True)  # [32, 32]
-        part = jax.lax.psum_scatter(whole * whole, "x", tiled=True)  # [4, 32]
+        full_array = jax.lax.all_gather(a, "x", tiled=True)  # [32, 32]
+        part = jax.lax.psum_scatter(full_array * full_array, "x", tiled=True)  # [4, 32]
         turned = jax.lax.all_to_all(jnp.sin(part).reshape(8, 16), "x", 0, 0, tiled=True)
 
         def turn(x, _):
@@ -205,10 +209,10 @@ def test_collectives_of_a_compiled_program_are_counted():
     function = jax.jit(
         jax.shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P(), check_vma=False)
     )
-    given = jax.ShapeDtypeStruct((32, 32), jnp.float32, sharding=NamedSharding(mesh, P("x")))
-    found = aot.collectives(function.lower(given).compile().as_text() or "")
+    argument = jax.ShapeDtypeStruct((32, 32), jnp.float32, sharding=NamedSharding(mesh, P("x")))
+    counts = aot.collectives(function.lower(argument).compile().as_text() or "")
     once = {"count": 1, "bytes": 4 * 4 * 32, "in_loops": 0}
-    assert found == {
+    assert counts == {
         "all-gather": once | {"bytes": 4 * 32 * 32},
         "all-reduce": once,
         "all-to-all": once,
@@ -344,9 +348,9 @@ def compiled_programs(folder: Path, topology: str, *options: str) -> list[dict[s
     command = [sys.executable, "-m", "launch.aot", "--config=configs/paper.py", "--length=256"]
     command += [f"--topology={topology}", f"--policy={file}"]
     command += ["--config.sampler.max_tokens=32", *options]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    process = subprocess.run(command, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    lines = [json.loads(line) for line in process.stdout.splitlines()]
     assert [line["program"] for line in lines] == list(aot.PROGRAMS)
     for line in lines:
         assert line["fits"] and 0 < line["bytes"]["arguments"] < line["hbm"]

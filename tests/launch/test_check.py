@@ -300,9 +300,9 @@ def test_valid_configs_pass() -> None:
     assert check.check(small(**{"mesh.tensor": 4}), "v5e-8").mistakes == []
     longest = {"packing.buckets": ((134, 6),)}
     assert check.check(small(**longest)).mistakes == []
-    chosen = {"packing.buckets": "auto", "packing.token_budget": 144}
-    assert check.check(small(**chosen)).mistakes == []
-    assert check.check(small(**chosen | CONTEXT), "cpu:4").mistakes == []
+    auto_buckets = {"packing.buckets": "auto", "packing.token_budget": 144}
+    assert check.check(small(**auto_buckets)).mistakes == []
+    assert check.check(small(**auto_buckets | CONTEXT), "cpu:4").mistakes == []
 
 
 def test_mistakes_of_all_sections_are_reported_at_once(tmp_path: pathlib.Path) -> None:
@@ -321,9 +321,9 @@ def test_mistakes_of_all_sections_are_reported_at_once(tmp_path: pathlib.Path) -
     checked = check.check(small(**mistakes), "cpu:8", str(tmp_path / "file"))
     fields = fields_of(checked)
     assert sorted(fields) == sorted({*mistakes, "workdir", "mesh"} - {"mesh.fsdp"})
-    for other in ({"data.source": "no/such"}, {"sampler.kv_cache_tokens": 128}):
-        two = check.check(small(**{"loss.clip_low": -1.0} | other))
-        assert fields_of(two) == ["loss.clip_low", *other]
+    for mistake in ({"data.source": "no/such"}, {"sampler.kv_cache_tokens": 128}):
+        two_mistakes = check.check(small(**{"loss.clip_low": -1.0} | mistake))
+        assert fields_of(two_mistakes) == ["loss.clip_low", *mistake]
 
 
 def test_all_mistakes_of_a_section_are_reported() -> None:
@@ -338,8 +338,8 @@ def test_all_mistakes_of_a_section_are_reported() -> None:
         {"policy.remat": "x", "policy.attention": "x", "policy.compute_dtype": "x"},
         {"mesh.fsdp": 0, "mesh.tensor": 0, "mesh.rows": 2},
     ):
-        given = {"loss.old_logprobs" if name == "staleness" else name for name in fields}
-        assert {*fields_of(check.check(small(**fields)))} == given
+        expected_fields = {"loss.old_logprobs" if name == "staleness" else name for name in fields}
+        assert {*fields_of(check.check(small(**fields)))} == expected_fields
 
 
 def test_expert_axis_must_divide_experts_and_int8_is_rejected(
@@ -441,13 +441,13 @@ def _trained(checked: check.Checked) -> tuple[int, ...]:
 def test_incomplete_data_build_is_reported(tmp_path: pathlib.Path) -> None:
     (tmp_path / "clusters-train.array_record-00000-of-00002").write_text("")
     source = {"data.source": str(tmp_path)}
-    wanted = f"data.source = '{tmp_path}': {tmp_path}/manifest.json: missing"
+    expected_line = f"data.source = '{tmp_path}': {tmp_path}/manifest.json: missing"
     (line,) = check.check(small(**source)).mistakes
-    assert line.startswith(wanted)
-    for other in ({"policy.folder": ""}, {"algorithm.group_size": 1}):
-        checked = check.check(small(**source, **other))
-        assert fields_of(checked) == [*other, "data.source"]
-        assert checked.mistakes[1].startswith(wanted)
+    assert line.startswith(expected_line)
+    for mistake in ({"policy.folder": ""}, {"algorithm.group_size": 1}):
+        checked = check.check(small(**source, **mistake))
+        assert fields_of(checked) == [*mistake, "data.source"]
+        assert checked.mistakes[1].startswith(expected_line)
 
 
 def test_unusable_document_folders_are_reported(tmp_path: pathlib.Path) -> None:
@@ -471,9 +471,11 @@ def test_answers_that_can_never_score_are_named(tmp_path: pathlib.Path) -> None:
     path.write_text(bad + "\n" + json.dumps(good))
     checked = check.check(small(**fields))
     assert checked.mistakes == []
-    told = describe.describe(checked)
-    assert all(f"{path}:{line}: skipped (answer = " in told for line in range(1, 7))
-    assert told.count("can never score") == 6 and "1 questions, 6 lines skipped" in told
+    description = describe.describe(checked)
+    assert all(f"{path}:{line}: skipped (answer = " in description for line in range(1, 7))
+    assert (
+        description.count("can never score") == 6 and "1 questions, 6 lines skipped" in description
+    )
     path.write_text(bad)
     checked = check.check(small(**fields))
     (line,) = checked.mistakes
@@ -591,13 +593,13 @@ def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_exit_status_says_whether_there_are_mistakes(tmp_path: pathlib.Path) -> None:
-    done = _run("--topology=v5e-4", f"--workdir={tmp_path}")
-    assert done.returncode == 0, done.stderr
-    assert "706,176 parameters, 3 layers" in done.stdout
-    assert str(tmp_path) in done.stdout and not list(tmp_path.iterdir())
-    done = _run("--config.steps=0", "--config.mesh.tensor=3", "--topology=cpu:8")
-    assert done.returncode == 2
-    lines = done.stdout.splitlines()
+    process = _run("--topology=v5e-4", f"--workdir={tmp_path}")
+    assert process.returncode == 0, process.stderr
+    assert "706,176 parameters, 3 layers" in process.stdout
+    assert str(tmp_path) in process.stdout and not list(tmp_path.iterdir())
+    process = _run("--config.steps=0", "--config.mesh.tensor=3", "--topology=cpu:8")
+    assert process.returncode == 2
+    lines = process.stdout.splitlines()
     assert [line.split(" = ")[0] for line in lines] == ["steps", "mesh"]
 
 

@@ -29,8 +29,8 @@ from tests.paths import ROOT
 
 PAGE = ROOT / "docs" / "experiments.md"
 ALL = list(registry.EXPERIMENTS.values())
-TRAINED = [one.name for one in ALL if one.runs]
-RUNS = {run.name: run for one in ALL for run in one.runs}
+TRAINED = [experiment.name for experiment in ALL if experiment.runs]
+RUNS = {run.name: run for experiment in ALL for run in experiment.runs}
 JUDGE = "--config.algorithm.judge_url=http://localhost:1/v1"  # of the rows with an external judge
 
 _7B = PolicyConfig(
@@ -83,31 +83,31 @@ def test_every_table_and_figure_of_the_papers_is_there():
     counts = {"spell": (9, 8), "eapo": (2, 10), "reconstruction": (3, 9)}
     assert sorted(registry.EXPERIMENTS) == sorted(
         f"{paper}-{kind}-{number}"
-        for paper, both in counts.items()
-        for kind, count in zip(("table", "figure"), both, strict=True)
+        for paper, kind_counts in counts.items()
+        for kind, count in zip(("table", "figure"), kind_counts, strict=True)
         for number in range(1, count + 1)
     )
     with pytest.raises(ValueError, match=r"experiment = 'spell-table-10': must be one of spell-"):
         registry.find("spell-table-10")
 
 
-@pytest.mark.parametrize("one", ALL, ids=lambda one: one.name)
-def test_rows_have_numbers_commands_or_a_reason(one: Experiment):
-    assert one.rows or one.note
-    assert len({row.name for row in one.rows}) == len(one.rows)
-    for row in one.rows:
-        assert len(row.paper) == len(one.columns)
+@pytest.mark.parametrize("experiment", ALL, ids=lambda experiment: experiment.name)
+def test_rows_have_numbers_commands_or_a_reason(experiment: Experiment):
+    assert experiment.rows or experiment.note
+    assert len({row.name for row in experiment.rows}) == len(experiment.rows)
+    for row in experiment.rows:
+        assert len(row.paper) == len(experiment.columns)
         assert bool(row.reason) != bool(row.run or row.evaluations), row.name
         assert row.reason or row.place
-    stated = {value for row in one.rows for value in row.paper}
-    main = {float(text) for text in re.findall(r"\d\d\.\d+", one.paper)}
-    assert main <= stated or not one.rows
+    stated = {value for row in experiment.rows for value in row.paper}
+    main = {float(text) for text in re.findall(r"\d\d\.\d+", experiment.paper)}
+    assert main <= stated or not experiment.rows
 
 
 def test_runs_of_one_name_are_equal_and_different_ones_have_other_names():
     names: dict[Any, str] = {}
-    for one in ALL:
-        for run in (row.run for row in one.rows if row.run):
+    for experiment in ALL:
+        for run in (row.run for row in experiment.rows if row.run):
             content = (run.config, *sorted({**run.inputs, **run.fields}.items()))
             assert names.setdefault(content, run.name) == run.name
             assert run == RUNS[run.name]
@@ -132,9 +132,9 @@ def test_averages_of_the_papers_tables_follow_from_their_rows(name, groups):
 
 
 def test_numbers_of_the_papers_are_percentages():
-    for one in ALL:
-        for value in (value for row in one.rows for value in row.paper):
-            assert value is None or 0 < value <= 100, one.name
+    for experiment in ALL:
+        for value in (value for row in experiment.rows for value in row.paper):
+            assert value is None or 0 < value <= 100, experiment.name
     assert numbers("45.8 - 100") == (45.8, None, 100.0)
 
 
@@ -180,15 +180,17 @@ def test_run_fits_its_slice(run: Run):
     folder = config.policy.folder
     shape = next(shape for name, shape in SHAPES.items() if name in folder)
     shape = dataclasses.replace(shape, remat=config.policy.remat, ring=config.policy.ring)
-    slices = [one for one in topologies.TOPOLOGIES.values() if one.name.startswith("v5p-")]
-    for one in slices:
+    slices = [
+        topology for topology in topologies.TOPOLOGIES.values() if topology.name.startswith("v5p-")
+    ]
+    for topology in slices:
         try:
-            fits = plan.Plan(config, shape, one, config.sampler.max_prompt).fits
+            fits = plan.Plan(config, shape, topology, config.sampler.max_prompt).fits
         except ValueError:  # the mesh needs more devices
             fits = False
         if fits:
             break
-    assert one.name == run.topology
+    assert topology.name == run.topology
 
 
 @pytest.mark.parametrize("name", TRAINED)
@@ -240,12 +242,12 @@ def test_mistakes_about_experiments_are_named(changes, overrides, message):
 # ---------------------------------------------------------------------------------------- Commands
 
 
-DEFINED = {name: {flag.name for flag in one.flags} for name, one in commands.find().items()}
+DEFINED = {name: {flag.name for flag in command.flags} for name, command in commands.find().items()}
 
 
-@pytest.mark.parametrize("one", ALL, ids=lambda one: one.name)
-def test_evaluations_have_known_flags_and_benchmarks(one: Experiment):
-    for row in one.rows:
+@pytest.mark.parametrize("experiment", ALL, ids=lambda experiment: experiment.name)
+def test_evaluations_have_known_flags_and_benchmarks(experiment: Experiment):
+    for row in experiment.rows:
         for evaluation in row.evaluations:
             flags = dict(flag.removeprefix("--").split("=", 1) for flag in evaluation.flags)
             assert set(flags) <= DEFINED[evaluation.module]
@@ -257,27 +259,33 @@ def test_evaluations_have_known_flags_and_benchmarks(one: Experiment):
 
 def _sources(source: Any) -> list[Any]:
     return (
-        [found for one in source.sources for found in _sources(one)]
+        [leaf for part in source.sources for leaf in _sources(part)]
         if isinstance(source, Mean)
         else [source]
     )
 
 
-@pytest.mark.parametrize("one", ALL, ids=lambda one: one.name)
-def test_columns_read_what_the_rows_write(one: Experiment):
+@pytest.mark.parametrize("experiment", ALL, ids=lambda experiment: experiment.name)
+def test_columns_read_what_the_rows_write(experiment: Experiment):
     sources = [
-        found for column in one.columns if column.source for found in _sources(column.source)
+        source
+        for column in experiment.columns
+        if column.source
+        for source in _sources(column.source)
     ]
     metrics = [source.metric for source in sources if isinstance(source, Curve)]
-    assert not metric_names.compare([*metrics, *one.curves])[0]
+    assert not metric_names.compare([*metrics, *experiment.curves])[0]
     limits: dict[str, dict[str, str]] = {}
-    for evaluation in (evaluation for row in one.rows for evaluation in row.evaluations):
+    for evaluation in (evaluation for row in experiment.rows for evaluation in row.evaluations):
         limits[evaluation.name] = dict(flag.split("=", 1) for flag in evaluation.flags)
     for source in (source for source in sources if isinstance(source, Score)):
         flags = limits[source.evaluation]
         assert str(source.max_input) in flags["--max_input"].split(",")
-        asked = flags["--benchmarks"].split(",")
-        assert set(benchmarks.COLUMNS.get(source.name, (source.name,))) <= {*asked, "average"}
+        benchmark_names = flags["--benchmarks"].split(",")
+        assert set(benchmarks.COLUMNS.get(source.name, (source.name,))) <= {
+            *benchmark_names,
+            "average",
+        }
 
 
 def test_commands_train_each_run_once_and_quote_for_a_shell():
@@ -299,9 +307,11 @@ def test_commands_train_each_run_once_and_quote_for_a_shell():
 
 
 def _write_summary(folder: Path, max_input: int, scores: dict[str, float]) -> None:
-    found = protocol.aggregate({n: [[s] * 2] for n, s in scores.items()}, benchmarks.COLUMNS, 0)
+    aggregates = protocol.aggregate(
+        {n: [[s] * 2] for n, s in scores.items()}, benchmarks.COLUMNS, 0
+    )
     folder.mkdir(parents=True)
-    text = json.dumps({"rows": [{"max_input": max_input} | found]})
+    text = json.dumps({"rows": [{"max_input": max_input} | aggregates]})
     (folder / "summary.json").write_text(text)
 
 
@@ -319,13 +329,13 @@ def test_mean_over_lengths_needs_all_evaluations(tmp_path):
     tasks = {
         f"ruler_{task}_{n}": 0.5 for task in ("vt", "cwe", "fwe") for n in (32_768, 65_536, 128_000)
     }
-    asked = {f"ruler_qa_{n}": 1.0 for n in (32_768, 65_536, 128_000)}
+    qa_tasks = {f"ruler_qa_{n}": 1.0 for n in (32_768, 65_536, 128_000)}
     folder = tmp_path / "reconstruction-shuffled-qwen"
     experiment = registry.find("reconstruction-table-1")
     _write_summary(folder / "ruler", 128_000, tasks)
-    _write_summary(folder / "qa_1", 128_000, asked)
+    _write_summary(folder / "qa_1", 128_000, qa_tasks)
     assert "| Qwen, shuffled | 69.82 / |" in printed.table(experiment, str(tmp_path))
-    _write_summary(folder / "qa_2", 128_000, asked)
+    _write_summary(folder / "qa_2", 128_000, qa_tasks)
     assert "| Qwen, shuffled | 69.82 / 70 |" in printed.table(experiment, str(tmp_path))
 
 
@@ -334,9 +344,9 @@ def test_curves_are_read_from_the_first_and_last_steps_of_a_run(tmp_path):
     folder.mkdir()
     lines = [{"step": n, "eval/dense_reward": n / 100} for n in range(1, 41)]
     lines += [{"step": 41}, *({"step": 42, "eval/dense_reward": x} for x in ("a", [1], math.nan))]
-    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in lines))
-    found = printed.table(registry.find("reconstruction-figure-8"), str(tmp_path))
-    assert "| Qwen, ours | / | / | / 0.055 | / 0.355 | / | / |" in found
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    table = printed.table(registry.find("reconstruction-figure-8"), str(tmp_path))
+    assert "| Qwen, ours | / | / | / 0.055 | / 0.355 | / | / |" in table
 
 
 def test_tree_of_evidence_is_scored_where_the_answer_is_known(tmp_path):
@@ -344,9 +354,9 @@ def test_tree_of_evidence_is_scored_where_the_answer_is_known(tmp_path):
     folder.mkdir()
     lines = '{"right": true}\n{"right": false}\n{"prediction": "\u2028 \x85"}\n'
     (folder / "tree.jsonl").write_text(lines, encoding="utf-8")
-    found = printed.table(registry.find("eapo-figure-3"), str(tmp_path))
-    assert "| EAR + LLM-E | / 50 | 9.0 / |" in found
-    assert "| Evidence-Grounded (evidence of a closed model) | 63.0 / | / |" in found
+    table = printed.table(registry.find("eapo-figure-3"), str(tmp_path))
+    assert "| EAR + LLM-E | / 50 | 9.0 / |" in table
+    assert "| Evidence-Grounded (evidence of a closed model) | 63.0 / | / |" in table
 
 
 # -------------------------------------------------------------------------------------------- Page
@@ -357,12 +367,16 @@ def test_page_has_the_printed_overview():
     assert "docs/experiments.md" in (ROOT / "README.md").read_text()
 
 
-@pytest.mark.parametrize("one", [one for one in ALL if one.tiny], ids=lambda one: one.name)
-def test_tiny_numbers_are_those_of_the_linked_page(one: Experiment):
-    (link,) = re.findall(r"\]\(([\w./]+\.md)", one.tiny)
-    found = set(re.findall(r"(?<!\d)\.\d\d\b", one.tiny))
-    assert found
-    assert found <= set(re.findall(r"(?<!\d)\.\d\d\b", (PAGE.parent / link).read_text()))
+@pytest.mark.parametrize(
+    "experiment",
+    [experiment for experiment in ALL if experiment.tiny],
+    ids=lambda experiment: experiment.name,
+)
+def test_tiny_numbers_are_those_of_the_linked_page(experiment: Experiment):
+    (link,) = re.findall(r"\]\(([\w./]+\.md)", experiment.tiny)
+    tiny_numbers = set(re.findall(r"(?<!\d)\.\d\d\b", experiment.tiny))
+    assert tiny_numbers
+    assert tiny_numbers <= set(re.findall(r"(?<!\d)\.\d\d\b", (PAGE.parent / link).read_text()))
 
 
 def test_links_of_the_overview_exist():

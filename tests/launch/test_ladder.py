@@ -30,7 +30,7 @@ def test_commands_run_all_arms_of_all_seeds_after_their_questions():
     lines = experiment.commands("runs/x", (0, 3), [*ladder.ARMS])
     parsed = [shlex.split(line) for line in lines]
     workdirs = [re.findall(r"--workdir=(\S+) --config\.seed", line) for line in lines]
-    trained = [found[0] for found in workdirs if found]
+    trained = [paths[0] for paths in workdirs if paths]
     assert sorted(trained) == sorted(
         f"runs/x/{arm}/{seed}" for arm in ladder.ARMS for seed in (0, 3)
     )
@@ -49,26 +49,28 @@ def test_commands_run_all_arms_of_all_seeds_after_their_questions():
 def test_yoked_arms_have_the_same_questions_and_one_keeps_their_order():
     lines = experiment.commands("runs", (0,), ["full", "yoked", "yoked_shuffled"])
     used = [re.findall(r"data\.questions=(\S+)", line) for line in lines]
-    assert [found[0] for found in used if found] == ["runs/questions/yoked-0.jsonl"] * 2
+    assert [paths[0] for paths in used if paths] == ["runs/questions/yoked-0.jsonl"] * 2
     order = {arm: ladder.get_config(arm).data.shuffle for arm in ("yoked", "yoked_shuffled")}
     assert order == {"yoked": False, "yoked_shuffled": True}
 
 
 def test_crossplay_asks_the_responder_of_every_kept_checkpoint():
     lines = experiment.commands("runs", (3, 4), ["full"])
-    exported = [found[1] for line in lines if (found := re.search(r"export .*--step=(\d+)", line))]
+    exported = [match[1] for line in lines if (match := re.search(r"export .*--step=(\d+)", line))]
     config = ladder.get_config()
     saved = range(config.checkpoint_every, config.steps + 1, config.checkpoint_every)
     assert [*map(int, exported)] == [*saved][-config.keep_checkpoints :]
     assert saved[-1] == config.steps and len(saved) > 1
-    for line, step in zip((one for one in lines if "evaluate" in one), exported, strict=True):
+    for line, step in zip(
+        (command for command in lines if "evaluate" in command), exported, strict=True
+    ):
         assert f"--policy=runs/full/3/crossplay/{step}/policy" in line
 
 
 def test_stabilizers_run_with_two_seeds_and_change_the_full_arm_alone():
     lines = experiment.commands("runs/x", (0, 3, 5), ["full", *ladder.STABILIZERS])
     trained = [
-        found[1] for line in lines if (found := re.search(r"--workdir=(\S+) --config", line))
+        match[1] for line in lines if (match := re.search(r"--workdir=(\S+) --config", line))
     ]
     assert [f"runs/x/cluster/{seed}" in trained for seed in (0, 3, 5)] == [True, True, False]
     full = ladder.get_config()
@@ -131,8 +133,8 @@ def test_oracles_questions_have_equal_shares_of_depths_and_right_answers(tmp_pat
 
 def episode(cluster: str, question: str, reference: str, scores=(0.0, 1.0), answered=True) -> dict:
     answers = ["answer is x"] * len(scores) if answered else []
-    found = {"cluster": cluster, "question": question, "reference": reference, "answers": answers}
-    return found | {"scores": list(scores) if answered else []}
+    record = {"cluster": cluster, "question": question, "reference": reference, "answers": answers}
+    return record | {"scores": list(scores) if answered else []}
 
 
 def write_episodes(run: pathlib.Path, steps: list[list[dict]]) -> None:
@@ -214,23 +216,23 @@ WALK = "general Arvo Oslo Bela Cato friend Cato Rome Arvo Bela city Arvo Oslo Be
 def test_walks_tell_misread_answers_from_wrong_walks_and_lucky_ones():
     answers = [f"<think> {WALK}</think>answer is Oslo", f"<think> {WALK}</think>answer is Rome"]
     answers += ["<think> city Arvo Oslo Bela Cato</think>answer is Oslo", "answer is Rome"]
-    asked = episode("a", DEEP, "Oslo", (1.0, 0.0, 1.0, 0.0)) | OF_ARVO | {"answers": answers}
+    present = episode("a", DEEP, "Oslo", (1.0, 0.0, 1.0, 0.0)) | OF_ARVO | {"answers": answers}
     absent = episode("a", DEEP.replace("Arvo", "Udo"), "Oslo", (1.0, 0.0, 0.0))
     shallow = episode("a", "city of Arvo", "Oslo")
-    assert ladder_figure._measure_walks([asked, absent, shallow]) == (0.5, 0.5)
+    assert ladder_figure._measure_walks([present, absent, shallow]) == (0.5, 0.5)
     assert ladder_figure._measure_walks([absent | OF_ARVO, shallow]) == (0.0, 0.0)
 
 
 def test_most_frequent_chain_leaves_out_the_first_relation():
-    asked = [
+    episodes = [
         episode("a", "city of friend of friend of Arvo", "Rome", scores=(0.0, 1.0)),
         episode("a", "general of friend of friend of Bela", "Rome", scores=(1.0, 1.0)),
         episode("a", "friend of general of friend of Arvo", "Bela", scores=(0.0, 0.0)),
         episode("a", "friend of Arvo", "Bela", scores=(1.0, 1.0)),  # too shallow
         episode("a", "city of friend of friend of Bela", "", answered=False),
     ]
-    found = {"relations": "friend friend", "share": pytest.approx(2 / 3), "rate": 0.75}
-    assert ladder_figure._find_chain(asked) == found
+    chain = {"relations": "friend friend", "share": pytest.approx(2 / 3), "rate": 0.75}
+    assert ladder_figure._find_chain(episodes) == chain
 
 
 @pytest.mark.parametrize(
@@ -304,8 +306,8 @@ def test_verdict_needs_the_interval_above_both_rivals():
     assert tie.startswith("Self-play does not win: full 0.550 [0.500,")
     areas["frozen"] = area(0.3, 0.49)
     assert ladder_figure.verdict(areas, runs).startswith("Self-play wins")
-    few = ladder_figure.verdict(areas, runs | {"frozen": 1})
-    assert few.startswith("Not decided: fewer than 5 seeds (frozen 1): full 0.550 [0.500,")
+    undecided = ladder_figure.verdict(areas, runs | {"frozen": 1})
+    assert undecided.startswith("Not decided: fewer than 5 seeds (frozen 1): full 0.550 [0.500,")
     none = ladder_figure.verdict({"full": area(0, 1)}, {"full": 5})
     assert none == "Not decided: no run of frozen, static."
 

@@ -51,9 +51,9 @@ def _plan(name: str, prompt: str, topology: str, changes: str, **fields: Any) ->
     """The plan of a row of the table; changes such as "mesh.context=16 policy.ring=True"."""
     model, policy = POLICIES[name]
     config = paper.get_config(model)
-    given = dict(change.split("=") for change in changes.split())
-    ring = given.pop("policy.ring", "") == "True"
-    sizes = {field: int(value) for field, value in given.items()}
+    options = dict(change.split("=") for change in changes.split())
+    ring = options.pop("policy.ring", "") == "True"
+    sizes = {field: int(value) for field, value in options.items()}
     noise.with_fields(config, {"mesh.fsdp": 1, **sizes, "policy.ring": ring, **fields})
     policy = dataclasses.replace(
         policy,
@@ -67,14 +67,14 @@ def _plan(name: str, prompt: str, topology: str, changes: str, **fields: Any) ->
 @pytest.mark.parametrize("row", _rows(), ids=lambda row: " ".join(row[:3]))
 def test_planned_peak_memory_is_within_25_percent_of_compiled(row: list[str]) -> None:
     name, prompt, topology, changes, *cells = row
-    made = _plan(name, prompt, topology, changes.strip("`"))
-    assert [need.program for need in made.needs] == list(PROGRAMS)
-    for need, cell in zip(made.needs, cells, strict=True):
+    memory_plan = _plan(name, prompt, topology, changes.strip("`"))
+    assert [need.program for need in memory_plan.needs] == list(PROGRAMS)
+    for need, cell in zip(memory_plan.needs, cells, strict=True):
         peak, resident = (float(number) for number in cell.split(" + "))
         assert need.resident / plan.GIB == pytest.approx(resident, abs=0.006), need.program
-        found = (need.total - need.resident) / plan.GIB
-        assert found == pytest.approx(peak, rel=0.25), need.program
-    assert made.fits
+        planned_peak = (need.total - need.resident) / plan.GIB
+        assert planned_peak == pytest.approx(peak, rel=0.25), need.program
+    assert memory_plan.fits
 
 
 def test_documented_table_covers_required_policies_and_slices() -> None:
@@ -92,13 +92,13 @@ def test_documented_table_covers_required_policies_and_slices() -> None:
 @pytest.mark.slow
 def test_arguments_and_resident_memory_are_exact() -> None:
     """The parts count every argument of every program exactly once."""
-    made = _plan("Qwen2.5-7B", "16K", "v5e-16", "mesh.context=8 mesh.fsdp=2")
-    for program in made.programs.select("all"):
-        given = plan._arguments_and_resident(made.programs, program)
+    memory_plan = _plan("Qwen2.5-7B", "16K", "v5e-16", "mesh.context=8 mesh.fsdp=2")
+    for program in memory_plan.programs.select("all"):
+        program_parts = plan._arguments_and_resident(memory_plan.programs, program)
         arguments = aot.bytes_per_chip(program.arguments)
-        assert sum(given.values()) == arguments + program.resident, program.name
-    state = made.programs.state
-    parts = {need.program: need.parts for need in made.needs}
+        assert sum(program_parts.values()) == arguments + program.resident, program.name
+    state = memory_plan.programs.state
+    parts = {need.program: need.parts for need in memory_plan.needs}
     assert parts["prefill"]["masters"] == aot.bytes_per_chip(state.params)
     masters = aot.bytes_per_chip(state.params)
     assert parts["accumulate"]["gradients"] == pytest.approx(1.5 * masters, rel=1e-6)
@@ -107,27 +107,29 @@ def test_arguments_and_resident_memory_are_exact() -> None:
 
 def test_oversized_plan_suggests_config_changes() -> None:
     pool = {"sampler.kv_cache_tokens": 2**21}
-    made = _plan("Qwen2.5-7B", "128K", "v5e-16", "mesh.fsdp=8 mesh.context=2", **pool)
-    assert not made.fits
-    before = made.config.to_dict()
-    helpful = dict(made.helpful())
-    assert made.config.to_dict() == before, "one change at a time"
+    memory_plan = _plan("Qwen2.5-7B", "128K", "v5e-16", "mesh.fsdp=8 mesh.context=2", **pool)
+    assert not memory_plan.fits
+    before = memory_plan.config.to_dict()
+    helpful = dict(memory_plan.helpful())
+    assert memory_plan.config.to_dict() == before, "one change at a time"
     moved = helpful["--config.mesh.fsdp=1 --config.mesh.context=16"]
     assert moved.fits and dict(moved.programs.mesh.shape)["context"] == 16
     offloaded = helpful["--config.optimizer.offload=True"]
-    masters = made.needs[3].parts["masters"]
-    saved = made.needs[3].parts["optimizer"] - offloaded.needs[3].parts["optimizer"]
+    masters = memory_plan.needs[3].parts["masters"]
+    saved = memory_plan.needs[3].parts["optimizer"] - offloaded.needs[3].parts["optimizer"]
     assert saved == 2 * masters
     # During the weight update the old and the new moments are both in memory.
-    assert offloaded.needs[4].total - made.needs[4].total == pytest.approx(2 * masters, rel=1e-6)
-    assert "too much" in plan.describe(made) and "fits" in plan.describe(made)
+    assert offloaded.needs[4].total - memory_plan.needs[4].total == pytest.approx(
+        2 * masters, rel=1e-6
+    )
+    assert "too much" in plan.describe(memory_plan) and "fits" in plan.describe(memory_plan)
 
 
 @pytest.mark.slow
 def test_largest_batches_fit_and_one_more_row_does_not() -> None:
-    made = _plan("Qwen2.5-7B", "16K", "v5e-16", "mesh.context=8 mesh.fsdp=2")
-    assert made.fits
-    largest = made.largest()
+    memory_plan = _plan("Qwen2.5-7B", "16K", "v5e-16", "mesh.context=8 mesh.fsdp=2")
+    assert memory_plan.fits
+    largest = memory_plan.largest()
     # A row, or a prompt with its eight answers, on each of two parts of the mesh.
     row = 16_384 + 8 * 4096
     rows = {"packing.token_budget": 2 * row, "sampler.kv_cache_tokens": 2 * row}
@@ -135,16 +137,18 @@ def test_largest_batches_fit_and_one_more_row_does_not() -> None:
     for field, tokens in largest.items():
         assert tokens > 0 and tokens % rows[field] == 0
         bucket = {"packing.buckets": ((49_152, 32_768),)}
-        assert made.changed({field: tokens} | bucket).fits
-        assert not made.changed({field: tokens + rows[field]} | bucket).fits
-    assert f"--config.packing.token_budget={largest['packing.token_budget']}" in plan.describe(made)
+        assert memory_plan.changed({field: tokens} | bucket).fits
+        assert not memory_plan.changed({field: tokens + rows[field]} | bucket).fits
+    assert f"--config.packing.token_budget={largest['packing.token_budget']}" in plan.describe(
+        memory_plan
+    )
 
 
 def test_rows_longer_than_the_configured_budget_are_planned() -> None:
-    made = _plan(
+    memory_plan = _plan(
         "Qwen2.5-7B", "128K", "v5e-16", "mesh.context=16", **{"packing.token_budget": 51_200}
     )
-    assert made.largest()["packing.token_budget"] % (131_072 + 8 * 4096) == 0
+    assert memory_plan.largest()["packing.token_budget"] % (131_072 + 8 * 4096) == 0
 
 
 @pytest.mark.parametrize(
@@ -156,25 +160,29 @@ def test_rows_longer_than_the_configured_budget_are_planned() -> None:
     ],
 )
 def test_memory_saving_fields_reduce_planned_memory(fields: dict[str, Any], part: str) -> None:
-    made = _plan("Qwen2.5-7B", "128K", "v5e-16", "mesh.context=16", **{"policy.remat": "none"})
-    changed = made.changed(fields)
-    assert changed.needs[3].parts[part] < made.needs[3].parts[part]
+    memory_plan = _plan(
+        "Qwen2.5-7B", "128K", "v5e-16", "mesh.context=16", **{"policy.remat": "none"}
+    )
+    changed = memory_plan.changed(fields)
+    assert changed.needs[3].parts[part] < memory_plan.needs[3].parts[part]
 
 
 def test_remat_policies_are_ordered_by_saved_activation_memory() -> None:
     names = ("offload", "block", "attention", "dots", "none")
-    made = _plan("Qwen2.5-7B", "128K", "v5e-16", "mesh.context=16")
-    kept = [made.changed({"policy.remat": name}).needs[3].parts["activations"] for name in names]
-    assert kept == sorted(set(kept))
+    memory_plan = _plan("Qwen2.5-7B", "128K", "v5e-16", "mesh.context=16")
+    saved_bytes = [
+        memory_plan.changed({"policy.remat": name}).needs[3].parts["activations"] for name in names
+    ]
+    assert saved_bytes == sorted(set(saved_bytes))
     inputs = 28 * 163_840 // 16 * 3584 * 2  # layers, a chip's tokens, their width in bfloat16
-    assert kept[1] - kept[0] == inputs
+    assert saved_bytes[1] - saved_bytes[0] == inputs
 
 
 def test_adapters_shrink_masters_optimizer_and_gradients() -> None:
-    whole = _plan("Qwen2.5-7B", "16K", "v5e-16", "mesh.context=16")
-    policy = dataclasses.replace(whole.policy, lora=LoraConfig(16))
-    small = plan.Plan(whole.config, policy, whole.topology, whole.length)
-    parts, all_parts = small.needs[3].parts, whole.needs[3].parts
+    full_plan = _plan("Qwen2.5-7B", "16K", "v5e-16", "mesh.context=16")
+    policy = dataclasses.replace(full_plan.policy, lora=LoraConfig(16))
+    adapter_plan = plan.Plan(full_plan.config, policy, full_plan.topology, full_plan.length)
+    parts, all_parts = adapter_plan.needs[3].parts, full_plan.needs[3].parts
     for part in ("masters", "optimizer", "gradients"):
         assert 0 < parts[part] < all_parts[part] / 10
     assert parts["weights"] > all_parts["weights"]
@@ -188,14 +196,14 @@ def test_command_prints_table_and_sets_exit_status(tmp_path: pathlib.Path) -> No
     command += ["--topology=v5e-16", f"--policy={path}"]
     env = os.environ | {"XLA_FLAGS": ""}
     root = ROOT
-    results = [
-        subprocess.run([*command, *more], capture_output=True, text=True, env=env, cwd=root)
-        for more in ([], ["--config.mesh.fsdp=1", "--config.mesh.context=16"])
+    processes = [
+        subprocess.run([*command, *overrides], capture_output=True, text=True, env=env, cwd=root)
+        for overrides in ([], ["--config.mesh.fsdp=1", "--config.mesh.context=16"])
     ]
-    assert [done.returncode for done in results] == [1, 0], results[0].stderr
-    assert "prompts of 18000 tokens" in results[0].stdout  # the config's cap
+    assert [process.returncode for process in processes] == [1, 0], processes[0].stderr
+    assert "prompts of 18000 tokens" in processes[0].stdout  # the config's cap
     for word in (*plan.PARTS, *PROGRAMS):
-        assert word in results[1].stdout
+        assert word in processes[1].stdout
 
 
 def test_mesh_that_does_not_match_the_slice_is_rejected() -> None:

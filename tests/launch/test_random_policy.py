@@ -14,7 +14,7 @@ from tests import tiny
 
 
 @pytest.fixture
-def given(tmp_path):
+def shape_and_tokenizer(tmp_path):
     """(config.json, folder of a tokenizer)."""
     shape = tmp_path / "shape.json"
     shape.write_text(json.dumps(tiny.POLICY.to_hf() | {"vocab_size": 400}))
@@ -25,22 +25,22 @@ def given(tmp_path):
 
 
 @pytest.mark.slow
-def test_random_policy_folder_loads_and_depends_on_seed(given, tmp_path) -> None:
-    shape, tokenizer = given
+def test_random_policy_folder_loads_and_depends_on_seed(shape_and_tokenizer, tmp_path) -> None:
+    shape, tokenizer = shape_and_tokenizer
     command = [sys.executable, "-m", "launch.random_policy", f"--shape={shape}"]
     command += [f"--tokenizer={tokenizer}", f"--out={tmp_path / 'a'}", "--dtype=float32"]
-    done = subprocess.run(
+    process = subprocess.run(
         [*command, "--set", "hidden_size=64", "tie_word_embeddings=false"],
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr
     config, words = weights.read_config_and_tokenizer(tmp_path / "a")
     assert (config.width, config.tied_embeddings, config.layers) == (64, False, 2)
     assert words.count("the cat") == tokenizers.load(tokenizer).count("the cat")
     changes = ["hidden_size=64", "tie_word_embeddings=false"]
     count = random_policy.make(shape, tokenizer, tmp_path / "b", changes, "float32")
-    assert f"{count:,} random parameters" in done.stdout
+    assert f"{count:,} random parameters" in process.stdout
     (_, first), (_, second) = (weights.load(tmp_path / name) for name in "ab")
     # Equal up to rounding: tests compile without optimizations.
     np.testing.assert_allclose(first["embedding"], second["embedding"], rtol=1e-5, atol=1e-8)
@@ -58,10 +58,10 @@ def test_random_policy_folder_loads_and_depends_on_seed(given, tmp_path) -> None
     ],
 )
 def test_invalid_changes_and_existing_folders_are_rejected(
-    given, tmp_path, change: str, message: str
+    shape_and_tokenizer, tmp_path, change: str, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        random_policy.make(*given, tmp_path / "out", [change])
+        random_policy.make(*shape_and_tokenizer, tmp_path / "out", [change])
     assert not (tmp_path / "out").exists()
     with pytest.raises(ValueError, match="exists already"):
-        random_policy.make(*given, tmp_path)
+        random_policy.make(*shape_and_tokenizer, tmp_path)

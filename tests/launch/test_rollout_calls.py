@@ -34,17 +34,17 @@ WORK = Workload(prompt=160, tokens=12, verdict_tokens=4, answered=1.0)  # all an
 
 
 def _count(config: SpellConfig = SPELL, work: Workload = WORK, sampling=SAMPLING, **mesh: int):
-    made = meshes.make_mesh(mesh or {"fsdp": 1}, jax.devices()[: math.prod(mesh.values())])
-    shards = meshes.row_shards(made)
-    return rollout_calls.count(config, sampling, sampling.shape(made), shards, work)
+    device_mesh = meshes.make_mesh(mesh or {"fsdp": 1}, jax.devices()[: math.prod(mesh.values())])
+    shards = meshes.row_shards(device_mesh)
+    return rollout_calls.count(config, sampling, sampling.shape(device_mesh), shards, work)
 
 
 def test_one_round_asks_as_the_algorithm_does() -> None:
-    asked = _count(dataclasses.replace(SPELL, reference_source="frozen_reader"))
+    counts = _count(dataclasses.replace(SPELL, reference_source="frozen_reader"))
     requests = {"questioner": 8, BLIND: 8, READER: 8, "responder": 8, "verifier": 32}
-    assert {name: one.requests for name, one in asked.items()} == requests
+    assert {name: agent.requests for name, agent in counts.items()} == requests
     tokens = {"questioner": 96, BLIND: 96, READER: 4 * 96, "responder": 4 * 96, "verifier": 512}
-    assert {name: one.tokens for name, one in asked.items()} == tokens
+    assert {name: agent.tokens for name, agent in counts.items()} == tokens
     half = _count(work=dataclasses.replace(WORK, answered=0.5))
     assert half["responder"].requests == 4 and half["verifier"].requests == 16
 
@@ -80,38 +80,38 @@ def test_counts_equal_those_of_a_session(pages: int, cap: int, group: int) -> No
         if (item := waiting[ticket]) is not None:
             submit(questions.responder(item), config.group_size, None)
     counts = session.counts
-    assert sum(one.calls for one in counted.values()) == pytest.approx(counts.prefill_calls)
-    assert sum(one.prompt_tokens for one in counted.values()) == counts.prefilled_tokens
-    assert sum(one.passes for one in counted.values()) == pytest.approx(counts.decode_steps)
-    assert sum(one.tokens for one in counted.values()) == counts.tokens
+    assert sum(agent.calls for agent in counted.values()) == pytest.approx(counts.prefill_calls)
+    assert sum(agent.prompt_tokens for agent in counted.values()) == counts.prefilled_tokens
+    assert sum(agent.passes for agent in counted.values()) == pytest.approx(counts.decode_steps)
+    assert sum(agent.tokens for agent in counted.values()) == counts.tokens
 
 
 def test_questions_about_a_cluster_read_its_documents_once() -> None:
     """K = 4: of P tokens, three of four prompts read the pages from the question on."""
-    one, four = (
+    one_question, four_questions = (
         _count(dataclasses.replace(SPELL, questions_per_cluster=k))["responder"] for k in (1, 4)
     )
-    assert one.prompt_tokens == 8 * 160
+    assert one_question.prompt_tokens == 8 * 160
     # Whole pages of 16 before the 64 tokens of the question are shared: 96 tokens.
-    assert four.prompt_tokens == 2 * (160 + 3 * 64)
+    assert four_questions.prompt_tokens == 2 * (160 + 3 * 64)
     long = dataclasses.replace(WORK, prompt=10_240)
     sampling = dataclasses.replace(SAMPLING, max_prompt=10_240, kv_cache_tokens=100_000)
-    one, four = (
+    one_question, four_questions = (
         _count(dataclasses.replace(SPELL, questions_per_cluster=k), long, sampling)["responder"]
         for k in (1, 4)
     )
-    assert one.prompt_tokens / four.prompt_tokens == pytest.approx(4, rel=0.02)
-    assert one.prompt_pairs / four.prompt_pairs == pytest.approx(4, rel=0.1)
+    assert one_question.prompt_tokens / four_questions.prompt_tokens == pytest.approx(4, rel=0.02)
+    assert one_question.prompt_pairs / four_questions.prompt_pairs == pytest.approx(4, rel=0.1)
 
 
 def test_pairs_and_keys_of_prompts_and_answers() -> None:
     config = dataclasses.replace(SPELL, generation_batch=1, responder_reward="rule")
-    asked = _count(config)["responder"]
-    assert asked.prompt_tokens == 160 and asked.prompt_pairs == 160 * 161 // 2
-    assert asked.prompt_keys == 16 * sum(range(1, 11))
-    assert asked.pairs == 4 * (12 * 160 + 12 * 13 // 2)
-    assert asked.keys == 12 * 160 + 4 * 12 * 13 // 2  # the prompt's once for its four samples
-    assert asked.passes == 12
+    responder = _count(config)["responder"]
+    assert responder.prompt_tokens == 160 and responder.prompt_pairs == 160 * 161 // 2
+    assert responder.prompt_keys == 16 * sum(range(1, 11))
+    assert responder.pairs == 4 * (12 * 160 + 12 * 13 // 2)
+    assert responder.keys == 12 * 160 + 4 * 12 * 13 // 2  # the prompt's once for its four samples
+    assert responder.passes == 12
 
 
 @pytest.mark.parametrize(

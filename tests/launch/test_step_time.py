@@ -73,18 +73,21 @@ def test_more_chips_take_fewer_seconds_and_faster_ones_too() -> None:
 def test_questions_about_a_cluster_share_prefill_and_update() -> None:
     """A pool that holds all prompts; each four questions have the same documents."""
     fields = {"sampler.kv_cache_tokens": 2**20, "mesh.fsdp": 1, "mesh.context": -1}
-    more = {"algorithm.questions_per_cluster": 4}
-    one, four = _phases("v5e-16", **fields), _phases("v5e-16", **fields, **more)
+    sharing = {"algorithm.questions_per_cluster": 4}
+    one_question, four_questions = (
+        _phases("v5e-16", **fields),
+        _phases("v5e-16", **fields, **sharing),
+    )
     for name in ("questioner: prefill", "responder: prefill", "update"):
-        assert four[name].seconds.compute < one[name].seconds.compute
+        assert four_questions[name].seconds.compute < one_question[name].seconds.compute
     prefill = "questioner: prefill"
-    assert four[prefill].calls < one[prefill].calls
+    assert four_questions[prefill].calls < one_question[prefill].calls
 
 
 def test_extra_passes_are_rows_of_the_table() -> None:
-    found = _phases("v5e-16", **{"loss.old_logprobs": "recompute", "loss.kl_weight": 0.1})
-    passes = found["old logprobs"].seconds, found["reference logprobs"].seconds
-    assert passes[0] == passes[1] and passes[0].total < found["update"].seconds.total / 2
+    phases = _phases("v5e-16", **{"loss.old_logprobs": "recompute", "loss.kl_weight": 0.1})
+    passes = phases["old logprobs"].seconds, phases["reference logprobs"].seconds
+    assert passes[0] == passes[1] and passes[0].total < phases["update"].seconds.total / 2
     reader = _phases("v5e-16", **{"algorithm.reference_source": "frozen_reader"})
     assert reader["reader: prefill"].seconds.total > 0
 
@@ -131,16 +134,16 @@ def _rows() -> list[list[str]]:
 @pytest.mark.parametrize("row", _rows(), ids=lambda row: row[1])
 def test_documented_seconds_are_those_of_the_model(row: list[str]) -> None:
     model, topology, changes, pool, *cells = row
-    given = dict(change.split("=") for change in changes.split())
-    fields: dict[str, Any] = {name: int(value) for name, value in given.items()}
+    options = dict(change.split("=") for change in changes.split())
+    fields: dict[str, Any] = {name: int(value) for name, value in options.items()}
     fields |= {"sampler.kv_cache_tokens": int(pool.strip("M")) * 2**20}
     fields |= {"algorithm.generation_batch": 480, "algorithm.questions": 128}
     fields |= {"sampler.decode_tokens": 64}
     for questions, cell in zip((1, 4), cells, strict=False):
-        found = _phases(
+        phases = _phases(
             topology, 16_384, **fields, **{"algorithm.questions_per_cluster": questions}
         )
-        total = sum(phase.seconds.total for phase in found.values())
+        total = sum(phase.seconds.total for phase in phases.values())
         assert total == pytest.approx(int(cell.split("=")[1]), abs=1), model
 
 
@@ -160,10 +163,10 @@ def test_command_prints_a_table_or_one_line(tmp_path, flags: list[str], message:
     command = [sys.executable, "-m", "launch.plan", "--time", "--topology=a100-8"]
     command += ["--config=configs/paper.py:qwen2.5-7b-instruct", f"--policy={path}"]
     command += ["--length=1024", "--config.algorithm.generation_batch=8", *flags]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert done.returncode == (2 if message else 0), done.stderr
+    process = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    lines = [line for line in process.stderr.splitlines() if line.startswith("error: ")]
+    assert process.returncode == (2 if message else 0), process.stderr
     if message:
         assert len(lines) == 1 and lines[0].startswith(message)
     else:
-        assert "whole step" in done.stdout and "Memory: all programs fit" in done.stdout
+        assert "whole step" in process.stdout and "Memory: all programs fit" in process.stdout

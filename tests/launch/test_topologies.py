@@ -24,8 +24,8 @@ from launch import topologies
     ],
 )
 def test_slice_name_gives_layout_and_chip_count(name, layout, chips):
-    found = topologies.find(name)
-    assert (found.layout, found.chips, math.prod(found.shape)) == (layout, chips, chips)
+    topology = topologies.find(name)
+    assert (topology.layout, topology.chips, math.prod(topology.shape)) == (layout, chips, chips)
 
 
 def test_accelerator_name_and_hbm_size_of_a_slice():

@@ -95,9 +95,9 @@ class Cloud:
         calls on the workers.
         """
         words = []
-        for _, _, kind, verb, *rest in self.calls():
+        for _, _, kind, verb, *arguments in self.calls():
             if verb == "ssh":
-                script = next(word for word in rest if word.startswith("--command="))
+                script = next(word for word in arguments if word.startswith("--command="))
                 verb = script.removeprefix(tpu_vm.ON_WORKER).split()[0]
             if (kind, verb) != ("tpu-vm", "describe"):
                 words.append(verb)
@@ -128,13 +128,13 @@ def cloud(tmp_path, monkeypatch):
     git("init", "--quiet")
     git("add", "trainer.py", ".gitignore")
     commit()
-    made = Cloud(tmp_path)
-    monkeypatch.setattr(tpu_vm, "time", made)
+    fake_cloud = Cloud(tmp_path)
+    monkeypatch.setattr(tpu_vm, "time", fake_cloud)
     path = os.environ["PATH"]
-    yield made
+    yield fake_cloud
     monkeypatch.setenv("PATH", path)
     monkeypatch.delenv("FAKE_FAIL", raising=False)
-    made.main("delete")  # ends the trainers that wait
+    fake_cloud.main("delete")  # ends the trainers that wait
 
 
 def git(*arguments: str) -> None:
@@ -369,10 +369,10 @@ def test_watch_restarts_a_preempted_trainer(cloud, statuses):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("statuses", "want"), [((0, 4), 4), ((1, 137), 1), ((75, 2), 2)])
-def test_watch_exits_with_the_trainer_status(cloud, statuses, want):
+@pytest.mark.parametrize(("statuses", "exit_status"), [((0, 4), 4), ((1, 137), 1), ((75, 2), 2)])
+def test_watch_exits_with_the_trainer_status(cloud, statuses, exit_status):
     cloud.plan([statuses[0]], [statuses[1]])
-    assert cloud.main("watch", *cloud.train()) == want
+    assert cloud.main("watch", *cloud.train()) == exit_status
     assert "delete" not in cloud.verbs()
 
 
@@ -455,9 +455,9 @@ def test_missing_gcloud_is_reported_without_retries(cloud, monkeypatch, capsys, 
 def test_failed_call_is_shown_with_its_command_and_output(cloud, monkeypatch, capsys):
     monkeypatch.setenv("FAKE_FAIL", "create")
     assert cloud.main("create") == 1
-    first, *others = capsys.readouterr().err.splitlines()
+    first, *later_lines = capsys.readouterr().err.splitlines()
     assert first.startswith("exit status 7: gcloud compute tpus queued-resources create night ")
-    assert others == [
+    assert later_lines == [
         "half of the work is done",
         "ERROR: (create) PERMISSION_DENIED: of course",
         "second line",
@@ -520,9 +520,9 @@ def test_hanging_call_is_killed_with_its_child_processes(tmp_path):
     ],
 )
 def test_invalid_options_are_rejected_before_any_call(cloud, capsys, arguments, message):
-    action, *rest = arguments
+    action, *options = arguments
     with pytest.raises(SystemExit, match="2"):
-        cloud.main(action, *rest)
+        cloud.main(action, *options)
     assert message in capsys.readouterr().err
     assert cloud.calls() == [] and not pathlib.Path("runs").exists()
 

@@ -35,10 +35,10 @@ def _xla(policy: PolicyConfig, name: str, compile: bool = True) -> dict[str, flo
     """XLA's cost analysis of a program on one device; it counts a loop's body once."""
     mesh = meshes.make_mesh({"fsdp": 1}, jax.devices()[:1])
     programs = aot.Programs(small_config(**SIZES), policy, mesh, 32)
-    program = next(one for one in programs.select("all") if one.name == name)
+    program = next(program for program in programs.select("all") if program.name == name)
     lowered = program.lower()
-    found: Any = (lowered.compile() if compile else lowered).cost_analysis()
-    return found
+    analysis: Any = (lowered.compile() if compile else lowered).cost_analysis()
+    return analysis
 
 
 def _counts(policy: PolicyConfig, layers: int = 1) -> Programs:
@@ -55,17 +55,17 @@ def _update(policy: PolicyConfig) -> Work:
 
 
 def test_operations_of_logprobs_equal_those_of_xla() -> None:
-    found = _counts(DENSE).forward(ROWS * LENGTH, ROWS * ANSWERS, ROWS * LENGTH**2)
-    wanted = _xla(DENSE, "logprob", compile=False)["flops"]
-    assert _operations(found) == pytest.approx(wanted, rel=TOLERANCE)
+    work = _counts(DENSE).forward(ROWS * LENGTH, ROWS * ANSWERS, ROWS * LENGTH**2)
+    xla_flops = _xla(DENSE, "logprob", compile=False)["flops"]
+    assert _operations(work) == pytest.approx(xla_flops, rel=TOLERANCE)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("remat", ["none", "block", "dots", "attention"])
 def test_operations_of_an_update_equal_those_of_xla(remat: str) -> None:
     policy = dataclasses.replace(DENSE, remat=remat)
-    wanted = _xla(policy, "accumulate")["flops"]
-    assert _operations(_update(policy)) == pytest.approx(wanted, rel=TOLERANCE)
+    xla_flops = _xla(policy, "accumulate")["flops"]
+    assert _operations(_update(policy)) == pytest.approx(xla_flops, rel=TOLERANCE)
 
 
 @pytest.mark.slow
@@ -74,19 +74,19 @@ def test_operations_of_an_update_of_experts_equal_those_of_xla(remat: str) -> No
     policy = dataclasses.replace(EXPERTS, remat=remat)
     # On a CPU, XLA multiplies every row by the matrices of all E experts.
     row = 2 * 3 * policy.width * policy.feed_forward * policy.experts_per_token
-    others = row * (policy.experts - 1) * ROWS * LENGTH
-    found = _operations(_update(policy)) + others * (1 + 8 / 3)
-    assert found == pytest.approx(_xla(policy, "accumulate")["flops"], rel=TOLERANCE)
+    other_experts = row * (policy.experts - 1) * ROWS * LENGTH
+    operations = _operations(_update(policy)) + other_experts * (1 + 8 / 3)
+    assert operations == pytest.approx(_xla(policy, "accumulate")["flops"], rel=TOLERANCE)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", [DENSE, EXPERTS], ids=["dense", "experts"])
 def test_operations_of_sampling_equal_those_of_xla(policy: PolicyConfig) -> None:
     row = 2 * 3 * policy.width * policy.feed_forward * policy.experts_per_token
-    others = row * max(0, policy.experts - 1)  # as above
-    prefill = _operations(_counts(policy).prefill(8 * 32, 8 * 32**2, 8 * 32)) + 256 * others
+    other_experts = row * max(0, policy.experts - 1)  # as above
+    prefill = _operations(_counts(policy).prefill(8 * 32, 8 * 32**2, 8 * 32)) + 256 * other_experts
     assert prefill == pytest.approx(_xla(policy, "prefill")["flops"], rel=TOLERANCE)
-    decode = _operations(_counts(policy).decode_pass(32)) + 32 * others
+    decode = _operations(_counts(policy).decode_pass(32)) + 32 * other_experts
     xla = _xla(policy, "decode")["flops"]
     # XLA has the attention of a step of its loops over pages and a bisection of top-p too.
     assert 0.7 * xla < decode < xla
@@ -103,10 +103,10 @@ def test_memory_of_decoding_a_wide_policy_is_that_of_its_weights() -> None:
 def _received(program: aot.Program, devices: int) -> float:
     """Bytes that a device receives in the compiled program's collectives; a loop's body counts
     once."""
-    found = aot.collectives(program.lower().compile().as_text() or "")
+    collectives = aot.collectives(program.lower().compile().as_text() or "")
     # The results of a reduce-scatter are a part of what is summed, all others are whole.
     results = {"all-gather": 1, "all-reduce": 2, "all-to-all": 1, "reduce-scatter": devices}
-    total = sum(found.get(kind, {"bytes": 0})["bytes"] * n for kind, n in results.items())
+    total = sum(collectives.get(kind, {"bytes": 0})["bytes"] * n for kind, n in results.items())
     return total * (devices - 1) / devices
 
 
@@ -120,8 +120,8 @@ def test_bytes_between_chips_are_those_of_compiled_collectives(axis: str) -> Non
     for program in programs.select("all")[:2]:
         tokens = math.prod(program.tokens)
         work = counts.prefill(tokens, 0, 0) if program.name == "prefill" else None
-        found = (work or counts.decode_pass(tokens)).link
-        assert found == pytest.approx(_received(program, 8), rel=0.1), program.name
+        link_bytes = (work or counts.decode_pass(tokens)).link
+        assert link_bytes == pytest.approx(_received(program, 8), rel=0.1), program.name
 
 
 def test_work_of_a_chip_falls_with_chips() -> None:
@@ -131,8 +131,8 @@ def test_work_of_a_chip_falls_with_chips() -> None:
         mesh = meshes.make_mesh({"fsdp": chips}, jax.devices()[:chips])
         counts = Programs(policy, mesh, 2)
         works.append(counts.micro_batch(8 * 1024, 8 * 128, 1e6) + counts.decode_pass(64))
-    for more, fewer in itertools.pairwise(works):
-        assert fewer.products == pytest.approx(more.products / 2)
-        assert fewer.attention == pytest.approx(more.attention / 2)
-        assert fewer.memory < more.memory and fewer.link > more.link
+    for previous_work, work in itertools.pairwise(works):
+        assert work.products == pytest.approx(previous_work.products / 2)
+        assert work.attention == pytest.approx(previous_work.attention / 2)
+        assert work.memory < previous_work.memory and work.link > previous_work.link
     assert works[0].link == works[0].hops == 0

@@ -100,7 +100,9 @@ def test_override_of_swept_field_or_malformed_flag_is_rejected(override):
 
 
 def one_unit(*overrides: str, config: str = TINY) -> WorkUnit:
-    [unit] = xmanager.work_units(config, "w", {}, [f"--config.{one}" for one in overrides])
+    [unit] = xmanager.work_units(
+        config, "w", {}, [f"--config.{override}" for override in overrides]
+    )
     return unit
 
 
@@ -189,10 +191,10 @@ def test_unsupported_accelerator_is_rejected(accelerator):
         xmanager.requirements("vertex", accelerator, 0, 0)
 
 
-@pytest.mark.parametrize("wanted", [("a100=8", 0, 0), ("", 4, 0), ("", 0, 8)])
-def test_local_executor_rejects_hardware_requirements(wanted):
+@pytest.mark.parametrize("hardware", [("a100=8", 0, 0), ("", 4, 0), ("", 0, 8)])
+def test_local_executor_rejects_hardware_requirements(hardware):
     with pytest.raises(ValueError, match="must not be given for executor = 'local'"):
-        xmanager.requirements("local", *wanted)
+        xmanager.requirements("local", *hardware)
 
 
 def given(**changes: Any) -> SimpleNamespace:
@@ -203,8 +205,8 @@ def given(**changes: Any) -> SimpleNamespace:
 
 
 def test_plan_checks_every_work_unit():
-    units, wanted = xmanager.plan(given(), ["--config.steps=3"])
-    assert [unit.name for unit in units] == ["000-seed=0", "001-seed=1"] and wanted == {}
+    units, requirements = xmanager.plan(given(), ["--config.steps=3"])
+    assert [unit.name for unit in units] == ["000-seed=0", "001-seed=1"] and requirements == {}
     with pytest.raises(ValueError, match=r"steps = 0"):  # of the last unit
         xmanager.plan(given(sweep=["steps=2,1,0"]), [])
     with pytest.raises(ValueError, match=r"workdir = 'w': must be below /gcs/"):
@@ -270,19 +272,27 @@ def stand_in(monkeypatch) -> Experiment:
     return experiment
 
 
-def launch(executor: str, wanted: dict[str, int], **sweep: list[str]) -> list[tuple[str, str]]:
+def launch(
+    executor: str, requirements: dict[str, int], **sweep: list[str]
+) -> list[tuple[str, str]]:
     units = xmanager.work_units(TINY, "w", sweep, [])
-    return asyncio.run(xmanager.run("title", executor, units, wanted, "python:3.12"))
+    return asyncio.run(xmanager.run("title", executor, units, requirements, "python:3.12"))
 
 
 def test_local_units_run_sequentially_despite_failures(stand_in):
     stand_in.failing = "--config.seed=1"
     assert launch("local", {}, seed=["0", "1", "2"]) == [("001-seed=1", "exit status 1")]
-    both = ("began", "ended")
-    assert stand_in.events == [(event, number) for number in range(3) for event in both]
-    [made] = stand_in.packaged
-    assert (made.executable_spec.kind, made.executable_spec.path) == ("Binary", sys.executable)
-    assert made.args == ["-m", "spell_jax.train"] and made.executor_spec.kind == "Local.Spec"
+    event_names = ("began", "ended")
+    assert stand_in.events == [(event, number) for number in range(3) for event in event_names]
+    [packageable] = stand_in.packaged
+    assert (packageable.executable_spec.kind, packageable.executable_spec.path) == (
+        "Binary",
+        sys.executable,
+    )
+    assert (
+        packageable.args == ["-m", "spell_jax.train"]
+        and packageable.executor_spec.kind == "Local.Spec"
+    )
     job = stand_in.jobs[2]
     assert (job.executable, job.executor.kind) == ("packaged", "Local")
     assert job.args == ["--config=configs/tiny.py", "--workdir=w/002-seed=2", "--config.seed=2"]
@@ -297,10 +307,10 @@ def test_packaging_errors_are_raised(stand_in, monkeypatch):
 def test_vertex_image_has_tracked_files_and_launch_does_not_wait(stand_in):
     assert launch("vertex", {"cpu": 8, "tpu_v3": 8}, seed=["0", "1"]) == []
     assert stand_in.events == [("began", 0), ("began", 1)]
-    [made] = stand_in.packaged
+    [packageable] = stand_in.packaged
     assert {"configs/tiny.py", "spell_jax/train.py", "setup.py", "launch"} <= stand_in.files
     assert not {".git", ".venv", "runs", ".cache"} & stand_in.files
-    spec = made.executable_spec
+    spec = packageable.executable_spec
     assert (spec.kind, spec.base_image) == ("PythonContainer", "python:3.12")
     assert not Path(spec.path).exists()  # the copy is deleted
     copied, inside, installed = spec.docker_instructions
@@ -309,15 +319,15 @@ def test_vertex_image_has_tracked_files_and_launch_does_not_wait(stand_in):
     assert installed == "RUN python -m pip install -e '.[tpu]'"
     assert spec.entrypoint.positional == (['python -m spell_jax.train "$@"'],)
     executor = stand_in.jobs[1].executor
-    asked = executor.positional[0]
-    assert (executor.kind, asked.cpu, asked.tpu_v3) == ("Vertex", 8, 8)
+    requirements = executor.positional[0]
+    assert (executor.kind, requirements.cpu, requirements.tpu_v3) == ("Vertex", 8, 8)
 
 
-@pytest.mark.parametrize("wanted, package", [({}, "."), ({"t4": 1, "cpu": 4}, ".[gpu]")])
-def test_vertex_image_installs_the_accelerator_extra(stand_in, wanted, package):
-    launch("vertex", wanted)
-    [made] = stand_in.packaged
-    assert made.executable_spec.docker_instructions[-1].endswith(f" -e '{package}'")
+@pytest.mark.parametrize("requirements, package", [({}, "."), ({"t4": 1, "cpu": 4}, ".[gpu]")])
+def test_vertex_image_installs_the_accelerator_extra(stand_in, requirements, package):
+    launch("vertex", requirements)
+    [packageable] = stand_in.packaged
+    assert packageable.executable_spec.docker_instructions[-1].endswith(f" -e '{package}'")
 
 
 @pytest.mark.slow
@@ -326,9 +336,9 @@ def test_missing_xmanager_error_names_the_extra():
         "import runpy, sys; sys.modules['xmanager'] = None; "
         "runpy.run_module('launch.xmanager', run_name='__main__')"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.startswith("error: XManager is not installed")
-    assert "pip install -e '.[xmanager]'" in done.stderr
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert process.returncode == 2 and process.stderr.startswith("error: XManager is not installed")
+    assert "pip install -e '.[xmanager]'" in process.stderr
 
 
 # ----------------------------------------------------------------------------------- With XManager
@@ -351,10 +361,10 @@ def test_local_executor_trains_and_continues_after_a_failure(tmp_path):
     command += [*sweep, *(f"--config.{override}" for override in small)]
     # XManager keeps a database of experiments in the home folder.
     environment = os.environ | {"XLA_FLAGS": "", "HOME": str(tmp_path)}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "000-seed=0-algorithm.documents=_1_ failed: " in done.stderr
-    assert "1 of 2 work units are done" in done.stdout
+    process = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert process.returncode == 1, process.stdout + process.stderr
+    assert "000-seed=0-algorithm.documents=_1_ failed: " in process.stderr
+    assert "1 of 2 work units are done" in process.stdout
     trained = workdir / "001-seed=1-algorithm.documents=_1_"
     config = json.loads((trained / "config.json").read_text())
     assert (config["seed"], config["algorithm"]["documents"]) == (1, [1])
@@ -399,15 +409,15 @@ def test_vertex_jobs_request_the_matching_machine(
     monkeypatch.setattr(vertex.auth, "get_bucket", lambda: "bucket")
     monkeypatch.setattr(vertex.auth, "get_service_account", lambda: "account")
     monkeypatch.setattr(vertex, "_default_client", vertex.Client(project="p"))
-    made = executables.GoogleContainerRegistryImage("name", "gcr.io/p/image")
-    monkeypatch.setattr(core.Experiment, "package", classmethod(lambda cls, packageables: [made]))
-    wanted = xmanager.requirements("vertex", accelerator, 8, 30)
-    assert launch("vertex", wanted, seed=["0", "1"]) == []
+    image = executables.GoogleContainerRegistryImage("name", "gcr.io/p/image")
+    monkeypatch.setattr(core.Experiment, "package", classmethod(lambda cls, packageables: [image]))
+    requirements = xmanager.requirements("vertex", accelerator, 8, 30)
+    assert launch("vertex", requirements, seed=["0", "1"]) == []
     assert len(sent) == 2
     [pool] = sent[1]["worker_pool_specs"]
     spec = pool.machine_spec
-    found = (spec.machine_type, spec.accelerator_type.name, spec.accelerator_count)
-    assert found == (machine, kind, count)
+    requested_machine = (spec.machine_type, spec.accelerator_type.name, spec.accelerator_count)
+    assert requested_machine == (machine, kind, count)
     assert pool.container_spec.image_uri == "gcr.io/p/image"
     assert list(pool.container_spec.args) == [
         "--config=configs/tiny.py",

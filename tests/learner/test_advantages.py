@@ -55,17 +55,19 @@ def test_advantages_of_each_role_match_reference_cases():
         rewards = np.array(case["reward_per_row"])
         for (role, _), at in _by_group(rows).items():
             if role != "questioner":
-                actual = group_advantages(rewards[at])
+                advantages = group_advantages(rewards[at])
             elif case["in"]["group"] == "batch":
-                actual = questioner_advantages(rewards[at], [rows[row]["task"] for row in at])
+                advantages = questioner_advantages(rewards[at], [rows[row]["task"] for row in at])
             else:
                 continue  # raw rewards as advantages: a mode that is off in that code's own runs
-            wanted = expected[at]
+            expected_advantages = expected[at]
             # A task with a single questioner row is NaN there, which poisons the step (spec 8).
-            single_rows += int(np.isnan(wanted).sum())
-            assert np.isfinite(actual).all()
-            known = np.isfinite(wanted)
-            np.testing.assert_allclose(actual[known], wanted[known], rtol=2e-5, atol=1e-6)
+            single_rows += int(np.isnan(expected_advantages).sum())
+            assert np.isfinite(advantages).all()
+            is_finite = np.isfinite(expected_advantages)
+            np.testing.assert_allclose(
+                advantages[is_finite], expected_advantages[is_finite], rtol=2e-5, atol=1e-6
+            )
     assert single_rows > 0
 
 
@@ -89,9 +91,9 @@ def test_task_with_one_row_is_normalized_over_the_whole_batch():
 
 def test_questioner_advantages_without_tasks_are_normalized_over_the_batch():
     """Eq. 9: the deviation is the sample's (ddof 1)."""
-    found = questioner_advantages([1.0, 0.0, 0.5, -1.0])
-    wanted = (np.array([1.0, 0.0, 0.5, -1.0]) - 0.125) / math.sqrt(2.1875 / 3)
-    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+    advantages = questioner_advantages([1.0, 0.0, 0.5, -1.0])
+    expected_advantages = (np.array([1.0, 0.0, 0.5, -1.0]) - 0.125) / math.sqrt(2.1875 / 3)
+    np.testing.assert_allclose(advantages, expected_advantages, rtol=1e-5)
 
 
 @pytest.mark.parametrize("tasks", ["a", None])
@@ -148,21 +150,21 @@ def jitted(function, **static):
 @pytest.mark.parametrize("shape", [(8,), (5, 4), (2, 3, 7), (3, 1)])
 def test_group_advantages_under_jit_equal_numpy(shape, divide):
     values = np.random.default_rng(len(shape)).choice([0.0, 0.3, 1.0], size=shape)
-    wanted = group_advantages(values, divide_by_deviation=divide)
-    found = jitted(group_advantages, divide_by_deviation=divide)(values)
-    assert isinstance(found, jax.Array)
-    assert found.dtype == wanted.dtype == np.float32
-    np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-6)
+    expected_advantages = group_advantages(values, divide_by_deviation=divide)
+    advantages = jitted(group_advantages, divide_by_deviation=divide)(values)
+    assert isinstance(advantages, jax.Array)
+    assert advantages.dtype == expected_advantages.dtype == np.float32
+    np.testing.assert_allclose(advantages, expected_advantages, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("tasks", ["aabba", "aabac", "abcde", "aaaaa", "a", "", None])
 def test_questioner_advantages_under_jit_equal_numpy(tasks):
     names = None if tasks is None else tuple(tasks)
     values = np.random.default_rng(1).random(5 if names is None else len(names))
-    found = jitted(questioner_advantages, tasks=names)(values)
-    assert isinstance(found, jax.Array)
-    wanted = questioner_advantages(values, names)
-    np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-6)
+    advantages = jitted(questioner_advantages, tasks=names)(values)
+    assert isinstance(advantages, jax.Array)
+    expected_advantages = questioner_advantages(values, names)
+    np.testing.assert_allclose(advantages, expected_advantages, rtol=1e-6, atol=1e-6)
 
 
 def test_equal_rewards_have_exactly_zero_advantage():

@@ -30,7 +30,7 @@ def make_learner(loss: LossConfig, mesh: dict[str, int] | None = None) -> Learne
 def taught_groups(advantages: float = 1.0) -> list[TrainGroup]:
     """Groups of which all but the first have a teacher's prompt: the end of their own."""
     sampled = tiny.groups(5, seed=3)
-    own = logprobs(tiny.weights(), sampled)
+    policy_logprobs = logprobs(tiny.weights(), sampled)
     return [
         dataclasses.replace(
             group,
@@ -38,7 +38,7 @@ def taught_groups(advantages: float = 1.0) -> list[TrainGroup]:
             old_logprobs=rows,
             reference_prompt=None if number == 0 else group.prompt[len(group.prompt) // 2 :],
         )
-        for number, (group, rows) in enumerate(zip(sampled, own, strict=True))
+        for number, (group, rows) in enumerate(zip(sampled, policy_logprobs, strict=True))
     ]
 
 
@@ -53,7 +53,7 @@ def teacher_weights() -> Any:
 
 def with_gaps_by_hand(groups: list[TrainGroup]) -> list[TrainGroup]:
     teacher = teacher_weights()
-    made = []
+    groups_with_gaps = []
     for group in groups:
         gaps = None
         if group.reference_prompt is not None:
@@ -61,8 +61,10 @@ def with_gaps_by_hand(groups: list[TrainGroup]) -> list[TrainGroup]:
             (scored,) = logprobs(teacher, [read])
             pairs = zip(scored, group.old_logprobs or [], strict=True)
             gaps = [WEIGHT * (after - before) for after, before in pairs]
-        made.append(dataclasses.replace(group, token_advantages=gaps, reference_prompt=None))
-    return made
+        groups_with_gaps.append(
+            dataclasses.replace(group, token_advantages=gaps, reference_prompt=None)
+        )
+    return groups_with_gaps
 
 
 @pytest.mark.parametrize(
@@ -71,33 +73,35 @@ def with_gaps_by_hand(groups: list[TrainGroup]) -> list[TrainGroup]:
 )
 def test_update_adds_the_teachers_gap_to_each_tokens_advantage(mesh, advantages) -> None:
     groups = taught_groups(advantages)
-    made, plain = make_learner(DISTILLED, mesh), make_learner(LossConfig())
-    state, numbers = made.update(made.init(tiny.weights()), groups, teacher_weights())
+    distilled_learner, plain = make_learner(DISTILLED, mesh), make_learner(LossConfig())
+    state, numbers = distilled_learner.update(
+        distilled_learner.init(tiny.weights()), groups, teacher_weights()
+    )
     by_hand = with_gaps_by_hand(groups)
-    wanted, _ = plain.update(plain.init(tiny.weights()), by_hand)
-    assert_close(moments(state), moments(wanted), 2e-4)
+    expected_state, _ = plain.update(plain.init(tiny.weights()), by_hand)
+    assert_close(moments(state), moments(expected_state), 2e-4)
     gaps = [gap / WEIGHT for group in by_hand for gap in group.token_advantages or []]
     assert numbers["teacher_kl"] == pytest.approx(-np.concatenate(gaps).mean(), rel=1e-3)
 
 
 def test_policy_that_is_its_teacher_does_not_move() -> None:
     groups = [dataclasses.replace(g, reference_prompt=g.prompt) for g in taught_groups(0.0)]
-    made = make_learner(DISTILLED)
-    _, numbers = made.update(made.init(tiny.weights()), groups, tiny.weights())
+    learner = make_learner(DISTILLED)
+    _, numbers = learner.update(learner.init(tiny.weights()), groups, tiny.weights())
     assert numbers["gradient_norm"] < 1e-5 and abs(numbers["teacher_kl"]) < 1e-5
 
 
 def test_updates_close_the_gap_to_the_teacher() -> None:
     """On fixed tokens, the update descends the mean of half the squared gap."""
-    made = make_learner(LossConfig(distillation_weight=1.0))
-    state, groups, squares = made.init(tiny.weights()), taught_groups(0.0)[1:], []
+    learner = make_learner(LossConfig(distillation_weight=1.0))
+    state, groups, squares = learner.init(tiny.weights()), taught_groups(0.0)[1:], []
     for _ in range(3):
-        groups = made.recompute(state, groups)
-        scored = made.score_reference(teacher_weights(), groups)
+        groups = learner.recompute(state, groups)
+        scored = learner.score_reference(teacher_weights(), groups)
         distilled = old_logprobs.with_teacher(groups, scored, 1.0)
         gaps = [gap for group in distilled for gap in group.token_advantages or []]
         squares.append(float(np.mean(np.concatenate(gaps) ** 2)))
-        state, _ = made.update(state, groups, teacher_weights())
+        state, _ = learner.update(state, groups, teacher_weights())
     assert squares[0] > squares[1] > squares[2]
 
 
@@ -105,9 +109,9 @@ def test_gaps_are_clipped_and_zero_where_no_row_fits() -> None:
     plain = TrainGroup([1], [[2, 3], [4]], [0.0, 0.0], old_logprobs=[np.zeros(2), np.zeros(1)])
     group = dataclasses.replace(plain, reference_prompt=[1])
     scored = dataclasses.replace(group, old_logprobs=[np.array([-9.0, 1.0]), np.array([np.nan])])
-    untaught, made = old_logprobs.with_teacher([plain, group], [scored], 2.0)
+    untaught, taught_group = old_logprobs.with_teacher([plain, group], [scored], 2.0)
     assert untaught == plain
-    rows = made.token_advantages
+    rows = taught_group.token_advantages
     assert [row.tolist() for row in rows or []] == [[-10.0, 2.0], [0.0]]
 
 
@@ -117,21 +121,23 @@ def test_token_advantages_follow_their_answers() -> None:
     group = TrainGroup([1, 2], [[3, 4, 5], [6, 7]], [10.0, 20.0], token_advantages=gaps)
     parts = packing.weigh(packing.separate_answers([group]))
     (batch,) = packing.pack(parts, (Bucket(16, 8),), 16)
-    found = {int(t): float(a) for t, a in zip(batch.target[0], batch.advantage[0], strict=True)}
-    assert found == {3: 10.0, 4: 11.0, 5: 12.0, 6: 27.0, 7: 27.0, 0: 0.0}
+    advantage_by_token = {
+        int(t): float(a) for t, a in zip(batch.target[0], batch.advantage[0], strict=True)
+    }
+    assert advantage_by_token == {3: 10.0, 4: 11.0, 5: 12.0, 6: 27.0, 7: 27.0, 0: 0.0}
     with pytest.raises(ValueError, match=r"group\.token_advantages: of lengths \[2, 2\]"):
         dataclasses.replace(group, token_advantages=[gaps[1], gaps[1]])
 
 
 def test_errors_name_what_is_missing() -> None:
     groups = [dataclasses.replace(group, old_logprobs=None) for group in taught_groups()]
-    made = make_learner(DISTILLED)
+    learner = make_learner(DISTILLED)
     with pytest.raises(
         ValueError, match=r"loss\.distillation_weight = 0\.5: need the old_logprobs"
     ):
-        made.update(made.init(tiny.weights()), groups, tiny.weights())
+        learner.update(learner.init(tiny.weights()), groups, tiny.weights())
     with pytest.raises(ValueError, match=r"reference weights must be given"):
-        made.update(made.init(tiny.weights()), taught_groups())
+        learner.update(learner.init(tiny.weights()), taught_groups())
     with pytest.raises(ValueError, match=r"loss\.distillation_weight = 1\.0: must be 0 for"):
         fields = {"old_logprobs": "reference", "aggregation": "sequence_mean"}
         LossConfig(objective="dpo", distillation_weight=1.0, **fields)

@@ -84,7 +84,7 @@ def covering() -> list[tuple[str, ...]]:
         for i, j in itertools.combinations(range(len(CHOICES)), 2)
         for a, b in itertools.product(CHOICES[i], CHOICES[j])
     }
-    chosen = []
+    combinations = []
 
     def pairs(combination: tuple[str, ...]):
         return set(itertools.combinations(enumerate(combination), 2)) & open_pairs
@@ -94,9 +94,9 @@ def covering() -> list[tuple[str, ...]]:
         candidates = [[draw.choice(choices) for choices in CHOICES] for _ in range(50)]
         for candidate in candidates:
             candidate[i], candidate[j] = a, b
-        chosen.append(max(map(tuple, candidates), key=lambda c: len(pairs(c))))
-        open_pairs -= pairs(chosen[-1])
-    return chosen
+        combinations.append(max(map(tuple, candidates), key=lambda c: len(pairs(c))))
+        open_pairs -= pairs(combinations[-1])
+    return combinations
 
 
 @functools.cache
@@ -130,18 +130,18 @@ def _check(combination: tuple[str, ...]) -> None:
     shape, ring = PLACES[place]
     mesh = meshes.make_mesh(shape, jax.devices()[:1] if place == "one device" else None)
     policy = dataclasses.replace(POLICIES[name], attention=kernel, ring=ring, remat=remat)
-    (state, numbers), (wanted, wanted_numbers) = (
+    (state, numbers), (expected_state, expected_numbers) = (
         _step(policy, PACKINGS[layout], mesh, name),
         _wanted(name),
     )
 
-    def compare(path, found, expected):
-        error = np.max(np.abs(found - expected)) / max(np.max(np.abs(expected)), 1e-30)
+    def compare(path, array, expected):
+        error = np.max(np.abs(array - expected)) / max(np.max(np.abs(expected)), 1e-30)
         assert error < BOUNDS[kernel], f"{jax.tree_util.keystr(path)}: {error}"
 
-    jax.tree_util.tree_map_with_path(compare, state, wanted)
+    jax.tree_util.tree_map_with_path(compare, state, expected_state)
     for key in ("loss", "gradient_norm", "entropy", "clip_share", "approx_kl", "answer_tokens"):
-        assert numbers[key] == pytest.approx(wanted_numbers[key], rel=1e-4, abs=1e-6), key
+        assert numbers[key] == pytest.approx(expected_numbers[key], rel=1e-4, abs=1e-6), key
     assert numbers["refused_answers"] == 0
 
 
@@ -167,8 +167,8 @@ def test_update_is_invariant_for_every_policy_packing_and_mesh(
 
 
 def test_covering_set_has_every_pair_of_choices() -> None:
-    chosen = covering()
+    combinations = covering()
     for i, j in itertools.combinations(range(len(CHOICES)), 2):
-        held = {(c[i], c[j]) for c in chosen}
+        held = {(c[i], c[j]) for c in combinations}
         assert held == set(itertools.product(CHOICES[i], CHOICES[j]))
-    assert len(chosen) < 80
+    assert len(combinations) < 80

@@ -61,9 +61,12 @@ class Head:
         mean = jnp.mean(logits, axis=-1, keepdims=True, where=present)
         is_scored |= (logits - mean > cutoff[..., None]) & present
         every = jax.nn.log_softmax(jnp.where(is_scored, logits, -jnp.inf))
-        chosen = jnp.take_along_axis(every, self.target[..., None], axis=-1)[..., 0]
+        target_logprobs = jnp.take_along_axis(every, self.target[..., None], axis=-1)[..., 0]
         every = jnp.where(is_scored, every, 0.0)
-        scores = chosen, -jnp.sum(jnp.where(is_scored, jnp.exp(every) * every, 0.0), axis=-1)
+        scores = (
+            target_logprobs,
+            -jnp.sum(jnp.where(is_scored, jnp.exp(every) * every, 0.0), axis=-1),
+        )
         return jnp.sum(self.to_logprob * scores[0] + self.to_entropy * scores[1]), scores
 
 
@@ -88,12 +91,12 @@ def _wanted(vocab: int, width: int = WIDTH, scale: float = 0.3):
     return jax.value_and_grad(head.by_hand, (0, 1), has_aux=True)(head.table, head.hidden)
 
 
-def _assert_close(found: Any, wanted: Any, relative: float = 1e-5) -> None:
+def _assert_close(tree: Any, expected_tree: Any, relative: float = 1e-5) -> None:
     """Relative to each array's largest entry."""
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=relative * np.abs(b).max()),
-        found,
-        wanted,
+        tree,
+        expected_tree,
     )
 
 
@@ -104,7 +107,7 @@ def test_scores_match_log_softmax_by_hand(policy: PolicyConfig, temperature: flo
     head = _head(641)
     params = {"unembedding": head.table, "embedding": head.table[::-1]}
     table = params["embedding" if policy.tied_embeddings else "unembedding"]
-    found, entropy = score_tokens(
+    logprobs, entropy = score_tokens(
         policy, params, head.hidden, head.source, head.target, temperature, SMALLEST
     )
     picked = np.take_along_axis(
@@ -112,8 +115,8 @@ def test_scores_match_log_softmax_by_hand(policy: PolicyConfig, temperature: flo
     )
     logits = picked @ np.asarray(table, float).T / (temperature or 1.0)
     every = logits - np.log(np.sum(np.exp(logits), -1, keepdims=True))
-    wanted = np.take_along_axis(every, np.asarray(head.target)[..., None], -1)[..., 0]
-    np.testing.assert_allclose(found, wanted, atol=1e-5)
+    expected_logprobs = np.take_along_axis(every, np.asarray(head.target)[..., None], -1)[..., 0]
+    np.testing.assert_allclose(logprobs, expected_logprobs, atol=1e-5)
     np.testing.assert_allclose(entropy, -np.sum(np.exp(every) * every, -1), atol=1e-5)
 
 
@@ -121,8 +124,8 @@ def test_scores_match_log_softmax_by_hand(policy: PolicyConfig, temperature: flo
 @pytest.mark.parametrize(("vocab", "numbers"), SLICES, ids=ids)
 def test_vocabulary_slices_change_neither_values_nor_gradients(vocab: int, numbers: int) -> None:
     head = _head(vocab)
-    both = jax.value_and_grad(head.total, (0, 1), has_aux=True)
-    _assert_close(both(head.table, head.hidden, numbers_at_once=numbers), _wanted(vocab))
+    value_and_grad = jax.value_and_grad(head.total, (0, 1), has_aux=True)
+    _assert_close(value_and_grad(head.table, head.hidden, numbers_at_once=numbers), _wanted(vocab))
 
 
 def _cutoffs() -> jax.Array:
@@ -144,11 +147,11 @@ def test_scores_above_a_cutoff_equal_a_dense_reference(vocab: int, numbers: int)
     """Values and gradients, of a softmax over the kept tokens alone."""
     head = _head(vocab)
     total = functools.partial(head.total, numbers_at_once=numbers, cutoff=_cutoffs())
-    found = jax.value_and_grad(total, (0, 1), has_aux=True)(head.table, head.hidden)
-    wanted = _wanted_above(vocab)
-    _assert_close(found, wanted)
-    assert float(wanted[0][1][0][0, 1]) == 0, "a target that is kept alone has probability 1"
-    assert np.abs(wanted[0][1][0] - _wanted(vocab)[0][1][0]).mean() > 0.2
+    values_and_gradients = jax.value_and_grad(total, (0, 1), has_aux=True)(head.table, head.hidden)
+    expected = _wanted_above(vocab)
+    _assert_close(values_and_gradients, expected)
+    assert float(expected[0][1][0][0, 1]) == 0, "a target that is kept alone has probability 1"
+    assert np.abs(expected[0][1][0] - _wanted(vocab)[0][1][0]).mean() > 0.2
 
 
 # Rows of padding: more than a slice of 128 rows, and more than a device of a mesh holds (320).
@@ -215,22 +218,22 @@ def test_mass_above_a_cutoff_sums_to_1() -> None:
     zero, target = jnp.zeros((100, 1), jnp.int32), jnp.arange(100, dtype=jnp.int32)[:, None]
     params = {"embedding": head.table}
     logits = hidden[0, 0] @ head.table.T / 0.7
-    kept = np.asarray(logits - logits.mean() > 1.0)
+    is_kept = np.asarray(logits - logits.mean() > 1.0)
     cutoff = jnp.ones((100, 1))
-    found, _ = score_tokens(tiny.POLICY, params, hidden, zero, target, 0.7, cutoff=cutoff)
-    assert 5 < kept.sum() < 50
-    np.testing.assert_allclose(np.exp(np.asarray(found)[kept]).sum(), 1.0, atol=1e-5)
+    logprobs, _ = score_tokens(tiny.POLICY, params, hidden, zero, target, 0.7, cutoff=cutoff)
+    assert 5 < is_kept.sum() < 50
+    np.testing.assert_allclose(np.exp(np.asarray(logprobs)[is_kept]).sum(), 1.0, atol=1e-5)
 
 
 def test_underflowing_probabilities_have_correct_gradients() -> None:
     """Logits are in the hundreds, and most probabilities are 0 in float32."""
-    head, wanted = _head(641, scale=30.0), _wanted(641, scale=30.0)
-    both = jax.value_and_grad(head.total, (0, 1), has_aux=True)
-    found = both(head.table, head.hidden, numbers_at_once=SMALLEST)
-    (_, (logprobs, entropy)), gradients = found
+    head, expected = _head(641, scale=30.0), _wanted(641, scale=30.0)
+    value_and_grad = jax.value_and_grad(head.total, (0, 1), has_aux=True)
+    values_and_gradients = value_and_grad(head.table, head.hidden, numbers_at_once=SMALLEST)
+    (_, (logprobs, entropy)), gradients = values_and_gradients
     assert float(logprobs.min()) < -500 and float(entropy.min()) >= 0
     # A logprob is the difference of numbers in the hundreds.
-    _assert_close(((logprobs, entropy), gradients), (wanted[0][1], wanted[1]), 1e-4)
+    _assert_close(((logprobs, entropy), gradients), (expected[0][1], expected[1]), 1e-4)
 
 
 @pytest.mark.parametrize(
@@ -294,8 +297,10 @@ def _on_mesh(shape: dict[str, int], head: Head, **options: Any):
         else NamedSharding(mesh, PartitionSpec(*[rules.get(name) for name in axis]))
         for axis, x in zip(axes, (head.table, head.hidden), strict=True)
     )
-    both = jax.value_and_grad(functools.partial(head.total, **options), (0, 1), has_aux=True)
-    run = jax.jit(both, out_shardings=(None, places))
+    value_and_grad = jax.value_and_grad(
+        functools.partial(head.total, **options), (0, 1), has_aux=True
+    )
+    run = jax.jit(value_and_grad, out_shardings=(None, places))
     return mesh, run, jax.device_put((head.table, head.hidden), places)
 
 
@@ -309,10 +314,10 @@ def test_lm_head_on_a_mesh_equals_one_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(on_devices, "_ONE_STAGE", one_stage)
-    mesh, run, given = _on_mesh(shape, _head(*table), numbers_at_once=SMALLEST)
+    mesh, run, arguments = _on_mesh(shape, _head(*table), numbers_at_once=SMALLEST)
     with jax.set_mesh(mesh):
-        _assert_close(run(*given), _wanted(*table))
-        assert _count(run.lower(*given).as_text()) == collectives
+        _assert_close(run(*arguments), _wanted(*table))
+        assert _count(run.lower(*arguments).as_text()) == collectives
 
 
 @pytest.mark.slow
@@ -321,8 +326,8 @@ def test_scores_above_a_cutoff_are_equal_on_a_mesh(
     shape: dict[str, int], table: tuple[int, int], one_stage: int, collectives: tuple[int, ...]
 ) -> None:
     del one_stage, collectives
-    given = {"numbers_at_once": SMALLEST, "cutoff": _cutoffs()}
-    mesh, run, arguments = _on_mesh(shape, _head(*table), **given)
+    options = {"numbers_at_once": SMALLEST, "cutoff": _cutoffs()}
+    mesh, run, arguments = _on_mesh(shape, _head(*table), **options)
     with jax.set_mesh(mesh):
         _assert_close(run(*arguments), _wanted_above(*table))
 
@@ -351,17 +356,18 @@ def test_neither_all_logits_nor_the_whole_table_are_materialized() -> None:
     table, hidden = jnp.zeros((vocab, WIDTH)), jnp.zeros((1, 1024, WIDTH))
     tokens = jnp.asarray(rng.integers(0, 1024, size=(1, answers)), jnp.int32)
     head = Head(table, hidden, tokens, tokens, *[jnp.ones((1, answers))] * 2)
-    whole = vocab * WIDTH
+    table_size = vocab * WIDTH
     for shape, share in (({"context": 8}, 8), ({"context": 4, "tensor": 2}, 4)):
-        mesh, run, given = _on_mesh(shape, head, numbers_at_once=SMALLEST)
+        mesh, run, arguments = _on_mesh(shape, head, numbers_at_once=SMALLEST)
         with jax.set_mesh(mesh):
-            program = run.lower(*given).compile().as_text()
+            program = run.lower(*arguments).compile().as_text()
         sizes = {
             math.prod(int(size) for size in dims.split(","))
             for dims in re.findall(r"\b(?:f32|bf16|pred|s32)\[([\d,]+)\]", program)
         }
         assert answers // share * 128 in sizes  # logits of a slice
-        assert max(sizes) < whole // 4  # and so smaller than [A, V], which is 2 to 4 times as large
+        # And so smaller than [A, V], which is 2 to 4 times as large.
+        assert max(sizes) < table_size // 4
 
 
 def test_logits_are_materialized_one_slice_at_a_time() -> None:
@@ -416,11 +422,13 @@ def test_table_gradient_is_summed_in_float32(devices: int, width: int) -> None:
     head = _many(vocab=256, states=64, answers=4096, width=width)
     gradient = jax.jit(jax.grad(functools.partial(head.total, numbers_at_once=1), has_aux=True))
     with jax.set_mesh(meshes.make_mesh({"context": devices}, jax.devices()[:devices])):
-        found, _ = gradient(head.table, head.hidden)
+        table_gradient, _ = gradient(head.table, head.hidden)
         program = gradient.lower(head.table, head.hidden).as_text()
-    assert found.dtype == jnp.bfloat16
-    wanted = _exact(head)[0][5]
-    np.testing.assert_allclose(np.asarray(found)[5].astype(float), wanted, rtol=ROUNDED)
+    assert table_gradient.dtype == jnp.bfloat16
+    expected_row = _exact(head)[0][5]
+    np.testing.assert_allclose(
+        np.asarray(table_gradient)[5].astype(float), expected_row, rtol=ROUNDED
+    )
     # A slice's gradient, [D, slice], is not rounded before it is summed over devices.
     kind = "reduce_scatter" if width == 32 else "all_reduce"
     wide = rf"stablehlo\.{kind}.*?\(tensor<{width}x128x(\w+)>\)"
@@ -434,9 +442,9 @@ def test_gradient_of_a_shared_hidden_state_is_summed_in_float32(devices: int) ->
     head = _many(vocab=4096, states=1, answers=1024)
     gradient = jax.grad(functools.partial(head.total, numbers_at_once=1), 1, has_aux=True)
     with jax.set_mesh(meshes.make_mesh({"context": devices}, jax.devices()[:devices])):
-        found, _ = jax.jit(gradient)(head.table, head.hidden)
-    assert found.dtype == jnp.bfloat16
-    _assert_close(np.asarray(found).astype(float), _exact(head)[1], ROUNDED)
+        hidden_gradient, _ = jax.jit(gradient)(head.table, head.hidden)
+    assert hidden_gradient.dtype == jnp.bfloat16
+    _assert_close(np.asarray(hidden_gradient).astype(float), _exact(head)[1], ROUNDED)
 
 
 def test_gradients_are_rounded_after_the_sum() -> None:

@@ -64,14 +64,14 @@ def test_sequence_sums_match_reference_cases() -> None:
 
 
 def _policy_loss(case: dict):
-    given = {k: np.array(v, np.float32) for k, v in case["in"].items() if k != "agg"}
-    weights = _weights(given["mask"], case["in"]["agg"])
+    inputs = {k: np.array(v, np.float32) for k, v in case["in"].items() if k != "agg"}
+    weights = _weights(inputs["mask"], case["in"]["agg"])
     config = LossConfig(
         clip_low=case["in"]["clip_low"],
         clip_high=case["in"]["clip_high"],
         dual_clip=case["in"]["clip_c"],
     )
-    numbers = (given[name] for name in ("log_prob", "old_log_prob", "advantages"))
+    numbers = (inputs[name] for name in ("log_prob", "old_log_prob", "advantages"))
     return policy_loss(*numbers, weights, config)
 
 
@@ -80,11 +80,11 @@ def test_policy_loss_matches_reference_cases() -> None:
     assert len(cases) == 12
     for case in cases:
         value, sums = _policy_loss(case)
-        wanted, clipped, kl, dual = case["out"]
-        assert float(value) == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+        expected_loss, clipped, kl, dual = case["out"]
+        assert float(value) == pytest.approx(expected_loss, rel=1e-5, abs=1e-6)
         if case["in"]["agg"] == "token-mean":  # the reference's shares are always token means
-            found = [float(sums[k]) for k in ("clip_share", "approx_kl", "dual_clip_share")]
-            assert found == pytest.approx([clipped, kl, dual], rel=1e-5, abs=1e-6)
+            means = [float(sums[k]) for k in ("clip_share", "approx_kl", "dual_clip_share")]
+            assert means == pytest.approx([clipped, kl, dual], rel=1e-5, abs=1e-6)
 
 
 def test_k3_estimate_matches_reference_cases() -> None:
@@ -92,8 +92,10 @@ def test_k3_estimate_matches_reference_cases() -> None:
     cases = [case for case in read("kl_penalty") if case["in"]["kind"] in ("k3", "low_var_kl")]
     assert len(cases) == 3
     for case in cases:
-        found = kl_estimate(jnp.array(case["in"]["logprob"]), jnp.array(case["in"]["ref_logprob"]))
-        np.testing.assert_allclose(found, case["out"], rtol=1e-5, atol=1e-6)
+        estimates = kl_estimate(
+            jnp.array(case["in"]["logprob"]), jnp.array(case["in"]["ref_logprob"])
+        )
+        np.testing.assert_allclose(estimates, case["out"], rtol=1e-5, atol=1e-6)
 
 
 def test_k1_and_k2_estimates_match_reference_cases() -> None:
@@ -103,8 +105,8 @@ def test_k1_and_k2_estimates_match_reference_cases() -> None:
     assert len(cases) == 7
     for case in cases:
         logprobs = (jnp.array(case["in"][name]) for name in ("logprob", "ref_logprob"))
-        found = kl_estimate(*logprobs, names[case["in"]["kind"]])
-        np.testing.assert_allclose(found, case["out"], rtol=1e-5, atol=1e-6)
+        estimates = kl_estimate(*logprobs, names[case["in"]["kind"]])
+        np.testing.assert_allclose(estimates, case["out"], rtol=1e-5, atol=1e-6)
 
 
 def test_on_policy_gradient_is_the_plain_policy_gradient() -> None:
@@ -133,8 +135,8 @@ def test_on_policy_gradient_is_the_plain_policy_gradient() -> None:
 )
 def test_gradient_of_the_clipped_loss(ratio: float, advantage: float, gradient: float) -> None:
     def value(logprob):
-        one = jnp.ones(())
-        return policy_loss(logprob, jnp.zeros(()), jnp.array(advantage), one, LossConfig())[0]
+        weight = jnp.ones(())
+        return policy_loss(logprob, jnp.zeros(()), jnp.array(advantage), weight, LossConfig())[0]
 
     assert float(jax.grad(value)(jnp.log(ratio))) == pytest.approx(gradient, rel=1e-5)
 

@@ -59,8 +59,8 @@ def _begin(learner: Learner) -> TrainState:
 
 def _bits(state: TrainState) -> list[bytes]:
     """Bytes of weights, moments, the optimizer's counts and the step."""
-    kept = state.params, state.opt_state, state.step
-    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(jax.device_get(kept))]
+    state_parts = state.params, state.opt_state, state.step
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(jax.device_get(state_parts))]
 
 
 def _answers(groups) -> list[tuple[list[int], list[int]]]:
@@ -84,7 +84,7 @@ def _answers(groups) -> list[tuple[list[int], list[int]]]:
 def test_skipped_update_leaves_the_state_bit_identical(mesh: tuple, offload: bool) -> None:
     """One device has one bad row. The advantage 1e30 overflows only in the squares of the norm."""
     learner = _learner(mesh, dataclasses.replace(OPTIMIZER, offload=offload))
-    state, wanted = _begin(learner), _begin(learner)
+    state, expected_state = _begin(learner), _begin(learner)
     before = _bits(state)
     places = jax.tree.map(lambda x: x.sharding, state)
     for advantage in (NAN, INF, -INF, 1e30):
@@ -97,9 +97,9 @@ def test_skipped_update_leaves_the_state_bit_identical(mesh: tuple, offload: boo
         state = dataclasses.replace(state, skipped=jnp.zeros_like(state.skipped))
     for groups in (OTHERS, GROUPS):
         state, numbers = learner.update(state, groups)
-        wanted, wanted_numbers = learner.update(wanted, groups)
-        assert numbers == wanted_numbers and numbers["skipped_update"] == 0.0
-    assert _bits(state) == _bits(wanted) != before
+        expected_state, expected_numbers = learner.update(expected_state, groups)
+        assert numbers == expected_numbers and numbers["skipped_update"] == 0.0
+    assert _bits(state) == _bits(expected_state) != before
     assert int(state.step) == 3 and learner.fns.apply._cache_size() == 1
 
 
@@ -253,8 +253,8 @@ def test_jointly_bad_rows_are_found_and_the_list_is_limited() -> None:
     assert non_finite.find_rows(groups, is_small) == groups[2:4]
     siblings = TrainGroup([1], [[2], [3]], [6.0, 7.0])
     assert non_finite.find_rows([siblings], is_small) == [siblings]
-    many = [_single(INF)] * 100
-    assert len(non_finite.find_rows(many, is_small)) == MOST_ROWS
+    infinite_groups = [_single(INF)] * 100
+    assert len(non_finite.find_rows(infinite_groups, is_small)) == MOST_ROWS
 
 
 def test_bad_rows_are_written_with_all_training_fields(tmp_path) -> None:

@@ -25,25 +25,25 @@ def _written(batches: list[MicroBatch]) -> Counter:
 
     Visible tokens are those that the predicting position attends to.
     """
-    found: Counter = Counter()
+    token_counts: Counter = Counter()
     for batch in batches:
-        seen = np.asarray(visible(batch.index, batch.index, batch.last_query))
+        is_visible = np.asarray(visible(batch.index, batch.index, batch.last_query))
         for row, slot in np.argwhere(batch.weight):
             source = batch.source[row, slot]
-            context = np.flatnonzero(seen[row, source])
+            context = np.flatnonzero(is_visible[row, source])
             context = context[np.argsort(batch.index[row, context])]
             np.testing.assert_array_equal(batch.positions[row, context], np.arange(len(context)))
             numbers = (batch.advantage, batch.weight, batch.old_logprob)
-            found[
+            token_counts[
                 tuple(batch.tokens[row, context].tolist()),
                 int(batch.target[row, slot]),
                 *(float(x[row, slot]) for x in numbers),
             ] += 1
-    return found
+    return token_counts
 
 
 def _wanted(groups: list[TrainGroup]) -> Counter:
-    wanted: Counter = Counter()
+    token_counts: Counter = Counter()
     for group in packing.weigh(groups):
         for i, answer in enumerate(group.answers):
             for at, token in enumerate(answer):
@@ -51,8 +51,8 @@ def _wanted(groups: list[TrainGroup]) -> Counter:
                 old = group.old_logprobs[i][at] if group.old_logprobs else 0.0
                 assert group.weights is not None
                 numbers = (group.advantages[i], group.weights[i], old)
-                wanted[context, int(token), *(float(np.float32(x)) for x in numbers)] += 1
-    return wanted
+                token_counts[context, int(token), *(float(np.float32(x)) for x in numbers)] += 1
+    return token_counts
 
 
 def _experts(tokens) -> np.ndarray:
@@ -113,9 +113,9 @@ def test_first_fit_decreasing_is_deterministic_and_fills_rows() -> None:
     (batch,), _ = _pack(groups, [Bucket(10, 10)], 40)
     rows = [[int(t) - 50 for t in row if t >= 50] for row in batch.target]
     assert rows == [[1], [3, 0], [2, 4], [5]]
-    (again,), _ = _pack(groups, [Bucket(10, 10)], 40)
+    (second_batch,), _ = _pack(groups, [Bucket(10, 10)], 40)
     for field in dataclasses.fields(MicroBatch):
-        np.testing.assert_array_equal(getattr(batch, field.name), getattr(again, field.name))
+        np.testing.assert_array_equal(getattr(batch, field.name), getattr(second_batch, field.name))
 
 
 def test_rows_take_the_smallest_bucket_that_holds_them() -> None:
@@ -201,7 +201,7 @@ GROUPS = [
 
 
 @pytest.mark.parametrize(
-    ("aggregation", "wanted"),
+    ("aggregation", "expected_weights"),
     [
         ("token_mean", [[1 / 16, 1 / 16], [1 / 16], [1 / 16, 1 / 16]]),
         ("group_mean", [[1 / 6 / 3, 1 / 6 / 3], [1 / 3 / 3], [1 / 7 / 3, 1 / 7 / 3]]),
@@ -213,9 +213,9 @@ GROUPS = [
         ),
     ],
 )
-def test_token_weights_of_each_aggregation(aggregation: str, wanted: list) -> None:
+def test_token_weights_of_each_aggregation(aggregation: str, expected_weights: list) -> None:
     weighed = packing.weigh(GROUPS, aggregation)
-    for group, weights in zip(weighed, wanted, strict=True):
+    for group, weights in zip(weighed, expected_weights, strict=True):
         np.testing.assert_allclose(group.weights, weights, rtol=1e-12)
     shares = [
         sum(w * len(a) for w, a in zip(group.weights or [], group.answers, strict=True))
@@ -236,15 +236,15 @@ def test_sequence_sum_gives_all_tokens_the_same_weight() -> None:
 @given(count=st.integers(0, 20), parts=st.integers(1, 9))
 def test_minibatches_are_balanced_and_keep_all_groups_in_order(count: int, parts: int) -> None:
     groups = [TrainGroup([1], [[2]], [float(i)]) for i in range(count)]
-    found = packing.in_parts(groups, parts)
-    assert len(found) == min(count, parts) and all(found)
-    numbers = [[group.advantages[0] for group in part] for part in found]
+    minibatches = packing.in_parts(groups, parts)
+    assert len(minibatches) == min(count, parts) and all(minibatches)
+    numbers = [[group.advantages[0] for group in part] for part in minibatches]
     assert sorted(n for part in numbers for n in part) == list(range(count))
     assert all(part == sorted(part) for part in numbers)
-    sizes = [len(part) for part in found]
+    sizes = [len(part) for part in minibatches]
     assert not sizes or max(sizes) - min(sizes) <= 1
     if parts == 1 and count:
-        assert found == [groups]
+        assert minibatches == [groups]
 
 
 def test_minibatches_keep_the_proportions_of_roles() -> None:
@@ -283,21 +283,23 @@ def test_answer_ids_are_unique_and_logprobs_return_to_groups(
     for batch in batches:
         np.testing.assert_array_equal(batch.answer >= 0, batch.weight > 0)
         np.testing.assert_array_equal(batch.answer >= 0, batch.answer_id >= 0)
-        for row, told in zip(batch.answer, batch.answer_id, strict=True):
+        for row, answer_ids in zip(batch.answer, batch.answer_id, strict=True):
             real = row >= 0
-            pairs = set(zip(row[real].tolist(), told[real].tolist(), strict=True))
+            pairs = set(zip(row[real].tolist(), answer_ids[real].tolist(), strict=True))
             assert len(pairs) == len({a for a, _ in pairs}) == len({b for _, b in pairs})
             assert {a for a, _ in pairs} == set(range(len(pairs)))
-    found = old_logprobs.with_logprobs(groups, batches, [-np.float32(b.target) for b in batches])
-    assert len(found) == len(groups)
+    scored_groups = old_logprobs.with_logprobs(
+        groups, batches, [-np.float32(b.target) for b in batches]
+    )
+    assert len(scored_groups) == len(groups)
     nowhere = {group.ids[0] for group in refused if group.ids}
     numbers = iter(range(10_000))
-    for group, given_back in zip(groups, found, strict=True):
-        assert given_back.advantages == group.advantages and given_back.role == group.role
-        for answer, old in zip(group.answers, given_back.old_logprobs or [], strict=True):
+    for group, scored_group in zip(groups, scored_groups, strict=True):
+        assert scored_group.advantages == group.advantages and scored_group.role == group.role
+        for answer, old in zip(group.answers, scored_group.old_logprobs or [], strict=True):
             is_refused = next(numbers) in nowhere
-            wanted = np.full(len(answer), np.nan) if is_refused else -np.float32(answer)
-            np.testing.assert_array_equal(old, wanted)
+            expected_logprobs = np.full(len(answer), np.nan) if is_refused else -np.float32(answer)
+            np.testing.assert_array_equal(old, expected_logprobs)
 
 
 def test_answers_are_counted_by_role() -> None:
@@ -335,7 +337,7 @@ def test_invalid_packing_arguments_are_rejected() -> None:
     ],
 )
 def test_inconsistent_train_group_is_rejected(fields: dict, message: str) -> None:
-    whole = {"prompt": [1], "answers": [[2], [3, 4]], "advantages": [1.0, -1.0]}
-    TrainGroup(**whole)
+    valid_fields = {"prompt": [1], "answers": [[2], [3, 4]], "advantages": [1.0, -1.0]}
+    TrainGroup(**valid_fields)
     with pytest.raises(ValueError, match=message):
-        TrainGroup(**whole | fields)
+        TrainGroup(**valid_fields | fields)

@@ -38,8 +38,8 @@ def ids(count: int) -> np.ndarray:
     return RANDOM.integers(3, tiny.POLICY.vocab_size, size=count)
 
 
-def pair(prompt: int, chosen: int, rejected: int, reference: int) -> TrainGroup:
-    answers = [ids(chosen), ids(rejected)]
+def pair(prompt: int, chosen_length: int, rejected_length: int, reference: int) -> TrainGroup:
+    answers = [ids(chosen_length), ids(rejected_length)]
     return TrainGroup(ids(prompt), answers, [1.0, -1.0], reference_prompt=ids(reference))
 
 
@@ -48,8 +48,8 @@ ALIGNED = dataclasses.replace(DPO, align_weight=0.6)
 
 def aligned(group: TrainGroup, prompt: int) -> TrainGroup:
     """The group, with its chosen answer after another prompt too."""
-    other = TrainGroup(ids(prompt), group.answers[:1], [0.0], weights=[0.0])
-    return dataclasses.replace(group, aligned=other)
+    aligned_group = TrainGroup(ids(prompt), group.answers[:1], [0.0], weights=[0.0])
+    return dataclasses.replace(group, aligned=aligned_group)
 
 
 PAIRS = [pair(12, 5, 3, 4), pair(7, 2, 6, 7), pair(3, 1, 1, 2)]
@@ -83,10 +83,10 @@ def sums_of(params: transformer.Params, rows: Sequence[tuple[Any, Any]]) -> jax.
 
 def separate_loss(params: transformer.Params, reference: transformer.Params) -> jax.Array:
     """The loss of PAIRS from single rows: policy after `prompt`, reference after its own."""
-    both = [(g.prompt, a) for g in PAIRS for a in g.answers]
-    short = [(g.reference_prompt, a) for g in PAIRS for a in g.answers]
-    policy = sums_of(params, both).reshape(-1, 2)
-    ratio = policy - sums_of(reference, short).reshape(-1, 2)
+    policy_rows = [(g.prompt, a) for g in PAIRS for a in g.answers]
+    reference_rows = [(g.reference_prompt, a) for g in PAIRS for a in g.answers]
+    policy = sums_of(params, policy_rows).reshape(-1, 2)
+    ratio = policy - sums_of(reference, reference_rows).reshape(-1, 2)
     preference = -jax.nn.log_sigmoid(DPO.beta * (ratio[:, 0] - ratio[:, 1]))
     nll = -policy[:, 0] / np.array([len(g.answers[0]) for g in PAIRS])
     return jnp.mean(DPO.preference_weight * preference + DPO.nll_weight * nll)
@@ -98,19 +98,21 @@ def alignment(params: transformer.Params, reference: transformer.Params) -> jax.
     short, read = [g.prompt for g in PAIRS], [g.reference_prompt for g in PAIRS]
     rewards = []
     for of_policy, of_reference in ((long, long), (short, read)):
-        mine, others = (
+        policy_rows, reference_rows = (
             [(prompt, g.answers[0]) for prompt, g in zip(prompts, PAIRS, strict=True)]
             for prompts in (of_policy, of_reference)
         )
-        rewards.append(DPO.beta * (sums_of(params, mine) - sums_of(reference, others)))
+        rewards.append(
+            DPO.beta * (sums_of(params, policy_rows) - sums_of(reference, reference_rows))
+        )
     return jnp.mean(jnp.abs(rewards[0] - rewards[1]))
 
 
 def packed_loss(
-    params: transformer.Params, made: Learner, groups: list[TrainGroup]
+    params: transformer.Params, learner: Learner, groups: list[TrainGroup]
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    batches, *_ = made.pack(made.weigh(groups))
-    parts = [update.micro_batch_loss(made.spec, params, {}, batch, None) for batch in batches]
+    batches, *_ = learner.pack(learner.weigh(groups))
+    parts = [update.micro_batch_loss(learner.spec, params, {}, batch, None) for batch in batches]
     total = jax.tree.map(lambda *values: sum(values), *(sums for _, sums in parts))
     return jnp.stack([value for value, _ in parts]).sum(), total
 
@@ -120,17 +122,17 @@ def packed_loss(
 def test_pairs_in_packed_rows_have_the_gradient_of_separate_rows(align_weight):
     reference = jax.tree.map(jnp.asarray, tiny.weights(seed=1))
     params = jax.tree.map(jnp.asarray, tiny.weights())
-    made = learner(loss=ALIGNED) if align_weight else learner()
-    scored = made.score_reference(reference, WITH_ALIGNED if align_weight else PAIRS)
+    pair_learner = learner(loss=ALIGNED) if align_weight else learner()
+    scored = pair_learner.score_reference(reference, WITH_ALIGNED if align_weight else PAIRS)
 
     def separate(params: transformer.Params, reference: transformer.Params) -> jax.Array:
         distance = alignment(params, reference)
         return separate_loss(params, reference) + align_weight * distance
 
-    wanted, gradient = jax.jit(jax.value_and_grad(separate))(params, reference)
-    of_packed = functools.partial(packed_loss, made=made, groups=scored)
-    (found, _), packed = jax.jit(jax.value_and_grad(of_packed, has_aux=True))(params)
-    assert float(found) == pytest.approx(float(wanted), rel=1e-5)
+    expected_loss, gradient = jax.jit(jax.value_and_grad(separate))(params, reference)
+    of_packed = functools.partial(packed_loss, learner=pair_learner, groups=scored)
+    (loss, _), packed = jax.jit(jax.value_and_grad(of_packed, has_aux=True))(params)
+    assert float(loss) == pytest.approx(float(expected_loss), rel=1e-5)
     largest = max(float(jnp.abs(x).max()) for x in jax.tree.leaves(gradient))
     assert largest > 0.01
     jax.tree.map(
@@ -142,39 +144,42 @@ def test_reference_reads_its_own_prompt():
     reference = jax.tree.map(jnp.asarray, tiny.weights(seed=1))
     scored = learner().score_reference(reference, PAIRS)
     rows = [(g.reference_prompt, a) for g in PAIRS for a in g.answers]
-    found = [x.sum() for g in scored for x in g.old_logprobs or ()]
-    np.testing.assert_allclose(found, sums_of(reference, rows), rtol=1e-4)
+    logprob_sums = [x.sum() for g in scored for x in g.old_logprobs or ()]
+    np.testing.assert_allclose(logprob_sums, sums_of(reference, rows), rtol=1e-4)
     assert [g.prompt is p.prompt for g, p in zip(scored, PAIRS, strict=True)] == [True] * 3
-    own = [dataclasses.replace(g, reference_prompt=None) for g in PAIRS]
-    again = learner().score_reference(reference, own)
+    plain_pairs = [dataclasses.replace(g, reference_prompt=None) for g in PAIRS]
+    scored_plain_pairs = learner().score_reference(reference, plain_pairs)
     rows = [(g.prompt, a) for g in PAIRS for a in g.answers]
-    found = [x.sum() for g in again for x in g.old_logprobs or ()]
-    np.testing.assert_allclose(found, sums_of(reference, rows), rtol=1e-4)
+    logprob_sums = [x.sum() for g in scored_plain_pairs for x in g.old_logprobs or ()]
+    np.testing.assert_allclose(logprob_sums, sums_of(reference, rows), rtol=1e-4)
 
 
 def test_update_raises_the_margin_of_the_pairs():
-    made = learner()
-    state, reference = made.init(tiny.weights()), made.init(tiny.weights()).params
-    own = [dataclasses.replace(g, reference_prompt=None) for g in PAIRS]
-    state, first = made.update(state, own, reference)
+    pair_learner = learner()
+    state, reference = pair_learner.init(tiny.weights()), pair_learner.init(tiny.weights()).params
+    plain_pairs = [dataclasses.replace(g, reference_prompt=None) for g in PAIRS]
+    state, first = pair_learner.update(state, plain_pairs, reference)
     assert first["preference_loss"] == pytest.approx(np.log(2), rel=1e-5)  # policy = reference
     assert first["chosen_reward"] == pytest.approx(0, abs=1e-4)
-    wanted = 0.7 * first["preference_loss"] + 0.2 * first["chosen_nll"]
-    assert first["loss"] == pytest.approx(wanted, rel=1e-5)
-    _, second = made.update(state, own, reference)
+    expected_loss = 0.7 * first["preference_loss"] + 0.2 * first["chosen_nll"]
+    assert first["loss"] == pytest.approx(expected_loss, rel=1e-5)
+    _, second = pair_learner.update(state, plain_pairs, reference)
     assert second["preference_loss"] < first["preference_loss"]
     assert second["chosen_reward"] > second["rejected_reward"]
     assert second["preference_accuracy"] == pytest.approx(1.0)
     with pytest.raises(ValueError, match="reference weights must be given"):
-        made.update(state, own)
+        pair_learner.update(state, plain_pairs)
 
 
 def test_preference_loss_and_its_sums_by_hand():
     now, before = [[-1.0, -2.0], [-0.5]], [[-1.5, -2.5], [-0.25]]
-    other, since = [[-3.0], [-1.0, -1.0]], [[-2.0], [-2.0, -1.5]]
+    second_now, second_before = [[-3.0], [-1.0, -1.0]], [[-2.0], [-2.0, -1.5]]
     groups = [
         TrainGroup([1], [[2] * len(a) for a in answers], [1.0, -1.0], old_logprobs=list(old))
-        for answers, old in ((now, map(np.array, before)), (other, map(np.array, since)))
+        for answers, old in (
+            (now, map(np.array, before)),
+            (second_now, map(np.array, second_before)),
+        )
     ]
     weighed = packing.weigh(groups, "sequence_mean")
     (batch,) = packing.pack(weighed, [Bucket(16, 8)], 16)
@@ -183,20 +188,20 @@ def test_preference_loss_and_its_sums_by_hand():
     logprobs = jnp.array([[-1.0, -2.0, -0.5, -3.0, -1.0, -1.0, 0.0, 0.0]])
     value, sums = losses.batch_loss(logprobs, jnp.zeros_like(logprobs), batch, DPO)
     margins = 0.3 * np.array([1.25, -2.5])
-    wanted = np.mean(np.log1p(np.exp(-margins)))
-    assert float(sums["preference_loss"]) == pytest.approx(wanted, rel=1e-6)
+    preference_loss = np.mean(np.log1p(np.exp(-margins)))
+    assert float(sums["preference_loss"]) == pytest.approx(preference_loss, rel=1e-6)
     assert float(sums["preference_accuracy"]) == pytest.approx(0.5)
     assert float(sums["chosen_nll"]) == pytest.approx((1.5 + 3.0) / 2)
     assert float(sums["chosen_reward"]) == pytest.approx(0.3 * (1.0 - 1.0) / 2, abs=1e-6)
     assert float(sums["rejected_reward"]) == pytest.approx(0.3 * (-0.25 + 1.5) / 2)
-    assert float(value) == pytest.approx(0.7 * wanted + 0.2 * 2.25)
+    assert float(value) == pytest.approx(0.7 * preference_loss + 0.2 * 2.25)
     assert {*DPO.sums, *losses.ROLE_SUMS} == {*sums}
 
 
 def test_a_pair_is_refused_whole_and_never_split():
     fits, too_long = pair(6, 4, 4, 3), pair(6, 4, 5, 3)
-    many = pair(2, 5, 5, 2)
-    fitting, refused = packing.whole_groups([too_long, fits, many], Bucket(14, 9))
+    wide_pair = pair(2, 5, 5, 2)
+    fitting, refused = packing.whole_groups([too_long, fits, wide_pair], Bucket(14, 9))
     assert fitting == [fits]
     assert [len(g.answers) for g in refused] == [1] * 4
     split, none = packing.split_groups([too_long], Bucket(14, 9))
@@ -233,12 +238,12 @@ def test_distance_of_the_chosen_answers_rewards_by_hand():
 
 
 def test_alignment_needs_aligned_groups():
-    made = learner(loss=ALIGNED)
-    state = made.init(tiny.weights())
+    aligned_learner = learner(loss=ALIGNED)
+    state = aligned_learner.init(tiny.weights())
     with pytest.raises(
         ValueError, match=r"loss\.align_weight = 0\.6: needs groups with an aligned"
     ):
-        made.update(state, PAIRS, state.params)
+        aligned_learner.update(state, PAIRS, state.params)
 
 
 def test_reference_prompt_is_not_longer_than_the_prompt():

@@ -83,8 +83,8 @@ def logprobs(params: transformer.Params, groups: list[TrainGroup]) -> list[list[
     ]
 
 
-def fresh(made: Learner):
-    return made.init(tiny.weights(made.policy))
+def fresh(learner: Learner):
+    return learner.init(tiny.weights(learner.policy))
 
 
 def moments(state) -> Any:
@@ -92,12 +92,12 @@ def moments(state) -> Any:
     return jax.device_get(optax.tree.get(state.opt_state, "mu"))
 
 
-def assert_close(found: Any, wanted: Any, relative: float) -> None:
+def assert_close(tree: Any, expected_tree: Any, relative: float) -> None:
     def compare(path, a, b):
         error = np.abs(a - b).max() / max(np.abs(b).max(), 1e-30)
         assert error < relative, f"{jax.tree_util.keystr(path)}: {error}"
 
-    jax.tree_util.tree_map_with_path(compare, found, wanted)
+    jax.tree_util.tree_map_with_path(compare, tree, expected_tree)
 
 
 # ------------------------------------------------------------------------------ Recomputed logprobs
@@ -116,15 +116,17 @@ def assert_close(found: Any, wanted: Any, relative: float) -> None:
     ids=str,
 )
 def test_recomputed_logprobs_match_a_plain_forward_pass(layout: PackingConfig, mesh: Mesh) -> None:
-    made = learner(layout, mesh=mesh)
-    state = fresh(made)
-    found = made.recompute(state, GROUPS)
-    assert len(found) == len(GROUPS)
-    for group, after, wanted in zip(GROUPS, found, logprobs(tiny.weights(), GROUPS), strict=True):
+    tiny_learner = learner(layout, mesh=mesh)
+    state = fresh(tiny_learner)
+    recomputed_groups = tiny_learner.recompute(state, GROUPS)
+    assert len(recomputed_groups) == len(GROUPS)
+    for group, after, expected_logprobs in zip(
+        GROUPS, recomputed_groups, logprobs(tiny.weights(), GROUPS), strict=True
+    ):
         assert dataclasses.replace(after, old_logprobs=None) == dataclasses.replace(
             group, old_logprobs=None
         )
-        for old, expected in zip(after.old_logprobs or [], wanted, strict=True):
+        for old, expected in zip(after.old_logprobs or [], expected_logprobs, strict=True):
             np.testing.assert_allclose(old, expected, rtol=1e-5, atol=1e-5)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), tiny.weights())
 
@@ -132,48 +134,50 @@ def test_recomputed_logprobs_match_a_plain_forward_pass(layout: PackingConfig, m
 @pytest.mark.slow
 def test_recomputed_logprobs_include_the_adapters() -> None:
     policy = dataclasses.replace(tiny.POLICY, lora=LoraConfig(rank=4, alpha=4.0))
-    made = learner(policy=policy)
-    state = made.init(tiny.weights())
+    adapter_learner = learner(policy=policy)
+    state = adapter_learner.init(tiny.weights())
     trained = lora.split(policy, tiny.weights(policy))[0]
-    state = state.replace(params=jax.device_put(trained, made.fns.param_shardings))
-    _, whole = made.export(state.params)
-    (found,) = made.recompute(state, GROUPS[:1])
-    (wanted,) = logprobs(whole, GROUPS[:1])
-    for old, expected in zip(found.old_logprobs or [], wanted, strict=True):
+    state = state.replace(params=jax.device_put(trained, adapter_learner.fns.param_shardings))
+    _, merged_weights = adapter_learner.export(state.params)
+    (recomputed_group,) = adapter_learner.recompute(state, GROUPS[:1])
+    (expected_logprobs,) = logprobs(merged_weights, GROUPS[:1])
+    for old, expected in zip(recomputed_group.old_logprobs or [], expected_logprobs, strict=True):
         np.testing.assert_allclose(old, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow
 def test_recompute_uses_the_compute_dtype_of_the_update() -> None:
-    made = learner(loss=LossConfig(old_logprobs="rollout"), compute_dtype="bfloat16")
-    state = fresh(made)
-    _, numbers = made.update(state, made.recompute(state, GROUPS))
+    bfloat16_learner = learner(loss=LossConfig(old_logprobs="rollout"), compute_dtype="bfloat16")
+    state = fresh(bfloat16_learner)
+    _, numbers = bfloat16_learner.update(state, bfloat16_learner.recompute(state, GROUPS))
     assert numbers["sampler_difference"] < 1e-4
-    (found, *_) = made.recompute(fresh(made), GROUPS)
-    (wanted, *_) = logprobs(tiny.weights(), GROUPS)
-    pairs = zip(found.old_logprobs or [], wanted, strict=True)
+    (recomputed_group, *_) = bfloat16_learner.recompute(fresh(bfloat16_learner), GROUPS)
+    (float32_logprobs, *_) = logprobs(tiny.weights(), GROUPS)
+    pairs = zip(recomputed_group.old_logprobs or [], float32_logprobs, strict=True)
     assert max(np.abs(a - b).max() for a, b in pairs) > 1e-3  # unlike float32
 
 
 @pytest.mark.slow
 def test_oversized_answers_get_nan_logprobs_and_are_left_out() -> None:
-    made = learner()
+    tiny_learner = learner()
     long = TrainGroup([3] * 40, [[4] * 3, [4] * 20, [5]], [1.0, 1.0, -1.0])
-    state = fresh(made)
-    *others, found = made.recompute(state, [*GROUPS, long])
-    first, second, third = found.old_logprobs or []
+    state = fresh(tiny_learner)
+    *other_groups, recomputed_group = tiny_learner.recompute(state, [*GROUPS, long])
+    first, second, third = recomputed_group.old_logprobs or []
     assert np.isnan(second).all() and len(second) == 20
-    wanted = logprobs(tiny.weights(), [dataclasses.replace(long, answers=[[4] * 3, [4], [5]])])
-    np.testing.assert_allclose(first, wanted[0][0], atol=1e-5)
-    np.testing.assert_allclose(third, wanted[0][2], atol=1e-5)
-    assert all(np.isfinite(old).all() for group in others for old in group.old_logprobs or [])
-    state, numbers = made.update(state, [*GROUPS, long])
+    expected_logprobs = logprobs(
+        tiny.weights(), [dataclasses.replace(long, answers=[[4] * 3, [4], [5]])]
+    )
+    np.testing.assert_allclose(first, expected_logprobs[0][0], atol=1e-5)
+    np.testing.assert_allclose(third, expected_logprobs[0][2], atol=1e-5)
+    assert all(np.isfinite(old).all() for group in other_groups for old in group.old_logprobs or [])
+    state, numbers = tiny_learner.update(state, [*GROUPS, long])
     assert numbers["refused_answers"] == 1 and np.isfinite(numbers["loss"])
     assert numbers["skipped_update"] == 0 and int(state.step) == 1
     nothing = TrainGroup([3] * 60, [[4]], [1.0])
-    (found,) = made.recompute(state, [nothing])
-    assert np.isnan((found.old_logprobs or [])[0]).all()
-    assert made.recompute(state, []) == []
+    (recomputed_group,) = tiny_learner.recompute(state, [nothing])
+    assert np.isnan((recomputed_group.old_logprobs or [])[0]).all()
+    assert tiny_learner.recompute(state, []) == []
 
 
 @pytest.mark.slow
@@ -182,33 +186,36 @@ def test_oversized_answers_get_nan_logprobs_and_are_left_out() -> None:
 def test_single_update_with_recomputed_logprobs_is_on_policy(objective: str, ratio: str) -> None:
     fields = {"objective": objective, "ratio": ratio, "aggregation": "sequence_mean"}
     current = learner(loss=LossConfig(**fields))
-    again = learner(loss=LossConfig(old_logprobs="recompute", **fields))
-    state = fresh(again)
-    state, numbers = again.update(state, GROUPS)
-    wanted, wanted_numbers = current.update(fresh(current), GROUPS)
-    largest = max(np.abs(x).max() for x in jax.tree.leaves(moments(wanted)))
+    recomputing_learner = learner(loss=LossConfig(old_logprobs="recompute", **fields))
+    state = fresh(recomputing_learner)
+    state, numbers = recomputing_learner.update(state, GROUPS)
+    expected_state, expected_numbers = current.update(fresh(current), GROUPS)
+    largest = max(np.abs(x).max() for x in jax.tree.leaves(moments(expected_state)))
     jax.tree.map(
         # Two compiled programs sum in different orders: 1.02e-6 was seen on an Emerald Rapids.
         lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=5e-6 * largest),
         moments(state),
-        moments(wanted),
+        moments(expected_state),
     )
     for name in ("loss", "gradient_norm"):
-        assert numbers[name] == pytest.approx(wanted_numbers[name], rel=2e-6), name
+        assert numbers[name] == pytest.approx(expected_numbers[name], rel=2e-6), name
     assert numbers["clip_share"] == 0.0 and abs(numbers["approx_kl"]) < 1e-6
     assert numbers["sampler_difference"] == pytest.approx(
-        wanted_numbers["sampler_difference"], rel=1e-5
+        expected_numbers["sampler_difference"], rel=1e-5
     )
 
 
 def test_second_of_two_updates_has_ratios_to_recomputed_logprobs() -> None:
     """Compare with loss and logprobs by hand, at the weights before and after the first update."""
-    made = learner()
-    state = fresh(made)
+    tiny_learner = learner()
+    state = fresh(tiny_learner)
     first, second = packing.in_parts(GROUPS, 2)
     assert (len(first), len(second)) == (4, 3)
-    before, now = tiny.weights(), jax.device_get(made.update(fresh(made), first)[0].params)
-    _, (numbers_of_first, numbers) = made.start(state, GROUPS, minibatches=2).finish()
+    before, now = (
+        tiny.weights(),
+        jax.device_get(tiny_learner.update(fresh(tiny_learner), first)[0].params),
+    )
+    _, (numbers_of_first, numbers) = tiny_learner.start(state, GROUPS, minibatches=2).finish()
     assert numbers_of_first["clip_share"] == 0.0 and abs(numbers_of_first["approx_kl"]) < 1e-6
     losses, differences, clipped = [], [], 0
     for group, old, new in zip(
@@ -234,16 +241,19 @@ def test_logprob_program_is_compiled_once_per_bucket_at_the_start() -> None:
     layout = PackingConfig((Bucket(20, 8), Bucket(48, 32)), 96)
     for loss in (RECOMPUTED, LossConfig()):
         shared = learner(layout, loss)
-        made = Counted(shared.policy, SMOOTH, loss, layout, shared.mesh, TEMPERATURE)
-        state = fresh(made)
-        made.compile(state)
-        wanted = [(4, 20), (2, 48)] if loss is RECOMPUTED else []
-        assert made.traces == wanted
-        if wanted:
+        counted_learner = Counted(shared.policy, SMOOTH, loss, layout, shared.mesh, TEMPERATURE)
+        state = fresh(counted_learner)
+        counted_learner.compile(state)
+        expected_traces = [(4, 20), (2, 48)] if loss is RECOMPUTED else []
+        assert counted_learner.traces == expected_traces
+        if expected_traces:
             for count in (1, 7, 3):
                 groups = tiny.groups(count, seed=count)
-                state, _ = made.start(state, groups, minibatches=2).finish()
-            assert made.traces == wanted and made.fns.logprobs._cache_size() == len(wanted)
+                state, _ = counted_learner.start(state, groups, minibatches=2).finish()
+            assert (
+                counted_learner.traces == expected_traces
+                and counted_learner.fns.logprobs._cache_size() == len(expected_traces)
+            )
 
 
 # -------------------------------------------------- Variants: packing and placing change nothing
@@ -275,8 +285,8 @@ CASES = [
 
 
 def test_sequence_sum_weights_use_the_configured_constant() -> None:
-    made = learner(loss=LossConfig(**VARIANTS["CISPO, Dr. GRPO"]))
-    batches, *_ = made.pack(made.weigh(GROUPS))
+    cispo_learner = learner(loss=LossConfig(**VARIANTS["CISPO, Dr. GRPO"]))
+    batches, *_ = cispo_learner.pack(cispo_learner.weigh(GROUPS))
     weights = np.concatenate([batch.weight[batch.answer >= 0] for batch in batches])
     answers = sum(len(group.answers) for group in GROUPS)
     np.testing.assert_allclose(weights, 1 / 6 / answers, rtol=1e-6)
@@ -287,16 +297,18 @@ def off_policy() -> list[TrainGroup]:
     """Groups with old logprobs near the new ones: most answers' ratios are in bounds, some not."""
     rng = np.random.default_rng(0)
     return [
-        dataclasses.replace(group, old_logprobs=[x + 0.15 * rng.normal(size=len(x)) for x in found])
-        for group, found in zip(GROUPS, logprobs(tiny.weights(), GROUPS), strict=True)
+        dataclasses.replace(
+            group, old_logprobs=[x + 0.15 * rng.normal(size=len(x)) for x in group_logprobs]
+        )
+        for group, group_logprobs in zip(GROUPS, logprobs(tiny.weights(), GROUPS), strict=True)
     ]
 
 
 def step(name: str, layout: PackingConfig, mesh: Mesh):
     """(weights and moments, metrics) after an update."""
     fields = {"old_logprobs": "rollout", "entropy_weight": 0.1}
-    made = learner(layout, LossConfig(**fields | VARIANTS[name]), mesh)
-    state, numbers = made.update(fresh(made), off_policy())
+    variant_learner = learner(layout, LossConfig(**fields | VARIANTS[name]), mesh)
+    state, numbers = variant_learner.update(fresh(variant_learner), off_policy())
     return (jax.device_get(state.params), moments(state)), numbers
 
 
@@ -310,10 +322,13 @@ def wanted_step(name: str):
 def test_loss_variant_step_is_invariant_to_packing_and_mesh(
     name: str, layout: PackingConfig, mesh: Mesh
 ) -> None:
-    (found, numbers), (wanted, wanted_numbers) = step(name, layout, mesh), wanted_step(name)
-    assert_close(found, wanted, 1e-5)
+    (state, numbers), (expected_state, expected_numbers) = (
+        step(name, layout, mesh),
+        wanted_step(name),
+    )
+    assert_close(state, expected_state, 1e-5)
     for key in ("loss", "gradient_norm", "entropy", "clip_share", "approx_kl", "answer_tokens"):
-        assert numbers[key] == pytest.approx(wanted_numbers[key], rel=1e-4, abs=1e-6), key
+        assert numbers[key] == pytest.approx(expected_numbers[key], rel=1e-4, abs=1e-6), key
     assert numbers["refused_answers"] == 0
     if "TIS" not in name:
-        assert wanted_numbers["clip_share"] > 0
+        assert expected_numbers["clip_share"] > 0

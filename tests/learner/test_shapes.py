@@ -93,8 +93,8 @@ def test_longest_row_is_the_budget_rounded_down(budget: int, longest: int) -> No
 
 
 def test_small_step_is_one_micro_batch_of_about_its_tokens() -> None:
-    (one,) = shapes.choose(_trees([(1500, 500)] * 8), 51_200)
-    assert one.count * one.bucket.length <= 12_000 / (1 - MOST_PADDING)
+    (shape,) = shapes.choose(_trees([(1500, 500)] * 8), 51_200)
+    assert shape.count * shape.bucket.length <= 12_000 / (1 - MOST_PADDING)
     (alone,) = shapes.choose(_trees([(300, 20)]), 51_200)
     assert (alone.count, alone.bucket) == (1, Bucket(304, 40))
     assert shapes.choose([], 51_200) == []
@@ -113,15 +113,19 @@ def test_large_step_has_one_or_two_shapes() -> None:
 
 def test_shapes_depend_on_the_sizes_alone() -> None:
     sizes = _draw(3, 40, 2000)
-    chosen = [(bucket, count) for bucket, count, _ in shapes.choose(_trees(sizes), 8192)]
+    buckets_and_counts = [
+        (bucket, count) for bucket, count, _ in shapes.choose(_trees(sizes), 8192)
+    ]
     shapes.choose(_trees(_draw(4, 90, 5000)), 8192)
-    again = shapes.choose(_trees(sizes[::-1]), 8192)
-    assert chosen == [(bucket, count) for bucket, count, _ in again]
+    reversed_shapes = shapes.choose(_trees(sizes[::-1]), 8192)
+    assert buckets_and_counts == [(bucket, count) for bucket, count, _ in reversed_shapes]
 
 
 def test_answers_have_as_many_slots_as_rows_need() -> None:
-    few, many = (shapes.choose(_trees([(1000, n)] * 8), 8192)[0].bucket for n in (100, 990))
-    assert few == Bucket(8192, 1024) and many == Bucket(8192, 8192)
+    narrow_bucket, wide_bucket = (
+        shapes.choose(_trees([(1000, n)] * 8), 8192)[0].bucket for n in (100, 990)
+    )
+    assert narrow_bucket == Bucket(8192, 1024) and wide_bucket == Bucket(8192, 8192)
     # A row that is full of answers does not widen the others'.
     mixed = shapes.choose(_trees([(4000, 4000), *[(4000, 100)] * 15]), 8192)
     assert max(bucket.answers for bucket, *_ in mixed) <= 6144

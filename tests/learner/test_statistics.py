@@ -55,11 +55,11 @@ def test_flop_count_matches_a_manual_count() -> None:
     repeated = 3 * group_operations(policy, 5, [2])
     assert repeated == pytest.approx(6 * weights * 21 + 12 * 3 * 2 * 8 * 3 * 7 * 7 / 2 + head)
     experts = dataclasses.replace(policy, experts=4, experts_per_token=2)
-    more = group_operations(experts, 5, [2] * 3)
-    assert more - shared == 6 * 11 * 3 * (3 * 4 * 6 + 4 * 4)
+    expert_operations = group_operations(experts, 5, [2] * 3)
+    assert expert_operations - shared == 6 * 11 * 3 * (3 * 4 * 6 + 4 * 4)
     adapted = dataclasses.replace(policy, lora=LoraConfig(2), qkv_bias=True)
-    less = group_operations(adapted, 5, [2] * 3)
-    assert shared - less == 2 * (weights * 11 + 10 * 4 * 6)
+    adapter_operations = group_operations(adapted, 5, [2] * 3)
+    assert shared - adapter_operations == 2 * (weights * 11 + 10 * 4 * 6)
 
 
 def test_operations_of_a_tree_count_shared_tokens_once() -> None:
@@ -80,9 +80,9 @@ def test_operations_equal_the_sum_over_single_tokens():
     weights += c.layers * 3 * c.width * c.feed_forward
     keys = sum(i + 0.5 for i in range(prompt))
     keys += sum(prompt + i + 0.5 for length in answers for i in range(length))
-    wanted = 6 * weights * 11 + 6 * c.vocab_size * c.width * 6
-    wanted += 12 * c.layers * c.heads * c.head_size * keys
-    assert group_operations(policy, prompt, answers) == pytest.approx(wanted)
+    expected_operations = 6 * weights * 11 + 6 * c.vocab_size * c.width * 6
+    expected_operations += 12 * c.layers * c.heads * c.head_size * keys
+    assert group_operations(policy, prompt, answers) == pytest.approx(expected_operations)
 
 
 def test_utilization_covers_all_devices_and_is_none_if_unknown():
@@ -93,8 +93,8 @@ def test_utilization_covers_all_devices_and_is_none_if_unknown():
 
 def test_speed_divides_by_the_seconds_of_updates():
     numbers = {"trained_tokens": 300.0, "operations": 4 * 275e12}
-    found = statistics.speed([numbers], 2.0, [device("TPU v4")] * 8)
-    assert found == {"tokens_per_second/trained": (300.0, 2.0), "mfu": (0.25, 1.0)}
+    speeds = statistics.speed([numbers], 2.0, [device("TPU v4")] * 8)
+    assert speeds == {"tokens_per_second/trained": (300.0, 2.0), "mfu": (0.25, 1.0)}
     assert statistics.speed([numbers], 2.0, [device("cpu")]).keys() == {"tokens_per_second/trained"}
 
 
@@ -113,30 +113,34 @@ def learner(**layout: Any) -> Learner:
 def test_trained_tokens_include_repeated_prompts():
     groups = [TrainGroup([3] * 40, [[4] * 6, [5] * 7, [6] * 8], [1.0, -1.0, 0.0])]
     for shared in packing.SHARED_PREFIXES:
-        made = learner(shared_prefix=shared)
-        _, numbers = made.update(made.init(tiny.weights()), groups)
+        tiny_learner = learner(shared_prefix=shared)
+        _, numbers = tiny_learner.update(tiny_learner.init(tiny.weights()), groups)
         # With 40 prompt tokens a row of 48 has room for one answer: the prompt is repeated.
         assert numbers["trained_tokens"] == 3 * 40 + 21
-        wanted = sum(group_operations(tiny.POLICY, 40, [n]) for n in (6, 7, 8))
-        assert numbers["operations"] == pytest.approx(wanted)
+        expected_operations = sum(group_operations(tiny.POLICY, 40, [n]) for n in (6, 7, 8))
+        assert numbers["operations"] == pytest.approx(expected_operations)
 
 
 @pytest.mark.slow
 def test_entropy_is_reported_by_role():
     """A role's entropy is that of an update with this role alone; other roles have no metric."""
-    made = learner()
+    tiny_learner = learner()
     answers = {"questioner": [7] * 3, "responder": [9] * 5, "verifier": [11], "row": [13] * 9}
     groups = {role: TrainGroup([3, 4], [answer], [1.0], role) for role, answer in answers.items()}
 
     def numbers(*roles: str) -> dict[str, float]:
-        return made.update(made.init(tiny.weights()), [groups[role] for role in roles])[1]
+        return tiny_learner.update(
+            tiny_learner.init(tiny.weights()), [groups[role] for role in roles]
+        )[1]
 
     alone = {role: numbers(role)["entropy"] for role in groups}
     assert len(set(np.round(list(alone.values()), 4))) == 4
     every = numbers(*groups)
-    found = {name: value for name, value in every.items() if name.startswith("entropy/")}
-    told = ("questioner", "responder", "verifier")
-    assert found == pytest.approx({f"entropy/{role}": alone[role] for role in told}, rel=1e-5)
+    role_entropies = {name: value for name, value in every.items() if name.startswith("entropy/")}
+    reported_roles = ("questioner", "responder", "verifier")
+    assert role_entropies == pytest.approx(
+        {f"entropy/{role}": alone[role] for role in reported_roles}, rel=1e-5
+    )
     mean = sum(alone[role] * len(answers[role]) for role in groups) / 18
     assert every["entropy"] == pytest.approx(mean, rel=1e-5)
     assert not any(name.startswith("entropy/") for name in numbers("row"))
@@ -144,7 +148,8 @@ def test_entropy_is_reported_by_role():
 
 def test_sampler_difference_skips_answers_without_new_logprobs():
     before = [TrainGroup([1], [[2, 3], [4]], [1.0, 1.0], old_logprobs=[[-1.0, -2.0], [-3.0]])]
-    again = [np.float32([-1.5, -1.75]), np.float32([np.nan])]  # the second answer did not fit
-    after = [dataclasses.replace(before[0], old_logprobs=again)]
+    # The second answer did not fit.
+    new_logprobs = [np.float32([-1.5, -1.75]), np.float32([np.nan])]
+    after = [dataclasses.replace(before[0], old_logprobs=new_logprobs)]
     assert statistics.sampler_difference(before, after) == {"sampler_difference": 0.375}
     assert statistics.sampler_difference([], []) == {}

@@ -78,8 +78,8 @@ def test_prompts_share_nothing_below_half_of_the_shorter_one() -> None:
 
 def test_tree_that_is_too_large_is_cut_where_least_is_shared() -> None:
     prompts = [[1] * 6 + [2, 2, i] for i in range(3)] + [[1] * 6 + [3, 3, i] for i in range(3)]
-    whole = grow(prompts)
-    assert [tree.size.tokens for tree in whole] == [6 + 2 * (2 + 3 * 2)]
+    whole_trees = grow(prompts)
+    assert [tree.size.tokens for tree in whole_trees] == [6 + 2 * (2 + 3 * 2)]
     halves = grow(prompts, room=21)
     assert [tree.members for tree in halves] == [(0, 1, 2), (3, 4, 5)]
     assert [tree.shared for tree in halves] == [(0, 8, 8)] * 2
@@ -114,6 +114,8 @@ def test_tree_saves_the_shared_tokens(with_trees: bool) -> None:
 def test_packing_of_tiny_groups_is_deterministic() -> None:
     groups = [dataclasses.replace(g, prompt=np.asarray(g.prompt) % 2) for g in tiny.groups(9)]
     first, second = (pack(groups, Bucket(48, 24)) for _ in range(2))
-    for one, other in zip(first, second, strict=True):
+    for first_batch, second_batch in zip(first, second, strict=True):
         for field in dataclasses.fields(MicroBatch):
-            np.testing.assert_array_equal(getattr(one, field.name), getattr(other, field.name))
+            np.testing.assert_array_equal(
+                getattr(first_batch, field.name), getattr(second_batch, field.name)
+            )

@@ -114,8 +114,10 @@ def by_us(config: LossConfig) -> tuple[float, np.ndarray]:
     reference = jnp.concatenate(REFERENCE)[None]
 
     def value(logprobs):
-        given = reference if config.kl_weight else None
-        return losses.batch_loss(logprobs, jnp.zeros_like(logprobs), batch, config, given)[0]
+        reference_logprobs = reference if config.kl_weight else None
+        return losses.batch_loss(
+            logprobs, jnp.zeros_like(logprobs), batch, config, reference_logprobs
+        )[0]
 
     loss, gradient = jax.value_and_grad(value)(jnp.concatenate(LOGPROBS)[None])
     return float(loss), np.asarray(gradient)[0]
@@ -125,8 +127,8 @@ def by_us(config: LossConfig) -> tuple[float, np.ndarray]:
 def test_loss_and_gradient_equal_trl(name: str) -> None:
     loss, gradients = by_trl(CASES[name].trl)
     config = LossConfig(old_logprobs="rollout", dual_clip=0.0, **CASES[name].ours)
-    found, gradient = by_us(config)
-    assert found == pytest.approx(loss, rel=1e-5, abs=1e-6)
+    our_loss, gradient = by_us(config)
+    assert our_loss == pytest.approx(loss, rel=1e-5, abs=1e-6)
     np.testing.assert_allclose(gradient, np.concatenate(gradients), rtol=1e-4, atol=1e-6)
     is_clipped = gradient == 0  # no token in CISPO, nor with a KL term
     assert is_clipped.any() == (name not in ("CISPO", "KL"))
@@ -198,7 +200,7 @@ def test_preference_loss_and_gradient_equal_trl(beta: float) -> None:
     def value(logprobs):
         return losses.batch_loss(logprobs, jnp.zeros_like(logprobs), batch, config)[0]
 
-    found, gradient = jax.value_and_grad(value)(logprobs)
-    assert float(found) == pytest.approx(loss, rel=1e-5)
-    wanted = np.concatenate([gradients[i] for i in order])
-    np.testing.assert_allclose(np.asarray(gradient)[0], wanted, rtol=1e-5)
+    our_loss, gradient = jax.value_and_grad(value)(logprobs)
+    assert float(our_loss) == pytest.approx(loss, rel=1e-5)
+    expected_gradient = np.concatenate([gradients[i] for i in order])
+    np.testing.assert_allclose(np.asarray(gradient)[0], expected_gradient, rtol=1e-5)

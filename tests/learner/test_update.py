@@ -86,19 +86,19 @@ def _moments(state: TrainState):
     return optax.tree.get(state.opt_state, "mu")
 
 
-def _assert_close(found, wanted, relative: float = RELATIVE) -> None:
+def _assert_close(tree, expected_tree, relative: float = RELATIVE) -> None:
     def compare(path, a, b):
         error = np.abs(a - b).max() / np.abs(b).max()
         assert error < relative, f"{jax.tree_util.keystr(path)}: {error}"
 
-    jax.tree_util.tree_map_with_path(compare, found, wanted)
+    jax.tree_util.tree_map_with_path(compare, tree, expected_tree)
 
 
-def _assert_same_step(found, wanted, relative: float = RELATIVE) -> None:
-    _assert_close(found[0].params, wanted[0].params, relative)
-    _assert_close(_moments(found[0]), _moments(wanted[0]), relative)
+def _assert_same_step(step, expected_step, relative: float = RELATIVE) -> None:
+    _assert_close(step[0].params, expected_step[0].params, relative)
+    _assert_close(_moments(step[0]), _moments(expected_step[0]), relative)
     for name in ("loss", "gradient_norm", "entropy", "mean_logprob", "answer_tokens"):
-        assert found[1][name] == pytest.approx(wanted[1][name], rel=relative, abs=1e-6), name
+        assert step[1][name] == pytest.approx(expected_step[1][name], rel=relative, abs=1e-6), name
 
 
 GROUPS = tiny.groups(7, seed=1)
@@ -121,8 +121,8 @@ def _rows(groups: list[TrainGroup]) -> tuple[np.ndarray, np.ndarray]:
 def _logprobs(params: transformer.Params, tokens: jax.Array) -> jax.Array:
     """Logprob [rows, 18] of each token given those before it in its row; 0 for the first."""
     logits = transformer.logits(tiny.POLICY, params, tokens)[:, :-1] / TEMPERATURE
-    chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], axis=-1)
-    return jnp.pad(chosen[..., 0], ((0, 0), (1, 0)))
+    token_logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], axis=-1)
+    return jnp.pad(token_logprobs[..., 0], ((0, 0), (1, 0)))
 
 
 @jax.jit
@@ -174,15 +174,17 @@ def test_loss_and_gradient_by_hand() -> None:
     ids=["separate rows", "two buckets", "one wide row", "split groups", "chosen shapes"],
 )
 def test_step_is_invariant_to_packing(packing_config: PackingConfig) -> None:
-    found = _step(_learner(packing_config), GROUPS)
-    assert found[1]["refused_answers"] == 0
-    _assert_same_step(found, _wanted())
+    step = _step(_learner(packing_config), GROUPS)
+    assert step[1]["refused_answers"] == 0
+    _assert_same_step(step, _wanted())
 
 
 def test_shared_prefixes_save_tokens() -> None:
     group = TrainGroup([3] * 20, [[5, 6]] * 4, [1.0, -1.0, 0.5, 0.0])
     separate = _learner(PackingConfig(BUCKETS[1:], 192, shared_prefix="none"))
-    shared, separate = (made.pack(made.weigh([group]))[0] for made in (_learner(), separate))
+    shared, separate = (
+        learner.pack(learner.weigh([group]))[0] for learner in (_learner(), separate)
+    )
     count = [sum(int((b.last_query >= 0).sum()) for b in batches) for batches in (shared, separate)]
     assert count == [20 + 8, 4 * 22]
 
@@ -212,10 +214,10 @@ def test_metrics_are_means_for_any_sum_of_weights() -> None:
     """With role_mean (Eq. 10) the weights of each role add up to 1."""
     groups = [dataclasses.replace(group, role="responder") for group in tiny.groups(4)]
     twice = [*groups, *(dataclasses.replace(group, role="verifier") for group in groups)]
-    _, wanted = _step(_learner(), groups)
-    _, found = _step(_learner(loss=LossConfig(aggregation="role_mean")), twice)
+    _, expected_numbers = _step(_learner(), groups)
+    _, numbers = _step(_learner(loss=LossConfig(aggregation="role_mean")), twice)
     for name in ("mean_logprob", "entropy", "clip_share", "approx_kl"):
-        assert found[name] == pytest.approx(wanted[name], rel=1e-5, abs=1e-7), name
+        assert numbers[name] == pytest.approx(expected_numbers[name], rel=1e-5, abs=1e-7), name
 
 
 @pytest.mark.slow
@@ -332,8 +334,8 @@ def test_kl_to_a_reference_and_entropy_bonus_enter_the_loss() -> None:
     assert numbers["kl"] == pytest.approx(kl, rel=1e-4)
     _, plain = _step(_learner(), SMALL)
     assert numbers["entropy"] == pytest.approx(plain["entropy"], rel=1e-5)
-    wanted = plain["loss"] + 0.3 * kl - 0.1 * plain["entropy"]
-    assert numbers["loss"] == pytest.approx(wanted, rel=1e-4)
+    expected_loss = plain["loss"] + 0.3 * kl - 0.1 * plain["entropy"]
+    assert numbers["loss"] == pytest.approx(expected_loss, rel=1e-4)
     # Both terms have a gradient; only entropy has one if the reference is the policy itself.
     _, same = _step(learner, SMALL, tiny.weights())
     assert same["kl"] == pytest.approx(0.0, abs=1e-6)
@@ -343,7 +345,9 @@ def test_kl_to_a_reference_and_entropy_bonus_enter_the_loss() -> None:
 
 def test_groups_without_the_samplers_cutoffs_are_rejected() -> None:
     learner = _learner(loss=LossConfig(support="sampled"))
-    with pytest.raises(ValueError, match=r"loss\.support = 'sampled': needs old_logprobs, kept"):
+    with pytest.raises(
+        ValueError, match=r"loss\.support = 'sampled': needs old_logprobs, kept_log_masses"
+    ):
         learner.update(learner.init(tiny.weights()), SMALL)
 
 
@@ -372,8 +376,10 @@ def test_rollout_logprobs_give_the_importance_ratio() -> None:
 
     _, numbers = _step(learner, with_old(current - shift))
     ratios, advantages = np.exp(shift), np.array([0.5, 0.5, -1.5])
-    wanted = np.mean(np.maximum(-advantages * ratios, -advantages * np.clip(ratios, 0.8, 1.2)))
-    assert numbers["loss"] == pytest.approx(wanted, rel=1e-4)
+    expected_loss = np.mean(
+        np.maximum(-advantages * ratios, -advantages * np.clip(ratios, 0.8, 1.2))
+    )
+    assert numbers["loss"] == pytest.approx(expected_loss, rel=1e-4)
     assert numbers["sampler_difference"] == pytest.approx(np.abs(shift).mean(), rel=1e-3)
     assert numbers["approx_kl"] == pytest.approx(-shift.mean(), rel=1e-3)
     _assert_same_step(_step(learner, with_old(current)), _step(_learner(), SMALL), 1e-4)
@@ -414,15 +420,15 @@ def test_update_interleaved_with_other_work_is_bit_identical() -> None:
     for _ in range(3):
         update.advance()
         transformer.logits(tiny.POLICY, tiny.weights(), jnp.ones((1, 4), jnp.int32))
-    found, (numbers,) = update.finish()
-    wanted, wanted_numbers = _step(learner, GROUPS)
-    assert numbers == wanted_numbers and numbers["micro_batches"] > 3
-    jax.tree.map(np.testing.assert_array_equal, found.params, wanted.params)
-    more_than_there_are = learner.start(learner.init(tiny.weights()), GROUPS)
+    state, (numbers,) = update.finish()
+    expected_state, expected_numbers = _step(learner, GROUPS)
+    assert numbers == expected_numbers and numbers["micro_batches"] > 3
+    jax.tree.map(np.testing.assert_array_equal, state.params, expected_state.params)
+    second_update = learner.start(learner.init(tiny.weights()), GROUPS)
     for _ in range(int(numbers["micro_batches"]) + 2):
-        more_than_there_are.advance()
-    found, _ = more_than_there_are.finish()
-    jax.tree.map(np.testing.assert_array_equal, found.params, wanted.params)
+        second_update.advance()
+    state, _ = second_update.finish()
+    jax.tree.map(np.testing.assert_array_equal, state.params, expected_state.params)
 
 
 # ---------------------------------------------------------------------------- Compilation and state
@@ -436,15 +442,15 @@ def test_update_is_traced_and_compiled_once_per_bucket(mesh: tuple) -> None:
         shared.policy, SMOOTH, ON_POLICY, PackingConfig(BUCKETS, 192), shared.mesh, TEMPERATURE
     )
     rows = [row_count(b, 192, meshes.row_shards(shared.mesh)) for b in BUCKETS]
-    wanted = [f"accumulate ({n}, {b.length})" for n, b in zip(rows, BUCKETS, strict=True)]
+    expected_traces = [f"accumulate ({n}, {b.length})" for n, b in zip(rows, BUCKETS, strict=True)]
     state = learner.init(tiny.weights())
     learner.compile(state)
-    assert learner.traces == wanted
+    assert learner.traces == expected_traces
     programs = learner.fns.accumulate._cache_size()
     for count in (1, 7, 3, 12):
         state, numbers = learner.update(state, tiny.groups(count, seed=count))
         assert numbers["skipped_update"] == 0.0
-    assert learner.traces == [*wanted, "apply"]
+    assert learner.traces == [*expected_traces, "apply"]
     assert learner.fns.accumulate._cache_size() == programs == len(BUCKETS)
     assert learner.fns.apply._cache_size() == 1
 
@@ -501,18 +507,18 @@ def test_state_matches_the_abstract_state_for_checkpoints() -> None:
 
 def test_host_weights_given_to_init_survive_an_update() -> None:
     learner = _learner()
-    given = jax.tree.map(np.copy, tiny.weights())
-    learner.update(learner.init(given), SMALL)
-    jax.tree.map(np.testing.assert_array_equal, given, tiny.weights())
+    weights = jax.tree.map(np.copy, tiny.weights())
+    learner.update(learner.init(weights), SMALL)
+    jax.tree.map(np.testing.assert_array_equal, weights, tiny.weights())
 
 
 def test_device_weights_given_to_init_are_donated() -> None:
     """Two copies of a large policy would not fit."""
     learner = _learner()
-    given = jax.device_put(tiny.weights(), learner.fns.param_shardings)
-    state = learner.init(given)
+    weights = jax.device_put(tiny.weights(), learner.fns.param_shardings)
+    state = learner.init(weights)
     jax.tree.map(np.testing.assert_array_equal, state.params, tiny.weights())
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(given))
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(weights))
 
 
 def test_updates_move_logprobs_in_the_direction_of_advantages() -> None:
@@ -533,19 +539,19 @@ def test_updates_move_logprobs_in_the_direction_of_advantages() -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "wanted"),
+    ("schedule", "expected_rates"),
     [
         ("constant", {0: 0.0, 2: 0.5, 4: 1.0, 8: 1.0, 100: 1.0}),
         ("linear", {0: 0.0, 2: 0.5, 4: 1.0, 8: 0.6, 12: 0.2, 100: 0.2}),
         ("cosine", {0: 0.0, 2: 0.5, 4: 1.0, 8: 0.6, 12: 0.2, 100: 0.2, 6: 0.2 + 0.4 * 1.70711}),
     ],
 )
-def test_learning_rate_schedules(schedule: str, wanted: dict[int, float]) -> None:
+def test_learning_rate_schedules(schedule: str, expected_rates: dict[int, float]) -> None:
     config = OptimizerConfig(
         learning_rate=2.0, schedule=schedule, warmup_steps=4, total_steps=12, final_fraction=0.2
     )
-    found = {step: float(config.rate()(step)) / 2.0 for step in wanted}
-    assert found == pytest.approx(wanted, abs=1e-5)
+    rates = {step: float(config.rate()(step)) / 2.0 for step in expected_rates}
+    assert rates == pytest.approx(expected_rates, abs=1e-5)
 
 
 def test_first_step_has_the_full_rate_without_warmup() -> None:

@@ -129,13 +129,13 @@ def by_hand(config: LossConfig, moved: np.ndarray) -> dict[str, float]:
 
 def slope(config: LossConfig) -> np.ndarray:
     """The gradient [2, 12] of by_hand by central differences."""
-    at, found = given()[1]["logprobs"].astype(float), np.zeros(ANSWER.shape)
+    at, gradient = given()[1]["logprobs"].astype(float), np.zeros(ANSWER.shape)
     for place in np.ndindex(*ANSWER.shape):
         step = np.zeros(ANSWER.shape)
         step[place] = 1e-6
         up, down = (by_hand(config, at + sign * step)["loss"] for sign in (1, -1))
-        found[place] = (up - down) / 2e-6
-    return found
+        gradient[place] = (up - down) / 2e-6
+    return gradient
 
 
 def found(config: LossConfig):
@@ -169,16 +169,16 @@ def test_loss_sums_and_gradient_match_plain_loops(
         entropy_weight=0.1,
     )
     (value, sums), gradient = found(config)
-    wanted = by_hand(config, given()[1]["logprobs"].astype(float))
-    assert float(value) == pytest.approx(wanted["loss"], rel=1e-5)
-    for name, number in wanted.items():
+    expected_sums = by_hand(config, given()[1]["logprobs"].astype(float))
+    assert float(value) == pytest.approx(expected_sums["loss"], rel=1e-5)
+    for name, number in expected_sums.items():
         assert float(sums[name]) == pytest.approx(number, rel=1e-5, abs=1e-6), name
     np.testing.assert_allclose(gradient, slope(config), rtol=1e-4, atol=1e-6)
     assert set(sums) == {*config.sums, *losses.ROLE_SUMS}
     if correction in ("rollout", "recompute"):  # some ratios are clipped, some are not
-        assert 0 < wanted["clip_share"] < 0.9 * float(sums["weight"])
+        assert 0 < expected_sums["clip_share"] < 0.9 * float(sums["weight"])
         is_live = bool(dual_clip) and objective == "clip" and ratio != "sequence_mean"
-        assert bool(wanted["dual_clip_share"]) == is_live
+        assert bool(expected_sums["dual_clip_share"]) == is_live
 
 
 def _gradient(**fields: Any) -> np.ndarray:
@@ -214,8 +214,8 @@ def test_eapo_equation_1_and_its_gradient() -> None:
     # Each token of an answer has the whole answer's gradient. The second and the third answer are
     # clipped, so their gradient is 0.
     moving = [0.0 if (a > 0 and r > 1.28) or (a < 0 and r < 0.8) else -r * a / 4 for r, a in pairs]
-    wanted = [g for g, log in zip(moving, logs, strict=True) for _ in log]
-    np.testing.assert_allclose(jax.grad(value)(flat)[0], wanted, rtol=1e-5)
+    expected_gradient = [g for g, log in zip(moving, logs, strict=True) for _ in log]
+    np.testing.assert_allclose(jax.grad(value)(flat)[0], expected_gradient, rtol=1e-5)
     assert moving.count(0.0) == 2
 
 
@@ -228,8 +228,8 @@ def test_gspo_gradient_by_hand() -> None:
         if mine.any():
             s = np.exp(np.mean((numbers["logprobs"] - batch.old_logprob)[row, mine]))
             share = batch.weight[row, mine].sum()  # of the answer in the loss; 1 / G in the paper
-            wanted = -share * s * batch.advantage[row, mine] / mine.sum()
-            np.testing.assert_allclose(gradient[row, mine], wanted, rtol=1e-5)
+            expected_gradient = -share * s * batch.advantage[row, mine] / mine.sum()
+            np.testing.assert_allclose(gradient[row, mine], expected_gradient, rtol=1e-5)
     assert not gradient[batch.answer < 0].any()
 
 
@@ -237,8 +237,8 @@ def test_cispo_clipping_keeps_the_gradient_of_every_token() -> None:
     batch, numbers = given()
     gradient = _gradient(objective="cispo", old_logprobs="rollout", clip_low=1.0, clip_high=0.28)
     ratios = np.exp(numbers["logprobs"] - batch.old_logprob)
-    wanted = -batch.weight * np.minimum(ratios, 1.28) * batch.advantage
-    np.testing.assert_allclose(gradient, wanted, rtol=1e-5)
+    expected_gradient = -batch.weight * np.minimum(ratios, 1.28) * batch.advantage
+    np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-5)
     assert gradient[batch.answer >= 0].all()
     assert not _gradient(old_logprobs="rollout")[batch.answer >= 0].all()
 
@@ -326,19 +326,23 @@ def test_means_and_gradients_of_kl_estimates() -> None:
     assert float(means["k3"]) == pytest.approx(float(kl), rel=1e-5)
     assert float(means["k2"]) != pytest.approx(float(kl), rel=1e-2)
     right = jax.grad(_divergence)(logits, reference)
-    other = jax.grad(_divergence, 1)(reference, logits)
+    swapped_gradient = jax.grad(_divergence, 1)(reference, logits)
     near = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
     near(_mean_gradient("k1", logits, reference), jnp.zeros(4))
     near(_mean_gradient("k2", logits, reference), right)
-    near(_mean_gradient("k3", logits, reference), other)
-    assert np.abs(right - other).max() > 0.01
+    near(_mean_gradient("k3", logits, reference), swapped_gradient)
+    assert np.abs(right - swapped_gradient).max() > 0.01
 
 
 @pytest.mark.slow
 def test_k3_estimate_is_clamped() -> None:
     far, near = jnp.array([0.0, -100.0]), jnp.array([-100.0, 0.0])
-    for estimator, wanted in {"k1": [100, -100], "k2": [5000, 5000], "k3": [10, 10]}.items():
-        np.testing.assert_allclose(losses.kl_estimate(far, near, estimator), wanted)
+    for estimator, expected_estimates in {
+        "k1": [100, -100],
+        "k2": [5000, 5000],
+        "k3": [10, 10],
+    }.items():
+        np.testing.assert_allclose(losses.kl_estimate(far, near, estimator), expected_estimates)
     gradient = jax.grad(lambda x: jnp.sum(losses.kl_estimate(x, near)))(far)
     np.testing.assert_array_equal(gradient, [0.0, 0.0])
 
@@ -349,10 +353,10 @@ def test_k3_estimate_is_clamped() -> None:
 @pytest.mark.slow
 def test_sum_by_answer_adds_the_tokens_of_each_answer() -> None:
     values = np.arange(24, dtype=np.float32).reshape(2, 12)
-    wanted = np.zeros_like(values)
+    expected_sums = np.zeros_like(values)
     for row, slot in np.argwhere(ANSWER >= 0):
-        wanted[row, slot] = values[row][ANSWER[row] == ANSWER[row, slot]].sum()
-    np.testing.assert_array_equal(packing.sum_by_answer(values, ANSWER), wanted)
+        expected_sums[row, slot] = values[row][ANSWER[row] == ANSWER[row, slot]].sum()
+    np.testing.assert_array_equal(packing.sum_by_answer(values, ANSWER), expected_sums)
     # The number of answers equals that of slots.
     full = np.arange(12)[None]
     np.testing.assert_array_equal(packing.sum_by_answer(values[:1], full), values[:1])

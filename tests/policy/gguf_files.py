@@ -77,8 +77,8 @@ def model_tensors(model: Any, kind: Quantization = Quantization.F32) -> dict[str
             halves = array.reshape(heads[last], 2, -1, array.shape[-1])
             array = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(array.shape)
         if module.startswith("model.layers."):
-            _, _, layer, rest = module.split(".", 3)
-            module = f"blk.{layer}.{_BLOCK[rest]}"
+            _, _, layer, layer_module = module.split(".", 3)
+            module = f"blk.{layer}.{_BLOCK[layer_module]}"
         else:
             module = _TOP[module]
         tensors[f"{module}.{suffix}"] = (array, kind) if array.ndim > 1 else array

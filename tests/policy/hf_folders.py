@@ -23,8 +23,8 @@ WORDS = ("<think>", "</think>")
 
 
 def added(token_id: int, text: str, special: bool = True, **flags) -> dict:
-    none = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    return {"id": token_id, "content": text, "special": special} | none | flags
+    no_flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": token_id, "content": text, "special": special} | no_flags | flags
 
 
 def byte_level(markers=MARKERS, words=WORDS, merges=(("a", "b"), ("Ċ", "Ċ"), ("r", "Ċ"))) -> dict:
@@ -138,10 +138,12 @@ CONFIG = {
 }
 
 
-def write(folder: Path, tokenizer: dict, tokenizer_config: dict | None = CONFIG, **others) -> Path:
-    """A folder with these files; others by the names of their files without .json."""
+def write(
+    folder: Path, tokenizer: dict, tokenizer_config: dict | None = CONFIG, **other_files
+) -> Path:
+    """A folder with these files; other_files by their names without .json."""
     folder.mkdir(exist_ok=True, parents=True)
-    files = {"tokenizer": tokenizer, "tokenizer_config": tokenizer_config, **others}
+    files = {"tokenizer": tokenizer, "tokenizer_config": tokenizer_config, **other_files}
     for name, value in files.items():
         if value is not None:
             (folder / f"{name}.json").write_text(json.dumps(value))
@@ -155,14 +157,14 @@ def ids_of(tokenizer: Tokenizer, *texts: str) -> list[int]:
 
 def same_as_transformers(folder: Path, messages, thinking: bool | None = None) -> list[int]:
     """Assert that ids equal those of apply_chat_template, and return them."""
-    found = load(folder, thinking).chat(messages)
+    ids = load(folder, thinking).chat(messages)
     chat = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
     option = {} if thinking is None else {"enable_thinking": thinking}
     expected = theirs(folder).apply_chat_template(
         chat, add_generation_prompt=True, return_dict=False, **option
     )
-    assert found == expected
-    return found
+    assert ids == expected
+    return ids
 
 
 load = functools.cache(tokenizers.load)

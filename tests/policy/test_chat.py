@@ -42,11 +42,13 @@ def test_content_cannot_complete_a_token_of_the_template(text: str) -> None:
         "{{ content }}end|>",
     ):
         frame = source.replace("{{ content }}", "\0").partition("\0")
-        own = parts(source.replace("{{ content }}", "\0"), "")
-        got = parts("{% set content = messages[0].content %}" + source, text)
-        assert [i for i in got if isinstance(i, int)] == [i for i in own if isinstance(i, int)]
+        frame_parts = parts(source.replace("{{ content }}", "\0"), "")
+        chat_parts = parts("{% set content = messages[0].content %}" + source, text)
+        assert [i for i in chat_parts if isinstance(i, int)] == [
+            i for i in frame_parts if isinstance(i, int)
+        ]
         texts = {token.id: token.text for token in TOKENS}
-        assert "".join(texts.get(p, p) for p in got) == frame[0] + text + frame[2]
+        assert "".join(texts.get(p, p) for p in chat_parts) == frame[0] + text + frame[2]
 
 
 @pytest.mark.parametrize(
@@ -139,11 +141,11 @@ def test_template_that_fails_on_messages_is_reported(source: str, words: str) ->
 @given(st.text(string.punctuation + "messages content if for end" + string.digits, max_size=40))
 def test_arbitrary_template_works_or_is_rejected(source: str) -> None:
     try:
-        found = parts(source, "a")
+        chat_parts = parts(source, "a")
     except ValueError as error:
         assert "here: " in str(error)
     else:
-        assert "" not in found
+        assert "" not in chat_parts
 
 
 def test_token_with_escape_characters_is_rejected() -> None:

@@ -62,8 +62,8 @@ def texts(count: int, longest: int = 40) -> list[str]:
     return [" ".join(rng.choice(WORDS, size)) for size in lengths]
 
 
-def vectors(embedder: Embedder, some: list[str]) -> np.ndarray:
-    return embedder.embed([embedder.encode(text)[0] for text in some])
+def vectors(embedder: Embedder, passages: list[str]) -> np.ndarray:
+    return embedder.embed([embedder.encode(text)[0] for text in passages])
 
 
 @pytest.mark.slow
@@ -81,30 +81,30 @@ def test_embeddings_equal_transformers(bare: bool, tmp_path) -> None:
     (model.model if bare else model).save_pretrained(tmp_path)
     hf_folders.write(tmp_path, tokenizer())
     embedder = make(tmp_path, max_tokens=200)
-    some = [*texts(6, longest=30), " ".join(WORDS * 20), ""]
-    encoded = [embedder.encode(text) for text in some]
+    passages = [*texts(6, longest=30), " ".join(WORDS * 20), ""]
+    encoded = [embedder.encode(text) for text in passages]
     assert [cut for _, cut in encoded] == [False] * 6 + [True, False]
-    found = embedder.embed([ids for ids, _ in encoded])
-    for text, (ids, _), vector in zip(some, encoded, found, strict=True):
-        theirs = hf_folders.theirs(tmp_path)(text, truncation=True, max_length=200).input_ids
-        assert ids == theirs
+    embeddings = embedder.embed([ids for ids, _ in encoded])
+    for text, (ids, _), vector in zip(passages, encoded, embeddings, strict=True):
+        expected_ids = hf_folders.theirs(tmp_path)(text, truncation=True, max_length=200).input_ids
+        assert ids == expected_ids
         with torch.no_grad():
             last = model.model(torch.tensor([ids])).last_hidden_state[0, -1]
-        wanted = torch.nn.functional.normalize(last, dim=0).numpy()
-        np.testing.assert_allclose(vector, wanted, atol=1e-5)
-    assert np.abs(found[0] - found[1]).max() > 0.05
+        expected_embedding = torch.nn.functional.normalize(last, dim=0).numpy()
+        np.testing.assert_allclose(vector, expected_embedding, atol=1e-5)
+    assert np.abs(embeddings[0] - embeddings[1]).max() > 0.05
 
 
 @pytest.mark.slow
 def test_embedding_does_not_depend_on_the_other_texts(folder) -> None:
-    embedder, some = make(folder), texts(20)
-    together = vectors(embedder, some)
-    assert together.dtype == np.float32 and together.shape == (20, embedder.width)
-    np.testing.assert_allclose(np.linalg.norm(together, axis=1), 1, atol=1e-6)
-    alone = np.concatenate([vectors(embedder, [text]) for text in some])
-    np.testing.assert_allclose(together, alone, atol=1e-6)
-    backwards = vectors(embedder, some[::-1] + texts(3, longest=9))[19::-1]
-    np.testing.assert_allclose(together, backwards, atol=1e-6)
+    embedder, passages = make(folder), texts(20)
+    embeddings = vectors(embedder, passages)
+    assert embeddings.dtype == np.float32 and embeddings.shape == (20, embedder.width)
+    np.testing.assert_allclose(np.linalg.norm(embeddings, axis=1), 1, atol=1e-6)
+    single_embeddings = np.concatenate([vectors(embedder, [text]) for text in passages])
+    np.testing.assert_allclose(embeddings, single_embeddings, atol=1e-6)
+    backward_embeddings = vectors(embedder, passages[::-1] + texts(3, longest=9))[19::-1]
+    np.testing.assert_allclose(embeddings, backward_embeddings, atol=1e-6)
 
 
 @pytest.mark.slow
@@ -112,9 +112,11 @@ def test_embedding_does_not_depend_on_the_other_texts(folder) -> None:
     "mesh", [{"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 4, "context": 2}], ids=str
 )
 def test_embeddings_on_eight_devices_equal_one_device(folder, mesh: dict) -> None:
-    some = texts(11)
-    wanted = vectors(make(folder), some)
-    np.testing.assert_allclose(vectors(make(folder, mesh), some), wanted, atol=1e-5)
+    passages = texts(11)
+    expected_embeddings = vectors(make(folder), passages)
+    np.testing.assert_allclose(
+        vectors(make(folder, mesh), passages), expected_embeddings, atol=1e-5
+    )
 
 
 @pytest.mark.slow
@@ -171,11 +173,11 @@ def test_tokens_around_a_text_come_from_the_tokenizer(folder, tmp_path) -> None:
 
 @pytest.mark.slow
 def test_bfloat16_embeddings_are_near_float32(folder) -> None:
-    some = texts(5)
-    found = vectors(make(folder, dtype="bfloat16"), some)
-    assert found.dtype == np.float32
-    np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1, atol=1e-6)
-    cosines = (found * vectors(make(folder), some)).sum(1)
+    passages = texts(5)
+    embeddings = vectors(make(folder, dtype="bfloat16"), passages)
+    assert embeddings.dtype == np.float32
+    np.testing.assert_allclose(np.linalg.norm(embeddings, axis=1), 1, atol=1e-6)
+    cosines = (embeddings * vectors(make(folder), passages)).sum(1)
     assert cosines.min() > 0.995 and cosines.max() < 1 - 1e-6
 
 

@@ -52,23 +52,23 @@ def _place(mesh, table):
 
 def _check(shape: dict[str, int], inputs) -> None:
     table, tokens, weights = inputs
-    wanted = jax.grad(_total(_take))(*inputs)
+    expected_gradient = jax.grad(_total(_take))(*inputs)
     mesh = meshes.make_mesh(shape)
     with jax.set_mesh(mesh):
         placed = _place(mesh, table)
-        found = jax.jit(embedding.lookup)(placed, tokens)
+        embeddings = jax.jit(embedding.lookup)(placed, tokens)
         gradient = jax.jit(jax.grad(_total(embedding.lookup)))(placed, tokens, weights)
-    np.testing.assert_array_equal(found, _take(table, tokens))
-    assert np.abs(gradient - wanted).max() <= 1e-6 * np.abs(wanted).max()
+    np.testing.assert_array_equal(embeddings, _take(table, tokens))
+    assert np.abs(gradient - expected_gradient).max() <= 1e-6 * np.abs(expected_gradient).max()
 
 
 @pytest.mark.slow
 def test_lookup_on_one_device_equals_take() -> None:
     inputs = _inputs()
     np.testing.assert_array_equal(embedding.lookup(*inputs[:2]), _take(*inputs[:2]))
-    found = jax.grad(_total(embedding.lookup))(*inputs)
-    wanted = jax.grad(_total(_take))(*inputs)
-    assert np.abs(found - wanted).max() <= 1e-6 * np.abs(wanted).max()
+    gradient = jax.grad(_total(embedding.lookup))(*inputs)
+    expected_gradient = jax.grad(_total(_take))(*inputs)
+    assert np.abs(gradient - expected_gradient).max() <= 1e-6 * np.abs(expected_gradient).max()
 
 
 @pytest.mark.slow
@@ -102,16 +102,18 @@ REPEATS = 4096
 def test_gradient_of_a_frequent_token_is_summed_in_float32(shape: dict[str, int]) -> None:
     """It is within a rounding of the float64 sum of 4,096 gradients; that of jnp.take is not."""
     rng = np.random.default_rng(0)
-    given = jnp.asarray(1 + rng.uniform(size=(ROWS, REPEATS // ROWS, WIDTH)), jnp.bfloat16)
-    tokens = jnp.full(given.shape[:2], 7, jnp.int32)
+    out_gradients = jnp.asarray(1 + rng.uniform(size=(ROWS, REPEATS // ROWS, WIDTH)), jnp.bfloat16)
+    tokens = jnp.full(out_gradients.shape[:2], 7, jnp.int32)
     table = jnp.zeros((VOCAB, WIDTH), jnp.bfloat16)
-    wanted = np.asarray(given, np.float64).sum(axis=(0, 1))
+    expected_sum = np.asarray(out_gradients, np.float64).sum(axis=(0, 1))
 
     def error(find) -> float:
-        total = jax.jit(jax.grad(lambda table: jnp.sum((find(table, tokens) * given), dtype="f4")))
-        found = total(table)
-        assert found.dtype == jnp.bfloat16
-        return np.abs(np.asarray(found[7], np.float64) / wanted - 1).max()
+        total = jax.jit(
+            jax.grad(lambda table: jnp.sum((find(table, tokens) * out_gradients), dtype="f4"))
+        )
+        table_gradient = total(table)
+        assert table_gradient.dtype == jnp.bfloat16
+        return np.abs(np.asarray(table_gradient[7], np.float64) / expected_sum - 1).max()
 
     with jax.set_mesh(meshes.make_mesh(shape or {"fsdp": 1}, None if shape else jax.devices()[:1])):
         assert error(embedding.lookup) <= 2**-8
@@ -121,18 +123,18 @@ def test_gradient_of_a_frequent_token_is_summed_in_float32(shape: dict[str, int]
 def _programs(shape: dict[str, int], time: int):
     """Forward, and backward alone, for a mesh and a table [512, 64]: lowered, with shardings."""
     mesh = meshes.make_mesh(shape)
-    table, tokens, given = _inputs(512, 64, time)
+    table, tokens, out_gradient = _inputs(512, 64, time)
 
-    def backward(table, tokens, given):
-        return jax.vjp(lambda table: embedding.lookup(table, tokens), table)[1](given)[0]
+    def backward(table, tokens, out_gradient):
+        return jax.vjp(lambda table: embedding.lookup(table, tokens), table)[1](out_gradient)[0]
 
     by_time = meshes.by_rows_and_time(mesh)
     with jax.set_mesh(mesh):
         table = _place(mesh, table)
-        tokens, given = jax.device_put((tokens, given), by_time)
+        tokens, out_gradient = jax.device_put((tokens, out_gradient), by_time)
         forward = jax.jit(embedding.lookup, out_shardings=by_time)
         back = jax.jit(backward, out_shardings=table.sharding)
-        return forward.lower(table, tokens), back.lower(table, tokens, given)
+        return forward.lower(table, tokens), back.lower(table, tokens, out_gradient)
 
 
 @pytest.mark.slow
@@ -142,7 +144,9 @@ def test_no_device_materializes_the_whole_table(shape: dict[str, int]) -> None:
     split = {"fsdp", "context", "tensor"} & set(shape)
     for lowered in _programs(shape, time=TIME):
         shapes = re.findall(r"\[(\d[\d,]*)\]", lowered.compile().as_text())
-        largest = max(math.prod(int(size) for size in found.split(",")) for found in shapes)
+        largest = max(
+            math.prod(int(size) for size in dimensions.split(",")) for dimensions in shapes
+        )
         assert (largest >= 512 * 64) == (not split)
 
 
@@ -164,7 +168,7 @@ def test_collectives_of_the_lookup(shape, forward, backward) -> None:
     """
     names = ("all_gather", "all_to_all", "all_reduce", "reduce_scatter", "collective_permute")
     back = {name: count for name, count in forward.items() if name != "all_reduce"} | backward
-    for lowered, wanted in zip(_programs(shape, time=64), (forward, back), strict=True):
+    for lowered, expected_counts in zip(_programs(shape, time=64), (forward, back), strict=True):
         program = lowered.as_text()
-        found = {name: program.count(f"stablehlo.{name}") for name in names}
-        assert {name: count for name, count in found.items() if count} == wanted
+        counts = {name: program.count(f"stablehlo.{name}") for name in names}
+        assert {name: count for name, count in counts.items() if count} == expected_counts

@@ -26,7 +26,7 @@ some_families = pytest.mark.parametrize(
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory):
+def load_family(tmp_path_factory):
     """(transformers' model, our config, our weights) of a family, made once."""
 
     @functools.cache
@@ -52,19 +52,19 @@ def our_logits(config, params, tokens):
 
 @pytest.mark.slow
 @every_family
-def test_logits_equal_transformers(family: str, both) -> None:
-    model, config, params = both(family)
-    wanted = their_logits(model, TOKENS)
-    found = np.asarray(our_logits(config, params, TOKENS))
-    assert np.abs(wanted).max() > 1.0
-    np.testing.assert_allclose(found, wanted, atol=2e-4)
+def test_logits_equal_transformers(family: str, load_family) -> None:
+    model, config, params = load_family(family)
+    expected_logits = their_logits(model, TOKENS)
+    logits = np.asarray(our_logits(config, params, TOKENS))
+    assert np.abs(expected_logits).max() > 1.0
+    np.testing.assert_allclose(logits, expected_logits, atol=2e-4)
 
 
 @pytest.mark.slow
 @some_families
-def test_sixty_four_greedy_tokens_equal_transformers(family: str, both) -> None:
+def test_sixty_four_greedy_tokens_equal_transformers(family: str, load_family) -> None:
     """Through prefill, cache and decode loop, with prompts of two lengths in one padded batch."""
-    model, config, params = both(family)
+    model, config, params = load_family(family)
     import torch
 
     prompts = [TOKENS[0, :30], TOKENS[1, :21]]
@@ -77,10 +77,10 @@ def test_sixty_four_greedy_tokens_equal_transformers(family: str, both) -> None:
         kv_cache_tokens=512,
     )
     sampler = Sampler(config, settings, (), meshes.make_mesh(devices=jax.devices()[:1]))
-    found = sampler.sample(params, prompts, 1, jax.random.key(0))
-    for prompt, samples in zip(prompts, found, strict=True):
+    answers = sampler.sample(params, prompts, 1, jax.random.key(0))
+    for prompt, samples in zip(prompts, answers, strict=True):
         ids = torch.tensor(prompt[None], dtype=torch.long)
-        wanted = model.generate(
+        expected_tokens = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=64,
@@ -88,7 +88,7 @@ def test_sixty_four_greedy_tokens_equal_transformers(family: str, both) -> None:
             pad_token_id=0,
         )[0, len(prompt) :]
         assert samples is not None
-        assert samples[0].tokens.tolist() == wanted.tolist()
+        assert samples[0].tokens.tolist() == expected_tokens.tolist()
 
 
 our_embeddings = jax.jit(transformer.embed, static_argnums=0)
@@ -96,33 +96,33 @@ our_embeddings = jax.jit(transformer.embed, static_argnums=0)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])  # dense, and a mixture of experts
-def test_embedding_of_a_padded_row_equals_that_of_the_row_alone(family: str, both) -> None:
-    _, config, params = both(family)
+def test_embedding_of_a_padded_row_equals_that_of_the_row_alone(family: str, load_family) -> None:
+    _, config, params = load_family(family)
     length = 50
-    alone = our_embeddings(config, params, TOKENS[:1, :length], jnp.array([length]))
-    padded = our_embeddings(config, params, TOKENS, jnp.array([length, LENGTH]))
-    np.testing.assert_allclose(padded[0], alone[0], atol=1e-5)
-    assert np.abs(padded[0] - padded[1]).max() > 1e-2
+    row_embedding = our_embeddings(config, params, TOKENS[:1, :length], jnp.array([length]))
+    padded_embeddings = our_embeddings(config, params, TOKENS, jnp.array([length, LENGTH]))
+    np.testing.assert_allclose(padded_embeddings[0], row_embedding[0], atol=1e-5)
+    assert np.abs(padded_embeddings[0] - padded_embeddings[1]).max() > 1e-2
 
 
 @pytest.mark.slow
 @some_families
-def test_gradients_equal_torch_autograd(family: str, both, tmp_path) -> None:
+def test_gradients_equal_torch_autograd(family: str, load_family, tmp_path) -> None:
     """Gradients of the summed logprob of a short text, relative to each tensor's largest entry."""
-    model, config, params = both(family)
+    model, config, params = load_family(family)
     import torch
 
     text = TOKENS[:, :16]
 
     def logprob(params):
-        every = jax.nn.log_softmax(transformer.logits(config, params, text))[:, :-1]
-        return jnp.sum(jnp.take_along_axis(every, text[:, 1:, None], axis=-1))
+        logprobs = jax.nn.log_softmax(transformer.logits(config, params, text))[:, :-1]
+        return jnp.sum(jnp.take_along_axis(logprobs, text[:, 1:, None], axis=-1))
 
-    ours = jax.jit(jax.grad(logprob))(params)
+    gradients = jax.jit(jax.grad(logprob))(params)
     model.zero_grad()
     ids = torch.tensor(text, dtype=torch.long)
-    every = model(ids).logits.log_softmax(-1)[:, :-1]
-    every.gather(-1, ids[:, 1:, None]).sum().backward()
+    logprobs = model(ids).logits.log_softmax(-1)[:, :-1]
+    logprobs.gather(-1, ids[:, 1:, None]).sum().backward()
     # Gradients are converted like weights: saved as a model, read by our table.
     with torch.no_grad():
         for parameter in model.parameters():
@@ -131,25 +131,27 @@ def test_gradients_equal_torch_autograd(family: str, both, tmp_path) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.data, parameter.grad = parameter.grad, None
-    _, theirs = weights.load(tmp_path)
-    for (path, found), wanted in zip(
-        jax.tree_util.tree_leaves_with_path(ours), jax.tree.leaves(theirs), strict=True
+    _, expected_gradients = weights.load(tmp_path)
+    for (path, gradient), expected_gradient in zip(
+        jax.tree_util.tree_leaves_with_path(gradients),
+        jax.tree.leaves(expected_gradients),
+        strict=True,
     ):
-        size = np.abs(wanted).max()
+        size = np.abs(expected_gradient).max()
         assert size > 1e-4, path
-        np.testing.assert_allclose(found, wanted, atol=1e-3 * size, err_msg=str(path))
+        np.testing.assert_allclose(gradient, expected_gradient, atol=1e-3 * size, err_msg=str(path))
 
 
-def test_embeddings_equal_the_last_hidden_state_of_transformers(both) -> None:
-    model, config, params = both("qwen3")
+def test_embeddings_equal_the_last_hidden_state_of_transformers(load_family) -> None:
+    model, config, params = load_family("qwen3")
     import torch
 
     lengths = np.array([LENGTH, 33], np.int32)
-    found = our_embeddings(config, params, TOKENS, jnp.asarray(lengths))
+    embeddings = our_embeddings(config, params, TOKENS, jnp.asarray(lengths))
     for row, length in enumerate(lengths):
         with torch.no_grad():
             ids = torch.tensor(TOKENS[row : row + 1, :length], dtype=torch.long)
             last = model.model(ids).last_hidden_state[0, -1]
-        wanted = torch.nn.functional.normalize(last, dim=0).numpy()
-        np.testing.assert_allclose(found[row], wanted, atol=1e-5)
-    np.testing.assert_allclose(np.linalg.norm(found, axis=-1), 1.0, rtol=1e-6)
+        expected_embedding = torch.nn.functional.normalize(last, dim=0).numpy()
+        np.testing.assert_allclose(embeddings[row], expected_embedding, atol=1e-5)
+    np.testing.assert_allclose(np.linalg.norm(embeddings, axis=-1), 1.0, rtol=1e-6)

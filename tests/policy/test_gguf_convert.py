@@ -77,10 +77,10 @@ def test_logits_equal_transformers_on_the_same_file(case: str, tmp_path: Path) -
         str(tmp_path), gguf_file=path.name, dtype=torch.float32
     ).eval()
     with torch.no_grad():
-        wanted = model(torch.tensor(tokens)).logits.numpy()
-    found = jax.jit(transformer.logits, static_argnums=0)(config, params, tokens.astype(np.int32))
-    assert np.abs(wanted).max() > 1
-    np.testing.assert_allclose(found, wanted, atol=1e-4)
+        expected_logits = model(torch.tensor(tokens)).logits.numpy()
+    logits = jax.jit(transformer.logits, static_argnums=0)(config, params, tokens.astype(np.int32))
+    assert np.abs(expected_logits).max() > 1
+    np.testing.assert_allclose(logits, expected_logits, atol=1e-4)
 
 
 def test_values_survive_but_for_quantization(tmp_path: Path) -> None:
@@ -90,18 +90,18 @@ def test_values_survive_but_for_quantization(tmp_path: Path) -> None:
     assert config.model_type == "llama" and config.tied_embeddings
     assert config.norm_epsilon == model.config.rms_norm_eps
     model.save_pretrained(tmp_path / "exact")
-    _, wanted = weights.load(tmp_path / "exact")
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=0.02), params, wanted)
+    _, expected_params = weights.load(tmp_path / "exact")
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=0.02), params, expected_params)
 
 
 def test_tokenizer_and_template_are_those_of_the_file(tmp_path: Path) -> None:
     gguf_convert.convert(write(tmp_path / "m.gguf", "qwen2"), tmp_path / "out")
-    found = tokenizer.load(tmp_path / "out")
+    our_tokenizer = tokenizer.load(tmp_path / "out")
     source = tokenizer.load(hf_folders.write(tmp_path / "source", DESCRIPTION))
-    assert (found.eos_id, found.pad_id) == (source.eos_id, source.pad_id)
+    assert (our_tokenizer.eos_id, our_tokenizer.pad_id) == (source.eos_id, source.pad_id)
     for text in ("ab  abr\n\nab 2010", "Ünï 中文 🙂", "<|im_end|> is text"):
-        assert found.decode(found.encode(text)) == text
-    assert found.chat("ab <|im_end|>") == source.chat("ab <|im_end|>")
+        assert our_tokenizer.decode(our_tokenizer.encode(text)) == text
+    assert our_tokenizer.chat("ab <|im_end|>") == source.chat("ab <|im_end|>")
 
 
 MERGES = [("a", "b"), ("1", "2"), ("Ċ", "Ċ"), ("Ġ", "a"), ("Ġ", "1"), ("Ġ", "Ġ"), ("'", "s")]
@@ -121,16 +121,19 @@ def test_token_ids_equal_transformers_for_each_splitter(pre: str, tmp_path: Path
     import transformers
 
     fields = tokenizer_fields(hf_folders.byte_level(merges=MERGES), pre)
-    found = convert_tokenizer(tmp_path, "qwen2", fields)
-    theirs = transformers.AutoTokenizer.from_pretrained(str(tmp_path), gguf_file="m.gguf")
+    our_tokenizer = convert_tokenizer(tmp_path, "qwen2", fields)
+    their_tokenizer = transformers.AutoTokenizer.from_pretrained(str(tmp_path), gguf_file="m.gguf")
     for text in ("ab 1212 12\n\nab's  ab", "  12\r\n ab!?ab 中文", "AB'S 1212121 ab\n \n a"):
-        assert found.encode(text) == theirs(text, add_special_tokens=False)["input_ids"]
+        assert (
+            our_tokenizer.encode(text)
+            == their_tokenizer(text, add_special_tokens=False)["input_ids"]
+        )
 
 
 def test_digits_are_split_for_smollm(tmp_path: Path) -> None:
     fields = tokenizer_fields(hf_folders.byte_level(merges=MERGES), "smollm")
-    found = convert_tokenizer(tmp_path, "qwen2", fields)
-    pieces = [found.decode([i]) for i in found.encode("\n\n12 12")]
+    our_tokenizer = convert_tokenizer(tmp_path, "qwen2", fields)
+    pieces = [our_tokenizer.decode([i]) for i in our_tokenizer.encode("\n\n12 12")]
     assert pieces == ["\n\n", "1", "2", " ", "1", "2"]
 
 
@@ -152,10 +155,10 @@ def test_sentencepiece_ids_equal_the_model(tmp_path: Path) -> None:
         "tokenizer.ggml.padding_token_id": model.pad_id(),
         "tokenizer.ggml.add_space_prefix": False,
     }
-    found = convert_tokenizer(tmp_path, "llama tied", fields)
+    our_tokenizer = convert_tokenizer(tmp_path, "llama tied", fields)
     for text in ("the ship", "  two  spaces", "harbors 中文", "saw\nleft"):
-        assert found.encode(text) == source.encode(text)
-        assert found.decode(found.encode(text)) == text
+        assert our_tokenizer.encode(text) == source.encode(text)
+        assert our_tokenizer.decode(our_tokenizer.encode(text)) == text
 
 
 def test_llama3_rope_is_recognized_by_its_factors(tmp_path: Path) -> None:
@@ -164,9 +167,11 @@ def test_llama3_rope_is_recognized_by_its_factors(tmp_path: Path) -> None:
     factors = rope.frequencies(plain, 16) / rope.frequencies(scaled, 16)
     path = write(tmp_path / "m.gguf", "llama", **{"rope_freqs.weight": factors})
     assert gguf_convert.convert(path, tmp_path / "out").rope == scaled
-    other = write(tmp_path / "other.gguf", "llama", **{"rope_freqs.weight": factors[::-1].copy()})
+    reversed_path = write(
+        tmp_path / "other.gguf", "llama", **{"rope_freqs.weight": factors[::-1].copy()}
+    )
     with pytest.raises(ValueError, match="not the factors of Llama"):
-        gguf_convert.convert(other, tmp_path / "other")
+        gguf_convert.convert(reversed_path, tmp_path / "other")
 
 
 def test_yarn_is_read_from_the_fields(tmp_path: Path) -> None:
@@ -221,8 +226,8 @@ def test_template_ends_turns_of_a_file_with_another_end(tmp_path: Path) -> None:
     words = tokenizer.load(tmp_path / "out")
     assert words.stop_ids == (ids["<|endoftext|>"], ids["<|im_end|>"])
     assert words.turn_end_id == ids["<|im_end|>"]
-    saved = json.loads((tmp_path / "out" / "generation_config.json").read_text())
-    assert saved["eos_token_id"] == list(words.stop_ids)
+    generation_config = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert generation_config["eos_token_id"] == list(words.stop_ids)
 
 
 MISTAKES = {
@@ -290,22 +295,22 @@ def run_export(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 def test_export_command_writes_a_folder(tmp_path: Path) -> None:
     path, out = write(tmp_path / "m.gguf", "qwen2"), tmp_path / "out"
-    done = run_export(f"--gguf={path}", f"--out={out}", "--dtype=bfloat16")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == f"{out}: the policy of {path}\n"
+    process = run_export(f"--gguf={path}", f"--out={out}", "--dtype=bfloat16")
+    assert process.returncode == 0, process.stderr
+    assert process.stdout == f"{out}: the policy of {path}\n"
     assert weights.load(out)[0].model_type == "qwen2"
-    again = run_export(f"--gguf={path}", f"--out={out}")
-    assert again.returncode == 2 and "is there already" in again.stderr.splitlines()[-1]
+    rerun = run_export(f"--gguf={path}", f"--out={out}")
+    assert rerun.returncode == 2 and "is there already" in rerun.stderr.splitlines()[-1]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", [[], ["--gguf=a", "--workdir=b"], ["--gguf=no/such.gguf"]])
 def test_export_mistakes_end_with_one_line(arguments: list[str], tmp_path: Path) -> None:
-    done = run_export(*arguments, f"--out={tmp_path / 'out'}")
-    assert done.returncode == 2
-    (line,) = [text for text in done.stderr.splitlines() if text.startswith("error: ")]
+    process = run_export(*arguments, f"--out={tmp_path / 'out'}")
+    assert process.returncode == 2
+    (line,) = [text for text in process.stderr.splitlines() if text.startswith("error: ")]
     assert "--gguf" in line or "no/such.gguf" in line
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in process.stderr
 
 
 @pytest.fixture
@@ -321,12 +326,12 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_smollm2_is_converted_once(package: Path) -> None:
-    found = find_folder("smollm2")
-    assert found.parent == package
-    written = (found / "config.json").stat().st_mtime_ns
-    assert find_folder("smollm2") == found
-    assert (found / "config.json").stat().st_mtime_ns == written
-    assert json.loads((found / "config.json").read_text())["model_type"] == "llama"
+    folder = find_folder("smollm2")
+    assert folder.parent == package
+    written = (folder / "config.json").stat().st_mtime_ns
+    assert find_folder("smollm2") == folder
+    assert (folder / "config.json").stat().st_mtime_ns == written
+    assert json.loads((folder / "config.json").read_text())["model_type"] == "llama"
 
 
 def test_missing_smollm2_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

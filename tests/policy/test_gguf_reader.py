@@ -36,9 +36,9 @@ def small(tmp_path: Path) -> Path:
 
 def test_fields_and_tensors_of_every_kind_are_read(small: Path) -> None:
     file = gguf_reader.read(small)
-    found = {name: file.fields[name] for name in FIELDS}
-    found["llama.numbers"] = found["llama.numbers"].tolist()
-    assert found == FIELDS
+    fields = {name: file.fields[name] for name in FIELDS}
+    fields["llama.numbers"] = fields["llama.numbers"].tolist()
+    assert fields == FIELDS
     assert {name: tensor.shape for name, tensor in file.tensors.items()} == {
         "first": (3, 64),
         "second": (5,),
@@ -51,11 +51,13 @@ def test_fields_and_tensors_of_every_kind_are_read(small: Path) -> None:
 def test_quantized_values_are_those_of_the_package(kind: str, tmp_path: Path) -> None:
     values, quantization = TENSORS["first"], Quantization[kind]
     path = gguf_files.write(tmp_path / "q.gguf", "llama", {}, {"w": (values, quantization)})
-    found = gguf_reader.read(path).tensors["w"]
-    assert (found.type, found.shape) == (kind, values.shape)
-    wanted = gguf.quants.dequantize(gguf.quants.quantize(values, quantization), quantization)
-    np.testing.assert_array_equal(found.read(), wanted)
-    np.testing.assert_allclose(found.read(), values, atol=0.3)
+    tensor = gguf_reader.read(path).tensors["w"]
+    assert (tensor.type, tensor.shape) == (kind, values.shape)
+    expected_values = gguf.quants.dequantize(
+        gguf.quants.quantize(values, quantization), quantization
+    )
+    np.testing.assert_array_equal(tensor.read(), expected_values)
+    np.testing.assert_allclose(tensor.read(), values, atol=0.3)
 
 
 @pytest.mark.slow  # imports transformers
@@ -76,10 +78,12 @@ def test_k_quantized_values_equal_transformers(kind: str, tmp_path: Path) -> Non
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    found = gguf_reader.read(tmp_path / "k.gguf").tensors["w"]
-    assert found.shape == (4, 512)
-    wanted = dequant.dequantize(torch.from_numpy(blocks.reshape(-1, size)), number)
-    np.testing.assert_allclose(found.read(), wanted.numpy().reshape(4, 512), rtol=1e-6, atol=1e-6)
+    tensor = gguf_reader.read(tmp_path / "k.gguf").tensors["w"]
+    assert tensor.shape == (4, 512)
+    expected_values = dequant.dequantize(torch.from_numpy(blocks.reshape(-1, size)), number)
+    np.testing.assert_allclose(
+        tensor.read(), expected_values.numpy().reshape(4, 512), rtol=1e-6, atol=1e-6
+    )
 
 
 def test_truncated_file_is_rejected(small: Path, tmp_path: Path) -> None:
@@ -97,10 +101,10 @@ def test_random_damage_is_read_or_rejected(small: Path, tmp_path: Path) -> None:
     end = min(tensor.offset for tensor in gguf_reader.read(small).tensors.values())
     damaged, rejected = tmp_path / "damaged.gguf", 0
     for _ in range(150):
-        changed = bytearray(data)
+        damaged_bytes = bytearray(data)
         for at in rng.integers(0, end, size=rng.integers(1, 4)):
-            changed[at] = rng.integers(0, 256)
-        damaged.write_bytes(changed)
+            damaged_bytes[at] = rng.integers(0, 256)
+        damaged.write_bytes(damaged_bytes)
         try:
             gguf_reader.read(damaged)
         except ValueError as error:

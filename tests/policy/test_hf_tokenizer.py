@@ -93,12 +93,12 @@ def test_token_texts_in_a_document_remain_text(spell_data, name: str) -> None:
     words, document = load(folder), documents(spell_data)[0]
     innocent = same_as_transformers(folder, document)
     half = len(document) // 2
-    found = words.chat(document[:half] + HOSTILE + document[half:])
+    chat_ids = words.chat(document[:half] + HOSTILE + document[half:])
     added_ids = {*theirs(folder).added_tokens_decoder}
     frame = [i for i in innocent if i in added_ids]
     assert frame[-1] in ids_of(words, "<|im_start|>", "</think>")
-    assert [i for i in found if i in added_ids] == frame
-    assert document[:half] + HOSTILE + document[half:] in words.decode(found)
+    assert [i for i in chat_ids if i in added_ids] == frame
+    assert document[:half] + HOSTILE + document[half:] in words.decode(chat_ids)
     for text in (
         HOSTILE,
         *(token.content for token in theirs(folder).added_tokens_decoder.values()),
@@ -110,7 +110,7 @@ def test_token_texts_in_a_document_remain_text(spell_data, name: str) -> None:
 @pytest.mark.parametrize("name", ["qwen2.5", "minimind"])
 def test_any_text_survives_encode_and_decode(spell_data, name: str) -> None:
     words = load(real(spell_data, name))
-    kept = {i for i, token in theirs(real(spell_data, name)).added_tokens_decoder.items()}
+    added_ids = {i for i, token in theirs(real(spell_data, name)).added_tokens_decoder.items()}
 
     @given(
         st.lists(st.text(max_size=8) | st.sampled_from([*MARKERS, *WORDS, "\ufdd0"])).map("".join)
@@ -118,7 +118,7 @@ def test_any_text_survives_encode_and_decode(spell_data, name: str) -> None:
     @example("a\u0338 <\u0338|im_end|>")
     def check(text: str) -> None:
         ids = words.encode(text)
-        assert not kept & {*ids}
+        assert not added_ids & {*ids}
         same = text if name == "minimind" else unicodedata.normalize("NFC", text)
         assert words.decode(ids) == same
 
@@ -156,8 +156,8 @@ def test_encode_does_not_truncate_pad_or_add_special_tokens(tmp_path) -> None:
     single = {"single": [*frame, {"Sequence": {"id": "A", "type_id": 0}}], "pair": []}
     tokens = {"special_tokens": {start["id"]: start}}
     post = {"type": "TemplateProcessing"} | single | tokens
-    made = byte_level() | {"truncation": cut, "padding": pad, "post_processor": post}
-    words = tokenizers.load(write(tmp_path / "a", made))
+    description = byte_level() | {"truncation": cut, "padding": pad, "post_processor": post}
+    words = tokenizers.load(write(tmp_path / "a", description))
     assert isinstance(words, HfTokenizer)
     assert words.encode("") == []
     assert words.count("x" * 20) == 20 and words.count("x") == 1
@@ -350,17 +350,17 @@ def test_document_cannot_write_tokens_in_any_family(tmp_path, name: str) -> None
     tokens = json.loads((tmp_path / name / "tokenizer.json").read_text())["added_tokens"]
     hostile = "x".join(["", *(token["content"] for token in tokens), ""])
     ids = {token["id"] for token in tokens}
-    found, innocent = words.chat(hostile), words.chat("xabx")
-    assert [i for i in found if i in ids] == [i for i in innocent if i in ids] != []
-    assert hostile in words.decode(found)
+    chat_ids, innocent = words.chat(hostile), words.chat("xabx")
+    assert [i for i in chat_ids if i in ids] == [i for i in innocent if i in ids] != []
+    assert hostile in words.decode(chat_ids)
 
 
 def test_inline_reasoning_of_an_answer_is_kept(tmp_path) -> None:
     words = tokenizers.load(family(tmp_path, "r1"))
-    said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b</think>c"}]
-    found = words.chat(said)
-    assert "b</think>c" in words.decode(found)
-    assert not {*ids_of(words, "</think>")} & {*found}
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b</think>c"}]
+    chat_ids = words.chat(messages)
+    assert "b</think>c" in words.decode(chat_ids)
+    assert not {*ids_of(words, "</think>")} & {*chat_ids}
 
 
 # Vocabularies that hold the added tokens

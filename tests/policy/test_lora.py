@@ -97,16 +97,18 @@ def test_split_and_join_are_inverse() -> None:
     assert not _names(trained) & _names(frozen)
     joined = lora.join(trained, frozen)
     jax.tree.map(np.testing.assert_array_equal, joined, params)
-    everything, nothing = lora.split(tiny.POLICY, tiny.weights())
-    assert everything is tiny.weights() and nothing == {}
+    all_params, no_params = lora.split(tiny.POLICY, tiny.weights())
+    assert all_params is tiny.weights() and no_params == {}
 
 
 @pytest.mark.slow
 def test_fresh_adapters_do_not_change_logits() -> None:
     learner = _learner()
     state = learner.init(tiny.weights())
-    found = logits(POLICY, learner.cast(state.params), TOKENS)
-    np.testing.assert_allclose(found, logits(tiny.POLICY, tiny.weights(), TOKENS), atol=1e-6)
+    adapted_logits = logits(POLICY, learner.cast(state.params), TOKENS)
+    np.testing.assert_allclose(
+        adapted_logits, logits(tiny.POLICY, tiny.weights(), TOKENS), atol=1e-6
+    )
     a = state.params["layers"]["mlp"]["down_lora_a"]
     bound = tiny.POLICY.feed_forward**-0.5
     assert 0.9 * bound < np.abs(a).max() < bound and not np.array_equal(a[0], a[1])
@@ -116,10 +118,10 @@ def test_merged_weights_give_the_same_logits() -> None:
     params = tiny.weights(POLICY)
     config, merged = lora.merge(POLICY, params)
     assert config == tiny.POLICY and _names(merged) == _names(tiny.weights())
-    wanted = logits(POLICY, params, TOKENS)
-    np.testing.assert_allclose(logits(config, merged, TOKENS), wanted, atol=1e-4)
+    expected_logits = logits(POLICY, params, TOKENS)
+    np.testing.assert_allclose(logits(config, merged, TOKENS), expected_logits, atol=1e-4)
     base = logits(tiny.POLICY, lora.split(POLICY, params)[1], TOKENS)
-    assert np.abs(base - wanted).max() > 0.1
+    assert np.abs(base - expected_logits).max() > 0.1
     jax.tree.map(np.testing.assert_array_equal, params, tiny.weights(POLICY))
 
 
@@ -175,12 +177,12 @@ def test_sampler_applies_the_adapters() -> None:
     plain = Sampler(tiny.POLICY, config, (), mesh)
 
     def answers(sampler, params):
-        found = sampler.sample(params, TOKENS, 1, jax.random.key(0))
-        return [group[0].tokens.tolist() for group in found]
+        groups = sampler.sample(params, TOKENS, 1, jax.random.key(0))
+        return [group[0].tokens.tolist() for group in groups]
 
-    found = answers(adapted, params)
-    assert found == answers(plain, lora.merge(POLICY, params)[1])
-    assert found != answers(plain, lora.split(POLICY, params)[1])
+    adapted_answers = answers(adapted, params)
+    assert adapted_answers == answers(plain, lora.merge(POLICY, params)[1])
+    assert adapted_answers != answers(plain, lora.split(POLICY, params)[1])
 
 
 @pytest.mark.slow
@@ -194,27 +196,29 @@ def test_saved_adapters_match_peft_logits_and_gradients(family: str, tmp_path) -
     config = dataclasses.replace(config, lora=LoraConfig(4, 6.0, "q_proj|o_proj|gate|down"))
     adapters, _ = lora.split(config, tiny.weights(config))
     lora.save(tmp_path / "adapters", config, adapters, str(tmp_path / "base"))
-    written = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
-    assert written["target_modules"] == ["down_proj", "gate_proj", "o_proj", "q_proj"]
-    theirs = peft.PeftModel.from_pretrained(model, tmp_path / "adapters", is_trainable=True)
+    adapter_config = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
+    assert adapter_config["target_modules"] == ["down_proj", "gate_proj", "o_proj", "q_proj"]
+    peft_model = peft.PeftModel.from_pretrained(model, tmp_path / "adapters", is_trainable=True)
 
     def logprob(adapters):
-        every = jax.nn.log_softmax(transformer.logits(config, lora.join(adapters, base), TOKENS))
-        return jnp.sum(jnp.take_along_axis(every[:, :-1], TOKENS[:, 1:, None], axis=-1))
+        logprobs = jax.nn.log_softmax(transformer.logits(config, lora.join(adapters, base), TOKENS))
+        return jnp.sum(jnp.take_along_axis(logprobs[:, :-1], TOKENS[:, 1:, None], axis=-1))
 
     ids = torch.tensor(TOKENS, dtype=torch.long)
-    wanted = theirs(ids).logits
-    found = logits(config, lora.join(adapters, base), TOKENS)
-    np.testing.assert_allclose(found, wanted.detach().numpy(), atol=2e-4)
+    expected_logits = peft_model(ids).logits
+    adapted_logits = logits(config, lora.join(adapters, base), TOKENS)
+    np.testing.assert_allclose(adapted_logits, expected_logits.detach().numpy(), atol=2e-4)
     plain = logits(dataclasses.replace(config, lora=None), base, TOKENS)
-    assert np.abs(found - plain).max() > 0.1
+    assert np.abs(adapted_logits - plain).max() > 0.1
 
-    every = wanted.log_softmax(-1)[:, :-1]
-    every.gather(-1, ids[:, 1:, None]).sum().backward()
+    logprobs = expected_logits.log_softmax(-1)[:, :-1]
+    logprobs.gather(-1, ids[:, 1:, None]).sum().backward()
     lora.save(tmp_path / "gradients", config, jax.jit(jax.grad(logprob))(adapters))
-    ours = safetensors.numpy.load_file(tmp_path / "gradients" / "adapter_model.safetensors")
-    named = {name: p for name, p in theirs.named_parameters() if p.requires_grad}
-    assert len(named) == len(ours) == config.layers * 8
-    for name, gradient in ours.items():
-        wanted = named[name.replace(".weight", ".default.weight")].grad.numpy()
-        np.testing.assert_allclose(gradient, wanted, atol=1e-3 * np.abs(wanted).max())
+    gradients = safetensors.numpy.load_file(tmp_path / "gradients" / "adapter_model.safetensors")
+    peft_params = {name: p for name, p in peft_model.named_parameters() if p.requires_grad}
+    assert len(peft_params) == len(gradients) == config.layers * 8
+    for name, gradient in gradients.items():
+        expected_gradient = peft_params[name.replace(".weight", ".default.weight")].grad.numpy()
+        np.testing.assert_allclose(
+            gradient, expected_gradient, atol=1e-3 * np.abs(expected_gradient).max()
+        )

@@ -50,27 +50,29 @@ def _inputs(time=TIME, width=WIDTH, experts=EXPERTS):
         normal(experts, width, HIDDEN),
         normal(experts, HIDDEN, width),
     )
-    weights, chosen = moe.route(normal(ROWS, time, experts), COUNT, True)
-    return normal(ROWS, time, width), weights, chosen, kernels
+    weights, expert_ids = moe.route(normal(ROWS, time, experts), COUNT, True)
+    return normal(ROWS, time, width), weights, expert_ids, kernels
 
 
-def _by_hand(x, weights, chosen, kernels):
+def _by_hand(x, weights, expert_ids, kernels):
     """Reference: run every expert on every token, then pick the chosen ones."""
     gate, up, down = kernels
     hidden = nn.silu(jnp.einsum("btd,edf->btef", x, gate)) * jnp.einsum("btd,edf->btef", x, up)
-    every = jnp.einsum("btef,efd->bted", hidden, down)
-    picked = jnp.take_along_axis(every, chosen[..., None], axis=2)
-    return jnp.sum(picked * weights[..., None], axis=2)
+    expert_outputs = jnp.einsum("btef,efd->bted", hidden, down)
+    routed_outputs = jnp.take_along_axis(expert_outputs, expert_ids[..., None], axis=2)
+    return jnp.sum(routed_outputs * weights[..., None], axis=2)
 
 
 def _loss(mix):
-    return lambda x, weights, chosen, kernels: jnp.sum(jnp.sin(mix(x, weights, chosen, kernels)))
+    return lambda x, weights, expert_ids, kernels: jnp.sum(
+        jnp.sin(mix(x, weights, expert_ids, kernels))
+    )
 
 
 def test_router_weights_with_and_without_normalization() -> None:
     logits = jnp.log(jnp.array([0.1, 0.4, 0.2, 0.3]))
-    weights, chosen = moe.route(logits, 2, normalized=False)
-    assert chosen.tolist() == [1, 3]
+    weights, expert_ids = moe.route(logits, 2, normalized=False)
+    assert expert_ids.tolist() == [1, 3]
     np.testing.assert_allclose(weights, [0.4, 0.3], rtol=1e-6)
     weights, _ = moe.route(logits, 2, normalized=True)
     np.testing.assert_allclose(weights, [4 / 7, 3 / 7], rtol=1e-6)
@@ -78,20 +80,20 @@ def test_router_weights_with_and_without_normalization() -> None:
 
 def test_replayed_weights_are_the_routers_at_the_recorded_experts() -> None:
     logits = jnp.log(jnp.array([[0.1, 0.4, 0.2, 0.3]] * 2))
-    own = jnp.array([[1, 3]] * 2)
+    own_ids = jnp.array([[1, 3]] * 2)
     recorded = jnp.array([[2, 1], [-1, -1]], jnp.int8)
-    weights, chosen = moe.replay(logits, own, recorded, normalized=False)
-    assert chosen.tolist() == [[2, 1], [1, 3]]  # a token without a record keeps its own
+    weights, expert_ids = moe.replay(logits, own_ids, recorded, normalized=False)
+    assert expert_ids.tolist() == [[2, 1], [1, 3]]  # a token without a record keeps its own
     np.testing.assert_allclose(weights, [[0.2, 0.4], [0.4, 0.3]], rtol=1e-6)
-    weights, _ = moe.replay(logits, own, recorded, normalized=True)
+    weights, _ = moe.replay(logits, own_ids, recorded, normalized=True)
     np.testing.assert_allclose(weights, [[1 / 3, 2 / 3], [4 / 7, 3 / 7]], rtol=1e-6)
 
 
 def test_differing_experts_are_counted_as_sets_of_real_tokens() -> None:
-    own = jnp.array([[[0, 2], [0, 2], [1, 3], [1, 3]]])
+    own_ids = jnp.array([[[0, 2], [0, 2], [1, 3], [1, 3]]])
     recorded = jnp.array([[[2, 0], [2, 1], [-1, -1], [0, 1]]], jnp.int8)
     real = jnp.array([[True, True, True, False]])
-    assert moe.count_differing(own, recorded, real).tolist() == [1, 2]
+    assert moe.count_differing(own_ids, recorded, real).tolist() == [1, 2]
 
 
 def test_records_have_the_smallest_dtype() -> None:
@@ -111,8 +113,8 @@ def test_gradient_with_replay_equals_that_of_a_dense_reference() -> None:
 
     def replayed(x, router, kernels):
         logits = x @ router
-        own = moe.route(logits, COUNT, True)[1]
-        return jnp.sum(jnp.sin(moe.mix(x, *moe.replay(logits, own, recorded, True), kernels)))
+        own_ids = moe.route(logits, COUNT, True)[1]
+        return jnp.sum(jnp.sin(moe.mix(x, *moe.replay(logits, own_ids, recorded, True), kernels)))
 
     def dense(x, router, kernels):
         gate, up, down = kernels
@@ -122,56 +124,64 @@ def test_gradient_with_replay_equals_that_of_a_dense_reference() -> None:
         hidden = nn.silu(jnp.einsum("btd,edf->btef", x, gate)) * jnp.einsum("btd,edf->btef", x, up)
         return jnp.sum(jnp.sin(jnp.einsum("btef,efd,bte->btd", hidden, down, weights)))
 
-    found, wanted = (jax.grad(f, argnums=(0, 1, 2))(x, router, kernels) for f in (replayed, dense))
-    assert np.abs(found[1]).max() > 0.1  # the router is trained
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), found, wanted)
+    gradients, expected_gradients = (
+        jax.grad(f, argnums=(0, 1, 2))(x, router, kernels) for f in (replayed, dense)
+    )
+    assert np.abs(gradients[1]).max() > 0.1  # the router is trained
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), gradients, expected_gradients
+    )
 
 
 def test_load_counts_only_real_tokens() -> None:
-    chosen = jnp.array([[[0, 2], [2, 1], [1, 3]]])
+    expert_ids = jnp.array([[[0, 2], [2, 1], [1, 3]]])
     real = jnp.array([[True, True, False]])
-    assert moe.load(chosen, 4, real).tolist() == [1, 1, 2, 0]
+    assert moe.load(expert_ids, 4, real).tolist() == [1, 1, 2, 0]
 
 
 @pytest.mark.slow
 def test_mixture_equals_one_expert_at_a_time() -> None:
     inputs = _inputs()
     np.testing.assert_allclose(moe.mix(*inputs), _by_hand(*inputs), atol=1e-4)
-    found = jax.grad(_loss(moe.mix), argnums=(0, 1, 3))(*inputs)
-    wanted = jax.grad(_loss(_by_hand), argnums=(0, 1, 3))(*inputs)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), found, wanted)
+    gradients = jax.grad(_loss(moe.mix), argnums=(0, 1, 3))(*inputs)
+    expected_gradients = jax.grad(_loss(_by_hand), argnums=(0, 1, 3))(*inputs)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), gradients, expected_gradients
+    )
 
 
 def test_no_token_is_dropped_if_all_choose_the_same_experts() -> None:
-    x, weights, chosen, kernels = _inputs()
-    chosen = jnp.broadcast_to(jnp.array([5, 6, 7]), chosen.shape)
-    found = moe.mix(x, weights, chosen, kernels)
-    np.testing.assert_allclose(found, _by_hand(x, weights, chosen, kernels), atol=1e-4)
+    x, weights, expert_ids, kernels = _inputs()
+    expert_ids = jnp.broadcast_to(jnp.array([5, 6, 7]), expert_ids.shape)
+    mixture = moe.mix(x, weights, expert_ids, kernels)
+    np.testing.assert_allclose(mixture, _by_hand(x, weights, expert_ids, kernels), atol=1e-4)
 
 
 @on_meshes
 def test_mixture_on_a_mesh_equals_one_device(mesh) -> None:
     inputs = _inputs()
-    wanted = jax.grad(_loss(moe.mix), argnums=(0, 1, 3))(*inputs)
+    expected_gradients = jax.grad(_loss(moe.mix), argnums=(0, 1, 3))(*inputs)
     with jax.set_mesh(meshes.make_mesh(dict(mesh))):
         np.testing.assert_allclose(jax.jit(moe.mix)(*inputs), _by_hand(*inputs), atol=1e-4)
-        found = jax.jit(jax.grad(_loss(moe.mix), argnums=(0, 1, 3)))(*inputs)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), found, wanted)
+        gradients = jax.jit(jax.grad(_loss(moe.mix), argnums=(0, 1, 3)))(*inputs)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), gradients, expected_gradients
+    )
 
 
 def _both(mix, inputs):
     """(output, gradients of x, weights and kernels)."""
 
-    def value(x, weights, chosen, kernels):
-        out = mix(x, weights, chosen, kernels)
+    def value(x, weights, expert_ids, kernels):
+        out = mix(x, weights, expert_ids, kernels)
         return jnp.sum(jnp.sin(out)), out
 
     (_, out), gradients = jax.jit(jax.value_and_grad(value, (0, 1, 3), has_aux=True))(*inputs)
     return jax.tree.leaves((out, gradients))
 
 
-def _assert_close(found, wanted, bound: float = 1e-5) -> None:
-    for a, b in zip(found, wanted, strict=True):
+def _assert_close(arrays, expected_arrays, bound: float = 1e-5) -> None:
+    for a, b in zip(arrays, expected_arrays, strict=True):
         assert np.abs(a - b).max() <= bound * np.abs(b).max()
 
 
@@ -198,10 +208,10 @@ def test_chunks_do_not_change_the_mixture(chunk: int, monkeypatch: pytest.Monkey
     ids=str,
 )
 def test_chunked_mixture_on_a_mesh_equals_one_device(mesh, sizes, monkeypatch) -> None:
-    wanted = _both(_by_hand, _inputs(**sizes))
+    expected_arrays = _both(_by_hand, _inputs(**sizes))
     monkeypatch.setattr(moe, "CHUNK", 6)
     with jax.set_mesh(meshes.make_mesh(mesh)):
-        _assert_close(_both(moe.mix, _inputs(**sizes)), wanted)
+        _assert_close(_both(moe.mix, _inputs(**sizes)), expected_arrays)
 
 
 @pytest.mark.slow
@@ -233,22 +243,22 @@ def test_kernel_gradients_are_summed_in_float32(mesh, monkeypatch) -> None:
         return jnp.asarray(rng.uniform(0.5, 1, size=shape), jnp.bfloat16)
 
     kernels = draw(experts, 8, 4), draw(experts, 8, 4), draw(experts, 4, 8)
-    chosen = jnp.asarray(rng.integers(0, experts, size=(rows, time, 1)), jnp.int32)
-    given = draw(rows, time, 8)
+    expert_ids = jnp.asarray(rng.integers(0, experts, size=(rows, time, 1)), jnp.int32)
+    out_gradient = draw(rows, time, 8)
     inputs = draw(rows, time, 8), draw(rows, time, 1), kernels
 
     def gradients(mix, x, weights, kernels):
         def value(kernels):
-            return jnp.sum(mix(x, weights, chosen, kernels) * given, dtype=jnp.float32)
+            return jnp.sum(mix(x, weights, expert_ids, kernels) * out_gradient, dtype=jnp.float32)
 
         return [np.asarray(g, np.float64) for g in jax.jit(jax.grad(value))(kernels)]
 
-    wanted = gradients(_by_hand, *jax.tree.map(lambda x: x.astype(jnp.float32), inputs))
+    expected_gradients = gradients(_by_hand, *jax.tree.map(lambda x: x.astype(jnp.float32), inputs))
     devices = math.prod(mesh.values())
     monkeypatch.setattr(moe, "CHUNK", rows * time // devices // 256 * mesh.get("expert", 1))
     with jax.set_mesh(meshes.make_mesh(mesh or {"fsdp": 1}, None if mesh else jax.devices()[:1])):
-        found = gradients(moe.mix, *inputs)
-    for a, b in zip(found, wanted, strict=True):
+        kernel_gradients = gradients(moe.mix, *inputs)
+    for a, b in zip(kernel_gradients, expected_gradients, strict=True):
         assert np.abs(a / b - 1).max() <= 2**-8
 
 
@@ -261,9 +271,9 @@ def test_temporary_memory_does_not_grow_with_the_tokens(monkeypatch: pytest.Monk
         monkeypatch.setattr(moe, "CHUNK", chunk)
         x = jax.ShapeDtypeStruct((1, tokens, 64), jnp.float32)
         weights = jax.ShapeDtypeStruct((1, tokens, COUNT), jnp.float32)
-        chosen = jax.ShapeDtypeStruct((1, tokens, COUNT), jnp.int32)
+        expert_ids = jax.ShapeDtypeStruct((1, tokens, COUNT), jnp.int32)
         run = jax.jit(lambda *x: _both(moe.mix, x))
-        memory = run.lower(x, weights, chosen, kernels).compile().memory_analysis()
+        memory = run.lower(x, weights, expert_ids, kernels).compile().memory_analysis()
         return memory.temp_size_in_bytes
 
     assert bytes_of(256, 4096) < 1.5 * bytes_of(256, 512)
@@ -287,31 +297,31 @@ COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 )
 def test_collectives_of_the_mixture(mesh, forward, backward) -> None:
     """Kernels are gathered in bfloat16, and their gradients summed in float32."""
-    x, weights, chosen, kernels = _inputs(time=8, width=16)
+    x, weights, expert_ids, kernels = _inputs(time=8, width=16)
     x, weights, kernels = jax.tree.map(lambda x: x.astype(jnp.bfloat16), (x, weights, kernels))
 
     def run(x, weights, kernels):
-        return moe.mix(x, weights, chosen, kernels)
+        return moe.mix(x, weights, expert_ids, kernels)
 
     def back(x, weights, kernels):
         return jax.vjp(run, x, weights, kernels)[1](x)
 
-    for function, wanted in ((run, forward), (back, backward)):
+    for function, expected_counts in ((run, forward), (back, backward)):
         with jax.set_mesh(meshes.make_mesh(mesh)):
             program = jax.jit(function).lower(x, weights, kernels).as_text()
         counts = [program.count(f"stablehlo.{name}") for name in COLLECTIVES]
-        assert counts == [*wanted, 0]
-        held, hidden = EXPERTS // mesh.get("expert", 1), HIDDEN // mesh.get("tensor", 1)
-        assert f"{held}x16x{hidden}xbf16" in program
-        assert (f"{held}x16x{hidden}xf32" in program) == (function is back)
+        assert counts == [*expected_counts, 0]
+        local_experts, hidden = EXPERTS // mesh.get("expert", 1), HIDDEN // mesh.get("tensor", 1)
+        assert f"{local_experts}x16x{hidden}xbf16" in program
+        assert (f"{local_experts}x16x{hidden}xf32" in program) == (function is back)
 
 
 def test_gradients_of_frozen_experts_are_not_computed() -> None:
     """With adapters no expert is trained, so the program reduces no gradients of experts."""
-    x, weights, chosen, kernels = _inputs(time=8, width=32)
+    x, weights, expert_ids, kernels = _inputs(time=8, width=32)
 
     def to_x(x):
-        return jnp.sum(moe.mix(x, weights, chosen, kernels))
+        return jnp.sum(moe.mix(x, weights, expert_ids, kernels))
 
     with jax.set_mesh(meshes.make_mesh({"fsdp": 8})):
         program = jax.jit(jax.grad(to_x)).lower(x).compile().as_text()
@@ -363,11 +373,11 @@ def _update(mesh: tuple[tuple[str, int], ...]):
 @pytest.mark.parametrize("mesh", MESHES[1::3], ids=str)
 def test_update_on_a_mesh_equals_one_device(mesh) -> None:
     params, numbers = _update(mesh)
-    wanted_params, wanted = _update(())
-    for name, value in wanted.items():
+    expected_params, expected_numbers = _update(())
+    for name, value in expected_numbers.items():
         if name not in ("fill", "micro_batches"):  # rows are a multiple of the shards
             assert numbers[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), params, wanted_params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), params, expected_params)
 
 
 @pytest.mark.slow
@@ -404,17 +414,17 @@ def _sample(mesh: tuple[tuple[str, int], ...]):
     )
     prompts = [list(range(3, 3 + length)) for length in (5, 8, 1, 12, 16, 3, 9)]
     devices = None if mesh else jax.devices()[:1]
-    made = meshes.make_mesh(dict(mesh) or {"fsdp": 1}, devices)
+    device_mesh = meshes.make_mesh(dict(mesh) or {"fsdp": 1}, devices)
     shapes, axes = transformer.abstract_params(POLICY)
-    params = jax.device_put(tiny.weights(POLICY), meshes.shardings(made, axes, shapes))
-    return Sampler(POLICY, config, (7,), made).sample(params, prompts, 3, jax.random.key(1))
+    params = jax.device_put(tiny.weights(POLICY), meshes.shardings(device_mesh, axes, shapes))
+    return Sampler(POLICY, config, (7,), device_mesh).sample(params, prompts, 3, jax.random.key(1))
 
 
 @pytest.mark.slow
 @on_meshes
 def test_sampling_on_a_mesh_equals_one_device(mesh) -> None:
-    for found, wanted in zip(_sample(mesh), _sample(()), strict=True):
-        assert found is not None and wanted is not None
-        for a, b in zip(found, wanted, strict=True):
+    for samples, expected_samples in zip(_sample(mesh), _sample(()), strict=True):
+        assert samples is not None and expected_samples is not None
+        for a, b in zip(samples, expected_samples, strict=True):
             np.testing.assert_array_equal(a.tokens, b.tokens)
             np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-4)

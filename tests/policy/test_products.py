@@ -39,8 +39,8 @@ def _low(policy: PolicyConfig) -> transformer.Params:
 
 
 def _multiply(x: jax.Array, kernel: jax.Array, into: int) -> jax.Array:
-    several: Any = products.multiply(x, (kernel,), into)
-    return several[0]
+    kernel_products: Any = products.multiply(x, (kernel,), into)
+    return kernel_products[0]
 
 
 def _gradients(product, factors):
@@ -59,7 +59,7 @@ def _mesh(kind: str) -> AbstractMesh:
 @by_shape
 def test_products_and_gradients_equal_those_of_jax(x_shape, kernel_shape, into: int) -> None:
     factors = _factors(x_shape, kernel_shape)
-    gradients = jax.jit(lambda *both: _gradients(lambda x, k: _multiply(x, k, into), both))
+    gradients = jax.jit(lambda *operands: _gradients(lambda x, k: _multiply(x, k, into), operands))
     right = _gradients(lambda x, kernel: jnp.tensordot(x, kernel, axes=into), factors)
     for value, expected in zip(gradients(*factors), right, strict=True):
         np.testing.assert_allclose(value, expected, rtol=1e-5, atol=1e-6)
@@ -78,11 +78,11 @@ def test_bfloat16_is_rounded_once(x_shape, kernel_shape, into: int) -> None:
 @pytest.mark.parametrize("tokens", [1, 2])
 def test_sum_of_outer_products(tokens: int) -> None:
     x, y = _factors((3, 4, 5), (3, 4, 6), "bfloat16")
-    made = jax.jit(lambda x, y: products.sum_of_outer_products(x, y, tokens))(x, y)
+    outer_sum = jax.jit(lambda x, y: products.sum_of_outer_products(x, y, tokens))(x, y)
     spec = {1: "tab,tcd->abcd", 2: "tab,tac->bc"}[tokens]
     right = np.einsum(spec, *(np.asarray(value, np.float64) for value in (x, y)))
-    assert made.dtype == jnp.float32
-    np.testing.assert_allclose(made, right, rtol=1e-5, atol=1e-6)
+    assert outer_sum.dtype == jnp.float32
+    np.testing.assert_allclose(outer_sum, right, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["cpu", "TPU v5e"])
@@ -115,7 +115,7 @@ def test_gated_and_its_gradients_equal_those_of_jax(dtype: str) -> None:
         4 * jax.random.normal(jax.random.key(seed), (3, 7)).astype(dtype) for seed in (0, 1)
     )
     exact = [np.asarray(x, np.float32) for x in (gate, up)]
-    values = jax.jit(lambda *both: _gradients(products.gated, both))(gate, up)
+    values = jax.jit(lambda *operands: _gradients(products.gated, operands))(gate, up)
     right = _gradients(lambda gate, up: jax.nn.silu(gate) * up, exact)
     assert {value.dtype.name for value in values} == {dtype}
     tolerance = 1e-5 if dtype == "float32" else 2**-7
@@ -130,13 +130,17 @@ def test_several_kernels_have_the_products_and_gradients_of_each(
 ) -> None:
     x, kernel = _factors(x_shape, kernel_shape)
     kernels = (kernel, 2 * kernel[..., :1], -kernel)
-    several, pull = jax.vjp(lambda x, ks: products.multiply(x, ks, into), x, kernels)
-    assert isinstance(several, tuple)
+    kernel_products, pull = jax.vjp(lambda x, ks: products.multiply(x, ks, into), x, kernels)
+    assert isinstance(kernel_products, tuple)
     right, right_pull = jax.vjp(
         lambda x, ks: tuple(jnp.tensordot(x, k, axes=into) for k in ks), x, kernels
     )
-    given = jax.tree.map(jnp.cos, right)
-    pairs = jax.tree.map(lambda a, b: (a, b), (several, pull(given)), (right, right_pull(given)))
+    out_gradients = jax.tree.map(jnp.cos, right)
+    pairs = jax.tree.map(
+        lambda a, b: (a, b),
+        (kernel_products, pull(out_gradients)),
+        (right, right_pull(out_gradients)),
+    )
     for value, expected in jax.tree.leaves(pairs, is_leaf=lambda x: isinstance(x[0], jax.Array)):
         np.testing.assert_allclose(value, expected, rtol=1e-5, atol=1e-5)
 
@@ -153,12 +157,12 @@ def test_types_of_products_by_platform(platform: str) -> None:
         return list(programs.equations(jax.make_jaxpr(gradients)(x, kernel).jaxpr))
 
     if platform == "cpu":
-        made = trace()
+        equations = trace()
     else:
         with jax.sharding.use_abstract_mesh(_mesh("TPU v5e")):
-            made = trace()
-    dtypes = [v.outvars[0].aval.dtype.name for v in made if v.primitive.name == "dot_general"]
-    constraints = sum("layout" in equation.primitive.name for equation in made)
+            equations = trace()
+    dtypes = [v.outvars[0].aval.dtype.name for v in equations if v.primitive.name == "dot_general"]
+    constraints = sum("layout" in equation.primitive.name for equation in equations)
     if platform == "cpu":
         assert (dtypes, constraints) == (["float32"] * 3, 1)
     else:
@@ -193,16 +197,16 @@ def test_what_the_layers_keep_for_the_gradient_is_never_converted() -> None:
     gradient = jax.jit(jax.grad(lambda p: transformer.logits(policy, p, tokens).sum()))
     text = gradient.lower(_low(policy)).compile().as_text() or ""
     for size in (str(policy.feed_forward), f"{policy.heads},{policy.head_size}"):
-        kept = f"[{policy.layers},2,11,{size}]"
-        assert f"u16{kept}" in text
-        assert f"f32{kept}" not in text and f"bf16{kept}" not in text
+        shape = f"[{policy.layers},2,11,{size}]"
+        assert f"u16{shape}" in text
+        assert f"f32{shape}" not in text and f"bf16{shape}" not in text
 
 
 def test_kernels_are_no_bits_for_accelerators() -> None:
     params = _low(tiny.POLICY)
     with jax.sharding.use_abstract_mesh(_mesh("TPU v5e")):
-        kept = products.kernels_as_bits(params)
-    assert {leaf.dtype.name for leaf in jax.tree.leaves(kept)} == {"bfloat16"}
+        accelerator_params = products.kernels_as_bits(params)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(accelerator_params)} == {"bfloat16"}
 
 
 def test_a_mesh_without_devices_is_not_of_cpus() -> None:

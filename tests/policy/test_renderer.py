@@ -149,8 +149,8 @@ def test_child_keeps_the_hard_limit_of_a_login_shell() -> None:
         "renderer.render('a', [], {})\n"
         "print(pathlib.Path(f'/proc/{renderer._child._process.pid}/limits').read_text())\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
-    [line] = [line for line in done.stdout.decode().splitlines() if "cpu time" in line]
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    [line] = [line for line in process.stdout.decode().splitlines() if "cpu time" in line]
     soft, hard = line.split()[3:5]
     assert int(soft) <= renderer.SECONDS + 2 and hard == "1000"
 

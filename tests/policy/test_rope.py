@@ -39,9 +39,9 @@ def test_rotation_equals_complex_multiplication() -> None:
     positions = [0, 5, 1000]
     angles = np.outer(positions, 1e4 ** -(np.arange(4) / 4))[None, :, None]
     turned = (x[..., :4] + 1j * x[..., 4:]) * np.exp(1j * angles)
-    wanted = np.concatenate([turned.real, turned.imag], axis=-1)
-    np.testing.assert_allclose(_rotate(x, positions), wanted, atol=2e-4)
-    np.testing.assert_allclose(_rotate(x, positions)[:, :2], wanted[:, :2], atol=2e-6)
+    expected_rotation = np.concatenate([turned.real, turned.imag], axis=-1)
+    np.testing.assert_allclose(_rotate(x, positions), expected_rotation, atol=2e-4)
+    np.testing.assert_allclose(_rotate(x, positions)[:, :2], expected_rotation[:, :2], atol=2e-6)
 
 
 def test_dot_products_depend_only_on_the_distance() -> None:
@@ -87,11 +87,11 @@ def test_angles_of_every_position_equal_transformers(theta, head_size, scaling) 
         head_dim=head_size, hidden_size=head_size, num_attention_heads=1, **fields
     )
     table = qwen3.Qwen3RotaryEmbedding(config)
-    wanted = table(torch.zeros(1), torch.arange(FAR)[None])
-    found = jax.jit(rope.rotary, static_argnums=(1, 2))(
+    expected_rotary = table(torch.zeros(1), torch.arange(FAR)[None])
+    rotary = jax.jit(rope.rotary, static_argnums=(1, 2))(
         jnp.arange(FAR)[None], head_size, rope.from_hf(fields, FAR)
     )
-    for ours, theirs in zip(found, wanted, strict=True):
+    for ours, theirs in zip(rotary, expected_rotary, strict=True):
         assert ours.dtype == jnp.float32
         difference = np.abs(ours[0, :, 0] - theirs[0, :, : head_size // 2].numpy())
         assert difference.max() < 1e-5
@@ -174,14 +174,14 @@ def test_logits_of_every_form_equal_transformers(case: str, tmp_path) -> None:
     model = families.make("qwen2", vocab_size=64, head_dim=8)
     model.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    their_model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     config, params = weights.load(tmp_path)
     tokens = np.random.default_rng(0).integers(0, 64, size=(1, 120)).astype(np.int32)
     with torch.no_grad():
-        expected = theirs.eval()(torch.tensor(tokens, dtype=torch.long)).logits.numpy()
-    ours = jax.jit(transformer.logits, static_argnums=0)(config, params, tokens)
-    assert np.abs(expected).max() > 1.0
-    np.testing.assert_allclose(ours, expected, atol=2e-4)
+        expected_logits = their_model.eval()(torch.tensor(tokens, dtype=torch.long)).logits.numpy()
+    logits = jax.jit(transformer.logits, static_argnums=0)(config, params, tokens)
+    assert np.abs(expected_logits).max() > 1.0
+    np.testing.assert_allclose(logits, expected_logits, atol=2e-4)
 
 
 @pytest.mark.parametrize(
@@ -238,16 +238,21 @@ def test_yarn_frequencies_and_scale_by_hand() -> None:
 @pytest.mark.parametrize("scaling", [LLAMA3, YARN, {"type": "linear", "factor": 2}], ids=str)
 def test_both_config_fields_for_scaling_are_read(field: str, scaling: dict) -> None:
     raw = {field: scaling | ({"rope_theta": 5e5} if field == "rope_parameters" else {})}
-    read = rope.from_hf(raw | {"rope_theta": 5e5}, FAR)
-    assert (read.theta, read.kind) == (5e5, scaling.get("rope_type", scaling.get("type")))
-    assert read.factor == scaling["factor"]
-    assert rope.from_hf(rope.to_hf(read), FAR) == read
+    rope_config = rope.from_hf(raw | {"rope_theta": 5e5}, FAR)
+    assert (rope_config.theta, rope_config.kind) == (
+        5e5,
+        scaling.get("rope_type", scaling.get("type")),
+    )
+    assert rope_config.factor == scaling["factor"]
+    assert rope.from_hf(rope.to_hf(rope_config), FAR) == rope_config
 
 
 def test_missing_fields_have_defaults() -> None:
     assert rope.from_hf({"rope_theta": 7, "rope_scaling": None}, 2048) == RopeConfig(7.0)
-    read = rope.from_hf({"rope_theta": 7, "rope_scaling": {"type": "yarn", "factor": 2}}, 2048)
-    assert read.original_positions == 2048 and read.truncate
+    rope_config = rope.from_hf(
+        {"rope_theta": 7, "rope_scaling": {"type": "yarn", "factor": 2}}, 2048
+    )
+    assert rope_config.original_positions == 2048 and rope_config.truncate
     assert rope.to_hf(RopeConfig()) == {"rope_theta": 1e4, "rope_scaling": None}
 
 
@@ -313,13 +318,13 @@ _JSON = st.recursive(
 )
 def test_arbitrary_scaling_is_read_or_rejected(scaling: dict) -> None:
     try:
-        read = rope.from_hf({"rope_scaling": scaling, "rope_theta": 1e4}, 2048)
-        positions = rope.context(read, 2048)
+        rope_config = rope.from_hf({"rope_scaling": scaling, "rope_theta": 1e4}, 2048)
+        positions = rope.context(rope_config, 2048)
     except ValueError as error:
         assert "rope" in str(error)
     else:
         assert 0 < positions < 2**31
-        frequencies = rope.frequencies(read, 64)
+        frequencies = rope.frequencies(rope_config, 64)
         assert frequencies.dtype == np.float32
         assert np.isfinite(frequencies).all() and (frequencies >= 0).all()
 

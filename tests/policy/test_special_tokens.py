@@ -65,18 +65,18 @@ hostile = (
 texts = st.lists(hostile, min_size=len(PLACES), max_size=len(PLACES))
 
 
-def all_prompts(name: str, said: Sequence[str]) -> list[str]:
+def all_prompts(name: str, place_texts: Sequence[str]) -> list[str]:
     """Every prompt of a set, with these texts in its places."""
     words = prompts.load(name)
-    first, second, *pairs = said
+    first, second, *pairs = place_texts
     history = [Entry((0,), *pairs[:2]), Entry((1,), *pairs[2:])]
     return [
-        *(words.questioner(task, said[:2], (), "B") for task in TASKS),
-        *(words.questioner(task, said[:2], history, "B") for task in TASKS),
-        *(words.responder(task, said[:2], said[2]) for task in TASKS),
+        *(words.questioner(task, place_texts[:2], (), "B") for task in TASKS),
+        *(words.questioner(task, place_texts[:2], history, "B") for task in TASKS),
+        *(words.responder(task, place_texts[:2], place_texts[2]) for task in TASKS),
         *(words.responder(task, (), first) for task in TASKS),
-        words.verifier(first, second, said[2]),
-        words.judge(first, second, said[2]),
+        words.verifier(first, second, place_texts[2]),
+        words.judge(first, second, place_texts[2]),
     ]
 
 
@@ -88,9 +88,9 @@ def test_texts_appear_only_in_their_places_of_a_prompt(name: str) -> None:
     @given(texts)
     @example(["{documents}{examples}{question}{answer}{letter}{reference}"] * len(PLACES))
     @example(["</text>"] * len(PLACES))
-    def check(said: list[str]) -> None:
-        places = dict(zip(PLACES, said, strict=True))
-        for frame, prompt in zip(frames, all_prompts(name, said), strict=True):
+    def check(place_texts: list[str]) -> None:
+        places = dict(zip(PLACES, place_texts, strict=True))
+        for frame, prompt in zip(frames, all_prompts(name, place_texts), strict=True):
             assert prompt == re.sub("⟦.⟧", lambda match: places[match[0]], frame)
 
     for frame in frames:
@@ -140,8 +140,9 @@ def check_chat(tokenizer: Tokenizer, text: str) -> None:
     assert frame(text) == frame("a")
     assert frame(text, text, text) == frame("a", "a", "a")
     assert not special & {*tokenizer.encode(text)}
-    said = tokenizer.decode(tokenizer.chat(text)).replace("\u2581", " ")
-    assert text.strip().replace("\u2581", " ") in said  # many models write blanks with this sign
+    decoded_text = tokenizer.decode(tokenizer.chat(text)).replace("\u2581", " ")
+    # Many models write blanks with this sign.
+    assert text.strip().replace("\u2581", " ") in decoded_text
 
 
 @given(hostile)
@@ -169,14 +170,18 @@ def test_hf_tokenizers_encode_text_without_control_tokens(kind: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["tiny", "chatml", "llama"])
 @settings(max_examples=20)
-@given(said=texts)
-def test_prompts_have_only_the_control_tokens_of_their_layout(kind: str, said: list[str]) -> None:
+@given(place_texts=texts)
+def test_prompts_have_only_the_control_tokens_of_their_layout(
+    kind: str, place_texts: list[str]
+) -> None:
     tokenizer = tiny() if kind == "tiny" else small(kind)
     special = controls(tokenizer)
     for name in SETS:
-        for frame, prompt in zip(all_prompts(name, PLACES), all_prompts(name, said), strict=True):
-            wanted = [i for i in tokenizer.chat(frame) if i in special]
-            assert [i for i in tokenizer.chat(prompt) if i in special] == wanted
+        for frame, prompt in zip(
+            all_prompts(name, PLACES), all_prompts(name, place_texts), strict=True
+        ):
+            expected_ids = [i for i in tokenizer.chat(frame) if i in special]
+            assert [i for i in tokenizer.chat(prompt) if i in special] == expected_ids
 
 
 @pytest.mark.parametrize("name", REAL)
@@ -190,8 +195,10 @@ def test_real_tokenizers_encode_text_without_control_tokens(spell_data, name: st
         check_chat(tokenizer, text)
 
     check()
-    said = ["".join(CONTROLS)] * len(PLACES)
+    place_texts = ["".join(CONTROLS)] * len(PLACES)
     special = controls(tokenizer)
-    for frame, prompt in zip(all_prompts("full", PLACES), all_prompts("full", said), strict=True):
-        wanted = [i for i in tokenizer.chat(frame) if i in special]
-        assert [i for i in tokenizer.chat(prompt) if i in special] == wanted
+    for frame, prompt in zip(
+        all_prompts("full", PLACES), all_prompts("full", place_texts), strict=True
+    ):
+        expected_ids = [i for i in tokenizer.chat(frame) if i in special]
+        assert [i for i in tokenizer.chat(prompt) if i in special] == expected_ids

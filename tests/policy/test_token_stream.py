@@ -30,12 +30,12 @@ def streamed(kind: str) -> Tokenizer:
         return tokenizers.train(["The report of Harbour 7."] * 20, 320)
     if kind == "unigram":
         return unigram_words()
-    made = {
+    descriptions = {
         "byte level": (byte_level(), CONFIG),
         "byte fallback": (byte_fallback(), {"eos_token": "</s>"}),
         "word piece": (word_piece(), {"eos_token": "[SEP]"}),
     }
-    return tokenizers.load(write(Path(SCRATCH.name) / kind, *made[kind]))
+    return tokenizers.load(write(Path(SCRATCH.name) / kind, *descriptions[kind]))
 
 
 KINDS = ("sentencepiece", "unigram", "byte level", "byte fallback", "word piece")
@@ -45,9 +45,9 @@ KINDS = ("sentencepiece", "unigram", "byte level", "byte fallback", "word piece"
 @given(data=st.data())
 def test_streamed_text_equals_decode(kind: str, data) -> None:
     words = streamed(kind)
-    known = st.integers(-1, words.vocab_size)
+    token_id = st.integers(-1, words.vocab_size)
     text = st.text(max_size=10).map(words.encode)
-    runs = data.draw(st.lists(text | st.lists(known, max_size=20), max_size=8))
+    runs = data.draw(st.lists(text | st.lists(token_id, max_size=20), max_size=8))
     ids = [i for run in runs for i in run]
     stream = words.stream()
     for _ in range(2):  # finish() resets it

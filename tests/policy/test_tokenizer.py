@@ -76,9 +76,9 @@ def test_symbols_are_one_token_in_any_position() -> None:
 
 
 def test_training_is_deterministic() -> None:
-    again = tokenizers.train(TEXTS, 400, symbols=["[[YES]]", "\n"])
-    assert again.encode(TEXTS[0]) == tokenizer().encode(TEXTS[0])
-    assert again.vocab_size == tokenizer().vocab_size <= 400
+    second_tokenizer = tokenizers.train(TEXTS, 400, symbols=["[[YES]]", "\n"])
+    assert second_tokenizer.encode(TEXTS[0]) == tokenizer().encode(TEXTS[0])
+    assert second_tokenizer.vocab_size == tokenizer().vocab_size <= 400
 
 
 def test_save_and_load(tmp_path) -> None:
@@ -129,11 +129,14 @@ def test_third_party_models_match_sentencepiece(spell_data, tmp_path, name: str,
     """Compare with the sentencepiece package."""
     path = spell_data / "tokenizers" / "sentencepiece" / name
     (tmp_path / MODEL_FILE).write_bytes(path.read_bytes())
-    found, wanted = tokenizers.load(tmp_path), sentencepiece.SentencePieceProcessor(str(path))
-    assert (found.vocab_size, found.eos_id) == (size, wanted.eos_id())
+    our_tokenizer = tokenizers.load(tmp_path)
+    processor = sentencepiece.SentencePieceProcessor(str(path))
+    assert (our_tokenizer.vocab_size, our_tokenizer.eos_id) == (size, processor.eos_id())
     text = "The report of 2024 </s> counts 1,250 crates."
-    assert found.encode(text) == wanted.encode(text)
-    assert found.eos_id not in found.encode(text)
-    assert found.decode(found.encode(text)) == wanted.decode(wanted.encode(text))
-    found.save(tmp_path)
+    assert our_tokenizer.encode(text) == processor.encode(text)
+    assert our_tokenizer.eos_id not in our_tokenizer.encode(text)
+    assert our_tokenizer.decode(our_tokenizer.encode(text)) == processor.decode(
+        processor.encode(text)
+    )
+    our_tokenizer.save(tmp_path)
     assert (tmp_path / MODEL_FILE).read_bytes() == path.read_bytes()

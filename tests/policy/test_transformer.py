@@ -35,17 +35,17 @@ def test_every_parameter_of_each_variant_has_a_gradient(change: dict) -> None:
     params = tiny.weights(policy)
 
     def loss(params):
-        every = jax.nn.log_softmax(transformer.logits(policy, params, jnp.asarray(TOKENS)))
-        return -jnp.mean(every[:, :-1, 3])
+        logprobs = jax.nn.log_softmax(transformer.logits(policy, params, jnp.asarray(TOKENS)))
+        return -jnp.mean(logprobs[:, :-1, 3])
 
     for path, leaf in jax.tree_util.tree_leaves_with_path(jax.jit(jax.grad(loss))(params)):
         assert np.isfinite(leaf).all() and np.abs(leaf).max() > 1e-7, path
 
 
 def test_logits_are_causal() -> None:
-    changed = TOKENS.copy()
-    changed[:, 12] = (changed[:, 12] + 1) % 64
-    before, after = (logits(tiny.POLICY, tiny.weights(), t) for t in (TOKENS, changed))
+    changed_tokens = TOKENS.copy()
+    changed_tokens[:, 12] = (changed_tokens[:, 12] + 1) % 64
+    before, after = (logits(tiny.POLICY, tiny.weights(), t) for t in (TOKENS, changed_tokens))
     np.testing.assert_array_equal(before[:, :12], after[:, :12])
     assert np.abs(before[:, 12:] - after[:, 12:]).max(axis=-1).min() > 1e-4
 
@@ -64,10 +64,10 @@ def test_packed_answers_score_as_if_each_were_alone() -> None:
         )
         return transformer.unembed(tiny.POLICY, params, hidden)
 
-    found = np.asarray(score(tiny.weights(), jnp.asarray(packed)))[0]
-    alone = logits(tiny.POLICY, tiny.weights(), np.concatenate([prompt, second])[None])[0]
-    np.testing.assert_allclose(found[10:], alone[6:], atol=1e-5)
-    np.testing.assert_allclose(found[:6], alone[:6], atol=1e-5)
+    packed_logits = np.asarray(score(tiny.weights(), jnp.asarray(packed)))[0]
+    single_logits = logits(tiny.POLICY, tiny.weights(), np.concatenate([prompt, second])[None])[0]
+    np.testing.assert_allclose(packed_logits[10:], single_logits[6:], atol=1e-5)
+    np.testing.assert_allclose(packed_logits[:6], single_logits[:6], atol=1e-5)
 
 
 @pytest.mark.slow
@@ -105,9 +105,9 @@ def test_kernel_and_bias_gradients_are_summed_in_float32() -> None:
     """
     low = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), tiny.weights())
     gradient = jax.grad(lambda p: transformer.logits(tiny.POLICY, p, TOKENS).sum())
-    made = list(programs.equations(jax.make_jaxpr(gradient)(low).jaxpr))
-    products = [x for x in made if x.primitive.name == "dot_general"]
-    found = [
+    equations = list(programs.equations(jax.make_jaxpr(gradient)(low).jaxpr))
+    products = [x for x in equations if x.primitive.name == "dot_general"]
+    product_shapes = [
         x.outvars[0].aval.shape
         for x in products
         if x.outvars[0].aval.dtype == jnp.float32
@@ -118,7 +118,7 @@ def test_kernel_and_bias_gradients_are_summed_in_float32() -> None:
         for name in names:
             kernel = layers[part][f"{name}_kernel"][0]
             inputs = kernel.shape[0] * (kernel.shape[1] if name == "o" else 1)
-            assert (inputs, kernel.size // inputs) in found, name
+            assert (inputs, kernel.size // inputs) in product_shapes, name
     for name in "qkv":
         shape = layers["attention"][f"{name}_bias"].shape[1:]
         sums = [x for x in products if x.outvars[0].aval.shape == shape]
@@ -128,12 +128,12 @@ def test_kernel_and_bias_gradients_are_summed_in_float32() -> None:
 
 def test_init_has_the_expected_scale_and_depends_only_on_the_key() -> None:
     run = jax.jit(transformer.init, static_argnums=0)
-    params, again = run(tiny.POLICY, jax.random.key(3)), run(tiny.POLICY, jax.random.key(3))
-    other = run(tiny.POLICY, jax.random.key(4))
+    params, same_params = run(tiny.POLICY, jax.random.key(3)), run(tiny.POLICY, jax.random.key(3))
+    other_params = run(tiny.POLICY, jax.random.key(4))
     shapes, _ = transformer.abstract_params(tiny.POLICY)
     jax.tree.map(lambda x, s: np.testing.assert_equal(x.shape, s.shape), params, shapes)
-    jax.tree.map(np.testing.assert_array_equal, params, again)
+    jax.tree.map(np.testing.assert_array_equal, params, same_params)
     kernel = params["layers"]["attention"]["q_kernel"]
     assert np.std(kernel) == pytest.approx(tiny.POLICY.width**-0.5, rel=0.1)
     assert not np.array_equal(kernel[0], kernel[1])  # layers differ
-    assert not np.array_equal(kernel, other["layers"]["attention"]["q_kernel"])
+    assert not np.array_equal(kernel, other_params["layers"]["attention"]["q_kernel"])

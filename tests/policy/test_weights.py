@@ -54,13 +54,13 @@ def contents(folder: pathlib.Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def assert_same_bits(found: Any, wanted: Any) -> None:
+def assert_same_bits(arrays: Any, expected_arrays: Any) -> None:
     def check(a, b):
         a, b = np.asarray(a), np.asarray(b)
         assert a.dtype == b.dtype and a.shape == b.shape
         assert a.tobytes() == b.tobytes()
 
-    jax.tree.map(check, found, wanted)
+    jax.tree.map(check, arrays, expected_arrays)
 
 
 def _saved(tmp_path: pathlib.Path) -> pathlib.Path:
@@ -94,18 +94,18 @@ def _change_json(path: pathlib.Path, change: Callable[[dict[str, Any]], Any]) ->
 def test_weight_table_has_all_parameters_of_the_model(policy: PolicyConfig) -> None:
     shapes = flatten_dict(transformer.abstract_params(policy)[0], sep="/")
     sizes = weights._sizes(policy)
-    found = {path: entry.our_shape(sizes) for path, entry in weights.table(policy).items()}
-    assert found == {path: leaf.shape for path, leaf in shapes.items()}
+    table_shapes = {path: entry.our_shape(sizes) for path, entry in weights.table(policy).items()}
+    assert table_shapes == {path: leaf.shape for path, leaf in shapes.items()}
 
 
 @every_policy
 @pytest.mark.parametrize("shard_bytes", [SHARD, 1 << 30], ids=["shards", "one file"])
 def test_round_trip_is_bit_identical(policy: PolicyConfig, shard_bytes: int, tmp_path) -> None:
     weights.save(tmp_path / "a", policy, tiny.weights(policy), shard_bytes=shard_bytes)
-    read, params = weights.load(tmp_path / "a")
-    assert read == policy
+    config, params = weights.load(tmp_path / "a")
+    assert config == policy
     assert_same_bits(params, tiny.weights(policy))
-    weights.save(tmp_path / "b", read, params, shard_bytes=shard_bytes)
+    weights.save(tmp_path / "b", config, params, shard_bytes=shard_bytes)
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
     assert (tmp_path / "a" / files.INDEX).exists() == (shard_bytes == SHARD)
 
@@ -114,8 +114,8 @@ def test_round_trip_is_bit_identical(policy: PolicyConfig, shard_bytes: int, tmp
 def test_bfloat16_round_trip_is_bit_identical(policy: PolicyConfig, tmp_path) -> None:
     cast = jax.tree.map(lambda x: x.astype(ml_dtypes.bfloat16), tiny.weights(policy))
     weights.save(tmp_path / "a", policy, cast, dtype="bfloat16", shard_bytes=SHARD)
-    read, params = weights.load(tmp_path / "a", dtype="bfloat16")
-    assert read == policy
+    config, params = weights.load(tmp_path / "a", dtype="bfloat16")
+    assert config == policy
     assert_same_bits(params, cast)
     # jax arrays are written alike, and float32 parameters are rounded alike.
     weights.save(tmp_path / "b", policy, jax.tree.map(jnp.asarray, cast), None, "bfloat16", SHARD)
@@ -187,9 +187,9 @@ def test_embedding_model_may_lack_its_output_projection(tmp_path) -> None:
     tensors = read_tensors(tmp_path)
     del tensors["lm_head.weight"]
     write_tensors(tmp_path, {k.removeprefix("model."): v for k, v in tensors.items()})
-    config, found = weights.load(tmp_path)
+    config, loaded_params = weights.load(tmp_path)
     assert config == dataclasses.replace(untied, tied_embeddings=True)
-    assert_same_bits(found, {k: v for k, v in params.items() if k != "unembedding"})
+    assert_same_bits(loaded_params, {k: v for k, v in params.items() if k != "unembedding"})
     write_tensors(tmp_path, tensors)
     with pytest.raises(ValueError, match=r"tensor lm_head\.weight is missing"):
         weights.load(tmp_path)
@@ -215,10 +215,10 @@ def test_tied_policy_accepts_only_an_identical_lm_head(tmp_path, monkeypatch) ->
     table = tiny.weights()["embedding"]
     _change(folder, lambda t: t.update({HEAD: table}))
     assert_same_bits(weights.load(folder)[1], tiny.weights())
-    other = table.copy()
-    other[-1, -1] += 1e-3
+    changed_table = table.copy()
+    changed_table[-1, -1] += 1e-3
     for wrong, message in (
-        (other, "differs from model.embed_tokens.weight"),
+        (changed_table, "differs from model.embed_tokens.weight"),
         (table.astype(np.float16), "differs from model.embed_tokens.weight"),
         (table[:-1], r"has shape \(63, 32\), needs \(64, 32\)"),
     ):
@@ -455,8 +455,8 @@ def test_config_and_tokenizer_are_read_without_weights(tmp_path) -> None:
     policy = dataclasses.replace(tiny.POLICY, vocab_size=tokenizer.vocab_size)
     weights.save(tmp_path, policy, tiny.weights(policy), tokenizer)
     (tmp_path / files.SINGLE).unlink()
-    config, found = weights.read_config_and_tokenizer(tmp_path)
-    assert config == policy and found.vocab_size == tokenizer.vocab_size
+    config, loaded_tokenizer = weights.read_config_and_tokenizer(tmp_path)
+    assert config == policy and loaded_tokenizer.vocab_size == tokenizer.vocab_size
     (tmp_path / "config.json").unlink()
     with pytest.raises(FileNotFoundError, match=r"config\.json: not there"):
         weights.read_config_and_tokenizer(tmp_path)

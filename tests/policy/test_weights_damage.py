@@ -42,7 +42,7 @@ POLICY = PolicyConfig(
 )
 SHARD = 500
 KINDS = ("one file", "shards")
-many = settings(max_examples=200)
+many_examples = settings(max_examples=200)
 
 
 @pytest.fixture(scope="module")
@@ -66,12 +66,12 @@ def load_damaged(original: pathlib.Path, damage: Callable[[pathlib.Path], Any]) 
             return str(error)
 
 
-def assert_same_or_named(found: Any, pattern: str) -> None:
+def assert_same_or_named(outcome: Any, pattern: str) -> None:
     """Check for the undamaged parameters, or an error that names a file of this pattern."""
-    if isinstance(found, str):
-        assert re.search(f"policy/({pattern}): ", found), found
+    if isinstance(outcome, str):
+        assert re.search(f"policy/({pattern}): ", outcome), outcome
     else:
-        assert_same_bits(found, tiny.weights(POLICY))
+        assert_same_bits(outcome, tiny.weights(POLICY))
 
 
 def _pick(data: st.DataObject, original: pathlib.Path, pattern: str) -> pathlib.Path:
@@ -101,50 +101,52 @@ def _alter(data: st.DataObject, content: bytes, end: int) -> bytes:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@many
+@many_examples
 @given(data=st.data())
 def test_damaged_header_is_reported_or_harmless(kind: str, data, originals) -> None:
     name = _pick(data, originals[kind], "*.safetensors")
     content = (originals[kind] / name).read_bytes()
     altered = _alter(data, content, 8 + int.from_bytes(content[:8], "little"))
-    found = load_damaged(originals[kind], lambda f: (f / name).write_bytes(altered))
-    assert_same_or_named(found, str(name))
+    outcome = load_damaged(originals[kind], lambda f: (f / name).write_bytes(altered))
+    assert_same_or_named(outcome, str(name))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@many
+@many_examples
 @given(data=st.data())
 def test_truncated_or_longer_file_is_reported(kind: str, data, originals) -> None:
     name = _pick(data, originals[kind], "*.safetensors")
     content = (originals[kind] / name).read_bytes()
     length = data.draw(st.integers(0, len(content) - 1))
-    more = data.draw(st.binary(min_size=1, max_size=9))
-    altered = data.draw(st.sampled_from([content[:length], content + more]))
-    found = load_damaged(originals[kind], lambda f: (f / name).write_bytes(altered))
-    assert isinstance(found, str) and f"policy/{name}: not a complete safetensors file" in found
+    extra_bytes = data.draw(st.binary(min_size=1, max_size=9))
+    altered = data.draw(st.sampled_from([content[:length], content + extra_bytes]))
+    outcome = load_damaged(originals[kind], lambda f: (f / name).write_bytes(altered))
+    assert isinstance(outcome, str) and f"policy/{name}: not a complete safetensors file" in outcome
 
 
-@many
+@many_examples
 @given(data=st.data())
 def test_damaged_index_is_reported_or_harmless(data, originals) -> None:
     content = (originals["shards"] / files.INDEX).read_bytes()
     altered = _alter(data, content, len(content))
-    found = load_damaged(originals["shards"], lambda f: (f / files.INDEX).write_bytes(altered))
+    outcome = load_damaged(originals["shards"], lambda f: (f / files.INDEX).write_bytes(altered))
     # The change may hit a file's name, or a tensor's name, which a file then has in addition.
-    assert_same_or_named(found, rf"{files.INDEX}|[^/]*\.safetensors")
+    assert_same_or_named(outcome, rf"{files.INDEX}|[^/]*\.safetensors")
 
 
-@many
+@many_examples
 @given(data=st.data())
 def test_damaged_config_is_reported_or_harmless(data, originals) -> None:
     content = (originals["one file"] / "config.json").read_bytes()
     altered = _alter(data, content, len(content))
-    found = load_damaged(originals["one file"], lambda f: (f / "config.json").write_bytes(altered))
+    outcome = load_damaged(
+        originals["one file"], lambda f: (f / "config.json").write_bytes(altered)
+    )
     # If the config is valid but another one, the error is that the weights do not fit.
-    assert_same_or_named(found, f"config.json|{files.SINGLE}")
+    assert_same_or_named(outcome, f"config.json|{files.SINGLE}")
 
 
-@many
+@many_examples
 @given(data=st.data())
 def test_damaged_values_are_reported_if_not_finite(data, originals) -> None:
     content = (originals["one file"] / files.SINGLE).read_bytes()
@@ -156,15 +158,15 @@ def test_damaged_values_are_reported_if_not_finite(data, originals) -> None:
         altered[place] = data.draw(st.sampled_from([0x7F, 0xFF, 0x3F, 0]))
         altered[place - 1] |= data.draw(st.sampled_from([0x80, 0]))
     path = files.SINGLE
-    found = load_damaged(originals["one file"], lambda f: (f / path).write_bytes(bytes(altered)))
+    outcome = load_damaged(originals["one file"], lambda f: (f / path).write_bytes(bytes(altered)))
     values = np.frombuffer(altered, np.float32, offset=start)
     if np.isfinite(values).all():
-        assert jax.tree.all(jax.tree.map(lambda leaf: bool(np.isfinite(leaf).all()), found))
+        assert jax.tree.all(jax.tree.map(lambda leaf: bool(np.isfinite(leaf).all()), outcome))
         shapes = jax.tree.map(np.shape, tiny.weights(POLICY))
-        assert jax.tree.map(np.shape, found) == shapes
+        assert jax.tree.map(np.shape, outcome) == shapes
     else:
-        assert isinstance(found, str) and "has values that are not finite" in found
-        assert f"policy/{files.SINGLE}: tensor model." in found or "tensor lm_head" in found
+        assert isinstance(outcome, str) and "has values that are not finite" in outcome
+        assert f"policy/{files.SINGLE}: tensor model." in outcome or "tensor lm_head" in outcome
 
 
 DTYPES = [np.int8, np.uint16, np.int64, np.float64, np.bool_, np.float16, ml_dtypes.bfloat16]
@@ -174,7 +176,7 @@ def _edit(data: st.DataObject, tensors: dict[str, np.ndarray]) -> tuple[str, str
     """Change one tensor; return its name and the kind of change."""
     name = data.draw(st.sampled_from(sorted(tensors)))
     kind = data.draw(st.sampled_from(["rename", "drop", "duplicate", "reshape", "retype", "swap"]))
-    other = data.draw(st.sampled_from(sorted(tensors)))
+    other_name = data.draw(st.sampled_from(sorted(tensors)))
     if kind == "rename":
         cut = data.draw(st.integers(0, len(name) - 1))
         tensors[name[:cut] + "é" + name[cut + 1 :]] = tensors.pop(name)
@@ -188,20 +190,20 @@ def _edit(data: st.DataObject, tensors: dict[str, np.ndarray]) -> tuple[str, str
     elif kind == "retype":
         tensors[name] = tensors[name].astype(data.draw(st.sampled_from(DTYPES)))
     else:
-        tensors[name], tensors[other] = tensors[other], tensors[name]
+        tensors[name], tensors[other_name] = tensors[other_name], tensors[name]
     return name, kind
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@many
+@many_examples
 @given(data=st.data())
 def test_edited_tensors_are_reported_if_detectable(kind: str, data, originals) -> None:
     tensors = read_tensors(originals[kind])
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     shard = _pick(data, originals[kind], "*.safetensors")
     edited = safetensors.numpy.load_file(originals[kind] / shard)
-    name, done = _edit(data, edited)
-    found = load_damaged(
+    name, change = _edit(data, edited)
+    outcome = load_damaged(
         originals[kind], lambda f: safetensors.numpy.save_file(edited, f / shard, {"format": "pt"})
     )
     types = {"float32", "float16", "bfloat16"}
@@ -209,16 +211,16 @@ def test_edited_tensors_are_reported_if_detectable(kind: str, data, originals) -
         shapes.get(name) == tensor.shape and str(tensor.dtype) in types
         for name, tensor in edited.items()
     )
-    if fits and done != "drop":  # a change of values that cannot be detected, or none
-        assert done in ("swap", "retype", "reshape") and not isinstance(found, str)
-        assert jax.tree.map(np.shape, found) == jax.tree.map(np.shape, tiny.weights(POLICY))
+    if fits and change != "drop":  # a change of values that cannot be detected, or none
+        assert change in ("swap", "retype", "reshape") and not isinstance(outcome, str)
+        assert jax.tree.map(np.shape, outcome) == jax.tree.map(np.shape, tiny.weights(POLICY))
     else:
-        assert isinstance(found, str)
-        assert f"policy/{shard}: " in found or f"policy/{files.INDEX}: " in found
-        assert "tensor " in found and (done in ("swap", "rename") or name in found)
+        assert isinstance(outcome, str)
+        assert f"policy/{shard}: " in outcome or f"policy/{files.INDEX}: " in outcome
+        assert "tensor " in outcome and (change in ("swap", "rename") or name in outcome)
 
 
-@many
+@many_examples
 @given(data=st.data())
 def test_edited_weight_map_is_reported_or_harmless(data, originals) -> None:
     def edit(folder: pathlib.Path) -> None:
@@ -231,8 +233,8 @@ def test_edited_weight_map_is_reported_or_harmless(data, originals) -> None:
         places[key] = data.draw(values)
         (folder / files.INDEX).write_text(json.dumps(content))
 
-    found = load_damaged(originals["shards"], edit)
-    assert_same_or_named(found, rf"{files.INDEX}|[^/]*\.safetensors")
+    outcome = load_damaged(originals["shards"], edit)
+    assert_same_or_named(outcome, rf"{files.INDEX}|[^/]*\.safetensors")
 
 
 JSON = st.recursive(
@@ -244,12 +246,12 @@ JSON = st.recursive(
 )
 
 
-@many
+@many_examples
 @given(value=JSON, header=st.booleans())
 def test_arbitrary_json_as_header_or_index_is_reported(value, header: bool, originals) -> None:
     text = json.dumps(value).encode()
     name = files.SINGLE if header else files.INDEX
     content = len(text).to_bytes(8, "little") + text if header else text
     original = originals["one file" if header else "shards"]
-    found = load_damaged(original, lambda f: (f / name).write_bytes(content))
-    assert isinstance(found, str) and f"policy/{name}: " in found
+    outcome = load_damaged(original, lambda f: (f / name).write_bytes(content))
+    assert isinstance(outcome, str) and f"policy/{name}: " in outcome

@@ -41,22 +41,22 @@ def test_first_of_two_hosts_saves_the_weights_of_both(experts: int, tmp_path: pa
     first, second = run_two("tests.policy.test_weights_hosts", str(tmp_path), str(experts))
     policy, params = make_policy(experts)
     weights.save(tmp_path / "alone", policy, params, shard_bytes=SHARD_BYTES)
-    alone = {path.name: path.read_bytes() for path in (tmp_path / "alone").iterdir()}
-    saved = {path.name: path.read_bytes() for path in (tmp_path / "host_0").iterdir()}
-    assert saved == alone and len(alone) > 4
+    expected_files = {path.name: path.read_bytes() for path in (tmp_path / "alone").iterdir()}
+    saved_files = {path.name: path.read_bytes() for path in (tmp_path / "host_0").iterdir()}
+    assert saved_files == expected_files and len(expected_files) > 4
     # A folder on the host's own disk is written by the first host only.
     assert not (tmp_path / "host_1").exists()
     # Never more than a layer, or the embedding, is gathered at once.
     largest = max(params["embedding"].size, *(leaf[0].size for leaf in _leaves(params["layers"])))
     assert first["largest"] == second["largest"] == largest
-    for told in (first, second):
-        assert told["spanning"] and told["after"] == 2
-        assert told["error"].startswith("host 0: FileExistsError")
+    for report in (first, second):
+        assert report["spanning"] and report["after"] == 2
+        assert report["error"].startswith("host 0: FileExistsError")
 
 
 def test_first_of_two_hosts_saves_the_adapters_of_both(tmp_path: pathlib.Path) -> None:
-    told = run_two("tests.policy.test_weights_hosts", str(tmp_path), "adapters")
-    assert all(one["spanning"] for one in told)
+    reports = run_two("tests.policy.test_weights_hosts", str(tmp_path), "adapters")
+    assert all(report["spanning"] for report in reports)
     lora.save(tmp_path / "alone", *make_adapters())
     for path in (tmp_path / "alone").iterdir():
         assert (tmp_path / "host_0" / path.name).read_bytes() == path.read_bytes()
@@ -105,8 +105,8 @@ def main() -> None:
         split = lora.split(policy, params)[0]
         print(json.dumps({"spanning": not jax.tree.leaves(split)[0].is_fully_addressable}))
         return
-    sizes, whole = [], distributed.fetch_global
-    distributed.fetch_global = lambda array: (sizes.append(array.size), whole(array))[1]
+    sizes, fetch_global = [], distributed.fetch_global
+    distributed.fetch_global = lambda array: (sizes.append(array.size), fetch_global(array))[1]
     weights.save(folder / f"host_{me}", policy, params, shard_bytes=SHARD_BYTES)
     (folder / "file").touch()
     error = ""
@@ -114,13 +114,13 @@ def main() -> None:
         weights.save(folder / "file" / "below", policy, params)
     except RuntimeError as failure:
         error = str(failure)
-    told = {
+    report = {
         "spanning": any(not leaf.is_fully_addressable for leaf in jax.tree.leaves(params)),
         "largest": max(sizes),
         "error": error,
         "after": len(distributed.gather_bytes([b"still in step"])),
     }
-    print(json.dumps(told))
+    print(json.dumps(report))
 
 
 if __name__ == "__main__":

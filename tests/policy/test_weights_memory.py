@@ -120,14 +120,20 @@ def measure(tiny: str, folder: str, on_mesh: bool, shard_bytes: int) -> dict[str
     config, params = weights.load(folder, mesh, "bfloat16")
     seconds = time.monotonic() - clock
     peak = _status("VmHWM") - before
-    kept = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-    found = {"kept": kept, "above": peak - kept, "before": before, "seconds": seconds, "save": 0}
+    kept_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    measurements = {
+        "kept": kept_bytes,
+        "above": peak - kept_bytes,
+        "before": before,
+        "seconds": seconds,
+        "save": 0,
+    }
     if shard_bytes:
         pathlib.Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         before = _status("VmRSS")
         weights.save("saved", config, params, dtype="bfloat16", shard_bytes=shard_bytes)
-        found["save"] = _status("VmHWM") - before
-    return found
+        measurements["save"] = _status("VmHWM") - before
+    return measurements
 
 
 def _measure_elsewhere(
@@ -139,7 +145,7 @@ def _measure_elsewhere(
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     arguments = ["tiny", "policy", "mesh" * on_mesh, str(shard_bytes * saves)]
     root = ROOT
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, __file__, *arguments],
         cwd=tmp_path,
         # Freed memory goes back to the system at once, if it is large.
@@ -147,12 +153,12 @@ def _measure_elsewhere(
         stdout=subprocess.PIPE,
         check=True,
     )
-    found = json.loads(done.stdout)
+    measurements = json.loads(process.stdout)
     largest = 2 * max(math.prod(shape) for _, shape in _shapes(config))
-    assert found["kept"] == 2 * sum(math.prod(shape) for _, shape in _shapes(config))
-    print(f"{found} largest tensor {largest}: {found['above'] / largest:.2f} of it")
-    assert found["above"] < 1.3 * largest
-    assert found["save"] < shard_bytes + 1.3 * largest
+    assert measurements["kept"] == 2 * sum(math.prod(shape) for _, shape in _shapes(config))
+    print(f"{measurements} largest tensor {largest}: {measurements['above'] / largest:.2f} of it")
+    assert measurements["above"] < 1.3 * largest
+    assert measurements["save"] < shard_bytes + 1.3 * largest
 
 
 @pytest.mark.skipif(not ON_LINUX, reason="reads /proc")
@@ -180,5 +186,5 @@ def test_peak_memory_of_loading_seven_billion_weights_is_bounded() -> None:
 
 
 if __name__ == "__main__":
-    given = sys.argv
-    print(json.dumps(measure(given[1], given[2], given[3] == "mesh", int(given[4]))))
+    argv = sys.argv
+    print(json.dumps(measure(argv[1], argv[2], argv[3] == "mesh", int(argv[4]))))

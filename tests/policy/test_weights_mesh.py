@@ -28,10 +28,10 @@ MESHES = [
 def counted(monkeypatch) -> collections.Counter:
     """Bytes read of each tensor."""
     count: collections.Counter = collections.Counter()
-    read = files.Tensor.read
+    read_tensor = files.Tensor.read
 
     def counting(self, index):
-        block = read(self, index)
+        block = read_tensor(self, index)
         count[self.name] += block.nbytes
         return block
 
@@ -45,12 +45,12 @@ def counted(monkeypatch) -> collections.Counter:
 def test_load_onto_a_mesh_equals_a_plain_load(policy: PolicyConfig, shape, tmp_path) -> None:
     weights.save(tmp_path / "a", policy, tiny.weights(policy), shard_bytes=SHARD)
     mesh = meshes.make_mesh(shape)
-    read, params = weights.load(tmp_path / "a", mesh)
-    assert read == policy
+    config, params = weights.load(tmp_path / "a", mesh)
+    assert config == policy
     assert_same_bits(params, tiny.weights(policy))
     shapes, axes = transformer.abstract_params(policy)
-    wanted = meshes.shardings(mesh, axes, shapes)
-    assert jax.tree.map(lambda leaf: leaf.sharding, params) == wanted
+    expected_shardings = meshes.shardings(mesh, axes, shapes)
+    assert jax.tree.map(lambda leaf: leaf.sharding, params) == expected_shardings
     # Weights split over devices are saved like unsplit ones.
     weights.save(tmp_path / "b", policy, params, shard_bytes=SHARD)
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
@@ -86,16 +86,18 @@ def test_device_reads_only_its_own_shards(name: str, shape, tmp_path, counted) -
     weights.save(tmp_path, policy, tiny.weights(policy))
     shapes, axes = transformer.abstract_params(policy)
     places = flatten_dict(meshes.shardings(meshes.make_mesh(shape), axes, shapes), sep="/")
-    found = weights.match(policy, *files.scan(tmp_path))
-    source = weights._Source(policy, *found, "float32")
-    wanted = flatten_dict(tiny.weights(policy), sep="/")
+    matched_tensors = weights.match(policy, *files.scan(tmp_path))
+    source = weights._Source(policy, *matched_tensors, "float32")
+    params = flatten_dict(tiny.weights(policy), sep="/")
     split = 0
     for path, place in places.items():
-        whole = wanted[path]
+        parameter = params[path]
         layered = source.entries[path].layered
-        for index in place.devices_indices_map(whole.shape).values():
-            bounds = [part.indices(size)[:2] for part, size in zip(index, whole.shape, strict=True)]
-            part = whole[index]
+        for index in place.devices_indices_map(parameter.shape).values():
+            bounds = [
+                part.indices(size)[:2] for part, size in zip(index, parameter.shape, strict=True)
+            ]
+            part = parameter[index]
             out = np.empty(part.shape, np.float32)
             counted.clear()
             for layer in range(policy.layers if layered else 1):
@@ -103,7 +105,7 @@ def test_device_reads_only_its_own_shards(name: str, shape, tmp_path, counted) -
                 source.fill(out[layer] if layered else out, path, layer, inner)
             assert_same_bits(out, part)
             assert counted.total() == part.nbytes
-            split += part.nbytes < whole.nbytes
+            split += part.nbytes < parameter.nbytes
     assert split > 40  # otherwise nothing was tested
 
 
@@ -114,18 +116,18 @@ def test_load_requests_the_shards_of_single_devices(
 ) -> None:
     policy = POLICIES[name]
     weights.save(tmp_path, policy, tiny.weights(policy))
-    asked = collections.defaultdict(set)
+    requested_shapes = collections.defaultdict(set)
     fill = weights._Source.fill
 
     def watching(self, out, path, layer, index):
-        asked[path].add(out.shape)
+        requested_shapes[path].add(out.shape)
         fill(self, out, path, layer, index)
 
     monkeypatch.setattr(weights._Source, "fill", watching)
     _, params = weights.load(tmp_path, meshes.make_mesh(shape))
     for path, leaf in flatten_dict(params, sep="/").items():
         part = leaf.sharding.shard_shape(leaf.shape)
-        assert asked[path] == {part[1:] if path.startswith("layers/") else part}
+        assert requested_shapes[path] == {part[1:] if path.startswith("layers/") else part}
 
 
 def test_arbitrary_slices_of_attention_heads_are_read(tmp_path) -> None:
@@ -139,10 +141,10 @@ def test_arbitrary_slices_of_attention_heads_are_read(tmp_path) -> None:
         ("o_kernel", (slice(1, 3), slice(2, 7), slice(3, 20))),
         ("k_bias", (slice(1, 2), slice(2, 7))),
     ):
-        wanted = attention[path][1][index]
-        out = np.empty(wanted.shape, np.float32)
+        expected_slice = attention[path][1][index]
+        out = np.empty(expected_slice.shape, np.float32)
         source.fill(out, f"layers/attention/{path}", 1, index)
-        np.testing.assert_array_equal(out, wanted)
+        np.testing.assert_array_equal(out, expected_slice)
 
 
 @pytest.mark.slow

@@ -25,9 +25,9 @@ def test_transformers_folder_round_trip_is_bit_identical(family, shard_size, tmp
     assert (tmp_path / "theirs" / files.INDEX).exists() == (shard_size == "5KB")
     config, params = weights.load(tmp_path / "theirs")
     weights.save(tmp_path / "ours", config, params, shard_bytes=20_000)
-    theirs, ours = (read_tensors(tmp_path / name) for name in ("theirs", "ours"))
-    assert ours.keys() == theirs.keys()
-    assert_same_bits(ours, theirs)
+    expected_tensors, tensors = (read_tensors(tmp_path / name) for name in ("theirs", "ours"))
+    assert tensors.keys() == expected_tensors.keys()
+    assert_same_bits(tensors, expected_tensors)
     assert_same_bits(weights.load(tmp_path / "ours")[1], params)
 
 
@@ -38,16 +38,16 @@ def test_transformers_loads_saved_folders(family, dtype, tmp_path) -> None:
     model = families.save(family, tmp_path / "theirs")
     config, params = weights.load(tmp_path / "theirs")
     weights.save(tmp_path / "ours", config, params, dtype=dtype, shard_bytes=20_000)
-    again, report = type(model).from_pretrained(
+    reloaded_model, report = type(model).from_pretrained(
         tmp_path / "ours", output_loading_info=True, dtype="auto"
     )
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         assert not report[kind], report
-    found, wanted = again.state_dict(), model.state_dict()
-    assert found.keys() == wanted.keys()
-    for name, tensor in found.items():
+    tensors, expected_tensors = reloaded_model.state_dict(), model.state_dict()
+    assert tensors.keys() == expected_tensors.keys()
+    for name, tensor in tensors.items():
         assert tensor.dtype == getattr(torch, dtype)
-        assert torch.equal(tensor, wanted[name].to(tensor.dtype)), name
+        assert torch.equal(tensor, expected_tensors[name].to(tensor.dtype)), name
 
 
 def test_bfloat16_transformers_folder_round_trip(tmp_path) -> None:

@@ -34,9 +34,9 @@ def path_of(workdir, step: int):
 
 
 def data_of(page) -> list[str]:
-    found = re.search(r'id="data">\n(.*?)\n</script>', page.read_text(), re.DOTALL)
-    assert found
-    return found[1].split("\n")
+    match = re.search(r'id="data">\n(.*?)\n</script>', page.read_text(), re.DOTALL)
+    assert match
+    return match[1].split("\n")
 
 
 def unpack(line: str):
@@ -54,9 +54,9 @@ def test_rare_outcomes_are_chosen_as_often_as_frequent_ones():
     episodes = [{"task": "a", "outcome": "solved", "cluster": str(n)} for n in range(50)]
     episodes[40]["outcome"] = episodes[45]["outcome"] = "mixed"
     episodes[49]["task"] = "b"
-    taken = collections.Counter()
-    assert choose(episodes, 7, {"3", "45"}, taken) == [0, 1, 2, 3, 40, 45, 49]
-    assert taken == {("a", "solved"): 4, ("a", "mixed"): 2, ("b", "solved"): 1}
+    kind_counts = collections.Counter()
+    assert choose(episodes, 7, {"3", "45"}, kind_counts) == [0, 1, 2, 3, 40, 45, 49]
+    assert kind_counts == {("a", "solved"): 4, ("a", "mixed"): 2, ("b", "solved"): 1}
     # Episodes with documents come first.
     assert choose(episodes, 3, {"3", "45"}, collections.Counter()) == [3, 45, 49]
     assert choose(episodes, 99, set(), collections.Counter()) == list(range(50))
@@ -67,21 +67,24 @@ def test_rare_outcomes_are_chosen_as_often_as_frequent_ones():
 def test_episodes_are_chosen_evenly_over_steps(tmp_path):
     workdir = write_run(tmp_path / "run", steps=7, episodes=30)
     read = choose_episodes(workdir, 72)
-    assert collections.Counter(e["step"] for e in read.chosen) == {
+    assert collections.Counter(e["step"] for e in read.chosen_episodes) == {
         1: 10, 2: 10, 3: 10, 4: 11, 5: 10, 6: 10, 7: 11
     }  # fmt: skip
-    assert read.found == 210 and len(kinds_of(read.chosen)) >= 11
-    assert max(kinds_of(read.chosen).values()) < 12
+    assert read.readable_count == 210 and len(kinds_of(read.chosen_episodes)) >= 11
+    assert max(kinds_of(read.chosen_episodes).values()) < 12
     assert choose_episodes(workdir, 72) == read
-    many = kinds_of(choose_episodes(workdir, 21).chosen)
-    assert len(many) >= 11 and max(many.values()) <= 2  # though each step has only three of the 21
-    few = choose_episodes(workdir, 3)
-    assert [e["step"] for e in few.chosen] == [1, 4, 7]
-    assert few.found == few.total == 210 and set(few.counted) == set(range(1, 8))
+    kinds = kinds_of(choose_episodes(workdir, 21).chosen_episodes)
+    # Each step has only three of the 21.
+    assert len(kinds) >= 11 and max(kinds.values()) <= 2
+    selection = choose_episodes(workdir, 3)
+    assert [e["step"] for e in selection.chosen_episodes] == [1, 4, 7]
+    assert selection.readable_count == selection.total == 210 and set(selection.counted) == set(
+        range(1, 8)
+    )
 
 
 @pytest.mark.parametrize(
-    "scores, wanted",
+    "scores, expected_outcome",
     [
         ([], "declined"),
         ([0.0, 1.0], "mixed"),
@@ -90,26 +93,28 @@ def test_episodes_are_chosen_evenly_over_steps(tmp_path):
         ([0.5, 0.5], "half solved"),
     ],
 )
-def test_outcome_follows_from_the_scores(scores, wanted):
-    assert outcome(scores, "declined") == wanted
+def test_outcome_follows_from_the_scores(scores, expected_outcome):
+    assert outcome(scores, "declined") == expected_outcome
 
 
 def test_metrics_are_computed_from_episodes(tmp_path):
     workdir = write_run(tmp_path / "run", steps=1, episodes=0)
     make = Writer().episode
-    four = {
+    four_answers = {
         "scores": [1.0, 0.0, 0.0, 0.0],
         "reward": 0.25,
         "status": "accepted",
         "answers": ["a"] * 4,
         "votes": [[1, 0]] * 4,
     }
-    lines = [make(n, task=TASKS[n > 0], **four) for n in range(4)]
-    lines += [make(5, **four, proposal=None) | {"scores": [1.0] * 4, "reward": None, "of": 9}]
+    lines = [make(n, task=TASKS[n > 0], **four_answers) for n in range(4)]
+    lines += [
+        make(5, **four_answers, proposal=None) | {"scores": [1.0] * 4, "reward": None, "of": 9}
+    ]
     wrong = [{"scores": ["x"]}, {"documents": [1]}, {"answers": [1]}, {"votes": 1}, {"used": []}]
     write_records(path_of(workdir, 1), [{"of": 9} | lines[0], *lines[1:], "no object", *wrong])
     read = choose_episodes(workdir, 100)
-    assert read.found == 5 and read.total == 9 and read.points == {(0.25, 0.25): 4}
+    assert read.readable_count == 5 and read.total == 9 and read.points == {(0.25, 0.25): 4}
     assert read.counted[1] == {
         "episodes/mixed/general_qa": 0.25,
         "episodes/mixed/financial_math": 0.75,
@@ -121,8 +126,8 @@ def test_metrics_are_computed_from_episodes(tmp_path):
 
 
 def test_runs_differing_only_in_seed_are_one_group():
-    other = CONFIG | {"steps": 5}
-    configs = [CONFIG, None, CONFIG | {"seed": 3}, other, None]
+    changed_config = CONFIG | {"steps": 5}
+    configs = [CONFIG, None, CONFIG | {"seed": 3}, changed_config, None]
     assert group_by_seed(configs) == [[0, 2], [1], [3], [4]]
 
 
@@ -142,8 +147,8 @@ def test_panels_show_the_measured_metrics():
         *("eval/accuracy", "eval/accuracy/2", "train/loss"),
     ]
     panels = {panel.title.partition(":")[0]: panel.metrics for panel in choose_panels(names)}
-    found = {t: [label for label, n in m.items() if n in names] for t, m in panels.items()}
-    assert found == {
+    labels = {t: [label for label, n in m.items() if n in names] for t, m in panels.items()}
+    assert labels == {
         "Solve rate": ["all", "2", "10"],
         "Rewards": ["dense_by_chance", "dense_reward"],
         "Forms in which answers are stated": ["boxed", "phrase"],
@@ -164,8 +169,13 @@ def test_panels_show_the_measured_metrics():
 
 def test_unknown_tasks_and_missing_rewards_are_not_plotted(tmp_path):
     workdir = write_run(tmp_path / "run", steps=1, episodes=0)
-    four = {"scores": [1.0, 0.0, 0.0, 0.0], "answers": ["a"] * 4, "votes": [], "reward": None}
-    lines = [Writer().episode(n, task="own", **four) for n in range(2)]
+    four_answers = {
+        "scores": [1.0, 0.0, 0.0, 0.0],
+        "answers": ["a"] * 4,
+        "votes": [],
+        "reward": None,
+    }
+    lines = [Writer().episode(n, task="own", **four_answers) for n in range(2)]
     write_records(path_of(workdir, 1), [{"of": 2} | lines[0], lines[1]])
     assert [n for n in choose_episodes(workdir, 9).counted[1] if "mixed" in n] == []
     records = [{"step": 1, "rollout/solve_rate": 0.25}]
@@ -191,8 +201,8 @@ def test_page_holds_each_document_once_and_is_reproducible(tmp_path, monkeypatch
     texts = [text for line in lines if isinstance(line, list) for text in line]
     assert len(texts) == len(set(texts)) == 40
     places = {(e["step"], e["title"]): e["documents"] for e in index}
-    for (step, title), found in places.items():
-        assert step != 3 or found == places[1, title]
+    for (step, title), document_places in places.items():
+        assert step != 3 or document_places == places[1, title]
     by_line = dict(enumerate(lines, 1))
     for entry in index:
         episode = by_line[entry["at"]]
@@ -207,19 +217,19 @@ def test_page_holds_each_document_once_and_is_reproducible(tmp_path, monkeypatch
 def test_full_page_leaves_out_episodes_evenly_over_steps(tmp_path):
     workdir = write_run(tmp_path / "run", steps=10, episodes=10)
     path = epath.Path(tmp_path / "page.html")
-    found = {}
+    counts = {}
     for room in (4_792, 16_632, 76_632, 966_632):
         size = TEMPLATE_BYTES + room
         write_page([measured(workdir)], path, size)
         assert path.stat().length <= size
         overview, *_, index = map(unpack, data_of(tmp_path / "page.html"))
         assert overview["found"] == 100
-        found[room] = len(index), sum(bool(entry["documents"]) for entry in index)
+        counts[room] = len(index), sum(bool(entry["documents"]) for entry in index)
         if room == 76_632:
             assert path.stat().length > TEMPLATE_BYTES + 61_632
             assert {e["step"] for e in index} == set(range(1, 11))
-    assert found[966_632] == (100, 100)
-    episodes, complete = found[76_632]
+    assert counts[966_632] == (100, 100)
+    episodes, complete = counts[76_632]
     assert 30 < episodes < 80 and episodes / 3 < complete < episodes
     with pytest.raises(ValueError, match="bytes of curves are too many"):
         write_page([measured(workdir)], path, TEMPLATE_BYTES)
@@ -246,9 +256,9 @@ def test_seeds_become_bands_and_other_configs_curves(tmp_path):
         "algorithm.mapping=gaussian", "algorithm.mapping=azr"
     ]  # fmt: skip
     values = [[line["train/loss"] for line in measured(run).records] for run in runs[:2]]
-    steps, *found = band["series"]["train/loss"]
+    steps, *band_series = band["series"]["train/loss"]
     assert steps == [1, 2, 3]
-    for kind, series in zip((lambda pair: sum(pair) / 2, min, max), found, strict=True):
+    for kind, series in zip((lambda pair: sum(pair) / 2, min, max), band_series, strict=True):
         assert series == pytest.approx(list(map(kind, zip(*values, strict=True))), rel=1e-5)
     assert len(alone["series"]["train/loss"]) == 2
     assert alone["mapping"]["curve"][25] == [0.25, 0.75]
@@ -277,8 +287,8 @@ def test_page_counts_as_full_after_twenty_misses_in_a_row():
     large, small = [str(n) for n in range(99)], "x"
     size = len(report_page._packed(small)) + 1
     lines = report_page._Lines(report_page._index_bytes({}) + 3 * size + 10)
-    for more in (19, 19):
-        assert [lines.add(large, 0) for _ in range(more)] == [None] * more
+    for misses in (19, 19):
+        assert [lines.add(large, 0) for _ in range(misses)] == [None] * misses
         assert lines.add(small, 0)  # fewer than twenty misses in a row
     assert lines.packed == [report_page._packed(small)] * 2
     assert [lines.add(large, 0) for _ in range(20)] == [None] * 20
@@ -298,18 +308,18 @@ def test_index_has_the_first_100_characters_of_a_question(tmp_path):
 
 
 def test_groups_differing_in_many_fields_are_labeled_by_folder():
-    few = [{"a": 1, "b": {"c": 2}, "seed": 1}, {"a": 1, "b": {"c": 3}, "seed": 2}]
-    assert report_page._labels([[0], [1]], few, ["x", "y"]) == ["b.c=2", "b.c=3"]
-    many = [dict.fromkeys("abcd", n) for n in range(2)]
-    assert report_page._labels([[0], [1]], many, ["x", "y"]) == ["x", "y"]
-    assert report_page._labels([[0], [1]], [few[0], None], ["x", "y"]) == ["x", "y"]
+    similar_configs = [{"a": 1, "b": {"c": 2}, "seed": 1}, {"a": 1, "b": {"c": 3}, "seed": 2}]
+    assert report_page._labels([[0], [1]], similar_configs, ["x", "y"]) == ["b.c=2", "b.c=3"]
+    different_configs = [dict.fromkeys("abcd", n) for n in range(2)]
+    assert report_page._labels([[0], [1]], different_configs, ["x", "y"]) == ["x", "y"]
+    assert report_page._labels([[0], [1]], [similar_configs[0], None], ["x", "y"]) == ["x", "y"]
 
 
 def test_runs_are_called_by_the_names_of_their_folders_if_these_differ():
     def called(*folders: str) -> list[str]:
         runs = [RunData(epath.Path(folder), [{"step": 1}], None) for folder in folders]
-        made = report_page.make_overview(runs, [Episodes() for _ in runs])
-        return [group["name"] for group in made["groups"]]
+        overview = report_page.make_overview(runs, [Episodes() for _ in runs])
+        return [group["name"] for group in overview["groups"]]
 
     assert called("a/x", "b/y") == ["x", "y"]
     assert called("a/x", "b/x") == ["a/x", "b/x"]
@@ -367,15 +377,18 @@ def test_an_odd_episode_is_named_and_skipped(tmp_path, caplog, line):
 
 @pytest.mark.slow
 def test_command_line_compares_runs(tmp_path):
-    one, two = (write_run(tmp_path / str(seed), 2, 2, seed) for seed in (0, 1))
-    command = [sys.executable, "-m", "spell_jax.report", f"--workdir={one},{two}"]
+    first_run, second_run = (write_run(tmp_path / str(seed), 2, 2, seed) for seed in (0, 1))
+    command = [sys.executable, "-m", "spell_jax.report", f"--workdir={first_run},{second_run}"]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     *_, plots, page = result.stdout.splitlines()
-    assert page == f"{one}/comparison.html"
-    assert plots.endswith(f" plots of the page in {one}/plots/comparison")
-    assert (one / "plots" / "comparison" / "solve_rate.png").is_file()
-    assert unpack(data_of(one / "comparison.html")[0])["runs"] == [str(one), str(two)]
+    assert page == f"{first_run}/comparison.html"
+    assert plots.endswith(f" plots of the page in {first_run}/plots/comparison")
+    assert (first_run / "plots" / "comparison" / "solve_rate.png").is_file()
+    assert unpack(data_of(first_run / "comparison.html")[0])["runs"] == [
+        str(first_run),
+        str(second_run),
+    ]
 
 
 # ------------------------------------------------------------------------------------- In a browser
@@ -422,8 +435,15 @@ def test_large_page_opens_without_browser_errors(page, large):
     assert len(entries(page)) == 2000
     assert page.value("document.querySelectorAll('figure svg path.curve').length") > 15
     titles = page.value("[...document.querySelectorAll('figcaption')].map(c => c.textContent)")
-    for wanted in ("Solve rate", "Task mix", "disagreement", "Entropy", "length", "by mean reward"):
-        assert any(wanted in title for title in titles), wanted
+    for title_part in (
+        "Solve rate",
+        "Task mix",
+        "disagreement",
+        "Entropy",
+        "length",
+        "by mean reward",
+    ):
+        assert any(title_part in title for title in titles), title_part
     assert "0.500 ± 0.0500.750 ± 0.040+0.250" in page.value(
         "document.querySelector('table').textContent"
     )
@@ -440,8 +460,8 @@ def test_filters_select_episodes(page, large):
         ("outcome", "mixed", "mixed"),
     ):
         select(page, name, value)
-        found = entries(page)
-        assert 0 < len(found) < 2000 and all(what in text for text in found)
+        entry_texts = entries(page)
+        assert 0 < len(entry_texts) < 2000 and all(what in text for text in entry_texts)
     select(page, "from", "7")
     select(page, "to", "60")
     steps = {int(re.findall(r"\d+", text)[0]) for text in entries(page)}
@@ -491,20 +511,20 @@ def test_curves_have_the_expected_axes_colors_and_areas(page, large):
     page.open(large)
 
     def plotted(panel: dict, *groups: dict, what: str = "path", of: str = "d") -> list[str]:
-        given = ", ".join(map(json.dumps, ({"title": ""} | panel, groups)))
-        found = f"[...chart({given}).querySelector('svg').querySelectorAll('{what}')]"
-        return page.value(f"{found}.map(e => '{of}' ? e.getAttribute('{of}') : e.textContent)")
+        chart_arguments = ", ".join(map(json.dumps, ({"title": ""} | panel, groups)))
+        elements = f"[...chart({chart_arguments}).querySelector('svg').querySelectorAll('{what}')]"
+        return page.value(f"{elements}.map(e => '{of}' ? e.getAttribute('{of}') : e.textContent)")
 
-    one = {"name": "g", "series": {"x": [[1, 2], [0.03, 0.37]], "y": [[1, 2], [0.1, 0.35]]}}
+    group = {"name": "g", "series": {"x": [[1, 2], [0.03, 0.37]], "y": [[1, 2], [0.1, 0.35]]}}
     metrics = {"all": "x", "b": "y"}
     # An axis begins and ends at a tick; a task's color does not depend on the curve of all tasks.
-    told = plotted({"metrics": metrics}, one, what="text", of="")
-    assert told[:5] == ["0", "0.1", "0.2", "0.3", "0.4"]
-    colors = plotted({"metrics": metrics}, one, of="style")
+    labels = plotted({"metrics": metrics}, group, what="text", of="")
+    assert labels[:5] == ["0", "0.1", "0.2", "0.3", "0.4"]
+    colors = plotted({"metrics": metrics}, group, of="style")
     assert colors == ["stroke:var(--ink)", "stroke:var(--c0)"]
-    assert plotted({"metrics": {"b": "y"}}, one, of="style") == ["stroke:var(--c0)"]
+    assert plotted({"metrics": {"b": "y"}}, group, of="style") == ["stroke:var(--c0)"]
     # A comparison plots only the metric of all tasks.
-    assert plotted({"metrics": metrics}, one, one, of="style") == [
+    assert plotted({"metrics": metrics}, group, group, of="style") == [
         "stroke:var(--c0)", "stroke:var(--c1)"
     ]  # fmt: skip
     # Stacked metrics are areas on top of each other: 0 is at the bottom, 2 at the top.
@@ -514,9 +534,9 @@ def test_curves_have_the_expected_axes_colors_and_areas(page, large):
     assert upper == "M46.0 8.0L410.0 8.0L410.0 102.0L46.0 102.0Z"
     # With many steps, a smoothed curve is in front of the values; a band has only that one.
     steps, values = list(range(120)), [float(n % 2) for n in range(120)]
-    raw, smooth = plotted({"metrics": {"a": "x"}}, one | {"series": {"x": [steps, values]}})
+    raw, smooth = plotted({"metrics": {"a": "x"}}, group | {"series": {"x": [steps, values]}})
     assert " 8.0L" in raw and " 8.0L" not in smooth
-    seeds = one | {"series": {"x": [steps, values, values, values]}}
+    seeds = group | {"series": {"x": [steps, values, values, values]}}
     band, mean = plotted({"metrics": {"a": "x"}}, seeds)
     assert mean == smooth and " 8.0L" not in band
 
@@ -557,8 +577,11 @@ def test_missing_documents_are_explained_on_the_page(page, tmp_path):
     assert "of room in the run's files (config.episode_characters)" in (
         page.value("document.getElementById('episode').textContent")
     )
-    told = page.value("document.getElementById('of').textContent")
-    assert "6 of 6 on disk" in told and "; 3 with their documents. 2 more did not fit" in told
+    count_text = page.value("document.getElementById('of').textContent")
+    assert (
+        "6 of 6 on disk" in count_text
+        and "; 3 with their documents. 2 more did not fit" in count_text
+    )
     select(page, "documents", "here")
     assert entries(page) == []
     select(page, "from", "")
@@ -608,8 +631,8 @@ def test_first_mark_of_a_long_document_is_in_view(page, tmp_path):
     assert "reward 1 · advantage +0.5 · rule 1 · votes 2 yes 1 malformed " in (
         page.value("document.querySelector('#episode .card summary').textContent")
     )
-    asked = "document.querySelectorAll('#episode details')"
-    assert "{documents[1]}" in page.value(f"[...{asked}].map(d => d.textContent).join()")
+    details = "document.querySelectorAll('#episode details')"
+    assert "{documents[1]}" in page.value(f"[...{details}].map(d => d.textContent).join()")
 
 
 def test_hostile_model_text_is_shown_as_plain_text(page, tmp_path):
@@ -670,11 +693,13 @@ def test_page_supports_algorithms_without_a_questioner(page, tmp_path):
     write_page([measured(workdir)], epath.Path(tmp_path / "page.html"))
     page.open(tmp_path / "page.html")
     page.wait("document.querySelector('#episode .text')")
-    told = page.value("document.getElementById('episode').textContent")
-    assert "reward 0.9 · rule 1 · well formed yes · verbatim 0.25 · <b> – · this" in told
-    assert "reward 0 · rule 0 · well formed no · verbatim – · <b> – · no answer found" in told
-    assert "what the policy was asked; {documents[0]} is document 1" in told
-    assert "uestioner" not in told and "votes" not in told
+    episode_text = page.value("document.getElementById('episode').textContent")
+    assert "reward 0.9 · rule 1 · well formed yes · verbatim 0.25 · <b> – · this" in episode_text
+    assert (
+        "reward 0 · rule 0 · well formed no · verbatim – · <b> – · no answer found" in episode_text
+    )
+    assert "what the policy was asked; {documents[0]} is document 1" in episode_text
+    assert "uestioner" not in episode_text and "votes" not in episode_text
     assert not page.value("'role' in document.forms[0].elements") and page.problems == []
     select(page, "task", "own")
     assert len(entries(page)) == 1
@@ -685,15 +710,15 @@ def test_reconstruction_gaps_are_marked_in_documents(page, tmp_path):
         "One b, a \U0001f600\U0001f600.\n\nIt begins.",
         "Then a A b <b>B</b>.\n\nIt ends here. Or not.",
     ]
-    whole = "\n\n".join(documents)
-    taken, first = ["It begins.", "Then a A b <b>B</b>."], whole.index("\U0001f600")
-    places = [whole.index(text) - first for text in taken]
+    full_text = "\n\n".join(documents)
+    gap_texts, first = ["It begins.", "Then a A b <b>B</b>."], full_text.index("\U0001f600")
+    places = [full_text.index(text) - first for text in gap_texts]
     episode = {
         "task": "reconstruction",
         "cluster": "c",
         "status": "accepted",
-        "window": [first, len(whole)],
-        "spans": [[at, at + len(text)] for at, text in zip(places, taken, strict=True)],
+        "window": [first, len(full_text)],
+        "spans": [[at, at + len(text)] for at, text in zip(places, gap_texts, strict=True)],
         "reference": "B, A",
         "answers": ["One it begins. Then a A b B it", "it ends here, or not"],
         "scores": [0.0, 1.0],
@@ -708,8 +733,8 @@ def test_reconstruction_gaps_are_marked_in_documents(page, tmp_path):
     page.wait("document.querySelector('.card .text mark')")
     marks = "[...document.querySelectorAll('.card .text mark')]"
     assert page.value(f"{marks}.map(m => [m.className, m.title, m.textContent])") == [
-        ["taken", "gap 1", taken[0]],
-        ["taken", "gap 2", taken[1]],
+        ["taken", "gap 1", gap_texts[0]],
+        ["taken", "gap 2", gap_texts[1]],
         ["quote", "", "It ends here. Or not"],
     ]
     cards = page.value(
@@ -717,9 +742,9 @@ def test_reconstruction_gaps_are_marked_in_documents(page, tmp_path):
         ".map(c => c.querySelector('.text').textContent)"
     )
     assert cards == documents
-    told = page.value("document.getElementById('episode').textContent")
-    assert "Marked: what was taken out, and what answers quote" in told
-    assert "the reference" not in told and page.problems == []
+    episode_text = page.value("document.getElementById('episode').textContent")
+    assert "Marked: what was taken out, and what answers quote" in episode_text
+    assert "the reference" not in episode_text and page.problems == []
 
 
 def test_page_compares_runs_and_filters_by_run(page, tmp_path):

@@ -46,8 +46,8 @@ def test_interval_is_of_the_differences() -> None:
 def test_table_compares_before_with_after_and_runs_with_the_first(tmp_path) -> None:
     folder = epath.Path(tmp_path)
     start, end = [0, 1, 0, 1, 0, 1, 0, 1], [1, 1, 1, 1, 0, 1, 0, 1]
-    one, other = write(folder / "one", start, end), write(folder / "other", start, start)
-    lines = paired.table([one, other]).splitlines()
+    first_run, second_run = write(folder / "one", start, end), write(folder / "other", start, start)
+    lines = paired.table([first_run, second_run]).splitlines()
     titles = [line.split("  ")[1].strip() for line in lines if "->" in line]
     assert titles == ["one, before -> one", "other, before -> other", "one -> other"]
     rows = [line.split() for line in lines if "exact match" in line]
@@ -61,9 +61,9 @@ def test_table_compares_before_with_after_and_runs_with_the_first(tmp_path) -> N
 
 def test_runs_with_other_questions_are_not_compared(tmp_path) -> None:
     folder = epath.Path(tmp_path)
-    one = write(folder / "one", [0, 1], [1, 1])
-    other = write(folder / "other", [0, 1, 1], [1, 1, 0])
-    assert "one -> other" not in paired.table([one, other])
+    first_run = write(folder / "one", [0, 1], [1, 1])
+    second_run = write(folder / "other", [0, 1, 1], [1, 1, 0])
+    assert "one -> other" not in paired.table([first_run, second_run])
     assert paired.table([folder / "none"]) == ""
 
 

@@ -24,9 +24,9 @@ def overview(tmp_path, *runs) -> dict:
     return write_page([measured(run) for run in runs], epath.Path(tmp_path / "page.html"))
 
 
-def axes_of(draw, *given) -> Axes:
+def axes_of(draw, *arguments) -> Axes:
     axes = Figure().add_subplot()
-    draw(axes, *given)
+    draw(axes, *arguments)
     return axes
 
 
@@ -36,8 +36,8 @@ def curves_of(axes: Axes) -> dict[str, list[float]]:
 
 def bands_of(axes: Axes) -> list[list[float]]:
     """[left, lowest, right, highest] of each filled area."""
-    found = [c for c in axes.collections if isinstance(c, PolyCollection)]
-    return [c.get_datalim(axes.transData).extents.tolist() for c in found]
+    areas = [c for c in axes.collections if isinstance(c, PolyCollection)]
+    return [c.get_datalim(axes.transData).extents.tolist() for c in areas]
 
 
 def group(name: str, **series) -> dict:
@@ -78,25 +78,27 @@ def test_compared_runs_have_bands_over_seeds(tmp_path):
     runs = [
         write_run(tmp_path / str(n), 3, 4, n % 2, algorithm={"sigma": n // 2 + 1}) for n in range(4)
     ]
-    made = overview(tmp_path, *runs)
-    names = [path.name for path in draw_page(made, epath.Path(tmp_path / "plots"))]
+    page_overview = overview(tmp_path, *runs)
+    names = [path.name for path in draw_page(page_overview, epath.Path(tmp_path / "plots"))]
     assert "evaluation_responder_by_documents.png" in names
-    panel = made["panels"][0]
-    axes = axes_of(plots._draw_curves, panel, made["groups"])
-    one, other = made["groups"]
+    panel = page_overview["panels"][0]
+    axes = axes_of(plots._draw_curves, panel, page_overview["groups"])
+    first_group, second_group = page_overview["groups"]
     # A comparison plots only the solve rate of all tasks, not that of each task.
-    wanted = {g["name"]: g["series"]["rollout/solve_rate"][1] for g in (one, other)}
-    assert curves_of(axes) == wanted
-    low, high = one["series"]["rollout/solve_rate"][2:]
+    expected_curves = {
+        g["name"]: g["series"]["rollout/solve_rate"][1] for g in (first_group, second_group)
+    }
+    assert curves_of(axes) == expected_curves
+    low, high = first_group["series"]["rollout/solve_rate"][2:]
     assert bands_of(axes)[0] == pytest.approx([1, min(low), 3, max(high)])
-    alone = axes_of(plots._draw_curves, panel, [one])
+    alone = axes_of(plots._draw_curves, panel, [first_group])
     assert list(curves_of(alone)) == ["all", "general qa", "financial math", "multiple choice"]
 
 
 def test_parts_of_a_sum_are_stacked():
     panel = {"metrics": {"a": "x", "b": "y"}, "stacked": True}
-    three, low, high = [1.0, 1.0, 1.0], [0.0, 0.0, 0.0], [9.0, 9.0, 9.0]
-    seeds = group("g", x=[[1, 2, 3], three, low, high], y=[[1, 3], [2.0, 4.0]])
+    ones, low, high = [1.0, 1.0, 1.0], [0.0, 0.0, 0.0], [9.0, 9.0, 9.0]
+    seeds = group("g", x=[[1, 2, 3], ones, low, high], y=[[1, 3], [2.0, 4.0]])
     tops = [extents[3] for extents in bands_of(axes_of(plots._draw_curves, panel, [seeds]))]
     assert tops == [1.0, 5.0]
     axes = axes_of(plots._draw_curves, panel, [seeds, group("h", x=[[1], [7.0]])])
@@ -112,9 +114,11 @@ def test_curves_of_many_steps_are_smoothed():
     panel = {"metrics": {"a": "x"}, "stacked": False}
     lines = axes_of(plots._draw_curves, panel, [group("g", x=[STEPS, values])]).get_lines()
     assert [list(line.get_ydata()) for line in lines] == [values, smooth(values)]
-    two = {"metrics": {"a": "x", "b": "y"}, "stacked": True}
+    stacked_panel = {"metrics": {"a": "x", "b": "y"}, "stacked": True}
     stacked = group("g", x=[STEPS, values], y=[STEPS, values])
-    tops = [extents[3] for extents in bands_of(axes_of(plots._draw_curves, two, [stacked]))]
+    tops = [
+        extents[3] for extents in bands_of(axes_of(plots._draw_curves, stacked_panel, [stacked]))
+    ]
     assert tops == pytest.approx([2 / 3, 4 / 3])
     band = group("g", x=[STEPS, values, values, values])
     axes = axes_of(plots._draw_curves, panel, [band])

@@ -48,10 +48,12 @@ def state_on(mesh: jax.sharding.Mesh, offset: float = 0.0) -> dict:
     return jax.tree.map(placed, state)
 
 
-def assert_same(got, want) -> None:
-    assert jax.tree.structure(got) == jax.tree.structure(want)
+def assert_same(arrays, expected_arrays) -> None:
+    assert jax.tree.structure(arrays) == jax.tree.structure(expected_arrays)
     for (path, a), b in zip(
-        jax.tree_util.tree_flatten_with_path(got)[0], jax.tree.leaves(want), strict=True
+        jax.tree_util.tree_flatten_with_path(arrays)[0],
+        jax.tree.leaves(expected_arrays),
+        strict=True,
     ):
         assert a.dtype == b.dtype, path
         if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
@@ -77,13 +79,15 @@ def test_restore_by_a_new_manager_is_bit_identical(tmp_path):
 @pytest.mark.parametrize("fsdp, tensor", [(1, 1), (2, 4), (2, 1)])
 def test_restore_onto_another_mesh_is_bit_identical(tmp_path, fsdp, tensor):
     saved = state_on(mesh_of(4, 2))
-    other = state_on(mesh_of(fsdp, tensor), offset=9.0)
+    target_state = state_on(mesh_of(fsdp, tensor), offset=9.0)
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, saved, HOST_STATE)
-    arrays, _ = checkpoints.restore(1, abstract_arrays(other))
+    arrays, _ = checkpoints.restore(1, abstract_arrays(target_state))
     assert_same(arrays, saved)
-    for got, want in zip(jax.tree.leaves(arrays), jax.tree.leaves(other), strict=True):
-        assert got.sharding == want.sharding
+    for leaf, target_leaf in zip(
+        jax.tree.leaves(arrays), jax.tree.leaves(target_state), strict=True
+    ):
+        assert leaf.sharding == target_leaf.sharding
 
 
 @pytest.mark.parametrize("devices", [1, 8])
@@ -100,14 +104,14 @@ def test_arrays_may_be_donated_as_soon_as_save_returns(tmp_path, devices):
     x = step(x)
     assert address(x) == before  # a donated buffer is overwritten if nobody reads it
     x = jax.block_until_ready(step(x + jnp.arange(2.0**20)))
-    want = np.array(x)
+    saved_array = np.array(x)
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, {"x": x}, {})
     for _ in range(3):
         x = step(x)
     x.delete()
     arrays, _ = checkpoints.restore(1, {"x": jax.device_put(jnp.zeros(2**20), place)})
-    np.testing.assert_array_equal(arrays["x"], want)
+    np.testing.assert_array_equal(arrays["x"], saved_array)
 
 
 def test_save_follows_every_force_and_keep(tmp_path):
@@ -132,13 +136,13 @@ def test_latest_and_best_steps_are_kept(tmp_path):
         folders = {path.name for path in (tmp_path / "checkpoints").iterdir()}
         assert folders == {str(best[step - 1]), str(step)}
     checkpoints.close()
-    again = Checkpoints(tmp_path, keep=1)
-    assert again.latest_step() == 6
-    assert again.restore(2, {"x": jnp.zeros(2)})[0]["x"].tolist() == [2.0, 2.0]
-    assert again.save(7, {"x": jnp.zeros(2)}, {}, force=True, score=0.76)
+    reopened_checkpoints = Checkpoints(tmp_path, keep=1)
+    assert reopened_checkpoints.latest_step() == 6
+    assert reopened_checkpoints.restore(2, {"x": jnp.zeros(2)})[0]["x"].tolist() == [2.0, 2.0]
+    assert reopened_checkpoints.save(7, {"x": jnp.zeros(2)}, {}, force=True, score=0.76)
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"7"}
     with pytest.raises(ValueError, match="score is nan"):
-        again.save(8, {"x": jnp.zeros(2)}, {}, score=float("nan"))
+        reopened_checkpoints.save(8, {"x": jnp.zeros(2)}, {}, score=float("nan"))
 
 
 @pytest.mark.parametrize("field, least", [("keep", 1), ("every", 1), ("retries", 0)])
@@ -159,9 +163,9 @@ def test_orbax_gets_absolute_paths_and_unchanged_bucket_urls(monkeypatch, tmp_pa
         raise Handed(directory)
 
     monkeypatch.setattr(ocp, "CheckpointManager", manager)
-    with pytest.raises(Handed) as given:
+    with pytest.raises(Handed) as error:
         Checkpoints(workdir)
-    [directory] = given.value.args
+    [directory] = error.value.args
     assert isinstance(directory, epath.Path)
     local = f"{tmp_path}/run" if workdir == "run" else workdir
     assert str(directory) == f"{local}/checkpoints"
@@ -169,20 +173,20 @@ def test_orbax_gets_absolute_paths_and_unchanged_bucket_urls(monkeypatch, tmp_pa
 
 def test_hashes_are_read_and_written_through_epath(tmp_path, monkeypatch):
     """A fake bucket backend serves epath; Orbax itself keeps using the local folder."""
-    local, seen = str(tmp_path / "bucket"), set()
+    local, calls = str(tmp_path / "bucket"), set()
     checkpoints = Checkpoints(tmp_path / "bucket")
     checkpoints.save(1, {"x": jnp.ones(2)}, {}, force=True)
 
     class Bucket(backend._OsPathBackend):
         def open(self, path, mode):
-            seen.add(("open", mode))
+            calls.add(("open", mode))
             return super().open(os.fspath(path).replace("gs://bucket", local), mode)
 
         def listdir(self, path):
             return super().listdir(os.fspath(path).replace("gs://bucket", local))
 
         def walk(self, top, **options):
-            seen.add(("walk", "r"))
+            calls.add(("walk", "r"))
             for parent, folders, files in super().walk(
                 os.fspath(top).replace("gs://bucket", local), **options
             ):
@@ -193,7 +197,7 @@ def test_hashes_are_read_and_written_through_epath(tmp_path, monkeypatch):
     (tmp_path / "bucket" / "checkpoints" / "1" / "hashes.txt").unlink()
     hashes.write(checkpoints._folder(1), 0.5)
     assert checkpoints.newest_intact() == 1
-    assert seen == {("open", "rb"), ("open", "wb"), ("walk", "r")}
+    assert calls == {("open", "rb"), ("open", "wb"), ("walk", "r")}
 
 
 def test_restore_of_a_missing_step_raises(tmp_path):
@@ -256,16 +260,16 @@ def test_restore_part_returns_only_requested_arrays(tmp_path):
     place = jax.sharding.NamedSharding(
         jax.make_mesh((2,), ("x",), devices=jax.devices()[:2]), jax.sharding.PartitionSpec("x")
     )
-    wanted = {"policy": {"w": jax.ShapeDtypeStruct((6,), jnp.float32, sharding=place)}}
-    part = checkpoints.restore_part(1, wanted)
+    abstract_part = {"policy": {"w": jax.ShapeDtypeStruct((6,), jnp.float32, sharding=place)}}
+    part = checkpoints.restore_part(1, abstract_part)
     assert part.keys() == {"policy"} and part["policy"].keys() == {"w"}
     np.testing.assert_array_equal(part["policy"]["w"], np.arange(6.0))
     assert part["policy"]["w"].sharding.is_equivalent_to(place, 1)
-    wrong = {"policy": {"v": wanted["policy"]["w"]}}
+    wrong = {"policy": {"v": abstract_part["policy"]["w"]}}
     with pytest.raises(ValueError, match=r"policy/v: wanted, not in the checkpoint$"):
         checkpoints.restore_part(1, wrong)
     with pytest.raises(FileNotFoundError, match="no complete checkpoint of step 2"):
-        checkpoints.restore_part(2, wanted)
+        checkpoints.restore_part(2, abstract_part)
 
 
 # Kills the process at the first audit event of the second save with the given kind and path.
@@ -320,8 +324,8 @@ def test_killed_save_leaves_one_intact_step(tmp_path, event, path, left):
     assert checkpoints.restore(step + 1, {"x": jnp.zeros(5)})[0]["x"].tolist() == [3.0] * 5
     checkpoints.close()
     # Incomplete or partly deleted steps are replaced when they are saved again.
-    kept = {item.name for item in (tmp_path / "checkpoints").iterdir()}
-    assert kept <= {str(step + 1), "1"} and str(step + 1) in kept
+    step_folders = {item.name for item in (tmp_path / "checkpoints").iterdir()}
+    assert step_folders <= {str(step + 1), "1"} and str(step + 1) in step_folders
 
 
 def test_killed_first_save_is_not_reported_as_damage(tmp_path):

@@ -45,9 +45,11 @@ def arrays_of(step: int) -> dict[str, Any]:
 def assert_restores(checkpoints: Checkpoints, step: int) -> None:
     arrays, host_state = checkpoints.restore(step, arrays_of(0))
     assert host_state == {"step": step}
-    want = arrays_of(step)
-    for got, wanted in zip(jax.tree.leaves(arrays), jax.tree.leaves(want), strict=True):
-        assert np.asarray(got).tobytes() == np.asarray(wanted).tobytes()
+    expected_arrays = arrays_of(step)
+    for leaf, expected_leaf in zip(
+        jax.tree.leaves(arrays), jax.tree.leaves(expected_arrays), strict=True
+    ):
+        assert np.asarray(leaf).tobytes() == np.asarray(expected_leaf).tobytes()
 
 
 @pytest.fixture(scope="module")
@@ -84,9 +86,9 @@ KINDS = {
 def test_kinds_cover_all_files_of_a_checkpoint(run_folder):
     step = run_folder / FOLDER / "2"
     files = {path for path in step.rglob("*") if path.is_file()}
-    found = {kind: set(step.glob(kind)) for kind in KINDS}
-    assert set().union(*found.values()) == files
-    assert all(len(found[kind]) >= least for kind, least in KINDS.items())
+    files_by_kind = {kind: set(step.glob(kind)) for kind in KINDS}
+    assert set().union(*files_by_kind.values()) == files
+    assert all(len(files_by_kind[kind]) >= least for kind, least in KINDS.items())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -112,9 +114,9 @@ def test_damaged_step_is_logged_skipped_and_replaced(run_folder, tmp_path, caplo
         assert checkpoints.newest_intact() == 1
         [record] = [r for r in caplog.records if r.name == "spell_jax.runtime.checkpoint"]
         assert record.levelno == logging.WARNING
-        told = f"{workdir}/checkpoints/2 is skipped: {name}: "
-        told += "truncated" if name == "hashes.txt" and damage == "altered" else damage
-        assert record.getMessage().startswith(told)
+        message_start = f"{workdir}/checkpoints/2 is skipped: {name}: "
+        message_start += "truncated" if name == "hashes.txt" and damage == "altered" else damage
+        assert record.getMessage().startswith(message_start)
         assert checkpoints.latest_step() == 1
         assert_restores(checkpoints, 1)
         with pytest.raises(FileNotFoundError, match="no complete checkpoint of step 2"):
@@ -408,11 +410,11 @@ def test_failed_save_is_written_to_the_fallback_folder(tmp_path, monkeypatch, nu
         remove_access(workdir, patches, number) if number else unmount(workdir)
         with pytest.raises(SaveError) as error:
             checkpoints.save(3, arrays_of(3), {"step": 3})
-    told = str(error.value)
-    assert "could not be saved" in told and message in told
-    assert "3 tries" in told and waits == [1.0, 2.0]
-    assert told.endswith(f"go on from there with --workdir={fallback}/run_step3_2")
-    resumed = Checkpoints(told.partition("--workdir=")[2])
+    error_text = str(error.value)
+    assert "could not be saved" in error_text and message in error_text
+    assert "3 tries" in error_text and waits == [1.0, 2.0]
+    assert error_text.endswith(f"go on from there with --workdir={fallback}/run_step3_2")
+    resumed = Checkpoints(error_text.partition("--workdir=")[2])
     assert resumed.newest_intact() == 3
     assert_restores(resumed, 3)
     assert not list((fallback / "run_step3").iterdir())
@@ -519,13 +521,13 @@ def main() -> None:
     if me == 0:
         (Path(workdir) / FOLDER / "3" / "host" / "metadata").write_bytes(b"{}")
     checkpoints = Checkpoints(workdir, keep=2)
-    told = {"newest": checkpoints.newest_intact(), "latest": checkpoints.latest_step()}
+    steps = {"newest": checkpoints.newest_intact(), "latest": checkpoints.latest_step()}
     before = total(checkpoints, 2)
     checkpoints.save(3, state(3), {"step": 3})
-    told["saved"] = checkpoints.newest_intact()
+    steps["saved"] = checkpoints.newest_intact()
     sums = [before, total(checkpoints, 3)]
     checkpoints.close()
-    print(json.dumps(told | {"sums": sums}))
+    print(json.dumps(steps | {"sums": sums}))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ def test_sum_scatter_leaves_each_device_its_part(shape, axes, dimension, one_sta
     with jax.set_mesh(mesh):
         run = collectives.on_shards(
             collectives.current_mesh(),
-            lambda own: collectives.sum_scatter(own[0], axes, dimension),
+            lambda shard: collectives.sum_scatter(shard[0], axes, dimension),
             (PartitionSpec(axes),),
             parts,
         )
@@ -61,5 +61,5 @@ without_f16c = pytest.mark.xfail(
 )
 def test_rounded_equals_a_cast(dtype):
     numbers = jnp.asarray([1.0, 1 + 2**-9, -3.14159, 1e-3, 0.0])
-    found = collectives.rounded(numbers, jnp.dtype(dtype))
-    assert found.dtype == dtype and np.array_equal(found, numbers.astype(dtype))
+    rounded_numbers = collectives.rounded(numbers, jnp.dtype(dtype))
+    assert rounded_numbers.dtype == dtype and np.array_equal(rounded_numbers, numbers.astype(dtype))

@@ -37,8 +37,8 @@ def test_build_sets_given_fields_and_keeps_defaults() -> None:
 @pytest.mark.parametrize("inner", [(6, 3), {"length": 6, "answers": 3}])
 @pytest.mark.parametrize("kind", [dict, ConfigDict])
 def test_nested_dataclass_is_built_from_tuple_or_section(kind, inner) -> None:
-    found = build(Example, kind({"count": 1, "inner": inner}), "example").inner
-    assert found == Bucket(6, 3)
+    bucket = build(Example, kind({"count": 1, "inner": inner}), "example").inner
+    assert bucket == Bucket(6, 3)
 
 
 @pytest.mark.parametrize(
@@ -133,6 +133,6 @@ def test_check_least_and_check_choice_reject_invalid_fields() -> None:
 
 
 def test_a_single_tuple_in_place_of_several_is_explained():
-    given = {"buckets": (320, 224)}
+    section = {"buckets": (320, 224)}
     with pytest.raises(ValueError, match=r"must be tuples \(length, answers\); one is written"):
-        build(PackingConfig, given, "packing")
+        build(PackingConfig, section, "packing")

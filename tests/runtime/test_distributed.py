@@ -58,11 +58,11 @@ def end_two(module: str, *arguments: str) -> list[tuple[int, str, str]]:
         for process in (0, 1)
     ]
     try:
-        told = [process.communicate(timeout=120) for process in running]
+        outputs = [process.communicate(timeout=120) for process in running]
     finally:
         for process in running:
             process.kill()
-    return [(process.returncode, *texts) for process, texts in zip(running, told, strict=True)]
+    return [(process.returncode, *texts) for process, texts in zip(running, outputs, strict=True)]
 
 
 def connect(port: str, process: str) -> int:
@@ -154,10 +154,10 @@ TOKEN = b"a token of this test, and no sec"
 def test_token_is_shared_and_forgotten_and_only_this_machine_is_listened_to() -> None:
     ended = end_two("tests.runtime.test_distributed", "token")
     assert [code for code, *_ in ended] == [0, 0], ended
-    for _, told, errors in ended:
-        assert json.loads(told.splitlines()[-1]) == {"knows": True, "finds": False, "open": []}
+    for _, stdout, errors in ended:
+        assert json.loads(stdout.splitlines()[-1]) == {"knows": True, "finds": False, "open": []}
         for text in (TOKEN.decode(), TOKEN.hex(), base64.b64encode(TOKEN).decode()):
-            assert text not in told + errors
+            assert text not in stdout + errors
 
 
 @pytest.mark.parametrize(
@@ -249,7 +249,7 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
     calls = types.SimpleNamespace(
         met=[], started=[], peers=[], trusted=[], is_initialized=lambda: False
     )
-    calls.initialize = lambda *given, **more: calls.started.append((given, more))
+    calls.initialize = lambda *arguments, **options: calls.started.append((arguments, options))
 
     def wait_for_all(*arguments: Any) -> rendezvous.Meeting:
         calls.met.append(arguments)
@@ -257,7 +257,7 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
         return rendezvous.Meeting((host, 4711), {0: host})
 
     monkeypatch.setattr(rendezvous, "wait_for_all", wait_for_all)
-    monkeypatch.setattr(peers, "start", lambda *given: calls.peers.append(given))
+    monkeypatch.setattr(peers, "start", lambda *arguments: calls.peers.append(arguments))
     monkeypatch.setattr(peers, "trust", calls.trusted.append)
     monkeypatch.setattr(distributed, "_share_token", lambda *_: b"token")
     monkeypatch.setattr(distributed.atexit, "register", lambda *_: None)
@@ -287,15 +287,15 @@ def test_join_uses_environment_variables(variables, place, joined, monkeypatch, 
     distributed.join()
     address, count, index, _ = place
     assert joined.met == [(address, count, index, 7)]
-    ((given, more),) = joined.started
-    assert given == place
-    assert (more["initialization_timeout"], more["heartbeat_timeout_seconds"]) == (7, 15)
+    ((arguments, options),) = joined.started
+    assert arguments == place
+    assert (options["initialization_timeout"], options["heartbeat_timeout_seconds"]) == (7, 15)
     host = address.partition(":")[0]
     assert joined.peers == [(index, count, (host, 4711), 5, {0: host})]
-    assert joined.trusted == [b"token"] and more["coordinator_bind_address"] is None
-    said = capsys.readouterr().err.splitlines()
-    assert f"waiting for {count} processes at {address}, up to 7 seconds" in said[0]
-    assert f"process {index} of {count}" in said[0] and "within 5 seconds" in said[1]
+    assert joined.trusted == [b"token"] and options["coordinator_bind_address"] is None
+    error_lines = capsys.readouterr().err.splitlines()
+    assert f"waiting for {count} processes at {address}, up to 7 seconds" in error_lines[0]
+    assert f"process {index} of {count}" in error_lines[0] and "within 5 seconds" in error_lines[1]
 
 
 @pytest.mark.parametrize(
@@ -487,10 +487,10 @@ def main() -> None:
         return
     if [str(me)] == failing:
         raise ValueError("its own")
-    asked: list[int] = []
+    asking_processes: list[int] = []
 
     def ask() -> dict[str, list[int]]:
-        asked.append(me)
+        asking_processes.append(me)
         return {"verdicts": [1, 0, -1]}
 
     def good() -> list[bytes]:
@@ -499,17 +499,17 @@ def main() -> None:
     def told(parts: list[list[bytes]]) -> list[list[str]]:
         return [[item.hex() for item in part] for part in parts]
 
-    one = _error(good if me == 0 else lambda: _fail(ValueError("gone größer")))
-    both = _error(lambda: _fail([KeyError("b"), OSError("a")][me]))
+    single_error = _error(good if me == 0 else lambda: _fail(ValueError("gone größer")))
+    joint_error = _error(lambda: _fail([KeyError("b"), OSError("a")][me]))
     result = {
         "gathered": [told(distributed.gather_bytes(parts[me])) for parts in ITEMS],
         "made": told(distributed.make_together(good)),
-        "one": str(one),
-        "cause": type(one.__cause__).__name__,
-        "both": str(both),
+        "one": str(single_error),
+        "cause": type(single_error.__cause__).__name__,
+        "both": str(joint_error),
         "after": told(distributed.make_together(good)),
         "broadcast": distributed.broadcast(ask),
-        "asked": asked,
+        "asked": asking_processes,
         "refused": _error_of_broadcast(),
         "blocks": [_error_of_block(False), _error_of_block(me == 1)],
         "barriers": _barriers(me),

@@ -57,9 +57,9 @@ def ended(error: BaseException, capsys: pytest.CaptureFixture) -> str:
 
 
 def crashes(error: BaseException, capsys: pytest.CaptureFixture) -> None:
-    with pytest.raises(type(error)) as found, entry.user_errors():
+    with pytest.raises(type(error)) as crash, entry.user_errors():
         raise error
-    assert found.value is error
+    assert crash.value is error
     assert capsys.readouterr() == ("", "")
 
 
@@ -206,14 +206,14 @@ def test_debug_flag_shows_the_traceback(monkeypatch, capsys):
 
 
 def test_failed_process_of_several_exits_without_waiting(monkeypatch, capsys):
-    left, told = [], []
+    left, failures = [], []
     monkeypatch.setattr(distributed.os, "_exit", left.append)
-    monkeypatch.setattr(distributed.peers, "fail", lambda error: told.append(str(error)))
+    monkeypatch.setattr(distributed.peers, "fail", lambda error: failures.append(str(error)))
     ended(ValueError("steps = 0"), capsys)
     assert not left
     monkeypatch.setattr(distributed.peers, "is_running", lambda: True)
     ended(ValueError("steps = 0"), capsys)
-    assert (left, told) == ([2], ["steps = 0"])
+    assert (left, failures) == ([2], ["steps = 0"])
 
 
 # ------------------------------------------------------------------------------------------- Flags
@@ -230,8 +230,8 @@ def parse(*arguments: object):
 
 
 def test_valid_flags_are_parsed(config):
-    rest, values = parse(f"--config={config}", "--config.steps=4", "--count=2", "x")
-    assert rest == ["program", "x"]
+    arguments, values = parse(f"--config={config}", "--config.steps=4", "--count=2", "x")
+    assert arguments == ["program", "x"]
     assert (values.config.steps, values.count) == (4, 2)
 
 
@@ -304,32 +304,36 @@ def test_errors_in_a_config_file_propagate_with_details(name, config, capsys):
 
 
 def test_run_main_handles_user_errors_of_flags_and_main(monkeypatch, capsys):
-    given = {}
-    monkeypatch.setattr(app, "run", lambda main, flags_parser: given.update(m=main, f=flags_parser))
+    run_arguments = {}
+    monkeypatch.setattr(
+        app, "run", lambda main, flags_parser: run_arguments.update(m=main, f=flags_parser)
+    )
 
     def fail(value):
         raise app.UsageError(f"--{value[0]}: must be set")
 
     entry.run_main(lambda arguments: len(arguments), lambda argv: argv[1:])
     monkeypatch.setattr(entry.flags, "FLAGS", flags.FlagValues())
-    assert given["m"](["a", "b"]) == 2
+    assert run_arguments["m"](["a", "b"]) == 2
     monkeypatch.setattr(entry, "parse_flags", lambda argv, parser: argv)
     entry.run_main(fail, entry.flags.FLAGS)
     with pytest.raises(SystemExit):
-        given["f"](["program", "word"])
+        run_arguments["f"](["program", "word"])
     assert capsys.readouterr().err == "error: word: not a flag; must be --NAME=VALUE\n"
     monkeypatch.undo()
-    monkeypatch.setattr(app, "run", lambda main, flags_parser: given.update(m=main, f=flags_parser))
+    monkeypatch.setattr(
+        app, "run", lambda main, flags_parser: run_arguments.update(m=main, f=flags_parser)
+    )
     monkeypatch.setattr(entry.flags, "FLAGS", flags.FlagValues())
     entry.run_main(fail, lambda argv: sys.exit(1))  # as absl does for --help
     with pytest.raises(SystemExit) as end:
-        given["f"](["program", "--help"])
+        run_arguments["f"](["program", "--help"])
     assert end.value.code == 0
     monkeypatch.setattr(entry.flags, "FLAGS", flags.FlagValues())
     entry.run_main(fail, fail)
     for name in "mf":
         with pytest.raises(SystemExit) as end:
-            given[name](["x"])
+            run_arguments[name](["x"])
         assert end.value.code == 2 and capsys.readouterr().err == "error: --x: must be set\n"
 
 
@@ -339,8 +343,10 @@ def test_run_main_handles_user_errors_of_flags_and_main(monkeypatch, capsys):
 def imported(names: list[str]) -> set[str]:
     """Packages that a process has imported after these modules."""
     code = f"import sys, {', '.join(names)}; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return {name.partition(".")[0] for name in done.stdout.split()}
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    return {name.partition(".")[0] for name in process.stdout.split()}
 
 
 HEAVY = {"tensorboardX", "torch", "transformers"}
@@ -381,8 +387,8 @@ def test_other_commands_import_no_more_than_they_use():
 def test_commands_print_user_errors_on_one_line(command, line, tmp_path):
     if command[0] == "spell_jax.train":
         command = [*command, f"--workdir={tmp_path / 'run'}"]
-    done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", line + "\n")
+    process = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True)
+    assert (process.returncode, process.stdout, process.stderr) == (2, "", line + "\n")
     assert not (tmp_path / "run").exists()
 
 
@@ -396,6 +402,8 @@ def test_crash_after_setup_prints_its_traceback(tmp_path, config):
         "    raise ValueError('deep in a step')\n"
         "entry.run_main(main)\n"
     )
-    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True)
-    assert done.returncode == 1 and "Traceback" in done.stderr
-    assert done.stderr.endswith("ValueError: deep in a step\n") and "error: " not in done.stderr
+    process = subprocess.run([sys.executable, str(program)], capture_output=True, text=True)
+    assert process.returncode == 1 and "Traceback" in process.stderr
+    assert (
+        process.stderr.endswith("ValueError: deep in a step\n") and "error: " not in process.stderr
+    )

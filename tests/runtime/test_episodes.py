@@ -49,18 +49,18 @@ def test_equal_episodes_give_identical_bytes(tmp_path, monkeypatch):
         EpisodeWriter(tmp_path / name, MUCH).write(step, [record("a", "x"), record("b", "y")])
         for name, step in (("one", 1), ("two", 2))
     ]
-    one, two = (path.read_bytes() for path in paths if path)
-    assert one == two
+    first_bytes, second_bytes = (path.read_bytes() for path in paths if path)
+    assert first_bytes == second_bytes
 
 
 def test_documents_of_a_cluster_are_written_once_if_they_fit(tmp_path):
     size = len(json.dumps(record("a") | {"number": 1, "of": 4})) - len(', "documents": []') + 1
     texts = {"a": ["€" * 30], "b": ["x" * 50, "y"], "c": ["z"]}
-    given = [record(name, *texts[name]) for name in "abac"]
+    records = [record(name, *texts[name]) for name in "abac"]
     room = 4 * size + sum(len(json.dumps({"documents": texts[n]})) + 1 for n in "bc")
 
     def kept(characters: int) -> list:
-        EpisodeWriter(tmp_path, characters).write(1, given)
+        EpisodeWriter(tmp_path, characters).write(1, records)
         return [episode.get("documents") for _, episode in read_episodes(tmp_path)]
 
     assert kept(MUCH) == [texts["a"], texts["b"], None, texts["c"]]
@@ -70,21 +70,21 @@ def test_documents_of_a_cluster_are_written_once_if_they_fit(tmp_path):
 
 
 def test_records_over_the_size_limit_are_omitted_and_logged(tmp_path, caplog):
-    given = [record("a", answers=["x" * length]) for length in (10, 900, 10)]
+    records = [record("a", answers=["x" * length]) for length in (10, 900, 10)]
     with caplog.at_level(logging.WARNING):
-        path = EpisodeWriter(tmp_path, 500).write(7, given)
+        path = EpisodeWriter(tmp_path, 500).write(7, records)
     assert path and len(gzip.decompress(path.read_bytes())) <= 500
-    found = [(episode["number"], episode["of"]) for _, episode in read_episodes(tmp_path)]
-    assert found == [(1, 3), (3, 3)]
+    numbers = [(episode["number"], episode["of"]) for _, episode in read_episodes(tmp_path)]
+    assert numbers == [(1, 3), (3, 3)]
     assert "step 7: 1 of 3 episodes left out" in caplog.text
     caplog.clear()
-    EpisodeWriter(tmp_path, MUCH).write(8, given)
+    EpisodeWriter(tmp_path, MUCH).write(8, records)
     assert not caplog.text
 
 
 def test_documents_are_omitted_before_records(tmp_path):
-    given = [record("a", "x" * 300), record("b", "y" * 10), record("c", "z" * 10)]
-    EpisodeWriter(tmp_path, 250).write(1, given)
+    records = [record("a", "x" * 300), record("b", "y" * 10), record("c", "z" * 10)]
+    EpisodeWriter(tmp_path, 250).write(1, records)
     assert [e.get("documents") for _, e in read_episodes(tmp_path)] == [
         None,
         ["y" * 10],
@@ -123,12 +123,16 @@ def test_invalid_lines_and_rest_of_truncated_files_are_skipped(tmp_path, caplog)
     torn.write_bytes(torn.read_bytes()[: torn.stat().length // 2])
     write_records(bad, [{"text": "a"}, "no episode", {"text": "b"}])
     with caplog.at_level(logging.WARNING):
-        found = list(read_episodes(tmp_path, lambda line: episodes.require_object(line)["text"]))
-    assert [text for step, text in found if step > 1] == ["a", "b", "c"]
-    whole = [text for step, text in found if step == 1]
-    assert 30 < len(whole) < 60 and whole == ["".join(row) for row in noise[: len(whole)]]
+        step_texts = list(
+            read_episodes(tmp_path, lambda line: episodes.require_object(line)["text"])
+        )
+    assert [text for step, text in step_texts if step > 1] == ["a", "b", "c"]
+    intact_texts = [text for step, text in step_texts if step == 1]
+    assert 30 < len(intact_texts) < 60 and intact_texts == [
+        "".join(row) for row in noise[: len(intact_texts)]
+    ]
     assert f"{bad}:2: skipped (an episode is an object, not str)" in caplog.text
-    assert f"{torn}:{len(whole) + 1}: skipped from here on" in caplog.text
+    assert f"{torn}:{len(intact_texts) + 1}: skipped from here on" in caplog.text
 
 
 @pytest.mark.parametrize("content", [b"", b"no gzip at all", b"\x1f\x8b\x08"])

@@ -62,10 +62,10 @@ def test_fault_kills_the_process_at_the_given_pass(fault: str, code: int) -> Non
 
 
 @pytest.mark.parametrize(
-    "wanted",
+    "setting",
     ["updated", "updated:", "updated:0", "updated:x", "update:1", "updated:1:kill", "updated:1:"],
 )
-def test_invalid_fault_variable_is_rejected(wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(fault_injection.VARIABLE, wanted)
-    with pytest.raises(ValueError, match=rf"SPELL_FAULT = '{wanted}': must be NAME:COUNT"):
+def test_invalid_fault_variable_is_rejected(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(fault_injection.VARIABLE, setting)
+    with pytest.raises(ValueError, match=rf"SPELL_FAULT = '{setting}': must be NAME:COUNT"):
         fault_injection.point("rolled_out")

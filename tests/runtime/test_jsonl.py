@@ -34,8 +34,8 @@ def test_invalid_lines_are_logged_and_empty_lines_ignored(tmp_path, caplog):
     path.write_bytes(b"\n".join(lines))
     with caplog.at_level(logging.WARNING):
         assert read_records(path, whole_number) == ([1, 3, 4], 3)
-    found = [record.getMessage().split(" (")[0] for record in caplog.records]
-    assert found == [f"{path}:{number}: skipped" for number in (3, 4, 6)]
+    messages = [record.getMessage().split(" (")[0] for record in caplog.records]
+    assert messages == [f"{path}:{number}: skipped" for number in (3, 4, 6)]
 
 
 def test_only_line_feeds_end_a_line(tmp_path):

@@ -18,12 +18,12 @@ from spell_jax.runtime.metrics import MetricsWriter
 def events(workdir) -> list[Event]:
     """Read events as TensorBoard does: length, its checksum, the event, its checksum."""
     (path,) = (workdir / "tensorboard").iterdir()
-    file, found = io.BytesIO(path.read_bytes()), []
+    file, loaded_events = io.BytesIO(path.read_bytes()), []
     while header := file.read(8):
         file.read(4)
-        found.append(Event.FromString(file.read(int.from_bytes(header, "little"))))
+        loaded_events.append(Event.FromString(file.read(int.from_bytes(header, "little"))))
         file.read(4)
-    return found
+    return loaded_events
 
 
 def test_tensorboard_events_are_readable_after_each_step(tmp_path):

@@ -34,12 +34,12 @@ def test_means_are_weighted():
     st.lists(st.tuples(st.integers(-50, 50), st.integers(0, 9)), max_size=12), st.integers(0, 12)
 )
 def test_merging_parts_equals_one_pass(pairs, cut):
-    whole, first, second = Metrics(), Metrics(), Metrics()
+    total_metrics, first, second = Metrics(), Metrics(), Metrics()
     for index, (value, weight) in enumerate(pairs):
-        whole.add("x", value, weight)
+        total_metrics.add("x", value, weight)
         (first if index < cut else second).add("x", value, weight)
     first.merge(json.loads(json.dumps(second._pairs)))
-    assert first.means() == whole.means()
+    assert first.means() == total_metrics.means()
 
 
 def test_merge_adds_a_prefix_to_device_metrics():
@@ -77,7 +77,7 @@ def lines_of(steps):
 
 
 @pytest.mark.parametrize(
-    "there, tail, wanted",
+    "there, tail, expected_steps",
     [
         ([], [3, 4, 5], [3, 4, 5]),  # the file is lost; a checkpoint keeps the last lines only
         ([1, 2, 3], [2, 3, 4, 5], [1, 2, 3, 4, 5]),  # the file is older than the checkpoint
@@ -86,12 +86,12 @@ def lines_of(steps):
         ([4, 5, 6], [], [4, 5]),
     ],
 )
-def test_tail_from_a_checkpoint_fills_missing_lines(tmp_path, there, tail, wanted):
+def test_tail_from_a_checkpoint_fills_missing_lines(tmp_path, there, tail, expected_steps):
     if there:
         run(tmp_path, there)
     writer = MetricsWriter(tmp_path, resume_step=5, tail=lines_of(tail))
     records = read_metrics(tmp_path)
-    assert [record["step"] for record in records] == wanted
+    assert [record["step"] for record in records] == expected_steps
     assert all(("train/loss" in record) == (record["step"] not in tail) for record in records)
     assert [json.loads(line) for line in writer.tail()] == records
     writer.write(6, {"a": 1.0})
@@ -197,15 +197,15 @@ def test_every_flipped_bit_is_restored_from_the_checkpoint(tmp_path, caplog):
     """A flipped bit may also make another number, or another step; the tail has all lines."""
     run(tmp_path, range(1, 4))
     path = tmp_path / "metrics.jsonl"
-    whole = path.read_bytes()
-    tail = whole.decode().splitlines()
-    for place in range(0, 8 * len(whole) - 8, 53):  # without the last line feed
-        damaged = bytearray(whole)
+    intact_bytes = path.read_bytes()
+    tail = intact_bytes.decode().splitlines()
+    for place in range(0, 8 * len(intact_bytes) - 8, 53):  # without the last line feed
+        damaged = bytearray(intact_bytes)
         damaged[place // 8] ^= 1 << place % 8
         path.write_bytes(damaged)
         caplog.clear()
         MetricsWriter(tmp_path, resume_step=3, tail=tail).close()
-        assert path.read_bytes() == whole, place
+        assert path.read_bytes() == intact_bytes, place
         assert "lines restored from the checkpoint" in caplog.text, place
 
 
@@ -217,14 +217,16 @@ def test_every_flipped_bit_is_restored_from_the_checkpoint(tmp_path, caplog):
 def test_damaged_lines_are_restored_or_named(tmp_path, caplog, damage):
     run(tmp_path, range(1, 6))
     path = tmp_path / "metrics.jsonl"
-    whole = path.read_bytes()
-    lines = whole.split(b"\n")
+    intact_bytes = path.read_bytes()
+    lines = intact_bytes.split(b"\n")
     for number in (2, 4):
         lines[number - 1] = damage
     path.write_bytes(b"\n".join(lines))
-    MetricsWriter(tmp_path, resume_step=5, tail=whole.decode().splitlines()[2:]).close()
+    MetricsWriter(tmp_path, resume_step=5, tail=intact_bytes.decode().splitlines()[2:]).close()
     assert [line["step"] for line in read_metrics(tmp_path)] == [1, 3, 4, 5]  # the tail begins at 3
-    assert path.read_bytes() == b"".join(whole.splitlines(True)[:1] + whole.splitlines(True)[2:])
+    assert path.read_bytes() == b"".join(
+        intact_bytes.splitlines(True)[:1] + intact_bytes.splitlines(True)[2:]
+    )
     assert not damage or f"{path}:2: skipped" in caplog.text
     assert f"{path}: 1 lines restored from the checkpoint" in caplog.text
 

@@ -91,14 +91,14 @@ def test_silent_process_ends_all_others_which_name_it(is_closed: bool, capsys: A
         if is_closed:
             line.close()
         assert run.statuses(2) == {0: EXIT_CODE, 1: EXIT_CODE}
-    told = capsys.readouterr().err.splitlines()
-    assert len(told) == 2 and told[0] == told[1]
+    error_lines = capsys.readouterr().err.splitlines()
+    assert len(error_lines) == 2 and error_lines[0] == error_lines[1]
     assert (
         "process 2 of 4 (host h2, 127.0.0.1) is missing: last heard during update after step 3,"
-        in told[0]
+        in error_lines[0]
     )
-    assert ("process 3 of 4" in told[0]) == (not is_closed)
-    assert told[0].startswith("spell_jax: ") and told[0].endswith(REMEDY)
+    assert ("process 3 of 4" in error_lines[0]) == (not is_closed)
+    assert error_lines[0].startswith("spell_jax: ") and error_lines[0].endswith(REMEDY)
 
 
 @pytest.mark.slow
@@ -114,8 +114,8 @@ def test_process_that_never_connects_is_missing(capsys: Any) -> None:
 def test_all_processes_name_a_silent_process_0(capsys: Any) -> None:
     run = Run(3, (1, 2), SHORT)  # nobody accepts connections at the port
     assert run.statuses(2) == {1: EXIT_CODE, 2: EXIT_CODE}
-    told = capsys.readouterr().err
-    assert told.count("process 0 of 3 is missing: last heard during setup") == 2
+    error_text = capsys.readouterr().err
+    assert error_text.count("process 0 of 3 is missing: last heard during setup") == 2
 
 
 @pytest.mark.slow
@@ -123,14 +123,14 @@ def test_all_processes_name_a_silent_process_0(capsys: Any) -> None:
 def test_error_of_one_process_ends_all_at_once(failing: int, capsys: Any) -> None:
     run = Run(3, (0, 1, 2), 2 * SHORT)
     run.fail(failing, OSError("disk full")).join(60)
-    others = {index: EXIT_CODE for index in (0, 1, 2) if index != failing}
-    assert run.statuses(3) == others | {failing: 1}
-    told = capsys.readouterr().err.splitlines()
-    assert len(told) == 3 and told[0] == told[1] == told[2]
+    exit_codes = {index: EXIT_CODE for index in (0, 1, 2) if index != failing}
+    assert run.statuses(3) == exit_codes | {failing: 1}
+    error_lines = capsys.readouterr().err.splitlines()
+    assert len(error_lines) == 3 and error_lines[0] == error_lines[1] == error_lines[2]
     where = (
         f"process {failing} of 3 (host h{failing}, 127.0.0.1) failed during rollout after step 3"
     )
-    assert f"{where}: OSError: disk full; {REMEDY}" in told[0]
+    assert f"{where}: OSError: disk full; {REMEDY}" in error_lines[0]
 
 
 def test_error_of_process_0_is_known_to_all_before_it_is_raised(capsys: Any) -> None:
@@ -150,10 +150,12 @@ def test_errors_of_all_processes_are_raised_on_all(capsys: Any) -> None:
     for thread in threads:
         thread.join(60)
     assert run.statuses(2) == {0: 1, 1: 1}
-    told = capsys.readouterr().err
+    error_text = capsys.readouterr().err
     for index in (0, 1):
         assert (
-            told.count(f"process {index} of 2 (host h{index}, 127.0.0.1) failed during rollout")
+            error_text.count(
+                f"process {index} of 2 (host h{index}, 127.0.0.1) failed during rollout"
+            )
             == 2
         )
 
@@ -165,12 +167,13 @@ def test_error_that_follows_from_a_killed_process_names_that_process(capsys: Any
         thread = run.fail(1, ConnectionError("closed by peer"))
     thread.join(60)
     assert (1, EXIT_CODE) in [run.ended.get(timeout=60) for _ in range(3)]
-    told = capsys.readouterr().err
-    assert "ConnectionError: closed by peer\n" in told
+    error_text = capsys.readouterr().err
+    assert "ConnectionError: closed by peer\n" in error_text
     assert (
-        told.count("process 2 of 3 (host h2, 127.0.0.1) is missing: last heard during update") == 2
+        error_text.count("process 2 of 3 (host h2, 127.0.0.1) is missing: last heard during update")
+        == 2
     )
-    assert "failed" not in told
+    assert "failed" not in error_text
 
 
 @pytest.mark.slow
@@ -286,9 +289,12 @@ def test_control_characters_of_an_error_do_not_reach_the_terminal(capsys: Any) -
     run.members[0].state["host"] = "h\x1b[2J0"
     run.fail(0, ValueError("\x1b]0;title\x07 größer")).join(60)
     assert run.statuses(1) == {1: EXIT_CODE}
-    told = capsys.readouterr().err
-    assert r"ValueError: \x1b]0;title\x07 größer; end what" in told and r"h\x1b[2J0" in told
-    assert "\x1b" not in told and "\x07" not in told
+    error_text = capsys.readouterr().err
+    assert (
+        r"ValueError: \x1b]0;title\x07 größer; end what" in error_text
+        and r"h\x1b[2J0" in error_text
+    )
+    assert "\x1b" not in error_text and "\x07" not in error_text
 
 
 @pytest.mark.slow
@@ -362,8 +368,8 @@ def test_lost_process_is_noticed_in_time_during_a_flood(capsys: Any) -> None:
 def test_process_that_gets_no_token_names_process_0_after_the_limit(capsys: Any) -> None:
     run = Run(2, (0, 1), SHORT, waiting=(1,))
     assert run.statuses(2) == {0: EXIT_CODE, 1: EXIT_CODE}
-    told = capsys.readouterr().err
-    assert "process 0 of 2 is missing" in told and "process 1 of 2 is missing" in told
+    error_text = capsys.readouterr().err
+    assert "process 0 of 2 is missing" in error_text and "process 1 of 2 is missing" in error_text
 
 
 def test_error_of_a_process_without_a_token_waits_for_nobody() -> None:

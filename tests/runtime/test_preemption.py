@@ -33,10 +33,10 @@ def _not_on_a_cloud(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the metadata server's name not resolve, and set no other address."""
     resolve = socket.getaddrinfo
 
-    def fail(host, *rest, **options):
+    def fail(host, *arguments, **options):
         if host == preemption.METADATA_HOST:
             raise socket.gaierror("no such name")
-        return resolve(host, *rest, **options)
+        return resolve(host, *arguments, **options)
 
     monkeypatch.setattr(socket, "getaddrinfo", fail)
     monkeypatch.delenv(preemption.METADATA_VARIABLE, raising=False)
@@ -59,10 +59,10 @@ def test_sigterm_is_detected_and_old_handlers_are_restored() -> None:
     descriptor = signal.set_wakeup_fd(pipe[1].fileno())
     try:
         for error in (None, Preempted("SIGTERM"), ValueError("something else")):
-            with contextlib.suppress(Preempted, ValueError), Preemption(PATIENCE_S) as told:
-                assert not told.should_stop() and told.why == ""
+            with contextlib.suppress(Preempted, ValueError), Preemption(PATIENCE_S) as notice:
+                assert not notice.should_stop() and notice.why == ""
                 os.kill(os.getpid(), signal.SIGTERM)
-                assert told.should_stop() and told.why == "host 0: SIGTERM"
+                assert notice.should_stop() and notice.why == "host 0: SIGTERM"
                 if error is not None:
                     raise error
             assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
@@ -77,28 +77,28 @@ def test_sigterm_is_detected_and_old_handlers_are_restored() -> None:
 
 def test_time_limit_runs_from_first_sigterm_to_context_exit() -> None:
     ended: list[int] = []
-    with Preemption(0.05, end=ended.append) as told:
+    with Preemption(0.05, end=ended.append) as notice:
         time.sleep(0.2)
         assert ended == []
         os.kill(os.getpid(), signal.SIGTERM)
         wait_for(lambda: bool(ended))
         assert ended == [preemption.EXIT_CODE] == [75]
-        assert told.should_stop()
-    with Preemption(PATIENCE_S, end=ended.append) as told:
+        assert notice.should_stop()
+    with Preemption(PATIENCE_S, end=ended.append) as notice:
         os.kill(os.getpid(), signal.SIGTERM)
-        wait_for(told.should_stop)
-    assert ended == [75] and not told._watch.thread.is_alive()
+        wait_for(notice.should_stop)
+    assert ended == [75] and not notice._watch.thread.is_alive()
 
 
 def test_other_signals_are_ignored() -> None:
     handler = signal.signal(signal.SIGUSR1, lambda number, frame: None)
     ended: list[int] = []
     try:
-        with Preemption(0.05, end=ended.append) as told:
+        with Preemption(0.05, end=ended.append) as notice:
             for _ in range(3):
                 os.kill(os.getpid(), signal.SIGUSR1)
             time.sleep(0.2)
-            assert not told.should_stop()
+            assert not notice.should_stop()
         assert ended == []
     finally:
         signal.signal(signal.SIGUSR1, handler)
@@ -138,19 +138,19 @@ class Metadata:
     """
 
     def __init__(self, answers: dict[str, list[tuple[int, dict[str, str], bytes]]]):
-        self.asked: list[str] = []
+        self.requested_paths: list[str] = []
         self.flavors: set[str | None] = set()
         self._is_over = threading.Event()
-        given = {key: iter(some) for key, some in answers.items()}
+        pending_answers = {key: iter(key_answers) for key, key_answers in answers.items()}
         last: dict[str, tuple[int, dict[str, str], bytes]] = {}
         fake = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 key = self.path.split("?")[0].rsplit("/", 1)[1]
-                fake.asked.append(self.path)
+                fake.requested_paths.append(self.path)
                 fake.flavors.add(self.headers.get("Metadata-Flavor"))
-                last[key] = next(given[key], None) or last[key]
+                last[key] = next(pending_answers[key], None) or last[key]
                 status, headers, body = last[key]
                 if body == STALL:
                     fake._is_over.wait()
@@ -201,18 +201,20 @@ def test_maintenance_event_stops_the_run_without_time_limit(by_variable: bool, m
     with Metadata({"maintenance-event": answers(NONE, NONE, GONE), "preempted": FALSE}) as server:
         if by_variable:
             monkeypatch.setenv(preemption.METADATA_VARIABLE, server.address)
-        given = None if by_variable else server.address
-        with Preemption(0.05, given, ended.append) as told:
-            wait_for(told.should_stop)
-            assert told.why == "host 0: maintenance-event TERMINATE_ON_HOST_MAINTENANCE"
+        address = None if by_variable else server.address
+        with Preemption(0.05, address, ended.append) as notice:
+            wait_for(notice.should_stop)
+            assert notice.why == "host 0: maintenance-event TERMINATE_ON_HOST_MAINTENANCE"
             time.sleep(0.2)
             assert ended == []
             os.kill(os.getpid(), signal.SIGTERM)
             wait_for(lambda: bool(ended))
-            assert told.should_stop() and told.why == "host 0: SIGTERM"
+            assert notice.should_stop() and notice.why == "host 0: SIGTERM"
     instance = "/computeMetadata/v1/instance/"
-    asked = {path for path in server.asked if path.startswith(f"{instance}maintenance-event")}
-    assert asked == {f"{instance}maintenance-event?wait_for_change=true&timeout_sec=0.25"}
+    event_paths = {
+        path for path in server.requested_paths if path.startswith(f"{instance}maintenance-event")
+    }
+    assert event_paths == {f"{instance}maintenance-event?wait_for_change=true&timeout_sec=0.25"}
     assert server.flavors == {"Google"}
 
 
@@ -231,14 +233,14 @@ def test_stalled_and_invalid_answers_are_requested_again(caplog) -> None:
     migrated = answers(NONE, b"MIGRATE_ON_HOST_MAINTENANCE")
     with (
         Metadata({"maintenance-event": migrated, "preempted": garbage}) as server,
-        Preemption(PATIENCE_S, server.address) as told,
+        Preemption(PATIENCE_S, server.address) as notice,
     ):
 
         def count(key: str) -> int:
-            return sum(f"/{key}?" in path for path in server.asked)
+            return sum(f"/{key}?" in path for path in server.requested_paths)
 
-        wait_for(told.should_stop)
-        assert told.why == "host 0: preempted TRUE"
+        wait_for(notice.should_stop)
+        assert notice.why == "host 0: preempted TRUE"
         assert count("preempted") == 7 and count("maintenance-event") > 2
     # A watcher that an earlier test has stopped may still say that its server is gone.
     messages = [r.getMessage() for r in caplog.records if server.address in r.getMessage()]
@@ -249,23 +251,23 @@ def test_stalled_and_invalid_answers_are_requested_again(caplog) -> None:
 @pytest.mark.usefixtures("_impatient")
 def test_unreachable_metadata_server_does_not_stop_the_run() -> None:
     before = threading.active_count()
-    with Preemption(PATIENCE_S, NOWHERE) as told:
+    with Preemption(PATIENCE_S, NOWHERE) as notice:
         time.sleep(0.1)
-        assert not told.should_stop()
+        assert not notice.should_stop()
     wait_for(lambda: threading.active_count() <= before)
-    with Preemption(PATIENCE_S) as told:  # the name does not resolve: no request is sent
+    with Preemption(PATIENCE_S) as notice:  # the name does not resolve: no request is sent
         wait_for(lambda: threading.active_count() <= before + 1)
-        assert not told.should_stop()
+        assert not notice.should_stop()
 
 
 # -------------------------------------------------------------------------------- Other processes
 
 
 @contextlib.contextmanager
-def started(mode: str, limit_s: float, *more: str) -> Iterator[subprocess.Popen]:
+def started(mode: str, limit_s: float, *arguments: str) -> Iterator[subprocess.Popen]:
     """Run this file as a program; it prints "ready" once it handles signals."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.runtime.test_preemption", mode, str(limit_s), *more],
+        [sys.executable, "-m", "tests.runtime.test_preemption", mode, str(limit_s), *arguments],
         env=os.environ | {preemption.METADATA_VARIABLE: NOWHERE},
         stdout=subprocess.PIPE,
         text=True,
@@ -280,15 +282,15 @@ def started(mode: str, limit_s: float, *more: str) -> Iterator[subprocess.Popen]
         process.communicate()
 
 
-def read_until(process: subprocess.Popen, wanted: str) -> list[str]:
-    """Read output lines up to the first that starts with `wanted`."""
+def read_until(process: subprocess.Popen, prefix: str) -> list[str]:
+    """Read output lines up to the first that starts with `prefix`."""
     assert process.stdout is not None
     lines = []
     for line in process.stdout:
         lines.append(line.strip())
-        if line.startswith(wanted):
+        if line.startswith(prefix):
             return lines
-    raise AssertionError(f"{wanted!r} is not in {lines}")
+    raise AssertionError(f"{prefix!r} is not in {lines}")
 
 
 @pytest.mark.slow
@@ -335,9 +337,9 @@ def test_all_hosts_stop_at_the_same_phase(mode: str, limit_s: float) -> None:
         for process in processes:
             read_until(process, "ready")
         second.send_signal(signal.SIGTERM)
-        told = [read_until(process, "phase")[-1] for process in processes]
+        phase_lines = [read_until(process, "phase")[-1] for process in processes]
         assert [process.wait(timeout=PATIENCE_S) for process in processes] == [75, 75]
-    assert told[0] == told[1] and told[0].endswith(", host 1: SIGTERM")
+    assert phase_lines[0] == phase_lines[1] and phase_lines[0].endswith(", host 1: SIGTERM")
 
 
 def hang() -> None:
@@ -358,19 +360,19 @@ def main() -> None:
             free.bind(("localhost", 0))
             port = free.getsockname()[1]
         jax.distributed.initialize(f"localhost:{port}", 1, 0)
-    with Preemption(float(limit_s)) as told:
-        assert not told.should_stop()  # the first exchange compiles: not within the limit
+    with Preemption(float(limit_s)) as notice:
+        assert not notice.should_stop()  # the first exchange compiles: not within the limit
         print("ready", flush=True)
         if mode == "hangs":
             hang()
         phase = 1
-        while not told.should_stop():
+        while not notice.should_stop():
             phase += 1
             time.sleep(0.01)
-        print(f"phase {phase}, {told.why}" if place else f"saved, {told.why}", flush=True)
+        print(f"phase {phase}, {notice.why}" if place else f"saved, {notice.why}", flush=True)
         if mode == "hangs_later":
             hang()
-        raise Preempted(told.why)
+        raise Preempted(notice.why)
 
 
 if __name__ == "__main__":

@@ -46,17 +46,17 @@ class Bucket:
     def replace(self, name: str, method: Any) -> None:
         """Replaces a method, whose reads are counted."""
 
-        def counted(system, path, *given, **options):
+        def counted(system, path, *arguments, **options):
             if name == "cat_file":
                 self.reads[path.removeprefix("/bucket/folder/")] += 1
-            return method(system, path, *given, **options)
+            return method(system, path, *arguments, **options)
 
         self._monkeypatch.setattr(MemoryFileSystem, name, counted)
 
     def change_listing(self, **fields: Any) -> None:
-        def changed(*given, **options):
-            found: Any = find(*given, **options)
-            return {path: one | fields for path, one in found.items()}
+        def changed(*arguments, **options):
+            listing: Any = find(*arguments, **options)
+            return {path: entry | fields for path, entry in listing.items()}
 
         self.replace("find", changed)
 
@@ -70,11 +70,11 @@ def bucket(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Iterator[
     monkeypatch.setattr(remote, "BACKOFF_S", 0.0)
     monkeypatch.setattr(MemoryFileSystem, "store", {})
     monkeypatch.setattr(MemoryFileSystem, "pseudo_dirs", [""])
-    made = Bucket(monkeypatch)
+    fake_bucket = Bucket(monkeypatch)
     for name, content in FILES.items():
-        made.write(name, content)
+        fake_bucket.write(name, content)
     remote.fetch.cache_clear()
-    yield made
+    yield fake_bucket
     remote.fetch.cache_clear()
 
 
@@ -169,10 +169,10 @@ PERMANENT = [
 def test_transient_errors_are_tried_again(bucket, caplog, error, method):
     real, failures = {"cat_file": cat_file, "info": info}[method], [error] * (remote.ATTEMPTS - 1)
 
-    def fails(system, path, *given, **options):
+    def fails(system, path, *arguments, **options):
         if path.endswith("a.txt") and failures:
             raise failures.pop()
-        return real(system, path, *given, **options)
+        return real(system, path, *arguments, **options)
 
     bucket.replace(method, fails)
     assert remote.fetch(f"{URL}/a.txt").read_bytes() == b"one"
@@ -200,7 +200,7 @@ def test_request_without_an_answer_fails(bucket, monkeypatch):
     monkeypatch.setattr(remote, "TIMEOUT_S", 0.02)
     monkeypatch.setattr(remote, "ATTEMPTS", 2)
     never = threading.Event()
-    bucket.replace("cat_file", lambda *given, **options: never.wait())
+    bucket.replace("cat_file", lambda *arguments, **options: never.wait())
     with pytest.raises(remote.FetchError, match=r"in 2 tries \(TimeoutError: no answer within"):
         remote.fetch(f"{URL}/a.txt")
     never.set()
@@ -209,7 +209,7 @@ def test_request_without_an_answer_fails(bucket, monkeypatch):
 
 def test_answer_that_is_cut_off_is_asked_for_again(bucket):
     lengths = [2, 0, 3]
-    bucket.replace("cat_file", lambda *given, **options: cat_file(*given)[: lengths.pop(0)])
+    bucket.replace("cat_file", lambda *arguments, **options: cat_file(*arguments)[: lengths.pop(0)])
     assert remote.fetch(f"{URL}/a.txt").read_bytes() == b"one"
     lengths += [2] * remote.ATTEMPTS
     bucket.write("a.txt", b"new")
@@ -238,9 +238,10 @@ def test_folder_that_changes_while_it_is_read_is_fetched_as_it_is_then(bucket):
 
 def test_file_that_is_replaced_while_it_is_read_is_not_kept_for_its_old_version(bucket):
     def find_hashed(system, path, **options):
-        found: Any = find(system, path, **options)
+        listing: Any = find(system, path, **options)
         return {
-            name: one | {"md5Hash": cat_file(system, name).hex()} for name, one in found.items()
+            name: entry | {"md5Hash": cat_file(system, name).hex()}
+            for name, entry in listing.items()
         }
 
     def changes(system, path, **options):

@@ -120,8 +120,10 @@ def test_metrics_line_includes_process_statistics(tmp_path):
 
 def test_progress_keeps_the_latest_numbers_across_phases(tmp_path):
     shown = []
-    with RunLogger(tmp_path, 9, done=2) as logger:
-        logger.progress.update = lambda *given: shown.append((given[0], given[1], dict(given[2])))
+    with RunLogger(tmp_path, 9, finished_steps=2) as logger:
+        logger.progress.update = lambda *arguments: shown.append(
+            (arguments[0], arguments[1], dict(arguments[2]))
+        )
         logger.enter("rollout", 2)
         logger.enter("update", 2, {"solved": 0.5})
         logger.enter("save", 3)
@@ -135,8 +137,8 @@ def test_progress_keeps_the_latest_numbers_across_phases(tmp_path):
 class Double:
     """Stand-in for Wandb, the progress line or the process statistics."""
 
-    def __init__(self, *given):
-        self.given, self.closed = given, 0
+    def __init__(self, *arguments):
+        self.arguments, self.closed = arguments, 0
 
     def write(self, step, numbers):
         pass
@@ -146,40 +148,40 @@ class Double:
 
 
 @pytest.fixture
-def made(monkeypatch) -> list[Double]:
-    """Replace Wandb by stand-ins; return those that were made."""
+def wandb_doubles(monkeypatch) -> list[Double]:
+    """Replace Wandb by stand-ins; return the list of them."""
     doubles: list[Double] = []
     monkeypatch.setattr(
-        run_logger, "Wandb", lambda *given: doubles.append(Double(*given)) or doubles[-1]
+        run_logger, "Wandb", lambda *arguments: doubles.append(Double(*arguments)) or doubles[-1]
     )
     return doubles
 
 
-def test_exit_closes_wandb_progress_and_process_stats(tmp_path, made):
+def test_exit_closes_wandb_progress_and_process_stats(tmp_path, wandb_doubles):
     logger = RunLogger(tmp_path, 9, 3, wandb="reading", config={"seed": 1})
     logger._process_stats.close()
     logger.progress, logger._process_stats = Double(), Double()  # type: ignore[assignment]
     with logger:
-        assert logger.progress.closed == made[0].closed == 0
-    assert made[0].given == ("reading", tmp_path, 3, {"seed": 1})
-    assert made[0].closed == logger.progress.closed == logger._process_stats.closed == 1
+        assert logger.progress.closed == wandb_doubles[0].closed == 0
+    assert wandb_doubles[0].arguments == ("reading", tmp_path, 3, {"seed": 1})
+    assert wandb_doubles[0].closed == logger.progress.closed == logger._process_stats.closed == 1
 
 
-def test_failed_run_is_not_finished_in_wandb(tmp_path, made):
+def test_failed_run_is_not_finished_in_wandb(tmp_path, wandb_doubles):
     """wandb reports the failure itself; the progress line is still closed."""
     logger = RunLogger(tmp_path, 9, wandb="reading")
     logger.progress = Double()  # type: ignore[assignment]
     with pytest.raises(KeyError), logger:
         raise KeyError("a mistake")
-    assert made[0].closed == 0 and logger.progress.closed == 1
+    assert wandb_doubles[0].closed == 0 and logger.progress.closed == 1
 
 
-def test_only_process_0_writes_and_episodes_are_optional(tmp_path, made, monkeypatch):
+def test_only_process_0_writes_and_episodes_are_optional(tmp_path, wandb_doubles, monkeypatch):
     with RunLogger(tmp_path / "first", 9) as logger:
         logger.write(1, loss(1), [{"question": "q"}])
-    assert not (tmp_path / "first" / "episodes").exists() and not made
+    assert not (tmp_path / "first" / "episodes").exists() and not wandb_doubles
     monkeypatch.setattr(run_logger.jax, "process_index", lambda: 1)
     with RunLogger(tmp_path / "second", 9, episodes=True, wandb="reading") as logger:
         logger.write(1, loss(1), [{"question": "q"}])
         assert logger.tail() == []
-    assert not (tmp_path / "second").exists() and not made
+    assert not (tmp_path / "second").exists() and not wandb_doubles

@@ -204,18 +204,18 @@ def test_a_fork_ends_by_the_signal_and_its_parent_goes_on() -> None:
         "    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
         "    time.sleep(.1)\n"
     )
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-Wignore", "-c", code], capture_output=True, text=True, timeout=60
     )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "-15\n", "")
+    assert (process.returncode, process.stdout, process.stderr) == (0, "-15\n", "")
 
 
 def test_a_signal_before_main_while_flags_are_parsed() -> None:
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", PROGRAM, "--parsing"], capture_output=True, text=True, timeout=60
     )
-    assert (done.returncode, done.stdout) == (75, "")
-    assert done.stderr == "ended by SIGTERM; start the same command again\n"
+    assert (process.returncode, process.stdout) == (75, "")
+    assert process.stderr == "ended by SIGTERM; start the same command again\n"
 
 
 @pytest.mark.parametrize("option", ["", pytest.param("--thread", marks=pytest.mark.slow)])

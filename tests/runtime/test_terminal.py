@@ -75,9 +75,9 @@ def test_traceback_of_a_crash_is_escaped() -> None:
         "    raise ValueError('\\x1b[2Jgone')\n"
         "entry.run_main(main)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
-    assert done.returncode == 1
-    assert b"ValueError: \\x1b[2Jgone" in done.stderr and b"\x1b" not in done.stderr
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
+    assert process.returncode == 1
+    assert b"ValueError: \\x1b[2Jgone" in process.stderr and b"\x1b" not in process.stderr
 
 
 def test_existing_log_handler_is_guarded(monkeypatch) -> None:

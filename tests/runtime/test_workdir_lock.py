@@ -73,13 +73,13 @@ def test_second_run_is_refused_until_the_first_has_ended(tmp_path: pathlib.Path)
     with locked(tmp_path):
         holder = read(tmp_path)
         assert holder.pid == os.getpid() and holder.is_local and holder.is_alive
-        wanted = (
+        pattern = (
             rf"^workdir = {re.escape(str(tmp_path))}: is in use by pid {os.getpid()} on host "
             rf"{re.escape(holder.host)}, since 20\d\d-\d\d-\d\d \d\d:\d\d:\d\d UTC, last seen "
             r"\d+ seconds ago; end that process or give another workdir$"
         )
         for _ in range(2):
-            with pytest.raises(ValueError, match=wanted), locked(tmp_path):
+            with pytest.raises(ValueError, match=pattern), locked(tmp_path):
                 pass
         assert read(tmp_path) == holder  # the refused runs have not touched it
     assert [*tmp_path.iterdir()] == []
@@ -232,10 +232,10 @@ def test_run_whose_lock_was_taken_over_ends(
     assert lock.take() == ""
     lock.renew()
     assert codes == []
-    other = write(tmp_path, ELSEWHERE)
+    other_holder = write(tmp_path, ELSEWHERE)
     lock.renew()
     lock.release()
-    assert codes == [1] and read(tmp_path) == other
+    assert codes == [1] and read(tmp_path) == other_holder
     assert "by pid 12 on host far" in caplog.text and "It took over from this run" in caplog.text
 
 
@@ -256,7 +256,7 @@ def test_failed_heartbeat_is_logged_and_repeated(
     monkeypatch.setattr(workdir_lock, "HEARTBEAT_S", 0.01)
     write_file, failed = WorkdirLock._write, threading.Semaphore(0)
 
-    def fail(lock: WorkdirLock, *given: Any) -> bytes:
+    def fail(lock: WorkdirLock, *arguments: Any) -> bytes:
         failed.release()
         raise ValueError("UNAVAILABLE: no network")
 

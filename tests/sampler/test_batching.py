@@ -37,9 +37,13 @@ def test_packed_arrays_are_the_same_in_a_program(shards: int, changes: dict) -> 
         )
         arrays = jax.jit(batching.unpack)(batching.place(mesh, noise))
         assert jax.tree.structure(arrays) == jax.tree.structure(noise)
-        for array, wanted in zip(jax.tree.leaves(arrays), jax.tree.leaves(noise), strict=True):
-            assert (array.shape, array.dtype) == (wanted.shape, wanted.dtype)
-            np.testing.assert_array_equal(np.asarray(array).view(np.int32), wanted.view(np.int32))
+        for array, expected_array in zip(
+            jax.tree.leaves(arrays), jax.tree.leaves(noise), strict=True
+        ):
+            assert (array.shape, array.dtype) == (expected_array.shape, expected_array.dtype)
+            np.testing.assert_array_equal(
+                np.asarray(array).view(np.int32), expected_array.view(np.int32)
+            )
 
 
 @pytest.mark.parametrize("recorded", [False, True])

@@ -38,14 +38,14 @@ def test_decode_step_communicates_no_weights(policy, mesh) -> None:
     sizes = {"sampler.slots": 8, "sampler.samples_per_prompt_batch": 4, "sampler.max_tokens": 8}
     programs = aot.Programs(small_config(**sizes), policy, meshes.make_mesh(mesh), 16)
     (program,) = programs.select("decode")
-    found = aot.collectives(program.lower().compile().as_text() or "")
+    collectives = aot.collectives(program.lower().compile().as_text() or "")
     smallest = min(  # kernels of a layer that are split over devices; k and v are small
         leaf.size // leaf.shape[0] * 4
         for path, leaf in jax.tree_util.tree_leaves_with_path(programs.rollout_params["layers"])
         if any(name in jax.tree_util.keystr(path) for name in ("gate", "up", "down"))
     )
     for kind in ("all-gather", "all-to-all", "collective-permute"):
-        assert found.get(kind, {"bytes": 0})["bytes"] < smallest / 4, (kind, found)
+        assert collectives.get(kind, {"bytes": 0})["bytes"] < smallest / 4, (kind, collectives)
 
 
 @on_meshes
@@ -61,6 +61,6 @@ def test_logits_on_a_mesh_equal_a_plain_matmul(vocab: int, mesh) -> None:
     params = {"unembedding": jax.device_put(table, where)}
     rows = jax.device_put(hidden, meshes.by_rows(placed))
     with jax.set_mesh(placed), logical_axis_rules(meshes.DECODE_RULES):
-        found = jax.jit(lambda p, h: lm_head.logits(policy, p, h))(params, rows)
-    np.testing.assert_allclose(found, hidden @ table.T, atol=1e-4)
-    assert found.sharding.shard_shape(found.shape) == (2, vocab)
+        logits = jax.jit(lambda p, h: lm_head.logits(policy, p, h))(params, rows)
+    np.testing.assert_allclose(logits, hidden @ table.T, atol=1e-4)
+    assert logits.sharding.shard_shape(logits.shape) == (2, vocab)

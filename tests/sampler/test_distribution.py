@@ -71,17 +71,20 @@ def _prompt(case: str) -> list[int]:
 def _sampled() -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Tokens and logprobs of all answers of each case, both [50,000, 2]."""
     mesh = meshes.make_mesh({"fsdp": 1}, jax.devices()[:1])
-    asked = Sampler(POLICY, CONFIG, (), mesh).start_session(tiny.weights(POLICY))
+    sampler_session = Sampler(POLICY, CONFIG, (), mesh).start_session(tiny.weights(POLICY))
     cases = list(CASES) * REQUESTS
     keys = session.request_keys(jax.random.key(5), len(cases))
     for case, key in zip(cases, keys, strict=True):
-        asked.submit(SampleRequest(_prompt(case), GROUP, key, CASES[case]))
-    answers = dict(asked.results())
-    found = {}
+        sampler_session.submit(SampleRequest(_prompt(case), GROUP, key, CASES[case]))
+    answers = dict(sampler_session.results())
+    case_samples = {}
     for first, case in enumerate(CASES):
-        some = [s for n in range(first, len(cases), len(CASES)) for s in answers[n]]
-        found[case] = np.stack([s.tokens for s in some]), np.stack([s.logprobs for s in some])
-    return found
+        samples = [s for n in range(first, len(cases), len(CASES)) for s in answers[n]]
+        case_samples[case] = (
+            np.stack([s.tokens for s in samples]),
+            np.stack([s.logprobs for s in samples]),
+        )
+    return case_samples
 
 
 @functools.cache
@@ -91,8 +94,8 @@ def _logprobs(case: str) -> tuple[np.ndarray, np.ndarray]:
     Returns:
       Logprobs of the first token [V], and of the second token for every first one [V, V].
     """
-    every = np.arange(POLICY.vocab_size)
-    rows = np.column_stack([np.tile(_prompt(case), (len(every), 1)), every])
+    token_ids = np.arange(POLICY.vocab_size)
+    rows = np.column_stack([np.tile(_prompt(case), (len(token_ids), 1)), token_ids])
     logits = transformer.logits(POLICY, tiny.weights(POLICY), jnp.asarray(rows))
     scaled = np.asarray(logits[:, -2:], np.float64) / CASES[case].temperature
     scaled -= scaled.max(axis=-1, keepdims=True)
@@ -108,10 +111,10 @@ def _kept(probabilities: np.ndarray, options: Options) -> np.ndarray:
     masses = np.cumsum(falling[:count]) / falling[:count].sum()
     if options.top_p < 1:
         count = np.searchsorted(masses, options.top_p) + 1
-    kept = np.zeros_like(probabilities)
-    kept[order[:count]] = falling[:count]
-    kept[probabilities < options.min_p * falling[0]] = 0
-    return kept / kept.sum()
+    kept_mass = np.zeros_like(probabilities)
+    kept_mass[order[:count]] = falling[:count]
+    kept_mass[probabilities < options.min_p * falling[0]] = 0
+    return kept_mass / kept_mass.sum()
 
 
 def _chi_square(counts: np.ndarray, exact: np.ndarray) -> tuple[float, int]:
@@ -119,11 +122,12 @@ def _chi_square(counts: np.ndarray, exact: np.ndarray) -> tuple[float, int]:
     assert counts[exact == 0].sum() == 0
     expected = exact * counts.sum()
     rare = expected < FEWEST
-    found = np.append(counts[~rare], counts[rare].sum())
-    wanted = np.append(expected[~rare], expected[rare].sum())
-    if wanted[-1] < FEWEST:  # too few even together: one cell with the rarest of the others
-        found, wanted = (np.append(x[:-2], x[-2:].sum()) for x in (found, wanted))
-    return float(np.sum((found - wanted) ** 2 / wanted)), len(found) - 1
+    cells = np.append(counts[~rare], counts[rare].sum())
+    expected_cells = np.append(expected[~rare], expected[rare].sum())
+    # Too few even together: one cell with the rarest of the others.
+    if expected_cells[-1] < FEWEST:
+        cells, expected_cells = (np.append(x[:-2], x[-2:].sum()) for x in (cells, expected_cells))
+    return float(np.sum((cells - expected_cells) ** 2 / expected_cells)), len(cells) - 1
 
 
 @every_case
@@ -141,15 +145,19 @@ def test_second_tokens_follow_the_exact_conditional_distribution(case: str) -> N
     """Sum one chi-square for each first token that was sampled often."""
     _, second = _logprobs(case)
     tokens, _ = _sampled()[case]
-    total, freedoms, used = 0.0, 0, 0
+    total, freedoms, token_count = 0.0, 0, 0
     for first in range(POLICY.vocab_size):
         behind = tokens[tokens[:, 0] == first, 1]
         if len(behind) < 200:
             continue
         counts = np.bincount(behind, minlength=POLICY.vocab_size)
         squares, freedom = _chi_square(counts, _kept(np.exp(second[first]), CASES[case]))
-        total, freedoms, used = total + squares, freedoms + freedom, used + len(behind)
-    assert freedoms > 30 and used > 40_000
+        total, freedoms, token_count = (
+            total + squares,
+            freedoms + freedom,
+            token_count + len(behind),
+        )
+    assert freedoms > 30 and token_count > 40_000
     assert stats.chi2.sf(total, freedoms) > LEAST_P
 
 
@@ -158,5 +166,5 @@ def test_logprobs_are_over_the_full_vocabulary_at_temperature(case: str) -> None
     """Filters do not change them."""
     first, second = _logprobs(case)
     tokens, logprobs = _sampled()[case]
-    wanted = np.column_stack([first[tokens[:, 0]], second[tokens[:, 0], tokens[:, 1]]])
-    np.testing.assert_allclose(logprobs, wanted, atol=2e-5)
+    expected_logprobs = np.column_stack([first[tokens[:, 0]], second[tokens[:, 0], tokens[:, 1]]])
+    np.testing.assert_allclose(logprobs, expected_logprobs, atol=2e-5)

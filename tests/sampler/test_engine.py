@@ -61,8 +61,10 @@ def _present(answers: list[list[Sample] | None]) -> list[list[Sample]]:
     return present
 
 
-def _assert_same(found: list[list[Sample]], wanted: list[list[Sample]], atol: float) -> None:
-    for a_group, b_group in zip(found, wanted, strict=True):
+def _assert_same(
+    groups: list[list[Sample]], expected_groups: list[list[Sample]], atol: float
+) -> None:
+    for a_group, b_group in zip(groups, expected_groups, strict=True):
         for a, b in zip(a_group, b_group, strict=True):
             np.testing.assert_array_equal(a.tokens, b.tokens)
             np.testing.assert_allclose(a.logprobs, b.logprobs, atol=atol)
@@ -97,19 +99,19 @@ def _one_by_one(prompt: list[int], request: int, sample_index: int, temperature:
 
 def test_samples_equal_token_by_token_decoding_without_cache() -> None:
     """Sharing prompts changes nothing: every sample_index is sampled here on its own."""
-    wanted = [
+    expected_groups = [
         [_one_by_one(prompt, i, g, CONFIG.temperature) for g in range(GROUP)]
         for i, prompt in enumerate(PROMPTS)
     ]
-    _assert_same(_samples(), wanted, 1e-4)
-    lengths = {len(sample.tokens) for group in wanted for sample in group}
+    _assert_same(_samples(), expected_groups, 1e-4)
+    lengths = {len(sample.tokens) for group in expected_groups for sample in group}
     assert len(lengths) > 2, "the case should have answers of several lengths"
 
 
 def test_greedy_samples_are_the_argmax_of_the_model() -> None:
-    found = _present(_sampler().sample(tiny.weights(), PROMPTS, 1, KEY, temperature=0.0))
-    wanted = [[_one_by_one(prompt, i, 0, 0.0)] for i, prompt in enumerate(PROMPTS)]
-    _assert_same(found, wanted, 1e-4)
+    groups = _present(_sampler().sample(tiny.weights(), PROMPTS, 1, KEY, temperature=0.0))
+    expected_groups = [[_one_by_one(prompt, i, 0, 0.0)] for i, prompt in enumerate(PROMPTS)]
+    _assert_same(groups, expected_groups, 1e-4)
 
 
 def test_samples_differ_within_and_across_requests() -> None:
@@ -144,19 +146,21 @@ def test_logprobs_equal_those_of_the_learner() -> None:
 
     real = np.asarray(batch.weight) > 0
     assert real.sum() == sum(len(s.tokens) for group in _samples() for s in group)
-    found = np.asarray(score(tiny.weights()))
-    np.testing.assert_allclose(found[real], np.asarray(batch.old_logprob)[real], atol=1e-4)
+    learner_logprobs = np.asarray(score(tiny.weights()))
+    np.testing.assert_allclose(
+        learner_logprobs[real], np.asarray(batch.old_logprob)[real], atol=1e-4
+    )
 
 
 # ------------------------------------------------------------------------------------ Independence
 
 
 def test_neighboring_requests_do_not_change_samples() -> None:
-    others = [RNG.integers(3, 64, size=len(p) % 16 + 1).tolist() for p in PROMPTS]
-    mixed = [p if i in (1, 4) else others[i] for i, p in enumerate(PROMPTS)]
-    found = _present(_sampler().sample(tiny.weights(), [*mixed, *others], GROUP, KEY))
-    _assert_same([found[1], found[4]], [_samples()[1], _samples()[4]], 1e-5)
-    assert not np.array_equal(found[0][0].tokens, _samples()[0][0].tokens)
+    other_prompts = [RNG.integers(3, 64, size=len(p) % 16 + 1).tolist() for p in PROMPTS]
+    mixed = [p if i in (1, 4) else other_prompts[i] for i, p in enumerate(PROMPTS)]
+    groups = _present(_sampler().sample(tiny.weights(), [*mixed, *other_prompts], GROUP, KEY))
+    _assert_same([groups[1], groups[4]], [_samples()[1], _samples()[4]], 1e-5)
+    assert not np.array_equal(groups[0][0].tokens, _samples()[0][0].tokens)
 
 
 @pytest.mark.slow
@@ -174,8 +178,8 @@ def test_neighboring_requests_do_not_change_samples() -> None:
 )
 def test_compiled_shapes_do_not_change_samples(sizes: dict[str, int]) -> None:
     config = dataclasses.replace(CONFIG, **sizes)
-    found = _present(_sampler(config).sample(tiny.weights(), PROMPTS, GROUP, KEY))
-    _assert_same(found, _samples(), 1e-5)
+    groups = _present(_sampler(config).sample(tiny.weights(), PROMPTS, GROUP, KEY))
+    _assert_same(groups, _samples(), 1e-5)
 
 
 def test_samples_are_bit_identical_in_any_order_of_requests() -> None:
@@ -187,26 +191,26 @@ def test_samples_are_bit_identical_in_any_order_of_requests() -> None:
     options = CONFIG.options(CONFIG.max_tokens)
     requests = [SampleRequest(p, GROUP, k, options) for p, k in zip(PROMPTS, keys, strict=True)]
     for seed in range(3):
-        rng, asked = np.random.default_rng(seed), _sampler().start_session(tiny.weights())
+        rng, session = np.random.default_rng(seed), _sampler().start_session(tiny.weights())
         order = rng.permutation(len(requests)).tolist()
         first, later = order[: seed + 2], order[seed + 2 :]
-        tickets = {asked.submit(requests[i]): i for i in first}
-        found: dict[int, list[Sample]] = {}
-        for ticket, samples in asked.results():
-            found[tickets[ticket]] = samples
+        tickets = {session.submit(requests[i]): i for i in first}
+        request_samples: dict[int, list[Sample]] = {}
+        for ticket, samples in session.results():
+            request_samples[tickets[ticket]] = samples
             if later:
                 i = later.pop(0)
-                tickets[asked.submit(requests[i])] = i
-        for i, samples in found.items():
+                tickets[session.submit(requests[i])] = i
+        for i, samples in request_samples.items():
             for a, b in zip(samples, _samples()[i], strict=True):
                 np.testing.assert_array_equal(a.tokens, b.tokens)
                 np.testing.assert_array_equal(a.logprobs, b.logprobs)
-        assert len(found) == len(requests)
+        assert len(request_samples) == len(requests)
 
 
 def test_smaller_group_and_token_limit_give_a_prefix() -> None:
-    found = _present(_sampler().sample(tiny.weights(), PROMPTS, 1, KEY, max_tokens=4))
-    for (short,), (long, *_) in zip(found, _samples(), strict=True):
+    groups = _present(_sampler().sample(tiny.weights(), PROMPTS, 1, KEY, max_tokens=4))
+    for (short,), (long, *_) in zip(groups, _samples(), strict=True):
         np.testing.assert_array_equal(short.tokens, long.tokens[:4])
         np.testing.assert_allclose(short.logprobs, long.logprobs[:4], atol=1e-5)
         assert short.stopped == (long.stopped and len(long.tokens) <= 4)
@@ -225,8 +229,8 @@ def test_samples_on_eight_devices_equal_one_device(mesh: tuple[tuple[str, int], 
     sampler = _sampler(dataclasses.replace(CONFIG, page_size=8), mesh)
     shapes, axes = transformer.abstract_params(tiny.POLICY)
     params = jax.device_put(tiny.weights(), meshes.shardings(sampler.mesh, axes, shapes))
-    found = _present(sampler.sample(params, PROMPTS, GROUP, KEY))
-    _assert_same(found, _samples(), 1e-4)
+    groups = _present(sampler.sample(params, PROMPTS, GROUP, KEY))
+    _assert_same(groups, _samples(), 1e-4)
 
 
 # --------------------------------------------------------------------------------- Stops and caps
@@ -249,9 +253,9 @@ def test_decoding_stops_after_the_last_answer() -> None:
     (stop,), *_ = _present(_sampler().sample(tiny.weights(), PROMPTS[:1], 1, KEY, max_tokens=1))
     sampler = Sampler(tiny.POLICY, CONFIG, stop.tokens.tolist(), _sampler().mesh)
     for group, prompts, steps in ((1, PROMPTS[:1], 1), (1, PROMPTS[1:2], 4)):
-        asked = sampler.start_session(tiny.weights())
-        asked.sample(prompts, group, KEY, CONFIG.options(4))
-        assert asked.counts.decode_steps == steps
+        session = sampler.start_session(tiny.weights())
+        session.sample(prompts, group, KEY, CONFIG.options(4))
+        assert session.counts.decode_steps == steps
 
 
 @pytest.mark.slow
@@ -285,18 +289,18 @@ def test_answer_ends_after_its_first_stop_token(stops, monkeypatch) -> None:
     }
     config = dataclasses.replace(CONFIG, **sizes)
     sampler = Sampler(tiny.POLICY, config, stops, _sampler().mesh)
-    found = _present(sampler.sample(tiny.weights(), [[2]] * rows, 1, KEY))
-    for (sample,), row, (_, mask) in zip(found, script, cases, strict=True):
+    groups = _present(sampler.sample(tiny.weights(), [[2]] * rows, 1, KEY))
+    for (sample,), row, (_, mask) in zip(groups, script, cases, strict=True):
         np.testing.assert_array_equal(np.arange(len(mask)) < len(sample.tokens), mask)
         np.testing.assert_array_equal(sample.tokens, row[: len(sample.tokens)])
 
 
 def test_overlong_prompts_give_none_and_others_are_answered() -> None:
     prompts = [*PROMPTS[:3], [5] * 17, *PROMPTS[4:]]
-    found = _sampler().sample(tiny.weights(), prompts, GROUP, KEY)
-    assert found[3] is None
-    rest = [group for group in found if group is not None]
-    _assert_same(rest, [group for i, group in enumerate(_samples()) if i != 3], 1e-5)
+    groups = _sampler().sample(tiny.weights(), prompts, GROUP, KEY)
+    assert groups[3] is None
+    answered_groups = [group for group in groups if group is not None]
+    _assert_same(answered_groups, [group for i, group in enumerate(_samples()) if i != 3], 1e-5)
     assert _sampler().sample(tiny.weights(), [[5] * 17], GROUP, KEY) == [None]
     assert _sampler().sample(tiny.weights(), [], GROUP, KEY) == []
 

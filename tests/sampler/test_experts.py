@@ -58,27 +58,27 @@ def _mesh(mesh: tuple[tuple[str, int], ...] = ()) -> jax.sharding.Mesh:
     return meshes.make_mesh(dict(mesh) or {"fsdp": 1}, None if mesh else jax.devices()[:1])
 
 
-def _weights(nudge: float, made: jax.sharding.Mesh) -> transformer.Params:
+def _weights(nudge: float, mesh: jax.sharding.Mesh) -> transformer.Params:
     """Router columns of experts 2i + 1 are those of 2i, scaled by 1 + nudge."""
     params = jax.tree.map(np.copy, tiny.weights(POLICY))
     router = params["layers"]["moe"]["router_kernel"]
     router[..., 1::2] = router[..., ::2] * np.float32(1 + nudge)
     shapes, axes = transformer.abstract_params(POLICY)
-    return jax.device_put(params, meshes.shardings(made, axes, shapes))
+    return jax.device_put(params, meshes.shardings(mesh, axes, shapes))
 
 
 @functools.cache
 def _sampled(
     config: SamplerConfig = CONFIG, mesh: tuple[tuple[str, int], ...] = ()
 ) -> list[list[Sample]]:
-    made = _mesh(mesh)
-    sampler = Sampler(POLICY, config, (), made, record_experts=True)
-    asked = sampler.start_session(_weights(0.0, made))
-    found = asked.sample(PROMPTS, SIBLINGS, jax.random.key(1), config.options(10))
-    assert mesh or asked.reused_tokens > 0
+    device_mesh = _mesh(mesh)
+    sampler = Sampler(POLICY, config, (), device_mesh, record_experts=True)
+    session = sampler.start_session(_weights(0.0, device_mesh))
+    groups = session.sample(PROMPTS, SIBLINGS, jax.random.key(1), config.options(10))
+    assert mesh or session.reused_tokens > 0
     if config.speculative_tokens:
-        assert asked.counts.busy_slot_steps < asked.counts.tokens, "no proposal was accepted"
-    return [samples for samples in found if samples is not None]
+        assert session.counts.busy_slot_steps < session.counts.tokens, "no proposal was accepted"
+    return [samples for samples in groups if samples is not None]
 
 
 def _groups(answers: list[list[Sample]]) -> list[TrainGroup]:
@@ -105,8 +105,8 @@ def _differences(
     for batch in learner.pack(learner.weigh(groups))[0]:
         assert (batch.experts is None) == (routing == "own")
         with learner.on_mesh():
-            found = learner.fns.logprobs(params, {}, learner.place(batch))
-        parts.append((np.asarray(found) - batch.old_logprob)[batch.answer >= 0])
+            logprobs = learner.fns.logprobs(params, {}, learner.place(batch))
+        parts.append((np.asarray(logprobs) - batch.old_logprob)[batch.answer >= 0])
     return np.concatenate(parts)
 
 
@@ -118,14 +118,16 @@ def test_replayed_logprobs_equal_the_samplers(mesh) -> None:
 
 
 def test_logprobs_of_a_bfloat16_sampler_are_nearer_with_its_experts() -> None:
-    made = _mesh()
-    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), _weights(0.0, made))
-    found = Sampler(POLICY, CONFIG, (), made, record_experts=True).sample(
+    mesh = _mesh()
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), _weights(0.0, mesh))
+    prompt_samples = Sampler(POLICY, CONFIG, (), mesh, record_experts=True).sample(
         params, PROMPTS, SIBLINGS, jax.random.key(1)
     )
-    groups = _groups([samples for samples in found if samples is not None])
-    own, replayed = (np.abs(_differences(name, groups)) for name in ("own", "sampled"))
-    assert replayed.mean() < own.mean() / 2
+    groups = _groups([samples for samples in prompt_samples if samples is not None])
+    own_differences, replayed_differences = (
+        np.abs(_differences(name, groups)) for name in ("own", "sampled")
+    )
+    assert replayed_differences.mean() < own_differences.mean() / 2
 
 
 def test_update_reports_differing_experts_and_needs_a_record() -> None:
@@ -144,13 +146,13 @@ def test_update_reports_differing_experts_and_needs_a_record() -> None:
 
 
 def test_update_on_a_mesh_with_remat_equals_one_device() -> None:
-    groups, params, found = _groups(_sampled()), [], []
+    groups, params, metrics = _groups(_sampled()), [], []
     remat = dataclasses.replace(POLICY, remat="block")
     for learner in (_learner("sampled"), _learner("sampled", MESH, remat)):
         state, numbers = learner.update(learner.init(_weights(1e-3, learner.mesh)), groups)
         params.append(jax.device_get(state.params))
-        found.append([numbers[name] for name in ("gradient_norm", "router_difference")])
-    np.testing.assert_allclose(*found, rtol=1e-4)
+        metrics.append([numbers[name] for name in ("gradient_norm", "router_difference")])
+    np.testing.assert_allclose(*metrics, rtol=1e-4)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), *params)
 
 
@@ -174,10 +176,12 @@ def test_experts_are_those_that_the_policy_chooses() -> None:
             assert sample.experts is not None and sample.prompt_experts is not None
             assert sample.experts.dtype == np.int8 and len(sample.experts) == len(sample.tokens)
             assert sample.prompt_experts is samples[0].prompt_experts
-            found = np.concatenate([sample.prompt_experts, sample.experts])
+            experts = np.concatenate([sample.prompt_experts, sample.experts])
             tokens = np.array([[*prompt, *sample.tokens]], np.int32)
-            wanted = _plain_pass(params, jnp.asarray(np.pad(tokens, ((0, 0), (0, 48)))[:, :48]))
-            np.testing.assert_array_equal(found, wanted[: tokens.shape[1]])
+            expected_experts = _plain_pass(
+                params, jnp.asarray(np.pad(tokens, ((0, 0), (0, 48)))[:, :48])
+            )
+            np.testing.assert_array_equal(experts, expected_experts[: tokens.shape[1]])
 
 
 @jax.jit
@@ -188,14 +192,14 @@ def _plain_pass(params, tokens):
     *_, routing = transformer.hidden_states(
         POLICY, params, tokens, positions, attend, None, context, record_experts=True
     )
-    found = moe.by_token(routing)
-    assert found is not None
-    return found[0]
+    experts = moe.by_token(routing)
+    assert experts is not None
+    return experts[0]
 
 
-def _assert_same(found: list[list[Sample]], wanted: list[list[Sample]]) -> None:
-    for one, other in zip(found, wanted, strict=True):
-        for a, b in zip(one, other, strict=True):
+def _assert_same(groups: list[list[Sample]], expected_groups: list[list[Sample]]) -> None:
+    for samples, expected_samples in zip(groups, expected_groups, strict=True):
+        for a, b in zip(samples, expected_samples, strict=True):
             np.testing.assert_array_equal(a.tokens, b.tokens)
             np.testing.assert_array_equal(a.experts, b.experts)
             np.testing.assert_array_equal(a.prompt_experts, b.prompt_experts)
@@ -218,9 +222,9 @@ def test_pages_keep_their_experts_for_later_requests() -> None:
 
 
 def test_nothing_is_recorded_without_the_switch() -> None:
-    made = _mesh()
-    sampler = Sampler(POLICY, CONFIG, (), made)
-    (samples,) = sampler.sample(_weights(0.0, made), PROMPTS[:1], 1, jax.random.key(1))
+    mesh = _mesh()
+    sampler = Sampler(POLICY, CONFIG, (), mesh)
+    (samples,) = sampler.sample(_weights(0.0, mesh), PROMPTS[:1], 1, jax.random.key(1))
     assert samples is not None
     assert samples[0].experts is None and samples[0].prompt_experts is None
     group = Reply(PROMPTS[0], samples, ()).group([1.0], "responder")

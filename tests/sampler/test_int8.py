@@ -43,13 +43,13 @@ def _sampler(config: SamplerConfig, mesh: dict[str, int] | None = None) -> Sampl
 @pytest.mark.slow
 def test_int8_cache_changes_logprobs_only_by_rounding() -> None:
     """Keys and values are rounded: compare logprobs of answers that both caches give."""
-    found, wanted = (
+    int8_groups, plain_groups = (
         _sampler(config).sample(tiny.weights(), PROMPTS, 4, KEY) for config in (INT8, WHOLE)
     )
     pairs = [
         (a, b)
-        for one, other in zip(found, wanted, strict=True)
-        for a, b in zip(one or (), other or (), strict=True)
+        for int8_samples, plain_samples in zip(int8_groups, plain_groups, strict=True)
+        for a, b in zip(int8_samples or (), plain_samples or (), strict=True)
     ]
     same = np.array([np.array_equal(a.tokens, b.tokens) for a, b in pairs])
     assert same.mean() > 0.5  # .61: after one different token, the rest of an answer differs
@@ -74,10 +74,10 @@ def test_int8_cache_takes_a_quarter_of_the_memory_plus_scales() -> None:
 @pytest.mark.parametrize("mesh", [{"data": 2, "context": 2, "tensor": 2}, {"fsdp": 8}])
 def test_int8_cache_on_a_mesh_equals_one_device(mesh: dict[str, int]) -> None:
     config = dataclasses.replace(INT8, kv_cache_tokens=8 * 1024)
-    found = _sampler(config, mesh).sample(tiny.weights(), PROMPTS[:9], 4, KEY)
-    wanted = _sampler(INT8).sample(tiny.weights(), PROMPTS[:9], 4, KEY)
-    for one, other in zip(found, wanted, strict=True):
-        for a, b in zip(one or (), other or (), strict=True):
+    groups = _sampler(config, mesh).sample(tiny.weights(), PROMPTS[:9], 4, KEY)
+    expected_groups = _sampler(INT8).sample(tiny.weights(), PROMPTS[:9], 4, KEY)
+    for samples, expected_samples in zip(groups, expected_groups, strict=True):
+        for a, b in zip(samples or (), expected_samples or (), strict=True):
             np.testing.assert_array_equal(a.tokens, b.tokens)
             np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-4)
 
@@ -96,12 +96,12 @@ def test_int8_weights_are_accurate_to_half_a_scale() -> None:
     for room, kernels in (("attention", "qkvo"), ("mlp", ("gate", "up", "down"))):
         for name in kernels:
             kernel = params["layers"][room][f"{name}_kernel"]
-            found = small["layers"][room][f"{name}_kernel"]
+            int8_kernel = small["layers"][room][f"{name}_kernel"]
             inputs = (1, 2) if name == "o" else (1,)
             scale = np.expand_dims(small["layers"][room][f"{name}_scale"], inputs)
-            assert found.dtype == jnp.int8 and found.shape == kernel.shape
-            assert np.all(np.max(np.abs(found), axis=inputs) == 127)
-            assert np.all(np.abs(found * scale - kernel) <= 0.5001 * scale)
+            assert int8_kernel.dtype == jnp.int8 and int8_kernel.shape == kernel.shape
+            assert np.all(np.max(np.abs(int8_kernel), axis=inputs) == 127)
+            assert np.all(np.abs(int8_kernel * scale - kernel) <= 0.5001 * scale)
     sampler = _sampler(dataclasses.replace(WHOLE, weights_dtype="int8"))
     params = jax.device_put(params)
     small = sampler.start_session(params)._params
@@ -115,15 +115,15 @@ def _meant(params):
     small = _quantize(params)
     layers = dict(small["layers"])
     for room in ("attention", "mlp"):
-        made = {}
+        plain_weights = {}
         for name, leaf in layers[room].items():
             if name.endswith("_kernel"):
                 scale = layers[room][name.replace("_kernel", "_scale")]
                 inputs = (1, 2) if name == "o_kernel" else (1,)
-                made[name] = leaf * np.expand_dims(scale, inputs)
+                plain_weights[name] = leaf * np.expand_dims(scale, inputs)
             elif not name.endswith("_scale"):
-                made[name] = leaf
-        layers[room] = made
+                plain_weights[name] = leaf
+        layers[room] = plain_weights
     return small | {"layers": layers}
 
 
@@ -132,10 +132,10 @@ def _meant(params):
 def test_int8_weights_sample_like_their_dequantized_values(mesh: dict[str, int] | None) -> None:
     plain = dataclasses.replace(WHOLE, kv_cache_tokens=8 * 1024)
     small = dataclasses.replace(plain, weights_dtype="int8")
-    found = _sampler(small, mesh).sample(tiny.weights(), PROMPTS[:9], 4, KEY)
-    wanted = _sampler(plain).sample(_meant(tiny.weights()), PROMPTS[:9], 4, KEY)
-    for one, other in zip(found, wanted, strict=True):
-        for a, b in zip(one or (), other or (), strict=True):
+    groups = _sampler(small, mesh).sample(tiny.weights(), PROMPTS[:9], 4, KEY)
+    expected_groups = _sampler(plain).sample(_meant(tiny.weights()), PROMPTS[:9], 4, KEY)
+    for samples, expected_samples in zip(groups, expected_groups, strict=True):
+        for a, b in zip(samples or (), expected_samples or (), strict=True):
             np.testing.assert_array_equal(a.tokens, b.tokens)
             np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-4)
 
@@ -147,11 +147,12 @@ def test_lora_adapters_are_not_quantized() -> None:
     params = tiny.weights(policy)
     sampler = Sampler(policy, config, (), meshes.make_mesh({"fsdp": 1}, jax.devices()[:1]))
     plain = dataclasses.replace(config, weights_dtype="compute")
-    other = Sampler(policy, plain, (), sampler.mesh)
-    (found,), (wanted,) = (
-        s.sample(p, PROMPTS[:1], 4, KEY) for s, p in ((sampler, params), (other, _meant(params)))
+    plain_sampler = Sampler(policy, plain, (), sampler.mesh)
+    (samples,), (expected_samples,) = (
+        s.sample(p, PROMPTS[:1], 4, KEY)
+        for s, p in ((sampler, params), (plain_sampler, _meant(params)))
     )
-    for a, b in zip(found or (), wanted or (), strict=True):
+    for a, b in zip(samples or (), expected_samples or (), strict=True):
         np.testing.assert_array_equal(a.tokens, b.tokens)
         np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-4)
 

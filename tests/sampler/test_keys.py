@@ -30,8 +30,10 @@ def test_folded_keys_have_the_bits_of_jax(width: int, partitionable: bool) -> No
         for key in keys:
             folded = fold_keys(key, [tuple(row) for row in numbers.tolist()])
             assert folded.dtype == np.uint32
-            wanted = functools.reduce(_fold_by_jax, numbers.T, np.tile(key, (len(numbers), 1)))
-            np.testing.assert_array_equal(folded, wanted)
+            expected_keys = functools.reduce(
+                _fold_by_jax, numbers.T, np.tile(key, (len(numbers), 1))
+            )
+            np.testing.assert_array_equal(folded, expected_keys)
 
 
 @pytest.mark.parametrize("number", [*EDGES, -1, 2**32, 2**40, -(2**31)])
@@ -49,8 +51,8 @@ def test_any_number_is_folded_or_refused_as_by_jax(number: int) -> None:
 
 def test_keys_of_requests_are_folded_from_their_indices() -> None:
     key = jax.random.key(11)
-    wanted = [jax.random.key_data(jax.random.fold_in(key, i)) for i in range(5)]
-    np.testing.assert_array_equal(request_keys(key, 5), wanted)
+    expected_keys = [jax.random.key_data(jax.random.fold_in(key, i)) for i in range(5)]
+    np.testing.assert_array_equal(request_keys(key, 5), expected_keys)
 
 
 def test_no_numbers_give_no_keys() -> None:

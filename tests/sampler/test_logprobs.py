@@ -102,9 +102,9 @@ def _sampled(
         decode_tokens=8,
     )
     prompts = _prompts(lengths)
-    asked = Sampler(policy, config, (), _mesh()).start_session(tiny.weights(policy))
-    answers = asked.sample(prompts, SIBLINGS, jax.random.key(1), config.options(ANSWER))
-    assert asked.reused_tokens == (min(lengths) - 5) // block * block
+    session = Sampler(policy, config, (), _mesh()).start_session(tiny.weights(policy))
+    answers = session.sample(prompts, SIBLINGS, jax.random.key(1), config.options(ANSWER))
+    assert session.reused_tokens == (min(lengths) - 5) // block * block
     groups = []
     for prompt, samples in zip(prompts, answers, strict=True):
         assert samples is not None
@@ -114,7 +114,7 @@ def _sampled(
                 [sample.tokens for sample in samples],
                 [1.0] * SIBLINGS,
                 old_logprobs=[sample.logprobs for sample in samples],
-                kept=[sample.kept for sample in samples],
+                kept_log_masses=[sample.kept_log_masses for sample in samples],
                 cutoffs=[sample.cutoffs for sample in samples],
             )
         )
@@ -133,22 +133,22 @@ def _scored(
     batches, _, refused = learner.pack(learner.weigh(groups))
     assert not refused and len(batches) == len(groups)
     score = jax.jit(functools.partial(update.score, learner.spec))
-    found, wanted = [], []
+    sampler_logprobs, learner_logprobs = [], []
     with jax.set_mesh(_mesh()), nn.logical_axis_rules(meshes.RULES):
         for batch in batches:
             real = batch.weight > 0
             assert real.sum() == answers
             logprobs, *_ = score(tiny.weights(policy), batch)
-            wanted.append(np.asarray(logprobs)[real])
-            found.append(batch.old_logprob[real])
-    return np.concatenate(found), np.concatenate(wanted)
+            learner_logprobs.append(np.asarray(logprobs)[real])
+            sampler_logprobs.append(batch.old_logprob[real])
+    return np.concatenate(sampler_logprobs), np.concatenate(learner_logprobs)
 
 
 def _check(policy: PolicyConfig, size: str, temperature: float) -> None:
     groups = _sampled(policy, size, temperature)
-    found, wanted = _scored(policy, groups, temperature)
-    np.testing.assert_allclose(found, wanted, atol=1e-4)
-    assert wanted.std() > 0.3, "the case should have tokens of several probabilities"
+    sampler_logprobs, learner_logprobs = _scored(policy, groups, temperature)
+    np.testing.assert_allclose(sampler_logprobs, learner_logprobs, atol=1e-4)
+    assert learner_logprobs.std() > 0.3, "the case should have tokens of several probabilities"
     texts = {tuple(answer) for group in groups for answer in group.answers}
     assert len(texts) == (len(groups) if temperature == 0 else len(groups) * SIBLINGS)
 
@@ -188,8 +188,10 @@ def test_renormalized_logprobs_equal_the_learners(
     """loss.support = "sampled": the update's policy is the one that sampled, filters included."""
     groups = _sampled(policy, "1K", 0.7, **filters)
     before = np.concatenate([row for group in groups for row in group.old_logprobs or ()])
-    found, wanted = _scored(policy, old_logprobs.on_sampled_support(groups), 0.7, "sampled")
-    np.testing.assert_allclose(found, wanted, atol=1e-4)
-    assert (found - before).mean() > 0.1, "the filters should drop some mass"
+    sampler_logprobs, learner_logprobs = _scored(
+        policy, old_logprobs.on_sampled_support(groups), 0.7, "sampled"
+    )
+    np.testing.assert_allclose(sampler_logprobs, learner_logprobs, atol=1e-4)
+    assert (sampler_logprobs - before).mean() > 0.1, "the filters should drop some mass"
     full, _ = _scored(policy, groups, 0.7)
-    assert np.abs(full - wanted).max() > 0.1
+    assert np.abs(full - learner_logprobs).max() > 0.1

@@ -8,13 +8,13 @@ from spell_jax.sampler.page_pool import Pool
 A, B, C, D, E = b"a", b"b", b"c", b"d", b"e"
 
 
-def _read(pool: Pool, blocks: list[bytes], known: int | None = None) -> list[int]:
+def _read(pool: Pool, blocks: list[bytes], max_shared: int | None = None) -> list[int]:
     """Take the pages of a prompt: known ones are shared, the others are new.
 
     Args:
-      known: maximum number of known pages to share.
+      max_shared: maximum number of known pages to share.
     """
-    shared = pool.find(blocks[:known])
+    shared = pool.find(blocks[:max_shared])
     pool.hold(shared)
     pages = list(shared)
     for block in blocks[len(shared) :]:
@@ -30,16 +30,16 @@ def _read(pool: Pool, blocks: list[bytes], known: int | None = None) -> list[int
 def test_each_page_is_taken_once_and_page_0_never() -> None:
     pool = Pool(5)
     assert pool.available == 5
-    taken = []
+    pages = []
     for left in (4, 3, 2, 1, 0):
-        taken.append(pool.take())
+        pages.append(pool.take())
         assert pool.available == left
-    assert sorted(taken) == [1, 2, 3, 4, 5]
+    assert sorted(pages) == [1, 2, 3, 4, 5]
     with pytest.raises(RuntimeError, match="no page of 5 is available"):
         pool.take()
-    pool.release(taken[2:4])
+    pool.release(pages[2:4])
     assert pool.available == 2
-    assert {pool.take(), pool.take()} == set(taken[2:4])
+    assert {pool.take(), pool.take()} == set(pages[2:4])
 
 
 def test_page_is_available_after_its_last_user_releases_it() -> None:
@@ -123,7 +123,7 @@ def test_second_page_of_a_known_block_is_not_indexed() -> None:
     """The last page of a prompt is prefilled again: the known page stays in the index."""
     pool = Pool(4)
     first = _read(pool, [A, B])
-    second = _read(pool, [A, B], known=1)
+    second = _read(pool, [A, B], max_shared=1)
     assert second[0] == first[0] and second[1] != first[1]
     assert pool.find([A, B]) == first
     pool.release(second)
@@ -195,11 +195,11 @@ def test_reused_page_does_not_keep_its_old_children() -> None:
     pool.name(old, None, C)
     assert pool.find([C, B]) == [old]
     pool.release(fillers)
-    again = pool.take()
-    pool.name(again, None, A)
-    assert pool.find([A, B]) == [again]
+    new_page = pool.take()
+    pool.name(new_page, None, A)
+    assert pool.find([A, B]) == [new_page]
     pool.release([child])
-    assert pool.find([A, B]) == [again]
+    assert pool.find([A, B]) == [new_page]
 
 
 def test_page_rewritten_with_same_content_has_no_old_children() -> None:
@@ -259,18 +259,18 @@ def _walk(seed: int, size: int, last_again: bool, steps: int = 400) -> list[list
         for page in [*answers, *(page for _, pages in prompts for page in pages)]:
             users[page] += 1
         assert pool._users == users.tolist()
-        used = np.flatnonzero(users).tolist()
-        assert sorted([*used, *pool._free, *pool._idle]) == list(range(1, size + 1))
-        assert pool.available == size - len(used)
+        used_pages = np.flatnonzero(users).tolist()
+        assert sorted([*used_pages, *pool._free, *pool._idle]) == list(range(1, size + 1))
+        assert pool.available == size - len(used_pages)
         assert max(users[answers], default=0) <= 1, "a page of an answer has one user"
-        asked = tuple(rng.choice([A, B, C], size=5).tolist())
-        for chain in (asked, *(blocks for blocks, _ in prompts)):
-            found = pool.find(chain)
-            assert [content.get(page) for page in found] == [
-                chain[: i + 1] for i in range(len(found))
+        random_chain = tuple(rng.choice([A, B, C], size=5).tolist())
+        for chain in (random_chain, *(blocks for blocks, _ in prompts)):
+            chain_pages = pool.find(chain)
+            assert [content.get(page) for page in chain_pages] == [
+                chain[: i + 1] for i in range(len(chain_pages))
             ]
-            if not last_again and chain is not asked:
-                assert len(found) == len(chain), "what is used is known"
+            if not last_again and chain is not random_chain:
+                assert len(chain_pages) == len(chain), "what is used is known"
     return history
 
 

@@ -15,9 +15,9 @@ def _by_sorting(probabilities: np.ndarray, top_p: float) -> np.ndarray:
     """The fewest most likely tokens of one row whose mass reaches top_p."""
     order = np.argsort(-probabilities, kind="stable")
     count = int(np.searchsorted(np.cumsum(probabilities[order]), top_p)) + 1
-    kept = np.zeros(len(probabilities), bool)
-    kept[order[:count]] = True
-    return kept
+    nucleus = np.zeros(len(probabilities), bool)
+    nucleus[order[:count]] = True
+    return nucleus
 
 
 def _kept(probabilities: np.ndarray, **filters: float) -> np.ndarray:
@@ -43,15 +43,15 @@ def _rows(count: int, seed: int, width: int = 200) -> np.ndarray:
 def test_top_p_keeps_the_same_tokens_as_sorting(top_p: float) -> None:
     probabilities = _rows(60, int(top_p * 1000))
     checked = 0
-    for row, kept in zip(probabilities, _kept(probabilities, top_p=top_p), strict=True):
+    for row, mask in zip(probabilities, _kept(probabilities, top_p=top_p), strict=True):
         masses = np.cumsum(np.sort(row.astype(float))[::-1])
         if np.abs(masses - top_p).min() < 1e-6:
             continue  # float32 cannot tell on which side of top_p this sum lies
-        wanted = _by_sorting(row.astype(float), top_p)
-        assert kept[wanted].all()
+        expected_mask = _by_sorting(row.astype(float), top_p)
+        assert mask[expected_mask].all()
         # Tokens as likely as the least likely kept one, up to 3e-5, may be kept too.
-        assert (row[kept & ~wanted] > row[wanted].min() * (1 - 5e-5)).all()
-        checked += (kept == wanted).all()
+        assert (row[mask & ~expected_mask] > row[expected_mask].min() * (1 - 5e-5)).all()
+        checked += (mask == expected_mask).all()
     assert checked > 50
 
 
@@ -59,48 +59,48 @@ def test_top_p_keeps_the_same_tokens_as_sorting(top_p: float) -> None:
 @pytest.mark.parametrize("top_k", [1, 3, 40, 199, 200, 1000])
 def test_top_k_keeps_the_most_likely_tokens(top_k: int) -> None:
     probabilities = _rows(20, top_k)
-    for row, kept in zip(probabilities, _kept(probabilities, top_k=top_k), strict=True):
-        assert kept.sum() == min(top_k, 200) and row[kept].min() >= row[~kept].max(initial=0)
+    for row, mask in zip(probabilities, _kept(probabilities, top_k=top_k), strict=True):
+        assert mask.sum() == min(top_k, 200) and row[mask].min() >= row[~mask].max(initial=0)
 
 
 def test_filters_are_applied_in_sequence() -> None:
     """top_p applies to the tokens kept by top_k, scaled to 1; min_p is a share of the largest."""
     probabilities = _rows(30, 7)
-    found = _kept(probabilities, top_k=5, top_p=0.8, min_p=0.1)
-    for row, kept in zip(probabilities.astype(float), found, strict=True):
+    masks = _kept(probabilities, top_k=5, top_p=0.8, min_p=0.1)
+    for row, mask in zip(probabilities.astype(float), masks, strict=True):
         first = np.where(row >= np.sort(row)[-5], row, 0)
-        wanted = _by_sorting(first / first.sum(), 0.8) & (row >= 0.1 * row.max())
-        np.testing.assert_array_equal(kept, wanted)
-    assert len(set(found.sum(axis=1).tolist())) > 2
+        expected_mask = _by_sorting(first / first.sum(), 0.8) & (row >= 0.1 * row.max())
+        np.testing.assert_array_equal(mask, expected_mask)
+    assert len(set(masks.sum(axis=1).tolist())) > 2
 
 
 @pytest.mark.slow
 def test_each_row_uses_its_own_filters() -> None:
     probabilities = np.repeat(_rows(1, 6), 4, axis=0)
-    different = Sampling(
+    options = Sampling(
         np.ones(4, np.float32),
         np.array([0, 2, 0, 0], np.int32),
         np.array([1, 1, 0.5, 1], np.float32),
         np.array([0, 0, 0, 0.3], np.float32),
     )
     below = _below(probabilities)
-    found = np.asarray(below >= threshold(below, different)[:, None])
-    each = [{}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.3}]
-    for row, filters in enumerate(each):
-        np.testing.assert_array_equal(found[row], _kept(probabilities[:1], **filters)[0])
-    assert len(set(found.sum(axis=1).tolist())) == 4
+    masks = np.asarray(below >= threshold(below, options)[:, None])
+    row_filters = [{}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.3}]
+    for row, filters in enumerate(row_filters):
+        np.testing.assert_array_equal(masks[row], _kept(probabilities[:1], **filters)[0])
+    assert len(set(masks.sum(axis=1).tolist())) == 4
 
 
 def test_top_p_handles_ties_and_exact_thresholds() -> None:
-    for probabilities, top_p, wanted in (
+    for probabilities, top_p, expected_mask in (
         ([0.0, 1.0, 0.0], 0.1, [0, 1, 0]),
         ([0.125] * 8, 0.3, [1] * 8),  # ties at the threshold are all kept
         ([0.6, 0.3, 0.1], 1.0, [1, 1, 1]),
         ([0.6, 0.3, 0.1], 0.6, [1, 0, 0]),
         ([0.6, 0.3, 0.1], 0.61, [1, 1, 0]),
     ):
-        found = _kept(np.array([probabilities], np.float32), top_p=top_p)
-        np.testing.assert_array_equal(found, [np.array(wanted, bool)])
+        masks = _kept(np.array([probabilities], np.float32), top_p=top_p)
+        np.testing.assert_array_equal(masks, [np.array(expected_mask, bool)])
 
 
 @pytest.mark.slow
@@ -156,8 +156,8 @@ def test_temperature_0_is_right_where_xla_computes_the_logits_twice() -> None:
 
     tokens = tokens_of(hidden, table, tiny.sampling(128, 0.0))
     logits = np.asarray(jax.jit(capped)(hidden, table))
-    chosen = logits[np.arange(128), np.asarray(tokens)]
-    np.testing.assert_allclose(chosen, logits.max(axis=1), atol=1e-4)
+    token_logits = logits[np.arange(128), np.asarray(tokens)]
+    np.testing.assert_allclose(token_logits, logits.max(axis=1), atol=1e-4)
 
 
 @pytest.mark.slow
@@ -169,14 +169,14 @@ def test_rounding_never_selects_a_token_outside_the_nucleus() -> None:
     rng = np.random.default_rng(0)
     logits = jnp.asarray(rng.normal(size=1024) * 3, jnp.float32)
     below = (logits - jnp.max(logits))[None]
-    kept = np.asarray(below >= threshold(below, tiny.sampling(1, top_p=0.9))[:, None])[0]
-    sums = np.cumsum(np.where(kept, np.exp(below[0]), 0))
+    nucleus = np.asarray(below >= threshold(below, tiny.sampling(1, top_p=0.9))[:, None])[0]
+    sums = np.cumsum(np.where(nucleus, np.exp(below[0]), 0))
     uniform = np.concatenate([np.nextafter(sums, 0), sums, np.nextafter(sums, 1)]) / sums[-1]
     uniform = jnp.clip(uniform.astype(np.float32), 0, 1 - 2**-24)
     rows = jnp.broadcast_to(logits, (len(uniform), 1024))
     tokens = jax.jit(sample)(rows, uniform, tiny.sampling(len(rows), top_p=0.9)).id
-    assert kept[np.asarray(tokens)].all()
-    assert len(set(np.asarray(tokens).tolist())) > 0.9 * kept.sum()
+    assert nucleus[np.asarray(tokens)].all()
+    assert len(set(np.asarray(tokens).tolist())) > 0.9 * nucleus.sum()
 
 
 @pytest.mark.slow
@@ -186,9 +186,11 @@ def test_logprobs_are_over_the_full_vocabulary(temperature: float) -> None:
     uniform = jax.random.uniform(jax.random.key(0), (40,))
     sampled = sample(logits, uniform, tiny.sampling(40, temperature, 0.5))
     tokens, logprobs = sampled.id, sampled.logprob
-    every = jax.nn.log_softmax(logits / (temperature or 1.0))
-    wanted = np.take_along_axis(np.asarray(every), np.asarray(tokens)[:, None], 1)[:, 0]
-    np.testing.assert_allclose(logprobs, wanted, atol=1e-6)
+    vocab_logprobs = jax.nn.log_softmax(logits / (temperature or 1.0))
+    expected_logprobs = np.take_along_axis(
+        np.asarray(vocab_logprobs), np.asarray(tokens)[:, None], 1
+    )[:, 0]
+    np.testing.assert_allclose(logprobs, expected_logprobs, atol=1e-6)
     if temperature == 0:
         np.testing.assert_array_equal(tokens, jnp.argmax(logits, axis=-1))
 
@@ -211,14 +213,14 @@ def test_cutoff_separates_the_kept_tokens_whose_mass_is_kept(filters: dict[str, 
     sampled = sample(logits, jax.random.uniform(jax.random.key(0), (40,)), options)
     scaled = np.asarray(logits, float) / 0.7
     below = jnp.asarray(scaled - scaled.max(-1, keepdims=True), jnp.float32)
-    wanted = np.asarray(below >= threshold(below, options)[:, None])
+    kept_mask = np.asarray(below >= threshold(below, options)[:, None])
     centered = scaled - scaled.mean(-1, keepdims=True)
-    np.testing.assert_array_equal(centered > np.asarray(sampled.cutoff)[:, None], wanted)
-    assert 1 < wanted.sum(-1).mean() < 20
+    np.testing.assert_array_equal(centered > np.asarray(sampled.cutoff)[:, None], kept_mask)
+    assert 1 < kept_mask.sum(-1).mean() < 20
     probability = np.exp(scaled) / np.exp(scaled).sum(-1, keepdims=True)
-    mass = np.where(wanted, probability, 0).sum(-1)
-    np.testing.assert_allclose(np.exp(sampled.kept), mass, rtol=1e-5)
-    assert wanted[np.arange(40), np.asarray(sampled.id)].all()
+    mass = np.where(kept_mask, probability, 0).sum(-1)
+    np.testing.assert_allclose(np.exp(sampled.kept_log_mass), mass, rtol=1e-5)
+    assert kept_mask[np.arange(40), np.asarray(sampled.id)].all()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
@@ -226,32 +228,34 @@ def test_everything_is_kept_without_filters_and_by_greedy_sampling(temperature: 
     logits = jnp.asarray(np.random.default_rng(2).normal(size=(4, 30)), jnp.float32)
     options = tiny.sampling(4, temperature, 1.0 if temperature else 0.5)
     sampled = sample(logits, jnp.full(4, 0.3), options)
-    np.testing.assert_array_equal(sampled.kept, 0.0)
+    np.testing.assert_array_equal(sampled.kept_log_mass, 0.0)
     np.testing.assert_array_equal(sampled.cutoff, -np.inf)
 
 
 def test_vocabulary_dropout_disfavors_a_share_of_tokens_in_rows_that_have_it() -> None:
-    given = tiny.sampling(3)
-    given = given.replace(
+    options = tiny.sampling(3)
+    options = options.replace(
         dropout=np.array([0.0, 0.25, 0.25], np.float32),
         dropout_penalty=np.array([2, 2, 3], np.float32),
     )
     keys = jax.random.split(jax.random.key(0), 3)
-    found = np.asarray(penalties(keys, 4000, given))
-    assert not found[0].any()
+    row_penalties = np.asarray(penalties(keys, 4000, options))
+    assert not row_penalties[0].any()
     for row, nats in ((1, 2), (2, 3)):
-        assert set(found[row].tolist()) == {0, nats}
-        assert abs((found[row] > 0).mean() - 0.25) < 0.03
-    assert ((found[1] > 0) != (found[2] > 0)).any(), "each answer has its own tokens"
-    np.testing.assert_array_equal(found, penalties(keys, 4000, given))
+        assert set(row_penalties[row].tolist()) == {0, nats}
+        assert abs((row_penalties[row] > 0).mean() - 0.25) < 0.03
+    assert ((row_penalties[1] > 0) != (row_penalties[2] > 0)).any(), (
+        "each answer has its own tokens"
+    )
+    np.testing.assert_array_equal(row_penalties, penalties(keys, 4000, options))
 
 
 def test_penalty_changes_what_is_sampled_but_not_the_logprobs() -> None:
     logits = jnp.broadcast_to(jnp.log(jnp.array([0.5, 0.3, 0.2])), (4000, 3))
     uniform = jax.random.uniform(jax.random.key(1), (4000,))
     penalty = jnp.broadcast_to(jnp.array([jnp.log(5.0), 0.0, 0.0]), logits.shape)
-    found = jax.jit(sample)(logits, uniform, tiny.sampling(4000), penalty)
-    shares = np.bincount(found.id, minlength=3) / 4000
+    sampled_tokens = jax.jit(sample)(logits, uniform, tiny.sampling(4000), penalty)
+    shares = np.bincount(sampled_tokens.id, minlength=3) / 4000
     np.testing.assert_allclose(shares, [1 / 6, 1 / 2, 1 / 3], atol=0.03)
-    wanted = np.log([0.5, 0.3, 0.2])[np.asarray(found.id)]
-    np.testing.assert_allclose(found.logprob, wanted, atol=1e-6)
+    expected_logprobs = np.log([0.5, 0.3, 0.2])[np.asarray(sampled_tokens.id)]
+    np.testing.assert_allclose(sampled_tokens.logprob, expected_logprobs, atol=1e-6)

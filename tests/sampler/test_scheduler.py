@@ -44,7 +44,12 @@ def _fill(scheduler: Scheduler) -> list[list[list[tuple[int, int]]]]:
     """
     plans = []
     while (plan := scheduler.plan_prefill()) is not None:
-        plans.append([[(prefilled.ticket, number) for prefilled, number in one] for one in plan])
+        plans.append(
+            [
+                [(prefilled.ticket, number) for prefilled, number in shard_tasks]
+                for shard_tasks in plan
+            ]
+        )
         scheduler.fill_slots()
     scheduler.fill_slots()
     return plans
@@ -56,8 +61,10 @@ def _slots_of(lane: Lane) -> list[tuple[int, int] | None]:
 
 
 def _sibling(shard: Shard, ticket: int, number: int = 0) -> DecodeSequence:
-    (found,) = (s for s in shard.unfinished if (s.prefilled.ticket, s.number) == (ticket, number))
-    return found
+    (sequence,) = (
+        s for s in shard.unfinished if (s.prefilled.ticket, s.number) == (ticket, number)
+    )
+    return sequence
 
 
 def _finish(shard: Shard, ticket: int, number: int = 0) -> bool:
@@ -132,8 +139,8 @@ def test_page_of_the_last_prompt_token_is_always_prefilled(length: int, reused: 
     (shard,) = scheduler.shards
     plans = [task for ((task,),) in _fill(scheduler)]
     last = SHAPE.pages_of(length) - 1
-    wanted = [(0, number) for number in range(last + 1)]
-    assert plans == wanted + [(1, number) for number in range(reused, last + 1)]
+    expected_tasks = [(0, number) for number in range(last + 1)]
+    assert plans == expected_tasks + [(1, number) for number in range(reused, last + 1)]
     assert shard.reused_tokens == reused * SHAPE.page_size
     assert _sibling(shard, 0).prefilled.pages[-1] != _sibling(shard, 1).prefilled.pages[-1]
 
@@ -250,8 +257,10 @@ def test_request_goes_to_another_shard_if_the_cheapest_is_full() -> None:
     for pages, tickets in ((9, [[0, 1], []]), (8, [[0], [1]])):
         scheduler = _scheduler(*requests, shards=2, pages=pages, tasks=8)
         _fill(scheduler)
-        found = [[s.prefilled.ticket for s in shard.unfinished] for shard in scheduler.shards]
-        assert found == tickets
+        shard_tickets = [
+            [s.prefilled.ticket for s in shard.unfinished] for shard in scheduler.shards
+        ]
+        assert shard_tickets == tickets
 
 
 # ------------------------------------------------------------------------------------------ Prefill
@@ -290,10 +299,10 @@ def test_prompts_without_free_slots_are_prefilled_only_in_padding_rows() -> None
 
 
 def test_full_lane_does_not_block_prefill_for_the_other_lane() -> None:
-    one, several = _request(4), _request(_other(1), 3)
-    scheduler = _scheduler(one, _request(_other(2)), several, slots=1, tasks=1)
+    single_request, group_request = _request(4), _request(_other(1), 3)
+    scheduler = _scheduler(single_request, _request(_other(2)), group_request, slots=1, tasks=1)
     assert _fill(scheduler) == [[[(0, 0)]]]
-    scheduler = _scheduler(one, several, _request(_other(2)), slots=1, tasks=1)
+    scheduler = _scheduler(single_request, group_request, _request(_other(2)), slots=1, tasks=1)
     assert _fill(scheduler) == [[[(0, 0)]], [[(1, 0)]]]
     assert [_slots_of(lane) for lane in scheduler.shards[0].lanes] == [[(0, 0)], [(1, 0)]]
 
@@ -390,8 +399,8 @@ def test_first_admitted_sequence_continues_when_pages_run_out() -> None:
     lane = shard.lanes[0]
     _fill(scheduler)
     first, second, third = sequences = [_sibling(shard, ticket) for ticket in range(3)]
-    wanted = [(4, 4, 0), (8, 4, 0), (12, 4, 0), (16, 4, 0), (16, 4, 0)]
-    for limits in wanted:
+    expected_limits = [(4, 4, 0), (8, 4, 0), (12, 4, 0), (16, 4, 0), (16, 4, 0)]
+    for limits in expected_limits:
         assert tuple(shard.allocate_pages(lane, 4).values()) == limits
         for sequence, limit in zip(sequences, limits, strict=True):
             sequence.count = limit
@@ -410,10 +419,10 @@ def test_other_lane_leaves_pages_for_the_first_admitted_sequence() -> None:
     scheduler = _scheduler(*requests, pages=3 + 4 + 1)
     (shard,) = scheduler.shards
     _fill(scheduler)
-    single, several = shard.lanes
+    single_lane, group_lane = shard.lanes
     for _ in range(2):
-        assert [*shard.allocate_pages(single, 8).values()] == [4, 0]
-    assert [*shard.allocate_pages(several, 16).values()] == [16, 0]
+        assert [*shard.allocate_pages(single_lane, 8).values()] == [4, 0]
+    assert [*shard.allocate_pages(group_lane, 16).values()] == [16, 0]
 
 
 def test_refilled_slot_does_not_overtake_earlier_sequences() -> None:
@@ -444,15 +453,15 @@ class _Decoder:
         self.history: list = []
         self.waited = 0  # turns of sequences without a page
         # For each shard: page -> prompt tokens up to its end, for pages that are prefilled.
-        self.read: list[dict[int, tuple[int, ...]]] = [{} for _ in scheduler.shards]
+        self.page_contents: list[dict[int, tuple[int, ...]]] = [{} for _ in scheduler.shards]
 
     def run(self, requests: Sequence[SampleRequest]) -> None:
         """Answer all requests: half are submitted first, one more whenever one is finished."""
-        asked = 0
+        next_ticket = 0
         for _ in range(10_000):
-            for request in requests[asked : len(requests) // 2 + len(self.finished)]:
-                self.scheduler.submit(asked, request)
-                asked += 1
+            for request in requests[next_ticket : len(requests) // 2 + len(self.finished)]:
+                self.scheduler.submit(next_ticket, request)
+                next_ticket += 1
             if not self.scheduler.unfinished:
                 return
             progress = self._prefill()
@@ -475,31 +484,33 @@ class _Decoder:
 
     def _read(self, number: int, tasks: list[tuple[PrefilledPrompt, int]]) -> None:
         """Run a prefill call: write all of its pages, then let each read all earlier ones."""
-        read, block = self.read[number], self.scheduler.shape.page_size
+        page_contents, block = self.page_contents[number], self.scheduler.shape.page_size
         self.history.append([(number, r.ticket, r.pages[i], i) for r, i in tasks])
         for prefilled, i in tasks:
-            read[prefilled.pages[i]] = tuple(prefilled.request.prompt[: (i + 1) * block])
+            page_contents[prefilled.pages[i]] = tuple(prefilled.request.prompt[: (i + 1) * block])
         for prefilled, i in tasks:
             self._check_read(number, prefilled, i + 1)
 
     def _check_read(self, number: int, prefilled: PrefilledPrompt, pages: int) -> None:
         prompt, block = prefilled.request.prompt, self.scheduler.shape.page_size
         for i, page in enumerate(prefilled.pages[:pages]):
-            assert self.read[number].get(page) == tuple(prompt[: (i + 1) * block])
+            assert self.page_contents[number].get(page) == tuple(prompt[: (i + 1) * block])
 
     def _decode(self) -> int:
         limits = []
         for lane in range(len(self.scheduler.shape.lanes)):
             for number, shard in enumerate(self.scheduler.shards):
-                found = shard.allocate_pages(shard.lanes[lane], self.steps)
-                assert set(found) == set(filter(None, shard.lanes[lane].slots))
-                limits.append((number, lane, found))
+                lane_limits = shard.allocate_pages(shard.lanes[lane], self.steps)
+                assert set(lane_limits) == set(filter(None, shard.lanes[lane].slots))
+                limits.append((number, lane, lane_limits))
         self._check()
         for shard in self.scheduler.shards:
             for first in list(shard.unfinished)[:1]:
-                (limit,) = (found[first] for *_, found in limits if first in found)
+                (limit,) = (
+                    lane_limits[first] for *_, lane_limits in limits if first in lane_limits
+                )
                 assert limit >= min(first.count + self.steps, first.max_tokens)
-        return sum(self._sample(*one) for one in limits)
+        return sum(self._sample(*entry) for entry in limits)
 
     def _sample(self, number: int, lane: int, limits: dict[DecodeSequence, int]) -> int:
         shard, sampled = self.scheduler.shards[number], 0
@@ -508,12 +519,12 @@ class _Decoder:
             assert sequence.count <= limit <= sequence.max_tokens
             assert limit <= len(sequence.pages) * self.scheduler.shape.page_size
             for page in sequence.pages:
-                self.read[number].pop(page, None)
+                self.page_contents[number].pop(page, None)
             longest = int(self.rng.integers(1, sequence.max_tokens, endpoint=True))
             length = self.lengths.setdefault(sequence, longest)
-            most = min(limit - sequence.count, self.steps)
-            self.waited += not most
-            new = min(int(self.rng.integers(min(most, 1), most, endpoint=True)), length)
+            max_new = min(limit - sequence.count, self.steps)
+            self.waited += not max_new
+            new = min(int(self.rng.integers(min(max_new, 1), max_new, endpoint=True)), length)
             new = min(new, length - sequence.count)
             sequence.count += new
             sampled += new
@@ -529,11 +540,11 @@ class _Decoder:
             of_prompts = {page for prefilled in residents for page in prefilled.pages}
             of_answers = [page for sequence in shard.unfinished for page in sequence.pages]
             assert len({*of_prompts, *of_answers}) == len(of_prompts) + len(of_answers)
-            used = len(of_prompts) + len(of_answers)
-            assert used <= shape.pages and {*of_prompts, *of_answers} <= {
+            used_pages = len(of_prompts) + len(of_answers)
+            assert used_pages <= shape.pages and {*of_prompts, *of_answers} <= {
                 *range(1, shape.pages + 1)
             }
-            assert shard.pool.available == shape.pages - used
+            assert shard.pool.available == shape.pages - used_pages
             assert len({r.index for r in residents}) == len(residents) <= shape.prompts
             assert all(0 <= r.index < shape.prompts for r in residents)
             for first in list(shard.unfinished)[:1]:
@@ -544,24 +555,24 @@ class _Decoder:
                 assert len(rows) == lane._row_count <= lane.rows
                 assert set(lane.running) == set(filter(None, lane.slots))
                 assert all(len(slots) <= lane.cells for _, slots in rows)
-                slots = sorted(slot for _, some in rows for slot in some)
+                slots = sorted(slot for _, row in rows for slot in row)
                 assert slots == [i for i, sequence in enumerate(lane.slots) if sequence]
-                for prefilled, some in rows:
-                    assert {s.prefilled for s in lane.slots if s and s.slot in some} == {prefilled}
+                for prefilled, row in rows:
+                    assert {s.prefilled for s in lane.slots if s and s.slot in row} == {prefilled}
                     self._check_read(number, prefilled, len(prefilled.pages))
 
 
 def _random_requests(rng: np.random.Generator, count: int, shape: Shape) -> list[SampleRequest]:
     """Prompts with common prefixes, some of them equal; the longest take the whole pool."""
     stems = [rng.integers(3, size=40).tolist() for _ in range(3)]
-    made = []
-    while len(made) < count:
+    fitting_requests = []
+    while len(fitting_requests) < count:
         stem = stems[rng.integers(3)][: rng.integers(1, 17)]
         tail = rng.integers(3, size=rng.integers(0, 9)).tolist()
         request = _request(stem + tail, int(rng.integers(1, 8)), int(rng.integers(1, 25)))
         if shape.fits(request):
-            made.append(request)
-    return made
+            fitting_requests.append(request)
+    return fitting_requests
 
 
 def _simulate(shape: Shape, shards: int, seed: int, steps: int, count: int = 40) -> _Decoder:

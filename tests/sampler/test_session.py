@@ -64,23 +64,23 @@ def _sampler(config: SamplerConfig = CONFIG) -> Sampler:
 
 def _requests(groups=(4, 1, 3, 6)) -> list[SampleRequest]:
     keys = session.request_keys(KEY, len(PROMPTS))
-    return [SampleRequest(*each) for each in zip(PROMPTS, groups, keys, OPTIONS, strict=True)]
+    return [SampleRequest(*fields) for fields in zip(PROMPTS, groups, keys, OPTIONS, strict=True)]
 
 
-def _answer(asked: session.Session, requests: list[SampleRequest]) -> list[list[Sample]]:
-    places = {asked.submit(request): index for index, request in enumerate(requests)}
-    found: list[list[Sample]] = [[] for _ in requests]
-    for ticket, samples in asked.results():
-        found[places[ticket]] = samples
-    return found
+def _answer(sampler_session: session.Session, requests: list[SampleRequest]) -> list[list[Sample]]:
+    places = {sampler_session.submit(request): index for index, request in enumerate(requests)}
+    groups: list[list[Sample]] = [[] for _ in requests]
+    for ticket, samples in sampler_session.results():
+        groups[places[ticket]] = samples
+    return groups
 
 
 def _alone(request: SampleRequest, config: SamplerConfig = CONFIG) -> list[Sample]:
     return _answer(_sampler(config).start_session(tiny.weights()), [request])[0]
 
 
-def _assert_identical(found: list[Sample], wanted: list[Sample]) -> None:
-    for a, b in zip(found, wanted, strict=True):
+def _assert_identical(samples: list[Sample], expected_samples: list[Sample]) -> None:
+    for a, b in zip(samples, expected_samples, strict=True):
         np.testing.assert_array_equal(a.tokens, b.tokens)
         np.testing.assert_array_equal(a.logprobs, b.logprobs)
         assert (a.stopped, a.stop_string) == (b.stopped, b.stop_string)
@@ -89,8 +89,8 @@ def _assert_identical(found: list[Sample], wanted: list[Sample]) -> None:
 @pytest.mark.slow
 def test_mixed_options_are_bit_identical_to_separate_requests() -> None:
     requests = _requests()
-    found = _answer(_sampler().start_session(tiny.weights()), requests)
-    for request, samples in zip(requests, found, strict=True):
+    groups = _answer(_sampler().start_session(tiny.weights()), requests)
+    for request, samples in zip(requests, groups, strict=True):
         _assert_identical(samples, _alone(request))
         assert {len(s.tokens) for s in samples} == {request.options.max_tokens}
 
@@ -98,9 +98,9 @@ def test_mixed_options_are_bit_identical_to_separate_requests() -> None:
 @pytest.mark.slow
 def test_each_request_is_sampled_with_its_own_options() -> None:
     """Compare rank and probability share of all sampled tokens with each request's options."""
-    found = _answer(_sampler().start_session(tiny.weights()), _requests((8, 8, 8, 8)))
+    groups = _answer(_sampler().start_session(tiny.weights()), _requests((8, 8, 8, 8)))
     ranks, shares = [], []
-    for prompt, options, samples in zip(PROMPTS, OPTIONS, found, strict=True):
+    for prompt, options, samples in zip(PROMPTS, OPTIONS, groups, strict=True):
         rows = np.zeros((len(samples), 48), np.int32)
         for row, sample in zip(rows, samples, strict=True):
             row[: len(prompt) + len(sample.tokens)] = [*prompt, *sample.tokens]
@@ -119,20 +119,24 @@ def test_vocabulary_dropout_leaves_other_requests_alone() -> None:
     config = dataclasses.replace(CONFIG, vocabulary_dropout=0.5, dropout_penalty=20.0)
     requests = _requests()
     options = dataclasses.replace(OPTIONS[0], dropout=0.5, dropout_penalty=20.0)
-    changed = dataclasses.replace(requests[0], options=options)
-    found = _answer(_sampler(config).start_session(tiny.weights()), [changed, *requests[1:]])
-    for request, samples in zip(requests[1:], found[1:], strict=True):
-        for one, other in zip(samples, _alone(request), strict=True):
-            np.testing.assert_array_equal(one.tokens, other.tokens)
-            np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+    changed_request = dataclasses.replace(requests[0], options=options)
+    groups = _answer(
+        _sampler(config).start_session(tiny.weights()), [changed_request, *requests[1:]]
+    )
+    for request, samples in zip(requests[1:], groups[1:], strict=True):
+        for sample, expected_sample in zip(samples, _alone(request), strict=True):
+            np.testing.assert_array_equal(sample.tokens, expected_sample.tokens)
+            np.testing.assert_allclose(sample.logprobs, expected_sample.logprobs, atol=1e-5)
     plain = _alone(requests[0])
-    assert any(a.tokens.tolist() != b.tokens.tolist() for a, b in zip(found[0], plain, strict=True))
+    assert any(
+        a.tokens.tolist() != b.tokens.tolist() for a, b in zip(groups[0], plain, strict=True)
+    )
     row = np.zeros((1, 48), np.int32)
-    row[0, : len(PROMPTS[0]) + 12] = [*PROMPTS[0], *found[0][0].tokens]
+    row[0, : len(PROMPTS[0]) + 12] = [*PROMPTS[0], *groups[0][0].tokens]
     logits = transformer.logits(tiny.POLICY, tiny.weights(), row)[0] / options.temperature
     behind = np.arange(12) + len(PROMPTS[0])
-    logprobs = jax.nn.log_softmax(logits, axis=-1)[behind - 1, found[0][0].tokens]
-    np.testing.assert_allclose(found[0][0].logprobs, logprobs, atol=1e-4)
+    logprobs = jax.nn.log_softmax(logits, axis=-1)[behind - 1, groups[0][0].tokens]
+    np.testing.assert_allclose(groups[0][0].logprobs, logprobs, atol=1e-4)
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.0, float("nan")])
@@ -144,13 +148,14 @@ def test_vocabulary_dropout_out_of_range_is_rejected(share) -> None:
 @pytest.mark.slow
 def test_shared_prefixes_are_prefilled_once_and_bit_identical() -> None:
     """The content of a page does not depend on the request that prefilled it."""
-    requests, asked = _requests(), _sampler().start_session(tiny.weights())
-    found = _answer(asked, requests)
-    assert asked.reused_tokens == 3 * 20  # five whole pages, shared by all requests but the first
-    again = _answer(asked, requests)  # the pages of all prompts are idle by now
-    assert asked.reused_tokens == 3 * 20 + sum((len(p) - 1) // 4 * 4 for p in PROMPTS)
-    for request, *both in zip(requests, found, again, strict=True):
-        for samples in both:
+    requests, sampler_session = _requests(), _sampler().start_session(tiny.weights())
+    groups = _answer(sampler_session, requests)
+    # Five whole pages, shared by all requests but the first.
+    assert sampler_session.reused_tokens == 3 * 20
+    repeated_groups = _answer(sampler_session, requests)  # the pages of all prompts are idle by now
+    assert sampler_session.reused_tokens == 3 * 20 + sum((len(p) - 1) // 4 * 4 for p in PROMPTS)
+    for request, *sample_lists in zip(requests, groups, repeated_groups, strict=True):
+        for samples in sample_lists:
             _assert_identical(samples, _alone(request))
 
 
@@ -160,19 +165,21 @@ def test_no_page_of_a_prefix_survives_an_update_of_the_weights() -> None:
     before = _sampler().start_session(tiny.weights())
     old = _answer(before, requests)
     after = _sampler().start_session(new)
-    found = _answer(after, requests)
+    groups = _answer(after, requests)
     assert after.reused_tokens == before.reused_tokens
-    unused = Sampler(tiny.POLICY, CONFIG, (), _sampler().mesh, Letters().stream)
-    for samples, wanted in zip(found, _answer(unused.start_session(new), requests), strict=True):
-        _assert_identical(samples, wanted)
-    assert any((a.tokens != b.tokens).any() for a, b in zip(found[0], old[0], strict=True))
+    fresh_sampler = Sampler(tiny.POLICY, CONFIG, (), _sampler().mesh, Letters().stream)
+    for samples, expected_samples in zip(
+        groups, _answer(fresh_sampler.start_session(new), requests), strict=True
+    ):
+        _assert_identical(samples, expected_samples)
+    assert any((a.tokens != b.tokens).any() for a, b in zip(groups[0], old[0], strict=True))
 
 
 @pytest.mark.slow
 def test_pool_with_room_for_one_answer_gives_the_same_answers() -> None:
     small = dataclasses.replace(CONFIG, kv_cache_tokens=CONFIG.longest)
-    requests, asked = _requests(), _sampler(small).start_session(tiny.weights())
-    for request, samples in zip(requests, _answer(asked, requests), strict=True):
+    requests, sampler_session = _requests(), _sampler(small).start_session(tiny.weights())
+    for request, samples in zip(requests, _answer(sampler_session, requests), strict=True):
         for a, b in zip(samples, _alone(request), strict=True):
             np.testing.assert_array_equal(a.tokens, b.tokens)
             np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
@@ -184,11 +191,11 @@ def test_straggler_does_not_hold_its_neighbors_slots() -> None:
     keys = session.request_keys(KEY, 12)
     requests = [SampleRequest([5, 6, n], 1, keys[n], options[n]) for n in range(12)]
     config = dataclasses.replace(CONFIG, slots=2)
-    asked = _sampler(config).start_session(tiny.weights())
-    _answer(asked, requests)
+    sampler_session = _sampler(config).start_session(tiny.weights())
+    _answer(sampler_session, requests)
     # Two slots: one samples 12 tokens, the other 22 for eleven requests in turn.
-    assert asked.counts.tokens == 12 + 22 and asked.counts.decode_steps <= 26
-    assert asked.counts.starved_slot_steps <= 0.05 * asked.counts.slot_steps
+    assert sampler_session.counts.tokens == 12 + 22 and sampler_session.counts.decode_steps <= 26
+    assert sampler_session.counts.starved_slot_steps <= 0.05 * sampler_session.counts.slot_steps
 
 
 @pytest.mark.parametrize(("requests", "passes"), [(5, 3), (4, 8)])
@@ -199,19 +206,19 @@ def test_call_returns_before_idle_slots_lose_half_a_pass(requests: int, passes: 
     """
     keys = session.request_keys(KEY, requests)
     config = dataclasses.replace(CONFIG, slots=4, decode_tokens=8)
-    asked = _sampler(config).start_session(tiny.weights())
+    sampler_session = _sampler(config).start_session(tiny.weights())
     for number in range(requests):
         options = Options(max_tokens=12 if number else 2)
-        asked.submit(SampleRequest([5, 6, number], 1, keys[number], options))
-    asked.advance()
-    asked.advance()
-    assert (asked.counts.decode_calls, asked.counts.decode_steps) == (1, passes)
+        sampler_session.submit(SampleRequest([5, 6, number], 1, keys[number], options))
+    sampler_session.advance()
+    sampler_session.advance()
+    assert (sampler_session.counts.decode_calls, sampler_session.counts.decode_steps) == (1, passes)
 
 
 def test_empty_cells_and_slots_are_counted_separately() -> None:
-    asked = _sampler().start_session(tiny.weights())
-    _answer(asked, [_requests((3, 1, 3, 3))[2]])  # three siblings in a row of four cells
-    counts = asked.counts
+    sampler_session = _sampler().start_session(tiny.weights())
+    _answer(sampler_session, [_requests((3, 1, 3, 3))[2]])  # three siblings in a row of four cells
+    counts = sampler_session.counts
     assert counts.decode_steps == 9 and counts.tokens == 27 and counts.starved_slot_steps == 0
     assert (counts.slot_steps, counts.group_slot_steps, counts.padded_group_slots) == (72, 36, 9)
 
@@ -229,14 +236,14 @@ def test_stop_string_across_tokens_ends_the_answer() -> None:
     first = next(n for n in range(1, 10) if string in text[: 2 * n])
     options = dataclasses.replace(request.options, stop_strings=("never there", string))
     for config in (CONFIG, dataclasses.replace(CONFIG, decode_tokens=12)):
-        found = _alone(dataclasses.replace(request, options=options), config)
-        assert found[0].stopped and found[0].stop_string == string
-        np.testing.assert_array_equal(found[0].tokens, plain[0].tokens[:first])
-        np.testing.assert_allclose(found[0].logprobs, plain[0].logprobs[:first], atol=1e-6)
-        assert found[0].content == found[0].tokens.tolist()
-        assert found[0].text(Letters().decode) == text[: text.index(string)]
-        others = [s for s in found[1:] if string not in Letters().decode(s.tokens)]
-        assert all(not s.stopped and len(s.tokens) == 12 for s in others)
+        samples = _alone(dataclasses.replace(request, options=options), config)
+        assert samples[0].stopped and samples[0].stop_string == string
+        np.testing.assert_array_equal(samples[0].tokens, plain[0].tokens[:first])
+        np.testing.assert_allclose(samples[0].logprobs, plain[0].logprobs[:first], atol=1e-6)
+        assert samples[0].content == samples[0].tokens.tolist()
+        assert samples[0].text(Letters().decode) == text[: text.index(string)]
+        other_samples = [s for s in samples[1:] if string not in Letters().decode(s.tokens)]
+        assert all(not s.stopped and len(s.tokens) == 12 for s in other_samples)
 
 
 def test_earliest_of_several_stop_strings_ends_the_answer() -> None:
@@ -250,17 +257,17 @@ def test_earliest_of_several_stop_strings_ends_the_answer() -> None:
 
 
 def test_unanswerable_requests_are_rejected_at_submission() -> None:
-    asked = _sampler().start_session(tiny.weights())
+    sampler_session = _sampler().start_session(tiny.weights())
     key = session.request_keys(KEY, 1)[0]
     with pytest.raises(ValueError, match="a prompt of 33 tokens is over the cap of 32"):
-        asked.submit(SampleRequest([5] * 33, 1, key, OPTIONS[0]))
+        sampler_session.submit(SampleRequest([5] * 33, 1, key, OPTIONS[0]))
     with pytest.raises(ValueError, match="max_tokens = 13 is over the cap of 12"):
-        asked.submit(SampleRequest([5], 1, key, Options(max_tokens=13)))
+        sampler_session.submit(SampleRequest([5], 1, key, Options(max_tokens=13)))
     mesh = _sampler().mesh
     blind = Sampler(tiny.POLICY, CONFIG, (), mesh).start_session(tiny.weights())
     with pytest.raises(ValueError, match="stop strings need a sampler with a tokenizer"):
         blind.submit(SampleRequest([5], 1, key, Options(max_tokens=3, stop_strings=("a",))))
-    assert asked.submit(SampleRequest([5], 1, key, OPTIONS[0])) == 0  # nothing was kept
+    assert sampler_session.submit(SampleRequest([5], 1, key, OPTIONS[0])) == 0  # nothing was kept
 
 
 def test_too_small_pool_is_rejected_by_the_constructor() -> None:
@@ -307,36 +314,38 @@ def seconds(monkeypatch) -> list[float]:
 
 
 def test_device_wait_is_divided_among_agents(seconds):
-    asked = _sampler().start_session(tiny.weights())
+    sampler_session = _sampler().start_session(tiny.weights())
     agents = ("questioner", "responder", "responder", "verifier")
     requests = [
         dataclasses.replace(request, agent=agent)
         for request, agent in zip(_requests(), agents, strict=True)
     ]
-    answers = _answer(asked, requests)
-    counts = asked.counts
-    assert counts.prefilled_tokens == counts.prompt_tokens - asked.reused_tokens > 0
-    assert asked.reused_tokens > 0
+    answers = _answer(sampler_session, requests)
+    counts = sampler_session.counts
+    assert counts.prefilled_tokens == counts.prompt_tokens - sampler_session.reused_tokens > 0
+    assert sampler_session.reused_tokens > 0
     assert counts.device_wait_seconds.keys() == set(agents)
     assert sum(counts.device_wait_seconds.values()) == pytest.approx(seconds[0])
     assert seconds[0] == counts.decode_calls
     # A single agent has all of it.
-    alone = _sampler().start_session(tiny.weights())
-    _answer(alone, [requests[3]])
-    assert alone.counts.device_wait_seconds == {
-        "verifier": pytest.approx(alone.counts.decode_calls)
+    single_session = _sampler().start_session(tiny.weights())
+    _answer(single_session, [requests[3]])
+    assert single_session.counts.device_wait_seconds == {
+        "verifier": pytest.approx(single_session.counts.decode_calls)
     }
-    assert alone.counts.prefilled_tokens == len(requests[3].prompt)
+    assert single_session.counts.prefilled_tokens == len(requests[3].prompt)
     assert len(answers[3]) == 6
 
 
 def test_device_wait_is_divided_in_proportion_to_tokens(seconds):
     """The first call prefills both prompts and samples four tokens of each, the second serves b."""
-    asked = _sampler().start_session(tiny.weights())
+    sampler_session = _sampler().start_session(tiny.weights())
     key = np.zeros(2, np.uint32)
     for prompt, tokens, agent in (([5] * 10, 4, "a"), ([6] * 30, 8, "b")):
         options = Options(temperature=0.0, max_tokens=tokens)
-        asked.submit(SampleRequest(prompt, 1, key, options, agent))
-    list(asked.results())
+        sampler_session.submit(SampleRequest(prompt, 1, key, options, agent))
+    list(sampler_session.results())
     assert seconds == [2.0]
-    assert asked.counts.device_wait_seconds == pytest.approx({"a": 14 / 48, "b": 34 / 48 + 1})
+    assert sampler_session.counts.device_wait_seconds == pytest.approx(
+        {"a": 14 / 48, "b": 34 / 48 + 1}
+    )

@@ -41,9 +41,9 @@ PROMPTS = [RNG.integers(64, size=int(n)).tolist() for n in (1, 5, 8, 17, 24, 3, 
 
 def _proposal_of(text: list[int], match: int, tokens: int) -> list[int]:
     """Propose tokens by a plain loop over one sequence."""
-    wanted = text[len(text) - match :]
+    suffix = text[len(text) - match :]
     for end in range(len(text) - 1, match - 1, -1):
-        if len(wanted) == match and text[end - match : end] == wanted:
+        if len(suffix) == match and text[end - match : end] == suffix:
             following = text[end : end + tokens]
             return following + [speculative.NO_TOKEN] * (tokens - len(following))
     return [speculative.NO_TOKEN] * tokens
@@ -53,29 +53,31 @@ def _proposal_of(text: list[int], match: int, tokens: int) -> list[int]:
 @pytest.mark.parametrize("tokens", [1, 4])
 def test_proposal_continues_the_last_match(match: int, tokens: int) -> None:
     rng = np.random.default_rng(0)
-    own = rng.integers(3, size=(60, 20)).astype(np.int32)
+    slot_tokens = rng.integers(3, size=(60, 20)).astype(np.int32)
     count = rng.integers(1, 21, size=60).astype(np.int32)
     prompts = np.full((2, 4), 9, np.int32)  # nothing can be found
     row, length = np.arange(60) % 2, np.full(60, 4)
     propose = jax.jit(functools.partial(speculative.propose, match=match, tokens=tokens))
-    found = propose(prompts, row, length, own, count)
+    proposals = propose(prompts, row, length, slot_tokens, count)
     for i in range(60):
-        assert found[i].tolist() == _proposal_of(own[i, : count[i]].tolist(), match, tokens)
+        assert proposals[i].tolist() == _proposal_of(
+            slot_tokens[i, : count[i]].tolist(), match, tokens
+        )
 
 
 @pytest.mark.slow
 def test_proposals_come_from_the_slots_own_prompt() -> None:
     prompts = np.array([[0, 0, 5, 6, 7, 8], [5, 6, 1, 2, 3, 4]], np.int32)
     row, length = np.array([1, 0, 0, 1]), np.array([6, 4, 1, 6])
-    own = np.array([[5, 6, 9], [5, 6, 9], [5, 6, 9], [3, 4, 9]], np.int32)
+    slot_tokens = np.array([[5, 6, 9], [5, 6, 9], [5, 6, 9], [3, 4, 9]], np.int32)
     count = np.array([2, 2, 2, 2])
-    found = speculative.propose(prompts, row, length, own, count, 2, 3)
-    nothing = speculative.NO_TOKEN
-    assert found.tolist() == [
+    proposals = speculative.propose(prompts, row, length, slot_tokens, count, 2, 3)
+    no_token = speculative.NO_TOKEN
+    assert proposals.tolist() == [
         [1, 2, 3],
         [7, 8, 5],  # beyond the end of the prompt: the slot's own tokens follow
-        [nothing] * 3,  # a prompt of one token, without a match
-        [3, 4, nothing],
+        [no_token] * 3,  # a prompt of one token, without a match
+        [3, 4, no_token],
     ]
 
 
@@ -97,9 +99,9 @@ def _answers(
     return [answers[i] for i in range(len(keys))], session.counts
 
 
-def _assert_same(found: list[list[Sample]], wanted: list[list[Sample]]) -> None:
-    for one, other in zip(found, wanted, strict=True):
-        for a, b in zip(one, other, strict=True):
+def _assert_same(groups: list[list[Sample]], expected_groups: list[list[Sample]]) -> None:
+    for samples, expected_samples in zip(groups, expected_groups, strict=True):
+        for a, b in zip(samples, expected_samples, strict=True):
             np.testing.assert_array_equal(a.tokens, b.tokens)
             np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
             assert a.stopped == b.stopped
@@ -109,8 +111,8 @@ def _assert_same(found: list[list[Sample]], wanted: list[list[Sample]]) -> None:
 @pytest.mark.parametrize(("tokens", "match"), [(3, 2), (7, 1)])
 def test_answers_equal_plain_decoding(tokens: int, match: int) -> None:
     speculation = dataclasses.replace(PLAIN, speculative_tokens=tokens, speculative_ngram=match)
-    (found, counts), (wanted, plain_counts) = _answers(speculation), _answers(PLAIN)
-    _assert_same(found, wanted)
+    (groups, counts), (expected_groups, plain_counts) = _answers(speculation), _answers(PLAIN)
+    _assert_same(groups, expected_groups)
     assert counts.tokens == plain_counts.tokens == plain_counts.busy_slot_steps
     assert counts.busy_slot_steps < 0.9 * counts.tokens  # some proposals were right
 
@@ -120,9 +122,11 @@ def test_stop_tokens_end_an_answer_inside_a_proposal() -> None:
     stops = tuple(range(0, 64, 7))
     speculation = dataclasses.replace(PLAIN, speculative_tokens=4, speculative_ngram=1)
     # Both lanes: for groups of three samples and of one.
-    (found, _), (wanted, _) = (_answers(c, stops, (), (3, 1)) for c in (speculation, PLAIN))
-    _assert_same(found, wanted)
-    answers = [answer for some in found for answer in some]
+    (groups, _), (expected_groups, _) = (
+        _answers(c, stops, (), (3, 1)) for c in (speculation, PLAIN)
+    )
+    _assert_same(groups, expected_groups)
+    answers = [answer for samples in groups for answer in samples]
     assert any(a.stopped for a in answers) and any(not a.stopped for a in answers)
     for answer in answers:
         assert not set(answer.tokens[:-1].tolist()) & set(stops)
@@ -132,9 +136,9 @@ def test_stop_tokens_end_an_answer_inside_a_proposal() -> None:
 def test_answers_on_a_mesh_equal_plain_decoding() -> None:
     mesh = (("data", 2), ("context", 2), ("tensor", 2))
     speculation = dataclasses.replace(PLAIN, speculative_tokens=3, kv_cache_tokens=8 * 1024)
-    (found, _), (wanted, _) = _answers(speculation, (), mesh), _answers(PLAIN)
-    for one, other in zip(found, wanted, strict=True):
-        for a, b in zip(one, other, strict=True):
+    (groups, _), (expected_groups, _) = _answers(speculation, (), mesh), _answers(PLAIN)
+    for samples, expected_samples in zip(groups, expected_groups, strict=True):
+        for a, b in zip(samples, expected_samples, strict=True):
             np.testing.assert_array_equal(a.tokens, b.tokens)
             np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-4)
 

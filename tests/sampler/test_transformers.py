@@ -40,9 +40,9 @@ def model(tmp_path_factory):
     @functools.cache
     def make(family: str) -> tuple[PolicyConfig, Any, list[list[int]]]:
         folder = tmp_path_factory.mktemp("family")
-        theirs = families.save(family, folder)
+        their_model = families.save(family, folder)
         answers = [
-            _generate(theirs, prompt, tokens)
+            _generate(their_model, prompt, tokens)
             for prompt, (_, tokens) in zip(PROMPTS, LENGTHS, strict=True)
         ]
         return *weights.load(folder), answers
@@ -55,25 +55,25 @@ def _generate(model, prompt: list[int], tokens: int) -> list[int]:
 
     ids = torch.tensor([prompt])
     mask = torch.ones_like(ids)
-    found = model.generate(
+    sequences = model.generate(
         ids, attention_mask=mask, max_new_tokens=tokens, do_sample=False, pad_token_id=0
     )
-    return found[0, len(prompt) :].tolist()
+    return sequences[0, len(prompt) :].tolist()
 
 
 def _combinations() -> list[Any]:
     """Every family with every page size, one of them in the quick set, in turn."""
-    made = []
+    cases = []
     for number, family in enumerate(families.FAMILIES):
         for turn, block in enumerate(BLOCKS):
             quick = number % len(BLOCKS) == turn
-            made.append(pytest.param(family, block, marks=() if quick else pytest.mark.long))
-    return made
+            cases.append(pytest.param(family, block, marks=() if quick else pytest.mark.long))
+    return cases
 
 
 @pytest.mark.parametrize(("family", "page_size"), _combinations())
 def test_greedy_answers_equal_transformers(family: str, page_size: int, model) -> None:
-    config, params, wanted = model(family)
+    config, params, expected_answers = model(family)
     longest_prompt, longest = (max(column) for column in zip(*LENGTHS, strict=True))
     sizes = SamplerConfig(
         max_tokens=longest,
@@ -87,14 +87,16 @@ def test_greedy_answers_equal_transformers(family: str, page_size: int, model) -
         decode_tokens=7,
     )
     sampler = Sampler(config, sizes, (), meshes.make_mesh({"fsdp": 1}, jax.devices()[:1]))
-    asked = sampler.start_session(params)
+    sampler_session = sampler.start_session(params)
     keys = session.request_keys(jax.random.key(0), len(PROMPTS))
-    for prompt, answer, key in zip(PROMPTS, wanted, keys, strict=True):
+    for prompt, answer, key in zip(PROMPTS, expected_answers, keys, strict=True):
         options = Options(temperature=0.0, max_tokens=len(answer))
-        asked.submit(SampleRequest(prompt, GROUP, key, options))
-    found = dict(asked.results())
-    for ticket, answer in enumerate(wanted):
-        for sample in found[ticket]:
+        sampler_session.submit(SampleRequest(prompt, GROUP, key, options))
+    answers = dict(sampler_session.results())
+    for ticket, answer in enumerate(expected_answers):
+        for sample in answers[ticket]:
             assert sample.tokens.tolist() == answer, f"prompt of {len(PROMPTS[ticket])} tokens"
     sampled = GROUP * sum(tokens for _, tokens in LENGTHS)
-    assert asked.counts.decode_steps < 1.2 * sampled / sizes.slots, "slots should not rest"
+    assert sampler_session.counts.decode_steps < 1.2 * sampled / sizes.slots, (
+        "slots should not rest"
+    )

@@ -117,10 +117,10 @@ def test_sampled_token_equals_one_of_the_smaller_vocabulary(filters: dict, dropo
     actual = jax.jit(sample)(jnp.where(ABSENT, -jnp.inf, logits), uniform, options, penalty)
     expected = jax.jit(sample)(logits[:, ~ABSENT], uniform, options, small)
     np.testing.assert_array_equal(actual.id, np.flatnonzero(~ABSENT)[np.asarray(expected.id)])
-    for name in ("logprob", "kept", "cutoff"):
+    for name in ("logprob", "kept_log_mass", "cutoff"):
         np.testing.assert_allclose(getattr(actual, name), getattr(expected, name), atol=2e-5)
     if not filters:
-        assert not np.asarray(actual.kept).any() and np.isneginf(actual.cutoff).all()
+        assert not np.asarray(actual.kept_log_mass).any() and np.isneginf(actual.cutoff).all()
 
 
 # ---------------------------------------------------------------------------------- Learner

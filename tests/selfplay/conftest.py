@@ -28,11 +28,11 @@ def cases() -> Callable[[str], list[dict[str, Any]]]:
     """Read the cases of one file by its name without suffix."""
 
     def read(name: str) -> list[dict[str, Any]]:
-        found = json.loads((REFERENCE_CASES / f"{name}.json").read_text(), object_hook=_decode)[
-            "cases"
-        ]
-        assert found, name
-        return found
+        recorded_cases = json.loads(
+            (REFERENCE_CASES / f"{name}.json").read_text(), object_hook=_decode
+        )["cases"]
+        assert recorded_cases, name
+        return recorded_cases
 
     return read
 

@@ -191,8 +191,8 @@ def _repeat(rng: random.Random, text: str) -> str:
 
 
 def _splice(rng: random.Random, text: str) -> str:
-    other = rng.choice(good_texts())
-    return text[: rng.randint(0, len(text))] + other[rng.randint(0, len(other)) :]
+    other_text = rng.choice(good_texts())
+    return text[: rng.randint(0, len(text))] + other_text[rng.randint(0, len(other_text)) :]
 
 
 def _insert(rng: random.Random, text: str) -> str:

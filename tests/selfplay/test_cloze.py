@@ -20,12 +20,12 @@ def found(documents=DOCUMENTS, shared_words: int = 1) -> dict[str, cloze.Cloze]:
 def test_span_of_a_gap_stands_in_another_sentence() -> None:
     clozes = found()
     assert "Boeing in 0" in clozes and "NASA in 1" in clozes
-    for one in clozes.values():
-        assert cloze.GAP in one.question and one.span.lower() not in one.question.lower()
-        assert one.question.replace(cloze.GAP, one.span) == one.sentence
-        for number, sentence in one.elsewhere:
-            assert one.span.lower() in sentence.lower() and sentence in DOCUMENTS[number]
-            assert sentence != one.sentence
+    for gap in clozes.values():
+        assert cloze.GAP in gap.question and gap.span.lower() not in gap.question.lower()
+        assert gap.question.replace(cloze.GAP, gap.span) == gap.sentence
+        for number, sentence in gap.elsewhere:
+            assert gap.span.lower() in sentence.lower() and sentence in DOCUMENTS[number]
+            assert sentence != gap.sentence
 
 
 def test_sentences_must_share_other_words() -> None:
@@ -37,8 +37,8 @@ def test_sentences_must_share_other_words() -> None:
 
 def test_every_occurrence_in_the_sentence_is_a_gap() -> None:
     documents = ("Oslo is north of Rome, and Oslo has many bridges.", "Oslo has bridges and boats.")
-    (one,) = [c for c in cloze.find_clozes(documents, 1) if c.span == "Oslo" and c.document == 0]
-    assert one.question == "____ is north of Rome, and ____ has many bridges."
+    (gap,) = [c for c in cloze.find_clozes(documents, 1) if c.span == "Oslo" and c.document == 0]
+    assert gap.question == "____ is north of Rome, and ____ has many bridges."
 
 
 @pytest.mark.parametrize(
@@ -69,8 +69,8 @@ def test_spans_that_are_asked_for(first: str, second: str, spans: list[str]) -> 
 
 def test_underscores_end_words_everywhere() -> None:
     documents = ("They sold 11_000 pots of the red clay.", "In 11 pots of red clay was gold.")
-    (one,) = [c for c in cloze.find_clozes(documents, 1) if c.span == "11" and c.document == 0]
-    assert one.question == "They sold _____000 pots of the red clay."
+    (gap,) = [c for c in cloze.find_clozes(documents, 1) if c.span == "11" and c.document == 0]
+    assert gap.question == "They sold _____000 pots of the red clay."
 
 
 def test_hidden_sentences_are_gone() -> None:
@@ -121,8 +121,8 @@ def test_long_spans_are_refused() -> None:
 
 
 def test_questions_by_rule_pass_the_check_of_questions_by_the_policy() -> None:
-    for one in found().values():
-        assert cloze.check(one.sentence, one.span, DOCUMENTS, DOCUMENTS) == (one.question, "")
+    for gap in found().values():
+        assert cloze.check(gap.sentence, gap.span, DOCUMENTS, DOCUMENTS) == (gap.question, "")
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,9 @@ def test_each_tag_must_occur_exactly_once(tag):
 
 def test_sections_must_be_in_order():
     parts = [f"<{name}>{content}</{name}>" for name, content in vars(GOOD).items()]
-    read = ["".join(some) for some in itertools.permutations(parts) if parse_answer("".join(some))]
+    read = [
+        "".join(order) for order in itertools.permutations(parts) if parse_answer("".join(order))
+    ]
     assert read == [TEXT]
     assert (
         parse_answer("<analysis>a<evidence>b</analysis>c</evidence>" + "".join(parts[2:])) is None
@@ -94,10 +96,10 @@ def test_answer_section_may_omit_the_answer_phrase(task, section, prediction):
 
 def test_full_prompts_ask_for_the_parsed_format():
     full = prompts.load("full")
-    asked = full.evidence(["d"], "q?")
-    form = asked[asked.index("<analysis>") :]
+    prompt = full.evidence(["d"], "q?")
+    form = prompt[prompt.index("<analysis>") :]
     assert parse_answer(form) is not None
-    assert all(asked.count(tag) == 1 for tag in TAGS)
+    assert all(prompt.count(tag) == 1 for tag in TAGS)
     for text in (full.evidence_scores("q?", ["a", "b"]), full.reasoning_scores("q?", "e", "ab")):
         assert text.index("[1]\na") < text.index("[2]\nb")
         block = text[text.rindex("```json") :]
@@ -160,10 +162,10 @@ def test_malformed_scores_give_none(text):
 def test_both_score_formats_parse_all_vectors_in_range():
     for size in (1, 2, 3):
         for scores in itertools.product(range(7), repeat=size):
-            wanted = scores if set(scores) <= {1, 2, 3, 4, 5} else None
+            expected_scores = scores if set(scores) <= {1, 2, 3, 4, 5} else None
             labeled = "\n".join(f"{i} {score}" for i, score in enumerate(scores, 1))
-            assert parse_scores(labeled, size) == wanted
-            assert parse_scores(json.dumps({"scores": scores}), size) == wanted
+            assert parse_scores(labeled, size) == expected_scores
+            assert parse_scores(json.dumps({"scores": scores}), size) == expected_scores
 
 
 def test_scores_are_normalized_to_the_unit_interval():
@@ -202,13 +204,13 @@ def test_quotes_are_lines_without_bullets_and_quotation_marks(section, quotes):
 
 
 def test_number_of_quotes_is_limited():
-    most = evidence.MOST_QUOTES
-    quotes = evidence.find_quotes("\n".join(f"q{i}" for i in range(most + 10)))
-    assert len(quotes) == most + 1 and quotes[-1].split() == [f"q{most + i}" for i in range(10)]
-    assert len(evidence.find_quotes("a..." * 3 * most)) == most + 1
-    assert len(evidence.find_quotes("a\n" * most)) == most
-    many = evidence.find_quotes("a\n" * (most + 1) + "- b")
-    assert many[-1] == "a - b"  # the rest is one text, unchanged
+    limit = evidence.MOST_QUOTES
+    quotes = evidence.find_quotes("\n".join(f"q{i}" for i in range(limit + 10)))
+    assert len(quotes) == limit + 1 and quotes[-1].split() == [f"q{limit + i}" for i in range(10)]
+    assert len(evidence.find_quotes("a..." * 3 * limit)) == limit + 1
+    assert len(evidence.find_quotes("a\n" * limit)) == limit
+    quotes_over_limit = evidence.find_quotes("a\n" * (limit + 1) + "- b")
+    assert quotes_over_limit[-1] == "a - b"  # the rest is one text, unchanged
 
 
 def test_verbatim_share_is_weighted_by_characters():
@@ -223,17 +225,17 @@ def test_verbatim_share_is_weighted_by_characters():
 
 
 def test_precision_and_recall_of_quoted_sentences():
-    found, sentences = evidence.precision_and_recall, ("Arvo lives in Oslo.", "Oslo has rain.")
-    assert found("- Arvo lives  in Oslo.\n- Oslo has rain.", sentences) == (1.0, 1.0)
-    assert found("Arvo lives in Oslo.", sentences) == (1.0, 0.5)
-    assert found("Oslo has rain.\n12345678901234", sentences) == (0.5, 0.5)
-    assert found("Oslo has rain.\nOslo has rain.", sentences) == (0.5, 0.5)
-    assert found("So: Oslo has rain.", sentences) == (pytest.approx(14 / 18), 0.5)
-    assert found("lives in Oslo", sentences) == (1.0, 0.5)  # more than half of it
-    assert found("in Oslo", sentences) == (0.0, 0.0)
-    assert found("Bela", sentences) == (0.0, 0.0)
-    assert found("Bela", ()) == found("...", sentences) == (0.0, 0.0)
-    assert found("Oslo has rain.", ("Oslo has rain.",) * 2) == (1.0, 1.0)
+    measure, sentences = evidence.precision_and_recall, ("Arvo lives in Oslo.", "Oslo has rain.")
+    assert measure("- Arvo lives  in Oslo.\n- Oslo has rain.", sentences) == (1.0, 1.0)
+    assert measure("Arvo lives in Oslo.", sentences) == (1.0, 0.5)
+    assert measure("Oslo has rain.\n12345678901234", sentences) == (0.5, 0.5)
+    assert measure("Oslo has rain.\nOslo has rain.", sentences) == (0.5, 0.5)
+    assert measure("So: Oslo has rain.", sentences) == (pytest.approx(14 / 18), 0.5)
+    assert measure("lives in Oslo", sentences) == (1.0, 0.5)  # more than half of it
+    assert measure("in Oslo", sentences) == (0.0, 0.0)
+    assert measure("Bela", sentences) == (0.0, 0.0)
+    assert measure("Bela", ()) == measure("...", sentences) == (0.0, 0.0)
+    assert measure("Oslo has rain.", ("Oslo has rain.",) * 2) == (1.0, 1.0)
 
 
 def test_compact_evidence_prompts_are_exact():
@@ -247,5 +249,5 @@ def test_compact_evidence_prompts_are_exact():
 
 @pytest.mark.parametrize("task", PAPER_TASKS)
 def test_echoed_template_states_no_answer(task):
-    said = evidence.with_answer_phrase("(insert answer here)", task)
-    assert rules.extract_answer(said, task) is None
+    answer_text = evidence.with_answer_phrase("(insert answer here)", task)
+    assert rules.extract_answer(answer_text, task) is None

@@ -181,8 +181,8 @@ def _are_scores(scores: Any) -> bool:
     return scores is None or (len(scores) == 3 and all(1 <= score <= 5 for score in scores))
 
 
-def _are_texts(found: Any) -> bool:
-    return found is None or (all(map(_is_text, found)) and all(found))
+def _are_texts(parts: Any) -> bool:
+    return parts is None or (all(map(_is_text, parts)) and all(parts))
 
 
 def _is_statement(read: Any) -> bool:
@@ -209,7 +209,7 @@ EXPECTED: dict[str, Callable[[Any], bool]] = {
     "parsing.format_choices": _is_text,
     "puzzles.parse_order": lambda order: order.is_permutation <= (len(order.letters) == 4),
     "puzzles.split_paragraphs": lambda spans: all(first < last for first, last in spans),
-    "puzzles.make_puzzle": lambda made: (made[0] is None) == bool(made[1]),
+    "puzzles.make_puzzle": lambda pair: (pair[0] is None) == bool(pair[1]),
     "puzzles.cut_window": lambda window: 0 <= window[0] <= window[1],
     "judge.parse_judgement": (-1, 0, 1).__contains__,
     "judge.parse_grade": (-1, 0, 1).__contains__,
@@ -253,7 +253,7 @@ EXPECTED: dict[str, Callable[[Any], bool]] = {
     "statements.first_line": _is_text,
     "statements.unify": _is_text,
     "cloze.check": lambda texts: all(map(_is_text, texts)) and (texts[0] == "") == (texts[1] != ""),
-    "cloze.find_clozes": lambda clozes: all(cloze.GAP in found.question for found in clozes),
+    "cloze.find_clozes": lambda clozes: all(cloze.GAP in gap.question for gap in clozes),
     "cloze.answer_spans": lambda spans: all(map(_is_text, spans)) and all(spans),
     "cloze.hide": lambda texts: all(map(_is_text, texts)),
     "cloze.split": lambda texts: all(map(_is_text, texts)),
@@ -304,11 +304,11 @@ def public_functions() -> Iterator[str]:
     They are "module.function" and "module.Class.method".
     """
     for package in (selfplay, warm_start, evaluation, algorithms):
-        for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-            label = short_name(found.name)
-            if found.ispkg or f"{found.name.split('.')[1]}.{label}" in NO_READERS:
+        for module_info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            label = short_name(module_info.name)
+            if module_info.ispkg or f"{module_info.name.split('.')[1]}.{label}" in NO_READERS:
                 continue
-            module = importlib.import_module(found.name)
+            module = importlib.import_module(module_info.name)
             for name, value in vars(module).items():
                 if name.startswith("_") or getattr(value, "__module__", "") != module.__name__:
                     continue
@@ -320,11 +320,11 @@ def public_functions() -> Iterator[str]:
 
 
 def test_every_public_reader_is_covered() -> None:
-    known = {name.partition(" ")[0] for name in PARSERS}
-    assert known == set(EXPECTED)
-    missing = {*public_functions()} - known - ELSEWHERE - NO_READERS
+    covered_names = {name.partition(" ")[0] for name in PARSERS}
+    assert covered_names == set(EXPECTED)
+    missing = {*public_functions()} - covered_names - ELSEWHERE - NO_READERS
     assert not missing, f"in neither parsers.PARSERS nor NO_READERS: {sorted(missing)}"
-    assert {*public_functions()} >= known | ELSEWHERE
+    assert {*public_functions()} >= covered_names | ELSEWHERE
 
 
 @pytest.mark.slow
@@ -346,10 +346,10 @@ def test_fuzz_inputs_reach_all_parser_results() -> None:
     }
     assert accepted == {"general_qa", "financial_math", "multiple_choice"}
     assert {PARSERS["parsing.parse_verdict"](text) for text in good_texts()} == {-1, 0, 1}
-    made = [*texts(0, 2000)]
+    mutated_texts = [*texts(0, 2000)]
     parse = PARSERS["parsing.parse_question general_qa"]
-    assert {parse(text).status for text in made} == {"accepted", "bad_format", "declined"}
-    assert len({*made}) > 1800
+    assert {parse(text).status for text in mutated_texts} == {"accepted", "bad_format", "declined"}
+    assert len({*mutated_texts}) > 1800
 
 
 @pytest.mark.parametrize("text", ["9" * 5000, "$" + "9" * 5000 + ".5%", "1" + ",000" * 2000])
@@ -448,16 +448,16 @@ def nothing_may_run() -> Iterator[None]:
         return call
 
     # Patched by hand: pytest's own patching imports while the first patches are in place.
-    found = [(module, name, getattr(module, name)) for module, name in evaluators()]
+    original_evaluators = [(module, name, getattr(module, name)) for module, name in evaluators()]
     sys.addaudithook(_hook)  # stays forever, inactive
     try:
-        for module, name, evaluator in found:
+        for module, name, evaluator in original_evaluators:
             setattr(module, name, guarded(evaluator))
         _watched = threading.get_ident()
         yield
     finally:
         _watched = None
-        for module, name, evaluator in found:
+        for module, name, evaluator in original_evaluators:
             setattr(module, name, evaluator)
 
 
@@ -550,9 +550,9 @@ def test_line_readers_skip_invalid_lines(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("quiet")
 def test_judge_handles_arbitrary_replies(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(0)
-    said = [*texts(0, 300), "[" * 100_000, '{"choices":' * 100_000, "", "\ufeff{}"]
-    bodies = [text.encode("utf-8", "surrogatepass") for text in said]
-    for text in said[:300]:
+    reply_texts = [*texts(0, 300), "[" * 100_000, '{"choices":' * 100_000, "", "\ufeff{}"]
+    bodies = [text.encode("utf-8", "surrogatepass") for text in reply_texts]
+    for text in reply_texts[:300]:
         message = rng.choice((text, None, {"content": text}, {"content": json_value(rng, 2)}))
         choices = rng.choice((text, [], [message], [{"message": message}], {"0": message}))
         bodies.append(json.dumps({"choices": choices}).encode())
@@ -573,37 +573,53 @@ def test_question_memory_restores_its_state_and_rejects_others() -> None:
     for text in itertools.islice(texts(0, 200), 50):
         full.push("general_qa", text[:3], Entry((0,), text, text))
     saved = full.state_dict()
-    again = QuestionMemory(3)
-    again.load_state_dict(json.loads(json.dumps(saved)))
-    assert again.state_dict() == saved
+    restored_memory = QuestionMemory(3)
+    restored_memory.load_state_dict(json.loads(json.dumps(saved)))
+    assert restored_memory.state_dict() == saved
     refused = 0
     for _ in range(500):
         state = json_value(rng, 3)
         try:
-            again.load_state_dict({"clusters": rng.choice((state, [state], [{"task": state}]))})
+            restored_memory.load_state_dict(
+                {"clusters": rng.choice((state, [state], [{"task": state}]))}
+            )
         except ValueError as error:
             refused += 1
             assert "question memory" in str(error)
-            assert again.state_dict() == saved
+            assert restored_memory.state_dict() == saved
         else:
-            again.load_state_dict(saved)
+            restored_memory.load_state_dict(saved)
     assert refused > 300
 
 
-def episode(said: Sequence[str]) -> Episode:
-    """An episode whose texts are all taken from `said`."""
-    reply = Reply([], [], list(said))
-    made = Episode("general_qa", Cluster(said[0], tuple(said)), (0,), (Entry((0,), *said[:2]),))
-    written = {"reason": said[1], "question": said[2], "reference": said[3], "proposal": reply}
-    return dataclasses.replace(made, **written, response=reply, predictions=tuple(said))
+def episode(source_texts: Sequence[str]) -> Episode:
+    """An episode whose texts are all taken from `source_texts`."""
+    reply = Reply([], [], list(source_texts))
+    base_episode = Episode(
+        "general_qa",
+        Cluster(source_texts[0], tuple(source_texts)),
+        (0,),
+        (Entry((0,), *source_texts[:2]),),
+    )
+    written = {
+        "reason": source_texts[1],
+        "question": source_texts[2],
+        "reference": source_texts[3],
+        "proposal": reply,
+    }
+    return dataclasses.replace(
+        base_episode, **written, response=reply, predictions=tuple(source_texts)
+    )
 
 
 def test_episode_records_survive_a_json_round_trip(tmp_path: Path) -> None:
     """Written as the trainer does; a lone surrogate is restored too."""
-    said = list(texts(1, 2000))
-    made = (episode(said[i : i + 5]) for i in range(0, len(said), 5))
+    source_texts = list(texts(1, 2000))
+    fuzzed_episodes = (episode(source_texts[i : i + 5]) for i in range(0, len(source_texts), 5))
     words = prompts.load("compact")
-    records = [make_record(one, Annotation(), words) for one in made]
+    records = [
+        make_record(fuzzed_episode, Annotation(), words) for fuzzed_episode in fuzzed_episodes
+    ]
     write_records(tmp_path / "episodes.jsonl", records)
     back, skipped = read_records(tmp_path / "episodes.jsonl", lambda record: record)
     assert skipped == 0

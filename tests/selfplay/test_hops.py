@@ -11,7 +11,7 @@ KNOWN = (Entry((), "B of X", "Y"), Entry((), "A of B of X", "Z"), Entry((), "A o
 
 
 @pytest.mark.parametrize(
-    ("question", "known", "expected"),
+    ("question", "known_questions", "expected"),
     [
         ("A of X", (), ("A of X", [])),
         ("C of A of B of X", (), ("B of X", ["A", "C"])),
@@ -25,8 +25,8 @@ KNOWN = (Entry((), "B of X", "Y"), Entry((), "A of B of X", "Z"), Entry((), "A o
         ("", KNOWN, ("", [])),
     ],
 )
-def test_first_hop_and_links_that_remain(question, known, expected):
-    assert split_hops(question, known) == expected
+def test_first_hop_and_links_that_remain(question, known_questions, expected):
+    assert split_hops(question, known_questions) == expected
 
 
 def test_hop_is_a_question():

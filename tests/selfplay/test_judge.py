@@ -62,8 +62,8 @@ class Handler(BaseHTTPRequestHandler):
         prompt = body["messages"][0]["content"]
         with self.server.lock:
             self.server.requests.append((body, self.headers["Authorization"]))
-            seen = [sent["messages"][0]["content"] for sent, _ in self.server.requests]
-        status, text, *headers = self.server.respond(prompt, seen.count(prompt))
+            requested_prompts = [sent["messages"][0]["content"] for sent, _ in self.server.requests]
+        status, text, *headers = self.server.respond(prompt, requested_prompts.count(prompt))
         if not self.server.url.endswith(self.path):
             status = 404
         self.send_response(status)
@@ -157,8 +157,8 @@ def test_key_that_http_cannot_send_is_refused_without_being_repeated(key):
 def test_endpoint_accepts_repeated_prompts(server):
     server.respond = lambda prompt, times: completion(f"{prompt} {times}")
     endpoint = Endpoint(JudgeConfig(server.url, "m", workers=1, top_p=0.5))
-    found = dict(endpoint.reply(["a", "b", "a"]))
-    assert found == {0: "a 1", 1: "b 1", 2: "a 2"}
+    replies = dict(endpoint.reply(["a", "b", "a"]))
+    assert replies == {0: "a 1", 1: "b 1", 2: "a 2"}
     assert [body["top_p"] for body, _ in server.requests] == [0.5] * 3
     dict(Endpoint(JudgeConfig(server.url, "m"))(["c"]))
     assert "top_p" not in server.requests[-1][0]
@@ -257,14 +257,14 @@ def test_unreachable_server_is_logged(caplog):
 
 
 def test_concurrent_requests_are_limited_to_workers(server):
-    running, most, lock = 0, 0, threading.Lock()
+    running, peak_running, lock = 0, 0, threading.Lock()
     full = threading.Barrier(2, timeout=5)
 
     def respond(*_: object) -> Answer:
-        nonlocal running, most
+        nonlocal running, peak_running
         with lock:
             running += 1
-            most = max(most, running)
+            peak_running = max(peak_running, running)
         full.wait()  # two requests at once are needed to continue
         time.sleep(0.05)  # a third one would be counted here
         with lock:
@@ -273,7 +273,7 @@ def test_concurrent_requests_are_limited_to_workers(server):
 
     server.respond = respond
     assert make_judge(server.url, workers=2).judge([item(name) for name in "abcdef"]) == [1] * 6
-    assert most == 2
+    assert peak_running == 2
 
 
 @pytest.mark.parametrize(
@@ -330,11 +330,11 @@ def test_judge_template_has_its_own_prompt_and_parser(tmp_path):
         reply = {"yes_no": "[[YES]]", "grades": "A"}[name]
         ask = lambda texts, reply=reply: ((text, reply) for text in texts)  # noqa: E731
         write_prompt = functools.partial(write, full)
-        kept = tmp_path / name
-        judge = Judge(ask, write_prompt, "m", parse, cache_file=kept)
+        cache_file = tmp_path / name
+        judge = Judge(ask, write_prompt, "m", parse, cache_file=cache_file)
         assert judge.judge([item]) == [1]
-        again = Judge(lambda _: (), write_prompt, "m", parse, cache_file=kept)
-        assert again.judge([item]) == [1]  # replies of the file are parsed alike
+        restarted_judge = Judge(lambda _: (), write_prompt, "m", parse, cache_file=cache_file)
+        assert restarted_judge.judge([item]) == [1]  # replies of the file are parsed alike
         texts.append(write_prompt(*item))
     assert texts == [full.judge(*item), full.judge_grades(*item)] and texts[0] != texts[1]
 

@@ -129,28 +129,28 @@ def test_endless_reply_times_out(dripping, monkeypatch):
 
 
 @pytest.fixture
-def kept(tmp_path, monkeypatch):
+def judge_cache(tmp_path, monkeypatch):
     fault_injection._passed.clear()
     monkeypatch.delenv(fault_injection.VARIABLE, raising=False)
     return {"cache_file": tmp_path / "judge.jsonl"}
 
 
-def test_replies_on_disk_are_not_requested_again(server: Server, kept):
+def test_replies_on_disk_are_not_requested_again(server: Server, judge_cache):
     replies = {"a": "[[YES]]", "b": "[[NO]]", "c": "I cannot say"}
     server.respond = lambda prompt, _: completion(replies[prompt[9]])
     items = [item(name) for name in "abc"]
-    assert make_judge(server.url, cache=kept).judge(items) == [1, 0, MALFORMED]
-    again = make_judge(server.url, cache=kept)
-    assert again.judge([*items, item("a")]) == [1, 0, MALFORMED, 1]
+    assert make_judge(server.url, cache=judge_cache).judge(items) == [1, 0, MALFORMED]
+    restarted_judge = make_judge(server.url, cache=judge_cache)
+    assert restarted_judge.judge([*items, item("a")]) == [1, 0, MALFORMED, 1]
     assert len(server.requests) == 3
-    assert again.counts == {"asked": 0, "cached": 4, "failed": 0, "malformed": 0}
-    other = make_judge(server.url, cache=kept)
-    other.model = "another"  # its replies are its own
-    assert other.judge([item("a")]) == [1]
+    assert restarted_judge.counts == {"asked": 0, "cached": 4, "failed": 0, "malformed": 0}
+    other_judge = make_judge(server.url, cache=judge_cache)
+    other_judge.model = "another"  # its replies are its own
+    assert other_judge.judge([item("a")]) == [1]
     assert len(server.requests) == 4
 
 
-def test_restarted_judge_requests_only_missing_replies(server: Server, kept, monkeypatch):
+def test_restarted_judge_requests_only_missing_replies(server: Server, judge_cache, monkeypatch):
     items = [item(name) for name in "abcdefgh"]
 
     def respond(prompt: str, _: int) -> Answer:
@@ -161,46 +161,46 @@ def test_restarted_judge_requests_only_missing_replies(server: Server, kept, mon
     server.respond = respond
     monkeypatch.setenv(fault_injection.VARIABLE, "judged:3:raise")
     with pytest.raises(fault_injection.Fault):
-        make_judge(server.url, cache=kept, workers=1).judge(items)
+        make_judge(server.url, cache=judge_cache, workers=1).judge(items)
     monkeypatch.delenv(fault_injection.VARIABLE)
-    with kept["cache_file"].open("a") as file:
+    with judge_cache["cache_file"].open("a") as file:
         file.write('{"key": "torn')
     sent = len(server.requests)
     assert sent < 8  # no requests after the fault
-    assert make_judge(server.url, cache=kept).judge(items) == [1] * 8
+    assert make_judge(server.url, cache=judge_cache).judge(items) == [1] * 8
     assert len(server.requests) == sent + 5
-    lines = kept["cache_file"].read_text().splitlines()
+    lines = judge_cache["cache_file"].read_text().splitlines()
     assert len(lines) == 9 and [json.loads(line)["reply"] for line in lines[4:]] == ["[[YES]]"] * 5
-    assert make_judge(server.url, cache=kept).judge(items) == [1] * 8
+    assert make_judge(server.url, cache=judge_cache).judge(items) == [1] * 8
     assert len(server.requests) == sent + 5
 
 
-def test_failures_are_not_cached(server: Server, kept):
+def test_failures_are_not_cached(server: Server, judge_cache):
     server.respond = lambda *_: (503, "")
-    assert make_judge(server.url, cache=kept, attempts=1).judge([item("a")]) == [UNANSWERED]
+    assert make_judge(server.url, cache=judge_cache, attempts=1).judge([item("a")]) == [UNANSWERED]
     server.respond = lambda *_: completion("[[NO]]")
-    assert make_judge(server.url, cache=kept).judge([item("a")]) == [0]
+    assert make_judge(server.url, cache=judge_cache).judge([item("a")]) == [0]
 
 
-def test_invalid_lines_of_the_cache_file_are_skipped(server: Server, kept):
-    kept["cache_file"].write_text('[]\n{"key": "k", "reply": 3}\n{"key": "k"}\nno JSON\n')
-    assert make_judge(server.url, cache=kept).judge([item("a")]) == [1]
+def test_invalid_lines_of_the_cache_file_are_skipped(server: Server, judge_cache):
+    judge_cache["cache_file"].write_text('[]\n{"key": "k", "reply": 3}\n{"key": "k"}\nno JSON\n')
+    assert make_judge(server.url, cache=judge_cache).judge([item("a")]) == [1]
 
 
 def test_replies_may_arrive_out_of_order(server: Server):
     """The first reply comes last; verdicts stay with their prompts."""
-    others, lock = threading.Event(), threading.Lock()
+    others_arrived, lock = threading.Event(), threading.Lock()
     count = 0
 
     def respond(prompt: str, _: int) -> Answer:
         nonlocal count
         number = int(prompt.split("|")[0].split()[1])
         if number == 1:
-            others.wait(5)
+            others_arrived.wait(5)
         with lock:
             count += 1
             if count == 9:
-                others.set()
+                others_arrived.set()
         return completion("[[YES]]" if number % 2 else "[[NO]]")
 
     server.respond = respond

@@ -19,7 +19,7 @@ def filled(*questions: str, capacity: int = 3) -> QuestionMemory:
 
 
 def questions(memory: QuestionMemory, task: str = "general_qa", cluster: str = "c1") -> list[str]:
-    return [kept.question for kept in memory.get(task, cluster)]
+    return [memory_entry.question for memory_entry in memory.get(task, cluster)]
 
 
 def test_oldest_question_is_evicted_first():
@@ -64,11 +64,11 @@ def test_state_survives_a_json_round_trip():
     assert restored.state_dict() == memory.state_dict()
 
 
-@pytest.mark.parametrize(("capacity", "kept"), [(1, ["two"]), (0, [])])
-def test_smaller_memory_keeps_the_newest_questions(capacity, kept):
+@pytest.mark.parametrize(("capacity", "expected_questions"), [(1, ["two"]), (0, [])])
+def test_smaller_memory_keeps_the_newest_questions(capacity, expected_questions):
     restored = QuestionMemory(capacity)
     restored.load_state_dict(filled("one", "two").state_dict())
-    assert questions(restored) == kept
+    assert questions(restored) == expected_questions
 
 
 @pytest.mark.parametrize("state", [{}, {"clusters": [{}]}, {"clusters": 3}])

@@ -109,8 +109,8 @@ def test_lenient_json_forms_are_accepted(text):
 
 
 def test_last_valid_json_block_is_used():
-    other = OBJECT.replace("42", "43")
-    blocks = [f"```json\n{text}\n```" for text in (other, OBJECT, "{broken")]
+    other_object = OBJECT.replace("42", "43")
+    blocks = [f"```json\n{text}\n```" for text in (other_object, OBJECT, "{broken")]
     assert parse("\n".join(blocks)).answer == "42"
 
 
@@ -231,8 +231,8 @@ def test_equal_options_are_rejected_with_distinct_options(same):
     record = {"question": "Which?", "options": OPTIONS | {"C": same}, "answer": "B"}
     text = json.dumps(record)
     assert parse(text, "multiple_choice").status == "accepted"
-    found = parse_question(text, "multiple_choice", len, distinct_options=True)
-    assert (found.status, found.reason) == ("bad_format", "same_options")
+    parsed_question = parse_question(text, "multiple_choice", len, distinct_options=True)
+    assert (parsed_question.status, parsed_question.reason) == ("bad_format", "same_options")
     good = json.dumps(record | {"options": OPTIONS})
     assert parse_question(good, "multiple_choice", len, distinct_options=True).status == "accepted"
 

@@ -17,10 +17,10 @@ def make(question: str, first: float = 0.25, now: float = 0.25, task: str = "gen
 def test_progress_is_that_of_the_most_alike_questions_of_the_task():
     probes = ProbeSet(16)
     deep, shallow = "city of friend of friend of", "city of"
-    made = [make(f"{deep} P{i}", 0.25, 0.75) for i in range(4)]
-    made += [make(f"{shallow} P{i}", 0.5, 0.5) for i in range(4)]
-    made += [make(f"{deep} P{i}", 0.0, 1.0, "financial_math") for i in range(4)]
-    probes.probes = made
+    probe_list = [make(f"{deep} P{i}", 0.25, 0.75) for i in range(4)]
+    probe_list += [make(f"{shallow} P{i}", 0.5, 0.5) for i in range(4)]
+    probe_list += [make(f"{deep} P{i}", 0.0, 1.0, "financial_math") for i in range(4)]
+    probes.probes = probe_list
     assert probes.progress("general_qa", f"{deep} Arvo") == 0.5
     assert probes.progress("general_qa", f"{shallow} Arvo") == 0.0
     assert probes.progress("financial_math", shallow) == 1.0

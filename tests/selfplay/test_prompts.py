@@ -204,9 +204,9 @@ def test_layout_after_the_instructions_matches_the_reference() -> None:
         documents = [f"<<doc{index}>>" for index in case["out"]["docs_in_prompt_order"]]
         prompt = full.questioner(names[case["in"]["task"]], documents, history, letter="B")
         tail = prompt.rpartition("<text>\n")[2]
-        wanted = case["out"]["tail_after_text_tag"]
-        wanted = wanted.replace("## Previous Examples", "## Questions asked so far")
-        assert tail.rstrip() == wanted.rstrip()
+        expected_tail = case["out"]["tail_after_text_tag"]
+        expected_tail = expected_tail.replace("## Previous Examples", "## Questions asked so far")
+        assert tail.rstrip() == expected_tail.rstrip()
         checked += bool(history)
     assert checked
 
@@ -260,9 +260,9 @@ def test_missing_letter_and_unknown_task_are_rejected() -> None:
 
 def test_custom_folder_overrides_templates_by_file_name(tmp_path: Path) -> None:
     (tmp_path / "verifier.txt").write_text('{question}|{answer}|{reference} {"a": {}}\n\n')
-    own = prompts.load(tmp_path)
-    assert own.verifier("q", "x", "y") == 'q|x|y {"a": {}}\n'
-    assert own.judge("q", "x", "y") == prompts.load("full").judge("q", "x", "y")
+    custom_prompts = prompts.load(tmp_path)
+    assert custom_prompts.verifier("q", "x", "y") == 'q|x|y {"a": {}}\n'
+    assert custom_prompts.judge("q", "x", "y") == prompts.load("full").judge("q", "x", "y")
 
 
 @pytest.mark.parametrize(

@@ -94,8 +94,8 @@ def test_orders_and_paragraphs_are_sampled_uniformly():
     sampled = [made(TEXT, 3, seed=seed) for seed in range(3000)]
     orders = Counter(puzzle.truth for puzzle in sampled)
     assert len(orders) == 6 and min(orders.values()) > 400
-    taken = Counter(first for puzzle in sampled for first, _ in puzzle.spans)
-    assert len(taken) == 7 and min(taken.values()) > 1150  # of 9000 / 7
+    start_counts = Counter(first for puzzle in sampled for first, _ in puzzle.spans)
+    assert len(start_counts) == 7 and min(start_counts.values()) > 1150  # of 9000 / 7
     neighbors = sum(
         any(b[0] - a[1] == 2 for a, b in itertools.pairwise(puzzle.spans)) for puzzle in sampled
     )
@@ -154,12 +154,12 @@ def test_lines_are_paragraphs_if_no_line_is_blank():
 # ------------------------------------------------------------------------------------ Under the cap
 
 
-def windows(text: str, most: int) -> set[str]:
-    found = set()
+def windows(text: str, limit: int) -> set[str]:
+    window_texts = set()
     for seed in range(60):
-        first, last = puzzles.cut_window(np.random.default_rng(seed), text, count_words, most)
-        found.add(text[first:last])
-    return found
+        first, last = puzzles.cut_window(np.random.default_rng(seed), text, count_words, limit)
+        window_texts.add(text[first:last])
+    return window_texts
 
 
 def test_text_that_fits_is_not_truncated():
@@ -168,9 +168,9 @@ def test_text_that_fits_is_not_truncated():
 
 
 def test_window_holds_as_many_adjacent_paragraphs_as_fit():
-    found = windows(TEXT, 7)  # three of two words each
+    window_texts = windows(TEXT, 7)  # three of two words each
     paragraphs = TEXT.split("\n\n")
-    assert found == {"\n\n".join(paragraphs[i : i + 3]) for i in range(5)}
+    assert window_texts == {"\n\n".join(paragraphs[i : i + 3]) for i in range(5)}
     assert windows(TEXT, 1) == windows("", 9) == {""}
     # The first paragraph that does not fit ends the window; room may remain before it.
     assert windows("a b\n\nc d e f g h\n\ni", 3) == {"a b", "i", ""}
@@ -210,10 +210,10 @@ def test_prompts_stay_within_the_token_limit():
         assert 50 < count_words(posed.prompt) <= 60
         assert posed.prompt == ask(posed.puzzle.document, posed.puzzle.options)
         assert filled(posed.puzzle, posed.truth) == text[slice(*posed.window)]
-    whole = pose(text, 1000)
-    assert whole.puzzle and not whole.cut and whole.window == (0, len(text))
-    exact = pose(text, count_words(whole.prompt))
-    assert exact == whole and pose(text, count_words(whole.prompt) - 1).cut
+    full_puzzle = pose(text, 1000)
+    assert full_puzzle.puzzle and not full_puzzle.cut and full_puzzle.window == (0, len(text))
+    exact = pose(text, count_words(full_puzzle.prompt))
+    assert exact == full_puzzle and pose(text, count_words(full_puzzle.prompt) - 1).cut
     uncut = pose(text, 1000, cut=False)
     exact = pose(text, count_words(uncut.prompt), cut=False)
     assert exact == uncut and uncut.window == (0, len(text)) and not uncut.cut
@@ -320,19 +320,23 @@ def an_answer(rng: random.Random, truth: str) -> str:
 
 @pytest.mark.parametrize("options", range(2, 9))
 def test_rewards_equal_brute_force(options):
-    rng, seen = random.Random(options), Counter()
+    rng, reward_counts = random.Random(options), Counter()
     for _ in range(1500):
         truth = "".join(rng.sample("ABCDEFGH"[:options], options))
         text = an_answer(rng, truth)
         order = puzzles.parse_order(text, options)
-        found = (
+        rewards = (
             order.is_permutation,
             puzzles.dense_reward(order, truth),
             puzzles.sparse_reward(order, truth),
         )
-        assert found == brute_force(text, truth), (text, truth)
-        seen[found] += 1
-    assert len(seen) >= 3 and seen[True, 1.0, 1.0] > 10 and seen[False, 0.0, 0.0] > 10
+        assert rewards == brute_force(text, truth), (text, truth)
+        reward_counts[rewards] += 1
+    assert (
+        len(reward_counts) >= 3
+        and reward_counts[True, 1.0, 1.0] > 10
+        and reward_counts[False, 0.0, 0.0] > 10
+    )
 
 
 @given(st.text("AB\\boxed{}, <think>/" + "b\n"), st.integers(2, 8))

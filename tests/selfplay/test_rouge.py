@@ -24,10 +24,10 @@ words = st.lists(st.sampled_from(["a", "b", "c", "d1"]), max_size=80)
 
 @given(words, words)
 def test_rouge_l_matches_a_textbook_implementation(first, second):
-    found = rouge_l(" ".join(first), ", ".join(second).upper())
+    rouge_score = rouge_l(" ".join(first), ", ".join(second).upper())
     total = len(first) + len(second)
     common = longest_common(first, second)
-    assert found == pytest.approx(2 * common / total if first and second else 0.0)
+    assert rouge_score == pytest.approx(2 * common / total if first and second else 0.0)
     recall = rouge_l_recall(" ".join(first), " ".join(second))
     assert recall == pytest.approx(common / len(second) if second else 0.0)
 

@@ -43,8 +43,8 @@ def test_extracted_figures_match_the_reference(cases):
         if case["out"] == "Empty":
             assert extract_answer(text, "financial_math") is None
         else:  # that function returns the searched text, ours the text found in it
-            found = extract_answer(text, "financial_math")
-            assert found == find_answer(case["out"], "financial_math"), case
+            figure = extract_answer(text, "financial_math")
+            assert figure == find_answer(case["out"], "financial_math"), case
 
 
 def test_only_the_end_is_searched_without_an_answer_phrase():
@@ -119,12 +119,12 @@ def test_figure_scores_match_the_reference(cases):
         response = case["in"]["solution_str"]
         reference = case["in"]["ground_truth"].removeprefix(PREFIX)
         expected, actual = case["out"]["score"], score(response, reference, "financial_math")
-        found = extract_answer(response, "financial_math")
+        figure = extract_answer(response, "financial_math")
         if "5e3" in response:
-            assert found == "5e3"  # exponents are read whole
+            assert figure == "5e3"  # exponents are read whole
         else:
-            assert found == case["out"]["pred"], case
-        opposite_sign = (found or "").startswith("-") != reference.startswith("-")
+            assert figure == case["out"]["pred"], case
+        opposite_sign = (figure or "").startswith("-") != reference.startswith("-")
         if expected != actual:
             assert expected == 1, case
             assert reference in MISREAD or opposite_sign, case
@@ -162,8 +162,8 @@ def test_choice_scores_match_the_reference(cases):
             assert expected in ("D", "B")
             expected = None  # the beginning of a word is not a letter
         assert extract_answer(response, "multiple_choice") == expected, case
-        for wanted in (reference, reference.removeprefix(PREFIX)):
-            assert score(response, wanted, "multiple_choice") == case["out"]["score"], case
+        for truth in (reference, reference.removeprefix(PREFIX)):
+            assert score(response, truth, "multiple_choice") == case["out"]["score"], case
 
 
 def test_dispatch_by_task_matches_the_reference(cases):
@@ -240,8 +240,8 @@ def test_exact_rule_counts_no_longer_answer():
     ],
 )
 def test_rules_that_length_cannot_buy(text, f1, brief, match):
-    for rule, wanted in (("f1", f1), ("brief", brief), ("match", match)):
-        assert score(text, "Blue River", "general_qa", rule=rule) == pytest.approx(wanted), rule
+    for rule, expected in (("f1", f1), ("brief", brief), ("match", match)):
+        assert score(text, "Blue River", "general_qa", rule=rule) == pytest.approx(expected), rule
 
 
 @pytest.mark.parametrize("rule", ["f1", "brief"])

@@ -84,16 +84,16 @@ def test_responder_groups_and_negatives_match_the_reference(replays):
     for case, replay in replays:
         out, final = case["out"], case["out"]["final"]
         questions = list(replay.rewards)
-        kept, surplus = split_groups(list(replay.rewards.values()), case["in"]["train_bs"])
-        usable = {questions[at] for at in kept + surplus}
+        kept_groups, surplus = split_groups(list(replay.rewards.values()), case["in"]["train_bs"])
+        usable = {questions[at] for at in kept_groups + surplus}
         assert uids(sorted(usable)) == list(out["kept_groups_rule_llm_final"]), case["name"]
-        assert uids(questions[at] for at in kept) == final["responder_uids"], case["name"]
-        assert (len(kept) == case["in"]["train_bs"]) == out["ready"], case["name"]
+        assert uids(questions[at] for at in kept_groups) == final["responder_uids"], case["name"]
+        assert (len(kept_groups) == case["in"]["train_bs"]) == out["ready"], case["name"]
 
         flat = [at for at in questions if at not in usable]
         assert uids(flat) == out["bad_cases"]["zero_variance"], case["name"]
         pool = sorted(replay.bad_format + replay.ungrounded + flat)
-        good_tasks = [replay.tasks[questions[at]] for at in kept]
+        good_tasks = [replay.tasks[questions[at]] for at in kept_groups]
         negatives = questioner_negatives(
             good_tasks,
             [replay.tasks[at] for at in pool],
@@ -111,29 +111,29 @@ def test_verifier_rows_match_the_reference(replays):
         collected = sum(out["verifier_groups_collected_per_question"].values())
         assert len(replay.verdicts) == collected, case["name"]
         rows = out["final"]["rows_by_role"]["responder"]
-        chosen = verifier_groups(
+        sampled_groups = verifier_groups(
             replay.verdicts, rows, replay.votes, VERIFIER_RATIO, np.random.default_rng(0)
         )
-        assert len(chosen) * replay.votes == out["final"]["verifier_rows"], case["name"]
+        assert len(sampled_groups) * replay.votes == out["final"]["verifier_rows"], case["name"]
 
 
 def test_eligible_verifier_groups_match_the_reference(cases):
     deviations = 0
     for case in cases("verifier_groups"):
-        given_, out = case["in"], case["out"]
-        group = [VOTE[letter] for letter in given_["votes"]]
-        chosen = eligible_verifier_group(
+        inputs, out = case["in"], case["out"]
+        group = [VOTE[letter] for letter in inputs["votes"]]
+        is_selected = eligible_verifier_group(
             group,
-            given_["rule_score"],
-            low=given_["lower"],
-            high=given_["upper"],
-            consistency=given_["label_type"] == "maj_cons",
+            inputs["rule_score"],
+            low=inputs["lower"],
+            high=inputs["upper"],
+            consistency=inputs["label_type"] == "maj_cons",
         )
         if majority(group) != out["llm_reward"]:
             # Ties and pluralities of yes are deliberate deviations (see test_rewards.py).
             deviations += 1
         else:
-            assert chosen == out["selected"], case
+            assert is_selected == out["selected"], case
     assert deviations > 0
 
 
@@ -163,8 +163,8 @@ def test_too_few_verifier_groups_are_all_used():
 
 
 def test_paper_sizes_give_16_verifier_groups():
-    chosen = verifier_groups([1] * 100, 1024, 8, 0.125, np.random.default_rng(0))
-    assert len(chosen) == len(set(chosen)) == 16
+    sampled_groups = verifier_groups([1] * 100, 1024, 8, 0.125, np.random.default_rng(0))
+    assert len(sampled_groups) == len(set(sampled_groups)) == 16
 
 
 def test_verifier_groups_are_sampled_uniformly():
@@ -175,10 +175,14 @@ def test_verifier_groups_are_sampled_uniformly():
 
 def test_balance_samples_as_many_yes_as_no():
     verdicts = [0] * 30 + [1, 1, 1]
-    chosen = verifier_groups(verdicts, 1024, 8, 0.125, np.random.default_rng(0), balance=True)
-    assert Counter(verdicts[at] for at in chosen) == {0: 3, 1: 3}
-    chosen = verifier_groups([0, 1] * 30, 1024, 8, 0.125, np.random.default_rng(0), balance=True)
-    assert Counter(at % 2 for at in chosen) == {0: 8, 1: 8}
+    sampled_groups = verifier_groups(
+        verdicts, 1024, 8, 0.125, np.random.default_rng(0), balance=True
+    )
+    assert Counter(verdicts[at] for at in sampled_groups) == {0: 3, 1: 3}
+    sampled_groups = verifier_groups(
+        [0, 1] * 30, 1024, 8, 0.125, np.random.default_rng(0), balance=True
+    )
+    assert Counter(at % 2 for at in sampled_groups) == {0: 8, 1: 8}
     assert verifier_groups([0] * 9, 1024, 8, 0.125, np.random.default_rng(0), balance=True) == []
 
 

@@ -36,11 +36,11 @@ def test_cut_off_thought_earns_no_score(case, extract):
 @pytest.mark.parametrize("begin", ["", "<think>\n"], ids=["flag", "text"])
 def test_second_thought_that_is_cut_off_is_no_answer_either(begin):
     text = f"{begin}Hm.</think>The answer is <think>Paris, or is the answer is Lyon"
-    told: dict[str, Any] = {"in_thought": not begin}
-    assert visible_text(text, **told) is None
-    assert all(score(text, "Lyon", "general_qa", extract=way, **told) == 0 for way in EXTRACTS)
-    assert parse_verdict(f"{begin}a</think><think>[[YES]] only if", **told) == -1
-    assert visible_text(f"{text}</think> Lyon", **told) == "Lyon"
+    options: dict[str, Any] = {"in_thought": not begin}
+    assert visible_text(text, **options) is None
+    assert all(score(text, "Lyon", "general_qa", extract=way, **options) == 0 for way in EXTRACTS)
+    assert parse_verdict(f"{begin}a</think><think>[[YES]] only if", **options) == -1
+    assert visible_text(f"{text}</think> Lyon", **options) == "Lyon"
 
 
 @pytest.mark.parametrize("case", of_role("verifier"))

@@ -73,12 +73,14 @@ class Hosts:
                 distributed.JOIN_SECONDS: "120",
                 distributed.LOST_SECONDS: str(LIMIT),
             }
-            given = ["", ""]
+            fault_arguments = ["", ""]
             if disturbance is not None and index == disturbance.host:
                 variables |= disturbance.variables()
-                given = [str(disturbance.folder), disturbance.point]
+                fault_arguments = [str(disturbance.folder), disturbance.point]
             program = [sys.executable, "-m", "tests.slow.cut_off", str(policy), str(workdir)]
-            command = network.command(index, [*program, json.dumps(settings or {}), *given])
+            command = network.command(
+                index, [*program, json.dumps(settings or {}), *fault_arguments]
+            )
             with self._log(index).open("wb") as log:  # not a pipe, which could be full
                 process = subprocess.Popen(
                     command, env=os.environ | variables, stdout=subprocess.DEVNULL, stderr=log
@@ -87,27 +89,27 @@ class Hosts:
 
     def disturb(self) -> bool:
         """Waits for the point, then lets the fault begin; False if all processes end before."""
-        given = self._disturbance
-        assert given is not None
-        while not (given.folder / "reached").exists():
+        disturbance = self._disturbance
+        assert disturbance is not None
+        while not (disturbance.folder / "reached").exists():
             if all(process.poll() is not None for process in self.processes):
                 return False
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self.processes[given.host].wait(0.05)
-        if given.fault == "kill":
-            self.processes[given.host].kill()
-        elif given.fault == "cut_off":
-            self._network.cut_off(given.host)
-        elif given.fault == "stop":
-            os.kill(self.processes[given.host].pid, signal.SIGSTOP)
-        elif given.fault in ("disk", "clock"):
-            (given.folder / given.fault).touch()
-        elif given.fault == "delay":
-            self._network.relay.delays[namespaces.address(given.host)] = 2.0
-        elif given.fault == "break":
+                self.processes[disturbance.host].wait(0.05)
+        if disturbance.fault == "kill":
+            self.processes[disturbance.host].kill()
+        elif disturbance.fault == "cut_off":
+            self._network.cut_off(disturbance.host)
+        elif disturbance.fault == "stop":
+            os.kill(self.processes[disturbance.host].pid, signal.SIGSTOP)
+        elif disturbance.fault in ("disk", "clock"):
+            (disturbance.folder / disturbance.fault).touch()
+        elif disturbance.fault == "delay":
+            self._network.relay.delays[namespaces.address(disturbance.host)] = 2.0
+        elif disturbance.fault == "break":
             self._network.relay.broken = 0.05
-        (given.folder / "go").touch()
-        if given.fault == "delay":
+        (disturbance.folder / "go").touch()
+        if disturbance.fault == "delay":
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.processes[0].wait(DELAYED_S)
             self._network.relay.delays.clear()
@@ -118,8 +120,12 @@ class Hosts:
     ) -> dict[int, tuple[int, str]]:
         """(exit status, standard error) of these hosts, by default of all that are not stopped."""
         if indices is None:
-            given = self._disturbance
-            stopped = given.host if given is not None and given.fault == "stop" else None
+            disturbance = self._disturbance
+            stopped = (
+                disturbance.host
+                if disturbance is not None and disturbance.fault == "stop"
+                else None
+            )
             indices = [index for index in range(len(self.processes)) if index != stopped]
         return {i: (self.processes[i].wait(patience), self._error(i)) for i in indices}
 

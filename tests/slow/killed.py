@@ -55,37 +55,46 @@ def models_of(config, workdir: pathlib.Path) -> tuple[dict[str, Any], dict[str, 
     checkpoints = Checkpoints(workdir)
     step = checkpoints.newest_intact()
     assert step is not None
-    others = [*run.algorithm.models, *(["reference"] if run.learner.loss.needs_reference else [])]
-    target = {"policy": abstract} | dict.fromkeys(others, abstract.params)
+    model_names = [
+        *run.algorithm.models,
+        *(["reference"] if run.learner.loss.needs_reference else []),
+    ]
+    target = {"policy": abstract} | dict.fromkeys(model_names, abstract.params)
     models, state = checkpoints.restore(step, target)
     checkpoints.close()
     return models, {name: state[name] for name in ("algorithm", "best")} | {"step": step}
 
 
-def assert_same_state(config, workdir: pathlib.Path, other: pathlib.Path) -> None:
+def assert_same_state(config, workdir: pathlib.Path, other_workdir: pathlib.Path) -> None:
     """Contents of the newest checkpoints to the bit.
 
     These are weights, optimizer, frozen reader, memory, data position and best score.
     """
-    (models, state), (wanted, wanted_state) = (models_of(config, run) for run in (workdir, other))
-    assert state == wanted_state, "host state"
+    (models, state), (expected_models, expected_state) = (
+        models_of(config, run) for run in (workdir, other_workdir)
+    )
+    assert state == expected_state, "host state"
     assert state["algorithm"]["memory"]["clusters"], (
         "a memory that holds nothing is easily the same"
     )
-    found, _ = jax.tree_util.tree_flatten_with_path(models)
-    for (path, array), want in zip(found, jax.tree.leaves(wanted), strict=True):
+    leaves, _ = jax.tree_util.tree_flatten_with_path(models)
+    for (path, array), expected_array in zip(leaves, jax.tree.leaves(expected_models), strict=True):
         name = jax.tree_util.keystr(path)
-        assert array.dtype == want.dtype and array.tobytes() == want.tobytes(), name
+        assert (
+            array.dtype == expected_array.dtype and array.tobytes() == expected_array.tobytes()
+        ), name
 
 
-def assert_same_run(config, workdir: pathlib.Path, other: pathlib.Path) -> None:
+def assert_same_run(config, workdir: pathlib.Path, other_workdir: pathlib.Path) -> None:
     """All output of a run of STEPS steps, without times and the list of remaining checkpoints."""
-    lines, wanted = (list(map(noise.steady, read_metrics(run))) for run in (workdir, other))
+    lines, expected_lines = (
+        list(map(noise.steady, read_metrics(run))) for run in (workdir, other_workdir)
+    )
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
-    assert lines == wanted, "metrics"
+    assert lines == expected_lines, "metrics"
     for name in ("episodes", "policy", "best"):
-        assert files(workdir / name) == files(other / name), name
-    assert_same_state(config, workdir, other)
+        assert files(workdir / name) == files(other_workdir / name), name
+    assert_same_state(config, workdir, other_workdir)
 
 
 def files(folder: pathlib.Path) -> dict[str, bytes]:
@@ -98,8 +107,8 @@ def files(folder: pathlib.Path) -> dict[str, bytes]:
 def wait_for_saves(monkeypatch: pytest.MonkeyPatch) -> None:
     save = Checkpoints.save
 
-    def save_and_wait(self: Checkpoints, step: int, *given, **options) -> bool:
-        is_written = save(self, step, *given, **options)
+    def save_and_wait(self: Checkpoints, step: int, *arguments, **options) -> bool:
+        is_written = save(self, step, *arguments, **options)
         if step < STEP:
             self.wait()
         return is_written

@@ -62,18 +62,18 @@ def tune(policy: str, workdir: pathlib.Path, source: str) -> None:
 
 
 def main() -> None:
-    entry, policy, path, *rest = sys.argv[1:]
+    entry, policy, path, *arguments = sys.argv[1:]
     workdir = pathlib.Path(path)
     jax.config.update("jax_disable_most_optimizations", True)  # less to compile
     start.setup()
     if entry == "sft":
-        tune(policy, workdir, *rest)
+        tune(policy, workdir, *arguments)
         return
     with pytest.MonkeyPatch.context() as monkeypatch:
         noise.give_meaning(monkeypatch)
         noise.skip_plots(monkeypatch)
         monkeypatch.setattr(trainer_build, "_make_judge", lambda *_: judge)
-        settings = json.loads(rest[0]) if rest else {}
+        settings = json.loads(arguments[0]) if arguments else {}
         loop.train(make_config(pathlib.Path(policy), **settings), workdir)
 
 

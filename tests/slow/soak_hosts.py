@@ -36,7 +36,7 @@ CHECKPOINT_EVERY = 5
 
 
 def one_start(
-    given: argparse.Namespace,
+    options: argparse.Namespace,
     rng: np.random.Generator,
     number: int,
     runs: tuple[pathlib.Path, pathlib.Path],
@@ -44,11 +44,11 @@ def one_start(
 ) -> tuple[str, list[int]]:
     """One start of the run and its fault; returns the fault and the exit statuses."""
     policy, workdir = runs
-    count = 1 if given.moves and number % 2 else given.hosts
+    count = 1 if options.moves and number % 2 else options.hosts
     faults = ["kill", *(fault for fault in FAULTS if count > 1 or fault in ("disk", "clock"))]
     fault = str(rng.choice(faults))
     point = str(rng.choice(POINTS))
-    passings = int(given.every + rng.integers(-2, 3))
+    passings = int(options.every + rng.integers(-2, 3))
     if point not in POINTS[:2]:
         passings = max(1, passings // CHECKPOINT_EVERY)
     folder = workdir.parent / f"faults_{number}"
@@ -67,10 +67,10 @@ def one_start(
     return f"{fault} at {point}", [code for code, _ in ended.values()]
 
 
-def difference(workdir: pathlib.Path, other: pathlib.Path) -> float:
+def difference(workdir: pathlib.Path, other_workdir: pathlib.Path) -> float:
     """Largest difference of two policies' weights."""
-    mine, theirs = (weights.load(run / "policy")[1] for run in (workdir, other))
-    differences = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), mine, theirs)
+    params, other_params = (weights.load(run / "policy")[1] for run in (workdir, other_workdir))
+    differences = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), params, other_params)
     return max(jax.tree.leaves(differences))
 
 
@@ -80,32 +80,35 @@ def main() -> int:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--moves", action="store_true")
     parser.add_argument("--folder", type=pathlib.Path)
-    given = parser.parse_args()
-    folder = given.folder or pathlib.Path(tempfile.mkdtemp(prefix="soak_hosts_"))
-    settings = {"steps": given.updates, "checkpoint_every": CHECKPOINT_EVERY}
+    options = parser.parse_args()
+    folder = options.folder or pathlib.Path(tempfile.mkdtemp(prefix="soak_hosts_"))
+    settings = {"steps": options.updates, "checkpoint_every": CHECKPOINT_EVERY}
     policy = noise.save_policy(folder / "noise")
-    whole, workdir = folder / "whole", folder / "disturbed"
-    finish(given.hosts, policy, whole, settings, patience=10.0 * given.updates)
-    rng, clock = np.random.default_rng(given.seed), time.monotonic()
+    undisturbed_workdir, workdir = folder / "whole", folder / "disturbed"
+    finish(options.hosts, policy, undisturbed_workdir, settings, patience=10.0 * options.updates)
+    rng, clock = np.random.default_rng(options.seed), time.monotonic()
     faults: collections.Counter[str] = collections.Counter()
     statuses: collections.Counter[int] = collections.Counter()
     number = 0
     while not (workdir / "policy" / "config.json").exists():
-        fault, codes = one_start(given, rng, number, (policy, workdir), settings)
+        fault, codes = one_start(options, rng, number, (policy, workdir), settings)
         number += 1
         faults[fault] += 1
         statuses.update(codes)
         lines = read_metrics(workdir) if (workdir / "metrics.jsonl").exists() else []
         print(f"start {number}: {fault}, exit {codes}, {len(lines)} updates", file=sys.stderr)
-        if number > 5 * given.updates / given.every + 10:
+        if number > 5 * options.updates / options.every + 10:
             print("error: too many starts without an end", file=sys.stderr)
             return 1
     memory = [
-        [line["process/resident_mib"] for line in read_metrics(run)] for run in (whole, workdir)
+        [line["process/resident_mib"] for line in read_metrics(run)]
+        for run in (undisturbed_workdir, workdir)
     ]
-    lines, wanted = ([*map(noise.steady, read_metrics(run))] for run in (workdir, whole))
-    found = difference(workdir, whole)
-    is_equal = lines == wanted and found == 0.0
+    lines, expected_lines = (
+        [*map(noise.steady, read_metrics(run))] for run in (workdir, undisturbed_workdir)
+    )
+    weight_difference = difference(workdir, undisturbed_workdir)
+    is_equal = lines == expected_lines and weight_difference == 0.0
     result = {
         "updates": len(lines),
         "starts": number,
@@ -113,14 +116,14 @@ def main() -> int:
         "statuses": {str(code): times for code, times in statuses.items()},
         "hours": (time.monotonic() - clock) / 3600,
         "equal_bits": is_equal,
-        "largest_difference": found,
+        "largest_difference": weight_difference,
         "resident_mib": {
             "whole": [max(memory[0][:50]), max(memory[0][-50:])],
             "disturbed": [max(memory[1][:50]), max(memory[1][-50:])],
         },
     }
     print(json.dumps(result))
-    return 0 if (found < 1e-5 if given.moves else is_equal) else 1
+    return 0 if (weight_difference < 1e-5 if options.moves else is_equal) else 1
 
 
 if __name__ == "__main__":

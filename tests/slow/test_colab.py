@@ -110,13 +110,13 @@ def names(source: str) -> set[str]:
 def outputs_of(notebook: nbformat.NotebookNode, words: str) -> dict[str, str]:
     """Output of the one cell with these words: all printed text, and the rest by MIME type."""
     [cell] = [cell for cell in code_cells(notebook) if words in cell.source]
-    found = {"printed": ""}
+    outputs = {"printed": ""}
     for output in cell.outputs:
         if output.output_type == "stream":
-            found["printed"] += output.text
+            outputs["printed"] += output.text
         else:
-            found |= output.data
-    return found
+            outputs |= output.data
+    return outputs
 
 
 def test_notebook_shows_the_cluster_and_every_roles_prompt(executed):

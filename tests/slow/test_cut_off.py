@@ -81,7 +81,7 @@ def undisturbed(policy, tmp_path_factory) -> Callable[[int], pathlib.Path]:
 )
 def test_disturbed_run_ends_on_all_hosts_or_goes_on(cell, policy, undisturbed, tmp_path) -> None:
     fault, phase, count, host = cell
-    wanted = undisturbed(count)
+    expected_workdir = undisturbed(count)
     (tmp_path / "faults").mkdir()
     disturbance = Disturbance(fault, PHASES[phase], host, tmp_path / "faults")
     with (
@@ -96,7 +96,7 @@ def test_disturbed_run_ends_on_all_hosts_or_goes_on(cell, policy, undisturbed, t
     else:
         assert_named(cell, ended)
         finish(count, policy, tmp_path / "run")
-    assert_same_run(tmp_path / "run", wanted)
+    assert_same_run(tmp_path / "run", expected_workdir)
 
 
 def assert_named(cell: tuple[str, str, int, int], ended: dict[int, tuple[int, str]]) -> None:
@@ -117,11 +117,13 @@ def assert_named(cell: tuple[str, str, int, int], ended: dict[int, tuple[int, st
             assert code in (1, EXIT_CODE), error[-3000:]
 
 
-def assert_same_run(workdir: pathlib.Path, other: pathlib.Path) -> None:
+def assert_same_run(workdir: pathlib.Path, other_workdir: pathlib.Path) -> None:
     """Metrics, episodes and the policy to the bit."""
-    lines, wanted = (list(map(noise.steady, read_metrics(run))) for run in (workdir, other))
+    lines, expected_lines = (
+        list(map(noise.steady, read_metrics(run))) for run in (workdir, other_workdir)
+    )
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
-    assert lines == wanted, "metrics"
+    assert lines == expected_lines, "metrics"
     for folder in ("episodes", "policy"):
-        for path in (other / folder).iterdir():
+        for path in (other_workdir / folder).iterdir():
             assert (workdir / folder / path.name).read_bytes() == path.read_bytes(), path

@@ -35,14 +35,14 @@ def play(workdir: pathlib.Path, *flags: str) -> pathlib.Path:
 @pytest.fixture(scope="module")
 def tables(tmp_path_factory) -> list[tuple[evaluation.Table, evaluation.Table]]:
     """(before, after) of each seed."""
-    found = []
+    seed_tables = []
     for seed in SEEDS:
         flags = (f"--config.seed={seed}", "--config.data.tiny.evaluation.per_cell=256")
         workdir = play(tmp_path_factory.mktemp("demo") / str(seed), *flags)
         table = evaluation.read_evaluation(workdir)
         assert table is not None
-        found.append(table)
-    return found
+        seed_tables.append(table)
+    return seed_tables
 
 
 def mean_gain(tables, section: str, row: str, column: str) -> float:

@@ -56,10 +56,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 def test_block_runs(block: str, folder: pathlib.Path):
     env = os.environ | {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "PYTHONSAFEPATH": "1"}
     env["PYTHONPATH"] = str(ROOT)
-    done = subprocess.run(
+    process = subprocess.run(
         ["bash", "-euc", block], cwd=folder, env=env, capture_output=True, text=True
     )
-    is_too_large = "It does not fit." in done.stdout  # launch.plan's answer, with status 1
-    assert done.returncode == 0 or is_too_large, (
-        f"{block}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
+    is_too_large = "It does not fit." in process.stdout  # launch.plan's answer, with status 1
+    assert process.returncode == 0 or is_too_large, (
+        f"{block}\n{process.stdout[-2000:]}\n{process.stderr[-3000:]}"
     )

@@ -162,22 +162,22 @@ def prepare(name: str, out: pathlib.Path) -> None:
 def test_a_command_ended_at_random_moments_ends_as_an_undisturbed_one(
     name: str, signals: tuple[str, ...], inputs: Inputs, tmp_path: pathlib.Path
 ) -> None:
-    chosen, rng = command(name, inputs), random.Random(name)
+    tested_command, rng = command(name, inputs), random.Random(name)
     out = tmp_path / "out"  # of all starts: its name is in what they write
     prepare(name, out)
-    code, error = start(chosen, out)
+    code, error = start(tested_command, out)
     assert code == 0, error[-3000:]
-    whole = files(out)
+    expected_files = files(out)
     shutil.rmtree(out)
     operations = int(error.rpartition(OPERATIONS)[2])
     assert operations >= 2, "the signals come in file operations"
     prepare(name, out)
-    first = 1 + int(chosen.first * operations)
+    first = 1 + int(tested_command.first * operations)
     for number, kind in enumerate(signals):
         count = rng.randint(first if number == 0 else 1, operations)
-        code, error = start(chosen, out, count, kind)
+        code, error = start(tested_command, out, count, kind)
         # A start after the first may have less to do than `count` operations.
         assert code in (CODES[kind], 0) if number else code == CODES[kind], error[-3000:]
-    code, error = start(chosen, out)
+    code, error = start(tested_command, out)
     assert code == 0, error[-3000:]
-    assert files(out) == whole
+    assert files(out) == expected_files

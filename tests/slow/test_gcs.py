@@ -70,22 +70,22 @@ def _server():
             yield
 
 
-def download_with_generation(request, response, storage, *rest, download=objects.download):
+def download_with_generation(request, response, storage, *arguments, download=objects.download):
     """Send the generation with an object, as Google does; the emulator's download leaves it out."""
     names = request.params["bucket_name"], request.params["object_id"]
     with contextlib.suppress(NotFound):
         response["x-goog-generation"] = storage.get_file_obj(*names)["generation"]
-    return download(request, response, storage, *rest)
+    return download(request, response, storage, *arguments)
 
 
 def call_main(entry, config, workdir: str | pathlib.Path) -> None:
     """The effect of `python -m ENTRY --config --workdir`, on one device."""
-    given = SimpleNamespace(FLAGS=SimpleNamespace(config=config, workdir=str(workdir)))
+    flags_stand_in = SimpleNamespace(FLAGS=SimpleNamespace(config=config, workdir=str(workdir)))
     with pytest.MonkeyPatch.context() as monkeypatch:
         noise.use_one_device(monkeypatch)
         noise.give_meaning(monkeypatch)
         monkeypatch.setattr(start, "setup", lambda: None)
-        monkeypatch.setattr(entry, "flags", given)
+        monkeypatch.setattr(entry, "flags", flags_stand_in)
         entry.main(None)
 
 
@@ -121,15 +121,18 @@ def names(folder: epath.Path | pathlib.Path) -> set[str]:
 
 
 def test_run_in_a_bucket_has_the_files_of_a_local_run(local, remote):
-    wanted, found = names(local), names(remote)
-    assert {n for n in wanted if not n.startswith(RANDOM)} == {
-        n for n in found if not n.startswith(RANDOM)
+    local_names, remote_names = names(local), names(remote)
+    assert {n for n in local_names if not n.startswith(RANDOM)} == {
+        n for n in remote_names if not n.startswith(RANDOM)
     }
-    assert {name.split("/")[1] for name in found if name.startswith("checkpoints/")} == {"1", "2"}
-    events = [name for name in found if name.startswith("tensorboard/")]
+    assert {name.split("/")[1] for name in remote_names if name.startswith("checkpoints/")} == {
+        "1",
+        "2",
+    }
+    events = [name for name in remote_names if name.startswith("tensorboard/")]
     assert len(events) == 2  # one per start
     assert all(b"train/" in (remote / name).read_bytes() for name in events)
-    pictures = [name for name in found if name.startswith("plots/")]
+    pictures = [name for name in remote_names if name.startswith("plots/")]
     assert len(pictures) == 6
     assert all((remote / name).read_bytes().startswith(b"\x89PNG") for name in pictures)
 
@@ -155,15 +158,17 @@ def read_evaluation(workdir):
 
 def test_export_and_report_work_with_buckets(remote, tmp_path):
     command = [sys.executable, "-m", "spell_jax.report", f"--workdir={remote}"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "gs://bucket/run/plots/train.png" in done.stdout.splitlines()
+    process = subprocess.run(command, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    assert "gs://bucket/run/plots/train.png" in process.stdout.splitlines()
     for out in (str(tmp_path / "out"), "gs://bucket/exported"):
-        given = {"workdir": str(remote), "out": out, "step": None, "adapters": False}
+        flag_values = {"workdir": str(remote), "out": out, "step": None, "adapters": False}
         with pytest.MonkeyPatch.context() as monkeypatch:
             noise.use_one_device(monkeypatch)
             monkeypatch.setattr(start, "setup", lambda: None)
-            flags = SimpleNamespace(FLAGS=SimpleNamespace(**given, gguf=None, dtype="float32"))
+            flags = SimpleNamespace(
+                FLAGS=SimpleNamespace(**flag_values, gguf=None, dtype="float32")
+            )
             monkeypatch.setattr(export, "flags", flags)
             export.main(None)
         for name in names(remote / "policy"):
@@ -226,11 +231,11 @@ def test_run_on_inputs_in_a_bucket_equals_one_on_local_inputs(inputs, tmp_path, 
 def test_evaluation_of_inputs_in_a_bucket_equals_a_local_one(inputs, tmp_path, monkeypatch):
     noise.use_one_device(monkeypatch)
     for number, top in enumerate(inputs):
-        given = dict.fromkeys(("prose", "thinking", "rope_scaling", "policy"), "")
-        given |= {"workdir": top, "data": f"{top}/data", "benchmarks": ["gsm8k"], "limit": 2}
-        given |= {"max_input": ["32"], "answer_format": "plain", "dtype": "float32"}
-        given |= {"samples": 2, "temperature": 0.7, "top_p": 0.95, "max_tokens": 4, "seed": 0}
-        config = runner.from_flags(SimpleNamespace(**given, rope_factor=1.0))
+        flag_values = dict.fromkeys(("prose", "thinking", "rope_scaling", "policy"), "")
+        flag_values |= {"workdir": top, "data": f"{top}/data", "benchmarks": ["gsm8k"], "limit": 2}
+        flag_values |= {"max_input": ["32"], "answer_format": "plain", "dtype": "float32"}
+        flag_values |= {"samples": 2, "temperature": 0.7, "top_p": 0.95, "max_tokens": 4, "seed": 0}
+        config = runner.from_flags(SimpleNamespace(**flag_values, rope_factor=1.0))
         runner.run(config, tmp_path / str(number), "noise", None, evaluating.SIZES)
     for name in (runner.SAMPLES, runner.SUMMARY, runner.TABLE):
         local, fetched = ((tmp_path / number / name).read_bytes() for number in "01")
@@ -239,19 +244,19 @@ def test_evaluation_of_inputs_in_a_bucket_equals_a_local_one(inputs, tmp_path, m
 
 def test_questions_of_a_run_in_a_bucket_are_read_in_place(local, remote, tmp_path, monkeypatch):
     monkeypatch.setenv(paths.CACHE_VARIABLE, str(tmp_path))
-    found = [
+    run_benchmarks = [
         registry.load(own_questions.NAME, registry.find_folder(own_questions.NAME, str(workdir)))
         for workdir in (local, remote)
     ]
-    assert found[0].items == found[1].items != ()
+    assert run_benchmarks[0].items == run_benchmarks[1].items != ()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_generate_finds_policy_and_prompts_of_a_run_in_a_bucket(remote, tmp_path, monkeypatch):
     monkeypatch.setenv(paths.CACHE_VARIABLE, str(tmp_path))
-    given = {"workdir": str(remote), "policy": None, "prompt_set": None, "greedy": True}
-    given |= {"top_p": 1.0, "max_tokens": 4, "dtype": "float32", "thinking": ""}
-    policy, prompts, _ = generation.load(SimpleNamespace(**given))
+    flag_values = {"workdir": str(remote), "policy": None, "prompt_set": None, "greedy": True}
+    flag_values |= {"top_p": 1.0, "max_tokens": 4, "dtype": "float32", "thinking": ""}
+    policy, prompts, _ = generation.load(SimpleNamespace(**flag_values))
     assert {path.name: path.read_bytes() for path in policy.folder.iterdir()} == {
         path.name: path.read_bytes() for path in (remote / "policy").iterdir()
     }
@@ -287,8 +292,8 @@ def test_workdir_in_a_bucket_is_locked_for_one_run():
     workdir = paths.open_folder("gs://bucket/locked")
     with locked(workdir):
         assert names(workdir) == {FILE}
-        wanted = r"^workdir = gs://bucket/locked: is in use by pid \d+ on host"
-        with pytest.raises(ValueError, match=wanted), locked(workdir):
+        pattern = r"^workdir = gs://bucket/locked: is in use by pid \d+ on host"
+        with pytest.raises(ValueError, match=pattern), locked(workdir):
             pass
         lock = WorkdirLock(workdir)
         assert "is in use by pid" in lock.take()
@@ -306,8 +311,12 @@ def test_stale_lock_in_a_bucket_is_taken_over():
         lock = WorkdirLock(workdir, lambda seconds, slept=slept: slept.append(seconds))
         assert lock.take() == "" and len(slept) >= looks
         lock.renew()
-        found = Holder.parse((workdir / FILE).read_bytes())
-        assert found is not None and found.is_local and found.seen > found.since
+        renewed_holder = Holder.parse((workdir / FILE).read_bytes())
+        assert (
+            renewed_holder is not None
+            and renewed_holder.is_local
+            and renewed_holder.seen > renewed_holder.since
+        )
         lock.release()
         assert names(workdir) == set()
 
@@ -375,11 +384,11 @@ def test_policy_folder_is_replaced_as_a_whole(monkeypatch):
 @pytest.mark.parametrize("workdir", ["gs://bucket/run", "/data/run", "runs/mine"])
 def test_workdir_paths_are_passed_on_unchanged(monkeypatch, workdir):
     """Check the path that train gets; test_checkpoint.py tests that Checkpoints passes it on."""
-    given = []
-    monkeypatch.setattr(loop, "train", lambda config, workdir: given.append(workdir))
+    workdirs = []
+    monkeypatch.setattr(loop, "train", lambda config, workdir: workdirs.append(workdir))
     call_main(train, None, workdir)
-    assert isinstance(given[0], epath.Path) and str(given[0]) == workdir
-    assert str(given[0] / "checkpoints") == f"{workdir}/checkpoints"
+    assert isinstance(workdirs[0], epath.Path) and str(workdirs[0]) == workdir
+    assert str(workdirs[0] / "checkpoints") == f"{workdir}/checkpoints"
 
 
 def test_bucket_without_gcsfs_raises_import_error(monkeypatch):

@@ -47,18 +47,18 @@ def expect(
     code: int, resumed: int, policy: pathlib.Path, workdir: pathlib.Path, *fault: str, **settings
 ) -> str:
     """Run until a fault, after a step that is resumed (0: none); returns its standard error."""
-    found, error = play(policy, workdir, *fault, **settings)
-    assert found == code, error[-3000:]
-    told = f"resumed at step {resumed}\n" if resumed else "begins with the weights of"
-    assert told in error, (fault, error[-3000:])
+    exit_code, error = play(policy, workdir, *fault, **settings)
+    assert exit_code == code, error[-3000:]
+    start_line = f"resumed at step {resumed}\n" if resumed else "begins with the weights of"
+    assert start_line in error, (fault, error[-3000:])
     return error
 
 
-def passings(point: str, whole: pathlib.Path, step: int = STEP) -> int:
+def passings(point: str, uninterrupted_run: pathlib.Path, step: int = STEP) -> int:
     """Number of a point's passing, counted from the run's start, in the middle of a step."""
     if point not in PHASES:
         return step
-    return sum(number < step for number, _ in read_episodes(whole)) + QUESTION
+    return sum(number < step for number, _ in read_episodes(uninterrupted_run)) + QUESTION
 
 
 def checkpoint_files(workdir: pathlib.Path) -> set[str]:
@@ -75,7 +75,7 @@ def policy(tmp_path_factory) -> pathlib.Path:
 
 
 @pytest.fixture(scope="module")
-def whole(policy, tmp_path_factory) -> pathlib.Path:
+def uninterrupted_run(policy, tmp_path_factory) -> pathlib.Path:
     """The workdir of an uninterrupted run."""
     workdir = tmp_path_factory.mktemp("whole")
     expect(0, 0, policy, workdir)
@@ -85,7 +85,7 @@ def whole(policy, tmp_path_factory) -> pathlib.Path:
 # -------------------------------------------------------------------------------------------- kill
 
 
-def test_run_killed_at_every_point_ends_bit_identical(policy, whole, tmp_path) -> None:
+def test_run_killed_at_every_point_ends_bit_identical(policy, uninterrupted_run, tmp_path) -> None:
     """Run in one workdir, with processes that are killed in turn, except for the last.
 
     Each is killed in the step after the last saved one. The first is killed one step later, when
@@ -102,39 +102,48 @@ def test_run_killed_at_every_point_ends_bit_identical(policy, whole, tmp_path) -
     expect(KILLED, 3, policy, tmp_path, "saved:1")
     assert checkpoint_files(tmp_path) == {"3", "3!", "4", "4!"}
     expect(0, 4, policy, tmp_path)
-    killed.assert_same_run(killed.make_config(policy), tmp_path, whole)
+    killed.assert_same_run(killed.make_config(policy), tmp_path, uninterrupted_run)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("point", fault_injection.TRAINING_POINTS)
-def test_run_killed_in_the_fourth_step_ends_bit_identical(point, policy, whole, tmp_path) -> None:
+def test_run_killed_in_the_fourth_step_ends_bit_identical(
+    point, policy, uninterrupted_run, tmp_path
+) -> None:
     """Run three steps and a part of the fourth in one process, the rest in another."""
-    fault = f"{point}:{passings(point, whole)}", f"hold:{STEP}" if point == "saving" else ""
+    fault = (
+        f"{point}:{passings(point, uninterrupted_run)}",
+        f"hold:{STEP}" if point == "saving" else "",
+    )
     expect(KILLED, 0, policy, tmp_path, *fault)
     expect(0, STEP if point == "saved" else STEP - 1, policy, tmp_path)
-    killed.assert_same_run(killed.make_config(policy), tmp_path, whole)
+    killed.assert_same_run(killed.make_config(policy), tmp_path, uninterrupted_run)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("point", fault_injection.TRAINING_POINTS)
-def test_run_killed_in_the_first_step_ends_bit_identical(point, policy, whole, tmp_path) -> None:
+def test_run_killed_in_the_first_step_ends_bit_identical(
+    point, policy, uninterrupted_run, tmp_path
+) -> None:
     """Kill the run in its first step; only at "saved" does a checkpoint exist."""
     expect(KILLED, 0, policy, tmp_path, f"{point}:1", "hold:1" if point == "saving" else "")
     expect(0, int(point == "saved"), policy, tmp_path)
-    killed.assert_same_run(killed.make_config(policy), tmp_path, whole)
+    killed.assert_same_run(killed.make_config(policy), tmp_path, uninterrupted_run)
 
 
 # ----------------------------------------------------------------------------------------- SIGTERM
 
 
-def test_run_saves_on_sigterm_and_resumes_bit_identically(policy, whole, tmp_path) -> None:
+def test_run_saves_on_sigterm_and_resumes_bit_identically(
+    policy, uninterrupted_run, tmp_path
+) -> None:
     """Send SIGTERM to a run that otherwise saves rarely.
 
     It arrives in the middle of a rollout, which saves the step before, or after an update, which
     saves that step. A second SIGTERM ends a hanging save at once.
     """
     rarely = {"checkpoint_every": 100}
-    fault = f"answered:{passings('answered', whole)}:term"
+    fault = f"answered:{passings('answered', uninterrupted_run)}:term"
     error = expect(EXIT_CODE, 0, policy, tmp_path, fault, **rarely)
     assert "SIGTERM: will stop" in error and "ends at once" not in error
     assert checkpoint_files(tmp_path) == {"3", "3!"}
@@ -150,26 +159,30 @@ def test_run_saves_on_sigterm_and_resumes_bit_identically(policy, whole, tmp_pat
     assert "ends at once" not in error
     assert checkpoint_files(tmp_path) == {"4", "4!"}
     expect(0, 4, policy, tmp_path, **rarely)
-    killed.assert_same_run(killed.make_config(policy), tmp_path, whole)
+    killed.assert_same_run(killed.make_config(policy), tmp_path, uninterrupted_run)
 
 
 @pytest.mark.long
-def test_run_that_hangs_after_sigterm_ends_at_the_time_limit(policy, whole, tmp_path) -> None:
+def test_run_that_hangs_after_sigterm_ends_at_the_time_limit(
+    policy, uninterrupted_run, tmp_path
+) -> None:
     """The run hangs where it should save, so the previous checkpoint is resumed."""
     short = {"preemption_limit_s": 0.5}
-    fault = f"verified:{passings('verified', whole)}:term", "hang:0"
+    fault = f"verified:{passings('verified', uninterrupted_run)}:term", "hang:0"
     error = expect(EXIT_CODE, 0, policy, tmp_path, *fault, **short)
     assert "not ended within 0.5 s: ends at once" in error
     expect(0, 3, policy, tmp_path)
-    killed.assert_same_run(killed.make_config(policy), tmp_path, whole)
+    killed.assert_same_run(killed.make_config(policy), tmp_path, uninterrupted_run)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("point", fault_injection.TRAINING_POINTS)
-def test_run_stopped_at_any_point_resumes_bit_identically(point, policy, whole, tmp_path) -> None:
-    expect(EXIT_CODE, 0, policy, tmp_path, f"{point}:{passings(point, whole)}:term")
+def test_run_stopped_at_any_point_resumes_bit_identically(
+    point, policy, uninterrupted_run, tmp_path
+) -> None:
+    expect(EXIT_CODE, 0, policy, tmp_path, f"{point}:{passings(point, uninterrupted_run)}:term")
     code, error = play(policy, tmp_path)
     assert code == 0, error[-3000:]
     # A notice in the background of a step is seen at the end of a phase of the next step.
     assert any(f"resumed at step {step}\n" in error for step in (STEP - 1, STEP, STEP + 1))
-    killed.assert_same_run(killed.make_config(policy), tmp_path, whole)
+    killed.assert_same_run(killed.make_config(policy), tmp_path, uninterrupted_run)

@@ -53,15 +53,15 @@ def test_both_steps_train_on_chained_questions(runs):
     assert all({f"eval/depth/{d}" for d in (1, 2, 3)} <= line.keys() for line in lines)
     assert sum(line["rollout/accepted"] for line in lines) > 0
     assert lines[-1]["rollout/history"] > 0, "the second step remembers the first one's questions"
-    asked = [e["question"] for _, e in read_episodes(runs / "full" / "0") if e["answers"]]
-    assert any(map(world.depth_of, asked))
+    questions = [e["question"] for _, e in read_episodes(runs / "full" / "0") if e["answers"]]
+    assert any(map(world.depth_of, questions))
 
 
 def test_questions_of_the_run_are_those_of_the_yoked_arm(runs, tmp_path):
     out = tmp_path / "questions.jsonl"
     experiment.main(["questions", f"--out={out}", f"--run={runs}/full/0"])
-    asked = [e["question"] for _, e in read_episodes(runs / "full" / "0") if e["answers"]]
-    assert [question.question for question in read_questions(out, "data.questions")] == asked
+    questions = [e["question"] for _, e in read_episodes(runs / "full" / "0") if e["answers"]]
+    assert [question.question for question in read_questions(out, "data.questions")] == questions
 
 
 def test_figure_of_the_run(runs, tmp_path):

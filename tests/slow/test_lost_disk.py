@@ -32,7 +32,7 @@ def policy(tmp_path_factory) -> pathlib.Path:
 
 
 @pytest.fixture(scope="module")
-def whole(policy, tmp_path_factory) -> pathlib.Path:
+def uninterrupted_run(policy, tmp_path_factory) -> pathlib.Path:
     workdir = tmp_path_factory.mktemp("whole")
     assert play(policy, workdir)[0] == 0
     return workdir
@@ -83,11 +83,13 @@ def fill_for_seconds(workdir: pathlib.Path) -> None:
 
 
 @pytest.mark.long
-def test_run_on_a_disk_that_is_full_for_seconds_ends_bit_identical(policy, whole, disk) -> None:
+def test_run_on_a_disk_that_is_full_for_seconds_ends_bit_identical(
+    policy, uninterrupted_run, disk
+) -> None:
     code, error = play(policy, disk / "run", fill_for_seconds)
     assert code == 0, error[-3000:]
     assert "No space left on device" in error
-    killed.assert_same_run(killed.make_config(policy), disk / "run", whole)
+    killed.assert_same_run(killed.make_config(policy), disk / "run", uninterrupted_run)
 
 
 def rename(workdir: pathlib.Path) -> None:
@@ -102,7 +104,9 @@ def remove(workdir: pathlib.Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("disturb", [remove, rename])
-def test_run_without_its_workdir_ends_with_one_line(policy, whole, tmp_path, disturb) -> None:
+def test_run_without_its_workdir_ends_with_one_line(
+    policy, uninterrupted_run, tmp_path, disturb
+) -> None:
     """The line names a folder from which the run goes on, and best/ is made there."""
     workdir = tmp_path / "a" / "run"
     code, error = play(policy, workdir, disturb)
@@ -116,8 +120,8 @@ def test_run_without_its_workdir_ends_with_one_line(policy, whole, tmp_path, dis
     assert code == 0, error[-3000:]
     assert f"these steps ended in {workdir}" in error
     lines = list(map(noise.steady, read_metrics(fallback)))
-    assert lines == list(map(noise.steady, read_metrics(whole)))
-    killed.assert_same_state(killed.make_config(policy), fallback, whole)
+    assert lines == list(map(noise.steady, read_metrics(uninterrupted_run)))
+    killed.assert_same_state(killed.make_config(policy), fallback, uninterrupted_run)
     first = min(episode_files(fallback))
     assert f"no episodes of steps 1{f'-{first - 1}' if first > 2 else ''};" in error
     assert (fallback / "best" / "config.json").exists()

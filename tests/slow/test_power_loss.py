@@ -174,9 +174,9 @@ def test_training_resumes_from_a_snapshot_to_the_bit(disk, tmp_path) -> None:
         copies, steps = [], set()
         while run.poll() is None:
             time.sleep(0.5)
-            done = {*(disk.folder / "run" / "checkpoints").glob("*/hashes.txt")}
-            if done and done != steps:
-                steps = done
+            hash_files = {*(disk.folder / "run" / "checkpoints").glob("*/hashes.txt")}
+            if hash_files and hash_files != steps:
+                steps = hash_files
                 copies.append(copies_folder / f"{len(copies)}.img")
                 disk.snapshot(copies[-1])
         assert run.returncode == 0

@@ -107,18 +107,20 @@ def questions(spell_data, qwen, tmp_path_factory) -> pathlib.Path:
     """Long questions over paragraphs, tables and prose, in one file."""
     folder = tmp_path_factory.mktemp("questions")
     config = long_questions.LongConfig(min_tokens=2048, max_tokens=3400)
-    count, made = tokenizers.load(qwen).count, []
+    count, all_questions = tokenizers.load(qwen).count, []
     for layout in ROWS:
         rows, out = folder / f"{layout} rows.jsonl", folder / f"{layout}.jsonl"
         write_records(rows, rows_of(spell_data, layout))
         summary = long_questions.build([str(rows)], layout, out, config, count)
-        found = read_questions(out, layout)
-        assert summary["bad_rows"] == 0 and sum(summary["written"].values()) == len(found)
-        lengths = [sum(count(text + "\n") for text in q.documents) for q in found]
+        layout_questions = read_questions(out, layout)
+        assert summary["bad_rows"] == 0 and sum(summary["written"].values()) == len(
+            layout_questions
+        )
+        lengths = [sum(count(text + "\n") for text in q.documents) for q in layout_questions]
         assert (summary["tokens"]["min"], summary["tokens"]["max"]) == (min(lengths), max(lengths))
         assert min(lengths) >= 2048 and max(lengths) <= 3400
-        made += found
-    write_records(folder / "all.jsonl", map(dataclasses.asdict, made))
+        all_questions += layout_questions
+    write_records(folder / "all.jsonl", map(dataclasses.asdict, all_questions))
     return folder / "all.jsonl"
 
 
@@ -133,8 +135,10 @@ def short_questions(spell_data, tmp_path_factory) -> pathlib.Path:
         for draft in read_row(LAYOUTS[layout], row)
         if isinstance(draft, Draft)
     ]
-    made = [Question(d.task, d.documents, d.question, d.answer, d.evidence) for d in drafts]
-    write_records(path, map(dataclasses.asdict, made))
+    multi_hop_questions = [
+        Question(d.task, d.documents, d.question, d.answer, d.evidence) for d in drafts
+    ]
+    write_records(path, map(dataclasses.asdict, multi_hop_questions))
     return path
 
 
@@ -174,29 +178,33 @@ def run(config: ConfigDict, workdir: pathlib.Path) -> list[tuple[Record, list[Re
     loop.train(config, workdir)
     lines, episodes = read_metrics(workdir), list(read_episodes(workdir))
     assert [line["step"] for line in lines] == [1, 2]
-    found = [(line, [e for step, e in episodes if step == line["step"]]) for line in lines]
-    for line, some in found:
+    step_records = [(line, [e for step, e in episodes if step == line["step"]]) for line in lines]
+    for line, step_episodes in step_records:
         assert line["rollout/sampler/reused_prompt_tokens"] >= 0
-        assert [e["number"] for e in some] == list(range(1, some[0]["of"] + 1))
-    return found
+        assert [e["number"] for e in step_episodes] == list(range(1, step_episodes[0]["of"] + 1))
+    return step_records
 
 
 def check_tokens(
-    line: Record, said: Sequence[str], agent: str, model: pathlib.Path, most: int = MOST_TOKENS
+    line: Record,
+    agent_prompts: Sequence[str],
+    agent: str,
+    model: pathlib.Path,
+    max_tokens: int = MOST_TOKENS,
 ) -> None:
     """The tokens of a step's prompts to a model, counted again, and of its answers to them."""
     tokenizer = tokenizers.load(model)
-    lengths = [len(tokenizer.chat(prompt)) for prompt in said]
+    lengths = [len(tokenizer.chat(prompt)) for prompt in agent_prompts]
     assert max(lengths) <= CAP and line[f"rollout/refused/{agent}"] == 0
     assert line[f"rollout/prompt_tokens/{agent}"] == pytest.approx(np.mean(lengths))
-    assert line[f"rollout/answer_tokens/{agent}"] <= most
+    assert line[f"rollout/answer_tokens/{agent}"] <= max_tokens
     if line[f"rollout/truncated/{agent}"] == 1:
-        assert line[f"rollout/answer_tokens/{agent}"] == most
+        assert line[f"rollout/answer_tokens/{agent}"] == max_tokens
 
 
 def with_documents(record: Record) -> str:
     """A record's prompt with the texts that it names."""
-    return DOCUMENT.sub(lambda found: record["documents"][int(found[1])], record["prompt"])
+    return DOCUMENT.sub(lambda match: record["documents"][int(match[1])], record["prompt"])
 
 
 def has_changed(before: pathlib.Path, after: pathlib.Path) -> bool:
@@ -242,8 +250,10 @@ def test_reconstruction_on_books_and_filings(
         reasons = Counter(e["reason"] for e in episodes if e["reason"])
         assert sum(reasons.values()) == len(episodes) - len(posed)
         shares = {n: v for n, v in line.items() if n.startswith("rollout/reason/")}
-        wanted = {f"rollout/reason/{name}": n / len(episodes) for name, n in reasons.items()}
-        assert shares == pytest.approx(wanted)
+        expected_shares = {
+            f"rollout/reason/{name}": n / len(episodes) for name, n in reasons.items()
+        }
+        assert shares == pytest.approx(expected_shares)
         check_tokens(line, [check_puzzle(e, files) for e in posed], "responder", qwen)
         assert line["rollout/options"] == np.mean(ks)
         assert line["rollout/dense_by_chance"] == pytest.approx(np.mean([1 / k for k in ks]))
@@ -282,9 +292,9 @@ def check_puzzle(record: Record, files: Sequence[str]) -> str:
     assert len(letters) == len(spans) == record["options"]
     assert sorted(letters) == list("ABCDEFGH"[: len(letters)])
     assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
-    taken = [text[slice(*span)] for span in spans]
-    assert len(set(taken)) == len(taken) and all(80 <= len(t) <= 4000 for t in taken)
-    for letter, paragraph in zip(letters, taken, strict=True):
+    paragraphs = [text[slice(*span)] for span in spans]
+    assert len(set(paragraphs)) == len(paragraphs) and all(80 <= len(t) <= 4000 for t in paragraphs)
+    for letter, paragraph in zip(letters, paragraphs, strict=True):
         assert paragraph == paragraph.strip() and text.count(paragraph) == 1
         assert f"({letter}) {paragraph}\n" in record["prompt"]
     pieces, start = [], 0
@@ -292,7 +302,7 @@ def check_puzzle(record: Record, files: Sequence[str]) -> str:
         pieces += [text[start:begin], f"<gap {number}>"]
         start = end
     with_gaps = "".join([*pieces, text[start:]])
-    assert all(paragraph not in with_gaps for paragraph in taken)
+    assert all(paragraph not in with_gaps for paragraph in paragraphs)
     return record["prompt"].replace("{document}", with_gaps)
 
 
@@ -322,8 +332,8 @@ def test_eapo_with_only_malformed_answers_makes_no_update(
     for line, episodes in run(eapo_config(qwen, llama, questions), tmp_path):
         assert Counter(e["task"] for e in episodes) == {"general_qa": 2, "financial_math": 2}
         for e in episodes:
-            asked = by_text[e["question"]]
-            assert tuple(e["documents"]) == asked.documents and e["reference"] == asked.answer
+            question = by_text[e["question"]]
+            assert tuple(e["documents"]) == question.documents and e["reference"] == question.answer
             measures = e["measures"]
             assert measures["well_formed"] == [False] * GROUP and e["scores"] == [0.0] * GROUP
             assert e["scoring"] is None and e["used"] == {"responder": "equal_rewards"}
@@ -352,33 +362,33 @@ class Script:
         self.prompts: list[str] = []  # of the reward model
 
     def write(self, model: str, prompt: str) -> list[str]:
-        asked = max(
+        question = max(
             (q for q in self._questions if q.question in prompt), key=lambda q: len(q.question)
         )
         if model == "policy":
-            return answers_to(asked)
+            return answers_to(question)
         self.prompts.append(prompt)
-        tries = self.scorings.get(asked.question, 0)
-        self.scorings[asked.question] = tries + 1
-        place = list(self.scorings).index(asked.question)
+        tries = self.scorings.get(question.question, 0)
+        self.scorings[question.question] = tries + 1
+        place = list(self.scorings).index(question.question)
         return ['{"scores": [5, 1, 2]}' if tries >= place % 3 else "the first is best"]
 
     def replace(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        said = RolloutWorker._reply
+        real_reply = RolloutWorker._reply
 
         def reply(players: RolloutWorker, model: str, prompt: list[int], samples: Sequence[Any]):
-            found = said(players, model, prompt, samples)
+            model_reply = real_reply(players, model, prompt, samples)
             texts = self.write(model, players._text_sampler_of(model).tokenizer.decode(prompt))
-            found.texts[:] = texts
-            return found
+            model_reply.texts[:] = texts
+            return model_reply
 
         monkeypatch.setattr(RolloutWorker, "_reply", reply)
 
 
-def answers_to(asked: Question) -> list[str]:
+def answers_to(question: Question) -> list[str]:
     """Four answers to a question, the first of which is right."""
-    wrong = "-123456.5" if asked.task == "financial_math" else "nobody that is named here"
-    quotes = [f'- "{quote}"' for quote in asked.evidence or asked.documents[:1]]
+    wrong = "-123456.5" if question.task == "financial_math" else "nobody that is named here"
+    quotes = [f'- "{quote}"' for quote in question.evidence or question.documents[:1]]
     invented = "- Of this the unwritten chapter tells."
 
     def answer(evidence: str, answer: str) -> str:
@@ -387,7 +397,7 @@ def answers_to(asked: Question) -> list[str]:
             f"<reasoning>it follows</reasoning>\n<answer>{answer}</answer>"
         )
 
-    right = answer("\n".join(quotes), asked.answer)
+    right = answer("\n".join(quotes), question.answer)
     partly = answer("\n".join([*quotes, invented]), wrong)
     return [right, answer(invented, wrong), right + " and more", partly]
 
@@ -400,7 +410,7 @@ def test_eapo_scores_retries_and_refreshes_the_reward_model(
     script.replace(monkeypatch)
     steps = run(eapo_config(qwen, llama, questions), tmp_path)
     assert len(script.scorings) == 8
-    order, asked = list(script.scorings), 0
+    order, prompt_count = list(script.scorings), 0
     for line, episodes in steps:
         kinds = [order.index(e["question"]) % 3 for e in episodes]
         assert kinds.count(2) == 1  # neither try was well-formed
@@ -412,11 +422,14 @@ def test_eapo_scores_retries_and_refreshes_the_reward_model(
             assert (first, invented, nothing) == (1, 0, None) and 0 < partly < 1
             assert e["evidence_scores"] == (None if kind == 2 else [5, 1, 2])
             assert e["consistent"] == (kind != 2)
-            wanted = [0.85, 0.25, 0, 0.25] if kind == 2 else [1, 0.1, 0, 0.175]
-            assert e["scores"] == pytest.approx(wanted)
+            expected_scores = [0.85, 0.25, 0, 0.25] if kind == 2 else [1, 0.1, 0, 0.175]
+            assert e["scores"] == pytest.approx(expected_scores)
             assert sum(e["advantages"]["responder"]) == pytest.approx(0, abs=1e-5)
         tries = sum(2 if kind else 1 for kind in kinds)
-        prompts, asked = script.prompts[asked : asked + tries], asked + tries
+        prompts, prompt_count = (
+            script.prompts[prompt_count : prompt_count + tries],
+            prompt_count + tries,
+        )
         assert len(prompts) == tries
         assert line["rollout/well_formed"] == 0.75 and line["rollout/outcome_reward"] == 0.25
         assert (
@@ -432,7 +445,7 @@ def test_eapo_scores_retries_and_refreshes_the_reward_model(
         assert not line["train/empty_update"] and not line["train/reward_model/empty_update"]
         assert line["train/reward_model/gradient_norm"] > 0
         assert line["train/sampler_difference"] < 1e-4
-    assert asked == len(script.prompts)
+    assert prompt_count == len(script.prompts)
     assert has_changed(qwen, tmp_path / "policy") and has_changed(llama, tmp_path / "reward_model")
 
 
@@ -467,18 +480,18 @@ def check_rlvr(
         "algorithm.generation_batch": 4,
         "algorithm.max_generations": 1,
     }
-    known = {q.question: q for q in read_questions(path, "data.questions")}
+    questions_by_text = {q.question: q for q in read_questions(path, "data.questions")}
     fill = prompts.load("full").responder
     steps = run(config_of(rlvr.get_config(), qwen, **fields), workdir)
-    asked = [e["question"] for _, episodes in steps for e in episodes]
-    assert len(asked) == len(set(asked)) == 8  # no question twice in an epoch
+    asked_questions = [e["question"] for _, episodes in steps for e in episodes]
+    assert len(asked_questions) == len(set(asked_questions)) == 8  # no question twice in an epoch
     for line, episodes in steps:
-        assert line["rollout/static_questions"] == len(known)
+        assert line["rollout/static_questions"] == len(questions_by_text)
         for e in episodes:
-            assert e["reference"] == known[e["question"]].answer
-            assert tuple(e["documents"]) == known[e["question"]].documents
-        said = [fill(e["task"], e["documents"], e["question"]) for e in episodes]
-        check_tokens(line, said, "responder", qwen)
+            assert e["reference"] == questions_by_text[e["question"]].answer
+            assert tuple(e["documents"]) == questions_by_text[e["question"]].documents
+        filled_prompts = [fill(e["task"], e["documents"], e["question"]) for e in episodes]
+        check_tokens(line, filled_prompts, "responder", qwen)
         assert line["rollout/solve_rate"] == np.mean([np.mean(e["scores"]) for e in episodes])
         assert "rollout/prompt_tokens/questioner" not in line
     return steps
@@ -489,12 +502,14 @@ def test_rule_accepts_references_and_few_other_answers(spell_data, layout) -> No
     """A right answer earns 1; one for another question earns 1 only by chance."""
     drafts = [d for row in rows_of(spell_data, layout) for d in read_row(LAYOUTS[layout], row)]
     drafts = [d for d in drafts if isinstance(d, Draft)]
-    said = [f"The answer is {d.answer}" for d in drafts]
-    assert all(rules.score(s, d.answer, d.task) == 1 for s, d in zip(said, drafts, strict=True))
+    statements = [f"The answer is {d.answer}" for d in drafts]
+    assert all(
+        rules.score(s, d.answer, d.task) == 1 for s, d in zip(statements, drafts, strict=True)
+    )
     pairs = [
-        (s, other)
-        for s, d, other in zip(said, drafts, drafts[1:], strict=False)
-        if d.answer != other.answer
+        (s, other_draft)
+        for s, d, other_draft in zip(statements, drafts, drafts[1:], strict=False)
+        if d.answer != other_draft.answer
     ]
     right = sum(rules.score(s, d.answer, d.task) for s, d in pairs)
     assert right <= 0.05 * len(pairs)
@@ -549,9 +564,9 @@ def check_answers(line: Record, episodes: Sequence[Record], qwen: pathlib.Path) 
     """Check requests after the proposals and their results; returns the rows of each role."""
     fills = prompts.load("full")
     solved = [e for e in episodes if e["scores"]]
-    said = [fills.responder(e["task"], (), e["question"]) for e in episodes if e["blind"]]
-    said += [fills.responder(e["task"], e["documents"], e["question"]) for e in solved]
-    check_tokens(line, said, "responder", qwen)
+    filled_prompts = [fills.responder(e["task"], (), e["question"]) for e in episodes if e["blind"]]
+    filled_prompts += [fills.responder(e["task"], e["documents"], e["question"]) for e in solved]
+    check_tokens(line, filled_prompts, "responder", qwen)
     compared = [
         fills.verifier(e["question"], prediction, e["reference"])
         for e in solved

@@ -168,7 +168,7 @@ def test_generation_from_a_hub_folder_is_deterministic(policy, tmp_path) -> None
     records = [{"prompt": "Who signed the report?"}, {"prompt": "word " * 40_000}]
     sampling = {"temperature": 0.0, "top_p": 1.0, "max_tokens": 4}
     texts = [record["prompt"] for record in records]
-    found = generation.answer(Policy(policy), records, texts, 1, sampling, seed=0)
-    assert found == generation.answer(Policy(policy), records, texts, 1, sampling, seed=1)
-    assert len(found[0]["answers"]) == 1 and found[0]["tokens"] == [4]
-    assert found[1]["answers"] == []
+    answers = generation.answer(Policy(policy), records, texts, 1, sampling, seed=0)
+    assert answers == generation.answer(Policy(policy), records, texts, 1, sampling, seed=1)
+    assert len(answers[0]["answers"]) == 1 and answers[0]["tokens"] == [4]
+    assert answers[1]["answers"] == []

@@ -100,42 +100,44 @@ def alone(policy, tmp_path_factory) -> pathlib.Path:
 
 def assert_same_run(
     workdir: pathlib.Path,
-    other: pathlib.Path,
+    other_workdir: pathlib.Path,
     policy: pathlib.Path,
     ignored: Set[str] = frozenset(),
 ) -> None:
     """Episodes to the byte, metrics except for times and rounding, weights to 1e-5."""
     for step in range(1, STEPS + 1):
         name = f"episodes/step_{step:06d}.jsonl.gz"
-        assert (workdir / name).read_bytes() == (other / name).read_bytes(), name
-    assert_same_learning(workdir, other, policy, ("policy", "best"), ignored)
+        assert (workdir / name).read_bytes() == (other_workdir / name).read_bytes(), name
+    assert_same_learning(workdir, other_workdir, policy, ("policy", "best"), ignored)
 
 
 def assert_same_learning(
     workdir: pathlib.Path,
-    other: pathlib.Path,
+    other_workdir: pathlib.Path,
     policy: pathlib.Path,
     folders: Sequence[str],
     ignored: Set[str] = frozenset(),
 ) -> None:
     """As assert_same_run, without the episodes; the metrics `ignored` may differ."""
-    lines, others = (list(map(noise.steady, read_metrics(run))) for run in (workdir, other))
+    lines, expected_lines = (
+        list(map(noise.steady, read_metrics(run))) for run in (workdir, other_workdir)
+    )
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
-    for line, wanted in zip(lines, others, strict=True):
-        assert line.keys() == wanted.keys() and line.keys() >= ignored
+    for line, expected_line in zip(lines, expected_lines, strict=True):
+        assert line.keys() == expected_line.keys() and line.keys() >= ignored
         for key in line.keys() - ignored:
-            np.testing.assert_allclose(line[key], wanted[key], 1e-4, 1e-6, err_msg=key)
+            np.testing.assert_allclose(line[key], expected_line[key], 1e-4, 1e-6, err_msg=key)
     for folder in folders:
-        mine, theirs = (weights.load(run / folder)[1] for run in (workdir, other))
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 0, 1e-5), mine, theirs)
+        params, other_params = (weights.load(run / folder)[1] for run in (workdir, other_workdir))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 0, 1e-5), params, other_params)
     before = weights.load(policy)[1]["embedding"]
-    assert np.abs(weights.load(other / "policy")[1]["embedding"] - before).max() > 1e-4
+    assert np.abs(weights.load(other_workdir / "policy")[1]["embedding"] - before).max() > 1e-4
 
 
 def test_two_processes_train_like_one(alone, policy, tmp_path) -> None:
-    told = succeed(2, "train", policy, tmp_path)
+    error_texts = succeed(2, "train", policy, tmp_path)
     assert_same_run(tmp_path, alone, policy)
-    for index, text in enumerate(told):
+    for index, text in enumerate(error_texts):
         assert "waiting for 2 processes at localhost" in text
         assert f"this is process {index} of 2" in text
 
@@ -184,22 +186,25 @@ EXPERTS = {"qkv_bias": False, "qk_norm": True, "experts": 4, "experts_per_token"
 def test_run_goes_on_with_fewer_hosts(parts, settings, per_host, request, tmp_path) -> None:
     """Step 1 on four hosts, step 2 on two, step 3 on one; with `per_host`, of one device each."""
     if parts or settings:
-        policy, wanted = noise.save_policy(tmp_path / "policy", **parts), tmp_path / "alone"
-        succeed(1, "train", policy, wanted, json.dumps(settings))
+        policy, expected_workdir = (
+            noise.save_policy(tmp_path / "policy", **parts),
+            tmp_path / "alone",
+        )
+        succeed(1, "train", policy, expected_workdir, json.dumps(settings))
     else:
-        policy, wanted = map(request.getfixturevalue, ("policy", "alone"))
+        policy, expected_workdir = map(request.getfixturevalue, ("policy", "alone"))
     workdir = tmp_path / "moved"
     for steps, hosts in enumerate((4, 2, 1), start=1):
         options = {"devices": hosts} if per_host else {}
-        told = succeed(
+        error_texts = succeed(
             hosts, "train", policy, workdir, json.dumps(settings | {"steps": steps}), **options
         )
-        assert (f"resumed at step {steps - 1}\n" in told[0]) == (steps > 1)
-    losses, others = (
-        [line["train/loss"] for line in read_metrics(run)] for run in (workdir, wanted)
+        assert (f"resumed at step {steps - 1}\n" in error_texts[0]) == (steps > 1)
+    losses, expected_losses = (
+        [line["train/loss"] for line in read_metrics(run)] for run in (workdir, expected_workdir)
     )
-    np.testing.assert_allclose(losses, others, 0, 1e-5)
-    assert_same_run(workdir, wanted, policy, DECODE_SLOTS if per_host else set())
+    np.testing.assert_allclose(losses, expected_losses, 0, 1e-5)
+    assert_same_run(workdir, expected_workdir, policy, DECODE_SLOTS if per_host else set())
 
 
 @pytest.mark.long

@@ -72,11 +72,13 @@ def test_logits_equal_transformers(folder, file) -> None:
     for chat in CHATS:
         ids = np.array([tokenizer.load(folder).chat(chat)])
         with torch.no_grad():
-            wanted = model(torch.tensor(ids)).logits.numpy()
-        found = np.asarray(run(config, params, ids.astype(np.int32)))
+            expected_logits = model(torch.tensor(ids)).logits.numpy()
+        logits = np.asarray(run(config, params, ids.astype(np.int32)))
         # Logits reach 38. Here, ours differ by 1.0e-4 from theirs; from a float64 forward pass of
         # the same weights, ours differ by 0.8e-4 and theirs by 0.9e-4.
-        np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
+        np.testing.assert_allclose(
+            logits, expected_logits, rtol=0, atol=1e-5 * np.abs(expected_logits).max()
+        )
 
 
 def test_token_ids_equal_transformers(folder, their_tokenizer, spell_data) -> None:
@@ -107,10 +109,10 @@ def test_digits_after_line_breaks_are_split_first(folder, their_tokenizer, spell
 
 @pytest.mark.parametrize("chat", CHATS)
 def test_chats_equal_transformers(chat, folder, their_tokenizer) -> None:
-    wanted = their_tokenizer.apply_chat_template(
+    expected_ids = their_tokenizer.apply_chat_template(
         chat, add_generation_prompt=True, return_dict=False
     )
-    assert tokenizer.load(folder).chat(chat) == wanted
+    assert tokenizer.load(folder).chat(chat) == expected_ids
 
 
 def run(module: str, *flags: str) -> str:
@@ -126,10 +128,10 @@ def test_greedy_answers_to_long_prompts_equal_transformers(folder, spell_data) -
     """Needles, and RULER's variable tracking and needle in noise, of 1,024 tokens."""
     tasks = "needle,ruler_vt,ruler_niah_single_1"
     flags = [f"--policy={folder}", f"--data={spell_data / 'books' / 'dev'}", f"--tasks={tasks}"]
-    found = json.loads(run("benchmarks", "agreement", *flags, "--lengths=1024", "--items=1"))
-    assert found["questions"] == 3
-    assert found["equal_predictions"] == found["equal_texts"] == 3
-    assert found["accuracy"] == found["transformers_accuracy"] > 0.3
+    agreement = json.loads(run("benchmarks", "agreement", *flags, "--lengths=1024", "--items=1"))
+    assert agreement["questions"] == 3
+    assert agreement["equal_predictions"] == agreement["equal_texts"] == 3
+    assert agreement["accuracy"] == agreement["transformers_accuracy"] > 0.3
 
 
 def test_trained_policy_answers_in_transformers(folder, tmp_path) -> None:
@@ -154,8 +156,10 @@ def test_trained_policy_answers_in_transformers(folder, tmp_path) -> None:
     np.testing.assert_array_equal(*logits)
     model = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
     with torch.no_grad():
-        wanted = model(torch.tensor(ids)).logits.numpy()
-    np.testing.assert_allclose(logits[1], wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
+        expected_logits = model(torch.tensor(ids)).logits.numpy()
+    np.testing.assert_allclose(
+        logits[1], expected_logits, rtol=0, atol=1e-5 * np.abs(expected_logits).max()
+    )
     words = transformers.AutoTokenizer.from_pretrained(exported)
     answer = model.generate(torch.tensor(ids), max_new_tokens=8, do_sample=False)
     assert words.decode(answer[0, ids.shape[1] :], skip_special_tokens=True).strip()

@@ -33,8 +33,8 @@ def config(tmp_path_factory) -> Iterator[Any]:
     """A few questions per step, and a reward model that is larger than the policy."""
     folder = tmp_path_factory.mktemp("given")
     for name, count in (("train", 12), ("held_out", 3)):
-        made = evidence_rows.make_questions(count, count, (2, 3))
-        write_records(folder / f"{name}.jsonl", map(dataclasses.asdict, made))
+        questions = evidence_rows.make_questions(count, count, (2, 3))
+        write_records(folder / f"{name}.jsonl", map(dataclasses.asdict, questions))
     fields = {
         "steps": STEPS,
         "checkpoint_every": 1,
@@ -65,7 +65,7 @@ def config(tmp_path_factory) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def whole(config, tmp_path_factory) -> epath.Path:
+def uninterrupted_run(config, tmp_path_factory) -> epath.Path:
     """A run from its first step to its last."""
     return loop.train(config, epath.Path(tmp_path_factory.mktemp("whole") / "run"))
 
@@ -80,8 +80,8 @@ def end_of(config: Any, workdir: epath.Path) -> dict[str, Any]:
         return runs.restore_or_init(run, checkpoints)[0]
 
 
-def test_refresh_trains_on_scorings_kept_since_the_last_refresh(whole):
-    first, second = lines_of(whole)
+def test_refresh_trains_on_scorings_kept_since_the_last_refresh(uninterrupted_run):
+    first, second = lines_of(uninterrupted_run)
     assert all(line["train/rows/responder"] > 0 for line in (first, second))
     assert first["rollout/kept_scorings"] > 0 and first["rollout/refreshed_scorings"] == 0
     assert second["rollout/refreshed_scorings"] >= first["rollout/kept_scorings"]
@@ -91,9 +91,9 @@ def test_refresh_trains_on_scorings_kept_since_the_last_refresh(whole):
     assert second["rollout/prompt_tokens/reward_model"] > 0
 
 
-def test_refresh_changes_the_reward_models_weights(config, whole):
-    assert moved(config.reward_model.folder, whole / "reward_model") > 1e-5
-    assert moved(config.policy.folder, whole / "policy") > 1e-5
+def test_refresh_changes_the_reward_models_weights(config, uninterrupted_run):
+    assert moved(config.reward_model.folder, uninterrupted_run / "reward_model") > 1e-5
+    assert moved(config.policy.folder, uninterrupted_run / "policy") > 1e-5
 
 
 def moved(before: str, after: epath.Path) -> float:
@@ -102,22 +102,27 @@ def moved(before: str, after: epath.Path) -> float:
     return max(jax.tree.leaves(jax.tree.map(lambda a, b: float(np.abs(a - b).max()), *pair)))
 
 
-def test_run_resumes_bit_identically_across_a_refresh(config, whole, tmp_path):
-    halved = noise.end_earlier(whole, epath.Path(tmp_path / "halved"), 1)
+def test_run_resumes_bit_identically_across_a_refresh(config, uninterrupted_run, tmp_path):
+    halved = noise.end_earlier(uninterrupted_run, epath.Path(tmp_path / "halved"), 1)
     loop.train(config, halved)
-    assert [*map(noise.steady, lines_of(whole))] == [*map(noise.steady, lines_of(halved))]
-    ends = [end_of(config, workdir) for workdir in (whole, halved)]
+    assert [*map(noise.steady, lines_of(uninterrupted_run))] == [
+        *map(noise.steady, lines_of(halved))
+    ]
+    ends = [end_of(config, workdir) for workdir in (uninterrupted_run, halved)]
     assert ends[0].keys() == {"policy", "reward_model"}
     assert int(ends[0]["reward_model"].step) == 1
     jax.tree.map(np.testing.assert_array_equal, *ends)
 
 
-def test_report_shows_questions_and_evaluation(whole):
-    chosen = choose_episodes(whole, 100).chosen
-    assert len(chosen) == 8 * STEPS
-    assert all(len(e["answers"]) == 3 and " of " in e["question"] for e in chosen)
-    tables = json.loads((whole / "evaluation.json").read_text())
+def test_report_shows_questions_and_evaluation(uninterrupted_run):
+    episodes = choose_episodes(uninterrupted_run, 100).chosen_episodes
+    assert len(episodes) == 8 * STEPS
+    assert all(len(e["answers"]) == 3 and " of " in e["question"] for e in episodes)
+    tables = json.loads((uninterrupted_run / "evaluation.json").read_text())
     for when in ("before", "after"):
         names = tables[when]["structured answers"]["all"]
         assert {"accuracy", "well_formed", "evidence_recall"} <= set(names)
-    write_page([RunData(whole, lines_of(whole), None)], whole / "report.html")
+    write_page(
+        [RunData(uninterrupted_run, lines_of(uninterrupted_run), None)],
+        uninterrupted_run / "report.html",
+    )

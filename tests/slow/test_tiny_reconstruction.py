@@ -84,10 +84,10 @@ def test_both_steps_train_on_puzzles(workdir):
 
 
 def test_episode_files_hold_the_puzzles_of_each_step(workdir):
-    found = read_episodes(workdir)
-    numbers = [(step, episode["options"]) for step, episode in found]
+    episodes = read_episodes(workdir)
+    numbers = [(step, episode["options"]) for step, episode in episodes]
     assert sorted(numbers) == [(1, 2)] * 2 + [(1, 3)] * 2 + [(2, 4)] * 4, "3:3:5 of 8"
-    assert all(len(episode["answers"]) == 4 for _, episode in found)
+    assert all(len(episode["answers"]) == 4 for _, episode in episodes)
 
 
 def test_run_is_evaluated_before_and_after_training(workdir):
@@ -105,7 +105,7 @@ def test_report_shows_puzzles_and_plots(workdir):
     overview = write_page([measured], workdir / PAGE)
     assert (workdir / PAGE).stat().length > 0
     assert "sparse reward of a guess" in json.dumps(overview)
-    shown = {episode["question"] for episode in choose_episodes(workdir, 100).chosen}
+    shown = {episode["question"] for episode in choose_episodes(workdir, 100).chosen_episodes}
     assert shown == {f"order of {k} paragraphs" for k in (2, 3, 4)}
     saved = {path.name for path in (workdir / PLOTS_FOLDER).iterdir()}
     assert {"rollout.png", "train.png", "eval.png", "evaluation.png"} <= saved

@@ -35,7 +35,7 @@ def policy(tmp_path_factory) -> pathlib.Path:
 
 
 @pytest.fixture(scope="module")
-def other(policy, tmp_path_factory) -> epath.Path:
+def other_run(policy, tmp_path_factory) -> epath.Path:
     """The folder of another run, with a checkpoint of each of its steps."""
     workdir = epath.Path(tmp_path_factory.mktemp("other"))
     run_to_end(
@@ -86,8 +86,8 @@ def test_auto_becomes_the_dtype_of_the_run_or_of_the_machine(
         settled = runs.settle_dtypes(config, epath.Path(tmp_path))
     assert settled.policy.compute_dtype == expected
     assert settled == dataclasses.replace(config, policy=settled.policy)
-    kept = "policy.compute_dtype = 'auto': float32, with which the run began"
-    assert (kept in caplog.text) == (expected == "float32")
+    message = "policy.compute_dtype = 'auto': float32, with which the run began"
+    assert (message in caplog.text) == (expected == "float32")
 
 
 def test_a_dtype_that_the_config_names_is_not_replaced(policy, tmp_path) -> None:
@@ -106,11 +106,11 @@ def test_a_dtype_that_the_config_names_is_not_replaced(policy, tmp_path) -> None
 @pytest.mark.parametrize(("template", "verdicts"), [("yes_no", [1, -1]), ("grades", [-1, 1])])
 def test_judge_template_selects_prompt_and_parser(template, verdicts, monkeypatch) -> None:
     """The judge replies to both kinds of prompt, once in the words of each."""
-    asked = []
+    judge_prompts = []
 
     def endpoint(config):
         def ask(prompts):
-            asked.extend(prompts)
+            judge_prompts.extend(prompts)
             yield from zip(prompts, ("[[YES]]", "A"), strict=True)
 
         return ask
@@ -126,30 +126,30 @@ def test_judge_template_selects_prompt_and_parser(template, verdicts, monkeypatc
     items = [("q?", "said", "true"), ("q?", "other", "true")]
     assert context.judge is not None and context.judge(items) == verdicts
     write = {"yes_no": prompts.Prompts.judge, "grades": prompts.Prompts.judge_grades}[template]
-    assert asked == [write(context.prompts, *item) for item in items]
+    assert judge_prompts == [write(context.prompts, *item) for item in items]
 
 
-def assert_equal(params, others) -> None:
-    jax.tree.map(np.testing.assert_array_equal, params, others)
+def assert_equal(params, expected_params) -> None:
+    jax.tree.map(np.testing.assert_array_equal, params, expected_params)
 
 
 @pytest.mark.slow
-def test_initial_weights_follow_the_order_of_precedence(policy, other, tmp_path, caplog):
+def test_initial_weights_follow_the_order_of_precedence(policy, other_run, tmp_path, caplog):
     """Sources of weights in order of precedence: each is present with all later ones."""
     caplog.set_level(logging.INFO, "spell_jax")
     folder, empty = tmp_path / "policy", tmp_path / "empty"
     shutil.copytree(policy, folder)
-    config = noise.small_config(folder, init_from=str(other), steps=4)
+    config = noise.small_config(folder, init_from=str(other_run), steps=4)
 
-    models, step = begin(config, other)
+    models, step = begin(config, other_run)
     assert step == STEPS and f"resumed at step {STEPS}" in caplog.text
     assert "steps = 4: was 2 when it was saved" in caplog.text
-    assert f"init_from = '{other}': was '' when it was saved" in caplog.text
+    assert f"init_from = '{other_run}': was '' when it was saved" in caplog.text
     last = models["policy"].params
 
     caplog.clear()
     models, step = begin(config, empty)
-    assert step == 0 and f"the weights of {other}, step {STEPS} (init_from)" in caplog.text
+    assert step == 0 and f"the weights of {other_run}, step {STEPS} (init_from)" in caplog.text
     assert_equal(models["policy"].params, last)
     assert_equal(models["reference_reader"], last)
     assert not any(np.any(x) for x in jax.tree.leaves(models["policy"].opt_state))
@@ -171,25 +171,25 @@ def test_initial_weights_follow_the_order_of_precedence(policy, other, tmp_path,
     assert_equal(models["policy"].params, initial)
 
 
-def test_init_from_can_name_a_step_of_another_run(policy, other, tmp_path):
-    step = other / "checkpoints" / "1"
+def test_init_from_can_name_a_step_of_another_run(policy, other_run, tmp_path):
+    step = other_run / "checkpoints" / "1"
     models, _ = begin(noise.small_config(policy, init_from=str(step)), tmp_path)
     one_device = meshes.make_mesh(None, jax.devices()[:1])
-    _, wanted = runs.read_weights(
-        other, weights.read_config_and_tokenizer(policy)[0], one_device, step=1
+    _, expected_params = runs.read_weights(
+        other_run, weights.read_config_and_tokenizer(policy)[0], one_device, step=1
     )
-    assert_equal(models["policy"].params, wanted)
+    assert_equal(models["policy"].params, expected_params)
 
 
 @pytest.mark.parametrize("name", ["nowhere", "other/checkpoints/7", ""])
-def test_init_from_without_a_run_is_rejected(name, policy, other, tmp_path):
-    path = str(tmp_path / name).replace(str(tmp_path / "other"), str(other))
+def test_init_from_without_a_run_is_rejected(name, policy, other_run, tmp_path):
+    path = str(tmp_path / name).replace(str(tmp_path / "other"), str(other_run))
     with pytest.raises(FileNotFoundError, match=r"init_from = .*: must be a run's folder"):
         make_run(noise.small_config(policy, init_from=path))
 
 
-def test_init_from_a_run_of_another_shape_is_rejected(policy, other, tmp_path):
-    config = noise.small_config(pathlib.Path("tiny"), init_from=str(other))
+def test_init_from_a_run_of_another_shape_is_rejected(policy, other_run, tmp_path):
+    config = noise.small_config(pathlib.Path("tiny"), init_from=str(other_run))
     with pytest.raises(ValueError, match=r"embedding: saved as float32\[\d+,32\], wanted as"):
         begin(config, tmp_path)
 
@@ -200,8 +200,8 @@ def test_init_from_also_loads_adapters(policy, tmp_path):
     run_to_end(noise.small_config(policy, **adapters), tmp_path / "first")
     config = noise.small_config(policy, init_from=str(tmp_path / "first"), **adapters)
     models, _ = begin(config, tmp_path / "second")
-    found, _ = begin(config, tmp_path / "first")
-    assert_equal(models["policy"].params, found["policy"].params)
+    first_models, _ = begin(config, tmp_path / "first")
+    assert_equal(models["policy"].params, first_models["policy"].params)
     b = lora.split(make_run(config).policy, models["policy"].params)[0]["layers"]["attention"]
     assert np.any(b["q_lora_b"]), "adapters that do nothing are easily the same"
 

@@ -104,14 +104,14 @@ def test_damaged_config_is_named(tmp_path):
 @pytest.mark.slow
 def test_command_exports_a_chosen_step_in_bfloat16(run, tmp_path) -> None:
     flags = [f"--workdir={run}", f"--out={tmp_path / 'out'}", "--step=1"]
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "spell_jax.export", *flags],
         env=os.environ | {"XLA_FLAGS": ""},
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stderr
-    assert "the policy after step 1" in done.stdout
+    assert process.returncode == 0, process.stderr
+    assert "the policy after step 1" in process.stdout
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["torch_dtype"] == "bfloat16"
     export(run, tmp_path / "first", step=1, dtype="float32")
@@ -127,17 +127,17 @@ def test_only_adapters_are_trained_saved_and_exported(policy, adapted, tmp_path)
     resumed = tmp_path / "resumed"
     run_to_end(noise.small_config(policy, **SHORT | {"steps": 1}, **LORA), resumed)
     run_to_end(noise.small_config(policy, **SHORT, **LORA), resumed)
-    config, found = weights.load(adapted / "policy")
-    assert_same(load(resumed / "policy"), found)
+    config, policy_params = weights.load(adapted / "policy")
+    assert_same(load(resumed / "policy"), policy_params)
     assert config == weights.load(policy)[0].with_rope_scaling("yarn", 2.0)
     old = dict(jax.tree_util.tree_leaves_with_path(load(policy)))
-    for path, leaf in jax.tree_util.tree_leaves_with_path(found):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(policy_params):
         name = "/".join(key.key for key in path)
         trained = name in ("layers/attention/q_kernel", "layers/mlp/down_kernel")
         assert np.array_equal(leaf, old[path]) != trained, name
 
     export(adapted, tmp_path / "merged", dtype="float32")
-    assert_same(load(tmp_path / "merged"), found)
+    assert_same(load(tmp_path / "merged"), policy_params)
     export(adapted, tmp_path / "adapters", adapters=True)
     written = {path.name for path in (tmp_path / "adapters").iterdir()}
     assert written == {"adapter_config.json", "adapter_model.safetensors"}

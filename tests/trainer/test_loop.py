@@ -69,7 +69,7 @@ class Finished:
     def _keep(self, run: loop.Run) -> loop.Run:
         self.run, begin = run, run.worker.start_step
         self.begun: list[int] = []
-        run.worker.start_step = lambda *given: (self.begun.append(given[0]), begin(*given))[1]
+        run.worker.start_step = lambda *args: (self.begun.append(args[0]), begin(*args))[1]
         return run
 
     def _count(self, rows):
@@ -89,10 +89,10 @@ class Finished:
     def metrics(self) -> list[dict]:
         return list(map(noise.steady, read_metrics(self.workdir)))
 
-    def checkpoint(self, *others: str) -> tuple[dict, dict]:
+    def checkpoint(self, *other_models: str) -> tuple[dict, dict]:
         """(models, the host's state) of the last checkpoint."""
         checkpoints = Checkpoints(self.workdir)
-        names = (*self.run.algorithm.models, *others)
+        names = (*self.run.algorithm.models, *other_models)
         abstract = self.run.learner.fns.abstract_state
         target = {"policy": abstract} | dict.fromkeys(names, abstract.params)
         step = checkpoints.latest_step()
@@ -106,7 +106,7 @@ COUNT_ANSWERS = packing.count_answers
 
 
 @pytest.fixture(scope="module")
-def whole(policy, tmp_path_factory) -> Finished:
+def uninterrupted_run(policy, tmp_path_factory) -> Finished:
     """Four steps in one go, evaluated, the last one profiled."""
     config = noise.small_config(policy, steps=4, evaluate=True, profile_steps=(4,))
     return Finished(config, tmp_path_factory.mktemp("whole"), alone=True)
@@ -120,9 +120,9 @@ def resumed(policy, tmp_path_factory) -> Finished:
     return Finished(noise.small_config(policy, steps=4), workdir)
 
 
-def test_run_writes_all_its_files(whole):
-    folder = whole.workdir
-    assert [line["step"] for line in whole.metrics()] == [1, 2, 3, 4]
+def test_run_writes_all_its_files(uninterrupted_run):
+    folder = uninterrupted_run.workdir
+    assert [line["step"] for line in uninterrupted_run.metrics()] == [1, 2, 3, 4]
     assert sorted(p.name for p in (folder / "episodes").iterdir()) == [
         f"step_00000{step}.jsonl.gz" for step in range(1, 5)
     ]
@@ -149,19 +149,19 @@ def test_run_writes_all_its_files(whole):
     assert json.loads((folder / "config.json").read_text())["algorithm"]["group_size"] == 4
 
 
-def test_policy_folder_holds_the_last_weights(whole, policy):
-    shape, saved = weights.load(whole.workdir / "policy")
-    models, _ = whole.checkpoint()
+def test_policy_folder_holds_the_last_weights(uninterrupted_run, policy):
+    shape, saved = weights.load(uninterrupted_run.workdir / "policy")
+    models, _ = uninterrupted_run.checkpoint()
     jax.tree.map(np.testing.assert_array_equal, saved, models["policy"].params)
     first_shape, first = weights.load(policy)
     assert shape == first_shape
     assert (saved["embedding"] != first["embedding"]).any()
-    before, after = tokenizers.load(policy), tokenizers.load(whole.workdir / "policy")
+    before, after = tokenizers.load(policy), tokenizers.load(uninterrupted_run.workdir / "policy")
     assert before.encode("- Arvo city Oslo") == after.encode("- Arvo city Oslo")
 
 
-def test_metrics_report_rollouts_and_updates(whole):
-    lines = whole.metrics()
+def test_metrics_report_rollouts_and_updates(uninterrupted_run):
+    lines = uninterrupted_run.metrics()
     updates = [line for line in lines if not line["train/empty_update"]]
     assert len(updates) >= 3
     roles = {f"train/rows/{role}" for role in ("responder", "questioner", "verifier")}
@@ -174,12 +174,12 @@ def test_metrics_report_rollouts_and_updates(whole):
     assert ["eval/responder" in line for line in lines] == [False, True, False, True]
 
 
-def test_every_metric_is_documented(whole):
+def test_every_metric_is_documented(uninterrupted_run):
     """Every metric is in the docs; the run has all documented ones but those of unused features."""
-    written = {name for line in read_metrics(whole.workdir) for name in line} - {"step"}
+    written = {name for line in read_metrics(uninterrupted_run.workdir) for name in line} - {"step"}
     unknown, unused = metric_names.compare(written)
     assert not unknown
-    more = {
+    expected_unused = {
         "train/kl",
         "train/teacher_kl",
         "rollout/named_document[/TASK]",
@@ -193,12 +193,12 @@ def test_every_metric_is_documented(whole):
         "process/device_peak_mib",
         "non_finite",
     }
-    others = metric_names.OF_OTHER_ALGORITHMS | metric_names.OF_OTHER_MODELS
-    assert unused - others == more and unused >= metric_names.OF_OTHER_MODELS
+    other_metrics = metric_names.OF_OTHER_ALGORITHMS | metric_names.OF_OTHER_MODELS
+    assert unused - other_metrics == expected_unused and unused >= metric_names.OF_OTHER_MODELS
 
 
-def test_phase_times_sum_to_the_step_time(whole):
-    for line in read_metrics(whole.workdir):
+def test_phase_times_sum_to_the_step_time(uninterrupted_run):
+    for line in read_metrics(uninterrupted_run.workdir):
         parts = {n: v for n, v in line.items() if n.startswith("time/seconds/")}
         assert sum(parts.values()) == pytest.approx(line["time/step_seconds"])
         assert all(seconds >= 0 for seconds in parts.values())
@@ -206,33 +206,42 @@ def test_phase_times_sum_to_the_step_time(whole):
         assert line["time/tokens_per_second/sampled"] > 0 < line["time/tokens_per_second/prefilled"]
 
 
-def test_every_step_has_its_own_random_key(whole):
+def test_every_step_has_its_own_random_key(uninterrupted_run):
     """Every evaluation uses the keys of step 0, so that it never disturbs the steps."""
-    assert whole.begun == [0, 1, 2, 0, 3, 4, 0, 0]
+    assert uninterrupted_run.begun == [0, 1, 2, 0, 3, 4, 0, 0]
 
 
-def test_nothing_compiles_after_the_first_full_step(whole):
-    updates = [i for i, line in enumerate(whole.metrics()) if not line["train/empty_update"]]
-    first = whole.traces[updates[0]]
+def test_nothing_compiles_after_the_first_full_step(uninterrupted_run):
+    updates = [
+        i for i, line in enumerate(uninterrupted_run.metrics()) if not line["train/empty_update"]
+    ]
+    first = uninterrupted_run.traces[updates[0]]
     assert first["prefill"] == first["accumulate"] == first["apply"] == 1
     assert first["decode"] == 2  # for questions, and for answers to a prompt, however many
-    assert len(whole.traces) == 4 and updates[0] < 3
-    assert all(traces == first for traces in whole.traces[updates[0] :])
+    assert len(uninterrupted_run.traces) == 4 and updates[0] < 3
+    assert all(traces == first for traces in uninterrupted_run.traces[updates[0] :])
 
 
-def test_long_lived_objects_are_spared_by_the_garbage_collector_until_the_run_ends(whole):
-    assert min(whole.spared) > 100_000, "modules and traced programs"
+def test_long_lived_objects_are_spared_by_the_garbage_collector_until_the_run_ends(
+    uninterrupted_run,
+):
+    assert min(uninterrupted_run.spared) > 100_000, "modules and traced programs"
     assert gc.get_freeze_count() == 0
 
 
-def test_resumed_run_is_bit_identical(whole, resumed):
-    assert resumed.metrics() == whole.metrics()
+def test_resumed_run_is_bit_identical(uninterrupted_run, resumed):
+    assert resumed.metrics() == uninterrupted_run.metrics()
     for step in range(1, 5):
         name = f"episodes/step_00000{step}.jsonl.gz"
-        assert (resumed.workdir / name).read_bytes() == (whole.workdir / name).read_bytes()
-    model, saved = "policy/model.safetensors", (resumed.workdir, whole.workdir)
+        assert (resumed.workdir / name).read_bytes() == (
+            uninterrupted_run.workdir / name
+        ).read_bytes()
+    model, saved = "policy/model.safetensors", (resumed.workdir, uninterrupted_run.workdir)
     assert len({(folder / model).read_bytes() for folder in saved}) == 1
-    (models, state), (other_models, other_state) = whole.checkpoint(), resumed.checkpoint()
+    (models, state), (other_models, other_state) = (
+        uninterrupted_run.checkpoint(),
+        resumed.checkpoint(),
+    )
     jax.tree.map(np.testing.assert_array_equal, models, other_models)
     for name in ("algorithm", "best"):
         assert state[name] == other_state[name]
@@ -241,8 +250,8 @@ def test_resumed_run_is_bit_identical(whole, resumed):
     )
 
 
-def test_checkpoint_holds_the_frozen_reader(whole, policy):
-    models, _ = whole.checkpoint()
+def test_checkpoint_holds_the_frozen_reader(uninterrupted_run, policy):
+    models, _ = uninterrupted_run.checkpoint()
     _, first = weights.load(policy)
     jax.tree.map(np.testing.assert_array_equal, models["reference_reader"], first)
 
@@ -259,21 +268,23 @@ def test_resume_with_a_changed_seed_or_fewer_steps_is_rejected(
         Finished(noise.small_config(policy, **({"steps": 4} | {field: value})), resumed.workdir)
 
 
-def test_best_policy_by_validation_is_kept(whole, policy):
+def test_best_policy_by_validation_is_kept(uninterrupted_run, policy):
     """The best policy is kept even if a later one is worse."""
-    scores = [line["eval/responder"] for line in whole.metrics() if "eval/responder" in line]
-    _, state = whole.checkpoint()
+    scores = [
+        line["eval/responder"] for line in uninterrupted_run.metrics() if "eval/responder" in line
+    ]
+    _, state = uninterrupted_run.checkpoint()
     assert state["best"] == max(scores)
-    _, kept = weights.load(whole.workdir / "best")
-    _, last = weights.load(whole.workdir / "policy")
+    _, best_params = weights.load(uninterrupted_run.workdir / "best")
+    _, last = weights.load(uninterrupted_run.workdir / "policy")
     is_last = scores[1] > scores[0]
-    assert (kept["embedding"] == last["embedding"]).all() == is_last
+    assert (best_params["embedding"] == last["embedding"]).all() == is_last
 
 
 def test_finished_run_is_not_changed_by_a_restart(resumed, policy):
     before = resumed.metrics()
-    again = Finished(noise.small_config(policy, steps=4), resumed.workdir)
-    assert again.traces == [] and again.metrics() == before
+    restarted_run = Finished(noise.small_config(policy, steps=4), resumed.workdir)
+    assert restarted_run.traces == [] and restarted_run.metrics() == before
 
 
 @pytest.mark.slow
@@ -299,17 +310,17 @@ def test_kl_reference_and_refreshed_reader_resume_from_checkpoint(policy, tmp_pa
     options = {"loss.kl_weight": 0.5, "algorithm.reader_refresh": 2, "validate_every": 0}
     first = Finished(noise.small_config(policy, steps=2, **options), tmp_path)
     run = Finished(noise.small_config(policy, steps=4, **options), tmp_path)
-    _, kept = weights.load(policy)
+    _, initial_params = weights.load(policy)
     updates = [line for line in run.metrics() if not line["train/empty_update"]]
     # Against itself a policy has no divergence; later it has.
     assert updates[0]["train/kl"] == pytest.approx(0, abs=1e-7)
     assert updates[-1]["train/kl"] > 1e-6
     assert first.traces[-1]["accumulate"] == run.traces[-1]["accumulate"] == 1
     models, _ = run.checkpoint("reference")
-    jax.tree.map(np.testing.assert_array_equal, models["reference"], kept)
+    jax.tree.map(np.testing.assert_array_equal, models["reference"], initial_params)
     # Refreshed after step 4, so that it is the policy of that step.
     jax.tree.map(np.testing.assert_array_equal, models["reference_reader"], models["policy"].params)
-    assert (models["reference_reader"]["embedding"] != kept["embedding"]).any()
+    assert (models["reference_reader"]["embedding"] != initial_params["embedding"]).any()
 
 
 @pytest.mark.slow
@@ -318,19 +329,19 @@ def test_step_on_eight_devices_equals_one_device(policy, tmp_path):
     options = {"mesh.fsdp": 4, "mesh.tensor": 2, "validate_every": 0, "steps": 1}
     run = Finished(noise.small_config(policy, **options), tmp_path / "8", devices=8)
     assert run.run.learner.mesh.shape["fsdp"] == 4
-    one = Finished(noise.small_config(policy, validate_every=0, steps=1), tmp_path / "1")
+    one_device_run = Finished(noise.small_config(policy, validate_every=0, steps=1), tmp_path / "1")
     assert list(read_episodes(tmp_path / "8")) == list(read_episodes(tmp_path / "1"))
-    line, wanted = (
+    line, expected_line = (
         {name: value for name, value in line.items() if "/sampler/" not in name}  # its fill level
-        for line in (*run.metrics(), *one.metrics())
+        for line in (*run.metrics(), *one_device_run.metrics())
     )
     assert not line["train/empty_update"]
-    assert line == pytest.approx(wanted, abs=1e-4)
-    (models, _), (wanted, _) = run.checkpoint(), one.checkpoint()
-    moved = wanted["policy"].params["embedding"] - weights.load(policy)[1]["embedding"]
+    assert line == pytest.approx(expected_line, abs=1e-4)
+    (models, _), (expected_models, _) = run.checkpoint(), one_device_run.checkpoint()
+    moved = expected_models["policy"].params["embedding"] - weights.load(policy)[1]["embedding"]
     assert abs(moved).max() > 1e-4
     equal = functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-5)
-    jax.tree.map(equal, models["policy"].params, wanted["policy"].params)
+    jax.tree.map(equal, models["policy"].params, expected_models["policy"].params)
     places = [
         model["layers"]["mlp"]["up_kernel"].sharding
         for model in (models["reference_reader"], models["policy"].params)
@@ -360,10 +371,10 @@ def test_rollout_may_overlap_previous_update(policy, tmp_path):
     Finished(noise.small_config(policy, steps=3, **options), tmp_path / "resumed")
     resumed = Finished(noise.small_config(policy, steps=5, **options), tmp_path / "resumed")
     assert resumed.metrics() == lines
-    (found, state), (wanted, wanted_state) = resumed.checkpoint(), run.checkpoint()
-    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    (models, state), (expected_models, expected_state) = resumed.checkpoint(), run.checkpoint()
+    jax.tree.map(np.testing.assert_array_equal, models, expected_models)
     for name in ("algorithm", "best"):
-        assert state[name] == wanted_state[name]
+        assert state[name] == expected_state[name]
 
 
 @pytest.mark.slow
@@ -380,9 +391,9 @@ def test_rows_of_non_finite_updates_are_written(policy, tmp_path, monkeypatch):
     assert line["train/skipped_update"] == 1 and line["train/skipped_in_a_row"] == 1
 
 
-def test_chosen_step_is_profiled(whole):
+def test_chosen_step_is_profiled(uninterrupted_run):
     """The chosen step is profiled although it is the last one."""
-    assert len(list((whole.workdir / "profile").rglob("*.xplane.pb"))) == 1
+    assert len(list((uninterrupted_run.workdir / "profile").rglob("*.xplane.pb"))) == 1
 
 
 BAD = [

@@ -85,17 +85,17 @@ def test_minibatches_equal_manual_updates(policy, rollout, tmp_path, correction)
     if correction == "recompute":
         groups = learner.recompute(state, groups)
         difference = statistics.sampler_difference(rollout.groups, groups)
-    found = []
+    update_numbers = []
     for part in packing.in_parts(groups, 2):
         state, (one_step,) = Update(learner, state, [part], None, {}).finish()
-        found.append(one_step)
-    found[0] |= difference
+        update_numbers.append(one_step)
+    update_numbers[0] |= difference
     jax.tree.map(np.testing.assert_array_equal, models["policy"].params, state.params)
-    assert numbers["policy"] == found
+    assert numbers["policy"] == update_numbers
     # Samples from before the first update are off-policy in the second.
-    assert found[1]["approx_kl"] != 0 or correction == "tis"
+    assert update_numbers[1]["approx_kl"] != 0 or correction == "tis"
     if correction == "recompute":
-        assert abs(found[0]["approx_kl"]) < 1e-6
+        assert abs(update_numbers[0]["approx_kl"]) < 1e-6
 
 
 BROKEN = [7]
@@ -123,20 +123,22 @@ class Recorded:
 
 def learn(groups: list[TrainGroup], workdir: epath.Path) -> Any:
     """(Learners, models, numbers) of a step in two mini-batches with two models."""
-    own = {
+    trained_models = {
         name: SimpleNamespace(
             learner=Recorded(),
             tokenizer=SimpleNamespace(decode=lambda ids, name=name: f"{name} {ids}"),
         )
         for name in ("policy", "other")
     }
-    other = SimpleNamespace(epochs=2, groups_per_update=2)
-    config = SimpleNamespace(seed=0, minibatches=2, models={"other": other})
-    run: Any = SimpleNamespace(trained=own, config=config, learner=own["policy"].learner)
+    other_config = SimpleNamespace(epochs=2, groups_per_update=2)
+    config = SimpleNamespace(seed=0, minibatches=2, models={"other": other_config})
+    run: Any = SimpleNamespace(
+        trained=trained_models, config=config, learner=trained_models["policy"].learner
+    )
     models = {"policy": 0, "other": 10, "reference": "frozen"}
     update = step_update.start(run, models, groups)
     numbers = step_update.finish(run, models, groups, update, workdir, 1)
-    return {name: model.learner for name, model in own.items()}, models, numbers
+    return {name: model.learner for name, model in trained_models.items()}, models, numbers
 
 
 def one(prompt: int, model: str) -> TrainGroup:
@@ -173,15 +175,17 @@ def test_run_with_minibatches_resumes_bit_identically(policy, tmp_path):
     """With buckets and a dtype that the run chooses itself."""
     config = make_config(policy, "recompute")
     config = noise.with_fields(config, {"packing.buckets": "auto", "policy.compute_dtype": "auto"})
-    whole = loop.train(config, epath.Path(tmp_path / "whole"))
-    halved = noise.end_earlier(whole, epath.Path(tmp_path / "halved"), 2)
+    uninterrupted_run = loop.train(config, epath.Path(tmp_path / "whole"))
+    halved = noise.end_earlier(uninterrupted_run, epath.Path(tmp_path / "halved"), 2)
     loop.train(config, halved)
-    assert [*map(noise.steady, lines_of(whole))] == [*map(noise.steady, lines_of(halved))]
+    assert [*map(noise.steady, lines_of(uninterrupted_run))] == [
+        *map(noise.steady, lines_of(halved))
+    ]
     states = []
-    for workdir in (whole, halved):
+    for workdir in (uninterrupted_run, halved):
         with Checkpoints(workdir) as checkpoints:
             states.append(runs.restore_or_init(make_run(config), checkpoints)[0]["policy"])
-    taught = sum(line["train/empty_update"] == 0 for line in lines_of(whole))
+    taught = sum(line["train/empty_update"] == 0 for line in lines_of(uninterrupted_run))
     assert taught and int(states[0].step) == 2 * taught
     jax.tree.map(np.testing.assert_array_equal, *states)
 

@@ -62,19 +62,24 @@ def test_run_resumed_on_other_meshes_has_the_same_losses(policy, tmp_path) -> No
     """
     fields = {"loss.kl_weight": 0.5, "loss.entropy_weight": 0.1, "validate_every": 0}
     make = functools.partial(killed.make_config, policy, **fields)
-    wanted = run_to_end(make(), tmp_path / "one")
+    expected_lines = run_to_end(make(), tmp_path / "one")
     workdir = tmp_path / "moved"
     run_to_end(make(steps=2), workdir)
     run_to_end(make(steps=4), workdir, one_device=False)
     lines = run_to_end(make(steps=6, **{"mesh.data": 2, "mesh.fsdp": 4}), workdir, one_device=False)
 
     assert episodes(workdir) == episodes(tmp_path / "one")
-    assert all(abs(line["train/loss"]) > 1e-2 for line in wanted), "nothing is easily the same"
-    assert all(line["train/kl"] > 1e-5 for line in wanted[1:])
+    assert all(abs(line["train/loss"]) > 1e-2 for line in expected_lines), (
+        "nothing is easily the same"
+    )
+    assert all(line["train/kl"] > 1e-5 for line in expected_lines[1:])
     bounds = {"loss": 1e-5, "entropy": 1e-5, "kl": 1e-6, "gradient_norm": 1e-5}
-    for line, want in zip(lines, wanted, strict=True):
+    for line, expected_line in zip(lines, expected_lines, strict=True):
         for name, bound in bounds.items():
-            assert abs(line[f"train/{name}"] - want[f"train/{name}"]) < bound, (line["step"], name)
+            assert abs(line[f"train/{name}"] - expected_line[f"train/{name}"]) < bound, (
+                line["step"],
+                name,
+            )
 
 
 # ------------------------------------------------------------------------ Rollouts ahead of updates
@@ -126,12 +131,12 @@ def test_interrupted_rollout_is_repeated_identically(policy, monkeypatch) -> Non
 
     record(1)
     before = json.dumps(run.algorithm.state_dict())
-    wanted, after, asked = record(2), json.dumps(run.algorithm.state_dict()), len(calls)
-    assert wanted and after != before and asked > 4
+    records, after, call_count = record(2), json.dumps(run.algorithm.state_dict()), len(calls)
+    assert records and after != before and call_count > 4
     run.algorithm.load_state_dict(json.loads(before))
-    assert record(2, stop_at=asked // 2) is None and len(calls) == asked // 2
+    assert record(2, stop_at=call_count // 2) is None and len(calls) == call_count // 2
     assert json.dumps(run.algorithm.state_dict()) == before
-    assert record(2) == wanted and json.dumps(run.algorithm.state_dict()) == after
+    assert record(2) == records and json.dumps(run.algorithm.state_dict()) == after
 
 
 def count_begun(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -150,7 +155,7 @@ def count_begun(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def whole(policy, tmp_path_factory) -> pathlib.Path:
+def uninterrupted_run(policy, tmp_path_factory) -> pathlib.Path:
     workdir = tmp_path_factory.mktemp("whole")
     run_to_end(killed.make_config(policy), workdir)
     return workdir
@@ -161,7 +166,7 @@ def whole(policy, tmp_path_factory) -> pathlib.Path:
     "number, written", [(errno.EROFS, True), (errno.ENOSPC, False)], ids=["read-only", "full"]
 )
 def test_run_resumes_from_the_fallback_folder_after_disk_loss(
-    number, written, policy, whole, tmp_path, monkeypatch
+    number, written, policy, uninterrupted_run, tmp_path, monkeypatch
 ) -> None:
     """No folder can be created from step 3 on, and no metrics written unless `written`."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
@@ -171,16 +176,20 @@ def test_run_resumes_from_the_fallback_folder_after_disk_loss(
         killed.wait_for_saves(patches)
         lose_disk(patches, workdir, 3, number, written)
         run_to_end(config, workdir)
-    told = str(error.value)
-    assert os.strerror(number) in told
-    fallback = pathlib.Path(told.partition("go on from there with --workdir=")[2])
+    message = str(error.value)
+    assert os.strerror(number) in message
+    fallback = pathlib.Path(message.partition("go on from there with --workdir=")[2])
     assert fallback == tmp_path / "temporary" / "run_step3"
-    assert f"episodes of steps 1-3 stay in {workdir}/episodes" in told
+    assert f"episodes of steps 1-3 stay in {workdir}/episodes" in message
     lines = run_to_end(config, fallback)
-    assert lines == list(map(noise.steady, read_metrics(whole)))  # of the first steps too
-    assert episodes(fallback).items() <= episodes(whole).items() and len(episodes(fallback)) == 3
-    killed.assert_same_state(config, fallback, whole)
-    assert killed.files(fallback / "best") == killed.files(whole / "best")
+    # Of the first steps too.
+    assert lines == list(map(noise.steady, read_metrics(uninterrupted_run)))
+    assert (
+        episodes(fallback).items() <= episodes(uninterrupted_run).items()
+        and len(episodes(fallback)) == 3
+    )
+    killed.assert_same_state(config, fallback, uninterrupted_run)
+    assert killed.files(fallback / "best") == killed.files(uninterrupted_run / "best")
     for run in (workdir, fallback):
         assert Checkpoints(run).newest_intact() == (2 if run == workdir else killed.STEPS)
 
@@ -191,10 +200,10 @@ def lose_disk(
     """Let every write of new files to the workdir fail from the beginning of a step on."""
     roll_out, mkdir, put = Rollouts._roll_out, os.mkdir, MetricsWriter._put
 
-    def fail(path, *given, **options):
+    def fail(path, *arguments, **options):
         if os.fspath(path).startswith(f"{workdir}/"):
             raise OSError(number, os.strerror(number), path)
-        mkdir(path, *given, **options)
+        mkdir(path, *arguments, **options)
 
     def fail_to_put(self, lines):
         time.sleep(0.5)  # known only when the checkpoint waits for it
@@ -219,10 +228,10 @@ def test_only_checkpoints_wait_for_pending_writes(policy, tmp_path, monkeypatch)
             time.sleep(0.5)
         write_lines(path, lines)
 
-    def look_and_save(self, step, *given, **options):
+    def look_and_save(self, step, *arguments, **options):
         written = [line["step"] for line in read_metrics(tmp_path)]
         there.setdefault(step, (written, len(episode_files(tmp_path))))
-        return save(self, step, *given, **options)
+        return save(self, step, *arguments, **options)
 
     monkeypatch.setattr(runtime_metrics, "write_lines", slow)
     monkeypatch.setattr(jsonl, "write_lines", slow)  # episodes
@@ -235,7 +244,7 @@ def test_only_checkpoints_wait_for_pending_writes(policy, tmp_path, monkeypatch)
 
 @pytest.mark.slow
 def test_full_disk_between_checkpoints_ends_the_run_with_all_saved(
-    policy, whole, tmp_path, monkeypatch
+    policy, uninterrupted_run, tmp_path, monkeypatch
 ) -> None:
     """The metrics of step 2 cannot be written.
 
@@ -255,5 +264,5 @@ def test_full_disk_between_checkpoints_ends_the_run_with_all_saved(
         run_to_end(make(), tmp_path)
     step = Checkpoints(tmp_path).newest_intact()
     assert step in (2, 3) and [line["step"] for line in read_metrics(tmp_path)] == [1]
-    assert run_to_end(make(), tmp_path) == list(map(noise.steady, read_metrics(whole)))
-    killed.assert_same_state(make(), tmp_path, whole)
+    assert run_to_end(make(), tmp_path) == list(map(noise.steady, read_metrics(uninterrupted_run)))
+    killed.assert_same_state(make(), tmp_path, uninterrupted_run)

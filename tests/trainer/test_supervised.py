@@ -131,7 +131,7 @@ def test_lost_metrics_are_in_the_checkpoint(policy, source, tmp_path, monkeypatc
     def steady(workdir: pathlib.Path) -> list[dict]:
         return list(map(noise.steady, read_metrics(workdir)))
 
-    whole = supervised.fine_tune(config(), tmp_path / "whole")
+    uninterrupted_policy = supervised.fine_tune(config(), tmp_path / "whole")
     put = MetricsWriter._put
 
     def fill(self, lines):
@@ -148,7 +148,7 @@ def test_lost_metrics_are_in_the_checkpoint(policy, source, tmp_path, monkeypatc
     resumed = supervised.fine_tune(config(), workdir)
     assert steady(workdir) == steady(tmp_path / "whole")
     model = "model.safetensors"
-    assert (resumed / model).read_bytes() == (whole / model).read_bytes()
+    assert (resumed / model).read_bytes() == (uninterrupted_policy / model).read_bytes()
 
 
 @pytest.mark.slow
@@ -158,15 +158,15 @@ def test_adapters_are_tuned_resumed_and_merged(policy, source, tmp_path, monkeyp
         config.policy.update(lora_rank=2, lora_pattern="q_proj")
         return config
 
-    whole = supervised.fine_tune(config(), tmp_path / "whole")
+    uninterrupted_policy = supervised.fine_tune(config(), tmp_path / "whole")
     with monkeypatch.context() as during:
         kill_at(during, 6)
         with pytest.raises(KeyboardInterrupt):
             supervised.fine_tune(config(), tmp_path / "killed")
     resumed = supervised.fine_tune(config(), tmp_path / "killed")
     model = "model.safetensors"
-    assert (resumed / model).read_bytes() == (whole / model).read_bytes()
-    (_, before), (_, after) = weights.load(policy), weights.load(whole)
+    assert (resumed / model).read_bytes() == (uninterrupted_policy / model).read_bytes()
+    (_, before), (_, after) = weights.load(policy), weights.load(uninterrupted_policy)
     changed = {
         "/".join(path)
         for path, value in flatten_dict(after).items()
@@ -182,7 +182,7 @@ def test_killed_run_resumes_to_bit_identical_weights(policy, source, tmp_path, m
     def config():
         return small_config(policy, source, checkpoint_every=2)
 
-    whole = supervised.fine_tune(config(), tmp_path / "whole")
+    uninterrupted_policy = supervised.fine_tune(config(), tmp_path / "whole")
     with monkeypatch.context() as during:
         kill_at(during, 6)
         with pytest.raises(KeyboardInterrupt):
@@ -191,7 +191,7 @@ def test_killed_run_resumes_to_bit_identical_weights(policy, source, tmp_path, m
     assert [line["step"] for line in read_metrics(tmp_path / "killed")] == [1, 2, 3, 4, 5]
     resumed = supervised.fine_tune(config(), tmp_path / "killed")
     model = "model.safetensors"
-    assert (resumed / model).read_bytes() == (whole / model).read_bytes()
+    assert (resumed / model).read_bytes() == (uninterrupted_policy / model).read_bytes()
     assert steady_metrics(tmp_path / "killed") == steady_metrics(tmp_path / "whole")
 
 
@@ -200,7 +200,7 @@ def test_preempted_run_saves_and_resumes(policy, source, tmp_path, monkeypatch):
     def config():
         return small_config(policy, source, checkpoint_every=100)
 
-    whole = supervised.fine_tune(config(), tmp_path / "whole")
+    uninterrupted_policy = supervised.fine_tune(config(), tmp_path / "whole")
     learn, steps = Learner.update, itertools.count(1)
 
     def warned(*args):
@@ -216,7 +216,7 @@ def test_preempted_run_saves_and_resumes(policy, source, tmp_path, monkeypatch):
     assert [path.name for path in (tmp_path / "left" / "checkpoints").iterdir()] == ["5"]
     resumed = supervised.fine_tune(config(), tmp_path / "left")
     model = "model.safetensors"
-    assert (resumed / model).read_bytes() == (whole / model).read_bytes()
+    assert (resumed / model).read_bytes() == (uninterrupted_policy / model).read_bytes()
     assert steady_metrics(tmp_path / "left") == steady_metrics(tmp_path / "whole")
 
 
@@ -230,9 +230,11 @@ def test_rows_of_non_finite_updates_are_written(policy, source, tmp_path, monkey
     path = tmp_path / "non_finite" / "2.jsonl"
     assert str(path) in error.value.__notes__[0]
     (first, second) = map(json.loads, path.read_text().splitlines())
-    known = [(row["prompt"], row["completion"]) for row in ROWS]
+    text_pairs = [(row["prompt"], row["completion"]) for row in ROWS]
     for line in (first, second):
-        assert any(prompt in line["prompt"] and text in line["answer"] for prompt, text in known)
+        assert any(
+            prompt in line["prompt"] and text in line["answer"] for prompt, text in text_pairs
+        )
 
 
 BAD_LINES = [
@@ -380,9 +382,9 @@ def test_loss_on_texts_is_the_next_token_loss(policy, source):
             losses.append(-jnp.take_along_axis(logprobs, tokens[..., 1:, None], axis=-1).ravel())
         return jnp.concatenate(losses).mean()
 
-    wanted, gradient = jax.value_and_grad(loss)(jax.tree.map(jnp.asarray, params))
+    expected_loss, gradient = jax.value_and_grad(loss)(jax.tree.map(jnp.asarray, params))
     _, numbers = learner.update(learner.init(params), groups)
-    assert -numbers["mean_logprob"] == pytest.approx(float(wanted), rel=1e-4)
+    assert -numbers["mean_logprob"] == pytest.approx(float(expected_loss), rel=1e-4)
     assert numbers["gradient_norm"] == pytest.approx(float(optax.tree.norm(gradient)), rel=1e-3)
     assert numbers["answer_tokens"] == sum(len(tokenizer.encode(text)) - 1 for text in texts)
 
@@ -410,8 +412,8 @@ def test_new_policy_gets_its_own_tokenizer(monkeypatch):
     rows = itertools.islice(supervised.row_stream(config, 300), 50)
     for text in ("Größe 漢字 \U0001f600", *(row.prompt + row.completion for row in rows)):
         assert tokenizer.decode(tokenizer.encode(text)) == text
-    again = supervised.make_policy(config)[1]
-    assert again.model == tokenizer.model
+    second_tokenizer = supervised.make_policy(config)[1]
+    assert second_tokenizer.model == tokenizer.model
 
 
 @pytest.mark.parametrize(

@@ -26,10 +26,10 @@ def take(mixture=None, seed: int = 0, start: int = 0, count: int = COUNT):
 
 @pytest.fixture(scope="module")
 def by_role() -> dict[str, list[demonstrations.Row]]:
-    found: dict[str, list[demonstrations.Row]] = {}
+    rows_by_role: dict[str, list[demonstrations.Row]] = {}
     for row in take():
-        found.setdefault(row.role, []).append(row)
-    return found
+        rows_by_role.setdefault(row.role, []).append(row)
+    return rows_by_role
 
 
 def documents_of(prompt: str) -> list[str]:
@@ -62,12 +62,12 @@ def check_evidence(row: demonstrations.Row) -> None:
             assert f"- {fact}" in documents, row
 
 
-def is_right(found: str, truth: str | None, task: str) -> bool:
+def is_right(answer: str, truth: str | None, task: str) -> bool:
     if truth is None:
         return False
     if task == "general_qa":
-        return world.canonical(found) == truth
-    return rules.same_answer(found, truth, task)
+        return world.canonical(answer) == truth
+    return rules.same_answer(answer, truth, task)
 
 
 def true_answer(question: str, task: str, documents: list[str]) -> str | None:
@@ -96,26 +96,26 @@ def test_requested_letter_is_the_letter_of_the_answer():
 
 
 def test_known_questions_are_rarely_repeated(by_role):
-    known = [row for row in by_role["questioner"] if "known: " in row.prompt]
-    again = 0
-    for row in known:
-        asked = json.loads(row.completion.partition("</think>")[2])["question"]
-        again += any(f": {asked}{end}" in row.prompt for end in (" answer", "\n"))
-    assert len(known) > 40 and again <= 0.02 * len(known)
+    history_rows = [row for row in by_role["questioner"] if "known: " in row.prompt]
+    repeats = 0
+    for row in history_rows:
+        question = json.loads(row.completion.partition("</think>")[2])["question"]
+        repeats += any(f": {question}{end}" in row.prompt for end in (" answer", "\n"))
+    assert len(history_rows) > 40 and repeats <= 0.02 * len(history_rows)
 
 
 def test_answers_are_correct(by_role):
     unknown = Counter()
     for row in by_role["responder"]:
-        found = rules.extract_answer(row.completion, row.task)
-        assert found or row.task != "general_qa", row
+        answer = rules.extract_answer(row.completion, row.task)
+        assert answer or row.task != "general_qa", row
         truth = true_answer(row.prompt, row.task, documents_of(row.prompt))
         check_evidence(row)
         if row.completion.endswith("answer is " + demonstrations.UNKNOWN):
             assert truth is None, row
             unknown[row.prompt.startswith(prompts.NO_DOCUMENTS), row.task] += 1
         else:
-            assert found is not None and is_right(found, truth, row.task), row
+            assert answer is not None and is_right(answer, truth, row.task), row
     assert all(unknown[True, task] for task in world.TASK_OF_KIND.values())
     assert unknown[False, "general_qa"] and unknown[False, "financial_math"]
     assert not unknown[False, "multiple_choice"]
@@ -134,9 +134,9 @@ def test_rule_misses_some_correct_answers(by_role):
 def test_verdicts_are_correct_or_strict_about_wording(by_role):
     labels, strict = Counter(), []
     for row in by_role["verifier"]:
-        question, one, two, ask = row.prompt.rsplit("\n", 3)
+        question, first_line, second_line, ask = row.prompt.rsplit("\n", 3)
         assert ask == "same?" and world.question_kind(question) in world.KINDS
-        first, second = one.removeprefix("one: "), two.removeprefix("two: ")
+        first, second = first_line.removeprefix("one: "), second_line.removeprefix("two: ")
         same = world.canonical(first) == world.canonical(second)
         verdict = parsing.parse_verdict(row.completion)
         if same and first != second:
@@ -150,14 +150,18 @@ def test_verdicts_are_correct_or_strict_about_wording(by_role):
 
 def test_verifier_rows_omit_the_aliases_of_held_out_cities():
     mixture = demonstrations.Mixture(recital=0, questioner=0, verifier=1, verifier_cities=5)
-    known = {name for pair in world.CITIES[:5] for name in pair}
+    city_names = {name for pair in world.CITIES[:5] for name in pair}
     aliases = set()
     for row in take(mixture, count=800):
-        _, one, two, _ = row.prompt.rsplit("\n", 3)
-        pair = [text.split(": ")[1].removesuffix(" town") for text in (one, two)]
-        if row.completion == "[[YES]]" and pair[0] != pair[1] and "Mr" not in one + two:
+        _, first_line, second_line, _ = row.prompt.rsplit("\n", 3)
+        pair = [text.split(": ")[1].removesuffix(" town") for text in (first_line, second_line)]
+        if (
+            row.completion == "[[YES]]"
+            and pair[0] != pair[1]
+            and "Mr" not in first_line + second_line
+        ):
             aliases |= {text for text in pair if not text.split()[0].isdigit()}
-    assert aliases and aliases <= known
+    assert aliases and aliases <= city_names
 
 
 def test_verifier_pairs_are_labeled_by_kind():
@@ -186,31 +190,31 @@ def test_row_depends_only_on_seed_and_number():
     rows = take(count=40)
     assert take(start=25, count=15) == rows[25:]
     assert take(count=40) == rows
-    others = take(seed=1, count=40)
-    assert sum(a == b for a, b in zip(rows, others, strict=True)) == 0
+    other_rows = take(seed=1, count=40)
+    assert sum(a == b for a, b in zip(rows, other_rows, strict=True)) == 0
     assert len({row.prompt + row.completion for row in rows}) == 40
 
 
 def test_rows_follow_the_shares_of_the_mixture(by_role):
     mixture = demonstrations.Mixture()
-    wanted = {
+    expected_shares = {
         "reciter": mixture.recital,
         "questioner": mixture.questioner,
         "verifier": mixture.verifier,
         "responder": 1 - mixture.recital - mixture.questioner - mixture.verifier,
     }
-    assert set(by_role) == set(wanted)
-    for role, share in wanted.items():
+    assert set(by_role) == set(expected_shares)
+    for role, share in expected_shares.items():
         assert abs(len(by_role[role]) / COUNT - share) < 4 * np.sqrt(0.25 / COUNT), role
     tasks = Counter(row.task for row in by_role["responder"])
     for task, share in (("general_qa", 0.5), ("financial_math", 0.25), ("multiple_choice", 0.25)):
         assert abs(tasks[task] / tasks.total() - share) < 0.1
-    for role, wanted_counts in (
+    for role, expected_counts in (
         ("questioner", mixture.questioner_documents),
         ("reciter", mixture.recital_documents),
     ):
         counts = Counter(len(documents_of(row.prompt)) for row in by_role[role])
-        assert set(counts) == set(wanted_counts)
+        assert set(counts) == set(expected_counts)
     allowed = {0, *mixture.responder_documents, *mixture.two_hop_documents}
     counts = Counter(len(documents_of(row.prompt)) for row in by_role["responder"])
     assert set(counts) <= allowed and set(mixture.responder_documents) <= set(counts)
@@ -219,8 +223,10 @@ def test_rows_follow_the_shares_of_the_mixture(by_role):
 
 
 def test_mixture_can_have_a_single_role():
-    only = demonstrations.Mixture(recital=0, questioner=1, verifier=0)
-    assert {row.role for row in take(only, count=30)} == {"questioner"}
-    rest = demonstrations.Mixture(recital=0, questioner=0, verifier=0, kinds=(0, 0, 1, 0))
-    rows = take(rest, count=30)
+    questioner_mixture = demonstrations.Mixture(recital=0, questioner=1, verifier=0)
+    assert {row.role for row in take(questioner_mixture, count=30)} == {"questioner"}
+    responder_mixture = demonstrations.Mixture(
+        recital=0, questioner=0, verifier=0, kinds=(0, 0, 1, 0)
+    )
+    rows = take(responder_mixture, count=30)
     assert {(row.role, row.task) for row in rows} == {("responder", "financial_math")}

@@ -28,18 +28,18 @@ def documents_of(prompt: str) -> tuple[str, ...]:
 
 
 def test_questions_are_answered_by_their_evidence():
-    made = evidence_rows.make_questions(7, 200, (4, 8))
-    assert made == evidence_rows.make_questions(7, 300, (4, 8))[:200]
-    assert made != evidence_rows.make_questions(8, 200, (4, 8))
-    assert [len(q.documents) for q in made[:4]] == [4, 8, 4, 8]
-    kinds = Counter(world.question_kind(q.question) for q in made)
+    questions = evidence_rows.make_questions(7, 200, (4, 8))
+    assert questions == evidence_rows.make_questions(7, 300, (4, 8))[:200]
+    assert questions != evidence_rows.make_questions(8, 200, (4, 8))
+    assert [len(q.documents) for q in questions[:4]] == [4, 8, 4, 8]
+    kinds = Counter(world.question_kind(q.question) for q in questions)
     assert 70 < kinds["two_hop"] < 130 and kinds.total() == kinds["two_hop"] + kinds["lookup"]
-    for q in made:
+    for q in questions:
         assert len(q.evidence) == (2 if world.question_kind(q.question) == "two_hop" else 1)
         truth = world.oracle(q.question, q.documents)
         assert truth == world.oracle(q.question, q.evidence) == world.canonical(q.answer)
-        found = evidence.precision_and_recall("\n".join(q.evidence), q.evidence)
-        assert found == (1.0, 1.0)
+        precision_and_recall = evidence.precision_and_recall("\n".join(q.evidence), q.evidence)
+        assert precision_and_recall == (1.0, 1.0)
         documents = evidence.searchable(q.documents)
         assert evidence.verbatim_share("\n".join(q.evidence), documents) == 1.0
 
@@ -90,48 +90,50 @@ def by_hand(question: str, lines: list[str]) -> int:
 
     No slip lacks the first line and has the second.
     """
-    name, needed = question.split()[-1], []
+    name, needed_lines = question.split()[-1], []
     for line in lines:
-        if line.split()[0] == name and line not in needed:
-            needed.append(line)
-            if " of friend of " in question and len(needed) == 1:
+        if line.split()[0] == name and line not in needed_lines:
+            needed_lines.append(line)
+            if " of friend of " in question and len(needed_lines) == 1:
                 name = line.split()[-1]
     hops = 1 + (" of friend of " in question)
-    base = {0: 1, 1: 3 if hops == 2 else 5, 2: 5}[len(needed)]
-    superfluous = bool(needed) and len(set(lines)) > len(needed)
+    base = {0: 1, 1: 3 if hops == 2 else 5, 2: 5}[len(needed_lines)]
+    superfluous = bool(needed_lines) and len(set(lines)) > len(needed_lines)
     return base - superfluous
 
 
 def sets_of(prompt: str) -> list[list[str]]:
     """The lines of each set."""
-    *asked, question, last = prompt.splitlines()
+    *prompt_lines, question, last = prompt.splitlines()
     assert last == "scores"
-    parts = "\n".join(asked).split(f"\n{question}\n")
+    parts = "\n".join(prompt_lines).split(f"\n{question}\n")
     heads = [parts[0], *(part.splitlines()[-1] for part in parts[1:-1])]
     assert heads == [str(i) for i in range(1, len(parts))]
     bodies = [part.splitlines() for part in parts[1:]]
     lines = [body[:-1] for body in bodies[:-1]] + bodies[-1:]
-    return [[line.removeprefix("- ") for line in some] for some in lines]
+    return [[line.removeprefix("- ") for line in set_lines] for set_lines in lines]
 
 
 def test_reward_reasoning_compares_the_names_of_every_line():
     kinds = Counter()
     for row in reward_rows(PROMPTS, Mixture(noise=0.0), 0, COUNT):
         name, sets = row.prompt.split()[-2], sets_of(row.prompt)
-        thought, _, said = row.completion.removeprefix("<think>").partition("</think>")
-        scores = evidence.parse_scores(said, len(sets))
+        thought, _, score_text = row.completion.removeprefix("<think>").partition("</think>")
+        scores = evidence.parse_scores(score_text, len(sets))
         assert scores == evidence.parse_scores(row.completion, len(sets)) and scores
         for line, lines, score in zip(thought.split("\n"), sets, scores, strict=True):
             pairs = re.findall(r" (-|\w+) (\w+)\[\[(YES|NO)\]\]", line)
-            assert [found for _, found, _ in pairs] == [quoted.split()[0] for quoted in lines]
+            assert [line_name for _, line_name, _ in pairs] == [
+                quoted.split()[0] for quoted in lines
+            ]
             assert all((a == b) == (verdict == "YES") for a, b, verdict in pairs)
             assert pairs[0][0] == name
             hops = 1 + (" of friend of " in row.prompt)
-            for (_, _, verdict), quoted, (wanted, _, _) in zip(
+            for (_, _, verdict), quoted, (sought_name, _, _) in zip(
                 pairs, lines, pairs[1:], strict=False
             ):
                 name, hops = (quoted.split()[-1], hops - 1) if verdict == "YES" else (name, hops)
-                assert wanted == (name if hops else "-")
+                assert sought_name == (name if hops else "-")
             name = row.prompt.split()[-2]
             yes = sum(verdict == "YES" for _, _, verdict in pairs)
             kinds[yes, len(pairs), score] += 1
@@ -148,9 +150,9 @@ def test_reward_scores_are_correct_up_to_noise():
         assert scores is not None
         sizes[len(sets)] += 1
         for lines, score in zip(sets, scores, strict=True):
-            wanted = by_hand(question, lines)
-            off[abs(score - wanted)] += 1
-            exact += score == wanted
+            expected_score = by_hand(question, lines)
+            off[abs(score - expected_score)] += 1
+            exact += score == expected_score
     assert set(sizes) == {1, 2, 3, 4}
     assert set(off) <= {0, 1} and 0.9 < exact / off.total() < 1.0
 
@@ -158,16 +160,18 @@ def test_reward_scores_are_correct_up_to_noise():
 def test_true_score_of_evidence_lines():
     question = evidence_rows.make_questions(0, 1, (5,), two_hop=1.0)[0]
     first, second = question.evidence
-    other, another = [d[2:] for d in question.documents if d[2:] not in question.evidence][:2]
+    other_line, another_line = [
+        d[2:] for d in question.documents if d[2:] not in question.evidence
+    ][:2]
     for lines, score in (
         ([first, second], 5),
         ([second, first, first], 5),
-        ([first, second, other], 4),
+        ([first, second, other_line], 4),
         ([first], 3),
         ([second], 3),
-        ([first, other], 2),
-        ([other], 1),
-        ([other, another], 1),
+        ([first, other_line], 2),
+        ([other_line], 1),
+        ([other_line, another_line], 1),
     ):
         assert evidence_rows.true_score(lines, question) == score
     single = evidence_rows.make_questions(0, 1, (5,), two_hop=0.0)[0]
@@ -184,9 +188,9 @@ def test_slips_with_two_documents_keep_only_the_first_line():
 
 @pytest.mark.parametrize("make", [policy_rows, reward_rows])
 def test_row_depends_only_on_seed_and_number(make):
-    some = list(make(PROMPTS, Mixture(), 3, 20))
-    assert some[:10] == list(make(PROMPTS, Mixture(), 3, 10))
-    assert some != list(make(PROMPTS, Mixture(), 4, 20))
+    rows = list(make(PROMPTS, Mixture(), 3, 20))
+    assert rows[:10] == list(make(PROMPTS, Mixture(), 3, 10))
+    assert rows != list(make(PROMPTS, Mixture(), 4, 20))
 
 
 def test_policy_and_reward_rows_use_different_questions():
@@ -207,9 +211,9 @@ def test_rows_fit_the_tiny_policys_token_limits():
 def test_written_files_are_read_by_their_consumers(tmp_path):
     sizes = ["--rows=5", "--questions=6", "--held_out=4", "--documents", "4"]
     evidence_rows.main([f"--out={tmp_path}", *sizes])
-    for name, made in (("policy", policy_rows), ("reward", reward_rows)):
+    for name, make_rows in (("policy", policy_rows), ("reward", reward_rows)):
         rows, skipped = read_rows(tmp_path / f"{name}.jsonl")
-        assert rows == list(made(PROMPTS, Mixture(), 0, 5)) and not skipped
+        assert rows == list(make_rows(PROMPTS, Mixture(), 0, 5)) and not skipped
     held_out = files.read_questions(tmp_path / "held_out.jsonl", "data.validation")
     assert held_out == evidence_rows.make_questions(evidence_rows.HELD_OUT_SEED, 4, (4,))
     train = files.read_questions(tmp_path / "train.jsonl", "data.questions")

@@ -60,11 +60,11 @@ def test_facts_follow_a_unique_cue() -> None:
             "A line that ends in\n42 is no cue, nor are few 7, nor a cost of exactly 0.",
         ]
     )
-    found = {(fact.document, fact.kind, fact.cue, fact.value) for fact in facts}
-    assert (0, "number", "cost of repairs was", "$1,250.50") in found
-    assert (0, "name", "this year. We met", "Jane Doe") in found
+    fact_fields = {(fact.document, fact.kind, fact.cue, fact.value) for fact in facts}
+    assert (0, "number", "cost of repairs was", "$1,250.50") in fact_fields
+    assert (0, "name", "this year. We met", "Jane Doe") in fact_fields
     assert not any(fact.value in ("Rome", "Paris", "42", "0", "We") for fact in facts)
-    assert (2, "number", "cue, nor are few", "7") in found
+    assert (2, "number", "cue, nor are few", "7") in fact_fields
 
 
 def test_means_the_same_accepts_equivalent_values() -> None:
@@ -88,10 +88,10 @@ def test_other_forms_differ_in_text_and_mean_the_same(value: str) -> None:
 @pytest.fixture(scope="module")
 def rows() -> list[Row]:
     config = RowConfig(difference_share=0.3)
-    made, counts = make_rows(CLUSTERS, COMPACT, 960, seed=0, config=config)
+    cluster_rows, counts = make_rows(CLUSTERS, COMPACT, 960, seed=0, config=config)
     assert counts["clusters"] == 3
     assert counts["facts"] > 60
-    return made
+    return cluster_rows
 
 
 def test_rows_follow_the_role_and_task_shares(rows: list[Row]) -> None:
@@ -132,8 +132,8 @@ def test_questioner_rows_are_accepted_and_quote_shown_documents(
 
 def test_responder_rows_show_few_documents_with_the_evidence() -> None:
     config = RowConfig(documents_read=(2,), history_share=0.0)
-    made, _ = make_rows(CLUSTERS[:1], COMPACT, 300, 0, config)
-    for row in made:
+    cluster_rows, _ = make_rows(CLUSTERS[:1], COMPACT, 300, 0, config)
+    for row in cluster_rows:
         if row.role == "responder":
             documents = [text for text in CLUSTERS[0].documents if text in row.prompt]
             assert len(documents) == 2
@@ -143,15 +143,15 @@ def test_responder_rows_show_few_documents_with_the_evidence() -> None:
 
 
 def test_responder_rows_earn_the_rule_reward() -> None:
-    made, _ = make_rows(CLUSTERS[:1], COMPACT, 900, 0, RowConfig(history_share=0.0))
+    cluster_rows, _ = make_rows(CLUSTERS[:1], COMPACT, 900, 0, RowConfig(history_share=0.0))
     references = {}
-    for row in made:
+    for row in cluster_rows:
         if row.role == "questioner" and row.task != "multiple_choice":
             parsed = parse_question(row.completion, row.task, count_words)
             references[row.task, parsed.question] = parsed.answer
     scores = [
         score(row.completion, references[key], row.task)
-        for row in made
+        for row in cluster_rows
         if row.role == "responder"
         and (key := (row.task, row.prompt.rpartition("\n")[2])) in references
     ]
@@ -162,12 +162,12 @@ def test_responder_rows_earn_the_rule_reward() -> None:
 def test_multiple_choice_answers_name_the_quoted_option(
     rows: list[Row],
 ) -> None:
-    chosen = [r for r in rows if r.role == "responder" and r.task == "multiple_choice"]
-    for row in chosen:
+    choice_rows = [r for r in rows if r.role == "responder" and r.task == "multiple_choice"]
+    for row in choice_rows:
         quote, _, letter = row.completion.partition("</think>answer is ")
         option = row.prompt.rpartition(f"\n{letter} ")[2].partition("\n")[0]
         assert quote.endswith(f" {option}{letter}")
-    assert Counter(row.completion[-2] for row in chosen) == dict.fromkeys(LETTERS, 20)
+    assert Counter(row.completion[-2] for row in choice_rows) == dict.fromkeys(LETTERS, 20)
 
 
 def test_verifier_rows_are_balanced_and_correct(rows: list[Row]) -> None:
@@ -177,9 +177,14 @@ def test_verifier_rows_are_balanced_and_correct(rows: list[Row]) -> None:
             continue
         verdict = parse_verdict(row.completion)
         verdicts[verdict] += 1
-        one, two = (row.prompt.split(f"\n{name}: ")[1].split("\n")[0] for name in ("one", "two"))
-        bare = one.removeprefix("the number ").strip("().")
-        assert means_the_same(bare, two.strip()) == bool(verdict), (one, two)
+        first_answer, second_answer = (
+            row.prompt.split(f"\n{name}: ")[1].split("\n")[0] for name in ("one", "two")
+        )
+        bare = first_answer.removeprefix("the number ").strip("().")
+        assert means_the_same(bare, second_answer.strip()) == bool(verdict), (
+            first_answer,
+            second_answer,
+        )
     assert verdicts[-1] == 0
     assert 48 <= verdicts[1] <= 96
 
@@ -188,8 +193,8 @@ def test_equal_values_in_other_forms_are_never_judged_different() -> None:
     documents = ("All of us paid 5,000 and all of them paid 5000 or, less often, 5000.0 coins.",)
     roles = {"questioner": 0, "responder": 0, "verifier": 1, "reciter": 0}
     config = RowConfig(("general_qa",), roles)
-    made, _ = make_rows([Cluster("a", documents)], COMPACT, 40, 0, config)
-    assert {row.completion for row in made} == {"[[YES]]"}
+    verifier_rows, _ = make_rows([Cluster("a", documents)], COMPACT, 40, 0, config)
+    assert {row.completion for row in verifier_rows} == {"[[YES]]"}
 
 
 def test_difference_answers_are_correct(rows: list[Row]) -> None:
@@ -216,12 +221,12 @@ def test_reciter_rows_repeat_their_documents(rows: list[Row]) -> None:
     reordered = 0
     for row in rows:
         if row.role == "reciter":
-            found = [d for c in CLUSTERS for d in c.documents if d in row.prompt]
-            assert row.prompt == "\n".join([*found, "recite"])
-            assert 1 <= len(found) <= 3
-            again = row.completion.split("\n")
-            assert sorted(again) == sorted("\n".join(found).split("\n"))
-            reordered += row.completion != "\n".join(found)
+            shown_documents = [d for c in CLUSTERS for d in c.documents if d in row.prompt]
+            assert row.prompt == "\n".join([*shown_documents, "recite"])
+            assert 1 <= len(shown_documents) <= 3
+            recited_lines = row.completion.split("\n")
+            assert sorted(recited_lines) == sorted("\n".join(shown_documents).split("\n"))
+            reordered += row.completion != "\n".join(shown_documents)
     assert reordered > 50
 
 
@@ -269,9 +274,9 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     def count(owner: object, name: str) -> None:
         function = getattr(owner, name)
 
-        def counted(*given: Any, **options: Any) -> Any:
+        def counted(*arguments: Any, **options: Any) -> Any:
             counts[name] += 1
-            return function(*given, **options)
+            return function(*arguments, **options)
 
         monkeypatch.setattr(owner, name, counted)
 
@@ -312,7 +317,7 @@ def test_work_is_linear_in_the_text(
     assert is_read == (total > 0.8 * size)
     assert max(len(d) for c in clusters for d in c.documents) <= 64 * folder_rows.LONGEST_WORD
     config = RowConfig(history_share=0.0)  # a question a row
-    made, counts = make_rows(clusters, COMPACT, rows, 0, config, count)
+    cluster_rows, counts = make_rows(clusters, COMPACT, rows, 0, config, count)
     assert counted <= 7 * total + 500 * rows
     assert counts["facts"] > 20
     if make is line and not as_folder:
@@ -320,7 +325,7 @@ def test_work_is_linear_in_the_text(
     comparisons = folder_rows.MOST_CANDIDATES + 9  # of a value with others
     assert work["means_the_same"] <= comparisons * rows
     assert work["scanned"] <= 8 * total + 4 * 20 * comparisons * rows
-    assert sum(len(row.prompt + row.completion) for row in made) <= 10_000 * rows
+    assert sum(len(row.prompt + row.completion) for row in cluster_rows) <= 10_000 * rows
     make_questions(clusters, COMPACT, 50, 0, PAPER_TASKS)
     assert work["find_facts"] <= 2 * len(clusters)
 
@@ -330,17 +335,17 @@ def test_tokenizer_is_trained_on_short_rows_of_a_text_without_spaces(
 ) -> None:
     (tmp_path / "text.txt").write_text(solid(100_000))
     (tmp_path / "facts.txt").write_text("\n\n".join(CLUSTERS[0].documents))
-    given: list[str] = []
+    train_texts: list[str] = []
 
     def train(texts: Iterator[str], *_: Any) -> None:
-        given.extend(texts)
+        train_texts.extend(texts)
         raise InterruptedError
 
     monkeypatch.setattr(tokenizer, "train", train)
     with pytest.raises(InterruptedError):
         arguments = [f"--source={tmp_path}", f"--out={tmp_path / 'out'}", "--held_out=0"]
         folder_rows.main([*arguments, "--rows=80"])
-    assert len(given) == 80 and max(map(len, given)) < 10_000
+    assert len(train_texts) == 80 and max(map(len, train_texts)) < 10_000
 
 
 @pytest.mark.parametrize("barren", ["Nothing here.", "Grain near the harbour was 7 pounds."])
@@ -348,9 +353,9 @@ def test_clusters_without_questions_are_tried_a_few_times_only(
     barren: str, work: Counter[str]
 ) -> None:
     """The second text has one fact: no multiple choice."""
-    rows, others = 120, [Cluster(f"b{i}", (barren,)) for i in range(400)]
-    make_rows([CLUSTERS[0], *others], COMPACT, rows, 0)
-    failed = folder_rows.TRIES * len(others) if "7" in barren else 0
+    rows, barren_clusters = 120, [Cluster(f"b{i}", (barren,)) for i in range(400)]
+    make_rows([CLUSTERS[0], *barren_clusters], COMPACT, rows, 0)
+    failed = folder_rows.TRIES * len(barren_clusters) if "7" in barren else 0
     assert work["row"] <= folder_rows.TRIES * rows + failed
 
 
@@ -388,9 +393,9 @@ def test_many_rows_of_few_facts_are_a_warning(
 
 
 def test_held_out_questions_have_answers_in_their_documents() -> None:
-    made = make_questions(CLUSTERS, COMPACT, 30, 0, PAPER_TASKS)
-    assert Counter(item["task"] for item in made) == dict.fromkeys(PAPER_TASKS, 10)
-    for item in made:
+    questions = make_questions(CLUSTERS, COMPACT, 30, 0, PAPER_TASKS)
+    assert Counter(item["task"] for item in questions) == dict.fromkeys(PAPER_TASKS, 10)
+    for item in questions:
         text = "\n".join(item["documents"])
         answer = item["answer"]
         if item["task"] == "multiple_choice":
@@ -448,11 +453,11 @@ def test_command_line_writes_rows_tokenizer_and_questions(
     assert not any(
         document in line["prompt"] + line["completion"] for line in lines for document in unseen
     )
-    other = tmp_path / "other"
+    second_out = tmp_path / "other"
     arguments = [f"--source={source}", f"--tokenizer={out}", "--held_out=0", *sizes]
-    folder_rows.main([*arguments, f"--out={other}"])
-    assert tokenizer.load(other).model == words.model
-    assert not (other / "questions.jsonl").exists()
+    folder_rows.main([*arguments, f"--out={second_out}"])
+    assert tokenizer.load(second_out).model == words.model
+    assert not (second_out / "questions.jsonl").exists()
 
 
 @pytest.mark.slow

@@ -67,18 +67,18 @@ def test_depths_are_shallow_but_for_a_thin_tail(rows):
 def test_most_questions_continue_a_known_one_by_a_hop(rows):
     continued = []
     for row in rows:
-        known = re.findall(r"known: (.*) answer: (.*)", row.prompt)
-        for question, answer in known:
+        known_pairs = re.findall(r"known: (.*) answer: (.*)", row.prompt)
+        for question, answer in known_pairs:
             assert world.oracle(question, documents_of(row.prompt)) == answer
-        if known and (depth := world.depth_of(asked(row))) > 1:
-            last = known[-1][0]
+        if known_pairs and (depth := world.depth_of(asked(row))) > 1:
+            last = known_pairs[-1][0]
             same = last.split(" of ")[1:] == asked(row).split(" of ")[2:]
             continued.append(world.depth_of(last) == depth - 1 and same)
     assert 0.5 < sum(continued) / len(continued) < 0.75
 
 
 def test_questions_begin_with_the_cue_or_continue_a_known_one_after_its_first_relation(rows):
-    fronts, whole = Counter(), 0
+    fronts, cue_questions = Counter(), 0
     for row in rows:
         if row.role == "questioner":
             cue = row.prompt.splitlines()[-1].split()[-4:]
@@ -87,9 +87,9 @@ def test_questions_begin_with_the_cue_or_continue_a_known_one_after_its_first_re
             fronts[cue[0]] += relations[0] == cue[0]
             follows = relations[:4] == cue[: len(relations)]
             assert follows or ("known:" in row.prompt and len(relations) > 1)
-            whole += follows
+            cue_questions += follows
     questioners = sum(row.role == "questioner" for row in rows)
-    assert fronts.total() == questioners and whole > 0.7 * questioners
+    assert fronts.total() == questioners and cue_questions > 0.7 * questioners
     assert {*fronts} == {*world.RELATIONS} and min(fronts.values()) > 0.25 * questioners
 
 
@@ -110,7 +110,7 @@ def test_verdicts_tell_whether_answers_are_equal(rows):
     verdicts = Counter()
     for row in rows:
         if row.role == "verifier":
-            one, two = re.findall(r"(?:one|two): (\w+)", row.prompt)
-            assert row.completion == ("[[YES]]" if one == two else "[[NO]]")
+            first_answer, second_answer = re.findall(r"(?:one|two): (\w+)", row.prompt)
+            assert row.completion == ("[[YES]]" if first_answer == second_answer else "[[NO]]")
             verdicts[row.completion] += 1
     assert min(verdicts.values()) > 0.4 * verdicts.total()

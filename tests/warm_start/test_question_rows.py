@@ -32,7 +32,9 @@ TEXTS = [
         f"Who is the mayor of {city}?",
         f"Dr. {city[::-1].title()}",
         answers=(f"Dr. {city[::-1].title()}", city[::-1].title()),
-        wrong=tuple(f"Dr. {other[::-1].title()}" for other in CITIES if other != city),
+        wrong=tuple(
+            f"Dr. {other_city[::-1].title()}" for other_city in CITIES if other_city != city
+        ),
     )
     for i, city in enumerate(CITIES)
 ]
@@ -65,8 +67,8 @@ def test_questioner_rows_pass_the_parser_and_show_the_evidence(rows):
         if row.task == "multiple_choice":
             letters[parsed.answer] += 1
             assert row.prompt.endswith(f"({parsed.answer})")  # the letter that the prompt asks for
-            asked = parsed.options[LETTERS.index(parsed.answer)]
-            assert asked in row.prompt
+            asked_option = parsed.options[LETTERS.index(parsed.answer)]
+            assert asked_option in row.prompt
         elif row.task == "general_qa":
             assert parsed.answer in row.prompt
     assert set(letters) == set(LETTERS)
@@ -75,11 +77,11 @@ def test_questioner_rows_pass_the_parser_and_show_the_evidence(rows):
 def test_history_shows_other_questions_with_their_documents():
     config = QuestionRowConfig(rows=60, roles=(1, 0, 0), history_share=1.0, tasks=("general_qa",))
     for row in make_rows(TEXTS, config, COMPACT)[0]:
-        known = [line for line in row.prompt.split("\n") if line.startswith("known: ")]
-        assert 1 <= len(known) <= 2
-        asked = json.loads(row.completion)["question"]
-        for line in known:
-            assert asked not in line
+        known_lines = [line for line in row.prompt.split("\n") if line.startswith("known: ")]
+        assert 1 <= len(known_lines) <= 2
+        asked_question = json.loads(row.completion)["question"]
+        for line in known_lines:
+            assert asked_question not in line
             question = next(q for q in TEXTS if q.question in line)
             assert question_rows._own_first(question)[0] in row.prompt
 
@@ -123,15 +125,15 @@ def test_gaps_give_responder_rows():
 
 
 def test_questioner_rows_of_gaps_quote_a_sentence_that_self_play_accepts():
-    told = "The mayor of Lima met Amil in 1990."
-    documents = (DOCUMENTS[0], f"It rained. {told}", DOCUMENTS[1])
-    gap = Question("cloze", documents, "____ sings.", "Amil", evidence=(told,), shown=(1, 2))
+    sentence = "The mayor of Lima met Amil in 1990."
+    documents = (DOCUMENTS[0], f"It rained. {sentence}", DOCUMENTS[1])
+    gap = Question("cloze", documents, "____ sings.", "Amil", evidence=(sentence,), shown=(1, 2))
     alone = dataclasses.replace(gap, documents=documents[:2], shown=(1,))
     config = QuestionRowConfig(
         rows=20, roles=(1, 0, 0), tasks=("cloze",), documents_shown=2, history_share=0
     )
     for row in make_rows([gap, alone], config, COMPACT)[0]:
-        assert json.loads(row.completion) == {"sentence": told, "answer": "Amil"}
+        assert json.loads(row.completion) == {"sentence": sentence, "answer": "Amil"}
         assert documents[1] in row.prompt and row.prompt.endswith("ask cloze")
     with pytest.raises(ValueError, match="no question gives a row of the questioner for cloze"):
         make_rows([alone], config, COMPACT)
@@ -140,8 +142,8 @@ def test_questioner_rows_of_gaps_quote_a_sentence_that_self_play_accepts():
 def test_verdicts_are_right(rows):
     verdicts = Counter()
     for row in rows_of(rows, "verifier"):
-        *_, one, two, _ = row.prompt.split("\n")
-        answer, reference = one.removeprefix("one: "), two.removeprefix("two: ")
+        *_, first_line, second_line, _ = row.prompt.split("\n")
+        answer, reference = first_line.removeprefix("one: "), second_line.removeprefix("two: ")
         verdict = parse_verdict(row.completion)
         verdicts[row.task, verdict] += 1
         if row.task == "general_qa":
@@ -158,8 +160,8 @@ def test_verdicts_are_right(rows):
 def test_questions_that_do_not_suit_a_task_give_no_item():
     assert make_item(TEXTS[0], "financial_math", "A") is None
     assert make_item(NUMBERS[0], "multiple_choice", "A") is None
-    few = Question("general_qa", ("x",), "?", "a", wrong=("b", "c"))
-    assert make_item(few, "multiple_choice", "A") is None
+    three_choice_question = Question("general_qa", ("x",), "?", "a", wrong=("b", "c"))
+    assert make_item(three_choice_question, "multiple_choice", "A") is None
     item = make_item(TEXTS[1], "multiple_choice", "C")
     assert item is not None and item.answer == "C"
     assert "(C) Dr. Amil" in item.question
@@ -171,8 +173,8 @@ def test_text_question_with_a_number_as_answer_also_asks_for_a_number():
     assert item is not None and item.record == {"question": "Sales in 2019?", "answer": "1250"}
     assert "1,250" in item.right and item.wrong == ("2019", "1,100", "2018")
     for answer in ("February 7, 2016", "zero", "1,25"):
-        other = dataclasses.replace(question, answer=answer)
-        assert make_item(other, "financial_math", "A") is None
+        other_question = dataclasses.replace(question, answer=answer)
+        assert make_item(other_question, "financial_math", "A") is None
 
 
 def test_computed_answers_are_left_out_and_counted():
@@ -229,7 +231,7 @@ def test_command_writes_the_rows(tmp_path: Path):
     write_records(questions, [vars(question) for question in TEXTS + NUMBERS])
     flags = [f"--questions={questions}", f"--out={out}", "--rows=12"]
     command = [sys.executable, "-m", "spell_jax.warm_start.question_rows", *flags]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1])["rows"] == 12
+    process = subprocess.run(command, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    assert json.loads(process.stdout.splitlines()[-1])["rows"] == 12
     assert len(out.read_text().splitlines()) == 12

@@ -52,9 +52,9 @@ def test_command_reads_a_folder(tmp_path: Path):
         (tmp_path / f"{number}.txt").write_text(text)
     command = [sys.executable, "-m", "spell_jax.warm_start.reconstruction_rows"]
     flags = [f"--source={tmp_path}", f"--out={tmp_path / 'rows.jsonl'}", "--rows=6"]
-    done = subprocess.run(
+    process = subprocess.run(
         [*command, *flags, "--min_paragraph=20"], capture_output=True, text=True, check=True
     )
-    assert json.loads(done.stdout)["rows"] == 6
+    assert json.loads(process.stdout)["rows"] == 6
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert all(row["task"] == "reconstruction" for row in rows) and len(rows) == 6

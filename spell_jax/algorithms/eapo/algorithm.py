@@ -52,7 +52,7 @@ class Eapo:
         self._judge = context.judge
         clusters, self._questions = as_clusters(context.questions())
         self._stream = context.deal(clusters)
-        self._kept: list[Scoring] = []  # since the last refresh, oldest first
+        self._scorings: list[Scoring] = []  # since the last refresh, oldest first
 
     def rollout(self, models: Models, key: Key, step: int) -> list[Episode]:
         dealt = self._stream.next(self.config.questions)
@@ -112,10 +112,10 @@ class Eapo:
             return e
         text = self._prompts.evidence_scores(e.question, sets)
         temperature = c.scoring_temperature
-        for asked in range(1, 2 + c.retries):
+        for attempt in range(1, 2 + c.retries):
             (reply,) = replies = await ask(REWARD_MODEL, [text], 1, REWARD_MODEL, temperature)
             scores = reply and evidence.parse_scores(reply.scored_texts[0], len(sets))
-            e = dataclasses.replace(e, asked=asked, scoring=reply, evidence_scores=scores)
+            e = dataclasses.replace(e, scoring_calls=attempt, scoring=reply, evidence_scores=scores)
             # Without a reply, the prompt is over the cap, unless a scoring at the cap was dropped.
             if scores is not None or (reply is None and not replies.dropped[0]):
                 break
@@ -146,13 +146,13 @@ class Eapo:
         """Keeps the consistent scorings; at a refresh, moves them all to the last episode."""
         if not self.trained:
             return list(episodes)
-        self._kept += [Scoring.of(e.scoring) for e in episodes if e.consistent and e.scoring]
-        self._kept = self._kept[-self.config.most_rollouts :]
+        self._scorings += [Scoring.of(e.scoring) for e in episodes if e.consistent and e.scoring]
+        self._scorings = self._scorings[-self.config.most_rollouts :]
         if step % self.config.refresh_every:
             return list(episodes)
-        refresh, self._kept = tuple(self._kept), []
-        *others, last = episodes
-        return [*others, dataclasses.replace(last, refresh=refresh)]
+        refresh, self._scorings = tuple(self._scorings), []
+        *earlier_episodes, last = episodes
+        return [*earlier_episodes, dataclasses.replace(last, refresh=refresh)]
 
     def groups(
         self, episodes: Sequence[Episode], key: Key
@@ -160,7 +160,7 @@ class Eapo:
         """The policy's groups, and a refresh's of the reward model."""
         c = self.config
         groups, annotations = responder_groups(episodes, c.divide_by_deviation, c.keep_equal)
-        return groups + [one.group() for e in episodes for one in e.refresh], annotations
+        return groups + [scoring.group() for e in episodes for scoring in e.refresh], annotations
 
     def metrics(self, episodes: Sequence[Episode]) -> Metrics:
         metrics = Metrics()
@@ -170,7 +170,7 @@ class Eapo:
                 eapo_episode.count(metrics, e, suffix)
         metrics.add("stream_repeats", self._stream.repeats)
         if self.trained:
-            metrics.add("kept_scorings", len(self._kept))
+            metrics.add("kept_scorings", len(self._scorings))
             metrics.add("refreshed_scorings", sum(len(e.refresh) for e in episodes))
         return metrics
 
@@ -181,12 +181,16 @@ class Eapo:
         return episode.cluster
 
     def state_dict(self) -> dict[str, Any]:
-        kept = [{"prompt": [*one.prompt], "answer": [*one.answer]} for one in self._kept]
-        return {"stream": self._stream.state_dict(), "kept": kept}
+        scorings = [
+            {"prompt": [*scoring.prompt], "answer": [*scoring.answer]} for scoring in self._scorings
+        ]
+        return {"stream": self._stream.state_dict(), "kept": scorings}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._stream.load_state_dict(state["stream"])
-        self._kept = [Scoring(tuple(one["prompt"]), tuple(one["answer"])) for one in state["kept"]]
+        self._scorings = [
+            Scoring(tuple(scoring["prompt"]), tuple(scoring["answer"])) for scoring in state["kept"]
+        ]
 
 
 def is_consistent(

@@ -75,9 +75,14 @@ class EapoConfig(AlgorithmConfig):
         )
         if self.reward_model == "none":
             return [answers]
-        asked = self.questions * (1 + self.retries)
-        kept = self.most_rollouts if self.reward_model == "co_evolving" else 0
-        return [answers, RolloutBudget("scorings", REWARD_MODEL, asked, 1, kept, REWARD_MODEL)]
+        scoring_prompts = self.questions * (1 + self.retries)
+        trained_scorings = self.most_rollouts if self.reward_model == "co_evolving" else 0
+        return [
+            answers,
+            RolloutBudget(
+                "scorings", REWARD_MODEL, scoring_prompts, 1, trained_scorings, REWARD_MODEL
+            ),
+        ]
 
     @property
     def weights(self) -> evidence.Weights:

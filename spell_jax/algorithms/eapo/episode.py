@@ -42,7 +42,7 @@ class Episode(QuestionEpisode):
       verbatim: share of an answer's quotes that are in the documents [G].
       supported: (precision, recall) of an answer's quotes [G], if `known_evidence` is given.
       rouge_l: ROUGE-L recall of the known evidence by an answer's evidence [G], likewise.
-      asked: number of calls to the reward model.
+      scoring_calls: number of calls to the reward model.
       scoring: the reward model's last reply; None without one, or if its prompt was over the cap.
       evidence_scores: its scores of the well-formed answers; None if it was not asked or failed.
       evidence: evidence rewards [G].
@@ -55,7 +55,7 @@ class Episode(QuestionEpisode):
     verbatim: tuple[float | None, ...] = ()
     supported: tuple[tuple[float, float] | None, ...] = ()
     rouge_l: tuple[float | None, ...] = ()
-    asked: int = 0
+    scoring_calls: int = 0
     scoring: Reply | None = None
     evidence_scores: tuple[int, ...] | None = None
     evidence: tuple[float | None, ...] = ()
@@ -156,14 +156,14 @@ def count(metrics: Metrics, e: Episode, suffix: str) -> None:
         metrics.add(f"evidence_recall{suffix}", recall)
     for is_ordered in e.ordered_by_evidence():
         metrics.add(f"scoring_order{suffix}", is_ordered)
-    if (chosen := e.best_chosen()) is not None:
-        metrics.add(f"scoring_best{suffix}", chosen)
+    if (is_best_chosen := e.best_chosen()) is not None:
+        metrics.add(f"scoring_best{suffix}", is_best_chosen)
     for is_ordered in e.ordered_by_outcome():
         metrics.add(f"scoring_accuracy{suffix}", is_ordered)
     e.count_failed_verdicts(metrics, suffix)
-    if e.asked:
+    if e.scoring_calls:
         metrics.add(f"scoring_failed{suffix}", e.evidence_scores is None)
-        metrics.add(f"scoring_retried{suffix}", e.asked > 1)
+        metrics.add(f"scoring_retried{suffix}", e.scoring_calls > 1)
         metrics.add(f"scoring_consistent{suffix}", e.consistent)
     for score, outcome in e.scored():
         metrics.add(f"evidence_score{suffix}", score)

@@ -94,7 +94,7 @@ class Node:
     key: np.ndarray  # key data of the next samples, uint32 [2]
     thought: str = ""  # start of a thought that the chat layout wrote (Tokenizer.open_thought)
     branches: list[Branch] = dataclasses.field(default_factory=list)
-    chosen: Branch | None = None  # the best of `branches`, if one is well-formed
+    chosen_branch: Branch | None = None  # the best of `branches`, if one is well-formed
     reasonings: list[Branch] = dataclasses.field(default_factory=list)
     best: Branch | None = None  # the best of `reasonings`, likewise
 
@@ -113,8 +113,8 @@ def make_prompt(record: Record, prompts: Prompts, needs_evidence: bool = False) 
     `needs_evidence` makes "evidence", the known one, a required field.
     """
     documents, question = _texts(record, "documents"), record.get("question")
-    known, _ = (_texts({name: []} | record, name) for name in ("evidence", "answers"))
-    if needs_evidence and not known:
+    known_evidence, _ = (_texts({name: []} | record, name) for name in ("evidence", "answers"))
+    if needs_evidence and not known_evidence:
         raise ValueError("evidence = []: must be the known evidence, for evidence_by=oracle")
     if not isinstance(question, str) or not question:
         raise ValueError(f"question = {question!r}: must be a text")
@@ -156,15 +156,17 @@ class Tree:
             for record, text, node_key in zip(records, texts, keys, strict=True)
         ]
         room = self.policy.config.max_positions - 2 * self.sampling["max_tokens"]
-        asked = [node for node in nodes if len(node.ids) <= room]
-        if len(asked) < len(nodes):
-            refused = len(nodes) - len(asked)
+        fitting_nodes = [node for node in nodes if len(node.ids) <= room]
+        if len(fitting_nodes) < len(nodes):
+            refused = len(nodes) - len(fitting_nodes)
             log.warning("%d prompts are longer than %d tokens and were not asked", refused, room)
-        self._find_evidence(asked)
+        self._find_evidence(fitting_nodes)
         later_keys = request_keys(jax.random.fold_in(key, 1), len(records))
         for node, later_key in zip(nodes, later_keys, strict=True):
             node.key = later_key
-        self._reason([(node, node.chosen) for node in asked if node.chosen is not None])
+        self._reason(
+            [(node, node.chosen_branch) for node in fitting_nodes if node.chosen_branch is not None]
+        )
         return [describe(node) for node in nodes]
 
     def _find_evidence(self, nodes: Sequence[Node]) -> None:
@@ -187,13 +189,13 @@ class Tree:
                 [(ask(q, [b.sections[1] for b in formed]), formed) for q, formed in items]
             )
         for node in nodes:
-            node.chosen = _best(node.branches)
+            node.chosen_branch = _best(node.branches)
 
     def _reason(self, pairs: Sequence[tuple[Node, Branch]]) -> None:
         """Samples reasonings after the chosen evidence, and chooses the best per question."""
         width = 1 if self.config.reasoning_by == "none" else self.config.width
         nodes = [node for node, _ in pairs]
-        prefixes = [[*node.ids, *chosen.tokens] for node, chosen in pairs]
+        prefixes = [[*node.ids, *branch.tokens] for node, branch in pairs]
         for i, samples in self._sample(nodes, prefixes, width, ANSWER_END):
             before = pairs[i][1].tokens
             node = nodes[i]
@@ -202,8 +204,8 @@ class Tree:
             ask = self.prompts.reasoning_scores
             self._rank_by_judge(
                 [
-                    (ask(n.question, chosen.sections[1], [b.sections[2] for b in formed]), formed)
-                    for n, chosen in pairs
+                    (ask(n.question, branch.sections[1], [b.sections[2] for b in formed]), formed)
+                    for n, branch in pairs
                     if len(formed := _well_formed(n.reasonings)) > 1
                 ]
             )
@@ -273,7 +275,7 @@ def describe(node: Node) -> Record:
     record, task = node.record, _task(node.record)
     documents = evidence.searchable(record["documents"])
     branches = [
-        _describe_branch(branch, branch is node.chosen)
+        _describe_branch(branch, branch is node.chosen_branch)
         | {"verbatim": evidence.verbatim_share("".join(branch.sections[1:2]), documents)}
         for branch in node.branches
     ]
@@ -283,7 +285,9 @@ def describe(node: Node) -> Record:
         prediction = rules.extract_answer(stated, task)
     result = record | {
         "branches": branches,
-        "reasonings": [_describe_branch(one, one is node.best) for one in node.reasonings],
+        "reasonings": [
+            _describe_branch(reasoning, reasoning is node.best) for reasoning in node.reasonings
+        ],
         "prediction": prediction,
     }
     if node.known_evidence:
@@ -353,9 +357,9 @@ class Reranker:
         options = [Options(temperature=0.0, max_tokens=1)] * len(ids)
         scores: list[float | None] = [None] * len(prompts)
         for place, (sample,) in self.policy.sample(ids, 1, keys, options):
-            said = self.policy.tokenizer.decode(sample.content).strip().lower()
+            word = self.policy.tokenizer.decode(sample.content).strip().lower()
             probability = math.exp(float(sample.logprobs[0]))
-            scores[fitting[place]] = {"yes": probability, "no": 1 - probability}.get(said)
+            scores[fitting[place]] = {"yes": probability, "no": 1 - probability}.get(word)
         self.policy.release()
         if failed := scores.count(None):
             log.warning("no score of %d of %d sets of evidence", failed, len(scores))
@@ -365,49 +369,53 @@ class Reranker:
 # ----------------------------------------------------------- spell_jax.generate, from the flags
 
 
-def run(given: Any) -> None:
+def run(flag_values: Any) -> None:
     """Answers the questions of --prompts with trees and writes --out."""
-    policy, prompts, sampling = generation.load(given)
-    config = TreeConfig(given.width, given.evidence_by, given.reasoning_by)
-    judge = _make_judge(given, policy) if "judge" in dataclasses.astuple(config) else None
-    embed = _make_embed(given) if config.evidence_by == "similarity" else None
-    rerank = _make_reranker(given) if config.evidence_by == "reranker" else None
+    policy, prompts, sampling = generation.load(flag_values)
+    config = TreeConfig(flag_values.width, flag_values.evidence_by, flag_values.reasoning_by)
+    judge = _make_judge(flag_values, policy) if "judge" in dataclasses.astuple(config) else None
+    embed = _make_embed(flag_values) if config.evidence_by == "similarity" else None
+    rerank = _make_reranker(flag_values) if config.evidence_by == "reranker" else None
     tree = Tree(policy, config, prompts, sampling, judge, embed, rerank)
     make = functools.partial(make_prompt, needs_evidence=config.evidence_by == "oracle")
-    requests = generation.read_requests(given.prompts, prompts, make)
+    requests = generation.read_requests(flag_values.prompts, prompts, make)
     entry.setup_done()
-    lines = tree.answer(*requests, given.seed)
-    chosen = [share for line in lines if (share := line.get("best_chosen")) is not None]
-    if chosen:
-        mean = sum(chosen) / len(chosen)
-        log.info("the best evidence was chosen in %.3f of %d questions", mean, len(chosen))
-    generation.write(given, lines)
+    lines = tree.answer(*requests, flag_values.seed)
+    shares = [share for line in lines if (share := line.get("best_chosen")) is not None]
+    if shares:
+        mean = sum(shares) / len(shares)
+        log.info("the best evidence was chosen in %.3f of %d questions", mean, len(shares))
+    generation.write(flag_values, lines)
 
 
-def _make_judge(given: Any, policy: Policy) -> Ask:
+def _make_judge(flag_values: Any, policy: Policy) -> Ask:
     """The judge of branches: an endpoint, another policy, or `policy` itself by default."""
-    if bool(given.judge_url) != bool(given.judge_model) or (given.judge_url and given.judge_policy):
+    if bool(flag_values.judge_url) != bool(flag_values.judge_model) or (
+        flag_values.judge_url and flag_values.judge_policy
+    ):
         raise app.UsageError("--judge_url and --judge_model go together, without --judge_policy")
-    key, cap = os.environ.get(JUDGE_KEY), given.judge_max_tokens
-    if given.judge_url:
-        endpoint = Endpoint(JudgeConfig(given.judge_url, given.judge_model, key, max_tokens=cap))
+    key, cap = os.environ.get(JUDGE_KEY), flag_values.judge_max_tokens
+    if flag_values.judge_url:
+        endpoint = Endpoint(
+            JudgeConfig(flag_values.judge_url, flag_values.judge_model, key, max_tokens=cap)
+        )
         # One host asks and tells all the others, so that they continue from the same branch.
         return lambda texts: distributed.broadcast(lambda: list(endpoint(texts)))
-    if given.judge_policy:
-        policy = Policy(given.judge_policy, given.dtype)
+    if flag_values.judge_policy:
+        policy = Policy(flag_values.judge_policy, flag_values.dtype)
     return PolicyJudge(policy, cap)
 
 
-def _make_reranker(given: Any) -> Rerank:
-    if not given.reranker:
+def _make_reranker(flag_values: Any) -> Rerank:
+    if not flag_values.reranker:
         raise app.UsageError("--reranker: must be a Hugging Face folder, for reranker")
-    thinking = choices.THINKING[given.reranker_thinking]
-    return Reranker(Policy(given.reranker, given.dtype, thinking))
+    thinking = choices.THINKING[flag_values.reranker_thinking]
+    return Reranker(Policy(flag_values.reranker, flag_values.dtype, thinking))
 
 
-def _make_embed(given: Any) -> Embed:
-    if not given.embedder:
+def _make_embed(flag_values: Any) -> Embed:
+    if not flag_values.embedder:
         raise app.UsageError("--embedder: must be a Hugging Face folder, for similarity")
-    mesh, most = meshes.make_mesh(), given.embed_max_tokens
-    embedder = Embedder(given.embedder, mesh, most, EMBED_TOKENS, given.dtype)
+    mesh, max_tokens = meshes.make_mesh(), flag_values.embed_max_tokens
+    embedder = Embedder(flag_values.embedder, mesh, max_tokens, EMBED_TOKENS, flag_values.dtype)
     return lambda texts: embedder.embed([embedder.encode(text)[0] for text in texts])

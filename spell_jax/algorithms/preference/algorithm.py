@@ -36,8 +36,8 @@ class ShortToLong(Rlvr):
     episode = PairEpisode
 
     def __init__(self, config: RlvrConfig, context: AlgorithmContext, short_answers: int):
-        given = with_short_contexts(context.questions())
-        super().__init__(config, dataclasses.replace(context, questions=lambda: given))
+        questions = with_short_contexts(context.questions())
+        super().__init__(config, dataclasses.replace(context, questions=lambda: questions))
         self._short_answers = short_answers
 
     async def answer(self, ask: Ask, episode: Episode) -> PairEpisode:
@@ -73,7 +73,7 @@ class ShortToLong(Rlvr):
         """
         raise NotImplementedError
 
-    def pair(self, episode: PairEpisode, chosen: int, rejected: int) -> TrainGroup:
+    def pair(self, episode: PairEpisode, chosen_index: int, rejected_index: int) -> TrainGroup:
         raise NotImplementedError
 
     def groups(

@@ -47,19 +47,23 @@ class LongPo(ShortToLong):
         super().__init__(config, context, short_answers=1)
 
     def choose(self, episode: PairEpisode) -> tuple[int, int] | str:
-        chosen, rejected = answers_of(episode)
+        chosen_sample, rejected_sample = answers_of(episode)
         assert episode.short_response is not None
-        if not (chosen.stopped or episode.short_response.scored_truncated):
+        if not (chosen_sample.stopped or episode.short_response.scored_truncated):
             return "truncated"  # the loss would teach an answer without its end
-        return "equal_answers" if list(chosen.tokens) == list(rejected.tokens) else (0, 1)
+        return (
+            "equal_answers"
+            if list(chosen_sample.tokens) == list(rejected_sample.tokens)
+            else (0, 1)
+        )
 
-    def pair(self, episode: PairEpisode, chosen: int, rejected: int) -> TrainGroup:
+    def pair(self, episode: PairEpisode, chosen_index: int, rejected_index: int) -> TrainGroup:
         """Both answers after all documents; the reference model reads the short context."""
         assert episode.short_response is not None and episode.response is not None
         answers = [sample.tokens for sample in answers_of(episode)]
         return TrainGroup(
             episode.response.prompt,
-            [answers[chosen], answers[rejected]],
+            [answers[chosen_index], answers[rejected_index]],
             [CHOSEN, REJECTED],
             reference_prompt=episode.short_response.prompt,
         )

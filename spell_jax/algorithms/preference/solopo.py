@@ -57,13 +57,15 @@ class SoLoPo(ShortToLong):
         right = [bool(score) for score in episode.short_rule]
         return "equal_rewards" if len(set(right)) < 2 else (right.index(True), right.index(False))
 
-    def pair(self, episode: PairEpisode, chosen: int, rejected: int) -> TrainGroup:
+    def pair(self, episode: PairEpisode, chosen_index: int, rejected_index: int) -> TrainGroup:
         """The pair after the short context, with its chosen answer after all documents too."""
         assert episode.short_response is not None and episode.response is not None
         answers = [sample.tokens for sample in answers_of(episode)]
         return TrainGroup(
             episode.short_response.prompt,
-            [answers[chosen], answers[rejected]],
+            [answers[chosen_index], answers[rejected_index]],
             [CHOSEN, REJECTED],
-            aligned=TrainGroup(episode.response.prompt, [answers[chosen]], [0.0], weights=[0.0]),
+            aligned=TrainGroup(
+                episode.response.prompt, [answers[chosen_index]], [0.0], weights=[0.0]
+            ),
         )

@@ -139,8 +139,10 @@ def pose(
     """Makes a puzzle of K options from a cluster's joined documents, or says why there is none."""
 
     def make(text: str) -> tuple[puzzles.Puzzle | None, str]:
-        least, most = config.min_paragraph, config.max_paragraph
-        return puzzles.make_puzzle(rng, text, options, least, most, config.adjacent_gaps)
+        min_paragraph, max_paragraph = config.min_paragraph, config.max_paragraph
+        return puzzles.make_puzzle(
+            rng, text, options, min_paragraph, max_paragraph, config.adjacent_gaps
+        )
 
     text, ask = "\n\n".join(cluster.documents), context.prompts.reconstruction
     return puzzles.make_prompted_puzzle(
@@ -175,11 +177,11 @@ class Reconstruction:
         The random numbers of a puzzle depend only on the key and on the puzzle's index.
         """
         episodes: list[Episode] = []
-        posed, wanted = 0, self.config.documents
+        posed, quota = 0, self.config.documents
         for _ in range(ROUNDS):
-            for _, cluster in self.stream.next(wanted - posed) if posed < wanted else ():
+            for _, cluster in self.stream.next(quota - posed) if posed < quota else ():
                 rng = np.random.default_rng([*key, len(episodes)])
-                options = self._options(rng, (step - 1) * wanted + posed)
+                options = self._options(rng, (step - 1) * quota + posed)
                 episodes.append(self._pose(rng, cluster, options))
                 posed += episodes[-1].posed.puzzle is not None
         return episodes

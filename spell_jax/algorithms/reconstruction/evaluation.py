@@ -75,13 +75,13 @@ class PuzzleEvaluation:
         source = self._context.held_out()
         ids = sorted(source.tasks)
         ids = [ids[i] for i in np.random.default_rng([SEED]).permutation(len(ids))]
-        made: list[PromptedPuzzle] = []
+        posed_puzzles: list[PromptedPuzzle] = []
         for number in range(TRIES * count if ids else 0):
-            if len(made) == count:
+            if len(posed_puzzles) == count:
                 break
             (cluster,) = source.read([ids[number % len(ids)]])
             rng = np.random.default_rng([SEED, options, number])
             posed = pose(rng, cluster, options, self._config, self._context)
             if posed.puzzle:
-                made.append(posed)
-        return tuple(made)
+                posed_puzzles.append(posed)
+        return tuple(posed_puzzles)

@@ -73,12 +73,12 @@ class Rlvr(Spell):
         questions = context.questions()
         if context.teacher_prompt is not None or config.document_share:
             questions = with_short_contexts(questions)
-        source, self._given = as_clusters(questions)
-        if self._given:
+        source, self._given_questions = as_clusters(questions)
+        if self._given_questions:
             context = dataclasses.replace(context, clusters=lambda: source)
         super().__init__(config, context)
         self.writing_temperature = config.static_temperature
-        if self._given:
+        if self._given_questions:
             self.models = ()
         self._proposals = config.static_questions
         self._written: list[dict[str, Any]] = []  # the set, as `state_dict` stores it
@@ -87,29 +87,31 @@ class Rlvr(Spell):
 
     def rollout(self, models: Models, key: Key, step: int) -> list[Episode]:
         rng = np.random.default_rng([*key])
-        if not self._given and not self._written:
+        if not self._given_questions and not self._written:
             self._written = self._write(models, rng)
-        batches = (self._given_batches if self._given else self._written_batches)(key, step)
+        batches = (self._given_batches if self._given_questions else self._written_batches)(
+            key, step
+        )
         episodes = self.fill((models.run_all(self.solve, batch) for batch in batches), rng)
         # No questioner took part in the step, so it gets no reward.
         return [dataclasses.replace(e, reward=None) for e in episodes]
 
     def _given_batches(self, key: Key, step: int) -> Iterator[list[Episode]]:
         for clusters in deal_once(self.stream, self.config.generation_batch):
-            yield self._accept(self._given, clusters)
+            yield self._accept(self._given_questions, clusters)
 
     def _accept(
         self, questions: Mapping[str, Question], clusters: Sequence[Cluster]
     ) -> list[Episode]:
         """Episodes of the questions with the ids of the clusters (data.questions.as_clusters)."""
-        given = [(questions[cluster.id], cluster) for cluster in clusters]
-        return [self._accepted(q.task, c, q.shown, q.question, q.answer) for q, c in given]
+        pairs = [(questions[cluster.id], cluster) for cluster in clusters]
+        return [self._accepted(q.task, c, q.shown, q.question, q.answer) for q, c in pairs]
 
     def _written_batches(self, key: Key, step: int) -> Iterator[list[Episode]]:
-        asked: set[int] = set()
-        while len(asked) < len(self._written):
-            new = [index for index in self._deal() if index not in asked]
-            asked.update(new)
+        dealt_indices: set[int] = set()
+        while len(dealt_indices) < len(self._written):
+            new = [index for index in self._deal() if index not in dealt_indices]
+            dealt_indices.update(new)
             questions = [self._written[index] for index in new]
             clusters = self.stream.read([q["cluster"] for q in questions])
             yield [
@@ -201,7 +203,9 @@ class Rlvr(Spell):
 
     def metrics(self, episodes: Sequence[Episode]) -> Metrics:
         metrics = super().metrics(episodes)
-        metrics.add("static_questions", len(self.stream if self._given else self._written))
+        metrics.add(
+            "static_questions", len(self.stream if self._given_questions else self._written)
+        )
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
@@ -215,9 +219,9 @@ class Rlvr(Spell):
 
 def deal_once(stream: TaskStream, batch: int) -> Iterator[list[Cluster]]:
     """Batches of the next clusters of a stream, none twice: a new epoch's repeats are dropped."""
-    asked: set[str] = set()
-    while len(asked) < len(stream):
-        dealt = stream.next(min(batch, len(stream) - len(asked)))
-        new = [cluster for _, cluster in dealt if cluster.id not in asked]
-        asked |= {cluster.id for cluster in new}
+    dealt_ids: set[str] = set()
+    while len(dealt_ids) < len(stream):
+        dealt = stream.next(min(batch, len(stream) - len(dealt_ids)))
+        new = [cluster for _, cluster in dealt if cluster.id not in dealt_ids]
+        dealt_ids |= {cluster.id for cluster in new}
         yield new

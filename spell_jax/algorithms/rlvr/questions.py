@@ -123,30 +123,30 @@ class Teacher:
     ask: Ask
     name: str
     path: pathlib.Path
-    asked: int = 0
+    requests: int = 0
 
     def __post_init__(self):
-        self._known: dict[str, str] = {}
+        self._replies: dict[str, str] = {}
         if jax.process_index() == 0 and self.path.exists():
-            self._known.update(read_records(self.path, _parse_reply)[0])
+            self._replies.update(read_records(self.path, _parse_reply)[0])
 
     def __call__(self, turn: int, numbers: Sequence[int], prompts: Sequence[str]) -> list[Any]:
         """Replies to attempts, or None; `turn` 0 is the questioner, 1 the responder."""
         is_first = jax.process_index() == 0
         keys = [self._key(turn, *pair) for pair in zip(numbers, prompts, strict=True)]
-        missing = [i for i, key in enumerate(keys) if is_first and key not in self._known]
-        wanted = [prompts[i] for i in missing], [(numbers[i], turn) for i in missing]
+        missing = [i for i, key in enumerate(keys) if is_first and key not in self._replies]
+        missing_requests = [prompts[i] for i in missing], [(numbers[i], turn) for i in missing]
         with distributed.fail_together():
-            for place, reply in self.ask(*wanted):
+            for place, reply in self.ask(*missing_requests):
                 if is_first:
                     self._record(keys[missing[place]], reply)
-        return distributed.broadcast(lambda: [self._known.get(key) for key in keys])
+        return distributed.broadcast(lambda: [self._replies.get(key) for key in keys])
 
     def _record(self, key: str, reply: str | None) -> None:
         """Record a reply. A missing one is not recorded, so a later run requests it again."""
-        self.asked += 1
+        self.requests += 1
         if reply is not None:
-            self._known[key] = reply
+            self._replies[key] = reply
             append_records(self.path, [{"key": key, "reply": reply}])
             fault_injection.point("taught")
 
@@ -195,7 +195,7 @@ class Build:
     teacher: Teacher
     judge: Judge | None
     counts: Counter[tuple[str, str]] = dataclasses.field(default_factory=Counter)
-    asked: set[tuple[str, str, str]] = dataclasses.field(default_factory=set)
+    question_keys: set[tuple[str, str, str]] = dataclasses.field(default_factory=set)
 
     def __post_init__(self):
         agreement = self.settings.agreement
@@ -248,9 +248,9 @@ class Build:
             return parsed.reason
         attempt.question, attempt.reference = parsed.question, parsed.answer.strip()
         question_key = attempt.task, attempt.cluster.id, " ".join(parsed.question.lower().split())
-        if question_key in self.asked:
+        if question_key in self.question_keys:
             return "asked_before"
-        self.asked.add(question_key)
+        self.question_keys.add(question_key)
         return ""
 
     def answer(self, batch: Sequence[Attempt]) -> None:
@@ -285,8 +285,8 @@ class Build:
         tasks: dict[str, dict[str, int]] = {}
         for (task, reason), count in sorted(self.counts.items()):
             reasons[reason] += count
-            own = tasks.setdefault(task, {"attempts": 0, KEPT: self.counts[task, KEPT]})
-            own["attempts"] += count
+            task_counts = tasks.setdefault(task, {"attempts": 0, KEPT: self.counts[task, KEPT]})
+            task_counts["attempts"] += count
         return {
             "attempts": self.counts.total(),
             KEPT: reasons.pop(KEPT, 0),
@@ -319,11 +319,13 @@ def run(
     distributed.broadcast(start_files)
     entry.setup_done()
     for first in range(0, settings.attempts, settings.batch):
-        kept = build.run_batch(build.next_batch(stream, first))
+        kept_attempts = build.run_batch(build.next_batch(stream, first))
         if jax.process_index() == 0:
-            append_records(unfinished, map(_line, kept))
-        done = build.summary()
-        log.info("%d of %d attempts, %d kept", done["attempts"], settings.attempts, done[KEPT])
+            append_records(unfinished, map(_line, kept_attempts))
+        summary = build.summary()
+        log.info(
+            "%d of %d attempts, %d kept", summary["attempts"], settings.attempts, summary[KEPT]
+        )
 
     def finish() -> dict[str, Any]:
         durable.replace(unfinished, out / QUESTIONS)
@@ -331,7 +333,7 @@ def run(
         return build.summary()
 
     judged = f", judge {judge.counts}" if judge else ""
-    log.info("%d replies of %s were requested%s", teacher.asked, teacher.name, judged)
+    log.info("%d replies of %s were requested%s", teacher.requests, teacher.name, judged)
     return distributed.broadcast(finish)
 
 
@@ -344,22 +346,26 @@ def _line(attempt: Attempt) -> dict[str, Any]:
 # ----------------------------------------------------------------------------------- Command line
 
 
-def make_teacher(given: Any, out: pathlib.Path, sizes: SamplerConfig) -> Teacher:
+def make_teacher(flag_values: Any, out: pathlib.Path, sizes: SamplerConfig) -> Teacher:
     """The teacher; UsageError, FileNotFoundError or ValueError name the flag or folder."""
-    url, model, folder = given.teacher_url, given.teacher_model, given.teacher_policy
+    url, model, folder = (
+        flag_values.teacher_url,
+        flag_values.teacher_model,
+        flag_values.teacher_policy,
+    )
     if bool(url) != bool(model) or bool(url) == bool(folder):
         raise app.UsageError(
             "--teacher_url and --teacher_model, or --teacher_policy, must say who the teacher is"
         )
     sampling: dict[str, Any] = {
-        "temperature": given.temperature,
-        "top_p": given.top_p,
-        "max_tokens": given.teacher_max_tokens,
+        "temperature": flag_values.temperature,
+        "top_p": flag_values.top_p,
+        "max_tokens": flag_values.teacher_max_tokens,
     }
     options = Options(**sampling)
     if folder:
-        policy = Policy(folder, given.dtype, choices.THINKING[given.thinking], sizes)
-        ask: Ask = PolicyTeacher(policy, options, given.seed)
+        policy = Policy(folder, flag_values.dtype, choices.THINKING[flag_values.thinking], sizes)
+        ask: Ask = PolicyTeacher(policy, options, flag_values.seed)
         model = f"{policy.folder.name} {policy.fingerprint()}"
     else:
         try:
@@ -369,56 +375,56 @@ def make_teacher(given: Any, out: pathlib.Path, sizes: SamplerConfig) -> Teacher
                 os.environ.get(TEACHER_KEY),
                 timeout_s=1800.0,  # long documents, and thoughts of tens of thousands of tokens
                 attempts=8,
-                workers=given.teacher_workers,
-                requests_per_s=given.teacher_rate,
+                workers=flag_values.teacher_workers,
+                requests_per_s=flag_values.teacher_rate,
                 **sampling,
             )
         except ValueError as error:
             raise ValueError(f"teacher's {error}") from error
         endpoint = Endpoint(config)
         ask = lambda prompts, numbers: endpoint.reply(prompts)  # noqa: E731
-    name = json.dumps([model, *sampling.values(), given.thinking, given.seed])
+    name = json.dumps([model, *sampling.values(), flag_values.thinking, flag_values.seed])
     return Teacher(ask, name, out / REPLIES)
 
 
-def open_clusters(given: Any) -> tuple[TaskStream, Callable[[str], int]]:
+def open_clusters(flag_values: Any) -> tuple[TaskStream, Callable[[str], int]]:
     """The stream of clusters, and the token counter of the tokenizer; errors as make_teacher."""
-    if bool(given.source) == bool(given.config):
+    if bool(flag_values.source) == bool(flag_values.config):
         raise app.UsageError("--source or --config: one of them must say where the clusters are")
-    tasks = given.config.data.tasks if given.config else given.tasks
+    tasks = flag_values.config.data.tasks if flag_values.config else flag_values.tasks
     if set(tasks) - set(PAPER_TASKS):
-        field = "--config.data.tasks" if given.config else "--tasks"
+        field = "--config.data.tasks" if flag_values.config else "--tasks"
         raise app.UsageError(f"{field} = {','.join(tasks)}: must be some of {PAPER_TASKS}")
-    folder = given.tokenizer or given.teacher_policy
-    if given.config:
-        data, folder = given.config.data, folder or given.config.policy.folder
+    folder = flag_values.tokenizer or flag_values.teacher_policy
+    if flag_values.config:
+        data, folder = flag_values.config.data, folder or flag_values.config.policy.folder
     else:
         data = DataConfig(
-            source=given.source,
-            grouping=given.grouping,
-            documents_per_cluster=given.documents_per_cluster,
-            max_document_tokens=given.max_document_tokens,
-            held_out=given.held_out,
-            tasks=tuple(given.tasks),
-            task_weights=(1.0,) * len(given.tasks),
-            tiny=TinyConfig(given.tiny_clusters),
+            source=flag_values.source,
+            grouping=flag_values.grouping,
+            documents_per_cluster=flag_values.documents_per_cluster,
+            max_document_tokens=flag_values.max_document_tokens,
+            held_out=flag_values.held_out,
+            tasks=tuple(flag_values.tasks),
+            task_weights=(1.0,) * len(flag_values.tasks),
+            tiny=TinyConfig(flag_values.tiny_clusters),
         )
     if not folder:
         raise app.UsageError("--tokenizer: must be a folder with the policy's, to count tokens")
     count = tokenizers.load(find_folder(folder, "--tokenizer")).count
-    source, _ = data_config.open_clusters(data, given.seed, count)
-    return TaskStream(source, tuple(data.tasks), tuple(data.task_weights), given.seed), count
+    source, _ = data_config.open_clusters(data, flag_values.seed, count)
+    return TaskStream(source, tuple(data.tasks), tuple(data.task_weights), flag_values.seed), count
 
 
 def main(_) -> None:
     start.setup()
-    given: Any = flags.FLAGS
+    flag_values: Any = flags.FLAGS
     fields = [field.name for field in dataclasses.fields(Settings)]
-    settings = Settings(**{name: getattr(given, name) for name in fields})
-    out, sizes = pathlib.Path(given.out), judging.read_sizes(given)
-    teacher = make_teacher(given, out, sizes)
-    judge = judging.make_judge(given, out, sizes)
-    stream, count_tokens = open_clusters(given)
+    settings = Settings(**{name: getattr(flag_values, name) for name in fields})
+    out, sizes = pathlib.Path(flag_values.out), judging.read_sizes(flag_values)
+    teacher = make_teacher(flag_values, out, sizes)
+    judge = judging.make_judge(flag_values, out, sizes)
+    stream, count_tokens = open_clusters(flag_values)
     summary = run(settings, stream, count_tokens, teacher, judge, out)
     if jax.process_index() == 0:
         print(json.dumps(summary))

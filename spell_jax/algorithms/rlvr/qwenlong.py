@@ -69,8 +69,8 @@ class QwenLong(Rlvr):
         self._share = config.retrospective_share
         self._phases: list[TaskStream] = []
         self._means: dict[str, float] = {}  # question -> mean reward when it was last answered
-        if self._given:
-            self._divide(tuple(self._given.values()))
+        if self._given_questions:
+            self._divide(tuple(self._given_questions.values()))
 
     def _divide(self, questions: Sequence[Question]) -> None:
         """Divides the set among the phases by the lengths of its inputs."""
@@ -79,7 +79,7 @@ class QwenLong(Rlvr):
         by_phase: list[list[str]] = [[] for _ in self._lengths]
         for name, question in self._questions.items():
             length = _input_tokens(question, self._context)
-            phase = next((k for k, most in enumerate(self._lengths) if length <= most), None)
+            phase = next((k for k, limit in enumerate(self._lengths) if length <= limit), None)
             if phase is not None:
                 by_phase[phase].append(name)
         by_phase = [names for names in by_phase if names]
@@ -127,8 +127,10 @@ class QwenLong(Rlvr):
         batch = self.config.generation_batch
         share = min(round(self._share * batch), len(earlier))
         for number, new in enumerate(deal_once(self._phases[phase], batch - share)):
-            again = self._read([str(name) for name in order[number * share : (number + 1) * share]])
-            yield self._accept(self._questions, [*again, *new])
+            repeated_clusters = self._read(
+                [str(name) for name in order[number * share : (number + 1) * share]]
+            )
+            yield self._accept(self._questions, [*repeated_clusters, *new])
 
     def _difficulty(self, name: str) -> float:
         """The inverse of the mean reward, at most G: a question that was never solved has that."""

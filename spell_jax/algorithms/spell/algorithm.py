@@ -145,14 +145,14 @@ class Spell:
     def _start_episode(self, task: str, cluster: Cluster, rng: np.random.Generator) -> Episode:
         """An episode with its prompt; over the cap, new documents go, then the oldest history."""
         history = self.memory.get(task, cluster.id)
-        seen = documents_of(history)
-        unseen = [i for i in range(len(cluster.documents)) if i not in seen]
+        seen_documents = documents_of(history)
+        unseen = [i for i in range(len(cluster.documents)) if i not in seen_documents]
         m = int(rng.choice(self.config.documents))
-        most = len(cluster.documents) - self.config.unread_documents
-        if most < 1:
+        room = len(cluster.documents) - self.config.unread_documents
+        if room < 1:
             return Episode(task, cluster, (), (), status="too_small", reason="too_few_documents")
-        wanted = min(m, most, len(unseen))
-        new = [int(i) for i in rng.permutation(unseen)[:wanted]]
+        new_count = min(m, room, len(unseen))
+        new = [int(i) for i in rng.permutation(unseen)[:new_count]]
         letter = LETTERS[rng.integers(4)] if task == "multiple_choice" else None
         cues = self.config.cues
         cue, span = cues[rng.integers(len(cues))] if cues else "", ""
@@ -172,7 +172,7 @@ class Spell:
             smallest = not history and len(new) <= 1
             if smallest or self._count(text) <= self._cap:
                 return Episode(
-                    task, cluster, shown, history, dropped, m > most, letter, cue, text, span, leaks
+                    task, cluster, shown, history, dropped, m > room, letter, cue, text, span, leaks
                 )
             dropped += 1
             if new and (history or len(new) > 1):
@@ -220,9 +220,9 @@ class Spell:
     def drop_duplicates(self, episodes: Sequence[Episode]) -> list[Episode]:
         """Ends the episodes whose question an earlier one about the same cluster asks as well."""
         accepted = [n for n, e in enumerate(episodes) if e.status == "accepted"]
-        asked = [(f"{e.task}/{e.cluster.id}", e.question) for e in (episodes[n] for n in accepted)]
-        again = {accepted[i] for i in selection.duplicates(asked)}
-        return [replace(e, status="duplicate") if n in again else e for n, e in enumerate(episodes)]
+        pairs = [(f"{e.task}/{e.cluster.id}", e.question) for e in (episodes[n] for n in accepted)]
+        twins = {accepted[i] for i in selection.duplicates(pairs)}
+        return [replace(e, status="duplicate") if n in twins else e for n, e in enumerate(episodes)]
 
     # 2. Questions that need no documents are ungrounded.
 
@@ -346,8 +346,8 @@ class Spell:
         """Training groups of all three roles with their advantages (8, 9)."""
         answered = [n for n, e in enumerate(episodes) if e.response is not None]
         scores = [episodes[n].scores for n in answered]
-        kept, surplus = selection.split_groups(scores, self.config.questions)
-        good = [answered[i] for i in (kept + surplus if self.config.keep_surplus else kept)]
+        batch, surplus = selection.split_groups(scores, self.config.questions)
+        good = [answered[i] for i in (batch + surplus if self.config.keep_surplus else batch)]
         advantages: Advantages = {
             (n, "responder", 0): self._group_advantages(episodes[n].scores) for n in good
         }
@@ -386,10 +386,10 @@ class Spell:
             if e.reward is not None and e.reward <= 0 and not e.mixed
         ]
         tasks = [e.task for e in episodes]
-        chosen = selection.questioner_negatives(
+        negatives = selection.questioner_negatives(
             [tasks[n] for n in good], [tasks[n] for n in bad], self.config.negatives, rng
         )
-        rows = [*good, *(bad[i] for i in chosen)]
+        rows = [*good, *(bad[i] for i in negatives)]
         names = {
             "task": [tasks[n] for n in rows],
             "cluster": [f"{tasks[n]}/{episodes[n].cluster.id}" for n in rows],
@@ -419,7 +419,7 @@ class Spell:
             for i, reply in enumerate(e.judged)
             if reply is not None and spell_episode.is_eligible_verdict(e, i, c)
         ]
-        chosen = selection.verifier_groups(
+        positions = selection.verifier_groups(
             [rewards.majority(votes) for _, _, votes in eligible],
             good * c.group_size,
             c.verifier_group_size,
@@ -429,7 +429,7 @@ class Spell:
         )
         return {
             (n, "verifier", i): self._group_advantages(self._verifier_rewards(votes))
-            for n, i, votes in (eligible[at] for at in chosen)
+            for n, i, votes in (eligible[at] for at in positions)
         }
 
     def _group_advantages(self, scores: Sequence[float]) -> list[float]:

@@ -190,11 +190,11 @@ class SpellConfig(AlgorithmConfig):
     def round_budgets(self, writes: bool = True) -> list[RolloutBudget]:
         """Upper bounds of a round, with or without proposals; a step trains on all its rounds."""
         batch = self.generation_batch
-        most = batch * self.max_generations
-        good = most if self.keep_surplus else min(self.questions, most)
+        max_questions = batch * self.max_generations
+        good = max_questions if self.keep_surplus else min(self.questions, max_questions)
         budgets = []
         if writes:
-            bad = min(int(self.negatives * good), most - good)
+            bad = min(int(self.negatives * good), max_questions - good)
             trained = (good + bad) * self.train_questioner
             budgets.append(RolloutBudget("questions", "questioner", batch, 1, trained))
             if self.grounding_samples:
@@ -209,9 +209,9 @@ class SpellConfig(AlgorithmConfig):
         budgets.append(RolloutBudget("answers", "responder", batch, self.group_size, good))
         if self.has_verifier:
             size, answers = self.verifier_group_size, self.group_size
-            wanted = int(good * answers * self.verifier_share / size)
+            verdict_groups = int(good * answers * self.verifier_share / size)
             if self.balance_verdicts:
-                wanted -= wanted % 2
-            trained = min(wanted, 2 * most * answers) * self.train_verifier
+                verdict_groups -= verdict_groups % 2
+            trained = min(verdict_groups, 2 * max_questions * answers) * self.train_verifier
             budgets.append(RolloutBudget("verdicts", "verifier", batch * answers, size, trained))
         return budgets

@@ -71,8 +71,8 @@ class Episode(QuestionEpisode):
     @property
     def new(self) -> tuple[int, ...]:
         """Indices of the shown documents that no remembered question is about."""
-        seen = documents_of(self.history)
-        return tuple(index for index in self.shown if index not in seen)
+        seen_documents = documents_of(self.history)
+        return tuple(index for index in self.shown if index not in seen_documents)
 
     @property
     def documents(self) -> tuple[str, ...]:

@@ -46,11 +46,12 @@ class TinyEvaluation:
     sizes: TinyEvaluationConfig = TinyEvaluationConfig()
 
     def __post_init__(self):
-        most = len(world.NAMES)
-        if 2 * max(self.algorithm.documents) > most:
+        world_documents = len(world.NAMES)
+        if 2 * max(self.algorithm.documents) > world_documents:
             raise ValueError(
-                f"algorithm.documents = {self.algorithm.documents}: the tiny world has {most} "
-                "documents, of which a questioner with a known question reads twice as many"
+                f"algorithm.documents = {self.algorithm.documents}: the tiny world has "
+                f"{world_documents} documents, of which a questioner with a known question reads "
+                "twice as many"
             )
 
     @property
@@ -88,10 +89,13 @@ class TinyEvaluation:
         for index in range(count):
             cell = [self.sizes.seed, documents, world.KINDS.index(kind), index]
             rng = np.random.default_rng(cell)
-            made = None
-            while made is None or made.kind != kind:  # few documents may allow no two-hop question
+            world_question = None
+            # Few documents may allow no two-hop question.
+            while world_question is None or world_question.kind != kind:
                 texts = world.make_documents(rng, documents)
-                question, made, answer = demonstrations.responder_question(rng, texts, kind)
+                question, world_question, answer = demonstrations.responder_question(
+                    rng, texts, kind
+                )
             truth = answer if kind == "choice" else world.canonical(answer)
             items.append(Item(texts, question, kind, truth))
         return items
@@ -141,18 +145,18 @@ class TinyEvaluation:
     def _questioner(self, models: Models) -> dict[str, dict[str, tuple[float, float]]]:
         tasks = tuple(dict.fromkeys(world.TASK_OF_KIND.values()))
         rng = np.random.default_rng([self.sizes.seed, 2])
-        asked, texts = [], []
-        for known in (0, 1) if self.algorithm.memory else (0,):
+        cases, texts = [], []
+        for known_count in (0, 1) if self.algorithm.memory else (0,):
             for task in tasks:
-                row = f"{task}, one known" if known else task
+                row = f"{task}, one known" if known_count else task
                 for _ in range(self.sizes.per_cell):
-                    documents, text = self._questioner_prompt(rng, task, known)
-                    asked.append((row, task, documents))
+                    documents, text = self._questioner_prompt(rng, task, known_count)
+                    cases.append((row, task, documents))
                     texts.append(text)
         replies = models("questioner", texts)
         outcomes = by_row(
             (row, self._measure_question("" if reply is None else reply.texts[0], task, documents))
-            for (row, task, documents), reply in zip(asked, replies, strict=True)
+            for (row, task, documents), reply in zip(cases, replies, strict=True)
         )
         del outcomes["all"]
         return {
@@ -172,15 +176,15 @@ class TinyEvaluation:
         return measures
 
     def _questioner_prompt(
-        self, rng: np.random.Generator, task: str, known: int
+        self, rng: np.random.Generator, task: str, known_count: int
     ) -> tuple[tuple[str, ...], str]:
         """(documents, prompt) for the questioner: m new documents and m per known question."""
         shown = max(self.algorithm.documents)
-        count = shown * (known + 1)
+        count = shown * (known_count + 1)
         documents = world.make_documents(rng, max(count, self._usual_documents))[:count]
         history = []
         kind = next(kind for kind, t in world.TASK_OF_KIND.items() if t == task)
-        for _ in range(known):
+        for _ in range(known_count):
             text, _, answer = demonstrations.responder_question(rng, documents[:shown], kind)
             history.append(Entry((), text, answer))
         letter = LETTERS[rng.integers(4)] if task == "multiple_choice" else None

@@ -111,20 +111,22 @@ class LadderEvaluation:
 
     def _questioner(self, models: Models) -> dict[str, dict[str, tuple[float, float]]]:
         rng = np.random.default_rng([self.sizes.seed, 2])
-        asked, texts = [], []
-        for known in (0, *self.sizes.depths) if self.algorithm.memory else (0,):
-            row = f"one known, of depth {known}" if known else "none known"
+        cases, texts = [], []
+        for known_depth in (0, *self.sizes.depths) if self.algorithm.memory else (0,):
+            row = f"one known, of depth {known_depth}" if known_depth else "none known"
             for _ in range(self.sizes.per_cell):
                 documents = world.make_documents(rng, max(self.sizes.documents))
                 history = []
-                if known:
-                    question = world.sample_question(rng, documents, known)
+                if known_depth:
+                    question = world.sample_question(rng, documents, known_depth)
                     history.append(Entry((), question.text, question.answer))
-                asked.append((row, known, documents))
+                cases.append((row, known_depth, documents))
                 cue = world.CUES[rng.integers(len(world.CUES))]
                 texts.append(self.prompts.questioner(TASK, documents, history, cue=cue))
         cells = []
-        for (row, known, documents), reply in zip(asked, models("questioner", texts), strict=True):
+        for (row, known_depth, documents), reply in zip(
+            cases, models("questioner", texts), strict=True
+        ):
             text = "" if reply is None else reply.texts[0]
             parsed = self.algorithm.parse_question(text, TASK, self.count_tokens)
             measures: dict[str, float] = {"accepted": parsed.status == "accepted"}
@@ -133,7 +135,7 @@ class LadderEvaluation:
                 measures["answerable, of accepted"] = truth is not None
                 if truth is not None:
                     depth = world.depth_of(parsed.question)
-                    measures |= {"depth": depth, "deeper than the known one": depth > known}
+                    measures |= {"depth": depth, "deeper than the known one": depth > known_depth}
             cells.append((row, measures))
         rows = by_row(cells)
         del rows["all"]

@@ -34,12 +34,14 @@ def push(
     config: SpellConfig, probes: ProbeSet, episodes: Sequence[Episode], rng: np.random.Generator
 ) -> None:
     """Makes some of a step's answered questions probes."""
-    made = []
+    new_probes = []
     for e in episodes:
         if e.response is not None:
             rate = _solve_rate(config, e.response, e.reference, e.task)
-            made.append(Probe(e.task, e.cluster.id, e.question, e.reference, rate, rate, e.hidden))
-    probes.push(made, rng)
+            new_probes.append(
+                Probe(e.task, e.cluster.id, e.question, e.reference, rate, rate, e.hidden)
+            )
+    probes.push(new_probes, rng)
 
 
 def _solve_rate(config: SpellConfig, reply: Reply | None, reference: str, task: str) -> float:

@@ -66,14 +66,14 @@ class QuestionEvaluation(HeldOutQuestions):
     def _questioner(self, models: Models) -> dict[str, dict[str, tuple[float, float]]]:
         c, rng = self.algorithm, np.random.default_rng(_SEED)
         clusters = dict.fromkeys(question.documents for question in self.questions)
-        asked = [(task, documents) for task in self.tasks for documents in clusters]
+        cases = [(task, documents) for task in self.tasks for documents in clusters]
         prompts = []
-        for task, documents in asked:
+        for task, documents in cases:
             letter = LETTERS[rng.integers(4)] if task == "multiple_choice" else None
             shown = documents[: max(c.documents)]
             prompts.append(self.prompts.questioner(task, shown, (), letter))
         cells = []
-        for (task, _), reply in zip(asked, models("questioner", prompts), strict=True):
+        for (task, _), reply in zip(cases, models("questioner", prompts), strict=True):
             text = "" if reply is None else reply.texts[0]
             parsed = c.parse_question(text, task, self.count_tokens)
             cells.append((task, {"accepted": parsed.status == "accepted"}))

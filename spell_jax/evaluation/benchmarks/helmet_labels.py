@@ -72,10 +72,10 @@ def balanced(by_label: Mapping[str, Sequence[str]], count: int, rng: random.Rand
     rounds = -(-count // len(by_label))
     columns = []
     for label, texts in by_label.items():
-        chosen: list[str] = []
-        while len(chosen) < rounds:
-            chosen += rng.sample(texts, min(rounds - len(chosen), len(texts)))
-        columns.append([(text, label) for text in chosen])
+        sampled_texts: list[str] = []
+        while len(sampled_texts) < rounds:
+            sampled_texts += rng.sample(texts, min(rounds - len(sampled_texts), len(texts)))
+        columns.append([(text, label) for text in sampled_texts])
     examples: Pairs = []
     for column in zip(*columns, strict=True):
         mixed = list(column)
@@ -127,9 +127,9 @@ def _clinic150(folder: Folder) -> tuple[Pairs, Pairs]:
     """
     name, splits = "data_oos_plus.json", ("train", "validation")
     hub = [[f"plus/{split}" for split in splits], *published.hub(*splits)]
-    path, *others = published.locate(folder, [[name], [f"data/{name}"], *hub])
-    if others:
-        return _labeled(path, "intent"), _labeled(others[0], "intent")
+    path, *other_paths = published.locate(folder, [[name], [f"data/{name}"], *hub])
+    if other_paths:
+        return _labeled(path, "intent"), _labeled(other_paths[0], "intent")
     file = Row(str(path), published.json_value(path, dict))
     train, test = (
         [pair for part in (name, f"oos_{name}") for pair in _clinic_part(file, part)]
@@ -157,13 +157,13 @@ def _nlu(folder: Folder) -> tuple[Pairs, Pairs]:
     pairs = _labeled(path, "label") if path.name != name else _nlu_pairs(path)
     random.Random(42).shuffle(pairs)
     first: Pairs = []  # the first text of each label, kept for training
-    rest: Pairs = []
-    seen: set[str] = set()
+    other_pairs: Pairs = []
+    seen_labels: set[str] = set()
     for text, label in pairs:
-        (rest if label in seen else first).append((text, label))
-        seen.add(label)
+        (other_pairs if label in seen_labels else first).append((text, label))
+        seen_labels.add(label)
     held_out = -(-len(pairs) // 10)
-    return first + rest[held_out:], rest[:held_out]
+    return first + other_pairs[held_out:], other_pairs[:held_out]
 
 
 def _nlu_pairs(path: Path) -> Pairs:
@@ -179,7 +179,7 @@ def _nlu_pairs(path: Path) -> Pairs:
 
 def without_annotations(text: str) -> str:
     """Remove the annotations of the NLU data: "at [time : five am]" becomes "at five am"."""
-    return _ANNOTATION.sub(lambda found: found[1].strip(), text)
+    return _ANNOTATION.sub(lambda match: match[1].strip(), text)
 
 
 TASKS = {

@@ -51,10 +51,10 @@ def load(folder: Folder, limit: int | None = None) -> Benchmark:
     left_out: Counter[str] = Counter()
     items: list[Item] = []
     for step, episodes in itertools.groupby(read_episodes(folder), key=operator.itemgetter(0)):
-        asked = list(_items(step, [record for _, record in episodes], wording, left_out))
-        chosen = evenly(asked, PER_STEP)
-        left_out[f"over {PER_STEP} a step"] += len(asked) - len(chosen)
-        items += chosen
+        step_items = list(_items(step, [record for _, record in episodes], wording, left_out))
+        chosen_items = evenly(step_items, PER_STEP)
+        left_out[f"over {PER_STEP} a step"] += len(step_items) - len(chosen_items)
+        items += chosen_items
     counts = f"left out: {dict(+left_out)}"
     log.info("%s: %d questions; %s", folder, len(items), counts)
     if not items:

@@ -36,14 +36,16 @@ class Row:
     where: str  # file and row number, for error messages
     values: Mapping[str, Any]
 
-    def get(self, field: str, kinds: type[T] | tuple[type[T], ...], wanted: str) -> T:
+    def get(self, field: str, kinds: type[T] | tuple[type[T], ...], requirement: str) -> T:
         """Value of a field; raises ValueError if it is missing or of another type."""
         if field not in self.values:
             names = ", ".join(map(str, self.values))[:200]
-            raise ValueError(f"{self.where}: no field {field!r} ({wanted}); it has {names}. {HELP}")
+            raise ValueError(
+                f"{self.where}: no field {field!r} ({requirement}); it has {names}. {HELP}"
+            )
         value = self.values[field]
         if not isinstance(value, kinds):
-            raise self.wrong(field, wanted)
+            raise self.wrong(field, requirement)
         return value
 
     def column(self, *names: str) -> str:
@@ -69,10 +71,10 @@ class Row:
             raise self.wrong(field, "a list of objects")
         return [Row(f"{self.where}, {field}[{i}]", value) for i, value in enumerate(values)]
 
-    def wrong(self, field: str, wanted: str) -> ValueError:
+    def wrong(self, field: str, requirement: str) -> ValueError:
         """Error for a field with a wrong value, for the caller to raise."""
         value = repr(self.values.get(field))[:100]
-        return ValueError(f"{self.where}: {field} = {value}; it must be {wanted}. {HELP}")
+        return ValueError(f"{self.where}: {field} = {value}; it must be {requirement}. {HELP}")
 
 
 def hub(*names: str) -> list[list[str]]:
@@ -97,8 +99,10 @@ def locate(folder: Folder, layouts: Layouts) -> list[Path]:
         if files[0]:
             missing = names[files.index([])]
             raise FileNotFoundError(f"{folder}: {names[0]} is there, {missing} is not. {HELP}")
-    wanted = ", or ".join(" and ".join(names) for names in layouts)
-    raise FileNotFoundError(f"{folder}: must have {wanted}, as Parquet, JSON or CSV. {HELP}")
+    expected_files = ", or ".join(" and ".join(names) for names in layouts)
+    raise FileNotFoundError(
+        f"{folder}: must have {expected_files}, as Parquet, JSON or CSV. {HELP}"
+    )
 
 
 def _files(path: Path) -> list[Path]:
@@ -142,13 +146,13 @@ def read(folder: Folder, layouts: Layouts, published: int, limit: int | None) ->
     return rows
 
 
-def check_count(what: str, found: int, published: int, limit: int | None) -> None:
-    """Raise ValueError unless `found` is the published number of rows, or `limit` if smaller."""
-    if found == (published if limit is None else min(limit, published)):
+def check_count(what: str, count: int, published: int, limit: int | None) -> None:
+    """Raise ValueError unless `count` is the published number of rows, or `limit` if smaller."""
+    if count == (published if limit is None else min(limit, published)):
         return
     if limit is not None and limit < published:
-        raise ValueError(f"{what}: limit = {limit}, but there are only {found} rows")
+        raise ValueError(f"{what}: limit = {limit}, but there are only {count} rows")
     raise ValueError(
-        f"{what}: {found} rows, but {published} are published, and scores of other sets do not "
+        f"{what}: {count} rows, but {published} are published, and scores of other sets do not "
         f"compare; limit=N takes the first N. {HELP}"
     )

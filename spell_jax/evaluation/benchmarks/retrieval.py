@@ -106,13 +106,13 @@ def score_mrcr(text: str, item: Item) -> float:
     visible = visible_text(text) or ""
     if not visible.startswith(prefix):
         return 0.0
-    reply, wanted = visible.removeprefix(prefix), answer.removeprefix(prefix)
-    if reply == wanted:
+    reply, expected = visible.removeprefix(prefix), answer.removeprefix(prefix)
+    if reply == expected:
         return 1.0
-    most = 2 * len(wanted) + 1000
+    max_characters = 2 * len(expected) + 1000
     # Keep the matched characters of a truncated reply, but normalize by its full length.
-    ratio = difflib.SequenceMatcher(None, reply[:most], wanted).ratio()
-    return ratio * (len(reply[:most]) + len(wanted)) / (len(reply) + len(wanted))
+    ratio = difflib.SequenceMatcher(None, reply[:max_characters], expected).ratio()
+    return ratio * (len(reply[:max_characters]) + len(expected)) / (len(reply) + len(expected))
 
 
 def _mrcr_item(id: str, row: Row) -> Item:
@@ -122,8 +122,8 @@ def _mrcr_item(id: str, row: Row) -> Item:
         prompt = "\n\n".join(f"{speaker}: {content}" for speaker, content in texts)
         question = str(texts[-1][1])
     except (ValueError, TypeError, LookupError) as error:
-        wanted = "a JSON list of messages with role and content"
-        raise row.wrong("prompt", f"{wanted} ({error})") from error
+        requirement = "a JSON list of messages with role and content"
+        raise row.wrong("prompt", f"{requirement} ({error})") from error
     prefix, answer = row.text("random_string_to_prepend"), row.text("answer")
     if not answer.startswith(prefix):
         raise row.wrong("answer", f"a text that begins with random_string_to_prepend, {prefix!r}")
@@ -152,14 +152,18 @@ def load_rag(
     example_of = {_rag_name(row): row for row in published.rows_of(examples) if _is_rare(task, row)}
     # The file has gigabytes. Reading it twice keeps only the sampled rows in memory.
     names = Counter(_rag_name(row) for row in published.rows_of(path) if _is_rare(task, row))
-    chosen = set(_choose(sorted(names), _QUESTIONS))
+    chosen_names = set(_choose(sorted(names), _QUESTIONS))
     if limit is None:
-        complete = sum(names[name] == positions for name in chosen)
+        complete = sum(names[name] == positions for name in chosen_names)
         what = f"{path}, questions that occur {positions} times, once per position"
         published.check_count(what, complete, _QUESTIONS, limit)
     rows = enumerate(published.rows_of(path))
-    found = ((i, row) for i, row in rows if _is_rare(task, row) and _rag_name(row) in chosen)
-    items = tuple(_rag_item(str(i), row, example_of) for i, row in itertools.islice(found, limit))
+    chosen_rows = (
+        (i, row) for i, row in rows if _is_rare(task, row) and _rag_name(row) in chosen_names
+    )
+    items = tuple(
+        _rag_item(str(i), row, example_of) for i, row in itertools.islice(chosen_rows, limit)
+    )
     published.check_count(str(path), len(items), positions * _QUESTIONS, limit)
     name = _with_length(f"helmet_{task}", length)
     return Benchmark(name, f"HELMET {task}", items, _extractor("answer"), score_rag)
@@ -168,15 +172,15 @@ def load_rag(
 def score_rag(text: str, item: Item) -> float:
     """1.0 if the normalized reply contains a normalized reference, else 0.0 (HELMET's sub-EM)."""
     reply = normalize_answer(visible_text(text) or "")
-    wanted = map(normalize_answer, item.references)
-    return float(any(reference and reference in reply for reference in wanted))
+    references = map(normalize_answer, item.references)
+    return float(any(reference and reference in reply for reference in references))
 
 
 def _is_rare(task: str, row: Row) -> bool:
     if task != "pop":
         return True
-    seen = row.get("s_pop", (int, float), "how often a page is seen")
-    return seen > 0 and math.log10(seen) < _POPULARITY
+    views = row.get("s_pop", (int, float), "how often a page is seen")
+    return views > 0 and math.log10(views) < _POPULARITY
 
 
 def _rag_name(row: Row) -> str:
@@ -187,12 +191,12 @@ def _rag_name(row: Row) -> str:
 def _rag_item(id: str, row: Row, example_of: Mapping[str, Row]) -> Item:
     """Build an item; for PopQA, the examples are its own test questions, except this one."""
     name, question = _rag_name(row), row.text("question")
-    others = sorted(other for other in example_of if other != name)
-    chosen = _rng(question).sample(others, min(_EXAMPLES, len(others)))
+    other_names = sorted(other_name for other_name in example_of if other_name != name)
+    chosen_names = _rng(question).sample(other_names, min(_EXAMPLES, len(other_names)))
     examples = "".join(
         f"{_passages(example)}\n\nQuestion: {example.text('question')}\n"
         f"Answer: {_answers(example)[0]}\n\n"
-        for example in map(example_of.__getitem__, chosen)
+        for example in map(example_of.__getitem__, chosen_names)
     )
     prompt = _RAG_PROMPT.format(examples=examples, documents=_passages(row), question=question)
     return Item(id, prompt, question, _answers(row), {"question_id": name})
@@ -238,8 +242,8 @@ def load_icl(
 
 def score_icl(text: str, item: Item) -> float:
     """1.0 if the stated label is correct, else 0.0."""
-    found = _extractor("label")(text, item)
-    return float(found is not None and normalize_answer(found) == item.references[0])
+    label = _extractor("label")(text, item)
+    return float(label is not None and normalize_answer(label) == item.references[0])
 
 
 def _icl_item(
@@ -265,8 +269,8 @@ def load_infbench_sum(folder: Folder, limit: int | None = None) -> Benchmark:
     summaries = [row.texts("answer") for row in rows]
     items = []
     for i in _choose_summaries(str(path), len(rows), 103, limit):
-        others = [answers[0] for j, answers in enumerate(summaries) if j != i]
-        examples = _summary_examples(others, str(i))
+        other_summaries = [answers[0] for j, answers in enumerate(summaries) if j != i]
+        examples = _summary_examples(other_summaries, str(i))
         prompt = _BOOK_PROMPT.format(examples=examples, text=rows[i].text("context"))
         items.append(Item(str(i), prompt, "Summarize the book.", tuple(summaries[i])))
     name, title = "helmet_infbench_sum", "HELMET InfBench Sum"
@@ -277,10 +281,10 @@ def load_multi_lexsum(folder: Folder, limit: int | None = None) -> Benchmark:
     """Load short summaries of lawsuits, Multi-LexSum v20230518: 100 sampled of 312 (dev set)."""
     names = ["dev", "train", "sources.json"]
     layouts = [[f"{at}{name}" for name in names] for at in ("releases/v20230518/", "")]
-    cases, others, documents = published.locate(folder, layouts)
+    cases, train_cases, documents = published.locate(folder, layouts)
     rows, examples = (
         [row for row in published.rows_of(path) if row.values.get("summary/short")]
-        for path in (cases, others)
+        for path in (cases, train_cases)
     )
     numbers = _choose_summaries(f"{cases}, with summary/short", len(rows), 312, limit)
     shown = [row.text("summary/short") for row in examples]
@@ -317,8 +321,8 @@ def _case_documents(row: Row, sources: Row) -> Iterator[str]:
 
 
 def _summary_examples(summaries: Sequence[str], key: str) -> str:
-    chosen = _rng(key).sample(summaries, min(_EXAMPLES, len(summaries)))
-    shown = "\n\n".join(f"Summary: {summary}" for summary in chosen)
+    sampled_summaries = _rng(key).sample(summaries, min(_EXAMPLES, len(summaries)))
+    shown = "\n\n".join(f"Summary: {summary}" for summary in sampled_summaries)
     return f"Summaries of other texts, to show what they look like:\n\n{shown}\n\n" if shown else ""
 
 
@@ -337,8 +341,8 @@ def _extractor(word: str) -> Callable[[str, Item], str | None]:
 
     def extract_stated(text: str, item: Item) -> str | None:
         visible = visible_text(text) or ""
-        found = pattern.search(visible)
-        stated = found[1] if found else visible.partition("\n")[0]
+        match = pattern.search(visible)
+        stated = match[1] if match else visible.partition("\n")[0]
         return stated.strip() or None
 
     return extract_stated

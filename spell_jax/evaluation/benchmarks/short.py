@@ -106,15 +106,15 @@ def extract_math(text: str, item: Item) -> str | None:
         return None
     if _BOX not in visible:
         return (find_answer(visible, "general_qa") or "").strip(": ") or None
-    rest = visible[visible.rindex(_BOX) + len(_BOX) - 1 :]
-    end = first_balance(brace_steps(code_points(rest)))
-    return None if end is None else rest[1:end].strip() or None
+    boxed = visible[visible.rindex(_BOX) + len(_BOX) - 1 :]
+    end = first_balance(brace_steps(code_points(boxed)))
+    return None if end is None else boxed[1:end].strip() or None
 
 
 def score_math(text: str, item: Item) -> float:
     """1.0 if the stated answer equals the reference mathematically, else 0.0."""
-    found = extract_math(text, item)
-    return float(found is not None and math_equal.equal(found, item.references[0]))
+    answer = extract_math(text, item)
+    return float(answer is not None and math_equal.equal(answer, item.references[0]))
 
 
 def load_mmlu_pro(folder: Folder, limit: int | None = None) -> Benchmark:

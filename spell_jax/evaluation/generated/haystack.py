@@ -38,7 +38,7 @@ class Names:
 
     def __init__(self, rng: np.random.Generator, text: str = ""):
         self._text = text
-        self._seen: set[str] = set()
+        self._used_names: set[str] = set()
         self._order = iter(rng.permutation(len(ADJECTIVES) * len(NOUNS)).tolist())
         self._makers: dict[str, Callable[[], str]] = {
             "word": self._word,
@@ -50,9 +50,9 @@ class Names:
 
     def sample(self, kind: str) -> str:
         """Sample a "word", "number" (7 digits), "uuid", "code" (6 letters) or "variable" (5)."""
-        while (name := self._makers[kind]()) in self._seen or name in self._text:
+        while (name := self._makers[kind]()) in self._used_names or name in self._text:
             pass
-        self._seen.add(name)
+        self._used_names.add(name)
         return name
 
     def _word(self) -> str:
@@ -107,15 +107,15 @@ class Pile:
         self._read_while(lambda: self._ends[-1] <= budget)
         count = bisect.bisect_right(self._ends, budget) - 1
         self._read_while(lambda: len(self._pieces) < count + self._TRIED)
-        taken, room = self._pieces[:count], budget - self._ends[count]
+        pairs, room = self._pieces[:count], budget - self._ends[count]
         for piece, cost in self._pieces[count : count + self._TRIED]:
             if cost <= room:
-                taken.append((piece, cost))
+                pairs.append((piece, cost))
                 room -= cost
-        return taken
+        return pairs
 
-    def _read_while(self, wanted: Callable[[], bool]) -> None:
-        while wanted() and (piece := next(self._unread, None)) is not None:
+    def _read_while(self, condition: Callable[[], bool]) -> None:
+        while condition() and (piece := next(self._unread, None)) is not None:
             self._pieces.append(piece)
             self._ends.append(self._ends[-1] + max(piece[1], 1))
 
@@ -188,7 +188,7 @@ def extract(text: str, item: Item) -> str | None:
 def match_all(text: str, item: Item) -> float:
     """Fraction of references in the answer, ignoring case (RULER's string_match_all)."""
     answer = (extract(text, item) or "").lower()
-    return sum(wanted.lower() in answer for wanted in item.references) / len(item.references)
+    return sum(reference.lower() in answer for reference in item.references) / len(item.references)
 
 
 def match_part(text: str, item: Item) -> float:

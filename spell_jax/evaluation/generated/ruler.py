@@ -69,14 +69,14 @@ def ruler(
         tasks: list[Task] = [functools.partial(_qa, row=rows[i], pool=pool) for i in order]
     else:
         tasks = [_GENERATED[task]] * items
-    made = []
-    for index, one in enumerate(tasks):
-        make = one(source, np.random.default_rng([*base, index]))
-        made.append(haystack.fit(make, source, f"{task}-{source.length}-{index}", answer))
+    fitted_items = []
+    for index, build_task in enumerate(tasks):
+        make = build_task(source, np.random.default_rng([*base, index]))
+        fitted_items.append(haystack.fit(make, source, f"{task}-{source.length}-{index}", answer))
     return Benchmark(
         name=f"ruler_{task}_{source.length}",
         title=f"RULER {task}, {source.length:,} tokens",
-        items=tuple(made),
+        items=tuple(fitted_items),
         extract=haystack.extract,
         score=haystack.match_part if task == "qa" else haystack.match_all,
         max_tokens=answer,
@@ -95,19 +95,19 @@ def needle(
     ValueError if there is no prose, or a length is too short for the question.
     """
     cells = list(itertools.product(lengths, enumerate(GRID_DEPTHS)))
-    made = []
+    fitted_items = []
     for number in range(items or len(cells)):
         repeat, cell = divmod(number, len(cells))
         length, (row, depth) = cells[cell]
         source = dataclasses.replace(source, length=length)  # keeps the token counts of sentences
         make = _grid_needle(source, np.random.default_rng([seed, length, row, repeat]), depth)
-        made.append(
+        fitted_items.append(
             haystack.fit(make, source, f"needle-{length}-{depth}-{repeat}", _ANSWER, depth=depth)
         )
     return Benchmark(
         name=name,
         title="needle in a haystack",
-        items=tuple(made),
+        items=tuple(fitted_items),
         extract=haystack.extract,
         score=haystack.match_all,
         max_tokens=_ANSWER,
@@ -146,24 +146,26 @@ def _niah(
     """
     names = Names(rng, source.text if hay == "prose" else "")
     hidden = {names.sample(key): [names.sample(value) for _ in range(values)] for _ in range(keys)}
-    needles = [(k, v) for k, some in hidden.items() for v in some]
+    needles = [(k, v) for k, key_values in hidden.items() for v in key_values]
     if hay == "prose":
         depths = rng.choice(_DEPTHS, len(needles), replace=False).tolist()
         pile = source.prose(rng)
     else:
         depths = rng.random(len(needles)).round(4).tolist()
-        others = (_secret(value, names.sample(key), names.sample(value)) for _ in itertools.count())
-        pile = source.noise() if hay == "noise" else source.pile(others, after="\n")
-    asked = list(hidden)[:queries]  # keys are random, so the first ones are as well
-    question = _secret_question(value, asked, values)
-    wanted = [(v, depth) for (k, v), depth in zip(needles, depths, strict=True) if k in asked]
-    texts = [_secret(value, *one) for one in needles]
+        other_needles = (
+            _secret(value, names.sample(key), names.sample(value)) for _ in itertools.count()
+        )
+        pile = source.noise() if hay == "noise" else source.pile(other_needles, after="\n")
+    asked_keys = list(hidden)[:queries]  # keys are random, so the first ones are as well
+    question = _secret_question(value, asked_keys, values)
+    answers = [(v, depth) for (k, v), depth in zip(needles, depths, strict=True) if k in asked_keys]
+    texts = [_secret(value, *pair) for pair in needles]
 
     def make(budget: int) -> Item:
         lines = haystack.insert_needles(pile.take(budget), texts, depths)
         prompt = _secret_prompt(value, (" " if hay == "prose" else "\n").join(lines), question)
-        references = tuple(v for v, _ in wanted)
-        return Item("", prompt, question, references, {"depths": [depth for _, depth in wanted]})
+        references = tuple(v for v, _ in answers)
+        return Item("", prompt, question, references, {"depths": [depth for _, depth in answers]})
 
     return make
 
@@ -196,8 +198,8 @@ def _variable_tracking(source: Source, rng: np.random.Generator) -> Make:
         if (name := letters(rng, 3).upper()) not in shown:
             shown.append(name)
     depths, shown_depths = np.sort(rng.random((2, _HOPS + 1)), axis=1).tolist()
-    known, _ = _chain_prompt([(haystack.NOISE, 1)] * 5, shown, shown_number, shown_depths)
-    example = f"Example:\n\n{known}\n{', '.join(shown)}\n\nYour turn:\n\n"
+    example_prompt, _ = _chain_prompt([(haystack.NOISE, 1)] * 5, shown, shown_number, shown_depths)
+    example = f"Example:\n\n{example_prompt}\n{', '.join(shown)}\n\nYour turn:\n\n"
 
     def make(budget: int) -> Item:
         prompt, question = _chain_prompt(pile.take(budget), chain, number, depths)
@@ -236,9 +238,9 @@ def _common_words(source: Source, rng: np.random.Generator) -> Make:
     shown = [names.sample("word") for _ in range(words)]
     common = [names.sample("word") for _ in range(_COMMON)]
     question = f"Which {_COMMON} words are the most common in the list? Answer with them alone."
-    known = _words_prompt(shown[:_COMMON], shown[_COMMON:], often, seldom, question, order)
+    example_prompt = _words_prompt(shown[:_COMMON], shown[_COMMON:], often, seldom, question, order)
     answer = " ".join(f"{i}. {word}" for i, word in enumerate(shown[:_COMMON], start=1))
-    example = f"Example:\n\n{known}\n{answer}\n\nYour turn:\n\n"
+    example = f"Example:\n\n{example_prompt}\n{answer}\n\nYour turn:\n\n"
 
     def uncommon() -> Iterator[tuple[str, int]]:
         for start in itertools.count(_COMMON * _OFTEN + 1, _SELDOM):
@@ -249,17 +251,17 @@ def _common_words(source: Source, rng: np.random.Generator) -> Make:
     pile = Pile(uncommon())
 
     def make(budget: int) -> Item:
-        others = [word for word, _ in pile.take(budget)]
-        prompt = _words_prompt(common, others, _OFTEN, _SELDOM, question, order)
+        uncommon_words = [word for word, _ in pile.take(budget)]
+        prompt = _words_prompt(common, uncommon_words, _OFTEN, _SELDOM, question, order)
         return Item("", example + prompt, question, tuple(common))
 
     return make
 
 
 def _words_prompt(
-    common: list[str], others: list[str], often: int, seldom: int, question: str, order: int
+    common: list[str], uncommon: list[str], often: int, seldom: int, question: str, order: int
 ) -> str:
-    words = _shuffled(common * often + others * seldom, order)
+    words = _shuffled(common * often + uncommon * seldom, order)
     listed = " ".join(f"{i}. {word}" for i, word in enumerate(words, start=1))
     head = "Some words of this numbered list come again more often than the others."
     return f"{head}\n\n{listed}\n\n{question}"
@@ -276,11 +278,11 @@ def _frequent_words(source: Source, rng: np.random.Generator) -> Make:
     first one is "...", which the question excludes. The next three are the answer.
     """
     # From this N on, the fourth word is always more frequent than the fifth.
-    least = 64
-    most = least + 2 * source.length  # upper bound; the sum of floors is less than N
+    min_words = 64
+    max_words = min_words + 2 * source.length  # upper bound; the sum of floors is less than N
     names, order = Names(rng), int(rng.integers(2**32))
     # Only ranks that occur: k^2 <= N / zeta(2) < N.
-    words = ["...", *(names.sample("code") for _ in range(math.isqrt(most)))]
+    words = ["...", *(names.sample("code") for _ in range(math.isqrt(max_words)))]
     costs = np.array([source.cost(f" {word}") for word in words])
     shares = np.arange(1, len(words) + 1) ** -2.0
     shares /= math.pi**2 / 6  # zeta(2)
@@ -290,8 +292,8 @@ def _frequent_words(source: Source, rng: np.random.Generator) -> Make:
     )
 
     def make(budget: int) -> Item:
-        base = np.floor(least * shares) @ costs
-        low, high = least, most  # the largest N that the budget allows
+        base = np.floor(min_words * shares) @ costs
+        low, high = min_words, max_words  # the largest N that the budget allows
         while low < high:
             middle = (low + high + 1) // 2
             fits = np.floor(middle * shares) @ costs - base <= budget
@@ -306,14 +308,20 @@ def _frequent_words(source: Source, rng: np.random.Generator) -> Make:
 
 def _qa(source: Source, rng: np.random.Generator, *, row: QaRow, pool: Sequence[str]) -> Make:
     """Ask a question after its documents and those of others, shuffled (paper section 3.4)."""
-    own, order = tuple(dict.fromkeys(row.documents)), int(rng.integers(2**32))
-    others = (pool[int(index)] for index in rng.permutation(len(pool)))
-    pile = source.pile((text for text in others if text not in own), "Document 100:\n", "\n\n")
+    question_documents, order = tuple(dict.fromkeys(row.documents)), int(rng.integers(2**32))
+    pool_documents = (pool[int(index)] for index in rng.permutation(len(pool)))
+    pile = source.pile(
+        (text for text in pool_documents if text not in question_documents),
+        "Document 100:\n",
+        "\n\n",
+    )
     head = "Answer the question from the documents below. Answer with a few words alone."
     question = f"Question: {row.question}"
 
     def make(budget: int) -> Item:
-        documents = _shuffled([*own, *(text for text, _ in pile.take(budget))], order)
+        documents = _shuffled(
+            [*question_documents, *(text for text, _ in pile.take(budget))], order
+        )
         numbered = [f"Document {i}:\n{text}\n" for i, text in enumerate(documents, start=1)]
         prompt = "\n".join((head, "", *numbered, head, question))
         return Item("", prompt, row.question, row.references)
@@ -331,9 +339,9 @@ _NIAH: Mapping[str, Mapping[str, Any]] = {
     "niah_multivalue": {"values": 4},
     "niah_multiquery": {"keys": 4, "queries": 4},
 }
-PROSE_TASKS = tuple(name for name, given in _NIAH.items() if "hay" not in given)
+PROSE_TASKS = tuple(name for name, options in _NIAH.items() if "hay" not in options)
 _GENERATED: Mapping[str, Task] = {
-    **{name: functools.partial(_niah, **given) for name, given in _NIAH.items()},
+    **{name: functools.partial(_niah, **options) for name, options in _NIAH.items()},
     "cwe": _common_words,
     "fwe": _frequent_words,
     "vt": _variable_tracking,

@@ -44,8 +44,10 @@ def ask_about(at: int, task: str = QA) -> Question:
     return Question(task, (f"d{at}.0 text", f"d{at}.1 text"), f"Q{at:02d} what?", answer)
 
 
-def make_algorithm(known: Sequence[Question], judge=None, seed: int = 0, **options: Any) -> Eapo:
-    fields: dict[str, Any] = {"questions": len(known), "group_size": 4} | options
+def make_algorithm(
+    given_questions: Sequence[Question], judge=None, seed: int = 0, **options: Any
+) -> Eapo:
+    fields: dict[str, Any] = {"questions": len(given_questions), "group_size": 4} | options
     config = EapoConfig(**fields)
     context = AlgorithmContext(
         PROMPTS,
@@ -56,7 +58,7 @@ def make_algorithm(known: Sequence[Question], judge=None, seed: int = 0, **optio
         lambda: in_memory([]),
         lambda: in_memory([]),
         lambda source: TaskStream(source, TASKS, (1.0,) * len(TASKS), seed),
-        lambda: tuple(known),
+        lambda: tuple(given_questions),
         judge,
     )
     return Eapo(config, context)
@@ -84,9 +86,9 @@ class Script:
         at = int(prompt.split("Q")[1][:2])
         if model == "reward_model":
             assert role == "reward_model"
-            said = self.scorings[at]
+            replies = self.scorings[at]
             self.tries[at] = self.tries.get(at, 0) + 1
-            return said[min(self.tries[at], len(said)) - 1]
+            return replies[min(self.tries[at], len(replies)) - 1]
         assert (role, model) == ("responder", "policy")
         well_formed, right = self.plans[at][sibling]
         answer = self.questions[at].answer if right else "999"
@@ -101,12 +103,12 @@ def labeled(scores: Sequence[int]) -> str:
 HALF = ((True, True), (True, False), (False, True), (True, True))
 
 
-def one(plan: Plan = HALF, said: Sequence[str] = ("1 5\n2 1\n3 3",), step: int = 1, **options):
+def one(plan: Plan = HALF, scorings: Sequence[str] = ("1 5\n2 1\n3 3",), step: int = 1, **options):
     """(algorithm, models, episode) of a step with one question."""
     questions = [dataclasses.replace(ask_about(0), evidence=options.pop("supporting", ()))]
     judge, over = options.pop("judge", None), options.pop("over", ())
     algorithm = make_algorithm(questions, judge, **({"group_size": len(plan)} | options))
-    models = ScriptedModels(Script(questions, {0: plan}, {0: said}, over))
+    models = ScriptedModels(Script(questions, {0: plan}, {0: scorings}, over))
     (episode,) = roll_out(algorithm, models, step)
     return algorithm, models, episode
 
@@ -121,9 +123,9 @@ def test_policy_gets_questions_and_reward_model_gets_evidence():
     assert first.prompts == ("d0.0 text\nd0.1 text\nQ00 what?\nquote",)
     assert (second.role, second.model, second.group) == ("reward_model", "reward_model", 1)
     assert second.temperature == 0.0
-    asked = "Q00 what?\n"
-    sets = "".join(f"{i}\n{asked}d0.0 text\nset {n}\n" for i, n in enumerate((0, 1, 3), 1))
-    assert second.prompts == (f"{sets}{asked}scores",)  # of the well-formed siblings only
+    question_line = "Q00 what?\n"
+    sets = "".join(f"{i}\n{question_line}d0.0 text\nset {n}\n" for i, n in enumerate((0, 1, 3), 1))
+    assert second.prompts == (f"{sets}{question_line}scores",)  # of the well-formed siblings only
     assert episode.evidence_scores == (5, 1, 3)
     assert episode.evidence == (1.0, 0.0, None, 0.5)
     assert episode.scores == pytest.approx([1.0, 0.1, 0.0, 0.85])
@@ -131,31 +133,31 @@ def test_policy_gets_questions_and_reward_model_gets_evidence():
     assert episode.predictions == ("alpha0", "999", None, "alpha0")
     (group,) = to_groups(algorithm, [episode])
     assert group.role == "responder" and group.model == "policy"
-    wanted = tuple(round(float(a), 4) for a in group_advantages(episode.scores))
-    assert read(group)[2] == wanted
+    expected_advantages = tuple(round(float(a), 4) for a in group_advantages(episode.scores))
+    assert read(group)[2] == expected_advantages
     assert read(group)[1] == tuple(episode.response.texts if episode.response else ())
 
 
 def test_malformed_scoring_is_retried_then_neutral():
-    algorithm, models, episode = one(said=("what?", "1 5\n2 1\n3 3"))
+    algorithm, models, episode = one(scorings=("what?", "1 5\n2 1\n3 3"))
     assert [call.temperature for call in models.calls[1:]] == [0.0, 1.0]
-    assert episode.evidence_scores == (5, 1, 3) and episode.asked == 2
+    assert episode.evidence_scores == (5, 1, 3) and episode.scoring_calls == 2
     means = algorithm.metrics([episode]).means()
     assert (means["scoring_retried"], means["scoring_failed"]) == (1, 0)
-    algorithm, models, episode = one(said=("what?", "1 5\n2 6\n3 3", "1 5\n2 1\n3 3"))
-    assert episode.evidence_scores is None and episode.asked == 2
+    algorithm, models, episode = one(scorings=("what?", "1 5\n2 6\n3 3", "1 5\n2 1\n3 3"))
+    assert episode.evidence_scores is None and episode.scoring_calls == 2
     assert episode.evidence == (0.5, 0.5, None, 0.5)
     assert episode.scores == pytest.approx([0.85, 0.25, 0.0, 0.85])
     assert algorithm.metrics([episode]).means()["scoring_failed"] == 1
     assert not episode.consistent
-    _, models, _ = one(said=("what?",), retries=3, scoring_temperature=0.7)
+    _, models, _ = one(scorings=("what?",), retries=3, scoring_temperature=0.7)
     assert [call.temperature for call in models.calls[1:]] == [0.7] * 4
-    _, models, _ = one(said=("what?",), retries=0)
+    _, models, _ = one(scorings=("what?",), retries=0)
     assert len(models.calls) == 2
 
 
 def test_evidence_and_scores_are_compared_to_supporting_sentences():
-    algorithm, _, episode = one(said=("1 3\n2 1\n3 1",), supporting=("set 0", "d0.0 text"))
+    algorithm, _, episode = one(scorings=("1 3\n2 1\n3 1",), supporting=("set 0", "d0.0 text"))
     halves = pytest.approx((9 / 14, 0.5))
     assert episode.supported == ((1.0, 1.0), halves, None, halves)
     assert episode.ordered_by_evidence() == [1.0, 1.0]  # the other two are equal
@@ -163,8 +165,8 @@ def test_evidence_and_scores_are_compared_to_supporting_sentences():
     assert means["evidence_recall"] == pytest.approx(2 / 3)
     assert means["evidence_precision"] == pytest.approx((1 + 18 / 14) / 3)
     assert means["scoring_order"] == means[f"scoring_order/{QA}"] == 1.0
-    other = dataclasses.replace(episode, evidence_scores=(2, 2, 5))
-    assert other.ordered_by_evidence() == [0.5, 0.0]
+    rescored_episode = dataclasses.replace(episode, evidence_scores=(2, 2, 5))
+    assert rescored_episode.ordered_by_evidence() == [0.5, 0.0]
     assert dataclasses.replace(episode, evidence_scores=None).ordered_by_evidence() == []
     algorithm, _, episode = one()  # a question without its evidence
     assert episode.supported == (None,) * 4 and episode.ordered_by_evidence() == []
@@ -173,18 +175,18 @@ def test_evidence_and_scores_are_compared_to_supporting_sentences():
 
 def test_highest_score_is_compared_to_the_rouge_oracle():
     """The evidence of sibling n is "d0.0 text" and "set n"; sibling 2 has no format."""
-    known = ("d0.0 text", "set 3")
-    algorithm, _, episode = one(said=("1 3\n2 1\n3 5",), supporting=known)
+    supporting_sentences = ("d0.0 text", "set 3")
+    algorithm, _, episode = one(scorings=("1 3\n2 1\n3 5",), supporting=supporting_sentences)
     assert episode.rouge_l == (0.8, 0.8, None, 1.0)  # of the words d0, 0, text, set, 3
     assert episode.best_chosen() == 1.0
     means = algorithm.metrics([episode]).means()
     assert means["scoring_best"] == means[f"scoring_best/{QA}"] == 1.0
     assert means["evidence_rouge_l"] == pytest.approx(2.6 / 3)
     for scores, share in (((5, 1, 3), 0.0), ((5, 1, 5), 0.5), ((2, 2, 2), 1 / 3)):
-        other = dataclasses.replace(episode, evidence_scores=scores)
-        assert other.best_chosen() == pytest.approx(share)
+        rescored_episode = dataclasses.replace(episode, evidence_scores=scores)
+        assert rescored_episode.best_chosen() == pytest.approx(share)
     assert dataclasses.replace(episode, evidence_scores=None).best_chosen() is None
-    algorithm, _, same = one(said=("1 3\n2 1\n3 5",), supporting=("d0.0 text",))
+    algorithm, _, same = one(scorings=("1 3\n2 1\n3 5",), supporting=("d0.0 text",))
     assert same.rouge_l == (1.0, 1.0, None, 1.0) and same.best_chosen() is None
     assert "scoring_best" not in algorithm.metrics([same]).means()
     _, _, unknown = one()
@@ -193,7 +195,7 @@ def test_highest_score_is_compared_to_the_rouge_oracle():
 
 def test_scores_are_compared_to_outcomes():
     """The first and the fourth answer are right, the second is wrong, the third has no format."""
-    algorithm, _, episode = one(said=("1 4\n2 3\n3 3",))
+    algorithm, _, episode = one(scorings=("1 4\n2 3\n3 3",))
     assert episode.ordered_by_outcome() == [1.0, 0.5]
     means = algorithm.metrics([episode]).means()
     assert means["scoring_accuracy"] == means[f"scoring_accuracy/{QA}"] == 0.75
@@ -204,7 +206,7 @@ def test_scores_are_compared_to_outcomes():
 def test_single_well_formed_answer_is_not_scored():
     _, models, episode = one(plan=((True, True), (False, True), (False, False)))
     assert [call.role for call in models.calls] == ["responder"]
-    assert episode.scores == pytest.approx([0.85, 0, 0]) and episode.asked == 0
+    assert episode.scores == pytest.approx([0.85, 0, 0]) and episode.scoring_calls == 0
     _, models, episode = one(plan=((False, True),) * 3)
     assert len(models.calls) == 1 and episode.scores == (0, 0, 0) and not episode.mixed
 
@@ -220,12 +222,14 @@ def test_overlong_prompts_are_dropped_or_scored_neutrally():
 
 def test_scoring_that_is_cut_off_and_dropped_is_asked_again():
     questions = [ask_about(0)]
-    said = ("1 5\n2" + CUT, "1 5\n2 1\n3 3")
-    for truncated, asked in (("drop", 2), ("zero", 2), ("score", 2)):
+    scorings = ("1 5\n2" + CUT, "1 5\n2 1\n3 3")
+    for truncated, call_count in (("drop", 2), ("zero", 2), ("score", 2)):
         algorithm = make_algorithm(questions, None, group_size=4, truncated=truncated)
-        models = ScriptedModels(Script(questions, {0: HALF}, {0: said}), truncated)
+        models = ScriptedModels(Script(questions, {0: HALF}, {0: scorings}), truncated)
         (episode,) = roll_out(algorithm, models, 1)
-        assert (episode.asked, episode.evidence_scores) == (asked, (5, 1, 3)), truncated
+        assert (episode.scoring_calls, episode.evidence_scores) == (call_count, (5, 1, 3)), (
+            truncated
+        )
 
 
 def test_overlong_scoring_is_not_asked_again_where_cut_off_ones_are_dropped():
@@ -233,7 +237,7 @@ def test_overlong_scoring_is_not_asked_again_where_cut_off_ones_are_dropped():
     algorithm = make_algorithm(questions, None, group_size=4, truncated="drop")
     script = Script(questions, {0: HALF}, over=("reward_model",))
     (episode,) = roll_out(algorithm, ScriptedModels(script, "drop"), 1)
-    assert episode.asked == 1 and episode.evidence == (0.5, 0.5, None, 0.5)
+    assert episode.scoring_calls == 1 and episode.evidence == (0.5, 0.5, None, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -248,9 +252,9 @@ def test_overlong_scoring_is_not_asked_again_where_cut_off_ones_are_dropped():
 def test_reward_model_setting_selects_the_models(how, models, trained):
     options = {"reward_model": how, "refresh_every": 1}
     plan = ((True, True), (True, False))
-    algorithm, asked, episode = one(plan, ("1 5\n2 1",), **options)
+    algorithm, scripted_models, episode = one(plan, ("1 5\n2 1",), **options)
     assert (algorithm.models, algorithm.trained) == (models, trained)
-    assert any(call.model == "reward_model" for call in asked.calls) == bool(models)
+    assert any(call.model == "reward_model" for call in scripted_models.calls) == bool(models)
     roles = [(group.role, group.model) for group in to_groups(algorithm, [episode])]
     learned = [("reward_model", "reward_model")] if trained else []
     assert roles == [("responder", "policy"), *learned]
@@ -274,14 +278,16 @@ def test_rule_of_the_config_scores_answers(rule, scores):
 
 
 def test_judge_replaces_the_rule_for_well_formed_answers():
-    asked = []
+    judged_items = []
 
     def judge(items):
-        asked.extend(items)
+        judged_items.extend(items)
         return [0, 1, -1][: len(items)]
 
     algorithm, _, episode = one(judge=judge, rule="judge")
-    assert asked == [("Q00 what?", said, "alpha0") for said in ("alpha0", "999", "alpha0")]
+    assert judged_items == [
+        ("Q00 what?", prediction, "alpha0") for prediction in ("alpha0", "999", "alpha0")
+    ]
     assert episode.rule == (0, 1, 0, 1)  # without a verdict, the rule's reward stays
     assert algorithm.metrics([episode]).means()["judge_failed"] == pytest.approx(1 / 3)
 
@@ -293,18 +299,20 @@ def brute_force(
     formed: Sequence[bool], scores: Sequence[int] | None, right: Sequence[bool]
 ) -> list[Fraction]:
     """Total rewards as exact fractions, computed from the formula; scores are of all siblings."""
-    found = []
+    total_rewards = []
     for i, is_formed in enumerate(formed):
         if not is_formed:
-            found.append(Fraction(0))
+            total_rewards.append(Fraction(0))
             continue
         share = Fraction(1, 2)
         if scores is not None:
             group = sorted(s for s, f in zip(scores, formed, strict=True) if f)
             if group[0] != group[-1]:
                 share = Fraction(scores[i] - group[0], group[-1] - group[0])
-        found.append(Fraction(1, 10) + Fraction(3, 10) * share + Fraction(6, 10) * int(right[i]))
-    return found
+        total_rewards.append(
+            Fraction(1, 10) + Fraction(3, 10) * share + Fraction(6, 10) * int(right[i])
+        )
+    return total_rewards
 
 
 def rewarded(algorithm: Eapo, formed, scores, right) -> list[float]:
@@ -328,8 +336,8 @@ def test_rewards_match_brute_force_for_up_to_four_siblings():
             if scores and any(s > 1 and not f for s, f in zip(scores, formed, strict=True)):
                 continue  # a malformed answer has no score to vary
             for right in flags:
-                wanted = [float(x) for x in brute_force(formed, scores, right)]
-                assert rewarded(algorithm, formed, scores, right) == pytest.approx(wanted), (
+                expected = [float(x) for x in brute_force(formed, scores, right)]
+                assert rewarded(algorithm, formed, scores, right) == pytest.approx(expected), (
                     formed,
                     scores,
                     right,
@@ -344,14 +352,14 @@ def test_rewards_match_brute_force_for_random_groups():
         size = int(rng.integers(2, 9))
         formed, right = (rng.random((2, size)) < rng.random((2, 1))).tolist()
         scores = None if rng.random() < 0.1 else rng.integers(1, 6, size).tolist()
-        wanted = [float(x) for x in brute_force(formed, scores, right)]
-        found = rewarded(algorithm, formed, scores, right)
-        assert found == pytest.approx(wanted), (formed, scores, right)
-        assert all(total == 0 for total, f in zip(found, formed, strict=True) if not f)
+        expected_rewards = [float(x) for x in brute_force(formed, scores, right)]
+        rewards = rewarded(algorithm, formed, scores, right)
+        assert rewards == pytest.approx(expected_rewards), (formed, scores, right)
+        assert all(total == 0 for total, f in zip(rewards, formed, strict=True) if not f)
 
 
 def test_groups_with_equal_rewards_are_not_trained_on():
-    algorithm, _, episode = one(plan=((True, True),) * 3, said=("1 4\n2 4\n3 4",))
+    algorithm, _, episode = one(plan=((True, True),) * 3, scorings=("1 4\n2 4\n3 4",))
     assert episode.scores == (episode.scores[0],) * 3 and to_groups(algorithm, [episode]) == []
     (record,) = to_records(algorithm, [episode])
     assert record["used"] == {"responder": "equal_rewards"}
@@ -377,15 +385,15 @@ def by_hand(scored: Sequence[tuple[int, float]], least: float) -> bool:
 
 
 def test_consistency_matches_brute_force():
-    kept = 0
+    consistent_count = 0
     for size in range(5):
         pairs = itertools.product(range(1, 6), (0.0, 1.0))
         for scored in itertools.product(list(pairs), repeat=size):
             for least in (0.25, 0.5, 1.0):
-                found = is_consistent(scored, least)
-                assert found == by_hand(scored, least), (scored, least)
-                kept += found
-    assert kept > 1000
+                consistency = is_consistent(scored, least)
+                assert consistency == by_hand(scored, least), (scored, least)
+                consistent_count += consistency
+    assert consistent_count > 1000
 
 
 def test_contrast_needs_a_right_and_a_wrong_answer():
@@ -407,27 +415,27 @@ def campaign(steps: Sequence[int], algorithm: Eapo | None = None, **options: Any
     questions = [ask_about(i) for i in range(3)] + [ask_about(3, MATH)]
     plan = ((True, True), (True, False), (True, True))
     algorithm = algorithm or make_algorithm(questions, group_size=3, **({"questions": 4} | options))
-    found = []
+    groups_by_step = []
     for step in steps:
         middle = (1, 5, 3) if step % 2 == 0 else (4, 2, 3)
         scores = {0: (5, 1, 4), 1: middle, 2: (3, 3, 5), 3: (5, 2, 5 - step % 2)}
-        said = {i: [labeled(some)] for i, some in scores.items()}
-        models = ScriptedModels(Script(questions, dict.fromkeys(range(4), plan), said))
-        found.append([*map(read, to_groups(algorithm, roll_out(algorithm, models, step)))])
-    return algorithm, found
+        scorings = {i: [labeled(question_scores)] for i, question_scores in scores.items()}
+        models = ScriptedModels(Script(questions, dict.fromkeys(range(4), plan), scorings))
+        groups_by_step.append([*map(read, to_groups(algorithm, roll_out(algorithm, models, step)))])
+    return algorithm, groups_by_step
 
 
-def refreshes(found) -> list[int]:
+def refreshes(groups_by_step) -> list[int]:
     """Reward model rows of each step."""
-    return [sum(prompt.endswith("scores") for prompt, *_ in step) for step in found]
+    return [sum(prompt.endswith("scores") for prompt, *_ in step) for step in groups_by_step]
 
 
 def test_reward_model_trains_on_consistent_scorings_every_20_steps():
-    algorithm, found = campaign(range(1, 46))
+    algorithm, groups_by_step = campaign(range(1, 46))
     # Of four scorings per step two are consistent, and the middle one in odd steps.
-    assert refreshes(found) == [0] * 19 + [50] + [0] * 19 + [50] + [0] * 5
+    assert refreshes(groups_by_step) == [0] * 19 + [50] + [0] * 19 + [50] + [0] * 5
     assert len(algorithm.state_dict()["kept"]) == 13
-    learned = [row for row in found[19] if row[0].endswith("scores")]
+    learned = [row for row in groups_by_step[19] if row[0].endswith("scores")]
     assert {advantages for _, _, advantages in learned} == {(1.0,)}
     assert [answers for prompt, answers, _ in learned if "Q01" in prompt] == [
         ("1 4\n2 2\n3 3",)
@@ -441,16 +449,16 @@ def test_building_groups_twice_gives_the_same_groups():
     plan = ((True, True), (True, False))
     models = ScriptedModels(Script(questions, {0: plan}, {0: ["1 5\n2 1"]}))
     episodes = roll_out(algorithm, models, 1)
-    first, again = ([*map(read, to_groups(algorithm, episodes))] for _ in range(2))
-    assert first == again and len(first) == 2
+    first, second = ([*map(read, to_groups(algorithm, episodes))] for _ in range(2))
+    assert first == second and len(first) == 2
     (group,) = (group for group in to_groups(algorithm, episodes) if group.model == "reward_model")
     assert group.old_logprobs is None  # kept scorings have no logprobs of the sampler
 
 
 def test_oldest_scorings_are_dropped_first():
-    algorithm, found = campaign(range(1, 8), most_rollouts=5, refresh_every=7)
-    assert refreshes(found)[-1] == 5
-    newest = [row for row in found[-1] if row[0].endswith("scores")]
+    algorithm, groups_by_step = campaign(range(1, 8), most_rollouts=5, refresh_every=7)
+    assert refreshes(groups_by_step)[-1] == 5
+    newest = [row for row in groups_by_step[-1] if row[0].endswith("scores")]
     *_, last = (row[1] for row in newest if "Q03" in row[0])
     assert last == ("1 5\n2 2\n3 4",)  # of step 7
     assert algorithm.state_dict()["kept"] == []
@@ -459,15 +467,15 @@ def test_oldest_scorings_are_dropped_first():
 @pytest.mark.parametrize("stop", [3, 7, 8])
 def test_resumed_run_gives_the_same_rows(stop):
     options: dict[str, Any] = {"refresh_every": 8, "seed": 3, "questions": 2}
-    _, whole = campaign(range(1, 17), **options)
+    _, uninterrupted_groups = campaign(range(1, 17), **options)
     before, first = campaign(range(1, stop + 1), **options)
     state = json.loads(json.dumps(before.state_dict()))
     after, _ = campaign((), **options)
     after.load_state_dict(state)
     assert after.state_dict() == before.state_dict()
-    _, rest = campaign(range(stop + 1, 17), after)
-    assert first + rest == whole
-    assert sum(map(bool, refreshes(whole))) == 2
+    _, resumed_groups = campaign(range(stop + 1, 17), after)
+    assert first + resumed_groups == uninterrupted_groups
+    assert sum(map(bool, refreshes(uninterrupted_groups))) == 2
 
 
 # ------------------------------------------------------------------------------------- On disk
@@ -477,29 +485,29 @@ def test_record_is_json_and_readable_by_the_report(tmp_path):
     questions = [ask_about(0), ask_about(1), ask_about(2, MATH)]
     algorithm = make_algorithm(questions)
     plans = {0: HALF, 1: ((False, False),) * 4, 2: ((True, True),) * 4}
-    said: dict[int, Sequence[str]] = {0: ["no"], 2: ["1 5\n2 5\n3 5\n4 5"]}
-    episodes = roll_out(algorithm, ScriptedModels(Script(questions, plans, said)), 1)
+    scorings: dict[int, Sequence[str]] = {0: ["no"], 2: ["1 5\n2 5\n3 5\n4 5"]}
+    episodes = roll_out(algorithm, ScriptedModels(Script(questions, plans, scorings)), 1)
     episodes.append(one(over=("responder",))[2])
     _, annotations = algorithm.groups(episodes, (0, 1))
-    made = [algorithm.record(*pair) for pair in zip(episodes, annotations, strict=True)]
-    for record in made:
+    episode_records = [algorithm.record(*pair) for pair in zip(episodes, annotations, strict=True)]
+    for record in episode_records:
         assert json.loads(json.dumps(record)) == record
-    by_task = {record["question"][:3]: record for record in made[:3]}
+    by_task = {record["question"][:3]: record for record in episode_records[:3]}
     assert by_task["Q00"]["prompt"] == "{documents[0]}\n{documents[1]}\nQ00 what?\nquote"
     assert by_task["Q00"]["used"]["responder"] == "used"
     assert by_task["Q00"]["scoring"] == "no" and by_task["Q00"]["evidence_scores"] is None
     EpisodeWriter(tmp_path, 10_000).write(1, records(algorithm, episodes, annotations))
     page = report_episodes.choose_episodes(epath.Path(tmp_path), 10)
-    assert page.found == 4 and len(page.chosen) == 4
-    outcomes = {e["question"][:3]: e["outcome"] for e in page.chosen if e["answers"]}
+    assert page.readable_count == 4 and len(page.chosen_episodes) == 4
+    outcomes = {e["question"][:3]: e["outcome"] for e in page.chosen_episodes if e["answers"]}
     assert outcomes == {"Q00": "mixed", "Q01": "unsolved", "Q02": "half solved"}
     assert page.documents
 
 
 def test_record_has_every_measure_for_each_answer():
-    said = ("1 5\n2 1\n3 4",)
+    scorings = ("1 5\n2 1\n3 4",)
     algorithm, _, episode = one(
-        said=said, rule="judge", judge=lambda items: [1, 0, -1][: len(items)]
+        scorings=scorings, rule="judge", judge=lambda items: [1, 0, -1][: len(items)]
     )
     (record,) = to_records(algorithm, [episode])
     assert record["judge"] == [1, 0, None, -1]  # the third answer is malformed
@@ -512,13 +520,13 @@ def test_record_has_every_measure_for_each_answer():
         "evidence_recall": [None] * 4,
         "evidence_rouge_l": [None] * 4,
     }
-    failed, _, episode = one(said=("no",))
+    failed, _, episode = one(scorings=("no",))
     (record,) = to_records(failed, [episode])
     assert record["measures"]["evidence_score"] == [None] * 4
 
 
 def test_metrics_of_a_step():
-    algorithm, _, episode = one(said=("1 5\n2 1\n3 4",))
+    algorithm, _, episode = one(scorings=("1 5\n2 1\n3 4",))
     means = algorithm.metrics([episode]).means()
     assert means["solve_rate"] == means["outcome_reward"] == 0.5
     assert means["well_formed"] == 0.75

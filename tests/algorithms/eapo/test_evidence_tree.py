@@ -115,7 +115,7 @@ class Judge:
 
 
 def chosen(branches: Sequence[dict[str, Any]]) -> list[int]:
-    return [i for i, one in enumerate(branches) if one["chosen"]]
+    return [i for i, candidate in enumerate(branches) if candidate["chosen"]]
 
 
 def test_tree_without_selection_samples_one_branch():
@@ -124,10 +124,10 @@ def test_tree_without_selection_samples_one_branch():
     first, second, third = lines
     assert policy.prompts[-1] == PROMPTS.evidence(DOCUMENTS, "Q0?") + branch("Bela")
     assert first["prediction"] == "Rome" and first["right"] is False
-    (found,) = first["branches"]
-    assert found["text"] == branch("Bela") and found["verbatim"] == 1.0
-    assert found["tokens"] == len(branch("Bela")) and found["score"] is None
-    assert found["logprob"] == -0.5 * found["tokens"]
+    (only_branch,) = first["branches"]
+    assert only_branch["text"] == branch("Bela") and only_branch["verbatim"] == 1.0
+    assert only_branch["tokens"] == len(branch("Bela")) and only_branch["score"] is None
+    assert only_branch["logprob"] == -0.5 * only_branch["tokens"]
     assert first["reasonings"][0]["text"] == branch("Bela") + rest("b", "Rome")
     assert second["prediction"] is None and second["reasonings"] == []
     assert "right" not in second and chosen(second["branches"]) == []
@@ -148,7 +148,7 @@ def test_judge_selects_among_well_formed_evidence():
     lines, policy = grow(judge=judge)
     assert policy.calls == [(3, 3, "</evidence>"), (2, 1, "</answer>")]
     assert judge.asked == [PROMPTS.evidence_scores("Q0?", ["Bela", "Arvo lives", "Oslo"])]
-    assert [one["score"] for one in lines[0]["branches"]] == [2, 5, 5]
+    assert [candidate["score"] for candidate in lines[0]["branches"]] == [2, 5, 5]
     assert chosen(lines[0]["branches"]) == [1]  # the first of several equal ones
     assert lines[0]["prediction"] == "Oslo" and lines[0]["right"] is True
     assert chosen(lines[1]["branches"]) == [1] and lines[1]["prediction"] == "Rome"
@@ -165,14 +165,14 @@ def test_judge_can_also_select_reasonings():
     lines, policy = grow([request(0)], judge=judge, evidence_by="none", reasoning_by="judge")
     assert policy.calls == [(1, 1, "</evidence>"), (1, 3, "</answer>")]
     assert chosen(lines[0]["reasonings"]) == [1] and lines[0]["prediction"] == "Oslo"
-    assert [one["well_formed"] for one in lines[0]["reasonings"]] == [True, True, False]
+    assert [reasoning["well_formed"] for reasoning in lines[0]["reasonings"]] == [True, True, False]
 
 
 @pytest.mark.parametrize("reply", [None, "", "the second", "1 1\n2 5"])
 def test_failed_scoring_selects_the_first_branch(reply, caplog):
     lines, _ = grow([request(0)], judge=Judge({"Q0": reply}))
     assert chosen(lines[0]["branches"]) == [0]
-    assert [one["score"] for one in lines[0]["branches"]] == [None] * 3
+    assert [candidate["score"] for candidate in lines[0]["branches"]] == [None] * 3
     assert "no scores of 1 of 1 groups" in caplog.text
 
 
@@ -184,22 +184,24 @@ def test_evidence_is_selected_by_similarity_to_the_question():
         return np.stack([np.cos(turned), np.sin(turned)], 1).astype(np.float32)
 
     lines, _ = grow(embed=embed, evidence_by="similarity")
-    scores = [one["score"] for one in lines[0]["branches"]]
+    scores = [candidate["score"] for candidate in lines[0]["branches"]]
     assert scores == pytest.approx(np.cos([2.0, 1.0, 0.5]), abs=1e-6)
     assert chosen(lines[0]["branches"]) == [2] and lines[0]["prediction"] == "Oslo"
 
 
 def test_any_right_answer_is_right():
-    known = {"answer": "Rome, Italy", "answers": ["Rome, Italy", "Rome"]}
-    lines, _ = grow([request(0, **known), request(0, answer="Rome, Italy")], evidence_by="none")
+    answer_fields = {"answer": "Rome, Italy", "answers": ["Rome, Italy", "Rome"]}
+    lines, _ = grow(
+        [request(0, **answer_fields), request(0, answer="Rome, Italy")], evidence_by="none"
+    )
     assert [line["right"] for line in lines] == [True, False]
 
 
 def test_oracle_selects_by_the_known_evidence():
-    known = {"evidence": ["Arvo lives in Oslo."]}
-    lines, _ = grow([request(0, **known)], evidence_by="oracle")
-    assert [one["rouge_l"] for one in lines[0]["branches"]] == [0.0, 0.5, 0.25]
-    assert [one["score"] for one in lines[0]["branches"]] == [0.0, 0.5, 0.25]
+    evidence_fields = {"evidence": ["Arvo lives in Oslo."]}
+    lines, _ = grow([request(0, **evidence_fields)], evidence_by="oracle")
+    assert [candidate["rouge_l"] for candidate in lines[0]["branches"]] == [0.0, 0.5, 0.25]
+    assert [candidate["score"] for candidate in lines[0]["branches"]] == [0.0, 0.5, 0.25]
     assert chosen(lines[0]["branches"]) == [1] and lines[0]["best_chosen"] == 1.0
 
 
@@ -214,19 +216,21 @@ def test_choice_is_compared_to_the_oracle():
     assert lines[0]["best_chosen"] is None  # nothing was scored
     lines, _ = grow([request(1, evidence=["Rome"])], judge=Judge({}))
     assert lines[0]["best_chosen"] is None  # a single well-formed branch
-    assert [one["rouge_l"] for one in lines[0]["branches"]] == [None, 1.0, None]
+    assert [candidate["rouge_l"] for candidate in lines[0]["branches"]] == [None, 1.0, None]
 
 
 def test_evidence_is_selected_by_a_reranker():
-    asked = []
+    reranker_prompts = []
 
     def rerank(texts: Sequence[str]) -> list[float | None]:
-        asked.extend(texts)
+        reranker_prompts.extend(texts)
         return [0.2, None, 0.9]
 
     lines, _ = grow(rerank=rerank, evidence_by="reranker")
-    assert asked == [PROMPTS.reranker("Q0?", text) for text in ("Bela", "Arvo lives", "Oslo")]
-    assert [one["score"] for one in lines[0]["branches"]] == [0.2, None, 0.9]
+    assert reranker_prompts == [
+        PROMPTS.reranker("Q0?", text) for text in ("Bela", "Arvo lives", "Oslo")
+    ]
+    assert [candidate["score"] for candidate in lines[0]["branches"]] == [0.2, None, 0.9]
     assert chosen(lines[0]["branches"]) == [2] and lines[0]["prediction"] == "Oslo"
 
 
@@ -242,8 +246,8 @@ def test_reranker_scores_by_the_probability_of_yes(caplog):
             assert (width, options[0].temperature, options[0].max_tokens) == (1, 0.0, 1)
             assert keys.shape == (len(ids), 2)
             for place in reversed(range(len(ids))):
-                said, probability = replies[bytes(ids[place]).decode()]
-                tokens = np.array([*said.encode()], np.int32)
+                word, probability = replies[bytes(ids[place]).decode()]
+                tokens = np.array([*word.encode()], np.int32)
                 yield place, [Sample(tokens, np.log(np.float32([probability])), False)]
 
         def release(self):
@@ -251,17 +255,17 @@ def test_reranker_scores_by_the_probability_of_yes(caplog):
 
     policy: Any = Words({}, {})
     scores = evidence_tree.Reranker(policy)(["b", "too long", "a", "d", "c"])
-    wanted = [0.1, None, 0.75, None, 0.5]
-    assert [one and pytest.approx(one, abs=1e-6) for one in wanted] == scores
+    expected_scores = [0.1, None, 0.75, None, 0.5]
+    assert [score and pytest.approx(score, abs=1e-6) for score in expected_scores] == scores
     assert policy.released and "no score of 2 of 5" in caplog.text
 
 
 def test_sampling_keys_depend_on_seed_and_position():
     _, policy = grow(evidence_by="none")
-    _, again = grow(evidence_by="none")
-    assert policy.keys == again.keys and len({*map(tuple, policy.keys)}) == 4
-    _, other = grow(evidence_by="none", seed=1)
-    assert not {*map(tuple, policy.keys)} & {*map(tuple, other.keys)}
+    _, second_policy = grow(evidence_by="none")
+    assert policy.keys == second_policy.keys and len({*map(tuple, policy.keys)}) == 4
+    _, other_seed_policy = grow(evidence_by="none", seed=1)
+    assert not {*map(tuple, policy.keys)} & {*map(tuple, other_seed_policy.keys)}
     _, alone = grow([request(0)], evidence_by="none")
     # keys of the first of three requests, and of the last one sampled
     assert alone.keys == [policy.keys[2], policy.keys[3]]
@@ -294,8 +298,8 @@ def test_invalid_request_field_is_named_in_the_error(change, message):
 
 
 def test_oracle_needs_the_evidence():
-    known = request(0, evidence=["Arvo lives in Oslo."])
-    assert evidence_tree.make_prompt(known, PROMPTS, needs_evidence=True)
+    request_with_evidence = request(0, evidence=["Arvo lives in Oslo."])
+    assert evidence_tree.make_prompt(request_with_evidence, PROMPTS, needs_evidence=True)
     for line in (request(0), request(0, evidence=[])):
         with pytest.raises(ValueError, match=r"evidence = \[\]: must be the known evidence"):
             evidence_tree.make_prompt(line, PROMPTS, needs_evidence=True)

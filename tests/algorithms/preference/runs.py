@@ -35,16 +35,18 @@ def run_to_end(config: Any, workdir: pathlib.Path) -> list[dict]:
 def check_resumed(folder: pathlib.Path, tmp_path: pathlib.Path, **fields: Any) -> list[dict]:
     """Metrics of two steps, which are equal to the bit when the run resumes after the first."""
     small = {"checkpoint_every": 1, "validate_every": 0, "optimizer.learning_rate": 0.01} | fields
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    lines = run_to_end(noise.small_config(folder, steps=2, **small), whole)
+    uninterrupted_run, parts = tmp_path / "whole", tmp_path / "parts"
+    lines = run_to_end(noise.small_config(folder, steps=2, **small), uninterrupted_run)
     run_to_end(noise.small_config(folder, steps=1, **small), parts)
     resumed = noise.small_config(folder, steps=2, **small)
     assert run_to_end(resumed, parts) == lines
-    assert list(read_episodes(parts)) == list(read_episodes(whole))
-    (models, state), (wanted, wanted_state) = (
-        killed.models_of(resumed, run) for run in (parts, whole)
+    assert list(read_episodes(parts)) == list(read_episodes(uninterrupted_run))
+    (models, state), (expected_models, expected_state) = (
+        killed.models_of(resumed, run) for run in (parts, uninterrupted_run)
     )
-    assert state == wanted_state
-    for array, want in zip(jax.tree.leaves(models), jax.tree.leaves(wanted), strict=True):
-        assert array.tobytes() == want.tobytes()
+    assert state == expected_state
+    for array, expected_array in zip(
+        jax.tree.leaves(models), jax.tree.leaves(expected_models), strict=True
+    ):
+        assert array.tobytes() == expected_array.tobytes()
     return lines

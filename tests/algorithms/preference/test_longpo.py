@@ -55,8 +55,8 @@ def test_answer_after_the_short_context_is_preferred_behind_the_long_prompt():
     assert len(groups) == 2
     for e, group in zip(episodes, groups, strict=True):
         assert group.advantages == [1.0, -1.0] and group.role == "responder"
-        chosen, rejected = map(text, group.answers)
-        assert "right" in chosen and "wrong" in rejected
+        chosen_answer, rejected_answer = map(text, group.answers)
+        assert "right" in chosen_answer and "wrong" in rejected_answer
         every, short = text(group.prompt), text(group.reference_prompt)
         assert all(document in every for document in e.cluster.documents)
         shown = [document in short for document in e.cluster.documents]

@@ -40,8 +40,8 @@ def write(role: str, prompt: str, sibling: int, model: str) -> str:
     if "first" in prompt:
         return "The answer is far"
     is_right = {"A": sibling >= 2, "B": True, "C": False}
-    found = next(right for name, right in is_right.items() if f"{name}?" in prompt)
-    return f"The answer is {'right' if found else 'wrong'} {sibling}"
+    answer_is_right = next(right for name, right in is_right.items() if f"{name}?" in prompt)
+    return f"The answer is {'right' if answer_is_right else 'wrong'} {sibling}"
 
 
 def test_first_right_and_first_wrong_answer_after_the_short_context_are_the_pair():

@@ -85,18 +85,18 @@ def test_without_curriculum_every_step_mixes_option_counts():
 
 
 def test_puzzles_depend_only_on_seed_and_step():
-    first, again, other = (make_algorithm(seed=seed) for seed in (3, 3, 4))
+    first, second, other_seed_algorithm = (make_algorithm(seed=seed) for seed in (3, 3, 4))
     prompts = [e.posed.prompt for e in start(first, 1, seed=3)]
-    assert prompts == [e.posed.prompt for e in start(again, 1, seed=3)]
-    assert prompts != [e.posed.prompt for e in start(other, 1, seed=4)]
-    start(again, 2, seed=3)
-    seen = {e.posed.prompt for step in range(2, 9) for e in start(first, step, seed=3)}
-    assert len(seen) == 7 * 6 and not seen & {*prompts}
+    assert prompts == [e.posed.prompt for e in start(second, 1, seed=3)]
+    assert prompts != [e.posed.prompt for e in start(other_seed_algorithm, 1, seed=4)]
+    start(second, 2, seed=3)
+    later_prompts = {e.posed.prompt for step in range(2, 9) for e in start(first, step, seed=3)}
+    assert len(later_prompts) == 7 * 6 and not later_prompts & {*prompts}
 
 
 def test_documents_without_a_puzzle_are_replaced():
-    many = [dataclasses.replace(SHORT, id=f"short {i}") for i in range(12)]
-    algorithm, ask, episodes = run(clusters=[*STORIES[:12], *many], steps=1)
+    short_clusters = [dataclasses.replace(SHORT, id=f"short {i}") for i in range(12)]
+    algorithm, ask, episodes = run(clusters=[*STORIES[:12], *short_clusters], steps=1)
     posed = [e for e in episodes if e.posed.puzzle]
     refused = [e for e in episodes if not e.posed.puzzle]
     assert len(posed) == len(ask.calls[0].prompts) == 6 < len(episodes)
@@ -154,19 +154,27 @@ def test_gaps_are_adjacent_only_on_request():
 
 
 def test_documents_of_a_cluster_are_concatenated():
-    (one,), (two,) = (story.documents for story in make_stories(5, 2, (4,)))
+    (first_document,), (second_document,) = (story.documents for story in make_stories(5, 2, (4,)))
     _, _, episodes = run(
-        clusters=[Cluster("both", (one, two))], documents=1, options=(2,), option_weights=(1,)
+        clusters=[Cluster("both", (first_document, second_document))],
+        documents=1,
+        options=(2,),
+        option_weights=(1,),
     )
     # a blank line separates two paragraphs
     assert episodes[0].posed.reason == puzzles.FEW_PARAGRAPHS
     _, _, episodes = run(
-        clusters=[Cluster("both", (one.replace("\n", "\n\n"), two.replace("\n", "\n\n")))],
+        clusters=[
+            Cluster(
+                "both",
+                (first_document.replace("\n", "\n\n"), second_document.replace("\n", "\n\n")),
+            )
+        ],
         documents=1,
         options=(8,),
         option_weights=(1,),
     )
-    assert episodes[0].posed.window[1] == len(one) + len(two) + 4 + 4 + 2
+    assert episodes[0].posed.window[1] == len(first_document) + len(second_document) + 4 + 4 + 2
 
 
 def test_prompts_over_the_sampler_cap_are_counted_as_overlong():
@@ -315,8 +323,8 @@ def test_orders_that_are_all_cut_off_are_in_the_record():
 def test_records_hold_documents_predictions_and_advantages():
     algorithm, _, episodes = run()
     groups, annotations = algorithm.groups(episodes, (0, 1))
-    made = records(algorithm, episodes, annotations)
-    for e, group, record in zip(episodes, groups, made, strict=True):
+    episode_records = records(algorithm, episodes, annotations)
+    for e, group, record in zip(episodes, groups, episode_records, strict=True):
         assert json.loads(json.dumps(record)) == record
         assert record["documents"] == list(e.cluster.documents)
         assert record["predictions"][:2] == [record["reference"], "A, A"]
@@ -337,8 +345,8 @@ def prompt_again(record) -> str:
 def test_prompts_can_be_rebuilt_from_records(cap):
     algorithm, _, episodes = run(clusters=make_stories(2, 12, (23,)), cap=cap)
     assert all(e.posed.cut == (cap == 50) for e in episodes)
-    made = records(algorithm, episodes, algorithm.groups(episodes, (0, 1))[1])
-    for e, record in zip(episodes, made, strict=True):
+    episode_records = records(algorithm, episodes, algorithm.groups(episodes, (0, 1))[1])
+    for e, record in zip(episodes, episode_records, strict=True):
         assert prompt_again(record) == e.posed.prompt != record["prompt"]
 
 
@@ -365,12 +373,12 @@ def test_report_page_shows_puzzles(tmp_path):
         _, annotations = algorithm.groups(episodes, (0, step))
         writer.write(step, records(algorithm, episodes, annotations))
         measured.write(step, algorithm.metrics(episodes))
-    chosen = choose_episodes(tmp_path, 50)
-    assert {e["outcome"] for e in chosen.chosen} >= {"mixed", "solved", "no_puzzle"}
-    assert {e["task"] for e in chosen.chosen} == {"reconstruction"}
+    page = choose_episodes(tmp_path, 50)
+    assert {e["outcome"] for e in page.chosen_episodes} >= {"mixed", "solved", "no_puzzle"}
+    assert {e["task"] for e in page.chosen_episodes} == {"reconstruction"}
     folder = epath.Path(tmp_path)
     write_page([RunData(folder, read_metrics(folder), None)], folder / "page.html")
-    assert "order of 2 paragraphs" in {e["question"] for e in chosen.chosen}
+    assert "order of 2 paragraphs" in {e["question"] for e in page.chosen_episodes}
     assert (tmp_path / "page.html").stat().st_size > 10_000
 
 
@@ -378,20 +386,24 @@ def test_algorithm_resumes_from_state_dict():
     algorithm = make_algorithm()
     roll_out(algorithm, ScriptedModels(guessing), 1)
     state = json.loads(json.dumps(algorithm.state_dict()))
-    other = make_algorithm()
-    other.load_state_dict(state)
+    resumed_algorithm = make_algorithm()
+    resumed_algorithm.load_state_dict(state)
     for step in (2, 3):
-        wanted = roll_out(algorithm, ScriptedModels(guessing), step)
-        found = roll_out(other, ScriptedModels(guessing), step)
-        assert to_records(algorithm, wanted, step) == to_records(other, found, step)
-        assert [e.cluster for e in wanted] == [other.cluster(e) for e in found]
+        expected_episodes = roll_out(algorithm, ScriptedModels(guessing), step)
+        episodes = roll_out(resumed_algorithm, ScriptedModels(guessing), step)
+        assert to_records(algorithm, expected_episodes, step) == to_records(
+            resumed_algorithm, episodes, step
+        )
+        assert [e.cluster for e in expected_episodes] == [
+            resumed_algorithm.cluster(e) for e in episodes
+        ]
 
 
 # ------------------------------------------------------------------------------------------ Config
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "wanted"),
+    ("field", "value", "requirement"),
     [
         ("documents", 0, "at least 1"),
         ("group_size", 1, "at least 2"),
@@ -409,8 +421,8 @@ def test_algorithm_resumes_from_state_dict():
         ("max_paragraph", 79, "at least algorithm.min_paragraph = 80"),
     ],
 )
-def test_invalid_config_field_is_named_in_the_error(field, value, wanted):
-    with pytest.raises(ValueError, match=rf"algorithm\.{field} = .*: must be {wanted}"):
+def test_invalid_config_field_is_named_in_the_error(field, value, requirement):
+    with pytest.raises(ValueError, match=rf"algorithm\.{field} = .*: must be {requirement}"):
         ReconstructionConfig(**{field: value})
 
 

@@ -29,8 +29,8 @@ def make(held_out=HELD_OUT, cap: int = 10_000, **options) -> PuzzleEvaluation:
 )
 def test_evaluation_needs_held_out_documents(source, share, expected):
     data = DataConfig(source=source, held_out=share)
-    made = ALGORITHMS["reconstruction"].evaluate(config(), context(held_out=HELD_OUT), data)
-    assert isinstance(made, PuzzleEvaluation) == expected
+    evaluation = ALGORITHMS["reconstruction"].evaluate(config(), context(held_out=HELD_OUT), data)
+    assert isinstance(evaluation, PuzzleEvaluation) == expected
 
 
 def test_perfect_policy_scores_one():

@@ -56,12 +56,12 @@ def stems(episodes) -> list[str]:
 
 def run_steps(algorithm, ask, steps):
     """Returns the records and the groups of each step."""
-    found = []
+    trace = []
     for step in steps:
         episodes = roll_out(algorithm, ask, step)
-        found.append(to_records(algorithm, episodes, step))
-        found.append([read(group) for group in to_groups(algorithm, episodes, step)])
-    return found
+        trace.append(to_records(algorithm, episodes, step))
+        trace.append([read(group) for group in to_groups(algorithm, episodes, step)])
+    return trace
 
 
 def test_static_questions_are_written_once():
@@ -98,9 +98,9 @@ def test_external_judge_filters_the_static_questions():
     """Row 8 is answered right without documents by the rule, and wrong by the judge."""
     right = {"Q00"}
     judge = lambda items: [int(q[:3] in right) for q, *_ in items]  # noqa: E731
-    found = stems(roll_out(new_algorithm(rule="judge", judge=judge), new_ask(), 1))
+    question_stems = stems(roll_out(new_algorithm(rule="judge", judge=judge), new_ask(), 1))
     # Choices without a letter are no predictions: nothing is compared.
-    assert found == sorted({*ACCEPTED, "Q08", "Q09"} - right)
+    assert question_stems == sorted({*ACCEPTED, "Q08", "Q09"} - right)
 
 
 def test_static_questions_are_proposed_in_whole_rounds():
@@ -125,9 +125,10 @@ def test_step_takes_rounds_of_written_questions_until_enough_have_mixed_rewards(
         before = episodes[: -5 if len(episodes) % 5 == 0 else -(len(episodes) % 5)]
         assert sum(e.mixed for e in episodes) >= 4 > sum(e.mixed for e in before)
         assert len(by_role(to_groups(algorithm, episodes, step))["responder"]) == 4
-    whole, ask = new_algorithm(questions=100, **options), new_ask()
-    (size,) = {len(roll_out(whole, ask, step)) for step in (1, 2)}
-    assert size == whole.metrics([]).means()["static_questions"]  # each question once
+    exhaustive_algorithm, ask = new_algorithm(questions=100, **options), new_ask()
+    (size,) = {len(roll_out(exhaustive_algorithm, ask, step)) for step in (1, 2)}
+    # Each question once.
+    assert size == exhaustive_algorithm.metrics([]).means()["static_questions"]
     capped, ask = new_algorithm(questions=100, **(options | {"max_generations": 2})), new_ask()
     assert len(roll_out(capped, ask, 1)) == 10
 
@@ -173,13 +174,13 @@ def test_algorithm_resumes_from_state_dict(reward):
     options = {"responder_reward": reward, "generation_batch": 5, "verifier_share": 0.5}
     options |= {"questions": 4, "max_generations": 3}
     uninterrupted = new_algorithm(**options)
-    whole = run_steps(uninterrupted, new_ask(), range(1, 5))
+    uninterrupted_trace = run_steps(uninterrupted, new_ask(), range(1, 5))
     algorithm = new_algorithm(**options)
     run_steps(algorithm, new_ask(), (1, 2))
     state = json.loads(json.dumps(algorithm.state_dict()))
     resumed, ask = new_algorithm(**options), new_ask()
     resumed.load_state_dict(state)
-    assert run_steps(resumed, ask, (3, 4)) == whole[4:]
+    assert run_steps(resumed, ask, (3, 4)) == uninterrupted_trace[4:]
     assert "questioner" not in {c.role for c in ask.calls}
     assert resumed.state_dict() == uninterrupted.state_dict()
 
@@ -248,11 +249,13 @@ GIVEN = tuple(
 )
 
 
-def given_algorithm(given=GIVEN, tasks=PAPER_TASKS, weights=(1.0, 1.0, 1.0), **options) -> Rlvr:
+def given_algorithm(
+    given_questions=GIVEN, tasks=PAPER_TASKS, weights=(1.0, 1.0, 1.0), **options
+) -> Rlvr:
     """An algorithm with given questions."""
     context = make_context(
         deal=lambda source: TaskStream(source, tasks, weights, seed=0),
-        questions=lambda: given,
+        questions=lambda: given_questions,
         judge=options.pop("judge", None),
     )
     config = RlvrConfig(**(SMALL | {"generation_batch": len(ROWS)} | options))
@@ -297,11 +300,12 @@ def test_given_questions_are_sampled_by_task_weight_and_epoch():
     steps = [roll_out(algorithm, ask, step) for step in range(1, 5)]
     tasks = [[e.task for e in episodes].count(QA) for episodes in steps]
     assert tasks == [2, 2, 2, 2]
-    asked = [e.question for episodes in steps for e in episodes if e.task == QA]
-    assert len({*asked}) == 8  # of nine: none repeats before all others were asked
-    whole = given_algorithm(generation_batch=100)
-    assert stems(roll_out(whole, ask, 1)) == [q.question[:3] for q in GIVEN]  # none twice in a step
-    assert whole.metrics([]).means()["stream_repeats"] == 0
+    asked_questions = [e.question for episodes in steps for e in episodes if e.task == QA]
+    assert len({*asked_questions}) == 8  # of nine: none repeats before all others were asked
+    exhaustive_algorithm = given_algorithm(generation_batch=100)
+    # None twice in a step.
+    assert stems(roll_out(exhaustive_algorithm, ask, 1)) == [q.question[:3] for q in GIVEN]
+    assert exhaustive_algorithm.metrics([]).means()["stream_repeats"] == 0
 
 
 def test_given_questions_fill_the_batch_in_rounds():
@@ -314,11 +318,11 @@ def test_given_questions_fill_the_batch_in_rounds():
         assert sum(e.mixed for e in episodes) >= 3 and len(rounds) == -(-len(episodes) // 5)
         assert sum(e.mixed for e in episodes[: -rounds[-1]]) < 3
         assert len({e.question for e in episodes}) == len(episodes)  # none twice in a step
-    whole = given_algorithm(questions=100, **options)
-    assert stems(roll_out(whole, new_ask(), 1)) == [q.question[:3] for q in GIVEN]
+    exhaustive_algorithm = given_algorithm(questions=100, **options)
+    assert stems(roll_out(exhaustive_algorithm, new_ask(), 1)) == [q.question[:3] for q in GIVEN]
     skewed = given_algorithm(questions=100, weights=(4.0, 1.0, 1.0), **options)
-    asked = stems(roll_out(skewed, new_ask(), 1))
-    assert len({*asked}) == len(asked) > 5
+    question_stems = stems(roll_out(skewed, new_ask(), 1))
+    assert len({*question_stems}) == len(question_stems) > 5
 
 
 def test_given_questions_of_other_tasks_are_left_out(caplog):
@@ -331,15 +335,15 @@ def test_given_questions_of_other_tasks_are_left_out(caplog):
 
 def test_algorithm_with_given_questions_resumes_from_state_dict():
     options = {"responder_reward": "random", "generation_batch": 5, "max_generations": 3}
-    whole = run_steps(given_algorithm(**options), new_ask(), range(1, 6))
+    uninterrupted_trace = run_steps(given_algorithm(**options), new_ask(), range(1, 6))
     algorithm = given_algorithm(**options)
     run_steps(algorithm, new_ask(), (1, 2))
     resumed = given_algorithm(**options)
     resumed.load_state_dict(json.loads(json.dumps(algorithm.state_dict())))
-    assert run_steps(resumed, new_ask(), (3, 4, 5)) == whole[4:]
-    other = given_algorithm(GIVEN[:-1], **options)
+    assert run_steps(resumed, new_ask(), (3, 4, 5)) == uninterrupted_trace[4:]
+    smaller_algorithm = given_algorithm(GIVEN[:-1], **options)
     with pytest.raises(ValueError, match="than these 17"):
-        other.load_state_dict(algorithm.state_dict())
+        smaller_algorithm.load_state_dict(algorithm.state_dict())
 
 
 def test_given_question_over_the_cap_is_counted():
@@ -359,30 +363,32 @@ def test_records_of_given_questions_are_readable_by_the_report(tmp_path):
     episodes = roll_out(algorithm, ask, 1)
     groups, annotations = algorithm.groups(episodes, (0, 1))
     write_episodes(tmp_path, {1: records(algorithm, episodes, annotations)})
-    found = choose_episodes(epath.Path(tmp_path), 100)
-    assert found.found == len(GIVEN) == len(found.documents)
-    assert {e["cluster"]: e["question"] for e in found.chosen} == {
+    page = choose_episodes(epath.Path(tmp_path), 100)
+    assert page.readable_count == len(GIVEN) == len(page.documents)
+    assert {e["cluster"]: e["question"] for e in page.chosen_episodes} == {
         e.cluster.id: e.question for e in episodes
     }
-    assert found.chosen[0]["roles"] == ["responder", "verifier"]
-    record = next(e for e in found.chosen if e["question"].startswith("Q00"))
+    assert page.chosen_episodes[0]["roles"] == ["responder", "verifier"]
+    record = next(e for e in page.chosen_episodes if e["question"].startswith("Q00"))
     assert record["shown"] == [] and record["proposal"] is None and record["prompt"] == ""
-    assert {e["reward"] for e in found.chosen} == {None} and not found.points
-    assert all("questioner" not in e["used"] for e in found.chosen)  # as without a questioner
-    used = [e for e in found.chosen if e["used"]["responder"] == "used"]
+    assert {e["reward"] for e in page.chosen_episodes} == {None} and not page.points
+    assert all(
+        "questioner" not in e["used"] for e in page.chosen_episodes
+    )  # as without a questioner
+    used = [e for e in page.chosen_episodes if e["used"]["responder"] == "used"]
     assert len(used) == len(by_role(groups)["responder"])
 
 
 def test_judge_can_replace_the_rule_on_given_questions():
-    asked = []
+    judged_items = []
 
     def judge(items):
-        asked.extend(items)
+        judged_items.extend(items)
         return [1] * len(items)
 
     algorithm, ask = given_algorithm(rule="judge", judge=judge, responder_reward="rule"), new_ask()
     episodes = roll_out(algorithm, ask, 1)
-    both = lambda e: zip(e.rule, e.predictions, strict=True)  # noqa: E731
+    scored_predictions = lambda e: zip(e.rule, e.predictions, strict=True)  # noqa: E731
     answered = [p for e in episodes for p in e.predictions if p is not None]
-    assert len(asked) == len(answered) > 0
-    assert all(r == (p is not None) for e in episodes for r, p in both(e))
+    assert len(judged_items) == len(answered) > 0
+    assert all(r == (p is not None) for e in episodes for r, p in scored_predictions(e))

@@ -112,8 +112,8 @@ def build(
     def endpoint(model: str) -> Endpoint:
         return Endpoint(JudgeConfig(server.url, model, attempts=1, workers=1, timeout_s=60.0))
 
-    given = {"attempts": len(ENDS), "batch": len(ENDS), "documents": 2, "prompt_set": "compact"}
-    settings = Settings(**(given | {"agreement": agreement} | changes))
+    defaults = {"attempts": len(ENDS), "batch": len(ENDS), "documents": 2, "prompt_set": "compact"}
+    settings = Settings(**(defaults | {"agreement": agreement} | changes))
     ask = endpoint("teacher")
     teacher = Teacher(lambda prompts, numbers: ask.reply(prompts), name, out / "teacher.jsonl")
     judge = None
@@ -171,7 +171,7 @@ def test_teacher_and_judge_get_the_expected_prompts(server, tmp_path):
     written = [prompt for prompt in taught if "ask" in prompt]
     assert len(written) == len(ENDS) and len(taught) == len(ENDS) + len(answered)
     shown = [sorted({*re.findall(r"d\d+\.(\d)", prompt)}) for prompt in written]
-    assert all(len(some) == 2 for some in shown) and len({*map(tuple, shown)}) > 2
+    assert all(len(numbers) == 2 for numbers in shown) and len({*map(tuple, shown)}) > 2
     assert {p for p in taught if "ask" not in p} == {
         COMPACT.responder(c.tasks[0], c.documents, question_of(at))
         for at, c in enumerate(clusters())
@@ -206,8 +206,8 @@ def test_rule_can_decide_agreement_instead_of_the_judge(server, tmp_path):
 def test_repeated_question_is_kept_once(server, tmp_path):
     summary = build(tmp_path, server, attempts=3 * len(ENDS))
     assert summary["kept"] == len(KEPT)
-    again = 2 * sum(end in ends_after_writing() for _, end in ENDS.values())
-    assert summary["left_out"]["asked_before"] == again
+    repeated_count = 2 * sum(end in ends_after_writing() for _, end in ENDS.values())
+    assert summary["left_out"]["asked_before"] == repeated_count
     assert summary["left_out"]["no_json"] == 3
     assert len(read_questions(tmp_path / "questions.jsonl", "x")) == len(KEPT)
 
@@ -218,7 +218,7 @@ def test_interrupted_build_resumes_without_repeating_requests(
     server, tmp_path, monkeypatch, fault, batch
 ):
     build(tmp_path / "whole", server, batch=batch)
-    wanted = list(map(json.dumps, server.requests))
+    expected_requests = list(map(json.dumps, server.requests))
     server.requests.clear()
     monkeypatch.setenv(fault_injection.VARIABLE, f"{fault}:raise")
     out = tmp_path / "out"
@@ -230,9 +230,9 @@ def test_interrupted_build_resumes_without_repeating_requests(
     monkeypatch.delenv(fault_injection.VARIABLE)
     build(out, server, batch=batch)
     assert files(out) == files(tmp_path / "whole")
-    assert set(map(json.dumps, server.requests)) == set(wanted)
+    assert set(map(json.dumps, server.requests)) == set(expected_requests)
     # Rejected requests, and replies that had come but were not yet saved, are asked for again.
-    assert replies > 0 and len(server.requests) - interrupted == len(wanted) - replies
+    assert replies > 0 and len(server.requests) - interrupted == len(expected_requests) - replies
 
 
 def test_second_build_repeats_only_unanswered_requests(server, tmp_path):
@@ -266,13 +266,15 @@ def test_more_attempts_do_not_change_earlier_ones(tmp_path):
         settings = Settings(attempts, batch=4, agreement="rule")
         teacher = Teacher(lambda *_: (), "t", tmp_path / "t")
         build, pairs = rlvr_questions.Build(settings, COMPACT, len, teacher, None), stream()
-        made = [a for first in range(0, attempts, 4) for a in build.next_batch(pairs, first)]
-        assert [a.number for a in made] == list(range(attempts))
-        return [(a.cluster.id, a.shown, a.letter) for a in made]
+        built_attempts = [
+            a for first in range(0, attempts, 4) for a in build.next_batch(pairs, first)
+        ]
+        assert [a.number for a in built_attempts] == list(range(attempts))
+        return [(a.cluster.id, a.shown, a.letter) for a in built_attempts]
 
-    whole = dealt(30)
-    assert all(dealt(attempts) == whole[:attempts] for attempts in range(1, 30))
-    letters = {letter for _, _, letter in whole}
+    all_attempts = dealt(30)
+    assert all(dealt(attempts) == all_attempts[:attempts] for attempts in range(1, 30))
+    letters = {letter for _, _, letter in all_attempts}
     assert letters == {None, "A", "B", "C", "D"}
 
 
@@ -299,8 +301,8 @@ def test_cached_replies_about_changed_documents_are_not_used(server, tmp_path, m
     build(tmp_path, server)
     server.requests.clear()
     newer = [
-        dataclasses.replace(one, documents=tuple(f"{text} anew" for text in one.documents))
-        for one in clusters()
+        dataclasses.replace(cluster, documents=tuple(f"{text} anew" for text in cluster.documents))
+        for cluster in clusters()
     ]
     monkeypatch.setitem(globals(), "clusters", lambda ends: newer)
     assert build(tmp_path, server)["kept"] == len(KEPT)
@@ -385,13 +387,13 @@ def test_policy_teacher_replies_depend_only_on_attempt_and_turn(tmp_path, monkey
     ask = PolicyTeacher(policy, Options(1.0, max_tokens=6), 0)
     prompts = ["- Arvo Oslo 34 12 Bela\nask general"] * 4
     numbers = [(0, 0), (1, 0), (0, 1), (2, 0)]
-    found = dict(ask(prompts, numbers))
-    assert len({*found.values()}) == 4
+    replies = dict(ask(prompts, numbers))
+    assert len({*replies.values()}) == 4
     assert policy._params is None  # the weights are freed, so that a judge has the memory
-    other = dataclasses.replace(ask, seed=1)
-    assert {*dict(other(prompts, numbers)).values()}.isdisjoint(found.values())
-    some = dict(ask([prompts[0] * 200, *prompts[1:3]], [(7, 0), *numbers[1:3]]))
-    assert some == {0: None, 1: found[1], 2: found[2]}  # the first is over the context
+    other_seed_teacher = dataclasses.replace(ask, seed=1)
+    assert {*dict(other_seed_teacher(prompts, numbers)).values()}.isdisjoint(replies.values())
+    other_replies = dict(ask([prompts[0] * 200, *prompts[1:3]], [(7, 0), *numbers[1:3]]))
+    assert other_replies == {0: None, 1: replies[1], 2: replies[2]}  # the first is over the context
     with pytest.raises(ValueError, match=r"teacher_max_tokens = 256: .* = 256"):
         PolicyTeacher(policy, Options(1.0, max_tokens=256), 0)
 
@@ -404,8 +406,10 @@ ONE = {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
 
 def program(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "spell_jax.algorithms.rlvr.questions", *arguments]
-    whole = os.environ | ONE | environment
-    return subprocess.run(command, capture_output=True, text=True, env=whole, check=False)
+    process_environment = os.environ | ONE | environment
+    return subprocess.run(
+        command, capture_output=True, text=True, env=process_environment, check=False
+    )
 
 
 @pytest.mark.slow
@@ -423,16 +427,16 @@ def test_command_line_with_an_endpoint_as_teacher(server, tmp_path):
     keys = {"SPELL_TEACHER_KEY": "secret-t", "SPELL_JUDGE_KEY": "secret-j", "no_proxy": "127.0.0.1"}
     killed = program(*arguments, **keys, SPELL_FAULT="taught:5")
     assert killed.returncode == -signal.SIGKILL
-    done = program(*arguments, **keys)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads(done.stdout)["kept"] == len(KEPT)
+    process = program(*arguments, **keys)
+    assert process.returncode == 0, process.stderr[-3000:]
+    assert json.loads(process.stdout)["kept"] == len(KEPT)
     body, _ = next(sent for sent in server.requests if sent[0]["model"] == "teacher")
     assert (body["temperature"], body["top_p"], body["max_tokens"]) == (0.6, 0.9, 77)
     heard = {(body["model"], key) for body, key in server.requests}
     assert heard == {("teacher", "Bearer secret-t"), ("judge", "Bearer secret-j")}
     for path in (tmp_path / "out").iterdir():
         assert "secret" not in path.read_text()
-    assert "secret" not in done.stderr + done.stdout
+    assert "secret" not in process.stderr + process.stdout
 
 
 TINY = [f"--teacher_policy={TINY_POLICY}", "--source=tiny", "--tiny_clusters=24", "--attempts=24"]
@@ -442,9 +446,9 @@ TINY += ["--kv_cache_tokens=8192", "--slots=24", "--prefill_tokens=1536"]
 
 @pytest.mark.slow
 def test_command_line_with_the_tiny_policy_as_teacher(tmp_path):
-    done = program(*TINY, f"--out={tmp_path}", "--agreement=rule")
-    assert done.returncode == 0, done.stderr[-3000:]
-    summary = json.loads(done.stdout)
+    process = program(*TINY, f"--out={tmp_path}", "--agreement=rule")
+    assert process.returncode == 0, process.stderr[-3000:]
+    summary = json.loads(process.stdout)
     assert {task: n["attempts"] for task, n in summary["tasks"].items()} == dict.fromkeys(
         PAPER_TASKS, 8
     )
@@ -457,9 +461,9 @@ def test_command_line_with_the_tiny_policy_as_teacher(tmp_path):
 def test_command_line_with_the_tiny_policy_as_teacher_and_judge(tmp_path):
     """The tiny policy was not trained to judge: none of its replies is a verdict."""
     judge = [f"--judge_policy={TINY_POLICY}", "--judge_max_tokens=4", f"--out={tmp_path}"]
-    done = program(*TINY, *judge)
-    assert done.returncode == 0, done.stderr[-3000:]
-    summary = json.loads(done.stdout)
+    process = program(*TINY, *judge)
+    assert process.returncode == 0, process.stderr[-3000:]
+    summary = json.loads(process.stdout)
     assert summary["attempts"] == summary["kept"] + sum(summary["left_out"].values()) == 24
     assert {"judge_malformed", "judge_unanswered"} & {*summary["left_out"]}
 
@@ -469,8 +473,8 @@ def test_clusters_can_come_from_a_config(tmp_path):
     config.data.tasks, config.data.task_weights = (QA, MATH), (3.0, 1.0)
     folder, config.data.tiny.clusters = config.policy.folder, 9
     for changes in ({}, {"tokenizer": ""}):  # tokens are counted by the config's policy
-        given = flags_given(tmp_path, source="", config=config, **changes)
-        dealt, count = rlvr_questions.open_clusters(given)
+        flag_values = flags_given(tmp_path, source="", config=config, **changes)
+        dealt, count = rlvr_questions.open_clusters(flag_values)
         tasks = [task for task, _ in dealt.next(4)]
         assert sorted(tasks) == [MATH, QA, QA, QA] and len(dealt) == 9
         assert count("- Arvo Oslo 34 12 Bela") > 5 and folder == "tiny"

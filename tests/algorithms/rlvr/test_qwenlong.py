@@ -56,11 +56,14 @@ def numbers(episodes) -> list[int]:
 def test_phases_have_longer_inputs_and_hard_questions_of_the_phase_before(caplog):
     algorithm, models = new_algorithm(retrospective_share=0.5), ScriptedModels(write)
     steps = [roll_out(algorithm, models, step) for step in range(1, 5)]
-    asked = [numbers(episodes) for episodes in steps]
-    assert all(n < 6 for step in asked[:2] for n in step) and len({*asked[0]}) == 4
-    for step in asked[2:]:
+    question_numbers = [numbers(episodes) for episodes in steps]
+    assert (
+        all(n < 6 for step in question_numbers[:2] for n in step)
+        and len({*question_numbers[0]}) == 4
+    )
+    for step in question_numbers[2:]:
         assert [n < 6 for n in step] == [True, True, False, False] and len({*step}) == 4
-    assert 12 not in {n for step in asked for n in step}
+    assert 12 not in {n for step in question_numbers for n in step}
     assert "1 questions are longer than all phases" in caplog.text
     first, last = (algorithm.metrics(steps[i]).means() for i in (0, -1))
     assert (first["phase"], first["retrospective"]) == (1, 0)
@@ -117,11 +120,11 @@ def test_state_is_that_of_the_uninterrupted_algorithm():
         return [numbers(roll_out(algorithm, ScriptedModels(write), step)) for step in steps]
 
     options: dict[str, Any] = {"retrospective_share": 0.5, "generation_batch": 3}
-    whole = asked(new_algorithm(**options), (1, 2, 3, 4))
+    uninterrupted_numbers = asked(new_algorithm(**options), (1, 2, 3, 4))
     first, second = new_algorithm(**options), new_algorithm(**options)
     asked(first, (1, 2))
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    assert asked(second, (3, 4)) == whole[2:]
+    assert asked(second, (3, 4)) == uninterrupted_numbers[2:]
 
 
 def test_written_questions_are_divided_into_phases_and_restored():

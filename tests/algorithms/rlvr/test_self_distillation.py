@@ -95,16 +95,16 @@ def test_only_the_responder_of_spell_has_a_teacher() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "weight", "wanted"),
+    ("name", "weight", "message"),
     [
         ("self_distillation", 0.0, "must be above 0"),
         ("reconstruction", 1.0, "must be 0"),
         ("longpo", 1.0, "must be 0"),
     ],
 )
-def test_loss_and_algorithm_must_fit(name: str, weight: float, wanted: str) -> None:
+def test_loss_and_algorithm_must_fit(name: str, weight: float, message: str) -> None:
     config = registry.ALGORITHMS[name].config()
-    with pytest.raises(ValueError, match=rf"loss\.distillation_weight = {weight}: {wanted}"):
+    with pytest.raises(ValueError, match=rf"loss\.distillation_weight = {weight}: {message}"):
         registry.check_objective(config, LossConfig(distillation_weight=weight))
 
 

@@ -74,8 +74,8 @@ SWITCHES = {
 @pytest.mark.parametrize("name", SWITCHES)
 def test_switch_changes_only_the_expected_results(name):
     options, expected = SWITCHES[name]
-    plain, other = Rollout().facts(), Rollout(**options).facts()
-    assert {fact for fact in plain if plain[fact] != other[fact]} == expected
+    plain, switched_facts = Rollout().facts(), Rollout(**options).facts()
+    assert {fact for fact in plain if plain[fact] != switched_facts[fact]} == expected
 
 
 # ------------------------------------------------------------------------------ Rewards and rows
@@ -148,8 +148,8 @@ def test_responder_rows_are_the_first_mixed_questions():
         )
         assert answers == tuple(episode.response.texts)
         scores = np.array(episode.scores)  # Eq. 8
-        wanted = (scores - scores.mean()) / (scores.std(ddof=1) + 1e-6)
-        assert advantages == pytest.approx(wanted, abs=1e-4)
+        expected_advantages = (scores - scores.mean()) / (scores.std(ddof=1) + 1e-6)
+        assert advantages == pytest.approx(expected_advantages, abs=1e-4)
     assert len(rollout.groups["responder"]) == 6
     assert len(Rollout(keep_surplus=True).groups["responder"]) == 8
     assert [read(g) for g in Rollout(questions=4).groups["responder"]] == [
@@ -162,8 +162,8 @@ def test_advantages_without_deviation_are_centered_rewards():
     rollout = Rollout(divide_by_deviation=False)
     mixed = [e for e in rollout.episodes if e.mixed]
     for episode, group in zip(mixed, rollout.groups["responder"], strict=False):
-        wanted = np.array(episode.scores) - np.mean(episode.scores)
-        assert read(group)[2] == pytest.approx(wanted, abs=1e-4)
+        expected_advantages = np.array(episode.scores) - np.mean(episode.scores)
+        assert read(group)[2] == pytest.approx(expected_advantages, abs=1e-4)
     rows = verifier_verdicts(rollout)
     assert rows
     for _, answers, advantages in rows:
@@ -177,16 +177,18 @@ def test_questioner_advantages_are_normalized_over_batch_or_task(rows):
     rollout = Rollout(questioner_normalization=rows)
     written = {e.proposal.texts[0]: e for e in rollout.episodes}
     read_rows = [read(group) for group in rollout.groups["questioner"]]
-    found = [written[answers[0]] for _, answers, _ in read_rows]
-    assert [number(e) for e in found[:6]] == [0, 1, 2, 12, 13, 14]  # the kept questions
-    bad = found[6:]
+    row_episodes = [written[answers[0]] for _, answers, _ in read_rows]
+    assert [number(e) for e in row_episodes[:6]] == [0, 1, 2, 12, 13, 14]  # the kept questions
+    bad = row_episodes[6:]
     assert len(bad) == len({number(e) for e in bad}) == 6  # an equal number of bad ones
     assert all(e.reward is not None and e.reward <= 0 and not e.mixed for e in bad)
     for tasks in [TASKS] if rows == "batch" else [[task] for task in TASKS]:  # Eq. 9
-        rewards = np.array([e.reward for e in found if e.task in tasks])
-        wanted = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
-        given = [row[2][0] for row, e in zip(read_rows, found, strict=True) if e.task in tasks]
-        assert given == pytest.approx(wanted, abs=1e-4)
+        rewards = np.array([e.reward for e in row_episodes if e.task in tasks])
+        expected_advantages = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
+        advantages = [
+            row[2][0] for row, e in zip(read_rows, row_episodes, strict=True) if e.task in tasks
+        ]
+        assert advantages == pytest.approx(expected_advantages, abs=1e-4)
 
 
 def test_questioner_negatives_follow_the_switches():
@@ -208,11 +210,11 @@ def test_questioner_negatives_follow_the_switches():
 
 
 def verifier_verdicts(rollout: Rollout) -> list[tuple[int, tuple[str, ...], tuple[float, ...]]]:
-    found = []
+    verdict_rows = []
     for group in rollout.groups["verifier"]:
         prompt, answers, advantages = read(group)
-        found.append((int(prompt.split("Q")[1][:2]), answers, advantages))
-    return found
+        verdict_rows.append((int(prompt.split("Q")[1][:2]), answers, advantages))
+    return verdict_rows
 
 
 def test_verifier_trains_on_split_votes_that_agree_with_the_rule():
@@ -225,8 +227,8 @@ def test_verifier_trains_on_split_votes_that_agree_with_the_rule():
     for _, answers, advantages in rows:
         yes = np.array([a == "[[YES]]" for a in answers])
         right = yes == (yes.sum() > 2)  # Eq. 5
-        wanted = (right - right.mean()) / (right.std(ddof=1) + 1e-6)
-        assert advantages == pytest.approx(wanted, abs=1e-4)
+        expected_advantages = (right - right.mean()) / (right.std(ddof=1) + 1e-6)
+        assert advantages == pytest.approx(expected_advantages, abs=1e-4)
     without_gate = [
         at for at, *_ in verifier_verdicts(Rollout(**everything, consistency_gate=False))
     ]
@@ -247,23 +249,25 @@ def test_malformed_votes_are_penalized_in_usable_groups(penalty):
     rollout = Rollout(rows, script=script, **options)
     assert rollout.of(0).votes[0] == (1, 1, 1, 0, -1)
     rewards = np.array([1, 1, 1, 0, -penalty])
-    wanted = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
-    assert read(rollout.groups["verifier"][0])[2] == pytest.approx(wanted, abs=1e-4)
+    expected_advantages = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
+    assert read(rollout.groups["verifier"][0])[2] == pytest.approx(expected_advantages, abs=1e-4)
 
 
 def test_questioner_switches_keep_the_sampled_verifier_groups():
     share = {"verifier_share": 0.5}  # 3 of 10 groups are chosen
-    chosen = verifier_verdicts(Rollout(**share))
-    assert len(chosen) == 3
-    assert chosen == verifier_verdicts(Rollout(**share, negatives=0.5))
-    assert chosen == verifier_verdicts(Rollout(**share, train_questioner=False))
+    sampled_groups = verifier_verdicts(Rollout(**share))
+    assert len(sampled_groups) == 3
+    assert sampled_groups == verifier_verdicts(Rollout(**share, negatives=0.5))
+    assert sampled_groups == verifier_verdicts(Rollout(**share, train_questioner=False))
 
 
 def test_building_groups_twice_gives_the_same_groups():
     rollout = Rollout()
-    again = by_role(to_groups(rollout.algorithm, rollout.episodes))
-    assert [read(g) for g in again["questioner"]] == [read(g) for g in rollout.groups["questioner"]]
-    assert [read(g) for g in again["verifier"]] == [read(g) for g in rollout.groups["verifier"]]
+    groups = by_role(to_groups(rollout.algorithm, rollout.episodes))
+    assert [read(g) for g in groups["questioner"]] == [
+        read(g) for g in rollout.groups["questioner"]
+    ]
+    assert [read(g) for g in groups["verifier"]] == [read(g) for g in rollout.groups["verifier"]]
 
 
 @pytest.mark.parametrize(

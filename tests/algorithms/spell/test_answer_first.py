@@ -28,9 +28,9 @@ def obedient(role: str, prompt: str, sibling: int, model: str) -> str:
         return json.dumps({"question": f"What of {answer}?", "answer": answer})
     if role == "verifier":
         return "[[NO]]"
-    known = re.findall(r"What of (.+)\?$", prompt)[0]
+    right_answer = re.findall(r"What of (.+)\?$", prompt)[0]
     is_blind = prompt.startswith("Empty")
-    return f"The answer is {'unknown' if is_blind or sibling % 2 else known}"
+    return f"The answer is {'unknown' if is_blind or sibling % 2 else right_answer}"
 
 
 def make(documents=DOCUMENTS, **options) -> Spell:
@@ -45,9 +45,9 @@ def make(documents=DOCUMENTS, **options) -> Spell:
 def test_answer_is_a_name_or_number_of_the_shown_document() -> None:
     algorithm = make()
     episodes = roll_out(algorithm, ScriptedModels(obedient), 1)
-    asked = [e for e in episodes if e.status == "accepted"]
-    assert {e.reference for e in asked} == SPANS
-    for e in asked:
+    accepted_episodes = [e for e in episodes if e.status == "accepted"]
+    assert {e.reference for e in accepted_episodes} == SPANS
+    for e in accepted_episodes:
         assert e.span in DOCUMENTS[e.shown[0]] and e.questioner_prompt.endswith(f"answer: {e.span}")
     empty = [e for e in episodes if e.status != "accepted"]
     assert empty and {(e.status, e.reason) for e in empty} == {("too_small", "no_span")}
@@ -79,9 +79,9 @@ def test_round_trip_needs_the_answer_of_all_samples() -> None:
     def write(role: str, prompt: str, sibling: int, model: str) -> str:
         if model != "reference_reader":
             return obedient(role, prompt, sibling, model)
-        known = re.findall(r"What of (.+)\?$", prompt)[0]
-        is_sure = known in ("Rome", "1957") or sibling
-        return f"The answer is {known if is_sure else 'Lima'}"
+        right_answer = re.findall(r"What of (.+)\?$", prompt)[0]
+        is_sure = right_answer in ("Rome", "1957") or sibling
+        return f"The answer is {right_answer if is_sure else 'Lima'}"
 
     options = {"reference_source": "confirmed", "reader_unanimous": True}
     episodes = roll_out(make(DOCUMENTS[:2], **options), ScriptedModels(write), 1)

@@ -97,7 +97,7 @@ def test_proposals_that_the_search_refuses_are_punished(writer: Writer, reason: 
 def test_written_set_keeps_the_sentences_hidden() -> None:
     algorithm, ask = make(Rlvr, RlvrConfig, static_questions=2), ScriptedModels(Writer())
     roll_out(algorithm, ask, 1)
-    again = make(Rlvr, RlvrConfig, static_questions=2)
-    again.load_state_dict(json.loads(json.dumps(algorithm.state_dict())))
-    (episode, *_) = roll_out(again, ask, 2)
+    resumed_algorithm = make(Rlvr, RlvrConfig, static_questions=2)
+    resumed_algorithm.load_state_dict(json.loads(json.dumps(algorithm.state_dict())))
+    (episode, *_) = roll_out(resumed_algorithm, ask, 2)
     assert episode.hidden == BUILT and BUILT not in episode.documents[0]

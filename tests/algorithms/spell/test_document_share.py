@@ -100,12 +100,12 @@ def test_share_is_from_0_to_1(share: float) -> None:
 
 
 def test_given_questions_tell_which_document_is_right() -> None:
-    given = (
+    questions = (
         Question(QA, ("first", "second fact", "third"), "Q?", "right", ("second",)),
         Question(QA, ("a", "b", "c"), "R?", "right", shown=(0, 2)),
         Question(QA, ("a", "b", "c"), "without both, left out", "right"),
     )
-    context = make_context(questions=lambda: given)
+    context = make_context(questions=lambda: questions)
     fields = SMALL | SHARE | {"generation_batch": 3}
     algorithm = Rlvr(RlvrConfig(**fields), context)
     ask = ScriptedModels(lambda role, prompt, sibling, model: f"[{sibling + 1}] The answer is no")

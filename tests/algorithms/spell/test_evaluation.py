@@ -26,9 +26,9 @@ def count_words(text: str) -> int:
 
 
 def make(**settings) -> TinyEvaluation:
-    given = {"prompts": PROMPTS, "algorithm": GAME, "count_tokens": count_words}
-    given |= {name: settings.pop(name) for name in given if name in settings}
-    return TinyEvaluation(**given, sizes=TinyEvaluationConfig(**settings))
+    fields = {"prompts": PROMPTS, "algorithm": GAME, "count_tokens": count_words}
+    fields |= {name: settings.pop(name) for name in fields if name in settings}
+    return TinyEvaluation(**fields, sizes=TinyEvaluationConfig(**settings))
 
 
 SMALL = make(**SETTINGS)
@@ -83,7 +83,7 @@ def test_prompts_over_the_cap_count_as_wrong():
 
 def test_malformed_verdicts_count_as_wrong():
     report = SMALL.full(
-        ScriptedModels(lambda role, *rest: None if role != "verifier" else "maybe")
+        ScriptedModels(lambda role, *arguments: None if role != "verifier" else "maybe")
     ).report
     assert shares(report[VERIFIER]) == {0.0}
 
@@ -135,11 +135,12 @@ def test_items_match_their_kind_and_are_reproducible():
 @pytest.mark.parametrize("seed", [0, make().sizes.seed])
 def test_held_out_documents_differ_from_training_documents(seed):
     trained = world.make_clusters(seed, 300, (3, 8))
-    seen = {text for cluster in trained for text in cluster.documents}
+    training_texts = {text for cluster in trained for text in cluster.documents}
     items = [item for kind in world.KINDS for item in make().make_items(3, kind, 50)]
     alike = world.make_clusters(seed, 300, (3,))
     assert not {item.documents for item in items} & {c.documents for c in alike}
-    assert len({t for item in items for t in item.documents} & seen) < 5  # equal by chance
+    # Texts that are equal by chance.
+    assert len({t for item in items for t in item.documents} & training_texts) < 5
 
 
 def test_letter_shares_reveal_a_model_that_always_answers_b():
@@ -168,9 +169,9 @@ def questioner_prompts(evaluation: TinyEvaluation) -> list[str]:
 
 
 def test_questioner_sees_as_many_documents_as_in_training():
-    fresh, known = 3 * 12, 3 * 12
+    fresh, follow_ups = 3 * 12, 3 * 12
     prompts = questioner_prompts(SMALL)
-    assert [len(documents_of(p)) for p in prompts] == fresh * [2] + known * [4]
+    assert [len(documents_of(p)) for p in prompts] == fresh * [2] + follow_ups * [4]
     for prompt in prompts[fresh:]:
         facts = world.read_facts(documents_of(prompt)[:2])
         assert [name for name, _ in facts if name in prompt.partition("known")[2]], prompt
@@ -196,7 +197,7 @@ def test_proposals_rejected_in_training_are_not_accepted(spoil, task):
 
 
 @pytest.mark.parametrize(
-    ("found", "truth", "kind", "right"),
+    ("prediction", "truth", "kind", "right"),
     [
         ("Fjordton", world.canonical("Oslo"), "lookup", True),
         ("Mr Bela", world.canonical("Bela"), "two_hop", True),
@@ -212,8 +213,8 @@ def test_proposals_rejected_in_training_are_not_accepted(spoil, task):
         ("", world.canonical("Oslo"), "lookup", False),
     ],
 )
-def test_is_true_compares_answers_by_question_kind(found, truth, kind, right):
-    assert evaluation.is_true(found, truth, kind) == right
+def test_is_true_compares_answers_by_question_kind(prediction, truth, kind, right):
+    assert evaluation.is_true(prediction, truth, kind) == right
 
 
 @pytest.mark.parametrize(

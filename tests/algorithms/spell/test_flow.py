@@ -92,11 +92,11 @@ def test_requested_answer_letters_are_balanced():
 
 def test_rounds_repeat_until_enough_questions_are_mixed():
     rows = [Row(QA, "ok", 0, int(i % 3 == 0), 0, 0) for i in range(30)]  # every third one is mixed
-    for wanted, rounds in ((1, 1), (3, 2), (4, 2), (5, 3), (50, 5)):
-        rollout = Rollout(rows, generation_batch=6, questions=wanted, max_generations=5)
+    for question_count, rounds in ((1, 1), (3, 2), (4, 2), (5, 3), (50, 5)):
+        rollout = Rollout(rows, generation_batch=6, questions=question_count, max_generations=5)
         assert sum(c.role == "questioner" for c in rollout.ask.calls) == rounds
         assert len(rollout.episodes) == 6 * rounds
-        assert len(rollout.groups["responder"]) == min(wanted, 2 * rounds)
+        assert len(rollout.groups["responder"]) == min(question_count, 2 * rounds)
 
 
 def test_step_reads_memory_as_of_its_start():
@@ -108,19 +108,19 @@ def test_step_reads_memory_as_of_its_start():
     ] * 8  # although cluster 0 came up 4 times
     second = roll_out(rollout.algorithm, rollout.ask, 2)
     assert [len(e.history) for e in second] == [1, 0] * 4
-    known = rollout.of(0)
-    assert second[0].history == (Entry(known.shown, known.question, known.reference),)
-    assert set(known.shown) < set(second[0].shown)  # all documents seen so far, and two new ones
+    episode = rollout.of(0)
+    assert second[0].history == (Entry(episode.shown, episode.question, episode.reference),)
+    assert set(episode.shown) < set(second[0].shown)  # all documents seen so far, and two new ones
     assert len(second[0].shown) == 4
     prompt = rollout.ask.calls[-1 - sum(c.role != "questioner" for c in rollout.ask.calls[-3:])]
     assert "known: Q00 what? answer: alpha0" in prompt.prompts[0]
 
 
 @pytest.mark.parametrize(
-    ("kept", "shown"),
+    ("memory_documents", "shown"),
     [("shown", [2, 4, 6, 7, 7]), ("new", [2, 4, 6, 6, 6])],  # until all shown; at most m (L + 1)
 )
-def test_memory_holds_the_last_questions_and_their_documents(kept, shown):
+def test_memory_holds_the_last_questions_and_their_documents(memory_documents, shown):
     serial = iter(range(1000))
 
     def write(role, prompt, sibling, model):
@@ -131,7 +131,7 @@ def test_memory_holds_the_last_questions_and_their_documents(kept, shown):
         return f"answer is {'alpha' if sibling == 0 and 'Empty' not in prompt else 'beta'}"
 
     algorithm = make_algorithm(
-        [Row(QA, "ok", 0, 0, 0, 0)], cluster=7, memory=2, memory_documents=kept
+        [Row(QA, "ok", 0, 0, 0, 0)], cluster=7, memory=2, memory_documents=memory_documents
     )
     ask = ScriptedModels(write)
     steps = [roll_out(algorithm, ask, step)[0] for step in range(1, 6)]
@@ -148,8 +148,8 @@ def test_memory_holds_questions_with_a_positive_reward_or_all_solvable_ones(solv
     stored = {row["cluster"] for row in rollout.algorithm.memory.state_dict()["clusters"]}
     answered = [e for e in rollout.episodes if e.response]
     assert {e.mean_score for e in answered} >= {0.0, 1.0}
-    wanted = [e for e in answered if e.reward > 0 or (solved and e.mean_score == 1)]
-    assert stored == {e.cluster.id for e in wanted}
+    remembered_episodes = [e for e in answered if e.reward > 0 or (solved and e.mean_score == 1)]
+    assert stored == {e.cluster.id for e in remembered_episodes}
 
 
 # ------------------------------------------------------------------------------ Overlong prompts
@@ -221,19 +221,19 @@ def test_overlong_prompts_drop_new_documents_then_oldest_history():
 
 
 def test_external_judge_replaces_the_rule():
-    asked = []
+    judged_items = []
 
     def judge(items):
-        asked.extend(items)
+        judged_items.extend(items)
         return [{"alpha0": 0, "beta0": 1}.get(prediction, -1) for _, prediction, _ in items]
 
     rollout = Rollout(rule="judge", judge=judge)
     assert rollout.of(0).rule == (0.0, 0.0, 1.0, 0.0)
     assert rollout.of(1).rule == (1.0, 0.0, 0.0, 0.0)  # no verdict: the rule's reward stays
-    assert ("Q00 what?", "beta0", "alpha0") in asked
+    assert ("Q00 what?", "beta0", "alpha0") in judged_items
     predictions = [p for e in rollout.episodes for p in e.predictions if p is not None]
     blind = [p for e in rollout.episodes for p in e.blind if p is not None]
-    assert len(asked) == len(predictions) + len(blind)
+    assert len(judged_items) == len(predictions) + len(blind)
     failed = sum(p not in ("alpha0", "beta0") for p in predictions) / len(predictions)
     assert rollout.algorithm.metrics(rollout.episodes).means()["judge_failed"] == pytest.approx(
         failed
@@ -242,9 +242,11 @@ def test_external_judge_replaces_the_rule():
 
 
 @pytest.mark.parametrize(
-    ("verdict", "known"), [(1, {0, 1, 9}), (0, set()), (-1, {1})], ids=["right", "wrong", "none"]
+    ("verdict", "known_rows"),
+    [(1, {0, 1, 9}), (0, set()), (-1, {1})],
+    ids=["right", "wrong", "none"],
 )
-def test_external_judge_scores_the_answers_of_the_grounding_filter(verdict, known):
+def test_external_judge_scores_the_answers_of_the_grounding_filter(verdict, known_rows):
     """Row 1 is answered right by the rule, row 0 in other words; its verdicts are all equal."""
     rows = [Row(QA, "ok", 0, 2, 0, 0), Row(QA, "ok", 1, 2, 0, 0), *ROWS[2:9], ROWS[0]]
     blind = []
@@ -257,39 +259,39 @@ def test_external_judge_scores_the_answers_of_the_grounding_filter(verdict, know
 
     options = {"rule": "judge", "judge": judge, "responder_reward": "rule"}
     rollout = Rollout(rows, **options)
-    found = {number(e) for e in rollout.episodes if e.status == "ungrounded"} & {0, 1, 9}
-    assert found == known
+    ungrounded_rows = {number(e) for e in rollout.episodes if e.status == "ungrounded"} & {0, 1, 9}
+    assert ungrounded_rows == known_rows
     assert len(blind) == 2 and blind[0][:2] == ["unknown", "alpha1"]
-    for at in known:
+    for at in known_rows:
         episode = rollout.of(at)
         assert (episode.reason, episode.reward) == ("known_without_documents", -0.5)
         assert episode.response is None and episode.blind_scores == (1.0,)
 
 
 def test_external_judge_compares_answers_without_documents_with_the_frozen_readers():
-    asked = []
+    judged_batches = []
 
     def judge(items):
-        asked.append(items)
+        judged_batches.append(items)
         return [int(prediction == "unknown" and ref == "beta0") for _, prediction, ref in items]
 
     options = {"rule": "judge", "judge": judge, "reference_source": "frozen_reader"}
     script = Script(ROWS[:3], reader={0: ("beta0",)})
     rollout = Rollout(ROWS[:3], script=script, **options)
-    assert asked[0][0] == ("Q00 what?", "unknown", "beta0")
+    assert judged_batches[0][0] == ("Q00 what?", "unknown", "beta0")
     assert [e.status for e in rollout.episodes] == ["ungrounded", "accepted", "accepted"]
 
 
 def test_judge_can_raise_the_scores_of_the_rule():
-    asked = []
+    judged_answers = []
 
     def judge(items):
-        asked.extend(prediction for _, prediction, _ in items)
+        judged_answers.extend(prediction for _, prediction, _ in items)
         return [{"beta0": 1}.get(prediction, 0) for _, prediction, _ in items]
 
     rollout = Rollout(rule="match_or_judge", judge=judge, grounding_samples=0)
     first, second = rollout.of(0), rollout.of(1)
-    assert first.predictions[0] == "alpha0" and "alpha0" not in asked  # right by the rule
+    assert first.predictions[0] == "alpha0" and "alpha0" not in judged_answers  # right by the rule
     assert first.rule == (1.0, 1.0, 1.0, 0.0) and first.judge == (None, None, 1, None)
     assert second.rule[0] == 1.0 and second.judge[0] is None and 0 in second.judge
     plain = Rollout(grounding_samples=0)
@@ -299,7 +301,7 @@ def test_judge_can_raise_the_scores_of_the_rule():
         for p, score in zip(e.predictions, e.rule, strict=True)
         if p is not None and score < 1
     ]
-    assert sorted(asked) == sorted(wrong)
+    assert sorted(judged_answers) == sorted(wrong)
     (record,) = to_records(rollout.algorithm, [first])
     assert record["judge"] == [None, None, 1, None]  # in the places of the answers
 
@@ -458,14 +460,14 @@ def write_anything(role: str, prompt: str, sibling: int, model: str) -> str:
 
 def run_steps(algorithm: Spell, steps, seed: int = 0) -> list[Any]:
     """Records, groups and metrics of each step."""
-    ask, found = ScriptedModels(write_anything), []
+    ask, trace = ScriptedModels(write_anything), []
     for step in steps:
         episodes = algorithm.rollout(ask, (seed, step), step)
         groups, annotations = algorithm.groups(episodes, (seed, step))
-        found.append([algorithm.record(*pair) for pair in zip(episodes, annotations, strict=True)])
-        found.append([read(group) for group in groups])
-        found.append(algorithm.metrics(episodes).means())
-    return found
+        trace.append([algorithm.record(*pair) for pair in zip(episodes, annotations, strict=True)])
+        trace.append([read(group) for group in groups])
+        trace.append(algorithm.metrics(episodes).means())
+    return trace
 
 
 def new_algorithm(seed: int = 0, **options) -> Spell:
@@ -490,14 +492,14 @@ def test_step_results_depend_only_on_seed_and_step_number():
 
 @pytest.mark.parametrize("reward", ["max", "random"])
 def test_algorithm_resumes_from_state_dict(reward):
-    whole = run_steps(new_algorithm(responder_reward=reward), range(1, 7))
+    uninterrupted_trace = run_steps(new_algorithm(responder_reward=reward), range(1, 7))
     algorithm = new_algorithm(responder_reward=reward)
     run_steps(algorithm, range(1, 4))
     state = json.loads(json.dumps(algorithm.state_dict()))
     resumed = new_algorithm(responder_reward=reward)
     resumed.load_state_dict(state)
     assert resumed.state_dict() == algorithm.state_dict()
-    assert run_steps(resumed, range(4, 7)) == whole[9:]
+    assert run_steps(resumed, range(4, 7)) == uninterrupted_trace[9:]
     assert len(resumed.memory) > 0
 
 
@@ -568,16 +570,16 @@ def test_grounding_threshold_counts_right_blind_answers():
 
 
 def test_questions_are_parsed_with_the_configured_limits(monkeypatch):
-    seen = []
+    parse_options = []
 
     def parse(text, task, count, limit, distinct, extract):
-        seen.append((limit, distinct, extract))
+        parse_options.append((limit, distinct, extract))
         return parsing.Parsed("declined")
 
     monkeypatch.setattr("spell_jax.algorithms.spell.algorithm.parsing.parse_question", parse)
     fields = {"max_answer_tokens": 7, "distinct_options": True, "extract": "paper"}
     Rollout([Row(QA, "ok", 0, 1, 0, 0)], **fields)
-    assert seen == [(7, True, "paper")]
+    assert parse_options == [(7, True, "paper")]
 
 
 # ------------------------------------------------------------------- Replies cut off at the cap
@@ -646,10 +648,10 @@ def test_one_answer_that_is_left_rewards_nobody():
 @pytest.mark.parametrize("role, count", [("questioner", 1), ("responder", 4), ("reader", 4)])
 def test_texts_of_a_prompt_without_a_reply_left_are_in_the_record(role, count):
     class AllCut(Script):
-        def __call__(self, asked: str, prompt: str, sibling: int, model: str) -> str | None:
-            text = super().__call__(asked, prompt, sibling, model)
-            asked = "reader" if model == "reference_reader" else asked
-            return f"{text}{CUT}" if asked == role and "Empty" not in prompt else text
+        def __call__(self, called_role: str, prompt: str, sibling: int, model: str) -> str | None:
+            text = super().__call__(called_role, prompt, sibling, model)
+            called_role = "reader" if model == "reference_reader" else called_role
+            return f"{text}{CUT}" if called_role == role and "Empty" not in prompt else text
 
     rows = [Row(QA, "ok", 0, 2, 1, 3)]
     options = {"reference_source": "frozen_reader"} if role == "reader" else {}

@@ -31,9 +31,9 @@ def documents_of(prompt: str) -> list[str]:
 
 def ask_deeper(prompt: str, depth: int = 3) -> str:
     """A questioner that continues its last known question by a hop, else asks at `depth`."""
-    known = re.findall(r"known: (.*) answer", prompt)
+    history = re.findall(r"known: (.*) answer", prompt)
     name = documents_of(prompt)[0].split()[1]
-    question = f"friend of {known[-1]}" if known else "friend of " * depth + name
+    question = f"friend of {history[-1]}" if history else "friend of " * depth + name
     return json.dumps({"question": question, "answer": "a guess"})
 
 
@@ -45,8 +45,8 @@ def write(role: str, prompt: str, sibling: int, model: str) -> str:
     if role == "questioner":
         return ask_deeper(prompt)
     if role == "verifier":
-        one, two = re.findall(r"(?:one|two): (\w+)", prompt)
-        return "[[YES]]" if one == two else "[[NO]]"
+        first_answer, second_answer = re.findall(r"(?:one|two): (\w+)", prompt)
+        return "[[YES]]" if first_answer == second_answer else "[[NO]]"
     if model == "policy" and sibling % 2:
         return "answer is nobody"
     return answer(prompt)
@@ -60,12 +60,12 @@ def wavering_reader(role: str, prompt: str, sibling: int, model: str) -> str:
 
 
 def make_algorithm(**fields: Any) -> Spell:
-    given: dict[str, Any] = {"questions": 4, "generation_batch": 4, "max_generations": 1}
-    given |= {"documents": (9,), "unread_documents": 0, "grounding_samples": 0, "group_size": 4}
-    given |= {"verifier_group_size": 3, "reference_source": "frozen_reader", "memory": 2}
-    given |= {"reader_by_hop": True, "reader_unanimous": True}
+    defaults: dict[str, Any] = {"questions": 4, "generation_batch": 4, "max_generations": 1}
+    defaults |= {"documents": (9,), "unread_documents": 0, "grounding_samples": 0, "group_size": 4}
+    defaults |= {"verifier_group_size": 3, "reference_source": "frozen_reader", "memory": 2}
+    defaults |= {"reader_by_hop": True, "reader_unanimous": True}
     stream = TaskStream(in_memory(CLUSTERS), (TASK,), (1.0,), seed=0)
-    return Spell(SpellConfig(**(given | fields)), make_context(deal=lambda _: stream))
+    return Spell(SpellConfig(**(defaults | fields)), make_context(deal=lambda _: stream))
 
 
 def hops(models: ScriptedModels) -> list[str]:
@@ -92,8 +92,8 @@ def test_frozen_reader_continues_from_the_remembered_reference():
     assert {world.depth_of(e.question) for e in episodes} == {4}
     assert len(hops(models)) == 4, "one hop for each question"
     for e in episodes:
-        (known,) = e.history
-        assert f"friend of {known.answer}" in hops(models)
+        (entry,) = e.history
+        assert f"friend of {entry.answer}" in hops(models)
         assert e.reference == world.oracle(e.question, e.cluster.documents)
 
 
@@ -131,10 +131,10 @@ def test_leak_is_a_share_of_the_questions_and_repeats():
     algorithm = make_algorithm(gate_leak=0.3, generation_batch=400)
     episodes = roll_out(algorithm, ScriptedModels(wavering_reader), 1)
     assert 0.2 < sum(e.leaked for e in episodes) / 400 < 0.4
-    again = roll_out(
+    second_episodes = roll_out(
         make_algorithm(gate_leak=0.3, generation_batch=400), ScriptedModels(wavering_reader), 1
     )
-    assert [e.leaked for e in again] == [e.leaked for e in episodes]
+    assert [e.leaked for e in second_episodes] == [e.leaked for e in episodes]
 
 
 @pytest.mark.parametrize("leak", [-0.1, 1.1, float("nan")])
@@ -149,9 +149,9 @@ def test_cues_are_sampled_for_each_question_and_end_its_prompt(cues):
     models = ScriptedModels(write)
     episodes = roll_out(algorithm, models, 1)
     assert {e.cue for e in episodes} == ({*cues} or {""})
-    asked = [e.questioner_prompt for e in episodes]
+    questioner_prompts = [e.questioner_prompt for e in episodes]
     endings = [f"ask general {e.cue}".strip() for e in episodes]
-    assert [prompt.splitlines()[-1] for prompt in asked] == endings
+    assert [prompt.splitlines()[-1] for prompt in questioner_prompts] == endings
     written = algorithm.record(episodes[0], Annotation({}, {}))["prompt"]
     assert written.splitlines()[-1] == endings[0]
 
@@ -187,8 +187,8 @@ def test_progress_on_probes_rewards_the_questioner():
 
 
 def make_evaluation(**sizes: Any) -> LadderEvaluation:
-    made = TinyEvaluationConfig(**(SIZES | sizes))
-    return LadderEvaluation(PROMPTS, SpellConfig(), lambda text: len(text.split()), made)
+    config = TinyEvaluationConfig(**(SIZES | sizes))
+    return LadderEvaluation(PROMPTS, SpellConfig(), lambda text: len(text.split()), config)
 
 
 def greedy(role: str, prompt: str, sibling: int, model: str) -> str:
@@ -201,10 +201,10 @@ def test_perfect_model_scores_one_at_every_depth():
     assert [*accuracy] == [*(f"depth {depth}" for depth in range(1, 9)), "all"]
     assert {cell[0] for row in accuracy.values() for cell in row.values()} == {1.0}
     assert report["verifier accuracy"][""]["all"][0] == 1.0
-    asked = report["questioner"]
-    assert asked["none known"]["depth"][0] == 3.0
+    questioner_rows = report["questioner"]
+    assert questioner_rows["none known"]["depth"][0] == 3.0
     for depth in range(1, 9):
-        row = asked[f"one known, of depth {depth}"]
+        row = questioner_rows[f"one known, of depth {depth}"]
         assert row["accepted"][0] == 1.0
 
 

@@ -52,8 +52,8 @@ def test_answers_are_scored_by_the_best_right_answer():
 def test_verifier_is_asked_about_labeled_pairs():
     models = ScriptedModels(script)
     (pairs,) = make().full(models).report["verifier accuracy, by pair"].values()
-    asked = next(call.prompts for call in models.calls if call.role == "verifier")
-    assert asked == (
+    verifier_prompts = next(call.prompts for call in models.calls if call.role == "verifier")
+    assert verifier_prompts == (
         PROMPTS.verifier("Where is Oslo?", "Norway", "in Norway"),
         PROMPTS.verifier("Where is Oslo?", "Peru", "in Norway"),
         PROMPTS.verifier("How much was it?", "4", "3"),
@@ -68,9 +68,9 @@ def test_verifier_is_asked_about_labeled_pairs():
 def test_questioner_reads_the_first_documents_for_every_task():
     models = ScriptedModels(script)
     rows = make().full(models).report["questioner"]
-    asked = next(call.prompts for call in models.calls if call.role == "questioner")
-    assert len(asked) == 9
-    assert asked[0] == PROMPTS.questioner("general_qa", QUESTIONS[0].documents[:2])
+    questioner_prompts = next(call.prompts for call in models.calls if call.role == "questioner")
+    assert len(questioner_prompts) == 9
+    assert questioner_prompts[0] == PROMPTS.questioner("general_qa", QUESTIONS[0].documents[:2])
     assert rows["general_qa"]["accepted"][0] == rows["financial_math"]["accepted"][0] == 1 / 3
     assert rows["multiple_choice"]["accepted"][0] == 0  # no options
 

@@ -32,36 +32,44 @@ class Variants(Script):
         return super().proposal(at).replace("?", f" {next(self._asked[at])}?")
 
 
-def rollout(script: Script | None = None, **options) -> Rollout:
+def make_rollout(script: Script | None = None, **options) -> Rollout:
     options = {"questions_per_cluster": 2, "generation_batch": 8} | options
     return Rollout(ROWS, script=script or Variants(ROWS), **options)
 
 
 def test_questions_of_a_cluster_are_sampled_from_one_prompt():
-    made = rollout()
-    assert [e.cluster.id for e in made.episodes] == [f"d{i // 2}" for i in range(8)]
-    for first, second in zip(made.episodes[::2], made.episodes[1::2], strict=True):
+    rollout = make_rollout()
+    assert [e.cluster.id for e in rollout.episodes] == [f"d{i // 2}" for i in range(8)]
+    for first, second in zip(rollout.episodes[::2], rollout.episodes[1::2], strict=True):
         assert first.questioner_prompt == second.questioner_prompt and first.shown == second.shown
         assert first.question != second.question or first.status == "bad_format"
-    assert sum(e.response is not None for e in made.episodes) == 6
-    assert [e.status for e in made.episodes[6:]] == ["bad_format"] * 2
+    assert sum(e.response is not None for e in rollout.episodes) == 6
+    assert [e.status for e in rollout.episodes[6:]] == ["bad_format"] * 2
 
 
 def test_repeated_question_of_a_cluster_is_dropped_and_counted():
-    made = rollout(Script(ROWS))
-    assert [e.status for e in made.episodes] == ["accepted", "duplicate"] * 3 + ["bad_format"] * 2
-    again = [e for e in made.episodes if e.status == "duplicate"]
-    assert all(e.response is None and e.reward is None for e in again)
-    assert made.algorithm.metrics(made.episodes).means()["duplicate"] == 3 / 8
-    asked = [call for call in made.ask.calls if call.role == "responder" and call.group > 1]
-    assert sum(len(call.prompts) for call in asked) == 3
-    used = [record["used"]["questioner"] for record in made.records()]
+    rollout = make_rollout(Script(ROWS))
+    assert [e.status for e in rollout.episodes] == ["accepted", "duplicate"] * 3 + [
+        "bad_format"
+    ] * 2
+    duplicate_episodes = [e for e in rollout.episodes if e.status == "duplicate"]
+    assert all(e.response is None and e.reward is None for e in duplicate_episodes)
+    assert rollout.algorithm.metrics(rollout.episodes).means()["duplicate"] == 3 / 8
+    responder_calls = [
+        call for call in rollout.ask.calls if call.role == "responder" and call.group > 1
+    ]
+    assert sum(len(call.prompts) for call in responder_calls) == 3
+    used = [record["used"]["questioner"] for record in rollout.records()]
     assert used[1] == "no_reward"
 
 
 def test_question_of_another_cluster_is_no_duplicate():
-    asked = [("a", "Who sails to Oslo?"), ("b", "Who sails to Oslo?"), ("a", "who sails, to oslo")]
-    assert selection.duplicates(asked) == [2]
+    questions = [
+        ("a", "Who sails to Oslo?"),
+        ("b", "Who sails to Oslo?"),
+        ("a", "who sails, to oslo"),
+    ]
+    assert selection.duplicates(questions) == [2]
     near = "In which year did the ship Aurora sail from Bergen to the old port of Oslo"
     assert selection.duplicates([("a", near), ("a", f"{near} then")]) == [1]
     assert selection.duplicates([("a", "sum of 1 and 2"), ("a", "sum of 1 and 3")]) == []
@@ -70,23 +78,25 @@ def test_question_of_another_cluster_is_no_duplicate():
 
 @pytest.mark.parametrize("kind", ["batch", "cluster", "batch+cluster"])
 def test_questioner_is_normalized_over_batch_and_cluster(kind):
-    made = rollout(questioner_normalization=kind)
-    groups = made.groups["questioner"]
-    found = [advantage for group in groups for advantage in read(group)[2]]
-    rows = [e for e in made.episodes if e.mixed] + [e for e in made.episodes if e.reward == -1]
+    rollout = make_rollout(questioner_normalization=kind)
+    groups = rollout.groups["questioner"]
+    advantages = [advantage for group in groups for advantage in read(group)[2]]
+    rows = [e for e in rollout.episodes if e.mixed] + [
+        e for e in rollout.episodes if e.reward == -1
+    ]
     values = [e.reward or 0.0 for e in rows]
     by_batch = questioner_advantages(values)
     by_cluster = questioner_advantages(values, [e.cluster.id for e in rows])
-    wanted = {
+    expected_advantages = {
         "batch": by_batch,
         "cluster": by_cluster,
         "batch+cluster": (by_batch + by_cluster) / 2,
     }[kind]
-    assert len(found) == 8
-    np.testing.assert_allclose(sorted(found), sorted(wanted.tolist()), atol=1e-4)
+    assert len(advantages) == 8
+    np.testing.assert_allclose(sorted(advantages), sorted(expected_advantages.tolist()), atol=1e-4)
 
 
 def test_batch_must_be_a_multiple_of_the_questions_of_a_cluster():
-    wanted = r"algorithm.generation_batch = 6: must be a multiple of .*questions_per_cluster = 4"
-    with pytest.raises(ValueError, match=wanted):
+    message = r"algorithm.generation_batch = 6: must be a multiple of .*questions_per_cluster = 4"
+    with pytest.raises(ValueError, match=message):
         SpellConfig(generation_batch=6, questions_per_cluster=4)

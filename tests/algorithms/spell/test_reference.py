@@ -44,40 +44,40 @@ MAPPINGS = {"rzero": "r_zero", "reverse": "azr"}
 
 
 def cases(name: str) -> list[dict]:
-    found = json.loads((FOLDER / f"{name}.json").read_text())["cases"]
-    assert found
-    return found
+    recorded_cases = json.loads((FOLDER / f"{name}.json").read_text())["cases"]
+    assert recorded_cases
+    return recorded_cases
 
 
 class Replay:
     """A recorded step, replayed with our algorithm."""
 
     def __init__(self, case: dict):
-        given = case["in"]
-        self.rows = [Row(TASKS[task], *rest) for task, *rest in given["spec"]]
+        inputs = case["in"]
+        self.rows = [Row(TASKS[task], *row_fields) for task, *row_fields in inputs["spec"]]
         # If votes tie, the reference code takes the value seen first, here YES. We need more than
         # half (spec 12, row 5). Scripting such a tie as all YES undoes the difference: the answer
         # is judged the same, and neither code trains on its group.
-        tied = given["gv"] // 2
+        tied = inputs["gv"] // 2
         script = [
-            Row(r.task, r.written, r.blind, r.right, r.paraphrased, given["gv"])
+            Row(r.task, r.written, r.blind, r.right, r.paraphrased, inputs["gv"])
             if r.yes == tied
             else r
             for r in self.rows
         ]
         self.algorithm = make_algorithm(
             self.rows,
-            questions=given["train_bs"],
-            group_size=given["n"],
-            verifier_group_size=given["gv"],
-            negatives=given.get("bad_ratio", 1),
-            grounding_samples=int(given.get("filt", True)),
+            questions=inputs["train_bs"],
+            group_size=inputs["n"],
+            verifier_group_size=inputs["gv"],
+            negatives=inputs.get("bad_ratio", 1),
+            grounding_samples=int(inputs.get("filt", True)),
             memory_documents="shown",
             memory_solved=True,
-            mapping=MAPPINGS.get(given.get("mapping", ""), "gaussian"),
-            responder_reward=given.get("combine", "max"),
+            mapping=MAPPINGS.get(inputs.get("mapping", ""), "gaussian"),
+            responder_reward=inputs.get("combine", "max"),
         )
-        self.ask = ScriptedModels(Script(script, votes=given["gv"]))
+        self.ask = ScriptedModels(Script(script, votes=inputs["gv"]))
         self.episodes = roll_out(self.algorithm, self.ask, 1)
         self.groups = by_role(to_groups(self.algorithm, self.episodes))
 
@@ -99,17 +99,19 @@ def test_bad_questions_match_the_reference_code(replay):
         "bad_ground": [e for e in ours.episodes if e.status == "ungrounded"],
         "zero_variance": [e for e in ours.episodes if e.scores and not e.mixed],
     }
-    assert {name: uids(found) for name, found in kinds.items() if found} == expected
+    assert {name: uids(episodes) for name, episodes in kinds.items() if episodes} == expected
     earned = {"bad_format": -1.0, "bad_ground": -0.5, "zero_variance": 0.0}
-    for name, found in kinds.items():
-        assert all(e.reward == earned[name] for e in found)
+    for name, episodes in kinds.items():
+        assert all(e.reward == earned[name] for e in episodes)
 
 
 def test_generation_calls_match_the_reference_code(replay):
     case, ours = replay
     # Our first call is the questioner's, which the recorded script does not count.
-    asked = [{"n": call.group, "prompts": len(call.prompts)} for call in ours.ask.calls[1:]]
-    assert asked == case["out"]["generation_calls"]
+    generation_calls = [
+        {"n": call.group, "prompts": len(call.prompts)} for call in ours.ask.calls[1:]
+    ]
+    assert generation_calls == case["out"]["generation_calls"]
 
 
 def test_usable_group_rewards_match_the_reference_code(replay):
@@ -120,16 +122,16 @@ def test_usable_group_rewards_match_the_reference_code(replay):
     assert list(usable) == list(expected)
     for uid, e in usable.items():
         votes = [float(rewards.majority(v)) if v else -100.0 for v in e.votes]
-        found = [list(row) for row in zip(e.rule, votes, e.scores, strict=True)]
-        assert found == expected[uid]
+        group_rewards = [list(row) for row in zip(e.rule, votes, e.scores, strict=True)]
+        assert group_rewards == expected[uid]
 
 
 def test_questioner_rewards_match_the_reference_code(replay):
     case, ours = replay
-    found = dict(zip(uids(ours.episodes), ours.episodes, strict=True))
+    episodes_by_uid = dict(zip(uids(ours.episodes), ours.episodes, strict=True))
     # Advantages are left out: the reference sampled other negatives (README of the cases).
     for uid, (_, reward, _) in case["out"]["final"]["questioner_type_reward_adv"].items():
-        assert found[uid].reward == pytest.approx(reward, abs=1e-6)
+        assert episodes_by_uid[uid].reward == pytest.approx(reward, abs=1e-6)
 
 
 def test_eligible_verifier_groups_match_the_reference_code(replay):
@@ -186,24 +188,24 @@ def test_verifier_skips_match_the_reference_code():
     """
     compared = 0
     for case in cases("verifier_skips"):
-        given, out = case["in"], case["out"]
-        task = TASKS[given["task"]]
-        if given["gt"] is None or given["task"] not in given["judged_tasks"]:
+        inputs, out = case["in"], case["out"]
+        task = TASKS[inputs["task"]]
+        if inputs["gt"] is None or inputs["task"] not in inputs["judged_tasks"]:
             continue
         algorithm = make_algorithm([Row(task, "ok", 0, 1, 0, 0)], verifier_group_size=8)
         ask = ScriptedModels(
-            lambda role, prompt, sibling, model, v=given["votes"]: VOTES[v[sibling]]
+            lambda role, prompt, sibling, model, v=inputs["votes"]: VOTES[v[sibling]]
         )
         (task, cluster), *_ = algorithm.stream.next(1)
         episode = Episode(
-            task, cluster, (0, 1), (), reference=given["gt"], predictions=(given["pred"],)
+            task, cluster, (0, 1), (), reference=inputs["gt"], predictions=(inputs["pred"],)
         )
         (episode,) = ask.run_all(algorithm.verify, [episode])
         majority = rewards.majority(episode.votes[0]) if episode.votes[0] else -100
         assert majority == out["llm_reward"]
         rule = 1.0  # the rule agreed in the recorded runs
-        chosen = selection.eligible_verifier_group(episode.votes[0], rule)
-        assert chosen == out["selected"]
+        is_selected = selection.eligible_verifier_group(episode.votes[0], rule)
+        assert is_selected == out["selected"]
         compared += 1
     assert compared == 7
 
@@ -214,30 +216,30 @@ def test_shown_documents_match_the_reference_code():
     The reference code may show all documents; the paper, and our default, leave one unread.
     """
     for case in cases("questioner_prompt_docs"):
-        given, out = case["in"], case["out"]
-        source = given["data_source"].partition("_")[0]
-        documents = tuple(given["m_choices"].get(source, [3]))
-        task = TASKS[given["task"]]
+        inputs, out = case["in"], case["out"]
+        source = inputs["data_source"].partition("_")[0]
+        documents = tuple(inputs["m_choices"].get(source, [3]))
+        task = TASKS[inputs["task"]]
         rows = [Row(task, "ok", 0, 1, 0, 0)]
         options = {"documents": documents, "unread_documents": 0, "memory_documents": "shown"}
-        algorithm = make_algorithm(rows, cluster=given["n_docs"], **options)
-        for shown, question, answer in given["history"]:
+        algorithm = make_algorithm(rows, cluster=inputs["n_docs"], **options)
+        for shown, question, answer in inputs["history"]:
             algorithm.memory.push(task, "d0", Entry(tuple(shown), question, answer))
         ask = ScriptedModels(lambda *_: "no JSON")
-        (episode,) = roll_out(algorithm, ask, given["seed"])
-        forced = {i for shown, _, _ in given["history"] for i in shown}
+        (episode,) = roll_out(algorithm, ask, inputs["seed"])
+        forced = {i for shown, _, _ in inputs["history"] for i in shown}
         assert list(episode.shown) == sorted(set(episode.shown)), case
         assert forced <= set(episode.shown)
         if len(documents) == 1:
             assert len(episode.shown) == len(out["evidence"]), case
         else:
             new = len(set(episode.shown) - forced)
-            assert new in {min(m, given["n_docs"] - len(forced)) for m in documents}
-        assert [entry.question for entry in episode.history] == [q for _, q, _ in given["history"]]
+            assert new in {min(m, inputs["n_docs"] - len(forced)) for m in documents}
+        assert [entry.question for entry in episode.history] == [q for _, q, _ in inputs["history"]]
         prompt = ask.calls[0].prompts[0]
-        whole = [episode.cluster.documents[i] for i in episode.shown]
-        assert "\n".join(whole) in prompt
-        assert PROMPTS.questioner(task, whole, episode.history, prompt[-2]) == prompt
+        shown_documents = [episode.cluster.documents[i] for i in episode.shown]
+        assert "\n".join(shown_documents) in prompt
+        assert PROMPTS.questioner(task, shown_documents, episode.history, prompt[-2]) == prompt
 
 
 def test_proposal_outcomes_match_the_reference_code():

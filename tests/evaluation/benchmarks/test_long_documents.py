@@ -161,8 +161,8 @@ def test_pages_of_frames_without_a_text_are_titles_and_counted(tmp_path, caplog)
 @pytest.mark.parametrize("kind", ["", "_sdq"])
 def test_limit_reads_the_beginning_of_an_incomplete_longbench_v2(tmp_path, kind):
     rows = [choice_row(i, domain="Single-Document QA") for i in range(30)]
-    whole = json.dumps(rows, indent=2)
-    (tmp_path / "data.json").write_text(whole[:-200])
+    json_text = json.dumps(rows, indent=2)
+    (tmp_path / "data.json").write_text(json_text[:-200])
     assert len(load(f"longbench_v2{kind}", tmp_path, 20).items) == 20
     with pytest.raises(ValueError, match=r"data.json, row 29: no JSON, or it breaks off"):
         load(f"longbench_v2{kind}", tmp_path, 30)
@@ -181,28 +181,28 @@ def test_forms_of_the_hub_are_read(tmp_path, name, file, make, count):
     rows = [globals()[make](i) for i in range(count)]
     (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / file)
-    found = load(name, tmp_path)
+    benchmark = load(name, tmp_path)
     (tmp_path / "lines").mkdir()
     suffix = {"longbench_v2": "data.json", "hotpotqa": "hotpotqa.jsonl.zst"}.get(name, "test.jsonl")
     lines = "\n".join(map(json.dumps, rows)).encode()
     data = pa.compress(lines, "zstd", asbytes=True) if suffix.endswith(".zst") else lines
     (tmp_path / "lines" / suffix).write_bytes(data)
-    assert found.items == load(name, tmp_path / "lines").items
+    assert benchmark.items == load(name, tmp_path / "lines").items
 
 
 @pytest.mark.parametrize(("kind", "count"), [("sdq", 175), ("mdq", 125), ("lsa", 33)])
 def test_longbench_v2_has_three_kinds_of_question(tmp_path, kind, count):
     domains = {"sdq": "Single-Document QA", "mdq": "Multi-Document QA"}
     domains["lsa"] = "Long Structured Data Understanding"
-    others = [choice_row(i) for i in range(503 - count)]
+    other_rows = [choice_row(i) for i in range(503 - count)]
     rows = [choice_row(i, domain=domains[kind]) for i in range(503 - count, 503)]
-    write(tmp_path / "data.json", [*others, *rows])
+    write(tmp_path / "data.json", [*other_rows, *rows])
     benchmark = load(f"longbench_v2_{kind}", tmp_path)
     assert (benchmark.title, len(benchmark.items)) == (kind.upper(), count)
     assert {item.fields["domain"] for item in benchmark.items} == {domains[kind]}
     (item,) = load(f"longbench_v2_{kind}", tmp_path, 1).items
     assert item == benchmark.items[0] and item.id == f"66f{503 - count}"
-    write(tmp_path / "data.json", [*others, *rows[1:]])
+    write(tmp_path / "data.json", [*other_rows, *rows[1:]])
     with pytest.raises(ValueError, match=f"{domains[kind]}: {count - 1} rows, but {count} are"):
         load(f"longbench_v2_{kind}", tmp_path)
 
@@ -247,10 +247,14 @@ def test_sections_are_asked_for_and_the_answer_section_is_scored(tmp_path, name)
         write_seal(tmp_path / f"{file}.parquet", [seal_row()])
     benchmark = load(name, tmp_path, 1, answer_format="sections")
     plain = load(name, tmp_path, 1)
-    (item,), (other,) = benchmark.items, plain.items
-    assert "<evidence>" in item.prompt and "<evidence>" not in other.prompt
+    (item,), (plain_item,) = benchmark.items, plain.items
+    assert "<evidence>" in item.prompt and "<evidence>" not in plain_item.prompt
     assert item.question in item.prompt and benchmark.judged == plain.judged
-    assert (item.id, item.references, item.fields) == (other.id, other.references, other.fields)
+    assert (item.id, item.references, item.fields) == (
+        plain_item.id,
+        plain_item.references,
+        plain_item.fields,
+    )
     (right,) = item.references
     assert benchmark.score(structured(right), item) == 1.0
     assert benchmark.score("Here it is: " + structured(right), item) == 1.0  # bad format
@@ -289,10 +293,10 @@ def test_docmath_is_read_from_the_hubs_parquet(tmp_path):
         path = tmp_path / "data" / f"{split}-00000-of-00001.parquet"
         path.parent.mkdir(exist_ok=True)
         pq.write_table(pa.Table.from_pylist(rows), path)
-    found = load("docmath", tmp_path).items
+    items = load("docmath", tmp_path).items
     write_docmath(tmp_path / "json", ground_truth=7.5)
-    assert found == load("docmath", tmp_path / "json").items
-    assert found[0].references == ("7.5",)
+    assert items == load("docmath", tmp_path / "json").items
+    assert items[0].references == ("7.5",)
 
 
 def test_judge_sees_the_whole_question(tmp_path):
@@ -319,9 +323,9 @@ def test_docmath_scores_boolean_and_numeric_answers(tmp_path, truth, answer, wro
 
 def test_limit_takes_the_first_rows_and_is_checked(tmp_path):
     write_docmath(tmp_path)
-    many = load("docmath", tmp_path, limit=250).items
-    assert [item.fields["split"] for item in many[199:201]] == list(long.DOCMATH_ROWS)[:2]
-    assert len(many) == 250
+    items = load("docmath", tmp_path, limit=250).items
+    assert [item.fields["split"] for item in items[199:201]] == list(long.DOCMATH_ROWS)[:2]
+    assert len(items) == 250
     write(tmp_path / "data.json", [choice_row(i) for i in range(5)])
     assert [item.id for item in load("longbench_v2", tmp_path, 3).items] == ["66f0", "66f1", "66f2"]
     with pytest.raises(ValueError, match=r"limit = 6, but there are only 5 rows"):
@@ -469,18 +473,20 @@ def test_predictions_and_scores_match_reference_cases(tmp_path):
     scores = []
     for case in cases:
         name = {"longbench-v2": "longbench_v2"}.get(case["in"]["task"], case["in"]["task"])
-        text, truth, wanted = case["in"]["response"], case["in"]["ground_truth"], case["out"]
+        text, truth, reference = case["in"]["response"], case["in"]["ground_truth"], case["out"]
         benchmark = one_item(tmp_path, name, truth)
         (item,) = benchmark.items
-        assert benchmark.extract(text, item) == wanted["pred"], case
+        assert benchmark.extract(text, item) == reference["pred"], case
         score = benchmark.score(text, item)
-        if wanted["em_score"] is None:
-            assert score == wanted["judge"], case
+        if reference["em_score"] is None:
+            assert score == reference["judge"], case
         else:
             # The reference scores free text 0 by rule, because it looks up a missing metric. Its
             # prediction None equals the text "None", which is no answer either.
-            found = wanted["pred"] is not None and bool(wanted["pred"])
-            covers = found and normalize_answer(truth) in normalize_answer(wanted["pred"])
+            has_prediction = reference["pred"] is not None and bool(reference["pred"])
+            covers = has_prediction and normalize_answer(truth) in normalize_answer(
+                reference["pred"]
+            )
             assert score == float(covers), case
         scores.append(score)
     assert len(cases) == 67 and math.isclose(sum(scores), 8)

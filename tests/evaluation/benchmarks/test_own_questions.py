@@ -15,8 +15,8 @@ from tests.evaluating import write_episodes
 
 
 def record(cluster: str, number: int, task: str = "general_qa", **changes) -> dict:
-    made = {"task": task, "cluster": cluster, "status": "accepted", "question": f"Q{number}?"}
-    return made | {"reference": f"answer {number}", "shown": [0]} | changes
+    fields = {"task": task, "cluster": cluster, "status": "accepted", "question": f"Q{number}?"}
+    return fields | {"reference": f"answer {number}", "shown": [0]} | changes
 
 
 def test_accepted_questions_with_documents_become_items(tmp_path: Path, caplog):
@@ -33,17 +33,17 @@ def test_accepted_questions_with_documents_become_items(tmp_path: Path, caplog):
     second = [
         record("b", 4, task="multiple_choice", reference="B", documents=texts[:1]),
         record("a", 5),  # documents of another step do not count
-        *(record("b", 6, **one) for one in damaged),
+        *(record("b", 6, **changes) for changes in damaged),
         record("c", 7, documents=[3]),
         {"status": "accepted"},
     ]
-    made = benchmarks.load("own_questions", write_episodes(tmp_path, {12: second, 7: first}))
-    assert [item.id for item in made.items] == ["7-1", "7-3", "12-0"]
-    assert [item.fields["step"] for item in made.items] == [7, 7, 12]
-    assert made.by == ("step", "task")
+    benchmark = benchmarks.load("own_questions", write_episodes(tmp_path, {12: second, 7: first}))
+    assert [item.id for item in benchmark.items] == ["7-1", "7-3", "12-0"]
+    assert [item.fields["step"] for item in benchmark.items] == [7, 7, 12]
+    assert benchmark.by == ("step", "task")
     words = prompts.load("full")
     for item, (task, documents, question) in zip(
-        made.items,
+        benchmark.items,
         [
             ("general_qa", texts, "Q1?"),
             ("financial_math", texts, "Q3?"),
@@ -53,9 +53,9 @@ def test_accepted_questions_with_documents_become_items(tmp_path: Path, caplog):
     ):
         assert item.prompt == words.responder(task, documents, question)
         assert item.question == question and item.fields["task"] == task
-        assert item.judged == (task != "multiple_choice") and made.judged
-    told = "{'not accepted': 1, 'without documents': 3, 'damaged': 6}"
-    assert f"3 questions; left out: {told}" in caplog.text
+        assert item.judged == (task != "multiple_choice") and benchmark.judged
+    left_out = "{'not accepted': 1, 'without documents': 3, 'damaged': 6}"
+    assert f"3 questions; left out: {left_out}" in caplog.text
 
 
 def test_prompts_use_the_prompt_set_of_the_run(tmp_path: Path):
@@ -78,12 +78,18 @@ def test_scoring_rule_is_that_of_the_task(tmp_path: Path):
         record("a", 1, task="financial_math", reference="42"),
         record("a", 2, task="multiple_choice", reference="B"),
     ]
-    made = benchmarks.load("own_questions", write_episodes(tmp_path, {1: records}))
-    found = ("red sea, I think", "42.00", "B")
-    said = ("the answer is red sea, I think", "the answer is 42.00", "The correct answer is (B).")
-    for i, item in enumerate(made.items):
-        assert [made.score(text, item) for text in said] == [float(i == j) for j in range(3)]
-        assert made.extract(said[i], item) == found[i]
+    benchmark = benchmarks.load("own_questions", write_episodes(tmp_path, {1: records}))
+    predictions = ("red sea, I think", "42.00", "B")
+    replies = (
+        "the answer is red sea, I think",
+        "the answer is 42.00",
+        "The correct answer is (B).",
+    )
+    for i, item in enumerate(benchmark.items):
+        assert [benchmark.score(text, item) for text in replies] == [
+            float(i == j) for j in range(3)
+        ]
+        assert benchmark.extract(replies[i], item) == predictions[i]
 
 
 def test_answers_are_read_leniently(tmp_path: Path):
@@ -117,13 +123,13 @@ def test_questions_are_chosen_evenly_over_steps(tmp_path: Path, monkeypatch):
     }
     write_episodes(tmp_path, steps)
     monkeypatch.setattr(own_questions, "PER_STEP", 5)
-    made = benchmarks.load("own_questions", tmp_path)
-    assert [item.id for item in made.items if item.fields["step"] == 3] == [
+    benchmark = benchmarks.load("own_questions", tmp_path)
+    assert [item.id for item in benchmark.items if item.fields["step"] == 3] == [
         f"3-{i}" for i in (1, 3, 5, 7, 9)
     ]
-    assert len(made.items) == 40
-    some = benchmarks.load("own_questions", tmp_path, 16)
-    assert set(collections.Counter(i.fields["step"] for i in some.items).values()) == {2}
+    assert len(benchmark.items) == 40
+    subset = benchmarks.load("own_questions", tmp_path, 16)
+    assert set(collections.Counter(i.fields["step"] for i in subset.items).values()) == {2}
     assert len(benchmarks.load("own_questions", tmp_path, 3).items) == 3
     assert len(benchmarks.load("own_questions", tmp_path, 99).items) == 40
 

@@ -33,12 +33,12 @@ def check(benchmark: Benchmark, rows: int, form: str) -> None:
     replies = [f"<think>{i.question}</think>" + form % i.references for i in items]
     scores = [benchmark.score(reply, item) for reply, item in zip(replies, items, strict=True)]
     assert scores == [1.0] * rows
-    others = [
-        benchmark.score(reply, other)
-        for reply, item, other in zip(replies, items, items[1:], strict=False)
-        if item.references != other.references
+    other_scores = [
+        benchmark.score(reply, other_item)
+        for reply, item, other_item in zip(replies, items, items[1:], strict=False)
+        if item.references != other_item.references
     ]
-    assert sum(others) <= 0.02 * rows < len(others)
+    assert sum(other_scores) <= 0.02 * rows < len(other_scores)
 
 
 @pytest.mark.parametrize(
@@ -87,9 +87,9 @@ def financial_rows(folder: Path) -> list[dict]:
     for record in json.loads((folder / "tatqa" / "tatqa_dataset_dev.json").read_text("utf-8")):
         table = "\n".join(" | ".join(cells) for cells in record["table"]["table"])
         paragraphs = [table, *(paragraph["text"] for paragraph in record["paragraphs"])]
-        for asked in record["questions"]:
-            if asked["answer_type"] == "arithmetic":
-                rows.append((asked["question"], paragraphs, asked["answer"]))
+        for question_record in record["questions"]:
+            if question_record["answer_type"] == "arithmetic":
+                rows.append((question_record["question"], paragraphs, question_record["answer"]))
     return [
         {
             "question_id": f"compshort-testmini-{number}",
@@ -117,10 +117,10 @@ def test_reference_answers_of_real_financial_questions_score_1(
 def test_all_published_solutions_of_mathematical_sets_score_1(spell_data: Path) -> None:
     sets = scoring.solutions(str(spell_data / "published"))
     assert {name: len(pairs) for name, pairs in sets.items()} == {"gsm8k": 1319, "math500": 500}
-    pairs = [pair for some in sets.values() for pair in some]
+    pairs = [pair for solution_pairs in sets.values() for pair in solution_pairs]
     assert [item.id for reply, item in pairs if short.score_math(reply, item) != 1.0] == []
-    for some in (pairs, sets["math500"]):
-        changed = scoring.changed_solutions(some, scoring.CHANGED, seed=0)
+    for solution_pairs in (pairs, sets["math500"]):
+        changed = scoring.changed_solutions(solution_pairs, scoring.CHANGED, seed=0)
         assert len(changed) == 200
         assert [reply for reply, item in changed if short.score_math(reply, item) != 0.0] == []
 
@@ -153,9 +153,9 @@ def test_gold_letters_of_mmlu_pro_score_1(spell_data: Path, tmp_path: Path) -> N
     rng = random.Random(0)
     for item in items:
         (letter,) = item.references
-        other = rng.choice([one for one in short.OPTIONS if one != letter])
+        wrong_letter = rng.choice([option for option in short.OPTIONS if option != letter])
         assert benchmark.score(f"The correct answer is ({letter}).", item) == 1.0
-        assert benchmark.score(f"The correct answer is ({other}).", item) == 0.0
+        assert benchmark.score(f"The correct answer is ({wrong_letter}).", item) == 0.0
 
 
 def test_annotations_of_real_nlu_rows_are_removed_as_by_their_authors(spell_data: Path) -> None:

@@ -93,11 +93,11 @@ def mrcr_item(answer: str) -> Item:
 @given(st.text("abcd efgh", max_size=300), st.text("abcd efgh", max_size=300))
 def test_mrcr_score_matches_the_published_grader(answer, reply):
     """Formula in the dataset's README.md: check the prefix, strip it from both, ratio."""
-    wanted = difflib.SequenceMatcher(None, reply.strip(), answer).ratio()
-    assert score_mrcr(f"KEY{reply.strip()}", mrcr_item(answer)) == pytest.approx(wanted)
+    expected_score = difflib.SequenceMatcher(None, reply.strip(), answer).ratio()
+    assert score_mrcr(f"KEY{reply.strip()}", mrcr_item(answer)) == pytest.approx(expected_score)
     assert score_mrcr(f"<think>KEY</think>{reply}", mrcr_item(answer)) == 0.0
     assert score_mrcr(f"<think>x</think>\nKEY{reply.strip()}", mrcr_item(answer)) == pytest.approx(
-        wanted
+        expected_score
     )
 
 
@@ -226,8 +226,10 @@ def write_icl(task: str, folder: pathlib.Path) -> None:
         lines = path.read_text(encoding="latin-1").splitlines()
         for file in (path, folder / "TREC_10.label"):
             lines = file.read_text(encoding="latin-1").splitlines()
-            made = [f"C{i % 50 % 6}:f{i % 50} {x.split(' ', 1)[1]}" for i, x in enumerate(lines)]
-            file.write_text("\n".join(made), encoding="latin-1")
+            label_lines = [
+                f"C{i % 50 % 6}:f{i % 50} {x.split(' ', 1)[1]}" for i, x in enumerate(lines)
+            ]
+            file.write_text("\n".join(label_lines), encoding="latin-1")
     elif task == "banking77":
         for name, count in (("train", kind.train), ("test", kind.test)):
             with (folder / f"{name}.csv").open("w", newline="") as file:
@@ -257,8 +259,8 @@ def test_icl_prompts_and_scores(tmp_path, task):
     assert len(benchmark.items) == (limit or 500) and not benchmark.judged
     helmet_labels.read(task, tmp_path, complete=True)  # the published numbers
     item = benchmark.items[0]
-    *shown, asked = item.prompt.split("\n\n")[1:]
-    assert asked == f"{item.question}\nlabel:"
+    *shown, question_part = item.prompt.split("\n\n")[1:]
+    assert question_part == f"{item.question}\nlabel:"
     assert len(shown) == kind.shots[1]
     written = Counter(example.rpartition("label: ")[2] for example in shown)
     assert set(written) == {str(i) for i in range(kind.labels)}
@@ -277,7 +279,7 @@ def test_icl_examples_are_shuffled_rounds_of_all_labels():
     by_label = {"a": list("1234567890"), "b": ["x"], "c": list("pqrst")}
     examples = helmet_labels.balanced(by_label, 28, random.Random(0))
     rounds = [tuple(label for _, label in examples[at : at + 3]) for at in range(0, 27, 3)]
-    assert len(examples) == 28 and all(sorted(one) == ["a", "b", "c"] for one in rounds)
+    assert len(examples) == 28 and all(sorted(labels) == ["a", "b", "c"] for labels in rounds)
     assert len(set(rounds)) > 2
     assert Counter(label for _, label in examples[27:]).total() == 1
     texts = Counter(text for text, _ in examples)

@@ -64,8 +64,8 @@ def test_math_benchmarks_load_their_published_layouts(
 ):
     each = rows // len(files)
     for file in files:
-        made = [{question: f"{file} {i}?", answer: value, "level": 3} for i in range(each)]
-        write(tmp_path / file, made)
+        file_rows = [{question: f"{file} {i}?", answer: value, "level": 3} for i in range(each)]
+        write(tmp_path / file, file_rows)
     benchmark = load(name, tmp_path)
     last = benchmark.items[-1]
     assert len(benchmark.items) == rows and not benchmark.judged
@@ -110,7 +110,7 @@ def test_error_names_damaged_parquet_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text, found",
+    "text, expected_answer",
     [
         (r"First \boxed{1}, then \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
         (r"<think>\boxed{1}</think>The answer is 5.", "5"),
@@ -122,8 +122,8 @@ def test_error_names_damaged_parquet_file(tmp_path):
         ("", None),
     ],
 )
-def test_extract_math_finds_the_final_answer(text, found):
-    assert extract_math(text, ITEM) == found
+def test_extract_math_finds_the_final_answer(text, expected_answer):
+    assert extract_math(text, ITEM) == expected_answer
 
 
 @pytest.mark.parametrize(

@@ -21,50 +21,55 @@ LAYOUT = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n" + hf_fol
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    made = tmp_path_factory.mktemp("texts")
-    (made / "b.txt").write_text("Rain fell on the town. Nobody went out.\n" * 40)
-    (made / "a.txt").write_text("A sailor came home. The dog knew him at once.\n" * 40)
+    texts_folder = tmp_path_factory.mktemp("texts")
+    (texts_folder / "b.txt").write_text("Rain fell on the town. Nobody went out.\n" * 40)
+    (texts_folder / "a.txt").write_text("A sailor came home. The dog knew him at once.\n" * 40)
     documents = [f"Town {i}. Its mayor is Mayor {i}." for i in range(99)]
     rows = [
         {"question": f"Who is mayor {i}?", "answer": f"Mayor {i}", "documents": documents[i::3]}
         for i in range(3)
     ]
-    (made / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    return made
+    (texts_folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return texts_folder
 
 
 @pytest.fixture(scope="module")
 def chatml(tmp_path_factory) -> Tokenizer:
-    made = tmp_path_factory.mktemp("tokenizer")
+    tokenizer_folder = tmp_path_factory.mktemp("tokenizer")
     config = hf_folders.CONFIG | {"chat_template": LAYOUT}
-    return tokenizers.load(hf_folders.write(made, hf_folders.byte_level(), config))
+    return tokenizers.load(hf_folders.write(tokenizer_folder, hf_folders.byte_level(), config))
 
 
 @pytest.mark.parametrize("task", ruler.TASKS)
 def test_length_includes_the_chat_template(task: str, folder: Path, chatml: Tokenizer):
     length = 16_384 if task == "cwe" else 2048
-    made = benchmarks.load(f"ruler_{task}_{length}", folder, 2, chatml)
-    assert made.name == f"ruler_{task}_{length}" and len(made.items) == 2
+    benchmark = benchmarks.load(f"ruler_{task}_{length}", folder, 2, chatml)
+    assert benchmark.name == f"ruler_{task}_{length}" and len(benchmark.items) == 2
     assert len(chatml.chat("")) > 40
-    for item in made.items:
+    for item in benchmark.items:
         tokens = len(chatml.chat(item.prompt))
-        room = length - made.max_tokens
+        room = length - benchmark.max_tokens
         assert 0.95 * room <= tokens <= room and item.fields["tokens"] == tokens
 
 
 def test_needle_grid_is_loaded_by_name(folder: Path, chatml: Tokenizer):
-    made = benchmarks.load("needle_2048_1024", folder, None, chatml)
-    assert (made.name, made.by) == ("needle_2048_1024", ("length", "depth"))
-    found = [(item.fields["length"], item.fields["depth"]) for item in made.items]
-    assert found == [(length, depth) for length in (1024, 2048) for depth in ruler.GRID_DEPTHS]
-    for item in made.items:
-        room = item.fields["length"] - made.max_tokens
+    benchmark = benchmarks.load("needle_2048_1024", folder, None, chatml)
+    assert (benchmark.name, benchmark.by) == ("needle_2048_1024", ("length", "depth"))
+    cells = [(item.fields["length"], item.fields["depth"]) for item in benchmark.items]
+    assert cells == [(length, depth) for length in (1024, 2048) for depth in ruler.GRID_DEPTHS]
+    for item in benchmark.items:
+        room = item.fields["length"] - benchmark.max_tokens
         assert 0.95 * room <= len(chatml.chat(item.prompt)) <= room
-    more = benchmarks.load("needle_1024_2048", folder, 23, chatml)
-    assert more.items[:22] == made.items and len(more.items) == 23
-    assert more.items[22].id == "needle-1024-0.0-1" and made.items[0].id == "needle-1024-0.0-0"
-    whole = benchmarks.load("needle", folder, 1, chatml)
-    assert whole.name == "needle" and whole.items[0].fields["length"] == 4096
+    larger_benchmark = benchmarks.load("needle_1024_2048", folder, 23, chatml)
+    assert larger_benchmark.items[:22] == benchmark.items and len(larger_benchmark.items) == 23
+    assert (
+        larger_benchmark.items[22].id == "needle-1024-0.0-1"
+        and benchmark.items[0].id == "needle-1024-0.0-0"
+    )
+    default_benchmark = benchmarks.load("needle", folder, 1, chatml)
+    assert (
+        default_benchmark.name == "needle" and default_benchmark.items[0].fields["length"] == 4096
+    )
 
 
 def test_prose_is_all_texts_of_the_folder(folder: Path, monkeypatch):
@@ -73,14 +78,14 @@ def test_prose_is_all_texts_of_the_folder(folder: Path, monkeypatch):
     words = tokenizers.load(TINY_POLICY)
     (item,) = benchmarks.load("ruler_niah_single_2_4096", folder, 1, words).items
     assert "sailor" in item.prompt and "Rain" in item.prompt
-    seen = []
+    calls = []
     monkeypatch.setattr(ruler, "ITEMS", 9)
-    monkeypatch.setattr(ruler, "ruler", lambda *given: seen.append(given))
+    monkeypatch.setattr(ruler, "ruler", lambda *arguments: calls.append(arguments))
     benchmarks.load("ruler_vt_1024", folder, None, words)
     benchmarks.load("ruler_qa_1024", folder, 7, words)
-    (task, source, _, count), (_, _, rows, asked) = seen
+    (task, source, _, count), (_, _, rows, qa_count) = calls
     assert (task, source.length, source.text, count) == ("vt", 1024, "", 9)
-    assert asked == 7 and len(rows) == 3
+    assert qa_count == 7 and len(rows) == 3
 
 
 def test_needles_are_hidden_in_a_novel_by_default(folder: Path, tmp_path: Path, caplog):
@@ -98,9 +103,9 @@ def test_needles_are_hidden_in_a_novel_by_default(folder: Path, tmp_path: Path, 
 
 
 def test_length_is_that_of_a_policy_without_room_to_spare(chatml: Tokenizer):
-    made = benchmarks.load("needle_8192", "", 3, chatml)
-    tokens = max(len(chatml.chat(item.prompt)) for item in made.items)
-    assert 0.95 * 8192 < tokens + made.max_tokens <= 8192
+    benchmark = benchmarks.load("needle_8192", "", 3, chatml)
+    tokens = max(len(chatml.chat(item.prompt)) for item in benchmark.items)
+    assert 0.95 * 8192 < tokens + benchmark.max_tokens <= 8192
 
 
 def test_folders_are_found_by_name_or_family(tmp_path: Path):

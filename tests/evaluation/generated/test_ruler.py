@@ -53,18 +53,22 @@ def qa_rows(count: int = 160) -> tuple[QaRow, ...]:
         documents = []
         for place in range(10):
             start = int(rng.integers(len(filler) - 150))
-            rest = " ".join(filler[start : start + 100])
-            documents.append(f"Town{index}x{place}\nIts mayor is Mayor{index}y{place}z. {rest}")
-        asked = int(rng.integers(10))
-        question = f"Who is the mayor of Town{index}x{asked}?"
-        rows.append(QaRow(tuple(documents), question, (f"Mayor{index}y{asked}z", "nobody else")))
+            filler_text = " ".join(filler[start : start + 100])
+            documents.append(
+                f"Town{index}x{place}\nIts mayor is Mayor{index}y{place}z. {filler_text}"
+            )
+        asked_place = int(rng.integers(10))
+        question = f"Who is the mayor of Town{index}x{asked_place}?"
+        rows.append(
+            QaRow(tuple(documents), question, (f"Mayor{index}y{asked_place}z", "nobody else"))
+        )
     return tuple(rows)
 
 
 def make(task: str, length: int = 4096, seed: int = 0, items: int = 3, **changes) -> Benchmark:
-    given = {"count": words, "text": prose(), "rows": qa_rows()} | changes
-    source = make_source(length, given["count"], given["text"])
-    return ruler(task, source, given["rows"], items, seed)
+    settings = {"count": words, "text": prose(), "rows": qa_rows()} | changes
+    source = make_source(length, settings["count"], settings["text"])
+    return ruler(task, source, settings["rows"], items, seed)
 
 
 def make_source(length: int, count: Callable[[str], int] = words, text: str = "") -> Source:
@@ -86,16 +90,16 @@ def solve(task: str, prompt: str) -> str:
         counts = Counter(body.split("\n\n")[1].split())
         del counts["..."]
         return ", ".join(word for word, _ in counts.most_common(3))
-    asked = re.split(r", | and ", re.findall(r" of (\S+(?:(?:,| and) \S+)*)\?", question)[0])
-    return ", ".join(value for key, value in NEEDLE.findall(body) if key in asked)
+    asked_keys = re.split(r", | and ", re.findall(r" of (\S+(?:(?:,| and) \S+)*)\?", question)[0])
+    return ", ".join(value for key, value in NEEDLE.findall(body) if key in asked_keys)
 
 
 def solve_variables(prompt: str) -> list[str]:
-    wanted = re.findall(r"value (\d+)", prompt)[-1]
+    asked_value = re.findall(r"value (\d+)", prompt)[-1]
     values: dict[str, str] = {}
-    for name, number, other in re.findall(r"^VAR (\w+) = (?:(\d+)|VAR (\w+))$", prompt, re.M):
-        values[name] = number or values[other]  # KeyError: not in the order of the chain
-    return [name for name, value in values.items() if value == wanted]
+    for name, number, source_name in re.findall(r"^VAR (\w+) = (?:(\d+)|VAR (\w+))$", prompt, re.M):
+        values[name] = number or values[source_name]  # KeyError: not in the order of the chain
+    return [name for name, value in values.items() if value == asked_value]
 
 
 def listed_words(body: str) -> Counter[str]:
@@ -108,9 +112,9 @@ def hay_of(item: Item) -> str:
     return item.prompt.partition("\n\n")[2].rpartition("\n\n")[0]
 
 
-def check_lengths(made: Benchmark, length: int, count: Callable[[str], int]) -> None:
-    for item in made.items:
-        room = length - made.max_tokens  # the answer counts as well
+def check_lengths(benchmark: Benchmark, length: int, count: Callable[[str], int]) -> None:
+    for item in benchmark.items:
+        room = length - benchmark.max_tokens  # the answer counts as well
         assert 0.95 * room <= count(item.prompt) <= room
         assert item.fields["tokens"] == count(item.prompt) and item.fields["length"] == length
 
@@ -118,15 +122,15 @@ def check_lengths(made: Benchmark, length: int, count: Callable[[str], int]) -> 
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("task", TASKS)
 def test_solver_scores_1_and_blank_answers_score_0(task, length):
-    made = make(task, length, items=3 if length < 100_000 else 1)
-    check_lengths(made, length, words)
-    for item in made.items:
+    benchmark = make(task, length, items=3 if length < 100_000 else 1)
+    check_lengths(benchmark, length, words)
+    for item in benchmark.items:
         answer = solve(task, item.prompt)
-        assert made.score(f"<think>Hm.</think> They are {answer}.", item) == 1.0
+        assert benchmark.score(f"<think>Hm.</think> They are {answer}.", item) == 1.0
         if task != "qa":
             assert sorted(answer.split(", ")) == sorted(item.references)
         for blank in ("", "  ", "I do not know.", f"<think>{answer}</think>", f"<think>{answer}"):
-            assert made.score(blank, item) == 0.0
+            assert benchmark.score(blank, item) == 0.0
         assert item.prompt.endswith(item.question) and json.loads(json.dumps(dict(item.fields)))
 
 
@@ -145,13 +149,13 @@ def test_lengths_hold_in_tokens_of_qwen(length: int, spell_data: Path):
 
     for task in TASKS:
         counted.clear()
-        made = ruler(task, make_source(length, count, text), rows, items=1)
-        (item,) = made.items
+        benchmark = ruler(task, make_source(length, count, text), rows, items=1)
+        (item,) = benchmark.items
         # The prompt's pieces, the prompt, its frame and sometimes the prompt again are tokenized.
         assert sum(counted) < (3.3 + 16_000 / length) * len(item.prompt), task
-        check_lengths(made, length, tokenizer.count)
+        check_lengths(benchmark, length, tokenizer.count)
         if task != "qa":
-            assert made.score(solve(task, item.prompt), item) == 1.0
+            assert benchmark.score(solve(task, item.prompt), item) == 1.0
         else:
             row = next(row for row in rows if row.question == item.question)
             assert all(document in item.prompt for document in row.documents)
@@ -179,8 +183,8 @@ def test_prompt_and_its_pieces_are_each_counted_once(task: str):
         counted[text] += 1
         return words(text)
 
-    made = make(task, 8192, items=4, count=count)
-    assert all(counted[item.prompt] == 1 for item in made.items)
+    benchmark = make(task, 8192, items=4, count=count)
+    assert all(counted[item.prompt] == 1 for item in benchmark.items)
     assert sum(words(text) > 4000 for text in counted.elements()) <= 5
     assert max(counted.values()) == 1
 
@@ -191,10 +195,10 @@ def test_items_are_a_function_of_the_seed(task: str):
     prompts = [item.prompt for item in first.items]
     assert [item.prompt for item in make(task).items] == prompts
     assert make(task).items == first.items
-    other = make(task, seed=1)
-    assert not set(prompts) & {item.prompt for item in other.items}
+    other_benchmark = make(task, seed=1)
+    assert not set(prompts) & {item.prompt for item in other_benchmark.items}
     assert len(set(prompts)) == 3 and len({item.id for item in first.items}) == 3
-    assert [item.id for item in other.items] == [item.id for item in first.items]
+    assert [item.id for item in other_benchmark.items] == [item.id for item in first.items]
     assert (first.judged, first.name) == (False, f"ruler_{task}_4096")
     # With more items, the first ones stay and others follow.
     assert make(task, items=5).items[:3] == first.items
@@ -215,11 +219,11 @@ def test_items_are_a_function_of_the_seed(task: str):
 )
 def test_needles_are_unique_in_the_text(task: str, needles: int | None, references: int):
     for item in make(task, items=5).items:
-        found = NEEDLE.findall(hay_of(item))
-        assert len(found) == needles if needles else len(found) > 300
-        keys, values = [key for key, _ in found], [value for _, value in found]
-        assert len(set(values)) == len(found) and len(item.references) == references
-        assert len(set(keys)) == (1 if task == "niah_multivalue" else len(found))
+        needle_pairs = NEEDLE.findall(hay_of(item))
+        assert len(needle_pairs) == needles if needles else len(needle_pairs) > 300
+        keys, values = [key for key, _ in needle_pairs], [value for _, value in needle_pairs]
+        assert len(set(values)) == len(needle_pairs) and len(item.references) == references
+        assert len(set(keys)) == (1 if task == "niah_multivalue" else len(needle_pairs))
         for name in {*keys, *item.references}:  # nothing else in the text contains it
             assert hay_of(item).count(name) == (
                 4 if (task, name) == ("niah_multivalue", keys[0]) else 1
@@ -231,7 +235,7 @@ def test_needles_are_unique_in_the_text(task: str, needles: int | None, referenc
 
 @pytest.mark.parametrize("task", NIAH)
 def test_needles_are_at_their_depths(task: str):
-    seen = set()
+    depth_quarters = set()
     for item in make(task, 1024, items=30).items:
         hay, total = hay_of(item), words(hay_of(item))
         places = {
@@ -242,8 +246,8 @@ def test_needles_are_at_their_depths(task: str):
             before = words(hay[: places[value]])
             # A sentence has at most 30 words and a needle 8, of which 7 precede its value.
             assert abs(before - depth * total) <= 30 + 4 * 8
-            seen.add(round(depth * 4))
-    assert seen == {0, 1, 2, 3, 4}
+            depth_quarters.add(round(depth * 4))
+    assert depth_quarters == {0, 1, 2, 3, 4}
 
 
 def test_variable_tracking_references_are_one_chain():
@@ -287,31 +291,36 @@ def test_frequent_words_follow_the_zeta_distribution():
 
 
 def test_qa_documents_are_distinct_numbered_and_shuffled():
-    made = make("qa", items=160)
-    assert len(made.items) == 160 and len({item.question for item in made.items}) == 160
-    item = made.items[0]
+    benchmark = make("qa", items=160)
+    assert len(benchmark.items) == 160 and len({item.question for item in benchmark.items}) == 160
+    item = benchmark.items[0]
     row = next(row for row in qa_rows() if row.question == item.question)
-    found = re.findall(r"Document (\d+):\n(Town.*\n.*)\n", item.prompt)
-    assert [int(number) for number, _ in found] == list(range(1, len(found) + 1))
-    documents = [document for _, document in found]
+    numbered_documents = re.findall(r"Document (\d+):\n(Town.*\n.*)\n", item.prompt)
+    assert [int(number) for number, _ in numbered_documents] == list(
+        range(1, len(numbered_documents) + 1)
+    )
+    documents = [document for _, document in numbered_documents]
     assert len(set(documents)) == len(documents) > 30 and set(row.documents) < set(documents)
     assert documents[:10] != list(row.documents)
-    for other in made.items:  # no document twice
-        shown = re.findall(r"^Town\w+$", other.prompt, re.MULTILINE)
+    for other_item in benchmark.items:  # no document twice
+        shown = re.findall(r"^Town\w+$", other_item.prompt, re.MULTILINE)
         assert len(set(shown)) == len(shown) > 30
-    firsts = [re.findall(r"Document 1:\n(\w+)", i.prompt)[0] in i.question for i in made.items]
+    firsts = [re.findall(r"Document 1:\n(\w+)", i.prompt)[0] in i.question for i in benchmark.items]
     assert not all(firsts)
 
 
 def test_score_is_the_share_of_references_found():
-    made = make("niah_multivalue")
-    item = made.items[0]
-    one, two, *_ = item.references
-    assert made.score(f"{one}", item) == 0.25 and made.score(f"{one} and {two}", item) == 0.5
-    assert made.extract("<think>x</think>  y ", item) == "y"
-    assert made.extract("<think>x", item) is None and made.extract(" ", item) is None
+    benchmark = make("niah_multivalue")
+    item = benchmark.items[0]
+    first_reference, second_reference, *_ = item.references
+    assert (
+        benchmark.score(f"{first_reference}", item) == 0.25
+        and benchmark.score(f"{first_reference} and {second_reference}", item) == 0.5
+    )
+    assert benchmark.extract("<think>x</think>  y ", item) == "y"
+    assert benchmark.extract("<think>x", item) is None and benchmark.extract(" ", item) is None
     vt = make("vt").items[0]
-    assert made.score(" ".join(vt.references).lower(), vt) == 1.0
+    assert benchmark.score(" ".join(vt.references).lower(), vt) == 1.0
     qa = make("qa")
     assert qa.score("Nobody else!", qa.items[0]) == 1.0
 
@@ -326,18 +335,18 @@ def test_no_generated_name_is_part_of_another():
 @pytest.mark.parametrize("kind", ["word", "number", "uuid", "code", "variable"])
 def test_sampled_names_do_not_occur_in_the_text(kind: str):
     first = Names(np.random.default_rng(0)).sample(kind)
-    taken = Names(np.random.default_rng(0), f"there is {first} in it")
-    sampled = [taken.sample(kind) for _ in range(2000)]
+    names = Names(np.random.default_rng(0), f"there is {first} in it")
+    sampled = [names.sample(kind) for _ in range(2000)]
     assert first not in sampled and len(set(sampled)) == 2000
 
 
 def test_exhausted_names_raise(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(haystack, "ADJECTIVES", ("red", "new"))
     monkeypatch.setattr(haystack, "NOUNS", ("car", "hat"))
-    few = Names(np.random.default_rng(0))
-    assert {few.sample("word") for _ in range(4)} == {"red-car", "red-hat", "new-car", "new-hat"}
+    names = Names(np.random.default_rng(0))
+    assert {names.sample("word") for _ in range(4)} == {"red-car", "red-hat", "new-car", "new-hat"}
     with pytest.raises(ValueError, match="needs more than the 4 names"):
-        few.sample("word")
+        names.sample("word")
 
 
 @pytest.mark.parametrize(
@@ -345,8 +354,8 @@ def test_exhausted_names_raise(monkeypatch: pytest.MonkeyPatch):
     ["word " * 3000, "汉字" * 3000, "一二三四五六。" * 500, "A b. C d! E f?\n\nG-h i."],
 )
 def test_any_text_makes_a_haystack(text: str):
-    made = make("niah_single_2", 4096, text=text, count=lambda text: len(text) // 3)
-    assert all(made.score(solve("niah_single_2", i.prompt), i) == 1.0 for i in made.items)
+    benchmark = make("niah_single_2", 4096, text=text, count=lambda text: len(text) // 3)
+    assert all(benchmark.score(solve("niah_single_2", i.prompt), i) == 1.0 for i in benchmark.items)
     assert max(map(len, haystack.split_sentences(text))) <= 400
 
 
