@@ -42,7 +42,7 @@ def of_eapo() -> set[str]:
     measured = set()
     for options in (
         {"rule": "judge", "judge": lambda items: [1, -1, 0][: len(items)]},
-        {"said": ("no",), "reward_model": "static"},
+        {"scorings": ("no",), "reward_model": "static"},
         {"over": ("responder",)},
         {"supporting": ("set 0",)},
     ):
