@@ -50,7 +50,7 @@ import jax
 
 try:
     from benchmarks.accelerator.command import Accelerator
-    from benchmarks.base import Benchmark
+    from benchmarks.base import BenchmarkCommand
     from spell_jax.runtime import entry
     from spell_jax.runtime import setup as start
 except ModuleNotFoundError as missing:
@@ -60,34 +60,34 @@ except ModuleNotFoundError as missing:
 
 # Imported on demand: some need extras, such as Beam.
 _CLASSES = {
-    "update": "update.Update",
+    "update": "update.UpdateBenchmark",
     "sample": "rollout.SampleSpeed",
     "refill": "rollout.Refill",
-    "spell": "rollout.Spell",
+    "spell": "rollout.SpellBenchmark",
     "agreement": "agreement.Agreement",
     "roles": "roles.Roles",
-    "routing": "routing.Routing",
+    "routing": "routing.RoutingBenchmark",
     "reward_model": "reward_model.RewardModel",
     "quality": "quality.Quality",
     "report": "report.Report",
     "soak": "soak.Soak",
     "durability": "durability.Durability",
-    "peers": "peers.Peers",
-    "plan": "plan.Plan",
-    "scoring": "scoring.Scoring",
-    "curve": "curve.Curve",
+    "peers": "peers.PeersBenchmark",
+    "plan": "plan.PlanBenchmark",
+    "scoring": "scoring.ScoringBenchmark",
+    "curve": "curve.CurveBenchmark",
     "parsers": "parsers.Parsers",
     "dedup": "data.Dedup",
     "lsh": "data.Lsh",
     "corpus": "data.Corpus",
     "engine": "engine.Engine",
-    "inputs": "engine.Inputs",
+    "inputs": "engine.InputsBenchmark",
     "packing": "packing.Packing",
     "accelerator": "accelerator.command.Accelerator",
 }
 
 
-def parse(arguments: Sequence[str]) -> tuple[str, Benchmark]:
+def parse(arguments: Sequence[str]) -> tuple[str, BenchmarkCommand]:
     """Name of the benchmark, and the benchmark with its options."""
     parser = argparse.ArgumentParser(
         "python -m benchmarks",
@@ -118,7 +118,7 @@ def lines(arguments: Sequence[str]) -> list[dict[str, Any]]:
     return _lines(name, benchmark)
 
 
-def _lines(name: str, benchmark: Benchmark) -> list[dict[str, Any]]:
+def _lines(name: str, benchmark: BenchmarkCommand) -> list[dict[str, Any]]:
     measurements = benchmark.run()
     line = {"bench": name, **dataclasses.asdict(benchmark)}
     machine = {"devices": jax.device_count(), "device": jax.devices()[0].device_kind}

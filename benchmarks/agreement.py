@@ -7,9 +7,9 @@ import time
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-from benchmarks.base import Benchmark
+from benchmarks.base import BenchmarkCommand
 from spell_jax.evaluation import answering
-from spell_jax.evaluation.answering import Question, Row, Sampling
+from spell_jax.evaluation.answering import EvaluationSampling, Row, TokenizedQuestion
 from spell_jax.evaluation.benchmarks import registry
 from spell_jax.evaluation.policy_sampler import Policy
 
@@ -17,7 +17,7 @@ _TASKS = "needle,ruler_vt,ruler_cwe,ruler_niah_single_1"
 
 
 @dataclasses.dataclass
-class Agreement(Benchmark):
+class Agreement(BenchmarkCommand):
     """Answers generated benchmarks greedily, with our sampler and with transformers (extra "test").
 
     Both read the same folder in float32. "equal_predictions" counts questions whose extracted
@@ -58,14 +58,14 @@ class Agreement(Benchmark):
         }
 
 
-def _sample(policy: Policy, questions: Sequence[Question], limit: int) -> list[Row]:
-    sampling = Sampling(samples=1, temperature=0.0)
+def _sample(policy: Policy, questions: Sequence[TokenizedQuestion], limit: int) -> list[Row]:
+    sampling = EvaluationSampling(samples=1, temperature=0.0)
     answers = dict(answering.sample_answers(sampling, policy, questions, limit, set()))
     policy.release()
     return [answers[question.key(limit)][0] for question in questions]
 
 
-def _generate(policy: Policy, questions: Sequence[Question]) -> list[Row]:
+def _generate(policy: Policy, questions: Sequence[TokenizedQuestion]) -> list[Row]:
     import torch
     from transformers import AutoModelForCausalLM
 

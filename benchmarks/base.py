@@ -30,7 +30,7 @@ Prompts = list[list[int]]
 
 
 @dataclasses.dataclass
-class Benchmark:
+class BenchmarkCommand:
     """Base of the benchmarks: the fields are the command's options, annotated with their help."""
 
     def run(self) -> dict[str, Any] | list[dict[str, Any]]:
@@ -39,7 +39,7 @@ class Benchmark:
 
 
 @dataclasses.dataclass
-class PolicyBenchmark(Benchmark):
+class PolicyBenchmark(BenchmarkCommand):
     """Base of the benchmarks of a policy with random weights.
 
     Attributes:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from matplotlib.figure import Figure
 
-from benchmarks.base import Benchmark
+from benchmarks.base import BenchmarkCommand
 from spell_jax.runtime.metrics import read_metrics
 
 FOLDER = "docs/measurements"
@@ -17,7 +17,7 @@ METRICS = ("eval/responder", "eval/all")  # of generated worlds, and of given qu
 
 
 @dataclasses.dataclass
-class Curve(Benchmark):
+class CurveBenchmark(BenchmarkCommand):
     """Held-out accuracy of a run by step, and a figure with all curves that were saved before.
 
     --workdir=RUN draws the run's curve beside the kept ones. With --save=FILE, a new file

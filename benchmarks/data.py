@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from benchmarks.base import Benchmark, best_seconds
+from benchmarks.base import BenchmarkCommand, best_seconds
 from benchmarks.sides.contract import peak_bytes
 from data_pipeline import build, decontaminate, signatures
 from data_pipeline.dedup import DedupConfig, make_dedup
@@ -74,7 +74,7 @@ def edited_copy(text: str, low: float, high: float, seed: int, shingle_words: in
 
 
 @dataclasses.dataclass
-class Dedup(Benchmark):
+class Dedup(BenchmarkCommand):
     """Filters and deduplicates synthetic documents on Beam's local runner.
 
     They have 80 to 120 words sampled by Zipf's law; one in twenty is an edited copy of another. The
@@ -152,7 +152,7 @@ def write_documents(folder: Path, number: int) -> None:
 
 
 @dataclasses.dataclass
-class Lsh(Benchmark):
+class Lsh(BenchmarkCommand):
     """Compares the pairs found by LSH bands with all near pairs of a folder's texts.
 
     If there are too few files, pieces between blank lines are used instead. A quarter of the texts
@@ -223,7 +223,7 @@ def _common_pairs(keys: Iterable[Iterable[int]]) -> Iterable[tuple[int, int]]:
 
 
 @dataclasses.dataclass
-class Corpus(Benchmark):
+class Corpus(BenchmarkCommand):
     """Builds the sources of configs/data/mixed.py with planted copies and contamination.
 
     1. Edited copies of a share of the documents are planted as another source, at Jaccard

@@ -14,7 +14,7 @@ from unittest import mock
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.base import Benchmark
+from benchmarks.base import BenchmarkCommand
 from spell_jax.runtime import durable, hashes
 from spell_jax.runtime.checkpoint import Checkpoints
 
@@ -22,7 +22,7 @@ ARRAYS = 32  # arrays of a checkpoint, of equal sizes
 
 
 @dataclasses.dataclass
-class Durability(Benchmark):
+class Durability(BenchmarkCommand):
     """Saves of random numbers to checkpoints, and appends to a log, on a local disk.
 
     "save_ms" is the median time of a complete save. Within a save, "fsync_ms" is the median time to

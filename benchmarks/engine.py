@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import pyarrow as pa
 
-from benchmarks.base import Benchmark
+from benchmarks.base import BenchmarkCommand
 from benchmarks.data import write_documents
 from data_pipeline import build
 from data_pipeline.stages import Stages
@@ -27,7 +27,7 @@ SAMPLE_S = 0.2
 
 
 @dataclasses.dataclass
-class Engine(Benchmark):
+class Engine(BenchmarkCommand):
     """Builds one corpus with Beam's local runner and with PySparkRunner, and compares all bytes.
 
     The corpus is `documents` synthetic texts, 5 % of them edited copies. "equal" compares every
@@ -57,7 +57,7 @@ class Engine(Benchmark):
 
 
 @dataclasses.dataclass
-class Inputs(Benchmark):
+class InputsBenchmark(BenchmarkCommand):
     """Lists and reads many small files, then one large file: seconds and peak memory.
 
     Each part is run at a tenth of its size, then at the whole size: memory must not grow with it.

@@ -9,7 +9,7 @@ from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.base import Benchmark
+from benchmarks.base import BenchmarkCommand
 from spell_jax.learner import packing
 from spell_jax.learner.packing import TrainGroup
 from spell_jax.learner.shapes import AUTO, Bucket
@@ -97,7 +97,7 @@ MIXES = {
 
 
 @dataclasses.dataclass
-class Packing(Benchmark):
+class Packing(BenchmarkCommand):
     """Simulated steps of four mixes, packed into listed buckets and into chosen shapes.
 
     Prints a line for each: `fill`, the share of row tokens that is no padding, over all steps, and

@@ -19,13 +19,13 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from benchmarks.base import Benchmark
+from benchmarks.base import BenchmarkCommand
 from spell_jax.algorithms.eapo.evaluation import measure_answer
 from spell_jax.algorithms.spell import evaluation as tiny_world
 from spell_jax.data.clusters import LETTERS, TASKS, count_words
 from spell_jax.data.questions import Question
 from spell_jax.evaluation.benchmarks import long_documents, retrieval, short
-from spell_jax.evaluation.benchmarks.base import Item
+from spell_jax.evaluation.benchmarks.base import BenchmarkItem
 from spell_jax.evaluation.generated import haystack
 from spell_jax.selfplay import (
     braces,
@@ -147,7 +147,7 @@ def _task_parsers(task: str, answer: str) -> Iterator[tuple[Callable[..., Any], 
         yield function, task, call
 
 
-ITEM = Item("0", "", "", ("Paris", "B"), {"options": 10, "prefix": ""})
+ITEM = BenchmarkItem("0", "", "", ("Paris", "B"), {"options": 10, "prefix": ""})
 # Read one text.
 _ONE = (
     *(evidence.parse_answer, evidence.find_quotes, evidence.named_document),
@@ -344,7 +344,7 @@ FAMILIES: dict[str, Callable[[int], str]] = {
 
 
 @dataclasses.dataclass
-class Parsers(Benchmark):
+class Parsers(BenchmarkCommand):
     """Times every parser on every family at four lengths up to 100 KB.
 
     Seconds are CPU time of this thread, so other work on the machine does not count. "parsers" has

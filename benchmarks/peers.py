@@ -37,7 +37,7 @@ from benchmarks.base import (
     random_group,
     sample_answers,
 )
-from benchmarks.sides.contract import Numbers, Options, peak_bytes, share_documents
+from benchmarks.sides.contract import Numbers, SideOptions, peak_bytes, share_documents
 from spell_jax.learner import packing
 from spell_jax.runtime import paths
 from spell_jax.runtime import setup as start
@@ -49,7 +49,7 @@ _OURS = (
 
 
 @dataclasses.dataclass
-class Peers(SamplerBenchmark):
+class PeersBenchmark(SamplerBenchmark):
     """Times GRPO steps here and in another library, each side in its own process.
 
     "ours_s" and "peer_s" are the seconds of a step, "..._generate_s" and "..._update_s" the seconds
@@ -85,7 +85,7 @@ class Peers(SamplerBenchmark):
             config = pathlib.Path(scratch) / "config.json"
             config.write_text(json.dumps(self.model.to_hf()))
             options = dataclasses.asdict(self) | {"policy": str(config)}
-            names = {field.name for field in dataclasses.fields(Options)} & set(options)
+            names = {field.name for field in dataclasses.fields(SideOptions)} & set(options)
             peer_options = {name: options[name] for name in names}
             first = _play(here, "benchmarks.peers", options)
             peer = _play(environment, f"benchmarks.sides.{self.peer}", peer_options)
@@ -181,9 +181,11 @@ class Peers(SamplerBenchmark):
 
 
 def play_ours(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Time our side with the options of Peers, and of Peers.train."""
+    """Time our side with the options of PeersBenchmark, and of its `train`."""
     seconds = options.get("seconds", 0.0)
-    return Peers(**{name: options[name] for name in options if name != "seconds"}).train(seconds)
+    return PeersBenchmark(**{name: options[name] for name in options if name != "seconds"}).train(
+        seconds
+    )
 
 
 def middle_step(*sides: Mapping[str, Any]) -> dict[str, float]:

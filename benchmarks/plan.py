@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.base import (
-    Benchmark,
+    BenchmarkCommand,
     SamplerBenchmark,
     best_seconds,
     make_learner,
@@ -19,7 +19,7 @@ from benchmarks.base import (
 )
 from launch.step_time import Machine, Shares, tree_pairs
 from launch.topologies import Peaks
-from launch.work import Programs, Work
+from launch.work import ProgramCounts, Work
 from spell_jax.learner import packing, trees
 from spell_jax.runtime import mesh as meshes
 from spell_jax.sampler import batching
@@ -31,7 +31,7 @@ _COPIED = 2**28  # bytes of the array whose copy measures the memory
 _GROUP = 4  # answers to a prompt
 
 
-class Shape(NamedTuple):
+class ProgramShape(NamedTuple):
     """A program and its sizes."""
 
     phase: str  # "prefill", "decode" or "update"
@@ -45,19 +45,19 @@ class Shape(NamedTuple):
 # A shape of each phase whose seconds calibrate the model. Its share of the peak depends on the CPU:
 # prefill reached .87 of 75 GFLOP/s on one machine, .5 of 450 GFLOP/s on another.
 CALIBRATION = {
-    "prefill": Shape("prefill", 384, 3, 1024, 2),
-    "decode": Shape("decode", 640, 3, 1024, 8, 32),
-    "update": Shape("update", 384, 3, 1024, 1, 64),
+    "prefill": ProgramShape("prefill", 384, 3, 1024, 2),
+    "decode": ProgramShape("decode", 640, 3, 1024, 8, 32),
+    "update": ProgramShape("update", 384, 3, 1024, 1, 64),
 }
 # Two widths and lengths of each phase; attention takes from a tenth to a half of the operations.
 # Decoding is 512 wide or more: narrower passes consist of small operations, which nothing counts.
 SHAPES = (
-    Shape("prefill", 256, 4, 1024, 2),
-    Shape("prefill", 512, 3, 2048, 1),
-    Shape("decode", 512, 3, 1024, 8, 32),
-    Shape("decode", 768, 3, 1024, 8, 32),
-    Shape("update", 256, 4, 1024, 1, 64),
-    Shape("update", 512, 3, 1536, 1, 128),
+    ProgramShape("prefill", 256, 4, 1024, 2),
+    ProgramShape("prefill", 512, 3, 2048, 1),
+    ProgramShape("decode", 512, 3, 1024, 8, 32),
+    ProgramShape("decode", 768, 3, 1024, 8, 32),
+    ProgramShape("update", 256, 4, 1024, 1, 64),
+    ProgramShape("update", 512, 3, 1536, 1, 128),
 )
 
 
@@ -75,7 +75,7 @@ class Measurement(NamedTuple):
 
 
 @dataclasses.dataclass
-class Plan(Benchmark):
+class PlanBenchmark(BenchmarkCommand):
     """Predicts six programs by launch/step_time.py from this machine's peaks, and measures them.
 
     One line per shape. "gemm_flops_per_s" is the rate of a float32 product of 512 rows as wide as
@@ -93,7 +93,7 @@ class Plan(Benchmark):
         shares = {phase: self._measure(shape).gemm_share for phase, shape in CALIBRATION.items()}
         return [self._compare(shape, shares[shape.phase]) for shape in SHAPES]
 
-    def _compare(self, shape: Shape, share: float) -> dict[str, Any]:
+    def _compare(self, shape: ProgramShape, share: float) -> dict[str, Any]:
         bench, peaks, work, measured_s = measurement = self._measure(shape)
         shares = Shares(*[share] * 4, memory=1.0, link=1.0, experts=1.0, hop_s=0.0)
         predicted = Machine(peaks, shares).seconds(shape.phase, work)
@@ -112,12 +112,12 @@ class Plan(Benchmark):
             "ratio": predicted.total / measured_s,
         }
 
-    def _measure(self, shape: Shape) -> Measurement:
+    def _measure(self, shape: ProgramShape) -> Measurement:
         sizes: dict[str, Any] = {"width": shape.width, "layers": shape.layers, "vocab": self.vocab}
         prefill = shape.prompts * shape.prompt
         bench = SamplerBenchmark(self.policy, **sizes, group=_GROUP, prefill=prefill)
         peaks = self._peaks(bench)
-        counts = Programs(bench.model, meshes.make_mesh(), np.dtype(bench.dtype).itemsize)
+        counts = ProgramCounts(bench.model, meshes.make_mesh(), np.dtype(bench.dtype).itemsize)
         count = {"prefill": _prefill, "decode": _decode, "update": _update}[shape.phase]
         work, call = count(bench, shape, counts)
         call()  # compiles
@@ -149,7 +149,7 @@ Counted = tuple[Work, Callable[[], Any]]  # what the call does, and the call
 class _Sampling:
     """A sampler's scheduler and state with one batch of prompts."""
 
-    def __init__(self, bench: SamplerBenchmark, shape: Shape):
+    def __init__(self, bench: SamplerBenchmark, shape: ProgramShape):
         answers = shape.prompts * _GROUP
         sizes = {"samples_per_prompt_batch": _GROUP, "decode_tokens": shape.answer}
         self.sampler = bench.make_sampler(shape.prompt, shape.answer, answers, **sizes)
@@ -196,7 +196,7 @@ class _Sampling:
         return call
 
 
-def _prefill(bench: SamplerBenchmark, shape: Shape, counts: Programs) -> Counted:
+def _prefill(bench: SamplerBenchmark, shape: ProgramShape, counts: ProgramCounts) -> Counted:
     page, tokens = bench.page_size, shape.prompts * shape.prompt
     pages = range(0, shape.prompt, page)
     pairs = shape.prompts * shape.prompt * (shape.prompt + 1) / 2
@@ -204,7 +204,7 @@ def _prefill(bench: SamplerBenchmark, shape: Shape, counts: Programs) -> Counted
     return counts.prefill(tokens, pairs, keys), _Sampling(bench, shape).prefill()
 
 
-def _decode(bench: SamplerBenchmark, shape: Shape, counts: Programs) -> Counted:
+def _decode(bench: SamplerBenchmark, shape: ProgramShape, counts: ProgramCounts) -> Counted:
     answers, answer_pairs = shape.prompts * _GROUP, shape.answer * (shape.answer + 1) / 2
     pairs = answers * (shape.answer * shape.prompt + answer_pairs)
     keys = shape.prompts * shape.answer * shape.prompt + answers * answer_pairs
@@ -212,7 +212,7 @@ def _decode(bench: SamplerBenchmark, shape: Shape, counts: Programs) -> Counted:
     return work, _Sampling(bench, shape).decode(shape.answer)
 
 
-def _update(bench: SamplerBenchmark, shape: Shape, counts: Programs) -> Counted:
+def _update(bench: SamplerBenchmark, shape: ProgramShape, counts: ProgramCounts) -> Counted:
     answers = _GROUP * shape.answer
     bucket = packing.Bucket(shape.prompt + answers, answers)
     learner = make_learner(bench.model, bucket, shape.prompts * bucket.length, bench.dtype)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.base import Benchmark
+from benchmarks.base import BenchmarkCommand
 from spell_jax.configs import tiny
 from spell_jax.data import tiny_world as world
 from spell_jax.policy import transformer
@@ -24,7 +24,7 @@ _ROWS = 64  # rows scored at once
 
 
 @dataclasses.dataclass
-class Quality(Benchmark):
+class Quality(BenchmarkCommand):
     """Compares int8 sampling with float32 on held-out questions of the generated world.
 
     "kl" estimates the KL divergence KL(int8 || full) of the next token, in nats. It is the mean of

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from etils import epath
 
 from benchmarks import browser
-from benchmarks.base import Benchmark, best_seconds
+from benchmarks.base import BenchmarkCommand, best_seconds
 from spell_jax.reporting.page import PAGE, RunData, write_page
 from spell_jax.reporting.tables import EVALUATION_FILE, read_evaluation
 from spell_jax.runtime.episodes import EpisodeWriter
@@ -30,7 +30,7 @@ _METRICS = ("solve_rate", "mixed", "accepted", "bad_format", "verdict_differs_fr
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes:
+class RunSizes:
     """Sizes of a synthetic run."""
 
     documents: int = 4  # of a cluster
@@ -41,10 +41,10 @@ class Sizes:
     clusters: int = 1_000_000  # distinct ones of the run
 
 
-class Writer:
+class RunWriter:
     """Generator of a run's texts and metrics, deterministic given the seed."""
 
-    def __init__(self, seed: int = 0, sizes: Sizes = Sizes()):
+    def __init__(self, seed: int = 0, sizes: RunSizes = RunSizes()):
         self.sizes, self.rng = sizes, random.Random(seed)
         # Few words are frequent, as in real text, so that the text compresses as well as real text.
         words = ["".join(self.rng.choices(_LETTERS, k=2 + n % 9)) for n in range(_WORDS)]
@@ -132,7 +132,7 @@ def write_run(
     steps: int,
     episodes: int,
     seed: int = 0,
-    sizes: Sizes = Sizes(),
+    sizes: RunSizes = RunSizes(),
     algorithm: Mapping[str, Any] | None = None,
 ) -> epath.Path:
     """Write the folder of a synthetic run: config, metrics, episodes and an evaluation.
@@ -140,7 +140,7 @@ def write_run(
     `episodes` is per step; `algorithm` has fields of config.algorithm to replace or add.
     """
     workdir.mkdir(parents=True, exist_ok=True)
-    writer = Writer(seed, sizes)
+    writer = RunWriter(seed, sizes)
     write_json(
         workdir / CONFIG_FILE,
         CONFIG | {"seed": seed, "algorithm": CONFIG["algorithm"] | (algorithm or {})},
@@ -162,7 +162,7 @@ def measured(workdir: epath.Path) -> RunData:
 
 
 @dataclasses.dataclass
-class Report(Benchmark):
+class Report(BenchmarkCommand):
     """Writes the report page of a synthetic run, and opens it several times in headless Chromium.
 
     Metrics have the trainer's names, and clusters recur, as in a run of several epochs. "write_s"
@@ -182,7 +182,7 @@ class Report(Benchmark):
     repeats: Annotated[int, "times that the page is opened, the fastest counts"] = 5
 
     def run(self) -> dict[str, Any]:
-        sizes = Sizes(self.documents, self.document, self.answer, 8, 8, self.clusters)
+        sizes = RunSizes(self.documents, self.document, self.answer, 8, 8, self.clusters)
         with tempfile.TemporaryDirectory() as scratch:
             folder = pathlib.Path(scratch)
             run = measured(write_run(folder / "run", self.steps, self.episodes, sizes=sizes))

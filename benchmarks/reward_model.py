@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from etils import epath
 
-from benchmarks.base import Benchmark
+from benchmarks.base import BenchmarkCommand
 from spell_jax.evaluation.judge import PolicyJudge
 from spell_jax.evaluation.policy_sampler import Policy
 from spell_jax.runtime.episodes import read_episodes
@@ -17,7 +17,7 @@ from spell_jax.selfplay import prompts as prompt_sets
 
 
 @dataclasses.dataclass
-class RewardModel(Benchmark):
+class RewardModel(BenchmarkCommand):
     """Asks reward models to score the same groups of answers, from a run's episodes, greedily.
 
     For each model, "by_outcome" is the accuracy among pairs of a right and a wrong answer of a

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import jax
 import optax
 
-from benchmarks.base import Benchmark
+from benchmarks.base import BenchmarkCommand
 from spell_jax.configs import tiny
 from spell_jax.data.clusters import ROLES
 from spell_jax.learner import packing
@@ -20,7 +20,7 @@ from spell_jax.trainer.rollouts import Rollouts
 
 
 @dataclasses.dataclass
-class Roles(Benchmark):
+class Roles(BenchmarkCommand):
     """Rolls out the first update of the demo and differentiates the loss of each role alone.
 
     "groups" and "tokens" are those of each role, tokens of answers. For each aggregation, "share"

@@ -36,7 +36,7 @@ from spell_jax.sampler.answers import SlotTokens
 from spell_jax.sampler.engine import Sampler
 from spell_jax.sampler.keys import request_keys
 from spell_jax.sampler.requests import Sample
-from spell_jax.sampler.scheduler import DecodeSequence, Lane, Shape, Shard
+from spell_jax.sampler.scheduler import DecodeSequence, Lane, Shard, ShardShape
 from spell_jax.sampler.session import Session
 
 
@@ -93,7 +93,9 @@ class SampleSpeed(SamplerBenchmark):
             line[f"{kind}_kv_bytes"] = pages * self.page_size * token_bytes
         if self.transformers:
             line |= self._measure("transformers", self._generate(params, shared))
-        counts = work.Programs(self.model, meshes.make_mesh(devices=jax.devices()[:1]), itemsize)
+        counts = work.ProgramCounts(
+            self.model, meshes.make_mesh(devices=jax.devices()[:1]), itemsize
+        )
         operations, read = self._work(counts, self.questions // self.about)
         repeated_operations, repeated_read = self._work(counts, 0)
         prefill_s = line["repeated_prefill_s"]
@@ -110,7 +112,7 @@ class SampleSpeed(SamplerBenchmark):
                     line[f"{baseline}{name}_ratio"] = line[f"shared{name}_tokens_per_s"] / rate
         return line
 
-    def _work(self, counts: work.Programs, trees: int) -> tuple[float, float]:
+    def _work(self, counts: work.ProgramCounts, trees: int) -> tuple[float, float]:
         """Operations of prefill and bytes of decoding: of `trees` trees, or of repeated prompts."""
         answers, last = self.questions * self.group, self.question if trees else self.prompt
         prompt_count = self.questions if trees else answers
@@ -214,7 +216,7 @@ class _ForcedShard(Shard):
     The scheduler still plans for the cap, as it does when a stop token may end an answer.
     """
 
-    def __init__(self, shape: Shape, lengths: np.ndarray):
+    def __init__(self, shape: ShardShape, lengths: np.ndarray):
         super().__init__(shape)
         self._lengths = lengths
 
@@ -315,7 +317,7 @@ class Refill(SlotBenchmark):
 
 
 @dataclasses.dataclass
-class Spell(SlotBenchmark):
+class SpellBenchmark(SlotBenchmark):
     """Times one SPELL step phase by phase; all `questions` are accepted and trained on.
 
     "begin_s" is the time to cast the weights and allocate the pool. "..._s" is the time of a phase,

@@ -25,7 +25,7 @@ from spell_jax.sampler.engine import Sampler
 
 
 @dataclasses.dataclass
-class Routing(SamplerBenchmark):
+class RoutingBenchmark(SamplerBenchmark):
     """Samples answers with a mixture of experts and reads them again in the learner.
 
     Once in --dtype and once in float32, both with the same dtype in sampler and learner. "pairs" is

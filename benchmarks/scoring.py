@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
-from benchmarks.base import Benchmark
+from benchmarks.base import BenchmarkCommand
 from spell_jax.data import clusters
 from spell_jax.evaluation import math_equal
 from spell_jax.evaluation.benchmarks import (
@@ -32,7 +32,7 @@ from spell_jax.evaluation.benchmarks import (
     retrieval,
     short,
 )
-from spell_jax.evaluation.benchmarks.base import Item
+from spell_jax.evaluation.benchmarks.base import BenchmarkItem
 from spell_jax.evaluation.generated import haystack
 
 LIMIT_S = 60.0
@@ -48,7 +48,7 @@ _SHARES |= {"vk": 9, "jxqz": 1.5}
 _LETTERS = {letter: share for letters, share in _SHARES.items() for letter in letters}
 
 
-class Writer:
+class TextWriter:
     """Generator of random texts, deterministic given the seed."""
 
     def __init__(self, seed: int):
@@ -87,45 +87,45 @@ Answers = tuple[str, str, str]  # reference, right answer, wrong answer
 
 
 @dataclasses.dataclass(frozen=True)
-class Kind:
+class BenchmarkFamily:
     """Benchmarks that share a scoring rule."""
 
     questions: Mapping[str, int]  # number of questions by benchmark
-    answers: Callable[[Writer], Answers]
+    answers: Callable[[TextWriter], Answers]
     stated: str  # format in which a reply states its answer
-    score: Callable[[str, Item], float]  # the rule, for a reply and a question
+    score: Callable[[str, BenchmarkItem], float]  # the rule, for a reply and a question
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # others of a question
     bare: bool = False  # whether a reply is only the statement, without other text
 
-    def make(self, writer: Writer, right: bool) -> tuple[str, Item]:
+    def make(self, writer: TextWriter, right: bool) -> tuple[str, BenchmarkItem]:
         """Make a question and a right or wrong reply to it."""
         reference, *answers = self.answers(writer)
         reply = self.stated.format(answers[not right])
-        item = Item("", "", "", (reference,), self.fields)
+        item = BenchmarkItem("", "", "", (reference,), self.fields)
         return (reply if self.bare else writer.reply(reply)), item
 
 
-def _phrases(writer: Writer) -> Answers:
+def _phrases(writer: TextWriter) -> Answers:
     right = writer.phrase()
     return right, right, writer.phrase()
 
 
-def _amounts(writer: Writer) -> Answers:
+def _amounts(writer: TextWriter) -> Answers:
     amount = round(writer.rng.uniform(0, 10_000), 2)
     return f"{amount:.2f}", f"{amount * 1.0001:,.3f}", f"{amount * 1.1:,.3f}"
 
 
-def _letters(options: int, writer: Writer) -> Answers:
+def _letters(options: int, writer: TextWriter) -> Answers:
     right, wrong = writer.rng.sample(short.OPTIONS[:options], 2)
     return right, right, wrong
 
 
-def _numbers(limit: int, writer: Writer) -> Answers:
+def _numbers(limit: int, writer: TextWriter) -> Answers:
     right, wrong = map(str, writer.rng.sample(range(limit), 2))
     return right, right, wrong
 
 
-def _formulas(writer: Writer) -> Answers:
+def _formulas(writer: TextWriter) -> Answers:
     def formula() -> str:
         n, m = writer.rng.sample(range(2, 100), 2)
         shapes = ("{n}", r"\frac{{{n}}}{{{m}}}", r"{n}\sqrt{{{m}}}", "({n},{m})", "x^{n}-{m}x")
@@ -135,7 +135,7 @@ def _formulas(writer: Writer) -> Answers:
     return right, right.replace("frac", "dfrac"), wrong.replace("frac", "dfrac")
 
 
-def _messages(writer: Writer) -> Answers:
+def _messages(writer: TextWriter) -> Answers:
     """Message after PREFIX; wrong ones are another text, changed words, or the first half."""
     answer = PREFIX + writer.text(500, 6000).strip()
     words = (w if writer.rng.random() < 0.9 else writer.text(3, 9) for w in answer.split(" "))
@@ -143,12 +143,12 @@ def _messages(writer: Writer) -> Answers:
     return answer, answer, writer.rng.choice(wrong)
 
 
-def _summaries(writer: Writer) -> Answers:
+def _summaries(writer: TextWriter) -> Answers:
     reference, first, second = (writer.text(1000, 8000) for _ in range(3))
     return reference, first, second
 
 
-def _kinds() -> dict[str, Kind]:
+def _kinds() -> dict[str, BenchmarkFamily]:
     """All kinds, by the name of their rule."""
     part = functools.partial
     phrases = {"frames": 824, **dict.fromkeys(long_documents.LONGBENCH_TITLES, 200)}
@@ -172,28 +172,32 @@ def _kinds() -> dict[str, Kind]:
     four_options, ten_options = ({"options": options} for options in (4, 10))
     math_score, prefix = short.score_math, {"prefix": PREFIX}
     return {
-        "phrase": Kind(phrases, _phrases, sentence, phrase),
-        "number": Kind({"docmath": 800}, _amounts, "Therefore, the answer is ${}", amount),
-        "choice": Kind(
+        "phrase": BenchmarkFamily(phrases, _phrases, sentence, phrase),
+        "number": BenchmarkFamily(
+            {"docmath": 800}, _amounts, "Therefore, the answer is ${}", amount
+        ),
+        "choice": BenchmarkFamily(
             {"longbench_v2": 503} | choices, part(_letters, 4), letter, choice, four_options
         ),
-        "letter": Kind(
+        "letter": BenchmarkFamily(
             {"mmlu_pro": 12_032}, part(_letters, 10), letter, short.score_letter, ten_options
         ),
-        "whole number": Kind(mathematics, part(_numbers, 1000), boxed, math_score),
-        "formula": Kind({"math500": 500}, _formulas, boxed, math_score),
-        "message": Kind(mrcr, _messages, "{}", retrieval.score_mrcr, prefix, bare=True),
-        "part": Kind(rag, _phrases, "Answer: {}", retrieval.score_rag),
-        "label": Kind(icl, part(_numbers, 151), "label: {}", retrieval.score_icl, bare=True),
-        "summary": Kind(summaries, _summaries, "Summary: {}", retrieval.score_summary),
-        "needle": Kind(generated, _phrases, "Answer: {}", haystack.match_all),
+        "whole number": BenchmarkFamily(mathematics, part(_numbers, 1000), boxed, math_score),
+        "formula": BenchmarkFamily({"math500": 500}, _formulas, boxed, math_score),
+        "message": BenchmarkFamily(mrcr, _messages, "{}", retrieval.score_mrcr, prefix, bare=True),
+        "part": BenchmarkFamily(rag, _phrases, "Answer: {}", retrieval.score_rag),
+        "label": BenchmarkFamily(
+            icl, part(_numbers, 151), "label: {}", retrieval.score_icl, bare=True
+        ),
+        "summary": BenchmarkFamily(summaries, _summaries, "Summary: {}", retrieval.score_summary),
+        "needle": BenchmarkFamily(generated, _phrases, "Answer: {}", haystack.match_all),
     }
 
 
 KINDS = _kinds()
 
 
-def solutions(data: str) -> dict[str, list[tuple[str, Item]]]:
+def solutions(data: str) -> dict[str, list[tuple[str, BenchmarkItem]]]:
     """Published solutions of GSM8K and MATH-500 as replies, each with its question.
 
     `data` has the folders gsm8k and math500. A solution of GSM8K ends with "#### NUMBER", which a
@@ -210,8 +214,8 @@ def solutions(data: str) -> dict[str, list[tuple[str, Item]]]:
 
 
 def changed_solutions(
-    pairs: Sequence[tuple[str, Item]], count: int, seed: int
-) -> list[tuple[str, Item]]:
+    pairs: Sequence[tuple[str, BenchmarkItem]], count: int, seed: int
+) -> list[tuple[str, BenchmarkItem]]:
     """Choose `count` solutions and change their answers: a digit, or another question's answer."""
     rng = random.Random(seed)
     changed_replies = []
@@ -230,7 +234,7 @@ def changed_solutions(
 
 
 @dataclasses.dataclass
-class Scoring(Benchmark):
+class ScoringBenchmark(BenchmarkCommand):
     """Measures the seconds to score synthetic replies, in total and by benchmark.
 
     Samples are divided among the benchmarks as in a run that answers every question equally often.
@@ -257,7 +261,7 @@ class Scoring(Benchmark):
         return {name: _measure(replies, short.score_math) for name, replies in sets.items()}
 
     def synthetic(self) -> dict[str, Any]:
-        writer = Writer(self.seed)
+        writer = TextWriter(self.seed)
         total = sum(sum(kind.questions.values()) for kind in KINDS.values())
         by_name: dict[str, dict[str, float]] = {}
         for kind in KINDS.values():
@@ -281,7 +285,7 @@ class Scoring(Benchmark):
 
 
 def _measure(
-    pairs: Sequence[tuple[str, Item]], score: Callable[[str, Item], float]
+    pairs: Sequence[tuple[str, BenchmarkItem]], score: Callable[[str, BenchmarkItem], float]
 ) -> dict[str, float]:
     count = len(pairs)
     began, used = time.perf_counter(), time.process_time()

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 from etils import epath
 
-from benchmarks.base import Benchmark
+from benchmarks.base import BenchmarkCommand
 from spell_jax.configs import tiny
 from spell_jax.runtime.metrics import read_metrics
 from spell_jax.trainer import loop
@@ -29,7 +29,7 @@ _M_MMAP_THRESHOLD, _BLOCK = -3, 4 << 20
 
 
 @dataclasses.dataclass
-class Soak(Benchmark):
+class Soak(BenchmarkCommand):
     """Runs training, or resumes the run in --workdir, and compares memory early and late.
 
     "resident_mib" and "last_mib" are the minimum resident MiB of the first window after update 50

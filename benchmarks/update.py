@@ -15,7 +15,7 @@ from spell_jax.policy.config import LoraConfig, PolicyConfig
 
 
 @dataclasses.dataclass
-class Update(PolicyBenchmark):
+class UpdateBenchmark(PolicyBenchmark):
     """Times one update on the same groups in both layouts, with the same token budget.
 
     K groups in a row have prompts that differ in their last tokens alone, so that they share a

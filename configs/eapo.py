@@ -33,7 +33,7 @@ from spell_jax.config import default_config, extra_model
 from spell_jax.runtime.config import Config
 
 
-class Model(NamedTuple):
+class EapoModel(NamedTuple):
     """One policy of the paper.
 
     Attributes:
@@ -54,9 +54,9 @@ class Model(NamedTuple):
 
 
 MODELS = {
-    "qwen3-14b": Model("Qwen3-14B", 4.0, 53.2, 53.8, 55.0),
-    "qwen3-30b-a3b-instruct": Model("Qwen3-30B-A3B-Instruct-2507", 1.0, 48.1, 53.1, 55.6),
-    "qwen3-30b-a3b-thinking": Model("Qwen3-30B-A3B-Thinking-2507", 1.0, 58.0, 59.2, 63.1),
+    "qwen3-14b": EapoModel("Qwen3-14B", 4.0, 53.2, 53.8, 55.0),
+    "qwen3-30b-a3b-instruct": EapoModel("Qwen3-30B-A3B-Instruct-2507", 1.0, 48.1, 53.1, 55.6),
+    "qwen3-30b-a3b-thinking": EapoModel("Qwen3-30B-A3B-Thinking-2507", 1.0, 58.0, 59.2, 63.1),
 }
 
 

@@ -30,7 +30,7 @@ from spell_jax.config import default_config
 from spell_jax.runtime.config import Config
 
 
-class Model(NamedTuple):
+class SpellModel(NamedTuple):
     """One model of the paper.
 
     Attributes:
@@ -54,18 +54,20 @@ class Model(NamedTuple):
 
 
 MODELS = {
-    "qwen2.5-7b": Model("Qwen2.5-7B", 7.6, 26.7, 40.6),
-    "qwen2.5-14b": Model("Qwen2.5-14B", 14.8, 37.3, 51.7),
-    "qwen2.5-32b": Model("Qwen2.5-32B", 32.8, 43.0, 52.1),
-    "qwen2.5-7b-instruct": Model("Qwen2.5-7B-Instruct", 7.6, 38.2, 47.2, yarn=4.0),
-    "qwen2.5-14b-instruct": Model("Qwen2.5-14B-Instruct", 14.8, 50.8, 57.8, yarn=4.0),
-    "qwen2.5-32b-instruct": Model("Qwen2.5-32B-Instruct", 32.8, 51.8, 59.5, yarn=4.0),
-    "llama-3.1-8b-instruct": Model("Meta-Llama-3.1-8B-Instruct", 8.0, 40.1, 44.5),
-    "qwen3-30b-a3b-instruct": Model("Qwen3-30B-A3B-Instruct-2507", 30.5, 56.3, 60.7, expert=8),
-    "r1-distill-llama-8b": Model("DeepSeek-R1-Distill-Llama-8B", 8.0, 46.8, 50.2, 20_480),
-    "r1-distill-qwen-14b": Model("DeepSeek-R1-Distill-Qwen-14B", 14.8, 56.4, 59.8, 20_480),
-    "qwen3-4b-thinking": Model("Qwen3-4B-Thinking-2507", 4.0, 54.5, 56.7, 20_480),
-    "qwen3-30b-a3b-thinking": Model("Qwen3-30B-A3B-Thinking-2507", 30.5, 60.7, 62.7, 20_480, 8),
+    "qwen2.5-7b": SpellModel("Qwen2.5-7B", 7.6, 26.7, 40.6),
+    "qwen2.5-14b": SpellModel("Qwen2.5-14B", 14.8, 37.3, 51.7),
+    "qwen2.5-32b": SpellModel("Qwen2.5-32B", 32.8, 43.0, 52.1),
+    "qwen2.5-7b-instruct": SpellModel("Qwen2.5-7B-Instruct", 7.6, 38.2, 47.2, yarn=4.0),
+    "qwen2.5-14b-instruct": SpellModel("Qwen2.5-14B-Instruct", 14.8, 50.8, 57.8, yarn=4.0),
+    "qwen2.5-32b-instruct": SpellModel("Qwen2.5-32B-Instruct", 32.8, 51.8, 59.5, yarn=4.0),
+    "llama-3.1-8b-instruct": SpellModel("Meta-Llama-3.1-8B-Instruct", 8.0, 40.1, 44.5),
+    "qwen3-30b-a3b-instruct": SpellModel("Qwen3-30B-A3B-Instruct-2507", 30.5, 56.3, 60.7, expert=8),
+    "r1-distill-llama-8b": SpellModel("DeepSeek-R1-Distill-Llama-8B", 8.0, 46.8, 50.2, 20_480),
+    "r1-distill-qwen-14b": SpellModel("DeepSeek-R1-Distill-Qwen-14B", 14.8, 56.4, 59.8, 20_480),
+    "qwen3-4b-thinking": SpellModel("Qwen3-4B-Thinking-2507", 4.0, 54.5, 56.7, 20_480),
+    "qwen3-30b-a3b-thinking": SpellModel(
+        "Qwen3-30B-A3B-Thinking-2507", 30.5, 60.7, 62.7, 20_480, 8
+    ),
 }
 
 

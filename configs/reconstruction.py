@@ -19,7 +19,7 @@ from spell_jax.config import default_config
 from spell_jax.runtime.config import Config
 
 
-class Model(NamedTuple):
+class ReconstructionModel(NamedTuple):
     """One model of the paper.
 
     Attributes:
@@ -36,8 +36,8 @@ class Model(NamedTuple):
 
 
 MODELS = {
-    "qwen": Model("Qwen2.5-7B-Instruct-1M", 1, 68.9, 72.2),
-    "llama": Model("Meta-Llama-3.1-8B-Instruct", 2, 58.8, 67.1),
+    "qwen": ReconstructionModel("Qwen2.5-7B-Instruct-1M", 1, 68.9, 72.2),
+    "llama": ReconstructionModel("Meta-Llama-3.1-8B-Instruct", 2, 58.8, 67.1),
 }
 
 

@@ -75,7 +75,7 @@ class ArticleConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class ArticleQuestion:
     """A human question: index of its paragraph, text, and answers of all annotators."""
 
     paragraph: int
@@ -89,7 +89,7 @@ class Article:
 
     title: str
     paragraphs: tuple[str, ...]
-    questions: tuple[Asked, ...]
+    questions: tuple[ArticleQuestion, ...]
 
 
 def read_articles(path: pathlib.Path, counts: Counter[str]) -> list[Article]:
@@ -124,7 +124,7 @@ def _article(row: Mapping[str, Any], counts: Counter[str]) -> Article:
             answers = tuple(text for text in answers if scores_itself(text, "general_qa"))
             question = " ".join(_text(qa["question"]).split())
             if answers and question:
-                questions.append(Asked(index, question, answers))
+                questions.append(ArticleQuestion(index, question, answers))
             else:
                 counts["unusable"] += 1
     return Article(_text(row["title"]), paragraphs, tuple(questions))
@@ -186,7 +186,10 @@ def _paragraph_sets(article: Article, number: int, config: ArticleConfig) -> lis
 
 
 def _wrong(
-    questions: Sequence[Asked], about: Asked, shown: set[int], rng: np.random.Generator
+    questions: Sequence[ArticleQuestion],
+    about: ArticleQuestion,
+    shown: set[int],
+    rng: np.random.Generator,
 ) -> list[str]:
     """Answers to other questions about the shown paragraphs that cannot be right for this one."""
     right_words = set().union(*map(_words, about.answers))

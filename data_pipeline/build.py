@@ -69,7 +69,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class BuildPlan:
     """Validated config of a build; sections that use randomness hold a copy of the seed."""
 
     sources: Mapping[str, SourceConfig]
@@ -89,14 +89,14 @@ class Plan:
         return {name: "+".join(sorted(source.tasks)) for name, source in self.sources.items()}
 
 
-def make_plan(config: Config) -> Plan:
+def make_plan(config: Config) -> BuildPlan:
     """Validate a config without reading files; ValueError names field, value and range."""
     if not config.sources:
         raise ValueError("sources = {}: must have at least one source; see configs/data/folder.py")
     checks = dict(config.decontaminate)
     benchmarks = checks.pop("benchmarks")
     seeded = {"seed": config.seed}
-    plan = Plan(
+    plan = BuildPlan(
         sources=_build_all(SourceConfig, config.sources, "sources"),
         filter=settings.build(FilterConfig, config.filter, "filter"),
         dedup=settings.build(DedupConfig, config.dedup, "dedup"),
@@ -150,11 +150,11 @@ def check(config: Config, out: str, options: Sequence[str] = ()) -> None:
     run_stages(make_plan(config), stages)
     with_shards = stages.pipeline("output")
     clusters = with_shards | "read clusters" >> beam.Create([])
-    output.make_shards(clusters, [output.Shard("", 0)], out)
+    output.make_shards(clusters, [output.ClusterShard("", 0)], out)
     stages.check(with_shards, "output")
 
 
-def run_stages(plan: Plan, stages: Stages) -> tuple[list[Done], dict[str, dict[str, str]]]:
+def run_stages(plan: BuildPlan, stages: Stages) -> tuple[list[Done], dict[str, dict[str, str]]]:
     """Run all stages before the output; return them, and source -> file -> hash."""
     items = decontaminate.read_benchmarks(plan.benchmarks)
     listed = list_sources(plan, stages)
@@ -205,13 +205,13 @@ def run_stages(plan: Plan, stages: Stages) -> tuple[list[Done], dict[str, dict[s
     return finished_stages, hashes
 
 
-def list_sources(plan: Plan, stages: Stages) -> Done:
+def list_sources(plan: BuildPlan, stages: Stages) -> Done:
     """Write the list of all files, which the workers read; raises like `list_files`."""
     files = (sources.list_files(name, source) for name, source in plan.sources.items())
     return stages.store("list", "listed", itertools.chain.from_iterable(files))
 
 
-def read(plan: Plan, stages: Stages, listed: Done) -> Done:
+def read(plan: BuildPlan, stages: Stages, listed: Done) -> Done:
     """Run the read stage; it reruns when the size, time or name of a file changes."""
     made_from = {
         "sources": {name: dataclasses.asdict(source) for name, source in plan.sources.items()},

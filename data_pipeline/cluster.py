@@ -27,7 +27,7 @@ from data_pipeline.balance import LostRowsError
 from data_pipeline.kmeans import ClusterConfig
 from data_pipeline.records import (
     Centroids,
-    Cluster,
+    ClusterRecord,
     Document,
     Member,
     Point,
@@ -349,7 +349,7 @@ def _cluster(
     members = sorted(documents, key=order)
     pool = pools[members[0]["source"]]
     vectors = _stack(document["vector"] for document in members)
-    yield Cluster(
+    yield ClusterRecord(
         id=name,
         pool=pool,
         documents=[cast(Document, document | {"vector": b""}) for document in members],

@@ -25,7 +25,7 @@ from apache_beam.utils.shared import Shared
 
 from data_pipeline import balance, layouts, signatures
 from data_pipeline.dedup import DedupConfig
-from data_pipeline.records import Document, Item, digest, event, removed
+from data_pipeline.records import BenchmarkText, Document, digest, event, removed
 from data_pipeline.stages import Stages
 from spell_jax.data import row_files
 
@@ -87,16 +87,16 @@ class DecontaminateConfig:
             )
 
 
-def read_benchmarks(benchmarks: Mapping[str, BenchmarkConfig]) -> list[Item]:
+def read_benchmarks(benchmarks: Mapping[str, BenchmarkConfig]) -> list[BenchmarkText]:
     """Read all texts of the benchmarks, sorted; a text occurs once per benchmark and kind.
 
     Raises ValueError if a benchmark has no files, if a file is not UTF-8 or not JSON, or if no file
     has a text in the named document fields or in the named question fields.
     """
-    items: set[Item] = set()
+    items: set[BenchmarkText] = set()
     for name, config in benchmarks.items():
         where = f"decontaminate.benchmarks.{name}"
-        benchmark_items = {Item(name, *item) for item in _read(where, config)}
+        benchmark_items = {BenchmarkText(name, *item) for item in _read(where, config)}
         kinds = {item.kind for item in benchmark_items}
         for kind in ("document", "question"):
             fields = getattr(config, f"{kind}_fields")
@@ -111,24 +111,26 @@ def read_benchmarks(benchmarks: Mapping[str, BenchmarkConfig]) -> list[Item]:
     return sorted(items)
 
 
-def store_items(stages: Stages, items: Sequence[Item]) -> Callable[[], list[Item]]:
+def store_items(
+    stages: Stages, items: Sequence[BenchmarkText]
+) -> Callable[[], list[BenchmarkText]]:
     """Store the texts beside the stages; return the function with which workers read them."""
     stages.store("benchmarks", "items", [item._asdict() for item in items])
     return partial(_read_items, stages)
 
 
-def _read_items(stages: Stages) -> list[Item]:
-    return [Item(**record) for record in stages.read("benchmarks/items")]
+def _read_items(stages: Stages) -> list[BenchmarkText]:
+    return [BenchmarkText(**record) for record in stages.read("benchmarks/items")]
 
 
-def fingerprint(items: Sequence[Item]) -> str:
+def fingerprint(items: Sequence[BenchmarkText]) -> str:
     """Return a hash of the items' benchmarks, kinds and ids: 32 hexadecimal digits."""
     return digest(*(part for item in items for part in item[:3]))
 
 
 def make_decontaminate(
     documents: beam.PCollection,
-    read_items: Callable[[], Sequence[Item]],
+    read_items: Callable[[], Sequence[BenchmarkText]],
     dedup: DedupConfig,
     config: DecontaminateConfig,
 ) -> dict[str, beam.PCollection]:
@@ -148,7 +150,9 @@ def make_decontaminate(
 class Index:
     """In-memory index: band key -> benchmark texts, and shingle -> benchmark questions."""
 
-    def __init__(self, items: Sequence[Item], dedup: DedupConfig, config: DecontaminateConfig):
+    def __init__(
+        self, items: Sequence[BenchmarkText], dedup: DedupConfig, config: DecontaminateConfig
+    ):
         self.items, self.dedup, self.config = items, dedup, config
         self.sets = [signatures.shingles(item.text, dedup.shingle_words) for item in items]
         self.bands = _Postings([dedup.band_keys(shingles) for shingles in self.sets])
@@ -162,7 +166,7 @@ class Index:
         pairs = zip(self.sets, is_long, strict=True)
         self.questions = _Postings([shingles if long else shingles[:0] for shingles, long in pairs])
 
-    def find(self, text: str) -> Item | None:
+    def find(self, text: str) -> BenchmarkText | None:
         """Return the first item that the text nearly duplicates, or whose question it contains."""
         shingles = signatures.shingles(text, self.dedup.shingle_words)
         near = set(self.bands.owners(self.dedup.band_keys(shingles)))
@@ -201,7 +205,7 @@ class _Find(beam.DoFn):
 
     def __init__(
         self,
-        read_items: Callable[[], Sequence[Item]],
+        read_items: Callable[[], Sequence[BenchmarkText]],
         dedup: DedupConfig,
         config: DecontaminateConfig,
     ):

@@ -242,7 +242,7 @@ def connect(edges: Any, rounds: int) -> Any:
     for number in range(1, rounds + 1):
         edges = (
             edges
-            | f"see all neighbors {number}" >> beam.FlatMapTuple(_both)
+            | f"see all neighbors {number}" >> beam.FlatMapTuple(_both_directions)
             | f"group all neighbors {number}" >> beam.GroupByKey()
             | f"large star {number}" >> beam.FlatMapTuple(_large_star)
             | f"group smaller neighbors {number}" >> beam.GroupByKey()
@@ -250,13 +250,13 @@ def connect(edges: Any, rounds: int) -> Any:
         )
     return (
         edges
-        | "see stars" >> beam.FlatMapTuple(_both)
+        | "see stars" >> beam.FlatMapTuple(_both_directions)
         | "group stars" >> beam.GroupByKey()
         | "find centers" >> beam.FlatMapTuple(_center).with_outputs("counts", main="children")
     )
 
 
-def _both(a: bytes, b: bytes) -> Iterator[tuple[bytes, bytes]]:
+def _both_directions(a: bytes, b: bytes) -> Iterator[tuple[bytes, bytes]]:
     yield a, b
     yield b, a
 

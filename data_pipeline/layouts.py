@@ -71,7 +71,7 @@ _LETTER = re.compile(r"[^\W_]")
 
 
 @dataclass(frozen=True)
-class Row:
+class SourceRow:
     """Row of a file, or a whole file."""
 
     number: int | None  # from 0; None if the row is the whole file
@@ -86,12 +86,12 @@ def clean(text: str) -> str:
     return _SURROGATE.sub("\ufffd", text).strip()
 
 
-def read_text(data: bytes) -> list[Row]:
+def read_text(data: bytes) -> list[SourceRow]:
     """Parse a .txt or .md file."""
-    return [Row(None, clean(decode(data)))]
+    return [SourceRow(None, clean(decode(data)))]
 
 
-def read_html(data: bytes) -> list[Row]:
+def read_html(data: bytes) -> list[SourceRow]:
     """Extract the text that a browser would show, in lines; table rows become "| a | b |"."""
     page = _Page()
     try:
@@ -99,10 +99,10 @@ def read_html(data: bytes) -> list[Row]:
         page.close()
     except AssertionError as error:  # raised by HTMLParser when it cannot parse a page
         raise Unusable("damaged", describe(error)) from error
-    return [Row(None, clean(_in_paragraphs("".join(page.parts))))]
+    return [SourceRow(None, clean(_in_paragraphs("".join(page.parts))))]
 
 
-def read_pdf(data: bytes) -> list[Row]:
+def read_pdf(data: bytes) -> list[SourceRow]:
     """Extract the text of a PDF's pages, separated by blank lines."""
     from pypdf import PdfReader
     from pypdf.errors import DependencyError
@@ -119,7 +119,7 @@ def read_pdf(data: bytes) -> list[Row]:
         raise Unusable("encrypted", describe(error)) from error
     except Exception as error:  # a damaged file may raise anything
         raise Unusable("damaged", describe(error)) from error
-    return [Row(None, clean("\n\n".join(page for page in pages if page)))]
+    return [SourceRow(None, clean("\n\n".join(page for page in pages if page)))]
 
 
 def _page_texts(reader: Any) -> Iterator[str]:
@@ -140,7 +140,7 @@ def _page_texts(reader: Any) -> Iterator[str]:
             raise Unusable("oversize", f"more than {PDF_SECONDS} s for {number} pages")
 
 
-def read_docmath(data: bytes, kind: row_files.Kind, largest: int) -> list[Row]:
+def read_docmath(data: bytes, kind: row_files.FileKind, largest: int) -> list[SourceRow]:
     """Parse a file of DocMath-Eval: a row per question, with the paragraphs of its report.
 
     Blank lines separate paragraphs, and no paragraph contains one. Raises Unusable if the file is
@@ -159,20 +159,22 @@ def read_docmath(data: bytes, kind: row_files.Kind, largest: int) -> list[Row]:
     return [_docmath_row(number, row) for number, row in enumerate(rows)]
 
 
-def _docmath_row(number: int, row: Any) -> Row:
+def _docmath_row(number: int, row: Any) -> SourceRow:
     paragraphs = row.get("paragraphs") if isinstance(row, dict) else None
     if not isinstance(paragraphs, list) or not all(isinstance(p, str) for p in paragraphs):
-        return Row(number, problem="paragraphs must be a list of strings")
+        return SourceRow(number, problem="paragraphs must be a list of strings")
     texts = (_BLANK_LINES.sub("\n", clean(paragraph)) for paragraph in paragraphs)
-    return Row(number, "\n\n".join(text for text in texts if text))
+    return SourceRow(number, "\n\n".join(text for text in texts if text))
 
 
-def read_fields(data: bytes, field: str) -> list[Row]:
+def read_fields(data: bytes, field: str) -> list[SourceRow]:
     """Parse the texts of a field, at any depth, in a JSON value or in JSON lines."""
     texts = _parse(data, lambda text: list(field_texts(row_files.json_values(text), (field,))))
     if not texts:
         raise Unusable("another layout", f"it has no text in a field {field!r}")
-    return [Row(number, clean(" ".join(strings))) for number, (_, strings) in enumerate(texts)]
+    return [
+        SourceRow(number, clean(" ".join(strings))) for number, (_, strings) in enumerate(texts)
+    ]
 
 
 def _parse(data: bytes, parse: Callable[[str], Any]) -> Any:
@@ -303,7 +305,7 @@ def _in_paragraphs(text: str) -> str:
     return "\n\n".join(paragraph for paragraph in paragraphs if paragraph)
 
 
-def json_rows(stream: BinaryIO, text: str, quality: str, limit: int) -> Iterator[Row]:
+def json_rows(stream: BinaryIO, text: str, quality: str, limit: int) -> Iterator[SourceRow]:
     """Stream the rows of a .jsonl file: strings, or objects with a text. Blank lines are skipped.
 
     `stream` has uncompressed bytes. `text` and `quality` name an object's fields; without `text`,
@@ -311,7 +313,7 @@ def json_rows(stream: BinaryIO, text: str, quality: str, limit: int) -> Iterator
     """
     for number, line in enumerate(_lines(stream, limit)):
         if line is None:
-            yield Row(number, problem=f"its line is longer than {limit} bytes")
+            yield SourceRow(number, problem=f"its line is longer than {limit} bytes")
             continue
         if number == 0 and line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
             raise Unusable("not UTF-8", "JSON lines must be UTF-8, it begins as UTF-16 does")
@@ -321,21 +323,25 @@ def json_rows(stream: BinaryIO, text: str, quality: str, limit: int) -> Iterator
             try:
                 fields = json.loads(line.decode("utf-8"))
             except (ValueError, RecursionError) as error:
-                yield Row(number, problem=describe(error))
+                yield SourceRow(number, problem=describe(error))
             else:
                 yield _json_row(number, fields, text, quality)
 
 
-def _json_row(number: int, fields: Any, text: str, quality: str) -> Row:
+def _json_row(number: int, fields: Any, text: str, quality: str) -> SourceRow:
     if isinstance(fields, str):
-        return Row(number, clean(fields))
+        return SourceRow(number, clean(fields))
     if not isinstance(fields, dict):
-        return Row(number, problem=f"must be a string or an object, is {type(fields).__name__}")
+        return SourceRow(
+            number, problem=f"must be a string or an object, is {type(fields).__name__}"
+        )
     name = text if text in fields else "text"
     field_text = fields.get(name)
     if not isinstance(field_text, str):
-        return Row(number, problem=f"its {name!r} must be a string, is {type(field_text).__name__}")
-    return Row(number, clean(field_text), as_quality(fields.get(quality)))
+        return SourceRow(
+            number, problem=f"its {name!r} must be a string, is {type(field_text).__name__}"
+        )
+    return SourceRow(number, clean(field_text), as_quality(fields.get(quality)))
 
 
 def _lines(stream: BinaryIO, limit: int) -> Iterator[bytes | None]:
@@ -381,7 +387,7 @@ def parquet_groups(
 
 def parquet_rows(
     file: BinaryIO, columns: Sequence[str], group: int, first: int, strict: bool
-) -> Iterator[Row]:
+) -> Iterator[SourceRow]:
     """Stream the rows of one row group, with at most BATCH_ROWS in memory at a time.
 
     `columns` come from `parquet_groups`; `first` is the number of the group's first row in the
@@ -398,10 +404,10 @@ def parquet_rows(
                 if strict and quality is None:
                     quality = math.nan
                 if isinstance(text, str):
-                    yield Row(number, clean(text), quality)
+                    yield SourceRow(number, clean(text), quality)
                 else:
                     problem = f"its {columns[0]!r} must be a string, is {type(text).__name__}"
-                    yield Row(number, problem=problem)
+                    yield SourceRow(number, problem=problem)
                 number += 1
     except Exception as error:  # a damaged file may raise anything
         because = f"row group {group}, row {number}: {describe(error)}"

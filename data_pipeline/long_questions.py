@@ -69,7 +69,7 @@ class LongConfig:
         check_least(self, "", min_tokens=0, max_tokens=max(1, self.min_tokens), seed=0)
 
 
-class Pool:
+class DocumentPool:
     """Documents of all rows; texts that differ only in case and white space are stored once."""
 
     def __init__(self, count_tokens: Callable[[str], int]):
@@ -101,7 +101,7 @@ class Builder:
 
     def __init__(self, config: LongConfig, count_tokens: Callable[[str], int]):
         self.config = config
-        self.pool = Pool(count_tokens)
+        self.pool = DocumentPool(count_tokens)
         self.counts: Counter[str] = Counter()
         self.left_out: Counter[str] = Counter()  # reason -> number of unusable questions
         self._tasks: Counter[str] = Counter()

@@ -64,7 +64,7 @@ class OutputConfig:
             raise ValueError(f"output.shards = {self.shards}: must be from 1 to 99999")
 
 
-class Shard(NamedTuple):
+class ClusterShard(NamedTuple):
     """Range of the sorted clusters: the id of the first, and their number."""
 
     first: str
@@ -144,15 +144,15 @@ def read_index(stages: Stages, clusters: str) -> list[dict[str, Any]]:
     return index
 
 
-def plan_shards(ids: Sequence[str], count: int) -> list[Shard]:
+def plan_shards(ids: Sequence[str], count: int) -> list[ClusterShard]:
     """Split sorted ids into at most `count` ranges whose lengths differ by at most one."""
     count = min(count, len(ids))
     starts = [number * len(ids) // count for number in range(count + 1)]
-    return [Shard(ids[a], b - a) for a, b in itertools.pairwise(starts)]
+    return [ClusterShard(ids[a], b - a) for a, b in itertools.pairwise(starts)]
 
 
 def make_shards(
-    clusters: beam.PCollection, shards: Sequence[Shard], folder: str
+    clusters: beam.PCollection, shards: Sequence[ClusterShard], folder: str
 ) -> beam.PCollection:
     """Write the shards planned for AssignedClusters; return a PCollection of file names."""
     firsts, lengths = [shard.first for shard in shards], [shard.length for shard in shards]
@@ -216,7 +216,7 @@ def _write_shard(
     return name
 
 
-def _write_info(folder: str, shards: Sequence[Shard], size: int) -> None:
+def _write_info(folder: str, shards: Sequence[ClusterShard], size: int) -> None:
     """Write features.json and dataset_info.json; `size` is the bytes of all shards together."""
     version = tfds.core.Version(VERSION)
     identity = dataset_info.DatasetIdentity(NAME, version, folder, module_name=__name__)

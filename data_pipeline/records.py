@@ -42,7 +42,7 @@ class Listed(TypedDict):
     version: str  # changes when the file changes; "" if the file system reports none
 
 
-class Item(NamedTuple):
+class BenchmarkText(NamedTuple):
     """Text of a benchmark, stripped, and its `digest`."""
 
     benchmark: str
@@ -78,7 +78,7 @@ class Count(TypedDict):
     number: int
 
 
-class Cluster(TypedDict):
+class ClusterRecord(TypedDict):
     """Related documents that a rollout uses together."""
 
     id: str  # `digest` of the ids of its documents
@@ -88,7 +88,7 @@ class Cluster(TypedDict):
     vector: bytes  # mean of the documents' vectors, float32 [D]
 
 
-class AssignedCluster(Cluster):
+class AssignedCluster(ClusterRecord):
     """Cluster that was assigned a task."""
 
     task: str
@@ -128,7 +128,7 @@ def _schema(record: type) -> pa.Schema:
 _TYPES[list[Document]] = pa.list_(pa.struct(list(_schema(Document))))
 _RECORDS = {
     "listed": Listed,
-    "items": Item,
+    "items": BenchmarkText,
     "documents": Document,
     "removed": Removed,
     "files": File,
@@ -136,7 +136,7 @@ _RECORDS = {
     "points": Point,
     "centroids": Centroids,
     "members": Member,
-    "clusters": Cluster,
+    "clusters": ClusterRecord,
     "tasks": AssignedCluster,
 }
 SCHEMAS = {table: _schema(record) for table, record in _RECORDS.items()}

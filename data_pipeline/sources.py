@@ -31,7 +31,7 @@ from data_pipeline.filter import (
     filter_documents,
     valid_utf8,
 )
-from data_pipeline.layouts import Row
+from data_pipeline.layouts import SourceRow
 from data_pipeline.records import File, Listed, blake2b, event, make_document, removed
 from spell_jax.data import row_files
 from spell_jax.data.clusters import TASKS
@@ -40,7 +40,7 @@ from spell_jax.runtime.config import check_choice, check_least
 from spell_jax.runtime.jsonl import LONGEST_LINE
 from spell_jax.runtime.remote import file_version
 
-WHOLE: Mapping[str, Callable[[bytes], list[Row]]] = {
+WHOLE: Mapping[str, Callable[[bytes], list[SourceRow]]] = {
     ".txt": layouts.read_text,
     ".md": layouts.read_text,
     ".html": layouts.read_html,
@@ -338,7 +338,7 @@ def _read(piece: Any, sources: Mapping[str, SourceConfig]) -> Iterator[Any]:
                     rows = layouts.read_docmath(data, row_files.KINDS[suffix], limit)
                 else:
                     rows = WHOLE[suffix](data)
-                if rows == [Row(None)]:
+                if rows == [SourceRow(None)]:
                     raise Unusable("empty", "no text in it")
                 hashed = _Hashed(io.BytesIO(data))
                 hashed.drain()
@@ -348,7 +348,7 @@ def _read(piece: Any, sources: Mapping[str, SourceConfig]) -> Iterator[Any]:
         yield from _skip(listed, error, "row groups" if piece["columns"] else "files")
 
 
-def _documents(rows: Iterable[Row], listed: Listed, source: SourceConfig) -> Iterator[Any]:
+def _documents(rows: Iterable[SourceRow], listed: Listed, source: SourceConfig) -> Iterator[Any]:
     named, in_lines = 0, _suffix(listed["place"]) in LINES
     for row in rows:
         place, line = listed["place"], ""

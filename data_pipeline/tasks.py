@@ -19,7 +19,7 @@ import numpy as np
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_flow
 
-from data_pipeline.records import Cluster, digest, event, remove
+from data_pipeline.records import ClusterRecord, digest, event, remove
 from spell_jax.data.clusters import PAPER_TASKS, TASKS
 from spell_jax.runtime.config import check_least
 
@@ -133,7 +133,7 @@ def _shares(
     return flow[1:first_task, first_task:sink]
 
 
-def _add_task(cluster: Cluster, assignment: Mapping[str, str]) -> Iterator[Any]:
+def _add_task(cluster: ClusterRecord, assignment: Mapping[str, str]) -> Iterator[Any]:
     task = assignment.get(cluster["id"])
     if task:
         yield cluster | {"task": task}

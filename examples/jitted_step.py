@@ -54,13 +54,13 @@ class Config(NamedTuple):
 
 
 # 1. Questions ------------------------------------------------------------------------------------
-class Questions(NamedTuple):
+class QuestionBatch(NamedTuple):
     tokens: Any  # prompts, int32 [B, P], padded at the end
     length: Any  # int32 [B]
     index: Any  # int32 [B], in the list of (true answer, task)
 
 
-def make_questions(c: Config, count: int, seed: int) -> tuple[Questions, list[tuple[str, str]]]:
+def make_questions(c: Config, count: int, seed: int) -> tuple[QuestionBatch, list[tuple[str, str]]]:
     """Look-ups, two-hop questions and sums on 4 to 7 documents; their true answers and tasks."""
     rng, texts, truths = np.random.default_rng(seed), prompts.load("compact"), []
     tokens, length = np.zeros((count, c.prompt_tokens), np.int32), np.zeros(count, np.int32)
@@ -71,11 +71,11 @@ def make_questions(c: Config, count: int, seed: int) -> tuple[Questions, list[tu
         prompt = c.tokenizer.chat(texts.responder(task, documents, question.text))
         tokens[i, : len(prompt)], length[i] = prompt, len(prompt)
         truths.append((question.answer, task))
-    return Questions(tokens, length, np.arange(count, dtype=np.int32)), truths
+    return QuestionBatch(tokens, length, np.arange(count, dtype=np.int32)), truths
 
 
 # 2. Rollout --------------------------------------------------------------------------------------
-def sample(c: Config, params: transformer.Params, questions: Questions, key) -> Sampled:
+def sample(c: Config, params: transformer.Params, questions: QuestionBatch, key) -> Sampled:
     """Samples G answers per prompt. The KV cache has one page for each prompt and each answer."""
     B, G, P, D = c.groups, c.group_size, c.prompt_tokens, c.policy.width
     N, shards = B * G, meshes.row_shards(c.mesh)  # a shard counts prompts, slots, pages from 0
@@ -128,7 +128,7 @@ def score(c: Config, truths: list[tuple[str, str]], index, tokens, length) -> np
 
 
 # 4. Loss -----------------------------------------------------------------------------------------
-def loss(params, c: Config, questions: Questions, answers: Sampled, advantages):
+def loss(params, c: Config, questions: QuestionBatch, answers: Sampled, advantages):
     """Policy-gradient loss for advantages [B, G], a mean over the answers' tokens.
 
     A row is [prompt | answer 1 | ... | answer G]. Its mask is one number a key, the last query that
@@ -163,7 +163,7 @@ def make_step(c: Config, truths: list[tuple[str, str]], params: transformer.Para
     places = jax.tree.map(lambda x: x.sharding if x.ndim else everywhere, state)
 
     @functools.partial(jax.jit, donate_argnums=0, out_shardings=(places, everywhere, everywhere))
-    def step(state, questions: Questions, key: jax.Array):
+    def step(state, questions: QuestionBatch, key: jax.Array):
         params, moments = state
         answers = sample(c, params, questions, key)
         like = jax.ShapeDtypeStruct((c.groups, c.group_size), jnp.float32)
@@ -191,7 +191,7 @@ def main(_) -> None:
     state, step = make_step(c, truths, params)
     for i in range(flag_values.steps):  # the first step includes compilation
         start, key = time.monotonic(), jax.random.fold_in(jax.random.key(flag_values.seed), i)
-        batch = Questions(*(x[i * c.groups : (i + 1) * c.groups] for x in questions))
+        batch = QuestionBatch(*(x[i * c.groups : (i + 1) * c.groups] for x in questions))
         with jax.set_mesh(mesh):
             state, metrics, _ = step(state, jax.device_put(batch, meshes.by_rows(mesh)), key)
         numbers = jax.device_get(metrics) | {"seconds": time.monotonic() - start}

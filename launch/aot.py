@@ -115,7 +115,7 @@ def read_policy(config: Config, path: str = "", layers: int = 0) -> PolicyConfig
     return dataclasses.replace(policy, layers=layers or policy.layers, unused_ids=padding)
 
 
-class Programs:
+class RunPrograms:
     """The jitted programs of a run, with abstract sharded arguments instead of arrays.
 
     `mesh` may be abstract; `length` is P, at least 1. Training rows have the shape of `bucket`, by
@@ -439,7 +439,7 @@ def main(_) -> None:
     # These programs are large, and a later run would not hit them in the cache.
     jax.config.update("jax_enable_compilation_cache", False)
     mesh = make_mesh(config, topology)
-    programs = Programs(config, policy, mesh, length)
+    programs = RunPrograms(config, policy, mesh, length)
     where = {"topology": topology.name, "mesh": dict(mesh.shape), "layers": policy.layers}
     entry.setup_done()
     sys.exit(0 if report(programs.select(flags.FLAGS.phase), topology.hbm, where) else 1)

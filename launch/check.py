@@ -428,7 +428,7 @@ def _check_longest(layout: packing.PackingConfig, sampling: SamplerConfig, conte
         )
 
 
-def _plan(checked: Checked) -> plan.Plan:
+def _plan(checked: Checked) -> plan.MemoryPlan:
     """Plan memory (plan.py) for the largest micro-batch that the run may have."""
     config, layout = checked.config, checked.layout
     assert checked.policy and checked.topology and layout and checked.sampling
@@ -442,7 +442,7 @@ def _plan(checked: Checked) -> plan.Plan:
         answers = min(answers, bucket.length)
         bucket = shapes.bucket_for(bucket.length, answers, checked.context)
     length = config.sampler.max_prompt
-    return plan.Plan(config, checked.policy, checked.topology, length, bucket)
+    return plan.MemoryPlan(config, checked.policy, checked.topology, length, bucket)
 
 
 # Part of memory (plan.PARTS) -> field whose change makes it smaller, and the change. Used for the
@@ -458,7 +458,7 @@ _SMALLER = {
 }
 
 
-def _check_memory(memory: plan.Plan) -> None:
+def _check_memory(memory: plan.MemoryPlan) -> None:
     if memory.fits:
         return
     worst, topology = memory.worst, memory.topology

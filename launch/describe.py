@@ -39,7 +39,7 @@ class Checked:
     sampling: SamplerConfig | None = None
     layout: packing.PackingConfig | None = None
     policy: PolicyConfig | None = None  # with the config's changes
-    plan: plan.Plan | None = None  # for the largest micro-batches
+    plan: plan.MemoryPlan | None = None  # for the largest micro-batches
     workdir: epath.Path | None = None
     step: int | None = None  # of the checkpoint to resume; None means a fresh start
 

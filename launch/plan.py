@@ -56,7 +56,7 @@ class _Temporaries:
     Sizes are those on this chip; only `row_tokens` spans all context shards.
     """
 
-    def __init__(self, programs: aot.Programs, shape: tuple[int, ...]):
+    def __init__(self, programs: aot.RunPrograms, shape: tuple[int, ...]):
         c, mesh = programs.policy, programs.mesh
         rows, self.row_tokens = shape
         self.policy, self.itemsize = c, programs.learner.compute_dtype.itemsize
@@ -148,7 +148,7 @@ class _Temporaries:
         )
 
 
-def _temporaries(programs: aot.Programs, program: aot.Program) -> dict[str, int]:
+def _temporaries(programs: aot.RunPrograms, program: aot.Program) -> dict[str, int]:
     """Estimate the bytes of a program's temporaries, by PARTS."""
     if program.name == "apply":
         # The optimizer's two moments of each weight are copied from the host and back.
@@ -171,7 +171,7 @@ def _temporaries(programs: aot.Programs, program: aot.Program) -> dict[str, int]
     return parts | {"logits": max(0, head - gradients - backward)}
 
 
-def _arguments_and_resident(programs: aot.Programs, program: aot.Program) -> dict[str, int]:
+def _arguments_and_resident(programs: aot.RunPrograms, program: aot.Program) -> dict[str, int]:
     """Compute the exact bytes of a program's arguments and of resident memory, by PARTS."""
     count, state, arguments = aot.bytes_per_chip, programs.state, program.arguments
     masters = count(state.params)
@@ -194,7 +194,7 @@ def _arguments_and_resident(programs: aot.Programs, program: aot.Program) -> dic
     return parts | {"weights": weights}
 
 
-def needs(programs: aot.Programs) -> list[Need]:
+def needs(programs: aot.RunPrograms) -> list[Need]:
     """Memory that each program needs, in the order of aot.PROGRAMS."""
     program_needs = []
     for program in programs.select("all"):
@@ -208,10 +208,10 @@ def needs(programs: aot.Programs) -> list[Need]:
 # ------------------------------------------------------------------------------------------- Plan
 
 
-class Plan:
+class MemoryPlan:
     """Memory plan of a run on a slice: needs, largest batches that fit, and changes that help.
 
-    The arguments are those of aot.Programs, with the slice for the mesh. Raises ValueError if a
+    The arguments are those of aot.RunPrograms, with the slice for the mesh. Raises ValueError if a
     field is invalid or the mesh does not match the slice.
     """
 
@@ -227,7 +227,7 @@ class Plan:
         self.config, self.policy, self.topology = config, policy, topology
         self.length, self.bucket = length, bucket
         mesh: Any = topologies.abstract_mesh(topology, config.mesh)
-        self.programs = aot.Programs(config, policy, mesh, length, bucket)
+        self.programs = aot.RunPrograms(config, policy, mesh, length, bucket)
         entry.setup_done()
         self.needs = needs(self.programs)
         self.worst = max(self.needs, key=lambda need: need.total)
@@ -236,14 +236,14 @@ class Plan:
     def fits(self) -> bool:
         return self.worst.total <= self.topology.hbm
 
-    def changed(self, fields: Mapping[str, Any]) -> Plan:
+    def changed(self, fields: Mapping[str, Any]) -> MemoryPlan:
         """Return the plan with other values of config fields, given by dotted name."""
         config: Any = copy.deepcopy(self.config)  # keeps each field's type
         with config.unlocked():
             config.update_from_flattened_dict(fields)
         section = config.policy
         policy = dataclasses.replace(self.policy, remat=section.remat, ring=section.ring)
-        return Plan(config, policy, self.topology, self.length, self.bucket)
+        return MemoryPlan(config, policy, self.topology, self.length, self.bucket)
 
     def largest(self) -> dict[str, int]:
         """Largest values that fit of the fields that bound the batch: dotted name -> tokens."""
@@ -275,7 +275,7 @@ class Plan:
         answers = self.programs.group * shape.pages_of(sampler.longest_answer)
         return (shape.pages_of(self.length) + answers) * shape.page_size
 
-    def helpful(self) -> Iterator[tuple[str, Plan]]:
+    def helpful(self) -> Iterator[tuple[str, MemoryPlan]]:
         """Yield (flags, plan) of single changes that lower the largest program's memory."""
         for fields in self._options():
             try:
@@ -312,7 +312,7 @@ class Plan:
 # ----------------------------------------------------------------------------------------- Report
 
 
-def table(plan: Plan) -> str:
+def table(plan: MemoryPlan) -> str:
     """Format one line per program, in GiB per chip."""
     lines = ["".join([f"{'':12}", *(f"{name:>13}" for name in PARTS), f"{'total':>10}"])]
     for need in plan.needs:
@@ -322,7 +322,7 @@ def table(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def describe(plan: Plan) -> str:
+def describe(plan: MemoryPlan) -> str:
     """Format the whole report of a plan."""
     lines = [
         topologies.describe(plan.topology, plan.programs.mesh),
@@ -365,11 +365,11 @@ def main(_) -> None:
         step_time.check(config)
         sizes: dict[str, Any] = {name: flag_values[name].value for name in _WORKLOAD}
         work = step_time.workload(config, length, **sizes)
-        plan = Plan(config, policy, topology, length)
+        plan = MemoryPlan(config, policy, topology, length)
         print(step_time.describe(plan.programs, topology, work))
         print("Memory: " + ("all programs fit" if plan.fits else "too much (run without --time)"))
         return
-    plan = Plan(config, policy, topology, length)
+    plan = MemoryPlan(config, policy, topology, length)
     print(describe(plan))
     sys.exit(0 if plan.fits else 1)
 

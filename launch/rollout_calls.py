@@ -21,7 +21,7 @@ from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.runtime.config import check_least
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.sampler.requests import SampleRequest
-from spell_jax.sampler.scheduler import DecodeSequence, Scheduler, Shape, Tasks
+from spell_jax.sampler.scheduler import DecodeSequence, Scheduler, ShardShape, Tasks
 from spell_jax.sampler.session import NO_LIMIT, most_idle_passes
 
 # Tokens of the short texts, as in benchmarks/rollout.py: the template that all verifier prompts
@@ -59,7 +59,7 @@ class Workload:
 
 
 @dataclasses.dataclass
-class Asked:
+class AgentCounts:
     """Counts of one agent: what calls read and sample for it. A call for several is divided."""
 
     requests: int = 0
@@ -78,7 +78,7 @@ class Asked:
 Call = list[tuple[str, Any, int]]  # agent, prompt and group of the requests of one `ask`
 
 
-class Questions:
+class QuestionCoroutines:
     """The coroutines of a round's questions; like RolloutWorker's, each yields what it asks for."""
 
     def __init__(self, config: SpellConfig, work: Workload):
@@ -142,14 +142,14 @@ class Questions:
 
 
 def count(
-    config: SpellConfig, sampling: SamplerConfig, shape: Shape, shards: int, work: Workload
-) -> dict[str, Asked]:
+    config: SpellConfig, sampling: SamplerConfig, shape: ShardShape, shards: int, work: Workload
+) -> dict[str, AgentCounts]:
     """Count the calls of one round, by agent.
 
     `shape` and `shards` are the sampler's. ValueError if a request can never fit into the pool.
     """
-    questions, rng = Questions(config, work), np.random.default_rng(_SEED)
-    counts_by_agent: dict[str, Asked] = defaultdict(Asked)
+    questions, rng = QuestionCoroutines(config, work), np.random.default_rng(_SEED)
+    counts_by_agent: dict[str, AgentCounts] = defaultdict(AgentCounts)
     for stage in questions.stages():
         waiting = deque(
             (coroutine, next(coroutine, []))
@@ -182,11 +182,11 @@ class _Session:
     def __init__(
         self,
         sampling: SamplerConfig,
-        shape: Shape,
+        shape: ShardShape,
         shards: int,
         work: Workload,
         rng: np.random.Generator,
-        counts_by_agent: dict[str, Asked],
+        counts_by_agent: dict[str, AgentCounts],
     ):
         self._sampling, self._work, self._rng = sampling, work, rng
         self._counts_by_agent = counts_by_agent

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from launch import aot, rollout_calls, topologies
-from launch.rollout_calls import Asked, Workload
+from launch.rollout_calls import AgentCounts, Workload
 from launch.topologies import Peaks
-from launch.work import Programs, Work
+from launch.work import ProgramCounts, Work
 from spell_jax.algorithms import registry
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.learner import packing, trees
@@ -179,12 +179,12 @@ def workload(
     return Workload(prompt, tokens, verdict_tokens, **fields)
 
 
-def phases(programs: aot.Programs, topology: topologies.Topology, work: Workload) -> list[Phase]:
+def phases(programs: aot.RunPrograms, topology: topologies.Topology, work: Workload) -> list[Phase]:
     """Phases of a step on a slice or node, in the order of the table."""
     algorithm, chip = check(programs.config), machine(topology)
     itemsize, is_tpu = programs.learner.compute_dtype.itemsize, bool(topology.layout)
     dimensions = len(topology.shape)
-    counts = Programs(programs.policy, programs.mesh, itemsize, is_tpu, dimensions)
+    counts = ProgramCounts(programs.policy, programs.mesh, itemsize, is_tpu, dimensions)
     sampler = programs.sampler
     counts_by_agent = rollout_calls.count(
         algorithm, sampler.config, sampler.shape, sampler.shards, work
@@ -219,7 +219,7 @@ def phases(programs: aot.Programs, topology: topologies.Topology, work: Workload
     return step_phases
 
 
-def prefill_work(counts: Programs, agent_counts: Asked, call_tokens: int) -> Work:
+def prefill_work(counts: ProgramCounts, agent_counts: AgentCounts, call_tokens: int) -> Work:
     """Work of an agent's share of prefill calls, each of `call_tokens` tokens."""
     if not agent_counts.calls:
         return Work()
@@ -230,7 +230,7 @@ def prefill_work(counts: Programs, agent_counts: Asked, call_tokens: int) -> Wor
     return counts.prefill(call_tokens, pairs, keys).times(agent_counts.calls)
 
 
-def decode_work(counts: Programs, agent_counts: Asked, slots: int) -> Work:
+def decode_work(counts: ProgramCounts, agent_counts: AgentCounts, slots: int) -> Work:
     """Work of an agent's share of decode passes over all slots."""
     return counts.decode_pass(slots).times(agent_counts.passes) + counts.decode_keys(
         agent_counts.pairs, agent_counts.keys
@@ -238,7 +238,7 @@ def decode_work(counts: Programs, agent_counts: Asked, slots: int) -> Work:
 
 
 def micro_batches(
-    programs: aot.Programs, algorithm: SpellConfig, work: Workload
+    programs: aot.RunPrograms, algorithm: SpellConfig, work: Workload
 ) -> Counter[tuple[int, int, float]]:
     """Micro-batches of the step's update: (tokens, answer slots, mean pairs) -> number.
 
@@ -272,7 +272,7 @@ def training_groups(
     config: Config, algorithm: SpellConfig, work: Workload
 ) -> list[packing.TrainGroup]:
     """Dummy groups of the step's update, as many as its budgets allow and the rounds make."""
-    questions = rollout_calls.Questions(algorithm, work)
+    questions = rollout_calls.QuestionCoroutines(algorithm, work)
     items = algorithm.generation_batch * work.rounds
     answered = [item for item in range(items) if questions.is_answered(item)]
     groups = []
@@ -290,7 +290,7 @@ def training_groups(
     return groups
 
 
-def tree_pairs(groups: list[packing.TrainGroup], tree: trees.Tree) -> float:
+def tree_pairs(groups: list[packing.TrainGroup], tree: trees.GroupTree) -> float:
     """Pairs of tokens and the keys that they attend to; a token and itself are half a pair."""
     pairs = 0.0
     for index, shared in zip(tree.members, tree.shared, strict=True):
@@ -320,7 +320,7 @@ def table(step_phases: list[Phase]) -> str:
     return "\n".join([*lines, f"{'whole step':24}{total_seconds:10.2f}{1:10.1%}"])
 
 
-def describe(programs: aot.Programs, topology: topologies.Topology, work: Workload) -> str:
+def describe(programs: aot.RunPrograms, topology: topologies.Topology, work: Workload) -> str:
     """Format the table, the step in which all answers have their caps, and the assumptions."""
     caps = programs.config.sampler
     longest = {"tokens": caps.max_tokens, "verdict_tokens": caps.max_verdict_tokens}

@@ -1,6 +1,6 @@
 """Operations and bytes of the jitted programs, counted on shapes: the input of step_time.py.
 
-1. `Programs` of a policy on a mesh: one prefill call, one decode pass, one micro-batch of the
+1. `ProgramCounts` of a policy on a mesh: one prefill call, one decode pass, one micro-batch of the
    update, one application of its gradients. All numbers are those of one chip.
 2. Operations are those of matrix products, 2 per weight and token, with what the backward pass
    recomputes. tests/launch/test_work.py compares them with XLA's cost analysis.
@@ -55,7 +55,7 @@ class Work(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Programs:
+class ProgramCounts:
     """Counts of a policy's programs on a mesh.
 
     Attributes:

@@ -21,8 +21,8 @@ import pytest
 
 from spell_jax.evaluation import judge as judging
 from spell_jax.evaluation import runner
-from spell_jax.evaluation.answering import Sampling
-from spell_jax.evaluation.benchmarks.base import Benchmark, Item
+from spell_jax.evaluation.answering import EvaluationSampling
+from spell_jax.evaluation.benchmarks.base import Benchmark, BenchmarkItem
 from spell_jax.evaluation.judge import PolicyJudge
 from spell_jax.evaluation.policy_sampler import Policy
 from spell_jax.runtime import setup as start
@@ -47,7 +47,7 @@ def load(
     """Scores from noise: an answer's rule score is by its checksum."""
     prefix = {"plain": name, "sections": f"{name}!"}[answer_format]
     items = tuple(
-        Item(
+        BenchmarkItem(
             f"{name}-{i}",
             f"{prefix} " + "Rome has hills. " * (2 + 4 * i),
             f"how many {i}?",
@@ -101,7 +101,7 @@ def write_episodes(workdir: pathlib.Path, steps: Mapping[int, Sequence[Any]]) ->
 
 
 def config(policy: pathlib.Path, **changes: Any) -> runner.EvaluationConfig:
-    sampling = Sampling(SAMPLES, 1.0, 1.0)
+    sampling = EvaluationSampling(SAMPLES, 1.0, 1.0)
     common = {"benchmarks": ("number", "text"), "data": "nowhere", "max_input": LIMITS}
     fields = {"policy": str(policy), "sampling": sampling} | common | changes
     return runner.EvaluationConfig(**fields)

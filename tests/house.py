@@ -1,4 +1,4 @@
-"""House rules that a program can check: words, spelling, import order, lengths.
+"""House rules that a program can check: words, names, spelling, import order, lengths.
 
     python -m tests.house [--measure]
 
@@ -330,7 +330,7 @@ def names(source: Source) -> Iterator[Violation]:
 
 
 def pronouns(source: Source) -> Iterator[Violation]:
-    """Find variables, parameters and fields that a pronoun or a participle names."""
+    """Find variables, parameters, fields and functions that a pronoun or a participle names."""
     # Python passes the operand of an operator by position, and calls it `other` everywhere.
     operands = {
         argument
@@ -346,10 +346,27 @@ def pronouns(source: Source) -> Iterator[Violation]:
                 pass
             case ast.arg(arg=name) if node not in operands:
                 pass
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                pass
             case _:
                 continue
         if name.lstrip("_") in PRONOUNS and name not in allowed:
             yield Violation(source.path, node.lineno, "pronoun", f"{name!r}: say what it is")
+
+
+def unique_classes(sources: Sequence[Source]) -> Iterator[Violation]:
+    """Find classes outside the tests that have the name of a class of an earlier module."""
+    first_paths: dict[str, str] = {}
+    for source in sorted(sources, key=lambda source: source.path):
+        if source.path.startswith("tests/"):
+            continue
+        for node in source.nodes:
+            if not isinstance(node, ast.ClassDef):
+                continue
+            first_path = first_paths.setdefault(node.name, source.path)
+            if first_path != source.path:
+                text = f"{node.name!r} is a class of {first_path}, too: say what this one is"
+                yield Violation(source.path, node.lineno, "class", text)
 
 
 # ----------------------------------------------------------------------------------------- Imports
@@ -562,7 +579,7 @@ def check(sources: Sequence[Source], pages: Mapping[str, str]) -> list[Violation
     Returns:
       Violations in the order of files and lines.
     """
-    violations: list[Violation] = [*uphill(sources), *circular(sources)]
+    violations: list[Violation] = [*uphill(sources), *circular(sources), *unique_classes(sources)]
     for source in sources:
         violations += [*openings(source), *names(source), *pronouns(source)]
         violations += [*lengths(source), *code_readers(source)]

@@ -11,7 +11,7 @@ from tests.house import Source
 from tests.paths import ROOT
 
 
-def found(path: str, text: str) -> list[str]:
+def violation_texts(path: str, text: str) -> list[str]:
     """Violations of one file, each as "line: rule: text"."""
     return [
         str(violation).split(":", 1)[1] for violation in house.check([Source.parse(path, text)], {})
@@ -44,8 +44,8 @@ def test_docstring_opening_with_a_relative_word_is_reported(word):
 
 
 def test_other_docstring_openings_are_accepted():
-    assert not found("launch/a.py", '"""Whatever is here."""\n\nx = """What?"""\n')
-    assert not found("launch/a.py", 'def f():\n    """Offer of what."""\n')
+    assert not violation_texts("launch/a.py", '"""Whatever is here."""\n\nx = """What?"""\n')
+    assert not violation_texts("launch/a.py", 'def f():\n    """Offer of what."""\n')
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_phrases_in_docstrings_comments_and_markdown_are_reported(phrase):
 
 def test_phrases_inside_words_and_code_are_accepted():
     text = '"""Withdrawn, gamers, so manyfold."""\nx = "drawn behind so many games"\n'
-    assert not found("launch/a.py", text)
+    assert not violation_texts("launch/a.py", text)
 
 
 def test_allowed_quote_is_accepted_only_in_its_file(monkeypatch):
@@ -127,6 +127,12 @@ def test_old_names_are_reported(code):
         "class A:\n    kept: int",
         "try: pass\nexcept E as seen: pass",
         "def __add__(self, one): ...",
+        "def found(): ...",
+        "def _both(): ...",
+        "async def asked(): ...",
+        "class A:\n    def kept(self): ...",
+        "def f():\n    def told(): ...",
+        "@pytest.fixture\ndef chosen(): ...",
     ],
 )
 def test_names_by_pronouns_are_reported(code):
@@ -134,10 +140,31 @@ def test_names_by_pronouns_are_reported(code):
 
 
 def test_names_with_a_noun_and_operands_are_accepted():
-    assert not found("launch/a.py", "known_rows = 1\nf(found=1)\nx.made\nfounder = one.a\n")
-    assert not found("launch/a.py", "class A:\n    def __add__(self, other): ...\n")
-    assert not found("spell_jax/selfplay/selection.py", "def f(wanted): ...\n")
+    assert not violation_texts(
+        "launch/a.py", "known_rows = 1\nf(found=1)\nx.made\nfounder = one.a\n"
+    )
+    assert not violation_texts("launch/a.py", "def found_rows(): ...\nfound()\nclass Done: ...\n")
+    assert not violation_texts("launch/a.py", "class A:\n    def __add__(self, other): ...\n")
+    assert not violation_texts("spell_jax/selfplay/selection.py", "def f(wanted): ...\n")
     assert rules("spell_jax/selfplay/selection.py", "def f(kept): ...\n") == [(1, "pronoun")]
+
+
+def test_class_names_of_two_modules_are_reported_at_the_second():
+    nested = "x = 1\n\n\ndef f():\n    class Tree(Base): ...\n"
+    assert imported(spell_jax__data__b=nested, launch__a="class Tree: ...\n") == [
+        ("spell_jax/data/b.py", 5, "class")
+    ]
+    sources = {f"benchmarks__{name}": "class _Call: ...\n" for name in "cab"}
+    assert imported(**sources) == [(f"benchmarks/{name}.py", 1, "class") for name in "bc"]
+    sources = [Source.parse(path, "class Row: ...\n") for path in ("launch/b.py", "launch/a.py")]
+    (violation,) = house.unique_classes(sources)
+    assert violation.text == "'Row' is a class of launch/a.py, too: say what this one is"
+
+
+def test_class_names_of_one_module_and_of_tests_are_accepted():
+    twice = "if x:\n    class Row: ...\nelse:\n    class Row: ...\n"
+    tests = {f"tests__{name}": "class Row: ...\n" for name in "ab"}
+    assert not imported(launch__a=twice, launch__b="class Rows: ...\nRow = int\n", **tests)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +206,7 @@ def test_british_spelling_is_reported(name):
     ],
 )
 def test_other_names_are_accepted(name):
-    assert not found("launch/a.py", f"{name} = 1\n")
+    assert not violation_texts("launch/a.py", f"{name} = 1\n")
 
 
 def test_name_is_reported_once_also_in_tests():
@@ -270,10 +297,10 @@ def test_circles_are_components_with_several_nodes():
 )
 def test_readers_that_run_code_of_their_input_are_reported(text: str) -> None:
     for folder in ("spell_jax/runtime", "data_pipeline", "launch", "benchmarks"):
-        (violation,) = found(f"{folder}/a.py", text)
+        (violation,) = violation_texts(f"{folder}/a.py", text)
         line = text.count("\n") + 1
         assert violation.startswith(f"{line}: code: ") and "use JSON, safetensors" in violation
-    assert not found("tests/a.py", text)  # for attacks
+    assert not violation_texts("tests/a.py", text)  # for attacks
 
 
 def test_readers_that_run_no_code_are_accepted() -> None:
@@ -290,7 +317,7 @@ def f(model, text):
     np.load(text, allow_pickle=False)
     return json.loads(text)
 """
-    assert not found("launch/a.py", text)
+    assert not violation_texts("launch/a.py", text)
 
 
 # ----------------------------------------------------------------------------------------- Lengths
@@ -300,13 +327,13 @@ def test_long_functions_and_modules_are_reported():
     def function(lines: int) -> str:
         return "@decorator\ndef f():\n" + "    x = 1\n" * (lines - 1)
 
-    assert not found("launch/a.py", function(80))
+    assert not violation_texts("launch/a.py", function(80))
     assert rules("launch/a.py", function(81)) == [(2, "length")]
     method = "class A:\n" + "".join(f"    {line}\n" for line in function(81).splitlines())
     assert rules("launch/a.py", method) == [(3, "length")]
-    assert not found("launch/a.py", "x = 1\n" * 600)
+    assert not violation_texts("launch/a.py", "x = 1\n" * 600)
     assert rules("launch/a.py", "x = 1\n" * 601) == [(1, "length")]
-    assert not found("tests/a.py", "x = 1\n" * 601 + function(81))
+    assert not violation_texts("tests/a.py", "x = 1\n" * 601 + function(81))
 
 
 # -------------------------------------------------------------------------------------------- Tree

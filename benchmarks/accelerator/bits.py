@@ -25,7 +25,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from benchmarks.accelerator.processes import Command, make_folder
+from benchmarks.accelerator.processes import RunningCommand, make_folder
 from benchmarks.accelerator.section import Case, Numbers, Setting
 from spell_jax.runtime.metrics import read_metrics
 from spell_jax.runtime.paths import CHECKPOINTS_FOLDER
@@ -100,7 +100,7 @@ class _Runs:
         if anew:
             shutil.rmtree(folder, ignore_errors=True)
         flags = {"workdir": folder, **self._flags}
-        command = Command(self._setting, SECTION, name, "spell_jax.train", flags, variables)
+        command = RunningCommand(self._setting, SECTION, name, "spell_jax.train", flags, variables)
         return command.wait(_RUN_SECONDS, expected)
 
 

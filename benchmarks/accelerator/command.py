@@ -21,7 +21,7 @@ from typing import Annotated, Any, NamedTuple
 
 from benchmarks.accelerator import child
 from benchmarks.accelerator.results import FILE, NOT_RUN, START, Results
-from benchmarks.base import Benchmark
+from benchmarks.base import BenchmarkCommand
 
 _OUT = "runs/accelerator"
 
@@ -53,7 +53,7 @@ _FREE_BYTES = 2**30  # of the disk: compiled programs and logs
 
 
 @dataclasses.dataclass
-class Accelerator(Benchmark):
+class Accelerator(BenchmarkCommand):
     """Measures kernels, update, decode and whole steps on this machine's accelerator.
 
     Every section runs in its own process, in order of worth: peaks (products, copies, calls),

@@ -38,7 +38,7 @@ _GRAPHS = {"xla_gpu_enable_command_buffer": _GRAPH_KINDS}
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes:
+class DecodeSizes:
     """Prompts of P tokens with G answers of S tokens, and the sampler's page and call sizes."""
 
     prompts: int
@@ -56,9 +56,9 @@ class Sizes:
 
 def cases(setting: Setting) -> Sequence[Case]:
     if setting.tiny:
-        policy, sizes = shapes.TINY, [Sizes(2, 32, 2, 4, 16, 32, 2)]
+        policy, sizes = shapes.TINY, [DecodeSizes(2, 32, 2, 4, 16, 32, 2)]
     else:
-        policy, sizes = shapes.QWEN_15B, [Sizes(1), Sizes(8)]
+        policy, sizes = shapes.QWEN_15B, [DecodeSizes(1), DecodeSizes(8)]
     params = functools.cache(lambda: random_params(policy, "bfloat16", _one_device()))
     decode_cases = [
         _case(setting, policy, params, size, dtype)
@@ -74,7 +74,7 @@ def _case(
     setting: Setting,
     policy: PolicyConfig,
     params: Callable[[], Any],
-    sizes: Sizes,
+    sizes: DecodeSizes,
     dtype: str,
     graphs: bool = False,
 ) -> Case:
@@ -110,7 +110,7 @@ def _case(
     return Case(name, run, prepare=prepare)
 
 
-def _sampler(policy: PolicyConfig, sizes: Sizes, cache_dtype: str) -> Sampler:
+def _sampler(policy: PolicyConfig, sizes: DecodeSizes, cache_dtype: str) -> Sampler:
     """Make a sampler in which no slot ever waits for a page; no token ends an answer."""
     pages = sizes.prompts * -(-sizes.prompt // sizes.page)
     pages += sizes.samples * -(-sizes.response // sizes.page)
@@ -174,7 +174,7 @@ def _with_options(program: Any, options: dict[str, Any]) -> Any:
 
 
 def _measure(
-    setting: Setting, sizes: Sizes, ask: Callable[[int, int], _Asked], read: float
+    setting: Setting, sizes: DecodeSizes, ask: Callable[[int, int], _Asked], read: float
 ) -> Numbers:
     """Time whole prompts and answers, in whose decode passes `read` bytes must be read."""
     ask(1, sizes.prompt)
@@ -199,7 +199,7 @@ def _measure(
     return numbers | trace.profile(lambda: ask(2 * sizes.decode, sizes.prompt), setting.out)
 
 
-def _bytes_read(params: Any, policy: PolicyConfig, sizes: Sizes, itemsize: int) -> float:
+def _bytes_read(params: Any, policy: PolicyConfig, sizes: DecodeSizes, itemsize: int) -> float:
     """Bytes that all decode passes must read: weights, keys and values of prompts and answers."""
     weights = sum(x.nbytes for x in jax.tree.leaves(params))
     if not policy.tied_embeddings:

@@ -18,7 +18,7 @@ MEMORY_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 _POLL_SECONDS = 0.2
 
 
-class Command:
+class RunningCommand:
     """A running `python -m spell_jax.MODULE`; its output goes to OUT/logs/SECTION_NAME.log.
 
     Attributes:

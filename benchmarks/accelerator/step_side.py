@@ -43,7 +43,7 @@ def _import_trl() -> Measurement:
 
     trl: Any = importlib.import_module("trl")  # type checkers do not know its exports
     assert datasets and torch and trl.GRPOTrainer  # imported on access
-    return lambda options: dataclasses.asdict(train(contract.Options(**options)))
+    return lambda options: dataclasses.asdict(train(contract.SideOptions(**options)))
 
 
 def _import_generate() -> Measurement:
@@ -51,10 +51,10 @@ def _import_generate() -> Measurement:
     import transformers
 
     assert torch and transformers.AutoModelForCausalLM  # imported on access
-    return lambda options: _generate(contract.Options(**options))
+    return lambda options: _generate(contract.SideOptions(**options))
 
 
-def _generate(options: contract.Options) -> dict[str, Any]:
+def _generate(options: contract.SideOptions) -> dict[str, Any]:
     """Time G answers to each prompt by transformers' `generate`, which repeats prompts G times."""
     import torch
 

@@ -32,7 +32,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.accelerator.processes import MEMORY_SHARE, PREALLOCATE, Command, make_folder
+from benchmarks.accelerator.processes import MEMORY_SHARE, PREALLOCATE, RunningCommand, make_folder
 from benchmarks.accelerator.section import FAULT, Case, Numbers, Setting
 from spell_jax.reporting.tables import EVALUATION_FILE
 from spell_jax.runtime import preemption
@@ -207,7 +207,9 @@ class _Training:
             flags["config.data.validation"] = self._source.validation
         flags["config.policy.folder"] = policy
         before = len(self._lines())
-        command = Command(self._setting, SECTION, "arm", "spell_jax.train", flags, _ALL_MEMORY)
+        command = RunningCommand(
+            self._setting, SECTION, "arm", "spell_jax.train", flags, _ALL_MEMORY
+        )
         status = command.wait_or_stop(
             self._end - _SAVE_SECONDS - _END_SECONDS,
             self._end - _END_SECONDS,
@@ -256,7 +258,7 @@ class _Training:
     def _run(
         self, name: str, module: str, flags: Mapping[str, Any], variables: Mapping[str, str]
     ) -> float:
-        command = Command(self._setting, SECTION, name, module, flags, variables)
+        command = RunningCommand(self._setting, SECTION, name, module, flags, variables)
         return command.wait(self._end - _END_SECONDS - time.monotonic())
 
 

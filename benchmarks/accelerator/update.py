@@ -37,7 +37,7 @@ _ASSUMED_GIB = 75  # of a device that does not tell its memory
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes:
+class UpdateSizes:
     """Tokens of a tree: K questions about the same documents, G answers to each."""
 
     prompt: int = 16_384
@@ -60,16 +60,22 @@ class Sizes:
 
 def cases(setting: Setting) -> Sequence[Case]:
     if setting.tiny:
-        sizes = Sizes(32, 4, 2, 2, 4)
+        sizes = UpdateSizes(32, 4, 2, 2, 4)
         return [_case(setting, "tiny", shapes.TINY, sizes, layout) for layout in ("tree", "none")]
     models = {"0.5b": shapes.QWEN_05B, "1.5b": shapes.QWEN_15B, "7b": shapes.QWEN_7B}
-    shared = [_case(setting, name, policy, Sizes(), "tree") for name, policy in models.items()]
+    shared = [
+        _case(setting, name, policy, UpdateSizes(), "tree") for name, policy in models.items()
+    ]
     # Repeated rows of 7B would take a minute.
-    repeated = [_case(setting, name, models[name], Sizes(), "none") for name in ("0.5b", "1.5b")]
+    repeated = [
+        _case(setting, name, models[name], UpdateSizes(), "none") for name in ("0.5b", "1.5b")
+    ]
     return [*shared, *repeated]
 
 
-def _case(setting: Setting, name: str, policy: PolicyConfig, sizes: Sizes, layout: str) -> Case:
+def _case(
+    setting: Setting, name: str, policy: PolicyConfig, sizes: UpdateSizes, layout: str
+) -> Case:
     """Make the case of a policy and a layout, a value of packing.shared_prefix."""
     policy = dataclasses.replace(policy, remat="block")
     programs = functools.cache(functools.partial(_programs, policy, sizes, layout))
@@ -81,7 +87,7 @@ def _case(setting: Setting, name: str, policy: PolicyConfig, sizes: Sizes, layou
     )
 
 
-def _programs(policy: PolicyConfig, sizes: Sizes, layout: str) -> aot.Programs:
+def _programs(policy: PolicyConfig, sizes: UpdateSizes, layout: str) -> aot.RunPrograms:
     """Make the run's programs; of a policy that does not fit, with as many layers as do."""
     mesh = meshes.make_mesh(devices=jax.devices()[:1])
     bucket = sizes.tree if layout == "tree" else sizes.row
@@ -95,13 +101,13 @@ def _programs(policy: PolicyConfig, sizes: Sizes, layout: str) -> aot.Programs:
     limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", _ASSUMED_GIB * GIB)
     for layers in range(policy.layers, 0, -1):
         smaller = dataclasses.replace(policy, layers=layers)
-        programs = aot.Programs(config, smaller, mesh, sizes.prompt, bucket)
+        programs = aot.RunPrograms(config, smaller, mesh, sizes.prompt, bucket)
         if _planned(programs) <= _PLANNED_SHARE * limit:
             return programs
     raise ValueError(f"not one layer fits into {limit / GIB:.0f} GiB, says launch.plan")
 
 
-def _planned(programs: aot.Programs) -> int:
+def _planned(programs: aot.RunPrograms) -> int:
     """Bytes that launch.plan predicts for the programs of an update."""
     needs = [need for need in plan.needs(programs) if need.program in ("accumulate", "apply")]
     return max(need.total for need in needs)
@@ -113,7 +119,7 @@ def _compile(programs) -> None:
         program.lower().compile()
 
 
-def _measure(setting: Setting, name: str, programs, sizes: Sizes, layout: str) -> Numbers:
+def _measure(setting: Setting, name: str, programs, sizes: UpdateSizes, layout: str) -> Numbers:
     learner, policy = programs().learner, programs().policy
     before = _peak_bytes()
     state = learner.init(jax.random.key(0))
@@ -189,7 +195,7 @@ def _peak_bytes() -> int:
     return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
 
 
-def _random_groups(policy: PolicyConfig, sizes: Sizes) -> list[packing.TrainGroup]:
+def _random_groups(policy: PolicyConfig, sizes: UpdateSizes) -> list[packing.TrainGroup]:
     """Make groups with the same documents, whose questions differ from their first token on."""
     rng = np.random.default_rng(0)
 

@@ -5,8 +5,8 @@
 1. PYTHON is the interpreter of the peer's own environment, so a side imports the peer, numpy and
    what the peer brings along, nothing of spell_jax. It needs no network: weights are random and
    made in place, prompts are random words, rewards are random numbers.
-2. JSON has the options of contract.Options. The last line of the output is JSON too, the fields of
-   contract.Numbers. Whatever else the libraries print comes before it.
+2. JSON has the options of contract.SideOptions. The last line of the output is JSON too, the fields
+   of contract.Numbers. Whatever else the libraries print comes before it.
 3. A step samples G answers of S tokens to each prompt, at temperature 1. No token ends an answer.
    Then comes one AdamW step, with the gradient of all answers. The lists of seconds begin with the
    first step, in which programs are compiled.

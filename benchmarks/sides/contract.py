@@ -14,7 +14,7 @@ from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class SideOptions:
     """Options of a side.
 
     Attributes:
@@ -168,7 +168,7 @@ def versions(*packages: str) -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in packages}
 
 
-def main(train: Callable[[Options], Numbers]) -> None:
+def main(train: Callable[[SideOptions], Numbers]) -> None:
     """Play a side with the options of the command line and print its numbers."""
-    numbers = train(Options(**json.loads(sys.argv[1])))
+    numbers = train(SideOptions(**json.loads(sys.argv[1])))
     print(json.dumps(dataclasses.asdict(numbers)))

@@ -26,7 +26,7 @@ _AGAIN = (
 )
 
 
-def train(options: contract.Options) -> contract.Numbers:
+def train(options: contract.SideOptions) -> contract.Numbers:
     """Time the steps of EasyDeL."""
     import datasets
     import jax
@@ -104,7 +104,7 @@ def train(options: contract.Options) -> contract.Numbers:
     )
 
 
-def make_model(options: contract.Options) -> Any:
+def make_model(options: contract.SideOptions) -> Any:
     """Make EasyDeL's Qwen2 of a config.json with random weights."""
     import jax.numpy as jnp
     import transformers
@@ -137,7 +137,7 @@ def make_model(options: contract.Options) -> Any:
     return model
 
 
-def _settings(options: contract.Options, out: str) -> dict[str, Any]:
+def _settings(options: contract.SideOptions, out: str) -> dict[str, Any]:
     """Fields of GRPOConfig."""
     return {
         "save_directory": out,

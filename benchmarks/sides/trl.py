@@ -29,7 +29,7 @@ def make_model(policy: str, dtype: str, gpu: bool) -> Any:
         return transformers.AutoModelForCausalLM.from_config(config, **kinds)
 
 
-def train(options: contract.Options) -> contract.Numbers:
+def train(options: contract.SideOptions) -> contract.Numbers:
     """Time the steps of TRL."""
     import datasets
     import pyarrow
@@ -83,7 +83,7 @@ def train(options: contract.Options) -> contract.Numbers:
     )
 
 
-def _settings(options: contract.Options, out: str) -> dict[str, Any]:
+def _settings(options: contract.SideOptions, out: str) -> dict[str, Any]:
     """Fields of GRPOConfig."""
     batch = options.batch or options.micro * options.group
     return {

@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.sides import contract
 
 
-def train(options: contract.Options) -> contract.Numbers:
+def train(options: contract.SideOptions) -> contract.Numbers:
     """Time the steps of Tunix."""
     import jax
     import optax
@@ -85,7 +85,7 @@ def train(options: contract.Options) -> contract.Numbers:
     )
 
 
-def make_model(options: contract.Options) -> Any:
+def make_model(options: contract.SideOptions) -> Any:
     """Make Tunix's Qwen2 of a config.json with random weights.
 
     Matrices are sampled again with the standard deviation .02. Tunix expects trained weights: with

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from etils import epath
 
 from launch.experiments import registry
-from launch.experiments.experiment import BENCHMARKS, DATA, MODELS, Experiment, Row, join
+from launch.experiments.experiment import BENCHMARKS, DATA, MODELS, Experiment, TableRow, join
 from spell_jax.runtime import entry
 
 WORKDIR = "runs/experiments"
@@ -73,7 +73,7 @@ def _markdown(cells: Sequence[str]) -> str:
 # ---------------------------------------------------------------------------------------- Overview
 
 
-def needs(row: Row, kind: str) -> Iterator[str]:
+def needs(row: TableRow, kind: str) -> Iterator[str]:
     """Yield the names below the folder `kind` of `inputs` that a row's commands read."""
     paths = list(row.run.inputs.values()) if row.run else []
     for evaluation in row.evaluations:

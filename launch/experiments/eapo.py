@@ -9,12 +9,12 @@ from launch.experiments.experiment import (
     DATA,
     MODELS,
     Column,
-    Evaluation,
+    EvaluationCommand,
     Experiment,
+    PaperRun,
     Right,
-    Row,
-    Run,
     Score,
+    TableRow,
     first_and_last,
     numbers,
 )
@@ -47,22 +47,22 @@ _BENCHMARKS = {
 # -------------------------------------------------------------------------------------------- Runs
 
 
-def _run(variant: str, policy: str = _THINKING, **fields: str) -> Run:
+def _run(variant: str, policy: str = _THINKING, **fields: str) -> PaperRun:
     inputs = {
         "policy.folder": f"{MODELS}/{policy}",
         "reward_model.folder": f"{MODELS}/{_THINKING}",
         "data.questions": f"{DATA}/long_questions.jsonl",
     }
     changes = {f"algorithm.{field}": value for field, value in fields.items()}
-    return Run(f"{variant}-{policy.lower()}", _CONFIGS[policy], inputs, changes, "v5p-16")
+    return PaperRun(f"{variant}-{policy.lower()}", _CONFIGS[policy], inputs, changes, "v5p-16")
 
 
-def _grpo(policy: str = _THINKING) -> Run:
+def _grpo(policy: str = _THINKING) -> PaperRun:
     """GRPO by outcome alone; the reward model's scores are only logged."""
     return _run("grpo", policy, reward_model="logged")
 
 
-def _weighted(evidence: str, outcome: str) -> Run:
+def _weighted(evidence: str, outcome: str) -> PaperRun:
     return _run(f"eapo-beta-{evidence}", evidence_weight=evidence, outcome_weight=outcome)
 
 
@@ -70,16 +70,16 @@ def _weighted(evidence: str, outcome: str) -> Run:
 
 
 def _evaluation(
-    name: str, policy: str, run: Run | None, benchmarks: str, *flags: str
-) -> Evaluation:
+    name: str, policy: str, run: PaperRun | None, benchmarks: str, *flags: str
+) -> EvaluationCommand:
     whose = "--workdir={folder}" if run else f"--policy={{inputs}}/{MODELS}/{policy}"
     benchmark_flags = (f"--data={{inputs}}/{BENCHMARKS}", f"--benchmarks={benchmarks}")
-    return Evaluation(
+    return EvaluationCommand(
         name, (whose, *benchmark_flags, f"--out={{folder}}/{name}", "--dtype=bfloat16", *flags)
     )
 
 
-def _long(policy: str, run: Run | None) -> Evaluation:
+def _long(policy: str, run: PaperRun | None) -> EvaluationCommand:
     yarn = ("--rope_scaling=yarn", "--rope_factor=4") if policy == _14B and not run else ()
     limits = (f"--max_input={_MAX_INPUT}", "--max_tokens=8192")
     benchmarks = ",".join(_BENCHMARKS.values())
@@ -124,14 +124,16 @@ _OURS = {
 }
 
 
-def _row(name: str, text: str, run: Run | None, policy: str = _THINKING) -> Row:
-    return Row(name, numbers(text), run, policy, (_long(policy, run),))
+def _row(name: str, text: str, run: PaperRun | None, policy: str = _THINKING) -> TableRow:
+    return TableRow(name, numbers(text), run, policy, (_long(policy, run),))
 
 
-def _main_rows() -> tuple[Row, ...]:
-    rows = [Row(name, numbers(text), reason="a closed model") for name, text in _CLOSED.items()]
+def _main_rows() -> tuple[TableRow, ...]:
+    rows = [
+        TableRow(name, numbers(text), reason="a closed model") for name, text in _CLOSED.items()
+    ]
     oss = "39.6 55.5 64.0 80.0 87.5 45.7 46.1 63.0 60.2"
-    rows.append(Row("GPT-OSS-120B", numbers(oss), reason="its family is not supported"))
+    rows.append(TableRow("GPT-OSS-120B", numbers(oss), reason="its family is not supported"))
     qwenlong = "40.5 56.7 64.5 77.5 84.5 49.0 52.9 37.0 57.8"
     rows.append(_row("QwenLong-32B", qwenlong, None, "QwenLong-L1-32B"))
     for policy, (name, *texts) in _OURS.items():
@@ -144,7 +146,7 @@ def _main_rows() -> tuple[Row, ...]:
 # --------------------------------------------------------------------------------- Tree of evidence
 
 
-def _tree(name: str, text: str, evidence_by: str, reasoning_by: str, *flags: str) -> Row:
+def _tree(name: str, text: str, evidence_by: str, reasoning_by: str, *flags: str) -> TableRow:
     folder = "tree-" + name.lower().replace(" + ", "-").replace(" ", "-")
     tree_flags = (
         f"--policy={{inputs}}/{MODELS}/{_30B}",
@@ -158,14 +160,14 @@ def _tree(name: str, text: str, evidence_by: str, reasoning_by: str, *flags: str
         "--dtype=bfloat16",
         *flags,
     )
-    evaluation = Evaluation("tree.jsonl", tree_flags, "spell_jax.generate")
-    return Row(name, numbers(text), folder=folder, evaluations=(evaluation,))
+    evaluation = EvaluationCommand("tree.jsonl", tree_flags, "spell_jax.generate")
+    return TableRow(name, numbers(text), folder=folder, evaluations=(evaluation,))
 
 
-def _direct() -> Row:
+def _direct() -> TableRow:
     limits = (f"--max_input={_MAX_INPUT}", "--max_tokens=8192")
     evaluation = _evaluation("musique", _30B, None, "musique", *limits, *_JUDGE)
-    return Row("Direct Reasoning", (None, None), folder=_30B, evaluations=(evaluation,))
+    return TableRow("Direct Reasoning", (None, None), folder=_30B, evaluations=(evaluation,))
 
 
 _RERANKED = ("reranker", "none", f"--reranker={{inputs}}/{MODELS}/Qwen3-Reranker-8B")
@@ -185,7 +187,7 @@ _TREES = (
         "--judge_model=gpt-oss-120b",
     ),
     _tree("EAR + oracle", "- -", "oracle", "none"),
-    Row("Evidence-Grounded", numbers("63.0 -"), reason="evidence of a closed model"),
+    TableRow("Evidence-Grounded", numbers("63.0 -"), reason="evidence of a closed model"),
 )
 _DIVERSITY = {
     "EAR + LLM-E": "24.0 76.0",
@@ -212,20 +214,22 @@ _VARIANTS = {
 _DEMO = "[algorithms.md](algorithms.md#eapo)"
 
 
-def _variants(width: int, texts: Mapping[str, str], evaluate: bool = False) -> tuple[Row, ...]:
+def _variants(width: int, texts: Mapping[str, str], evaluate: bool = False) -> tuple[TableRow, ...]:
     """Rows of Figures 5 to 7, of `width` columns; `texts` has the paper's numbers of some rows."""
     rows = []
     for name, run in _VARIANTS.items():
         paper = numbers(texts.get(name, "- " * width))
-        rows.append(Row(name, paper, run, evaluations=(_long(_THINKING, run),) if evaluate else ()))
+        rows.append(
+            TableRow(name, paper, run, evaluations=(_long(_THINKING, run),) if evaluate else ())
+        )
     return tuple(rows)
 
 
-def _needle(name: str, text: str, run: Run | None) -> Row:
+def _needle(name: str, text: str, run: PaperRun | None) -> TableRow:
     evaluation = _evaluation(
         "needle", _THINKING, run, "needle", "--max_input=131072", "--max_tokens=8192"
     )
-    return Row(name, numbers(text), run, _THINKING, (evaluation,))
+    return TableRow(name, numbers(text), run, _THINKING, (evaluation,))
 
 
 _FIGURES = (
@@ -293,8 +297,8 @@ _FIGURES = (
         "Errors on LongBench v2",
         (Column("evidence errors"), Column("reasoning errors")),
         (
-            Row("GRPO", numbers("17.7 20.7"), reason="errors were classified by reading them"),
-            Row("EAPO", numbers("13.5 15.4"), reason="errors were classified by reading them"),
+            TableRow("GRPO", numbers("17.7 20.7"), reason="errors were classified by reading them"),
+            TableRow("EAPO", numbers("13.5 15.4"), reason="errors were classified by reading them"),
         ),
         paper="Evidence errors 17.7, with EAPO 13.5; reasoning errors 20.7, 15.4",
         note="No command: answers are classified by reading them. `samples.jsonl` of Table 1's "
@@ -329,7 +333,7 @@ EXPERIMENTS = (
         "Diversity of reasonings",
         (Column("Semantically Diverse"), Column("Semantically Consistent")),
         tuple(
-            Row(name, numbers(text), reason="no command compares reasonings")
+            TableRow(name, numbers(text), reason="no command compares reasonings")
             for name, text in _DIVERSITY.items()
         ),
         paper="Consistent: 76.0 with LLM-E, 96.5 with LLM-R, 95.5 with both",

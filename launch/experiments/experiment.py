@@ -1,7 +1,7 @@
 """Experiments of the papers as data: rows to train and evaluate, columns, the paper's numbers.
 
-1. An experiment is a table or a figure. Its rows are trained policies (`Run`), other policies that
-   are only evaluated, or rows that cannot be run here, with the reason.
+1. An experiment is a table or a figure. Its rows are trained policies (`PaperRun`), other policies
+   that are only evaluated, or rows that cannot be run here, with the reason.
 2. All files are below two folders: models and data below `inputs`, and a folder for each row, the
    workdir of its run, below the experiment's workdir. A run of several experiments has the same
    folder in all, so it is trained once.
@@ -25,7 +25,7 @@ MODELS, DATA, BENCHMARKS = "models", "data", "benchmarks"  # folders below `inpu
 STEPS = 10  # first or last steps of a run that a curve's number averages
 
 
-class Run(NamedTuple):
+class PaperRun(NamedTuple):
     """A training run.
 
     Attributes:
@@ -49,7 +49,7 @@ class Run(NamedTuple):
         return [f"--config={self.config}", f"--workdir={join(workdir, self.name)}", *changes]
 
 
-class Evaluation(NamedTuple):
+class EvaluationCommand(NamedTuple):
     """A command that measures a row.
 
     Attributes:
@@ -63,7 +63,7 @@ class Evaluation(NamedTuple):
     module: str = "spell_jax.evaluate"
 
 
-class Row(NamedTuple):
+class TableRow(NamedTuple):
     """A row of a table, or a curve of a figure.
 
     Attributes:
@@ -77,9 +77,9 @@ class Row(NamedTuple):
 
     name: str
     paper: tuple[float | None, ...]
-    run: Run | None = None
+    run: PaperRun | None = None
     folder: str = ""
-    evaluations: tuple[Evaluation, ...] = ()
+    evaluations: tuple[EvaluationCommand, ...] = ()
     reason: str = ""
 
     @property
@@ -87,7 +87,7 @@ class Row(NamedTuple):
         return self.run.name if self.run else self.folder
 
 
-class Source(Protocol):
+class NumberSource(Protocol):
     """A number in the files of a row's folder."""
 
     def read(self, folder: epath.Path) -> float | None: ...
@@ -97,7 +97,7 @@ class Column(NamedTuple):
     """A column of a table; without a source nothing measures it yet."""
 
     title: str
-    source: Source | None = None
+    source: NumberSource | None = None
 
 
 class Experiment(NamedTuple):
@@ -117,14 +117,14 @@ class Experiment(NamedTuple):
     name: str
     title: str
     columns: tuple[Column, ...] = ()
-    rows: tuple[Row, ...] = ()
+    rows: tuple[TableRow, ...] = ()
     curves: tuple[str, ...] = ()
     paper: str = ""
     tiny: str = ""
     note: str = ""
 
     @property
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[PaperRun]:
         """Runs of all rows, each once."""
         return list({row.run.name: row.run for row in self.rows if row.run}.values())
 
@@ -175,7 +175,7 @@ class Score(NamedTuple):
 class Mean(NamedTuple):
     """The mean of several numbers, None if one of them is missing."""
 
-    sources: tuple[Source, ...]
+    sources: tuple[NumberSource, ...]
 
     def read(self, folder: epath.Path) -> float | None:
         values = [source.read(folder) for source in self.sources]
@@ -183,7 +183,7 @@ class Mean(NamedTuple):
         return statistics.fmean(present_values) if len(present_values) == len(values) else None
 
 
-class Curve(NamedTuple):
+class MetricMean(NamedTuple):
     """The mean of a run's metric over its first or last steps with that metric.
 
     Attributes:
@@ -222,6 +222,6 @@ class Right(NamedTuple):
 def first_and_last(title: str, metric: str, scale: float = 1.0) -> tuple[Column, Column]:
     """Columns with the metric at the beginning and at the end of a run."""
     return (
-        Column(f"{title}, first", Curve(metric, False, scale)),
-        Column(f"{title}, last", Curve(metric, True, scale)),
+        Column(f"{title}, first", MetricMean(metric, False, scale)),
+        Column(f"{title}, last", MetricMean(metric, True, scale)),
     )

@@ -9,12 +9,12 @@ from launch.experiments.experiment import (
     DATA,
     MODELS,
     Column,
-    Evaluation,
+    EvaluationCommand,
     Experiment,
     Mean,
-    Row,
-    Run,
+    PaperRun,
     Score,
+    TableRow,
     first_and_last,
     numbers,
 )
@@ -29,16 +29,18 @@ _BATCH = 128  # documents of a step
 
 def _run(
     name: str, model: str, fields: Mapping[str, str] | None = None, data: str = "longest"
-) -> Run:
+) -> PaperRun:
     inputs = {
         "policy.folder": f"{MODELS}/{reconstruction.MODELS[model].folder}",
         "data.source": f"{DATA}/{data}_documents.jsonl",
     }
     config = f"configs/reconstruction.py:{model}"
-    return Run(f"reconstruction-{name}-{model}", config, inputs, fields or {}, _TOPOLOGIES[model])
+    return PaperRun(
+        f"reconstruction-{name}-{model}", config, inputs, fields or {}, _TOPOLOGIES[model]
+    )
 
 
-def _ours(model: str) -> Run:
+def _ours(model: str) -> PaperRun:
     return _run("dense", model)
 
 
@@ -63,16 +65,18 @@ _LONGEST = max(_LENGTHS.values())
 
 
 def _evaluation(
-    name: str, model: str, run: Run | None, data: str, benchmarks: str, limits: str
-) -> Evaluation:
+    name: str, model: str, run: PaperRun | None, data: str, benchmarks: str, limits: str
+) -> EvaluationCommand:
     folder = f"{{inputs}}/{MODELS}/{reconstruction.MODELS[model].folder}"
     policy = "--workdir={folder}" if run else f"--policy={folder}"
     benchmark_flags = (f"--data={{inputs}}/{BENCHMARKS}{data}", f"--benchmarks={benchmarks}")
     out = (f"--out={{folder}}/{name}", f"--max_input={limits}", "--dtype=bfloat16")
-    return Evaluation(name, (policy, *benchmark_flags, *out, "--samples=1", "--temperature=0"))
+    return EvaluationCommand(
+        name, (policy, *benchmark_flags, *out, "--samples=1", "--temperature=0")
+    )
 
 
-def _evaluations(model: str, run: Run | None) -> tuple[Evaluation, ...]:
+def _evaluations(model: str, run: PaperRun | None) -> tuple[EvaluationCommand, ...]:
     """RULER, in a command for each source of questions, and LongBench v2."""
     tasks = ",".join(f"ruler_{task}_{n}" for task in _GENERATED for n in _LENGTHS.values())
     qa_tasks = ",".join(f"ruler_qa_{n}" for n in _LENGTHS.values())
@@ -102,17 +106,19 @@ _BY_LIMIT = {
 _LONGBENCH = Column("LongBench v2", Mean(tuple(_BY_LIMIT.values())))
 
 
-def _row(name: str, text: str, model: str, run: Run | None) -> Row:
+def _row(name: str, text: str, model: str, run: PaperRun | None) -> TableRow:
     folder = reconstruction.MODELS[model].folder
     label = f"{_NAMES[model]}, {name}"
-    return Row(label, numbers(text), run, folder, _evaluations(model, run))
+    return TableRow(label, numbers(text), run, folder, _evaluations(model, run))
 
 
 _BASE = {"qwen": "68.86", "llama": "58.76"}
 _AFTER = {"qwen": "72.20", "llama": "67.12"}
 
 
-def _rows(other_runs: Mapping[str, tuple[Run, str]], model: str, ours: str = "ours") -> list[Row]:
+def _rows(
+    other_runs: Mapping[str, tuple[PaperRun, str]], model: str, ours: str = "ours"
+) -> list[TableRow]:
     """Rows of a model with one column, RULER: before, other runs and their numbers, ours."""
     return [
         _row("base", _BASE[model], model, None),
@@ -151,7 +157,7 @@ _SIZES = (2000, 4000, 8000)
 _DEMO = "[algorithms.md](algorithms.md#document-reconstruction)"
 
 
-def _before_after(texts: Mapping[str, tuple[str, str]]) -> tuple[Row, ...]:
+def _before_after(texts: Mapping[str, tuple[str, str]]) -> tuple[TableRow, ...]:
     rows = []
     for model, (before, after) in texts.items():
         rows += [_row("base", before, model, None), _row("ours", after, model, _ours(model))]
@@ -159,13 +165,13 @@ def _before_after(texts: Mapping[str, tuple[str, str]]) -> tuple[Row, ...]:
 
 
 def _compare(
-    make: Callable[[str], Mapping[str, tuple[Run, str]]], ours: str = "ours"
-) -> tuple[Row, ...]:
+    make: Callable[[str], Mapping[str, tuple[PaperRun, str]]], ours: str = "ours"
+) -> tuple[TableRow, ...]:
     """Rows of both models; `make` maps a model to name -> (run, number)."""
     return tuple(row for model in _NAMES for row in _rows(make(model), model, ours))
 
 
-def _fixed(model: str) -> dict[str, tuple[Run, str]]:
+def _fixed(model: str) -> dict[str, tuple[PaperRun, str]]:
     """Runs with one number of options."""
     rows = {}
     for k, text in _TABLE_2[model].items():
@@ -174,26 +180,26 @@ def _fixed(model: str) -> dict[str, tuple[Run, str]]:
     return rows
 
 
-def _shuffled(model: str) -> dict[str, tuple[Run, str]]:
+def _shuffled(model: str) -> dict[str, tuple[PaperRun, str]]:
     run = _run("shuffled", model, {"algorithm.curriculum": "False"})
     return {"shuffled": (run, _SHUFFLED[model])}
 
 
-def _sparse(model: str) -> dict[str, tuple[Run, str]]:
+def _sparse(model: str) -> dict[str, tuple[PaperRun, str]]:
     return {"sparse": (_run("sparse", model, {"algorithm.reward": "sparse"}), "-")}
 
 
-def _mixture(model: str) -> dict[str, tuple[Run, str]]:
+def _mixture(model: str) -> dict[str, tuple[PaperRun, str]]:
     run = _run("mixture-1222", model, {"algorithm.option_weights": "(1,2,2,2)"})
     return {"1:2:2:2": (run, "-")}
 
 
-def _selected(model: str) -> dict[str, tuple[Run, str]]:
+def _selected(model: str) -> dict[str, tuple[PaperRun, str]]:
     kinds = ("shortest", "random")
     return {kind: (_run(kind, model, data=kind), "-") for kind in kinds}
 
 
-def _scaled(model: str) -> dict[str, tuple[Run, str]]:
+def _scaled(model: str) -> dict[str, tuple[PaperRun, str]]:
     return {f"{n:,}": (_run(f"{n}-documents", model, _subset(n)), "-") for n in _SIZES}
 
 
@@ -300,7 +306,7 @@ EXPERIMENTS = (
         "reconstruction-figure-8",
         "Validation during training",
         _VALIDATION,
-        (Row("Qwen, ours", (None,) * len(_VALIDATION), _ours("qwen")),),
+        (TableRow("Qwen, ours", (None,) * len(_VALIDATION), _ours("qwen")),),
         curves=("eval/permutation", "eval/dense_reward", "eval/sparse_reward"),
         paper="all three rise smoothly, the dense reward earlier",
         tiny=f"dense reward .55 before, .79 after; sparse .42, .69 ({_DEMO})",

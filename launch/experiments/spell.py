@@ -13,12 +13,12 @@ from launch.experiments.experiment import (
     DATA,
     MODELS,
     Column,
-    Curve,
-    Evaluation,
+    EvaluationCommand,
     Experiment,
-    Row,
-    Run,
+    MetricMean,
+    PaperRun,
     Score,
+    TableRow,
     first_and_last,
     numbers,
 )
@@ -40,12 +40,12 @@ _SPLIT = ("r1-distill-llama-8b", "r1-distill-qwen-14b", "qwen3-30b-a3b-thinking"
 # -------------------------------------------------------------------------------------------- Runs
 
 
-def _run(name: str, config: str, model: str, data: Mapping[str, str], **fields: str) -> Run:
+def _run(name: str, config: str, model: str, data: Mapping[str, str], **fields: str) -> PaperRun:
     inputs = {"policy.folder": f"{MODELS}/{paper.MODELS[model].folder}", **data}
     changes = {field.replace("__", "."): value for field, value in fields.items()}
     if model in _SPLIT:
         changes["mesh.context"] = "2"
-    return Run(name, config, inputs, changes, _TOPOLOGIES.get(model, "v5p-8"))
+    return PaperRun(name, config, inputs, changes, _TOPOLOGIES.get(model, "v5p-8"))
 
 
 _CLUSTERS = {"data.source": f"{DATA}/clusters"}
@@ -53,21 +53,21 @@ _QUESTIONS = {"data.questions": f"{DATA}/questions/questions.jsonl"}
 _7B = "qwen2.5-7b-instruct"
 
 
-def _spell(model: str) -> Run:
+def _spell(model: str) -> PaperRun:
     return _run(f"spell-{model}", f"configs/paper.py:{model}", model, _CLUSTERS)
 
 
-def _rlvr(model: str) -> Run:
+def _rlvr(model: str) -> PaperRun:
     return _run(f"rlvr-{model}", f"configs/rlvr.py:{model}", model, _QUESTIONS)
 
 
-def _ablation(name: str, **fields: str) -> Run:
+def _ablation(name: str, **fields: str) -> PaperRun:
     """SPELL on Qwen2.5-7B-Instruct with other fields of its algorithm."""
     changes = {f"algorithm__{field}": value for field, value in fields.items()}
     return _run(f"spell-{name}", f"configs/paper.py:{_7B}", _7B, _CLUSTERS, **changes)
 
 
-def _baseline(name: str) -> Run:
+def _baseline(name: str) -> PaperRun:
     return _run(f"{name}-{_7B}", f"configs/{name}.py", _7B, _QUESTIONS)
 
 
@@ -83,15 +83,15 @@ _HELMET = (
 
 
 def _evaluation(
-    name: str, model: str, run: Run | None, max_input: int, benchmarks: str, *flags: str
-) -> Evaluation:
+    name: str, model: str, run: PaperRun | None, max_input: int, benchmarks: str, *flags: str
+) -> EvaluationCommand:
     policy = "--workdir={folder}" if run else f"--policy={{inputs}}/{MODELS}/{_folder(model)}"
     row = paper.MODELS.get(model)
     longer = (f"--max_tokens={row.max_tokens}",) if row and row.max_tokens > 4096 else ()
     benchmark_flags = (f"--data={{inputs}}/{BENCHMARKS}", f"--benchmarks={benchmarks}")
     out = f"--out={{folder}}/{name}"
     limit = f"--max_input={max_input}"
-    return Evaluation(
+    return EvaluationCommand(
         name, (policy, *benchmark_flags, out, limit, "--dtype=bfloat16", *longer, *flags)
     )
 
@@ -100,11 +100,11 @@ def _folder(model: str) -> str:
     return paper.MODELS[model].folder if model in paper.MODELS else model
 
 
-def _long_16k(model: str, run: Run | None) -> Evaluation:
+def _long_16k(model: str, run: PaperRun | None) -> EvaluationCommand:
     return _evaluation("long_16k", model, run, 16_384, _LONG, *JUDGE)
 
 
-def _long_100k(model: str, run: Run | None) -> Evaluation:
+def _long_100k(model: str, run: PaperRun | None) -> EvaluationCommand:
     factor = paper.MODELS[model].yarn
     yarn = ("--rope_scaling=yarn", f"--rope_factor={factor:g}") if factor > 1 else ()
     return _evaluation("long_100k", model, run, 100_000, _LONG, *JUDGE, *yarn)
@@ -122,9 +122,9 @@ def _columns(evaluation: str, max_input: int, end: str = "") -> tuple[Column, ..
 _AT_16K = _columns("long_16k", 16_384)
 
 
-def _row(name: str, text: str, run: Run | None, model: str = _7B) -> Row:
+def _row(name: str, text: str, run: PaperRun | None, model: str = _7B) -> TableRow:
     """A row of a table of scores at 16K tokens; the start of a run without a run."""
-    return Row(name, numbers(text), run, _folder(model), (_long_16k(model, run),))
+    return TableRow(name, numbers(text), run, _folder(model), (_long_16k(model, run),))
 
 
 # --------------------------------------------------------------------------------- Tables 1, 7, 8
@@ -241,8 +241,8 @@ _TABLE_8 = {
 
 def _models_rows(
     table: Mapping[str, Sequence[str]],
-    evaluations: Sequence[Callable[[str, Run | None], Evaluation]],
-) -> tuple[Row, ...]:
+    evaluations: Sequence[Callable[[str, PaperRun | None], EvaluationCommand]],
+) -> tuple[TableRow, ...]:
     """Rows of models: before, with RLVR if the table has three texts, and with SPELL."""
     rows = []
     for model, texts in table.items():
@@ -252,15 +252,15 @@ def _models_rows(
         for (suffix, run), text in zip(runs.items(), texts, strict=True):
             name = f"{_TABLE_1[model][0]} {suffix}".strip()
             row_evaluations = tuple(make(model, run) for make in evaluations)
-            rows.append(Row(name, numbers(text), run, _folder(model), row_evaluations))
+            rows.append(TableRow(name, numbers(text), run, _folder(model), row_evaluations))
     return tuple(rows)
 
 
-def _short(model: str, run: Run | None) -> Evaluation:
+def _short(model: str, run: PaperRun | None) -> EvaluationCommand:
     return _evaluation("short", model, run, 16_384, ",".join(_SHORT))
 
 
-def _retrieval(model: str, run: Run | None) -> Evaluation:
+def _retrieval(model: str, run: PaperRun | None) -> EvaluationCommand:
     return _evaluation("retrieval", model, run, 16_384, f"{','.join(_RETRIEVAL)},{_HELMET}")
 
 
@@ -444,7 +444,7 @@ _ABLATIONS = (
 _30B = "qwen3-30b-a3b-thinking"
 
 
-def _difficulty(name: str, run: Run) -> Row:
+def _difficulty(name: str, run: PaperRun) -> TableRow:
     """A curve of Figure 4: an external responder answers the questions of a run."""
     flags = (
         f"--policy={{inputs}}/{MODELS}/{RESPONDER}",
@@ -455,14 +455,14 @@ def _difficulty(name: str, run: Run) -> Row:
         "--dtype=bfloat16",
         *JUDGE,
     )
-    return Row(name, (None,), run, evaluations=(Evaluation("difficulty", flags),))
+    return TableRow(name, (None,), run, evaluations=(EvaluationCommand("difficulty", flags),))
 
 
-def _scaling(name: str, run: Run | None, text: str) -> Row:
-    return Row(name, numbers(text), run, _folder(_30B), (_long_100k(_30B, run),))
+def _scaling(name: str, run: PaperRun | None, text: str) -> TableRow:
+    return TableRow(name, numbers(text), run, _folder(_30B), (_long_100k(_30B, run),))
 
 
-def _curves(row: Row, columns: tuple[Column, ...]) -> Row:
+def _curves(row: TableRow, columns: tuple[Column, ...]) -> TableRow:
     return row._replace(paper=(None,) * len(columns))
 
 
@@ -473,11 +473,11 @@ _MAPPINGS = (
 )
 _TIMES = (
     *(
-        Column(f"{role}, s", Curve(f"time/seconds/{role}"))
+        Column(f"{role}, s", MetricMean(f"time/seconds/{role}"))
         for role in ("questioner", "responder", "verifier")
     ),
-    Column("update, s", Curve("time/seconds/update")),
-    Column("step, min", Curve("time/step_seconds", scale=1 / 60)),
+    Column("update, s", MetricMean("time/seconds/update")),
+    Column("step, min", MetricMean("time/step_seconds", scale=1 / 60)),
 )
 _DYNAMICS = tuple(
     column
@@ -504,7 +504,7 @@ _FIGURES = (
             _scaling("Qwen3-30B-A3B-Thinking", None, "63.6 - - 66.9"),
             _scaling("+ RLVR", _rlvr(_30B), "64.5 - - 68.1"),
             _scaling("+ SPELL", _spell(_30B), "65.9 - - 74.5"),
-            Row("gemini-2.5-pro", numbers("- - - -"), reason="a closed model"),
+            TableRow("gemini-2.5-pro", numbers("- - - -"), reason="a closed model"),
         ),
         paper="pass@8: 66.9 before, 68.1 with RLVR, 74.5 with SPELL",
         note="pass@1 is the average of Table 1; pass@2 and pass@4 are not in the text.",

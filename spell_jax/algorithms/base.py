@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from spell_jax.data.clusters import Cluster, Source
+from spell_jax.data.clusters import Cluster, ClusterSource
 from spell_jax.data.questions import Question
 from spell_jax.data.stream import TaskStream
 from spell_jax.learner.packing import TrainGroup
@@ -40,9 +40,9 @@ class AlgorithmContext:
     prompt_cap: int  # most tokens of the text of a prompt
     seed: int
     steps: int  # updates of the run
-    clusters: Callable[[], Source]  # opens the training clusters
-    held_out: Callable[[], Source]  # opens the clusters that training never reads
-    deal: Callable[[Source], TaskStream]  # deals clusters by the run's tasks, weights and seed
+    clusters: Callable[[], ClusterSource]  # opens the training clusters
+    held_out: Callable[[], ClusterSource]  # opens the clusters that training never reads
+    deal: Callable[[ClusterSource], TaskStream]  # deals by the run's tasks, weights and seed
     questions: Callable[[], tuple[Question, ...]]  # reads config.data.questions
     judge: JudgeFunction | None = None  # external judge if algorithm.rule has one
     # Token ids of a prompt for the teacher of loss.distillation_weight; None without a teacher.
@@ -114,7 +114,7 @@ def _if_known(rows: Sequence[np.ndarray | None]) -> list[np.ndarray] | None:
     return known_rows if len(known_rows) == len(rows) else None
 
 
-class _Call(Protocol[Answer]):
+class _ModelCall(Protocol[Answer]):
     def __call__(
         self,
         role: str,
@@ -146,10 +146,10 @@ class Replies(list[Reply | None]):
 # `replies = await ask(role, prompts, group)` in a coroutine. The await yields a PendingCall to the
 # RolloutWorker (algorithms/rollout.py), which submits one request per prompt to the sampler's
 # session (sampler/session.py, Session.submit), where it joins those of all other coroutines.
-Ask = _Call[Awaitable[Replies]]
+Ask = _ModelCall[Awaitable[Replies]]
 
 
-class Models(_Call[Replies], Protocol):
+class Models(_ModelCall[Replies], Protocol):
     """The models of an algorithm. Called like an Ask, without await, it blocks until answered."""
 
     def run_all(

@@ -24,7 +24,7 @@ from spell_jax.attention.masks import MASKED
 from spell_jax.attention.pages import Pages, by_kv_head, by_token, loaded
 
 
-class Sizes(NamedTuple):
+class StepLimits(NamedTuple):
     """Limits on the work done in one step of `attend_in_steps`.
 
     If a row has at least an eighth of `scores` per page, a step takes M / `rows` of all M rows:
@@ -48,8 +48,8 @@ class Sizes(NamedTuple):
 # 3.0 s one page at a time and 2.1 s four at a time (2 CPU cores, 8 layers, width 512).
 # 64 keys at once of tables of 192 and prompts of 48 take .10 instead of .30 ms (16 prompts of 8
 # queries of the tiny policy).
-ON_CPU = Sizes(2**15, 256, 64, 2**19, 8, 512)
-ON_ACCELERATORS = Sizes(2**24, 2048, 2048, 2**30, 1, 512)
+ON_CPU = StepLimits(2**15, 256, 64, 2**19, 8, 512)
+ON_ACCELERATORS = StepLimits(2**24, 2048, 2048, 2**30, 1, 512)
 UNSEEN = MASKED  # log-sum-exp of a query that sees no key: weight 0 in a merge
 
 
@@ -95,7 +95,7 @@ def attend(
 
 
 def attend_in_steps(
-    q, pages: Pages, layer, table, num_visible, share, sizes: Sizes
+    q, pages: Pages, layer, table, num_visible, share, sizes: StepLimits
 ) -> tuple[jax.Array, jax.Array]:
     """Compute `attend` in plain XLA, in steps limited by `sizes`."""
     rows, time, heads, size = q.shape

@@ -198,7 +198,7 @@ def _units(q: jax.Array, num_visible: jax.Array, kv_heads: int, size: int) -> li
     return [q.reshape(-1, *q.shape[2:]), num_visible.reshape(-1, size)]
 
 
-def _whole(x: jax.Array, *head_axes: int) -> pl.BlockSpec:
+def _whole_array_spec(x: jax.Array, *head_axes: int) -> pl.BlockSpec:
     """Block spec of a whole array, except that `head_axes` hold only the program's key head."""
     axes = range(x.ndim)
     shape = tuple(None if n in head_axes else x.shape[n] for n in axes)
@@ -227,9 +227,9 @@ def _run_jobs(
         grid=(count, kv_heads),
         in_specs=[
             pl.BlockSpec((None, 4), lambda e, h: (e, 0)),
-            *[_whole(x) for x in indices[1:]],
-            _whole(queries, 1),
-            *[_whole(x, 2) for x in pools],
+            *[_whole_array_spec(x) for x in indices[1:]],
+            _whole_array_spec(queries, 1),
+            *[_whole_array_spec(x, 2) for x in pools],
         ],
         out_specs=[
             pl.BlockSpec((None, None, together, padded), lambda e, h: (e, h, 0, 0)),

@@ -22,8 +22,8 @@ import jax
 
 from spell_jax.data.clusters import (
     Cluster,
+    ClusterSource,
     CountTokens,
-    Source,
     cut_document,
     in_memory,
     read_clusters,
@@ -45,7 +45,7 @@ def is_built(path: str | Path) -> bool:
 
 def open_source(
     source: str | Path, *, count_tokens: CountTokens, max_document_tokens: int, **options: Any
-) -> Source:
+) -> ClusterSource:
     """Open the clusters of a built folder, a folder of texts or a JSONL file.
 
     Each may be named by a URL. Clusters of a built folder are read on demand; their documents are
@@ -66,7 +66,7 @@ def open_source(
     def read(ids: Sequence[str]) -> list[Cluster]:
         return [_cut(cluster, count_tokens, max_document_tokens) for cluster in built.read(ids)]
 
-    return Source(built.tasks, read)
+    return ClusterSource(built.tasks, read)
 
 
 def _cut(cluster: Cluster, count_tokens: CountTokens, limit: int) -> Cluster:
@@ -173,7 +173,7 @@ def _open_records(folder: Path) -> Any:
         ) from error
 
 
-def share_reading(source: Source) -> Source:
+def share_reading(source: ClusterSource) -> ClusterSource:
     """Wrap a source so that each cluster is read by one host and sent to the others.
 
     All hosts must request the same ids at the same time. An error on one is a RuntimeError on all.

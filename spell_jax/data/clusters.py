@@ -67,24 +67,24 @@ class Cluster:
 
 
 @dataclass(frozen=True)
-class Source:
+class ClusterSource:
     """Clusters whose texts may stay in storage until they are needed."""
 
     tasks: Mapping[str, tuple[str, ...] | None]  # id -> tasks as in Cluster, one entry per cluster
     # Function from ids, which may repeat, to their clusters in the same order.
     read: Callable[[Sequence[str]], list[Cluster]]
 
-    def only(self, ids: Sequence[str]) -> "Source":
+    def only(self, ids: Sequence[str]) -> "ClusterSource":
         return replace(self, tasks={name: self.tasks[name] for name in ids})
 
 
-def in_memory(clusters: Sequence[Cluster]) -> Source:
+def in_memory(clusters: Sequence[Cluster]) -> ClusterSource:
     """Make a source of clusters that are in memory; ValueError if two have the same id."""
     by_id = {cluster.id: cluster for cluster in clusters}
     if len(by_id) != len(clusters):
         raise ValueError("clusters: ids must be unique")
     tasks = {name: cluster.tasks for name, cluster in by_id.items()}
-    return Source(tasks, lambda ids: [by_id[name] for name in ids])
+    return ClusterSource(tasks, lambda ids: [by_id[name] for name in ids])
 
 
 @dataclass
@@ -186,7 +186,7 @@ def split_held_out(ids: Sequence[str], share: float) -> tuple[list[str], list[st
     return [n for n in ids if n not in held_out_ids], [n for n in ids if n in held_out_ids]
 
 
-def select(source: Source, selection: str, max_clusters: int, seed: int) -> Source:
+def select(source: ClusterSource, selection: str, max_clusters: int, seed: int) -> ClusterSource:
     """Keep at most `max_clusters` clusters: the longest or shortest by characters, or random ones.
 
     `selection` is one of SELECTIONS. A `max_clusters` of 0 keeps all. Lengths are read only if

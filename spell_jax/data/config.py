@@ -167,7 +167,7 @@ class DataConfig:
 
 def open_clusters(
     data: DataConfig, seed: int, count_tokens: Callable[[str], int], prompt_cap: int = 0
-) -> tuple[clusters.Source, clusters.Source]:
+) -> tuple[clusters.ClusterSource, clusters.ClusterSource]:
     """The clusters to train on and the held-out ones. Hosts share the reading of a built source.
 
     With a `prompt_cap`, in tokens, warns if the documents of some clusters are longer together.
@@ -198,7 +198,7 @@ _SAMPLED = 12  # clusters whose tokens are counted at the start
 
 
 def _warn_of_misfit(
-    source: clusters.Source, count_tokens: Callable[[str], int], prompt_cap: int
+    source: clusters.ClusterSource, count_tokens: Callable[[str], int], prompt_cap: int
 ) -> None:
     """Warns if some of _SAMPLED clusters have documents that cannot be in one prompt together."""
     names = sorted(source.tasks)

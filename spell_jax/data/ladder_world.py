@@ -35,7 +35,7 @@ _STREAM = 7  # separates the random stream of clusters from those of algorithms 
 
 
 @dataclasses.dataclass(frozen=True)
-class Question:
+class LadderQuestion:
     """A question with the lines that lead to its answer, in the order of the walk."""
 
     text: str
@@ -97,7 +97,7 @@ def sample_cue(rng: np.random.Generator, question: str, fixed: int) -> str:
     return fits[rng.integers(len(fits))]
 
 
-def walk(question: str, documents: Sequence[str]) -> Question | None:
+def walk(question: str, documents: Sequence[str]) -> LadderQuestion | None:
     """Return the question with its evidence and its true answer.
 
     None if it is not in the grammar or the documents do not answer it.
@@ -112,7 +112,7 @@ def walk(question: str, documents: Sequence[str]) -> Question | None:
         line = (value, *(facts[value, every] for every in RELATIONS))
         evidence.append(" ".join([relation, *line]))
         value = facts[value, relation]
-    return Question(question, tuple(evidence), value)
+    return LadderQuestion(question, tuple(evidence), value)
 
 
 def oracle(question: str, documents: Sequence[str]) -> str | None:
@@ -121,7 +121,9 @@ def oracle(question: str, documents: Sequence[str]) -> str | None:
     return None if walked is None else walked.answer
 
 
-def sample_question(rng: np.random.Generator, documents: Sequence[str], depth: int) -> Question:
+def sample_question(
+    rng: np.random.Generator, documents: Sequence[str], depth: int
+) -> LadderQuestion:
     """Sample a question of the given depth, at least 1, that the documents answer."""
     names = sorted({name for name, _ in read_facts(documents)})
     relations = [RELATIONS[rng.integers(len(RELATIONS))]]
@@ -131,7 +133,7 @@ def sample_question(rng: np.random.Generator, documents: Sequence[str], depth: i
     return question
 
 
-def shorten(rng: np.random.Generator, question: str, documents: Sequence[str]) -> Question:
+def shorten(rng: np.random.Generator, question: str, documents: Sequence[str]) -> LadderQuestion:
     """Sample a question of one hop less that a question of depth 2 or more continues.
 
     In one of three cases it asks for the city of the same person instead.

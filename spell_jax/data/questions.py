@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from spell_jax.data.clusters import TASKS, Cluster, Source, in_memory
+from spell_jax.data.clusters import TASKS, Cluster, ClusterSource, in_memory
 from spell_jax.runtime import remote
 from spell_jax.runtime.jsonl import require_records
 
@@ -103,7 +103,7 @@ def _parse_question(record: Any) -> Question:
     return question
 
 
-def as_clusters(questions: Sequence[Question]) -> tuple[Source, Mapping[str, Question]]:
+def as_clusters(questions: Sequence[Question]) -> tuple[ClusterSource, Mapping[str, Question]]:
     """Wrap each question in a cluster of its task; returns (source, cluster id -> question)."""
     by_id = {f"question {index}": question for index, question in enumerate(questions)}
     clusters = [Cluster(name, q.documents, (q.task,)) for name, q in by_id.items()]

@@ -22,7 +22,7 @@ from spell_jax.runtime.jsonl import LINE_COST, LONGEST_LINE, bounded_lines
 _TEXTS, _COMPRESSIONS = (".jsonl", ".json", ".csv"), ("", ".gz", ".zst")
 
 
-class Kind(NamedTuple):
+class FileKind(NamedTuple):
     """Format and compression of a file, as suffixes; the compression may be empty."""
 
     format: str
@@ -30,8 +30,8 @@ class Kind(NamedTuple):
 
 
 # Suffix of a name -> kind of the file. Parquet files are compressed inside.
-KINDS = {".parquet": Kind(".parquet")}
-KINDS |= {text + packed: Kind(text, packed) for text in _TEXTS for packed in _COMPRESSIONS}
+KINDS = {".parquet": FileKind(".parquet")}
+KINDS |= {text + packed: FileKind(text, packed) for text in _TEXTS for packed in _COMPRESSIONS}
 
 # Limits, because a small compressed file can hold any amount of text: bytes of an unpacked file,
 # and characters of a JSON value that is no list, or of an element of a list.
@@ -45,12 +45,14 @@ _CHUNK_ELEMENTS, _BATCH_ELEMENTS = 1 << 28, 1 << 24
 _SEPARATOR = re.compile(r"[ \t\n\r]*([,\]])[ \t\n\r]*")
 
 
-def kind_of(name: str) -> Kind | None:
+def kind_of(name: str) -> FileKind | None:
     """Kind of a file by its name, in any case; None if its suffix is not one of `KINDS`."""
     return next((kind for end, kind in KINDS.items() if name.lower().endswith(end)), None)
 
 
-def read(file: BinaryIO, kind: Kind, delimiter: str = ",", largest: int = LARGEST) -> Iterator[Any]:
+def read(
+    file: BinaryIO, kind: FileKind, delimiter: str = ",", largest: int = LARGEST
+) -> Iterator[Any]:
     """Iterate over the rows of an open file, in order.
 
     A .json file may hold a list of rows, one row, or JSON lines in spite of its name. A list is

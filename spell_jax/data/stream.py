@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from spell_jax.data.clusters import Cluster, Source
+from spell_jax.data.clusters import Cluster, ClusterSource
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class TaskStream:
 
     def __init__(
         self,
-        source: Source,
+        source: ClusterSource,
         tasks: Sequence[str],
         weights: Sequence[float],
         seed: int,

@@ -58,7 +58,7 @@ Facts = dict[tuple[str, str], str]
 
 
 @dataclasses.dataclass(frozen=True)
-class Question:
+class TinyWorldQuestion:
     """A question of the world's grammar with its evidence and its true answer."""
 
     kind: str  # one of KINDS
@@ -113,7 +113,9 @@ def line_of(facts: Facts, name: str) -> str:
     return " ".join([name, *(facts[name, attribute] for attribute in ATTRIBUTES)])
 
 
-def sample_question(rng: np.random.Generator, documents: Sequence[str], kind: str) -> Question:
+def sample_question(
+    rng: np.random.Generator, documents: Sequence[str], kind: str
+) -> TinyWorldQuestion:
     """Sample a question of the given kind that the documents answer.
 
     A choice asks for a friend: a small model learns to match names first, which is all that is
@@ -126,7 +128,9 @@ def sample_question(rng: np.random.Generator, documents: Sequence[str], kind: st
     if kind == "math":
         return _sample_sum_question(rng, facts, names)
     if kind == "choice":
-        return Question(kind, f"friend of {name}", (line_of(facts, name),), facts[name, "friend"])
+        return TinyWorldQuestion(
+            kind, f"friend of {name}", (line_of(facts, name),), facts[name, "friend"]
+        )
     with_friend = [person for person in names if (facts[person, "friend"], "city") in facts]
     two_hop = kind == "two_hop" and with_friend
     if two_hop:
@@ -136,12 +140,14 @@ def sample_question(rng: np.random.Generator, documents: Sequence[str], kind: st
         friend = facts[name, "friend"]
         evidence = (line_of(facts, name), line_of(facts, friend))
         text = f"{attribute} of friend of {name}"
-        return Question(kind, text, evidence, facts[friend, attribute])
+        return TinyWorldQuestion(kind, text, evidence, facts[friend, attribute])
     value = facts[name, attribute]
-    return Question("lookup", f"{attribute} of {name}", (line_of(facts, name),), value)
+    return TinyWorldQuestion("lookup", f"{attribute} of {name}", (line_of(facts, name),), value)
 
 
-def _sample_sum_question(rng: np.random.Generator, facts: Facts, names: list[str]) -> Question:
+def _sample_sum_question(
+    rng: np.random.Generator, facts: Facts, names: list[str]
+) -> TinyWorldQuestion:
     people = rng.choice(names, size=2, replace=len(names) < 2)  # distinct: two documents to find
     a, b = ((str(name), ("sales", "costs")[rng.integers(2)]) for name in people)
     word = SUMS[rng.integers(len(SUMS))]
@@ -150,7 +156,9 @@ def _sample_sum_question(rng: np.random.Generator, facts: Facts, names: list[str
         word = "plus"  # the parser rejects questions with the answer zero
     text = f"{a[1]} of {a[0]} {word} {b[1]} of {b[0]}"
     lines = dict.fromkeys((line_of(facts, a[0]), line_of(facts, b[0])))
-    return Question("math", text, (*lines, _write_sum(x, word, y)), str(add_up(x, word, y)))
+    return TinyWorldQuestion(
+        "math", text, (*lines, _write_sum(x, word, y)), str(add_up(x, word, y))
+    )
 
 
 def add_up(x: int, word: str, y: int) -> int:

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from spell_jax.evaluation import protocol
-from spell_jax.evaluation.benchmarks.base import Benchmark, Item
+from spell_jax.evaluation.benchmarks.base import Benchmark, BenchmarkItem
 from spell_jax.evaluation.policy_sampler import Policy
 from spell_jax.runtime.config import check_least
 from spell_jax.runtime.jsonl import read_records, write_records
@@ -37,7 +37,7 @@ QuestionKey = tuple[int, str, str]  # values of KEY_FIELDS
 
 
 @dataclasses.dataclass(frozen=True)
-class Sampling:
+class EvaluationSampling:
     """Sampling options of an evaluation; raises ValueError if a value is out of range."""
 
     samples: int = 8  # answers per question, G
@@ -56,11 +56,11 @@ class Sampling:
 
 
 @dataclasses.dataclass(frozen=True)
-class Question:
+class TokenizedQuestion:
     """A benchmark question as tokens."""
 
     benchmark: Benchmark
-    item: Item
+    item: BenchmarkItem
     ids: np.ndarray  # prompt in the chat layout, int32 [P], truncated to the largest limit
     length: int  # prompt tokens before truncation
     thought: str = ""  # start of a thought that the chat layout writes (Tokenizer.open_thought)
@@ -74,7 +74,9 @@ class Question:
         return limit, self.benchmark.name, self.item.id
 
 
-def tokenize(policy: Policy, benchmarks: Sequence[Benchmark], longest: int) -> list[Question]:
+def tokenize(
+    policy: Policy, benchmarks: Sequence[Benchmark], longest: int
+) -> list[TokenizedQuestion]:
     """Tokenize all questions; truncate each prompt to `longest` tokens, as some have millions.
 
     A prompt that the chat layout rejects is a ValueError that names the benchmark and the question.
@@ -88,11 +90,13 @@ def tokenize(policy: Policy, benchmarks: Sequence[Benchmark], longest: int) -> l
             except ValueError as error:
                 raise ValueError(f"{benchmark.name}: {item.id}: {error}") from error
             shortened = protocol.truncate(ids, longest)
-            questions.append(Question(benchmark, item, shortened, len(ids), thought))
+            questions.append(TokenizedQuestion(benchmark, item, shortened, len(ids), thought))
     return questions
 
 
-def check_context(sampling: Sampling, policy: Policy, questions: Sequence[Question]) -> None:
+def check_context(
+    sampling: EvaluationSampling, policy: Policy, questions: Sequence[TokenizedQuestion]
+) -> None:
     """Raise ValueError, before any sampling, if a prompt and answer may exceed the context."""
     longest = max(len(question.ids) for question in questions)
     cap = max(sampling.options(question.benchmark).max_tokens for question in questions)
@@ -108,9 +112,9 @@ def fingerprint(benchmark: Benchmark) -> str:
 
 
 def sample_answers(
-    sampling: Sampling,
+    sampling: EvaluationSampling,
     policy: Policy,
-    questions: Sequence[Question],
+    questions: Sequence[TokenizedQuestion],
     limit: int,
     answered_keys: Set[QuestionKey],
 ) -> Iterator[tuple[QuestionKey, list[Row]]]:
@@ -178,7 +182,7 @@ def _parse_row(row: Any) -> tuple[QuestionKey, Row]:
     return (row["max_input"], row["benchmark"], row["id"]), row
 
 
-def score(answered: Sequence[tuple[Question, Row]]) -> None:
+def score(answered: Sequence[tuple[TokenizedQuestion, Row]]) -> None:
     """Add the extracted prediction, the rule score and the breakdown fields to the rows."""
     for question, row in answered:
         benchmark, item = question.benchmark, question.item
@@ -190,7 +194,7 @@ def score(answered: Sequence[tuple[Question, Row]]) -> None:
             row["by"] = {name: item.fields[name] for name in benchmark.by}
 
 
-def ask_judge(answered: Sequence[tuple[Question, Row]], judge: Judge | None) -> None:
+def ask_judge(answered: Sequence[tuple[TokenizedQuestion, Row]], judge: Judge | None) -> None:
     """Ask the judge about answers with a rule score below 1, and add its verdicts to their rows.
 
     All processes must call it; only process 0 has rows. The judge sees the first reference, as in

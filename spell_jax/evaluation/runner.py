@@ -17,7 +17,7 @@ import jax
 from absl import app
 
 from spell_jax.evaluation import answering, figures, protocol
-from spell_jax.evaluation.answering import QuestionKey, Row, Sampling
+from spell_jax.evaluation.answering import EvaluationSampling, QuestionKey, Row
 from spell_jax.evaluation.benchmarks import registry
 from spell_jax.evaluation.benchmarks.base import Benchmark
 from spell_jax.evaluation.policy_sampler import SIZES, Policy
@@ -69,7 +69,7 @@ class EvaluationConfig:
     thinking: str = ""
     rope_scaling: str = ""
     rope_factor: float = 1.0
-    sampling: Sampling = dataclasses.field(default_factory=Sampling)
+    sampling: EvaluationSampling = dataclasses.field(default_factory=EvaluationSampling)
 
     def __post_init__(self):
         for name in ("benchmarks", "max_input"):
@@ -105,7 +105,7 @@ def from_flags(flag_values: Any) -> EvaluationConfig:
         flag_values.thinking,
         flag_values.rope_scaling,
         flag_values.rope_factor,
-        Sampling(
+        EvaluationSampling(
             flag_values.samples,
             flag_values.temperature,
             flag_values.top_p,

@@ -55,7 +55,7 @@ class Learner:
         self.fns = update.make_update_fns(self.spec, mesh)
         self.frozen: transformer.Params = {}
         self.no_experts = moe.no_experts(policy) if loss.routing == "sampled" else None
-        self.programs = shapes.Programs()
+        self.programs = shapes.MicroBatchPrograms()
 
     # ------------------------------------------------------------------------------------ Weights
 

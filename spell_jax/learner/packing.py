@@ -26,7 +26,7 @@ import numpy as np
 from spell_jax.data.clusters import ROLES
 from spell_jax.learner import context_layout, shapes, trees
 from spell_jax.learner.shapes import AUTO, Bucket, MicroRows
-from spell_jax.learner.trees import Sizes, Tree
+from spell_jax.learner.trees import GroupTree, TokenCounts
 from spell_jax.runtime.config import check_choice, check_least
 
 Tokens = Sequence[int] | np.ndarray
@@ -106,8 +106,8 @@ class TrainGroup:
         return sum(len(part.prompt) for part in self.segments) + self.answer_tokens
 
     @property
-    def size(self) -> Sizes:
-        return Sizes(self.tokens, self.answer_tokens)
+    def size(self) -> TokenCounts:
+        return TokenCounts(self.tokens, self.answer_tokens)
 
     @property
     def segments(self) -> list[TrainGroup]:
@@ -393,7 +393,7 @@ def lay_out(
     if with_trees:  # a group with an aligned one has two prompts: it stays alone
         prompts = [None if group.aligned else np.asarray(group.prompt) for group in groups]
         longest = shapes.longest_row(token_budget, devices)
-        room = Sizes(longest, longest) if isinstance(buckets, str) else buckets[-1].size
+        room = TokenCounts(longest, longest) if isinstance(buckets, str) else buckets[-1].size
         forest = trees.grow(prompts, sizes, room)
     if isinstance(buckets, str):
         return shapes.choose(forest, token_budget, row_multiple, devices)
@@ -402,7 +402,7 @@ def lay_out(
 
 def _stack(
     groups: Sequence[TrainGroup],
-    rows: Sequence[Sequence[Tree]],
+    rows: Sequence[Sequence[GroupTree]],
     batch: MicroBatch,
     devices: int,
 ) -> MicroBatch:
@@ -457,7 +457,7 @@ class _RowWriter:
         self.end = 0  # columns written
         self._filled = self._answers = self._groups = 0
 
-    def write(self, groups: Sequence[TrainGroup], tree: Tree) -> None:
+    def write(self, groups: Sequence[TrainGroup], tree: GroupTree) -> None:
         path = np.zeros(0, np.int64)  # columns of the tokens of the last prompt
         for index, shared in zip(tree.members, tree.shared, strict=True):
             for part, common in zip(groups[index].segments, (shared, 0), strict=False):

@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from spell_jax.learner.trees import Sizes, Tree
+from spell_jax.learner.trees import GroupTree, TokenCounts
 
 log = logging.getLogger(__name__)
 
@@ -57,8 +57,8 @@ class Bucket:
             )
 
     @property
-    def size(self) -> Sizes:
-        return Sizes(self.length, self.answers)
+    def size(self) -> TokenCounts:
+        return TokenCounts(self.length, self.answers)
 
 
 class MicroRows(NamedTuple):
@@ -66,10 +66,10 @@ class MicroRows(NamedTuple):
 
     bucket: Bucket
     count: int
-    rows: list[list[Tree]]
+    rows: list[list[GroupTree]]
 
 
-class Programs:
+class MicroBatchPrograms:
     """The programs of micro-batches, counted and logged when they are first called."""
 
     def __init__(self):
@@ -101,9 +101,9 @@ def row_count(bucket: Bucket, token_budget: int, row_multiple: int = 1) -> int:
     return max(1, token_budget // bucket.length // row_multiple) * row_multiple
 
 
-def first_fit(trees: Sequence[Tree], room: Sizes) -> list[list[Tree]]:
+def first_fit(trees: Sequence[GroupTree], room: TokenCounts) -> list[list[GroupTree]]:
     """Put trees into rows, first fit in order of falling length; ValueError if one does not fit."""
-    rows: list[list[Tree]] = []
+    rows: list[list[GroupTree]] = []
     # What is left of each row. All rows at once: 500 groups would be 100,000 comparisons.
     tokens, answers = (np.full(len(trees), n) for n in (room.tokens, room.answers))
     for tree in sorted(trees, key=lambda tree: (-tree.size.tokens, tree.members)):
@@ -124,10 +124,10 @@ def first_fit(trees: Sequence[Tree], room: Sizes) -> list[list[Tree]]:
 
 
 def in_buckets(
-    trees: Sequence[Tree], buckets: Sequence[Bucket], token_budget: int, row_multiple: int = 1
+    trees: Sequence[GroupTree], buckets: Sequence[Bucket], token_budget: int, row_multiple: int = 1
 ) -> list[MicroRows]:
     """Stack rows of the smallest bucket that holds them; buckets ascend in length."""
-    by_bucket: dict[Bucket, list[list[Tree]]] = {bucket: [] for bucket in buckets}
+    by_bucket: dict[Bucket, list[list[GroupTree]]] = {bucket: [] for bucket in buckets}
     for row in first_fit(trees, buckets[-1].size):
         size = _total(row)
         by_bucket[next(bucket for bucket in buckets if size.fits(bucket.size))].append(row)
@@ -190,7 +190,7 @@ class _Stack(NamedTuple):
     """Rows of one bucket, in micro-batches with these numbers of rows."""
 
     bucket: Bucket
-    rows: list[list[Tree]]
+    rows: list[list[GroupTree]]
     counts: tuple[int, ...]
     rarity: int  # 0: full micro-batches of a halved length, 1: others of it, 2: another length
 
@@ -200,7 +200,7 @@ class _Candidate:
     """A choice of shapes: a stack for each length; `total_size` is the size of all trees."""
 
     stacks: tuple[_Stack, ...]
-    total_size: Sizes
+    total_size: TokenCounts
 
     @property
     def rank(self) -> tuple[float, ...]:
@@ -226,7 +226,7 @@ class _Candidate:
 
 
 def choose(
-    trees: Sequence[Tree], token_budget: int, row_multiple: int = 1, devices: int = 1
+    trees: Sequence[GroupTree], token_budget: int, row_multiple: int = 1, devices: int = 1
 ) -> list[MicroRows]:
     """Choose rows and shapes for a step's trees; see the module's docstring.
 
@@ -240,10 +240,10 @@ def choose(
 
 
 def _candidates(
-    trees: Sequence[Tree], token_budget: int, row_multiple: int, devices: int
+    trees: Sequence[GroupTree], token_budget: int, row_multiple: int, devices: int
 ) -> Iterator[_Candidate]:
     total_size = _total(trees)
-    largest = Sizes(max(t.size.tokens for t in trees), max(t.size.answers for t in trees))
+    largest = TokenCounts(max(t.size.tokens for t in trees), max(t.size.answers for t in trees))
     rungs = lengths(token_budget, devices)
     # A row that no rung holds is tried in the longest, so that the error names its size.
     fitting = [length for length in rungs if length >= largest.tokens] or [max(rungs)]
@@ -253,7 +253,7 @@ def _candidates(
         for answers in reversed(answer_slots(length, devices)):
             if answers >= max_answers or largest.answers > answers != length:
                 continue
-            rows = first_fit(trees, Sizes(length, answers))
+            rows = first_fit(trees, TokenCounts(length, answers))
             sizes = [_total(row) for row in rows]
             max_answers = max(size.answers for size in sizes)
             for shorter in (0, *rungs):
@@ -273,7 +273,7 @@ def _candidates(
 
 
 def _stacks(
-    rows: list[list[Tree]], bucket: Bucket, is_half: bool, token_budget: int, multiple: int
+    rows: list[list[GroupTree]], bucket: Bucket, is_half: bool, token_budget: int, multiple: int
 ) -> list[_Stack]:
     """Return the ways to stack rows: full micro-batches, even ones, a smaller one at the end."""
     full = row_count(bucket, token_budget, multiple)
@@ -288,5 +288,5 @@ def _stacks(
     ]
 
 
-def _total(trees: Sequence[Tree]) -> Sizes:
-    return sum((tree.size for tree in trees), Sizes(0, 0))
+def _total(trees: Sequence[GroupTree]) -> TokenCounts:
+    return sum((tree.size for tree in trees), TokenCounts(0, 0))

@@ -19,21 +19,21 @@ import numpy as np
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes:
+class TokenCounts:
     """Tokens of a row, or that a group needs in one: all of them, and those of answers."""
 
     tokens: int
     answers: int
 
-    def __add__(self, other: Sizes) -> Sizes:
-        return Sizes(self.tokens + other.tokens, self.answers + other.answers)
+    def __add__(self, other: TokenCounts) -> TokenCounts:
+        return TokenCounts(self.tokens + other.tokens, self.answers + other.answers)
 
-    def fits(self, room: Sizes) -> bool:
+    def fits(self, room: TokenCounts) -> bool:
         return self.tokens <= room.tokens and self.answers <= room.answers
 
 
 @dataclasses.dataclass(frozen=True)
-class Tree:
+class GroupTree:
     """Groups of one row, depth first.
 
     Attributes:
@@ -44,15 +44,17 @@ class Tree:
 
     members: tuple[int, ...]
     shared: tuple[int, ...]
-    size: Sizes
+    size: TokenCounts
 
 
-def single(sizes: Sequence[Sizes]) -> list[Tree]:
+def single(sizes: Sequence[TokenCounts]) -> list[GroupTree]:
     """A tree for each group, which shares nothing."""
-    return [Tree((index,), (0,), size) for index, size in enumerate(sizes)]
+    return [GroupTree((index,), (0,), size) for index, size in enumerate(sizes)]
 
 
-def grow(prompts: Sequence[np.ndarray | None], sizes: Sequence[Sizes], room: Sizes) -> list[Tree]:
+def grow(
+    prompts: Sequence[np.ndarray | None], sizes: Sequence[TokenCounts], room: TokenCounts
+) -> list[GroupTree]:
     """Trees of groups with these prompts, token ids int [P], None for one that shares nothing.
 
     `sizes` are those of the groups alone, `room` is that of a row; a group larger than it is a tree
@@ -83,12 +85,12 @@ def common(first: np.ndarray | None, second: np.ndarray | None) -> int:
     return length if 2 * length >= size else 0
 
 
-def _tree(members: Sequence[int], shared: Sequence[int], sizes: Sequence[Sizes]) -> Tree:
-    total = sum((sizes[index] for index in members), Sizes(-sum(shared[1:]), 0))
-    return Tree(tuple(members), (0, *shared[1:]), total)
+def _tree(members: Sequence[int], shared: Sequence[int], sizes: Sequence[TokenCounts]) -> GroupTree:
+    total = sum((sizes[index] for index in members), TokenCounts(-sum(shared[1:]), 0))
+    return GroupTree(tuple(members), (0, *shared[1:]), total)
 
 
-def _cut(tree: Tree, sizes: Sequence[Sizes]) -> list[Tree]:
+def _cut(tree: GroupTree, sizes: Sequence[TokenCounts]) -> list[GroupTree]:
     """Two trees, cut where the fewest tokens are shared; of equals, nearest to the middle."""
     places = range(1, len(tree.members))
     at = min(places, key=lambda i: (tree.shared[i], abs(2 * i - len(tree.members)), i))

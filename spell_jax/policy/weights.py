@@ -52,7 +52,7 @@ Index = tuple[slice, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """Mapping of one parameter to its Hugging Face tensors.
 
     Letters are axes: L layers, E experts, D width, F feed-forward, N query heads, K key/value
@@ -92,35 +92,35 @@ class Entry:
 _LAYER = "model.layers.{layer}."
 _EXPERT = _LAYER + "mlp.experts.{expert}."
 _COMMON = {
-    "embedding": Entry("model.embed_tokens.weight", "V D"),
-    "unembedding": Entry("lm_head.weight", "V D"),
-    "final_norm/scale": Entry("model.norm.weight", "D"),
-    "layers/attention_norm/scale": Entry(_LAYER + "input_layernorm.weight", "D"),
-    "layers/mlp_norm/scale": Entry(_LAYER + "post_attention_layernorm.weight", "D"),
-    "layers/attention/q_kernel": Entry(_LAYER + "self_attn.q_proj.weight", "NH D", "DNH"),
-    "layers/attention/k_kernel": Entry(_LAYER + "self_attn.k_proj.weight", "KH D", "DKH"),
-    "layers/attention/v_kernel": Entry(_LAYER + "self_attn.v_proj.weight", "KH D", "DKH"),
-    "layers/attention/o_kernel": Entry(_LAYER + "self_attn.o_proj.weight", "D NH", "NHD"),
+    "embedding": TensorEntry("model.embed_tokens.weight", "V D"),
+    "unembedding": TensorEntry("lm_head.weight", "V D"),
+    "final_norm/scale": TensorEntry("model.norm.weight", "D"),
+    "layers/attention_norm/scale": TensorEntry(_LAYER + "input_layernorm.weight", "D"),
+    "layers/mlp_norm/scale": TensorEntry(_LAYER + "post_attention_layernorm.weight", "D"),
+    "layers/attention/q_kernel": TensorEntry(_LAYER + "self_attn.q_proj.weight", "NH D", "DNH"),
+    "layers/attention/k_kernel": TensorEntry(_LAYER + "self_attn.k_proj.weight", "KH D", "DKH"),
+    "layers/attention/v_kernel": TensorEntry(_LAYER + "self_attn.v_proj.weight", "KH D", "DKH"),
+    "layers/attention/o_kernel": TensorEntry(_LAYER + "self_attn.o_proj.weight", "D NH", "NHD"),
 }
 _QKV_BIAS = {
-    "layers/attention/q_bias": Entry(_LAYER + "self_attn.q_proj.bias", "NH"),
-    "layers/attention/k_bias": Entry(_LAYER + "self_attn.k_proj.bias", "KH"),
-    "layers/attention/v_bias": Entry(_LAYER + "self_attn.v_proj.bias", "KH"),
+    "layers/attention/q_bias": TensorEntry(_LAYER + "self_attn.q_proj.bias", "NH"),
+    "layers/attention/k_bias": TensorEntry(_LAYER + "self_attn.k_proj.bias", "KH"),
+    "layers/attention/v_bias": TensorEntry(_LAYER + "self_attn.v_proj.bias", "KH"),
 }
 _QK_NORM = {
-    "layers/attention/q_norm/scale": Entry(_LAYER + "self_attn.q_norm.weight", "H"),
-    "layers/attention/k_norm/scale": Entry(_LAYER + "self_attn.k_norm.weight", "H"),
+    "layers/attention/q_norm/scale": TensorEntry(_LAYER + "self_attn.q_norm.weight", "H"),
+    "layers/attention/k_norm/scale": TensorEntry(_LAYER + "self_attn.k_norm.weight", "H"),
 }
 _DENSE = {
-    "layers/mlp/gate_kernel": Entry(_LAYER + "mlp.gate_proj.weight", "F D", "DF"),
-    "layers/mlp/up_kernel": Entry(_LAYER + "mlp.up_proj.weight", "F D", "DF"),
-    "layers/mlp/down_kernel": Entry(_LAYER + "mlp.down_proj.weight", "D F", "FD"),
+    "layers/mlp/gate_kernel": TensorEntry(_LAYER + "mlp.gate_proj.weight", "F D", "DF"),
+    "layers/mlp/up_kernel": TensorEntry(_LAYER + "mlp.up_proj.weight", "F D", "DF"),
+    "layers/mlp/down_kernel": TensorEntry(_LAYER + "mlp.down_proj.weight", "D F", "FD"),
 }
 _EXPERTS = {
-    "layers/moe/router_kernel": Entry(_LAYER + "mlp.gate.weight", "E D", "DE"),
-    "layers/moe/gate_kernel": Entry(_EXPERT + "gate_proj.weight", "F D", "DF"),
-    "layers/moe/up_kernel": Entry(_EXPERT + "up_proj.weight", "F D", "DF"),
-    "layers/moe/down_kernel": Entry(_EXPERT + "down_proj.weight", "D F", "FD"),
+    "layers/moe/router_kernel": TensorEntry(_LAYER + "mlp.gate.weight", "E D", "DE"),
+    "layers/moe/gate_kernel": TensorEntry(_EXPERT + "gate_proj.weight", "F D", "DF"),
+    "layers/moe/up_kernel": TensorEntry(_EXPERT + "up_proj.weight", "F D", "DF"),
+    "layers/moe/down_kernel": TensorEntry(_EXPERT + "down_proj.weight", "D F", "FD"),
 }
 # Model type -> our parameter path -> Hugging Face tensors.
 TABLES = {
@@ -131,7 +131,7 @@ TABLES = {
 }
 
 
-def table(config: PolicyConfig) -> dict[str, Entry]:
+def table(config: PolicyConfig) -> dict[str, TensorEntry]:
     """Entries of all parameters by path; ValueError if no Hugging Face architecture fits."""
     entries = dict(TABLES[config.model_type])
     if config.tied_embeddings:
@@ -294,7 +294,7 @@ class _Source:
     dtype: str  # of the returned arrays, one of DTYPES
 
     @functools.cached_property
-    def entries(self) -> dict[str, Entry]:
+    def entries(self) -> dict[str, TensorEntry]:
         return table(self.config)
 
     @functools.cached_property
@@ -338,7 +338,7 @@ class _Source:
             name = entry.name.format(layer=layer, expert=expert)
             self._fill_one(part, entry, name, tuple(inner_index))
 
-    def _fill_one(self, out: np.ndarray, entry: Entry, name: str, index: Index) -> None:
+    def _fill_one(self, out: np.ndarray, entry: TensorEntry, name: str, index: Index) -> None:
         """Do `fill` from one tensor, in blocks of rows."""
         tensor = self.tensors[name]
         parts = dict(zip(entry.ours or entry.letters, index, strict=True))

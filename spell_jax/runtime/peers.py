@@ -147,7 +147,7 @@ class _Clock:
         return self._counted
 
 
-class Peers:
+class Heartbeats:
     """Heartbeats of one process; `start` starts the thread.
 
     Args:
@@ -338,7 +338,7 @@ class Peers:
 
 # ---------------------------------------------------------------------------------- Of this process
 
-_heartbeats: Peers | None = None
+_heartbeats: Heartbeats | None = None
 
 
 def start(
@@ -348,9 +348,9 @@ def start(
     limit: float,
     addresses: Mapping[int, str],
 ) -> None:
-    """Start the heartbeats of this process, with arguments as of Peers."""
+    """Start the heartbeats of this process, with arguments as of Heartbeats."""
     global _heartbeats
-    _heartbeats = Peers(index, count, hub, limit, addresses)
+    _heartbeats = Heartbeats(index, count, hub, limit, addresses)
     _heartbeats.start()
     # jax aborts a process whose connection to process 0 is closed; it has no hook for that.
     ctypes.CDLL(None).signal(signal.SIGABRT, _announce_abort)
@@ -373,7 +373,7 @@ def note(**state: Any) -> None:
 
 
 def fail(error: BaseException) -> None:
-    """Peers.fail of this process; nothing if it is alone."""
+    """Heartbeats.fail of this process; nothing if it is alone."""
     if _heartbeats is not None:
         _heartbeats.fail(error)
 

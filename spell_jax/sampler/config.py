@@ -10,7 +10,7 @@ import jax
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.config import check_choice, check_least
 from spell_jax.sampler.requests import Options
-from spell_jax.sampler.scheduler import Shape
+from spell_jax.sampler.scheduler import ShardShape
 
 _SIZES = (  # fields that must be at least 1
     *("max_tokens", "max_verdict_tokens", "max_prompt", "page_size", "kv_cache_tokens", "slots"),
@@ -116,7 +116,7 @@ class SamplerConfig:
         common = Options(self.temperature, self.top_p, self.top_k, self.min_p)
         return dataclasses.replace(common, max_tokens=max_tokens, **overrides)
 
-    def shape(self, mesh: jax.sharding.Mesh) -> Shape:
+    def shape(self, mesh: jax.sharding.Mesh) -> ShardShape:
         """Sizes of one shard of the mesh's row axes; each device samples for as many slots.
 
         ValueError if page_size is not a multiple of mesh.context, or if a shard of the pool cannot
@@ -134,7 +134,7 @@ class SamplerConfig:
         lanes[min(self.samples_per_prompt_batch, slots)] = min(
             slots, 4 * -(-slots // self.samples_per_prompt_batch)
         )
-        shape = Shape(
+        shape = ShardShape(
             page_size=self.page_size,
             pages=pages,
             slots=slots,

@@ -17,7 +17,7 @@ _Block = tuple[int, bytes]
 _ROOT = 0
 
 
-class Pool:
+class PagePool:
     """Pages 1 to `size`, with reference counts; page 0 is scratch and never given out."""
 
     def __init__(self, size: int):

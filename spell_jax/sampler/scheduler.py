@@ -20,12 +20,12 @@ from typing import Any
 
 import numpy as np
 
-from spell_jax.sampler.page_pool import Pool
+from spell_jax.sampler.page_pool import PagePool
 from spell_jax.sampler.requests import SampleRequest
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
+class ShardShape:
     """Fixed sizes of one shard of the mesh's row axes."""
 
     page_size: int  # tokens of a page, C
@@ -143,9 +143,9 @@ Tasks = list[list[tuple[PrefilledPrompt, int]]]  # for each shard its (prompt, p
 class Shard:
     """Pool, lanes and prefill tasks of one shard of the mesh's row axes."""
 
-    def __init__(self, shape: Shape):
+    def __init__(self, shape: ShardShape):
         self.shape = shape
-        self.pool = Pool(shape.pages)
+        self.pool = PagePool(shape.pages)
         self.lanes = [Lane(cells, rows, shape.slots) for cells, rows in shape.lanes]
         self.tasks: deque[tuple[PrefilledPrompt, int]] = deque()
         self.unfinished: dict[DecodeSequence, None] = {}  # in the order of admission
@@ -257,7 +257,7 @@ def _decrement(counts: Counter, key: Any) -> None:
 class Scheduler:
     """Queue of requests, and the shards that they are admitted to."""
 
-    def __init__(self, shape: Shape, shards: int):
+    def __init__(self, shape: ShardShape, shards: int):
         self.shape = shape
         self.shards = [Shard(shape) for _ in range(shards)]
         # Tickets, requests, and the tokens of their prompts, whole and in blocks of a page.

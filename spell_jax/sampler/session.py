@@ -28,7 +28,7 @@ from spell_jax.sampler.counts import Counts
 from spell_jax.sampler.keys import request_keys
 from spell_jax.sampler.requests import Options, Sample, SampleRequest
 from spell_jax.sampler.sampled import Joined
-from spell_jax.sampler.scheduler import DecodeSequence, Scheduler, Shape, Tasks
+from spell_jax.sampler.scheduler import DecodeSequence, Scheduler, ShardShape, Tasks
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ def most_idle_passes(active: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Call:
+class _DecodeCall:
     """A decode call in flight."""
 
     lane: int  # index of the lane that it samples for
@@ -61,7 +61,7 @@ class CompiledSampler(Protocol):
 
     config: SamplerConfig
     mesh: jax.sharding.Mesh
-    shape: Shape
+    shape: ShardShape
     shards: int
     stream: Callable[[], Stream] | None
     prefill: jax.stages.Wrapped
@@ -82,7 +82,7 @@ class Session:
             self._state = sampler.init_state(params["final_norm"]["scale"].dtype)
         self._scheduler = Scheduler(sampler.shape, sampler.shards)
         self._answers: dict[int, list[Answer]] = {}
-        self._running: list[_Call] = []
+        self._running: list[_DecodeCall] = []
         self._prompt_experts = PromptExperts()
         self._processed: Counter[str] = Counter()  # tokens per agent since the last wait
         self._tickets = 0
@@ -185,7 +185,7 @@ class Session:
         self._state, joined = self._call(meshes.DECODE_RULES, sampler.decode, slots, lane=lane)
         cells = np.count_nonzero(slots.prompt_visible[:, 0]) * slots.prompt_visible.shape[1]
         empty = cells - sum(map(len, limits))
-        self._running.append(_Call(lane, limits, has_queued, cells, empty, joined))
+        self._running.append(_DecodeCall(lane, limits, has_queued, cells, empty, joined))
 
     def _call(self, rules: meshes.Rules, function: Callable[..., Any], batch: Any, **static) -> Any:
         placed = batching.place(self._sampler.mesh, batch)
@@ -194,7 +194,7 @@ class Session:
 
     # -------------------------------------------------------------------------- Collect from device
 
-    def _collect(self, call: _Call) -> list[tuple[int, np.ndarray | None]]:
+    def _collect(self, call: _DecodeCall) -> list[tuple[int, np.ndarray | None]]:
         """Collect a call's result; return (ticket, prompt's experts) of the finished requests."""
         clock = time.monotonic()
         tokens, scheduler = SlotTokens(call.joined), self._scheduler

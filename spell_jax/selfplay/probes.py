@@ -21,7 +21,7 @@ class Probe:
     reference: str
     first: float  # solve rate when it was asked, in [0, 1]
     now: float  # solve rate when it was last asked
-    hidden: str = ""  # sentence that responders do not read (Episode.hidden)
+    hidden: str = ""  # sentence that responders do not read (SpellEpisode.hidden)
 
 
 class ProbeSet:

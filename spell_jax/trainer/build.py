@@ -114,7 +114,7 @@ def make_context(config: RunConfig, tokenizer: Tokenizer) -> AlgorithmContext:
     prompt_cap = config.sampler.max_prompt - len(tokenizer.chat(""))
 
     @functools.cache
-    def opened() -> tuple[clusters.Source, clusters.Source]:
+    def opened() -> tuple[clusters.ClusterSource, clusters.ClusterSource]:
         return open_clusters(data, config.seed, tokenizer.count, prompt_cap)
 
     @functools.cache
@@ -124,7 +124,7 @@ def make_context(config: RunConfig, tokenizer: Tokenizer) -> AlgorithmContext:
         algorithm = config.algorithm
         return read_scorable(data.questions, "data.questions", algorithm.extract, algorithm.rule)
 
-    def deal(source: clusters.Source) -> stream.TaskStream:
+    def deal(source: clusters.ClusterSource) -> stream.TaskStream:
         return stream.TaskStream(source, data.tasks, data.task_weights, config.seed, data.shuffle)
 
     return AlgorithmContext(

@@ -65,10 +65,7 @@ def _imitate(
 
 
 def metrics(
-    run: Run,
-    rollout: Rollout,
-    numbers: Mapping[str, Sequence[Mapping[str, float]]],
-    is_ahead: bool,
+    run: Run, rollout: Rollout, numbers: Mapping[str, Sequence[Mapping[str, float]]], is_ahead: bool
 ) -> Metrics:
     """The step's metrics (docs/metrics.md); without speeds if the next rollout ran meanwhile."""
     metrics = Metrics()

@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 # endless stream of rows.
 GENERATED = {
     "tiny": lambda prompts, *at: demonstrations.world_demonstrations(
-        prompts, demonstrations.Mixture(), *at
+        prompts, demonstrations.DemonstrationMixture(), *at
     ),
     "tiny_stories": lambda prompts, *at: demonstrations.story_demonstrations(
         prompts, demonstrations.StoryMixture(), *at

@@ -41,7 +41,7 @@ _STORY = 6  # separates the random stream of stories from that of the tiny world
 
 
 @dataclasses.dataclass(frozen=True)
-class Mixture:
+class DemonstrationMixture:
     """Composition of the tiny world's demonstrations; every share is a probability."""
 
     # Rows that recite documents and options in any order, and sums: not a role of the algorithm but
@@ -98,7 +98,7 @@ def seeded_rows(
 
 
 def world_demonstrations(
-    prompts: Prompts, mixture: Mixture, seed: int, start: int = 0
+    prompts: Prompts, mixture: DemonstrationMixture, seed: int, start: int = 0
 ) -> Iterator[Row]:
     """Yield endless demonstrations of the tiny world; row i depends on (seed, i) alone."""
     makers = (_recital_row, _questioner_row, _verifier_row, _responder_row)
@@ -139,7 +139,7 @@ def _thought(evidence: Sequence[str], answer: str = "", letter: str | None = Non
 
 
 def question_json(
-    rng: np.random.Generator, question: world.Question, plain: float
+    rng: np.random.Generator, question: world.TinyWorldQuestion, plain: float
 ) -> tuple[str, str | None]:
     """Return the questioner's JSON for a question, and the correct letter if it is a choice."""
     # Answers start with a space, so that a word has the same token as inside a document.
@@ -159,7 +159,7 @@ def question_json(
 
 def responder_question(
     rng: np.random.Generator, documents: Sequence[str], kind: str
-) -> tuple[str, world.Question, str]:
+) -> tuple[str, world.TinyWorldQuestion, str]:
     """Return (question text as the responder reads it, the question, the true answer)."""
     question = world.sample_question(rng, documents, kind)
     text, letter = question_json(rng, question, plain=1.0)
@@ -167,7 +167,7 @@ def responder_question(
     return parsed.question, question, letter or question.answer
 
 
-def _recital_row(prompts: Prompts, mixture: Mixture, rng: np.random.Generator) -> Row:
+def _recital_row(prompts: Prompts, mixture: DemonstrationMixture, rng: np.random.Generator) -> Row:
     documents = world.make_documents(rng, int(rng.choice(mixture.recital_documents)))
     lines = [document.removeprefix("- ") for document in documents]
     recited = [lines[i] for i in rng.permutation(len(lines))]
@@ -181,7 +181,9 @@ def _recital_row(prompts: Prompts, mixture: Mixture, rng: np.random.Generator) -
     return Row(prompt, _thought(recited), "reciter", "general_qa")
 
 
-def _questioner_row(prompts: Prompts, mixture: Mixture, rng: np.random.Generator) -> Row:
+def _questioner_row(
+    prompts: Prompts, mixture: DemonstrationMixture, rng: np.random.Generator
+) -> Row:
     cluster = world.make_documents(rng, mixture.questioner_cluster)
     documents = cluster[: rng.choice(mixture.questioner_documents)]
     kind = _sample_kind(rng, mixture.kinds)
@@ -207,7 +209,9 @@ def _questioner_row(prompts: Prompts, mixture: Mixture, rng: np.random.Generator
     return Row(prompt, thought + completion, "questioner", task)
 
 
-def _responder_row(prompts: Prompts, mixture: Mixture, rng: np.random.Generator) -> Row:
+def _responder_row(
+    prompts: Prompts, mixture: DemonstrationMixture, rng: np.random.Generator
+) -> Row:
     kind = _sample_kind(rng, mixture.kinds)
     counts = mixture.responder_documents
     if kind == "two_hop" and rng.random() < mixture.two_hop_far:
@@ -232,7 +236,7 @@ def _responder_row(prompts: Prompts, mixture: Mixture, rng: np.random.Generator)
     return Row(prompt, f"{thought}answer is {answer}", "responder", task)
 
 
-def _verifier_row(prompts: Prompts, mixture: Mixture, rng: np.random.Generator) -> Row:
+def _verifier_row(prompts: Prompts, mixture: DemonstrationMixture, rng: np.random.Generator) -> Row:
     shares = mixture.verifier_same_words, mixture.strict
     return verifier_row(prompts, rng, mixture.verifier_cities, *shares)[0]
 

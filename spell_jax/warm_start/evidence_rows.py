@@ -41,7 +41,7 @@ HELD_OUT_SEED = 10_000  # added to the seed
 
 
 @dataclasses.dataclass(frozen=True)
-class Mixture:
+class EvidenceMixture:
     """Composition of the rows; every share is a probability."""
 
     documents: tuple[int, ...] = (3, 4, 5, 6)  # possible numbers of documents of a question
@@ -70,7 +70,7 @@ def sample_question(rng: np.random.Generator, documents: int, two_hop: float) ->
     return Question(TASK, texts, question.text, question.answer, question.evidence)
 
 
-def policy_rows(prompts: Prompts, mixture: Mixture, seed: int, count: int) -> Iterator[Row]:
+def policy_rows(prompts: Prompts, mixture: EvidenceMixture, seed: int, count: int) -> Iterator[Row]:
     """Yield structured answers; row i depends on (seed, i) alone."""
 
     def make_row(rng: np.random.Generator) -> Row:
@@ -89,7 +89,7 @@ def policy_rows(prompts: Prompts, mixture: Mixture, seed: int, count: int) -> It
     return itertools.islice(seeded_rows(make_row, seed, 0, _POLICY), count)
 
 
-def reward_rows(prompts: Prompts, mixture: Mixture, seed: int, count: int) -> Iterator[Row]:
+def reward_rows(prompts: Prompts, mixture: EvidenceMixture, seed: int, count: int) -> Iterator[Row]:
     """Yield scores of several evidence sets; row i depends on (seed, i) alone."""
 
     def make_row(rng: np.random.Generator) -> Row:
@@ -196,8 +196,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     prompts, out = prompt_sets.load(flags.prompts), Path(flags.out)
     held_out = flags.seed + HELD_OUT_SEED, flags.held_out
     files = {
-        "policy": policy_rows(prompts, Mixture(), flags.seed, flags.rows),
-        "reward": reward_rows(prompts, Mixture(), flags.seed, flags.rows),
+        "policy": policy_rows(prompts, EvidenceMixture(), flags.seed, flags.rows),
+        "reward": reward_rows(prompts, EvidenceMixture(), flags.seed, flags.rows),
         "train": make_questions(flags.seed, flags.questions, flags.documents),
         "held_out": make_questions(*held_out, flags.documents),
     }

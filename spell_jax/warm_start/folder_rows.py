@@ -248,7 +248,7 @@ def other_forms(value: str) -> list[str]:
 
 
 @dataclass
-class RowMaker:
+class FolderRowMaker:
     """Maker of rows from the facts of one cluster at a time.
 
     `counts` has "clusters", "facts", "rejected TASK: REASON" (questions that the parser rejected)
@@ -428,7 +428,7 @@ def make_rows(
     count_tokens: CountTokens = count_words,
     ticker: _Ticker | None = None,
 ) -> tuple[list[Row], Counter[str]]:
-    """Make `rows` rows, in shuffled order; returns them with the counts of RowMaker.
+    """Make `rows` rows, in shuffled order; returns them with the counts of FolderRowMaker.
 
     Raises ValueError if rows is below 1, or no cluster has enough facts for one of the tasks.
     """
@@ -436,7 +436,7 @@ def make_rows(
         raise ValueError(f"rows = {rows}: must be at least 1")
     config, ticker = config or RowConfig(), ticker or _Ticker()
     rng = np.random.default_rng(seed)
-    maker = RowMaker(prompts, config, rng, count_tokens)
+    maker = FolderRowMaker(prompts, config, rng, count_tokens)
     ticker.enter("finding facts")
     facts: list[dict[str, list[Fact]]] = []
     for cluster in clusters:
@@ -482,7 +482,7 @@ def make_questions(
     Tasks alternate. Clusters come in shuffled order, those without suitable facts are skipped.
     """
     rng = np.random.default_rng(seed)
-    maker = RowMaker(prompts, RowConfig(tuple(tasks)), rng, count_words)
+    maker = FolderRowMaker(prompts, RowConfig(tuple(tasks)), rng, count_words)
     order = rng.permutation(len(clusters)).tolist()
     facts: dict[int, dict[str, list[Fact]]] = {}  # by cluster, found once
     records: list[dict[str, object]] = []

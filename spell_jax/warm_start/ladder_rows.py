@@ -87,7 +87,7 @@ def _questioner_row(
     return Row(prompt, json.dumps(record, separators=(",", ":")), "questioner", TASK)
 
 
-def verifier_row(prompts: Prompts, rng: np.random.Generator, question: world.Question) -> Row:
+def verifier_row(prompts: Prompts, rng: np.random.Generator, question: world.LadderQuestion) -> Row:
     """Sample a verifier row: two answers, equal in half of the rows, and the verdict."""
     answer, same = question.answer, rng.random() < 0.5
     if not same:

@@ -91,7 +91,7 @@ class QuestionRowConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class Item:
+class TaskQuestion:
     """A question as one of the tasks asks it.
 
     Attributes:
@@ -112,7 +112,7 @@ class Item:
     wrong: tuple[str, ...]
 
 
-def make_item(question: Question, task: str, letter: str) -> Item | None:
+def make_item(question: Question, task: str, letter: str) -> TaskQuestion | None:
     """The question for a task, a right option at `letter`; None if it does not suit the task."""
     if task == "multiple_choice":
         return _choice_item(question, letter)
@@ -128,10 +128,10 @@ def make_item(question: Question, task: str, letter: str) -> Item | None:
     if task == CLOZE:
         return _cloze_item(question)
     record: dict[str, object] = {"question": question.question, "answer": answer}
-    return Item(task, _own_first(question), record, question.question, answer, right, wrong)
+    return TaskQuestion(task, _own_first(question), record, question.question, answer, right, wrong)
 
 
-def _choice_item(question: Question, letter: str) -> Item | None:
+def _choice_item(question: Question, letter: str) -> TaskQuestion | None:
     options = [*question.wrong[:3]]
     if question.task != "general_qa" or len(options) < 3:
         return None
@@ -141,10 +141,10 @@ def _choice_item(question: Question, letter: str) -> Item | None:
     text = format_choices(question.question, options)
     wrong = tuple(label for label in LETTERS if label != letter)
     right = (f"({letter})",)
-    return Item("multiple_choice", _own_first(question), record, text, letter, right, wrong)
+    return TaskQuestion("multiple_choice", _own_first(question), record, text, letter, right, wrong)
 
 
-def _cloze_item(question: Question) -> Item:
+def _cloze_item(question: Question) -> TaskQuestion:
     """Return the gap for the responder, and an evidence sentence for the questioner.
 
     The record is {} if the rules of self-play accept none of these sentences.
@@ -157,7 +157,7 @@ def _cloze_item(question: Question) -> Item:
             # The questioner must be shown a document that has the sentence.
             documents = tuple(sorted(documents, key=lambda text: sentence not in text))
             break
-    return Item(
+    return TaskQuestion(
         CLOZE, documents, record, question.question, question.answer, question.right[1:], ()
     )
 
@@ -168,7 +168,7 @@ def _other_numbers(question: Question) -> tuple[str, ...]:
     return tuple(n for n in longer if not means_the_same(n, question.answer))[:MOST_WRONG]
 
 
-def _is_stated(item: Item, question: Question) -> bool:
+def _is_stated(item: TaskQuestion, question: Question) -> bool:
     """Whether the documents contain the answer, a number, in some way of writing it."""
     return any(means_the_same(number, item.answer) for number in _numbers(question))
 
@@ -185,7 +185,7 @@ def _own_first(question: Question) -> tuple[str, ...]:
     return (own_document, *(text for text in question.documents if text != own_document))
 
 
-class RowMaker:
+class QuestionRowMaker:
     """Maker of rows; `counts` has the reasons for which questions gave no row."""
 
     def __init__(self, config: QuestionRowConfig, prompts: Prompts):
@@ -193,7 +193,7 @@ class RowMaker:
         self.counts: Counter[str] = Counter()
         self._rng = np.random.default_rng(config.seed)
 
-    def item(self, question: Question, task: str, letter: str) -> Item | None:
+    def item(self, question: Question, task: str, letter: str) -> TaskQuestion | None:
         """The question for a task as `make_item` returns it, unless its answer is computed."""
         item = make_item(question, task, letter)
         may_compute = self.config.computed or task != "financial_math"
@@ -202,7 +202,9 @@ class RowMaker:
         self.counts["financial_math: computed answer"] += 1
         return None
 
-    def row(self, role: str, item: Item, history_items: Sequence[Item]) -> Row | None:
+    def row(
+        self, role: str, item: TaskQuestion, history_items: Sequence[TaskQuestion]
+    ) -> Row | None:
         """A row of the role; `history_items` are items whose questions may be the history."""
         if role == "questioner":
             return self._questioner_row(item, history_items)
@@ -210,7 +212,9 @@ class RowMaker:
             return self._responder_row(item)
         return self._verifier_row(item)
 
-    def _questioner_row(self, item: Item, history_items: Sequence[Item]) -> Row | None:
+    def _questioner_row(
+        self, item: TaskQuestion, history_items: Sequence[TaskQuestion]
+    ) -> Row | None:
         if not item.record:
             self.counts["questioner: no sentence whose answer stands elsewhere too"] += 1
             return None
@@ -235,7 +239,7 @@ class RowMaker:
         prompt = self.prompts.questioner(item.task, shown, history, letter, cue)
         return Row(prompt, completion, "questioner", item.task)
 
-    def _responder_row(self, item: Item) -> Row | None:
+    def _responder_row(self, item: TaskQuestion) -> Row | None:
         shown = self._with_more(item.documents[:1], item.documents, self.config.documents_read)
         stated = f"({item.answer})" if item.task == "multiple_choice" else item.answer
         completion = f"The answer is {stated}"
@@ -248,7 +252,7 @@ class RowMaker:
         prompt = self.prompts.responder(item.task, shown, item.question)
         return Row(prompt, completion, "responder", item.task)
 
-    def _verifier_row(self, item: Item) -> Row:
+    def _verifier_row(self, item: TaskQuestion) -> Row:
         answer, verdict = item.answer, "YES"
         kind = self._rng.random()
         if kind < 0.5 and item.wrong:
@@ -279,7 +283,7 @@ def make_rows(
     Questions of a task are used in shuffled order and again from the start if there are too few.
     ValueError if no question suits one of the tasks.
     """
-    maker, rng = RowMaker(config, prompts), np.random.default_rng([config.seed, 1])
+    maker, rng = QuestionRowMaker(config, prompts), np.random.default_rng([config.seed, 1])
     roles: dict[str, float] = dict(zip(ROLES, config.roles, strict=True))
     equal = dict.fromkeys(config.tasks, 1.0)
     made_rows: list[Row] = []
@@ -295,7 +299,11 @@ def make_rows(
 
 
 def _rows_of(
-    maker: RowMaker, role: str, task: str, questions: Sequence[Question], order: Sequence[int]
+    maker: QuestionRowMaker,
+    role: str,
+    task: str,
+    questions: Sequence[Question],
+    order: Sequence[int],
 ) -> Iterator[Row]:
     """Rows of a role and a task, over and over; ends after a pass that gave none."""
     for first in itertools.count(0, len(order)):

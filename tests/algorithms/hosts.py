@@ -51,7 +51,7 @@ def run() -> list[Any]:
     worker.start_step(1, {"policy": params, "reference_reader": params})
     replies_by_coroutine = []
 
-    async def one(ask, text: str) -> None:
+    async def ask_models(ask, text: str) -> None:
         first = await ask("responder", [text], 2)
         second = await ask("responder", ["x" + text[::-1]], model="reference_reader")
         third = await ask("verifier", [text, text[:3]], 3)
@@ -59,7 +59,7 @@ def run() -> list[Any]:
             [text, *(reply and list(reply.texts) for reply in (*first, *second, *third))]
         )
 
-    worker.run_all(one, ["abcdefgh"[:k] + "zq" * (k % 3) for k in range(1, 9)] + ["y" * 17])
+    worker.run_all(ask_models, ["abcdefgh"[:k] + "zq" * (k % 3) for k in range(1, 9)] + ["y" * 17])
     return replies_by_coroutine
 
 

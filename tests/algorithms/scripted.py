@@ -20,7 +20,7 @@ from spell_jax.algorithms.base import (
 )
 from spell_jax.algorithms.spell.algorithm import Spell
 from spell_jax.algorithms.spell.config import SpellConfig
-from spell_jax.algorithms.spell.episode import Episode
+from spell_jax.algorithms.spell.episode import SpellEpisode
 from spell_jax.data.clusters import PAPER_TASKS, Cluster, in_memory
 from spell_jax.data.stream import TaskStream
 from spell_jax.learner.packing import TrainGroup
@@ -302,7 +302,7 @@ def make_context(**fields) -> AlgorithmContext:
     return AlgorithmContext(**(context | fields))
 
 
-def number(episode: Episode) -> int:
+def number(episode: SpellEpisode) -> int:
     """The row that an episode follows."""
     return int(episode.cluster.id[1:])
 
@@ -352,7 +352,7 @@ class Rollout:
         self.algorithm = make_algorithm(rows, **({"verifier_share": 1.0} | options))
         script = script or Script(rows, verdicts=VERDICTS)
         self.ask = ScriptedModels(script, self.algorithm.config.truncated)
-        self.episodes: list[Episode] = roll_out(self.algorithm, self.ask, step)
+        self.episodes: list[SpellEpisode] = roll_out(self.algorithm, self.ask, step)
         groups, self.annotations = self.algorithm.groups(self.episodes, (0, step))
         self.groups = by_role(groups)
 

@@ -15,7 +15,7 @@ from spell_jax.learner import preference
 from tests import metric_names
 from tests.algorithms import posing, scripted
 from tests.algorithms.eapo import test_evaluation as structured
-from tests.algorithms.eapo.test_algorithm import one
+from tests.algorithms.eapo.test_algorithm import run_question
 from tests.algorithms.preference import test_longpo as longpo
 from tests.algorithms.rlvr import test_algorithm as rlvr
 from tests.algorithms.rlvr import test_qwenlong as qwenlong
@@ -46,7 +46,7 @@ def of_eapo() -> set[str]:
         {"over": ("responder",)},
         {"supporting": ("set 0",)},
     ):
-        algorithm, _, episode = one(**options)
+        algorithm, _, episode = run_question(**options)
         measured |= algorithm.metrics([episode]).means().keys()
     evaluation = held_out_evidence(PROMPTS, structured.QUESTIONS)
     return in_run(measured, evaluation.quick(ScriptedModels(structured.write))[1])

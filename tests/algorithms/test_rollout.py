@@ -225,13 +225,13 @@ def test_coroutines_must_use_their_own_ask(worker):
     async def nested(ask, item):
         models("responder", [item])
 
-    async def other(ask, item):
+    async def await_sleep(ask, item):
         await asyncio.sleep(0)
 
     with pytest.raises(RuntimeError, match="must call its own ask"):
         models.run_all(nested, ["a"])
     with pytest.raises(TypeError, match="must await its ask, not None"):
-        models.run_all(other, ["a"])
+        models.run_all(await_sleep, ["a"])
     assert models("responder", ["a"])[0].texts == ["one two"]
 
 

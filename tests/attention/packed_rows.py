@@ -9,14 +9,14 @@ import numpy as np
 UNSEEING = 1e30  # log-sum-exp of a query that sees no key
 
 
-def seen(q_index, k_index, last_query):
+def visible_mask(q_index, k_index, last_query):
     query = q_index[:, None]
     return (k_index[None, :] <= query) & (query <= last_query[None, :])
 
 
 def dense(q, k, v, q_index, k_index, last_query):
     """(out [Tq, K, R, H], log-sum-exp [K, R, Tq]) from the whole matrix of scores."""
-    visible = seen(q_index, k_index, last_query)
+    visible = visible_mask(q_index, k_index, last_query)
     scores = jnp.einsum("qkrh,skh->krqs", q, k) * q.shape[-1] ** -0.5
     top = jnp.max(jnp.where(visible, scores, -1e9), axis=-1, keepdims=True)
     weights = jnp.exp(jnp.where(visible, scores - top, -1e9))
@@ -75,7 +75,7 @@ def check(forward, backward, tensors, indices) -> None:
     close(out, expected_out)
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-5, atol=1e-5)
     assert np.max(np.abs(expected_out)) > 0.1
-    blind = ~np.any(seen(*indices), axis=1)
+    blind = ~np.any(visible_mask(*indices), axis=1)
     assert not np.any(np.asarray(out)[blind]) and np.all(np.asarray(lse)[..., blind] == UNSEEING)
     gradients = backward(*qkv, *indices, lse, out, d_out)
     for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):

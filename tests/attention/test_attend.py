@@ -54,7 +54,7 @@ def _inputs(kv_heads: int = KV_HEADS) -> tuple[jax.Array, jax.Array, jax.Array]:
     return q, k, v
 
 
-def _both(run, q, k, v) -> tuple[jax.Array, ...]:
+def _out_and_gradients(run, q, k, v) -> tuple[jax.Array, ...]:
     """(output of real queries, gradients of q, k, v of a function of it)."""
 
     def value(q, k, v):
@@ -97,13 +97,20 @@ BOUNDS = {"dense": 1e-5, "chunked": 1e-5, "splash": 5e-5, "triton": 5e-5}
 @pytest.mark.parametrize("name", list(BOUNDS))
 def test_every_kernel_equals_the_reference(name: str) -> None:
     assert set(BOUNDS) == set(attend.KERNELS)
-    _assert_close(_both(_kernel(name), *_inputs()), _both(_reference, *_inputs()), BOUNDS[name])
+    _assert_close(
+        _out_and_gradients(_kernel(name), *_inputs()),
+        _out_and_gradients(_reference, *_inputs()),
+        BOUNDS[name],
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block", [16, 64, 171, 512])
 def test_chunked_kernel_with_any_block_size_equals_the_reference(block: int) -> None:
-    _assert_close(_both(_kernel("chunked", block), *_inputs()), _both(_reference, *_inputs()))
+    _assert_close(
+        _out_and_gradients(_kernel("chunked", block), *_inputs()),
+        _out_and_gradients(_reference, *_inputs()),
+    )
 
 
 @pytest.mark.slow
@@ -161,9 +168,9 @@ def test_chunked_memory_grows_linearly_with_length() -> None:
 @pytest.mark.slow
 def test_chunked_kernel_in_bfloat16_is_close_to_float32() -> None:
     low = [x.astype(jnp.bfloat16) for x in _inputs()]
-    arrays = _both(_kernel("chunked", 64), *low)
+    arrays = _out_and_gradients(_kernel("chunked", 64), *low)
     assert {x.dtype for x in arrays[1:]} == {jnp.dtype(jnp.bfloat16)}
-    expected_arrays = _both(_reference, *_inputs())
+    expected_arrays = _out_and_gradients(_reference, *_inputs())
     _assert_close([np.asarray(x, np.float32) for x in arrays], expected_arrays, 5e-2)
 
 
@@ -179,10 +186,10 @@ def test_sharded_attention_equals_one_device(shape: dict[str, int]) -> None:
     def run(q, k, v, index, _, last_query):
         return attend.attend(q, k, v, last_query, index, "chunked")
 
-    expected_arrays = _both(_reference, *_inputs())
+    expected_arrays = _out_and_gradients(_reference, *_inputs())
     mesh = meshes.make_mesh(shape)
     with jax.set_mesh(mesh):
-        _assert_close(_both(run, *_inputs()), expected_arrays)
+        _assert_close(_out_and_gradients(run, *_inputs()), expected_arrays)
         program = jax.jit(run).lower(*_inputs(), *INDEX, LAST_QUERY).as_text()
     assert "all_gather" not in program and "all_to_all" not in program
 
@@ -221,8 +228,8 @@ def test_context_parallel_attention_equals_one_device(
         return jnp.stack([row[b] for row, b in zip(out, back, strict=True)])
 
     with jax.set_mesh(meshes.make_mesh(shape)):
-        arrays = _both(run, *_inputs())
-    _assert_close(arrays, _both(_reference, *_inputs()), BOUNDS[name])
+        arrays = _out_and_gradients(run, *_inputs())
+    _assert_close(arrays, _out_and_gradients(_reference, *_inputs()), BOUNDS[name])
 
 
 def _collectives(ring: bool) -> list[dict[str, int]]:

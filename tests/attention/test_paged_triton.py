@@ -257,11 +257,11 @@ def test_kernel_runs_in_nested_loops_under_shard_map() -> None:
             gathered = jax.lax.all_gather(part_attention, "x")
             return None, paged.merge(*[jax.tree.map(lambda x, n=n: x[n], gathered) for n in (0, 1)])
 
-        def again(state):
+        def attend_all_layers(state):
             return state[0] + 1, jax.lax.scan(layer, None, jnp.arange(LAYERS))[1]
 
         empty = jnp.zeros((LAYERS, *q.shape)), jnp.zeros((LAYERS, *q.shape[:3]))
-        return jax.lax.while_loop(lambda state: state[0] < 2, again, (0, empty))[1]
+        return jax.lax.while_loop(lambda state: state[0] < 2, attend_all_layers, (0, empty))[1]
 
     none = PartitionSpec()
     run = jax.shard_map(

@@ -59,7 +59,7 @@ def test_partial_row_with_shuffled_queries_equals_dense() -> None:
     last_query, first = packed_rows.packed_row(rng, 600, UNIT)[150:450], 150
     q_index = rng.permutation(600)[:200].astype(np.int32)
     k_index = first + np.arange(300, dtype=np.int32)
-    seeing_queries = np.any(packed_rows.seen(q_index, k_index, last_query), axis=1)
+    seeing_queries = np.any(packed_rows.visible_mask(q_index, k_index, last_query), axis=1)
     assert seeing_queries.any() and not seeing_queries.all()
     tensors = _tensors(rng, 200, 300, 64)
     _check(tensors, (q_index, k_index, last_query))
@@ -164,7 +164,9 @@ def test_pair_list_holds_the_live_block_pairs_in_runs(by_keys: bool) -> None:
     pairs = splash.list_pairs(index, index, last_query, 64, 128, by_keys)
     words = [int(word) for word in np.asarray(pairs.words)[: int(pairs.count)]]
     visible = (
-        packed_rows.seen(index, index, last_query).reshape(16, 64, 8, 128).transpose(0, 2, 1, 3)
+        packed_rows.visible_mask(index, index, last_query)
+        .reshape(16, 64, 8, 128)
+        .transpose(0, 2, 1, 3)
     )
     any_visible, every = visible.any(axis=(2, 3)), visible.all(axis=(2, 3))
     assert every.any()

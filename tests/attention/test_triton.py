@@ -46,7 +46,7 @@ def _backward(q, k, v, q_index, k_index, last_query, lse, out, d_out, tiles=None
     return triton.backward(inputs, lse, delta, d_out, tiles=tiles)
 
 
-def _both(tensors, indices, tiles: Tiles | None = None):
+def _out_and_gradients(tensors, indices, tiles: Tiles | None = None):
     """Output and gradients in one call."""
     *qkv, d_out = tensors
     inputs = Inputs(*qkv, *indices)
@@ -80,7 +80,7 @@ def test_shuffled_queries_and_keys_equal_dense() -> None:
     q_index = rng.permutation(TIME)[:170].astype(np.int32)
     k_index = rng.permutation(TIME)[:230].astype(np.int32)
     indices = (q_index, k_index, last_query[k_index])
-    seeing_queries = np.any(packed_rows.seen(*indices), axis=1)
+    seeing_queries = np.any(packed_rows.visible_mask(*indices), axis=1)
     assert seeing_queries.any() and not seeing_queries.all()
     _check(_tensors(170, 230, seed=4), indices, UNEQUAL)
 
@@ -169,7 +169,9 @@ def test_full_block_pairs_are_not_masked(monkeypatch: pytest.MonkeyPatch) -> Non
     row = (key + 64, key, np.full(64, 127, np.int32))
     expected_out, _, gradients = packed_rows.reference(tensors, row)
     monkeypatch.setattr(triton, "_mask", lambda scores, *_: scores * jnp.nan)
-    for x, y in zip(jax.jit(_both)(tensors, row), (expected_out, *gradients), strict=True):
+    for x, y in zip(
+        jax.jit(_out_and_gradients)(tensors, row), (expected_out, *gradients), strict=True
+    ):
         packed_rows.close(x, y)
 
 
@@ -183,7 +185,7 @@ def test_pair_lists_hold_the_live_block_pairs(by_keys: bool) -> None:
     last_query[600:] = -1
     block_q, block_k = 16, 32
     pairs = np.asarray(triton.list_pairs(index, index, last_query, block_q, block_k, by_keys))
-    visible = packed_rows.seen(index, index, last_query).reshape(64, 16, 32, 32)
+    visible = packed_rows.visible_mask(index, index, last_query).reshape(64, 16, 32, 32)
     any_visible, every = visible.any(axis=(1, 3)), visible.all(axis=(1, 3))
     if by_keys:
         any_visible, every = any_visible.T, every.T
@@ -206,7 +208,7 @@ def test_vmapped_rows_with_padded_head_size_equal_dense() -> None:
     readers = np.stack([np.full(41, 40), np.where(index[1] < 20, 19, -1)]).astype(np.int32)
     tiles = Tiles(*[Tile(16, 16, 4, 2)] * 3)
     rows = (tensors, [index, index, readers])
-    arrays = jax.jit(jax.vmap(functools.partial(_both, tiles=tiles)))(*rows)
+    arrays = jax.jit(jax.vmap(functools.partial(_out_and_gradients, tiles=tiles)))(*rows)
     for n in range(2):
         expected_out, _, gradients = packed_rows.reference(*jax.tree.map(lambda x, n=n: x[n], rows))
         for x, y in zip(arrays, (expected_out, *gradients), strict=True):

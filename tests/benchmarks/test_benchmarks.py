@@ -136,7 +136,7 @@ def test_report_benchmark_opens_the_page() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_device")
 def test_plan_benchmark_prints_a_line_per_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    small = [plan.Shape(phase, 64, 1, 128, 2, 8) for phase in plan.CALIBRATION]
+    small = [plan.ProgramShape(phase, 64, 1, 128, 2, 8) for phase in plan.CALIBRATION]
     monkeypatch.setattr(plan, "SHAPES", small)
     monkeypatch.setattr(plan, "CALIBRATION", {shape.phase: shape for shape in small})
     shape_lines = lines(["plan", "--repeats=1", "--vocab=96"])
@@ -256,7 +256,7 @@ def test_spell_benchmark_measures_each_phase() -> None:
 def test_spell_benchmark_has_the_papers_share_of_verifier_groups() -> None:
     flags = [*TINY[1:], *VERDICTS[1:], "--votes=8", "--questions=128", "--prompt=60"]
     _, spell = parse(["spell", *flags])
-    assert isinstance(spell, rollout.Spell)
+    assert isinstance(spell, rollout.SpellBenchmark)
     rng = np.random.default_rng(0)
     prompts = spell.prompts(rng)
     sample = rollout.Sample(np.zeros(2, np.int32), np.zeros(2, np.float32), False)

@@ -67,11 +67,11 @@ def test_bad_options_end_in_a_line(flags: list[str], problem: str) -> None:
 
 def test_only_trl_has_other_policies_than_qwen2(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "config.json"
-    shape = peers.Peers(width=64, layers=1).model
+    shape = peers.PeersBenchmark(width=64, layers=1).model
     path.write_text(json.dumps(dataclasses.replace(shape, qkv_bias=False).to_hf()))
     with pytest.raises(ValueError, match="policy: model_type = 'llama': must be 'qwen2' beside tu"):
         run(["peers", "--peer=tunix", f"--policy={path}"])
-    options = contract.Options(str(path), 96, "float32", 2, 1, 1, 2, 8, 4, 1, 3)
+    options = contract.SideOptions(str(path), 96, "float32", 2, 1, 1, 2, 8, 4, 1, 3)
     with pytest.raises(ValueError, match="policy: model_type = 'llama': must be 'qwen2' here"):
         options.shape()
 
@@ -90,7 +90,7 @@ def test_clock_lists_the_parts_of_each_step(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_prompts_about_the_same_documents_begin_alike() -> None:
-    options = contract.Options("", 96, "float32", 4, 2, 3, 2, 8, 4, 1, 1)
+    options = contract.SideOptions("", 96, "float32", 4, 2, 3, 2, 8, 4, 1, 1)
     prompts = options.prompts()
     assert prompts.shape == (2 * 4, 8)
     assert (prompts[0, :5] == prompts[1, :5]).all() and (prompts[0, 5:] != prompts[1, 5:]).any()

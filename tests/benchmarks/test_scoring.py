@@ -28,13 +28,15 @@ def test_scoring_benchmark_reports_every_benchmark() -> None:
 
 
 @pytest.fixture(scope="module")
-def writer() -> scoring.Writer:
-    return scoring.Writer(3)
+def writer() -> scoring.TextWriter:
+    return scoring.TextWriter(3)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", scoring.KINDS)
-def test_right_replies_score_one_and_wrong_replies_less(name: str, writer: scoring.Writer) -> None:
+def test_right_replies_score_one_and_wrong_replies_less(
+    name: str, writer: scoring.TextWriter
+) -> None:
     kind = scoring.KINDS[name]
     scores = {
         right: [kind.score(*kind.make(writer, right)) for _ in range(20)] for right in (True, False)

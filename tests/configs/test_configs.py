@@ -21,7 +21,7 @@ from spell_jax.algorithms.spell.algorithm import Spell
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.config import default_config
 from spell_jax.configs import eapo, folder, paper, paper_code, real, reconstruction, rlvr, tiny
-from spell_jax.evaluation.answering import Sampling
+from spell_jax.evaluation.answering import EvaluationSampling
 from spell_jax.evaluation.benchmarks.base import Benchmark
 from spell_jax.learner.loss_config import LossConfig
 from spell_jax.learner.optimizer import OptimizerConfig
@@ -177,7 +177,9 @@ def test_evaluation_of_a_paper_model_has_its_answer_length(name):
     """The flag that the config's page names for reasoning models is needed for those alone."""
     (flag,) = set(re.findall(r"--max_tokens=(\d+)", paper.__doc__))
     benchmark = Benchmark("frames", "Frames", (), extract=lambda *_: None, score=lambda *_: 0.0)
-    lengths = {Sampling(max_tokens=n).options(benchmark).max_tokens for n in (0, int(flag))}
+    lengths = {
+        EvaluationSampling(max_tokens=n).options(benchmark).max_tokens for n in (0, int(flag))
+    }
     assert lengths == {4096, 20_480}
     is_reasoning = "distill" in name or "think" in name
     assert paper.MODELS[name].max_tokens == (int(flag) if is_reasoning else 4096)
@@ -260,7 +262,7 @@ def test_demonstrations_fit_the_demos_token_caps():
     config = tiny.get_config()
     tokenizer = tokenizers.load(TINY_POLICY)
     stream = demonstrations.world_demonstrations(
-        prompts.load("compact"), demonstrations.Mixture(), seed=5
+        prompts.load("compact"), demonstrations.DemonstrationMixture(), seed=5
     )
     for row in itertools.islice(stream, 600):
         cap = config.sampler.max_tokens

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from spell_jax.data.built import open_source, share_reading
-from spell_jax.data.clusters import TASKS, Cluster, Source, count_words
+from spell_jax.data.clusters import TASKS, Cluster, ClusterSource, count_words
 from spell_jax.data.stream import TaskStream
 from tests.runtime.test_distributed import connect
 
@@ -23,7 +23,7 @@ OPEN = {
 }
 
 
-def make_batches(source: Source) -> list[list[Any]]:
+def make_batches(source: ClusterSource) -> list[list[Any]]:
     """[task, id, documents] of each cluster of three batches."""
     stream = TaskStream(source, TASKS[:2], [1, 1], seed=3)
     batches = [stream.next(count) for count in (7, 8, 30)]
@@ -45,9 +45,9 @@ def main() -> None:
             raise ValueError(f"{ids[0]} is damaged")
         return source.read(ids)
 
-    batches = make_batches(share_reading(Source(source.tasks, counted)))
+    batches = make_batches(share_reading(ClusterSource(source.tasks, counted)))
     try:
-        share_reading(Source(source.tasks, damaged)).read(["id02", "id03", "id04"])
+        share_reading(ClusterSource(source.tasks, damaged)).read(["id02", "id03", "id04"])
         error = ""
     except RuntimeError as failure:
         error = str(failure)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from spell_jax.data.clusters import (
     Cluster,
-    Source,
+    ClusterSource,
     count_words,
     cut_document,
     in_memory,
@@ -256,7 +256,7 @@ def test_real_filings_are_cut_within_the_limit(spell_data: Path) -> None:
 SIZES = {"a": 30, "b": 10, "c": 20, "d": 20, "e": 50}
 
 
-def by_size(reads: list[int]) -> Source:
+def by_size(reads: list[int]) -> ClusterSource:
     every = [Cluster(name, ("x" * (size - 5), "y" * 5)) for name, size in SIZES.items()]
     source = in_memory(every)
 

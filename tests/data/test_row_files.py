@@ -13,12 +13,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from spell_jax.data import row_files
-from spell_jax.data.row_files import KINDS, Kind
+from spell_jax.data.row_files import KINDS, FileKind
 
 ROWS = [{"text": "one, two", "n": 1}, {"text": 'said "ü"\nand left', "n": 2}]
 
 
-def encode(kind: Kind) -> bytes:
+def encode(kind: FileKind) -> bytes:
     if kind.format == ".parquet":
         file = io.BytesIO()
         pq.write_table(pa.Table.from_pylist(ROWS), file)
@@ -34,7 +34,7 @@ def encode(kind: Kind) -> bytes:
     return gzip.compress(data) if kind.compression else data
 
 
-def read(data: bytes, kind: Kind) -> list[Any]:
+def read(data: bytes, kind: FileKind) -> list[Any]:
     return list(row_files.read(io.BytesIO(data), kind))
 
 

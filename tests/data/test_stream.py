@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from spell_jax.data.clusters import PAPER_TASKS, Cluster, Source, in_memory
+from spell_jax.data.clusters import PAPER_TASKS, Cluster, ClusterSource, in_memory
 from spell_jax.data.stream import TaskStream, batch_counts
 from tests.paths import REFERENCE_CASES
 
@@ -163,7 +163,7 @@ def test_state_size_does_not_depend_on_the_data() -> None:
     sizes = []
     for count in (9, 9000):
         stream = TaskStream(
-            Source({str(i): None for i in range(count)}, _unread), PAPER_TASKS, [1] * 3, 0
+            ClusterSource({str(i): None for i in range(count)}, _unread), PAPER_TASKS, [1] * 3, 0
         )
         sizes.append(len(json.dumps(stream.state_dict())))
     assert abs(sizes[1] - sizes[0]) < 10 and sizes[1] < 400
@@ -180,7 +180,9 @@ def test_only_the_clusters_of_a_batch_are_read() -> None:
         read_ids.append(list(ids))
         return _unread(ids)
 
-    stream = TaskStream(Source({str(i): None for i in range(90)}, read), PAPER_TASKS, [1] * 3, 0)
+    stream = TaskStream(
+        ClusterSource({str(i): None for i in range(90)}, read), PAPER_TASKS, [1] * 3, 0
+    )
     assert read_ids == []
     batches = [[cluster.id for _, cluster in stream.next(6)] for _ in range(2)]
     assert read_ids == batches

@@ -45,7 +45,7 @@ def hotpotqa(number: int, **changes: Any) -> dict[str, Any]:
 
 
 def tatqa(number: int, **changes: Any) -> dict[str, Any]:
-    def asked(
+    def make_question(
         question: str, kind: str, answer: Any, source: str, **extra_fields: Any
     ) -> dict[str, Any]:
         common = {"derivation": "", "rel_paragraphs": [], "scale": ""}
@@ -67,8 +67,10 @@ def tatqa(number: int, **changes: Any) -> dict[str, Any]:
             {"uid": "b", "order": 2, "text": "The table is in millions."},
         ],
         "questions": [
-            asked("How are contracts?", "span", [f"fixed{number}"], "text", rel_paragraphs=["1"]),
-            asked(
+            make_question(
+                "How are contracts?", "span", [f"fixed{number}"], "text", rel_paragraphs=["1"]
+            ),
+            make_question(
                 "What is the change in Others?",
                 "arithmetic",
                 -12.6,
@@ -77,10 +79,12 @@ def tatqa(number: int, **changes: Any) -> dict[str, Any]:
                 rel_paragraphs=["2"],
                 scale="million",
             ),
-            asked("Which lines are there?", "multi-span", ["Sensors", "Others"], "table"),
-            asked("How many lines?", "count", "2", "table", derivation="Sensors##Others"),
-            asked("What were Sensors in 2019?", "span", ["$1,452.4"], "table", scale="million"),
-            asked(
+            make_question("Which lines are there?", "multi-span", ["Sensors", "Others"], "table"),
+            make_question("How many lines?", "count", "2", "table", derivation="Sensors##Others"),
+            make_question(
+                "What were Sensors in 2019?", "span", ["$1,452.4"], "table", scale="million"
+            ),
+            make_question(
                 "By how much?", "arithmetic", 5, "table", derivation="(7.7-2.7)", scale="percent"
             ),
         ],

@@ -10,9 +10,9 @@ from benchmarks.data import edited_copy
 from data_pipeline.decontaminate import (
     BALANCES,
     BenchmarkConfig,
+    BenchmarkText,
     DecontaminateConfig,
     Index,
-    Item,
     fingerprint,
     make_decontaminate,
     read_benchmarks,
@@ -40,7 +40,7 @@ def read(path, value, documents=(), questions=(), name="b"):
 
 
 def index(*texts: tuple[str, str], dedup=None, threshold=0.8) -> Index:
-    items = [Item("b", kind, digest(text), text) for kind, text in texts]
+    items = [BenchmarkText("b", kind, digest(text), text) for kind, text in texts]
     return Index(sorted(items), dedup or DedupConfig(), DecontaminateConfig(threshold))
 
 
@@ -290,7 +290,7 @@ def test_items_with_shared_shingles_are_told_apart():
 def test_stage_removes_and_counts_contaminated_documents(tmp_path):
     question = "Which of the two towns had the older stone bridge over the river?"
     items = [
-        Item(name, kind, digest(text), text)
+        BenchmarkText(name, kind, digest(text), text)
         for name, kind, text in (
             ("squad", "document", some_text(1)),
             ("squad", "question", question),

@@ -161,7 +161,7 @@ def test_distractors_containing_the_answer_are_left_out(tmp_path):
 
 
 def test_pool_holds_each_text_once():
-    pool = long_questions.Pool(count_words)
+    pool = long_questions.DocumentPool(count_words)
     assert [pool.add(text) for text in ("a b", "c", "A  b", "a b\n", "a-b")] == [0, 1, 0, 0, 2]
     assert pool.texts == ["a b", "c", "a-b"] and pool.tokens == [2, 1, 1] and pool.repeated == 2
     assert pool.contains(0, ["b"]) and not pool.contains(0, []) and not pool.contains(2, ["b"])

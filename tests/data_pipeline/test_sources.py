@@ -25,7 +25,7 @@ from pypdf import PdfReader, PdfWriter
 
 from data_pipeline import layouts, sources
 from data_pipeline.filter import FilterConfig
-from data_pipeline.layouts import Row
+from data_pipeline.layouts import SourceRow
 from data_pipeline.sources import Listed, SourceConfig, list_files
 from data_pipeline.stages import Stages
 from spell_jax.data.clusters import read_clusters
@@ -658,7 +658,7 @@ def test_source_config_is_built_from_a_section():
     ],
 )  # fmt: skip
 def test_html_is_converted_to_text(html: str, text: str):
-    assert layouts.read_html(html.encode()) == [Row(None, text)]
+    assert layouts.read_html(html.encode()) == [SourceRow(None, text)]
 
 
 def test_clean_normalizes_line_breaks_and_control_characters():
@@ -682,7 +682,7 @@ def test_json_rows_before_a_truncation_are_read():
         for row in layouts.json_rows(stream, "text", "score", 100):
             rows.append(row)
     assert 50_000 < len(rows) < 100_000
-    assert rows == [Row(n, f"row {n}") for n in range(len(rows))]
+    assert rows == [SourceRow(n, f"row {n}") for n in range(len(rows))]
 
 
 def test_json_lines_over_the_limit_are_reported():
@@ -743,7 +743,7 @@ def test_pdf_bomb_is_refused(name: str):
     except Unusable as error:
         assert error.reason == "damaged"
     else:
-        assert rows == [Row(None)]
+        assert rows == [SourceRow(None)]
 
 
 def test_text_of_all_pages_of_a_pdf_is_bounded(monkeypatch: pytest.MonkeyPatch):

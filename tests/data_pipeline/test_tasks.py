@@ -12,7 +12,7 @@ from apache_beam.testing.util import assert_that
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_pipeline.records import Cluster, make_document
+from data_pipeline.records import ClusterRecord, make_document
 from data_pipeline.tasks import TasksConfig, assign_tasks, make_tasks
 from spell_jax.data.clusters import PAPER_TASKS
 
@@ -30,7 +30,7 @@ def used_of(assignment):
     return Counter(name.rpartition("-")[0] for name in assignment)
 
 
-def most(sizes, tasks):
+def best_count(sizes, tasks):
     """Best counts, by trying all ways to give each cluster to one of its tasks."""
     choices = [
         [None, *(task for task in pool.split("+") if task in tasks)]
@@ -67,7 +67,7 @@ POOLS = [QA, MATH, CHOICE, f"{MATH}+{QA}", f"{CHOICE}+{QA}", ALL]
 def test_assignment_matches_brute_force_optimum(pools):
     sizes = Counter(pools)
     possible = [task for task in PAPER_TASKS if any(task in pool.split("+") for pool in sizes)]
-    best = most(sizes, possible) if possible else 0
+    best = best_count(sizes, possible) if possible else 0
     clusters = clusters_of(sizes)
     if not best:
         with pytest.raises(ValueError, match="too few clusters"):
@@ -126,7 +126,7 @@ def test_empty_input_raises():
 def test_used_clusters_get_a_task_and_the_others_are_counted():
     def make(name, pool, texts):
         documents = [make_document(text, f"of {pool}", text) for text in texts]
-        return Cluster(id=name, pool=pool, documents=documents, tokens=9, vector=b"1234")
+        return ClusterRecord(id=name, pool=pool, documents=documents, tokens=9, vector=b"1234")
 
     clusters = [make("a", QA, ["one", "two"]), make("b", MATH, ["three", "four"])]
 

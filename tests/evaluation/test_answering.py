@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from spell_jax.evaluation import answering
-from spell_jax.evaluation.answering import Question, Sampling
-from spell_jax.evaluation.benchmarks.base import Benchmark, Item
+from spell_jax.evaluation.answering import EvaluationSampling, TokenizedQuestion
+from spell_jax.evaluation.benchmarks.base import Benchmark, BenchmarkItem
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.model import TINY_POLICY
@@ -50,11 +50,13 @@ def load(name: str) -> Benchmark:
     return dataclasses.replace(benchmark, items=tuple(items))
 
 
-def made(names=("text", "number"), limits=(24, 40), sampling=None, finished_keys=()) -> Parrot:
+def run_parrot(
+    names=("text", "number"), limits=(24, 40), sampling=None, finished_keys=()
+) -> Parrot:
     policy = Parrot()
     questions = answering.tokenize(policy, list(map(load, names)), max(limits))
     for limit in limits:
-        arguments = sampling or Sampling(2), policy, questions, limit, set(finished_keys)
+        arguments = sampling or EvaluationSampling(2), policy, questions, limit, set(finished_keys)
         policy.rows = [row for _, rows in answering.sample_answers(*arguments) for row in rows]
     return policy
 
@@ -64,20 +66,20 @@ def keys_of(policy: Parrot) -> list[tuple[int, ...]]:
 
 
 def test_keys_depend_on_seed_limit_benchmark_and_question():
-    all_keys = keys_of(made())
+    all_keys = keys_of(run_parrot())
     assert len(set(all_keys)) == 12  # two limits, two benchmarks, three questions
-    assert not set(keys_of(made(sampling=Sampling(2, seed=1)))) & set(all_keys)
-    assert keys_of(made(sampling=Sampling(5))) == all_keys
+    assert not set(keys_of(run_parrot(sampling=EvaluationSampling(2, seed=1)))) & set(all_keys)
+    assert keys_of(run_parrot(sampling=EvaluationSampling(5))) == all_keys
     # Samples of a question do not depend on the other questions, nor on their order.
-    assert keys_of(made(("number",), (40,))) == all_keys[9:]
-    turned = keys_of(made(("number", "text"), (40, 24)))
+    assert keys_of(run_parrot(("number",), (40,))) == all_keys[9:]
+    turned = keys_of(run_parrot(("number", "text"), (40, 24)))
     assert turned == [*all_keys[9:], *all_keys[6:9], *all_keys[3:6], *all_keys[:3]]
     finished_keys = [(24, "text", "0"), (40, "number", "2")]
-    assert keys_of(made(finished_keys=finished_keys)) == all_keys[1:11]
+    assert keys_of(run_parrot(finished_keys=finished_keys)) == all_keys[1:11]
 
 
 def test_rows_record_token_counts_and_truncation():
-    policy = made(("text",), (30,), Sampling(2, max_tokens=3))
+    policy = run_parrot(("text",), (30,), EvaluationSampling(2, max_tokens=3))
     lengths = [len(WORDS.chat(item.prompt)) for item in evaluating.load("text", "").items]
     assert lengths[0] < 30 < lengths[1]
     assert [row["tokens_in"] for row in policy.rows] == [lengths[0]] * 2 + [30] * 4
@@ -85,17 +87,17 @@ def test_rows_record_token_counts_and_truncation():
     assert {(row["tokens_out"], row["stopped"]) for row in policy.rows} == {(1, True)}
     assert [row["sample"] for row in policy.rows] == [0, 1] * 3
     assert {options.max_tokens for _, _, options in policy.requests} == {3}
-    assert {options.max_tokens for _, _, options in made(("text",)).requests} == {5}
-    exact = made(("text",), (lengths[0],)).rows[0]
+    assert {options.max_tokens for _, _, options in run_parrot(("text",)).requests} == {5}
+    exact = run_parrot(("text",), (lengths[0],)).rows[0]
     assert exact["tokens_in"] == lengths[0] and not exact["truncated"]
 
 
 def test_context_is_checked_before_sampling():
     policy = Parrot()
     questions = answering.tokenize(policy, [evaluating.load("text", "")], 59)
-    answering.check_context(Sampling(), policy, questions)  # 59 + 5 = 64 tokens fit
+    answering.check_context(EvaluationSampling(), policy, questions)  # 59 + 5 = 64 tokens fit
     with pytest.raises(ValueError, match=r"have 65 tokens together.* = 64"):
-        answering.check_context(Sampling(max_tokens=6), policy, questions)
+        answering.check_context(EvaluationSampling(max_tokens=6), policy, questions)
 
 
 def test_error_names_prompt_rejected_by_the_chat_template():
@@ -116,7 +118,9 @@ def test_rows_begin_with_the_thought_that_the_layout_opens():
         chat=lambda prompt: [1], decode=str, open_thought=lambda prompt: "<think>"
     )
     questions = answering.tokenize(policy, [load("text")], 9)
-    ((_, (row, *_)), *_) = answering.sample_answers(Sampling(2), policy, questions, 9, set())
+    ((_, (row, *_)), *_) = answering.sample_answers(
+        EvaluationSampling(2), policy, questions, 9, set()
+    )
     assert row["text"] == "<think>[1]"
 
 
@@ -144,7 +148,7 @@ def test_only_complete_questions_count_as_finished(tmp_path: Path, caplog):
 
 
 def scored(judged: bool, by_item: bool = True, texts=("yes", "no", "")) -> list[tuple]:
-    item = Item("i", "p", "which?", ("first", "second"), {"step": 3}, judged=by_item)
+    item = BenchmarkItem("i", "p", "which?", ("first", "second"), {"step": 3}, judged=by_item)
     benchmark = Benchmark(
         "b",
         "B",
@@ -155,7 +159,7 @@ def scored(judged: bool, by_item: bool = True, texts=("yes", "no", "")) -> list[
         max_tokens=5,
         by=("step",),
     )
-    question = Question(benchmark, item, np.zeros(1, np.int32), 1)
+    question = TokenizedQuestion(benchmark, item, np.zeros(1, np.int32), 1)
     ordered = [(question, {"text": text, "rule": 9.0, "final": 9.0}) for text in texts]
     answering.score(ordered)
     return ordered

@@ -20,7 +20,7 @@ from absl import app
 
 from spell_jax.evaluation import judge as judging
 from spell_jax.evaluation import policy_sampler, protocol, runner
-from spell_jax.evaluation.answering import Sampling
+from spell_jax.evaluation.answering import EvaluationSampling
 from spell_jax.evaluation.judge import PolicyJudge
 from spell_jax.evaluation.policy_sampler import Policy
 from spell_jax.policy import tokenizer as tokenizers
@@ -211,7 +211,12 @@ def test_corrected_rule_rescores_existing_samples(
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("limit", 1), ("max_input", (24,)), ("sampling", Sampling(3)), ("benchmarks", ("text",))],
+    [
+        ("limit", 1),
+        ("max_input", (24,)),
+        ("sampling", EvaluationSampling(3)),
+        ("benchmarks", ("text",)),
+    ],
 )
 def test_changed_settings_require_another_folder(field, value, policy, uninterrupted_out):
     with pytest.raises(ValueError, match=f"{field} = .*: was .*or another --out"):
@@ -254,7 +259,9 @@ def test_policy_judge_counts_malformed_verdicts_and_resumes(
 
     def evaluated(out):
         ask = PolicyJudge(Policy(judge, sizes=evaluating.SIZES), 4)
-        return evaluating.run(policy, out, ask, max_input=(24,), sampling=Sampling(8, 1.0, 1.0))
+        return evaluating.run(
+            policy, out, ask, max_input=(24,), sampling=EvaluationSampling(8, 1.0, 1.0)
+        )
 
     out = tmp_path / "out"
     summary = evaluated(tmp_path / "whole")
@@ -337,13 +344,13 @@ def test_error_names_invalid_setting(changes, message, policy):
         evaluating.config(policy, **changes)
     for field, value in (("samples", 0), ("max_tokens", -1), ("temperature", -1.0), ("top_p", 0.0)):
         with pytest.raises(ValueError, match=field):
-            Sampling(**{field: value})
+            EvaluationSampling(**{field: value})
 
 
 def test_too_short_context_is_rejected_before_sampling(policy, sampler_requests, tmp_path):
     """The error comes before any sampling, though the first limit would fit."""
     with pytest.raises(ValueError, match=r"have 260 tokens .* = 256"):
-        evaluating.run(policy, tmp_path, sampling=Sampling(1, max_tokens=220))
+        evaluating.run(policy, tmp_path, sampling=EvaluationSampling(1, max_tokens=220))
     assert evaluating.LIMITS == (24, 40) and not sampler_requests
 
 

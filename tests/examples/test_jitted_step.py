@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from examples import jitted_step
-from examples.jitted_step import Config, Questions
+from examples.jitted_step import Config, QuestionBatch
 from spell_jax.learner.learner import Learner
 from spell_jax.learner.loss_config import LossConfig
 from spell_jax.learner.optimizer import OptimizerConfig
@@ -56,7 +56,7 @@ def run_example(**sizes: int) -> tuple[Config, list[Step]]:
     state, step = jitted_step.make_step(c, truths, params)
     steps = []
     for i in range(STEPS):
-        batch = Questions(*(x[i * c.groups : (i + 1) * c.groups] for x in questions))
+        batch = QuestionBatch(*(x[i * c.groups : (i + 1) * c.groups] for x in questions))
         placed, before = jax.device_put(batch, meshes.by_rows(mesh)), state
         with jax.set_mesh(mesh):
             state, metrics, answers = step(before, placed, jax.random.key(i))
@@ -74,7 +74,7 @@ def _copied(tree: Any) -> Any:
 
 
 def _groups(
-    c: Config, batch: Questions, truths: list[tuple[str, str]], answers
+    c: Config, batch: QuestionBatch, truths: list[tuple[str, str]], answers
 ) -> list[TrainGroup]:
     groups = []
     for row, (prompt, length, index) in enumerate(zip(*batch, strict=True)):

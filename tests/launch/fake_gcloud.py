@@ -130,7 +130,7 @@ def delete(state: dict, words: list[str], flags: dict[str, str]) -> int:
 
 def ssh(state: dict, words: list[str], flags: dict[str, str]) -> int:
     worst = 0
-    for worker in chosen(flags):
+    for worker in chosen_workers(flags):
         if unreached(state, words[0], worker):
             worst = worst or 255
             continue
@@ -144,7 +144,7 @@ def ssh(state: dict, words: list[str], flags: dict[str, str]) -> int:
 
 def scp(state: dict, words: list[str], flags: dict[str, str]) -> int:
     name, _, target = words[-1].partition(":")
-    for worker in chosen(flags):
+    for worker in chosen_workers(flags):
         if unreached(state, name, worker):
             return 255
         shutil.copy(words[0], home(state, name, worker) / target)
@@ -171,7 +171,7 @@ def home(state: dict, name: str, worker: int) -> pathlib.Path:
     return ROOT / f"{name}-{state['made'][name]}" / f"worker-{worker}"
 
 
-def chosen(flags: dict[str, str]) -> range:
+def chosen_workers(flags: dict[str, str]) -> range:
     if flags["--worker"] == "all":
         return range(WORKERS)
     return range(int(flags["--worker"]), int(flags["--worker"]) + 1)

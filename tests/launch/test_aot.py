@@ -49,8 +49,8 @@ def small_config(**overrides: Any) -> Any:
     return config
 
 
-def make(policy=tiny.POLICY, mesh=MESHES[0], **overrides: Any) -> aot.Programs:
-    return aot.Programs(small_config(**overrides), policy, meshes.make_mesh(mesh), LENGTH)
+def make(policy=tiny.POLICY, mesh=MESHES[0], **overrides: Any) -> aot.RunPrograms:
+    return aot.RunPrograms(small_config(**overrides), policy, meshes.make_mesh(mesh), LENGTH)
 
 
 # -------------------------------------------------------------------------------- Compiled programs
@@ -298,9 +298,9 @@ def test_report_continues_after_a_program_fails_to_compile(capsys):
 
 def test_invalid_length_or_missing_policy_is_rejected(tmp_path):
     with pytest.raises(ValueError, match="length = 0: must be 1 or more"):
-        aot.Programs(small_config(), tiny.POLICY, meshes.make_mesh(), 0)
+        aot.RunPrograms(small_config(), tiny.POLICY, meshes.make_mesh(), 0)
     with pytest.raises(ValueError, match="max_position_embeddings = 256"):
-        aot.Programs(small_config(), tiny.POLICY, meshes.make_mesh(), 251)
+        aot.RunPrograms(small_config(), tiny.POLICY, meshes.make_mesh(), 251)
     with pytest.raises(FileNotFoundError, match=r"must be a Hugging Face config\.json"):
         aot.read_policy(small_config(), str(tmp_path / "none.json"))
     with pytest.raises(ValueError, match=r"policy\.folder = ''"):

@@ -16,7 +16,7 @@ from etils import epath
 from launch import commands, plan, topologies, xmanager
 from launch.experiments import __main__ as printed
 from launch.experiments import registry
-from launch.experiments.experiment import Curve, Experiment, Mean, Run, Score, numbers
+from launch.experiments.experiment import Experiment, Mean, MetricMean, PaperRun, Score, numbers
 from spell_jax.evaluation import protocol
 from spell_jax.evaluation.benchmarks import registry as benchmarks
 from spell_jax.evaluation.generated import ruler
@@ -24,7 +24,7 @@ from spell_jax.evaluation.runner import SUMMARY
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.model import TINY_POLICY
 from tests import metric_names
-from tests.launch.test_xmanager import given
+from tests.launch.test_xmanager import make_flags
 from tests.paths import ROOT
 
 PAGE = ROOT / "docs" / "experiments.md"
@@ -164,7 +164,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize("name", TRAINED)
 def test_every_run_of_an_experiment_is_checked(name, inputs):
-    flags = given(config=None, sweep=[], experiment=name, inputs=inputs)
+    flags = make_flags(config=None, sweep=[], experiment=name, inputs=inputs)
     units, _ = xmanager.plan(flags, [JUDGE] if name == "spell-table-4" else [])
     assert [unit.name for unit in units] == [run.name for run in registry.find(name).runs]
     for unit, run in zip(units, registry.find(name).runs, strict=True):
@@ -175,7 +175,7 @@ def test_every_run_of_an_experiment_is_checked(name, inputs):
 
 
 @pytest.mark.parametrize("run", RUNS.values(), ids=lambda run: run.name)
-def test_run_fits_its_slice(run: Run):
+def test_run_fits_its_slice(run: PaperRun):
     config = xmanager.read_config(xmanager.WorkUnit("", tuple(run.flags("w", "."))))
     folder = config.policy.folder
     shape = next(shape for name, shape in SHAPES.items() if name in folder)
@@ -185,7 +185,7 @@ def test_run_fits_its_slice(run: Run):
     ]
     for topology in slices:
         try:
-            fits = plan.Plan(config, shape, topology, config.sampler.max_prompt).fits
+            fits = plan.MemoryPlan(config, shape, topology, config.sampler.max_prompt).fits
         except ValueError:  # the mesh needs more devices
             fits = False
         if fits:
@@ -195,7 +195,9 @@ def test_run_fits_its_slice(run: Run):
 
 @pytest.mark.parametrize("name", TRAINED)
 def test_every_run_of_an_experiment_is_checked_for_vertex(name):
-    flags = given(executor="vertex", workdir="/gcs/b/w", config=None, sweep=[], inputs="/gcs/b")
+    flags = make_flags(
+        executor="vertex", workdir="/gcs/b/w", config=None, sweep=[], inputs="/gcs/b"
+    )
     flags.experiment = name
     units, _ = xmanager.plan(flags, [JUDGE] if name == "spell-table-4" else [])
     assert len(units) == len(registry.find(name).runs)
@@ -236,7 +238,7 @@ def test_experiment_units_have_the_flags_of_their_runs():
 )
 def test_mistakes_about_experiments_are_named(changes, overrides, message):
     with pytest.raises(ValueError, match=message):
-        xmanager.plan(given(**{"config": None, "sweep": []} | changes), overrides)
+        xmanager.plan(make_flags(**{"config": None, "sweep": []} | changes), overrides)
 
 
 # ---------------------------------------------------------------------------------------- Commands
@@ -273,7 +275,7 @@ def test_columns_read_what_the_rows_write(experiment: Experiment):
         if column.source
         for source in _sources(column.source)
     ]
-    metrics = [source.metric for source in sources if isinstance(source, Curve)]
+    metrics = [source.metric for source in sources if isinstance(source, MetricMean)]
     assert not metric_names.compare([*metrics, *experiment.curves])[0]
     limits: dict[str, dict[str, str]] = {}
     for evaluation in (evaluation for row in experiment.rows for evaluation in row.evaluations):

@@ -47,7 +47,7 @@ def _rows() -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
-def _plan(name: str, prompt: str, topology: str, changes: str, **fields: Any) -> plan.Plan:
+def _plan(name: str, prompt: str, topology: str, changes: str, **fields: Any) -> plan.MemoryPlan:
     """The plan of a row of the table; changes such as "mesh.context=16 policy.ring=True"."""
     model, policy = POLICIES[name]
     config = paper.get_config(model)
@@ -61,7 +61,7 @@ def _plan(name: str, prompt: str, topology: str, changes: str, **fields: Any) ->
         ring=ring,
         remat=config.policy.remat,
     )
-    return plan.Plan(config, policy, topologies.find(topology), LENGTHS[prompt])
+    return plan.MemoryPlan(config, policy, topologies.find(topology), LENGTHS[prompt])
 
 
 @pytest.mark.parametrize("row", _rows(), ids=lambda row: " ".join(row[:3]))
@@ -181,7 +181,7 @@ def test_remat_policies_are_ordered_by_saved_activation_memory() -> None:
 def test_adapters_shrink_masters_optimizer_and_gradients() -> None:
     full_plan = _plan("Qwen2.5-7B", "16K", "v5e-16", "mesh.context=16")
     policy = dataclasses.replace(full_plan.policy, lora=LoraConfig(16))
-    adapter_plan = plan.Plan(full_plan.config, policy, full_plan.topology, full_plan.length)
+    adapter_plan = plan.MemoryPlan(full_plan.config, policy, full_plan.topology, full_plan.length)
     parts, all_parts = adapter_plan.needs[3].parts, full_plan.needs[3].parts
     for part in ("masters", "optimizer", "gradients"):
         assert 0 < parts[part] < all_parts[part] / 10

@@ -66,7 +66,7 @@ def test_counts_equal_those_of_a_session(pages: int, cap: int, group: int) -> No
     counted = _count(config, work, sampling=sampling)
     mesh = meshes.make_mesh({"fsdp": 1}, jax.devices()[:1])
     session = Sampler(tiny.POLICY, sampling, (), mesh).start_session(tiny.weights())
-    questions, waiting = rollout_calls.Questions(config, work), {}
+    questions, waiting = rollout_calls.QuestionCoroutines(config, work), {}
 
     def submit(prompt: np.ndarray, group: int, item: int | None) -> None:
         options = sampling.options(sampling.max_tokens)

@@ -27,7 +27,7 @@ SMALL |= {"sampler.decode_tokens": 1024}  # few calls
 
 def _programs(
     topology: str, model: str = "qwen2.5-7b-instruct", length: int = 4096, **fields: Any
-) -> aot.Programs:
+) -> aot.RunPrograms:
     config = paper.get_config(model)
     noise.with_fields(config, SMALL | fields)
     folder = config.policy.folder
@@ -35,7 +35,7 @@ def _programs(
     policy = dataclasses.replace(policy, remat=config.policy.remat)
     place = topologies.find(topology, topologies.A100_NODE)
     mesh: Any = topologies.abstract_mesh(place, config.mesh)
-    return aot.Programs(config, policy, mesh, length)
+    return aot.RunPrograms(config, policy, mesh, length)
 
 
 def _phases(topology: str, length: int = 4096, **fields: Any) -> dict[str, Phase]:

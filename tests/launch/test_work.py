@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from launch import aot
-from launch.work import Programs, Work
+from launch.work import ProgramCounts, Work
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import mesh as meshes
 from tests.launch.test_aot import small_config
@@ -34,16 +34,16 @@ TOLERANCE = 0.07
 def _xla(policy: PolicyConfig, name: str, compile: bool = True) -> dict[str, float]:
     """XLA's cost analysis of a program on one device; it counts a loop's body once."""
     mesh = meshes.make_mesh({"fsdp": 1}, jax.devices()[:1])
-    programs = aot.Programs(small_config(**SIZES), policy, mesh, 32)
+    programs = aot.RunPrograms(small_config(**SIZES), policy, mesh, 32)
     program = next(program for program in programs.select("all") if program.name == name)
     lowered = program.lower()
     analysis: Any = (lowered.compile() if compile else lowered).cost_analysis()
     return analysis
 
 
-def _counts(policy: PolicyConfig, layers: int = 1) -> Programs:
+def _counts(policy: PolicyConfig, layers: int = 1) -> ProgramCounts:
     mesh = meshes.make_mesh({"fsdp": 1}, jax.devices()[:1])
-    return Programs(dataclasses.replace(policy, layers=layers), mesh, 4)
+    return ProgramCounts(dataclasses.replace(policy, layers=layers), mesh, 4)
 
 
 def _operations(work: Work) -> float:
@@ -115,8 +115,8 @@ def _received(program: aot.Program, devices: int) -> float:
 def test_bytes_between_chips_are_those_of_compiled_collectives(axis: str) -> None:
     policy = dataclasses.replace(DENSE, vocab_size=2048, width=64, feed_forward=1024)
     mesh = meshes.make_mesh({axis: 8})
-    programs = aot.Programs(small_config(**{"sampler.slots": 64}), policy, mesh, 16)
-    counts = Programs(dataclasses.replace(policy, layers=1), mesh, 4)
+    programs = aot.RunPrograms(small_config(**{"sampler.slots": 64}), policy, mesh, 16)
+    counts = ProgramCounts(dataclasses.replace(policy, layers=1), mesh, 4)
     for program in programs.select("all")[:2]:
         tokens = math.prod(program.tokens)
         work = counts.prefill(tokens, 0, 0) if program.name == "prefill" else None
@@ -129,7 +129,7 @@ def test_work_of_a_chip_falls_with_chips() -> None:
     works = []
     for chips in (1, 2, 4, 8):
         mesh = meshes.make_mesh({"fsdp": chips}, jax.devices()[:chips])
-        counts = Programs(policy, mesh, 2)
+        counts = ProgramCounts(policy, mesh, 2)
         works.append(counts.micro_batch(8 * 1024, 8 * 128, 1e6) + counts.decode_pass(64))
     for previous_work, work in itertools.pairwise(works):
         assert work.products == pytest.approx(previous_work.products / 2)

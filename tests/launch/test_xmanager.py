@@ -197,7 +197,7 @@ def test_local_executor_rejects_hardware_requirements(hardware):
         xmanager.requirements("local", *hardware)
 
 
-def given(**changes: Any) -> SimpleNamespace:
+def make_flags(**changes: Any) -> SimpleNamespace:
     """The launcher's flags."""
     values = {"executor": "local", "config": TINY, "workdir": "w", "sweep": ["seed=0,1"]}
     values |= {"accelerator": "", "cpu": 0, "ram_gib": 0, "experiment": "", "inputs": "."}
@@ -205,12 +205,12 @@ def given(**changes: Any) -> SimpleNamespace:
 
 
 def test_plan_checks_every_work_unit():
-    units, requirements = xmanager.plan(given(), ["--config.steps=3"])
+    units, requirements = xmanager.plan(make_flags(), ["--config.steps=3"])
     assert [unit.name for unit in units] == ["000-seed=0", "001-seed=1"] and requirements == {}
     with pytest.raises(ValueError, match=r"steps = 0"):  # of the last unit
-        xmanager.plan(given(sweep=["steps=2,1,0"]), [])
+        xmanager.plan(make_flags(sweep=["steps=2,1,0"]), [])
     with pytest.raises(ValueError, match=r"workdir = 'w': must be below /gcs/"):
-        xmanager.plan(given(executor="vertex"), [])
+        xmanager.plan(make_flags(executor="vertex"), [])
 
 
 # ------------------------------------------------------------------------------- With a stand-in

@@ -119,7 +119,7 @@ def _step(policy: PolicyConfig, layout: PackingConfig, mesh: jax.sharding.Mesh, 
 
 
 @functools.cache
-def _wanted(name: str):
+def _expected_step(name: str):
     mesh = meshes.make_mesh({"fsdp": 1}, jax.devices()[:1])
     policy = dataclasses.replace(POLICIES[name], attention="dense")
     return _step(policy, PACKINGS["repeated prompts"], mesh, name)
@@ -132,7 +132,7 @@ def _check(combination: tuple[str, ...]) -> None:
     policy = dataclasses.replace(POLICIES[name], attention=kernel, ring=ring, remat=remat)
     (state, numbers), (expected_state, expected_numbers) = (
         _step(policy, PACKINGS[layout], mesh, name),
-        _wanted(name),
+        _expected_step(name),
     )
 
     def compare(path, array, expected):

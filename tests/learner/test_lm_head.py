@@ -86,7 +86,7 @@ def _head(vocab: int, width: int = WIDTH, scale: float = 0.3) -> Head:
 
 
 @functools.cache
-def _wanted(vocab: int, width: int = WIDTH, scale: float = 0.3):
+def _expected_value_and_grad(vocab: int, width: int = WIDTH, scale: float = 0.3):
     head = _head(vocab, width, scale)
     return jax.value_and_grad(head.by_hand, (0, 1), has_aux=True)(head.table, head.hidden)
 
@@ -125,7 +125,10 @@ def test_scores_match_log_softmax_by_hand(policy: PolicyConfig, temperature: flo
 def test_vocabulary_slices_change_neither_values_nor_gradients(vocab: int, numbers: int) -> None:
     head = _head(vocab)
     value_and_grad = jax.value_and_grad(head.total, (0, 1), has_aux=True)
-    _assert_close(value_and_grad(head.table, head.hidden, numbers_at_once=numbers), _wanted(vocab))
+    _assert_close(
+        value_and_grad(head.table, head.hidden, numbers_at_once=numbers),
+        _expected_value_and_grad(vocab),
+    )
 
 
 def _cutoffs() -> jax.Array:
@@ -151,7 +154,7 @@ def test_scores_above_a_cutoff_equal_a_dense_reference(vocab: int, numbers: int)
     expected = _wanted_above(vocab)
     _assert_close(values_and_gradients, expected)
     assert float(expected[0][1][0][0, 1]) == 0, "a target that is kept alone has probability 1"
-    assert np.abs(expected[0][1][0] - _wanted(vocab)[0][1][0]).mean() > 0.2
+    assert np.abs(expected[0][1][0] - _expected_value_and_grad(vocab)[0][1][0]).mean() > 0.2
 
 
 # Rows of padding: more than a slice of 128 rows, and more than a device of a mesh holds (320).
@@ -227,7 +230,7 @@ def test_mass_above_a_cutoff_sums_to_1() -> None:
 
 def test_underflowing_probabilities_have_correct_gradients() -> None:
     """Logits are in the hundreds, and most probabilities are 0 in float32."""
-    head, expected = _head(641, scale=30.0), _wanted(641, scale=30.0)
+    head, expected = _head(641, scale=30.0), _expected_value_and_grad(641, scale=30.0)
     value_and_grad = jax.value_and_grad(head.total, (0, 1), has_aux=True)
     values_and_gradients = value_and_grad(head.table, head.hidden, numbers_at_once=SMALLEST)
     (_, (logprobs, entropy)), gradients = values_and_gradients
@@ -316,7 +319,7 @@ def test_lm_head_on_a_mesh_equals_one_device(
     monkeypatch.setattr(on_devices, "_ONE_STAGE", one_stage)
     mesh, run, arguments = _on_mesh(shape, _head(*table), numbers_at_once=SMALLEST)
     with jax.set_mesh(mesh):
-        _assert_close(run(*arguments), _wanted(*table))
+        _assert_close(run(*arguments), _expected_value_and_grad(*table))
         assert _count(run.lower(*arguments).as_text()) == collectives
 
 
@@ -382,7 +385,7 @@ def test_logits_are_materialized_one_slice_at_a_time() -> None:
 # -------------------------------------------------------------------------- score_tokens: precision
 
 
-def _many(vocab: int, states: int, answers: int, width: int = WIDTH) -> Head:
+def _head_of_many_answers(vocab: int, states: int, answers: int, width: int = WIDTH) -> Head:
     """bfloat16 inputs whose sums over answers do not cancel.
 
     Every answer is the same token, predicted from a few hidden states in turn.
@@ -419,7 +422,7 @@ ROUNDED = 2**-8  # of bfloat16: half of it is the rounding of a result, the rest
 @pytest.mark.parametrize(("devices", "width"), [(1, 32), (8, 32), (8, 33)])
 def test_table_gradient_is_summed_in_float32(devices: int, width: int) -> None:
     """Add 4,096 terms of one sign: a sum in bfloat16 stops growing after a few hundred."""
-    head = _many(vocab=256, states=64, answers=4096, width=width)
+    head = _head_of_many_answers(vocab=256, states=64, answers=4096, width=width)
     gradient = jax.jit(jax.grad(functools.partial(head.total, numbers_at_once=1), has_aux=True))
     with jax.set_mesh(meshes.make_mesh({"context": devices}, jax.devices()[:devices])):
         table_gradient, _ = gradient(head.table, head.hidden)
@@ -439,7 +442,7 @@ def test_table_gradient_is_summed_in_float32(devices: int, width: int) -> None:
 @pytest.mark.parametrize("devices", [1, 8])
 def test_gradient_of_a_shared_hidden_state_is_summed_in_float32(devices: int) -> None:
     """The sum is over 1,024 answers and 32 slices."""
-    head = _many(vocab=4096, states=1, answers=1024)
+    head = _head_of_many_answers(vocab=4096, states=1, answers=1024)
     gradient = jax.grad(functools.partial(head.total, numbers_at_once=1), 1, has_aux=True)
     with jax.set_mesh(meshes.make_mesh({"context": devices}, jax.devices()[:devices])):
         hidden_gradient, _ = jax.jit(gradient)(head.table, head.hidden)
@@ -449,7 +452,7 @@ def test_gradient_of_a_shared_hidden_state_is_summed_in_float32(devices: int) ->
 
 def test_gradients_are_rounded_after_the_sum() -> None:
     """XLA for TPUs would drop the rounding (collectives.rounded), so the program states it."""
-    head = _many(vocab=256, states=1, answers=16)
+    head = _head_of_many_answers(vocab=256, states=1, answers=16)
     gradient = jax.grad(functools.partial(head.total, numbers_at_once=1), (0, 1), has_aux=True)
     text = str(jax.make_jaxpr(gradient)(head.table, head.hidden))
     # The slice's gradient, that of picked states, that of hidden states.

@@ -42,7 +42,7 @@ def _written(batches: list[MicroBatch]) -> Counter:
     return token_counts
 
 
-def _wanted(groups: list[TrainGroup]) -> Counter:
+def _expected_token_counts(groups: list[TrainGroup]) -> Counter:
     token_counts: Counter = Counter()
     for group in packing.weigh(groups):
         for i, answer in enumerate(group.answers):
@@ -187,7 +187,7 @@ def test_every_answer_token_is_packed_exactly_once(
     fitting, refused = packing.split_groups(weighed, largest)
     batches = packing.pack(fitting, buckets, budget, multiple, devices, shared == "tree")
     assert not refused
-    assert _written(batches) == _wanted(groups)
+    assert _written(batches) == _expected_token_counts(groups)
     assert all(len(batch.tokens) % multiple == 0 for batch in batches)
     total = sum(float(batch.weight.sum(dtype=np.float64)) for batch in batches)
     assert total == pytest.approx(1.0 if groups else 0.0, abs=1e-6)

@@ -13,12 +13,12 @@ from ml_collections import ConfigDict
 from spell_jax.learner import shapes
 from spell_jax.learner.packing import PackingConfig
 from spell_jax.learner.shapes import AUTO, MOST_PADDING, Bucket
-from spell_jax.learner.trees import Sizes, Tree
+from spell_jax.learner.trees import GroupTree, TokenCounts
 from spell_jax.runtime.config import build, section
 
 
-def _trees(sizes: list[tuple[int, int]]) -> list[Tree]:
-    return [Tree((i,), (0,), Sizes(*size)) for i, size in enumerate(sizes)]
+def _trees(sizes: list[tuple[int, int]]) -> list[GroupTree]:
+    return [GroupTree((i,), (0,), TokenCounts(*size)) for i, size in enumerate(sizes)]
 
 
 def _fill(laid_out: list[shapes.MicroRows]) -> float:
@@ -58,13 +58,13 @@ def test_every_tree_is_in_one_row_of_the_ladder(
         assert 1 <= len(rows) <= rows_of_batch
         assert rows_of_batch == multiple or rows_of_batch * bucket.length <= budget
         for row in rows:
-            assert sum((tree.size for tree in row), Sizes(0, 0)).fits(bucket.size)
+            assert sum((tree.size for tree in row), TokenCounts(0, 0)).fits(bucket.size)
     with mock.patch.object(shapes, "_ANSWER_COST", 0.0):  # padding of tokens alone
         fill = _fill(shapes.choose(trees, budget, multiple, devices))
     if fill <= 1 - MOST_PADDING:  # then no length alone fills more, in as few rows as it needs
         tokens, longest = (f(tree.size.tokens for tree in trees) for f in (sum, max))
         for length in filter(longest.__le__, rungs):
-            row_number = len(shapes.first_fit(trees, Sizes(length, length)))
+            row_number = len(shapes.first_fit(trees, TokenCounts(length, length)))
             assert tokens / (-(-row_number // multiple) * multiple * length) <= fill + 1e-9
 
 

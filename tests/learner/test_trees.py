@@ -9,7 +9,7 @@ import pytest
 
 from spell_jax.learner import packing, trees
 from spell_jax.learner.packing import Bucket, MicroBatch, TrainGroup
-from spell_jax.learner.trees import Sizes, Tree
+from spell_jax.learner.trees import GroupTree, TokenCounts
 from tests import tiny
 
 DOCUMENTS = [7, 7, 8, 9]
@@ -23,9 +23,11 @@ def pack(groups: list[TrainGroup], bucket: Bucket, with_trees: bool = True) -> l
     return packing.pack(packing.weigh(groups), [bucket], bucket.length, with_trees=with_trees)
 
 
-def grow(prompts: list[list[int]], room: int = 100) -> list[Tree]:
+def grow(prompts: list[list[int]], room: int = 100) -> list[GroupTree]:
     arrays = [np.array(prompt) for prompt in prompts]
-    return trees.grow(arrays, [Sizes(len(p) + 1, 1) for p in prompts], Sizes(room, room))
+    return trees.grow(
+        arrays, [TokenCounts(len(p) + 1, 1) for p in prompts], TokenCounts(room, room)
+    )
 
 
 def test_layout_of_a_tree() -> None:
@@ -67,7 +69,7 @@ def test_trees_have_every_depth() -> None:
     """Documents, then questions, then answers to verify: three levels."""
     prompts = [[1, 1, 1, 1, 2, 2, i, 3] for i in (4, 5)] + [[1, 1, 1, 1, 9, 9]]
     (tree,) = grow(prompts)
-    assert tree == Tree((0, 1, 2), (0, 6, 4), Sizes(9 + 3 + 3, 3))
+    assert tree == GroupTree((0, 1, 2), (0, 6, 4), TokenCounts(9 + 3 + 3, 3))
 
 
 def test_prompts_share_nothing_below_half_of_the_shorter_one() -> None:

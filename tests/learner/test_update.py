@@ -132,7 +132,7 @@ def _surrogate_gradient(params, tokens, weights):
 
 
 @functools.cache
-def _wanted() -> tuple[TrainState, dict]:
+def _expected_step() -> tuple[TrainState, dict]:
     return _step(_learner(), GROUPS)
 
 
@@ -145,7 +145,7 @@ def test_loss_and_gradient_by_hand() -> None:
     every_advantage = [a for group in GROUPS for a in group.advantages]
     share = answers * np.array(every_advantage, np.float32)[:, None]
     gradient = jax.device_get(_surrogate_gradient(tiny.weights(), tokens, share / answers.sum()))
-    state, numbers = _wanted()
+    state, numbers = _expected_step()
     norm = float(optax.tree.norm(gradient))
     assert numbers["gradient_norm"] == pytest.approx(norm, rel=1e-5)
     assert numbers["answer_tokens"] == answers.sum()
@@ -176,7 +176,7 @@ def test_loss_and_gradient_by_hand() -> None:
 def test_step_is_invariant_to_packing(packing_config: PackingConfig) -> None:
     step = _step(_learner(packing_config), GROUPS)
     assert step[1]["refused_answers"] == 0
-    _assert_same_step(step, _wanted())
+    _assert_same_step(step, _expected_step())
 
 
 def test_shared_prefixes_save_tokens() -> None:
@@ -202,7 +202,7 @@ def test_shared_prefixes_save_tokens() -> None:
 )
 def test_step_on_eight_devices_equals_one_device(mesh: tuple[tuple[str, int], ...]) -> None:
     learner = _learner(mesh=mesh)
-    _assert_same_step(_step(learner, GROUPS), _wanted())
+    _assert_same_step(_step(learner, GROUPS), _expected_step())
     state = learner.init(jax.random.key(0))
     kernel = state.params["layers"]["mlp"]["up_kernel"]
     parts = dict(mesh).get("fsdp", 1) * dict(mesh).get("context", 1)
@@ -237,7 +237,7 @@ def test_fill_is_the_share_of_slots_that_hold_a_token(shared: str) -> None:
 @pytest.mark.parametrize("attention", ["dense", "chunked"])
 def test_step_is_invariant_to_remat_and_attention_kernel(remat: str, attention: str) -> None:
     policy = dataclasses.replace(tiny.POLICY, remat=remat, attention=attention)
-    _assert_same_step(_step(_learner(policy=policy), GROUPS), _wanted())
+    _assert_same_step(_step(_learner(policy=policy), GROUPS), _expected_step())
 
 
 @pytest.mark.slow
@@ -257,7 +257,7 @@ def test_host_offload_does_not_change_the_step(mesh: tuple, weights: bool) -> No
     assert {x.sharding.memory_kind for x in jax.tree.leaves(state.params)} == {masters}
     params = learner.cast(state.params)
     assert {x.sharding.memory_kind for x in jax.tree.leaves(params)} == {"device"}
-    _assert_same_step((jax.device_get(state), numbers), _wanted())
+    _assert_same_step((jax.device_get(state), numbers), _expected_step())
 
 
 @pytest.mark.slow
@@ -280,8 +280,8 @@ def test_offloaded_state_is_restored_from_a_checkpoint(tmp_path) -> None:
 def test_bfloat16_step_is_close_and_keeps_float32_masters() -> None:
     state, numbers = _step(_learner(compute_dtype="bfloat16"), GROUPS)
     assert {x.dtype for x in jax.tree.leaves(state.params)} == {np.dtype(np.float32)}
-    assert numbers["gradient_norm"] == pytest.approx(_wanted()[1]["gradient_norm"], rel=0.05)
-    assert numbers["mean_logprob"] == pytest.approx(_wanted()[1]["mean_logprob"], rel=0.02)
+    assert numbers["gradient_norm"] == pytest.approx(_expected_step()[1]["gradient_norm"], rel=0.05)
+    assert numbers["mean_logprob"] == pytest.approx(_expected_step()[1]["mean_logprob"], rel=0.02)
 
 
 # -------------------------------------------------------------------------------------- Empty steps
@@ -556,7 +556,7 @@ def test_learning_rate_schedules(schedule: str, expected_rates: dict[int, float]
 
 def test_first_step_has_the_full_rate_without_warmup() -> None:
     assert float(OptimizerConfig(learning_rate=0.5).rate()(0)) == 0.5
-    assert _wanted()[1]["learning_rate"] == pytest.approx(SMOOTH.learning_rate)
+    assert _expected_step()[1]["learning_rate"] == pytest.approx(SMOOTH.learning_rate)
 
 
 @pytest.mark.parametrize(

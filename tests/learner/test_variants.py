@@ -36,7 +36,7 @@ VARIANTS = [(*choice, *turn) for choice, turn in zip(CHOICES, TURNS, strict=Fals
 
 
 @functools.cache
-def given() -> tuple[MicroBatch, dict[str, np.ndarray]]:
+def loss_inputs() -> tuple[MicroBatch, dict[str, np.ndarray]]:
     """A micro-batch as the loss reads it, and logprobs, reference logprobs, entropies."""
     rng = np.random.default_rng(40)
     logprobs = -rng.exponential(1.5, ANSWER.shape)
@@ -91,7 +91,7 @@ def by_hand(config: LossConfig, moved: np.ndarray) -> dict[str, float]:
 
     Written out answer by answer and token by token.
     """
-    batch, numbers = given()
+    batch, numbers = loss_inputs()
     here = numbers["logprobs"].astype(float)
     sums = dict.fromkeys(("loss", "clip_share", "dual_clip_share", "approx_kl", "kl"), 0.0)
     for row in range(2):
@@ -129,7 +129,7 @@ def by_hand(config: LossConfig, moved: np.ndarray) -> dict[str, float]:
 
 def slope(config: LossConfig) -> np.ndarray:
     """The gradient [2, 12] of by_hand by central differences."""
-    at, gradient = given()[1]["logprobs"].astype(float), np.zeros(ANSWER.shape)
+    at, gradient = loss_inputs()[1]["logprobs"].astype(float), np.zeros(ANSWER.shape)
     for place in np.ndindex(*ANSWER.shape):
         step = np.zeros(ANSWER.shape)
         step[place] = 1e-6
@@ -138,9 +138,9 @@ def slope(config: LossConfig) -> np.ndarray:
     return gradient
 
 
-def found(config: LossConfig):
+def loss_and_gradient(config: LossConfig):
     """((loss, sums), gradient) of the loss itself."""
-    batch, numbers = given()
+    batch, numbers = loss_inputs()
 
     @jax.jit
     @functools.partial(jax.value_and_grad, has_aux=True)
@@ -168,8 +168,8 @@ def test_loss_sums_and_gradient_match_plain_loops(
         kl_estimator=kl,
         entropy_weight=0.1,
     )
-    (value, sums), gradient = found(config)
-    expected_sums = by_hand(config, given()[1]["logprobs"].astype(float))
+    (value, sums), gradient = loss_and_gradient(config)
+    expected_sums = by_hand(config, loss_inputs()[1]["logprobs"].astype(float))
     assert float(value) == pytest.approx(expected_sums["loss"], rel=1e-5)
     for name, number in expected_sums.items():
         assert float(sums[name]) == pytest.approx(number, rel=1e-5, abs=1e-6), name
@@ -183,7 +183,7 @@ def test_loss_sums_and_gradient_match_plain_loops(
 
 def _gradient(**fields: Any) -> np.ndarray:
     """Gradient of the policy term alone."""
-    return np.asarray(found(LossConfig(dual_clip=0.0, **fields))[1])
+    return np.asarray(loss_and_gradient(LossConfig(dual_clip=0.0, **fields))[1])
 
 
 @pytest.mark.slow
@@ -221,7 +221,7 @@ def test_eapo_equation_1_and_its_gradient() -> None:
 
 def test_gspo_gradient_by_hand() -> None:
     """s_i A_i / |y_i| for every token of an answer, s_i its geometric mean ratio."""
-    batch, numbers = given()
+    batch, numbers = loss_inputs()
     gradient = _gradient(ratio="sequence_mean", old_logprobs="rollout", clip_low=9, clip_high=99)
     for row, answer in itertools.product(range(2), range(4)):
         mine = batch.answer[row] == answer
@@ -234,7 +234,7 @@ def test_gspo_gradient_by_hand() -> None:
 
 
 def test_cispo_clipping_keeps_the_gradient_of_every_token() -> None:
-    batch, numbers = given()
+    batch, numbers = loss_inputs()
     gradient = _gradient(objective="cispo", old_logprobs="rollout", clip_low=1.0, clip_high=0.28)
     ratios = np.exp(numbers["logprobs"] - batch.old_logprob)
     expected_gradient = -batch.weight * np.minimum(ratios, 1.28) * batch.advantage
@@ -250,7 +250,7 @@ def test_on_policy_gradient_is_the_plain_policy_gradient(objective: str, ratio: 
 
     GSPO has this gradient too. In equation 1 of EAPO it is multiplied by the answer's length.
     """
-    batch, _ = given()
+    batch, _ = loss_inputs()
     gradient = _gradient(objective=objective, ratio=ratio)
     length = np.array([[np.sum(row == a) * (a >= 0) for a in row] for row in batch.answer])
     times = length if (objective, ratio) == ("clip", "sequence") else 1
@@ -259,7 +259,7 @@ def test_on_policy_gradient_is_the_plain_policy_gradient(objective: str, ratio: 
 
 @pytest.mark.slow
 def test_truncated_importance_weight_uses_the_sequence_ratio() -> None:
-    batch, numbers = given()
+    batch, numbers = loss_inputs()
     for ratio in ("sequence", "sequence_mean"):
         plain = _gradient(ratio=ratio)
         weighed = _gradient(ratio=ratio, tis_cap=1.3)
@@ -276,7 +276,7 @@ def test_truncated_importance_weight_uses_the_sequence_ratio() -> None:
 @pytest.mark.parametrize("ratio", RATIOS)
 @pytest.mark.parametrize("objective", WITH_RATIO)
 def test_extreme_ratios_stay_finite(objective: str, ratio: str) -> None:
-    batch, _ = given()
+    batch, _ = loss_inputs()
     config = LossConfig(objective=objective, ratio=ratio, old_logprobs="rollout", clip_high=1e9)
     for logprob, old in ((0.0, -1e4), (-1e4, 0.0)):
         extreme = batch.replace(old_logprob=np.full(ANSWER.shape, old, np.float32))

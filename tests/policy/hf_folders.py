@@ -22,7 +22,7 @@ MARKERS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 WORDS = ("<think>", "</think>")
 
 
-def added(token_id: int, text: str, special: bool = True, **flags) -> dict:
+def added_token(token_id: int, text: str, special: bool = True, **flags) -> dict:
     no_flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     return {"id": token_id, "content": text, "special": special} | no_flags | flags
 
@@ -35,7 +35,7 @@ def byte_level(markers=MARKERS, words=WORDS, merges=(("a", "b"), ("Ċ", "Ċ"), (
     return {
         "version": "1.0",
         "added_tokens": [
-            added(len(pieces) + i, text, special) for i, (text, special) in enumerate(tokens)
+            added_token(len(pieces) + i, text, special) for i, (text, special) in enumerate(tokens)
         ],
         "normalizer": {"type": "NFC"},
         "pre_tokenizer": {
@@ -69,7 +69,7 @@ def byte_fallback(scheme: str = "first") -> dict:
     strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
     return {
         "version": "1.0",
-        "added_tokens": [added(i, text) for i, text in enumerate(tokens)],
+        "added_tokens": [added_token(i, text) for i, text in enumerate(tokens)],
         "normalizer": None,
         "pre_tokenizer": {
             "type": "Metaspace",
@@ -100,7 +100,7 @@ def unigram(unknown: int = 0) -> dict:
     space = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
     return {
         "version": "1.0",
-        "added_tokens": [added(i, text) for i, text in enumerate(tokens)],
+        "added_tokens": [added_token(i, text) for i, text in enumerate(tokens)],
         "pre_tokenizer": space,
         "decoder": space,
         "model": {
@@ -116,7 +116,7 @@ def word_piece() -> dict:
     vocab = {piece: i for i, piece in enumerate(["[UNK]", "[SEP]", "a", "##b", "c", ".", "##."])}
     return {
         "version": "1.0",
-        "added_tokens": [added(0, "[UNK]"), added(1, "[SEP]")],
+        "added_tokens": [added_token(0, "[UNK]"), added_token(1, "[SEP]")],
         "pre_tokenizer": {"type": "Whitespace"},
         "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True},
         "model": {

@@ -23,7 +23,7 @@ from tests.policy.hf_folders import (
     MARKERS,
     REAL,
     WORDS,
-    added,
+    added_token,
     byte_fallback,
     byte_level,
     documents,
@@ -275,12 +275,12 @@ def test_files_are_saved_unchanged_after_the_folder_is_deleted(small, tmp_path) 
 def test_tokens_added_by_the_config_match_transformers(tmp_path) -> None:
     tokenizer = byte_level(words=())
     first = len(tokenizer["model"]["vocab"]) + len(MARKERS)
-    names = {str(first + i): added(0, text, False) for i, text in enumerate(WORDS)}
+    names = {str(first + i): added_token(0, text, False) for i, text in enumerate(WORDS)}
     folder = write(tmp_path / "a", tokenizer, CONFIG | {"added_tokens_decoder": names})
     ids = same_as_transformers(folder, "x", thinking=False)
     assert [i for i in ids if i >= first] == [first, first + 1]
     assert tokenizers.load(folder).vocab_size == first + 2
-    wrong = {str(first + 1): added(0, "<think>", False)}
+    wrong = {str(first + 1): added_token(0, "<think>", False)}
     write(folder, tokenizer, CONFIG | {"added_tokens_decoder": wrong})
     with pytest.raises(ValueError, match=r"tokenizer_config.json: added_tokens_decoder.*'<think>'"):
         tokenizers.load(folder)

@@ -11,7 +11,7 @@ from spell_jax.policy import tokenizer as tokenizers
 from tests.policy.hf_folders import (
     CONFIG,
     MARKERS,
-    added,
+    added_token,
     byte_fallback,
     byte_level,
     unigram,
@@ -121,7 +121,9 @@ def test_random_damage_is_reported_or_harmless(tmp_path, kind, data) -> None:
     texts = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": "{{ bos_token }}"}
     config = CONFIG if kind is byte_level else texts | {"bos_token": None}
     decoder = (
-        {str(len(kind()["model"]["vocab"])): added(0, MARKERS[0])} if kind is byte_level else {}
+        {str(len(kind()["model"]["vocab"])): added_token(0, MARKERS[0])}
+        if kind is byte_level
+        else {}
     )
     files = dict(zip(FILES, (kind(), config | {"added_tokens_decoder": decoder}, {}), strict=True))
     files["generation_config"] = {"eos_token_id": [1, 2]}

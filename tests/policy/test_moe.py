@@ -169,7 +169,7 @@ def test_mixture_on_a_mesh_equals_one_device(mesh) -> None:
     )
 
 
-def _both(mix, inputs):
+def _out_and_gradients(mix, inputs):
     """(output, gradients of x, weights and kernels)."""
 
     def value(x, weights, expert_ids, kernels):
@@ -189,7 +189,7 @@ def _assert_close(arrays, expected_arrays, bound: float = 1e-5) -> None:
 @pytest.mark.parametrize("chunk", [1, 7, ROWS * TIME - 1])
 def test_chunks_do_not_change_the_mixture(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moe, "CHUNK", chunk)
-    _assert_close(_both(moe.mix, _inputs()), _both(_by_hand, _inputs()))
+    _assert_close(_out_and_gradients(moe.mix, _inputs()), _out_and_gradients(_by_hand, _inputs()))
 
 
 @pytest.mark.slow
@@ -208,10 +208,10 @@ def test_chunks_do_not_change_the_mixture(chunk: int, monkeypatch: pytest.Monkey
     ids=str,
 )
 def test_chunked_mixture_on_a_mesh_equals_one_device(mesh, sizes, monkeypatch) -> None:
-    expected_arrays = _both(_by_hand, _inputs(**sizes))
+    expected_arrays = _out_and_gradients(_by_hand, _inputs(**sizes))
     monkeypatch.setattr(moe, "CHUNK", 6)
     with jax.set_mesh(meshes.make_mesh(mesh)):
-        _assert_close(_both(moe.mix, _inputs(**sizes)), expected_arrays)
+        _assert_close(_out_and_gradients(moe.mix, _inputs(**sizes)), expected_arrays)
 
 
 @pytest.mark.slow
@@ -222,13 +222,13 @@ def test_two_stage_reduce_scatters_give_the_same_mixture(
     inputs = _inputs(time=8, width=16)
     monkeypatch.setattr(collectives, "_ONE_STAGE", 2)
     with jax.set_mesh(meshes.make_mesh(mesh)):
-        _assert_close(_both(moe.mix, inputs), _both(_by_hand, inputs))
-        program = jax.jit(lambda *x: _both(moe.mix, x)).lower(*inputs).as_text()
+        _assert_close(_out_and_gradients(moe.mix, inputs), _out_and_gradients(_by_hand, inputs))
+        program = jax.jit(lambda *x: _out_and_gradients(moe.mix, x)).lower(*inputs).as_text()
     assert program.count("stablehlo.reduce_scatter") == 3 * (1 + len(mesh))
 
 
 def test_program_for_few_tokens_has_neither_loop_nor_padding() -> None:
-    program = jax.jit(lambda *x: _both(moe.mix, x)).lower(*_inputs()).as_text()
+    program = jax.jit(lambda *x: _out_and_gradients(moe.mix, x)).lower(*_inputs()).as_text()
     assert "stablehlo.while" not in program and "stablehlo.pad" not in program
 
 
@@ -272,7 +272,7 @@ def test_temporary_memory_does_not_grow_with_the_tokens(monkeypatch: pytest.Monk
         x = jax.ShapeDtypeStruct((1, tokens, 64), jnp.float32)
         weights = jax.ShapeDtypeStruct((1, tokens, COUNT), jnp.float32)
         expert_ids = jax.ShapeDtypeStruct((1, tokens, COUNT), jnp.int32)
-        run = jax.jit(lambda *x: _both(moe.mix, x))
+        run = jax.jit(lambda *x: _out_and_gradients(moe.mix, x))
         memory = run.lower(x, weights, expert_ids, kernels).compile().memory_analysis()
         return memory.temp_size_in_bytes
 

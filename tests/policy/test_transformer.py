@@ -74,13 +74,13 @@ def test_packed_answers_score_as_if_each_were_alone() -> None:
 def test_remat_policies_keep_the_expected_activations() -> None:
     """Count the numbers kept for the backward pass; learner/test_update.py tests gradients."""
 
-    def kept(remat: str) -> int:
+    def count_kept_numbers(remat: str) -> int:
         policy = dataclasses.replace(tiny.POLICY, remat=remat)
         run = functools.partial(transformer.logits, policy)
         _, backward = jax.eval_shape(lambda p: jax.vjp(run, p, TOKENS), tiny.weights())
         return sum(leaf.size for leaf in jax.tree.leaves(backward))
 
-    block, attention, dots, none = map(kept, ("block", "attention", "dots", "none"))
+    block, attention, dots, none = map(count_kept_numbers, ("block", "attention", "dots", "none"))
     layers, tokens, c = tiny.POLICY.layers, TOKENS.size, tiny.POLICY
     # The output, and one log-sum-exp per head.
     assert attention - block == layers * tokens * c.heads * (c.head_size + 1)

@@ -16,7 +16,7 @@ import pytest
 from etils import epath
 
 from benchmarks import browser
-from benchmarks.report import CONFIG, TASKS, Sizes, Writer, measured, write_run
+from benchmarks.report import CONFIG, TASKS, RunSizes, RunWriter, measured, write_run
 from spell_jax.reporting import page as report_page
 from spell_jax.reporting.episodes import Episodes, choose, choose_episodes, outcome
 from spell_jax.reporting.page import RunData, group_by_seed, write_page
@@ -99,7 +99,7 @@ def test_outcome_follows_from_the_scores(scores, expected_outcome):
 
 def test_metrics_are_computed_from_episodes(tmp_path):
     workdir = write_run(tmp_path / "run", steps=1, episodes=0)
-    make = Writer().episode
+    make = RunWriter().episode
     four_answers = {
         "scores": [1.0, 0.0, 0.0, 0.0],
         "reward": 0.25,
@@ -175,7 +175,7 @@ def test_unknown_tasks_and_missing_rewards_are_not_plotted(tmp_path):
         "votes": [],
         "reward": None,
     }
-    lines = [Writer().episode(n, task="own", **four_answers) for n in range(2)]
+    lines = [RunWriter().episode(n, task="own", **four_answers) for n in range(2)]
     write_records(path_of(workdir, 1), [{"of": 2} | lines[0], lines[1]])
     assert [n for n in choose_episodes(workdir, 9).counted[1] if "mixed" in n] == []
     records = [{"step": 1, "rollout/solve_rate": 0.25}]
@@ -272,7 +272,7 @@ def test_seeds_become_bands_and_other_configs_curves(tmp_path):
 
 
 def test_documents_already_on_a_full_page_cost_no_space(tmp_path):
-    workdir = write_run(tmp_path / "run", 10, 10, sizes=Sizes(document=4000, clusters=20))
+    workdir = write_run(tmp_path / "run", 10, 10, sizes=RunSizes(document=4000, clusters=20))
     write_page(
         [measured(workdir)], epath.Path(tmp_path / "page.html"), size=TEMPLATE_BYTES + 228_400
     )
@@ -301,7 +301,7 @@ def test_page_counts_as_full_after_twenty_misses_in_a_row():
 
 def test_index_has_the_first_100_characters_of_a_question(tmp_path):
     workdir = write_run(tmp_path / "run", steps=1, episodes=0)
-    write_records(path_of(workdir, 1), [Writer().episode(1, question="q" * 300)])
+    write_records(path_of(workdir, 1), [RunWriter().episode(1, question="q" * 300)])
     write_page([measured(workdir)], epath.Path(tmp_path / "page.html"))
     *_, (entry,) = map(unpack, data_of(tmp_path / "page.html"))
     assert entry["title"] == "q" * 100
@@ -615,7 +615,7 @@ def test_quotations_and_references_are_marked(page, large):
 
 
 def test_first_mark_of_a_long_document_is_in_view(page, tmp_path):
-    sizes = Sizes(document=20_000)
+    sizes = RunSizes(document=20_000)
     workdir = write_run(tmp_path / "run", steps=1, episodes=8, sizes=sizes)
     write_page([measured(workdir)], epath.Path(tmp_path / "page.html"))
     page.open(tmp_path / "page.html", "#outcome=mixed")
@@ -637,7 +637,7 @@ def test_first_mark_of_a_long_document_is_in_view(page, tmp_path):
 
 def test_hostile_model_text_is_shown_as_plain_text(page, tmp_path):
     workdir = write_run(tmp_path / HOSTILE.replace("/", "⁄")[:40], steps=2, episodes=0)
-    make = Writer().episode
+    make = RunWriter().episode
     names = ("task", "cluster", "reason", "proposal", "prompt", "question", "reference")
     hostile: dict = dict.fromkeys(names, HOSTILE) | {"own_reference": HOSTILE + "2"}
     hostile |= {"known": [HOSTILE], "blind": [HOSTILE, None]}

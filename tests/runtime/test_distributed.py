@@ -496,18 +496,18 @@ def main() -> None:
     def good() -> list[bytes]:
         return [bytes([me])]
 
-    def told(parts: list[list[bytes]]) -> list[list[str]]:
+    def as_hex(parts: list[list[bytes]]) -> list[list[str]]:
         return [[item.hex() for item in part] for part in parts]
 
     single_error = _error(good if me == 0 else lambda: _fail(ValueError("gone größer")))
     joint_error = _error(lambda: _fail([KeyError("b"), OSError("a")][me]))
     result = {
-        "gathered": [told(distributed.gather_bytes(parts[me])) for parts in ITEMS],
-        "made": told(distributed.make_together(good)),
+        "gathered": [as_hex(distributed.gather_bytes(parts[me])) for parts in ITEMS],
+        "made": as_hex(distributed.make_together(good)),
         "one": str(single_error),
         "cause": type(single_error.__cause__).__name__,
         "both": str(joint_error),
-        "after": told(distributed.make_together(good)),
+        "after": as_hex(distributed.make_together(good)),
         "broadcast": distributed.broadcast(ask),
         "asked": asking_processes,
         "refused": _error_of_broadcast(),

@@ -59,14 +59,14 @@ def test_documents_of_a_cluster_are_written_once_if_they_fit(tmp_path):
     records = [record(name, *texts[name]) for name in "abac"]
     room = 4 * size + sum(len(json.dumps({"documents": texts[n]})) + 1 for n in "bc")
 
-    def kept(characters: int) -> list:
+    def kept_documents(characters: int) -> list:
         EpisodeWriter(tmp_path, characters).write(1, records)
         return [episode.get("documents") for _, episode in read_episodes(tmp_path)]
 
-    assert kept(MUCH) == [texts["a"], texts["b"], None, texts["c"]]
+    assert kept_documents(MUCH) == [texts["a"], texts["b"], None, texts["c"]]
     # The documents of a are written first, and leave no room for those of b.
-    assert kept(room - 1) == [texts["a"], None, None, texts["c"]]
-    assert kept(4 * size) == [None] * 4
+    assert kept_documents(room - 1) == [texts["a"], None, None, texts["c"]]
+    assert kept_documents(4 * size) == [None] * 4
 
 
 def test_records_over_the_size_limit_are_omitted_and_logged(tmp_path, caplog):

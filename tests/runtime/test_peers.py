@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from spell_jax.runtime import listener, peers
-from spell_jax.runtime.peers import EXIT_CODE, Peers
+from spell_jax.runtime.peers import EXIT_CODE, Heartbeats
 
 LONG, SHORT = 120.0, 2.0  # limits that a test does not reach, or waits for
 TOKEN = bytes(range(32))
@@ -43,11 +43,11 @@ class Run:
         self.server = listener.listen("localhost")
         self.address = self.server.getsockname()
         self.ended: queue.Queue[tuple[int, int]] = queue.Queue()
-        self.members: dict[int, Peers] = {}
+        self.members: dict[int, Heartbeats] = {}
         for index in members:
             hub = [self.server] if index == 0 else self.address
             end = functools.partial(self._end, index)
-            member = Peers(index, count, hub, limit, {}, end)
+            member = Heartbeats(index, count, hub, limit, {}, end)
             member.state |= {"host": f"h{index}", "phase": "rollout", "step": 3, "saved": 2}
             self.members[index] = member
             member.start()
@@ -58,7 +58,7 @@ class Run:
         self.ended.put((index, status))
 
     def fail(self, index: int, error: Exception) -> threading.Thread:
-        """Let the main thread of a member fail; the result ends when `Peers.fail` returns."""
+        """Let the main thread of a member fail; the result ends when `Heartbeats.fail` returns."""
         thread = threading.Thread(target=self.members[index].fail, args=(error,))
         thread.start()
         return thread
@@ -191,7 +191,7 @@ def test_broken_connections_are_made_again() -> None:
     """Every connection of process 1 breaks after one answer."""
     with listener.listen("localhost") as relay:
         run = Run(2, (0,), LONG)
-        process = Peers(1, 2, relay.getsockname(), LONG, {}, lambda _: None)
+        process = Heartbeats(1, 2, relay.getsockname(), LONG, {}, lambda _: None)
         process.start()
         process.trust(TOKEN)
         for _ in range(5):
@@ -387,14 +387,14 @@ def test_token_comes_after_the_start() -> None:
 
 
 def test_verdict_names_the_address_of_a_process_that_was_never_heard() -> None:
-    process = Peers(0, 3, [listener.listen("localhost")], LONG, {2: "10.0.0.66"}, print)
+    process = Heartbeats(0, 3, [listener.listen("localhost")], LONG, {2: "10.0.0.66"}, print)
     verdict = process._judge(list(process._peers.values()), 1e9)
     assert "process 1 of 3 is missing" in verdict.text
     assert "process 2 of 3 (10.0.0.66) is missing: last heard during setup" in verdict.text
 
 
 def test_verdict_on_many_processes_fits_into_a_line() -> None:
-    process = Peers(0, 1000, [listener.listen("localhost")], LONG, {}, print)
+    process = Heartbeats(0, 1000, [listener.listen("localhost")], LONG, {}, print)
     for peer in process._peers.values():
         peer.state = json.loads(STATE) | {"host": "h" * 64, "error": "\u2028" * 600}
     verdict = process._judge(list(process._peers.values()), 1.0)

@@ -36,7 +36,7 @@ on_meshes = pytest.mark.parametrize(
 @pytest.mark.parametrize("policy", [DENSE, EXPERTS], ids=["dense", "experts"])
 def test_decode_step_communicates_no_weights(policy, mesh) -> None:
     sizes = {"sampler.slots": 8, "sampler.samples_per_prompt_batch": 4, "sampler.max_tokens": 8}
-    programs = aot.Programs(small_config(**sizes), policy, meshes.make_mesh(mesh), 16)
+    programs = aot.RunPrograms(small_config(**sizes), policy, meshes.make_mesh(mesh), 16)
     (program,) = programs.select("decode")
     collectives = aot.collectives(program.lower().compile().as_text() or "")
     smallest = min(  # kernels of a layer that are split over devices; k and v are small

@@ -103,7 +103,7 @@ def _logprobs(case: str) -> tuple[np.ndarray, np.ndarray]:
     return logprobs[0, 0], logprobs[:, 1]
 
 
-def _kept(probabilities: np.ndarray, options: Options) -> np.ndarray:
+def _filtered_distribution(probabilities: np.ndarray, options: Options) -> np.ndarray:
     """The distribution [V] after the filters, by sorting."""
     order = np.argsort(-probabilities)
     falling = probabilities[order]
@@ -136,7 +136,7 @@ def test_first_tokens_follow_the_exact_distribution(case: str) -> None:
     tokens, _ = _sampled()[case]
     assert len(tokens) == 50_000
     counts = np.bincount(tokens[:, 0], minlength=POLICY.vocab_size)
-    squares, freedom = _chi_square(counts, _kept(np.exp(first), CASES[case]))
+    squares, freedom = _chi_square(counts, _filtered_distribution(np.exp(first), CASES[case]))
     assert freedom > 3 and stats.chi2.sf(squares, freedom) > LEAST_P
 
 
@@ -151,7 +151,9 @@ def test_second_tokens_follow_the_exact_conditional_distribution(case: str) -> N
         if len(behind) < 200:
             continue
         counts = np.bincount(behind, minlength=POLICY.vocab_size)
-        squares, freedom = _chi_square(counts, _kept(np.exp(second[first]), CASES[case]))
+        squares, freedom = _chi_square(
+            counts, _filtered_distribution(np.exp(second[first]), CASES[case])
+        )
         total, freedoms, token_count = (
             total + squares,
             freedoms + freedom,

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from spell_jax.sampler.page_pool import Pool
+from spell_jax.sampler.page_pool import PagePool
 
 A, B, C, D, E = b"a", b"b", b"c", b"d", b"e"
 
 
-def _read(pool: Pool, blocks: list[bytes], max_shared: int | None = None) -> list[int]:
+def _read(pool: PagePool, blocks: list[bytes], max_shared: int | None = None) -> list[int]:
     """Take the pages of a prompt: known ones are shared, the others are new.
 
     Args:
@@ -28,7 +28,7 @@ def _read(pool: Pool, blocks: list[bytes], max_shared: int | None = None) -> lis
 
 
 def test_each_page_is_taken_once_and_page_0_never() -> None:
-    pool = Pool(5)
+    pool = PagePool(5)
     assert pool.available == 5
     pages = []
     for left in (4, 3, 2, 1, 0):
@@ -43,7 +43,7 @@ def test_each_page_is_taken_once_and_page_0_never() -> None:
 
 
 def test_page_is_available_after_its_last_user_releases_it() -> None:
-    pool = Pool(3)
+    pool = PagePool(3)
     page = pool.take()
     pool.hold([page])
     pool.hold([page])
@@ -53,7 +53,7 @@ def test_page_is_available_after_its_last_user_releases_it() -> None:
 
 
 def test_known_page_can_be_taken_only_without_users() -> None:
-    pool = Pool(2)
+    pool = PagePool(2)
     pages = _read(pool, [A, B])
     pool.hold(pages)
     pool.release(pages)
@@ -64,7 +64,7 @@ def test_known_page_can_be_taken_only_without_users() -> None:
 
 
 def test_idle_counts_pages_without_users() -> None:
-    pool = Pool(6)
+    pool = PagePool(6)
     short, long = _read(pool, [A]), _read(pool, [A, B, C])
     assert pool.idle(long) == 0 and pool.available == 3
     pool.release(long)
@@ -80,7 +80,7 @@ def test_idle_counts_pages_without_users() -> None:
 
 
 def test_find_returns_the_longest_known_prefix() -> None:
-    pool = Pool(9)
+    pool = PagePool(9)
     assert pool.find([A, B]) == []
     pages = _read(pool, [A, B, C])
     assert pool.find([A, B, C]) == pages
@@ -92,7 +92,7 @@ def test_find_returns_the_longest_known_prefix() -> None:
 
 
 def test_find_adds_no_users() -> None:
-    pool = Pool(2)
+    pool = PagePool(2)
     pages = _read(pool, [A, B])
     pool.find([A, B])
     pool.release(pages)
@@ -100,7 +100,7 @@ def test_find_adds_no_users() -> None:
 
 
 def test_equal_blocks_with_different_parents_get_different_pages() -> None:
-    pool = Pool(9)
+    pool = PagePool(9)
     first, second, third = _read(pool, [A, C]), _read(pool, [B, C]), _read(pool, [C, C])
     assert len({*first, *second, *third}) == 6
     assert pool.find([A, C]) == first
@@ -110,7 +110,7 @@ def test_equal_blocks_with_different_parents_get_different_pages() -> None:
 
 
 def test_prompts_share_the_pages_of_their_common_prefix() -> None:
-    pool = Pool(9)
+    pool = PagePool(9)
     first, second = _read(pool, [A, B, C]), _read(pool, [A, B, D])
     assert second[:2] == first[:2] and second[2] != first[2]
     assert pool.available == 5
@@ -121,7 +121,7 @@ def test_prompts_share_the_pages_of_their_common_prefix() -> None:
 
 def test_second_page_of_a_known_block_is_not_indexed() -> None:
     """The last page of a prompt is prefilled again: the known page stays in the index."""
-    pool = Pool(4)
+    pool = PagePool(4)
     first = _read(pool, [A, B])
     second = _read(pool, [A, B], max_shared=1)
     assert second[0] == first[0] and second[1] != first[1]
@@ -134,7 +134,7 @@ def test_second_page_of_a_known_block_is_not_indexed() -> None:
 
 
 def test_unnamed_page_is_free_once_released() -> None:
-    pool = Pool(3)
+    pool = PagePool(3)
     named = _read(pool, [A])
     pool.release(named)
     unnamed = [pool.take(), pool.take()]
@@ -147,7 +147,7 @@ def test_unnamed_page_is_free_once_released() -> None:
 
 
 def test_idle_pages_can_still_be_found() -> None:
-    pool = Pool(4)
+    pool = PagePool(4)
     pages = _read(pool, [A, B])
     pool.release(pages)
     assert pool.available == 4
@@ -157,7 +157,7 @@ def test_idle_pages_can_still_be_found() -> None:
 
 
 def test_least_recently_used_page_is_evicted_first() -> None:
-    pool = Pool(3)
+    pool = PagePool(3)
     pages = {block: _read(pool, [block]) for block in (A, B, C)}
     for block in (B, A, C):
         pool.release(pages[block])
@@ -170,7 +170,7 @@ def test_least_recently_used_page_is_evicted_first() -> None:
 
 
 def test_end_of_a_prompt_is_evicted_before_its_beginning() -> None:
-    pool = Pool(3)
+    pool = PagePool(3)
     pages = _read(pool, [A, B, C])
     pool.release(pages)
     for left in (2, 1, 0):
@@ -183,7 +183,7 @@ def test_reused_page_does_not_keep_its_old_children() -> None:
 
     They follow neither the new content of the page, nor its old content in another page.
     """
-    pool = Pool(4)
+    pool = PagePool(4)
     old = pool.take()
     pool.name(old, None, A)
     child = pool.take()
@@ -203,7 +203,7 @@ def test_reused_page_does_not_keep_its_old_children() -> None:
 
 
 def test_page_rewritten_with_same_content_has_no_old_children() -> None:
-    pool = Pool(2)
+    pool = PagePool(2)
     pages = _read(pool, [A, B])
     pool.release(pages[:1])
     assert pool.take() == pages[0]
@@ -220,7 +220,7 @@ def _walk(seed: int, size: int, last_again: bool, steps: int = 400) -> list[list
     Returns the pages that were taken for each prompt or answer. With last_again, the last block of
     a prompt is prefilled again even if it is known, as the sampler does.
     """
-    rng, pool = np.random.default_rng(seed), Pool(size)
+    rng, pool = np.random.default_rng(seed), PagePool(size)
     content: dict[int, tuple[bytes, ...]] = {}  # for each page, the blocks up to it
     prompts: list[tuple[tuple[bytes, ...], list[int]]] = []
     answers: list[int] = []

@@ -20,7 +20,7 @@ def _by_sorting(probabilities: np.ndarray, top_p: float) -> np.ndarray:
     return nucleus
 
 
-def _kept(probabilities: np.ndarray, **filters: float) -> np.ndarray:
+def _kept_mask(probabilities: np.ndarray, **filters: float) -> np.ndarray:
     """Mask of the probabilities [N, V] that are kept."""
     below = _below(probabilities)
     least = jax.jit(threshold)(below, tiny.sampling(len(below), **filters))
@@ -43,7 +43,7 @@ def _rows(count: int, seed: int, width: int = 200) -> np.ndarray:
 def test_top_p_keeps_the_same_tokens_as_sorting(top_p: float) -> None:
     probabilities = _rows(60, int(top_p * 1000))
     checked = 0
-    for row, mask in zip(probabilities, _kept(probabilities, top_p=top_p), strict=True):
+    for row, mask in zip(probabilities, _kept_mask(probabilities, top_p=top_p), strict=True):
         masses = np.cumsum(np.sort(row.astype(float))[::-1])
         if np.abs(masses - top_p).min() < 1e-6:
             continue  # float32 cannot tell on which side of top_p this sum lies
@@ -59,14 +59,14 @@ def test_top_p_keeps_the_same_tokens_as_sorting(top_p: float) -> None:
 @pytest.mark.parametrize("top_k", [1, 3, 40, 199, 200, 1000])
 def test_top_k_keeps_the_most_likely_tokens(top_k: int) -> None:
     probabilities = _rows(20, top_k)
-    for row, mask in zip(probabilities, _kept(probabilities, top_k=top_k), strict=True):
+    for row, mask in zip(probabilities, _kept_mask(probabilities, top_k=top_k), strict=True):
         assert mask.sum() == min(top_k, 200) and row[mask].min() >= row[~mask].max(initial=0)
 
 
 def test_filters_are_applied_in_sequence() -> None:
     """top_p applies to the tokens kept by top_k, scaled to 1; min_p is a share of the largest."""
     probabilities = _rows(30, 7)
-    masks = _kept(probabilities, top_k=5, top_p=0.8, min_p=0.1)
+    masks = _kept_mask(probabilities, top_k=5, top_p=0.8, min_p=0.1)
     for row, mask in zip(probabilities.astype(float), masks, strict=True):
         first = np.where(row >= np.sort(row)[-5], row, 0)
         expected_mask = _by_sorting(first / first.sum(), 0.8) & (row >= 0.1 * row.max())
@@ -87,7 +87,7 @@ def test_each_row_uses_its_own_filters() -> None:
     masks = np.asarray(below >= threshold(below, options)[:, None])
     row_filters = [{}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.3}]
     for row, filters in enumerate(row_filters):
-        np.testing.assert_array_equal(masks[row], _kept(probabilities[:1], **filters)[0])
+        np.testing.assert_array_equal(masks[row], _kept_mask(probabilities[:1], **filters)[0])
     assert len(set(masks.sum(axis=1).tolist())) == 4
 
 
@@ -99,7 +99,7 @@ def test_top_p_handles_ties_and_exact_thresholds() -> None:
         ([0.6, 0.3, 0.1], 0.6, [1, 0, 0]),
         ([0.6, 0.3, 0.1], 0.61, [1, 1, 0]),
     ):
-        masks = _kept(np.array([probabilities], np.float32), top_p=top_p)
+        masks = _kept_mask(np.array([probabilities], np.float32), top_p=top_p)
         np.testing.assert_array_equal(masks, [np.array(expected_mask, bool)])
 
 

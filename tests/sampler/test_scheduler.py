@@ -12,11 +12,11 @@ from spell_jax.sampler.scheduler import (
     Lane,
     PrefilledPrompt,
     Scheduler,
-    Shape,
     Shard,
+    ShardShape,
 )
 
-SHAPE = Shape(page_size=4, pages=20, slots=6, prompts=8, lanes=((1, 6), (3, 3)), tasks=4)
+SHAPE = ShardShape(page_size=4, pages=20, slots=6, prompts=8, lanes=((1, 6), (3, 3)), tasks=4)
 
 
 def _request(prompt: int | Sequence[int], group: int = 1, max_tokens: int = 8) -> SampleRequest:
@@ -32,7 +32,7 @@ def _scheduler(*requests: SampleRequest, shards: int = 1, **sizes) -> Scheduler:
     return scheduler
 
 
-def _other(number: int, length: int = 4) -> list[int]:
+def _distinct_prompt(number: int, length: int = 4) -> list[int]:
     """A prompt that shares no prefix with those of other numbers."""
     return [100 * number + i for i in range(length)]
 
@@ -163,7 +163,7 @@ def test_shared_idle_pages_count_as_taken() -> None:
     (shard,) = scheduler.shards
     _fill(scheduler)
     _finish(shard, 0)
-    scheduler.submit(1, _request(_other(1), max_tokens=12))
+    scheduler.submit(1, _request(_distinct_prompt(1), max_tokens=12))
     scheduler.submit(2, _request(13, max_tokens=12))
     assert _fill(scheduler) == [[[(1, 0)]]]
     assert scheduler.has_queued(0), "1 + 4 pages of prompts, and 3 of an answer, are more than 7"
@@ -174,7 +174,7 @@ def test_shared_idle_pages_count_as_taken() -> None:
 def test_pages_for_the_longest_requested_answer_are_reserved() -> None:
     """Room is needed for the longest answer of admitted and of new requests alike."""
     for longest in ((32, 4), (4, 32)):
-        requests = [_request(_other(i), max_tokens=n) for i, n in enumerate(longest)]
+        requests = [_request(_distinct_prompt(i), max_tokens=n) for i, n in enumerate(longest)]
         scheduler = _scheduler(*requests, pages=9)
         assert _fill(scheduler) == [[[(0, 0)]]]
         assert len(scheduler.queue) == 1
@@ -185,7 +185,10 @@ def test_pages_for_the_longest_requested_answer_are_reserved() -> None:
 
 
 def test_reserved_pages_shrink_when_the_longest_answer_ends() -> None:
-    long, *short = _request(_other(0), max_tokens=32), *(_request(_other(i)) for i in (1, 2, 3))
+    long, *short = (
+        _request(_distinct_prompt(0), max_tokens=32),
+        *(_request(_distinct_prompt(i)) for i in (1, 2, 3)),
+    )
     scheduler = _scheduler(long, *short, pages=10)
     _fill(scheduler)
     assert len(scheduler.queue) == 2
@@ -195,7 +198,7 @@ def test_reserved_pages_shrink_when_the_longest_answer_ends() -> None:
 
 
 def test_number_of_resident_prompts_is_limited() -> None:
-    scheduler = _scheduler(*(_request(_other(i)) for i in range(5)), prompts=2)
+    scheduler = _scheduler(*(_request(_distinct_prompt(i)) for i in range(5)), prompts=2)
     (shard,) = scheduler.shards
     _fill(scheduler)
     assert [s.prefilled.ticket for s in shard.unfinished] == [0, 1]
@@ -208,14 +211,16 @@ def test_number_of_resident_prompts_is_limited() -> None:
 
 def test_requests_are_admitted_in_order_of_submission() -> None:
     """A small request does not overtake a large one that waits for pages."""
-    large = _request(_other(1, 40), max_tokens=8)
-    scheduler = _scheduler(_request(_other(0, 40)), large, _request(_other(2)), pages=20)
+    large = _request(_distinct_prompt(1, 40), max_tokens=8)
+    scheduler = _scheduler(
+        _request(_distinct_prompt(0, 40)), large, _request(_distinct_prompt(2)), pages=20
+    )
     _fill(scheduler)
     assert [ticket for ticket, *_ in scheduler.queue] == [1, 2]
 
 
 def test_admission_is_limited_to_free_slots_and_prefill_rows() -> None:
-    requests = [_request(_other(i, 8)) for i in range(6)]
+    requests = [_request(_distinct_prompt(i, 8)) for i in range(6)]
     for tasks, admitted in ((1, 2), (4, 2), (5, 3), (8, 4)):
         scheduler = _scheduler(*requests, slots=2, tasks=tasks)
         plan = scheduler.plan_prefill()
@@ -224,7 +229,7 @@ def test_admission_is_limited_to_free_slots_and_prefill_rows() -> None:
 
 
 def test_no_prefill_is_planned_without_a_free_slot() -> None:
-    scheduler = _scheduler(_request(4, 2), _request(_other(1), 2), slots=2, tasks=1)
+    scheduler = _scheduler(_request(4, 2), _request(_distinct_prompt(1), 2), slots=2, tasks=1)
     assert _fill(scheduler) == [[[(0, 0)]]]
     assert scheduler.plan_prefill() is None
     assert scheduler.has_queued(1) and not scheduler.has_queued(0)
@@ -237,12 +242,12 @@ def test_no_prefill_is_planned_without_a_free_slot() -> None:
 
 
 def test_request_goes_to_the_shard_with_its_prefix_or_less_work() -> None:
-    begin = _other(1, 12)
+    begin = _distinct_prompt(1, 12)
     scheduler = _scheduler(
-        _request(_other(0, 12)),
+        _request(_distinct_prompt(0, 12)),
         _request(begin, 2),  # 0 has one sequence
         _request([*begin, 7]),  # 0 has fewer sequences, but not these pages
-        _request(_other(3), 2),
+        _request(_distinct_prompt(3), 2),
         shards=2,
     )
     _fill(scheduler)
@@ -252,7 +257,7 @@ def test_request_goes_to_the_shard_with_its_prefix_or_less_work() -> None:
 
 
 def test_request_goes_to_another_shard_if_the_cheapest_is_full() -> None:
-    begin = _other(0, 16)
+    begin = _distinct_prompt(0, 16)
     requests = _request([*begin, 1, 2, 3]), _request([*begin, 7], max_tokens=12)
     for pages, tickets in ((9, [[0, 1], []]), (8, [[0], [1]])):
         scheduler = _scheduler(*requests, shards=2, pages=pages, tasks=8)
@@ -279,7 +284,7 @@ def test_page_is_prefilled_after_shared_pages_of_other_requests() -> None:
 
 
 def test_no_sequence_takes_a_slot_before_its_prompt_is_prefilled() -> None:
-    scheduler = _scheduler(_request(12, 2), _request(_other(1), 2), tasks=1)
+    scheduler = _scheduler(_request(12, 2), _request(_distinct_prompt(1), 2), tasks=1)
     (shard,), seats = scheduler.shards, []
     while scheduler.plan_prefill() is not None:
         scheduler.fill_slots()
@@ -288,7 +293,7 @@ def test_no_sequence_takes_a_slot_before_its_prompt_is_prefilled() -> None:
 
 
 def test_prompts_without_free_slots_are_prefilled_only_in_padding_rows() -> None:
-    requests = [_request(_other(i, length)) for i, length in enumerate((8, 8, 12))]
+    requests = [_request(_distinct_prompt(i, length)) for i, length in enumerate((8, 8, 12))]
     scheduler = _scheduler(*requests, slots=2, tasks=3)
     first, second = [(0, 0), (0, 1), (1, 0)], [(1, 1), (2, 0), (2, 1)]
     assert _fill(scheduler) == [[first], [second]]
@@ -299,10 +304,14 @@ def test_prompts_without_free_slots_are_prefilled_only_in_padding_rows() -> None
 
 
 def test_full_lane_does_not_block_prefill_for_the_other_lane() -> None:
-    single_request, group_request = _request(4), _request(_other(1), 3)
-    scheduler = _scheduler(single_request, _request(_other(2)), group_request, slots=1, tasks=1)
+    single_request, group_request = _request(4), _request(_distinct_prompt(1), 3)
+    scheduler = _scheduler(
+        single_request, _request(_distinct_prompt(2)), group_request, slots=1, tasks=1
+    )
     assert _fill(scheduler) == [[[(0, 0)]]]
-    scheduler = _scheduler(single_request, group_request, _request(_other(2)), slots=1, tasks=1)
+    scheduler = _scheduler(
+        single_request, group_request, _request(_distinct_prompt(2)), slots=1, tasks=1
+    )
     assert _fill(scheduler) == [[[(0, 0)]], [[(1, 0)]]]
     assert [_slots_of(lane) for lane in scheduler.shards[0].lanes] == [[(0, 0)], [(1, 0)]]
 
@@ -311,7 +320,9 @@ def test_full_lane_does_not_block_prefill_for_the_other_lane() -> None:
 
 
 def test_siblings_take_slots_in_order_of_admission() -> None:
-    scheduler = _scheduler(_request(4, 3), _request(_other(1), 2), _request(_other(2), 3))
+    scheduler = _scheduler(
+        _request(4, 3), _request(_distinct_prompt(1), 2), _request(_distinct_prompt(2), 3)
+    )
     lane = scheduler.shards[0].lanes[1]
     _fill(scheduler)
     assert _slots_of(lane) == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0)]
@@ -325,7 +336,7 @@ def test_siblings_take_slots_in_order_of_admission() -> None:
 
 def test_decode_rows_hold_one_prompt_and_do_not_exceed_the_lane() -> None:
     lanes = ((1, 6), (3, 2))
-    requests = [_request(_other(i), group) for i, group in enumerate((4, 2, 3))]
+    requests = [_request(_distinct_prompt(i), group) for i, group in enumerate((4, 2, 3))]
     scheduler = _scheduler(*requests, lanes=lanes)
     (shard,) = scheduler.shards
     lane = shard.lanes[1]
@@ -348,7 +359,7 @@ def test_decode_rows_hold_one_prompt_and_do_not_exceed_the_lane() -> None:
 
 
 def test_straggler_does_not_hold_its_siblings_slots() -> None:
-    requests = [_request(_other(i), 3) for i in range(4)]
+    requests = [_request(_distinct_prompt(i), 3) for i in range(4)]
     scheduler = _scheduler(*requests)
     (shard,) = scheduler.shards
     lane = shard.lanes[1]
@@ -393,7 +404,7 @@ def test_pages_are_allocated_for_next_tokens_up_to_max_tokens() -> None:
 
 def test_first_admitted_sequence_continues_when_pages_run_out() -> None:
     """The pool has one page per prompt, pages for the longest answer, and one more."""
-    requests = [_request(_other(i), max_tokens=16) for i in range(3)]
+    requests = [_request(_distinct_prompt(i), max_tokens=16) for i in range(3)]
     scheduler = _scheduler(*requests, pages=3 + 4 + 1)
     (shard,) = scheduler.shards
     lane = shard.lanes[0]
@@ -415,7 +426,11 @@ def test_first_admitted_sequence_continues_when_pages_run_out() -> None:
 
 
 def test_other_lane_leaves_pages_for_the_first_admitted_sequence() -> None:
-    requests = _request(4, 2, 16), _request(_other(1), 1, 16), _request(_other(2), 1, 16)
+    requests = (
+        _request(4, 2, 16),
+        _request(_distinct_prompt(1), 1, 16),
+        _request(_distinct_prompt(2), 1, 16),
+    )
     scheduler = _scheduler(*requests, pages=3 + 4 + 1)
     (shard,) = scheduler.shards
     _fill(scheduler)
@@ -427,7 +442,7 @@ def test_other_lane_leaves_pages_for_the_first_admitted_sequence() -> None:
 
 def test_refilled_slot_does_not_overtake_earlier_sequences() -> None:
     """The last admitted sequence gets the freed slot, which has the lowest number."""
-    requests = [_request(_other(i), max_tokens=4 if i == 0 else 16) for i in range(4)]
+    requests = [_request(_distinct_prompt(i), max_tokens=4 if i == 0 else 16) for i in range(4)]
     scheduler = _scheduler(*requests, slots=3, pages=9)
     (shard,) = scheduler.shards
     lane = shard.lanes[0]
@@ -562,7 +577,9 @@ class _Decoder:
                     self._check_read(number, prefilled, len(prefilled.pages))
 
 
-def _random_requests(rng: np.random.Generator, count: int, shape: Shape) -> list[SampleRequest]:
+def _random_requests(
+    rng: np.random.Generator, count: int, shape: ShardShape
+) -> list[SampleRequest]:
     """Prompts with common prefixes, some of them equal; the longest take the whole pool."""
     stems = [rng.integers(3, size=40).tolist() for _ in range(3)]
     fitting_requests = []
@@ -575,7 +592,7 @@ def _random_requests(rng: np.random.Generator, count: int, shape: Shape) -> list
     return fitting_requests
 
 
-def _simulate(shape: Shape, shards: int, seed: int, steps: int, count: int = 40) -> _Decoder:
+def _simulate(shape: ShardShape, shards: int, seed: int, steps: int, count: int = 40) -> _Decoder:
     scheduler = Scheduler(shape, shards)
     requests = _random_requests(np.random.default_rng(seed), count, shape)
     decoder = _Decoder(scheduler, seed, steps)

@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.parsers import FAMILIES
 from spell_jax.data.clusters import LETTERS
 from spell_jax.selfplay import prompts
-from spell_jax.warm_start.demonstrations import Mixture, world_demonstrations
+from spell_jax.warm_start.demonstrations import DemonstrationMixture, world_demonstrations
 
 INJECTIONS = (
     "__import__('os').system('echo evaluated')",
@@ -83,7 +83,7 @@ LOOK_ALIKES = str.maketrans(
 def good_texts() -> tuple[str, ...]:
     """Outputs of all roles in both prompt sets, and their prompts."""
     demonstrated = list(
-        islice(world_demonstrations(prompts.load("compact"), Mixture(), seed=0), 60)
+        islice(world_demonstrations(prompts.load("compact"), DemonstrationMixture(), seed=0), 60)
     )
     options = dict(zip(LETTERS, ("one", "two", "three", "four"), strict=True))
     records = (

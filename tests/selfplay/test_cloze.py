@@ -13,12 +13,12 @@ DOCUMENTS = (
 )
 
 
-def found(documents=DOCUMENTS, shared_words: int = 1) -> dict[str, cloze.Cloze]:
+def clozes_by_name(documents=DOCUMENTS, shared_words: int = 1) -> dict[str, cloze.Cloze]:
     return {f"{c.span} in {c.document}": c for c in cloze.find_clozes(documents, shared_words)}
 
 
 def test_span_of_a_gap_stands_in_another_sentence() -> None:
-    clozes = found()
+    clozes = clozes_by_name()
     assert "Boeing in 0" in clozes and "NASA in 1" in clozes
     for gap in clozes.values():
         assert cloze.GAP in gap.question and gap.span.lower() not in gap.question.lower()
@@ -30,9 +30,9 @@ def test_span_of_a_gap_stands_in_another_sentence() -> None:
 
 def test_sentences_must_share_other_words() -> None:
     """ "1969" stands in two sentences that have no other word in common."""
-    assert not any(name.startswith("1969") for name in found())
-    assert any(name.startswith("1969") for name in found(shared_words=0))
-    assert found(shared_words=99) == {}
+    assert not any(name.startswith("1969") for name in clozes_by_name())
+    assert any(name.startswith("1969") for name in clozes_by_name(shared_words=0))
+    assert clozes_by_name(shared_words=99) == {}
 
 
 def test_every_occurrence_in_the_sentence_is_a_gap() -> None:
@@ -121,7 +121,7 @@ def test_long_spans_are_refused() -> None:
 
 
 def test_questions_by_rule_pass_the_check_of_questions_by_the_policy() -> None:
-    for gap in found().values():
+    for gap in clozes_by_name().values():
         assert cloze.check(gap.sentence, gap.span, DOCUMENTS, DOCUMENTS) == (gap.question, "")
 
 

@@ -34,7 +34,7 @@ from benchmarks import parsers
 from benchmarks.parsers import FAMILIES, PARSERS
 from spell_jax import algorithms, evaluation, selfplay, warm_start
 from spell_jax.algorithms.base import Annotation, Reply
-from spell_jax.algorithms.spell.episode import Episode
+from spell_jax.algorithms.spell.episode import SpellEpisode
 from spell_jax.algorithms.spell.record import make_record
 from spell_jax.data.clusters import Cluster, read_clusters
 from spell_jax.data.questions import read_questions
@@ -94,8 +94,8 @@ NO_READERS = {
     *("evaluation.protocol", "evaluation.published", "evaluation.policy_sampler"),
     *("evaluation.helmet_labels", "evaluation.judge", "haystack.Names.sample", "haystack.letters"),
     "evaluation.policy_flags",
-    *("haystack.Pile.take", "haystack.Source.noise", "haystack.Source.pile"),
-    *("haystack.Source.prose", "haystack.fit", "haystack.insert_needles"),
+    *("haystack.Pile.take", "haystack.HaystackSource.noise", "haystack.HaystackSource.pile"),
+    *("haystack.HaystackSource.prose", "haystack.fit", "haystack.insert_needles"),
     *("haystack.split_sentences", "math_equal.check_installed", "math_equal.end_workers"),
     *(f"long_documents.load_{name}" for name in ("docmath", "frames", "longbench", "seal")),
     *("long_documents.load_longbench_v2", "long_documents.load_longbench_v2_kind"),
@@ -113,7 +113,7 @@ NO_READERS = {
     *("eapo_evaluation.held_out_evidence", "algorithms.frozen_reader", "algorithms.progress"),
     "algorithms.ladder_evaluation",
     *("folder_rows.make_rows", "folder_rows.make_questions", "folder_rows.main"),
-    *("folder_rows.RowMaker.question", "folder_rows.RowMaker.row"),
+    *("folder_rows.FolderRowMaker.question", "folder_rows.FolderRowMaker.row"),
     *("memory.QuestionMemory.get", "memory.QuestionMemory.state_dict", "hops.join_hop"),
     *(f"probes.ProbeSet.{name}" for name in ("measure", "push", "state_dict", "load_state_dict")),
     *("held_out.Evaluation.full", "held_out.Evaluation.quick", "spell_evaluation.task_kind"),
@@ -592,10 +592,10 @@ def test_question_memory_restores_its_state_and_rejects_others() -> None:
     assert refused > 300
 
 
-def episode(source_texts: Sequence[str]) -> Episode:
+def episode(source_texts: Sequence[str]) -> SpellEpisode:
     """An episode whose texts are all taken from `source_texts`."""
     reply = Reply([], [], list(source_texts))
-    base_episode = Episode(
+    base_episode = SpellEpisode(
         "general_qa",
         Cluster(source_texts[0], tuple(source_texts)),
         (0,),

@@ -28,7 +28,7 @@ def make(
     return puzzles.make_puzzle(np.random.default_rng(seed), text, options, low, high, adjacent)
 
 
-def made(text: str, *args: int, **named: int) -> Puzzle:
+def valid_puzzle(text: str, *args: int, **named: int) -> Puzzle:
     puzzle, reason = make(text, *args, **named)
     assert puzzle is not None, reason
     return puzzle
@@ -86,12 +86,12 @@ TEXT = "\n\n".join(f"Paragraph {letter}." for letter in "abcdefg")
 
 
 def test_puzzle_is_determined_by_the_seed():
-    assert made(TEXT, 3) == made(TEXT, 3)
-    assert len({made(TEXT, 3, seed=seed).document for seed in range(40)}) > 20
+    assert valid_puzzle(TEXT, 3) == valid_puzzle(TEXT, 3)
+    assert len({valid_puzzle(TEXT, 3, seed=seed).document for seed in range(40)}) > 20
 
 
 def test_orders_and_paragraphs_are_sampled_uniformly():
-    sampled = [made(TEXT, 3, seed=seed) for seed in range(3000)]
+    sampled = [valid_puzzle(TEXT, 3, seed=seed) for seed in range(3000)]
     orders = Counter(puzzle.truth for puzzle in sampled)
     assert len(orders) == 6 and min(orders.values()) > 400
     start_counts = Counter(first for puzzle in sampled for first, _ in puzzle.spans)
@@ -103,14 +103,15 @@ def test_orders_and_paragraphs_are_sampled_uniformly():
 
 
 def test_gaps_are_not_adjacent_unless_allowed():
-    sampled = [made(TEXT, 3, seed=seed, adjacent=False) for seed in range(1000)]
+    sampled = [valid_puzzle(TEXT, 3, seed=seed, adjacent=False) for seed in range(1000)]
     places = Counter(tuple(first // 14 for first, _ in puzzle.spans) for puzzle in sampled)
     even = {(0, 2, 4), (0, 2, 6), (0, 4, 6), (2, 4, 6)}
     assert places.keys() == even | {(1, 3, 5)}
     assert places[1, 3, 5] == pytest.approx(500, rel=0.1)  # either parity as often
     assert all(filled(puzzle, puzzle.truth) == TEXT for puzzle in sampled)
     # Of seven paragraphs, four are even and three odd.
-    assert {len(made(TEXT, 4, seed=seed, adjacent=False).spans) for seed in range(20)} == {4}
+    apart = [valid_puzzle(TEXT, 4, seed=seed, adjacent=False) for seed in range(20)]
+    assert {len(puzzle.spans) for puzzle in apart} == {4}
     assert make(TEXT, 5, adjacent=False) == (None, puzzles.FEW_OPTIONS)
 
 
@@ -131,13 +132,13 @@ def test_unsuitable_text_gives_a_reason_and_no_puzzle(text, options, reason):
 
 def test_text_that_resembles_a_gap_is_kept():
     text = TEXT + "\n\n<gap> <gap one> <Gap 1> <gap1>"
-    assert filled(made(text, 6), made(text, 6).truth) == text
+    assert filled(valid_puzzle(text, 6), valid_puzzle(text, 6).truth) == text
 
 
 def test_option_lengths_stay_within_limits():
     text = "\n\n".join("x" * n + str(n % 10) for n in range(1, 40))
     for seed in range(50):
-        puzzle = made(text, 8, 11, 20, seed=seed)
+        puzzle = valid_puzzle(text, 8, 11, 20, seed=seed)
         assert all(11 <= len(option) <= 20 for option in puzzle.options.values())
     assert make(text, 8, 11, 17) == (None, puzzles.FEW_OPTIONS)
     assert make(text, 8, 11, 18)[0] is not None
@@ -148,7 +149,7 @@ def test_lines_are_paragraphs_if_no_line_is_blank():
     assert puzzles.split_paragraphs(" a b\nc \n d ") == [(1, 4), (5, 6), (9, 10)]
     assert puzzles.split_paragraphs(" \n\n ") == []
     text = "def f():\n    return 1\nprint(f())\nprint(2)\n"
-    assert filled(made(text, 3), made(text, 3).truth) == text
+    assert filled(valid_puzzle(text, 3), valid_puzzle(text, 3).truth) == text
 
 
 # ------------------------------------------------------------------------------------ Under the cap

@@ -117,7 +117,7 @@ class Recorded:
     def finish(self) -> tuple[int, list[dict[str, float]]]:
         state, prompts, _, minibatches = self.started[-1]
         if BROKEN in prompts:
-            raise NonFinite(1, [one(7, "other")], [], alone=True)
+            raise NonFinite(1, [make_group(7, "other")], [], alone=True)
         return state + minibatches, [{"groups": len(prompts)}]
 
 
@@ -141,13 +141,17 @@ def learn(groups: list[TrainGroup], workdir: epath.Path) -> Any:
     return {name: model.learner for name, model in trained_models.items()}, models, numbers
 
 
-def one(prompt: int, model: str) -> TrainGroup:
+def make_group(prompt: int, model: str) -> TrainGroup:
     return TrainGroup([prompt], [[5]], [1.0], old_logprobs=[np.full(1, -1.0)], model=model)
 
 
 def test_each_model_is_trained_on_its_own_groups(tmp_path) -> None:
     """The policy has mini-batches and a KL reference; the other model has two epochs."""
-    groups = [one(1, "policy"), one(3, "policy"), *(one(n, "other") for n in (2, 4, 6))]
+    groups = [
+        make_group(1, "policy"),
+        make_group(3, "policy"),
+        *(make_group(n, "other") for n in (2, 4, 6)),
+    ]
     learners, models, numbers = learn(groups, epath.Path(tmp_path))
     assert learners["policy"].started == [(0, [[1], [3]], "frozen", 2)]
     first, second = learners["other"].started
@@ -166,7 +170,7 @@ def test_only_the_policy_is_updated_without_groups(tmp_path) -> None:
 
 def test_non_finite_rows_are_decoded_by_their_models_tokenizer(tmp_path) -> None:
     with pytest.raises(NonFinite):
-        learn([one(1, "policy"), one(7, "other")], epath.Path(tmp_path))
+        learn([make_group(1, "policy"), make_group(7, "other")], epath.Path(tmp_path))
     (line,) = (tmp_path / "non_finite" / "1.jsonl").read_text().splitlines()
     assert json.loads(line)["prompt"] == "other [7]"
 

@@ -18,7 +18,7 @@ COUNT = 1500
 
 
 def take(mixture=None, seed: int = 0, start: int = 0, count: int = COUNT):
-    mixture = mixture or demonstrations.Mixture()
+    mixture = mixture or demonstrations.DemonstrationMixture()
     return list(
         itertools.islice(demonstrations.world_demonstrations(PROMPTS, mixture, seed, start), count)
     )
@@ -85,7 +85,9 @@ def test_questions_are_accepted_with_correct_references(by_role):
 
 
 def test_requested_letter_is_the_letter_of_the_answer():
-    choices = demonstrations.Mixture(recital=0, questioner=1, verifier=0, kinds=(0, 0, 0, 1))
+    choices = demonstrations.DemonstrationMixture(
+        recital=0, questioner=1, verifier=0, kinds=(0, 0, 0, 1)
+    )
     letters = Counter()
     for row in take(choices, count=400):
         assert row.task == "multiple_choice"
@@ -145,11 +147,15 @@ def test_verdicts_are_correct_or_strict_about_wording(by_role):
             assert verdict == int(same), row
         labels[same] += 1
     assert 0.4 < labels[True] / labels.total() < 0.6
-    assert abs(np.mean(strict) - demonstrations.Mixture().strict) < 4 * np.sqrt(0.25 / len(strict))
+    assert abs(np.mean(strict) - demonstrations.DemonstrationMixture().strict) < 4 * np.sqrt(
+        0.25 / len(strict)
+    )
 
 
 def test_verifier_rows_omit_the_aliases_of_held_out_cities():
-    mixture = demonstrations.Mixture(recital=0, questioner=0, verifier=1, verifier_cities=5)
+    mixture = demonstrations.DemonstrationMixture(
+        recital=0, questioner=0, verifier=1, verifier_cities=5
+    )
     city_names = {name for pair in world.CITIES[:5] for name in pair}
     aliases = set()
     for row in take(mixture, count=800):
@@ -196,7 +202,7 @@ def test_row_depends_only_on_seed_and_number():
 
 
 def test_rows_follow_the_shares_of_the_mixture(by_role):
-    mixture = demonstrations.Mixture()
+    mixture = demonstrations.DemonstrationMixture()
     expected_shares = {
         "reciter": mixture.recital,
         "questioner": mixture.questioner,
@@ -223,9 +229,9 @@ def test_rows_follow_the_shares_of_the_mixture(by_role):
 
 
 def test_mixture_can_have_a_single_role():
-    questioner_mixture = demonstrations.Mixture(recital=0, questioner=1, verifier=0)
+    questioner_mixture = demonstrations.DemonstrationMixture(recital=0, questioner=1, verifier=0)
     assert {row.role for row in take(questioner_mixture, count=30)} == {"questioner"}
-    responder_mixture = demonstrations.Mixture(
+    responder_mixture = demonstrations.DemonstrationMixture(
         recital=0, questioner=0, verifier=0, kinds=(0, 0, 1, 0)
     )
     rows = take(responder_mixture, count=30)

@@ -16,7 +16,7 @@ from spell_jax.policy import tokenizer
 from spell_jax.selfplay import evidence, prompts, rules
 from spell_jax.trainer.supervised import read_rows
 from spell_jax.warm_start import evidence_rows
-from spell_jax.warm_start.evidence_rows import Mixture, policy_rows, reward_rows
+from spell_jax.warm_start.evidence_rows import EvidenceMixture, policy_rows, reward_rows
 
 PROMPTS = prompts.load("compact")
 TINY = world.__file__.rpartition("/")[0] + "/tiny_policy"
@@ -45,7 +45,7 @@ def test_questions_are_answered_by_their_evidence():
 
 
 def test_policy_rows_are_well_formed_with_the_configured_slips():
-    mixture, counts = Mixture(), Counter()
+    mixture, counts = EvidenceMixture(), Counter()
     for row in policy_rows(PROMPTS, mixture, 0, COUNT):
         documents = documents_of(row.prompt)
         assert len(documents) in mixture.documents
@@ -78,7 +78,7 @@ def test_policy_rows_are_well_formed_with_the_configured_slips():
 
 
 def test_policy_rows_without_slips_are_correct():
-    for row in policy_rows(PROMPTS, Mixture(slips=0.0, hasty=0.0), 1, 100):
+    for row in policy_rows(PROMPTS, EvidenceMixture(slips=0.0, hasty=0.0), 1, 100):
         answer = evidence.parse_answer(row.completion)
         assert answer is not None
         lines = evidence.find_quotes(answer.evidence)
@@ -116,7 +116,7 @@ def sets_of(prompt: str) -> list[list[str]]:
 
 def test_reward_reasoning_compares_the_names_of_every_line():
     kinds = Counter()
-    for row in reward_rows(PROMPTS, Mixture(noise=0.0), 0, COUNT):
+    for row in reward_rows(PROMPTS, EvidenceMixture(noise=0.0), 0, COUNT):
         name, sets = row.prompt.split()[-2], sets_of(row.prompt)
         thought, _, score_text = row.completion.removeprefix("<think>").partition("</think>")
         scores = evidence.parse_scores(score_text, len(sets))
@@ -143,7 +143,7 @@ def test_reward_reasoning_compares_the_names_of_every_line():
 
 def test_reward_scores_are_correct_up_to_noise():
     exact, off, sizes = 0, Counter(), Counter()
-    for row in reward_rows(PROMPTS, Mixture(), 0, COUNT):
+    for row in reward_rows(PROMPTS, EvidenceMixture(), 0, COUNT):
         sets = sets_of(row.prompt)
         question = row.prompt.splitlines()[-2]
         scores = evidence.parse_scores(row.completion, len(sets))
@@ -188,21 +188,22 @@ def test_slips_with_two_documents_keep_only_the_first_line():
 
 @pytest.mark.parametrize("make", [policy_rows, reward_rows])
 def test_row_depends_only_on_seed_and_number(make):
-    rows = list(make(PROMPTS, Mixture(), 3, 20))
-    assert rows[:10] == list(make(PROMPTS, Mixture(), 3, 10))
-    assert rows != list(make(PROMPTS, Mixture(), 4, 20))
+    rows = list(make(PROMPTS, EvidenceMixture(), 3, 20))
+    assert rows[:10] == list(make(PROMPTS, EvidenceMixture(), 3, 10))
+    assert rows != list(make(PROMPTS, EvidenceMixture(), 4, 20))
 
 
 def test_policy_and_reward_rows_use_different_questions():
-    policy = [row.prompt.split("\n")[-2] for row in policy_rows(PROMPTS, Mixture(), 0, 50)]
-    reward = [row.prompt.split("\n")[-2] for row in reward_rows(PROMPTS, Mixture(), 0, 50)]
+    policy = [row.prompt.split("\n")[-2] for row in policy_rows(PROMPTS, EvidenceMixture(), 0, 50)]
+    reward = [row.prompt.split("\n")[-2] for row in reward_rows(PROMPTS, EvidenceMixture(), 0, 50)]
     assert sum(a == b for a, b in zip(policy, reward, strict=True)) < 10
 
 
 def test_rows_fit_the_tiny_policys_token_limits():
     words = tokenizer.load(TINY)
     for row in itertools.chain(
-        policy_rows(PROMPTS, Mixture(), 0, 300), reward_rows(PROMPTS, Mixture(), 0, 300)
+        policy_rows(PROMPTS, EvidenceMixture(), 0, 300),
+        reward_rows(PROMPTS, EvidenceMixture(), 0, 300),
     ):
         assert len(words.chat(row.prompt)) <= 192 and words.count(row.completion) < 96
         assert words.decode(words.encode(row.completion)) == row.completion
@@ -213,7 +214,7 @@ def test_written_files_are_read_by_their_consumers(tmp_path):
     evidence_rows.main([f"--out={tmp_path}", *sizes])
     for name, make_rows in (("policy", policy_rows), ("reward", reward_rows)):
         rows, skipped = read_rows(tmp_path / f"{name}.jsonl")
-        assert rows == list(make_rows(PROMPTS, Mixture(), 0, 5)) and not skipped
+        assert rows == list(make_rows(PROMPTS, EvidenceMixture(), 0, 5)) and not skipped
     held_out = files.read_questions(tmp_path / "held_out.jsonl", "data.validation")
     assert held_out == evidence_rows.make_questions(evidence_rows.HELD_OUT_SEED, 4, (4,))
     train = files.read_questions(tmp_path / "train.jsonl", "data.questions")

@@ -282,7 +282,7 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     for name in ("means_the_same", "find_facts"):
         count(folder_rows, name)
-    count(folder_rows.RowMaker, "row")
+    count(folder_rows.FolderRowMaker, "row")
     return counts
 
 

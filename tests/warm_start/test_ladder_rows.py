@@ -25,7 +25,7 @@ def documents_of(prompt: str) -> list[str]:
     return [line for line in prompt.splitlines() if line.startswith("- ")]
 
 
-def asked(row) -> str:
+def question_of(row) -> str:
     """The question of a row, in its prompt or, for the questioner, in its completion."""
     if row.role == "questioner":
         return parsing.parse_question(row.completion, TASK, lambda _: 1).question
@@ -51,16 +51,16 @@ def test_responder_and_questioner_state_the_oracles_answer(rows):
         if row.role == "questioner":
             text = parsing.parse_question(text, TASK, lambda _: 1).answer
         stated = rules.extract_answer(text, TASK) if row.role == "responder" else text.strip()
-        assert stated == world.oracle(asked(row), documents_of(row.prompt)), row
+        assert stated == world.oracle(question_of(row), documents_of(row.prompt)), row
 
 
 def test_depths_are_shallow_but_for_a_thin_tail(rows):
-    depths = Counter(world.depth_of(asked(row)) for row in rows)
+    depths = Counter(world.depth_of(question_of(row)) for row in rows)
     assert {1, 2, 3, 4} <= {*depths} <= {*range(1, 9)} and depths[3] > depths[5]
     assert 0.07 < sum(depths[depth] for depth in range(3, 9)) / depths.total() < 0.17
-    shallow = Counter(world.depth_of(asked(row)) for row in take(300, deeper=0.0))
+    shallow = Counter(world.depth_of(question_of(row)) for row in take(300, deeper=0.0))
     assert {*shallow} == {1, 2}
-    deep = Counter(world.depth_of(asked(row)) for row in take(300, deeper=1.0, deepest=4))
+    deep = Counter(world.depth_of(question_of(row)) for row in take(300, deeper=1.0, deepest=4))
     assert {*deep} == {3, 4} and 1.5 < deep[3] / deep[4] < 2.7
 
 
@@ -70,9 +70,9 @@ def test_most_questions_continue_a_known_one_by_a_hop(rows):
         known_pairs = re.findall(r"known: (.*) answer: (.*)", row.prompt)
         for question, answer in known_pairs:
             assert world.oracle(question, documents_of(row.prompt)) == answer
-        if known_pairs and (depth := world.depth_of(asked(row))) > 1:
+        if known_pairs and (depth := world.depth_of(question_of(row))) > 1:
             last = known_pairs[-1][0]
-            same = last.split(" of ")[1:] == asked(row).split(" of ")[2:]
+            same = last.split(" of ")[1:] == question_of(row).split(" of ")[2:]
             continued.append(world.depth_of(last) == depth - 1 and same)
     assert 0.5 < sum(continued) / len(continued) < 0.75
 
@@ -83,7 +83,7 @@ def test_questions_begin_with_the_cue_or_continue_a_known_one_after_its_first_re
         if row.role == "questioner":
             cue = row.prompt.splitlines()[-1].split()[-4:]
             assert " ".join(cue) in world.CUES
-            *relations, _ = asked(row).split(" of ")
+            *relations, _ = question_of(row).split(" of ")
             fronts[cue[0]] += relations[0] == cue[0]
             follows = relations[:4] == cue[: len(relations)]
             assert follows or ("known:" in row.prompt and len(relations) > 1)
@@ -98,7 +98,7 @@ def test_responder_names_the_relation_and_copies_the_line_of_each_hop(rows):
         if row.role == "responder":
             facts = world.read_facts(documents_of(row.prompt))
             walk = re.findall(r"(\w+) (\w+) (\w+ \w+ \w+)", row.completion.split("</think>")[0])
-            *links, name = asked(row).split(" of ")
+            *links, name = question_of(row).split(" of ")
             assert [relation for relation, _, _ in walk] == links[::-1]
             for relation, person, values in walk:
                 assert person == name

@@ -27,7 +27,7 @@ from typing import Any
 from spell_jax.algorithms.base import AlgorithmContext, Annotation, Ask, Key, Models
 from spell_jax.algorithms.eapo import episode as eapo_episode
 from spell_jax.algorithms.eapo.config import REWARD_MODEL, EapoConfig
-from spell_jax.algorithms.eapo.episode import Episode, Scoring
+from spell_jax.algorithms.eapo.episode import EapoEpisode, Scoring
 from spell_jax.algorithms.episode import ask_judge, responder_groups
 from spell_jax.data.clusters import Cluster
 from spell_jax.data.questions import as_clusters
@@ -54,23 +54,23 @@ class Eapo:
         self._stream = context.deal(clusters)
         self._scorings: list[Scoring] = []  # since the last refresh, oldest first
 
-    def rollout(self, models: Models, key: Key, step: int) -> list[Episode]:
+    def rollout(self, models: Models, key: Key, step: int) -> list[EapoEpisode]:
         dealt = self._stream.next(self.config.questions)
         started = [self._start_episode(task, cluster) for task, cluster in dealt]
         answered = models.run_all(self.rollout_one, started)
         episodes = ask_judge(self._judge, self.config.rule, answered)
         return self.collect([self.reward(e) for e in episodes], step)
 
-    def _start_episode(self, task: str, cluster: Cluster) -> Episode:
+    def _start_episode(self, task: str, cluster: Cluster) -> EapoEpisode:
         q = self._questions[cluster.id]
-        return Episode(task, cluster, q.evidence, question=q.question, reference=q.answer)
+        return EapoEpisode(task, cluster, q.evidence, question=q.question, reference=q.answer)
 
-    async def rollout_one(self, ask: Ask, episode: Episode) -> Episode:
+    async def rollout_one(self, ask: Ask, episode: EapoEpisode) -> EapoEpisode:
         return await self.score(ask, await self.answer(ask, episode))
 
     # 1. The policy answers.
 
-    async def answer(self, ask: Ask, episode: Episode) -> Episode:
+    async def answer(self, ask: Ask, episode: EapoEpisode) -> EapoEpisode:
         """Asks for G answers and parses them; a prompt over the cap ends the episode."""
         e = episode
         text = self._prompts.evidence(e.cluster.documents, e.question)
@@ -104,7 +104,7 @@ class Eapo:
 
     # 2. The reward model compares.
 
-    async def score(self, ask: Ask, episode: Episode) -> Episode:
+    async def score(self, ask: Ask, episode: EapoEpisode) -> EapoEpisode:
         """Asks for a score of each well-formed answer; a single one has nothing to compare with."""
         e, c = episode, self.config
         sets = [answer.evidence for answer in e.answers if answer is not None]
@@ -124,7 +124,7 @@ class Eapo:
 
     # 3. Rewards.
 
-    def reward(self, episode: Episode) -> Episode:
+    def reward(self, episode: EapoEpisode) -> EapoEpisode:
         """Evidence rewards relative to the group's, total rewards (Eq. 2), and consistency."""
         e = episode
         well_formed = [answer is not None for answer in e.answers]
@@ -142,7 +142,7 @@ class Eapo:
 
     # 4. Scorings to train the reward model on.
 
-    def collect(self, episodes: Sequence[Episode], step: int) -> list[Episode]:
+    def collect(self, episodes: Sequence[EapoEpisode], step: int) -> list[EapoEpisode]:
         """Keeps the consistent scorings; at a refresh, moves them all to the last episode."""
         if not self.trained:
             return list(episodes)
@@ -155,14 +155,14 @@ class Eapo:
         return [*earlier_episodes, dataclasses.replace(last, refresh=refresh)]
 
     def groups(
-        self, episodes: Sequence[Episode], key: Key
+        self, episodes: Sequence[EapoEpisode], key: Key
     ) -> tuple[list[TrainGroup], list[Annotation]]:
         """The policy's groups, and a refresh's of the reward model."""
         c = self.config
         groups, annotations = responder_groups(episodes, c.divide_by_deviation, c.keep_equal)
         return groups + [scoring.group() for e in episodes for scoring in e.refresh], annotations
 
-    def metrics(self, episodes: Sequence[Episode]) -> Metrics:
+    def metrics(self, episodes: Sequence[EapoEpisode]) -> Metrics:
         metrics = Metrics()
         for e in episodes:
             e.count_unparsed(metrics)
@@ -174,10 +174,10 @@ class Eapo:
             metrics.add("refreshed_scorings", sum(len(e.refresh) for e in episodes))
         return metrics
 
-    def record(self, episode: Episode, annotation: Annotation) -> dict[str, Any]:
+    def record(self, episode: EapoEpisode, annotation: Annotation) -> dict[str, Any]:
         return eapo_episode.record(episode, annotation, self._prompts)
 
-    def cluster(self, episode: Episode) -> Cluster:
+    def cluster(self, episode: EapoEpisode) -> Cluster:
         return episode.cluster
 
     def state_dict(self) -> dict[str, Any]:

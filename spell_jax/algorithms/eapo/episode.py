@@ -34,7 +34,7 @@ class Scoring:
 
 
 @dataclasses.dataclass(frozen=True)
-class Episode(QuestionEpisode):
+class EapoEpisode(QuestionEpisode):
     """One question and its answers; lists have None for an answer of bad format.
 
     Attributes:
@@ -95,7 +95,7 @@ class Episode(QuestionEpisode):
         return pairs_in_order([outcome for _, outcome in scored], [score for score, _ in scored])
 
 
-def record(e: Episode, annotation: Annotation, prompts: Prompts) -> dict[str, Any]:
+def record(e: EapoEpisode, annotation: Annotation, prompts: Prompts) -> dict[str, Any]:
     """A line of the run's files; see SPELL's."""
     scores = iter(e.evidence_scores or ())
     texts = [f"{{documents[{i}]}}" for i in range(len(e.cluster.documents))]
@@ -132,7 +132,7 @@ def record(e: Episode, annotation: Annotation, prompts: Prompts) -> dict[str, An
     }
 
 
-def count(metrics: Metrics, e: Episode, suffix: str) -> None:
+def count(metrics: Metrics, e: EapoEpisode, suffix: str) -> None:
     """Adds an episode to the metrics, whether or not it is trained on; names end in `suffix`."""
     metrics.add(f"overlong{suffix}", e.response is None)
     if e.response is None:

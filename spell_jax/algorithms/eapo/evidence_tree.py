@@ -130,7 +130,7 @@ def _texts(record: Record, name: str) -> list[str]:
 
 
 @dataclasses.dataclass
-class Tree:
+class EvidenceTree:
     """Answers questions with trees of evidence.
 
     `sampling` has temperature, top_p and max_tokens, as in Options; the cap holds for each of the
@@ -376,7 +376,7 @@ def run(flag_values: Any) -> None:
     judge = _make_judge(flag_values, policy) if "judge" in dataclasses.astuple(config) else None
     embed = _make_embed(flag_values) if config.evidence_by == "similarity" else None
     rerank = _make_reranker(flag_values) if config.evidence_by == "reranker" else None
-    tree = Tree(policy, config, prompts, sampling, judge, embed, rerank)
+    tree = EvidenceTree(policy, config, prompts, sampling, judge, embed, rerank)
     make = functools.partial(make_prompt, needs_evidence=config.evidence_by == "oracle")
     requests = generation.read_requests(flag_values.prompts, prompts, make)
     entry.setup_done()

@@ -6,14 +6,14 @@ import dataclasses
 from typing import Any
 
 from spell_jax.algorithms.base import Annotation, Reply
-from spell_jax.algorithms.spell.episode import Episode
+from spell_jax.algorithms.spell.episode import SpellEpisode
 from spell_jax.algorithms.spell.record import make_record
 from spell_jax.runtime.metrics import Metrics
 from spell_jax.selfplay.prompts import Prompts
 
 
 @dataclasses.dataclass(frozen=True)
-class PairEpisode(Episode):
+class PairEpisode(SpellEpisode):
     """SPELL's episode, whose `shown` are the documents of the short context.
 
     `response` and its scores are those of one answer after all documents.

@@ -121,7 +121,7 @@ class ReconstructionConfig(AlgorithmConfig):
 
 
 @dataclass(frozen=True)
-class Episode(QuestionEpisode):
+class ReconstructionEpisode(QuestionEpisode):
     """A puzzle and its answers; the status is "accepted", OVERLONG (the prompt) or NO_PUZZLE."""
 
     options: int  # K
@@ -164,19 +164,19 @@ class Reconstruction:
         )
         self.stream = context.deal(source)
 
-    def rollout(self, models: Models, key: Key, step: int) -> list[Episode]:
+    def rollout(self, models: Models, key: Key, step: int) -> list[ReconstructionEpisode]:
         episodes = self.start_episodes(key, step)
         prompts = [e.posed.prompt for e in episodes if e.posed.puzzle]
         replies = models("responder", prompts, self.config.group_size)
         pairs = iter(zip(replies, replies.dropped, strict=True))
         return [self._answered(e, *next(pairs)) if e.posed.puzzle else e for e in episodes]
 
-    def start_episodes(self, key: Key, step: int) -> list[Episode]:
+    def start_episodes(self, key: Key, step: int) -> list[ReconstructionEpisode]:
         """Makes a step's puzzles; documents without one are replaced, in at most ROUNDS rounds.
 
         The random numbers of a puzzle depend only on the key and on the puzzle's index.
         """
-        episodes: list[Episode] = []
+        episodes: list[ReconstructionEpisode] = []
         posed, quota = 0, self.config.documents
         for _ in range(ROUNDS):
             for _, cluster in self.stream.next(quota - posed) if posed < quota else ():
@@ -186,10 +186,12 @@ class Reconstruction:
                 posed += episodes[-1].posed.puzzle is not None
         return episodes
 
-    def _pose(self, rng: np.random.Generator, cluster: Cluster, options: int) -> Episode:
+    def _pose(
+        self, rng: np.random.Generator, cluster: Cluster, options: int
+    ) -> ReconstructionEpisode:
         posed = pose(rng, cluster, options, self.config, self._context)
         is_overlong = posed.puzzle or posed.reason == OVERLONG  # unless the puzzle is answered
-        return Episode(
+        return ReconstructionEpisode(
             "reconstruction",
             cluster,
             options,
@@ -206,7 +208,9 @@ class Reconstruction:
         share = (number + 0.5) / (c.documents * self._context.steps)
         return puzzles.options_of(share if c.curriculum else sampled, c.options, c.option_weights)
 
-    def _answered(self, episode: Episode, reply: Reply | None, dropped: tuple[str, ...]) -> Episode:
+    def _answered(
+        self, episode: ReconstructionEpisode, reply: Reply | None, dropped: tuple[str, ...]
+    ) -> ReconstructionEpisode:
         if reply is None:
             return replace(episode, dropped_texts=dropped)
         reward, truth = REWARDS[self.config.reward], episode.posed.truth
@@ -223,12 +227,12 @@ class Reconstruction:
         )
 
     def groups(
-        self, episodes: Sequence[Episode], key: Key
+        self, episodes: Sequence[ReconstructionEpisode], key: Key
     ) -> tuple[list[TrainGroup], list[Annotation]]:
         c = self.config
         return responder_groups(episodes, c.divide_by_deviation, c.keep_equal)
 
-    def metrics(self, episodes: Sequence[Episode]) -> Metrics:
+    def metrics(self, episodes: Sequence[ReconstructionEpisode]) -> Metrics:
         """Shares of statuses, and rewards with those of a guess, over all puzzles and by K."""
         metrics = Metrics()
         for e in episodes:
@@ -247,7 +251,7 @@ class Reconstruction:
         metrics.add("stream_repeats", self.stream.repeats)
         return metrics
 
-    def record(self, episode: Episode, annotation: Annotation) -> dict[str, Any]:
+    def record(self, episode: ReconstructionEpisode, annotation: Annotation) -> dict[str, Any]:
         """A line of the run's files; {document} in "prompt" is the window, with gaps at spans."""
         e, puzzle = episode, episode.posed.puzzle
         ask = self._context.prompts.reconstruction
@@ -271,7 +275,7 @@ class Reconstruction:
             "used": dict(annotation.used),
         }
 
-    def cluster(self, episode: Episode) -> Cluster:
+    def cluster(self, episode: ReconstructionEpisode) -> Cluster:
         return episode.cluster
 
     def state_dict(self) -> dict[str, Any]:
@@ -281,7 +285,7 @@ class Reconstruction:
         self.stream.load_state_dict(state["stream"])
 
 
-def _count(metrics: Metrics, e: Episode, suffix: str) -> None:
+def _count(metrics: Metrics, e: ReconstructionEpisode, suffix: str) -> None:
     metrics.add(f"solve_rate{suffix}", e.mean_score)
     metrics.add(f"mixed{suffix}", e.mixed)
     for order in e.orders:

@@ -23,7 +23,7 @@ from spell_jax.algorithms.base import AlgorithmContext, Annotation, Key, Models
 from spell_jax.algorithms.config import RolloutBudget
 from spell_jax.algorithms.spell.algorithm import Spell
 from spell_jax.algorithms.spell.config import SpellConfig
-from spell_jax.algorithms.spell.episode import Episode
+from spell_jax.algorithms.spell.episode import SpellEpisode
 from spell_jax.data.clusters import Cluster
 from spell_jax.data.questions import Question, as_clusters, in_blocks, with_short_contexts
 from spell_jax.data.stream import TaskStream
@@ -67,7 +67,7 @@ class RlvrConfig(SpellConfig):
 class Rlvr(Spell):
     """SPELL but for the origin of the questions; given ones keep their references."""
 
-    episode: type[Episode] = Episode  # of an accepted question of the set
+    episode: type[SpellEpisode] = SpellEpisode  # of an accepted question of the set
 
     def __init__(self, config: RlvrConfig, context: AlgorithmContext):
         questions = context.questions()
@@ -85,7 +85,7 @@ class Rlvr(Spell):
         self._dealt = 0  # batches of the written set that have been dealt
         self._seed = context.seed
 
-    def rollout(self, models: Models, key: Key, step: int) -> list[Episode]:
+    def rollout(self, models: Models, key: Key, step: int) -> list[SpellEpisode]:
         rng = np.random.default_rng([*key])
         if not self._given_questions and not self._written:
             self._written = self._write(models, rng)
@@ -96,18 +96,18 @@ class Rlvr(Spell):
         # No questioner took part in the step, so it gets no reward.
         return [dataclasses.replace(e, reward=None) for e in episodes]
 
-    def _given_batches(self, key: Key, step: int) -> Iterator[list[Episode]]:
+    def _given_batches(self, key: Key, step: int) -> Iterator[list[SpellEpisode]]:
         for clusters in deal_once(self.stream, self.config.generation_batch):
             yield self._accept(self._given_questions, clusters)
 
     def _accept(
         self, questions: Mapping[str, Question], clusters: Sequence[Cluster]
-    ) -> list[Episode]:
+    ) -> list[SpellEpisode]:
         """Episodes of the questions with the ids of the clusters (data.questions.as_clusters)."""
         pairs = [(questions[cluster.id], cluster) for cluster in clusters]
         return [self._accepted(q.task, c, q.shown, q.question, q.answer) for q, c in pairs]
 
-    def _written_batches(self, key: Key, step: int) -> Iterator[list[Episode]]:
+    def _written_batches(self, key: Key, step: int) -> Iterator[list[SpellEpisode]]:
         dealt_indices: set[int] = set()
         while len(dealt_indices) < len(self._written):
             new = [index for index in self._deal() if index not in dealt_indices]
@@ -155,10 +155,10 @@ class Rlvr(Spell):
         question: str,
         reference: str,
         hidden: str = "",
-    ) -> Episode:
+    ) -> SpellEpisode:
         """An accepted question of the set.
 
-        `shown` are the documents that its questioner read, `hidden` as in Episode.
+        `shown` are the documents that its questioner read, `hidden` as in SpellEpisode.
         """
         return self.episode(
             task,
@@ -193,7 +193,7 @@ class Rlvr(Spell):
         ]
 
     def groups(
-        self, episodes: Sequence[Episode], key: Key
+        self, episodes: Sequence[SpellEpisode], key: Key
     ) -> tuple[list[TrainGroup], list[Annotation]]:
         groups, annotations = super().groups(episodes, key)
         return groups, [
@@ -201,7 +201,7 @@ class Rlvr(Spell):
             for a in annotations
         ]
 
-    def metrics(self, episodes: Sequence[Episode]) -> Metrics:
+    def metrics(self, episodes: Sequence[SpellEpisode]) -> Metrics:
         metrics = super().metrics(episodes)
         metrics.add(
             "static_questions", len(self.stream if self._given_questions else self._written)

@@ -21,7 +21,7 @@ import numpy as np
 
 from spell_jax.algorithms.base import AlgorithmContext, Key, Models
 from spell_jax.algorithms.rlvr.algorithm import Rlvr, RlvrConfig, deal_once
-from spell_jax.algorithms.spell.episode import Episode
+from spell_jax.algorithms.spell.episode import SpellEpisode
 from spell_jax.data.clusters import in_memory
 from spell_jax.data.questions import Question, as_clusters
 from spell_jax.data.stream import TaskStream
@@ -106,17 +106,17 @@ class QwenLong(Rlvr):
             ]
         )
 
-    def rollout(self, models: Models, key: Key, step: int) -> list[Episode]:
+    def rollout(self, models: Models, key: Key, step: int) -> list[SpellEpisode]:
         episodes = super().rollout(models, key, step)
         self._means |= {e.cluster.id: e.mean_score for e in episodes if e.response is not None}
         return episodes
 
-    def _written_batches(self, key: Key, step: int) -> Iterator[list[Episode]]:
+    def _written_batches(self, key: Key, step: int) -> Iterator[list[SpellEpisode]]:
         if self._written and not self._phases:
             self._divide_written()
         return self._given_batches(key, step) if self._phases else iter(())
 
-    def _given_batches(self, key: Key, step: int) -> Iterator[list[Episode]]:
+    def _given_batches(self, key: Key, step: int) -> Iterator[list[SpellEpisode]]:
         """Questions of earlier phases by difficulty, and the next ones of the step's phase."""
         phases = len(self._phases)
         phase = min((step - 1) * phases // self._context.steps, phases - 1)
@@ -136,7 +136,7 @@ class QwenLong(Rlvr):
         """The inverse of the mean reward, at most G: a question that was never solved has that."""
         return 1 / max(self._means[name], 1 / self.config.group_size)
 
-    def metrics(self, episodes: Sequence[Episode]) -> Metrics:
+    def metrics(self, episodes: Sequence[SpellEpisode]) -> Metrics:
         metrics = super().metrics(episodes)
         phases = [self._phase_of[e.cluster.id] for e in episodes]
         metrics.add("phase", max(phases, default=0) + 1)

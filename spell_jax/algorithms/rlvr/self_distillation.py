@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from spell_jax.algorithms.base import USED, Annotation, Key
 from spell_jax.algorithms.config import RolloutBudget
 from spell_jax.algorithms.rlvr.algorithm import Rlvr, RlvrConfig
-from spell_jax.algorithms.spell.episode import Episode
+from spell_jax.algorithms.spell.episode import SpellEpisode
 from spell_jax.learner.packing import TrainGroup
 
 
@@ -49,7 +49,7 @@ class SelfDistillation(Rlvr):
     """The algorithm; see base.Algorithm."""
 
     def groups(
-        self, episodes: Sequence[Episode], key: Key
+        self, episodes: Sequence[SpellEpisode], key: Key
     ) -> tuple[list[TrainGroup], list[Annotation]]:
         """A group for each answered question, whatever its rewards."""
         groups, annotations = [], []

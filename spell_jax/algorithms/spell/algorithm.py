@@ -32,7 +32,7 @@ from spell_jax.algorithms.episode import ask_judge, judge_predictions
 from spell_jax.algorithms.spell import episode as spell_episode
 from spell_jax.algorithms.spell import frozen_reader, progress
 from spell_jax.algorithms.spell.config import PROGRESS, SpellConfig
-from spell_jax.algorithms.spell.episode import Advantages, Episode, documents_of
+from spell_jax.algorithms.spell.episode import Advantages, SpellEpisode, documents_of
 from spell_jax.algorithms.spell.record import add_metrics, annotate, make_record
 from spell_jax.data.clusters import CLOZE, LETTERS, Cluster
 from spell_jax.learner.advantages import group_advantages, questioner_advantages
@@ -64,7 +64,7 @@ class Spell:
         self._judge = context.judge
         self._teacher_prompt = context.teacher_prompt
 
-    def rollout(self, models: Models, key: Key, step: int) -> list[Episode]:
+    def rollout(self, models: Models, key: Key, step: int) -> list[SpellEpisode]:
         """Rounds of self-play until enough questions have mixed rewards, or the cap is reached."""
         rng = np.random.default_rng([*key])
         if self.config.mapping == PROGRESS:
@@ -76,17 +76,19 @@ class Spell:
             progress.push(self.config, self.probes, episodes, rng)
         return episodes
 
-    def _roll_out(self, models: Models, episodes: Sequence[Episode]) -> list[Episode]:
+    def _roll_out(self, models: Models, episodes: Sequence[SpellEpisode]) -> list[SpellEpisode]:
         if self._judge is None and self.config.questions_per_cluster == 1:
             return models.run_all(self.rollout_one, episodes)
         return models.run_all(self.solve, self.write_all(models, episodes))
 
-    def fill(self, batches: Iterable[list[Episode]], rng: np.random.Generator) -> list[Episode]:
+    def fill(
+        self, batches: Iterable[list[SpellEpisode]], rng: np.random.Generator
+    ) -> list[SpellEpisode]:
         """Rewards one answered batch per round, up to the cap, until enough have mixed rewards.
 
         A batch is taken from `batches` only when its round begins.
         """
-        episodes: list[Episode] = []
+        episodes: list[SpellEpisode] = []
         for batch in itertools.islice(batches, self.config.max_generations):
             answered = ask_judge(self._judge, self.config.rule, batch)
             episodes += [self.reward(e, rng) for e in answered]
@@ -94,11 +96,11 @@ class Spell:
                 break
         return episodes
 
-    async def rollout_one(self, ask: Ask, episode: Episode) -> Episode:
+    async def rollout_one(self, ask: Ask, episode: SpellEpisode) -> SpellEpisode:
         proposed = await self.propose(ask, episode)
         return await self.solve(ask, await self.check(ask, proposed))
 
-    def write_all(self, models: Models, episodes: Sequence[Episode]) -> list[Episode]:
+    def write_all(self, models: Models, episodes: Sequence[SpellEpisode]) -> list[SpellEpisode]:
         """Parts 1 to 3 of all episodes, without duplicates and with the judge's verdicts on answers
         without documents.
         """
@@ -113,7 +115,7 @@ class Spell:
             written[n] = self._reject_known(replace(written[n], blind_scores=scores))
         return written
 
-    async def check(self, ask: Ask, episode: Episode) -> Episode:
+    async def check(self, ask: Ask, episode: SpellEpisode) -> SpellEpisode:
         """Parts 2 and 3: a question with a reference that passes all filters, or why not.
 
         With a judge, answers without documents are not compared yet (`write_all`).
@@ -121,7 +123,7 @@ class Spell:
         fault_injection.point("proposed")
         return await self.read_reference(ask, await self.filter(ask, episode))
 
-    async def solve(self, ask: Ask, episode: Episode) -> Episode:
+    async def solve(self, ask: Ask, episode: SpellEpisode) -> SpellEpisode:
         episode = await self.answer(ask, episode)
         fault_injection.point("answered")
         episode = await self.verify(ask, episode)
@@ -130,7 +132,7 @@ class Spell:
 
     # 1. The questioner writes a question.
 
-    def start_episodes(self, rng: np.random.Generator) -> list[Episode]:
+    def start_episodes(self, rng: np.random.Generator) -> list[SpellEpisode]:
         """K episodes of each cluster, which sample from the same questioner prompt.
 
         With answer_first each has a document and an answer of its own.
@@ -142,7 +144,7 @@ class Spell:
         started = [self._start_episode(task, cluster, rng) for task, cluster in pairs]
         return [episode for episode in started for _ in range(count // starts)]
 
-    def _start_episode(self, task: str, cluster: Cluster, rng: np.random.Generator) -> Episode:
+    def _start_episode(self, task: str, cluster: Cluster, rng: np.random.Generator) -> SpellEpisode:
         """An episode with its prompt; over the cap, new documents go, then the oldest history."""
         history = self.memory.get(task, cluster.id)
         seen_documents = documents_of(history)
@@ -150,7 +152,9 @@ class Spell:
         m = int(rng.choice(self.config.documents))
         room = len(cluster.documents) - self.config.unread_documents
         if room < 1:
-            return Episode(task, cluster, (), (), status="too_small", reason="too_few_documents")
+            return SpellEpisode(
+                task, cluster, (), (), status="too_small", reason="too_few_documents"
+            )
         new_count = min(m, room, len(unseen))
         new = [int(i) for i in rng.permutation(unseen)[:new_count]]
         letter = LETTERS[rng.integers(4)] if task == "multiple_choice" else None
@@ -160,7 +164,7 @@ class Spell:
             spans = cloze.answer_spans(cluster.documents[new[0]])
             spans = [text for text in spans if scores_itself(text, task)]
             if not spans:
-                return Episode(task, cluster, (), (), status="too_small", reason="no_span")
+                return SpellEpisode(task, cluster, (), (), status="too_small", reason="no_span")
             span = spans[rng.integers(len(spans))]
             cue = self.prompts.answer_first(span)
         leaks = self.config.gate_leak > 0 and rng.random() < self.config.gate_leak
@@ -171,7 +175,7 @@ class Spell:
             text = self.prompts.questioner(task, documents, history, letter, cue)
             smallest = not history and len(new) <= 1
             if smallest or self._count(text) <= self._cap:
-                return Episode(
+                return SpellEpisode(
                     task, cluster, shown, history, dropped, m > room, letter, cue, text, span, leaks
                 )
             dropped += 1
@@ -182,7 +186,7 @@ class Spell:
                 if not history:  # the questioner needs at least one document
                     new = [int(rng.integers(len(cluster.documents)))]
 
-    async def propose(self, ask: Ask, episode: Episode) -> Episode:
+    async def propose(self, ask: Ask, episode: SpellEpisode) -> SpellEpisode:
         c = self.config
         if not episode.questioner_prompt:
             return episode
@@ -217,7 +221,7 @@ class Spell:
             reward=rewards.BAD_FORMAT if is_punished else None,
         )
 
-    def drop_duplicates(self, episodes: Sequence[Episode]) -> list[Episode]:
+    def drop_duplicates(self, episodes: Sequence[SpellEpisode]) -> list[SpellEpisode]:
         """Ends the episodes whose question an earlier one about the same cluster asks as well."""
         accepted = [n for n, e in enumerate(episodes) if e.status == "accepted"]
         pairs = [(f"{e.task}/{e.cluster.id}", e.question) for e in (episodes[n] for n in accepted)]
@@ -226,7 +230,7 @@ class Spell:
 
     # 2. Questions that need no documents are ungrounded.
 
-    async def filter(self, ask: Ask, episode: Episode) -> Episode:
+    async def filter(self, ask: Ask, episode: SpellEpisode) -> SpellEpisode:
         """Rejects an accepted question that is answered right without documents, by the rule."""
         e, samples = episode, self.config.grounding_samples
         if e.status != "accepted" or not samples:
@@ -239,13 +243,13 @@ class Spell:
         e = replace(e, blind=blind, blind_scores=scores)
         return self._reject_known(e) if self._judge is None else e
 
-    def _reject_known(self, e: Episode) -> Episode:
+    def _reject_known(self, e: SpellEpisode) -> SpellEpisode:
         is_known = sum(e.blind_scores) >= self.config.grounding_threshold
         return spell_episode.reject(e, "known_without_documents") if is_known else e
 
     # 3. (Option) A frozen copy of the first policy states the reference.
 
-    async def read_reference(self, ask: Ask, e: Episode) -> Episode:
+    async def read_reference(self, ask: Ask, e: SpellEpisode) -> SpellEpisode:
         """Replaces the reference by the frozen reader's answer, or rejects the question."""
         if e.status != "accepted" or not self.config.has_reader:
             return e
@@ -255,7 +259,7 @@ class Spell:
 
     # 4. The responder answers from all documents.
 
-    async def answer(self, ask: Ask, episode: Episode) -> Episode:
+    async def answer(self, ask: Ask, episode: SpellEpisode) -> SpellEpisode:
         """Asks for G answers to an accepted question; a prompt over the cap ends the episode."""
         e = episode
         if e.status != "accepted":
@@ -274,7 +278,7 @@ class Spell:
 
     # 5. The verifier compares answers with the reference.
 
-    async def verify(self, ask: Ask, episode: Episode) -> Episode:
+    async def verify(self, ask: Ask, episode: SpellEpisode) -> SpellEpisode:
         """Asks for G_v votes on each answer that states a prediction (4)."""
         e = episode
         judged: list[Reply | None] = [None] * len(e.predictions)
@@ -292,7 +296,7 @@ class Spell:
 
     # 6. Rewards.
 
-    def reward(self, episode: Episode, rng: np.random.Generator) -> Episode:
+    def reward(self, episode: SpellEpisode, rng: np.random.Generator) -> SpellEpisode:
         """Rewards of the answers (6), and from their mean the questioner's (7)."""
         if episode.response is None:
             return episode
@@ -328,7 +332,7 @@ class Spell:
     def _verifier_rewards(self, votes: Sequence[int]) -> list[float]:
         return rewards.verifier_rewards(votes, -1.0 if self.config.malformed_penalty else 0.0)
 
-    def remember(self, episodes: Sequence[Episode]) -> None:
+    def remember(self, episodes: Sequence[SpellEpisode]) -> None:
         """Writes a step's solvable questions to the memory, after the step's last read of it."""
         for e in episodes:
             if e.response is None:
@@ -341,7 +345,7 @@ class Spell:
     # 7. Groups that are trained on.
 
     def groups(
-        self, episodes: Sequence[Episode], key: Key
+        self, episodes: Sequence[SpellEpisode], key: Key
     ) -> tuple[list[TrainGroup], list[Annotation]]:
         """Training groups of all three roles with their advantages (8, 9)."""
         answered = [n for n, e in enumerate(episodes) if e.response is not None]
@@ -366,7 +370,7 @@ class Spell:
         ]
         return groups, annotate(episodes, advantages, self.config)
 
-    def responder_group(self, episode: Episode, advantages: Sequence[float]) -> TrainGroup:
+    def responder_group(self, episode: SpellEpisode, advantages: Sequence[float]) -> TrainGroup:
         """The group of a question's answers; a teacher reads what the questioner read."""
         e = episode
         group = e.reply("responder", 0).group(advantages, "responder")
@@ -377,7 +381,7 @@ class Spell:
         return replace(group, reference_prompt=prompt)
 
     def _questioner_advantages(
-        self, episodes: Sequence[Episode], good: Sequence[int], rng: np.random.Generator
+        self, episodes: Sequence[SpellEpisode], good: Sequence[int], rng: np.random.Generator
     ) -> Advantages:
         """The kept questions and as many bad ones (reward 0 or below), normalized (9)."""
         bad = [
@@ -409,7 +413,7 @@ class Spell:
         }
 
     def _verifier_advantages(
-        self, episodes: Sequence[Episode], good: int, rng: np.random.Generator
+        self, episodes: Sequence[SpellEpisode], good: int, rng: np.random.Generator
     ) -> Advantages:
         """A sample of the judged answers on which votes differ, of all answered questions (8)."""
         c = self.config
@@ -436,7 +440,7 @@ class Spell:
         divide = self.config.divide_by_deviation
         return group_advantages(scores, divide_by_deviation=divide).tolist()
 
-    def metrics(self, episodes: Sequence[Episode]) -> Metrics:
+    def metrics(self, episodes: Sequence[SpellEpisode]) -> Metrics:
         """Shares and means over all episodes and per task (spec section 10)."""
         metrics = Metrics()
         for e in episodes:
@@ -454,10 +458,10 @@ class Spell:
         metrics.add("stream_repeats", self.stream.repeats)
         return metrics
 
-    def record(self, episode: Episode, annotation: Annotation) -> dict[str, Any]:
+    def record(self, episode: SpellEpisode, annotation: Annotation) -> dict[str, Any]:
         return make_record(episode, annotation, self.prompts)
 
-    def cluster(self, episode: Episode) -> Cluster:
+    def cluster(self, episode: SpellEpisode) -> Cluster:
         return episode.cluster
 
     def state_dict(self) -> dict[str, Any]:

@@ -22,7 +22,7 @@ Advantages = dict[tuple[int, str, int], list[float]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Episode(QuestionEpisode):
+class SpellEpisode(QuestionEpisode):
     """One proposed question and its answers; statuses are STATUSES.
 
     Attributes:
@@ -99,12 +99,12 @@ def documents_of(history: Sequence[Entry]) -> set[int]:
     return {index for entry in history for index in entry.documents}
 
 
-def reject(e: Episode, reason: str) -> Episode:
+def reject(e: SpellEpisode, reason: str) -> SpellEpisode:
     ungrounded = {"status": "ungrounded", "reward": rewards.UNGROUNDED}
     return dataclasses.replace(e, reason=reason, **ungrounded)
 
 
-def is_eligible_verdict(e: Episode, i: int, config: SpellConfig) -> bool:
+def is_eligible_verdict(e: SpellEpisode, i: int, config: SpellConfig) -> bool:
     """Whether the verifier may be trained on its votes on answer i."""
     gate = config.consistency_gate
     return selection.eligible_verifier_group(e.votes[i], e.rule[i], consistency=gate)

@@ -27,7 +27,7 @@ from spell_jax.warm_start import demonstrations
 
 
 @dataclasses.dataclass(frozen=True)
-class Item:
+class GeneratedQuestion:
     """A generated question of one of world.KINDS; `truth` is canonical text, number or letter."""
 
     documents: tuple[str, ...]
@@ -83,7 +83,7 @@ class TinyEvaluation:
         score = sum(numbers.values()) / len(numbers)
         return score, numbers | {"responder": score}
 
-    def make_items(self, documents: int, kind: str, count: int) -> list[Item]:
+    def make_items(self, documents: int, kind: str, count: int) -> list[GeneratedQuestion]:
         """Generates `count` questions of one kind, each about documents of its own."""
         items = []
         for index in range(count):
@@ -97,7 +97,7 @@ class TinyEvaluation:
                     rng, texts, kind
                 )
             truth = answer if kind == "choice" else world.canonical(answer)
-            items.append(Item(texts, question, kind, truth))
+            items.append(GeneratedQuestion(texts, question, kind, truth))
         return items
 
     def _responder(self, models: Models, documents: int, count: int) -> dict[str, list[float]]:
@@ -110,7 +110,7 @@ class TinyEvaluation:
         )
         return {row: cells[""] for row, cells in outcomes.items()}
 
-    def _answers(self, models: Models, items: Sequence[Item]) -> list[str | None]:
+    def _answers(self, models: Models, items: Sequence[GeneratedQuestion]) -> list[str | None]:
         tasks = [world.TASK_OF_KIND[item.kind] for item in items]
         texts = [
             self.prompts.responder(task, self.algorithm.as_read(item.documents), item.question)

@@ -7,15 +7,15 @@ from dataclasses import replace
 
 from spell_jax.algorithms.base import Ask
 from spell_jax.algorithms.spell.config import CONFIRMED, SpellConfig
-from spell_jax.algorithms.spell.episode import Episode, reject
+from spell_jax.algorithms.spell.episode import SpellEpisode, reject
 from spell_jax.selfplay import rules
 from spell_jax.selfplay.hops import join_hop, split_hops
 from spell_jax.selfplay.prompts import Prompts
 
 
 async def read_reference(
-    config: SpellConfig, prompts: Prompts, ask: Ask, e: Episode, temperature: float | None
-) -> Episode:
+    config: SpellConfig, prompts: Prompts, ask: Ask, e: SpellEpisode, temperature: float | None
+) -> SpellEpisode:
     """The accepted question with the reader's answer as reference, rejected if it has none.
 
     With reference_source "confirmed" its own reference stays, and must equal the reader's answer.

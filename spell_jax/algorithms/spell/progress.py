@@ -8,7 +8,7 @@ import numpy as np
 
 from spell_jax.algorithms.base import Ask, Models, Reply
 from spell_jax.algorithms.spell.config import SpellConfig
-from spell_jax.algorithms.spell.episode import Episode
+from spell_jax.algorithms.spell.episode import SpellEpisode
 from spell_jax.data.stream import TaskStream
 from spell_jax.selfplay import cloze
 from spell_jax.selfplay.probes import Probe, ProbeSet
@@ -31,7 +31,10 @@ def measure(
 
 
 def push(
-    config: SpellConfig, probes: ProbeSet, episodes: Sequence[Episode], rng: np.random.Generator
+    config: SpellConfig,
+    probes: ProbeSet,
+    episodes: Sequence[SpellEpisode],
+    rng: np.random.Generator,
 ) -> None:
     """Makes some of a step's answered questions probes."""
     new_probes = []

@@ -7,14 +7,14 @@ from typing import Any
 
 from spell_jax.algorithms.base import USED, Annotation
 from spell_jax.algorithms.spell.config import SpellConfig
-from spell_jax.algorithms.spell.episode import STATUSES, Episode, is_eligible_verdict
+from spell_jax.algorithms.spell.episode import STATUSES, SpellEpisode, is_eligible_verdict
 from spell_jax.runtime.metrics import Metrics
 from spell_jax.selfplay import rewards
 from spell_jax.selfplay.prompts import Prompts
 
 
 def annotate(
-    episodes: Sequence[Episode],
+    episodes: Sequence[SpellEpisode],
     advantages: Mapping[tuple[int, str, int], list[float]],
     config: SpellConfig,
 ) -> list[Annotation]:
@@ -35,7 +35,7 @@ def annotate(
     return annotations
 
 
-def _why_no_question(e: Episode, config: SpellConfig) -> str:
+def _why_no_question(e: SpellEpisode, config: SpellConfig) -> str:
     if e.proposal is None:
         return "no_proposal"
     if not config.train_questioner:
@@ -45,13 +45,13 @@ def _why_no_question(e: Episode, config: SpellConfig) -> str:
     return "surplus" if e.mixed else "not_sampled"
 
 
-def _why_no_answers(e: Episode) -> str:
+def _why_no_answers(e: SpellEpisode) -> str:
     if e.response is None:
         return e.status
     return "surplus" if e.mixed else "equal_rewards"
 
 
-def _why_no_votes(e: Episode, i: int, config: SpellConfig) -> str:
+def _why_no_votes(e: SpellEpisode, i: int, config: SpellConfig) -> str:
     if e.judged[i] is None:
         return "not_judged"
     if not config.train_verifier:
@@ -59,7 +59,7 @@ def _why_no_votes(e: Episode, i: int, config: SpellConfig) -> str:
     return "not_sampled" if is_eligible_verdict(e, i, config) else "nothing_to_learn"
 
 
-def make_record(e: Episode, annotation: Annotation, prompts: Prompts) -> dict[str, Any]:
+def make_record(e: SpellEpisode, annotation: Annotation, prompts: Prompts) -> dict[str, Any]:
     """Return an episode as a line of the run's files.
 
     "prompt" is the questioner's prompt, in which {documents[i]} stands for a text of the cluster.
@@ -96,7 +96,7 @@ def make_record(e: Episode, annotation: Annotation, prompts: Prompts) -> dict[st
     }
 
 
-def add_metrics(metrics: Metrics, e: Episode, suffix: str) -> None:
+def add_metrics(metrics: Metrics, e: SpellEpisode, suffix: str) -> None:
     """Add an episode to the metrics, whether or not it is trained on; names end in `suffix`."""
     for status in STATUSES:
         metrics.add(f"{status}{suffix}", e.status == status)

@@ -8,7 +8,7 @@ from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
-class Item:
+class BenchmarkItem:
     """One question."""
 
     id: str  # unique within the benchmark and the same in every run
@@ -26,9 +26,10 @@ class Benchmark:
 
     name: str  # in --benchmarks, such as "longbench_v2"
     title: str  # heading of its table column
-    items: tuple[Item, ...]
-    extract: Callable[[str, Item], str | None]  # sample text -> stated answer; accepts any text
-    score: Callable[[str, Item], float]  # any sample text -> rule score in [0, 1], in linear time
+    items: tuple[BenchmarkItem, ...]
+    # Any sample text -> its stated answer; any sample text -> rule score in [0, 1], in linear time.
+    extract: Callable[[str, BenchmarkItem], str | None]
+    score: Callable[[str, BenchmarkItem], float]
     judged: bool = False  # whether a judge is asked about answers with a rule score below 1
     max_tokens: int = 4096  # default maximum answer length (paper Appendix E.2, F.2, F.3)
     by: tuple[str, ...] = ()  # one or two item fields; scores are also averaged for each value

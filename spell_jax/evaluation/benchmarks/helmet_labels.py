@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from spell_jax.evaluation.benchmarks import published
-from spell_jax.evaluation.benchmarks.published import HELP, Folder, Row
+from spell_jax.evaluation.benchmarks.published import HELP, Folder, PublishedRow
 
 QUESTIONS = 500  # per dataset
 Pairs = list[tuple[str, str]]  # (text, label)
@@ -130,7 +130,7 @@ def _clinic150(folder: Folder) -> tuple[Pairs, Pairs]:
     path, *other_paths = published.locate(folder, [[name], [f"data/{name}"], *hub])
     if other_paths:
         return _labeled(path, "intent"), _labeled(other_paths[0], "intent")
-    file = Row(str(path), published.json_value(path, dict))
+    file = PublishedRow(str(path), published.json_value(path, dict))
     train, test = (
         [pair for part in (name, f"oos_{name}") for pair in _clinic_part(file, part)]
         for name in ("train", "val")
@@ -138,7 +138,7 @@ def _clinic150(folder: Folder) -> tuple[Pairs, Pairs]:
     return train, test
 
 
-def _clinic_part(file: Row, part: str) -> Pairs:
+def _clinic_part(file: PublishedRow, part: str) -> Pairs:
     pairs = file.get(part, list, "a list of [text, label]")
     if not all(isinstance(p, list) and list(map(type, p)) == [str, str] for p in pairs):
         raise file.wrong(part, "a list of [text, label]")

@@ -28,8 +28,8 @@ from typing import Protocol
 
 from spell_jax.data.clusters import LETTERS
 from spell_jax.evaluation.benchmarks import published
-from spell_jax.evaluation.benchmarks.base import Benchmark, Item
-from spell_jax.evaluation.benchmarks.published import Folder, Row
+from spell_jax.evaluation.benchmarks.base import Benchmark, BenchmarkItem
+from spell_jax.evaluation.benchmarks.published import Folder, PublishedRow
 from spell_jax.selfplay import evidence, prompts, rules
 from spell_jax.selfplay.numbers import number_text
 from spell_jax.selfplay.parsing import format_choices
@@ -85,13 +85,13 @@ def load_longbench_v2_kind(
     return _longbench_v2(f"longbench_v2_{kind}", title, rows, sections)
 
 
-def _longbench_v2(name: str, title: str, rows: Iterable[Row], sections: bool) -> Benchmark:
+def _longbench_v2(name: str, title: str, rows: Iterable[PublishedRow], sections: bool) -> Benchmark:
     items = (_longbench_v2_item(row, sections) for row in rows)
     by = ("difficulty", "length")
     return _benchmark(name, title, items, "multiple_choice", sections, by)
 
 
-def _longbench_v2_item(row: Row, sections: bool) -> Item:
+def _longbench_v2_item(row: PublishedRow, sections: bool) -> BenchmarkItem:
     answer = row.text("answer")
     if answer not in LETTERS:
         raise row.wrong("answer", f"one of {', '.join(LETTERS)}")
@@ -135,7 +135,7 @@ def load_frames(folder: Folder, limit: int | None = None, *, sections: bool = Fa
     return _benchmark("frames", "Frames", items, "general_qa", sections)
 
 
-def _frames_page(page: Row) -> str:
+def _frames_page(page: PublishedRow) -> str:
     text = page.text("text") if page.values.get("text") else ""
     return f"{page.text('title')}\n{text}"
 
@@ -165,7 +165,7 @@ def load_seal(
 
 def load_docmath(folder: Folder, limit: int | None = None, *, sections: bool = False) -> Benchmark:
     """Load DocMath-Eval's four testmini sets, 800 questions, in the order of `DOCMATH_ROWS`."""
-    items: list[Item] = []
+    items: list[BenchmarkItem] = []
     for split, count in DOCMATH_ROWS.items():
         left = None if limit is None else limit - len(items)
         if left == 0:
@@ -175,7 +175,7 @@ def load_docmath(folder: Folder, limit: int | None = None, *, sections: bool = F
     return _benchmark("docmath", "DocMath", items, "financial_math", sections, ("split",))
 
 
-def _docmath_item(row: Row, split: str, sections: bool) -> Item:
+def _docmath_item(row: PublishedRow, split: str, sections: bool) -> BenchmarkItem:
     truth = row.get("ground_truth", (str, int, float), "a number or a truth value")
     reference = truth.strip() if isinstance(truth, str) else number_text(truth)
     name, question = row.text("question_id"), row.text("question")
@@ -185,7 +185,7 @@ def _docmath_item(row: Row, split: str, sections: bool) -> Item:
 
 
 def _item(
-    row: Row,
+    row: PublishedRow,
     name: str,
     task: str,
     documents: Sequence[str],
@@ -193,14 +193,14 @@ def _item(
     reference: str,
     sections: bool,
     **fields: str,
-) -> Item:
+) -> BenchmarkItem:
     if not reference.strip():
         raise ValueError(f"{row.where}: the reference answer is empty. {published.HELP}")
     if sections:
         prompt = _prompts().evidence(documents, question)
     else:
         prompt = _prompts().responder(task, documents, question)
-    return Item(name, prompt, question, (reference,), fields)
+    return BenchmarkItem(name, prompt, question, (reference,), fields)
 
 
 @functools.cache
@@ -211,7 +211,7 @@ def _prompts() -> prompts.Prompts:
 def _benchmark(
     name: str,
     title: str,
-    items: Iterable[Item],
+    items: Iterable[BenchmarkItem],
     task: str,
     sections: bool,
     by: tuple[str, ...] = (),
@@ -230,7 +230,7 @@ def _benchmark(
     )
 
 
-def score_rule(task: str, text: str, item: Item) -> float:
+def score_rule(task: str, text: str, item: BenchmarkItem) -> float:
     """Rule reward of a full reply against the item's reference: 0.0 or 1.0."""
     return rules.score(text, item.references[0], task)
 

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from etils import epath
 
 from spell_jax.data.clusters import SURROGATE, TASKS
-from spell_jax.evaluation.benchmarks.base import Benchmark, Item
+from spell_jax.evaluation.benchmarks.base import Benchmark, BenchmarkItem
 from spell_jax.evaluation.benchmarks.published import HELP, Folder
 from spell_jax.runtime.episodes import episode_files, read_episodes
 from spell_jax.runtime.jsonl import read_json
@@ -49,7 +49,7 @@ def load(folder: Folder, limit: int | None = None) -> Benchmark:
         raise FileNotFoundError(f"{folder}: must have episodes/ of a run. {HELP}")
     wording = _load_prompts(epath.Path(folder) / CONFIG_FILE)
     left_out: Counter[str] = Counter()
-    items: list[Item] = []
+    items: list[BenchmarkItem] = []
     for step, episodes in itertools.groupby(read_episodes(folder), key=operator.itemgetter(0)):
         step_items = list(_items(step, [record for _, record in episodes], wording, left_out))
         chosen_items = evenly(step_items, PER_STEP)
@@ -97,7 +97,7 @@ def _items(
     records: Sequence[dict[str, Any]],
     wording: prompts.Prompts,
     left_out: Counter[str],
-) -> Iterator[Item]:
+) -> Iterator[BenchmarkItem]:
     """Questions of a step that can be asked; counts the reasons for the others."""
     texts = {str(r.get("cluster")): r["documents"] for r in records if r.get("documents")}
     for i, record in enumerate(records):
@@ -117,7 +117,9 @@ def _items(
             documents = cloze.hide(documents, [record.get("hidden", "")])
             prompt = wording.responder(task, documents, question)
             judged, fields = task != "multiple_choice", {"step": step, "task": task}
-            yield Item(f"{step}-{i}", prompt, question, (record["reference"],), fields, judged)
+            yield BenchmarkItem(
+                f"{step}-{i}", prompt, question, (record["reference"],), fields, judged
+            )
 
 
 def _is_complete(record: dict[str, Any], documents: Any) -> bool:

@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class PublishedRow:
     """One row of a file."""
 
     where: str  # file and row number, for error messages
@@ -65,11 +65,13 @@ class Row:
             raise self.wrong(field, "a list of at least one text")
         return [SURROGATE.sub("\ufffd", value) for value in values]
 
-    def rows(self, field: str) -> list[Row]:
+    def rows(self, field: str) -> list[PublishedRow]:
         values = self.get(field, list, "a list of objects")
         if not all(isinstance(value, dict) for value in values):
             raise self.wrong(field, "a list of objects")
-        return [Row(f"{self.where}, {field}[{i}]", value) for i, value in enumerate(values)]
+        return [
+            PublishedRow(f"{self.where}, {field}[{i}]", value) for i, value in enumerate(values)
+        ]
 
     def wrong(self, field: str, requirement: str) -> ValueError:
         """Error for a field with a wrong value, for the caller to raise."""
@@ -113,7 +115,7 @@ def _files(path: Path) -> list[Path]:
     return sorted(parts) or sorted(path.glob("????.parquet"))
 
 
-def rows_of(path: Path, delimiter: str = ",") -> Iterator[Row]:
+def rows_of(path: Path, delimiter: str = ",") -> Iterator[PublishedRow]:
     """Iterate over the rows of a file, in file order; its suffix gives the format."""
     if (kind := row_files.kind_of(path.name)) is None:
         raise ValueError(f"{path}: must be one of {', '.join(row_files.KINDS)}. {HELP}")
@@ -123,7 +125,7 @@ def rows_of(path: Path, delimiter: str = ",") -> Iterator[Row]:
             for value in row_files.read(file, kind, delimiter):
                 if not isinstance(value, dict):
                     raise ValueError(f"must be an object, is {type(value).__name__}")
-                yield Row(f"{path}, row {number}", value)
+                yield PublishedRow(f"{path}, row {number}", value)
                 number += 1
     except (ValueError, OSError, RecursionError) as error:
         raise ValueError(f"{path}, row {number}: {error}. {HELP}") from error
@@ -137,7 +139,7 @@ def json_value(path: Path, kind: type[T]) -> T:
         raise ValueError(f"{error}. {HELP}") from error
 
 
-def read(folder: Folder, layouts: Layouts, published: int, limit: int | None) -> list[Row]:
+def read(folder: Folder, layouts: Layouts, published: int, limit: int | None) -> list[PublishedRow]:
     """Read the first `limit` rows of a dataset, or all, whose number must be `published`."""
     paths = locate(folder, layouts)
     rows = list(itertools.islice(itertools.chain.from_iterable(map(rows_of, paths)), limit))

@@ -25,7 +25,7 @@ from spell_jax.evaluation.benchmarks import long_documents, own_questions, retri
 from spell_jax.evaluation.benchmarks.base import Benchmark
 from spell_jax.evaluation.benchmarks.published import HELP, Folder, Loader
 from spell_jax.evaluation.generated import ruler, sources
-from spell_jax.evaluation.generated.haystack import Source
+from spell_jax.evaluation.generated.haystack import HaystackSource
 from spell_jax.policy.tokenizer_base import Tokenizer
 from spell_jax.runtime import paths, remote
 
@@ -160,9 +160,9 @@ def _text(folder: Folder, prose: Folder) -> str:
     return sources.default_prose()
 
 
-def _source(length: int, tokenizer: Tokenizer, text: str) -> Source:
+def _source(length: int, tokenizer: Tokenizer, text: str) -> HaystackSource:
     cost = functools.cache(tokenizer.count)
-    return Source(length, lambda prompt: len(tokenizer.chat(prompt)), cost, text)
+    return HaystackSource(length, lambda prompt: len(tokenizer.chat(prompt)), cost, text)
 
 
 def _number(text: str) -> int:

@@ -33,8 +33,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from spell_jax.evaluation.benchmarks import helmet_labels, published
-from spell_jax.evaluation.benchmarks.base import Benchmark, Item
-from spell_jax.evaluation.benchmarks.published import Folder, Loader, Row
+from spell_jax.evaluation.benchmarks.base import Benchmark, BenchmarkItem
+from spell_jax.evaluation.benchmarks.published import Folder, Loader, PublishedRow
 from spell_jax.evaluation.generated.haystack import extract
 from spell_jax.selfplay.rouge import rouge_l
 from spell_jax.selfplay.rules import normalize_answer, visible_text
@@ -95,7 +95,7 @@ def load_mrcr(needles: int, folder: Folder, limit: int | None = None) -> Benchma
     return Benchmark(f"mrcr_{name}", f"MRCR-{name}", items, extract, score_mrcr)
 
 
-def score_mrcr(text: str, item: Item) -> float:
+def score_mrcr(text: str, item: BenchmarkItem) -> float:
     """SequenceMatcher's ratio of reply and reference after the prefix; 0.0 without the prefix.
 
     This is the dataset's own grader, after removing thinking and surrounding blanks.
@@ -115,7 +115,7 @@ def score_mrcr(text: str, item: Item) -> float:
     return ratio * (len(reply[:max_characters]) + len(expected)) / (len(reply) + len(expected))
 
 
-def _mrcr_item(id: str, row: Row) -> Item:
+def _mrcr_item(id: str, row: PublishedRow) -> BenchmarkItem:
     try:
         messages = json.loads(row.text("prompt"))
         texts = [(_SPEAKERS[turn["role"]], turn["content"]) for turn in messages]
@@ -129,7 +129,7 @@ def _mrcr_item(id: str, row: Row) -> Item:
         raise row.wrong("answer", f"a text that begins with random_string_to_prepend, {prefix!r}")
     names = ("n_needles", "desired_msg_index", "total_messages", "n_chars")
     fields = {name: row.get(name, int, "a number") for name in names}
-    return Item(id, prompt, question, (answer,), fields | {"prefix": prefix})
+    return BenchmarkItem(id, prompt, question, (answer,), fields | {"prefix": prefix})
 
 
 # ------------------------------------------------------------------------------------------- RAG
@@ -169,26 +169,26 @@ def load_rag(
     return Benchmark(name, f"HELMET {task}", items, _extractor("answer"), score_rag)
 
 
-def score_rag(text: str, item: Item) -> float:
+def score_rag(text: str, item: BenchmarkItem) -> float:
     """1.0 if the normalized reply contains a normalized reference, else 0.0 (HELMET's sub-EM)."""
     reply = normalize_answer(visible_text(text) or "")
     references = map(normalize_answer, item.references)
     return float(any(reference and reference in reply for reference in references))
 
 
-def _is_rare(task: str, row: Row) -> bool:
+def _is_rare(task: str, row: PublishedRow) -> bool:
     if task != "pop":
         return True
     views = row.get("s_pop", (int, float), "how often a page is seen")
     return views > 0 and math.log10(views) < _POPULARITY
 
 
-def _rag_name(row: Row) -> str:
+def _rag_name(row: PublishedRow) -> str:
     """Name of a question: its id, else its text, because NQ has no ids, as HELMET says."""
     return str(row.values["id"]) if "id" in row.values else row.text("question")
 
 
-def _rag_item(id: str, row: Row, example_of: Mapping[str, Row]) -> Item:
+def _rag_item(id: str, row: PublishedRow, example_of: Mapping[str, PublishedRow]) -> BenchmarkItem:
     """Build an item; for PopQA, the examples are its own test questions, except this one."""
     name, question = _rag_name(row), row.text("question")
     other_names = sorted(other_name for other_name in example_of if other_name != name)
@@ -199,10 +199,10 @@ def _rag_item(id: str, row: Row, example_of: Mapping[str, Row]) -> Item:
         for example in map(example_of.__getitem__, chosen_names)
     )
     prompt = _RAG_PROMPT.format(examples=examples, documents=_passages(row), question=question)
-    return Item(id, prompt, question, _answers(row), {"question_id": name})
+    return BenchmarkItem(id, prompt, question, _answers(row), {"question_id": name})
 
 
-def _passages(row: Row) -> str:
+def _passages(row: PublishedRow) -> str:
     passages = row.rows("ctxs")
     return "\n\n".join(
         f"Document (Title: {passage.get('title', str, 'a text')}): {passage.text('text')}"
@@ -210,7 +210,7 @@ def _passages(row: Row) -> str:
     )
 
 
-def _answers(row: Row) -> tuple[str, ...]:
+def _answers(row: PublishedRow) -> tuple[str, ...]:
     """Correct answers; a list of lists is flattened, as in HELMET."""
     value = row.get("answers", list, "a list of texts")
     flat = [text for part in value for text in (part if isinstance(part, list) else [part])]
@@ -240,7 +240,7 @@ def load_icl(
     return Benchmark(name, f"HELMET {task}", items, _extractor("label"), score_icl)
 
 
-def score_icl(text: str, item: Item) -> float:
+def score_icl(text: str, item: BenchmarkItem) -> float:
     """1.0 if the stated label is correct, else 0.0."""
     label = _extractor("label")(text, item)
     return float(label is not None and normalize_answer(label) == item.references[0])
@@ -248,7 +248,7 @@ def score_icl(text: str, item: Item) -> float:
 
 def _icl_item(
     id: str, text: str, label: str, train: Mapping[str, Sequence[str]], shots: int
-) -> Item:
+) -> BenchmarkItem:
     rng = _rng(text)
     numbers = list(map(str, range(len(train))))
     rng.shuffle(numbers)
@@ -256,7 +256,7 @@ def _icl_item(
     examples = helmet_labels.balanced(train, shots, rng)
     shown = "\n\n".join(f"{example}\nlabel: {number_of[kind]}" for example, kind in examples)
     prompt = _ICL_PROMPT.format(examples=shown, question=text)
-    return Item(id, prompt, text, (number_of[label],), {"label": label})
+    return BenchmarkItem(id, prompt, text, (number_of[label],), {"label": label})
 
 
 # ------------------------------------------------------------------------------------- summaries
@@ -272,7 +272,7 @@ def load_infbench_sum(folder: Folder, limit: int | None = None) -> Benchmark:
         other_summaries = [answers[0] for j, answers in enumerate(summaries) if j != i]
         examples = _summary_examples(other_summaries, str(i))
         prompt = _BOOK_PROMPT.format(examples=examples, text=rows[i].text("context"))
-        items.append(Item(str(i), prompt, "Summarize the book.", tuple(summaries[i])))
+        items.append(BenchmarkItem(str(i), prompt, "Summarize the book.", tuple(summaries[i])))
     name, title = "helmet_infbench_sum", "HELMET InfBench Sum"
     return Benchmark(name, title, tuple(items), _extract_summary, score_summary)
 
@@ -288,18 +288,20 @@ def load_multi_lexsum(folder: Folder, limit: int | None = None) -> Benchmark:
     )
     numbers = _choose_summaries(f"{cases}, with summary/short", len(rows), 312, limit)
     shown = [row.text("summary/short") for row in examples]
-    sources = Row(str(documents), published.json_value(documents, dict))  # 2.2 GB
+    sources = PublishedRow(str(documents), published.json_value(documents, dict))  # 2.2 GB
     items = []
     for row in (rows[number] for number in numbers):
         name = str(row.get("case_id", (str, int), "an id"))
         text = "\n\n".join(_case_documents(row, sources))
         prompt = _LAW_PROMPT.format(examples=_summary_examples(shown, name), text=text)
-        items.append(Item(name, prompt, "Summarize the case.", (row.text("summary/short"),)))
+        items.append(
+            BenchmarkItem(name, prompt, "Summarize the case.", (row.text("summary/short"),))
+        )
     name, title = "helmet_multi_lexsum", "HELMET Multi-LexSum"
     return Benchmark(name, title, tuple(items), _extract_summary, score_summary)
 
 
-def score_summary(text: str, item: Item) -> float:
+def score_summary(text: str, item: BenchmarkItem) -> float:
     """ROUGE-L F1 of the text after the last "Summary:", for the best reference."""
     summary = _extract_summary(text, item) or ""
     return max(rouge_l(summary, reference) for reference in item.references)
@@ -314,10 +316,10 @@ def _choose_summaries(what: str, rows: int, of: int, limit: int | None) -> list[
     return numbers
 
 
-def _case_documents(row: Row, sources: Row) -> Iterator[str]:
+def _case_documents(row: PublishedRow, sources: PublishedRow) -> Iterator[str]:
     for name in row.texts("case_documents"):
         document = sources.get(name, dict, f"the document of {row.where}")
-        yield Row(f"{sources.where}, {name}", document).get("doc_text", str, "a text")
+        yield PublishedRow(f"{sources.where}, {name}", document).get("doc_text", str, "a text")
 
 
 def _summary_examples(summaries: Sequence[str], key: str) -> str:
@@ -326,7 +328,7 @@ def _summary_examples(summaries: Sequence[str], key: str) -> str:
     return f"Summaries of other texts, to show what they look like:\n\n{shown}\n\n" if shown else ""
 
 
-def _extract_summary(text: str, item: Item) -> str | None:
+def _extract_summary(text: str, item: BenchmarkItem) -> str | None:
     *_, last = _SUMMARY.split(visible_text(text) or "")
     return last.strip() or None
 
@@ -335,11 +337,11 @@ def _extract_summary(text: str, item: Item) -> str | None:
 
 
 @functools.cache
-def _extractor(word: str) -> Callable[[str, Item], str | None]:
+def _extractor(word: str) -> Callable[[str, BenchmarkItem], str | None]:
     """Reader of the text after "WORD:", else of the first line (HELMET's parse_output)."""
     pattern = re.compile(rf"{word}:([^\n]*)", re.IGNORECASE)
 
-    def extract_stated(text: str, item: Item) -> str | None:
+    def extract_stated(text: str, item: BenchmarkItem) -> str | None:
         visible = visible_text(text) or ""
         match = pattern.search(visible)
         stated = match[1] if match else visible.partition("\n")[0]

@@ -22,8 +22,8 @@ import re
 
 from spell_jax.evaluation import math_equal
 from spell_jax.evaluation.benchmarks import published
-from spell_jax.evaluation.benchmarks.base import Benchmark, Item
-from spell_jax.evaluation.benchmarks.published import Folder, Layouts, Loader, Row
+from spell_jax.evaluation.benchmarks.base import Benchmark, BenchmarkItem
+from spell_jax.evaluation.benchmarks.published import Folder, Layouts, Loader, PublishedRow
 from spell_jax.selfplay.braces import brace_steps, code_points, first_balance
 from spell_jax.selfplay.numbers import number_text
 from spell_jax.selfplay.rules import find_answer, visible_text
@@ -80,7 +80,7 @@ def load_math(name: str, folder: Folder, limit: int | None = None) -> Benchmark:
     return Benchmark(name, kind.title, items, extract_math, score_math)
 
 
-def _math_item(name: str, id: str, row: Row) -> Item:
+def _math_item(name: str, id: str, row: PublishedRow) -> BenchmarkItem:
     question = row.text(row.column("problem", "Problem", "question")).strip()
     answer_field = row.column("answer", "Answer")
     reference = row.get(answer_field, (str, int, float), "a number or LaTeX")
@@ -96,10 +96,10 @@ def _math_item(name: str, id: str, row: Row) -> Item:
         raise row.wrong(answer_field, "an answer that is not empty")
     fields = {field: row.values[field] for field in ("level", "subject") if field in row.values}
     prompt = _MATH_PROMPT.format(question=question)
-    return Item(id, prompt, question, (reference.strip(),), fields)
+    return BenchmarkItem(id, prompt, question, (reference.strip(),), fields)
 
 
-def extract_math(text: str, item: Item) -> str | None:
+def extract_math(text: str, item: BenchmarkItem) -> str | None:
     """Content of the last box after the thinking, else the text after "answer is", else None."""
     visible = visible_text(text)
     if not visible:
@@ -111,7 +111,7 @@ def extract_math(text: str, item: Item) -> str | None:
     return None if end is None else boxed[1:end].strip() or None
 
 
-def score_math(text: str, item: Item) -> float:
+def score_math(text: str, item: BenchmarkItem) -> float:
     """1.0 if the stated answer equals the reference mathematically, else 0.0."""
     answer = extract_math(text, item)
     return float(answer is not None and math_equal.equal(answer, item.references[0]))
@@ -124,7 +124,7 @@ def load_mmlu_pro(folder: Folder, limit: int | None = None) -> Benchmark:
     return Benchmark("mmlu_pro", "MMLU-Pro", items, extract_letter, score_letter)
 
 
-def _choice_item(row: Row) -> Item:
+def _choice_item(row: PublishedRow) -> BenchmarkItem:
     options = row.texts("options")
     letters = OPTIONS[: len(options)]
     letter = row.text("answer")
@@ -137,10 +137,12 @@ def _choice_item(row: Row) -> Item:
     choices = "".join(f"({name}) {option.strip()}\n" for name, option in pairs)
     prompt = _CHOICE_PROMPT.format(question=question, choices=choices)
     fields = {"options": len(options), "category": row.text("category")}
-    return Item(str(row.get("question_id", int, "a number")), prompt, question, (letter,), fields)
+    return BenchmarkItem(
+        str(row.get("question_id", int, "a number")), prompt, question, (letter,), fields
+    )
 
 
-def extract_letter(text: str, item: Item) -> str | None:
+def extract_letter(text: str, item: BenchmarkItem) -> str | None:
     """Letter that a full response states, or None if the question has no such option."""
     visible = (visible_text(text) or "").replace("*", "")
     for pattern in _LETTER_PATTERNS:
@@ -149,7 +151,7 @@ def extract_letter(text: str, item: Item) -> str | None:
     return None
 
 
-def score_letter(text: str, item: Item) -> float:
+def score_letter(text: str, item: BenchmarkItem) -> float:
     """1.0 for the correct letter, else 0.0."""
     return float(extract_letter(text, item) == item.references[0])
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from spell_jax.evaluation.benchmarks.base import Item
+from spell_jax.evaluation.benchmarks.base import BenchmarkItem
 from spell_jax.selfplay import rules
 
 SHORTEST = 0.95  # minimum prompt length as a fraction of the room for it
@@ -67,7 +67,7 @@ def letters(rng: np.random.Generator, count: int) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
+class HaystackSource:
     """Maximum length, token counters and prose for building prompts."""
 
     length: int  # maximum number of tokens in a prompt and its answer
@@ -147,10 +147,10 @@ def insert_needles(
 
 
 # Tokens of filling, summed over its pieces -> question without an id; 0 gives the shortest prompt.
-Make = Callable[[int], Item]
+Make = Callable[[int], BenchmarkItem]
 
 
-def fit(make: Make, source: Source, id: str, answer: int, **fields: Any) -> Item:
+def fit(make: Make, source: HaystackSource, id: str, answer: int, **fields: Any) -> BenchmarkItem:
     """Find a question whose prompt has `SHORTEST` to 1 times the room for it.
 
     The room is the length without the `answer`, the tokens that a policy may answer with: a length
@@ -180,17 +180,17 @@ def fit(make: Make, source: Source, id: str, answer: int, **fields: Any) -> Item
     )
 
 
-def extract(text: str, item: Item) -> str | None:
+def extract(text: str, item: BenchmarkItem) -> str | None:
     """Answer after its thinking; None if it is empty."""
     return rules.visible_text(text) or None
 
 
-def match_all(text: str, item: Item) -> float:
+def match_all(text: str, item: BenchmarkItem) -> float:
     """Fraction of references in the answer, ignoring case (RULER's string_match_all)."""
     answer = (extract(text, item) or "").lower()
     return sum(reference.lower() in answer for reference in item.references) / len(item.references)
 
 
-def match_part(text: str, item: Item) -> float:
+def match_part(text: str, item: BenchmarkItem) -> float:
     """1.0 if a reference is in the answer, ignoring case, else 0.0 (RULER's string_match_part)."""
     return float(match_all(text, item) > 0)

@@ -25,9 +25,9 @@ from typing import Any
 
 import numpy as np
 
-from spell_jax.evaluation.benchmarks.base import Benchmark, Item
+from spell_jax.evaluation.benchmarks.base import Benchmark, BenchmarkItem
 from spell_jax.evaluation.generated import haystack
-from spell_jax.evaluation.generated.haystack import Make, Names, Pile, Source, letters
+from spell_jax.evaluation.generated.haystack import HaystackSource, Make, Names, Pile, letters
 from spell_jax.evaluation.generated.sources import QaRow
 
 ITEMS = 500  # questions per task and length, as in the paper
@@ -37,7 +37,7 @@ _ANSWER, _LISTED_ANSWER = 128, 256
 
 # (source, generator of the item) -> (tokens of filling -> question). The first call samples the
 # question, so that it stays the same for every amount of filling.
-Task = Callable[[Source, np.random.Generator], Make]
+Task = Callable[[HaystackSource, np.random.Generator], Make]
 
 # Depths of needles in prose, as fractions of its tokens: 40 values, evenly spaced in [0, 1]. In
 # noise and among other needles, a needle can have any depth.
@@ -50,7 +50,7 @@ GRID_DEPTHS = tuple(round(0.1 * step, 1) for step in range(11))
 
 
 def ruler(
-    task: str, source: Source, rows: Sequence[QaRow] = (), items: int = ITEMS, seed: int = 0
+    task: str, source: HaystackSource, rows: Sequence[QaRow] = (), items: int = ITEMS, seed: int = 0
 ) -> Benchmark:
     """Build one task of `TASKS` at the length of `source`; the same arguments give the same items.
 
@@ -84,7 +84,11 @@ def ruler(
 
 
 def needle(
-    name: str, source: Source, lengths: Sequence[int], items: int | None = None, seed: int = 0
+    name: str,
+    source: HaystackSource,
+    lengths: Sequence[int],
+    items: int | None = None,
+    seed: int = 0,
 ) -> Benchmark:
     """Build the needle grid: one item per length and depth, with lengths in the outer loop.
 
@@ -115,21 +119,23 @@ def needle(
     )
 
 
-def _grid_needle(source: Source, rng: np.random.Generator, depth: float) -> Make:
+def _grid_needle(source: HaystackSource, rng: np.random.Generator, depth: float) -> Make:
     names, pile = Names(rng, source.text), source.prose(rng)
     key, value = names.sample("word"), names.sample("number")
     question = _secret_question("number", [key])
 
-    def make(budget: int) -> Item:
+    def make(budget: int) -> BenchmarkItem:
         needles = [_secret("number", key, value)]
         hay = haystack.insert_needles(pile.take(budget), needles, [depth])
-        return Item("", _secret_prompt("number", " ".join(hay), question), question, (value,))
+        return BenchmarkItem(
+            "", _secret_prompt("number", " ".join(hay), question), question, (value,)
+        )
 
     return make
 
 
 def _niah(
-    source: Source,
+    source: HaystackSource,
     rng: np.random.Generator,
     *,
     hay: str = "prose",
@@ -161,11 +167,13 @@ def _niah(
     answers = [(v, depth) for (k, v), depth in zip(needles, depths, strict=True) if k in asked_keys]
     texts = [_secret(value, *pair) for pair in needles]
 
-    def make(budget: int) -> Item:
+    def make(budget: int) -> BenchmarkItem:
         lines = haystack.insert_needles(pile.take(budget), texts, depths)
         prompt = _secret_prompt(value, (" " if hay == "prose" else "\n").join(lines), question)
         references = tuple(v for v, _ in answers)
-        return Item("", prompt, question, references, {"depths": [depth for _, depth in answers]})
+        return BenchmarkItem(
+            "", prompt, question, references, {"depths": [depth for _, depth in answers]}
+        )
 
     return make
 
@@ -188,7 +196,7 @@ def _secret_prompt(kind: str, hay: str, question: str) -> str:
     )
 
 
-def _variable_tracking(source: Source, rng: np.random.Generator) -> Make:
+def _variable_tracking(source: HaystackSource, rng: np.random.Generator) -> Make:
     """Ask for the variables that have a value, directly or through others (paper section 3.2)."""
     names, pile = Names(rng), source.noise()
     number, shown_number = (rng.choice(90_000, 2, replace=False) + 10_000).tolist()
@@ -201,9 +209,9 @@ def _variable_tracking(source: Source, rng: np.random.Generator) -> Make:
     example_prompt, _ = _chain_prompt([(haystack.NOISE, 1)] * 5, shown, shown_number, shown_depths)
     example = f"Example:\n\n{example_prompt}\n{', '.join(shown)}\n\nYour turn:\n\n"
 
-    def make(budget: int) -> Item:
+    def make(budget: int) -> BenchmarkItem:
         prompt, question = _chain_prompt(pile.take(budget), chain, number, depths)
-        return Item("", example + prompt, question, tuple(chain))
+        return BenchmarkItem("", example + prompt, question, tuple(chain))
 
     return make
 
@@ -231,7 +239,7 @@ _COMMON, _OFTEN, _SELDOM = 10, 30, 3
 _SMALL_EXAMPLE, _EXAMPLE = (20, 3, 1), (40, 10, 3)
 
 
-def _common_words(source: Source, rng: np.random.Generator) -> Make:
+def _common_words(source: HaystackSource, rng: np.random.Generator) -> Make:
     """Ask for the ten most common words of a numbered list (paper section 3.3)."""
     names, order = Names(rng), int(rng.integers(2**32))
     words, often, seldom = _SMALL_EXAMPLE if source.length <= 8192 else _EXAMPLE
@@ -250,10 +258,10 @@ def _common_words(source: Source, rng: np.random.Generator) -> Make:
 
     pile = Pile(uncommon())
 
-    def make(budget: int) -> Item:
+    def make(budget: int) -> BenchmarkItem:
         uncommon_words = [word for word, _ in pile.take(budget)]
         prompt = _words_prompt(common, uncommon_words, _OFTEN, _SELDOM, question, order)
-        return Item("", example + prompt, question, tuple(common))
+        return BenchmarkItem("", example + prompt, question, tuple(common))
 
     return make
 
@@ -271,7 +279,7 @@ def _shuffled(texts: list[str], seed: int) -> list[str]:
     return [texts[i] for i in np.random.default_rng(seed).permutation(len(texts)).tolist()]
 
 
-def _frequent_words(source: Source, rng: np.random.Generator) -> Make:
+def _frequent_words(source: HaystackSource, rng: np.random.Generator) -> Make:
     """Ask for the three most frequent made-up words of a text (paper section 3.3).
 
     In a text of N words, the k-th most frequent word occurs floor(N k^-2 / zeta(2)) times. The
@@ -291,7 +299,7 @@ def _frequent_words(source: Source, rng: np.random.Generator) -> Make:
         "Answer with the three words alone."
     )
 
-    def make(budget: int) -> Item:
+    def make(budget: int) -> BenchmarkItem:
         base = np.floor(min_words * shares) @ costs
         low, high = min_words, max_words  # the largest N that the budget allows
         while low < high:
@@ -301,12 +309,14 @@ def _frequent_words(source: Source, rng: np.random.Generator) -> Make:
         repeats = np.repeat(words, np.floor(low * shares).astype(int)).tolist()
         coded = " ".join(_shuffled(repeats, order))
         head = "Keep track of how often each word of this made-up language comes in the text."
-        return Item("", f"{head}\n\n{coded}\n\n{question}", question, tuple(words[1:4]))
+        return BenchmarkItem("", f"{head}\n\n{coded}\n\n{question}", question, tuple(words[1:4]))
 
     return make
 
 
-def _qa(source: Source, rng: np.random.Generator, *, row: QaRow, pool: Sequence[str]) -> Make:
+def _qa(
+    source: HaystackSource, rng: np.random.Generator, *, row: QaRow, pool: Sequence[str]
+) -> Make:
     """Ask a question after its documents and those of others, shuffled (paper section 3.4)."""
     question_documents, order = tuple(dict.fromkeys(row.documents)), int(rng.integers(2**32))
     pool_documents = (pool[int(index)] for index in rng.permutation(len(pool)))
@@ -318,13 +328,13 @@ def _qa(source: Source, rng: np.random.Generator, *, row: QaRow, pool: Sequence[
     head = "Answer the question from the documents below. Answer with a few words alone."
     question = f"Question: {row.question}"
 
-    def make(budget: int) -> Item:
+    def make(budget: int) -> BenchmarkItem:
         documents = _shuffled(
             [*question_documents, *(text for text, _ in pile.take(budget))], order
         )
         numbered = [f"Document {i}:\n{text}\n" for i, text in enumerate(documents, start=1)]
         prompt = "\n".join((head, "", *numbered, head, question))
-        return Item("", prompt, row.question, row.references)
+        return BenchmarkItem("", prompt, row.question, row.references)
 
     return make
 

@@ -16,7 +16,7 @@ from etils import epath
 from spell_jax.algorithms.base import AlgorithmContext, records
 from spell_jax.algorithms.eapo.algorithm import Eapo, is_consistent
 from spell_jax.algorithms.eapo.config import EapoConfig
-from spell_jax.algorithms.eapo.episode import Episode
+from spell_jax.algorithms.eapo.episode import EapoEpisode
 from spell_jax.data.clusters import TASKS, Cluster, in_memory
 from spell_jax.data.questions import Question
 from spell_jax.data.stream import TaskStream
@@ -103,7 +103,9 @@ def labeled(scores: Sequence[int]) -> str:
 HALF = ((True, True), (True, False), (False, True), (True, True))
 
 
-def one(plan: Plan = HALF, scorings: Sequence[str] = ("1 5\n2 1\n3 3",), step: int = 1, **options):
+def run_question(
+    plan: Plan = HALF, scorings: Sequence[str] = ("1 5\n2 1\n3 3",), step: int = 1, **options
+):
     """(algorithm, models, episode) of a step with one question."""
     questions = [dataclasses.replace(ask_about(0), evidence=options.pop("supporting", ()))]
     judge, over = options.pop("judge", None), options.pop("over", ())
@@ -117,7 +119,7 @@ def one(plan: Plan = HALF, scorings: Sequence[str] = ("1 5\n2 1\n3 3",), step: i
 
 
 def test_policy_gets_questions_and_reward_model_gets_evidence():
-    algorithm, models, episode = one()
+    algorithm, models, episode = run_question()
     first, second = models.calls
     assert (first.role, first.model, first.group) == ("responder", "policy", 4)
     assert first.prompts == ("d0.0 text\nd0.1 text\nQ00 what?\nquote",)
@@ -139,25 +141,27 @@ def test_policy_gets_questions_and_reward_model_gets_evidence():
 
 
 def test_malformed_scoring_is_retried_then_neutral():
-    algorithm, models, episode = one(scorings=("what?", "1 5\n2 1\n3 3"))
+    algorithm, models, episode = run_question(scorings=("what?", "1 5\n2 1\n3 3"))
     assert [call.temperature for call in models.calls[1:]] == [0.0, 1.0]
     assert episode.evidence_scores == (5, 1, 3) and episode.scoring_calls == 2
     means = algorithm.metrics([episode]).means()
     assert (means["scoring_retried"], means["scoring_failed"]) == (1, 0)
-    algorithm, models, episode = one(scorings=("what?", "1 5\n2 6\n3 3", "1 5\n2 1\n3 3"))
+    algorithm, models, episode = run_question(scorings=("what?", "1 5\n2 6\n3 3", "1 5\n2 1\n3 3"))
     assert episode.evidence_scores is None and episode.scoring_calls == 2
     assert episode.evidence == (0.5, 0.5, None, 0.5)
     assert episode.scores == pytest.approx([0.85, 0.25, 0.0, 0.85])
     assert algorithm.metrics([episode]).means()["scoring_failed"] == 1
     assert not episode.consistent
-    _, models, _ = one(scorings=("what?",), retries=3, scoring_temperature=0.7)
+    _, models, _ = run_question(scorings=("what?",), retries=3, scoring_temperature=0.7)
     assert [call.temperature for call in models.calls[1:]] == [0.7] * 4
-    _, models, _ = one(scorings=("what?",), retries=0)
+    _, models, _ = run_question(scorings=("what?",), retries=0)
     assert len(models.calls) == 2
 
 
 def test_evidence_and_scores_are_compared_to_supporting_sentences():
-    algorithm, _, episode = one(scorings=("1 3\n2 1\n3 1",), supporting=("set 0", "d0.0 text"))
+    algorithm, _, episode = run_question(
+        scorings=("1 3\n2 1\n3 1",), supporting=("set 0", "d0.0 text")
+    )
     halves = pytest.approx((9 / 14, 0.5))
     assert episode.supported == ((1.0, 1.0), halves, None, halves)
     assert episode.ordered_by_evidence() == [1.0, 1.0]  # the other two are equal
@@ -168,7 +172,7 @@ def test_evidence_and_scores_are_compared_to_supporting_sentences():
     rescored_episode = dataclasses.replace(episode, evidence_scores=(2, 2, 5))
     assert rescored_episode.ordered_by_evidence() == [0.5, 0.0]
     assert dataclasses.replace(episode, evidence_scores=None).ordered_by_evidence() == []
-    algorithm, _, episode = one()  # a question without its evidence
+    algorithm, _, episode = run_question()  # a question without its evidence
     assert episode.supported == (None,) * 4 and episode.ordered_by_evidence() == []
     assert not {"evidence_recall", "scoring_order"} & algorithm.metrics([episode]).means().keys()
 
@@ -176,7 +180,9 @@ def test_evidence_and_scores_are_compared_to_supporting_sentences():
 def test_highest_score_is_compared_to_the_rouge_oracle():
     """The evidence of sibling n is "d0.0 text" and "set n"; sibling 2 has no format."""
     supporting_sentences = ("d0.0 text", "set 3")
-    algorithm, _, episode = one(scorings=("1 3\n2 1\n3 5",), supporting=supporting_sentences)
+    algorithm, _, episode = run_question(
+        scorings=("1 3\n2 1\n3 5",), supporting=supporting_sentences
+    )
     assert episode.rouge_l == (0.8, 0.8, None, 1.0)  # of the words d0, 0, text, set, 3
     assert episode.best_chosen() == 1.0
     means = algorithm.metrics([episode]).means()
@@ -186,16 +192,16 @@ def test_highest_score_is_compared_to_the_rouge_oracle():
         rescored_episode = dataclasses.replace(episode, evidence_scores=scores)
         assert rescored_episode.best_chosen() == pytest.approx(share)
     assert dataclasses.replace(episode, evidence_scores=None).best_chosen() is None
-    algorithm, _, same = one(scorings=("1 3\n2 1\n3 5",), supporting=("d0.0 text",))
+    algorithm, _, same = run_question(scorings=("1 3\n2 1\n3 5",), supporting=("d0.0 text",))
     assert same.rouge_l == (1.0, 1.0, None, 1.0) and same.best_chosen() is None
     assert "scoring_best" not in algorithm.metrics([same]).means()
-    _, _, unknown = one()
+    _, _, unknown = run_question()
     assert unknown.rouge_l == (None,) * 4 and unknown.best_chosen() is None
 
 
 def test_scores_are_compared_to_outcomes():
     """The first and the fourth answer are right, the second is wrong, the third has no format."""
-    algorithm, _, episode = one(scorings=("1 4\n2 3\n3 3",))
+    algorithm, _, episode = run_question(scorings=("1 4\n2 3\n3 3",))
     assert episode.ordered_by_outcome() == [1.0, 0.5]
     means = algorithm.metrics([episode]).means()
     assert means["scoring_accuracy"] == means[f"scoring_accuracy/{QA}"] == 0.75
@@ -204,18 +210,18 @@ def test_scores_are_compared_to_outcomes():
 
 
 def test_single_well_formed_answer_is_not_scored():
-    _, models, episode = one(plan=((True, True), (False, True), (False, False)))
+    _, models, episode = run_question(plan=((True, True), (False, True), (False, False)))
     assert [call.role for call in models.calls] == ["responder"]
     assert episode.scores == pytest.approx([0.85, 0, 0]) and episode.scoring_calls == 0
-    _, models, episode = one(plan=((False, True),) * 3)
+    _, models, episode = run_question(plan=((False, True),) * 3)
     assert len(models.calls) == 1 and episode.scores == (0, 0, 0) and not episode.mixed
 
 
 def test_overlong_prompts_are_dropped_or_scored_neutrally():
-    algorithm, models, episode = one(over=("responder",))
+    algorithm, models, episode = run_question(over=("responder",))
     assert episode.status == "overlong" and to_groups(algorithm, [episode]) == []
     assert len(models.calls) == 1 and algorithm.metrics([episode]).means()["overlong"] == 1
-    _, models, episode = one(over=("reward_model",))
+    _, models, episode = run_question(over=("reward_model",))
     assert len(models.calls) == 2  # the same prompt would be rejected again
     assert episode.evidence == (0.5, 0.5, None, 0.5) and episode.scoring is None
 
@@ -252,7 +258,7 @@ def test_overlong_scoring_is_not_asked_again_where_cut_off_ones_are_dropped():
 def test_reward_model_setting_selects_the_models(how, models, trained):
     options = {"reward_model": how, "refresh_every": 1}
     plan = ((True, True), (True, False))
-    algorithm, scripted_models, episode = one(plan, ("1 5\n2 1",), **options)
+    algorithm, scripted_models, episode = run_question(plan, ("1 5\n2 1",), **options)
     assert (algorithm.models, algorithm.trained) == (models, trained)
     assert any(call.model == "reward_model" for call in scripted_models.calls) == bool(models)
     roles = [(group.role, group.model) for group in to_groups(algorithm, [episode])]
@@ -284,7 +290,7 @@ def test_judge_replaces_the_rule_for_well_formed_answers():
         judged_items.extend(items)
         return [0, 1, -1][: len(items)]
 
-    algorithm, _, episode = one(judge=judge, rule="judge")
+    algorithm, _, episode = run_question(judge=judge, rule="judge")
     assert judged_items == [
         ("Q00 what?", prediction, "alpha0") for prediction in ("alpha0", "999", "alpha0")
     ]
@@ -317,7 +323,7 @@ def brute_force(
 
 def rewarded(algorithm: Eapo, formed, scores, right) -> list[float]:
     answer = StructuredAnswer("a", "e", "r", "x")
-    episode = Episode(
+    episode = EapoEpisode(
         QA,
         Cluster("c", ("d",)),
         answers=tuple(answer if f else None for f in formed),
@@ -359,14 +365,14 @@ def test_rewards_match_brute_force_for_random_groups():
 
 
 def test_groups_with_equal_rewards_are_not_trained_on():
-    algorithm, _, episode = one(plan=((True, True),) * 3, scorings=("1 4\n2 4\n3 4",))
+    algorithm, _, episode = run_question(plan=((True, True),) * 3, scorings=("1 4\n2 4\n3 4",))
     assert episode.scores == (episode.scores[0],) * 3 and to_groups(algorithm, [episode]) == []
     (record,) = to_records(algorithm, [episode])
     assert record["used"] == {"responder": "equal_rewards"}
-    algorithm, _, episode = one(((True, True),) * 3, ("1 4\n2 4\n3 4",), keep_equal=True)
+    algorithm, _, episode = run_question(((True, True),) * 3, ("1 4\n2 4\n3 4",), keep_equal=True)
     (group,) = to_groups(algorithm, [episode])
     assert group.role == "responder" and list(group.advantages) == [0.0] * 3
-    algorithm, _, episode = one(divide_by_deviation=False)
+    algorithm, _, episode = run_question(divide_by_deviation=False)
     (group,) = to_groups(algorithm, [episode])
     centered = np.array(episode.scores) - np.mean(episode.scores)
     assert np.asarray(group.advantages) == pytest.approx(centered, abs=1e-6)
@@ -403,7 +409,7 @@ def test_contrast_needs_a_right_and_a_wrong_answer():
     assert not is_consistent([(5, 1), (4, 0)], 0.5, contrast_only=True)
     for contrast_only in (True, False):  # of a whole group: all three answers are right
         plan = ((True, True),) * 3
-        _, _, episode = one(plan, ("1 5\n2 4\n3 5",), contrast_only=contrast_only)
+        _, _, episode = run_question(plan, ("1 5\n2 4\n3 5",), contrast_only=contrast_only)
         assert episode.consistent != contrast_only
 
 
@@ -487,7 +493,7 @@ def test_record_is_json_and_readable_by_the_report(tmp_path):
     plans = {0: HALF, 1: ((False, False),) * 4, 2: ((True, True),) * 4}
     scorings: dict[int, Sequence[str]] = {0: ["no"], 2: ["1 5\n2 5\n3 5\n4 5"]}
     episodes = roll_out(algorithm, ScriptedModels(Script(questions, plans, scorings)), 1)
-    episodes.append(one(over=("responder",))[2])
+    episodes.append(run_question(over=("responder",))[2])
     _, annotations = algorithm.groups(episodes, (0, 1))
     episode_records = [algorithm.record(*pair) for pair in zip(episodes, annotations, strict=True)]
     for record in episode_records:
@@ -506,7 +512,7 @@ def test_record_is_json_and_readable_by_the_report(tmp_path):
 
 def test_record_has_every_measure_for_each_answer():
     scorings = ("1 5\n2 1\n3 4",)
-    algorithm, _, episode = one(
+    algorithm, _, episode = run_question(
         scorings=scorings, rule="judge", judge=lambda items: [1, 0, -1][: len(items)]
     )
     (record,) = to_records(algorithm, [episode])
@@ -520,13 +526,13 @@ def test_record_has_every_measure_for_each_answer():
         "evidence_recall": [None] * 4,
         "evidence_rouge_l": [None] * 4,
     }
-    failed, _, episode = one(scorings=("no",))
+    failed, _, episode = run_question(scorings=("no",))
     (record,) = to_records(failed, [episode])
     assert record["measures"]["evidence_score"] == [None] * 4
 
 
 def test_metrics_of_a_step():
-    algorithm, _, episode = one(scorings=("1 5\n2 1\n3 4",))
+    algorithm, _, episode = run_question(scorings=("1 5\n2 1\n3 4",))
     means = algorithm.metrics([episode]).means()
     assert means["solve_rate"] == means["outcome_reward"] == 0.5
     assert means["well_formed"] == 0.75

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from spell_jax.algorithms.eapo import evidence_tree
-from spell_jax.algorithms.eapo.evidence_tree import Tree, TreeConfig
+from spell_jax.algorithms.eapo.evidence_tree import EvidenceTree, TreeConfig
 from spell_jax.sampler.requests import Options, Sample
 from spell_jax.selfplay import prompts
 
@@ -73,7 +73,7 @@ def branch(quoted: str) -> str:
     return f"<analysis>a</analysis><evidence>{quoted}</evidence>"
 
 
-def rest(reasoning: str, answer: str) -> str:
+def conclusion(reasoning: str, answer: str) -> str:
     return f"<reasoning>{reasoning}</reasoning><answer>{answer}</answer>"
 
 
@@ -84,11 +84,11 @@ EVIDENCE = {
     "Q3": [branch("Bergen") + "<rea"],
 }
 REASONINGS = {
-    "Bela": [rest("b", "Rome"), rest("c", "Oslo"), "end"],
-    "Arvo lives": [rest("d", "Oslo"), rest("e", "Bergen"), rest("f", "Oslo")],
-    "Oslo": [rest("g", "Oslo")] * 3,
-    "Rome": [rest("h", "Rome")] * 3,
-    "Bergen": [rest("i", "Bergen").removeprefix("<rea") + ". So"],
+    "Bela": [conclusion("b", "Rome"), conclusion("c", "Oslo"), "end"],
+    "Arvo lives": [conclusion("d", "Oslo"), conclusion("e", "Bergen"), conclusion("f", "Oslo")],
+    "Oslo": [conclusion("g", "Oslo")] * 3,
+    "Rome": [conclusion("h", "Rome")] * 3,
+    "Bergen": [conclusion("i", "Bergen").removeprefix("<rea") + ". So"],
 }
 
 
@@ -96,7 +96,7 @@ def grow(records=None, seed: int = 0, judge=None, embed=None, rerank=None, **con
     """(lines of the output, the policy)."""
     policy: Any = Scripted(EVIDENCE, REASONINGS)
     records = records or [request(0, answer="Oslo"), request(1), request(2)]
-    tree = Tree(policy, TreeConfig(**config), PROMPTS, SAMPLING, judge, embed, rerank)
+    tree = EvidenceTree(policy, TreeConfig(**config), PROMPTS, SAMPLING, judge, embed, rerank)
     texts = [evidence_tree.make_prompt(record, PROMPTS) for record in records]
     return tree.answer(records, texts, seed), policy
 
@@ -114,7 +114,7 @@ class Judge:
             yield text, next(r for word, r in self.replies.items() if word in text)
 
 
-def chosen(branches: Sequence[dict[str, Any]]) -> list[int]:
+def chosen_indices(branches: Sequence[dict[str, Any]]) -> list[int]:
     return [i for i, candidate in enumerate(branches) if candidate["chosen"]]
 
 
@@ -128,9 +128,9 @@ def test_tree_without_selection_samples_one_branch():
     assert only_branch["text"] == branch("Bela") and only_branch["verbatim"] == 1.0
     assert only_branch["tokens"] == len(branch("Bela")) and only_branch["score"] is None
     assert only_branch["logprob"] == -0.5 * only_branch["tokens"]
-    assert first["reasonings"][0]["text"] == branch("Bela") + rest("b", "Rome")
+    assert first["reasonings"][0]["text"] == branch("Bela") + conclusion("b", "Rome")
     assert second["prediction"] is None and second["reasonings"] == []
-    assert "right" not in second and chosen(second["branches"]) == []
+    assert "right" not in second and chosen_indices(second["branches"]) == []
     assert third["branches"][0]["well_formed"] is False
     assert third["branches"][0]["verbatim"] == 0.0
 
@@ -139,7 +139,7 @@ def test_token_may_extend_past_a_closing_tag():
     lines, policy = grow([request(3)], evidence_by="none")
     assert policy.prompts[-1].endswith(branch("Bergen") + "<rea")
     assert lines[0]["branches"][0]["text"] == branch("Bergen")
-    assert lines[0]["reasonings"][0]["text"] == branch("Bergen") + rest("i", "Bergen")
+    assert lines[0]["reasonings"][0]["text"] == branch("Bergen") + conclusion("i", "Bergen")
     assert lines[0]["prediction"] == "Bergen"
 
 
@@ -149,9 +149,9 @@ def test_judge_selects_among_well_formed_evidence():
     assert policy.calls == [(3, 3, "</evidence>"), (2, 1, "</answer>")]
     assert judge.asked == [PROMPTS.evidence_scores("Q0?", ["Bela", "Arvo lives", "Oslo"])]
     assert [candidate["score"] for candidate in lines[0]["branches"]] == [2, 5, 5]
-    assert chosen(lines[0]["branches"]) == [1]  # the first of several equal ones
+    assert chosen_indices(lines[0]["branches"]) == [1]  # the first of several equal ones
     assert lines[0]["prediction"] == "Oslo" and lines[0]["right"] is True
-    assert chosen(lines[1]["branches"]) == [1] and lines[1]["prediction"] == "Rome"
+    assert chosen_indices(lines[1]["branches"]) == [1] and lines[1]["prediction"] == "Rome"
 
 
 def test_judge_can_also_select_reasonings():
@@ -160,18 +160,18 @@ def test_judge_can_also_select_reasonings():
     lines, policy = grow([request(0)], judge=judge, reasoning_by="judge")
     assert policy.calls == [(1, 3, "</evidence>"), (1, 3, "</answer>")]
     assert len(judge.asked) == 2
-    assert chosen(lines[0]["reasonings"]) == [1] and lines[0]["prediction"] == "Bergen"
+    assert chosen_indices(lines[0]["reasonings"]) == [1] and lines[0]["prediction"] == "Bergen"
     judge = Judge({"Q0?\nBela\n1\nQ0?\nb\n2\nQ0?\nc\nscores": "1 1\n2 5"})
     lines, policy = grow([request(0)], judge=judge, evidence_by="none", reasoning_by="judge")
     assert policy.calls == [(1, 1, "</evidence>"), (1, 3, "</answer>")]
-    assert chosen(lines[0]["reasonings"]) == [1] and lines[0]["prediction"] == "Oslo"
+    assert chosen_indices(lines[0]["reasonings"]) == [1] and lines[0]["prediction"] == "Oslo"
     assert [reasoning["well_formed"] for reasoning in lines[0]["reasonings"]] == [True, True, False]
 
 
 @pytest.mark.parametrize("reply", [None, "", "the second", "1 1\n2 5"])
 def test_failed_scoring_selects_the_first_branch(reply, caplog):
     lines, _ = grow([request(0)], judge=Judge({"Q0": reply}))
-    assert chosen(lines[0]["branches"]) == [0]
+    assert chosen_indices(lines[0]["branches"]) == [0]
     assert [candidate["score"] for candidate in lines[0]["branches"]] == [None] * 3
     assert "no scores of 1 of 1 groups" in caplog.text
 
@@ -186,7 +186,7 @@ def test_evidence_is_selected_by_similarity_to_the_question():
     lines, _ = grow(embed=embed, evidence_by="similarity")
     scores = [candidate["score"] for candidate in lines[0]["branches"]]
     assert scores == pytest.approx(np.cos([2.0, 1.0, 0.5]), abs=1e-6)
-    assert chosen(lines[0]["branches"]) == [2] and lines[0]["prediction"] == "Oslo"
+    assert chosen_indices(lines[0]["branches"]) == [2] and lines[0]["prediction"] == "Oslo"
 
 
 def test_any_right_answer_is_right():
@@ -202,7 +202,7 @@ def test_oracle_selects_by_the_known_evidence():
     lines, _ = grow([request(0, **evidence_fields)], evidence_by="oracle")
     assert [candidate["rouge_l"] for candidate in lines[0]["branches"]] == [0.0, 0.5, 0.25]
     assert [candidate["score"] for candidate in lines[0]["branches"]] == [0.0, 0.5, 0.25]
-    assert chosen(lines[0]["branches"]) == [1] and lines[0]["best_chosen"] == 1.0
+    assert chosen_indices(lines[0]["branches"]) == [1] and lines[0]["best_chosen"] == 1.0
 
 
 def test_choice_is_compared_to_the_oracle():
@@ -231,7 +231,7 @@ def test_evidence_is_selected_by_a_reranker():
         PROMPTS.reranker("Q0?", text) for text in ("Bela", "Arvo lives", "Oslo")
     ]
     assert [candidate["score"] for candidate in lines[0]["branches"]] == [0.2, None, 0.9]
-    assert chosen(lines[0]["branches"]) == [2] and lines[0]["prediction"] == "Oslo"
+    assert chosen_indices(lines[0]["branches"]) == [2] and lines[0]["prediction"] == "Oslo"
 
 
 def test_reranker_scores_by_the_probability_of_yes(caplog):

@@ -116,15 +116,15 @@ def test_bad_fields_are_named(fields, message):
 
 
 def test_state_is_that_of_the_uninterrupted_algorithm():
-    def asked(algorithm, steps):
+    def numbers_by_step(algorithm, steps):
         return [numbers(roll_out(algorithm, ScriptedModels(write), step)) for step in steps]
 
     options: dict[str, Any] = {"retrospective_share": 0.5, "generation_batch": 3}
-    uninterrupted_numbers = asked(new_algorithm(**options), (1, 2, 3, 4))
+    uninterrupted_numbers = numbers_by_step(new_algorithm(**options), (1, 2, 3, 4))
     first, second = new_algorithm(**options), new_algorithm(**options)
-    asked(first, (1, 2))
+    numbers_by_step(first, (1, 2))
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    assert asked(second, (3, 4)) == uninterrupted_numbers[2:]
+    assert numbers_by_step(second, (3, 4)) == uninterrupted_numbers[2:]
 
 
 def test_written_questions_are_divided_into_phases_and_restored():

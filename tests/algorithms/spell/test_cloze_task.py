@@ -9,7 +9,7 @@ import pytest
 from spell_jax.algorithms.rlvr.algorithm import Rlvr, RlvrConfig
 from spell_jax.algorithms.spell.algorithm import Spell
 from spell_jax.algorithms.spell.config import SpellConfig
-from spell_jax.algorithms.spell.episode import Episode
+from spell_jax.algorithms.spell.episode import SpellEpisode
 from spell_jax.data.clusters import CLOZE, Cluster, in_memory
 from spell_jax.data.stream import TaskStream
 from tests.algorithms.scripted import (
@@ -57,7 +57,7 @@ def make(kind=Spell, config=SpellConfig, **options):
 
 def test_sentence_is_hidden_from_all_but_the_questioner() -> None:
     algorithm, ask = make(), ScriptedModels(Writer())
-    episodes: list[Episode] = roll_out(algorithm, ask, 1)
+    episodes: list[SpellEpisode] = roll_out(algorithm, ask, 1)
     assert [e.status for e in episodes] == ["accepted"] * 2
     assert {(e.question, e.reference, e.hidden) for e in episodes} == {(GAP, "Boeing", BUILT)}
     prompts = {role: [p for c in ask.calls if c.role == role for p in c.prompts] for role in

@@ -11,7 +11,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from spell_jax.algorithms.spell.episode import Episode
+from spell_jax.algorithms.spell.episode import SpellEpisode
 from spell_jax.selfplay import rewards, selection
 from spell_jax.selfplay.memory import Entry
 from tests.algorithms.scripted import (
@@ -197,7 +197,7 @@ def test_verifier_skips_match_the_reference_code():
             lambda role, prompt, sibling, model, v=inputs["votes"]: VOTES[v[sibling]]
         )
         (task, cluster), *_ = algorithm.stream.next(1)
-        episode = Episode(
+        episode = SpellEpisode(
             task, cluster, (0, 1), (), reference=inputs["gt"], predictions=(inputs["pred"],)
         )
         (episode,) = ask.run_all(algorithm.verify, [episode])

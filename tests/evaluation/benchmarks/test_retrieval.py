@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spell_jax.evaluation.benchmarks import helmet_labels, retrieval
-from spell_jax.evaluation.benchmarks.base import Item
+from spell_jax.evaluation.benchmarks.base import BenchmarkItem
 from spell_jax.evaluation.benchmarks.registry import COLUMNS, LOADERS, load
 from spell_jax.evaluation.benchmarks.retrieval import score_mrcr
 
@@ -86,8 +86,8 @@ def test_malformed_mrcr_rows_are_rejected(tmp_path, change, message):
         load("mrcr_8needle", tmp_path, 1)
 
 
-def mrcr_item(answer: str) -> Item:
-    return Item("0", "", "", (f"KEY{answer}",), {"prefix": "KEY"})
+def mrcr_item(answer: str) -> BenchmarkItem:
+    return BenchmarkItem("0", "", "", (f"KEY{answer}",), {"prefix": "KEY"})
 
 
 @given(st.text("abcd efgh", max_size=300), st.text("abcd efgh", max_size=300))
@@ -154,7 +154,8 @@ def test_rag_prompts_and_scores(tmp_path):
     assert len({item.id for item in benchmark.items}) == 600
     assert benchmark.score("Answer: the poet LEE!", item) == 1.0
     assert benchmark.score("<think>Lee</think>Answer: Bo", item) == 0.0
-    assert benchmark.score("Answer: the poet", Item("", "", "", ("The",))) == 0.0  # an article
+    article = BenchmarkItem("", "", "", ("The",))
+    assert benchmark.score("Answer: the poet", article) == 0.0
     assert benchmark.extract("Well.\nanswer: Bo Li\nMore", item) == "Bo Li"
     assert benchmark.extract("Bo Li\nMore", item) == "Bo Li"
     assert benchmark.extract("<think>answer: no</think>Bo Li\nMore", item) == "Bo Li"
@@ -450,7 +451,7 @@ def test_multi_lexsum_prompts_and_references(tmp_path):
 
 
 def test_summary_follows_the_word_summary():
-    item = Item("0", "", "", ("police killed the gunman",))
+    item = BenchmarkItem("0", "", "", ("police killed the gunman",))
     assert retrieval.score_summary("Well.\nSummary: Police killed\nthe gunman", item) == 1.0
     assert retrieval.score_summary("police killed the gunman", item) == 1.0
     twice = "Summary: a word or two\nSummary: police killed the gunman"
@@ -475,7 +476,7 @@ def test_every_loader_raises_for_an_empty_folder(tmp_path, name):
 @pytest.mark.slow
 @given(st.text(max_size=200))
 def test_score_of_any_text_is_between_0_and_1(text):
-    item = Item("0", "", "", ("KEYx",), {"prefix": "KEY"})
+    item = BenchmarkItem("0", "", "", ("KEYx",), {"prefix": "KEY"})
     for score in (
         retrieval.score_mrcr,
         retrieval.score_rag,

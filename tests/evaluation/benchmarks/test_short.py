@@ -14,11 +14,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from spell_jax.evaluation import math_equal
-from spell_jax.evaluation.benchmarks.base import Item
+from spell_jax.evaluation.benchmarks.base import BenchmarkItem
 from spell_jax.evaluation.benchmarks.registry import load
 from spell_jax.evaluation.benchmarks.short import extract_letter, extract_math
 
-ITEM = Item("0", "", "", ("1",), {"options": 10})
+ITEM = BenchmarkItem("0", "", "", ("1",), {"options": 10})
 
 
 def write(path: pathlib.Path, rows: list[dict]) -> None:

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from spell_jax.evaluation.benchmarks.base import Benchmark, Item
+from spell_jax.evaluation.benchmarks.base import Benchmark, BenchmarkItem
 from spell_jax.evaluation.generated import haystack
-from spell_jax.evaluation.generated.haystack import ADJECTIVES, NOUNS, Names, Source
+from spell_jax.evaluation.generated.haystack import ADJECTIVES, NOUNS, HaystackSource, Names
 from spell_jax.evaluation.generated.ruler import (
     GRID_DEPTHS,
     PROSE_TASKS,
@@ -71,8 +71,8 @@ def make(task: str, length: int = 4096, seed: int = 0, items: int = 3, **changes
     return ruler(task, source, settings["rows"], items, seed)
 
 
-def make_source(length: int, count: Callable[[str], int] = words, text: str = "") -> Source:
-    return Source(length, count, functools.cache(count), text)
+def make_source(length: int, count: Callable[[str], int] = words, text: str = "") -> HaystackSource:
+    return HaystackSource(length, count, functools.cache(count), text)
 
 
 def solve(task: str, prompt: str) -> str:
@@ -108,7 +108,7 @@ def listed_words(body: str) -> Counter[str]:
     return Counter(word for _, word in listed)
 
 
-def hay_of(item: Item) -> str:
+def hay_of(item: BenchmarkItem) -> str:
     return item.prompt.partition("\n\n")[2].rpartition("\n\n")[0]
 
 
@@ -366,7 +366,9 @@ def test_needles_are_inserted_between_pieces():
     assert haystack.insert_needles(pieces, ["y", "x", "z"], [0.5, 0.2, 0.5]) == list("axbyzc")
 
 
-def grid(lengths: Sequence[int], items: int | None = None, seed: int = 3) -> tuple[Item, ...]:
+def grid(
+    lengths: Sequence[int], items: int | None = None, seed: int = 3
+) -> tuple[BenchmarkItem, ...]:
     return needle("grid", make_source(0, text=prose()), lengths, items, seed).items
 
 
