@@ -88,7 +88,7 @@ _CLASSES = {
 
 
 def parse(arguments: Sequence[str]) -> tuple[str, BenchmarkCommand]:
-    """Name of the benchmark, and the benchmark with its options."""
+    """Return a benchmark's name, and the benchmark with the options of the command line."""
     parser = argparse.ArgumentParser(
         "python -m benchmarks",
         description=__doc__,
@@ -113,7 +113,7 @@ def parse(arguments: Sequence[str]) -> tuple[str, BenchmarkCommand]:
 
 
 def lines(arguments: Sequence[str]) -> list[dict[str, Any]]:
-    """Run a benchmark from its name and flags; returns the fields of each of its lines."""
+    """Run the benchmark that name and flags select; return the fields of each line it prints."""
     name, benchmark = parse(arguments)
     return _lines(name, benchmark)
 
@@ -130,13 +130,13 @@ def _lines(name: str, benchmark: BenchmarkCommand) -> list[dict[str, Any]]:
 
 
 def run(arguments: Sequence[str]) -> dict[str, Any]:
-    """Run a benchmark that prints one line; returns its fields."""
+    """Run a benchmark that prints one line; return the fields of this line."""
     (line,) = lines(arguments)
     return line
 
 
 def save(path: pathlib.Path, arguments: Sequence[str], line: Mapping[str, Any]) -> None:
-    """Writes a line as a file of docs/measurements (launch/measurements.py)."""
+    """Write a line as a file of docs/measurements (launch/measurements.py)."""
     head = ["git", "describe", "--always", "--dirty"]
     commit = subprocess.run(head, capture_output=True, text=True, check=True).stdout.strip()
     content = {

@@ -34,7 +34,7 @@ class BenchmarkCommand:
     """Base of the benchmarks: the fields are the command's options, annotated with their help."""
 
     def run(self) -> dict[str, Any] | list[dict[str, Any]]:
-        """Return the measurements of a line, or of several, JSON-able; see __main__.py."""
+        """Return the JSON-able measurements of one line or of several lines; see __main__.py."""
         raise NotImplementedError
 
 
@@ -110,7 +110,7 @@ class SamplerBenchmark(PolicyBenchmark):
 def random_params(
     policy: PolicyConfig, dtype: str, mesh: jax.sharding.Mesh | None = None
 ) -> transformer.Params:
-    """Random weights of a policy, sharded over a mesh; None: of all devices."""
+    """Initialize a policy's weights at random, sharded over a mesh; None: over all devices."""
     shapes, axes = transformer.abstract_params(policy)
 
     def make(key):
@@ -167,7 +167,7 @@ def random_group(
 
 
 def best_seconds(call: Callable[[], Any], repeats: int) -> float:
-    """Seconds of the fastest of `repeats` calls, each until its result is computed."""
+    """Return the seconds of the fastest of `repeats` calls, each until its result is ready."""
     seconds = []
     for _ in range(repeats):
         clock = time.perf_counter()

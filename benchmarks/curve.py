@@ -44,7 +44,7 @@ class CurveBenchmark(BenchmarkCommand):
 
 
 def read_curve(workdir: pathlib.Path, metric: str = "") -> dict[str, Any]:
-    """Steps and accuracies of a run, and the half width of the interval if it was evaluated."""
+    """Return steps and accuracies of a run; if it was evaluated, also the interval's half width."""
     lines, half = list(read_metrics(workdir)), None
     metric_names = [metric] if metric else METRICS
     name = next(
@@ -65,14 +65,14 @@ def read_curve(workdir: pathlib.Path, metric: str = "") -> dict[str, Any]:
 
 
 def read_curves(folder: pathlib.Path) -> dict[str, dict[str, Any]]:
-    """The values of all curve_*.json of a folder, by label."""
+    """Read the values of all curve_*.json of a folder, by label."""
     files = sorted(folder.glob("curve_*.json"))
     values = [json.loads(file.read_text(encoding="utf-8"))["values"] for file in files]
     return {curve["label"]: curve for curve in values}
 
 
 def plot(curves: dict[str, dict[str, Any]], path: pathlib.Path) -> None:
-    """Writes a picture of curves with the fields steps, accuracy and, if known, half (interval)."""
+    """Plot curves with the fields steps, accuracy and, if known, half (interval) to a file."""
     figure = Figure(figsize=(7.2, 3.2), layout="constrained")
     axes = figure.add_subplot()
     for label, curve in curves.items():

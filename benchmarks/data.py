@@ -211,7 +211,7 @@ def _source_texts(folder: Path, number: int) -> list[str]:
 
 
 def _common_pairs(keys: Iterable[Iterable[int]]) -> Iterable[tuple[int, int]]:
-    """Pairs (i < j) of texts that share a key, once for each common key."""
+    """Yield the pairs (i < j) of texts that share a key, once for each common key."""
     holders = defaultdict(list)
     for i, text_keys in enumerate(keys):
         for key in text_keys:
@@ -303,7 +303,7 @@ def _plant_items(items: Iterable[Any], documents: Records, number: int, folder: 
 
 
 def _find_planted(stages: Stages, copies: Mapping[str, Key]) -> dict[str, Any]:
-    """Shares of planted texts that were found, and all others that were removed."""
+    """Return the shares of planted texts that were found, and list all other removed texts."""
     tables = {}
     for table in ("dedup", "decontaminate", "read"):
         documents = stages.read(f"{table}/documents", ["source", "place", "part"])
@@ -333,7 +333,7 @@ def _find_planted(stages: Stages, copies: Mapping[str, Key]) -> dict[str, Any]:
 
 
 def _nearest(removed: Mapping[str, Any], by_place: Mapping[str, Records]) -> float:
-    """Jaccard similarity of a removed text to the one that caused its removal.
+    """Return the Jaccard similarity of a removed text to the text that caused its removal.
 
     The recorded cause does not name a part, so this is the maximum over all parts of that place.
     """
@@ -357,13 +357,13 @@ def _key(record: Mapping[str, Any]) -> Key:
 
 
 def _mean(values: Iterable[float | None]) -> float:
-    """Mean of the values that are not None; 0 if there are none."""
+    """Return the mean of the values that are not None; 0 if there are none."""
     present_values = [value for value in values if value is not None]
     return float(np.mean(present_values)) if present_values else 0.0
 
 
 def _compare_clusters(stages: Stages, seed: int) -> dict[str, Any]:
-    """Similarity of documents in the same cluster, for the made clusters and for random ones."""
+    """Measure similarity of documents within a cluster, for made clusters and for random ones."""
     vectors = {
         d["id"]: np.frombuffer(d["vector"], np.float32)
         for d in stages.read("embed/documents", ["id", "vector"])

@@ -46,7 +46,7 @@ def _lengths(rng: np.random.Generator, mean: int, cap: int, count: int) -> np.nd
 
 
 def _demo(rng: np.random.Generator) -> list[TrainGroup]:
-    """A step of configs/tiny.py, with the means and ranges of its first 12 steps."""
+    """Make a step of configs/tiny.py, with the means and ranges of its first 12 steps."""
     tokens, questions = _Tokens(), int(rng.integers(10, 21))
     groups = []
     for item in range(questions):
@@ -60,17 +60,17 @@ def _demo(rng: np.random.Generator) -> list[TrainGroup]:
 
 
 def _short(rng: np.random.Generator) -> list[TrainGroup]:
-    """8 prompts of 200 to 2,000 tokens, with 4 answers of up to 256."""
+    """Make 8 prompts of 200 to 2,000 tokens, each with 4 answers of 1 to 256 tokens."""
     tokens = _Tokens()
     lengths = rng.integers(200, 2001, 8)
     return [_group(tokens(int(n), i), rng.integers(1, 257, 4), "") for i, n in enumerate(lengths)]
 
 
 def _paper(rng: np.random.Generator, questions_per_cluster: int = 1) -> list[TrainGroup]:
-    """A step of configs/paper.py: 128 questions about clusters of 8K to 16K tokens.
+    """Make a step of configs/paper.py: 128 questions about clusters of 8K to 16K tokens.
 
     The questioner reads half of the documents. Answers and questions have 409 tokens on average
-    and at most 4,096, verdicts 64.
+    and at most 4,096. Verdicts have 64 tokens on average.
     """
     tokens, groups = _Tokens(), []
     sizes = rng.integers(8000, 16_257, 256 // questions_per_cluster)

@@ -69,7 +69,7 @@ Parser = Callable[[str], Any]
 
 
 def _name(function: Callable[..., Any]) -> str:
-    """Last part of the module and qualified name; "spell_evaluation" for algorithms.spell's."""
+    """Return "MODULE.QUALNAME" of a function; module `evaluation` becomes FOLDER_evaluation."""
     *_, folder, module = function.__module__.split(".")
     module = f"{folder}_{module}" if module == "evaluation" else module
     return f"{module}.{function.__qualname__}"
@@ -80,7 +80,7 @@ def _halves(compare: Callable[..., Any]) -> Parser:
 
 
 def _push(text: str) -> bool:
-    """Push a question into a memory that has one, which compares the two."""
+    """Push a question into a memory that has one question; the memory compares the two."""
     question_memory, half = memory.QuestionMemory(2), len(text) // 2
     for part in (text[:half], text[half:]):
         pushed = question_memory.push("general_qa", "a", memory.Entry((0,), part, "1"))
@@ -95,7 +95,7 @@ def _find_record(text: str) -> dict[str, Any] | None:
 
 
 def _task_parsers(task: str, answer: str) -> Iterator[tuple[Callable[..., Any], str, Parser]]:
-    """(function, variant, call) of the functions that depend on the task."""
+    """Yield (function, variant, call) of the functions that depend on the task."""
     part = functools.partial
     sentence = f"The answer is {answer}"
     for extract, compare in itertools.product(
@@ -183,7 +183,7 @@ def _progress(text: str) -> float:
 
 
 def _other_parsers() -> dict[Callable[..., Any], Parser]:
-    """Functions with other arguments; prompt builders have the text in all fields at once."""
+    """Map functions with other arguments to calls; prompt builders get the text in all fields."""
     documents, full = evidence.searchable(["Arvo lives in Oslo. " * 100]), prompts.load("full")
     facts, rng = ("Arvo lives in Oslo.", "Oslo has a harbour."), np.random.default_rng
     kind = prompts.Prompts
@@ -239,7 +239,7 @@ PARSERS: dict[str, Parser] = {
 
 
 def _around(before: str, piece: str, after: str, size: int) -> str:
-    """Text of at most about `size` bytes: before, as many pieces as fit, after."""
+    """Return a text of at most about `size` bytes: before, as many pieces as fit, after."""
     frame_size, length = (len(s.encode("utf-8", "surrogatepass")) for s in (before + after, piece))
     return before + piece * (max(size - frame_size, 0) // length) + after
 
@@ -327,7 +327,7 @@ _SHAPES: dict[str, tuple[str, str, str]] = {
 
 
 def _choice(size: int) -> str:
-    """A valid multiple-choice question whose options fill the text."""
+    """Make a valid multiple-choice question with options that fill about `size` bytes."""
     options = {letter: letter + "y " * (size // 8 - 12) for letter in LETTERS}
     return json.dumps({"question": "Which?", "options": options, "answer": "B"})
 
@@ -396,5 +396,5 @@ def _time(parse: Parser, text: str, repeats: int) -> float:
 
 
 def exponent(sizes: Sequence[int], seconds: Sequence[float]) -> float:
-    """Least-squares slope of log seconds over log sizes."""
+    """Fit the least-squares slope of log seconds over log sizes."""
     return float(np.polyfit(np.log(sizes), np.log(seconds), 1)[0])

@@ -181,7 +181,7 @@ class PeersBenchmark(SamplerBenchmark):
 
 
 def play_ours(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Time our side with the options of PeersBenchmark, and of its `train`."""
+    """Time our side with the options of PeersBenchmark and of `PeersBenchmark.train`."""
     seconds = options.get("seconds", 0.0)
     return PeersBenchmark(**{name: options[name] for name in options if name != "seconds"}).train(
         seconds
@@ -189,11 +189,11 @@ def play_ours(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def middle_step(*sides: Mapping[str, Any]) -> dict[str, float]:
-    """Take the middle step by seconds of all but the first of each process.
+    """Select the step with the median seconds; the first step of each process does not count.
 
     Returns:
-      Its seconds "s", and "generate_s" and "update_s" of its parts; if the number of steps is even,
-      means of the two middle steps.
+      The step's seconds "s", and "generate_s" and "update_s" of its parts. An even number of steps
+      gives the means of the two middle steps.
     """
     steps = sorted(_timed(*sides), key=sum)
     middle = steps[(len(steps) - 1) // 2 : len(steps) // 2 + 1]
@@ -204,7 +204,7 @@ def middle_step(*sides: Mapping[str, Any]) -> dict[str, float]:
 def compare(
     first: Mapping[str, Any], peer: Mapping[str, Any], last: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Make the benchmark's line of the numbers of our first process, the peer's and our last."""
+    """Compare the peer's numbers with the numbers of our first and last process, in one line."""
     if first["parameters"] != peer["parameters"]:
         counts = f"{peer['parameters']:,} weights in the peer, {first['parameters']:,} here"
         raise environments.PeerError(f"{counts}: the policies differ")

@@ -166,7 +166,7 @@ class _Sampling:
         return batching.place(self.sampler.mesh, batch)
 
     def prefill(self) -> Callable[[], Any]:
-        """Function that reads all prompts in one call."""
+        """Return a function that prefills all prompts in one call."""
         tasks = self.scheduler.plan_prefill()
         assert tasks is not None and self.scheduler.plan_prefill() is None
         longest = self.sampler.config.max_prompt
@@ -181,7 +181,7 @@ class _Sampling:
         return call
 
     def decode(self, steps: int) -> Callable[[], Any]:
-        """Function that samples `steps` tokens in every slot."""
+        """Return a function that samples `steps` tokens in every slot."""
         jax.block_until_ready(self.prefill()())
         scheduler, lane = self.scheduler, self.sampler.shape.lane_of(_GROUP)
         limits = [shard.allocate_pages(shard.lanes[lane], steps) for shard in scheduler.shards]

@@ -90,7 +90,7 @@ class Quality(BenchmarkCommand):
 def _answers(
     run: build.Run, config: SamplerConfig, params, prompts: list[list[int]], temperature: float
 ) -> tuple[list[Sample], float]:
-    """Sample an answer to each prompt; also return the tokens per pass and busy slot."""
+    """Sample an answer to each prompt; return answers, and tokens per pass and busy slot."""
     sampler = Sampler(run.policy, config, run.tokenizer.stop_ids, run.learner.mesh)
     session = sampler.start_session(params)
     how = config.options(config.max_tokens, temperature=temperature)
@@ -102,7 +102,7 @@ def _answers(
 def _score(
     run: build.Run, params, prompts: list[list[int]], samples: list[Sample]
 ) -> list[np.ndarray]:
-    """Logprobs [S] of each answer under the float32 policy, at temperature 1."""
+    """Compute logprobs [S] of each answer under the float32 policy, at temperature 1."""
 
     @jax.jit
     def logprobs(params, tokens):

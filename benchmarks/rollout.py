@@ -113,7 +113,7 @@ class SampleSpeed(SamplerBenchmark):
         return line
 
     def _work(self, counts: work.ProgramCounts, trees: int) -> tuple[float, float]:
-        """Operations of prefill and bytes of decoding: of `trees` trees, or of repeated prompts."""
+        """Count prefill operations and decode bytes, for `trees` trees or for repeated prompts."""
         answers, last = self.questions * self.group, self.question if trees else self.prompt
         prompt_count = self.questions if trees else answers
         first = self.prompt - last
@@ -127,7 +127,7 @@ class SampleSpeed(SamplerBenchmark):
         return prefill.products + prefill.attention, read
 
     def _measure(self, kind: str, ask: Callable[[int, int], int]) -> dict[str, float]:
-        """Time ask(answer tokens, prompt tokens), which returns the number of sampled tokens."""
+        """Time ask(answer tokens, prompt tokens) -> number of sampled tokens."""
         answers = self.questions * self.group
         assert ask(1, 1) == answers
         read = best_seconds(lambda: ask(1, self.prompt), self.repeats)
@@ -170,7 +170,7 @@ class SampleSpeed(SamplerBenchmark):
 def _requests(
     sampler: Sampler, params: Any, sessions: Sequence[Prompts], group: int
 ) -> Callable[[int, int], int]:
-    """Function of answer and prompt lengths that samples `group` answers to all prompts."""
+    """Return a function (answer length, prompt length): sample `group` answers to all prompts."""
 
     def ask(tokens: int, length: int) -> int:
         answers = []
@@ -192,7 +192,7 @@ class SlotBenchmark(SamplerBenchmark):
     decode: Annotated[int, "most tokens that a slot samples in one call"] = 64
 
     def make_slots(self, prompt: int, response: int, group: int) -> Sampler:
-        """Make a sampler with the options' sizes, and set `slots` to the number that it has."""
+        """Make a sampler with the options' sizes; set `slots` to the sampler's number of slots."""
         sizes = {"samples_per_prompt_batch": group, "decode_tokens": self.decode}
         pages = self.cache // self.page_size
         sampler = self.make_sampler(prompt, response, self.slots, pages, **sizes)
@@ -410,7 +410,7 @@ class SpellBenchmark(SlotBenchmark):
         }
 
     def _learner(self) -> Learner:
-        """Learner whose rows hold the responder's groups about the same documents.
+        """Make a learner with rows for the responder's groups about the same documents.
 
         A micro-batch has at most `questions` rows.
         """

@@ -97,7 +97,7 @@ class RoutingBenchmark(SamplerBenchmark):
 
 
 def _read(spec: update.UpdateSpec, params: Any, batch: MicroBatch) -> tuple[jax.Array, ...]:
-    """Whether own and recorded experts differ, bool [B, T, L]; logprobs [B, A] with both."""
+    """Return whether own and recorded experts differ, bool [B, T, L]; logprobs [B, A] with each."""
     unrouted_batch = dataclasses.replace(batch, experts=None)
     *_, routing = transformer.hidden_states(
         spec.policy,
@@ -123,7 +123,7 @@ def _read(spec: update.UpdateSpec, params: Any, batch: MicroBatch) -> tuple[jax.
 def _select(batch: MicroBatch, differing, own_logprob, replayed_logprob) -> tuple[np.ndarray, ...]:
     """Select the real tokens [N, L] and the answer tokens [M] of three arrays.
 
-    The three of answer tokens are whether the predicting token's experts differ in a layer, and the
+    For answer tokens these are: whether the predicting token's experts differ in any layer, and the
     absolute differences of logprobs with own and with recorded experts.
     """
     is_answer = batch.answer >= 0

@@ -136,7 +136,7 @@ def _formulas(writer: TextWriter) -> Answers:
 
 
 def _messages(writer: TextWriter) -> Answers:
-    """Message after PREFIX; wrong ones are another text, changed words, or the first half."""
+    """Make a message after PREFIX; wrong is another text, changed words or the first half."""
     answer = PREFIX + writer.text(500, 6000).strip()
     words = (w if writer.rng.random() < 0.9 else writer.text(3, 9) for w in answer.split(" "))
     wrong = (PREFIX + writer.text(500, 6000), " ".join(words), answer[: len(answer) // 2])
@@ -149,7 +149,7 @@ def _summaries(writer: TextWriter) -> Answers:
 
 
 def _kinds() -> dict[str, BenchmarkFamily]:
-    """All kinds, by the name of their rule."""
+    """Return all families of benchmarks, by the name of their scoring rule."""
     part = functools.partial
     phrases = {"frames": 824, **dict.fromkeys(long_documents.LONGBENCH_TITLES, 200)}
     phrases |= {name: count for name, (_, _, count) in long_documents.SEAL_SETS.items()}
@@ -198,10 +198,10 @@ KINDS = _kinds()
 
 
 def solutions(data: str) -> dict[str, list[tuple[str, BenchmarkItem]]]:
-    """Published solutions of GSM8K and MATH-500 as replies, each with its question.
+    """Load published solutions of GSM8K and MATH-500 as replies, each with its question.
 
     `data` has the folders gsm8k and math500. A solution of GSM8K ends with "#### NUMBER", which a
-    reply states as a box; those of MATH-500 have a box.
+    reply states as a box; solutions of MATH-500 have a box.
     """
     replies_by_set = {}
     for name, column in (("gsm8k", "answer"), ("math500", "solution")):
@@ -301,6 +301,6 @@ def _measure(
 
 
 def _children_seconds() -> float:
-    """CPU seconds of this process's children that have ended."""
+    """Return the CPU seconds of this process's children that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime

@@ -178,7 +178,7 @@ def make_questions(
 
 
 def _paragraph_sets(article: Article, number: int, config: ArticleConfig) -> list[list[int]]:
-    """Disjoint sets of paragraphs, at most config.sets; only the first may be smaller."""
+    """Return at most config.sets disjoint sets of paragraphs; only the first may be smaller."""
     count, size = len(article.paragraphs), config.paragraphs
     order = np.random.default_rng([config.seed, number, count]).permutation(count).tolist()
     set_count = min(config.sets, max(1, count // size))
@@ -191,7 +191,7 @@ def _wrong(
     shown: set[int],
     rng: np.random.Generator,
 ) -> list[str]:
-    """Answers to other questions about the shown paragraphs that cannot be right for this one."""
+    """Return answers to other questions on the shown paragraphs that are wrong for `about`."""
     right_words = set().union(*map(_words, about.answers))
     wrong_answers = []
     for i in rng.permutation(len(questions)).tolist():

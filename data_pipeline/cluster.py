@@ -132,7 +132,7 @@ def _split_levels(
 
 
 def large_nodes(stage: Done, config: ClusterConfig) -> dict[str, int]:
-    """Return node -> document count for nodes over `node_documents`, from the counts of a stage."""
+    """Return node -> document count of nodes over `node_documents`, from the counts of a stage."""
     return {
         count["source"]: count["number"]
         for count in stage.counts
@@ -148,7 +148,7 @@ def make_points(
 ) -> dict[str, beam.PCollection]:
     """Make a point in a root node for every document that a cluster can hold.
 
-    `marks` maps sources whose documents have a node each to the mark of its name. make_clusters
+    `marks` maps a source in which each document has a node to the mark of its name. make_clusters
     removes the others. Nodes of one document's pieces are not counted.
     """
     place = beam.FlatMap(_point, dict(pools), dict(marks), max_cluster_tokens)
@@ -187,7 +187,7 @@ def make_level(
 
 
 def make_members(points: beam.PCollection, config: ClusterConfig) -> dict[str, beam.PCollection]:
-    """Cluster each node in memory: (document, cluster) ids; count nodes over the limit."""
+    """Cluster each node in memory into (document, cluster) ids; count nodes over the limit."""
     leaves: Any = (
         points
         | "key by node" >> beam.Map(lambda point: (point["node"], point))

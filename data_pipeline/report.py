@@ -397,7 +397,7 @@ def _draw_map(axes: Axes, map_ids: Sequence[str], content: Content) -> None:
 def _name_points(
     axes: Axes, ids: Sequence[str], points: np.ndarray, topics: Sequence[Topic]
 ) -> None:
-    """Ring the points of topics and label them; labels move down until none overlap."""
+    """Circle the points of topics and label them; labels move down until none overlap."""
     terms = {topic.cluster["id"]: topic.terms[0] for topic in topics if topic.terms}
     width, line = np.ptp(points, axis=0) * (0.16, 0.032)
     named = [(points[row], terms[id]) for row, id in enumerate(ids) if id in terms]

@@ -61,7 +61,7 @@ class QuestionBatch(NamedTuple):
 
 
 def make_questions(c: Config, count: int, seed: int) -> tuple[QuestionBatch, list[tuple[str, str]]]:
-    """Look-ups, two-hop questions and sums on 4 to 7 documents; their true answers and tasks."""
+    """Make look-ups, two-hop questions and sums on 4 to 7 documents; true answers and tasks."""
     rng, texts, truths = np.random.default_rng(seed), prompts.load("compact"), []
     tokens, length = np.zeros((count, c.prompt_tokens), np.int32), np.zeros(count, np.int32)
     for i in range(count):
@@ -76,7 +76,7 @@ def make_questions(c: Config, count: int, seed: int) -> tuple[QuestionBatch, lis
 
 # 2. Rollout --------------------------------------------------------------------------------------
 def sample(c: Config, params: transformer.Params, questions: QuestionBatch, key) -> Sampled:
-    """Samples G answers per prompt. The KV cache has one page for each prompt and each answer."""
+    """Sample G answers per prompt. The KV cache has one page for each prompt and each answer."""
     B, G, P, D = c.groups, c.group_size, c.prompt_tokens, c.policy.width
     N, shards = B * G, meshes.row_shards(c.mesh)  # a shard counts prompts, slots, pages from 0
     prompt, slot = jnp.arange(B) % (B // shards), jnp.arange(N) % (N // shards)  # [B], [N]
@@ -117,7 +117,7 @@ def sample(c: Config, params: transformer.Params, questions: QuestionBatch, key)
 
 # 3. Reward ---------------------------------------------------------------------------------------
 def score(c: Config, truths: list[tuple[str, str]], index, tokens, length) -> np.ndarray:
-    """Rewards [B, G] of answers [N, S] to questions [B], 0 or 1, on the host."""
+    """Compute rewards [B, G] of answers [N, S] to questions [B], 0 or 1, on the host."""
     index, tokens, length = (np.asarray(x) for x in (index, tokens, length))
     texts = [c.tokenizer.decode(row[:n].tolist()) for row, n in zip(tokens, length, strict=True)]
     question_indices = index.repeat(c.group_size)
@@ -129,7 +129,7 @@ def score(c: Config, truths: list[tuple[str, str]], index, tokens, length) -> np
 
 # 4. Loss -----------------------------------------------------------------------------------------
 def loss(params, c: Config, questions: QuestionBatch, answers: Sampled, advantages):
-    """Policy-gradient loss for advantages [B, G], a mean over the answers' tokens.
+    """Compute the policy-gradient loss for advantages [B, G], a mean over the answers' tokens.
 
     A row is [prompt | answer 1 | ... | answer G]. Its mask is one number a key, the last query that
     sees it: an answer sees the prompt and itself, and nothing sees padding (-1).
@@ -157,7 +157,7 @@ def loss(params, c: Config, questions: QuestionBatch, answers: Sampled, advantag
 
 # 5. Step -----------------------------------------------------------------------------------------
 def make_step(c: Config, truths: list[tuple[str, str]], params: transformer.Params):
-    """The first state, and the jitted step (state, questions, key) -> (state, metrics, answers)."""
+    """Return the first state and a jitted (state, questions, key) -> (state, metrics, answers)."""
     optimizer, everywhere = c.optimizer.make(), meshes.replicated(c.mesh)
     state = params, optimizer.init(params)
     places = jax.tree.map(lambda x: x.sharding if x.ndim else everywhere, state)

@@ -188,7 +188,7 @@ class RunPrograms:
         return dataclasses.replace(program, options={"lane": self.lane}, rules=meshes.DECODE_RULES)
 
     def _sampling(self, name: str, tokens: tuple[int, ...], function, batch) -> Program:
-        """A sampler program; its arguments are weights, sampler state and the call's arrays."""
+        """Make a sampler program; its arguments are weights, sampler state and call arrays."""
         state = jax.eval_shape(lambda: self.sampler.init_state(self.learner.compute_dtype))
         state = meshes.with_sharding(state, self.sampler.shardings)
         params, resident = self.sampler.abstract_params(self.rollout_params), self._state_and_copies
@@ -229,7 +229,7 @@ class RunPrograms:
         return _uniform(batch, meshes.by_rows_and_time(self.mesh))
 
     def _carry(self) -> Any:
-        """Accumulated gradients and sums."""
+        """Return the abstract accumulated gradients and sums, with shardings."""
         gradients, sums = jax.eval_shape(self.learner.fns.empty_carry)
         gradients = meshes.with_sharding(gradients, self.learner.fns.param_shardings)
         return gradients, _uniform(sums, meshes.replicated(self.mesh))
@@ -255,7 +255,7 @@ def _uniform(tree: Any, sharding: jax.sharding.Sharding) -> Any:
 
 
 def bytes_per_chip(tree: Any) -> int:
-    """Bytes of a tree of sharded shapes in one device's memory; host-offloaded leaves count 0."""
+    """Count the bytes of sharded shapes in one device's memory; host-offloaded leaves count 0."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(tree)
@@ -336,7 +336,7 @@ def split_outside_brackets(text: str) -> list[str]:
 
 
 def _type_bytes(type_text: str) -> int:
-    """Total bytes of the arrays in an HLO type such as (bf16[2,8], f32[])."""
+    """Count the bytes of all arrays in an HLO type such as (bf16[2,8], f32[])."""
     total = 0
     for name, bits, dims in _SHAPE.findall(type_text):
         sizes = [int(size.strip("<=")) for size in dims.split(",") if size]
@@ -369,7 +369,7 @@ def describe(program: Program, hbm: int) -> dict[str, Any]:
 
 
 def memory_of(compiled: jax.stages.Compiled) -> dict[str, int]:
-    """Bytes on one chip by use; "peak" is the maximum at any time, arguments included."""
+    """Return the bytes on one chip by use; "peak" is the maximum at any time, with arguments."""
     stats: Any = compiled.memory_analysis()
     parts = {
         "arguments": stats.argument_size_in_bytes,

@@ -36,7 +36,7 @@ class Command(NamedTuple):
 
 
 def find(root: pathlib.Path = ROOT) -> dict[str, Command]:
-    """Commands by module name ("spell_jax.train"; a package's __main__ has the package's name)."""
+    """Find all commands, by module name ("spell_jax.train"; of a __main__, the package's name)."""
     commands = {}
     for package in _PACKAGES:
         for path in sorted((root / package).rglob("*.py")):
@@ -57,7 +57,7 @@ def find(root: pathlib.Path = ROOT) -> dict[str, Command]:
 
 
 def _parts(name: str, tree: ast.Module, root: pathlib.Path) -> Iterator[tuple[str, ast.AST]]:
-    """The module `name`, and the function `define_flags` of every module whose one it calls."""
+    """Yield the module `name`, and each `define_flags` of another module that the module calls."""
     yield name, tree
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
     used = {
@@ -101,7 +101,7 @@ def _source(node: ast.expr | None) -> str:
 
 
 def _text(node: ast.expr | None) -> str:
-    """A help text; parts that are computed are left as they are in the source."""
+    """Return a help text; computed parts stay as they are in the source."""
     if node is None:
         return ""
     if isinstance(node, ast.Constant):

@@ -50,7 +50,7 @@ class Checked:
 
 
 def describe(checked: Checked) -> str:
-    """Describe a run without mistakes, as lines of text."""
+    """Describe a run whose check found no mistakes, as lines of text."""
     assert checked.policy and checked.topology and checked.plan
     above = "GiB a device, activations and logits are estimates; rows of "
     above += f"{checked.plan.programs.bucket.length:,} tokens"
@@ -84,7 +84,7 @@ def _describe_policy(policy: PolicyConfig) -> str:
 
 
 def _describe_dtype(checked: Checked) -> Iterator[str]:
-    """Yield what the products of a run on this machine's CPU compute with."""
+    """Yield the dtype in which a run on this machine's CPU computes matrix products."""
     assert checked.topology
     is_here = checked.topology.hbm == topologies.ANY_MEMORY and "gpu" not in checked.topology.name
     if not is_here or jax.default_backend() != "cpu":
@@ -156,12 +156,12 @@ def _describe_start(checked: Checked) -> str:
 
 
 def dummy_group(prompt: int, tokens: int, answers: int, role: str) -> packing.TrainGroup:
-    """A dummy group with the given prompt and answer lengths."""
+    """Make a dummy group with the given prompt and answer lengths."""
     return packing.TrainGroup(range(prompt), [range(tokens)] * answers, [0.0] * answers, role)
 
 
 def longest_groups(config: Config, sampling: SamplerConfig) -> list[packing.TrainGroup]:
-    """Groups of the largest possible update, with every prompt and answer at its token cap."""
+    """Make the groups of the largest update: every prompt and every answer has its token cap."""
     groups = []
     for budget in registry.read_algorithm(config.algorithm).budgets():
         is_verdict = budget.role == "verifier"

@@ -43,7 +43,7 @@ _STREAM = 9  # separates the random stream of questions from those of other gene
 
 
 def commands(runs: str, seeds: Sequence[int], arms: Sequence[str]) -> list[str]:
-    """Command lines of all runs, and of cross-play in the first seed's full arm.
+    """Return the command lines of all runs, and of cross-play in the first seed's full arm.
 
     Arms of ladder.STABILIZERS run with the first two seeds only.
     """
@@ -77,7 +77,7 @@ def _questions_of(arm: str) -> str:
 
 
 def _crossplay(run: str) -> list[str]:
-    """Commands that ask the responder of each checkpoint the questions of all steps of the run."""
+    """Return commands that ask each checkpoint's responder the questions of all the run's steps."""
     config = ladder.get_config()
     lines = []
     for step in range(config.checkpoint_every, config.steps + 1, config.checkpoint_every):
@@ -93,7 +93,7 @@ def _crossplay(run: str) -> list[str]:
 
 
 def oracle_questions(depths: Sequence[int], count: int, seed: int) -> Iterator[dict[str, Any]]:
-    """Yield `count` questions in equal shares of depths, each about documents of its own."""
+    """Yield `count` questions in equal shares of depths, each with separate documents."""
     (size,) = ladder.get_config().data.tiny.documents
     for index, depth in zip(range(count), itertools.cycle(depths), strict=False):
         rng = np.random.default_rng([seed, index, _STREAM])
@@ -157,7 +157,7 @@ def _write_figure(options: argparse.Namespace) -> None:
 
 
 def _run_folders(runs: str, arm: str) -> dict[int, pathlib.Path]:
-    """Seed -> folder of an arm's runs, seeds ascending."""
+    """Return seed -> folder of the runs of an arm, seeds ascending."""
     folders = {int(p.name): p for p in pathlib.Path(runs, arm).glob("*") if p.name.isdecimal()}
     return dict(sorted(folders.items()))
 

@@ -91,20 +91,20 @@ class Curves:
         return np.array([_crossing(row) for row in self.accuracy])
 
     def area(self, budget: float) -> float:
-        """Mean accuracy over all depths and over the tokens from 0 to `budget`."""
+        """Compute the mean accuracy over all depths and over the tokens from 0 to `budget`."""
         return float(self._accuracy_at(np.linspace(0, budget, 1001)).mean())
 
     def final(self, budget: float) -> float:
-        """Mean accuracy over all depths after `budget` tokens."""
+        """Compute the mean accuracy over all depths after `budget` tokens."""
         return float(self._accuracy_at(np.array([budget]))[0])
 
     def _accuracy_at(self, tokens: np.ndarray) -> np.ndarray:
-        """Accuracy after some numbers of tokens, constant before and after all validations."""
+        """Interpolate accuracy at numbers of tokens; constant before and after all validations."""
         return np.interp(tokens, self.tokens, self.accuracy.mean(axis=1))
 
 
 def _crossing(accuracy: np.ndarray) -> float:
-    """First depth, from 1, at which the accuracies fall below one half; depth 0 counts as 1."""
+    """Interpolate the depth at which accuracy first falls below 1/2; depth 0 counts as 1."""
     accuracies = [1.0, *accuracy]
     for depth, value in enumerate(accuracies):
         if value < 0.5:
@@ -157,7 +157,7 @@ def read_run(folder: pathlib.Path) -> Curves:
 def _measure_questions(
     episodes: Sequence[Mapping[str, Any]], references: dict[int, list[bool | None]]
 ) -> tuple[float, float]:
-    """(mixed questions per PER proposals, mean depth); adds whether the references are right.
+    """Return (mixed questions per PER proposals, mean depth); add correctness to `references`.
 
     None stands for a question that the documents do not answer.
     """
@@ -174,7 +174,7 @@ def _measure_questions(
 
 
 def _measure_walks(episodes: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
-    """(share of wrong answers with a right walk, share of right answers with a wrong one)."""
+    """Return (share of wrong answers with right walks, share of right answers with wrong walks)."""
     documents = {e["cluster"]: e["documents"] for e in episodes if e.get("documents")}
     kinds: dict[bool, list[bool]] = {True: [], False: []}
     for episode in episodes:
@@ -191,7 +191,7 @@ def _measure_walks(episodes: Sequence[Mapping[str, Any]]) -> tuple[float, float]
 
 
 def _find_chain(episodes: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The most frequent relations after the first one in questions of MIDDLE depths."""
+    """Find the most frequent relations after the first relation in questions of MIDDLE depths."""
     rates: dict[str, list[float]] = defaultdict(list)
     for episode in episodes:
         if episode["answers"] and world.depth_of(episode["question"]) in MIDDLE:
@@ -205,7 +205,7 @@ def _find_chain(episodes: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 
 
 def measure(arms: Mapping[str, Mapping[int, Curves]]) -> dict[str, Any]:
-    """Numbers of all arms (seed -> run) as JSON values."""
+    """Compute the numbers of all arms (seed -> run) as JSON values."""
     rivals = [arm for arm in (FULL, *RIVALS) if arm in arms] or [*arms]
     budget = min(float(run.tokens[-1]) for arm in rivals for run in arms[arm].values())
     areas = {arm: {seed: run.area(budget) for seed, run in of.items()} for arm, of in arms.items()}
@@ -237,7 +237,7 @@ def measure(arms: Mapping[str, Mapping[int, Curves]]) -> dict[str, Any]:
 
 
 def _measure_arm(runs: Sequence[Curves]) -> dict[str, Any]:
-    """Values at the end of the runs, and of mixed questions also at their beginning."""
+    """Compute values at the end of the runs; for mixed questions and chains also at the start."""
     right: dict[int, list[bool]] = defaultdict(list)
     for run in runs:
         for depth, values in run.references.items():
@@ -274,7 +274,7 @@ def _interval(values: Sequence[float]) -> dict[str, float]:
 
 
 def verdict(areas: Mapping[str, Mapping[str, float]], runs: Mapping[str, int]) -> str:
-    """Return the sentence that the threshold gives, with the intervals; `runs` are seeds by arm."""
+    """Return the verdict of the threshold, with the intervals; `runs` counts the seeds by arm."""
     missing = [arm for arm in (FULL, *RIVALS) if arm not in areas]
     if missing:
         return f"Not decided: no run of {', '.join(missing)}."
@@ -291,7 +291,7 @@ def verdict(areas: Mapping[str, Mapping[str, float]], runs: Mapping[str, int]) -
 
 
 def read_crossplay(run: pathlib.Path) -> dict[str, dict[str, float]]:
-    """Step of the responder -> last step of a window of the questioner -> share answered right."""
+    """Read responder step -> last step of a questioner window -> share of right answers."""
     shares = {}
     for path in sorted(run.glob(f"crossplay/*/answers/{SUMMARY}"), key=lambda p: int(p.parts[-3])):
         (row,) = json.loads(path.read_text())["rows"]
@@ -342,6 +342,6 @@ def draw(
 
 
 def _curve(panel: Axes, arm: str, runs: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
-    """Mean over the runs of an arm, as far as all of them go."""
+    """Plot the mean over the runs of an arm, up to the end of the shortest run."""
     places = np.linspace(0, min(x[-1] for x, _ in runs), 101)
     panel.plot(places, np.mean([np.interp(places, *run) for run in runs], axis=0), label=arm)

@@ -27,7 +27,7 @@ _NUMBER = re.compile(r"(?P<number>[+-]?(?:\d[\d,]*\.?\d*|\.\d+))(?P<mark><!--(?P
 
 
 def read(folder: pathlib.Path = FOLDER) -> dict[str, dict[str, Any]]:
-    """Files of a folder by name; ValueError if a file lacks a field or has another kind."""
+    """Read a folder's files by name; ValueError if a file lacks a field or has another kind."""
     measurements = {}
     for path in sorted(folder.glob("*.json")):
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -38,12 +38,12 @@ def read(folder: pathlib.Path = FOLDER) -> dict[str, dict[str, Any]]:
 
 
 def pages() -> list[pathlib.Path]:
-    """README.md and the pages of the documentation."""
+    """List README.md and the pages of the documentation."""
     return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def refresh(text: str, measurements: Mapping[str, Mapping[str, Any]]) -> str:
-    """The text of a page with all marked numbers as measured; ValueError for an unknown name."""
+    """Replace all marked numbers of a page by measured numbers; ValueError for an unknown name."""
 
     def write(match: re.Match) -> str:
         return _format(_value(match["name"], measurements), match["number"]) + match["mark"]
@@ -52,7 +52,7 @@ def refresh(text: str, measurements: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def names(text: str) -> Iterator[str]:
-    """Names in the comments of a page."""
+    """Yield the names in the comments of a page."""
     return (match["name"] for match in _NUMBER.finditer(text))
 
 
@@ -67,7 +67,7 @@ def _value(name: str, measurements: Mapping[str, Mapping[str, Any]]) -> float:
 
 
 def _format(value: float, like: str) -> str:
-    """A number with the decimals, the sign and the leading zero, or its absence, of another."""
+    """Format a number like the text `like`: the same decimals, plus sign and leading zero."""
     decimals = len(like.partition(".")[2])
     text = f"{value:{'+' if like.startswith('+') else ''},.{decimals}f}"
     return re.sub(r"^([+-]?)0\.", r"\1.", text) if re.match(r"[+-]?\.", like) else text

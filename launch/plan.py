@@ -74,37 +74,37 @@ class _Temporaries:
         self.overlapped = c.width % shards == 0 and c.width // shards % 16 == 0
 
     def per_token(self, count: float) -> int:
-        """Bytes of `count` numbers for each token on the chip."""
+        """Count the bytes of `count` numbers for each token on the chip."""
         return int(self.tokens * count * self.itemsize)
 
     def layer(self) -> int:
-        """Bytes of a layer's all-gathered weights, without experts."""
+        """Count the bytes of a layer's all-gathered weights, without experts."""
         numbers = 2 * (self.query_width + self.key_width)
         numbers += 3 * self.feed_forward * (not self.policy.experts)
         return self.policy.width * numbers * self.itemsize
 
     def experts(self) -> int:
-        """Bytes of the all-gathered experts of a layer that one chip multiplies with."""
+        """Count the bytes of a layer's all-gathered experts that one chip multiplies with."""
         c = self.policy
         return 3 * c.experts // self.expert_shards * c.width * self.feed_forward * self.itemsize
 
     def pairs(self, numbers: int) -> int:
-        """Bytes of `numbers` numbers for each (token, expert) pair in a chunk."""
+        """Count the bytes of `numbers` numbers for each (token, expert) pair in a chunk."""
         tokens = min(moe.CHUNK, self.tokens * self.expert_shards)
         return tokens * self.policy.experts_per_token * numbers * self.itemsize
 
     def keys(self) -> int:
-        """Bytes of the keys and values on a chip at once: a whole row, or two shards of a ring."""
+        """Count bytes of K and V on a chip at once: a whole row, or two shards of a ring."""
         share = 2 / self.context if self.policy.ring and self.context > 1 else 1
         rows = self.rows if self.context > 1 else 1
         return int(rows * self.row_tokens * share) * 2 * self.key_width * self.itemsize
 
     def prefill(self) -> int:
-        """Peak of a prefill call: queries of all context shards and float32 attention outputs."""
+        """Estimate a prefill's peak: queries of all context shards, float32 attention outputs."""
         return self.rows * self.row_tokens * self.query_width * (2 * self.itemsize + 4)
 
     def saved(self) -> int:
-        """Bytes of the activations that all layers save for the backward pass."""
+        """Count the bytes of the activations that all layers save for the backward pass."""
         width, queries = self.policy.width, self.query_width
         products = queries + 2 * self.key_width + 2 * width + 2 * self.feed_forward
         by_remat = {
@@ -117,7 +117,7 @@ class _Temporaries:
         return self.policy.layers * self.per_token(by_remat[self.policy.remat])
 
     def forward(self) -> int:
-        """Peak temporaries of a layer's forward pass."""
+        """Estimate the peak temporaries of a layer's forward pass."""
         attention = self.keys() + self.per_token(3 * self.query_width) + self.layer() // 3
         if self.policy.experts:
             return max(attention, self.experts() + self.pairs(2 * self.policy.width) + self.layer())
@@ -125,7 +125,7 @@ class _Temporaries:
         return max(attention, self.per_token(width) + self.layer() // 3)
 
     def backward(self) -> int:
-        """Peak temporaries of a layer's backward pass, including the recomputed forward pass."""
+        """Estimate a layer's peak temporaries in backward, with the recomputed forward pass."""
         width, queries = self.policy.width, self.query_width
         kept_bytes = self.per_token(2 * queries + 4 * width)
         # Keys, keys after RoPE, and gradients in the compute dtype and (to be summed) in float32.
@@ -140,7 +140,7 @@ class _Temporaries:
         return max(attention, kept_bytes + feed_forward)
 
     def head(self, answers: int) -> int:
-        """Peak of the LM head: answer states, one slice of logits and weights, and gradients."""
+        """Estimate the LM head's peak: answer states, a slice of logits and weights, gradients."""
         device_answers = self.rows * answers // self.context
         slices = 3 * min(2**26, max(device_answers * self.vocab, 128 * device_answers)) * 4
         return (
@@ -195,7 +195,7 @@ def _arguments_and_resident(programs: aot.RunPrograms, program: aot.Program) -> 
 
 
 def needs(programs: aot.RunPrograms) -> list[Need]:
-    """Memory that each program needs, in the order of aot.PROGRAMS."""
+    """Compute the memory that each program needs, in the order of aot.PROGRAMS."""
     program_needs = []
     for program in programs.select("all"):
         exact = Counter(_arguments_and_resident(programs, program))
@@ -246,7 +246,7 @@ class MemoryPlan:
         return MemoryPlan(config, policy, self.topology, self.length, self.bucket)
 
     def largest(self) -> dict[str, int]:
-        """Largest values that fit of the fields that bound the batch: dotted name -> tokens."""
+        """Find the largest values that fit of the batch-bounding fields: dotted name -> tokens."""
         bucket, shards = self.programs.bucket, meshes.row_shards(self.programs.mesh)
         planned: dict[str, Any] = {
             "packing.token_budget": max(self.config.packing.token_budget, bucket.length)

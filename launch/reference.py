@@ -23,7 +23,7 @@ from spell_jax.algorithms.config import AlgorithmConfig
 
 
 def config_page() -> str:
-    """Every field of a config, from the dataclasses: type, default, meaning."""
+    """Format a page with every config field, from the dataclasses: type, default, meaning."""
     parts = [
         "# Config reference",
         "Every field is a flag: `--config.sampler.page_size=256`. Defaults are the paper's. A "
@@ -43,7 +43,7 @@ def config_page() -> str:
 
 
 def _table(title: str, section: type) -> str:
-    """The fields of a dataclass as a section of a page; ValueError if one is not explained."""
+    """Format a dataclass's fields as a section of a page; ValueError if one is not explained."""
     about = attributes(section)
     text = inspect.cleandoc(section.__doc__ or "").split("\n\nAttributes:")[0]
     rows = ["| field | type | default | meaning |", "| --- | --- | --- | --- |"]
@@ -65,7 +65,7 @@ def _table(title: str, section: type) -> str:
 
 
 def attributes(section: type) -> Mapping[str, str]:
-    """Texts of the `Attributes:` of a dataclass and its bases, by name."""
+    """Return the `Attributes:` texts of a dataclass and of the base classes, by name."""
     texts: dict[str, str] = {}
     for base in reversed(section.__mro__):
         if "__doc__" in vars(base) and base.__doc__ and "Attributes:" in base.__doc__:
@@ -81,7 +81,7 @@ def _entries(text: str) -> Iterator[tuple[str, str]]:
 
 
 def commands_page() -> str:
-    """Every command with its docstring and flags."""
+    """Format a page with every command: docstring and flags."""
     parts = [
         "# Commands",
         "`python -m MODULE --help` prints the same.",
@@ -100,7 +100,7 @@ def commands_page() -> str:
 
 
 def _default(flag: commands.Flag) -> str:
-    """The default of a flag as a user types it. A computed one is shown as its source."""
+    """Return a flag's default as a user types it, or the source of a computed default."""
     node = ast.parse(flag.default, mode="eval").body
     while isinstance(node, ast.Call) and node.args:  # list(TASKS), ",".join(map(str, SEEDS))
         node = node.args[-1]
@@ -112,7 +112,7 @@ def _default(flag: commands.Flag) -> str:
 
 
 def _look_up(node: ast.expr, module: str) -> Any:
-    """The value of a constant, NAME, NAME.field or NAME["key"], with the names of a module."""
+    """Evaluate a constant, NAME, NAME.field or NAME["key"], with the names of a module."""
     match node:
         case ast.Name(name):
             return getattr(importlib.import_module(module), name)

@@ -86,7 +86,7 @@ class QuestionCoroutines:
         self._numbers: dict[tuple[object, ...], int] = {}
 
     def _text(self, tokens: int, *name: object) -> np.ndarray:
-        """Dummy tokens, the same for the same name and no other."""
+        """Return dummy tokens: equal for equal names, and different for different names."""
         number = self._numbers.setdefault(name, len(self._numbers))
         return np.full(tokens, number, np.int32)
 
@@ -104,7 +104,7 @@ class QuestionCoroutines:
         return np.concatenate([*shared, self._text(ANSWER, "answer", item, answer)])
 
     def is_answered(self, item: int) -> bool:
-        """Whether the question passes the filters: evenly spread, exactly their share."""
+        """Return whether a question passes the filters: a share `answered` does, evenly spread."""
         share = self.work.answered
         return int((item + 1) * share + 1e-9) > int(item * share + 1e-9)
 
@@ -129,7 +129,7 @@ class QuestionCoroutines:
             yield [("verifier", self.verifier(item, answer), size) for answer in answers]
 
     def stages(self) -> list[Callable[[int], Generator[Call]]]:
-        """Coroutines of an item; the next stage starts when all items have ended this one."""
+        """Return coroutines of an item by stage; a stage starts after all items ended the last."""
         if self.config.questions_per_cluster > 1:  # duplicates are dropped after all proposals
             return [self.propose, self.check, self.solve]
 
@@ -216,7 +216,7 @@ class _Session:
             self._counts_by_agent[agent].requests += 1
 
     def advance(self) -> list[Generator[Call]]:
-        """Session.advance; returns the coroutines whose requests have all been answered."""
+        """Advance like Session.advance; return the coroutines with all requests answered."""
         ended = []
         for lane, sampled in self._running:
             for number, sequence, new in sampled:

@@ -20,7 +20,7 @@ _FILES = ("LICENSE", "CITATION.cff", "CHANGELOG.md")  # shown as text, not as li
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Adds the pages that are not files of docs/."""
+    """Add the pages that are not files of docs/."""
     pages = {
         page: (ROOT / name).read_text(encoding="utf-8").replace("](docs/", "](")
         for name, page in _OUTSIDE.items()
@@ -33,7 +33,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Rewrites links to files above docs/."""
+    """Rewrite links to files above docs/."""
     return _relink(markdown)
 
 

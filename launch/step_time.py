@@ -112,7 +112,7 @@ class Machine(NamedTuple):
     shares: Shares
 
     def seconds(self, kind: str, work: Work, has_experts: bool = False) -> Seconds:
-        """Seconds of `work` in a phase of a kind: "prefill", "decode" or "update"."""
+        """Estimate seconds of `work` in a phase of a kind: "prefill", "decode" or "update"."""
         shares, peaks = self.shares, self.peaks
         share = getattr(shares, kind) * (shares.experts if has_experts else 1)
         compute = work.products / share + work.attention / shares.attention
@@ -158,7 +158,7 @@ class Phase(NamedTuple):
 
 
 def check(config: Config) -> SpellConfig:
-    """The algorithm's config; ValueError if it is not SPELL's."""
+    """Return the algorithm's config; ValueError if the algorithm is not SPELL."""
     algorithm = registry.read_algorithm(config.algorithm)
     if type(algorithm) is not SpellConfig:
         name = config.algorithm.name
@@ -169,10 +169,10 @@ def check(config: Config) -> SpellConfig:
 def workload(
     config: Config, prompt: int, tokens: int = 0, verdict_tokens: int = 0, **fields: Any
 ) -> Workload:
-    """The workload for prompts of a length.
+    """Return the workload for prompts of a length.
 
     0 tokens stand for the assumed means: a tenth of the cap for questions and answers, a 64th for
-    verdicts, which are 409 and 64 at the paper's 4,096.
+    verdicts. At the paper's cap of 4,096 these are 409 and 64.
     """
     tokens = tokens or max(1, config.sampler.max_tokens // 10)
     verdict_tokens = verdict_tokens or max(1, config.sampler.max_verdict_tokens // 64)
@@ -180,7 +180,7 @@ def workload(
 
 
 def phases(programs: aot.RunPrograms, topology: topologies.Topology, work: Workload) -> list[Phase]:
-    """Phases of a step on a slice or node, in the order of the table."""
+    """Estimate the phases of a step on a slice or node, in the order of the table."""
     algorithm, chip = check(programs.config), machine(topology)
     itemsize, is_tpu = programs.learner.compute_dtype.itemsize, bool(topology.layout)
     dimensions = len(topology.shape)
@@ -220,7 +220,7 @@ def phases(programs: aot.RunPrograms, topology: topologies.Topology, work: Workl
 
 
 def prefill_work(counts: ProgramCounts, agent_counts: AgentCounts, call_tokens: int) -> Work:
-    """Work of an agent's share of prefill calls, each of `call_tokens` tokens."""
+    """Count the work of an agent's share of prefill calls, each of `call_tokens` tokens."""
     if not agent_counts.calls:
         return Work()
     pairs, keys = (
@@ -231,7 +231,7 @@ def prefill_work(counts: ProgramCounts, agent_counts: AgentCounts, call_tokens: 
 
 
 def decode_work(counts: ProgramCounts, agent_counts: AgentCounts, slots: int) -> Work:
-    """Work of an agent's share of decode passes over all slots."""
+    """Count the work of an agent's share of decode passes over all slots."""
     return counts.decode_pass(slots).times(agent_counts.passes) + counts.decode_keys(
         agent_counts.pairs, agent_counts.keys
     )
@@ -240,10 +240,10 @@ def decode_work(counts: ProgramCounts, agent_counts: AgentCounts, slots: int) ->
 def micro_batches(
     programs: aot.RunPrograms, algorithm: SpellConfig, work: Workload
 ) -> Counter[tuple[int, int, float]]:
-    """Micro-batches of the step's update: (tokens, answer slots, mean pairs) -> number.
+    """Count micro-batches of the step's update: (tokens, answer slots, mean pairs) -> number.
 
-    Groups are packed as the learner does, into the config's rows; if they cannot hold the prompt
-    and an answer, into the plan's own. All answers have the mean length.
+    Groups are packed as the learner does, into the config's rows; if no row can hold the prompt
+    and an answer, into the plan's own rows. All answers have the mean length.
     """
     layout = build(packing.PackingConfig, programs.config.packing, "packing")
     mesh, groups = programs.mesh, training_groups(programs.config, algorithm, work)
@@ -271,7 +271,7 @@ def micro_batches(
 def training_groups(
     config: Config, algorithm: SpellConfig, work: Workload
 ) -> list[packing.TrainGroup]:
-    """Dummy groups of the step's update, as many as its budgets allow and the rounds make."""
+    """Make dummy groups of the step's update: as many as budgets allow and the rounds make."""
     questions = rollout_calls.QuestionCoroutines(algorithm, work)
     items = algorithm.generation_batch * work.rounds
     answered = [item for item in range(items) if questions.is_answered(item)]
@@ -291,7 +291,7 @@ def training_groups(
 
 
 def tree_pairs(groups: list[packing.TrainGroup], tree: trees.GroupTree) -> float:
-    """Pairs of tokens and the keys that they attend to; a token and itself are half a pair."""
+    """Count the pairs of a token and a key it attends to; a token and itself are half a pair."""
     pairs = 0.0
     for index, shared in zip(tree.members, tree.shared, strict=True):
         group, prompt = groups[index], len(groups[index].prompt)
@@ -304,7 +304,7 @@ def tree_pairs(groups: list[packing.TrainGroup], tree: trees.GroupTree) -> float
 
 
 def machine(topology: topologies.Topology) -> Machine:
-    """A chip of a slice or node."""
+    """Return the peaks and shares of a chip of a slice or node."""
     return Machine(topologies.peaks(topology), SHARES[topology.name.partition("-")[0]])
 
 

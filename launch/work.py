@@ -116,13 +116,13 @@ class ProgramCounts:
         return c.layers * (self.attention_weights + mlp) / self.mesh.shape[meshes.TENSOR]
 
     def _received(self, numbers: float, chips: int, itemsize: float | None = None) -> float:
-        """Bytes that a chip receives in an all-gather or reduce-scatter of `numbers` numbers."""
+        """Count bytes a chip receives in an all-gather or reduce-scatter of `numbers` numbers."""
         return numbers * (self.itemsize if itemsize is None else itemsize) * (chips - 1) / chips
 
     # ------------------------------------------------------------------------------- Programs
 
     def _pairs(self, pairs: float, products: int) -> float:
-        """Operations of `products` products over pairs of queries and keys, in all layers."""
+        """Count operations of `products` products over (query, key) pairs, in all layers."""
         c = self.policy
         return 2.0 * products * c.layers * c.heads * c.head_size * pairs / self.chips
 
@@ -136,9 +136,9 @@ class ProgramCounts:
         return _TOUCHED * c.layers * products
 
     def prefill(self, call_tokens: int, pairs: float, keys: float) -> Work:
-        """One prefill call of `call_tokens` tokens, padding included, in all row shards.
+        """Count a prefill call's work: `call_tokens` tokens of all row shards, padding included.
 
-        `pairs` are those of tokens and keys, `keys` are those read, once for each page of queries.
+        `pairs` counts (token, key) pairs; `keys` counts keys read, once for each page of queries.
         """
         c, shape, n = self.policy, self.mesh.shape, self.width_shards
         chip_tokens = call_tokens / self.chips
@@ -156,7 +156,7 @@ class ProgramCounts:
         return Work(products, self._pairs(pairs, FORWARD_PRODUCTS), memory, link)
 
     def _exchanged(self, chip_tokens: float) -> float:
-        """Bytes that a chip receives for the activations of its `chip_tokens`, in a forward pass.
+        """Count the bytes of activations that a chip of `chip_tokens` receives in a forward pass.
 
         With `tensor`, two all-reduces a layer; with `expert`, tokens are gathered and sums are
         scattered.
@@ -171,7 +171,7 @@ class ProgramCounts:
         return link
 
     def decode_pass(self, slots: int) -> Work:
-        """One decode pass of all slots, without attention to the keys (`decode_keys`).
+        """Count the work of a decode pass of all slots, without attention to keys (`decode_keys`).
 
         Weights stay in place: chips multiply all rows of their part of `data` by their shards.
         """
@@ -201,14 +201,14 @@ class ProgramCounts:
         return Work(products, 0.0, memory, link, hops)
 
     def decode_keys(self, pairs: float, keys: float) -> Work:
-        """Attention of decode passes: pairs of tokens and keys, and keys read."""
+        """Count the attention of decode passes, from (token, key) pairs and keys read."""
         c = self.policy
         memory = keys * 2 * c.kv_heads * c.head_size * c.layers * self.itemsize / self.chips
         return Work(attention=self._pairs(pairs, FORWARD_PRODUCTS), memory=memory)
 
     def forward(self, tokens: int, answers: int, pairs: float) -> Work:
-        """Logprobs of a micro-batch of `tokens` tokens and `answers` answer slots, padding
-        included; `pairs` are those of tokens and the keys that they attend to.
+        """Count the work of a micro-batch's logprobs: `tokens` tokens, `answers` answer slots, with
+        padding; `pairs` counts pairs of a token and a key that the token attends to.
         """
         c, chip_tokens = self.policy, tokens / self.chips
         head = 2.0 * c.vocab_size * c.width * answers / self.chips
@@ -227,7 +227,7 @@ class ProgramCounts:
         return Work(products, self._pairs(pairs, FORWARD_PRODUCTS), memory, link)
 
     def micro_batch(self, tokens: int, answers: int, pairs: float) -> Work:
-        """Gradient of a micro-batch, added to the accumulated one; arguments as in `forward`."""
+        """Count the work of a micro-batch's gradient and its sum; arguments as in `forward`."""
         c, chip_tokens = self.policy, tokens / self.chips
         forward, trained = self.forward(tokens, answers, pairs), not c.lora
         # The gradient of a product's input takes as many operations as the product, that of its
@@ -258,7 +258,7 @@ class ProgramCounts:
         return Work(products, attention, memory, link)
 
     def _recomputed(self) -> tuple[float, bool]:
-        """Weights whose products the backward pass repeats, for a token, and whether attention is.
+        """Return (weights that backward multiplies again per token, whether it repeats attention).
 
         The results of `down` and of the experts are not needed again.
         """
@@ -269,13 +269,13 @@ class ProgramCounts:
         return c.layers * (self.attention_weights + mlp), c.remat != "attention"
 
     def apply(self) -> Work:
-        """AdamW: gradient (twice, for its norm), weights and two moments, in float32."""
+        """Count float32 bytes of AdamW: gradient (twice, for the norm), weights and two moments."""
         return Work(memory=self._share(4 * (2 + 2 + 4)))
 
     def cast(self) -> Work:
-        """Weights in the compute dtype from the float32 ones."""
+        """Count the bytes of casting float32 weights to the compute dtype."""
         return Work(memory=self._share(4 + self.itemsize))
 
     def _share(self, numbers: float) -> float:
-        """Bytes for each weight, on one of the chips over which weights are split."""
+        """Count bytes on one of the chips that split the weights, at `numbers` bytes a weight."""
         return numbers * self.weights * self.mesh.shape["data"] / self.chips

@@ -96,10 +96,10 @@ def parse_sweep(texts: Sequence[str]) -> dict[str, list[str]]:
 def work_units(
     config: str, workdir: str, sweep: Mapping[str, Sequence[str]], overrides: Sequence[str]
 ) -> list[WorkUnit]:
-    """Make the work units: the Cartesian product of the sweep, last field fastest.
+    """Make the work units: the Cartesian product of the sweep; the last field varies fastest.
 
-    `workdir` is the experiment's. `overrides` are flags for all units; ValueError if one is not
-    --config.a.b=value, or its field is swept.
+    `workdir` is the experiment's. `overrides` are flags for all units; ValueError if a flag is not
+    --config.a.b=value, or if the flag's field is swept.
     """
     _check_overrides(overrides, sweep, "is swept")
     units = []
@@ -203,7 +203,7 @@ def check(config: Config, executor: str) -> None:
 
 
 def requirements(executor: str, accelerator: str, cpu: int, ram_gib: int) -> dict[str, int]:
-    """Machine requirements of a unit: XManager's resource -> amount, RAM in bytes.
+    """Return a unit's machine requirements: XManager's resource -> amount, RAM in bytes.
 
     "" and 0 mean none. Raises ValueError if the accelerator is unknown, or a local run has any.
     """
@@ -243,7 +243,7 @@ def copied_checkout() -> Iterator[pathlib.Path]:
 def packageable(
     xm: Any, xm_local: Any, checkout: pathlib.Path | None, base_image: str, extra: str
 ) -> Any:
-    """An XManager packageable that runs the trainer.
+    """Make an XManager packageable that runs the trainer.
 
     The files of `checkout` go into an image on `base_image` with the pip `extra` of setup.py ("":
     none). Without a checkout, the trainer runs here with this Python.

@@ -64,7 +64,7 @@ class ExtraModelConfig(ModelConfig):
     optimizer: OptimizerConfig = OptimizerConfig()
 
     def check(self, name: str) -> None:
-        """Raises ValueError for values out of range; `name` is that of the model's section."""
+        """Raise ValueError for values out of range; `name` is the name of the model's section."""
         check_least(self, f"{name}.", epochs=1, groups_per_update=0)
         several = self.epochs > 1 or self.groups_per_update
         if several and self.optimizer.schedule != "constant":
@@ -136,7 +136,7 @@ class RunConfig:
     models: Mapping[str, ExtraModelConfig] = dataclasses.field(default_factory=dict)
 
     def check(self) -> None:
-        """Checks the run's own fields and those that must fit together; errors as in `read`."""
+        """Check the run's own fields and fields that must fit together; errors as in `read`."""
         check_least(self, "", seed=0, steps=1, validate_every=0, checkpoint_every=1)
         check_least(self, "", keep_checkpoints=1, minibatches=1, episode_characters=0)
         check_least(self, "", max_minutes=0)
@@ -261,7 +261,7 @@ class SupervisedConfig:
 
 
 def default_config(algorithm: str = "spell") -> Config:
-    """The paper's values as a ConfigDict, with the fields of an algorithm of the registry."""
+    """Return the paper's values as a ConfigDict, with the fields of a registered algorithm."""
     config = section(RunConfig)
     del config.models
     config.algorithm = section(registry.ALGORITHMS[algorithm].config)
@@ -269,12 +269,12 @@ def default_config(algorithm: str = "spell") -> Config:
 
 
 def default_supervised_config() -> Config:
-    """The defaults of supervised tuning as a ConfigDict, for config files and flags to change."""
+    """Return the defaults of supervised tuning as a ConfigDict, for configs and flags to change."""
     return section(SupervisedConfig).lock()
 
 
 def read_supervised(config: Config) -> SupervisedConfig:
-    """The SupervisedConfig of a ConfigDict; errors as in `read`."""
+    """Build the SupervisedConfig of a ConfigDict; errors as in `read`."""
     if "rows_per_step" not in config:
         raise ValueError(
             "rows_per_step: is missing; a config of spell_jax.sft must have it (spell_jax.train "
@@ -288,7 +288,7 @@ def read_supervised(config: Config) -> SupervisedConfig:
 
 
 def to_dict(config: RunConfig) -> dict[str, Any]:
-    """The config as nested dicts of JSON values, with its models as sections of their own."""
+    """Convert the config to nested dicts of JSON values, with its models as separate sections."""
     sections = section(config)
     del sections.models
     sections.update({name: section(model) for name, model in config.models.items()})
@@ -296,15 +296,15 @@ def to_dict(config: RunConfig) -> dict[str, Any]:
 
 
 def extra_model() -> Config:
-    """The section of a model besides the policy; a config file adds it under the model's name."""
+    """Return the section of an extra model; a config file adds it under the model's name."""
     return section(ExtraModelConfig)
 
 
 def read(config: Config) -> RunConfig:
-    """The RunConfig of a ConfigDict, checked. A RunConfig is returned unchanged.
+    """Build the RunConfig of a ConfigDict and check it. A RunConfig is returned unchanged.
 
-    ValueError or FileNotFoundError name the field, its value and the remedy; ImportError if a field
-    asks for a package that is not installed.
+    ValueError or FileNotFoundError name the field, its value and the remedy. ImportError is raised
+    if a field asks for a package that is not installed.
     """
     if isinstance(config, RunConfig):
         return config
@@ -333,7 +333,7 @@ def read(config: Config) -> RunConfig:
 
 
 def find_checkpoint(init_from: str) -> tuple[epath.Path, int | None]:
-    """The workdir that init_from names, and its step or None; FileNotFoundError if it is no run."""
+    """Return the workdir and step (or None) of init_from; FileNotFoundError if it is no run."""
     path, step = paths.open_folder(init_from), None
     if path.parent.name == CHECKPOINTS_FOLDER and path.name.isdecimal():
         path, step = path.parent.parent, int(path.name)
@@ -346,7 +346,7 @@ def find_checkpoint(init_from: str) -> tuple[epath.Path, int | None]:
 
 
 def model_sections(config: Config) -> list[str]:
-    """Names of the sections of a ConfigDict that describe models, "policy" among them."""
+    """Return names of the sections of a ConfigDict that describe models, "policy" among them."""
     sections = ((name, value) for name, value in config.items() if hasattr(value, "items"))
     return [name for name, fields in sections if "compute_dtype" in fields]
 

@@ -43,7 +43,7 @@ def _in_repository_root(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _no_signal_status() -> Iterator[None]:
-    """Let a test that ends a command by a signal not decide pytest's own exit status."""
+    """Keep a test that ends a command by a signal from deciding pytest's own exit status."""
     yield
     if entry := sys.modules.get("spell_jax.runtime.entry"):
         entry._signal_status = None
@@ -74,7 +74,7 @@ def _few_programs() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def spell_data() -> Path:
-    """The folder of real documents; without it, the test is skipped."""
+    """Return the folder of real documents; skip the test if SPELL_DATA is not set."""
     folder = os.environ.get("SPELL_DATA")
     if not folder:
         pytest.skip("SPELL_DATA is not set: it names the folder of real documents")

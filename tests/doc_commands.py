@@ -29,7 +29,7 @@ class Found(NamedTuple):
 
 
 def find(path: pathlib.Path) -> Iterator[Found]:
-    """Commands of a page, with variables that the page sets replaced by their values."""
+    """Yield commands of a page, with variables that the page sets replaced by their values."""
     text = path.read_text(encoding="utf-8")
     page = str(path.relative_to(measurements.ROOT))
     variables: dict[str, str] = {}
@@ -43,13 +43,13 @@ def find(path: pathlib.Path) -> Iterator[Found]:
 
 
 def blocks(text: str) -> Iterator[str]:
-    """Shell blocks of a page: indented or fenced, if their first line is a command."""
+    """Yield shell blocks of a page: indented or fenced, if the first line is a command."""
     for block, _ in marked_blocks(text):
         yield block
 
 
 def marked_blocks(text: str) -> Iterator[tuple[str, str]]:
-    """Shell blocks in the order of the page, each with what it needs to be run ("" if nothing).
+    """Yield shell blocks in page order, each with what the block needs to be run ("" if nothing).
 
     `<!-- needs: WHAT -->` is the paragraph before a block that no test runs.
     """
@@ -60,7 +60,7 @@ def marked_blocks(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _lines(block: str) -> Iterator[str]:
-    """Logical lines: continued ones joined, comments dropped, quoted ones kept together."""
+    """Yield logical lines: join continued lines and keep lines of one quoted text together."""
     pending = ""
     for line in block.replace("\\\n", " ").split("\n"):
         pending = f"{pending} {line}".strip()

@@ -44,7 +44,7 @@ def load(
     answer_format: str = "plain",
     prose: str = "",
 ) -> Benchmark:
-    """Scores from noise: an answer's rule score is by its checksum."""
+    """Load a benchmark that scores noise: an answer's checksum decides the rule score."""
     prefix = {"plain": name, "sections": f"{name}!"}[answer_format]
     items = tuple(
         BenchmarkItem(
@@ -73,14 +73,14 @@ def _sum(text: str) -> int:
 
 
 def reply(prompts: Sequence[str]) -> Iterator[tuple[str, str | None]]:
-    """Verdicts of all kinds by checksum: yes, no, neither, none."""
+    """Yield verdicts of all kinds by checksum: yes, no, neither, none."""
     assert jax.process_index() == 0 or not prompts, "the judge is asked twice"
     for prompt in prompts:
         yield prompt, ("[[YES]]", "[[NO]]", "perhaps", None)[_sum(prompt) % 4]
 
 
 def policy_judge(folder: pathlib.Path) -> Ask:
-    """A policy as the judge; only process 0 may have answers to judge."""
+    """Return a policy as the judge; only process 0 may have answers to judge."""
     judge = PolicyJudge(Policy(folder, sizes=SIZES), 4)
 
     def ask(prompts: Sequence[str]) -> Iterator[tuple[str, str | None]]:
@@ -91,7 +91,7 @@ def policy_judge(folder: pathlib.Path) -> Ask:
 
 
 def write_episodes(workdir: pathlib.Path, steps: Mapping[int, Sequence[Any]]) -> pathlib.Path:
-    """The files of a run's episodes: step -> its records."""
+    """Write the files of a run's episodes from step -> records of the step."""
     (workdir / "episodes").mkdir(parents=True)
     for step, records in steps.items():
         lines = "".join(json.dumps(record) + "\n" for record in records)
@@ -113,7 +113,7 @@ def make_judge(out: pathlib.Path, ask: Any = reply) -> Judge:
 
 
 def run(policy: pathlib.Path, out: pathlib.Path, ask: Any = reply, **changes: Any) -> dict:
-    """Run under pytest's patches: see main."""
+    """Evaluate a policy under pytest's patches: see main."""
     judge = make_judge(out, ask)
     return runner.run(config(policy, **changes), out, "noise", judge, SIZES)
 

@@ -48,6 +48,28 @@ LONGEST_MODULE = 600
 
 OPENINGS = frozenset(["Of", "What", "Who", "Whose", "Where", "How", "Which", "That"])
 
+# First words of functions' docstrings. A verb that is missing here is added.
+_VERBS = """
+    Adapt Add Admit Advance Answer Append Apply Arrange Ask Assert Assign Attend Average Begin
+    Blame Block Bring Build Call Cast Change Check Choose Circle Classify Clear Close Cluster
+    Collect Combine Compare Compile Compute Connect Convert Copy Count Cover Create Cut Decide
+    Declare Decode Decrement Define Delete Dequantize Derive Describe Dispatch Divide Do Draw
+    Embed Encode End Escape Estimate Evaluate Exchange Execute Explain Extend Extract Fail Feed
+    Fetch Fill Filter Find Fine-tune Finish Fit Flip Flush Fold Format Free Gather Generate Get
+    Give Go Group Grow Guard Halve Hand Hash Hide Import Index Initialize Insert Install
+    Interpolate Interrupt Iterate Join Keep Kill Leave Let Limit Link List Load Locate Lock Log
+    Look Lower Make Map Mark Mask Match Measure Merge Mix Mount Move Multiply Name Normalize
+    Note Open Order Pack Package Pad Pair Parse Pass Perform Pick Pile Place Plan Play Plot Pop
+    Prefill Prefix Prepare Press Print Project Propose Push Put Quantize Query Queue Quote Raise
+    Read Rebuild Receive Record Refuse Register Reject Release Remove Rename Render Reorder
+    Replace Reply Report Request Reshape Restore Resume Return Reward Rewrite Roll Rotate Round
+    Run Sample Save Scan Score Select Send Separate Serialize Set Show Shrink Sleep Solve Sort
+    Split Stack Start Store Stream Strip Submit Subtract Suggest Sum Summarize Take Tell Time
+    Tokenize Trace Train Transpose Truncate Tune Turn Update Use Validate Wait Warn Weight Wrap
+    Write Yield
+"""
+VERBS = frozenset(_VERBS.split())
+
 # Pattern -> plain word. Matched whole and case-insensitively in docstrings, comments and Markdown.
 PHRASES = {
     r"so many": "N, at most N, every N",
@@ -276,6 +298,25 @@ def openings(source: Source) -> Iterator[Violation]:
             yield Violation(source.path, line, "opening", f"{begin!r}: begin with a noun or verb")
 
 
+def moods(source: Source) -> Iterator[Violation]:
+    """Find docstrings of functions that do not begin with an imperative verb.
+
+    Properties have noun phrases, and tests state what holds.
+    """
+    for node in source.nodes:
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        decorators = {
+            ast.unparse(decorator).rpartition(".")[2] for decorator in node.decorator_list
+        }
+        text = ast.get_docstring(node)
+        is_free = decorators & {"property", "cached_property"} or node.name.startswith("test_")
+        if text and not is_free and text.split()[0].strip(".,:;") not in VERBS:
+            begin = text.splitlines()[0][:60]
+            line = node.body[0].lineno
+            yield Violation(source.path, line, "mood", f"{begin!r}: begin with an imperative verb")
+
+
 def phrases(path: str, blocks: Iterable[tuple[int, str]]) -> Iterator[Violation]:
     """Find words of a private language in blocks of text, each (first line, text)."""
     allowed = [text for name, quotes in ALLOWED.items() if path.endswith(name) for text in quotes]
@@ -330,7 +371,7 @@ def names(source: Source) -> Iterator[Violation]:
 
 
 def pronouns(source: Source) -> Iterator[Violation]:
-    """Find variables, parameters, fields and functions that a pronoun or a participle names."""
+    """Find variables, parameters, fields and functions named by a pronoun or a participle."""
     # Python passes the operand of an operator by position, and calls it `other` everywhere.
     operands = {
         argument
@@ -373,7 +414,7 @@ def unique_classes(sources: Sequence[Source]) -> Iterator[Violation]:
 
 
 def imports(source: Source, modules: Set[str]) -> list[tuple[int, str]]:
-    """Modules that a file imports, anywhere in it.
+    """Find the modules that a file imports, anywhere in the file.
 
     Args:
       source: the file.
@@ -381,8 +422,8 @@ def imports(source: Source, modules: Set[str]) -> list[tuple[int, str]]:
         if it is one of these, and as its package otherwise.
 
     Returns:
-      (line, module) in the order of lines. Modules that are not in `modules` are left out, packages
-      of OUTSIDE apart.
+      (line, module) in the order of lines. Modules that are not in `modules` are left out, except
+      for packages of OUTSIDE.
     """
     imported_modules = []
     for node in source.nodes:
@@ -408,7 +449,7 @@ def imports(source: Source, modules: Set[str]) -> list[tuple[int, str]]:
 
 
 def room(module: str) -> str:
-    """Room of a module of spell_jax: its folder, "config", or "entry" for entry points."""
+    """Return the room of a spell_jax module: its folder, "config", or "entry" for entry points."""
     parts = module.split(".")
     if len(parts) == 2 and parts[1] in ("config", "entry"):
         return parts[1]
@@ -441,7 +482,7 @@ def uphill(sources: Sequence[Source]) -> Iterator[Violation]:
 
 
 def circles(edges: Mapping[str, Iterable[str]]) -> list[list[str]]:
-    """Strongly connected components with more than one node, each sorted (Tarjan 1972)."""
+    """Find strongly connected components with more than one node, each sorted (Tarjan 1972)."""
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
@@ -499,7 +540,7 @@ def _in_code_format(name: str) -> bool:
 
 
 def code_readers(source: Source) -> Iterator[Violation]:
-    """Find imports and calls that can run code out of data; tests may, to attack with them."""
+    """Find imports and calls that can run code in their input, except in tests (for attacks)."""
     if source.path.startswith("tests/"):
         return
     origins = _origins(source)
@@ -530,7 +571,7 @@ def code_readers(source: Source) -> Iterator[Violation]:
 
 
 def lengths(source: Source) -> Iterator[Violation]:
-    """Find functions and modules that are too long; tests may be."""
+    """Find functions and modules that are too long, except in tests."""
     if source.path.startswith("tests/"):
         return
     lines = source.text.count("\n")
@@ -550,7 +591,7 @@ def lengths(source: Source) -> Iterator[Violation]:
 
 
 def files(root: Path = ROOT) -> list[str]:
-    """Paths below `root` of files that git does not ignore."""
+    """List the paths below `root` of files that git does not ignore."""
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     process = subprocess.run(listed, cwd=root, check=True, capture_output=True, text=True)
     return sorted({path for path in process.stdout.splitlines() if (root / path).is_file()})
@@ -581,7 +622,7 @@ def check(sources: Sequence[Source], pages: Mapping[str, str]) -> list[Violation
     """
     violations: list[Violation] = [*uphill(sources), *circular(sources), *unique_classes(sources)]
     for source in sources:
-        violations += [*openings(source), *names(source), *pronouns(source)]
+        violations += [*openings(source), *moods(source), *names(source), *pronouns(source)]
         violations += [*lengths(source), *code_readers(source)]
         if not source.path.endswith("tests/test_house.py"):
             violations += phrases(source.path, [*docstrings(source), *comments(source)])
@@ -594,7 +635,7 @@ def check(sources: Sequence[Source], pages: Mapping[str, str]) -> list[Violation
 
 
 def reading_path() -> list[Path]:
-    """Files that the section "Reading path" of CONTRIBUTING.md lists, in its order."""
+    """List the files of the section "Reading path" of CONTRIBUTING.md, in the same order."""
     text = (
         (ROOT / "CONTRIBUTING.md").read_text().partition("## Reading path")[2].partition("\n## ")[0]
     )
@@ -603,7 +644,7 @@ def reading_path() -> list[Path]:
 
 
 def measure(sources: Sequence[Source]) -> dict[str, int]:
-    """Rows of the house's table that a program can count, by name."""
+    """Return the rows of the house's table that a program can count, {name: count}."""
     path = reading_path()
     package = [source for source in sources if source.path.startswith(f"{PACKAGE}/")]
     top = {s.module: _top(s.module) for s in package}
@@ -636,7 +677,7 @@ def _top(module: str) -> str:
 
 
 def _floors(edges: Mapping[str, Set[str]]) -> int:
-    """Nodes on the longest path, where the nodes of a circle share a floor."""
+    """Count the nodes on the longest path; the nodes of a circle count as one."""
     shared = {name: min(circle) for circle in circles(edges) for name in circle}
     merged: dict[str, set[str]] = {}
     for name, successors in edges.items():
@@ -655,7 +696,7 @@ def _floors(edges: Mapping[str, Set[str]]) -> int:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line; return the exit code."""
     if unknown := set(arguments) - {"--measure"}:
         print(f"unknown arguments {sorted(unknown)}: the only one is --measure", file=sys.stderr)
         return 2

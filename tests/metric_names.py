@@ -63,7 +63,7 @@ OF_OTHER_MODELS = {
 
 
 def explained() -> dict[str, re.Pattern[str]]:
-    """A name on the page -> the pattern that it stands for."""
+    """Map each name on the page to the pattern that the name stands for."""
     first = "".join(re.findall(r"^\| (`.*?) \|", PAGE.read_text(), re.M))
     patterns = {}
     for name in re.findall(r"`([\w/\[\]]+)`", first):
@@ -75,7 +75,7 @@ def explained() -> dict[str, re.Pattern[str]]:
 
 
 def compare(written: Iterable[str]) -> tuple[set[str], set[str]]:
-    """(written names that the page does not explain, names of the page that are never written)."""
+    """Return (written names that the page does not explain, names of the page never written)."""
     written, patterns = set(written), explained()
     unknown = {n for n in written if not any(p.fullmatch(n) for p in patterns.values())}
     return unknown, {name for name, p in patterns.items() if not any(map(p.fullmatch, written))}

@@ -46,14 +46,14 @@ _UNSTEADY = ("time/", "process/")
 
 
 def steady(line: dict[str, Any]) -> dict[str, Any]:
-    """A line of metrics without times and memory, which differ between runs."""
+    """Return a line of metrics without times and memory, which differ between runs."""
     return {name: value for name, value in line.items() if not name.startswith(_UNSTEADY)}
 
 
 def save_policy(
     folder: pathlib.Path, max_positions: int = 256, width: int = 32, **changes: Any
 ) -> pathlib.Path:
-    """A folder with random weights (one layer) and the tiny world's tokenizer.
+    """Write a folder with random weights (one layer) and the tiny world's tokenizer.
 
     `changes` are other fields of the policy.
     """
@@ -74,7 +74,7 @@ def save_policy(
 
 
 def small_config(folder: str | pathlib.Path, **overrides) -> ConfigDict:
-    """configs/tiny.py with a few small questions per step; overrides by dotted name."""
+    """Return configs/tiny.py with a few small questions per step, and overrides by dotted name."""
     config = tiny.get_config()
     settings = {
         "steps": 3,
@@ -117,7 +117,7 @@ def small_config(folder: str | pathlib.Path, **overrides) -> ConfigDict:
 
 
 def with_fields(config: Any, fields: dict[str, Any]) -> Any:
-    """The config with fields set by their dotted names."""
+    """Set fields of the config by their dotted names; return the config."""
     with config.unlocked():
         for name, value in fields.items():
             *path, field = name.split(".")
@@ -129,7 +129,7 @@ def with_fields(config: Any, fields: dict[str, Any]) -> Any:
 
 
 def give_data(config: Any, folder: pathlib.Path) -> None:
-    """Small data for a config's algorithm, where the user would have to name or make data."""
+    """Give small data to a config's algorithm, where the user would have to name or make data."""
     for name, text in (("a", "A text of one's own."), ("b", "Another one, of the same kind.")):
         (folder / f"{name}.txt").write_text(f"{text}\n")
     question = {"task": "general_qa", "documents": ["A"], "question": "B?", "answer": "C"}
@@ -145,7 +145,7 @@ def give_data(config: Any, folder: pathlib.Path) -> None:
 
 
 def has_source(data: Any) -> bool:
-    """Whether data.source is a generated world or exists."""
+    """Return whether data.source is a generated world or exists."""
     return data.source in GENERATED or (bool(data.source) and pathlib.Path(data.source).exists())
 
 
@@ -175,10 +175,10 @@ def _shared_sampler(policy, config, stop_ids, mesh, record_experts) -> Sampler:
 
 
 def share_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a run reuse the compiled programs of earlier runs of its shape.
+    """Let a run reuse the compiled programs of earlier runs of the same shape.
 
-    Tracing them again takes half of the remaining time. Not for adapters or stop strings, nor where
-    a program is changed.
+    Tracing them again takes half of the remaining time. Do not use this with adapters or stop
+    strings, nor where a program is changed.
     """
     monkeypatch.setattr(build, "Learner", _shared_learner)
     monkeypatch.setattr(
@@ -191,9 +191,9 @@ def share_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def end_earlier(workdir: epath.Path, folder: epath.Path, step: int) -> epath.Path:
-    """A copy of a run as if it had been killed after a step.
+    """Copy a run as if it had been killed after a step.
 
-    Later files are still there, but not the later checkpoints.
+    The copy has the later files, but not the later checkpoints.
     """
     shutil.copytree(workdir, folder)
     checkpoints = [path for path in (folder / CHECKPOINTS_FOLDER).iterdir() if path.name.isdigit()]
@@ -205,7 +205,7 @@ def end_earlier(workdir: epath.Path, folder: epath.Path, step: int) -> epath.Pat
 
 
 def lose_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let every update have a loss that is not finite."""
+    """Make the loss of every update NaN."""
     apply = update.apply
     monkeypatch.setattr(
         update, "apply", lambda spec, s, g, loss: apply(spec, s, g, loss + float("nan"))
@@ -213,7 +213,7 @@ def lose_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def finish_replies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the replies of judges and teachers count as finished: cut-off ones are not read."""
+    """Mark the replies of judges and teachers as finished, because cut-off replies are not read."""
     sample = Policy.sample
 
     def finished(*arguments, **options):

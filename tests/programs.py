@@ -10,7 +10,7 @@ from launch import topologies
 
 
 def lowered_for_gpu(f, *args) -> str:
-    """StableHLO for an NVIDIA GPU that is not present."""
+    """Lower a function to StableHLO for an NVIDIA GPU that is not present."""
     # jax 0.11 asks for the kind of GPU; 0.10 needs no answer.
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
@@ -41,7 +41,7 @@ def compile_for_gpu(f, *args) -> jax.stages.Compiled:
 
 
 def equations(jaxpr):
-    """All equations of a jaxpr, nested ones included."""
+    """Yield all equations of a jaxpr, nested ones included."""
     for equation in jaxpr.eqns:
         yield equation
         for inner in jax.tree.leaves(list(equation.params.values())):

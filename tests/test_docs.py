@@ -31,7 +31,7 @@ ABSENT = re.compile(r"[\w.]*(folder|source|questions|validation|tokenizer|init_f
 
 
 def read_config(arguments: list[str]) -> object:
-    """The config of --config and its overrides, as the entry points parse it."""
+    """Read the config of --config and its overrides, as the entry points parse them."""
     values = flags.FlagValues()
     config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=["x", *arguments])
     entry.parse_flags(["x", *arguments], values, values)
@@ -39,7 +39,7 @@ def read_config(arguments: list[str]) -> object:
 
 
 def check_run(module: str, config) -> None:
-    """Checks a config whole; files that it names may be missing."""
+    """Check a whole config; files that the config names may be missing."""
     try:
         (configs.read if module == "spell_jax.train" else configs.read_supervised)(config)
     except (FileNotFoundError, ValueError) as error:
@@ -48,7 +48,7 @@ def check_run(module: str, config) -> None:
 
 
 def check_flags(module: str, words: list[str]) -> None:
-    """Checks the flags of a command of the repository."""
+    """Check the flags of a command of the repository."""
     words = words[: words.index("--")] if "--" in words else words
     flag_words = [word for word in words if word.startswith("--")]
     if module == "benchmarks":
@@ -70,7 +70,7 @@ def check_flags(module: str, words: list[str]) -> None:
 
 
 def check(words: tuple[str, ...]) -> None:
-    """Checks one command; AssertionError or the error of its parser."""
+    """Check one command; a wrong command raises AssertionError or the error of its parser."""
     program = words[0].removeprefix(".venv/bin/")
     if program == "make":
         for target in words[1:]:
@@ -145,7 +145,7 @@ def test_wrong_commands_are_found():
 
 
 def anchors(text: str) -> set[str]:
-    """Anchors of a page's headings, as GitHub and the site make them."""
+    """Return the anchors of a page's headings, as GitHub and the site make them."""
     heads = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S), re.M)
     return {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}
 

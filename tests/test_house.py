@@ -12,14 +12,14 @@ from tests.paths import ROOT
 
 
 def violation_texts(path: str, text: str) -> list[str]:
-    """Violations of one file, each as "line: rule: text"."""
+    """Return the violations of one file, each as "line: rule: text"."""
     return [
         str(violation).split(":", 1)[1] for violation in house.check([Source.parse(path, text)], {})
     ]
 
 
 def rules(path: str, text: str) -> list[tuple[int, str]]:
-    """(line, rule) of the violations of one file."""
+    """Return (line, rule) of the violations of one file."""
     return [
         (violation.line, violation.rule)
         for violation in house.check([Source.parse(path, text)], {})
@@ -27,7 +27,7 @@ def rules(path: str, text: str) -> list[tuple[int, str]]:
 
 
 def imported(**files: str) -> list[tuple[str, int, str]]:
-    """(path, line, rule) of the violations of files, given by path with "__" for "/"."""
+    """Return (path, line, rule) of the violations of files, given by path with "__" for "/"."""
     sources = [Source.parse(f"{p.replace('__', '/')}.py", text) for p, text in files.items()]
     return [
         (violation.path, violation.line, violation.rule) for violation in house.check(sources, {})
@@ -39,13 +39,28 @@ def imported(**files: str) -> list[tuple[str, int, str]]:
 
 @pytest.mark.parametrize("word", sorted(house.OPENINGS))
 def test_docstring_opening_with_a_relative_word_is_reported(word):
-    text = f'"""{word} is here."""\n\n\ndef f():\n    """\n    {word} else.\n    """\n'
+    text = f'"""{word} is here."""\n\n\nclass F:\n    """\n    {word} else.\n    """\n'
     assert rules("launch/a.py", text) == [(1, "opening"), (5, "opening")]
 
 
 def test_other_docstring_openings_are_accepted():
     assert not violation_texts("launch/a.py", '"""Whatever is here."""\n\nx = """What?"""\n')
-    assert not violation_texts("launch/a.py", 'def f():\n    """Offer of what."""\n')
+    assert not violation_texts("launch/a.py", 'class F:\n    """Offer of what."""\n')
+
+
+@pytest.mark.parametrize("text", ["Returns x.", "The x.", "(x, y) of z.", "Reader of x."])
+def test_docstrings_of_functions_that_are_not_imperative_are_reported(text):
+    assert rules("launch/a.py", f'def f():\n    """{text}"""\n') == [(2, "mood")]
+    method = f'class A:\n    """An x."""\n\n    async def f(self):\n        """{text}"""\n'
+    assert rules("launch/a.py", method) == [(5, "mood")]
+
+
+def test_imperative_docstrings_properties_and_tests_are_accepted():
+    assert not violation_texts("launch/a.py", 'def f():\n    """Return x."""\n')
+    for name in ("property", "functools.cached_property"):
+        text = f'class A:\n    @{name}\n    def x(self):\n        """The x."""\n'
+        assert not violation_texts("launch/a.py", text)
+    assert not violation_texts("tests/a.py", 'def test_f():\n    """All x are y."""\n')
 
 
 @pytest.mark.parametrize(
@@ -341,7 +356,7 @@ def test_long_functions_and_modules_are_reported():
 
 @pytest.fixture(scope="module")
 def checkout() -> tuple[list[Source], dict[str, str]]:
-    """Python files and Markdown files of this checkout."""
+    """Return the Python files and the Markdown files of this checkout."""
     return house.read()
 
 

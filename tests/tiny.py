@@ -46,7 +46,7 @@ POLICY = PolicyConfig(
 
 @functools.cache
 def weights(policy: PolicyConfig = POLICY, seed: int = 0) -> transformer.Params:
-    """Random float32 numpy weights in which biases and norms matter, and no logit is near 0."""
+    """Make random float32 numpy weights: biases and norms matter, and no logit is near 0."""
     shapes, _ = transformer.abstract_params(policy)
     leaves, tree = jax.tree.flatten(shapes)
     rng = np.random.default_rng(seed)
@@ -60,7 +60,7 @@ def weights(policy: PolicyConfig = POLICY, seed: int = 0) -> transformer.Params:
 def groups(
     count: int, seed: int = 0, prompt: int = 12, answer: int = 6, siblings: int = 4
 ) -> list[TrainGroup]:
-    """Random groups with limited numbers of prompt tokens, answer tokens and siblings."""
+    """Make random groups with limited numbers of prompt tokens, answer tokens and siblings."""
     rng = np.random.default_rng(seed)
 
     def ids(longest: int) -> np.ndarray:
@@ -84,7 +84,7 @@ def groups(
 def sampling(
     rows: int, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0
 ) -> sampling_ops.Sampling:
-    """Equal sampling options for all rows."""
+    """Make equal sampling options for all rows."""
     values = np.array([temperature, top_p, min_p], np.float32)
     temperatures, top_ps, min_ps = np.repeat(values[:, None], rows, axis=1)
     return sampling_ops.Sampling(temperatures, np.full(rows, top_k, np.int32), top_ps, min_ps)

@@ -78,7 +78,7 @@ def _case(
     dtype: str,
     graphs: bool = False,
 ) -> Case:
-    """Make the case of a size and a cache dtype; with `graphs`, of loops as CUDA graphs."""
+    """Make the case of a size and a cache dtype; with `graphs`, loops run as CUDA graphs."""
     name = f"{sizes.samples}_samples" + ("_int8_cache" if dtype == "int8" else "")
     name += "_graphs" * graphs
     tokens = np.random.default_rng(0).integers(
@@ -149,7 +149,7 @@ class _Stopwatch:
         self.seconds = 0.0
 
     def timed(self, program: Any) -> Any:
-        """Make a program count the time of its calls."""
+        """Wrap a program: the time of each call is added to `seconds`."""
 
         def call(*arguments, **options):
             clock = time.perf_counter()
@@ -161,7 +161,7 @@ class _Stopwatch:
 
 
 def _with_options(program: Any, options: dict[str, Any]) -> Any:
-    """Make the decode program compile with options of XLA, once for each lane."""
+    """Wrap the decode program: it is compiled with XLA options, once for each lane."""
     compiled: dict[int, Any] = {}
 
     def decode(params, state, slots, *, lane: int):
@@ -176,7 +176,7 @@ def _with_options(program: Any, options: dict[str, Any]) -> Any:
 def _measure(
     setting: Setting, sizes: DecodeSizes, ask: Callable[[int, int], _Asked], read: float
 ) -> Numbers:
-    """Time whole prompts and answers, in whose decode passes `read` bytes must be read."""
+    """Time whole prompts and answers; the decode passes must read `read` bytes in all."""
     ask(1, sizes.prompt)
     prefill_s = ask(1, sizes.prompt).seconds
     whole_s, scheduler_s, counts = ask(sizes.response, sizes.prompt)
@@ -200,7 +200,7 @@ def _measure(
 
 
 def _bytes_read(params: Any, policy: PolicyConfig, sizes: DecodeSizes, itemsize: int) -> float:
-    """Bytes that all decode passes must read: weights, keys and values of prompts and answers."""
+    """Count the bytes all decode passes must read: weights, and K and V of prompts and answers."""
     weights = sum(x.nbytes for x in jax.tree.leaves(params))
     if not policy.tied_embeddings:
         weights -= params["embedding"].nbytes

@@ -97,9 +97,9 @@ def _timed_case(
     heads: Heads,
     numbers: dict[str, Numbers],
 ) -> Case:
-    """Make a case that times forward, and forward with backward; `numbers` also gets its numbers.
+    """Make a case that times forward, and forward plus backward; add the results to `numbers`.
 
-    `programs` compiles both; they take q, k and v, and d_out last.
+    `programs` compiles both programs. Forward takes q, k and v; the other takes d_out last.
     """
     compiled: list[tuple[Any, Any]] = []
 
@@ -117,7 +117,7 @@ def _timed_case(
 def _speeds(
     setting: Setting, row: np.ndarray, heads: Heads, forward_s: float, total_s: float
 ) -> Numbers:
-    """Seconds, TFLOP/s and shares of the product's peak, of a row's forward and backward pass."""
+    """Return ms, TFLOP/s and shares of peak of the forward and the backward pass of a row."""
     operations = 4 * heads.heads * heads.size * rows.visible_pairs(row)
     backward_s = total_s - forward_s
     forward = operations / forward_s / 1e12
@@ -162,7 +162,7 @@ def _cudnn_programs(time: int, heads: Heads) -> tuple[Any, Any]:
 def _torch_case(
     setting: Setting, time: int, heads: Heads, row: np.ndarray, numbers: dict[str, Numbers]
 ) -> Case:
-    """Time PyTorch's flash kernel on the causal row; each key head is repeated for its queries."""
+    """Time PyTorch's flash kernel on the causal row, with as many key heads as query heads."""
     name = f"torch_causal_{time}"
 
     def run() -> Numbers:
@@ -201,9 +201,9 @@ def _torch_case(
 def _compare(
     kernel: str, lengths: Sequence[int], numbers: dict[str, Numbers], names: Sequence[str]
 ) -> Numbers:
-    """Compare forward plus backward of our kernel with each other kernel, on causal rows.
+    """Divide the forward plus backward time of each other kernel by ours, on causal rows.
 
-    A case of `names` without numbers is a fault, so that a later run compares again.
+    If a case of `names` has no numbers, the result is a fault, and a later run compares again.
     """
     ratios: Numbers = {}
     for time in lengths:
@@ -254,7 +254,7 @@ def _tile_cases(setting: Setting) -> Sequence[Case]:
 
 
 def _tile_case(kernel: str, heads: Heads, time: int, tiles: Sequence[Tile]) -> Case:
-    """Time a kernel for each tile; the numbers are milliseconds by tile, and the fastest."""
+    """Time a kernel with each tile size; return milliseconds by tile, and the fastest tile."""
     programs: dict[str, Any] = {}
     default = getattr(triton.DEFAULT_TILES[2, max(64, heads.size)], kernel)
     failures: dict[str, str] = {}
@@ -320,7 +320,7 @@ def _paged_cases(setting: Setting) -> Sequence[Case]:
 
 
 def _time_pages(setting: Setting, dtype: str, kernel: str, group: int) -> Numbers:
-    """Time a layer's attention of `group` answers to each of 8 prompts, with the heads of 1.5B."""
+    """Time one layer's attention for `group` answers to each of 8 prompts, with heads of 1.5B."""
     prompts, heads, kv_heads, size, page_size = 8, 12, 2, 128, 128
     pages = 2 if setting.tiny else 128  # of a prompt: 16K tokens
 

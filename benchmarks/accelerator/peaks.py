@@ -34,7 +34,7 @@ def cases(setting: Setting) -> Sequence[Case]:
 
 
 def _product(side: int, name: str, dtype, precision: str):
-    """Make a function that times the product of two random square matrices into its dtype."""
+    """Make a function that times the product of two random square matrices in their dtype."""
 
     def run() -> Numbers:
         keys = jax.random.split(jax.random.key(0))
@@ -47,7 +47,7 @@ def _product(side: int, name: str, dtype, precision: str):
 
 
 def _copy(elements: int) -> Numbers:
-    """Time a copy of bfloat16 numbers, and y = x + 1 by XLA; bytes read and written count."""
+    """Time a bfloat16 copy, and y = x + 1 by XLA; GB/s count bytes read and bytes written."""
     x = jax.random.normal(jax.random.key(0), (elements,), jnp.bfloat16)
     copy, add = jax.jit(jnp.copy), jax.jit(lambda x: x + 1)
     seconds = [seconds_of(lambda f=f: f(x))["seconds"] for f in (copy, add)]
@@ -56,7 +56,7 @@ def _copy(elements: int) -> Numbers:
 
 
 def _calls() -> Numbers:
-    """Time a tiny program: one call and its result on the host, and one of many calls."""
+    """Time a tiny program: a call in a batch, and a round trip with the result on the host."""
     add = jax.jit(lambda x: x + 1)
     x = jax.device_put(jnp.zeros((), jnp.int32))
     dispatched = seconds_of(lambda: add(x))

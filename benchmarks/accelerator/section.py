@@ -55,7 +55,7 @@ class Setting:
     before: Mapping[str, Mapping[str, Numbers]] = dataclasses.field(default_factory=dict)
 
     def peak(self, name: str) -> float | None:
-        """Return a number of the section `peaks`, None if it was not measured."""
+        """Return a number of the section `peaks`; None if it was not measured."""
         for numbers in self.before.get("peaks", {}).values():
             if name in numbers:
                 return float(numbers[name])
@@ -70,7 +70,7 @@ class Setting:
 def seconds_of(
     call: Callable[[], Any], batches: int = 5, batch_seconds: float = 0.03, max_seconds: float = 5.0
 ) -> Numbers:
-    """Time a call that dispatches device work, in batches between two waits for the device.
+    """Time a call that dispatches device work, in batches that end with a wait for the device.
 
     A batch has as many calls as take `batch_seconds`, so that the wait itself does not count. No
     new batch starts after `max_seconds`. The first call, which may compile, is not timed; the

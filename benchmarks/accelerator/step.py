@@ -83,7 +83,7 @@ class Size:
     steps: int = 4
 
     def options(self, side: str, folder: str, gpu: bool) -> dict[str, Any]:
-        """Options of a side; `folder` gets the config.json."""
+        """Return the options of a side; write the policy's config.json into `folder`."""
         path = pathlib.Path(folder) / "config.json"
         path.write_text(json.dumps(self.policy.to_hf()))
         options = {
@@ -126,7 +126,7 @@ _TINY_SIZES = (
 
 
 def cases(setting: Setting) -> Sequence[Case]:
-    """List ours, TRL's and `generate` of every size, and their ratios."""
+    """List the cases of every size: our side, TRL, `generate`, and their ratios to ours."""
     sizes = _TINY_SIZES if setting.tiny else _SIZES
     sides = ("ours",) if setting.platform == "tpu" else ("ours", "trl", "generate")
     section = _Section(setting, [(size, side) for size in sizes for side in sides])
@@ -167,7 +167,7 @@ class _Section:
         return run
 
     def _measure(self, size: Size, side: str, options: dict[str, Any]) -> dict[str, Any]:
-        """Let the process of a side measure; meanwhile the next one imports its libraries."""
+        """Let a side's process measure; meanwhile the next side's process imports libraries."""
         waiting, self._waiting = self._waiting, None
         if waiting and waiting[0] != side:
             waiting[1].kill()
@@ -191,7 +191,7 @@ class _Section:
         return numbers
 
     def _following(self, size: Size, side: str) -> str:
-        """Return the side of the next case that has no numbers, "" if there is none."""
+        """Return the side of the next case that has no numbers; "" if there is none."""
         later = self._plan[self._plan.index((size, side)) + 1 :]
         for next_size, next_side in later:
             if f"{next_size.name}_{next_side}" not in self._numbers:

@@ -55,7 +55,7 @@ def _import_generate() -> Measurement:
 
 
 def _generate(options: contract.SideOptions) -> dict[str, Any]:
-    """Time G answers to each prompt by transformers' `generate`, which repeats prompts G times."""
+    """Time transformers' `generate` for G answers to each prompt; it repeats prompts G times."""
     import torch
 
     model = make_model(options.policy, options.dtype, options.gpu).eval()
@@ -124,7 +124,7 @@ def main(side: str) -> None:
 
 
 def _text_of(error: BaseException) -> str:
-    """Make one line of an exception; its traceback goes to the log."""
+    """Format an exception as one line of text; print its traceback to the log."""
     traceback.print_exception(error)
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 

@@ -114,7 +114,7 @@ def cases(setting: Setting) -> Sequence[Case]:
 
 
 def _refuse(error: Exception) -> Numbers:
-    """Raise in a case what is wrong with the folder: a later run with a right one replaces it."""
+    """Raise the folder's error inside a case; a later run with a valid folder replaces the case."""
     raise error
 
 
@@ -138,7 +138,7 @@ class Folder:
     """
 
     def __init__(self, path: pathlib.Path):
-        """Look up the files; FileNotFoundError names a file that is missing."""
+        """Look up the files of the folder; FileNotFoundError names a missing file."""
         path = path.resolve()
         self.policy = path / "policy" if (path / "policy").is_dir() else None
         self.pieces = sorted(path.glob("*.gguf")) or sorted(path.glob("*.gguf.[0-9][0-9]"))
@@ -172,7 +172,7 @@ class _Training:
     """
 
     def __init__(self, setting: Setting, folder: Folder | None):
-        """Without a folder, the policy and the world of the tests are used."""
+        """Set up the training; without a folder, with the policy and the world of the tests."""
         self._setting, self._source = setting, folder
         self._end = time.monotonic() + setting.seconds
         self._out = make_folder(setting, SECTION)
@@ -228,7 +228,7 @@ class _Training:
         return read_metrics(self._out / "arm") if has_lines else []
 
     def _tune(self) -> pathlib.Path:
-        """Play the format stage if it is not done; return its workdir."""
+        """Run the format stage unless it is done; return its workdir."""
         folder = self._out / "format_stage"
         if not (folder / "seconds.txt").exists():
             flags = {"workdir": folder, "config.policy.folder": self._first_policy()}
@@ -239,7 +239,7 @@ class _Training:
         return folder
 
     def _first_policy(self) -> pathlib.Path | str:
-        """Return the Hugging Face folder that comes first; convert the GGUF file if need be."""
+        """Return the Hugging Face folder of the first policy; convert a GGUF file if needed."""
         if self._source is None:
             return "tiny"
         if self._source.policy:
@@ -270,7 +270,7 @@ def summary(lines: Sequence[Mapping[str, Any]], before: int, accuracies: Numbers
 
     Args:
       lines: the run's metrics.
-      before: how many of the lines an earlier process wrote. Speeds are those of this process
+      before: number of lines that an earlier process wrote. Speeds are means over this process
         without its first update, which compiles, unless there is no other.
       accuracies: of `held_out`.
     """
@@ -307,7 +307,7 @@ def _curve(lines: Sequence[Mapping[str, Any]], name: str) -> list[float | None]:
 
 
 def _training_seconds(line: Mapping[str, Any]) -> float:
-    """Return the seconds of an update without the start of the process and held-out questions."""
+    """Return the seconds of an update, without process start and held-out questions."""
     excluded = (line.get(f"time/seconds/{phase}") or 0.0 for phase in _NOT_TRAINING)
     return line["time/step_seconds"] - sum(excluded)
 

@@ -88,7 +88,7 @@ def _case(
 
 
 def _programs(policy: PolicyConfig, sizes: UpdateSizes, layout: str) -> aot.RunPrograms:
-    """Make the run's programs; of a policy that does not fit, with as many layers as do."""
+    """Make the run's programs; if the policy does not fit, with as many layers as fit."""
     mesh = meshes.make_mesh(devices=jax.devices()[:1])
     bucket = sizes.tree if layout == "tree" else sizes.row
     config: Any = default_config("spell")
@@ -108,7 +108,7 @@ def _programs(policy: PolicyConfig, sizes: UpdateSizes, layout: str) -> aot.RunP
 
 
 def _planned(programs: aot.RunPrograms) -> int:
-    """Bytes that launch.plan predicts for the programs of an update."""
+    """Return the bytes that launch.plan predicts for the larger program of an update."""
     needs = [need for need in plan.needs(programs) if need.program in ("accumulate", "apply")]
     return max(need.total for need in needs)
 
@@ -164,7 +164,7 @@ def _measure(setting: Setting, name: str, programs, sizes: UpdateSizes, layout: 
 def _time_micro_batch(
     setting: Setting, learner: Learner, state: Any, batch: packing.MicroBatch
 ) -> tuple[float, Numbers]:
-    """Time forward and backward of a micro-batch, and trace it."""
+    """Time forward plus backward of a micro-batch, and profile it."""
     with learner.on_mesh():
         params = learner.fns.cast(state.params)
         carry = learner.fns.empty_carry()
@@ -196,7 +196,7 @@ def _peak_bytes() -> int:
 
 
 def _random_groups(policy: PolicyConfig, sizes: UpdateSizes) -> list[packing.TrainGroup]:
-    """Make groups with the same documents, whose questions differ from their first token on."""
+    """Make groups with the same documents; the questions differ from the first token on."""
     rng = np.random.default_rng(0)
 
     def tokens(*shape: int) -> np.ndarray:

@@ -50,7 +50,7 @@ class SideOptions:
     gpu: bool = False
 
     def shape(self) -> dict[str, Any]:
-        """Return the fields of the config.json; ValueError if it is no Qwen2 policy."""
+        """Return the fields of the config.json; ValueError if the policy is not Qwen2."""
         fields = json.loads(pathlib.Path(self.policy).read_text(encoding="utf-8"))
         if fields["model_type"] != "qwen2":
             raise ValueError(f"policy: model_type = {fields['model_type']!r}: must be 'qwen2' here")
@@ -102,7 +102,7 @@ class Clock:
         self._generated.append(time.perf_counter())
 
     def update_ends(self) -> None:
-        """Note that the weights of a step are there; of several calls in a step the last counts."""
+        """Note that a step's weights are there; the last of several calls in a step counts."""
         del self._ended[len(self._generated) - 1 :]
         self._ended.append(time.perf_counter())
 
@@ -116,7 +116,7 @@ class Clock:
 
 
 def share_documents(prompts: Any, about: int, question: int) -> Any:
-    """Prompts [N, P] in which each `about` begin alike, up to their last `question` tokens."""
+    """Return prompts [N, P] in which each `about` rows share all but the last `question` tokens."""
     prompts = prompts.copy()
     for first in range(0, len(prompts), about):
         prompts[first : first + about, :-question] = prompts[first, :-question]
@@ -124,7 +124,7 @@ def share_documents(prompts: Any, about: int, question: int) -> Any:
 
 
 def peak_bytes() -> int:
-    """Peak resident memory of this process in bytes (getrusage would include its parent's)."""
+    """Read the peak resident memory of this process in bytes (getrusage includes the parent's)."""
     status = pathlib.Path("/proc/self/status").read_text()
     field = next(line for line in status.splitlines() if line.startswith("VmHWM"))
     return int(field.split()[1]) * 1024
@@ -157,7 +157,7 @@ def texts(prompts: Any) -> list[str]:
 
 
 def random_rewards(answers: list[Any], tokens: int) -> list[float]:
-    """Draw a reward for each answer; AssertionError if one has not `tokens` tokens."""
+    """Sample a reward for each answer; AssertionError if an answer has not `tokens` tokens."""
     lengths = {len(answer.split() if isinstance(answer, str) else answer) for answer in answers}
     assert lengths == {tokens}, f"answers of {lengths} tokens"
     return [random.random() for _ in answers]

@@ -138,7 +138,7 @@ def make_model(options: contract.SideOptions) -> Any:
 
 
 def _settings(options: contract.SideOptions, out: str) -> dict[str, Any]:
-    """Fields of GRPOConfig."""
+    """Return the fields of GRPOConfig."""
     return {
         "save_directory": out,
         "total_batch_size": options.groups,

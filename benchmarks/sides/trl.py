@@ -84,7 +84,7 @@ def train(options: contract.SideOptions) -> contract.Numbers:
 
 
 def _settings(options: contract.SideOptions, out: str) -> dict[str, Any]:
-    """Fields of GRPOConfig."""
+    """Return the fields of GRPOConfig."""
     batch = options.batch or options.micro * options.group
     return {
         "output_dir": out,

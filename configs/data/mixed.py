@@ -34,7 +34,7 @@ def get_config(path: str = "") -> Any:
 
 
 def add_documents(sources: Any, path: str) -> None:
-    """Adds the filings, books and speeches of PATH to the sources of a config."""
+    """Add the filings, books and speeches of PATH to the sources of a config."""
     sources.filings = base.source(f"{path}/edgar/*/*.txt", ("financial_math",), max_characters=LONG)
     sources.books = base.source(
         f"{path}/books/*/*.txt", GENERAL, split="chapters", max_characters=LONG

@@ -28,7 +28,7 @@ _FAMILIES = ("helmet", "mrcr", "needle", "ruler")
 
 
 def commands(experiment: Experiment, workdir: str, inputs: str) -> list[str]:
-    """Command lines that train and measure all rows, each once."""
+    """Return the command lines that train and measure all rows, each once."""
     lines = [_line("spell_jax.train", *run.flags(workdir, inputs)) for run in experiment.runs]
     for row in experiment.rows:
         places = {"inputs": inputs, "folder": join(workdir, row.place)}
@@ -48,7 +48,7 @@ def _line(module: str, *flags: str) -> str:
 
 
 def table(experiment: Experiment, workdir: str) -> str:
-    """Format the rows as Markdown; a cell is the paper's number and that of the row's folder."""
+    """Format the rows as Markdown; a cell has the paper's number and the row's measured number."""
     lines = [["paper / here", *(column.title for column in experiment.columns)]]
     lines.append(["---", *["---:"] * len(experiment.columns)])
     for row in experiment.rows:
@@ -74,7 +74,7 @@ def _markdown(cells: Sequence[str]) -> str:
 
 
 def needs(row: TableRow, kind: str) -> Iterator[str]:
-    """Yield the names below the folder `kind` of `inputs` that a row's commands read."""
+    """Yield the names in folder `kind` of `inputs` that the commands of a row read."""
     paths = list(row.run.inputs.values()) if row.run else []
     for evaluation in row.evaluations:
         flags = {
@@ -88,13 +88,13 @@ def needs(row: TableRow, kind: str) -> Iterator[str]:
 
 
 def _family(benchmark: str) -> str:
-    """Name of a benchmark, or of its family."""
+    """Return the family of a benchmark, or the benchmark's name if it has no family."""
     family = benchmark.partition("_")[0]
     return family if family in _FAMILIES else benchmark
 
 
 def overview(experiments: Sequence[Experiment]) -> str:
-    """Format two tables of a paper's experiments: numbers, then runs and the files they need."""
+    """Format two tables of a paper's experiments: the numbers, and the runs with their files."""
     numbers = [
         (
             f"`{experiment.name}`",

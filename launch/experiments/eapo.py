@@ -58,7 +58,7 @@ def _run(variant: str, policy: str = _THINKING, **fields: str) -> PaperRun:
 
 
 def _grpo(policy: str = _THINKING) -> PaperRun:
-    """GRPO by outcome alone; the reward model's scores are only logged."""
+    """Make a run of GRPO by outcome alone; the reward model's scores are only logged."""
     return _run("grpo", policy, reward_model="logged")
 
 
@@ -215,7 +215,7 @@ _DEMO = "[algorithms.md](algorithms.md#eapo)"
 
 
 def _variants(width: int, texts: Mapping[str, str], evaluate: bool = False) -> tuple[TableRow, ...]:
-    """Rows of Figures 5 to 7, of `width` columns; `texts` has the paper's numbers of some rows."""
+    """Make the rows of Figures 5 to 7, of `width` columns; `texts` has some rows' paper numbers."""
     rows = []
     for name, run in _VARIANTS.items():
         paper = numbers(texts.get(name, "- " * width))

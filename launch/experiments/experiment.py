@@ -43,7 +43,7 @@ class PaperRun(NamedTuple):
     topology: str = "v5p-8"
 
     def flags(self, workdir: str, inputs: str) -> list[str]:
-        """Flags of `python -m spell_jax.train`, in a folder of `workdir`."""
+        """Return the flags of `python -m spell_jax.train`, for a folder in `workdir`."""
         paths = {field: join(inputs, path) for field, path in self.inputs.items()}
         changes = [f"--config.{field}={value}" for field, value in {**paths, **self.fields}.items()]
         return [f"--config={self.config}", f"--workdir={join(workdir, self.name)}", *changes]
@@ -220,7 +220,7 @@ class Right(NamedTuple):
 
 
 def first_and_last(title: str, metric: str, scale: float = 1.0) -> tuple[Column, Column]:
-    """Columns with the metric at the beginning and at the end of a run."""
+    """Make two columns: the metric at the beginning and at the end of a run."""
     return (
         Column(f"{title}, first", MetricMean(metric, False, scale)),
         Column(f"{title}, last", MetricMean(metric, True, scale)),

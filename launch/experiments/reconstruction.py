@@ -45,7 +45,7 @@ def _ours(model: str) -> PaperRun:
 
 
 def _subset(count: int) -> dict[str, str]:
-    """Fields of a run on a random part of the documents, once."""
+    """Return the fields of a run that reads `count` random documents once."""
     return {
         "algorithm.most_documents": str(count),
         "algorithm.selection": "random",
@@ -77,7 +77,7 @@ def _evaluation(
 
 
 def _evaluations(model: str, run: PaperRun | None) -> tuple[EvaluationCommand, ...]:
-    """RULER, in a command for each source of questions, and LongBench v2."""
+    """Return the commands of RULER, one for each source of questions, and of LongBench v2."""
     tasks = ",".join(f"ruler_{task}_{n}" for task in _GENERATED for n in _LENGTHS.values())
     qa_tasks = ",".join(f"ruler_qa_{n}" for n in _LENGTHS.values())
     return (
@@ -119,7 +119,7 @@ _AFTER = {"qwen": "72.20", "llama": "67.12"}
 def _rows(
     other_runs: Mapping[str, tuple[PaperRun, str]], model: str, ours: str = "ours"
 ) -> list[TableRow]:
-    """Rows of a model with one column, RULER: before, other runs and their numbers, ours."""
+    """Make a model's rows with the column RULER: before training, other runs, then our run."""
     return [
         _row("base", _BASE[model], model, None),
         *(_row(name, text, model, run) for name, (run, text) in other_runs.items()),
@@ -167,12 +167,12 @@ def _before_after(texts: Mapping[str, tuple[str, str]]) -> tuple[TableRow, ...]:
 def _compare(
     make: Callable[[str], Mapping[str, tuple[PaperRun, str]]], ours: str = "ours"
 ) -> tuple[TableRow, ...]:
-    """Rows of both models; `make` maps a model to name -> (run, number)."""
+    """Make the rows of both models; `make` maps a model to name -> (run, number)."""
     return tuple(row for model in _NAMES for row in _rows(make(model), model, ours))
 
 
 def _fixed(model: str) -> dict[str, tuple[PaperRun, str]]:
-    """Runs with one number of options."""
+    """Return name -> (run, number) of the runs with a fixed number of options."""
     rows = {}
     for k, text in _TABLE_2[model].items():
         fields = {"algorithm.options": f"({k},)", "algorithm.option_weights": "(1,)"}

@@ -62,7 +62,7 @@ def _rlvr(model: str) -> PaperRun:
 
 
 def _ablation(name: str, **fields: str) -> PaperRun:
-    """SPELL on Qwen2.5-7B-Instruct with other fields of its algorithm."""
+    """Make a run of SPELL on Qwen2.5-7B-Instruct with other fields of the algorithm."""
     changes = {f"algorithm__{field}": value for field, value in fields.items()}
     return _run(f"spell-{name}", f"configs/paper.py:{_7B}", _7B, _CLUSTERS, **changes)
 
@@ -123,7 +123,7 @@ _AT_16K = _columns("long_16k", 16_384)
 
 
 def _row(name: str, text: str, run: PaperRun | None, model: str = _7B) -> TableRow:
-    """A row of a table of scores at 16K tokens; the start of a run without a run."""
+    """Make a row with scores at 16K tokens; without a run, of the model before training."""
     return TableRow(name, numbers(text), run, _folder(model), (_long_16k(model, run),))
 
 
@@ -243,7 +243,7 @@ def _models_rows(
     table: Mapping[str, Sequence[str]],
     evaluations: Sequence[Callable[[str, PaperRun | None], EvaluationCommand]],
 ) -> tuple[TableRow, ...]:
-    """Rows of models: before, with RLVR if the table has three texts, and with SPELL."""
+    """Make the rows of models: base, with RLVR if the table has three texts, and with SPELL."""
     rows = []
     for model, texts in table.items():
         runs = {"": None, "+ RLVR": _rlvr(model), "+ SPELL": _spell(model)}
@@ -445,7 +445,7 @@ _30B = "qwen3-30b-a3b-thinking"
 
 
 def _difficulty(name: str, run: PaperRun) -> TableRow:
-    """A curve of Figure 4: an external responder answers the questions of a run."""
+    """Make a curve of Figure 4: an external responder answers the questions of a run."""
     flags = (
         f"--policy={{inputs}}/{MODELS}/{RESPONDER}",
         "--data={folder}",

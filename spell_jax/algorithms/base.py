@@ -77,7 +77,7 @@ class Reply:
         return [text if sample.stopped else "" for text, sample in pairs]
 
     def group(self, advantages: Iterable[float], role: str, model: str = "policy") -> TrainGroup:
-        """A training group for `model`, with one advantage per answer [G], counted by role."""
+        """Return a training group for `model`: one advantage per answer [G], counted by role."""
         experts = _if_known([sample.experts for sample in self.samples])
         return TrainGroup(
             self.prompt,
@@ -123,11 +123,11 @@ class _ModelCall(Protocol[Answer]):
         model: str = "policy",
         temperature: float | None = None,
     ) -> Answer:
-        """Samples `group` replies per prompt from "policy" or one of Algorithm.models.
+        """Sample `group` replies per prompt from "policy" or one of Algorithm.models.
 
-        The role is "questioner", "responder", "verifier" or a name of the algorithm's; "verifier"
-        has its own cap of answer tokens (sampler.max_verdict_tokens). A temperature of None is
-        sampler.temperature.
+        The role is "questioner", "responder", "verifier" or another name that the algorithm uses.
+        The "verifier" has its own cap of answer tokens (sampler.max_verdict_tokens). A temperature
+        of None is sampler.temperature.
         """
         ...
 
@@ -155,10 +155,10 @@ class Models(_ModelCall[Replies], Protocol):
     def run_all(
         self, function: Callable[[Ask, Item], Coroutine[Any, Any, Result]], items: Sequence[Item]
     ) -> list[Result]:
-        """Runs the coroutines function(ask, item) of all items concurrently; results in order.
+        """Run the coroutine function(ask, item) of each item concurrently; return results in order.
 
         A coroutine resumes as soon as its own call is answered; it does not wait for the slowest
-        answer of the others. Its replies do not depend on them.
+        answer of the others. Its replies do not depend on the other coroutines.
         """
         ...
 
@@ -200,27 +200,27 @@ class Algorithm(Protocol):
         ...
 
     def rollout(self, models: Models, key: Key, step: int) -> Sequence[Episode]:
-        """Samples the episodes of a step (from 1) and advances the state of `state_dict`."""
+        """Sample the episodes of a step (from 1) and advance the state that `state_dict` saves."""
         ...
 
     def groups(
         self, episodes: Sequence[Episode], key: Key
     ) -> tuple[list[TrainGroup], list[Annotation]]:
-        """Training groups of all trained models, possibly none, and an annotation per episode."""
+        """Return training groups of all trained models, if any, and an annotation per episode."""
         ...
 
     def metrics(self, episodes: Sequence[Episode]) -> Metrics:
-        """Metrics of a step, over all episodes, whether or not they are trained on."""
+        """Return the metrics of a step over all episodes, trained on or not."""
         ...
 
     def record(self, episode: Episode, annotation: Annotation) -> dict[str, Any]:
-        """An episode and its use as a JSON-able dict for the run's files."""
+        """Convert an episode and its use to a JSON-able dict for the run's files."""
         ...
 
     def cluster(self, episode: Episode) -> Cluster: ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything besides weights, seed and step that the next rollout depends on, JSON-able."""
+        """Return all that the next rollout depends on besides weights, seed and step, JSON-able."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
@@ -229,7 +229,7 @@ class Algorithm(Protocol):
 def records(
     algorithm: Algorithm, episodes: Iterable[Episode], annotations: Iterable[Annotation]
 ) -> Iterator[dict[str, Any]]:
-    """Records with the texts of their clusters, as EpisodeWriter takes them."""
+    """Yield each record with the documents of the cluster, as EpisodeWriter takes them."""
     for episode, annotation in zip(episodes, annotations, strict=True):
         documents = list(algorithm.cluster(episode).documents)
         yield algorithm.record(episode, annotation) | {"documents": documents}

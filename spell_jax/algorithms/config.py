@@ -78,7 +78,7 @@ class AlgorithmConfig:
         )
 
     def check_judge(self) -> None:
-        """Raises ValueError if the rule needs a judge and none is configured."""
+        """Raise ValueError if the rule needs a judge and none is configured."""
         if "judge" not in self.rule:
             return
         if not self.judge_url.startswith(("http://", "https://")):
@@ -92,7 +92,7 @@ class AlgorithmConfig:
             )
 
     def budgets(self) -> Sequence[RolloutBudget]:
-        """Upper bounds of what a step, or a round of it, samples; launch.check prints them."""
+        """Return upper bounds on the samples of a step, or of a round; launch.check prints them."""
         return ()
 
     def budget_summary(self) -> str:

@@ -82,7 +82,7 @@ class QuestionEpisode:
             metrics.add("unparsed/responder", prediction is None)
 
     def count_failed_verdicts(self, metrics: Metrics, suffix: str) -> None:
-        """Counts the questions to the external judge that it gave no verdict on."""
+        """Count the questions on which the external judge gave no verdict."""
         verdicts = [verdict for verdict in self.judge if verdict is not None]
         if verdicts:
             failed = sum(verdict < 0 for verdict in verdicts)
@@ -95,7 +95,7 @@ AnyEpisode = TypeVar("AnyEpisode", bound=QuestionEpisode)
 def ask_judge(
     judge: JudgeFunction | None, rule: str, episodes: Sequence[AnyEpisode]
 ) -> Sequence[AnyEpisode]:
-    """(Option) Changes scores by a judge's verdicts, as algorithm.rule (`rule`) says."""
+    """Change scores by a judge's verdicts as `rule` (algorithm.rule) says, if there is a judge."""
     if judge is None:
         return episodes
     judged = judge_predictions(judge, rule, [(e, e.predictions, e.rule) for e in episodes])
@@ -110,10 +110,10 @@ def judge_predictions(
     rule: str,
     answered: Sequence[tuple[QuestionEpisode, Sequence[str | None], Sequence[float]]],
 ) -> list[tuple[tuple[float, ...], tuple[int | None, ...]]]:
-    """(scores, verdicts) after the judge, for (question, predictions, scores by the text rule).
+    """Return (scores, verdicts) after the judge for (question, predictions, text-rule scores).
 
-    With "judge" all predictions are judged, with "match_or_judge" those that score below 1. A score
-    without a verdict stays. One host asks: two calls might not agree.
+    With rule "judge" all predictions are judged, with "match_or_judge" only predictions below score
+    1. A score without a verdict stays. One host asks the judge, because two calls might not agree.
     """
     judged_predictions = [
         [
@@ -143,9 +143,9 @@ def judge_predictions(
 def responder_groups(
     episodes: Sequence[QuestionEpisode], divide_by_deviation: bool, keep_equal: bool = False
 ) -> tuple[list[TrainGroup], list[Annotation]]:
-    """The responder's groups (GRPO), without groups of equal rewards unless `keep_equal`.
+    """Return the responder's groups (GRPO), without groups of equal rewards unless `keep_equal`.
 
-    One answer that algorithm.truncated = "drop" leaves has nothing to be compared with: no group.
+    If algorithm.truncated = "drop" leaves one answer, it has nothing to compare with: no group.
     """
     groups, annotations = [], []
     for e in episodes:

@@ -34,16 +34,16 @@ class Evaluation(Protocol):
     """Held-out evaluation of a policy, as the trainer calls it."""
 
     def full(self, models: Models) -> Evaluated:
-        """Everything that is reported before and after a run."""
+        """Evaluate everything that is reported before and after a run."""
         ...
 
     def quick(self, models: Models) -> tuple[float, dict[str, float]]:
-        """(score, larger is better; numbers by name), cheap enough to run every few steps."""
+        """Return (score, larger is better; numbers by name), cheap enough for every few steps."""
         ...
 
 
 def share(outcomes: Sequence[bool | float]) -> tuple[float, float]:
-    """Mean of outcomes and half width of its normal 95 % interval; ValueError without outcomes."""
+    """Return (mean, half width of the mean's normal 95 % interval); ValueError without outcomes."""
     if not outcomes:
         raise ValueError("a share of no outcomes")
     mean = sum(outcomes) / len(outcomes)
@@ -52,7 +52,7 @@ def share(outcomes: Sequence[bool | float]) -> tuple[float, float]:
 
 
 def by_row(cells: Iterable[tuple[str, Mapping[str, float]]]) -> dict[str, dict[str, list[float]]]:
-    """Collects measures by name: row -> name -> values; row "all" has the values of all rows."""
+    """Collect measures by name: row -> name -> values; row "all" has the values of all rows."""
     rows: dict[str, dict[str, list[float]]] = {"all": {}}
     for row, measures in cells:
         for name, value in measures.items():
@@ -95,7 +95,7 @@ class HeldOutQuestions:
     extract: str = "lenient"
 
     def full(self, models: Models) -> Evaluated:
-        """Measures by task, and by number of documents if there are few different numbers."""
+        """Report measures by task, and by number of documents if few different numbers occur."""
         texts = self._answer(models)
         measured = self._measure(texts)
         rows = by_row((question.task, measures) for question, measures in measured)
@@ -121,7 +121,7 @@ class HeldOutQuestions:
         return Evaluated({self.section: section}, answers)
 
     def quick(self, models: Models) -> tuple[float, dict[str, float]]:
-        """(accuracy; accuracies by task and "all", and the other means over all questions)."""
+        """Return (accuracy, numbers): accuracies by task and "all", and means of other measures."""
         measured = self._measure(self._answer(models))
         outcomes = by_row((question.task, measures) for question, measures in measured)
         accuracy, *other_measures = outcomes["all"]

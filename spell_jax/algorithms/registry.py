@@ -53,7 +53,7 @@ class AlgorithmSpec:
 
 
 def read_algorithm(section: Mapping[str, Any]) -> AlgorithmConfig:
-    """Builds the dataclass of the config's section `algorithm`; ValueError names a bad field."""
+    """Build the dataclass of the config's section `algorithm`; ValueError names a bad field."""
     name = section.get("name", "")
     if name not in ALGORITHMS:
         raise ValueError(f"algorithm.name = {name!r}: must be one of {tuple(ALGORITHMS)}")
@@ -63,7 +63,7 @@ def read_algorithm(section: Mapping[str, Any]) -> AlgorithmConfig:
 
 
 def check_inputs(config: AlgorithmConfig, data: DataConfig) -> None:
-    """Raises ValueError if the algorithm does not take the kind of data in the config."""
+    """Raise ValueError if the algorithm does not take the kind of data in the config."""
     inputs = ALGORITHMS[config.name].inputs
     if data.questions and "questions" not in inputs:
         raise ValueError(f"data.questions = {data.questions!r}: must be '', for this algorithm")
@@ -72,9 +72,7 @@ def check_inputs(config: AlgorithmConfig, data: DataConfig) -> None:
 
 
 def check_objective(config: AlgorithmConfig, loss: LossConfig) -> None:
-    """Raises ValueError if the loss needs pairs or a teacher and the algorithm has none, or the
-    reverse.
-    """
+    """Raise ValueError if the loss and the algorithm disagree on preference pairs or a teacher."""
     has_pairs, teacher = ALGORITHMS[config.name].has_pairs, ALGORITHMS[config.name].teacher
     if teacher == ("never" if loss.distillation_weight else "must"):
         requirement = "must be 0" if teacher == "never" else "must be above 0"

@@ -94,7 +94,7 @@ class RolloutWorker:
         key: jax.Array,
         other_samplers: Mapping[str, TextSampler] | None = None,
     ):
-        """`other_samplers` are the models that are not copies of the policy."""
+        """Create a worker; `other_samplers` serve models that are not copies of the policy."""
         self.sampler = text_sampler.sampler
         self._text_sampler, self._other_samplers = text_sampler, other_samplers or {}
         self._key = np.asarray(jax.random.key_data(key))
@@ -108,10 +108,9 @@ class RolloutWorker:
         between_calls: Callable[[], None] = lambda: None,
         truncated: str = "score",
     ) -> None:
-        """Starts a step with new weights and counts.
+        """Start a step with new weights and counts.
 
-        `truncated` says what replies count for that their token cap cut off, as
-        AlgorithmConfig.truncated.
+        `truncated` is AlgorithmConfig.truncated: how replies count that the token cap cut off.
 
         `models` has weights in the compute dtype by name, looked up when a session opens.
         `between_calls` is called after each dispatch of sampler calls to the device and may
@@ -126,7 +125,7 @@ class RolloutWorker:
         self.waited: defaultdict[str, float] = defaultdict(float)
 
     def end_step(self) -> None:
-        """Releases weights and KV cache: they would only take memory during the update."""
+        """Release weights and KV cache, which would only take memory during the update."""
         self._close()
         self._models, self._between_calls = {}, lambda: None
 
@@ -179,7 +178,7 @@ class RolloutWorker:
         return [results[number] for number in range(len(items))]
 
     def _answer(self, model: str, pending: deque[PendingCall]) -> Iterator[PendingCall]:
-        """Answers a model's pending calls and those added meanwhile; yields each when complete."""
+        """Answer a model's pending calls and calls added meanwhile; yield each when complete."""
         session, tokenizer = self._open(model), self._text_sampler_of(model).tokenizer
         tickets: dict[int, tuple[PendingCall, int]] = {}
         while pending or tickets:
@@ -208,7 +207,7 @@ class RolloutWorker:
     def _submit(
         self, session: Session, tokenizer: Tokenizer, new: Sequence[PendingCall]
     ) -> dict[int, tuple[PendingCall, int]]:
-        """Submits the prompts under the cap; ticket -> (call, index of the prompt in the call)."""
+        """Submit the prompts under the cap; return ticket -> (call, index of the prompt in it)."""
         config, tickets = self.sampler.config, {}
         for call in new:
             call.prompt_ids = [tokenizer.chat(prompt) for prompt in call.prompts]
@@ -232,7 +231,7 @@ class RolloutWorker:
         return self._other_samplers.get(model, self._text_sampler)
 
     def _open(self, model: str) -> Session:
-        """The session of a model; all prompts of a step share their common prefixes in it."""
+        """Return the session of a model, in which prompts of a step share common prefixes."""
         if self._session is None or self._session[0] != model:
             self._close()
             sampler = self._text_sampler_of(model).sampler

@@ -69,7 +69,7 @@ def attend(
     name: str = "auto",
     ring: bool = False,
 ) -> jax.Array:
-    """Softmax attention of packed rows on the current mesh.
+    """Compute softmax attention of packed rows on the current mesh.
 
     q is [B, T, N, H], k and v [B, T, K, H]; query head n reads key head n // (N / K). `last_query`
     is the mask, int32 [B, T] (masks.py); `index` is the row index of each token, int32 [B, T], None
@@ -112,5 +112,5 @@ def _packed(name: str, ring: bool, q, k, v, cache: Any, arrays: dict[str, jax.Ar
 
 @functools.cache  # one object per kernel, so that jit finds its compiled program again
 def packed(name: str = "auto", ring: bool = False) -> Callable[..., Any]:
-    """The policy's `Attend` for packed training rows; it uses no cache."""
+    """Return the policy's `Attend` for packed training rows; it uses no cache."""
     return functools.partial(_packed, name, ring)

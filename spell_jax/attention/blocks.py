@@ -26,8 +26,8 @@ def pad(x: jax.Array, axis: int, block: int, value: float = 0) -> jax.Array:
 def pad_inputs(inputs: Inputs, block_q: int, block_k: int) -> Inputs:
     """Pad a row to whole blocks of queries and keys.
 
-    Row indices repeat the last one, so they do not change the limits of their block. No query sees
-    a padded key. Outputs of padded queries are dropped by the caller; their d_out and delta are 0.
+    Padded row indices repeat the last one, so the limits of a block do not change. No query sees a
+    padded key. The caller drops outputs of padded queries; their d_out and delta are 0.
     """
     q, k, v, q_index, k_index, last_query = inputs
     return Inputs(
@@ -68,7 +68,7 @@ class Softmax(NamedTuple):
 
     @classmethod
     def start(cls, shape: tuple[int, ...]) -> Softmax:
-        """State for outputs of a shape [..., queries, H] before any key.
+        """Return the state for outputs of a shape [..., queries, H] before any key.
 
         The maximum starts above MASKED, so that masked scores always have weight 0.
         """
@@ -97,7 +97,7 @@ class Softmax(NamedTuple):
         return Softmax(self.out * shrink[..., None] + weighted_sum(weights), top, total)
 
     def finish(self, unseeing: float, base2: bool = False) -> tuple[jax.Array, jax.Array]:
-        """Output, and natural log-sum-exp of the scores; `unseeing` if a query saw no key."""
+        """Return output and natural log-sum-exp of the scores; `unseeing` if a query saw no key."""
         positive = jnp.maximum(self.total, 1e-30)
         log, unit = (jnp.log2, LOG2_E) if base2 else (jnp.log, 1)
         lse = (self.top + log(positive)) / unit

@@ -109,12 +109,12 @@ def _in_blocks(inputs: Inputs, block: int) -> _Blocks:
 
 
 def _live_first(live: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Column numbers of each row of bool [n, m], True ones first, and the count of True ones."""
+    """Return the column numbers of each row of bool [n, m], True first, and the count of True."""
     return jnp.argsort(~live, axis=1), jnp.sum(live, axis=1)
 
 
 def forward(inputs: Inputs, block: int = 0) -> tuple[jax.Array, jax.Array]:
-    """Compute dense.forward in blocks of `block` queries and keys; 0: of sizes that fit caches."""
+    """Compute dense.forward in blocks of `block` queries and keys; 0: sizes that fit caches."""
     row = _in_blocks(inputs, block)
     order, count = _live_first(row.live)
 

@@ -41,7 +41,7 @@ def backward(
 
 
 def _scores(inputs: Inputs) -> tuple[jax.Array, jax.Array]:
-    """Scaled float32 scores [K, R, Tq, Tk], and the mask, bool [Tq, Tk]."""
+    """Return the scaled float32 scores [K, R, Tq, Tk] and the mask, bool [Tq, Tk]."""
     q, k, _, *indices = inputs
     scores = einsum("qkrh,skh->krqs", q, k)
     return scores * q.shape[-1] ** -0.5, masks.visible(*indices)

@@ -69,9 +69,9 @@ def attend(
     k_index: jax.Array,
     last_query: jax.Array,
 ) -> jax.Array:
-    """Differentiable attention: kernel.forward, with gradients for q, k and v.
+    """Compute kernel.forward, differentiable in q, k and v.
 
-    Pass the same kernel object every time, or jit compiles the program again. Arrays are those of
+    Pass the same kernel object every time, or jit compiles the program again. Arrays are as in
     Inputs with a leading axis B, but q and the result are [B, Tq, N, H]; query head n reads key
     head n // (N / K).
     """

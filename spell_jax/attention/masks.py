@@ -19,13 +19,13 @@ MASKED = -1e30  # masked score; finite, so that differences of masked scores are
 
 
 def row_index(last_query: jax.Array) -> jax.Array:
-    """Row indices of tokens that are in order, int32 [B, T]."""
+    """Return the row indices of tokens that are in order, int32 [B, T]."""
     index = jnp.arange(last_query.shape[-1], dtype=jnp.int32)
     return jnp.broadcast_to(index, last_query.shape)
 
 
 def visible(q_index: jax.Array, k_index: jax.Array, last_query: jax.Array) -> jax.Array:
-    """Whether each query sees each key, bool [..., queries, keys].
+    """Return whether each query sees each key, bool [..., queries, keys].
 
     `q_index` (int32 [..., queries]) and `k_index` (int32 [..., keys]) are row indices.
     """

@@ -62,7 +62,7 @@ def attend(
     share: tuple[jax.Array | int, int] = (0, 1),
     kernel: str = "auto",
 ) -> tuple[jax.Array, jax.Array]:
-    """Softmax attention of rows of queries [M, T, N, H] to the pages of each row.
+    """Compute softmax attention of rows of queries [M, T, N, H] to the pages of each row.
 
     Args:
       table: pages of each row in order, int32 [M, J].

@@ -84,7 +84,7 @@ def attend(
 
 
 def fits(q: jax.Array, pages: Pages, table: jax.Array) -> bool:
-    """Whether the kernel compiles for these shapes; the interpreter takes any.
+    """Return whether the kernel compiles for these shapes; the interpreter takes any shapes.
 
     VMEM must hold two pages in q's dtype (with 4 key heads of size 128: 1024 tokens in bfloat16),
     and scalar memory the tables of two rows. XLA would copy the pool unless pages consist of whole
@@ -182,7 +182,7 @@ def _call(
 
 
 def _pools(pages: Pages, interpret) -> list[Any]:
-    """Arrays of the pool in HBM: keys, values and (int8) their scales."""
+    """Return the arrays of the pool in HBM: keys, values and (int8) their scales."""
     pools = [pages.keys, pages.values]
     if pages.key_scales is not None:
         pools += [pages.key_scales, pages.value_scales]
@@ -199,7 +199,7 @@ def _pools(pages: Pages, interpret) -> list[Any]:
 def _kernel(
     counts, origin, table, next_table, offsets, num_visible, queries, *refs, sizes, stride
 ) -> None:
-    """Kernel body, grid [cores, steps].
+    """Compute the attention of one block of queries of a row, grid [cores, steps].
 
     Shapes: queries and out [K, queries, H]; num_visible [1, queries]; lse [K, queries]; top and
     total [K, queries, 1]. `origin` is the layer and the first position of a page; `first` is the
@@ -298,11 +298,11 @@ def _add_pages(queries, buffers, page_range, visible, state) -> None:
 
 
 def _tokens(buffer, page_range, head: int, q: jax.Array) -> jax.Array:
-    """Keys or values of some pages [pages, C] as [keys, H] in q's dtype."""
+    """Return the keys or values of some pages [pages, C] as [keys, H] in q's dtype."""
     return buffer[*page_range, head].reshape(-1, q.shape[1]).astype(q.dtype)
 
 
 def _row(buffer, page_range, head: int) -> jax.Array:
-    """Scales [1, keys] of some pages [pages, C]."""
+    """Return the scales [1, keys] of some pages [pages, C]."""
     scales = buffer[*page_range, head]
     return jnp.concatenate([scales[i : i + 1] for i in range(len(scales))], axis=1)

@@ -166,7 +166,7 @@ def list_jobs(
 
 
 def _default_tile(q: jax.Array, pages: Pages) -> Tile:
-    """Tile from TILES, no larger than the queries of one row and key head."""
+    """Return the tile from TILES, no larger than the queries of one row and key head."""
     rows = q.shape[1] * q.shape[2] // pages.keys.shape[2]
     itemsize = 4 if q.dtype == jnp.float32 else pages.keys.dtype.itemsize
     tile = TILES[itemsize, max(padded_size(q.shape[-1]), 128)]
@@ -175,7 +175,7 @@ def _default_tile(q: jax.Array, pages: Pages) -> Tile:
 
 
 def _local_keys(num_visible: jax.Array, page_size: int, part: jax.Array | int, parts: int):
-    """Number of the device's own keys among the leading `num_visible` keys of a row.
+    """Count the device's own keys among the leading `num_visible` keys of a row.
 
     Of page j the device holds positions (j parts + part) C to (j parts + part + 1) C - 1.
     """
@@ -199,7 +199,7 @@ def _units(q: jax.Array, num_visible: jax.Array, kv_heads: int, size: int) -> li
 
 
 def _whole_array_spec(x: jax.Array, *head_axes: int) -> pl.BlockSpec:
-    """Block spec of a whole array, except that `head_axes` hold only the program's key head."""
+    """Return the spec of a whole array; `head_axes` hold only the program's key head."""
     axes = range(x.ndim)
     shape = tuple(None if n in head_axes else x.shape[n] for n in axes)
     return pl.BlockSpec(shape, lambda e, h: tuple(h if n in head_axes else 0 for n in axes))
@@ -272,7 +272,7 @@ def _merge_jobs(
 
 
 def _page(table, row, number, block_k: int, page_size: int) -> jax.Array:
-    """Page of a block of keys, or one page per key if the block spans several pages."""
+    """Look up the page of a block of keys, or one page per key if the block spans several."""
     if block_k <= page_size:
         return table[row, lax.div(number, page_size // block_k)]
     place = lax.iota(jnp.int32, block_k)
@@ -282,7 +282,7 @@ def _page(table, row, number, block_k: int, page_size: int) -> jax.Array:
 
 
 def _tokens(number, block_k: int, page_size: int) -> Any:
-    """Location of a block of keys in its page: a slice, or one offset per key for several pages."""
+    """Locate a block of keys in its page: a slice, or one offset per key for several pages."""
     if block_k <= page_size:
         return pl.ds(lax.rem(number, page_size // block_k) * block_k, block_k)
     place = lax.iota(jnp.int32, block_k)
@@ -306,7 +306,7 @@ def _fetch(pool, layer, page, token, size: int, padded: int, dtype) -> jax.Array
 def _job_kernel(
     block_k, page_size, size, job, layer, table, num_visible, q, keys, values, *scales_and_results
 ) -> None:
-    """Job kernel, grid [E, K].
+    """Compute the attention of one job, grid [E, K].
 
     Shapes: q [U, queries, H]; keys and values [L, Z, C, H]; scales [L, Z, C], for int8 only; out
     [queries, H]; lse [queries].
@@ -348,7 +348,7 @@ def _job_kernel(
 
 
 def _merge_kernel(span, outs, lses, out, lse) -> None:
-    """Merge kernel, grid [query pieces of a unit, K, U]: outs [E, queries, H], out [queries, H]."""
+    """Merge a unit's jobs, grid [query pieces, K, U]: outs [E, queries, H], out [queries, H]."""
     begin, end = span[0], span[1]
 
     def step(number, state):

@@ -195,7 +195,7 @@ def list_pairs(
 
 
 def _blocks_of(word):
-    """Query block and key block of a word."""
+    """Return the query block and the key block of a word."""
     return word >> (_BITS + 4), (word >> 4) & (_MOST - 1)
 
 
@@ -221,7 +221,7 @@ def _prepare(inputs: Inputs, block: tuple[int, int], by_keys: bool) -> tuple[Pai
 
 
 def _block(wanted_size: int, time: int) -> int:
-    """Smallest multiple of LANES that cuts `time` into as few blocks as `wanted_size` does."""
+    """Return the least multiple of LANES that cuts `time` into as few blocks as `wanted_size`."""
     if wanted_size <= 0 or wanted_size % LANES:
         raise ValueError(f"a block of {wanted_size} is no positive multiple of {LANES}")
     return pl.cdiv(pl.cdiv(time, pl.cdiv(time, wanted_size)), LANES) * LANES
@@ -238,7 +238,7 @@ def _pad_statistics(x: jax.Array, block: int) -> jax.Array:
 
 
 def _specs(pairs: Pairs, size: int) -> dict[str, pl.BlockSpec]:
-    """Block specs by kind of array: the part that a grid step holds in VMEM."""
+    """Return block specs by kind of array: the part that a grid step holds in VMEM."""
 
     def spec(shape, index):
         def index_map(kv_head, second, third, words):
@@ -305,7 +305,7 @@ def _call(
 
 
 def _scores(q, k, indices, masked: bool) -> jax.Array:
-    """Scaled scores [keys, queries] of two blocks, MASKED where a query does not see a key."""
+    """Score two blocks: scaled [keys, queries], MASKED where a query does not see a key."""
     scores = common.dot(k[...], q[...]) * k.shape[1] ** -0.5
     if not masked:
         return scores
@@ -323,7 +323,7 @@ def _when_live(word, step: Callable[[bool], None]) -> None:
 def _forward_kernel(
     words, q_index, k_index, last_query, q, k, v_transposed, out, lse, top, total, summed
 ) -> None:
-    """Forward, grid [K, R, pairs]: out, summed [H, queries]; lse, top, total [1, queries]."""
+    """Run forward, grid [K, R, pairs]: out, summed [H, queries]; lse, top, total [1, queries]."""
     word = words[pl.program_id(2)]
 
     @pl.when(_is_first(word))
@@ -356,7 +356,7 @@ def _forward_kernel(
 def _dq_kernel(
     words, q_index, k_index, last_query, q, k, k_transposed, v, d_out, lse, delta, dq, summed
 ) -> None:
-    """Backward kernel for dq [H, queries], grid [K, R, pairs]."""
+    """Compute dq [H, queries] of the backward pass, grid [K, R, pairs]."""
     word = words[pl.program_id(2)]
 
     @pl.when(_is_first(word))
@@ -379,7 +379,7 @@ def _dq_kernel(
 def _dkv_kernel(
     words, q_index, k_index, last_query, q, k, v, d_out, lse, delta, dk, dv, sum_k, sum_v
 ) -> None:
-    """Backward kernel for dk and dv [keys, H], grid [K, pairs, R], summed over the R heads."""
+    """Compute dk and dv [keys, H] of the backward pass, grid [K, pairs, R], summed over R heads."""
     word = words[pl.program_id(1)]
     head = pl.program_id(2)
 

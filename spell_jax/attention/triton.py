@@ -198,7 +198,7 @@ def _prepare(inputs: Inputs, tiles: Tiles | None, kernel: str) -> tuple[Tile, ja
 
 
 def padded_size(number: int) -> int:
-    """Smallest power of two that is at least `number` and SMALLEST."""
+    """Return the smallest power of two that is at least `number` and SMALLEST."""
     return max(SMALLEST, pl.next_power_of_2(number))
 
 
@@ -213,7 +213,7 @@ def _fit(tile: Tile, queries: int, keys: int) -> Tile:
 
 
 def _query_specs(tile: Tile, data: Inputs) -> dict[str, pl.BlockSpec]:
-    """Block specs by kind of array for programs on grid [R, query blocks, K].
+    """Return block specs by kind of array for programs on grid [R, query blocks, K].
 
     The R heads of a block of queries run at the same time and share the keys they read.
     """
@@ -234,7 +234,7 @@ def _query_specs(tile: Tile, data: Inputs) -> dict[str, pl.BlockSpec]:
 
 
 def _key_specs(tile: Tile, data: Inputs) -> dict[str, pl.BlockSpec]:
-    """Block specs by kind of array for programs on grid [key blocks, K]."""
+    """Return block specs by kind of array for programs on grid [key blocks, K]."""
     time, _, heads, size = data.q.shape
     return {
         "pairs": pl.BlockSpec((None, _COUNTS + time // tile.queries), lambda j, h: (j, 0)),
@@ -247,7 +247,7 @@ def _key_specs(tile: Tile, data: Inputs) -> dict[str, pl.BlockSpec]:
 
 
 def _array_specs(specs, data: Inputs, of_queries=()) -> list[tuple[pl.BlockSpec, jax.Array]]:
-    """Specs and arrays of a kernel; backward kernels also get lse, delta and d_out, unpadded."""
+    """Pair arrays of a kernel with specs; backward also gets lse, delta and d_out, unpadded."""
     q, k, v, *indices = data
     arrays = [
         *zip((specs["query_index"], specs["key_index"], specs["key_index"]), indices, strict=True),
@@ -306,7 +306,7 @@ def _walk(pairs, step: Callable[..., Any], state: Any, repeats: int = 1) -> Any:
 
 
 def _forward_kernel(block_k, scale, pairs, q_index, k_index, last_query, q, k, v, out, lse) -> None:
-    """Forward, grid [R, query blocks, K]: q, out [queries, H]; k, v [Tk, H]; lse [queries]."""
+    """Run forward, grid [R, query blocks, K]: q, out [queries, H]; k, v [Tk, H]; lse [queries]."""
     queries, query = q[...], q_index[...][:, None]
 
     def step(masked: bool, n, state: blocks.Softmax):
@@ -326,7 +326,7 @@ def _forward_kernel(block_k, scale, pairs, q_index, k_index, last_query, q, k, v
 def _dq_kernel(
     block_k, scale, pairs, q_index, k_index, last_query, q, k, v, lse, delta, d_out, dq
 ) -> None:
-    """Backward kernel for dq, grid and shapes as forward; d_out [queries, H]; delta [queries]."""
+    """Compute dq (backward), grid and shapes as forward; d_out [queries, H]; delta [queries]."""
     queries, query = q[...], q_index[...][:, None]
     lse2, own_delta, d_outs = lse[...][:, None] * blocks.LOG2_E, delta[...][:, None], d_out[...]
 
@@ -347,7 +347,7 @@ def _dq_kernel(
 def _dkv_kernel(
     block_q, scale, pairs, q_index, k_index, last_query, q, k, v, lse, delta, d_out, dk, dv
 ) -> None:
-    """Backward kernel for dk and dv, grid [key blocks, K].
+    """Compute dk and dv of the backward pass, grid [key blocks, K].
 
     Shapes: k, v, dk and dv [keys, H]; q and d_out [Tq, R, H]; lse and delta [R, Tq]. Scores are
     transposed, [keys, queries], as the products for dk and dv need them.

@@ -120,7 +120,7 @@ class DataConfig:
     tiny: TinyConfig = TinyConfig()
 
     def check(self) -> None:
-        """Checks the section; ValueError names the field, its value and the remedy.
+        """Check the section. A ValueError names the field, its value and the remedy.
 
         A default DataConfig names no data, so this is no __post_init__.
         """
@@ -168,9 +168,9 @@ class DataConfig:
 def open_clusters(
     data: DataConfig, seed: int, count_tokens: Callable[[str], int], prompt_cap: int = 0
 ) -> tuple[clusters.ClusterSource, clusters.ClusterSource]:
-    """The clusters to train on and the held-out ones. Hosts share the reading of a built source.
+    """Return the training and the held-out clusters. Hosts share the reading of a built source.
 
-    With a `prompt_cap`, in tokens, warns if the documents of some clusters are longer together.
+    With a `prompt_cap` (tokens), warn if the documents of some clusters together exceed the cap.
     """
     if data.source in GENERATED:
         make: Callable[..., Any] = GENERATED[data.source][0]
@@ -200,7 +200,7 @@ _SAMPLED = 12  # clusters whose tokens are counted at the start
 def _warn_of_misfit(
     source: clusters.ClusterSource, count_tokens: Callable[[str], int], prompt_cap: int
 ) -> None:
-    """Warns if some of _SAMPLED clusters have documents that cannot be in one prompt together."""
+    """Warn if the documents of some of the _SAMPLED clusters together do not fit one prompt."""
     names = sorted(source.tasks)
     sampled = source.read(names[:: max(1, len(names) // _SAMPLED)][:_SAMPLED])
     sizes = [sum(map(count_tokens, cluster.documents)) for cluster in sampled]

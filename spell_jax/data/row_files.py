@@ -46,7 +46,7 @@ _SEPARATOR = re.compile(r"[ \t\n\r]*([,\]])[ \t\n\r]*")
 
 
 def kind_of(name: str) -> FileKind | None:
-    """Kind of a file by its name, in any case; None if its suffix is not one of `KINDS`."""
+    """Return a file's kind by its name, ignoring case; None if the suffix is not in `KINDS`."""
     return next((kind for end, kind in KINDS.items() if name.lower().endswith(end)), None)
 
 
@@ -59,8 +59,8 @@ def read(
     read piece by piece. The first rows of an incomplete file can therefore be read. A row of JSON
     may be any JSON value.
 
-    Raises ValueError or OSError if the file is damaged, or has more than `largest` bytes of text,
-    where a line counts as LINE_COST or more, or a line of more than LONGEST_LINE bytes;
+    Raises ValueError or OSError if the file is damaged, the text has more than `largest` bytes (a
+    line counts as LINE_COST or more), or a line has more than LONGEST_LINE bytes. Raises
     RecursionError if JSON is too deep.
     """
     try:
@@ -157,7 +157,7 @@ def rows_at_a_time(metadata: Any, limit: int, size: int) -> int:
 
 
 def _class_names(metadata: dict[bytes, bytes]) -> dict[str, list[str]]:
-    """Column -> names of its classes, from the metadata that the library `datasets` writes."""
+    """Map a column to the names of its classes, from the metadata of the library `datasets`."""
     try:
         features = json.loads(metadata.get(b"huggingface", b"{}"))["info"]["features"]
         kinds = {c: f for c, f in features.items() if f.get("_type") == "ClassLabel"}

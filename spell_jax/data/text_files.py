@@ -21,10 +21,10 @@ class Unusable(Exception):
 
 
 def decode(data: bytes) -> str:
-    """Decodes UTF-8, with or without a byte order mark, or UTF-16 with one; line ends become LF.
+    """Decode UTF-8 (byte order mark optional) or UTF-16 (mark required); line ends become LF.
 
-    Raises Unusable: "binary" if the text has NUL characters, or bytes that are no UTF-8 have NUL
-    bytes; "not UTF-8" for other bytes.
+    Raises Unusable: "binary" if the text has NUL characters, or if bytes that are not UTF-8 include
+    NUL bytes; "not UTF-8" for other bytes.
     """
     utf16 = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     try:

@@ -38,7 +38,7 @@ MakePrompt = Callable[[Record, Prompts], str]
 
 
 def run(flag_values: Any) -> None:
-    """Answers the requests of --prompts and writes --out; all processes call it together.
+    """Answer the requests of --prompts and write --out; all processes call this together.
 
     Raises UsageError if the flags name no policy, FileNotFoundError or ValueError if a file is
     missing or damaged, or a flag is out of range.
@@ -54,7 +54,7 @@ def run(flag_values: Any) -> None:
 
 
 def load(flag_values: Any) -> tuple[Policy, Prompts, Record]:
-    """Returns the policy, the wording of its prompts and the sampling options; errors as `run`."""
+    """Return the policy, the wording of its prompts and the sampling options; errors as `run`."""
     workdir = paths.open_folder(flag_values.workdir) if flag_values.workdir else None
     folder = flag_values.policy or (workdir and workdir / "policy")
     if not folder:
@@ -71,7 +71,7 @@ def load(flag_values: Any) -> tuple[Policy, Prompts, Record]:
 
 
 def write(flag_values: Any, results: Sequence[Record]) -> None:
-    """Writes the lines of --out; only process 0 does."""
+    """Write the lines of --out on process 0; do nothing on other processes."""
     if jax.process_index() == 0:
         write_records(pathlib.Path(flag_values.out), results)
 
@@ -92,7 +92,7 @@ def find_field(workdir: epath.Path | None, name: str, default: str) -> str:
 
 
 def make_prompt(record: Record, prompts: Prompts) -> str:
-    """Makes the prompt of one request; a bad or missing field is a ValueError that names it."""
+    """Make the prompt of a request; raise a ValueError that names a bad or missing field."""
     if "prompt" in record:
         return _text(record, "prompt")
     role = record.get("role")
@@ -123,7 +123,7 @@ def _text(record: Record, name: str) -> str:
 def read_requests(
     path: str | pathlib.Path, prompts: Prompts, make: MakePrompt = make_prompt
 ) -> tuple[list[Record], list[str]]:
-    """Returns the requests of a JSONL file and their prompts; bad lines are logged and skipped.
+    """Return the requests of a JSONL file and their prompts; log and skip bad lines.
 
     Raises FileNotFoundError if there is no file, ValueError if no line is a request.
     """
@@ -187,7 +187,7 @@ def describe(
     tokenizer: Tokenizer,
     extract: str = "lenient",
 ) -> Record:
-    """Return the output's line of one request: its fields, its answers and what they parse to.
+    """Return the output line of one request: its fields, the answers and the parsed answers.
 
     If the chat layout opened a thought, every answer begins with the start of this thought.
     """

@@ -108,7 +108,7 @@ def check_flags(flag_values: flags.FlagValues) -> None:
 
 
 def from_flags(flag_values: Any) -> HarnessConfig:
-    """Makes the config from the flags of spell_jax/evaluate.py; UsageError, ValueError."""
+    """Make the config from flags of spell_jax/evaluate.py; may raise UsageError or ValueError."""
     return HarnessConfig(
         policy_folder(flag_values),
         tuple(flag_values.lm_eval),
@@ -127,11 +127,11 @@ def from_flags(flag_values: Any) -> HarnessConfig:
 def run(
     config: HarnessConfig, out: str | os.PathLike[str], sizes: SamplerConfig = SIZES
 ) -> dict[str, Any]:
-    """Evaluates a policy and returns the content of OUT/lm_eval.json; all processes call it.
+    """Evaluate a policy and return the content of OUT/lm_eval.json; all processes call this.
 
-    Every process loads the tasks; only process 0 writes. ImportError without the package lm_eval;
-    ValueError if a task does not exist, cannot be loaded, or does not fit the policy, or if `out`
-    holds another evaluation.
+    Every process loads the tasks; only process 0 writes. Raises ImportError without the package
+    lm_eval. Raises ValueError if a task does not exist, cannot be loaded, or does not fit the
+    policy, or if `out` holds another evaluation.
     """
     _check_installed()
     for name in OFFLINE:
@@ -171,7 +171,7 @@ def run(
 
 
 def table(results: dict[str, Any]) -> str:
-    """The harness's own table of the tasks, and that of groups if there are any."""
+    """Format the harness's own table of the tasks, and of the groups if there are any."""
     from lm_eval.utils import make_table
 
     columns = [column for column in ("results", "groups") if column in results]
@@ -184,7 +184,7 @@ def _check_installed() -> None:
 
 
 def _load_tasks(config: HarnessConfig) -> Any:
-    """Tasks and groups by name, with the number of examples and the seed of the evaluation."""
+    """Load tasks and groups by name, with the evaluation's number of examples and seed."""
     from lm_eval.tasks import TaskManager
 
     manager = TaskManager(include_path=str(remote.fetch(config.folder)) if config.folder else None)
@@ -242,7 +242,7 @@ def _check_tasks(config: HarnessConfig, policy: Policy, tasks: dict[str, Any]) -
 
 
 def _write(results: Any, description: dict[str, Any], out: pathlib.Path) -> dict[str, Any]:
-    """Writes the results, and a row for each question; returns the results."""
+    """Write the results, and a row for each question; return the results."""
     from lm_eval.utils import handle_non_serializable
 
     full = {"config": description, "lm_eval": importlib.metadata.version("lm_eval"), **results}

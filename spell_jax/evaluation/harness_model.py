@@ -44,8 +44,8 @@ _NEUTRAL = {"num_beams": 1, "repetition_penalty": 1.0}  # options with values th
 def read_options(kwargs: Mapping[str, Any], eos: str = "") -> Options:
     """Read sampling options from a task's generation_kwargs; greedy unless the task samples.
 
-    `eos` also ends an answer. ValueError if there is an option that the sampler does not have, or
-    one out of range.
+    `eos` also ends an answer. Raises ValueError if the sampler does not have an option, or an
+    option is out of range.
     """
     values: dict[str, Any] = {**normalize_gen_kwargs(dict(kwargs), _GENERATED)}
     for name, value in values.items():
@@ -69,7 +69,7 @@ class PolicyLM(TemplateLM):
         """Wrap a policy; `seed` is the seed of sampling.
 
         With `thinking`, or after a prompt that ends with `<think>`, the policy thinks first: a
-        task's stop strings do not end the thought, and the answer is the text after the last
+        task's stop strings do not end the thought. The answer is the text after the last
         `</think>`, or "" if the thought is unfinished.
         """
         super().__init__()
@@ -125,7 +125,7 @@ class PolicyLM(TemplateLM):
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """Log-likelihoods of texts, in windows of the context, each token after at least one."""
+        """Return log-likelihoods of texts, in context windows, each token after at least one."""
         windows, owners = [], []
         for index, request in enumerate(requests):
             (text,) = request.args

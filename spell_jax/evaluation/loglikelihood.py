@@ -36,11 +36,11 @@ _LOGITS = 2**26  # most float32 logits of a slice of the head, 256 MiB
 
 
 def score(policy: Policy, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
-    """Sum of an answer's logprobs at temperature 1, and whether each token is the likeliest one.
+    """Return each answer's summed logprob at temperature 1, and whether all tokens are likeliest.
 
     All processes must call this with the same arguments. Prompts and answers have at least one
     token; together they may have one token more than the policy's context, because the last token
-    predicts nothing. FloatingPointError if the policy's logits are not finite.
+    predicts nothing. Raises FloatingPointError if the policy's logits are not finite.
     """
     mesh = meshes.make_mesh()
     totals, greedy = np.zeros(len(pairs)), np.ones(len(pairs), bool)
@@ -67,7 +67,7 @@ def score(policy: Policy, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
 def _batches(
     pairs: Sequence[Pair], token_budget: int, row_multiple: int
 ) -> Iterator[list[MicroBatch]]:
-    """Micro-batches of all pairs, by class of length; the ids of answers are indices of pairs."""
+    """Yield micro-batches of all pairs, by class of length; answer ids are indices of pairs."""
     by_prompt: dict[tuple[int, ...], list[int]] = {}
     for index, (prompt, _) in enumerate(pairs):
         by_prompt.setdefault(prompt, []).append(index)
@@ -98,7 +98,7 @@ def _compile(config: PolicyConfig, mesh: jax.sharding.Mesh) -> Callable[..., jax
 def _score(
     config: PolicyConfig, params: transformer.Params, batch: MicroBatch
 ) -> tuple[jax.Array, jax.Array]:
-    """Logprobs of answer tokens, float32 [B, A], and whether each is the likeliest, bool [B, A]."""
+    """Return answer tokens' logprobs, float32, and whether each is likeliest, bool; both [B, A]."""
     hidden, *_ = transformer.hidden_states(
         config,
         params,

@@ -47,7 +47,7 @@ def check_installed() -> None:
 
 @functools.lru_cache(maxsize=100_000)
 def equal(prediction: str, reference: str) -> bool:
-    """Whether two answers are equal; False if either cannot be parsed in time.
+    """Return whether two answers are equal; False if either cannot be parsed in time.
 
     Answers are LaTeX without dollar signs, or plain numbers; any string is accepted. Results are
     cached, because samples often repeat an answer. Raises ImportError without Math-Verify, and
@@ -122,7 +122,7 @@ def _ask(prediction: str, reference: str) -> bool:
 
 
 def _take() -> _Worker:
-    """An idle worker that is still alive, else a new one."""
+    """Take an idle worker that is still alive, else start a new one."""
     while True:
         try:
             worker = _idle.get_nowait()
@@ -134,13 +134,13 @@ def _take() -> _Worker:
 
 @atexit.register
 def end_workers() -> None:
-    """Kill the idle workers; the next pair starts a new one."""
+    """Kill the idle workers; the next pair starts a new worker."""
     while not _idle.empty():
         _idle.get().end()
 
 
 def _work() -> None:
-    """Main loop of a worker: a line when it is ready, then true or false for each line of input."""
+    """Run a worker's main loop: print a line when ready, then true or false per line of input."""
     import resource
     import signal
 

@@ -43,8 +43,8 @@ class Policy:
         """Read the architecture and the tokenizer of a policy, and only the headers of the weights.
 
         `folder` is as in model.find_folder, `thinking` as in tokenizer.load, `rope_scaling` and
-        `rope_factor` as in model.ModelConfig. Raises as these functions, weights.check and
-        weights.read_config_and_tokenizer.
+        `rope_factor` as in model.ModelConfig. Raises the errors of these functions, of
+        weights.check and of weights.read_config_and_tokenizer.
         """
         self.folder = find_folder(str(folder), "policy")
         self.config, self.tokenizer = weights.read_config_and_tokenizer(self.folder, thinking)
@@ -56,11 +56,11 @@ class Policy:
         self._params: transformer.Params | None = None
 
     def fingerprint(self) -> str:
-        """Hash that identifies the weights in the folder; process 0 reads and broadcasts it."""
+        """Return a hash that identifies the folder's weights; process 0 reads and broadcasts it."""
         return distributed.broadcast(lambda: hashes.fingerprint(epath.Path(self.folder)))
 
     def load(self, mesh: jax.sharding.Mesh) -> transformer.Params:
-        """Weights on the mesh; loaded at the first call."""
+        """Return the weights on the mesh; the first call loads them."""
         if self._params is None:
             _, self._params = weights.load(self.folder, mesh, self._dtype)
         return self._params
@@ -79,7 +79,7 @@ class Policy:
         """Sample G = `group` answers to each prompt, token ids int32 [P].
 
         `keys` is the key data of each prompt, uint32 [prompts, 2]; the sampler folds in the sample
-        and token indices. `prompt_indices` are those of the prompts to answer; None answers all.
+        and token indices. Only the prompts at `prompt_indices` are answered; None answers all.
         The compiled shapes follow from all prompts, so that an answer does not depend on
         `prompt_indices`. Yields (index of the prompt, its G samples), in order of completion.
         Raises ValueError if the longest prompt and answer exceed the policy's context.
@@ -138,7 +138,7 @@ class Policy:
         self.release()
 
     def fit(self, prompts: Sequence[str], max_tokens: int) -> tuple[list[np.ndarray], list[int]]:
-        """Token ids, int32 [P], and indices of the prompts that leave room for `max_tokens`."""
+        """Return token ids, int32 [P], and indices of prompts that leave room for `max_tokens`."""
         room = self.config.max_positions - max_tokens
         ids = enumerate(np.array(self.tokenizer.chat(prompt), np.int32) for prompt in prompts)
         fitting = {place: prompt_ids for place, prompt_ids in ids if len(prompt_ids) <= room}

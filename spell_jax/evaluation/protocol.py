@@ -34,7 +34,7 @@ def truncate(ids: np.ndarray, limit: int) -> np.ndarray:
 
 
 def best_of(scores: Sequence[float], k: int) -> float:
-    """Best of k scores, averaged over all choices of k scores without replacement.
+    """Return the best of k scores, averaged over all choices of k scores without replacement.
 
     If c of n scores are 1 and the others 0, this is Eq. 11: 1 - C(n - c, k) / C(n, k). Raises
     ValueError unless 1 <= k <= n.
@@ -55,13 +55,13 @@ class Estimate:
     resampled: np.ndarray  # means over bootstrap samples, float [bootstrap.SAMPLES]
 
     def record(self) -> dict[str, float]:
-        """The mean and its 95 % interval, as {"mean", "low", "high"}."""
+        """Return the mean and its 95 % interval, as {"mean", "low", "high"}."""
         low, high = bootstrap.interval(self.resampled)
         return {"mean": self.value, "low": low, "high": high}
 
 
 def estimate(values: Sequence[float], name: str, seed: int) -> Estimate:
-    """Mean of one value per question, at least one, with its bootstrap distribution.
+    """Estimate the mean of one value per question, at least one, with a bootstrap distribution.
 
     The bootstrap is seeded by the seed and the benchmark's name: every run resamples the same
     questions, so that the intervals of two policies differ by their answers alone.
@@ -73,13 +73,13 @@ def estimate(values: Sequence[float], name: str, seed: int) -> Estimate:
 
 
 def mean(estimates: Collection[Estimate]) -> Estimate:
-    """Unweighted mean of independent estimates, at least one."""
+    """Return the unweighted mean of independent estimates, at least one."""
     value = math.fsum(term.value for term in estimates) / len(estimates)
     return Estimate(value, np.mean([term.resampled for term in estimates], axis=0))
 
 
 def columns(names: Iterable[str], shared: Columns) -> dict[str, Sequence[str]]:
-    """Column title or benchmark name -> names of its benchmarks.
+    """Map each column title or benchmark name to the names of its benchmarks.
 
     A shared column is used only if all its benchmarks are present, at the position of the first.
     """
@@ -183,7 +183,7 @@ def _finals(group: Sequence[Mapping[str, Any]]) -> list[float]:
 def _parts(
     groups: Sequence[Sequence[Mapping[str, Any]]], samples: int, name: str, seed: int
 ) -> list[dict[str, Any]]:
-    """Means over the questions with equal breakdown fields ("by")."""
+    """Compute means over the questions with equal breakdown fields ("by")."""
     scores: dict[tuple[Any, ...], list[list[float]]] = {}
     for group in groups:
         if "by" in group[0]:
@@ -200,7 +200,7 @@ def _parts(
 
 
 def _counts(groups: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
-    """Further statistics of a benchmark: counts, and means over its samples."""
+    """Return further statistics of a benchmark: counts, and means over its samples."""
     rows = [row for group in groups for row in group]
 
     def share(values: Iterable[float]) -> float:

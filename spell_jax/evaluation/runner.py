@@ -85,7 +85,7 @@ class EvaluationConfig:
 
 
 def from_flags(flag_values: Any) -> EvaluationConfig:
-    """Makes the config from the flags of spell_jax/evaluate.py.
+    """Make the config from the flags of spell_jax/evaluate.py.
 
     Raises UsageError if not exactly one flag names the policy, or --max_input has no numbers;
     ValueError if a flag is out of range.
@@ -116,7 +116,7 @@ def from_flags(flag_values: Any) -> EvaluationConfig:
 
 
 def policy_folder(flag_values: Any) -> str:
-    """Folder named by --policy or --workdir; UsageError unless exactly one of them is given."""
+    """Return the folder named by --policy or --workdir; UsageError unless exactly one is given."""
     if bool(flag_values.workdir) == bool(flag_values.policy):
         raise app.UsageError("--workdir or --policy: exactly one of them must name the policy")
     folder = flag_values.policy or paths.open_folder(flag_values.workdir) / "policy"
@@ -132,10 +132,10 @@ def run(
     compare: Sequence[str | os.PathLike[str]] = (),
     columns: protocol.Columns = registry.COLUMNS,
 ) -> dict[str, Any]:
-    """Evaluates a policy and returns the content of summary.json; all processes call it together.
+    """Evaluate a policy and return the content of summary.json; all processes call this together.
 
     `out` is a local output folder, made if missing; only process 0 reads and writes there. `name`
-    is that of the policy in the table. `judge` sees answers with a rule score below 1; None uses
+    is the policy's name in the table. `judge` sees answers with a rule score below 1; None uses
     the rule alone. `compare` are output folders of other evaluations, whose rows are added to the
     table. `columns` are the columns of the table that several benchmarks share.
 

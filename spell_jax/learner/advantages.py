@@ -21,12 +21,12 @@ Array = Any  # numpy on the host, jax under jit
 
 
 def group_advantages(rewards: ArrayLike | jax.Array, *, divide_by_deviation: bool = True) -> Array:
-    """Group-normalized advantages [..., G] of responder and verifier rewards [..., G] (Eq. 8).
+    """Normalize responder and verifier rewards [..., G] per group to advantages [..., G] (Eq. 8).
 
-    An advantage is the reward's distance from the group's mean, in sample deviations (ddof 1) plus
-    1e-6; without `divide_by_deviation`, the distance alone. Equal rewards have advantage exactly 0.
-    A group of one has no statistics: its mean counts as 0 and its deviation as 1. Advantages are
-    float32. ValueError if the rewards are a scalar, or a reward on the host is not finite.
+    An advantage is (reward - group mean) / (sample deviation, ddof 1, + 1e-6); without
+    `divide_by_deviation`, the difference alone. Equal rewards have advantage exactly 0. A group of
+    one has no statistics: its mean counts as 0 and its deviation as 1. Advantages are float32.
+    Raises ValueError if the rewards are a scalar, or a reward on the host is not finite.
     """
     xp, values = _as_array(rewards)
     message = "rewards: a scalar; its last axis must be the group"
@@ -46,12 +46,12 @@ def group_advantages(rewards: ArrayLike | jax.Array, *, divide_by_deviation: boo
 def questioner_advantages(
     rewards: ArrayLike | jax.Array, tasks: Sequence[str] | None = None
 ) -> Array:
-    """Advantages [B] of questioner rewards [B], normalized over the batch (Eq. 9) or per task.
+    """Normalize questioner rewards [B] over the batch (Eq. 9) or per task to advantages [B].
 
     With `tasks`, a name per row, each task is normalized by its own rows, so that a hard task is
     not punished for being hard. A task with a single row is normalized by the whole batch. A batch
-    of one row has advantage 0. Advantages are float32; `tasks` is static under jit. ValueError if
-    rewards are not a vector as long as `tasks`, or a reward on the host is not finite.
+    of one row has advantage 0. Advantages are float32; `tasks` is static under jit. Raises
+    ValueError if rewards are not a vector as long as `tasks`, or one on the host is not finite.
     """
     xp, values = _as_array(rewards)
     rows = len(tasks) if tasks is not None else values.size
@@ -69,7 +69,7 @@ def questioner_advantages(
 
 
 def _as_array(rewards: ArrayLike | jax.Array) -> tuple[Any, Array]:
-    """Array module for the rewards (numpy or jax.numpy), and the rewards as its array."""
+    """Return the rewards' array module (numpy or jax.numpy) and the rewards as its array."""
     if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(rewards)):
         return jnp, jnp.asarray(rewards, jnp.float32)
     check_finite(rewards, "rewards")

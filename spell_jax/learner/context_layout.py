@@ -13,9 +13,9 @@ import numpy as np
 
 
 def order(is_answer: np.ndarray, used: int, devices: int) -> np.ndarray:
-    """Token at each place of a row, int32 [T], with the devices' equal shares in device order.
+    """Return the token at each place of a row, int32 [T]: equal shares in device order.
 
-    `is_answer` is bool [T], and T a multiple of `devices` (n). Tokens after `used` are padding.
+    `is_answer` is bool [T]; T is a multiple of `devices` (n). Tokens after `used` are padding.
     """
     share = len(is_answer) // devices
     prompt = np.flatnonzero(~is_answer[:used])

@@ -60,7 +60,7 @@ class Learner:
     # ------------------------------------------------------------------------------------ Weights
 
     def init(self, source: transformer.Params | jax.Array) -> TrainState:
-        """Training state for given weights, or for random ones from a key.
+        """Make the training state from given weights, or from random weights of a key.
 
         Arrays on devices are donated, so that a large policy exists once. If the policy has
         adapters, the weights are its frozen base, and the adapters start as no change.
@@ -76,15 +76,15 @@ class Learner:
         return self.fns.init(trained)
 
     def freeze(self, params: transformer.Params) -> None:
-        """Stores the weights that are not trained, for a policy with adapters."""
+        """Store the weights that are not trained, for a policy with adapters."""
         self.frozen = self.fns.cast(jax.device_put(params, self.fns.frozen_shardings))
 
     def cast(self, params: transformer.Params) -> transformer.Params:
-        """The whole policy in the compute dtype, as the sampler uses it, from trained weights."""
+        """Return the whole policy in the compute dtype, for the sampler, from trained weights."""
         return lora.join(self.fns.cast(params), self.frozen)
 
     def export(self, params: transformer.Params) -> tuple[PolicyConfig, transformer.Params]:
-        """(architecture, weights) of the policy with its adapters merged."""
+        """Return (architecture, weights) of the policy with its adapters merged."""
         return lora.merge(self.policy, lora.join(params, self.frozen))
 
     # -------------------------------------------------------------------------------- Micro-batches
@@ -92,7 +92,7 @@ class Learner:
     def pack(
         self, groups: Sequence[packing.TrainGroup], layout: packing.PackingConfig | None = None
     ) -> tuple[list[packing.MicroBatch], list[packing.TrainGroup], int]:
-        """Packs weighed groups; returns (batches, groups as split, answers that fit no row).
+        """Pack weighed groups; return (batches, groups as split, count of answers without a row).
 
         `layout` replaces the learner's own.
         """
@@ -121,7 +121,7 @@ class Learner:
         return meshes.device_put(batch, jax.tree.map(lambda _: sharding, batch))
 
     def empty_batch(self, bucket: packing.Bucket) -> packing.MicroBatch:
-        """Padding only, with the shape and sharding of the bucket's micro-batches."""
+        """Make a micro-batch of padding with the shape and sharding of the bucket's batches."""
         rows = shapes.row_count(bucket, self.packing.token_budget, meshes.row_shards(self.mesh))
         batch = packing.empty_micro_batch(bucket, rows, self.no_experts)
         return jax.device_put(batch, meshes.by_rows_and_time(self.mesh))
@@ -134,7 +134,7 @@ class Learner:
         groups: Sequence[packing.TrainGroup],
         reference: transformer.Params | None = None,
     ) -> tuple[TrainState, dict[str, float]]:
-        """One optimizer step on all groups; see `start` and `Update.finish`."""
+        """Take one optimizer step on all groups; see `start` and `Update.finish`."""
         state, (numbers,) = self.start(state, groups, reference).finish()
         return state, numbers
 
@@ -145,12 +145,12 @@ class Learner:
         reference: transformer.Params | None = None,
         minibatches: int = 1,
     ) -> Update:
-        """Starts an update that runs micro-batch by micro-batch, between other device programs.
+        """Start an update that runs micro-batch by micro-batch, between other device programs.
 
         The state is donated when the update finishes; without groups it stays unchanged. Groups are
         split among `minibatches` optimizer steps. With loss.old_logprobs = "recompute" or
-        "reference" a forward pass over all groups runs first. ValueError if the loss needs old
-        logprobs or the reference model's weights (LossConfig.needs_reference) and they are missing.
+        "reference" a forward pass over all groups runs first. Raises ValueError if old logprobs or
+        the reference model's weights (LossConfig.needs_reference) are needed and missing.
         """
         if self.loss.needs_reference != (reference is not None):
             raise ValueError(
@@ -181,13 +181,13 @@ class Learner:
     def recompute(
         self, state: TrainState, groups: Sequence[packing.TrainGroup]
     ) -> list[packing.TrainGroup]:
-        """The groups with the state's logprobs; NaN for answers that fit no row."""
+        """Return the groups with the state's logprobs; NaN for answers that fit no row."""
         return self._score(state.params, groups, groups)
 
     def score_reference(
         self, reference: transformer.Params, groups: Sequence[packing.TrainGroup]
     ) -> list[packing.TrainGroup]:
-        """The groups with the reference's logprobs, each after its own reference_prompt."""
+        """Return the groups with the reference's logprobs, each after its reference_prompt."""
         segments = [part for group in groups for part in group.segments]
         read = old_logprobs.as_reference_reads(groups)
         return old_logprobs.join_segments(groups, self._score(reference, read, segments))
@@ -198,7 +198,7 @@ class Learner:
         read: Sequence[packing.TrainGroup],
         groups: Sequence[packing.TrainGroup],
     ) -> list[packing.TrainGroup]:
-        """`groups` with the logprobs of their answers in `read`, under trained weights."""
+        """Return `groups` with the logprobs of their answers in `read`, under trained weights."""
         batches, *_ = self.pack(old_logprobs.with_ids(read))
         with self.on_mesh():
             cast = self.fns.cast(params) if batches else {}
@@ -223,7 +223,7 @@ class Learner:
                 carry = self.accumulate(params, carry, batch, kl_reference)
 
     def accumulate(self, params: Any, carry: Any, batch: packing.MicroBatch, reference: Any) -> Any:
-        """The carry with a placed micro-batch's gradient and sums; see update.accumulate."""
+        """Add a placed micro-batch's gradient and sums to the carry; see update.accumulate."""
         with self.programs.counted("accumulate", batch.tokens.shape, batch.target.shape[1]):
             return self.fns.accumulate(params, self.frozen, carry, batch, reference)
 
@@ -232,7 +232,7 @@ class Learner:
             return self.fns.logprobs(params, self.frozen, batch)
 
     def lower(self, state: TrainState, bucket: packing.Bucket) -> jax.stages.Lowered:
-        """The lowered program of a bucket's micro-batches, for inspection; nothing runs."""
+        """Lower the program of a bucket's micro-batches, for inspection; nothing runs."""
         batch = self.empty_batch(bucket)
         with self.on_mesh():
             params, carry = self.fns.cast(state.params), self.fns.empty_carry()
@@ -278,7 +278,7 @@ class Update:
         self._reference = None if reference is None else self._learner.cast(reference)
 
     def advance(self) -> None:
-        """Dispatches the current step's next micro-batch, if any; does not wait for the device."""
+        """Dispatch the current step's next micro-batch, if any; do not wait for the device."""
         if self._next == len(self._batches):
             return
         with self._learner.on_mesh():
@@ -290,11 +290,11 @@ class Update:
         return learner.accumulate(self._params, carry, learner.place(batch), self._reference)
 
     def finish(self) -> tuple[TrainState, list[dict[str, float]]]:
-        """Runs the rest; returns the new state and each step's numbers (docs/metrics.md, train/).
+        """Run the rest; return the new state and each step's numbers (docs/metrics.md, train/).
 
         A step whose loss or gradient norm is not finite leaves weights, moments and step count
         unchanged, to the bit; its "skipped_update" is 1. Empty steps do not end a series of skipped
-        ones. NonFinite is raised at the optimizer.max_skipped-th skipped update in a row, counted
+        steps. Raises NonFinite at the optimizer.max_skipped-th skipped update in a row, counted
         over resumed runs too.
         """
         numbers = [self._finish_step() | self._difference]
@@ -336,7 +336,7 @@ class Update:
         }
 
     def _explain(self) -> non_finite.NonFinite:
-        """Finds the non-finite groups and tensors, by running parts of the update again."""
+        """Find the non-finite groups and tensors, by running parts of the update again."""
         learner = self._learner
         # All groups fit the update's longest rows: the search compiles nothing.
         longest = max(self._batches, key=lambda batch: batch.tokens.shape[1])

@@ -39,7 +39,7 @@ def score_tokens(
     numbers_at_once: int | None = None,
     cutoff: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Logprobs [B, A] and entropies in nats [B, A] of answer tokens, both float32.
+    """Return logprobs [B, A] and entropies in nats [B, A] of answer tokens, both float32.
 
     Ids without a token (config.unused_ids) have probability 0, and no gradient.
 
@@ -52,9 +52,9 @@ def score_tokens(
         weights and of their gradient. A slice has at least 128 rows of the table. None: 2**26
         (256 MiB); on a CPU 2**20, whose slices stay in its cache (1,024 answers, V = 8,192,
         D = 512, forward and backward, 2 cores: 210 ms instead of 428 ms).
-      cutoff: the tokens over which logprobs and entropies are normalized, float32 [B, A]: the
-        answer token, and all tokens with a logit over the temperature, less the mean over all
-        tokens, above the cut-off. None: the full vocabulary (spec section 9).
+      cutoff: lower bound, float32 [B, A], for the tokens over which logprobs and entropies are
+        normalized: the answer token, and all tokens with (logit - mean logit) / temperature above
+        the bound. None: the full vocabulary (spec section 9).
     """
     chex.assert_equal_shape([source, target])
     chex.assert_rank([hidden, source], [3, 2])
@@ -96,7 +96,7 @@ def _lay_out(
 
 
 def _slice_size(rows: int, widest: int, numbers_at_once: int) -> int:
-    """Rows of a slice: all, or a multiple of 128; as few equal slices as the bound allows."""
+    """Return rows per slice: all, or a multiple of 128; fewest equal slices within the bound."""
     max_rows = max(numbers_at_once // widest // _LANES, 1) * _LANES
     if rows <= max_rows:
         return rows
@@ -105,7 +105,7 @@ def _slice_size(rows: int, widest: int, numbers_at_once: int) -> int:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _pick(hidden: jax.Array, source: jax.Array, layout: _Layout) -> jax.Array:
-    """Hidden states [B, A, D] of answer tokens from [B, T, D], on the device that scores them."""
+    """Pick hidden states [B, A, D] of answer tokens from [B, T, D], on their scoring device."""
     return _pick_forward(hidden, source, layout)[0]
 
 
@@ -127,9 +127,9 @@ _pick.defvjp(_pick_forward, _pick_backward)
 
 
 def _slots(source, time: int, layout: _Layout):
-    """Local index of each answer token's hidden state, int32 [B, A]; `time` if on another device.
+    """Return local indices of answer tokens' hidden states, int32 [B, A]; `time` if not local.
 
-    Covers answer tokens scored by other `context` devices too.
+    Answer tokens that other `context` devices score are included.
     """
     if layout.dealt == 1:
         return source
@@ -139,7 +139,7 @@ def _slots(source, time: int, layout: _Layout):
 
 
 def _pick_on_device(hidden, source, *, layout: _Layout):
-    """One device's hidden states: all devices contribute theirs, or zeros; the sum is scattered."""
+    """Pick one device's hidden states: sum all devices' states, or zeros, and scatter the sum."""
     rows, time, width = hidden.shape
     slots = _slots(source, time, layout)[..., None]
     picked = jnp.take_along_axis(hidden, slots, axis=1, mode="fill", fill_value=0)
@@ -153,10 +153,10 @@ def _pick_on_device(hidden, source, *, layout: _Layout):
 
 
 def _put_back_on_device(gradient, source, *, time: int, layout: _Layout):
-    """One device's gradient [B, T, D] from that of the selected states [B, A, D].
+    """Return one device's gradient [B, T, D] from the gradient of the picked states [B, A, D].
 
-    The first tokens of G answers share a hidden state. Its gradients are summed in float32, a
-    sixteenth of the answers at a time: float32 copies of all (0.5 GB at A = 32,768 and D = 3,584)
+    The first tokens of G answers share a hidden state. Gradients are summed in float32, a
+    sixteenth of the answers at a time. Float32 copies of all (0.5 GB at A = 32,768 and D = 3,584)
     would take more memory than the head.
     """
     slots = _slots(source, time, layout)
@@ -177,7 +177,7 @@ def _put_back_on_device(gradient, source, *, time: int, layout: _Layout):
 
 
 def _floor(picked, table, cutoff, layout: _Layout) -> jax.Array | None:
-    """Least logit over the temperature that is kept, a constant, float32 [B, A]; or None.
+    """Return the least kept logit / temperature, a constant, float32 [B, A]; None if all are kept.
 
     The mean logit of a token is the product of its hidden state and the mean row of the table.
     """
@@ -200,9 +200,9 @@ def _head(
     floor: jax.Array | None,
     layout: _Layout,
 ):
-    """Logprobs and entropies [B, A] from hidden states [B, A, D], table [V, D], targets [B, A].
+    """Return logprobs, entropies [B, A] from hidden states [B, A, D], table [V, D], targets [B, A].
 
-    Without weight are tokens other than the target whose logit is below `floor` [B, A].
+    Tokens with a logit below `floor` [B, A], except the target, have no weight.
     """
     return _head_forward(picked, table, target, floor, layout)[0]
 
@@ -227,11 +227,11 @@ _head.defvjp(_head_forward, _head_backward)
 
 
 def _read_slice(step, picked, table, target, floor, layout: _Layout):
-    """First row, weights [slice, D] and float32 logits [B, A, slice] of a slice, and which of its
-    columns are the targets, bool [B, A, slice].
+    """Return a slice's first row, weights and logits, and which columns are the targets.
 
-    The last slice is shifted back to fit, so nothing is padded. Its columns that belong to an
-    earlier slice get the lowest logit, like tokens below `floor` and ids without a token.
+    Weights are [slice, D], logits float32 [B, A, slice], targets bool [B, A, slice]. The last slice
+    is shifted back to fit, so nothing is padded. Columns that belong to an earlier slice get the
+    lowest logit, like tokens below `floor` and ids without a token.
     """
     size = layout.size
     first = jnp.minimum(step * size, len(table) - size)
@@ -252,7 +252,7 @@ def _read_slice(step, picked, table, target, floor, layout: _Layout):
 
 
 def _scores_on_device(picked, table, target, floor, *, layout: _Layout):
-    """One device's logprobs, entropies and log masses [B, A], from its shards."""
+    """Compute one device's logprobs, entropies and log masses [B, A], from its shards."""
 
     def one_slice(carry, step):
         top, mass, moment, target_logit = carry
@@ -289,7 +289,7 @@ def _lower(mass, moment, by):
 def _gradients_on_device(
     picked, table, target, floor, log_mass, entropy, to_logprob, to_entropy, *, layout: _Layout
 ):
-    """Gradients of one device's hidden states [B, A, D] and its share of the table."""
+    """Compute the gradients of one device's hidden states [B, A, D] and share of the table."""
 
     def one_slice(carry, step):
         of_picked, of_table = carry

@@ -30,9 +30,9 @@ def batch_loss(
     config: LossConfig,
     reference_logprobs: jax.Array | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The scalar loss of a micro-batch, and the sums named in LossConfig.sums and ROLE_SUMS.
+    """Return the scalar loss of a micro-batch, and the sums of LossConfig.sums and ROLE_SUMS.
 
-    Logprobs and entropies (nats) are float32 [B, A]; the reference's are needed for a KL term.
+    Logprobs and entropies (nats) are float32 [B, A]; a KL term needs the reference's logprobs.
     """
     chex.assert_equal_shape([logprobs, entropy, batch.weight])
     if config.objective == "dpo":
@@ -65,7 +65,7 @@ def batch_loss(
 def _ratio_loss(
     logprobs: jax.Array, batch: packing.MicroBatch, config: LossConfig
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """policy_loss of a micro-batch, with the old logprobs and the weights of the config."""
+    """Compute policy_loss of a micro-batch, with the config's old logprobs and weights."""
     old, weight = jax.lax.stop_gradient(logprobs), batch.weight
     if config.old_logprobs != "on_policy":
         old = batch.old_logprob
@@ -83,12 +83,12 @@ def policy_loss(
     config: LossConfig,
     answer: jax.Array | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Surrogate loss, summed with token weights (paper Eq. 2 without KL; spec section 9).
+    """Sum the surrogate loss with token weights (paper Eq. 2 without KL; spec section 9).
 
     Arrays are float32 of one shape. Weights sum to 1 over a batch for a token mean; 0 masks a
     token. Sequence ratios need shapes [B, A] and the `answer` index of each token, int32 [B, A].
-    Returns the scalar loss and weighted sums: share of clipped tokens (for "cispo": tokens whose
-    ratio is out of bounds), share of dual-clipped tokens, and approximate KL (always of tokens).
+    Returns the scalar loss and weighted sums: share of clipped tokens (for "cispo": tokens with a
+    ratio out of bounds), share of dual-clipped tokens, and approximate KL (always of tokens).
     """
     chex.assert_equal_shape([logprobs, old_logprobs, advantages, weights])
     tokens = log_ratio(logprobs, old_logprobs)
@@ -121,7 +121,7 @@ def log_ratio(
     ratio: str = "token",
     answer: jax.Array | None = None,
 ) -> jax.Array:
-    """log(pi / pi_old) of each token, or the sum or mean over its answer; float32.
+    """Return log(pi / pi_old) of each token, or the sum or mean over its answer; float32.
 
     `ratio` is "token", "sequence" (the sum) or "sequence_mean". The last two take shapes [B, A] and
     need the `answer` index of each token, int32 (else ValueError); they are 0 where padded.
@@ -138,7 +138,7 @@ def log_ratio(
 
 
 def importance(log_ratio: jax.Array, cap: float) -> jax.Array:
-    """Truncated importance weights min(pi / pi_old, cap), constants for the gradient; cap >= 1.
+    """Truncate importance weights to min(pi / pi_old, cap), constants for the gradient; cap >= 1.
 
     Source: Espeholt et al. 2018 (arXiv 1802.01561), the truncation of IMPALA.
     """
@@ -148,14 +148,14 @@ def importance(log_ratio: jax.Array, cap: float) -> jax.Array:
 def kl_estimate(
     logprobs: jax.Array, reference_logprobs: jax.Array, estimator: str = "k3"
 ) -> jax.Array:
-    """Estimate of KL(policy || reference) per token, for tokens sampled from the policy.
+    """Estimate KL(policy || reference) per token, for tokens sampled from the policy.
 
     With d = log reference - log policy (Schulman 2020, "Approximating KL divergence"):
 
-      k1 = -d: unbiased, often negative. As a loss term it only adds noise, because the mean of its
+      k1 = -d: unbiased, often negative. As a loss term it only adds noise, because its mean
         gradient is 0. Other libraries offer it.
-      k2 = d^2 / 2: biased, but the mean of its gradient is that of KL(policy || reference).
-      k3 = exp(d) - d - 1: unbiased and never negative; the mean of its gradient is that of
+      k2 = d^2 / 2: biased, but its mean gradient is the gradient of KL(policy || reference).
+      k3 = exp(d) - d - 1: unbiased and never negative; its mean gradient is the gradient of
         KL(reference || policy). It is clipped to at most 10, beyond which it has no gradient.
     """
     chex.assert_equal_shape([logprobs, reference_logprobs])

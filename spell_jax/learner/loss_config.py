@@ -118,7 +118,7 @@ class LossConfig:
         self._check_preferences()
 
     def _check_preferences(self) -> None:
-        """Checks the fields that objective "dpo" needs, or that only it has."""
+        """Check the fields that objective "dpo" needs, or that only "dpo" has."""
         check_least(self, "loss.", beta=0, preference_weight=0, nll_weight=0, align_weight=0)
         if (self.objective == "dpo") != (self.old_logprobs == "reference"):
             raise ValueError(
@@ -151,14 +151,14 @@ class LossConfig:
             )
 
     def check_policy(self, policy: PolicyConfig) -> None:
-        """Raises ValueError if the loss needs a mixture of experts and the policy is none."""
+        """Raise ValueError if the loss needs a mixture of experts and the policy has none."""
         if self.routing == "sampled" and not policy.experts:
             raise ValueError(
                 "loss.routing = 'sampled': must be 'own', the policy has no mixture of experts"
             )
 
     def check_groups(self, groups: Sequence[packing.TrainGroup]) -> None:
-        """Raises ValueError if a group does not have what the loss needs."""
+        """Raise ValueError if a group does not have what the loss needs."""
         needs_logprobs = self.uses_rollout_logprobs or self.distillation_weight
         if needs_logprobs and any(group.old_logprobs is None for group in groups):
             raise ValueError(

@@ -52,7 +52,7 @@ class NonFinite(RuntimeError):
 def find_rows(
     groups: Sequence[packing.TrainGroup], is_finite: Callable[[Sequence[packing.TrainGroup]], bool]
 ) -> list[packing.TrainGroup]:
-    """Smallest sets of groups or single answers that are not finite, at most MOST_ROWS groups."""
+    """Find the smallest non-finite sets of groups or single answers, at most MOST_ROWS groups."""
     return list(itertools.islice(_search(groups, is_finite), MOST_ROWS))
 
 
@@ -74,7 +74,7 @@ def _search(groups, is_finite) -> Iterator[packing.TrainGroup]:
 
 
 def find_tensors(tree: Any, replicated: jax.sharding.Sharding) -> list[str]:
-    """Paths of a tree's arrays that hold a non-finite number."""
+    """Return the paths of a tree's arrays that hold a non-finite number."""
 
     @jax.jit
     def test(leaf):
@@ -92,7 +92,7 @@ def find_tensors(tree: Any, replicated: jax.sharding.Sharding) -> list[str]:
 def rows_written(
     workdir: epath.Path, step: int, decode: Callable[[Sequence[int]], str]
 ) -> Iterator[None]:
-    """Lets process 0 write the rows (`write_rows`) if the block raises NonFinite."""
+    """Let process 0 write the rows (`write_rows`) if the block raises NonFinite."""
     try:
         yield
     except NonFinite as error:
@@ -107,7 +107,7 @@ def write_rows(
     step: int,
     decode: Callable[[Sequence[int]], str],
 ) -> epath.Path:
-    """Writes WORKDIR/non_finite/STEP.jsonl, one answer per line, and adds a note to the error.
+    """Write WORKDIR/non_finite/STEP.jsonl, one answer per line, and add a note to the error.
 
     A line has "role", "prompt" and "answer" (texts), "prompt_tokens" and "answer_tokens" (ids),
     "advantage", "weight" (of each token in the loss) and "old_logprobs" (or null). Numbers that

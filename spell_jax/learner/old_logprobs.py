@@ -19,7 +19,7 @@ LARGEST_GAP = 5.0
 
 
 def with_ids(groups: Sequence[TrainGroup]) -> list[TrainGroup]:
-    """The groups with ids 0, 1, 2, ... of their answers, and weights of 1, ready to be packed."""
+    """Return the groups with answer ids 0, 1, 2, ... and weights of 1, ready to be packed."""
     counter = itertools.count()
     numbered_groups = []
     for group in groups:
@@ -31,7 +31,7 @@ def with_ids(groups: Sequence[TrainGroup]) -> list[TrainGroup]:
 def with_logprobs(
     groups: Sequence[TrainGroup], batches: Sequence[MicroBatch], logprobs: Sequence[np.ndarray]
 ) -> list[TrainGroup]:
-    """The groups with `old_logprobs` of their answers; NaN for answers in no micro-batch.
+    """Return the groups with `old_logprobs` of their answers; NaN for answers in no micro-batch.
 
     `batches` are micro-batches of with_ids(groups), `logprobs` float32 [B, A] of each.
     """
@@ -49,9 +49,9 @@ def with_logprobs(
 
 
 def on_sampled_support(groups: Sequence[TrainGroup]) -> list[TrainGroup]:
-    """The groups with `old_logprobs` under the distribution that the filters left.
+    """Return the groups with `old_logprobs` under the distribution that the filters left.
 
-    ValueError if a group does not say what they kept.
+    Raises ValueError if a group does not say what the filters kept.
     """
     renormalized_groups = []
     for group in groups:
@@ -69,7 +69,7 @@ def on_sampled_support(groups: Sequence[TrainGroup]) -> list[TrainGroup]:
 
 
 def as_reference_reads(groups: Sequence[TrainGroup]) -> list[TrainGroup]:
-    """The segments of all groups, each after the prompt that the reference model reads."""
+    """Return the segments of all groups, each after the prompt that the reference model reads."""
     return [
         dataclasses.replace(
             part,
@@ -83,7 +83,7 @@ def as_reference_reads(groups: Sequence[TrainGroup]) -> list[TrainGroup]:
 
 
 def join_segments(groups: Sequence[TrainGroup], segments: Sequence[TrainGroup]) -> list[TrainGroup]:
-    """The groups, made again of their segments in the order of `as_reference_reads`."""
+    """Join segments, in the order of `as_reference_reads`, into the groups again."""
     segment_iterator = iter(segments)
     return [
         dataclasses.replace(
@@ -94,14 +94,14 @@ def join_segments(groups: Sequence[TrainGroup], segments: Sequence[TrainGroup]) 
 
 
 def taught(groups: Sequence[TrainGroup]) -> list[TrainGroup]:
-    """The groups that have a teacher, which reads their reference_prompt."""
+    """Return the groups that have a teacher, which reads their reference_prompt."""
     return [group for group in groups if group.reference_prompt is not None]
 
 
 def with_teacher(
     groups: Sequence[TrainGroup], scored: Sequence[TrainGroup], weight: float
 ) -> list[TrainGroup]:
-    """The groups with `weight` * (teacher's logprob - their own) as advantages of their tokens.
+    """Return the groups with token_advantages = `weight` * (teacher's logprob - own logprob).
 
     `scored` are the groups of `taught`, with the teacher's logprobs. Differences are clipped to
     +-LARGEST_GAP nats, and 0 for answers that fit no row. Groups without a teacher stay as they

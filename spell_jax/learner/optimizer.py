@@ -63,7 +63,7 @@ class OptimizerConfig:
             )
 
     def rate(self) -> optax.Schedule:
-        """Learning rate as a function of the number of updates taken."""
+        """Return the learning rate as a function of the number of updates taken."""
         steps, final = self.total_steps - self.warmup_steps, self.final_fraction
         if self.schedule == "constant":
             decay = optax.constant_schedule(self.learning_rate)

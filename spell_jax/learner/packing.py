@@ -188,7 +188,7 @@ class PackingConfig:
         return () if isinstance(self.buckets, str) else self.buckets
 
     def check_splits(self, devices: int) -> None:
-        """Raises ValueError if a row cannot be split equally over the context axis."""
+        """Raise ValueError if a row cannot be split equally over the context axis."""
         if self.buckets == AUTO and self.token_budget < devices:
             raise ValueError(
                 f"packing.token_budget = {self.token_budget}: must be at least mesh.context = "
@@ -217,15 +217,15 @@ def count_answers(groups: Sequence[TrainGroup]) -> dict[str, int]:
 
 
 def sum_by_role(values: Array, role: Array) -> jax.Array:
-    """Sums of values [B, A] by role [B, A] (see MicroBatch), float32 [len(ROLES) + 1]."""
+    """Sum values [B, A] by role [B, A] (see MicroBatch), float32 [len(ROLES) + 1]."""
     of_role = role[..., None] == jnp.arange(len(ROLES) + 1)
     return jnp.sum(jnp.where(of_role, values[..., None], 0.0), axis=(0, 1))
 
 
 def sum_by_answer(values: Array, answer: Array) -> jax.Array:
-    """The sum of values over each token's answer, 0 where padded; all float32 [B, A].
+    """Sum values over each token's answer, 0 where padded; values and sums are float32 [B, A].
 
-    With MicroBatch.group for `answer`, the sum over each token's group.
+    With MicroBatch.group as `answer`, sum over each token's group.
     """
     size = answer.shape[1]
     slot = jnp.where(answer >= 0, answer, size)  # out of range, so that nothing is added
@@ -237,7 +237,7 @@ def sum_by_answer(values: Array, answer: Array) -> jax.Array:
 def whole_groups(
     groups: Sequence[TrainGroup], largest: Bucket
 ) -> tuple[list[TrainGroup], list[TrainGroup]]:
-    """Groups that fit without a split, and the single answers of the others.
+    """Return the groups that fit without a split, and the single answers of the others.
 
     A loss that compares the answers of a group needs all of them in one row.
     """
@@ -250,7 +250,7 @@ def whole_groups(
 def split_groups(
     groups: Sequence[TrainGroup], largest: Bucket
 ) -> tuple[list[TrainGroup], list[TrainGroup]]:
-    """Splits groups by answers until each fits; returns (these, single answers that cannot fit)."""
+    """Split groups by answers to fit; return (fitting groups, single answers that cannot fit)."""
     fitting, refused = [], []
     for group in groups:
         part: list[int] = []
@@ -281,12 +281,12 @@ def _take(group: TrainGroup, indices: Sequence[int]) -> TrainGroup:
 
 
 def separate_answers(groups: Sequence[TrainGroup]) -> list[TrainGroup]:
-    """One group per answer, prompts repeated: the same gradient without shared prefixes."""
+    """Make one group per answer, prompts repeated: the same gradient without shared prefixes."""
     return [_take(group, [i]) for group in groups for i in range(len(group.answers))]
 
 
 def in_parts(groups: Sequence[TrainGroup], count: int) -> list[list[TrainGroup]]:
-    """Splits groups into `count` parts, one per optimizer step; no part is empty.
+    """Split groups into `count` parts, one per optimizer step; no part is empty.
 
     Part i gets every count-th group from i on, so each part has the roles of the whole in the same
     order, and sizes differ by at most one. Fewer groups than `count` make fewer parts.
@@ -316,7 +316,7 @@ def check_aggregation(aggregation: str, sequence_tokens: int) -> None:
 def weigh(
     groups: Sequence[TrainGroup], aggregation: str = "token_mean", sequence_tokens: int = 0
 ) -> list[TrainGroup]:
-    """Gives every answer the loss weight of its tokens, so that a loss is the plain weighted sum.
+    """Give every answer the loss weight of its tokens, so that a loss is the plain weighted sum.
 
     Groups are weighed before they are split or packed, so neither changes the loss.
 
@@ -329,7 +329,7 @@ def weigh(
     `sequence_tokens`, averaged over answers, so that a token weighs the same in a long answer as in
     a short one (Dr. GRPO, arXiv 2503.20783).
 
-    ValueError for an unknown aggregation, or "sequence_sum" without its constant.
+    Raises ValueError for an unknown aggregation, or "sequence_sum" without its constant.
     """
     check_aggregation(aggregation, sequence_tokens)
     total = sum(group.answer_tokens for group in groups)
@@ -364,9 +364,9 @@ def pack(
     with_trees: bool = True,
     no_experts: np.ndarray | None = None,
 ) -> list[MicroBatch]:
-    """Packs groups that fit the largest row into micro-batches of numpy arrays.
+    """Pack groups that fit the largest row into micro-batches of numpy arrays.
 
-    Groups are weighed and split (weigh, split_groups), buckets ascending in length, or AUTO. The
+    Groups are weighed and split (weigh, split_groups). Buckets ascend in length, or are AUTO. The
     rows of a micro-batch are a multiple of `row_multiple` (devices along the row axis). Tokens of a
     row are laid out over `devices` devices (of the context axis). The same order of groups gives
     the same result. Without `with_trees`, groups share nothing. `no_experts` (moe.no_experts) asks
@@ -406,7 +406,7 @@ def _stack(
     batch: MicroBatch,
     devices: int,
 ) -> MicroBatch:
-    """Writes rows of trees into a micro-batch of padding, and returns it."""
+    """Write rows of trees into a micro-batch of padding, and return it."""
     for row, members in enumerate(rows):
         writer = _RowWriter(batch, row)
         for tree in members:
@@ -424,7 +424,7 @@ def _stack(
 def empty_micro_batch(
     bucket: Bucket, rows: int, no_experts: np.ndarray | None = None
 ) -> MicroBatch:
-    """All padding: the shape with which a bucket is compiled; `no_experts` is as in `pack`."""
+    """Make padding in the shape with which a bucket is compiled; `no_experts` is as in `pack`."""
     long, short = (rows, bucket.length), (rows, bucket.answers)
     experts = None
     if no_experts is not None:
@@ -467,7 +467,7 @@ class _RowWriter:
             self._groups += 1
 
     def _write_prompt(self, path: np.ndarray, group: TrainGroup) -> np.ndarray:
-        """Writes the tokens after those at the columns `path`; returns the columns of all."""
+        """Write the prompt after the tokens at columns `path`; return all of its columns."""
         new = slice(self.end, self.end + len(group.prompt) - len(path))
         self._row.tokens[new] = group.prompt[len(path) :]
         self._row.positions[new] = np.arange(len(path), len(group.prompt))
@@ -477,7 +477,7 @@ class _RowWriter:
         return np.concatenate([path, np.arange(new.start, new.stop)])
 
     def _write_answers(self, group: TrainGroup, last: int) -> None:
-        """Writes answers to the prompt that ends at column `last`."""
+        """Write answers to the prompt that ends at column `last`."""
         if group.weights is None:
             raise ValueError("groups are weighed before they are packed")
         row, role = self._row, ROLES.index(group.role) if group.role in ROLES else len(ROLES)

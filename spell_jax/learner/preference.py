@@ -19,7 +19,7 @@ def preference_loss(
     nll_weight: float = 0.0,
     align_weight: float = 0.0,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """DPO loss of a micro-batch's pairs, and the negative log-likelihood of the chosen answers.
+    """Sum the DPO loss of a micro-batch's pairs and the negative log-likelihood of chosen answers.
 
     With the implicit reward r(y) = beta (log pi(y) - log pi_ref(y)), sums over the answer's tokens,
     a pair of chosen y_w and rejected y_l costs -log sigmoid(r(y_w) - r(y_l)) (Rafailov et al. 2023,
@@ -27,12 +27,12 @@ def preference_loss(
     arXiv 2502.13922) it reads the short context, pi the long one.
 
     `batch.old_logprob` has the reference's logprobs and `batch.advantage` 1 for the tokens of
-    chosen answers, -1 for rejected ones. A group's tokens share its margin, and their weights add
-    up to the pair's; those of one answer to half of it (aggregation "sequence_mean").
+    chosen answers, -1 for rejected ones. A group's tokens share the group's margin. Their weights
+    add up to the pair's weight, half of it for each answer (aggregation "sequence_mean").
 
-    With align_weight, |r(y_w | x_long) - r(y_w | x_short)| is added for the chosen answer's reward
-    after its group's prompt and after that of the aligned group, whose tokens have advantage 0: the
-    short-to-long reward alignment of SoLoPO (Sun et al. 2025, arXiv 2505.11166).
+    With align_weight, the short-to-long reward alignment of SoLoPO is added (Sun et al. 2025, arXiv
+    2505.11166): |r(y_w | x_long) - r(y_w | x_short)|, the chosen answer after its group's prompt
+    and after the aligned group's prompt. Tokens of the aligned group have advantage 0.
     """
     chex.assert_equal_shape([logprobs, batch.old_logprob, batch.advantage, batch.weight])
     ratio = logprobs - batch.old_logprob

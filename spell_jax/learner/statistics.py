@@ -31,7 +31,7 @@ PEAKS = {
 
 
 def means(sums: Mapping[str, Any], norms: Mapping[str, Any]) -> dict[str, float]:
-    """Metrics of an update: the loss, and other sums divided by token count or loss weight.
+    """Return metrics of an update: the loss, and other sums divided by token count or loss weight.
 
     "router_max_load" is the busiest expert's tokens over the mean, averaged over layers (1:
     balanced; E / k: all tokens go to the same k experts), "router_idle" the share of experts
@@ -63,7 +63,7 @@ def means(sums: Mapping[str, Any], norms: Mapping[str, Any]) -> dict[str, float]
 
 
 def advantages(groups: Sequence[TrainGroup]) -> dict[str, tuple[float, int]]:
-    """(sum, count) over answers: "advantage/ROLE", and "advantage_size/ROLE" of absolute values."""
+    """Return (sum, count) over answers: "advantage/ROLE", and absolute: "advantage_size/ROLE"."""
     by_role: dict[str, list[float]] = {}
     for group in groups:
         by_role.setdefault(group.role, []).extend(group.advantages)
@@ -77,7 +77,7 @@ def advantages(groups: Sequence[TrainGroup]) -> dict[str, tuple[float, int]]:
 def sampler_difference(
     sampled: Sequence[TrainGroup], recomputed: Sequence[TrainGroup]
 ) -> dict[str, float]:
-    """{"sampler_difference": mean absolute difference of sampler's and learner's logprobs}.
+    """Return {"sampler_difference": mean |sampler's logprob - learner's logprob|}.
 
     The mean is over answer tokens that have both, without NaN; {} if there are none.
     """
@@ -86,7 +86,7 @@ def sampler_difference(
 
 
 def teacher_kl(sampled: Sequence[TrainGroup], scored: Sequence[TrainGroup]) -> dict[str, float]:
-    """{"teacher_kl": mean of log p - log p_teacher over sampled tokens}, in nats; {} without any.
+    """Return {"teacher_kl": mean of log p - log p_teacher over sampled tokens}, nats; {} for none.
 
     `scored` are the groups with the teacher's logprobs. The mean estimates KL(p || p_teacher).
     """
@@ -95,7 +95,7 @@ def teacher_kl(sampled: Sequence[TrainGroup], scored: Sequence[TrainGroup]) -> d
 
 
 def _logprob_gaps(before: Sequence[TrainGroup], after: Sequence[TrainGroup]) -> np.ndarray:
-    """Logprobs of `after` minus those of `before` [N], of answers that have both, without NaN."""
+    """Subtract `before`'s logprobs from `after`'s [N], for answers that have both, without NaN."""
     gaps = [
         np.asarray(late, np.float64) - np.asarray(early, np.float64)
         for old, new in zip(before, after, strict=True)
@@ -107,12 +107,12 @@ def _logprob_gaps(before: Sequence[TrainGroup], after: Sequence[TrainGroup]) -> 
 
 
 def operations(policy: PolicyConfig, tokens: int, answer_tokens: int, pairs: float) -> float:
-    """Floating-point operations of an update of packed tokens, without recomputation.
+    """Count the floating-point operations of an update of packed tokens, without recomputation.
 
     A matrix product with weights costs 2 operations per weight and token forward, and twice that
     backward (once if only adapters are trained, which are not counted themselves). Only the experts
-    that a token uses count. Attention's two products cost 4 N H for each of the `pairs` of a query
-    and a key forward and twice that backward; a token and itself are half a pair. The head is
+    that a token uses count. For each of the `pairs` of a query and a key, attention's two products
+    cost 4 N H forward and twice that backward; a token and itself are half a pair. The head is
     computed for answer tokens only.
     """
     c = policy
@@ -125,7 +125,7 @@ def operations(policy: PolicyConfig, tokens: int, answer_tokens: int, pairs: flo
 
 
 def batch_operations(policy: PolicyConfig, batch: MicroBatch) -> float:
-    """Operations of a micro-batch: the key at `index` is read by the queries up to last_query."""
+    """Count a micro-batch's operations: queries up to last_query read the key at `index`."""
     is_token = batch.last_query >= 0
     pairs = float(np.sum((batch.last_query - batch.index + 0.5) * is_token))
     answers = int(np.sum(batch.answer >= 0))
@@ -135,7 +135,7 @@ def batch_operations(policy: PolicyConfig, batch: MicroBatch) -> float:
 def speed(
     updates: Sequence[Mapping[str, float]], seconds: float, devices: Sequence[Any]
 ) -> dict[str, tuple[float, float]]:
-    """(sum, weight) of "tokens_per_second/trained" (prompt and answer tokens) and "mfu" by name.
+    """Return (sum, weight) of "tokens_per_second/trained" (prompts and answers) and "mfu" by name.
 
     "mfu" (model FLOP utilization) needs a known peak of the devices. `seconds` covers all updates.
     """
@@ -148,6 +148,6 @@ def speed(
 
 
 def utilization(operations_a_second: float, devices: Sequence[Any]) -> float | None:
-    """Share of the devices' bfloat16 peak that is used; None if their kind is not in PEAKS."""
+    """Return the used share of the devices' bfloat16 peak; None if their kind is not in PEAKS."""
     peak = PEAKS.get(devices[0].device_kind)
     return operations_a_second / (peak * len(devices)) if peak else None

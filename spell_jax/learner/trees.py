@@ -48,18 +48,17 @@ class GroupTree:
 
 
 def single(sizes: Sequence[TokenCounts]) -> list[GroupTree]:
-    """A tree for each group, which shares nothing."""
+    """Make a tree of each group, without shared tokens."""
     return [GroupTree((index,), (0,), size) for index, size in enumerate(sizes)]
 
 
 def grow(
     prompts: Sequence[np.ndarray | None], sizes: Sequence[TokenCounts], room: TokenCounts
 ) -> list[GroupTree]:
-    """Trees of groups with these prompts, token ids int [P], None for one that shares nothing.
+    """Grow trees of groups with these prompts, token ids int [P]; None shares nothing.
 
-    `sizes` are those of the groups alone, `room` is that of a row; a group larger than it is a tree
-    by itself. The result depends on
-    the order of the groups only where prompts are equal.
+    `sizes` are the sizes of the groups alone, `room` is the size of a row. A group larger than a
+    row is a tree by itself. The order of the groups matters only where prompts are equal.
     """
     keys = [b"" if ids is None else ids.astype(">u4").tobytes() for ids in prompts]
     order = sorted(range(len(prompts)), key=lambda i: (keys[i], i))
@@ -76,7 +75,7 @@ def grow(
 
 
 def common(first: np.ndarray | None, second: np.ndarray | None) -> int:
-    """Length of the prefix that two prompts share; 0 if it is less than half of the shorter one."""
+    """Return the length of two prompts' shared prefix; 0 if under half of the shorter prompt."""
     if first is None or second is None:
         return 0
     size = min(len(first), len(second))
@@ -91,7 +90,7 @@ def _tree(members: Sequence[int], shared: Sequence[int], sizes: Sequence[TokenCo
 
 
 def _cut(tree: GroupTree, sizes: Sequence[TokenCounts]) -> list[GroupTree]:
-    """Two trees, cut where the fewest tokens are shared; of equals, nearest to the middle."""
+    """Cut a tree in two where the fewest tokens are shared; of equals, nearest to the middle."""
     places = range(1, len(tree.members))
     at = min(places, key=lambda i: (tree.shared[i], abs(2 * i - len(tree.members)), i))
     halves = (slice(0, at), slice(at, None))

@@ -83,7 +83,7 @@ class UpdateFns(NamedTuple):
 
 
 def make_update_fns(spec: UpdateSpec, mesh: jax.sharding.Mesh) -> UpdateFns:
-    """Builds the functions; nothing is compiled yet."""
+    """Build the jitted functions of an update; nothing is compiled yet."""
     shapes, axes = transformer.abstract_params(spec.policy)
     all_shardings = meshes.shardings(mesh, axes, shapes)
     trained_shapes, _ = lora.split(spec.policy, shapes)
@@ -143,7 +143,7 @@ def init_state(spec: UpdateSpec, params: Params) -> TrainState:
 
 
 def cast(spec: UpdateSpec, params: Params) -> Params:
-    """Weights in the compute dtype, in device memory."""
+    """Cast the weights to the compute dtype, in device memory."""
     near = to_device_memory(params, spec.masters_memory)
     return jax.tree.map(lambda x: x.astype(spec.compute_dtype), near)
 
@@ -156,7 +156,7 @@ def accumulate(
     batch: packing.MicroBatch,
     reference: Params | None,
 ) -> Carry:
-    """The carry with a micro-batch's gradient and sums added."""
+    """Add a micro-batch's gradient and sums to the carry."""
     gradients, sums = carry
     gradient = jax.value_and_grad(functools.partial(micro_batch_loss, spec), has_aux=True)
     (_, new_sums), new = gradient(params, frozen, batch, reference)
@@ -187,14 +187,14 @@ def micro_batch_loss(
 def logprobs(
     spec: UpdateSpec, params: Params, frozen: Params, batch: packing.MicroBatch
 ) -> jax.Array:
-    """Logprobs of the answer tokens, float32 [B, A]."""
+    """Return logprobs of the answer tokens, float32 [B, A]."""
     return score(spec, lora.join(params, frozen), batch)[0]
 
 
 def score(
     spec: UpdateSpec, params: Params, batch: packing.MicroBatch
 ) -> tuple[jax.Array, jax.Array, moe.Routing | None]:
-    """Logprobs and entropies (nats) of answers, float32 [B, A]; routing of a mixture of experts."""
+    """Score answers: logprobs, entropies (nats), float32 [B, A]; mixture-of-experts routing."""
     hidden, _, routing = transformer.hidden_states(
         spec.policy,
         params,
@@ -219,7 +219,7 @@ def score(
 def apply(
     spec: UpdateSpec, state: TrainState, gradients: Params, loss: jax.Array
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """The state after the optimizer step, unchanged to the bit if the step is not finite.
+    """Return the state after the optimizer step, unchanged to the bit if the step is not finite.
 
     Numbers: "gradient_norm" (before clipping), "learning_rate", "skipped_update" (0 or 1) and
     "skipped_in_a_row".
@@ -246,7 +246,7 @@ def apply(
 
 @jax.jit
 def measure(gradients: Params, loss: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The gradient's global norm, and whether it and the loss are finite.
+    """Return the gradient's global norm, and whether norm and loss are finite.
 
     Both are tested: a loss that overflows on tokens of probability 1 has a gradient of 0.
     """
@@ -255,7 +255,7 @@ def measure(gradients: Params, loss: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def to_device_memory(tree: Any, memory: str) -> Any:
-    """Moves host-offloaded leaves to device memory (traceable)."""
+    """Move host-offloaded leaves to device memory (traceable)."""
     return tree if memory == "device" else jax.device_put(tree, jax.memory.Space.Device)
 
 
@@ -265,7 +265,7 @@ def to_device_memory(tree: Any, memory: str) -> Any:
 def _abstract_state(
     spec: UpdateSpec, mesh: jax.sharding.Mesh, shapes: Any, param_shardings: Any
 ) -> TrainState:
-    """Shapes and shardings of the training state, for a checkpoint to restore into."""
+    """Return shapes and shardings of the training state, for a checkpoint to restore into."""
     state = jax.eval_shape(functools.partial(init_state, spec), shapes)
     replicated = meshes.replicated(mesh)
 

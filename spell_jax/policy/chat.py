@@ -167,8 +167,8 @@ class Template:
 
         The result has all tokens after a last message, and the first token before a next message:
         GLM's template writes no token after a turn, and its model ends turns with `<|user|>`. If a
-        template opens the next turn unasked, only the first token counts. Empty if the template
-        refuses the chat or leaves out its content.
+        template opens the next turn unasked, only the first token counts. The result is empty if
+        the template refuses the chat or leaves out its content.
         """
         user = {"role": "user", "content": "a"}
         chat = [user, {"role": "assistant", "content": f"a{ESCAPE}"}]
@@ -226,10 +226,10 @@ class _TokenEscaper:
         return "".join(chars)
 
     def _edges(self, content: str) -> set[int]:
-        """Positions where a content could complete a token with the template's adjacent text.
+        """Return positions where a content may complete a token with the template's adjacent text.
 
-        Example: a template that writes `<` + content + `>`. Templates may trim a content, so its
-        edges are those of the stripped text, unless it is white space only.
+        Example: a template that writes `<` + content + `>`. Templates may trim a content, so the
+        positions are at the ends of the stripped text, unless the content is white space only.
         """
         body = content.strip() or content
         if not body:

@@ -66,7 +66,7 @@ class LoraConfig:
         return self.alpha / self.rank
 
     def adapts(self, name: str) -> bool:
-        """Whether the linear layer "q", "k", "v", "o", "gate", "up" or "down" has adapters."""
+        """Return whether linear layer "q", "k", "v", "o", "gate", "up" or "down" has adapters."""
         return re.search(self.pattern, _NAMES[name]) is not None
 
 
@@ -166,7 +166,7 @@ class PolicyConfig:
         )
 
     def with_rope_scaling(self, kind: str, factor: float) -> PolicyConfig:
-        """Extend the context, max_positions times `factor`, by RoPE scaling of a `kind`.
+        """Extend the context to max_positions times `factor` by RoPE scaling of type `kind`.
 
         Raises ValueError if `kind` is unknown, `factor` is below 1, or the rope is scaled already.
         """
@@ -182,7 +182,7 @@ class PolicyConfig:
         return dataclasses.replace(self, rope=rope, max_positions=int(self.max_positions * factor))
 
     def _lora_layers(self) -> dict[str, str]:
-        """Linear layers that may have adapters, path -> Hugging Face name."""
+        """Map the path of each linear layer that may have adapters to its Hugging Face name."""
         modules = ("attention",) if self.experts else ("attention", "mlp")
         return {f"{m}/{name}": hf for m in modules for name, hf in _LAYERS[m].items()}
 

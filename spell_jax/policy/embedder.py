@@ -102,7 +102,7 @@ class Embedder:
 
 
 def _buckets(max_tokens: int, parts: int) -> tuple[int, ...]:
-    """Halve max_tokens repeatedly down to SMALLEST; ascending multiples of `parts`."""
+    """Halve max_tokens repeatedly down to SMALLEST; return ascending multiples of `parts`."""
     lengths = [max_tokens]
     while lengths[-1] >= 2 * SMALLEST:
         lengths.append(-(-lengths[-1] // 2))
@@ -110,10 +110,10 @@ def _buckets(max_tokens: int, parts: int) -> tuple[int, ...]:
 
 
 def _frame(folder: pathlib.Path, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """Tokens before and after every text: those that tokenizer.json adds.
+    """Return the tokens that tokenizer.json adds before and after every text.
 
     If it adds none, eos follows the text: the embedding is the hidden state of the last token,
-    which should be one that ends any text.
+    which should be a token that ends texts.
     """
     path = folder / HF_FILE
     if path.is_file():

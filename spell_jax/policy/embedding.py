@@ -21,12 +21,12 @@ from spell_jax.runtime.collectives import Split
 
 
 def lookup(table: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Look up int32 tokens [B, T] in [0, V) in a table [V, D]: [B, T, D] in the table's dtype."""
+    """Return rows [B, T, D] of a table [V, D], in its dtype, for int32 tokens [B, T] in [0, V)."""
     return _lookup(Split.of(tokens.shape, *table.shape, over=meshes.TENSOR), table, tokens)
 
 
 def has_token(ids: jax.Array, unused_ids: tuple[tuple[int, int], ...]) -> jax.Array:
-    """Return bools: whether each int32 id is in none of the ranges (PolicyConfig.unused_ids)."""
+    """Return whether each int32 id is outside all ranges (PolicyConfig.unused_ids), as bools."""
     bounds = jnp.asarray(unused_ids, jnp.int32).reshape(-1)
     # An id in a range is at or above an odd number of the ordered bounds. One comparison per bound
     # fuses with the caller's loop; a constant mask of V bools would be sent to every device.
@@ -56,7 +56,7 @@ _lookup.defvjp(_lookup_forward, _lookup_backward)
 
 
 def _forward(split: Split, table: jax.Array, tokens: jax.Array) -> jax.Array:
-    """One device's part of `lookup`, on its shards."""
+    """Compute one device's part of `lookup` from the device's shards."""
     place, here = _places(split, tokens, len(table))
     rows = from_bits(jnp.take(as_bits(table), place, axis=0, mode="clip"))
     if split.leading:  # one device has the row, the others add zeros
@@ -68,7 +68,7 @@ def _forward(split: Split, table: jax.Array, tokens: jax.Array) -> jax.Array:
 
 
 def _backward(split: Split, held: int, tokens: jax.Array, to_out: jax.Array) -> jax.Array:
-    """One device's part of the table's gradient, `held` rows."""
+    """Compute one device's part of the table's gradient, `held` rows."""
     place, here = _places(split, tokens, held)
     gradient = to_out
     if split.width:
@@ -84,7 +84,7 @@ def _backward(split: Split, held: int, tokens: jax.Array, to_out: jax.Array) -> 
 
 
 def _places(split: Split, tokens: jax.Array, held: int) -> tuple[jax.Array, jax.Array]:
-    """Row numbers of tokens in this device's `held` rows of the table, and whether it holds them.
+    """Return each token's index in this device's `held` table rows, and whether the rows have it.
 
     Both are [n b, T], for the tokens [b, T] of each of the n devices that shard the width.
     """

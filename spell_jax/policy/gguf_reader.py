@@ -70,7 +70,7 @@ class GgufTensor:
     nbytes: int
 
     def read(self) -> np.ndarray:
-        """The dequantized values, float32 with `shape`; ImportError without the gguf package."""
+        """Dequantize the values to float32 of `shape`; ImportError without the gguf package."""
         quants = import_gguf().quants
         data = np.fromfile(self.path, np.uint8, self.nbytes, offset=self.offset)
         number, values, size = TYPES[self.type]
@@ -92,7 +92,7 @@ class GgufFile:
 
 
 def import_gguf() -> Any:
-    """The gguf package; ImportError says how to install it."""
+    """Import and return the gguf package; ImportError says how to install it."""
     try:
         import gguf
     except ImportError as error:
@@ -101,7 +101,7 @@ def import_gguf() -> Any:
 
 
 def read(path: pathlib.Path) -> GgufFile:
-    """Reads and checks the header of a file; no tensor is read.
+    """Read and check the header of a file; no tensor is read.
 
     Raises:
       FileNotFoundError: if there is no such file.
@@ -157,7 +157,7 @@ class _Cursor:
         return struct.unpack("<" + kind, self._take(struct.calcsize("<" + kind)))[0]
 
     def _count(self, what: str, smallest: int) -> int:
-        """A number of items of at least `smallest` bytes each, which must fit into the file."""
+        """Read a number of items, each at least `smallest` bytes, which must fit into the file."""
         count = self._number("Q")
         if count * smallest > len(self._data) - self._at:
             raise ValueError(f"{self._path}: {count} {what}: more than the rest of the file holds")
@@ -188,7 +188,7 @@ class _Cursor:
         return np.frombuffer(self._take(count * item.itemsize), item)
 
     def _tensor(self) -> tuple[str, tuple[int, ...], str, int]:
-        """Name, shape, type and offset in the data of the next tensor."""
+        """Read the next tensor's name, shape, type and offset in the data."""
         name = self._text("the name of a tensor")
         axes = self._number("I")
         if not 1 <= axes <= MOST_AXES:

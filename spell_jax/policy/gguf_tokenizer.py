@@ -47,9 +47,9 @@ _MORE_ENDS = ("tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 
 
 def hf_files(file: GgufFile) -> dict[str, str]:
-    """Content by name of tokenizer.json, tokenizer_config.json, generation_config.json.
+    """Build tokenizer.json, tokenizer_config.json and generation_config.json: name -> content.
 
-    ValueError if a field is missing or damaged, or the tokenizer is not implemented.
+    Raises ValueError if a field is missing or damaged, or the tokenizer is not implemented.
     """
     tokens = _texts(file, "tokenizer.ggml.tokens")
     if len(set(tokens)) < len(tokens):
@@ -79,7 +79,7 @@ def hf_files(file: GgufFile) -> dict[str, str]:
 
 
 def special_ids(file: GgufFile) -> dict[str, int]:
-    """Fields bos_token_id, eos_token_id, pad_token_id of config.json, where the file has them."""
+    """Return bos_token_id, eos_token_id, pad_token_id of config.json, where the file has them."""
     return {f"{name}_id": i for name, i in _named_ids(file).items() if name != "unk_token"}
 
 
@@ -120,7 +120,7 @@ def _numbers(file: GgufFile, name: str, count: int) -> list[Any]:
 
 
 def _description(file: GgufFile, tokens: list[str]) -> dict[str, Any]:
-    """Content of tokenizer.json."""
+    """Build the content of tokenizer.json."""
     kind = file.fields.get("tokenizer.ggml.model")
     if kind == "gpt2":
         parts = _byte_level(file, tokens)
@@ -145,7 +145,7 @@ def _added_tokens(file: GgufFile, tokens: list[str]) -> Iterator[dict[str, Any]]
 
 
 def _post_processor(file: GgufFile, tokens: list[str], default: bool) -> dict[str, Any] | None:
-    """The beginning of every text with bos, for transformers; our own texts never get one."""
+    """Build the post-processor that begins texts with bos in transformers; ours never get bos."""
     adds = file.fields.get("tokenizer.ggml.add_bos_token", default)
     begin = _named_ids(file).get("bos_token")
     if not adds or begin is None:

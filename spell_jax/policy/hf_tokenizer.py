@@ -91,7 +91,7 @@ class HfTokenizer(Tokenizer):
         return (names | old, named | old_named, ends) if is_old else (names, named, ends)
 
     def _add_turn_ends(self, named: Mapping[str, int]) -> None:
-        """Add what the chat template writes after an answer to the tokens that end one."""
+        """Add the tokens that the chat template writes after an answer to the stop tokens."""
         turn_ends = self._template.turn_ends() if self._template else ()
         self.stop_ids = tuple(dict.fromkeys((*self.stop_ids, *turn_ends)))
         if not self.stop_ids:
@@ -226,7 +226,7 @@ class HfTokenizer(Tokenizer):
             return ids
 
     def _spell(self, token_id: int, piece: str, covered: str) -> list[int]:
-        """Ids of a piece; a piece that is an added token is spelled character by character.
+        """Return the ids of a piece, character by character if the piece is an added token.
 
         Missing characters become the unknown token, or nothing if that token also begins or ends
         turns.
@@ -257,7 +257,7 @@ def _named_errors(path: pathlib.Path, what: str) -> Iterator[None]:
 
 
 def _read_object(files: Mapping[str, bytes], name: str, folder: pathlib.Path) -> dict[str, Any]:
-    """JSON object in a file; empty if there is no such file."""
+    """Read the JSON object of a file; return {} if there is no such file."""
     if name not in files:
         return {}
     try:
@@ -371,7 +371,7 @@ def read_files(folder: pathlib.Path, names: Sequence[str]) -> dict[str, bytes]:
 def _read_end_ids(
     files: Mapping[str, bytes], name: str, folder: pathlib.Path, vocab_size: int
 ) -> list[int]:
-    """Read eos_token_id, one id or a list, of a file; empty if there is none."""
+    """Read eos_token_id (an id or a list) of a file; return [] if there is none."""
     value = _read_object(files, name, folder).get("eos_token_id")
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(type(i) is int and 0 <= i < vocab_size for i in ids):
@@ -384,7 +384,7 @@ def _read_end_ids(
 def _read_template(
     files: Mapping[str, bytes], config: Mapping[str, Any], folder: pathlib.Path
 ) -> tuple[str | None, str]:
-    """Chat template (None if there is none) and its location, for error messages."""
+    """Return the chat template (None if there is none) and its location, for error messages."""
     if TEMPLATE in files:
         try:
             return files[TEMPLATE].decode(), str(folder / TEMPLATE)
@@ -403,7 +403,7 @@ def _read_template(
 
 
 def _without_first(part: Any) -> Any:
-    """Description of a pre-tokenizer for segments that are not the first of a text.
+    """Return a pre-tokenizer's description for segments that are not the first of a text.
 
     Metaspace may mark only the start of a text, and transformers treats the whole chat as one.
     """

@@ -38,7 +38,7 @@ def kernels(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_int8(tree: dict[str, Any], quantized: dict[str, Any]) -> dict[str, Any]:
-    """Replace the kernels of a tree by those of `quantize_kernels`; other leaves are shared."""
+    """Replace the kernels of a tree by results of `quantize_kernels`; other leaves are shared."""
     layers = tree["layers"]
     modules = {module: layers[module] | quantized[module] for module in _MODULES}
     return tree | {"layers": layers | modules}
@@ -57,7 +57,7 @@ def quantize_kernels(kernels: dict[str, Any]) -> dict[str, Any]:
 
 
 def int8_shardings(shardings: dict[str, Any]) -> dict[str, Any]:
-    """Shardings of `quantize_kernels` from those of `kernels`; outputs keep their sharding."""
+    """Derive `quantize_kernels`' shardings from shardings of `kernels`; output axes keep theirs."""
 
     def with_scale(sharding: NamedSharding, inputs: tuple[int, ...]):
         outputs = [axis for i, axis in enumerate(sharding.spec) if i not in inputs]

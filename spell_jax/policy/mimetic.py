@@ -24,7 +24,7 @@ TASTE_KEY = 7
 def attention_weights(
     config: PolicyConfig, attention: dict[str, jax.Array]
 ) -> dict[str, jax.Array]:
-    """Mimetic replacements for attention parameters; empty if q and k have no biases.
+    """Compute mimetic replacements for attention parameters; empty if q and k have no biases.
 
     Takes float32 parameters of all layers, k_kernel and v_kernel [L,D,K,H], q_kernel [L,D,N,H],
     o_kernel [L,N,H,D], q_bias [L,N,H] and k_bias [L,K,H]. Returns new q_kernel, o_kernel, q_bias

@@ -69,11 +69,11 @@ class ModelConfig:
 
 
 def find_folder(folder: str, field: str = "policy.folder") -> pathlib.Path:
-    """The local Hugging Face folder of a policy; `folder` is as in ModelConfig.
+    """Find the local Hugging Face folder of a policy; `folder` is as in ModelConfig.
 
     `field` names the value in error messages: ValueError if it is empty, FileNotFoundError if there
-    is no such folder, ImportError if the policy is in a package that is not installed; errors of a
-    URL are those of remote.fetch.
+    is no such folder, ImportError if the policy is in a package that is not installed. A URL raises
+    the errors of remote.fetch.
     """
     if not folder:
         raise ValueError(f"{field} = '': must be a Hugging Face folder, 'tiny' or 'smollm2'")
@@ -89,12 +89,12 @@ def find_folder(folder: str, field: str = "policy.folder") -> pathlib.Path:
 
 
 def is_available(folder: str) -> bool:
-    """Whether a model is packaged, named by a URL, or in a folder of this machine."""
+    """Return whether a model is packaged, named by a URL, or in a folder of this machine."""
     return folder in PACKAGED or paths.is_remote(folder) or pathlib.Path(folder).is_dir()
 
 
 def _maker(folder: str) -> str:
-    """A hint at the command that makes a folder RUN/policy, if a config has RUN's name."""
+    """Return a hint at the command that makes RUN/policy: the command if RUN ships as a config."""
     path = pathlib.PurePath(folder)
     if path.name != "policy":
         return ""
@@ -106,10 +106,10 @@ def _maker(folder: str) -> str:
 
 
 def known_shape(folder: str) -> PolicyConfig | None:
-    """Architecture of a model of the paper, found by the last part of its folder's name.
+    """Return the architecture of a model of the paper by the last part of its folder's name.
 
-    Plans and checks need it where there is no copy of the model; shapes.json has what its
-    config.json has.
+    Plans and checks need it where there is no copy of the model; shapes.json has
+    the fields of the model's config.json.
     """
     fields = json.loads((pathlib.Path(__file__).parent / "shapes.json").read_text())
     hf_config = fields.get(pathlib.PurePath(folder).name)
@@ -117,7 +117,7 @@ def known_shape(folder: str) -> PolicyConfig | None:
 
 
 def read_model(model: ModelConfig, folder: pathlib.Path) -> tuple[PolicyConfig, Tokenizer]:
-    """Architecture and tokenizer of a folder, changed as the section says.
+    """Read the architecture and tokenizer of a folder, changed as the section says.
 
     Raises ValueError or FileNotFoundError if the folder is damaged or does not fit the section.
     """

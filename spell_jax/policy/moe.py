@@ -53,11 +53,11 @@ def route(logits: jax.Array, count: int, normalized: bool) -> tuple[jax.Array, j
 def replay(
     logits: jax.Array, router_experts: jax.Array, recorded: jax.Array, normalized: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """Weights and experts as in `route`, but of recorded experts, int8 or int16 [..., k].
+    """Return weights and experts as `route` does, but for recorded experts, int8 or int16 [..., k].
 
     `router_experts` (int32) holds the experts of `route`, which a token without a record (-1)
-    keeps. The weights are the router's probabilities of the experts that are used, so it gets
-    gradients.
+    keeps. The weights are the router's probabilities of the experts that are used, so the
+    router gets gradients.
     """
     experts = jnp.where(recorded >= 0, recorded, router_experts)
     probabilities = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
@@ -79,20 +79,20 @@ class Routing(NamedTuple):
 
 
 def by_token(routing: Routing | None) -> jax.Array | None:
-    """Recorded experts of all layers, [B, T, L, k]; None without a record."""
+    """Return the recorded experts of all layers, [B, T, L, k]; None without a record."""
     if routing is None or routing.experts is None:
         return None
     return jnp.moveaxis(routing.experts, 0, 2)
 
 
 def no_experts(config: PolicyConfig) -> np.ndarray:
-    """Record of a token whose experts are not known: -1 in [L, k], int8 for up to 128 experts."""
+    """Return the record of a token with unknown experts: -1 [L, k], int8 up to 128 experts."""
     dtype = np.int8 if config.experts <= 128 else np.int16
     return np.full((config.layers, config.experts_per_token), -1, dtype)
 
 
 def count_differing(router_experts: jax.Array, recorded: jax.Array, real: jax.Array) -> jax.Array:
-    """Routing.differing of experts [B, T, k], in any order; `real` is as in `load`."""
+    """Compute Routing.differing of experts [B, T, k], in any order; `real` is as in `load`."""
     counted = real & (recorded[..., 0] >= 0)
     differs = jnp.any(jnp.sort(router_experts, axis=-1) != jnp.sort(recorded, axis=-1), axis=-1)
     return jnp.stack([jnp.sum(counted & differs), jnp.sum(counted)]).astype(jnp.float32)
@@ -109,7 +109,7 @@ def load(token_experts: jax.Array, experts: int, real: jax.Array) -> jax.Array:
 
 
 def mix(x: jax.Array, weights: jax.Array, experts: jax.Array, kernels: Kernels) -> jax.Array:
-    """Weighted sum of the outputs of each token's experts, on the current mesh.
+    """Compute the weighted sum of the outputs of each token's experts, on the current mesh.
 
     x and the result are [B, T, D], weights and (int32) experts [B, T, k]. The kernels, in x's
     dtype, are gate and up [E, D, F] and down [E, F, D].
@@ -135,7 +135,7 @@ class _Split(collectives.Split):
 
 
 def _split(tokens: tuple[int, ...], kernel: tuple[int, ...]) -> _Split:
-    """Sharding of tokens [B, T, D] and kernels [E, D, F] on the current mesh."""
+    """Return the sharding of tokens [B, T, D] and kernels [E, D, F] on the current mesh."""
     experts, width, hidden = kernel
     split = _Split.of(tokens, experts, width, over=meshes.EXPERT, chunk=CHUNK)
     if split.mesh is None:
@@ -183,7 +183,7 @@ _mix.defvjp(_mix_forward, _mix_backward)
 
 
 def _forward(split: _Split, x, weights, experts, kernels: Kernels) -> jax.Array:
-    """One device's part of `mix`, on its shards."""
+    """Compute one device's part of `mix` from the device's shards."""
     if x.shape[1] == 1 and not split.time:  # decode: one token per row, T not sharded
         return _decode(split, x, weights, experts, kernels)
     gate, up, down = _gather_kernels(split, kernels)
@@ -226,7 +226,7 @@ def _decode(split: _Split, x, weights, experts, kernels: Kernels) -> jax.Array:
 
 
 def _backward(split: _Split, x, weights, experts, kernels: Kernels, to_out):
-    """One device's gradients of x, weights and kernels; each chunk's forward pass is recomputed."""
+    """Compute a device's gradients of x, weights and kernels; recompute chunks' forward passes."""
     gate, up, down = _gather_kernels(split, kernels)
 
     def one_chunk(totals, chunk):

@@ -200,7 +200,7 @@ def _scaling(raw: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def _flat(field: str, scaling: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of one rope without nulls: of full attention, if layer types differ."""
+    """Return one rope's fields without nulls: the full-attention rope, if layer types differ."""
     scaling = {name: value for name, value in scaling.items() if value is not None}
     nested = [name for name, value in scaling.items() if isinstance(value, dict)]
     if not nested:
@@ -289,7 +289,7 @@ def _typed(name: str, value: Any) -> Any:
 
 
 def to_hf(rope: RopeConfig) -> dict[str, Any]:
-    """Fields rope_theta and rope_scaling of a config.json, for any version of transformers."""
+    """Return rope_theta and rope_scaling of a config.json, for any version of transformers."""
     if rope.kind == "default":
         return {"rope_theta": rope.theta, "rope_scaling": None}
     values = {hf: getattr(rope, ours) for hf, ours in _HF_FIELDS[rope.kind].items()}
@@ -298,7 +298,7 @@ def to_hf(rope: RopeConfig) -> dict[str, Any]:
 
 
 def frequencies(rope: RopeConfig, head_size: int) -> np.ndarray:
-    """Rotation of each of the H/2 pairs per position, in radians, float32 [H/2].
+    """Compute the rotation of each of the H/2 pairs per position, in radians, float32 [H/2].
 
     Powers are computed in float64 and rounded once; all else is float32, as in transformers: at
     position 131,071 one unit in the last place of a frequency is up to 0.008 radians.
@@ -327,12 +327,12 @@ def frequencies(rope: RopeConfig, head_size: int) -> np.ndarray:
 
 
 def _slow_share(rope: RopeConfig, head_size: int) -> np.ndarray:
-    """YaRN's ramp [H/2]: 0 for fast pairs, 1 for slow ones, by turns in the original context."""
+    """Compute YaRN's ramp [H/2]: 0 for fast pairs, 1 for slow, by turns in the original context."""
     original = rope.original_positions
     assert original is not None
 
     def pair(turns: float) -> float:
-        """Pair number, as a real number, with this many turns in the original context."""
+        """Return the real-valued pair number with this many turns in the original context."""
         radians = original / (turns * 2 * math.pi)
         return head_size * math.log(radians) / (2 * math.log(rope.theta))
 
@@ -347,7 +347,7 @@ def _slow_share(rope: RopeConfig, head_size: int) -> np.ndarray:
 
 
 def rotary(positions: jax.Array, head_size: int, rope: RopeConfig) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines, float32 [B, T, 1, H/2] each, of the angles of int32 positions [B, T].
+    """Compute cosines and sines, each float32 [B, T, 1, H/2], for int32 positions [B, T].
 
     Positions stay integers until they meet float32 frequencies: bfloat16 cannot tell 256 from 257.
     """

@@ -61,12 +61,12 @@ class Tensor:
 
 
 def has_weights(folder: pathlib.Path) -> bool:
-    """Whether a folder contains weights, including formats that are not supported."""
+    """Return whether a folder contains weights, including formats that are not supported."""
     return any(path.suffix in _WEIGHTS or path.name == INDEX for path in folder.iterdir())
 
 
 def scan(folder: pathlib.Path) -> tuple[pathlib.Path, dict[str, Tensor]]:
-    """Read the headers of all weights: the path of the single file or the index, and the tensors.
+    """Read the headers of all weights; return the path of the single file or index, and tensors.
 
     Raises:
       FileNotFoundError: if there are no weights, or a shard is missing.
@@ -114,7 +114,7 @@ def _read_index(path: pathlib.Path) -> dict[str, str]:
 
 
 def _read_header(path: pathlib.Path) -> list[Tensor]:
-    """Tensors of a file, without duplicates; the library checks offsets and length."""
+    """Read the tensors of a header, without duplicates; the library checks offsets and length."""
     try:
         with safetensors.safe_open(path, "numpy") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
@@ -149,8 +149,8 @@ def write(
     """Write tensors to model.safetensors, or to shards and an index if they are too large.
 
     `sizes` gives the bytes of each tensor by name, in the order of `tensors`, which are consumed
-    one by one; those of one shard are held together. A shard has at most `shard_bytes` bytes unless
-    a single tensor is larger. The folder must exist.
+    one by one; the tensors of one shard are held together. A shard has at most `shard_bytes` bytes
+    unless a single tensor is larger. The folder must exist.
     """
     shards: list[list[str]] = [[]]
     room = shard_bytes
@@ -196,7 +196,7 @@ def save_file(tensors: dict[str, np.ndarray], path: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def replacing(folder: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
-    """Context manager that yields an empty folder, which replaces `folder` when the block ends.
+    """Yield an empty folder, which replaces `folder` when the block ends.
 
     After an exception nothing has changed. After a crash the folder is unchanged, or missing with
     its old content next to it; the next call restores it. Only one process at a time may replace a

@@ -80,7 +80,7 @@ class SentencePieceTokenizer(Tokenizer):
         return [i for ids in read for i in ids]
 
     def _parts(self, messages: chats.Messages) -> list[int | str]:
-        """Markers and contents of a chat up to the start of the assistant's answer."""
+        """Return the markers and contents of a chat up to the start of the assistant's answer."""
         if not all(map(self._pieces.is_control, (self._user, self._assistant))):
             raise ValueError(
                 f"{MODEL_FILE}: has no chat layout; needs the control symbols {USER} and "

@@ -76,7 +76,7 @@ class Tokenizer(abc.ABC):
 
     @abc.abstractmethod
     def token_text(self, token_id: int) -> str:
-        """Text that stands for a token in a rendered text."""
+        """Return the text that stands for a token in a rendered text."""
 
     @abc.abstractmethod
     def save(self, folder: str | pathlib.Path) -> None:
@@ -100,7 +100,7 @@ class Tokenizer(abc.ABC):
         return [i for part_ids in ids for i in part_ids]
 
     def count(self, text: str) -> int:
-        """Number of tokens of a text."""
+        """Count the tokens of a text."""
         return len(self.encode(text))
 
     def stream(self) -> Stream:
@@ -108,11 +108,11 @@ class Tokenizer(abc.ABC):
         return Stream(self)
 
     def shows(self, token_id: int) -> bool:
-        """Whether `decode` uses this id; it skips others before anything else."""
+        """Return whether `decode` uses this id; `decode` first skips all other ids."""
         return 0 <= token_id < self.vocab_size
 
     def waits(self, token_id: int) -> bool:
-        """Whether the text of this id and those before it may depend on ids after it."""
+        """Return whether the text up to and including this id may depend on later ids."""
         return False
 
 
@@ -140,7 +140,7 @@ class Stream:
         self._given = 0  # characters of the window's text already emitted
 
     def push(self, token_id: int) -> str:
-        """Add an id; returns the text that it makes final."""
+        """Add an id; return the text that it makes final."""
         token_id = int(token_id)
         if not self._tokenizer.shows(token_id):
             return ""

@@ -56,7 +56,7 @@ class Attend(Protocol):
 
 
 def _kernel(axes: tuple[str, ...], inputs: int) -> Any:
-    """Boxed normal initializer of variance 1 / inputs, with logical axes."""
+    """Return a boxed normal initializer of variance 1 / inputs, with logical axes."""
     return nn.with_logical_partitioning(nn.initializers.normal(inputs**-0.5), axes)
 
 
@@ -341,7 +341,7 @@ def init(config: PolicyConfig, key: jax.Array) -> Params:
 
 @functools.cache
 def abstract_params(config: PolicyConfig) -> tuple[Params, Params]:
-    """Shapes (jax.ShapeDtypeStruct) and logical axes (PartitionSpec) of all parameters."""
+    """Return shapes (jax.ShapeDtypeStruct) and logical axes (PartitionSpec) of all parameters."""
     # The key is created inside the trace, so that no device is touched.
     boxed = jax.eval_shape(lambda: boxed_init(config, jax.random.key(0)))
     return nn.unbox(boxed), nn.get_partition_spec(boxed)
@@ -372,7 +372,7 @@ def hidden_states(
     `params` are in the compute dtype. `tokens` and `positions` (rotary, not row indices) are int32
     [B, T]. `attend` receives `cache` and `context` in every layer; context["last_query"] (int32
     [B, T], negative at padding) excludes padding from the token counts of the experts. `experts`
-    [B, T, L, k] are used in place of those that the router chooses, see moe.no_experts.
+    [B, T, L, k] replace the experts that the router chooses; see moe.no_experts.
 
     Returns:
       Final hidden states [B, T, D] in the compute dtype; the cache after the last layer; and for a
@@ -421,7 +421,7 @@ def embed(config: PolicyConfig, params: Params, tokens: jax.Array, lengths: jax.
 
 
 def _causal(config: PolicyConfig, params: Params, tokens: jax.Array, lengths: jax.Array):
-    """Hidden states [B, T, D] of plain causal rows, padded after their lengths [B]."""
+    """Compute hidden states [B, T, D] of plain causal rows, padded after their lengths [B]."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     last_query = jnp.where(positions < lengths[:, None], lengths[:, None] - 1, -1)
     attend = kernels.packed(config.attention, config.ring)

@@ -80,7 +80,7 @@ class TensorEntry:
         return tuple(math.prod(sizes[axis] for axis in word) for word in self.theirs.split())
 
     def our_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Shape of our parameter, with leading axes L for layers and E for experts."""
+        """Return the shape of our parameter, with leading axes L for layers and E for experts."""
         axes = "L" * self.layered + "E" * self.expertwise + (self.ours or self.letters)
         return tuple(sizes[axis] for axis in axes)
 
@@ -132,7 +132,7 @@ TABLES = {
 
 
 def table(config: PolicyConfig) -> dict[str, TensorEntry]:
-    """Entries of all parameters by path; ValueError if no Hugging Face architecture fits."""
+    """Return all parameters' entries by path; ValueError if no Hugging Face architecture fits."""
     entries = dict(TABLES[config.model_type])
     if config.tied_embeddings:
         del entries["unembedding"]
@@ -246,7 +246,7 @@ def _read_config(folder: pathlib.Path) -> PolicyConfig:
 
 
 def _lacks_prefix(names: Iterable[str]) -> bool:
-    """Whether tensor names lack the prefix "model."."""
+    """Return whether tensor names lack the prefix "model."."""
     return not any(name.startswith("model.") for name in names)
 
 
@@ -305,7 +305,7 @@ class _Source:
         return self.entries[path].our_shape(self.sizes)
 
     def piece_size(self, path: str) -> int:
-        """Maximum number of values that `fill` reads: one layer of a parameter."""
+        """Return the maximum number of values that `fill` reads: one layer of a parameter."""
         return math.prod(self.shape(path)[self.entries[path].layered :])
 
     def check_tied(self) -> None:

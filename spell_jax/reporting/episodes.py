@@ -49,7 +49,7 @@ class Episodes:
 
 
 def choose_episodes(workdir: epath.Path, limit: int) -> Episodes:
-    """Reads all of WORKDIR/episodes, one step at a time, and keeps at most `limit` episodes."""
+    """Read all of WORKDIR/episodes, one step at a time, and keep at most `limit` episodes."""
     result = Episodes()
     try:
         steps = evenly(list(episode_files(workdir)), limit)
@@ -83,7 +83,7 @@ def choose(
     stored_clusters: set[str],
     chosen_counts: collections.Counter[tuple[str, str]],
 ) -> list[int]:
-    """Chooses at most `count` episodes of a step; returns their indices, ascending.
+    """Choose at most `count` episodes of a step; return their indices, ascending.
 
     Each choice takes the (task, outcome) that was taken least often so far, as counted in
     `chosen_counts`; episodes of `stored_clusters` (with documents on disk) come first.
@@ -104,7 +104,7 @@ def choose(
 
 
 def outcome(scores: Sequence[float], status: str) -> str:
-    """Outcome of an episode: by the scores of its answers, or its status if it has none."""
+    """Return the outcome of an episode: by the answers' scores, or its status without answers."""
     if not scores:
         return status
     if len(set(scores)) > 1:
@@ -113,7 +113,7 @@ def outcome(scores: Sequence[float], status: str) -> str:
 
 
 def _episode(line: Any) -> dict[str, Any]:
-    """Checks and converts a line for the page; TypeError for a value of another type."""
+    """Check and convert a line for the page; TypeError for a value of another type."""
     if not isinstance(line, dict):
         raise TypeError("not an object")
     if finite_or_none(line)[1]:
@@ -144,7 +144,7 @@ def _episode(line: Any) -> dict[str, Any]:
 
 
 def _counted(episodes: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Task shares among questions with mixed rewards, and the number of answers of each role."""
+    """Compute task shares of questions with mixed rewards, and the number of answers per role."""
     tasks = [e["task"] for e in episodes if e["outcome"] == "mixed"]
     mixed = collections.Counter(task for task in tasks if task in TASKS)
     # Runs without cloze questions have no curve of their share.
@@ -157,12 +157,12 @@ def _counted(episodes: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def shares_of(total: int, parts: int) -> list[int]:
-    """Splits `total` into `parts` whole numbers that are as even as possible."""
+    """Split `total` into `parts` whole numbers that are as even as possible."""
     return [total * (i + 1) // parts - total * i // parts for i in range(parts)]
 
 
 def evenly(items: Sequence[int], limit: int) -> list[int]:
-    """Chooses at most `limit` items, evenly spaced, with the first and the last one."""
+    """Choose at most `limit` items, evenly spaced, with the first and the last item."""
     if len(items) <= limit:
         return list(items)
     return [items[i * (len(items) - 1) // max(limit - 1, 1)] for i in range(limit)]

@@ -72,7 +72,7 @@ def write_page(
     episodes: int = EPISODES,
     x: str = "step",
 ) -> dict[str, Any]:
-    """Writes the page of one or more runs; returns its overview (all except the episodes).
+    """Write the page of one or more runs; return its overview (all except the episodes).
 
     The page has at most `size` bytes and, over all runs, at most `episodes` episodes. Curves are
     plotted over `x`, one of X_AXES. ValueError if the curves alone exceed `size` (compare fewer
@@ -97,7 +97,7 @@ def write_page(
 
 
 def _episode_lines(read: Sequence[Episodes], room: int) -> list[str]:
-    """Lines of the episodes and documents that fit into `room` bytes, then their index."""
+    """Encode the episodes and documents that fit into `room` bytes as lines; then their index."""
     every = [
         (run, episode)
         for run, run_episodes in enumerate(read)
@@ -138,14 +138,14 @@ def _episode_lines(read: Sequence[Episodes], room: int) -> list[str]:
 
 
 def _entry(run: int, episode: Mapping[str, Any]) -> dict[str, Any]:
-    """Index entry of an episode; "at" is its line number, None until it has a line."""
+    """Make the index entry of an episode; "at" is its line number, None until it has a line."""
     filters = {name: episode[name] for name in ("step", "task", "outcome", "roles")}
     title = episode["question"][:_TITLE_CHARACTERS]
     return {"at": None, "run": run, "title": title, "documents": []} | filters
 
 
 def _index_bytes(entry: Mapping[str, Any]) -> int:
-    """Upper bound of an entry's bytes in the index: its uncompressed JSON in base64."""
+    """Return an upper bound of an entry's bytes in the index: uncompressed JSON in base64."""
     return (len(json.dumps(entry)) + 8) * 4 // 3
 
 
@@ -158,11 +158,11 @@ class _Lines:
         self.start_pass(0)
 
     def start_pass(self, keep_free: int) -> None:
-        """Starts a pass over the episodes that leaves `keep_free` bytes for later passes."""
+        """Start a pass over the episodes that leaves `keep_free` bytes for later passes."""
         self._keep_free, self._misses = keep_free, 0
 
     def add(self, value: Any, extra: int = 0) -> int | None:
-        """Appends a value, with `extra` bytes elsewhere; its line number, or None if too large."""
+        """Append a value with `extra` bytes elsewhere; return the line number, None if too big."""
         if self._misses == _MISSES:
             return None
         line = _packed(value)
@@ -224,7 +224,7 @@ def make_overview(
 
 
 def group_by_seed(configs: Sequence[Mapping[str, Any] | None]) -> list[list[int]]:
-    """Indices of runs by equal config except the seed; a run without a config is alone."""
+    """Group runs' indices by config except the seed; a run without a config is alone."""
     groups: dict[str, list[int]] = {}  # key: config, or the index of a run without one
     for place, config in enumerate(configs):
         seedless_config = (
@@ -239,7 +239,7 @@ def _labels(
     configs: Sequence[Mapping[str, Any] | None],
     names: Sequence[str],
 ) -> list[str]:
-    """Labels of the groups: the config fields that differ, or names if these are too many."""
+    """Return the groups' labels: the config fields that differ, or names if there are too many."""
     fields = [dict(flat(configs[members[0]] or {})) for members in groups]
     all_names = dict.fromkeys(
         name for group_fields in fields for name in group_fields if name != "seed"
@@ -270,7 +270,7 @@ def _config(workdir: epath.Path) -> dict[str, Any] | None:
 
 
 def _with_counted(records: Sequence[Mapping[str, Any]], episodes: Episodes) -> list[dict[str, Any]]:
-    """Lines of metrics, extended by the metrics computed from the episodes of the step."""
+    """Extend each step's line of metrics by the metrics computed from the step's episodes."""
     lines = []
     for record in records:
         line = {**record, **episodes.counted.get(record["step"], {})}
@@ -290,7 +290,7 @@ def check_axis(run: RunData, x: str) -> None:
 
 
 def _places(run: RunData, x: str) -> dict[int, float]:
-    """Step -> place on the x axis: the step, or the tokens sampled until its end.
+    """Map each step to its place on the x axis: the step, or the tokens sampled until its end.
 
     A count of tokens that is no finite number, as in a damaged line, counts as 0.
     """
@@ -308,7 +308,7 @@ def _series(
     names: Mapping[str, Any],
     places: Sequence[Mapping[int, float]],
 ) -> dict[str, list[list[float]]]:
-    """Metric -> [places, means], followed by [minima, maxima] if there are several runs.
+    """Map each metric to [places, means], and also [minima, maxima] if there are several runs.
 
     Runs are averaged step by step, and so are their places on the x axis.
     """
@@ -335,7 +335,7 @@ def _series(
 
 
 def _mapping(config: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Curve of the questioner's reward over the mean answer reward, from the config."""
+    """Compute the questioner's reward as a curve over the mean answer reward, from the config."""
     algorithm = (config or {}).get("algorithm", {})
     try:
         name, mu, sigma = (algorithm[key] for key in ("mapping", "mu", "sigma"))
@@ -357,6 +357,6 @@ def _points(read: Sequence[Episodes]) -> list[list[float]]:
 
 
 def _packed(value: Any) -> str:
-    """Encodes a value as JSON, gzip and base64; deterministic."""
+    """Encode a value as JSON, gzip and base64, deterministically."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return base64.b64encode(gzip.compress(text.encode(), 6, mtime=0)).decode()

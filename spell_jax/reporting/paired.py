@@ -37,7 +37,7 @@ def read_answers(workdir: epath.Path, when: str) -> Answers:
 
 
 def _parse_answer(value: Any) -> Mapping[str, Any]:
-    """Check a line of a file of answers; ValueError if it is none."""
+    """Check a line of a file of answers; ValueError if it is not an answer."""
     is_answer = (
         isinstance(value, dict)
         and all(isinstance(value.get(name), str) for name in ("question", "reference", "answer"))
@@ -75,7 +75,7 @@ def table(workdirs: Sequence[epath.Path]) -> str:
 
 
 def _compare(first_name: str, first: Answers, second_name: str, second: Answers) -> list[Any]:
-    """Lines of a comparison; [] without answers or where the questions differ."""
+    """Return the lines of a comparison; [] without answers or where the questions differ."""
     if not first or list(map(_question, first)) != list(map(_question, second)):
         return []
     lengths = sorted({answer["documents"] for answer in first})

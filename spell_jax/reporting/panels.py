@@ -29,14 +29,14 @@ class Panel:
 
 
 def choose_panels(names: Collection[str]) -> list[Panel]:
-    """Chooses the panels with measured metrics `names`; each takes them by name or by pattern."""
+    """Choose the panels with any of the measured metrics `names`, by name or by pattern."""
     measured_names = set(names)
     panels = [*_learning(measured_names), *_time(measured_names)]
     return [panel for panel in panels if measured_names & set(panel.metrics.values())]
 
 
 def other_panels(names: Collection[str]) -> list[dict[str, Any]]:
-    """Panels of the remaining metrics: "a/b/c" and "a/b/d" are two curves of the panel "a/b"."""
+    """Group remaining metrics in panels: "a/b/c" and "a/b/d" are two curves of the panel "a/b"."""
     panels: dict[str, dict[str, str]] = {}
     for name in sorted(names):
         beginning, _, last = name.rpartition("/")
@@ -45,7 +45,7 @@ def other_panels(names: Collection[str]) -> list[dict[str, Any]]:
 
 
 def panels_by_prefix(names: Collection[str]) -> dict[str, list[dict[str, Any]]]:
-    """Prefix -> panels of all its metrics; names without a prefix belong to "other"."""
+    """Map each prefix to panels of all its metrics; names without a prefix belong to "other"."""
     prefixes: dict[str, list[dict[str, Any]]] = {}
     for panel in other_panels(names):
         prefix, _, suffix = panel["title"].partition("/")
@@ -124,13 +124,13 @@ def _time(names: Collection[str]) -> Iterator[Panel]:
 
 
 def _parts(names: Collection[str], name: str, first: tuple[str, ...]) -> dict[str, str]:
-    """Label -> name/LABEL: the labels `first`, then other measured ones, numbers by size."""
+    """Map labels to name/LABEL: `first`, then the other measured labels, numbers by size."""
     other_labels = _matching(names, rf"{re.escape(name)}/(\w+)")
     labels = dict.fromkeys((*first, *sorted(other_labels, key=lambda label: (len(label), label))))
     return {label: f"{name}/{label}" for label in labels}
 
 
 def _matching(names: Collection[str], pattern: str) -> dict[str, str]:
-    """Label -> name, for the names that match a pattern; its first group is the label."""
+    """Map labels to the names that match a pattern; the pattern's first group is the label."""
     matches = ((re.fullmatch(pattern, name), name) for name in sorted(names))
     return {match[1]: name for match, name in matches if match}

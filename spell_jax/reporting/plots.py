@@ -49,7 +49,7 @@ class Plot(NamedTuple):
 
 
 def draw_page(overview: Mapping[str, Any], folder: epath.Path) -> list[epath.Path]:
-    """Draws all plots of a page (`page.write_page`) into a folder; returns the files.
+    """Draw all plots of a page (`page.write_page`) into a folder; return the files.
 
     The evaluation is plotted only for several groups of runs; draw_run does it for one.
     """
@@ -69,7 +69,7 @@ def draw_page(overview: Mapping[str, Any], folder: epath.Path) -> list[epath.Pat
 
 
 def draw_run(overview: Mapping[str, Any], folder: epath.Path) -> list[epath.Path]:
-    """Draws one run: a picture per metric prefix, and evaluation.png if it has an evaluation."""
+    """Draw one run: a picture per metric prefix, and evaluation.png if it has an evaluation."""
     groups, pictures = overview["groups"], {}
     prefixes = sorted(panels_by_prefix(overview["groups"][0]["series"]).items())
     names = file_names([prefix for prefix, _ in prefixes])
@@ -130,7 +130,7 @@ def _save(path: epath.Path, plots: Sequence[Plot], dpi: int = 110) -> epath.Path
 def _draw_curves(
     axes: Axes, panel: Mapping[str, Any], groups: Sequence[Mapping], x: str = "step"
 ) -> None:
-    """Draws one curve per metric and group over `x`, the name of the axis.
+    """Draw one curve per metric and group over `x`, the name of the axis.
 
     Stacked values of a single group become areas. Several groups are compared by the metric over
     all tasks, if there is one.
@@ -179,7 +179,7 @@ def _draw_curves(
 
 
 def _stack(axes: Axes, curves: Sequence[tuple[str, int, Sequence]]) -> None:
-    """Draws the curves of one group as stacked areas; missing values count as 0."""
+    """Draw the curves of one group as stacked areas; missing values count as 0."""
     steps = sorted({step for _, _, (curve_steps, *_) in curves for step in curve_steps})
     heights = []
     for _, _, (curve_steps, mean, *_) in curves:
@@ -193,14 +193,14 @@ def _stack(axes: Axes, curves: Sequence[tuple[str, int, Sequence]]) -> None:
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """Moving average with a sixtieth of the values on either side."""
+    """Return the moving average with a sixtieth of the values on either side."""
     half = len(values) // 60
     windows = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
     return [sum(window) / len(window) for window in windows]
 
 
 def _draw_mapping(axes: Axes, groups: Sequence[Mapping]) -> None:
-    """Draws the questioner's reward over the mean answer reward; circle area counts questions."""
+    """Draw the questioner's reward over the mean answer reward; circle area counts questions."""
     max_count = max([1, *(count for group in groups for *_, count in group["points"])])
     for g, group in enumerate(groups):
         color = _COLORS[g % len(_COLORS)]
@@ -218,7 +218,7 @@ def _draw_mapping(axes: Axes, groups: Sequence[Mapping]) -> None:
 
 
 def _draw_table(axes: Axes, table: Mapping[str, Any], groups: Sequence[Mapping]) -> None:
-    """Draws means with intervals, one line per row: before and after training, for each group."""
+    """Draw means with intervals, one line per row: before and after training, for each group."""
     rows = table["rows"]
     kinds = [(g, when) for g in range(len(groups)) for when in (0, 1)]
     for place, (g, when) in enumerate(kinds):

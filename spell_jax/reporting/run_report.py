@@ -25,7 +25,7 @@ PLOTS_FOLDER = "plots"
 
 
 def report_runs(workdirs: Sequence[epath.Path], x: str = "step") -> None:
-    """Writes and prints the report of runs.
+    """Write and print the report of runs.
 
     Raises as read_run, and ValueError if a file or folder of the report cannot be written, both
     before it writes anything.
@@ -58,7 +58,7 @@ def report_runs(workdirs: Sequence[epath.Path], x: str = "step") -> None:
 
 
 def plot_run(workdir: str | epath.Path) -> list[epath.Path]:
-    """Draws a run's metrics and evaluation; returns the pictures. Raises as read_run."""
+    """Draw a run's metrics and evaluation; return the pictures. Raises as read_run."""
     return _draw_run(read_run(workdir))
 
 
@@ -67,7 +67,7 @@ def _draw_run(run: RunData) -> list[epath.Path]:
 
 
 def read_run(workdir: str | epath.Path) -> RunData:
-    """Reads a run's metrics and evaluation.
+    """Read a run's metrics and evaluation.
 
     FileNotFoundError without metrics.jsonl; ValueError if it is empty or damaged, or if
     evaluation.json has another form than tables.py says.

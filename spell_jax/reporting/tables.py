@@ -23,9 +23,9 @@ Table = Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]]
 
 
 def read_evaluation(workdir: str | epath.Path) -> tuple[Table, Table] | None:
-    """Reads the (before, after) tables of WORKDIR/evaluation.json; None until both exist.
+    """Read the (before, after) tables of WORKDIR/evaluation.json; None until both exist.
 
-    ValueError naming the place where the form differs from that in the module docstring.
+    ValueError names the place where the form differs from the form in the module docstring.
     """
     path = epath.Path(workdir) / EVALUATION_FILE
     if not path.exists():
@@ -56,7 +56,7 @@ def _check_table(value: Any, place: str, depth: int) -> None:
 def compare(
     groups: Sequence[Sequence[int]], runs: Sequence[tuple[Table, Table] | None]
 ) -> list[dict[str, Any]]:
-    """Evaluation tables of groups of runs: {"title", "rows"}, one per section.
+    """Make the evaluation tables of groups of runs: {"title", "rows"}, one per section.
 
     `groups` are indices into `runs`, the (before, after) tables of each run. A row is {"name":
     [row, column], "cells"} with one pair [before, after] per group, each [mean, half_width, runs]
@@ -102,7 +102,7 @@ def six_digits(value: float) -> float:
 
 
 def before_after_table(before: Table, after: Table) -> str:
-    """Formats two tables as aligned text, a cell per line; "-" for a cell that one side lacks."""
+    """Format two tables as aligned text, a cell per line; "-" for a cell that one side lacks."""
     sections = []
     for table in compare([[0]], [(before, after)]):
         lines = [("", "", "before", "", "after", "")]

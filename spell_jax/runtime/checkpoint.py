@@ -104,7 +104,7 @@ class Checkpoints:
         force: bool = False,
         score: float | None = None,
     ) -> bool:
-        """Saves if `every` divides the step or `force` is set; returns whether it did.
+        """Save if `every` divides the step or `force` is set; return whether it saved.
 
         A saved step is not written again. The arrays, of any shapes, dtypes and shardings, are
         written in the background but may be donated or deleted right after. The step of the highest
@@ -154,13 +154,13 @@ class Checkpoints:
         ) from failure
 
     def wait(self) -> None:
-        """Waits until the last save is complete on all hosts; SaveError names a failed step."""
+        """Wait until the last save is complete on all hosts; SaveError names a failed step."""
         failure = self._settle()
         if failure is not None:
             raise SaveError(str(failure)) from failure
 
     def latest_step(self) -> int | None:
-        """Step of the latest finished checkpoint or of the one being written, or None."""
+        """Return the latest step that is finished or being written, or None."""
         steps = [*self._scores, *([self._pending.step] if self._pending else [])]
         return max(steps, default=None)
 
@@ -169,7 +169,7 @@ class Checkpoints:
         return self._scores.get(step)
 
     def newest_intact(self) -> int | None:
-        """Newest step whose files all match their hashes; None if there is no checkpoint.
+        """Return the newest step with all files matching their hashes; None without a checkpoint.
 
         This reads whole checkpoints. Newer steps are logged with their damage, left on disk and
         ignored from now on. If no step is intact, DamagedError names each with its damage, except
@@ -205,7 +205,7 @@ class Checkpoints:
             raise DamagedError(f"{self._folder(step)}: cannot be used: {damage}")
 
     def restore(self, step: int, abstract: Any) -> tuple[Any, dict[str, Any]]:
-        """Reads the arrays and the host_state of a saved step.
+        """Read the arrays and the host_state of a saved step.
 
         `abstract` is the saved tree with jax.ShapeDtypeStruct (or arrays) as leaves. Each leaf's
         `sharding` is its destination, on the mesh it was saved from or any other. ValueError names
@@ -223,10 +223,10 @@ class Checkpoints:
         return restored["arrays"], restored["host"]
 
     def restore_part(self, step: int, abstract: Any) -> Any:
-        """Reads some arrays of a checkpoint, such as the weights without the optimizer.
+        """Read some arrays of a checkpoint, such as the weights without the optimizer.
 
-        `abstract` is as for `restore`, dicts with a part of the saved tree's paths (a dataclass is
-        saved as a dict of its fields); so are the errors.
+        `abstract` has dicts with a part of the saved tree's paths (a dataclass is saved as a dict
+        of its fields). Its leaves and the errors are as for `restore`.
         """
         self._check(step, abstract, is_part=True)
         part = abstract_arrays(abstract)
@@ -269,7 +269,7 @@ class Checkpoints:
         _end(self._manager)
 
     def close(self) -> None:
-        """Waits for the last save and ends the background work; raises as `wait`."""
+        """Wait for the last save and end the background work; raises as `wait`."""
         try:
             self.wait()
         finally:
@@ -305,7 +305,7 @@ class Checkpoints:
     def _write(
         self, step: int, args: Any, score: float | None, waits: bool, renews: bool = False
     ) -> Exception | None:
-        """Starts writing a step, without retries; returns the failure of any host, or None."""
+        """Start writing a step, without retries; return the failure of any host, or None."""
         failure = _together(lambda: self._clear(step)) if renews else None
         failure = failure or _together(lambda: self._begin(step, args, score, renews))
         if failure is not None:
@@ -335,7 +335,7 @@ class Checkpoints:
         self._pending = _Pending(step, score, surplus, job)
 
     def _commit(self, step: int, score: float | None, surplus: list[int]) -> None:
-        """Background job: waits for Orbax (on every host), then finishes the step."""
+        """Wait for Orbax (on every host), then finish the step, as a background job."""
         fault_injection.point("saving")
         with self._barriers.announced():
             self._manager.wait_until_finished()
@@ -355,7 +355,7 @@ class Checkpoints:
                 log.warning("%s could not be deleted: %s", self._folder(old), error)
 
     def _settle(self) -> Exception | None:
-        """Waits for the step being written; returns the failure of any host, or None."""
+        """Wait for the step being written; return the failure of any host, or None."""
         if self._pending is None:
             return None
         pending, self._pending = self._pending, None
@@ -370,7 +370,7 @@ class Checkpoints:
         return None
 
     def _finish(self, pending: _Pending) -> None:
-        """Waits for a job; ends the run if that takes too long after the save failed elsewhere.
+        """Wait for a job; end the run if that takes too long after the save failed elsewhere.
 
         Orbax waits 5 minutes for a folder that another host could not make.
         """
@@ -423,7 +423,7 @@ class Checkpoints:
         return self._directory / str(step)
 
     def _on_disk(self) -> list[int]:
-        """Steps that have a folder, whatever it contains; newest first."""
+        """Return the steps that have a folder, whatever it contains, newest first."""
         names = [path.name for path in paths.entries(self._directory)]
         return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
 
@@ -438,7 +438,7 @@ class Checkpoints:
 
 
 def abstract_arrays(arrays: Any) -> Any:
-    """Tree with each array replaced by its jax.ShapeDtypeStruct, including the sharding."""
+    """Replace each array of a tree by its jax.ShapeDtypeStruct, including the sharding."""
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arrays
     )
@@ -451,13 +451,13 @@ def _unused(folder: epath.Path) -> epath.Path:
 
 
 def _best(scores: dict[int, float | None]) -> int | None:
-    """Step of the highest score (the first of equal ones), or None."""
+    """Return the step of the highest score (the first of equal scores), or None."""
     scored = [(score, -step) for step, score in scores.items() if score is not None]
     return -max(scored)[1] if scored else None
 
 
 def _end(manager: ocp.CheckpointManager) -> None:
-    """Closes a manager; its errors were already reported by `_settle`."""
+    """Close a manager; suppress its errors, which `_settle` has already reported."""
     with contextlib.suppress(Exception):
         manager.wait_until_finished()
     with contextlib.suppress(Exception):
@@ -465,7 +465,7 @@ def _end(manager: ocp.CheckpointManager) -> None:
 
 
 def _together(do: Callable[[], None]) -> Exception | None:
-    """Runs `do` on all hosts; returns the failure of any host on all hosts, or None."""
+    """Run `do` on all hosts; return the failure of any host on all hosts, or None."""
     try:
         distributed.make_together(lambda: do() or [])
     except RuntimeError as error:
@@ -474,7 +474,7 @@ def _together(do: Callable[[], None]) -> Exception | None:
 
 
 def _check_json(value: Any, path: str) -> None:
-    """Rejects values that JSON would change or drop: a resumed run must see the same values."""
+    """Reject values that JSON would change or drop: a resumed run must see the same values."""
     if isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):
@@ -492,7 +492,7 @@ def _check_json(value: Any, path: str) -> None:
 
 
 def _differences(saved: Any, abstract: Any, is_part: bool) -> list[str]:
-    """One line for each tensor whose saved and requested form differ."""
+    """Return one line for each tensor with different saved and requested forms."""
     has, wants = _by_path(saved), _by_path(abstract)
     surplus = [] if is_part else [path for path in has if path not in wants]
     lines = [f"{path}: in the checkpoint, not wanted" for path in surplus]
@@ -512,7 +512,7 @@ def _by_path(tree: Any) -> dict[str, Any]:
 
 
 def _form(leaf: Any) -> str:
-    """Dtype and shape as stored, such as float32[3,4]; a typed PRNG key counts as raw words."""
+    """Format dtype and shape as stored (float32[3,4]); a typed PRNG key counts as raw words."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.eval_shape(jax.random.key_data, leaf)
     return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"

@@ -26,19 +26,19 @@ _ONE_STAGE = 8
 
 
 def current_mesh() -> AbstractMesh | None:
-    """The current mesh; None if there is none or it has a single device."""
+    """Return the current mesh; None if there is none or it has a single device."""
     mesh = jax.sharding.get_abstract_mesh()
     return None if mesh.empty or mesh.size == 1 else mesh
 
 
 def is_for_cpu() -> bool:
-    """Return whether the traced program is for CPUs: those of the current mesh, else all."""
+    """Return whether the traced program is for CPUs, by the current mesh or jax's backend."""
     mesh = jax.sharding.get_abstract_mesh()
     return jax.default_backend() == "cpu" if mesh.empty else meshes.is_of_cpus(mesh)
 
 
 def splitting(mesh: AbstractMesh, names: Axes, size: int) -> Axes:
-    """Those of the mesh axes that split a dimension; one that they do not divide is replicated."""
+    """Return the mesh axes that split a dimension; () (replicated) if they do not divide it."""
     if size % math.prod(mesh.shape[name] for name in names):
         return ()
     return tuple(name for name in names if mesh.shape[name] > 1)
@@ -58,7 +58,7 @@ class Split:
     def of(
         cls, tokens: tuple[int, ...], leading: int, width: int, over: str, **fields: Any
     ) -> Self:
-        """Split of tokens [B, T, ...] and weights [leading, width]; `over` splits `leading`."""
+        """Return the split of tokens [B, T, ...], weights [leading, width]; `leading` by `over`."""
         mesh = current_mesh()
         if mesh is None:
             return cls(**fields)
@@ -99,17 +99,17 @@ class Split:
 
 
 def on_shards(mesh: AbstractMesh | None, run: Callable[..., Any], in_specs: Any, out_specs: Any):
-    """Turns a function of shards into a function of whole arrays; the identity without a mesh."""
+    """Turn a function of shards into a function of whole arrays; the identity without a mesh."""
     if mesh is None:
         return run
     return jax.shard_map(run, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 def sum_scatter(x: jax.Array, axes: Axes, dimension: int = 0) -> jax.Array:
-    """Sums over mesh axes and scatters one dimension (reduce-scatter).
+    """Sum over mesh axes and scatter one dimension (reduce-scatter).
 
     Over more than 8 devices it runs in two stages, because XLA for TPUs often compiles a single
-    stage as an all-reduce. It also compiles an all-reduce when scattering the last dimension in
+    stage as an all-reduce. XLA also makes an all-reduce when scattering the last dimension in
     parts that are not a multiple of 128, or a dimension of a three-dimensional array.
     """
     for axis in axes:
@@ -121,7 +121,7 @@ def sum_scatter(x: jax.Array, axes: Axes, dimension: int = 0) -> jax.Array:
 
 
 def _stages(count: int) -> list[list[list[int]] | None]:
-    """Device groups of consecutive reduce-scatters over `count` devices; None means all."""
+    """Return device groups of consecutive reduce-scatters over `count` devices; None means all."""
     outer = max(i for i in range(1, math.isqrt(count) + 1) if count % i == 0)
     if count <= _ONE_STAGE or outer == 1:
         return [None]
@@ -130,7 +130,7 @@ def _stages(count: int) -> list[list[list[int]] | None]:
 
 
 def rounded(x: jax.Array, dtype: Any) -> jax.Array:
-    """Rounds float32 to another dtype in place of a cast.
+    """Round float32 to another dtype in place of a cast.
 
     XLA moves a plain cast before a sum over devices, which then adds in bfloat16 (an
     optimization_barrier does not prevent it).

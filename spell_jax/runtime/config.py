@@ -29,7 +29,7 @@ LARGEST, LARGEST_SEED = 2**31 - 1, 2**32 - 1
 
 
 def section(fields: Any) -> Config:
-    """The ConfigDict of a section: a dataclass whose fields all have defaults, or an instance.
+    """Make the ConfigDict of a section: a dataclass with defaults for all fields, or an instance.
 
     Fields with the metadata DERIVED are left out. A dataclass inside becomes a section of its own;
     inside a tuple it becomes a tuple of its values.
@@ -60,7 +60,7 @@ def _is_instance(value: Any) -> bool:
 
 
 def build(cls: type[T], section: Mapping[str, Any], where: str, **extra: Any) -> T:
-    """Makes a dataclass from a config section.
+    """Make a dataclass from a config section.
 
     Lists become tuples; a tuple or a mapping stands for a dataclass inside them. `where` is the
     section's name in messages ("optimizer"); it replaces the usual name, the class attribute
@@ -93,7 +93,7 @@ def build(cls: type[T], section: Mapping[str, Any], where: str, **extra: Any) ->
 
 
 def check_least(fields: Any, where: str, **least: float) -> None:
-    """Raises ValueError for a field below its least value, or NaN; `where` is like "optimizer."."""
+    """Raise ValueError for a field below its least value, or NaN; `where` is like "optimizer."."""
     for name, bound in least.items():
         if not getattr(fields, name) >= bound:
             raise ValueError(f"{where}{name} = {getattr(fields, name)}: must be at least {bound}")
@@ -107,7 +107,7 @@ def check_width(value: int, where: str) -> None:
 
 
 def check_choice(fields: Any, where: str, **choices: Collection[Any]) -> None:
-    """Raises ValueError for a field that is none of its choices; see check_least."""
+    """Raise ValueError for a field that is none of its choices; see check_least."""
     for name, allowed in choices.items():
         if getattr(fields, name) not in allowed:
             value = getattr(fields, name)
@@ -123,7 +123,7 @@ def flat(fields: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any
 
 
 def changes(config: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
-    """A line for every field whose value differs from that in an earlier config, if it is there."""
+    """Return a line for each field that an earlier config has with another value."""
     then = dict(flat(before))
     return [
         f"{name} = {value!r}: was {then[name]!r}"
@@ -133,7 +133,7 @@ def changes(config: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
 
 
 def plain(config: Config) -> dict[str, Any]:
-    """A config as nested dicts of JSON values."""
+    """Convert a config to nested dicts of JSON values."""
     return json.loads(config.to_json_best_effort())
 
 

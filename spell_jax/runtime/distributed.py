@@ -57,7 +57,7 @@ class _Position:
 
 
 def join() -> None:
-    """Joins a multi-process run if the environment describes one; else does nothing.
+    """Join a multi-process run if the environment describes one; else do nothing.
 
     Must be called before any device is touched. The environment has SPELL_COORDINATOR (host:port of
     process 0), SPELL_PROCESSES and SPELL_PROCESS (0 to SPELL_PROCESSES - 1), or is a cluster that
@@ -135,14 +135,14 @@ def _share_token(index: int, limit: int) -> bytes:
 
 
 def _leave_if_failed() -> None:
-    """Ends a failed process without jax's shutdown, which would wait minutes for the others."""
+    """End a failed process without jax's shutdown, which would wait minutes for the others."""
     if (error := getattr(sys, "last_value", None)) is not None:
         leave(1, error)
     peers.note(is_done=True)
 
 
 def leave(status: int, error: BaseException) -> None:
-    """Ends this process by an error if it is one of several, without the wait of jax's shutdown."""
+    """End this process by an error if it is one of several, without the wait of jax's shutdown."""
     if peers.is_running():
         peers.fail(error)
         sys.stdout.flush()
@@ -154,7 +154,7 @@ def _log_stderr(text: str) -> None:
 
 
 def lost_seconds() -> int:
-    """Seconds without a sign of life after which a process is lost (SPELL_LOST_SECONDS)."""
+    """Return SPELL_LOST_SECONDS: a process is lost after these seconds without a sign of life."""
     return _seconds(LOST_SECONDS)
 
 
@@ -170,7 +170,7 @@ def _number(name: str, least: int) -> int:
 
 
 def _configured_position() -> _Position | None:
-    """Position given by our environment variables; None without them."""
+    """Return the position given by our environment variables; None without them."""
     names = (COORDINATOR, PROCESSES, PROCESS)
     missing = [name for name in names if name not in os.environ]
     if len(missing) == len(names):
@@ -187,7 +187,7 @@ def _configured_position() -> _Position | None:
 
 
 def _detected_position(limit: int) -> _Position | None:
-    """Position that jax detects from a cluster's environment; None on a single host."""
+    """Return the position that jax detects from a cluster's environment; None on one host."""
     find = clusters.ClusterEnv.auto_detect_unset_distributed_params
     address, count, index, devices = find(None, None, None, None, None, limit)
     if address is None or count is None or index is None:
@@ -209,7 +209,7 @@ class Barriers:
         self._passed: deque[str] = deque()  # keys of this process
 
     def __call__(self, *, key: str, timeout_ms: int) -> None:
-        """Waits for all processes; RuntimeError if one failed, TimeoutError at the time limit."""
+        """Wait for all processes; RuntimeError if one failed, TimeoutError at the time limit."""
         client, deadline = _client(), time.monotonic() + timeout_ms / 1000
         # Orbax's threads come here with an error that they raise only afterwards. (In the main
         # thread it may be one of ours, after which a checkpoint is saved.)
@@ -239,7 +239,7 @@ class Barriers:
 
     @contextlib.contextmanager
     def announced(self) -> Iterator[None]:
-        """Context whose error is given to `fail`."""
+        """Give an error of the block to `fail`, then raise it."""
         try:
             yield
         except Exception as error:
@@ -247,14 +247,14 @@ class Barriers:
             raise
 
     def failure(self) -> str:
-        """Texts of the errors given to `fail` on any process; "" without one."""
+        """Return the texts of the errors given to `fail` on any process; "" without one."""
         if jax.process_count() == 1:
             return ""
         return "; ".join(text for _, text in _client().key_value_dir_get(f"{self._prefix}/failed/"))
 
 
 def _client() -> Any:
-    """Client of jax's coordination service, which has a public API only in part."""
+    """Return the client of jax's coordination service, which is public only in part."""
     return jax_distributed.global_state.client
 
 
@@ -341,7 +341,7 @@ def make_together(make: Callable[[], Sequence[bytes]]) -> list[list[bytes]]:
 
 
 def broadcast(make: Callable[[], Any]) -> Any:
-    """Calls `make` on process 0 only; returns its result, a JSON value, on all processes."""
+    """Call `make` on process 0 only; return its result, a JSON value, on all processes."""
     if jax.process_count() == 1:
         return make()
     is_first = jax.process_index() == 0
@@ -350,7 +350,7 @@ def broadcast(make: Callable[[], Any]) -> Any:
 
 
 def parse_json(data: str | bytes, index: int) -> Any:
-    """Return the JSON value that process `index` has sent; RuntimeError names it for other data."""
+    """Parse a JSON value sent by process `index`; RuntimeError names the process for other data."""
     try:
         return json.loads(data)
     except (ValueError, RecursionError):
@@ -359,7 +359,7 @@ def parse_json(data: str | bytes, index: int) -> Any:
 
 @contextlib.contextmanager
 def fail_together() -> Iterator[None]:
-    """Context that fails on all hosts if its block fails on one, after all have left the block."""
+    """Fail on all hosts if the block fails on one host, after all have left the block."""
     failure: Exception | None = None
     try:
         yield
@@ -377,12 +377,12 @@ def fail_together() -> Iterator[None]:
 
 
 def fetch_global(array: Any) -> np.ndarray:
-    """A numpy or jax array as one numpy array; every device briefly holds all of its parts."""
+    """Fetch a numpy or jax array as one numpy array; every device briefly holds all of it."""
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
         return np.asarray(multihost_utils.process_allgather(array, tiled=True))
     return np.asarray(array)
 
 
 def _gather(row: np.ndarray) -> np.ndarray:
-    """Gathers uint8 [n] of each host into [hosts, n]."""
+    """Gather uint8 [n] of each host into [hosts, n]."""
     return np.ascontiguousarray(multihost_utils.process_allgather(row))

@@ -59,7 +59,7 @@ _signal_status: int | None = None  # exit status of a command that Ctrl-C or SIG
 def run_main(
     main: Callable[[Any], object], flags_parser: Callable[[Sequence[str]], Any] = flags.FLAGS
 ) -> None:
-    """Runs a command with absl flags, as app.run; does not return."""
+    """Run a command with absl flags, as app.run; does not return."""
     if DEBUG[2:] not in flags.FLAGS:
         flags.DEFINE_bool(DEBUG[2:], False, "Show a mistake's traceback.", flag_values=flags.FLAGS)
 
@@ -91,14 +91,14 @@ def _check_numbers() -> None:
 
 
 def setup_done() -> None:
-    """Marks the end of a command's checks: errors from here on are crashes."""
+    """Mark the end of a command's checks: errors from here on are crashes."""
     global _is_set_up
     _is_set_up = True
 
 
 @contextlib.contextmanager
 def user_errors() -> Iterator[None]:
-    """Ends the process with one line and EXIT_CODE for an error of USER_ERRORS before `setup_done`.
+    """End the process with one line and EXIT_CODE for an error of USER_ERRORS before `setup_done`.
 
     Commands with argparse use it directly, around their `main`. Of several processes, one that ends
     here ends the others too (`distributed.leave`).
@@ -195,7 +195,7 @@ def parse_flags(
     flags_parser: Callable[[Sequence[str]], Any] = flags.FLAGS,
     values: flags.FlagValues = flags.FLAGS,
 ) -> Any:
-    """Parses flags; gives mistakes in --config and --config.FIELD the types of USER_ERRORS.
+    """Parse flags; give mistakes in --config and --config.FIELD the types of USER_ERRORS.
 
     `flags_parser` makes the arguments of `main` from argv and must parse `values`. --config may
     also name a config that ships with the package (--config=tiny). ValueError if a config file
@@ -234,7 +234,7 @@ def parse_flags(
 
 
 def _find_config(argv: Sequence[str]) -> list[str]:
-    """`--config=NAME[:ARGUMENT]` with the path of a config that ships, if there is no such file."""
+    """Replace NAME of `--config=NAME[:ARGUMENT]` by a shipped config's path if it is no file."""
     arguments = list(argv)
     if "--config" in arguments[:-1]:  # --config NAME
         place = arguments.index("--config")
@@ -261,7 +261,7 @@ def _no_such_config(argv: Sequence[str]) -> str:
 
 
 def _no_such_field(error: Exception, argv: Sequence[str]) -> str:
-    """The flag of a misspelt field with ml_collections' "did you mean", if there is one."""
+    """Return a misspelled field's flag, with ml_collections' "did you mean" if there is one."""
     inner: Any = error
     while inner.args and isinstance(inner.args[0], Exception):
         inner = inner.args[0]
@@ -276,7 +276,7 @@ def _no_such_field(error: Exception, argv: Sequence[str]) -> str:
 
 
 def _nearest_field(name: str, argv: Sequence[str]) -> str:
-    """A hint with the field of the config that has the last part of `name`, or is most like it."""
+    """Suggest the config's fields with the last part of `name`, else the field most like `name`."""
     config = [argument for argument in argv if argument.startswith("--config=")]
     values = flags.FlagValues()
     config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=["", *config])

@@ -35,7 +35,7 @@ def require_object(line: Any) -> dict[str, Any]:
 def read_episodes(
     workdir: str | os.PathLike[str], parse: Callable[[Any], T] = require_object
 ) -> Iterator[tuple[int, T]]:
-    """Yields (step, episode) in rollout order; bad lines are skipped (jsonl.read_records).
+    """Yield (step, episode) in rollout order; bad lines are skipped (jsonl.read_records).
 
     A step's file that cannot be read, or is a folder, a pipe or a device, is logged and skipped.
     """
@@ -50,7 +50,7 @@ def read_episodes(
 
 
 def episode_files(workdir: str | os.PathLike[str]) -> dict[int, epath.Path]:
-    """Episode file of each step, in order of steps; empty if there is no folder."""
+    """Return the episode file of each step, in order of steps; empty if there is no folder."""
     files = {}
     for path in paths.entries(epath.Path(workdir) / EPISODES_FOLDER):
         if match := re.fullmatch(r"step_(\d+)\.jsonl\.gz", path.name):
@@ -149,7 +149,7 @@ class EpisodeWriter:
 
 
 def _bounded(episodes: list[Mapping[str, Any]], room: int) -> list[dict[str, Any]]:
-    """Records that fit into `room` characters, then their documents as far as they fit."""
+    """Keep records that fit into `room` characters, then their documents as far as they fit."""
     records, documents = [], {}
     for number, episode in enumerate(episodes, 1):
         record, _ = finite_or_none({"number": number, "of": len(episodes), **episode})

@@ -37,7 +37,7 @@ class Fault(RuntimeError):
 
 
 def point(name: str) -> None:
-    """Passes one of POINTS; ValueError if SPELL_FAULT is malformed."""
+    """Pass one of POINTS and trigger its fault, if any; ValueError if SPELL_FAULT is malformed."""
     if not (fault := os.environ.get(VARIABLE)):
         return
     if not (match := _PATTERN.fullmatch(fault)):

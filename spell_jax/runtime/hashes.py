@@ -38,7 +38,7 @@ def write(folder: epath.Path, score: float | None) -> None:
 
 
 def _read(folder: epath.Path) -> dict[str, Any]:
-    """Read the content of `write`; ValueError if it is unreadable, altered or of another step."""
+    """Read the record of `write`; ValueError if it is unreadable, altered or of another step."""
     try:
         with paths.open_file(folder / FILE) as file:
             head, _, content = file.read().partition(b"\n")
@@ -73,7 +73,7 @@ def _is_record(value: Any) -> bool:
 
 
 def score(folder: epath.Path) -> tuple[bool, float | None]:
-    """Whether a folder is finished, and its score."""
+    """Return (whether a folder is finished, its score); the score may be None."""
     try:
         return True, _read(folder)["score"]
     except ValueError:
@@ -107,7 +107,7 @@ def _unreadable(name: str, error: OSError) -> str:
 
 
 def fingerprint(folder: epath.Path) -> str:
-    """32 hex digits that identify the weights in a folder without reading them all.
+    """Return 32 hex digits that identify the weights in a folder without reading them all.
 
     The name, size and last MiB of each file are hashed: an update changes every tensor, and reading
     60 GB of a large policy would take a minute.
@@ -122,7 +122,7 @@ def fingerprint(folder: epath.Path) -> str:
 
 
 def _files(folder: epath.Path) -> list[str]:
-    """Relative paths of all files in a folder and its subfolders."""
+    """Return the relative paths of all files in a folder and its subfolders."""
     walked = [(os.fspath(parent), names) for parent, _, names in folder.walk()]
     top = walked[0][0]  # not `folder`: for gs://, etils 1.15 drops the scheme
     return [os.path.relpath(f"{parent}/{name}", top) for parent, names in walked for name in names]

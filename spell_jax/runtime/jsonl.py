@@ -45,12 +45,12 @@ MALFORMED = (ValueError, KeyError, TypeError, AttributeError, OverflowError)
 
 
 def read_records(path: str | os.PathLike[str], parse: Callable[[Any], T]) -> tuple[list[T], int]:
-    """Parses every line of a file; returns the records and the number of lines skipped.
+    """Parse every line of a file; return the records and the number of lines skipped.
 
     The file, maybe compressed or in a bucket, is UTF-8 with one JSON value per line, with or
     without a byte order mark. Only line feeds end a line; empty lines are ignored. `parse` raises
     errors of MALFORMED for a malformed value. Bad lines, and lines over LONGEST_LINE bytes, are
-    skipped, the first _NAMED_LINES of them are logged with their place. If a compressed file is
+    skipped; the first _NAMED_LINES of them are logged with their place. If a compressed file is
     damaged, or unpacks to far more than texts do, the rest of it counts as one bad line.
     FileNotFoundError if there is no such file, OSError if it is a pipe, a folder or a device.
     """
@@ -63,8 +63,8 @@ def require_records(
 ) -> tuple[list[T], int]:
     """Read a file as `read_records` does; ValueError if none of its lines is a record.
 
-    The message begins with `where`, the field or flag of the file, says `what` each line should be,
-    and what is wrong with the first bad line.
+    The message begins with `where`, the field or flag of the file. It says `what` each line should
+    be, and what is wrong with the first bad line.
     """
     records, problems = _read(path, parse)
     if records:
@@ -82,7 +82,7 @@ class _Problems:
     first: str = ""
 
     def add(self, number: int, reason: object, is_last: bool = False) -> None:
-        """Count a bad line, with all lines after it if it `is_last`, and log it."""
+        """Count and log a bad line; if it `is_last`, all lines after it are skipped with it."""
         self.count += 1
         reason = str(reason)
         if len(reason) > _LONGEST_REASON:  # it may quote a whole document
@@ -122,14 +122,14 @@ def _read(path: str | os.PathLike[str], parse: Callable[[Any], T]) -> tuple[list
 
 
 def _most_unpacked(file: IO[bytes]) -> int:
-    """Return how many bytes an open compressed file may unpack to; other files are bombs."""
+    """Return the limit on the unpacked bytes of an open compressed file; more means a bomb."""
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
     return max(_SMALLEST_PART, _RATIO * size)
 
 
 def _reason(error: Exception, line: bytes) -> str:
-    """Return what is wrong with a line; the text of a KeyError is only the name of the field."""
+    """Describe what is wrong with a line; the text of a KeyError is only the name of the field."""
     if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
         if b"\0" in line:
             return "has NUL bytes, as UTF-16 and damaged files do; must be UTF-8"
@@ -143,7 +143,7 @@ def _reason(error: Exception, line: bytes) -> str:
 
 
 def bounded_lines(stream: Any, limit: int) -> Iterator[Any]:
-    """Yield the lines of a stream of bytes or text, None for each that is longer than `limit`.
+    """Yield the lines of a stream of bytes or text, and None for each line longer than `limit`.
 
     At most `limit` bytes or characters of a longer line are in memory at a time.
     """
@@ -157,7 +157,7 @@ def bounded_lines(stream: Any, limit: int) -> Iterator[Any]:
 
 
 def write_records(path: str | os.PathLike[str], records: Iterable[Any]) -> None:
-    """Writes records as JSON lines, atomically; half a surrogate pair becomes its JSON escape."""
+    """Write records as JSON lines, atomically; a lone surrogate becomes its JSON escape."""
     write_lines(path, (json.dumps(record, ensure_ascii=False) + "\n" for record in records))
 
 
@@ -172,7 +172,7 @@ def append_records(path: str | os.PathLike[str], records: Iterable[Any]) -> None
 
 
 def read_json(path: str | os.PathLike[str], kind: type[T] = dict) -> T:
-    """Read a JSON value of type `kind`; ValueError names a file that is damaged or has another."""
+    """Read a JSON value of type `kind`; ValueError with the path if damaged or of another type."""
     with paths.open_file(path) as file:
         content = file.read()
     try:
@@ -201,7 +201,7 @@ def read_lines(path: str | os.PathLike[str]) -> list[str]:
 
 
 def write_json(path: str | os.PathLike[str], value: Any, indent: int = 1) -> None:
-    """Writes one indented value, atomically; raises ValueError for a non-finite number."""
+    """Write one value as indented JSON, atomically; ValueError for a non-finite number."""
     write_lines(path, [json.dumps(value, indent=indent, allow_nan=False) + "\n"])
 
 

@@ -29,7 +29,7 @@ class MetricLogger(Protocol):
 
 @contextlib.contextmanager
 def _hidden(package: str) -> Iterator[None]:
-    """Let imports of a package fail inside, as if it were not installed, unless it is imported."""
+    """Hide a package in the context, as if not installed, unless it is already imported."""
     sys.modules.setdefault(package, None)  # pyright: ignore - a value that importlib knows
     try:
         yield
@@ -138,7 +138,7 @@ class Wandb:
 
 
 def check_wandb(project: str) -> None:
-    """Raises ImportError if a project is given ("": none) and wandb is not installed."""
+    """Raise ImportError if a project is given ("": none) and wandb is not installed."""
     if project and importlib.util.find_spec("wandb") is None:
         raise ImportError(
             f"wandb = {project!r}: needs wandb; pip install 'spell_jax[wandb]', or leave it empty"

@@ -47,7 +47,7 @@ DECODE_RULES: Rules = tuple((name, _IN_DECODING.get(name, axes)) for name, axes 
 def make_mesh(
     shape: Mapping[str, int] | None = None, devices: Sequence[Any] | None = None
 ) -> jax.sharding.Mesh:
-    """Makes a mesh over `devices` (jax.Device), by default all.
+    """Make a mesh over `devices` (jax.Device), by default all devices.
 
     `shape` has the number of devices along each axis of AXES. Missing axes are 1; -1 (at most one
     axis) takes the remaining devices. The default puts every device on `fsdp`. ValueError if an
@@ -58,7 +58,7 @@ def make_mesh(
 
 
 def axis_sizes(shape: Mapping[str, int] | None, count: int) -> tuple[int, ...]:
-    """Sizes of AXES for `count` devices; arguments and errors as in make_mesh."""
+    """Return the sizes of AXES for `count` devices; arguments and errors as in make_mesh."""
     shape = dict(shape or {"fsdp": -1})
     if unknown := set(shape) - set(AXES):
         raise ValueError(f"mesh.{min(unknown)}: not a mesh axis, must be one of {AXES}")
@@ -79,7 +79,7 @@ def axis_sizes(shape: Mapping[str, int] | None, count: int) -> tuple[int, ...]:
 
 
 def row_shards(mesh: jax.sharding.Mesh) -> int:
-    """Number of shards of the row axis; the rows of a batch are a multiple of it."""
+    """Return the number of shards of the row axis, which divides the rows of every batch."""
     return _axis_size(mesh, ROWS)
 
 
@@ -94,7 +94,7 @@ def is_of_cpus(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> bool:
 
 
 def shardings(mesh: jax.sharding.Mesh, axes, shapes):
-    """Shardings by PartitionSpecs of logical axes; an indivisible dimension is replicated."""
+    """Map PartitionSpecs of logical axes to shardings; an indivisible dimension is replicated."""
 
     def sharding(spec: PartitionSpec, array) -> NamedSharding:
         axes = [dict(RULES)[name] for name in spec]
@@ -108,7 +108,7 @@ def shardings(mesh: jax.sharding.Mesh, axes, shapes):
 
 
 def with_sharding(tree: Any, shardings: Any, dtype: Any = None) -> Any:
-    """Abstract arrays (jax.ShapeDtypeStruct) of a tree, with shardings and optionally a dtype."""
+    """Return a tree as jax.ShapeDtypeStructs with shardings, and optionally another dtype."""
 
     def abstract(x, sharding):
         return jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=sharding)
@@ -117,9 +117,9 @@ def with_sharding(tree: Any, shardings: Any, dtype: Any = None) -> Any:
 
 
 def device_put(tree: Any, shardings: Any) -> Any:
-    """Puts numpy arrays that are equal on every host onto devices.
+    """Put numpy arrays that are equal on every host onto devices.
 
-    jax.device_put would first compare them between hosts, which waits for running device work.
+    jax.device_put would first compare the arrays between hosts and wait for running device work.
     """
 
     if all(sharding.is_fully_addressable for sharding in jax.tree.leaves(shardings)):
@@ -140,10 +140,10 @@ def replicated(mesh: jax.sharding.Mesh) -> NamedSharding:
 
 
 def by_rows(mesh: jax.sharding.Mesh) -> NamedSharding:
-    """Sharding of host batches [rows, ...]."""
+    """Return the sharding of host batches [rows, ...]."""
     return NamedSharding(mesh, PartitionSpec(ROWS))
 
 
 def by_rows_and_time(mesh: jax.sharding.Mesh) -> NamedSharding:
-    """Sharding of packed rows [rows, time]."""
+    """Return the sharding of packed rows [rows, time]."""
     return NamedSharding(mesh, PartitionSpec(ROWS, CONTEXT))

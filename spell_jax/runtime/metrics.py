@@ -29,12 +29,12 @@ class Metrics:
         self._pairs: dict[str, tuple[float, float]] = {}
 
     def add(self, name: str, value: Any, weight: Any = 1.0) -> None:
-        """Adds a mean `value` over `weight` >= 0 items; with weight 0 it is ignored, even NaN."""
+        """Add a mean `value` over `weight` >= 0 items; ignore it, even NaN, if the weight is 0."""
         weight = float(weight)
         self.add_sum(name, float(value) * weight if weight else 0.0, weight)
 
     def add_sum(self, name: str, total: Any, weight: Any) -> None:
-        """Adds a `total` over `weight` items; ValueError if that is negative or not finite."""
+        """Add a `total` over `weight` items; ValueError if the weight is negative or not finite."""
         total, weight = float(total), float(weight)
         if not 0 <= weight < math.inf:
             raise ValueError(f"metric {name!r}: weight = {weight}: must be finite and >= 0")
@@ -42,7 +42,7 @@ class Metrics:
         self._pairs[name] = (old_total + total, old_weight + weight)
 
     def merge(self, pairs: "Metrics | Mapping[str, Sequence[Any]]", prefix: str = "") -> None:
-        """Adds another `Metrics` or a mapping name -> (sum, weight), with `prefix` before names."""
+        """Add another `Metrics` or a mapping name -> (sum, weight), with `prefix` before names."""
         items = pairs.pairs() if isinstance(pairs, Metrics) else pairs
         for name, (total, weight) in list(items.items()):
             self.add_sum(prefix + name, total, weight)
@@ -52,12 +52,12 @@ class Metrics:
         return self._pairs
 
     def means(self) -> dict[str, float]:
-        """Name -> sum / weight; names with weight 0 are left out."""
+        """Return name -> sum / weight, without the names of weight 0."""
         return {name: total / weight for name, (total, weight) in self._pairs.items() if weight}
 
 
 def finite_or_none(value: Any) -> tuple[Any, int]:
-    """Converts `value` to plain JSON; counts its non-finite numbers, which become None.
+    """Return `value` as plain JSON, and the number of its non-finite numbers, which become None.
 
     Accepts dataclasses, mappings, sequences, numpy or jax numbers and arrays; else TypeError.
     """
@@ -117,7 +117,7 @@ def _parse_tail(lines: Sequence[str]) -> dict[int, str]:
 
 
 def run_now(work: Callable[..., Any], *args: Any) -> None:
-    """Runs work(*args) at once: the synchronous alternative to Background.submit."""
+    """Run work(*args) at once: the synchronous alternative to Background.submit."""
     work(*args)
 
 
@@ -162,7 +162,7 @@ class MetricsWriter:
         self._loggers = [TensorBoard(folder, resume_step), *loggers]
 
     def write(self, step: int, metrics: Metrics | Mapping[str, Any]) -> None:
-        """Writes the line of a step; `tail` includes it on return, even if the disk is full.
+        """Write the line of a step; on return, `tail` includes it, even if the disk is full.
 
         Non-finite numbers become null, are counted in the line's "non_finite", and are logged.
         ValueError if the step is not later than the last one, or if a name is reserved; OSError if
@@ -197,11 +197,11 @@ class MetricsWriter:
         write_lines(self._path, (line + "\n" for line in lines))
 
     def tail(self) -> list[str]:
-        """The last TAIL lines, to be kept in a checkpoint; none on processes that do not write."""
+        """Return the last TAIL lines for a checkpoint; none on processes that do not write."""
         return list(self._lines.values())[-TAIL:]
 
     def close(self) -> None:
-        """Closes the loggers; call it after all submitted work is done."""
+        """Close the loggers; call this after all submitted work is done."""
         if self._is_writer:
             for logger in self._loggers:
                 logger.close()

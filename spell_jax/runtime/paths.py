@@ -32,20 +32,20 @@ _WRITABLE = "must be a folder that this user may write to"
 
 
 def open_folder(path: str | os.PathLike[str]) -> epath.Path:
-    """Path of a folder, its name unchanged; ImportError if a bucket needs gcsfs."""
+    """Return the path of a folder, its name unchanged; ImportError if a bucket needs gcsfs."""
     prepare(path)
     return epath.Path(path)
 
 
 def shipped_configs() -> dict[str, str]:
-    """Paths of the configs that ship with the package, by name ("tiny", "data/paper")."""
+    """Map the names of the configs in the package ("tiny", "data/paper") to their paths."""
     folder = pathlib.Path(__file__).parents[1] / "configs"  # a link in a checkout
     files = sorted(folder.rglob("[a-z]*.py"))
     return {str(path.relative_to(folder).with_suffix("")): str(path) for path in files}
 
 
 def prepare(path: str | os.PathLike[str]) -> None:
-    """Sets up the access to a path; ImportError if it is in a bucket that needs gcsfs."""
+    """Set up the access to a path; ImportError if it is in a bucket that needs gcsfs."""
     if os.fspath(path).startswith("gs://"):
         if importlib.util.find_spec("gcsfs") is None:
             raise ImportError(f"{path}: gs:// needs gcsfs; pip install 'spell_jax[gcs]'")
@@ -56,8 +56,8 @@ def prepare(path: str | os.PathLike[str]) -> None:
 def make_workdir(path: epath.Path) -> None:
     """Make the folder of a run.
 
-    ValueError if it cannot be made or written to, if a file or folder of a run is there as
-    something else, such as a pipe, or if checkpoints in a folder of this name could not be read.
+    ValueError if the folder cannot be made or written to, or if its name would make checkpoints
+    unreadable. ValueError too if a run's file or folder is there as something else, such as a pipe.
     """
     check_characters("workdir", path)
     _make(path, f"workdir = {os.fspath(path)!r}")
@@ -87,10 +87,10 @@ def _make(path: epath.Path, name: str) -> None:
 
 
 def check_characters(field: str, path: str | os.PathLike[str]) -> None:
-    """Raise ValueError for a folder in which Orbax, TensorStore or Beam finds none of its files.
+    """Raise ValueError for a folder in which Orbax, TensorStore or Beam would find no files.
 
-    Orbax and Beam look for them with a glob of the whole path, so that a run in a folder "[x]" was
-    saved and could never be resumed; TensorStore takes only UTF-8.
+    Orbax and Beam look for files with a glob of the whole path: a run in a folder "[x]" was saved
+    and could never be resumed. TensorStore takes only UTF-8.
     """
     name = absolute(path)
     bad = [sign for sign in name if sign in "*?[]\\" or "\ud800" <= sign <= "\udfff"]
@@ -102,30 +102,30 @@ def check_characters(field: str, path: str | os.PathLike[str]) -> None:
 
 
 def absolute(path: str | os.PathLike[str]) -> str:
-    """Return the absolute path of a local file or folder, a URL unchanged."""
+    """Return the absolute path of a local file or folder, or a URL unchanged."""
     return os.fspath(path) if is_remote(path) else os.path.abspath(path)
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is a URL, which pathlib would treat as a local path."""
+    """Return whether a path is a URL, which pathlib would treat as a local path."""
     return "://" in os.fspath(path)
 
 
 def open_file(path: str | os.PathLike[str]) -> IO[bytes]:
-    """Open a file to read its bytes; OSError for a device or a pipe, which would wait for ever."""
+    """Open a file to read its bytes; OSError for a device or a pipe, where reads may never end."""
     if _kind(path) == _NO_FILE:
         raise OSError(errno.EINVAL, _NO_FILE, os.fspath(path))
     return epath.Path(path).open("rb")
 
 
 def require(path: str | os.PathLike[str], kind: str) -> None:
-    """Raise ValueError if something is at a path that is not of this kind, as `_kind` says."""
+    """Raise ValueError if a path exists and is not of this `kind` (see `_kind`)."""
     if (present := _kind(path)) not in (kind, ""):
         raise ValueError(f"{os.fspath(path)}: is {present}, must be {kind}; move or remove it")
 
 
 def _kind(path: str | os.PathLike[str]) -> str:
-    """Say what is at a path; "" for nothing, or in a bucket, where there are only files."""
+    """Describe what is at a path; "" if nothing is, or for a URL (a bucket has only files)."""
     if is_remote(path):
         return ""
     try:
@@ -136,7 +136,7 @@ def _kind(path: str | os.PathLike[str]) -> str:
 
 
 def cache_folder() -> pathlib.Path:
-    """Folder of fetched files and converted policies: $SPELL_CACHE or ~/.cache/spell_jax.
+    """Return the cache of fetched files and converted policies: $SPELL_CACHE or ~/.cache/spell_jax.
 
     $XDG_CACHE_HOME replaces ~/.cache. The folder may be deleted at any time between runs.
     ValueError if no variable is set and the user has no home folder.
@@ -156,7 +156,7 @@ def cache_folder() -> pathlib.Path:
 
 @contextlib.contextmanager
 def machine_lock(file: pathlib.Path) -> Iterator[None]:
-    """Context for one process of this machine at a time; the others wait."""
+    """Lock a file in the context: one process of this machine enters, the others wait."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed, or the process dies
@@ -164,7 +164,7 @@ def machine_lock(file: pathlib.Path) -> Iterator[None]:
 
 
 def entries(folder: epath.Path) -> list[epath.Path]:
-    """Contents of a folder; empty if it does not exist, such as a bucket folder without files."""
+    """List the contents of a folder; [] if it does not exist, as a bucket folder without files."""
     try:
         return list(folder.iterdir())
     except FileNotFoundError:
@@ -172,7 +172,7 @@ def entries(folder: epath.Path) -> list[epath.Path]:
 
 
 def replace_folder(source: pathlib.Path, target: epath.Path, last: Collection[str]) -> None:
-    """Replaces a bucket folder by the files of a local one; those named in `last` come last."""
+    """Replace a bucket folder by the files of a local folder; copy files named in `last` last."""
     target.rmtree(missing_ok=True)
     for path in sorted(source.iterdir(), key=lambda path: (path.name in last, path.name)):
         epath.Path(path).copy(target / path.name)

@@ -120,7 +120,7 @@ def _check_state(values: Any, index: int) -> dict[str, Any]:
 
 
 def _prove(token: bytes, challenge: bytes, index: int) -> bytes:
-    """Return the words by which process `index` shows that it knows the token."""
+    """Return the message with which process `index` proves that it knows the token."""
     proof = hmac.new(token, b"%d %b" % (index, challenge), hashlib.sha256).hexdigest()
     return b"%d %b" % (index, proof.encode())
 
@@ -130,7 +130,7 @@ def _make_challenge() -> bytes:
 
 
 def _missing(peers: Iterable[_Peer], now: float, limit: float, patience: float) -> list[_Peer]:
-    """Those that are missing and have reported no error."""
+    """Return the peers that are missing and have reported no error."""
     return [peer for peer in peers if not peer.error and peer.is_missing(now, limit, patience)]
 
 
@@ -191,11 +191,11 @@ class Heartbeats:
         self._token = token
 
     def fail(self, error: BaseException) -> None:
-        """Tells all processes of an error that ends this one; returns when they know.
+        """Tell all processes of an error that ends this process; return when they know.
 
         The caller then has a quarter of the limit to end. If another process is missing, and the
-        error a consequence, this ends the process with EXIT_CODE. Returns at once if nobody can
-        know, because this process, which is not process 0, has no token yet.
+        error a consequence, this ends the process with EXIT_CODE. Returns at once if no process can
+        know, because this process is not process 0 and has no token yet.
         """
         if self._token is None and self._index != 0:
             return
@@ -319,7 +319,7 @@ class Heartbeats:
         return Verdict("; ".join([*reasons, remedy]), tuple(peer.index for peer in peers))
 
     def _conclude(self) -> None:
-        """Ends the process after the verdict, unless it ends by its own error in time."""
+        """Print the verdict and end the process, unless its own error ends it in time."""
         assert self._verdict is not None
         with contextlib.suppress(OSError, ValueError):  # a closed terminal must not keep us
             # Names and errors come from other processes, and could control the terminal.
@@ -348,7 +348,7 @@ def start(
     limit: float,
     addresses: Mapping[int, str],
 ) -> None:
-    """Start the heartbeats of this process, with arguments as of Heartbeats."""
+    """Start the heartbeats of this process, with the arguments of Heartbeats."""
     global _heartbeats
     _heartbeats = Heartbeats(index, count, hub, limit, addresses)
     _heartbeats.start()
@@ -367,20 +367,20 @@ def trust(token: bytes) -> None:
 
 
 def note(**state: Any) -> None:
-    """Notes the `phase`, `step` (steps done), `saved` (last checkpoint) or `is_done`."""
+    """Record the `phase`, `step` (steps done), `saved` (last checkpoint) or `is_done`."""
     if _heartbeats is not None:
         _heartbeats.state.update(state)
 
 
 def fail(error: BaseException) -> None:
-    """Heartbeats.fail of this process; nothing if it is alone."""
+    """Call Heartbeats.fail for this process; do nothing if it is alone."""
     if _heartbeats is not None:
         _heartbeats.fail(error)
 
 
 @contextlib.contextmanager
 def announced() -> Iterator[None]:
-    """Context that tells all processes of an error at once, before outer contexts wait for them.
+    """Tell all processes of an error in the context at once, before outer contexts wait for them.
 
     SystemExit passes: all processes raise it together.
     """

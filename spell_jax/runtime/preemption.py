@@ -86,7 +86,7 @@ class Preemption:
             self._watch.pass_on()
 
     def should_stop(self) -> bool:
-        """Whether any host has a notice; sets `why` to all notices. A collective."""
+        """Return whether any host has a notice, and set `why` to all notices. A collective."""
         notices = distributed.gather_text(self._notice)
         self.why = "; ".join(f"host {host}: {text}" for host, text in enumerate(notices) if text)
         if _SIGTERM in notices:
@@ -94,7 +94,7 @@ class Preemption:
         return bool(self.why)
 
     def stop(self) -> NoReturn:
-        """Raises Preempted, after all was saved."""
+        """Raise Preempted; call this after everything is saved."""
         log.warning("all is saved; the same command goes on")
         raise Preempted(self.why)
 
@@ -130,7 +130,7 @@ class Preemption:
 
 
 def _fetch_metadata(server: str, key: str) -> str:
-    """Value of a metadata key when it changes, or its current value after _WAIT_S seconds."""
+    """Return a metadata key's value once it changes, or its value after _WAIT_S seconds."""
     # Not urllib, which would use a proxy.
     connection = http.client.HTTPConnection(server, timeout=2 * _WAIT_S)
     with contextlib.closing(connection):

@@ -82,7 +82,7 @@ class Progress:
     def update(
         self, step: int, phase: str, numbers: Mapping[str, float | str] | None = None
     ) -> None:
-        """Shows a phase ("update"), the number of finished steps, and short values by name."""
+        """Show a phase ("update"), the number of finished steps, and short values by name."""
         now = self._clock()
         if step > self._step:
             newest = (now - self._step_began) / (step - self._step)
@@ -105,7 +105,7 @@ class Progress:
         self._limited = None if seconds is None else (now, now + seconds)
 
     def is_over(self) -> bool:
-        """Whether the time limit is reached, by the clock of process 0."""
+        """Return whether the time limit is reached, by the clock of process 0."""
         if self._limited is None:
             return False
         late = np.array(self._clock() >= self._limited[1])
@@ -153,12 +153,12 @@ class Progress:
         return facts
 
     def _share(self, now: float) -> float:
-        """Finished share of the run, by steps or by limited time, whichever is larger."""
+        """Return the finished share of the run: by steps or by time limit, whichever is larger."""
         began, end = self._limited or (now, math.inf)
         return min(max(self._step / self._total, (now - began) / (end - began)), 1.0)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Renders the current line, which never wraps."""
+        """Render the current line, which never wraps."""
         now = self._clock()
         facts = "  ".join(self._facts(now))
         grid = Table.grid(padding=(0, 2, 0, 0))
@@ -174,7 +174,7 @@ class Progress:
 
 
 def format_seconds(seconds: float) -> str:
-    """Formats seconds (>= 0) as m:ss or h:mm:ss, such as 1:05 or 2:00:00."""
+    """Format seconds (>= 0) as m:ss or h:mm:ss, such as 1:05 or 2:00:00."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

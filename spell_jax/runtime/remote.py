@@ -67,17 +67,17 @@ class RemoteFile(NamedTuple):
 
 
 def file_version(info: Mapping[str, Any]) -> str:
-    """Version in fsspec's info of a file; "" if its file system reports none."""
+    """Return the version in fsspec's info of a file; "" if its file system reports none."""
     return str(next((info[key] for key in VERSIONS if info.get(key)), ""))
 
 
 @functools.cache
 def fetch(url: str | os.PathLike[str]) -> pathlib.Path:
-    """Local path of a file or folder. A local one is itself; that of a URL is in the cache.
+    """Return a local path unchanged; fetch a URL into the cache, and return the path there.
 
     A process looks at a URL once and keeps the version that it found. Every host fetches for
     itself; processes of one machine share the cache (paths.cache_folder). FetchError if the URL
-    cannot be read or the cache not be written, ValueError if it has a password or a key,
+    cannot be read or the cache cannot be written, ValueError if the URL has a password or a key,
     ImportError if a package for the protocol is missing.
     """
     if not paths.is_remote(url):
@@ -98,7 +98,7 @@ def fetch(url: str | os.PathLike[str]) -> pathlib.Path:
 
 
 def _fetch(url: str, place: pathlib.Path) -> pathlib.Path:
-    """Local path of the newest version; in the folder `place`, which the caller has locked."""
+    """Return the path of a URL's newest version in folder `place`, which the caller has locked."""
     system, path = _request(url, lambda: _open(url))
     name = pathlib.PurePosixPath(path.partition("?")[0]).name or "files"
     unknown = f"unknown at {time.time_ns()}"  # so that no process takes it for an earlier one
@@ -135,7 +135,7 @@ def _fetch(url: str, place: pathlib.Path) -> pathlib.Path:
 
 
 def _open(url: str) -> tuple[Any, str]:
-    """File system of a URL, and the path in it."""
+    """Return the file system of a URL, and the path in it."""
     paths.prepare(url)
     try:
         return fsspec.url_to_fs(url)
@@ -146,7 +146,7 @@ def _open(url: str) -> tuple[Any, str]:
 
 
 def _list(url: str, system: Any, path: str, unknown: str) -> dict[str, RemoteFile]:
-    """Files of a URL by their paths relative to it; a file that it names itself has the path ""."""
+    """Return a URL's files by relative path; a file that the URL itself names has the path ""."""
 
     def find() -> dict[str, Any]:
         system.invalidate_cache()
@@ -167,7 +167,7 @@ def _list(url: str, system: Any, path: str, unknown: str) -> dict[str, RemoteFil
 
 
 def _read_missing(url: str, system: Any, files: Iterable[RemoteFile], place: pathlib.Path) -> None:
-    """Reads files that are not there, to PLACE/DIGEST, by way of PLACE/unfinished."""
+    """Read each missing file to PLACE/unfinished, and rename it to PLACE/DIGEST."""
     missing = {_digest(file): file for file in files if not (place / _digest(file)).exists()}
     size = sum(file.size or 0 for file in missing.values())
     log.info("%s: reading %d files, %d bytes", url, len(missing), size)
@@ -207,7 +207,7 @@ def _digest(value: Any) -> str:
 
 
 def _request(url: str, call: Callable[[], T]) -> T:
-    """Result of a call, with time limit and retries; FetchError if it fails for good."""
+    """Return the result of a call with time limit and retries; FetchError if it fails for good."""
 
     def note(state: tenacity.RetryCallState) -> None:
         error = state.outcome and state.outcome.exception()
@@ -229,7 +229,7 @@ def _request(url: str, call: Callable[[], T]) -> T:
 
 
 def _limited(call: Callable[[], T]) -> T:
-    """Result of a call; TimeoutError if it takes too long, while its thread is left alone."""
+    """Return the result of a call; TimeoutError if it takes too long, while its thread runs on."""
     future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
     def run() -> None:
@@ -252,7 +252,7 @@ def _is_transient(error: BaseException) -> bool:
 
 
 def _status(error: BaseException) -> int:
-    """HTTP status that an error stands for; 0 if it has none, as a broken connection."""
+    """Return the HTTP status of an error; 0 if it has none, such as a broken connection."""
     if isinstance(error, FileNotFoundError):
         # The HTTP file system of fsspec raises it after every failure.
         cause = error.__cause__

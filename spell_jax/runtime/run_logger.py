@@ -65,7 +65,7 @@ class Background:
             self._raise()
 
     def submit(self, work: Callable[..., Any], *args: Any) -> None:
-        """Queues work(*args), which must not use a device: the order would differ between hosts."""
+        """Queue work(*args), which must not use a device: the order would differ between hosts."""
         self._queue.put(lambda: work(*args))
         self._raise()
 
@@ -97,7 +97,7 @@ class ProcessStats:
         self._programs += event == _COMPILED
 
     def numbers(self) -> dict[str, float]:
-        """Resident memory (MiB), programs compiled since the start, and `device_memory`."""
+        """Return resident memory (MiB), programs compiled since the start, and `device_memory`."""
         numbers = {"resident_mib": resident_bytes() / 2**20, "programs": float(self._programs)}
         return numbers | device_memory(jax.local_devices())
 
@@ -109,7 +109,7 @@ class ProcessStats:
 
 
 def device_memory(devices: Sequence[Any]) -> dict[str, float]:
-    """Memory of the fullest device in MiB, now and at its peak; empty if devices do not report."""
+    """Return MiB in use on the fullest device, now and at peak; {} if a device reports none."""
     stats = [device.memory_stats() or {} for device in devices]
     keys = {"device_mib": "bytes_in_use", "device_peak_mib": "peak_bytes_in_use"}
     return {
@@ -120,7 +120,7 @@ def device_memory(devices: Sequence[Any]) -> dict[str, float]:
 
 
 def resident_bytes() -> int:
-    """Resident memory of this process, in bytes (its peak if there is no /proc)."""
+    """Return the resident memory of this process in bytes (its peak if there is no /proc)."""
     if _STATUS_FILE.exists():
         return int(_STATUS_FILE.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -187,14 +187,14 @@ class RunLogger:
     def enter(
         self, phase: str, finished_steps: int, shown: Mapping[str, float | str] | None = None
     ) -> None:
-        """Starts a phase of the run, after `finished_steps` steps, and shows the newest numbers."""
+        """Start a phase of the run, after `finished_steps` steps, and show the newest numbers."""
         self._shown |= shown or {}
         self._timer.enter(phase)
         peers.note(phase=phase, step=finished_steps)
         self.progress.update(finished_steps, phase, self._shown)
 
     def write(self, step: int, metrics: Metrics, episodes: Iterable[Any] = ()) -> None:
-        """Writes a step's metrics, with the time since the last, and episodes.
+        """Write a step's metrics, the time since the last step, and the step's episodes.
 
         Raises the error of an earlier background write.
         """
@@ -218,7 +218,7 @@ class RunLogger:
         self._background.submit(check_and_work)
 
     def _explain_empty(self, means: Mapping[str, float]) -> None:
-        """Warns once about _MOST_EMPTY empty updates in a row, with the most frequent cause."""
+        """Warn once about _MOST_EMPTY empty updates in a row, with the most frequent cause."""
         self._empty_in_a_row = self._empty_in_a_row + 1 if means.get("train/empty_update") else 0
         shares = {means[name]: name for name in _WHY_EMPTY if name in means}
         if self._empty_in_a_row == _MOST_EMPTY and shares:
@@ -229,7 +229,7 @@ class RunLogger:
             )
 
     def flush(self) -> None:
-        """Waits until everything is on disk; raises as `write`."""
+        """Wait until everything is on disk; raise the error of an earlier write, like `write`."""
         self._background.flush()
 
     def check_folder(self) -> None:
@@ -240,6 +240,6 @@ class RunLogger:
         return self._metrics.tail()
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps: last metrics, episodes not on disk yet, folders."""
+        """Return the state for a checkpoint: last metrics, episodes not on disk yet, folders."""
         episodes, workdirs = self._episodes.queued(), list(self._workdirs)
         return {"metrics": self.tail(), "episodes": episodes, "workdirs": workdirs}

@@ -58,7 +58,7 @@ def _report_lost(report: Callable[[Any], object], lost: Any) -> None:
 
 
 def write_config(config: Mapping[str, Any], workdir: epath.Path) -> None:
-    """Writes the run's config, nested dicts of JSON values, to WORKDIR/config.json."""
+    """Write the run's config, nested dicts of JSON values, to WORKDIR/config.json."""
     write_lines(workdir / CONFIG_FILE, [json.dumps(config, indent=2) + "\n"])
 
 
@@ -71,7 +71,7 @@ def saved_config(workdir: epath.Path) -> dict[str, Any]:
 
 
 def check_same(path: pathlib.Path, config: Mapping[str, Any]) -> None:
-    """Writes a JSON-able config, or raises ValueError for the first field that differs there."""
+    """Write a JSON-able config, or raise ValueError for the first field that differs there."""
     config = json.loads(json.dumps(config))
     if not path.exists():
         write_json(path, config)
@@ -109,5 +109,5 @@ def sparing_garbage_collector() -> Iterator[Callable[[], None]]:
 
 
 def profiled(enabled: bool, workdir: epath.Path) -> contextlib.AbstractContextManager[None]:
-    """Writes a profiler trace of the block to WORKDIR/profile, if enabled."""
+    """Write a profiler trace of the block to WORKDIR/profile, if enabled."""
     return jax.profiler.trace(str(workdir / "profile")) if enabled else contextlib.nullcontext()

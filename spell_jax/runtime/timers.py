@@ -22,17 +22,17 @@ class PhaseTimer:
         self._name, self._since = name, now
 
     def reassign(self, seconds: Mapping[str, float]) -> None:
-        """Moves seconds from the current phase to the named ones."""
+        """Move seconds from the current phase to the named phases."""
         for name, value in seconds.items():
             self._seconds[name] += value
             self._seconds[self._name] -= value
 
     def spent(self, name: str) -> float:
-        """Seconds of a phase since the last `take`, without the time since the last `enter`."""
+        """Return a phase's seconds since the last `take`, less the time since the last `enter`."""
         return self._seconds[name]
 
     def take(self) -> dict[str, float]:
-        """Returns and resets the seconds by phase; their sum is the time since the last call."""
+        """Return and reset the seconds by phase; their sum is the time since the last call."""
         self.enter(self._name)
         seconds = dict(self._seconds)
         self._seconds.clear()

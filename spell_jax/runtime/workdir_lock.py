@@ -62,7 +62,7 @@ class Holder:
 
     @classmethod
     def parse(cls, content: bytes) -> Holder | None:
-        """The holder in a lock file; None if it has another form."""
+        """Parse the holder in the content of a lock file; None if the content has another form."""
         try:
             holder = build(cls, dict(json.loads(content)), FILE)
             time.gmtime(holder.since)  # raises OverflowError or OSError for an impossible year
@@ -131,7 +131,7 @@ class WorkdirLock:
         self._watch: durable.FolderWatch | None = None
 
     def take(self) -> str:
-        """Takes the lock; returns "", or a message that names the run that holds it.
+        """Take the lock; return "" on success, or a message that names the run that holds the lock.
 
         Waits up to STALE_S seconds for a heartbeat of a holder on another machine. The message may
         also be that the file cannot be read or written.
@@ -171,7 +171,7 @@ class WorkdirLock:
                 return ""
 
     def release(self) -> None:
-        """Removes the lock if it is held."""
+        """Remove the lock if it is held."""
         if not self._generation:
             return
         self._is_over.set()
@@ -185,7 +185,7 @@ class WorkdirLock:
         self._generation = b""
 
     def renew(self) -> None:
-        """Writes a heartbeat; ends the process if another run has taken over the lock."""
+        """Write a heartbeat; end the process if another run has taken over the lock."""
         seen_now = dataclasses.replace(self._holder, seen=time.time())
         generation = self._write(seen_now, self._generation)
         if not generation:
@@ -242,7 +242,7 @@ class WorkdirLock:
 
 
 def _machine() -> str:
-    """Boot and pid namespace of this process, in which a pid is unique; "" without /proc."""
+    """Return this process's boot id and pid namespace, where a pid is unique; "" without /proc."""
     try:
         boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -251,7 +251,7 @@ def _machine() -> str:
 
 
 def _process_start(pid: int) -> str:
-    """Start of a process in clock ticks since the boot; "" if it has ended or without /proc."""
+    """Return a process's start in clock ticks since the boot; "" if ended or without /proc."""
     try:
         text = pathlib.Path(f"/proc/{pid}/stat").read_text()
     except OSError:

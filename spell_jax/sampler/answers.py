@@ -57,7 +57,7 @@ class Answer:
     stopped: bool = False  # whether the answer ended by a stop token or stop string
 
     def extend(self, tokens: SlotTokens, slot: int, strings: Sequence[str]) -> None:
-        """Append a slot's tokens, up to the first that completes a stop string."""
+        """Append a slot's tokens, up to the first token that completes a stop string."""
         count = tokens.new[slot]
         if self.stream is not None:
             count = self.read(self.stream, tokens.bits[slot, 0, :count].tolist(), strings)
@@ -67,7 +67,7 @@ class Answer:
             self.experts.append(np.array(tokens.experts[slot, :count]))
 
     def read(self, stream: Stream, ids: Sequence[int], strings: Sequence[str]) -> int:
-        """Decode ids up to the first that completes a stop string; return how many were decoded."""
+        """Decode ids up to the first id that completes a stop string; return the number decoded."""
         for number, token in enumerate(ids, 1):
             begin = max(0, len(self.text) - max(map(len, strings)) + 1)
             self.text += stream.push(token)
@@ -98,11 +98,11 @@ class PromptExperts:
         self._pending: list[tuple[jax.Array, Tasks]] = []
 
     def add(self, experts: jax.Array, tasks: Tasks) -> None:
-        """Adds the result [B, C, L, k] of a prefill call; does not wait for the device."""
+        """Add the result [B, C, L, k] of a prefill call without waiting for the device."""
         self._pending.append((experts, tasks))
 
     def take(self, shard: int, prefilled: PrefilledPrompt) -> np.ndarray | None:
-        """Experts of a prompt [P, L, k] whose pages have not been released to others yet."""
+        """Return a prompt's experts [P, L, k] before its pages are released; None if unrecorded."""
         self._collect()
         if not self._pages:
             return None

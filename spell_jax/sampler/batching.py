@@ -30,7 +30,7 @@ Limits = list[dict[DecodeSequence, int]]  # for each shard the result of Shard.a
 
 
 def prompt_pages(scheduler: Scheduler, tasks: Tasks, max_prompt: int) -> programs.PromptPages:
-    """Input arrays of a prefill call, for tasks planned by a scheduler."""
+    """Make the input arrays of a prefill call, for tasks planned by a scheduler."""
     shape, rows = scheduler.shape, (len(tasks), scheduler.shape.tasks)
     batch = programs.PromptPages(
         tokens=np.zeros((*rows, shape.page_size), np.int32),
@@ -153,14 +153,14 @@ def unpack(packed: Packed) -> Any:
 
 
 def _flat(batch: Any) -> Any:
-    """Merges the leading axes: [shards, rows, ...] to [shards * rows, ...]."""
+    """Merge the leading axes: [shards, rows, ...] to [shards * rows, ...]."""
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
 
 
 def _fill_slots(
     arrays: programs.Slots, number: int, limits: dict[DecodeSequence, int], first: int
 ) -> None:
-    """Fill in the slots of a shard; `first` is the index of its first prompt in prompt_hidden."""
+    """Fill a shard's slots; `first` is the index in prompt_hidden of the shard's first prompt."""
     if not limits:
         return
     at = number, [sequence.slot for sequence in limits]

@@ -112,12 +112,12 @@ class SamplerConfig:
         return self.max_prompt + self.longest_answer
 
     def options(self, max_tokens: int, **overrides: Any) -> Options:
-        """Configured Options, for answers of at most `max_tokens` tokens."""
+        """Return the configured Options, for answers of at most `max_tokens` tokens."""
         common = Options(self.temperature, self.top_p, self.top_k, self.min_p)
         return dataclasses.replace(common, max_tokens=max_tokens, **overrides)
 
     def shape(self, mesh: jax.sharding.Mesh) -> ShardShape:
-        """Sizes of one shard of the mesh's row axes; each device samples for as many slots.
+        """Return the sizes of one shard of the mesh's row axes; devices have equally many slots.
 
         ValueError if page_size is not a multiple of mesh.context, or if a shard of the pool cannot
         hold the longest prompt and answer.

@@ -31,10 +31,10 @@ class Counts:
     device_wait_seconds: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def add_decode(self, tokens: SlotTokens, cells: int, empty: int, has_queued: bool) -> None:
-        """Adds a decode call, given its result on the host.
+        """Add the counts of a decode call, given the call's result on the host.
 
-        `cells` is the number of cells of the decode rows in use, `empty` of those without a
-        sequence; `has_queued` says whether a request was queued for one of its slots.
+        `cells` is the number of cells of the decode rows in use; `empty` is the number of these
+        cells without a sequence. `has_queued`: whether a request was queued for one of the slots.
         """
         slot_steps = tokens.passes * len(tokens.new)
         self.decode_calls += 1
@@ -47,7 +47,7 @@ class Counts:
         self.padded_group_slots += tokens.passes * empty
 
     def add_wait(self, seconds: float, processed: Counter[str]) -> None:
-        """Divides a wait among agents by the tokens `processed` for each since the last wait."""
+        """Divide a wait among agents in proportion to tokens `processed` since the last wait."""
         total = processed.total() or 1
         for agent, tokens in processed.items():
             before = self.device_wait_seconds.get(agent, 0.0)

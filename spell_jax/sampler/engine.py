@@ -48,7 +48,7 @@ class Sampler:
         stream: Callable[[], Stream] | None = None,
         record_experts: bool = False,
     ):
-        """Builds the jitted programs; nothing is compiled yet.
+        """Build the jitted programs; nothing is compiled yet.
 
         Token ids `stop_ids` end an answer. Stop strings need `stream`, the constructor of a
         tokenizer's incremental decoder. `record_experts` gives samples the experts that processed
@@ -117,7 +117,7 @@ class Sampler:
         return _GPU_DECODE_OPTIONS if on_gpu and self.config.weights_dtype == "compute" else None
 
     def _init_state(self, dtype: Any) -> programs.State:
-        """State with an empty pool, for weights of a compute dtype."""
+        """Return a State with an empty pool, for weights of a compute dtype."""
         c, shape = self.policy, self.shape
         cached = jnp.int8 if self.config.cache_dtype == "int8" else stored_dtype(dtype, self.mesh)
         _, kv_heads = kv_cache.head_split(self.mesh, c.heads, c.kv_heads)
@@ -134,13 +134,13 @@ class Sampler:
         )
 
     def start_session(self, params: transformer.Params) -> Session:
-        """Session with the given weights (in the compute dtype); allocates its pool."""
+        """Start a session with the given weights (in the compute dtype); allocate its page pool."""
         if self._quantized is not None:
             params = int8.with_int8(params, self._quantize(int8.kernels(params)))
         return Session(self, params)
 
     def abstract_params(self, params: transformer.Params) -> transformer.Params:
-        """Shapes and shardings that the programs receive for those given to `start_session`."""
+        """Return shapes and shardings of the programs' weights, given abstract `params`."""
         if self._quantized is None:
             return params
         small = jax.eval_shape(int8.quantize_kernels, int8.kernels(params))
@@ -155,7 +155,7 @@ class Sampler:
         max_tokens: int | None = None,
         **overrides: Any,
     ) -> list[list[Sample] | None]:
-        """Samples `group` answers for every prompt; None for a prompt above the cap.
+        """Sample `group` answers for every prompt; None for a prompt above the cap.
 
         `params` are in the compute dtype. Sample g of request i uses fold_in(fold_in(key, i), g).
         `max_tokens` and `overrides`, fields of Options, replace the configured ones. ValueError if

@@ -27,7 +27,7 @@ LAYOUT = ("row", "cell", "slot", "prompt_table", "prompt_visible", "suffix_table
 
 
 def head_split(mesh: Any, heads: int, kv_heads: int) -> tuple[str | None, int]:
-    """Mesh axis that splits heads (or None), and the number of key heads in the pool."""
+    """Return (mesh axis that splits heads, or None; number of key heads in the pool)."""
     count = 1 if mesh is None else mesh.shape[meshes.TENSOR]
     if count == 1 or heads % count or (kv_heads % count and count % kv_heads):
         return None, kv_heads
@@ -35,7 +35,7 @@ def head_split(mesh: Any, heads: int, kv_heads: int) -> tuple[str | None, int]:
 
 
 def pages_sharding(mesh: Mesh, config: PolicyConfig) -> NamedSharding:
-    """Sharding of the pool's keys and values [L, Z, K, C, H], and of their scales."""
+    """Return the sharding of the pool's keys and values [L, Z, K, C, H], and of their scales."""
     axis, _ = head_split(mesh, config.heads, config.kv_heads)
     return NamedSharding(mesh, _pages_spec(axis))
 
@@ -47,7 +47,7 @@ def _pages_spec(axis: str | None) -> PartitionSpec:
 def attend_prompts(
     q, k, v, cache: Pages, context: dict[str, Any], kernel: str = "auto"
 ) -> tuple[jax.Array, Pages]:
-    """Attention for prefill, the policy's `Attend`: writes keys and values, then attends.
+    """Write keys and values to the pool, then attend to it: the policy's `Attend` for prefill.
 
     Queries are [B, C, N, H], keys and values [B, C, K, H]. `context` has "page", the page to write
     to, int32 [B]; "table", pages of the prompt, int32 [B, J]; and "visible", the number of leading
@@ -61,7 +61,7 @@ def attend_prompts(
 def attend_slots(
     q, k, v, cache: Pages, context: dict[str, Any], kernel: str = "auto"
 ) -> tuple[jax.Array, Pages]:
-    """Attention for decoding, the policy's `Attend`, for T new tokens of each of N slots.
+    """Attend from T new tokens of each of N slots to the pool: the policy's `Attend` for decoding.
 
     Writes their keys and values [N * T, 1, K, H] first; then queries [N * T, 1, heads, H] attend to
     the prompt and the slot's own tokens. `context` has "page" and "offset", the place to write to,
@@ -74,7 +74,7 @@ def attend_slots(
 
 
 def _run(function, time: str | None, q, k, v, pages: Pages, layer, arrays):
-    """Runs function(q, k, v, pages, layer, arrays, share) on each device's shards.
+    """Run function(q, k, v, pages, layer, arrays, share) on each device's shards.
 
     `share` is (index, size) of the device on the `context` axis.
     """
@@ -134,6 +134,6 @@ def _slots_on_device(kernel: str, q, k, v, pages: Pages, layer, arrays, share):
 
 
 def _weighted(out: jax.Array, lse: jax.Array) -> jax.Array:
-    """A device's weighted share of attention; the sum over `context` is that to all keys."""
+    """Weight a device's part of attention; the sum over `context` is attention to all keys."""
     weight = jnp.exp(lse - jax.lax.pmax(lse, meshes.CONTEXT))
     return out * (weight / jax.lax.psum(weight, meshes.CONTEXT))[..., None]

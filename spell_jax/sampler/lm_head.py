@@ -40,7 +40,7 @@ def logits(config: PolicyConfig, params: transformer.Params, hidden: jax.Array) 
 
 
 def _on_device(split: Split, hidden: jax.Array, table: jax.Array) -> jax.Array:
-    """One device's rows of logits, from its shards of hidden states and table."""
+    """Compute one device's rows of logits from its shards of hidden states and table."""
     together = tuple(axis for axis in split.width if axis in split.rows)
     if together:
         hidden = jax.lax.all_gather(hidden, together, axis=0, tiled=True)
@@ -57,7 +57,7 @@ def _on_device(split: Split, hidden: jax.Array, table: jax.Array) -> jax.Array:
 
 
 def _own_rows(x: jax.Array, axis: str, summed: bool) -> jax.Array:
-    """A device's share of rows that all devices of an axis hold, as partial sums if `summed`."""
+    """Take a device's share of rows that a whole axis holds; if `summed`, sum partial rows."""
     if summed:
         return collectives.sum_scatter(x, (axis,))
     share = len(x) // jax.lax.axis_size(axis)

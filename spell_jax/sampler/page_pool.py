@@ -36,7 +36,7 @@ class PagePool:
         return len(self._free) + len(self._idle)
 
     def find(self, blocks: Sequence[bytes]) -> list[int]:
-        """Pages of the longest known prefix of a prompt's blocks."""
+        """Return the pages of the longest known prefix of a prompt's blocks."""
         pages, parent = [], _ROOT
         for block in blocks:
             if (page := self._known.get((parent, block))) is None:
@@ -46,7 +46,7 @@ class PagePool:
         return pages
 
     def idle(self, pages: Sequence[int]) -> int:
-        """Number of the given pages without users: holding them lowers `available` by it."""
+        """Count the given pages without users; holding them lowers `available` by this count."""
         return sum(self._users[page] == 0 for page in pages)
 
     def hold(self, pages: Sequence[int]) -> None:
@@ -56,7 +56,7 @@ class PagePool:
             self._users[page] += 1
 
     def take(self) -> int:
-        """Takes a page for one user; its old content is forgotten. Callers check `available`."""
+        """Take a page for one user and forget its old content; callers check `available`."""
         if self._free:
             page = self._free.pop()
         elif self._idle:
@@ -70,7 +70,7 @@ class PagePool:
         return page
 
     def name(self, page: int, parent: int | None, block: bytes) -> None:
-        """Registers a taken page as the block after a parent page (None: the first block).
+        """Register a taken page as the block after a parent page (None: the first block).
 
         A block that is already registered on another page stays there.
         """
@@ -80,7 +80,7 @@ class PagePool:
             self._block[page] = key
 
     def release(self, pages: Sequence[int]) -> None:
-        """Removes one user from each page; pages are given in order of their positions."""
+        """Remove one user from each page; pages are given in order of their positions."""
         for page in reversed(pages):  # evicts the end of a prompt before its beginning
             self._users[page] -= 1
             if self._users[page]:

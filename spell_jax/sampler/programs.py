@@ -96,10 +96,10 @@ def prefill(
     kernel: str = "auto",
     record_experts: bool = False,
 ) -> tuple[State, jax.Array | None]:
-    """Reads B pages of prompts into the KV cache, and keeps the hidden state of each prompt's end.
+    """Read B pages of prompts into the KV cache, and keep the hidden state of each prompt's end.
 
-    Earlier pages of a prompt are in the pool or in the same call. Returns the new state and, if
-    they are recorded, the experts of the tokens, [B, C, L, k].
+    Earlier pages of a prompt are in the pool or in the same call. Returns the new state and the
+    experts of the tokens, [B, C, L, k] (None if not recorded).
     """
     params = products.kernels_as_bits(params)
     positions = batch.start[:, None] + jnp.arange(batch.tokens.shape[1], dtype=jnp.int32)
@@ -131,12 +131,12 @@ def decode(
     kernel: str = "auto",
     record_experts: bool = False,
 ) -> tuple[State, Sampled]:
-    """Samples up to `steps` tokens in every slot that is not at its limit.
+    """Sample up to `steps` tokens in every slot that is not at its limit.
 
     All samples of a prompt attend to its pages in one matrix product, and each slot attends to the
     pages of its own suffix; the two parts are merged by log-sum-exp. The loop ends early when
     slots have been idle for long enough to be refilled. With speculation, a pass also feeds
-    proposed tokens, and those that equal the sampled tokens are accepted, which does not change
+    proposed tokens. A proposal that equals the sampled token is accepted, which does not change
     what is sampled. `params` are in the compute dtype, `state` is donated by the caller,
     `page_size` is C.
     """
@@ -197,7 +197,7 @@ def _replaced(items: tuple, index: int, item: Any) -> tuple:
 
 
 def _sample(config, params, keys, sampling: Sampling, penalty, hidden, count) -> SampledToken:
-    """Samples tokens [N, T] from hidden states [N, T, D], with indices from `count` on."""
+    """Sample tokens [N, T] from hidden states [N, T, D], with indices from `count` on."""
     slots, time, width = hidden.shape
     number = count[:, None] + jnp.arange(time)
     uniform = jax.vmap(
@@ -210,14 +210,14 @@ def _sample(config, params, keys, sampling: Sampling, penalty, hidden, count) ->
 
 
 def _propose(slots: Slots, answers, count, speculation: Speculation) -> jax.Array:
-    """Proposes tokens that may follow the first `count` tokens of each slot's answer [N, S]."""
+    """Propose tokens that may follow the first `count` tokens of each slot's answer [N, S]."""
     prompts: Any = slots.prompt_tokens  # not None: speculation is on
     text = prompts, slots.row, slots.prompt_length, answers, count
     return speculative.propose(*text, speculation.match, speculation.tokens)
 
 
 def _write_own(answers: jax.Array, tokens: jax.Array, count: jax.Array) -> jax.Array:
-    """Writes tokens [N, T] into each slot's answer [N, S], starting at index `count`."""
+    """Write tokens [N, T] into each slot's answer [N, S], starting at index `count`."""
     index = count[:, None] + jnp.arange(tokens.shape[1])
     return answers.at[jnp.arange(len(answers))[:, None], index].set(tokens, mode="drop")
 
@@ -225,11 +225,10 @@ def _write_own(answers: jax.Array, tokens: jax.Array, count: jax.Array) -> jax.A
 def _forward(
     config, params, slots: Slots, page_size, kernel, record_experts, pages, tokens, count, left
 ):
-    """Feeds T tokens per slot; returns hidden states [N, T, D], the updated pool and, if they are
-    recorded, experts [N, T, L, k].
+    """Feed T tokens per slot; return hidden states [N, T, D], the updated pool and the experts.
 
     The first token of each slot has index `count` in its answer. Keys and values of the first
-    `left` tokens are written.
+    `left` tokens are written. Experts are [N, T, L, k], or None if they are not recorded.
     """
     time = jnp.arange(tokens.shape[1])
     number = count[:, None] + time

@@ -80,6 +80,6 @@ class Sample:
         return self.tokens[: len(self.tokens) - by_token].tolist()
 
     def text(self, decode: Callable[[list[int]], str]) -> str:
-        """Decoded text of the answer, up to its stop string."""
+        """Decode the text of the answer, up to its stop string."""
         text = decode(self.content)
         return text.split(self.stop_string, 1)[0] if self.stop_string else text

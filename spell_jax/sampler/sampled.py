@@ -25,7 +25,7 @@ class Sampled:
 
 
 def no_samples(config: PolicyConfig, slots: int, steps: int, record_experts: bool) -> Sampled:
-    """Result before the first pass, for N slots."""
+    """Make the result before the first pass, for N slots."""
     numbers, experts = jnp.zeros((slots, steps), jnp.float32), None
     if record_experts:
         unknown = moe.no_experts(config)
@@ -66,7 +66,7 @@ def join(sampled: Sampled) -> Joined:
 def accept(
     inputs: jax.Array, tokens: jax.Array, left: jax.Array, stop_ids: tuple[int, ...]
 ) -> jax.Array:
-    """Mask [N, T] of the sampled tokens that are accepted, at most `left` [N] per slot.
+    """Return the mask [N, T] of sampled tokens to accept, at most `left` [N] per slot.
 
     A token is accepted if it and all tokens before it equal the tokens that were fed to the policy,
     and no token before it is a stop token.
@@ -84,7 +84,7 @@ def append(
     accepted: jax.Array,
     stop_ids: tuple[int, ...],
 ) -> Sampled:
-    """Appends the accepted ones of tokens [N, T], and of their experts, to the result."""
+    """Append the accepted tokens among `tokens` [N, T], and their experts, to the result."""
     rows, steps = sampled.tokens.id.shape
     index = sampled.new[:, None] + jnp.arange(accepted.shape[1])
     index = jnp.where(accepted, index, steps)  # out of bounds: dropped

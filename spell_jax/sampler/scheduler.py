@@ -41,12 +41,12 @@ class ShardShape:
         return -(-tokens // self.page_size)
 
     def lane_of(self, group: int) -> int:
-        """Index of the lane for requests with `group` sequences."""
+        """Return the index of the lane for requests with `group` sequences."""
         fitting = (i for i, (cells, _) in enumerate(self.lanes) if group <= cells)
         return next(fitting, len(self.lanes) - 1)
 
     def fits(self, request: SampleRequest) -> bool:
-        """Whether the request fits into an otherwise empty pool."""
+        """Return whether the request fits into an otherwise empty pool."""
         longest = self.pages_of(request.options.max_tokens)
         return self.pages_of(len(request.prompt)) + longest <= self.pages
 
@@ -100,7 +100,7 @@ class Lane:
         return self.free > len(self.queued)
 
     def groups(self) -> list[tuple[PrefilledPrompt, list[int]]]:
-        """Decode rows: (prompt, slots of its sequences), at most `cells` slots each."""
+        """List decode rows (prompt, slots of its sequences), at most `cells` slots each."""
         by_prompt: dict[PrefilledPrompt, list[int]] = {}
         for slot, sequence in enumerate(self.slots):
             if sequence is not None:
@@ -112,9 +112,9 @@ class Lane:
         ]
 
     def fill_slots(self) -> None:
-        """Assigns free slots to queued sequences, first in, first out.
+        """Assign free slots to queued sequences, first in, first out.
 
-        Stops at the first whose prompt is not prefilled yet or that would need one row too many.
+        Stops at the first sequence if its prompt is not prefilled yet or no row is left for it.
         """
         free_slots = [slot for slot, sequence in enumerate(self.slots) if sequence is None]
         for slot in free_slots:
@@ -154,7 +154,7 @@ class Shard:
         self._needs: Counter[int] = Counter()  # pages of max_tokens -> number of sequences
 
     def cost(self, blocks: Sequence[bytes], request: SampleRequest) -> int:
-        """Number of pages to prefill for a request plus the number of unfinished sequences."""
+        """Count the pages to prefill for a request, plus the shard's unfinished sequences."""
         num_shared = len(self._shared(blocks, request))
         return self.shape.pages_of(len(request.prompt)) - num_shared + len(self.unfinished)
 
@@ -188,7 +188,7 @@ class Shard:
         return True
 
     def take_tasks(self) -> list[tuple[PrefilledPrompt, int]]:
-        """Removes and returns the next prefill tasks, at most as many as a call holds."""
+        """Remove and return the next prefill tasks, at most as many as a call holds."""
         count = min(self.shape.tasks, len(self.tasks))
         tasks = [self.tasks.popleft() for _ in range(count)]
         for prefilled, _ in tasks:
@@ -205,9 +205,9 @@ class Shard:
         )
 
     def allocate_pages(self, lane: Lane, steps: int) -> dict[DecodeSequence, int]:
-        """Gives running sequences pages for their next `steps` tokens, in order of admission.
+        """Give running sequences pages for their next `steps` tokens, in order of admission.
 
-        Returns the token count at which each must stop; at its current count, it pauses.
+        Returns the token count at which each sequence must stop; at its current count, it pauses.
         """
         limits, size, first = {}, self.shape.page_size, next(iter(self.unfinished), None)
         for sequence in lane.running:
@@ -219,7 +219,7 @@ class Shard:
         return limits
 
     def finish(self, lane: Lane, sequence: DecodeSequence) -> bool:
-        """Frees a sequence's slot and pages; returns whether it was the last of its request."""
+        """Free a sequence's slot and pages; return whether it was the last of its request."""
         lane.free_slot(sequence)
         self.pool.release(sequence.pages)
         del self.unfinished[sequence]
@@ -237,10 +237,10 @@ class Shard:
         return self.pool.find(blocks[: (len(request.prompt) - 1) // self.shape.page_size])
 
     def _spare(self, longest: int = 0) -> int:
-        """Number of pages that sequences other than the first admitted one may take.
+        """Count the pages that sequences other than the first admitted sequence may take.
 
         With the rest, the first admitted sequence, and after it the next, can always grow to the
-        longest requested answer. `longest` is that of a request about to be admitted, in pages.
+        longest requested answer. `longest`: maximum answer of a request to be admitted, in pages.
         """
         first = next(iter(self.unfinished), None)
         held = len(first.pages) if first else 0
@@ -265,7 +265,7 @@ class Scheduler:
         self._queued = [0] * len(shape.lanes)  # requests in the queue for each lane
 
     def submit(self, ticket: int, request: SampleRequest) -> None:
-        """Queues a request; ValueError if it does not fit into the pool even alone."""
+        """Queue a request; ValueError if it does not fit into the pool even alone."""
         if not self.shape.fits(request):
             prompt, longest = len(request.prompt), request.options.max_tokens
             raise ValueError(
@@ -283,7 +283,7 @@ class Scheduler:
         return bool(self.queue) or any(shard.unfinished for shard in self.shards)
 
     def plan_prefill(self) -> Tasks | None:
-        """Prefill tasks of each shard; None if no free slot needs one."""
+        """Plan the prefill tasks of each shard; None if no free slot needs one."""
         while self._admit(lambda shard, lane: shard.lanes[lane].has_free_slots):
             pass
         if not any(shard.needs_prefill for shard in self.shards):
@@ -294,7 +294,7 @@ class Scheduler:
         return [shard.take_tasks() for shard in self.shards]
 
     def _admit(self, wants) -> bool:
-        """Admits the first queued request to the cheapest willing shard; returns whether it did."""
+        """Admit the first queued request to the cheapest willing shard; return whether admitted."""
         if not self.queue:
             return False
         ticket, request, tokens, blocks = self.queue[0]
@@ -308,7 +308,7 @@ class Scheduler:
         return False
 
     def dispatch(self, prefill: Callable[[Tasks], None], decode: Callable[[int], None]) -> None:
-        """Plans the next calls of all lanes.
+        """Plan the next calls of all lanes.
 
         `prefill` is called with the prefill tasks of each call, then `decode` with each lane that
         has sequences in slots.
@@ -327,5 +327,5 @@ class Scheduler:
                 lane.fill_slots()
 
     def has_queued(self, lane: int) -> bool:
-        """Whether a request or sequence is queued for a slot of this lane."""
+        """Return whether a request or sequence is queued for a slot of this lane."""
         return self._queued[lane] > 0 or any(shard.lanes[lane].queued for shard in self.shards)

@@ -39,7 +39,7 @@ NO_LIMIT = np.iinfo(np.int32).max
 
 
 def most_idle_passes(active: int) -> int:
-    """Return the slot passes without a token at which a call with `active` slots returns."""
+    """Return the number of idle slot passes at which a call with `active` slots returns."""
     return max(1, round(REFILL_COST * active))
 
 
@@ -93,7 +93,7 @@ class Session:
         return sum(shard.reused_tokens for shard in self._scheduler.shards)
 
     def submit(self, request: SampleRequest) -> int:
-        """Queues a request and returns its ticket, a number from 0.
+        """Queue a request and return its ticket, a number from 0.
 
         ValueError if the prompt or `max_tokens` is above its cap, if the request can never fit into
         the pool, or if it has stop strings and the sampler has no tokenizer.
@@ -121,7 +121,7 @@ class Session:
     def sample(
         self, prompts: Sequence[Sequence[int]], group: int, key: jax.Array, options: Options
     ) -> list[list[Sample] | None]:
-        """See Sampler.sample. All other requests must have been answered before."""
+        """Sample as Sampler.sample does; all other requests must have been answered before."""
         keys = request_keys(key, len(prompts))
         requests = []
         for index, prompt in enumerate(prompts):
@@ -144,12 +144,12 @@ class Session:
         return answers
 
     def results(self) -> Iterator[tuple[int, list[Sample]]]:
-        """Yields (ticket, answers) as requests finish; more may be submitted meanwhile."""
+        """Yield (ticket, answers) as requests finish; more may be submitted meanwhile."""
         while self._scheduler.unfinished:
             yield from self.advance()
 
     def advance(self) -> list[tuple[int, list[Sample]]]:
-        """Collects tokens and dispatches the next calls; returns the finished (ticket, answers)."""
+        """Collect tokens and dispatch the next calls; return the finished (ticket, answers)."""
         finished = [pair for call in self._running for pair in self._collect(call)]
         self._running = []
         self._scheduler.dispatch(self._prefill, self._decode)

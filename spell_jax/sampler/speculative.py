@@ -28,7 +28,7 @@ def propose(
     match: int,
     tokens: int,
 ) -> jax.Array:
-    """Proposes the next tokens of each slot, int32 [N, tokens]; NO_TOKEN without a proposal.
+    """Propose the next tokens of each slot, int32 [N, tokens]; NO_TOKEN without a proposal.
 
     Args (int32):
       prompts: prompt tokens of each row, right-aligned, [M, P].
@@ -50,7 +50,7 @@ def propose(
 
 
 def _propose(prompt, length, answers, count, match: int, tokens: int) -> jax.Array:
-    """`propose` with the prompt of each slot, int32 [N, P], on one device."""
+    """Propose tokens as `propose` on one device, given the prompt of each slot, int32 [N, P]."""
     padded = prompt.shape[1]
     text = jnp.concatenate([prompt, answers], axis=1)
     index = jnp.arange(text.shape[1])

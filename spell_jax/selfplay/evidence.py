@@ -62,7 +62,7 @@ def number_documents(documents: Sequence[str]) -> tuple[str, ...]:
 
 
 def named_document(text: str) -> int | None:
-    """Return the index of the document whose number "[k]" a response begins with, else None."""
+    """Return the document index k - 1 if a response begins with the number "[k]", else None."""
     match = _NUMBER.match(visible_text(text) or "")
     return int(match[1]) - 1 if match else None
 
@@ -103,7 +103,7 @@ def answer_section(text: str) -> str | None:
 
 
 def with_answer_phrase(answer: str, task: str, extract: str = "paper") -> str:
-    """Prefix an answer with "The answer is", unless the rules of `task` already find one in it."""
+    """Prefix an answer with "The answer is", unless the rules of `task` find an answer in it."""
     return answer if find_answer(answer, task, extract) is not None else f"The answer is {answer}"
 
 
@@ -135,16 +135,16 @@ def parse_scores(text: str, count: int) -> tuple[int, ...] | None:
 
 
 def pairs_in_order(truth: Sequence[float], scores: Sequence[int]) -> list[float]:
-    """Agreement of evidence scores with a truth, for each pair that differs in it.
+    """Return the agreement of evidence scores with the truth, for each pair that differs in truth.
 
-    1.0: the scores have the same order; 0.0: the opposite one; 0.5: they are equal.
+    1.0: the scores have the same order; 0.0: the opposite order; 0.5: the scores are equal.
     """
     pairs = itertools.combinations(zip(truth, scores, strict=True), 2)
     return [0.5 if a == b else float((t > u) == (a > b)) for (t, a), (u, b) in pairs if t != u]
 
 
 def best_chosen(truth: Sequence[float], scores: Sequence[float]) -> float | None:
-    """Probability that the set with the highest score is the best one (best-of-N selection).
+    """Return the probability that the top-scored set is the best set (best-of-N selection).
 
     Several sets may be best. Among equal scores the choice is random. None if all sets are equally
     good, so that no choice is wrong.
@@ -198,7 +198,7 @@ def searchable(documents: Sequence[str]) -> str:
 
 
 def verbatim_share(evidence: str, documents: str) -> float:
-    """Return the share of quoted characters whose quote occurs verbatim in searchable documents.
+    """Return the share of quoted characters in quotes that occur verbatim in `documents`.
 
     Our addition to EAPO. 0.0 if the evidence section quotes nothing.
     """

@@ -101,7 +101,7 @@ class JudgeConfig:
 
 
 def parse_judgement(text: str) -> int:
-    """Returns 0 if the visible text contains NO, else 1 if it contains YES, else MALFORMED."""
+    """Return 0 if the visible text contains NO, else 1 if it contains YES, else MALFORMED."""
     visible = visible_text(text) or ""
     if "NO" in visible:
         return 0
@@ -109,7 +109,7 @@ def parse_judgement(text: str) -> int:
 
 
 def parse_grade(text: str) -> int:
-    """Returns 1 for the grade A, 0 for B and C, else MALFORMED.
+    """Return 1 for the grade A, 0 for B and C, else MALFORMED.
 
     The visible text is the letter, perhaps with its name ("A: correct") and marks around it.
     """
@@ -140,7 +140,7 @@ class Judge:
         cache_size: int = 100_000,
         cache_file: str | os.PathLike[str] | None = None,
     ):
-        """Loads the cache file if there is one.
+        """Load the cache file if there is one.
 
         `write_prompt` makes the prompt of an Item, `parse` the verdict of a reply. `model`, the
         name of the model that replies, is part of the cache key. The `cache_size` >= 1 most
@@ -164,7 +164,7 @@ class Judge:
             self._cache.update(verdicts)
 
     def judge(self, items: Sequence[Item]) -> list[int]:
-        """Returns one verdict per item, in order: 1, 0, or the negative MALFORMED or UNANSWERED."""
+        """Return one verdict per item, in order: 1, 0, or the negative MALFORMED or UNANSWERED."""
         prompts = [self._write_prompt(*item) for item in items]
         keys = [self._key(prompt) for prompt in prompts]
         prompt_of = dict(zip(keys, prompts, strict=True))
@@ -192,7 +192,7 @@ class Judge:
         return hashlib.blake2b(content, digest_size=16).hexdigest()
 
     def _record(self, prompt: str, reply: str | None) -> int:
-        """Returns the verdict of a reply and caches it; a missing reply is not cached."""
+        """Return the verdict of a reply and cache it; a missing reply is not cached."""
         if reply is None:
             return UNANSWERED
         verdict, key = self._parse(reply), self._key(prompt)
@@ -268,7 +268,7 @@ class Endpoint:
             yield prompts[index], reply
 
     def reply(self, prompts: Sequence[str]) -> Iterator[tuple[int, str | None]]:
-        """Yields (index of the prompt, reply) like __call__; a prompt may occur more than once."""
+        """Yield (index of the prompt, reply) like __call__; a prompt may occur more than once."""
         pool = ThreadPoolExecutor(self.config.workers)
         try:
             futures = {
@@ -355,7 +355,7 @@ class Endpoint:
             raise
 
     def _wait_for_turn(self) -> None:
-        """Sleeps until the rate limit and the last Retry-After allow the next request."""
+        """Sleep until the rate limit and the last Retry-After allow the next request."""
         rate = self.config.requests_per_s
         with self._lock:
             now = self._clock()
@@ -387,7 +387,7 @@ _REMEDIES |= dict.fromkeys((301, 302, 307, 308), "give the address that it redir
 
 
 def _is_transient(error: BaseException) -> bool:
-    """Returns whether another attempt may succeed, by the HTTP status if the error has one."""
+    """Return whether another attempt may succeed, by the HTTP status if the error has one."""
     status = error.status if isinstance(error, StatusError) else 500
     return isinstance(error, Exception) and (status >= 500 or status in (408, 429))
 
@@ -415,7 +415,7 @@ def _read_error(response: Any) -> str:
 
 
 def _read(parts: Iterable[bytes], deadline: float) -> bytes:
-    """Returns the body of a reply; the timeouts of openai and httpx limit single reads only."""
+    """Read a reply by `deadline`; the timeouts of openai and httpx limit single reads only."""
     body = bytearray()
     for part in parts:
         body += part
@@ -427,7 +427,7 @@ def _read(parts: Iterable[bytes], deadline: float) -> bytes:
 
 
 def read_retry_after(value: str | None) -> float:
-    """Returns the seconds of a Retry-After header (a number or a date); 0 if it is not valid."""
+    """Return the seconds of a Retry-After header (a number or a date); 0 if it is not valid."""
     text = (value or "").strip()
     if text.isdecimal():
         return float(text)

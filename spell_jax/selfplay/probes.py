@@ -43,7 +43,7 @@ class ProbeSet:
         self.probes = [*self.probes, *(new_probes[i] for i in sorted(positions))][-self.capacity :]
 
     def progress(self, task: str, question: str) -> float:
-        """Rise of the solve rate, at least 0, over the probes of a task most like the question.
+        """Return the solve rate's rise, at least 0, over the task's probes most like the question.
 
         Likeness is the share of common words, each counted as often as it occurs.
         """

@@ -14,25 +14,25 @@ _WORD = re.compile(r"[a-z0-9]+")
 
 
 def word_f1(words: Sequence[str], reference: Sequence[str]) -> float:
-    """F1 of the common words in any order, in [0, 1] (Rajpurkar et al. 2016); 0 without words."""
+    """Return the F1 of common words in any order (Rajpurkar et al. 2016), in [0, 1]; 0 if none."""
     common = (Counter(words) & Counter(reference)).total()
     return 2 * common / max(len(words) + len(reference), 1)
 
 
 def rouge_l(text: str, reference: str) -> float:
-    """F1 of the common subsequence, in [0, 1]; 0 without words."""
+    """Return the F1 of the common subsequence, in [0, 1]; 0 without words."""
     common, ours, theirs = _count_words(text, reference)
     return 2 * common / (ours + theirs) if common else 0.0
 
 
 def rouge_l_recall(text: str, reference: str) -> float:
-    """Share of the reference's words in the common subsequence; 0 without words."""
+    """Return the share of the reference's words in the common subsequence; 0 without words."""
     common, _, theirs = _count_words(text, reference)
     return common / theirs if common else 0.0
 
 
 def _count_words(text: str, reference: str) -> tuple[int, int, int]:
-    """Numbers of words: in common, of the text, and of the reference.
+    """Count words: in the common subsequence, in the text, and in the reference.
 
     Bit-parallel (Hyyro 2004): memory is linear; for a given reference, time is linear in the text.
     """

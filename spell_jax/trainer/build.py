@@ -78,7 +78,7 @@ class Run:
 
 
 def make_run(config: RunConfig | Config) -> Run:
-    """Checks the config and makes the run's parts; errors are those of config.read."""
+    """Check the config and make the run's parts; errors as in config.read."""
     config = configs.read(config)
     folder = find_folder(config.policy.folder)
     mesh = meshes.make_mesh(dataclasses.asdict(config.mesh))
@@ -102,14 +102,14 @@ def make_run(config: RunConfig | Config) -> Run:
 def make_algorithm(
     config: RunConfig, context: AlgorithmContext
 ) -> tuple[Algorithm, Evaluation | None]:
-    """The algorithm and its held-out evaluation; ValueError if its fields do not fit the data."""
+    """Make the algorithm and its held-out evaluation; ValueError if fields do not fit the data."""
     spec = registry.ALGORITHMS[config.algorithm.name]
     evaluation = spec.evaluate(config.algorithm, context, config.data)
     return spec.make(config.algorithm, context), evaluation
 
 
 def make_context(config: RunConfig, tokenizer: Tokenizer) -> AlgorithmContext:
-    """Context of the algorithm. Only the prompts are read now; data is opened when asked for."""
+    """Make the algorithm's context; only prompts are read now, data is opened when asked for."""
     data, prompts = config.data, prompt_sets.load(config.algorithm.prompts)
     prompt_cap = config.sampler.max_prompt - len(tokenizer.chat(""))
 

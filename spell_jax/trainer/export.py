@@ -27,9 +27,9 @@ def export(
     dtype: str = "bfloat16",
     adapters: bool = False,
 ) -> int:
-    """Writes the policy of a checkpoint as a Hugging Face folder; returns the checkpoint's step.
+    """Write the policy of a checkpoint as a Hugging Face folder; return the checkpoint's step.
 
-    `step` defaults to the newest intact checkpoint; `dtype` is that of the written weights. With
+    `step` defaults to the newest intact checkpoint; `dtype` applies to the written weights. With
     `adapters` only the LoRA adapters are written, in PEFT's format; otherwise they are merged into
     their base. FileNotFoundError if the workdir has no config or no complete checkpoint, or the
     policy's folder is gone. ValueError if the checkpoint does not fit the folder, there are no
@@ -62,13 +62,13 @@ def export(
 
 
 def check_new(out: epath.Path) -> None:
-    """Raises ValueError if a folder to be written exists and is not empty."""
+    """Raise ValueError if a folder to be written exists and is not empty."""
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ValueError(f"out = {str(out)!r}: is there already; must be a new folder")
 
 
 def read_config(workdir: epath.Path) -> Config:
-    """Reads WORKDIR/config.json as a ConfigDict.
+    """Read WORKDIR/config.json as a ConfigDict.
 
     FileNotFoundError without the file, ValueError if it is damaged, or neither train.py nor sft.py
     wrote it.
@@ -83,7 +83,7 @@ def read_config(workdir: epath.Path) -> Config:
 
 
 def _make_policy(config: Config) -> tuple[PolicyConfig, Tokenizer]:
-    """Architecture and tokenizer by the config of train.py or sft.py."""
+    """Return (architecture, tokenizer) for the config of train.py or sft.py."""
     if "algorithm" in config:
         return read_model(config.policy, find_folder(config.policy.folder))
     return supervised.make_policy(configs.read_supervised(config))

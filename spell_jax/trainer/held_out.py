@@ -29,7 +29,7 @@ class HeldOut:
         self._is_writer = jax.process_index() == 0
 
     def validate(self, step: int, metrics: Metrics) -> float | None:
-        """Every validate_every steps adds accuracies to the metrics; returns a score or None."""
+        """Add accuracies to the metrics every validate_every steps; return a score or None."""
         run, every = self._run, self._run.config.validate_every
         if run.evaluation is None or not every or step % every:
             return None
@@ -47,7 +47,7 @@ class HeldOut:
         return {name.removeprefix(place): p for name, p in pairs.items() if name.startswith(place)}
 
     def evaluate(self, when: str) -> None:
-        """Adds a full evaluation to evaluation.json under "before" or "after"."""
+        """Add a full evaluation to evaluation.json under "before" or "after"."""
         run = self._run
         if run.evaluation is None:
             return
@@ -67,7 +67,7 @@ class HeldOut:
                 paired.write_answers(self._workdir, when, answers)
 
     def finish(self) -> None:
-        """Evaluates a last time, saves the trained models, plots, and prints before and after."""
+        """Evaluate a last time, save the trained models, plot, and print before and after."""
         run, workdir = self._run, self._workdir
         if run.config.evaluate:
             self.evaluate("after")
@@ -85,7 +85,7 @@ class HeldOut:
 
 
 def _read_earlier(path: epath.Path) -> dict[str, Any]:
-    """Read the evaluations of earlier calls; a damaged file must not end the run."""
+    """Read the evaluations of earlier calls; log a damaged file, which must not end the run."""
     try:
         return read_json(path) if path.exists() else {}
     except ValueError as error:

@@ -36,16 +36,16 @@ from spell_jax.trainer.saver import Saver, saving_on_disk_errors
 
 
 def train(config: Config | RunConfig, workdir: epath.Path) -> epath.Path:
-    """Trains for config.steps updates; returns the workdir.
+    """Train for config.steps updates and return the workdir.
 
     The workdir gets config.json, metrics.jsonl, TensorBoard events, episodes/, checkpoints/,
     policy/ and best/ (Hugging Face folders of the last weights and of the best by validation),
     evaluation.json and plots/.
 
     Raises:
-      ValueError, FileNotFoundError: if the config is invalid; naming the field and the remedy.
-      ValueError: if another run uses the workdir; naming its host and pid.
-      DiskError, SaveError: if the workdir cannot be written or is gone; saying what is saved.
+      ValueError, FileNotFoundError: if the config is invalid; the message names field and remedy.
+      ValueError: if another run uses the workdir; the message names that run's host and pid.
+      DiskError, SaveError: if the workdir is gone or not writable; the message says what is saved.
       Preempted: if the machine is taken away; everything is saved, and the next call resumes.
       NonFinite: if too many updates in a row were not finite; their rows are in non_finite/.
     """

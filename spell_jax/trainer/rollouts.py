@@ -54,33 +54,33 @@ class Rollouts:
         return self._ahead is not None
 
     def take(self, step: int) -> Rollout | None:
-        """The step's rollout: the one made ahead, or a new one; None if it was abandoned."""
+        """Return the step's rollout, made ahead or now; None if the rollout was abandoned."""
         rollout, self._ahead = self._ahead, None
         return rollout or self._roll_out(step, lambda: None)
 
     def may_look_ahead(self, step: int) -> bool:
-        """Whether the next step's rollout may run during this step's update.
+        """Return whether the next step's rollout may run during this step's update.
 
-        Not after a checkpoint, which holds no older weights: a resumed run must repeat this one.
+        False at a checkpoint, which holds no older weights: a resumed run must repeat this run.
         """
         config = self._run.config
         is_last = step == config.steps
         return bool(config.staleness) and not is_last and step % config.checkpoint_every != 0
 
     def look_ahead(self, step: int, advance_update: Callable[[], None]) -> None:
-        """Makes the rollout of a step, with an update's micro-batches between its device calls."""
+        """Make a step's rollout, with an update's micro-batches between the sampler's calls."""
         self._ahead = self._roll_out(step, advance_update)
 
     def algorithm_state(self) -> dict[str, Any]:
-        """State of the algorithm after the current step, whether or not the next is done."""
+        """Return the algorithm's state after the current step, even if the next rollout is done."""
         return self.state_before(self._ahead)
 
     def state_before(self, rollout: Rollout | None) -> dict[str, Any]:
-        """State of the algorithm before a rollout; None: it was abandoned, or not started."""
+        """Return the algorithm's state before a rollout (None: abandoned, or not started)."""
         return rollout.state_before if rollout else self._run.algorithm.state_dict()
 
     def _roll_out(self, step: int, advance_update: Callable[[], None]) -> Rollout | None:
-        """One step of the algorithm; None, with its state restored, if it was abandoned.
+        """Make a step's rollout; if abandoned, restore the algorithm's state and return None.
 
         `advance_update` is called whenever the device has been given its next sampler calls.
         """

@@ -35,8 +35,8 @@ def save_step(
 ) -> None:
     """Flush the logs, then checkpoint the step with the logger's state, if it is due or forced.
 
-    If the flush fails, the checkpoint holds the unwritten metrics and episodes, and goes to the
-    fallback folder if the disk is still full. Raises DiskError, which names the saved step, then.
+    If the flush fails, the checkpoint holds the unwritten metrics and episodes. It goes to the
+    fallback folder if the disk is still full. A DiskError then names the saved step.
     """
     failure: Exception | None = None
     if force or is_due:
@@ -52,7 +52,7 @@ def save_step(
 
 @contextlib.contextmanager
 def saving_on_disk_errors(save: Callable[..., None], step: int) -> Iterator[None]:
-    """Call save(force=True) if a file cannot be written inside, then raise the error."""
+    """Call save(force=True) if a file cannot be written in the block, then raise the error."""
     try:
         yield
     except (OSError, RuntimeError) as error:
@@ -87,7 +87,7 @@ class Saver:
         self._best_folder, self._best = workdir / "best", None
 
     def resume(self, step: int, saved: Mapping[str, Any]) -> None:
-        """Take the best score from a checkpoint's host state, if best/ has its weights.
+        """Take the best score from a checkpoint's host state, if best/ has that score's weights.
 
         A fallback folder lacks best/ if the first folder could not be read. If the checkpoint
         itself has the highest score, its weights are written now: the disk was full before.
@@ -100,13 +100,13 @@ class Saver:
         self._keep_best(self._store.score(step))
 
     def should_stop(self) -> bool:
-        """Whether the machine is taken away, on any host; all hosts must ask at the same time."""
+        """Return whether any host's machine is taken away; all hosts must ask at the same time."""
         return self._preemption.should_stop()
 
     def write(
         self, step: int, metrics: Metrics, episodes: Iterable[Any], score: float | None
     ) -> None:
-        """Write a step's metrics and episodes, and best/ if its score is the highest so far."""
+        """Write a step's metrics and episodes; write best/ if the score is the highest so far."""
         try:
             self._logger.write(step, metrics, episodes)
         finally:  # best/ must be written even if the logger fails
@@ -125,7 +125,7 @@ class Saver:
         force: bool = False,
         score: float | None = None,
     ) -> None:
-        """Flush logs and checkpoint the step, as `save_step`."""
+        """Flush the logs and checkpoint the step with `save_step`."""
         self._logger.enter("save", step)
         config = self._run.config
         host_state = {"config": to_dict(config), "algorithm": algorithm_state, "best": self._best}

@@ -48,7 +48,7 @@ def settle_dtypes(config: C, workdir: epath.Path) -> C:
 
 
 def keep_dtypes(config: C, saved: Mapping[str, Any]) -> C:
-    """Replace each compute_dtype "auto" by the dtype in the saved config, where that names one."""
+    """Replace each compute_dtype "auto" by the dtype in the saved config, if there is one."""
 
     def saved_dtype(name: str) -> str:
         section = saved.get(name)
@@ -82,7 +82,7 @@ def restore_or_init(
     """Restore the models of the newest intact checkpoint, or make first models; log which.
 
     Returns (states and weights by model name, steps done, the checkpoint's host state or {}).
-    ValueError if the checkpoint has another seed or shape, or a later step than the last;
+    ValueError if the checkpoint has another seed or shape, or a later step than config.steps;
     other errors as in Checkpoints.newest_intact and first_state.
     """
     step = checkpoints.newest_intact()
@@ -105,7 +105,7 @@ def restore_or_init(
 
 
 def check_resumed(config: RunConfig, step: int, saved: Mapping[str, Any]) -> None:
-    """Raises ValueError if a checkpoint has more steps than the config, or another seed."""
+    """Raise ValueError if a checkpoint has more steps than the config, or another seed."""
     if step > config.steps:
         raise ValueError(f"steps = {config.steps}: must be at least {step}, which are done")
     if saved.get("seed", config.seed) != config.seed:
@@ -128,11 +128,11 @@ def first_models(run: Run) -> dict[str, Any]:
 
 
 def first_state(config: RunConfig, name: str, model: Model) -> update.TrainState:
-    """The state before the first step, with a new optimizer.
+    """Make the state before the first step, with a new optimizer.
 
-    The weights are those of config.init_from (for the policy), else of the model's folder, else
-    random if the folder holds only a config and a tokenizer. FileNotFoundError or ValueError if the
-    run of init_from does not exist, is damaged, or has another shape.
+    The policy's weights come from config.init_from, if set. All other weights come from the model's
+    folder, or are random if it holds only a config and a tokenizer. FileNotFoundError or ValueError
+    if the run of init_from does not exist, is damaged, or has another shape.
     """
     learner = model.learner
     if config.init_from and name == "policy":
@@ -150,7 +150,7 @@ def first_state(config: RunConfig, name: str, model: Model) -> update.TrainState
 
 
 def load_weights(folder: pathlib.Path, learner: Learner) -> transformer.Params:
-    """Weights of a policy's folder, on the mesh: float32, or the compute dtype if frozen."""
+    """Load a policy folder's weights onto the mesh: float32, or the compute dtype if frozen."""
     dtype = learner.compute_dtype.name if learner.policy.lora else "float32"
     return weights.load(folder, learner.mesh, dtype)[1]
 
@@ -158,10 +158,10 @@ def load_weights(folder: pathlib.Path, learner: Learner) -> transformer.Params:
 def read_weights(
     workdir: epath.Path, policy: PolicyConfig, mesh: jax.sharding.Mesh, step: int | None = None
 ) -> tuple[int, transformer.Params]:
-    """(step, trained float32 weights on the mesh) of a run's policy; only adapters if it has any.
+    """Read a run's policy: (step, trained float32 weights on the mesh); with LoRA, only adapters.
 
-    The newest intact checkpoint by default. FileNotFoundError without a checkpoint (of that step),
-    ValueError if it has another shape, DamagedError if it (or every one) is damaged.
+    The default is the newest intact checkpoint. FileNotFoundError without a checkpoint (of that
+    step), ValueError if it has another shape, DamagedError if it (or every checkpoint) is damaged.
     """
     if not (workdir / CHECKPOINTS_FOLDER).is_dir():
         raise FileNotFoundError(f"{workdir / CHECKPOINTS_FOLDER}: not there")
@@ -180,14 +180,14 @@ def read_weights(
 
 
 def save_model(run: Run, models: dict[str, Any], name: str, folder: epath.Path) -> None:
-    """Saves a trained model as a Hugging Face folder, in its compute dtype."""
+    """Save a trained model as a Hugging Face folder, in the model's compute dtype."""
     model = run.own_models[name]
     policy, params = model.learner.export(models[name].params)
     weights.save(folder, policy, params, model.tokenizer, model.learner.compute_dtype.name)
 
 
 def copy(params: transformer.Params) -> transformer.Params:
-    """Copies weights into new buffers; those of a training state are donated at every update."""
+    """Copy weights into new buffers: every update donates the buffers of a training state."""
     return jax.tree.map(lambda x: jax.device_put(x, x.sharding, may_alias=False), params)
 
 
@@ -214,7 +214,7 @@ class RolloutParams(Mapping[str, transformer.Params]):
 
 
 def refresh_reference_reader(config: RunConfig, models: dict[str, Any], step: int) -> None:
-    """Replaces the frozen reader by a copy of the policy every algorithm.reader_refresh steps."""
+    """Replace the frozen reader by a copy of the policy every algorithm.reader_refresh steps."""
     every = getattr(config.algorithm, "reader_refresh", 0)
     if "reference_reader" in models and every and step % every == 0:
         models["reference_reader"] = copy(models["policy"].params)

@@ -18,7 +18,7 @@ from spell_jax.trainer.rollouts import Rollout
 
 
 def start(run: Run, models: Mapping[str, Any], groups: Sequence[packing.TrainGroup]) -> Update:
-    """Starts the policy's update, whose micro-batches may run during the next rollout."""
+    """Start the policy's update; the micro-batches may run during the next rollout."""
     policy_groups = [group for group in groups if group.model == "policy"]
     reference = models.get("reference")
     return run.learner.start(models["policy"], policy_groups, reference, run.config.minibatches)
@@ -32,11 +32,11 @@ def finish(
     workdir: epath.Path,
     step: int,
 ) -> dict[str, list[dict[str, float]]]:
-    """Finishes the policy's update, then updates the algorithm's other trained models.
+    """Finish the policy's update, then update the algorithm's other trained models.
 
-    The trained ones of `models` are replaced; `groups` are those of all models. Returns named
-    numbers of each optimizer step, by model. A model without groups has none, except the policy,
-    which then has those of an empty update. NonFinite as in learner.Update.finish; the rows are
+    New states replace the trained models in `models`; `groups` are of all models. Returns the
+    named numbers of each optimizer step, by model. A model without groups has no numbers, but the
+    policy has the numbers of an empty update. NonFinite as in learner.Update.finish; the rows are
     written below workdir/non_finite.
     """
     numbers: dict[str, list[dict[str, float]]] = {}
@@ -52,7 +52,7 @@ def finish(
 def _imitate(
     run: Run, name: str, state: TrainState, groups: Sequence[packing.TrainGroup], step: int
 ) -> tuple[TrainState, list[dict[str, float]]]:
-    """Trains another model on its rows, in epochs of mini-batches; as learner.Update.finish."""
+    """Train another model on its rows, in epochs of mini-batches; return as in Update.finish."""
     config, numbers = run.config.models[name], []
     rng = np.random.default_rng([run.config.seed, step])
     minibatches = math.ceil(len(groups) / (config.groups_per_update or len(groups)))
@@ -67,7 +67,7 @@ def _imitate(
 def metrics(
     run: Run, rollout: Rollout, numbers: Mapping[str, Sequence[Mapping[str, float]]], is_ahead: bool
 ) -> Metrics:
-    """The step's metrics (docs/metrics.md); without speeds if the next rollout ran meanwhile."""
+    """Return the step's metrics (docs/metrics.md); no speeds if the next rollout ran meanwhile."""
     metrics = Metrics()
     metrics.merge(rollout.metrics)
     for role, count in packing.count_answers(rollout.groups).items():

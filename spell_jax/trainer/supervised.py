@@ -64,9 +64,9 @@ TEXT = "text"  # role of rows that are texts
 
 
 def read_rows(path: str | pathlib.Path) -> tuple[list[demonstrations.Row], int]:
-    """Rows of a JSONL file with "prompt" and "completion" ("role" and "task" are optional).
+    """Read rows of a JSONL file: "prompt", "completion" and, optionally, "role" and "task".
 
-    A row may also have only a "text". It becomes the completion of an empty prompt.
+    A row may also have only a "text". The text becomes the completion of an empty prompt.
     Returns (rows, number of skipped lines, each logged with file and line). FileNotFoundError
     without the file, ValueError if no line of it is a row.
     """
@@ -91,7 +91,7 @@ def _parse_row(record: Any) -> demonstrations.Row:
 
 
 def row_stream(config: SupervisedConfig, start: int) -> Iterator[demonstrations.Row]:
-    """Rows from number `start` on, the same whether or not a run was resumed."""
+    """Yield rows from number `start` on, the same whether or not a run was resumed."""
     if config.source in GENERATED:
         yield from GENERATED[config.source](prompts.load(config.prompts), config.seed, start)
     rows, _ = read_rows(config.source)
@@ -104,7 +104,7 @@ def row_stream(config: SupervisedConfig, start: int) -> Iterator[demonstrations.
 
 
 def make_policy(config: SupervisedConfig) -> tuple[PolicyConfig, tokenizers.Tokenizer]:
-    """Architecture and tokenizer of the policy to start from; errors name the field and remedy."""
+    """Make architecture and tokenizer of the initial policy; errors name the field and remedy."""
     if config.policy.folder:
         return read_model(config.policy, find_folder(config.policy.folder))
     if config.policy.tokenizer:
@@ -119,10 +119,10 @@ def make_policy(config: SupervisedConfig) -> tuple[PolicyConfig, tokenizers.Toke
 
 
 def to_group(row: demonstrations.Row, tokenizer: tokenizers.Tokenizer) -> packing.TrainGroup:
-    """A row as a training group of one answer with advantage 1.
+    """Turn a row into a training group of one answer with advantage 1.
 
-    A text without a prompt gets no chat layout and no stop token: each of its tokens follows from
-    those before it. The first one is only context, unless the tokenizer begins texts with a token.
+    A text without a prompt gets no chat layout and no stop token: each token follows from earlier
+    tokens. The first token is only context, unless the tokenizer begins texts with a token.
     """
     if not row.prompt:
         tokens = [*tokenizer.start_ids, *tokenizer.encode(row.completion)]
@@ -162,9 +162,9 @@ def make_learner(config: SupervisedConfig, policy: PolicyConfig) -> Learner:
 
 
 def fine_tune(config: Config, workdir: epath.Path) -> epath.Path:
-    """Fine-tunes a policy, resuming from the last checkpoint; returns the policy's folder.
+    """Fine-tune a policy, resuming from the last checkpoint; return the policy's folder.
 
-    Errors are those of trainer.loop.train.
+    Errors are the same as in trainer.loop.train.
     """
     config = settle_dtypes(configs.read_supervised(config), workdir)
     policy, tokenizer = make_policy(config)

@@ -159,7 +159,7 @@ def write_comparison(lines: Sequence[str], question: Question) -> str:
 def true_score(lines: Sequence[str], question: Question) -> int:
     """Return the score of a perfect reward model for quoted lines.
 
-    5 for all true lines and no others, 1 for none; superfluous lines cost one point.
+    The score is 5 for exactly the true lines and 1 without any; superfluous lines cost one point.
     """
     num_true = len(set(lines) & set(question.evidence))
     share = num_true / len(question.evidence)
@@ -181,7 +181,7 @@ def _add_noise(rng: np.random.Generator, score: int, noise: float) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Command-line entry: write rows and questions to a folder."""
+    """Write rows and questions to a folder (command-line entry)."""
     parser = argparse.ArgumentParser(description="Rows and questions with evidence.")
     parser.add_argument("--out", required=True, help="folder to write to")
     parser.add_argument("--prompts", default="compact", help="compact, full or a folder")

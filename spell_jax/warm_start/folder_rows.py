@@ -155,7 +155,7 @@ class _Ticker:
         self._phase, self._last = phase, self._clock()
 
     def tick(self, text: str, *values: int) -> None:
-        """Logs the phase and a text with values, if it is time."""
+        """Log the phase and a text with values, at most every TICK_S seconds."""
         if (now := self._clock()) - self._last >= TICK_S:
             log.info("%s: %s", self._phase, text.format(*values))
             self._last = now
@@ -220,9 +220,9 @@ def _number(text: str) -> Number | None:
 
 
 def means_the_same(left: str, right: str) -> bool:
-    """Return whether two values are too close to serve as different ones in demonstrations.
+    """Return whether two values are too close to count as different in demonstrations.
 
-    Numbers are compared with the rule's tolerance (spec 5.3); texts if one contains the other.
+    Numbers are the same within the rule's tolerance (spec 5.3), texts if one contains the other.
     """
     first, second = _number(left), _number(right)
     if first is not None and second is not None:
@@ -262,9 +262,9 @@ class FolderRowMaker:
     counts: Counter[str] = field(default_factory=Counter)
 
     def question(self, task: str, facts: Sequence[Fact], letter: str) -> FactQuestion | None:
-        """Make a question about a cluster's facts for a task, its correct option at `letter`.
+        """Make a question about a cluster's facts for a task, with the correct option at `letter`.
 
-        None if they do not allow one.
+        Returns None if the facts do not allow a question.
         """
         if not facts:
             return None
@@ -304,7 +304,7 @@ class FolderRowMaker:
     def row(
         self, role: str, task: str, cluster: Cluster, facts: Sequence[Fact], letter: str
     ) -> Row | None:
-        """Make a row of the role; None if the cluster's facts do not allow one."""
+        """Make a row of the role; return None if the cluster's facts do not allow a row."""
         if role == "reciter":
             shown = self._sample_documents(cluster, frozenset(), self._sample_count())
             recited = [shown[int(index)] for index in self.rng.permutation(len(shown))]
@@ -341,7 +341,7 @@ class FolderRowMaker:
         return self.prompts.questioner(task, documents, history, letter)
 
     def _candidates(self, items: Sequence[T]) -> Sequence[T]:
-        """Return the items, or MOST_CANDIDATES sampled ones of more, in order."""
+        """Return all items, or a sample of MOST_CANDIDATES if there are more, in order."""
         if len(items) <= MOST_CANDIDATES:
             return items
         indices = self.rng.choice(len(items), MOST_CANDIDATES, replace=False)
@@ -364,7 +364,7 @@ class FolderRowMaker:
     def _sample_options(
         self, value: str, wrong_values: Sequence[str], letter: str
     ) -> dict[str, str] | None:
-        """Return the value at its letter and three values that differ from it and each other."""
+        """Return four options that differ in meaning, `value` at `letter`; None if too few."""
         wrong: list[str] = []
         for index in map(int, self.rng.permutation(len(wrong_values))):
             if not any(means_the_same(wrong_values[index], option) for option in wrong):
@@ -404,7 +404,7 @@ class _Turns:
         self._order: list[int] = []
 
     def make(self, attempt: Callable[[int], T | None]) -> T | None:
-        """Return the first result that is not None of attempts with the next clusters, if any."""
+        """Call `attempt` on the next clusters; return the first result that is not None, if any."""
         while self._tries:
             self._order = self._order or self._rng.permutation([*self._tries]).tolist()
             index = self._order.pop()
@@ -428,7 +428,7 @@ def make_rows(
     count_tokens: CountTokens = count_words,
     ticker: _Ticker | None = None,
 ) -> tuple[list[Row], Counter[str]]:
-    """Make `rows` rows, in shuffled order; returns them with the counts of FolderRowMaker.
+    """Make `rows` rows in shuffled order; return them with the counts of FolderRowMaker.
 
     Raises ValueError if rows is below 1, or no cluster has enough facts for one of the tasks.
     """
@@ -479,7 +479,7 @@ def make_questions(
 ) -> list[dict[str, object]]:
     """Make at most `count` records {"task", "documents", "question", "answer"} with known answers.
 
-    Tasks alternate. Clusters come in shuffled order, those without suitable facts are skipped.
+    Tasks alternate. Clusters come in shuffled order; clusters without suitable facts are skipped.
     """
     rng = np.random.default_rng(seed)
     maker = FolderRowMaker(prompts, RowConfig(tuple(tasks)), rng, count_words)
@@ -501,7 +501,7 @@ def make_questions(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Command-line entry: read a folder of texts, write rows, tokenizer and questions."""
+    """Read a folder of texts; write rows, tokenizer and questions (command-line entry)."""
     flags = _flags().parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     out, prompts = Path(flags.out), prompt_sets.load(flags.prompts)
@@ -548,7 +548,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _count_roughly(text: str) -> int:
-    """Count words, a long one as several: a text without spaces may be of any length."""
+    """Count words, a long word as several: a text without spaces may be of any length."""
     return max(count_words(text), -(-len(text) // LONGEST_WORD))
 
 

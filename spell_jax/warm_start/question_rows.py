@@ -113,7 +113,7 @@ class TaskQuestion:
 
 
 def make_item(question: Question, task: str, letter: str) -> TaskQuestion | None:
-    """The question for a task, a right option at `letter`; None if it does not suit the task."""
+    """Adapt a question to a task, the right option at `letter`; None if the question is unfit."""
     if task == "multiple_choice":
         return _choice_item(question, letter)
     answer, right, wrong = question.answer, question.right[1:], question.wrong
@@ -163,13 +163,13 @@ def _cloze_item(question: Question) -> TaskQuestion:
 
 
 def _other_numbers(question: Question) -> tuple[str, ...]:
-    """Numbers of the documents that differ from the answer, without those of one digit."""
+    """Return the documents' numbers of at least two digits that differ from the answer."""
     longer = (number for number in _numbers(question) if len(number) > 1)
     return tuple(n for n in longer if not means_the_same(n, question.answer))[:MOST_WRONG]
 
 
 def _is_stated(item: TaskQuestion, question: Question) -> bool:
-    """Whether the documents contain the answer, a number, in some way of writing it."""
+    """Return whether the documents contain the answer, a number, in some way of writing it."""
     return any(means_the_same(number, item.answer) for number in _numbers(question))
 
 
@@ -179,7 +179,7 @@ def _numbers(question: Question) -> list[str]:
 
 
 def _own_first(question: Question) -> tuple[str, ...]:
-    """The documents, beginning with the question's own, or the first that contains the answer."""
+    """Return the documents, the question's own first (it contains the answer, if any does)."""
     candidates = [question.documents[i] for i in question.shown] or question.documents
     own_document = next((d for d in candidates if question.answer in d), candidates[0])
     return (own_document, *(text for text in question.documents if text != own_document))
@@ -194,7 +194,7 @@ class QuestionRowMaker:
         self._rng = np.random.default_rng(config.seed)
 
     def item(self, question: Question, task: str, letter: str) -> TaskQuestion | None:
-        """The question for a task as `make_item` returns it, unless its answer is computed."""
+        """Return the result of `make_item`; None if the config forbids its computed answer."""
         item = make_item(question, task, letter)
         may_compute = self.config.computed or task != "financial_math"
         if item is None or may_compute or _is_stated(item, question):
@@ -205,7 +205,7 @@ class QuestionRowMaker:
     def row(
         self, role: str, item: TaskQuestion, history_items: Sequence[TaskQuestion]
     ) -> Row | None:
-        """A row of the role; `history_items` are items whose questions may be the history."""
+        """Make a row of the role; a questioner's history is sampled from `history_items`."""
         if role == "questioner":
             return self._questioner_row(item, history_items)
         if role == "responder":
@@ -265,7 +265,7 @@ class QuestionRowMaker:
     def _with_more(
         self, needed_documents: tuple[str, ...], documents: Sequence[str], max_documents: int
     ) -> list[str]:
-        """Needed and other documents, at most `max_documents` unless more are needed, shuffled."""
+        """Return the needed documents and others up to `max_documents` in total, shuffled."""
         other_documents = [text for text in documents if text not in needed_documents]
         extra = max(0, int(self._rng.integers(1, max_documents + 1)) - len(needed_documents))
         shown_documents = [
@@ -278,9 +278,9 @@ class QuestionRowMaker:
 def make_rows(
     questions: Sequence[Question], config: QuestionRowConfig, prompts: Prompts
 ) -> tuple[list[Row], Counter[str]]:
-    """Makes config.rows rows in shuffled order, and counts of questions that gave none.
+    """Return (config.rows rows in shuffled order, counts of questions that gave no row).
 
-    Questions of a task are used in shuffled order and again from the start if there are too few.
+    A task uses the questions in shuffled order, and again from the start if there are too few.
     ValueError if no question suits one of the tasks.
     """
     maker, rng = QuestionRowMaker(config, prompts), np.random.default_rng([config.seed, 1])
@@ -305,7 +305,7 @@ def _rows_of(
     questions: Sequence[Question],
     order: Sequence[int],
 ) -> Iterator[Row]:
-    """Rows of a role and a task, over and over; ends after a pass that gave none."""
+    """Yield rows of a role and a task, over and over; end after a pass that gave no row."""
     for first in itertools.count(0, len(order)):
         has_row = False
         for number, index in enumerate(order, first):

@@ -16,7 +16,7 @@ MESH = {"data": 2, "fsdp": 1, "context": 2}
 
 
 def run() -> list[Any]:
-    """Replies to each coroutine, in the order in which the coroutines ended."""
+    """Return the replies to each coroutine, in the order in which the coroutines ended."""
     import jax
 
     from spell_jax.algorithms.rollout import RolloutWorker, TextSampler

@@ -52,7 +52,7 @@ def make_algorithm(clusters: Sequence[Cluster] = STORIES, **options: Any) -> Rec
 
 
 def solution(prompt: str) -> str:
-    """Letters of a story's puzzle in the right order, found by reading the story."""
+    """Return the letters of a story's puzzle in the right order, found by reading the story."""
     options = {
         giver: (letter, taker)
         for letter, giver, taker in re.findall(r"^\((\w)\) (\w+) to (\w+)$", prompt, re.MULTILINE)
@@ -82,7 +82,7 @@ def guessing(role: str, prompt: str, sibling: int, model: str) -> str | None:
 
 
 def improving(role: str, prompt: str, sibling: int, model: str) -> str | None:
-    """Answers to a puzzle: the first is right, the second no permutation, the others guesses."""
+    """Answer a puzzle: the first answer is right, the second no permutation, the others guesses."""
     if sibling == 1:
         return "\\boxed{A, A}"
     return (guessing if sibling else perfect)(role, prompt, sibling, model)

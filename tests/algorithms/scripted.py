@@ -127,23 +127,23 @@ class ScriptedModels:
 
 
 def roll_out(algorithm: Algorithm, models: Models, step: int, seed: int = 0) -> list[Any]:
-    """The episodes of a step."""
+    """Return the episodes of a step."""
     return list(algorithm.rollout(models, (seed, step), step))
 
 
 def to_groups(algorithm: Algorithm, episodes: Sequence[Any], step: int = 1) -> list[TrainGroup]:
-    """The training groups of a step with seed 0."""
+    """Return the training groups of a step with seed 0."""
     return algorithm.groups(episodes, (0, step))[0]
 
 
 def to_records(algorithm: Algorithm, episodes: Sequence[Any], step: int = 1) -> list[dict]:
-    """The records of a step with seed 0."""
+    """Return the records of a step with seed 0."""
     _, annotations = algorithm.groups(episodes, (0, step))
     return [algorithm.record(e, a) for e, a in zip(episodes, annotations, strict=True)]
 
 
 def read(group: TrainGroup) -> tuple[str, tuple[str, ...], tuple[float, ...]]:
-    """(prompt, answers, advantages) of a training group of a scripted algorithm."""
+    """Return (prompt, answers, advantages) of a training group of a scripted algorithm."""
     answers = tuple(bytes(int(t) for t in answer).decode() for answer in group.answers)
     return (
         bytes(group.prompt).decode(),
@@ -279,7 +279,7 @@ SMALL = {
 
 
 def make_algorithm(rows: Sequence[Row], *, cluster: int = 3, cap: int = 10_000, **options) -> Spell:
-    """An algorithm of one round over all rows, with `cluster` documents per cluster."""
+    """Make an algorithm of one round over all rows, with `cluster` documents per cluster."""
     judge = options.pop("judge", None)
     deck: Any = options.pop("stream", None) or Deck(rows, cluster)
     config = SpellConfig(**(SMALL | {"generation_batch": len(rows)} | options))
@@ -287,7 +287,7 @@ def make_algorithm(rows: Sequence[Row], *, cluster: int = 3, cap: int = 10_000, 
 
 
 def make_context(**fields) -> AlgorithmContext:
-    """Context of an algorithm without any documents; tokens are words."""
+    """Make the context of an algorithm without any documents; tokens are words."""
     context: dict[str, Any] = {
         "prompts": PROMPTS,
         "count_tokens": lambda text: len(text.split()),
@@ -303,7 +303,7 @@ def make_context(**fields) -> AlgorithmContext:
 
 
 def number(episode: SpellEpisode) -> int:
-    """The row that an episode follows."""
+    """Return the number of the row that an episode follows."""
     return int(episode.cluster.id[1:])
 
 

@@ -27,7 +27,7 @@ def in_run(measured: Iterable[str], held_out: Iterable[str]) -> set[str]:
 
 
 def of_reconstruction() -> set[str]:
-    """Metrics of puzzles with 2 to 8 options, and of documents that give none."""
+    """Return the metrics of puzzles with 2 to 8 options, and of documents that give no puzzle."""
     short = [Cluster(f"short {i}", ("a line\nand another",)) for i in range(9)]
     algorithm = posing.make_algorithm([*posing.STORIES, *short], documents=24, steps=1)
     models = ScriptedModels(posing.improving)
@@ -38,7 +38,7 @@ def of_reconstruction() -> set[str]:
 
 
 def of_eapo() -> set[str]:
-    """Metrics with valid and malformed scorings, a judge, an overlong prompt, known evidence."""
+    """Return metrics of valid and malformed scorings, judge, overlong prompt and known evidence."""
     measured = set()
     for options in (
         {"rule": "judge", "judge": lambda items: [1, -1, 0][: len(items)]},
@@ -53,7 +53,7 @@ def of_eapo() -> set[str]:
 
 
 def of_rlvr() -> set[str]:
-    """Metrics with questions that the first step writes."""
+    """Return the metrics with questions that the first step writes."""
     algorithm = rlvr.new_algorithm(rule="judge", judge=lambda items: [1] * len(items))
     script = scripted.Script(scripted.ROWS)
     evaluation = HeldOutQuestions(PROMPTS, structured.QUESTIONS)
@@ -64,7 +64,7 @@ def of_rlvr() -> set[str]:
 
 
 def of_longpo() -> set[str]:
-    """Metrics of pairs, and of an update on them; SoLoPO's are the same."""
+    """Return the metrics of pairs and of an update on the pairs; SoLoPO has the same metrics."""
     algorithm = longpo.given_algorithm()
     episodes = roll_out(algorithm, ScriptedModels(longpo.by_context), 1)
     evaluation = HeldOutQuestions(PROMPTS, structured.QUESTIONS)
@@ -74,7 +74,7 @@ def of_longpo() -> set[str]:
 
 
 def of_qwenlong() -> set[str]:
-    """Metrics of a step of the second phase."""
+    """Return the metrics of a step of the second phase."""
     algorithm = qwenlong.new_algorithm()
     models = ScriptedModels(qwenlong.write)
     episodes = [roll_out(algorithm, models, step) for step in (1, 3)][-1]

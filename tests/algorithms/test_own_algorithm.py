@@ -76,7 +76,7 @@ def docs_blocks() -> list[str]:
 
 @pytest.fixture
 def counting(tmp_path, monkeypatch) -> ModuleType:
-    """The example as a module, with its entry point."""
+    """Import the example as a module, and add its entry to the registry."""
     path = tmp_path / "counting.py"
     module_text, entry, _ = docs_blocks()
     path.write_text(module_text)
@@ -210,13 +210,13 @@ class Pair:
 
 @pytest.fixture(scope="module")
 def larger_model(tmp_path_factory) -> pathlib.Path:
-    """Shape of a model that is larger than the policy."""
+    """Save a model that is larger than the policy; return the folder."""
     return noise.save_policy(tmp_path_factory.mktemp("policy") / "other", width=48)
 
 
 @pytest.fixture
 def pair(policy, larger_model) -> Any:
-    """A config of the algorithm."""
+    """Return a config of the algorithm."""
     return pair_config(policy, larger_model)
 
 
@@ -233,7 +233,7 @@ def pair_config(policy: pathlib.Path, other_folder: pathlib.Path) -> Any:
 
 @pytest.fixture(scope="module")
 def uninterrupted_run(policy, larger_model, tmp_path_factory) -> epath.Path:
-    """A run of the algorithm from its first step to its last."""
+    """Run the algorithm from its first step to its last; return the workdir."""
     return loop.train(
         pair_config(policy, larger_model), epath.Path(tmp_path_factory.mktemp("whole") / "run")
     )

@@ -261,7 +261,7 @@ def test_model_keeps_its_session_until_no_call_is_pending(worker):
 
 
 def _keys(worker, step: int, items: list[tuple[str, ...]]) -> dict[str, list[tuple[int, ...]]]:
-    """Keys of each item's requests, in the order of its requests."""
+    """Return the keys of each item's requests, in the order of the requests."""
     models, sampler = worker
     sampler.asked.clear()
     models.start_step(step, {"policy": "weights"})

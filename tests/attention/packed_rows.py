@@ -15,7 +15,7 @@ def visible_mask(q_index, k_index, last_query):
 
 
 def dense(q, k, v, q_index, k_index, last_query):
-    """(out [Tq, K, R, H], log-sum-exp [K, R, Tq]) from the whole matrix of scores."""
+    """Return (out [Tq, K, R, H], log-sum-exp [K, R, Tq]) from the whole matrix of scores."""
     visible = visible_mask(q_index, k_index, last_query)
     scores = jnp.einsum("qkrh,skh->krqs", q, k) * q.shape[-1] ** -0.5
     top = jnp.max(jnp.where(visible, scores, -1e9), axis=-1, keepdims=True)
@@ -27,9 +27,9 @@ def dense(q, k, v, q_index, k_index, last_query):
 
 
 def packed_row(rng: np.random.Generator, time: int, unit: int) -> np.ndarray:
-    """last_query of groups of a prompt and answers, then padding.
+    """Sample last_query of groups of a prompt and answers, then padding.
 
-    Prompts have 4 to 12 units, the first one 22 more. Two to four answers have 1 to 6 units each.
+    Prompts have 4 to 12 units, the first has 22 more. Two to four answers have 1 to 6 units each.
     """
     last_query, begin = np.full(time, -1, np.int32), 0
     while True:
@@ -49,7 +49,7 @@ def packed_row(rng: np.random.Generator, time: int, unit: int) -> np.ndarray:
 
 
 def merge(parts):
-    """(out, log-sum-exp) over all keys, merged from the results for two parts of them."""
+    """Merge (out, log-sum-exp) over two parts of the keys into (out, log-sum-exp) over all keys."""
     seeing_queries = [lse < UNSEEING / 2 for _, lse in parts]
     lses = [jnp.where(s, lse, -UNSEEING) for s, (_, lse) in zip(seeing_queries, parts, strict=True)]
     lse = jnp.where(seeing_queries[0] | seeing_queries[1], jnp.logaddexp(*lses), UNSEEING)
@@ -86,7 +86,7 @@ def check(forward, backward, tensors, indices) -> None:
 
 @jax.jit
 def reference(tensors, indices):
-    """Dense output, log-sum-exp and gradients."""
+    """Return the dense output, log-sum-exp and gradients."""
     *qkv, d_out = tensors
     out, pullback, lse = jax.vjp(lambda *x: dense(*x, *indices), *qkv, has_aux=True)
     return out, lse, pullback(d_out)

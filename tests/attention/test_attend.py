@@ -55,7 +55,7 @@ def _inputs(kv_heads: int = KV_HEADS) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def _out_and_gradients(run, q, k, v) -> tuple[jax.Array, ...]:
-    """(output of real queries, gradients of q, k, v of a function of it)."""
+    """Return (output of real queries, gradients of sum(sin(output)) by q, k and v)."""
 
     def value(q, k, v):
         out = jnp.where(REAL, run(q, k, v, *INDEX, LAST_QUERY), 0.0)
@@ -72,7 +72,7 @@ def _assert_close(arrays, expected_arrays, bound: float = 1e-5) -> None:
 
 
 def _reference(q, k, v, *indices) -> jax.Array:
-    """The full softmax, differentiated by JAX and not by a custom rule."""
+    """Attend by the full softmax, differentiated by JAX and not by a custom rule."""
     groups = q.reshape(*k.shape[:3], -1, SIZE)
     scores = jnp.einsum("bqkrh,bskh->bkrqs", groups, k) * SIZE**-0.5
     visible = masks.visible(*indices)[:, None, None]
@@ -81,7 +81,7 @@ def _reference(q, k, v, *indices) -> jax.Array:
 
 
 def _kernel(name: str, block: int | None = None):
-    """Attention on one device by the named kernel."""
+    """Return a function: attention on one device by the named kernel."""
     kernel = attend.KERNELS[name]
     if block is not None:
         parts = (
@@ -199,7 +199,7 @@ DEALT_TIME = 172  # a multiple of DEVICES
 
 
 def _dealt(x, order):
-    """x [B, 171, ...] padded by one slot, each row in its own order."""
+    """Pad x [B, 171, ...] by one slot, and reorder each row by its own order."""
     x = jnp.pad(x, ((0, 0), (0, 1)) + ((0, 0),) * (x.ndim - 2), constant_values=-1)
     return jnp.stack([row[o] for row, o in zip(x, order, strict=True)])
 
@@ -233,7 +233,7 @@ def test_context_parallel_attention_equals_one_device(
 
 
 def _collectives(ring: bool) -> list[dict[str, int]]:
-    """Counts of each collective in the programs of the forward pass and of both passes."""
+    """Count each collective in the programs of the forward pass and of both passes."""
 
     def total(q, k, v, last_query):
         return jnp.sum(attend.attend(q, k, v, last_query, name="chunked", ring=ring))

@@ -28,7 +28,7 @@ def _attend(q, k, v, last_query) -> jax.Array:
 
 
 def _query_by_query(q, k, v, last_query) -> tuple[np.ndarray, np.ndarray]:
-    """The same in float64 loops, and which queries see any key at all."""
+    """Attend in float64 loops; return also which queries see any key at all."""
     out, reads = np.zeros(q.shape), np.zeros(q.shape[:2], bool)
     for row in range(ROWS):
         for query in range(TIME):

@@ -29,7 +29,7 @@ LONGEST = TABLE * BLOCK
 def _attend(
     q, pages, layer, table, visible, part, parts, scores_at_once=0, keys_at_once=256, queries=512
 ):
-    """Attend with limits on the work of a step, or (0) with the platform's limits."""
+    """Attend with limits on a step's work, or (scores_at_once = 0) with the platform's limits."""
     arguments = (q, pages, layer, table, visible, (part, parts))
     if not scores_at_once:
         return paged.attend(*arguments)
@@ -49,14 +49,14 @@ def _pool(rng: np.random.Generator, dtype=np.float32) -> Pages:
 
 
 def _table(rng: np.random.Generator, rows: int) -> np.ndarray:
-    """Page tables in any order; rows share some pages, partly at the same places."""
+    """Make page tables in any order; rows share some pages, partly at the same places."""
     table = np.array([rng.permutation(np.arange(1, PAGES))[:TABLE] for _ in range(rows)])
     table[1::2, :2] = table[0, :2]
     return table.astype(np.int32)
 
 
 def _case(rows: int, time: int, seed: int = 0, dtype=np.float32):
-    """q, pages, table and visible: some rows see nothing, one sees all, the others differ."""
+    """Make q, pages, table and visible: one row sees nothing, one query all, the others differ."""
     rng = np.random.default_rng(seed)
     q = jnp.asarray(rng.normal(size=(rows, time, HEADS, SIZE)), dtype)
     visible = rng.integers(0, LONGEST + 1, size=(rows, time)).astype(np.int32)
@@ -66,7 +66,7 @@ def _case(rows: int, time: int, seed: int = 0, dtype=np.float32):
 
 
 def _dense(q, pages: Pages, layer: int, table, visible) -> tuple[np.ndarray, np.ndarray]:
-    """Each query of each head alone, in float64."""
+    """Attend with each query of each head alone, in float64."""
     q, keys, values = (np.asarray(x, np.float64) for x in (q, pages.keys, pages.values))
     out, lse = np.zeros(q.shape), np.full(q.shape[:3], paged.UNSEEN)
     for row, t, head in np.ndindex(*q.shape[:3]):
@@ -207,7 +207,7 @@ def test_bfloat16_pages_and_queries_are_close_to_dense() -> None:
 
 
 def _parts(pages: Pages, parts: int) -> list[Pages]:
-    """The pool's pages split by their tokens."""
+    """Split the pool's pages by their tokens into `parts` pools."""
     split = [jnp.split(x, parts, axis=3) for x in (pages.keys, pages.values)]
     return [Pages(*keys_and_values) for keys_and_values in zip(*split, strict=True)]
 
@@ -285,7 +285,7 @@ def test_merging_a_part_without_visible_keys_changes_nothing() -> None:
 
 
 def _numbered(dtype=np.float32) -> Pages:
-    """A pool in which no two numbers are equal."""
+    """Make a pool in which no two numbers are equal."""
     shape = (LAYERS, PAGES, KV_HEADS, BLOCK, SIZE)
     keys = np.arange(np.prod(shape)).reshape(shape)
     return Pages(jnp.asarray(keys, dtype), jnp.asarray(-1 - keys, dtype))
@@ -417,7 +417,7 @@ def test_adjacent_rows_with_one_page_table_equal_dense(queries: int) -> None:
 
 
 def _int8(pages: Pages) -> tuple[Pages, Pages]:
-    """The pool as int8, and the pool with the dequantized values."""
+    """Return the pool as int8, and the pool with the dequantized values."""
     (keys, key_scales), (values, value_scales) = map(quantize, (pages.keys, pages.values))
     meant = Pages(keys * key_scales[..., None], values * value_scales[..., None])
     return Pages(keys, values, key_scales, value_scales), meant

@@ -47,7 +47,7 @@ def _close(arrays, expected_arrays, atol: float = 1e-5) -> None:
 
 
 def _case(rows: int, time: int, heads: int, kv_heads: int, seed: int = 0, dtype=np.float32):
-    """q, pages, table, visible: some queries see nothing, one all, one a single key.
+    """Make q, pages, table, visible: some queries see nothing, one all, one a single key.
 
     The row in the middle sees nothing.
     """
@@ -150,7 +150,7 @@ def test_bfloat16_pages_and_queries_are_close_to_float32() -> None:
 
 
 def _in_int8(pages: Pages) -> tuple[Pages, Pages]:
-    """Pages in int8, and pages with the dequantized values.
+    """Return pages in int8, and pages with the dequantized values.
 
     Tokens differ so much in size that a wrong scale, or none, gives a result that is far off.
     """
@@ -224,7 +224,7 @@ def test_kernel_runs_in_a_layer_scan_under_shard_map() -> None:
 
 
 def _shapes(rows, time, heads, kv_heads, block, table, size=128, q=jnp.bfloat16, pool_dtype=None):
-    """Shapes of attend's q, pages, layer, table, visible."""
+    """Return the shapes of attend's q, pages, layer, table and visible."""
     pool_dtype, number = pool_dtype or q, jax.ShapeDtypeStruct
     pool = number((2, 9, kv_heads, block, size), pool_dtype)
     scales = number(pool.shape[:4], jnp.float32) if pool_dtype == jnp.int8 else None

@@ -34,7 +34,7 @@ def _pool(rng: np.random.Generator, kv_heads: int, size: int = SIZE, block: int 
 
 
 def _case(rows=5, time=3, heads=4, kv_heads=2, size=SIZE, block=BLOCK, seed=0):
-    """q, pages, layer, table and visible: one row sees nothing, others parts, some queries all."""
+    """Make q, pages, layer, table, visible: one row sees nothing, others parts, one query all."""
     rng = np.random.default_rng(seed)
     q = jnp.asarray(rng.normal(size=(rows, time, heads, size)), jnp.float32)
     table = np.array([rng.permutation(PAGES)[:TABLE] for _ in range(rows)]).astype(np.int32)
@@ -183,7 +183,7 @@ _list_jobs = jax.jit(paged_triton.list_jobs, static_argnums=(1, 2, 3))
 
 
 def _check_jobs(blocks: np.ndarray, pieces: int, most_blocks: int) -> np.ndarray:
-    """Check that blocks of all units are covered once, in order; returns the lengths of jobs."""
+    """Check that jobs cover the blocks of all units once, in order; return the jobs' lengths."""
     jobs, spans = (np.asarray(x) for x in _list_jobs(blocks, 3, most_blocks, pieces))
     assert jobs.dtype == spans.dtype == np.int32
     assert len(jobs) <= len(blocks) + pieces
@@ -277,7 +277,7 @@ def test_kernel_runs_in_nested_loops_under_shard_map() -> None:
 
 
 def _abstract(rows, time, heads, kv_heads, size, dtype, block=128, tokens=2**20, layers=28):
-    """q, pages, layer, table and visible of prompts of up to 18K tokens."""
+    """Return shapes of q, pages, layer, table and visible for prompts of up to 18K tokens."""
     array = jax.ShapeDtypeStruct
     shape = (layers, tokens // block, kv_heads, block, size)
     pool = array(shape, dtype)

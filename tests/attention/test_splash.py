@@ -20,7 +20,7 @@ UNEQUAL_BLOCKS = splash.Blocks((256, 128), (128, 256), (256, 128))
 
 
 def _tensors(rng, queries: int, keys: int, size: int):
-    """q, k, v and d_out."""
+    """Sample q, k, v and d_out."""
     q, d_out = rng.normal(size=(2, queries, KV_HEADS, HEADS, size)).astype(np.float32)
     k, v = rng.normal(size=(2, keys, KV_HEADS, size)).astype(np.float32)
     return tuple(jnp.asarray(x) for x in (q, k, v, d_out))

@@ -21,13 +21,13 @@ LONG = 131072
 
 
 def _row(seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """q_index, k_index and last_query of TIME tokens in their order."""
+    """Return q_index, k_index and last_query of TIME tokens in their order."""
     index = np.arange(TIME, dtype=np.int32)
     return index, index, packed_rows.packed_row(np.random.default_rng(seed), TIME, UNIT)
 
 
 def _tensors(queries=TIME, keys=TIME, kv_heads=2, heads=2, size=64, seed=0):
-    """q, k, v and d_out."""
+    """Sample q, k, v and d_out."""
     rng = np.random.default_rng(seed)
     q, d_out = rng.normal(size=(2, queries, kv_heads, heads, size)).astype(np.float32)
     k, v = rng.normal(size=(2, keys, kv_heads, size)).astype(np.float32)
@@ -47,7 +47,7 @@ def _backward(q, k, v, q_index, k_index, last_query, lse, out, d_out, tiles=None
 
 
 def _out_and_gradients(tensors, indices, tiles: Tiles | None = None):
-    """Output and gradients in one call."""
+    """Compute output and gradients in one call."""
     *qkv, d_out = tensors
     inputs = Inputs(*qkv, *indices)
     out, lse = triton.forward(inputs, tiles=tiles)
@@ -216,7 +216,7 @@ def test_vmapped_rows_with_padded_head_size_equal_dense() -> None:
 
 
 def _abstract(dtype, size: int, kv_heads: int = 4, heads: int = 7, rows: tuple[int, ...] = ()):
-    """Arguments of backward for LONG tokens; the first is forward's."""
+    """Return shapes of backward's arguments for LONG tokens; the first is forward's argument."""
 
     def array(shape, dtype):
         return jax.ShapeDtypeStruct((*rows, *shape), dtype)

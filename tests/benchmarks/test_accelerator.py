@@ -207,7 +207,7 @@ def test_the_end_of_the_command_ends_its_processes(tmp_path: pathlib.Path, end: 
 
 
 def _processes(folder: pathlib.Path) -> list[str]:
-    """Command lines of the processes that name a folder."""
+    """Return the command lines of the processes that name a folder."""
     commands = []
     for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):  # of a process that has just ended

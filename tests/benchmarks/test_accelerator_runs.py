@@ -17,7 +17,7 @@ from spell_jax.runtime.checkpoint import Checkpoints
 
 
 def write_run(workdir: pathlib.Path, weight: float = 2.0, reward: float = 0.5) -> pathlib.Path:
-    """A run of two updates with one weight tensor; its second update has `reward`."""
+    """Write a run of two updates with one weight tensor; the second update has `reward`."""
     params = {"kernel": jnp.array([1.0, weight, -4.0, 0.0])}
     policy = {"params": params, "opt_state": {"mu": jnp.zeros(4)}}
     with Checkpoints(workdir) as checkpoints:

@@ -96,7 +96,7 @@ def test_config_docstring_gives_the_command(name):
 
 @pytest.fixture
 def read_flags(monkeypatch):
-    """The config as an entry point parses it from its command line."""
+    """Return a function that parses a config from a command line as an entry point does."""
 
     def read(*arguments: str) -> ConfigDict:
         monkeypatch.setattr(sys, "argv", ["entry", *arguments])
@@ -348,7 +348,7 @@ ABLATIONS = {
 
 
 def wavering(role: str, prompt: str, sibling: int, model: str) -> str:
-    """Answers that are mostly right, wrong in every third, and never right without documents."""
+    """Answer mostly right: wrong in every third answer, and never right without documents."""
     if role == "responder" and model == "policy" and (sibling % 3 == 1 or "- " not in prompt):
         return "answer is unknown"
     return perfect(role, prompt, sibling, model)

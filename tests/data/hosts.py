@@ -24,7 +24,7 @@ OPEN = {
 
 
 def make_batches(source: ClusterSource) -> list[list[Any]]:
-    """[task, id, documents] of each cluster of three batches."""
+    """Return [task, id, documents] of each cluster of three batches."""
     stream = TaskStream(source, TASKS[:2], [1, 1], seed=3)
     batches = [stream.next(count) for count in (7, 8, 30)]
     return [[[task, c.id, list(c.documents)] for task, c in batch] for batch in batches]

@@ -41,7 +41,7 @@ CLUSTERS["long"] = Cluster("long", ("short", LONG, "end"), PAPER_TASKS[:1])
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A build of CLUSTERS in 3 shards, as the pipeline writes it."""
+    """Write a build of CLUSTERS in 3 shards, as the pipeline writes it."""
     path = tmp_path_factory.mktemp("build")
     (path / "stages" / "tasks").mkdir(parents=True)
     rows = [

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def musique(number: int, **changes: Any) -> dict[str, Any]:
-    """Two supporting paragraphs of four; the last one names the answer."""
+    """Make a row with two supporting paragraphs of four; the second of the two has the answer."""
     texts = (
         (f"Town {number}", f"Town {number} lies in county {number}.", True),
         (f"Hill {number}", f"Hill {number} is of no use here.", False),

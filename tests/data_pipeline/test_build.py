@@ -32,7 +32,7 @@ def text(topic: int, number: int, words: int = 120) -> str:
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
-    """160 texts of 8 topics in two sources, 6 copies, contaminated texts, and unusable files."""
+    """Write 160 texts of 8 topics in two sources, 6 copies, contaminated texts, unusable files."""
     root = tmp_path_factory.mktemp("texts")
     for name, topics in (("web", range(6)), ("filings", range(6, TOPICS))):
         (root / name).mkdir()

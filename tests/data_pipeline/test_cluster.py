@@ -35,7 +35,7 @@ def unit(rows):
 
 
 def corpus(topics=40, each=10, dimensions=32, noise=0.08):
-    """Documents of topics; a topic is one of "news" and "blogs", or of "tables"."""
+    """Make documents of topics; a topic comes from "news" and "blogs", or from "tables"."""
     random = np.random.default_rng(0)
     centers = unit(random.normal(size=(topics, dimensions)))
     documents = []
@@ -50,7 +50,7 @@ def corpus(topics=40, each=10, dimensions=32, noise=0.08):
 
 
 def run(folder, documents, config=CONFIG, options=(), alone=()):
-    """(clusters by id, removed, Done, Stages)"""
+    """Run the stage; return (clusters sorted by id, removed, Done, Stages)."""
 
     def write(pipeline):
         # A few elements per bundle, so that workers share the work.
@@ -165,7 +165,7 @@ def test_clusters_are_mostly_of_one_topic(documents, clustering):
 
 def test_clusters_are_tighter_than_random_groups(documents, clustering, vectors):
     def cosine(groups):
-        """Mean cosine of pairs, weighted by size, from lengths of sums."""
+        """Return the mean cosine of pairs, weighted by size, from lengths of sums."""
         total = 0.0
         for group in groups:
             n = len(group)
@@ -261,7 +261,7 @@ def test_changed_cluster_size_reruns_only_the_last_stages(documents, clustering,
 
 @pytest.fixture(scope="module")
 def unsplit(documents, tmp_path_factory):
-    """A run without levels, and with some documents that fit into no cluster."""
+    """Run without levels, and with some documents that fit into no cluster."""
     good = documents[0]
     nan = np.full(32, np.nan, np.float32).tobytes()
     bad = [

@@ -22,7 +22,7 @@ def paragraphs(name, count, words=10):
 
 
 def cut(documents, config=CONFIG, options=(), reports=None):
-    """Tables and counts of make_cut."""
+    """Return the tables and counts of make_cut."""
 
     def make(pipeline):
         return make_cut(pipeline | beam.Create(list(documents)), config, reports)

@@ -30,7 +30,7 @@ def some_text(seed: int, words: int = 100) -> str:
 
 
 def read(path, value, documents=(), questions=(), name="b"):
-    """(kind, text) of a benchmark that is one file."""
+    """Write a benchmark of one file; return the set of (kind, text) that is read from it."""
     content = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     path.write_text(content, encoding="utf-8")
     config = BenchmarkConfig(str(path), tuple(documents), tuple(questions))

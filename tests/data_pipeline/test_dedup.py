@@ -27,7 +27,7 @@ def document(text: str, place: str, quality: float | None = None, source: str = 
 
 
 def run(folder, documents, config=None, files=1, options=()):
-    """Documents, removed and counts of the stage, sorted; few rounds take less time."""
+    """Run the stage with few rounds, to save time; return sorted documents, removed, counts."""
     (folder / "read").mkdir(parents=True)
     for i in range(files):
         table = pa.Table.from_pylist(documents[i::files], schema=SCHEMAS["documents"])
@@ -45,7 +45,7 @@ def gone(removed) -> dict[str, tuple[str, str]]:
 
 
 def components(edges) -> dict[bytes, set[bytes]]:
-    """Smallest node -> the others, by a union-find that moves every set to its smaller root."""
+    """Return smallest node -> the others, by a union-find that moves sets to the smaller root."""
     root = {node: node for edge in edges for node in edge}
 
     def find(node):
@@ -71,7 +71,7 @@ def check_stars(edges, rounds, children, events):
 
 
 def names(number: int, prefix: str, seed: int = 0) -> list[bytes]:
-    """Nodes in an order that does not depend on their numbers."""
+    """Return nodes in an order that does not depend on their numbers."""
     return [f"{prefix}{digest(str(i), str(seed))}".encode() for i in range(number)]
 
 
@@ -139,7 +139,7 @@ def chinese_texts() -> list[Document]:
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    """One run for all tests: (documents read, kept, removed, counts)."""
+    """Run once for all tests; return (documents read, kept, removed, counts)."""
     makers = (few_documents, families, copies_of_a_copy, equal_texts, texts_of_few_tokens)
     documents = [d for make in (*makers, chinese_texts) for d in make()]
     return documents, *run(tmp_path_factory.mktemp("corpus"), documents)

@@ -34,7 +34,7 @@ THREADS = ["--direct_num_workers=2", "--direct_running_mode=multi_threading"]
 
 
 def documents(count: int, source: str = "") -> list[Document]:
-    """Documents of 25 words, a third of them about a topic; by default the source is the topic."""
+    """Make documents of 25 words, a third about a topic; by default the source is the topic."""
     corpus, rng = [], random.Random(0)
     for number in range(count):
         topic = rng.choice(sorted(TOPICS))
@@ -47,7 +47,7 @@ def documents(count: int, source: str = "") -> list[Document]:
 def run(
     folder: Path, corpus: list[Document], config: EmbedConfig = TFIDF, options=()
 ) -> tuple[dict[str, np.ndarray], list[Document], Done]:
-    """(vectors by id, documents in their order, the stage) of a run in a new folder."""
+    """Run in a new folder; return (vectors by id, documents in their order, the stage)."""
     (folder / "given").mkdir(parents=True)
     table = pa.Table.from_pylist(corpus, SCHEMAS["documents"])
     pq.write_table(table, folder / "given" / "documents-0.parquet")

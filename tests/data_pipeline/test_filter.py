@@ -32,7 +32,7 @@ def has_no_truth(document):
 
 @pytest.fixture
 def predicates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A module with predicates."""
+    """Write a module with predicates; return the module's name."""
     (tmp_path / "tried_predicates.py").write_text(PREDICATES)
     (tmp_path / "tried_broken.py").write_text("raise RuntimeError('at import')")
     monkeypatch.syspath_prepend(tmp_path)

@@ -22,7 +22,7 @@ def unit(rows):
 
 
 def topics(count, each, dimensions=32, noise=0.1, seed=0):
-    """Vectors around random directions, and their topics, shuffled."""
+    """Sample vectors around random directions; return them with their topics, shuffled."""
     random = np.random.default_rng(seed)
     centers = unit(random.normal(size=(count, dimensions)))
     labels = random.permutation(np.repeat(np.arange(count), each))
@@ -101,7 +101,7 @@ def test_one_thread_limits_all_thread_pools():
 
 @pytest.fixture
 def near_ties():
-    """Rows halfway between two of 12 centroids, two of which are equal.
+    """Return rows halfway between two of 12 centroids, and the centroids, two of them equal.
 
     The distances differ by about 1e-9, and float32 products have an error of 1e-7.
     """

@@ -21,7 +21,7 @@ def words(count: int, word: str) -> str:
 
 @pytest.fixture
 def domains(tmp_path) -> list[Domain]:
-    """Books of 1 to 60 words in a folder, and papers of 1 to 20 words in a .jsonl."""
+    """Write books of 1 to 60 words in a folder, and papers of 1 to 20 words in a .jsonl."""
     books, papers = tmp_path / "books", tmp_path / "arxiv.jsonl"
     books.mkdir()
     for size in range(1, 61):
@@ -32,7 +32,7 @@ def domains(tmp_path) -> list[Domain]:
 
 
 def sizes(out: pathlib.Path) -> dict[str, list[int]]:
-    """Words of the documents in a file of clusters, by domain."""
+    """Count the words of each document in a file of clusters, by domain."""
     clusters, _ = read_clusters(out)
     word_counts: dict[str, list[int]] = {}
     for cluster in clusters:

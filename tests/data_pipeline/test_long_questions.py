@@ -50,7 +50,7 @@ def multi_hop(layout: str = "musique", count: int = 30) -> list[dict[str, Any]]:
 
 
 def answer_from(evidence: tuple[str, ...]) -> str:
-    """Reply of a reader that sees only the evidence of a made-up row."""
+    """Reply as a reader that sees only the evidence of a made-up row."""
     return f"The answer is {evidence[-1].partition(' is ')[2]}"
 
 

@@ -51,7 +51,7 @@ CLUSTERS = sorted((make_cluster(number) for number in range(23)), key=lambda c: 
 
 
 def make_stages(path: Path, clusters=CLUSTERS, files: int = 3, options=()) -> Stages:
-    """Stages whose tasks are done, with their table in `files` files, in shuffled order."""
+    """Make stages with finished tasks; the tasks' table is in `files` files, in shuffled order."""
     shuffled = list(clusters)
     random.Random(files).shuffle(shuffled)
     folder = path / "stages" / "tasks"
@@ -63,7 +63,7 @@ def make_stages(path: Path, clusters=CLUSTERS, files: int = 3, options=()) -> St
 
 
 def write(path: Path, shards: int = 4, manifest=MANIFEST, **options: Any) -> Path:
-    """A build with its output in path/out."""
+    """Write the output of a build to path/out; return that folder."""
     stages = make_stages(path, **options)
     write_again(stages, path / "out", shards, manifest)
     return path / "out"

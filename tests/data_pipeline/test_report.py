@@ -109,7 +109,7 @@ def page(text: str) -> BeautifulSoup:
 
 
 def picture(page: BeautifulSoup, name: str) -> list[str]:
-    """The texts in a plot."""
+    """Return the texts in a plot."""
     (svg,) = page.select(f"svg[aria-label={name}]")
     return [text.get_text() for text in svg.select("text")]
 

@@ -14,7 +14,7 @@ def some_text(seed: int, words: int = 120, vocabulary: int = 5000) -> str:
 
 
 def overlapping_sets(shared: int, alone: int) -> tuple[np.ndarray, np.ndarray]:
-    """Two sets of random 64-bit values."""
+    """Sample two sets of random 64-bit values with `shared` common values."""
     rng = np.random.default_rng(shared)
     values = rng.integers(2**64, size=shared + 2 * alone, dtype=np.uint64)
     shared_values, first, second = np.split(values, [shared, shared + alone])

@@ -41,7 +41,7 @@ CHINESE = "黎明时分，船离开了港口，码头上没有人知道它要去
 
 
 def pdf(*pages: str) -> bytes:
-    """A PDF with a line of text on each page."""
+    """Write a PDF with a line of text on each page."""
     streams = [f"BT /F1 12 Tf 20 50 Td ({text}) Tj ET" for text in pages]
     numbers = [4 + 2 * i for i in range(len(pages))]
     objects = [
@@ -91,7 +91,7 @@ def read(
     base: FilterConfig = ANY,
     options: Sequence[str] = (),
 ) -> dict[str, list[Any]]:
-    """Output of the stage, sorted: "documents", "files", "removed", "counts"."""
+    """Return the sorted output of the stage: "documents", "files", "removed", "counts"."""
     tables: dict[str, list[Any]] = {}
     with beam.Pipeline(runner=FnApiRunner(), options=PipelineOptions([*options])) as pipeline:
         stage_tables = sources.make_read(pipeline | beam.Create(listed(configs)), configs, base)
@@ -121,7 +121,7 @@ def listed(configs: Mapping[str, SourceConfig]) -> list[Listed]:
 
 
 def counts(tables: Mapping[str, list[Any]], source: str) -> dict[str, int]:
-    """Counts of a source, without its histograms of lengths."""
+    """Return the counts of a source, without the histograms of lengths."""
     return dict(
         Counter(what for what, of in tables["counts"] if of == source and " = " not in what)
     )
@@ -522,7 +522,7 @@ def test_paths_without_readable_files_raise(tmp_path: Path):
 
 @pytest.fixture
 def _locked_folders(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Folders whose name ends in "locked" cannot be read (the tests may run as root)."""
+    """Refuse to read folders with names that end in "locked" (the tests may run as root)."""
     scandir = os.scandir
 
     def refuse(folder: str) -> Any:

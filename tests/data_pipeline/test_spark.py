@@ -29,7 +29,7 @@ FLAGS = ["--runner=PySparkRunner", f"--pyspark_master={MASTER}", "--pyspark_part
 
 
 def run(folder, make, options=()):
-    """Table name -> sorted values, of a pipeline that `make` turns into PCollections by name."""
+    """Run the PCollections by name that `make` builds; return table name -> sorted values."""
     stages = Stages(str(folder), options)
     schema = pa.schema([("value", pa.string())])
     with stages.pipeline("test") as pipeline:
@@ -56,7 +56,7 @@ def _see(number, as_list, as_dict, total, every):
 
 
 def transforms(pipeline):
-    """One PCollection for each kind of transform that the stages use."""
+    """Make one PCollection for each kind of transform that the stages use."""
     numbers = pipeline | beam.Create(range(100))
     split = numbers | "split" >> beam.FlatMap(_split).with_outputs("odd", "unused", main="all")
     keyed = split["all"] | "key" >> beam.Map(lambda n: (str(n % 7), n))

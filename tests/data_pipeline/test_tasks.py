@@ -26,12 +26,12 @@ def clusters_of(sizes):
 
 
 def used_of(assignment):
-    """Pool -> number of its clusters that have a task."""
+    """Return pool -> number of the pool's clusters that have a task."""
     return Counter(name.rpartition("-")[0] for name in assignment)
 
 
 def best_count(sizes, tasks):
-    """Best counts, by trying all ways to give each cluster to one of its tasks."""
+    """Find the best count by trying all ways to give each cluster to one of its tasks."""
     choices = [
         [None, *(task for task in pool.split("+") if task in tasks)]
         for pool, number in sizes.items()

@@ -44,7 +44,7 @@ class Parrot:
 
 
 def load(name: str) -> Benchmark:
-    """Synthetic benchmark; question ids are the same in all benchmarks."""
+    """Load a synthetic benchmark; question ids are the same in all benchmarks."""
     benchmark = evaluating.load(name, "")
     items = [dataclasses.replace(item, id=str(i)) for i, item in enumerate(benchmark.items)]
     return dataclasses.replace(benchmark, items=tuple(items))

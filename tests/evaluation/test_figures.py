@@ -20,7 +20,7 @@ def part(mean: float, **fields) -> dict:
 
 @pytest.fixture
 def saved(monkeypatch) -> list[Figure]:
-    """The figures that are saved."""
+    """Record the figures that are saved."""
     saved = []
     monkeypatch.setattr(Figure, "savefig", lambda self, path, dpi: saved.append(self))
     return saved

@@ -37,7 +37,7 @@ REQUESTS = [
 
 @pytest.fixture(scope="module")
 def workdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run's folder with a random policy."""
+    """Create the folder of a run with a random policy."""
     folder = tmp_path_factory.mktemp("run")
     words = tokenizer.train([" ".join(DOCUMENTS)] * 20, 400)
     config = PolicyConfig(words.vocab_size, 16, 1, 2, 1, 8, 16)

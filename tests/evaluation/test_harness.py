@@ -66,7 +66,7 @@ def write_policy(folder: pathlib.Path, tokenizer: dict, config: dict) -> pathlib
 
 @pytest.fixture(scope="module", params=["chatml", "llama"])
 def policy(request, tmp_path_factory) -> pathlib.Path:
-    """A policy without a start token and one whose tokenizer begins every text with it."""
+    """Write a policy without a start token, or a policy that begins every text with one."""
     folder = tmp_path_factory.mktemp("policies") / request.param
     if request.param == "chatml":
         return write_policy(folder, hf_folders.byte_level(), hf_folders.CONFIG)
@@ -75,13 +75,13 @@ def policy(request, tmp_path_factory) -> pathlib.Path:
 
 @pytest.fixture
 def only_own_tasks(monkeypatch) -> None:
-    """Leave out the thousands of tasks of the harness, whose index takes seconds."""
+    """Leave out the harness's thousands of tasks, because indexing them takes seconds."""
     task_manager = functools.partial(tasks.TaskManager, include_defaults=False)
     monkeypatch.setattr(tasks, "TaskManager", task_manager)
 
 
 def write_tasks(folder: pathlib.Path, **changes: Any) -> pathlib.Path:
-    """A task for each kind of request, on the same rows; `changes` are fields of each."""
+    """Write a task for each kind of request, on the same rows; `changes` are fields of each."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     common = {
@@ -527,7 +527,7 @@ def test_unusable_task_is_refused_before_sampling(
 def start(
     processes: int, policy: pathlib.Path, tasks_folder: pathlib.Path, out: pathlib.Path
 ) -> list:
-    """(exit code, stdout, stderr) of each process of a command on two devices."""
+    """Run a command on two devices; return (exit code, stdout, stderr) of each process."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]

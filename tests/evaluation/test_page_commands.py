@@ -32,14 +32,14 @@ POSITIONS = 32_768  # of Qwen2.5-7B-Instruct
 
 
 def commands() -> list[list[str]]:
-    """Flags of each `python -m spell_jax.evaluate` of the page that reads published files."""
+    """Read the flags of the page's `python -m spell_jax.evaluate` commands on published files."""
     text = (ROOT / "docs" / "howto" / "evaluate.md").read_text().replace("\\\n", " ")
     lines = re.findall(r"python -m spell_jax\.evaluate (.*)", text)
     return [shlex.split(line) for line in lines if "--data=" in line]
 
 
 def with_folders(arguments: list[str], policy: pathlib.Path, data: pathlib.Path) -> list[str]:
-    """The command on folders that exist, with its output beside them."""
+    """Replace the folders of a command by folders that exist; the output goes beside the data."""
     places = {"--policy": policy, "--data": data, "--workdir": policy.parent}
     places |= {name: data.parent / "out" / name[2:] for name in ("--out", "--compare")}
     flag_pairs = [argument.split("=", 1) for argument in arguments]
@@ -48,13 +48,13 @@ def with_folders(arguments: list[str], policy: pathlib.Path, data: pathlib.Path)
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory) -> pathlib.Path:
-    """A run's last policy."""
+    """Save a policy as a run's last policy."""
     folder = tmp_path_factory.mktemp("run") / "policy"
     return noise.save_policy(folder, max_positions=POSITIONS)
 
 
 def write_benchmarks(data: pathlib.Path, row_limit: int = 1000) -> pathlib.Path:
-    """Files in their published layouts, with at most `row_limit` rows; one row is long."""
+    """Write files in their published layouts, with at most `row_limit` rows; one row is long."""
     choices = [rows.choice_row(i) for i in range(1, min(row_limit, 503))]
     choices.insert(0, rows.choice_row(0, context=LONG))
     rows.write(data / "longbench_v2" / "data.json", choices)

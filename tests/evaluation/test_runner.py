@@ -41,12 +41,12 @@ def policy(tmp_path_factory) -> pathlib.Path:
 
 @pytest.fixture(scope="module")
 def judge(tmp_path_factory) -> pathlib.Path:
-    """Noise policy with room for a judge's prompt."""
+    """Save a noise policy with room for a judge's prompt."""
     return noise.save_policy(tmp_path_factory.mktemp("judge") / "noise", max_positions=1024)
 
 
 def use_synthetic_benchmarks(monkeypatch) -> list:
-    """Synthetic benchmarks on one device; returns the requests that the sampler gets."""
+    """Use synthetic benchmarks on one device; return the requests that the sampler gets."""
     requests, submit = [], Session.submit
 
     def record(self, request):
@@ -68,7 +68,7 @@ def sampler_requests(monkeypatch) -> list:
 
 @pytest.fixture(scope="module")
 def uninterrupted(policy, tmp_path_factory) -> tuple[pathlib.Path, list]:
-    """The folder of an uninterrupted evaluation, and its requests to the sampler."""
+    """Run an uninterrupted evaluation; return the folder and the requests to the sampler."""
     out = tmp_path_factory.mktemp("whole") / "out"
     with pytest.MonkeyPatch.context() as monkeypatch:
         requests = use_synthetic_benchmarks(monkeypatch)
@@ -379,7 +379,7 @@ def test_sampler_shapes_depend_on_all_prompts(policy, monkeypatch):
 
 
 def start(processes: int, *arguments: object, **environment: str) -> list[int]:
-    """Exit codes of an evaluation on two devices by `processes` processes."""
+    """Run an evaluation on two devices in `processes` processes; return the exit codes."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]

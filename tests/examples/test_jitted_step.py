@@ -47,7 +47,7 @@ class Step(NamedTuple):
 
 @functools.cache
 def run_example(**sizes: int) -> tuple[Config, list[Step]]:
-    """Steps of the example from the shipped policy, on one device or on a mesh."""
+    """Run steps of the example from the shipped policy, on one device or on a mesh."""
     mesh = meshes.make_mesh(sizes or {"fsdp": 1}, None if sizes else jax.devices()[:1])
     policy, params = weights.load(TINY_POLICY, mesh)
     _, tokenizer = weights.read_config_and_tokenizer(TINY_POLICY)
@@ -69,7 +69,7 @@ def run_example(**sizes: int) -> tuple[Config, list[Step]]:
 
 
 def _copied(tree: Any) -> Any:
-    """NumPy copies. device_get shares memory on CPUs, and such arrays cannot be donated."""
+    """Copy to NumPy. device_get shares memory on CPUs, and such arrays cannot be donated."""
     return jax.tree.map(np.array, tree)
 
 
@@ -100,7 +100,7 @@ def _learner(c: Config) -> Learner:
 
 
 def compare(c: Config, steps: list[Step]) -> tuple[float, float, dict[str, float]]:
-    """Largest differences from the trainer: of weights, of moments (relative); and its metrics."""
+    """Return (largest weight error, largest relative moment error, metrics) vs. the trainer."""
     learner = _learner(c)
     state = learner.init(weights.load(TINY_POLICY)[1])
     absolute, relative, numbers = 0.0, 0.0, {}
@@ -117,7 +117,7 @@ def compare(c: Config, steps: list[Step]) -> tuple[float, float, dict[str, float
 
 
 def _differences(a: Any, b: Any) -> list[float]:
-    """Largest difference of each tensor."""
+    """Return the largest difference of each tensor."""
     return jax.tree.leaves(jax.tree.map(lambda x, y: np.abs(x - y).max(), a, b))
 
 

@@ -53,10 +53,10 @@ def _no_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, pathlib.Path]:
-    """Folders for configs: policies, documents, and a run with checkpoints.
+    """Create folders for configs: policies, documents, and a run with checkpoints.
 
-    Policies have few weights and room for long prompts, dense and with experts. Checkpoints of
-    steps 2 and 4 are finished, those of steps 6 and 8 are not.
+    The policies, dense and with experts, have few weights and room for long prompts. Checkpoints of
+    steps 2 and 4 are finished; checkpoints of steps 6 and 8 are not.
     """
     root = tmp_path_factory.mktemp("check")
     tokenizer = tokenizers.load(TINY_POLICY)
@@ -84,7 +84,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, pathlib.Path]
 
 
 def small(**fields: Any) -> Any:
-    """A valid config with these fields set, by dotted name."""
+    """Return a valid config with these fields set, by dotted name."""
     return noise.small_config(TINY_POLICY, **fields)
 
 
@@ -429,7 +429,7 @@ def test_memory_of_chosen_shapes_is_planned_for_the_whole_budget() -> None:
 
 
 def _trained(checked: check.Checked) -> tuple[int, ...]:
-    """Rows and tokens per row of the micro-batch that memory was planned for."""
+    """Return (rows, tokens per row) of the micro-batch in the memory plan."""
     assert checked.plan
     (tokens,) = (p.tokens for p in checked.plan.programs.select("update") if p.name == "accumulate")
     return tokens

@@ -143,7 +143,7 @@ def test_numbers_of_the_papers_are_percentages():
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Stand-ins for all models and data, which have the names that the runs expect."""
+    """Create stand-ins for all models and data, with the names that the runs expect."""
     folder = tmp_path_factory.mktemp("inputs")
     question = {"task": "general_qa", "documents": ["A"], "question": "B?", "answer": "C"}
     for run in RUNS.values():

@@ -181,7 +181,7 @@ def test_questions_need_one_source(arguments, message, tmp_path):
 
 
 def write_run(run: pathlib.Path, accuracies: list[float], tokens: int = 1000) -> None:
-    """A run with a validation per step; deeper questions than depth 4 are never answered right."""
+    """Write a run with a validation per step; questions deeper than 4 are never answered right."""
     questions = [
         episode("a", "friend of Arvo", "Bela") | OF_ARVO,
         episode("a", "city of friend of Arvo", "Rome", scores=(1.0, 1.0)),

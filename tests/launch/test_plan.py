@@ -41,14 +41,14 @@ PROGRAMS = ("prefill", "decode", "logprob", "accumulate", "apply")
 
 
 def _rows() -> list[list[str]]:
-    """Rows of the documented table of compiled programs."""
+    """Read the rows of the documented table of compiled programs."""
     text = re.sub(r"<!--.*?-->", "", DOCS.read_text())  # names of measured numbers
     lines = [line for line in text.splitlines() if re.match(r"\| Qwen.*\| v\d", line)]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
 def _plan(name: str, prompt: str, topology: str, changes: str, **fields: Any) -> plan.MemoryPlan:
-    """The plan of a row of the table; changes such as "mesh.context=16 policy.ring=True"."""
+    """Plan the memory of a table row; `changes` are like "mesh.context=16 policy.ring=True"."""
     model, policy = POLICIES[name]
     config = paper.get_config(model)
     options = dict(change.split("=") for change in changes.split())

@@ -15,7 +15,7 @@ from tests import tiny
 
 @pytest.fixture
 def shape_and_tokenizer(tmp_path):
-    """(config.json, folder of a tokenizer)."""
+    """Write a config.json and a tokenizer; return (file, folder)."""
     shape = tmp_path / "shape.json"
     shape.write_text(json.dumps(tiny.POLICY.to_hf() | {"vocab_size": 400}))
     folder = tmp_path / "tokenizer"

@@ -124,7 +124,7 @@ def test_other_algorithms_are_rejected() -> None:
 
 
 def _rows() -> list[list[str]]:
-    """Rows of the documented table of the config that is estimated fastest."""
+    """Read the rows of the documented table of the config that is estimated fastest."""
     lines = re.sub(r"<!--.*?-->", "", DOCS.read_text()).splitlines()  # names of numbers
     rows = [line for line in lines if re.match(r"\| `qwen2.5-7b-instruct` \| v", line)]
     return [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in rows]

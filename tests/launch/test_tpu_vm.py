@@ -81,7 +81,7 @@ class Cloud:
         assert self.main("create") == self.main("copy") == 0
 
     def train(self, *arguments: str) -> list[str]:
-        """The command that `run` and `watch` are given."""
+        """Return the trainer's command as `run` and `watch` expect it."""
         return ["--", "-m", "trainer", str(self.bucket), *arguments]
 
     def calls(self) -> list[list[str]]:
@@ -89,10 +89,10 @@ class Cloud:
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def verbs(self) -> list[str]:
-        """Short names of the calls.
+        """Return short names of the calls.
 
-        Descriptions of a request and of its node count as one. ssh is named by the function that it
-        calls on the workers.
+        Descriptions of a request and of its node count as one call. The name of an ssh call is the
+        function that it runs on the workers.
         """
         words = []
         for _, _, kind, verb, *arguments in self.calls():

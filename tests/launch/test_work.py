@@ -32,7 +32,7 @@ TOLERANCE = 0.07
 
 
 def _xla(policy: PolicyConfig, name: str, compile: bool = True) -> dict[str, float]:
-    """XLA's cost analysis of a program on one device; it counts a loop's body once."""
+    """Return XLA's cost analysis of a program on one device; XLA counts a loop's body once."""
     mesh = meshes.make_mesh({"fsdp": 1}, jax.devices()[:1])
     programs = aot.RunPrograms(small_config(**SIZES), policy, mesh, 32)
     program = next(program for program in programs.select("all") if program.name == name)
@@ -101,8 +101,7 @@ def test_memory_of_decoding_a_wide_policy_is_that_of_its_weights() -> None:
 
 
 def _received(program: aot.Program, devices: int) -> float:
-    """Bytes that a device receives in the compiled program's collectives; a loop's body counts
-    once."""
+    """Count the bytes that a device receives in compiled collectives, with a loop's body once."""
     collectives = aot.collectives(program.lower().compile().as_text() or "")
     # The results of a reduce-scatter are a part of what is summed, all others are whole.
     results = {"all-gather": 1, "all-reduce": 2, "all-to-all": 1, "reduce-scatter": devices}

@@ -198,7 +198,7 @@ def test_local_executor_rejects_hardware_requirements(hardware):
 
 
 def make_flags(**changes: Any) -> SimpleNamespace:
-    """The launcher's flags."""
+    """Return flags of the launcher, with `changes`."""
     values = {"executor": "local", "config": TINY, "workdir": "w", "sweep": ["seed=0,1"]}
     values |= {"accelerator": "", "cpu": 0, "ram_gib": 0, "experiment": "", "inputs": "."}
     return SimpleNamespace(**values | changes)
@@ -259,7 +259,7 @@ def maker(kind: str) -> Any:
 
 @pytest.fixture
 def stand_in(monkeypatch) -> Experiment:
-    """The part of XManager's modules that the launcher calls."""
+    """Replace the part of XManager's modules that the launcher calls; return the experiment."""
     experiment = Experiment()
     names = ("Packageable", "Binary", "PythonContainer", "CommandList", "Job", "JobRequirements")
     xm = SimpleNamespace(**{name: maker(name) for name in names})

@@ -38,7 +38,7 @@ def test_group_advantages_match_reference_cases():
 
 
 def _by_group(rows: list[dict]) -> dict[tuple[str, str], list[int]]:
-    """Row numbers by (role, question); all questioner rows together."""
+    """Group row numbers by (role, question); all questioner rows are one group."""
     groups = defaultdict(list)
     for at, row in enumerate(rows):
         groups[row["role"], "" if row["role"] == "questioner" else row["uid"]].append(at)

@@ -28,7 +28,7 @@ def make_learner(loss: LossConfig, mesh: dict[str, int] | None = None) -> Learne
 
 
 def taught_groups(advantages: float = 1.0) -> list[TrainGroup]:
-    """Groups of which all but the first have a teacher's prompt: the end of their own."""
+    """Return groups. All but the first have a teacher's prompt: the second half of their own."""
     sampled = tiny.groups(5, seed=3)
     policy_logprobs = logprobs(tiny.weights(), sampled)
     return [
@@ -43,7 +43,7 @@ def taught_groups(advantages: float = 1.0) -> list[TrainGroup]:
 
 
 def teacher_weights() -> Any:
-    """The policy's weights, changed a little, so that the teacher differs everywhere."""
+    """Change the policy's weights a little, so that the teacher differs everywhere."""
 
     def change(x: Any) -> Any:
         return x + 0.01 * np.cos(np.arange(x.size)).reshape(x.shape)

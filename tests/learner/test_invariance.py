@@ -60,7 +60,7 @@ CHOICES = (tuple(POLICIES), tuple(PACKINGS), tuple(PLACES), KERNELS, REMAT)
 
 
 def _alike(groups: list[TrainGroup]) -> list[TrainGroup]:
-    """Three prompts that begin alike, one of them the beginning of another, and two equal ones."""
+    """Change the prompts: prompts 1 and 2 begin with prompt 0, and prompt 4 equals prompt 3."""
     prompts = [np.asarray(group.prompt) for group in groups]
     prompts[1] = np.concatenate([prompts[0], prompts[1][:3]])
     prompts[2] = np.concatenate([prompts[0], prompts[2][:2]])
@@ -77,7 +77,7 @@ BOUNDS = {"dense": 1e-5, "chunked": 1e-5, "splash": 5e-5, "triton": 5e-5}
 
 
 def covering() -> list[tuple[str, ...]]:
-    """A few combinations that hold every pair of two choices: greedily, the best of 50 samples."""
+    """Cover every pair of choices by few combinations, greedily: each is the best of 50 samples."""
     draw = random.Random(0)
     open_pairs = {
         ((i, a), (j, b))
@@ -101,12 +101,12 @@ def covering() -> list[tuple[str, ...]]:
 
 @functools.cache
 def _trained(name: str) -> Any:
-    """Random trained weights, adapters included, which are otherwise zero at the start."""
+    """Return random trained weights and adapters. At the start, adapters are otherwise zero."""
     return lora.split(POLICIES[name], tiny.weights(POLICIES[name]))[0]
 
 
 def _step(policy: PolicyConfig, layout: PackingConfig, mesh: jax.sharding.Mesh, name: str):
-    """(weights and Adam's first moments after an update, metrics).
+    """Return (weights and Adam's first moments after an update, metrics).
 
     The moments show the gradients.
     """
@@ -152,7 +152,7 @@ def test_update_is_invariant_for_every_pair_of_choices(combination: tuple[str, .
 
 
 def every_placing() -> list[tuple[str, ...]]:
-    """Every policy, packing and place; 4 kernels and 5 kinds of remat cycle at different paces."""
+    """Combine every policy, packing and place, in turn with one of 4 kernels and 5 remat kinds."""
     turns = zip(itertools.cycle(KERNELS), itertools.cycle(REMAT), strict=False)
     placings = itertools.product(*CHOICES[:3])
     return [(*placing, *turn) for placing, turn in zip(placings, turns, strict=False)]

@@ -40,7 +40,7 @@ class Head:
     to_entropy: jax.Array
 
     def total(self, table: jax.Array, hidden: jax.Array, policy=UNTIED, **options: Any):
-        """A scalar that has these gradients, and (logprobs, entropies)."""
+        """Return (a scalar with the given gradients, (logprobs, entropies))."""
         params = {"embedding": jnp.zeros_like(table), "unembedding": table}
         scores = score_tokens(policy, params, hidden, self.source, self.target, 0.7, **options)
         return jnp.sum(self.to_logprob * scores[0] + self.to_entropy * scores[1]), scores
@@ -72,7 +72,7 @@ class Head:
 
 @functools.cache
 def _head(vocab: int, width: int = WIDTH, scale: float = 0.3) -> Head:
-    """Inputs of random numbers. Targets include the first and the last token."""
+    """Create random inputs. The targets include the first and the last token."""
     rng = np.random.default_rng(0)
     table = scale * rng.normal(size=(vocab, width))
     hidden = rng.normal(size=(ROWS, TIME, width))
@@ -92,7 +92,7 @@ def _expected_value_and_grad(vocab: int, width: int = WIDTH, scale: float = 0.3)
 
 
 def _assert_close(tree: Any, expected_tree: Any, relative: float = 1e-5) -> None:
-    """Relative to each array's largest entry."""
+    """Assert that differences are small relative to each expected array's largest entry."""
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=relative * np.abs(b).max()),
         tree,
@@ -132,7 +132,7 @@ def test_vocabulary_slices_change_neither_values_nor_gradients(vocab: int, numbe
 
 
 def _cutoffs() -> jax.Array:
-    """Cut-offs that keep from all tokens to few, and one that keeps only the target."""
+    """Return cut-offs: -inf keeps all tokens, 0 to 4 keep fewer, and 1e9 keeps only the target."""
     cutoffs = np.random.default_rng(1).uniform(0.0, 4.0, size=(ROWS, ANSWERS))
     cutoffs[0, :2] = -np.inf, 1e9
     return jnp.asarray(cutoffs, jnp.float32)
@@ -163,7 +163,7 @@ _ABSENT = (2, 3, 4, 200, *range(300, 640))
 
 
 def _padded() -> tuple[Head, PolicyConfig]:
-    """Inputs with targets that have a token, and logits of the others above all."""
+    """Return inputs and a policy. Absent tokens are never targets, but have the largest logits."""
     head = _head(640)
     target = np.setdiff1d(np.arange(640), _ABSENT)[np.asarray(head.target) % 296]
     table = head.table.at[jnp.asarray(_ABSENT)].mul(5.0)
@@ -290,7 +290,7 @@ def _count(program: str) -> tuple[int, ...]:
 
 
 def _on_mesh(shape: dict[str, int], head: Head, **options: Any):
-    """The mesh, the head's values and gradients as a jitted function, and its arguments."""
+    """Return (mesh, jitted function to the head's values and gradients, function's arguments)."""
     mesh = meshes.make_mesh(shape)
     axes = (PartitionSpec("vocab", "embed"), PartitionSpec("rows", "time", None))
     rules = dict(meshes.RULES)
@@ -386,7 +386,7 @@ def test_logits_are_materialized_one_slice_at_a_time() -> None:
 
 
 def _head_of_many_answers(vocab: int, states: int, answers: int, width: int = WIDTH) -> Head:
-    """bfloat16 inputs whose sums over answers do not cancel.
+    """Create bfloat16 inputs such that sums over answers do not cancel.
 
     Every answer is the same token, predicted from a few hidden states in turn.
     """
@@ -401,7 +401,7 @@ def _head_of_many_answers(vocab: int, states: int, answers: int, width: int = WI
 
 
 def _exact(head: Head) -> tuple[np.ndarray, np.ndarray]:
-    """Gradients of table and hidden states in float64, for gradients of logprobs alone."""
+    """Compute float64 gradients of table and hidden states, for gradients of logprobs alone."""
     table, hidden = (np.asarray(x).astype(float) for x in (head.table, head.hidden))
     source, target = np.asarray(head.source)[0], np.asarray(head.target)[0]
     picked, weights = hidden[0, source], np.asarray(head.to_logprob, float)[0]

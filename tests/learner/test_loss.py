@@ -25,7 +25,7 @@ def read(name: str) -> list[dict]:
 
 
 def _weights(mask: np.ndarray, mode: str) -> np.ndarray:
-    """Token weights of rows that are groups of one answer each."""
+    """Compute token weights; every row is a group of one answer."""
     groups = [packing.TrainGroup([1], [[2] * int(row.sum())], [0.0]) for row in mask]
     if mode in AGGREGATIONS:
         weighed = packing.weigh(groups, AGGREGATIONS[mode])

@@ -45,20 +45,20 @@ def _learner(
     compute_dtype: str = "float32",
     layout: PackingConfig = PACKING,
 ) -> Learner:
-    """A learner on one device, or on the eight of a mesh."""
+    """Create a learner on one device, or on the eight devices of a mesh."""
     devices = None if mesh else jax.devices()[:1]
     placed = meshes.make_mesh(dict(mesh) or {"fsdp": 1}, devices)
     return Learner(policy, optimizer, loss, layout, placed, 0.7, compute_dtype)
 
 
 def _begin(learner: Learner) -> TrainState:
-    """A state after one update, with nonzero moments."""
+    """Return a state after one update, with nonzero moments."""
     state = learner.init(tiny.weights(learner.policy))
     return learner.update(state, GROUPS)[0]
 
 
 def _bits(state: TrainState) -> list[bytes]:
-    """Bytes of weights, moments, the optimizer's counts and the step."""
+    """Return the bytes of weights, moments, the optimizer's counts and the step."""
     state_parts = state.params, state.opt_state, state.step
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(jax.device_get(state_parts))]
 

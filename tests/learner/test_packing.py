@@ -21,9 +21,9 @@ def _pack(groups: list[TrainGroup], buckets: list[Bucket], budget: int, multiple
 
 
 def _written(batches: list[MicroBatch]) -> Counter:
-    """All weighted tokens, as (visible tokens, target, advantage, weight, old logprob).
+    """Count all weighted tokens, as (visible tokens, target, advantage, weight, old logprob).
 
-    Visible tokens are those that the predicting position attends to.
+    Visible tokens are the tokens that the predicting position attends to.
     """
     token_counts: Counter = Counter()
     for batch in batches:
@@ -56,7 +56,7 @@ def _expected_token_counts(groups: list[TrainGroup]) -> Counter:
 
 
 def _experts(tokens) -> np.ndarray:
-    """Records of two layers with one expert each, which follow from the tokens."""
+    """Return expert records of two layers with one expert each, computed from the tokens."""
     return np.stack([np.asarray(tokens) % 7, np.asarray(tokens) % 5], axis=-1)[..., None]
 
 

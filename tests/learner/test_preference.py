@@ -47,7 +47,7 @@ ALIGNED = dataclasses.replace(DPO, align_weight=0.6)
 
 
 def aligned(group: TrainGroup, prompt: int) -> TrainGroup:
-    """The group, with its chosen answer after another prompt too."""
+    """Return the group with its chosen answer also after another prompt of `prompt` tokens."""
     aligned_group = TrainGroup(ids(prompt), group.answers[:1], [0.0], weights=[0.0])
     return dataclasses.replace(group, aligned=aligned_group)
 
@@ -71,7 +71,7 @@ def every_logprob(params: transformer.Params, tokens: jax.Array) -> jax.Array:
 
 
 def sums_of(params: transformer.Params, rows: Sequence[tuple[Any, Any]]) -> jax.Array:
-    """Summed logprobs of answers [rows], one row (prompt, answer) each: no packing."""
+    """Sum the logprobs of each answer [rows], one row (prompt, answer) each: no packing."""
     tokens = np.zeros((len(rows), 24), np.int32)
     is_answer = np.zeros((len(rows), 24), bool)
     for row, (prompt, answer) in enumerate(rows):
@@ -82,7 +82,7 @@ def sums_of(params: transformer.Params, rows: Sequence[tuple[Any, Any]]) -> jax.
 
 
 def separate_loss(params: transformer.Params, reference: transformer.Params) -> jax.Array:
-    """The loss of PAIRS from single rows: policy after `prompt`, reference after its own."""
+    """Compute the loss of PAIRS from single rows; the reference reads `reference_prompt`."""
     policy_rows = [(g.prompt, a) for g in PAIRS for a in g.answers]
     reference_rows = [(g.reference_prompt, a) for g in PAIRS for a in g.answers]
     policy = sums_of(params, policy_rows).reshape(-1, 2)
@@ -93,7 +93,7 @@ def separate_loss(params: transformer.Params, reference: transformer.Params) -> 
 
 
 def alignment(params: transformer.Params, reference: transformer.Params) -> jax.Array:
-    """Mean distance of the chosen answers' rewards after the two prompts of WITH_ALIGNED."""
+    """Compute the mean distance of the chosen answers' rewards after WITH_ALIGNED's two prompts."""
     long = [g.aligned.prompt for g in WITH_ALIGNED]
     short, read = [g.prompt for g in PAIRS], [g.reference_prompt for g in PAIRS]
     rewards = []

@@ -60,7 +60,7 @@ def learner(
     policy=tiny.POLICY,
     compute_dtype: str = "float32",
 ) -> Counted:
-    """A learner on one device, or on the eight of a mesh."""
+    """Create a learner on one device, or on the eight devices of a mesh."""
     placed = meshes.make_mesh(dict(mesh) or {"fsdp": 1}, None if mesh else jax.devices()[:1])
     return Counted(policy, SMOOTH, loss, layout, placed, TEMPERATURE, compute_dtype)
 
@@ -72,7 +72,7 @@ def _every_logprob(params: transformer.Params, tokens: jax.Array) -> jax.Array:
 
 
 def logprobs(params: transformer.Params, groups: list[TrainGroup]) -> list[list[np.ndarray]]:
-    """Logprobs of answer tokens without packing: one row per answer, after its prompt."""
+    """Compute logprobs of answer tokens without packing: one row (prompt, answer) per answer."""
     pairs = [(list(group.prompt), list(a)) for group in groups for a in group.answers]
     tokens = np.zeros((len(pairs), 64), np.int32)
     for row, (prompt, answer) in enumerate(pairs):
@@ -88,7 +88,7 @@ def fresh(learner: Learner):
 
 
 def moments(state) -> Any:
-    """Adam's first moment: after one step it is the clipped gradient times 1 - b1."""
+    """Return Adam's first moment: after one step it is the clipped gradient times 1 - b1."""
     return jax.device_get(optax.tree.get(state.opt_state, "mu"))
 
 
@@ -294,7 +294,7 @@ def test_sequence_sum_weights_use_the_configured_constant() -> None:
 
 @functools.cache
 def off_policy() -> list[TrainGroup]:
-    """Groups with old logprobs near the new ones: most answers' ratios are in bounds, some not."""
+    """Return groups with old logprobs near the new: most ratios are in bounds, some are not."""
     rng = np.random.default_rng(0)
     return [
         dataclasses.replace(
@@ -305,7 +305,7 @@ def off_policy() -> list[TrainGroup]:
 
 
 def step(name: str, layout: PackingConfig, mesh: Mesh):
-    """(weights and moments, metrics) after an update."""
+    """Return (weights and moments, metrics) after an update."""
     fields = {"old_logprobs": "rollout", "entropy_weight": 0.1}
     variant_learner = learner(layout, LossConfig(**fields | VARIANTS[name]), mesh)
     state, numbers = variant_learner.update(fresh(variant_learner), off_policy())

@@ -38,7 +38,7 @@ def test_advantages_are_reported_by_role():
 
 
 def group_operations(policy: PolicyConfig, prompt: int, answers: list[int]) -> float:
-    """Operations of the micro-batch of one group."""
+    """Count the operations of the micro-batch of one group."""
     group = TrainGroup([3] * prompt, [[4] * length for length in answers], [1.0] * len(answers))
     bucket = packing.Bucket(group.tokens + 1, group.answer_tokens)
     (batch,) = packing.pack(packing.weigh([group]), [bucket], bucket.length)

@@ -64,7 +64,7 @@ def padded(rows: list[np.ndarray]) -> np.ndarray:
 
 
 def by_trl(fields: dict[str, Any]) -> tuple[float, list[np.ndarray]]:
-    """The loss and its gradient for each answer's logprobs; no model runs."""
+    """Compute TRL's GRPO loss and its gradient for each answer's logprobs; no model runs."""
     torch = pytest.importorskip("torch", reason="the comparison needs torch and trl (extra 'test')")
     trainers = pytest.importorskip("trl.trainer.grpo_trainer", reason="extra 'test'")
     fields = {"importance_sampling_level": "token", "epsilon": 0.2, "beta": 0.0} | fields
@@ -107,7 +107,7 @@ def by_trl(fields: dict[str, Any]) -> tuple[float, list[np.ndarray]]:
 
 
 def by_us(config: LossConfig) -> tuple[float, np.ndarray]:
-    """The same values with the answers concatenated."""
+    """Compute the same values with our loss; the answers are concatenated."""
     group = TrainGroup([1], [[2] * n for n in LENGTHS], ADVANTAGES, old_logprobs=OLD)
     weighed = packing.weigh([group], config.aggregation, config.sequence_tokens)
     (batch,) = packing.pack(weighed, [Bucket(1 + sum(LENGTHS), sum(LENGTHS))], 1)
@@ -135,9 +135,9 @@ def test_loss_and_gradient_equal_trl(name: str) -> None:
 
 
 def by_trl_dpo(beta: float) -> tuple[float, list[np.ndarray]]:
-    """TRL's DPO loss of two pairs, and its gradient for each answer's logprobs; no model runs.
+    """Compute TRL's DPO loss of two pairs and its gradient for each answer's logprobs.
 
-    TRL's batch has the chosen answers first: they are the first two of LENGTHS.
+    No model runs. The chosen answers come first in TRL's batch: the first two of LENGTHS.
     """
     torch = pytest.importorskip("torch", reason="the comparison needs torch and trl (extra 'test')")
     trainers = pytest.importorskip("trl.trainer.dpo_trainer", reason="extra 'test'")

@@ -61,7 +61,7 @@ def _learner(
     policy=tiny.POLICY,
     compute_dtype: str = "float32",
 ) -> Counted:
-    """A learner on one device, or on the eight of a mesh."""
+    """Create a learner on one device, or on the eight devices of a mesh."""
     devices = None if mesh else jax.devices()[:1]
     return Counted(
         policy,
@@ -75,14 +75,14 @@ def _learner(
 
 
 def _step(learner: Learner, groups: list[TrainGroup], reference=None) -> tuple[TrainState, dict]:
-    """(new state, metrics) of one update from the tiny weights."""
+    """Return (new state, metrics) of one update from the tiny weights."""
     state = learner.init(tiny.weights(learner.policy))
     state, numbers = learner.update(state, groups, reference)
     return jax.device_get(state), numbers
 
 
 def _moments(state: TrainState):
-    """Adam's first moment: after one step it is the clipped gradient times 1 - b1."""
+    """Return Adam's first moment: after one step it is the clipped gradient times 1 - b1."""
     return optax.tree.get(state.opt_state, "mu")
 
 
@@ -107,7 +107,7 @@ TEMPERATURE = 0.7
 
 
 def _rows(groups: list[TrainGroup]) -> tuple[np.ndarray, np.ndarray]:
-    """Each answer after its prompt in a row [18] of its own, and a mask of answer tokens."""
+    """Return (tokens, mask of answer tokens) [answers, 18]; a row is a prompt and one answer."""
     pairs = [(list(group.prompt), list(a)) for group in groups for a in group.answers]
     tokens = np.zeros((len(pairs), 18), np.int32)
     answers = np.zeros(tokens.shape, np.float32)
@@ -119,7 +119,7 @@ def _rows(groups: list[TrainGroup]) -> tuple[np.ndarray, np.ndarray]:
 
 @jax.jit
 def _logprobs(params: transformer.Params, tokens: jax.Array) -> jax.Array:
-    """Logprob [rows, 18] of each token given those before it in its row; 0 for the first."""
+    """Compute the logprob [rows, 18] of each token given earlier tokens; 0 for the first token."""
     logits = transformer.logits(tiny.POLICY, params, tokens)[:, :-1] / TEMPERATURE
     token_logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], axis=-1)
     return jnp.pad(token_logprobs[..., 0], ((0, 0), (1, 0)))
@@ -317,7 +317,7 @@ def test_oversized_answers_are_counted_and_left_out() -> None:
 
 
 def _difference(params) -> np.ndarray:
-    """Logprobs of SMALL's three answer tokens under these weights, minus the tiny weights' ones."""
+    """Return logprobs of SMALL's three answer tokens: under `params` minus under tiny weights."""
     tokens, answers = _rows(SMALL)
     change = _logprobs(params, tokens) - _logprobs(tiny.weights(), tokens)
     return np.asarray(change)[answers > 0]

@@ -37,7 +37,7 @@ VARIANTS = [(*choice, *turn) for choice, turn in zip(CHOICES, TURNS, strict=Fals
 
 @functools.cache
 def loss_inputs() -> tuple[MicroBatch, dict[str, np.ndarray]]:
-    """A micro-batch as the loss reads it, and logprobs, reference logprobs, entropies."""
+    """Create a micro-batch as the loss reads it, and logprobs, reference logprobs, entropies."""
     rng = np.random.default_rng(40)
     logprobs = -rng.exponential(1.5, ANSWER.shape)
     real = ANSWER >= 0
@@ -87,9 +87,9 @@ def _kl(estimator: str, policy: float, reference: float) -> float:
 
 
 def by_hand(config: LossConfig, moved: np.ndarray) -> dict[str, float]:
-    """The loss and its sums at logprobs `moved`; terms without gradient stay at the given ones.
+    """Compute the loss and its sums at logprobs `moved`, answer by answer and token by token.
 
-    Written out answer by answer and token by token.
+    Terms without gradient stay at the given logprobs.
     """
     batch, numbers = loss_inputs()
     here = numbers["logprobs"].astype(float)
@@ -128,7 +128,7 @@ def by_hand(config: LossConfig, moved: np.ndarray) -> dict[str, float]:
 
 
 def slope(config: LossConfig) -> np.ndarray:
-    """The gradient [2, 12] of by_hand by central differences."""
+    """Estimate the gradient [2, 12] of by_hand by central differences."""
     at, gradient = loss_inputs()[1]["logprobs"].astype(float), np.zeros(ANSWER.shape)
     for place in np.ndindex(*ANSWER.shape):
         step = np.zeros(ANSWER.shape)
@@ -139,7 +139,7 @@ def slope(config: LossConfig) -> np.ndarray:
 
 
 def loss_and_gradient(config: LossConfig):
-    """((loss, sums), gradient) of the loss itself."""
+    """Return ((loss, sums), gradient) of the loss itself."""
     batch, numbers = loss_inputs()
 
     @jax.jit
@@ -182,7 +182,7 @@ def test_loss_sums_and_gradient_match_plain_loops(
 
 
 def _gradient(**fields: Any) -> np.ndarray:
-    """Gradient of the policy term alone."""
+    """Return the gradient of the policy term alone."""
     return np.asarray(loss_and_gradient(LossConfig(dual_clip=0.0, **fields))[1])
 
 
@@ -297,7 +297,7 @@ def test_sequence_ratio_without_answer_numbers_raises() -> None:
 
 
 def _mean_gradient(estimator: str, logits: jax.Array, reference: jax.Array) -> jax.Array:
-    """The exact mean of the estimate's gradient over tokens sampled from the policy."""
+    """Compute the exact mean of the estimate's gradient over tokens sampled from the policy."""
 
     def estimates(logits):
         return losses.kl_estimate(

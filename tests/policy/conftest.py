@@ -9,5 +9,5 @@ from tests.policy import hf_folders
 
 @pytest.fixture
 def small(tmp_path) -> Path:
-    """A folder with a small byte-level tokenizer and a ChatML template."""
+    """Write a folder with a small byte-level tokenizer and a ChatML template."""
     return hf_folders.write(tmp_path / "small", hf_folders.byte_level())

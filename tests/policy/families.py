@@ -65,9 +65,9 @@ _COMMON = {
 
 
 def make(family: str, seed: int = 0, **changes: Any) -> Any:
-    """A model of transformers in float32, whose logits are of the order of 1 to 10.
+    """Create a model of transformers in float32 with logits of the order of 1 to 10.
 
-    `changes` are fields of its config.
+    `changes` are fields of the model's config.
     """
     torch = pytest.importorskip("torch", reason=REASON)
     transformers = pytest.importorskip("transformers", reason=REASON)

@@ -22,7 +22,7 @@ _BLOCK = {
 
 
 def write(path: Path, architecture: str, fields: dict[str, Any], tensors: dict[str, Any]) -> Path:
-    """Write fields and tensors, each an array or (array, quantization)."""
+    """Write fields and tensors; a tensor is an array or (array, quantization)."""
     writer = gguf.GGUFWriter(path, architecture)
     for name, value in fields.items():
         if isinstance(value, bool):
@@ -46,7 +46,7 @@ def write(path: Path, architecture: str, fields: dict[str, Any], tensors: dict[s
 
 
 def model_fields(config: Any) -> dict[str, Any]:
-    """Fields of the architecture, given a config of transformers."""
+    """Return the fields of the architecture, given a config of transformers."""
     name = config.model_type
     fields = {
         "block_count": config.num_hidden_layers,
@@ -65,7 +65,7 @@ def model_fields(config: Any) -> dict[str, Any]:
 
 
 def model_tensors(model: Any, kind: Quantization = Quantization.F32) -> dict[str, Any]:
-    """Tensors of a model of transformers as llama.cpp stores them, its matrices quantized."""
+    """Return a transformers model's tensors as llama.cpp stores them, with matrices quantized."""
     config, tensors = model.config, {}
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     for name, value in model.state_dict().items():
@@ -86,7 +86,7 @@ def model_tensors(model: Any, kind: Quantization = Quantization.F32) -> dict[str
 
 
 def byte_level_fields(description: dict[str, Any], pre: str) -> dict[str, Any]:
-    """Tokenizer fields for the content of a tokenizer.json with byte-level BPE."""
+    """Return the tokenizer fields for the content of a tokenizer.json with byte-level BPE."""
     vocabulary = dict(description["model"]["vocab"])
     special = {token["content"]: token["special"] for token in description["added_tokens"]}
     vocabulary |= {token["content"]: token["id"] for token in description["added_tokens"]}

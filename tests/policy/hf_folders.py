@@ -28,7 +28,7 @@ def added_token(token_id: int, text: str, special: bool = True, **flags) -> dict
 
 
 def byte_level(markers=MARKERS, words=WORDS, merges=(("a", "b"), ("Ċ", "Ċ"), ("r", "Ċ"))) -> dict:
-    """A byte-level BPE with a few merges; markers are special, words are added tokens only."""
+    """Return a byte-level BPE with a few merges; markers are special, words only added tokens."""
     pieces = [*sorted(hf.pre_tokenizers.ByteLevel.alphabet()), *map("".join, merges)]
     tokens = [(text, True) for text in markers] + [(text, False) for text in words]
     frame = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
@@ -62,7 +62,7 @@ def byte_level(markers=MARKERS, words=WORDS, merges=(("a", "b"), ("Ċ", "Ċ"), (
 
 
 def byte_fallback(scheme: str = "first") -> dict:
-    """A BPE of characters with byte fallback, like those of Llama 2 and Mistral."""
+    """Return a BPE of characters with byte fallback, like the BPEs of Llama 2 and Mistral."""
     tokens = ["<unk>", "<s>", "</s>"]
     pieces = [*tokens, *(f"<0x{i:02X}>" for i in range(256)), *"▁abi<>/s[]INST", "▁a", "ab"]
     space = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
@@ -94,7 +94,7 @@ def byte_fallback(scheme: str = "first") -> dict:
 
 
 def unigram(unknown: int = 0) -> dict:
-    """Every added token is a piece too, and the likeliest one."""
+    """Return a unigram model. Every added token is a piece too, and likelier than any letter."""
     tokens = ["<unk>", "</s>", "<turn>"]
     letters = dict.fromkeys("▁ab<>/sturnk")
     space = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
@@ -141,7 +141,7 @@ CONFIG = {
 def write(
     folder: Path, tokenizer: dict, tokenizer_config: dict | None = CONFIG, **other_files
 ) -> Path:
-    """A folder with these files; other_files by their names without .json."""
+    """Write a folder with these files; the keywords of other_files are file names without .json."""
     folder.mkdir(exist_ok=True, parents=True)
     files = {"tokenizer": tokenizer, "tokenizer_config": tokenizer_config, **other_files}
     for name, value in files.items():
@@ -151,12 +151,12 @@ def write(
 
 
 def ids_of(tokenizer: Tokenizer, *texts: str) -> list[int]:
-    """Ids of added tokens, found through a template that writes them."""
+    """Return the ids of added tokens."""
     return [tokenizer._all.token_to_id(text) for text in texts]  # type: ignore[attr-defined]
 
 
 def same_as_transformers(folder: Path, messages, thinking: bool | None = None) -> list[int]:
-    """Assert that ids equal those of apply_chat_template, and return them."""
+    """Assert that our ids equal the ids of apply_chat_template; return the ids."""
     ids = load(folder, thinking).chat(messages)
     chat = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
     option = {} if thinking is None else {"enable_thinking": thinking}
@@ -180,7 +180,7 @@ def theirs(folder: Path):
 
 @functools.cache
 def real(data: Path, name: str) -> Path:
-    """A folder in the Hub's layout: qwen2.5-jinja has its template in a separate file."""
+    """Return a folder in the Hub's layout; qwen2.5-jinja has its template in a separate file."""
     source, folder = data / "tokenizers", Path(SCRATCH.name) / name
     if name == "minimind":
         return source / name
@@ -208,7 +208,7 @@ def documents(data: Path) -> list[str]:
 
 @functools.cache
 def role_prompts(data: Path) -> list[str]:
-    """Prompts of the three roles about real documents."""
+    """Return prompts of the three roles about real documents."""
     words, texts = prompts.load("full"), documents(data)
     return [
         words.questioner("general_qa", texts[:2]),

@@ -25,7 +25,7 @@ WORDS = SENTENCE.split(" ")
 
 
 def tokenizer(*before: str) -> dict:
-    """A tokenizer like Qwen3-Embedding's: a byte-level BPE that puts END after a text."""
+    """Return a tokenizer like Qwen3-Embedding's: a byte-level BPE that puts END after a text."""
     plain = hf_folders.byte_level()
     ids = {token["content"]: token["id"] for token in plain["added_tokens"]}
     tokens = {t: {"id": t, "ids": [ids[t]], "tokens": [t]} for t in (*before, END)}
@@ -38,7 +38,7 @@ def tokenizer(*before: str) -> dict:
 
 
 def save_folder(folder: Path, policy=POLICY) -> Path:
-    """A random policy with the tokenizer above."""
+    """Write a random policy with the tokenizer above."""
     weights.save(folder, policy, tiny.weights(policy))
     return hf_folders.write(folder, tokenizer())
 
@@ -49,14 +49,14 @@ def folder(tmp_path_factory) -> Path:
 
 
 def make(folder: Path, mesh: dict | None = None, **changes) -> Embedder:
-    """An embedder in float32, on one device if no mesh is given."""
+    """Create an embedder in float32, on one device if no mesh is given."""
     devices = jax.devices()[: 8 if mesh else 1]
     settings = {"max_tokens": 256, "token_budget": 1024, "dtype": "float32"} | changes
     return Embedder(folder, meshes.make_mesh(mesh, devices), **settings)
 
 
 def texts(count: int, longest: int = 40) -> list[str]:
-    """Random texts of 1 to `longest` words; a word has about four tokens."""
+    """Generate random texts of 1 to `longest` words; a word has about four tokens."""
     rng = np.random.default_rng(0)
     lengths = 1 + rng.integers(longest, size=count)
     return [" ".join(rng.choice(WORDS, size)) for size in lengths]

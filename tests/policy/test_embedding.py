@@ -28,7 +28,7 @@ on_meshes = pytest.mark.parametrize("shape", MESHES, ids=str)
 
 
 def _inputs(vocab: int = VOCAB, width: int = WIDTH, time: int = TIME):
-    """A table, tokens of which some are frequent and some absent, and weights of a sum."""
+    """Create a table, tokens (some are frequent, some absent), and weights of a sum."""
     rng = np.random.default_rng(0)
     table = jnp.asarray(rng.normal(size=(vocab, width)), jnp.float32)
     tokens = rng.integers(0, vocab // 2, size=(ROWS, time)) * 2
@@ -121,7 +121,7 @@ def test_gradient_of_a_frequent_token_is_summed_in_float32(shape: dict[str, int]
 
 
 def _programs(shape: dict[str, int], time: int):
-    """Forward, and backward alone, for a mesh and a table [512, 64]: lowered, with shardings."""
+    """Lower forward, and backward alone, with shardings, for a mesh and a table [512, 64]."""
     mesh = meshes.make_mesh(shape)
     table, tokens, out_gradient = _inputs(512, 64, time)
 

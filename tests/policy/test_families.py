@@ -27,7 +27,7 @@ some_families = pytest.mark.parametrize(
 
 @pytest.fixture(scope="module")
 def load_family(tmp_path_factory):
-    """(transformers' model, our config, our weights) of a family, made once."""
+    """Return a cached function from a family to (transformers' model, our config, our weights)."""
 
     @functools.cache
     def make(family: str):

@@ -46,7 +46,7 @@ VOCAB = len(TOKENIZER["tokenizer.ggml.tokens"])
 
 
 def make(case: str) -> Any:
-    """A random model of transformers, with a row of the embedding for each token."""
+    """Create a random model of transformers, with a row of the embedding for each token."""
     family, fields, _ = CASES[case]
     return families.make(family, vocab_size=VOCAB, **fields)
 
@@ -54,7 +54,7 @@ def make(case: str) -> Any:
 def write(
     path: Path, case: str, fields: dict | None = None, drop: str = "", **tensors: Any
 ) -> Path:
-    """A file of a case, with changed fields and tensors, without one field or tensor."""
+    """Write the file of a case with changed fields and tensors, and without the part `drop`."""
     model = make(case)
     all_fields = gguf_files.model_fields(model.config) | TOKENIZER | (fields or {})
     all_tensors = gguf_files.model_tensors(model, CASES[case][2]) | tensors
@@ -108,7 +108,7 @@ MERGES = [("a", "b"), ("1", "2"), ("Ċ", "Ċ"), ("Ġ", "a"), ("Ġ", "1"), ("Ġ",
 
 
 def convert_tokenizer(folder: Path, case: str, fields: dict[str, Any]) -> Tokenizer:
-    """The tokenizer of FOLDER/m.gguf, converted; the embedding has a row for each of its tokens."""
+    """Convert FOLDER/m.gguf; return the tokenizer. The embedding has a row for each token."""
     embedding = np.zeros((len(fields["tokenizer.ggml.tokens"]), 64), np.float32)
     path = write(folder / "m.gguf", case, fields, **{"token_embd.weight": embedding})
     gguf_convert.convert(path, folder / "out")
@@ -315,7 +315,7 @@ def test_export_mistakes_end_with_one_line(arguments: list[str], tmp_path: Path)
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A package with the name of SmolLM2's and a tiny file; the cache is another folder."""
+    """Create a stub of SmolLM2's package with a tiny file; return the folder of the cache."""
     folder = tmp_path / "packages" / gguf_convert.SMOLLM2_PACKAGE
     folder.mkdir(parents=True)
     (folder / "__init__.py").write_text("raise ImportError('needs llama.cpp')")

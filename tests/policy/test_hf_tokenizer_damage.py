@@ -99,7 +99,7 @@ FILES = ("tokenizer", "tokenizer_config", "generation_config")
 
 
 def places(value, path=()):
-    """The paths of all values in a JSON document, except for the letters of the vocabulary."""
+    """Yield the paths of the first six values of each object and list in a JSON document."""
     inside = (
         value.items()
         if isinstance(value, dict)

@@ -146,7 +146,7 @@ def test_update_trains_only_the_adapters(mesh) -> None:
 
 @functools.cache
 def _gradient_norm() -> float:
-    """The adapters' part of the gradient, with every parameter trained."""
+    """Return the norm of the adapters' part of the gradient, with every parameter trained."""
     learner = _learner()
     batches, *_ = learner.pack(learner.weigh(tiny.groups(5)))
 

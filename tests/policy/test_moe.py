@@ -55,7 +55,7 @@ def _inputs(time=TIME, width=WIDTH, experts=EXPERTS):
 
 
 def _by_hand(x, weights, expert_ids, kernels):
-    """Reference: run every expert on every token, then pick the chosen ones."""
+    """Run every expert on every token, then pick the chosen experts: the reference."""
     gate, up, down = kernels
     hidden = nn.silu(jnp.einsum("btd,edf->btef", x, gate)) * jnp.einsum("btd,edf->btef", x, up)
     expert_outputs = jnp.einsum("btef,efd->bted", hidden, down)
@@ -170,7 +170,7 @@ def test_mixture_on_a_mesh_equals_one_device(mesh) -> None:
 
 
 def _out_and_gradients(mix, inputs):
-    """(output, gradients of x, weights and kernels)."""
+    """Return a list: the output, and the gradients of x, weights and kernels."""
 
     def value(x, weights, expert_ids, kernels):
         out = mix(x, weights, expert_ids, kernels)

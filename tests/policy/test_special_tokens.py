@@ -66,7 +66,7 @@ texts = st.lists(hostile, min_size=len(PLACES), max_size=len(PLACES))
 
 
 def all_prompts(name: str, place_texts: Sequence[str]) -> list[str]:
-    """Every prompt of a set, with these texts in its places."""
+    """Render every prompt of a set, with `place_texts` in its places."""
     words = prompts.load(name)
     first, second, *pairs = place_texts
     history = [Entry((0,), *pairs[:2]), Entry((1,), *pairs[2:])]
@@ -106,7 +106,7 @@ def tiny() -> SentencePieceTokenizer:
 
 @functools.cache
 def small(kind: str) -> Tokenizer:
-    """Hugging Face tokenizers made here, with the layouts of ChatML and of Llama 2."""
+    """Build a Hugging Face tokenizer with the layout of ChatML or of Llama 2."""
     folder = Path(SCRATCH.name) / f"special {kind}"
     if kind == "chatml":
         return load(write(folder, byte_level()))
@@ -119,7 +119,7 @@ def small(kind: str) -> Tokenizer:
 
 
 def controls(tokenizer: Tokenizer) -> set[int]:
-    """Ids that no text may have: all control symbols, all added tokens."""
+    """Return the ids that no text may have: all control symbols, all added tokens."""
     if isinstance(tokenizer, SentencePieceTokenizer):
         pieces = tokenizer._pieces
         return {i for i in range(tokenizer.vocab_size) if pieces.is_control(i)}
@@ -128,7 +128,7 @@ def controls(tokenizer: Tokenizer) -> set[int]:
 
 
 def check_chat(tokenizer: Tokenizer, text: str) -> None:
-    """Check for the layout's control tokens only, and unchanged text, in one turn and several."""
+    """Check that `text` adds no control token to chats of one and three turns, and is unchanged."""
     special = controls(tokenizer)
 
     def frame(*turns: str) -> list[int]:

@@ -43,7 +43,7 @@ def write_tensors(folder: pathlib.Path, tensors: dict[str, np.ndarray]) -> None:
 
 
 def read_tensors(folder: pathlib.Path) -> dict[str, np.ndarray]:
-    """All tensors of a folder, read by the library alone."""
+    """Read all tensors of a folder with the safetensors library alone."""
     tensors: dict[str, np.ndarray] = {}
     for path in folder.glob("*.safetensors"):
         tensors |= safetensors.numpy.load_file(path)

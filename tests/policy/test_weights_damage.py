@@ -47,7 +47,7 @@ many_examples = settings(max_examples=200)
 
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory) -> dict[str, pathlib.Path]:
-    """An undamaged folder of each kind."""
+    """Write an undamaged folder of each kind."""
     root = tmp_path_factory.mktemp("originals")
     for kind, size in zip(KINDS, (1 << 30, SHARD), strict=True):
         weights.save(root / kind, POLICY, tiny.weights(POLICY), shard_bytes=size)
@@ -55,7 +55,7 @@ def originals(tmp_path_factory) -> dict[str, pathlib.Path]:
 
 
 def load_damaged(original: pathlib.Path, damage: Callable[[pathlib.Path], Any]) -> Any:
-    """Result of `load` on a damaged copy: parameters, or the message of its error."""
+    """Load a damaged copy; return the parameters, or the message of the error."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = pathlib.Path(scratch) / "policy"
         shutil.copytree(original, folder)
@@ -67,7 +67,7 @@ def load_damaged(original: pathlib.Path, damage: Callable[[pathlib.Path], Any]) 
 
 
 def assert_same_or_named(outcome: Any, pattern: str) -> None:
-    """Check for the undamaged parameters, or an error that names a file of this pattern."""
+    """Assert undamaged parameters, or an error that names a file of this pattern."""
     if isinstance(outcome, str):
         assert re.search(f"policy/({pattern}): ", outcome), outcome
     else:
@@ -80,7 +80,7 @@ def _pick(data: st.DataObject, original: pathlib.Path, pattern: str) -> pathlib.
 
 
 def _alter(data: st.DataObject, content: bytes, end: int) -> bytes:
-    """Content with up to three of its first `end` bytes changed, lost or doubled."""
+    """Return the content with up to three of the first `end` bytes changed, lost or doubled."""
     altered = bytearray(content)
     for _ in range(data.draw(st.integers(1, 3))):
         end = min(end, len(altered))

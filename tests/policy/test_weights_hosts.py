@@ -24,7 +24,7 @@ SHAPE = {"fsdp": 2, "expert": 2}
 
 
 def make_policy(experts: int) -> tuple[Any, Any]:
-    """A small policy and its weights on the host."""
+    """Create a small policy and its weights on the host."""
     import dataclasses
 
     from tests import tiny  # touches devices
@@ -64,7 +64,7 @@ def test_first_of_two_hosts_saves_the_adapters_of_both(tmp_path: pathlib.Path) -
 
 
 def make_adapters() -> tuple[Any, Any]:
-    """A small policy with adapters, and random weights and adapters on the host."""
+    """Create a small policy with adapters, and random weights and adapters on the host."""
     import dataclasses
 
     import jax

@@ -63,7 +63,7 @@ def _shapes(config: PolicyConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def write_random(folder: pathlib.Path, config: PolicyConfig, shard_bytes: int) -> None:
-    """A folder of random bfloat16 weights of about 0.01, written without holding it in memory."""
+    """Write a folder of random bfloat16 weights of about 0.01, without holding it in memory."""
     bits = np.random.default_rng(0).integers(0, 1 << 16, PATTERN // 2, dtype=np.uint16)
     pattern = memoryview((bits & 0x807F | 0x3C00).tobytes())
     shards: list[dict[str, tuple[int, ...]]] = [{}]
@@ -94,7 +94,7 @@ def write_random(folder: pathlib.Path, config: PolicyConfig, shard_bytes: int) -
 
 
 def _status(field: str) -> int:
-    """Bytes that this process holds ("VmRSS") or has held at most ("VmHWM")."""
+    """Return the bytes that this process holds ("VmRSS") or has held at most ("VmHWM")."""
     # Not getrusage: its maximum is inherited from the process that started this one.
     for line in pathlib.Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field + ":"):
@@ -106,8 +106,8 @@ def measure(tiny: str, folder: str, on_mesh: bool, shard_bytes: int) -> dict[str
     """Load a folder in bfloat16, and save it in shards unless their size is 0.
 
     Returns:
-      Bytes that remain after the load, the most bytes held above that, its seconds; the most bytes
-      held for the save.
+      kept: bytes of the weights; above: the most bytes held above that in the load; before: bytes
+      held before the load; seconds: of the load; save: the most bytes held for the save.
     """
     import jax
 
@@ -139,7 +139,7 @@ def measure(tiny: str, folder: str, on_mesh: bool, shard_bytes: int) -> dict[str
 def _measure_elsewhere(
     tmp_path: pathlib.Path, config: PolicyConfig, shard_bytes: int, on_mesh: bool, saves: bool
 ) -> None:
-    """`measure` in a fresh process with one device; checks the bounds."""
+    """Run `measure` in a fresh process with one device; check the bounds."""
     write_random(tmp_path / "tiny", TINY, 10_000)
     write_random(tmp_path / "policy", config, shard_bytes)
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}

@@ -26,7 +26,7 @@ MESHES = [
 
 @pytest.fixture
 def counted(monkeypatch) -> collections.Counter:
-    """Bytes read of each tensor."""
+    """Count the bytes read of each tensor."""
     count: collections.Counter = collections.Counter()
     read_tensor = files.Tensor.read
 

@@ -396,7 +396,7 @@ def test_command_line_compares_runs(tmp_path):
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
-    """A browser window."""
+    """Open a browser window."""
     if browser.PROGRAM is None:
         pytest.skip(browser.MISSING)
     opened = browser.Browser(tmp_path_factory.mktemp("profile"))
@@ -406,7 +406,7 @@ def page(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory) -> epath.Path:
-    """The page of 500 steps and 2,000 episodes."""
+    """Write the page of a run of 500 steps and 2,000 episodes."""
     workdir = write_run(tmp_path_factory.mktemp("large") / "run", steps=500, episodes=4)
     write_page([measured(workdir)], workdir / "report.html")
     return workdir / "report.html"

@@ -35,7 +35,7 @@ def curves_of(axes: Axes) -> dict[str, list[float]]:
 
 
 def bands_of(axes: Axes) -> list[list[float]]:
-    """[left, lowest, right, highest] of each filled area."""
+    """Return [left, lowest, right, highest] of each filled area."""
     areas = [c for c in axes.collections if isinstance(c, PolyCollection)]
     return [c.get_datalim(axes.transData).extents.tolist() for c in areas]
 

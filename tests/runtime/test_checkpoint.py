@@ -32,7 +32,7 @@ def mesh_of(fsdp: int, tensor: int) -> jax.sharding.Mesh:
 
 
 def state_on(mesh: jax.sharding.Mesh, offset: float = 0.0) -> dict:
-    """A model with its optimizer state (namedtuples), a bfloat16 vector and a typed random key."""
+    """Create weights, optimizer state (namedtuples), a bfloat16 vector and a typed random key."""
     params = {
         "w": jnp.arange(64.0).reshape(8, 8) / 7 + offset,
         "b": jnp.full(3, 1.5 + offset, jnp.bfloat16),

@@ -38,7 +38,7 @@ FOLDER = "checkpoints"
 
 
 def arrays_of(step: int) -> dict[str, Any]:
-    """Random arrays, which do not compress: their files have more than a few bytes."""
+    """Return random arrays. They do not compress: their files have more than a few bytes."""
     return {"policy": {"w": jax.random.normal(jax.random.key(step), (64, 8))}, "n": jnp.ones(3)}
 
 
@@ -54,7 +54,7 @@ def assert_restores(checkpoints: Checkpoints, step: int) -> None:
 
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory) -> Path:
-    """Steps 1 and 2 of a run."""
+    """Save steps 1 and 2 of a run."""
     workdir = tmp_path_factory.mktemp("run")
     checkpoints = Checkpoints(workdir)
     for step in (1, 2):
@@ -130,7 +130,7 @@ def test_damaged_step_is_logged_skipped_and_replaced(run_folder, tmp_path, caplo
 
 
 def make_unreadable(file: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """Make reads of a file fail with this error."""
+    """Make reads of a file fail with the error `number`."""
     real = open
 
     def fail(path, *args, **options):
@@ -373,7 +373,7 @@ def test_background_save_failure_is_raised_by_waiting_calls(tmp_path, disk, call
 
 
 def remove_access(workdir: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """Make the creation of folders in the workdir fail with this error."""
+    """Make the creation of folders in the workdir fail with the error `number`."""
     mkdir = os.mkdir
 
     def fail(path, *args, **options):

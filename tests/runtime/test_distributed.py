@@ -405,7 +405,7 @@ def _error_of_broadcast() -> str:
 
 
 def _barriers(me: int) -> list[str]:
-    """Errors of four barriers, of which process 1 fails before it reaches the third."""
+    """Return the errors of four barriers; process 1 fails before it reaches the third barrier."""
     barriers = distributed.Barriers()
 
     def reach(key: str) -> str:
@@ -424,7 +424,7 @@ def _barriers(me: int) -> list[str]:
 
 
 def _split_rows() -> jax.Array:
-    """float32 [4, 2], a row per device."""
+    """Return a float32 array [4, 2] with a row per device."""
     rows = np.arange(8, dtype=np.float32).reshape(4, 2)
     place = NamedSharding(jax.make_mesh((4,), ("x",)), PartitionSpec("x"))
     return jax.make_array_from_callback(rows.shape, place, lambda index: rows[index])

@@ -93,7 +93,7 @@ def small_disk(tmp_path) -> Iterator[pathlib.Path]:
 
 @pytest.fixture
 def full_disk(small_disk, monkeypatch) -> Iterator[pathlib.Path]:
-    """A disk that has space again after the second failed try."""
+    """Yield a disk that has space again after the second failed try."""
     ballast, waits = small_disk / "ballast", []
 
     def sleep(seconds: float) -> None:

@@ -47,7 +47,7 @@ def config(tmp_path: pathlib.Path) -> pathlib.Path:
 
 
 def ended(error: BaseException, capsys: pytest.CaptureFixture) -> str:
-    """Line that a command prints when it exits with this error."""
+    """Return the line that a command prints when the command exits with this error."""
     with pytest.raises(SystemExit) as end, entry.user_errors():
         raise error
     assert end.value.code == 2
@@ -220,7 +220,7 @@ def test_failed_process_of_several_exits_without_waiting(monkeypatch, capsys):
 
 
 def parse(*arguments: object):
-    """(remaining arguments of a command line, flags parsed from it)."""
+    """Return (remaining arguments, parsed flags) of a command line."""
     argv = ["program", *map(str, arguments)]
     values = flags.FlagValues()
     config_flags.DEFINE_config_file("config", None, "", values, sys_argv=argv)
@@ -341,7 +341,7 @@ def test_run_main_handles_user_errors_of_flags_and_main(monkeypatch, capsys):
 
 
 def imported(names: list[str]) -> set[str]:
-    """Packages that a process has imported after these modules."""
+    """Import these modules in a process; return all packages that the process has imported."""
     code = f"import sys, {', '.join(names)}; print(*sys.modules)"
     process = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True

@@ -65,7 +65,7 @@ FAKE = """
 
 @pytest.fixture
 def wandb(tmp_path, monkeypatch):
-    """A stand-in for the package; `calls` records its use."""
+    """Yield a stand-in for the wandb package; `calls` records the calls of the package."""
     folder = tmp_path / "packages"
     folder.mkdir()
     (folder / "wandb.py").write_text(textwrap.dedent(FAKE))

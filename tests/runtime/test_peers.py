@@ -58,7 +58,7 @@ class Run:
         self.ended.put((index, status))
 
     def fail(self, index: int, error: Exception) -> threading.Thread:
-        """Let the main thread of a member fail; the result ends when `Heartbeats.fail` returns."""
+        """Let a member's main thread fail; the returned thread ends when `Heartbeats.fail` ends."""
         thread = threading.Thread(target=self.members[index].fail, args=(error,))
         thread.start()
         return thread
@@ -69,7 +69,7 @@ class Run:
 
 @contextlib.contextmanager
 def scripted(run: Run, index: int) -> Iterator[socket.socket]:
-    """A process of the run that has said its state once."""
+    """Yield the connection of a process of the run after the process has sent a state once."""
     with socket.create_connection(run.address, timeout=60) as line:
         with line.makefile("rb") as answers:
             proof = peers._prove(TOKEN, answers.readline().strip(), index)

@@ -46,7 +46,7 @@ def terminal(monkeypatch) -> Terminal:
 
 
 def lines_seen(stream: io.StringIO) -> list[str]:
-    """Lines that a terminal shows at the end, without cleared ones."""
+    """Return the lines that a terminal shows at the end, without cleared lines."""
     lines = [line.rsplit("\x1b[2K", 1)[-1] for line in stream.getvalue().split("\n")]
     return [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\r", "", line).rstrip() for line in lines]
 

@@ -44,7 +44,7 @@ class Bucket:
         self.replace("cat_file", cat_file)
 
     def replace(self, name: str, method: Any) -> None:
-        """Replaces a method, whose reads are counted."""
+        """Replace a method of the file system; reads by `cat_file` are counted."""
 
         def counted(system, path, *arguments, **options):
             if name == "cat_file":
@@ -79,7 +79,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Iterator[
 
 
 def fetch_again(url: str = URL) -> pathlib.Path:
-    """Fetches like a new process."""
+    """Fetch as a new process would: with an empty cache."""
     remote.fetch.cache_clear()
     return remote.fetch(url)
 

@@ -61,7 +61,7 @@ every_case = pytest.mark.parametrize("case", CASES)
 
 
 def _prompt(case: str) -> list[int]:
-    """Prompts of different lengths: within a page, to its end, over several pages."""
+    """Make a case's prompt: it ends within a page, at the end of a page, or after several pages."""
     number = list(CASES).index(case)
     length = (3, 4, 5, 8, 14, 16)[number]
     return np.random.default_rng(number).integers(POLICY.vocab_size, size=length).tolist()
@@ -69,7 +69,7 @@ def _prompt(case: str) -> list[int]:
 
 @functools.cache
 def _sampled() -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Tokens and logprobs of all answers of each case, both [50,000, 2]."""
+    """Sample all answers of each case; return their tokens and logprobs, both [50,000, 2]."""
     mesh = meshes.make_mesh({"fsdp": 1}, jax.devices()[:1])
     sampler_session = Sampler(POLICY, CONFIG, (), mesh).start_session(tiny.weights(POLICY))
     cases = list(CASES) * REQUESTS
@@ -89,7 +89,7 @@ def _sampled() -> dict[str, tuple[np.ndarray, np.ndarray]]:
 
 @functools.cache
 def _logprobs(case: str) -> tuple[np.ndarray, np.ndarray]:
-    """Float64 log-softmax at the case's temperature, from the model without cache.
+    """Compute the float64 log-softmax at the case's temperature, from the model without cache.
 
     Returns:
       Logprobs of the first token [V], and of the second token for every first one [V, V].
@@ -104,7 +104,7 @@ def _logprobs(case: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _filtered_distribution(probabilities: np.ndarray, options: Options) -> np.ndarray:
-    """The distribution [V] after the filters, by sorting."""
+    """Return the distribution [V] after the filters, computed by sorting."""
     order = np.argsort(-probabilities)
     falling = probabilities[order]
     count = options.top_k or len(falling)
@@ -118,7 +118,7 @@ def _filtered_distribution(probabilities: np.ndarray, options: Options) -> np.nd
 
 
 def _chi_square(counts: np.ndarray, exact: np.ndarray) -> tuple[float, int]:
-    """(statistic, degrees of freedom) of counts [V]; no impossible token may be sampled."""
+    """Return (statistic, degrees of freedom) of counts [V]; no impossible token may be sampled."""
     assert counts[exact == 0].sum() == 0
     expected = exact * counts.sum()
     rare = expected < FEWEST

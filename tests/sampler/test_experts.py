@@ -59,7 +59,7 @@ def _mesh(mesh: tuple[tuple[str, int], ...] = ()) -> jax.sharding.Mesh:
 
 
 def _weights(nudge: float, mesh: jax.sharding.Mesh) -> transformer.Params:
-    """Router columns of experts 2i + 1 are those of 2i, scaled by 1 + nudge."""
+    """Make weights: the router column of expert 2i + 1 is column 2i, scaled by 1 + nudge."""
     params = jax.tree.map(np.copy, tiny.weights(POLICY))
     router = params["layers"]["moe"]["router_kernel"]
     router[..., 1::2] = router[..., ::2] * np.float32(1 + nudge)
@@ -99,7 +99,7 @@ def _learner(
 def _differences(
     routing: str, groups: list[TrainGroup], mesh: tuple[tuple[str, int], ...] = ()
 ) -> np.ndarray:
-    """The learner's logprobs less the sampler's, of all answer tokens; the router is nudged."""
+    """Return learner minus sampler logprobs of all answer tokens; nudge the learner's router."""
     learner = _learner(routing, mesh)
     params, parts = _weights(1e-6, learner.mesh), []
     for batch in learner.pack(learner.weigh(groups))[0]:

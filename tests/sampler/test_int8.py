@@ -111,7 +111,7 @@ def test_int8_weights_are_accurate_to_half_a_scale() -> None:
 
 
 def _meant(params):
-    """Plain weights with the dequantized values of int8 ones."""
+    """Return plain weights with the dequantized values of the int8 weights."""
     small = _quantize(params)
     layers = dict(small["layers"])
     for room in ("attention", "mlp"):

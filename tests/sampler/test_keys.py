@@ -15,7 +15,7 @@ EDGES = (0, 1, 2**31 - 1, 2**31, 2**32 - 1)
 @jax.jit
 @jax.vmap
 def _fold_by_jax(key, number):
-    """Key data uint32 [n, 2] of fold_in for keys [n, 2] and numbers [n]."""
+    """Return JAX's key data uint32 [n, 2] of fold_in for keys [n, 2] and numbers [n]."""
     return jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(key), number))
 
 

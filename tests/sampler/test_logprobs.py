@@ -77,7 +77,7 @@ def _mesh() -> jax.sharding.Mesh:
 
 
 def _prompts(lengths: tuple[int, ...]) -> list[list[int]]:
-    """Equal except for the last five tokens."""
+    """Make prompts of these lengths that share all tokens except for the last five tokens."""
     rng = np.random.default_rng(2)
     text = rng.integers(QWEN2.vocab_size, size=max(lengths)).tolist()
     return [text[: n - 5] + rng.integers(QWEN2.vocab_size, size=5).tolist() for n in lengths]
@@ -86,7 +86,7 @@ def _prompts(lengths: tuple[int, ...]) -> list[list[int]]:
 def _sampled(
     policy: PolicyConfig, size: str, temperature: float, **filters: Any
 ) -> list[TrainGroup]:
-    """Prompts, answers and their logprobs from the sampler."""
+    """Sample answers; return groups of prompts, answers and the sampler's logprobs."""
     lengths, block = SIZES[size]
     config = SamplerConfig(
         temperature=temperature,
@@ -124,7 +124,7 @@ def _sampled(
 def _scored(
     policy: PolicyConfig, groups: list[TrainGroup], temperature: float, support: str = "full"
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(the sampler's logprobs, the learner's) of all answer tokens."""
+    """Return (sampler logprobs, learner logprobs) of all answer tokens."""
     answers = SIBLINGS * ANSWER
     bucket = Bucket(max(len(group.prompt) for group in groups) + answers, answers)
     layout = PackingConfig((bucket,), bucket.length)

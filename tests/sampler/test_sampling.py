@@ -12,7 +12,7 @@ DRAWS = 50_000
 
 
 def _by_sorting(probabilities: np.ndarray, top_p: float) -> np.ndarray:
-    """The fewest most likely tokens of one row whose mass reaches top_p."""
+    """Mark the most likely tokens of one row: the fewest with a total mass of at least top_p."""
     order = np.argsort(-probabilities, kind="stable")
     count = int(np.searchsorted(np.cumsum(probabilities[order]), top_p)) + 1
     nucleus = np.zeros(len(probabilities), bool)
@@ -21,14 +21,14 @@ def _by_sorting(probabilities: np.ndarray, top_p: float) -> np.ndarray:
 
 
 def _kept_mask(probabilities: np.ndarray, **filters: float) -> np.ndarray:
-    """Mask of the probabilities [N, V] that are kept."""
+    """Return the mask [N, V] of the probabilities [N, V] that are kept."""
     below = _below(probabilities)
     least = jax.jit(threshold)(below, tiny.sampling(len(below), **filters))
     return np.asarray(below >= least[:, None])
 
 
 def _below(probabilities: np.ndarray) -> jax.Array:
-    """Logarithms of the probabilities, minus the largest of each row."""
+    """Return the logarithms of the probabilities, minus the largest logarithm of each row."""
     logs = jnp.log(jnp.asarray(probabilities, jnp.float32))
     return logs - jnp.max(logs, axis=-1, keepdims=True)
 

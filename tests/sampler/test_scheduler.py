@@ -20,7 +20,7 @@ SHAPE = ShardShape(page_size=4, pages=20, slots=6, prompts=8, lanes=((1, 6), (3,
 
 
 def _request(prompt: int | Sequence[int], group: int = 1, max_tokens: int = 8) -> SampleRequest:
-    """A request; `prompt` is its tokens, or the length n of a prompt 0, 1, 2, ..."""
+    """Make a request; `prompt` is the prompt's tokens, or the length n of a prompt 0, 1, 2, ..."""
     tokens = list(range(prompt)) if isinstance(prompt, int) else list(prompt)
     return SampleRequest(tokens, group, np.zeros(2, np.uint32), Options(max_tokens=max_tokens))
 
@@ -33,7 +33,7 @@ def _scheduler(*requests: SampleRequest, shards: int = 1, **sizes) -> Scheduler:
 
 
 def _distinct_prompt(number: int, length: int = 4) -> list[int]:
-    """A prompt that shares no prefix with those of other numbers."""
+    """Make a prompt that shares no prefix with the prompts of other numbers."""
     return [100 * number + i for i in range(length)]
 
 
@@ -56,7 +56,7 @@ def _fill(scheduler: Scheduler) -> list[list[list[tuple[int, int]]]]:
 
 
 def _slots_of(lane: Lane) -> list[tuple[int, int] | None]:
-    """Ticket and sequence number in each slot."""
+    """Return the ticket and sequence number in each slot."""
     return [sequence and (sequence.prefilled.ticket, sequence.number) for sequence in lane.slots]
 
 
@@ -471,7 +471,7 @@ class _Decoder:
         self.page_contents: list[dict[int, tuple[int, ...]]] = [{} for _ in scheduler.shards]
 
     def run(self, requests: Sequence[SampleRequest]) -> None:
-        """Answer all requests: half are submitted first, one more whenever one is finished."""
+        """Answer all requests: submit half of the requests first, then one per finished request."""
         next_ticket = 0
         for _ in range(10_000):
             for request in requests[next_ticket : len(requests) // 2 + len(self.finished)]:
@@ -498,7 +498,7 @@ class _Decoder:
         return pages
 
     def _read(self, number: int, tasks: list[tuple[PrefilledPrompt, int]]) -> None:
-        """Run a prefill call: write all of its pages, then let each read all earlier ones."""
+        """Run a prefill call: write all of its pages, then let each page read all earlier pages."""
         page_contents, block = self.page_contents[number], self.scheduler.shape.page_size
         self.history.append([(number, r.ticket, r.pages[i], i) for r, i in tasks])
         for prefilled, i in tasks:
@@ -580,7 +580,7 @@ class _Decoder:
 def _random_requests(
     rng: np.random.Generator, count: int, shape: ShardShape
 ) -> list[SampleRequest]:
-    """Prompts with common prefixes, some of them equal; the longest take the whole pool."""
+    """Make requests with common prefixes; some prompts are equal, the longest fill the pool."""
     stems = [rng.integers(3, size=40).tolist() for _ in range(3)]
     fitting_requests = []
     while len(fitting_requests) < count:

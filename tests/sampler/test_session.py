@@ -301,7 +301,7 @@ def test_options_out_of_range_are_rejected(fields, message) -> None:
 
 @pytest.fixture
 def seconds(monkeypatch) -> list[float]:
-    """A clock that each fetch from the device advances by one second."""
+    """Replace the clock: each fetch from the device advances the returned time by one second."""
     now, fetch = [0.0], jax.device_get
 
     def fetch_slowly(arrays):

@@ -35,7 +35,7 @@ BLOCKS = (4, 16, 128)
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """(our config, our weights, transformers' answers to PROMPTS) of a family, made once."""
+    """Return a cached maker of a family's (config, weights, transformers' answers to PROMPTS)."""
 
     @functools.cache
     def make(family: str) -> tuple[PolicyConfig, Any, list[list[int]]]:
@@ -62,7 +62,7 @@ def _generate(model, prompt: list[int], tokens: int) -> list[int]:
 
 
 def _combinations() -> list[Any]:
-    """Every family with every page size, one of them in the quick set, in turn."""
+    """Pair every family with every page size; the quick set has one size per family, in turn."""
     cases = []
     for number, family in enumerate(families.FAMILIES):
         for turn, block in enumerate(BLOCKS):

@@ -56,7 +56,7 @@ MESH = {"fsdp": 2, "context": 2, "tensor": 2}
 def _sampled(
     policy: PolicyConfig = POLICY, mesh: dict[str, int] | None = None, **changes
 ) -> np.ndarray:
-    """4,000 sampled ids."""
+    """Sample 4,000 ids."""
     devices = None if mesh else jax.devices()[:1]
     config = dataclasses.replace(PLAIN, **changes)
     sampler = Sampler(policy, config, (), meshes.make_mesh(mesh or {"fsdp": 1}, devices))

@@ -39,7 +39,7 @@ def cases() -> Callable[[str], list[dict[str, Any]]]:
 
 @pytest.fixture(scope="session")
 def our_task() -> Callable[[str], str]:
-    """The project's name for a task name of the reference files."""
+    """Return the function from a task name of the reference files to the project's task name."""
     return TASKS.__getitem__
 
 

@@ -81,7 +81,7 @@ LOOK_ALIKES = str.maketrans(
 
 @functools.cache
 def good_texts() -> tuple[str, ...]:
-    """Outputs of all roles in both prompt sets, and their prompts."""
+    """Return outputs of all roles in both prompt sets, and prompts of these outputs."""
     demonstrated = list(
         islice(world_demonstrations(prompts.load("compact"), DemonstrationMixture(), seed=0), 60)
     )
@@ -111,7 +111,7 @@ def good_texts() -> tuple[str, ...]:
 
 
 def texts(seed: int, count: int) -> Iterator[str]:
-    """`count` texts, most of them below 1,000 characters."""
+    """Yield `count` texts, most of them below 1,000 characters."""
     rng = random.Random(seed)
     makers = (_mutated, _pieced, _random, _json, _family)
     for make in rng.choices(makers, weights=(8, 5, 2, 3, 2), k=count):
@@ -151,7 +151,7 @@ def _family(rng: random.Random) -> str:
 
 
 def json_value(rng: random.Random, depth: int) -> Any:
-    """Any value that JSON can write."""
+    """Make a random value of any kind that JSON can write."""
     kind = rng.randrange(8 if depth else 6)
     if kind == 6:
         return [json_value(rng, depth - 1) for _ in range(rng.randint(0, 3))]
@@ -163,7 +163,7 @@ def json_value(rng: random.Random, depth: int) -> Any:
 
 
 def _flip(rng: random.Random, text: str) -> str:
-    """The text with some bits of its bytes flipped; invalid UTF-8 becomes lone surrogates."""
+    """Flip some bits of the text's bytes; invalid UTF-8 becomes lone surrogates."""
     data = bytearray(text.encode("utf-8", "surrogatepass"))
     for _ in range(min(len(data), rng.randint(1, 5))):
         data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)

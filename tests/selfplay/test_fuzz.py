@@ -293,13 +293,13 @@ def feed(text: str) -> None:
 
 
 def short_name(module: str) -> str:
-    """Last part of a module name; "spell_evaluation" for algorithms.spell.evaluation."""
+    """Return the last part of a module name; "spell_evaluation" for algorithms.spell.evaluation."""
     *_, folder, name = module.split(".")
     return f"{folder}_{name}" if name == "evaluation" else name
 
 
 def public_functions() -> Iterator[str]:
-    """Names of public functions and methods, without the modules in NO_READERS.
+    """Yield the names of public functions and methods, without the modules in NO_READERS.
 
     They are "module.function" and "module.Class.method".
     """
@@ -462,7 +462,7 @@ def nothing_may_run() -> Iterator[None]:
 
 
 def evaluators() -> Iterator[tuple[Any, str]]:
-    """Module and name of functions that evaluate text, also in other imported packages."""
+    """Yield (module, name) of functions that evaluate text, also in other imported packages."""
     yield from ((builtins, name) for name in ("eval", "exec", "compile", "__import__"))
     yield from ((ast, "literal_eval"), (os, "system"), (os, "popen"))
     yield from ((pickle, "loads"), (subprocess, "Popen"))
@@ -520,7 +520,7 @@ def quiet() -> Iterator[None]:
 
 
 def json_lines(seed: int, count: int) -> Iterator[str]:
-    """JSON values, records of the readers below with odd fields, and hostile texts."""
+    """Yield JSON values, records of the readers below with odd fields, and hostile texts."""
     rng = random.Random(seed)
     fields = ("id", "documents", "tasks", "task", "question", "answer", "prompt", "completion")
     for text in texts(seed, count):
@@ -593,7 +593,7 @@ def test_question_memory_restores_its_state_and_rejects_others() -> None:
 
 
 def episode(source_texts: Sequence[str]) -> SpellEpisode:
-    """An episode whose texts are all taken from `source_texts`."""
+    """Make an episode with all of its texts taken from `source_texts`."""
     reply = Reply([], [], list(source_texts))
     base_episode = SpellEpisode(
         "general_qa",

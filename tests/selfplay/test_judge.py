@@ -47,7 +47,7 @@ class Server(ThreadingHTTPServer):
         self.lock = threading.Lock()
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A client that gives up waiting is part of a test and not logged."""
+        """Log nothing: a client that gives up waiting is part of a test."""
 
     @property
     def url(self) -> str:

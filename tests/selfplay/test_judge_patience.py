@@ -95,7 +95,7 @@ def test_retry_after_header_is_read_in_all_forms():
 
 @pytest.fixture(params=["200 OK", "503 Service Unavailable"])
 def dripping(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Address of a server that sends one byte of its reply every 50 ms, forever."""
+    """Yield the address of a server that sends one byte of its reply every 50 ms, forever."""
     ended = threading.Event()
 
     class Drip(socketserver.BaseRequestHandler):
@@ -109,7 +109,7 @@ def dripping(request: pytest.FixtureRequest) -> Iterator[str]:
         daemon_threads = True
 
         def handle_error(self, request: object, client_address: object) -> None:
-            """The client hung up, as it should."""
+            """Log nothing: the client hung up, as it should."""
 
     with Quiet(("127.0.0.1", 0), Drip) as running:
         thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01})

@@ -38,7 +38,7 @@ def parse(text: str, task: str = "general_qa") -> Parsed:
 
 
 def outcome(record: object) -> tuple[str, str, str]:
-    """Result of our general_qa check for a record that the reference code found."""
+    """Return the result of our general_qa check for a record that the reference code found."""
     return _summary(parse(f"```json\n{json.dumps(record)}\n```"))
 
 

@@ -35,7 +35,7 @@ def valid_puzzle(text: str, *args: int, **named: int) -> Puzzle:
 
 
 def filled(puzzle: Puzzle, letters: Sequence[str]) -> str:
-    """The document with these options in its gaps, in order."""
+    """Return the puzzle's document with these options in its gaps, in order."""
     for number, letter in enumerate(letters, 1):
         before, _, after = puzzle.document.partition(f"<gap {number}>")
         puzzle = Puzzle(before + puzzle.options[letter] + after, puzzle.options, (), ())
@@ -43,7 +43,7 @@ def filled(puzzle: Puzzle, letters: Sequence[str]) -> str:
 
 
 def a_document(seed: int) -> str:
-    """Paragraphs in any script with any white space between them; some occur twice."""
+    """Make paragraphs in any script with any white space between them; some occur twice."""
     rng = random.Random(seed)
     signs = "ab c\tdé中文🎉İß\u00a0\u2028.,(A)<gap>{}\\$\x00"
     words = ["".join(rng.choices(signs, k=rng.randint(1, 30))).strip() for _ in range(12)]
@@ -274,7 +274,7 @@ def permutations_of(options: int) -> set[tuple[str, ...]]:
 
 
 def brute_force(text: str, truth: str) -> tuple[bool, float, float]:
-    """(valid, dense, sparse) from all permutations spelled out, read character by character."""
+    """Compute (valid, dense, sparse): spell out all permutations, read character by character."""
     visible = text.split("</think>")[-1]
     if "<think>" in text and "</think>" not in text:
         visible = ""
@@ -299,7 +299,7 @@ def brute_force(text: str, truth: str) -> tuple[bool, float, float]:
 
 
 def an_answer(rng: random.Random, truth: str) -> str:
-    """A box, usually with a permutation, among other words and boxes."""
+    """Make a box, usually with a permutation, among other words and boxes."""
     letters = list(truth)
     match rng.randrange(8):
         case 0 | 1 | 2:

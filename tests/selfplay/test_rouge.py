@@ -10,7 +10,7 @@ from spell_jax.selfplay.rouge import rouge_l, rouge_l_recall
 
 
 def longest_common(first: list[str], second: list[str]) -> int:
-    """Length of the longest common subsequence, by dynamic programming."""
+    """Compute the length of the longest common subsequence by dynamic programming."""
     table = [[0] * (len(second) + 1) for _ in range(len(first) + 1)]
     for i, ours in enumerate(first):
         for j, theirs in enumerate(second):

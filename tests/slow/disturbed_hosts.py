@@ -38,7 +38,7 @@ class Disturbance:
     folder: pathlib.Path
 
     def variables(self) -> dict[str, str]:
-        """Environment of the host's process, with host_faults.c, which is compiled here."""
+        """Compile host_faults.c; return the environment that loads it into the host's process."""
         library = self.folder / "host_faults.so"
         source = pathlib.Path(__file__).with_name("host_faults.c")
         command = ["gcc", "-shared", "-fPIC", "-O1", "-o", str(library), str(source), "-ldl"]
@@ -88,7 +88,7 @@ class Hosts:
             self.processes.append(process)
 
     def disturb(self) -> bool:
-        """Waits for the point, then lets the fault begin; False if all processes end before."""
+        """Wait for the point, then begin the fault; return False if all processes end before."""
         disturbance = self._disturbance
         assert disturbance is not None
         while not (disturbance.folder / "reached").exists():
@@ -118,7 +118,7 @@ class Hosts:
     def ends(
         self, indices: Iterable[int] | None = None, patience: float = PATIENCE_S
     ) -> dict[int, tuple[int, str]]:
-        """(exit status, standard error) of these hosts, by default of all that are not stopped."""
+        """Return (exit status, standard error) by host, by default of all hosts not stopped."""
         if indices is None:
             disturbance = self._disturbance
             stopped = (
@@ -151,7 +151,7 @@ def finish(
     settings: dict[str, Any] | None = None,
     patience: float = PATIENCE_S,
 ) -> None:
-    """Starts a run on `count` undisturbed hosts, which go on to its end."""
+    """Run on `count` undisturbed hosts to the end of the run."""
     with (
         namespaces.network(count) as network,
         Hosts(network, count, policy, workdir, settings) as hosts,

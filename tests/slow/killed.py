@@ -35,7 +35,7 @@ STEP = 4  # in which runs are ended
 
 
 def make_config(policy: pathlib.Path, **settings):
-    """Config of the run: each step is saved and one checkpoint kept (and the best).
+    """Make the run's config: each step is saved and one checkpoint kept (and the best).
 
     The fourth step renews the frozen reader.
     """
@@ -47,7 +47,7 @@ def make_config(policy: pathlib.Path, **settings):
 
 
 def models_of(config, workdir: pathlib.Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(models, the host's state) of a run's newest checkpoint, whose step is the state's "step"."""
+    """Return (models, host state) of a run's newest checkpoint; state["step"] is the step."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         noise.use_one_device(monkeypatch)
         run: Run = make_run(config)
@@ -66,7 +66,7 @@ def models_of(config, workdir: pathlib.Path) -> tuple[dict[str, Any], dict[str, 
 
 
 def assert_same_state(config, workdir: pathlib.Path, other_workdir: pathlib.Path) -> None:
-    """Contents of the newest checkpoints to the bit.
+    """Assert that the newest checkpoints of two runs are equal to the bit.
 
     These are weights, optimizer, frozen reader, memory, data position and best score.
     """
@@ -86,7 +86,7 @@ def assert_same_state(config, workdir: pathlib.Path, other_workdir: pathlib.Path
 
 
 def assert_same_run(config, workdir: pathlib.Path, other_workdir: pathlib.Path) -> None:
-    """All output of a run of STEPS steps, without times and the list of remaining checkpoints."""
+    """Assert equal output of two runs of STEPS steps, but for times and the list of checkpoints."""
     lines, expected_lines = (
         list(map(noise.steady, read_metrics(run))) for run in (workdir, other_workdir)
     )
@@ -131,7 +131,7 @@ def hang(signals: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def hold(step: int) -> None:
-    """Orbax writes under another name; the step's name never appears."""
+    """Block Orbax at the rename of a step's temporary folder: the step's name never appears."""
     last = f"/checkpoints/{step}.orbax-checkpoint-tmp"
 
     def audit(event: str, arguments: tuple[Any, ...]) -> None:

@@ -18,7 +18,7 @@ _ETC = pathlib.Path("/etc/netns")
 
 
 def why_not() -> str:
-    """Reason for which there can be no namespaces here; "" if there can."""
+    """Return the reason why there can be no namespaces here; "" if there can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     missing = [name for name in ("ip", "unshare") if not shutil.which(name)]
@@ -34,13 +34,13 @@ class Network:
         self._names, self.relay = names, relay
 
     def command(self, index: int, command: Sequence[str]) -> list[str]:
-        """The command to run on a host; its process id is that of the command."""
+        """Return a command line that runs `command` on a host, with the process id of `command`."""
         script = f'hostname host{index} && exec "$@"'
         inside = ["ip", "netns", "exec", self._names[index], "unshare", "--uts"]
         return [*inside, "sh", "-c", script, "sh", *command]
 
     def cut_off(self, index: int) -> None:
-        """Takes the network device of a host down."""
+        """Take the network device of a host down."""
         _ip("-n", self._names[index], "link", "set", DEVICE, "down")
 
 

@@ -88,7 +88,7 @@ class Relay:
 
 
 def _open(namespace: str) -> int:
-    """The other end of a namespace's tun device; moves the calling thread there."""
+    """Open the other end of a namespace's tun device; the calling thread moves to the namespace."""
     folder = os.open(f"/var/run/netns/{namespace}", os.O_RDONLY)
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.setns(folder, 0):
@@ -100,7 +100,7 @@ def _open(namespace: str) -> int:
 
 
 def _resets(packet: bytes) -> list[bytes]:
-    """Resets for both sides of a packet's connection, each with the number that it accepts."""
+    """Make resets for both sides of a packet's connection, with the number that a side accepts."""
     header = 4 * (packet[0] & 15)
     source, target = packet[12:16], packet[16:20]
     ports, sequence, acknowledged = (

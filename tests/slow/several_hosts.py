@@ -28,7 +28,7 @@ STEPS = 3
 
 
 def make_config(policy: pathlib.Path, **settings):
-    """Config of the run: weights sharded over all devices; every step and the best are saved."""
+    """Make the run's config: shard weights over all devices; save every step and the best."""
     fields = {
         "steps": STEPS,
         "checkpoint_every": 1,
@@ -40,7 +40,7 @@ def make_config(policy: pathlib.Path, **settings):
 
 
 def judge(items: Sequence[tuple[str, str, str]]) -> list[int]:
-    """Verdicts by checksum; some are missing."""
+    """Return verdicts by checksum; some are missing."""
     assert jax.process_index() == 0, "the judge is asked twice"
     return [zlib.crc32("".join(item).encode(errors="replace")) % 3 - 1 for item in items]
 

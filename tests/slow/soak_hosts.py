@@ -42,7 +42,7 @@ def one_start(
     runs: tuple[pathlib.Path, pathlib.Path],
     settings: dict[str, Any],
 ) -> tuple[str, list[int]]:
-    """One start of the run and its fault; returns the fault and the exit statuses."""
+    """Start the run once with a random fault; return the fault and the exit statuses."""
     policy, workdir = runs
     count = 1 if options.moves and number % 2 else options.hosts
     faults = ["kill", *(fault for fault in FAULTS if count > 1 or fault in ("disk", "clock"))]
@@ -68,7 +68,7 @@ def one_start(
 
 
 def difference(workdir: pathlib.Path, other_workdir: pathlib.Path) -> float:
-    """Largest difference of two policies' weights."""
+    """Return the largest difference of two policies' weights."""
     params, other_params = (weights.load(run / "policy")[1] for run in (workdir, other_workdir))
     differences = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), params, other_params)
     return max(jax.tree.leaves(differences))

@@ -78,7 +78,7 @@ def test_install_cell_finds_something_to_install(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def executed(tmp_path_factory, spell_data):
-    """(the executed notebook, the run's folder); only the notebook's parameters are smaller."""
+    """Execute the notebook with smaller parameters; return (executed notebook, run folder)."""
     workdir = tmp_path_factory.mktemp("colab")
     notebook = copy.deepcopy(read())
     [index] = [
@@ -103,12 +103,12 @@ def executed(tmp_path_factory, spell_data):
 
 
 def names(source: str) -> set[str]:
-    """Variables that are assigned at the beginning of a line."""
+    """Return the variables that are assigned at the beginning of a line."""
     return set(re.findall(r"^(\w+) = ", source, re.MULTILINE))
 
 
 def outputs_of(notebook: nbformat.NotebookNode, words: str) -> dict[str, str]:
-    """Output of the one cell with these words: all printed text, and the rest by MIME type."""
+    """Return the output of the only cell with these words: printed text, the rest by MIME type."""
     [cell] = [cell for cell in code_cells(notebook) if words in cell.source]
     outputs = {"printed": ""}
     for output in cell.outputs:
@@ -155,7 +155,7 @@ def test_notebook_shows_accuracies_before_and_after(executed):
 
 
 def rows_of(table: str) -> list[list[str]]:
-    """Cells below the head of a Markdown table."""
+    """Return the cells of each row below the head of a Markdown table."""
     return [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
 
 

@@ -49,7 +49,7 @@ pytestmark = pytest.mark.skipif(bool(namespaces.why_not()), reason=namespaces.wh
 
 
 def cell_id(cell: tuple[str, str, int, int]) -> str:
-    """FAULT-PHASE-HOSTS, with -first if process 0 is disturbed, and not the last one."""
+    """Return FAULT-PHASE-HOSTS, with -first if process 0 is disturbed and not the last process."""
     fault, phase, count, host = cell
     return f"{fault}-{phase}-{count}" + ("" if host else "-first")
 
@@ -61,7 +61,7 @@ def policy(tmp_path_factory) -> pathlib.Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(policy, tmp_path_factory) -> Callable[[int], pathlib.Path]:
-    """The workdir of an undisturbed run, by number of hosts."""
+    """Return a function from a number of hosts to the workdir of an undisturbed run."""
 
     @functools.cache
     def run(count: int) -> pathlib.Path:
@@ -100,7 +100,7 @@ def test_disturbed_run_ends_on_all_hosts_or_goes_on(cell, policy, undisturbed, t
 
 
 def assert_named(cell: tuple[str, str, int, int], ended: dict[int, tuple[int, str]]) -> None:
-    """All name the disturbed host, or a host that it cannot reach."""
+    """Assert that all hosts name the disturbed host, or a host that it cannot reach."""
     fault, _, count, host = cell
     for index, (code, error) in ended.items():
         assert REMEDY in error, error[-3000:]
@@ -118,7 +118,7 @@ def assert_named(cell: tuple[str, str, int, int], ended: dict[int, tuple[int, st
 
 
 def assert_same_run(workdir: pathlib.Path, other_workdir: pathlib.Path) -> None:
-    """Metrics, episodes and the policy to the bit."""
+    """Assert that metrics, episodes and the policy of two runs are equal to the bit."""
     lines, expected_lines = (
         list(map(noise.steady, read_metrics(run))) for run in (workdir, other_workdir)
     )

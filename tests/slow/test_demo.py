@@ -24,7 +24,7 @@ VERIFIER = ("verifier accuracy, by pair", "")
 
 
 def play(workdir: pathlib.Path, *flags: str) -> pathlib.Path:
-    """The demo's command, without its time limit: the results are for a number of updates."""
+    """Run the demo's command, without its time limit: the results are for a number of updates."""
     command = [sys.executable, "-m", "spell_jax.train", "--config=configs/tiny.py"]
     environment = os.environ | {"XLA_FLAGS": ""}
     flags = (f"--workdir={workdir}", "--config.max_minutes=0.", *flags)
@@ -34,7 +34,7 @@ def play(workdir: pathlib.Path, *flags: str) -> pathlib.Path:
 
 @pytest.fixture(scope="module")
 def tables(tmp_path_factory) -> list[tuple[evaluation.Table, evaluation.Table]]:
-    """(before, after) of each seed."""
+    """Return the evaluation tables (before, after) of each seed."""
     seed_tables = []
     for seed in SEEDS:
         flags = (f"--config.seed={seed}", "--config.data.tiny.evaluation.per_cell=256")

@@ -42,7 +42,7 @@ esac
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """A folder with the parts of a checkout that commands name, and the script `python`."""
+    """Make a folder with the parts of a checkout that commands name, and the script `python`."""
     path = tmp_path_factory.mktemp("pages")
     (path / "spell_jax").mkdir()
     (path / "spell_jax" / "selfplay").symlink_to(ROOT / "spell_jax" / "selfplay")

@@ -112,7 +112,7 @@ def command(name: str, inputs: Inputs) -> Command:
 
 
 def start(command: Command, out: pathlib.Path, count: int = 0, name: str = "SIGKILL"):
-    """(exit status, standard error) of a command that gets the signal, if `count` is not 0."""
+    """Run a command that gets the signal if `count` > 0; return (exit status, standard error)."""
     arguments = [str(out), str(count), name, command.module, *command.arguments(out)]
     ended = subprocess.run(
         [sys.executable, "-m", "tests.slow.ended_commands", *arguments],
@@ -125,7 +125,7 @@ def start(command: Command, out: pathlib.Path, count: int = 0, name: str = "SIGK
 
 
 def files(out: pathlib.Path) -> dict[str, object]:
-    """Content of each file by its path; of metrics, all but times."""
+    """Return the content of each file by the file's path; of metrics, all but times."""
     contents: dict[str, object] = {}
     for path in sorted(out.rglob("*")):
         name = str(path.relative_to(out))
@@ -138,7 +138,7 @@ def files(out: pathlib.Path) -> dict[str, object]:
 
 
 def prepare(name: str, out: pathlib.Path) -> None:
-    """The folder before the first start."""
+    """Make the folder as it is before the first start."""
     out.mkdir()
     if name == "report":
         writer = MetricsWriter(out)

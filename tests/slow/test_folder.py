@@ -36,7 +36,7 @@ def documents(tmp_path_factory) -> pathlib.Path:
 
 @pytest.fixture(scope="module")
 def warm(documents, tmp_path_factory) -> pathlib.Path:
-    """The folder of rows, with the warm-started policy in it."""
+    """Make rows from a folder of texts and warm-start a policy; return the folder with both."""
     out = tmp_path_factory.mktemp("warm")
     arguments = [f"--source={documents}", f"--out={out}", "--vocab_size=400", "--rows=60"]
     folder_rows.main([*arguments, *SIZES])

@@ -79,7 +79,7 @@ def download_with_generation(request, response, storage, *arguments, download=ob
 
 
 def call_main(entry, config, workdir: str | pathlib.Path) -> None:
-    """The effect of `python -m ENTRY --config --workdir`, on one device."""
+    """Call an entry point's main as `python -m ENTRY --config --workdir` does, on one device."""
     flags_stand_in = SimpleNamespace(FLAGS=SimpleNamespace(config=config, workdir=str(workdir)))
     with pytest.MonkeyPatch.context() as monkeypatch:
         noise.use_one_device(monkeypatch)
@@ -96,7 +96,7 @@ def policy(tmp_path_factory) -> pathlib.Path:
 
 @pytest.fixture(scope="module")
 def local(policy, tmp_path_factory) -> pathlib.Path:
-    """The local workdir of two uninterrupted steps."""
+    """Run two uninterrupted steps in a local workdir; return the workdir."""
     workdir = tmp_path_factory.mktemp("local")
     call_main(train, noise.small_config(policy, steps=2, **SETTINGS), workdir)
     return workdir
@@ -104,7 +104,7 @@ def local(policy, tmp_path_factory) -> pathlib.Path:
 
 @pytest.fixture(scope="module")
 def remote(policy) -> epath.Path:
-    """Bucket workdir of a step and a second, resumed one; the first one's metrics are copied."""
+    """Run one step and a resumed second step in the bucket; copy the metrics of the first step."""
     workdir = paths.open_folder("gs://bucket/run")
     call_main(train, noise.small_config(policy, steps=1, **SETTINGS), "gs://bucket/run")
     (workdir / "metrics.jsonl").copy(paths.open_folder("gs://bucket/first.jsonl"))
@@ -113,7 +113,7 @@ def remote(policy) -> epath.Path:
 
 
 def names(folder: epath.Path | pathlib.Path) -> set[str]:
-    """Paths of all files below a folder of the bucket, or a local one."""
+    """Return the paths of all files below a folder of the bucket, or below a local folder."""
     if isinstance(folder, pathlib.Path):
         return {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()}
     top = str(folder).removeprefix("gs://") + "/"
@@ -194,7 +194,7 @@ def test_supervised_fine_tuning_resumes_in_a_bucket(policy, tmp_path):
 
 @pytest.fixture
 def inputs(policy, tmp_path, monkeypatch) -> list[str]:
-    """A local folder and one in the bucket with the same policy, clusters, questions, benchmark."""
+    """Write the same policy, clusters, questions and benchmark to a local folder and the bucket."""
     folder, url = tmp_path / "inputs", "gs://bucket/inputs"
     shutil.copytree(policy, folder / "policy")
     clusters = [{"id": f"{n}", "documents": [f"City {n}.", f"Town {n}."]} for n in range(3)]

@@ -29,7 +29,7 @@ PHASES = ("proposed", "answered", "verified")  # passed once per question; other
 def play(
     policy: pathlib.Path, workdir: pathlib.Path, fault: str = "", how: str = "", **settings
 ) -> tuple[int, str]:
-    """(exit code, standard error) of a run in a process of its own."""
+    """Run in a process of its own; return (exit code, standard error)."""
     command = [sys.executable, "-m", "tests.slow.killed", str(policy), str(workdir)]
     ended = subprocess.run(
         [*command, json.dumps(settings), how],
@@ -46,7 +46,7 @@ def play(
 def expect(
     code: int, resumed: int, policy: pathlib.Path, workdir: pathlib.Path, *fault: str, **settings
 ) -> str:
-    """Run until a fault, after a step that is resumed (0: none); returns its standard error."""
+    """Run until a fault and check the resumed step (0: none); return the run's standard error."""
     exit_code, error = play(policy, workdir, *fault, **settings)
     assert exit_code == code, error[-3000:]
     start_line = f"resumed at step {resumed}\n" if resumed else "begins with the weights of"
@@ -55,14 +55,14 @@ def expect(
 
 
 def passings(point: str, uninterrupted_run: pathlib.Path, step: int = STEP) -> int:
-    """Number of a point's passing, counted from the run's start, in the middle of a step."""
+    """Count a point's passings from the run's start to the middle of a step."""
     if point not in PHASES:
         return step
     return sum(number < step for number, _ in read_episodes(uninterrupted_run)) + QUESTION
 
 
 def checkpoint_files(workdir: pathlib.Path) -> set[str]:
-    """Files that show how far the save of STEP came."""
+    """Return the names of the files that show how far the save of STEP came."""
     folder = workdir / "checkpoints"
     return {path.name for path in folder.iterdir()} | {
         path.parent.name + "!" for path in folder.glob(f"*/{hashes.FILE}")
@@ -76,7 +76,7 @@ def policy(tmp_path_factory) -> pathlib.Path:
 
 @pytest.fixture(scope="module")
 def uninterrupted_run(policy, tmp_path_factory) -> pathlib.Path:
-    """The workdir of an uninterrupted run."""
+    """Return the workdir of an uninterrupted run."""
     workdir = tmp_path_factory.mktemp("whole")
     expect(0, 0, policy, workdir)
     return workdir

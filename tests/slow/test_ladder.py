@@ -35,7 +35,7 @@ SMALL = {
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> pathlib.Path:
-    """The folder of one run of the full arm, after its warm start."""
+    """Run the full arm once, after a warm start; return the folder of both."""
     runs = tmp_path_factory.mktemp("ladder")
     tuning = noise.with_fields(ladder_warm_start.get_config(), TUNING)
     tuning.policy.folder = str(TINY_POLICY)

@@ -49,7 +49,7 @@ def play(
     workdir: pathlib.Path,
     disturb: Callable[[pathlib.Path], None] = lambda workdir: None,
 ) -> tuple[int, str]:
-    """(exit code, standard error) of a run, disturbed when its first checkpoint is complete."""
+    """Run, and disturb after the first complete checkpoint; return (exit code, standard error)."""
     error = workdir.parent.parent / f"{workdir.name}_error"
     temporary = workdir.parent.parent / "temporary"
     temporary.mkdir(exist_ok=True)

@@ -85,7 +85,7 @@ def disk(tmp_path) -> Iterator[Disk]:
 def take_snapshots(
     disk: Disk, command: list[str], number: int, pause_s: float
 ) -> list[tuple[pathlib.Path, int]]:
-    """Copies of the disk while a command runs, each with the last step printed before the copy."""
+    """Copy the disk while a command runs; return (copy, last step printed before it) pairs."""
     output, snapshots = disk.image.parent / "said", []
     with disk.mounted(), output.open("w") as out:
         run = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.PIPE, text=True)
@@ -102,7 +102,7 @@ def take_snapshots(
 
 
 def losses(copies: list[tuple[pathlib.Path, int]]) -> list[str]:
-    """Descriptions of what the copies lack."""
+    """Describe the output that the copies lack."""
     descriptions = []
     for image, announced in copies:
         folder = image.with_suffix("")

@@ -69,7 +69,7 @@ DOCUMENT = re.compile(r"\{documents\[(\d+)\]\}")
 
 @pytest.fixture(scope="module")
 def qwen(spell_data, tmp_path_factory) -> pathlib.Path:
-    """A random policy with Qwen2.5's parts and tokenizer."""
+    """Make a random policy with Qwen2.5's parts and tokenizer."""
     words, real = tmp_path_factory.mktemp("words"), spell_data / "tokenizers" / "qwen2"
     packed = (real / "tokenizer.qwen2.5.rebuilt.json.gz").read_bytes()
     (words / "tokenizer.json").write_bytes(gzip.decompress(packed))
@@ -79,7 +79,7 @@ def qwen(spell_data, tmp_path_factory) -> pathlib.Path:
 
 @pytest.fixture(scope="module")
 def llama(spell_data, tmp_path_factory) -> pathlib.Path:
-    """A random model with Llama's parts and a small tokenizer of its own (minimind's)."""
+    """Make a random model with Llama's parts and a small tokenizer of its own (minimind's)."""
     words = tmp_path_factory.mktemp("llama") / "words"
     shutil.copytree(spell_data / "tokenizers" / "minimind", words)
     return make_policy(spell_data, "Llama-3.1-8B", words, (*NARROW, "vocab_size=6400"))
@@ -95,7 +95,7 @@ def make_policy(
 
 
 def rows_of(spell_data: pathlib.Path, layout: str) -> list[Any]:
-    """The first rows of a published file."""
+    """Return the first rows of a published file."""
     name, count = ROWS[layout]
     text = (spell_data / name).read_text("utf-8")
     rows = json.loads(text) if name.endswith(".json") else map(json.loads, text.splitlines())
@@ -104,7 +104,7 @@ def rows_of(spell_data: pathlib.Path, layout: str) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def questions(spell_data, qwen, tmp_path_factory) -> pathlib.Path:
-    """Long questions over paragraphs, tables and prose, in one file."""
+    """Write long questions over paragraphs, tables and prose to one file."""
     folder = tmp_path_factory.mktemp("questions")
     config = long_questions.LongConfig(min_tokens=2048, max_tokens=3400)
     count, all_questions = tokenizers.load(qwen).count, []
@@ -126,7 +126,7 @@ def questions(spell_data, qwen, tmp_path_factory) -> pathlib.Path:
 
 @pytest.fixture(scope="module")
 def short_questions(spell_data, tmp_path_factory) -> pathlib.Path:
-    """Multi-hop questions as published, with only their own 10 or 20 paragraphs."""
+    """Write multi-hop questions as published, with only their own 10 or 20 paragraphs."""
     path = tmp_path_factory.mktemp("short") / "questions.jsonl"
     drafts = [
         draft
@@ -146,7 +146,7 @@ def short_questions(spell_data, tmp_path_factory) -> pathlib.Path:
 
 
 def config_of(config: ConfigDict, policy: pathlib.Path, **changes: Any) -> ConfigDict:
-    """A config of a real model for two short steps of it."""
+    """Change a config to two short steps of a real model."""
     settings = {
         "steps": 2,
         "validate_every": 0,
@@ -174,7 +174,7 @@ def config_of(config: ConfigDict, policy: pathlib.Path, **changes: Any) -> Confi
 
 
 def run(config: ConfigDict, workdir: pathlib.Path) -> list[tuple[Record, list[Record]]]:
-    """Both steps: (line of metrics, its episodes)."""
+    """Run two steps; return (line of metrics, episodes) of each step."""
     loop.train(config, workdir)
     lines, episodes = read_metrics(workdir), list(read_episodes(workdir))
     assert [line["step"] for line in lines] == [1, 2]
@@ -192,7 +192,7 @@ def check_tokens(
     model: pathlib.Path,
     max_tokens: int = MOST_TOKENS,
 ) -> None:
-    """The tokens of a step's prompts to a model, counted again, and of its answers to them."""
+    """Check a step's metrics of a model's prompt tokens (counted again) and answer tokens."""
     tokenizer = tokenizers.load(model)
     lengths = [len(tokenizer.chat(prompt)) for prompt in agent_prompts]
     assert max(lengths) <= CAP and line[f"rollout/refused/{agent}"] == 0
@@ -203,12 +203,12 @@ def check_tokens(
 
 
 def with_documents(record: Record) -> str:
-    """A record's prompt with the texts that it names."""
+    """Return a record's prompt with the document texts in place of their names."""
     return DOCUMENT.sub(lambda match: record["documents"][int(match[1])], record["prompt"])
 
 
 def has_changed(before: pathlib.Path, after: pathlib.Path) -> bool:
-    """Whether any weight of two folders differs."""
+    """Return whether any weight of two folders differs."""
     (_, old), (_, new) = weights.load(before), weights.load(after)
     same = jax.tree.map(lambda a, b: np.array_equal(np.asarray(a), np.asarray(b)), old, new)
     return not all(jax.tree.leaves(same))
@@ -386,7 +386,7 @@ class Script:
 
 
 def answers_to(question: Question) -> list[str]:
-    """Four answers to a question, the first of which is right."""
+    """Return four answers to a question; the first is right."""
     wrong = "-123456.5" if question.task == "financial_math" else "nobody that is named here"
     quotes = [f'- "{quote}"' for quote in question.evidence or question.documents[:1]]
     invented = "- Of this the unwritten chapter tells."
@@ -473,7 +473,7 @@ def test_rlvr_on_published_questions(qwen, short_questions, tmp_path, monkeypatc
 def check_rlvr(
     qwen: pathlib.Path, path: pathlib.Path, workdir: pathlib.Path
 ) -> list[tuple[Record, list[Record]]]:
-    """Two steps on given questions, checked to be those of the file."""
+    """Run two steps on given questions; check that the episodes have the file's questions."""
     fields = {
         "data.questions": str(path),
         "algorithm.questions": 4,
@@ -561,7 +561,7 @@ def test_spell_on_filings(spell_data, qwen, meaning, tmp_path, monkeypatch) -> N
 
 
 def check_answers(line: Record, episodes: Sequence[Record], qwen: pathlib.Path) -> Counter[str]:
-    """Check requests after the proposals and their results; returns the rows of each role."""
+    """Check the requests after the proposals, and their results; return the rows of each role."""
     fills = prompts.load("full")
     solved = [e for e in episodes if e["scores"]]
     filled_prompts = [fills.responder(e["task"], (), e["question"]) for e in episodes if e["blind"]]

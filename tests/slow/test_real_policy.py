@@ -58,7 +58,7 @@ def data() -> pathlib.Path:
 
 @pytest.fixture(scope="module")
 def policy(data, tmp_path_factory) -> pathlib.Path:
-    """A folder in the Hub's layout, with random weights."""
+    """Make a folder in the Hub's layout, with random weights."""
     source, folder = tmp_path_factory.mktemp("tokenizer"), tmp_path_factory.mktemp("policy")
     real = data / "tokenizers" / "qwen2"
     packed = (real / "tokenizer.qwen2.5.rebuilt.json.gz").read_bytes()
@@ -71,7 +71,7 @@ def policy(data, tmp_path_factory) -> pathlib.Path:
 
 @pytest.fixture(scope="module")
 def documents(data, tmp_path_factory) -> pathlib.Path:
-    """Two real filings and three speeches."""
+    """Write two real filings and three speeches, cut at 20,000 characters, to a folder."""
     folder = tmp_path_factory.mktemp("documents")
     filings = sorted((data / "edgar" / "dev").glob("*.txt"))[:2]
     speeches = sorted((data / "gov_speeches").rglob("*.txt"))[:3]
@@ -82,7 +82,7 @@ def documents(data, tmp_path_factory) -> pathlib.Path:
 
 
 def config_of(policy: pathlib.Path, documents: pathlib.Path, **changes):
-    """configs/paper.py:qwen2.5-7b-instruct with few and short documents, questions and answers."""
+    """Return configs/paper.py:qwen2.5-7b-instruct with few short documents, questions, answers."""
     config = paper.get_config("qwen2.5-7b-instruct")
     settings = {
         "steps": 2,

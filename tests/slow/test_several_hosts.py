@@ -34,7 +34,7 @@ STEPS = several_hosts.STEPS
 def play(
     processes: int, *arguments: object, devices: int = DEVICES, killed: int | None = None
 ) -> list[tuple[int, str, float]]:
-    """(exit code, standard error, when it ended) of each process of a run on `devices` devices.
+    """Run on `devices` devices; return (exit code, standard error, end time) of each process.
 
     Process `killed` is killed after the last update, before it is saved.
     """
@@ -79,7 +79,7 @@ def _wait(running: Sequence[subprocess.Popen[str]]) -> list[tuple[int, str, floa
 
 
 def succeed(processes: int, *arguments: object, devices: int = DEVICES) -> list[str]:
-    """Run to the end; returns each process's standard error."""
+    """Run to the end; return the standard error of each process."""
     ended = play(processes, *arguments, devices=devices)
     assert [code for code, *_ in ended] == [0] * processes, ended[-1][1][-3000:]
     return [error for _, error, _ in ended]
@@ -92,7 +92,7 @@ def policy(tmp_path_factory) -> pathlib.Path:
 
 @pytest.fixture(scope="module")
 def alone(policy, tmp_path_factory) -> pathlib.Path:
-    """The workdir of one process with all devices."""
+    """Train in one process with all devices; return the workdir."""
     workdir = tmp_path_factory.mktemp("alone")
     succeed(1, "train", policy, workdir)
     return workdir
@@ -104,7 +104,7 @@ def assert_same_run(
     policy: pathlib.Path,
     ignored: Set[str] = frozenset(),
 ) -> None:
-    """Episodes to the byte, metrics except for times and rounding, weights to 1e-5."""
+    """Assert equal episodes (bytes), metrics (up to rounding, no times), weights (to 1e-5)."""
     for step in range(1, STEPS + 1):
         name = f"episodes/step_{step:06d}.jsonl.gz"
         assert (workdir / name).read_bytes() == (other_workdir / name).read_bytes(), name
@@ -118,7 +118,7 @@ def assert_same_learning(
     folders: Sequence[str],
     ignored: Set[str] = frozenset(),
 ) -> None:
-    """As assert_same_run, without the episodes; the metrics `ignored` may differ."""
+    """Assert as assert_same_run does, without the episodes; the metrics `ignored` may differ."""
     lines, expected_lines = (
         list(map(noise.steady, read_metrics(run))) for run in (workdir, other_workdir)
     )

@@ -56,7 +56,7 @@ def their_tokenizer(file):
 
 
 def paragraphs(data: Path) -> list[str]:
-    """Paragraphs of Wikipedia, and the beginnings of speeches."""
+    """Return the beginnings of speeches, and paragraphs of Wikipedia."""
     articles = json.loads((data / "published" / "squad11" / "dev-v1.1.first24.json").read_text())
     texts = [p["context"] for article in articles["data"] for p in article["paragraphs"]]
     speeches = sorted((data / "gov_speeches" / "inaugural").glob("*.txt"))
@@ -116,7 +116,7 @@ def test_chats_equal_transformers(chat, folder, their_tokenizer) -> None:
 
 
 def run(module: str, *flags: str) -> str:
-    """Output of a program on one device: eight fake ones would hold eight KV caches, of 20 GiB."""
+    """Run a program on one device: eight fake devices would hold eight KV caches, of 20 GiB."""
     command = [sys.executable, "-m", module, *flags]
     environment = os.environ | {"XLA_FLAGS": ""}
     return subprocess.run(

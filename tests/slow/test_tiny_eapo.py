@@ -30,7 +30,7 @@ STEPS, REFRESH = 2, 2
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory) -> Iterator[Any]:
-    """A few questions per step, and a reward model that is larger than the policy."""
+    """Yield a config with few questions per step and a reward model larger than the policy."""
     folder = tmp_path_factory.mktemp("given")
     for name, count in (("train", 12), ("held_out", 3)):
         questions = evidence_rows.make_questions(count, count, (2, 3))
@@ -66,7 +66,7 @@ def config(tmp_path_factory) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def uninterrupted_run(config, tmp_path_factory) -> epath.Path:
-    """A run from its first step to its last."""
+    """Run from the first step to the last; return the workdir."""
     return loop.train(config, epath.Path(tmp_path_factory.mktemp("whole") / "run"))
 
 
@@ -97,7 +97,7 @@ def test_refresh_changes_the_reward_models_weights(config, uninterrupted_run):
 
 
 def moved(before: str, after: epath.Path) -> float:
-    """The largest change of a weight."""
+    """Return the largest change of a weight."""
     pair = [weights.load(epath.Path(folder), meshes.make_mesh())[1] for folder in (before, after)]
     return max(jax.tree.leaves(jax.tree.map(lambda a, b: float(np.abs(a - b).max()), *pair)))
 

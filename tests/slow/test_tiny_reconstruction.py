@@ -45,7 +45,7 @@ SMALL = {
 
 
 def read_noise(text: str, options: int) -> puzzles.Order:
-    """An order from the text's checksum, for random text that states none.
+    """Derive an order from the text's checksum, because random text states no order.
 
     Two letters may be swapped, and one in three texts states nothing.
     """
@@ -57,7 +57,7 @@ def read_noise(text: str, options: int) -> puzzles.Order:
 
 @pytest.fixture(scope="module")
 def workdir(tmp_path_factory) -> epath.Path:
-    """Workdir of a run of two steps with random weights and orders from checksums."""
+    """Run two steps with random weights and orders from checksums; return the workdir."""
     policy = noise.save_policy(tmp_path_factory.mktemp("policy") / "noise")
     config = tiny_reconstruction.get_config()
     noise.with_fields(config, SMALL | {"policy.folder": str(policy)})

@@ -36,7 +36,7 @@ def policy(tmp_path_factory) -> pathlib.Path:
 
 @pytest.fixture(scope="module")
 def other_run(policy, tmp_path_factory) -> epath.Path:
-    """The folder of another run, with a checkpoint of each of its steps."""
+    """Return the folder of another run, with a checkpoint of each of its steps."""
     workdir = epath.Path(tmp_path_factory.mktemp("other"))
     run_to_end(
         noise.small_config(policy, steps=STEPS, checkpoint_every=1, validate_every=0), workdir
@@ -53,7 +53,7 @@ def run_to_end(config, workdir) -> None:
 
 
 def begin(config, workdir) -> tuple[dict, int]:
-    """(models, steps done) at the start of a run."""
+    """Return (models, steps done) at the start of a run."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         noise.use_one_device(monkeypatch)
         run = make_run(config)

@@ -44,13 +44,13 @@ def run_to_end(config, workdir: pathlib.Path) -> pathlib.Path:
 
 @pytest.fixture(scope="module")
 def run(policy, tmp_path_factory) -> pathlib.Path:
-    """The workdir of two updates of every weight."""
+    """Run two updates of every weight; return the workdir."""
     return run_to_end(noise.small_config(policy, **SHORT), tmp_path_factory.mktemp("run"))
 
 
 @pytest.fixture(scope="module")
 def adapted(policy, tmp_path_factory) -> pathlib.Path:
-    """The workdir of two updates of adapters, with a scaled context."""
+    """Run two updates of adapters, with a scaled context; return the workdir."""
     workdir = tmp_path_factory.mktemp("adapted")
     return run_to_end(noise.small_config(policy, **SHORT, **LORA), workdir)
 

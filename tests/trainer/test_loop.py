@@ -73,7 +73,7 @@ class Finished:
         return run
 
     def _count(self, rows):
-        """Called once per step, after its update."""
+        """Record cache sizes and the freeze count, once per step, after the step's update."""
         assert not self.run.worker._models, "the copy of the rollout takes memory"
         sampler, learner = self.run.worker.sampler, self.run.learner
         programs = {
@@ -90,7 +90,7 @@ class Finished:
         return list(map(noise.steady, read_metrics(self.workdir)))
 
     def checkpoint(self, *other_models: str) -> tuple[dict, dict]:
-        """(models, the host's state) of the last checkpoint."""
+        """Return (models, host state) of the last checkpoint."""
         checkpoints = Checkpoints(self.workdir)
         names = (*self.run.algorithm.models, *other_models)
         abstract = self.run.learner.fns.abstract_state
@@ -107,14 +107,14 @@ COUNT_ANSWERS = packing.count_answers
 
 @pytest.fixture(scope="module")
 def uninterrupted_run(policy, tmp_path_factory) -> Finished:
-    """Four steps in one go, evaluated, the last one profiled."""
+    """Run four steps without interruption; evaluate the run and profile the last step."""
     config = noise.small_config(policy, steps=4, evaluate=True, profile_steps=(4,))
     return Finished(config, tmp_path_factory.mktemp("whole"), alone=True)
 
 
 @pytest.fixture(scope="module")
 def resumed(policy, tmp_path_factory) -> Finished:
-    """Two steps, and two more from their checkpoint."""
+    """Run two steps, and two more steps from the checkpoint of the first two."""
     workdir = tmp_path_factory.mktemp("resumed")
     Finished(noise.small_config(policy, steps=2), workdir)
     return Finished(noise.small_config(policy, steps=4), workdir)
@@ -450,7 +450,7 @@ BAD = [
 
 @pytest.fixture(scope="module")
 def shapes(policy) -> None:
-    """Shapes of the policy, which are found with a key and then kept."""
+    """Build a run once: the policy's shapes are found with a key and then kept."""
     loop.make_run(noise.small_config(policy))
 
 

@@ -62,7 +62,7 @@ def lines_of(workdir: epath.Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def rollout(policy) -> Rollout:
-    """Rollouts of a step do not depend on the number of its updates."""
+    """Take one step's rollout, which does not depend on the number of the step's updates."""
     run = make_run(make_config(policy, "rollout"))
     rollout = Rollouts(run, runs.first_models(run), lambda: False).take(1)
     assert rollout and len(rollout.groups) > 2
@@ -122,7 +122,7 @@ class Recorded:
 
 
 def learn(groups: list[TrainGroup], workdir: epath.Path) -> Any:
-    """(Learners, models, numbers) of a step in two mini-batches with two models."""
+    """Update two models in two mini-batches; return (learners, models, numbers) of the step."""
     trained_models = {
         name: SimpleNamespace(
             learner=Recorded(),

@@ -36,7 +36,7 @@ def policy(tmp_path_factory) -> pathlib.Path:
 
 
 def run_to_end(config, workdir: pathlib.Path, one_device: bool = True) -> list[dict]:
-    """The metrics of a run in this process."""
+    """Run in this process; return the lines of metrics without times and memory."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         if one_device:
             noise.use_one_device(monkeypatch)
@@ -140,7 +140,7 @@ def test_interrupted_rollout_is_repeated_identically(policy, monkeypatch) -> Non
 
 
 def count_begun(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A list that collects the steps of rollouts from now on."""
+    """Return a list that collects the steps of rollouts from now on."""
     begun, roll_out = [], Rollouts._roll_out
 
     def roll_out_and_count(self, step, advance_update):

@@ -374,7 +374,7 @@ def test_loss_on_texts_is_the_next_token_loss(policy, source):
     groups = [supervised.to_group(supervised._parse_row({"text": t}), tokenizer) for t in texts]
 
     def loss(params):
-        """Mean over all tokens but the first ones, of a plain forward pass of each text."""
+        """Average the loss of plain forward passes over all tokens but the first of each text."""
         losses = []
         for text in texts:
             tokens = jnp.asarray([tokenizer.encode(text)])

@@ -86,7 +86,7 @@ def test_policy_rows_without_slips_are_correct():
 
 
 def by_hand(question: str, lines: list[str]) -> int:
-    """The correct score of lines, computed from the question's words only.
+    """Compute the correct score of lines from the question's words only.
 
     No slip lacks the first line and has the second.
     """
@@ -103,7 +103,7 @@ def by_hand(question: str, lines: list[str]) -> int:
 
 
 def sets_of(prompt: str) -> list[list[str]]:
-    """The lines of each set."""
+    """Return the lines of each set."""
     *prompt_lines, question, last = prompt.splitlines()
     assert last == "scores"
     parts = "\n".join(prompt_lines).split(f"\n{question}\n")

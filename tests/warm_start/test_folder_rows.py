@@ -234,7 +234,7 @@ def test_reciter_rows_repeat_their_documents(rows: list[Row]) -> None:
 
 
 def line(size: int) -> str:
-    """A text of one line with spaces and a fact in every sixth word."""
+    """Make a text of one line with spaces and a fact in every sixth word."""
     parts, words = [], ("harbour", "of", "grain", "near", "silver")
     for number in range(size // 34):
         parts += ["was", "built", f"{words[number % 5]}{number}", "with", "stones", str(number + 2)]
@@ -266,7 +266,7 @@ class Counted:
 
 @pytest.fixture
 def work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Characters scanned by patterns, and calls of functions that cost more."""
+    """Count the characters scanned by patterns, and the calls of functions that cost more."""
     counts: Counter[str] = Counter()
     for name in ("WORD", "NUMBER", "NAME"):
         monkeypatch.setattr(folder_rows, name, Counted(getattr(folder_rows, name), counts))

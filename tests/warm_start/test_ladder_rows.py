@@ -26,7 +26,7 @@ def documents_of(prompt: str) -> list[str]:
 
 
 def question_of(row) -> str:
-    """The question of a row, in its prompt or, for the questioner, in its completion."""
+    """Return a row's question: from the completion for the questioner, else from the prompt."""
     if row.role == "questioner":
         return parsing.parse_question(row.completion, TASK, lambda _: 1).question
     question = [line for line in row.prompt.splitlines() if world.depth_of(line)]

@@ -71,7 +71,7 @@ class Eapo:
     # 1. The policy answers.
 
     async def answer(self, ask: Ask, episode: EapoEpisode) -> EapoEpisode:
-        """Asks for G answers and parses them; a prompt over the cap ends the episode."""
+        """Ask for G answers and parse them; a prompt over the cap ends the episode."""
         e = episode
         text = self._prompts.evidence(e.cluster.documents, e.question)
         (reply,) = replies = await ask("responder", [text], self.config.group_size)
@@ -105,7 +105,7 @@ class Eapo:
     # 2. The reward model compares.
 
     async def score(self, ask: Ask, episode: EapoEpisode) -> EapoEpisode:
-        """Asks for a score of each well-formed answer; a single one has nothing to compare with."""
+        """Ask for a score of each well-formed answer, unless fewer than two can be compared."""
         e, c = episode, self.config
         sets = [answer.evidence for answer in e.answers if answer is not None]
         if not self.models or len(sets) < 2:
@@ -125,7 +125,7 @@ class Eapo:
     # 3. Rewards.
 
     def reward(self, episode: EapoEpisode) -> EapoEpisode:
-        """Evidence rewards relative to the group's, total rewards (Eq. 2), and consistency."""
+        """Set evidence rewards relative to the group, total rewards (Eq. 2), and consistency."""
         e = episode
         well_formed = [answer is not None for answer in e.answers]
         shares = iter(evidence.normalize(e.evidence_scores, sum(well_formed)))
@@ -143,7 +143,7 @@ class Eapo:
     # 4. Scorings to train the reward model on.
 
     def collect(self, episodes: Sequence[EapoEpisode], step: int) -> list[EapoEpisode]:
-        """Keeps the consistent scorings; at a refresh, moves them all to the last episode."""
+        """Keep the consistent scorings; at a refresh, move them all to the last episode."""
         if not self.trained:
             return list(episodes)
         self._scorings += [Scoring.of(e.scoring) for e in episodes if e.consistent and e.scoring]
@@ -157,7 +157,7 @@ class Eapo:
     def groups(
         self, episodes: Sequence[EapoEpisode], key: Key
     ) -> tuple[list[TrainGroup], list[Annotation]]:
-        """The policy's groups, and a refresh's of the reward model."""
+        """Return the policy's groups, and at a refresh the reward model's, with annotations."""
         c = self.config
         groups, annotations = responder_groups(episodes, c.divide_by_deviation, c.keep_equal)
         return groups + [scoring.group() for e in episodes for scoring in e.refresh], annotations
@@ -196,10 +196,10 @@ class Eapo:
 def is_consistent(
     scored: Sequence[tuple[int, float]], least: float, contrast_only: bool = False
 ) -> bool:
-    """Whether the outcomes confirm a scoring (section 3.3).
+    """Return whether the outcomes confirm a scoring (section 3.3).
 
-    A score of 4 or 5 predicts a right answer (outcome 1), one of 1 or 2 a wrong one. No outcome may
-    contradict its score, and at least the share `least` of the scores must be confirmed. With
+    A score of 4 or 5 predicts a right answer (outcome 1), a score of 1 or 2 a wrong one. No outcome
+    may contradict its score, and at least the share `least` of the scores must be confirmed. With
     `contrast_only`, the outcomes must differ.
     """
     if contrast_only and len({o == 1 for _, o in scored}) < 2:

@@ -28,7 +28,7 @@ class Scoring:
         return cls(tuple(prompt), tuple(answer))
 
     def group(self) -> TrainGroup:
-        """A supervised training group of the reward model: advantage 1, no old logprobs."""
+        """Return a supervised training group of the reward model: advantage 1, no old logprobs."""
         prompt, answer = list(self.prompt), list(self.answer)
         return TrainGroup(prompt, [answer], [1.0], REWARD_MODEL, model=REWARD_MODEL)
 
@@ -68,7 +68,7 @@ class EapoEpisode(QuestionEpisode):
             metrics.add("unparsed/reward_model", self.evidence_scores is None)
 
     def scored(self) -> list[tuple[int, float]]:
-        """(score, outcome) of each well-formed answer; empty if there are no scores."""
+        """Return (score, outcome) of each well-formed answer; empty if there are no scores."""
         if self.evidence_scores is None:
             return []
         pairs = zip(self.answers, self.rule, strict=True)
@@ -76,27 +76,27 @@ class EapoEpisode(QuestionEpisode):
         return list(zip(self.evidence_scores, outcomes, strict=True))
 
     def ordered_by_evidence(self) -> list[float]:
-        """Whether scores have the order of the evidence's F1, for each pair that differs in it."""
+        """Return whether scores have the order of the evidence's F1, per pair of different F1."""
         f1s = [2 * p * r / ((p + r) or 1.0) for p, r in filter(None, self.supported)]
         if self.evidence_scores is None or len(f1s) != len(self.evidence_scores):
             return []
         return pairs_in_order(f1s, self.evidence_scores)
 
     def best_chosen(self) -> float | None:
-        """Whether the highest score is that of the evidence with the highest ROUGE-L recall."""
+        """Return whether the evidence with the highest ROUGE-L recall has the highest score."""
         recalls = [recall for recall in self.rouge_l if recall is not None]
         if self.evidence_scores is None or len(recalls) != len(self.evidence_scores):
             return None
         return best_chosen(recalls, self.evidence_scores)
 
     def ordered_by_outcome(self) -> list[float]:
-        """Whether scores have the order of the outcomes, for each pair that differs in them."""
+        """Return whether scores have the order of the outcomes, per pair of different outcomes."""
         scored = self.scored()
         return pairs_in_order([outcome for _, outcome in scored], [score for score, _ in scored])
 
 
 def record(e: EapoEpisode, annotation: Annotation, prompts: Prompts) -> dict[str, Any]:
-    """A line of the run's files; see SPELL's."""
+    """Return an episode as a line of the run's files; see SPELL's record."""
     scores = iter(e.evidence_scores or ())
     texts = [f"{{documents[{i}]}}" for i in range(len(e.cluster.documents))]
     return {
@@ -133,7 +133,7 @@ def record(e: EapoEpisode, annotation: Annotation, prompts: Prompts) -> dict[str
 
 
 def count(metrics: Metrics, e: EapoEpisode, suffix: str) -> None:
-    """Adds an episode to the metrics, whether or not it is trained on; names end in `suffix`."""
+    """Add an episode to the metrics, trained on or not; metric names end in `suffix`."""
     metrics.add(f"overlong{suffix}", e.response is None)
     if e.response is None:
         return

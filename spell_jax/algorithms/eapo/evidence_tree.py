@@ -108,9 +108,9 @@ class Node:
 
 
 def make_prompt(record: Record, prompts: Prompts, needs_evidence: bool = False) -> str:
-    """Prompt of a request; ValueError names a field that is missing or of the wrong type.
+    """Return the prompt of a request; ValueError names a field that is missing or of a wrong type.
 
-    `needs_evidence` makes "evidence", the known one, a required field.
+    `needs_evidence` makes the field "evidence", the known evidence, required.
     """
     documents, question = _texts(record, "documents"), record.get("question")
     known_evidence, _ = (_texts({name: []} | record, name) for name in ("evidence", "answers"))
@@ -147,7 +147,7 @@ class EvidenceTree:
     rerank: Rerank | None = None
 
     def answer(self, records: Sequence[Record], texts: Sequence[str], seed: int) -> list[Record]:
-        """Output lines of requests with prompts `texts`; one over the context has no branches."""
+        """Return output lines of requests; prompts (`texts`) over the context get no branches."""
         tokenizer = self.policy.tokenizer
         key = jax.random.key(seed)
         keys = request_keys(key, len(records))
@@ -170,7 +170,7 @@ class EvidenceTree:
         return [describe(node) for node in nodes]
 
     def _find_evidence(self, nodes: Sequence[Node]) -> None:
-        """Samples branches up to the end of the evidence, and chooses the best per question."""
+        """Sample branches up to the end of the evidence, and choose the best per question."""
         width = 1 if self.config.evidence_by == "none" else self.config.width
         for i, samples in self._sample(nodes, [node.ids for node in nodes], width, EVIDENCE_END):
             nodes[i].branches = [self._branch(nodes[i], [], s, EVIDENCE_END, 2) for s in samples]
@@ -192,7 +192,7 @@ class EvidenceTree:
             node.chosen_branch = _best(node.branches)
 
     def _reason(self, pairs: Sequence[tuple[Node, Branch]]) -> None:
-        """Samples reasonings after the chosen evidence, and chooses the best per question."""
+        """Sample reasonings after the chosen evidence, and choose the best per question."""
         width = 1 if self.config.reasoning_by == "none" else self.config.width
         nodes = [node for node, _ in pairs]
         prefixes = [[*node.ids, *branch.tokens] for node, branch in pairs]
@@ -215,7 +215,7 @@ class EvidenceTree:
     def _sample(
         self, nodes: Sequence[Node], prompts: Sequence[list[int]], width: int, end: str
     ) -> Iterator[tuple[int, list[Sample]]]:
-        """Yields (index, `width` samples) in order of completion."""
+        """Yield (index of a prompt, its `width` samples) in order of completion."""
         options = Options(**self.sampling, stop_strings=(end,))
         ids = [np.array(prompt, np.int32) for prompt in prompts]
         keys = np.array([node.key for node in nodes], np.uint32).reshape(-1, 2)
@@ -233,7 +233,7 @@ class EvidenceTree:
         return Branch(tokens, text, parsed, math.fsum(map(float, sample.logprobs)))
 
     def _rank_by_similarity(self, items: Sequence[tuple[str, list[Branch]]]) -> None:
-        """Sets scores from -1 to 1: cosines between the vectors of question and evidence."""
+        """Set scores from -1 to 1: cosines between the vectors of question and evidence."""
         assert self.embed is not None
         texts = [text for q, formed in items for text in (q, *(b.sections[1] for b in formed))]
         vectors = iter(self.embed(texts) if texts else ())
@@ -243,7 +243,7 @@ class EvidenceTree:
                 branch.score = float(np.dot(question, next(vectors)))
 
     def _rank_by_reranker(self, items: Sequence[tuple[str, list[Branch]]]) -> None:
-        """Sets scores from 0 to 1, of each evidence alone; None if the reranker gives none."""
+        """Score each evidence alone, from 0 to 1; None if the reranker gives no score."""
         assert self.rerank is not None
         ask = self.prompts.reranker
         branches = [(question, branch) for question, formed in items for branch in formed]
@@ -252,7 +252,7 @@ class EvidenceTree:
             branch.score = score
 
     def _rank_by_judge(self, items: Sequence[tuple[str, list[Branch]]]) -> None:
-        """Sets scores from 1 to 5 by (prompt, branches); None for no reply or a malformed one."""
+        """Set scores of (prompt, branches) from 1 to 5; None for a missing or malformed reply."""
         assert self.judge is not None
         prompts = list(dict.fromkeys(prompt for prompt, _ in items))
         replies = dict(self.judge(prompts)) if prompts else {}
@@ -267,10 +267,10 @@ class EvidenceTree:
 
 
 def describe(node: Node) -> Record:
-    """The request and its tree as a line of the output.
+    """Return the request and its tree as a line of the output.
 
-    "prediction" is None if no answer is well-formed; "right" needs the request's true "answer" (it
-    also takes all of "answers"), "best_chosen" (see evidence.best_chosen) its known "evidence".
+    "prediction" is None without a well-formed answer. "right" needs the true "answer", and also
+    accepts all of "answers". "best_chosen" (see evidence.best_chosen) needs the known "evidence".
     """
     record, task = node.record, _task(node.record)
     documents = evidence.searchable(record["documents"])
@@ -311,14 +311,14 @@ def _describe_branch(branch: Branch, is_chosen: bool) -> Record:
 
 
 def _measure_evidence(node: Node) -> None:
-    """Sets the ROUGE-L recall of well-formed branches, if the evidence is known."""
+    """Set the ROUGE-L recall of well-formed branches, if the evidence is known."""
     if node.known_evidence:
         for branch in _well_formed(node.branches):
             branch.rouge_l = rouge_l_recall(branch.sections[1], "\n".join(node.known_evidence))
 
 
 def _best_chosen(node: Node) -> float | None:
-    """See evidence.best_chosen; None also if a branch of the evidence has no score."""
+    """Return evidence.best_chosen of the branches; None also if a branch has no score."""
     measured = [(b.rouge_l, b.score) for b in _well_formed(node.branches)]
     pairs = [(truth, score) for truth, score in measured if truth is not None and score is not None]
     if not pairs or len(pairs) < len(measured):
@@ -332,7 +332,7 @@ def _well_formed(branches: Sequence[Branch]) -> list[Branch]:
 
 
 def _best(branches: Sequence[Branch]) -> Branch | None:
-    """The well-formed branch with the highest score; the first one wins a tie."""
+    """Return the well-formed branch with the highest score; the first branch wins a tie."""
     formed = _well_formed(branches)
     return max(formed, key=lambda b: -math.inf if b.score is None else b.score, default=None)
 
@@ -370,7 +370,7 @@ class Reranker:
 
 
 def run(flag_values: Any) -> None:
-    """Answers the questions of --prompts with trees and writes --out."""
+    """Answer the questions of --prompts with trees and write --out."""
     policy, prompts, sampling = generation.load(flag_values)
     config = TreeConfig(flag_values.width, flag_values.evidence_by, flag_values.reasoning_by)
     judge = _make_judge(flag_values, policy) if "judge" in dataclasses.astuple(config) else None
@@ -389,7 +389,7 @@ def run(flag_values: Any) -> None:
 
 
 def _make_judge(flag_values: Any, policy: Policy) -> Ask:
-    """The judge of branches: an endpoint, another policy, or `policy` itself by default."""
+    """Make the judge of branches: an endpoint, another policy, or `policy` itself by default."""
     if bool(flag_values.judge_url) != bool(flag_values.judge_model) or (
         flag_values.judge_url and flag_values.judge_policy
     ):

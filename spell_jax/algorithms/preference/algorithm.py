@@ -41,7 +41,7 @@ class ShortToLong(Rlvr):
         self._short_answers = short_answers
 
     async def answer(self, ask: Ask, episode: Episode) -> PairEpisode:
-        """Asks for answers after each context; a prompt over the cap ends the episode."""
+        """Ask for answers after each context; a prompt over the cap ends the episode."""
         e: PairEpisode = episode
         shown = [e.documents[i] for i in e.shown]
         contexts = ((shown, self._short_answers), (e.documents, 1))
@@ -67,9 +67,9 @@ class ShortToLong(Rlvr):
         )
 
     def choose(self, episode: PairEpisode) -> tuple[int, int] | str:
-        """Indices of the chosen and the rejected answer, or one word for why there is no pair.
+        """Return the indices of the chosen and rejected answer, or a word for why there is no pair.
 
-        They count the answers after the short context, then the one after all documents.
+        Indices count the answers after the short context, then the answer after all documents.
         """
         raise NotImplementedError
 
@@ -79,7 +79,7 @@ class ShortToLong(Rlvr):
     def groups(
         self, episodes: Sequence[Episode], key: Key
     ) -> tuple[list[TrainGroup], list[Annotation]]:
-        """One group per pair."""
+        """Return one group per pair, and one annotation per episode."""
         groups, annotations = [], []
         for e in episodes:
             pair = self._choose(e)

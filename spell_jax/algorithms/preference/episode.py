@@ -39,7 +39,7 @@ class PairEpisode(SpellEpisode):
 
 
 def record(e: PairEpisode, annotation: Annotation, prompts: Prompts) -> dict[str, Any]:
-    """SPELL's record, with the answers after the short context before the one after all."""
+    """Return SPELL's record; answers after the short context precede the long-context answer."""
     line = make_record(e, annotation, prompts)
     if e.short_response is None:
         return line

@@ -58,7 +58,7 @@ class LongPo(ShortToLong):
         )
 
     def pair(self, episode: PairEpisode, chosen_index: int, rejected_index: int) -> TrainGroup:
-        """Both answers after all documents; the reference model reads the short context."""
+        """Pair both answers after all documents; the reference model reads the short context."""
         assert episode.short_response is not None and episode.response is not None
         answers = [sample.tokens for sample in answers_of(episode)]
         return TrainGroup(

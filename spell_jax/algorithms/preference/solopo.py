@@ -58,7 +58,7 @@ class SoLoPo(ShortToLong):
         return "equal_rewards" if len(set(right)) < 2 else (right.index(True), right.index(False))
 
     def pair(self, episode: PairEpisode, chosen_index: int, rejected_index: int) -> TrainGroup:
-        """The pair after the short context, with its chosen answer after all documents too."""
+        """Pair answers after the short context; add the chosen answer after all documents."""
         assert episode.short_response is not None and episode.response is not None
         answers = [sample.tokens for sample in answers_of(episode)]
         return TrainGroup(

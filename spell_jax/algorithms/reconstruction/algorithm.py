@@ -136,7 +136,7 @@ def pose(
     config: ReconstructionConfig,
     context: AlgorithmContext,
 ) -> PromptedPuzzle:
-    """Makes a puzzle of K options from a cluster's joined documents, or says why there is none."""
+    """Make a puzzle of K options from a cluster's joined documents, or say why there is none."""
 
     def make(text: str) -> tuple[puzzles.Puzzle | None, str]:
         min_paragraph, max_paragraph = config.min_paragraph, config.max_paragraph
@@ -172,7 +172,7 @@ class Reconstruction:
         return [self._answered(e, *next(pairs)) if e.posed.puzzle else e for e in episodes]
 
     def start_episodes(self, key: Key, step: int) -> list[ReconstructionEpisode]:
-        """Makes a step's puzzles; documents without one are replaced, in at most ROUNDS rounds.
+        """Make a step's puzzles; replace documents without a puzzle, in at most ROUNDS rounds.
 
         The random numbers of a puzzle depend only on the key and on the puzzle's index.
         """
@@ -203,7 +203,7 @@ class Reconstruction:
         )
 
     def _options(self, rng: np.random.Generator, number: int) -> int:
-        """K of the run's puzzle `number`, from 0."""
+        """Return the number of options K of the run's puzzle `number`, from 0."""
         c, sampled = self.config, rng.random()
         share = (number + 0.5) / (c.documents * self._context.steps)
         return puzzles.options_of(share if c.curriculum else sampled, c.options, c.option_weights)
@@ -233,7 +233,7 @@ class Reconstruction:
         return responder_groups(episodes, c.divide_by_deviation, c.keep_equal)
 
     def metrics(self, episodes: Sequence[ReconstructionEpisode]) -> Metrics:
-        """Shares of statuses, and rewards with those of a guess, over all puzzles and by K."""
+        """Return shares of statuses, rewards and the rewards of a guess, in total and by K."""
         metrics = Metrics()
         for e in episodes:
             e.count_unparsed(metrics)
@@ -252,7 +252,7 @@ class Reconstruction:
         return metrics
 
     def record(self, episode: ReconstructionEpisode, annotation: Annotation) -> dict[str, Any]:
-        """A line of the run's files; {document} in "prompt" is the window, with gaps at spans."""
+        """Return a line of the run's files; {document} in "prompt": the window, gaps at spans."""
         e, puzzle = episode, episode.posed.puzzle
         ask = self._context.prompts.reconstruction
         return {

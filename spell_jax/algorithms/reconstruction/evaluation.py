@@ -29,7 +29,7 @@ class PuzzleEvaluation:
         self._puzzles = functools.cache(self.make)
 
     def full(self, models: Models) -> Evaluated:
-        """Mean of each measure by K and over all puzzles, and the mean rewards of a guess."""
+        """Report the means of all measures and of a guess's rewards, by K and over all puzzles."""
         outcomes = self._outcomes(models, self._config.evaluation_puzzles)
         table = {
             name: {column: share(measures[name]) for column, measures in outcomes.items()}
@@ -54,7 +54,7 @@ class PuzzleEvaluation:
         return numbers["dense_reward"], numbers
 
     def _outcomes(self, models: Models, count: int) -> dict[str, dict[str, list[float]]]:
-        """Value of each of MEASURES for each answer, by K and under "all"."""
+        """Return the value of each of MEASURES for each answer, by K and under "all"."""
         posed = [(k, p) for k in sorted(self._config.options) for p in self._puzzles(k, count)]
         if not posed:
             raise ValueError("held-out documents: none gives a puzzle; see algorithm.min_paragraph")
@@ -71,7 +71,7 @@ class PuzzleEvaluation:
         )
 
     def make(self, options: int, count: int) -> tuple[PromptedPuzzle, ...]:
-        """Makes at most `count` puzzles of K options, the same ones every time."""
+        """Make at most `count` puzzles of K options, the same puzzles every time."""
         source = self._context.held_out()
         ids = sorted(source.tasks)
         ids = [ids[i] for i in np.random.default_rng([SEED]).permutation(len(ids))]

@@ -103,7 +103,7 @@ class Rlvr(Spell):
     def _accept(
         self, questions: Mapping[str, Question], clusters: Sequence[Cluster]
     ) -> list[SpellEpisode]:
-        """Episodes of the questions with the ids of the clusters (data.questions.as_clusters)."""
+        """Make episodes of the questions with the clusters' ids (data.questions.as_clusters)."""
         pairs = [(questions[cluster.id], cluster) for cluster in clusters]
         return [self._accepted(q.task, c, q.shown, q.question, q.answer) for q, c in pairs]
 
@@ -134,10 +134,10 @@ class Rlvr(Spell):
         return self._epoch_order(epoch, batch)[number * batch : (number + 1) * batch]
 
     def _epoch_order(self, epoch: int, batch: int) -> list[int]:
-        """Return the indices of an epoch's questions, which are a multiple of `batch`.
+        """Return the indices of an epoch's questions; their number is a multiple of `batch`.
 
-        `questions_per_cluster` about a cluster are together. Fewer than `batch` questions are left
-        out, other ones every epoch.
+        `questions_per_cluster` questions about a cluster stay together. Fewer than `batch`
+        questions are left out, other ones every epoch.
         """
         rng = np.random.default_rng([self._seed, _WRITTEN, epoch])
         size = len(self._written)
@@ -156,9 +156,9 @@ class Rlvr(Spell):
         reference: str,
         hidden: str = "",
     ) -> SpellEpisode:
-        """An accepted question of the set.
+        """Return an episode with an accepted question of the set.
 
-        `shown` are the documents that its questioner read, `hidden` as in SpellEpisode.
+        `shown` are the documents that the questioner read; `hidden` is as in SpellEpisode.
         """
         return self.episode(
             task,
@@ -175,7 +175,7 @@ class Rlvr(Spell):
     def _write(self, models: Models, rng: np.random.Generator) -> list[dict[str, Any]]:
         """Write the static set by SPELL's parts 1 to 3, of all proposals at once.
 
-        Their number is rounded up to whole batches.
+        The number of proposals is rounded up to whole batches.
         """
         batches = math.ceil(self._proposals / self.config.generation_batch)
         started = [episode for _ in range(batches) for episode in self.start_episodes(rng)]
@@ -218,7 +218,7 @@ class Rlvr(Spell):
 
 
 def deal_once(stream: TaskStream, batch: int) -> Iterator[list[Cluster]]:
-    """Batches of the next clusters of a stream, none twice: a new epoch's repeats are dropped."""
+    """Yield batches of the next clusters of a stream, each once; drop repeats of a new epoch."""
     dealt_ids: set[str] = set()
     while len(dealt_ids) < len(stream):
         dealt = stream.next(min(batch, len(stream) - len(dealt_ids)))

@@ -131,7 +131,7 @@ class Teacher:
             self._replies.update(read_records(self.path, _parse_reply)[0])
 
     def __call__(self, turn: int, numbers: Sequence[int], prompts: Sequence[str]) -> list[Any]:
-        """Replies to attempts, or None; `turn` 0 is the questioner, 1 the responder."""
+        """Return replies to attempts, or None; `turn` 0 asks the questioner, 1 the responder."""
         is_first = jax.process_index() == 0
         keys = [self._key(turn, *pair) for pair in zip(numbers, prompts, strict=True)]
         missing = [i for i, key in enumerate(keys) if is_first and key not in self._replies]
@@ -143,7 +143,7 @@ class Teacher:
         return distributed.broadcast(lambda: [self._replies.get(key) for key in keys])
 
     def _record(self, key: str, reply: str | None) -> None:
-        """Record a reply. A missing one is not recorded, so a later run requests it again."""
+        """Record a reply. A missing reply is not recorded, so a later run requests it again."""
         self.requests += 1
         if reply is not None:
             self._replies[key] = reply
@@ -206,7 +206,7 @@ class Build:
             )
 
     def next_batch(self, stream: TaskStream, first: int) -> list[Attempt]:
-        """Return the next attempts; whole batches are dealt, so more attempts change no earlier."""
+        """Return the next attempts; whole batches are dealt, so more attempts keep earlier ones."""
         dealt = stream.next(self.settings.batch)[: self.settings.attempts - first]
         return [self._start(number, *pair) for number, pair in enumerate(dealt, first)]
 
@@ -280,7 +280,7 @@ class Build:
             attempt.reason = _UNDECIDED.get(verdict) or (KEPT if verdict else "disagreed")
 
     def summary(self) -> dict[str, Any]:
-        """Counts of attempts by task and outcome, most frequent reason first."""
+        """Count attempts by task and outcome, most frequent reason first."""
         reasons: Counter[str] = Counter()
         tasks: dict[str, dict[str, int]] = {}
         for (task, reason), count in sorted(self.counts.items()):
@@ -347,7 +347,7 @@ def _line(attempt: Attempt) -> dict[str, Any]:
 
 
 def make_teacher(flag_values: Any, out: pathlib.Path, sizes: SamplerConfig) -> Teacher:
-    """The teacher; UsageError, FileNotFoundError or ValueError name the flag or folder."""
+    """Make the teacher; UsageError, FileNotFoundError or ValueError name the flag or folder."""
     url, model, folder = (
         flag_values.teacher_url,
         flag_values.teacher_model,
@@ -388,7 +388,7 @@ def make_teacher(flag_values: Any, out: pathlib.Path, sizes: SamplerConfig) -> T
 
 
 def open_clusters(flag_values: Any) -> tuple[TaskStream, Callable[[str], int]]:
-    """The stream of clusters, and the token counter of the tokenizer; errors as make_teacher."""
+    """Return the stream of clusters and the token counter; errors as in make_teacher."""
     if bool(flag_values.source) == bool(flag_values.config):
         raise app.UsageError("--source or --config: one of them must say where the clusters are")
     tasks = flag_values.config.data.tasks if flag_values.config else flag_values.tasks

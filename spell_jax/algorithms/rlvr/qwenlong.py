@@ -73,7 +73,7 @@ class QwenLong(Rlvr):
             self._divide(tuple(self._given_questions.values()))
 
     def _divide(self, questions: Sequence[Question]) -> None:
-        """Divides the set among the phases by the lengths of its inputs."""
+        """Divide the set among the phases by the input lengths of the questions."""
         source, self._questions = as_clusters(questions)
         self._read = source.read
         by_phase: list[list[str]] = [[] for _ in self._lengths]
@@ -117,7 +117,7 @@ class QwenLong(Rlvr):
         return self._given_batches(key, step) if self._phases else iter(())
 
     def _given_batches(self, key: Key, step: int) -> Iterator[list[SpellEpisode]]:
-        """Questions of earlier phases by difficulty, and the next ones of the step's phase."""
+        """Yield questions of earlier phases by difficulty, then next questions of this phase."""
         phases = len(self._phases)
         phase = min((step - 1) * phases // self._context.steps, phases - 1)
         earlier = sorted(name for name in self._means if self._phase_of[name] < phase)
@@ -133,7 +133,7 @@ class QwenLong(Rlvr):
             yield self._accept(self._questions, [*repeated_clusters, *new])
 
     def _difficulty(self, name: str) -> float:
-        """The inverse of the mean reward, at most G: a question that was never solved has that."""
+        """Return the difficulty of a question: 1 / mean reward, capped at the group size G."""
         return 1 / max(self._means[name], 1 / self.config.group_size)
 
     def metrics(self, episodes: Sequence[SpellEpisode]) -> Metrics:

@@ -51,7 +51,7 @@ class SelfDistillation(Rlvr):
     def groups(
         self, episodes: Sequence[SpellEpisode], key: Key
     ) -> tuple[list[TrainGroup], list[Annotation]]:
-        """A group for each answered question, whatever its rewards."""
+        """Return a group for each answered question, whatever the rewards are."""
         groups, annotations = [], []
         for e in episodes:
             if e.response is None:

@@ -65,7 +65,7 @@ class Spell:
         self._teacher_prompt = context.teacher_prompt
 
     def rollout(self, models: Models, key: Key, step: int) -> list[SpellEpisode]:
-        """Rounds of self-play until enough questions have mixed rewards, or the cap is reached."""
+        """Run rounds of self-play, up to the cap, until enough questions have mixed rewards."""
         rng = np.random.default_rng([*key])
         if self.config.mapping == PROGRESS:
             progress.measure(self.config, self.probes, models, self.prompts, self.stream)
@@ -84,9 +84,9 @@ class Spell:
     def fill(
         self, batches: Iterable[list[SpellEpisode]], rng: np.random.Generator
     ) -> list[SpellEpisode]:
-        """Rewards one answered batch per round, up to the cap, until enough have mixed rewards.
+        """Reward one answered batch per round until enough questions have mixed rewards.
 
-        A batch is taken from `batches` only when its round begins.
+        At most max_generations batches are taken from `batches`, each only when its round begins.
         """
         episodes: list[SpellEpisode] = []
         for batch in itertools.islice(batches, self.config.max_generations):
@@ -101,9 +101,7 @@ class Spell:
         return await self.solve(ask, await self.check(ask, proposed))
 
     def write_all(self, models: Models, episodes: Sequence[SpellEpisode]) -> list[SpellEpisode]:
-        """Parts 1 to 3 of all episodes, without duplicates and with the judge's verdicts on answers
-        without documents.
-        """
+        """Run parts 1 to 3 of all episodes; drop duplicates and judge answers without documents."""
         proposed = self.drop_duplicates(models.run_all(self.propose, episodes))
         written = models.run_all(self.check, proposed)
         if self._judge is None:
@@ -116,7 +114,7 @@ class Spell:
         return written
 
     async def check(self, ask: Ask, episode: SpellEpisode) -> SpellEpisode:
-        """Parts 2 and 3: a question with a reference that passes all filters, or why not.
+        """Run parts 2 and 3: settle the reference and apply all filters, or record why not.
 
         With a judge, answers without documents are not compared yet (`write_all`).
         """
@@ -133,9 +131,9 @@ class Spell:
     # 1. The questioner writes a question.
 
     def start_episodes(self, rng: np.random.Generator) -> list[SpellEpisode]:
-        """K episodes of each cluster, which sample from the same questioner prompt.
+        """Start K episodes of each cluster, which sample from the same questioner prompt.
 
-        With answer_first each has a document and an answer of its own.
+        With answer_first each episode has its own document and answer.
         """
         count = self.config.questions_per_cluster
         dealt = self.stream.next(self.config.generation_batch // count)
@@ -145,7 +143,7 @@ class Spell:
         return [episode for episode in started for _ in range(count // starts)]
 
     def _start_episode(self, task: str, cluster: Cluster, rng: np.random.Generator) -> SpellEpisode:
-        """An episode with its prompt; over the cap, new documents go, then the oldest history."""
+        """Start an episode; over the prompt cap, drop new documents, then the oldest history."""
         history = self.memory.get(task, cluster.id)
         seen_documents = documents_of(history)
         unseen = [i for i in range(len(cluster.documents)) if i not in seen_documents]
@@ -222,7 +220,7 @@ class Spell:
         )
 
     def drop_duplicates(self, episodes: Sequence[SpellEpisode]) -> list[SpellEpisode]:
-        """Ends the episodes whose question an earlier one about the same cluster asks as well."""
+        """End each episode that repeats an earlier question of the same task and cluster."""
         accepted = [n for n, e in enumerate(episodes) if e.status == "accepted"]
         pairs = [(f"{e.task}/{e.cluster.id}", e.question) for e in (episodes[n] for n in accepted)]
         twins = {accepted[i] for i in selection.duplicates(pairs)}
@@ -231,7 +229,7 @@ class Spell:
     # 2. Questions that need no documents are ungrounded.
 
     async def filter(self, ask: Ask, episode: SpellEpisode) -> SpellEpisode:
-        """Rejects an accepted question that is answered right without documents, by the rule."""
+        """Reject an accepted question that is answered right without documents, by the rule."""
         e, samples = episode, self.config.grounding_samples
         if e.status != "accepted" or not samples:
             return e
@@ -250,7 +248,7 @@ class Spell:
     # 3. (Option) A frozen copy of the first policy states the reference.
 
     async def read_reference(self, ask: Ask, e: SpellEpisode) -> SpellEpisode:
-        """Replaces the reference by the frozen reader's answer, or rejects the question."""
+        """Replace the reference by the frozen reader's answer, or reject the question."""
         if e.status != "accepted" or not self.config.has_reader:
             return e
         temperature = self.writing_temperature
@@ -260,7 +258,7 @@ class Spell:
     # 4. The responder answers from all documents.
 
     async def answer(self, ask: Ask, episode: SpellEpisode) -> SpellEpisode:
-        """Asks for G answers to an accepted question; a prompt over the cap ends the episode."""
+        """Ask for G answers to an accepted question; a prompt over the cap ends the episode."""
         e = episode
         if e.status != "accepted":
             return e
@@ -279,7 +277,7 @@ class Spell:
     # 5. The verifier compares answers with the reference.
 
     async def verify(self, ask: Ask, episode: SpellEpisode) -> SpellEpisode:
-        """Asks for G_v votes on each answer that states a prediction (4)."""
+        """Ask for G_v votes on each answer that states a prediction (4)."""
         e = episode
         judged: list[Reply | None] = [None] * len(e.predictions)
         votes: list[tuple[int, ...]] = [()] * len(e.predictions)
@@ -297,7 +295,7 @@ class Spell:
     # 6. Rewards.
 
     def reward(self, episode: SpellEpisode, rng: np.random.Generator) -> SpellEpisode:
-        """Rewards of the answers (6), and from their mean the questioner's (7)."""
+        """Compute the rewards of the answers (6), and from their mean the questioner's (7)."""
         if episode.response is None:
             return episode
         scores = tuple(
@@ -333,7 +331,7 @@ class Spell:
         return rewards.verifier_rewards(votes, -1.0 if self.config.malformed_penalty else 0.0)
 
     def remember(self, episodes: Sequence[SpellEpisode]) -> None:
-        """Writes a step's solvable questions to the memory, after the step's last read of it."""
+        """Write a step's solvable questions to the memory, after the step's last read of it."""
         for e in episodes:
             if e.response is None:
                 continue
@@ -347,7 +345,7 @@ class Spell:
     def groups(
         self, episodes: Sequence[SpellEpisode], key: Key
     ) -> tuple[list[TrainGroup], list[Annotation]]:
-        """Training groups of all three roles with their advantages (8, 9)."""
+        """Return the training groups of all three roles with their advantages (8, 9)."""
         answered = [n for n, e in enumerate(episodes) if e.response is not None]
         scores = [episodes[n].scores for n in answered]
         batch, surplus = selection.split_groups(scores, self.config.questions)
@@ -371,7 +369,7 @@ class Spell:
         return groups, annotate(episodes, advantages, self.config)
 
     def responder_group(self, episode: SpellEpisode, advantages: Sequence[float]) -> TrainGroup:
-        """The group of a question's answers; a teacher reads what the questioner read."""
+        """Return the group of a question's answers; a teacher reads the questioner's documents."""
         e = episode
         group = e.reply("responder", 0).group(advantages, "responder")
         if self._teacher_prompt is None:
@@ -383,7 +381,7 @@ class Spell:
     def _questioner_advantages(
         self, episodes: Sequence[SpellEpisode], good: Sequence[int], rng: np.random.Generator
     ) -> Advantages:
-        """The kept questions and as many bad ones (reward 0 or below), normalized (9)."""
+        """Normalize rewards of the kept and of sampled bad questions (reward 0 or below) (9)."""
         bad = [
             n
             for n, e in enumerate(episodes)
@@ -415,7 +413,7 @@ class Spell:
     def _verifier_advantages(
         self, episodes: Sequence[SpellEpisode], good: int, rng: np.random.Generator
     ) -> Advantages:
-        """A sample of the judged answers on which votes differ, of all answered questions (8)."""
+        """Sample judged answers with differing votes from all questions; return advantages (8)."""
         c = self.config
         eligible = [
             (n, i, e.votes[i])
@@ -441,7 +439,7 @@ class Spell:
         return group_advantages(scores, divide_by_deviation=divide).tolist()
 
     def metrics(self, episodes: Sequence[SpellEpisode]) -> Metrics:
-        """Shares and means over all episodes and per task (spec section 10)."""
+        """Compute shares and means over all episodes and per task (spec section 10)."""
         metrics = Metrics()
         for e in episodes:
             e.count_unparsed(metrics)

@@ -152,7 +152,7 @@ class SpellConfig(AlgorithmConfig):
             )
 
     def as_read(self, documents: Sequence[str]) -> Sequence[str]:
-        """The documents in prompts of answers, with their numbers if an answer shall name one."""
+        """Return the documents for prompts of answers, numbered if an answer shall name one."""
         return evidence.number_documents(documents) if self.document_share else documents
 
     @property
@@ -188,7 +188,7 @@ class SpellConfig(AlgorithmConfig):
         )
 
     def round_budgets(self, writes: bool = True) -> list[RolloutBudget]:
-        """Upper bounds of a round, with or without proposals; a step trains on all its rounds."""
+        """Return upper bounds per round, with or without proposals; a step trains on all rounds."""
         batch = self.generation_batch
         max_questions = batch * self.max_generations
         good = max_questions if self.keep_surplus else min(self.questions, max_questions)

@@ -88,7 +88,7 @@ class SpellEpisode(QuestionEpisode):
             metrics.add_sum("unparsed/verifier", votes.count(-1), len(votes))
 
     def reply(self, role: str, answer: int) -> Reply:
-        """The reply of a role that gave one; the verifier gives one to each answer."""
+        """Return the reply of a role that gave a reply; the verifier replies to each answer."""
         replies = {"questioner": self.proposal, "responder": self.response}
         reply = self.judged[answer] if role == "verifier" else replies[role]
         assert reply is not None
@@ -105,6 +105,6 @@ def reject(e: SpellEpisode, reason: str) -> SpellEpisode:
 
 
 def is_eligible_verdict(e: SpellEpisode, i: int, config: SpellConfig) -> bool:
-    """Whether the verifier may be trained on its votes on answer i."""
+    """Return whether the verifier may be trained on its votes on answer i."""
     gate = config.consistency_gate
     return selection.eligible_verifier_group(e.votes[i], e.rule[i], consistency=gate)

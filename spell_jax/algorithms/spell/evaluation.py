@@ -75,7 +75,7 @@ class TinyEvaluation:
         return Evaluated(report)
 
     def quick(self, models: Models) -> tuple[float, dict[str, float]]:
-        """(mean responder accuracy; accuracies by kind and number of documents)."""
+        """Return (mean responder accuracy, accuracies by kind and number of documents)."""
         numbers = {}
         for count in self.sizes.quick_documents:
             cells = self._responder(models, count, self.sizes.quick_per_cell)
@@ -84,7 +84,7 @@ class TinyEvaluation:
         return score, numbers | {"responder": score}
 
     def make_items(self, documents: int, kind: str, count: int) -> list[GeneratedQuestion]:
-        """Generates `count` questions of one kind, each about documents of its own."""
+        """Generate `count` questions of one kind, each about its own documents."""
         items = []
         for index in range(count):
             cell = [self.sizes.seed, documents, world.KINDS.index(kind), index]
@@ -101,7 +101,7 @@ class TinyEvaluation:
         return items
 
     def _responder(self, models: Models, documents: int, count: int) -> dict[str, list[float]]:
-        """Kind or "all" -> whether each answer is right."""
+        """Return whether each answer is right, by kind and under "all"."""
         items = [item for kind in world.KINDS for item in self.make_items(documents, kind, count)]
         answers = self._answers(models, items)
         outcomes = by_row(
@@ -164,7 +164,7 @@ class TinyEvaluation:
         }
 
     def _measure_question(self, text: str, task: str, documents: Sequence[str]) -> dict[str, bool]:
-        """Whether a question is accepted; if so, answerable; if so, with a right reference."""
+        """Return whether a question is accepted, if so answerable, if so with a right reference."""
         parsed = self.algorithm.parse_question(text, task, self.count_tokens)
         measures = {"accepted": parsed.status == "accepted"}
         if measures["accepted"]:
@@ -178,7 +178,7 @@ class TinyEvaluation:
     def _questioner_prompt(
         self, rng: np.random.Generator, task: str, known_count: int
     ) -> tuple[tuple[str, ...], str]:
-        """(documents, prompt) for the questioner: m new documents and m per known question."""
+        """Return (documents, prompt) for the questioner: m new documents, m per known question."""
         shown = max(self.algorithm.documents)
         count = shown * (known_count + 1)
         documents = world.make_documents(rng, max(count, self._usual_documents))[:count]
@@ -192,19 +192,19 @@ class TinyEvaluation:
 
 
 def task_kind(task: str) -> str:
-    """The kind of question whose comparison rules a task uses."""
+    """Return the kind of question with the comparison rules of a task."""
     return {"financial_math": "math", "multiple_choice": "choice"}.get(task, "lookup")
 
 
 def true_answer(question: str, task: str, documents: Sequence[str]) -> str | None:
-    """The oracle's answer to a question that a model wrote; None if there is none."""
+    """Return the oracle's answer to a question that a model wrote; None if there is none."""
     if task == "multiple_choice":
         return world.oracle_choice(question, documents)
     return world.oracle(question, documents)
 
 
 def is_true(answer: str | None, truth: str, kind: str) -> bool:
-    """Whether an extracted answer equals the true one, in any surface form."""
+    """Return whether an extracted answer equals the true answer, in any surface form."""
     if answer is None:
         return False
     if kind == "math":

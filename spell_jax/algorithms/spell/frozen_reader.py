@@ -16,10 +16,10 @@ from spell_jax.selfplay.prompts import Prompts
 async def read_reference(
     config: SpellConfig, prompts: Prompts, ask: Ask, e: SpellEpisode, temperature: float | None
 ) -> SpellEpisode:
-    """The accepted question with the reader's answer as reference, rejected if it has none.
+    """Replace a question's reference by the reader's answer; reject the question without one.
 
-    With reference_source "confirmed" its own reference stays, and must equal the reader's answer.
-    The reader sees the questioner's documents. With reader_by_hop it answers one hop after another.
+    With reference_source "confirmed" the old reference stays, and must equal the reader's answer.
+    The reader sees the questioner's documents. With reader_by_hop the reader answers hop by hop.
     """
     documents = [config.as_read(e.documents)[i] for i in e.shown]
     hop, links = split_hops(e.question, e.history) if config.reader_by_hop else (e.question, [])
@@ -54,7 +54,7 @@ def most_frequent(
 ) -> tuple[str | None, int]:
     """Return (the answer that agrees with most answers, how many agree); the first wins a tie.
 
-    (None, 0) if all answers are None.
+    The result is (None, 0) if all answers are None.
     """
     texts = [answer for answer in answers if answer is not None]
     counts = [sum(rules.same_answer(a, b, task, extract) for b in texts) for a in texts]

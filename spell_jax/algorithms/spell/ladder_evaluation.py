@@ -65,7 +65,7 @@ class LadderEvaluation:
         return Evaluated(report)
 
     def quick(self, models: Models) -> tuple[float, dict[str, float]]:
-        """(mean responder accuracy; accuracies by depth, and the verifier's)."""
+        """Return (mean responder accuracy, numbers): accuracies by depth and of the verifier."""
         sizes = self.sizes
         numbers = {}
         for depth in sizes.quick_depths:
@@ -80,7 +80,7 @@ class LadderEvaluation:
         return score, numbers | {"responder": score, "verifier": verifier}
 
     def _responder(self, models: Models, documents: int, depth: int, count: int) -> list[bool]:
-        """Whether each answer is right, to `count` questions about documents of their own."""
+        """Return whether each answer is right, for `count` questions on their own documents."""
         questions, texts = [], []
         for index in range(count):
             rng = np.random.default_rng([self.sizes.seed, documents, depth, index])

@@ -18,7 +18,7 @@ from spell_jax.selfplay.prompts import Prompts
 def measure(
     config: SpellConfig, probes: ProbeSet, models: Models, prompts: Prompts, stream: TaskStream
 ) -> None:
-    """Asks all probes again, group_size times each; a prompt over the cap counts as unsolved."""
+    """Ask all probes again, group_size times each; a prompt over the cap counts as unsolved."""
 
     async def ask_probe(ask: Ask, probe: Probe) -> float:
         (cluster,) = stream.read([probe.cluster])
@@ -36,7 +36,7 @@ def push(
     episodes: Sequence[SpellEpisode],
     rng: np.random.Generator,
 ) -> None:
-    """Makes some of a step's answered questions probes."""
+    """Turn some of a step's answered questions into probes."""
     new_probes = []
     for e in episodes:
         if e.response is not None:
@@ -48,6 +48,6 @@ def push(
 
 
 def _solve_rate(config: SpellConfig, reply: Reply | None, reference: str, task: str) -> float:
-    """The share of right answers by the rule, whatever else their rewards depend on."""
+    """Return the share of right answers by the rule alone, whatever else the rewards depend on."""
     answers = config.read_answers(() if reply is None else reply.scored_texts, task)
     return float(np.mean(config.score_answers(answers, reference, task) or [0.0]))

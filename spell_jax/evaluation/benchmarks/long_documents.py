@@ -231,12 +231,12 @@ def _benchmark(
 
 
 def score_rule(task: str, text: str, item: BenchmarkItem) -> float:
-    """Rule reward of a full reply against the item's reference: 0.0 or 1.0."""
+    """Return the rule reward of a full reply against the item's reference: 0.0 or 1.0."""
     return rules.score(text, item.references[0], task)
 
 
 def state_section(task: str, text: str) -> str:
-    """Answer section of a reply, in words that the task's rule reads; "" without one."""
+    """Return a reply's answer section, in words that the task's rule reads; "" without one."""
     answer = evidence.answer_section(text)
     return evidence.with_answer_phrase(answer, task) if answer else ""
 

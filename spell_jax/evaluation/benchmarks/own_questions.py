@@ -98,7 +98,7 @@ def _items(
     wording: prompts.Prompts,
     left_out: Counter[str],
 ) -> Iterator[BenchmarkItem]:
-    """Questions of a step that can be asked; counts the reasons for the others."""
+    """Yield a step's questions that can be asked; count in `left_out` why others cannot."""
     texts = {str(r.get("cluster")): r["documents"] for r in records if r.get("documents")}
     for i, record in enumerate(records):
         documents = texts.get(str(record.get("cluster")))

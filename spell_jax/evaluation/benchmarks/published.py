@@ -37,7 +37,7 @@ class PublishedRow:
     values: Mapping[str, Any]
 
     def get(self, field: str, kinds: type[T] | tuple[type[T], ...], requirement: str) -> T:
-        """Value of a field; raises ValueError if it is missing or of another type."""
+        """Return the value of a field; raise ValueError if it is missing or has another type."""
         if field not in self.values:
             names = ", ".join(map(str, self.values))[:200]
             raise ValueError(
@@ -49,11 +49,11 @@ class PublishedRow:
         return value
 
     def column(self, *names: str) -> str:
-        """Name of the first of these columns that the row has, else the first name."""
+        """Return the first of these column names that the row has, else the first name."""
         return next((name for name in names if name in self.values), names[0])
 
     def text(self, field: str) -> str:
-        """Text of a field, not blank; lone surrogates, which have no UTF-8, become U+FFFD."""
+        """Return a field's non-blank text; lone surrogates, which have no UTF-8, become U+FFFD."""
         value = SURROGATE.sub("\ufffd", self.get(field, str, "a text"))
         if not value.strip():
             raise self.wrong(field, "a text that is not empty")
@@ -74,22 +74,22 @@ class PublishedRow:
         ]
 
     def wrong(self, field: str, requirement: str) -> ValueError:
-        """Error for a field with a wrong value, for the caller to raise."""
+        """Return the error for a field with a wrong value; the caller raises it."""
         value = repr(self.values.get(field))[:100]
         return ValueError(f"{self.where}: {field} = {value}; it must be {requirement}. {HELP}")
 
 
 def hub(*names: str) -> list[list[str]]:
-    """Layouts of a dataset on the Hugging Face hub, whose splits are `names`."""
+    """Return the layouts of a dataset on the Hugging Face hub with the splits `names`."""
     return [[f"{folder}{name}" for name in names] for folder in ("", "data/", "default/", "main/")]
 
 
 def locate(folder: Folder, layouts: Layouts) -> list[Path]:
-    """Files of the first layout whose first name exists; FileNotFoundError if any is missing.
+    """Return the files of the first layout whose first name exists.
 
-    A name is that of a file, or lacks the suffix of its format: "data/test" is data/test.parquet
-    or any other of `row_files.KINDS`, or all of data/test-00000-of-00002.parquet, ..., or all of
-    data/test/0000.parquet, ..., which are the forms of the Hugging Face hub.
+    Raises FileNotFoundError if a file is missing. A name may lack the suffix of its format:
+    "data/test" is data/test.parquet or any other of `row_files.KINDS`, or, as on the Hugging Face
+    hub, all of data/test-00000-of-00002.parquet, ..., or all of data/test/0000.parquet, ....
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -132,7 +132,7 @@ def rows_of(path: Path, delimiter: str = ",") -> Iterator[PublishedRow]:
 
 
 def json_value(path: Path, kind: type[T]) -> T:
-    """JSON value of a whole file; raises ValueError if it is invalid or not of type `kind`."""
+    """Return a whole file's JSON value; raise ValueError if it is invalid or not of type `kind`."""
     try:
         return read_json(path, kind)
     except ValueError as error:
@@ -140,7 +140,7 @@ def json_value(path: Path, kind: type[T]) -> T:
 
 
 def read(folder: Folder, layouts: Layouts, published: int, limit: int | None) -> list[PublishedRow]:
-    """Read the first `limit` rows of a dataset, or all, whose number must be `published`."""
+    """Read the first `limit` rows of a dataset, or all rows, which must number `published`."""
     paths = locate(folder, layouts)
     rows = list(itertools.islice(itertools.chain.from_iterable(map(rows_of, paths)), limit))
     if len(rows) != limit:

@@ -56,7 +56,7 @@ FORMS = ("ruler_TASK_LENGTH", "needle_LENGTH_...")  # names of generated benchma
 
 
 def find_folder(name: str, data: Folder) -> Folder:
-    """Folder of a benchmark's files: DATA/NAME, else DATA/FAMILY if generated, else DATA.
+    """Find the folder of a benchmark's files: DATA/NAME, else DATA/FAMILY if generated, else DATA.
 
     A URL of benchmark files is fetched. A run, which has weights too, is read where it is.
     """
@@ -81,11 +81,11 @@ def load(
 ) -> Benchmark:
     """Load a benchmark from a local folder with its files; nothing is downloaded.
 
-    `name` is a key of `LOADERS`, or has one of the `FORMS`, whose lengths are in tokens of
-    `tokenizer`; these hide needles in the texts of the folder `prose` ("": those of `folder`, else
-    a novel), and only "qa" needs a `folder`. `limit` is the maximum number of questions, at least
-    1; None loads all. Published files then need only as many rows. `answer_format` is "plain", or
-    "sections" to ask for EAPO's four sections and score the answer section (long_documents).
+    `name` is a key of `LOADERS`, or has one of the `FORMS`, with lengths in tokens of `tokenizer`.
+    These forms hide needles in the texts of the folder `prose` ("": in `folder`, else a novel);
+    only "qa" needs a `folder`. `limit`, at least 1, is the maximum number of questions; published
+    files then need only as many rows. None loads all. `answer_format` is "plain", or "sections" to
+    ask for EAPO's four sections and score the answer section (long_documents).
 
     Raises:
       ValueError: if the name is unknown, the files or their number of rows are not as published, a
@@ -150,7 +150,7 @@ def _make_needle(
 
 
 def _text(folder: Folder, prose: Folder) -> str:
-    """Text that hides needles; FileNotFoundError if `prose` is given and has none."""
+    """Return the text that hides needles; FileNotFoundError if `prose` is given and has none."""
     place = prose or folder
     if place and (text := sources.read_prose(place)):
         return text

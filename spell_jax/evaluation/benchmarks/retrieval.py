@@ -87,7 +87,7 @@ _LAW_PROMPT = (
 
 
 def load_mrcr(needles: int, folder: Folder, limit: int | None = None) -> Benchmark:
-    """Load MRCR with 2, 4 or 8 needles, from its two files or from the single file of before."""
+    """Load MRCR with 2, 4 or 8 needles, from its two files or from the earlier single file."""
     name = f"{needles}needle"
     layouts = [[f"{name}/{name}_0", f"{name}/{name}_1"], [name]]
     rows = published.read(folder, layouts, MRCR_ROWS, limit)
@@ -96,7 +96,7 @@ def load_mrcr(needles: int, folder: Folder, limit: int | None = None) -> Benchma
 
 
 def score_mrcr(text: str, item: BenchmarkItem) -> float:
-    """SequenceMatcher's ratio of reply and reference after the prefix; 0.0 without the prefix.
+    """Return SequenceMatcher's ratio of reply and reference after the prefix; 0.0 without it.
 
     This is the dataset's own grader, after removing thinking and surrounding blanks.
     SequenceMatcher takes more than linear time, so at most twice the reference's length plus 1000
@@ -141,7 +141,7 @@ def load_rag(
     """Load questions asked after passages of Wikipedia, from HELMET's `data/kilt/`.
 
     100 questions are sampled. Each is asked 6 times (HotpotQA: 3), once per position of its gold
-    passage. The folder is that of HELMET's unpacked data.tar.gz, or `data` or `data/kilt` in it.
+    passage. The folder is HELMET's unpacked data.tar.gz, or `data` or `data/kilt` in it.
     The limit takes the first items in file order. `length` is in tokens, one of `LENGTHS`.
     """
     question_file, example_file, positions = _RAG[task]
@@ -170,7 +170,7 @@ def load_rag(
 
 
 def score_rag(text: str, item: BenchmarkItem) -> float:
-    """1.0 if the normalized reply contains a normalized reference, else 0.0 (HELMET's sub-EM)."""
+    """Return 1.0 if a normalized reference is in the normalized reply, else 0.0 (HELMET sub-EM)."""
     reply = normalize_answer(visible_text(text) or "")
     references = map(normalize_answer, item.references)
     return float(any(reference and reference in reply for reference in references))
@@ -184,12 +184,12 @@ def _is_rare(task: str, row: PublishedRow) -> bool:
 
 
 def _rag_name(row: PublishedRow) -> str:
-    """Name of a question: its id, else its text, because NQ has no ids, as HELMET says."""
+    """Return a question's name: the id, else the text, because NQ has no ids, as HELMET says."""
     return str(row.values["id"]) if "id" in row.values else row.text("question")
 
 
 def _rag_item(id: str, row: PublishedRow, example_of: Mapping[str, PublishedRow]) -> BenchmarkItem:
-    """Build an item; for PopQA, the examples are its own test questions, except this one."""
+    """Build an item; PopQA's examples are its own test questions, except the item's question."""
     name, question = _rag_name(row), row.text("question")
     other_names = sorted(other_name for other_name in example_of if other_name != name)
     chosen_names = _rng(question).sample(other_names, min(_EXAMPLES, len(other_names)))
@@ -211,7 +211,7 @@ def _passages(row: PublishedRow) -> str:
 
 
 def _answers(row: PublishedRow) -> tuple[str, ...]:
-    """Correct answers; a list of lists is flattened, as in HELMET."""
+    """Return the correct answers; a list of lists is flattened, as in HELMET."""
     value = row.get("answers", list, "a list of texts")
     flat = [text for part in value for text in (part if isinstance(part, list) else [part])]
     if not flat or not all(isinstance(text, str) and text for text in flat):
@@ -241,7 +241,7 @@ def load_icl(
 
 
 def score_icl(text: str, item: BenchmarkItem) -> float:
-    """1.0 if the stated label is correct, else 0.0."""
+    """Return 1.0 if the stated label is correct, else 0.0."""
     label = _extractor("label")(text, item)
     return float(label is not None and normalize_answer(label) == item.references[0])
 
@@ -302,13 +302,13 @@ def load_multi_lexsum(folder: Folder, limit: int | None = None) -> Benchmark:
 
 
 def score_summary(text: str, item: BenchmarkItem) -> float:
-    """ROUGE-L F1 of the text after the last "Summary:", for the best reference."""
+    """Return the ROUGE-L F1 of the text after the last "Summary:", for the best reference."""
     summary = _extract_summary(text, item) or ""
     return max(rouge_l(summary, reference) for reference in item.references)
 
 
 def _choose_summaries(what: str, rows: int, of: int, limit: int | None) -> list[int]:
-    """Indices of the texts to summarize among `rows`; `of` is the published number of rows."""
+    """Choose indices of texts to summarize among `rows`; `of` is the published number of rows."""
     if limit is None:
         published.check_count(what, rows, of, limit)
     numbers = _choose(range(rows), _QUESTIONS)[:limit]
@@ -338,7 +338,7 @@ def _extract_summary(text: str, item: BenchmarkItem) -> str | None:
 
 @functools.cache
 def _extractor(word: str) -> Callable[[str, BenchmarkItem], str | None]:
-    """Reader of the text after "WORD:", else of the first line (HELMET's parse_output)."""
+    """Return a reader of the text after "WORD:", else of the first line (HELMET's parse_output)."""
     pattern = re.compile(rf"{word}:([^\n]*)", re.IGNORECASE)
 
     def extract_stated(text: str, item: BenchmarkItem) -> str | None:

@@ -72,7 +72,7 @@ MATH_SETS = {
 
 
 def load_math(name: str, folder: Folder, limit: int | None = None) -> Benchmark:
-    """Load one of `MATH_SETS`; raises ImportError without Math-Verify (extra "eval")."""
+    """Load one of `MATH_SETS`; raise ImportError without Math-Verify (extra "eval")."""
     math_equal.check_installed()
     kind = MATH_SETS[name]
     rows = published.read(folder, kind.layouts, kind.rows, limit)
@@ -100,7 +100,7 @@ def _math_item(name: str, id: str, row: PublishedRow) -> BenchmarkItem:
 
 
 def extract_math(text: str, item: BenchmarkItem) -> str | None:
-    """Content of the last box after the thinking, else the text after "answer is", else None."""
+    """Find the last box's text after the thinking, else the text after "answer is", else None."""
     visible = visible_text(text)
     if not visible:
         return None
@@ -112,7 +112,7 @@ def extract_math(text: str, item: BenchmarkItem) -> str | None:
 
 
 def score_math(text: str, item: BenchmarkItem) -> float:
-    """1.0 if the stated answer equals the reference mathematically, else 0.0."""
+    """Return 1.0 if the stated answer equals the reference mathematically, else 0.0."""
     answer = extract_math(text, item)
     return float(answer is not None and math_equal.equal(answer, item.references[0]))
 
@@ -143,7 +143,7 @@ def _choice_item(row: PublishedRow) -> BenchmarkItem:
 
 
 def extract_letter(text: str, item: BenchmarkItem) -> str | None:
-    """Letter that a full response states, or None if the question has no such option."""
+    """Return the letter that a full response states, or None if the question lacks this option."""
     visible = (visible_text(text) or "").replace("*", "")
     for pattern in _LETTER_PATTERNS:
         if letters := pattern.findall(visible):
@@ -152,7 +152,7 @@ def extract_letter(text: str, item: BenchmarkItem) -> str | None:
 
 
 def score_letter(text: str, item: BenchmarkItem) -> float:
-    """1.0 for the correct letter, else 0.0."""
+    """Return 1.0 for the correct letter, else 0.0."""
     return float(extract_letter(text, item) == item.references[0])
 
 

@@ -62,7 +62,7 @@ class Names:
 
 
 def letters(rng: np.random.Generator, count: int) -> str:
-    """Random string of `count` letters a to z."""
+    """Return a random string of `count` letters a to z."""
     return bytes(rng.integers(ord("a"), ord("z") + 1, count).tolist()).decode()
 
 
@@ -76,7 +76,7 @@ class HaystackSource:
     text: str = ""  # prose
 
     def prose(self, rng: np.random.Generator) -> Pile:
-        """Pile of sentences from a random start, cyclic; raises ValueError without sentences."""
+        """Pile up sentences from a random start, cyclic; raise ValueError without sentences."""
         sentences = split_sentences(self.text)
         if not sentences:
             raise ValueError("text: has no words; the haystack is made of its sentences")
@@ -88,7 +88,7 @@ class HaystackSource:
         return self.pile(itertools.repeat(NOISE), after="\n")
 
     def pile(self, pieces: Iterable[str], before: str = "", after: str = "") -> Pile:
-        """Pile of pieces, each counted with its separator: " The" is one token of Qwen."""
+        """Pile up pieces, each counted with its separator: " The" is one token of Qwen."""
         return Pile((piece, self.cost(before + piece + after)) for piece in pieces)
 
 
@@ -103,7 +103,7 @@ class Pile:
         self._ends = [0]  # cumulative tokens up to each piece
 
     def take(self, budget: int) -> list[tuple[str, int]]:
-        """(piece, tokens) pairs from the first on, with at most `budget` tokens in total."""
+        """Return (piece, tokens) pairs from the first on, with at most `budget` tokens in total."""
         self._read_while(lambda: self._ends[-1] <= budget)
         count = bisect.bisect_right(self._ends, budget) - 1
         self._read_while(lambda: len(self._pieces) < count + self._TRIED)
@@ -122,7 +122,7 @@ class Pile:
 
 @functools.cache
 def split_sentences(text: str) -> tuple[str, ...]:
-    """Split a text into sentences with single spaces, and long ones into pieces."""
+    """Split a text into sentences with single spaces, and long sentences into pieces."""
     # 400 characters are about 100 tokens, half of those that a prompt of 4,096 tokens may lack.
     wrap = functools.partial(textwrap.wrap, width=400, break_on_hyphens=False)
     sentences = re.split(r"(?<=[.!?])\s+|(?<=[。！？])", text)
@@ -134,8 +134,8 @@ def insert_needles(
 ) -> list[str]:
     """Insert the needles between the pieces at their depths, and return all texts in order.
 
-    Pieces are (text, number of tokens) pairs. A depth is a fraction of all tokens, in [0, 1]: a
-    needle is placed at the last boundary of pieces up to there; 0 is before all, 1 is after all.
+    Pieces are (text, number of tokens) pairs. A depth in [0, 1] is a fraction of all tokens: 0 is
+    before all, 1 is after all. A needle is placed at the last boundary of pieces up to its depth.
     """
     ends = list(itertools.accumulate((cost for _, cost in pieces), initial=0))
     texts = [piece for piece, _ in pieces]
@@ -151,10 +151,10 @@ Make = Callable[[int], BenchmarkItem]
 
 
 def fit(make: Make, source: HaystackSource, id: str, answer: int, **fields: Any) -> BenchmarkItem:
-    """Find a question whose prompt has `SHORTEST` to 1 times the room for it.
+    """Find a question with a prompt of `SHORTEST` to 1 times the room for prompts, in tokens.
 
-    The room is the length without the `answer`, the tokens that a policy may answer with: a length
-    of 131,072 fits a policy with as many positions. The question gets `id`, `fields`, and the
+    The room is the length less `answer`, the number of tokens that a policy may answer with. So a
+    length of 131,072 fits a policy of as many positions. The question gets `id`, `fields`, and the
     fields "length" (the maximum) and "tokens" (of the prompt). Raises ValueError if the shortest
     prompt is too long, or there is not enough filling.
     """
@@ -181,16 +181,16 @@ def fit(make: Make, source: HaystackSource, id: str, answer: int, **fields: Any)
 
 
 def extract(text: str, item: BenchmarkItem) -> str | None:
-    """Answer after its thinking; None if it is empty."""
+    """Extract the answer after the thinking; None if it is empty."""
     return rules.visible_text(text) or None
 
 
 def match_all(text: str, item: BenchmarkItem) -> float:
-    """Fraction of references in the answer, ignoring case (RULER's string_match_all)."""
+    """Return the fraction of references in the answer, ignoring case (RULER's string_match_all)."""
     answer = (extract(text, item) or "").lower()
     return sum(reference.lower() in answer for reference in item.references) / len(item.references)
 
 
 def match_part(text: str, item: BenchmarkItem) -> float:
-    """1.0 if a reference is in the answer, ignoring case, else 0.0 (RULER's string_match_part)."""
+    """Match any reference in the answer, ignoring case: 1.0 or 0.0 (RULER's string_match_part)."""
     return float(match_all(text, item) > 0)

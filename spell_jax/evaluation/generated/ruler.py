@@ -197,7 +197,7 @@ def _secret_prompt(kind: str, hay: str, question: str) -> str:
 
 
 def _variable_tracking(source: HaystackSource, rng: np.random.Generator) -> Make:
-    """Ask for the variables that have a value, directly or through others (paper section 3.2)."""
+    """Ask which variables have a value, directly or through other variables (paper section 3.2)."""
     names, pile = Names(rng), source.noise()
     number, shown_number = (rng.choice(90_000, 2, replace=False) + 10_000).tolist()
     chain = [names.sample("variable") for _ in range(_HOPS + 1)]
@@ -219,7 +219,7 @@ def _variable_tracking(source: HaystackSource, rng: np.random.Generator) -> Make
 def _chain_prompt(
     pieces: Sequence[tuple[str, int]], chain: Sequence[str], number: int, depths: Sequence[float]
 ) -> tuple[str, str]:
-    """(prompt, question); `depths` ascend."""
+    """Return (prompt, question); `depths` ascend."""
     values = [str(number), *(f"VAR {name}" for name in chain[:-1])]
     statements = [f"VAR {name} = {value}" for name, value in zip(chain, values, strict=True)]
     lines = haystack.insert_needles(pieces, statements, depths)
@@ -317,7 +317,7 @@ def _frequent_words(source: HaystackSource, rng: np.random.Generator) -> Make:
 def _qa(
     source: HaystackSource, rng: np.random.Generator, *, row: QaRow, pool: Sequence[str]
 ) -> Make:
-    """Ask a question after its documents and those of others, shuffled (paper section 3.4)."""
+    """Ask a question after its own and other questions' documents, shuffled (paper section 3.4)."""
     question_documents, order = tuple(dict.fromkeys(row.documents)), int(rng.integers(2**32))
     pool_documents = (pool[int(index)] for index in rng.permutation(len(pool)))
     pile = source.pile(

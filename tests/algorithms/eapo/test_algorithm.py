@@ -106,7 +106,7 @@ HALF = ((True, True), (True, False), (False, True), (True, True))
 def run_question(
     plan: Plan = HALF, scorings: Sequence[str] = ("1 5\n2 1\n3 3",), step: int = 1, **options
 ):
-    """(algorithm, models, episode) of a step with one question."""
+    """Run a step with one question; return (algorithm, models, episode)."""
     questions = [dataclasses.replace(ask_about(0), evidence=options.pop("supporting", ()))]
     judge, over = options.pop("judge", None), options.pop("over", ())
     algorithm = make_algorithm(questions, judge, **({"group_size": len(plan)} | options))
@@ -304,7 +304,7 @@ def test_judge_replaces_the_rule_for_well_formed_answers():
 def brute_force(
     formed: Sequence[bool], scores: Sequence[int] | None, right: Sequence[bool]
 ) -> list[Fraction]:
-    """Total rewards as exact fractions, computed from the formula; scores are of all siblings."""
+    """Compute total rewards as exact fractions by the formula; `scores` are of all siblings."""
     total_rewards = []
     for i, is_formed in enumerate(formed):
         if not is_formed:
@@ -382,7 +382,7 @@ def test_groups_with_equal_rewards_are_not_trained_on():
 
 
 def by_hand(scored: Sequence[tuple[int, float]], least: float) -> bool:
-    """Whether the scoring of a group is kept."""
+    """Return whether the scoring of a group is kept."""
     says = {1: 0, 2: 0, 3: None, 4: 1, 5: 1}
     verdicts = [None if says[s] is None else says[s] == o for s, o in scored]
     if not verdicts or False in verdicts:
@@ -414,9 +414,9 @@ def test_contrast_needs_a_right_and_a_wrong_answer():
 
 
 def campaign(steps: Sequence[int], algorithm: Eapo | None = None, **options: Any):
-    """(algorithm, groups of each step), with three questions per step.
+    """Run steps of four questions each; return (algorithm, groups of each step).
 
-    The scoring of the middle question contradicts the outcomes in even steps.
+    The scoring of question 1 contradicts the outcomes in even steps.
     """
     questions = [ask_about(i) for i in range(3)] + [ask_about(3, MATH)]
     plan = ((True, True), (True, False), (True, True))
@@ -432,7 +432,7 @@ def campaign(steps: Sequence[int], algorithm: Eapo | None = None, **options: Any
 
 
 def refreshes(groups_by_step) -> list[int]:
-    """Reward model rows of each step."""
+    """Count the reward model rows of each step."""
     return [sum(prompt.endswith("scores") for prompt, *_ in step) for step in groups_by_step]
 
 

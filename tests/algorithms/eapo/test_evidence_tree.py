@@ -93,7 +93,7 @@ REASONINGS = {
 
 
 def grow(records=None, seed: int = 0, judge=None, embed=None, rerank=None, **config: Any):
-    """(lines of the output, the policy)."""
+    """Run EvidenceTree on the records; return (lines of the output, the policy)."""
     policy: Any = Scripted(EVIDENCE, REASONINGS)
     records = records or [request(0, answer="Oslo"), request(1), request(2)]
     tree = EvidenceTree(policy, TreeConfig(**config), PROMPTS, SAMPLING, judge, embed, rerank)

@@ -22,7 +22,7 @@ PREFERENCES = {
 
 
 def run_to_end(config: Any, workdir: pathlib.Path) -> list[dict]:
-    """The metrics of a run in this process, in which random text has a meaning."""
+    """Return the metrics of a run in this process, in which random text has a meaning."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         noise.use_one_device(monkeypatch)
         noise.give_meaning(monkeypatch)
@@ -33,7 +33,7 @@ def run_to_end(config: Any, workdir: pathlib.Path) -> list[dict]:
 
 
 def check_resumed(folder: pathlib.Path, tmp_path: pathlib.Path, **fields: Any) -> list[dict]:
-    """Metrics of two steps, which are equal to the bit when the run resumes after the first."""
+    """Check that a two-step run resumes after the first step to the bit; return the metrics."""
     small = {"checkpoint_every": 1, "validate_every": 0, "optimizer.learning_rate": 0.01} | fields
     uninterrupted_run, parts = tmp_path / "whole", tmp_path / "parts"
     lines = run_to_end(noise.small_config(folder, steps=2, **small), uninterrupted_run)

@@ -38,7 +38,7 @@ def given_algorithm(questions=GIVEN, **options) -> LongPo:
 
 
 def by_context(role: str, prompt: str, sibling: int, model: str) -> str:
-    """Right after the short context, wrong after all documents."""
+    """Answer right after the short context, wrong after all documents."""
     assert role == "responder" and sibling == 0
     is_long = ("first" in prompt) if "Q?" in prompt else ("\nb\n" in prompt or "- b" in prompt)
     return "The answer is wrong" if is_long else "The answer is right"

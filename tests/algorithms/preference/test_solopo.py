@@ -35,7 +35,7 @@ def given_algorithm(questions=GIVEN, **options) -> SoLoPo:
 
 
 def write(role: str, prompt: str, sibling: int, model: str) -> str:
-    """After the short context: A is right from its third answer on, B always, C never."""
+    """Answer after the short context: A is right from the third answer on, B always, C never."""
     assert role == "responder"
     if "first" in prompt:
         return "The answer is far"

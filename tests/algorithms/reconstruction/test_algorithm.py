@@ -41,7 +41,7 @@ SHORT = Cluster("short", ("a line\nand another",))
 
 
 def run(write=improving, step: int = 1, **options):
-    """(algorithm, models, episodes) of a step."""
+    """Run a step; return (algorithm, models, episodes)."""
     algorithm, ask = make_algorithm(**options), ScriptedModels(write)
     return algorithm, ask, roll_out(algorithm, ask, step)
 
@@ -283,7 +283,7 @@ def test_guessing_policy_earns_chance_level_rewards():
 )
 def test_cut_off_order_counts_as_the_config_says(truncated, scores):
     def write(role, prompt, sibling, model):
-        """Right, no permutation, right; the first answer is cut off."""
+        """Answer right, then with no permutation, then right; cut off the first answer."""
         answer = (improving if sibling == 1 else perfect)(role, prompt, sibling, model)
         return f"{CUT}{answer}" if sibling == 0 else answer
 
@@ -333,7 +333,7 @@ def test_records_hold_documents_predictions_and_advantages():
 
 
 def prompt_again(record) -> str:
-    """Prompt of a record that includes its documents."""
+    """Rebuild the prompt of a record that includes the documents."""
     first, last = record["window"]
     text = "\n\n".join(record["documents"])[first:last]
     for number, (start, end) in reversed([*enumerate(record["spans"], 1)]):

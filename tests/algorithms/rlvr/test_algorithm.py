@@ -38,7 +38,7 @@ ACCEPTED = ["Q00", "Q01", "Q02", "Q10", "Q11", "Q12", "Q13", "Q14", "Q15", "Q16"
 
 
 def new_algorithm(rows=ROWS, static: int = len(ROWS), **options) -> Rlvr:
-    """An algorithm that writes its questions about the rows' clusters."""
+    """Make an algorithm that writes its questions about the rows' clusters."""
     judge = options.pop("judge", None)
     deck: Any = Deck(rows)
     fields = SMALL | {"generation_batch": len(rows), "verifier_share": 1.0} | options
@@ -55,7 +55,7 @@ def stems(episodes) -> list[str]:
 
 
 def run_steps(algorithm, ask, steps):
-    """Returns the records and the groups of each step."""
+    """Return the records and the groups of each step."""
     trace = []
     for step in steps:
         episodes = roll_out(algorithm, ask, step)
@@ -252,7 +252,7 @@ GIVEN = tuple(
 def given_algorithm(
     given_questions=GIVEN, tasks=PAPER_TASKS, weights=(1.0, 1.0, 1.0), **options
 ) -> Rlvr:
-    """An algorithm with given questions."""
+    """Make an algorithm with given questions."""
     context = make_context(
         deal=lambda source: TaskStream(source, tasks, weights, seed=0),
         questions=lambda: given_questions,

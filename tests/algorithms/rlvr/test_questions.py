@@ -67,7 +67,7 @@ def stated(at: int) -> str:
 
 
 def respond(prompt: str, times: int) -> Answer:
-    """The teacher in both turns, and the judge."""
+    """Reply as the teacher in both turns, and as the judge."""
     if "Q" not in prompt.partition("alpha")[0] and "ask" in prompt:
         return propose(int(re.findall(r"d(\d+)\.", prompt)[0]))
     at = int(re.findall(r"Q(\d+)", prompt)[0])
@@ -107,7 +107,7 @@ def stream(ends=ENDS) -> TaskStream:
 def build(
     out: pathlib.Path, server: Server, ends=ENDS, agreement: str = "judge", name="t", **changes
 ):
-    """A build with a server, as from the command line."""
+    """Run a build with a server, as from the command line."""
 
     def endpoint(model: str) -> Endpoint:
         return Endpoint(JudgeConfig(server.url, model, attempts=1, workers=1, timeout_s=60.0))
@@ -182,7 +182,7 @@ def test_teacher_and_judge_get_the_expected_prompts(server, tmp_path):
 
 
 def ends_after_writing() -> set[str]:
-    """Outcomes of attempts whose question was put to the teacher."""
+    """Return the outcomes of attempts that put a question to the teacher."""
     before = {"no_json", "nothing_to_ask", "no_reply_of_questioner", "zero_answer", "same_options"}
     return {end for _, end in ENDS.values()} - before
 
@@ -481,7 +481,7 @@ def test_clusters_can_come_from_a_config(tmp_path):
 
 
 def flags_given(tmp_path: pathlib.Path, **changes):
-    """Flags of a good command line, with changes."""
+    """Return the flags of a good command line, with changes."""
     flags = {
         **{
             "source": "tiny",

@@ -41,7 +41,7 @@ def new_algorithm(questions=GIVEN, steps: int = 4, **options) -> QwenLong:
 
 
 def write(role: str, prompt: str, sibling: int, model: str) -> str:
-    """Question 0 is never solved, 1 in one answer of four, the others always."""
+    """Solve question 0 in no answer, question 1 in one answer of four, the others always."""
     if role == "verifier":
         return "[[NO]]"
     number = int(prompt.split("Q")[1][:2])

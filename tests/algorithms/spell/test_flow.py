@@ -447,7 +447,7 @@ MANY = tuple(Row(QA, "ok", 0, i % 4, 1, i % 5) for i in range(24))
 
 
 def write_anything(role: str, prompt: str, sibling: int, model: str) -> str:
-    """Texts that depend only on prompt and sibling, valid for every task."""
+    """Write a text that depends only on prompt and sibling and is valid for every task."""
     at = sum(prompt.encode()) + sibling
     if role == "questioner":
         options = {letter: f"{letter}{at % 7}" for letter in "ABCD"}
@@ -459,7 +459,7 @@ def write_anything(role: str, prompt: str, sibling: int, model: str) -> str:
 
 
 def run_steps(algorithm: Spell, steps, seed: int = 0) -> list[Any]:
-    """Records, groups and metrics of each step."""
+    """Return the records, groups and metrics of each step."""
     ask, trace = ScriptedModels(write_anything), []
     for step in steps:
         episodes = algorithm.rollout(ask, (seed, step), step)
@@ -597,7 +597,7 @@ class Cutting(Script):
 
 
 def cut(role: str, truncated: str, **options: Any) -> Rollout:
-    """Two questions with right answers 0 and 1, a paraphrase 2 and no statement in answer 3."""
+    """Roll out two questions: answers 0 and 1 are right, 2 is a paraphrase, 3 states nothing."""
     rows = [Row(QA, "ok", 0, 2, 1, 3)] * 2
     script = Cutting(rows)
     script.role = role

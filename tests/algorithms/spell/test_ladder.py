@@ -30,7 +30,7 @@ def documents_of(prompt: str) -> list[str]:
 
 
 def ask_deeper(prompt: str, depth: int = 3) -> str:
-    """A questioner that continues its last known question by a hop, else asks at `depth`."""
+    """Ask the last known question with one more hop; without history, ask at `depth`."""
     history = re.findall(r"known: (.*) answer", prompt)
     name = documents_of(prompt)[0].split()[1]
     question = f"friend of {history[-1]}" if history else "friend of " * depth + name
@@ -53,7 +53,7 @@ def write(role: str, prompt: str, sibling: int, model: str) -> str:
 
 
 def wavering_reader(role: str, prompt: str, sibling: int, model: str) -> str:
-    """A reader whose last sample states another answer than the others."""
+    """Answer as a reader: the last sample states another answer than the others."""
     if model == "reference_reader" and sibling == 3:
         return "answer is Nobody"
     return write(role, prompt, sibling, model)

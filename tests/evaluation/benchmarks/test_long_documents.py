@@ -452,7 +452,7 @@ def test_unknown_benchmark_name_raises(tmp_path):
 
 
 def one_item(folder: pathlib.Path, name: str, truth) -> Benchmark:
-    """The benchmark with one question, whose answer is `truth`."""
+    """Write and load a benchmark of one question with the answer `truth`."""
     if name == "docmath":
         write(folder / "simpshort_testmini.json", [math_row(ground_truth=truth)])
     elif name == "longbench_v2":

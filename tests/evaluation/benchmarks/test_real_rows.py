@@ -27,7 +27,7 @@ def write_lines(path: Path, rows: list[dict]) -> None:
 
 
 def check(benchmark: Benchmark, rows: int, form: str) -> None:
-    """Check that an answer is correct for its question, and for others only by chance."""
+    """Check that a reply is correct for its question, and for the next one only by chance."""
     items = benchmark.items
     assert len(items) == rows
     replies = [f"<think>{i.question}</think>" + form % i.references for i in items]
@@ -79,7 +79,7 @@ def test_reference_answers_of_real_multi_hop_questions_score_1(
 
 
 def financial_rows(folder: Path) -> list[dict]:
-    """ConvFinQA's last questions with numbers or yes and no, then TAT-QA's with derivations."""
+    """Read ConvFinQA's last questions (numbers, yes or no), then TAT-QA's with derivations."""
     rows = []
     for record in json.loads((folder / "convfinqa" / "convfinqa_dev.dev211.json").read_text()):
         paragraphs = [*record["text"].split("\n"), record["table"]]

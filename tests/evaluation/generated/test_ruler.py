@@ -46,7 +46,7 @@ def prose(sentences: int = 3000) -> str:
 
 @functools.cache
 def qa_rows(count: int = 160) -> tuple[QaRow, ...]:
-    """Ten documents, each naming a town's mayor; the question is about one town."""
+    """Generate rows of ten documents, each naming a town's mayor; a question is about one town."""
     rng, rows = np.random.default_rng(8), []
     filler = prose().replace("\n", " ").split()
     for index in range(count):
@@ -76,7 +76,7 @@ def make_source(length: int, count: Callable[[str], int] = words, text: str = ""
 
 
 def solve(task: str, prompt: str) -> str:
-    """The right answer, from the prompt alone."""
+    """Return the right answer of a task, found from the prompt alone."""
     if task == "qa":
         town = re.findall(r"mayor of (\w+)\?", prompt)[-1]
         (mayor,) = re.findall(rf"^{town}\nIts mayor is (\w+)\.", prompt, re.MULTILINE)
