@@ -3,8 +3,8 @@
     python -m spell_jax.train --config=configs/real.py:ARM --workdir=runs/real/ARM_SEED \
         --config.seed=SEED
 
-ARM is one of ARMS. The policy begins after configs/format_stage.py, whose rows teach the forms that
-the arm needs. docs/without_labels.md has the protocol, the commands that make the files under
+ARM is one of ARMS. The policy begins after configs/format_stage.py, with rows that teach the forms
+of the arm. docs/without_labels.md has the protocol, the commands that make the files under
 runs/real, and the results.
 Hardware: 2 CPU cores, one to two hours for 100 updates of a policy of 135M parameters.
 """
