@@ -1,0 +1,7 @@
+"""Configs: short changes of the defaults, which are the paper's values.
+
+A module has `get_config()` for the flag --config (configs/NAME.py, or configs/NAME.py:CHOICE).
+Installed packages have this folder as spell_jax/configs.
+
+Must not import: anything but `spell_jax` and `configs`.
+"""

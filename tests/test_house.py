@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests import house
-from tests.house import Source
+from tests import house_measures
+from tests import house_rules as house
+from tests.house_rules import Source
 from tests.paths import ROOT
 
 
@@ -229,6 +230,92 @@ def test_name_is_reported_once_also_in_tests():
     assert rules("tests/test_a.py", "def test_token_is_drawn(): ...\n") == [(1, "name")]
 
 
+@pytest.mark.parametrize(
+    "phrase",
+    [
+        *("that of", "those\nof", "the one", "The ones", "the latter", "the former", "whose"),
+        *("of them", "of these", "those that", "the others"),
+    ],
+)
+def test_words_that_stand_for_a_noun_are_reported_where_they_are_many(phrase):
+    page = f"# A\n\n{phrase} {phrase} " + 100 * "word "
+    (first, second) = house.anaphors("a", [("docs/a.md", 1, page)])
+    assert (first.path, first.line, first.rule) == ("docs/a.md", 3, "anaphor")
+    assert second.line == 3 + phrase.count("\n") and "at most 2.5" in second.text
+    assert not list(house.anaphors("a", [("docs/a.md", 1, page + 700 * "word ")]))
+    assert not list(house.anaphors("a", [("docs/a.md", 1, f"# A\n\n{phrase} word")]))
+
+
+def test_docstrings_and_comments_are_read_by_room_and_pages_alone():
+    sources = [
+        Source.parse("spell_jax/data/a.py", '"""A."""\n# Why.\n'),
+        Source.parse("spell_jax/data/b.py", '"""B."""\n'),
+        Source.parse("spell_jax/train.py", '"""C."""\n'),
+        Source.parse("launch/experiments/d.py", '"""D."""\n'),
+    ]
+    groups = house.texts(sources, {"docs/a.md": "Text."})
+    named_texts = {name: [text for _, _, text in blocks] for name, blocks in groups.items()}
+    assert {name: texts for name, texts in named_texts.items() if texts} == {
+        "docs/a.md": ["Text."],
+        "docstrings of spell_jax/data": ["A.", "B."],
+        "comments of spell_jax/data": ["Why."],
+        "docstrings of spell_jax": ["C."],
+        "docstrings of launch": ["D."],
+    }
+
+
+# ------------------------------------------------------------------------------------------- Faces
+
+
+FACE = """Data.
+
+Public names:
+  a.f, a.CONSTANT: a function,
+    and a number.
+  b: a module.
+
+Must not import: `policy` and rooms above.
+"""
+
+
+def face_violations(face: str, a: str = "CONSTANT: int = 1\ndef f(): ...\n") -> list[str]:
+    """Return the violations of a room of two modules."""
+    files = {"__init__": f'"""{face}"""\n' if face else "", "a": a, "b": ""}
+    sources = [Source.parse(f"spell_jax/data/{name}.py", text) for name, text in files.items()]
+    sources.append(Source.parse("spell_jax/runtime/mesh.py", ""))
+    return [f"{violation.path}: {violation.text}" for violation in house.faces(sources)]
+
+
+def test_face_of_a_room_is_accepted():
+    assert not face_violations(FACE)
+    assert not face_violations(FACE, "from x import y\nCONSTANT, z = 1, 2\nclass f: ...\n")
+
+
+@pytest.mark.parametrize(
+    ("face", "text"),
+    [
+        ("", "no docstring: say what the package is"),
+        ("Data.", "a room without its interface: add 'Public names:' and 'Must not import:'"),
+        (FACE.replace("Public", "Some"), "a room without its interface: add 'Public names:'"),
+        (FACE.replace("Must not", "May"), "a room without its interface: add 'Public names:'"),
+        (FACE.replace("CONSTANT", "LIMIT"), "'a.LIMIT': is not a name of the room"),
+        (FACE.replace("b: a", "c: a"), "'c': is not a name of the room"),
+        (FACE.replace("policy", "runtime"), "'runtime': the room does import it"),
+    ],
+)
+def test_face_that_says_too_little_or_what_is_not_so_is_reported(face, text):
+    code = "from spell_jax.runtime import mesh\nCONSTANT = 1\ndef f(): ...\n"
+    (violation,) = face_violations(face, code)
+    assert violation.startswith(f"spell_jax/data/__init__.py: {text}")
+
+
+def test_packages_within_rooms_and_beside_the_package_need_a_docstring_only():
+    for path in ("launch/__init__.py", "spell_jax/algorithms/spell/__init__.py"):
+        assert rules(path, "") == [(1, "face")]
+        assert not rules(path, '"""SPELL."""\n')
+    assert not rules("tests/learner/__init__.py", "")
+
+
 # ----------------------------------------------------------------------------------------- Imports
 
 
@@ -365,20 +452,20 @@ def test_checkout_follows_the_house_rules(checkout):
 
 
 def test_import_graph_stays_small(checkout):
-    counts = house.measure(checkout[0])
+    counts = house_measures.measure(*checkout)
     assert counts["rooms"] <= 20 and counts["floors"] <= 9 and counts["arrows"] <= 85
     assert counts["circles between rooms"] == counts["circles between modules"] == 0
 
 
 def test_reading_path_stays_short(checkout):
-    counts = house.measure(checkout[0])
+    counts = house_measures.measure(*checkout)
     assert 20 <= counts["files of the reading path"] <= 25
     assert counts["lines of the reading path"] <= 5000
 
 
 def test_floors_are_counted_along_the_longest_path():
-    assert house._floors({"a": {"b"}, "b": {"c"}, "c": set(), "d": {"c"}}) == 3
-    assert house._floors({"a": {"b"}, "b": {"a", "c"}, "c": set()}) == 2
+    assert house_measures._floors({"a": {"b"}, "b": {"c"}, "c": set(), "d": {"c"}}) == 3
+    assert house_measures._floors({"a": {"b"}, "b": {"a", "c"}, "c": set()}) == 2
 
 
 def test_command_prints_violations_and_sets_the_exit_code(tmp_path):
@@ -389,7 +476,7 @@ def test_command_prints_violations_and_sets_the_exit_code(tmp_path):
 
     copy = tmp_path / "copy"
     (copy / "tests").mkdir(parents=True)
-    for name in ("house.py", "paths.py"):
+    for name in ("house.py", "house_measures.py", "house_rules.py", "paths.py"):
         (copy / "tests" / name).write_text((ROOT / "tests" / name).read_text())
     (copy / "launch").mkdir()
     (copy / "launch" / "bad.py").write_text('"""Of nothing."""\n')

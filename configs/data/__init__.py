@@ -1,0 +1,1 @@
+"""Configs of data_pipeline.build: sources and stages of a corpus."""

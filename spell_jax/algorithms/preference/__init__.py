@@ -1,0 +1,1 @@
+"""Preferences between answers after short and long contexts: LongPO and SoLoPO."""

@@ -1,0 +1,1 @@
+"""Published benchmarks: strict readers of their files, prompts, and scoring of answers."""

@@ -1,0 +1,1 @@
+"""Generated benchmarks of any length: RULER and the needle grid, with texts that hide needles."""
