@@ -56,7 +56,7 @@ setup(
             "policy/shapes.json",
         ],
         "data_pipeline": ["report.html"],
-        "launch": ["tpu_worker.sh"],
+        "launch": ["tpu_worker.sh", "experiments/papers/*.toml"],
     },
     install_requires=[
         f"jax{JAX_RANGE}",

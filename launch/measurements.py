@@ -3,10 +3,11 @@
     python -m launch.measurements [--check]
 
 A file NAME.json has the fields kind ("measured", "compiled only" or "estimated"), commit, machine,
-command and values. `python -m benchmarks NAME --save=FILE` writes one. In README.md and docs/*.md a
-number that a comment follows, such as `.68<!--demo.after.12-->`, is the value `after.12` of
-demo.json. This command writes the values into the pages, with as many decimals as a page has there;
-with --check it changes nothing, prints the numbers that differ, and exits with 1 if there are any.
+command and values. `python -m benchmarks NAME --save=FILE` writes one. In README.md, docs/*.md and
+the papers' tables (launch/experiments/papers) a number that a comment follows, such as
+`.68<!--demo.after.12-->`, is the value `after.12` of demo.json. This command writes the values into
+these files, with as many decimals as a file has there; with --check it changes nothing, prints the
+numbers that differ, and exits with 1 if there are any.
 """
 
 from __future__ import annotations
@@ -42,6 +43,11 @@ def pages() -> list[pathlib.Path]:
     return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
+def marked_files() -> list[pathlib.Path]:
+    """List the files with marked numbers: the pages, and the papers' tables."""
+    return [*pages(), *sorted((ROOT / "launch" / "experiments" / "papers").glob("*.toml"))]
+
+
 def refresh(text: str, measurements: Mapping[str, Mapping[str, Any]]) -> str:
     """Replace all marked numbers of a page by measured numbers; ValueError for an unknown name."""
 
@@ -54,6 +60,11 @@ def refresh(text: str, measurements: Mapping[str, Mapping[str, Any]]) -> str:
 def names(text: str) -> Iterator[str]:
     """Yield the names in the comments of a page."""
     return (match["name"] for match in _NUMBER.finditer(text))
+
+
+def unmarked(text: str) -> str:
+    """Remove the comments after the numbers of a text."""
+    return _NUMBER.sub(lambda match: match["number"], text)
 
 
 def _value(name: str, measurements: Mapping[str, Mapping[str, Any]]) -> float:
@@ -80,7 +91,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="change nothing, print differences")
     check = parser.parse_args().check
     measurements, differ = read(), 0
-    for path in pages():
+    for path in marked_files():
         old = path.read_text(encoding="utf-8")
         new = refresh(old, measurements)
         for before, after in zip(old.splitlines(), new.splitlines(), strict=True):

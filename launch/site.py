@@ -2,7 +2,8 @@
 
 1. README.md is the site's first page, and CONTRIBUTING.md is a page; links between them and docs/
    are rewritten. Both stay where readers of the repository look for them.
-2. The pages of reference/ are made from source (launch/reference.py).
+2. The pages of reference/ are made from source (launch/reference.py). experiments.md ends with the
+   lists of `python -m launch.experiments`.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 from launch import reference
+from launch.experiments import printer
 from launch.measurements import ROOT
 
 _OUTSIDE = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md"}
-_FILES = ("LICENSE", "CITATION.cff", "CHANGELOG.md")  # shown as text, not as links
+_FILES = ("LICENSE", "CITATION.cff", "CHANGELOG.md")  # shown as text, as files of launch/ are
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -32,8 +34,10 @@ def on_files(files: Files, config: Any) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Rewrite links to files above docs/."""
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Rewrite links to files above docs/, and append the papers' tables to their page."""
+    if page.file.src_uri == "experiments.md":
+        markdown = f"{markdown}\n{printer.overviews()}\n"
     return _relink(markdown)
 
 
@@ -42,7 +46,7 @@ def _relink(text: str) -> str:
         text = re.sub(rf"\]\(((?:\.\./)*){name}", lambda link, to=page: _up(link[1], to), text)
     for name in _FILES:
         text = re.sub(rf"\[[^]]*\]\((?:\.\./)*{name}\)", f"`{name}`", text)
-    return text
+    return re.sub(r"\[([^]]*)\]\((?:\.\./)+launch/[^)]*\)", r"\1", text)
 
 
 def _up(dots: str, page: str) -> str:

@@ -1,6 +1,6 @@
 """Print a table or figure of the papers: its commands, or its numbers here beside the paper's.
 
-    python -m launch.experiments                       lists all experiments, as docs/experiments.md
+    python -m launch.experiments                       lists all experiments
     python -m launch.experiments NAME --commands [--workdir=DIR] [--inputs=DIR]
     python -m launch.experiments NAME --workdir=DIR
 
@@ -8,133 +8,18 @@
    DIR. --commands prints the same runs as commands of spell_jax.train, then those that evaluate.
 2. Without --commands the table is printed as Markdown. A cell is "paper / here". What the paper's
    text does not have, or no file of DIR, is blank.
-3. Models, data and benchmarks are below --inputs (docs/experiments.md lists them).
+3. Models, data and benchmarks are below --inputs (docs/experiments.md).
+4. The rows and the paper's numbers are in launch/experiments/papers/*.toml.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
-from collections.abc import Iterator, Sequence
 
-from etils import epath
-
-from launch.experiments import registry
-from launch.experiments.experiment import BENCHMARKS, DATA, MODELS, Experiment, TableRow, join
+from launch.experiments import printer, registry
 from spell_jax.runtime import entry
 
 WORKDIR = "runs/experiments"
-_FAMILIES = ("helmet", "mrcr", "needle", "ruler")
-
-
-def commands(experiment: Experiment, workdir: str, inputs: str) -> list[str]:
-    """Return the command lines that train and measure all rows, each once."""
-    lines = [_line("spell_jax.train", *run.flags(workdir, inputs)) for run in experiment.runs]
-    for row in experiment.rows:
-        places = {"inputs": inputs, "folder": join(workdir, row.place)}
-        for evaluation in row.evaluations:
-            lines.append(
-                _line(evaluation.module, *(flag.format(**places) for flag in evaluation.flags))
-            )
-    if experiment.curves:
-        folders = ",".join(join(workdir, run.name) for run in experiment.runs)
-        lines.append(_line("spell_jax.report", f"--workdir={folders}"))
-    return list(dict.fromkeys(lines))
-
-
-def _line(module: str, *flags: str) -> str:
-    quoted = [flag if re.fullmatch(r"[\w./:=,$+-]+", flag) else f'"{flag}"' for flag in flags]
-    return " ".join(["python -m", module, *quoted])
-
-
-def table(experiment: Experiment, workdir: str) -> str:
-    """Format the rows as Markdown; a cell has the paper's number and the row's measured number."""
-    lines = [["paper / here", *(column.title for column in experiment.columns)]]
-    lines.append(["---", *["---:"] * len(experiment.columns)])
-    for row in experiment.rows:
-        folder = epath.Path(workdir) / row.place
-        here = [
-            column.source.read(folder) if column.source and not row.reason else None
-            for column in experiment.columns
-        ]
-        cells = [_cell(*pair) for pair in zip(row.paper, here, strict=True)]
-        lines.append([f"{row.name} ({row.reason})" if row.reason else row.name, *cells])
-    return "\n".join(_markdown(line) for line in lines)
-
-
-def _cell(paper: float | None, here: float | None) -> str:
-    return f"{'' if paper is None else paper} / {'' if here is None else f'{here:.4g}'}".strip()
-
-
-def _markdown(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-# ---------------------------------------------------------------------------------------- Overview
-
-
-def needs(row: TableRow, kind: str) -> Iterator[str]:
-    """Yield the names in folder `kind` of `inputs` that the commands of a row read."""
-    paths = list(row.run.inputs.values()) if row.run else []
-    for evaluation in row.evaluations:
-        flags = {
-            name: value for name, _, value in (flag.partition("=") for flag in evaluation.flags)
-        }
-        if kind == BENCHMARKS and flags.get("--data", "").startswith("{inputs}"):
-            folder = flags["--data"].removeprefix(f"{{inputs}}/{BENCHMARKS}").lstrip("/")
-            yield from [folder] if folder else map(_family, flags["--benchmarks"].split(","))
-        paths += [value.removeprefix("{inputs}/") for value in flags.values()]
-    yield from (path.partition("/")[2] for path in paths if path.startswith(f"{kind}/"))
-
-
-def _family(benchmark: str) -> str:
-    """Return the family of a benchmark, or the benchmark's name if it has no family."""
-    family = benchmark.partition("_")[0]
-    return family if family in _FAMILIES else benchmark
-
-
-def overview(experiments: Sequence[Experiment]) -> str:
-    """Format two tables of a paper's experiments: the numbers, and the runs with their files."""
-    numbers = [
-        (
-            f"`{experiment.name}`",
-            experiment.title,
-            experiment.paper,
-            experiment.tiny,
-            experiment.note,
-        )
-        for experiment in experiments
-    ]
-    runs = []
-    for experiment in experiments:
-        kinds = (MODELS, DATA, BENCHMARKS)
-        files = [
-            dict.fromkeys(n for row in experiment.rows for n in needs(row, kind)) for kind in kinds
-        ]
-        slices = sorted({run.topology for run in experiment.runs}, key=lambda name: int(name[4:]))
-        chips = " to ".join(dict.fromkeys((slices[0], slices[-1]))) if slices else ""
-        if any(files):
-            names = (", ".join(kind_files) for kind_files in files)
-            runs.append((f"`{experiment.name}`", str(len(experiment.runs) or ""), chips, *names))
-    return "\n\n".join(
-        [
-            _table(("name", "subject", "paper", "tiny scale", "notes"), numbers),
-            _table(("name", "runs", "chips", "models", "data", "benchmarks"), runs),
-        ]
-    )
-
-
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [_markdown(cells) for cells in (heads, ["---"] * len(heads), *rows)]
-    return "\n".join(re.sub(" +", " ", line) for line in lines)
-
-
-def overviews() -> str:
-    """Format the overviews of all papers, as docs/experiments.md has them."""
-    parts = [
-        f"## {paper}\n\n{overview(experiments)}" for paper, experiments in registry.PAPERS.items()
-    ]
-    return "\n\n".join(parts)
 
 
 def main() -> None:
@@ -145,13 +30,13 @@ def main() -> None:
     parser.add_argument("--inputs", default=".", help="folder with models, data and benchmarks")
     options = parser.parse_args()
     if not options.name:
-        print(overviews())
+        print(printer.overviews())
         return
     experiment = registry.find(options.name)
     if options.commands:
-        print("\n".join(commands(experiment, options.workdir, options.inputs)))
+        print("\n".join(printer.commands(experiment, options.workdir, options.inputs)))
         return
-    rows = table(experiment, options.workdir) if experiment.rows else ""
+    rows = printer.table(experiment, options.workdir) if experiment.rows else ""
     print("\n\n".join(filter(None, (experiment.title, rows, experiment.note))))
 
 

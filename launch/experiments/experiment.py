@@ -1,4 +1,4 @@
-"""Experiments of the papers as data: rows to train and evaluate, columns, the paper's numbers.
+"""Experiments of the papers: rows to train and evaluate, columns, the paper's numbers.
 
 1. An experiment is a table or a figure. Its rows are trained policies (`PaperRun`), other policies
    that are only evaluated, or rows that cannot be run here, with the reason.
@@ -133,11 +133,6 @@ def join(folder: str, path: str) -> str:
     return f"{folder.rstrip('/')}/{path}"
 
 
-def numbers(text: str) -> tuple[float | None, ...]:
-    """Parse "45.8 - 63.1"; a dash is a number that the paper's text does not have."""
-    return tuple(None if word == "-" else float(word) for word in text.split())
-
-
 # ----------------------------------------------------------------------------------------- Sources
 
 
@@ -217,11 +212,3 @@ class Right(NamedTuple):
         rights, _ = read_records(path, lambda record: record.get("right"))
         shares = [right for right in rights if is_finite(right)]
         return 100 * statistics.fmean(shares) if shares else None
-
-
-def first_and_last(title: str, metric: str, scale: float = 1.0) -> tuple[Column, Column]:
-    """Make two columns: the metric at the beginning and at the end of a run."""
-    return (
-        Column(f"{title}, first", MetricMean(metric, False, scale)),
-        Column(f"{title}, last", MetricMean(metric, True, scale)),
-    )

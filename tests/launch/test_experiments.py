@@ -8,15 +8,17 @@ import math
 import re
 import statistics
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from etils import epath
 
-from launch import commands, plan, topologies, xmanager
-from launch.experiments import __main__ as printed
-from launch.experiments import registry
-from launch.experiments.experiment import Experiment, Mean, MetricMean, PaperRun, Score, numbers
+from launch import commands, plan, site, topologies, xmanager
+from launch.experiments import __main__ as command
+from launch.experiments import printer, registry
+from launch.experiments.experiment import Experiment, Mean, MetricMean, PaperRun, Score, TableRow
+from spell_jax.configs import eapo, paper, reconstruction
 from spell_jax.evaluation import protocol
 from spell_jax.evaluation.benchmarks import registry as benchmarks
 from spell_jax.evaluation.generated import ruler
@@ -28,7 +30,7 @@ from tests.launch.test_xmanager import make_flags
 from tests.paths import ROOT
 
 PAGE = ROOT / "docs" / "experiments.md"
-ALL = list(registry.EXPERIMENTS.values())
+ALL = list(registry.experiments().values())
 TRAINED = [experiment.name for experiment in ALL if experiment.runs]
 RUNS = {run.name: run for experiment in ALL for run in experiment.runs}
 JUDGE = "--config.algorithm.judge_url=http://localhost:1/v1"  # of the rows with an external judge
@@ -81,7 +83,7 @@ SHAPES = {
 
 def test_every_table_and_figure_of_the_papers_is_there():
     counts = {"spell": (9, 8), "eapo": (2, 10), "reconstruction": (3, 9)}
-    assert sorted(registry.EXPERIMENTS) == sorted(
+    assert sorted(registry.experiments()) == sorted(
         f"{paper}-{kind}-{number}"
         for paper, kind_counts in counts.items()
         for kind, count in zip(("table", "figure"), kind_counts, strict=True)
@@ -135,7 +137,6 @@ def test_numbers_of_the_papers_are_percentages():
     for experiment in ALL:
         for value in (value for row in experiment.rows for value in row.paper):
             assert value is None or 0 < value <= 100, experiment.name
-    assert numbers("45.8 - 100") == (45.8, None, 100.0)
 
 
 # -------------------------------------------------------------------------------------------- Runs
@@ -191,6 +192,40 @@ def test_run_fits_its_slice(run: PaperRun):
         if fits:
             break
     assert topology.name == run.topology
+
+
+@pytest.mark.parametrize("run", RUNS.values(), ids=lambda run: run.name)
+def test_run_trains_the_model_of_its_config(run: PaperRun):
+    file, _, name = run.config.partition(":")
+    if name:
+        models = {"eapo": eapo, "reconstruction": reconstruction}.get(Path(file).stem, paper).MODELS
+        assert run.inputs["policy.folder"] == f"models/{models[name].folder}"
+
+
+def _measured_rows(name: str, models: Any) -> list[Any]:
+    """Return (row, model of the config) of an experiment's rows."""
+    by_folder = {model.folder: model for model in models.values()}
+    rows = [row for row in registry.find(name).rows if row.folder in by_folder]
+    return [pytest.param(row, by_folder[row.folder], id=row.name) for row in rows]
+
+
+@pytest.mark.parametrize(("row", "model"), _measured_rows("spell-table-1", paper.MODELS))
+def test_spell_models_have_room_for_their_answers(row: TableRow, model: paper.SpellModel):
+    for evaluation in row.evaluations:
+        flags = dict(flag.split("=", 1) for flag in evaluation.flags)
+        factor = model.yarn if evaluation.name == "long_100k" else 1
+        assert flags.get("--max_tokens", "4096") == str(model.max_tokens)
+        assert flags.get("--rope_factor", "1") == f"{factor:g}"
+        assert flags.get("--rope_scaling", "") == ("yarn" if factor > 1 else "")
+
+
+@pytest.mark.parametrize(("row", "model"), _measured_rows("eapo-table-1", eapo.MODELS))
+def test_eapo_models_have_positions_for_their_prompts(row: TableRow, model: eapo.EapoModel):
+    (evaluation,) = row.evaluations
+    flags = dict(flag.split("=", 1) for flag in evaluation.flags)
+    factor = 1 if row.run else model.yarn  # a run's config has the scaling
+    assert flags.get("--rope_factor", "1") == f"{factor:g}"
+    assert flags.get("--rope_scaling", "") == ("yarn" if factor > 1 else "")
 
 
 @pytest.mark.parametrize("name", TRAINED)
@@ -291,14 +326,14 @@ def test_columns_read_what_the_rows_write(experiment: Experiment):
 
 
 def test_commands_train_each_run_once_and_quote_for_a_shell():
-    lines = printed.commands(registry.find("reconstruction-table-2"), "w", "i")
+    lines = printer.commands(registry.find("reconstruction-table-2"), "w", "i")
     assert len(set(lines)) == len(lines)
     trained = [line for line in lines if line.startswith("python -m spell_jax.train ")]
     assert len(trained) == 8
     assert '"--config.algorithm.options=(2,)"' in trained[0]
     assert "--config.policy.folder=i/models/Qwen2.5-7B-Instruct-1M" in trained[0]
     assert any("--policy=i/models/Qwen2.5-7B-Instruct-1M --data=i/benchmarks" in x for x in lines)
-    lines = printed.commands(registry.find("spell-figure-5"), "w", "i")
+    lines = printer.commands(registry.find("spell-figure-5"), "w", "i")
     names = ("qwen2.5-7b-instruct", "azr", "r-zero")
     assert lines[-1] == "python -m spell_jax.report --workdir=" + ",".join(
         f"w/spell-{name}" for name in names
@@ -321,7 +356,7 @@ def test_table_has_measured_numbers_beside_those_of_the_paper(tmp_path):
     names = ("docmath", "frames", "2wikimqa", "hotpotqa", "musique", "longbench_v2")
     scores = dict(zip(names, (0.5, 0.25, 0.1, 0.2, 0.6, 0.75), strict=True))
     _write_summary(tmp_path / "spell-no-verifier" / "long_16k", 16_384, scores)
-    lines = printed.table(registry.find("spell-table-2"), str(tmp_path)).splitlines()
+    lines = printer.table(registry.find("spell-table-2"), str(tmp_path)).splitlines()
     assert lines[0] == "| paper / here | DocMath | Frames | LB-MQA | LB-V2 | Average |"
     assert "| SPELL | 45.8 / | 46.7 / | 63.1 / | 33.2 / | 47.2 / |" in lines
     assert "| w/o Verifier | 39.4 / 50 | 46.6 / 25 | 60.4 / 30 | 29.4 / 75 | 44.0 / 45 |" in lines
@@ -336,9 +371,9 @@ def test_mean_over_lengths_needs_all_evaluations(tmp_path):
     experiment = registry.find("reconstruction-table-1")
     _write_summary(folder / "ruler", 128_000, tasks)
     _write_summary(folder / "qa_1", 128_000, qa_tasks)
-    assert "| Qwen, shuffled | 69.82 / |" in printed.table(experiment, str(tmp_path))
+    assert "| Qwen, shuffled | 69.82 / |" in printer.table(experiment, str(tmp_path))
     _write_summary(folder / "qa_2", 128_000, qa_tasks)
-    assert "| Qwen, shuffled | 69.82 / 70 |" in printed.table(experiment, str(tmp_path))
+    assert "| Qwen, shuffled | 69.82 / 70 |" in printer.table(experiment, str(tmp_path))
 
 
 def test_curves_are_read_from_the_first_and_last_steps_of_a_run(tmp_path):
@@ -347,7 +382,7 @@ def test_curves_are_read_from_the_first_and_last_steps_of_a_run(tmp_path):
     lines = [{"step": n, "eval/dense_reward": n / 100} for n in range(1, 41)]
     lines += [{"step": 41}, *({"step": 42, "eval/dense_reward": x} for x in ("a", [1], math.nan))]
     (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    table = printed.table(registry.find("reconstruction-figure-8"), str(tmp_path))
+    table = printer.table(registry.find("reconstruction-figure-8"), str(tmp_path))
     assert "| Qwen, ours | / | / | / 0.055 | / 0.355 | / | / |" in table
 
 
@@ -356,7 +391,7 @@ def test_tree_of_evidence_is_scored_where_the_answer_is_known(tmp_path):
     folder.mkdir()
     lines = '{"right": true}\n{"right": false}\n{"prediction": "\u2028 \x85"}\n'
     (folder / "tree.jsonl").write_text(lines, encoding="utf-8")
-    table = printed.table(registry.find("eapo-figure-3"), str(tmp_path))
+    table = printer.table(registry.find("eapo-figure-3"), str(tmp_path))
     assert "| EAR + LLM-E | / 50 | 9.0 / |" in table
     assert "| Evidence-Grounded (evidence of a closed model) | 63.0 / | / |" in table
 
@@ -364,8 +399,19 @@ def test_tree_of_evidence_is_scored_where_the_answer_is_known(tmp_path):
 # -------------------------------------------------------------------------------------------- Page
 
 
-def test_page_has_the_printed_overview():
-    assert printed.overviews() in PAGE.read_text()
+def test_site_appends_the_overviews_to_their_page():
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="experiments.md"))
+    markdown = site.on_page_markdown(PAGE.read_text(), page=page)
+    assert printer.overviews() in markdown and "](../launch" not in markdown
+    page.file.src_uri = "results.md"
+    assert printer.overviews() not in site.on_page_markdown(PAGE.read_text(), page=page)
+
+
+def test_page_is_prose_that_names_the_files_of_the_tables():
+    text = PAGE.read_text()
+    for name in registry.FILES:
+        assert f"](../launch/experiments/papers/{name})" in text
+    assert len(text.split()) <= 900
     assert "docs/experiments.md" in (ROOT / "README.md").read_text()
 
 
@@ -382,7 +428,7 @@ def test_tiny_numbers_are_those_of_the_linked_page(experiment: Experiment):
 
 
 def test_links_of_the_overview_exist():
-    for file, anchor in set(re.findall(r"\]\(([\w./]+\.md)(?:#([\w-]+))?\)", printed.overviews())):
+    for file, anchor in set(re.findall(r"\]\(([\w./]+\.md)(?:#([\w-]+))?\)", printer.overviews())):
         text = (PAGE.parent / file).read_text()
         heads = {
             re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-")
@@ -393,7 +439,7 @@ def test_links_of_the_overview_exist():
 
 def test_experiment_without_rows_prints_its_reason(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["launch.experiments", "spell-figure-2"])
-    printed.main()
+    command.main()
     assert capsys.readouterr().out == "The loop of rollout and update\n\nA drawing.\n"
 
 
