@@ -91,9 +91,7 @@ class PolicyConfig:
       attention: attention kernel for training rows and prompts, see attention/attend.py.
       ring: whether keys and values travel around a ring (True) or are all-gathered (False) when the
         tokens of a row are sharded over devices, see attention/context.py.
-      remat: values that the backward pass recomputes: "none"; "block" (everything inside a block);
-        "attention" (everything but the attention output); "dots" (everything but the products with
-        weights); "offload" (like "block", with block inputs offloaded to host memory).
+      remat: values that the backward pass recomputes, see ModelConfig (model.py).
       unused_ids: half-open ranges, in order, of ids below V without a token: gaps of the tokenizer
         and the padding of the tables. Their probability is 0, in sampling and in training.
     """

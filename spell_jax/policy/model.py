@@ -30,9 +30,14 @@ class ModelConfig:
       compute_dtype: dtype of weights and activations in sampling and training, one of
         COMPUTE_DTYPES; master weights are float32. "auto": bfloat16 on accelerators, and on CPUs
         that multiply it faster than float32.
-      remat: values that the backward pass recomputes, see PolicyConfig.
-      attention: kernel by name, or "auto" for the platform's; see attention/attend.py.
-      ring: whether keys travel around a ring instead of being gathered, with mesh.context above 1.
+      remat: values that the backward pass recomputes: "none"; "block" (everything inside a block);
+        "attention" (everything but the attention output); "dots" (everything but the products with
+        weights); "offload" (like "block", with block inputs offloaded to host memory).
+      attention: kernel of training rows: "dense" (any device, all scores at once), "chunked" (any
+        device, memory linear in the length), "splash" (TPU), "triton" (NVIDIA GPU), or "auto"
+        (dense for rows of up to 512 tokens, then the platform's kernel, else chunked).
+      ring: whether keys travel around a ring instead of being gathered, with mesh.context above 1;
+        for prompts beyond 128K tokens.
       thinking: "on" or "off" for chat templates that know it (Qwen3); "": the template's default.
       rope_scaling: one of ROPE_SCALINGS; "" keeps the folder's.
       rope_factor: context length over the folder's, above 1, with rope_scaling.
