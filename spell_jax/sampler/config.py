@@ -28,10 +28,10 @@ class SamplerConfig:
     """Sampling parameters and compiled shapes; sizes are totals over all devices.
 
     Attributes:
-      temperature: softmax temperature, see Options (paper section 4.1: 0.7).
-      top_p: nucleus mass, see Options (paper section 4.1: 0.95).
-      top_k: number of most likely tokens to keep, see Options.
-      min_p: least probability relative to the most likely token, see Options.
+      temperature: softmax temperature; 0 is greedy (paper section 4.1: 0.7).
+      top_p: nucleus mass, in (0, 1], applied after top_k (paper section 4.1: 0.95).
+      top_k: number of most likely tokens to keep; 0 keeps all.
+      min_p: least probability as a share of the most likely token's, in [0, 1], after top_p.
       vocabulary_dropout: tempered vocabulary dropout of questions (arXiv 2604.03472; there the mask
         is hard): probability, in [0, 1), that a token is disfavored in a whole question. Logprobs
         are those without dropout.
