@@ -27,15 +27,15 @@ class AlgorithmConfig:
       judge_model: name of the judge's model at that endpoint.
       judge_template: what that judge is asked: "yes_no", whether an answer agrees with the
         reference (Table 5), or "grades", EAPO's three grades (its Appendix E).
-      rule: how answers are scored: "match" compares numbers and letters, and texts, which contain
-        the reference (cover exact match); with "exact" they equal it, with "f1" they score by the
-        words in common, with "brief" those that contain it score at most the share of its words in
-        theirs, so that neither pays for length (selfplay/rules.py); "judge" asks the external
-        judge; "match_or_judge" takes the larger of both scores, and asks the judge only about
-        answers that "match" scores below 1 (QwenLong-L1, arXiv 2505.17667).
+      rule: how answers are scored. "match": numbers and letters are compared, and a text is right
+        if it contains the reference (cover exact match), which rewards copied passages. "exact": a
+        text must equal the reference. "f1": a text scores its words' F1. "brief": a right text
+        scores the share of its words that the reference has, at most 1 (selfplay/rules.py).
+        "judge": the external judge decides. "match_or_judge": the larger of both scores; the judge
+        is asked only about answers that "match" scores below 1 (QwenLong-L1, arXiv 2505.17667).
       extract: how an answer is read from a text: "paper" reads the forms of SPELL's code, "lenient"
         more forms, and numbers in more notations (selfplay/rules.py).
-      truncated: what a reply of any role counts for that its token cap cut off. "zero": nothing in
+      truncated: treatment of a reply, of any role, that its token cap cut off. "zero": nothing in
         it is read, so an answer scores 0, a proposal is of bad format, a vote malformed. "score":
         its text is read like a finished one. "drop": it is left out of rewards and update. Held-out
         evaluation always reads the text.

@@ -27,23 +27,28 @@ class SpellConfig(AlgorithmConfig):
       generation_batch: questions proposed in one round.
       questions_per_cluster: K, questions proposed about a cluster, samples of one questioner prompt
         [paper: 1]; a round has generation_batch / K clusters. Repeated questions are dropped.
+        The K questions share their documents in sampling and training.
       max_generations: most rounds of a step. After them the update uses the questions there are.
       group_size, verifier_group_size: G, answers to a question; G_v, votes on an answer.
       documents: m, number of new documents for the questioner, sampled from these numbers.
       unread_documents: documents that a first question leaves unread at least (the paper's m < n);
-        a cluster without more is refused. 0: it may read all (the paper's code).
+        a cluster without more is refused ("too_small"). 0: it may read all (the paper's code).
       memory: L, questions remembered per task and cluster; 0: no memory.
       memory_documents: documents stored with a remembered question. "new": only the new ones
-        (Algorithm 1). "shown": all that its questioner read (the paper's code).
+        (Algorithm 1), so a prompt has at most m (L + 1) documents. "shown": all that its questioner
+        read (the paper's code), so prompts grow until they hold the cluster.
       memory_solved: whether questions that all answers solve are remembered too (the paper's code).
+        Questions that no answer solves are never remembered.
       mapping: the questioner's reward (7): "gaussian", "azr" or "r_zero"; or "progress": the rise
         of the responder's solve rate on the probes most like the question (selfplay/probes.py).
       probes: questions of earlier steps that are answered again in each step, for "progress".
       mu, sigma: mean and standard deviation of the Gaussian (7).
       cues: words of which one, sampled for each question, ends its questioner prompt; (): none.
+        A policy that knows the cues asks about each of them equally often.
       answer_first: whether a rule chooses the answer, a name or number of the first new document,
-        and the questioner writes its question (2103.07449); only for tasks whose answers are texts.
-        The K questions about a cluster then have documents and answers of their own.
+        and the questioner writes its question (2103.07449); another answer has a bad format. Only
+        for tasks with texts as answers. The K questions about a cluster then have documents and
+        answers of their own.
       max_answer_tokens: most tokens of a general question's reference; others are declined.
       distinct_options: whether multiple-choice questions with two equal options have a bad format.
       format_penalty: whether questions of bad format get a penalty; else they are dropped.
@@ -64,17 +69,20 @@ class SpellConfig(AlgorithmConfig):
       responder_reward: how rule and majority are combined: "max" (6), "verifier", "mean", "min";
         "rule" uses no verifier; "random" is a control that must destroy the policy.
       document_share: share of the responder's reward for beginning with "[k]", the number of a
-        document that the questioner read (2603.02146); above 0, documents have numbers.
+        document that the questioner read (2603.02146). Above 0, documents have numbers, and given
+        questions need "shown" or "evidence".
       negatives: bad questioner groups per good one.
-      questioner_normalization: rows that normalize a questioner's advantage: "batch" (9); those of
-        its "task" (the paper's code) or "cluster" (for questions_per_cluster above 1), or the batch
-        if it is alone there; "batch+cluster": the mean of both advantages.
+      questioner_normalization: rows that normalize a questioner's advantage. "batch" (9): all.
+        "task" (the paper's code): the rows of its task, so that a hard task is not punished for
+        being hard. "cluster": the rows of its cluster (questions_per_cluster above 1). A row that
+        is alone there is normalized by the batch. "batch+cluster": the mean of both advantages.
       train_questioner, train_verifier: whether the update has groups of this role.
       malformed_penalty: whether a malformed vote earns -1 (the paper's code) or 0 (its text).
       verifier_share: verifier rows per responder row.
       consistency_gate: whether the verifier is trained only where its majority equals the rule.
       balance_verdicts: whether as many yes as no groups of the verifier are trained on.
-      divide_by_deviation: whether advantages are divided by their group's deviation (8).
+      divide_by_deviation: whether responder and verifier advantages are divided by their group's
+        deviation (3, 8). False: only the mean is subtracted (Dr. GRPO).
       keep_surplus: whether all questions with mixed rewards are trained on, beyond `questions`.
     """
 
