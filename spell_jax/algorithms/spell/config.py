@@ -25,26 +25,22 @@ class SpellConfig(AlgorithmConfig):
     Attributes:
       questions: number of questions with mixed rewards in an update [paper: batch size].
       generation_batch: questions proposed in one round.
-      questions_per_cluster: K, questions proposed about a cluster, samples of one questioner prompt
-        [paper: 1]; a round has generation_batch / K clusters. Repeated questions are dropped.
-        The K questions share their documents in sampling and training.
+      questions_per_cluster: K, samples of one questioner prompt about a cluster, which share its
+        documents [paper: 1]. A round has generation_batch / K clusters; repetitions are dropped.
       max_generations: most rounds of a step. After them the update uses the questions there are.
       group_size, verifier_group_size: G, answers to a question; G_v, votes on an answer.
       documents: m, number of new documents for the questioner, sampled from these numbers.
       unread_documents: documents that a first question leaves unread at least (the paper's m < n);
         a cluster without more is refused ("too_small"). 0: it may read all (the paper's code).
       memory: L, questions remembered per task and cluster; 0: no memory.
-      memory_documents: documents stored with a remembered question. "new": only the new ones
-        (Algorithm 1), so a prompt has at most m (L + 1) documents. "shown": all that its questioner
-        read (the paper's code), so prompts grow until they hold the cluster.
+      memory_documents: documents stored with a remembered question. "new" (Algorithm 1): the new
+        ones, so a prompt has at most m (L + 1). "shown" (the paper's code): all that were shown.
       memory_solved: whether questions that all answers solve are remembered too (the paper's code).
-        Questions that no answer solves are never remembered.
       mapping: the questioner's reward (7): "gaussian", "azr" or "r_zero"; or "progress": the rise
         of the responder's solve rate on the probes most like the question (selfplay/probes.py).
       probes: questions of earlier steps that are answered again in each step, for "progress".
       mu, sigma: mean and standard deviation of the Gaussian (7).
       cues: words of which one, sampled for each question, ends its questioner prompt; (): none.
-        A policy that knows the cues asks about each of them equally often.
       answer_first: whether a rule chooses the answer, a name or number of the first new document,
         and the questioner writes its question (2103.07449); another answer has a bad format. Only
         for tasks with texts as answers. The K questions about a cluster then have documents and
@@ -72,17 +68,15 @@ class SpellConfig(AlgorithmConfig):
         document that the questioner read (2603.02146). Above 0, documents have numbers, and given
         questions need "shown" or "evidence".
       negatives: bad questioner groups per good one.
-      questioner_normalization: rows that normalize a questioner's advantage. "batch" (9): all.
-        "task" (the paper's code): the rows of its task, so that a hard task is not punished for
-        being hard. "cluster": the rows of its cluster (questions_per_cluster above 1). A row that
-        is alone there is normalized by the batch. "batch+cluster": the mean of both advantages.
+      questioner_normalization: rows that normalize a questioner's advantage: the "batch" (9), its
+        "task" (the paper's code; a hard task is not punished), or its "cluster". The batch also
+        normalizes a row that is alone there. "batch+cluster": the mean of both advantages.
       train_questioner, train_verifier: whether the update has groups of this role.
       malformed_penalty: whether a malformed vote earns -1 (the paper's code) or 0 (its text).
       verifier_share: verifier rows per responder row.
       consistency_gate: whether the verifier is trained only where its majority equals the rule.
       balance_verdicts: whether as many yes as no groups of the verifier are trained on.
-      divide_by_deviation: whether responder and verifier advantages are divided by their group's
-        deviation (3, 8). False: only the mean is subtracted (Dr. GRPO).
+      divide_by_deviation: whether advantages are divided by their group's deviation (3, 8).
       keep_surplus: whether all questions with mixed rewards are trained on, beyond `questions`.
     """
 
