@@ -8,11 +8,6 @@ update   seconds of one optimizer update, with shared and with repeated prompts
 sample   tokens/s of G answers to a prompt: shared, to G prompts, one by one, by transformers
 refill   tokens/s with answers of many lengths: continuous batching against fixed batches
 spell    seconds of one whole SPELL step, by phase; verdicts with and without a shared prefix
-agreement  greedy answers to needles and RULER, here and by transformers (extra "test")
-roles    shares of the three roles in the gradient, under each loss aggregation
-routing  experts that sampler and learner choose differently, and their effect on logprobs
-reward_model  accuracy of EAPO's reward models on the answers of a run
-quality  int8 sampling against the compute dtype: KL, equal greedy tokens
 report   seconds to write the report page of a long run, and to open it in a browser
 soak     growth of memory and compiled programs in a long run of the demo's config
 durability  milliseconds of a checkpoint, and of its fsync, on a disk
@@ -64,11 +59,6 @@ _CLASSES = {
     "sample": "rollout.SampleSpeed",
     "refill": "rollout.Refill",
     "spell": "rollout.SpellBenchmark",
-    "agreement": "agreement.Agreement",
-    "roles": "roles.Roles",
-    "routing": "routing.RoutingBenchmark",
-    "reward_model": "reward_model.RewardModel",
-    "quality": "quality.Quality",
     "report": "report.Report",
     "soak": "soak.Soak",
     "durability": "durability.Durability",

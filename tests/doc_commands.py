@@ -1,4 +1,8 @@
-"""Commands of the documentation: shell blocks and inline code of README.md and docs/."""
+"""Commands of the documentation: shell blocks and inline code of README.md and docs/.
+
+Inline code before "of that commit" or "of commit HASH" is a command of an earlier version, not of
+this one.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,7 @@ _BLOCK = re.compile(
     r"|(?:(?<=\n\n)|\A)(?P<indented>(?:    [^\n]*\n|\n(?=    ))+))",
     re.MULTILINE | re.DOTALL,
 )
+INLINE = re.compile(r"`(python -m [^`]+)`(?!\s+of\s+(?:that\s+commit|commit\s+[0-9a-f]{7}))")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]+)=(.*)", re.DOTALL)
 
 
@@ -37,7 +42,7 @@ def find(path: pathlib.Path) -> Iterator[Found]:
         for line in _lines(block):
             for words in _commands(line, variables):
                 yield Found(page, words, True)
-    for span in re.findall(r"`(python -m [^`]+)`", text):
+    for span in INLINE.findall(text):
         for words in _commands(" ".join(span.split()), variables):
             yield Found(page, words, False)
 

@@ -144,6 +144,11 @@ def test_wrong_commands_are_found():
             check(words)
 
 
+def test_commands_of_earlier_commits_are_not_checked():
+    text = "`python -m x` of that\ncommit, `python -m y` of commit 3a12152 and `python -m z`"
+    assert doc_commands.INLINE.findall(text) == ["python -m z"]
+
+
 def anchors(text: str) -> set[str]:
     """Return the anchors of a page's headings, as GitHub and the site make them."""
     heads = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S), re.M)

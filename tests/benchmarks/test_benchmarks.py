@@ -12,7 +12,6 @@ import pytest
 
 from benchmarks import browser, plan, rollout
 from benchmarks.__main__ import lines, parse, run
-from spell_jax.learner import packing
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import mesh as meshes
 
@@ -150,21 +149,6 @@ def test_plan_benchmark_prints_a_line_per_shape(monkeypatch: pytest.MonkeyPatch)
         assert line["gemm_share"] == pytest.approx(rate / line["gemm_flops_per_s"])
 
 
-def test_routing_benchmark_measures_experts_that_differ() -> None:
-    sizes = ["--experts=8", "--experts_per_token=2", "--prompts=2", "--prompt=40", "--response=12"]
-    line = run(["routing", "--group=3", "--layers=2", "--width=64", "--vocab=96", *PAGES, *sizes])
-    half, full = line["bfloat16"], line["float32"]
-    assert half["answer_tokens"] == full["answer_tokens"] == 2 * 3 * 12
-    assert half["tokens"] >= half["pairs"] > 0
-    assert half["replayed"] < half["difference"]
-    assert full["largest_replayed"] <= full["largest"] < 1e-4
-
-
-def test_routing_benchmark_needs_experts() -> None:
-    with pytest.raises(ValueError, match=r"loss\.routing = 'sampled': must be 'own', the policy"):
-        parse(["routing", "--experts=0", "--experts_per_token=0"])
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_device")
 def test_refill_benchmark_samples_the_forced_lengths() -> None:
@@ -192,34 +176,6 @@ def test_refill_benchmark_needs_slots_for_a_group() -> None:
 
 
 VERDICTS = ["--votes=2", "--template=20", "--question=15", "--answer=9", "--questions=2"]
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("one_device")
-def test_quality_benchmark_measures_the_loss_of_int8() -> None:
-    sizes = ["quality", "--items=1", "--documents=3"]
-    plain = run([*sizes, "--cache=compute", "--weights=compute", "--speculative_tokens=3"])
-    assert plain["equal_answers"] == plain["equal_tokens"] == 1
-    assert plain["largest_difference"] < 1e-4 and plain["tokens_per_pass"] > 1
-    small = run(sizes)
-    assert small["tokens_per_pass"] == 1 and small["answers"] == plain["answers"]
-    assert small["largest_difference"] > 1e-3 and 0 < small["kl"] < 0.05
-    assert 0.5 < small["equal_tokens"] <= 1
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("one_device")
-def test_roles_benchmark_measures_shares_of_each_aggregation() -> None:
-    line = run(["roles", "--questions=24"])
-    assert all(line["groups"].values()) and all(line["tokens"].values())
-    assert tuple(line["aggregations"]) == packing.AGGREGATIONS
-    for aggregation in line["aggregations"].values():
-        assert sum(aggregation["share"].values()) == pytest.approx(1)
-    shares = {
-        name: aggregation["share"]["verifier"] for name, aggregation in line["aggregations"].items()
-    }
-    assert shares["token_mean"] == pytest.approx(shares["sequence_sum"], rel=1e-4)
-    assert shares["token_mean"] < shares["group_mean"] < shares["role_group_mean"]
 
 
 @pytest.mark.slow
