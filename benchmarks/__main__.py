@@ -15,7 +15,6 @@ peers    seconds and memory of a GRPO step, here and in TRL, Tunix or EasyDeL
 plan     seconds of six programs, predicted by launch.plan's model and measured
 scoring  seconds to score 100,000 samples by the benchmarks' rules (extra "eval")
 curve    held-out accuracy of a run by step, and the figure of README.md
-parsers  seconds of the parsers and rules on adversarial texts of up to 100 KB
 dedup    documents/s and memory of the data pipeline's filter and dedup (extra "data")
 lsh      near-duplicate pairs found by the LSH bands, against all near pairs of a folder's texts
 corpus   build from real documents: time, memory, planted copies and contamination found, and
@@ -66,7 +65,6 @@ _CLASSES = {
     "plan": "plan.PlanBenchmark",
     "scoring": "scoring.ScoringBenchmark",
     "curve": "curve.CurveBenchmark",
-    "parsers": "parsers.Parsers",
     "dedup": "data.Dedup",
     "lsh": "data.Lsh",
     "corpus": "data.Corpus",

@@ -3,7 +3,7 @@
 1. `good_texts` are well-formed outputs of the three roles, and the prompts that they answer.
 2. `texts` mutates them (bytes flipped, parts cut, repeated, exchanged between roles, characters
    replaced by look-alikes). It makes others from hostile pieces, random characters, JSON values and
-   short members of the benchmark's families.
+   short members of the families in parsers.py.
 3. `INJECTIONS` are texts that would leave a trace if anything ran them.
 """
 
@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-from benchmarks.parsers import FAMILIES
 from spell_jax.data.clusters import LETTERS
 from spell_jax.selfplay import prompts
 from spell_jax.warm_start.demonstrations import DemonstrationMixture, world_demonstrations
+from tests.selfplay.parsers import FAMILIES
 
 INJECTIONS = (
     "__import__('os').system('echo evaluated')",

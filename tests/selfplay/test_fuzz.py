@@ -1,7 +1,7 @@
 """Tests of every parser and rule with hostile texts: always a result, in time, and nothing runs.
 
-The parsers are those of benchmarks/parsers.py, which measures their times. A public function that
-is not listed there or here is an error. No test here measures times: inputs are long enough that
+parsers.py has the parsers and families of adversarial texts. A public function that is neither
+listed there nor here is an error. No test here measures times: inputs are long enough that
 superlinear code needs hours, and `linear` interrupts it.
 """
 
@@ -30,8 +30,6 @@ from typing import Any
 import httpx2
 import pytest
 
-from benchmarks import parsers
-from benchmarks.parsers import FAMILIES, PARSERS
 from spell_jax import algorithms, evaluation, selfplay, warm_start
 from spell_jax.algorithms.base import Annotation, Reply
 from spell_jax.algorithms.spell.episode import SpellEpisode
@@ -46,6 +44,7 @@ from spell_jax.selfplay.parsing import Parsed
 from spell_jax.trainer import supervised
 from spell_jax.warm_start import folder_rows
 from tests.selfplay.hostile import INJECTIONS, good_texts, json_value, texts
+from tests.selfplay.parsers import FAMILIES, PARSERS
 
 CHUNK = 5000
 LIMIT_S = 60  # of processor time; a megabyte needs about 4
@@ -394,19 +393,6 @@ def test_parsers_are_linear_on_1_mb_of_braces(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_parsers_are_linear_on_1_mb_texts(family: str) -> None:
     feed(FAMILIES[family](LARGEST))
-
-
-def test_benchmark_reports_superlinear_parsers(monkeypatch: pytest.MonkeyPatch) -> None:
-    costs = {"a": lambda n: 1e-8 * n, "b": lambda n: 2e-12 * n**2, "rules.c": lambda n: 2e-4}
-    monkeypatch.setattr(parsers, "PARSERS", costs)
-    monkeypatch.setattr(parsers, "_time", lambda cost, text, _: cost(len(text)))
-    line = parsers.Parsers(repeats=1).run()
-    assert line["parsers"]["a"]["exponent"] == pytest.approx(1, abs=0.05)
-    assert line["worst"]["parser"] == line["steepest"]["parser"] == "b"
-    assert line["steepest"]["exponent"] == pytest.approx(2, abs=0.05)
-    assert {row["parser"] for row in line["over"]} == {"b"}
-    assert len(line["over"]) > 40 and line["families"] == len(FAMILIES)
-    json.dumps(line)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,4 +1,4 @@
-"""Benchmark of the self-play parsers and rules on adversarial texts, which fuzz tests use as well.
+"""Parsers and rules that read a model's text, and families of adversarial texts for them.
 
 1. `PARSERS` has every function that reads a model's text, as a function of one text. A function of
    two texts has one entry for each argument, and one that gives half of the text to each.
@@ -8,18 +8,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import json
-import math
-import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 
-from benchmarks.base import BenchmarkCommand
 from spell_jax.algorithms.eapo.evaluation import measure_answer
 from spell_jax.algorithms.spell import evaluation as tiny_world
 from spell_jax.data.clusters import LETTERS, TASKS, count_words
@@ -47,20 +43,6 @@ from spell_jax.selfplay import (
     written_numbers,
 )
 from spell_jax.warm_start import folder_rows
-
-SIZES = (12_500, 25_000, 50_000, 100_000)  # bytes of UTF-8
-LIMIT_S = 0.010  # seconds for one text of SIZES[-1] bytes
-# Exempt from the limit: these read a user's documents and references, in linear time of about 2 us
-# per word.
-UNLIMITED = (
-    "cloze.answer_spans",
-    "cloze.find_clozes",
-    "folder_rows.find_facts",
-    "given_questions.scores_itself",
-    "puzzles.split_paragraphs",
-    "puzzles.make_puzzle",
-    "puzzles.cut_window",
-)
 
 Parser = Callable[[str], Any]
 
@@ -338,63 +320,3 @@ FAMILIES: dict[str, Callable[[int], str]] = {
     **{name: functools.partial(_around, *shape) for name, shape in _SHAPES.items()},
     "a choice": _choice,
 }
-
-
-# ------------------------------------------------------------------------------------------ Times
-
-
-@dataclasses.dataclass
-class Parsers(BenchmarkCommand):
-    """Times every parser on every family at four lengths up to 100 KB.
-
-    Seconds are CPU time of this thread, so other work on the machine does not count. "parsers" has
-    the worst family of each parser, with its seconds by size and its exponent: the slope of log
-    seconds over log bytes, 1 for linear time; constant costs make it smaller. "worst" is the
-    slowest pair of parser and family at the largest size, and "over" lists all pairs above 10 ms
-    there; both leave the readers of documents out. "steepest" has the largest exponent among pairs
-    above 1 ms; below that, constant cost and noise dominate.
-    """
-
-    repeats: Annotated[int, "timed calls of each, the fastest counts"] = 3
-
-    def run(self) -> dict[str, Any]:
-        rows: list[dict[str, Any]] = []
-        for name, parse in PARSERS.items():
-            for family, make in FAMILIES.items():
-                seconds = [_time(parse, make(size), self.repeats) for size in SIZES]
-                row = {"parser": name, "family": family, "seconds": seconds}
-                rows.append(row | {"exponent": exponent(SIZES, seconds)})
-        rows.sort(key=_last)
-        by_parser = {
-            row["parser"]: {key: row[key] for key in ("family", "seconds", "exponent")}
-            for row in rows
-        }
-        limited = [row for row in rows if row["parser"] not in UNLIMITED]
-        slow = [row for row in rows if _last(row) > 0.001] or rows
-        return {
-            "bytes": SIZES,
-            "families": len(FAMILIES),
-            "limit_s": LIMIT_S,
-            "worst": limited[-1],
-            "steepest": max(slow, key=lambda row: row["exponent"]),
-            "over": [row for row in limited if _last(row) > LIMIT_S],
-            "parsers": by_parser,
-        }
-
-
-def _last(row: dict[str, Any]) -> float:
-    return row["seconds"][-1]
-
-
-def _time(parse: Parser, text: str, repeats: int) -> float:
-    best = math.inf
-    for _ in range(repeats):
-        clock = time.thread_time()
-        parse(text)
-        best = min(best, time.thread_time() - clock)
-    return best
-
-
-def exponent(sizes: Sequence[int], seconds: Sequence[float]) -> float:
-    """Fit the least-squares slope of log seconds over log sizes."""
-    return float(np.polyfit(np.log(sizes), np.log(seconds), 1)[0])
