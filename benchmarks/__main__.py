@@ -8,19 +8,12 @@ update   seconds of one optimizer update, with shared and with repeated prompts
 sample   tokens/s of G answers to a prompt: shared, to G prompts, one by one, by transformers
 refill   tokens/s with answers of many lengths: continuous batching against fixed batches
 spell    seconds of one whole SPELL step, by phase; verdicts with and without a shared prefix
-report   seconds to write the report page of a long run, and to open it in a browser
 soak     growth of memory and compiled programs in a long run of the demo's config
-durability  milliseconds of a checkpoint, and of its fsync, on a disk
 peers    seconds and memory of a GRPO step, here and in TRL, Tunix or EasyDeL
 plan     seconds of six programs, predicted by launch.plan's model and measured
-scoring  seconds to score 100,000 samples by the benchmarks' rules (extra "eval")
 curve    held-out accuracy of a run by step, and the figure of README.md
 dedup    documents/s and memory of the data pipeline's filter and dedup (extra "data")
-lsh      near-duplicate pairs found by the LSH bands, against all near pairs of a folder's texts
-corpus   build from real documents: time, memory, planted copies and contamination found, and
-         similarity of the documents in a cluster
 engine   corpus build on Beam's local runner and on Spark: seconds, equal bytes (extra "spark")
-inputs   many small files and one large file through the read stage: seconds, peak memory
 packing  how full micro-batches of four mixes are, and their shapes: chosen, and listed buckets
 accelerator  kernels, update, decode and whole steps on this machine's GPU or TPU, in minutes
 """
@@ -58,18 +51,12 @@ _CLASSES = {
     "sample": "rollout.SampleSpeed",
     "refill": "rollout.Refill",
     "spell": "rollout.SpellBenchmark",
-    "report": "report.Report",
     "soak": "soak.Soak",
-    "durability": "durability.Durability",
     "peers": "peers.PeersBenchmark",
     "plan": "plan.PlanBenchmark",
-    "scoring": "scoring.ScoringBenchmark",
     "curve": "curve.CurveBenchmark",
     "dedup": "data.Dedup",
-    "lsh": "data.Lsh",
-    "corpus": "data.Corpus",
-    "engine": "engine.Engine",
-    "inputs": "engine.InputsBenchmark",
+    "engine": "data.Engine",
     "packing": "packing.Packing",
     "accelerator": "accelerator.command.Accelerator",
 }

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import browser, plan, rollout
+from benchmarks import plan, rollout
 from benchmarks.__main__ import lines, parse, run
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import mesh as meshes
@@ -28,12 +28,12 @@ def one_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_command_prints_options_and_measurements_as_one_json_line() -> None:
-    command = [sys.executable, "-m", "benchmarks", "scoring", "--samples=20", "--seed=3"]
+    command = [sys.executable, "-m", "benchmarks", *UPDATE, "--group=2"]
     process = subprocess.run(command, capture_output=True, text=True)
     assert process.returncode == 0, process.stderr
     line = json.loads(process.stdout)
-    assert (line["bench"], line["seed"], line["device"]) == ("scoring", 3, "cpu")
-    assert line["samples_per_s"] > 0 and line["processors"] > 0
+    assert (line["bench"], line["group"], line["device"]) == ("update", 2, "cpu")
+    assert line["shared_s"] > 0 and line["processors"] > 0
 
 
 def test_help_lists_benchmarks_and_their_options(capsys: pytest.CaptureFixture) -> None:
@@ -41,13 +41,6 @@ def test_help_lists_benchmarks_and_their_options(capsys: pytest.CaptureFixture) 
         with pytest.raises(SystemExit):
             parse(arguments)
         assert listed_name in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_durability_benchmark_measures_parts_of_a_save(tmp_path) -> None:
-    line = run(["durability", "--mib=1", "--saves=2", f"--folder={tmp_path}"])
-    assert 2**19 < line["bytes"] < 2**21 and not list(tmp_path.iterdir())
-    assert 0 < line["fsync_ms"] + line["hash_ms"] < line["save_ms"] and line["append_ms"] > 0
 
 
 @pytest.mark.slow
@@ -120,16 +113,6 @@ def test_sample_benchmark_shares_the_documents_of_several_questions() -> None:
     tokens = answers * 40 / (2 * (32 + 2 * 8))
     assert line["repeated_prefill_work_ratio"] == pytest.approx(tokens, rel=0.1)
     assert 1 < line["repeated_decode_work_ratio"] < line["repeated_prefill_work_ratio"]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(browser.PROGRAM is None, reason=browser.MISSING)
-def test_report_benchmark_opens_the_page() -> None:
-    """Runs larger than a page may be are tested in tests/reporting/test_page.py."""
-    line = run(["report", "--steps=3", "--episodes=5", "--document=1000", "--repeats=1"])
-    names = ("episodes_on_page", "episodes_on_disk", "episodes_with_documents")
-    assert [line[name] for name in names] == [15] * 3
-    assert line["open_s"] > 0 and line["write_s"] > 0 and line["problems"] == 0
 
 
 @pytest.mark.slow

@@ -15,14 +15,14 @@ import sys
 import pytest
 from etils import epath
 
-from benchmarks import browser
-from benchmarks.report import CONFIG, TASKS, RunSizes, RunWriter, measured, write_run
 from spell_jax.reporting import page as report_page
 from spell_jax.reporting.episodes import Episodes, choose, choose_episodes, outcome
 from spell_jax.reporting.page import RunData, group_by_seed, write_page
 from spell_jax.reporting.panels import choose_panels
 from spell_jax.runtime.episodes import read_episodes
 from spell_jax.runtime.jsonl import write_records
+from tests.reporting import browser
+from tests.reporting.synthetic_runs import CONFIG, TASKS, RunSizes, RunWriter, measured, write_run
 
 # Bytes of a page without any content.
 TEMPLATE_BYTES = report_page._TEMPLATE.stat().st_size + report_page.STYLE.stat().st_size

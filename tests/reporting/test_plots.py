@@ -12,10 +12,10 @@ from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 
-from benchmarks.report import measured, write_run
 from spell_jax.reporting import plots
 from spell_jax.reporting.page import write_page
 from spell_jax.reporting.plots import draw_page, file_names, smooth
+from tests.reporting.synthetic_runs import measured, write_run
 
 STEPS = list(range(1, 101))
 

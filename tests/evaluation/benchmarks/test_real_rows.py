@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
+import string
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import scoring
 from spell_jax.evaluation.benchmarks import helmet_labels, published, short
-from spell_jax.evaluation.benchmarks.base import Benchmark
+from spell_jax.evaluation.benchmarks.base import Benchmark, BenchmarkItem
 from spell_jax.evaluation.benchmarks.long_documents import DOCMATH_ROWS
 from spell_jax.evaluation.benchmarks.registry import load
 from spell_jax.evaluation.generated.sources import read_questions
+
+STATED = re.compile(r"#### (.*)")  # the answer of a solution of GSM8K
 
 
 def write_lines(path: Path, rows: list[dict]) -> None:
@@ -113,14 +117,50 @@ def test_reference_answers_of_real_financial_questions_score_1(
     check(load("docmath", tmp_path), 800, r"So it is \boxed{%s}.")
 
 
+def solutions(data: str) -> dict[str, list[tuple[str, BenchmarkItem]]]:
+    """Load published solutions of GSM8K and MATH-500 as replies, each with its question.
+
+    `data` has the folders gsm8k and math500. A solution of GSM8K ends with "#### NUMBER", which a
+    reply states as a box; solutions of MATH-500 have a box.
+    """
+    replies_by_set = {}
+    for name, column in (("gsm8k", "answer"), ("math500", "solution")):
+        items = load(name, f"{data}/{name}").items
+        kind = short.MATH_SETS[name]
+        rows = published.read(f"{data}/{name}", kind.layouts, kind.rows, None)
+        texts = [STATED.sub(r"\\boxed{\1}", row.text(column)) for row in rows]
+        replies_by_set[name] = list(zip(texts, items, strict=True))
+    return replies_by_set
+
+
+def changed_solutions(
+    pairs: Sequence[tuple[str, BenchmarkItem]], count: int, seed: int
+) -> list[tuple[str, BenchmarkItem]]:
+    """Choose `count` solutions and change their answers: a digit, or another question's answer."""
+    rng = random.Random(seed)
+    changed_replies = []
+    for _, item in rng.sample(pairs, count):
+        right = item.references[0]
+        wrong = right
+        digits = [at for at, letter in enumerate(right) if letter in string.digits]
+        while wrong == right:
+            if digits:
+                at = rng.choice(digits)
+                wrong = right[:at] + rng.choice(string.digits) + right[at + 1 :]
+            else:
+                wrong = rng.choice(pairs)[1].references[0]
+        changed_replies.append((rf"It is \boxed{{{wrong}}}.", item))
+    return changed_replies
+
+
 @pytest.mark.slow
 def test_all_published_solutions_of_mathematical_sets_score_1(spell_data: Path) -> None:
-    sets = scoring.solutions(str(spell_data / "published"))
+    sets = solutions(str(spell_data / "published"))
     assert {name: len(pairs) for name, pairs in sets.items()} == {"gsm8k": 1319, "math500": 500}
     pairs = [pair for solution_pairs in sets.values() for pair in solution_pairs]
     assert [item.id for reply, item in pairs if short.score_math(reply, item) != 1.0] == []
     for solution_pairs in (pairs, sets["math500"]):
-        changed = scoring.changed_solutions(solution_pairs, scoring.CHANGED, seed=0)
+        changed = changed_solutions(solution_pairs, 200, seed=0)
         assert len(changed) == 200
         assert [reply for reply, item in changed if short.score_math(reply, item) != 0.0] == []
 

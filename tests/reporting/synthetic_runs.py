@@ -1,20 +1,16 @@
-"""Benchmark of the report page of a long synthetic run, which tests of the page use as well."""
+"""Folders of synthetic runs: config, metrics, episodes and an evaluation."""
 
 from __future__ import annotations
 
 import dataclasses
 import pathlib
 import random
-import re
-import tempfile
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Any
 
 from etils import epath
 
-from benchmarks import browser
-from benchmarks.base import BenchmarkCommand, best_seconds
-from spell_jax.reporting.page import PAGE, RunData, write_page
+from spell_jax.reporting.page import RunData
 from spell_jax.reporting.tables import EVALUATION_FILE, read_evaluation
 from spell_jax.runtime.episodes import EpisodeWriter
 from spell_jax.runtime.jsonl import write_json, write_records
@@ -159,53 +155,3 @@ def write_run(
 def measured(workdir: epath.Path) -> RunData:
     """Read a run's folder into the page's input."""
     return RunData(workdir, read_metrics(workdir), read_evaluation(workdir))
-
-
-@dataclasses.dataclass
-class Report(BenchmarkCommand):
-    """Writes the report page of a synthetic run, and opens it several times in headless Chromium.
-
-    Metrics have the trainer's names, and clusters recur, as in a run of several epochs. "write_s"
-    is the time to write the page, "open_s" the shortest time from navigation to the first fully
-    rendered frame, as the page reports it.
-
-    Raises:
-      FileNotFoundError: if Chromium is not installed.
-    """
-
-    steps: Annotated[int, "steps of the run"] = 500
-    episodes: Annotated[int, "episodes of a step"] = 6
-    clusters: Annotated[int, "distinct clusters of the run"] = 500
-    documents: Annotated[int, "documents of a cluster"] = 20
-    document: Annotated[int, "characters of a document"] = 12_000
-    answer: Annotated[int, "characters of an answer"] = 2000
-    repeats: Annotated[int, "times that the page is opened, the fastest counts"] = 5
-
-    def run(self) -> dict[str, Any]:
-        sizes = RunSizes(self.documents, self.document, self.answer, 8, 8, self.clusters)
-        with tempfile.TemporaryDirectory() as scratch:
-            folder = pathlib.Path(scratch)
-            run = measured(write_run(folder / "run", self.steps, self.episodes, sizes=sizes))
-            path = folder / PAGE
-            seconds = best_seconds(lambda: write_page([run], epath.Path(path)), 1)
-            page = browser.Browser(folder / "profile")
-            opened = [_open(page, path) for _ in range(self.repeats)]
-            shown = page.value("document.getElementById('of').textContent")
-            problems = page.problems
-            page.close()
-            size = path.stat().st_size
-        numbers = [int(n.replace(",", "")) for n in re.findall(r"[\d,]+\d|\d", shown)]
-        names = ("episodes_on_page", "episodes_on_disk", "episodes_with_documents")
-        return dict(zip(names, numbers, strict=False)) | {
-            "write_s": seconds,
-            "page_mb": size / 1e6,
-            "open_s": min(opened),
-            "opened_s": opened,
-            "problems": len(problems),
-        }
-
-
-def _open(page: browser.Browser, path: pathlib.Path) -> float:
-    page.open(path)
-    timing_text = page.value("document.getElementById('timing').textContent")
-    return int(re.findall(r"\d+", timing_text)[0]) / 1000
