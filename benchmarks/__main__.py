@@ -1,6 +1,6 @@
 """Command line of the benchmarks: python -m benchmarks NAME [--OPTION=VALUE ...].
 
-A benchmark prints one JSON line (plan, packing: several): its options, its measurements and the
+A benchmark prints one JSON line (plan: several): its options, its measurements and the
 machine. NAME --help explains both. --save=docs/measurements/FILE.json writes the line with command,
 commit and machine, for the pages of the documentation (python -m launch.measurements).
 
@@ -14,7 +14,6 @@ plan     seconds of six programs, predicted by launch.plan's model and measured
 curve    held-out accuracy of a run by step, and the figure of README.md
 dedup    documents/s and memory of the data pipeline's filter and dedup (extra "data")
 engine   corpus build on Beam's local runner and on Spark: seconds, equal bytes (extra "spark")
-packing  how full micro-batches of four mixes are, and their shapes: chosen, and listed buckets
 accelerator  kernels, update, decode and whole steps on this machine's GPU or TPU, in minutes
 """
 
@@ -57,7 +56,6 @@ _CLASSES = {
     "curve": "curve.CurveBenchmark",
     "dedup": "data.Dedup",
     "engine": "data.Engine",
-    "packing": "packing.Packing",
     "accelerator": "accelerator.command.Accelerator",
 }
 

@@ -1,18 +1,18 @@
-"""Benchmark of the shapes of micro-batches: how full they are, and how many a run needs."""
+"""Tests of how full micro-batches are, and how many shapes a run needs, on simulated steps."""
 
 from __future__ import annotations
 
-import dataclasses
-import time
+import functools
 from collections.abc import Callable
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 
-from benchmarks.base import BenchmarkCommand
 from spell_jax.learner import packing
 from spell_jax.learner.packing import TrainGroup
 from spell_jax.learner.shapes import AUTO, Bucket
+from tests.paths import ROOT
 
 # Buckets of a config that lists them for prompts of up to 16K and answers of up to 4K tokens.
 _LONG = (Bucket(8192, 4096), Bucket(24_576, 16_384), Bucket(51_200, 32_768))
@@ -96,56 +96,77 @@ MIXES = {
 }
 
 
-@dataclasses.dataclass
-class Packing(BenchmarkCommand):
-    """Simulated steps of four mixes, packed into listed buckets and into chosen shapes.
+@functools.cache
+def measure(
+    name: str, auto: bool, steps: int, shards: int = 1, context: int = 1
+) -> dict[str, float]:
+    """Measure how full the micro-batches of simulated steps are.
 
-    Prints a line for each: `fill`, the share of row tokens that is no padding, over all steps, and
-    of the worst step; the same of answer slots; micro-batches of a step; `shapes`, the number of
-    different [rows, T, A] in all steps, each of which is a program; milliseconds to choose them.
+    Args:
+      name: key of MIXES.
+      auto: whether the groups choose the shapes; else the mix's buckets are the shapes.
+      steps: number of steps.
+      shards: devices along the rows of a micro-batch.
+      context: devices along the tokens of a row.
+
+    Returns:
+      "fill", the share of row tokens that is no padding, over all steps; "least_fill", of the worst
+      step; "answers", the share of answer slots that is no padding; "shapes", the number of
+      different [rows, T, A] in all steps, each of which is a program.
     """
-
-    steps: Annotated[int, "steps of each mix"] = 50
-    shards: Annotated[int, "devices along the rows of a micro-batch"] = 1
-    context: Annotated[int, "devices along the tokens of a row"] = 1
-    seed: Annotated[int, "seed of the sizes"] = 0
-
-    def run(self) -> list[dict[str, Any]]:
-        lines = []
-        for name, mix in MIXES.items():
-            for buckets in (mix.buckets, AUTO):
-                lines.append({"mix": name} | self._measure(mix, buckets))
-        return lines
-
-    def _measure(self, mix: Mix, buckets: tuple[Bucket, ...] | str) -> dict[str, Any]:
-        layout = packing.PackingConfig(buckets, mix.token_budget)
-        sizes = buckets, mix.token_budget, self.shards, self.context
-        shapes, steps, seconds, batches = set(), [], 0.0, 0
-        for step in range(self.steps):
-            groups = mix.make(np.random.default_rng([self.seed, step]))
-            fitting, _ = packing.split_groups(groups, layout.largest(self.context))
-            start = time.perf_counter()
-            laid_out = packing.lay_out(fitting, *sizes)
-            seconds += time.perf_counter() - start
-            batches += len(laid_out)
-            shapes |= {(bucket, count) for bucket, count, _ in laid_out}
-            trees = [tree.size for *_, rows in laid_out for row in rows for tree in row]
-            steps.append(
-                (
-                    sum(size.tokens for size in trees),
-                    sum(bucket.length * count for bucket, count, _ in laid_out),
-                    sum(size.answers for size in trees),
-                    sum(bucket.answers * count for bucket, count, _ in laid_out),
-                )
+    mix = MIXES[name]
+    buckets = AUTO if auto else mix.buckets
+    longest = packing.PackingConfig(buckets, mix.token_budget).largest(context)
+    shapes, counts = set(), []
+    for step in range(steps):
+        groups, _ = packing.split_groups(mix.make(np.random.default_rng([0, step])), longest)
+        micro_batches = packing.lay_out(groups, buckets, mix.token_budget, shards, context)
+        shapes |= {(bucket, rows) for bucket, rows, _ in micro_batches}
+        trees = [tree.size for *_, rows in micro_batches for row in rows for tree in row]
+        counts.append(
+            (
+                sum(size.tokens for size in trees),
+                sum(bucket.length * rows for bucket, rows, _ in micro_batches),
+                sum(size.answers for size in trees),
+                sum(bucket.answers * rows for bucket, rows, _ in micro_batches),
             )
-        tokens, slots, answers, answer_slots = np.transpose(steps)
-        return {
-            "buckets": AUTO if buckets == AUTO else [[b.length, b.answers] for b in mix.buckets],
-            "token_budget": mix.token_budget,
-            "fill": float(tokens.sum() / slots.sum()),
-            "least_fill": float((tokens / slots).min()),
-            "answer_fill": float(answers.sum() / answer_slots.sum()),
-            "micro_batches": batches / self.steps,
-            "shapes": len(shapes),
-            "milliseconds": 1e3 * seconds / self.steps,
-        }
+        )
+    tokens, slots, answers, answer_slots = np.transpose(counts)
+    return {
+        "fill": float(tokens.sum() / slots.sum()),
+        "least_fill": float((tokens / slots).min()),
+        "answers": float(answers.sum() / answer_slots.sum()),
+        "shapes": len(shapes),
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MIXES)
+def test_chosen_shapes_fill_each_mix_in_few_programs(name: str) -> None:
+    listed, auto = (measure(name, auto, steps=50) for auto in (False, True))
+    assert auto["fill"] > 0.9 and auto["least_fill"] > 0.85
+    assert auto["answers"] > listed["answers"]
+    if name.startswith("paper"):
+        assert auto["shapes"] <= listed["shapes"] == 3
+
+
+@pytest.mark.slow
+def test_table_of_the_page_has_the_simulated_numbers() -> None:
+    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    _, _, table = page.partition("| mix | fill, listed |")
+    rows = [line.strip("| ").split(" | ")[1:] for line in table.splitlines()[2 : 2 + len(MIXES)]]
+    assert [[float(cell) for cell in row] for row in rows] == [
+        [
+            round(measure(name, auto, steps=50)[number], 3)
+            for number in ("fill", "answers", "shapes")
+            for auto in (False, True)
+        ]
+        for name in MIXES
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MIXES)
+def test_chosen_shapes_on_many_devices_are_no_emptier_than_listed_buckets(name: str) -> None:
+    listed, auto = (measure(name, auto, steps=3, shards=8, context=4) for auto in (False, True))
+    assert auto["fill"] > listed["fill"]
