@@ -1,8 +1,8 @@
 """Command line of the benchmarks: python -m benchmarks NAME [--OPTION=VALUE ...].
 
-A benchmark prints one JSON line (plan: several): its options, its measurements and the
-machine. NAME --help explains both. --save=docs/measurements/FILE.json writes the line with command,
-commit and machine, for the pages of the documentation (python -m launch.measurements).
+A benchmark prints one JSON line: its options, the commit, the machine and its measurements.
+NAME --help explains options and measurements. --save=docs/measurements/FILE.json writes the line
+with its command, for the pages of the documentation (python -m launch.measurements).
 
 update   seconds of one optimizer update, with shared and with repeated prompts
 sample   tokens/s of G answers to a prompt: shared, to G prompts, one by one, by transformers
@@ -26,7 +26,6 @@ import json
 import os
 import pathlib
 import shlex
-import subprocess
 import sys
 import typing
 from collections.abc import Mapping, Sequence
@@ -36,7 +35,7 @@ import jax
 
 try:
     from benchmarks.accelerator.command import Accelerator
-    from benchmarks.base import BenchmarkCommand
+    from benchmarks.base import BenchmarkCommand, head_commit
     from spell_jax.runtime import entry
     from spell_jax.runtime import setup as start
 except ModuleNotFoundError as missing:
@@ -85,36 +84,29 @@ def parse(arguments: Sequence[str]) -> tuple[str, BenchmarkCommand]:
     return name, benchmark(**vars(parser.parse_args(arguments[1:])))
 
 
-def lines(arguments: Sequence[str]) -> list[dict[str, Any]]:
-    """Run the benchmark that name and flags select; return the fields of each line it prints."""
-    name, benchmark = parse(arguments)
-    return _lines(name, benchmark)
-
-
-def _lines(name: str, benchmark: BenchmarkCommand) -> list[dict[str, Any]]:
-    measurements = benchmark.run()
-    line = {"bench": name, **dataclasses.asdict(benchmark)}
-    machine = {"devices": jax.device_count(), "device": jax.devices()[0].device_kind}
-    line |= machine | {"processors": os.cpu_count()}
-    return [
-        line | measurement
-        for measurement in (measurements if isinstance(measurements, list) else [measurements])
-    ]
-
-
 def run(arguments: Sequence[str]) -> dict[str, Any]:
-    """Run a benchmark that prints one line; return the fields of this line."""
-    (line,) = lines(arguments)
-    return line
+    """Run the benchmark that name and flags select; return the fields of its line."""
+    return _line(*parse(arguments))
+
+
+def _line(name: str, benchmark: BenchmarkCommand) -> dict[str, Any]:
+    measurements = benchmark.run()
+    return {
+        "bench": name,
+        **dataclasses.asdict(benchmark),  # after the run, which fills in defaults
+        "commit": head_commit(),
+        "devices": jax.device_count(),
+        "device": jax.devices()[0].device_kind,
+        "processors": os.cpu_count(),
+        **measurements,
+    }
 
 
 def save(path: pathlib.Path, arguments: Sequence[str], line: Mapping[str, Any]) -> None:
     """Write a line as a file of docs/measurements (launch/measurements.py)."""
-    head = ["git", "describe", "--always", "--dirty"]
-    commit = subprocess.run(head, capture_output=True, text=True, check=True).stdout.strip()
     content = {
         "kind": "measured",
-        "commit": commit,
+        "commit": line["commit"],
         "machine": f"{line['processors']} CPU cores, {line['devices']} x {line['device']}",
         "command": shlex.join(["python", "-m", "benchmarks", *arguments]),
         "values": line,
@@ -144,16 +136,10 @@ def main(arguments: Sequence[str]) -> int:
     name, benchmark = parse(benchmark_arguments)
     if isinstance(benchmark, Accelerator):
         return _measure_accelerator(benchmark, options.save)
-    measurements = _lines(name, benchmark)
-    for line in measurements:
-        print(json.dumps(line))
+    line = _line(name, benchmark)
+    print(json.dumps(line))
     if options.save:
-        if len(measurements) != 1:
-            raise ValueError(
-                f"--save={options.save}: {benchmark_arguments[0]} prints {len(measurements)} "
-                "lines, not one"
-            )
-        save(options.save, benchmark_arguments, measurements[0])
+        save(options.save, benchmark_arguments, line)
     return 0
 
 

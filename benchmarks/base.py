@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+import subprocess
 import time
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -33,8 +34,8 @@ Prompts = list[list[int]]
 class BenchmarkCommand:
     """Base of the benchmarks: the fields are the command's options, annotated with their help."""
 
-    def run(self) -> dict[str, Any] | list[dict[str, Any]]:
-        """Return the JSON-able measurements of one line or of several lines; see __main__.py."""
+    def run(self) -> dict[str, Any]:
+        """Measure; return JSON values, which __main__.py prints as one line."""
         raise NotImplementedError
 
 
@@ -126,7 +127,6 @@ def make_learner(
     budget: int,
     dtype: str = "float32",
     shared_prefix: str = "tree",
-    routing: str = "own",
 ) -> Learner:
     """Make a learner with rows of one length.
 
@@ -136,12 +136,11 @@ def make_learner(
       budget: tokens of a micro-batch; at least one row.
       dtype: compute dtype.
       shared_prefix: what is laid out once (packing.PackingConfig).
-      routing: experts that it uses (LossConfig.routing).
     """
     return Learner(
         policy,
         OptimizerConfig(),
-        LossConfig(routing=routing),
+        LossConfig(),
         packing.PackingConfig((bucket,), max(budget, bucket.length), shared_prefix),
         meshes.make_mesh(),
         temperature=SAMPLING["temperature"],
@@ -164,6 +163,38 @@ def random_group(
     """Make a training group with random rewards."""
     rewards = advantages.group_advantages(rng.random(len(samples)))
     return Reply(prompt, samples, ()).group(rewards, role)
+
+
+def random_groups(
+    rng: np.random.Generator, prompts: np.ndarray, vocab: int, group: int, tokens: int
+) -> list[packing.TrainGroup]:
+    """Make a training group for each prompt of [N, P], with random answers and advantages.
+
+    Args:
+      rng: generator of the token ids and advantages.
+      prompts: token ids of the prompts [N, P].
+      vocab: vocabulary V.
+      group: answers to a prompt G.
+      tokens: tokens of an answer S.
+    """
+    return [
+        packing.TrainGroup(
+            prompt,
+            list(rng.integers(vocab, size=(group, tokens))),
+            list(rng.normal(size=group)),
+        )
+        for prompt in prompts
+    ]
+
+
+def head_commit() -> str:
+    """Return the commit of the checkout, with "-dirty" after a change; "unknown" outside of git."""
+    command = ["git", "describe", "--always", "--dirty"]
+    try:
+        git = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return git.stdout.strip()
 
 
 def best_seconds(call: Callable[[], Any], repeats: int) -> float:

@@ -67,14 +67,14 @@ def edited_copy(text: str, low: float, high: float, seed: int, shingle_words: in
 
 @dataclasses.dataclass
 class Dedup(BenchmarkCommand):
-    """Filters and deduplicates synthetic documents on Beam's local runner.
+    """Speed and memory of filter and dedup for synthetic documents, on Beam's local runner.
 
-    They have 80 to 120 words sampled by Zipf's law; one in twenty is an edited copy of another. The
-    filter ignores the language, because the words belong to none. The seconds cover both stages,
-    including reading and writing Parquet. "peak_bytes" is the peak resident memory of the process,
-    and "added_bytes" is that peak minus the memory before the stages. "planted_recall" is the share
-    of copies for which exactly one of copy and original was removed because of the other.
-    "false_removals" counts all other documents removed as near duplicates.
+    The documents have 80 to 120 words sampled by Zipf's law; one in twenty is an edited copy of
+    another. The filter ignores the language, because the words belong to none. The seconds cover
+    both stages, including reading and writing Parquet. "peak_bytes" is the peak resident memory of
+    the process, and "added_bytes" is that peak minus the memory before the stages. "planted_recall"
+    is the share of copies for which exactly one of copy and original was removed because of the
+    other. "false_removals" counts all other documents removed as near duplicates.
     """
 
     documents: Annotated[int, "synthetic documents of about 100 words"] = 10_000
@@ -145,7 +145,7 @@ def write_documents(folder: Path, number: int) -> None:
 
 @dataclasses.dataclass
 class Engine(BenchmarkCommand):
-    """Builds one corpus with Beam's local runner and with PySparkRunner, and compares all bytes.
+    """Seconds and bytes of one corpus, built with Beam's local runner and with PySparkRunner.
 
     The corpus is `documents` synthetic texts, 5 % of them edited copies. "equal" compares every
     file of the result.

@@ -50,7 +50,7 @@ _OURS = (
 
 @dataclasses.dataclass
 class PeersBenchmark(SamplerBenchmark):
-    """Times GRPO steps here and in another library, each side in its own process.
+    """Seconds and memory of GRPO steps here and in another library, each in its own process.
 
     "ours_s" and "peer_s" are the seconds of a step, "..._generate_s" and "..._update_s" the seconds
     of its two parts, "..._steps_s" the seconds of all timed steps. "..._peak_gb" is peak memory.

@@ -15,6 +15,7 @@ from benchmarks.base import (
     SamplerBenchmark,
     best_seconds,
     make_learner,
+    random_groups,
     random_params,
 )
 from launch.step_time import Machine, Shares, tree_pairs
@@ -76,22 +77,22 @@ class Measurement(NamedTuple):
 
 @dataclasses.dataclass
 class PlanBenchmark(BenchmarkCommand):
-    """Predicts six programs by launch/step_time.py from this machine's peaks, and measures them.
+    """Seconds of six programs, predicted by launch/step_time.py from machine peaks, and measured.
 
-    One line per shape. "gemm_flops_per_s" is the rate of a float32 product of 512 rows as wide as
-    the shape's MLP, "copy_bytes_per_s" that of an update of 256 MiB in place. "gemm_share" is the
-    rate of all measured operations over the first. "share" is the gemm_share of another shape of
-    the same phase, measured before; all operations are predicted to reach it. "ratio" is predicted
-    over measured seconds.
+    "shapes" has the numbers of each program. "gemm_flops_per_s" is the rate of a float32 product of
+    512 rows as wide as the shape's MLP, "copy_bytes_per_s" the rate of an update of 256 MiB in
+    place. "gemm_share" is the rate of all measured operations over "gemm_flops_per_s". "share" is
+    the gemm_share of another shape of the same phase, measured before; all operations are predicted
+    to reach it. "ratio" is predicted over measured seconds.
     """
 
     policy: Annotated[str, "config.json whose sizes, except layers, replace the shapes' width"] = ""
     repeats: Annotated[int, "timed calls, the fastest counts"] = 5
     vocab: Annotated[int, "vocabulary V"] = 4096
 
-    def run(self) -> list[dict[str, Any]]:
+    def run(self) -> dict[str, Any]:
         shares = {phase: self._measure(shape).gemm_share for phase, shape in CALIBRATION.items()}
-        return [self._compare(shape, shares[shape.phase]) for shape in SHAPES]
+        return {"shapes": [self._compare(shape, shares[shape.phase]) for shape in SHAPES]}
 
     def _compare(self, shape: ProgramShape, share: float) -> dict[str, Any]:
         bench, peaks, work, measured_s = measurement = self._measure(shape)
@@ -99,7 +100,6 @@ class PlanBenchmark(BenchmarkCommand):
         predicted = Machine(peaks, shares).seconds(shape.phase, work)
         return {
             **shape._replace(width=bench.width)._asdict(),
-            "vocab": bench.vocab,
             "gemm_flops_per_s": peaks.operations,
             "copy_bytes_per_s": peaks.memory,
             "operations": work.products + work.attention,
@@ -217,14 +217,8 @@ def _update(bench: SamplerBenchmark, shape: ProgramShape, counts: ProgramCounts)
     bucket = packing.Bucket(shape.prompt + answers, answers)
     learner = make_learner(bench.model, bucket, shape.prompts * bucket.length, bench.dtype)
     rng, state = np.random.default_rng(0), learner.init(jax.random.key(0))
-    groups = [
-        packing.TrainGroup(
-            rng.integers(bench.vocab, size=shape.prompt),
-            list(rng.integers(bench.vocab, size=(_GROUP, shape.answer))),
-            list(rng.normal(size=_GROUP)),
-        )
-        for _ in range(shape.prompts)
-    ]
+    prompts = rng.integers(bench.vocab, size=(shape.prompts, shape.prompt))
+    groups = random_groups(rng, prompts, bench.vocab, _GROUP, shape.answer)
     sizes = [group.size for group in groups]
     pairs = sum(tree_pairs(groups, tree) for tree in trees.single(sizes))
     rows = shape.prompts

@@ -42,7 +42,7 @@ from spell_jax.sampler.session import Session
 
 @dataclasses.dataclass
 class SampleSpeed(SamplerBenchmark):
-    """Times Q prompts of G answers each, sampled in several ways by samplers of as many slots.
+    """Speed of G answers to each of Q prompts, sampled in several ways by as many slots.
 
     "shared" is one request for G answers to each prompt, as training and evaluation sample. With
     --about=K, each K of the prompts begin with the same documents. "repeated" is Q G requests for
@@ -245,20 +245,16 @@ def _length(lengths: np.ndarray, sequence: DecodeSequence) -> int:
 
 @dataclasses.dataclass
 class Refill(SlotBenchmark):
-    """Times the same answers with refilled slots ("refill") and in fixed batches ("fixed").
+    """Speed of the same answers with refilled slots ("refill") and in fixed batches ("fixed").
 
     Every answer ends at a length of its own, on the device and unknown to the scheduler, as a stop
     token would. Either all requests are submitted at once, or in waves that fill the slots, each
     after the one before has ended.
 
     "..._tokens_per_s" is answer tokens over the whole time, prefill included. "..._steps" counts
-    decode passes; a pass takes longer the more answers it samples. "..._host_ms_per_call" is the
-    time per decode call in which the host does not wait for the device. "ideal_ratio" follows from
-    the lengths alone: the steps of fixed batches (sum of their longest answers) over the fewest
-    steps with all slots busy. "..._filled" is the share of slot steps that sampled a token. It
-    includes the end of the run, when there are fewer sequences than slots. For refill only:
-    "starved_slot_steps" of slot steps that sampled nothing while requests were queued, and
-    "padded_group_slots" of places without a sequence in the decoded group rows.
+    decode passes; a pass takes longer the more answers it samples. For refill only:
+    "starved_slot_steps" is the share of slot steps that sampled nothing while requests were queued,
+    and "padded_group_slots" the share of places without a sequence in the decoded group rows.
 
     Raises:
       ValueError: if there are fewer slots than answers in a group.
@@ -299,17 +295,13 @@ class Refill(SlotBenchmark):
             ]
             assert sampled == lengths.tolist()
             line |= {f"{kind}_s": seconds, f"{kind}_tokens_per_s": c.tokens / seconds}
-            line |= {f"{kind}_steps": c.decode_steps, f"{kind}_filled": c.tokens / c.slot_steps}
-            host_s = seconds - sum(c.device_wait_seconds.values())
-            line[f"{kind}_host_ms_per_call"] = 1e3 * host_s / c.decode_calls
+            line[f"{kind}_steps"] = c.decode_steps
             if kind == "refill":
                 line["starved_slot_steps"] = c.starved_slot_steps / c.slot_steps
                 line["padded_group_slots"] = c.padded_group_slots / c.group_slot_steps
-        longest = sum(int(lengths[part].max()) for part in waves)
         return line | {
             "ratio": line["refill_tokens_per_s"] / line["fixed_tokens_per_s"],
             "step_ratio": line["fixed_steps"] / line["refill_steps"],
-            "ideal_ratio": longest / -(-int(lengths.sum()) // self.slots),
         }
 
 
@@ -318,7 +310,7 @@ class Refill(SlotBenchmark):
 
 @dataclasses.dataclass
 class SpellBenchmark(SlotBenchmark):
-    """Times one SPELL step phase by phase; all `questions` are accepted and trained on.
+    """Seconds of one SPELL step by phase; all `questions` are accepted and trained on.
 
     "begin_s" is the time to cast the weights and allocate the pool. "..._s" is the time of a phase,
     "..._s_per_question" is that time divided by `questions`, and "..._prompts_per_s" counts

@@ -30,7 +30,7 @@ _M_MMAP_THRESHOLD, _BLOCK = -3, 4 << 20
 
 @dataclasses.dataclass
 class Soak(BenchmarkCommand):
-    """Runs training, or resumes the run in --workdir, and compares memory early and late.
+    """Memory early and late in a training run, which is new or the run in --workdir, resumed.
 
     "resident_mib" and "last_mib" are the minimum resident MiB of the first window after update 50
     and of the last window of 50 updates; "growth" is relative, from the former to the latter.

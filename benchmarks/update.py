@@ -8,7 +8,8 @@ from typing import Annotated, Any
 import jax
 import numpy as np
 
-from benchmarks.base import PolicyBenchmark, best_seconds, make_learner
+from benchmarks.base import PolicyBenchmark, best_seconds, make_learner, random_groups
+from benchmarks.sides.contract import share_documents
 from launch import aot
 from spell_jax.learner import packing, statistics
 from spell_jax.policy.config import LoraConfig, PolicyConfig
@@ -16,7 +17,7 @@ from spell_jax.policy.config import LoraConfig, PolicyConfig
 
 @dataclasses.dataclass
 class UpdateBenchmark(PolicyBenchmark):
-    """Times one update on the same groups in both layouts, with the same token budget.
+    """Seconds of one update on the same groups in both layouts, with the same token budget.
 
     K groups in a row have prompts that differ in their last tokens alone, so that they share a
     tree; with K = 1 a tree is [prompt | G answers]. Each layout has a bucket that fits it. Peak
@@ -68,21 +69,11 @@ class UpdateBenchmark(PolicyBenchmark):
 
     def _random_groups(self) -> list[packing.TrainGroup]:
         rng = np.random.default_rng(0)
-        groups = []
-        for number in range(self.groups):
-            if number % self.questions == 0:
-                documents = rng.integers(self.vocab, size=self.prompt - self.question)
-            # The first token is the question's number, so that no two share it.
-            question = rng.integers(self.vocab, size=self.question)
-            question[0] = number % self.questions
-            groups.append(
-                packing.TrainGroup(
-                    np.concatenate([documents, question]),
-                    list(rng.integers(self.vocab, size=(self.group, self.response))),
-                    list(rng.normal(size=self.group)),
-                )
-            )
-        return groups
+        tokens = rng.integers(self.vocab, size=(self.groups, self.prompt))
+        prompts = share_documents(tokens, self.questions, self.question)
+        # The first token of a question is its number, so that no two share it.
+        prompts[:, -self.question] = np.arange(self.groups) % self.questions
+        return random_groups(rng, prompts, self.vocab, self.group, self.response)
 
     def _measure(
         self, policy: PolicyConfig, bucket: packing.Bucket, shared_prefix: str

@@ -21,7 +21,7 @@ from typing import Annotated, Any, NamedTuple
 
 from benchmarks.accelerator import child
 from benchmarks.accelerator.results import FILE, NOT_RUN, START, Results
-from benchmarks.base import BenchmarkCommand
+from benchmarks.base import BenchmarkCommand, head_commit
 
 _OUT = "runs/accelerator"
 
@@ -126,14 +126,7 @@ class Accelerator(BenchmarkCommand):
 
     def head(self) -> str:
         """Return the commit of the tree."""
-        if self.commit:
-            return self.commit
-        command = ["git", "describe", "--always", "--dirty"]
-        try:
-            git = subprocess.run(command, capture_output=True, text=True, check=True)
-        except (OSError, subprocess.CalledProcessError):
-            return "unknown"
-        return git.stdout.strip()
+        return self.commit or head_commit()
 
 
 class _Process:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks import plan, rollout
-from benchmarks.__main__ import lines, parse, run
+from benchmarks.__main__ import parse, run
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import mesh as meshes
 
@@ -33,7 +33,7 @@ def test_command_prints_options_and_measurements_as_one_json_line() -> None:
     assert process.returncode == 0, process.stderr
     line = json.loads(process.stdout)
     assert (line["bench"], line["group"], line["device"]) == ("update", 2, "cpu")
-    assert line["shared_s"] > 0 and line["processors"] > 0
+    assert line["shared_s"] > 0 and line["processors"] > 0 and line["commit"]
 
 
 def test_help_lists_benchmarks_and_their_options(capsys: pytest.CaptureFixture) -> None:
@@ -117,13 +117,13 @@ def test_sample_benchmark_shares_the_documents_of_several_questions() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_device")
-def test_plan_benchmark_prints_a_line_per_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_benchmark_compares_each_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     small = [plan.ProgramShape(phase, 64, 1, 128, 2, 8) for phase in plan.CALIBRATION]
     monkeypatch.setattr(plan, "SHAPES", small)
     monkeypatch.setattr(plan, "CALIBRATION", {shape.phase: shape for shape in small})
-    shape_lines = lines(["plan", "--repeats=1", "--vocab=96"])
-    assert [line["phase"] for line in shape_lines] == ["prefill", "decode", "update"]
-    for line in shape_lines:
+    shapes = run(["plan", "--repeats=1", "--vocab=96"])["shapes"]
+    assert [line["phase"] for line in shapes] == ["prefill", "decode", "update"]
+    for line in shapes:
         assert line["ratio"] == pytest.approx(line["predicted_s"] / line["measured_s"])
         assert 0 < line["attention_operations"] < line["operations"]
         # Of a product so narrow, a copy that stays in the cache can have the higher figure.
@@ -141,12 +141,8 @@ def test_refill_benchmark_samples_the_forced_lengths() -> None:
     assert lengths.max() == 40 and line["tokens"] == lengths.sum()
     longest = [lengths[i : i + 2].max() for i in range(0, 7, 2)]
     assert line["fixed_steps"] == sum(longest)
-    assert line["ideal_ratio"] == sum(longest) / np.ceil(lengths.sum() / 6)
     for kind in ("refill", "fixed"):
         assert line[f"{kind}_tokens_per_s"] == pytest.approx(lengths.sum() / line[f"{kind}_s"])
-        assert line[f"{kind}_filled"] == pytest.approx(lengths.sum() / (6 * line[f"{kind}_steps"]))
-        most_ms_per_call = 1e3 * line[f"{kind}_s"] / (line[f"{kind}_steps"] / 4)  # 4 passes a call
-        assert 0 < line[f"{kind}_host_ms_per_call"] < most_ms_per_call
     assert line["ratio"] == pytest.approx(line["fixed_s"] / line["refill_s"])
     assert 1 < line["step_ratio"] == line["fixed_steps"] / line["refill_steps"]
     assert 0 < line["starved_slot_steps"] < 0.1  # at most half a pass of all slots in each call
