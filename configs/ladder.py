@@ -4,8 +4,8 @@
     python -m spell_jax.train --config=configs/ladder.py:ARM --workdir=runs/ladder/ARM/0
 
 ARM is one of ARMS or of STABILIZERS. `python -m launch.ladder commands` prints the commands of all
-arms and seeds, those that write the questions of some arms first. docs/ladder.md has the protocol
-and the results. Hardware: one CPU core; docs/ladder.md has the times.
+arms and seeds, those that write the questions of some arms first. docs/ladder.md has the results,
+launch/experiments/ladder/NOTEBOOK.md the protocol and the times. Hardware: one CPU core.
 """
 
 from collections.abc import Mapping
@@ -80,8 +80,9 @@ def get_config(arm: str = "full") -> Config:
     algorithm.update(memory=2, memory_solved=True, reference_source="frozen_reader")
     algorithm.cues = world.CUES
     algorithm.update(reader_by_hop=True, reader_unanimous=True)
-    # An answer is one word, so the rule is exact. A verifier that is trained along may go astray
-    # and reward wrong answers (docs/ladder.md), which is not what the arms are to compare.
+    # An answer is one word, so the rule is exact. A verifier that trains too may go astray and
+    # reward wrong answers (launch/experiments/ladder/NOTEBOOK.md), which is not what the arms
+    # compare.
     algorithm.responder_reward = "rule"
     # A deep question is answered right by luck once in 9 times; this gives such groups less weight.
     algorithm.divide_by_deviation = False

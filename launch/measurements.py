@@ -3,11 +3,12 @@
     python -m launch.measurements [--check]
 
 A file NAME.json has the fields kind ("measured", "compiled only" or "estimated"), commit, machine,
-command and values. `python -m benchmarks NAME --save=FILE` writes one. In README.md, docs/*.md and
-the papers' tables (launch/experiments/papers) a number that a comment follows, such as
-`.68<!--demo.after.12-->`, is the value `after.12` of demo.json. This command writes the values into
-these files, with as many decimals as a file has there; with --check it changes nothing, prints the
-numbers that differ, and exits with 1 if there are any.
+command and values. `python -m benchmarks NAME --save=FILE` writes one. In README.md, docs/*.md,
+the papers' tables (launch/experiments/papers) and studies' notebooks (launch/experiments/notebooks)
+a number that a comment follows, such as `.68<!--demo.after.12-->`, is the value `after.12` of
+demo.json. This command writes the values into these files, with as many decimals as a file has
+there; with --check it changes nothing, prints the numbers that differ, and exits with 1 if there
+are any.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ def read(folder: pathlib.Path = FOLDER) -> dict[str, dict[str, Any]]:
 
 
 def pages() -> list[pathlib.Path]:
-    """List README.md and the pages of the documentation."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    """List README.md, the pages of the documentation and the notebooks of studies."""
+    notebooks = sorted((ROOT / "launch" / "experiments").glob("notebooks/*.md"))
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *notebooks]
 
 
 def marked_files() -> list[pathlib.Path]:

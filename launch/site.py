@@ -1,13 +1,14 @@
 """Hooks of mkdocs for the documentation's site (mkdocs.yml, `make docs`).
 
-1. README.md is the site's first page, and CONTRIBUTING.md is a page; links between them and docs/
-   are rewritten. Both stay where readers of the repository look for them.
+1. README.md is the site's first page; CONTRIBUTING.md and the notebooks of studies are pages too.
+   They stay where readers of the repository look for them; links to and from them are rewritten.
 2. The pages of reference/ are made from source (launch/reference.py). experiments.md ends with the
    lists of `python -m launch.experiments`.
 """
 
 from __future__ import annotations
 
+import os.path
 import re
 from typing import Any
 
@@ -17,37 +18,48 @@ from launch import reference
 from launch.experiments import printer
 from launch.measurements import ROOT
 
-_OUTSIDE = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md"}
+# File outside docs/ -> page of the site.
+_OUTSIDE = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "launch/experiments/notebooks/eapo_tiny.md": "notebooks/eapo_tiny.md",
+    "launch/experiments/notebooks/ladder.md": "notebooks/ladder.md",
+    "launch/experiments/notebooks/two_updates.md": "notebooks/two_updates.md",
+    "launch/experiments/notebooks/without_labels.md": "notebooks/without_labels.md",
+}
+_SOURCES = {page: name for name, page in _OUTSIDE.items()}
 _FILES = ("LICENSE", "CITATION.cff", "CHANGELOG.md")  # shown as text, as files of launch/ are
+_LINK = re.compile(r"\[(?P<text>[^]]*)\]\((?P<path>[^)#:\s]+)(?P<anchor>#[^)\s]*)?\)")
 
 
 def on_files(files: Files, config: Any) -> Files:
     """Add the pages that are not files of docs/."""
-    pages = {
-        page: (ROOT / name).read_text(encoding="utf-8").replace("](docs/", "](")
-        for name, page in _OUTSIDE.items()
-    }
+    pages = {page: (ROOT / name).read_text(encoding="utf-8") for name, page in _OUTSIDE.items()}
     pages["reference/config.md"] = reference.config_page()
     pages["reference/commands.md"] = reference.commands_page()
     for page, text in pages.items():
-        files.append(File.generated(config, page, content=_relink(text)))
+        files.append(File.generated(config, page, content=text))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Rewrite links to files above docs/, and append the papers' tables to their page."""
-    if page.file.src_uri == "experiments.md":
+    """Rewrite the links of a page that leave docs/ or come from a file outside docs/.
+
+    The page experiments.md also ends with the papers' tables.
+    """
+    name = page.file.src_uri
+    if name == "experiments.md":
         markdown = f"{markdown}\n{printer.overviews()}\n"
-    return _relink(markdown)
 
+    def rewrite(link: re.Match[str]) -> str:
+        folder = os.path.dirname(_SOURCES.get(name, f"docs/{name}"))
+        target = os.path.normpath(os.path.join(folder, link["path"]))
+        if target in _FILES:
+            return f"`{target}`"
+        if target.startswith("launch/") and target not in _OUTSIDE:
+            return link["text"]
+        target = _OUTSIDE.get(target, target.removeprefix("docs/"))
+        path = os.path.relpath(target, os.path.dirname(name))
+        return f"[{link['text']}]({path}{link['anchor'] or ''})"
 
-def _relink(text: str) -> str:
-    for name, page in _OUTSIDE.items():
-        text = re.sub(rf"\]\(((?:\.\./)*){name}", lambda link, to=page: _up(link[1], to), text)
-    for name in _FILES:
-        text = re.sub(rf"\[[^]]*\]\((?:\.\./)*{name}\)", f"`{name}`", text)
-    return re.sub(r"\[([^]]*)\]\((?:\.\./)+launch/[^)]*\)", r"\1", text)
-
-
-def _up(dots: str, page: str) -> str:
-    return f"]({dots.removeprefix('../')}{page}"
+    return _LINK.sub(rewrite, markdown)

@@ -317,7 +317,9 @@ def test_figure_without_runs_is_rejected(tmp_path):
         experiment.main(["figure", f"--runs={tmp_path}"])
 
 
-def test_page_states_the_threshold_and_names_all_arms():
+def test_page_states_the_threshold_and_notebook_names_all_arms():
     page = (ROOT / "docs" / "ladder.md").read_text()
-    assert "lies above the frozen and the static arm's" in " ".join(page.split())
-    assert all(f"`{arm}`" in page for arm in ladder.ARMS)
+    notebook = (ROOT / "launch" / "experiments" / "ladder" / "NOTEBOOK.md").read_text()
+    for text in (page, notebook):
+        assert "lies above the frozen and the static arm's" in " ".join(text.split())
+    assert all(f"`{arm}`" in notebook for arm in ladder.ARMS)
