@@ -168,7 +168,7 @@ def test_notebook_shows_answers_of_both_policies(executed):
 
 
 def test_notebook_shows_questioner_and_verifier_outputs(executed):
-    printed = outputs_of(executed[0], "judged = ask(")["printed"]
+    printed = outputs_of(executed[0], "proposal, verdict = ask(")["printed"]
     assert re.search(r'^questioner: .*\{"question":"', printed, re.MULTILINE)
     assert re.search(r"^verifier: .*\[\[(YES|NO)\]\]", printed, re.MULTILINE)
 
