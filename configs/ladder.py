@@ -5,7 +5,7 @@
 
 ARM is one of ARMS or of STABILIZERS. `python -m launch.ladder commands` prints the commands of all
 arms and seeds, those that write the questions of some arms first. docs/ladder.md has the results,
-launch/experiments/ladder/NOTEBOOK.md the protocol and the times. Hardware: one CPU core.
+launch/experiments/notebooks/ladder.md the protocol and the times. Hardware: one CPU core.
 """
 
 from collections.abc import Mapping
@@ -81,7 +81,7 @@ def get_config(arm: str = "full") -> Config:
     algorithm.cues = world.CUES
     algorithm.update(reader_by_hop=True, reader_unanimous=True)
     # An answer is one word, so the rule is exact. A verifier that trains too may go astray and
-    # reward wrong answers (launch/experiments/ladder/NOTEBOOK.md), which is not what the arms
+    # reward wrong answers (launch/experiments/notebooks/ladder.md), which is not what the arms
     # compare.
     algorithm.responder_reward = "rule"
     # A deep question is answered right by luck once in 9 times; this gives such groups less weight.

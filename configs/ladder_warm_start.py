@@ -3,7 +3,7 @@
     python -m spell_jax.sft --config=configs/ladder_warm_start.py --workdir=runs/ladder_warm_start
 
 Its demonstrations (warm_start/ladder_rows.py) have questions of depth 1 and 2, and a share of .09
-of depths 3 to 8. launch/experiments/ladder/NOTEBOOK.md has the resulting accuracies. Hardware: one
+of depths 3 to 8. launch/experiments/notebooks/ladder.md has the resulting accuracies. Hardware: one
 CPU core, 3 minutes of its time (measured).
 """
 

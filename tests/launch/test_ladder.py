@@ -319,7 +319,7 @@ def test_figure_without_runs_is_rejected(tmp_path):
 
 def test_page_states_the_threshold_and_notebook_names_all_arms():
     page = (ROOT / "docs" / "ladder.md").read_text()
-    notebook = (ROOT / "launch" / "experiments" / "ladder" / "NOTEBOOK.md").read_text()
+    notebook = (ROOT / "launch" / "experiments" / "notebooks" / "ladder.md").read_text()
     for text in (page, notebook):
         assert "lies above the frozen and the static arm's" in " ".join(text.split())
     assert all(f"`{arm}`" in notebook for arm in ladder.ARMS)
