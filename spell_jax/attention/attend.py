@@ -28,6 +28,9 @@ from spell_jax.attention import kernel as kernels
 from spell_jax.runtime import collectives
 from spell_jax.runtime import mesh as meshes
 
+# vmap where the steps of a row do not depend on its mask (dense), or where a program walks its own
+# list (triton). The other two take rows one by one: under vmap a loop would run as long as the
+# longest row needs.
 _MODULES = {
     "dense": (jax.vmap, dense),
     "chunked": (kernels.over_rows, chunked),
@@ -41,8 +44,10 @@ KERNELS = {
 
 
 def _by_platform(part: str) -> Callable[..., Any]:
-    """Dispatch to the kernel of the platform the program is lowered for, not this process's."""
+    """Dispatch to the kernel of the platform that the program is lowered for."""
 
+    # None for `interpret` would ask for this process's backend, which is a CPU when launch.aot
+    # compiles for another platform.
     def compiled(module):
         return functools.partial(getattr(module, part), interpret=False)
 
@@ -89,6 +94,8 @@ def attend(
         return kernels.attend(kernel, q, k, v, index, index, last_query)
     if mesh.shape[meshes.CONTEXT] > 1:
         kernel = (context.ring if ring else context.gathered)(kernel)
+    # Heads that the axis does not divide stay whole on every device of the axis: the same result,
+    # computed several times.
     heads, kv_heads, split = q.shape[2], k.shape[2], mesh.shape[meshes.TENSOR]
     tensor = meshes.TENSOR if heads % split == 0 else None
     if tensor and kv_heads % split:
@@ -97,6 +104,8 @@ def attend(
         k, v = (jnp.repeat(x, repeats, axis=2) for x in (k, v))
     by_heads = PartitionSpec(meshes.ROWS, meshes.CONTEXT, tensor)
     by_time = PartitionSpec(meshes.ROWS, meshes.CONTEXT)
+    # With check_vma every output of a Pallas kernel would have to name the mesh axes over which it
+    # varies.
     return jax.shard_map(
         lambda q, k, v, *indices: kernels.attend(kernel, q, k, v, *indices),
         in_specs=(by_heads, by_heads, by_heads, by_time, by_time, by_time),

@@ -24,27 +24,26 @@ def pad(x: jax.Array, axis: int, block: int, value: float = 0) -> jax.Array:
 
 
 def pad_inputs(inputs: Inputs, block_q: int, block_k: int) -> Inputs:
-    """Pad a row to whole blocks of queries and keys.
+    """Pad a row to whole blocks of queries and keys; no query sees a padded key.
 
-    Padded row indices repeat the last one, so the limits of a block do not change. No query sees a
-    padded key. The caller drops outputs of padded queries; their d_out and delta are 0.
+    The caller drops the outputs of padded queries, and pads their d_out and delta with 0.
     """
     q, k, v, q_index, k_index, last_query = inputs
     return Inputs(
         pad(q, 0, block_q),
         pad(k, 0, block_k),
         pad(v, 0, block_k),
+        # Padded row indices repeat the last index, so that the limits of a block do not change.
         jnp.pad(q_index, (0, -len(q) % block_q), mode="edge"),
         jnp.pad(k_index, (0, -len(k) % block_k), mode="edge"),
+        # Every row index is above the smallest int32.
         pad(last_query, 0, block_k, jnp.iinfo(jnp.int32).min),
     )
 
 
 def dot(a: jax.Array, b: jax.Array, b_transposed: bool = False) -> jax.Array:
-    """Multiply a [m, n] by b [n, p] (transposed: [p, n]) into float32, for Pallas kernels.
-
-    float32 inputs are multiplied at full precision.
-    """
+    """Multiply a [m, n] by b [n, p] (transposed: [p, n]) into float32, for Pallas kernels."""
+    # By default accelerators round float32 factors, TPUs to bfloat16 and NVIDIA GPUs to TF32.
     return lax.dot_general(
         a,
         b,
@@ -68,10 +67,9 @@ class Softmax(NamedTuple):
 
     @classmethod
     def start(cls, shape: tuple[int, ...]) -> Softmax:
-        """Return the state for outputs of a shape [..., queries, H] before any key.
-
-        The maximum starts above MASKED, so that masked scores always have weight 0.
-        """
+        """Return the state for outputs of a shape [..., queries, H] before any key."""
+        # The maximum starts above MASKED: a masked score has weight exp(MASKED / 2) = 0 even before
+        # the first visible key.
         numbers = shape[:-1]
         return cls(
             jnp.zeros(shape, jnp.float32),
@@ -92,12 +90,17 @@ class Softmax(NamedTuple):
         exp = jnp.exp2 if base2 else jnp.exp
         top = jnp.maximum(self.top, jnp.max(scores, axis=-1))
         weights = exp(scores - top[..., None])
+        # The weights so far were relative to the old maximum.
         shrink = exp(self.top - top)
         total = self.total * shrink + jnp.sum(weights, axis=-1)
         return Softmax(self.out * shrink[..., None] + weighted_sum(weights), top, total)
 
     def finish(self, unseeing: float, base2: bool = False) -> tuple[jax.Array, jax.Array]:
-        """Return output and natural log-sum-exp of the scores; `unseeing` if a query saw no key."""
+        """Return the output and the natural log-sum-exp of the scores.
+
+        The log-sum-exp of a query that saw no key is `unseeing`.
+        """
+        # A query that saw no key has 0 / 1e-30 = 0 as its output; 0 / 0 would be NaN.
         positive = jnp.maximum(self.total, 1e-30)
         log, unit = (jnp.log2, LOG2_E) if base2 else (jnp.log, 1)
         lse = (self.top + log(positive)) / unit

@@ -17,21 +17,19 @@ from spell_jax.attention import blocks, masks
 from spell_jax.attention.kernel import Inputs
 from spell_jax.runtime.bits import as_bits, from_bits
 
-_KEYS = 256  # of a block
-# Rows of a block's products: queries times the R query heads of a key head. XLA for CPUs runs
-# products of fewer than 2^17 scores on one core; larger blocks have more scores that no query
-# sees, and leave the cache.
+# Keys of a block, and rows of its products: queries times the R query heads of a key head. XLA for
+# CPUs runs products of fewer than 2^17 = 512 x 256 scores on one core. Larger blocks have more
+# scores that no query sees, and leave the cache.
+_KEYS = 256
 _ROWS = 512
 
 
 class _Blocks(NamedTuple):
-    """A row in blocks of queries and of keys, with axes in the order that products read.
+    """A row in blocks of queries and of keys, with axes in the order that products read."""
 
-    The R query heads of a key head are rows of one product. XLA for CPUs would otherwise copy
-    queries and keys at every step: forward took 134 ms instead of 66 ms (3,072 tokens, 8 heads of
-    64, 2 cores).
-    """
-
+    # The R query heads of a key head are rows of one product. XLA for CPUs would otherwise copy
+    # queries and keys at every step: forward took 134 ms instead of 66 ms (3,072 tokens, 8 heads of
+    # 64, 2 cores).
     # bfloat16 as bits, here and in `backward`, as loops cut blocks out.
     q: jax.Array  # [query blocks, K, R * queries, H]
     k: jax.Array  # [key blocks, K, keys, H]
@@ -57,7 +55,7 @@ class _Blocks(NamedTuple):
 
 
 def _block(x: jax.Array, i: jax.Array) -> jax.Array:
-    """Return block i of an array in blocks, which may be bits."""
+    """Return block i of an array in blocks, which may hold bits."""
     return from_bits(x[i])
 
 
@@ -87,6 +85,7 @@ def _joined_keys(x: jax.Array, length: int) -> jax.Array:
 def _query_block(inputs: Inputs, block: int) -> int:
     """Return the number of queries of a block; `block` is as in `forward`."""
     if not block:
+        # R rounds up to a power of two, so that the block is a power of two as well.
         block = max(64, _ROWS >> (inputs.q.shape[2] - 1).bit_length())
     return min(block, len(inputs.q))
 
@@ -114,7 +113,10 @@ def _live_first(live: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def forward(inputs: Inputs, block: int = 0) -> tuple[jax.Array, jax.Array]:
-    """Compute dense.forward in blocks of `block` queries and keys; 0: sizes that fit caches."""
+    """Compute Kernel.forward for one row, in blocks of `block` queries and keys.
+
+    0 takes _ROWS and _KEYS.
+    """
     row = _in_blocks(inputs, block)
     order, count = _live_first(row.live)
 
@@ -130,6 +132,8 @@ def forward(inputs: Inputs, block: int = 0) -> tuple[jax.Array, jax.Array]:
 
             return state.add(jnp.where(mask, scores, masks.MASKED), weighted_sum)
 
+        # Dead blocks are not visited. A loop of dynamic length has no gradient in JAX, hence
+        # `backward`.
         start = blocks.Softmax.start(row.q.shape[1:])
         out, lse = jax.lax.fori_loop(0, count[i], step, start).finish(-masks.MASKED)
         return as_bits(out.astype(inputs.q.dtype)), lse
@@ -143,7 +147,7 @@ def forward(inputs: Inputs, block: int = 0) -> tuple[jax.Array, jax.Array]:
 def backward(
     inputs: Inputs, lse: jax.Array, delta: jax.Array, d_out: jax.Array, block: int = 0
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Compute dense.backward; `block` is as in `forward`."""
+    """Compute Kernel.backward for one row; `block` is as in `forward`."""
     q, k, v, *_ = inputs
     row = _in_blocks(inputs, block)
     order, count = _live_first(row.live.T)
@@ -179,6 +183,8 @@ def backward(
         state = jax.lax.fori_loop(0, count[j], step, (d_queries, zeros, zeros))
         return state[0], tuple(as_bits(x.astype(k.dtype)) for x in state[1:])
 
+    # Blocks of keys are the outer loop: their gradients are complete after one pass and rounded
+    # once. Gradients of queries need a sum over all blocks of keys, in float32.
     d_queries, (d_keys, d_values) = jax.lax.scan(
         one_block, jnp.zeros(row.q.swapaxes(2, 3).shape), jnp.arange(len(row.k))
     )

@@ -1,9 +1,9 @@
 """Attention of rows whose tokens are sharded over the mesh's `context` axis.
 
-Every device keeps its queries. Two wrappers turn a kernel into one that also reads the keys of the
-other devices, inside shard_map: `gathered` all-gathers the keys and values of the row, and again in
-the backward pass instead of storing them; `ring` passes them from neighbor to neighbor while the
-kernel works on the current shard, so that no device ever holds more than two shards.
+Every device keeps its queries. Inside shard_map, two wrappers extend a kernel to the keys of the
+other devices. `gathered` all-gathers the keys and values of the row. `ring` passes keys and values
+from neighbor to neighbor while the kernel works on the current shard, so that no device ever holds
+more than two shards.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ def gathered(kernel: Kernel) -> Kernel:
         return kernel.forward(gather(inputs))
 
     def backward(inputs: Inputs, lse, delta, d_out):
+        # Keys and values are gathered again: storing the whole row in every layer would take the
+        # memory that sharding saves.
         dq, dk, dv = kernel.backward(gather(inputs), lse, delta, d_out)
         return dq, _sum_scatter(dk), _sum_scatter(dv)
 
@@ -53,28 +55,32 @@ def ring(kernel: Kernel) -> Kernel:
             return (_pass_on(keys), attend(keys, merged)), None
 
         q = inputs.q
+        # Outputs are merged in float32. The first log-sum-exp is finite, because the difference of
+        # two infinities in `_merge` would be NaN.
         empty = jnp.zeros(q.shape), jnp.full((q.shape[0], *q.shape[2:4], q.shape[1]), MASKED)
+        # The last shard is used outside the loop, which would otherwise send it on for nothing.
         hops = jax.lax.axis_size(CONTEXT) - 1
         (keys, merged), _ = jax.lax.scan(hop, (_keys(inputs), empty), length=hops)
         out, lse = attend(keys, merged)
         return out.astype(q.dtype), jnp.where(lse > MASKED / 2, lse, -MASKED)
 
     def backward(inputs: Inputs, lse, delta, d_out):
-        def add(keys, dq, gradients):
+        def add_part(keys, dq, gradients):
             part = kernel.backward(_with_keys(inputs, keys), lse, delta, d_out)
             return jax.tree.map(lambda total, gradient: total + gradient, (dq, *gradients), part)
 
         def hop(state, _):
             keys, dq, gradients = state
             # The sums of earlier devices travel while this device computes its contribution.
-            dq, *gradients = add(keys, dq, _pass_on(gradients))
+            dq, *gradients = add_part(keys, dq, _pass_on(gradients))
             return (_pass_on(keys), dq, tuple(gradients)), None
 
+        # float32: a gradient is the sum of contributions from all devices of the axis.
         dq, *gradients = [jnp.zeros(x.shape) for x in inputs[:3]]
         state = _keys(inputs), dq, tuple(gradients)
         state, _ = jax.lax.scan(hop, state, length=jax.lax.axis_size(CONTEXT) - 1)
         keys, dq, gradients = state
-        dq, *gradients = add(keys, dq, _pass_on(gradients))
+        dq, *gradients = add_part(keys, dq, _pass_on(gradients))
         dk, dv = _pass_on(gradients)  # back to the owner of the keys
         q, k, v, *_ = inputs
         return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
@@ -92,11 +98,9 @@ def _with_keys(inputs: Inputs, keys: tuple[jax.Array, ...]) -> Inputs:
 
 
 def _sum_scatter(x: jax.Array) -> jax.Array:
-    """Sum [B, T, K, H] over devices; each device keeps the sum of its own part of T.
-
-    An all-to-all and a float32 sum of the parts: a reduce-scatter in float32 moves twice as many
-    bytes, and libtpu 0.0.42.1 compiles some to an all-reduce (v5e) or aborts on them (v5p-32).
-    """
+    """Sum [B, T, K, H] over devices in float32; each device keeps the sum of its own part of T."""
+    # Not a reduce-scatter: in float32 it moves twice as many bytes, and libtpu 0.0.42.1 compiles
+    # some to an all-reduce (v5e) or aborts on them (v5p-32).
     rows, _, *head = x.shape
     parts = x.reshape(rows, jax.lax.axis_size(CONTEXT), -1, *head)
     parts = jax.lax.all_to_all(parts, CONTEXT, split_axis=1, concat_axis=1, tiled=True)
@@ -119,6 +123,8 @@ def _merge(
     queries that have seen no key; in the `part` of a kernel, 1e30 does.
     """
     (out, lse), (part_out, part_lse) = merged, part
+    # Kernels mark a query without visible keys by 1e30, for their backward pass. In a merge its
+    # weight must be 0.
     part_lse = jnp.where(part_lse > -MASKED / 2, MASKED, part_lse)
     merged_lse = jnp.logaddexp(lse, part_lse)
     share, part_share = (

@@ -16,6 +16,7 @@ def forward(inputs: Inputs) -> tuple[jax.Array, jax.Array]:
     v = inputs.v
     scores, visible = _scores(inputs)
     top = jnp.max(jnp.where(visible, scores, MASKED), axis=-1, keepdims=True)
+    # A query that sees no key has top = MASKED and infinite exponentials; `where` drops them.
     weights = jnp.where(visible, jnp.exp(scores - top), 0.0)
     total = jnp.sum(weights, axis=-1, keepdims=True)
     weights = weights / jnp.maximum(total, 1e-30)

@@ -1,8 +1,8 @@
 """Attention kernel interface, and the one custom VJP used around every kernel.
 
 `backward` takes the log-sum-exp merged over all keys, so that it also works on a part of the keys
-that the queries see. Kernels compose: one wrapped to also read the keys of other devices
-(context.py) is again a kernel. No kernel differentiates its own log-sum-exp.
+that the queries see. Kernels compose: a wrapper that adds the keys of other devices (context.py) is
+again a kernel. No kernel differentiates its own log-sum-exp.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from jax.ad_checkpoint import checkpoint_name
 
 from spell_jax.runtime.bits import as_bits, from_bits
 
-KEPT = "attention"  # checkpoint name of the output and its log-sum-exp
+CHECKPOINT_NAME = "attention"  # checkpoint name of the output and its log-sum-exp
 
 
 class Inputs(NamedTuple):
-    """Queries and keys of a row, or a part of them; Kernel adds a leading axis B.
+    """Queries and keys of a row, or of a part of a row; Kernel adds a leading axis B.
 
     Query i sees key j iff k_index[j] <= q_index[i] <= last_query[j]; see masks.py. Indices are
     int32.
@@ -42,8 +42,8 @@ class Kernel(NamedTuple):
       forward: function of Inputs that returns (out like q, lse float32 [B, K, R, Tq]), where lse is
         the log-sum-exp of the scaled scores. A query that sees no key gets output 0 and lse 1e30.
       backward: function of (Inputs, lse, delta float32 [B, K, R, Tq], d_out like q) that returns
-        (dq, dk, dv), the contribution of these keys. lse is over all keys that a query attends to;
-        delta is the sum over H of d_out * out.
+        (dq, dk, dv), the contribution of the keys in Inputs. lse is over all keys that a query
+        attends to; delta is the sum over H of d_out * out.
     """
 
     forward: Callable[..., tuple[jax.Array, jax.Array]]
@@ -51,8 +51,9 @@ class Kernel(NamedTuple):
 
 
 def over_rows(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Apply a single-row function to the rows of a batch in a loop, as their steps may differ."""
+    """Apply a single-row function to the rows of a batch in a loop."""
 
+    # The loop cuts a row out of every array, hence bits (runtime/bits.py).
     def on_row(row: tuple[Any, ...]) -> Any:
         return jax.tree.map(as_bits, function(*jax.tree.map(from_bits, row)))
 
@@ -71,9 +72,9 @@ def attend(
 ) -> jax.Array:
     """Compute kernel.forward, differentiable in q, k and v.
 
-    Pass the same kernel object every time, or jit compiles the program again. Arrays are as in
-    Inputs with a leading axis B, but q and the result are [B, Tq, N, H]; query head n reads key
-    head n // (N / K).
+    Arrays are as in Inputs with a leading axis B, but q and the result are [B, Tq, N, H]; query
+    head n reads key head n // (N / K). Pass the same kernel object every time, or jit compiles the
+    program again.
     """
     return _forward(kernel, q, k, v, q_index, k_index, last_query)[0]
 
@@ -81,13 +82,19 @@ def attend(
 def _forward(kernel: Kernel, q, k, v, *indices):
     out, lse = kernel.forward(Inputs(_grouped(q, k), k, v, *indices))
     # A remat policy that saves these names need not run the kernel again.
-    out, lse = checkpoint_name(out.reshape(q.shape), KEPT), checkpoint_name(lse, KEPT)
+    out, lse = (
+        checkpoint_name(out.reshape(q.shape), CHECKPOINT_NAME),
+        checkpoint_name(lse, CHECKPOINT_NAME),
+    )
+    # Residuals as bits: the loop over layers stacks them and cuts them out again.
     return out, (*map(as_bits, (q, k, v, out)), lse, *indices)
 
 
 def _backward(kernel: Kernel, residuals, d_out):
     (q, k, v, out), (lse, *indices) = map(from_bits, residuals[:4]), residuals[4:]
     inputs, d_out = Inputs(_grouped(q, k), k, v, *indices), _grouped(d_out.astype(q.dtype), k)
+    # The row sum of FlashAttention-2 (arXiv:2307.08691, Algorithm 2). It equals the sum of weight
+    # times gradient over all keys, of which a kernel may have only a part.
     delta = jnp.einsum("bqkrh,bqkrh->bkrq", d_out.astype(jnp.float32), _grouped(out, k))
     dq, dk, dv = kernel.backward(inputs, lse, delta, d_out)
     return dq.reshape(q.shape), dk, dv, None, None, None

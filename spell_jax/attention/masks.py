@@ -39,9 +39,11 @@ def live_and_full_blocks(
     """Classify pairs of blocks by the limits of their indices, bool [n, m] each.
 
     `q_index` is int32 [n, queries per block]; `k_index` and `last_query` are int32
-    [m, keys per block]. Returns whether some query of a block may see a key of the other, and
-    whether all see all keys.
+    [m, keys per block]. Returns `live`, whether some query of a block may see a key of the other
+    block, and `full`, whether every query sees every key.
     """
+    # Limits need O(T) work, a test of every query and key O(T^2). A pair that is live by its limits
+    # may still hide every key from every query; its scores are then all masked.
     earliest, latest = q_index.min(1)[:, None], q_index.max(1)[:, None]
     live = (k_index.min(1) <= latest) & (earliest <= last_query.max(1))
     full = (k_index.max(1) <= earliest) & (latest <= last_query.min(1))

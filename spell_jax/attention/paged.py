@@ -27,16 +27,15 @@ from spell_jax.attention.pages import Pages, by_kv_head, by_token, loaded
 class StepLimits(NamedTuple):
     """Limits on the work done in one step of `attend_in_steps`.
 
-    If a row has at least an eighth of `scores` per page, a step takes M / `rows` of all M rows:
-    empty rows cost as much as the others in their step, and most rows of a call may be empty. If
-    each row has at least an eighth of `queries`, such as pages of one prompt, a step takes that
-    many queries; neighboring rows with the same table share one product.
+    If one page of a row has at least an eighth of `scores`, a step takes M / `rows` of all M rows.
+    If each row has at least an eighth of `queries`, such as pages of one prompt, a step takes
+    `queries` queries, and neighboring rows with the same table share one product.
     """
 
-    scores: int  # float32 scores of a step; one row uses at most a quarter of them
-    keys: int  # of each row in a step
-    # Of each row in a step where that is more than a quarter of its table: most rows are shorter
-    # than their table.
+    scores: int  # float32 scores of a step; one row uses at most a quarter
+    keys: int  # keys of each row in a step
+    # Keys of each row in a step, where they are more than a quarter of its table: most rows are
+    # shorter than their table.
     short_keys: int
     numbers: int  # elements of the keys of all rows in a step
     rows: int  # divisor of the rows of a step
@@ -82,6 +81,8 @@ def attend(
     def choice(function, **options):
         return lambda *arrays: function(*arrays[:-1], (arrays[-1], share[1]), **options)
 
+    # platform_dependent takes arrays only, so the number of parts, which shapes depend on, is bound
+    # here.
     choices = {
         "cpu": choice(attend_in_steps, sizes=ON_CPU),
         "default": choice(attend_in_steps, sizes=ON_ACCELERATORS),
@@ -101,16 +102,18 @@ def attend_in_steps(
     rows, time, heads, size = q.shape
     (_, _, kv_heads, page_size, _), (part, parts) = pages.keys.shape, share
     scores_of_page = time * heads * page_size
-    are_many = 8 * time >= sizes.queries
-    if are_many:
+    has_many_queries = 8 * time >= sizes.queries
+    if has_many_queries:
         width = sizes.queries // page_size
     else:
         width = min(sizes.keys // page_size, sizes.scores // 4 // scores_of_page)
         width = min(width, max(sizes.short_keys // page_size, table.shape[1] // 4))
     width = max(1, min(width, table.shape[1]))
-    if are_many:
+    if has_many_queries:
         batch = sizes.queries // time
     elif 8 * scores_of_page >= sizes.scores:
+        # Empty rows cost as much as full ones in the same step, and most rows of a call may be
+        # empty.
         batch = rows // sizes.rows
     else:
         batch = sizes.numbers // (width * page_size * kv_heads * size)
@@ -118,17 +121,20 @@ def attend_in_steps(
     batch = max(1, min(batch, rows))
     span = width * page_size * parts  # positions passed in one step, on all shares
     offsets = (jnp.arange(width)[:, None] * parts + part) * page_size + jnp.arange(page_size)
+    # A step takes as long as its longest row needs, so rows of similar length share a step.
     longest = jnp.max(num_visible, axis=1)
-    order = jnp.argsort(longest == 0 if are_many else -longest)  # many queries: keep order
+    # With many queries per row, rows of one prompt stay neighbors, and only empty rows move.
+    order = jnp.argsort(longest == 0 if has_many_queries else -longest)
+    # A repeated row is written twice with the same result.
     order = jnp.pad(order, (0, -rows % batch), mode="edge")
     queries = by_kv_head(q, kv_heads) * size**-0.5
     num_visible = jnp.repeat(num_visible, heads // kv_heads, axis=1)
     table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % width)))
 
-    def some_rows(index, results):
+    def attend_batch(index, results):
         batch_rows = jax.lax.dynamic_slice_in_dim(order, index * batch, batch)
-        read = functools.partial(
-            _read,
+        attend_rows = functools.partial(
+            _attend_pages,
             pages=pages,
             layer=layer,
             steps=-(-jnp.max(longest[batch_rows]) // span),
@@ -136,28 +142,30 @@ def attend_in_steps(
             span=span,
         )
         arrays = queries[batch_rows], table[batch_rows], num_visible[batch_rows]
-        if are_many and batch > 1:
+        if has_many_queries and batch > 1:
             same_table = jnp.all(arrays[1] == arrays[1][0])
-            new = jax.lax.cond(same_table, functools.partial(_read_as_one, read), read, *arrays)
+            new = jax.lax.cond(
+                same_table, functools.partial(_attend_as_one_row, attend_rows), attend_rows, *arrays
+            )
         else:
-            new = read(*arrays)
+            new = attend_rows(*arrays)
         return tuple(x.at[batch_rows].set(y) for x, y in zip(results, new, strict=True))
 
     results = jnp.zeros(queries.shape, jnp.float32), jnp.full(queries.shape[:3], UNSEEN)
     steps = -(-jnp.sum(longest > 0) // batch)
-    out, lse = jax.lax.fori_loop(0, steps, some_rows, results)
+    out, lse = jax.lax.fori_loop(0, steps, attend_batch, results)
     return by_token(out, time), by_token(lse, time)
 
 
-def _read_as_one(read, queries, table, num_visible):
-    """Run `read` on rows [W, K, Q, H] with identical tables as one row with all their queries."""
+def _attend_as_one_row(attend_rows, queries, table, num_visible):
+    """Attend from rows [W, K, Q, H] with identical tables as from one row with all queries."""
     rows, kv_heads, count, size = queries.shape
     joined_queries = queries.swapaxes(0, 1).reshape(1, kv_heads, rows * count, size)
-    results = read(joined_queries, table[:1], num_visible.reshape(1, -1))
+    results = attend_rows(joined_queries, table[:1], num_visible.reshape(1, -1))
     return tuple(x.reshape(kv_heads, rows, count, *x.shape[3:]).swapaxes(0, 1) for x in results)
 
 
-def _read(queries, table, num_visible, *, pages: Pages, layer, steps, offsets, span: int):
+def _attend_pages(queries, table, num_visible, *, pages: Pages, layer, steps, offsets, span: int):
     """Attend from scaled queries [W, K, Q, H] of a few rows to their pages, a few pages at a time.
 
     `table` is int32 [W, J], `num_visible` [W, Q]. Each of `steps` (int32 scalar) passes `span`
@@ -179,6 +187,7 @@ def _read(queries, table, num_visible, *, pages: Pages, layer, steps, offsets, s
         block = jax.tree.map(lambda pool: fetch(pool, numbers), pages)
         scores = einsum("wkqh,wkch->wkqc", queries, block.keys)
         if block.key_scales is not None:
+            # One multiplication per score instead of one per element of the keys.
             scores *= block.key_scales[:, :, None]
         scores = jnp.where(n * span + offsets < num_visible[:, None, :, None], scores, MASKED)
 
@@ -195,6 +204,7 @@ def _read(queries, table, num_visible, *, pages: Pages, layer, steps, offsets, s
 def merge(*parts: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
     """Merge attention (out [..., H], log-sum-exp [...]) over disjoint sets of keys."""
     lses = jnp.stack([lse for _, lse in parts])
+    # UNSEEN is finite: where no part saw a key, all differences are 0 and all outputs too.
     top = jnp.max(lses, axis=0)
     weights = jnp.exp(lses - top)
     total = jnp.sum(weights, axis=0)

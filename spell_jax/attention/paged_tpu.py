@@ -77,7 +77,7 @@ def attend(
     num_visible = jnp.repeat(num_visible, heads // kv_heads, axis=1)
     num_visible = jnp.pad(num_visible, ((0, 0), (0, padded)))
     num_visible = num_visible.reshape(rows, sizes.blocks, 1, sizes.queries)
-    out, lse = _call(queries, pages, layer, table, num_visible, share, sizes, interpret)
+    out, lse = _run_kernel(queries, pages, layer, table, num_visible, share, sizes, interpret)
     lse = lse.swapaxes(1, 2).reshape(rows, kv_heads, -1)
     out, lse = (x[:, :, : x.shape[2] - padded] for x in (out, lse))
     return by_token(out, time), by_token(lse, time)
@@ -110,7 +110,7 @@ def _block_sizes(q: jax.Array, pages: Pages, table: int) -> _BlockSizes:
     return _BlockSizes(pl.cdiv(count, blocks) * tile, blocks, piece, pieces * piece)
 
 
-def _call(
+def _run_kernel(
     queries, pages: Pages, layer, table, num_visible, share, sizes: _BlockSizes, interpret
 ) -> tuple[jax.Array, jax.Array]:
     """Run the kernel on scaled queries [M, K, blocks * queries, H].
@@ -121,10 +121,12 @@ def _call(
     rows, kv_heads, _, size = queries.shape
     page_size, (part, parts) = pages.page_size, share
     longest = jnp.max(num_visible, axis=(2, 3)).reshape(-1)
+    # Of page j a device holds the positions from (j parts + part) C on.
     counts = jnp.clip(pl.cdiv(longest - part * page_size, parts * page_size), 0, table.shape[1])
     origin = jnp.stack([jnp.int32(layer), jnp.int32(part * page_size)])
     offsets = jnp.arange(sizes.piece)[:, None] * parts * page_size + jnp.arange(page_size)
     steps = len(counts)
+    # A grid is rectangular: an odd number of steps stays on one core.
     cores = 2 if steps % 2 == 0 else 1
 
     def of_step(shape, index, ahead: int = 0, **options):
@@ -211,6 +213,7 @@ def _kernel(
     place = step * cores + pl.program_id(0)
     num_pages = counts[place]
     is_last = step == pl.num_programs(1) - 1
+    # No step would wait for copies that the last step starts.
     next_pages = jnp.where(is_last, 0, counts[jnp.where(is_last, place, place + cores)])
 
     def copies(page, slot, i):
@@ -263,6 +266,7 @@ def _kernel(
             page_range = (slot, pl.ds(piece * sizes.piece, sizes.piece))
             _add_pages(queries, buffers, page_range, offsets[...] < limit, (out, top, total))
 
+    # A step without pages has no last chunk in which to fetch for the next step.
     pl.when(chunks == 0)(lambda: fetch(next_table, next_pages, 0, begin))
     first[0] = (begin + chunks) & 1
     positive = jnp.maximum(total[...], 1e-30)

@@ -1,10 +1,10 @@
 """Paged attention on NVIDIA GPUs: Pallas (Triton) kernels with the interface of paged.attend.
 
-1. Keys are read once for all queries of a unit: 16 to 128 of the T R queries of a row that share a
-   key head (R query heads each), as the rows of one product. Prefill cuts its queries into many
-   units; in decode all samples of a prompt form one unit.
+1. A unit is 16 to 128 of the T R queries of a row that share a key head (R query heads each), as
+   the rows of one product. Its keys are read once. Prefill cuts its queries into many units; in
+   decode all samples of a prompt form one unit.
 2. The kernel looks up pages in the row's table block by block. Nothing is gathered beforehand.
-3. The keys of a row that a device sees are the leading ones of its own part. The kernels therefore
+3. The keys of a row that a device sees are the leading keys of its own part. The kernels therefore
    know nothing of shares; a unit's work is a number of key blocks.
 4. `list_jobs` cuts the work of all units into jobs of nearly equal length, so that long rows among
    short ones do not leave the GPU idle (flash decoding). The number of programs depends only on
@@ -105,6 +105,7 @@ def attend(
     rows, time, heads, size = q.shape
     pool, kv_heads, page_size = pages.keys, pages.keys.shape[2], pages.page_size
     if pool.dtype != jnp.int8:
+        # A pool in float32 is not rounded to the dtype of bfloat16 queries.
         q = q.astype(jnp.promote_types(q.dtype, pool.dtype))
     tile = tile or _default_tile(q, pages)
     longest = table.shape[1] * page_size
@@ -118,6 +119,7 @@ def attend(
     pages_per_block = max(1, tile.keys // page_size)
     table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % pages_per_block + pages_per_block)))
     table = jnp.clip(table, 0, pool.shape[1] - 1)
+    # The layer is data, so that one compiled kernel serves the loop over layers.
     indices = jobs, jnp.reshape(jnp.asarray(layer, jnp.int32), (1,)), table, num_visible
     if interpret is None:
         interpret = jax.default_backend() != "gpu"
@@ -149,6 +151,7 @@ def list_jobs(
     units = len(blocks)
     # Each unit has at most one shorter job, its last. All others have at least FEWEST blocks.
     count = min(units + pieces, units * pl.cdiv(max_blocks, FEWEST))
+    # Equal jobs: the GPU is busy until all end, however different the units are.
     length = jnp.maximum(pl.cdiv(jnp.sum(blocks), pieces), FEWEST)
     of_unit = pl.cdiv(blocks, length)
     ends = jnp.cumsum(of_unit)
@@ -162,7 +165,7 @@ def list_jobs(
     return jobs, jnp.stack([begins, ends], axis=1)
 
 
-# Conversion from the caller's arrays to those of the kernels.
+# Conversion from the caller's arrays to the kernels' arrays.
 
 
 def _default_tile(q: jax.Array, pages: Pages) -> Tile:
@@ -268,7 +271,7 @@ def _merge_jobs(
     )(spans, outs, lses)
 
 
-# The kernels. Leading arguments are static, the others are references.
+# The kernels. Leading arguments are static, all further arguments are references.
 
 
 def _page(table, row, number, block_k: int, page_size: int) -> jax.Array:

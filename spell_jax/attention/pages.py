@@ -1,4 +1,4 @@
-"""The pool of pages that holds the sampler's KV cache: making it and writing to it."""
+"""The pool of pages that holds the sampler's KV cache: its layout, its allocation, writes to it."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ class Pages:
 
 def stored_dtype(dtype: Any, mesh: Mesh | AbstractMesh) -> Any:
     """Return the dtype of a pool on a mesh that holds keys and values of `dtype`."""
+    # XLA for CPUs converts a whole bfloat16 pool in every layer; it leaves bits alone.
     return jnp.uint16 if dtype == jnp.bfloat16 and meshes.is_of_cpus(mesh) else dtype
 
 
@@ -50,12 +51,12 @@ def empty_pages(layers: int, pages: int, kv_heads: int, page_size: int, size: in
 def write_pages(
     pages: Pages, layer: jax.Array, page: jax.Array, keys: jax.Array, values: jax.Array
 ) -> Pages:
-    """Write whole pages [B] with keys and values [B, C, K, H]. Returns the new pool."""
+    """Write keys and values [B, C, K, H] to whole pages [B]; return the new pool."""
 
-    def write(pool, new):
+    def write_array(pool, new):
         return pool.at[layer, page].set(new.swapaxes(1, 2))
 
-    return _write(pages, keys, values, write)
+    return _write_arrays(pages, keys, values, write_array)
 
 
 def write_tokens(
@@ -66,12 +67,13 @@ def write_tokens(
     keys: jax.Array,
     values: jax.Array,
 ) -> Pages:
-    """Write tokens (keys and values [N, K, H]) at `offset` [N] of `page` [N]. Returns the new pool.
+    """Write tokens (keys and values [N, K, H]) at `offset` [N] of `page` [N]; return the new pool.
 
-    On CPUs the pool is indexed by its own axes, elsewhere as a matrix with rows of H elements.
-    Otherwise XLA copies the whole pool in every layer: as a matrix on CPUs if K is 1 (a decode pass
-    of 64 slots took 37 ms instead of 4), and by its own axes on TPUs.
+    All indices must be in range.
     """
+    # On CPUs the pool is indexed by its own axes, elsewhere as a matrix with rows of H elements.
+    # Otherwise XLA copies the whole pool in every layer: as a matrix on CPUs if K is 1 (a decode
+    # pass of 64 slots took 37 ms instead of 4), and by its own axes on TPUs.
     _, count, kv_heads, page_size, _ = pages.keys.shape
     head, page, offset = jnp.arange(kv_heads), page[:, None], offset[:, None]
 
@@ -83,20 +85,20 @@ def write_tokens(
         rows = pool.reshape(-1, *pool.shape[4:]).at[row].set(new, mode="promise_in_bounds")
         return rows.reshape(pool.shape)
 
-    def write(pool, new):
+    def write_array(pool, new):
         return jax.lax.platform_dependent(pool, new, cpu=by_axes, default=as_matrix)
 
-    return _write(pages, keys, values, write)
+    return _write_arrays(pages, keys, values, write_array)
 
 
-def _write(pages: Pages, keys: jax.Array, values: jax.Array, write) -> Pages:
-    """Write keys, values and (for int8 pools) their scales with write(pool, new)."""
+def _write_arrays(pages: Pages, keys: jax.Array, values: jax.Array, write_array) -> Pages:
+    """Write keys, values and (for int8 pools) their scales with write_array(pool, new)."""
     if pages.key_scales is None:
         new = Pages(*(_stored(x, pages.keys.dtype) for x in (keys, values)))
     else:
         (keys, key_scales), (values, value_scales) = quantize(keys), quantize(values)
         new = Pages(keys, values, key_scales, value_scales)
-    return jax.tree.map(write, pages, new)
+    return jax.tree.map(write_array, pages, new)
 
 
 def _stored(x: jax.Array, dtype: Any) -> jax.Array:
@@ -107,14 +109,16 @@ def _stored(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def loaded(x: jax.Array, dtype: Any) -> jax.Array:
-    """Return keys, values or scales that were read from a pool; int8 ones in `dtype`."""
+    """Return keys, values or scales that were read from a pool; int8 becomes `dtype`, unscaled."""
     return x.astype(dtype) if x.dtype == jnp.int8 else from_bits(x)
 
 
 def quantize(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Quantize x [..., H] to int8 [..., H] and float32 scales [...]; error at most half a scale."""
     x = x.astype(jnp.float32)
+    # The largest element becomes 127 or -127: int8's -128 has no positive counterpart.
     scale = jnp.max(jnp.abs(x), axis=-1) / 127
+    # A vector of zeros has scale 0 and must stay 0.
     return jnp.round(x / jnp.maximum(scale, 1e-30)[..., None]).astype(jnp.int8), scale
 
 

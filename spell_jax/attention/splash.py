@@ -39,7 +39,9 @@ from spell_jax.attention.masks import MASKED
 LANES = 128  # block sizes are multiples of this
 # Longest list of pairs, in words: it must fit scalar memory (512 KiB).
 MOST_PAIRS = 2**17
-_BITS = 13  # bits of a block number, so that a pair fits one word
+# Bits of a block number. Two numbers, two flags and two bits of kind take 30 bits, so that a word
+# is never negative and shifts need no mask.
+_BITS = 13
 _MOST = 2**_BITS
 _DEAD, _PARTIAL, _FULL = 0, 1, 2
 
@@ -66,9 +68,8 @@ def forward(
     """Compute Kernel.forward for one row.
 
     Use lax.map, not vmap, over rows, because their lists differ in length. Inside shard_map this
-    needs check_vma=False. A row is cut into as few equal blocks as the limits `blocks` (None:
-    DEFAULT_BLOCKS) allow. `interpret` runs the Pallas interpreter; None does so unless the default
-    backend is a TPU.
+    needs check_vma=False. `blocks` (None: DEFAULT_BLOCKS) limits the size of blocks. `interpret`
+    runs the Pallas interpreter; None does so unless the default backend is a TPU.
 
     Raises ValueError if a block size is not a positive multiple of 128, or if there are too many
     pairs of blocks for scalar memory.
@@ -77,7 +78,7 @@ def forward(
     blocks = blocks or DEFAULT_BLOCKS[inputs.q.dtype.itemsize]
     pairs, data = _prepare(inputs, blocks.forward, by_keys=False)
     statistics = jax.ShapeDtypeStruct((kv_heads, heads, 1, data.q.shape[-1]), jnp.float32)
-    out, lse = _call(
+    out, lse = _run_kernel(
         _forward_kernel,
         pairs,
         data,
@@ -116,7 +117,7 @@ def backward(
         ("keys_transposed", data.k.swapaxes(1, 2)),
         ("keys", data.v),
     ]
-    (dq,) = _call(
+    (dq,) = _run_kernel(
         _dq_kernel,
         pairs,
         data,
@@ -126,7 +127,7 @@ def backward(
         interpret=interpret,
     )
     pairs, data, of_queries = prepare(blocks.dkv, by_keys=True)
-    dk, dv = _call(
+    dk, dv = _run_kernel(
         _dkv_kernel,
         pairs,
         data,
@@ -167,8 +168,8 @@ def list_pairs(
 ) -> Pairs:
     """List the live pairs of blocks, run by run; `block_q` divides Tq and `block_k` Tk.
 
-    A block without any live pair still gets one pair, marked dead, because its output must be
-    written. Raises ValueError if there are too many blocks for scalar memory.
+    A block without a live pair gets one dead pair. Raises ValueError if there are too many blocks
+    for scalar memory.
     """
     queries = q_index.reshape(-1, block_q)
     keys, last_query = (x.reshape(-1, block_k) for x in (k_index, last_query))
@@ -182,7 +183,9 @@ def list_pairs(
     kind = jnp.where(full, _FULL, jnp.where(live, _PARTIAL, _DEAD))
     kind = kind.T if by_keys else kind
     listed = kind > _DEAD
+    # Every block of the output must be visited once to be written, if only with zeros.
     listed = listed.at[:, 0].set(listed[:, 0] | ~jnp.any(listed, axis=1))
+    # Stable, so that the pairs of a run stay together and in ascending order.
     order = jnp.argsort(~listed.reshape(-1), stable=True).astype(jnp.int32)
     count = jnp.sum(listed, dtype=jnp.int32)
     run, partner = order // kind.shape[1], order % kind.shape[1]
@@ -207,12 +210,12 @@ def _is_last(word):
     return (word & 4) != 0
 
 
-# Conversion from the caller's arrays to those of the kernels.
+# Conversion from the caller's arrays to the kernels' arrays.
 
 
 def _prepare(inputs: Inputs, block: tuple[int, int], by_keys: bool) -> tuple[Pairs, Inputs]:
     """List the pairs; pad q to [K, R, H, Tq], k and v to [K, Tk, H], indices to [1, T]."""
-    block_q, block_k = _block(block[0], len(inputs.q)), _block(block[1], len(inputs.k))
+    block_q, block_k = _block_size(block[0], len(inputs.q)), _block_size(block[1], len(inputs.k))
     q, k, v, q_index, k_index, last_query = common.pad_inputs(inputs, block_q, block_k)
     pairs = list_pairs(q_index, k_index, last_query, block_q, block_k, by_keys)
     k, v = (x.transpose(1, 0, 2) for x in (k, v))
@@ -220,10 +223,12 @@ def _prepare(inputs: Inputs, block: tuple[int, int], by_keys: bool) -> tuple[Pai
     return pairs, Inputs(q.transpose(1, 2, 3, 0), k, v, q_index, k_index, last_query)
 
 
-def _block(wanted_size: int, time: int) -> int:
+def _block_size(wanted_size: int, time: int) -> int:
     """Return the least multiple of LANES that cuts `time` into as few blocks as `wanted_size`."""
     if wanted_size <= 0 or wanted_size % LANES:
         raise ValueError(f"a block of {wanted_size} is no positive multiple of {LANES}")
+    # Equal blocks: a row of 1,025 tokens takes two blocks of 640, not of 1,024, which would be half
+    # padding.
     return pl.cdiv(pl.cdiv(time, pl.cdiv(time, wanted_size)), LANES) * LANES
 
 
@@ -258,7 +263,7 @@ def _specs(pairs: Pairs, size: int) -> dict[str, pl.BlockSpec]:
     }
 
 
-def _call(
+def _run_kernel(
     kernel: Callable[..., None],
     pairs: Pairs,
     data: Inputs,
@@ -306,6 +311,8 @@ def _call(
 
 def _scores(q, k, indices, masked: bool) -> jax.Array:
     """Score two blocks: scaled [keys, queries], MASKED where a query does not see a key."""
+    # The product is scaled, not q: unless H is a power of 4, scaled bfloat16 queries would lose
+    # precision.
     scores = common.dot(k[...], q[...]) * k.shape[1] ** -0.5
     if not masked:
         return scores
@@ -373,6 +380,7 @@ def _dq_kernel(
 
     @pl.when(_is_last(word))
     def _():
+        # The scale of the scores, once per sum instead of once per pair of blocks.
         dq[...] = (summed[...] * k.shape[1] ** -0.5).astype(dq.dtype)
 
 

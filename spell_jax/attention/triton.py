@@ -14,13 +14,13 @@ queries and keys carry their row indices. Partial outputs are merged by their lo
    log-sum-exp turns them into weights.
 
 Lists replace a loop that tests every pair of blocks. In a row of short groups nearly all pairs are
-dead, and testing them may take longer than the work on the others. Triton prefetches the next
+dead, and testing dead pairs may take longer than the work on live pairs. Triton prefetches the next
 blocks (num_stages) only in loops without branches: compiled with a branch, the forward kernel has
 no asynchronous copies left.
 
 A list costs at most one int32 per pair of blocks, shared by all heads: for 131,072 queries and keys
 8 MiB per kernel in bfloat16 (up to 256 MiB with the small blocks of float32), and the same again
-while it is sorted. It is in global memory; a program reads its own few KiB of it.
+while it is sorted. A list is in global memory, and a program reads its own few KiB.
 
 Offsets count elements. Pallas uses 64-bit offsets for arrays above 4 GiB, else 32-bit ones, so no
 array that fits in memory overflows. Head sizes are padded to 16, 32, 64, 128 or 256. Scores inside
@@ -68,12 +68,12 @@ class Tiles(NamedTuple):
 
 
 # By element size in bytes and head size. For 2-byte elements and heads of 64 and 128, the fastest
-# of 13 tiles, or within 1 % of it, on an H200 with 16,384 causal tokens (tiles_* in
+# of 13 tiles, or within 1 % of the fastest, on an H200 with 16,384 causal tokens (tiles_* in
 # docs/measurements/accelerator_h200.json). In ms, from the tiles before them: forward 1.49 to 1.42,
 # dq 2.27 to 1.60, dk and dv 3.22 to 2.53 with 14 heads of 64; 5.69 to 4.80, 6.44 to 5.60, 8.29 to
 # 8.23 with 28 heads of 128. The other tiles are not measured. Compiled for sm_90a by jaxlib 0.11.2
 # and ptxas 13.5, no kernel uses more than 193 of 227 KiB of shared memory or spills a register.
-# Products of 2-byte inputs run on the tensor cores (wgmma), those of float32 as ordinary
+# Products of 2-byte inputs run on the tensor cores (wgmma), products of float32 as ordinary
 # multiply-adds, for tests.
 DEFAULT_TILES = {
     (2, 64): Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)),
@@ -101,7 +101,7 @@ def forward(
     tile, pairs, data = _prepare(inputs, tiles, "forward")
     specs = _query_specs(tile, data)
     statistics = jax.ShapeDtypeStruct((kv_heads, heads, len(data.q)), jnp.float32)
-    out, lse = _call(
+    out, lse = _run_kernel(
         functools.partial(_forward_kernel, tile.keys, size**-0.5),
         tile,
         grid=(heads, len(pairs), kv_heads),
@@ -126,7 +126,7 @@ def backward(
     of_queries = lse, delta, d_out.astype(inputs.q.dtype)
     tile, pairs, data = _prepare(inputs, tiles, "dq")
     specs = _query_specs(tile, data)
-    (dq,) = _call(
+    (dq,) = _run_kernel(
         functools.partial(_dq_kernel, tile.keys, size**-0.5),
         tile,
         grid=(heads, len(pairs), kv_heads),
@@ -136,7 +136,7 @@ def backward(
     )
     tile, pairs, data = _prepare(inputs, tiles, "dkv")
     specs = _key_specs(tile, data)
-    dk, dv = _call(
+    dk, dv = _run_kernel(
         functools.partial(_dkv_kernel, tile.queries, size**-0.5),
         tile,
         grid=(len(pairs), kv_heads),
@@ -175,7 +175,7 @@ def list_pairs(
     return jnp.concatenate([*counts, order], axis=1)
 
 
-# Conversion from the caller's arrays to those of the kernels.
+# Conversion from the caller's arrays to the kernels' arrays.
 
 
 def _prepare(inputs: Inputs, tiles: Tiles | None, kernel: str) -> tuple[Tile, jax.Array, Inputs]:
@@ -186,11 +186,12 @@ def _prepare(inputs: Inputs, tiles: Tiles | None, kernel: str) -> tuple[Tile, ja
             f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}; must be one of float32, bfloat16 "
             "and float16 for all"
         )
+    # Zeros in the padding of H change no product. Triton needs sides that are powers of two.
     size = padded_size(q.shape[-1])
     if size > LARGEST_HEAD:
         raise ValueError(f"head size {q.shape[-1]}: must be at most {LARGEST_HEAD}")
     tiles = tiles or DEFAULT_TILES[q.dtype.itemsize, max(size, 64)]
-    tile = _fit(getattr(tiles, kernel), len(q), len(k))
+    tile = _fit_tile(getattr(tiles, kernel), len(q), len(k))
     padded = blocks.pad_inputs(inputs, tile.queries, tile.keys)
     q, k, v = (blocks.pad(x, -1, size) for x in padded[:3])
     pairs = list_pairs(*padded[3:], tile.queries, tile.keys, by_keys=kernel == "dkv")
@@ -202,7 +203,7 @@ def padded_size(number: int) -> int:
     return max(SMALLEST, pl.next_power_of_2(number))
 
 
-def _fit(tile: Tile, queries: int, keys: int) -> Tile:
+def _fit_tile(tile: Tile, queries: int, keys: int) -> Tile:
     """Shrink a tile to the size of the row."""
     for side in tile[:2]:
         if side < SMALLEST or side & (side - 1):
@@ -267,7 +268,7 @@ def _array_specs(specs, data: Inputs, of_queries=()) -> list[tuple[pl.BlockSpec,
     return arrays
 
 
-def _call(
+def _run_kernel(
     kernel: Callable[..., None],
     tile: Tile,
     grid: tuple[int, ...],
@@ -288,9 +289,9 @@ def _call(
     return run(*(x for _, x in inputs))
 
 
-# The kernels. Leading arguments are static (block size of the other side, scale of the scores), the
-# others are references. A program loads its own block once; `step` handles one block of the other
-# side.
+# The kernels. Leading arguments are static (block size of the other side, scale of the scores), all
+# further arguments are references. A program loads its own block once; `step` handles one block of
+# the other side.
 
 
 def _mask(scores, query, key, last_query) -> jax.Array:
@@ -340,6 +341,7 @@ def _dq_kernel(
         d_scores = jnp.exp2(scores - lse2) * (d_weights - own_delta)
         return total + blocks.dot(d_scores.astype(k.dtype), keys)
 
+    # The scale of the scores is applied once per sum, not once per pair of blocks.
     total = _walk(pairs, step, jnp.zeros(queries.shape, jnp.float32))
     dq[...] = (total * scale).astype(dq.dtype)
 

@@ -20,7 +20,7 @@ from flax.linen import spmd
 from jax.ad_checkpoint import checkpoint_name
 
 from spell_jax.attention import attend as kernels
-from spell_jax.attention.kernel import KEPT as ATTENTION
+from spell_jax.attention.kernel import CHECKPOINT_NAME as ATTENTION
 from spell_jax.policy import embedding, mimetic, moe, products, rope
 from spell_jax.policy.config import LoraConfig, PolicyConfig
 from spell_jax.runtime import collectives

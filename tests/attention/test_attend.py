@@ -115,7 +115,7 @@ def test_chunked_kernel_with_any_block_size_equals_the_reference(block: int) -> 
 
 @pytest.mark.slow
 def test_chunked_kernel_accepts_any_last_query() -> None:
-    """Any array works, not only that of packed groups."""
+    """Any array works, not only masks of packed groups."""
     rng = np.random.default_rng(1)
     last_query = jnp.asarray(rng.integers(-1, TIME, size=(2, TIME)), jnp.int32)
     index = (masks.row_index(last_query),) * 2

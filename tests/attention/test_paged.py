@@ -56,7 +56,7 @@ def _table(rng: np.random.Generator, rows: int) -> np.ndarray:
 
 
 def _case(rows: int, time: int, seed: int = 0, dtype=np.float32):
-    """Make q, pages, table and visible: one row sees nothing, one query all, the others differ."""
+    """Make q, pages, table and visible: one row sees nothing, one query sees all keys."""
     rng = np.random.default_rng(seed)
     q = jnp.asarray(rng.normal(size=(rows, time, HEADS, SIZE)), dtype)
     visible = rng.integers(0, LONGEST + 1, size=(rows, time)).astype(np.int32)

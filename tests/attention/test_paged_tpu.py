@@ -86,7 +86,7 @@ def test_default_sizes_equal_xla_attention() -> None:
 def test_every_number_of_visible_keys_equals_xla() -> None:
     """One row for each number of visible keys, in any order.
 
-    The number of rows is odd, so that one core has all of them.
+    The number of rows is odd, so that one core has all rows.
     """
     q, pages, table, _ = _case(LONGEST + 1, 1, 4, 2, seed=2)
     visible = np.random.default_rng(0).permutation(LONGEST + 1).astype(np.int32)[:, None]

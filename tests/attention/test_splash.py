@@ -227,11 +227,11 @@ def test_lowers_for_tpu_without_one(dtype) -> None:
 
 
 def test_blocks_fit_the_row_and_invalid_sizes_are_rejected() -> None:
-    assert splash._block(1024, 100) == 128
-    assert splash._block(1024, 1100) == 640
-    assert splash._block(1024, 131072) == 1024
+    assert splash._block_size(1024, 100) == 128
+    assert splash._block_size(1024, 1100) == 640
+    assert splash._block_size(1024, 131072) == 1024
     with pytest.raises(ValueError, match="a block of 100 is no positive multiple of 128"):
-        splash._block(100, 4096)
+        splash._block_size(100, 4096)
     index = jax.ShapeDtypeStruct((2**20,), jnp.int32)
     pairs = functools.partial(splash.list_pairs, block_q=1024, block_k=1024, by_keys=False)
     with pytest.raises(ValueError, match="1024 by 1024 blocks"):

@@ -164,7 +164,7 @@ def test_dead_blocks_are_never_read() -> None:
 
 @pytest.mark.slow
 def test_full_block_pairs_are_not_masked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Queries after all keys see all of them, so no pair is masked."""
+    """Queries after all keys see all keys, so no pair is masked."""
     tensors, key = _tensors(64, 64, 1, 1, 16), np.arange(64, dtype=np.int32)
     row = (key + 64, key, np.full(64, 127, np.int32))
     expected_out, _, gradients = packed_rows.reference(tensors, row)
