@@ -322,7 +322,7 @@ def _check_policy(checked: Checked, attempt: Attempts) -> Any:
     if sampling is not None:
         attempt("sampler", policy.check_length, sampling.longest)
         if sampling.weights_dtype == "int8":
-            attempt("sampler", int8.check, policy)
+            attempt("sampler", int8.check_quantizable, policy)
     return tokenizer
 
 

@@ -44,11 +44,13 @@ class Policy:
 
         `folder` is as in model.find_folder, `thinking` as in tokenizer.load, `rope_scaling` and
         `rope_factor` as in model.ModelConfig. Raises the errors of these functions, of
-        weights.check and of weights.read_config_and_tokenizer.
+        weights.check_headers and of weights.read_config_and_tokenizer.
         """
         self.folder = find_folder(str(folder), "policy")
         self.config, self.tokenizer = weights.read_config_and_tokenizer(self.folder, thinking)
-        weights.check(self.folder)  # a damaged file is a mistake of the user, told before the work
+        weights.check_headers(
+            self.folder
+        )  # a damaged file is a mistake of the user, told before the work
         if rope_scaling:
             self.config = self.config.with_rope_scaling(rope_scaling, rope_factor)
         self.sizes = sizes

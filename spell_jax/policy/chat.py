@@ -5,12 +5,11 @@
 2. Wherever the text of an added token starts in a content, its first character is replaced by
    Unicode noncharacters before rendering. The template's own logic (trim, startswith, split) sees
    the true contents, except for token texts.
-3. The rendered text is split at added tokens, all of them written by the template itself. The
-   segments in between are unescaped plain text, which the caller encodes with added tokens
-   disabled.
+3. The rendered text is split at added tokens, which the template itself wrote. The segments in
+   between are unescaped, and the caller encodes them with added tokens disabled.
 
 A template that looks for `</think>` in an assistant's content therefore does not find that token,
-and does not cut the reasoning out as in transformers. Pass content and reasoning separately to get
+and does not cut out the reasoning as in transformers. Pass content and reasoning separately to get
 the same ids ({"content", "reasoning_content"}, which Qwen3's template supports).
 
 Known gap: a template that deletes or rewrites parts inside a content could assemble the text of a
@@ -42,6 +41,8 @@ _TO_DIGITS = str.maketrans("0123456789abcdef", DIGITS)
 _FROM_DIGITS = str.maketrans(DIGITS, "0123456789abcdef")
 _END = f"{ESCAPE} "  # marks the end of a message that is to be continued
 _HEX = f"[{DIGITS[0]}-{DIGITS[15]}]"
+# Only code points that exist, up to 10ffff: a template that cuts an escape leaves text, not an
+# error.
 _ESCAPED = re.compile(f"{ESCAPE}((?:{DIGITS[0]}{_HEX}|{DIGITS[1]}{DIGITS[0]}){_HEX}{{4}})")
 
 
@@ -165,16 +166,17 @@ class Template:
     def turn_ends(self) -> tuple[int, ...]:
         """Return the tokens that the template writes after an assistant's content, in order.
 
-        The result has all tokens after a last message, and the first token before a next message:
-        GLM's template writes no token after a turn, and its model ends turns with `<|user|>`. If a
-        template opens the next turn unasked, only the first token counts. The result is empty if
-        the template refuses the chat or leaves out its content.
+        The result has all tokens after a last message, and the first token before a next message.
+        It is empty if the template refuses the chat or leaves out its content.
         """
+        # GLM's template writes no token after a turn, and its model ends turns with `<|user|>`.
         user = {"role": "user", "content": "a"}
         chat = [user, {"role": "assistant", "content": f"a{ESCAPE}"}]
         last = self._tokens_after_mark(chat, False)
         opened = self._tokens_after_mark(chat, True)
         followed = self._tokens_after_mark([*chat, user], False)
+        # Equal renderings: the template opens the assistant's next turn even unasked, and what
+        # follows the first token belongs to that turn.
         ends = last[:1] if last == opened else last
         return tuple(dict.fromkeys((*ends, *followed[:1])))
 
@@ -221,7 +223,11 @@ class _TokenEscaper:
         """Escape the text of every token in a content; split() reverts it."""
         chars = list(content)
         starts = {match.start() for match in self._start.finditer(content)}
+        # Reserved characters of the content are escaped too, so that `split` restores every text
+        # exactly.
         for i in starts | self._edges(content):
+            # One character is enough to hide a token, and `startswith` or `trim` of a template
+            # still see the rest of the content.
             chars[i] = ESCAPE + f"{ord(chars[i]):06x}".translate(_TO_DIGITS)
         return "".join(chars)
 
@@ -251,6 +257,7 @@ class _TokenEscaper:
         for match in self._token.finditer(text):
             token, (start, end) = self._tokens[match[0]], match.span()
             around = text[max(start - 1, 0) : start] + text[end : end + 1]
+            # The token's flags are applied as the tokenizers package applies them to a whole text.
             if token.single_word and re.search(r"\w", around):
                 continue
             while token.lstrip and start > last_end and text[start - 1].isspace():

@@ -136,6 +136,7 @@ class PolicyConfig:
                 f"policy.experts = {self.experts} (0 without experts)"
             )
         check_choice(self, "policy.", remat=REMAT_POLICIES, attention=ATTENTION)
+        # Sorted bounds are also disjoint ranges, as embedding.has_token needs.
         bounds = [0, *itertools.chain(*self.unused_ids), self.vocab_size]
         unused = sum(stop - start for start, stop in self.unused_ids)
         if bounds != sorted(bounds) or unused == self.vocab_size:
@@ -181,6 +182,7 @@ class PolicyConfig:
 
     def _lora_layers(self) -> dict[str, str]:
         """Map the path of each linear layer that may have adapters to its Hugging Face name."""
+        # PEFT's names address linear layers; the experts of a layer are one array.
         modules = ("attention",) if self.experts else ("attention", "mlp")
         return {f"{m}/{name}": hf for m in modules for name, hf in _LAYERS[m].items()}
 
@@ -242,6 +244,7 @@ class PolicyConfig:
             "tie_word_embeddings": self.tied_embeddings,
             "hidden_act": "silu",
             "attention_bias": False,
+            # Written out: other programs would fill in a default that depends on their class.
             "use_sliding_window": False,
         }
         if self.experts:
@@ -270,7 +273,7 @@ _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
 }
 # Values that every supported model has in these fields, where present. Other values would change
-# the function that the model computes.
+# the function that the model computes, so they are refused and never ignored.
 _FIXED: dict[str, tuple[Any, ...]] = {
     "use_sliding_window": (False, None),
     "hidden_act": ("silu",),
@@ -324,6 +327,7 @@ def _from_hf(raw: dict[str, Any]) -> PolicyConfig:
         max_positions=ropes.context(rope, max_positions),
         norm_epsilon=_field(raw, "rms_norm_eps", float, 1e-6),
         qkv_bias=model_type == "qwen2",
+        # config.json does not mention biases and norms: transformers' classes have them fixed.
         qk_norm=model_type.startswith("qwen3"),
         tied_embeddings=_field(raw, "tie_word_embeddings", bool, False),
         **experts,
@@ -336,9 +340,11 @@ _KINDS = {int: "a positive integer", float: "a number", bool: "true or false"}
 def _field(raw: dict[str, Any], name: str, kind: type, default: Any = None) -> Any:
     """Read a positive int, a float or a bool; null counts as missing."""
     value = raw.get(name)
+    # transformers writes null for a field without a value.
     value = default if value is None else value
     if kind is float and type(value) is int:
         value = float(value)
+    # Exact types: in Python True is an int, and a width of True is a mistake.
     if type(value) is not kind or (kind is int and value < 1):
         raise ValueError(f"{name} = {value!r}: must be {_KINDS[kind]}")
     return value

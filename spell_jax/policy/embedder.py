@@ -1,8 +1,8 @@
 """Text embeddings from a policy: embedding models such as Qwen3-Embedding, run by our transformer.
 
 A text is framed as in its folder's tokenizer.json (Qwen3-Embedding appends <|endoftext|>; no
-instruction is added). Texts of similar length share a batch of shape [rows, T], where T is from a
-short list of buckets. Each shape compiles when it is first used. See transformer.embed.
+instruction is added). Texts of similar length share a batch of shape [rows, T], where T is one of a
+few bucket lengths. Each shape compiles when it is first used. See transformer.embed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from spell_jax.policy.tokenizer_base import Tokenizer
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime import remote
 
-SMALLEST = 128  # tokens; shorter batches are bound by reading the weights
+# Tokens of the shortest bucket: shorter batches are bound by reading the weights.
+SMALLEST = 128
 
 
 class Embedder:
@@ -61,6 +62,7 @@ class Embedder:
 
     def encode(self, text: str) -> tuple[list[int], bool]:
         """Tokenize and frame a text, at most max_tokens; also return whether it was truncated."""
+        # The frame stays whole: the embedding is the hidden state of its last token.
         room = self._max_tokens - len(self._prefix) - len(self._suffix)
         ids = self._tokenizer.encode(text)
         return [*self._prefix, *ids[:room], *self._suffix], len(ids) > room
@@ -69,7 +71,7 @@ class Embedder:
         """Embed B token lists from `encode` as unit vectors, float32 [B, D], in their order."""
         vectors = np.zeros((len(texts), self.width), np.float32)
         for length, indices in self._batches([len(text) for text in texts]):
-            vectors[indices] = self._run(length, [texts[index] for index in indices])
+            vectors[indices] = self._embed_batch(length, [texts[index] for index in indices])
         return vectors
 
     def _batches(self, lengths: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
@@ -87,7 +89,8 @@ class Embedder:
         parts = meshes.row_shards(self._mesh)
         return max(1, self._token_budget // (length * parts)) * parts
 
-    def _run(self, length: int, texts: Sequence[Sequence[int]]) -> np.ndarray:
+    def _embed_batch(self, length: int, texts: Sequence[Sequence[int]]) -> np.ndarray:
+        # The last batch has as many rows as all others, so that it needs no program of its own.
         rows = self._rows(length)
         tokens = np.full((rows, length), self._tokenizer.pad_id, np.int32)
         lengths = np.ones(rows, np.int32)  # an empty row is one padding token
@@ -104,8 +107,10 @@ class Embedder:
 def _buckets(max_tokens: int, parts: int) -> tuple[int, ...]:
     """Halve max_tokens repeatedly down to SMALLEST; return ascending multiples of `parts`."""
     lengths = [max_tokens]
+    # Halves: except in the shortest bucket, less than half of a row is padding.
     while lengths[-1] >= 2 * SMALLEST:
         lengths.append(-(-lengths[-1] // 2))
+    # The `context` axis must divide the tokens of a row.
     return tuple(-(-length // parts) * parts for length in reversed(lengths))
 
 
@@ -118,6 +123,7 @@ def _frame(folder: pathlib.Path, tokenizer: Tokenizer) -> tuple[list[int], list[
     path = folder / HF_FILE
     if path.is_file():
         full_tokenizer = hf.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        # Saved settings for batches would add padding to the frame or cut the text.
         full_tokenizer.no_padding()
         full_tokenizer.no_truncation()
         framed = full_tokenizer.encode("a")

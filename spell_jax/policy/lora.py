@@ -48,13 +48,14 @@ def merge(config: PolicyConfig, params: Any) -> tuple[PolicyConfig, Any]:
     for module, name in (path.split("/") for path in config.lora_targets):
         a, b = (adapters["layers"][module][f"{name}_lora_{x}"] for x in "ab")
         kernels = merged["layers"][module]
-        kernels[f"{name}_kernel"] = _add(kernels[f"{name}_kernel"], a, b, config.lora.scale)
+        kernels[f"{name}_kernel"] = _add_product(kernels[f"{name}_kernel"], a, b, config.lora.scale)
     return dataclasses.replace(config, lora=None), merged
 
 
 @jax.jit
-def _add(kernel: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax.Array:
+def _add_product(kernel: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax.Array:
     """Add A [L, *into, R] B [L, R, *out] * scale to a kernel [L, *into, *out], in float32."""
+    # Layer by layer, in float32: a bfloat16 kernel would round most of a small update away.
     product = jax.vmap(lambda a, b: jnp.tensordot(a, b, axes=1))
     update = product(a.astype(jnp.float32), b.astype(jnp.float32))
     return kernel.astype(jnp.float32) + update * scale
@@ -87,6 +88,7 @@ def save(folder: str | os.PathLike[str], config: PolicyConfig, params: Any, base
         "lora_alpha": config.lora.alpha,
         "lora_dropout": 0.0,
         "bias": "none",
+        # PEFT matches the ends of module names, so layer numbers and `self_attn` are left out.
         "target_modules": sorted({name.split(".")[-1] for name in config.lora_targets.values()}),
         "inference_mode": True,
     }

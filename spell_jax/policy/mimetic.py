@@ -37,6 +37,8 @@ def attention_weights(
     value = jnp.repeat(attention["v_kernel"], queries_per_key, axis=2)
     scale = (config.width / (config.heads * config.head_size)) ** 0.5  # variance 1 / inputs
     replaced = {"q_kernel": query, "o_kernel": value.transpose(0, 2, 3, 1) * scale}
+    # A constant key, whatever the run's seed: the biases alone decide which distances a head
+    # prefers.
     q_key, k_key = jax.random.split(jax.random.key(TASTE_KEY))
     for name, key in (("q_bias", q_key), ("k_bias", k_key)):
         replaced[name] = TASTE * jax.random.normal(key, attention[name].shape)

@@ -95,6 +95,7 @@ def find_folder(folder: str, field: str = "policy.folder") -> pathlib.Path:
 
 def is_available(folder: str) -> bool:
     """Return whether a model is packaged, named by a URL, or in a folder of this machine."""
+    # A URL counts as available: a look would need the network.
     return folder in PACKAGED or paths.is_remote(folder) or pathlib.Path(folder).is_dir()
 
 
@@ -113,9 +114,9 @@ def _maker(folder: str) -> str:
 def known_shape(folder: str) -> PolicyConfig | None:
     """Return the architecture of a model of the paper by the last part of its folder's name.
 
-    Plans and checks need it where there is no copy of the model; shapes.json has
-    the fields of the model's config.json.
+    shapes.json has the fields of each model's config.json. Returns None for other models.
     """
+    # Plans and checks need a shape where no copy of the model is.
     fields = json.loads((pathlib.Path(__file__).parent / "shapes.json").read_text())
     hf_config = fields.get(pathlib.PurePath(folder).name)
     return PolicyConfig.from_hf(hf_config) if hf_config else None

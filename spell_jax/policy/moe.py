@@ -46,6 +46,8 @@ def route(logits: jax.Array, count: int, normalized: bool) -> tuple[jax.Array, j
     Returns weights float32 [..., k], scaled to sum to 1 if `normalized`, and expert numbers int32
     [..., k].
     """
+    # A softmax over all experts, then the best k (Qwen3-MoE): without `normalized` the weights sum
+    # to less than 1.
     weights, experts = jax.lax.top_k(jax.nn.softmax(logits.astype(jnp.float32), axis=-1), count)
     return _scale(weights, normalized), experts
 
@@ -55,11 +57,11 @@ def replay(
 ) -> tuple[jax.Array, jax.Array]:
     """Return weights and experts as `route` does, but for recorded experts, int8 or int16 [..., k].
 
-    `router_experts` (int32) holds the experts of `route`, which a token without a record (-1)
-    keeps. The weights are the router's probabilities of the experts that are used, so the
-    router gets gradients.
+    A token without a record (-1) keeps its `router_experts` (int32), the experts of `route`.
     """
     experts = jnp.where(recorded >= 0, recorded, router_experts)
+    # Only the choice is replayed. The weights are the present router's probabilities, so that the
+    # router gets gradients.
     probabilities = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
     return _scale(jnp.take_along_axis(probabilities, experts, axis=-1), normalized), experts
 
@@ -73,8 +75,8 @@ class Routing(NamedTuple):
 
     load: jax.Array  # tokens of each expert, without padding, float32 [E]
     experts: jax.Array | None = None  # experts of each token [B, T, k], see no_experts; if recorded
-    # With replay: tokens whose own experts are not the recorded ones, and tokens with a record,
-    # float32 [2].
+    # With replay: number of tokens for which the router chose other experts than the record, and
+    # number of tokens with a record, float32 [2].
     differing: jax.Array | None = None
 
 
@@ -87,6 +89,7 @@ def by_token(routing: Routing | None) -> jax.Array | None:
 
 def no_experts(config: PolicyConfig) -> np.ndarray:
     """Return the record of a token with unknown experts: -1 [L, k], int8 up to 128 experts."""
+    # A record has a byte per layer and expert: 384 bytes per token of Qwen3-30B-A3B (48 x 8).
     dtype = np.int8 if config.experts <= 128 else np.int16
     return np.full((config.layers, config.experts_per_token), -1, dtype)
 
@@ -94,11 +97,12 @@ def no_experts(config: PolicyConfig) -> np.ndarray:
 def count_differing(router_experts: jax.Array, recorded: jax.Array, real: jax.Array) -> jax.Array:
     """Compute Routing.differing of experts [B, T, k], in any order; `real` is as in `load`."""
     counted = real & (recorded[..., 0] >= 0)
+    # Sets are compared: the order of a token's experts does not change its output.
     differs = jnp.any(jnp.sort(router_experts, axis=-1) != jnp.sort(recorded, axis=-1), axis=-1)
     return jnp.stack([jnp.sum(counted & differs), jnp.sum(counted)]).astype(jnp.float32)
 
 
-def load(token_experts: jax.Array, experts: int, real: jax.Array) -> jax.Array:
+def count_load(token_experts: jax.Array, experts: int, real: jax.Array) -> jax.Array:
     """Count the tokens routed to each expert, float32 [E].
 
     `token_experts` holds the experts of each token, int32 [B, T, k]; `real` (bool [B, T]) is False
@@ -215,6 +219,7 @@ def _decode(split: _Split, x, weights, experts, kernels: Kernels) -> jax.Array:
         first = jax.lax.axis_index(split.width) * share
         tokens = jax.lax.dynamic_slice_in_dim(tokens, first, share, axis=1)
     rows = _dispatch(tokens, pairs)
+    # float32 before the sum over devices, each of which has a part of every product.
     inputs = (_product(rows, kernel, pairs).astype(jnp.float32) for kernel in (gate, up))
     inputs = (_sum(part, split.width).astype(x.dtype) for part in inputs)
     out = _combine(_product(_hidden(*inputs, _router_weights(weights, pairs)), down, pairs), pairs)
@@ -241,7 +246,7 @@ def _backward(split: _Split, x, weights, experts, kernels: Kernels, to_out):
         # Frees the rows before the equally large gradients of rows are computed.
         totals, to_gate, to_up = jax.lax.optimization_barrier((totals, to_gate, to_up))
         to_rows = _product(to_gate, gate, pairs, over=2) + _product(to_up, up, pairs, over=2)
-        to_weights = _take(to_row_weights, pairs.position).reshape(weights.shape)
+        to_weights = _take_rows(to_row_weights, pairs.position).reshape(weights.shape)
         gradients = _combine(to_rows, pairs), to_weights
         return totals, tuple(
             _sum(collectives.sum_scatter(g, split.leading), split.hidden) for g in gradients
@@ -281,16 +286,17 @@ def _flat(*tensors: jax.Array) -> tuple[jax.Array, ...]:
 def _in_chunks(split: _Split, one_chunk: Callable[..., Any], totals: Any, tensors: Any):
     """Scan one_chunk(totals, parts [n, ...]) -> (totals, results [n, ...]) over `tensors` [N, ...].
 
-    Uses as few chunks as the split allows, all of one size, so that there are fewer padding tokens
-    (which no expert processes) than chunks.
+    Uses as few chunks as the split allows, all of one size.
     """
     count = len(tensors[0])
     steps = -(-count // split.chunk)
     if steps <= 1:  # e.g. decode: no loop, no padding
         return one_chunk(totals, tensors)
+    # Equal chunks: there are fewer padding tokens than chunks.
     size = -(-count // steps)
 
     def cut(x):
+        # Expert -1 is on no device, so that no expert processes padding.
         nothing = -1 if jnp.issubdtype(x.dtype, jnp.integer) else 0
         x = jnp.pad(x, ((0, steps * size - count), (0, 0)), constant_values=nothing)
         return x.reshape(steps, size, -1)
@@ -318,43 +324,41 @@ def _pairs(split: _Split, experts: jax.Array, held: int) -> _Pairs:
     """Sort the pairs of tokens and experts [n, k] on a device that holds `held` experts."""
     first = jax.lax.axis_index(split.leading) * held if split.leading else 0
     expert = experts.reshape(-1) - first
+    # Pairs of other devices sort to the end, after the groups that a ragged product multiplies.
     expert = jnp.where((expert >= 0) & (expert < held), expert, held)
     order = jnp.argsort(expert)
     sizes = jnp.bincount(expert, length=held + 1)[:held].astype(jnp.int32)
+    # The inverse permutation turns the sum over a token's rows into a gather, not a scatter.
     return _Pairs(order, jnp.argsort(order), sizes, experts.shape[-1])
 
 
-def _take(x: jax.Array, positions: jax.Array) -> jax.Array:
-    """Index x[positions], clipped to the valid range.
-
-    The default mode would look for invalid positions, at the cost of a copy of the result (134 MB
-    per chunk).
-    """
+def _take_rows(x: jax.Array, positions: jax.Array) -> jax.Array:
+    """Index x[positions], clipped to the valid range."""
+    # The default mode would look for invalid positions, at the cost of a copy of the result (134 MB
+    # per chunk).
     return jnp.take(x, positions, axis=0, mode="clip")
 
 
 def _dispatch(tokens: jax.Array, pairs: _Pairs) -> jax.Array:
     """Copy tokens [n, D] to the rows of their pairs [n k, D]."""
-    return _take(tokens, pairs.order // pairs.count)
+    return _take_rows(tokens, pairs.order // pairs.count)
 
 
 def _router_weights(weights: jax.Array, pairs: _Pairs) -> jax.Array:
     """Reorder token weights [n, k] to the rows of their pairs [n k]."""
-    return _take(weights.reshape(-1), pairs.order)
+    return _take_rows(weights.reshape(-1), pairs.order)
 
 
 def _combine(rows: jax.Array, pairs: _Pairs) -> jax.Array:
     """Sum the rows of each token, [n k, D] to [n, D]; the transpose of `_dispatch`."""
-    by_token = _take(rows, pairs.position).reshape(-1, pairs.count, rows.shape[-1])
+    by_token = _take_rows(rows, pairs.position).reshape(-1, pairs.count, rows.shape[-1])
     return jnp.sum(by_token, axis=1)
 
 
 def _hidden(gate: jax.Array, up: jax.Array, weights: jax.Array) -> jax.Array:
-    """Compute silu(gate) * up [n k, F], times the weight of the row.
-
-    Applying the weight before the linear `down` takes F products per row, not D, and the backward
-    pass does not need the results of `down`.
-    """
+    """Compute silu(gate) * up [n k, F], times the weight of the row."""
+    # The weight is applied before the linear `down`: F products per row instead of D, and the
+    # backward pass does not need the results of `down`.
     gate32, up32, weights32 = (x.astype(jnp.float32) for x in (gate, up, weights))
     return (nn.silu(gate32) * up32 * weights32[:, None]).astype(gate.dtype)
 

@@ -47,8 +47,7 @@ def sum_dtype() -> jnp.dtype | None:
 def multiply(x: jax.Array, kernels: Kernels, into: int) -> Kernels:
     """Multiply x [..., *into] by each kernel [*into, *out] -> [..., *out]; `into` counts axes.
 
-    A kernel's gradient is a sum over tokens, which are sharded over devices. It stays float32 until
-    it has also been summed over the devices.
+    Gradients of kernels are summed over tokens and devices in float32.
     """
     return _forward(x, kernels, into)[0]
 
@@ -65,6 +64,8 @@ def _backward(into: int, residuals: tuple[jax.Array, Kernels], d_outs: Kernels):
     for kernel, d_out in zip(kernels, d_outs, strict=True):
         out = tuple(range(-(kernel.ndim - into), 0))
         d_xs.append(_product(d_out, kernel, (out, out)))
+        # A sum over tokens, which are sharded over devices: it stays float32 until the devices'
+        # parts are added.
         d_kernel = sum_of_outer_products(x, d_out, x.ndim - into)
         d_kernels.append(collectives.rounded(d_kernel, kernel.dtype))
     return sum(d_xs[1:], start=d_xs[0]).astype(x.dtype), tuple(d_kernels)
@@ -84,6 +85,8 @@ def gated(gate: jax.Array, up: jax.Array) -> jax.Array:
 
 
 def _gated_backward(residuals: tuple[jax.Array, jax.Array], d_out: jax.Array):
+    # Written by hand, so that the backward pass needs gate and up alone: autodiff would also keep
+    # silu(gate).
     gate, up, d_out32 = (from_bits(x).astype(jnp.float32) for x in (*residuals, d_out))
     share = jax.nn.sigmoid(gate)
     d_gate = d_out32 * up * share * (1 + gate * (1 - share))
@@ -109,22 +112,19 @@ def sum_of_outer_products(x: jax.Array, y: jax.Array, tokens: int) -> jax.Array:
 
 
 def sum_over_tokens(x: jax.Array, tokens: int) -> jax.Array:
-    """Sum x [*tokens, *shape] over its `tokens` leading axes: float32 [*shape].
-
-    XLA for CPUs is faster at a product with ones than at a sum over rows: the gradient of a norm
-    (3,072 x 512) takes 8 instead of 20 ms of CPU time. The axes are not joined: tokens that are
-    split over devices would move.
-    """
+    """Sum x [*tokens, *shape] over its `tokens` leading axes: float32 [*shape]."""
     if not collectives.is_for_cpu():
         return jnp.sum(x, axis=tuple(range(tokens)), dtype=jnp.float32)
+    # XLA for CPUs is faster at a product with ones than at a sum over rows: the gradient of a norm
+    # (3,072 x 512) takes 8 instead of 20 ms of CPU time. The axes are not joined: tokens that are
+    # split over devices would move.
     return jnp.tensordot(jnp.ones(x.shape[:tokens]), x.astype(jnp.float32), tokens)
 
 
 def kernels_as_bits(params: dict[str, Any]) -> dict[str, Any]:
-    """Replace the layers' bfloat16 kernels by their bits in a program for CPUs without gradient.
-
-    A decode pass of 16 rows (8 layers, width 512, 2 cores) takes 14 ms instead of 25.
-    """
+    """Replace the layers' bfloat16 kernels by their bits in a program for CPUs without gradient."""
+    # XLA for CPUs would convert the whole stack to cut out one layer: a decode pass of 16 rows (8
+    # layers, width 512, 2 cores) takes 14 ms instead of 25.
 
     def stored(path: Any, leaf: jax.Array) -> jax.Array:
         return as_bits(leaf) if path[-1].key.endswith("_kernel") else leaf
@@ -135,9 +135,9 @@ def kernels_as_bits(params: dict[str, Any]) -> dict[str, Any]:
 def resolve_dtype(compute_dtype: str, mesh: Mesh | AbstractMesh) -> str:
     """Return "float32" or "bfloat16" for a `compute_dtype` of choices.COMPUTE_DTYPES on a mesh.
 
-    "auto" is bfloat16 on accelerators, and on CPUs with instructions for products of bfloat16. No
-    timing decides: beside other work, two runs of one config would differ in dtype.
+    "auto" is bfloat16 on accelerators, and on CPUs with fast instructions for products of bfloat16.
     """
+    # No timing decides: beside other work, two runs of one config would differ in dtype.
     if compute_dtype != "auto":
         return compute_dtype
     is_faster = not meshes.is_of_cpus(mesh) or _multiplies_bfloat16()
@@ -147,6 +147,7 @@ def resolve_dtype(compute_dtype: str, mesh: Mesh | AbstractMesh) -> str:
 @functools.cache
 def _multiplies_bfloat16() -> bool:
     """Return whether CPUs multiply bfloat16 faster than float32; one process decides for all."""
+    # Hosts may have different CPUs, but compile one program.
     names = distributed.broadcast(bfloat16_instructions)
     reason = f"has {', '.join(names)}" if names else "has no fast products of bfloat16"
     log.info("compute_dtype = auto: the CPU %s", reason)
@@ -158,6 +159,7 @@ def bfloat16_instructions() -> list[str]:
 
     [] where XLA may not use them, or the system does not name them as Linux on x86 does.
     """
+    # The flag may forbid the instructions that the CPU has.
     if "xla_cpu_max_isa" in os.environ.get("XLA_FLAGS", ""):
         return []
     lines = _CPU_INFO.read_text().splitlines() if _CPU_INFO.exists() else []

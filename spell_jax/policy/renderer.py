@@ -33,7 +33,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 SECONDS = 5  # CPU time of a rendering; a chat of a million words needs 0.02 s
-MEMORY = 1 << 30  # address space of the child, in bytes; Jinja itself takes 5 % of it
+MEMORY = 1 << 30  # bytes of the child's address space; Jinja itself takes 5 %
 # Most characters of a rendered text: these, and GROWTH for each character of a content. Templates
 # copy each content once, or twice as JSON, and add a few thousand characters of instructions.
 SHORT, GROWTH = 1 << 20, 4
@@ -179,6 +179,7 @@ def _serve() -> None:
             resource.setrlimit(getattr(resource, name), (amount, amount))
     while request := _receive(incoming):
         source, variables, places, seconds, *contents = request
+        # RLIMIT_CPU counts from the start of the process, so each request moves it on.
         end = math.ceil(time.process_time()) + int(seconds)
         # The hard limit stays, because only root may raise it again.
         _, hard = resource.getrlimit(resource.RLIMIT_CPU)
@@ -218,10 +219,7 @@ def _compile(source: str) -> Any:
 
 @functools.cache
 def _environment() -> Any:
-    """Make the Jinja environment of chat templates, without strftime_now and random functions.
-
-    A prompt must not depend on the date or on chance. Templates fall back to a fixed date.
-    """
+    """Make the Jinja environment of chat templates, without strftime_now and random functions."""
     # Only the child needs Jinja.
     import jinja2
     import jinja2.ext
@@ -239,17 +237,21 @@ def _environment() -> Any:
     def refuse(message: str) -> None:
         raise jinja2.TemplateError(message)
 
+    # The options of transformers: published templates rely on its treatment of white space.
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, Generation]
     )
+    # Jinja's own filter escapes <, > and & for HTML, which would change the prompt.
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = refuse
+    # A prompt must not depend on the date or on chance. Templates without strftime_now fall back to
+    # a fixed date.
     del environment.globals["lipsum"], environment.filters["random"]
     return environment
 
 
 def _to_json(value: Any, **options: Any) -> str:
-    """Serialize to plain JSON; Jinja's own filter escapes it for HTML."""
+    """Serialize a value to plain JSON, with non-ASCII characters as they are."""
     options.setdefault("ensure_ascii", False)
     return json.dumps(value, **options)
 

@@ -1,10 +1,10 @@
 """Rotary position embeddings with float32 angles, and context extension by RoPE scaling.
 
-RoPE scaling lowers all frequencies ("linear"), or those of pairs that turn too rarely in the
-original context to distinguish positions ("llama3", "yarn"). Frequencies are compile-time
-constants, so that training, prefill and decode rotate by the same bits. A "dynamic" kind is not
-supported: its frequencies change with the text length, but keys in the KV cache were rotated with
-older ones.
+RoPE scaling lowers all frequencies ("linear"), or only the frequencies of pairs that turn too
+rarely in the original context to distinguish positions ("llama3", "yarn"). Frequencies are
+compile-time constants, so that training, prefill and decode rotate by the same bits. "dynamic" is
+not supported: its frequencies change with the text length, but keys in the KV cache were rotated
+with older frequencies.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ KINDS = ("default", "linear", "llama3", "yarn")
 MOST_POSITIONS = 2**31 - 1  # positions are int32
 FIELDS = ("rope_parameters", "rope_scaling")  # of config.json; transformers 5 writes the first
 # Model types for which files without rope_theta exist (Llama 1 and 2), and their theta. Models of
-# other families have 1e6 or more, so that this default would be wrong for all of them.
+# other families have 1e6 or more, so that this default would be wrong for every such model.
 _DEFAULT_THETA = {"llama": 10_000.0}
 _FULL = "full_attention"  # the only layer type that is implemented
 
@@ -170,12 +170,10 @@ def from_hf(raw: Mapping[str, Any], max_positions: int) -> RopeConfig:
 
 
 def context(rope: RopeConfig, max_positions: int) -> int:
-    """Return the longest context in tokens, given config.json's max_position_embeddings.
-
-    "yarn" and "linear" stretch the original context by their factor, and many files (by the cards
-    of Qwen2.5 and Qwen3) keep the unscaled max_position_embeddings. Llama 3.1's factor of 8 is not
-    the ratio of its contexts of 131,072 and 8,192 positions.
-    """
+    """Return the longest context in tokens, given config.json's max_position_embeddings."""
+    # "yarn" and "linear" stretch the original context by their factor, and many files (by the cards
+    # of Qwen2.5 and Qwen3) keep the unscaled max_position_embeddings. Llama 3.1's factor of 8 is
+    # not the ratio of its contexts of 131,072 and 8,192 positions.
     if rope.kind in ("yarn", "linear") and rope.original_positions:
         return int(rope.original_positions * rope.factor)
     return max_positions
@@ -221,6 +219,7 @@ def _kind(field: str, scaling: Mapping[str, Any]) -> str:
             "remove type, the older name"
         )
     kind = old if new is None else new
+    # To ignore the factor would run the model on positions that it was not trained for.
     if kind is None and scaling.get("factor") is not None:
         raise ValueError(f"{field}.rope_type: is missing, must say what the factor does")
     kind = "default" if kind is None else kind
@@ -273,6 +272,7 @@ def _attention_factor(field: str, scaling: Mapping[str, Any]) -> dict[str, Any]:
     weights = _typed(_MSCALES[0], mscale), _typed(_MSCALES[1], all_dim)
     if not (factor >= 1 and all(0 < weight < math.inf for weight in weights)):
         raise ValueError(f"{place}: must be above 0, for a factor of at least 1")
+    # The form of YaRN's Eq. 22, once with each of DeepSeek's two weights.
     above, below = (0.1 * weight * math.log(factor) + 1.0 for weight in weights)
     return {"attention_factor": above / below}
 
@@ -300,12 +300,11 @@ def to_hf(rope: RopeConfig) -> dict[str, Any]:
 def frequencies(rope: RopeConfig, head_size: int) -> np.ndarray:
     """Compute the rotation of each of the H/2 pairs per position, in radians, float32 [H/2].
 
-    Powers are computed in float64 and rounded once; all else is float32, as in transformers: at
-    position 131,071 one unit in the last place of a frequency is up to 0.008 radians.
-
     Sources: Su et al. (arXiv:2104.09864), Eq. 15; Peng et al. (YaRN, arXiv:2309.00071), section 3;
     Llama 3.1's smooth interpolation by wavelength.
     """
+    # Powers are computed in float64 and rounded once; all else is float32, as in transformers. At
+    # position 131,071 one unit in the last place of a frequency is up to 0.008 radians.
     exponents = np.arange(0, head_size, 2, dtype=np.float32) / np.float32(head_size)
     wave = (rope.theta ** exponents.astype(np.float64)).astype(np.float32)
     plain = np.float32(1) / wave
@@ -314,6 +313,7 @@ def frequencies(rope: RopeConfig, head_size: int) -> np.ndarray:
         return plain / factor
     if rope.kind == "llama3":
         assert rope.original_positions is not None
+        # Turns of a pair in the original context: context length over wavelength.
         turns = rope.original_positions / (2 * np.pi / plain)
         span = rope.high_frequency - rope.low_frequency
         share = ((turns - rope.low_frequency) / span).astype(np.float32)
@@ -339,6 +339,7 @@ def _slow_share(rope: RopeConfig, head_size: int) -> np.ndarray:
     low, high = pair(rope.beta_fast), pair(rope.beta_slow)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
+    # Bounds as in YaRN's code: head_size - 1, although there are only H/2 pairs.
     low, high = max(low, 0), min(high, head_size - 1)
     if low == high:
         high += 0.001  # one pair is the whole ramp
@@ -347,11 +348,10 @@ def _slow_share(rope: RopeConfig, head_size: int) -> np.ndarray:
 
 
 def rotary(positions: jax.Array, head_size: int, rope: RopeConfig) -> tuple[jax.Array, jax.Array]:
-    """Compute cosines and sines, each float32 [B, T, 1, H/2], for int32 positions [B, T].
-
-    Positions stay integers until they meet float32 frequencies: bfloat16 cannot tell 256 from 257.
-    """
+    """Compute cosines and sines, each float32 [B, T, 1, H/2], for int32 positions [B, T]."""
+    # Positions are integers until they meet float32 frequencies: bfloat16 cannot tell 256 from 257.
     angles = positions.astype(jnp.float32)[..., None, None] * frequencies(rope, head_size)
+    # Scaled here, once per position, YaRN's factor reaches every score through both q and k.
     return jnp.cos(angles) * rope.scale, jnp.sin(angles) * rope.scale
 
 

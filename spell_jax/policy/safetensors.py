@@ -1,8 +1,8 @@
 """Folders of safetensors files: one model.safetensors, or shards with an index.
 
-`scan` reads all headers but no data, and rejects any inconsistency. `write` holds one shard of
-tensors at a time. `replacing` writes a folder beside the old one and renames it, so that no reader
-sees half of it.
+`scan` reads all headers but no data, and rejects any inconsistency. `write_tensors` holds one shard
+of tensors at a time. `replacing` writes a folder beside the old folder and renames it, so that no
+reader sees a half-written folder.
 """
 
 from __future__ import annotations
@@ -50,9 +50,10 @@ class Tensor:
     def read(self, index: tuple[slice, ...]) -> np.ndarray:
         """Read a slice as a new array in the file's dtype; `index` has a start and a stop per axis.
 
-        Opens the file each time: the library maps it into memory, and only closing it releases the
-        touched pages. Raises ValueError if the file changed after its header was read.
+        Raises ValueError if the file changed after its header was read.
         """
+        # Opened each time: the library maps the file into memory, and only closing releases the
+        # touched pages.
         try:
             with safetensors.safe_open(self.path, "numpy") as file:
                 return file.get_slice(self.name)[index]
@@ -84,6 +85,7 @@ def scan(folder: pathlib.Path) -> tuple[pathlib.Path, dict[str, Tensor]]:
     for name in shards:
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{folder / name}: not there, but {INDEX} names it")
+    # A stray shard of another save would otherwise be ignored without a word.
     for path in sorted(folder.glob("*.safetensors")):
         if path.name not in shards:
             raise ValueError(f"{path}: holds weights that {source.name} does not name")
@@ -143,7 +145,7 @@ def _parse_json(path: pathlib.Path, text: bytes) -> Any:
         raise ValueError(f"{path}: damaged ({error})") from error
 
 
-def write(
+def write_tensors(
     folder: pathlib.Path, sizes: Mapping[str, int], tensors: Iterable[np.ndarray], shard_bytes: int
 ) -> None:
     """Write tensors to model.safetensors, or to shards and an index if they are too large.
@@ -168,6 +170,7 @@ def write(
             file = f"model-{number:05}-of-{len(shards):05}.safetensors"
         held = dict(zip(names, itertools.islice(source, len(names)), strict=True))
         save_file(held, folder / file)
+        # Freed before the next shard is built, so that one shard is in memory at a time.
         del held
         places |= dict.fromkeys(names, file)
     if len(shards) > 1:
@@ -213,11 +216,14 @@ def replacing(folder: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
     folder = pathlib.Path(folder).resolve()  # replaces the target of a link
     durable.make_folder(folder.parent)
     _tidy(folder)
+    # In the same parent, because a rename must stay within one file system.
     scratch = pathlib.Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     old = scratch.with_name(scratch.name + "-old")
     try:
         scratch.chmod(0o755)
         yield scratch
+        # Contents reach the disk before the name does: after a loss of power no named folder is
+        # empty.
         durable.sync_tree(scratch)
         if folder.exists():
             folder.rename(old)
@@ -236,6 +242,7 @@ def _tidy(folder: pathlib.Path) -> None:
     pattern = re.compile(rf"\.{re.escape(folder.name)}-[a-z0-9_]{{8}}(-old)?")
     for path in sorted(folder.parent.iterdir()):
         if match := pattern.fullmatch(path.name):
+            # The crash came between the two renames: the folder gets its old content back.
             if match[1] and not folder.exists():
                 path.rename(folder)
             else:

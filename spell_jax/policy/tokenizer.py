@@ -37,6 +37,7 @@ class SentencePieceTokenizer(Tokenizer):
         self.turn_end_id = self.eos_id
         # Unused pieces keep their id, but are no tokens: no text contains them.
         unused = filter(self._pieces.is_unused, range(self.vocab_size))
+        # With vocab_size itself as an id, a gap at the end is found too.
         self.gaps = find_gaps({*range(self.vocab_size + 1)} - {*unused})
         self.bos_id = self._pieces.bos_id() if self._pieces.bos_id() >= 0 else None
         self._user = self._pieces.piece_to_id(USER)
@@ -55,7 +56,7 @@ class SentencePieceTokenizer(Tokenizer):
         return self._pieces.decode([int(i) for i in ids if self.shows(i)])
 
     def chat(self, messages: chats.Messages) -> list[int]:
-        return self._read(self._parts(messages))
+        return self._encode_parts(self._parts(messages))
 
     def render(self, messages: chats.Messages, open_turn: bool = True) -> str:
         turns, last = messages, ""
@@ -67,15 +68,16 @@ class SentencePieceTokenizer(Tokenizer):
 
     def encode_rendered(self, text: str, start: bool) -> list[int]:
         markers = (self._user, self._assistant, self.eos_id)
+        # Only control symbols: an ordinary piece with such a text is found by `encode`.
         ids = {self.token_text(i): i for i in markers if self._pieces.is_control(i)}
         parts = re.split(f"({'|'.join(map(re.escape, ids))})", text)
         begun = self.start_ids if start else ()
-        return [*begun, *self._read([ids.get(part, part) for part in parts])]
+        return [*begun, *self._encode_parts([ids.get(part, part) for part in parts])]
 
     def token_text(self, token_id: int) -> str:
         return self._pieces.id_to_piece(token_id)
 
-    def _read(self, parts: Iterable[int | str]) -> list[int]:
+    def _encode_parts(self, parts: Iterable[int | str]) -> list[int]:
         read = ([part] if isinstance(part, int) else self.encode(part) for part in parts)
         return [i for ids in read for i in ids]
 
@@ -140,6 +142,8 @@ def train(
     Each of `symbols` is always a single piece, wherever it occurs. The model is lossless on any
     text, except that SentencePiece reads U+2581 as a space.
     """
+    # Lossless: no normalization, white space as it is, bytes for rare characters. One thread: equal
+    # texts give equal models.
     out = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(texts),

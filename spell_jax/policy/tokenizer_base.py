@@ -53,10 +53,11 @@ class Tokenizer(abc.ABC):
     def open_thought(self, messages: chats.Messages) -> str:
         """Return the start of a thought with which the layout begins the assistant's answer.
 
-        Some templates write "<think>" after the last message. The sampled tokens then begin inside
-        a thought, so their text lacks its start. The whole answer is the returned start and the
-        decoded tokens. Returns "" if the layout opens no thought. Raises ValueError as `chat`.
+        The whole answer is the returned start and the decoded tokens. Returns "" if the layout
+        opens no thought. Raises ValueError as `chat`.
         """
+        # Some templates (Qwen3-Thinking-2507, R1-Distill) write "<think>" after the last message:
+        # sampled tokens begin inside a thought, and their text lacks its start.
         return ""
 
     @abc.abstractmethod
@@ -83,11 +84,9 @@ class Tokenizer(abc.ABC):
         """Write the tokenizer's files to an existing folder."""
 
     def unused_ids(self, rows: int) -> tuple[tuple[int, int], ...]:
-        """Return the half-open ranges of ids below `rows` (V, at least vocab_size) without a token.
-
-        Qwen2.5's tables have 152,064 rows for 151,665 tokens. Rows of padding were never trained,
-        and a sampled one decodes to no text.
-        """
+        """Return half-open ranges of the ids without a token, below `rows` (V >= vocab_size)."""
+        # Qwen2.5's tables have 152,064 rows for 151,665 tokens. Rows of padding were never trained,
+        # and a sampled id of padding decodes to no text.
         return self.gaps + (((self.vocab_size, rows),) if rows > self.vocab_size else ())
 
     def encode_answer(self, text: str) -> list[int]:
@@ -126,18 +125,18 @@ def find_gaps(ids: Collection[int]) -> tuple[tuple[int, int], ...]:
 class Stream:
     """Incremental decoder that emits only text that later ids cannot change.
 
-    The outputs, with that of finish(), add up to `decode` of all ids. Only a window of the last ids
-    is decoded, so the cost is linear. The older part of the window serves decoders that treat the
-    beginning of a text differently.
+    The texts of push() and finish() together are `decode` of all ids.
     """
 
-    _LONGEST, _KEPT = 16, 8  # window size in ids, before and after a cut
+    # Window size in ids, before and after a cut. Only a window of the last ids is decoded, so the
+    # cost is linear. The older half serves decoders that treat the beginning of a text differently.
+    _LONGEST, _AFTER_CUT = 16, 8
     _OPEN = 3  # bytes of an incomplete character, each of which may decode to U+FFFD
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
         self._window: list[int] = []
-        self._given = 0  # characters of the window's text already emitted
+        self._emitted = 0  # characters of the window's text already emitted
 
     def push(self, token_id: int) -> str:
         """Add an id; return the text that it makes final."""
@@ -148,22 +147,23 @@ class Stream:
         if self._tokenizer.waits(token_id):
             return ""
         text = self._tokenizer.decode(self._window)
+        # A U+FFFD at the end may be a character that still lacks bytes.
         open_end = min(len(text) - len(text.rstrip("\ufffd")), self._OPEN)
-        certain = max(len(text) - open_end, self._given)
-        new, self._given = text[self._given : certain], certain
+        certain = max(len(text) - open_end, self._emitted)
+        new, self._emitted = text[self._emitted : certain], certain
         if len(self._window) > self._LONGEST:
             self._cut(len(text) - certain)
         return new
 
     def finish(self) -> str:
         """Return the remaining text and reset the stream."""
-        text = self._tokenizer.decode(self._window)[self._given :]
-        self._window, self._given = [], 0
+        text = self._tokenizer.decode(self._window)[self._emitted :]
+        self._window, self._emitted = [], 0
         return text
 
     def _cut(self, held: int) -> None:
-        tail = self._window[-self._KEPT :]
+        tail = self._window[-self._AFTER_CUT :]
         length = len(self._tokenizer.decode(tail))
         # Keep the window if the tail decodes to nothing but the characters held back.
         if length > held:
-            self._window, self._given = tail, length - held
+            self._window, self._emitted = tail, length - held

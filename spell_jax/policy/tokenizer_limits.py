@@ -57,6 +57,7 @@ def check_steps(description: Mapping[str, Any]) -> None:
                 growth *= _growth(step)
             if step.get("type") == "Precompiled":
                 _check_charsmap(step.get("precompiled_charsmap"), place)
+            # An added character may itself be replaced by a later step, hence the product.
             if growth > GROWTH or added_length * growth > ADDED:
                 raise ValueError(
                     f"{place}: the steps up to here make a text up to {growth:.0f} times as long "
@@ -124,6 +125,7 @@ def _growth(step: Mapping[str, Any]) -> float:
 def _check_charsmap(charsmap: Any, place: str) -> None:
     """Check the longest text that SentencePiece's table puts in the place of a few characters."""
     try:
+        # SentencePiece's table: the size of a trie, the trie, then texts that end with a zero byte.
         data = base64.b64decode(charsmap, validate=True) if isinstance(charsmap, str) else b""
     except ValueError:
         return  # the package refuses such a table
@@ -190,7 +192,7 @@ def _check_pattern(text: str, place: str) -> None:
 
 
 def _check_branches(branches: tuple[tuple[_Atom, ...], ...], is_followed: bool) -> int:
-    """Check repetitions; return how many without bound stand before something that can fail.
+    """Check repetitions; return how many unbounded repetitions stand before what can fail.
 
     `is_followed` says whether something that can fail follows the branches.
     """
@@ -199,6 +201,7 @@ def _check_branches(branches: tuple[tuple[_Atom, ...], ...], is_followed: bool) 
 
 def _check_branch(branch: tuple[_Atom, ...], is_followed: bool) -> int:
     runs = 0
+    # From the end, because what matters is whether something that can fail follows.
     for atom in reversed(branch):
         if atom.is_open and is_followed:
             runs += 1
@@ -207,6 +210,7 @@ def _check_branch(branch: tuple[_Atom, ...], is_followed: bool) -> int:
                     "repeats without bound what can match one text in several ways, before "
                     "something that can fail; matching may take exponential time"
                 )
+        # In a repeated group, the next round follows every atom of the group.
         repeats = atom.maximum is None or atom.maximum > 1
         runs += _check_branches(atom.branches, (is_followed or repeats) and not atom.keeps)
         if runs > RUNS:

@@ -60,8 +60,8 @@ class TensorEntry:
     """
 
     name: str  # tensor name; one tensor for each value of "{layer}" and "{expert}"
-    theirs: str  # axes of one tensor; those in one word are flattened ("NH D" is a matrix)
-    ours: str = ""  # our axes of one tensor, in our order; by default those of `theirs`
+    theirs: str  # axes of one tensor; axes in one word are flattened ("NH D" is a matrix)
+    ours: str = ""  # our axes of one tensor, in our order; by default the axes of `theirs`
 
     @property
     def letters(self) -> str:
@@ -220,11 +220,11 @@ def load(
         shardings = flatten_dict(meshes.shardings(mesh, axes, shapes), sep="/")
     # Largest pieces first, while little else is in memory.
     paths = sorted(source.entries, key=source.piece_size, reverse=True)
-    flat = {path: _read(source, path, shardings.get(path)) for path in paths}
+    flat = {path: _read_parameter(source, path, shardings.get(path)) for path in paths}
     return config, unflatten_dict(flat, sep="/")
 
 
-def check(folder: str | pathlib.Path) -> None:
+def check_headers(folder: str | pathlib.Path) -> None:
     """Check the names, shapes and types of all tensors, without their values; raises as `load`."""
     _open(pathlib.Path(folder), "float32")
 
@@ -269,6 +269,7 @@ def match(
             if spelled not in left:
                 raise ValueError(f"{source}: tensor {spelled} is missing")
             matched[name] = _checked(left.pop(spelled), entries[path].their_shape(sizes))
+    # Some files of tied models contain the output projection as well.
     copy = left.pop(_COMMON["unembedding"].name, None) if config.tied_embeddings else None
     if left:
         tensor = left[min(left)]
@@ -286,7 +287,7 @@ def _checked(tensor: files.Tensor, shape: tuple[int, ...]) -> files.Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class _Source:
-    """Parameters of a folder whose headers have been checked."""
+    """Parameters of a folder with checked headers."""
 
     config: PolicyConfig
     tensors: dict[str, files.Tensor]  # by the table's names
@@ -320,6 +321,7 @@ class _Source:
         step = max(1, BLOCK_BYTES // (columns * READ_DTYPES[embedding.dtype]))
         for start in range(0, rows, step):
             index = slice(start, min(start + step, rows)), slice(0, columns)
+            # Bits, not values: any difference says that the embeddings were trained apart.
             if self.copy.read(index).tobytes() != embedding.read(index).tobytes():
                 raise ValueError(message)
 
@@ -331,14 +333,16 @@ class _Source:
         """
         entry = self.entries[path]
         if not entry.expertwise:
-            self._fill_one(out, entry, entry.name.format(layer=layer), index)
+            self._fill_from_tensor(out, entry, entry.name.format(layer=layer), index)
             return
         experts, *inner_index = index
         for part, expert in zip(out, range(experts.start, experts.stop), strict=True):
             name = entry.name.format(layer=layer, expert=expert)
-            self._fill_one(part, entry, name, tuple(inner_index))
+            self._fill_from_tensor(part, entry, name, tuple(inner_index))
 
-    def _fill_one(self, out: np.ndarray, entry: TensorEntry, name: str, index: Index) -> None:
+    def _fill_from_tensor(
+        self, out: np.ndarray, entry: TensorEntry, name: str, index: Index
+    ) -> None:
         """Do `fill` from one tensor, in blocks of rows."""
         tensor = self.tensors[name]
         parts = dict(zip(entry.ours or entry.letters, index, strict=True))
@@ -368,6 +372,7 @@ class _Source:
 
     def _converted(self, block: np.ndarray, tensor: files.Tensor) -> np.ndarray:
         dtype, bits, exponent = DTYPES[self.dtype]
+        # A float32 that overflows bfloat16 becomes infinite, which the next check reports.
         with np.errstate(over="ignore", invalid="ignore"):
             block = block.astype(dtype, copy=False)
         if np.any(block.view(bits) & bits(exponent) == exponent):
@@ -386,7 +391,9 @@ def _copy_strips(target: np.ndarray, source: np.ndarray) -> None:
         target[start : start + step] = source[start : start + step]
 
 
-def _read(source: _Source, path: str, sharding: NamedSharding | None) -> np.ndarray | jax.Array:
+def _read_parameter(
+    source: _Source, path: str, sharding: NamedSharding | None
+) -> np.ndarray | jax.Array:
     """Read a whole parameter (a numpy array without a sharding); each host reads its own parts."""
     shape, dtype = source.shape(path), DTYPES[source.dtype][0]
     layered = source.entries[path].layered
@@ -398,6 +405,7 @@ def _read(source: _Source, path: str, sharding: NamedSharding | None) -> np.ndar
         return out
     if not layered:
         return _piece(source, path, 0, shape, sharding)
+    # Layers go into a donated stack one by one: jnp.stack would hold all layers twice.
     stack = jax.jit(functools.partial(jnp.zeros, shape, dtype), out_shardings=sharding)()
     insert = jax.jit(_insert, donate_argnums=0, out_shardings=sharding)
     sharding_of_layer = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
@@ -419,7 +427,7 @@ def _piece(
     dtype = DTYPES[source.dtype][0]
     loaded_parts: dict[tuple, np.ndarray] = {}  # devices with the same part share one read
 
-    def read(index: Any) -> np.ndarray:
+    def read_part(index: Any) -> np.ndarray:
         bounds = tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
         if bounds not in loaded_parts:
             out = np.empty([stop - start for start, stop in bounds], dtype)
@@ -427,7 +435,7 @@ def _piece(
             loaded_parts[bounds] = out
         return loaded_parts[bounds]
 
-    return jax.make_array_from_callback(shape, sharding, read, dtype=dtype)
+    return jax.make_array_from_callback(shape, sharding, read_part, dtype=dtype)
 
 
 # ----------------------------------------------------------------------------------------- Writing
@@ -472,7 +480,7 @@ def save(
         try:
             if jax.process_index() == 0:
                 with files.replacing(folder) as scratch:
-                    files.write(scratch, nbytes, tensors, shard_bytes)
+                    files.write_tensors(scratch, nbytes, tensors, shard_bytes)
                     _write_others(scratch, fields, tokenizer)
         finally:
             if jax.process_count() > 1:
@@ -492,15 +500,14 @@ def _write_others(
 
 
 def write_ends(folder: pathlib.Path, tokenizer: tokenizers.Tokenizer) -> None:
-    """Write all stop tokens into a folder's generation_config.json, unless the file has them.
-
-    Other programs read no chat template to find the token that ends a turn.
-    """
+    """Write all stop tokens into a folder's generation_config.json, unless the file has them."""
+    # Other programs (vLLM, transformers) read no chat template to find the token that ends a turn.
     path = folder / GENERATION_FILE
     fields: dict[str, Any] = {"pad_token_id": tokenizer.pad_id}
     if path.exists():
         fields = json.loads(path.read_bytes())
     ids = fields.get("eos_token_id")
+    # A file of the model's authors stays as it is if it is complete.
     if {*(ids if isinstance(ids, list) else [ids])} >= {*tokenizer.stop_ids}:
         return
     ends = list(tokenizer.stop_ids)
@@ -525,6 +532,7 @@ def _their_tensors(
     entries, sizes = table(config), _sizes(config)
     for path, layer, _ in _parts(config):
         entry = entries[path]
+        # One layer at a time, because a whole stack of kernels may not fit a host.
         value = distributed.fetch_global(flat[path] if layer is None else flat[path][layer])
         for part in value if entry.expertwise else [value]:
             part = entry.in_their_order(part)

@@ -100,7 +100,7 @@ class Sampler:
         )
         self._quantized = None
         if config.weights_dtype == "int8":
-            int8.check(policy)
+            int8.check_quantizable(policy)
             shapes, axes = transformer.abstract_params(policy)
             kernels = int8.kernels(meshes.shardings(mesh, axes, shapes))
             self._quantized = int8.int8_shardings(kernels)

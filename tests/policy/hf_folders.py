@@ -1,4 +1,4 @@
-"""Folders of Hugging Face tokenizers: small ones made here, and the real ones of SPELL_DATA."""
+"""Folders of Hugging Face tokenizers: small ones made here, and real ones in SPELL_DATA."""
 
 import functools
 import gzip

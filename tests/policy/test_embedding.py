@@ -100,7 +100,7 @@ REPEATS = 4096
     "shape", [{}, {"fsdp": 2, "context": 4}, {"expert": 4, "context": 2}], ids=str
 )
 def test_gradient_of_a_frequent_token_is_summed_in_float32(shape: dict[str, int]) -> None:
-    """It is within a rounding of the float64 sum of 4,096 gradients; that of jnp.take is not."""
+    """It is within a rounding of the float64 sum of 4,096 gradients; jnp.take's gradient is not."""
     rng = np.random.default_rng(0)
     out_gradients = jnp.asarray(1 + rng.uniform(size=(ROWS, REPEATS // ROWS, WIDTH)), jnp.bfloat16)
     tokens = jnp.full(out_gradients.shape[:2], 7, jnp.int32)

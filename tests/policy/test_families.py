@@ -18,7 +18,7 @@ from tests.policy import families
 LENGTH = 120  # the scaled ropes of families.py start from a context of 32
 TOKENS = np.random.default_rng(0).integers(0, families.VOCAB, size=(2, LENGTH)).astype(np.int32)
 every_family = pytest.mark.parametrize("family", families.FAMILIES)
-# Every model type and kind of rope; logits of the others are compared, too.
+# Every model type and kind of rope; all further logits are compared, too.
 some_families = pytest.mark.parametrize(
     "family",
     ["qwen2", "qwen3 untied, linear", "qwen3_moe, plain router, yarn", "llama, llama3"],

@@ -341,7 +341,7 @@ def test_missing_smollm2_package_is_named(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_token_of_a_million_characters_is_refused() -> None:
-    """Each cut of a SentencePiece token is looked up: a million of them would take a day."""
+    """Each cut of a SentencePiece token is looked up: a million cuts would take a day."""
     assert gguf_tokenizer._merges({"a": 0, "aa": 1}, [0.0, -1.0], "f") == [["a", "a"]]
     with pytest.raises(ValueError, match=r"f: tokenizer.ggml.tokens: token 1 has 1000000 char"):
         gguf_tokenizer._merges({"a": 0, "a" * 10**6: 1}, [0.0, -1.0], "f")

@@ -1,7 +1,7 @@
 """Tests of Hugging Face tokenizers: ids equal transformers', documents cannot write tokens.
 
-Small tokenizers are made in hf_folders.py. The tests with `spell_data` read those of Qwen and
-MiniMind.
+Small tokenizers are made in hf_folders.py. The tests with `spell_data` read real tokenizers
+(Qwen, MiniMind).
 """
 
 import json

@@ -104,7 +104,7 @@ def test_records_have_the_smallest_dtype() -> None:
 
 @pytest.mark.slow
 def test_gradient_with_replay_equals_that_of_a_dense_reference() -> None:
-    """The reference runs every expert and masks the probabilities of those without a record."""
+    """The reference runs every expert and masks the probabilities of tokens without a record."""
     x, _, _, kernels = _inputs()
     rng = np.random.default_rng(1)
     router = jnp.asarray(rng.normal(size=(WIDTH, EXPERTS)), jnp.float32)
@@ -136,7 +136,7 @@ def test_gradient_with_replay_equals_that_of_a_dense_reference() -> None:
 def test_load_counts_only_real_tokens() -> None:
     expert_ids = jnp.array([[[0, 2], [2, 1], [1, 3]]])
     real = jnp.array([[True, True, False]])
-    assert moe.load(expert_ids, 4, real).tolist() == [1, 1, 2, 0]
+    assert moe.count_load(expert_ids, 4, real).tolist() == [1, 1, 2, 0]
 
 
 @pytest.mark.slow

@@ -223,7 +223,7 @@ def test_theta_of_the_first_llama_files_has_a_default() -> None:
 
 
 def test_yarn_frequencies_and_scale_by_hand() -> None:
-    """Fast pairs keep their frequency, slow ones get a quarter of it, and scores grow."""
+    """Fast pairs keep their frequency, slow pairs get a quarter, and scores grow."""
     stretched = rope.from_hf({"rope_scaling": YARN, "rope_theta": 1e6}, 131_072)
     ratio = rope.frequencies(stretched, 128) / rope.frequencies(RopeConfig(1e6), 128)
     turns = 32_768 * rope.frequencies(RopeConfig(1e6), 128) / (2 * math.pi)

@@ -13,7 +13,7 @@ from tests import tiny
 from tests.policy import hf_folders
 from tests.policy.hf_folders import CHATML, byte_level, ids_of, write
 
-# Name -> chat template, the tokens that end its turns, and the others that it writes.
+# Name -> chat template, the tokens that end its turns, and all further tokens that it writes.
 LAYOUTS = {
     "chatml": (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
