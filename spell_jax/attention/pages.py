@@ -16,7 +16,7 @@ from spell_jax.runtime.bits import from_bits
 
 @flax.struct.dataclass
 class Pages:
-    """Pool of Z pages of C tokens. An int8 key or value is its vector times its scale.
+    """Pool of Z pages of C tokens. In an int8 pool, a key or value is its vector times its scale.
 
     On CPUs a pool of bfloat16 holds bits (runtime/bits.py).
     """
@@ -39,7 +39,7 @@ def stored_dtype(dtype: Any, mesh: Mesh | AbstractMesh) -> Any:
 
 
 def empty_pages(layers: int, pages: int, kv_heads: int, page_size: int, size: int, dtype) -> Pages:
-    """Make a pool of zeros of a stored dtype; `page_size` is C and `size` is H."""
+    """Make a pool of zeros; sizes are L, Z, K, C, H in order, `dtype` is from `stored_dtype`."""
     shape = (layers, pages, kv_heads, page_size, size)
     pool = Pages(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
     if pool.keys.dtype != jnp.int8:

@@ -24,7 +24,7 @@ def lookup(table: jax.Array, tokens: jax.Array) -> jax.Array:
 
 
 def has_token(ids: jax.Array, unused_ids: tuple[tuple[int, int], ...]) -> jax.Array:
-    """Return whether each int32 id is outside all ranges (PolicyConfig.unused_ids), as bools."""
+    """Return a mask like int32 `ids`: False for ids in a range of PolicyConfig.unused_ids."""
     bounds = jnp.asarray(unused_ids, jnp.int32).reshape(-1)
     # An id in a range is at or above an odd number of the ordered bounds. One comparison per bound
     # fuses with the caller's loop; a constant mask of V bools would be sent to every device.

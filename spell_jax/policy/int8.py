@@ -53,7 +53,7 @@ def quantize_kernels(kernels: dict[str, Any]) -> dict[str, Any]:
         # One scale per output, so that a product is scaled after its sum: one multiplication per
         # output.
         scale = jnp.max(jnp.abs(kernel), axis=inputs, keepdims=True) / 127
-        # An output without weights has scale 0 and must stay 0.
+        # Where all weights of an output are 0, so is the scale, and 0 / 1e-30 stays 0.
         quantized = jnp.round(kernel / jnp.maximum(scale, 1e-30)).astype(jnp.int8)
         return quantized, jnp.squeeze(scale, inputs)
 

@@ -23,9 +23,9 @@ from spell_jax.runtime.jsonl import write_json
 
 
 def split(config: PolicyConfig, params: Any) -> tuple[Any, Any]:
-    """Separate trained from frozen leaves: parameters, shapes, shardings, ...
+    """Separate the trained from the frozen leaves of a tree of parameters, shapes or shardings.
 
-    Returns the adapters and the rest, or without `config.lora` everything and an empty dict.
+    Returns (adapters, all other leaves); without `config.lora`, (the whole tree, {}).
     """
     if config.lora is None:
         return params, {}
@@ -41,7 +41,10 @@ def join(trained: Any, frozen: Any) -> Any:
 
 
 def merge(config: PolicyConfig, params: Any) -> tuple[PolicyConfig, Any]:
-    """Merge adapters into float32 kernels of the same function; returns a config without `lora`."""
+    """Add the adapters to their kernels, in float32: the same function without adapters.
+
+    Returns a config without `lora`, and parameters without adapters.
+    """
     if config.lora is None:
         return config, params
     adapters, merged = split(config, params)

@@ -123,7 +123,7 @@ def known_shape(folder: str) -> PolicyConfig | None:
 
 
 def read_model(model: ModelConfig, folder: pathlib.Path) -> tuple[PolicyConfig, Tokenizer]:
-    """Read the architecture and tokenizer of a folder, changed as the section says.
+    """Read a folder's architecture, changed as the section says, and its tokenizer.
 
     Raises ValueError or FileNotFoundError if the folder is damaged or does not fit the section.
     """

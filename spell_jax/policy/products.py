@@ -39,7 +39,8 @@ _CPU_INFO = pathlib.Path("/proc/cpuinfo")
 
 
 def sum_dtype() -> jnp.dtype | None:
-    """Return the type for XLA to give a product before it is rounded; None: the factors' type."""
+    """Return the dtype of a product before it is rounded; None for the factors' own dtype."""
+    # See 1. above: on accelerators the sum is float32 anyway.
     return jnp.dtype(jnp.float32) if collectives.is_for_cpu() else None
 
 

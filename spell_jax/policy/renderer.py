@@ -110,7 +110,7 @@ class _Child:
         _send(self._process.stdin, [path for path in sys.path if path])
 
     def ask(self, request: Sequence[str]) -> list[str]:
-        """Return the kind of an error, or "", and its message or the text.
+        """Send a request; return ["", rendered text] or [kind of the error, its message].
 
         Raises RenderError if the child used up its time, _EndedError if it ended otherwise.
         """

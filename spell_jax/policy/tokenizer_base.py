@@ -70,7 +70,7 @@ class Tokenizer(abc.ABC):
 
     @abc.abstractmethod
     def encode_rendered(self, text: str, start: bool) -> list[int]:
-        """Tokenize a text in which the text of a token stands for it, as transformers does.
+        """Tokenize a text in which a token's text stands for the token, as transformers does.
 
         `start` adds the tokens that frame a text outside a chat, `start_ids` among them.
         """
@@ -136,10 +136,10 @@ class Stream:
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
         self._window: list[int] = []
-        self._emitted = 0  # characters of the window's text already emitted
+        self._emitted = 0  # number of emitted characters of the window's text
 
     def push(self, token_id: int) -> str:
-        """Add an id; return the text that it makes final."""
+        """Add an id; return the new part of the text that no later id can change."""
         token_id = int(token_id)
         if not self._tokenizer.shows(token_id):
             return ""
