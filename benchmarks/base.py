@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from spell_jax.algorithms.base import Reply
+from spell_jax.data.samples import Sample
 from spell_jax.learner import advantages, packing
 from spell_jax.learner.learner import Learner
 from spell_jax.learner.loss_config import LossConfig
@@ -22,7 +23,7 @@ from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import mesh as meshes
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.sampler.engine import Sampler
-from spell_jax.sampler.requests import Options, Sample
+from spell_jax.sampler.requests import Options
 from spell_jax.sampler.session import Session
 
 # Sampling parameters of the benchmarks that measure speed alone.
@@ -158,11 +159,11 @@ def sample_answers(
 
 
 def random_group(
-    rng: np.random.Generator, prompt: list[int], samples: list[Sample], role: str
+    rng: np.random.Generator, prompt: list[int], samples: list[Sample], name: str
 ) -> packing.TrainGroup:
     """Make a training group with random rewards."""
     rewards = advantages.group_advantages(rng.random(len(samples)))
-    return Reply(prompt, samples, ()).group(rewards, role)
+    return Reply(prompt, samples, ()).group(rewards, name)
 
 
 def random_groups(
@@ -180,7 +181,7 @@ def random_groups(
     return [
         packing.TrainGroup(
             prompt,
-            list(rng.integers(vocab, size=(group, tokens))),
+            [Sample(answer) for answer in rng.integers(vocab, size=(group, tokens))],
             list(rng.normal(size=group)),
         )
         for prompt in prompts

@@ -28,6 +28,7 @@ from benchmarks.base import (
 from benchmarks.sides.contract import share_documents
 from launch import work
 from spell_jax.algorithms.spell.config import SpellConfig
+from spell_jax.data.samples import Sample
 from spell_jax.learner import packing
 from spell_jax.learner.learner import Learner
 from spell_jax.policy import weights
@@ -35,7 +36,6 @@ from spell_jax.runtime import mesh as meshes
 from spell_jax.sampler.answers import SlotTokens
 from spell_jax.sampler.engine import Sampler
 from spell_jax.sampler.keys import request_keys
-from spell_jax.sampler.requests import Sample
 from spell_jax.sampler.scheduler import DecodeSequence, Lane, Shard, ShardShape
 from spell_jax.sampler.session import Session
 
@@ -366,7 +366,9 @@ class SpellBenchmark(SlotBenchmark):
         prompts = self.prompts(rng)
         sizes = [(group, len(prompts[phase])) for phase, (group, _) in self.phases.items()]
         _compile(sampler.start_session(learner.cast(state.params)), sizes)
-        state, _ = learner.update(state, [packing.TrainGroup([0], [[0]], [1.0])])
+        state, _ = learner.update(
+            state, [packing.TrainGroup([0], [Sample(np.zeros(1, np.int32))], [1.0])]
+        )
         jax.block_until_ready(state)
 
         clock = time.perf_counter()

@@ -11,6 +11,7 @@ import numpy as np
 from benchmarks.base import PolicyBenchmark, best_seconds, make_learner, random_groups
 from benchmarks.sides.contract import share_documents
 from launch import aot
+from spell_jax.data.samples import Sample
 from spell_jax.learner import packing, statistics
 from spell_jax.policy.config import LoraConfig, PolicyConfig
 
@@ -92,8 +93,8 @@ class UpdateBenchmark(PolicyBenchmark):
         one_tree.frozen = learner.frozen
         memory = aot.memory_of(one_tree.lower(state, bucket).compile())
         first = groups[0]
-        short = [answer[:1] for answer in first.answers]
-        compiling = dataclasses.replace(first, prompt=first.prompt[:1], answers=short)
+        short = [Sample(sample.tokens[:1]) for sample in first.samples]
+        compiling = dataclasses.replace(first, prompt=first.prompt[:1], samples=short)
         state, _ = learner.update(state, [compiling])
         norms, operations = [], 0.0
 

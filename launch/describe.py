@@ -9,12 +9,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from etils import epath
 
 from launch import plan, topologies
 from spell_jax import config as configs
 from spell_jax.algorithms import registry
 from spell_jax.data.config import GENERATED
+from spell_jax.data.samples import Sample
 from spell_jax.learner import packing, shapes
 from spell_jax.policy import lora, products, safetensors, transformer
 from spell_jax.policy.config import PolicyConfig
@@ -155,9 +157,10 @@ def _describe_start(checked: Checked) -> str:
     return f"starts from {source}, {config.steps} steps"
 
 
-def dummy_group(prompt: int, tokens: int, answers: int, role: str) -> packing.TrainGroup:
+def dummy_group(prompt: int, tokens: int, answers: int, name: str) -> packing.TrainGroup:
     """Make a dummy group with the given prompt and answer lengths."""
-    return packing.TrainGroup(range(prompt), [range(tokens)] * answers, [0.0] * answers, role)
+    samples = [Sample(np.zeros(tokens, np.int32))] * answers
+    return packing.TrainGroup(range(prompt), samples, [0.0] * answers, name)
 
 
 def longest_groups(config: Config, sampling: SamplerConfig) -> list[packing.TrainGroup]:
@@ -180,6 +183,6 @@ def lay_out(
     """Put groups into micro-batches as the learner does, if no two groups share a prefix."""
     if layout.shared_prefix == "none":
         groups = packing.separate_answers(groups)
-    fitting, _ = packing.split_groups(groups, layout.largest(context))
+    parts, _ = packing.split_groups(groups, layout.largest(context))
     sizes = layout.buckets, layout.token_budget, row_multiple, context
-    return packing.lay_out(fitting, *sizes, with_trees=False)
+    return packing.lay_out([part.group for part in parts], *sizes, with_trees=False)

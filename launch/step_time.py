@@ -26,6 +26,7 @@ from launch.topologies import Peaks
 from launch.work import ProgramCounts, Work
 from spell_jax.algorithms import registry
 from spell_jax.algorithms.spell.config import SpellConfig
+from spell_jax.data.samples import Sample
 from spell_jax.learner import packing, trees
 from spell_jax.learner.loss_config import LossConfig
 from spell_jax.runtime import mesh as meshes
@@ -254,7 +255,8 @@ def micro_batches(
     with_trees = layout.shared_prefix == "tree"
     if layout.shared_prefix == "none":
         groups = packing.separate_answers(groups)
-    fitting, _ = packing.split_groups(groups, layout.largest(devices))
+    parts, _ = packing.split_groups(groups, layout.largest(devices))
+    fitting = [part.group for part in parts]
     sizes = layout.buckets, layout.token_budget, meshes.row_shards(mesh), devices
     pairs: dict[tuple[int, int], list[float]] = {}
     for bucket, count, rows in packing.lay_out(fitting, *sizes, with_trees):
@@ -284,8 +286,8 @@ def training_groups(
             prompt = (
                 questions.verifier(item, 0) if verdicts else getattr(questions, budget.role)(item)
             )
-            answers = [np.zeros(tokens, np.int32)] * budget.replies
-            group = packing.TrainGroup(prompt, answers, [0.0] * budget.replies, budget.role)
+            samples = [Sample(np.zeros(tokens, np.int32))] * budget.replies
+            group = packing.TrainGroup(prompt, samples, [0.0] * budget.replies, budget.role)
             groups.append(group)
     return groups
 
@@ -296,7 +298,8 @@ def tree_pairs(groups: list[packing.TrainGroup], tree: trees.GroupTree) -> float
     for index, shared in zip(tree.members, tree.shared, strict=True):
         group, prompt = groups[index], len(groups[index].prompt)
         pairs += (prompt**2 - shared**2) / 2
-        pairs += sum(len(answer) * (prompt + len(answer) / 2) for answer in group.answers)
+        lengths = [len(sample.tokens) for sample in group.samples]
+        pairs += sum(length * (prompt + length / 2) for length in lengths)
     return pairs
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
+from collections.abc import Sequence
 
 import jax
 import numpy as np
 
+from spell_jax.data.samples import Sample
+from spell_jax.learner import packing
+from spell_jax.learner.aggregation import weigh
 from spell_jax.learner.packing import TrainGroup
 from spell_jax.policy import transformer
 from spell_jax.policy.config import PolicyConfig
@@ -57,6 +62,52 @@ def weights(policy: PolicyConfig = POLICY, seed: int = 0) -> transformer.Params:
     )
 
 
+def group(
+    prompt: packing.Tokens,
+    answers: Sequence[packing.Tokens],
+    advantages: Sequence[float],
+    name: str = "responder",
+    logprobs: Sequence[packing.Array] | None = None,
+    **fields,
+) -> TrainGroup:
+    """Make a group of answers [S_i], with the sampler's logprobs [S_i] or none."""
+    samples = [Sample(np.asarray(answer, np.int32)) for answer in answers]
+    group = TrainGroup(prompt, samples, advantages, name, **fields)
+    return group if logprobs is None else group.with_logprobs(list(map(np.asarray, logprobs)))
+
+
+def change_samples(group: TrainGroup, **rows: Sequence) -> TrainGroup:
+    """Return the group with other fields of its samples, one value per sample."""
+    samples = [
+        dataclasses.replace(sample, **{name: values[i] for name, values in rows.items()})
+        for i, sample in enumerate(group.samples)
+    ]
+    return dataclasses.replace(group, samples=samples)
+
+
+def answers(group: TrainGroup) -> list[list[int]]:
+    """Return the token ids of the group's answers."""
+    return [np.asarray(sample.tokens).tolist() for sample in group.samples]
+
+
+def logprobs(group: TrainGroup) -> list[packing.Array]:
+    """Return the logprobs of the group's answers, each float32 [S_i] or None."""
+    return [sample.logprobs for sample in group.samples]
+
+
+def pack(
+    groups: Sequence[TrainGroup],
+    bucket: packing.Bucket,
+    aggregation: str = "token_mean",
+    sequence_tokens: int = 0,
+    **options,
+) -> list[packing.MicroBatch]:
+    """Pack groups into micro-batches of one row of this shape."""
+    weights = weigh(groups, aggregation, sequence_tokens)
+    parts, _ = packing.split_groups(groups, bucket)
+    return packing.pack(parts, weights, [bucket], bucket.length, **options)
+
+
 def groups(
     count: int, seed: int = 0, prompt: int = 12, answer: int = 6, siblings: int = 4
 ) -> list[TrainGroup]:
@@ -70,12 +121,12 @@ def groups(
     for index in range(count):
         answers = [ids(answer) for _ in range(rng.integers(1, siblings + 1))]
         train_groups.append(
-            TrainGroup(
+            group(
                 prompt=ids(prompt),
                 answers=answers,
                 advantages=list(rng.normal(size=len(answers))),
-                role=("responder", "verifier")[index % 2],
-                old_logprobs=[-rng.exponential(2.0, len(a)).astype(np.float32) for a in answers],
+                name=("responder", "verifier")[index % 2],
+                logprobs=[-rng.exponential(2.0, len(a)).astype(np.float32) for a in answers],
             )
         )
     return train_groups

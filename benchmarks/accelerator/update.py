@@ -25,6 +25,7 @@ from benchmarks.accelerator import shapes, trace
 from benchmarks.accelerator.section import Case, Numbers, Setting, seconds_of
 from launch import aot, plan
 from spell_jax.config import default_config
+from spell_jax.data.samples import Sample
 from spell_jax.learner import packing
 from spell_jax.learner.learner import Learner
 from spell_jax.policy.config import PolicyConfig
@@ -124,7 +125,7 @@ def _measure(setting: Setting, name: str, programs, sizes: UpdateSizes, layout: 
     before = _peak_bytes()
     state = learner.init(jax.random.key(0))
     groups = _random_groups(policy, sizes)
-    batches, _, refused = learner.pack(learner.weigh(groups))
+    batches, refused = learner.pack(groups, learner.weigh(groups))
     assert not refused
     micro_batch_s, traced = _time_micro_batch(setting, learner, state, learner.place(batches[0]))
     update_s: list[float] = []
@@ -205,7 +206,7 @@ def _random_groups(policy: PolicyConfig, sizes: UpdateSizes) -> list[packing.Tra
     documents, groups = tokens(sizes.prompt - sizes.question), []
     for number in range(sizes.questions):
         question = np.concatenate([[number], tokens(sizes.question - 1)])
-        answers = list(tokens(sizes.group, sizes.response))
+        samples = [Sample(answer) for answer in tokens(sizes.group, sizes.response)]
         rewards = list(rng.normal(size=sizes.group))
-        groups.append(packing.TrainGroup(np.concatenate([documents, question]), answers, rewards))
+        groups.append(packing.TrainGroup(np.concatenate([documents, question]), samples, rewards))
     return groups

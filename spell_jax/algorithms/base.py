@@ -10,14 +10,12 @@ import dataclasses
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
-import numpy as np
-
 from spell_jax.data.clusters import Cluster, ClusterSource
 from spell_jax.data.questions import Question
+from spell_jax.data.samples import Sample
 from spell_jax.data.stream import TaskStream
 from spell_jax.learner.packing import TrainGroup
 from spell_jax.runtime.metrics import Metrics
-from spell_jax.sampler.requests import Sample
 from spell_jax.selfplay.prompts import Prompts
 
 Item = TypeVar("Item")
@@ -76,21 +74,9 @@ class Reply:
         pairs = zip(self.texts, self.samples, strict=True)
         return [text if sample.stopped else "" for text, sample in pairs]
 
-    def group(self, advantages: Iterable[float], role: str, model: str = "policy") -> TrainGroup:
-        """Return a training group for `model`: one advantage per answer [G], counted by role."""
-        experts = _if_known([sample.experts for sample in self.samples])
-        return TrainGroup(
-            self.prompt,
-            [sample.tokens for sample in self.samples],
-            [float(a) for a in advantages],
-            role,
-            [sample.logprobs for sample in self.samples],
-            kept_log_masses=_if_known([sample.kept_log_masses for sample in self.samples]),
-            cutoffs=_if_known([sample.cutoffs for sample in self.samples]),
-            experts=experts,
-            prompt_experts=self.samples[0].prompt_experts if experts else None,
-            model=model,
-        )
+    def group(self, advantages: Iterable[float], name: str, model: str = "policy") -> TrainGroup:
+        """Return a training group for `model`: one advantage per answer [G], counted by name."""
+        return TrainGroup(self.prompt, self.samples, [float(a) for a in advantages], name, model)
 
 
 def make_reply(
@@ -107,11 +93,6 @@ def make_reply(
         scored_truncated=truncated == "score",
         dropped=[text for i, text in enumerate(texts) if i not in kept_indices],
     )
-
-
-def _if_known(rows: Sequence[np.ndarray | None]) -> list[np.ndarray] | None:
-    known_rows = [row for row in rows if row is not None]
-    return known_rows if len(known_rows) == len(rows) else None
 
 
 class _ModelCall(Protocol[Answer]):

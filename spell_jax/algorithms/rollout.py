@@ -20,12 +20,13 @@ import jax
 import numpy as np
 
 from spell_jax.algorithms.base import Ask, Item, Replies, Result, make_reply
+from spell_jax.data.samples import Sample
 from spell_jax.policy.tokenizer import Tokenizer
 from spell_jax.policy.transformer import Params
 from spell_jax.runtime.metrics import Metrics
 from spell_jax.sampler.engine import Sampler
 from spell_jax.sampler.keys import fold_keys
-from spell_jax.sampler.requests import Sample, SampleRequest
+from spell_jax.sampler.requests import SampleRequest
 from spell_jax.sampler.session import Session
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,6 +17,7 @@ from absl import app
 from etils import epath
 
 from spell_jax.data.clusters import ROLES
+from spell_jax.data.samples import Sample
 from spell_jax.evaluation.policy_sampler import Policy
 from spell_jax.policy.choices import THINKING
 from spell_jax.policy.tokenizer_base import Tokenizer
@@ -25,7 +25,7 @@ from spell_jax.runtime import entry, paths, remote
 from spell_jax.runtime.jsonl import read_json, require_records, write_records
 from spell_jax.runtime.paths import CONFIG_FILE
 from spell_jax.sampler.keys import request_keys
-from spell_jax.sampler.requests import Options, Sample
+from spell_jax.sampler.requests import Options
 from spell_jax.selfplay import memory, parsing, rules
 from spell_jax.selfplay import prompts as prompt_sets
 from spell_jax.selfplay.prompts import Prompts
@@ -195,7 +195,7 @@ def describe(
     texts = [thought + tokenizer.decode(sample.content) for sample in samples]
     result = record | {
         "answers": texts,
-        "logprobs": [math.fsum(map(float, sample.logprobs)) for sample in samples],
+        "logprobs": [sample.logprob for sample in samples],
         "tokens": [len(sample.tokens) for sample in samples],
         "stopped": [sample.stopped for sample in samples],
     }

@@ -19,6 +19,7 @@ import numpy as np
 from flax import linen as nn
 
 from spell_jax.attention import attend
+from spell_jax.data.samples import Sample
 from spell_jax.evaluation.policy_sampler import Policy
 from spell_jax.learner import packing
 from spell_jax.learner.packing import Bucket, MicroBatch, TrainGroup
@@ -46,7 +47,7 @@ def score(policy: Policy, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
     totals, greedy = np.zeros(len(pairs)), np.ones(len(pairs), bool)
     params, run = policy.load(mesh), _compile(policy.config, mesh)
     sharding, scored_count = meshes.by_rows_and_time(mesh), 0
-    for batches in _batches(pairs, policy.sizes.prefill_tokens, meshes.row_shards(mesh)):
+    for batches, indices in _batches(pairs, policy.sizes.prefill_tokens, meshes.row_shards(mesh)):
         with jax.set_mesh(mesh), nn.logical_axis_rules(meshes.RULES):
             placed = (
                 meshes.device_put(batch, jax.tree.map(lambda _: sharding, batch))
@@ -55,9 +56,10 @@ def score(policy: Policy, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
             results = jax.device_get([run(params, batch) for batch in placed])
         for batch, (logprobs, likeliest) in zip(batches, results, strict=True):
             real = batch.answer_id >= 0
-            np.add.at(totals, batch.answer_id[real], logprobs[real])
-            np.logical_and.at(greedy, batch.answer_id[real], likeliest[real])
-            scored_count += len(np.unique(batch.answer_id[real]))
+            scored = indices[batch.answer_id[real]]
+            np.add.at(totals, scored, logprobs[real])
+            np.logical_and.at(greedy, scored, likeliest[real])
+            scored_count += len(np.unique(scored))
         log.info("log-likelihoods: %d of %d", scored_count, len(pairs))
     if not np.isfinite(totals).all():
         raise FloatingPointError("log-likelihoods: the policy's logits are not finite")
@@ -66,8 +68,8 @@ def score(policy: Policy, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
 
 def _batches(
     pairs: Sequence[Pair], token_budget: int, row_multiple: int
-) -> Iterator[list[MicroBatch]]:
-    """Yield micro-batches of all pairs, by class of length; answer ids are indices of pairs."""
+) -> Iterator[tuple[list[MicroBatch], np.ndarray]]:
+    """Yield (micro-batches, indices of the pairs that their answers are), by class of length."""
     by_prompt: dict[tuple[int, ...], list[int]] = {}
     for index, (prompt, _) in enumerate(pairs):
         by_prompt.setdefault(prompt, []).append(index)
@@ -75,19 +77,23 @@ def _batches(
     last = -(-longest // 128) * 128
     lengths = [length for length in _LENGTHS if length < last] + [last]
     classes: dict[int, list[TrainGroup]] = {length: [] for length in lengths}
-    for prompt, ids in sorted(by_prompt.items()):
-        answers = [pairs[i][1] for i in ids]
-        ones = [1.0] * len(ids)
-        group = TrainGroup(prompt, answers, ones, weights=ones, ids=ids)
+    for prompt, indices in sorted(by_prompt.items()):
+        samples = [Sample(np.array(pairs[i][1], np.int32)) for i in indices]
+        group = TrainGroup(prompt, samples, [1.0] * len(samples))
         classes[next((n for n in lengths if group.tokens <= n), last)].append(group)
     for length, groups in classes.items():
         # The head reads as many hidden states as a row has places for answer tokens.
         short = all(group.answer_tokens <= length // 4 for group in groups)
         bucket = Bucket(length, length // 4 if short else length)
         for start in range(0, len(groups), _GROUPS):
-            part, _ = packing.split_groups(groups[start : start + _GROUPS], bucket)
-            needed_tokens = -(-sum(group.tokens for group in part) // length) * length
-            yield packing.pack(part, [bucket], min(token_budget, needed_tokens), row_multiple)
+            packed = groups[start : start + _GROUPS]
+            weights = [[1.0] * len(group.samples) for group in packed]
+            parts, _ = packing.split_groups(packed, bucket)
+            needed_tokens = -(-sum(part.group.tokens for part in parts) // length) * length
+            budget = min(token_budget, needed_tokens)
+            indices = [i for group in packed for i in by_prompt[tuple(group.prompt)]]
+            batches = packing.pack(parts, weights, [bucket], budget, row_multiple)
+            yield batches, np.array(indices)
 
 
 @functools.cache

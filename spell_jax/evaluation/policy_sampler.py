@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from etils import epath
 
+from spell_jax.data.samples import Sample
 from spell_jax.evaluation import policy_flags
 from spell_jax.policy import transformer, weights
 from spell_jax.policy.model import find_folder
@@ -19,7 +20,7 @@ from spell_jax.runtime import distributed, hashes
 from spell_jax.runtime import mesh as meshes
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.sampler.engine import Sampler
-from spell_jax.sampler.requests import Options, Sample, SampleRequest
+from spell_jax.sampler.requests import Options, SampleRequest
 
 log = logging.getLogger(__name__)
 

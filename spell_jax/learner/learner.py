@@ -17,7 +17,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spell_jax.learner import non_finite, old_logprobs, packing, shapes, statistics, update
+from spell_jax.learner import (
+    aggregation,
+    non_finite,
+    old_logprobs,
+    packing,
+    shapes,
+    statistics,
+    update,
+)
 from spell_jax.learner.loss_config import LossConfig
 from spell_jax.learner.optimizer import OptimizerConfig
 from spell_jax.learner.update import Carry, TrainState, UpdateSpec
@@ -90,20 +98,24 @@ class Learner:
     # -------------------------------------------------------------------------------- Micro-batches
 
     def pack(
-        self, groups: Sequence[packing.TrainGroup], layout: packing.PackingConfig | None = None
-    ) -> tuple[list[packing.MicroBatch], list[packing.TrainGroup], int]:
-        """Pack weighed groups; return (batches, groups as split, count of answers without a row).
+        self,
+        groups: Sequence[packing.TrainGroup],
+        weights: Sequence[Sequence[float]],
+        layout: packing.PackingConfig | None = None,
+    ) -> tuple[list[packing.MicroBatch], int]:
+        """Pack groups with the loss weights of their answers (`weigh`).
 
-        `layout` replaces the learner's own.
+        Returns (batches, count of answers without a row). `layout` replaces the learner's own.
         """
         layout = layout or self.packing
         if layout.shared_prefix == "none":
             groups = packing.separate_answers(groups)
         split = packing.whole_groups if self.loss.objective == "dpo" else packing.split_groups
         devices = meshes.context_shards(self.mesh)
-        fitting, refused = split(groups, layout.largest(devices))
+        parts, refused = split(groups, layout.largest(devices))
         batches = packing.pack(
-            fitting,
+            parts,
+            weights,
             layout.buckets,
             layout.token_budget,
             meshes.row_shards(self.mesh),
@@ -111,10 +123,11 @@ class Learner:
             layout.shared_prefix == "tree",
             self.no_experts,
         )
-        return batches, fitting, len(refused)
+        return batches, len(refused)
 
-    def weigh(self, groups: Sequence[packing.TrainGroup]) -> list[packing.TrainGroup]:
-        return packing.weigh(groups, self.loss.aggregation, self.loss.sequence_tokens)
+    def weigh(self, groups: Sequence[packing.TrainGroup]) -> list[list[float]]:
+        """Return the loss weights of each group's answers by the loss's aggregation."""
+        return aggregation.weigh(groups, self.loss.aggregation, self.loss.sequence_tokens)
 
     def place(self, batch: packing.MicroBatch) -> packing.MicroBatch:
         sharding = meshes.by_rows_and_time(self.mesh)
@@ -199,7 +212,7 @@ class Learner:
         groups: Sequence[packing.TrainGroup],
     ) -> list[packing.TrainGroup]:
         """Return `groups` with the logprobs of their answers in `read`, under trained weights."""
-        batches, *_ = self.pack(old_logprobs.with_ids(read))
+        batches, _ = self.pack(read, [[1.0] * len(group.samples) for group in read])
         with self.on_mesh():
             cast = self.fns.cast(params) if batches else {}
             logprobs = [self._logprobs(cast, self.place(batch)) for batch in batches]
@@ -263,8 +276,8 @@ class Update:
 
     def _start_step(self, groups: Sequence[packing.TrainGroup]) -> None:
         learner = self._learner
-        self._groups = learner.weigh(groups)
-        self._batches, _, self._refused = learner.pack(self._groups)
+        self._groups, self._weights = groups, learner.weigh(groups)
+        self._batches, self._refused = learner.pack(groups, self._weights)
         self._next = 0
         self._carry: Carry | None = None
         if self._batches:
@@ -344,9 +357,10 @@ class Update:
         sizes = {"buckets": (packing.Bucket(length, answers),), "token_budget": rows * length}
         layout = dataclasses.replace(learner.packing, **sizes)
 
-        def is_finite(groups: Sequence[packing.TrainGroup]) -> bool:
+        def is_finite(rows: Sequence[non_finite.WeighedGroup]) -> bool:
+            groups, weights = zip(*rows, strict=True)
             carry = learner.fns.empty_carry()
-            for batch in learner.pack(groups, layout)[0]:
+            for batch in learner.pack(groups, weights, layout)[0]:
                 carry = self._accumulate(carry, batch)
             gradients, sums = carry
             return bool(update.measure(gradients, sums["loss"])[1])
@@ -355,7 +369,6 @@ class Update:
             self._cast(self._state)
             read = {"policy": lora.join(self._params, learner.frozen), "reference": self._reference}
             tensors = non_finite.find_tensors(read, meshes.replicated(learner.mesh))
-            rows = non_finite.find_rows(self._groups, is_finite)
-        return non_finite.NonFinite(
-            int(self._state.skipped), rows or self._groups, tensors, bool(rows)
-        )
+            all_rows = list(zip(self._groups, self._weights, strict=True))
+            rows = non_finite.find_rows(all_rows, is_finite)
+        return non_finite.NonFinite(int(self._state.skipped), rows or all_rows, tensors, bool(rows))

@@ -3,7 +3,7 @@
 `objective` combines an answer token's importance ratio (its own or that of its answer: `ratio`)
 with its advantage; `tis_cap` corrects for samples of older weights. Objective "dpo" compares the
 two answers of a group instead. Token losses, KL estimates to a reference model and an entropy bonus
-are summed with the weights from packing.weigh.
+are summed with the weights from aggregation.weigh.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from spell_jax.learner import packing, preference
+from spell_jax.learner import aggregation, packing, preference
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime.config import check_choice, check_least
 
@@ -62,7 +62,7 @@ class LossConfig:
         chooses. "sampled": those that processed each token of prompt and answer while sampling, so
         that rounding changes no expert (rollout routing replay, arXiv 2510.11370). Their weights
         are the router's own, and the router is trained through them.
-      aggregation: name of the loss aggregation, see packing.weigh.
+      aggregation: name of the loss aggregation, see aggregation.weigh.
       sequence_tokens: constant of aggregation "sequence_sum", in tokens; usually the maximum answer
         length.
       beta: scale of the implicit rewards of objective "dpo" [DPO: 0.1; LongPO: 0.01].
@@ -114,7 +114,7 @@ class LossConfig:
             )
         if not (self.dual_clip > 1 or self.dual_clip == 0):
             raise ValueError(f"loss.dual_clip = {self.dual_clip}: must be above 1, or 0 for none")
-        packing.check_aggregation(self.aggregation, self.sequence_tokens)
+        aggregation.check_aggregation(self.aggregation, self.sequence_tokens)
         self._check_preferences()
 
     def _check_preferences(self) -> None:
@@ -159,21 +159,22 @@ class LossConfig:
 
     def check_groups(self, groups: Sequence[packing.TrainGroup]) -> None:
         """Raise ValueError if a group does not have what the loss needs."""
+        samples = [sample for group in groups for sample in group.samples]
         needs_logprobs = self.uses_rollout_logprobs or self.distillation_weight
-        if needs_logprobs and any(group.old_logprobs is None for group in groups):
+        if needs_logprobs and any(sample.logprobs is None for sample in samples):
             raise ValueError(
                 f"loss.old_logprobs = {self.old_logprobs!r}, loss.tis_cap = {self.tis_cap}, "
-                f"loss.distillation_weight = {self.distillation_weight}: need the old_logprobs of "
-                "every group"
+                f"loss.distillation_weight = {self.distillation_weight}: need the logprobs of "
+                "every sample"
             )
         if self.align_weight and any(group.aligned is None for group in groups):
             raise ValueError(
                 f"loss.align_weight = {self.align_weight}: needs groups with an aligned one"
             )
         if self.routing == "sampled" and any(
-            group.experts is None or group.prompt_experts is None for group in groups
+            sample.experts is None or sample.prompt_experts is None for sample in samples
         ):
-            raise ValueError("loss.routing = 'sampled': needs the experts of every group")
+            raise ValueError("loss.routing = 'sampled': needs the experts of every sample")
 
     @property
     def needs_reference(self) -> bool:

@@ -22,19 +22,20 @@ from spell_jax.runtime.jsonl import write_records
 
 FOLDER = "non_finite"
 MOST_ROWS = 16  # with damaged weights every row is bad; a few are enough
+WeighedGroup = tuple[packing.TrainGroup, Sequence[float]]  # with its answers' loss weights
 
 
 class NonFinite(RuntimeError):
     """Too many updates in a row had a non-finite loss or gradient and were skipped.
 
-    `rows` are weighed groups. If `alone`, they are the cause: at most MOST_ROWS groups (or single
-    answers) of the last update that are not finite by themselves. Otherwise they are all groups of
-    that update, which was finite when run again. `tensors` are paths of weights that are not finite
-    in the compute dtype.
+    `rows` are groups with their loss weights. If `alone`, they are the cause: at most MOST_ROWS
+    groups (or single answers) of the last update that are not finite by themselves. Otherwise they
+    are all groups of that update, which was finite when run again. `tensors` are paths of weights
+    that are not finite in the compute dtype.
     """
 
     def __init__(
-        self, skipped: int, rows: Sequence[packing.TrainGroup], tensors: Sequence[str], alone: bool
+        self, skipped: int, rows: Sequence[WeighedGroup], tensors: Sequence[str], alone: bool
     ):
         self.skipped, self.rows, self.tensors, self.alone = skipped, rows, tensors, alone
         cause = (
@@ -50,27 +51,33 @@ class NonFinite(RuntimeError):
 
 
 def find_rows(
-    groups: Sequence[packing.TrainGroup], is_finite: Callable[[Sequence[packing.TrainGroup]], bool]
-) -> list[packing.TrainGroup]:
+    rows: Sequence[WeighedGroup], is_finite: Callable[[Sequence[WeighedGroup]], bool]
+) -> list[WeighedGroup]:
     """Find the smallest non-finite sets of groups or single answers, at most MOST_ROWS groups."""
-    return list(itertools.islice(_search(groups, is_finite), MOST_ROWS))
+    return list(itertools.islice(_search(rows, is_finite), MOST_ROWS))
 
 
-def _search(groups, is_finite) -> Iterator[packing.TrainGroup]:
-    if is_finite(groups):
+def _search(rows: Sequence[WeighedGroup], is_finite) -> Iterator[WeighedGroup]:
+    if is_finite(rows):
         return
-    half = len(groups) // 2
-    parts = [groups[:half], groups[half:]]
-    if len(groups) == 1:
-        answers = packing.separate_answers(groups)
+    half = len(rows) // 2
+    parts = [rows[:half], rows[half:]]
+    if len(rows) == 1:
+        answers = _separate(rows[0])
         parts = [[answer] for answer in answers] if len(answers) > 1 else []
     is_in_part = False
     for part in parts:
-        for group in _search(part, is_finite):
+        for row in _search(part, is_finite):
             is_in_part = True
-            yield group
+            yield row
     if not is_in_part:  # each part is finite, only their sum is not
-        yield from groups
+        yield from rows
+
+
+def _separate(row: WeighedGroup) -> list[WeighedGroup]:
+    """Make one row per answer."""
+    group, weights = row
+    return [(group.select([i]), [weight]) for i, weight in enumerate(weights)]
 
 
 def find_tensors(tree: Any, replicated: jax.sharding.Sharding) -> list[str]:
@@ -115,24 +122,25 @@ def write_rows(
     """
     path = workdir / FOLDER / f"{step}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    singles = packing.separate_answers(error.rows)
-    write_records(path, (_record(group, decode) for group in singles))
+    singles = [answer for row in error.rows for answer in _separate(row)]
+    write_records(path, (_record(row, decode) for row in singles))
     error.add_note(f"{len(singles)} rows: {path}")
     return path
 
 
-def _record(group: packing.TrainGroup, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
-    prompt, answer = ([int(token) for token in ids] for ids in (group.prompt, group.answers[0]))
-    old = None if group.old_logprobs is None else [_number(x) for x in group.old_logprobs[0]]
+def _record(row: WeighedGroup, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
+    group, (weight,) = row
+    (sample,) = group.samples
+    prompt, answer = ([int(token) for token in ids] for ids in (group.prompt, sample.tokens))
     return {
-        "role": group.role,
+        "role": group.name,
         "prompt": decode(prompt),
         "answer": decode(answer),
         "prompt_tokens": prompt,
         "answer_tokens": answer,
         "advantage": _number(group.advantages[0]),
-        "weight": None if group.weights is None else _number(group.weights[0]),
-        "old_logprobs": old,
+        "weight": _number(weight),
+        "old_logprobs": None if sample.logprobs is None else [*map(_number, sample.logprobs)],
     }
 
 

@@ -1,16 +1,16 @@
 """Logprobs of answers from a forward pass before an update: by the policy or the reference model.
 
-Answers get ids, by which their logprobs are found again in the packed micro-batches.
+Micro-batches have the numbers of their answers, by which logprobs return to their samples.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Sequence
 
 import numpy as np
 
+from spell_jax.data.samples import Sample
 from spell_jax.learner.packing import MicroBatch, TrainGroup
 
 # A token that the teacher all but rules out has a log-ratio of -20 and more, which would outweigh
@@ -18,61 +18,49 @@ from spell_jax.learner.packing import MicroBatch, TrainGroup
 LARGEST_GAP = 5.0
 
 
-def with_ids(groups: Sequence[TrainGroup]) -> list[TrainGroup]:
-    """Return the groups with answer ids 0, 1, 2, ... and weights of 1, ready to be packed."""
-    counter = itertools.count()
-    numbered_groups = []
-    for group in groups:
-        ids = [next(counter) for _ in group.answers]
-        numbered_groups.append(dataclasses.replace(group, ids=ids, weights=[1.0] * len(ids)))
-    return numbered_groups
-
-
 def with_logprobs(
     groups: Sequence[TrainGroup], batches: Sequence[MicroBatch], logprobs: Sequence[np.ndarray]
 ) -> list[TrainGroup]:
-    """Return the groups with `old_logprobs` of their answers; NaN for answers in no micro-batch.
+    """Return the groups with these logprobs of their samples; NaN for answers in no micro-batch.
 
-    `batches` are micro-batches of with_ids(groups), `logprobs` float32 [B, A] of each.
+    `batches` are micro-batches of groups with the same answers, `logprobs` float32 [B, A] of each.
     """
-    answers = [answer for group in groups for answer in group.answers]
-    old = [np.full(len(answer), np.nan, np.float32) for answer in answers]
+    samples = [sample for group in groups for sample in group.samples]
+    old = [np.full(len(sample.tokens), np.nan, np.float32) for sample in samples]
     for batch, values in zip(batches, logprobs, strict=True):
         for row, row_values in zip(batch.answer_id, np.asarray(values), strict=True):
-            for index in np.unique(row[row >= 0]):
-                old[index] = row_values[row == index]
+            for number in np.unique(row[row >= 0]):
+                old[number] = row_values[row == number]
     logprob_rows = iter(old)
-    return [
-        dataclasses.replace(group, old_logprobs=[next(logprob_rows) for _ in group.answers])
-        for group in groups
-    ]
+    return [group.with_logprobs([next(logprob_rows) for _ in group.samples]) for group in groups]
 
 
 def on_sampled_support(groups: Sequence[TrainGroup]) -> list[TrainGroup]:
-    """Return the groups with `old_logprobs` under the distribution that the filters left.
+    """Return the groups with logprobs under the distribution that the filters left.
 
-    Raises ValueError if a group does not say what the filters kept.
+    Raises ValueError if a sample does not say what the filters kept.
     """
-    renormalized_groups = []
-    for group in groups:
-        old, log_masses = group.old_logprobs, group.kept_log_masses
-        if old is None or log_masses is None or group.cutoffs is None:
-            raise ValueError(
-                "loss.support = 'sampled': needs old_logprobs, kept_log_masses and cutoffs of "
-                "every group"
-            )
-        renormalized = [row - mass for row, mass in zip(old, log_masses, strict=True)]
-        renormalized_groups.append(
-            dataclasses.replace(group, old_logprobs=renormalized, kept_log_masses=None)
+    return [group.with_logprobs([*map(_renormalize, group.samples)]) for group in groups]
+
+
+def _renormalize(sample: Sample) -> np.ndarray:
+    masses = sample.kept_log_masses
+    if sample.logprobs is None or masses is None or sample.cutoffs is None:
+        raise ValueError(
+            "loss.support = 'sampled': needs logprobs, kept_log_masses and cutoffs of every sample"
         )
-    return renormalized_groups
+    return sample.logprobs - masses
 
 
 def as_reference_reads(groups: Sequence[TrainGroup]) -> list[TrainGroup]:
-    """Return the segments of all groups, each after the prompt that the reference model reads."""
+    """Return the segments of all groups, each after the prompt that the reference model reads.
+
+    The reference model chooses its own experts: the samples lose the sampler's record.
+    """
     return [
         dataclasses.replace(
             part,
+            samples=[sample.as_written() for sample in part.samples],
             prompt=part.prompt if part.reference_prompt is None else part.reference_prompt,
             reference_prompt=None,
             aligned=None,
@@ -119,8 +107,9 @@ def with_teacher(
 
 
 def _clipped_gaps(group: TrainGroup, scored: TrainGroup, weight: float) -> list[np.ndarray]:
-    assert group.old_logprobs is not None and scored.old_logprobs is not None
-    return [
-        np.float32(weight) * np.clip(np.nan_to_num(teacher - student), -LARGEST_GAP, LARGEST_GAP)
-        for teacher, student in zip(scored.old_logprobs, group.old_logprobs, strict=True)
-    ]
+    gaps = []
+    for student, teacher in zip(group.samples, scored.samples, strict=True):
+        assert student.logprobs is not None and teacher.logprobs is not None
+        gap = np.nan_to_num(teacher.logprobs - student.logprobs)
+        gaps.append(np.float32(weight) * np.clip(gap, -LARGEST_GAP, LARGEST_GAP))
+    return gaps

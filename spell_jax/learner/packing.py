@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.struct
 import jax
@@ -24,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spell_jax.data.clusters import ROLES
+from spell_jax.data.samples import Sample
 from spell_jax.learner import context_layout, shapes, trees
 from spell_jax.learner.shapes import AUTO, Bucket, MicroRows
 from spell_jax.learner.trees import GroupTree, TokenCounts
@@ -33,39 +35,23 @@ Tokens = Sequence[int] | np.ndarray
 Array = Any  # numpy on the host, jax on the devices
 
 
-# Fields of a group with an entry for each token of each answer, and for each answer.
-_PER_TOKEN = ("token_advantages", "old_logprobs", "kept_log_masses", "cutoffs", "experts")
-_PER_ANSWER = ("answers", "advantages", *_PER_TOKEN, "weights", "ids")
-
-
 @dataclasses.dataclass(frozen=True)
 class TrainGroup:
-    """One prompt and its answers; the sequences have one entry per answer."""
+    """One prompt and the answers to it that a model is trained on."""
 
     prompt: Tokens  # token ids [P], P >= 1
-    answers: Sequence[Tokens]  # token ids [S_i] with the stop token, S_i >= 1
-    advantages: Sequence[float]
-    role: str = "responder"  # for counts, and for weights that are summed over roles
-    old_logprobs: Sequence[np.ndarray] | None = None  # of the policy that sampled, float32 [S_i]
-    # Added to the advantage of the answer at each of its tokens, float32 [S_i].
-    token_advantages: Sequence[np.ndarray] | None = None
-    # What the sampler's filters kept at each token: the log of its probability mass, and the
-    # cut-off of the logits (lm_head.score_tokens), float32 [S_i]. For loss.support = "sampled".
-    kept_log_masses: Sequence[np.ndarray] | None = None
-    cutoffs: Sequence[np.ndarray] | None = None
-    # Experts that processed the tokens of the answers and of the prompt while sampling, [S_i, L, k]
-    # and [P, L, k] (moe.no_experts). For loss.routing = "sampled".
-    experts: Sequence[np.ndarray] | None = None
-    prompt_experts: np.ndarray | None = None
-    weights: Sequence[float] | None = None  # loss weight of each of the answer's tokens (weigh)
-    ids: Sequence[int] | None = None  # by which answers are found again in micro-batches
+    samples: Sequence[Sample]  # one or more answers, each of at least one token
+    advantages: Sequence[float]  # one per answer
+    name: str = "responder"  # role of the answers; counts and aggregations are by name
     model: str = "policy"  # the trained model that the group is for
     # Prompt [<= P] after which the reference model scores the answers; None: `prompt`. Only for
     # loss.old_logprobs = "reference" and loss.distillation_weight.
     reference_prompt: Tokens | None = None
-    # The first answer after another prompt, in the same row: a group of one answer of advantage and
-    # weight 0, whose reward loss.align_weight compares.
+    # The first answer after another prompt, in the same row: a group of one answer of advantage 0,
+    # whose loss weight is 0 and whose reward loss.align_weight compares.
     aligned: TrainGroup | None = None
+    # Added to the advantage of each answer at its tokens, float32 [S] (old_logprobs.with_teacher).
+    token_advantages: Sequence[np.ndarray] | None = None
 
     def __post_init__(self):
         if not len(self.prompt):
@@ -76,29 +62,17 @@ class TrainGroup:
                 f"group.reference_prompt: of {len(context)} tokens, must have from 1 to "
                 f"{len(self.prompt)}, those of the prompt"
             )
-        if not self.answers or not all(len(answer) for answer in self.answers):
-            raise ValueError("group.answers: must be one or more, each of at least 1 token")
-        lengths = [len(answer) for answer in self.answers]
+        lengths = [len(sample.tokens) for sample in self.samples]
+        if not lengths or not all(lengths):
+            raise ValueError("group.samples: must be one or more, each of at least 1 token")
         if len(self.advantages) != len(lengths):
             raise ValueError(
-                f"group.advantages: {len(self.advantages)} of them, but {len(lengths)} answers"
-            )
-        for name in _PER_TOKEN:
-            rows = getattr(self, name)
-            if rows is not None and [len(row) for row in rows] != lengths:
-                raise ValueError(
-                    f"group.{name}: of lengths {[len(row) for row in rows]}, "
-                    f"but the answers have {lengths}"
-                )
-        if self.prompt_experts is not None and len(self.prompt_experts) != len(self.prompt):
-            raise ValueError(
-                f"group.prompt_experts: of {len(self.prompt_experts)} tokens, but the prompt has "
-                f"{len(self.prompt)}"
+                f"group.advantages: {len(self.advantages)} of them, but {len(lengths)} samples"
             )
 
     @property
     def answer_tokens(self) -> int:
-        count = sum(len(answer) for answer in self.answers)
+        count = sum(len(sample.tokens) for sample in self.samples)
         return count + (self.aligned.answer_tokens if self.aligned else 0)
 
     @property
@@ -113,6 +87,31 @@ class TrainGroup:
     def segments(self) -> list[TrainGroup]:
         """The group and its aligned one: prompts with their answers, in the order of the row."""
         return [self] if self.aligned is None else [self, self.aligned]
+
+    def select(self, indices: Sequence[int]) -> TrainGroup:
+        """Return the group with the answers at `indices` only."""
+        if len(indices) == len(self.samples):
+            return self
+        terms = self.token_advantages
+        return dataclasses.replace(
+            self,
+            samples=[self.samples[i] for i in indices],
+            advantages=[self.advantages[i] for i in indices],
+            token_advantages=None if terms is None else [terms[i] for i in indices],
+        )
+
+    def with_logprobs(self, logprobs: Sequence[np.ndarray]) -> TrainGroup:
+        """Return the group with other logprobs of its samples, float32 [S] each."""
+        pairs = zip(self.samples, logprobs, strict=True)
+        samples = [dataclasses.replace(sample, logprobs=rows) for sample, rows in pairs]
+        return dataclasses.replace(self, samples=samples)
+
+
+class GroupPart(NamedTuple):
+    """Answers of a group that go into one row."""
+
+    group: TrainGroup  # with these answers only
+    answers: Sequence[int]  # their numbers, counted over all groups before they were split
 
 
 @flax.struct.dataclass
@@ -132,7 +131,7 @@ class MicroBatch:
     role: Array  # [B, A], number of the answer's role in ROLES, or len(ROLES) for another role
     answer: Array  # [B, A], number of the answer in its (one) row, -1 where padded
     group: Array  # [B, A], number of the answer's group in its row, -1 where padded
-    answer_id: Array  # [B, A], the answer's id in its TrainGroup, -1 where padded or not given
+    answer_id: Array  # [B, A], number of the answer in all groups (GroupPart), -1 where padded
     # Recorded experts of the tokens, [B, T, L, k], -1 where none were given (moe.no_experts); None
     # unless loss.routing = "sampled".
     experts: Array | None = None
@@ -212,7 +211,7 @@ class PackingConfig:
 def count_answers(groups: Sequence[TrainGroup]) -> dict[str, int]:
     counts = collections.Counter()
     for group in groups:
-        counts[group.role] += len(group.answers)
+        counts[group.name] += len(group.samples)
     return dict(counts)
 
 
@@ -236,53 +235,59 @@ def sum_by_answer(values: Array, answer: Array) -> jax.Array:
 
 def whole_groups(
     groups: Sequence[TrainGroup], largest: Bucket
-) -> tuple[list[TrainGroup], list[TrainGroup]]:
-    """Return the groups that fit without a split, and the single answers of the others.
+) -> tuple[list[GroupPart], list[int]]:
+    """Return the groups that fit a row without a split, and the numbers of the others' answers.
 
     A loss that compares the answers of a group needs all of them in one row.
     """
-    fits = [g.tokens <= largest.length and g.answer_tokens <= largest.answers for g in groups]
-    refused = [group for group, ok in zip(groups, fits, strict=True) if not ok]
-    fitting = [group for group, ok in zip(groups, fits, strict=True) if ok]
-    return fitting, separate_answers(refused)
+    parts, refused = [], []
+    for group, numbers in zip(groups, _number_answers(groups), strict=True):
+        if group.tokens <= largest.length and group.answer_tokens <= largest.answers:
+            parts.append(GroupPart(group, numbers))
+        else:
+            refused += numbers
+    return parts, refused
 
 
 def split_groups(
     groups: Sequence[TrainGroup], largest: Bucket
-) -> tuple[list[TrainGroup], list[TrainGroup]]:
-    """Split groups by answers to fit; return (fitting groups, single answers that cannot fit)."""
-    fitting, refused = [], []
-    for group in groups:
-        part: list[int] = []
-        used = 0
-        for index, answer in enumerate(group.answers):
-            size = len(answer)
-            if len(group.prompt) + size > largest.length or size > largest.answers:
-                refused.append(_take(group, [index]))
+) -> tuple[list[GroupPart], list[int]]:
+    """Split groups by answers so that each part fits a row.
+
+    Returns (parts, numbers of the answers that fit no row with their prompt).
+    """
+    parts, refused = [], []
+    for group, numbers in zip(groups, _number_answers(groups), strict=True):
+        room = min(largest.answers, largest.length - len(group.prompt))
+        selections: list[list[int]] = []  # indices of the answers of each part
+        free = 0  # answer tokens that the last part can still take
+        for index, sample in enumerate(group.samples):
+            size = len(sample.tokens)
+            if size > room:
+                refused.append(numbers[index])
                 continue
-            if used + size > min(largest.answers, largest.length - len(group.prompt)):
-                fitting.append(_take(group, part))
-                part, used = [], 0
-            part.append(index)
-            used += size
-        if part:
-            fitting.append(_take(group, part))
-    return fitting, refused
+            if size > free:
+                selections.append([])
+                free = room
+            selections[-1].append(index)
+            free -= size
+        parts += [
+            GroupPart(group.select(indices), [numbers[i] for i in indices])
+            for indices in selections
+        ]
+    return parts, refused
 
 
-def _take(group: TrainGroup, indices: Sequence[int]) -> TrainGroup:
-    if len(indices) == len(group.answers):
-        return group
-
-    def pick(rows):
-        return None if rows is None else [rows[i] for i in indices]
-
-    return dataclasses.replace(group, **{name: pick(getattr(group, name)) for name in _PER_ANSWER})
+def _number_answers(groups: Sequence[TrainGroup]) -> list[range]:
+    """Return the numbers of the answers of each group, counted over all groups."""
+    counts = [len(group.samples) for group in groups]
+    ends = itertools.accumulate(counts)
+    return [range(end - count, end) for count, end in zip(counts, ends, strict=True)]
 
 
 def separate_answers(groups: Sequence[TrainGroup]) -> list[TrainGroup]:
     """Make one group per answer, prompts repeated: the same gradient without shared prefixes."""
-    return [_take(group, [i]) for group in groups for i in range(len(group.answers))]
+    return [group.select([i]) for group in groups for i in range(len(group.samples))]
 
 
 def in_parts(groups: Sequence[TrainGroup], count: int) -> list[list[TrainGroup]]:
@@ -296,67 +301,9 @@ def in_parts(groups: Sequence[TrainGroup], count: int) -> list[list[TrainGroup]]
     return [list(groups[first::count]) for first in range(min(count, len(groups)))]
 
 
-AGGREGATIONS = (
-    *("token_mean", "group_mean", "role_mean", "role_group_mean"),
-    *("sequence_mean", "sequence_sum"),
-)
-
-
-def check_aggregation(aggregation: str, sequence_tokens: int) -> None:
-    if aggregation not in AGGREGATIONS:
-        raise ValueError(f"loss.aggregation = {aggregation!r}: must be one of {AGGREGATIONS}")
-    least = int(aggregation == "sequence_sum")
-    if sequence_tokens < least:
-        raise ValueError(
-            f"loss.sequence_tokens = {sequence_tokens}: must be at least {least} for "
-            f"loss.aggregation = {aggregation!r}"
-        )
-
-
-def weigh(
-    groups: Sequence[TrainGroup], aggregation: str = "token_mean", sequence_tokens: int = 0
-) -> list[TrainGroup]:
-    """Give every answer the loss weight of its tokens, so that a loss is the plain weighted sum.
-
-    Groups are weighed before they are split or packed, so neither changes the loss.
-
-    "token_mean": 1 / all answer tokens (our default, invariant to packing). "group_mean": the token
-    mean of each group, averaged over groups (paper Eq. 12; a questioner row is a group of one).
-    "role_mean": one token mean per role, summed over roles. "role_group_mean": the token mean of
-    each group, averaged over the groups of its role, then summed over roles (paper Eq. 10 with
-    Eq. 12). "sequence_mean": the token mean of each answer, averaged within groups, then over
-    groups (paper Eq. 2). "sequence_sum": the sum over each answer's tokens divided by the constant
-    `sequence_tokens`, averaged over answers, so that a token weighs the same in a long answer as in
-    a short one (Dr. GRPO, arXiv 2503.20783).
-
-    Raises ValueError for an unknown aggregation, or "sequence_sum" without its constant.
-    """
-    check_aggregation(aggregation, sequence_tokens)
-    total = sum(group.answer_tokens for group in groups)
-    answers = sum(len(group.answers) for group in groups)
-    tokens_of_role, groups_of_role = collections.Counter(), collections.Counter()
-    for group in groups:
-        tokens_of_role[group.role] += group.answer_tokens
-        groups_of_role[group.role] += 1
-    weighed = []
-    for group in groups:
-        denominators = {  # tokens among which the loss is divided
-            "token_mean": total,
-            "group_mean": group.answer_tokens * len(groups),
-            "role_mean": tokens_of_role[group.role],
-            "role_group_mean": group.answer_tokens * groups_of_role[group.role],
-            "sequence_sum": sequence_tokens * answers,
-        }
-        weights = [
-            1.0 / denominators.get(aggregation, len(answer) * len(group.answers) * len(groups))
-            for answer in group.answers
-        ]
-        weighed.append(dataclasses.replace(group, weights=weights))
-    return weighed
-
-
 def pack(
-    groups: Sequence[TrainGroup],
+    parts: Sequence[GroupPart],
+    weights: Sequence[Sequence[float]],
     buckets: Sequence[Bucket] | str,
     token_budget: int,
     row_multiple: int = 1,
@@ -364,17 +311,19 @@ def pack(
     with_trees: bool = True,
     no_experts: np.ndarray | None = None,
 ) -> list[MicroBatch]:
-    """Pack groups that fit the largest row into micro-batches of numpy arrays.
+    """Pack parts that fit the largest row (split_groups) into micro-batches of numpy arrays.
 
-    Groups are weighed and split (weigh, split_groups). Buckets ascend in length, or are AUTO. The
-    rows of a micro-batch are a multiple of `row_multiple` (devices along the row axis). Tokens of a
-    row are laid out over `devices` devices (of the context axis). The same order of groups gives
-    the same result. Without `with_trees`, groups share nothing. `no_experts` (moe.no_experts) asks
-    for the recorded experts; tokens that prompts of a tree share have those of the first.
+    `weights` are loss weights of the answers of each group before it was split (aggregation.weigh).
+    Buckets ascend in length, or are AUTO. The rows of a micro-batch are a multiple of
+    `row_multiple` (devices along the row axis). Tokens of a row are laid out over `devices` devices
+    (of the context axis). The same order of parts gives the same result. Without `with_trees`,
+    groups share nothing. `no_experts` (moe.no_experts) asks for the recorded experts; tokens that
+    prompts of a tree share have the experts of the first prompt.
     """
+    groups, by_number = [part.group for part in parts], [*itertools.chain.from_iterable(weights)]
     laid_out = lay_out(groups, buckets, token_budget, row_multiple, devices, with_trees)
     return [
-        _stack(groups, rows, empty_micro_batch(bucket, count, no_experts), devices)
+        _stack(parts, by_number, rows, empty_micro_batch(bucket, count, no_experts), devices)
         for bucket, count, rows in laid_out
     ]
 
@@ -401,7 +350,8 @@ def lay_out(
 
 
 def _stack(
-    groups: Sequence[TrainGroup],
+    parts: Sequence[GroupPart],
+    weights: Sequence[float],
     rows: Sequence[Sequence[GroupTree]],
     batch: MicroBatch,
     devices: int,
@@ -410,7 +360,7 @@ def _stack(
     for row, members in enumerate(rows):
         writer = _RowWriter(batch, row)
         for tree in members:
-            writer.write(groups, tree)
+            writer.write(parts, weights, tree)
         if devices > 1:
             order = context_layout.order(writer.is_answer, writer.end, devices)
             by_token = batch.tokens, batch.positions, batch.index, batch.last_query, batch.experts
@@ -457,13 +407,16 @@ class _RowWriter:
         self.end = 0  # columns written
         self._filled = self._answers = self._groups = 0
 
-    def write(self, groups: Sequence[TrainGroup], tree: GroupTree) -> None:
+    def write(self, parts: Sequence[GroupPart], weights: Sequence[float], tree: GroupTree) -> None:
+        """Write a tree of parts; `weights` are loss weights by number of the answer."""
         path = np.zeros(0, np.int64)  # columns of the tokens of the last prompt
         for index, shared in zip(tree.members, tree.shared, strict=True):
-            for part, common in zip(groups[index].segments, (shared, 0), strict=False):
-                path = self._write_prompt(path[:common], part)
-                self._write_answers(part, int(path[-1]))
-                self._row.last_query[path] = self.end - 1
+            group, numbers = parts[index]
+            path = self._write_prompt(path[:shared], group)
+            self._write_answers(group, path, [weights[n] for n in numbers], numbers)
+            if group.aligned is not None:
+                path = self._write_prompt(path[:0], group.aligned)
+                self._write_answers(group.aligned, path, [0.0], [-1])
             self._groups += 1
 
     def _write_prompt(self, path: np.ndarray, group: TrainGroup) -> np.ndarray:
@@ -471,40 +424,45 @@ class _RowWriter:
         new = slice(self.end, self.end + len(group.prompt) - len(path))
         self._row.tokens[new] = group.prompt[len(path) :]
         self._row.positions[new] = np.arange(len(path), len(group.prompt))
-        if self._row.experts is not None and group.prompt_experts is not None:
-            self._row.experts[new] = group.prompt_experts[len(path) :]
+        prompt_experts = group.samples[0].prompt_experts
+        if self._row.experts is not None and prompt_experts is not None:
+            self._row.experts[new] = prompt_experts[len(path) :]
         self.end = new.stop
         return np.concatenate([path, np.arange(new.start, new.stop)])
 
-    def _write_answers(self, group: TrainGroup, last: int) -> None:
-        """Write answers to the prompt that ends at column `last`."""
-        if group.weights is None:
-            raise ValueError("groups are weighed before they are packed")
-        row, role = self._row, ROLES.index(group.role) if group.role in ROLES else len(ROLES)
-        for i, answer in enumerate(group.answers):
-            columns = slice(self.end, self.end + len(answer))
-            slots = slice(self._filled, self._filled + len(answer))
-            row.tokens[columns] = answer
-            row.positions[columns] = len(group.prompt) + np.arange(len(answer))
+    def _write_answers(
+        self,
+        group: TrainGroup,
+        path: np.ndarray,
+        weights: Sequence[float],
+        numbers: Sequence[int],
+    ) -> None:
+        """Write answers with these weights and numbers to the prompt at columns `path`."""
+        row, role = self._row, ROLES.index(group.name) if group.name in ROLES else len(ROLES)
+        for i, sample in enumerate(group.samples):
+            columns = slice(self.end, self.end + len(sample.tokens))
+            slots = slice(self._filled, self._filled + len(sample.tokens))
+            row.tokens[columns] = sample.tokens
+            row.positions[columns] = len(group.prompt) + np.arange(len(sample.tokens))
             row.last_query[columns] = columns.stop - 1
             self.is_answer[columns] = True
             row.source[slots] = np.arange(columns.start - 1, columns.stop - 1)
-            row.source[slots.start] = last
-            row.target[slots] = answer
+            row.source[slots.start] = path[-1]
+            row.target[slots] = sample.tokens
             row.advantage[slots] = group.advantages[i]
             if group.token_advantages is not None:
                 row.advantage[slots] += group.token_advantages[i]
-            row.weight[slots] = group.weights[i]
+            row.weight[slots] = weights[i]
             row.role[slots] = role
             row.answer[slots] = self._answers
             row.group[slots] = self._groups
-            if group.ids is not None:
-                row.answer_id[slots] = group.ids[i]
-            if group.old_logprobs is not None:
-                row.old_logprob[slots] = group.old_logprobs[i]
-            if group.cutoffs is not None:
-                row.cutoff[slots] = group.cutoffs[i]
-            if row.experts is not None and group.experts is not None:
-                row.experts[columns] = group.experts[i]
+            row.answer_id[slots] = numbers[i]
+            if sample.logprobs is not None:
+                row.old_logprob[slots] = sample.logprobs
+            if sample.cutoffs is not None:
+                row.cutoff[slots] = sample.cutoffs
+            if row.experts is not None and sample.experts is not None:
+                row.experts[columns] = sample.experts
             self.end, self._filled = columns.stop, slots.stop
             self._answers += 1
+        row.last_query[path] = self.end - 1

@@ -66,7 +66,7 @@ def advantages(groups: Sequence[TrainGroup]) -> dict[str, tuple[float, int]]:
     """Return (sum, count) over answers: "advantage/ROLE", and absolute: "advantage_size/ROLE"."""
     by_role: dict[str, list[float]] = {}
     for group in groups:
-        by_role.setdefault(group.role, []).extend(group.advantages)
+        by_role.setdefault(group.name, []).extend(group.advantages)
     pairs = {}
     for role, values in by_role.items():
         pairs[f"advantage/{role}"] = (sum(values), len(values))
@@ -97,11 +97,11 @@ def teacher_kl(sampled: Sequence[TrainGroup], scored: Sequence[TrainGroup]) -> d
 def _logprob_gaps(before: Sequence[TrainGroup], after: Sequence[TrainGroup]) -> np.ndarray:
     """Subtract `before`'s logprobs from `after`'s [N], for answers that have both, without NaN."""
     gaps = [
-        np.asarray(late, np.float64) - np.asarray(early, np.float64)
-        for old, new in zip(before, after, strict=True)
-        if old.old_logprobs is not None and new.old_logprobs is not None
-        for early, late in zip(old.old_logprobs, new.old_logprobs, strict=True)
-        if np.isfinite(late).all()
+        np.asarray(new.logprobs, np.float64) - np.asarray(old.logprobs, np.float64)
+        for old_group, new_group in zip(before, after, strict=True)
+        for old, new in zip(old_group.samples, new_group.samples, strict=True)
+        if old.logprobs is not None and new.logprobs is not None
+        if np.isfinite(new.logprobs).all()
     ]
     return np.concatenate(gaps) if gaps else np.zeros(0)
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
+from spell_jax.data.samples import Sample
 from spell_jax.policy.tokenizer_base import Stream
-from spell_jax.sampler.requests import Sample
 from spell_jax.sampler.sampled import Joined
 from spell_jax.sampler.scheduler import PrefilledPrompt, Tasks
 

@@ -16,13 +16,13 @@ import jax
 import jax.numpy as jnp
 
 from spell_jax.attention.pages import Pages, empty_pages, stored_dtype
+from spell_jax.data.samples import Sample
 from spell_jax.policy import int8, transformer
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.tokenizer_base import Stream
 from spell_jax.runtime import mesh as meshes
 from spell_jax.sampler import batching, kv_cache, programs
 from spell_jax.sampler.config import SamplerConfig
-from spell_jax.sampler.requests import Sample
 from spell_jax.sampler.session import Session
 
 # Compiler options of decoding on NVIDIA GPUs. A pass has few rows, so its time is that of reading

@@ -1,9 +1,9 @@
-"""Requests to the sampler and the samples that it returns."""
+"""Requests to the sampler, which answers them with samples (data/samples.py)."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -51,35 +51,3 @@ class SampleRequest:
         if not len(self.prompt):
             raise ValueError("the prompt is empty")
         check_least(self, "", group=1)
-
-
-@dataclasses.dataclass(frozen=True)
-class Sample:
-    """One sampled answer."""
-
-    tokens: np.ndarray  # token ids, int32 [S], including the stop token
-    # Logprobs at the sampling temperature, under the full vocabulary, float32 [S].
-    logprobs: np.ndarray
-    # Whether a stop token or stop string ended it; False if it was truncated at the cap.
-    stopped: bool
-    # Stop string that ended it, or "". The last token is the one that completed it.
-    stop_string: str = ""
-    # What top-k, top-p and min-p kept at each token: the log of its probability mass, and the
-    # cut-off (sampling.SampledToken), float32 [S]; None if it is not known.
-    kept_log_masses: np.ndarray | None = None
-    cutoffs: np.ndarray | None = None
-    # Experts that processed each token [S, L, k], and each token of the prompt [P, L, k], in one
-    # array for all samples of the prompt (moe.no_experts); None if they were not recorded.
-    experts: np.ndarray | None = None
-    prompt_experts: np.ndarray | None = None
-
-    @property
-    def content(self) -> list[int]:
-        """The tokens without the stop token."""
-        by_token = self.stopped and not self.stop_string
-        return self.tokens[: len(self.tokens) - by_token].tolist()
-
-    def text(self, decode: Callable[[list[int]], str]) -> str:
-        """Decode the text of the answer, up to its stop string."""
-        text = decode(self.content)
-        return text.split(self.stop_string, 1)[0] if self.stop_string else text

@@ -18,6 +18,7 @@ import flax.linen as nn
 import jax
 import numpy as np
 
+from spell_jax.data.samples import Sample
 from spell_jax.policy import transformer
 from spell_jax.policy.tokenizer_base import Stream
 from spell_jax.runtime import mesh as meshes
@@ -26,7 +27,7 @@ from spell_jax.sampler.answers import Answer, PromptExperts, SlotTokens
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.sampler.counts import Counts
 from spell_jax.sampler.keys import request_keys
-from spell_jax.sampler.requests import Options, Sample, SampleRequest
+from spell_jax.sampler.requests import Options, SampleRequest
 from spell_jax.sampler.sampled import Joined
 from spell_jax.sampler.scheduler import DecodeSequence, Scheduler, ShardShape, Tasks
 

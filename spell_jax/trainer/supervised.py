@@ -22,6 +22,7 @@ from etils import epath
 
 from spell_jax import config as configs
 from spell_jax.config import SupervisedConfig
+from spell_jax.data.samples import Sample
 from spell_jax.learner import non_finite, packing, update
 from spell_jax.learner.learner import Learner
 from spell_jax.learner.loss_config import LossConfig
@@ -128,12 +129,14 @@ def to_group(row: demonstrations.Row, tokenizer: tokenizers.Tokenizer) -> packin
         tokens = [*tokenizer.start_ids, *tokenizer.encode(row.completion)]
         if len(tokens) < 2:
             raise ValueError(f"source: text {row.completion!r}: must have at least 2 tokens")
-        return packing.TrainGroup(tokens[:1], [tokens[1:]], [1.0], row.role)
+        continuation = Sample(np.array(tokens[1:], np.int32), stopped=False)
+        return packing.TrainGroup(tokens[:1], [continuation], [1.0], row.role)
     completion = row.completion
     if thought := tokenizer.open_thought(row.prompt):
         completion = continue_thought(thought, completion)
     answer = [*tokenizer.encode_answer(completion), tokenizer.turn_end_id]
-    return packing.TrainGroup(tokenizer.chat(row.prompt), [answer], [1.0], row.role)
+    sample = Sample(np.array(answer, np.int32))
+    return packing.TrainGroup(tokenizer.chat(row.prompt), [sample], [1.0], row.role)
 
 
 def continue_thought(thought: str, completion: str) -> str:

@@ -22,9 +22,9 @@ from spell_jax.algorithms.spell.algorithm import Spell
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.algorithms.spell.episode import SpellEpisode
 from spell_jax.data.clusters import PAPER_TASKS, Cluster, in_memory
+from spell_jax.data.samples import Sample
 from spell_jax.data.stream import TaskStream
 from spell_jax.learner.packing import TrainGroup
-from spell_jax.sampler.requests import Sample
 from spell_jax.selfplay import prompts
 
 PROMPTS = prompts.load("compact")
@@ -144,7 +144,7 @@ def to_records(algorithm: Algorithm, episodes: Sequence[Any], step: int = 1) -> 
 
 def read(group: TrainGroup) -> tuple[str, tuple[str, ...], tuple[float, ...]]:
     """Return (prompt, answers, advantages) of a training group of a scripted algorithm."""
-    answers = tuple(bytes(int(t) for t in answer).decode() for answer in group.answers)
+    answers = tuple(bytes(sample.tokens.tolist()).decode() for sample in group.samples)
     return (
         bytes(group.prompt).decode(),
         answers,
@@ -314,7 +314,7 @@ def by_role(groups: Sequence[TrainGroup]) -> dict[str, list[TrainGroup]]:
         "verifier": [],
     }
     for group in groups:
-        groups_by_role[group.role].append(group)
+        groups_by_role[group.name].append(group)
     return groups_by_role
 
 

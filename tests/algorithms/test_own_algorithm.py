@@ -24,6 +24,7 @@ from spell_jax.algorithms.base import AlgorithmContext, Annotation, Key, Reply
 from spell_jax.algorithms.config import AlgorithmConfig
 from spell_jax.config import default_config, extra_model
 from spell_jax.data.clusters import Cluster
+from spell_jax.data.samples import Sample
 from spell_jax.learner.packing import TrainGroup
 from spell_jax.policy import weights
 from spell_jax.reporting.episodes import choose_episodes
@@ -31,7 +32,6 @@ from spell_jax.reporting.page import RunData, write_page
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.checkpoint import Checkpoints
 from spell_jax.runtime.metrics import Metrics
-from spell_jax.sampler.requests import Sample
 from spell_jax.trainer import loop
 from spell_jax.trainer import state as runs
 from spell_jax.trainer.build import make_run

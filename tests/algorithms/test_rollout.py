@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from spell_jax.algorithms.rollout import RolloutWorker, TextSampler
+from spell_jax.data.samples import Sample
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.sampler.counts import Counts
-from spell_jax.sampler.requests import Sample, SampleRequest
+from spell_jax.sampler.requests import SampleRequest
 
 WORDS = ("zero", "one", "two", "end")
 
@@ -138,9 +139,9 @@ def test_reply_texts_omit_the_stop_token(worker):
     assert params == "weights" and request.options.max_tokens == 9
     group = first.group([0.5, -0.5], "responder")
     # the stop token is trained on
-    assert [list(a) for a in group.answers] == [[1, 2, 3], [1, 2, 1]]
-    assert list(group.advantages) == [0.5, -0.5] and group.role == "responder"
-    assert [len(row) for row in group.old_logprobs] == [3, 3]
+    assert [sample.tokens.tolist() for sample in group.samples] == [[1, 2, 3], [1, 2, 1]]
+    assert list(group.advantages) == [0.5, -0.5] and group.name == "responder"
+    assert group.samples == first.samples
 
 
 def test_replies_keep_the_order_of_prompts(worker):
@@ -326,7 +327,7 @@ def test_truncated_answers_count_as_the_config_says(
     ask.start_step(1, {"policy": "weights"}, truncated=truncated)
     (reply,) = ask("responder", ["ab"], group=2)
     assert (reply.texts, reply.scored_texts, reply.dropped) == (texts, scored, dropped)
-    assert len(reply.group([0.0] * len(texts), "responder").answers) == len(texts)
+    assert len(reply.group([0.0] * len(texts), "responder").samples) == len(texts)
     ask.end_step()
     means = ask.metrics.means()
     assert means["truncated/responder"] == 1 / 2 and means["truncated_scored"] == share

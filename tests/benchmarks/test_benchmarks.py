@@ -200,7 +200,7 @@ def test_spell_benchmark_has_the_papers_share_of_verifier_groups() -> None:
     }
     groups = spell.train_groups(rng, prompts, sampled)
     assert len(prompts["verifier"]) == 1024
-    assert [sum(g.role == role for g in groups) for role in ("responder", "verifier")] == [128, 16]
+    assert [sum(g.name == role for g in groups) for role in ("responder", "verifier")] == [128, 16]
 
 
 @pytest.mark.slow

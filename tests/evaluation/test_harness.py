@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 from absl import app, flags
 
+from spell_jax.data.samples import Sample
 from spell_jax.evaluation import harness, loglikelihood
 from spell_jax.evaluation.harness import HarnessConfig
 from spell_jax.evaluation.policy_sampler import Policy
 from spell_jax.policy.model import TINY_POLICY
 from spell_jax.runtime.paths import CONFIG_FILE
 from spell_jax.sampler.config import SamplerConfig
-from spell_jax.sampler.requests import Sample
 from tests import noise
 from tests.policy import families, hf_folders
 
@@ -204,14 +204,15 @@ def test_every_pair_is_packed_once_and_shares_its_prompt():
     prompts = [tuple(random.integers(0, 50, length).tolist()) for length in (3, 40, 700, 2500)]
     pairs = [(p, tuple(random.integers(0, 50, n).tolist())) for p in prompts for n in (1, 5, 9)]
     pairs += [(prompts[0], pairs[0][1]), ((7,), tuple(range(300)))]
-    batches = [b for batch_group in loglikelihood._batches(pairs, 1024, 2) for b in batch_group]
+    chunks = list(loglikelihood._batches(pairs, 1024, 2))
+    batches = [batch for chunk, _ in chunks for batch in chunk]
     packed_targets: dict[int, list[int]] = {}
-    for batch in batches:
+    for batch, indices in ((batch, indices) for chunk, indices in chunks for batch in chunk):
         assert len(batch.tokens) % 2 == 0
         for row, target in zip(batch.answer_id, batch.target, strict=True):
-            for index in np.unique(row[row >= 0]):
-                assert index not in packed_targets
-                packed_targets[int(index)] = target[row == index].tolist()
+            for number in np.unique(row[row >= 0]):
+                assert indices[number] not in packed_targets
+                packed_targets[int(indices[number])] = target[row == number].tolist()
     assert packed_targets == {index: list(answer) for index, (_, answer) in enumerate(pairs)}
     assert {b.tokens.shape[1] for b in batches} == {512, 2048, 2560}
     written = sum(int(np.sum(b.last_query >= 0)) for b in batches)

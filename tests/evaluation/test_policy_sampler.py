@@ -8,8 +8,9 @@ import pathlib
 import numpy as np
 import pytest
 
+from spell_jax.data.samples import Sample
 from spell_jax.evaluation.policy_sampler import Policy
-from spell_jax.sampler.requests import Options, Sample
+from spell_jax.sampler.requests import Options
 from tests import noise
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from examples import jitted_step
 from examples.jitted_step import Config, QuestionBatch
+from spell_jax.data.samples import Sample
 from spell_jax.learner.learner import Learner
 from spell_jax.learner.loss_config import LossConfig
 from spell_jax.learner.optimizer import OptimizerConfig
@@ -87,7 +88,8 @@ def _groups(
         rewards = np.array([rules.score(text, *truths[index]) for text in texts])
         advantages = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
         sampled = [answers.tokens.logprob[n, : answers.new[n]] for n in slots]
-        groups.append(TrainGroup(prompt[:length], tokens, list(advantages), old_logprobs=sampled))
+        samples = [Sample(*pair) for pair in zip(tokens, sampled, strict=True)]
+        groups.append(TrainGroup(prompt[:length], samples, list(advantages)))
     return groups
 
 
@@ -143,8 +145,8 @@ def test_jitted_step_equals_the_trainers_update():
         lambda group: [a / 2 for a in group.advantages],
         # As if each answer had the same weight, whatever its length.
         lambda group: [
-            a * group.answer_tokens / len(group.answers) / len(answer)
-            for a, answer in zip(group.advantages, group.answers, strict=True)
+            a * group.answer_tokens / len(group.samples) / len(sample.tokens)
+            for a, sample in zip(group.advantages, group.samples, strict=True)
         ],
     ],
     ids=["no mean", "no deviation", "mean over answers"],

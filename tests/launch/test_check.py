@@ -22,7 +22,7 @@ from spell_jax import config as configs
 from spell_jax.algorithms import registry as registry
 from spell_jax.configs import paper
 from spell_jax.data.config import GENERATED
-from spell_jax.learner import packing
+from spell_jax.learner import aggregation, packing
 from spell_jax.learner.packing import PackingConfig
 from spell_jax.policy import products, transformer, weights
 from spell_jax.policy import tokenizer as tokenizers
@@ -535,11 +535,12 @@ def test_answer_counts_of_one_step_of_the_paper_config() -> None:
 def test_row_counts_match_actual_packing(shared: str) -> None:
     buckets = (packing.Bucket(37, 30), packing.Bucket(40, 30))
     layout = PackingConfig(buckets, 80, shared)
-    groups = packing.weigh(tiny.groups(40))
+    groups = tiny.groups(40)
     alone = groups if shared == "group" else packing.separate_answers(groups)
-    fitting, _ = packing.split_groups(alone, buckets[-1])
+    parts, _ = packing.split_groups(alone, buckets[-1])
     packed: dict[int, int] = {}
-    for batch in packing.pack(fitting, buckets, layout.token_budget, with_trees=False):
+    weights = aggregation.weigh(groups)
+    for batch in packing.pack(parts, weights, buckets, layout.token_budget, with_trees=False):
         rows = int(np.sum(np.any(batch.last_query >= 0, axis=1)))
         packed[batch.tokens.shape[1]] = packed.get(batch.tokens.shape[1], 0) + rows
     described: dict[int, int] = {}

@@ -109,10 +109,10 @@ def test_update_is_packed_as_by_the_learner() -> None:
     programs = _programs("v5e-16")
     work = step_time.workload(programs.config, 4096)
     groups = step_time.training_groups(programs.config, step_time.check(programs.config), work)
-    roles = [group.role for group in groups]
+    roles = [group.name for group in groups]
     # 8 questions, as many bad ones, and one group of verdicts for an eighth of 64 answers.
     assert [roles.count(role) for role in ("responder", "questioner", "verifier")] == [8, 16, 1]
-    assert {len(group.answers) for group in groups if group.role == "responder"} == {8}
+    assert {len(group.samples) for group in groups if group.name == "responder"} == {8}
     assert sum(step_time.micro_batches(programs, step_time.check(programs.config), work).values())
 
 

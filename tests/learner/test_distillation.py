@@ -35,9 +35,8 @@ def taught_groups(advantages: float = 1.0) -> list[TrainGroup]:
         dataclasses.replace(
             group,
             advantages=[advantages * a for a in group.advantages],
-            old_logprobs=rows,
             reference_prompt=None if number == 0 else group.prompt[len(group.prompt) // 2 :],
-        )
+        ).with_logprobs(rows)
         for number, (group, rows) in enumerate(zip(sampled, policy_logprobs, strict=True))
     ]
 
@@ -59,7 +58,7 @@ def with_gaps_by_hand(groups: list[TrainGroup]) -> list[TrainGroup]:
         if group.reference_prompt is not None:
             read = dataclasses.replace(group, prompt=group.reference_prompt, reference_prompt=None)
             (scored,) = logprobs(teacher, [read])
-            pairs = zip(scored, group.old_logprobs or [], strict=True)
+            pairs = zip(scored, tiny.logprobs(group), strict=True)
             gaps = [WEIGHT * (after - before) for after, before in pairs]
         groups_with_gaps.append(
             dataclasses.replace(group, token_advantages=gaps, reference_prompt=None)
@@ -106,9 +105,9 @@ def test_updates_close_the_gap_to_the_teacher() -> None:
 
 
 def test_gaps_are_clipped_and_zero_where_no_row_fits() -> None:
-    plain = TrainGroup([1], [[2, 3], [4]], [0.0, 0.0], old_logprobs=[np.zeros(2), np.zeros(1)])
+    plain = tiny.group([1], [[2, 3], [4]], [0.0, 0.0], logprobs=[np.zeros(2), np.zeros(1)])
     group = dataclasses.replace(plain, reference_prompt=[1])
-    scored = dataclasses.replace(group, old_logprobs=[np.array([-9.0, 1.0]), np.array([np.nan])])
+    scored = group.with_logprobs([np.array([-9.0, 1.0]), np.array([np.nan])])
     untaught, taught_group = old_logprobs.with_teacher([plain, group], [scored], 2.0)
     assert untaught == plain
     rows = taught_group.token_advantages
@@ -118,23 +117,18 @@ def test_gaps_are_clipped_and_zero_where_no_row_fits() -> None:
 def test_token_advantages_follow_their_answers() -> None:
     """Splits and packing keep the advantage of each token with its token."""
     gaps = [np.arange(3, dtype=np.float32), np.full(2, 7, np.float32)]
-    group = TrainGroup([1, 2], [[3, 4, 5], [6, 7]], [10.0, 20.0], token_advantages=gaps)
-    parts = packing.weigh(packing.separate_answers([group]))
-    (batch,) = packing.pack(parts, (Bucket(16, 8),), 16)
+    group = tiny.group([1, 2], [[3, 4, 5], [6, 7]], [10.0, 20.0], token_advantages=gaps)
+    (batch,) = tiny.pack(packing.separate_answers([group]), Bucket(16, 8))
     advantage_by_token = {
         int(t): float(a) for t, a in zip(batch.target[0], batch.advantage[0], strict=True)
     }
     assert advantage_by_token == {3: 10.0, 4: 11.0, 5: 12.0, 6: 27.0, 7: 27.0, 0: 0.0}
-    with pytest.raises(ValueError, match=r"group\.token_advantages: of lengths \[2, 2\]"):
-        dataclasses.replace(group, token_advantages=[gaps[1], gaps[1]])
 
 
 def test_errors_name_what_is_missing() -> None:
-    groups = [dataclasses.replace(group, old_logprobs=None) for group in taught_groups()]
+    groups = [group.with_logprobs([None] * len(group.samples)) for group in taught_groups()]
     learner = make_learner(DISTILLED)
-    with pytest.raises(
-        ValueError, match=r"loss\.distillation_weight = 0\.5: need the old_logprobs"
-    ):
+    with pytest.raises(ValueError, match=r"loss\.distillation_weight = 0\.5: need the logprobs"):
         learner.update(learner.init(tiny.weights()), groups, tiny.weights())
     with pytest.raises(ValueError, match=r"reference weights must be given"):
         learner.update(learner.init(tiny.weights()), taught_groups())

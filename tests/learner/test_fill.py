@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from spell_jax.data.samples import Sample
 from spell_jax.learner import packing
 from spell_jax.learner.packing import TrainGroup
 from spell_jax.learner.shapes import AUTO, Bucket
@@ -36,9 +37,9 @@ class _Tokens:
         return np.full(length, self._numbers.setdefault(name, len(self._numbers)), np.int32)
 
 
-def _group(prompt: np.ndarray, lengths: np.ndarray, role: str = "responder") -> TrainGroup:
-    answers = [np.zeros(length, np.int32) for length in lengths]
-    return TrainGroup(prompt, answers, [0.0] * len(answers), role)
+def _group(prompt: np.ndarray, lengths: np.ndarray, name: str = "responder") -> TrainGroup:
+    samples = [Sample(np.zeros(length, np.int32)) for length in lengths]
+    return TrainGroup(prompt, samples, [0.0] * len(samples), name)
 
 
 def _lengths(rng: np.random.Generator, mean: int, cap: int, count: int) -> np.ndarray:
@@ -119,7 +120,8 @@ def measure(
     longest = packing.PackingConfig(buckets, mix.token_budget).largest(context)
     shapes, counts = set(), []
     for step in range(steps):
-        groups, _ = packing.split_groups(mix.make(np.random.default_rng([0, step])), longest)
+        parts, _ = packing.split_groups(mix.make(np.random.default_rng([0, step])), longest)
+        groups = [part.group for part in parts]
         micro_batches = packing.lay_out(groups, buckets, mix.token_budget, shards, context)
         shapes |= {(bucket, rows) for bucket, rows, _ in micro_batches}
         trees = [tree.size for *_, rows in micro_batches for row in rows for tree in row]

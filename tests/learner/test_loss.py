@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spell_jax.learner import packing
+from spell_jax.learner import aggregation
 from spell_jax.learner.loss import kl_estimate, policy_loss
 from spell_jax.learner.loss_config import LossConfig
+from tests import tiny
 from tests.paths import REFERENCE_CASES
 
 # The reference's names for ours. Its "seq-mean-token-sum" and "seq-mean-token-sum-norm" are
@@ -26,12 +27,12 @@ def read(name: str) -> list[dict]:
 
 def _weights(mask: np.ndarray, mode: str) -> np.ndarray:
     """Compute token weights; every row is a group of one answer."""
-    groups = [packing.TrainGroup([1], [[2] * int(row.sum())], [0.0]) for row in mask]
+    groups = [tiny.group([1], [[2] * int(row.sum())], [0.0]) for row in mask]
     if mode in AGGREGATIONS:
-        weighed = packing.weigh(groups, AGGREGATIONS[mode])
+        answer_weights = aggregation.weigh(groups, AGGREGATIONS[mode])
     else:
-        weighed = packing.weigh(groups, "sequence_sum", mask.shape[1])
-    weights = mask * np.array([group.weights for group in weighed], np.float32)
+        answer_weights = aggregation.weigh(groups, "sequence_sum", mask.shape[1])
+    weights = mask * np.array(answer_weights, np.float32)
     return weights * {
         "seq-mean-token-sum": mask.shape[1],
         "seq-mean-token-sum-norm": len(mask),

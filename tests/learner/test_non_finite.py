@@ -13,13 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spell_jax.learner import non_finite, packing
+from spell_jax.learner import aggregation, non_finite
 from spell_jax.learner import update as updates
 from spell_jax.learner.learner import Learner
 from spell_jax.learner.loss_config import LossConfig
-from spell_jax.learner.non_finite import MOST_ROWS, NonFinite
+from spell_jax.learner.non_finite import MOST_ROWS, NonFinite, WeighedGroup
 from spell_jax.learner.optimizer import OptimizerConfig
-from spell_jax.learner.packing import Bucket, PackingConfig, TrainGroup
+from spell_jax.learner.packing import Bucket, PackingConfig
 from spell_jax.learner.update import TrainState
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.checkpoint import Checkpoints
@@ -32,8 +32,8 @@ PACKING = PackingConfig((Bucket(48, 32),), token_budget=96)
 ON_POLICY = LossConfig()
 OPTIMIZER = OptimizerConfig(learning_rate=0.01, weight_decay=0.1)
 EIGHT = (("fsdp", 8),)
-BAD = TrainGroup([3, 4], [[5], [6, 7], [8]], [0.5, NAN, -0.5], "verifier")
-BAD_ANSWER = dataclasses.replace(BAD, answers=[[6, 7]], advantages=[NAN])
+BAD = tiny.group([3, 4], [[5], [6, 7], [8]], [0.5, NAN, -0.5], "verifier")
+BAD_ANSWER = BAD.select([1])
 
 
 @functools.cache
@@ -64,7 +64,11 @@ def _bits(state: TrainState) -> list[bytes]:
 
 
 def _answers(groups) -> list[tuple[list[int], list[int]]]:
-    return [(list(g.prompt), list(g.answers[0])) for g in packing.separate_answers(groups)]
+    return [(list(group.prompt), answer) for group in groups for answer in tiny.answers(group)]
+
+
+def _bad_answers(error: NonFinite) -> list[tuple[list[int], list[int]]]:
+    return _answers(group for group, _ in error.rows)
 
 
 # ---------------------------------------------------------------------------------- Skipped updates
@@ -88,7 +92,7 @@ def test_skipped_update_leaves_the_state_bit_identical(mesh: tuple, offload: boo
     before = _bits(state)
     places = jax.tree.map(lambda x: x.sharding, state)
     for advantage in (NAN, INF, -INF, 1e30):
-        bad = TrainGroup([3, 4], [[5]], [advantage])
+        bad = tiny.group([3, 4], [[5]], [advantage])
         state, numbers = learner.update(state, [*GROUPS, bad])
         assert numbers["skipped_update"] == numbers["skipped_in_a_row"] == 1.0
         assert numbers["micro_batches"] > (1 if not mesh else 0)
@@ -148,20 +152,20 @@ def test_weight_that_overflows_bfloat16_is_reported() -> None:
     state, numbers = learner.update(state, GROUPS)
     assert numbers["skipped_update"] == 0.0
     rows = [
-        TrainGroup([5, 2], [[9], [10]], [1.0, -1.0]),
-        TrainGroup([5, 6], [[2, 7], [11]], [0.5, -0.5]),
+        tiny.group([5, 2], [[9], [10]], [1.0, -1.0]),
+        tiny.group([5, 6], [[2, 7], [11]], [0.5, -0.5]),
     ]
     with pytest.raises(NonFinite) as error:
         learner.update(state, [*GROUPS, *rows])
     # The last token of an answer is predicted, but predicts nothing.
-    assert _answers(error.value.rows) == [([5, 2], [9]), ([5, 2], [10]), ([5, 6], [2, 7])]
+    assert _bad_answers(error.value) == [([5, 2], [9]), ([5, 2], [10]), ([5, 6], [2, 7])]
     assert error.value.tensors == ["policy/embedding"]
 
 
 @pytest.mark.slow
 def test_update_with_zero_gradient_is_not_skipped() -> None:
     learner = _learner()
-    groups = [dataclasses.replace(g, advantages=[0.0] * len(g.answers)) for g in GROUPS]
+    groups = [dataclasses.replace(g, advantages=[0.0] * len(g.samples)) for g in GROUPS]
     state, numbers = learner.update(learner.init(tiny.weights()), groups)
     assert numbers["gradient_norm"] == 0.0 and numbers["skipped_update"] == 0.0
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(jax.device_get(state)))
@@ -194,10 +198,11 @@ def test_third_skipped_update_in_a_row_raises(layout: PackingConfig, tmp_path) -
         learner.update(restored, bad)
     assert "the last by 1 of its rows" in str(error.value)
     assert error.value.skipped == 3 and error.value.tensors == []
-    assert _answers(error.value.rows) == _answers([BAD_ANSWER])
-    assert math.isnan(error.value.rows[0].advantages[0])
+    assert _bad_answers(error.value) == _answers([BAD_ANSWER])
+    ((row, weights),) = error.value.rows
+    assert math.isnan(row.advantages[0])
     total = sum(group.answer_tokens for group in bad)
-    assert error.value.rows[0].weights == [1 / total], "the share in the update, not alone"
+    assert weights == [1 / total], "the share in the update, not alone"
     assert learner.fns.accumulate._cache_size() == programs, "the search compiles nothing"
 
 
@@ -212,7 +217,7 @@ def test_failure_that_does_not_recur_reports_all_rows(monkeypatch) -> None:
     learner = Learner(tiny.POLICY, optimizer, ON_POLICY, PACKING, _learner().mesh, 0.7)
     with pytest.raises(NonFinite, match="finite when it was run again") as error:
         learner.update(learner.init(tiny.weights()), GROUPS)
-    assert _answers(error.value.rows) == _answers(GROUPS)
+    assert _bad_answers(error.value) == _answers(GROUPS)
 
 
 def test_max_skipped_below_one_is_rejected() -> None:
@@ -223,44 +228,45 @@ def test_max_skipped_below_one_is_rejected() -> None:
 # ----------------------------------------------------------------------------------------- Bad rows
 
 
-def _single(advantage: float) -> TrainGroup:
-    return TrainGroup([1], [[2]], [advantage])
+def _single(advantage: float) -> WeighedGroup:
+    return tiny.group([1], [[2]], [advantage]), [1.0]
 
 
-def _total(groups) -> float:
-    return sum(sum(group.advantages) for group in groups)
+def _total(rows) -> float:
+    return sum(sum(group.advantages) for group, _ in rows)
 
 
 def test_one_bad_row_is_found_in_few_trials() -> None:
     tried: list[int] = []
 
-    def is_finite(groups) -> bool:
-        tried.append(len(groups))
-        return math.isfinite(_total(groups))
+    def is_finite(rows) -> bool:
+        tried.append(len(rows))
+        return math.isfinite(_total(rows))
 
-    groups = [_single(float(i)) for i in range(64)]
-    groups[45] = _single(INF)
-    assert non_finite.find_rows(groups, is_finite) == [groups[45]]
+    rows = [_single(float(i)) for i in range(64)]
+    rows[45] = _single(INF)
+    assert non_finite.find_rows(rows, is_finite) == [rows[45]]
     assert len(tried) == 1 + 2 * 6 and sum(tried) < 3 * 64
-    assert non_finite.find_rows(groups[:45], is_finite) == []
+    assert non_finite.find_rows(rows[:45], is_finite) == []
 
 
 def test_jointly_bad_rows_are_found_and_the_list_is_limited() -> None:
-    def is_small(groups) -> bool:
-        return _total(groups) < 10
+    def is_small(rows) -> bool:
+        return _total(rows) < 10
 
-    groups = [_single(x) for x in (1, 1, 6, 7, 0, 0, 0, 0)]
-    assert non_finite.find_rows(groups, is_small) == groups[2:4]
-    siblings = TrainGroup([1], [[2], [3]], [6.0, 7.0])
+    rows = [_single(x) for x in (1, 1, 6, 7, 0, 0, 0, 0)]
+    assert non_finite.find_rows(rows, is_small) == rows[2:4]
+    siblings = tiny.group([1], [[2], [3]], [6.0, 7.0]), [1.0, 1.0]
     assert non_finite.find_rows([siblings], is_small) == [siblings]
-    infinite_groups = [_single(INF)] * 100
-    assert len(non_finite.find_rows(infinite_groups, is_small)) == MOST_ROWS
+    infinite_rows = [_single(INF)] * 100
+    assert len(non_finite.find_rows(infinite_rows, is_small)) == MOST_ROWS
 
 
 def test_bad_rows_are_written_with_all_training_fields(tmp_path) -> None:
     old = [np.array([-0.5, -INF], np.float32), np.array([NAN], np.float32)]
-    group = TrainGroup([3, np.int64(4)], [np.array([5, 6]), [7]], [INF, 0.5], "verifier", old)
-    error = NonFinite(3, packing.weigh([group, BAD_ANSWER]), [], True)
+    group = tiny.group([3, np.int64(4)], [[5, 6], [7]], [INF, 0.5], "verifier", old)
+    groups = [group, BAD_ANSWER]
+    error = NonFinite(3, list(zip(groups, aggregation.weigh(groups), strict=True)), [], True)
     decode = lambda ids: "\ud800" + "-".join(map(str, ids))  # noqa: E731
     path = non_finite.write_rows(error, tmp_path, 12, decode)
     assert path == tmp_path / "non_finite" / "12.jsonl"

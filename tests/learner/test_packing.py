@@ -9,15 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spell_jax.attention.masks import visible
+from spell_jax.data.samples import Sample
 from spell_jax.learner import old_logprobs, packing
+from spell_jax.learner.aggregation import weigh
 from spell_jax.learner.packing import Bucket, MicroBatch, PackingConfig, TrainGroup
 from spell_jax.learner.shapes import AUTO
 from tests import tiny
 
 
 def _pack(groups: list[TrainGroup], buckets: list[Bucket], budget: int, multiple: int = 1):
-    fitting, refused = packing.split_groups(packing.weigh(groups), buckets[-1])
-    return packing.pack(fitting, buckets, budget, multiple), refused
+    parts, refused = packing.split_groups(groups, buckets[-1])
+    return packing.pack(parts, weigh(groups), buckets, budget, multiple), refused
 
 
 def _written(batches: list[MicroBatch]) -> Counter:
@@ -44,14 +46,12 @@ def _written(batches: list[MicroBatch]) -> Counter:
 
 def _expected_token_counts(groups: list[TrainGroup]) -> Counter:
     token_counts: Counter = Counter()
-    for group in packing.weigh(groups):
-        for i, answer in enumerate(group.answers):
+    for group, weights in zip(groups, weigh(groups), strict=True):
+        for i, answer in enumerate(tiny.answers(group)):
             for at, token in enumerate(answer):
-                context = (*map(int, group.prompt), *map(int, answer[:at]))
-                old = group.old_logprobs[i][at] if group.old_logprobs else 0.0
-                assert group.weights is not None
-                numbers = (group.advantages[i], group.weights[i], old)
-                token_counts[context, int(token), *(float(np.float32(x)) for x in numbers)] += 1
+                context = (*map(int, group.prompt), *answer[:at])
+                numbers = (group.advantages[i], weights[i], tiny.logprobs(group)[i][at])
+                token_counts[context, token, *(float(np.float32(x)) for x in numbers)] += 1
     return token_counts
 
 
@@ -64,27 +64,27 @@ def _experts(tokens) -> np.ndarray:
 def test_experts_follow_their_tokens(devices: int) -> None:
     """Into rows, through splits of groups and through the layout of the context axis."""
     groups = [
-        dataclasses.replace(
+        tiny.change_samples(
             group,
-            experts=[_experts(answer) for answer in group.answers],
-            prompt_experts=_experts(group.prompt),
+            experts=[_experts(answer) for answer in tiny.answers(group)],
+            prompt_experts=[_experts(group.prompt)] * len(group.samples),
         )
         for group in tiny.groups(6)
     ]
-    weighed, buckets = packing.weigh(groups), [Bucket(24, 12)]
-    fitting, _ = packing.split_groups(weighed, buckets[0])
-    assert len(fitting) > len(groups)
+    weights, buckets = weigh(groups), [Bucket(24, 12)]
+    parts, _ = packing.split_groups(groups, buckets[0])
+    assert len(parts) > len(groups)
     nothing = np.full((2, 1), -1, np.int8)
-    for batch in packing.pack(fitting, buckets, 48, 1, devices, no_experts=nothing):
+    for batch in packing.pack(parts, weights, buckets, 48, 1, devices, no_experts=nothing):
         assert batch.experts.dtype == np.int8
         real = batch.last_query >= 0
         np.testing.assert_array_equal(batch.experts[real], _experts(batch.tokens[real]))
         assert (batch.experts[~real] == -1).all()
-    assert packing.pack(fitting, buckets, 48)[0].experts is None  # not asked for
+    assert packing.pack(parts, weights, buckets, 48)[0].experts is None  # not asked for
 
 
 def test_layout_of_a_packed_row() -> None:
-    group = TrainGroup([11, 12], [[21, 22], [31]], [0.5, -1.0], old_logprobs=[[-1, -2], [-3]])
+    group = tiny.group([11, 12], [[21, 22], [31]], [0.5, -1.0], logprobs=[[-1, -2], [-3]])
     (batch,), refused = _pack([group], [Bucket(6, 4)], 6)
     assert not refused
     np.testing.assert_array_equal(batch.tokens, [[11, 12, 21, 22, 31, 0]])
@@ -99,7 +99,7 @@ def test_layout_of_a_packed_row() -> None:
 
 
 def test_groups_in_one_row_do_not_attend_to_each_other() -> None:
-    groups = [TrainGroup([1, 2], [[3]], [1.0]), TrainGroup([4], [[5]], [2.0])]
+    groups = [tiny.group([1, 2], [[3]], [1.0]), tiny.group([4], [[5]], [2.0])]
     (batch,), _ = _pack(groups, [Bucket(8, 4)], 8)
     np.testing.assert_array_equal(batch.tokens, [[1, 2, 3, 4, 5, 0, 0, 0]])
     np.testing.assert_array_equal(batch.last_query, [[2, 2, 2, 4, 4, -1, -1, -1]])
@@ -109,7 +109,7 @@ def test_groups_in_one_row_do_not_attend_to_each_other() -> None:
 
 def test_first_fit_decreasing_is_deterministic_and_fills_rows() -> None:
     sizes = [3, 9, 5, 7, 4, 4]  # 9 | 7+3 | 5+4 | 4 in rows of 10
-    groups = [TrainGroup([i] * (size - 1), [[50 + i]], [1.0]) for i, size in enumerate(sizes)]
+    groups = [tiny.group([i] * (size - 1), [[50 + i]], [1.0]) for i, size in enumerate(sizes)]
     (batch,), _ = _pack(groups, [Bucket(10, 10)], 40)
     rows = [[int(t) - 50 for t in row if t >= 50] for row in batch.target]
     assert rows == [[1], [3, 0], [2, 4], [5]]
@@ -119,14 +119,14 @@ def test_first_fit_decreasing_is_deterministic_and_fills_rows() -> None:
 
 
 def test_rows_take_the_smallest_bucket_that_holds_them() -> None:
-    groups = [TrainGroup([1] * 2, [[2]], [1.0])]
+    groups = [tiny.group([1] * 2, [[2]], [1.0])]
     assert _pack(groups, [Bucket(4, 2), Bucket(16, 8)], 16)[0][0].tokens.shape == (4, 4)
-    many_answers = [TrainGroup([1], [[2], [3], [4]], [1.0] * 3)]  # 4 tokens, but 3 of answers
+    many_answers = [tiny.group([1], [[2], [3], [4]], [1.0] * 3)]  # 4 tokens, but 3 of answers
     assert _pack(many_answers, [Bucket(4, 2), Bucket(16, 8)], 16)[0][0].tokens.shape == (1, 16)
 
 
 def test_micro_batch_rows_fit_the_budget_and_a_device_multiple() -> None:
-    groups = [TrainGroup([1] * 6, [[2] * 2], [1.0]) for _ in range(7)]
+    groups = [tiny.group([1] * 6, [[2] * 2], [1.0]) for _ in range(7)]
     batches, _ = _pack(groups, [Bucket(8, 4)], 24)
     assert [batch.tokens.shape for batch in batches] == [(3, 8)] * 3
     batches, _ = _pack(groups, [Bucket(8, 4)], 24, multiple=2)
@@ -136,24 +136,26 @@ def test_micro_batch_rows_fit_the_budget_and_a_device_multiple() -> None:
 
 
 def test_long_groups_are_split_by_answers_and_repeat_their_prompt() -> None:
-    group = TrainGroup([1, 2, 3], [[10], [11, 12], [13, 14], [15]], [1.0, 2.0, 3.0, 4.0])
-    weighed = packing.weigh([group])
-    parts, refused = packing.split_groups(weighed, Bucket(6, 3))
+    group = tiny.group([1, 2, 3], [[10], [11, 12], [13, 14], [15]], [1.0, 2.0, 3.0, 4.0])
+    parts, refused = packing.split_groups([group], Bucket(6, 3))
     assert not refused
-    assert [part.prompt for part in parts] == [[1, 2, 3]] * 2
-    assert [part.answers for part in parts] == [[[10], [11, 12]], [[13, 14], [15]]]
-    assert [part.advantages for part in parts] == [[1.0, 2.0], [3.0, 4.0]]
-    assert [part.weights for part in parts] == [[1 / 6, 1 / 6]] * 2
+    assert [part.group.prompt for part in parts] == [[1, 2, 3]] * 2
+    answers = [tiny.answers(part.group) for part in parts]
+    assert answers == [[[10], [11, 12]], [[13, 14], [15]]]
+    assert [part.group.advantages for part in parts] == [[1.0, 2.0], [3.0, 4.0]]
+    assert [part.answers for part in parts] == [[0, 1], [2, 3]]
+    batches = packing.pack(parts, [[0.5, 0.25, 2.0, 4.0]], [Bucket(6, 3)], 6)
+    assert [batch.weight[0].tolist() for batch in batches] == [[0.5, 0.25, 0.25], [2.0, 2.0, 4.0]]
 
 
 def test_oversized_answers_are_left_out_and_their_siblings_kept() -> None:
-    group = TrainGroup([1, 2], [[3], [4] * 5, [5, 5]], [1.0, 2.0, 3.0])
-    fitting, refused = packing.split_groups(packing.weigh([group]), Bucket(6, 6))
-    assert [part.answers for part in refused] == [[[4] * 5]]
-    assert [part.answers for part in fitting] == [[[3], [5, 5]]]
-    assert [part.advantages for part in fitting] == [[1.0, 3.0]]
+    group = tiny.group([1, 2], [[3], [4] * 5, [5, 5]], [1.0, 2.0, 3.0])
+    ((part, numbers),), refused = packing.split_groups([group], Bucket(6, 6))
+    assert refused == [1] and numbers == [0, 2]
+    assert tiny.answers(part) == [[3], [5, 5]] and part.advantages == [1.0, 3.0]
     # Weights are assigned before packing: oversized answers lose their share, others keep theirs.
-    assert fitting[0].weights == [1 / 8, 1 / 8]
+    (batch,), _ = _pack([group], [Bucket(6, 6)], 6)
+    assert batch.weight[0].tolist() == [1 / 8] * 3 + [0.0] * 3
 
 
 @settings(max_examples=40)
@@ -177,15 +179,14 @@ def test_every_answer_token_is_packed_exactly_once(
     ]
     lengths = sorted({-(-length // devices) * devices for length in lengths})
     buckets = [Bucket(length, max(6, length // 2)) for length in lengths]
-    weighed = packing.weigh(groups)
-    if shared == "none":
-        weighed = packing.separate_answers(weighed)
+    laid_out = packing.separate_answers(groups) if shared == "none" else groups
     if not listed:
         budget += 16 * devices + 18  # at least 18 tokens after it is rounded down to 16 * devices
         buckets = AUTO
     largest = buckets[-1] if listed else PackingConfig(AUTO, budget).largest(devices)
-    fitting, refused = packing.split_groups(weighed, largest)
-    batches = packing.pack(fitting, buckets, budget, multiple, devices, shared == "tree")
+    parts, refused = packing.split_groups(laid_out, largest)
+    sizes = buckets, budget, multiple, devices
+    batches = packing.pack(parts, weigh(groups), *sizes, shared == "tree")
     assert not refused
     assert _written(batches) == _expected_token_counts(groups)
     assert all(len(batch.tokens) % multiple == 0 for batch in batches)
@@ -194,48 +195,15 @@ def test_every_answer_token_is_packed_exactly_once(
 
 
 GROUPS = [
-    TrainGroup([1], [[1] * 2, [1] * 4], [1.0, 1.0], "responder"),
-    TrainGroup([1], [[1] * 3], [1.0], "responder"),
-    TrainGroup([1], [[1] * 1, [1] * 6], [1.0, 1.0], "verifier"),
+    tiny.group([1], [[1] * 2, [1] * 4], [1.0, 1.0], "responder"),
+    tiny.group([1], [[1] * 3], [1.0], "responder"),
+    tiny.group([1], [[1] * 1, [1] * 6], [1.0, 1.0], "verifier"),
 ]
-
-
-@pytest.mark.parametrize(
-    ("aggregation", "expected_weights"),
-    [
-        ("token_mean", [[1 / 16, 1 / 16], [1 / 16], [1 / 16, 1 / 16]]),
-        ("group_mean", [[1 / 6 / 3, 1 / 6 / 3], [1 / 3 / 3], [1 / 7 / 3, 1 / 7 / 3]]),
-        ("role_mean", [[1 / 9, 1 / 9], [1 / 9], [1 / 7, 1 / 7]]),
-        ("role_group_mean", [[1 / 6 / 2, 1 / 6 / 2], [1 / 3 / 2], [1 / 7, 1 / 7]]),
-        (
-            "sequence_mean",
-            [[1 / 2 / 2 / 3, 1 / 4 / 2 / 3], [1 / 3 / 3], [1 / 2 / 3, 1 / 6 / 2 / 3]],
-        ),
-    ],
-)
-def test_token_weights_of_each_aggregation(aggregation: str, expected_weights: list) -> None:
-    weighed = packing.weigh(GROUPS, aggregation)
-    for group, weights in zip(weighed, expected_weights, strict=True):
-        np.testing.assert_allclose(group.weights, weights, rtol=1e-12)
-    shares = [
-        sum(w * len(a) for w, a in zip(group.weights or [], group.answers, strict=True))
-        for group in weighed
-    ]
-    assert sum(shares) == pytest.approx(2 if aggregation.startswith("role") else 1)
-
-
-def test_sequence_sum_gives_all_tokens_the_same_weight() -> None:
-    """Divide the sum over an answer's tokens by a constant, and average over 5 answers."""
-    weighed = packing.weigh(GROUPS, "sequence_sum", 10)
-    for group in weighed:
-        np.testing.assert_allclose(group.weights, [1 / 10 / 5] * len(group.answers), rtol=1e-12)
-    with pytest.raises(ValueError, match=r"loss\.sequence_tokens = 0: must be at least 1"):
-        packing.weigh(GROUPS, "sequence_sum")
 
 
 @given(count=st.integers(0, 20), parts=st.integers(1, 9))
 def test_minibatches_are_balanced_and_keep_all_groups_in_order(count: int, parts: int) -> None:
-    groups = [TrainGroup([1], [[2]], [float(i)]) for i in range(count)]
+    groups = [tiny.group([1], [[2]], [float(i)]) for i in range(count)]
     minibatches = packing.in_parts(groups, parts)
     assert len(minibatches) == min(count, parts) and all(minibatches)
     numbers = [[group.advantages[0] for group in part] for part in minibatches]
@@ -248,8 +216,8 @@ def test_minibatches_are_balanced_and_keep_all_groups_in_order(count: int, parts
 
 
 def test_minibatches_keep_the_proportions_of_roles() -> None:
-    groups = [TrainGroup([1], [[2]], [1.0], role) for role in "aaaaaabbbb"]
-    assert [[g.role for g in part] for part in packing.in_parts(groups, 2)] == [list("aaabb")] * 2
+    groups = [tiny.group([1], [[2]], [1.0], role) for role in "aaaaaabbbb"]
+    assert [[g.name for g in part] for part in packing.in_parts(groups, 2)] == [list("aaabb")] * 2
     with pytest.raises(ValueError, match="count = 0: must be at least 1"):
         packing.in_parts(groups, 0)
 
@@ -273,13 +241,10 @@ def test_answer_ids_are_unique_and_logprobs_return_to_groups(
     """
     length = -(-length // devices) * devices
     groups = tiny.groups(count, seed)
-    packed = old_logprobs.with_ids(groups)
-    if shared == "none":
-        packed = packing.separate_answers(packed)
-    fitting, refused = packing.split_groups(packed, Bucket(length, answers))
-    batches = packing.pack(
-        fitting, [Bucket(length, answers)], 3 * length, 1, devices, shared == "tree"
-    )
+    laid_out = packing.separate_answers(groups) if shared == "none" else groups
+    parts, refused = packing.split_groups(laid_out, Bucket(length, answers))
+    sizes = [Bucket(length, answers)], 3 * length, 1, devices
+    batches = packing.pack(parts, weigh(groups), *sizes, shared == "tree")
     for batch in batches:
         np.testing.assert_array_equal(batch.answer >= 0, batch.weight > 0)
         np.testing.assert_array_equal(batch.answer >= 0, batch.answer_id >= 0)
@@ -292,12 +257,11 @@ def test_answer_ids_are_unique_and_logprobs_return_to_groups(
         groups, batches, [-np.float32(b.target) for b in batches]
     )
     assert len(scored_groups) == len(groups)
-    nowhere = {group.ids[0] for group in refused if group.ids}
     numbers = iter(range(10_000))
     for group, scored_group in zip(groups, scored_groups, strict=True):
-        assert scored_group.advantages == group.advantages and scored_group.role == group.role
-        for answer, old in zip(group.answers, scored_group.old_logprobs or [], strict=True):
-            is_refused = next(numbers) in nowhere
+        assert scored_group.advantages == group.advantages and scored_group.name == group.name
+        for answer, old in zip(tiny.answers(group), tiny.logprobs(scored_group), strict=True):
+            is_refused = next(numbers) in refused
             expected_logprobs = np.full(len(answer), np.nan) if is_refused else -np.float32(answer)
             np.testing.assert_array_equal(old, expected_logprobs)
 
@@ -305,39 +269,36 @@ def test_answer_ids_are_unique_and_logprobs_return_to_groups(
 def test_answers_are_counted_by_role() -> None:
     assert packing.count_answers([]) == {}
     counts = packing.count_answers(GROUPS)
-    assert sum(counts.values()) == sum(len(group.answers) for group in GROUPS)
+    assert sum(counts.values()) == sum(len(group.samples) for group in GROUPS)
     for role, count in counts.items():
-        assert count == sum(len(group.answers) for group in GROUPS if group.role == role)
+        assert count == sum(len(group.samples) for group in GROUPS if group.name == role)
 
 
 def test_invalid_packing_arguments_are_rejected() -> None:
-    with pytest.raises(ValueError, match=r"loss\.aggregation = 'mean': must be one of"):
-        packing.weigh(GROUPS, "mean")
-    with pytest.raises(ValueError, match="weighed before"):
-        packing.pack(GROUPS, [Bucket(16, 16)], 16)
+    parts, _ = packing.split_groups(GROUPS, Bucket(16, 16))
     with pytest.raises(ValueError, match="does not fit the largest bucket"):
-        packing.pack(packing.weigh(GROUPS), [Bucket(6, 6)], 16)
+        packing.pack(parts, weigh(GROUPS), [Bucket(6, 6)], 16)
     with pytest.raises(ValueError, match="1 <= answers <= length"):
         Bucket(4, 5)
+
+
+SAMPLE, EMPTY = Sample(np.array([2, 3])), Sample(np.zeros(0, np.int32))
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"prompt": []}, "group.prompt: is empty"),
-        ({"answers": []}, "group.answers: must be one or more"),
-        ({"answers": [[1], []]}, "group.answers: .* at least 1 token"),
-        ({"advantages": [1.0]}, "group.advantages: 1 of them, but 2 answers"),
+        ({"samples": []}, "group.samples: must be one or more"),
         (
-            {"old_logprobs": [[0.0], [0.0]]},
-            r"group.old_logprobs: of lengths \[1, 1\], .*\[1, 2\]",
+            {"samples": [SAMPLE, EMPTY]},
+            "group.samples: .* at least 1 token",
         ),
-        ({"experts": [[], []]}, r"group.experts: of lengths \[0, 0\], .*\[1, 2\]"),
-        ({"prompt_experts": [0, 0]}, "group.prompt_experts: of 2 tokens, but the prompt has 1"),
+        ({"advantages": [1.0]}, "group.advantages: 1 of them, but 2 samples"),
     ],
 )
 def test_inconsistent_train_group_is_rejected(fields: dict, message: str) -> None:
-    valid_fields = {"prompt": [1], "answers": [[2], [3, 4]], "advantages": [1.0, -1.0]}
+    valid_fields = {"prompt": [1], "samples": [SAMPLE] * 2, "advantages": [1.0, -1.0]}
     TrainGroup(**valid_fields)
     with pytest.raises(ValueError, match=message):
         TrainGroup(**valid_fields | fields)

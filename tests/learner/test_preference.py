@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from spell_jax.learner import aggregation, packing, update
 from spell_jax.learner import loss as losses
-from spell_jax.learner import packing, update
 from spell_jax.learner.learner import Learner
 from spell_jax.learner.loss_config import LossConfig
 from spell_jax.learner.optimizer import OptimizerConfig
@@ -40,7 +40,7 @@ def ids(count: int) -> np.ndarray:
 
 def pair(prompt: int, chosen_length: int, rejected_length: int, reference: int) -> TrainGroup:
     answers = [ids(chosen_length), ids(rejected_length)]
-    return TrainGroup(ids(prompt), answers, [1.0, -1.0], reference_prompt=ids(reference))
+    return tiny.group(ids(prompt), answers, [1.0, -1.0], reference_prompt=ids(reference))
 
 
 ALIGNED = dataclasses.replace(DPO, align_weight=0.6)
@@ -48,7 +48,7 @@ ALIGNED = dataclasses.replace(DPO, align_weight=0.6)
 
 def aligned(group: TrainGroup, prompt: int) -> TrainGroup:
     """Return the group with its chosen answer also after another prompt of `prompt` tokens."""
-    aligned_group = TrainGroup(ids(prompt), group.answers[:1], [0.0], weights=[0.0])
+    aligned_group = TrainGroup(ids(prompt), group.samples[:1], [0.0])
     return dataclasses.replace(group, aligned=aligned_group)
 
 
@@ -83,12 +83,12 @@ def sums_of(params: transformer.Params, rows: Sequence[tuple[Any, Any]]) -> jax.
 
 def separate_loss(params: transformer.Params, reference: transformer.Params) -> jax.Array:
     """Compute the loss of PAIRS from single rows; the reference reads `reference_prompt`."""
-    policy_rows = [(g.prompt, a) for g in PAIRS for a in g.answers]
-    reference_rows = [(g.reference_prompt, a) for g in PAIRS for a in g.answers]
+    policy_rows = [(g.prompt, a) for g in PAIRS for a in tiny.answers(g)]
+    reference_rows = [(g.reference_prompt, a) for g in PAIRS for a in tiny.answers(g)]
     policy = sums_of(params, policy_rows).reshape(-1, 2)
     ratio = policy - sums_of(reference, reference_rows).reshape(-1, 2)
     preference = -jax.nn.log_sigmoid(DPO.beta * (ratio[:, 0] - ratio[:, 1]))
-    nll = -policy[:, 0] / np.array([len(g.answers[0]) for g in PAIRS])
+    nll = -policy[:, 0] / np.array([len(g.samples[0].tokens) for g in PAIRS])
     return jnp.mean(DPO.preference_weight * preference + DPO.nll_weight * nll)
 
 
@@ -99,7 +99,7 @@ def alignment(params: transformer.Params, reference: transformer.Params) -> jax.
     rewards = []
     for of_policy, of_reference in ((long, long), (short, read)):
         policy_rows, reference_rows = (
-            [(prompt, g.answers[0]) for prompt, g in zip(prompts, PAIRS, strict=True)]
+            [(prompt, g.samples[0].tokens) for prompt, g in zip(prompts, PAIRS, strict=True)]
             for prompts in (of_policy, of_reference)
         )
         rewards.append(
@@ -111,7 +111,7 @@ def alignment(params: transformer.Params, reference: transformer.Params) -> jax.
 def packed_loss(
     params: transformer.Params, learner: Learner, groups: list[TrainGroup]
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    batches, *_ = learner.pack(learner.weigh(groups))
+    batches, *_ = learner.pack(groups, learner.weigh(groups))
     parts = [update.micro_batch_loss(learner.spec, params, {}, batch, None) for batch in batches]
     total = jax.tree.map(lambda *values: sum(values), *(sums for _, sums in parts))
     return jnp.stack([value for value, _ in parts]).sum(), total
@@ -143,14 +143,14 @@ def test_pairs_in_packed_rows_have_the_gradient_of_separate_rows(align_weight):
 def test_reference_reads_its_own_prompt():
     reference = jax.tree.map(jnp.asarray, tiny.weights(seed=1))
     scored = learner().score_reference(reference, PAIRS)
-    rows = [(g.reference_prompt, a) for g in PAIRS for a in g.answers]
-    logprob_sums = [x.sum() for g in scored for x in g.old_logprobs or ()]
+    rows = [(g.reference_prompt, a) for g in PAIRS for a in tiny.answers(g)]
+    logprob_sums = [x.sum() for g in scored for x in tiny.logprobs(g)]
     np.testing.assert_allclose(logprob_sums, sums_of(reference, rows), rtol=1e-4)
     assert [g.prompt is p.prompt for g, p in zip(scored, PAIRS, strict=True)] == [True] * 3
     plain_pairs = [dataclasses.replace(g, reference_prompt=None) for g in PAIRS]
     scored_plain_pairs = learner().score_reference(reference, plain_pairs)
-    rows = [(g.prompt, a) for g in PAIRS for a in g.answers]
-    logprob_sums = [x.sum() for g in scored_plain_pairs for x in g.old_logprobs or ()]
+    rows = [(g.prompt, a) for g in PAIRS for a in tiny.answers(g)]
+    logprob_sums = [x.sum() for g in scored_plain_pairs for x in tiny.logprobs(g)]
     np.testing.assert_allclose(logprob_sums, sums_of(reference, rows), rtol=1e-4)
 
 
@@ -175,14 +175,13 @@ def test_preference_loss_and_its_sums_by_hand():
     now, before = [[-1.0, -2.0], [-0.5]], [[-1.5, -2.5], [-0.25]]
     second_now, second_before = [[-3.0], [-1.0, -1.0]], [[-2.0], [-2.0, -1.5]]
     groups = [
-        TrainGroup([1], [[2] * len(a) for a in answers], [1.0, -1.0], old_logprobs=list(old))
+        tiny.group([1], [[2] * len(a) for a in answers], [1.0, -1.0], logprobs=list(old))
         for answers, old in (
             (now, map(np.array, before)),
             (second_now, map(np.array, second_before)),
         )
     ]
-    weighed = packing.weigh(groups, "sequence_mean")
-    (batch,) = packing.pack(weighed, [Bucket(16, 8)], 16)
+    (batch,) = tiny.pack(groups, Bucket(16, 8), "sequence_mean")
     assert batch.group[0].tolist() == [0, 0, 0, 1, 1, 1, -1, -1]
     # Log-ratios: 1.0 and -.25 in the first pair; -1.0 and 1.5 in the second.
     logprobs = jnp.array([[-1.0, -2.0, -0.5, -3.0, -1.0, -1.0, 0.0, 0.0]])
@@ -201,28 +200,26 @@ def test_preference_loss_and_its_sums_by_hand():
 def test_a_pair_is_refused_whole_and_never_split():
     fits, too_long = pair(6, 4, 4, 3), pair(6, 4, 5, 3)
     wide_pair = pair(2, 5, 5, 2)
-    fitting, refused = packing.whole_groups([too_long, fits, wide_pair], Bucket(14, 9))
-    assert fitting == [fits]
-    assert [len(g.answers) for g in refused] == [1] * 4
+    parts, refused = packing.whole_groups([too_long, fits, wide_pair], Bucket(14, 9))
+    assert [(part.group, list(part.answers)) for part in parts] == [(fits, [2, 3])]
+    assert refused == [0, 1, 4, 5]
     split, none = packing.split_groups([too_long], Bucket(14, 9))
     assert len(split) == 2 and not none  # as other losses do
-    batches, packed, count = learner(14, 9).pack(packing.weigh([too_long, fits]))
-    assert (len(batches), packed, count) == (1, packed[:1], 2)
-    assert list(packed[0].prompt) == list(fits.prompt)
+    groups = [too_long, fits]
+    (batch,), count = learner(14, 9).pack(groups, aggregation.weigh(groups))
+    assert count == 2 and set(batch.answer_id[0].tolist()) == {2, 3, -1}
 
 
 def test_distance_of_the_chosen_answers_rewards_by_hand():
-    group = TrainGroup(
+    group = tiny.group(
         [1, 1],
         [[2, 2], [3]],
         [1.0, -1.0],
-        old_logprobs=[np.array([-1.5, -2.5]), np.array([-0.25])],
-        aligned=TrainGroup(
-            [1, 1, 1], [[2, 2]], [0.0], old_logprobs=[np.array([-1.0, -1.0])], weights=[0.0]
-        ),
+        logprobs=[np.array([-1.5, -2.5]), np.array([-0.25])],
+        aligned=tiny.group([1, 1, 1], [[2, 2]], [0.0], logprobs=[np.array([-1.0, -1.0])]),
     )
     assert (group.tokens, group.answer_tokens) == (10, 5)
-    (batch,) = packing.pack(packing.weigh([group], "sequence_mean"), [Bucket(12, 6)], 12)
+    (batch,) = tiny.pack([group], Bucket(12, 6), "sequence_mean")
     assert batch.group[0].tolist() == [0] * 5 + [-1]
     assert batch.answer[0].tolist() == [0, 0, 1, 2, 2, -1]
     assert batch.positions[0].tolist() == [0, 1, 2, 3, 2, 0, 1, 2, 3, 4, 0, 0]
@@ -248,9 +245,9 @@ def test_alignment_needs_aligned_groups():
 
 def test_reference_prompt_is_not_longer_than_the_prompt():
     with pytest.raises(ValueError, match=r"group\.reference_prompt: of 4 tokens, must have from 1"):
-        TrainGroup([1, 2, 3], [[4], [5]], [1.0, -1.0], reference_prompt=[1, 2, 3, 4])
+        tiny.group([1, 2, 3], [[4], [5]], [1.0, -1.0], reference_prompt=[1, 2, 3, 4])
     with pytest.raises(ValueError, match=r"group\.reference_prompt: of 0 tokens"):
-        TrainGroup([1, 2, 3], [[4], [5]], [1.0, -1.0], reference_prompt=[])
+        tiny.group([1, 2, 3], [[4], [5]], [1.0, -1.0], reference_prompt=[])
 
 
 @pytest.mark.parametrize(

@@ -73,13 +73,14 @@ def _every_logprob(params: transformer.Params, tokens: jax.Array) -> jax.Array:
 
 def logprobs(params: transformer.Params, groups: list[TrainGroup]) -> list[list[np.ndarray]]:
     """Compute logprobs of answer tokens without packing: one row (prompt, answer) per answer."""
-    pairs = [(list(group.prompt), list(a)) for group in groups for a in group.answers]
+    pairs = [(list(group.prompt), a) for group in groups for a in tiny.answers(group)]
     tokens = np.zeros((len(pairs), 64), np.int32)
     for row, (prompt, answer) in enumerate(pairs):
         tokens[row, : len(prompt) + len(answer)] = prompt + answer
     every = iter(np.asarray(_every_logprob(params, tokens)))
     return [
-        [next(every)[len(g.prompt) - 1 :][: len(answer)] for answer in g.answers] for g in groups
+        [next(every)[len(g.prompt) - 1 :][: len(answer)] for answer in tiny.answers(g)]
+        for g in groups
     ]
 
 
@@ -123,10 +124,9 @@ def test_recomputed_logprobs_match_a_plain_forward_pass(layout: PackingConfig, m
     for group, after, expected_logprobs in zip(
         GROUPS, recomputed_groups, logprobs(tiny.weights(), GROUPS), strict=True
     ):
-        assert dataclasses.replace(after, old_logprobs=None) == dataclasses.replace(
-            group, old_logprobs=None
-        )
-        for old, expected in zip(after.old_logprobs or [], expected_logprobs, strict=True):
+        nothing = [None] * len(group.samples)
+        assert after.with_logprobs(nothing) == group.with_logprobs(nothing)
+        for old, expected in zip(tiny.logprobs(after), expected_logprobs, strict=True):
             np.testing.assert_allclose(old, expected, rtol=1e-5, atol=1e-5)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), tiny.weights())
 
@@ -141,7 +141,7 @@ def test_recomputed_logprobs_include_the_adapters() -> None:
     _, merged_weights = adapter_learner.export(state.params)
     (recomputed_group,) = adapter_learner.recompute(state, GROUPS[:1])
     (expected_logprobs,) = logprobs(merged_weights, GROUPS[:1])
-    for old, expected in zip(recomputed_group.old_logprobs or [], expected_logprobs, strict=True):
+    for old, expected in zip(tiny.logprobs(recomputed_group), expected_logprobs, strict=True):
         np.testing.assert_allclose(old, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -153,30 +153,30 @@ def test_recompute_uses_the_compute_dtype_of_the_update() -> None:
     assert numbers["sampler_difference"] < 1e-4
     (recomputed_group, *_) = bfloat16_learner.recompute(fresh(bfloat16_learner), GROUPS)
     (float32_logprobs, *_) = logprobs(tiny.weights(), GROUPS)
-    pairs = zip(recomputed_group.old_logprobs or [], float32_logprobs, strict=True)
+    pairs = zip(tiny.logprobs(recomputed_group), float32_logprobs, strict=True)
     assert max(np.abs(a - b).max() for a, b in pairs) > 1e-3  # unlike float32
 
 
 @pytest.mark.slow
 def test_oversized_answers_get_nan_logprobs_and_are_left_out() -> None:
     tiny_learner = learner()
-    long = TrainGroup([3] * 40, [[4] * 3, [4] * 20, [5]], [1.0, 1.0, -1.0])
+    long = tiny.group([3] * 40, [[4] * 3, [4] * 20, [5]], [1.0, 1.0, -1.0])
     state = fresh(tiny_learner)
     *other_groups, recomputed_group = tiny_learner.recompute(state, [*GROUPS, long])
-    first, second, third = recomputed_group.old_logprobs or []
+    first, second, third = tiny.logprobs(recomputed_group)
     assert np.isnan(second).all() and len(second) == 20
     expected_logprobs = logprobs(
-        tiny.weights(), [dataclasses.replace(long, answers=[[4] * 3, [4], [5]])]
+        tiny.weights(), [tiny.group(long.prompt, [[4] * 3, [4], [5]], long.advantages)]
     )
     np.testing.assert_allclose(first, expected_logprobs[0][0], atol=1e-5)
     np.testing.assert_allclose(third, expected_logprobs[0][2], atol=1e-5)
-    assert all(np.isfinite(old).all() for group in other_groups for old in group.old_logprobs or [])
+    assert all(np.isfinite(old).all() for group in other_groups for old in tiny.logprobs(group))
     state, numbers = tiny_learner.update(state, [*GROUPS, long])
     assert numbers["refused_answers"] == 1 and np.isfinite(numbers["loss"])
     assert numbers["skipped_update"] == 0 and int(state.step) == 1
-    nothing = TrainGroup([3] * 60, [[4]], [1.0])
+    nothing = tiny.group([3] * 60, [[4]], [1.0])
     (recomputed_group,) = tiny_learner.recompute(state, [nothing])
-    assert np.isnan((recomputed_group.old_logprobs or [])[0]).all()
+    assert np.isnan(tiny.logprobs(recomputed_group)[0]).all()
     assert tiny_learner.recompute(state, []) == []
 
 
@@ -286,9 +286,9 @@ CASES = [
 
 def test_sequence_sum_weights_use_the_configured_constant() -> None:
     cispo_learner = learner(loss=LossConfig(**VARIANTS["CISPO, Dr. GRPO"]))
-    batches, *_ = cispo_learner.pack(cispo_learner.weigh(GROUPS))
+    batches, *_ = cispo_learner.pack(GROUPS, cispo_learner.weigh(GROUPS))
     weights = np.concatenate([batch.weight[batch.answer >= 0] for batch in batches])
-    answers = sum(len(group.answers) for group in GROUPS)
+    answers = sum(len(group.samples) for group in GROUPS)
     np.testing.assert_allclose(weights, 1 / 6 / answers, rtol=1e-6)
 
 
@@ -297,9 +297,7 @@ def off_policy() -> list[TrainGroup]:
     """Return groups with old logprobs near the new: most ratios are in bounds, some are not."""
     rng = np.random.default_rng(0)
     return [
-        dataclasses.replace(
-            group, old_logprobs=[x + 0.15 * rng.normal(size=len(x)) for x in group_logprobs]
-        )
+        group.with_logprobs([x + 0.15 * rng.normal(size=len(x)) for x in group_logprobs])
         for group, group_logprobs in zip(GROUPS, logprobs(tiny.weights(), GROUPS), strict=True)
     ]
 

@@ -13,7 +13,6 @@ from spell_jax.learner import packing, statistics, update
 from spell_jax.learner.learner import Learner
 from spell_jax.learner.loss_config import LossConfig
 from spell_jax.learner.optimizer import OptimizerConfig
-from spell_jax.learner.packing import TrainGroup
 from spell_jax.policy.config import LoraConfig, PolicyConfig
 from tests import tiny
 
@@ -24,9 +23,9 @@ def device(kind: str) -> Any:
 
 def test_advantages_are_reported_by_role():
     groups = [
-        TrainGroup([1], [[2], [3]], [1.0, -2.0], "responder"),
-        TrainGroup([1], [[2]], [-0.5], "questioner"),
-        TrainGroup([1], [[2]], [4.0], "responder"),
+        tiny.group([1], [[2], [3]], [1.0, -2.0], "responder"),
+        tiny.group([1], [[2]], [-0.5], "questioner"),
+        tiny.group([1], [[2]], [4.0], "responder"),
     ]
     assert statistics.advantages(groups) == {
         "advantage/responder": (3.0, 3),
@@ -39,9 +38,9 @@ def test_advantages_are_reported_by_role():
 
 def group_operations(policy: PolicyConfig, prompt: int, answers: list[int]) -> float:
     """Count the operations of the micro-batch of one group."""
-    group = TrainGroup([3] * prompt, [[4] * length for length in answers], [1.0] * len(answers))
+    group = tiny.group([3] * prompt, [[4] * length for length in answers], [1.0] * len(answers))
     bucket = packing.Bucket(group.tokens + 1, group.answer_tokens)
-    (batch,) = packing.pack(packing.weigh([group]), [bucket], bucket.length)
+    (batch,) = tiny.pack([group], bucket)
     return statistics.batch_operations(policy, batch)
 
 
@@ -64,8 +63,8 @@ def test_flop_count_matches_a_manual_count() -> None:
 
 def test_operations_of_a_tree_count_shared_tokens_once() -> None:
     """The second question adds its own two prompt tokens and its answer."""
-    groups = [TrainGroup([3, 3, 3, 3, i], [[9, 9]], [1.0]) for i in range(2)]
-    (batch,) = packing.pack(packing.weigh(groups), [packing.Bucket(12, 4)], 12)
+    groups = [tiny.group([3, 3, 3, 3, i], [[9, 9]], [1.0]) for i in range(2)]
+    (batch,) = tiny.pack(groups, packing.Bucket(12, 4))
     pairs = 4 * 4 / 2 + 2 * (4.5 + 2 * 5 + 2 * 2 / 2)
     assert statistics.batch_operations(tiny.POLICY, batch) == pytest.approx(
         statistics.operations(tiny.POLICY, 4 + 2 * 3, 4, pairs)
@@ -111,7 +110,7 @@ def learner(**layout: Any) -> Learner:
 
 @pytest.mark.slow
 def test_trained_tokens_include_repeated_prompts():
-    groups = [TrainGroup([3] * 40, [[4] * 6, [5] * 7, [6] * 8], [1.0, -1.0, 0.0])]
+    groups = [tiny.group([3] * 40, [[4] * 6, [5] * 7, [6] * 8], [1.0, -1.0, 0.0])]
     for shared in packing.SHARED_PREFIXES:
         tiny_learner = learner(shared_prefix=shared)
         _, numbers = tiny_learner.update(tiny_learner.init(tiny.weights()), groups)
@@ -126,7 +125,7 @@ def test_entropy_is_reported_by_role():
     """A role's entropy is that of an update with this role alone; other roles have no metric."""
     tiny_learner = learner()
     answers = {"questioner": [7] * 3, "responder": [9] * 5, "verifier": [11], "row": [13] * 9}
-    groups = {role: TrainGroup([3, 4], [answer], [1.0], role) for role, answer in answers.items()}
+    groups = {role: tiny.group([3, 4], [answer], [1.0], role) for role, answer in answers.items()}
 
     def numbers(*roles: str) -> dict[str, float]:
         return tiny_learner.update(
@@ -147,9 +146,9 @@ def test_entropy_is_reported_by_role():
 
 
 def test_sampler_difference_skips_answers_without_new_logprobs():
-    before = [TrainGroup([1], [[2, 3], [4]], [1.0, 1.0], old_logprobs=[[-1.0, -2.0], [-3.0]])]
+    before = [tiny.group([1], [[2, 3], [4]], [1.0, 1.0], logprobs=[[-1.0, -2.0], [-3.0]])]
     # The second answer did not fit.
     new_logprobs = [np.float32([-1.5, -1.75]), np.float32([np.nan])]
-    after = [dataclasses.replace(before[0], old_logprobs=new_logprobs)]
+    after = [before[0].with_logprobs(new_logprobs)]
     assert statistics.sampler_difference(before, after) == {"sampler_difference": 0.375}
     assert statistics.sampler_difference([], []) == {}

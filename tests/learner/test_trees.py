@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from spell_jax.learner import packing, trees
+from spell_jax.learner import trees
 from spell_jax.learner.packing import Bucket, MicroBatch, TrainGroup
 from spell_jax.learner.trees import GroupTree, TokenCounts
 from tests import tiny
@@ -16,11 +16,7 @@ DOCUMENTS = [7, 7, 8, 9]
 
 
 def group(question: list[int], *answers: list[int], **fields) -> TrainGroup:
-    return TrainGroup([*DOCUMENTS, *question], answers, [1.0] * len(answers), **fields)
-
-
-def pack(groups: list[TrainGroup], bucket: Bucket, with_trees: bool = True) -> list[MicroBatch]:
-    return packing.pack(packing.weigh(groups), [bucket], bucket.length, with_trees=with_trees)
+    return tiny.group([*DOCUMENTS, *question], answers, [1.0] * len(answers), **fields)
 
 
 def grow(prompts: list[list[int]], room: int = 100) -> list[GroupTree]:
@@ -32,7 +28,7 @@ def grow(prompts: list[list[int]], room: int = 100) -> list[GroupTree]:
 
 def test_layout_of_a_tree() -> None:
     """Documents once, then each question with its answers."""
-    (batch,) = pack([group([2], [31, 32]), group([1, 5], [21], [22])], Bucket(12, 8))
+    (batch,) = tiny.pack([group([2], [31, 32]), group([1, 5], [21], [22])], Bucket(12, 8))
     np.testing.assert_array_equal(batch.tokens, [[*DOCUMENTS, 1, 5, 21, 22, 2, 31, 32, 0]])
     np.testing.assert_array_equal(batch.positions, [[0, 1, 2, 3, 4, 5, 6, 6, 4, 5, 6, 0]])
     np.testing.assert_array_equal(batch.last_query, [[10] * 4 + [7, 7, 6, 7] + [10] * 3 + [-1]])
@@ -44,22 +40,21 @@ def test_layout_of_a_tree() -> None:
 
 def test_shared_tokens_have_the_experts_of_the_first_prompt() -> None:
     groups = [
-        group(
-            [2 * value],
-            [31],
-            prompt_experts=np.full((5, 1, 1), value),
+        tiny.change_samples(
+            group([2 * value], [31]),
+            prompt_experts=[np.full((5, 1, 1), value)],
             experts=[np.full((1, 1, 1), value)],
         )
         for value in (2, 1)
     ]
     nothing = np.full((1, 1), -1, np.int8)
-    (batch,) = packing.pack(packing.weigh(groups), [Bucket(9, 4)], 9, no_experts=nothing)
+    (batch,) = tiny.pack(groups, Bucket(9, 4), no_experts=nothing)
     np.testing.assert_array_equal(batch.tokens, [[*DOCUMENTS, 2, 31, 4, 31, 0]])
     np.testing.assert_array_equal(batch.experts[0, :, 0, 0], [1] * 6 + [2, 2, -1])
 
 
 def test_prompt_that_begins_another_and_equal_prompts_are_laid_out_once() -> None:
-    (batch,) = pack([group([1, 2], [31]), group([], [21]), group([1, 2], [32])], Bucket(10, 8))
+    (batch,) = tiny.pack([group([1, 2], [31]), group([], [21]), group([1, 2], [32])], Bucket(10, 8))
     np.testing.assert_array_equal(batch.tokens, [[*DOCUMENTS, 21, 1, 2, 31, 32, 0]])
     np.testing.assert_array_equal(batch.source[0, :3], [3, 6, 6])
     np.testing.assert_array_equal(batch.last_query, [[8] * 4 + [4, 8, 8, 7, 8, -1]])
@@ -100,22 +95,22 @@ def test_order_of_groups_does_not_matter() -> None:
 
 
 def test_group_with_an_aligned_one_stays_alone() -> None:
-    aligned = group([3], [21], weights=[0.0])
-    pair = dataclasses.replace(packing.weigh([group([1], [21], [22])])[0], aligned=aligned)
-    (batch,) = packing.pack([pair, *packing.weigh([group([2], [31])])], [Bucket(32, 8)], 32)
+    pair = group([1], [21], [22], aligned=group([3], [21]))
+    (batch,) = tiny.pack([pair, group([2], [31])], Bucket(32, 8))
     assert int((batch.last_query >= 0).sum()) == (5 + 2) + (5 + 1) + (5 + 1)
 
 
 @pytest.mark.parametrize("with_trees", [True, False])
 def test_tree_saves_the_shared_tokens(with_trees: bool) -> None:
     groups = [group([i], [20 + i] * 2, [30 + i]) for i in range(4)]
-    count = sum(int((b.last_query >= 0).sum()) for b in pack(groups, Bucket(48, 16), with_trees))
+    batches = tiny.pack(groups, Bucket(48, 16), with_trees=with_trees)
+    count = sum(int((batch.last_query >= 0).sum()) for batch in batches)
     assert count == 4 * (1 + 3) + 4 * (1 if with_trees else 4)
 
 
 def test_packing_of_tiny_groups_is_deterministic() -> None:
     groups = [dataclasses.replace(g, prompt=np.asarray(g.prompt) % 2) for g in tiny.groups(9)]
-    first, second = (pack(groups, Bucket(48, 24)) for _ in range(2))
+    first, second = (tiny.pack(groups, Bucket(48, 24)) for _ in range(2))
     for first_batch, second_batch in zip(first, second, strict=True):
         for field in dataclasses.fields(MicroBatch):
             np.testing.assert_array_equal(

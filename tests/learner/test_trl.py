@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from spell_jax.learner import loss as losses
-from spell_jax.learner import packing
 from spell_jax.learner.loss_config import LossConfig
-from spell_jax.learner.packing import Bucket, TrainGroup
+from spell_jax.learner.packing import Bucket
+from tests import tiny
 
 pytestmark = pytest.mark.slow
 
@@ -108,9 +108,9 @@ def by_trl(fields: dict[str, Any]) -> tuple[float, list[np.ndarray]]:
 
 def by_us(config: LossConfig) -> tuple[float, np.ndarray]:
     """Compute the same values with our loss; the answers are concatenated."""
-    group = TrainGroup([1], [[2] * n for n in LENGTHS], ADVANTAGES, old_logprobs=OLD)
-    weighed = packing.weigh([group], config.aggregation, config.sequence_tokens)
-    (batch,) = packing.pack(weighed, [Bucket(1 + sum(LENGTHS), sum(LENGTHS))], 1)
+    group = tiny.group([1], [[2] * n for n in LENGTHS], ADVANTAGES, logprobs=OLD)
+    bucket = Bucket(1 + sum(LENGTHS), sum(LENGTHS))
+    (batch,) = tiny.pack([group], bucket, config.aggregation, config.sequence_tokens)
     reference = jnp.concatenate(REFERENCE)[None]
 
     def value(logprobs):
@@ -183,16 +183,15 @@ def test_preference_loss_and_gradient_equal_trl(beta: float) -> None:
     )
     pairs = [(0, 2), (1, 3)]  # (chosen, rejected)
     groups = [
-        TrainGroup(
+        tiny.group(
             [1],
             [[2] * LENGTHS[i] for i in pair],
             [1.0, -1.0],
-            old_logprobs=[REFERENCE[i] for i in pair],
+            logprobs=[REFERENCE[i] for i in pair],
         )
         for pair in pairs
     ]
-    weighed = packing.weigh(groups, config.aggregation)
-    (batch,) = packing.pack(weighed, [Bucket(2 + sum(LENGTHS), sum(LENGTHS))], 1)
+    (batch,) = tiny.pack(groups, Bucket(2 + sum(LENGTHS), sum(LENGTHS)), config.aggregation)
     order = [i for pair in pairs for i in pair]  # the first pair is longer, so it is packed first
     assert batch.answer[0].tolist() == [n for n, i in enumerate(order) for _ in range(LENGTHS[i])]
     logprobs = jnp.concatenate([LOGPROBS[i] for i in order])[None]

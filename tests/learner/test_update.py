@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 
-from spell_jax.learner import packing
+from spell_jax.learner import aggregation
 from spell_jax.learner import update as updates
 from spell_jax.learner.learner import Learner
 from spell_jax.learner.loss_config import LossConfig
@@ -102,13 +102,13 @@ def _assert_same_step(step, expected_step, relative: float = RELATIVE) -> None:
 
 
 GROUPS = tiny.groups(7, seed=1)
-SMALL = [TrainGroup([5, 6, 7], [[8, 9], [10]], [0.5, -1.5])]
+SMALL = [tiny.group([5, 6, 7], [[8, 9], [10]], [0.5, -1.5])]
 TEMPERATURE = 0.7
 
 
 def _rows(groups: list[TrainGroup]) -> tuple[np.ndarray, np.ndarray]:
     """Return (tokens, mask of answer tokens) [answers, 18]; a row is a prompt and one answer."""
-    pairs = [(list(group.prompt), list(a)) for group in groups for a in group.answers]
+    pairs = [(list(group.prompt), a) for group in groups for a in tiny.answers(group)]
     tokens = np.zeros((len(pairs), 18), np.int32)
     answers = np.zeros(tokens.shape, np.float32)
     for row, (prompt, answer) in enumerate(pairs):
@@ -180,10 +180,10 @@ def test_step_is_invariant_to_packing(packing_config: PackingConfig) -> None:
 
 
 def test_shared_prefixes_save_tokens() -> None:
-    group = TrainGroup([3] * 20, [[5, 6]] * 4, [1.0, -1.0, 0.5, 0.0])
+    group = tiny.group([3] * 20, [[5, 6]] * 4, [1.0, -1.0, 0.5, 0.0])
     separate = _learner(PackingConfig(BUCKETS[1:], 192, shared_prefix="none"))
     shared, separate = (
-        learner.pack(learner.weigh([group]))[0] for learner in (_learner(), separate)
+        learner.pack([group], learner.weigh([group]))[0] for learner in (_learner(), separate)
     )
     count = [sum(int((b.last_query >= 0).sum()) for b in batches) for batches in (shared, separate)]
     assert count == [20 + 8, 4 * 22]
@@ -212,8 +212,8 @@ def test_step_on_eight_devices_equals_one_device(mesh: tuple[tuple[str, int], ..
 
 def test_metrics_are_means_for_any_sum_of_weights() -> None:
     """With role_mean (Eq. 10) the weights of each role add up to 1."""
-    groups = [dataclasses.replace(group, role="responder") for group in tiny.groups(4)]
-    twice = [*groups, *(dataclasses.replace(group, role="verifier") for group in groups)]
+    groups = [dataclasses.replace(group, name="responder") for group in tiny.groups(4)]
+    twice = [*groups, *(dataclasses.replace(group, name="verifier") for group in groups)]
     _, expected_numbers = _step(_learner(), groups)
     _, numbers = _step(_learner(loss=LossConfig(aggregation="role_mean")), twice)
     for name in ("mean_logprob", "entropy", "clip_share", "approx_kl"):
@@ -225,9 +225,9 @@ def test_metrics_are_means_for_any_sum_of_weights() -> None:
 def test_fill_is_the_share_of_slots_that_hold_a_token(shared: str) -> None:
     groups, layout = tiny.groups(5), dataclasses.replace(PACKING, shared_prefix=shared)
     _, numbers = _step(_learner(layout), groups)
-    answers = sum(len(answer) for group in groups for answer in group.answers)
-    prompts = sum(len(g.prompt) * (1 if shared == "group" else len(g.answers)) for g in groups)
-    batches, *_ = _learner(layout).pack(packing.weigh(groups))
+    answers = sum(group.answer_tokens for group in groups)
+    prompts = sum(len(g.prompt) * (1 if shared == "group" else len(g.samples)) for g in groups)
+    batches, *_ = _learner(layout).pack(groups, aggregation.weigh(groups))
     slots = sum(batch.tokens.size for batch in batches)
     assert numbers["fill"] == pytest.approx((answers + prompts) / slots)
 
@@ -303,12 +303,12 @@ def test_empty_update_changes_nothing() -> None:
 
 
 def test_oversized_answers_are_counted_and_left_out() -> None:
-    long = TrainGroup([3] * 40, [[4] * 3, [4] * 20], [1.0, 1.0])
+    long = tiny.group([3] * 40, [[4] * 3, [4] * 20], [1.0, 1.0])
     state, numbers = _step(_learner(), [*GROUPS, long])
     assert numbers["refused_answers"] == 1 and int(state.step) == 1
     learner = _learner()
     before = learner.init(tiny.weights())
-    after, numbers = learner.update(before, [TrainGroup([3] * 60, [[4]], [1.0])])
+    after, numbers = learner.update(before, [tiny.group([3] * 60, [[4]], [1.0])])
     assert after is before
     assert numbers == {"empty_update": 1.0, "refused_answers": 1.0}
 
@@ -346,7 +346,7 @@ def test_kl_to_a_reference_and_entropy_bonus_enter_the_loss() -> None:
 def test_groups_without_the_samplers_cutoffs_are_rejected() -> None:
     learner = _learner(loss=LossConfig(support="sampled"))
     with pytest.raises(
-        ValueError, match=r"loss\.support = 'sampled': needs old_logprobs, kept_log_masses"
+        ValueError, match=r"loss\.support = 'sampled': needs logprobs, kept_log_masses"
     ):
         learner.update(learner.init(tiny.weights()), SMALL)
 
@@ -372,7 +372,7 @@ def test_rollout_logprobs_give_the_importance_ratio() -> None:
     shift = np.array([0.1, -0.5, 0.15])
 
     def with_old(old: np.ndarray) -> list[TrainGroup]:
-        return [dataclasses.replace(SMALL[0], old_logprobs=[old[:2], old[2:]])]
+        return [SMALL[0].with_logprobs([old[:2], old[2:]])]
 
     _, numbers = _step(learner, with_old(current - shift))
     ratios, advantages = np.exp(shift), np.array([0.5, 0.5, -1.5])
@@ -383,7 +383,7 @@ def test_rollout_logprobs_give_the_importance_ratio() -> None:
     assert numbers["sampler_difference"] == pytest.approx(np.abs(shift).mean(), rel=1e-3)
     assert numbers["approx_kl"] == pytest.approx(-shift.mean(), rel=1e-3)
     _assert_same_step(_step(learner, with_old(current)), _step(_learner(), SMALL), 1e-4)
-    with pytest.raises(ValueError, match=r"loss\.old_logprobs = 'rollout'.*need the old_logprobs"):
+    with pytest.raises(ValueError, match=r"loss\.old_logprobs = 'rollout'.*need the logprobs"):
         _step(learner, SMALL)
 
 
@@ -395,7 +395,7 @@ def test_truncated_importance_weights_scale_loss_and_gradient() -> None:
     current = np.asarray(_logprobs(tiny.weights(), tokens))[answers > 0]
     shift = np.array([0.1, -0.5, 0.9])
     old = current - shift
-    groups = [dataclasses.replace(SMALL[0], old_logprobs=[old[:2], old[2:]])]
+    groups = [SMALL[0].with_logprobs([old[:2], old[2:]])]
     state, numbers = _step(learner, groups)
     share = np.array([0.5, 0.5, -1.5]) * np.minimum(np.exp(shift), 1.5) / 3
     assert numbers["loss"] == pytest.approx(-share.sum(), rel=1e-4)
@@ -407,7 +407,7 @@ def test_truncated_importance_weights_scale_loss_and_gradient() -> None:
     assert numbers["gradient_norm"] == pytest.approx(norm, rel=1e-4)
     clipped = jax.tree.map(lambda g: g * min(1.0, SMOOTH.clip_norm / norm), gradient)
     _assert_close(_moments(state), jax.tree.map(lambda g: g * (1 - SMOOTH.b1), clipped))
-    fresh = [dataclasses.replace(SMALL[0], old_logprobs=[current[:2], current[2:]])]
+    fresh = [SMALL[0].with_logprobs([current[:2], current[2:]])]
     _assert_same_step(_step(learner, fresh), _step(_learner(), SMALL), 1e-4)
     with pytest.raises(ValueError, match=r"loss\.tis_cap = 1\.5.*need the old_logprobs"):
         _step(learner, SMALL)
@@ -481,7 +481,8 @@ def test_chosen_shapes_do_not_depend_on_earlier_steps() -> None:
     """A resumed run packs a step as an uninterrupted one."""
 
     def shapes(learner: Learner, count: int) -> list[tuple]:
-        batches, *_ = learner.pack(learner.weigh(tiny.groups(count, seed=count)))
+        groups = tiny.groups(count, seed=count)
+        batches, _ = learner.pack(groups, learner.weigh(groups))
         return [(batch.tokens.shape, batch.target.shape) for batch in batches]
 
     mesh = (("fsdp", 2), ("context", 2), ("tensor", 2))
@@ -524,7 +525,7 @@ def test_device_weights_given_to_init_are_donated() -> None:
 def test_updates_move_logprobs_in_the_direction_of_advantages() -> None:
     learner = _learner()
     state = learner.init(tiny.weights())
-    group = TrainGroup([5, 6, 7], [[8, 9, 10], [11, 12]], [1.0, -1.0])
+    group = tiny.group([5, 6, 7], [[8, 9, 10], [11, 12]], [1.0, -1.0])
     for _ in range(8):
         state, _ = learner.update(state, [group])
     tokens, answers = _rows([group])

@@ -13,7 +13,8 @@ import pytest
 from spell_jax.learner import loss as losses
 from spell_jax.learner import packing
 from spell_jax.learner.loss_config import KL_ESTIMATORS, RATIOS, LossConfig
-from spell_jax.learner.packing import Bucket, MicroBatch, TrainGroup
+from spell_jax.learner.packing import Bucket, MicroBatch
+from tests import tiny
 
 # Answers of 3, 2, 4; of 2, 6, 1, 2 tokens; and padding.
 ANSWER = np.array(
@@ -192,7 +193,7 @@ def test_eapo_equation_1_and_its_gradient() -> None:
     logs = [[-1.0, -2.0, -0.5], [-0.3, -0.7], [-1.1], [-2.0, -1.0]]
     olds = [[-1.2, -1.9, -0.6], [-0.9, -0.4], [-0.7], [-2.1, -1.4]]
     advantages = [1.0, 1.0, -1.0, -0.5]
-    group = TrainGroup([1], [[2] * len(x) for x in logs], advantages, old_logprobs=olds)
+    group = tiny.group([1], [[2] * len(x) for x in logs], advantages, logprobs=olds)
     config = LossConfig(
         ratio="sequence",
         old_logprobs="rollout",
@@ -200,8 +201,7 @@ def test_eapo_equation_1_and_its_gradient() -> None:
         aggregation="sequence_mean",
         dual_clip=0.0,
     )
-    weighed = packing.weigh([group], config.aggregation)
-    (batch,) = packing.pack(weighed, [Bucket(9, 8)], 9)
+    (batch,) = tiny.pack([group], Bucket(9, 8), config.aggregation)
     flat = jnp.array([[x for log in logs for x in log]])
 
     def value(logprobs):

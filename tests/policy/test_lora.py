@@ -148,7 +148,8 @@ def test_update_trains_only_the_adapters(mesh) -> None:
 def _gradient_norm() -> float:
     """Return the norm of the adapters' part of the gradient, with every parameter trained."""
     learner = _learner()
-    batches, *_ = learner.pack(learner.weigh(tiny.groups(5)))
+    groups = tiny.groups(5)
+    batches, _ = learner.pack(groups, learner.weigh(groups))
 
     def loss(params):
         return sum(

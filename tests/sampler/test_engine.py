@@ -11,7 +11,8 @@ import pytest
 from jax.experimental import io_callback
 
 from spell_jax.attention import attend
-from spell_jax.learner import packing
+from spell_jax.data.samples import Sample
+from spell_jax.learner import aggregation, packing
 from spell_jax.learner.lm_head import score_tokens
 from spell_jax.policy import transformer
 from spell_jax.runtime import mesh as meshes
@@ -19,7 +20,7 @@ from spell_jax.sampler import programs, sampling
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.sampler.engine import Sampler
 from spell_jax.sampler.keys import request_keys
-from spell_jax.sampler.requests import Sample, SampleRequest
+from spell_jax.sampler.requests import SampleRequest
 from tests import tiny
 from tests.paths import REFERENCE_CASES
 
@@ -123,12 +124,12 @@ def test_samples_differ_within_and_across_requests() -> None:
 
 def test_logprobs_equal_those_of_the_learner() -> None:
     groups = [
-        packing.TrainGroup(
-            prompt, [s.tokens for s in group], [1.0] * GROUP, "", [s.logprobs for s in group]
-        )
-        for prompt, group in zip(PROMPTS, _samples(), strict=True)
+        packing.TrainGroup(prompt, samples, [1.0] * GROUP, "")
+        for prompt, samples in zip(PROMPTS, _samples(), strict=True)
     ]
-    (batch,) = packing.pack(packing.weigh(groups), [packing.Bucket(64, 48)], 256)
+    bucket = packing.Bucket(64, 48)
+    parts, _ = packing.split_groups(groups, bucket)
+    (batch,) = packing.pack(parts, aggregation.weigh(groups), [bucket], 256)
 
     @jax.jit
     def score(params):

@@ -16,6 +16,7 @@ import pytest
 from flax import linen as nn
 
 from spell_jax.algorithms.base import Reply
+from spell_jax.data.samples import Sample
 from spell_jax.learner import update
 from spell_jax.learner.learner import Learner
 from spell_jax.learner.loss_config import LossConfig
@@ -26,7 +27,6 @@ from spell_jax.policy.config import PolicyConfig
 from spell_jax.runtime import mesh as meshes
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.sampler.engine import Sampler
-from spell_jax.sampler.requests import Sample
 from tests import tiny
 
 pytestmark = pytest.mark.slow
@@ -102,7 +102,7 @@ def _differences(
     """Return learner minus sampler logprobs of all answer tokens; nudge the learner's router."""
     learner = _learner(routing, mesh)
     params, parts = _weights(1e-6, learner.mesh), []
-    for batch in learner.pack(learner.weigh(groups))[0]:
+    for batch in learner.pack(groups, learner.weigh(groups))[0]:
         assert (batch.experts is None) == (routing == "own")
         with learner.on_mesh():
             logprobs = learner.fns.logprobs(params, {}, learner.place(batch))
@@ -140,7 +140,7 @@ def test_update_reports_differing_experts_and_needs_a_record() -> None:
     _, numbers = learner.update(nudged, groups)
     assert 0.5 < numbers["router_difference"] < 1.0
     assert numbers["sampler_difference"] < 1e-5
-    unknown = dataclasses.replace(groups[0], prompt_experts=None)
+    unknown = tiny.change_samples(groups[0], prompt_experts=[None] * 3)
     with pytest.raises(ValueError, match=r"loss\.routing = 'sampled': needs the experts of every"):
         learner.update(state, [*groups, unknown])
 
@@ -158,7 +158,7 @@ def test_update_on_a_mesh_with_remat_equals_one_device() -> None:
 
 def test_reference_model_chooses_its_own_experts() -> None:
     groups = [
-        dataclasses.replace(group, experts=[(rows + 1) % 8 for rows in group.experts or ()])
+        tiny.change_samples(group, experts=[(s.experts + 1) % 8 for s in group.samples])
         for group in _groups(_sampled())
     ]
     learner = _learner("sampled", kl_weight=0.1)

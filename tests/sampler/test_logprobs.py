@@ -108,16 +108,7 @@ def _sampled(
     groups = []
     for prompt, samples in zip(prompts, answers, strict=True):
         assert samples is not None
-        groups.append(
-            TrainGroup(
-                prompt,
-                [sample.tokens for sample in samples],
-                [1.0] * SIBLINGS,
-                old_logprobs=[sample.logprobs for sample in samples],
-                kept_log_masses=[sample.kept_log_masses for sample in samples],
-                cutoffs=[sample.cutoffs for sample in samples],
-            )
-        )
+        groups.append(TrainGroup(prompt, samples, [1.0] * SIBLINGS))
     return groups
 
 
@@ -130,7 +121,7 @@ def _scored(
     layout = PackingConfig((bucket,), bucket.length)
     loss = LossConfig(support=support)
     learner = Learner(policy, OptimizerConfig(), loss, layout, _mesh(), temperature)
-    batches, _, refused = learner.pack(learner.weigh(groups))
+    batches, refused = learner.pack(groups, learner.weigh(groups))
     assert not refused and len(batches) == len(groups)
     score = jax.jit(functools.partial(update.score, learner.spec))
     sampler_logprobs, learner_logprobs = [], []
@@ -149,7 +140,7 @@ def _check(policy: PolicyConfig, size: str, temperature: float) -> None:
     sampler_logprobs, learner_logprobs = _scored(policy, groups, temperature)
     np.testing.assert_allclose(sampler_logprobs, learner_logprobs, atol=1e-4)
     assert learner_logprobs.std() > 0.3, "the case should have tokens of several probabilities"
-    texts = {tuple(answer) for group in groups for answer in group.answers}
+    texts = {tuple(answer) for group in groups for answer in tiny.answers(group)}
     assert len(texts) == (len(groups) if temperature == 0 else len(groups) * SIBLINGS)
 
 
@@ -187,7 +178,7 @@ def test_renormalized_logprobs_equal_the_learners(
 ) -> None:
     """loss.support = "sampled": the update's policy is the one that sampled, filters included."""
     groups = _sampled(policy, "1K", 0.7, **filters)
-    before = np.concatenate([row for group in groups for row in group.old_logprobs or ()])
+    before = np.concatenate([row for group in groups for row in tiny.logprobs(group)])
     sampler_logprobs, learner_logprobs = _scored(
         policy, old_logprobs.on_sampled_support(groups), 0.7, "sampled"
     )

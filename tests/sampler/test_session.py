@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from spell_jax.data.samples import Sample
 from spell_jax.policy import transformer
 from spell_jax.policy.tokenizer_base import Stream
 from spell_jax.runtime import mesh as meshes
@@ -14,7 +15,7 @@ from spell_jax.sampler import session
 from spell_jax.sampler.answers import Answer
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.sampler.engine import Sampler
-from spell_jax.sampler.requests import Options, Sample, SampleRequest
+from spell_jax.sampler.requests import Options, SampleRequest
 from tests import tiny
 
 CONFIG = SamplerConfig(

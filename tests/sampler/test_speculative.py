@@ -9,13 +9,14 @@ import jax
 import numpy as np
 import pytest
 
+from spell_jax.data.samples import Sample
 from spell_jax.runtime import mesh as meshes
 from spell_jax.sampler import speculative
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.sampler.counts import Counts
 from spell_jax.sampler.engine import Sampler
 from spell_jax.sampler.keys import request_keys
-from spell_jax.sampler.requests import Sample, SampleRequest
+from spell_jax.sampler.requests import SampleRequest
 from tests import tiny
 
 KEY = jax.random.key(11)

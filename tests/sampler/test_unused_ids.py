@@ -139,11 +139,12 @@ def _groups() -> list[TrainGroup]:
     rng = np.random.default_rng(5)
     tokens = np.flatnonzero(~ABSENT)
     answers = [rng.choice(tokens, size=6) for _ in range(4)]
-    return [TrainGroup(rng.choice(tokens, size=8), answers, [1.0, -0.5, 0.3, 1.0])]
+    return [tiny.group(rng.choice(tokens, size=8), answers, [1.0, -0.5, 0.3, 1.0])]
 
 
 def _batch(learner: Learner) -> MicroBatch:
-    (batch,), _, refused = learner.pack(learner.weigh(_groups()))
+    groups = _groups()
+    (batch,), refused = learner.pack(groups, learner.weigh(groups))
     assert not refused
     return batch
 

@@ -32,7 +32,7 @@ from spell_jax import export, sft, train
 from spell_jax.configs import tiny_warm_start
 from spell_jax.evaluation import generation, runner
 from spell_jax.evaluation.benchmarks import own_questions, registry
-from spell_jax.learner import non_finite, packing
+from spell_jax.learner import non_finite
 from spell_jax.policy import safetensors as files
 from spell_jax.policy.model import find_folder
 from spell_jax.reporting import tables as evaluation
@@ -46,7 +46,7 @@ from spell_jax.runtime.workdir_lock import FILE, STALE_S, Holder, WorkdirLock, l
 from spell_jax.selfplay import prompts as prompt_sets
 from spell_jax.trainer import export as trainer_export
 from spell_jax.trainer import loop
-from tests import evaluating, noise
+from tests import evaluating, noise, tiny
 
 RANDOM = ("checkpoints/", "tensorboard/")  # folders with random names and times in names
 SETTINGS = {"checkpoint_every": 1, "validate_every": 1, "evaluate": True}
@@ -331,8 +331,8 @@ def test_files_written_by_other_clients_are_listed():
 
 
 def test_non_finite_rows_are_written_to_a_bucket():
-    group = packing.TrainGroup([1], [[2]], [np.inf], "verifier")
-    error = non_finite.NonFinite(1, [group], [], True)
+    group = tiny.group([1], [[2]], [np.inf], "verifier")
+    error = non_finite.NonFinite(1, [(group, [1.0])], [], True)
     path = non_finite.write_rows(error, paths.open_folder("gs://bucket/bad"), 7, str)
     assert str(path) == "gs://bucket/bad/non_finite/7.jsonl"
     assert json.loads(path.read_text())["advantage"] == "inf"

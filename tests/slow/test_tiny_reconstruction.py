@@ -122,8 +122,8 @@ def test_demo_caps_fit_the_warm_start_rows():
     for row in itertools.islice(rows, 600):
         group = supervised.to_group(row, tokenizer)
         assert len(group.prompt) <= config.sampler.max_prompt, row
-        assert len(group.answers[0]) <= config.sampler.max_tokens, row
-        assert len(group.prompt) + len(group.answers[0]) <= bucket
+        assert len(group.samples[0].tokens) <= config.sampler.max_tokens, row
+        assert len(group.prompt) + len(group.samples[0].tokens) <= bucket
 
 
 def test_demo_starts_from_its_warm_start():

@@ -23,7 +23,7 @@ from spell_jax.trainer import loop, step_update
 from spell_jax.trainer import state as runs
 from spell_jax.trainer.build import make_run
 from spell_jax.trainer.rollouts import Rollout, Rollouts
-from tests import noise
+from tests import noise, tiny
 
 CORRECTIONS = {
     "recompute": {"old_logprobs": "recompute"},
@@ -142,7 +142,7 @@ def learn(groups: list[TrainGroup], workdir: epath.Path) -> Any:
 
 
 def make_group(prompt: int, model: str) -> TrainGroup:
-    return TrainGroup([prompt], [[5]], [1.0], old_logprobs=[np.full(1, -1.0)], model=model)
+    return tiny.group([prompt], [[5]], [1.0], logprobs=[np.full(1, -1.0)], model=model)
 
 
 def test_each_model_is_trained_on_its_own_groups(tmp_path) -> None:

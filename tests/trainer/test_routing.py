@@ -21,7 +21,7 @@ def test_update_uses_the_experts_of_the_rollout(tmp_path, monkeypatch) -> None:
     models = state.first_models(run)
     rollout = Rollouts(run, models, lambda: False).take(1)
     assert rollout
-    assert {group.role for group in rollout.groups} > {"responder"}
+    assert {group.name for group in rollout.groups} > {"responder"}
     for group in rollout.groups:
         assert group.prompt_experts is not None
         assert group.prompt_experts.shape == (len(group.prompt), 1, 2)

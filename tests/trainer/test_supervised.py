@@ -296,10 +296,10 @@ def test_row_becomes_a_group_of_one_with_stop_token(policy):
         demonstrations.Row("ask", "<think> x</think>yes", "verifier", ""), tokenizer
     )
     assert list(group.prompt) == tokenizer.chat("ask")
-    (answer,) = group.answers
+    answer = group.samples[0].tokens.tolist()
     assert tokenizer.decode(answer[:-1]) == "<think> x</think>yes"
     assert answer[-1] == tokenizer.eos_id
-    assert list(group.advantages) == [1.0] and group.role == "verifier"
+    assert list(group.advantages) == [1.0] and group.name == "verifier"
 
 
 @pytest.mark.parametrize(
@@ -315,7 +315,7 @@ def test_completion_continues_the_thought_that_the_layout_opens(policy, completi
     tokenizer = tokenizers.load(policy)
     tokenizer.open_thought = lambda messages: "<think>\n"
     row = demonstrations.Row("ask", completion, "verifier", "")
-    (answer,) = supervised.to_group(row, tokenizer).answers
+    answer = supervised.to_group(row, tokenizer).samples[0].tokens.tolist()
     assert tokenizer.decode(answer[:-1]) == learned and answer[-1] == tokenizer.eos_id
 
 
@@ -325,7 +325,7 @@ def test_row_ends_with_the_end_of_the_templates_turn(tmp_path):
     folder = hf_folders.write(tmp_path, hf_folders.byte_level(), config)
     tokenizer = tokenizers.load(folder)
     row = demonstrations.Row("ab?", "ab", "row", "")
-    (answer,) = supervised.to_group(row, tokenizer).answers
+    answer = supervised.to_group(row, tokenizer).samples[0].tokens.tolist()
     assert list(answer) == [*tokenizer.encode("ab"), *hf_folders.ids_of(tokenizer, "<|im_end|>")]
     assert answer[-1] in tokenizer.stop_ids
 
@@ -334,7 +334,7 @@ def test_marks_of_a_thought_are_taught_as_their_tokens(tmp_path):
     folder = hf_folders.write(tmp_path, hf_folders.byte_level(), hf_folders.CONFIG)
     tokenizer = tokenizers.load(folder)
     row = demonstrations.Row("ab?", "<think>a</think>b<|im_end|>", "row", "")
-    (answer,) = supervised.to_group(row, tokenizer).answers
+    answer = supervised.to_group(row, tokenizer).samples[0].tokens.tolist()
     begin, end, stop = hf_folders.ids_of(tokenizer, "<think>", "</think>", "<|im_end|>")
     text = [tokenizer.encode(part) for part in ("a", "b<|im_end|>")]
     assert list(answer) == [begin, *text[0], end, *text[1], stop]
@@ -356,12 +356,12 @@ def test_text_row_has_no_chat_layout(policy):
     row = supervised._parse_row({"text": "Oslo is a city"})
     assert row == demonstrations.Row("", "Oslo is a city", "text", "")
     group = supervised.to_group(row, tokenizer)
-    assert [*group.prompt, *group.answers[0]] == tokenizer.encode("Oslo is a city")
-    assert len(group.prompt) == 1 and list(group.advantages) == [1.0] and group.role == "text"
+    assert [*group.prompt, *group.samples[0].tokens] == tokenizer.encode("Oslo is a city")
+    assert len(group.prompt) == 1 and list(group.advantages) == [1.0] and group.name == "text"
     tokenizer.start_ids = (tokenizer.eos_id,)
     group = supervised.to_group(row, tokenizer)
     assert list(group.prompt) == [tokenizer.eos_id]
-    assert list(group.answers[0]) == tokenizer.encode("Oslo is a city")
+    assert group.samples[0].tokens.tolist() == tokenizer.encode("Oslo is a city")
     with pytest.raises(ValueError, match=r"text '.': must have at least 2 tokens"):
         supervised.to_group(demonstrations.Row("", "O", "text", ""), tokenizers.load(policy))
 

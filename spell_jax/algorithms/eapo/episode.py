@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import numpy as np
+
 from spell_jax.algorithms.base import Annotation, Reply
 from spell_jax.algorithms.eapo.config import REWARD_MODEL
 from spell_jax.algorithms.episode import QuestionEpisode
+from spell_jax.data.samples import Sample
 from spell_jax.learner.packing import TrainGroup
 from spell_jax.runtime.metrics import Metrics
 from spell_jax.selfplay.evidence import StructuredAnswer, best_chosen, pairs_in_order
@@ -29,8 +32,8 @@ class Scoring:
 
     def group(self) -> TrainGroup:
         """Return a supervised training group of the reward model: advantage 1, no old logprobs."""
-        prompt, answer = list(self.prompt), list(self.answer)
-        return TrainGroup(prompt, [answer], [1.0], REWARD_MODEL, model=REWARD_MODEL)
+        sample = Sample(np.array(self.answer, np.int32))
+        return TrainGroup(self.prompt, [sample], [1.0], REWARD_MODEL, REWARD_MODEL)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,6 +27,7 @@ import jax
 import numpy as np
 from absl import app
 
+from spell_jax.data.samples import Sample
 from spell_jax.evaluation import generation
 from spell_jax.evaluation.judge import PolicyJudge
 from spell_jax.evaluation.policy_sampler import Policy
@@ -36,7 +37,7 @@ from spell_jax.runtime import distributed, entry
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.config import check_choice, check_least
 from spell_jax.sampler.keys import request_keys
-from spell_jax.sampler.requests import Options, Sample
+from spell_jax.sampler.requests import Options
 from spell_jax.selfplay import evidence, rules
 from spell_jax.selfplay.judge import JUDGE_KEY, Ask, Endpoint, JudgeConfig
 from spell_jax.selfplay.prompts import Prompts
@@ -230,7 +231,7 @@ class EvidenceTree:
         if sample.stop_string:
             text = text[: text.rindex(end) + len(end)]
         parsed = evidence.parse_sections(text, sections) or ()
-        return Branch(tokens, text, parsed, math.fsum(map(float, sample.logprobs)))
+        return Branch(tokens, text, parsed, sample.logprob)
 
     def _rank_by_similarity(self, items: Sequence[tuple[str, list[Branch]]]) -> None:
         """Set scores from -1 to 1: cosines between the vectors of question and evidence."""
@@ -358,7 +359,7 @@ class Reranker:
         scores: list[float | None] = [None] * len(prompts)
         for place, (sample,) in self.policy.sample(ids, 1, keys, options):
             word = self.policy.tokenizer.decode(sample.content).strip().lower()
-            probability = math.exp(float(sample.logprobs[0]))
+            probability = math.exp(sample.logprob)
             scores[fitting[place]] = {"yes": probability, "no": 1 - probability}.get(word)
         self.policy.release()
         if failed := scores.count(None):

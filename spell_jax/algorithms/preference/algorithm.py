@@ -23,9 +23,9 @@ from spell_jax.algorithms.preference import episode as pairs
 from spell_jax.algorithms.preference.episode import PairEpisode
 from spell_jax.algorithms.rlvr.algorithm import Rlvr, RlvrConfig
 from spell_jax.data.questions import with_short_contexts
+from spell_jax.data.samples import Sample
 from spell_jax.learner.packing import TrainGroup
 from spell_jax.runtime.metrics import Metrics
-from spell_jax.sampler.requests import Sample
 
 CHOSEN, REJECTED = 1.0, -1.0  # advantages of the answers of a pair
 
@@ -109,7 +109,10 @@ class ShortToLong(Rlvr):
 
 
 def answers_of(episode: PairEpisode) -> list[Sample]:
-    """Return the answers after the short context, then the answer after all documents."""
+    """Return the answers after the short context, then the answer after all documents.
+
+    A pair may put an answer after another prompt, for which the sampler's logprobs do not count.
+    """
     assert episode.short_response is not None and episode.response is not None
     replies = (episode.short_response, episode.response)
-    return [sample for reply in replies for sample in reply.samples]
+    return [sample.as_written() for reply in replies for sample in reply.samples]

@@ -60,10 +60,10 @@ class LongPo(ShortToLong):
     def pair(self, episode: PairEpisode, chosen_index: int, rejected_index: int) -> TrainGroup:
         """Pair both answers after all documents; the reference model reads the short context."""
         assert episode.short_response is not None and episode.response is not None
-        answers = [sample.tokens for sample in answers_of(episode)]
+        samples = answers_of(episode)
         return TrainGroup(
             episode.response.prompt,
-            [answers[chosen_index], answers[rejected_index]],
+            [samples[chosen_index], samples[rejected_index]],
             [CHOSEN, REJECTED],
             reference_prompt=episode.short_response.prompt,
         )

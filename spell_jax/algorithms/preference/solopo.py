@@ -60,12 +60,10 @@ class SoLoPo(ShortToLong):
     def pair(self, episode: PairEpisode, chosen_index: int, rejected_index: int) -> TrainGroup:
         """Pair answers after the short context; add the chosen answer after all documents."""
         assert episode.short_response is not None and episode.response is not None
-        answers = [sample.tokens for sample in answers_of(episode)]
+        samples = answers_of(episode)
         return TrainGroup(
             episode.short_response.prompt,
-            [answers[chosen_index], answers[rejected_index]],
+            [samples[chosen_index], samples[rejected_index]],
             [CHOSEN, REJECTED],
-            aligned=TrainGroup(
-                episode.response.prompt, [answers[chosen_index]], [0.0], weights=[0.0]
-            ),
+            aligned=TrainGroup(episode.response.prompt, [samples[chosen_index]], [0.0]),
         )

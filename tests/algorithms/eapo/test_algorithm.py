@@ -134,7 +134,7 @@ def test_policy_gets_questions_and_reward_model_gets_evidence():
     assert episode.verbatim == (pytest.approx(9 / 14), pytest.approx(9 / 14), None, 9 / 14)
     assert episode.predictions == ("alpha0", "999", None, "alpha0")
     (group,) = to_groups(algorithm, [episode])
-    assert group.role == "responder" and group.model == "policy"
+    assert group.name == "responder" and group.model == "policy"
     expected_advantages = tuple(round(float(a), 4) for a in group_advantages(episode.scores))
     assert read(group)[2] == expected_advantages
     assert read(group)[1] == tuple(episode.response.texts if episode.response else ())
@@ -261,7 +261,7 @@ def test_reward_model_setting_selects_the_models(how, models, trained):
     algorithm, scripted_models, episode = run_question(plan, ("1 5\n2 1",), **options)
     assert (algorithm.models, algorithm.trained) == (models, trained)
     assert any(call.model == "reward_model" for call in scripted_models.calls) == bool(models)
-    roles = [(group.role, group.model) for group in to_groups(algorithm, [episode])]
+    roles = [(group.name, group.model) for group in to_groups(algorithm, [episode])]
     learned = [("reward_model", "reward_model")] if trained else []
     assert roles == [("responder", "policy"), *learned]
     assert episode.consistent == bool(models)
@@ -371,7 +371,7 @@ def test_groups_with_equal_rewards_are_not_trained_on():
     assert record["used"] == {"responder": "equal_rewards"}
     algorithm, _, episode = run_question(((True, True),) * 3, ("1 4\n2 4\n3 4",), keep_equal=True)
     (group,) = to_groups(algorithm, [episode])
-    assert group.role == "responder" and list(group.advantages) == [0.0] * 3
+    assert group.name == "responder" and list(group.advantages) == [0.0] * 3
     algorithm, _, episode = run_question(divide_by_deviation=False)
     (group,) = to_groups(algorithm, [episode])
     centered = np.array(episode.scores) - np.mean(episode.scores)
@@ -458,7 +458,7 @@ def test_building_groups_twice_gives_the_same_groups():
     first, second = ([*map(read, to_groups(algorithm, episodes))] for _ in range(2))
     assert first == second and len(first) == 2
     (group,) = (group for group in to_groups(algorithm, episodes) if group.model == "reward_model")
-    assert group.old_logprobs is None  # kept scorings have no logprobs of the sampler
+    assert group.samples[0].logprobs is None  # kept scorings have no logprobs of the sampler
 
 
 def test_oldest_scorings_are_dropped_first():

@@ -11,7 +11,8 @@ import pytest
 
 from spell_jax.algorithms.eapo import evidence_tree
 from spell_jax.algorithms.eapo.evidence_tree import EvidenceTree, TreeConfig
-from spell_jax.sampler.requests import Options, Sample
+from spell_jax.data.samples import Sample
+from spell_jax.sampler.requests import Options
 from spell_jax.selfplay import prompts
 
 PROMPTS = prompts.load("compact")

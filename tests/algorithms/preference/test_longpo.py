@@ -54,8 +54,9 @@ def test_answer_after_the_short_context_is_preferred_behind_the_long_prompt():
     groups = to_groups(algorithm, episodes)
     assert len(groups) == 2
     for e, group in zip(episodes, groups, strict=True):
-        assert group.advantages == [1.0, -1.0] and group.role == "responder"
-        chosen_answer, rejected_answer = map(text, group.answers)
+        assert group.advantages == [1.0, -1.0] and group.name == "responder"
+        chosen_answer, rejected_answer = (text(sample.tokens) for sample in group.samples)
+        assert all(sample.logprobs is None for sample in group.samples)  # of another prompt
         assert "right" in chosen_answer and "wrong" in rejected_answer
         every, short = text(group.prompt), text(group.reference_prompt)
         assert all(document in every for document in e.cluster.documents)

@@ -50,12 +50,12 @@ def test_first_right_and_first_wrong_answer_after_the_short_context_are_the_pair
     assert [(c.group, len(c.prompts)) for c in models.calls] == [(4, 3), (1, 3)]
     (group,) = to_groups(algorithm, episodes)
     assert group.advantages == [1.0, -1.0] and group.reference_prompt is None
-    assert [text(a) for a in group.answers] == ["The answer is right 2", "The answer is wrong 0"]
+    answers = [text(sample.tokens) for sample in group.samples]
+    assert answers == ["The answer is right 2", "The answer is wrong 0"]
     short, long = text(group.prompt), text(group.aligned.prompt)
     assert "second fact" in short and "first" not in short
     assert all(document in long for document in DOCUMENTS)
-    assert [text(a) for a in group.aligned.answers] == ["The answer is right 2"]
-    assert (group.aligned.advantages, group.aligned.weights) == ([0.0], [0.0])
+    assert group.aligned.samples == group.samples[:1] and group.aligned.advantages == [0.0]
     records = {r["question"]: r for r in to_records(algorithm, episodes)}
     assert records["A?"]["advantages"]["responder"] == [-1.0, 0.0, 1.0, 0.0, 0.0]
     assert (

@@ -223,7 +223,7 @@ def test_rewards_and_training_groups_match_the_parsed_orders(reward):
         group, (prompt, answers, advantages) = rows[e.posed.prompt]
         assert (prompt, answers) == (e.posed.prompt, tuple(e.response.texts))
         assert advantages == tuple(np.round(group_advantages(e.scores).astype(float), 4).tolist())
-        assert group.role == "responder" and group.model == "policy"
+        assert group.name == "responder" and group.model == "policy"
     assert bool(partly) == (reward == "dense")
 
 
@@ -291,7 +291,7 @@ def test_cut_off_order_counts_as_the_config_says(truncated, scores):
     episodes = roll_out(algorithm, ScriptedModels(write, truncated), 1)
     assert [list(e.scores) for e in episodes] == [scores] * 2
     for group in to_groups(algorithm, episodes):
-        assert len(group.answers) == len(scores)
+        assert len(group.samples) == len(scores)
     for record in to_records(algorithm, episodes):
         assert len(record["dropped"]) == (truncated == "drop")
         assert record["truncated"] == [truncated != "drop", False, False][: len(scores)]

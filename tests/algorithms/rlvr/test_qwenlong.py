@@ -91,7 +91,7 @@ def test_rewards_are_the_maximum_of_rule_and_verdict_and_only_answers_are_traine
     yes = ScriptedModels(lambda *call: "[[YES]]" if call[0] == "verifier" else write(*call))
     assert all(e.scores == (1.0,) * 4 for e in roll_out(new_algorithm(), yes, 1))
     groups, _ = algorithm.groups(episodes, (0, 1))
-    assert {group.role for group in groups} == {"responder"}
+    assert {group.name for group in groups} == {"responder"}
 
 
 def test_phases_without_a_question_are_left_out():

@@ -74,7 +74,7 @@ def test_sentence_is_hidden_from_all_but_the_questioner() -> None:
 def test_teacher_does_not_read_the_sentence_either() -> None:
     algorithm = make(teacher_prompt=lambda text: list(text.encode()), train_questioner=False)
     groups = to_groups(algorithm, roll_out(algorithm, ScriptedModels(Writer()), 1))
-    teacher = [bytes(g.reference_prompt).decode() for g in groups if g.role == "responder"]
+    teacher = [bytes(g.reference_prompt).decode() for g in groups if g.name == "responder"]
     assert teacher and not any(BUILT in text for text in teacher)
     assert all("Boeing made airplanes" in text for text in teacher)
 

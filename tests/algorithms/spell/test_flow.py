@@ -624,7 +624,7 @@ def test_cut_off_answer_scores_by_the_config():
             means["unparsed/responder"] == {"score": 1 / 4, "zero": 3 / 4, "drop": 1 / 2}[truncated]
         )
         groups = rollout.groups["responder"]
-        assert {len(group.answers) for group in groups} == {len(rule)}
+        assert {len(group.samples) for group in groups} == {len(rule)}
 
 
 def test_one_answer_that_is_left_rewards_nobody():

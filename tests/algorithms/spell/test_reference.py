@@ -167,7 +167,7 @@ def test_memory_matches_the_reference_code(replay):
 def test_update_rows_match_the_reference_code(replay):
     case, ours = replay
     final = case["out"]["final"]
-    counts = {role: sum(len(g.answers) for g in gs) for role, gs in ours.groups.items()}
+    counts = {role: sum(len(g.samples) for g in gs) for role, gs in ours.groups.items()}
     assert counts == final["rows_by_role"]
     good = [e for e in ours.episodes if e.mixed][: case["in"]["train_bs"]]
     assert uids(good) == final["responder_uids"] == final["questioner_good_uids"]

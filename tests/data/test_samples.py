@@ -1,0 +1,39 @@
+"""Tests of samples: what a written answer lacks, and arrays that do not fit the tokens."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from spell_jax.data.samples import Sample
+
+SAMPLED = Sample(
+    np.array([5, 6, 2], np.int32),
+    np.array([-0.5, -1.0, -0.25], np.float32),
+    kept_log_masses=np.zeros(3, np.float32),
+    cutoffs=np.zeros(3, np.float32),
+    experts=np.zeros((3, 1, 1), np.int8),
+    prompt_experts=np.zeros((4, 1, 1), np.int8),
+)
+
+
+def test_stop_token_is_no_content() -> None:
+    assert SAMPLED.content == [5, 6]
+    assert dataclasses.replace(SAMPLED, stopped=False).content == [5, 6, 2]
+    assert dataclasses.replace(SAMPLED, stop_string="c").content == [5, 6, 2]
+
+
+def test_written_answer_has_no_record_of_a_sampler() -> None:
+    written = dataclasses.replace(SAMPLED, stop_string="c").as_written()
+    assert written == Sample(SAMPLED.tokens, stop_string="c")
+    assert SAMPLED.logprob == -1.75
+    with pytest.raises(ValueError, match=r"sample\.logprobs: is None"):
+        written.logprob  # noqa: B018
+
+
+@pytest.mark.parametrize("name", ["logprobs", "kept_log_masses", "cutoffs", "experts"])
+def test_array_of_other_length_than_the_tokens_is_rejected(name: str) -> None:
+    array = getattr(SAMPLED, name)
+    message = rf"sample\.{name}: of 2 tokens, but the answer has 3"
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(SAMPLED, **{name: array[:2]})
