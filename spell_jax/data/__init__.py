@@ -3,6 +3,7 @@
 Public names:
   clusters.Cluster, clusters.ClusterSource: documents that belong together, and a set of clusters.
   questions.Question, questions.read_questions: questions with their documents and references.
+  samples.Sample: one answer as tokens, with what the sampler recorded.
   config.DataConfig, config.open_clusters: the config's section `data`, and its clusters.
   stream.TaskStream: clusters and tasks by step, the same for every resumed run.
   row_files.read: rows of JSON, JSON lines, CSV and parquet.
