@@ -48,7 +48,7 @@ def plot_breakdown(
             _plot_map(axes, parts, across, *down)
     picture = io.BytesIO()
     figure.savefig(picture, dpi=110)
-    durable.write(path, picture.getvalue())
+    durable.write_file(path, picture.getvalue())
 
 
 def _plot_lines(axes: Axes, lines: Mapping[str, Sequence[Mapping[str, Any]]], across: str) -> None:

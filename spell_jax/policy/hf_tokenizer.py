@@ -198,7 +198,7 @@ class HfTokenizer(Tokenizer):
 
     def save(self, folder: str | pathlib.Path) -> None:
         for name, content in self._files.items():
-            durable.write(pathlib.Path(folder) / name, content)
+            durable.write_file(pathlib.Path(folder) / name, content)
 
     def shows(self, token_id: int) -> bool:
         return super().shows(token_id) and token_id not in self._hidden

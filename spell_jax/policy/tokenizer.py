@@ -102,7 +102,7 @@ class SentencePieceTokenizer(Tokenizer):
         return parts
 
     def save(self, folder: str | pathlib.Path) -> None:
-        durable.write(pathlib.Path(folder) / MODEL_FILE, self.model)
+        durable.write_file(pathlib.Path(folder) / MODEL_FILE, self.model)
 
 
 def load(folder: str | pathlib.Path, thinking: bool | None = None) -> Tokenizer:

@@ -123,7 +123,7 @@ def _save(path: epath.Path, plots: Sequence[Plot], dpi: int = 110) -> epath.Path
         crop = {"bbox_inches": "tight", "bbox_extra_artists": [legend]}
     picture = io.BytesIO()
     figure.savefig(picture, dpi=dpi, **crop)
-    durable.write(path, picture.getvalue())
+    durable.write_file(path, picture.getvalue())
     return path
 
 

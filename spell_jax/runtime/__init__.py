@@ -6,7 +6,7 @@ Public names:
   mesh.make_mesh, mesh.shardings: the device mesh, and shardings of arrays by logical axes.
   distributed.join, distributed.broadcast, distributed.fail_together: a run on several hosts.
   checkpoint.Checkpoints: checkpoints of a run, written and restored to the bit.
-  durable.write, durable.append, durable.replace: files that survive a loss of power.
+  durable.write_file, durable.append, durable.replace: files that survive a loss of power.
   jsonl.read_records, jsonl.write_records, jsonl.read_json, jsonl.write_json: rows and documents.
   paths.open_folder, remote.fetch: folders here or in a bucket, and files of any URL.
   config.Config, config.section, config.build: fields of a dataclass as flags and back.

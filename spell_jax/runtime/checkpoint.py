@@ -33,8 +33,10 @@ from spell_jax.runtime.paths import CHECKPOINTS_FOLDER
 
 log = logging.getLogger(__name__)
 
+# A checkpoint of another model differs in nearly every tensor: ten lines show the pattern.
 _MOST_NAMED = 10
-_POLL_S = 0.5  # pause between two looks at the failures of other hosts
+# Pause between two looks at the failures of other hosts: short beside a save of seconds.
+_POLL_S = 0.5
 
 
 class DamagedError(ValueError):
@@ -55,8 +57,8 @@ class Checkpoints:
     `save` writes at steps that are multiples of `every`; the latest `keep` and the best stay. A
     failed save is retried `retries` times with the arrays at hand, first after `backoff_s` seconds,
     doubled each time. At last the step is saved to NAME_stepSTEP in `fallback`, with copies of
-    paths.RUN_FILES as far as they can be read: by default the system's temporary folder; none with
-    several hosts, because they do not share one. ValueError if keep or every is below 1, or retries
+    paths.RUN_FILES as far as they can be read. `fallback` is by default the system's temporary
+    folder, with several hosts none. ValueError if keep or every is below 1, or retries
     or backoff_s below 0; OSError (RuntimeError with several hosts) if the folder cannot be made or
     read.
     """
@@ -76,6 +78,7 @@ class Checkpoints:
         for name, value, least in (*counts, ("backoff_s", backoff_s, 0)):
             if value < least:
                 raise ValueError(f"{name} = {value}: must be at least {least}")
+        # Hosts share no temporary folder, and the part of one host is no checkpoint.
         if fallback is None and jax.process_count() == 1:
             fallback = tempfile.gettempdir()
         self._keep, self._every = keep, every
@@ -87,10 +90,12 @@ class Checkpoints:
         self._pending: _Pending | None = None
         self._manager = self._open()
         self._watch = durable.FolderWatch(self._workdir)
+        # Process 0 alone lists the folder. On a network file system hosts may see different states,
+        # but must agree on the latest step.
         steps = distributed.broadcast(
             lambda: [(step, *hashes.score(self._folder(step))) for step in self._on_disk()]
         )
-        # Scores of finished steps, and steps whose folder is unusable.
+        # Scores of finished steps, and steps with an unusable folder.
         self._scores: dict[int, float | None] = {
             s: score for s, is_finished, score in steps if is_finished
         }
@@ -115,11 +120,11 @@ class Checkpoints:
           TypeError, ValueError: if host_state has anything but dicts with string keys, lists,
             strings, finite numbers, booleans and None, which JSON returns unchanged; names its
             path.
-          ValueError: if the score is not finite, or if there is a later checkpoint, which the next
-            resume would prefer.
+          ValueError: if the score is not finite, or if there is a later checkpoint.
           SaveError: if all tries failed; names the fallback folder, which now holds the step.
         """
         latest = self.latest_step()
+        # A resume takes the latest step, so an earlier step written now would never be read.
         if latest is not None and step < latest:
             raise ValueError(
                 f"step is {step}, but {self._directory} already holds step {latest}; "
@@ -129,6 +134,7 @@ class Checkpoints:
             return False
         _check_json(host_state, "host_state")
         _check_json(score, "score")
+        # The save before was written in the background: its failure shows only here.
         earlier = self._settle()
         if step == self.latest_step():
             return False
@@ -140,13 +146,15 @@ class Checkpoints:
         waits = force or earlier is not None
         # A manager remembers the error of a failed save and its initial list of steps: replace it.
         renews = earlier is not None or step in self._unusable
-        failure = self._write(step, args, score, waits, renews)
+        failure = self._write_step(step, args, score, waits, renews)
+        # The arrays are still at hand, so a retry costs no computation. The default pauses are 2, 4
+        # and 8 s (durable.py): enough for a disk that is full for seconds.
         for attempt in range(self._retries):
             if failure is not None:
                 seconds = self._backoff_s * 2**attempt
                 log.warning("%s; next try in %g s", failure, seconds)
                 self._sleep(seconds)
-                failure = self._write(step, args, score, waits=True, renews=True)
+                failure = self._write_step(step, args, score, waits=True, renews=True)
         if failure is None:
             return True
         raise SaveError(
@@ -183,6 +191,8 @@ class Checkpoints:
             self._scores.pop(step, None)
             self._unusable.add(step)
             log.warning("%s is skipped: %s", self._folder(step), damage)
+        # An unfinished step alone is the first save of a run that was killed: no training was saved
+        # yet. Any other damage had been a checkpoint, and a silent new start would hide its loss.
         if intact is None and damages:
             [*newer_damages, (_, oldest)] = damages
             if newer_damages or oldest != hashes.UNFINISHED:
@@ -212,7 +222,7 @@ class Checkpoints:
         the tensors that are missing, superfluous, of another shape or dtype, or without a sharding.
         FileNotFoundError if there is no complete checkpoint of that step; SaveError as `wait`.
         """
-        self._check(step, abstract, is_part=False)
+        self._check_fits(step, abstract, is_part=False)
         restored = self._manager.restore(
             step,
             args=ocp.args.Composite(
@@ -228,16 +238,17 @@ class Checkpoints:
         `abstract` has dicts with a part of the saved tree's paths (a dataclass is saved as a dict
         of its fields). Its leaves and the errors are as for `restore`.
         """
-        self._check(step, abstract, is_part=True)
+        self._check_fits(step, abstract, is_part=True)
         part = abstract_arrays(abstract)
         restore_args = ocp.checkpoint_utils.construct_restore_args(part)
+        # Orbax's StandardRestore, which `restore` uses, wants the whole tree.
         with ocp.PyTreeCheckpointer() as reader:
             return reader.restore(
                 self._folder(step) / "arrays",
                 args=ocp.args.PyTreeRestore(part, restore_args=restore_args, partial_restore=True),
             )
 
-    def _check(self, step: int, abstract: Any, is_part: bool) -> None:
+    def _check_fits(self, step: int, abstract: Any, is_part: bool) -> None:
         self.wait()
         self._require(step)
         differences = _differences(self._manager.item_metadata(step)["arrays"], abstract, is_part)
@@ -262,7 +273,7 @@ class Checkpoints:
     def __exit__(self, kind: object, *_) -> None:
         if kind is None:
             return self.close()
-        # This host does not synchronize with the others, which may be elsewhere in the program.
+        # This host does not synchronize with other hosts, which may be elsewhere in the program.
         if self._pending is not None:
             concurrent.futures.wait([self._pending.job])
         self._background.shutdown()
@@ -277,11 +288,11 @@ class Checkpoints:
             _end(self._manager)
 
     def _open(self) -> ocp.CheckpointManager:
-        # It keeps all steps: its own policies would delete an old step before the hashes of the new
-        # one are written.
+        # The manager keeps all steps: Orbax's own policies would delete an old step before the
+        # hashes of the new step are written.
         # A single host creates folders synchronously: a failure in the background would leave
-        # threads that wait minutes for the folder. Several hosts do not, because all of them would
-        # wait for a host that failed.
+        # threads that wait minutes for the folder. Several hosts create folders in the background,
+        # because otherwise all hosts would wait for a host that failed.
         several = jax.process_count() > 1
         self._barriers = distributed.Barriers()
         async_options = ocp.options.AsyncOptions(
@@ -290,7 +301,7 @@ class Checkpoints:
         )
         return ocp.CheckpointManager(
             self._directory,
-            # Lightweight: a step with damaged metadata must not prevent reading the others.
+            # Lightweight: a step with damaged metadata must not prevent reading other steps.
             options=ocp.CheckpointManagerOptions(
                 enable_async_checkpointing=True,
                 lightweight_initialize=True,
@@ -302,13 +313,15 @@ class Checkpoints:
             },
         )
 
-    def _write(
+    def _write_step(
         self, step: int, args: Any, score: float | None, waits: bool, renews: bool = False
     ) -> Exception | None:
         """Start writing a step, without retries; return the failure of any host, or None."""
         failure = _together(lambda: self._clear(step)) if renews else None
         failure = failure or _together(lambda: self._begin(step, args, score, renews))
         if failure is not None:
+            # Some host failed. This host's own job may still write into the folder, which the next
+            # try removes.
             if self._pending is not None:
                 concurrent.futures.wait([self._pending.job])
             self._pending = None
@@ -318,15 +331,18 @@ class Checkpoints:
 
     def _clear(self, step: int) -> None:
         _end(self._manager)
-        self._watch.check()
+        self._watch.check_folder()
+        # One process removes: several would fail on files that another process has just removed.
         if jax.process_index() == 0:
             durable.remove(self._folder(step))
 
     def _begin(self, step: int, args: Any, score: float | None, renews: bool) -> None:
-        self._watch.check()  # Orbax would make the folder again
+        self._watch.check_folder()  # Orbax would make the folder again
         if renews:
             self._manager = self._open()
         scores = {**self._scores, step: score}
+        # The surplus is only listed here. `_commit` deletes it, after the new step has its hashes:
+        # until then an old step may be the only complete one.
         kept_steps = {*sorted(scores)[-self._keep :], _best(scores)}
         surplus = [old for old in scores if old not in kept_steps]
         with self._barriers.announced():
@@ -342,13 +358,16 @@ class Checkpoints:
         fault_injection.point("written")
         if jax.process_index() != 0:
             return
-        hashes.write(self._folder(step), score)
-        for folder in (self._directory, self._workdir, self._workdir.parent):  # may be new
+        hashes.write_hashes(self._folder(step), score)
+        # Each of these folders may be new. A file is lost with a loss of power if the name of any
+        # folder above the file is not on disk.
+        for folder in (self._directory, self._workdir, self._workdir.parent):
             durable.sync(folder)
         peers.note(saved=step)
         fault_injection.point("saved")
         for old in surplus:
-            try:  # Hashes first: a half-deleted folder must not look like a finished step.
+            # Hashes first: a half-deleted folder must not look like a finished step.
+            try:
                 (self._folder(old) / hashes.FILE).unlink(missing_ok=True)
                 self._folder(old).rmtree(missing_ok=True)
             except OSError as error:
@@ -370,10 +389,9 @@ class Checkpoints:
         return None
 
     def _finish(self, pending: _Pending) -> None:
-        """Wait for a job; end the run if that takes too long after the save failed elsewhere.
-
-        Orbax waits 5 minutes for a folder that another host could not make.
-        """
+        """Wait for a job; end the run if the job outlives a failure elsewhere by lost_seconds."""
+        # Orbax waits 5 minutes for a folder that another host could not make. The run ends earlier,
+        # within the time that any other lost process gets (distributed.lost_seconds).
         deadline = math.inf
         while not concurrent.futures.wait([pending.job], _POLL_S).done:
             failure = self._barriers.failure()
@@ -392,9 +410,10 @@ class Checkpoints:
             return f"no fallback folder is given, the last step saved is {self.latest_step()}"
         name = epath.Path(paths.absolute(self._fallback)) / f"{self._workdir.name}_step{step}"
         try:
+            # A new name: an earlier fallback folder may be the only copy of another step.
             workdir = distributed.broadcast(lambda: str(_unused(name)))
             fallback = Checkpoints(workdir)
-            failure = fallback._write(step, args, score, waits=True)
+            failure = fallback._write_step(step, args, score, waits=True)
             fallback.close()
         except (OSError, RuntimeError) as error:
             workdir, failure = str(name), error
@@ -414,6 +433,7 @@ class Checkpoints:
                     durable.remove(folder / name)
                 missing.append(f"{name} could not be copied ({error}); ")
         with contextlib.suppress(OSError):
+            # Episodes grow with every step, so the fallback folder gets only a note on their place.
             if steps := spans(episode_files(self._workdir)):
                 place = self._workdir / EPISODES_FOLDER
                 missing.append(f"episodes of steps {steps} stay in {place}; ")
@@ -424,10 +444,13 @@ class Checkpoints:
 
     def _on_disk(self) -> list[int]:
         """Return the steps that have a folder, whatever it contains, newest first."""
+        # Other names belong to steps that Orbax has not finished.
         names = [path.name for path in paths.entries(self._directory)]
         return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
 
     def _inspect(self) -> tuple[int | None, list[tuple[int, str]]]:
+        # Newest first, and no further than the first intact step: a check reads the whole
+        # checkpoint.
         damages: list[tuple[int, str]] = []
         for step in self._on_disk():
             damage = hashes.damage(self._folder(step))
@@ -474,7 +497,9 @@ def _together(do: Callable[[], None]) -> Exception | None:
 
 
 def _check_json(value: Any, path: str) -> None:
-    """Reject values that JSON would change or drop: a resumed run must see the same values."""
+    """Raise TypeError or ValueError, with its path, for a value that JSON would change or drop."""
+    # JSON turns tuples into lists and integer keys into strings. A resumed run would then go on
+    # with other values than an uninterrupted run.
     if isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):
@@ -483,6 +508,7 @@ def _check_json(value: Any, path: str) -> None:
     elif isinstance(value, list):
         for index, item in enumerate(value):
             _check_json(item, f"{path}[{index}]")
+    # Exact types: numpy.float64 is a float, too, but would come back as another type.
     elif type(value) not in (str, int, float, bool, type(None)):
         raise TypeError(
             f"{path} is {type(value).__name__}, want dict, list, str, int, float, bool or None"
@@ -493,6 +519,8 @@ def _check_json(value: Any, path: str) -> None:
 
 def _differences(saved: Any, abstract: Any, is_part: bool) -> list[str]:
     """Return one line for each tensor with different saved and requested forms."""
+    # A part may leave tensors out, such as the optimizer's. A whole restore may not: a tensor that
+    # nobody wants belongs to another model or optimizer.
     has, wants = _by_path(saved), _by_path(abstract)
     surplus = [] if is_part else [path for path in has if path not in wants]
     lines = [f"{path}: in the checkpoint, not wanted" for path in surplus]

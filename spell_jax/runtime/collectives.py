@@ -33,12 +33,13 @@ def current_mesh() -> AbstractMesh | None:
 
 def is_for_cpu() -> bool:
     """Return whether the traced program is for CPUs, by the current mesh or jax's backend."""
+    # The mesh decides where there is one: a plan compiles for a TPU slice on a host with CPUs only.
     mesh = jax.sharding.get_abstract_mesh()
     return jax.default_backend() == "cpu" if mesh.empty else meshes.is_of_cpus(mesh)
 
 
 def splitting(mesh: AbstractMesh, names: Axes, size: int) -> Axes:
-    """Return the mesh axes that split a dimension; () (replicated) if they do not divide it."""
+    """Return the axes of `names` that split a dimension of `size`; () if they do not divide it."""
     if size % math.prod(mesh.shape[name] for name in names):
         return ()
     return tuple(name for name in names if mesh.shape[name] > 1)
@@ -58,7 +59,10 @@ class Split:
     def of(
         cls, tokens: tuple[int, ...], leading: int, width: int, over: str, **fields: Any
     ) -> Self:
-        """Return the split of tokens [B, T, ...], weights [leading, width]; `leading` by `over`."""
+        """Return how the current mesh splits tokens [B, T, ...] and weights [leading, width].
+
+        `over` is the mesh axis that splits `leading`, such as the tensor axis for a table of V.
+        """
         mesh = current_mesh()
         if mesh is None:
             return cls(**fields)
@@ -102,16 +106,18 @@ def on_shards(mesh: AbstractMesh | None, run: Callable[..., Any], in_specs: Any,
     """Turn a function of shards into a function of whole arrays; the identity without a mesh."""
     if mesh is None:
         return run
+    # The check of varying axes is off: Pallas kernels inside of shard_map do not pass it.
     return jax.shard_map(run, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 def sum_scatter(x: jax.Array, axes: Axes, dimension: int = 0) -> jax.Array:
     """Sum over mesh axes and scatter one dimension (reduce-scatter).
 
-    Over more than 8 devices it runs in two stages, because XLA for TPUs often compiles a single
-    stage as an all-reduce. XLA also makes an all-reduce when scattering the last dimension in
-    parts that are not a multiple of 128, or a dimension of a three-dimensional array.
+    XLA for TPUs makes an all-reduce when scattering the last dimension in parts that are not a
+    multiple of 128, or a dimension of a three-dimensional array.
     """
+    # Over more than 8 devices in two stages: a single stage is often compiled as an all-reduce,
+    # which sends about twice the bytes of a reduce-scatter.
     for axis in axes:
         for groups in _stages(jax.lax.axis_size(axis)):
             x = jax.lax.psum_scatter(
@@ -122,6 +128,8 @@ def sum_scatter(x: jax.Array, axes: Axes, dimension: int = 0) -> jax.Array:
 
 def _stages(count: int) -> list[list[list[int]] | None]:
     """Return device groups of consecutive reduce-scatters over `count` devices; None means all."""
+    # The first stage sums over strided ranks and the second over consecutive ranks, so that device
+    # r ends with part r, as after a single stage. Equal factors make the longer stage shortest.
     outer = max(i for i in range(1, math.isqrt(count) + 1) if count % i == 0)
     if count <= _ONE_STAGE or outer == 1:
         return [None]
@@ -130,10 +138,8 @@ def _stages(count: int) -> list[list[list[int]] | None]:
 
 
 def rounded(x: jax.Array, dtype: Any) -> jax.Array:
-    """Round float32 to another dtype in place of a cast.
-
-    XLA moves a plain cast before a sum over devices, which then adds in bfloat16 (an
-    optimization_barrier does not prevent it).
-    """
+    """Round float32 to another dtype in place of a cast."""
+    # XLA moves a plain cast before a sum over devices, which then adds in bfloat16. An
+    # optimization_barrier does not prevent that; reduce_precision does.
     float_info = jnp.finfo(dtype)
     return jax.lax.reduce_precision(x, float_info.nexp, float_info.nmant).astype(dtype)

@@ -33,9 +33,13 @@ from jax.experimental import multihost_utils
 from spell_jax.runtime import peers, rendezvous, sigterm
 
 _POLL_S = 0.1  # pause between two looks at a barrier
-_KEPT_BARRIERS = 20  # a save has fewer, and starts when all processes have ended the one before
-_SMALLEST = 1024  # minimum size of an exchange in bytes, so that small parts share a program
-_LARGEST = 1 << 32  # maximum bytes of one process; a wrong size must not exhaust the memory of all
+# Barriers of this process that stay in jax's service. A save has fewer than 20, and starts when all
+# processes have ended the save before, so no process still waits at an older barrier.
+_KEPT_BARRIERS = 20
+# Minimum size of an exchange in bytes: texts and small JSON values share one compiled program.
+_SMALLEST = 1024
+# Maximum bytes of one process: a wrong size must not exhaust the memory of all processes.
+_LARGEST = 1 << 32
 
 # Position of this process; all three are set or none.
 COORDINATOR, PROCESSES, PROCESS = "SPELL_COORDINATOR", "SPELL_PROCESSES", "SPELL_PROCESS"
@@ -62,9 +66,9 @@ def join() -> None:
     Must be called before any device is touched. The environment has SPELL_COORDINATOR (host:port of
     process 0), SPELL_PROCESSES and SPELL_PROCESS (0 to SPELL_PROCESSES - 1), or is a cluster that
     jax recognizes: a TPU slice of several hosts, Slurm, Open MPI. The call waits SPELL_JOIN_SECONDS
-    (300) for the others; TimeoutError names the missing ones. Afterwards a process that fails, or
-    is not heard for SPELL_LOST_SECONDS (100), ends all others: they name it and exit with
-    peers.EXIT_CODE. ValueError if a variable is missing or out of range.
+    (300) for the other processes; TimeoutError names the missing processes. Afterwards a process
+    that fails, or is not heard for SPELL_LOST_SECONDS (100), ends all others: they name it and exit
+    with peers.EXIT_CODE. ValueError if a variable is missing or out of range.
     """
     if jax.distributed.is_initialized():
         return
@@ -80,6 +84,7 @@ def join() -> None:
         meeting = rendezvous.wait_for_all(position.address, position.count, position.index, limit)
     except TimeoutError as error:
         raise TimeoutError(f"{JOIN_SECONDS} = {limit}: time is up; {error}") from None
+    # Heartbeats come first: an error inside of jax.distributed.initialize then reaches all.
     peers.start(position.index, position.count, meeting.hub, lost, meeting.addresses)
     address, bound = _service_address(position, meeting)
     with peers.announced():
@@ -90,7 +95,7 @@ def join() -> None:
             position.devices,
             cluster_detection_method="deactivate",
             initialization_timeout=limit,
-            # Longer than our own: jax ends a process without naming the one that is missing.
+            # Longer than the heartbeats' limit: jax ends a process without naming the lost process.
             heartbeat_timeout_seconds=3 * lost,
             coordinator_bind_address=bound,
         )
@@ -103,10 +108,11 @@ def join() -> None:
 def _service_address(position: _Position, meeting: rendezvous.Meeting) -> tuple[str, str | None]:
     """Return the address that processes call jax's service by, and its listening address.
 
-    None is all addresses of process 0: the default of jax's service, which authenticates nobody. If
-    all other processes have reached process 0 at one address, the service listens at that address
-    only. Process 0 must then call it there too: Debian gives a machine's own name to 127.0.1.1.
+    A listening address of None means all addresses of process 0, the default of jax's service.
     """
+    # jax's service authenticates nobody. If all other processes have reached process 0 at one
+    # address, the service listens at that address only. Process 0 must then call the service there
+    # too: Debian gives a machine's own name to 127.0.1.1.
     is_chosen = any(name in os.environ for name in _SERVICE_VARIABLES)
     if position.index != 0 or is_chosen or len(meeting.hub) != 1:
         return position.address, None
@@ -118,10 +124,7 @@ def _service_address(position: _Position, meeting: rendezvous.Meeting) -> tuple[
 
 
 def _share_token(index: int, limit: int) -> bytes:
-    """Return the run's random token, which process 0 makes and shares through jax's service.
-
-    Process 0 deletes it there when all processes have it, so that later callers do not find it.
-    """
+    """Return the run's random token, which process 0 makes and shares through jax's service."""
     client = _client()
     if index == 0:
         token = secrets.token_bytes(_TOKEN_BYTES)
@@ -129,13 +132,15 @@ def _share_token(index: int, limit: int) -> bytes:
     else:
         token = client.blocking_key_value_get_bytes(_TOKEN_KEY, 1000 * limit)
     client.wait_at_barrier(_TOKEN_KEY, 1000 * limit)
+    # All processes have the token now. Later callers of the service must not find it.
     if index == 0:
         client.key_value_delete(_TOKEN_KEY)
     return token
 
 
 def _leave_if_failed() -> None:
-    """End a failed process without jax's shutdown, which would wait minutes for the others."""
+    """End a process that failed by an exception, at its exit, by `leave`."""
+    # Python keeps the exception that ended the program here, for debuggers.
     if (error := getattr(sys, "last_value", None)) is not None:
         leave(1, error)
     peers.note(is_done=True)
@@ -146,6 +151,7 @@ def leave(status: int, error: BaseException) -> None:
     if peers.is_running():
         peers.fail(error)
         sys.stdout.flush()
+        # Without jax's shutdown, which would wait minutes for the other processes.
         os._exit(status)
 
 
@@ -170,7 +176,7 @@ def _number(name: str, least: int) -> int:
 
 
 def _configured_position() -> _Position | None:
-    """Return the position given by our environment variables; None without them."""
+    """Return the position in SPELL_COORDINATOR, SPELL_PROCESSES and SPELL_PROCESS; None without."""
     names = (COORDINATOR, PROCESSES, PROCESS)
     missing = [name for name in names if name not in os.environ]
     if len(missing) == len(names):
@@ -217,9 +223,13 @@ class Barriers:
         if error is not None and threading.current_thread() is not threading.main_thread():
             self.fail(error)
             raise RuntimeError(self.failure())
+        # Orbax uses a key again in each save, but a barrier must not count the processes of an
+        # earlier use.
         self._uses[key] += 1
         folder = f"{self._prefix}/reached/{key}/{self._uses[key]}"
         client.key_value_set(mine := f"{folder}/{jax.process_index()}", "")
+        # Polled instead of jax's own barrier, which would wait until its time limit for a process
+        # that has failed.
         while len(client.key_value_dir_get(f"{folder}/")) < jax.process_count():
             if failure := self.failure():
                 raise RuntimeError(failure)
@@ -231,7 +241,8 @@ class Barriers:
             client.key_value_delete(self._passed.popleft())
 
     def fail(self, error: BaseException) -> None:
-        if jax.process_count() == 1 or self.failure():  # only the first: others follow from it
+        # Only the first failure counts: further failures follow from it.
+        if jax.process_count() == 1 or self.failure():
             return
         text = f"host {jax.process_index()}: {type(error).__name__}: {error}"
         key = f"{self._prefix}/failed/{jax.process_index()}"
@@ -254,12 +265,12 @@ class Barriers:
 
 
 def _client() -> Any:
-    """Return the client of jax's coordination service, which is public only in part."""
+    """Return the client of jax's coordination service; jax makes only a part of it public."""
     return jax_distributed.global_state.client
 
 
 def gather_bytes(items: Sequence[bytes]) -> list[list[bytes]]:
-    """Gather the items of every process, in process order; processes may have different numbers.
+    """Gather the items of every process, in process order; their numbers may differ.
 
     RuntimeError on all processes names a process that has more than 4 GiB, or sends no list of
     items.
@@ -281,14 +292,13 @@ def gather_bytes(items: Sequence[bytes]) -> list[list[bytes]]:
 
 def _join_items(items: Sequence[bytes]) -> bytes:
     """Return the number of items, their lengths, and the items; numbers as uint64."""
+    # Lengths instead of a separator, because items are arbitrary bytes.
     return struct.pack(f"<{1 + len(items)}Q", len(items), *map(len, items)) + b"".join(items)
 
 
 def _split_items(data: bytes, index: int) -> list[bytes]:
-    """Return the items that process `index` has joined; RuntimeError for other bytes.
-
-    Items are copied, and never unpickled: a process under a false name runs no code here.
-    """
+    """Return the items that process `index` has joined; RuntimeError for other bytes."""
+    # Items are copied, and never unpickled: a process under a false name runs no code here.
     count = int.from_bytes(data[:8], "little")
     start = 8 * (1 + count)
     if len(data) >= start:
@@ -312,6 +322,7 @@ def gather_text(text: str) -> list[str]:
 
 
 def _encode(text: str) -> bytes:
+    # A message may quote a file name with bytes that are no UTF-8.
     return text.encode("utf-8", "replace")
 
 
@@ -324,13 +335,17 @@ def _first_text(items: Sequence[bytes], index: int) -> str:
 
 
 def make_together(make: Callable[[], Sequence[bytes]]) -> list[list[bytes]]:
-    """Gather results of `make` of every host, in host order; RuntimeError names failed hosts."""
+    """Call `make` on every host; return the items of all hosts, in host order.
+
+    RuntimeError on all hosts names the hosts on which `make` failed.
+    """
     failure: Exception | None = None
     items: Sequence[bytes] = ()
     status = ""
     try:
         items = make()
-    except Exception as error:  # any kind: the others wait in the collective
+    except Exception as error:
+        # Any kind: the other hosts wait in the exchange below, and must hear of the failure.
         failure, status = error, f"{type(error).__name__}: {error}"
     parts = gather_bytes([_encode(status), *items])
     statuses = [_first_text(part, host) for host, part in enumerate(parts)]
@@ -377,7 +392,7 @@ def fail_together() -> Iterator[None]:
 
 
 def fetch_global(array: Any) -> np.ndarray:
-    """Fetch a numpy or jax array as one numpy array; every device briefly holds all of it."""
+    """Fetch an array as one numpy array; every device briefly holds the whole array."""
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
         return np.asarray(multihost_utils.process_allgather(array, tiled=True))
     return np.asarray(array)

@@ -1,8 +1,8 @@
 """Episodes of each step on disk: WORKDIR/episodes/step_000012.jsonl.gz, one per line.
 
-The algorithm defines the record. Added are "number", its index in the step from 1, "of", the number
-of episodes in the step, and "documents", the texts of the cluster, at its first record. A run
-resumed at step s first drops what was written after s. The same episodes give the same bytes.
+The algorithm defines the record. The writer adds three fields: "number", the episode's index in the
+step from 1; "of", the number of episodes in the step; and "documents", the texts of the cluster, at
+the first record of each cluster. The same episodes give the same bytes.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class EpisodeWriter:
 
     `characters` is the maximum size of a step's file before compression; 0 writes nothing. Files of
     steps after resume_step are removed; None removes all. The episodes of a step are queued until
-    its file is on disk, and a checkpoint holds the queued ones. `queued` has the queued
-    episodes of the resumed checkpoint, which are written first; `workdirs` has all folders of the
+    its file is on disk, and a checkpoint holds the queued episodes. `queued` has the episodes that
+    were queued at the resumed checkpoint; they are written first. `workdirs` has all folders of the
     run so far. `submit` runs disk work, as Background.submit.
     """
 
@@ -96,9 +96,12 @@ class EpisodeWriter:
         self._queue: dict[int, list[Mapping[str, Any]]] = {}
         if not is_writer:
             return
+        # The resumed run repeats the later steps, perhaps with fewer episodes or none at all.
         for step, path in episode_files(workdir).items():
             if resume_step is None or step > resume_step:
                 durable.remove(path)
+        # The queue of a checkpoint may or may not have reached the disk: writing it again gives the
+        # same bytes.
         for step, records in (queued or {}).items() if self._characters else ():
             self._queue[int(step)] = list(records)
             self._put(int(step))
@@ -106,6 +109,8 @@ class EpisodeWriter:
 
     def _name_missing(self, resume_step: int, workdirs: Sequence[str]) -> None:
         """Log the steps that have their episodes in an earlier folder of the run."""
+        # A run that continues from a fallback folder (checkpoint.py) has its earlier episodes
+        # elsewhere.
         earlier_folders = [
             folder for folder in workdirs if folder != paths.absolute(self._folder.parent)
         ]
@@ -138,11 +143,13 @@ class EpisodeWriter:
             text = "step %d: %d of %d episodes left out: more than episode_characters = %d"
             log.warning(text, step, left_out, len(records), self._characters)
         write_records(self._path(step), bounded_records)
+        # Only now: a checkpoint that is saved during the write must still hold the episodes.
         del self._queue[step]
 
     def queued(self) -> dict[str, list[dict[str, Any]]]:
         """Return the episodes by step that are not on disk yet, for a checkpoint."""
         return {
+            # `list` copies: the background thread removes steps meanwhile.
             str(step): finite_or_none([dict(record) for record in records])[0]
             for step, records in list(self._queue.items())
         }
@@ -150,6 +157,8 @@ class EpisodeWriter:
 
 def _bounded(episodes: list[Mapping[str, Any]], room: int) -> list[dict[str, Any]]:
     """Keep records that fit into `room` characters, then their documents as far as they fit."""
+    # All records come before any documents: a record without its documents still shows question,
+    # answers and rewards, while documents alone show nothing.
     records, documents = [], {}
     for number, episode in enumerate(episodes, 1):
         record, _ = finite_or_none({"number": number, "of": len(episodes), **episode})
@@ -158,6 +167,7 @@ def _bounded(episodes: list[Mapping[str, Any]], room: int) -> list[dict[str, Any
         if size <= room:
             room -= size
             records.append(record)
+            # Episodes of a cluster share its documents, which are stored once, at the first record.
             documents.setdefault(record.get("cluster"), (record, texts))
     for record, texts in documents.values():
         document_field = {"documents": texts}

@@ -38,6 +38,7 @@ class Fault(RuntimeError):
 
 def point(name: str) -> None:
     """Pass one of POINTS and trigger its fault, if any; ValueError if SPELL_FAULT is malformed."""
+    # The variable is read at every point: tests set it after the import.
     if not (fault := os.environ.get(VARIABLE)):
         return
     if not (match := _PATTERN.fullmatch(fault)):
@@ -46,9 +47,11 @@ def point(name: str) -> None:
             f"NAME one of {POINTS} and COUNT at least 1"
         )
     fault_point, count, action = match.groups()
+    # Counted after the variable is set: COUNT is the number of passes since then.
     _passed[name] += 1
     if name != fault_point or _passed[name] != int(count):
         return
     if action == ":raise":
         raise Fault(fault)
+    # SIGKILL runs no handler and flushes nothing, as if the machine were lost.
     os.kill(os.getpid(), signal.SIGTERM if action else signal.SIGKILL)

@@ -1,8 +1,8 @@
 """Hashes of a folder's files, to detect unfinished and damaged folders.
 
-They are in a file that is written last: its presence marks the folder as complete. It has two
-lines: a hash of the second line; a JSON object with the step, a score and [bytes, hash] by path of
-every other file. The step is the folder's name: a renamed folder counts as damaged.
+hashes.txt is written last: its presence marks the folder as complete. It has two lines: a hash of
+the second line; a JSON object with the step, a score and [bytes, hash] of every other file by path.
+The step is the folder's name: a renamed folder counts as damaged.
 """
 
 from __future__ import annotations
@@ -23,26 +23,29 @@ UNFINISHED = f"{FILE}: missing (the save did not end, or the file was removed)"
 _CHUNK = 1 << 20  # bytes per read
 
 
-def write(folder: epath.Path, score: float | None) -> None:
+def write_hashes(folder: epath.Path, score: float | None) -> None:
     """Bring a folder's files to the disk, hash them, and store the hashes with the score.
 
     The folder's name must be its step.
     """
     durable.sync_tree(folder)
     names = _files(folder)
-    with concurrent.futures.ThreadPoolExecutor() as pool:  # hashing releases the GIL
+    # Threads suffice: hashlib releases the GIL.
+    with concurrent.futures.ThreadPoolExecutor() as pool:
         sums = dict(zip(names, pool.map(lambda name: _hash(folder / name), names), strict=True))
     content = json.dumps({"step": int(folder.name), "score": score, "files": sums}).encode()
+    # The record has a hash of its own. Otherwise a flipped bit in it would accuse an intact file.
     head = _blake2b(content).hexdigest().encode()
-    durable.write(folder / FILE, head + b"\n" + content)
+    durable.write_file(folder / FILE, head + b"\n" + content)
 
 
-def _read(folder: epath.Path) -> dict[str, Any]:
-    """Read the record of `write`; ValueError if it is unreadable, altered or of another step."""
+def _read_record(folder: epath.Path) -> dict[str, Any]:
+    """Read the record of `write_hashes`; ValueError if unreadable, altered or of another step."""
     try:
         with paths.open_file(folder / FILE) as file:
             head, _, content = file.read().partition(b"\n")
     except OSError as error:
+        # A link to nowhere is damage by hand, not a save that did not end.
         missing = isinstance(error, FileNotFoundError) and not os.path.islink(folder / FILE)
         raise ValueError(UNFINISHED if missing else _unreadable(FILE, error)) from error
     if _blake2b(content).hexdigest().encode() != head:
@@ -62,6 +65,8 @@ def _read(folder: epath.Path) -> dict[str, Any]:
 def _is_record(value: Any) -> bool:
     if not isinstance(value, dict) or not isinstance(files := value.get("files"), dict):
         return False
+    # A path must stay inside the folder, because a check reads the file that it names, and must be
+    # printable, because messages quote it.
     places = [os.path.normpath(name).split(os.sep)[0] for name in files]
     if any(place in ("", "..") for place in places) or not "".join(files).isprintable():
         return False
@@ -75,7 +80,7 @@ def _is_record(value: Any) -> bool:
 def score(folder: epath.Path) -> tuple[bool, float | None]:
     """Return (whether a folder is finished, its score); the score may be None."""
     try:
-        return True, _read(folder)["score"]
+        return True, _read_record(folder)["score"]
     except ValueError:
         return False, None
 
@@ -83,7 +88,7 @@ def score(folder: epath.Path) -> tuple[bool, float | None]:
 def damage(folder: epath.Path) -> str:
     """Describe the damaged or unreadable files of a folder, by name; "" without damage."""
     try:
-        files = _read(folder)["files"]
+        files = _read_record(folder)["files"]
     except ValueError as error:
         return str(error)
 
@@ -109,9 +114,10 @@ def _unreadable(name: str, error: OSError) -> str:
 def fingerprint(folder: epath.Path) -> str:
     """Return 32 hex digits that identify the weights in a folder without reading them all.
 
-    The name, size and last MiB of each file are hashed: an update changes every tensor, and reading
-    60 GB of a large policy would take a minute.
+    The name, the size and the last MiB of each file are hashed.
     """
+    # An update changes every tensor, so the last MiB of each file changes too. Reading 60 GB of a
+    # large policy would take a minute.
     digest = _blake2b()
     for name in sorted(_files(folder)):
         with (folder / name).open("rb") as file:
@@ -138,4 +144,5 @@ def _hash(path: epath.Path) -> list[Any]:
 
 
 def _blake2b(content: bytes = b"") -> hashlib.blake2b:
+    # 16 bytes detect accidents. Nothing here keeps an attacker from forging a checkpoint.
     return hashlib.blake2b(content, digest_size=16)

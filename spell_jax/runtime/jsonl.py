@@ -1,6 +1,6 @@
 """JSON and JSONL files: tolerant reading, atomic and durable writing, safe appending.
 
-A file whose name ends in .gz is compressed; the same lines always give the same bytes.
+A file with a name ending in .gz is compressed; the same lines always give the same bytes.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ def read_records(path: str | os.PathLike[str], parse: Callable[[Any], T]) -> tup
     The file, maybe compressed or in a bucket, is UTF-8 with one JSON value per line, with or
     without a byte order mark. Only line feeds end a line; empty lines are ignored. `parse` raises
     errors of MALFORMED for a malformed value. Bad lines, and lines over LONGEST_LINE bytes, are
-    skipped; the first _NAMED_LINES of them are logged with their place. If a compressed file is
-    damaged, or unpacks to far more than texts do, the rest of it counts as one bad line.
+    skipped; the first _NAMED_LINES bad lines are logged with their place. If a compressed file is
+    damaged, or unpacks to far more than texts do, its remaining lines count as one bad line.
     FileNotFoundError if there is no such file, OSError if it is a pipe, a folder or a device.
     """
-    records, problems = _read(path, parse)
+    records, problems = _parse_lines(path, parse)
     return records, problems.count
 
 
@@ -66,7 +66,7 @@ def require_records(
     The message begins with `where`, the field or flag of the file. It says `what` each line should
     be, and what is wrong with the first bad line.
     """
-    records, problems = _read(path, parse)
+    records, problems = _parse_lines(path, parse)
     if records:
         return records, problems.count
     first = f" ({problems.first})" if problems.first else ""
@@ -85,7 +85,8 @@ class _Problems:
         """Count and log a bad line; if it `is_last`, all lines after it are skipped with it."""
         self.count += 1
         reason = str(reason)
-        if len(reason) > _LONGEST_REASON:  # it may quote a whole document
+        # The reason may quote a whole document.
+        if len(reason) > _LONGEST_REASON:
             reason = reason[:_LONGEST_REASON] + "..."
         self.first = self.first or f"line {number}: {reason}"
         if self.count <= _NAMED_LINES or is_last:
@@ -97,7 +98,9 @@ class _Problems:
             log.warning("%s: %d more lines skipped", self.path, num_unnamed)
 
 
-def _read(path: str | os.PathLike[str], parse: Callable[[Any], T]) -> tuple[list[T], _Problems]:
+def _parse_lines(
+    path: str | os.PathLike[str], parse: Callable[[Any], T]
+) -> tuple[list[T], _Problems]:
     records, problems, number = [], _Problems(path), 0
     with paths.open_file(path) as file, _compressed(path, file, "rb") as stream:
         room = _most_unpacked(file) if _is_compressed(path) else math.inf
@@ -151,6 +154,8 @@ def bounded_lines(stream: Any, limit: int) -> Iterator[Any]:
         if len(line) <= limit:
             yield line
             continue
+        # 10 is the line feed of a stream of bytes. The rest of the line is read in parts and
+        # dropped.
         while line and line[-1] not in ("\n", 10):
             line = stream.readline(_SKIPPED)
         yield None
@@ -206,14 +211,15 @@ def write_json(path: str | os.PathLike[str], value: Any, indent: int = 1) -> Non
 
 
 def write_lines(path: str | os.PathLike[str], lines: Iterable[str]) -> None:
-    """Write lines, which include their line breaks, as one file (durable.write).
+    """Write lines, which include their line breaks, as one file (durable.write_file).
 
-    All lines are held in memory, so that a write to a full disk can be tried again.
+    A lone surrogate becomes its Python escape.
     """
+    # All lines are held in memory, so that a write to a full disk can be tried again.
     content = io.BytesIO()
     with _compressed(path, content, "wb") as out:
         out.writelines(line.encode(errors="backslashreplace") for line in lines)
-    durable.write(path, content.getvalue())
+    durable.write_file(path, content.getvalue())
 
 
 def _is_compressed(path: str | os.PathLike[str]) -> bool:

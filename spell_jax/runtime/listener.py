@@ -17,14 +17,17 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-NOT_A_PEER = (OSError, ValueError, LookupError, TypeError, RecursionError)  # closed, or a stranger
-LONGEST_LINE = 1 << 16  # bytes; a state has some hundred
+# A connection that was closed (OSError), or any error of parsing a line that a stranger has sent.
+NOT_A_PEER = (OSError, ValueError, LookupError, TypeError, RecursionError)
+LONGEST_LINE = 1 << 16  # bytes; a state of a process has some hundred
 
 _LONGEST_NAME = 256  # bytes of the line in which a caller says who it is
-_NAME_S = 10.0  # time for that line; a process needs milliseconds, or 4 s at delays of 2 s
-_MOST_UNKNOWN = 64  # connections that have not said who they are
-_LOG_EVERY_S = 60.0
-_PAUSE_S = 0.05  # after a connection that this process has no descriptor for
+# Time for that line. A process needs milliseconds, and 4 s on a network that delays packets by 2 s.
+_NAME_S = 10.0
+# Connections that have not said who they are: 1,000 idle ones must not use up the descriptors.
+_MOST_UNKNOWN = 64
+_LOG_EVERY_S = 60.0  # a port scanner must not fill the log
+_PAUSE_S = 0.05  # pause if this process has no descriptor for a caller
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +56,7 @@ class Connection:
 
 
 class Listener:
-    """Connections at listening sockets, served by one thread; a context that closes all of them.
+    """Connections at listening sockets, served by one thread; a context that closes all sockets.
 
     A caller first says who it is in a line of at most 256 bytes, within 10 s. At most 64
     connections may wait for that line. A further one replaces the oldest from the address with the
@@ -101,8 +104,9 @@ class Listener:
             assert isinstance(line, socket.socket)
             if key.data is None:
                 self._accept(line)
-            elif key.data.is_open:  # not closed since the wait
-                self._read(key.data)
+            # An answer to another line may have closed this connection since the wait.
+            elif key.data.is_open:
+                self._read_lines(key.data)
         now = time.monotonic()
         for connection in self._unknown():
             if now > connection.opened + _NAME_S:
@@ -123,6 +127,8 @@ class Listener:
     def send(self, connection: Connection, data: bytes) -> None:
         """Send bytes; a connection that does not take them at once is closed."""
         try:
+            # The socket does not block: a slow caller must not stop the thread that hears all
+            # callers.
             connection.line.sendall(data)
         except OSError:
             self.close(connection)
@@ -136,14 +142,18 @@ class Listener:
     def _accept(self, server: socket.socket) -> None:
         unknown = self._unknown()
         if len(unknown) >= _MOST_UNKNOWN:
+            # The oldest connection of the address with the most: a stranger with many connections
+            # replaces its own, and not a process that is about to say who it is.
             counts = Counter(connection.address for connection in unknown)
-            excess = max(unknown, key=lambda connection: counts[connection.address])  # the oldest
+            excess = max(unknown, key=lambda connection: counts[connection.address])
             self.refuse(excess, f"was one of {_MOST_UNKNOWN} that did not say who they are")
         try:
             line, address = server.accept()
         except BlockingIOError:  # the caller has hung up
             return
-        except OSError:  # no descriptor is free, and the caller still waits
+        except OSError:
+            # No descriptor is free. The caller still waits, so the next select returns at once:
+            # without a pause this thread would spin.
             time.sleep(_PAUSE_S)
             return
         line.setblocking(False)
@@ -153,12 +163,14 @@ class Listener:
         if connection.greeting:
             self.send(connection, connection.greeting + b"\n")
 
-    def _read(self, connection: Connection) -> None:
+    def _read_lines(self, connection: Connection) -> None:
         try:
             if not (received := connection.line.recv(LONGEST_LINE)):
                 raise ConnectionError("hung up before it said who it is")
             connection.text += received
             while connection.is_open:
+                # The length counts before the line has ended: a caller that ends no line must not
+                # fill the memory.
                 end = connection.text.find(b"\n")
                 size = end if end >= 0 else len(connection.text)
                 longest = _LONGEST_NAME if connection.caller is None else LONGEST_LINE
@@ -171,6 +183,8 @@ class Listener:
                 if answer := self._answer(connection, line):
                     self.send(connection, answer)
         except NOT_A_PEER as error:
+            # A known caller that hangs up is lost, as `lose` hears. Anything else is a stranger's
+            # doing, or looks like it, and is logged.
             if connection.caller is not None and isinstance(error, OSError):
                 self.close(connection)
             else:
@@ -200,10 +214,11 @@ def plain(address: str) -> str:
 def listen(host: str, port: int = 0) -> socket.socket:
     """Return a socket that listens at `port` (0: any free port) of the addresses of `host`.
 
-    A name stands for all addresses of this machine, and so does an address of another machine: both
-    may be a service of the cluster that leads here, and Debian has names at 127.0.1.1. An address
-    of this machine, or localhost, stands for itself.
+    A name stands for all addresses of this machine, and so does an address of another machine. An
+    address of this machine, or localhost, stands for itself.
     """
+    # A name or a foreign address may be a service of the cluster that leads to this machine, and
+    # Debian has the machine's own name at 127.0.1.1.
     try:
         address = "127.0.0.1" if host == "localhost" else host
         family = socket.AF_INET if ipaddress.ip_address(address).version == 4 else socket.AF_INET6

@@ -41,15 +41,12 @@ def _hidden(package: str) -> Iterator[None]:
 class TensorBoard:
     """Event files in WORKDIR/tensorboard, each event on disk when `write` returns.
 
-    A failed write may leave a part of an event, after which TensorBoard reads no further: the next
-    try begins another file.
-
-    TensorBoard is told to discard steps of an earlier process after resume_step (None: all). An
-    error silently ends the thread of tensorboardX's SummaryWriter, so that is not used.
-    tensorboardX is imported when a run starts, without torch, whose import takes 2 s and more.
+    TensorBoard is told to discard steps of an earlier process after resume_step (None: all).
     """
 
     def __init__(self, workdir: epath.Path, resume_step: int | None = None) -> None:
+        # tensorboardX imports torch if it is installed, which takes 2 s and more. EventsWriter,
+        # because an error silently ends the thread of tensorboardX's SummaryWriter.
         with _hidden("torch"):
             from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore - generated
@@ -79,6 +76,8 @@ class TensorBoard:
             self._writer.write_event(event)
             self._writer.flush()  # with an fsync
         except OSError:
+            # The file may end with a part of an event, after which TensorBoard reads no further:
+            # the next try begins another file.
             self._writer = None
             raise
 
@@ -108,18 +107,23 @@ class Wandb:
 
         workdir.mkdir(parents=True, exist_ok=True)
         path = workdir / WANDB_FILE
+        # The id is on disk, so that a resumed run continues its curves instead of starting new
+        # ones.
         if resume_step is None or not path.exists():
-            durable.write(path, f"{uuid.uuid4().hex}\n".encode())
+            durable.write_file(path, f"{uuid.uuid4().hex}\n".encode())
         self._run = wandb.init(
             project=project,
             name=workdir.name,
             id=path.read_text().strip(),
             resume="allow",
             config=dict(config or {}),
+            # wandb opens its files itself, and cannot open a bucket.
             dir=None if paths.is_remote(workdir) else os.fspath(workdir),
             # The terminal shows our progress line, which is redrawn several times a second.
             settings=wandb.Settings(console="off"),
         )
+        # wandb's own step must grow, but a resumed run repeats the steps after its checkpoint. So
+        # the x axis is a metric of ours.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
@@ -129,6 +133,7 @@ class Wandb:
         try:
             self._run.log({"step": step, **numbers})
         except Exception as error:  # wandb's own errors, or network errors
+            # metrics.jsonl has all numbers, so a run of days goes on without wandb.
             log.warning("wandb: %s; from step %d on nothing is written there", error, step)
             self._run = None
 

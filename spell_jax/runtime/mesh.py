@@ -19,10 +19,14 @@ AXES = ("data", "fsdp", CONTEXT, TENSOR, EXPERT)
 
 Rules = tuple[tuple[str, str | tuple[str, ...] | None], ...]
 
+# `expert` divides rows, too: outside of the experts its devices would otherwise repeat the same
+# work.
 ROWS = ("data", "fsdp", EXPERT)  # mesh axes of the batch axis of activations
-EMBED = ("fsdp", CONTEXT)  # mesh axes of the model width of parameters
+# Mesh axes of the model width of parameters. Devices of `context` share the tokens of a row, and
+# would otherwise hold equal copies of the parameters and of the optimizer's moments.
+EMBED = ("fsdp", CONTEXT)
 # Logical axis -> mesh axes, for training and prefill. `rows`, `time` and `width` are axes of
-# activations; the others are axes of weights.
+# activations; all other names are axes of weights.
 RULES: Rules = (
     ("rows", ROWS),
     ("time", CONTEXT),
@@ -59,6 +63,8 @@ def make_mesh(
 
 def axis_sizes(shape: Mapping[str, int] | None, count: int) -> tuple[int, ...]:
     """Return the sizes of AXES for `count` devices; arguments and errors as in make_mesh."""
+    # `fsdp` by default: it divides parameters, gradients and moments by the number of devices, and
+    # needs no choice that depends on the model.
     shape = dict(shape or {"fsdp": -1})
     if unknown := set(shape) - set(AXES):
         raise ValueError(f"mesh.{min(unknown)}: not a mesh axis, must be one of {AXES}")
@@ -90,7 +96,8 @@ def context_shards(mesh: jax.sharding.Mesh) -> int:
 def is_of_cpus(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> bool:
     """Return whether the devices are CPUs; False for the slice of a plan, which has no devices."""
     device = mesh.abstract_mesh.abstract_device
-    return device is not None and device.device_kind == "cpu"  # jax 0.8 does not tell the platform
+    # The kind of the device, because jax 0.8 does not tell the platform.
+    return device is not None and device.device_kind == "cpu"
 
 
 def shardings(mesh: jax.sharding.Mesh, axes, shapes):
@@ -98,6 +105,8 @@ def shardings(mesh: jax.sharding.Mesh, axes, shapes):
 
     def sharding(spec: PartitionSpec, array) -> NamedSharding:
         axes = [dict(RULES)[name] for name in spec]
+        # Shards must be equal. A small dimension, such as 2 key/value heads over 4 devices, is
+        # copied.
         divided = [
             axis if axis is None or size % _axis_size(mesh, axis) == 0 else None
             for axis, size in zip(axes, array.shape, strict=True)
@@ -117,11 +126,9 @@ def with_sharding(tree: Any, shardings: Any, dtype: Any = None) -> Any:
 
 
 def device_put(tree: Any, shardings: Any) -> Any:
-    """Put numpy arrays that are equal on every host onto devices.
-
-    jax.device_put would first compare the arrays between hosts and wait for running device work.
-    """
-
+    """Put numpy arrays that are equal on every host onto devices."""
+    # With several hosts jax.device_put would first compare the arrays between hosts, and wait for
+    # running device work.
     if all(sharding.is_fully_addressable for sharding in jax.tree.leaves(shardings)):
         return jax.device_put(tree, shardings)
 

@@ -1,7 +1,7 @@
 """Metrics on disk: (sum, weight) pairs that merge by addition, written once a step as means.
 
-An average is never averaged again. A run resumed at step s first drops everything written after s,
-so its files equal those of an uninterrupted run.
+A run resumed at step s first drops everything written after s, so its files equal the files of an
+uninterrupted run.
 """
 
 import dataclasses
@@ -18,19 +18,23 @@ from spell_jax.runtime.jsonl import read_records, write_lines
 from spell_jax.runtime.loggers import MetricLogger, TensorBoard
 
 METRICS_FILE = "metrics.jsonl"
-LARGEST_STEP = 2**63 - 1  # of int64
-TAIL = 1000  # lines of metrics.jsonl kept in a checkpoint
+LARGEST_STEP = 2**63 - 1  # of int64, in which TensorBoard stores steps
+# Lines of metrics.jsonl kept in a checkpoint. Crashes damage the end of a file, and every
+# checkpoint carries these lines.
+TAIL = 1000
 
 
 class Metrics:
     """Named (sum, weight) pairs of host floats; adding a device scalar waits for the device."""
 
+    # Sums, not means: a mean of the means of unequal micro-batches or hosts would be wrong.
     def __init__(self) -> None:
         self._pairs: dict[str, tuple[float, float]] = {}
 
     def add(self, name: str, value: Any, weight: Any = 1.0) -> None:
         """Add a mean `value` over `weight` >= 0 items; ignore it, even NaN, if the weight is 0."""
         weight = float(weight)
+        # 0 * NaN is NaN, and the mean of no items, such as of an empty group, is often NaN.
         self.add_sum(name, float(value) * weight if weight else 0.0, weight)
 
     def add_sum(self, name: str, total: Any, weight: Any) -> None:
@@ -61,6 +65,7 @@ def finite_or_none(value: Any) -> tuple[Any, int]:
 
     Accepts dataclasses, mappings, sequences, numpy or jax numbers and arrays; else TypeError.
     """
+    # JSON has no NaN and no infinity: a strict reader of another language would refuse the line.
     if value is None or isinstance(value, str | bool | int):
         return value, 0
     if isinstance(value, float):
@@ -89,6 +94,7 @@ def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, Any]]:
     try:
         records, skipped = read_records(path, _require_step)
     except OSError as error:
+        # Only a missing file suggests that the folder is no run.
         if isinstance(error, PermissionError) or path.exists():
             raise
         message = f"{path}: no metrics there; is this the folder of a training run?"
@@ -100,6 +106,7 @@ def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 def _require_step(record: Any) -> dict[str, Any]:
     step = record.get("step") if isinstance(record, dict) else None
+    # Exactly int: True is an int, too.
     if type(step) is not int or not 1 <= step <= LARGEST_STEP:
         raise ValueError(f'want an object with an integer "step" from 1 to {LARGEST_STEP}')
     return record
@@ -124,7 +131,6 @@ def run_now(work: Callable[..., Any], *args: Any) -> None:
 class MetricsWriter:
     """Writes metrics.jsonl, a line {"step": int, name: number, ...} per step, and other loggers.
 
-    Buckets cannot append, so all lines are held in memory and every write replaces the whole file.
     Steps up to resume_step are kept, in TensorBoard too; `tail` has lines of its checkpoint, for
     steps that the file lacks or where it is damaged. A resume_step of None starts a new file.
     `is_writer` on process 0 only; elsewhere all methods do nothing. `submit` runs disk work, as
@@ -158,6 +164,8 @@ class MetricsWriter:
             # hashes of the checkpoint protect the tail.
             lines |= saved
             self._lines = {step: lines[step] for step in sorted(lines) if step <= resume_step}
+        # At once, and not with the first step: later steps of an interrupted run must be gone
+        # before new ones count.
         self._put(list(self._lines.values()))
         self._loggers = [TensorBoard(folder, resume_step), *loggers]
 
@@ -183,6 +191,7 @@ class MetricsWriter:
             names = [name for name, value in record.items() if value is None]
             logging.warning("step %d: not finite: %s", step, ", ".join(names))
             record["non_finite"] = non_finite
+        # Before the disk is asked: `tail` has the line even if the write fails.
         self._lines[step] = json.dumps({"step": step, **record})
         shown = {name: value for name, value in record.items() if value is not None}
         # A copy: more lines may be added before the work runs.
@@ -194,6 +203,7 @@ class MetricsWriter:
             logger.write(step, numbers)
 
     def _put(self, lines: Sequence[str]) -> None:
+        # The whole file, because objects in a bucket cannot be appended to.
         write_lines(self._path, (line + "\n" for line in lines))
 
     def tail(self) -> list[str]:

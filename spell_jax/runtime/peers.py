@@ -41,10 +41,12 @@ from spell_jax.runtime.listener import LONGEST_LINE, NOT_A_PEER, Connection, Lis
 EXIT_CODE = 69  # EX_UNAVAILABLE of sysexits.h: another process is missing or has failed
 
 _LONGEST_BEAT_S = 1.0
-_GRACE_S = 1.0  # the connections of a killed process close one by one: wait for ours before judging
+# Time between a reported error and the verdict. Connections of a killed process close one by one:
+# the process that reports an error may only be the first to notice, and must not be blamed.
+_GRACE_S = 1.0
 _LONGEST_ERROR = 600  # characters
 _MOST_NAMED = 10  # processes in a verdict, which must fit into a line
-_CHALLENGE_BYTES = 16
+_CHALLENGE_BYTES = 16  # random for each connection, so that an overheard proof proves nothing
 _LONGEST_CHALLENGE = 256  # characters
 
 
@@ -81,7 +83,7 @@ class _Peer:
 
     @property
     def is_ended(self) -> bool:
-        """Whether it said that it is done or has failed."""
+        """Whether the process said that it is done or has failed."""
         return bool(self.error or self.state.get("is_done"))
 
     def is_missing(self, now: float, limit: float, patience: float) -> bool:
@@ -90,7 +92,7 @@ class _Peer:
         is_silent = now - self.heard > limit
         return is_silent or (self.closed is not None and now - self.closed > patience)
 
-    def describe(self, event: str) -> str:
+    def describe_event(self, event: str) -> str:
         host = f"host {self.state['host']}" if self.state else ""
         where = ", ".join(filter(None, [host, self.address]))
         place = "during {phase} after step {step}".format_map(self.state or _SETUP)
@@ -121,6 +123,7 @@ def _check_state(values: Any, index: int) -> dict[str, Any]:
 
 def _prove(token: bytes, challenge: bytes, index: int) -> bytes:
     """Return the message with which process `index` proves that it knows the token."""
+    # The index is part of the proof: it serves no other process.
     proof = hmac.new(token, b"%d %b" % (index, challenge), hashlib.sha256).hexdigest()
     return b"%d %b" % (index, proof.encode())
 
@@ -135,13 +138,15 @@ def _missing(peers: Iterable[_Peer], now: float, limit: float, patience: float) 
 
 
 class _Clock:
-    """Monotonic seconds, of which a time when this process was stopped counts as `longest`."""
+    """Monotonic seconds; the time between two calls counts at most `longest` seconds."""
 
     def __init__(self, longest: float, seconds: Callable[[], float] = time.monotonic) -> None:
         self._seconds = seconds
         self._longest, self._counted, self._last = longest, 0.0, seconds()
 
     def now(self) -> float:
+        # After a stop (SIGSTOP, a suspended machine) all other processes would seem to have been
+        # silent.
         last, self._last = self._last, self._seconds()
         self._counted += min(self._last - last, self._longest)
         return self._counted
@@ -153,8 +158,8 @@ class Heartbeats:
     Args:
       index, count: of this process, and number of processes.
       hub: listening sockets on process 0; elsewhere their host and port.
-      limit: seconds without a sign of life after which a process is missing. One whose connection
-        is closed is missing after a quarter of it.
+      limit: seconds without a sign of life after which a process is missing. After a closed
+        connection a quarter of the limit suffices.
       addresses: addresses of the other processes, by index, where they are known.
       end: called with an exit status to end this process.
     """
@@ -169,9 +174,12 @@ class Heartbeats:
         end: Callable[[int], Any] = os._exit,
     ) -> None:
         self._index, self._count, self._hub, self._limit, self._end = index, count, hub, limit, end
+        # At least 20 heartbeats within the limit: one that is late decides nothing.
         self._every = min(_LONGEST_BEAT_S, limit / 20)
+        # A closed connection says more than silence: the process has ended, or must call again.
         self._patience = limit / 4
-        self._clock = _Clock(self._patience)  # no wait below is longer
+        # No wait below is longer than the patience, so a longer one was a stop of this process.
+        self._clock = _Clock(self._patience)
         now = self._clock.now()
         self._peers = {
             peer: _Peer(peer, count, now, addresses.get(peer, ""))
@@ -225,12 +233,14 @@ class Heartbeats:
                 lost = _missing(other_peers, now, self._limit, self._patience)
                 if failed and failed_at is None:
                     failed_at = now
-                if lost:  # names all that are suspect by now, as after a cut in the network
+                if lost:
+                    # A cut in the network silences several processes at nearly the same time: the
+                    # verdict names all that are suspect by now.
                     lost = _missing(other_peers, now, self._limit / 2, 0.0)
                     self._verdict = self._judge(lost, now)
                 elif failed_at is not None and now > failed_at + _GRACE_S and not gone:
                     self._verdict = self._judge(failed, now)
-            # All others end first: jax ends a process at once if process 0 is gone.
+            # All other processes end first: jax ends a process at once if process 0 is gone.
             deadline = self._clock.now() + 2 * self._patience
             living = [peer for peer in other_peers if peer not in lost]
             while any(peer.line for peer in living) and self._clock.now() < deadline:
@@ -252,8 +262,11 @@ class Heartbeats:
         peer = self._peers.get(int(index)) if index.isdigit() else None
         if self._token is None or peer is None:
             raise ValueError("is no process of this run")
+        # compare_digest takes equal time wherever the texts differ, so a caller cannot guess a
+        # proof byte by byte.
         if not hmac.compare_digest(line, _prove(self._token, connection.greeting, peer.index)):
             raise ValueError(f"does not know the token of this run, as process {peer.index} does")
+        # After a broken connection a process often calls again before the old connection ends here.
         if isinstance(peer.line, Connection):
             self._listener.close(peer.line)
         peer.line, peer.address = connection, connection.address
@@ -296,16 +309,17 @@ class Heartbeats:
                 if values.get("verdict"):
                     text, to_blame = values["verdict"]
                     self._verdict = Verdict(str(text), tuple(to_blame))
-                    return self._conclude()  # while the connection is open, process 0 waits
+                    # Inside of the connection: process 0 waits as long as it is open.
+                    return self._conclude()
                 time.sleep(self._every)
 
     # -------------------------------------------------------------------------------------- The end
 
     def _judge(self, peers: Sequence[_Peer], now: float) -> Verdict:
         reasons = [
-            f"{peer.describe('failed')}: {peer.error}"
+            f"{peer.describe_event('failed')}: {peer.error}"
             if peer.error
-            else f"{peer.describe('is missing: last heard')}, {now - peer.heard:.0f} s ago"
+            else f"{peer.describe_event('is missing: last heard')}, {now - peer.heard:.0f} s ago"
             for peer in peers[:_MOST_NAMED]
         ]
         if len(peers) > _MOST_NAMED:
@@ -321,7 +335,8 @@ class Heartbeats:
     def _conclude(self) -> None:
         """Print the verdict and end the process, unless its own error ends it in time."""
         assert self._verdict is not None
-        with contextlib.suppress(OSError, ValueError):  # a closed terminal must not keep us
+        # A closed terminal must not keep the process alive.
+        with contextlib.suppress(OSError, ValueError):
             # Names and errors come from other processes, and could control the terminal.
             text = terminal.printable(" ".join(self._verdict.text.split()))
             print(f"spell_jax: {text}", file=sys.stderr, flush=True)
@@ -333,6 +348,8 @@ class Heartbeats:
     def _leave(self, status: int) -> None:
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
+        # os._exit by default: a collective, in which the main thread may wait, ends by no
+        # exception.
         self._end(status)
 
 
@@ -352,7 +369,7 @@ def start(
     global _heartbeats
     _heartbeats = Heartbeats(index, count, hub, limit, addresses)
     _heartbeats.start()
-    # jax aborts a process whose connection to process 0 is closed; it has no hook for that.
+    # jax aborts a process that loses its connection to process 0, and has no hook for that.
     ctypes.CDLL(None).signal(signal.SIGABRT, _announce_abort)
 
 
@@ -380,9 +397,10 @@ def fail(error: BaseException) -> None:
 
 @contextlib.contextmanager
 def announced() -> Iterator[None]:
-    """Tell all processes of an error in the context at once, before outer contexts wait for them.
+    """Report an exception to all processes before it propagates.
 
-    SystemExit passes: all processes raise it together.
+    Otherwise an outer context would wait for processes that still run. SystemExit is not reported,
+    because every process raises it.
     """
     try:
         yield

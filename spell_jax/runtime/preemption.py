@@ -3,8 +3,7 @@
 SIGTERM, or a notice from the cloud's metadata server, is recorded at once. At the end of a phase
 every host calls `should_stop`; the trainer then saves and raises Preempted. A process that has not
 left the Preemption context `limit_s` seconds after the first SIGTERM is ended with the same code; a
-second SIGTERM ends it at once. If a SIGTERM comes after the last `should_stop`, the exit of the
-context passes it on to the handler of the whole command (runtime/sigterm.py).
+second SIGTERM ends it at once.
 """
 
 from __future__ import annotations
@@ -23,11 +22,14 @@ from spell_jax.runtime import distributed
 from spell_jax.runtime.sigterm import EXIT_CODE, SigtermWatch
 
 METADATA_HOST = "metadata.google.internal"
-METADATA_VARIABLE = "GCE_METADATA_HOST"  # HOST or HOST:PORT, as Google's own libraries read it
+# Read as Google's own libraries read it: HOST or HOST:PORT.
+METADATA_VARIABLE = "GCE_METADATA_HOST"
 
 # These announce a preemption; a migration (MIGRATE_ON_HOST_MAINTENANCE) does not stop the machine.
 _NOTICES = {"maintenance-event": "TERMINATE_ON_HOST_MAINTENANCE", "preempted": "TRUE"}
-_WAIT_S = 10  # the server answers after this time if the value does not change before
+# The server answers at once when the value changes, otherwise after this time: no notice waits for
+# the next poll, and a run asks only 6 times a minute.
+_WAIT_S = 10
 _PAUSE_S = 10.0  # pause after a failed request
 _LONGEST_ANSWER = 1024  # bytes; a valid answer has at most 29
 
@@ -82,6 +84,8 @@ class Preemption:
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self._is_closed.set()
         self._watch.__exit__(kind, *error)
+        # A SIGTERM after the last `should_stop` stopped no run. The handler of the whole command
+        # (runtime/sigterm.py) gets it, because what follows may take longer than the machine lives.
         if kind is None and self._notice == _SIGTERM:
             self._watch.pass_on()
 
@@ -89,6 +93,7 @@ class Preemption:
         """Return whether any host has a notice, and set `why` to all notices. A collective."""
         notices = distributed.gather_text(self._notice)
         self.why = "; ".join(f"host {host}: {text}" for host, text in enumerate(notices) if text)
+        # All hosts save together, so all share the time limit of the host that got the signal.
         if _SIGTERM in notices:
             self._watch.start_limit()
         return bool(self.why)
@@ -138,6 +143,7 @@ def _fetch_metadata(server: str, key: str) -> str:
         connection.request("GET", path, headers={"Metadata-Flavor": "Google"})
         answer = connection.getresponse()
         value = answer.read(_LONGEST_ANSWER).decode(errors="replace").strip()
+        # Only Google's server sends this header: another server at the address must not stop a run.
         if answer.status != 200 or answer.getheader("Metadata-Flavor") != "Google":
             raise ValueError(f"answers {answer.status} {value[:80]!r}")
         return value

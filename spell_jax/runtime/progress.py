@@ -108,6 +108,7 @@ class Progress:
         """Return whether the time limit is reached, by the clock of process 0."""
         if self._limited is None:
             return False
+        # Clocks of hosts differ: if each decided alone, one would stop while another waits for it.
         late = np.array(self._clock() >= self._limited[1])
         is_late = bool(multihost_utils.broadcast_one_to_all(late))
         if is_late and self._enabled and not self._has_logged_limit:
@@ -127,6 +128,7 @@ class Progress:
         if not live.is_started:
             live.start()
             terminal.guard()  # escapes output that is redirected above the line
+            # Log handlers hold the stream itself, and would write into the middle of the line.
             absl_handler = absl_logging.get_absl_handler().python_handler
             for handler in (*logging.getLogger().handlers, absl_handler):
                 if isinstance(handler, logging.StreamHandler) and handler.stream is self._stream:
@@ -135,6 +137,7 @@ class Progress:
         live.refresh()
 
     def _is_due(self, now: float) -> bool:
+        # A log without a terminal always has the first and the last line.
         if self._last_plain is None or self._step >= self._total:
             return True
         return now - self._last_plain >= self._plain_every
@@ -146,6 +149,8 @@ class Progress:
         facts = [f"{name} {_short(value)}" for name, value in self._numbers.items()]
         facts.append(f"{format_seconds(now - self._began)} gone")
         if self._step_seconds is not None:
+            # The time since the last step counts as done, so that the display counts down within a
+            # step.
             left = self._step_seconds * (self._total - self._step) - (now - self._step_began)
             if self._limited is not None:
                 left = min(left, self._limited[1] - now)

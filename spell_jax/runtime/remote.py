@@ -5,8 +5,8 @@
 2. Files that the cache lacks are read, several at a time, in requests of at most CHUNK bytes. Every
    request has a time limit. A failed one is repeated after a growing pause, unless nothing is there
    or the access is refused.
-3. A complete file is renamed into the cache. When all are there and a second listing equals the
-   first, hard links make a folder of them, under a name that depends on all versions.
+3. A complete file is renamed into the cache. When all files are there and a second listing equals
+   the first, hard links make a folder, under a name that depends on all versions.
 
 A process that is killed thus leaves no half file that counts as complete, and the next one reads
 only what is missing. Of a folder, only changed files are read again.
@@ -39,11 +39,15 @@ from spell_jax.runtime import durable, paths, urls
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-CHUNK = 1 << 24  # bytes per request
+# Bytes per request. 16 MiB arrive within TIMEOUT_S at .14 MB/s and more, and a broken connection
+# costs no more than one such part.
+CHUNK = 1 << 24
 WORKERS = 8  # files that are read at the same time
 TIMEOUT_S = 120.0  # limit of one request
-ATTEMPTS = 5  # tries of a request
-BACKOFF_S = 1.0  # pause after the first failed try, doubled after each further one
+# Tries of a request, and the pause after the first failed try, doubled after each further try: the
+# pauses are 1, 2, 4 and 8 s.
+ATTEMPTS = 5
+BACKOFF_S = 1.0
 LISTINGS = 3  # tries to read a folder that changes meanwhile
 
 # Errors of wrong names or of programs, which another try does not cure.
@@ -75,7 +79,7 @@ def file_version(info: Mapping[str, Any]) -> str:
 def fetch(url: str | os.PathLike[str]) -> pathlib.Path:
     """Return a local path unchanged; fetch a URL into the cache, and return the path there.
 
-    A process looks at a URL once and keeps the version that it found. Every host fetches for
+    A process looks at a URL once and keeps the version of that moment. Every host fetches for
     itself; processes of one machine share the cache (paths.cache_folder). FetchError if the URL
     cannot be read or the cache cannot be written, ValueError if the URL has a password or a key,
     ImportError if a package for the protocol is missing.
@@ -83,7 +87,8 @@ def fetch(url: str | os.PathLike[str]) -> pathlib.Path:
     if not paths.is_remote(url):
         return pathlib.Path(url)
     url = os.fspath(url).rstrip("/")
-    urls.check_secret("URL", url)  # logs and errors name the URL
+    # Logs and errors name the URL.
+    urls.check_secret("URL", url)
     place = paths.cache_folder() / "fetched" / _digest(url)
     try:
         with paths.machine_lock(place / "lock"):
@@ -101,7 +106,8 @@ def _fetch(url: str, place: pathlib.Path) -> pathlib.Path:
     """Return the path of a URL's newest version in folder `place`, which the caller has locked."""
     system, path = _request(url, lambda: _open(url))
     name = pathlib.PurePosixPath(path.partition("?")[0]).name or "files"
-    unknown = f"unknown at {time.time_ns()}"  # so that no process takes it for an earlier one
+    # A file without a version gets the time, so that no process takes it for an earlier file.
+    unknown = f"unknown at {time.time_ns()}"
     files = _list(url, system, path, unknown)
     for _ in range(LISTINGS):
         folder = place / _digest([name, *files.items()])
@@ -115,17 +121,21 @@ def _fetch(url: str, place: pathlib.Path) -> pathlib.Path:
             _read_missing(url, system, files.values(), place)
         except FetchError as error:  # perhaps because the file has just been replaced
             failure = error
+        # Equal listings before and after the reads show that all files belong to one version.
         before, files = files, _list(url, system, path, unknown)
         if files != before:
-            for _, file in before.items() - files.items():  # may hold parts of two versions
+            # Files that changed meanwhile may hold parts of two versions.
+            for _, file in before.items() - files.items():
                 (place / _digest(file)).unlink(missing_ok=True)
             continue
         if failure:
             raise failure
         for relative, file in files.items():
+            # Hard links: the next version of the folder shares all unchanged files.
             link = scratch / "folder" / name / relative
             link.parent.mkdir(parents=True, exist_ok=True)
             link.hardlink_to(place / _digest(file))
+        # The rename is the commit: a folder of this name is complete.
         (scratch / "folder").rename(folder)
         log.info("%s: fetched to %s", url, folder / name)
         return folder / name
@@ -149,6 +159,7 @@ def _list(url: str, system: Any, path: str, unknown: str) -> dict[str, RemoteFil
     """Return a URL's files by relative path; a file that the URL itself names has the path ""."""
 
     def find() -> dict[str, Any]:
+        # fsspec keeps listings: without this, a second listing would always equal the first.
         system.invalidate_cache()
         info = system.info(path)
         return {path: info} if info["type"] == "file" else system.find(path, detail=True)
@@ -172,19 +183,20 @@ def _read_missing(url: str, system: Any, files: Iterable[RemoteFile], place: pat
     size = sum(file.size or 0 for file in missing.values())
     log.info("%s: reading %d files, %d bytes", url, len(missing), size)
 
-    def read(digest: str) -> None:
+    def read_missing(digest: str) -> None:
         unfinished = place / "unfinished" / digest
         _read_file(url, system, missing[digest], unfinished)
         unfinished.replace(place / digest)
 
     with concurrent.futures.ThreadPoolExecutor(WORKERS) as pool:
-        for _ in pool.map(read, missing):
+        for _ in pool.map(read_missing, missing):
             pass
 
 
 def _read_file(url: str, system: Any, file: RemoteFile, target: pathlib.Path) -> None:
-    def read(start: int, end: int | None) -> bytes:
-        is_whole = start == 0 and end == file.size  # without a range, which some servers ignore
+    def read_range(start: int, end: int | None) -> bytes:
+        # A whole file is asked for without a range, which some servers ignore.
+        is_whole = start == 0 and end == file.size
         data = system.cat_file(file.path, **({} if is_whole else {"start": start, "end": end}))
         if end is not None and len(data) != end - start:
             raise OSError(f"{file.path}: {len(data)} bytes instead of {end - start}, from {start}")
@@ -192,11 +204,12 @@ def _read_file(url: str, system: Any, file: RemoteFile, target: pathlib.Path) ->
 
     with target.open("wb") as out:
         if file.size is None:
-            out.write(_request(url, lambda: read(0, None)))
+            out.write(_request(url, lambda: read_range(0, None)))
         for start in range(0, file.size or 0, CHUNK):
             end = min(start + CHUNK, file.size or 0)
-            out.write(_request(url, functools.partial(read, start, end)))
-    durable.sync(target)  # or the name could reach the disk before the bytes
+            out.write(_request(url, functools.partial(read_range, start, end)))
+    # Otherwise the name could reach the disk before the bytes.
+    durable.sync(target)
 
 
 def _digest(value: Any) -> str:
@@ -232,13 +245,15 @@ def _limited(call: Callable[[], T]) -> T:
     """Return the result of a call; TimeoutError if it takes too long, while its thread runs on."""
     future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
-    def run() -> None:
+    def call_into_future() -> None:
         try:
             future.set_result(call())
         except BaseException as error:
             future.set_exception(error)
 
-    threading.Thread(target=run, daemon=True).start()  # a daemon, so that no exit waits for it
+    # A thread, because file systems of fsspec differ in their time limits, and some have none. A
+    # daemon, so that no exit of the process waits for it.
+    threading.Thread(target=call_into_future, daemon=True).start()
     if not concurrent.futures.wait([future], TIMEOUT_S).done:
         raise TimeoutError(f"no answer within {TIMEOUT_S:g} s")
     return future.result()
@@ -247,6 +262,7 @@ def _limited(call: Callable[[], T]) -> T:
 def _is_transient(error: BaseException) -> bool:
     status = _status(error)
     if status:
+        # 408 (request timeout) and 429 (too many requests) are the client errors that pass.
         return not 400 <= status < 500 or status in (408, 429)
     return not isinstance(error, _PERMANENT)
 

@@ -1,9 +1,8 @@
 """Rendezvous: processes wait for each other before a run, and missing ones are named.
 
 Every process connects to process 0 and sends its index. When all have connected, or at the time
-limit, process 0 tells them which are missing and frees the port. (jax's own wait ends the process
-at the limit, without naming any.) Process 0 then listens for heartbeats only at the addresses
-by which the other processes have reached it.
+limit, process 0 tells them which are missing and frees the port. Process 0 then listens for
+heartbeats only at the addresses by which the other processes have reached it.
 """
 
 from __future__ import annotations
@@ -21,7 +20,9 @@ _ALL_THERE = "all there "
 _MISSING = "missing: "
 _ANSWER = re.compile(rf"{_ALL_THERE}\d{{1,5}}|{_MISSING}[\w ,]+")
 _PAUSE = 0.3  # seconds between connection attempts
-_PATIENCE = 5.0  # seconds to wait for the answer of process 0 after the time limit
+# Seconds to wait for process 0 after the time limit: it answers at its own limit, which may come
+# later, with the names of missing processes.
+_PATIENCE = 5.0
 _LONGEST_WAIT = 1.0  # seconds between two looks at the time limit
 
 
@@ -45,6 +46,7 @@ def wait_for_all(address: str, count: int, index: int, limit: float) -> Meeting:
     `address` is host:port of process 0. TimeoutError names the missing processes; OSError if
     process 0 cannot listen at the port.
     """
+    # Before jax's own wait, which ends the process at its limit without naming a missing process.
     host, port = split(address)
     deadline = time.monotonic() + limit
     if index == 0:
@@ -90,6 +92,8 @@ def _await_all(host: str, port: int, count: int, deadline: float) -> Meeting:
                 door.send(caller, f"{_MISSING}{', '.join(missing)}\n".encode())
             raise TimeoutError(f"{_MISSING}{', '.join(missing)}")
         addresses = {index: caller.address for index, caller in callers.items()}
+        # Heartbeats listen only at addresses that processes called: at all addresses, strangers of
+        # other networks could call, too.
         hubs: dict[str, socket.socket] = {}
         for caller in list(callers.values()):
             reached = listener.plain(caller.line.getsockname()[0])
@@ -101,16 +105,14 @@ def _await_all(host: str, port: int, count: int, deadline: float) -> Meeting:
 
 
 def _call(address: tuple[str, int], name: str, deadline: float) -> int:
-    """Connect until process 0 answers; return its port for heartbeats.
-
-    A process 0 that closes without an answer may be restarting.
-    """
+    """Connect until process 0 answers; return its port for heartbeats."""
     while (seconds := deadline - time.monotonic()) > 0:
         answer = _ask(address, name, seconds)
         if answer.startswith(_ALL_THERE):
             return int(answer.removeprefix(_ALL_THERE))
         if answer:
             raise TimeoutError(answer)
+        # No answer is no error yet: process 0 may not listen yet, or may be restarting.
         time.sleep(_PAUSE)
     raise TimeoutError(f"{_MISSING}process 0, which does not answer at {address[0]}:{address[1]}")
 
@@ -124,4 +126,5 @@ def _ask(address: tuple[str, int], name: str, seconds: float) -> str:
             answer = line.makefile("rb").readline(listener.LONGEST_LINE).decode("ascii", "replace")
     except OSError:
         return ""
-    return answer.strip() if _ANSWER.fullmatch(answer.strip()) else ""  # else: another server
+    # Another server may listen at the port, with an answer of its own.
+    return answer.strip() if _ANSWER.fullmatch(answer.strip()) else ""

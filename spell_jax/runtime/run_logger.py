@@ -29,7 +29,7 @@ from spell_jax.runtime.timers import PhaseTimer
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 _STATUS_FILE = pathlib.Path("/proc/self/statm")  # Linux; the second number counts resident pages
 _MOST_EMPTY = 3  # empty updates in a row before the log explains them
-# Share of proposals -> cause and remedy, where it is the largest share.
+# Share of proposals -> cause and remedy if this share is the largest.
 _WHY_EMPTY = {
     "rollout/bad_format": "the policy does not write the questioner's format; warm-start it",
     "rollout/declined": "references are over algorithm.max_answer_tokens, or nothing is asked",
@@ -46,13 +46,14 @@ class Background:
 
     The first error is raised by every later `submit` and `flush`, and at the end of the context
     unless another error ends it. Work submitted after an error still runs. `submit` blocks while
-    `max_queued` items are queued: if the disk is slower, memory does not fill up.
+    `max_queued` items are queued.
     """
 
     def __init__(self, max_queued: int = 8) -> None:
+        # Bounded: if the disk is slower than the steps, memory must not fill up.
         self._queue: queue.Queue[Callable[[], Any] | None] = queue.Queue(max_queued)
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="background", daemon=True)
+        self._thread = threading.Thread(target=self._do_work, name="background", daemon=True)
 
     def __enter__(self) -> Background:
         self._thread.start()
@@ -65,7 +66,8 @@ class Background:
             self._raise()
 
     def submit(self, work: Callable[..., Any], *args: Any) -> None:
-        """Queue work(*args), which must not use a device: the order would differ between hosts."""
+        """Queue work(*args), which must not use a device."""
+        # All hosts must start collectives in the same order, which a second thread would not keep.
         self._queue.put(lambda: work(*args))
         self._raise()
 
@@ -77,11 +79,13 @@ class Background:
         if self._error is not None:
             raise self._error
 
-    def _run(self) -> None:
+    def _do_work(self) -> None:
         while (work := self._queue.get()) is not None:
             try:
                 work()
             except BaseException as error:
+                # Kept for `submit` and `flush`: raised here, the error would end only this thread.
+                # The first error counts, because later ones often follow from it.
                 self._error = self._error or error
             self._queue.task_done()
 
@@ -124,6 +128,7 @@ def resident_bytes() -> int:
     if _STATUS_FILE.exists():
         return int(_STATUS_FILE.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # ru_maxrss is in bytes on macOS, in KiB on Linux.
     return peak if sys.platform == "darwin" else peak * 1024
 
 
@@ -134,8 +139,8 @@ class RunLogger:
     `finished_steps` of `steps` steps; data of later steps in the folder is dropped. `saved` is the
     `state` in the last checkpoint. `episodes` is the maximum number of characters per step, as in
     EpisodeWriter. Nothing is written if the folder was removed or renamed (durable.GoneError).
-    `wandb` is a project of Weights & Biases, which also gets the config. `timer` is given if others
-    read it too. ValueError as MetricsWriter, ImportError as loggers.Wandb.
+    `wandb` is a project of Weights & Biases; the project also gets the config. `timer` is given if
+    the caller reads it too. ValueError as MetricsWriter, ImportError as loggers.Wandb.
     """
 
     def __init__(
@@ -151,6 +156,7 @@ class RunLogger:
         timer: PhaseTimer | None = None,
     ) -> None:
         is_writer = jax.process_index() == 0
+        # Without a finished step there is nothing to resume: the files start anew.
         folder, resume_step = epath.Path(workdir), finished_steps or None
         saved = saved or {}
         tail, queued = saved.get("metrics", ()), saved.get("episodes", {})
@@ -207,10 +213,12 @@ class RunLogger:
         self._explain_empty(metrics.means())
         try:
             self._metrics.write(step, metrics)
-        finally:  # `state` has the episodes too, even if the disk is full
+        finally:
+            # The next checkpoint must hold the episodes too, even if the disk is full.
             self._episodes.write(step, episodes)
 
     def _submit(self, work: Callable[..., Any], *args: Any) -> None:
+        # Just before the work: a write by path would make the removed folder again.
         def check_and_work() -> None:
             self.check_folder()
             work(*args)
@@ -221,6 +229,7 @@ class RunLogger:
         """Warn once about _MOST_EMPTY empty updates in a row, with the most frequent cause."""
         self._empty_in_a_row = self._empty_in_a_row + 1 if means.get("train/empty_update") else 0
         shares = {means[name]: name for name in _WHY_EMPTY if name in means}
+        # Equal, not at least: one warning for each row of empty updates.
         if self._empty_in_a_row == _MOST_EMPTY and shares:
             name = shares[max(shares)]
             logging.warning(
@@ -234,7 +243,7 @@ class RunLogger:
 
     def check_folder(self) -> None:
         """Raise GoneError if the folder was removed or renamed."""
-        self._watch.check()
+        self._watch.check_folder()
 
     def tail(self) -> list[str]:
         return self._metrics.tail()

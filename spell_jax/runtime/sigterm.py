@@ -22,7 +22,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: a temporary failure, try again
-LIMIT_S = 25.0  # a preempted machine of Google's is gone 30 s after the signal
+# A preempted machine of Google's is gone 30 s after the signal: 5 s remain for the exit.
+LIMIT_S = 25.0
 
 _CLOSE, _ELSEWHERE, _AGAIN = b"\xff", b"\xfe", b"\xfd"  # control bytes; not signal numbers
 _PAUSE_S = 0.01  # until a signal is sent again, so that its handler is called elsewhere
@@ -41,8 +42,7 @@ class SigtermWatch:
 
     It must be entered in the main thread; at its exit the previous handlers are restored. A process
     that has not left the context `limit_s` seconds after the first SIGTERM exits with EXIT_CODE; a
-    second SIGTERM ends it at once. A thread reads signals from a pipe that the interpreter's C code
-    writes to: a Python handler would not run until the main thread returns from the device.
+    second SIGTERM ends it at once.
 
     Args:
       limit_s: seconds, above 0 and finite.
@@ -62,11 +62,14 @@ class SigtermWatch:
 
     def __enter__(self) -> SigtermWatch:
         self._main = threading.get_ident()
+        # The interpreter's C code writes each signal to this pair, and a thread reads it. A Python
+        # handler alone would not run until the main thread returns from the device.
         self._reads, self._writes = socket.socketpair()
-        self._writes.setblocking(False)  # otherwise a full pipe could block the interpreter
+        # Otherwise a full pair could block the interpreter in its signal handler.
+        self._writes.setblocking(False)
         self._old_descriptor = signal.set_wakeup_fd(self._writes.fileno())
         self._old_handler = signal.signal(signal.SIGTERM, lambda number, frame: self._handle())
-        self.thread = threading.Thread(target=self._read, name="SIGTERM", daemon=True)
+        self.thread = threading.Thread(target=self._read_signals, name="SIGTERM", daemon=True)
         self.thread.start()
         return self
 
@@ -94,7 +97,7 @@ class SigtermWatch:
         """Send the signal again a moment later, so that `handle` is called again."""
         self._writes.send(_AGAIN)
 
-    def _read(self) -> None:
+    def _read_signals(self) -> None:
         """Read signals, one byte each, until the context is left or the time limit is reached."""
         deadline, signals, resent = math.inf, 0, 0
         while True:
@@ -108,6 +111,8 @@ class SigtermWatch:
                 return None
             if byte == _AGAIN:
                 time.sleep(_PAUSE_S)
+                # Counted, so that the process's own signal is not taken for a second SIGTERM of the
+                # machine.
                 resent += 1
                 signal.pthread_kill(self._main, signal.SIGTERM)
                 continue
@@ -116,6 +121,7 @@ class SigtermWatch:
                     resent -= 1
                     continue
                 signals += 1
+                # Whoever sends a second signal does not want to wait for the first.
                 if signals == 2:
                     return self._give_up("a second SIGTERM")
                 self._note()
@@ -135,11 +141,9 @@ _is_ending = False  # whether `ending` is entered
 def ending(end: Callable[[int], None] = os._exit) -> Iterator[None]:
     """Raise Terminated inside the context at a SIGTERM, and lose no Ctrl-C there.
 
-    An inner context does nothing.
-
     A process that still runs LIMIT_S seconds later, for example because the main thread compiles or
-    Python waits for another thread at its exit, ends at once. Outside of the main thread, where
-    Python handles no signals, the context does nothing.
+    Python waits for another thread at its exit, ends at once. An inner context does nothing, and so
+    does a context outside of the main thread, where Python handles no signals.
     """
     global _is_ending
     if _is_ending or threading.current_thread() is not threading.main_thread():
@@ -184,7 +188,8 @@ def ending(end: Callable[[int], None] = os._exit) -> Iterator[None]:
             yield
     except Terminated:
         late = threading.Timer(LIMIT_S, end, (EXIT_CODE,))
-        late.daemon = True  # does not keep the process, but ends it if another thread does
+        # A daemon does not keep the process alive, but ends it if another thread keeps it.
+        late.daemon = True
         late.start()
         raise
     finally:

@@ -35,6 +35,7 @@ class Guarded:
 
     def write(self, text: str) -> int:
         self.raw.write(printable(text))
+        # The caller's length: callers of a stream compare it with what they gave.
         return len(text)
 
     def writelines(self, lines: Any) -> None:
@@ -53,6 +54,7 @@ def guard() -> None:
             continue
         guarded: Any = Guarded(stream)
         setattr(sys, name, guarded)
+        # A handler holds the stream itself, and would pass the guard.
         for handler in (*logging.getLogger().handlers, _absl_handler()):
             if isinstance(handler, logging.StreamHandler) and handler.stream is stream:
                 handler.setStream(guarded)

@@ -13,6 +13,8 @@ class PhaseTimer:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._since = clock()
+        # A first phase from the beginning: the seconds of all phases add up to the time that
+        # passed.
         self._name = "start"
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
@@ -33,6 +35,7 @@ class PhaseTimer:
 
     def take(self) -> dict[str, float]:
         """Return and reset the seconds by phase; their sum is the time since the last call."""
+        # Entering the current phase again adds its seconds until now.
         self.enter(self._name)
         seconds = dict(self._seconds)
         self._seconds.clear()

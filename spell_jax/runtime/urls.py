@@ -44,5 +44,6 @@ def check_secret(field: str, value: object) -> None:
 
 def hide_secrets(value: str) -> str:
     """Replace the secrets that `check_secret` refuses by dots."""
+    # fsspec chains URLs with ::, such as zip://a::https://host/b, and each part may have a secret.
     parts = (re.sub(r"^(.*?://)?.*@", r"\1...@", part) for part in value.split("::"))
     return "::".join(re.sub(r"[?#].*", "?...", part, flags=re.DOTALL) for part in parts)

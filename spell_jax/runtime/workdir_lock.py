@@ -31,8 +31,10 @@ from spell_jax.runtime.config import build
 
 FILE = "lock.json"
 HEARTBEAT_S = 30.0
-STALE_S = 180.0  # longer than the migration of a machine, which may take 100 s
-WATCHED_S = 65.0  # two heartbeats, and 5 s to write one
+# Longer than the migration of a machine, which may take 100 s, and six heartbeats.
+STALE_S = 180.0
+# A living holder writes at least once in this time: two heartbeats, and 5 s to write one of them.
+WATCHED_S = 65.0
 _POLL_S = 5.0  # pause between looks at the lock of another machine
 
 log = logging.getLogger(__name__)
@@ -65,7 +67,8 @@ class Holder:
         """Parse the holder in the content of a lock file; None if the content has another form."""
         try:
             holder = build(cls, dict(json.loads(content)), FILE)
-            time.gmtime(holder.since)  # raises OverflowError or OSError for an impossible year
+            # OverflowError or OSError for an impossible year, which no message could show.
+            time.gmtime(holder.since)
         except (ValueError, TypeError, RecursionError, OverflowError, OSError):
             return None
         return holder
@@ -96,13 +99,14 @@ def locked(workdir: str | os.PathLike[str]) -> Iterator[None]:
             yield
         except Exception as error:
             try:
-                watch.check()
+                watch.check_folder()
             except durable.GoneError as gone:
-                is_complete = isinstance(error, durable.SaveError)  # its message says what is saved
+                # Only the message of a SaveError says where the step was saved instead.
+                is_complete = isinstance(error, durable.SaveError)
                 raise durable.GoneError(str(error if is_complete else gone)) from error
             raise
         with distributed.fail_together():
-            watch.check()
+            watch.check_folder()
     finally:
         lock.release()
 
@@ -144,7 +148,7 @@ class WorkdirLock:
     def _take(self) -> str:
         waited_for, waited, limit = None, 0.0, 0.0
         while True:
-            stored = self._read()
+            stored = self._read_lock()
             holder = Holder.parse(stored.value) if stored.state == "value" else None
             if holder is None:
                 if stored.state == "value":
@@ -153,9 +157,12 @@ class WorkdirLock:
                 if holder.is_alive:
                     return self._in_use(holder)
             elif waited_for is not None and holder != waited_for:
-                return self._in_use(holder)  # it has a new heartbeat, or another run was faster
+                # The holder has a new heartbeat, or another run was faster.
+                return self._in_use(holder)
             elif waited_for is None or waited < limit:
-                if waited_for is None:  # a clock that is ahead does not prolong the wait
+                if waited_for is None:
+                    # The seconds of the wait count, not the holder's clock, which may be wrong: a
+                    # clock ahead of ours prolongs no wait, and a late clock still gets WATCHED_S.
                     limit = min(max(STALE_S - (time.time() - holder.seen), WATCHED_S), STALE_S)
                     text = "%s. It may be dead: waits up to %.0f s for its next heartbeat"
                     log.warning(text, self._in_use(holder), limit)
@@ -164,7 +171,9 @@ class WorkdirLock:
                 continue
             now = time.time()
             self._holder = dataclasses.replace(self._holder, since=now, seen=now)
-            self._generation = self._write(self._holder, stored.stamp.generation)
+            # Conditional on the generation that was read: of several runs that see the same stale
+            # lock, one gets it.
+            self._generation = self._write_lock(self._holder, stored.stamp.generation)
             if self._generation:
                 self._watch = durable.FolderWatch(self._workdir)
                 self._thread.start()
@@ -177,7 +186,7 @@ class WorkdirLock:
         self._is_over.set()
         self._thread.join()
         try:
-            self._write(None, self._generation)
+            self._write_lock(None, self._generation)
         except durable.GoneError:  # `locked` raises it
             pass
         except Exception as error:  # must not replace the error that ends the run
@@ -187,16 +196,16 @@ class WorkdirLock:
     def renew(self) -> None:
         """Write a heartbeat; end the process if another run has taken over the lock."""
         seen_now = dataclasses.replace(self._holder, seen=time.time())
-        generation = self._write(seen_now, self._generation)
+        generation = self._write_lock(seen_now, self._generation)
         if not generation:
-            lock_file = self._read()
+            lock_file = self._read_lock()
             holder = Holder.parse(lock_file.value) if lock_file.state == "value" else None
             if holder is not None and holder.token != self._holder.token:
                 log.error("%s. It took over from this run, which ends", self._in_use(holder))
                 self._generation = b""
                 self._is_over.set()
                 return self._end(1)
-            # The file was removed by hand: written next time.
+            # The file was removed by hand. The next heartbeat writes it again.
             generation = lock_file.stamp.generation
         self._generation = generation
 
@@ -215,18 +224,20 @@ class WorkdirLock:
             place = {"driver": "file", "path": f"{pathlib.Path(self._workdir).absolute()}/"}
         return tensorstore.KvStore.open(place).result()
 
-    def _read(self) -> tensorstore.KvStore.ReadResult:
+    def _read_lock(self) -> tensorstore.KvStore.ReadResult:
         return self._store().read(FILE).result()
 
-    def _write(self, holder: Holder | None, generation: bytes) -> bytes:
+    def _write_lock(self, holder: Holder | None, generation: bytes) -> bytes:
         """Replace the file (None: remove it) if its generation is `generation`.
 
         Returns the new generation, or b"" if the file has another. GoneError if the folder was
         removed or renamed: the write would make a new folder.
         """
         if self._watch is not None:
-            self._watch.check()
+            self._watch.check_folder()
         content = None if holder is None else json.dumps(dataclasses.asdict(holder)).encode()
+        # TensorStore compares and writes in one operation: by file locks on a disk, by generations
+        # in a bucket.
         return self._store().write(FILE, content, if_equal=generation).result().generation
 
     def _about(self, text: str) -> str:
@@ -256,5 +267,6 @@ def _process_start(pid: int) -> str:
         text = pathlib.Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return ""
-    state, *fields = text.rpartition(")")[2].split()  # the name before may contain anything
+    # The name of the program, in parentheses before the state, may contain anything.
+    state, *fields = text.rpartition(")")[2].split()
     return "" if state in "ZX" else fields[18]

@@ -84,7 +84,7 @@ def test_compared_runs_have_bands_over_seeds(tmp_path):
     panel = page_overview["panels"][0]
     axes = axes_of(plots._draw_curves, panel, page_overview["groups"])
     first_group, second_group = page_overview["groups"]
-    # A comparison plots only the solve rate of all tasks, not that of each task.
+    # A comparison plots the solve rate of all tasks, not a rate for each task.
     expected_curves = {
         g["name"]: g["series"]["rollout/solve_rate"][1] for g in (first_group, second_group)
     }

@@ -71,7 +71,7 @@ def test_only_measured_metrics_are_plotted(tmp_path):
 
 @pytest.mark.parametrize("value", ["NaN", "-Infinity", "1e400", "1" + "0" * 400, "-1e308", '"a"'])
 def test_a_report_leaves_out_values_that_are_no_finite_numbers(value, tmp_path):
-    """Lines of metrics hold NaN after a step whose update was not finite."""
+    """Lines of metrics hold NaN after a step with an update that was not finite."""
     lines = [{"step": step, "train/loss": 1.0 + step, "train/other": "VALUE"} for step in (1, 2, 3)]
     lines[1]["train/loss"] = "VALUE"
     text = "".join(json.dumps(line) + "\n" for line in lines).replace('"VALUE"', value)

@@ -49,7 +49,7 @@ def test_full_queue_blocks_submit():
         submitter = threading.Thread(target=hand_in)
         submitter.start()
         submitter.join(0.3)
-        # Two are queued, besides the one in progress, which may not have left the queue yet.
+        # Two items are queued, besides the item in progress, which may not have left the queue.
         assert submitter.is_alive() and len(submitted_jobs) in (1, 2) and not finished_jobs
         gate.set()
         submitter.join()

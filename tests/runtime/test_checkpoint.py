@@ -195,7 +195,7 @@ def test_hashes_are_read_and_written_through_epath(tmp_path, monkeypatch):
     monkeypatch.setattr(gpath._GPath, "_backend", Bucket())
     checkpoints._directory = epath.Path("gs://bucket/checkpoints")
     (tmp_path / "bucket" / "checkpoints" / "1" / "hashes.txt").unlink()
-    hashes.write(checkpoints._folder(1), 0.5)
+    hashes.write_hashes(checkpoints._folder(1), 0.5)
     assert checkpoints.newest_intact() == 1
     assert calls == {("open", "rb"), ("open", "wb"), ("walk", "r")}
 

@@ -329,9 +329,11 @@ def test_failed_save_is_retried_with_backoff(tmp_path, disk):
 
 
 def test_save_is_retried_if_writing_the_hashes_fails(tmp_path, monkeypatch):
-    """By then Orbax has finished the step, and would reject a second save of it."""
-    write, errors = hashes.write, [OSError(errno.ENOSPC, "full")]
-    monkeypatch.setattr(hashes, "write", lambda *a: fail(errors.pop()) if errors else write(*a))
+    """By then Orbax has finished the step, and would reject a second save."""
+    write, errors = hashes.write_hashes, [OSError(errno.ENOSPC, "full")]
+    monkeypatch.setattr(
+        hashes, "write_hashes", lambda *a: fail(errors.pop()) if errors else write(*a)
+    )
     checkpoints = Checkpoints(tmp_path, retries=1, sleep=lambda _: None)
     assert checkpoints.save(1, arrays_of(1), {"step": 1}, force=True) and not errors
     assert checkpoints.newest_intact() == 1

@@ -238,7 +238,7 @@ def test_folder_that_is_gone_is_noticed_before_a_write(tmp_path, change, reason)
     folder = tmp_path / "run"
     folder.mkdir()
     watch = FolderWatch(folder)
-    watch.check()
+    watch.check_folder()
     with pytest.raises(GoneError, match="was removed or renamed"), RunLogger(folder, 9) as logger:
         logger.write(1, loss(1))
         logger.flush()
@@ -246,7 +246,7 @@ def test_folder_that_is_gone_is_noticed_before_a_write(tmp_path, change, reason)
         logger.write(2, loss(2))
         logger.flush()
     with pytest.raises(GoneError, match=reason):
-        watch.check()
+        watch.check_folder()
     assert not folder.is_dir() or not list(folder.iterdir())
 
 
@@ -256,14 +256,14 @@ def test_watch_closes_its_folder_and_ignores_buckets(tmp_path):
     assert len(os.listdir("/proc/self/fd")) == before + 1
     del watch
     assert len(os.listdir("/proc/self/fd")) == before
-    FolderWatch("gs://bucket/run").check()
+    FolderWatch("gs://bucket/run").check_folder()
 
 
 def test_pipe_without_a_reader_is_an_error_and_not_a_wait_without_end(tmp_path, monkeypatch):
     monkeypatch.setattr(durable, "sleep", lambda seconds: None)
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(durable.DiskError, match="pipe: is a pipe that no process reads, 4 tries"):
-        durable.write(tmp_path / "pipe", b"1")
+        durable.write_file(tmp_path / "pipe", b"1")
 
 
 def test_pipes_and_devices_are_removed_as_files_are(tmp_path):

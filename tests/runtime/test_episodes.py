@@ -64,7 +64,7 @@ def test_documents_of_a_cluster_are_written_once_if_they_fit(tmp_path):
         return [episode.get("documents") for _, episode in read_episodes(tmp_path)]
 
     assert kept_documents(MUCH) == [texts["a"], texts["b"], None, texts["c"]]
-    # The documents of a are written first, and leave no room for those of b.
+    # The documents of a are written first, and leave no room for the documents of b.
     assert kept_documents(room - 1) == [texts["a"], None, None, texts["c"]]
     assert kept_documents(4 * size) == [None] * 4
 

@@ -34,7 +34,7 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
 class Run:
     """A run of `count` processes of which `members` are there; `ended` has (index, status).
 
-    All members know the token, except those of `waiting`.
+    All members know the token, except the members in `waiting`.
     """
 
     def __init__(

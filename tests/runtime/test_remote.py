@@ -343,7 +343,7 @@ def test_command_ends_with_one_line(bucket, capsys):
 
 
 def test_readers_of_data_and_weights_take_urls(bucket):
-    """train, evaluate, generate, sft and export read by these; test_gcs.py runs two of them."""
+    """Commands read data and weights by these functions; test_gcs.py runs two such commands."""
     for path in TINY_POLICY.iterdir():
         bucket.write(f"policy/{path.name}", path.read_bytes())
     question = {"task": "general_qa", "documents": ["A"], "question": "B?", "answer": "C"}

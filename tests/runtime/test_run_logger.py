@@ -149,7 +149,7 @@ class Double:
 
 @pytest.fixture
 def wandb_doubles(monkeypatch) -> list[Double]:
-    """Replace Wandb by stand-ins; return the list of them."""
+    """Replace Wandb by stand-ins; return the list of stand-ins."""
     doubles: list[Double] = []
     monkeypatch.setattr(
         run_logger, "Wandb", lambda *arguments: doubles.append(Double(*arguments)) or doubles[-1]

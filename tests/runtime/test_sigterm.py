@@ -159,7 +159,7 @@ def test_a_signal_while_a_dropped_exception_is_reported_is_not_lost(monkeypatch)
 
 
 def test_a_notice_after_the_last_question_is_handed_on(monkeypatch) -> None:
-    """It came in the last save of a run; the final evaluation must not go on in spite of it."""
+    """It came in the last save of a run; the final evaluation must not go on nevertheless."""
     monkeypatch.setenv(METADATA_VARIABLE, "127.0.0.1:9")
     with pytest.raises(Terminated), sigterm.ending([].append):
         with Preemption(PATIENCE_S) as preemption:

@@ -254,16 +254,16 @@ def test_failed_heartbeat_is_logged_and_repeated(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(workdir_lock, "HEARTBEAT_S", 0.01)
-    write_file, failed = WorkdirLock._write, threading.Semaphore(0)
+    write_file, failed = WorkdirLock._write_lock, threading.Semaphore(0)
 
     def fail(lock: WorkdirLock, *arguments: Any) -> bytes:
         failed.release()
         raise ValueError("UNAVAILABLE: no network")
 
     with locked(tmp_path):
-        monkeypatch.setattr(WorkdirLock, "_write", fail)
+        monkeypatch.setattr(WorkdirLock, "_write_lock", fail)
         assert failed.acquire(timeout=60) and failed.acquire(timeout=60)
-        monkeypatch.setattr(WorkdirLock, "_write", write_file)
+        monkeypatch.setattr(WorkdirLock, "_write_lock", write_file)
     assert f"workdir = {tmp_path}: lock.json could not be renewed (UNAVAIL" in caplog.text
     assert [*tmp_path.iterdir()] == []
 

@@ -314,7 +314,7 @@ def run(
     def start_files() -> None:
         out.mkdir(parents=True, exist_ok=True)
         start.check_same(out / paths.CONFIG_FILE, made_from)
-        durable.write(unfinished, b"")
+        durable.write_file(unfinished, b"")
 
     distributed.broadcast(start_files)
     entry.setup_done()
