@@ -1,10 +1,6 @@
 """Generated demonstrations of the tiny world and of tiny stories: labeled sources of warm starts.
 
-The mixtures deliberately leave each role room to improve in reinforcement learning. In the tiny
-world, the responder sees few documents; a small share of the two-hop rows shows more, so that such
-answers are at least sampled later. The verifier never sees some surface forms. The questioner reads
-short contexts. In document reconstruction, with few options most rows solve the puzzle, with many
-most guess, so the tuned policy mostly guesses, but sometimes earns a reward.
+The mixtures deliberately leave each role room to improve in reinforcement learning.
 """
 
 from __future__ import annotations
@@ -37,7 +33,7 @@ SYMBOLS = (
 UNKNOWN = "unknown"
 OPTIONS = 4  # options in the completion of a recital row
 VERIFIED_KINDS = (0.4, 0.2, 0.2, 0.2)  # shares of world.KINDS among the verifier's pairs
-_STORY = 6  # separates the random stream of stories from that of the tiny world
+_STORY = 6  # separates the random stream of stories from the stream of the tiny world
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,21 +46,29 @@ class DemonstrationMixture:
     questioner: float = 0.2
     verifier: float = 0.25  # the responder has the rest
     kinds: tuple[float, ...] = (0.2, 0.22, 0.28, 0.3)  # look-ups, two-hop questions, sums, choices
-    # Possible numbers of documents; with more to recite, guessing among them pays less.
+    # Possible numbers of documents; with more to recite, a guess pays less.
     recital_documents: tuple[int, ...] = (4, 5)
+    # Few documents: self-play shows more, and there the responder can improve. A small share of the
+    # two-hop rows has five or six, because an answer that is never sampled is never rewarded.
     responder_documents: tuple[int, ...] = (2, 3, 4)
     two_hop_documents: tuple[int, ...] = (5, 6)  # of a share `two_hop_far` of the two-hop rows
     two_hop_far: float = 0.1
     questioner_documents: tuple[int, ...] = (2, 3, 4)
-    questioner_cluster: int = 8  # documents; a friend's may not be among those that it reads
+    # Documents of the questioner's cluster. It reads two to four, so the document of a friend in
+    # them is often missing, as in self-play.
+    questioner_cluster: int = 8
     history: float = 0.3  # questioner rows with one or two known questions in the prompt
     plain_form: float = 0.8  # answers worded as in the document
+    # Self-play drops a question that is answered without documents. A policy must therefore know
+    # to say "unknown" where it can only guess.
     empty: float = 0.04  # responder rows without documents, answered "unknown"
     # By kind, responder rows in which another document replaces the last one needed. The completion
     # quotes the remaining evidence and answers "unknown". In self-play, a friend's document is
     # often not shown, and the frozen reader that states references must notice.
     absent: tuple[float, ...] = (0.05, 0.2, 0.05, 0.0)
-    verifier_cities: int = 3  # cities whose second names the verifier sees
+    # A verifier that is right from the start learns nothing in self-play. So it sees few second
+    # names, and a strict teacher refuses a share of the equal pairs in other words.
+    verifier_cities: int = 3  # cities with second names that the verifier sees
     verifier_same_words: float = 0.7  # equal pairs with identical wording
     strict: float = 0.42  # equal pairs in other words that are labeled no, for RL to correct
 
@@ -76,7 +80,10 @@ class StoryMixture:
     lines: tuple[int, ...] = (5, 6, 7)  # possible numbers of lines of a story
     options: tuple[int, ...] = (2, 3, 4)  # possible values of K
     shares: tuple[float, ...] = (0.4, 0.3, 0.3)  # of rows, for each value of K
-    guessed: tuple[float, ...] = (0.35, 0.6, 0.65)  # share of guessing rows for each value of K
+    # Share of guessing rows for each value of K: with more options more rows guess. The tuned
+    # policy earns a dense reward of .99, .35 and .29 for K = 2, 3 and 4, and a pure guess .50, .33
+    # and .25 (docs/algorithms.md).
+    guessed: tuple[float, ...] = (0.35, 0.6, 0.65)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +101,7 @@ def seeded_rows(
 ) -> Iterator[Row]:
     """Yield rows start, start + 1, ...; row i depends on (seed, i, *stream) alone."""
     for index in itertools.count(start):
+        # A generator for each row: a resumed run starts at any row without making the earlier ones.
         yield make_row(np.random.default_rng([seed, index, *stream]))
 
 
@@ -142,7 +150,8 @@ def question_json(
     rng: np.random.Generator, question: world.TinyWorldQuestion, plain: float
 ) -> tuple[str, str | None]:
     """Return the questioner's JSON for a question, and the correct letter if it is a choice."""
-    # Answers start with a space, so that a word has the same token as inside a document.
+    # Answers start with a space, so that a word has the same token as inside a document. The letter
+    # is uniform: a policy that prefers a letter must not gain by it.
     record: dict[str, object] = {"question": question.text}
     letter = None
     if question.kind == "choice":
@@ -190,13 +199,16 @@ def _questioner_row(
     history: list[Entry] = []
     past_questions: set[str] = set()
     if rng.random() < mixture.history:
-        for _ in range(min(rng.integers(1, 3), len(documents) - 1)):  # leaves a question to ask
+        # Fewer questions than documents, so that at least one question is left to ask.
+        for _ in range(min(rng.integers(1, 3), len(documents) - 1)):
+            # The prompt with a history asks for a harder question: before a two-hop question there
+            # are only look-ups.
             easier = "lookup" if kind == "two_hop" else kind
             text, question, answer = responder_question(rng, documents, easier)
             history.append(Entry((), text, answer))
             past_questions.add(question.text)
         if kind == "lookup" and rng.random() < 0.6:
-            kind = "two_hop"  # the history prompt asks for a harder question
+            kind = "two_hop"
     question = world.sample_question(rng, documents, kind)
     for _ in range(4):  # tries to avoid a known question
         if question.text in past_questions:
@@ -204,7 +216,8 @@ def _questioner_row(
     completion, letter = question_json(rng, question, mixture.plain_form)
     task = world.TASK_OF_KIND[question.kind]
     prompt = prompts.questioner(task, documents, history, letter)
-    plan = (question.text, *question.evidence)  # the evidence as in a responder's thought
+    # The evidence as in a responder's thought: both roles practice the same look-up.
+    plan = (question.text, *question.evidence)
     thought = _thought(plan, question.answer, letter)
     return Row(prompt, thought + completion, "questioner", task)
 
@@ -225,6 +238,8 @@ def _responder_row(
     if chance < 0:
         documents, thought, answer = [], _thought(()), UNKNOWN
     elif chance < mixture.absent[world.KINDS.index(question.kind)]:
+        # The last document of the chain: all earlier hops can be walked, and only then the lack
+        # shows.
         *present, absent = (line for line in question.evidence if f"- {line}" in documents)
         documents[documents.index(f"- {absent}")] = spare
         thought, answer = _thought(present), UNKNOWN
@@ -252,8 +267,8 @@ def verifier_row(
 
     `alias_cities` is the number of cities that may appear under their second name in an equal pair.
     `same_words` is the share of equal pairs with identical wording; values with only one wording
-    are always identical. `strict` is the share of the others whose verdict is no. Returns (row,
-    pair), where pair is "same", "decorated", "alias" or "different".
+    are always identical. `strict` is the share of verdicts "no" among equal pairs in other words.
+    Returns (row, pair), where pair is "same", "decorated", "alias" or "different".
     """
     documents = world.make_documents(rng, 4)
     kind = _sample_kind(rng, VERIFIED_KINDS)
@@ -263,6 +278,7 @@ def verifier_row(
     if len(forms) == 3 and not any(truth in pair for pair in world.CITIES[:alias_cities]):
         forms = forms[:2]
     first = second = int(rng.integers(len(forms)))
+    # Half and half: a constant verdict must not be right more often than a coin.
     same = rng.random() < 0.5
     pair = "same" if same else "different"
     if same:
@@ -282,6 +298,7 @@ def _sample_wrong_answer(rng: np.random.Generator, truth: str) -> str:
     if truth in LETTERS:
         return str(rng.choice([letter for letter in LETTERS if letter != truth]))
     if truth.isdigit():
+        # Wrong sums of a policy are off by little, so the verifier must tell near figures apart.
         shift = int(rng.integers(1, 10)) * (1 if rng.random() < 0.5 else -1)
         value = int(truth) + shift
         return str(value if value > 0 else int(truth) + abs(shift))

@@ -2,11 +2,9 @@
 
 1. `make_questions` samples look-ups and two-hop questions. Their evidence is the lines that support
    the answer.
-2. `policy_rows` demonstrates structured answers, many with imperfect evidence: a large share of the
-   two-hop answers omits the second line. The answer is then either what the quoted lines say or the
-   true one. Rows thus teach the format and leave evidence and outcome to reinforcement learning.
+2. `policy_rows` demonstrates structured answers, many with imperfect evidence.
 3. `reward_rows` demonstrates scores of several evidence sets for one question: `true_score` plus
-   noise, so that the reward model is useful from the start and can still improve.
+   noise.
 
     python -m spell_jax.warm_start.evidence_rows --out=DIR
 
@@ -37,7 +35,8 @@ from spell_jax.warm_start.demonstrations import Row, seeded_rows
 TASK = "general_qa"
 # Last entry of a random seed, after seed and index: one random stream per kind of output.
 _QUESTIONS, _POLICY, _REWARD = 5, 6, 7
-HELD_OUT_SEED = 10_000  # added to the seed
+# Added to the seed. Runs have small seeds, so no training seed gives the held-out questions.
+HELD_OUT_SEED = 10_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,19 +44,23 @@ class EvidenceMixture:
     """Composition of the rows; every share is a probability."""
 
     documents: tuple[int, ...] = (3, 4, 5, 6)  # possible numbers of documents of a question
-    two_hop: float = 0.5  # two-hop questions; the others are look-ups
-    hasty: float = 0.65  # two-hop answers and sets that omit the second line
-    slips: float = 0.2  # other answers whose evidence is not exactly the true lines
+    two_hop: float = 0.5  # two-hop questions; all other questions are look-ups
+    # Two-hop answers and sets that omit the second line. Rows teach the format and leave evidence
+    # to reinforcement learning: the tuned policy has a recall of .67 (docs/algorithms.md).
+    hasty: float = 0.65
+    slips: float = 0.2  # other answers with evidence that is not exactly the true lines
     lucky: float = 0.9  # answers with incomplete evidence that are right nevertheless
     sets: tuple[int, ...] = (1, 2, 3, 4)  # possible numbers of evidence sets of a reward row
     set_slips: float = 0.5  # other sets that are not exactly the true lines
-    noise: float = 0.05  # scores that are off by one
+    # Scores that are off by one: the reward model is useful from the start and can still improve.
+    noise: float = 0.05
 
 
 def make_questions(
     seed: int, count: int, documents: Sequence[int], two_hop: float = 0.5
 ) -> tuple[Question, ...]:
     """Generate seeded questions; their numbers of documents (2 to 24) cycle through `documents`."""
+    # Sizes in turn, not sampled: accuracies by number of documents rest on equally many questions.
     generators = (np.random.default_rng([seed, index, _QUESTIONS]) for index in range(count))
     sizes = itertools.cycle(documents)
     return tuple(sample_question(rng, next(sizes), two_hop) for rng in generators)
@@ -77,6 +80,7 @@ def policy_rows(prompts: Prompts, mixture: EvidenceMixture, seed: int, count: in
         question = sample_question(rng, int(rng.choice(mixture.documents)), mixture.two_hop)
         lines = sample_evidence(rng, question, mixture.slips, mixture.hasty)
         right = set(question.evidence) <= set(lines) or rng.random() < mixture.lucky
+        # A wrong answer is what the last quoted line says: answers always follow from a line.
         source = question.evidence[-1] if right else lines[-1]
         name, *values = source.split()
         attribute = question.question.split()[0]
@@ -143,8 +147,8 @@ def write_comparison(lines: Sequence[str], question: Question) -> str:
     """Write the thought on an evidence set: per line, wanted name, the line's name, verdict.
 
     After a match, the wanted name is the friend named in that line; after the last match it is "-".
-    The two names are adjacent because a small model compares names that are next to each other.
     """
+    # The two names are adjacent, because a small model compares names that are next to each other.
     thought, hops = "", len(question.evidence)
     wanted_name = question.question.split()[-1]
     for line in lines:
@@ -176,6 +180,7 @@ def _add_noise(rng: np.random.Generator, score: int, noise: float) -> int:
     """Return a score that is off by one with probability `noise`."""
     if rng.random() >= noise:
         return score
+    # At the ends of the scale there is one neighbor only.
     step = 1 if score == LOWEST else -1 if score == HIGHEST else int(rng.choice((-1, 1)))
     return score + step
 

@@ -6,19 +6,15 @@
    the cluster are the wrong options), or the difference of two numbers. Every question has passed
    the parser that self-play uses.
 3. A questioner row quotes the fact and writes the question. A responder row quotes it and answers
-   from the documents. A verifier row compares the reference with itself, with another form of it,
-   or with another value.
-4. A reciter row is not part of self-play. Its completion repeats the documents in another order. It
-   teaches a randomly initialized policy to find and copy text, faster than short answers do.
+   from the documents. A verifier row compares the reference with the same value, in the same or
+   another form, or with another value.
+4. A reciter row is not part of self-play. Its completion repeats the documents in another order.
 
     python -m spell_jax.warm_start.folder_rows --source=FOLDER --out=DIR
 
 writes DIR/rows.jsonl, one {"prompt", "completion", "role", "task"} per line; DIR/tokenizer.model,
 trained on such rows; and DIR/questions.jsonl, questions with answers about held-out clusters.
-Clusters are those that train.py makes of the same folder with that tokenizer and the same settings.
-
-The time is linear in the text and in the number of rows: a row looks at MOST_CANDIDATES facts and
-documents of its cluster at most. Every TICK_S seconds a line says how far the command is.
+train.py makes the same clusters of the folder, with that tokenizer and the same settings.
 """
 
 import argparse
@@ -49,6 +45,8 @@ from spell_jax.selfplay.parsing import parse_question
 from spell_jax.selfplay.prompts import Prompts
 from spell_jax.warm_start.demonstrations import SYMBOLS, Row
 
+# Reciter rows teach a randomly initialized policy to find and copy text, faster than answers of a
+# few tokens do.
 ROLES = ("questioner", "responder", "verifier", "reciter")
 ROWS_FILE, QUESTIONS_FILE = "rows.jsonl", "questions.jsonl"
 VERDICT_SHARES = {"same": 0.25, "other form": 0.25, "different": 0.5}
@@ -65,7 +63,9 @@ FORBIDDEN_IN_CUE = re.compile(r"[\"'\\{}<>*`]")
 
 CLOSING = ".,;:!?"
 TRIES = 4  # failures in a row after which a cluster is not tried again for a task
-MOST_CANDIDATES = 200  # facts or documents of a cluster that one row chooses from
+# Facts or documents of a cluster that one row chooses from. The bound keeps the time linear in the
+# number of rows, whatever the size of a cluster.
+MOST_CANDIDATES = 200
 LONGEST_WORD = 16  # characters; before there is a tokenizer, a longer word counts as several
 ROWS_PER_FACT = 10  # more are logged as a warning: they repeat the same few questions
 TICK_S = 10.0
@@ -99,7 +99,7 @@ class FactQuestion:
 
     completion: str  # of the questioner
     quote: str  # the evidence, as both roles quote it before they answer; of a choice, with letter
-    documents: frozenset[int]  # indices of those that contain the evidence
+    documents: frozenset[int]  # indices of the documents that contain the evidence
     question: str  # as the responder sees it
     reference: str  # the answer as the parser returns it
     answer: str  # as the responder writes it
@@ -282,7 +282,7 @@ class FolderRowMaker:
             text = f"number after: {pair[0].cue} minus number after: {pair[1].cue}"
         wrong_answers = [value for value in values if not means_the_same(value, answer)]
         quote = " ".join(f"{fact.cue} {fact.value}" for fact in used)
-        # Values have a space in front, so that their tokens are those in the documents.
+        # Values have a space in front, so that they have the same tokens as in the documents.
         record: dict[str, object] = {"question": text, "answer": f" {answer}"}
         if task == "multiple_choice":
             options = self._sample_options(answer, wrong_answers, letter)
@@ -397,13 +397,13 @@ class FolderRowMaker:
 
 
 class _Turns:
-    """Clusters by index in shuffled rounds, without those that failed TRIES times in a row."""
+    """Clusters by index in shuffled rounds; one that fails TRIES times in a row is dropped."""
 
     def __init__(self, indices: Iterable[int], rng: np.random.Generator) -> None:
         self._tries, self._rng = dict.fromkeys(indices, TRIES), rng
         self._order: list[int] = []
 
-    def make(self, attempt: Callable[[int], T | None]) -> T | None:
+    def make_row(self, attempt: Callable[[int], T | None]) -> T | None:
         """Call `attempt` on the next clusters; return the first result that is not None, if any."""
         while self._tries:
             self._order = self._order or self._rng.permutation([*self._tries]).tolist()
@@ -455,7 +455,7 @@ def make_rows(
                 maker.counts[f"skipped {task}"] += 1
             return row
 
-        if row := (all_turns if role == "reciter" else turns[task]).make(attempt):
+        if row := (all_turns if role == "reciter" else turns[task]).make_row(attempt):
             return row
         raise ValueError(
             f"tasks: found no facts for {task} in {len(clusters)} clusters; leave it out or make "
@@ -511,7 +511,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     ticker = _Ticker()
 
-    def read(count_tokens: CountTokens) -> list[list[Cluster]]:
+    def read_clusters(count_tokens: CountTokens) -> list[list[Cluster]]:
         """Read training and held-out clusters."""
         measured = [0, 0]
 
@@ -524,20 +524,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sources = open_clusters(data, flags.seed, count)
         return [source.read(list(source.tasks)) for source in sources]
 
-    def make(clusters: Sequence[Cluster], count_tokens: CountTokens):
+    def make_training_rows(clusters: Sequence[Cluster], count_tokens: CountTokens):
         return make_rows(clusters, prompts, flags.rows, flags.seed, config, count_tokens, ticker)
 
     if flags.tokenizer:
         words = tokenizer.load(flags.tokenizer)
     else:
         # No tokenizer yet: rough sizes are close enough for the texts that it is trained on.
-        rows, _ = make(read(_count_roughly)[0], _count_roughly)
+        rows, _ = make_training_rows(read_clusters(_count_roughly)[0], _count_roughly)
         ticker.enter(f"training a tokenizer on {len(rows):,} rows")
         texts = (row.prompt + row.completion for row in rows)
         words = tokenizer.train(texts, flags.vocab_size, SYMBOLS)
     words.save(out)
-    training, held_out = read(words.count)
-    rows, counts = make(training, words.count)
+    training, held_out = read_clusters(words.count)
+    rows, counts = make_training_rows(training, words.count)
     write_records(out / ROWS_FILE, map(dataclasses.asdict, rows))
     _log_summary(out / ROWS_FILE, len(rows), counts)
     if held_out:

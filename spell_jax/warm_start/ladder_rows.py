@@ -1,9 +1,7 @@
 """Generated demonstrations of the ladder world: shallow questions, and a thin tail of deeper ones.
 
-The tail makes deeper questions and answers possible to sample at all; without it, reinforcement
-learning has nothing to reward. Each of its depths has half the rows of the one before. A responder
-walks the chain: for each hop, the relation and the person's line. A questioner writes no thought:
-its own reference is a guess, which the frozen reader replaces.
+A responder walks the chain: for each hop, the relation and the person's line. A questioner writes
+no thought: its own reference is a guess, which the frozen reader replaces.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from spell_jax.selfplay.prompts import Prompts
 from spell_jax.warm_start.demonstrations import Row, seeded_rows
 
 TASK = "general_qa"
-_STREAM = 8  # separates the random stream of these rows from that of other generated ones
+_STREAM = 8  # separates the random stream of these rows from the streams of other generated rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,10 +29,14 @@ class LadderMixture:
     verifier: float = 0.15  # the responder has the rest
     documents: tuple[int, ...] = (9,)  # possible numbers of documents
     shallow: tuple[int, ...] = (1, 2)  # depths of most rows, of all roles
-    deeper: float = 0.09  # share of deeper rows, up to depth `deepest`
+    # Share of deeper rows, up to depth `deepest`. Without deeper rows nothing is rewarded: in an
+    # earlier version of the world no right answer of depth 3 or more was sampled (0 of 624). With
+    # .12 a trial already solved depth 4 (.98, greedy), with .09 .66 (docs/ladder.md).
+    deeper: float = 0.09
     deepest: int = 8
     history: float = 0.6  # questioner rows with one or two known questions in the prompt
-    # Share of these with one more hop than the last known question, about the same person.
+    # Share of rows with a history in which the question adds one hop to the last known question,
+    # about the same person.
     one_more: float = 0.6
 
 
@@ -51,6 +53,8 @@ def ladder_demonstrations(
         question = world.sample_question(rng, documents, depth)
         if at < mixture.questioner + mixture.verifier:
             return verifier_row(prompts, rng, question)
+        # Whole lines. In a trial with the result of each hop alone, look-up was not learned: .19 of
+        # the questions of depth 1 were answered (docs/ladder.md).
         thought = f"<think> {' '.join(question.evidence)}</think>"
         prompt = prompts.responder(TASK, documents, question.text)
         return Row(prompt, f"{thought}answer is {question.answer}", "responder", TASK)
@@ -61,6 +65,7 @@ def ladder_demonstrations(
 def _sample_depth(rng: np.random.Generator, mixture: LadderMixture) -> int:
     if rng.random() >= mixture.deeper:
         return int(rng.choice(mixture.shallow))
+    # Each depth has half the rows of the depth before: a thin tail that fades, not a second peak.
     shares = 0.5 ** np.arange(mixture.deepest - max(mixture.shallow))
     return max(mixture.shallow) + 1 + int(rng.choice(len(shares), p=shares / shares.sum()))
 
@@ -75,6 +80,7 @@ def _questioner_row(
     question = world.sample_question(rng, documents, depth)
     past_questions, fixed = [], depth
     if rng.random() < mixture.history:
+        # Known questions are no deeper than the new one, which is to be harder.
         depths = [min(depth, _sample_depth(rng, mixture)) for _ in range(rng.integers(1, 3))]
         past_questions = [world.sample_question(rng, documents, earlier) for earlier in depths]
         if depth > 1 and rng.random() < mixture.one_more:
@@ -83,6 +89,7 @@ def _questioner_row(
     prompt = prompts.questioner(
         TASK, documents, history, cue=world.sample_cue(rng, question.text, fixed)
     )
+    # A space in front: the name has the same token as inside a document.
     record = {"question": question.text, "answer": " " + question.answer}
     return Row(prompt, json.dumps(record, separators=(",", ":")), "questioner", TASK)
 
@@ -92,6 +99,7 @@ def verifier_row(prompts: Prompts, rng: np.random.Generator, question: world.Lad
     answer, same = question.answer, rng.random() < 0.5
     if not same:
         names, cities = world.NAMES, [city for city, _ in world.CITIES]
+        # Of the same kind, a name or a city: otherwise the form alone would give the verdict away.
         wrong_answers = [
             value for value in (names if answer in names else cities) if value != answer
         ]

@@ -7,10 +7,9 @@
    data_pipeline.cloze_questions give rows with --tasks=cloze. The questioner of such a row quotes
    one of the question's evidence sentences, because its documents lack the sentence with the gap.
 2. A questioner row writes the question with its answer as JSON, after the question's own document
-   (the one with the answer, where one has it) and one more, in a share of rows also after other
-   questions about them. Every completion has passed the parser that self-play uses.
-3. A responder row answers from one document to all: fewer than a cluster has leave self-play room
-   to improve. The rule scores every completion 1, however a run extracts answers.
+   (a document with the answer, if any has it) and one more, in a share of rows also after other
+   questions about these documents.
+3. A responder row answers from one document to all.
 4. A verifier row compares the answer with itself, with another right answer, or with a wrong one.
 
 The rows teach formats and are few; one question may give a row to each role.
@@ -46,7 +45,9 @@ from spell_jax.warm_start.demonstrations import Row
 from spell_jax.warm_start.folder_rows import NUMBER, means_the_same, other_forms
 
 log = logging.getLogger("spell_jax.warm_start.question_rows")  # __name__ may be "__main__"
-NEAR = 3  # questions before and after one in a file that may be its history
+# Questions before and after a question in a file that may be its history. Files mostly keep
+# questions about the same documents together: a search of the whole file would find few more.
+HISTORY_REACH = 3
 MOST_WRONG = 8  # numbers of the documents that may be wrong answers
 ROLES = ("questioner", "responder", "verifier")
 
@@ -147,11 +148,13 @@ def _choice_item(question: Question, letter: str) -> TaskQuestion | None:
 def _cloze_item(question: Question) -> TaskQuestion:
     """Return the gap for the responder, and an evidence sentence for the questioner.
 
-    The record is {} if the rules of self-play accept none of these sentences.
+    The record is {} if the rules of self-play accept no evidence sentence.
     """
     record: dict[str, object] = {}
     documents = _own_first(question)
     for sentence in question.evidence:
+        # The rules of self-play decide, for the same reason as for parsed questions: no row may
+        # show what self-play refuses.
         if not cloze.check(sentence, question.answer, documents, documents)[1]:
             record = {"sentence": sentence, "answer": question.answer}
             # The questioner must be shown a document that has the sentence.
@@ -164,6 +167,7 @@ def _cloze_item(question: Question) -> TaskQuestion:
 
 def _other_numbers(question: Question) -> tuple[str, ...]:
     """Return the documents' numbers of at least two digits that differ from the answer."""
+    # A number in the documents is a plausible wrong answer: a verifier must read the question.
     longer = (number for number in _numbers(question) if len(number) > 1)
     return tuple(n for n in longer if not means_the_same(n, question.answer))[:MOST_WRONG]
 
@@ -181,6 +185,7 @@ def _numbers(question: Question) -> list[str]:
 def _own_first(question: Question) -> tuple[str, ...]:
     """Return the documents, the question's own first (it contains the answer, if any does)."""
     candidates = [question.documents[i] for i in question.shown] or question.documents
+    # A document without the answer would make the questioner row a guess.
     own_document = next((d for d in candidates if question.answer in d), candidates[0])
     return (own_document, *(text for text in question.documents if text != own_document))
 
@@ -219,6 +224,8 @@ class QuestionRowMaker:
             self.counts["questioner: no sentence whose answer stands elsewhere too"] += 1
             return None
         completion = json.dumps(item.record, ensure_ascii=False)
+        # The parser of self-play: a policy must not be tuned to write questions that self-play
+        # refuses.
         parsed = parse_question(completion, item.task, count_words)
         if parsed.status != "accepted" or parsed.answer != item.answer:
             self.counts[f"questioner: {parsed.reason or 'another answer'}"] += 1
@@ -234,6 +241,7 @@ class QuestionRowMaker:
         )
         shown = self._with_more(tuple(own_documents), item.documents, self.config.documents_shown)
         history = [Entry((), past.question, past.answer) for past in past_items]
+        # A questioner of self-play is told the letter of the right option, too.
         letter = item.answer if item.task == "multiple_choice" else None
         cue = self.prompts.answer_first(item.answer) if self.config.answer_first else ""
         prompt = self.prompts.questioner(item.task, shown, history, letter, cue)
@@ -246,6 +254,8 @@ class QuestionRowMaker:
         if self.config.numbered:
             completion = f"[{shown.index(item.documents[0]) + 1}] {completion}"
             shown = list(evidence.number_documents(shown))
+        # The rule must score the completion 1, however a run extracts answers: otherwise the row
+        # would teach a form that earns nothing.
         if not scores_itself(item.answer, item.task):
             self.counts["responder: the rule cannot score the answer"] += 1
             return None
@@ -254,6 +264,8 @@ class QuestionRowMaker:
 
     def _verifier_row(self, item: TaskQuestion) -> Row:
         answer, verdict = item.answer, "YES"
+        # Half of the answers are wrong, where wrong ones are known. Right answers in other words
+        # show that a verdict is not a comparison of characters.
         kind = self._rng.random()
         if kind < 0.5 and item.wrong:
             answer, verdict = item.wrong[self._rng.integers(len(item.wrong))], "NO"
@@ -267,11 +279,13 @@ class QuestionRowMaker:
     ) -> list[str]:
         """Return the needed documents and others up to `max_documents` in total, shuffled."""
         other_documents = [text for text in documents if text not in needed_documents]
+        # Fewer documents than a cluster has leave self-play room to improve.
         extra = max(0, int(self._rng.integers(1, max_documents + 1)) - len(needed_documents))
         shown_documents = [
             *needed_documents,
             *(other_documents[i] for i in self._rng.permutation(len(other_documents))[:extra]),
         ]
+        # Shuffled: the place of a document must not give away that it has the answer.
         return [shown_documents[i] for i in self._rng.permutation(len(shown_documents))]
 
 
@@ -283,6 +297,7 @@ def make_rows(
     A task uses the questions in shuffled order, and again from the start if there are too few.
     ValueError if no question suits one of the tasks.
     """
+    # A random stream of its own for orders, beside the maker's stream for rows.
     maker, rng = QuestionRowMaker(config, prompts), np.random.default_rng([config.seed, 1])
     roles: dict[str, float] = dict(zip(ROLES, config.roles, strict=True))
     equal = dict.fromkeys(config.tasks, 1.0)
@@ -309,16 +324,19 @@ def _rows_of(
     for first in itertools.count(0, len(order)):
         has_row = False
         for number, index in enumerate(order, first):
+            # Letters in turn: each is right equally often, so that a preference for a letter never
+            # pays.
             letter, question = LETTERS[number % len(LETTERS)], questions[index]
             item = maker.item(question, task, letter)
-            near = questions[max(0, index - NEAR) : index + NEAR + 1]
-            about = [
-                q for q in near if q is not question and {*q.documents} & {*question.documents}
+            neighbors = questions[max(0, index - HISTORY_REACH) : index + HISTORY_REACH + 1]
+            related = [
+                q for q in neighbors if q is not question and {*q.documents} & {*question.documents}
             ]
-            near_items = [near_item for q in about if (near_item := make_item(q, task, letter))]
-            if item and (row := maker.row(role, item, near_items)):
+            history_items = [past for q in related if (past := make_item(q, task, letter))]
+            if item and (row := maker.row(role, item, history_items)):
                 has_row = True
                 yield row
+        # Without this check a task that suits no question would be tried forever.
         if not has_row:
             return
 

@@ -2,9 +2,8 @@
 
     python -m spell_jax.warm_start.reconstruction_rows --source=BOOKS --out=rows.jsonl
 
-A completion is a box with the letters of all options in random order, so the rows teach how an
-order is written, and nothing about which one is right. Each row's text is the next one of the
-shuffled texts, or a window of it that fits --prompt_words.
+A completion is a box with the letters of all options in random order. The rows use the texts in
+shuffled order: each a whole text, or a window of a text that fits --prompt_words.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ def make_rows(
 ) -> tuple[list[Row], Counter[str]]:
     """Make config.rows rows, and count the reasons why texts gave none.
 
-    ValueError if no text gives one.
+    ValueError if no text gives a row.
     """
     rng = np.random.default_rng(config.seed)
     rows: list[Row] = []
@@ -75,6 +74,7 @@ def make_rows(
     failures = 0
     while len(rows) < config.rows:
         order = order or rng.permutation(len(texts)).tolist()
+        # In turn, so that all values of K have equally many rows, up to one.
         options = config.options[len(rows) % len(config.options)]
         posed = _pose(rng, texts[order.pop()], options, config, prompts)
         failures = 0 if posed.puzzle else failures + 1
@@ -82,6 +82,7 @@ def make_rows(
             rows.append(_row(rng, posed))
         else:
             counts[posed.reason] += 1
+        # A window is sampled anew in each pass, so one pass without a puzzle proves little.
         if failures >= TRIES * len(texts):
             raise ValueError(f"source: no text gives a puzzle of {options} options: {dict(counts)}")
     return rows, counts
@@ -96,16 +97,18 @@ def _pose(
 ) -> PromptedPuzzle:
     """Make a puzzle as the algorithm does by default, without neighboring gaps."""
 
-    def make(window: str) -> tuple[puzzles.Puzzle | None, str]:
+    def make_puzzle(window: str) -> tuple[puzzles.Puzzle | None, str]:
         lengths = config.min_paragraph, config.max_paragraph
         return puzzles.make_puzzle(rng, window, options, *lengths, adjacent=False)
 
     return puzzles.make_prompted_puzzle(
-        make, prompts.reconstruction, rng, text, count_words, config.prompt_words
+        make_puzzle, prompts.reconstruction, rng, text, count_words, config.prompt_words
     )
 
 
 def _row(rng: np.random.Generator, posed: PromptedPuzzle) -> Row:
+    # Random, so that rows teach how an order is written and nothing about which order is right: the
+    # right order is what reinforcement learning is measured by.
     letters = ", ".join(rng.permutation(posed.truth).tolist())
     return Row(posed.prompt, f"\\boxed{{{letters}}}", "responder", "reconstruction")
 
@@ -120,6 +123,8 @@ def main(_) -> None:
         max_paragraph=values.max_paragraph,
         seed=values.seed,
     )
+    # Whole texts, one in each cluster: make_puzzle chooses windows by words, before there is any
+    # tokenizer to count tokens with.
     data = DataConfig(
         source=values.source, documents_per_cluster=1, max_document_tokens=sys.maxsize
     )
