@@ -1,4 +1,4 @@
-"""Selection of a run's episodes for the report page, and statistics over all of them."""
+"""Selection of a run's episodes for the report page, and statistics over all episodes."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ _FIELDS: dict[str, Any] = {
 class Episodes:
     # Episodes for the page, ordered by step, with "step", "outcome" and "roles" added.
     chosen_episodes: list[dict[str, Any]] = field(default_factory=list)
-    # Cluster -> texts, for chosen episodes whose documents are on disk.
+    # Cluster -> texts, for chosen episodes with documents on disk.
     documents: dict[str, list[str]] = field(default_factory=dict)
     # Step -> metrics computed from its episodes (episodes/...).
     counted: dict[int, dict[str, float]] = field(default_factory=dict)
     # (Mean score, questioner's reward) -> number of episodes.
     points: collections.Counter[tuple[float, float]] = field(default_factory=collections.Counter)
-    total: int = 0  # episodes in the steps on disk, including those that the run did not store
+    total: int = 0  # episodes in the steps on disk, including episodes that the run did not store
     readable_count: int = 0  # readable episodes on disk
 
 
@@ -58,17 +58,20 @@ def choose_episodes(workdir: epath.Path, limit: int) -> Episodes:
         return result
     shares = dict(zip(steps, shares_of(limit, len(steps)), strict=True))
     step_of, chosen_counts = operator.itemgetter(0), collections.Counter()
+    # A step at a time: memory holds one step and the chosen episodes, however long the run was.
     for step, pairs in itertools.groupby(read_episodes(workdir, _episode), step_of):
         episodes = [episode for _, episode in pairs]
         texts = {e["cluster"]: e["documents"] for e in episodes if e["documents"]}
         result.readable_count += len(episodes)
+        # `of` also counts episodes that did not fit into the file. It is 0 in a line that lacks it.
         result.total += max(len(episodes), episodes[0]["of"])
         result.counted[step] = _counted(episodes)
         for e in episodes:
             if e["scores"] and e["reward"] is not None:
                 mean = sum(e["scores"]) / len(e["scores"])
+                # Rounded, so that equal scores of different sums count as one point.
                 result.points[round(mean, 4), round(e["reward"], 4)] += 1
-        for index in choose(episodes, shares.get(step, 0), set(texts), chosen_counts):
+        for index in choose_indices(episodes, shares.get(step, 0), set(texts), chosen_counts):
             episode = episodes[index] | {"step": step}
             del episode["documents"]
             result.chosen_episodes.append(episode)
@@ -77,7 +80,7 @@ def choose_episodes(workdir: epath.Path, limit: int) -> Episodes:
     return result
 
 
-def choose(
+def choose_indices(
     episodes: Sequence[Mapping[str, Any]],
     count: int,
     stored_clusters: set[str],
@@ -91,12 +94,15 @@ def choose(
     queues: dict[tuple[str, str], collections.deque[int]] = collections.defaultdict(
         collections.deque
     )
+    # A reader can check an answer only against its documents, so episodes with documents come
+    # first.
     for index in sorted(
         range(len(episodes)), key=lambda i: episodes[i]["cluster"] not in stored_clusters
     ):
         queues[episodes[index]["task"], episodes[index]["outcome"]].append(index)
     indices = []
     while len(indices) < count and any(queues.values()):
+        # Over the whole page, not the step: in most runs one outcome of one task is most of a step.
         rarest = min((kind for kind in queues if queues[kind]), key=lambda k: (chosen_counts[k], k))
         indices.append(queues[rarest].popleft())
         chosen_counts[rarest] += 1
@@ -104,7 +110,7 @@ def choose(
 
 
 def outcome(scores: Sequence[float], status: str) -> str:
-    """Return the outcome of an episode: by the answers' scores, or its status without answers."""
+    """Return "solved", "half solved", "mixed" or "unsolved" by the scores; `status` without any."""
     if not scores:
         return status
     if len(set(scores)) > 1:
@@ -116,6 +122,7 @@ def _episode(line: Any) -> dict[str, Any]:
     """Check and convert a line for the page; TypeError for a value of another type."""
     if not isinstance(line, dict):
         raise TypeError("not an object")
+    # The page's data must be strict JSON, which has no NaN.
     if finite_or_none(line)[1]:
         raise ValueError("a number is not finite")
     episode = {name: line.get(name, default) for name, default in _FIELDS.items()}
@@ -158,6 +165,8 @@ def _counted(episodes: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 def shares_of(total: int, parts: int) -> list[int]:
     """Split `total` into `parts` whole numbers that are as even as possible."""
+    # Differences of rounded-down multiples add up to `total`, and no two parts differ by more than
+    # 1.
     return [total * (i + 1) // parts - total * i // parts for i in range(parts)]
 
 

@@ -1,9 +1,9 @@
 """One HTML page about one or more runs, without network access: curves, evaluation, episodes.
 
-1. Runs whose configs differ only in the seed form a group, with a curve of its means and a band
+1. Runs with configs that differ only in the seed form a group, with a curve of its means and a band
    from the smallest to the largest value.
-2. If the page gets full, half of it is reserved for documents. Omitted episodes and documents are
-   spread evenly, and the page states their number. A shared text is stored once.
+2. If the page gets full, half of the page is reserved for documents. Omitted episodes and documents
+   are spread evenly, and the page states their number. A shared text is stored once.
 3. Data is embedded in report.html as lines of base64 (JSON, compressed by gzip), which cannot end a
    script; text enters its elements as textContent only. Line 0 is the overview and the last line
    the index of episodes. The lines between them are unpacked when they are viewed.
@@ -28,7 +28,7 @@ from etils import epath
 from spell_jax.data.clusters import ROLES
 from spell_jax.reporting.episodes import Episodes, choose_episodes, evenly, shares_of
 from spell_jax.reporting.panels import choose_panels, other_panels
-from spell_jax.reporting.tables import Table, compare, six_digits
+from spell_jax.reporting.tables import Table, compare_tables, six_digits
 from spell_jax.runtime.config import flat
 from spell_jax.runtime.finite import LARGEST_FLOAT32, is_finite
 from spell_jax.runtime.jsonl import read_json, write_lines
@@ -37,17 +37,22 @@ from spell_jax.selfplay import rewards
 
 PAGE = "report.html"
 COMPARISON = "comparison.html"  # page of several runs, in the folder of the first
-EPISODES = 2000  # maximum number on a page, over all runs
-POINTS = 1000  # maximum number of steps in a curve, evenly spaced
+# Maximum episodes and bytes of a page, over all runs. Chromium opened a page of 48.5 MB with 2,000
+# episodes in about half a second (docs/howto/report.md).
+EPISODES = 2000
 PAGE_BYTES = 50_000_000
+POINTS = 1000  # maximum number of steps in a curve, evenly spaced; a plot has fewer pixels
 
 _TEMPLATE = pathlib.Path(__file__).with_name(PAGE)
 STYLE = pathlib.Path(__file__).with_name("style.css")
 _DATA = "@DATA@"
 _PLACE_BYTES = 24  # maximum size of a document's entry in the index
-_MISSES = 20  # consecutive values that do not fit before the page counts as full
+# Consecutive values that do not fit before the page counts as full: one may be too long where a
+# shorter one still fits, but packing thousands in vain takes time.
+_MISSES = 20
 _TITLE_CHARACTERS = 100  # maximum length of a question in the index
 _LABEL_FIELDS = 3  # if groups differ in more fields, their labels are folders
+# The first n multiples of the golden ratio, modulo 1, are spread evenly over [0, 1) for every n.
 _GOLDEN = (5**0.5 - 1) / 2
 X_AXES = ("step", "sampled_tokens")
 TOKENS = "rollout/sampled_tokens"
@@ -78,17 +83,17 @@ def write_page(
     plotted over `x`, one of X_AXES. ValueError if the curves alone exceed `size` (compare fewer
     runs), or the metrics have no number of tokens to draw over.
     """
-    read = [
+    episodes_by_run = [
         choose_episodes(run.workdir, part)
         for run, part in zip(runs, shares_of(episodes, len(runs)), strict=True)
     ]
     template = _TEMPLATE.read_text("utf-8").replace("@STYLE@", STYLE.read_text("utf-8"))
-    overview = make_overview(runs, read, x)
+    overview = make_overview(runs, episodes_by_run, x)
     first = _packed(overview)
     room = size - len(template.encode()) - len(first)
     if room < 0:
         raise ValueError(f"{path}: {len(first):,} bytes of curves are too many for the page")
-    lines = [first, *_episode_lines(read, room)]
+    lines = [first, *_episode_lines(episodes_by_run, room)]
     write_lines(path, [template.replace(_DATA, "\n".join(lines))])
     return overview
 
@@ -96,14 +101,14 @@ def write_page(
 # ---------------------------------------------------------------------------------------- Episodes
 
 
-def _episode_lines(read: Sequence[Episodes], room: int) -> list[str]:
+def _episode_lines(episodes_by_run: Sequence[Episodes], room: int) -> list[str]:
     """Encode the episodes and documents that fit into `room` bytes as lines; then their index."""
     every = [
         (run, episode)
-        for run, run_episodes in enumerate(read)
+        for run, run_episodes in enumerate(episodes_by_run)
         for episode in run_episodes.chosen_episodes
     ]
-    texts = [read[run].documents.get(episode["cluster"], []) for run, episode in every]
+    texts = [episodes_by_run[run].documents.get(episode["cluster"], []) for run, episode in every]
     entries = [_entry(run, episode) for run, episode in every]  # entries of the index
     # Every prefix of this order is spread evenly over the episodes, in case the page gets full.
     order = sorted(range(len(every)), key=lambda i: i * _GOLDEN % 1)
@@ -130,6 +135,8 @@ def _episode_lines(read: Sequence[Episodes], room: int) -> list[str]:
             if all(text in places for text in new):
                 entry["documents"] = [places[text] for text in texts[number]]
 
+    # Episodes get half of the room first and their documents the other half: otherwise episodes
+    # would fill the page, and no answer could be checked. The second passes use what remains.
     add_episodes(keep_free=room // 2)
     add_documents()
     add_episodes(keep_free=0)
@@ -146,6 +153,7 @@ def _entry(run: int, episode: Mapping[str, Any]) -> dict[str, Any]:
 
 def _index_bytes(entry: Mapping[str, Any]) -> int:
     """Return an upper bound of an entry's bytes in the index: uncompressed JSON in base64."""
+    # 8 characters for the number of the line, which is not known yet; base64 writes 3 bytes as 4.
     return (len(json.dumps(entry)) + 8) * 4 // 3
 
 
@@ -180,16 +188,18 @@ class _Lines:
 
 
 def make_overview(
-    runs: Sequence[RunData], read: Sequence[Episodes], x: str = "step"
+    runs: Sequence[RunData], episodes_by_run: Sequence[Episodes], x: str = "step"
 ) -> dict[str, Any]:
     places = [_places(run, x) for run in runs]
     configs = [_config(run.workdir) for run in runs]
     groups = group_by_seed(configs)
     folders = [str(run.workdir) for run in runs]
     short = [run.workdir.name for run in runs]
+    # Names of folders suffice unless two runs have the same name.
     labels = _labels(groups, configs, short if len(set(short)) == len(runs) else folders)
     records = [
-        _with_counted(run.records, episodes) for run, episodes in zip(runs, read, strict=True)
+        _with_counted(run.records, episodes)
+        for run, episodes in zip(runs, episodes_by_run, strict=True)
     ]
     names = {
         name: None
@@ -210,16 +220,16 @@ def make_overview(
                     [records[i] for i in members], names, [places[i] for i in members]
                 ),
                 "mapping": _mapping(configs[members[0]]) if QUESTIONER in names else None,
-                "points": _points([read[i] for i in members]),
+                "points": _points([episodes_by_run[i] for i in members]),
             }
             for label, members in zip(labels, groups, strict=True)
         ],
         "x": x.replace("_", " "),
         "panels": [dataclasses.asdict(panel) for panel in panels],
         "others": other_panels(names.keys() - shown),
-        "evaluation": compare(groups, [run.evaluation for run in runs]),
-        "found": sum(episodes.readable_count for episodes in read),
-        "total": sum(episodes.total for episodes in read),
+        "evaluation": compare_tables(groups, [run.evaluation for run in runs]),
+        "found": sum(episodes.readable_count for episodes in episodes_by_run),
+        "total": sum(episodes.total for episodes in episodes_by_run),
     }
 
 
@@ -227,6 +237,7 @@ def group_by_seed(configs: Sequence[Mapping[str, Any] | None]) -> list[list[int]
     """Group runs' indices by config except the seed; a run without a config is alone."""
     groups: dict[str, list[int]] = {}  # key: config, or the index of a run without one
     for place, config in enumerate(configs):
+        # A run without a config is alone: nothing shows that it repeats another run.
         seedless_config = (
             None if config is None else {k: v for k, v in config.items() if k != "seed"}
         )
@@ -277,6 +288,7 @@ def _with_counted(records: Sequence[Mapping[str, Any]], episodes: Episodes) -> l
         for role in ROLES:
             tokens = line.get(f"rollout/answer_tokens/{role}")
             answers = line.pop(f"episodes/answers/{role}", None)
+            # The metric is a mean length. A step's cost by role is the sum.
             if is_finite(tokens, LARGEST_FLOAT32) and answers is not None:
                 line[f"episodes/tokens/{role}"] = tokens * answers
         lines.append(line)
@@ -322,6 +334,8 @@ def _series(
             step: [r[name] for r in by_step[step] if is_finite(r.get(name), LARGEST_FLOAT32)]
             for step in sorted(by_step)
         }
+        # A metric such as validation has values at few steps: its own steps are thinned, not the
+        # run's.
         steps = evenly([step for step, values in values_by_step.items() if values], POINTS)
         if not steps:
             continue
@@ -341,6 +355,7 @@ def _mapping(config: Mapping[str, Any] | None) -> dict[str, Any] | None:
         name, mu, sigma = (algorithm[key] for key in ("mapping", "mu", "sigma"))
         means = [i / 100 for i in range(101)]
         curve = [[x, six_digits(rewards.questioner_reward(x, name, mu, sigma))] for x in means]
+    # Another algorithm or an edited config: the page has no curve then, but all its plots.
     except (KeyError, TypeError, ValueError, ArithmeticError):
         return None
     if not all(is_finite(y) for _, y in curve):
@@ -348,8 +363,8 @@ def _mapping(config: Mapping[str, Any] | None) -> dict[str, Any] | None:
     return {"name": name, "curve": curve}
 
 
-def _points(read: Sequence[Episodes]) -> list[list[float]]:
-    points = sum((episodes.points for episodes in read), collections.Counter())
+def _points(episodes_by_run: Sequence[Episodes]) -> list[list[float]]:
+    points = sum((episodes.points for episodes in episodes_by_run), collections.Counter())
     return [[x, y, count] for (x, y), count in sorted(points.items())]
 
 
@@ -358,5 +373,7 @@ def _points(read: Sequence[Episodes]) -> list[list[float]]:
 
 def _packed(value: Any) -> str:
     """Encode a value as JSON, gzip and base64, deterministically."""
+    # allow_nan=False: the browser's JSON parser would refuse NaN, and with it the whole page.
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    # No time in gzip's header: the same run gives the same bytes.
     return base64.b64encode(gzip.compress(text.encode(), 6, mtime=0)).decode()

@@ -1,9 +1,8 @@
 """Differences between two sets of answers to the same held-out questions, with paired intervals.
 
 WORKDIR/held_out/before.jsonl and after.jsonl have a line for each answer of an evaluation
-(algorithms/held_out.Evaluated). Two policies that answer the same questions differ question by
-question; the interval of the mean difference comes from a bootstrap over these differences, and is
-smaller than two separate intervals suggest.
+(algorithms/held_out.Evaluated). Two policies are compared question by question: the interval of
+the mean difference comes from a bootstrap over the differences.
 """
 
 from __future__ import annotations
@@ -52,7 +51,10 @@ def _parse_answer(value: Any) -> Mapping[str, Any]:
 
 def difference(first: Sequence[float], second: Sequence[float]) -> dict[str, float]:
     """Return {"mean", "low", "high"} of second - first [N], with the ends of its 95 % interval."""
+    # Paired: most questions are easy or hard for both policies, so differences vary less than
+    # scores, and the interval is narrower than two separate intervals suggest.
     gaps = [float(new - old) for old, new in zip(first, second, strict=True)]
+    # A constant seed: the interval of two finished runs never changes.
     low, high = bootstrap.interval(bootstrap.resample_means(gaps, [0]))
     return {"mean": sum(gaps) / len(gaps), "low": low, "high": high}
 
@@ -76,8 +78,11 @@ def table(workdirs: Sequence[epath.Path]) -> str:
 
 def _compare(first_name: str, first: Answers, second_name: str, second: Answers) -> list[Any]:
     """Return the lines of a comparison; [] without answers or where the questions differ."""
+    # Answers are compared by their place in the file, so the questions must be equal in the same
+    # order.
     if not first or list(map(_question, first)) != list(map(_question, second)):
         return []
+    # By number of documents, too: a gain on long contexts can hide a loss on short ones.
     lengths = sorted({answer["documents"] for answer in first})
     rows = {"all": range(len(first))}
     if len(lengths) > 1:
@@ -90,6 +95,7 @@ def _compare(first_name: str, first: Answers, second_name: str, second: Answers)
     lines = [(f"{first_name} -> {second_name}", "", "", "", "", "")]
     for row, places in rows.items():
         for measure in first[0]["scores"]:
+            # An answer has only the measures that suit its question.
             pairs = [
                 (first[place]["scores"][measure], second[place]["scores"][measure])
                 for place in places

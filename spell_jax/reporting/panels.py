@@ -31,6 +31,8 @@ class Panel:
 def choose_panels(names: Collection[str]) -> list[Panel]:
     """Choose the panels with any of the measured metrics `names`, by name or by pattern."""
     measured_names = set(names)
+    # Panels are fixed and in this order: the page of any algorithm shows the same plot at the same
+    # place. Metrics without a panel are not lost, see other_panels.
     panels = [*_learning(measured_names), *_time(measured_names)]
     return [panel for panel in panels if measured_names & set(panel.metrics.values())]
 
@@ -38,6 +40,7 @@ def choose_panels(names: Collection[str]) -> list[Panel]:
 def other_panels(names: Collection[str]) -> list[dict[str, Any]]:
     """Group remaining metrics in panels: "a/b/c" and "a/b/d" are two curves of the panel "a/b"."""
     panels: dict[str, dict[str, str]] = {}
+    # Metrics with the same beginning mostly share a unit, and thus an axis.
     for name in sorted(names):
         beginning, _, last = name.rpartition("/")
         panels.setdefault(beginning if "/" in beginning else name, {})[last] = name
@@ -66,6 +69,7 @@ def _learning(names: Collection[str]) -> Iterator[Panel]:
         "Groups of answers: mixed rewards, or all alike",
         {name: f"rollout/{name}" for name in ("mixed", "unsolved", "fully_solved")},
     )
+    # Stacked: every proposal has one status, so the shares add up to 1.
     yield panel("What became of questions", {s: f"rollout/{s}" for s in _STATUSES}, True)
     yield panel(
         "Task mix: questions with mixed rewards",
@@ -126,6 +130,7 @@ def _time(names: Collection[str]) -> Iterator[Panel]:
 def _parts(names: Collection[str], name: str, first: tuple[str, ...]) -> dict[str, str]:
     """Map labels to name/LABEL: `first`, then the other measured labels, numbers by size."""
     other_labels = _matching(names, rf"{re.escape(name)}/(\w+)")
+    # By length before the letters: as texts, 16 would come before 4.
     labels = dict.fromkeys((*first, *sorted(other_labels, key=lambda label: (len(label), label))))
     return {label: f"{name}/{label}" for label in labels}
 

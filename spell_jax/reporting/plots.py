@@ -21,9 +21,10 @@ from spell_jax.reporting.panels import panels_by_prefix
 from spell_jax.runtime import durable
 from spell_jax.runtime.terminal import printable
 
-MANY = 60  # steps; as in report.html
+MANY = 60  # steps, from which on curves and areas are smoothed; as in report.html
 SIZE = (4.2, 2.8)  # inches
-_DPI = 200
+_DPI = 200  # for print; a plot of SIZE is 840 pixels wide
+# Colors of report.html, so that a picture and the page show a curve alike.
 _COLORS = (
     "#1f6fb4",
     "#d9730d",
@@ -37,9 +38,9 @@ _COLORS = (
 )
 _INK = "#1c1f23"
 _DASHES = ("-", "--", ":", "-.", (0, (1, 3)), (0, (10, 4)))
-_NAME_CHARACTERS = 80
-_LEGEND_INSIDE = 6  # labels
-_LABEL_CHARACTERS = 200
+_NAME_CHARACTERS = 80  # file systems allow 255 bytes, with the number and suffix of a name
+_LEGEND_INSIDE = 6  # labels; a longer legend hides a good part of the curves
+_LABEL_CHARACTERS = 200  # names of folders and metrics have no limit of their own
 
 
 class Plot(NamedTuple):
@@ -86,6 +87,7 @@ def file_names(titles: Sequence[str]) -> list[str]:
     for title in titles:
         plain = title.partition(":")[0].lower().replace("'", "")
         name = re.sub(r"[^a-z0-9]+", "_", plain)[:_NAME_CHARACTERS].strip("_") or "plot"
+        # Titles may differ only in characters that a file name lacks: the later ones get a number.
         same = sum(re.fullmatch(rf"{name}(_\d+)?", used_name) is not None for used_name in names)
         names.append(f"{name}_{same + 1}" if name in names else name)
     return names
@@ -106,6 +108,7 @@ def _save(path: epath.Path, plots: Sequence[Plot], dpi: int = 110) -> epath.Path
     columns = min(3, len(plots))
     rows = math.ceil(len(plots) / columns)
     height = max(plot.height for plot in plots)
+    # Figure, not pyplot: pyplot keeps every figure in a global list, and may look for a display.
     figure = Figure(figsize=(SIZE[0] * columns, height * rows), layout="constrained")
     for index, plot in enumerate(plots, 1):
         axes = figure.add_subplot(rows, columns, index)
@@ -116,11 +119,13 @@ def _save(path: epath.Path, plots: Sequence[Plot], dpi: int = 110) -> epath.Path
     legend = figure.axes[0].get_legend()
     crop: dict[str, Any] = {}
     if len(plots) == 1 and legend and len(legend.get_texts()) > _LEGEND_INSIDE:
-        # Inside, it would cover the curves. The picture gets wider, not the plot smaller.
+        # Inside the plot the legend would cover the curves. The picture gets wider, not the plot
+        # smaller.
         legend.set_loc("upper left")
         legend.set_bbox_to_anchor((1, 1))
         legend.set_in_layout(False)
         crop = {"bbox_inches": "tight", "bbox_extra_artists": [legend]}
+    # In memory first: the file is replaced whole, and a full disk leaves the old picture.
     picture = io.BytesIO()
     figure.savefig(picture, dpi=dpi, **crop)
     durable.write_file(path, picture.getvalue())
@@ -136,6 +141,7 @@ def _draw_curves(
     all tasks, if there is one.
     """
     metrics, several = panel["metrics"], len(groups) > 1
+    # A curve for each task and group could not be read.
     overall = several and any(metrics.get("all") in group["series"] for group in groups)
     if overall:
         metrics = {"all": metrics["all"]}
@@ -160,8 +166,10 @@ def _draw_curves(
             if band:
                 low, high = map(smooth, band) if is_long else band
                 axes.fill_between(steps, low, high, color=color, alpha=0.2, linewidth=0)
+            # The values themselves stay visible below their moving average.
             elif is_long:
                 axes.plot(steps, mean, color=color, alpha=0.3, linewidth=0.6)
+            # A curve of one point has no line to see.
             marker = "." if len(steps) == 1 else ""
             axes.plot(
                 steps,
@@ -172,6 +180,7 @@ def _draw_curves(
                 marker=marker,
                 label=_plain(name),
             )
+        # Axes start at 0, so that a small change does not look like a large one.
         axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))
     axes.set_xlabel(x, fontsize=7)
     if len(curves) > 1:
@@ -211,6 +220,7 @@ def _draw_mapping(axes: Axes, groups: Sequence[Mapping]) -> None:
         axes.plot(xs, ys, color=color, linewidth=1.3, label=_plain(label))
         if group["points"]:
             means, rewards, counts = zip(*group["points"], strict=True)
+            # Areas, as matplotlib takes them; 4 keeps a single question visible.
             sizes = [4 + 120 * count / max_count for count in counts]
             axes.scatter(means, rewards, sizes, color=color, alpha=0.45, linewidths=0)
     axes.set_xlabel("mean reward of the answers", fontsize=7)

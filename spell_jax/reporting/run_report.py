@@ -27,15 +27,15 @@ PLOTS_FOLDER = "plots"
 def report_runs(workdirs: Sequence[epath.Path], x: str = "step") -> None:
     """Write and print the report of runs.
 
-    Raises as read_run, and ValueError if a file or folder of the report cannot be written, both
-    before it writes anything.
-
-    WORKDIR/plots gets a picture per metric prefix ("rollout", "train", "eval") and one of the
-    evaluation, which is also printed. WORKDIR/report.html shows all of this with episodes to browse
-    (page.py), and each of its plots is a picture too. The page of several runs is comparison.html
-    in the first workdir, with its pictures in plots/comparison. The page's curves are plotted over
-    `x`, one of page.X_AXES, which is checked before anything is written too.
+    WORKDIR/plots gets a picture per metric prefix ("rollout", "train", "eval") and a picture of the
+    evaluation, which is also printed. WORKDIR/report.html shows the same with episodes to browse
+    (page.py), and plots/ has each plot of the page as a picture. The page of several runs is
+    comparison.html in the first workdir, with its pictures in plots/comparison. The page's curves
+    are plotted over `x`, one of page.X_AXES. Before anything is written: errors as in read_run, and
+    ValueError if `x` has no values or a file or folder of the report cannot be written.
     """
+    # Everything is read and checked first. A mistake must not leave half a report, nor appear only
+    # after the plots of the first runs.
     runs = [read_run(workdir) for workdir in workdirs]
     for run in runs:
         check_axis(run, x)

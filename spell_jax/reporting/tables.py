@@ -1,8 +1,8 @@
 """Tables of a run's evaluation: evaluation.json, read, compared and printed.
 
 evaluation.json holds {"before": table, "after": table}, with
-table = {section: {row: {column: [mean, half_width]}}}. A half-width is that of the 95 % interval,
-in the metric's own unit.
+table = {section: {row: {column: [mean, half_width]}}}. A half-width is half the 95 % interval, in
+the metric's own unit.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ def read_evaluation(workdir: str | epath.Path) -> tuple[Table, Table] | None:
     if not path.exists():
         return None
     document = read_json(path)
+    # The run has not ended: it writes the table "after" last.
     if not {"before", "after"} <= set(document):
         return None
     for name in ("before", "after"):
@@ -53,7 +54,7 @@ def _check_table(value: Any, place: str, depth: int) -> None:
         raise ValueError(f"{place}: want [mean, half_width >= 0], got {json.dumps(value)[:60]}")
 
 
-def compare(
+def compare_tables(
     groups: Sequence[Sequence[int]], runs: Sequence[tuple[Table, Table] | None]
 ) -> list[dict[str, Any]]:
     """Make the evaluation tables of groups of runs: {"title", "rows"}, one per section.
@@ -62,6 +63,8 @@ def compare(
     [row, column], "cells"} with one pair [before, after] per group, each [mean, half_width, runs]
     or None. The half-width of several runs is half the range of their means.
     """
+    # Dicts as ordered sets: runs may lack rows, and the table has the rows of all runs in the order
+    # of the first run with each row.
     sections: dict[str, dict[str, dict[str, None]]] = {}
     for table in (table for pair in runs if pair for table in pair):
         for section, rows in table.items():
@@ -75,6 +78,8 @@ def compare(
         if not values:
             return None
         means = [mean for mean, _ in values]
+        # A few seeds are no sample for a normal interval: the range says no more than what was
+        # measured.
         half = values[0][1] if len(values) == 1 else (max(means) - min(means)) / 2
         return [six_digits(statistics.fmean(means)), six_digits(half), len(values)]
 
@@ -98,13 +103,14 @@ def compare(
 
 
 def six_digits(value: float) -> float:
+    # Finer than a pixel of any plot, in half the characters of a float64 on the page.
     return float(f"{value:.6g}")
 
 
 def before_after_table(before: Table, after: Table) -> str:
     """Format two tables as aligned text, a cell per line; "-" for a cell that one side lacks."""
     sections = []
-    for table in compare([[0]], [(before, after)]):
+    for table in compare_tables([[0]], [(before, after)]):
         lines = [("", "", "before", "", "after", "")]
         for row in table["rows"]:
             old, new = row["cells"][0]
@@ -118,7 +124,7 @@ def before_after_table(before: Table, after: Table) -> str:
 
 
 def align(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Format rows as indented lines: two columns flush left, the others flush right."""
+    """Format rows as indented lines: two columns flush left, all further columns flush right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:

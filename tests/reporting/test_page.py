@@ -16,7 +16,7 @@ import pytest
 from etils import epath
 
 from spell_jax.reporting import page as report_page
-from spell_jax.reporting.episodes import Episodes, choose, choose_episodes, outcome
+from spell_jax.reporting.episodes import Episodes, choose_episodes, choose_indices, outcome
 from spell_jax.reporting.page import RunData, group_by_seed, write_page
 from spell_jax.reporting.panels import choose_panels
 from spell_jax.runtime.episodes import read_episodes
@@ -55,13 +55,13 @@ def test_rare_outcomes_are_chosen_as_often_as_frequent_ones():
     episodes[40]["outcome"] = episodes[45]["outcome"] = "mixed"
     episodes[49]["task"] = "b"
     kind_counts = collections.Counter()
-    assert choose(episodes, 7, {"3", "45"}, kind_counts) == [0, 1, 2, 3, 40, 45, 49]
+    assert choose_indices(episodes, 7, {"3", "45"}, kind_counts) == [0, 1, 2, 3, 40, 45, 49]
     assert kind_counts == {("a", "solved"): 4, ("a", "mixed"): 2, ("b", "solved"): 1}
     # Episodes with documents come first.
-    assert choose(episodes, 3, {"3", "45"}, collections.Counter()) == [3, 45, 49]
-    assert choose(episodes, 99, set(), collections.Counter()) == list(range(50))
+    assert choose_indices(episodes, 3, {"3", "45"}, collections.Counter()) == [3, 45, 49]
+    assert choose_indices(episodes, 99, set(), collections.Counter()) == list(range(50))
     # Kinds that were frequent in earlier steps come later.
-    assert choose(episodes, 2, set(), collections.Counter({("a", "mixed"): 1})) == [0, 49]
+    assert choose_indices(episodes, 2, set(), collections.Counter({("a", "mixed"): 1})) == [0, 49]
 
 
 def test_episodes_are_chosen_evenly_over_steps(tmp_path):
