@@ -1,8 +1,8 @@
 """Heartbeats between the processes of a run: if one is lost or fails, all others end and name it.
 
-1. Process 0 listens at a port. Every other process connects, proves that it knows the run's token
-   (an HMAC of the random challenge with which process 0 greets it), and sends its state as a line
-   of JSON several times within the limit: phase, step, last checkpoint, and the error that ends it.
+1. Process 0 listens at a port, and greets every other process with a random challenge. The process
+   answers with an HMAC of the challenge, which proves that it knows the run's token. It then sends
+   its state as a line of JSON several times within the limit: phase, step, last checkpoint, error.
 2. Process 0 answers each line with its own state. It judges that the run is over if a process has
    been silent for the limit, has closed its connection without a word, or reports an error.
 3. The answers then carry the verdict. Each process prints it and ends with EXIT_CODE; one that

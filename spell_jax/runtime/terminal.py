@@ -1,9 +1,9 @@
 """Output to a terminal: control characters of names, texts and servers are shown, not obeyed.
 
-A file's name, a model's text or a server's answer can hold the sequences with which a terminal
-moves its cursor, changes its title or its clipboard, or turns the direction of writing, so that a
-line shows what was never written. `guard` puts an escaping stream in the place of standard output
-and standard error: prints, log lines, warnings and tracebacks of a command all pass it.
+A file's name, a model's text or a server's answer can hold sequences that a terminal obeys. Such a
+sequence moves the cursor, changes the title or the clipboard, or turns the direction of writing: a
+line then shows what was never written. `guard` puts an escaping stream in the place of standard
+output and standard error: prints, log lines, warnings and tracebacks of a command all pass it.
 """
 
 from __future__ import annotations

@@ -40,8 +40,8 @@ _STORY = 6  # separates the random stream of stories from the stream of the tiny
 class DemonstrationMixture:
     """Composition of the tiny world's demonstrations; every share is a probability."""
 
-    # Rows that recite documents and options in any order, and sums: not a role of the algorithm but
-    # an exercise that teaches look-up, for which few tokens of the other rows give a signal.
+    # Rows that recite documents and options in any order, and sums. This is no role of the
+    # algorithm but an exercise in look-up, for which few tokens of the other rows give a signal.
     recital: float = 0.3
     questioner: float = 0.2
     verifier: float = 0.25  # the responder has the rest

@@ -30,8 +30,8 @@ class LadderMixture:
     documents: tuple[int, ...] = (9,)  # possible numbers of documents
     shallow: tuple[int, ...] = (1, 2)  # depths of most rows, of all roles
     # Share of deeper rows, up to depth `deepest`. Without deeper rows nothing is rewarded: in an
-    # earlier version of the world no right answer of depth 3 or more was sampled (0 of 624). With
-    # .12 a trial already solved depth 4 (.98, greedy), with .09 .66 (docs/ladder.md).
+    # earlier version of the world no right answer of depth 3 or more was sampled (0 of 624). In
+    # trials the start solved .98 of depth 4 with .12, and .66 with .09 (docs/ladder.md).
     deeper: float = 0.09
     deepest: int = 8
     history: float = 0.6  # questioner rows with one or two known questions in the prompt

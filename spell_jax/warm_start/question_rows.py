@@ -6,9 +6,9 @@
    if its answer is a number, and a multiple_choice row if it has three wrong answers. Questions of
    data_pipeline.cloze_questions give rows with --tasks=cloze. The questioner of such a row quotes
    one of the question's evidence sentences, because its documents lack the sentence with the gap.
-2. A questioner row writes the question with its answer as JSON, after the question's own document
-   (a document with the answer, if any has it) and one more, in a share of rows also after other
-   questions about these documents.
+2. A questioner row writes the question with its answer as JSON. Its prompt has the question's own
+   document (a document with the answer, if any has it) and one more. In a share of rows it also has
+   other questions about these documents.
 3. A responder row answers from one document to all.
 4. A verifier row compares the answer with itself, with another right answer, or with a wrong one.
 
