@@ -25,7 +25,8 @@ GCS = ["gcsfs>=2026.10.1"]
 WANDB = ["wandb>=0.31.0"]
 GGUF = ["gguf>=0.19.0"]
 LM_EVAL = ["lm_eval>=0.4.13"]
-DOCS = ["mkdocs-material>=9.7"]
+RUFF = "ruff==0.17.5"
+DOCS = ["mkdocs-material>=9.7", "mkdocstrings-python>=2.0.11", RUFF]  # ruff formats signatures
 EVAL = ["math-verify[antlr4_13_2]>=0.9.0", "pyarrow>=25.0.1"]
 
 setup(
@@ -121,7 +122,7 @@ setup(
             "pytest-xdist>=3.8.0",
             "hypothesis>=6.170.15",
             "beautifulsoup4>=4.15.0",
-            "ruff==0.17.5",
+            RUFF,
             # With Node.js from a wheel, so that a machine without it can run pyright.
             "pyright[nodejs]==1.1.414",
             "transformers>=5.23.0",

@@ -3,12 +3,12 @@
     python -m launch.measurements [--check]
 
 A file NAME.json has the fields kind ("measured", "compiled only" or "estimated"), commit, machine,
-command and values. `python -m benchmarks NAME --save=FILE` writes one. In README.md, docs/*.md,
-the papers' tables (launch/experiments/papers) and studies' notebooks (launch/experiments/notebooks)
-a number that a comment follows, such as `.68<!--demo.after.12-->`, is the value `after.12` of
-demo.json. This command writes the values into these files, with as many decimals as a file has
-there; with --check it changes nothing, prints the numbers that differ, and exits with 1 if there
-are any.
+command and values. `python -m benchmarks NAME --save=FILE` writes one. The file pages.toml lists
+texts with such numbers, for README.md, pages of docs/, the papers' tables and the notebooks of
+studies (launch/experiments). In `takes {demo.minutes} minutes`, the name in braces stands for the
+value `minutes` of demo.json. The page must contain each text once; line breaks do not count. This
+command writes the values into the pages, with as many decimals as a page has there; with --check it
+changes nothing, prints the numbers that differ, and exits with 1 if there are any.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ import json
 import pathlib
 import re
 import sys
-from collections.abc import Iterator, Mapping
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "measurements"
 KINDS = ("measured", "compiled only", "estimated")
 _FIELDS = {"kind", "commit", "machine", "command", "values"}
-_NUMBER = re.compile(r"(?P<number>[+-]?(?:\d[\d,]*\.?\d*|\.\d+))(?P<mark><!--(?P<name>[\w.-]+)-->)")
+_NUMBER = r"([+-]?(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+))"
+_NAME = re.compile(r"\{([\w-]+(?:\.[\w-]+)+)\}")
 
 
 def read(folder: pathlib.Path = FOLDER) -> dict[str, dict[str, Any]]:
@@ -45,28 +47,57 @@ def pages() -> list[pathlib.Path]:
     return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *notebooks]
 
 
-def marked_files() -> list[pathlib.Path]:
-    """List the files with marked numbers: the pages, and the papers' tables."""
-    return [*pages(), *sorted((ROOT / "launch" / "experiments" / "papers").glob("*.toml"))]
+def read_templates(folder: pathlib.Path = FOLDER) -> dict[str, list[str]]:
+    """Read pages.toml: {path of a page below the root: texts with names in braces}."""
+    return tomllib.loads((folder / "pages.toml").read_text(encoding="utf-8"))
 
 
-def refresh(text: str, measurements: Mapping[str, Mapping[str, Any]]) -> str:
-    """Replace all marked numbers of a page by measured numbers; ValueError for an unknown name."""
+def refresh(
+    page: str, templates: Iterable[str], measurements: Mapping[str, Mapping[str, Any]]
+) -> str:
+    """Replace the numbers of a page by measured numbers.
 
-    def write(match: re.Match) -> str:
-        return _format(_value(match["name"], measurements), match["number"]) + match["mark"]
+    Args:
+      page: text of the page.
+      templates: texts that the page contains once each, with names of values in braces for numbers.
+      measurements: content of the measurement files, by name.
 
-    return _NUMBER.sub(write, text)
+    Returns:
+      The page. Numbers keep their decimals, sign and leading zero.
+
+    Raises:
+      ValueError: a text is not in the page, or more than once; or a name has no value.
+    """
+    numbers: dict[tuple[int, int], str] = {}
+    errors = []
+    for template in templates:
+        matches = list(pattern(template).finditer(page))
+        if len(matches) != 1:
+            errors.append(f"{template!r} is {len(matches)} times in the page, must be once")
+            continue
+        for group, name in enumerate(_NAME.findall(template), start=1):
+            old = matches[0][group]
+            numbers[matches[0].span(group)] = _format(_value(name, measurements), old)
+    if errors:
+        raise ValueError("\n".join([*errors, "Adapt the page or docs/measurements/pages.toml."]))
+    for (start, end), number in sorted(numbers.items(), reverse=True):
+        page = page[:start] + number + page[end:]
+    return page
 
 
-def names(text: str) -> Iterator[str]:
-    """Yield the names in the comments of a page."""
-    return (match["name"] for match in _NUMBER.finditer(text))
+def pattern(template: str) -> re.Pattern:
+    """Compile a text with names in braces: names match a number, spaces any white space."""
+    words = []
+    for word in template.split():
+        literals = _NAME.split(word)[::2]
+        words.append(_NUMBER.join(map(re.escape, literals)))
+    return re.compile(r"\s+".join(words))
 
 
-def unmarked(text: str) -> str:
-    """Remove the comments after the numbers of a text."""
-    return _NUMBER.sub(lambda match: match["number"], text)
+def names(templates: Iterable[str]) -> Iterator[str]:
+    """Yield the names of values in texts."""
+    for template in templates:
+        yield from _NAME.findall(template)
 
 
 def _value(name: str, measurements: Mapping[str, Mapping[str, Any]]) -> float:
@@ -75,7 +106,7 @@ def _value(name: str, measurements: Mapping[str, Mapping[str, Any]]) -> float:
     for key in keys:
         value = value.get(key) if isinstance(value, Mapping) else None
     if not isinstance(value, int | float):
-        raise ValueError(f"<!--{name}-->: no such number in docs/measurements/{file}.json")
+        raise ValueError(f"{name}: no such number in docs/measurements/{file}.json")
     return value
 
 
@@ -92,17 +123,24 @@ def main() -> int:
     )
     parser.add_argument("--check", action="store_true", help="change nothing, print differences")
     check = parser.parse_args().check
-    measurements, differ = read(), 0
-    for path in marked_files():
+    measurements, templates = read(), read_templates()
+    has_failed = is_different = False
+    for name, page_templates in templates.items():
+        path = ROOT / name
         old = path.read_text(encoding="utf-8")
-        new = refresh(old, measurements)
+        try:
+            new = refresh(old, page_templates, measurements)
+        except ValueError as error:
+            print(f"{name}: {error}")
+            has_failed = True
+            continue
         for before, after in zip(old.splitlines(), new.splitlines(), strict=True):
             if before != after:
-                differ += 1
-                print(f"{path.relative_to(ROOT)}: {before!r} -> {after!r}")
+                is_different = True
+                print(f"{name}: {before!r} -> {after!r}")
         if not check and old != new:
             path.write_text(new, encoding="utf-8")
-    return int(check and differ > 0)
+    return int(has_failed or (check and is_different))
 
 
 if __name__ == "__main__":

@@ -1,25 +1,28 @@
 """Reference pages of the documentation's site, made from source.
 
-The config's page has every field of the dataclasses, the commands' page every flag and docstring
-(launch/commands.py).
+The pages of the config and of the rooms name dataclasses, functions and classes; mkdocstrings
+renders their docstrings. The commands' page has every flag and docstring (launch/commands.py).
 """
 
 from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import html
 import importlib
-import inspect
-import json
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from launch import commands
+from launch.measurements import ROOT
 from spell_jax import config as configs
 from spell_jax.algorithms import registry
 from spell_jax.algorithms.config import AlgorithmConfig
+
+_PACKAGES = ("spell_jax", "launch", "benchmarks", "data_pipeline", "configs", "examples")
 
 
 def config_page() -> str:
@@ -28,56 +31,118 @@ def config_page() -> str:
         "# Config reference",
         "Every field is a flag: `--config.sampler.page_size=256`. Defaults are the paper's. A "
         "config file (`configs/`) changes some. This page is made from the dataclasses.",
-        _table("config", configs.RunConfig),
     ]
-    for field in dataclasses.fields(configs.RunConfig):
-        if dataclasses.is_dataclass(field.default) and not isinstance(
-            field.default, AlgorithmConfig
-        ):
-            parts.append(_table(f"config.{field.name}", type(field.default)))
-    for name, spec in registry.ALGORITHMS.items():
-        parts.append(_table(f'config.algorithm, name = "{name}"', spec.config))
-    parts.append(_table("config.MODEL, a model besides the policy", configs.ExtraModelConfig))
-    parts.append(_table("config of spell_jax.sft", configs.SupervisedConfig))
+    for title, section in config_sections().items():
+        path = f"{section.__module__}.{section.__qualname__}"
+        parts.append(
+            f"## {title}\n\n::: {path}\n    options: {{show_root_toc_entry: false, members: false}}"
+        )
     return "\n\n".join(parts) + "\n"
 
 
-def _table(title: str, section: type) -> str:
-    """Format a dataclass's fields as a section of a page; ValueError if one is not explained."""
-    about = attributes(section)
-    text = inspect.cleandoc(section.__doc__ or "").split("\n\nAttributes:")[0]
-    rows = ["| field | type | default | meaning |", "| --- | --- | --- | --- |"]
-    for field in dataclasses.fields(section):
-        if field.metadata.get("derived"):
-            continue
-        if field.name not in about:
-            raise ValueError(
-                f"{section.__name__}.{field.name}: its docstring has no such attribute"
-            )
-        default = field.default
-        if dataclasses.is_dataclass(default) or default is dataclasses.MISSING:
-            shown = ""
-        else:
-            shown = f"`{json.dumps(default) if isinstance(default, str) else repr(default)}`"
-        kind = str(field.type).replace("|", "\\|")
-        rows.append(f"| `{field.name}` | `{kind}` | {shown} | {_cell(about[field.name])} |")
-    return f"## {title}\n\n{_plain(text)}\n\n" + "\n".join(rows)
+def config_sections() -> dict[str, type]:
+    """Return the dataclass of each section of a config, by title."""
+    sections: dict[str, type] = {"config": configs.RunConfig}
+    for field in dataclasses.fields(configs.RunConfig):
+        section = type(field.default)
+        if dataclasses.is_dataclass(section) and not issubclass(section, AlgorithmConfig):
+            sections[f"config.{field.name}"] = section
+    for name, spec in registry.ALGORITHMS.items():
+        sections[f'config.algorithm, name = "{name}"'] = spec.config
+    sections["config.MODEL, a model besides the policy"] = configs.ExtraModelConfig
+    sections["config of spell_jax.sft"] = configs.SupervisedConfig
+    return sections
 
 
-def attributes(section: type) -> Mapping[str, str]:
-    """Return the `Attributes:` texts of a dataclass and of the base classes, by name."""
-    texts: dict[str, str] = {}
-    for base in reversed(section.__mro__):
-        if "__doc__" in vars(base) and base.__doc__ and "Attributes:" in base.__doc__:
-            texts |= dict(_entries(inspect.cleandoc(base.__doc__).split("Attributes:")[1]))
-    return texts
+@functools.cache
+def room_pages() -> dict[str, str]:
+    """Format a page for each room: the functions and classes that modules outside of it use."""
+    on_config_page = {(cls.__module__, cls.__name__) for cls in config_sections().values()}
+    pages = {}
+    for room, modules in sorted(public_names().items()):
+        parts = [f"# {room}", _room_docstring(room)]
+        for module, names in sorted(modules.items()):
+            members = [name for name in names if (module, name) not in on_config_page]
+            if members:
+                options = f"options: {{show_root_heading: true, members: [{', '.join(members)}]}}"
+                parts.append(f"::: {module}\n    {options}")
+        pages[room] = "\n\n".join(filter(None, parts)) + "\n"
+    return pages
 
 
-def _entries(text: str) -> Iterator[tuple[str, str]]:
-    for entry in re.split(r"\n  (?=\w)", text):
-        names, _, meaning = " ".join(entry.split()).partition(": ")
-        for name in names.split(", "):
-            yield name, meaning
+def _room_docstring(room: str) -> str:
+    """Return the docstring of a room's `__init__.py`, its indented names as a list of Markdown."""
+    path = ROOT / "spell_jax" / room / "__init__.py"
+    if not path.exists():  # a module, not a folder
+        return ""
+    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    text = re.sub(r"^  (\w.*?): ", r"- `\1`: ", text, flags=re.M)
+    return re.sub(r":\n- ", r":\n\n- ", text)
+
+
+def public_names() -> dict[str, dict[str, list[str]]]:
+    """Find the functions and classes of each room that a module outside of it uses.
+
+    Returns:
+      {room: {module: names in alphabetical order}}. A room is a folder of spell_jax, or config.py.
+    """
+    trees = dict(_trees())
+    definitions = {module: set(_definitions(tree)) for module, tree in trees.items()}
+    rooms: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for user, tree in trees.items():
+        for module, name in _uses(tree, definitions):
+            room = _room(module)
+            if room and room != _room(user) and name in definitions[module]:
+                rooms[room][module].add(name)
+    return {
+        room: {module: sorted(names) for module, names in modules.items()}
+        for room, modules in rooms.items()
+    }
+
+
+def _trees() -> Iterator[tuple[str, ast.Module]]:
+    """Yield the syntax tree of each module outside the tests, with its dotted name."""
+    for package in _PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            yield name.removesuffix(".__init__"), ast.parse(path.read_text(encoding="utf-8"))
+
+
+def _definitions(tree: ast.Module) -> Iterator[str]:
+    """Yield the names of a module's functions and classes that have a docstring."""
+    for node in tree.body:
+        is_definition = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        if is_definition and ast.get_docstring(node) is not None:
+            yield node.name
+
+
+def _room(module: str) -> str:
+    """Return the room of a module, "" outside the rooms (entry points, other packages)."""
+    package, room = [*module.split("."), ""][:2]
+    return room if package == "spell_jax" and room in _rooms() else ""
+
+
+@functools.cache
+def _rooms() -> frozenset[str]:
+    folders = {path.parent.name for path in (ROOT / "spell_jax").glob("*/__init__.py")}
+    return frozenset(folders - {"configs"} | {"config"})
+
+
+def _uses(tree: ast.Module, modules: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield (module, name) of what a module imports by name, or reads from an imported module."""
+    imported: dict[str, str] = {}
+    nodes = list(ast.walk(tree))
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                if (path := f"{node.module}.{alias.name}") in modules:
+                    imported[alias.asname or alias.name] = path
+                elif node.module in modules:
+                    yield node.module, alias.name
+    for node in nodes:
+        match node:
+            case ast.Attribute(ast.Name(name), attribute) if name in imported:
+                yield imported[name], attribute
 
 
 def commands_page() -> str:
@@ -123,9 +188,5 @@ def _look_up(node: ast.expr, module: str) -> Any:
     return ast.literal_eval(node)
 
 
-def _plain(text: str) -> str:
-    return html.escape(text, quote=False)
-
-
 def _cell(text: str) -> str:
-    return _plain(" ".join(text.split())).replace("|", "\\|")
+    return html.escape(" ".join(text.split()), quote=False).replace("|", "\\|")

@@ -2,8 +2,8 @@
 
 1. README.md is the site's first page; CONTRIBUTING.md and the notebooks of studies are pages too.
    They stay where readers of the repository look for them; links to and from them are rewritten.
-2. The pages of reference/ are made from source (launch/reference.py). experiments.md ends with the
-   lists of `python -m launch.experiments`.
+2. The pages of reference/ are made from source (launch/reference.py). reference/api/ has a page for
+   each room of the package. experiments.md ends with the lists of `python -m launch.experiments`.
 """
 
 from __future__ import annotations
@@ -32,11 +32,19 @@ _FILES = ("LICENSE", "CITATION.cff", "CHANGELOG.md")  # shown as text, as files 
 _LINK = re.compile(r"\[(?P<text>[^]]*)\]\((?P<path>[^)#:\s]+)(?P<anchor>#[^)\s]*)?\)")
 
 
+def on_config(config: Any) -> None:
+    """Add the pages of the rooms to the navigation, as the last entry of its last section."""
+    section = next(iter(config.nav[-1].values()))
+    section.append({"API": [f"reference/api/{room}.md" for room in reference.room_pages()]})
+
+
 def on_files(files: Files, config: Any) -> Files:
     """Add the pages that are not files of docs/."""
     pages = {page: (ROOT / name).read_text(encoding="utf-8") for name, page in _OUTSIDE.items()}
     pages["reference/config.md"] = reference.config_page()
     pages["reference/commands.md"] = reference.commands_page()
+    for room, text in reference.room_pages().items():
+        pages[f"reference/api/{room}.md"] = text
     for page, text in pages.items():
         files.append(File.generated(config, page, content=text))
     return files

@@ -22,6 +22,12 @@ _BLOCK = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 INLINE = re.compile(r"`(python -m [^`]+)`(?!\s+of\s+(?:that\s+commit|commit\s+[0-9a-f]{7}))")
+# Blocks of README.md, which has no comments, by their first words: what each needs to be run.
+README_NEEDS = {
+    "make demo": "minutes",
+    ".venv/bin/pip install gguf": "installation",
+    "python -m launch.check --config=configs/paper.py:qwen2.5-7b-instruct": "a model and documents",
+}
 _ASSIGNMENT = re.compile(r"([A-Za-z_]+)=(.*)", re.DOTALL)
 
 
@@ -56,12 +62,14 @@ def blocks(text: str) -> Iterator[str]:
 def marked_blocks(text: str) -> Iterator[tuple[str, str]]:
     """Yield shell blocks in page order, each with what the block needs to be run ("" if nothing).
 
-    `<!-- needs: WHAT -->` is the paragraph before a block that no test runs.
+    `<!-- needs: WHAT -->` is the paragraph before a block that no test runs. README_NEEDS
+    lists the blocks of README.md.
     """
     for match in _BLOCK.finditer(text):
         block = re.sub(r"^    ", "", match["fenced"] or match["indented"] or "", flags=re.M)
         if _SHELL.match(block.strip()):
-            yield block, match["needs"] or ""
+            readme_needs = [need for words, need in README_NEEDS.items() if block.startswith(words)]
+            yield block, match["needs"] or "".join(readme_needs)
 
 
 def _lines(block: str) -> Iterator[str]:

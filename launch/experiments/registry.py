@@ -12,8 +12,7 @@ A file has these keys, with the fields of the dataclasses below:
 
 In runs, {model} and {repository} stand for the key and the repository of the row's model. In
 command lines, {policy} stands for the flag of the row's policy, {inputs} and {folder} for the
-folders of models and data, and of the row. Marks `<!--NAME-->` of numbers are left out
-(launch/measurements.py).
+folders of models and data, and of the row.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 
-from launch import measurements
 from launch.experiments import typed_toml
 from launch.experiments.experiment import (
     Column,
@@ -282,8 +280,7 @@ class _PaperReader:
         if not rows and not entry.note:
             raise ValueError(f"{place}: must have rows, or a note that says why it has none")
         subject, paper, tiny, note = (
-            measurements.unmarked(" ".join(text.split()))
-            for text in (entry.subject, entry.paper, entry.tiny, entry.note)
+            " ".join(text.split()) for text in (entry.subject, entry.paper, entry.tiny, entry.note)
         )
         return Experiment(name, subject, columns, rows, entry.curves, paper, tiny, note)
 

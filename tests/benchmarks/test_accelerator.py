@@ -100,8 +100,8 @@ def test_measurement_is_a_file_of_the_documentation(tmp_path: pathlib.Path) -> N
     files = measurements.read(folder)
     assert files["gpu"]["commit"] == "abc, def" and "1 x A GPU" in files["gpu"]["machine"]
     assert files["gpu"]["values"]["failed"] == {"update 7b": "out of memory"}
-    page = "It is .1<!--gpu.update.0_5b_shared.mfu-->."
-    assert measurements.refresh(page, files) == "It is .2<!--gpu.update.0_5b_shared.mfu-->."
+    templates = ["It is {gpu.update.0_5b_shared.mfu}."]
+    assert measurements.refresh("It is .1.", templates, files) == "It is .2."
 
 
 def test_seconds_are_a_median_over_batches_and_a_slow_call_is_timed_once() -> None:

@@ -28,7 +28,8 @@ class SpellConfig(AlgorithmConfig):
       questions_per_cluster: K, samples of one questioner prompt about a cluster, which share its
         documents [paper: 1]. A round has generation_batch / K clusters; repetitions are dropped.
       max_generations: most rounds of a step. After them the update uses the questions there are.
-      group_size, verifier_group_size: G, answers to a question; G_v, votes on an answer.
+      group_size: G, answers to a question.
+      verifier_group_size: G_v, votes on an answer.
       documents: m, number of new documents for the questioner, sampled from these numbers.
       unread_documents: documents that a first question leaves unread at least (the paper's m < n);
         a cluster without more is refused ("too_small"). 0: it may read all (the paper's code).
@@ -39,7 +40,8 @@ class SpellConfig(AlgorithmConfig):
       mapping: the questioner's reward (7): "gaussian", "azr" or "r_zero"; or "progress": the rise
         of the responder's solve rate on the probes most like the question (selfplay/probes.py).
       probes: questions of earlier steps that are answered again in each step, for "progress".
-      mu, sigma: mean and standard deviation of the Gaussian (7).
+      mu: mean of the Gaussian (7).
+      sigma: standard deviation of the Gaussian (7).
       cues: words of which one, sampled for each question, ends its questioner prompt; (): none.
       answer_first: whether a rule chooses the answer, a name or number of the first new document,
         and the questioner writes its question (2103.07449); another answer has a bad format. Only
@@ -71,7 +73,8 @@ class SpellConfig(AlgorithmConfig):
       questioner_normalization: rows that normalize a questioner's advantage: the "batch" (9), its
         "task" (the paper's code; a hard task is not punished), or its "cluster". The batch also
         normalizes a row that is alone there. "batch+cluster": the mean of both advantages.
-      train_questioner, train_verifier: whether the update has groups of this role.
+      train_questioner: whether the update has groups of the questioner.
+      train_verifier: whether the update has groups of the verifier.
       malformed_penalty: whether a malformed vote earns -1 (the paper's code) or 0 (its text).
       verifier_share: verifier rows per responder row.
       consistency_gate: whether the verifier is trained only where its majority equals the rule.
