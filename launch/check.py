@@ -3,9 +3,8 @@
     python -m launch.check --config=configs/NAME.py [--config.a.b=value ...] \
         [--topology=v5e-16] [--workdir=DIR]
 
-1. Each section of the config is checked on its own by the trainer's functions. A field with a
-   mistake gets its default, so that it does not hide the next mistake. Valid sections are then
-   checked together.
+1. `config.collect_mistakes` reads the config. Weights, memory and data are checked for those of its
+   sections that have no mistake.
 2. A topology is a slice of topologies.py, or cpu:N or gpu:N for N devices of unknown memory. If
    none is given, the mesh is laid over the fewest devices that it can use.
 3. Each mistake is printed as one line (field, value, remedy), and the exit status is 2. Without
@@ -19,14 +18,13 @@ Shapes are computed on this machine's CPU. No file is written.
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
 import math
 import pathlib
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -38,15 +36,10 @@ from launch import plan, topologies
 from launch.describe import Checked, describe, dummy_group, longest_groups
 from launch.topologies import GIB
 from spell_jax import config as configs
-from spell_jax.algorithms import registry
-from spell_jax.algorithms.config import AlgorithmConfig
-from spell_jax.algorithms.spell.config import SpellConfig
-from spell_jax.configs import tiny
+from spell_jax.config import RunConfig
 from spell_jax.data import built
-from spell_jax.data.config import DataConfig
 from spell_jax.learner import packing, shapes
 from spell_jax.learner.loss_config import LossConfig
-from spell_jax.learner.optimizer import OptimizerConfig
 from spell_jax.policy import int8, safetensors, weights
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.model import (
@@ -59,7 +52,7 @@ from spell_jax.policy.model import (
 )
 from spell_jax.runtime import entry, hashes, paths, setup
 from spell_jax.runtime import mesh as meshes
-from spell_jax.runtime.config import Config, build, changes, section
+from spell_jax.runtime.config import Config, changes
 from spell_jax.runtime.paths import CHECKPOINTS_FOLDER
 from spell_jax.sampler import kv_cache
 from spell_jax.sampler.config import SamplerConfig
@@ -94,62 +87,13 @@ class Attempts:
         try:
             return make(*arguments, **options)
         except _MISTAKES as error:
-            self._record(field, error)
-            return None
-
-    def section(
-        self, name: str, make: Callable[[Config], T], defaults: Config, field: str = ""
-    ) -> T | None:
-        """Return make(section `name`), or None after recording each of its fields' mistakes.
-
-        After a mistake, the field gets its value of `defaults`, and the section is tried again. The
-        name "" means the fields of the run outside of sections. An error that names no field is
-        recorded as one of `field`, by default of the section.
-        """
-        fields = self._config
-        for part in filter(None, name.split(".")):
-            fields = fields[part]
-        fields = copy.deepcopy(fields)
-        wrong_fields: set[str] = set()
-        while True:
-            try:
-                built_section = make(fields)
-                return None if wrong_fields else built_section
-            except _MISTAKES as error:
-                before = f"{name}." if name else ""
-                match = re.match(rf"{re.escape(before)}([a-z_0-9.]+)", str(error))
-                wrong = match[1] if match else ""
-                # Such an error may follow from a default.
-                if wrong in wrong_fields or (wrong_fields and not wrong):
-                    return None
-                self._record(field or name, error)
-                wrong_fields.add(wrong)
-                if not _reset(fields, defaults, wrong):
-                    return None
-
-    def _record(self, field: str, error: Exception) -> None:
-        text = str(error) if isinstance(error, _USER_ERRORS) else repr(error)
+            text = str(error) if isinstance(error, _USER_ERRORS) else repr(error)
         first = re.match(r"[a-z_]+\b(?=\.| = |:|\[)", text)
         if not first or first[0] not in (*self._config, "topology", "workdir"):
             text = f"{_with_value(self._config, field)}: {text}"
         if text not in self.mistakes:  # two functions may check the same field
             self.mistakes.append(text)
-
-
-def _reset(fields: Config, defaults: Config, name: str) -> bool:
-    """Set a field, given by dotted name, to its default, or remove it if it has none."""
-    *sections, last = name.split(".")
-    for part in sections:
-        if part not in fields or part not in defaults:
-            return False
-        fields, defaults = fields[part], defaults[part]
-    if last not in fields:
-        return False
-    with fields.unlocked():
-        del fields[last]  # the default may have another type
-        if last in defaults:
-            fields[last] = defaults[last]
-    return True
+        return None
 
 
 def _with_value(config: Config, field: str) -> str:
@@ -170,100 +114,53 @@ def check(config: Config, topology: str = "", workdir: str = "") -> Checked:
     mesh can use. `workdir` "" means none yet.
     """
     attempt = Attempts(config)
-    checked = Checked(config, attempt.mistakes)
-    if "algorithm" not in config:
-        attempt("algorithm", configs.read, config)
-        return checked
+    run, mistakes = configs.collect_mistakes(config)
+    if run is None:
+        return Checked(config, [*mistakes.values()])
+    wrong = {field.partition(".")[0] for field in mistakes}
+    checked = Checked(config, attempt.mistakes, run, wrong)
     checked.workdir = attempt("workdir", _open_workdir, workdir or None)
     checked.step = attempt("workdir", newest_step, checked.workdir)
     if checked.workdir and checked.step is not None:
         saved = setup.saved_config(checked.workdir)
         attempt("steps", state.check_resumed, config, checked.step, saved)
     before = len(attempt.mistakes)
-    checked.sampling = _build(SamplerConfig, "sampler", attempt)
-    checked.layout = _build(packing.PackingConfig, "packing", attempt)
-    loss_config = _build(LossConfig, "loss", attempt)
-    _check_optimizer("optimizer", config, attempt)
-    names = [name for name, value in config.items() if not hasattr(value, "items")]
-    algorithm = _check_algorithm(config, attempt)
-    # A valid loss is included because not every loss allows every staleness, and an algorithm with
-    # preference pairs because only it allows their loss.
-    names += ["loss"] if loss_config else []
-    has_pairs = algorithm and registry.ALGORITHMS[algorithm.name].has_pairs
-    names += ["algorithm"] if has_pairs else []
-    valid = tiny.get_config()
-    run = attempt.section("", lambda fields: _check_alone(fields, names), valid)
-    tokenizer = _check_policy(checked, attempt)
-    attempt("loss", LossConfig.check_policy, loss_config, checked.policy)
-    for name in configs.model_sections(config):
-        attempt(name, _check_alone, config, (name,))
-        if name != "policy":
-            _check_extra_model(checked, name, attempt)
+    attempt.mistakes += [line for line in mistakes.values() if not line.startswith("data.")]
+    tokenizer = _check_policy(checked, run.policy, attempt)
+    attempt("loss", LossConfig.check_policy, checked.section("loss"), checked.policy)
+    for name, model in run.models.items():
+        folder = _find_here(checked, name, attempt)
+        shape_and_tokenizer = attempt(f"{name}.folder", read_model, model, folder)
+        if shape_and_tokenizer:
+            attempt(f"{name}.folder", _check_weights, shape_and_tokenizer[0], folder)
     _check_devices(checked, topology, attempt)
     if len(attempt.mistakes) == before:
-        checked.plan = attempt("mesh", _plan, checked)
+        checked.plan = attempt("mesh", _plan, checked, run)
         attempt("mesh", _check_memory, checked.plan)
-    data = _check_data(checked, algorithm or SpellConfig(), attempt)
-    with _logged_warnings() as skipped:
-        _check_questions(data, algorithm, attempt)
-        if None not in (tokenizer, checked.sampling, checked.mesh, run, algorithm, data):
-            attempt("data.source", _make_algorithm, config, tokenizer)
-    checked.remarks += dict.fromkeys(skipped)
-    if data and built.is_built(config.data.source):  # checked despite other mistakes
-        attempt("data.source", built.Built, config.data.source)
+    for line in mistakes.values():
+        if line.startswith("data."):
+            is_missing = line.startswith(("data.source = '': ", "data.questions = '': "))
+            (checked.missing if is_missing else attempt.mistakes).append(line)
+    _check_data(checked, run, tokenizer, attempt)
     if not attempt.mistakes:
-        checked.remarks += _remarks(checked)
+        checked.remarks += _remarks(checked, run)
     return checked
 
 
-def _build(cls: type[T], name: str, attempt: Attempts) -> T | None:
-    return attempt.section(name, lambda fields: build(cls, fields, name), section(cls))
-
-
-def _check_optimizer(name: str, config: Config, attempt: Attempts) -> None:
-    def make(fields: Config) -> OptimizerConfig:
-        return build(OptimizerConfig, fields, name, total_steps=config.steps)
-
-    attempt.section(name, make, section(OptimizerConfig))
-
-
-def _check_algorithm(config: Config, attempt: Attempts) -> AlgorithmConfig | None:
-    spec = registry.ALGORITHMS.get(config.algorithm.get("name", ""))
-    defaults = section(spec.config if spec else SpellConfig)
-    return attempt.section("algorithm", registry.read_algorithm, defaults)
-
-
-def _check_data(
-    checked: Checked, algorithm: AlgorithmConfig, attempt: Attempts
-) -> DataConfig | None:
-    """Check the section `data`, and that the algorithm takes data of its kind."""
-
-    def make(fields: Config) -> DataConfig:
-        data = build(DataConfig, fields, "data")
-        registry.check_inputs(algorithm, data)
-        data.check()
-        return data
-
-    before = len(attempt.mistakes)
-    # Any folder and any file: a wrong name must not hide the section's other mistakes.
-    takes_clusters = "clusters" in registry.ALGORITHMS[algorithm.name].inputs
-    defaults = DataConfig(source=".", questions="" if takes_clusters else __file__)
-    data = attempt.section("data", make, section(defaults))
-    for line in attempt.mistakes[before:]:
-        if line.startswith(("data.source = '': ", "data.questions = '': ")):
-            attempt.mistakes.remove(line)
-            checked.missing.append(line)
-    return data
-
-
-def _check_questions(
-    data: DataConfig | None, algorithm: AlgorithmConfig | None, attempt: Attempts
-) -> None:
-    """Read data.questions and data.validation, which logs their bad lines."""
-    for name in ("questions", "validation"):
-        path, field = getattr(data, name, ""), f"data.{name}"
-        if path and algorithm:
-            attempt(field, read_scorable, path, field, algorithm.extract, algorithm.rule)
+def _check_data(checked: Checked, run: RunConfig, tokenizer: Any, attempt: Attempts) -> None:
+    """Read prompts and data as a run's start does; what it would log becomes remarks."""
+    attempt("algorithm.prompts", run.algorithm.load_prompts)
+    data, algorithm = checked.section("data"), checked.section("algorithm")
+    with _logged_warnings() as skipped:
+        for name in ("questions", "validation"):
+            path, field = getattr(data, name, ""), f"data.{name}"
+            if path and algorithm:
+                attempt(field, read_scorable, path, field, algorithm.extract, algorithm.rule)
+        if None not in (tokenizer, checked.section("sampler"), data, algorithm):
+            attempt("data.source", lambda: make_algorithm(run, make_context(run, tokenizer)))
+    checked.remarks += dict.fromkeys(skipped)
+    if data and built.is_built(data.source):  # checked despite other mistakes
+        attempt("data.source", built.Built, data.source)
 
 
 @contextlib.contextmanager
@@ -281,45 +178,23 @@ def _logged_warnings() -> Iterator[list[str]]:
         package.propagate = propagates
 
 
-def _make_algorithm(config: Config, tokenizer: Any) -> None:
-    read = configs.read(config)
-    make_algorithm(read, make_context(read, tokenizer))
-
-
-def _check_alone(config: Config, names: Sequence[str]) -> bool:
-    """Check the named fields in an otherwise valid config."""
-    valid = tiny.get_config()
-    with valid.unlocked():
-        for name in names:
-            valid[name] = config[name]
-    configs.read(valid)
-    return True
-
-
-def _check_policy(checked: Checked, attempt: Attempts) -> Any:
+def _check_policy(checked: Checked, model: ModelConfig, attempt: Attempts) -> Any:
     """Check the policy and the headers of its weights; return the tokenizer."""
-    config, sampling = checked.config, checked.sampling
-    folder = _find_here(checked, "policy", attempt)
-    shape = known_shape(config.policy.folder)
-
-    def make(fields: Any) -> tuple[PolicyConfig, Any]:
-        if folder is not None:
-            return read_model(fields, folder)
-        assert shape
-        return shape_policy(fields, shape), None
-
-    if folder is None and not checked.missing:
+    folder, tokenizer = _find_here(checked, "policy", attempt), None
+    checked.folder = folder
+    if folder is None:
+        policy = attempt(
+            "policy.folder", shape_policy, model, known_shape(checked.config.policy.folder)
+        )
+    else:
+        policy, tokenizer = attempt("policy.folder", read_model, model, folder) or (None, None)
+    if policy is None or "policy" in checked.wrong:
         return None
-
-    policy_and_tokenizer = attempt.section("policy", make, section(ModelConfig), "policy.folder")
-    if policy_and_tokenizer is None:
-        return None
-    policy, tokenizer = policy_and_tokenizer
     checked.policy = policy
     # Same condition as at a run's start in trainer/state.py, which otherwise reads no weights.
-    if folder and ((checked.step is None and not config.init_from) or policy.lora):
+    if folder and ((checked.step is None and not checked.config.init_from) or policy.lora):
         attempt("policy.folder", _check_weights, policy, folder)
-    if sampling is not None:
+    if sampling := checked.section("sampler"):
         attempt("sampler", policy.check_length, sampling.longest)
         if sampling.weights_dtype == "int8":
             attempt("sampler", int8.check_quantizable, policy)
@@ -338,16 +213,6 @@ def _find_here(checked: Checked, name: str, attempt: Attempts) -> pathlib.Path |
     return None
 
 
-def _check_extra_model(checked: Checked, name: str, attempt: Attempts) -> None:
-    """Check a model other than the policy that has its own config section."""
-    config, folder = checked.config, _find_here(checked, name, attempt)
-    model = attempt(f"{name}.folder", read_model, config[name], folder)
-    if model:
-        attempt(f"{name}.folder", _check_weights, model[0], folder)
-    if "optimizer" in config[name]:
-        _check_optimizer(f"{name}.optimizer", config, attempt)
-
-
 def _check_weights(policy: PolicyConfig, folder: pathlib.Path) -> None:
     """Check tensor names and shapes in the headers of weights, if the folder has weights."""
     if safetensors.has_weights(folder):
@@ -359,14 +224,11 @@ def _check_weights(policy: PolicyConfig, folder: pathlib.Path) -> None:
 
 def _check_devices(checked: Checked, name: str, attempt: Attempts) -> None:
     """Check that sizes split over the devices and that training rows hold the longest answer."""
-    config, layout, sampling = checked.config, checked.layout, checked.sampling
-    checked.topology = attempt("mesh", find_topology, name, config.mesh)
-    if topology := checked.topology:
-        checked.mesh = attempt.section(
-            "mesh",
-            lambda sizes: topologies.abstract_mesh(topology, sizes),
-            section(configs.MeshConfig),
-        )
+    layout, sampling = checked.section("packing"), checked.section("sampler")
+    sizes = checked.config.mesh
+    checked.topology = attempt("mesh", find_topology, name, sizes)
+    if "mesh" not in checked.wrong:
+        checked.mesh = attempt("mesh", topologies.abstract_mesh, checked.topology, sizes)
     attempt("packing", _check_longest, layout, sampling, checked.context)
     attempt("mesh", _check_heads, checked.policy, checked.mesh)
     attempt("mesh", _check_experts, checked.policy, checked.mesh)
@@ -428,17 +290,17 @@ def _check_longest(layout: packing.PackingConfig, sampling: SamplerConfig, conte
         )
 
 
-def _plan(checked: Checked) -> plan.MemoryPlan:
+def _plan(checked: Checked, run: RunConfig) -> plan.MemoryPlan:
     """Plan memory (plan.py) for the largest micro-batch that the run may have."""
-    config, layout = checked.config, checked.layout
-    assert checked.policy and checked.topology and layout and checked.sampling
+    config, layout = checked.config, run.packing
+    assert checked.policy and checked.topology
     budget, shards = layout.token_budget, meshes.row_shards(checked.mesh)
     bucket = layout.largest(checked.context)
     if layout.listed:
         tokens = {b: shapes.row_count(b, budget, shards) * b.length for b in layout.listed}
         bucket = max(layout.listed, key=tokens.__getitem__)
     else:
-        answers = sum(group.answer_tokens for group in longest_groups(config, checked.sampling))
+        answers = sum(group.answer_tokens for group in longest_groups(run.algorithm, run.sampler))
         answers = min(answers, bucket.length)
         bucket = shapes.bucket_for(bucket.length, answers, checked.context)
     length = config.sampler.max_prompt
@@ -503,9 +365,8 @@ def newest_step(workdir: epath.Path) -> int | None:
 # ---------------------------------------------------------------------------------------- Remarks
 
 
-def _remarks(checked: Checked) -> list[str]:
-    config, sampling, lines = checked.config, checked.sampling, []
-    assert sampling
+def _remarks(checked: Checked, run: RunConfig) -> list[str]:
+    config, sampling, lines = checked.config, run.sampler, []
     shape = sampling.shape(checked.mesh)
     slots = shape.slots * meshes.row_shards(checked.mesh)
     if slots != sampling.slots:
@@ -524,7 +385,7 @@ def _remarks(checked: Checked) -> list[str]:
         lines.append(f"{field}: {empty}; {change} fill all")
     if checked.workdir and checked.step is not None:
         before = setup.saved_config(checked.workdir)
-        kept_config = state.keep_dtypes(configs.read(config), before)
+        kept_config = state.keep_dtypes(run, before)
         changed = changes(configs.to_dict(kept_config), before)
         lines += [f"{change} when last started" for change in changed]
     return lines

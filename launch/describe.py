@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -14,13 +14,13 @@ from etils import epath
 
 from launch import plan, topologies
 from spell_jax import config as configs
-from spell_jax.algorithms import registry
+from spell_jax.algorithms.config import AlgorithmConfig
+from spell_jax.config import RunConfig
 from spell_jax.data.config import GENERATED
 from spell_jax.data.samples import Sample
 from spell_jax.learner import packing, shapes
 from spell_jax.policy import lora, products, safetensors, transformer
 from spell_jax.policy.config import PolicyConfig
-from spell_jax.policy.model import find_folder
 from spell_jax.reporting.tables import EVALUATION_FILE
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime.config import Config
@@ -34,16 +34,21 @@ class Checked:
 
     config: Config
     mistakes: list[str]  # errors that would stop the run from starting or from training
+    run: RunConfig | None = None  # with stand-ins for wrong fields
+    wrong: Collection[str] = ()  # sections of `run` with a mistake
     remarks: list[str] = dataclasses.field(default_factory=list)  # allowed, maybe unintended
     missing: list[str] = dataclasses.field(default_factory=list)  # fields to fill in before the run
     topology: topologies.Topology | None = None
     mesh: Any = None
-    sampling: SamplerConfig | None = None
-    layout: packing.PackingConfig | None = None
+    folder: pathlib.Path | None = None  # of the policy
     policy: PolicyConfig | None = None  # with the config's changes
     plan: plan.MemoryPlan | None = None  # for the largest micro-batches
     workdir: epath.Path | None = None
     step: int | None = None  # of the checkpoint to resume; None means a fresh start
+
+    def section(self, name: str) -> Any:
+        """Return a section of the config, or None if it has a mistake."""
+        return None if name in self.wrong else getattr(self.run, name)
 
     @property
     def context(self) -> int:
@@ -53,15 +58,16 @@ class Checked:
 
 def describe(checked: Checked) -> str:
     """Describe a run whose check found no mistakes, as lines of text."""
-    assert checked.policy and checked.topology and checked.plan
+    run = checked.run
+    assert run and checked.policy and checked.topology and checked.plan
     above = "GiB a device, activations and logits are estimates; rows of "
     above += f"{checked.plan.programs.bucket.length:,} tokens"
     rows = {
         "policy": [_describe_policy(checked.policy)],
         "devices": [topologies.describe(checked.topology, checked.mesh)],
         "dtype": _describe_dtype(checked),
-        "a step": _describe_step(checked),
-        "trained": _describe_update(checked),
+        "a step": _describe_step(run),
+        "trained": _describe_update(checked, run),
         "memory": [above, *plan.table(checked.plan).splitlines()],
         "writes": [_describe_files(checked)],
         "start": [_describe_start(checked)],
@@ -101,25 +107,21 @@ def _describe_dtype(checked: Checked) -> Iterator[str]:
         yield f"bfloat16, which this CPU multiplies faster than float32 ({', '.join(names)})"
 
 
-def _describe_step(checked: Checked) -> Iterator[str]:
-    assert checked.sampling
-    algorithm = registry.read_algorithm(checked.config.algorithm)
-    longest = f"with prompts of up to {checked.sampling.max_prompt:,} tokens"
-    yield f"{algorithm.budget_summary()}, at most, {longest}"
-    for budget in algorithm.budgets():
+def _describe_step(run: RunConfig) -> Iterator[str]:
+    longest = f"with prompts of up to {run.sampler.max_prompt:,} tokens"
+    yield f"{run.algorithm.budget_summary()}, at most, {longest}"
+    for budget in run.algorithm.budgets():
         count = budget.prompts * budget.replies
         of = f": {budget.prompts:,} prompts x {budget.replies}" if budget.replies > 1 else ""
         yield f"  {count:7,} {budget.what}{of}"
 
 
-def _describe_update(checked: Checked) -> Iterator[str]:
-    layout = checked.layout
-    assert checked.sampling and layout
-    groups = longest_groups(checked.config, checked.sampling)
+def _describe_update(checked: Checked, run: RunConfig) -> Iterator[str]:
+    groups = longest_groups(run.algorithm, run.sampler)
     counts = packing.count_answers(groups)
     answers = " + ".join(f"{count:,} {role}" for role, count in counts.items())
     yield f"at most {answers} answers, in {len(groups):,} groups; if all were at their caps:"
-    laid_out = lay_out(groups, layout, meshes.row_shards(checked.mesh), checked.context)
+    laid_out = lay_out(groups, run.packing, meshes.row_shards(checked.mesh), checked.context)
     batches = Counter((bucket, count) for bucket, count, _ in laid_out)
     for (bucket, count), number in sorted(batches.items(), key=lambda item: item[0][0].length):
         rows = sum(len(rows) for *shape, rows in laid_out if shape == [bucket, count])
@@ -145,12 +147,11 @@ def _describe_start(checked: Checked) -> str:
     if workdir is not None and checked.step is not None:
         folder = workdir / CHECKPOINTS_FOLDER
         return f"resumes step {checked.step} of {folder}, up to {config.steps}"
-    is_missing = any(line.startswith("policy.folder") for line in checked.missing)
-    folder = config.policy.folder if is_missing else find_folder(config.policy.folder)
+    folder = checked.folder or config.policy.folder
     if config.init_from:
         path, step = configs.find_checkpoint(config.init_from)
         source = f"the weights of {path}, {'its newest step' if step is None else f'step {step}'}"
-    elif is_missing or safetensors.has_weights(pathlib.Path(folder)):
+    elif checked.folder is None or safetensors.has_weights(checked.folder):
         source = f"the weights of {folder}"
     else:
         source = f"random weights, because {folder} has none"
@@ -163,10 +164,10 @@ def dummy_group(prompt: int, tokens: int, answers: int, name: str) -> packing.Tr
     return packing.TrainGroup(range(prompt), samples, [0.0] * answers, name)
 
 
-def longest_groups(config: Config, sampling: SamplerConfig) -> list[packing.TrainGroup]:
+def longest_groups(algorithm: AlgorithmConfig, sampling: SamplerConfig) -> list[packing.TrainGroup]:
     """Make the groups of the largest update: every prompt and every answer has its token cap."""
     groups = []
-    for budget in registry.read_algorithm(config.algorithm).budgets():
+    for budget in algorithm.budgets():
         is_verdict = budget.role == "verifier"
         tokens = sampling.max_verdict_tokens if is_verdict else sampling.max_tokens
         group = dummy_group(sampling.max_prompt, tokens, budget.replies, budget.role)

@@ -182,7 +182,9 @@ def check(config: Config, executor: str) -> None:
     if "algorithm" not in config:
         raise ValueError("algorithm: is missing; must be a config of spell_jax.train")
     if executor == "local":
-        find_folder(configs.read(config).policy.folder)
+        run = configs.read(config)
+        run.algorithm.load_prompts()
+        find_folder(run.policy.folder)
         return
     paths = {f"data.{name}": config.data[name] for name in ("source", "questions", "validation")}
     paths |= {f"{name}.folder": config[name].folder for name in configs.model_sections(config)}
@@ -194,6 +196,7 @@ def check(config: Config, executor: str) -> None:
     if not config.data.source and not config.data.questions:
         raise ValueError(f"data.source = '': must be 'tiny' or below {MOUNT}")
     algorithm = registry.read_algorithm(config.algorithm)
+    algorithm.load_prompts()
     if any(path.startswith(MOUNT) for path in paths.values()):
         with config.unlocked():  # data is in buckets: check the rest with valid data
             config.data = tiny.get_config().data

@@ -1,15 +1,16 @@
 """A run's config: one dataclass for each section, and the checks between sections.
 
 `default_config` makes a locked ConfigDict of the paper's values from the dataclasses. A config file
-(configs/) changes a few fields, flags (--config.sampler.page_size=256) a few more. `read` makes a
-RunConfig of it and checks everything that can be checked without a device.
+(configs/) changes a few fields, flags (--config.sampler.page_size=256) a few more; until then no
+file is read. `read` makes a RunConfig of it and reports all mistakes that can be found without a
+device and without reading a file.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
 
 from etils import epath
 
@@ -23,9 +24,22 @@ from spell_jax.learner.packing import PackingConfig
 from spell_jax.policy.config import PolicyConfig, RopeConfig
 from spell_jax.policy.model import ModelConfig
 from spell_jax.runtime import loggers, paths
-from spell_jax.runtime.config import Config, build, check_choice, check_least, plain, section
+from spell_jax.runtime import mesh as meshes
+from spell_jax.runtime.config import (
+    Config,
+    ConfigError,
+    build,
+    check_choice,
+    check_least,
+    collect,
+    naming,
+    plain,
+    section,
+)
 from spell_jax.runtime.paths import CHECKPOINTS_FOLDER
 from spell_jax.sampler.config import SamplerConfig
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +60,9 @@ class MeshConfig:
     tensor: int = 1
     expert: int = 1
 
+    def __post_init__(self):
+        meshes.check_sizes(dataclasses.asdict(self))
+
 
 @dataclasses.dataclass(frozen=True)
 class ExtraModelConfig(ModelConfig):
@@ -63,14 +80,14 @@ class ExtraModelConfig(ModelConfig):
     groups_per_update: int = 0
     optimizer: OptimizerConfig = OptimizerConfig()
 
-    def check(self, name: str) -> None:
-        """Raise ValueError for values out of range; `name` is the name of the model's section."""
-        check_least(self, f"{name}.", epochs=1, groups_per_update=0)
+    def __post_init__(self):
+        super().__post_init__()
+        check_least(self, "policy.", epochs=1, groups_per_update=0)
         several = self.epochs > 1 or self.groups_per_update
         if several and self.optimizer.schedule != "constant":
             raise ValueError(
-                f"{name}.optimizer.schedule = {self.optimizer.schedule!r}: must be 'constant' if "
-                f"{name}.epochs is above 1 or {name}.groups_per_update is not 0"
+                f"policy.optimizer.schedule = {self.optimizer.schedule!r}: must be 'constant' if "
+                "policy.epochs is above 1 or policy.groups_per_update is not 0"
             )
 
 
@@ -135,47 +152,49 @@ class RunConfig:
     mesh: MeshConfig = MeshConfig()
     models: Mapping[str, ExtraModelConfig] = dataclasses.field(default_factory=dict)
 
-    def check(self) -> None:
-        """Check the run's own fields and fields that must fit together; errors as in `read`."""
+    def __post_init__(self):
         check_least(self, "", seed=0, steps=1, validate_every=0, checkpoint_every=1)
         check_least(self, "", keep_checkpoints=1, minibatches=1, episode_characters=0)
         check_least(self, "", max_minutes=0)
         check_choice(self, "", staleness=(0, 1))
-        if self.staleness and not self.loss.uses_rollout_logprobs:
-            raise ValueError(
-                f'loss.old_logprobs = "{self.loss.old_logprobs}": must be "rollout", or '
-                "loss.tis_cap above 0, for staleness = 1: answers are sampled from older weights"
-            )
-        if self.minibatches > 1:
-            self._check_minibatches()
         if not all(step >= 1 for step in self.profile_steps):
             raise ValueError(f"profile_steps = {self.profile_steps}: must be steps from 1 on")
+
+    def check_sources(self) -> None:
+        """Raise an error of the field if a package, a run or data that it names is not there."""
         loggers.check_wandb(self.wandb)
         if self.init_from:
             find_checkpoint(self.init_from)
-        if self.sampler.vocabulary_dropout and self.loss.support == "sampled":
-            raise ValueError(
-                f"sampler.vocabulary_dropout = {self.sampler.vocabulary_dropout}: must be 0 for "
-                "loss.support = 'sampled', because what the filters kept is not known without it"
-            )
         registry.check_inputs(self.algorithm, self.data)
-        registry.check_objective(self.algorithm, self.loss)
-        if self.loss.objective == "dpo" and self.packing.shared_prefix == "none":
-            raise ValueError(
-                "packing.shared_prefix = 'none': must be another for loss.objective = 'dpo', which "
-                "compares the two answers of a row"
-            )
         self.data.check()
 
-    def _check_minibatches(self) -> None:
-        if self.loss.old_logprobs == "on_policy" and not self.loss.tis_cap:
-            raise ValueError(
+    def conflicts(self) -> Iterator[str]:
+        """Yield a message for each field that does not fit the others."""
+        loss = self.loss
+        if self.staleness and not loss.uses_rollout_logprobs:
+            yield (
+                f'loss.old_logprobs = "{loss.old_logprobs}": must be "rollout", or '
+                "loss.tis_cap above 0, for staleness = 1: answers are sampled from older weights"
+            )
+        elif self.minibatches > 1 and loss.old_logprobs == "on_policy" and not loss.tis_cap:
+            yield (
                 'loss.old_logprobs = "on_policy": must be "recompute" or "rollout", or '
                 f"loss.tis_cap above 0, for minibatches = {self.minibatches}: only the first is "
                 "on-policy"
             )
-        if self.staleness:
-            raise ValueError(f"staleness = 1: must be 0 for minibatches = {self.minibatches}")
+        if self.staleness and self.minibatches > 1:
+            yield f"staleness = 1: must be 0 for minibatches = {self.minibatches}"
+        if self.sampler.vocabulary_dropout and loss.support == "sampled":
+            yield (
+                f"sampler.vocabulary_dropout = {self.sampler.vocabulary_dropout}: must be 0 for "
+                "loss.support = 'sampled', because what the filters kept is not known without it"
+            )
+        yield from registry.objective_conflicts(self.algorithm, loss)
+        if loss.objective == "dpo" and self.packing.shared_prefix == "none":
+            yield (
+                "packing.shared_prefix = 'none': must be another for loss.objective = 'dpo', which "
+                "compares the two answers of a row"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,6 +278,10 @@ class SupervisedConfig:
     packing: PackingConfig = PackingConfig()
     mesh: MeshConfig = MeshConfig()
 
+    def __post_init__(self):
+        least = dict.fromkeys(("steps", "rows_per_step", "log_every", "checkpoint_every"), 1)
+        check_least(self, "", seed=0, **least)
+
 
 def default_config(algorithm: str = "spell") -> Config:
     """Return the paper's values as a ConfigDict, with the fields of a registered algorithm."""
@@ -271,20 +294,6 @@ def default_config(algorithm: str = "spell") -> Config:
 def default_supervised_config() -> Config:
     """Return the defaults of supervised tuning as a ConfigDict, for configs and flags to change."""
     return section(SupervisedConfig).lock()
-
-
-def read_supervised(config: Config) -> SupervisedConfig:
-    """Build the SupervisedConfig of a ConfigDict; errors as in `read`."""
-    if "rows_per_step" not in config:
-        raise ValueError(
-            "rows_per_step: is missing; a config of spell_jax.sft must have it (spell_jax.train "
-            "reads the config of a run with an algorithm)"
-        )
-    least = dict.fromkeys(("steps", "rows_per_step", "log_every", "checkpoint_every"), 1)
-    check_least(config, "", seed=0, **least)
-    fields = dict(config.items())
-    optimizer = _read_optimizer(fields.pop("optimizer"), "optimizer", config.steps)
-    return build(SupervisedConfig, fields, "", optimizer=optimizer)
 
 
 def to_dict(config: RunConfig) -> dict[str, Any]:
@@ -301,45 +310,93 @@ def extra_model() -> Config:
 
 
 def read(config: Config) -> RunConfig:
-    """Build the RunConfig of a ConfigDict and check it. A RunConfig is returned unchanged.
+    """Build the RunConfig of a ConfigDict; ConfigError lists all its mistakes.
 
-    ValueError or FileNotFoundError name the field, its value and the remedy. ImportError is raised
-    if a field asks for a package that is not installed.
+    A RunConfig is returned unchanged.
     """
-    if isinstance(config, RunConfig):
-        return config
-    fields = dict(config.items())
-    if "algorithm" not in fields:
-        raise ValueError(
+    return config if isinstance(config, RunConfig) else _complete(*collect_mistakes(config))
+
+
+def collect_mistakes(config: Config) -> tuple[RunConfig | None, dict[str, str]]:
+    """Build the RunConfig of a ConfigDict with stand-ins for wrong fields; see runtime.config.
+
+    Returns the RunConfig (None if not even stand-ins help), and the message of each mistake by the
+    dotted name of its field.
+    """
+    if "algorithm" not in config:
+        message = (
             "algorithm: is missing; a config of spell_jax.train must have it (spell_jax.sft reads "
             "the config of a warm start)"
         )
-    steps, minibatches = fields.get("steps", 1), fields.get("minibatches", 1)
-    models = {name: fields.pop(name) for name in model_sections(config) if name != "policy"}
+        return None, {"algorithm": message}
+    fields = config.to_dict()
+    return collect(_build_run, fields, _stand_ins(fields), RunConfig.conflicts)
+
+
+def read_supervised(config: Config) -> SupervisedConfig:
+    """Build the SupervisedConfig of a ConfigDict; errors as in `read`."""
+    if "rows_per_step" not in config:
+        raise ValueError(
+            "rows_per_step: is missing; a config of spell_jax.sft must have it (spell_jax.train "
+            "reads the config of a run with an algorithm)"
+        )
+    stand_ins = default_supervised_config().to_dict()
+    return _complete(*collect(_build_supervised, config.to_dict(), stand_ins))
+
+
+def _complete(config: T | None, mistakes: Mapping[str, str]) -> T:
+    if config is None or mistakes:
+        raise ConfigError(mistakes.values())
+    return config
+
+
+def _stand_ins(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return valid values for all fields of a run's config."""
+    name = fields["algorithm"].get("name")
+    name = name if name in registry.ALGORITHMS else "spell"
+    stand_ins = default_config(name).to_dict()
+    stand_ins |= {model: extra_model().to_dict() for model in _extra_models(fields)}
+    # Any folder and any file: the defaults name no data.
+    stand_ins["data"]["source"] = "."
+    if "clusters" not in registry.ALGORITHMS[name].inputs:
+        stand_ins["data"]["questions"] = __file__
+    return stand_ins
+
+
+def _build_run(fields: Mapping[str, Any]) -> RunConfig:
+    steps, extra_models = fields.get("steps", 1), _extra_models(fields)
+    models = {name: _build(ExtraModelConfig, fields[name], name, steps) for name in extra_models}
+    parts = {"algorithm": registry.read_algorithm(fields["algorithm"]), "models": models}
     sections = {
-        "policy": build(ModelConfig, fields.pop("policy"), "policy"),
-        "sampler": build(SamplerConfig, fields.pop("sampler"), "sampler"),
-        "loss": build(LossConfig, fields.pop("loss"), "loss"),
-        "optimizer": _read_optimizer(fields.pop("optimizer"), "optimizer", steps * minibatches),
-        "packing": build(PackingConfig, fields.pop("packing"), "packing"),
-        "mesh": build(MeshConfig, fields.pop("mesh"), "mesh"),
-        "algorithm": registry.read_algorithm(fields.pop("algorithm")),
-        "data": build(DataConfig, fields.pop("data"), "data"),
-        "models": {name: _read_model(name, part, steps) for name, part in models.items()},
+        name: value
+        for name, value in fields.items()
+        if name != "algorithm" and name not in extra_models
     }
-    run_config = build(RunConfig, fields, "", **sections)
-    run_config.check()
-    return run_config
+    config = _build(RunConfig, sections, "", steps * fields.get("minibatches", 1), **parts)
+    config.check_sources()
+    return config
+
+
+def _build_supervised(fields: Mapping[str, Any]) -> SupervisedConfig:
+    return _build(SupervisedConfig, fields, "", fields.get("steps", 1))
+
+
+def _build(cls: type[T], fields: Mapping[str, Any], where: str, updates: int, **parts: Any) -> T:
+    """Make a dataclass of a section with an optimizer, which takes `updates` updates."""
+    sections, name = dict(fields), f"{where}.optimizer".lstrip(".")
+    optimizer = build(OptimizerConfig, sections.pop("optimizer", {}), name, total_steps=updates)
+    return build(cls, sections, where, optimizer=optimizer, **parts)
 
 
 def find_checkpoint(init_from: str) -> tuple[epath.Path, int | None]:
-    """Return the workdir and step (or None) of init_from; FileNotFoundError if it is no run."""
-    path, step = paths.open_folder(init_from), None
+    """Return the workdir and step (or None) of init_from; ValueError if it is no run."""
+    with naming("init_from", init_from):
+        path, step = paths.open_folder(init_from), None
     if path.parent.name == CHECKPOINTS_FOLDER and path.name.isdecimal():
         path, step = path.parent.parent, int(path.name)
     checkpoint_folder = path / CHECKPOINTS_FOLDER / ("" if step is None else str(step))
     if not checkpoint_folder.is_dir():
-        raise FileNotFoundError(
+        raise ValueError(
             f"init_from = {init_from!r}: must be a run's folder, or RUN/{CHECKPOINTS_FOLDER}/STEP"
         )
     return path, step
@@ -351,13 +408,5 @@ def model_sections(config: Config) -> list[str]:
     return [name for name, fields in sections if "compute_dtype" in fields]
 
 
-def _read_optimizer(fields: Config, where: str, updates: int) -> OptimizerConfig:
-    return build(OptimizerConfig, fields, where, total_steps=updates)
-
-
-def _read_model(name: str, fields: Config, updates: int) -> ExtraModelConfig:
-    fields = dict(fields.items())
-    optimizer = _read_optimizer(fields.pop("optimizer", {}), f"{name}.optimizer", updates)
-    model_config = build(ExtraModelConfig, fields, name, optimizer=optimizer)
-    model_config.check(name)
-    return model_config
+def _extra_models(fields: Mapping[str, Any]) -> list[str]:
+    return [name for name in model_sections(fields) if name != "policy"]

@@ -6,7 +6,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 
-from spell_jax.runtime.config import check_choice
+from spell_jax.runtime.config import check_choice, naming
 from spell_jax.runtime.metrics import Metrics
 from spell_jax.selfplay import prompts, rules
 from spell_jax.selfplay.judge import JUDGE_TEMPLATES
@@ -53,10 +53,11 @@ class AlgorithmConfig:
     def __post_init__(self):
         check_choice(self, "algorithm.", rule=RULES, judge_template=tuple(JUDGE_TEMPLATES))
         check_choice(self, "algorithm.", extract=rules.EXTRACTS, truncated=TRUNCATED)
-        try:
-            prompts.load(self.prompts)
-        except (FileNotFoundError, ValueError) as error:
-            raise ValueError(f"algorithm.prompts = {self.prompts!r}: {error}") from error
+
+    def load_prompts(self) -> prompts.Prompts:
+        """Read the prompt templates; ValueError if they are not there or damaged."""
+        with naming("algorithm.prompts", self.prompts):
+            return prompts.load(self.prompts)
 
     def read_answers(self, texts: Sequence[str], task: str) -> tuple[str | None, ...]:
         """Extract the answer that each text states; None where there is none."""

@@ -7,7 +7,7 @@ complete example. Sampler, learner and trainer do not depend on any algorithm.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from spell_jax.algorithms.base import Algorithm, AlgorithmContext
@@ -71,18 +71,18 @@ def check_inputs(config: AlgorithmConfig, data: DataConfig) -> None:
         raise ValueError("data.questions = '': must be a .jsonl of questions, for this algorithm")
 
 
-def check_objective(config: AlgorithmConfig, loss: LossConfig) -> None:
-    """Raise ValueError if the loss and the algorithm disagree on preference pairs or a teacher."""
+def objective_conflicts(config: AlgorithmConfig, loss: LossConfig) -> Iterator[str]:
+    """Yield where loss and algorithm disagree on preference pairs or a teacher."""
     has_pairs, teacher = ALGORITHMS[config.name].has_pairs, ALGORITHMS[config.name].teacher
     if teacher == ("never" if loss.distillation_weight else "must"):
         requirement = "must be 0" if teacher == "never" else "must be above 0"
-        raise ValueError(
+        yield (
             f"loss.distillation_weight = {loss.distillation_weight}: {requirement} for "
             f"algorithm.name = {config.name!r}"
         )
     if has_pairs != (loss.objective == "dpo"):
         requirement = "must be 'dpo'" if has_pairs else "must not be 'dpo'"
-        raise ValueError(
+        yield (
             f"loss.objective = {loss.objective!r}: {requirement} for algorithm.name = "
             f"{config.name!r}"
         )

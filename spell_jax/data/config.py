@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import pathlib
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from spell_jax.data import built, clusters, ladder_world, tiny_stories, tiny_world
 from spell_jax.data.clusters import PAPER_TASKS, TASKS
 from spell_jax.runtime import remote
-from spell_jax.runtime.config import check_choice, check_least
+from spell_jax.runtime.config import check_choice, check_least, naming
 
 log = logging.getLogger(__name__)
 
@@ -126,7 +127,7 @@ class DataConfig:
         """
         for field in ("questions", "validation"):
             path = getattr(self, field)
-            if path and not remote.fetch(path).is_file():
+            if path and not self._fetch(field).is_file():
                 raise ValueError(f"data.{field} = {path!r}: must be a .jsonl of questions")
         if not self.tasks or len({*self.tasks}) != len(self.tasks) or {*self.tasks} - {*TASKS}:
             raise ValueError(f"data.tasks = {self.tasks}: must be one or more of {TASKS}")
@@ -136,9 +137,14 @@ class DataConfig:
         if not self.questions:
             self._check_source()
 
+    def _fetch(self, field: str) -> pathlib.Path:
+        path = getattr(self, field)
+        with naming(f"data.{field}", path):
+            return remote.fetch(path)
+
     def _check_source(self) -> None:
         source = self.source
-        if source not in GENERATED and not (source and remote.fetch(source).exists()):
+        if source not in GENERATED and not (source and self._fetch("source").exists()):
             raise ValueError(
                 f"data.source = {source!r}: must be {', '.join(map(repr, GENERATED))}, a folder of "
                 ".txt/.md files, a .jsonl, or a folder that data_pipeline built"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import optax
 
@@ -31,6 +32,8 @@ class OptimizerConfig:
         weights in the compute dtype of the model that is sampled or trained.
       max_skipped: number of non-finite updates in a row that ends the run.
     """
+
+    SECTION: ClassVar[str] = "optimizer"
 
     learning_rate: float = 2e-6
     schedule: str = "constant"

@@ -1,18 +1,20 @@
 """Config sections: a dataclass declares a section, a locked ConfigDict carries it.
 
 `section` makes the ConfigDict, config files and flags change it, and `build` makes the dataclass
-from it again. A mistake names the field, its value and the remedy.
+from it again. A mistake names the field, its value and the remedy; `collect` finds all of them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import json
 import math
+import re
 import types
 import typing
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from ml_collections import ConfigDict, FieldReference
@@ -26,6 +28,93 @@ DERIVED = {"derived": True}  # metadata of a field that is computed, not configu
 # jax holds whole numbers in 32 bits and drops higher bits of a seed without a word: seeds 0 and
 # 2**32 would give equal runs.
 LARGEST, LARGEST_SEED = 2**31 - 1, 2**32 - 1
+
+
+class ConfigError(ValueError):
+    """Mistakes of a config: `mistakes` has a line for each, with field, value and remedy."""
+
+    def __init__(self, mistakes: Iterable[str]):
+        self.mistakes = tuple(mistakes)
+        super().__init__("\n".join(self.mistakes))
+
+
+def collect(
+    make: Callable[[dict[str, Any]], T],
+    fields: Mapping[str, Any],
+    stand_ins: Mapping[str, Any],
+    find_conflicts: Callable[[T], Iterable[str]] = lambda _: (),
+) -> tuple[T | None, dict[str, str]]:
+    """Build a config, and go on after each mistake, so that it does not hide the next one.
+
+    A wrong field gets its stand-in, or is removed if it has none, and `make` is tried again. If
+    `make` refuses the stand-in too, because it does not fit other fields of its section, the whole
+    section gets its stand-ins.
+
+    Args:
+      make: function that builds the config from nested dicts, and raises a mistake as an error
+        whose message begins with the dotted name of the field.
+      fields: nested dicts of the config's values, which stay as they are.
+      stand_ins: valid values by the same names.
+      find_conflicts: function that lists, as such messages, fields that do not fit together.
+
+    Returns:
+      The result of `make`, with stand-ins in place of wrong fields; None if an error names no field
+      that can be replaced. The message of each mistake by dotted name of its field.
+    """
+    values: dict[str, Any] = copy.deepcopy(dict(fields))
+    mistakes: dict[str, str] = {}
+    replaced: set[str] = set()
+
+    def record(message: str) -> str:
+        match = re.match(r"[a-z_0-9]+(\.[a-z_0-9]+)*(?= = |: |\[)", message)
+        field = match[0] if match else ""
+        if not {field, _root(field)} & replaced:  # else it may follow from a stand-in
+            mistakes[field] = message
+        return field
+
+    while True:
+        try:
+            built = make(values)
+        except (ValueError, OSError, ImportError) as error:
+            field = record(str(error))
+            # An error of the stand-in itself leads to the section, and then to the end.
+            for name in (field, _root(field)):
+                if name not in replaced and _replace(values, stand_ins, name):
+                    replaced.add(name)
+                    break
+            else:
+                return None, mistakes
+        else:
+            for message in find_conflicts(built):
+                record(message)
+            return built, mistakes
+
+
+def _root(field: str) -> str:
+    return field.partition(".")[0]
+
+
+def _replace(values: Any, stand_ins: Any, field: str) -> bool:
+    """Set a field to its stand-in, or remove it; return whether the field or stand-in is there."""
+    *sections, last = field.split(".")
+    for name in sections:
+        values, stand_ins = values.get(name), stand_ins.get(name, {})
+        if not isinstance(values, dict):
+            return False
+    is_there = last in values or last in stand_ins
+    values.pop(last, None)
+    if last in stand_ins:
+        values[last] = copy.deepcopy(stand_ins[last])
+    return is_there
+
+
+@contextlib.contextmanager
+def naming(field: str, value: Any) -> Iterator[None]:
+    """Give errors of files and packages in the context the field that names them."""
+    try:
+        yield
+    except (ValueError, OSError, ImportError) as error:
+        raise ValueError(f"{field} = {value!r}: {error}") from error
 
 
 def section(fields: Any) -> Config:

@@ -1,12 +1,12 @@
 """The frame of every command: parse flags, run `main`, and end a user's mistake with one line.
 
-A mistake of the user ends with `error: MESSAGE` on stderr and exit status 2; every other exception
-is a crash, with its traceback and exit status 1. Mistakes are the errors of type USER_ERRORS before
-a command calls `setup_done`, after its last check, unless the message has no place (JSON and
-Unicode errors, empty ones). Ctrl-C ends with one line too, and so do SIGTERM, with exit status 75
-(runtime/sigterm.py), a disk that stays full (status 1) and a workdir that was removed (status
-EXIT_CODE). With --debug, which every command takes, the traceback of a mistake is printed before
-its line.
+A mistake of the user ends with `error: MESSAGE` on stderr and exit status 2 (of a config, each
+mistake with such a line); every other exception is a crash, with its traceback and exit status 1.
+Mistakes are the errors of type USER_ERRORS before a command calls `setup_done`, after its last
+check, unless the message has no place (JSON and Unicode errors, empty ones). Ctrl-C ends with one
+line too, and so do SIGTERM, with exit status 75 (runtime/sigterm.py), a disk that stays full
+(status 1) and a workdir that was removed (status EXIT_CODE). With --debug, which every command
+takes, the traceback of a mistake is printed before its line.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from absl import app, flags
 from ml_collections import config_flags
 
 from spell_jax.runtime import durable, paths, sigterm, terminal, urls
-from spell_jax.runtime.config import check_width, flat
+from spell_jax.runtime.config import ConfigError, check_width, flat
 from spell_jax.runtime.remote import FetchError
 
 EXIT_CODE = 2
@@ -121,7 +121,8 @@ def user_errors() -> Iterator[None]:
         if DEBUG in sys.orig_argv:
             traceback.print_exc()
         sys.stdout.flush()
-        _leave(f"error: {text}", EXIT_CODE, error)
+        messages = error.mistakes if isinstance(error, ConfigError) else [text]
+        _leave("\n".join(f"error: {message}" for message in messages), EXIT_CODE, error)
     except (durable.DiskError, durable.SaveError) as error:
         if DEBUG in sys.orig_argv:
             traceback.print_exc()

@@ -68,10 +68,8 @@ def axis_sizes(shape: Mapping[str, int] | None, count: int) -> tuple[int, ...]:
     shape = dict(shape or {"fsdp": -1})
     if unknown := set(shape) - set(AXES):
         raise ValueError(f"mesh.{min(unknown)}: not a mesh axis, must be one of {AXES}")
+    check_sizes(shape)
     sizes = [shape.get(axis, 1) for axis in AXES]
-    for axis, size in zip(AXES, sizes, strict=True):
-        if size < 1 and size != -1:
-            raise ValueError(f"mesh.{axis} = {size}: must be at least 1, or -1 for what is left")
     fixed_product = math.prod(size for size in sizes if size != -1)
     if sizes.count(-1) > 1 or count % fixed_product:
         raise ValueError(
@@ -82,6 +80,13 @@ def axis_sizes(shape: Mapping[str, int] | None, count: int) -> tuple[int, ...]:
     if math.prod(sizes) != count:
         raise ValueError(f"mesh = {shape}: makes {math.prod(sizes)} devices, but there are {count}")
     return tuple(sizes)
+
+
+def check_sizes(shape: Mapping[str, int]) -> None:
+    """Raise ValueError for an axis of no devices."""
+    for axis, size in shape.items():
+        if size < 1 and size != -1:
+            raise ValueError(f"mesh.{axis} = {size}: must be at least 1, or -1 for what is left")
 
 
 def row_shards(mesh: jax.sharding.Mesh) -> int:

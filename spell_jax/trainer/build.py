@@ -110,7 +110,7 @@ def make_algorithm(
 
 def make_context(config: RunConfig, tokenizer: Tokenizer) -> AlgorithmContext:
     """Make the algorithm's context; only prompts are read now, data is opened when asked for."""
-    data, prompts = config.data, prompt_sets.load(config.algorithm.prompts)
+    data, prompts = config.data, config.algorithm.load_prompts()
     prompt_cap = config.sampler.max_prompt - len(tokenizer.chat(""))
 
     @functools.cache

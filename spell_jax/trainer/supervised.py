@@ -13,7 +13,7 @@ import dataclasses
 import itertools
 import logging
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -92,15 +92,24 @@ def _parse_row(record: Any) -> demonstrations.Row:
 
 
 def row_stream(config: SupervisedConfig, start: int) -> Iterator[demonstrations.Row]:
-    """Yield rows from number `start` on, the same whether or not a run was resumed."""
+    """Iterate over rows from number `start` on, the same whether or not a run was resumed.
+
+    The prompt templates or the file of rows are read at once; errors name the field.
+    """
     if config.source in GENERATED:
-        yield from GENERATED[config.source](prompts.load(config.prompts), config.seed, start)
-    rows, _ = read_rows(config.source)
+        return GENERATED[config.source](prompts.load(config.prompts), config.seed, start)
+    return _shuffled(read_rows(config.source)[0], config.seed, start)
+
+
+def _shuffled(
+    rows: Sequence[demonstrations.Row], seed: int, start: int
+) -> Iterator[demonstrations.Row]:
+    """Yield rows in another order in every epoch, from number `start` on."""
     epoch, order = -1, np.arange(0)
     for index in itertools.count(start):
         if index // len(rows) != epoch:
             epoch = index // len(rows)
-            order = np.random.default_rng([config.seed, epoch]).permutation(len(rows))
+            order = np.random.default_rng([seed, epoch]).permutation(len(rows))
         yield rows[order[index % len(rows)]]
 
 
@@ -208,9 +217,9 @@ def _steps(
         state = learner.init(load_weights(find_folder(config.policy.folder), learner))
     else:
         state = learner.init(jax.random.key(config.seed))
+    stream = row_stream(config, finished_steps * config.rows_per_step)
     entry.setup_done()  # from here on an error is a crash, not a mistake of the user
     learner.compile(state)
-    stream = row_stream(config, finished_steps * config.rows_per_step)
     refused = 0.0
     options = {"wandb": config.wandb, "config": saved}
     with RunLogger(workdir, config.steps, finished_steps, host_state, **options) as logger:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import builtins
 import importlib
+import io
 import itertools
 import json
 import pathlib
@@ -15,6 +17,7 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from spell_jax import config as configs
+from spell_jax.algorithms import registry
 from spell_jax.algorithms.reconstruction.algorithm import ReconstructionConfig
 from spell_jax.algorithms.rlvr.algorithm import Rlvr
 from spell_jax.algorithms.spell.algorithm import Spell
@@ -28,7 +31,7 @@ from spell_jax.learner.optimizer import OptimizerConfig
 from spell_jax.learner.packing import PackingConfig
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy.model import TINY_POLICY
-from spell_jax.runtime.config import build, flat, plain
+from spell_jax.runtime.config import ConfigError, build, flat, plain
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.selfplay import prompts
 from spell_jax.trainer import supervised
@@ -84,6 +87,50 @@ def test_warm_start_config_loads_and_builds(name, monkeypatch):
     for bucket in learner.packing.listed:
         assert bucket.length <= policy.max_positions
     prompts.load(config.prompts)
+
+
+def test_no_file_is_opened_until_a_run_is_made(read_flags, monkeypatch):
+    read_flags("--config=configs/tiny.py")  # imports what config files import
+
+    def refuse(path, *_, **__):
+        assert str(path).endswith((".py", ".pyc")), f"{path} was opened"
+        return opening(path, *_, **__)
+
+    opening = io.open
+    for module in (builtins, io):
+        monkeypatch.setattr(module, "open", refuse)
+    with pytest.raises(AssertionError, match="was opened"):
+        prompts.load("full")
+    for algorithm in registry.ALGORITHMS.values():
+        default_config(algorithm.config().name)
+    for name in NAMES:
+        load(name)
+    config = read_flags("--config=configs/tiny.py", "--config.algorithm.prompts=no/such")
+    run = configs.read(config)
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match=r"^algorithm\.prompts = 'no/such': .* or a folder$"):
+        make_context(run, tokenizers.load(TINY_POLICY))
+
+
+def test_all_mistakes_are_raised_at_once():
+    run, warm_start = load("tiny")[1], load("tiny_warm_start")[1]
+    mistakes = {"checkpoint_every": 0, "optimizer.b1": 2.0, "packing.token_budget": 1}
+    for config, read in ((run, configs.read), (warm_start, configs.read_supervised)):
+        with pytest.raises(ConfigError) as raised:
+            read(noise.with_fields(config, mistakes))
+        lines = raised.value.mistakes
+        assert sorted(line.split(" = ")[0] for line in lines) == sorted(mistakes)
+        assert str(raised.value) == "\n".join(lines)
+
+
+def test_mistakes_of_an_extra_model_are_named_by_its_section():
+    config = load("tiny_eapo")[1]
+    values = {"remat": "x", "groups_per_update": -1, "optimizer.b1": 2.0, "no_such": 1}
+    noise.with_fields(config, {f"reward_model.{name}": value for name, value in values.items()})
+    mistakes = configs.collect_mistakes(config)[1]
+    assert {*mistakes} - {"data.questions", "data.validation"} == {
+        f"reward_model.{name}" for name in values
+    }
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -20,6 +20,7 @@ import pytest
 from launch import check, describe
 from spell_jax import config as configs
 from spell_jax.algorithms import registry as registry
+from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.configs import paper
 from spell_jax.data.config import GENERATED
 from spell_jax.learner import aggregation, packing
@@ -30,7 +31,7 @@ from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.model import TINY_POLICY, known_shape
 from spell_jax.runtime import setup as start
 from spell_jax.runtime.checkpoint import Checkpoints
-from spell_jax.runtime.config import build, plain
+from spell_jax.runtime.config import plain
 from spell_jax.sampler.config import SamplerConfig
 from tests import noise, tiny
 from tests.configs.test_configs import NAMES, has_algorithm, load
@@ -272,7 +273,7 @@ MISTAKES: list[tuple[dict[str, Any], str, str]] = [
     ({"packing.buckets": "best"}, "", r"packing.buckets = 'best': must be 'auto', or tuples"),
     ({"mesh.fsdp": 3}, "cpu:8", r"mesh = .*: cannot be laid out on 8 devices"),
     ({"mesh.fsdp": 4}, "gpu:8", r"mesh = .*: makes 4 devices, but there are 8"),
-    ({"mesh.rows": "all"}, "", r"mesh.rows: not a mesh axis, must be one of"),
+    ({"mesh.rows": "all"}, "", r"mesh.rows: no such field, must be one of"),
     ({}, "v5e-12", r"topology = 'v5e-12': must be one of .*v5e-16, .*, cpu:N, gpu:N"),
     ({}, "cpu:0", r"topology = 'cpu:0': must be one of"),
     ({"mesh.tensor": 8}, "v5e-8", r"mesh.tensor = 8: must divide the policy's 4 heads"),
@@ -327,6 +328,7 @@ def test_mistakes_of_all_sections_are_reported_at_once(tmp_path: pathlib.Path) -
 
 
 def test_all_mistakes_of_a_section_are_reported() -> None:
+    named = {"staleness": "loss.old_logprobs", "policy.rope_scaling": "policy.rope_factor"}
     for fields in (
         {"sampler.page_size": 0, "sampler.cache_dtype": "x", "sampler.top_p": 3.0},
         {"sampler.no_such": 1, "sampler.slots": 0},
@@ -337,8 +339,13 @@ def test_all_mistakes_of_a_section_are_reported() -> None:
         {"optimizer.b1": 2.0, "optimizer.schedule": "x", "optimizer.no_such": 1},
         {"policy.remat": "x", "policy.attention": "x", "policy.compute_dtype": "x"},
         {"mesh.fsdp": 0, "mesh.tensor": 0, "mesh.rows": 2},
+        # The default of rope_factor and of old_logprobs does not fit the other field.
+        {"policy.rope_scaling": "yarn", "data.tasks": ()},
+        {"loss.old_logprobs": "x", "loss.clip_low": -1.0, "data.tasks": ()},
+        {"algorithm.prompts": "no/such", "algorithm.group_size": 1, "seed": -1},
+        {"init_from": "no/such", "profile_steps": (0,)},
     ):
-        expected_fields = {"loss.old_logprobs" if name == "staleness" else name for name in fields}
+        expected_fields = {named.get(name, name) for name in fields}
         assert {*fields_of(check.check(small(**fields)))} == expected_fields
 
 
@@ -418,8 +425,8 @@ def test_memory_of_chosen_shapes_is_planned_for_the_whole_budget() -> None:
     checked = check.check(small(**fields), "cpu:4")
     assert checked.plan and checked.plan.programs.bucket.length == 2048
     # Each of the four devices may have a row of 2,048 tokens. A step has 180 of answers at most.
-    assert checked.sampling and _trained(checked) == (4, 2048)
-    groups = describe.longest_groups(checked.config, checked.sampling)
+    assert checked.run and _trained(checked) == (4, 2048)
+    groups = describe.longest_groups(checked.run.algorithm, checked.run.sampler)
     assert sum(group.answer_tokens for group in groups) == 180
     assert checked.plan.programs.bucket.answers == 256
     described = describe.describe(checked)
@@ -520,15 +527,13 @@ def test_existing_run_is_resumed_only_with_a_compatible_config(
 
 def test_answer_counts_of_one_step_of_the_paper_config() -> None:
     """128 questions x 8 answers for the responder; 256 questioner rows; 128 verifier rows."""
-    config = paper.get_config()
-    sampling = build(SamplerConfig, config.sampler, "sampler")
-    groups = describe.longest_groups(config, sampling)
+    groups = describe.longest_groups(SpellConfig(), SamplerConfig())
     counts = packing.count_answers(groups)
     assert counts == {"responder": 1024, "questioner": 256, "verifier": 128}
     assert {group.tokens for group in groups} == {18_000 + 8 * 4096, 18_000 + 4096}
-    config.algorithm.train_verifier = config.algorithm.train_questioner = False
-    config.algorithm.grounding_samples = 0
-    assert packing.count_answers(describe.longest_groups(config, sampling)) == {"responder": 1024}
+    frozen = SpellConfig(train_verifier=False, train_questioner=False, grounding_samples=0)
+    groups = describe.longest_groups(frozen, SamplerConfig())
+    assert packing.count_answers(groups) == {"responder": 1024}
 
 
 @pytest.mark.parametrize("shared", ["group", "none"])

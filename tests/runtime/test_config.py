@@ -8,7 +8,7 @@ from ml_collections import ConfigDict, FrozenConfigDict
 
 from spell_jax.learner.optimizer import OptimizerConfig
 from spell_jax.learner.packing import Bucket, PackingConfig
-from spell_jax.runtime.config import build, check_choice, check_least
+from spell_jax.runtime.config import build, check_choice, check_least, collect
 from spell_jax.sampler.config import SamplerConfig
 
 
@@ -136,3 +136,52 @@ def test_a_single_tuple_in_place_of_several_is_explained():
     section = {"buckets": (320, 224)}
     with pytest.raises(ValueError, match=r"must be tuples \(length, answers\); one is written"):
         build(PackingConfig, section, "packing")
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    low: int = 1
+    high: int = 9
+
+    def __post_init__(self):
+        check_least(self, "pair.", low=1)
+        if self.high < self.low:
+            raise ValueError(f"pair.high = {self.high}: must be at least pair.low")
+
+
+def _collect(**fields: Any) -> tuple[Any, dict[str, str]]:
+    def make(values: dict[str, Any]) -> tuple[Pair, int]:
+        if values["count"] < 0:
+            raise FileNotFoundError("count = -1: no such file")
+        if values["count"] == 3:
+            raise ValueError("nothing works")
+        return build(Pair, values["pair"], "pair"), values["count"]
+
+    def find_conflicts(pair_and_count: tuple[Pair, int]) -> list[str]:
+        return ["pair.high = 9: must be below count"] if pair_and_count[0].high == 9 else []
+
+    stand_ins = {"pair": {"low": 1, "high": 9}, "count": 0}
+    return collect(make, {"pair": {}, "count": 0} | fields, stand_ins, find_conflicts)
+
+
+def test_collect_goes_on_with_a_stand_in_after_each_mistake() -> None:
+    assert _collect(pair={"low": 2, "high": 3}, count=1) == ((Pair(2, 3), 1), {})
+    built, mistakes = _collect(pair={"low": 0, "high": "x", "no_such": 1}, count=-1)
+    assert built == (Pair(), 0)  # its `high` is the stand-in, so that its conflict is no mistake
+    assert mistakes.keys() == {"count", "pair.no_such", "pair.high", "pair.low"}
+    assert mistakes["count"] == "count = -1: no such file"
+
+
+def test_conflicts_are_mistakes_of_fields_without_stand_ins() -> None:
+    built, mistakes = _collect(pair={"low": 0, "high": 9})
+    assert built == (Pair(), 0)
+    assert [*mistakes] == ["pair.low", "pair.high"]
+
+
+def test_section_is_replaced_if_no_stand_in_fits_its_other_fields() -> None:
+    built, mistakes = _collect(pair={"low": 20, "high": 10})
+    assert built == (Pair(), 0) and [*mistakes] == ["pair.high"]
+
+
+def test_error_that_names_no_field_ends_the_search() -> None:
+    assert _collect(count=3) == (None, {"": "nothing works"})

@@ -20,6 +20,7 @@ from ml_collections import config_flags
 from launch import commands
 from spell_jax.runtime import distributed, durable, entry, paths, setup
 from spell_jax.runtime.checkpoint import DamagedError
+from spell_jax.runtime.config import ConfigError
 from spell_jax.runtime.preemption import EXIT_CODE, Preempted
 
 CONFIG = """
@@ -82,6 +83,13 @@ def crashes(error: BaseException, capsys: pytest.CaptureFixture) -> None:
 def test_user_errors_are_printed_on_one_line(kind, capsys):
     line = ended(kind("policy = 'x': must be\n    a folder"), capsys)
     assert line == "error: policy = 'x': must be a folder"
+
+
+def test_every_mistake_of_a_config_gets_a_line(capsys):
+    lines = ["steps = 0: must be at least 1", "staleness = 2: must be one of (0, 1)"]
+    with pytest.raises(SystemExit), entry.user_errors():
+        raise ConfigError(lines)
+    assert capsys.readouterr().err.splitlines() == [f"error: {line}" for line in lines]
 
 
 def test_an_unknown_home_folder_is_named_with_its_remedy(monkeypatch, capsys):

@@ -184,7 +184,7 @@ def test_init_from_can_name_a_step_of_another_run(policy, other_run, tmp_path):
 @pytest.mark.parametrize("name", ["nowhere", "other/checkpoints/7", ""])
 def test_init_from_without_a_run_is_rejected(name, policy, other_run, tmp_path):
     path = str(tmp_path / name).replace(str(tmp_path / "other"), str(other_run))
-    with pytest.raises(FileNotFoundError, match=r"init_from = .*: must be a run's folder"):
+    with pytest.raises(ValueError, match=r"init_from = .*: must be a run's folder"):
         make_run(noise.small_config(policy, init_from=path))
 
 

@@ -428,14 +428,16 @@ def test_new_policy_gets_its_own_tokenizer(monkeypatch):
         ("policy.folder", "no/such/folder"),
         ("policy.remat", "some"),
         ("source", "no/such/file"),
+        ("prompts", "no/such/folder"),
     ],
 )
-def test_invalid_value_is_named_in_the_error(field, value, policy, source, tmp_path):
+def test_invalid_value_is_named_in_the_error(field, value, policy, source, tmp_path, monkeypatch):
     config = small_config(policy, source)
     section, _, name = field.rpartition(".")
     (config[section] if section else config)[name] = value
-    if field == "source":
-        config.policy.folder = ""
+    if field == "prompts":
+        config.source = "tiny"
+    monkeypatch.setattr(supervised.entry, "setup_done", lambda: pytest.fail("the checks had ended"))
     with pytest.raises((ValueError, FileNotFoundError), match=str(value)) as failure:
         supervised.fine_tune(config, tmp_path)
     assert field in str(failure.value)
