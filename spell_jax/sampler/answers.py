@@ -10,14 +10,12 @@ import numpy as np
 
 from spell_jax.data.samples import Sample
 from spell_jax.policy.tokenizer_base import Stream
-from spell_jax.sampler.sampled import Joined
+from spell_jax.sampler.sampled import JoinedResult
 from spell_jax.sampler.scheduler import PrefilledPrompt, Tasks
 
 
 class SlotTokens:
     """Result of a decode call on the host, for reading slot by slot.
-
-    Numbers that are read one by one are in lists: an item of an array takes several times as long.
 
     Attributes:
       bits: ids, and as bits logprobs, logs of the kept mass and cut-offs of each slot's tokens,
@@ -30,10 +28,11 @@ class SlotTokens:
       experts: experts of the tokens, [N, steps, L, k]; None if they are not recorded.
     """
 
-    def __init__(self, joined: Joined):
+    def __init__(self, joined: JoinedResult):
         numbers, self.experts = jax.device_get((joined.numbers, joined.experts))
         slots = len(numbers)
         self.bits: np.ndarray = numbers[:, :-5].reshape(slots, 4, -1)
+        # Lists: reading a number from an array takes several times as long as from a list.
         self.new: list[int]
         self.stopped: list[int]
         self.finite: list[int]
@@ -60,26 +59,29 @@ class Answer:
         """Append a slot's tokens, up to the first token that completes a stop string."""
         count = tokens.new[slot]
         if self.stream is not None:
-            count = self.read(self.stream, tokens.bits[slot, 0, :count].tolist(), strings)
-        # Copies, which do not keep the other slots' arrays.
+            count = self.decode_ids(self.stream, tokens.bits[slot, 0, :count].tolist(), strings)
+        # A copy. A view would keep the arrays of all slots in memory.
         self.bits.append(tokens.bits[slot, :, :count].copy())
         if tokens.experts is not None:
             self.experts.append(np.array(tokens.experts[slot, :count]))
 
-    def read(self, stream: Stream, ids: Sequence[int], strings: Sequence[str]) -> int:
+    def decode_ids(self, stream: Stream, ids: Sequence[int], strings: Sequence[str]) -> int:
         """Decode ids up to the first id that completes a stop string; return the number decoded."""
         for number, token in enumerate(ids, 1):
+            # A stop string may span tokens, so the search begins before the new characters.
             begin = max(0, len(self.text) - max(map(len, strings)) + 1)
             self.text += stream.push(token)
             completed_strings = [s for s in strings if s in self.text[begin:]]
             if completed_strings:
+                # One token can complete several stop strings; the earliest string ends the answer.
                 self.stop_string = min(completed_strings, key=self.text[begin:].index)
                 self.stopped = True
                 return number
         return len(ids)
 
-    def sample(self, prompt_experts: np.ndarray | None) -> Sample:
-        """Return the finished answer; `prompt_experts` are [P, L, k], None if not recorded."""
+    def to_sample(self, prompt_experts: np.ndarray | None) -> Sample:
+        """Convert the finished answer; `prompt_experts` are [P, L, k], None if not recorded."""
+        # An answer that one decode call sampled needs no copy.
         bits = self.bits[0] if len(self.bits) == 1 else np.concatenate(self.bits, axis=1)
         logprobs, kept_log_masses, cutoffs = bits[1:].view(np.float32)
         experts = np.concatenate(self.experts) if self.experts else None
@@ -95,6 +97,7 @@ class PromptExperts:
 
     def __init__(self):
         self._pages: dict[tuple[int, int], np.ndarray] = {}  # [C, L, k]
+        # Fetched only when a prompt finishes, so that prefill calls overlap with the host's work.
         self._pending: list[tuple[jax.Array, Tasks]] = []
 
     def add(self, experts: jax.Array, tasks: Tasks) -> None:
@@ -114,6 +117,6 @@ class PromptExperts:
             by_shard = jax.device_get(experts).reshape(len(tasks), -1, *experts.shape[1:])
             for shard, shard_tasks in enumerate(tasks):
                 for row, (prefilled, number) in enumerate(shard_tasks):
-                    # A copy: a page may outlive the others of its call.
+                    # A copy. A view would keep the whole call in memory as long as one page.
                     self._pages[shard, prefilled.pages[number]] = by_shard[shard, row].copy()
         self._pending = []

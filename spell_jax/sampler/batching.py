@@ -1,9 +1,8 @@
 """Conversion of the scheduler's plan to the input arrays of programs.py.
 
-1. The arrays hold the rows of all shards of the mesh's row axes, one shard after the other.
-2. A call's arrays are joined into one array for the way to the device, and so is what a decode call
-   has sampled for the way back. To place 17 arrays takes 0.31 ms of the host's time, to place 1
-   takes 0.03; to read 8 takes 0.05, to read 1 takes 0.01 (one CPU).
+1. The arrays hold the rows of all shards of the mesh's row axes, one shard after another.
+2. The arrays of a call are joined into one array before they go to the device. The result of a
+   decode call comes back as one array, too.
 """
 
 from __future__ import annotations
@@ -23,14 +22,17 @@ from spell_jax.runtime import mesh as meshes
 from spell_jax.sampler import programs, sampling
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.sampler.programs import State
-from spell_jax.sampler.sampled import Joined, join
+from spell_jax.sampler.sampled import JoinedResult, join
 from spell_jax.sampler.scheduler import DecodeSequence, PrefilledPrompt, Scheduler, Tasks
 
 Limits = list[dict[DecodeSequence, int]]  # for each shard the result of Shard.allocate_pages
 
 
 def prompt_pages(scheduler: Scheduler, tasks: Tasks, max_prompt: int) -> programs.PromptPages:
-    """Make the input arrays of a prefill call, for tasks planned by a scheduler."""
+    """Convert the planned tasks of a prefill call to its input arrays, numpy [shards * rows, ...].
+
+    A prompt table has room for `max_prompt` tokens.
+    """
     shape, rows = scheduler.shape, (len(tasks), scheduler.shape.tasks)
     batch = programs.PromptPages(
         tokens=np.zeros((*rows, shape.page_size), np.int32),
@@ -38,6 +40,7 @@ def prompt_pages(scheduler: Scheduler, tasks: Tasks, max_prompt: int) -> program
         length=np.zeros(rows, np.int32),
         page=np.zeros(rows, np.int32),
         table=np.zeros((*rows, shape.pages_of(max_prompt)), np.int32),
+        # An index out of bounds, so programs.prefill drops hidden states within a prompt.
         prefilled=np.full(rows, len(tasks) * shape.prompts, np.int32),
     )
     for shard, shard_tasks in enumerate(tasks):
@@ -54,19 +57,24 @@ def prompt_pages(scheduler: Scheduler, tasks: Tasks, max_prompt: int) -> program
             batch.table[shard, row, : len(pages)] = pages
             if number + 1 == len(pages):
                 batch.prefilled[shard, row] = first + prefilled.index
-    return _flat(batch)
+    return _merge_shards(batch)
 
 
 def slots(
     scheduler: Scheduler, lane: int, limits: Limits, most_idle: int, config: SamplerConfig
 ) -> programs.Slots:
-    """Make the input arrays of a decode call of one lane; see Slots.most_idle."""
+    """Convert the state of one lane to the input arrays of a decode call.
+
+    `limits` are the token counts at which sequences must stop. `most_idle` is the number of idle
+    slot passes at which the call returns.
+    """
     shape, shards = scheduler.shape, len(scheduler.shards)
     cells, rows = shape.lanes[lane]
     slot_shape, cell_shape = (shards, shape.slots), (shards, rows, cells)
     prompt_pages = shape.pages_of(config.max_prompt)
     suffix_pages = shape.pages_of(config.longest_answer)
     arrays = programs.Slots(
+        # Zeros in count and limit make a slot idle, so only slots with a sequence are filled below.
         prefilled=np.full(slot_shape, -1, np.int32),
         prompt_length=np.zeros(slot_shape, np.int32),
         count=np.zeros(slot_shape, np.int32),
@@ -87,6 +95,7 @@ def slots(
         ),
         most_idle=np.full((shards, 1), most_idle, np.int32),
     )
+    # Options that are off have no arrays, so that their work is not even compiled.
     if config.vocabulary_dropout:
         shares, nats = np.zeros(slot_shape, np.float32), np.zeros(slot_shape, np.float32)
         dropped = dataclasses.replace(arrays.sampling, dropout=shares, dropout_penalty=nats)
@@ -97,52 +106,55 @@ def slots(
     for number, shard in enumerate(scheduler.shards):
         _fill_slots(arrays, number, limits[number], number * shape.prompts)
         _fill_rows(arrays, number, shard.lanes[lane].groups())
-    return _flat(arrays)
+    return _merge_shards(arrays)
 
 
 @flax.struct.dataclass
-class Packed:
-    """Arrays of a call, joined for the way to the device."""
+class PackedArrays:
+    """Arrays of a call, joined into one array."""
 
-    rows: Any  # all arrays as int32, one after the other, int32 [shards, K]
+    # Placing 17 arrays takes 0.31 ms of the host's time, placing one takes 0.03 (one CPU).
+    rows: Any  # bits of all arrays, one after another, int32 [shards, K]
     tree: Any = flax.struct.field(pytree_node=False)
     # Shape in one shard and dtype of each array, in the order of the tree.
     layout: tuple[tuple[tuple[int, ...], str], ...] = flax.struct.field(pytree_node=False)
 
 
-def pack(batch: Any, shards: int) -> Packed:
-    """Join the arrays of prompt_pages or slots."""
+def pack(batch: Any, shards: int) -> PackedArrays:
+    """Join a tree of arrays with `shards` equal parts, from prompt_pages or slots."""
     leaves, tree = jax.tree.flatten(batch)
     layout = tuple(((len(x) // shards, *x.shape[1:]), x.dtype.name) for x in leaves)
+    # All dtypes here have 32 bits, so a view converts them without a copy.
     rows = [x.view(np.int32).reshape(shards, -1) for x in leaves]
-    return Packed(np.concatenate(rows, axis=1), tree, layout)
+    return PackedArrays(np.concatenate(rows, axis=1), tree, layout)
 
 
-def place(mesh: jax.sharding.Mesh, batch: Any) -> Packed:
+def place(mesh: jax.sharding.Mesh, batch: Any) -> PackedArrays:
     """Join the arrays of a call and put them onto the devices of a mesh."""
     packed = pack(batch, meshes.row_shards(mesh))
     return dataclasses.replace(packed, rows=meshes.device_put(packed.rows, meshes.by_rows(mesh)))
 
 
 def prefill(
-    config: PolicyConfig, params: Params, state: State, packed: Packed, **options: Any
+    config: PolicyConfig, params: Params, state: State, packed: PackedArrays, **options: Any
 ) -> tuple[State, jax.Array | None]:
-    """Run programs.prefill on joined arrays."""
+    """Run programs.prefill on the arrays of a PromptPages."""
     return programs.prefill(config, params, state, unpack(packed), **options)
 
 
 def decode(
-    config: PolicyConfig, params: Params, state: State, packed: Packed, **options: Any
-) -> tuple[State, Joined]:
-    """Run programs.decode on joined arrays, and join the arrays of its result."""
+    config: PolicyConfig, params: Params, state: State, packed: PackedArrays, **options: Any
+) -> tuple[State, JoinedResult]:
+    """Run programs.decode on the arrays of a Slots; return the new state and the joined result."""
     state, sampled = programs.decode(config, params, state, unpack(packed), **options)
-    # Tokens are on every device. Unless counts are too, XLA cuts all up by rows and gathers it.
+    # Tokens are on every device. Without this constraint on the counts, XLA would split the joined
+    # array by rows and gather it again.
     sampled = jax.lax.with_sharding_constraint(sampled, PartitionSpec())
     return state, join(sampled)
 
 
-def unpack(packed: Packed) -> Any:
-    """Cut joined arrays apart, in a program."""
+def unpack(packed: PackedArrays) -> Any:
+    """Split joined arrays into their tree, inside a jitted program."""
     leaves, begin = [], 0
     for shape, dtype in packed.layout:
         end = begin + math.prod(shape)
@@ -152,7 +164,7 @@ def unpack(packed: Packed) -> Any:
     return jax.tree.unflatten(packed.tree, leaves)
 
 
-def _flat(batch: Any) -> Any:
+def _merge_shards(batch: Any) -> Any:
     """Merge the leading axes: [shards, rows, ...] to [shards * rows, ...]."""
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
 
@@ -176,6 +188,7 @@ def _fill_slots(
     arrays.sample_index[at] = [sequence.number for sequence in limits]
     for sequence in limits:
         arrays.suffix_table[number, sequence.slot, : len(sequence.pages)] = sequence.pages
+    # Sampling and Options name these parameters alike.
     for name, values in vars(arrays.sampling).items():
         if values is not None:
             values[at] = [getattr(request.options, name) for request in requests]
@@ -184,7 +197,7 @@ def _fill_slots(
 def _fill_rows(
     arrays: programs.Slots, number: int, groups: list[tuple[PrefilledPrompt, list[int]]]
 ) -> None:
-    """Arrange the slots of a shard in rows."""
+    """Fill the rows of a shard: the slots that share a prompt, and the pages of the prompt."""
     slots = [slot for _, row_slots in groups for slot in row_slots]
     if not slots:
         return
@@ -197,4 +210,5 @@ def _fill_rows(
     for row, (prefilled, _) in enumerate(groups):
         arrays.prompt_table[number, row, : len(prefilled.pages)] = prefilled.pages
         if arrays.prompt_tokens is not None:
+            # Right-aligned, so that the answer follows without a gap (speculative.py).
             arrays.prompt_tokens[number, row, -len(prefilled.tokens) :] = prefilled.tokens

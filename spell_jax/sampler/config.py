@@ -25,7 +25,7 @@ _CHOICES = {
 
 @dataclasses.dataclass(frozen=True)
 class SamplerConfig:
-    """Sampling parameters and compiled shapes; sizes are totals over all devices.
+    """Sampling parameters and compiled shapes. Sizes are totals over all devices.
 
     Attributes:
       temperature: softmax temperature; 0 is greedy (paper section 4.1: 0.7).
@@ -34,7 +34,7 @@ class SamplerConfig:
       min_p: least probability as a share of the most likely token's, in [0, 1], after top_p.
       vocabulary_dropout: tempered vocabulary dropout of questions (arXiv 2604.03472; there the mask
         is hard): probability, in [0, 1), that a token is disfavored in a whole question. Logprobs
-        are those without dropout.
+        are computed without dropout.
       dropout_penalty: nats that the logit of such a token loses. Tokens of the format, which are
         all but certain, stay.
       max_tokens: maximum length S of a question or an answer, in tokens.
@@ -90,13 +90,14 @@ class SamplerConfig:
                 f"sampler.vocabulary_dropout = {self.vocabulary_dropout}: must be in [0, 1)"
             )
         try:
+            # Options checks the sampling parameters, so a request and a config have equal limits.
             self.options(1)
         except ValueError as error:
             raise ValueError(f"sampler.{error}") from error
 
     @property
     def dropout(self) -> dict[str, float]:
-        """Fields of Options that give a question vocabulary dropout, if there is any."""
+        """Fields of Options for a question with vocabulary dropout; empty without dropout."""
         if not self.vocabulary_dropout:
             return {}
         return {"dropout": self.vocabulary_dropout, "dropout_penalty": self.dropout_penalty}
@@ -117,7 +118,7 @@ class SamplerConfig:
         return dataclasses.replace(common, max_tokens=max_tokens, **overrides)
 
     def shape(self, mesh: jax.sharding.Mesh) -> ShardShape:
-        """Return the sizes of one shard of the mesh's row axes; devices have equally many slots.
+        """Return the sizes of one shard of the mesh's row axes. All devices have as many slots.
 
         ValueError if page_size is not a multiple of mesh.context, or if a shard of the pool cannot
         hold the longest prompt and answer.
@@ -129,7 +130,10 @@ class SamplerConfig:
                 f"mesh.context = {parts}"
             )
         pages = self.kv_cache_tokens // self.page_size // shards
+        # Rounded up, because lm_head.logits splits slots evenly over all devices.
         slots = -(-self.slots // mesh.size) * (mesh.size // shards)
+        # Full groups would need slots / G rows. As sequences end, groups shrink, and new groups
+        # need rows beside them: 4 times as many rows keep free slots usable.
         lanes = {1: slots}
         lanes[min(self.samples_per_prompt_batch, slots)] = min(
             slots, 4 * -(-slots // self.samples_per_prompt_batch)
@@ -138,11 +142,13 @@ class SamplerConfig:
             page_size=self.page_size,
             pages=pages,
             slots=slots,
+            # Twice the slots: if every slot has a prompt of its own, as many more can be prefilled.
             prompts=2 * slots,
             lanes=tuple(sorted(lanes.items())),
             tasks=max(1, self.prefill_tokens // self.page_size // shards),
         )
         longest = self.longest_answer
+        # Prompt and answer have no page in common, so each rounds up to whole pages.
         if shape.pages_of(self.max_prompt) + shape.pages_of(longest) > pages:
             raise ValueError(
                 f"sampler.kv_cache_tokens = {self.kv_cache_tokens}: a prompt of "

@@ -23,7 +23,7 @@ class Counts:
     busy_slot_steps: int = 0
     starved_slot_steps: int = 0  # slot steps that sampled nothing while a request was queued
     group_slot_steps: int = 0  # cells times passes, over the decode rows in use
-    padded_group_slots: int = 0  # those of the above whose cell had no sequence
+    padded_group_slots: int = 0  # group_slot_steps of cells without a sequence
     prefilled_tokens: int = 0  # prompt tokens that were read, not taken from a shared prefix
     # Seconds per agent in which the host was blocked by the device. A decode call serves many
     # agents, so its wait is divided in proportion to their sampled tokens and to their prompt
@@ -33,8 +33,8 @@ class Counts:
     def add_decode(self, tokens: SlotTokens, cells: int, empty: int, has_queued: bool) -> None:
         """Add the counts of a decode call, given the call's result on the host.
 
-        `cells` is the number of cells of the decode rows in use; `empty` is the number of these
-        cells without a sequence. `has_queued`: whether a request was queued for one of the slots.
+        `cells` is the number of cells of the decode rows in use, `empty` the number of cells in
+        these rows without a sequence. `has_queued` says whether a request was queued for a slot.
         """
         slot_steps = tokens.passes * len(tokens.new)
         self.decode_calls += 1
@@ -48,6 +48,7 @@ class Counts:
 
     def add_wait(self, seconds: float, processed: Counter[str]) -> None:
         """Divide a wait among agents in proportion to tokens `processed` since the last wait."""
+        # Nothing is processed before the first call, and a wait must not divide by zero.
         total = processed.total() or 1
         for agent, tokens in processed.items():
             before = self.device_wait_seconds.get(agent, 0.0)

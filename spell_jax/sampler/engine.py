@@ -25,11 +25,11 @@ from spell_jax.sampler import batching, kv_cache, programs
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.sampler.session import Session
 
-# Compiler options of decoding on NVIDIA GPUs. A pass has few rows, so its time is that of reading
-# the weights. By default XLA first copies each layer's weights out of the stacked array, for its
-# Triton products, or joins the weights of gate and up, for its dot merger. With these options
+# Compiler options of decoding on NVIDIA GPUs. A pass has few rows, so reading the weights takes
+# most of its time. By default XLA first copies each layer's weights out of the stacked array, for
+# its Triton products, or joins the weights of gate and up, for its dot merger. With these options
 # cuBLAS reads a layer's weights where they are. On an H200 a pass of Qwen2.5-1.5B with 8 answers
-# then takes 4.5 ms instead of 5.1 (docs/performance.md); the copies took 24 % of it.
+# then takes 4.5 ms instead of 5.1. The copies took 24 % of a pass (docs/performance.md).
 _GPU_DECODE_OPTIONS = {
     "xla_gpu_enable_triton_gemm": False,
     "xla_gpu_dot_merger_threshold_mb": 0,
@@ -51,8 +51,8 @@ class Sampler:
         """Build the jitted programs; nothing is compiled yet.
 
         Token ids `stop_ids` end an answer. Stop strings need `stream`, the constructor of a
-        tokenizer's incremental decoder. `record_experts` gives samples the experts that processed
-        their tokens, for a mixture of experts. ValueError if sizes do not fit.
+        tokenizer's incremental decoder. With `record_experts`, for a mixture of experts, samples
+        have the experts that processed their tokens. ValueError if sizes do not fit.
         """
         self.policy = policy
         self.config = config
@@ -66,6 +66,7 @@ class Sampler:
         arrays = 4 if config.cache_dtype == "int8" else 2
         pages = Pages(*(kv_cache.pages_sharding(mesh, policy),) * arrays)
         answer_shardings = (meshes.by_rows(mesh),) * lanes if config.speculative_tokens else ()
+        # Hidden states, [R, D] and [N, D], are replicated: they are small beside pages and weights.
         self.shardings = shardings = programs.State(
             pages, replicated, (replicated,) * lanes, answer_shardings
         )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
+# Bits by which the 20 rounds rotate, four at a time in turn (Salmon et al. 2011).
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
 
@@ -18,10 +19,11 @@ def request_keys(key: jax.Array, count: int) -> np.ndarray:
 def fold_keys(key: np.ndarray, numbers: Sequence[tuple[int, ...]]) -> np.ndarray:
     """Fold each of n tuples into a key, number by number; return key data uint32 [n, 2].
 
-    The bits equal jax.random.fold_in. NumPy computes them, because a program of JAX waits for the
-    device's other programs, on CPUs too: 18 % of the demo's rollouts. OverflowError if a number is
-    negative or has more than 32 bits.
+    The bits equal jax.random.fold_in. OverflowError if a number is negative or has more than 32
+    bits.
     """
+    # NumPy, because a program of JAX would wait for the programs that the device runs, on CPUs too.
+    # That wait was 18 % of the time of the demo's rollouts.
     keys = np.tile(np.asarray(key, np.uint32), (len(numbers), 1))
     for column in np.asarray(numbers, np.uint32).T:
         keys = _threefry(keys, column)
@@ -35,6 +37,7 @@ def _threefry(keys: np.ndarray, count: np.ndarray) -> np.ndarray:
     2011, Parallel Random Numbers: As Easy as 1, 2, 3.
     """
     first, second = keys.T
+    # The third word of the key schedule has Threefry's parity constant.
     schedule = (first, second, first ^ second ^ np.uint32(0x1BD11BDA))
     left, right = first, second + count
     for step in range(5):

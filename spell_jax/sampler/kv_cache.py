@@ -3,8 +3,8 @@
 Each layer is one shard_map: no part of the pool ever moves between devices. Each shard of the
 mesh's row axes has its own slots and pool, which its tables index. The `context` axis splits every
 page by tokens: all queries of a shard attend to each part, and the results are merged by
-log-sum-exp. The `tensor` axis splits heads. If there are fewer key heads than devices, a key head
-is replicated on the devices whose query heads read it.
+log-sum-exp. The `tensor` axis splits heads. If there are fewer key heads than devices, each device
+has a copy of the key head that its query heads read.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ LAYOUT = ("row", "cell", "slot", "prompt_table", "prompt_visible", "suffix_table
 def head_split(mesh: Any, heads: int, kv_heads: int) -> tuple[str | None, int]:
     """Return (mesh axis that splits heads, or None; number of key heads in the pool)."""
     count = 1 if mesh is None else mesh.shape[meshes.TENSOR]
+    # Heads are split only if devices get equally many query heads, and whole key heads for them.
     if count == 1 or heads % count or (kv_heads % count and count % kv_heads):
         return None, kv_heads
     return meshes.TENSOR, max(kv_heads, count)
@@ -55,7 +56,7 @@ def attend_prompts(
     """
     arrays = {name: context[name] for name in ("page", "table", "visible")}
     function = functools.partial(_prompts_on_device, kernel)
-    return _run(function, meshes.CONTEXT, q, k, v, cache, context["layer"], arrays)
+    return _map_devices(function, meshes.CONTEXT, q, k, v, cache, context["layer"], arrays)
 
 
 def attend_slots(
@@ -70,18 +71,20 @@ def attend_slots(
     """
     arrays = {name: context[name] for name in ("page", "offset", "visible", *LAYOUT)}
     function = functools.partial(_slots_on_device, kernel)
-    return _run(function, None, q, k, v, cache, context["layer"], arrays)
+    return _map_devices(function, None, q, k, v, cache, context["layer"], arrays)
 
 
-def _run(function, time: str | None, q, k, v, pages: Pages, layer, arrays):
+def _map_devices(function, time: str | None, q, k, v, pages: Pages, layer, arrays):
     """Run function(q, k, v, pages, layer, arrays, share) on each device's shards.
 
-    `share` is (index, size) of the device on the `context` axis.
+    `time` is the mesh axis that splits the tokens of q, k and v, or None. `share` is (index, size)
+    of the device on the `context` axis.
     """
     mesh = collectives.current_mesh()
     axis, pool_heads = head_split(mesh, q.shape[2], k.shape[2])
     if mesh is None:
         return function(q, k, v, pages, layer, arrays, (0, 1))
+    # Each device needs a key head of its own, so key heads repeat if devices are more numerous.
     k, v = (jnp.repeat(x, pool_heads // k.shape[2], axis=2) for x in (k, v))
     parts = mesh.shape[meshes.CONTEXT]
 
@@ -102,6 +105,7 @@ def _run(function, time: str | None, q, k, v, pages: Pages, layer, arrays):
 def _prompts_on_device(kernel: str, q, k, v, pages: Pages, layer, arrays, share):
     pages = write_pages(pages, layer, arrays["page"], k, v)
     queries = q
+    # A device has a part of every page, so it needs the queries of the whole page.
     if share[1] > 1:
         queries = jax.lax.all_gather(q, meshes.CONTEXT, axis=1, tiled=True)
     parts = paged.attend(queries, pages, layer, arrays["table"], arrays["visible"], share, kernel)
@@ -114,6 +118,7 @@ def _prompts_on_device(kernel: str, q, k, v, pages: Pages, layer, arrays, share)
 def _slots_on_device(kernel: str, q, k, v, pages: Pages, layer, arrays, share):
     part, parts = share
     owner, offset = arrays["offset"] // pages.page_size, arrays["offset"] % pages.page_size
+    # The devices that do not hold a token's part of its page write to page 0, which is scratch.
     page = arrays["page"] if parts == 1 else jnp.where(owner == part, arrays["page"], 0)
     pages = write_tokens(pages, layer, page, offset, k[:, 0], v[:, 0])
     read = functools.partial(paged.attend, pages=pages, layer=layer, share=share, kernel=kernel)
@@ -122,6 +127,7 @@ def _slots_on_device(kernel: str, q, k, v, pages: Pages, layer, arrays, share):
     time = q.shape[1]
     suffix_visible = arrays["visible"].reshape(slots, time)
     suffix = read(q, table=arrays["suffix_table"], num_visible=suffix_visible)
+    # The queries of all samples of a prompt in one row: one product reads the prompt's keys once.
     siblings = jnp.take(q, arrays["slot"], axis=0, mode="fill", fill_value=0)  # [M, G, T, heads, H]
     siblings = siblings.reshape(rows, cells * time, *q.shape[2:])
     prompt = jnp.repeat(arrays["prompt_visible"], time, axis=1)
@@ -135,5 +141,6 @@ def _slots_on_device(kernel: str, q, k, v, pages: Pages, layer, arrays, share):
 
 def _weighted(out: jax.Array, lse: jax.Array) -> jax.Array:
     """Weight a device's part of attention; the sum over `context` is attention to all keys."""
+    # Relative to the largest log-sum-exp, so that no exponential overflows.
     weight = jnp.exp(lse - jax.lax.pmax(lse, meshes.CONTEXT))
     return out * (weight / jax.lax.psum(weight, meshes.CONTEXT))[..., None]

@@ -30,17 +30,19 @@ def logits(config: PolicyConfig, params: transformer.Params, hidden: jax.Array) 
     table = params["embedding" if config.tied_embeddings else "unembedding"]
     split = Split.of((len(hidden), 1), *table.shape, over=meshes.TENSOR)
     sampled = PartitionSpec((*meshes.ROWS, meshes.CONTEXT, meshes.TENSOR))
-    run = jax.shard_map(
+    on_mesh = jax.shard_map(
         functools.partial(_on_device, split),
         in_specs=(PartitionSpec(meshes.ROWS), split.table_spec),
         out_specs=sampled,
         check_vma=False,
     )
-    return transformer.without_unused_ids(config, run(hidden, table))
+    return transformer.without_unused_ids(config, on_mesh(hidden, table))
 
 
 def _on_device(split: Split, hidden: jax.Array, table: jax.Array) -> jax.Array:
     """Compute one device's rows of logits from its shards of hidden states and table."""
+    # Devices that split both rows and width exchange hidden states [N, D], which are far smaller
+    # than the table [V, D] that stays in place.
     together = tuple(axis for axis in split.width if axis in split.rows)
     if together:
         hidden = jax.lax.all_gather(hidden, together, axis=0, tiled=True)
@@ -48,10 +50,12 @@ def _on_device(split: Split, hidden: jax.Array, table: jax.Array) -> jax.Array:
         share = table.shape[1]
         first = jax.lax.axis_index(split.width) * share
         hidden = jax.lax.dynamic_slice_in_dim(hidden, first, share, axis=1)
+    # float32, because partial products of bfloat16 would be rounded before their sum.
     part = jnp.einsum("nd,vd->nv", hidden, table, preferred_element_type=jnp.float32)
     part = collectives.sum_scatter(part, together)
     part = _own_rows(part, meshes.CONTEXT, meshes.CONTEXT in split.width)
-    if split.leading:  # vocabulary is sharded: exchange rows for columns
+    # Sampling needs whole rows, so a sharded vocabulary exchanges rows for columns.
+    if split.leading:
         return jax.lax.all_to_all(part, meshes.TENSOR, split_axis=0, concat_axis=1, tiled=True)
     return _own_rows(part, meshes.TENSOR, summed=False)
 

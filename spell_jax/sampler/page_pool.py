@@ -18,16 +18,19 @@ _ROOT = 0
 
 
 class PagePool:
-    """Pages 1 to `size`, with reference counts; page 0 is scratch and never given out."""
+    """Pages 1 to `size`, with reference counts. Page 0 is scratch and belongs to no prompt."""
 
     def __init__(self, size: int):
         self.size = size
+        # In descending order, so that pop() takes the lowest page at O(1).
         self._free = list(range(size, 0, -1))
+        # In the order of release: the first page is the least recently used.
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._users = [0] * (size + 1)
         self._known: dict[_Block, int] = {}
         self._block: dict[int, _Block] = {}
-        # Serial number of each page's content: pages are reused, serial numbers are not.
+        # Serial number of each page's content. A block names its parent by serial number, because
+        # an evicted parent's page is reused, while its children may still be in the pool.
         self._serial = [_ROOT] * (size + 1)
         self._next_serial = _ROOT + 1
 
@@ -36,7 +39,7 @@ class PagePool:
         return len(self._free) + len(self._idle)
 
     def find(self, blocks: Sequence[bytes]) -> list[int]:
-        """Return the pages of the longest known prefix of a prompt's blocks."""
+        """Return the pages of a prompt's longest prefix of blocks that are in the pool."""
         pages, parent = [], _ROOT
         for block in blocks:
             if (page := self._known.get((parent, block))) is None:
@@ -46,7 +49,7 @@ class PagePool:
         return pages
 
     def idle(self, pages: Sequence[int]) -> int:
-        """Count the given pages without users; holding them lowers `available` by this count."""
+        """Count the pages without users. Holding the pages lowers `available` by this count."""
         return sum(self._users[page] == 0 for page in pages)
 
     def hold(self, pages: Sequence[int]) -> None:
@@ -57,6 +60,7 @@ class PagePool:
 
     def take(self) -> int:
         """Take a page for one user and forget its old content; callers check `available`."""
+        # Empty pages first, because an idle page may serve another prompt.
         if self._free:
             page = self._free.pop()
         elif self._idle:
@@ -70,9 +74,9 @@ class PagePool:
         return page
 
     def name(self, page: int, parent: int | None, block: bytes) -> None:
-        """Register a taken page as the block after a parent page (None: the first block).
+        """Register a page as the block after a parent page (None: the first block).
 
-        A block that is already registered on another page stays there.
+        A block that another page already holds stays registered there.
         """
         key = (_ROOT if parent is None else self._serial[parent], block)
         if key not in self._known:
@@ -80,8 +84,10 @@ class PagePool:
             self._block[page] = key
 
     def release(self, pages: Sequence[int]) -> None:
-        """Remove one user from each page; pages are given in order of their positions."""
-        for page in reversed(pages):  # evicts the end of a prompt before its beginning
+        """Decrement the user count of each page. `pages` are in prompt order."""
+        # In reverse, so that the end of a prompt is evicted before its beginning: a block without
+        # its parent cannot be found.
+        for page in reversed(pages):
             self._users[page] -= 1
             if self._users[page]:
                 continue

@@ -54,8 +54,8 @@ class PromptPages:
 class Slots:
     """N decode slots, arranged in M rows of G cells; a row holds samples of one prompt."""
 
-    # Index of the prompt whose hidden state a new sample starts from, int32 [N]; -1 for a slot that
-    # continues.
+    # Index in prompt_hidden of the state that a new sample starts from, int32 [N]; -1 for a slot
+    # that continues.
     prefilled: Array
     prompt_length: Array  # tokens of the slot's prompt, int32 [N]
     count: Array  # tokens sampled so far, int32 [N]
@@ -133,13 +133,11 @@ def decode(
 ) -> tuple[State, Sampled]:
     """Sample up to `steps` tokens in every slot that is not at its limit.
 
-    All samples of a prompt attend to its pages in one matrix product, and each slot attends to the
-    pages of its own suffix; the two parts are merged by log-sum-exp. The loop ends early when
-    slots have been idle for long enough to be refilled. With speculation, a pass also feeds
-    proposed tokens. A proposal that equals the sampled token is accepted, which does not change
-    what is sampled. `params` are in the compute dtype, `state` is donated by the caller,
-    `page_size` is C.
+    The samples of a prompt attend to its pages in one matrix product, and each slot to its own
+    suffix. With speculation, a pass also feeds proposed tokens, and accepts a proposal that equals
+    the sampled token. `params` are in the compute dtype, `state` is donated, `page_size` is C.
     """
+    # As bits, a bfloat16 pass on CPUs takes 14 ms instead of 25 (8 layers, width 512, 16 rows).
     params = products.kernels_as_bits(params)
     fresh = (slots.prefilled >= 0)[:, None]
     hidden = jnp.where(fresh, state.prompt_hidden[slots.prefilled], state.hidden[lane])
@@ -156,6 +154,7 @@ def decode(
     def should_continue(carry):
         *_, sampled = carry
         active = tokens_left(sampled) > 0
+        # Idle slots cost as much as busy ones, so the call returns once a refill costs less.
         # Passes without a token so far, and in the next pass, of slots that were active at first.
         idle = jnp.where(slots.count < slots.limit, sampled.steps - sampled.busy + ~active, 0)
         return (sampled.steps < steps) & (jnp.sum(idle) < most_idle) & jnp.any(active)
@@ -171,6 +170,7 @@ def decode(
             inputs = jnp.concatenate([inputs, proposals], axis=1)
         new, pages, experts = forward(pages, inputs, count, left)
         if speculation.tokens:
+            # Keys belong to token indices, so plain decoding would sample the same tokens.
             tail = sample_next(new[:, :-1], count + 1)
             answers = _write_own(answers, tail.id, count + 1)
             tokens = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), tokens, tail)

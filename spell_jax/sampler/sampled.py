@@ -25,7 +25,7 @@ class Sampled:
 
 
 def no_samples(config: PolicyConfig, slots: int, steps: int, record_experts: bool) -> Sampled:
-    """Make the result before the first pass, for N slots."""
+    """Return an empty result for N slots, before the first pass."""
     numbers, experts = jnp.zeros((slots, steps), jnp.float32), None
     if record_experts:
         unknown = moe.no_experts(config)
@@ -41,26 +41,28 @@ def no_samples(config: PolicyConfig, slots: int, steps: int, record_experts: boo
 
 
 @flax.struct.dataclass
-class Joined:
-    """The arrays of Sampled, joined for the way to the host; answers.SlotTokens reads them."""
+class JoinedResult:
+    """The arrays of Sampled, joined into one; answers.SlotTokens reads them on the host."""
 
-    # Of each slot the ids, logprobs, kept masses and cut-offs of its tokens, floats as their bits;
-    # then new, stopped, whether all its logprobs are finite, busy and steps: int32 [N, 4 steps + 5]
+    # One array, because the host reads 8 arrays in 0.05 ms and one in 0.01 (one CPU). For each slot
+    # the ids, logprobs, kept masses and cut-offs of its tokens, floats as their bits; then new,
+    # stopped, whether all its logprobs are finite, busy and steps: int32 [N, 4 steps + 5].
     numbers: jax.Array
     experts: jax.Array | None
 
 
-def join(sampled: Sampled) -> Joined:
-    """Join the arrays of a result."""
+def join(sampled: Sampled) -> JoinedResult:
+    """Join the arrays of a result, inside a jitted program."""
     tokens, steps = sampled.tokens, sampled.tokens.id.shape[1]
     unused = jnp.arange(steps) >= sampled.new[:, None]
+    # Entries after `new` are undefined, so only the valid logprobs decide.
     finite = jnp.all(unused | jnp.isfinite(tokens.logprob), axis=1)
     passes = jnp.broadcast_to(sampled.steps, sampled.new.shape)
     counts = sampled.new, sampled.stopped, finite, sampled.busy, passes
     floats = tokens.logprob, tokens.kept_log_mass, tokens.cutoff
     bits = (jax.lax.bitcast_convert_type(x, jnp.int32) for x in floats)
     columns = jnp.stack(counts, axis=1, dtype=jnp.int32)
-    return Joined(jnp.concatenate([tokens.id, *bits, columns], axis=1), sampled.experts)
+    return JoinedResult(jnp.concatenate([tokens.id, *bits, columns], axis=1), sampled.experts)
 
 
 def accept(
@@ -68,9 +70,10 @@ def accept(
 ) -> jax.Array:
     """Return the mask [N, T] of sampled tokens to accept, at most `left` [N] per slot.
 
-    A token is accepted if it and all tokens before it equal the tokens that were fed to the policy,
-    and no token before it is a stop token.
+    A token is accepted if the policy was fed this token and all tokens before it, and no token
+    before it is a stop token.
     """
+    # The first token was sampled before it was fed, so each pass accepts one token at least.
     right = tokens == inputs
     right &= jnp.pad(~_stops(tokens, stop_ids)[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     right = jnp.cumprod(right, axis=1, dtype=jnp.int32) > 0

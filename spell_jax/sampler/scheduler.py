@@ -53,7 +53,7 @@ class ShardShape:
 
 @dataclasses.dataclass(eq=False)
 class PrefilledPrompt:
-    """An admitted prompt, whose pages are in the pool or about to be prefilled."""
+    """An admitted prompt. Its pages are in the pool or about to be prefilled."""
 
     ticket: int  # number of the request
     request: SampleRequest
@@ -61,7 +61,7 @@ class PrefilledPrompt:
     index: int  # row of the prompt in State.prompt_hidden, within its shard
     pages: list[int]  # pages of its blocks, in order
     unread: int  # number of pages that no prefill call has read yet
-    unfinished: int  # number of its sequences that have not ended
+    unfinished: int  # number of its sequences that still run or wait
 
 
 @dataclasses.dataclass(eq=False)
@@ -112,10 +112,8 @@ class Lane:
         ]
 
     def fill_slots(self) -> None:
-        """Assign free slots to queued sequences, first in, first out.
-
-        Stops at the first sequence if its prompt is not prefilled yet or no row is left for it.
-        """
+        """Assign free slots to queued sequences, until one has no prefilled prompt or no row."""
+        # First in, first out: a later sequence must not delay an earlier one for ever.
         free_slots = [slot for slot, sequence in enumerate(self.slots) if sequence is None]
         for slot in free_slots:
             if not self.queued or self.queued[0].prefilled.unread:
@@ -163,11 +161,12 @@ class Shard:
     ) -> bool:
         """Admit a request if there is room; return whether it was admitted.
 
-        `tokens` are its prompt, `blocks` the prompt's whole pages.
+        `tokens` are the prompt of the request, `blocks` the whole pages of the prompt.
         """
         shape = self.shape
         shared, total = self._shared(blocks, request), shape.pages_of(len(tokens))
         longest = shape.pages_of(request.options.max_tokens)
+        # Shared idle pages count as needed: once they are held, nothing else can take them.
         needed_pages = total - len(shared) + self.pool.idle(shared)
         if not self._indices or needed_pages > self._spare(longest):
             return False
@@ -207,7 +206,8 @@ class Shard:
     def allocate_pages(self, lane: Lane, steps: int) -> dict[DecodeSequence, int]:
         """Give running sequences pages for their next `steps` tokens, in order of admission.
 
-        Returns the token count at which each sequence must stop; at its current count, it pauses.
+        Return the token count at which each sequence must stop. A sequence pauses at its current
+        count.
         """
         limits, size, first = {}, self.shape.page_size, next(iter(self.unfinished), None)
         for sequence in lane.running:
@@ -239,9 +239,10 @@ class Shard:
     def _spare(self, longest: int = 0) -> int:
         """Count the pages that sequences other than the first admitted sequence may take.
 
-        With the rest, the first admitted sequence, and after it the next, can always grow to the
-        longest requested answer. `longest`: maximum answer of a request to be admitted, in pages.
+        `longest` is the maximum answer of a request to be admitted, in pages.
         """
+        # The reserve lets the first admitted sequence, and after it the next, grow to the longest
+        # requested answer. So no deadlock is possible, and no sampled token is ever discarded.
         first = next(iter(self.unfinished), None)
         held = len(first.pages) if first else 0
         return self.pool.available - max(longest, *self._needs, 0) + held
@@ -308,11 +309,8 @@ class Scheduler:
         return False
 
     def dispatch(self, prefill: Callable[[Tasks], None], decode: Callable[[int], None]) -> None:
-        """Plan the next calls of all lanes.
-
-        `prefill` is called with the prefill tasks of each call, then `decode` with each lane that
-        has sequences in slots.
-        """
+        """Call `prefill` with the tasks of each call, then `decode` with each lane in use."""
+        # Prefill first: an idle slot costs a decode pass as much as a busy one.
         while (tasks := self.plan_prefill()) is not None:
             prefill(tasks)
             self.fill_slots()

@@ -28,7 +28,7 @@ from spell_jax.sampler.config import SamplerConfig
 from spell_jax.sampler.counts import Counts
 from spell_jax.sampler.keys import request_keys
 from spell_jax.sampler.requests import Options, SampleRequest
-from spell_jax.sampler.sampled import Joined
+from spell_jax.sampler.sampled import JoinedResult
 from spell_jax.sampler.scheduler import DecodeSequence, Scheduler, ShardShape, Tasks
 
 log = logging.getLogger(__name__)
@@ -53,8 +53,8 @@ class _DecodeCall:
     limits: batching.Limits
     has_queued: bool  # whether a request was queued for a slot of this lane
     cells: int  # number of cells of the decode rows in use
-    empty: int  # number of these cells without a sequence
-    joined: Joined  # result on the device
+    empty: int  # number of cells without a sequence among `cells`
+    joined: JoinedResult  # result on the device
 
 
 class CompiledSampler(Protocol):
@@ -122,7 +122,7 @@ class Session:
     def sample(
         self, prompts: Sequence[Sequence[int]], group: int, key: jax.Array, options: Options
     ) -> list[list[Sample] | None]:
-        """Sample as Sampler.sample does; all other requests must have been answered before."""
+        """Sample as Sampler.sample does. No other request may be unanswered."""
         keys = request_keys(key, len(prompts))
         requests = []
         for index, prompt in enumerate(prompts):
@@ -145,7 +145,7 @@ class Session:
         return answers
 
     def results(self) -> Iterator[tuple[int, list[Sample]]]:
-        """Yield (ticket, answers) as requests finish; more may be submitted meanwhile."""
+        """Yield (ticket, answers) as requests finish. The caller may submit more meanwhile."""
         while self._scheduler.unfinished:
             yield from self.advance()
 
@@ -156,7 +156,7 @@ class Session:
         self._scheduler.dispatch(self._prefill, self._decode)
         # After the dispatch, so that the device does not wait for it.
         return [
-            (ticket, [answer.sample(experts) for answer in self._answers.pop(ticket)])
+            (ticket, [answer.to_sample(experts) for answer in self._answers.pop(ticket)])
             for ticket, experts in finished
         ]
 

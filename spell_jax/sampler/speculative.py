@@ -2,9 +2,9 @@
 
 If the last tokens of a prompt and its answer occur earlier in that text, the tokens that followed
 there (at the last such place) are proposed, because answers quote their documents. A proposal is
-accepted only while it equals the token sampled from the policy (programs.py), so answers equal
-those of plain decoding. Source: Saxena, Prompt Lookup Decoding (2023); Leviathan et al. 2023 (arXiv
-2211.17192) for checking several tokens in one pass.
+accepted only while it equals the token sampled from the policy (programs.py). Answers therefore
+equal the answers of plain decoding. Sources: Saxena, Prompt Lookup Decoding (2023); Leviathan et
+al. 2023 (arXiv 2211.17192) for checking several tokens in one pass.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def propose(
 
     Args (int32):
       prompts: prompt tokens of each row, right-aligned, [M, P].
-      row: row of each slot among those on the same device, [N].
+      row: row of each slot on its device, [N].
       length: length of each slot's prompt, [N].
-      answers: tokens sampled by each slot, [N, S]; `count` [N] of them are valid.
+      answers: tokens sampled by each slot, [N, S]; the first `count` [N] are valid.
       match: number of trailing tokens that must match.
     """
 
@@ -43,6 +43,7 @@ def propose(
 
     if collectives.current_mesh() is None:
         return on_device(prompts, row, length, answers, count)
+    # Each device searches the texts of its own slots, so no prompt moves between devices.
     rows = PartitionSpec(meshes.ROWS)
     return jax.shard_map(on_device, in_specs=rows, out_specs=rows, check_vma=False)(
         prompts, row, length, answers, count
@@ -57,6 +58,7 @@ def _propose(prompt, length, answers, count, match: int, tokens: int) -> jax.Arr
     last = padded + count - 1  # index of the last sampled token
     inside = (index >= padded - length[:, None]) & (index <= last[:, None])
     text = jnp.where(inside, text, NO_TOKEN)
+    # Not the last token itself: it would match its own place, where nothing follows.
     matches = inside & (index < last[:, None])
     for back in range(match):
         target = jnp.take_along_axis(text, (last - back)[:, None], axis=1)
@@ -65,5 +67,6 @@ def _propose(prompt, length, answers, count, match: int, tokens: int) -> jax.Arr
     end = jnp.max(jnp.where(matches, index, -1), axis=1)  # of the last match
     following = end[:, None] + 1 + jnp.arange(tokens)
     proposed = jnp.take_along_axis(text, following, axis=1, mode="fill", fill_value=NO_TOKEN)
+    # Nothing after a gap: a proposal counts only if all proposals before it are accepted.
     is_valid = jnp.cumprod(proposed != NO_TOKEN, axis=1, dtype=jnp.int32) > 0
     return jnp.where(is_valid & (end >= 0)[:, None], proposed, NO_TOKEN)

@@ -124,7 +124,7 @@ def _chi_square(counts: np.ndarray, exact: np.ndarray) -> tuple[float, int]:
     rare = expected < FEWEST
     cells = np.append(counts[~rare], counts[rare].sum())
     expected_cells = np.append(expected[~rare], expected[rare].sum())
-    # Too few even together: one cell with the rarest of the others.
+    # Too few even together: one cell with the rarest remaining token.
     if expected_cells[-1] < FEWEST:
         cells, expected_cells = (np.append(x[:-2], x[-2:].sum()) for x in (cells, expected_cells))
     return float(np.sum((cells - expected_cells) ** 2 / expected_cells)), len(cells) - 1

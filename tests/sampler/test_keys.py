@@ -1,4 +1,4 @@
-"""Tests of keys: NumPy's bits equal those of jax.random.fold_in."""
+"""Tests of keys: NumPy's bits equal the bits of jax.random.fold_in."""
 
 import functools
 

@@ -62,7 +62,7 @@ POLICIES = {
 }
 PADDED = dataclasses.replace(QWEN2, unused_ids=((7, 9), (60, 96)))
 SIBLINGS, ANSWER = 3, 24
-# Lengths of a session's prompts, and tokens per page, which divides neither of them. The prompts
+# Lengths of a session's prompts, and tokens per page. The page divides neither length. The prompts
 # have a common prefix and share its pages.
 SIZES = {
     "1K": ((1001, 777), 48),
@@ -176,7 +176,7 @@ CASES = [*zip(POLICIES.values(), FILTERS, strict=False), (PADDED, FILTERS[0])]
 def test_renormalized_logprobs_equal_the_learners(
     policy: PolicyConfig, filters: dict[str, Any]
 ) -> None:
-    """loss.support = "sampled": the update's policy is the one that sampled, filters included."""
+    """loss.support = "sampled": the update has the policy that sampled, filters included."""
     groups = _sampled(policy, "1K", 0.7, **filters)
     before = np.concatenate([row for group in groups for row in tiny.logprobs(group)])
     sampler_logprobs, learner_logprobs = _scored(

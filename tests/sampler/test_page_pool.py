@@ -9,7 +9,7 @@ A, B, C, D, E = b"a", b"b", b"c", b"d", b"e"
 
 
 def _read(pool: PagePool, blocks: list[bytes], max_shared: int | None = None) -> list[int]:
-    """Take the pages of a prompt: known ones are shared, the others are new.
+    """Take the pages of a prompt: known pages are shared, other pages are new.
 
     Args:
       max_shared: maximum number of known pages to share.

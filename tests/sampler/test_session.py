@@ -42,7 +42,7 @@ OPTIONS = [
 
 
 class Letters:
-    """A tokenizer whose token n is the letter n of the alphabet, twice."""
+    """A tokenizer with the letter n of the alphabet, twice, as token n."""
 
     def decode(self, ids) -> str:
         return "".join(2 * chr(97 + i % 26) for i in ids)
@@ -250,7 +250,7 @@ def test_stop_string_across_tokens_ends_the_answer() -> None:
 def test_earliest_of_several_stop_strings_ends_the_answer() -> None:
     stream = Letters().stream()
     answer = Answer(stream=stream)
-    assert answer.read(stream, (0, 1, 2), ("cc", "bb", "ab")) == 2
+    assert answer.decode_ids(stream, (0, 1, 2), ("cc", "bb", "ab")) == 2
     assert answer.stop_string == "ab" and answer.stopped
 
 
@@ -328,7 +328,7 @@ def test_device_wait_is_divided_among_agents(seconds):
     assert counts.device_wait_seconds.keys() == set(agents)
     assert sum(counts.device_wait_seconds.values()) == pytest.approx(seconds[0])
     assert seconds[0] == counts.decode_calls
-    # A single agent has all of it.
+    # A single agent has all of the wait.
     single_session = _sampler().start_session(tiny.weights())
     _answer(single_session, [requests[3]])
     assert single_session.counts.device_wait_seconds == {

@@ -1,4 +1,4 @@
-"""Tests of prompt lookup: proposals, and answers equal to those of plain decoding."""
+"""Tests of prompt lookup: proposals, and answers equal to plain decoding."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_proposals_come_from_the_slots_own_prompt() -> None:
     ]
 
 
-# ------------------------------------------------------------ Answers equal those of plain decoding
+# ---------------------------------------------------------- Answers are the same as without lookup
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """Tests that ids without a token have probability exactly 0, in sampling and in training.
 
 The policy has a gap of ids and rows of padding. Its weights are random, so that without a mask
-every fourth token would be one of them.
+every fourth token would have such an id.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def _batch(learner: Learner) -> MicroBatch:
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 def test_loss_gives_no_gradient_to_rows_without_a_token(tied: bool) -> None:
-    """Also with an entropy bonus, whose gradient reaches every token of the vocabulary."""
+    """Also with an entropy bonus: its gradient reaches every token of the vocabulary."""
     learner = _learner(dataclasses.replace(POLICY, tied_embeddings=tied), entropy_weight=0.1)
     params, batch = tiny.weights(learner.policy), _batch(learner)
 
