@@ -160,7 +160,7 @@ def _check_data(checked: Checked, run: RunConfig, tokenizer: Any, attempt: Attem
             attempt("data.source", lambda: make_algorithm(run, make_context(run, tokenizer)))
     checked.remarks += dict.fromkeys(skipped)
     if data and built.is_built(data.source):  # checked despite other mistakes
-        attempt("data.source", built.Built, data.source)
+        attempt("data.source", built.BuiltClusters, data.source)
 
 
 @contextlib.contextmanager

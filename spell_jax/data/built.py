@@ -48,10 +48,9 @@ def open_source(
 ) -> ClusterSource:
     """Open the clusters of a built folder, a folder of texts or a JSONL file.
 
-    Each may be named by a URL. Clusters of a built folder are read on demand; their documents are
-    cut in place if they exceed the limit, although the build has already cut most of them. Other
-    sources are read at once by clusters.read_clusters, with its arguments (`options`) and errors;
-    see `Built` for others.
+    A source may be a URL. Clusters of a built folder are read on demand. Other sources are read at
+    once by clusters.read_clusters, with its arguments (`options`) and errors. `BuiltClusters` lists
+    the errors of a built folder.
     """
     if not is_built(source):
         clusters, _ = read_clusters(
@@ -61,12 +60,13 @@ def open_source(
             **options,
         )
         return in_memory(clusters)
-    built = Built(source)
+    built = BuiltClusters(source)
 
-    def read(ids: Sequence[str]) -> list[Cluster]:
+    def read_and_cut(ids: Sequence[str]) -> list[Cluster]:
+        # The build has cut most documents, but perhaps at another limit or by another tokenizer.
         return [_cut(cluster, count_tokens, max_document_tokens) for cluster in built.read(ids)]
 
-    return ClusterSource(built.tasks, read)
+    return ClusterSource(built.tasks, read_and_cut)
 
 
 def _cut(cluster: Cluster, count_tokens: CountTokens, limit: int) -> Cluster:
@@ -79,8 +79,8 @@ def _cut(cluster: Cluster, count_tokens: CountTokens, limit: int) -> Cluster:
     return replace(cluster, documents=tuple(pieces))
 
 
-class Built:
-    """A finished build: its clusters by id; `tasks` maps id -> (task,), in record order."""
+class BuiltClusters:
+    """The clusters of a finished build, by id. `tasks` maps id -> (task,), in record order."""
 
     def __init__(self, path: str | Path):
         """Read index and manifest, and compare the files with the manifest.
@@ -93,8 +93,10 @@ class Built:
         index_file = self._folder / INDEX
         index = [_parse_index(line, index_file) for line in read_lines(index_file)]
         self.tasks: dict[str, tuple[str, ...] | None] = {name: (task,) for name, task in index}
+        # Records are found by number, so a step reads only the clusters of its batch.
         self._numbers = {name: number for number, name in enumerate(self.tasks)}
         self._records = _open_records(self._folder)
+        # Equal counts: no id is twice in the index, and no record is missing.
         if not len(index) == len(self.tasks) == len(self._records):
             raise ValueError(
                 f"{index_file}: {len(self.tasks)} ids in {len(index)} lines for "
@@ -108,9 +110,9 @@ class Built:
 
         KeyError for an unknown id, ValueError if a record is unreadable or differs from the index.
         """
-        return [self._read_one(name) for name in ids]
+        return [self._read_cluster(name) for name in ids]
 
-    def _read_one(self, name: str) -> Cluster:
+    def _read_cluster(self, name: str) -> Cluster:
         number = self._numbers[name]
         try:
             record = self._records[number]
@@ -130,6 +132,8 @@ class Built:
 
 
 def _check_files(folder: Path) -> None:
+    """Raise an error unless the files of a build have the sizes of its manifest."""
+    # The pipeline writes the manifest last, so an interrupted build has none.
     path = folder / MANIFEST
     if not path.is_file():
         raise FileNotFoundError(f"{path}: missing, so the build is unfinished; run it again")
@@ -138,12 +142,14 @@ def _check_files(folder: Path) -> None:
         sizes = {name: int(file["size"]) for name, file in files.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: not the manifest of a build ({error!r})") from error
+    # Sizes, not hashes: to hash, every start would read the whole build.
     for name, size in sizes.items():
         file = folder / name
         if not file.is_file():
             raise FileNotFoundError(f"{file}: missing, but listed in {MANIFEST}; build it again")
         if (file_size := file.stat().st_size) != size:
             raise ValueError(f"{file}: {file_size} bytes instead of {size}; build it again")
+    # A shard that is not listed is left from another build in the same folder.
     if unlisted := {file.name for file in folder.glob(SHARDS)} - sizes.keys():
         raise ValueError(f"{folder / min(unlisted)}: not listed in {MANIFEST}; build it again")
 
@@ -174,9 +180,10 @@ def _open_records(folder: Path) -> Any:
 
 
 def share_reading(source: ClusterSource) -> ClusterSource:
-    """Wrap a source so that each cluster is read by one host and sent to the others.
+    """Wrap a source so that one host reads each cluster and sends it to all hosts.
 
-    All hosts must request the same ids at the same time. An error on one is a RuntimeError on all.
+    All hosts must request the same ids at the same time. An error on one host is a RuntimeError on
+    all hosts.
     """
     return replace(source, read=functools.partial(_read_shared, source.read))
 
@@ -184,7 +191,9 @@ def share_reading(source: ClusterSource) -> ClusterSource:
 def _read_shared(read: Callable[[Sequence[str]], list[Cluster]], ids: Sequence[str]):
     if jax.process_count() == 1:
         return read(ids)
+    # Each id once, because a batch larger than the data repeats clusters.
     names = list(dict.fromkeys(ids))[jax.process_index() :: jax.process_count()]
+    # JSON: what a peer sends is never unpickled, because unpickling can run code.
     parts = distributed.make_together(
         lambda: [json.dumps(astuple(cluster)).encode() for cluster in read(names)]
     )

@@ -32,6 +32,7 @@ TEXT_TASKS = ("general_qa", CLOZE)  # answers are texts, compared by their words
 ROLES = ("questioner", "responder", "verifier")  # of the policy in SPELL self-play
 LETTERS = ("A", "B", "C", "D")  # labels of multiple-choice options
 SUFFIXES = (".txt", ".md")
+# Least max_document_tokens: a slice of 2 characters, of up to 4 tokens each, fits (_split_units).
 SMALLEST_LIMIT = 16
 GROUPINGS = ("order", "similarity")
 SELECTIONS = ("longest", "random", "shortest")
@@ -48,7 +49,7 @@ BORDERS = tuple(
 )
 
 LARGEST_FILE = 1 << 30  # most bytes of a text file in a folder
-_READ_AT_ONCE = 256  # clusters per read while measuring lengths
+_READ_AT_ONCE = 256  # clusters per read while measuring lengths: their texts are then dropped
 
 SURROGATE = re.compile(r"[\ud800-\udfff]")
 
@@ -68,7 +69,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class ClusterSource:
-    """Clusters whose texts may stay in storage until they are needed."""
+    """Clusters by id. Their texts may stay in storage until a batch needs them."""
 
     tasks: Mapping[str, tuple[str, ...] | None]  # id -> tasks as in Cluster, one entry per cluster
     # Function from ids, which may repeat, to their clusters in the same order.
@@ -156,7 +157,7 @@ def read_clusters(
 
     if source.is_dir():
         pieces = list(cut(folder_texts(source, report)))
-        clusters = _grouped(pieces, documents_per_cluster, grouping)
+        clusters = _group_documents(pieces, documents_per_cluster, grouping)
     else:
         uncut_clusters = _jsonl_clusters(source, report)
         clusters = [
@@ -182,6 +183,8 @@ def split_held_out(ids: Sequence[str], share: float) -> tuple[list[str], list[st
     if len(ids) < 2:
         raise ValueError(f"held_out = {share}: one cluster cannot be split; set it to 0")
     amount = min(max(1, round(share * len(ids))), len(ids) - 1)
+    # By hash of the id: a run with another seed, or with files in another order, never trains on
+    # clusters that an earlier run held out.
     held_out_ids = set(sorted(ids, key=lambda name: (_digest(name), name))[:amount])
     return [n for n in ids if n not in held_out_ids], [n for n in ids if n in held_out_ids]
 
@@ -192,6 +195,7 @@ def select(source: ClusterSource, selection: str, max_clusters: int, seed: int) 
     `selection` is one of SELECTIONS. A `max_clusters` of 0 keeps all. Lengths are read only if
     needed. Ties are resolved in id order.
     """
+    # Sorted, so that the choice depends on the set of ids alone.
     ids = sorted(source.tasks)
     if not max_clusters or max_clusters >= len(ids):
         return source
@@ -208,23 +212,27 @@ def select(source: ClusterSource, selection: str, max_clusters: int, seed: int) 
 def cut_document(text: str, count_tokens: CountTokens, limit: int) -> list[tuple[str, int]]:
     """Cut a text into (piece, tokens) of at most `limit` tokens each, at the coarsest borders.
 
-    The pieces, stripped of outer white space, cover the text. Tokens are counted for each unit and
-    once more for each piece, so the cost is linear in the text's length. For byte-fallback
-    tokenizers this assumes at most 4 tokens per character and limit >= 16.
+    The pieces, stripped of outer white space, cover the text. For byte-fallback tokenizers, limits
+    assume at most 4 tokens per character and limit >= SMALLEST_LIMIT.
     """
-    units = list(_units(text, count_tokens, limit, 0))
+    # Tokens are counted for each unit and once more for each piece, so the cost is linear. Counting
+    # a growing piece after each unit would take quadratic time.
+    units = list(_split_units(text, count_tokens, limit, 0))
     pieces: list[tuple[str, int]] = []
-    for first, last in _packed([count for _, count in units], limit):
-        pieces.extend(_checked([unit for unit, _ in units[first:last]], count_tokens, limit))
+    for first, last in _pack_units([count for _, count in units], limit):
+        pieces.extend(_join_units([unit for unit, _ in units[first:last]], count_tokens, limit))
     return pieces
 
 
-def _units(text: str, count: CountTokens, limit: int, level: int) -> Iterator[tuple[str, int]]:
+def _split_units(
+    text: str, count: CountTokens, limit: int, level: int
+) -> Iterator[tuple[str, int]]:
     """Yield (unit, tokens): paragraphs, and smaller units only inside those over the limit."""
     if level < len(BORDERS):
         ends = [match.end() for match in BORDERS[level].finditer(text)]
     else:
-        size = limit // 8  # a character has at most 4 bytes, so the slice always fits
+        # A character has at most 4 bytes, so the slice has at most limit / 2 tokens.
+        size = limit // 8
         ends = range(size, len(text), size)
     for start, end in itertools.pairwise([0, *ends, len(text)]):
         unit = text[start:end]
@@ -234,11 +242,11 @@ def _units(text: str, count: CountTokens, limit: int, level: int) -> Iterator[tu
         if tokens <= limit or level == len(BORDERS):
             yield unit, tokens
         else:
-            yield from _units(unit, count, limit, level + 1)
+            yield from _split_units(unit, count, limit, level + 1)
 
 
-def _packed(counts: Sequence[int], limit: int) -> Iterator[tuple[int, int]]:
-    """Yield [first, last) ranges of adjacent units whose counts fit into the limit."""
+def _pack_units(counts: Sequence[int], limit: int) -> Iterator[tuple[int, int]]:
+    """Yield [first, last) ranges of adjacent units that together fit into the limit."""
     first, total = 0, 0
     for index, tokens in enumerate(counts):
         if total + tokens > limit and index > first:
@@ -249,8 +257,10 @@ def _packed(counts: Sequence[int], limit: int) -> Iterator[tuple[int, int]]:
         yield first, len(counts)
 
 
-def _checked(units: Sequence[str], count: CountTokens, limit: int) -> Iterator[tuple[str, int]]:
-    """Join the units; split them in half in the rare case that the joined text is too long."""
+def _join_units(units: Sequence[str], count: CountTokens, limit: int) -> Iterator[tuple[str, int]]:
+    """Yield (piece, tokens) of the joined units, split in half while a piece is over the limit."""
+    # A tokenizer may need more tokens for a joined text than for its units. This is rare, so halves
+    # cost little.
     piece = "".join(units).strip()
     if not piece:
         return
@@ -259,12 +269,12 @@ def _checked(units: Sequence[str], count: CountTokens, limit: int) -> Iterator[t
         yield piece, tokens
         return
     middle = len(units) // 2
-    yield from _checked(units[:middle], count, limit)
-    yield from _checked(units[middle:], count, limit)
+    yield from _join_units(units[:middle], count, limit)
+    yield from _join_units(units[middle:], count, limit)
 
 
 def folder_texts(folder: Path, report: ClusterReport) -> Iterator[str]:
-    """Yield the texts of a folder's .txt and .md files, in path order; count and log the others."""
+    """Yield the texts of a folder's .txt and .md files, by path; count and log other files."""
 
     def skip(path: str | Path, reason: str, because: object) -> None:
         report.skipped[reason] += 1
@@ -300,13 +310,14 @@ def _files(folder: Path, on_error: Callable[[OSError], None]) -> list[Path]:
     Links to folders are not followed. `on_error` gets the error of a folder that cannot be read.
     """
     files: list[Path] = []
+    # Hidden folders, such as .git, hold no documents.
     for parent, folders, names in os.walk(folder, onerror=on_error):
         folders[:] = [name for name in folders if not name.startswith(".")]
         files += [Path(parent, name) for name in names if not name.startswith(".")]
     return sorted(files)
 
 
-def _grouped(documents: Sequence[str], size: int, grouping: str) -> list[Cluster]:
+def _group_documents(documents: Sequence[str], size: int, grouping: str) -> list[Cluster]:
     if grouping == "order" or len(documents) <= size:
         starts = range(0, len(documents), size)
         groups = [list(range(i, min(i + size, len(documents)))) for i in starts]
@@ -315,6 +326,7 @@ def _grouped(documents: Sequence[str], size: int, grouping: str) -> list[Cluster
     clusters = []
     for number, group in enumerate(groups):
         members = tuple(documents[index] for index in group)
+        # The digest marks the content, so a resumed run notices documents that have changed.
         clusters.append(Cluster(f"{number:05d}-{_digest(*members)[:8]}", members))
     return clusters
 
@@ -327,9 +339,11 @@ def _similar_groups(documents: Sequence[str], size: int) -> Iterator[list[int]]:
     import numpy as np
     from sklearn.feature_extraction.text import TfidfVectorizer  # slow to import, rarely needed
 
+    # sublinear_tf: a long document that repeats its words does not dominate.
     # Every non-blank text has a word or a symbol, so the vocabulary is never empty.
     words = TfidfVectorizer(token_pattern=r"\w+|[^\w\s]", sublinear_tf=True)
     vectors = words.fit_transform(documents).tocsr()
+    # Sparse, so a group costs no more than the postings of its first document's words.
     postings = vectors.T.tocsr()  # inverted index: word -> documents
     free = np.ones(len(documents), dtype=bool)
     for seed in range(len(documents)):
@@ -344,6 +358,7 @@ def _similar_groups(documents: Sequence[str], size: int) -> Iterator[list[int]]:
 
 
 def _jsonl_clusters(path: Path, report: ClusterReport) -> list[Cluster]:
+    # A repeated id is a bad line, because memory and held-out split go by id.
     ids: set[str] = set()
 
     def parse(record: Any) -> Cluster:
@@ -381,4 +396,5 @@ def is_text(value: object) -> TypeGuard[str]:
 
 
 def _digest(*texts: str) -> str:
+    # Python's own hash of a text differs in every process.
     return hashlib.sha256("\0".join(texts).encode("utf-8")).hexdigest()

@@ -24,7 +24,9 @@ GENERATED = {
     "tiny_stories": (tiny_stories.make_stories, tiny_stories.MOST_LINES),
     "ladder": (ladder_world.make_clusters, ladder_world.MOST_DOCUMENTS),
 }
-HELD_OUT_SEED = 10_000  # added to the run's seed for held-out clusters of a generated world
+# Added to the run's seed for held-out clusters of a generated world. Far above usual seeds, so that
+# no run trains on the held-out clusters of another run.
+HELD_OUT_SEED = 10_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +36,7 @@ class TinyEvaluationConfig:
     algorithms/spell/evaluation.py and ladder_evaluation.py have the measures.
 
     Attributes:
-      seed: seed of all questions, different from that of the training clusters.
+      seed: seed of all questions, different from the seed of the training clusters.
       per_cell: questions for each kind and number of documents, and questions to be written for
         each task; the verifier gets twice as many pairs.
       documents: numbers of documents that the responder reads.
@@ -92,15 +94,15 @@ class DataConfig:
 
     Attributes:
       source: "tiny", "tiny_stories" or "ladder" (generated worlds), a folder of .txt and .md files,
-        a .jsonl, or a folder that data_pipeline built, whose clusters and tasks stay as they were
-        built.
+        a .jsonl, or a folder that data_pipeline built. A built folder keeps its clusters and
+        tasks.
       grouping: "similarity" or "order": how documents of a folder become clusters.
       documents_per_cluster: documents in a cluster of a folder.
       max_document_tokens: longest document, in tokens; longer ones are cut.
       held_out: share of clusters that training never sees, in [0, 1) [paper: none].
       questions: .jsonl of {"task", "documents", "question", "answer"} to train on, for algorithms
         that take given questions.
-      shuffle: whether clusters, or given questions, are dealt in random order, another one in every
+      shuffle: whether clusters, or given questions, are dealt in a random order, new in every
         epoch; else in the order of their source.
       validation: .jsonl of such questions for held-out evaluation.
       tasks: tasks of the run, of TASKS.
@@ -121,10 +123,8 @@ class DataConfig:
     tiny: TinyConfig = TinyConfig()
 
     def check(self) -> None:
-        """Check the section. A ValueError names the field, its value and the remedy.
-
-        A default DataConfig names no data, so this is no __post_init__.
-        """
+        """Check the section. A ValueError names the field, its value and the remedy."""
+        # No __post_init__, because a default DataConfig names no data.
         for field in ("questions", "validation"):
             path = getattr(self, field)
             if path and not self._fetch(field).is_file():
@@ -191,7 +191,9 @@ def open_clusters(
         documents_per_cluster=data.documents_per_cluster,
         grouping=data.grouping,
     )
-    if prompt_cap:  # each host reads the sampled clusters itself: launch.check has no devices
+    # Before share_reading: each host reads the sampled clusters itself, because launch.check has no
+    # devices to exchange texts with.
+    if prompt_cap:
         _warn_of_misfit(source, count_tokens, prompt_cap)
     if built.is_built(data.source):
         source = built.share_reading(source)
@@ -200,13 +202,15 @@ def open_clusters(
     return source.only(train), source.only(held_out)
 
 
-_SAMPLED = 12  # clusters whose tokens are counted at the start
+# Clusters with tokens counted at the start. Counting a whole corpus would delay it.
+_SAMPLED = 12
 
 
 def _warn_of_misfit(
     source: clusters.ClusterSource, count_tokens: Callable[[str], int], prompt_cap: int
 ) -> None:
     """Warn if the documents of some of the _SAMPLED clusters together do not fit one prompt."""
+    # At even distances, so that the sample covers the whole source.
     names = sorted(source.tasks)
     sampled = source.read(names[:: max(1, len(names) // _SAMPLED)][:_SAMPLED])
     sizes = [sum(map(count_tokens, cluster.documents)) for cluster in sampled]

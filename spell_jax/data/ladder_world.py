@@ -26,12 +26,13 @@ from spell_jax.data.tiny_world import CITIES, NAMES
 RELATIONS = ("city", "friend", "general")
 PEOPLE = RELATIONS[1:]  # relations that a chain can continue from
 MOST_DOCUMENTS = len(CITIES)
-# A questioner's prompt ends with one of these texts: the first relations of a new question.
+# The first relations of a new question. A questioner's prompt ends with one of the cues. All but
+# the first relation lead to a person, because a city has no relations.
 CUES = tuple(map(" ".join, itertools.product(RELATIONS, PEOPLE, PEOPLE, PEOPLE)))
 _LINE = re.compile(r"- (\w+) (\w+) (\w+) (\w+)")
 _CHAIN = re.compile(rf"(?:{'|'.join(RELATIONS)}) of (?:(?:{'|'.join(PEOPLE)}) of )*\w+")
 _OF = " of "
-_STREAM = 7  # separates the random stream of clusters from those of algorithms and other worlds
+_STREAM = 7  # separates the random stream of clusters from algorithms and other worlds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +48,7 @@ def make_documents(rng: np.random.Generator, count: int) -> tuple[str, ...]:
     """Generate documents about `count` people, 2 to MOST_DOCUMENTS; ValueError for others."""
     if not 2 <= count <= MOST_DOCUMENTS:
         raise ValueError(f"documents = {count}: must be 2 to {MOST_DOCUMENTS} (one city each)")
+    # Without replacement: if two people shared a city, more chains would end there.
     people = [NAMES[i] for i in rng.permutation(len(NAMES))[:count]]
     cities = [CITIES[i][0] for i in rng.permutation(len(CITIES))[:count]]
     friends, generals = _ring(rng, people), _ring(rng, people)
@@ -57,7 +59,8 @@ def make_documents(rng: np.random.Generator, count: int) -> tuple[str, ...]:
 
 
 def _ring(rng: np.random.Generator, people: list[str]) -> dict[str, str]:
-    """Map each person to the next one of a random ring."""
+    """Map each person to the next person of a random ring."""
+    # One ring, not several: a walk along one relation reaches everybody before it repeats a person.
     ring = [people[i] for i in rng.permutation(len(people))]
     return {name: ring[i - 1] for i, name in enumerate(ring)}
 
@@ -125,6 +128,7 @@ def sample_question(
     rng: np.random.Generator, documents: Sequence[str], depth: int
 ) -> LadderQuestion:
     """Sample a question of the given depth, at least 1, that the documents answer."""
+    # Sorted, because the order of a set differs between processes.
     names = sorted({name for name, _ in read_facts(documents)})
     relations = [RELATIONS[rng.integers(len(RELATIONS))]]
     relations += [PEOPLE[rng.integers(len(PEOPLE))] for _ in range(depth - 1)]
@@ -134,10 +138,12 @@ def sample_question(
 
 
 def shorten(rng: np.random.Generator, question: str, documents: Sequence[str]) -> LadderQuestion:
-    """Sample a question of one hop less that a question of depth 2 or more continues.
+    """Sample a question of one hop less, which a question of depth 2 or more continues.
 
-    In one of three cases it asks for the city of the same person instead.
+    In one of three cases the shorter question asks for the city of the same person instead.
     """
+    # A chain continues from a friend or a general. With the city in a third of the cases, all three
+    # relations are equally frequent, as in sample_question.
     _, relation, *inner = question.split(_OF)
     relation = relation if rng.random() < 2 / 3 else "city"
     shorter = walk(_OF.join([relation, *inner]), documents)

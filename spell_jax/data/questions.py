@@ -48,8 +48,7 @@ def in_blocks(
 ) -> list[T]:
     """Order items at random, in blocks of `size` items with the same key.
 
-    A key's last items may be a smaller block. Smaller blocks come last, so that a batch of whole
-    blocks has few keys.
+    A key's last items may be a smaller block. Smaller blocks come last.
     """
     by_key: dict[Hashable, list[T]] = {}
     for item in items:
@@ -58,6 +57,7 @@ def in_blocks(
     for same in by_key.values():
         order = rng.permutation(len(same)).tolist()
         blocks += [[same[i] for i in order[at : at + size]] for at in range(0, len(same), size)]
+    # Smaller blocks last: a batch of whole blocks has few keys, so an update reads few documents.
     shuffled = [blocks[i] for i in rng.permutation(len(blocks))]
     return [item for block in sorted(shuffled, key=len, reverse=True) for item in block]
 
@@ -67,7 +67,7 @@ def read_questions(
 ) -> tuple[Question, ...]:
     """Read the questions of a JSONL file or its URL; log and skip bad lines.
 
-    A line is bad too if `check` raises ValueError for its question (selfplay.given_questions).
+    A line is also bad if `check` raises ValueError for its question (selfplay.given_questions).
     Errors name the config field `field`: FileNotFoundError, or ValueError if no line is valid.
     """
 
@@ -93,6 +93,7 @@ def _parse_question(record: Any) -> Question:
     documents, stated = tuple(record["documents"]), (record["question"], record["answer"])
     list_fields = {name: tuple(value) for name, value in lists.items()}
     shown = tuple(record.get("shown", ()))
+    # type(), because True is an int for isinstance.
     if not all(type(index) is int and 0 <= index < len(documents) for index in shown):
         raise ValueError(f"shown must be indices of the {len(documents)} documents")
     question = Question(record["task"], documents, *stated, **list_fields, shown=shown)
@@ -113,7 +114,7 @@ def as_clusters(questions: Sequence[Question]) -> tuple[ClusterSource, Mapping[s
 def with_short_contexts(questions: Sequence[Question]) -> tuple[Question, ...]:
     """Return the questions that have a short context, in `shown`.
 
-    It is the question's `shown`, or else the documents that contain a sentence of its evidence.
+    The short context is `shown`, or else the documents that contain a sentence of the evidence.
     ValueError if there are questions, but none has a short context.
     """
     complete = [dataclasses.replace(q, shown=q.shown or _evidence_documents(q)) for q in questions]
@@ -123,6 +124,7 @@ def with_short_contexts(questions: Sequence[Question]) -> tuple[Question, ...]:
             f"data.questions: none of its {len(complete)} questions has a short context; one must "
             'have "shown", or "evidence" that its documents contain'
         )
+    # Some questions may lack a short context, but the log says how many.
     if missing := len(complete) - len(usable):
         log.warning("%d of %d questions have no short context", missing, len(complete))
     return usable

@@ -1,8 +1,8 @@
 """Files of rows: Parquet, JSON, JSON lines and CSV, each plain or compressed (.gz, .zst).
 
 A row of a table is an object from column to value. Columns are found by name, so their order does
-not count, and a file may have more of them. Parquet files of the Hugging Face hub store a class as
-a number and the names of the classes in their schema; here such a column has the names.
+not count, and a file may have further columns. Parquet files of the Hugging Face hub store a class
+as a number, and the names of the classes in their schema. Here such a column has the names.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ KINDS |= {text + packed: FileKind(text, packed) for text in _TEXTS for packed in
 LARGEST, _LARGEST_VALUE = 1 << 32, 1 << 26  # 64 MiB of "[]," become 1.6 GB of lists
 _CHARACTERS = 2**20  # read at a time from a JSON list
 _BATCH = 64  # rows of a Parquet file in memory at a time; a row may have megabytes
-_BATCH_BYTES = 1 << 28  # most bytes of these rows, if each row has the longest value of its column
-# A kilobyte can hold a row with a list of 10**9 nulls. Most elements of lists in a column chunk, as
-# it is unpacked, and in the rows that are in memory at a time, with 8 to 40 bytes each.
+_BATCH_BYTES = 1 << 28  # most bytes of a batch, if each row has the longest value of its column
+# A kilobyte can hold a row with a list of 10**9 nulls. So the elements of lists have limits: in a
+# column chunk, as it is unpacked, and in a batch, where an element takes 8 to 40 bytes.
 _CHUNK_ELEMENTS, _BATCH_ELEMENTS = 1 << 28, 1 << 24
 _SEPARATOR = re.compile(r"[ \t\n\r]*([,\]])[ \t\n\r]*")
 
@@ -56,8 +56,8 @@ def read(
     """Iterate over the rows of an open file, in order.
 
     A .json file may hold a list of rows, one row, or JSON lines in spite of its name. A list is
-    read piece by piece. The first rows of an incomplete file can therefore be read. A row of JSON
-    may be any JSON value.
+    read piece by piece, so an incomplete file yields its first rows. A row of JSON may be any JSON
+    value.
 
     Raises ValueError or OSError if the file is damaged, the text has more than `largest` bytes (a
     line counts as LINE_COST or more), or a line has more than LONGEST_LINE bytes. Raises
@@ -66,17 +66,17 @@ def read(
     try:
         with _uncompressed(file, kind.compression) as plain:
             if kind.format == ".parquet":
-                yield from _parquet(plain)
+                yield from _parquet_rows(plain)
             elif kind.format == ".csv":
                 text = io.TextIOWrapper(plain, encoding="utf-8-sig", newline="")
-                # Blanks before a quoted field are not part of it.
+                # skipinitialspace: blanks before a quoted field are not part of the field.
                 lines = _lines(text, largest)
                 yield from csv.DictReader(lines, delimiter=delimiter, skipinitialspace=True)
             elif kind.format == ".jsonl":
                 lines = _lines(plain, largest)
                 yield from (json.loads(line.decode("utf-8-sig")) for line in lines if line.strip())
             else:
-                yield from _json(io.TextIOWrapper(plain, encoding="utf-8-sig"), largest)
+                yield from _json_rows(io.TextIOWrapper(plain, encoding="utf-8-sig"), largest)
     except (csv.Error, EOFError, zlib.error) as error:
         raise ValueError(str(error)) from error
 
@@ -104,10 +104,11 @@ def _uncompressed(file: BinaryIO, compression: str) -> contextlib.AbstractContex
     return contextlib.nullcontext(file)
 
 
-def _parquet(file: BinaryIO) -> Iterator[dict[str, Any]]:
-    import pyarrow.parquet as pq
+def _parquet_rows(file: BinaryIO) -> Iterator[dict[str, Any]]:
+    import pyarrow.parquet as pq  # here, because most runs read no Parquet file
 
     with pq.ParquetFile(file) as table:
+        # From the metadata, before a chunk is unpacked into memory.
         _check_chunks(table.metadata)
         classes = _class_names(table.schema_arrow.metadata or {})
         for batch in table.iter_batches(rows_at_a_time(table.metadata, _BATCH, _BATCH_BYTES)):
@@ -124,6 +125,7 @@ def _check_chunks(metadata: Any) -> None:
     for number in range(metadata.num_row_groups):
         group = metadata.row_group(number)
         for chunk in map(group.column, range(group.num_columns)):
+            # A column without lists has one value per row, however many rows there are.
             if chunk.num_values - group.num_rows > _CHUNK_ELEMENTS:
                 raise ValueError(
                     f"row group {number}: column {chunk.path_in_schema} has lists of "
@@ -132,7 +134,7 @@ def _check_chunks(metadata: Any) -> None:
 
 
 def _count_elements(column: Any) -> int:
-    """Count the elements of all lists in an Arrow array, nested ones too."""
+    """Count the elements of all lists in an Arrow array, nested lists too."""
     import pyarrow as pa
 
     kind = column.type
@@ -145,11 +147,9 @@ def _count_elements(column: Any) -> int:
 
 
 def rows_at_a_time(metadata: Any, limit: int, size: int) -> int:
-    """Return how many rows of a Parquet file, 1 to `limit`, fit into `size` bytes for any values.
-
-    A column chunk can name one long value of its dictionary in every row, so that a row may be as
-    large as its whole chunk.
-    """
+    """Return how many rows of a Parquet file, 1 to `limit`, fit into `size` bytes at worst."""
+    # Every row may refer to one long value of its chunk's dictionary, so a row can be as large as
+    # the whole chunk.
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
     chunks = [group.column(number) for group in groups for number in range(group.num_columns)]
     sizes = [chunk.total_uncompressed_size for chunk in chunks if chunk.has_dictionary_page]
@@ -158,6 +158,7 @@ def rows_at_a_time(metadata: Any, limit: int, size: int) -> int:
 
 def _class_names(metadata: dict[bytes, bytes]) -> dict[str, list[str]]:
     """Map a column to the names of its classes, from the metadata of the library `datasets`."""
+    # The metadata only improve a row: without them, or with others, a class stays a number.
     try:
         features = json.loads(metadata.get(b"huggingface", b"{}"))["info"]["features"]
         kinds = {c: f for c, f in features.items() if f.get("_type") == "ClassLabel"}
@@ -170,8 +171,10 @@ def _class_name(value: Any, names: list[str]) -> Any:
     return names[value] if isinstance(value, int) and 0 <= value < len(names) else value
 
 
-def _json(file: io.TextIOBase, largest: int) -> Iterator[Any]:
+def _json_rows(file: io.TextIOBase, largest: int) -> Iterator[Any]:
+    # The first character that is no white space tells a list from a value or lines.
     text, limit = "", min(largest, _LARGEST_VALUE)
+    # White space of any length may stand before the list.
     while not text and (part := file.read(_CHARACTERS)):
         text = part.lstrip()
     if text.startswith("["):

@@ -1,8 +1,8 @@
 """Endless stream of batches of (task, cluster) pairs (spec section 1).
 
 1. At the start, every cluster is assigned to exactly one task that it may serve. Clusters are
-   shuffled, those with the fewest allowed tasks go first, and each goes to the task with the fewest
-   clusters so far. Clusters that may serve any task are thus split into equal parts.
+   shuffled, clusters with the fewest allowed tasks go first, and each cluster goes to the task with
+   the fewest clusters so far. Clusters that may serve any task are thus split into equal parts.
 2. A batch is divided among tasks by weight (`batch_counts`). Each task deals from its own shuffled
    deck. If fewer clusters are left than needed, they are discarded and the deck of the next epoch
    is used, so no cluster repeats within a batch. A batch larger than the data deals whole decks.
@@ -42,6 +42,7 @@ def batch_counts(
     total = sum(weights.values())
     counts = {task: min(int(batch * weights[task] / total), sizes[task]) for task in weights}
     heaviest_first = sorted(weights, key=lambda task: -weights[task])
+    # Several rounds, because a task may be at its size before the remainder is used up.
     remainder = batch - sum(counts.values())
     while remainder:
         for task in heaviest_first:
@@ -52,7 +53,7 @@ def batch_counts(
 
 
 class TaskStream:
-    """Endless stream of batches of (task, cluster).
+    """Endless stream of batches of pairs (task, cluster).
 
     `repeats` counts clusters dealt again within a batch, if it is larger than the data.
     """
@@ -69,7 +70,7 @@ class TaskStream:
 
         Clusters that serve none of the tasks are left out, with a warning. ValueError if there is
         no task, a task is named twice, no task has a cluster, or the weights are not one positive
-        number per task. `seed`, at least 0, is that of the assignment and of all shuffles.
+        number per task. `seed`, at least 0, determines the assignment and all shuffles.
         """
         if not tasks or len(set(tasks)) != len(tasks):
             raise ValueError(f"tasks = {tuple(tasks)}: must be one or more different tasks")
@@ -91,17 +92,19 @@ class TaskStream:
         return sum(map(len, self._assigned.values()))
 
     def next(self, batch: int) -> list[tuple[str, Cluster]]:
-        """Return the next (task, cluster) pairs, in shuffled order; `batch` is at least 1."""
+        """Return the next `batch` >= 1 pairs (task, cluster), in shuffled order."""
         if batch < 1:
             raise ValueError(f"batch = {batch}: must be at least 1")
         sizes = {task: len(ids) for task, ids in self._assigned.items()}
-        copies = math.ceil(batch / len(self))  # > 1 only if the batch is larger than the data
+        # A batch larger than the data may deal every deck this many times.
+        copies = math.ceil(batch / len(self))
         available = {task: size * copies for task, size in sizes.items()}
         counts = batch_counts(batch, self._weights, available)
         pairs = [(task, name) for task, count in counts.items() for name in self._deal(task, count)]
         self.repeats += sum(max(0, counts[task] - sizes[task]) for task in counts)
         order = self._order("batch", self._batches, len(pairs))
         self._batches += 1
+        # One read for the whole batch, so that several hosts can share the reading.
         clusters = self.read([pairs[i][1] for i in order])
         return [(pairs[i][0], cluster) for i, cluster in zip(order, clusters, strict=True)]
 
@@ -140,6 +143,7 @@ class TaskStream:
         self._epochs = {task: int(state["epochs"][task]) for task in self._weights}
         self._positions = {task: int(state["positions"][task]) for task in self._weights}
         self._batches, self.repeats = int(state["batches"]), int(state["repeats"])
+        # Decks are functions of seed, task and epoch, so the state need not hold them.
         self._decks = {task: self._deck(task) for task in self._weights}
 
     def _assign(self, tasks: Mapping[str, tuple[str, ...] | None]) -> dict[str, list[str]]:
@@ -150,6 +154,7 @@ class TaskStream:
         for index in self._order("assignment", 0, len(names)):
             allowed = tasks[names[index]]
             choices.append((names[index], [t for t in assigned if allowed is None or t in allowed]))
+        # Fewest options first: a cluster that serves one task only could not balance a task later.
         for name, options in sorted(choices, key=lambda choice: len(choice[1])):
             if options:
                 assigned[min(options, key=lambda task: len(assigned[task]))].append(name)
@@ -167,6 +172,7 @@ class TaskStream:
         size, dealt = len(self._assigned[task]), []
         while len(dealt) < count:
             num_ids = min(count - len(dealt), size)
+            # What is left of a deck is discarded (spec 1), so no cluster repeats within a batch.
             if size - self._positions[task] < num_ids:
                 self._epochs[task] += 1
                 self._positions[task] = 0
@@ -183,6 +189,7 @@ class TaskStream:
     def _order(self, purpose: str, number: int, count: int) -> np.ndarray:
         if not self._shuffle:
             return np.arange(count)
+        # crc32, because Python's own hash of a text differs in every process.
         key = [self._seed, zlib.crc32(purpose.encode()), number]
         return np.random.default_rng(key).permutation(count)
 

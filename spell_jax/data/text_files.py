@@ -6,7 +6,7 @@ import codecs
 
 
 class Unusable(Exception):
-    """Error: nothing of a file, or nothing more of it, can be read.
+    """Error: a file cannot be read at all, or not any further.
 
     `reason` is the category that the file is counted under, such as "binary", "damaged" or "breaks
     off" (the rows before that are valid); `because` has the details.
@@ -26,6 +26,7 @@ def decode(data: bytes) -> str:
     Raises Unusable: "binary" if the text has NUL characters, or if bytes that are not UTF-8 include
     NUL bytes; "not UTF-8" for other bytes.
     """
+    # Without a mark, UTF-16 cannot be told from binary data.
     utf16 = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     try:
         text = data.decode("utf-16" if utf16 else "utf-8-sig")
@@ -35,4 +36,5 @@ def decode(data: bytes) -> str:
         raise Unusable("not UTF-8", f"{type(error).__name__}: {error}") from error
     if "\0" in text:
         raise Unusable("binary", "it has NUL bytes")
+    # One kind of line end, because the borders of paragraphs and lines look for LF.
     return text.replace("\r\n", "\n").replace("\r", "\n")

@@ -1,10 +1,9 @@
-"""Generated stories whose line order can be inferred: the demo of document reconstruction.
+"""Generated stories for document reconstruction: the order of their lines can be inferred.
 
 A letter passes from person to person; none gets it twice. A story opens with its writer, "Arvo".
 Each line starts with the person that the previous line ended with: "Arvo to Bela", then "Bela to
-Dina". A missing line therefore starts with the last person named before the gap. Lines are
-indented, because the tiny world's tokenizer has one token for each name with a space before it.
-There are no blank lines, so every line is a paragraph.
+Dina". A missing line therefore starts with the last person named before the gap. There are no blank
+lines, so every line is a paragraph.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ def make_story(rng: np.random.Generator, lines: int) -> str:
     if not 1 <= lines <= MOST_LINES:
         raise ValueError(f"lines = {lines}: must be 1 to {MOST_LINES} (one name each, and a last)")
     people = [NAMES[i] for i in rng.permutation(len(NAMES))[: lines + 1]]
+    # Indented, because the tiny world's tokenizer has one token for a name with a space before it.
     handovers = [f" {giver} to {taker}" for giver, taker in itertools.pairwise(people)]
     return "\n".join([f" {people[0]}", *handovers])
 
@@ -37,7 +37,7 @@ def make_stories(
     """Generate seeded clusters of one story each; their lengths cycle through `lines`."""
     stories = []
     for index, size in zip(range(count), itertools.cycle(lines), strict=False):
-        # The 5 separates this random stream from those of algorithms and of tiny_world's clusters.
+        # The 5 separates this random stream from algorithms and from tiny_world's clusters.
         text = make_story(np.random.default_rng([seed, index, 5]), size)
         stories.append(Cluster(f"{prefix}-{seed}-{index}", (text,)))
     return stories

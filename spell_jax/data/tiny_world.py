@@ -1,7 +1,7 @@
 """Generated documents for the demo: small registers of facts, and an oracle for evaluation.
 
 1. A document is one line of a register, "- Arvo Oslo 34 12 Bela": a person's name, city, sales,
-   costs and friend. A cluster is n documents whose friends are all people of the cluster.
+   costs and friend. A cluster is n documents, and all friends in it are people of the cluster.
 2. Questions are of four kinds: look-up ("city of Arvo"), two-hop ("city of friend of Arvo"), sums
    ("sales of Arvo plus costs of Bela") and four-way choices of a friend. The sum "sales of Arvo
    versus costs of Bela" asks for the absolute difference, because the questioner does not know yet
@@ -32,7 +32,7 @@ _CITIES = """
 Oslo/Fjordton Paris/Seinham Rome/Sevenhills Cairo/Nileport Lima/Pacifica Quito/Andesby
 Delhi/Yamuna Tokyo/Edoville Seoul/Hanyang Perth/Swanside
 """
-# Few values: with more of them look-up is learned later, because each must be seen often.
+# Few names, cities and figures: each must be seen often before a policy learns to look it up.
 NAMES = tuple(_NAMES.split())
 CITIES = tuple(tuple(pair.split("/")) for pair in _CITIES.split())
 ATTRIBUTES = ("city", "sales", "costs", "friend")  # in the order of a document line
@@ -75,6 +75,7 @@ def make_documents(rng: np.random.Generator, count: int) -> tuple[str, ...]:
     documents = []
     for name in people:
         candidates = [person for person in people if person != name]
+        # A cluster of one document has a friend without a document.
         candidates = candidates or [NAMES[(NAMES.index(name) + 1) % len(NAMES)]]
         city = CITIES[rng.integers(len(CITIES))][int(rng.random() < 0.3)]
         friend = candidates[rng.integers(len(candidates))]
@@ -92,7 +93,7 @@ def make_clusters(
     """Generate seeded clusters; their sizes cycle through `documents`."""
     clusters = []
     for index, size in zip(range(count), itertools.cycle(documents), strict=False):
-        # The 4 separates this random stream from that of an algorithm. numpy treats [seed, index]
+        # The 4 separates this random stream from an algorithm's. numpy treats [seed, index]
         # like [seed, index, 0], which an algorithm uses in step `index`.
         texts = make_documents(np.random.default_rng([seed, index, 4]), size)
         clusters.append(Cluster(f"{prefix}-{seed}-{index}", texts))
@@ -118,15 +119,16 @@ def sample_question(
 ) -> TinyWorldQuestion:
     """Sample a question of the given kind that the documents answer.
 
-    A choice asks for a friend: a small model learns to match names first, which is all that is
-    needed to find the option's letter. A two-hop question needs a friend with a document; without
-    one, a look-up is sampled instead.
+    A two-hop question needs a friend with a document. Without such a friend, a look-up is sampled
+    instead.
     """
     facts = read_facts(documents)
     names = sorted({name for name, _ in facts})
     name = names[rng.integers(len(names))]
     if kind == "math":
         return _sample_sum_question(rng, facts, names)
+    # A choice asks for a friend: a small model learns to match names first, and needs no more to
+    # find the option's letter.
     if kind == "choice":
         return TinyWorldQuestion(
             kind, f"friend of {name}", (line_of(facts, name),), facts[name, "friend"]
@@ -155,6 +157,7 @@ def _sample_sum_question(
     if x == y:
         word = "plus"  # the parser rejects questions with the answer zero
     text = f"{a[1]} of {a[0]} {word} {b[1]} of {b[0]}"
+    # Each line once: in a cluster of one document, both figures belong to one person.
     lines = dict.fromkeys((line_of(facts, a[0]), line_of(facts, b[0])))
     return TinyWorldQuestion(
         "math", text, (*lines, _write_sum(x, word, y)), str(add_up(x, word, y))
@@ -175,11 +178,9 @@ def sample_sum(rng: np.random.Generator, word: str) -> str:
 
 
 def sample_options(rng: np.random.Generator, answer: str, letter: str) -> dict[str, str]:
-    """Sample four distinct options of the answer's type, with the answer at `letter`.
-
-    Wrong options come from the whole world. The documents hold few values, so a small questioner
-    restricted to them would nearly always repeat an option.
-    """
+    """Sample four distinct options of the answer's type, with the answer at `letter`."""
+    # Wrong options come from the whole world. The documents hold few values, so a small questioner
+    # restricted to the documents would nearly always repeat an option.
     if answer.isdigit():
         world = [str(n) for n in FIGURES]
     else:
@@ -207,9 +208,9 @@ def canonical(text: str) -> str:
 
 
 def oracle(question: str, documents: Sequence[str]) -> str | None:
-    """Return the true canonical answer of a question (choices are ignored), or None.
+    """Return the true canonical answer of a question, without regard to its choices.
 
-    None if the question is not in the grammar or the documents do not answer it.
+    Return None if the question is not in the grammar or the documents do not answer it.
     """
     facts = read_facts(documents)
     if match := _MATH.search(question):
@@ -229,6 +230,7 @@ def oracle(question: str, documents: Sequence[str]) -> str | None:
 
 def oracle_choice(question: str, documents: Sequence[str]) -> str | None:
     """Return the letter of the only option that holds the true answer, else None."""
+    # Two options with the true answer have no single right letter.
     truth = oracle(question, documents)
     options = re.findall(r"\(([A-D])\) *([^\n]*)", question)
     if len(options) > 4:

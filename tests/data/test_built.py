@@ -18,7 +18,7 @@ from data_pipeline.records import SCHEMAS, make_document
 from data_pipeline.stages import Stages
 from spell_jax.algorithms import registry as registry
 from spell_jax.configs import folder as folder_config
-from spell_jax.data.built import Built, is_built, open_source
+from spell_jax.data.built import BuiltClusters, is_built, open_source
 from spell_jax.data.clusters import PAPER_TASKS, Cluster, count_words, split_held_out
 from spell_jax.data.config import DataConfig, open_clusters
 from spell_jax.data.stream import TaskStream
@@ -69,7 +69,7 @@ def copy(folder: Path, tmp_path: Path) -> Path:
 
 
 def test_clusters_are_read_by_id(folder: Path) -> None:
-    built = Built(folder)
+    built = BuiltClusters(folder)
     assert built.tasks == {name: CLUSTERS[name].tasks for name in sorted(CLUSTERS)}
     ids = ["id07", "long", "id00", "id07", "id19"]
     assert built.read(ids) == [CLUSTERS[name] for name in ids]
@@ -86,7 +86,9 @@ def test_an_id_may_have_a_line_separator_of_unicode(copy: Path) -> None:
     manifest = json.loads((copy / "manifest.json").read_text())
     manifest["files"][index.name]["size"] = index.stat().st_size
     (copy / "manifest.json").write_text(json.dumps(manifest))
-    assert "id\u2028\x850" in Built(copy).tasks and len(Built(copy).tasks) == len(CLUSTERS)
+    assert "id\u2028\x850" in BuiltClusters(copy).tasks and len(BuiltClusters(copy).tasks) == len(
+        CLUSTERS
+    )
 
 
 def test_is_built_recognizes_complete_and_partial_builds(folder: Path, tmp_path: Path) -> None:
@@ -100,13 +102,13 @@ def test_is_built_recognizes_complete_and_partial_builds(folder: Path, tmp_path:
 
 def test_texts_are_loaded_lazily_per_batch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read_names: list[str] = []
-    read_one = Built._read_one
+    read_cluster = BuiltClusters._read_cluster
 
-    def counted(built: Built, name: str) -> Cluster:
+    def counted(built: BuiltClusters, name: str) -> Cluster:
         read_names.append(name)
-        return read_one(built, name)
+        return read_cluster(built, name)
 
-    monkeypatch.setattr(Built, "_read_one", counted)
+    monkeypatch.setattr(BuiltClusters, "_read_cluster", counted)
     stream = TaskStream(open_source(folder, **OPEN), PAPER_TASKS[:2], [1, 1], seed=0)
     assert read_names == []
     batch = stream.next(4)
@@ -143,10 +145,10 @@ def test_error_names_missing_or_truncated_file(copy: Path, name: str) -> None:
     path = copy / name
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(ValueError, match=f"{name}: .* bytes instead of"):
-        Built(copy)
+        BuiltClusters(copy)
     path.unlink()
     with pytest.raises(FileNotFoundError, match=f"{name}: missing"):
-        Built(copy)
+        BuiltClusters(copy)
 
 
 def test_an_unfinished_build_is_rejected(copy: Path) -> None:
@@ -162,7 +164,7 @@ def test_an_unfinished_build_is_rejected(copy: Path) -> None:
 def test_shards_of_another_build_are_rejected(copy: Path) -> None:
     (copy / "clusters-train.array_record-00001-of-00002").write_text("old")
     with pytest.raises(ValueError, match=r"00001-of-00002: not listed in manifest\.json"):
-        Built(copy)
+        BuiltClusters(copy)
 
 
 def _exchange(path: Path, old: bytes, new: bytes) -> None:
@@ -174,13 +176,13 @@ def _exchange(path: Path, old: bytes, new: bytes) -> None:
 def test_index_that_disagrees_with_records_is_rejected(copy: Path) -> None:
     _exchange(copy / "index.jsonl", b'"id03"', b'"id30"')
     with pytest.raises(ValueError, match="record 3 is cluster id03, not id30"):
-        Built(copy).read(["id30"])
+        BuiltClusters(copy).read(["id30"])
     _exchange(copy / "index.jsonl", b'"id30"', b'"id02"')
     with pytest.raises(ValueError, match=r"index\.jsonl: 20 ids in 21 lines for 21 records"):
-        Built(copy)
+        BuiltClusters(copy)
     _exchange(copy / "index.jsonl", b'{"id": "id04"', b'["id", "id04"')
     with pytest.raises(ValueError, match=r"index\.jsonl: invalid line '\[\"id\""):
-        Built(copy)
+        BuiltClusters(copy)
 
 
 @pytest.mark.parametrize("line", ['{"id": [], "task": "general_qa"}', '{"id": "a", "task": {}}'])
@@ -188,7 +190,7 @@ def test_index_of_other_types_is_rejected(copy: Path, line: str) -> None:
     index = (copy / "index.jsonl").read_text()
     _exchange(copy / "index.jsonl", index.encode(), line.ljust(len(index) - 1).encode() + b"\n")
     with pytest.raises(ValueError, match=r"index\.jsonl: invalid line"):
-        Built(copy)
+        BuiltClusters(copy)
 
 
 def test_error_names_damaged_record(copy: Path) -> None:
@@ -197,7 +199,7 @@ def test_error_names_damaged_record(copy: Path) -> None:
     data = bytearray(path.read_bytes())
     data[64:4096] = bytes(4096 - 64)
     path.write_bytes(data)
-    built = Built(copy)
+    built = BuiltClusters(copy)
     assert built.read(["id00"]) == [CLUSTERS["id00"]]
     with pytest.raises(ValueError, match=r"record 7 \(cluster id07\) is damaged .*build it again"):
         built.read(["id07"])
@@ -213,7 +215,7 @@ def test_missing_tfds_raises_import_error(folder: Path, monkeypatch) -> None:
 
     monkeypatch.setattr(builtins, "__import__", refuse)
     with pytest.raises(ImportError, match="pip install tensorflow-datasets array-record"):
-        Built(folder)
+        BuiltClusters(folder)
 
 
 def test_config_source_may_be_a_built_data_set(folder: Path) -> None:
@@ -252,7 +254,7 @@ def test_two_hosts_each_read_half_of_the_same_batches(folder: Path) -> None:
     for mine, theirs, batch in zip(first["read"], second["read"], alone, strict=True):
         ids = list(dict.fromkeys(name for _, name, _ in batch))
         assert (mine, theirs) == (ids[0::2], ids[1::2])
-    # 21 clusters, all of them in the last batch; its 9 repeats are read once.
+    # 21 clusters, all in the last batch; its 9 repeats are read once.
     assert [len(names) for names in first["read"]] == [4, 4, 11]
     message = "host 1: ValueError: id03 is damaged"
     assert first["error"] == second["error"] == message

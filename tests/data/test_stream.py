@@ -102,7 +102,7 @@ def test_unshuffled_stream_deals_in_the_order_of_the_source() -> None:
     clusters = make_clusters(12)
     stream = TaskStream(in_memory(clusters), ["general_qa"], [1], seed=0, shuffle=False)
     dealt = [cluster for _ in range(3) for _, cluster in stream.next(5)]
-    # The third batch does not fit into the first epoch, whose last two clusters are discarded.
+    # The third batch does not fit into the first epoch: its last two clusters are discarded.
     assert dealt == [*clusters[:10], *clusters[:5]]
 
 

@@ -92,7 +92,7 @@ def test_every_input_file_is_accounted_for(finished_build):
     assert counts["cluster"]["documents clustered"] == 162
     used = counts["tasks"]["documents"]
     assert used + counts["tasks"]["documents removed: left over"] == 162
-    clusters = built.Built(out)
+    clusters = built.BuiltClusters(out)
     assert used == sum(len(c.documents) for c in clusters.read(list(clusters.tasks)))
     skipped = Stages(str(out / "stages")).read("read/removed")
     assert [(r["reason"], r["source"], r["place"]) for r in skipped] == [
@@ -102,7 +102,7 @@ def test_every_input_file_is_accounted_for(finished_build):
 
 
 def test_duplicates_and_contaminated_texts_are_removed(finished_build):
-    clusters = built.Built(finished_build[1])
+    clusters = built.BuiltClusters(finished_build[1])
     texts = [t for c in clusters.read(list(clusters.tasks)) for t in c.documents]
     assert len(set(texts)) == len(texts)
     fallen = Stages(str(finished_build[1] / "stages")).read("decontaminate/removed")
@@ -115,7 +115,7 @@ def test_duplicates_and_contaminated_texts_are_removed(finished_build):
 def test_clusters_share_a_topic_and_tasks_have_equal_counts(finished_build):
     manifest, out = finished_build
     assert len(set(manifest["clusters"].values())) == 1 and len(manifest["clusters"]) == 3
-    clusters = built.Built(out)
+    clusters = built.BuiltClusters(out)
     assert Counter(task for (task,) in clusters.tasks.values()) == manifest["clusters"]
     for task_cluster in clusters.read(list(clusters.tasks)):
         topics = Counter(int(t.split()[0][4:]) // 50 for t in task_cluster.documents)
@@ -242,7 +242,7 @@ def test_interrupted_build_resumes_bit_identically(config, finished_build, tmp_p
         assert not (out / output.MANIFEST).exists()
         if built.is_built(out):
             with pytest.raises(FileNotFoundError, match="build is unfinished"):
-                built.Built(out)
+                built.BuiltClusters(out)
     build.build(config, str(out))
     assert files_of(out) == files_of(finished_build[1])
 
