@@ -1,6 +1,6 @@
 """Self-play in text and numbers: prompts, parsing, rules and rewards, without arrays.
 
-Every function that reads text accepts any text, in bounded time, and evaluates none of it.
+Every function that reads text accepts any text, in bounded time, and runs nothing in the text.
 
 Public names:
   prompts.load, prompts.Prompts: the templates of a folder, and the prompts of all roles.

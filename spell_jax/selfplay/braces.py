@@ -17,6 +17,7 @@ def last_box(text: str) -> str | None:
     _, box, braced = text.rpartition(BOX)
     if not box:
         return None
+    # With the brace of the box itself, so that the first balance ends the box.
     braced = "{" + braced
     end = first_balance(brace_steps(code_points(braced)))
     return None if end is None else braced[1:end].strip().strip("*")
@@ -28,13 +29,14 @@ def code_points(text: str) -> np.ndarray:
 
 
 def brace_steps(points: np.ndarray) -> np.ndarray:
-    """Return 1 for each opening brace among code points, -1 for each closing one, else 0: int8."""
+    """Return the step of each code point: 1 for an opening, -1 for a closing brace, else 0."""
+    # int8 for the whole text. first_balance sums in int64.
     return (points == ord("{")).astype(np.int8) - (points == ord("}"))
 
 
 def first_balance(steps: np.ndarray) -> int | None:
     """Return the first index at which the cumulative sum of steps is 0; None if there is none."""
-    # A Python loop over a hundred thousand braces takes more than 10 ms.
+    # numpy, because a Python loop over a hundred thousand braces takes more than 10 ms.
     balanced = np.flatnonzero(np.cumsum(steps, dtype=np.int64) == 0)
     return int(balanced[0]) if len(balanced) else None
 
@@ -44,6 +46,7 @@ def check_depth(text: str) -> None:
 
     `text` has no escaped quotes (json_records._without_escapes).
     """
+    # An odd number of quotes before a character puts it inside a string.
     points = code_points(text)
     inside = np.logical_xor.accumulate(points == ord('"'))
     opened, closed = np.isin(points, _OPENING), np.isin(points, _CLOSING)

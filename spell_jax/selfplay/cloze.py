@@ -3,7 +3,7 @@
 The reference of such a question holds by construction: the words stood in the gap. They can be
 found, because another sentence of the same documents contains them too (recurring spans, Ram et
 al. 2021, arXiv 2101.00438). Rules find such questions (`find_clozes`; English only, because of the
-list of function words), or a questioner writes them (`check`).
+list of function words), or a questioner writes them (`check_span`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ LONGEST_SPAN = 5  # words; 95 % of the answers in SQuAD v1.1 dev's articles 1-8 
 SHORTEST_SENTENCE = 6  # words; shorter ones say too little about their gap
 MOST_PLACES = 50  # sentences with the same span that are compared; more would take quadratic time
 
+# A capital or a digit must follow the mark, so "e.g. this" is not cut. "Dr. Smith" is.
 _SENTENCE_END = re.compile(r"(?<=[.!?])[\"')\]]*\s+(?=[\"'(\[]?[A-Z0-9])")
+# Marks within a word belong to the word: "3.5", "don't" and "Jean-Paul" are one word each.
 _WORD = re.compile(r"[^\W_]+(?:[.,'’\-–][^\W_]+)*")
 # Words that no span begins or ends with, and that do not tell what a sentence is about.
 _FUNCTION_WORDS = """
@@ -65,15 +67,17 @@ class Cloze:
 def find_clozes(documents: Sequence[str], shared_words: int = 2) -> Iterator[Cloze]:
     """Yield the cloze questions of a cluster, in order of their sentences.
 
-    A span is a proper name, a number or several words, at most LONGEST_SPAN of them, in the longest
+    A span is a proper name, a number or several words, at most LONGEST_SPAN words, in the longest
     form that occurs in another sentence. The question's sentence and another sentence with the span
-    share at least `shared_words` other words that are no function words; otherwise nothing would
-    tell which words fill the gap.
+    share at least `shared_words` other words that are no function words.
     """
-    sentences = [(n, text) for n, document in enumerate(documents) for text in split(document)]
+    sentences = [
+        (n, text) for n, document in enumerate(documents) for text in split_sentences(document)
+    ]
     words = [list(_WORD.finditer(text)) for _, text in sentences]
     lower = [[word[0].lower() for word in row] for row in words]
     content = [{*row} - FUNCTION_WORDS for row in lower]
+    # Each word begins at most LONGEST_SPAN spans, so the index is linear in the text.
     places: dict[tuple[str, ...], set[int]] = defaultdict(set)
     for index, row in enumerate(lower):
         for begin in range(len(row)):
@@ -86,6 +90,8 @@ def find_clozes(documents: Sequence[str], shared_words: int = 2) -> Iterator[Clo
         for begin, end in _longest_spans(lower[index], places, index):
             key = tuple(lower[index][begin:end])
             span = text[words[index][begin].start() : words[index][end - 1].end()]
+            # Without shared words nothing would tell which words fill the gap. An equal sentence,
+            # such as a repeated heading, would give the answer away.
             elsewhere = [
                 place
                 for place in sorted(places[key] - {index})[:MOST_PLACES]
@@ -108,7 +114,7 @@ def answer_spans(document: str) -> list[str]:
     of at most LONGEST_SPAN words. A capital alone makes no name of a sentence's first word.
     """
     spans: dict[str, None] = {}
-    for sentence in split(document):
+    for sentence in split_sentences(document):
         words = list(_WORD.finditer(sentence))
         is_name = [word[0][0].isupper() or word[0][0].isdigit() for word in words]
         begin = 0
@@ -121,6 +127,7 @@ def answer_spans(document: str) -> list[str]:
             is_function_word = words[begin][0].lower() in FUNCTION_WORDS
             if not only_first and not is_function_word and end - begin <= LONGEST_SPAN:
                 spans[sentence[words[begin].start() : words[end - 1].end()]] = None
+            # After a function word, such as "The" in "The Hague", the name is searched without it.
             begin = end if not is_function_word else begin + 1
     return list(spans)
 
@@ -131,6 +138,7 @@ def _end_of_name(
     """Return the index after the last word of the name that begins at a word."""
     end = begin + 1
     for index in range(begin + 1, len(words)):
+        # A name ends at any mark: the names of a list are separate answers.
         if sentence[words[index - 1].end() : words[index].start()] != " ":
             break
         if is_name[index]:
@@ -141,34 +149,37 @@ def _end_of_name(
 
 
 def make_gap(parsed: Parsed, shown: Sequence[str], documents: Sequence[str]) -> tuple[Parsed, str]:
-    """Turn a questioner's accepted sentence and span into a question; arguments as in `check`.
+    """Turn a questioner's accepted sentence and span into a question; arguments as in `check_span`.
 
-    Returns what was parsed with the question or the reason why it is none, and the sentence, which
-    only the questioner may read.
+    Return (the parsed question or the reason of its refusal, the sentence). Only the questioner may
+    read the sentence.
     """
     if parsed.status != "accepted":
         return parsed, ""
     sentence = parsed.question.strip()
-    question, reason = check(sentence, parsed.answer, shown, documents)
+    question, reason = check_span(sentence, parsed.answer, shown, documents)
     if reason:
         return Parsed("bad_format", reason=reason), ""
     return Parsed("accepted", question, parsed.answer.strip()), sentence
 
 
-def check(
+def check_span(
     sentence: str, span: str, shown: Sequence[str], documents: Sequence[str]
 ) -> tuple[str, str]:
     """Check a questioner's sentence and span by string search; return (question, reason).
 
-    The sentence must be one of the `shown` documents, and the span must stand in it and in another
+    The sentence must stand in a `shown` document, and the span in the sentence and in another
     sentence of `documents`. The question has a gap instead of the span. One of the two texts is
-    empty: reason is "not_a_sentence", "short_sentence", "long_span", "not_in_sentence" or
+    empty. The reason is "not_a_sentence", "short_sentence", "long_span", "not_in_sentence" or
     "not_elsewhere".
     """
     sentence, span = sentence.strip(), span.strip()
     pattern = _occurrences(span)
     words = len(_WORD.findall(span))
-    if not any(sentence in map(str.strip, split(text)) for text in shown if sentence in text):
+    # Splitting takes longer than searching, so only texts that contain the sentence are split.
+    if not any(
+        sentence in map(str.strip, split_sentences(text)) for text in shown if sentence in text
+    ):
         return "", "not_a_sentence"
     if len(_WORD.findall(sentence)) < SHORTEST_SENTENCE:
         return "", "short_sentence"
@@ -176,17 +187,18 @@ def check(
         return "", "long_span"
     if not words or not pattern.search(sentence):
         return "", "not_in_sentence"
+    # Hidden wherever it stands, because a copy of the sentence is what the responder will not read.
     if not any(pattern.search(text) for text in hide(documents, [sentence])):
         return "", "not_elsewhere"
     return pattern.sub(GAP, sentence), ""
 
 
 def hide(documents: Sequence[str], sentences: Sequence[str]) -> tuple[str, ...]:
-    """Return the documents without the sentences, of which "" hides nothing."""
+    """Return the documents without the sentences. The sentence "" hides nothing."""
     return tuple(_without(document, sentences) for document in documents)
 
 
-def split(text: str) -> list[str]:
+def split_sentences(text: str) -> list[str]:
     """Split a text into sentences."""
     return [
         part for line in text.splitlines() for part in _SENTENCE_END.split(line) if part.strip()
@@ -197,13 +209,15 @@ def _without(document: str, sentences: Sequence[str]) -> str:
     shorter = document
     for sentence in sentences:
         shorter = shorter.replace(sentence, "")
+    # Spaces are mended only where a sentence was removed. Other documents stay as they are.
     return document if shorter == document else re.sub(" {2,}", " ", shorter).strip()
 
 
 def _longest_spans(
     row: Sequence[str], places: dict[tuple[str, ...], set[int]], index: int
 ) -> Iterator[tuple[int, int]]:
-    """Yield (begin, end) of the spans that recur in other sentences and are in no longer one."""
+    """Yield (begin, end) of the spans that recur in other sentences, without parts of a span."""
+    # Longest first at each word, and never ending within the previous span.
     end_of_last = 0
     for begin in range(len(row)):
         for end in range(min(begin + LONGEST_SPAN, len(row)), max(begin, end_of_last), -1):

@@ -17,12 +17,13 @@ from spell_jax.selfplay.rules import find_answer, visible_text
 SECTIONS = ("analysis", "evidence", "reasoning", "answer")
 LOWEST, HIGHEST = 1, 5  # range of a reward model's scores
 NEUTRAL = 0.5  # evidence reward if no comparison is possible
-# What may select among the branches of a tree of evidence (algorithms/eapo/evidence_tree.py).
+# Choices of what selects the branches of a tree of evidence (algorithms/eapo/evidence_tree.py).
 EVIDENCE_BY = ("none", "similarity", "reranker", "judge", "oracle")
 REASONING_BY = ("none", "judge")
 MOST_QUOTES = 256  # quotes looked up per answer; text after them counts as invented
 
-# "NUMBER SCORE": the number of a set, as in the prompt, and its score.
+# "NUMBER SCORE": the number of a set, as in the prompt, and its score. Possessive quantifiers, so
+# that a long reply that does not match takes linear time.
 _LABELED = re.compile(r"([0-9]{1,4}) ++([0-9])(?:\s++|\Z)")
 _LABELED_LINES = re.compile(rf"(?:{_LABELED.pattern})++")
 _NUMBER = re.compile(r"\s*+\[([0-9]{1,4})\]")
@@ -45,6 +46,7 @@ class StructuredAnswer:
 class Weights:
     """Weights of the format, evidence and outcome rewards (Eq. 2: alpha, beta, gamma)."""
 
+    # The paper's coefficients. Beta = 0.3 has its best overall accuracy (EAPO, Figure 8).
     format: float = 0.1
     evidence: float = 0.3
     outcome: float = 0.6
@@ -71,9 +73,9 @@ def parse_answer(text: str) -> StructuredAnswer | None:
     """Parse a whole answer into its sections; None if its format is bad.
 
     Thoughts are dropped. The rest must contain each of the eight tags exactly once and in order,
-    with text in every section and only white space around the sections. This is the format that the
-    prompt asks for, and it prevents a second set of evidence outside the evidence section.
+    with text in every section and only white space around the sections.
     """
+    # As strict as the prompt. A looser format would allow a second set of evidence elsewhere.
     sections = parse_sections(text, len(SECTIONS))
     return None if sections is None else StructuredAnswer(*sections)
 
@@ -118,6 +120,7 @@ def parse_scores(text: str, count: int) -> tuple[int, ...] | None:
     visible = visible_text(text)
     if visible is None:
         return None
+    # Labels must be in order: a reward model that mixes up the sets would score the wrong answers.
     if _LABELED_LINES.fullmatch(visible):
         labels, scores = zip(*((int(a), int(b)) for a, b in _LABELED.findall(visible)), strict=True)
         if labels != tuple(range(1, len(labels) + 1)):
@@ -129,15 +132,16 @@ def parse_scores(text: str, count: int) -> tuple[int, ...] | None:
             return None
     if not isinstance(scores, tuple | list) or len(scores) != count:
         return None
+    # type(), because True is an int for isinstance.
     if not all(type(score) is int and LOWEST <= score <= HIGHEST for score in scores):
         return None
     return tuple(scores)
 
 
 def pairs_in_order(truth: Sequence[float], scores: Sequence[int]) -> list[float]:
-    """Return the agreement of evidence scores with the truth, for each pair that differs in truth.
+    """Compare the order of evidence scores with the truth, for each pair that differs in truth.
 
-    1.0: the scores have the same order; 0.0: the opposite order; 0.5: the scores are equal.
+    A pair is 1.0 if its scores have the same order, 0.0 if the opposite, 0.5 if they are equal.
     """
     pairs = itertools.combinations(zip(truth, scores, strict=True), 2)
     return [0.5 if a == b else float((t > u) == (a > b)) for (t, a), (u, b) in pairs if t != u]
@@ -155,12 +159,13 @@ def best_chosen(truth: Sequence[float], scores: Sequence[float]) -> float | None
     return top.count(max(truth)) / len(top)
 
 
-def normalize(scores: Sequence[int] | None, count: int) -> list[float]:
+def normalize_scores(scores: Sequence[int] | None, count: int) -> list[float]:
     """Return the evidence rewards R_e of a group's `count` well-formed answers, each in [0, 1].
 
     (score - min) / (max - min) within the group. All are 0.5 if all scores are equal or `scores` is
     None because the scoring failed.
     """
+    # Equal rewards give no advantage, so a failed scoring leaves the outcome to decide.
     if not scores or min(scores) == max(scores):
         return [NEUTRAL] * count
     low, high = min(scores), max(scores)
@@ -171,17 +176,20 @@ def total_reward(
     well_formed: bool, evidence: float, outcome: float, weights: Weights = Weights()
 ) -> float:
     """Return the weighted sum of the rewards (Eq. 2); 0 for a badly formatted answer."""
+    # The paper ends the evaluation of an invalid format: a right answer does not make up for it.
     if not well_formed:
         return 0.0
     return weights.format + weights.evidence * evidence + weights.outcome * outcome
 
 
 def find_quotes(evidence: str) -> list[str]:
-    """Split an evidence section into at most MOST_QUOTES quotes, and one more for all that is left.
+    """Split an evidence section into at most MOST_QUOTES quotes, and a quote of the remaining text.
 
     A quote is a line without its bullet and quotation marks, with single spaces. A line with an
     ellipsis is split there into fragments.
     """
+    # A quote is searched in all documents, so their number is bounded. The remaining text counts as
+    # one quote, so that its characters lower the share.
     lines = evidence.split("\n", MOST_QUOTES)
     tail = lines.pop() if len(lines) > MOST_QUOTES else ""
     fragments: list[str] = []
@@ -200,8 +208,9 @@ def searchable(documents: Sequence[str]) -> str:
 def verbatim_share(evidence: str, documents: str) -> float:
     """Return the share of quoted characters in quotes that occur verbatim in `documents`.
 
-    Our addition to EAPO. 0.0 if the evidence section quotes nothing.
+    Return 0.0 if the evidence section quotes nothing.
     """
+    # Our addition to EAPO, and never rewarded: copying a whole document would score 1.
     quotes = find_quotes(evidence)
     total = sum(map(len, quotes))
     verbatim_characters = sum(len(quote) for quote in quotes if quote in documents)
@@ -212,13 +221,14 @@ def precision_and_recall(evidence: str, supporting: Sequence[str]) -> tuple[floa
     """Compare the quotes of an answer with its supporting sentences.
 
     Precision is the share of quoted characters that belong to supporting sentences. Recall is the
-    share of supporting sentences that are quoted: a quote contains the sentence, or is a part of it
-    of at least half its length. Both are 0.0 without quotes or without supporting sentences.
+    share of supporting sentences that are quoted: a quote contains the sentence, or at least half
+    of the sentence in one piece. Both are 0.0 without quotes or without supporting sentences.
     """
     quotes = find_quotes(evidence)
     overlaps = [_overlap(" ".join(sentence.split()), quotes) for sentence in supporting]
     if not quotes or not overlaps:
         return 0.0, 0.0
+    # At most 1, because one quote may count for several supporting sentences.
     precision = min(1.0, sum(overlaps) / sum(map(len, quotes)))
     return precision, sum(overlap > 0 for overlap in overlaps) / len(overlaps)
 

@@ -24,9 +24,10 @@ def read_scorable(
 def check_answer(question: Question, extract: str = "lenient", rule: str = "match") -> None:
     """Raise ValueError with the reason if no response can score with the question's answer.
 
-    Where a multiple_choice question shows options, the answer must be one of them. An external
+    Where a multiple_choice question shows options, the answer must be an option. An external
     judge may accept what the rule cannot read, but is not asked about letters.
     """
+    # At the start of a run: a question that no answer can solve would cost G answers in each epoch.
     answer, task = question.answer, question.task
     if "judge" in rule and task != "multiple_choice" and answer.strip():
         return
@@ -34,6 +35,7 @@ def check_answer(question: Question, extract: str = "lenient", rule: str = "matc
     if not reason and task == "multiple_choice":
         options = {*_OPTION.findall(question.question)}
         letter = rules.read_reference(answer, task, extract)
+        # A single "(A)" in a text is no list of options.
         if len(options) > 1 and letter not in options:
             reason = f"is none of the options {', '.join(sorted(options))}"
     if reason:
@@ -41,7 +43,9 @@ def check_answer(question: Question, extract: str = "lenient", rule: str = "matc
 
 
 def unscorable(reference: str, task: str, extract: str = "paper") -> str:
-    """Return why no response can score with a reference answer; an empty text if one can."""
+    """Return why no response can score with a reference answer; "" if some response can."""
+    # The rule itself decides, on the replies that the prompts ask for, so this check cannot differ
+    # from the reward.
     answer = rules.read_reference(reference, task, extract)
     forms = ("The answer is {}", "The correct answer is {}", r"\boxed{{{}}}")
     replies = (form.format(answer) for form in forms)

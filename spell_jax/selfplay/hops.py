@@ -12,8 +12,9 @@ def split_hops(question: str, known_entries: Sequence[Entry]) -> tuple[str, list
 
     The first hop of "A of B of C" is "B of C", and the link A remains. If "B of C" is a known
     question with the answer D, the first hop is "A of D", and no link remains. Of several known
-    questions the longest one counts. A question without a link is its own first hop.
+    questions the longest counts. A question without a link is its own first hop.
     """
+    # The longest known question leaves the fewest hops, and each hop can go wrong.
     for entry in sorted(known_entries, key=lambda entry: -len(entry.question)):
         is_chain = _LINK in entry.question
         if is_chain and question.endswith(_LINK + entry.question):

@@ -14,6 +14,7 @@ import numpy as np
 from spell_jax.selfplay.braces import brace_steps, check_depth, code_points, first_balance
 
 MOST_BLOCKS = 100  # only the last fenced blocks are tried: 100 KB may hold 10,000 invalid ones
+# The shortest match, as in the paper's public code.
 _FENCED = re.compile(r"```json(.*?)```", re.DOTALL)
 # A fenced block up to the first backticks outside of strings.
 _FENCED_STRINGS = re.compile(r'```json((?:[^"`]++|"(?:[^"\\]++|\\.)*+"|`(?!``))*+)```', re.DOTALL)
@@ -25,9 +26,9 @@ def find_record(text: str) -> dict[str, Any] | None:
 
     The last valid JSON among the last MOST_BLOCKS fenced blocks decides, even if it is not an
     object. Without a valid block, an object at the end of the text is used if it starts the text or
-    follows white space. Backticks within a string of the JSON close and open no block. Raises
-    RecursionError if the JSON is nested too deep.
+    follows white space. Raises RecursionError if the JSON is nested too deep.
     """
+    # Backticks within a string of the JSON close and open no block.
     value, at = _last_block(text)
     closing = _closing_object(text)
     if at is None or at >= len(text) - len(closing):  # or the block is part of a string
@@ -67,10 +68,12 @@ def _last_block(text: str) -> tuple[dict[str, Any] | RecursionError | None, int 
 
 def _load_object(text: str) -> dict[str, Any] | None:
     """Parse strict JSON with optional trailing commas; None if it is not an object."""
+    # Before parsing, because Python's own limit of depth differs between versions.
     check_depth(_without_escapes(text))
     try:
         value = json.loads(text)
     except ValueError:
+        # The output example of the paper's general template has a trailing comma (spec 2.3).
         value = json.loads(_without_trailing_commas(text))
     return value if isinstance(value, dict) else None
 
@@ -82,6 +85,7 @@ def _without_trailing_commas(text: str) -> str:
     marks = np.flatnonzero(~inside & (points > ord(" ")))
     current, following = points[marks[:-1]], points[marks[1:]]
     commas = (current == ord(",")) & ((following == ord("]")) | (following == ord("}")))
+    # Deleted from the text itself, at the places found in the text with masked escapes.
     remaining = np.delete(code_points(text), marks[:-1][commas])
     return remaining.tobytes().decode("utf-32-le", "surrogatepass")
 

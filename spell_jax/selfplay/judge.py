@@ -5,7 +5,7 @@
 2. A reply is parsed as 1, 0 or MALFORMED. Without a reply, the verdict is UNANSWERED.
 3. Replies may be appended to a file as they arrive: a restarted judge sends only the other prompts.
 4. Failures are counted and logged, never raised: a server that is down does not cost a step. The
-   first one of each kind is logged as a warning, with the server's own words and the remedy.
+   first failure of each kind is a warning in the log, with the server's own words and the remedy.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 
 # Environment variable of the API key. Configs are written to disk, keys are not.
 JUDGE_KEY = "SPELL_JUDGE_KEY"
+# A server may send without end. 8,192 tokens, the default limit, have far fewer bytes.
 MAX_REPLY_BYTES = 8 * 2**20
 # Limits for the body of an HTTP error: bytes and seconds of reading, characters shown.
 ERROR_BYTES, ERROR_SECONDS, ERROR_SHOWN = 4096, 2.0, 300
@@ -103,6 +104,7 @@ class JudgeConfig:
 def parse_judgement(text: str) -> int:
     """Return 0 if the visible text contains NO, else 1 if it contains YES, else MALFORMED."""
     visible = visible_text(text) or ""
+    # NO first: "YES" counts only without "NO" (spec 11).
     if "NO" in visible:
         return 0
     return 1 if "YES" in visible else MALFORMED
@@ -158,6 +160,7 @@ class Judge:
         self._cache: OrderedDict[str, int] = OrderedDict()
         self._file = pathlib.Path(cache_file) if cache_file else None
         if self._file and self._file.exists():
+            # Replies are stored, not verdicts, so a changed parser reads old files anew.
             verdicts, _ = read_records(
                 self._file, lambda line: (str(line["key"]), parse(line["reply"]))
             )
@@ -167,6 +170,7 @@ class Judge:
         """Return one verdict per item, in order: 1, 0, or the negative MALFORMED or UNANSWERED."""
         prompts = [self._write_prompt(*item) for item in items]
         keys = [self._key(prompt) for prompt in prompts]
+        # Equal items, such as equal answers of a group, are asked once.
         prompt_of = dict(zip(keys, prompts, strict=True))
         verdicts = {key: self._cache[key] for key in prompt_of if key in self._cache}
         unknown = [prompt for key, prompt in prompt_of.items() if key not in verdicts]
@@ -188,6 +192,7 @@ class Judge:
         return [verdicts[key] for key in keys]
 
     def _key(self, prompt: str) -> str:
+        # A digest, because prompts are long. JSON keeps model and prompt apart.
         content = json.dumps([self.model, prompt]).encode()
         return hashlib.blake2b(content, digest_size=16).hexdigest()
 
@@ -198,7 +203,9 @@ class Judge:
         verdict, key = self._parse(reply), self._key(prompt)
         self.counts["malformed"] += verdict == MALFORMED
         self._cache[key] = verdict
-        if self._file and reply:  # a cut-off reply is requested again, maybe with more tokens
+        # An empty reply was cut off. It is not stored, so a restart asks again, maybe with more
+        # tokens.
+        if self._file and reply:
             append_records(self._file, [{"key": key, "model": self.model, "reply": reply}])
         fault_injection.point("judged")
         return verdict
@@ -247,7 +254,9 @@ class Endpoint:
             # None would make openai send $OPENAI_API_KEY, to a server that may be anybody's.
             api_key=config.api_key or "none",
             timeout=config.timeout_s,
+            # Retries are tenacity's: they obey the rate limit, which openai's own would not.
             max_retries=0,
+            # No redirects: prompts would go to a server that the config does not name.
             http_client=openai.DefaultHttpxClient(follow_redirects=False, event_hooks=hooks),
         )
         self._create = functools.partial(
@@ -271,6 +280,7 @@ class Endpoint:
         """Yield (index of the prompt, reply) like __call__; a prompt may occur more than once."""
         pool = ThreadPoolExecutor(self.config.workers)
         try:
+            # Threads, because a worker only waits for the server.
             futures = {
                 pool.submit(self._ask, prompt): index for index, prompt in enumerate(prompts)
             }
@@ -344,11 +354,12 @@ class Endpoint:
         Raises StatusError for an HTTP error, and the errors of the network.
         """
         self._wait_for_turn()
+        # From here on, because waiting for a turn is not the server's fault.
         deadline = time.monotonic() + self.config.timeout_s
         limit: Any = {limit_field: self.config.max_tokens}
         try:
             with self._create(messages=[{"role": "user", "content": content}], **limit) as response:
-                return _read(response.iter_bytes(), deadline)
+                return _read_reply(response.iter_bytes(), deadline)
         except Exception as error:  # openai wraps what its hooks raise
             if isinstance(error.__cause__, StatusError):
                 raise error.__cause__ from None
@@ -388,12 +399,14 @@ _REMEDIES |= dict.fromkeys((301, 302, 307, 308), "give the address that it redir
 
 def _is_transient(error: BaseException) -> bool:
     """Return whether another attempt may succeed, by the HTTP status if the error has one."""
+    # 408 is a timeout, 429 a rate limit. Other statuses below 500 blame the request itself.
     status = error.status if isinstance(error, StatusError) else 500
     return isinstance(error, Exception) and (status >= 500 or status in (408, 429))
 
 
 def _read_error(response: Any) -> str:
     """Return the message of an HTTP error, from its JSON, or else the beginning of its body."""
+    # Bounded in bytes and seconds, because a broken server may send its error without end.
     body, deadline = bytearray(), time.monotonic() + ERROR_SECONDS
     try:
         for part in response.iter_bytes():
@@ -414,8 +427,9 @@ def _read_error(response: Any) -> str:
     return text.strip()
 
 
-def _read(parts: Iterable[bytes], deadline: float) -> bytes:
-    """Read a reply by `deadline`; the timeouts of openai and httpx limit single reads only."""
+def _read_reply(parts: Iterable[bytes], deadline: float) -> bytes:
+    """Read the body of a reply; TimeoutError after `deadline`, ValueError if it is too large."""
+    # The timeouts of openai and httpx limit single reads only: a byte now and then would pass.
     body = bytearray()
     for part in parts:
         body += part

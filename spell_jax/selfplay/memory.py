@@ -21,9 +21,9 @@ class Entry:
 class QuestionMemory:
     """The last `capacity` questions of each (task, cluster), oldest first; 0 disables the memory.
 
-    A question is stored if the cluster does not already contain it; texts are compared after
-    normalization. The algorithm pushes solvable questions only (Algorithm 1; spec 3). It reads the
-    memory at the start of a step and writes to it at the end (spec 14).
+    A question is stored unless the cluster has it already, by normalized text. The algorithm pushes
+    solvable questions only (Algorithm 1; spec 3). It reads the memory at the start of a step and
+    writes to it at the end (spec 14).
     """
 
     def __init__(self, capacity: int):
@@ -43,6 +43,7 @@ class QuestionMemory:
         if self.capacity == 0:
             return False
         entries = self._entries.get((task, cluster), [])
+        # A repeated question would evict a different question, and the prompt would show it twice.
         if any(_same_text(entry.question, stored_entry.question) for stored_entry in entries):
             return False
         self._entries[task, cluster] = [*entries, entry][-self.capacity :]

@@ -60,12 +60,12 @@ def parse_question(
     answer in words of more than `max_answer_tokens` is declined. With `distinct_options`, two
     equal options make a multiple-choice question badly formatted, because it has no single correct
     letter (not in the paper). `in_thought` says that the prompt ended inside a thought. `extract`,
-    one of EXTRACTS, says how the answer is read. No text raises an error; an unknown task or way of
-    extraction is a ValueError.
+    one of EXTRACTS, says how the answer is read. Only an unknown task or `extract` is an error.
     """
     check_task(task)
     check_extract(extract)
     visible = visible_text(text, in_thought)
+    # Declined, not punished: a thought that the token cap cut off is no parse error (spec 2.3).
     if visible is None:
         return _declined("unfinished_thought")
     try:
@@ -83,9 +83,8 @@ def parse_question(
 def parse_verdict(text: str, in_thought: bool = False) -> int:
     """Parse one verifier output into a vote: 1 (yes), 0 (no) or -1 (malformed). Spec section 6.
 
-    A verdict in double brackets counts if the opposite one is absent. Without a clear verdict in
-    brackets, the bare words YES and NO count in this way. `in_thought` says that the
-    prompt ended inside a thought.
+    A verdict in double brackets counts if the opposite verdict is absent. Otherwise the bare words
+    YES and NO count in this way. `in_thought` says that the prompt ended inside a thought.
     """
     visible = visible_text(text, in_thought) or ""
     for yes, no in (("[[YES]]", "[[NO]]"), ("YES", "NO")):
@@ -153,6 +152,7 @@ def _validate_number(question: str, answer: Any, extract: str) -> Parsed:
     value = parse_number(answer_text or (text if extract == "paper" else ""))
     if value is None or isinstance(value, bool):
         return _declined("not_a_number")
+    # The tolerance is relative, so for this reference it would be 0 (spec 2.4).
     if value == 0:
         return _declined("zero_answer")
     return Parsed("accepted", question, number_text(value))

@@ -1,4 +1,4 @@
-"""Probes: questions that are asked again after each update, to measure progress on their like."""
+"""Probes: questions that are asked again after each update, to measure progress on similar ones."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ class Probe:
 
 
 class ProbeSet:
-    """At most `capacity` probes, oldest first; each step replaces one in LIFETIME of them."""
+    """At most `capacity` probes, oldest first. Each step replaces 1 / LIFETIME of the probes."""
 
     def __init__(self, capacity: int):
         self.capacity = capacity
@@ -37,7 +37,8 @@ class ProbeSet:
         self.probes = [replace(probe, now=rate) for probe, rate in pairs]
 
     def push(self, new_probes: Sequence[Probe], rng: np.random.Generator) -> None:
-        """Add a random choice of the questions of a step, which oust the oldest probes."""
+        """Add a random choice of the questions of a step in place of the oldest probes."""
+        # Rounded up, so that a small set is replaced, too.
         count = -(-self.capacity // LIFETIME)
         positions = rng.permutation(len(new_probes))[:count]
         self.probes = [*self.probes, *(new_probes[i] for i in sorted(positions))][-self.capacity :]
@@ -53,7 +54,9 @@ class ProbeSet:
             for probe in self.probes
             if probe.task == task
         ]
+        # The mean of several probes: the solve rate of one question is noisy.
         nearest = sorted(likeness, key=lambda pair: -pair[0])[:NEIGHBORS]
+        # At least 0: negative rewards are for ungrounded and badly formed questions.
         return max(0.0, float(np.mean([rise for _, rise in nearest]))) if nearest else 0.0
 
     def state_dict(self) -> list[dict[str, Any]]:

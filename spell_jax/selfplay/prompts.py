@@ -1,11 +1,10 @@
-"""Prompt templates of every role: text files whose placeholders are filled in one pass.
+"""Prompt templates of every role: text files with placeholders that are filled in one pass.
 
 1. A prompt set is a folder of text files: "full" for real models, "compact" for policies with a
    tiny vocabulary, or a user's folder. It overlays the full set: its files replace the full set's
    files of the same name.
 2. A placeholder is a lower-case word in braces, such as {documents}. Other braces (JSON examples)
    are literal. One newline at the end of a file is not part of the prompt.
-3. All placeholders are filled in one pass, so a document that contains "{examples}" is not changed.
 
 tests/selfplay/test_prompts.py lists each requirement of Appendix G next to the words of the full
 set that meet it. Departures, with the spec section that asks for them: the JSON object is in a
@@ -23,11 +22,11 @@ from spell_jax.runtime import remote
 from spell_jax.selfplay.memory import Entry
 from spell_jax.selfplay.rules import check_task
 
-NO_DOCUMENTS = "Empty"
+NO_DOCUMENTS = "Empty"  # stands for the documents, as in the public code (spec 2.5)
 PACKAGED = Path(__file__).parent / "templates"
 PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
 
-# File name -> its placeholders; those with a question mark are optional.
+# File name -> its placeholders. A question mark makes a placeholder optional.
 PLACEHOLDERS = {
     "example.txt": "question answer number?",  # one earlier question
     "answer_first.txt": "answer",  # end of a questioner's prompt
@@ -65,9 +64,9 @@ class Prompts:
         """Build the prompt for a new question about the documents (Appendix G, spec 2.2).
 
         `documents` are the m documents shown, in corpus order. With a `history` of earlier
-        questions, oldest first, the prompt asks for a harder one. `letter` is that of the correct
-        option, required for multiple choice and ignored otherwise; another one than A to D, or an
-        unknown task, is a ValueError. A `cue` is the prompt's last word.
+        questions, oldest first, the prompt asks for a harder one. `letter`, A to D, names the
+        correct option of a multiple choice and is ignored for other tasks. A `cue` ends the prompt.
+        An unknown task or letter is a ValueError.
         """
         check_task(task)
         if task == "multiple_choice" and letter not in LETTERS:
@@ -78,7 +77,7 @@ class Prompts:
         )
         prompt = self._fill(
             f"questioner_{task}_history.txt" if history else f"questioner_{task}.txt",
-            documents=_joined(documents),
+            documents=_join(documents),
             examples=examples,
             letter=letter or "",
         )
@@ -91,7 +90,7 @@ class Prompts:
     def responder(self, task: str, documents: Sequence[str], question: str) -> str:
         """Build the prompt for an answer from n documents, or from none (grounding filter, 2.5)."""
         check_task(task)
-        return self._fill(f"responder_{task}.txt", documents=_joined(documents), question=question)
+        return self._fill(f"responder_{task}.txt", documents=_join(documents), question=question)
 
     def verifier(self, question: str, answer: str, reference: str) -> str:
         """Build the prompt that asks whether answer and reference are equivalent (spec 6)."""
@@ -112,11 +111,11 @@ class Prompts:
 
     def evidence(self, documents: Sequence[str], question: str) -> str:
         """Build the prompt for an answer in sections, with evidence from n documents (EAPO 2.1)."""
-        return self._fill("evidence.txt", documents=_joined(documents), question=question)
+        return self._fill("evidence.txt", documents=_join(documents), question=question)
 
     def evidence_scores(self, question: str, evidence: Sequence[str]) -> str:
         """Build the prompt for scores from 1 to 5 of a group's evidence sets (EAPO 3.2)."""
-        return self._scores("evidence_scores.txt", evidence, question=question)
+        return self._fill_scores("evidence_scores.txt", evidence, question=question)
 
     def reranker(self, question: str, evidence: str) -> str:
         """Build the prompt that asks a reranker whether evidence helps, yes or no (EAPO 2.2)."""
@@ -124,11 +123,11 @@ class Prompts:
 
     def reasoning_scores(self, question: str, evidence: str, reasonings: Sequence[str]) -> str:
         """Build the prompt for scores from 1 to 5 of reasonings from one evidence (EAPO 2.2)."""
-        return self._scores(
+        return self._fill_scores(
             "reasoning_scores.txt", reasonings, question=question, evidence=evidence
         )
 
-    def _scores(self, name: str, scored: Sequence[str], **values: str) -> str:
+    def _fill_scores(self, name: str, scored: Sequence[str], **values: str) -> str:
         choices = "\n".join(
             self._fill("scored.txt", question=values["question"], number=str(i), text=text)
             for i, text in enumerate(scored, 1)
@@ -136,6 +135,7 @@ class Prompts:
         return self._fill(name, choices=choices, number=str(len(scored)), **values)
 
     def _fill(self, name: str, **values: str) -> str:
+        # One pass: a placeholder that stands in a document stays as it is.
         return PLACEHOLDER.sub(lambda match: values[match[1]], self.texts[name])
 
 
@@ -186,5 +186,5 @@ def _check_placeholders(path: Path, text: str) -> None:
             )
 
 
-def _joined(documents: Sequence[str]) -> str:
+def _join(documents: Sequence[str]) -> str:
     return "\n".join(documents) if documents else NO_DOCUMENTS

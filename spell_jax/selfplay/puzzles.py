@@ -19,7 +19,7 @@ from spell_jax.data.clusters import BORDERS, CountTokens
 from spell_jax.selfplay.braces import last_box
 from spell_jax.selfplay.rules import visible_text
 
-LABELS = tuple("ABCDEFGH")  # letters of the options
+LABELS = tuple("ABCDEFGH")  # letters of the options; the paper's largest K is 8
 FEWEST_OPTIONS, MOST_OPTIONS = 2, len(LABELS)
 GAP = re.compile(r"<gap \d+>")
 
@@ -29,7 +29,9 @@ FEW_PARAGRAPHS = "few_paragraphs"  # no paragraph would remain
 FEW_OPTIONS = "few_options"  # too few unique paragraphs of suitable length
 OVERLONG = "overlong"  # no prompt made from the text fits the cap
 
-_CUT_ATTEMPTS = 3  # attempts to cut the text until the prompt fits
+# Attempts to cut the text until the prompt fits. A prompt may have more tokens than its parts, so
+# the first window can be too long.
+_CUT_ATTEMPTS = 3
 
 
 @dataclass(frozen=True)
@@ -96,8 +98,8 @@ def cut_window(
     """Choose neighboring paragraphs of at most `most_tokens` tokens.
 
     If not all paragraphs fit, the window starts at a random one, extends forward as far as the
-    budget allows, and then backward with the rest. Paragraphs far from the window are not
-    tokenized. Returns the [first, last) character range; (0, 0) if not even one paragraph fits.
+    budget allows, and then backward with the rest. Return the [first, last) character range; (0, 0)
+    if not even one paragraph fits.
     """
     spans = split_paragraphs(text)
     if not spans:
@@ -106,6 +108,7 @@ def cut_window(
     start = int(rng.integers(len(spans)))
     first, last, room = start, start, most_tokens
 
+    # Counted on demand, so that paragraphs of a long book far from the window are not tokenized.
     def tokens(at: int) -> int:
         return count_tokens(text[spans[at][0] : ends[at]])
 
@@ -128,16 +131,18 @@ def make_puzzle(
 ) -> tuple[Puzzle | None, str]:
     """Remove K = `options` paragraphs of `min_paragraph` to `max_paragraph` characters from a text.
 
-    They are sampled uniformly from the paragraphs whose words occur once in the text, so no option
-    equals another option or a remaining paragraph, even with other white space. Unless gaps may be
-    `adjacent`, only every other paragraph is taken. At least one paragraph remains. Returns
-    (puzzle, ""), or (None, reason) where reason is HAS_GAPS, FEW_PARAGRAPHS or FEW_OPTIONS.
+    Paragraphs are sampled uniformly from all that occur once in the text, by their words. Unless
+    gaps may be `adjacent`, only every other paragraph is taken. At least one paragraph remains.
+    Return (puzzle, ""), or (None, reason) where reason is HAS_GAPS, FEW_PARAGRAPHS or FEW_OPTIONS.
     """
+    # A marker in the text itself could not be told from a gap.
     if GAP.search(text):
         return None, HAS_GAPS
     spans = split_paragraphs(text)
     if len(spans) <= options:
         return None, FEW_PARAGRAPHS
+    # Unique by words, so that no option equals another option or a remaining paragraph, even with
+    # other white space: the truth is then the only right order.
     words = [" ".join(text[first:last].split()) for first, last in spans]
     counts = Counter(words)
     suitable = [
@@ -146,7 +151,8 @@ def make_puzzle(
         if min_paragraph <= last - first <= max_paragraph and counts[paragraph] == 1
     ]
     if not adjacent:
-        parity = rng.integers(2)  # the other one only if this one has too few
+        # The other parity only if this parity has too few paragraphs.
+        parity = rng.integers(2)
         alternate = [[i for i in suitable if i % 2 == p] for p in (parity, 1 - parity)]
         suitable = next((part for part in alternate if len(part) >= options), [])
     if len(suitable) < options:
@@ -156,13 +162,13 @@ def make_puzzle(
     paragraphs = {label: text[slice(*span)] for label, span in zip(truth, removed, strict=True)}
     pieces, start = [], 0
     for number, (first, last) in enumerate(removed, 1):
-        pieces += [text[start:first], gap(number)]
+        pieces += [text[start:first], gap_marker(number)]
         start = last
     document = "".join([*pieces, text[start:]])
     return Puzzle(document, dict(sorted(paragraphs.items())), truth, tuple(removed)), ""
 
 
-def gap(number: int) -> str:
+def gap_marker(number: int) -> str:
     """Return the marker of a gap; numbers start at 1."""
     return f"<gap {number}>"
 
@@ -176,11 +182,12 @@ def make_prompted_puzzle(
     prompt_cap: int,
     cut: bool = True,
 ) -> PromptedPuzzle:
-    """Make a puzzle with a prompt that fits the token cap, from a text or a window of it (`cut`).
+    """Make a puzzle with a prompt that fits the token cap, from a text or (`cut`) a window.
 
     `make` maps a text to (puzzle, reason), like make_puzzle; `write_prompt` maps (document,
     options) to the prompt; `rng` places the window of a long text.
     """
+    # The prompt of an empty puzzle has the words that every prompt needs.
     room = prompt_cap - count_tokens(write_prompt("", {}))
     for _ in range(_CUT_ATTEMPTS if cut else 1):
         first, last = cut_window(rng, text, count_tokens, room) if cut else (0, len(text))
@@ -193,6 +200,7 @@ def make_prompted_puzzle(
         excess = count_tokens(prompt) - prompt_cap
         if excess <= 0:
             return PromptedPuzzle(puzzle, "", prompt, (first, last), last - first < len(text))
+        # The markers and letters of this puzzle take as much room in the next.
         room = count_tokens(text[first:last]) - excess
     return PromptedPuzzle(reason=OVERLONG)
 
@@ -212,6 +220,7 @@ def parse_order(text: str, options: int) -> Order:
 
 def dense_reward(order: Order, truth: Sequence[str]) -> float:
     """Return the share of letters in their right places; 0 if not a permutation (Eq. 1)."""
+    # Otherwise "A, A, A" would earn 1/K without any reading (Eq. 1).
     if not order.is_permutation:
         return 0.0
     right = sum(stated == true for stated, true in zip(order.letters, truth, strict=True))
@@ -223,7 +232,7 @@ def sparse_reward(order: Order, truth: Sequence[str]) -> float:
     return float(order.letters == tuple(truth))
 
 
-def chance(options: int) -> tuple[float, float]:
+def chance_rewards(options: int) -> tuple[float, float]:
     """Return the expected (dense, sparse) reward of a random permutation: 1/K and 1/K!."""
     return 1 / options, 1 / math.factorial(options)
 

@@ -28,9 +28,9 @@ def majority(votes: Sequence[int]) -> int:
 def verifier_rewards(votes: Sequence[int], malformed: float = -1.0) -> list[float]:
     """Return the reward of each vote: 1 if it equals the majority verdict, else 0 (Eq. 5).
 
-    A malformed vote earns `malformed`. The default is below 0 so that the policy does not unlearn
-    the format (spec section 12).
+    A malformed vote earns `malformed`.
     """
+    # Below 0 by default, so that the policy does not unlearn the format (spec section 12).
     verdict = majority(votes)
     return [malformed if vote == -1 else float(vote == verdict) for vote in votes]
 
@@ -45,10 +45,11 @@ def questioner_reward(
 ) -> float:
     """Return the questioner's reward for a mean responder reward r (Eq. 7, paper section 4.4).
 
-    For every mapping, r <= 0 is returned unchanged so that penalties pass through, and r = 1 gives
-    0. Otherwise "gaussian" gives exp(-(r - mu)^2 / (2 sigma^2)), "r_zero" 1 - 2 |r - 1/2| and "azr"
-    1 - r. Another mapping is a ValueError.
+    For every mapping, r <= 0 is returned unchanged, and r = 1 gives 0. Otherwise "gaussian" gives
+    exp(-(r - mu)^2 / (2 sigma^2)), "r_zero" 1 - 2 |r - 1/2| and "azr" 1 - r. Another
+    mapping is a ValueError.
     """
+    # Unchanged, so that penalties pass through.
     if mean_reward <= 0:
         return mean_reward
     if mean_reward == 1:

@@ -15,6 +15,7 @@ _WORD = re.compile(r"[a-z0-9]+")
 
 def word_f1(words: Sequence[str], reference: Sequence[str]) -> float:
     """Return the F1 of common words in any order (Rajpurkar et al. 2016), in [0, 1]; 0 if none."""
+    # 2 P R / (P + R) with P = common / words and R = common / reference words.
     common = (Counter(words) & Counter(reference)).total()
     return 2 * common / max(len(words) + len(reference), 1)
 
@@ -32,10 +33,9 @@ def rouge_l_recall(text: str, reference: str) -> float:
 
 
 def _count_words(text: str, reference: str) -> tuple[int, int, int]:
-    """Count words: in the common subsequence, in the text, and in the reference.
-
-    Bit-parallel (Hyyro 2004): memory is linear; for a given reference, time is linear in the text.
-    """
+    """Count words: in the common subsequence, in the text, and in the reference."""
+    # Bit-parallel (Hyyro 2004): bit i of an integer stands for word i of the reference. Memory is
+    # linear, and time is linear in the text for a given reference. A table would be quadratic.
     ours, theirs = _WORD.findall(text.lower()), _WORD.findall(reference.lower())
     positions: dict[str, int] = {}
     for i, word in enumerate(theirs):

@@ -34,10 +34,11 @@ _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 def visible_text(text: str, in_thought: bool = False) -> str | None:
     """Return the stripped text after the last "</think>"; None if a thought is unfinished.
 
-    `in_thought` says that the prompt ended inside a thought: some chat templates write "<think>",
-    so that the sampled text never contains it. A second thought counts in texts that begin with
-    one; elsewhere "<think>" after a thought is text, as for the paper's code.
+    `in_thought` says that the prompt ended inside a thought, because some chat templates end with
+    "<think>".
     """
+    # A second thought counts only in texts that begin with a thought. Elsewhere "<think>" after a
+    # thought is text, as in the paper's code.
     _, closed, visible = text.rpartition("</think>")
     begins = in_thought or text.lstrip().startswith("<think>")
     is_open = "<think>" in visible and (begins or not closed)
@@ -105,6 +106,7 @@ def is_correct(
     check_extract(extract)
     if task in TEXT_TASKS:
         right, stated = (normalize_answer(text, extract) for text in (reference, prediction))
+        # One way only: fragments of a reference would hack a two-way rule (paper, section F.6).
         return bool(right) and (right == stated if rule == "exact" else right in stated)
     if extract == "lenient":
         prediction, reference = (read_alone(text, task) or "" for text in (prediction, reference))
@@ -117,11 +119,9 @@ def is_correct(
 
 
 def _scales(prediction: str, reference: str, extract: str) -> Sequence[float]:
-    """Return the factors that one of two figures may omit.
-
-    "1.234" may be 1234 with a foreign separator, but a point is read as a decimal one. The factor
-    1000 would undo that.
-    """
+    """Return the factors that one of two figures may omit."""
+    # "1.234" may be 1234 with a foreign separator, but a point is read as a decimal separator. The
+    # factor 1000 would undo that.
     figures = (prediction, reference) if extract == "lenient" else ()
     if any(re.fullmatch(r"-?[0-9]{1,3}\.[0-9]{3}", figure) for figure in figures):
         return tuple(scale for scale in SCALES if scale != 1e3)
@@ -173,8 +173,8 @@ def same_answer(first: str, second: str, task: str, extract: str = "paper") -> b
     """Return whether two extracted answers are the same, for majority counts over several answers.
 
     Symmetric and, unlike `is_correct`, without containment and scale factors: normalized texts or
-    letters must be equal, numbers must agree to 1e-9 (so that the order of a summation does not
-    matter). An empty or unreadable answer equals nothing, not even itself.
+    letters must be equal, numbers must agree to 1e-9. An empty or unreadable answer equals nothing,
+    not even itself.
     """
     check_task(task)
     check_extract(extract)
@@ -187,6 +187,7 @@ def same_answer(first: str, second: str, task: str, extract: str = "paper") -> b
         values = _both_numbers(first, second)
         if values is None or isinstance(values[0], bool) != isinstance(values[1], bool):
             return False
+        # Not exactly, so that the order of a summation does not matter.
         return math.isclose(values[0], values[1], rel_tol=1e-9)
     return first in LETTERS and first == second
 

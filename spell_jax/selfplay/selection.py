@@ -19,9 +19,9 @@ def split_groups(
 ) -> tuple[list[int], list[int]]:
     """Return the positions of the responder groups to train on and of the surplus (spec 7.1, 7.2).
 
-    A group is usable if its G final rewards are not all equal. The first `wanted` usable groups are
-    kept, the others are surplus. Groups with equal rewards are in neither list.
+    The first `wanted` usable groups are kept, further usable groups are surplus.
     """
+    # Usable means not all equal: otherwise all advantages of the group are 0.
     usable = [at for at, rewards in enumerate(group_rewards) if len(set(rewards)) > 1]
     return usable[:wanted], usable[wanted:]
 
@@ -49,10 +49,9 @@ def questioner_negatives(
     """Sample bad questioner rows to train on (spec 7.4): positions in `bad_tasks`, ascending.
 
     `good_tasks` and `bad_tasks` are the tasks of the good rows and of the bad ones (bad format,
-    ungrounded, or equal rewards). Tasks are processed in descending order of their number of good
-    rows (ties: first seen first). Each task asks for int(ratio * good rows) plus the shortfall of
-    the earlier tasks, sampled without replacement. A shortfall after the last task is not filled. A
-    task without good rows gets none.
+    ungrounded, or equal rewards). Tasks go in descending order of good rows. Each task asks for
+    int(ratio * good rows) plus the shortfall of the earlier tasks, sampled without replacement. A
+    shortfall after the last task is not filled. A task without good rows gets none.
     """
     negatives: list[int] = []
     shortfall = 0
@@ -98,18 +97,18 @@ def verifier_groups(
 
     Uniform; all groups if there are fewer (spec sections 6 and 14). `verdicts` holds the majority
     verdict of each eligible group, 1 or 0, `ratio` is verifier rows per responder row. `balance`
-    samples as many yes as no groups, and so at most twice the rarer verdict, because one-sided
-    verdicts teach a verifier to ignore the answers. Returns positions in `verdicts`, ascending.
+    samples as many yes as no groups. Return positions in `verdicts`, ascending.
     """
     group_count = int(responder_rows * ratio / group_size)
     if not balance:
         return sorted(_sample(range(len(verdicts)), group_count, rng))
     sides = [[at for at, verdict in enumerate(verdicts) if verdict == side] for side in (1, 0)]
+    # The rarer verdict decides. One-sided verdicts would teach a verifier to ignore the answers.
     each = min(group_count // 2, *map(len, sides))
     return sorted(at for side in sides for at in _sample(side, each, rng))
 
 
 def _sample(positions: Sequence[int], wanted: int, rng: np.random.Generator) -> list[int]:
-    """Sample `wanted` positions without replacement; all of them if there are fewer."""
+    """Sample `wanted` positions without replacement; all positions if there are fewer."""
     sampled_indices = rng.permutation(len(positions))[:wanted]
     return [positions[at] for at in sampled_indices]

@@ -22,7 +22,7 @@ from spell_jax.selfplay.written_numbers import (
 )
 
 _CHAT_MARKERS = ("<｜Assistant｜>", "<｜end▁of▁sentence｜>")
-_PLACEHOLDER = "insert answer here"  # the prompt's words
+_PLACEHOLDER = "insert answer here"  # the words of the paper's prompt: a copy is no answer
 
 
 class Statement(NamedTuple):
@@ -42,7 +42,8 @@ def first_line(text: str) -> str:
 
 # ---------------------------------------------------------------------------------- Read strictly
 
-# Without the phrase "answer is", only the last characters of a response are searched.
+# Without the phrase "answer is", only the last characters of a response are searched, as in the
+# paper's public code.
 _TAIL_CHARACTERS, _TEXT_TAIL_CHARACTERS = 300, 1000
 # Possessive quantifiers prevent backtracking. They change no match, because no part of the pattern
 # can use a character that the part before it consumed.
@@ -91,6 +92,7 @@ def _find_phrase(text: str) -> str | None:
     for removed in ("*", *_CHAT_MARKERS):
         text = text.replace(removed, "")
     for phrase in ("the answer is", "correct answer is", "answer is"):
+        # By priority of the phrases, not by their places, as in the public code (spec 5.1).
         _, separator, tail = text.rpartition(phrase)
         if separator:
             answer = first_line(tail)
@@ -99,6 +101,7 @@ def _find_phrase(text: str) -> str | None:
 
 
 def _find_figure(text: str) -> str | None:
+    # A box decides even if it holds no number, as in the public code.
     if BOX in text:
         boxed = last_box(text)
         return None if boxed is None else boxed.replace(",", "").rstrip(".")
@@ -140,7 +143,8 @@ _CHOSEN = re.compile(rf"\b(?:correct|right|best|final|my){_GAP}+$", re.IGNORECAS
 # A heading is a line of its own.
 _HEADING = re.compile(r"(?:^|\n)[ \t#>*_]*(?:the |my )?(?:final |correct )?$", re.IGNORECASE)
 _LINE_END = re.compile(r"[ \t*_#]*+(?=\n)")
-_MARKS_AND_SIGNS = "\N{MINUS SIGN}\ufe0e\ufe0f"  # the others choose how a character is shown
+# A sign that ASCII writes as punctuation, and selectors of how a character is shown.
+_MARKS_AND_SIGNS = "\N{MINUS SIGN}\ufe0e\ufe0f"
 _GAPS = re.compile(rf"{_GAP}*+")
 _BULLET = re.compile(r"[-•>–]\s+")
 _INVISIBLE = "\u00ad\u200b\u200c\u200d\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2060\ufeff"
@@ -178,10 +182,12 @@ def read_leniently(text: str, task: str) -> Statement:
     """Read the last statement of a text that can be read, or that withdraws the earlier ones."""
     for marker in _CHAT_MARKERS:
         text = text.replace(marker, "")
-    for form, stated in _stated(text, task):
+    # The last statement counts: an answer may be corrected further on.
+    for form, stated in _announced_lines(text, task):
         answer = _read_stated(stated, task, form)
         if answer is not None:
             return Statement(form, answer) if answer else NO_STATEMENT
+    # A bare number or letter can be recognized, a bare text cannot.
     text = text.strip()
     if task in TEXT_TASKS or len(text) > _LONGEST_BARE or "\n" in text:
         return NO_STATEMENT
@@ -189,11 +195,12 @@ def read_leniently(text: str, task: str) -> Statement:
     return Statement("bare", answer) if answer else NO_STATEMENT
 
 
-def _stated(text: str, task: str) -> Iterator[tuple[str, str]]:
+def _announced_lines(text: str, task: str) -> Iterator[tuple[str, str]]:
     """Yield (form, line) for the text after each announcement and in the last box, last first."""
+    # Mentions are found by one search, so a text of nothing but "answer" takes linear time.
     at, box = text.rfind(BOX), last_box(text)
     mentions = deque(_MENTION.finditer(text), _MOST_MENTIONS)
-    announced = (_announcement(text, mention, task) for mention in reversed(mentions))
+    announced = (_find_announcement(text, mention, task) for mention in reversed(mentions))
     for form, end in itertools.islice(filter(None, announced), _MOST_STATEMENTS):
         if box is not None and end <= at:
             yield "boxed", box
@@ -203,10 +210,12 @@ def _stated(text: str, task: str) -> Iterator[tuple[str, str]]:
         yield "boxed", box
 
 
-def _announcement(text: str, mention: re.Match[str], task: str) -> tuple[str, int] | None:
+def _find_announcement(text: str, mention: re.Match[str], task: str) -> tuple[str, int] | None:
     """Return (form, end) of the announcement with a word; None if the word announces nothing."""
     start, end = mention.span()
+    # A slice, because a pattern that looks back from each mention would take quadratic time.
     before = text[max(0, start - _BEFORE) : start]
+    # "Choice" and "option" announce letters only: "the option is 5" is no answer in figures.
     is_choice = mention[0][0] not in "aA"
     if before[-1:].isalnum() or (is_choice and task != "multiple_choice"):
         return None
@@ -245,6 +254,7 @@ def read_alone(text: str, task: str) -> str | None:
     """Read a text that is only a number or a letter, perhaps with the text of its option."""
     if task == "financial_math":
         return read_number(text)
+    # "A train" must not be read as A, so a letter alone needs more than a boundary.
     lone = _LONE_LETTER.match(text[:MAX_CHARACTERS])
     if not lone or _NEXT_OPTION.search(text, lone.end() - 1):
         return None  # "A) Paris B) Lyon" repeats the options
@@ -260,7 +270,7 @@ def _read_text(line: str) -> str | None:
 
 
 def _read_letter(line: str) -> str | None:
-    """Read the letter at the start of a line; REFUSED if it names several or none of them."""
+    """Read the letter at the start of a line; REFUSED if it names several letters or none."""
     line = with_plain_characters(without_commands(line[:MAX_CHARACTERS]))
     line = _MARKUP.sub("", line)
     if _NO_LETTER.match(line):
@@ -269,6 +279,7 @@ def _read_letter(line: str) -> str | None:
     match = _LETTER.match(line, lead.end() if lead else 0)
     if match is None:
         return None
+    # A lower-case letter is an answer only with a mark: "a train" begins with an article.
     tail = line[match.end() :]
     is_marked = bool(match[3]) or not tail or tail[0] in ".,:;!)\"'“”’`$"
     if _PART_OF_NAME.match(tail) or not (match[2].isupper() or is_marked):
@@ -278,6 +289,7 @@ def _read_letter(line: str) -> str | None:
 
 def unify(text: str) -> str:
     """Join equal forms of Unicode and remove what a reader does not see or pronounce."""
+    # ASCII has one form only, and nothing invisible.
     if text.isascii():
         return text
     for _ in range(2):  # lowering the case may decompose characters again
@@ -288,10 +300,8 @@ def unify(text: str) -> str:
 
 
 def _without_stacks(text: str) -> str:
-    """Cut runs of combining characters: normalizing takes the square of their length.
-
-    A run of 20,000 takes 6 s.
-    """
+    """Cut runs of combining characters to at most _MOST_MARKS."""
+    # Normalizing takes the square of a run's length: 20,000 characters take 6 s.
     first = {c: unicodedata.normalize("NFKD", c)[0] for c in set(text) if not c.isascii()}
     marks = "".join(re.escape(c) for c, base in first.items() if unicodedata.combining(base))
     if not marks:

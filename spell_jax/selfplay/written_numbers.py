@@ -1,4 +1,4 @@
-"""Read the one number that a text states, as people write it: "$(1,204) thousand" is -1204000.
+"""Read the single number that a text states, as people write it: "$(1,204) thousand" is -1204000.
 
 The lenient counterpart of numbers.parse_number. Scale words are applied, brackets around a whole
 figure mean a loss, as in financial filings, and what is no single number (a range, a date, a list,
@@ -23,6 +23,7 @@ _SUPERSCRIPT_RUN = re.compile("[⁺⁻⁰¹²³⁴-⁹]+")
 _SIGNS = {"\N{MINUS SIGN}": "-", **dict.fromkeys("×✕✖⨯⋅·∙", "*"), **dict.fromkeys("÷∕⁄", "/")}
 _SIGNS |= {**dict.fromkeys("≅≃", "≈"), **dict.fromkeys("∼〜", "~"), **dict.fromkeys("’‘ʼ", "'")}
 _SIGNS |= {**dict.fromkeys("“”„«»`", '"'), **dict.fromkeys("％﹪٪", "%"), "٫": ".", "٬": ","}
+# Asterisks between operands are products and powers; elsewhere they are marks of emphasis.
 _EXACT_ASTERISK = re.compile(r"(?<=[\d)}]) ?\*{1,2} ?(?=[\d(\\])")
 
 # A command with one argument that only changes how the argument looks.
@@ -59,15 +60,16 @@ def without_commands(text: str) -> str:
 
 
 def with_plain_characters(text: str) -> str:
-    """Replace characters by ASCII ones of the same meaning, and currencies by "$".
+    """Replace characters by ASCII characters of the same meaning, and currencies by "$".
 
     Characters without width (joiners, marks of direction, soft hyphens) are removed.
     """
     return text.translate({ord(c): _plain_character(c) for c in set(text) if not c.isascii()})
 
 
-def _plain(text: str) -> str:
+def _plain_text(text: str) -> str:
     """Write a number's text in ASCII, without LaTeX and marks of emphasis."""
+    # Superscripts first: NFKC would turn "10²" into "102".
     text = _SUPERSCRIPT_RUN.sub(lambda run: "^" + run[0].translate(_SUPERSCRIPTS), text)
     text = with_plain_characters(text)
     text = _EXACT_ASTERISK.sub(lambda match: "^" if "**" in match[0] else "×", text)
@@ -105,8 +107,9 @@ def _write_fraction(match: re.Match[str]) -> str:
 
 # ------------------------------------------------------------------------------------------ Figures
 
-# Decimals, and digits in groups. Two separators settle which one is for decimals; a single one is
-# read the English way: a point is for decimals, a comma for thousands.
+# Decimals, and digits in groups. The first pattern that matches decides. Two separators settle
+# which separator is for decimals. A single separator is read the English way: a point is for
+# decimals, a comma for thousands.
 _NO_DIGITS = r"(?!\d|[.,'_]\d| \d)"
 _FIGURES = tuple(
     re.compile(figure + _NO_DIGITS)
@@ -126,7 +129,7 @@ _POWER_OF_TEN = re.compile(r"\s*[*xX]\s*10\s*\^\s*\(?([+-]?\d{1,3})\)?(?!\w)")
 _MIXED = re.compile(r"(\d{1,9}) +(\d{1,9})/(\d{1,9})(?![\d/.])")
 _OPERATION = re.compile(r"\s*(?:\^\s*-?|[*/+]|[xX](?=\s*[\d(]))\s*[\d(.]")
 _RUN = re.compile(r"(?:[\d.,()\s*/xX+]|\^\s*-?)*[\d)]")
-_YEARS = range(1900, 2100)
+_YEARS = range(1900, 2100)  # "12/2019" is a month and "2019/20" a fiscal year, not a quotient
 
 _SCALES: dict[str, int] = {"hundred": 10**2, "thousand": 10**3, "million": 10**6}
 _SCALES |= {"billion": 10**9, "trillion": 10**12, "quadrillion": 10**15, "dozen": 12}
@@ -214,26 +217,28 @@ def read_number(text: str, alone: bool = True) -> str | None:
     """
     if alone and len(text) > MAX_CHARACTERS:
         return None
-    plain = _plain(text[:MAX_CHARACTERS])
+    plain = _plain_text(text[:MAX_CHARACTERS])
     if truth := _TRUTH.match(plain):
         return truth[1].lower()
-    number, tail = _leading(plain)
+    number, tail = _leading_number(plain)
+    # Both signs, because the last side of an equation is its result.
     sign = max(plain.rfind("="), plain.rfind("≈"))
     # The last side of "x = 5" or "1/3 ≈ 0.333" counts, but not one within a sentence.
     if sign >= 0 and not number and not _PROSE.search(plain[:sign]):
-        number, tail = _leading(plain[sign + 1 :])
+        number, tail = _leading_number(plain[sign + 1 :])
     if not number and alone and plain.startswith("(") and "-" not in plain:
-        number, tail = _operation(plain.rstrip(".")), ""
+        number, tail = _compute_operation(plain.rstrip(".")), ""
     if number and alone and (re.search(r"\d", tail) or len(tail.split()) > _MOST_WORDS):
         return REFUSED
     return number
 
 
-def _leading(plain: str) -> tuple[str | None, str]:
+def _leading_number(plain: str) -> tuple[str | None, str]:
     """Return the number at the start of a plain text, as read_number does, and what follows it."""
     at = _skip(_LEAD, plain, 0)
     if _WITHDRAWN.match(plain, at):
         return REFUSED, ""
+    # Currency, sign and bracket come in any order: "-$5", "$-5" and "$(5)".
     signs, opened, currency, moved = 0, False, False, True
     while moved:
         moved = False
@@ -243,23 +248,25 @@ def _leading(plain: str) -> tuple[str | None, str]:
                 signs += pattern is _SIGN
                 currency |= pattern is _CURRENCY
                 opened |= pattern is _OPENED
+    # Two signs, such as "--5", may mean anything.
     if signs > 1:
         return REFUSED, ""
-    magnitude = _magnitude(plain, at)
+    magnitude = _unsigned_number(plain, at)
     if magnitude is None:
         return None, ""
     digits, at = magnitude
     if not digits:
         return REFUSED, ""
-    digits, at = _scaled(digits, plain, at, currency)
+    digits, at = _apply_scale(digits, plain, at, currency)
     if opened:
         closed = _CLOSED.match(plain, at)
         if not closed:
             return REFUSED, ""
-        digits, at = _scaled(digits, plain, closed.end(), currency)
+        digits, at = _apply_scale(digits, plain, closed.end(), currency)
     tail = plain[at:]
     if not digits or _MORE.match(tail) or tail.lstrip()[:1] in ("=", "≈"):
         return REFUSED, ""
+    # Brackets around a figure mean a loss, as in financial filings.
     return ("-" if signs or opened else "") + digits, tail
 
 
@@ -268,7 +275,7 @@ def _skip(pattern: re.Pattern[str], text: str, at: int) -> int:
     return match.end() if match else at
 
 
-def _magnitude(plain: str, at: int) -> tuple[str, int] | None:
+def _unsigned_number(plain: str, at: int) -> tuple[str, int] | None:
     """Return (digits or REFUSED, end) of the unsigned number at a place; None if there is none."""
     if not re.match(r"\.?\d", plain[at:]):
         return None if _ASIDE.match(plain, at) else _read_words(plain, at)
@@ -279,18 +286,18 @@ def _magnitude(plain: str, at: int) -> tuple[str, int] | None:
     match = next((m for pattern in _FIGURES if (m := pattern.match(plain, at))), None)
     if match is None:
         return REFUSED, at
-    digits, end = _ungrouped(match[0]), match.end()
+    digits, end = _remove_groups(match[0]), match.end()
     if exponent := _EXPONENT.match(plain, end):
         digits, end = digits + exponent[0], exponent.end()
     if power := _POWER_OF_TEN.match(plain, end):
-        return _multiplied(digits, Fraction(10) ** int(power[1])), power.end()
+        return _multiply(digits, Fraction(10) ** int(power[1])), power.end()
     if _OPERATION.match(plain, end) and (run := _RUN.match(plain, at)):
         is_name = plain[run.end() : run.end() + 1].isalpha()  # 0x1F
-        return REFUSED if is_name else _operation(run[0]), run.end()
+        return REFUSED if is_name else _compute_operation(run[0]), run.end()
     return (digits if abs(float(digits)) <= LARGEST else REFUSED), end
 
 
-def _ungrouped(figure: str) -> str:
+def _remove_groups(figure: str) -> str:
     figure = re.sub("[ '_]", ",", figure)
     if _POINT_GROUPS.fullmatch(figure):
         figure = figure.replace(".", "").replace(",", ".")
@@ -300,7 +307,7 @@ def _ungrouped(figure: str) -> str:
     return f"0{figure}" if figure.startswith(".") else figure
 
 
-def _operation(run: str) -> str:
+def _compute_operation(run: str) -> str:
     """Return the value of "1/2" or "3*4"; "" for "12/31/2019" and other dates."""
     if run.count("/") > 1:
         return REFUSED
@@ -312,7 +319,7 @@ def _operation(run: str) -> str:
     return _digits(calculate(run.lower())) or REFUSED
 
 
-def _scaled(digits: str, plain: str, at: int, currency: bool) -> tuple[str, int]:
+def _apply_scale(digits: str, plain: str, at: int, currency: bool) -> tuple[str, int]:
     """Apply a percent sign (which changes nothing) or scale words after a number's digits."""
     if percent := _PERCENT.match(plain, at):
         return digits, percent.end()
@@ -330,11 +337,12 @@ def _scaled(digits: str, plain: str, at: int, currency: bool) -> tuple[str, int]
         if match := pattern.match(plain, at):
             name, at = match[1].lower(), match.end()
             scale *= _SCALES.get(name) or _SHORT_SCALES[name]
-    return (digits if scale == 1 else _multiplied(digits, scale)), at
+    return (digits if scale == 1 else _multiply(digits, scale)), at
 
 
-def _multiplied(digits: str, factor: Fraction) -> str:
-    # A float first: an exact fraction of 1e-999 would be slow to make.
+def _multiply(digits: str, factor: Fraction) -> str:
+    # Exact, so that 0.1 million is 100000. A float first: an exact fraction of 1e-999 would be slow
+    # to make.
     if not digits or not 0 <= float(digits) <= LARGEST or (float(digits) == 0 and "e" in digits):
         return REFUSED
     return _digits(Fraction(digits) * factor) or REFUSED
@@ -344,6 +352,7 @@ def _digits(value: Fraction | float | None) -> str | None:
     """Write a value in digits; None if it is too large."""
     if value is None or not math.isfinite(value) or abs(value) > LARGEST:
         return None
+    # The limit of numbers.number_text: larger values have an exponent.
     if value == int(value) and abs(value) < 1e21:
         return str(int(value))
     return number_text(float(value))
@@ -360,7 +369,7 @@ _MOST_NUMBER_WORDS = 24
 
 
 def _read_words(plain: str, at: int) -> tuple[str, int] | None:
-    """Return (digits, end) of a number in words, as `_magnitude` does."""
+    """Return (digits, end) of a number in words, as `_unsigned_number` does."""
     words, ends = [], []
     while len(words) < _MOST_NUMBER_WORDS and (match := _WORD.match(plain, at)):
         words.append(match[1].lower())
@@ -374,6 +383,7 @@ def _read_words(plain: str, at: int) -> tuple[str, int] | None:
 
 def _word_value(words: list[str]) -> tuple[int, Fraction | None]:
     """Return how many of the words are a number, and its value; None if they do not fit."""
+    # `current` is the part below the next scale word, `total` the sum of the parts before.
     total, current, at = Fraction(0), None, 0
     while at < len(words):
         word, following = words[at], words[at + 1 : at + 2]
@@ -395,7 +405,7 @@ def _word_value(words: list[str]) -> tuple[int, Fraction | None]:
         elif word == "half" and current is None and not at:
             current, at = Fraction(1, 2), at + (following == ["a"])
         elif word == "point" and current is not None and following and following[0] in _UNITS:
-            decimals = _count(words[at + 1 :])
+            decimals = _count_digit_words(words[at + 1 :])
             text = "".join(str(_UNITS[word]) for word in words[at + 1 : at + 1 + decimals])
             current, at = current + Fraction(int(text), 10 ** len(text)), at + decimals
         elif word == "of" and at and following == ["a"] and words[at + 2 : at + 3] != []:
@@ -417,7 +427,7 @@ def _word_value(words: list[str]) -> tuple[int, Fraction | None]:
     return at, total + (current or 0)
 
 
-def _count(words: list[str]) -> int:
+def _count_digit_words(words: list[str]) -> int:
     """Count the words at the start that are single digits."""
     count = 0
     while count < len(words) and _UNITS.get(words[count], 10) < 10:

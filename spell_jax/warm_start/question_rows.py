@@ -155,7 +155,7 @@ def _cloze_item(question: Question) -> TaskQuestion:
     for sentence in question.evidence:
         # The rules of self-play decide, for the same reason as for parsed questions: no row may
         # show what self-play refuses.
-        if not cloze.check(sentence, question.answer, documents, documents)[1]:
+        if not cloze.check_span(sentence, question.answer, documents, documents)[1]:
             record = {"sentence": sentence, "answer": question.answer}
             # The questioner must be shown a document that has the sentence.
             documents = tuple(sorted(documents, key=lambda text: sentence not in text))

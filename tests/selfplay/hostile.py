@@ -81,7 +81,7 @@ LOOK_ALIKES = str.maketrans(
 
 @functools.cache
 def good_texts() -> tuple[str, ...]:
-    """Return outputs of all roles in both prompt sets, and prompts of these outputs."""
+    """Return outputs of all roles in both prompt sets, and prompts with the outputs."""
     demonstrated = list(
         islice(world_demonstrations(prompts.load("compact"), DemonstrationMixture(), seed=0), 60)
     )
@@ -111,7 +111,7 @@ def good_texts() -> tuple[str, ...]:
 
 
 def texts(seed: int, count: int) -> Iterator[str]:
-    """Yield `count` texts, most of them below 1,000 characters."""
+    """Yield `count` texts, mostly below 1,000 characters."""
     rng = random.Random(seed)
     makers = (_mutated, _pieced, _random, _json, _family)
     for make in rng.choices(makers, weights=(8, 5, 2, 3, 2), k=count):

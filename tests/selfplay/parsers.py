@@ -140,7 +140,7 @@ _ONE = (
     *(statements.first_line, statements.unify),
     *(
         cloze.answer_spans,
-        cloze.split,
+        cloze.split_sentences,
         judge.read_retry_after,
         puzzles.split_paragraphs,
         folder_rows.other_forms,
@@ -190,7 +190,7 @@ def _other_parsers() -> dict[Callable[..., Any], Parser]:
         cloze.find_clozes: lambda t: list(cloze.find_clozes([t])),
         kind.answer_first: lambda t: full.answer_first(t),
         cloze.hide: lambda t: cloze.hide(facts, [t or "."]),
-        cloze.check: lambda t: cloze.check(t, t[: len(t) // 2], [t], facts),
+        cloze.check_span: lambda t: cloze.check_span(t, t[: len(t) // 2], [t], facts),
         folder_rows.find_facts: lambda t: folder_rows.find_facts([t]),
         kind.verifier: lambda t: full.verifier(t, t, t),
         kind.judge: lambda t: full.judge(t, t, t),

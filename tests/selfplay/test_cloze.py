@@ -44,7 +44,7 @@ def test_every_occurrence_in_the_sentence_is_a_gap() -> None:
 @pytest.mark.parametrize(
     ("first", "second", "spans"),
     [
-        # The longest span that recurs, not a part of it.
+        # The longest span that recurs, not a part.
         (
             "A treaty with the Dutch Republic was signed that year.",
             "The Dutch Republic signed a treaty.",
@@ -109,20 +109,20 @@ BUILT = "It was built by Boeing in 1969."
 def test_questioners_sentence_and_span_are_searched(
     sentence: str, span: str, question: str, reason: str
 ) -> None:
-    assert cloze.check(sentence, span, DOCUMENTS[:2], DOCUMENTS) == (question, reason)
+    assert cloze.check_span(sentence, span, DOCUMENTS[:2], DOCUMENTS) == (question, reason)
 
 
 def test_long_spans_are_refused() -> None:
     sentence = "One of the many old ships that sailed to the south was lost."
     documents = (sentence, "They saw one of the many old ships.")
-    reason = cloze.check(sentence, "One of the many old ships", documents, documents)[1]
+    reason = cloze.check_span(sentence, "One of the many old ships", documents, documents)[1]
     assert reason == "long_span"
-    assert not cloze.check(sentence, "the many old ships", documents, documents)[1]
+    assert not cloze.check_span(sentence, "the many old ships", documents, documents)[1]
 
 
 def test_questions_by_rule_pass_the_check_of_questions_by_the_policy() -> None:
     for gap in clozes_by_name().values():
-        assert cloze.check(gap.sentence, gap.span, DOCUMENTS, DOCUMENTS) == (gap.question, "")
+        assert cloze.check_span(gap.sentence, gap.span, DOCUMENTS, DOCUMENTS) == (gap.question, "")
 
 
 @pytest.mark.parametrize(
@@ -144,4 +144,4 @@ def test_names_and_numbers_may_be_answers(text: str, spans: list[str]) -> None:
 
 def test_short_sentences_say_too_little() -> None:
     documents = ("Rain fell on Rome.", "It was dark in Rome.")
-    assert cloze.check(documents[0], "Rome", documents, documents) == ("", "short_sentence")
+    assert cloze.check_span(documents[0], "Rome", documents, documents) == ("", "short_sentence")

@@ -169,12 +169,12 @@ def test_both_score_formats_parse_all_vectors_in_range():
 
 
 def test_scores_are_normalized_to_the_unit_interval():
-    assert evidence.normalize((5, 1, 3), 3) == [1.0, 0.0, 0.5]
-    assert evidence.normalize((2, 3, 2), 3) == [0.0, 1.0, 0.0]
-    assert evidence.normalize((4, 4), 2) == [0.5, 0.5]
-    assert evidence.normalize(None, 3) == [0.5] * 3
-    assert evidence.normalize((4,), 1) == [0.5]
-    assert evidence.normalize(None, 0) == evidence.normalize((), 0) == []
+    assert evidence.normalize_scores((5, 1, 3), 3) == [1.0, 0.0, 0.5]
+    assert evidence.normalize_scores((2, 3, 2), 3) == [0.0, 1.0, 0.0]
+    assert evidence.normalize_scores((4, 4), 2) == [0.5, 0.5]
+    assert evidence.normalize_scores(None, 3) == [0.5] * 3
+    assert evidence.normalize_scores((4,), 1) == [0.5]
+    assert evidence.normalize_scores(None, 0) == evidence.normalize_scores((), 0) == []
 
 
 def test_total_reward_is_weighted_and_zero_for_bad_format():
@@ -231,7 +231,7 @@ def test_precision_and_recall_of_quoted_sentences():
     assert measure("Oslo has rain.\n12345678901234", sentences) == (0.5, 0.5)
     assert measure("Oslo has rain.\nOslo has rain.", sentences) == (0.5, 0.5)
     assert measure("So: Oslo has rain.", sentences) == (pytest.approx(14 / 18), 0.5)
-    assert measure("lives in Oslo", sentences) == (1.0, 0.5)  # more than half of it
+    assert measure("lives in Oslo", sentences) == (1.0, 0.5)  # more than half of the sentence
     assert measure("in Oslo", sentences) == (0.0, 0.0)
     assert measure("Bela", sentences) == (0.0, 0.0)
     assert measure("Bela", ()) == measure("...", sentences) == (0.0, 0.0)

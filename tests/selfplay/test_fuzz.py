@@ -48,7 +48,7 @@ from tests.selfplay.parsers import FAMILIES, PARSERS
 
 CHUNK = 5000
 LIMIT_S = 60  # of processor time; a megabyte needs about 4
-SHORT, LONG = range(2), range(2, 40)  # seeds: 10,000 texts, and with the others 200,000
+SHORT, LONG = range(2), range(2, 40)  # seeds: 10,000 texts, and with the other parsers 200,000
 LARGEST = 1_000_000
 
 # Modules in which no function reads model output, and functions of others that do not read it.
@@ -57,7 +57,7 @@ NO_READERS = {
         "algorithms.reconstruction_evaluation",
         "puzzles.make_prompted_puzzle",
     ),
-    *("puzzles.gap", "puzzles.chance", "puzzles.options_of"),
+    *("puzzles.gap_marker", "puzzles.chance_rewards", "puzzles.options_of"),
     *("puzzles.dense_reward", "puzzles.sparse_reward"),  # reads the result of parse_order
     *(
         "warm_start.demonstrations",
@@ -101,12 +101,12 @@ NO_READERS = {
     *("short.load_math", "short.load_mmlu_pro"),
     *(f"retrieval.load_{name}" for name in ("icl", "infbench_sum", "mrcr", "multi_lexsum", "rag")),
     *("given_questions.read_scorable", "given_questions.check_answer"),
-    "cloze.make_gap",  # reads by cloze.check
+    "cloze.make_gap",  # reads by cloze.check_span
     *("rules.check_task", "rules.check_extract", "braces.code_points", "braces.brace_steps"),
     "braces.first_balance",
     "braces.check_depth",  # raises, for the parsers that are listed
     *("numbers.same_number", "numbers.number_text", "prompts.load"),
-    *("evidence.normalize", "evidence.total_reward"),
+    *("evidence.normalize_scores", "evidence.total_reward"),
     *("evidence.pairs_in_order", "evidence.best_chosen"),
     # These read answers by functions that are listed.
     *("eapo_evaluation.held_out_evidence", "algorithms.frozen_reader", "algorithms.progress"),
@@ -251,11 +251,13 @@ EXPECTED: dict[str, Callable[[Any], bool]] = {
     "statements.read_alone": _is_text_or_none,
     "statements.first_line": _is_text,
     "statements.unify": _is_text,
-    "cloze.check": lambda texts: all(map(_is_text, texts)) and (texts[0] == "") == (texts[1] != ""),
+    "cloze.check_span": lambda texts: (
+        all(map(_is_text, texts)) and (texts[0] == "") == (texts[1] != "")
+    ),
     "cloze.find_clozes": lambda clozes: all(cloze.GAP in gap.question for gap in clozes),
     "cloze.answer_spans": lambda spans: all(map(_is_text, spans)) and all(spans),
     "cloze.hide": lambda texts: all(map(_is_text, texts)),
-    "cloze.split": lambda texts: all(map(_is_text, texts)),
+    "cloze.split_sentences": lambda texts: all(map(_is_text, texts)),
     "rouge.word_f1": _is_share,
     "folder_rows.find_facts": lambda facts: all(fact.cue and fact.value for fact in facts),
     "folder_rows.means_the_same": _is_truth,
@@ -410,7 +412,7 @@ class Evaluated(BaseException):
 
 
 WATCHED = ("exec", "compile", "import", "os.", "subprocess.", "pickle.", "socket.", "open")
-_watched: int | None = None  # a thread; those that earlier tests left may do as they like
+_watched: int | None = None  # a thread; threads that earlier tests left may do as they like
 
 
 def _hook(event: str, _: object) -> None:

@@ -89,7 +89,7 @@ def server(monkeypatch) -> Iterator[Server]:
 
 
 class Time:
-    """A clock that only sleeping advances; `sleeps` records all of them."""
+    """A clock that only sleeping advances; `sleeps` records all sleeps."""
 
     def __init__(self) -> None:
         self.now, self.sleeps, self.lock = 0.0, [], threading.Lock()

@@ -155,7 +155,7 @@ def test_restarted_judge_requests_only_missing_replies(server: Server, judge_cac
 
     def respond(prompt: str, _: int) -> Answer:
         if prompt[9] > "c":
-            time.sleep(0.3)  # the judge has stopped long before the last of them
+            time.sleep(0.3)  # the judge has stopped long before the last prompt
         return completion("[[YES]]")
 
     server.respond = respond

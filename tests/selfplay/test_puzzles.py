@@ -354,7 +354,7 @@ def test_chance_is_the_mean_reward_over_all_permutations(options):
     orders = [Order(letters, True) for letters in itertools.permutations(truth)]
     assert len(orders) == math.factorial(options)
     for reward, mean in zip(
-        (puzzles.dense_reward, puzzles.sparse_reward), puzzles.chance(options), strict=True
+        (puzzles.dense_reward, puzzles.sparse_reward), puzzles.chance_rewards(options), strict=True
     ):
         assert sum(reward(o, truth) for o in orders) / len(orders) == pytest.approx(mean)
 

@@ -170,7 +170,7 @@ def test_dispatch_by_task_matches_the_reference(cases):
     names = {"doc_mc": "multiple_choice", "docmath": "financial_math", "general_qa": "general_qa"}
     for case in cases("reward_dispatch"):
         given_ = case["in"]
-        if given_["data_source"] in names:  # the others name benchmarks, not tasks
+        if given_["data_source"] in names:  # other names are benchmarks, not tasks
             task = names[given_["data_source"]]
             assert extract_answer(given_["solution_str"], task) == case["out"]["pred"]
             actual = score(given_["solution_str"], given_["ground_truth"], task)

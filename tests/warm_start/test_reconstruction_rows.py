@@ -29,7 +29,7 @@ def test_answers_are_permutations_in_random_order():
         options = CONFIG.options[number % 2]
         order = puzzles.parse_order(row.completion, options)
         assert order.is_permutation and f"({puzzles.LABELS[options - 1]})" in row.prompt
-        assert puzzles.gap(options) in row.prompt and count_words(row.prompt) <= 120
+        assert puzzles.gap_marker(options) in row.prompt and count_words(row.prompt) <= 120
         orders[order.letters if options == 3 else "four"] += 1
     assert len(orders) == 6 + 1 and not counts  # all orders of three letters
     assert make_rows(TEXTS, CONFIG, COMPACT)[0] == rows

@@ -57,7 +57,7 @@ def test_guesses_are_uniform(rows):
     assert [len(guess_counts[k]) for k in (2, 3, 4)] == [2, 6, 24]
     for k in (2, 3, 4):
         share = right[k] / guess_counts[k].total()
-        assert share == pytest.approx(puzzles.chance(k)[1], abs=0.08)
+        assert share == pytest.approx(puzzles.chance_rewards(k)[1], abs=0.08)
     assert max(guess_counts[3].values()) < 2.5 * min(guess_counts[3].values())
 
 

@@ -128,7 +128,7 @@ class Eapo:
         """Set evidence rewards relative to the group, total rewards (Eq. 2), and consistency."""
         e = episode
         well_formed = [answer is not None for answer in e.answers]
-        shares = iter(evidence.normalize(e.evidence_scores, sum(well_formed)))
+        shares = iter(evidence.normalize_scores(e.evidence_scores, sum(well_formed)))
         rewards = [next(shares) if formed else None for formed in well_formed]
         parts, weights = zip(well_formed, rewards, e.rule, strict=True), self.config.weights
         return dataclasses.replace(

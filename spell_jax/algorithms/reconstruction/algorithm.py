@@ -290,7 +290,9 @@ def _count(metrics: Metrics, e: ReconstructionEpisode, suffix: str) -> None:
     metrics.add(f"mixed{suffix}", e.mixed)
     for order in e.orders:
         metrics.add(f"permutation{suffix}", order.is_permutation)
-    for (name, reward), guess in zip(REWARDS.items(), puzzles.chance(e.options), strict=True):
+    for (name, reward), guess in zip(
+        REWARDS.items(), puzzles.chance_rewards(e.options), strict=True
+    ):
         metrics.add(f"{name}_by_chance{suffix}", guess)
         for order in e.orders:
             metrics.add(f"{name}_reward{suffix}", reward(order, e.posed.truth))

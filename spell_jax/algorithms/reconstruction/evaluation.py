@@ -36,7 +36,7 @@ class PuzzleEvaluation:
             for name in MEASURES
         }
         for place, name in enumerate(MEASURES[1:]):
-            guesses = {k: puzzles.chance(int(k))[place] for k in outcomes if k != "all"}
+            guesses = {k: puzzles.chance_rewards(int(k))[place] for k in outcomes if k != "all"}
             over_all = [guess for k, guess in guesses.items() for _ in outcomes[k][name]]
             columns = {k: (guess, 0.0) for k, guess in guesses.items()}
             table[f"{name} of a guess"] = columns | {"all": (sum(over_all) / len(over_all), 0.0)}

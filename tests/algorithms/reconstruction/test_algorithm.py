@@ -271,7 +271,7 @@ def test_guessing_policy_earns_chance_level_rewards():
     means = algorithm.metrics(episodes).means()
     for k in (2, 4, 6, 8):
         assert means[f"dense_reward/{k}"] == pytest.approx(1 / k, abs=0.05)
-        assert means[f"sparse_reward/{k}"] == pytest.approx(puzzles.chance(k)[1], abs=0.06)
+        assert means[f"sparse_reward/{k}"] == pytest.approx(puzzles.chance_rewards(k)[1], abs=0.06)
         assert means[f"permutation/{k}"] == 1
         assert means[f"solve_rate/{k}"] == means[f"sparse_reward/{k}"]
         assert means[f"dense_by_chance/{k}"] == pytest.approx(1 / k)
@@ -337,7 +337,7 @@ def prompt_again(record) -> str:
     first, last = record["window"]
     text = "\n\n".join(record["documents"])[first:last]
     for number, (start, end) in reversed([*enumerate(record["spans"], 1)]):
-        text = text[:start] + puzzles.gap(number) + text[end:]
+        text = text[:start] + puzzles.gap_marker(number) + text[end:]
     return record["prompt"].replace("{document}", text)
 
 
@@ -361,7 +361,7 @@ def test_solved_book_puzzles_restore_the_original_text(spell_data):
             assert e.posed.puzzle and len(e.posed.prompt.split()) <= 12_000
             text = e.posed.puzzle.document
             for number, letter in enumerate(e.posed.truth, 1):
-                text = text.replace(puzzles.gap(number), e.posed.puzzle.options[letter])
+                text = text.replace(puzzles.gap_marker(number), e.posed.puzzle.options[letter])
             assert text == e.cluster.documents[0][slice(*e.posed.window)]
 
 
