@@ -87,11 +87,13 @@ class Dedup(BenchmarkCommand):
             before = resident_bytes()
             configs = {"bench": FilterConfig(languages=())}
             filters = functools.partial(filter_documents, configs=configs)
-            filtered = stages.run("filter", {}, filters, documents="read/documents")
+            filtered = stages.run_stage("filter", {}, filters, documents="read/documents")
             dedup = functools.partial(make_dedup, config=DedupConfig())
-            dedup_stage = stages.run("dedup", {}, dedup, [filtered], documents="filter/documents")
+            dedup_stage = stages.run_stage(
+                "dedup", {}, dedup, [filtered], documents="filter/documents"
+            )
             peak = peak_bytes()
-            removed = stages.read("dedup/removed")
+            removed = stages.read_records("dedup/removed")
         near = {(r["place"], r["because"]) for r in removed if r["reason"] == "near duplicate"}
         copies = range(COPY_EVERY - 1, number, COPY_EVERY)
         pairs = [

@@ -121,6 +121,7 @@ def _article(row: Mapping[str, Any], counts: Counter[str]) -> Article:
         for qa in paragraph["qas"]:
             counts["questions"] += 1
             answers = tuple(dict.fromkeys(_text(a["text"]).strip() for a in qa["answers"]))
+            # A reference that the rule scores below 1 against itself can never be rewarded.
             answers = tuple(text for text in answers if scores_itself(text, "general_qa"))
             question = " ".join(_text(qa["question"]).split())
             if answers and question:
@@ -148,10 +149,13 @@ def make_questions(
         for index, human_question in enumerate(article.questions)
         if not config.sets or human_question.paragraph in set_of
     ]
+    # Selected at random, then in the order of the article.
     order = np.random.default_rng([config.seed, number]).permutation(len(usable))
     kept_indices = sorted(usable[i] for i in order[: config.per_article or len(usable)])
     for index in kept_indices:
         human_question = article.questions[index]
+        # One generator a question: --per_article and the other questions do not change its
+        # documents.
         rng = np.random.default_rng([config.seed, number, index])
         if config.sets:
             shown = set_of[human_question.paragraph]
@@ -163,6 +167,7 @@ def make_questions(
                 human_question.paragraph,
                 *rng.permutation(other_paragraphs)[: config.paragraphs - 1].tolist(),
             ]
+            # Shuffled, or the first document would always have the answer.
             shown = rng.permutation(shown).tolist()
         counts["written"] += 1
         counts["fewer_paragraphs"] += len(shown) < config.paragraphs
@@ -191,11 +196,15 @@ def _wrong(
     shown: set[int],
     rng: np.random.Generator,
 ) -> list[str]:
-    """Return answers to other questions on the shown paragraphs that are wrong for `about`."""
+    """Return at most MOST_WRONG answers to other questions that are wrong for `about`.
+
+    These questions are about the paragraphs `shown`, so a wrong answer is in the documents.
+    """
     right_words = set().union(*map(_words, about.answers))
     wrong_answers = []
     for i in rng.permutation(len(questions)).tolist():
         answer = questions[i].answers[0]
+        # A name as the wrong answer to "how many" would be rejected by its kind alone.
         alike = _has_digit(answer) == _has_digit(about.answers[0])
         if questions[i].paragraph in shown and alike and right_words.isdisjoint(_words(answer)):
             wrong_answers.append(answer)
@@ -211,7 +220,7 @@ def _has_digit(text: str) -> bool:
 
 
 def make_clusters(article: Article, config: ArticleConfig) -> Iterator[dict[str, Any]]:
-    """Yield clusters of consecutive paragraphs of an article, the last one if it is full."""
+    """Yield full clusters of consecutive paragraphs of an article; a shorter rest is left out."""
     size = config.paragraphs
     for start in range(0, len(article.paragraphs) - size + 1, size):
         documents = list(article.paragraphs[start : start + size])

@@ -17,7 +17,8 @@ from collections.abc import Callable, Sequence
 from data_pipeline.records import Count
 
 IN, OUT = "in:", "out:"
-# Of a stage in which every document is kept or removed.
+# The equations of a stage that keeps or removes every document. The second and the last compare
+# tables with events that other steps counted, so a row lost in either breaks one.
 KEPT_OR_REMOVED = (
     "in:documents = documents read",
     "documents read = out:documents + out:removed",

@@ -62,7 +62,7 @@ with entry.user_errors():
     from spell_jax.runtime import paths
     from spell_jax.runtime.config import Config
 
-# Packages whose version may change the output.
+# Packages with versions that may change the output: they decode, hash, embed, cluster or write.
 PACKAGES = ("spell_jax", "apache-beam", "array-record", "datasketch", "jax", "numpy", "py3langid")
 PACKAGES += ("pyarrow", "pypdf", "scikit-learn", "scipy", "tensorflow-datasets", "tokenizers")
 log = logging.getLogger(__name__)
@@ -110,6 +110,7 @@ def make_plan(config: Config) -> BuildPlan:
     )
     for source in plan.sources.values():
         source.filter(plan.filter)
+    # A document over this limit would fit no cluster, and be removed only after it was embedded.
     if plan.cut.max_document_tokens > plan.cluster.max_cluster_tokens:
         raise ValueError(
             f"cut.max_document_tokens = {plan.cut.max_document_tokens}: must be at most "
@@ -143,76 +144,85 @@ def build(config: Config, out: str, options: Sequence[str] = ()) -> dict[str, An
     return output.write_output(stages, clusters, finished_stages, out, plan.output, manifest)
 
 
-def check(config: Config, out: str, options: Sequence[str] = ()) -> None:
-    """List the sources and build the graph of every stage for the runner; raises like `build`."""
+def check_build(config: Config, out: str, options: Sequence[str] = ()) -> None:
+    """List the sources and build the graph of every stage for the runner.
+
+    Raises the errors of `build`.
+    """
     paths.check_characters("out", out)
     stages = Stages(FileSystems.join(out, "stages"), options, only_check=True)
     run_stages(make_plan(config), stages)
     with_shards = stages.pipeline("output")
     clusters = with_shards | "read clusters" >> beam.Create([])
+    # The output is not a stage of Stages, because tfds names its files; its graph is built here.
     output.make_shards(clusters, [output.ClusterShard("", 0)], out)
-    stages.check(with_shards, "output")
+    stages.check_graph(with_shards, "output")
 
 
 def run_stages(plan: BuildPlan, stages: Stages) -> tuple[list[Done], dict[str, dict[str, str]]]:
     """Run all stages before the output; return them, and source -> file -> hash."""
+    # Benchmarks and sources first: a missing file ends the build before any stage has run.
     items = decontaminate.read_benchmarks(plan.benchmarks)
     listed = list_sources(plan, stages)
     entry.setup_done()
-    finished_stages = [read(plan, stages, listed)]
+    finished_stages = [run_read_stage(plan, stages, listed)]
 
-    def run(stage: Any, config: Any, make: Any, documents: str, **extra: Any) -> str:
-        """Run the stage of a module on documents of the previous one; return its documents."""
+    def run_module(stage: Any, config: Any, make: Any, documents: str, **extra: Any) -> str:
+        """Run a module's stage on the documents of the stage before it; return its documents."""
         name, made_from = stage.__name__.rpartition(".")[-1], dataclasses.asdict(config) | extra
         finished_stages.append(
-            stages.run(
+            stages.run_stage(
                 name, made_from, make, finished_stages[-1:], stage.BALANCES, documents=documents
             )
         )
         return f"{name}/documents"
 
     make = functools.partial(dedup.make_dedup, config=plan.dedup)
-    documents = run(dedup, plan.dedup, make, "read/documents")
+    documents = run_module(dedup, plan.dedup, make, "read/documents")
     if items:
         read_items = decontaminate.store_items(stages, items)
         arguments = {"read_items": read_items, "dedup": plan.dedup, "config": plan.decontaminate}
         make = functools.partial(decontaminate.make_decontaminate, **arguments)
+        # The graph holds a function that reads the texts; the fingerprint must know the texts.
         extra = {"items": decontaminate.fingerprint(items), "dedup": dataclasses.asdict(plan.dedup)}
-        documents = run(decontaminate, plan.decontaminate, make, documents, **extra)
+        documents = run_module(decontaminate, plan.decontaminate, make, documents, **extra)
     reports = {name: s.max_report_tokens for name, s in plan.sources.items() if s.max_report_tokens}
     make = functools.partial(cut.make_cut, config=plan.cut, reports=reports)
-    documents = run(cut, plan.cut, make, documents, reports=reports)
+    documents = run_module(cut, plan.cut, make, documents, reports=reports)
     make = functools.partial(
         embed.make_embed, total=finished_stages[-1].count("pieces"), config=plan.embed
     )
-    documents = run(embed, plan.embed, make, documents)
+    documents = run_module(embed, plan.embed, make, documents)
     alone = [name for name, source in plan.sources.items() if source.one_document_per_cluster]
     arguments = {"pools": plan.pools, "alone": alone, "reports": sorted(reports)}
     finished_stages.append(
         cluster.cluster(stages, documents, finished_stages[-1:], plan.cluster, **arguments)
     )
-    pools = {c["id"]: c["pool"] for c in stages.read("cluster/clusters", ["id", "pool"])}
+    pools = {c["id"]: c["pool"] for c in stages.read_records("cluster/clusters", ["id", "pool"])}
+    # The flow between pools and tasks needs all numbers at once, so the driver assigns the tasks.
     assignment = {} if stages.only_check else tasks.assign_tasks(pools, plan.tasks)
     make = functools.partial(tasks.make_tasks, assignment=assignment)
     made_from = dataclasses.asdict(plan.tasks)
     clusters = {"clusters": "cluster/clusters"}
     finished_stages.append(
-        stages.run("tasks", made_from, make, finished_stages[-1:], tasks.BALANCES, **clusters)
+        stages.run_stage("tasks", made_from, make, finished_stages[-1:], tasks.BALANCES, **clusters)
     )
     hashes: dict[str, dict[str, str]] = {name: {} for name in plan.sources}
-    for file in sorted(stages.read("read/files"), key=lambda file: file["place"]):
+    for file in sorted(stages.read_records("read/files"), key=lambda file: file["place"]):
         hashes[file["source"]][file["place"]] = file["hash"]
     return finished_stages, hashes
 
 
 def list_sources(plan: BuildPlan, stages: Stages) -> Done:
-    """Write the list of all files, which the workers read; raises like `list_files`."""
+    """Write the list of all files, which the workers read. Raises the errors of `list_files`."""
     files = (sources.list_files(name, source) for name, source in plan.sources.items())
     return stages.store("list", "listed", itertools.chain.from_iterable(files))
 
 
-def read(plan: BuildPlan, stages: Stages, listed: Done) -> Done:
+def run_read_stage(plan: BuildPlan, stages: Stages, listed: Done) -> Done:
     """Run the read stage; it reruns when the size, time or name of a file changes."""
+    # Versions count here and in no other stage: a new parser or language model changes documents,
+    # and every later stage depends on this one.
     made_from = {
         "sources": {name: dataclasses.asdict(source) for name, source in plan.sources.items()},
         "filter": dataclasses.asdict(plan.filter),
@@ -220,7 +230,7 @@ def read(plan: BuildPlan, stages: Stages, listed: Done) -> Done:
     }
     make = functools.partial(sources.make_read, sources=plan.sources, filter=plan.filter)
     files = {"listed": "list/listed"}
-    return stages.run("read", made_from, make, [listed], sources.BALANCES, **files)
+    return stages.run_stage("read", made_from, make, [listed], sources.BALANCES, **files)
 
 
 def versions() -> dict[str, str]:
@@ -234,7 +244,7 @@ def main(arguments: Sequence[str]) -> None:
     logging.getLogger("data_pipeline").setLevel(logging.INFO)
     build_arguments = flags.FLAGS.config, flags.FLAGS.out, arguments[1:]
     if flags.FLAGS.check:
-        check(*build_arguments)
+        check_build(*build_arguments)
         return
     manifest = build(*build_arguments)
     clusters = ", ".join(f"{number} {task}" for task, number in manifest["clusters"].items())

@@ -3,8 +3,8 @@
     python -m data_pipeline.cloze_questions --clusters=clusters.jsonl --out=questions.jsonl
 
 A question is a sentence with a gap (spell_jax/selfplay/cloze.py). A set of --per_set questions
-about a cluster has the same documents, so that the sampler reads and the learner packs them once:
-those of the cluster without the sentences of the set. "shown" are the documents with another
+about a cluster has the same documents, which the sampler reads and the learner packs once: the
+documents of the cluster without the sentences of the set. "shown" are the documents with another
 sentence that contains the answer. A cluster gives at most --sets sets, and each answer once. Sets
 are in random order and stay together. --clusters is what data.source takes. Random choices depend
 only on the seed and the cluster's id. The last line printed has all counts.
@@ -57,13 +57,15 @@ class ClozeConfig:
 def make_sets(
     cluster: Cluster, config: ClozeConfig, counts: Counter[str]
 ) -> Iterator[list[Question]]:
-    """Yield the sets of questions about a cluster, without those that are not full."""
+    """Yield the full sets of questions about a cluster."""
     clozes = list(cloze.find_clozes(cluster.documents, config.shared_words))
+    # The id, not the position: a cluster keeps its questions if other clusters are added.
     rng = np.random.default_rng([config.seed, zlib.crc32(cluster.id.encode())])
     unused = [clozes[i] for i in rng.permutation(len(clozes))]
     answers: set[str] = set()
     for _ in range(config.sets):
         gaps = _choose(unused, config.per_set, answers)
+        # Only full sets: reading the documents of a set then pays for per_set questions.
         if len(gaps) < config.per_set:
             break
         answers |= {gap.span.lower() for gap in gaps}
@@ -85,6 +87,8 @@ def _choose(clozes: Sequence[Cloze], limit: int, answers: set[str]) -> list[Cloz
             and len(hidden) == len(spans) == len(together)
             and candidate.span.lower() not in answers
             and scores_itself(candidate.span, CLOZE)
+            # A later gap may hide the sentence that answers an earlier one, so all are checked
+            # again.
             and all(any(text not in hidden for _, text in gap.elsewhere) for gap in together)
         ):
             gaps = together

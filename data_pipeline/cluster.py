@@ -39,12 +39,17 @@ from data_pipeline.records import (
 )
 from data_pipeline.stages import Done, Stages
 
-MAX_CHILDREN = 64  # per node: 1 MB of centroids with 4096 dimensions
-LENGTH_ERROR = 0.01  # allowed deviation of a vector's length from 1
+# Children per node: 64 x 4096 dimensions (Qwen3-Embedding-8B) are 1 MB of centroids, which a level
+# sends to every worker. Names of children have two digits.
+MAX_CHILDREN = 64
+# Allowed deviation of a vector's length from 1: more than the rounding of bfloat16, 2^-9.
+LENGTH_ERROR = 0.01
 IN_NODE = "documents in node"
 SPLIT = "nodes split"
-PIECES = "/of "  # marks the name of a node that holds the pieces of one document
-REPORT = "/report "  # marks the name of a node that holds the paragraphs of one report
+# Marks in the name of a node that holds the pieces of one document, or the paragraphs of one
+# report. The names of other nodes have digits after the slash.
+PIECES = "/of "
+REPORT = "/report "
 # Every document is a point of a node or removed, and every point is in one cluster.
 POINTS_BALANCES = ("in:documents = out:points + documents without a node",)
 FIT_BALANCES = (
@@ -76,16 +81,18 @@ def cluster(
 
     `documents` is a "STAGE/TABLE" of Documents with vectors, each id once, made by the stages
     `after`. `pools` maps a source to the sorted names of its tasks, joined by "+"; `alone` names
-    the sources with `one_document_per_cluster`, `reports` those of reports. The returned stage has
-    the seconds of all stages, and counts. By pool: "clusters", "cluster size = N", "small clusters"
-    (below min_documents) and "nodes over the limit" (still over node_documents when they were
-    clustered). By source: "documents clustered" and "documents removed: REASON".
+    the sources with `one_document_per_cluster`, `reports` the sources of reports. The returned
+    stage has the seconds of all stages, and counts. By pool: "clusters", "cluster size = N", "small
+    clusters" (below min_documents) and "nodes over the limit" (still over node_documents when they
+    were clustered). By source: "documents clustered" and "documents removed: REASON".
     """
+    # Levels move points (id, tokens, vector) and never texts; the texts are joined once, at the
+    # end. Each stage's fingerprint has only the settings that it reads.
     usable = {"pools": dict(pools), "max_cluster_tokens": config.max_cluster_tokens}
     marks = {**dict.fromkeys(sorted(alone), PIECES), **dict.fromkeys(sorted(reports), REPORT)}
     settings: dict[str, Any] = usable | {"marks": marks}
     make = functools.partial(make_points, **settings)
-    first = stages.run(
+    first = stages.run_stage(
         "cluster-points", settings, make, after, POINTS_BALANCES, documents=documents
     )
     level_stages = _split_levels(stages, first, config, pools)
@@ -94,11 +101,13 @@ def cluster(
         log.warning("node %s has %d documents after %d levels", node, number, config.levels)
     make = functools.partial(make_members, config=config)
     made_from, points = dataclasses.asdict(config), f"{last.name}/points"
-    leaves = stages.run("cluster-members", made_from, make, [last], MEMBERS_BALANCES, points=points)
+    leaves = stages.run_stage(
+        "cluster-members", made_from, make, [last], MEMBERS_BALANCES, points=points
+    )
     settings = usable | {"min_documents": config.min_documents}
     inputs = {"documents": documents, "members": "cluster-members/members"}
     make = functools.partial(make_clusters, **settings)
-    joined = stages.run("cluster", settings, make, [*after, leaves], BALANCES, **inputs)
+    joined = stages.run_stage("cluster", settings, make, [*after, leaves], BALANCES, **inputs)
     counts = sorted(leaves.counts + joined.counts, key=lambda c: (c["what"], c["source"]))
     seconds = sum(stage.seconds for stage in [*level_stages, leaves, joined])
     return dataclasses.replace(joined, counts=tuple(counts), seconds=seconds)
@@ -108,24 +117,28 @@ def _split_levels(
     stages: Stages, first: Done, config: ClusterConfig, pools: Mapping[str, str]
 ) -> list[Done]:
     """Split large nodes level by level; return `first` and all stages of the levels."""
+    # `levels` is left out: one more level must not repeat the levels before it.
     names = ("node_documents", "fit_documents", "min_documents", "seed")
     fitted_by = {name: getattr(config, name) for name in names}
     level_stages = [first]
     for level in range(1, config.levels + 1):
         last = level_stages[-1]
         large = large_nodes(last, config)
-        if stages.only_check and level == 1:  # the graphs of all levels are alike
+        # Without data no node is large. The graphs of all levels are alike, so one is checked.
+        if stages.only_check and level == 1:
             large = dict.fromkeys(pools.values(), 1)
         if not large:
             break
         points, fit = f"{last.name}/points", f"cluster-fit-{level}"
         make = functools.partial(make_centroids, large=large, config=config)
-        level_stages.append(stages.run(fit, fitted_by, make, [last], FIT_BALANCES, points=points))
+        level_stages.append(
+            stages.run_stage(fit, fitted_by, make, [last], FIT_BALANCES, points=points)
+        )
         name, centroids = f"cluster-level-{level}", f"{fit}/centroids"
         inputs = {"points": points, "centroids": centroids}
         make = functools.partial(make_level, nodes=level_stages[-1].count(SPLIT))
         level_stages.append(
-            stages.run(name, {}, make, [last, level_stages[-1]], LEVEL_BALANCES, **inputs)
+            stages.run_stage(name, {}, make, [last, level_stages[-1]], LEVEL_BALANCES, **inputs)
         )
         log.info("level %d: split %d nodes", level, len(large))
     return level_stages
@@ -148,8 +161,8 @@ def make_points(
 ) -> dict[str, beam.PCollection]:
     """Make a point in a root node for every document that a cluster can hold.
 
-    `marks` maps a source in which each document has a node to the mark of its name. make_clusters
-    removes the others. Nodes of one document's pieces are not counted.
+    `marks` maps a source in which each document has a node to the mark of its name. Documents
+    without a point are removed by make_clusters. Nodes of one document's pieces are not counted.
     """
     place = beam.FlatMap(_point, dict(pools), dict(marks), max_cluster_tokens)
     placed: Any = documents | "place at root" >> place.with_outputs("counts", main="points")
@@ -257,6 +270,7 @@ def _point(
     if source in marks:
         node += marks[source] + digest(source, document["place"])
     values = {name: document[name] for name in ("id", "tokens", "vector")}
+    # The place, not the id, names the node: all pieces of a document have its place.
     yield cast(Point, values | {"node": node})
 
 
@@ -267,13 +281,12 @@ def _in_node(point: Point) -> Iterator[tuple[str, str]]:
 
 
 def _sample(point: Point, large: Mapping[str, int], fit_documents: int) -> Iterator[Any]:
-    """Yield (node, (id, vector)) if a point belongs to the sample of a large node.
-
-    Ids are uniformly distributed hashes, so a threshold on them gives the wanted sample size to
-    within about its square root. No node has to be gathered to find its smallest ids.
-    """
+    """Yield (node, (id, vector)) if a point belongs to the sample of a large node."""
     yield event("points read")
     number = large.get(point["node"])
+    # Ids are uniformly distributed hashes. A threshold on their first 64 bits gives fit_documents
+    # to within about its square root, and needs no shuffle, unlike a search for the smallest ids.
+    # Integers compare exactly.
     if number and int(point["id"][:16], 16) * number < fit_documents << 64:
         yield event("points sampled")
         yield point["node"], (point["id"], point["vector"])
@@ -284,14 +297,12 @@ def _fit(
     large: Mapping[str, int],
     config: ClusterConfig,
 ) -> Iterator[Any]:
-    """Fit the centroids of one node to its sample.
-
-    Asks for twice the children that would suffice at equal sizes, so that few are still too large.
-    A child with fewer than min_documents sampled documents is dropped: all keep at least as many.
-    """
+    """Fit the centroids of one node to its sample; drop children below min_documents."""
     node, sample = group[0], sorted(group[1])
     for _ in sample:
         yield event("points fitted")
+    # Twice the children that would suffice at equal sizes: k-means makes unequal ones, and a child
+    # over the limit costs another level.
     k = min(MAX_CHILDREN, math.ceil(2 * large[node] / config.node_documents))
     vectors = _stack(vector for _, vector in sample)
     centroids = kmeans.fit_centroids(vectors, k, _seed(config, node), config.min_documents)
@@ -300,6 +311,8 @@ def _fit(
 
 
 def _move(point: Any, centroids: Mapping[str, bytes], nodes: int) -> Point:
+    # A runner that loses a side input would leave points in their nodes, which looks like a node
+    # that needs no split.
     if len(centroids) != nodes:
         raise LostRowsError(
             f"stage cluster-level: centroids of {len(centroids)} nodes, not {nodes}"
@@ -314,8 +327,10 @@ def _move(point: Any, centroids: Mapping[str, bytes], nodes: int) -> Point:
 
 def _leaves(group: tuple[str, Iterable[Point]], config: ClusterConfig) -> Iterator[Any]:
     node, points = group
+    # k-means depends on the order of its rows, and the runner delivers points in any order.
     members = sorted(points, key=lambda point: point["id"])
     if REPORT in node:
+        # A report is never split or merged: its paragraphs are the documents of its cluster.
         ids = [point["id"] for point in members]
         yield from (Member(id=name, cluster=digest(*ids)) for name in ids)
         return
@@ -352,6 +367,7 @@ def _cluster(
     yield ClusterRecord(
         id=name,
         pool=pool,
+        # 4096 float32 values are 16 KB, about as much as the text; later only the mean is used.
         documents=[cast(Document, document | {"vector": b""}) for document in members],
         tokens=sum(document["tokens"] for document in members),
         vector=vectors.mean(axis=0, dtype=np.float64).astype(np.float32).tobytes(),
@@ -369,4 +385,5 @@ def _stack(vectors: Iterable[bytes]) -> np.ndarray:
 
 
 def _seed(config: ClusterConfig, node: str) -> int:
+    # A function of the node's name, so that a node's clusters do not depend on the other nodes.
     return int(digest(str(config.seed), node)[:8], 16)

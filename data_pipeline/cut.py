@@ -22,7 +22,9 @@ from data_pipeline.records import Document, digest, event, order, remove, rounde
 from spell_jax.data import clusters
 from spell_jax.runtime.config import check_least
 
-MAX_PIECES = 10_000  # per document: 32 million tokens in pieces of 3200
+# Per document: 32 million tokens in pieces of 3200, far more than any book. The limit bounds the
+# part numbers: piece i of part p is p * MAX_PIECES + i.
+MAX_PIECES = 10_000
 TOO_MANY = f"over {MAX_PIECES} pieces"
 TOO_LONG = "report of too many tokens"
 REPEATED = "repeated piece"
@@ -72,6 +74,8 @@ def make_cut(
     (rounded down) of kept pieces.
     """
     outputs = ("removed", "counts")
+    # Equal pieces are found here and not in dedup, which has compared whole documents: two
+    # different books share an imprint.
     cut: Any = documents | "cut documents" >> beam.ParDo(Cut(config, reports or {})).with_outputs(
         *outputs, main="pieces"
     )
@@ -95,7 +99,8 @@ class Cut(beam.DoFn):
     def setup(self) -> None:
         self.count_tokens = clusters.count_words
         if self.config.tokenizer:
-            from spell_jax.policy import tokenizer  # imported here: it takes a second to load
+            # Imported here, because it takes a second and only this setting needs it.
+            from spell_jax.policy import tokenizer
 
             self.count_tokens = tokenizer.load(self.config.tokenizer).count
 
@@ -117,8 +122,8 @@ class Cut(beam.DoFn):
                 yield event("pieces made", document["source"])
                 yield document | {"id": digest(text), "text": text, "part": part, "tokens": tokens}
         if len(pieces) > MAX_PIECES:
-            # One record for all of them: their own part numbers would collide with those of the
-            # next part's pieces.
+            # One record for all further pieces: their part numbers would collide with the numbers
+            # of the next part's pieces.
             because = f"{len(pieces) - MAX_PIECES} more pieces"
             yield from remove(document | {"part": first}, TOO_MANY, because)
 
@@ -128,6 +133,8 @@ class Cut(beam.DoFn):
             yield from remove(report, TOO_LONG, f"{tokens} tokens")
             return
         limit = self.config.max_document_tokens
+        # `cut_document` would join short paragraphs up to the limit. Here each paragraph stays a
+        # document, as in the rows of DocMath.
         paragraphs = clusters.BORDERS[0].split(report["text"])
         cut = [clusters.cut_document(text, self.count_tokens, limit) for text in paragraphs]
         if any(len(pieces) > 1 for pieces in cut):
@@ -140,11 +147,10 @@ class Cut(beam.DoFn):
 
 
 def keep_first(_: str, pieces: Iterable[Document]) -> Iterator[Any]:
-    """Yield the first of equal pieces and its events; remove the others.
-
-    Never holds the group in memory: a million books may share an imprint.
-    """
+    """Yield the first of equal pieces and its events; remove the other pieces."""
+    # Two passes over the group instead of a list: a million books may share an imprint.
     first = min(pieces, key=order)
+    # A piece may come twice from one place, and then only the first copy is kept.
     is_kept = False
     for piece in pieces:
         if not is_kept and order(piece) == order(first):

@@ -1,10 +1,9 @@
 """Removes documents that occur in a benchmark or contain one of its questions.
 
 A document is removed if it is a near duplicate, as in dedup, of a benchmark text or of a passage
-between its blank lines: a long context is never a near duplicate of one text inside it. It is also
-removed if it contains at least `question_threshold` of a question's shingles. This check is our
-addition: by Jaccard similarity a long text is never near a short one. All benchmark texts are held
-in memory, so documents are not shuffled.
+between the text's blank lines. It is also removed if it contains at least `question_threshold` of a
+question's shingles; the paper has no such check. All benchmark texts are held in memory, so
+documents are not shuffled.
 """
 
 from __future__ import annotations
@@ -30,8 +29,11 @@ from data_pipeline.stages import Stages
 from spell_jax.data import row_files
 
 SUFFIXES = (".txt", *row_files.KINDS)
-SHORTEST_PASSAGE = 100  # characters
-# Shorter questions are only compared as whole texts: a document may contain their words by chance.
+# Characters. Shorter passages, such as headings, are no documents: the filter removes documents
+# below 100 characters (Appendix E.1).
+SHORTEST_PASSAGE = 100
+# Shorter questions are only compared as whole texts: a document may contain all their words by
+# chance.
 SHORTEST_QUESTION = 8  # tokens
 _BLANK_LINE = re.compile(r"\n\s*\n")
 BALANCES = balance.KEPT_OR_REMOVED
@@ -69,7 +71,7 @@ class BenchmarkConfig:
 
 @dataclass(frozen=True)
 class DecontaminateConfig:
-    """Settings of the question check; DedupConfig has those of the near-duplicate check.
+    """Settings of the question check; DedupConfig has the settings of the near-duplicate check.
 
     Attributes:
       question_threshold: Share of a question's shingles, above 0 and at most 1. A document with at
@@ -96,7 +98,8 @@ def read_benchmarks(benchmarks: Mapping[str, BenchmarkConfig]) -> list[Benchmark
     items: set[BenchmarkText] = set()
     for name, config in benchmarks.items():
         where = f"decontaminate.benchmarks.{name}"
-        benchmark_items = {BenchmarkText(name, *item) for item in _read(where, config)}
+        # A set: the questions of one article repeat its context.
+        benchmark_items = {BenchmarkText(name, *item) for item in _read_texts(where, config)}
         kinds = {item.kind for item in benchmark_items}
         for kind in ("document", "question"):
             fields = getattr(config, f"{kind}_fields")
@@ -120,7 +123,7 @@ def store_items(
 
 
 def _read_items(stages: Stages) -> list[BenchmarkText]:
-    return [BenchmarkText(**record) for record in stages.read("benchmarks/items")]
+    return [BenchmarkText(**record) for record in stages.read_records("benchmarks/items")]
 
 
 def fingerprint(items: Sequence[BenchmarkText]) -> str:
@@ -167,14 +170,19 @@ class Index:
         self.questions = _Postings([shingles if long else shingles[:0] for shingles, long in pairs])
 
     def find(self, text: str) -> BenchmarkText | None:
-        """Return the first item that the text nearly duplicates, or whose question it contains."""
+        """Return the first item that nearly equals the text or is a question inside the text.
+
+        None if there is no such item.
+        """
         shingles = signatures.shingles(text, self.dedup.shingle_words)
-        near = set(self.bands.owners(self.dedup.band_keys(shingles)))
+        candidates = set(self.bands.owners(self.dedup.band_keys(shingles)))
         hits = [
             owner
-            for owner in near
+            for owner in candidates
             if signatures.jaccard(self.sets[owner], shingles) >= self.dedup.threshold
         ]
+        # Containment of the question's shingles, not Jaccard similarity: a text of 1,000 words that
+        # quotes a question of 20 has a similarity of at most 0.02.
         hits += [
             owner
             for owner, shared in Counter(self.questions.owners(shingles)).items()
@@ -189,6 +197,8 @@ class _Postings:
     def __init__(self, arrays: Sequence[np.ndarray]):
         keys = np.concatenate([np.empty(0, np.uint64), *arrays])
         owners = np.repeat(np.arange(len(arrays)), [len(array) for array in arrays])
+        # Two sorted arrays instead of a dict of lists: 16 bytes a posting, for all shingles of all
+        # benchmarks.
         by_key = np.argsort(keys, kind="stable")
         self._keys, self._owners = keys[by_key], owners[by_key]
 
@@ -201,7 +211,7 @@ class _Postings:
 
 
 class _Find(beam.DoFn):
-    """Map from documents to those that match no benchmark."""
+    """Filter of documents that keeps a document if it matches no benchmark."""
 
     def __init__(
         self,
@@ -229,7 +239,7 @@ class _Find(beam.DoFn):
             yield removed(document, "contaminated", f"{item.benchmark}:{item.kind}")
 
 
-def _read(where: str, config: BenchmarkConfig) -> Iterator[tuple[str, str, str]]:
+def _read_texts(where: str, config: BenchmarkConfig) -> Iterator[tuple[str, str, str]]:
     """Yield (kind, id, text) for the texts of a benchmark's files."""
     for path, data in _files(where, config.path):
         try:
@@ -242,6 +252,8 @@ def _read(where: str, config: BenchmarkConfig) -> Iterator[tuple[str, str, str]]
         for kind, text in texts:
             pieces = [text]
             if kind == "document":
+                # A context of 100 passages is no near duplicate of any of its passages: each has a
+                # similarity of about 0.01 with it.
                 pieces += [p for p in _BLANK_LINE.split(text) if len(p.strip()) >= SHORTEST_PASSAGE]
             for piece in map(str.strip, pieces):
                 if piece:

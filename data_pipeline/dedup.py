@@ -1,10 +1,10 @@
 """Removes duplicate documents: equal texts, and near-equal texts found by MinHash.
 
 1. A text is a node of a graph, with a 24-byte sort key. Of near-equal texts the smallest node is
-   kept: the text of higher quality, then the longer one, then the one with the smaller id.
+   kept: the text of highest quality; among equals the longest text, then the smallest id.
 2. Nodes that share a band key are candidate pairs. In a group of more than `largest_group` nodes,
    every further node is paired with the first node only.
-3. Candidates whose shingles have a Jaccard similarity of at least `threshold` get an edge.
+3. A candidate pair gets an edge if the Jaccard similarity of its shingles is at least `threshold`.
 4. Edges become connected components in `rounds` rounds of large-star and small-star steps (Kiveris
    et al. 2014).
 5. Of equal texts, all but the first are removed as exact duplicates.
@@ -31,9 +31,12 @@ from spell_jax.runtime.config import check_least
 # Partitions of the band keys. With 16 bands a partition has 2 MB for 1,000,000 documents, and
 # 200 MB for 100,000,000.
 PARTS = 256
-PACKED = 2048  # documents whose bands are packed into one value
-NODE = 24  # bytes
-RANK = 8  # bytes of a node before the document's id
+# Documents with bands that are packed together. Of 2048 x 16 bands, a partition gets 128 rows of 32
+# bytes on average, and the runner shuffles one value instead of 128.
+PACKED = 2048
+# Bytes of a node: 8 of quality and length, which decide first, then 16 of the id.
+NODE = 24
+RANK = 8  # bytes before the id
 BALANCES = balance.KEPT_OR_REMOVED
 
 
@@ -86,9 +89,9 @@ def make_dedup(documents: beam.PCollection, config: DedupConfig) -> dict[str, be
     "near duplicate". Events of source "": "groups capped", band groups over `largest_group`;
     "documents beyond the cap", the nodes beyond it, once per band; "candidate pairs" of texts that
     are not equal; "pairs above the threshold"; "component size = N", the kept text included;
-    "components unconverged", texts whose component was not settled after `rounds` rounds. Such a
-    text is removed as a duplicate of its smallest neighbor, which may be removed itself. The first
-    text of a component is always kept.
+    "components unconverged", texts in a component that `rounds` rounds did not settle. Such a text
+    is removed as a duplicate of its smallest neighbor, which may be removed itself. The first text
+    of a component is always kept.
     """
     groups: Any = (
         documents
@@ -99,14 +102,18 @@ def make_dedup(documents: beam.PCollection, config: DedupConfig) -> dict[str, be
         | "pair groups"
         >> beam.FlatMap(_pairs, config.largest_group).with_outputs("counts", main="pairs")
     )
+    # Texts that are nearly equal share many of their 16 bands, and each gives the same pair.
     pairs = groups.pairs | "distinct pairs" >> beam.Distinct()
     shingled, compared = _compare(documents, pairs, config)
     stars = connect(compared.edges, config.rounds)
+    # Edges carry 24-byte nodes only. The names of the kept texts, for the report, are joined here.
     named: Any = (
         {"children": stars.children, "names": shingled.names}
         | "join names" >> beam.CoGroupByKey()
         | "name survivors" >> beam.FlatMapTuple(_name).with_outputs("counts", main="because")
     )
+    # The second shuffle of the texts. Keys are ids, not nodes: equal texts of different quality
+    # have different nodes and must meet here.
     by_id = documents | "key documents" >> beam.Map(lambda d: (bytes.fromhex(d["id"]), d))
     tables: Any = (
         {"documents": by_id, "because": named.because}
@@ -148,6 +155,7 @@ def _pack_bands(batch: Sequence[tuple[np.ndarray, bytes]]) -> Iterator[tuple[int
     keys = np.concatenate([keys for keys, _ in batch])
     nodes = np.frombuffer(b"".join(node for _, node in batch), ">u8").reshape(-1, NODE // 8)
     rows = np.column_stack([keys, np.repeat(nodes, len(keys) // len(nodes), axis=0)])
+    # Band keys are uniform hashes, so their remainders fill the partitions evenly.
     parts = keys % np.uint64(PARTS)
     for part in np.unique(parts).tolist():
         yield part, rows[parts == part].astype(">u8").tobytes()
@@ -157,6 +165,8 @@ def _pairs(part: tuple[int, Iterable[bytes]], largest: int) -> Iterator[Any]:
     """Yield (smaller node, larger node) for documents that share a band key."""
     data = b"".join(part[1])
     rows = np.frombuffer(data, ">u8").reshape(-1, 1 + NODE // 8).astype(np.uint64)
+    # lexsort takes its last key first, so the band key leads and the node's three words follow: a
+    # group is a run of rows, and its smallest node comes first.
     rows = rows[np.lexsort(rows.T[::-1])]
     keys = rows[:, 0]
     starts = np.flatnonzero(np.concatenate([[True], keys[1:] != keys[:-1]]))
@@ -166,6 +176,8 @@ def _pairs(part: tuple[int, Iterable[bytes]], largest: int) -> Iterator[Any]:
         for i, first in enumerate(nodes[:largest]):
             for second in nodes[i + 1 : largest]:
                 yield first, second
+        # All pairs of n nodes are n (n - 1) / 2: 2,016 for 64 nodes, 50 million for a boilerplate
+        # text on 10,000 pages. Beyond the cap, pairs with the first node keep the number linear.
         if len(nodes) > largest:
             yield event("groups capped")
             for further in nodes[largest:]:
@@ -186,6 +198,9 @@ def _compare(
     documents: beam.PCollection, pairs: beam.PCollection, config: DedupConfig
 ) -> tuple[Any, Any]:
     """Compare pairs; return outputs "names", (node, "SOURCE:PLACE"), and "edges", "counts"."""
+    # The first shuffle of the texts. Shingles take 8 bytes per word, more than the words
+    # themselves, so they are computed again for the texts in a pair instead of being shuffled for
+    # all texts.
     texts = documents | "key texts" >> beam.Map(_text_by_id)
     pairs_by_node = pairs | "ask for both" >> beam.FlatMapTuple(
         lambda first, second: [(first[RANK:], first + second), (second[RANK:], first + second)]
@@ -215,6 +230,7 @@ def _shingle(joined: tuple[bytes, dict[str, Iterable]], words: int) -> Iterator[
     pairs = sorted(groups["asked"])
     if not pairs:
         return
+    # Equal texts of several places: the smallest node is the text that `_keep` keeps.
     node, source, place, text = min(groups["texts"])
     yield TaggedOutput("names", (node, f"{source}:{place}"))
     shingles = signatures.shingles(text, words).tobytes()
@@ -239,6 +255,8 @@ def connect(edges: Any, rounds: int) -> Any:
     neighbor. Without such events, every component is one star around its smallest node; with them,
     some centers are nodes of another star.
     """
+    # A Beam graph has no loops, so the rounds are unrolled. It cannot stop early either: the cost
+    # of a settled round is a shuffle of its stars.
     for number in range(1, rounds + 1):
         edges = (
             edges
@@ -263,22 +281,23 @@ def _both_directions(a: bytes, b: bytes) -> Iterator[tuple[bytes, bytes]]:
 
 def _large_star(node: bytes, neighbors: Iterable[bytes]) -> Iterator[tuple[bytes, bytes]]:
     """Link larger neighbors to the smallest node of the neighborhood: (larger node, smallest)."""
-    near = set(neighbors)
-    least = min(node, *near)
-    return ((neighbor, least) for neighbor in near if neighbor > node)
+    distinct_neighbors = set(neighbors)
+    least = min(node, *distinct_neighbors)
+    return ((neighbor, least) for neighbor in distinct_neighbors if neighbor > node)
 
 
 def _small_star(node: bytes, smaller: Iterable[bytes]) -> Iterator[tuple[bytes, bytes]]:
-    """Link a node and its smaller neighbors to the smallest of them: (larger node, smallest)."""
+    """Link a node and its smaller neighbors to the smallest neighbor: (larger node, smallest)."""
     least, *larger_neighbors = sorted(set(smaller))
     return ((larger_node, least) for larger_node in [*larger_neighbors, node])
 
 
 def _center(node: bytes, neighbors: Iterable[bytes]) -> Iterator[Any]:
-    near = set(neighbors)
-    if min(near) < node:
-        yield min(near), node
-        if len(near) > 1:
+    distinct_neighbors = set(neighbors)
+    if min(distinct_neighbors) < node:
+        yield min(distinct_neighbors), node
+        # A settled node has its center as only neighbor.
+        if len(distinct_neighbors) > 1:
             yield event("components unconverged")
 
 
@@ -294,13 +313,15 @@ def _name(_: bytes, groups: dict[str, Iterable]) -> Iterator[Any]:
 
 
 def _keep(_: bytes, groups: dict[str, Iterable]) -> Iterator[Any]:
-    """Yield the first of equal texts, unless it is a near duplicate; the others as "removed"."""
+    """Yield the first of equal texts, unless it is a near duplicate; remove its copies."""
+    # `order` decides between copies of equal quality, so that the survivor does not depend on the
+    # order in which the runner delivers them.
     best, *copies = sorted(groups["documents"], key=lambda d: (node_of(d), order(d)))
     name = f"{best['source']}:{best['place']}"
     for copy in copies:
         yield from remove(copy, "exact duplicate", name)
-    if near := list(groups["because"]):
-        yield from remove(best, "near duplicate", near[0])
+    if kept_names := list(groups["because"]):
+        yield from remove(best, "near duplicate", kept_names[0])
     else:
         yield event("documents kept", best["source"])
         yield best

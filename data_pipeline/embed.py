@@ -51,9 +51,13 @@ WORD = f"[{_CJK}]|[^\\W{_CJK}]{{2,}}"
 # Power iterations of the SVD. With 2, 4 and 7 iterations equally many of 381 speech pieces (77 to
 # 79 %) have their nearest neighbor within ten years.
 ROUNDS = 4
-NEGLIGIBLE = 1e-4  # share of the largest singular value; smaller ones are rounding errors
-BLOCK_BYTES = 4 << 20  # the directions are split into such blocks: runners limit an element's size
-EMBED_AT_ONCE = 1024  # documents whose tokens and vectors are in memory at once
+# Share of the largest singular value. Smaller values are rounding errors, so their directions are
+# noise.
+NEGLIGIBLE = 1e-4
+# The directions are sent in blocks of this size, because runners limit the size of an element.
+BLOCK_BYTES = 4 << 20
+# Documents with tokens and vectors in memory at once: 1024 x 4096 float32 are 16 MB of vectors.
+EMBED_AT_ONCE = 1024
 
 Words = tuple[str, bytes, bytes]  # document id, hashed words (int32), their counts (float32)
 # Number from 0, number of all blocks, hashed words (int32 [n]), their rows (float32 [n, k]).
@@ -148,6 +152,8 @@ def make_embed(
     else:
         embedded = (
             documents
+            # Groups by id, not by worker: a batch's shape changes the last bits of its vectors, and
+            # the clusters depend on these bits.
             | "assign to shards" >> beam.Map(_with_shard, config.shards)
             | "gather shards" >> beam.GroupByKey()
             | "embed by policy"
@@ -172,7 +178,11 @@ def _count_words(text: str, features: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _sample_words(document: Document, share: float, features: int) -> Iterator[Any]:
-    """Yield (0, Words) of a document with a small id; gives slightly more than the sample."""
+    """Yield (0, Words) of a document with a small id: slightly more documents than the sample.
+
+    The only key is 0, because one worker fits the directions.
+    """
+    # Ids are uniform hashes. 48 bits: a float64 compares integers below 2^53 exactly.
     if int(document["id"][:12], 16) < share * 2**48:
         yield event("documents sampled")
         words, counts = _count_words(document["text"], features)
@@ -189,6 +199,7 @@ def _directions(sample: tuple[int, Iterable[Words]], config: EmbedConfig) -> Ite
     from sklearn.preprocessing import normalize
     from threadpoolctl import threadpool_limits
 
+    # Sorted by id: rows arrive in any order, and the smallest ids are the sample.
     gathered = sorted(sample[1])
     for _ in gathered:
         yield event("documents fitted")
@@ -199,6 +210,8 @@ def _directions(sample: tuple[int, Iterable[Words]], config: EmbedConfig) -> Ite
     shape = len(fitted_documents), config.features
     table: Any = csr_array((1 + np.log(counts), words, ends), shape=shape)
     document_counts = np.bincount(table.indices, minlength=config.features)
+    # A word of one document compares it with no other; a word of all documents has weight log(1) =
+    # 0.
     informative = np.flatnonzero(
         (document_counts > 1) & (document_counts < len(fitted_documents))
     ).astype(np.int32)
@@ -208,12 +221,16 @@ def _directions(sample: tuple[int, Iterable[Words]], config: EmbedConfig) -> Ite
     weights = np.log((1 + len(fitted_documents)) / (1 + document_counts[informative])).astype(
         np.float32
     )
+    # Unit rows, so that a long document does not dominate the directions.
     table = normalize(table[:, informative] * weights)
+    # One dimension less: the last axis is for documents without an informative word.
     components = min(config.dimensions - 1, *table.shape)
     svd: Any = TruncatedSVD(components, n_iter=ROUNDS, random_state=config.seed)
     with threadpool_limits(1):  # the result of a multi-threaded sum depends on the thread count
         svd.fit(table)
     kept_components = svd.singular_values_ > NEGLIGIBLE * svd.singular_values_[0]
+    # The weights are multiplied into the directions, so that embedding a document is one sparse
+    # product.
     rows = np.ascontiguousarray((svd.components_[kept_components] * weights).T, np.float32)
     step = max(1, BLOCK_BYTES // rows[0].nbytes)
     starts = range(0, len(rows), step)
@@ -252,6 +269,8 @@ class _Directions:
         length = np.sqrt(np.sum(vector * vector))
         if length > 0:
             return vector / length, True
+        # An axis that no other document uses: such documents are alike, and unlike all others. A
+        # zero vector would have no cosine.
         vector[-1] = 1
         return vector, False
 

@@ -13,11 +13,16 @@ from threadpoolctl import threadpool_limits
 
 from spell_jax.runtime.config import check_least
 
-BLOCK = 1024  # rows whose cosines are in memory at once: 1.6 MB for 410 centroids
-MAX_PASSES = 30  # k-means iterations; it mostly converges after 10
-ROUNDS = 16  # power iterations: enough to find a direction of large spread
-HALF_ULP = 2.0**-24  # relative, of float32
-TINY = 1e-6  # a mean shorter than this has no direction
+# Rows with cosines in memory at once: 1.6 MB for 410 centroids, one per 20 of 8,192 documents.
+BLOCK = 1024
+# Iterations of k-means. It mostly converges after 10; the limit bounds the time of bad starts.
+MAX_PASSES = 30
+# Power iterations. `_split` needs a direction of large spread, not exactly the first component.
+ROUNDS = 16
+# Largest relative rounding error of one float32 operation.
+HALF_ULP = 2.0**-24
+# A mean shorter than this has no direction: its vectors cancel up to rounding errors.
+TINY = 1e-6
 
 _one_thread_lock = threading.RLock()
 
@@ -72,7 +77,7 @@ def fit_centroids(vectors: np.ndarray, k: int, seed: int, at_least: int = 1) -> 
 
     `vectors` are unit vectors, float32 [n, D], n >= 1, in a reproducible order; `seed` is below
     2**32. Centroids nearest to fewer than `at_least` rows are dropped, and so are repeated
-    centroids, which have no rows; the others can only gain rows. At least the largest is kept.
+    centroids, which have no rows. At least the largest centroid is kept.
     """
     k = min(k, len(vectors))
     # Full-batch k-means, because the sample is small. On 8192 rows of 410 mixed Gaussians,
@@ -86,6 +91,8 @@ def fit_centroids(vectors: np.ndarray, k: int, seed: int, at_least: int = 1) -> 
         return vectors[:1]
     centroids = (centroids[usable] / lengths[usable]).astype(np.float32)
     members = np.bincount(assign(vectors, centroids), minlength=len(centroids))
+    # The remaining centroids can only gain rows, so all of them have at least `at_least` rows then.
+    # min() keeps the largest if no centroid has enough.
     return centroids[members >= min(at_least, members.max())]
 
 
@@ -103,10 +110,10 @@ def assign(vectors: np.ndarray, centroids: np.ndarray) -> np.ndarray:
     for start in range(0, len(vectors), BLOCK):
         rows = vectors[start : start + BLOCK]
         cosines = rows @ centroids.T
-        near = cosines >= cosines.max(axis=1, keepdims=True) - margin
-        labels[start : start + BLOCK] = near.argmax(axis=1)
-        for index in np.flatnonzero(near.sum(axis=1) > 1):
-            candidates = np.flatnonzero(near[index])
+        may_be_nearest = cosines >= cosines.max(axis=1, keepdims=True) - margin
+        labels[start : start + BLOCK] = may_be_nearest.argmax(axis=1)
+        for index in np.flatnonzero(may_be_nearest.sum(axis=1) > 1):
+            candidates = np.flatnonzero(may_be_nearest[index])
             products = rows[index].astype(np.float64) * centroids[candidates]
             labels[start + index] = candidates[np.argmax([row.sum() for row in products])]
     return labels
@@ -119,7 +126,7 @@ def make_leaves(
 
     1. k-means makes one group per documents_per_cluster documents.
     2. A group over a limit is halved along its first principal direction until it fits.
-    3. A group below min_documents joins the nearest one with room for all of it, if there is one.
+    3. A group below min_documents joins the nearest group with room for all its documents, if any.
 
     `vectors` are unit vectors, float32 [n, D], n >= 1, in a reproducible order; `tokens` is int64
     [n], each at most max_cluster_tokens; `seed` is below 2**32.
@@ -159,9 +166,13 @@ def _split(
         ):
             yield np.sort(group)
             continue
+        # Halves, not a 2-means split, which may cut off single documents: a group of n documents is
+        # halved about log2(n / limit) times, and neighbors along the direction stay together.
         group = group[np.argsort(_spread(vectors[group]), kind="stable")]
         middle = len(group) // 2
         if not too_many_documents:
+            # Too many tokens: the cut nearest to half of the tokens, with a document on either
+            # side.
             total = np.cumsum(tokens[group])
             middle = int(np.abs(total[:-1] - total[-1] / 2).argmin()) + 1
         pending += [group[middle:], group[:middle]]
@@ -170,11 +181,14 @@ def _split(
 def _spread(vectors: np.ndarray) -> np.ndarray:
     """Project rows onto their first principal direction, by power iteration; [n]."""
     centered = vectors - vectors.mean(axis=0, keepdims=True)
+    # A fixed start, the row farthest from the mean, instead of a random one: the result is a
+    # function of the rows.
     direction = centered[np.argmax((centered**2).sum(axis=1))]
     for _ in range(ROUNDS):
         length = np.linalg.norm(direction)
         if length < TINY:  # all rows are equal
             break
+        # Left to right: two products with vectors, and never the D x D covariance.
         direction = (direction / length) @ centered.T @ centered
     return centered @ direction
 
@@ -182,8 +196,10 @@ def _spread(vectors: np.ndarray) -> np.ndarray:
 def _merge(
     groups: Sequence[np.ndarray], vectors: np.ndarray, tokens: np.ndarray, config: ClusterConfig
 ) -> list[np.ndarray]:
-    """Merge small groups, the smallest first, into the nearest group that has room for them."""
+    """Merge small groups, the smallest first, into the nearest group with enough room."""
     groups = list(groups)
+    # Sums of unit vectors, not means, so that a merger adds them. The cosine needs no length of the
+    # smallest group: it scales all cosines of a step alike.
     means = np.stack([vectors[group].sum(axis=0, dtype=np.float64) for group in groups])
     documents = np.array([len(group) for group in groups])
     total = np.array([tokens[group].sum() for group in groups])
@@ -194,7 +210,8 @@ def _merge(
         room = alive & (documents + documents[smallest] <= config.max_documents)
         room &= total + total[smallest] <= config.max_cluster_tokens
         room[smallest] = False
-        if not room.any():  # there will be none later either, because groups only grow
+        # No group will have room later either, because groups only grow.
+        if not room.any():
             may_move[smallest] = False
             continue
         lengths = np.maximum(np.linalg.norm(means, axis=1), TINY)

@@ -20,14 +20,17 @@ from typing import Any, BinaryIO
 
 import pyarrow.parquet as pq
 
-from data_pipeline.filter import describe
+from data_pipeline.filter import describe_error
 from spell_jax.data import row_files
 from spell_jax.data.text_files import Unusable, decode
 from spell_jax.runtime.jsonl import bounded_lines
 
-BATCH_ROWS = 256  # rows of a row group that are in memory at a time
-PDF_CHARACTERS, PDF_SECONDS = 1 << 28, 600  # most of a file; a page takes 0.01 to 0.2 s
-BATCH_BYTES = 1 << 28  # most bytes of these rows, for any values
+# Rows of a row group in memory at a time, and the most bytes that these rows may take: a few KB of
+# Parquet can unpack to rows of 20 MB each.
+BATCH_ROWS = 256
+BATCH_BYTES = 1 << 28
+# Limits of a PDF. A page takes 0.01 to 0.2 s.
+PDF_CHARACTERS, PDF_SECONDS = 1 << 28, 600
 
 # Replaced by spaces, so that no two words are joined.
 _CONTROLS = dict.fromkeys((*range(0x20), *range(0x7F, 0xA0)), " ")
@@ -41,10 +44,12 @@ _HIDDEN = (
     *("title", "script", "style", "noscript", "template", "nav", "svg", "iframe", "object"),
     "ix:header",
 )
+# Elements that HTML lets end without a tag, or that have no content.
 _NO_END_TAG = (
     *("body", "br", "col", "dd", "dt", "embed", "head", "hr", "html", "img", "input", "li", "link"),
     *("meta", "option", "p", "source", "tbody", "td", "tfoot", "th", "thead", "tr", "wbr"),
 )
+# Elements that a browser sets apart by an empty line, and elements that begin a line.
 _PARAGRAPHS = (
     *("blockquote", "dl", "figure", "h1", "h2", "h3", "h4", "h5", "h6", "hr", "ol", "p", "pre"),
     *("table", "ul"),
@@ -98,7 +103,7 @@ def read_html(data: bytes) -> list[SourceRow]:
         page.feed(decode(data))
         page.close()
     except AssertionError as error:  # raised by HTMLParser when it cannot parse a page
-        raise Unusable("damaged", describe(error)) from error
+        raise Unusable("damaged", describe_error(error)) from error
     return [SourceRow(None, clean(_in_paragraphs("".join(page.parts))))]
 
 
@@ -116,19 +121,21 @@ def read_pdf(data: bytes) -> list[SourceRow]:
     except Unusable:
         raise
     except DependencyError as error:
-        raise Unusable("encrypted", describe(error)) from error
+        raise Unusable("encrypted", describe_error(error)) from error
     except Exception as error:  # a damaged file may raise anything
-        raise Unusable("damaged", describe(error)) from error
+        raise Unusable("damaged", describe_error(error)) from error
     return [SourceRow(None, clean("\n\n".join(page for page in pages if page)))]
 
 
 def _page_texts(reader: Any) -> Iterator[str]:
     """Yield the texts of a PDF's pages.
 
-    The package limits the size of a stream and the number of pages, but not their product: a file
-    of a megabyte can repeat a large stream on 100,000 pages. Raises Unusable if the texts together
-    have more than PDF_CHARACTERS characters or take more than PDF_SECONDS seconds.
+    Raises Unusable if the texts together have more than PDF_CHARACTERS characters or take more than
+    PDF_SECONDS seconds.
     """
+    # pypdf limits the size of a stream and the number of pages, but not their product: a file of a
+    # megabyte can repeat a large stream on 100,000 pages.
+    # Time of this thread: the same file must pass on a busy machine, too.
     characters, end = 0, time.thread_time() + PDF_SECONDS
     for number, page in enumerate(reader.pages):
         text = page.extract_text().strip()
@@ -149,7 +156,8 @@ def read_docmath(data: bytes, kind: row_files.FileKind, largest: int) -> list[So
     try:
         rows = list(row_files.read(io.BytesIO(data), kind, largest=largest))
     except Exception as error:  # a damaged file may raise anything
-        raise Unusable("damaged", describe(error)) from error
+        raise Unusable("damaged", describe_error(error)) from error
+    # One such row is enough: a file of another layout has none, and single bad rows are counted.
     required_fields = {"question_id", "question", "paragraphs"}
     if not any(isinstance(row, dict) and required_fields <= row.keys() for row in rows):
         first = rows[0] if rows else None
@@ -163,6 +171,7 @@ def _docmath_row(number: int, row: Any) -> SourceRow:
     paragraphs = row.get("paragraphs") if isinstance(row, dict) else None
     if not isinstance(paragraphs, list) or not all(isinstance(p, str) for p in paragraphs):
         return SourceRow(number, problem="paragraphs must be a list of strings")
+    # The cut stage splits the report at blank lines again.
     texts = (_BLANK_LINES.sub("\n", clean(paragraph)) for paragraph in paragraphs)
     return SourceRow(number, "\n\n".join(text for text in texts if text))
 
@@ -181,14 +190,13 @@ def _parse(data: bytes, parse: Callable[[str], Any]) -> Any:
     try:
         return parse(decode(data))
     except (ValueError, RecursionError) as error:
-        raise Unusable("damaged", describe(error)) from error
+        raise Unusable("damaged", describe_error(error)) from error
 
 
 def field_texts(value: Any, fields: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     """Yield (field, strings of one text) for the named fields, at any depth of a JSON value.
 
     Within a field, a string or a list of strings is one text; other lists and objects are searched.
-    A string in a mixed list is not a text, such as a title in HotpotQA's "context".
     """
     if isinstance(value, list):
         for part in value:
@@ -208,6 +216,8 @@ def _strings(value: Any) -> Iterator[list[str]]:
         yield value
     elif isinstance(value, dict | list):
         for part in value.values() if isinstance(value, dict) else value:
+            # A string in a mixed list is no text: HotpotQA's "context" is a list of [title,
+            # sentences].
             if isinstance(value, dict) or not isinstance(part, str):
                 yield from _strings(part)
 
@@ -230,6 +240,8 @@ class _Page(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         name, depth, start = self._hidden
         if depth:
+            # Only the tag that opened the hidden part is counted: other tags inside may lack an
+            # end.
             self._hidden = (name, depth + (tag == name), start)
         elif _is_hidden(tag, dict(attrs)):
             self._hidden = (tag, 1, len(self.parts))
@@ -276,6 +288,7 @@ class _Page(HTMLParser):
         if not self._tables:
             return
         cells, self._tables[-1] = self._tables[-1], []
+        # One cell is layout, not data: its text stays as it is.
         if cells is None or len(cells) < 2:
             return
         ends = [*cells[1:], len(self.parts)]
@@ -289,7 +302,7 @@ class _Page(HTMLParser):
 def _is_hidden(tag: str, attributes: Mapping[str, str | None]) -> bool:
     if tag in _HIDDEN:
         return True
-    # The end tags of these are optional, so the end of the hidden part is unknown.
+    # The end tags of such elements are optional, so the end of the hidden part is unknown.
     if tag in _NO_END_TAG:
         return False
     style = (attributes.get("style") or "").replace(" ", "").lower()
@@ -319,11 +332,12 @@ def json_rows(stream: BinaryIO, text: str, quality: str, limit: int) -> Iterator
             raise Unusable("not UTF-8", "JSON lines must be UTF-8, it begins as UTF-16 does")
         if number == 0:
             line = line.removeprefix(codecs.BOM_UTF8)
+        # Blank lines are legal between JSON lines, and keep their numbers.
         if line.strip():
             try:
                 fields = json.loads(line.decode("utf-8"))
             except (ValueError, RecursionError) as error:
-                yield SourceRow(number, problem=describe(error))
+                yield SourceRow(number, problem=describe_error(error))
             else:
                 yield _json_row(number, fields, text, quality)
 
@@ -350,7 +364,7 @@ def _lines(stream: BinaryIO, limit: int) -> Iterator[bytes | None]:
         for number, line in enumerate(bounded_lines(stream, limit), 1):  # noqa: B007
             yield line
     except Exception as error:
-        raise Unusable("breaks off", f"after line {number}: {describe(error)}") from error
+        raise Unusable("breaks off", f"after line {number}: {describe_error(error)}") from error
 
 
 def as_quality(value: Any) -> float | None:
@@ -376,7 +390,7 @@ def parquet_groups(
         there = parquet.schema_arrow.names
         rows = [parquet.metadata.row_group(i).num_rows for i in range(parquet.num_row_groups)]
     except Exception as error:
-        raise Unusable("damaged", describe(error)) from error
+        raise Unusable("damaged", describe_error(error)) from error
     if text not in there and not strict:
         text = "text"
     if text not in there or (strict and quality not in there):
@@ -410,7 +424,7 @@ def parquet_rows(
                     yield SourceRow(number, problem=problem)
                 number += 1
     except Exception as error:  # a damaged file may raise anything
-        because = f"row group {group}, row {number}: {describe(error)}"
+        because = f"row group {group}, row {number}: {describe_error(error)}"
         raise Unusable("breaks off", because) from error
 
 

@@ -13,15 +13,19 @@ import threading
 import time
 
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h, as after SIGTERM
-_PAUSE_S = 0.5  # between two looks at the parent
+# Between two looks at the parent process.
+_PAUSE_S = 0.5
 
 
 def end_with(parent: int) -> None:
     """Start a thread that ends this process once `parent` is no longer its parent."""
 
     def wait() -> None:
+        # An orphan gets another parent. Unlike a pipe or a signal, this needs nothing from a killed
+        # parent.
         while os.getppid() == parent:
             time.sleep(_PAUSE_S)
+        # sys.exit would end this thread only.
         os._exit(EXIT_CODE)
 
     threading.Thread(target=wait, name="end of the build", daemon=True).start()

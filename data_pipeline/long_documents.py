@@ -7,8 +7,8 @@
 1. A domain is a folder of .txt and .md files, or a .jsonl of {"text"}; the number after the colon
    is its quota. Files and lines without a text are logged or counted, and skipped.
 2. The documents of a domain are taken by --selection: the longest first (by characters), the
-   shortest first, or in random order (the paper's section 5.4). Those of more than --max_tokens are
-   dropped and counted, never cut, until the quota is reached.
+   shortest first, or in random order (the paper's section 5.4), until the quota is reached.
+   Documents of more than --max_tokens are dropped and counted, never cut.
 3. FILE.jsonl is a `data.source` with one document in each cluster, or with --texts has lines
    {"text"}, which spell_jax.sft takes. The last line printed, also in FILE.summary.json, has all
    counts.
@@ -103,7 +103,7 @@ def _parse_text(record: Any) -> str:
     return record["text"]
 
 
-def take(
+def take_texts(
     texts: list[str],
     quota: int,
     config: SelectionConfig,
@@ -114,6 +114,7 @@ def take(
     if config.selection == "random":
         order = random.Random(config.seed).sample(texts, len(texts))
     else:
+        # Characters, not tokens: only the documents that are taken need their tokens counted.
         order = sorted(texts, key=len, reverse=config.selection == "longest")
     for text in order:
         if counts["written"] == quota:
@@ -147,7 +148,7 @@ def build(
             texts, domain_counts["skipped"] = read_texts(domain.path)
             domain_counts["read"] = len(texts)
             for number, text in enumerate(
-                take(texts, domain.quota, config, count_tokens, domain_counts)
+                take_texts(texts, domain.quota, config, count_tokens, domain_counts)
             ):
                 name = f"{domain.name}-{number:05d}"
                 yield {"text": text} if as_texts else {"id": name, "documents": [text]}

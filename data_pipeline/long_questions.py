@@ -7,9 +7,8 @@
    questions are logged or counted, and skipped.
 2. A target length is sampled uniformly from --min_tokens to --max_tokens for each question.
    Distractors are added to its own documents in random order until the target is reached, but never
-   over the maximum. One that contains the answer (or an alias) as words is skipped and counted,
-   because it might support the answer; numbers, yes and no may occur anywhere. With --min_tokens=0
-   no distractors are added.
+   over the maximum. A distractor that contains the answer (or an alias) as words is skipped and
+   counted; numbers, yes and no may occur anywhere. With --min_tokens=0 no distractors are added.
 3. The documents are shuffled. Questions are written in the layout of spell_jax/data/questions.py.
    The last line printed, also in FILE.summary.json, has all counts.
 
@@ -82,22 +81,25 @@ class DocumentPool:
 
     def add(self, text: str) -> int:
         """Add a document if it is new, and return its index in `texts`."""
+        # Rows share paragraphs; a shared text is stored and counted once.
         index = self._indices.setdefault(" ".join(text.lower().split()), len(self.texts))
         if index < len(self.texts):
             self.repeated += 1
         else:
             self.texts.append(text)
             self.tokens.append(self._count(text + "\n"))
+            # Normalized once, as each text is searched for many questions. Blanks at both ends make
+            # a substring a match of whole words.
             self._words.append(f" {normalize_answer(text)} ")
         return index
 
     def contains(self, index: int, phrases: Sequence[str]) -> bool:
-        """Return whether a document contains any of these normalized phrases."""
+        """Return whether a document contains a normalized phrase of `phrases` as whole words."""
         return any(f" {phrase} " in self._words[index] for phrase in phrases)
 
 
 class Builder:
-    """Builder of long questions: call `read`, then `questions`, then `summary`."""
+    """Builder of long questions: call `read_rows`, then `questions`, then `summary`."""
 
     def __init__(self, config: LongConfig, count_tokens: Callable[[str], int]):
         self.config = config
@@ -108,7 +110,7 @@ class Builder:
         self._lengths: list[int] = []
         self._drafts: list[tuple[Draft, tuple[int, ...]]] = []
 
-    def read(self, path: str | os.PathLike[str], layout: str) -> None:
+    def read_rows(self, path: str | os.PathLike[str], layout: str) -> None:
         """Read a .json list or JSON lines of rows in a layout of question_rows.LAYOUTS."""
         read = _read_list if pathlib.Path(path).suffix == ".json" else read_records
         rows, bad = read(path, functools.partial(read_row, LAYOUTS[layout]))
@@ -119,17 +121,22 @@ class Builder:
             if isinstance(draft, str):
                 self.left_out[draft] += 1
                 continue
+            # Evidence is compared literally later (EAPO), so a passage that no document contains is
+            # dropped.
             quoted = tuple(q for q in draft.evidence if any(q in text for text in draft.documents))
             self.counts["unquoted_evidence"] += len(draft.evidence) - len(quoted)
             self.counts["without_evidence"] += not quoted
             own_indices = tuple(dict.fromkeys(map(self.pool.add, draft.documents)))
             self._drafts.append(
+                # Only indices: a text of several questions is in memory once.
                 (dataclasses.replace(draft, documents=(), evidence=quoted), own_indices)
             )
 
     def questions(self) -> Iterator[Question]:
         """Yield the long questions in the order of the rows."""
         for number, (draft, own_indices) in enumerate(self._drafts):
+            # A generator of its own, so that a question does not change with the questions before
+            # it.
             rng = np.random.default_rng([self.config.seed, number])
             indices, total, reason = self._pad(draft, own_indices, rng)
             if reason:
@@ -155,8 +162,11 @@ class Builder:
         for index in rng.permutation(len(pool.texts)).tolist():
             if total >= target:
                 break
+            # Documents that do not fit are passed over: a shorter one may still reach the target.
             if index in own_indices or total + pool.tokens[index] > config.max_tokens:
                 continue
+            # It might support the answer a second time. Reports are full of numbers, and any text
+            # of "no", so such answers have no giveaways.
             if pool.contains(index, draft.giveaways):
                 self.counts["with_answer"] += 1  # skipped distractors
                 continue
@@ -164,6 +174,7 @@ class Builder:
             total += pool.tokens[index]
         if total < config.min_tokens:
             return indices, total, "too few distractors"
+        # The pool was too small or its documents too long. The question still has min_tokens.
         self.counts["short_of_target"] += total < target
         return indices, total, ""
 
@@ -207,13 +218,13 @@ def build(
 ) -> dict[str, Any]:
     """Read rows, pad their questions, write them to `out`, and return the summary.
 
-    Each file of `patterns`, files or globs, is read once, in the order of the names. The summary
-    also goes to `out`.summary.json. Raises FileNotFoundError if a pattern matches no file;
+    Each file of `patterns`, files or globs, is read once, in the order of the names. A copy of the
+    summary is `out`.summary.json. Raises FileNotFoundError if a pattern matches no file;
     ValueError if no question can be made, or if a .json file is not a list.
     """
     builder = Builder(config, count_tokens)
     for path in _files(patterns):
-        builder.read(path, layout)
+        builder.read_rows(path, layout)
     write_records(out, map(dataclasses.asdict, builder.questions()))
     summary = builder.summary()
     write_json(f"{out}.summary.json", summary)

@@ -96,6 +96,8 @@ def write_output(
     for pattern in (MANIFEST, INFO, FEATURES, INDEX, f"{_SHARDS}*", f"{UNFINISHED}*"):
         delete(match(folder, pattern))
     index = read_index(stages, clusters)
+    # The driver knows all ids and plans ranges, so a record's place in the data set is its place in
+    # index.jsonl. Shards by hash would not have such an order.
     shards = plan_shards([record["id"] for record in index], config.shards)
     with workers.watched("stage output"), stages.pipeline("output") as pipeline:
         tables = pipeline | "name files" >> beam.Create(stages.files(clusters))
@@ -127,6 +129,7 @@ def read_index(stages: Stages, clusters: str) -> list[dict[str, Any]]:
 
     Needs about 100 bytes a document. Raises ValueError like `write_output`.
     """
+    # One small column per document instead of the texts; only its lists' lengths are used.
     columns = ["id", "task", "tokens", "documents.list.element.part"]
     index: list[dict[str, Any]] = []
     for path in stages.files(clusters):
@@ -145,7 +148,7 @@ def read_index(stages: Stages, clusters: str) -> list[dict[str, Any]]:
 
 
 def plan_shards(ids: Sequence[str], count: int) -> list[ClusterShard]:
-    """Split sorted ids into at most `count` ranges whose lengths differ by at most one."""
+    """Split sorted ids into at most `count` ranges with lengths that differ by at most one."""
     count = min(count, len(ids))
     starts = [number * len(ids) // count for number in range(count + 1)]
     return [ClusterShard(ids[a], b - a) for a, b in itertools.pairwise(starts)]
@@ -201,13 +204,17 @@ def _write_shard(
     group: tuple[int, Iterable[tuple[str, bytes]]], folder: str, lengths: Sequence[int]
 ) -> str:
     number, examples = group
+    # A runner may deliver a group in any order; sorting needs the whole shard in memory.
     ordered, planned = sorted(examples), lengths[number]
     if len(ordered) != planned:
         raise LostRowsError(f"shard {number}: {len(ordered)} clusters came, {planned} were planned")
     name = shard_name(number, len(lengths))
     with tempfile.TemporaryDirectory() as scratch:
+        # ArrayRecordWriter takes local paths only; `store` copies the file to any file system.
         path = os.path.join(scratch, name)
-        writer = ArrayRecordWriter(path, "group_size:1")  # one access reads one whole group
+        # Training reads single records at random. A group of more records would be decompressed
+        # whole for each access.
+        writer = ArrayRecordWriter(path, "group_size:1")
         for _, data in ordered:
             writer.write(data)
         writer.close()
@@ -263,5 +270,6 @@ def _find(folder: str, fingerprint: str) -> dict[str, Any] | None:
     if not isinstance(manifest, dict) or manifest.get("fingerprint") != fingerprint:
         return None
     sizes = {os.path.basename(file.path): file.size_in_bytes for file in match(folder, "*")}
+    # Sizes, not hashes: hashes would read the whole data set at each start.
     complete = all(sizes.get(name) == file["size"] for name, file in manifest["files"].items())
     return manifest if complete else None

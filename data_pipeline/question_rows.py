@@ -74,6 +74,7 @@ def musique(row: Mapping[str, Any]) -> Iterator[Draft | str]:
     Layout: {"paragraphs": [{"title", "paragraph_text", "is_supporting"}], "question", "answer",
     "answer_aliases", "answerable"}.
     """
+    # MuSiQue-Full has an unanswerable copy of each question.
     if row.get("answerable", True) is not True:
         yield "unanswerable"
         return
@@ -93,6 +94,7 @@ def hotpotqa(row: Mapping[str, Any]) -> Iterator[Draft | str]:
     sentences = {
         _text(title): [_text(s).strip() for s in paragraph] for title, paragraph in context
     }
+    # Some rows of HotpotQA cite a sentence number beyond the paragraph.
     facts = _pairs(row["supporting_facts"], "title", "sent_id")
     evidence = [
         sentences[title][at] for title, at in facts if 0 <= at < len(sentences.get(title, ()))
@@ -123,9 +125,11 @@ def tatqa(row: Mapping[str, Any]) -> Iterator[Draft | str]:
     "questions": [{"question", "answer", "answer_type", "answer_from", "rel_paragraphs", "scale",
     "derivation"}]}.
     """
+    # Eight hexadecimal digits of the table's id name the report: enough for a few thousand reports.
     name = _text(row["table"]["uid"])[:8]
     paragraphs = {str(p["order"]): _text(p["text"]).strip() for p in row["paragraphs"]}
     cells = [[_text(cell).strip() for cell in line] for line in row["table"]["table"]]
+    # A dict, because two equal lines are one piece of evidence.
     table = {" | ".join(line): line for line in cells if any(line)}
     document = "\n".join([f"Report {name}", *paragraphs.values(), *table])
     for qa in row["questions"]:
@@ -144,6 +148,8 @@ def tatqa(row: Mapping[str, Any]) -> Iterator[Draft | str]:
         if "table" in qa["answer_from"]:
             evidence += _rows_of(table, [_text(qa["derivation"]), *map(str, pieces)])
         unit = _UNITS[qa["scale"]]
+        # TAT-QA keeps the scale beside the answer; without it "5.2" and "5,200" would both be
+        # right.
         question = f"Report {name}: {_text(qa['question'])}{unit}"
         giveaways = _giveaways(reference) if task == "general_qa" else ()
         yield Draft(task, question, reference, (document,), tuple(evidence), giveaways)
@@ -179,6 +185,7 @@ def convfinqa(row: Mapping[str, Any]) -> Iterator[Draft | str]:
         turns = " ".join(before)
         question = f"Report {name}, a conversation: {turns} Answer its last question: {last}"
     golden = _text(row["golden_text"]).strip()
+    # The field joins sentences that may be apart in the report.
     quotes = [golden] if golden in text else _SENTENCE_END.split(golden)
     evidence = [*_text(row["golden_table"]).strip().split("\n"), *quotes]
     answer = row["answer"]
@@ -197,7 +204,8 @@ LAYOUTS: dict[str, Reader] = {
 
 
 def _giveaways(*answers: str) -> tuple[str, ...]:
-    """Return the normalized answers that have letters; others, such as years, are too common."""
+    """Return the normalized answers that have letters, without yes and no."""
+    # Years and other numbers, yes and no occur in any text by chance.
     normal = (rules.normalize_answer(_text(answer)) for answer in answers)
     uncommon_answers = [
         text for text in normal if re.search(r"[^\W\d_]", text) and text not in _COMMON

@@ -117,6 +117,7 @@ class Member(TypedDict):
     cluster: str
 
 
+# Schemas follow from the records' types, so that a field is declared once.
 _TYPES: dict[Any, pa.DataType] = {str: pa.string(), int: pa.int64(), bytes: pa.binary()}
 _TYPES[float | None] = pa.float64()
 
@@ -142,7 +143,7 @@ _RECORDS = {
 SCHEMAS = {table: _schema(record) for table, record in _RECORDS.items()}
 
 SIZED = " = "  # between name and value
-# Smallest integer of each tenth of a decade, up to 10^18.
+# Smallest integer of each tenth of a decade, up to 10^18: a distribution has at most 181 sizes.
 _TENTHS = sorted({math.ceil(10 ** (tenth / 10)) for tenth in range(181)})
 
 
@@ -156,7 +157,7 @@ def is_sized(what: str) -> bool:
 
 
 def rounded(number: int) -> int:
-    """Round down to a tenth of a decade, or to 0, so that a distribution has few distinct sizes."""
+    """Round a size down to a tenth of a decade (..., 100, 126, 159, ...), or to 0."""
     return _TENTHS[bisect.bisect_right(_TENTHS, number) - 1] if number > 0 else 0
 
 
@@ -169,6 +170,7 @@ def digest(*texts: str) -> str:
     """Hash a sequence of texts to 32 hexadecimal digits (128 bits), uniformly distributed."""
     mixed = blake2b()
     for text in texts:
+        # The length before each text: without it ("ab", "c") and ("a", "bc") would collide.
         data = text.encode("utf-8", "surrogatepass")
         mixed.update(len(data).to_bytes(8, "little"))
         mixed.update(data)
@@ -178,7 +180,7 @@ def digest(*texts: str) -> str:
 def make_document(
     text: str, source: str, place: str, part: int = 0, quality: float | None = None
 ) -> Document:
-    """Make a document whose tokens and vector are not computed yet."""
+    """Make a document without tokens and vector, which later stages compute."""
     fields: dict[str, Any] = {"source": source, "place": place, "part": part, "quality": quality}
     return Document(id=digest(text), text=text, **fields, tokens=-1, vector=b"")
 
@@ -202,5 +204,6 @@ def remove(document: Mapping[str, Any], reason: str, because: str = "") -> Itera
 
 
 def order(document: Document) -> tuple[str, str, int, str]:
-    """Return a sort key that restores source order; a runner may deliver documents in any order."""
+    """Return a document's sort key: its source, then its position there."""
+    # Runners deliver documents in any order; stages that depend on an order sort by this key.
     return document["source"], document["place"], document["part"], document["id"]

@@ -33,19 +33,24 @@ from data_pipeline.records import AssignedCluster, Count, Removed
 from spell_jax import reporting
 
 REPORT = "report.html"
-MAP_POINTS = 2000  # clusters on the map: t-SNE of 2000 points takes 7 s on one core
-NAMES_SHOWN = 200  # names listed per reason or benchmark; the others are only counted
+# Clusters on the map: t-SNE of 2000 points takes 7 s on one core.
+MAP_POINTS = 2000
+# Names listed per reason or benchmark; further names are only counted.
+NAMES_SHOWN = 200
 EXAMPLE_DOCUMENTS = 3  # documents shown per example cluster
 EXAMPLE_CHARACTERS = 200  # characters shown per document
 
-_TSNE_FROM = 50  # clusters; with fewer, neighborhoods are too small for t-SNE and PCA is shown
-_PCA_SIZE = 50  # input dimensions of t-SNE
+# Clusters. With fewer, neighborhoods are too small for t-SNE and PCA is shown.
+_TSNE_FROM = 50
+# Input dimensions of t-SNE, after PCA: fewer dimensions take less time and carry less noise.
+_PCA_SIZE = 50
 _GRAY = "C7"
 # Colors of the most frequent labels on the map; all other labels share gray.
 _COLORS = tuple(f"C{number}" for number in range(10) if f"C{number}" != _GRAY)
 _LABEL_CHARACTERS = 32  # largest length of a name in a plot
 _SMALL, _LARGE = (5.0, 3.1), (9.6, 6.4)  # inches; a small plot is half as wide as the page
-_INK = "#010203"  # replaced by currentColor, so it must be a color that no plot uses
+# Color of text and lines, replaced by currentColor so that a dark page works. No plot may use it.
+_INK = "#010203"
 _STYLE = {
     "svg.hashsalt": "spell",
     "svg.fonttype": "none",  # keeps text as text: small files, and the browser's fonts
@@ -106,7 +111,7 @@ class Content:
     skipped: Sequence[Removed]  # listed by reason
     contamination: Mapping[str, Sequence[str]]  # benchmark -> names of the documents that match
     topics: Sequence[Topic]  # the beginnings of their first documents are shown
-    map_ids: Sequence[str]  # n <= MAP_POINTS clusters; those in `topics` are labeled
+    map_ids: Sequence[str]  # n <= MAP_POINTS clusters; clusters in `topics` are labeled
     map_labels: Sequence[str]  # names of the n colors: main source, or pool
     map_vectors: np.ndarray  # float [n, D]
 
@@ -151,6 +156,7 @@ def top_terms(
     grouped = [[word for text in texts for word in _words(text)] for texts in clusters]
     if not any(grouped):
         return [[] for _ in clusters]
+    # A cluster counts as one document, or a word that all its texts share would look common.
     vectorizer = TfidfVectorizer(analyzer=cast(Any, list), sublinear_tf=True)
     vectorizer.fit([*map(_words, background), *grouped])
     vocabulary = vectorizer.get_feature_names_out()
@@ -158,6 +164,7 @@ def top_terms(
     for words in grouped:
         scores: Any = vectorizer.transform([words])
         scores = scores.tocoo()
+        # Columns are in alphabetical order, which decides ties.
         best = np.lexsort((scores.col, -scores.data))[:count]
         terms.append([str(vocabulary[column]) for column in scores.col[best]])
     return terms
@@ -190,6 +197,7 @@ def _words(text: str) -> list[str]:
     words = []
     for index, piece in enumerate(_SPACELESS.split(text.lower())):
         if index % 2:
+            # Pairs of characters: most Chinese words have two.
             words += [piece[i : i + 2] for i in range(len(piece) - 1)]
         else:
             words += [w for w in _WORD.findall(piece) if len(w) <= _LONGEST_WORD]
@@ -244,7 +252,7 @@ def _beginnings(cluster: AssignedCluster) -> list[tuple[str, str]]:
     """Return name and beginning, on one line, of the first documents of a cluster."""
     beginnings = []
     for document in cluster["documents"][:EXAMPLE_DOCUMENTS]:
-        # Looks at 5 times the characters shown, because runs of white space shrink.
+        # Five times the characters shown, because runs of white space shrink.
         text = " ".join(document["text"][: 5 * EXAMPLE_CHARACTERS].split())
         beginnings.append((place_name(document), _cut(text, EXAMPLE_CHARACTERS)))
     return beginnings
@@ -274,7 +282,7 @@ def _filled(histograms: Mapping[str, Mapping[int, int]]) -> dict[str, dict[int, 
 
 
 def _svg(name: str, draw: Callable[..., None], *data: Any) -> Markup:
-    """Draw a plot as an <svg> element without a fixed size; the bytes do not vary between runs."""
+    """Draw a plot as an <svg> element without a fixed size; equal data gives equal bytes."""
     size = _LARGE if name == "map" else _SMALL
     buffer = io.StringIO()
     with matplotlib.style.context(["default", _STYLE]), warnings.catch_warnings():
@@ -282,6 +290,7 @@ def _svg(name: str, draw: Callable[..., None], *data: Any) -> Markup:
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
         figure = Figure(figsize=size, layout="constrained")
         draw(figure.add_subplot(), *data)
+        # Without the date and version that matplotlib writes.
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(buffer, format="svg", transparent=True, metadata=nothing)
     svg = buffer.getvalue().replace(_INK, "currentColor")
@@ -374,7 +383,7 @@ def _legend(axes: Axes, names: int) -> None:
 
 
 def _draw_map(axes: Axes, map_ids: Sequence[str], content: Content) -> None:
-    """Draw one point per cluster; the most common labels get colors, the others are gray."""
+    """Draw one point per cluster; the most common labels get colors, other labels are gray."""
     labels = np.asarray(content.map_labels)
     points = place_points(content.map_vectors)
     counted = Counter(labels.tolist())

@@ -45,6 +45,8 @@ def shingles(text: str, words: int) -> np.ndarray:
     hashes = np.array([_hash(token) for token in tokens(text) or [text]], np.uint64)
     width = min(words, len(hashes))
     count = len(hashes) - width + 1
+    # A rolling mix over arrays: step i adds the i-th token of all shingles at once, so that Python
+    # loops over `words` and not over the text.
     mixed = np.zeros(count, np.uint64)
     for first in range(width):
         mixed = _step(mixed, hashes[first : first + count])
@@ -60,6 +62,8 @@ def signature(shingles: np.ndarray, permutations: int, seed: int) -> np.ndarray:
         permutations=_permutations(permutations, seed),
         scheme="affine32",
     )
+    # The scheme "affine32" permutes 32-bit values. The upper half is the better mixed half, because
+    # the last operation of `_step` is a multiplication.
     values = (shingles >> _SHIFT).tolist()
     for first in range(0, len(values), _CHUNK):
         minhash.update_batch(values[first : first + _CHUNK])
@@ -69,6 +73,8 @@ def signature(shingles: np.ndarray, permutations: int, seed: int) -> np.ndarray:
 def band_keys(signature: np.ndarray, bands: int) -> np.ndarray:
     """Hash each of `bands` equal parts of a signature with its number: uint64 [bands]."""
     rows = signature.reshape(bands, -1).astype(np.uint64)
+    # The number of the band starts the hash: equal values in two different bands must not meet in
+    # one group.
     mixed = np.arange(bands, dtype=np.uint64)
     for column in rows.T:
         mixed = _step(mixed, column)
@@ -77,6 +83,7 @@ def band_keys(signature: np.ndarray, bands: int) -> np.ndarray:
 
 def jaccard(a: np.ndarray, b: np.ndarray) -> float:
     """Compute the Jaccard similarity of two sets: arrays [n] and [m] of distinct values."""
+    # `shingles` returns distinct values, so the slower search for repeats can be left out.
     shared_count = len(np.intersect1d(a, b, assume_unique=True))
     return shared_count / (len(a) + len(b) - shared_count)
 
@@ -88,8 +95,11 @@ def _step(mixed: np.ndarray, values: np.ndarray) -> np.ndarray:
     return (mixed ^ (mixed >> _SHIFT)) * _MIX[2]
 
 
+# A few thousand words make up most of any text (Zipf's law), so this cache answers most calls.
+# Python's own hash() differs between processes.
 @functools.lru_cache(maxsize=1 << 16)
 def _hash(token: str) -> int:
+    # Lone surrogates, which some JSON files contain, have no UTF-8 of their own.
     data = token.encode("utf-8", "surrogatepass")
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 

@@ -27,7 +27,7 @@ from data_pipeline import layouts
 from data_pipeline.filter import (
     FilterConfig,
     check_languages,
-    describe,
+    describe_error,
     filter_documents,
     valid_utf8,
 )
@@ -55,8 +55,11 @@ LAYOUTS = {
     "json": (".json", ".jsonl"),
 }
 SPLITS = ("", "chapters")
-NAMED_ROWS = 100  # unusable rows listed per file or row group; all of them are counted
-CHUNK = 1 << 20  # bytes hashed at a time
+# Unusable rows listed per file or row group; all unusable rows are counted. A file of another
+# layout would list each of its rows.
+NAMED_ROWS = 100
+# Bytes hashed at a time.
+CHUNK = 1 << 20
 
 
 # Every file is read or skipped, and every document is kept or removed.
@@ -169,12 +172,14 @@ def list_files(name: str, source: SourceConfig) -> Iterator[Listed]:
     suffixes, number, usable = LAYOUTS[source.layout], 0, False
     try:
         system, path = fsspec.url_to_fs(source.path)
+        # fsspec keeps listings for the life of the process; a notebook may build twice.
         system.invalidate_cache()
         root, files = _find(system, path)
         for url, info in files:
             if not _should_read(url, root, info):
                 continue
             place = valid_utf8(url.removeprefix(root).lstrip("/"))
+            # Names of files may be any bytes; tables hold UTF-8.
             number, usable = number + 1, usable or _suffix(place) in suffixes
             yield Listed(
                 source=name,
@@ -185,7 +190,7 @@ def list_files(name: str, source: SourceConfig) -> Iterator[Listed]:
                 version=file_version(info),
             )
     except Exception as error:  # each file system raises its own exceptions
-        raise ValueError(f"{where}: cannot be opened, {describe(error)}") from error
+        raise ValueError(f"{where}: cannot be opened, {describe_error(error)}") from error
     if not number:
         raise FileNotFoundError(f"{where}: no such file, or no file in it")
     if not usable:
@@ -201,6 +206,8 @@ def _find(system: Any, path: str) -> tuple[str, Iterable[tuple[str, dict[str, An
         return path.rpartition("/")[0], [(path, system.info(path))]
     if system.isdir(path):
         return path, _below(system, path)
+    # Places are relative to the folder before the first wildcard, so a place does not depend on the
+    # other matches.
     fixed = path[: min((path.find(sign) for sign in "*?[" if sign in path), default=0)]
     matches = system.glob(path, detail=True) if fixed else {}
     return fixed.rpartition("/")[0], matches.items()
@@ -220,7 +227,7 @@ def _below(system: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
             if folder == path:
                 raise
             log.warning("%s: skipped (unreadable: %s)", folder, error)
-            yield f"{folder}/", {"type": "file", "problem": describe(error)}
+            yield f"{folder}/", {"type": "file", "problem": describe_error(error)}
             continue
         with entries:
             for entry in entries:
@@ -232,7 +239,9 @@ def _below(system: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _problem(info: Mapping[str, Any]) -> str:
-    """Return why a file is not read, or "": a pipe would block, and /dev/zero would never end."""
+    """Return why a file is not read, or "" if it can be read."""
+    # Opening a pipe would block, and reading /dev/zero would never end. A link hides its target's
+    # type from fsspec.
     name = info["name"] if info.get("islink") else ""
     is_special = bool(name) and os.path.exists(name) and not os.path.isfile(name)
     if info["type"] == "other" or (is_special and not os.path.isdir(name)):
@@ -261,13 +270,16 @@ def make_read(
     """Read Listed files and filter their documents; sources may override conditions of `filter`.
 
     The tables are "documents"; "files" that were read; "removed", with unusable files and rows, and
-    documents whose predicate raised; "counts", the events "files read", "documents read", "files
-    skipped: REASON" (or row groups, rows) and those of filter_documents, by source.
+    documents on which the predicate raised; "counts", by source: the events "files read",
+    "documents read", "files skipped: REASON" (or row groups, rows), and the events of
+    filter_documents.
     """
     configs = {name: source.filter(filter) for name, source in sources.items()}
     outputs = ("files", "removed", "counts")
     split: Any = (
         listed
+        # Without Reshuffle Beam fuses the steps: the worker that lists a file would read it, and
+        # the worker that splits a Parquet file would read all its row groups.
         | "distribute files" >> beam.Reshuffle()
         | "split files" >> beam.FlatMap(_split, dict(sources)).with_outputs(*outputs, main="pieces")
     )
@@ -275,7 +287,7 @@ def make_read(
         split["pieces"]
         | "distribute pieces" >> beam.Reshuffle()
         | "read pieces"
-        >> beam.FlatMap(_read, dict(sources)).with_outputs(*outputs, main="documents")
+        >> beam.FlatMap(_read_piece, dict(sources)).with_outputs(*outputs, main="documents")
     )
     filtered_tables = filter_documents(read["documents"], configs)
     tables = {"documents": filtered_tables["documents"]}
@@ -288,7 +300,8 @@ def make_read(
 
 
 def _split(listed: Any, sources: Mapping[str, SourceConfig]) -> Iterator[Any]:
-    """Yield the pieces of a file; a Parquet file is hashed here, because many workers read it."""
+    """Yield the pieces of a file; a Parquet file is also hashed and recorded as read."""
+    # A Parquet file is hashed here and not where it is read: many workers read parts of it.
     source, suffix = sources[listed["source"]], _suffix(listed["place"])
     if listed["problem"]:
         yield from _skip(listed, Unusable("unreadable", listed["problem"]))
@@ -312,7 +325,7 @@ def _split(listed: Any, sources: Mapping[str, SourceConfig]) -> Iterator[Any]:
             yield Piece(file=listed, columns=columns, group=group, first=sum(rows[:group]))
 
 
-def _read(piece: Any, sources: Mapping[str, SourceConfig]) -> Iterator[Any]:
+def _read_piece(piece: Any, sources: Mapping[str, SourceConfig]) -> Iterator[Any]:
     """Yield the documents of a piece."""
     listed = piece["file"]
     source, suffix = sources[listed["source"]], _suffix(listed["place"])
@@ -324,11 +337,13 @@ def _read(piece: Any, sources: Mapping[str, SourceConfig]) -> Iterator[Any]:
                 yield from _documents(rows, listed, source)
                 return
             if suffix in LINES and source.layout not in ("json", "docmath"):
+                # Hashed while it is streamed: the reader goes to the last byte, and a second pass
+                # over a file of many gigabytes is saved.
                 hashed = _Hashed(file)
                 lines = _uncompressed(hashed, LINES[suffix])
                 longest = min(source.max_file_bytes, LONGEST_LINE)
                 rows = layouts.json_rows(lines, source.text, source.quality, longest)
-                yield from _documents(rows, listed, source)  # hashed to the last byte
+                yield from _documents(rows, listed, source)
             else:
                 limit = source.max_file_bytes
                 data = _read_whole(file, listed, limit)
@@ -353,6 +368,7 @@ def _documents(rows: Iterable[SourceRow], listed: Listed, source: SourceConfig) 
     for row in rows:
         place, line = listed["place"], ""
         if row.number is not None:
+            # Nine digits, so that places sort in the order of the rows.
             place += f"#{row.number:09d}"
             line = f"{listed['place']}:{row.number + 1}: " if in_lines else ""
         if not row.text:
@@ -380,7 +396,7 @@ def _open(listed: Listed) -> Iterator[BinaryIO]:
         system = fsspec.filesystem(listed["url"].partition("://")[0])
         file = system.open(listed["url"], "rb")
     except Exception as error:  # each file system raises its own exceptions
-        raise Unusable("unreadable", describe(error)) from error
+        raise Unusable("unreadable", describe_error(error)) from error
     with file:
         yield file
 
@@ -389,9 +405,10 @@ def _read_whole(file: BinaryIO, listed: Listed, limit: int) -> bytes:
     if listed["size"] > limit:
         raise Unusable("oversize", f"has {listed['size']} bytes, more than {limit}")
     try:
+        # One byte more than allowed: some file systems report no size, and a file may grow.
         data = file.read(limit + 1)
     except Exception as error:
-        raise Unusable("unreadable", describe(error)) from error
+        raise Unusable("unreadable", describe_error(error)) from error
     if len(data) > limit:
         raise Unusable("oversize", f"has more than {limit} bytes")
     return data
@@ -426,7 +443,7 @@ class _Hashed(io.RawIOBase):
             while self.read(CHUNK):
                 pass
         except Exception as error:
-            raise Unusable("unreadable", describe(error)) from error
+            raise Unusable("unreadable", describe_error(error)) from error
 
     def record(self, listed: Listed) -> Iterator[TaggedOutput]:
         """Yield the outputs that record the file as read: an event and a File."""

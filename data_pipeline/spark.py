@@ -42,7 +42,8 @@ from apache_beam.transforms.core import _DoFnParam
 from apache_beam.transforms.window import MIN_TIMESTAMP, GlobalWindow
 from apache_beam.utils.windowed_value import PANE_INFO_UNKNOWN, WindowedValue
 
-BUNDLE_BYTES = 64 << 20  # of a Parquet file that one task reads
+# Bytes of a Parquet file that one task reads.
+BUNDLE_BYTES = 64 << 20
 Rdd = Any  # pyspark.RDD; PySpark is imported on demand
 Node = Any  # apache_beam.pipeline.AppliedPTransform
 # Parameters of a DoFn that Beam fills in, and their values in the global window.
@@ -81,7 +82,7 @@ class PySparkRunner(PipelineRunner):
         context = start(spark_options.pyspark_master)
         partitions = spark_options.pyspark_partitions or 2 * context.defaultParallelism
         nodes = list(_primitives(pipeline._root_transform()))
-        _Execution(context, partitions, nodes).run()
+        _Execution(context, partitions, nodes).compute()
         return PipelineResult(PipelineState.DONE)
 
 
@@ -101,6 +102,7 @@ def start(master: str) -> Any:
     # Workers on this machine use the same Python and see the same modules.
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     conf = SparkConf().setMaster(master).setAppName("spell_jax")
+    # Spark's own settings win: only missing values are set.
     conf.setIfMissing("spark.ui.enabled", "false")
     conf.setIfMissing("spark.ui.showConsoleProgress", "false")
     conf.setIfMissing("spark.rdd.compress", "true")  # outputs that are kept on disk
@@ -137,6 +139,7 @@ class _Execution:
 
     def __init__(self, context: Any, partitions: int, nodes: Sequence[Node]):
         self.context, self.partitions, self.nodes = context, partitions, nodes
+        # An RDD is recomputed for each use. The number of uses decides which RDDs are kept.
         self.uses = Counter(
             value
             for node in nodes
@@ -146,7 +149,7 @@ class _Execution:
         self.broadcasts: dict[PCollection, Any] = {}
         self.kept: list[Rdd] = []
 
-    def run(self) -> None:
+    def compute(self) -> None:
         """Compute what Writes and leaves need."""
         try:
             for node in self.nodes:
@@ -166,11 +169,14 @@ class _Execution:
         rdd = make(self, node, *(self.rdds.get(value) for value in node.inputs))
         used = {tag: value for tag, value in node.outputs.items() if self.uses[value]}
         uses = sum(self.uses[value] for value in used.values())
+        # Tagged outputs come from one pass over the parent, so they count together. Disk, not
+        # memory: an output may be larger than a worker's memory.
         if uses > 1:
             from pyspark import StorageLevel
 
             self.kept.append(rdd.persist(StorageLevel.DISK_ONLY))
         if not used and not isinstance(node.transform, iobase.Write):
+            # A DoFn without consumers still runs, as in Beam: it may have side effects.
             rdd.foreachPartition(_drain)
         for tag, value in used.items():
             tagged = _has_tags(node)
@@ -179,9 +185,9 @@ class _Execution:
     def impulse(self, node: Node, _: Any) -> Rdd:
         return self.context.parallelize([b""], 1)
 
-    def read(self, node: Node, _: Any) -> Rdd:
+    def read_source(self, node: Node, _: Any) -> Rdd:
         bundles = list(node.transform.source.split(BUNDLE_BYTES))
-        return self.context.parallelize(bundles, max(1, len(bundles))).mapPartitions(_read)
+        return self.context.parallelize(bundles, max(1, len(bundles))).mapPartitions(_read_bundles)
 
     def par_do(self, node: Node, rdd: Rdd) -> Rdd:
         """Return the RDD of the output, or of (tag, value) of all outputs if there are several."""
@@ -198,6 +204,8 @@ class _Execution:
 
     def group_by_key(self, node: Node, rdd: Rdd) -> Rdd:
         keyed = rdd.mapPartitions(partial(_encode_keys, label=node.full_label))
+        # crc32 of the encoded key: Python salts hash() of texts in each process, and a key must
+        # reach the same partition from every worker, also after a task is repeated.
         return keyed.groupByKey(self.partitions, zlib.crc32).mapPartitions(_decode_keys)
 
     def combine_per_key(self, node: Node, rdd: Rdd) -> Rdd:
@@ -213,19 +221,22 @@ class _Execution:
         return combined.mapValues(fn.extract_output).mapPartitions(_decode_keys)
 
     def flatten(self, node: Node, *rdds: Rdd) -> Rdd:
-        # A union has the partitions of all its parts: too many after a few of them.
+        # A union has the partitions of all its parts, too many after a few unions.
         return self.context.union(list(rdds)).coalesce(self.partitions)
 
     def reshuffle(self, node: Node, rdd: Rdd) -> Rdd:
+        # Spark's own repartition() places rows by their position, which may differ when a task is
+        # repeated; a checksum of the row does not.
         keyed = rdd.mapPartitions(_with_checksums)
         return keyed.partitionBy(self.partitions, _identity).values()
 
-    def write(self, node: Node, rdd: Rdd) -> Rdd:
+    def write_files(self, node: Node, rdd: Rdd) -> Rdd:
         """Write one file per partition that has elements, then give the files their names."""
         sink = node.transform.sink
         begun = sink.initialize_write()
-        written = rdd.mapPartitions(partial(_write, sink=sink, begun=begun)).collect()
-        written = written or list(_write([], sink, begun, empty=True))
+        written = rdd.mapPartitions(partial(_write_file, sink=sink, begun=begun)).collect()
+        # An empty table still needs a file, so that readers find its schema.
+        written = written or list(_write_file([], sink, begun, empty=True))
         ready = sink.pre_finalize(begun, written)
         names = list(sink.finalize_write(begun, written, ready))
         return self.context.parallelize(names, 1)
@@ -233,13 +244,13 @@ class _Execution:
 
 _PRIMITIVES: Mapping[type, Any] = {
     beam.Impulse: _Execution.impulse,
-    iobase.Read: _Execution.read,
+    iobase.Read: _Execution.read_source,
     beam.ParDo: _Execution.par_do,
     beam.GroupByKey: _Execution.group_by_key,
     beam.CombinePerKey: _Execution.combine_per_key,
     beam.Flatten: _Execution.flatten,
     beam.Reshuffle: _Execution.reshuffle,
-    iobase.Write: _Execution.write,
+    iobase.Write: _Execution.write_files,
 }
 
 
@@ -268,7 +279,7 @@ def _parameters(node: Node) -> dict[str, Any]:
 # ------------------------------------------------------------------ Functions that run in a worker
 
 
-def _read(bundles: Iterable[Any]) -> Iterator[Any]:
+def _read_bundles(bundles: Iterable[Any]) -> Iterator[Any]:
     for bundle in bundles:
         limits = bundle.start_position, bundle.stop_position
         yield from bundle.source.read(bundle.source.get_range_tracker(*limits))
@@ -326,7 +337,8 @@ def _merge_two(fn: beam.CombineFn, left: Any, right: Any) -> Any:
 
 
 def _with_checksums(values: Iterable[Any]) -> Iterator[tuple[int, Any]]:
-    # Unlike those of pickle, the bytes of equal records are equal for this coder.
+    # This coder gives equal bytes for equal records. Pickle does not: its bytes depend on which
+    # objects a record shares.
     coder = coders.FastPrimitivesCoder()
     return ((zlib.crc32(coder.encode(value)), value) for value in values)
 
@@ -340,11 +352,15 @@ def _drain(elements: Iterable[Any]) -> None:
         pass
 
 
-def _write(elements: Iterable[Any], sink: Any, begun: Any, empty: bool = False) -> Iterator[Any]:
+def _write_file(
+    elements: Iterable[Any], sink: Any, begun: Any, empty: bool = False
+) -> Iterator[Any]:
     """Write a file, if there are elements or `empty`; yield what the sink needs to rename it."""
     elements = iter(elements)
     first = list(itertools.islice(elements, 1))
     if first or empty:
+        # A name of its own for each attempt: Spark may run a task twice at once, and the driver
+        # renames only the files of attempts that succeeded.
         writer = sink.open_writer(begun, uuid.uuid4().hex)
         for element in itertools.chain(first, elements):
             writer.write(element)

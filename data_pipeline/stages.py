@@ -1,9 +1,8 @@
 """Resumable stages: a sequence of Beam pipelines from finished tables to finished tables.
 
 A stage has a folder OUT/stages/NAME with Parquet tables and, written last, done.json with the
-`fingerprint` of inputs and settings. A stage with the right one is skipped; the folder of any other
-is emptied first. No data stays in memory in between, as FnApiRunner shuffles in memory. A stage is
-done only if its rows balance (balance.py).
+`fingerprint` of inputs and settings. A stage with the right fingerprint is skipped; the folder of
+any other stage is emptied before it runs. A stage is done only if its rows balance (balance.py).
 """
 
 from __future__ import annotations
@@ -36,8 +35,10 @@ from data_pipeline.spark import PySparkRunner
 from spell_jax.runtime import durable
 
 DONE = "done.json"
-UNFINISHED = "unfinished-"  # prefix of temporary names
-BATCH = 256  # records of a table in memory at once: about 20 MB of clusters
+# Prefix of temporary names: the pattern of a table, TABLE-*.parquet, does not match them.
+UNFINISHED = "unfinished-"
+# Records of a table in memory at once: about 20 MB of clusters.
+BATCH = 256
 Tables = dict[str, Any]  # PCollections by table name
 log = logging.getLogger(__name__)
 
@@ -72,11 +73,14 @@ class Done:
         return dict(sorted(counts_by_value.items()))
 
 
+# Each stage is a pipeline of its own, with its tables on disk: Beam's local runner shuffles in
+# memory, so one pipeline of all stages would hold every intermediate table at once.
 class Stages:
     """Executor of stages in one folder with one Beam runner.
 
     `folder` is OUT/stages, local or on any file system that Beam supports; `options` are Beam's own
-    flags. With `only_check`, `run` only builds a stage's graph, and `read` returns no records.
+    flags. With `only_check`, `run_stage` only builds a stage's graph, and `read_records` returns
+    no records.
     """
 
     def __init__(self, folder: str, options: Sequence[str] = (), only_check: bool = False):
@@ -85,7 +89,7 @@ class Stages:
         self.options = tuple(options)
         self.only_check = only_check
 
-    def run(
+    def run_stage(
         self,
         name: str,
         settings: Mapping[str, Any],
@@ -102,12 +106,14 @@ class Stages:
         records.SCHEMAS). Its "counts" are (what, source) events, which are counted here. Raises
         balance.LostRowsError if one of `balances`, equations as in balance.py, does not hold.
         """
+        # The fingerprint covers the fingerprints of the inputs. A changed setting therefore reruns
+        # its stage and all later stages, and no earlier one.
         made_from = json.dumps([settings, [stage.fingerprint for stage in after]], sort_keys=True)
         fingerprint = digest(name, made_from)
         if self.only_check:
             pipeline = self.pipeline(name)
             self.construct(pipeline, name, make, inputs)
-            self.check(pipeline, name)
+            self.check_graph(pipeline, name)
             return Done(name, fingerprint, (), 0.0)
         marker = FileSystems.join(self.folder, name, DONE)
         record = read_json_if_exists(marker)
@@ -115,12 +121,14 @@ class Stages:
         if isinstance(record, dict) and record.get("fingerprint") == fingerprint:
             log.info("%s: was done before", name)
             return Done(name, fingerprint, tuple(record["counts"]), 0.0)
+        # Tables are read by a pattern, which would also match the files of an interrupted run.
         delete(match(self.folder, name, "**"))
         clock = time.monotonic()
         with workers.watched(f"stage {name}"), self.pipeline(name) as pipeline:
             self.construct(pipeline, name, make, inputs)
         seconds = time.monotonic() - clock
-        counts = [Count(**record) for record in self.read(f"{name}/counts")]
+        counts = [Count(**record) for record in self.read_records(f"{name}/counts")]
+        # Runners write in any order; the sorted counts make done.json equal for equal builds.
         counts.sort(key=lambda count: (count["what"], count["source"]))
         tables = {f"{balance.IN}{argument}": table for argument, table in inputs.items()}
 
@@ -128,6 +136,8 @@ class Stages:
             return self.rows(tables.get(term) or f"{name}/{term.removeprefix(balance.OUT)}")
 
         balance.check(name, balances, rows, counts)
+        # The marker comes last, after the tables have reached the disk: a marker that survives a
+        # loss of power must not describe tables that did not.
         durable.sync_tree(FileSystems.join(self.folder, name))
         record = {"fingerprint": fingerprint, "counts": counts}
         text = json.dumps(record, indent=1) + "\n"
@@ -136,18 +146,23 @@ class Stages:
         return Done(name, fingerprint, tuple(counts), seconds)
 
     def store(self, name: str, table: str, records: Iterable[Mapping[str, Any]]) -> Done:
-        """Write records of the driver to "NAME/TABLE", which workers read; always writes anew.
+        """Write records of the driver to "NAME/TABLE", and return them as a finished stage.
 
-        The graph of a stage then does not contain them. Memory is that of BATCH records. The
-        fingerprint is a hash of the records in any order. Nothing is written if `records` raises.
+        Existing records are replaced, and nothing is written if `records` raises. At most BATCH
+        records are in memory. The fingerprint does not depend on the order of the records.
         """
+        # A million file names inside the graph (beam.Create) would be sent to every worker; as a
+        # table they are read where they are needed.
         total, number, left = 0, 0, iter(records)
+        # A local file first: `records` lists remote folders and may raise in the middle.
         with tempfile.TemporaryFile() as scratch:
             with pq.ParquetWriter(scratch, SCHEMAS[table], compression="zstd") as writer:
                 while batch := list(itertools.islice(left, BATCH)):
                     writer.write_table(pa.Table.from_pylist(batch, SCHEMAS[table]))
                     number += len(batch)
                     for record in batch:
+                        # A sum of hashes is independent of the order. An XOR would be, too, but two
+                        # equal records would cancel.
                         total += int(digest(json.dumps(record, sort_keys=True)), 16)
             if not self.only_check:
                 delete(match(self.folder, name, "**"))
@@ -167,8 +182,10 @@ class Stages:
             runner = PySparkRunner()
         return beam.Pipeline(runner=runner, options=options)
 
-    def check(self, pipeline: beam.Pipeline, name: str) -> None:
+    def check_graph(self, pipeline: beam.Pipeline, name: str) -> None:
         """Serialize a graph as for a remote runner and parse it back; raise if that fails."""
+        # The first two lines fail for functions that cannot be serialized or restored, which a
+        # local runner never needs and a remote runner does.
         pipeline_proto = pipeline.to_runner_api()
         beam.Pipeline.from_runner_api(pipeline_proto, FnApiRunner(), PipelineOptions([]))
         graph = PortableRunner().get_proto_pipeline(pipeline, pipeline.options)
@@ -183,6 +200,8 @@ class Stages:
         """Add a stage to a pipeline: read its inputs, apply `make`, write its tables."""
         make_arguments: dict[str, Any] = {} if inputs else {"pipeline": pipeline}
         for argument, table in inputs.items():
+            # validate=True would look for the files now. With `only_check` no stage has written
+            # any.
             read = beam.io.ReadFromParquet(self._pattern(table), validate=False)
             make_arguments[argument] = pipeline | f"read {table}" >> read
         tables = make(**make_arguments)
@@ -193,11 +212,13 @@ class Stages:
                 FileSystems.join(self.folder, name, table),
                 SCHEMAS[table],
                 codec="zstd",
+                # The standard's names of list items, ".list.element.", which `read_records`
+                # selects.
                 use_compliant_nested_type=True,
                 file_name_suffix=".parquet",
             )
 
-    def read(
+    def read_records(
         self,
         table: str,
         columns: Sequence[str] | None = None,
@@ -205,12 +226,14 @@ class Stages:
     ) -> list[dict[str, Any]]:
         """Read the records of a finished "STAGE/TABLE" into memory, in any order.
 
-        None keeps all. Columns may be parts of columns, such as "documents.list.element.source".
+        `columns` and `ids` select; None keeps all. A column may be a part of a column, such as
+        "documents.list.element.source".
         """
         records = []
         for path in [] if self.only_check else self.files(table):
             with FileSystems.open(path) as file:
                 for batch in pq.ParquetFile(file).iter_batches(BATCH, columns=columns):
+                    # Filtered as arrays, so that only the records asked for become Python objects.
                     if ids is not None:
                         keep = pa.array([name in ids for name in batch["id"].to_pylist()])
                         batch = batch.filter(keep)

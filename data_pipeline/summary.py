@@ -15,8 +15,10 @@ from data_pipeline import output
 from data_pipeline.report import MAP_POINTS, Content, Topic, place_name, top_terms, write_report
 from data_pipeline.stages import Done, Stages
 
-TOPICS = 8  # clusters per task that are shown with their terms
-BACKGROUND = 200  # other clusters, in which document frequencies of words are counted
+# Clusters per task that are shown with their terms.
+TOPICS = 8
+# Other clusters, for the document frequencies of words: the shown clusters alone are too few.
+BACKGROUND = 200
 TERMS = 8
 
 
@@ -31,8 +33,11 @@ def write(
     by_name = {stage.name: stage for stage in finished_stages}
     index = output.read_index(stages, clusters)
     columns = ["id", "vector", "documents.list.element.source"]
+    # The smallest ids: ids are hashes, so this is a uniform sample, and the same in every build.
     shown = [record["id"] for record in index[:MAP_POINTS]]
-    points = sorted(stages.read(clusters, columns, set(shown)), key=lambda point: point["id"])
+    points = sorted(
+        stages.read_records(clusters, columns, set(shown)), key=lambda point: point["id"]
+    )
     pools = {c["source"] for c in by_name["cluster"].counts if c["what"] == "clusters"}
     content = Content(
         title="Clusters of documents",
@@ -48,7 +53,7 @@ def write(
         cluster_sizes={pool: by_name["cluster"].histogram("cluster size", pool) for pool in pools},
         cluster_tokens=Counter(record["tokens"] for record in index),
         clusters_by_task=dict(sorted(Counter(record["task"] for record in index).items())),
-        skipped=cast(Any, stages.read("read/removed")),
+        skipped=cast(Any, stages.read_records("read/removed")),
         contamination=_contamination(stages, by_name),
         topics=_topics(stages, clusters, index),
         map_ids=[point["id"] for point in points],
@@ -67,7 +72,7 @@ def _topics(stages: Stages, clusters: str, index: Sequence[Mapping[str, Any]]) -
     ids = [name for task in sorted(ids_by_task) for name in ids_by_task[task]]
     background_ids = [record["id"] for record in index if record["id"] not in ids][:BACKGROUND]
     clusters_by_id: dict[str, Any] = {
-        c["id"]: c for c in stages.read(clusters, ids={*ids, *background_ids})
+        c["id"]: c for c in stages.read_records(clusters, ids={*ids, *background_ids})
     }
     texts = {name: [d["text"] for d in c["documents"]] for name, c in clusters_by_id.items()}
     background = [text for name in background_ids for text in texts[name]]
@@ -85,6 +90,7 @@ def _funnel(stages_by_name: dict[str, Done]) -> list[tuple[str, int]]:
         "cluster": "documents clustered",
         "tasks": "documents",
     }
+    # Reading and filtering are one stage, so that rejected documents are never written.
     stages = stages_by_name | {"filter": stages_by_name["read"]}
     return [(name, stages[name].count(what)) for name, what in events.items() if name in stages]
 
@@ -92,7 +98,7 @@ def _funnel(stages_by_name: dict[str, Done]) -> list[tuple[str, int]]:
 def _contamination(stages: Stages, stages_by_name: Mapping[str, Done]) -> dict[str, list[str]]:
     names: dict[str, list[str]] = defaultdict(list)
     if "decontaminate" in stages_by_name:
-        for record in stages.read("decontaminate/removed"):
+        for record in stages.read_records("decontaminate/removed"):
             names[record["because"]].append(place_name(record))
     return dict(names)
 

@@ -23,7 +23,7 @@ from data_pipeline.records import ClusterRecord, digest, event, remove
 from spell_jax.data.clusters import PAPER_TASKS, TASKS
 from spell_jax.runtime.config import check_least
 
-# Every cluster is assigned or left over.
+# Every cluster is assigned or left over, and every document of a left-over cluster is listed.
 BALANCES = (
     "in:clusters = out:tasks + clusters left over",
     "clusters = out:tasks",
@@ -80,6 +80,8 @@ def assign_tasks(clusters: Mapping[str, str], config: TasksConfig) -> dict[str, 
     assignment: dict[str, str] = {}
     for pool, row in zip(pools, shares, strict=True):
         ids = [name for name, its_pool in clusters.items() if its_pool == pool]
+        # A hash instead of a shuffle: which clusters come first does not depend on their order or
+        # number.
         ids.sort(key=lambda name: (digest(str(config.seed), name), name))
         repeated = np.repeat(tasks, row).tolist()  # each task as often as the pool gives to it
         assignment |= zip(ids, repeated, strict=False)
@@ -89,10 +91,10 @@ def assign_tasks(clusters: Mapping[str, str], config: TasksConfig) -> dict[str, 
 def make_tasks(
     clusters: beam.PCollection, assignment: Mapping[str, str]
 ) -> dict[str, beam.PCollection]:
-    """Add the task to assigned clusters, and remove the documents of the others.
+    """Add the task to assigned clusters, and remove the documents of left-over clusters.
 
     Events: ("clusters", task) and ("documents", source) of assigned clusters; ("clusters left
-    over", pool) and ("documents removed: left over", source) of the others.
+    over", pool) and ("documents removed: left over", source) of left-over clusters.
     """
     assigned: Any = clusters | "add tasks" >> beam.FlatMap(
         _add_task, dict(assignment)
@@ -106,6 +108,7 @@ def _max_clusters_per_task(sizes: Mapping[str, int], tasks: Sequence[str]) -> in
     By Hall's theorem it is the minimum over all sets of tasks of: the number of clusters that can
     serve any task of the set, divided by the size of the set, rounded down.
     """
+    # 2^n - 1 sets of n tasks, at most 15: there are four tasks.
     limits = []
     for count in range(1, len(tasks) + 1):
         for task_set in itertools.combinations(tasks, count):
@@ -128,6 +131,8 @@ def _shares(
     for row, pool in enumerate(pools):
         for column, task in enumerate(tasks):
             if task in pool.split("+"):
+                # `each` as the capacity of an edge is no limit: the edge from the task to the sink
+                # has the same capacity.
                 room[1 + row, first_task + column] = each
     flow = maximum_flow(csr_array(room), 0, sink).flow.toarray()
     return flow[1:first_task, first_task:sink]

@@ -26,7 +26,11 @@ from apache_beam.options.pipeline_options import DirectOptions, PipelineOptions
 from apache_beam.runners.portability.fn_api_runner import FnApiRunner
 from apache_beam.transforms.environments import SubprocessSDKEnvironment
 
-_THREAD = "run_worker"  # Beam's name of the thread that waits for a worker process
+# Name of the thread in which Beam waits for a worker process. Its exceptions end in
+# threading.excepthook, and nowhere else.
+_THREAD = "run_worker"
+# A signal reaches the main thread while it waits for the workers; an exception of another thread
+# does not.
 _SIGNAL = signal.SIGUSR1
 
 
@@ -111,10 +115,12 @@ def _kill_descendants() -> None:
     children: dict[int, list[int]] = {}
     for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # the process has just ended
+            # The second field, the command in parentheses, may contain spaces and parentheses.
             parent = int(path.read_text().rpartition(")")[2].split()[1])
             children.setdefault(parent, []).append(int(path.parent.name))
     pids = [os.getpid()]
     for pid in pids:
+        # The list grows while it is read: a breadth-first walk to all descendants.
         pids += children.get(pid, [])
     for pid in pids[1:]:
         with contextlib.suppress(ProcessLookupError):

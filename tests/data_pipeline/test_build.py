@@ -94,7 +94,7 @@ def test_every_input_file_is_accounted_for(finished_build):
     assert used + counts["tasks"]["documents removed: left over"] == 162
     clusters = built.BuiltClusters(out)
     assert used == sum(len(c.documents) for c in clusters.read(list(clusters.tasks)))
-    skipped = Stages(str(out / "stages")).read("read/removed")
+    skipped = Stages(str(out / "stages")).read_records("read/removed")
     assert [(r["reason"], r["source"], r["place"]) for r in skipped] == [
         ("of another type", "web", "odd.bin")
     ]
@@ -105,7 +105,7 @@ def test_duplicates_and_contaminated_texts_are_removed(finished_build):
     clusters = built.BuiltClusters(finished_build[1])
     texts = [t for c in clusters.read(list(clusters.tasks)) for t in c.documents]
     assert len(set(texts)) == len(texts)
-    fallen = Stages(str(finished_build[1] / "stages")).read("decontaminate/removed")
+    fallen = Stages(str(finished_build[1] / "stages")).read_records("decontaminate/removed")
     assert sorted((r["place"], r["because"]) for r in fallen) == [
         ("1-07.txt", "exam:document"),
         ("asks.txt", "exam:question"),
@@ -153,7 +153,7 @@ def test_build_is_bit_identical_with_two_processes(config, finished_build, tmp_p
 
 
 def _killing(function, marker):
-    """Return a function whose first call, in any worker, kills the worker and its executor."""
+    """Return a function that kills its worker and executor at the first call in any worker."""
 
     def call(*arguments):
         try:
@@ -172,7 +172,7 @@ def _killing(function, marker):
 def test_build_on_spark_is_bit_identical_after_workers_were_killed(
     config, finished_build, tmp_path, monkeypatch
 ):
-    """One of two executors is killed in the middle of dedup, and one in that of clustering."""
+    """One of two executors is killed amid dedup, and one amid clustering."""
     markers = [tmp_path / name for name in ("dedup", "cluster")]
     monkeypatch.setattr(dedup, "_edge", _killing(dedup._edge, markers[0]))
     monkeypatch.setattr(cluster, "_leaves", _killing(cluster._leaves, markers[1]))
@@ -201,7 +201,7 @@ def test_graphs_do_not_grow_with_files_and_benchmark_texts(config, tmp_path, mon
     changed_config.decontaminate.benchmarks.exam.path = str(tmp_path / "benchmark.jsonl")
     for checked_config in (config, changed_config):
         sizes.append({})
-        build.check(checked_config, str(tmp_path / "out"))
+        build.check_build(checked_config, str(tmp_path / "out"))
     assert sizes[0].keys() == sizes[1].keys() >= {"read", "decontaminate", "output"}
     for name, size in sizes[0].items():
         assert abs(size - sizes[1][name]) < 2000, name  # compressed settings, such as paths, differ
@@ -231,7 +231,7 @@ def test_interrupted_build_resumes_bit_identically(config, finished_build, tmp_p
     monkeypatch.setattr(output, "store", stopping_store)
     shards = [output.shard_name(number, 3) for number in range(3)]
     files = [output.FEATURES, output.INFO, output.INDEX, output.MANIFEST]
-    # Shards are written in any order, so the build stops at one of them only.
+    # Shards are written in any order, so the build stops at one shard only.
     for name in [*STAGES, "clusters-train", *files]:
         # Inside a pipeline the runner raises another error instead.
         with pytest.raises((KeyboardInterrupt, RuntimeError), match=name):
@@ -266,8 +266,8 @@ def test_changed_and_new_files_are_read_again(tmp_path):
     plan, stages = build.make_plan(config), Stages(str(tmp_path / "stages"))
 
     def read():
-        build.read(plan, stages, build.list_sources(plan, stages))
-        return sorted(d["text"] for d in stages.read("read/documents"))
+        build.run_read_stage(plan, stages, build.list_sources(plan, stages))
+        return sorted(d["text"] for d in stages.read_records("read/documents"))
 
     assert read() == [text(0, 0)]
     (changing / "a.txt").write_text(text(0, 1))
@@ -296,7 +296,7 @@ def test_check_constructs_graphs_for_other_runners(config, tmp_path, flags, capl
     monkeypatch.setattr(gcsio.GcsIO, "is_soft_delete_enabled", lambda self, path: False)
     monkeypatch.setattr(gcsio, "create_storage_client", lambda *arguments: None)
     caplog.set_level("INFO", "data_pipeline")
-    build.check(config, str(tmp_path / "out"), [f"--runner={flags[0]}", *flags[1:]])
+    build.check_build(config, str(tmp_path / "out"), [f"--runner={flags[0]}", *flags[1:]])
     step_messages = [message for message in caplog.messages if f"steps for {flags[0]}" in message]
     levels = ["cluster-fit-1", "cluster-level-1"]
     assert [m.split(":")[0] for m in step_messages] == [*STAGES[:6], *levels, *STAGES[6:], "output"]
@@ -360,7 +360,7 @@ def test_shipped_configs_are_valid():
         build.make_plan(base.get_config())
 
 
-@pytest.mark.parametrize("run", [build.build, build.check])
+@pytest.mark.parametrize("run", [build.build, build.check_build])
 def test_folder_in_which_beam_finds_no_file_is_refused(config, tmp_path, run):
     with pytest.raises(ValueError, match=r"^out = .*\[b\]': has '\['"):
         run(config, str(tmp_path / "[b]"))

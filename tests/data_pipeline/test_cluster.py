@@ -61,10 +61,12 @@ def run(folder, documents, config=CONFIG, options=(), alone=()):
         }
 
     stages = Stages(str(folder), options)
-    first = stages.run("embed", {}, write)
+    first = stages.run_stage("embed", {}, write)
     stage = cluster(stages, "embed/documents", [first], config, POOLS, alone)
-    clusters = sorted(stages.read("cluster/clusters"), key=lambda c: c["id"])
-    removed = sorted(stages.read("cluster/removed"), key=lambda r: (r["source"], r["place"]))
+    clusters = sorted(stages.read_records("cluster/clusters"), key=lambda c: c["id"])
+    removed = sorted(
+        stages.read_records("cluster/removed"), key=lambda r: (r["source"], r["place"])
+    )
     return clusters, removed, stage, stages
 
 
@@ -183,11 +185,13 @@ def test_clusters_are_tighter_than_random_groups(documents, clustering, vectors)
 
 def test_nodes_are_split_until_below_the_limit(clustering):
     _, _, stage, stages = clustering
-    nodes = Counter(point["node"] for point in stages.read("cluster-level-1/points", ["node"]))
+    nodes = Counter(
+        point["node"] for point in stages.read_records("cluster-level-1/points", ["node"])
+    )
     assert all(node.startswith(("general_qa/", "financial_math+general_qa/")) for node in nodes)
     assert min(nodes.values()) >= CONFIG.min_documents
     last = max(path.name for path in Path(stages.folder).glob("cluster-level-*"))
-    nodes = Counter(point["node"] for point in stages.read(f"{last}/points", ["node"]))
+    nodes = Counter(point["node"] for point in stages.read_records(f"{last}/points", ["node"]))
     over = sum(number > CONFIG.node_documents for number in nodes.values())
     assert stage.count("nodes over the limit") == over == 0
     assert len(nodes) > 8
@@ -245,7 +249,7 @@ def test_changed_cluster_size_reruns_only_the_last_stages(documents, clustering,
         return construct(self, pipeline, name, *arguments)
 
     monkeypatch.setattr(Stages, "construct", watch)
-    first = stages.run("embed", {}, lambda pipeline: pytest.fail("ran again"))
+    first = stages.run_stage("embed", {}, lambda pipeline: pytest.fail("ran again"))
     repeated_stage = cluster(stages, "embed/documents", [first], CONFIG, POOLS)
     assert ran == [] and repeated_stage.counts == clustering[2].counts
     assert repeated_stage.fingerprint == clustering[2].fingerprint

@@ -29,9 +29,9 @@ def cut(documents, config=CONFIG, options=(), reports=None):
 
     with tempfile.TemporaryDirectory() as folder:
         stages = Stages(folder, options)
-        stage = stages.run("cut", {}, make)
-        documents = sorted(stages.read("cut/documents"), key=order)
-        removed = sorted(stages.read("cut/removed"), key=lambda r: (r["place"], r["part"]))
+        stage = stages.run_stage("cut", {}, make)
+        documents = sorted(stages.read_records("cut/documents"), key=order)
+        removed = sorted(stages.read_records("cut/removed"), key=lambda r: (r["place"], r["part"]))
     counts = {(c["what"], c["source"]): c["number"] for c in stage.plain_counts}
     lengths = stage.histogram("tokens")
     return {"documents": documents, "removed": removed, "counts": counts, "lengths": lengths}
@@ -81,7 +81,7 @@ def test_long_documents_are_cut_and_short_ones_kept_whole():
 
 
 def test_pieces_of_chapters_keep_their_order():
-    """The parts of a book are its chapters: pieces of part 0 come before those of part 1."""
+    """The parts of a book are its chapters: pieces of part 0 come before pieces of part 1."""
     chapters = [make_document(paragraphs(f"c{i}", 12), "books", "a.txt", part=i) for i in range(2)]
     documents = cut(reversed(chapters))["documents"]
     text = "\n\n".join(chapter["text"] for chapter in chapters)

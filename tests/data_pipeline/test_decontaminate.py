@@ -246,7 +246,7 @@ def test_questions_inside_texts_are_found():
 
     assert inside(question) and inside(question.upper()) and inside("So: " + question)
     assert not question_index.find(document)
-    # 9 shingles of 5 tokens: the first word is in one, the second in two of them.
+    # 9 shingles of 5 tokens: the first word is in one shingle, the second in two.
     assert inside(question.replace("Which", "What"))
     assert not inside(question.replace("of", "among"))
     assert index(("question", question), threshold=0.75).find(question.replace("of", "among"))
@@ -314,9 +314,11 @@ def test_stage_removes_and_counts_contaminated_documents(tmp_path):
         stages = Stages(str(folder), options)
         settings = {"dedup": DedupConfig(), "config": DecontaminateConfig()}
         make = partial(make_decontaminate, read_items=store_items(stages, items), **settings)
-        stage = stages.run("decontaminate", {}, make, (), BALANCES, documents="read/documents")
-        kept_documents = sorted(stages.read("decontaminate/documents"), key=order)
-        removed = sorted(stages.read("decontaminate/removed"), key=lambda r: r["place"])
+        stage = stages.run_stage(
+            "decontaminate", {}, make, (), BALANCES, documents="read/documents"
+        )
+        kept_documents = sorted(stages.read_records("decontaminate/documents"), key=order)
+        removed = sorted(stages.read_records("decontaminate/removed"), key=lambda r: r["place"])
         results.append((kept_documents, removed, stage.counts))
     assert results[0] == results[1]
     kept_documents, removed, counts = results[0]

@@ -34,9 +34,9 @@ def run(folder, documents, config=None, files=1, options=()):
         pq.write_table(table, folder / "read" / f"documents-{i}.parquet")
     stages = Stages(str(folder), options)
     make = partial(make_dedup, config=config or DedupConfig(rounds=3))
-    stage = stages.run("dedup", {}, make, (), dedup.BALANCES, documents="read/documents")
-    kept_documents = sorted(stages.read("dedup/documents"), key=order)
-    removed = sorted(stages.read("dedup/removed"), key=lambda r: (r["source"], r["place"]))
+    stage = stages.run_stage("dedup", {}, make, (), dedup.BALANCES, documents="read/documents")
+    kept_documents = sorted(stages.read_records("dedup/documents"), key=order)
+    removed = sorted(stages.read_records("dedup/removed"), key=lambda r: (r["source"], r["place"]))
     return kept_documents, removed, {(c["what"], c["source"]): c["number"] for c in stage.counts}
 
 
@@ -45,7 +45,7 @@ def gone(removed) -> dict[str, tuple[str, str]]:
 
 
 def components(edges) -> dict[bytes, set[bytes]]:
-    """Return smallest node -> the others, by a union-find that moves sets to the smaller root."""
+    """Return smallest node -> larger nodes of its component, by a union-find of smaller roots."""
     root = {node: node for edge in edges for node in edge}
 
     def find(node):

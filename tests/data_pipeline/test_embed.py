@@ -53,8 +53,8 @@ def run(
     pq.write_table(table, folder / "given" / "documents-0.parquet")
     stages = Stages(str(folder), options)
     make = functools.partial(embed.make_embed, total=len(corpus), config=config)
-    stage = stages.run("embed", {}, make, (), embed.BALANCES, documents="given/documents")
-    embedded_documents: list = stages.read("embed/documents")
+    stage = stages.run_stage("embed", {}, make, (), embed.BALANCES, documents="given/documents")
+    embedded_documents: list = stages.read_records("embed/documents")
     return (
         {d["id"]: np.frombuffer(d["vector"], np.float32) for d in embedded_documents},
         embedded_documents,

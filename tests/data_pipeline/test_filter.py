@@ -87,19 +87,19 @@ def test_predicate_errors_are_counted_and_listed(predicates: str, tmp_path: Path
     documents += [make_document("short", "s", "q"), make_document("long enough", "other", "r")]
     configs = {"s": FilterConfig(predicate=f"{predicates}:breaks"), "other": ANY}
     stages = Stages(str(tmp_path / "out"))
-    stage = stages.run("filter", {}, partial(_make, documents=documents, configs=configs))
+    stage = stages.run_stage("filter", {}, partial(_make, documents=documents, configs=configs))
     assert {(c["what"], c["source"]): c["number"] for c in stage.plain_counts} == {
         ("documents removed: predicate failed", "s"): 2,
         ("documents removed: too short", "s"): 1,
         ("documents kept", "other"): 1,
     }
-    removed = sorted(stages.read("filter/removed"), key=lambda r: r["place"])
+    removed = sorted(stages.read_records("filter/removed"), key=lambda r: r["place"])
     assert [(r["reason"], r["source"], r["place"], r["part"]) for r in removed] == [
         ("predicate failed", "s", "p0", 0),
         ("predicate failed", "s", "p1", 1),
     ]
     assert removed[0]["because"] == "ValueError: place ? p0"
-    assert stages.read("filter/documents") == [documents[-1]]
+    assert stages.read_records("filter/documents") == [documents[-1]]
 
 
 def _make(pipeline, documents, configs):

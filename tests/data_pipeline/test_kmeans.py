@@ -70,7 +70,7 @@ def test_centroids_of_few_equal_or_opposite_vectors():
     row = unit(np.ones((1, 8)))
     np.testing.assert_allclose(fit_centroids(np.repeat(row, 30, axis=0), 5, seed=0), row, atol=1e-6)
     assert len(fit_centroids(unit(np.eye(3, 8)), 7, seed=0)) == 3
-    opposite = np.concatenate([row, -row])  # the mean of these vectors has no direction
+    opposite = np.concatenate([row, -row])  # the mean of the two vectors has no direction
     np.testing.assert_array_equal(fit_centroids(opposite, 1, seed=0), row)
 
 
@@ -101,7 +101,7 @@ def test_one_thread_limits_all_thread_pools():
 
 @pytest.fixture
 def near_ties():
-    """Return rows halfway between two of 12 centroids, and the centroids, two of them equal.
+    """Return rows halfway between two of 12 centroids, and the centroids: two are equal.
 
     The distances differ by about 1e-9, and float32 products have an error of 1e-7.
     """

@@ -150,7 +150,7 @@ def test_distractors_containing_the_answer_are_left_out(tmp_path):
         input_rows.append(rows.musique(number, paragraphs=spoiler))
     everything = LongConfig(10, 10_000)
     builder = Builder(LongConfig(10_000, 10_000), count_words)
-    builder.read(write(tmp_path / "rows.jsonl", input_rows), "musique")
+    builder.read_rows(write(tmp_path / "rows.jsonl", input_rows), "musique")
     assert list(builder.questions()) == []
     assert builder.left_out == {"too few distractors": 5}
     assert builder.counts["with_answer"] == 2

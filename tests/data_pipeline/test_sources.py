@@ -443,14 +443,16 @@ def test_tables_match_their_schemas(tmp_path: Path):
     make = partial(sources.make_read, sources=configs, filter=ANY)
     stages = Stages(str(tmp_path / "out"))
     list_stage = stages.store("list", "listed", listed(configs))
-    read_stage = stages.run("read", {}, make, [list_stage], sources.BALANCES, listed="list/listed")
+    read_stage = stages.run_stage(
+        "read", {}, make, [list_stage], sources.BALANCES, listed="list/listed"
+    )
     assert read_stage.count("files read", "mine") == 2
     for name, places in {
         "documents": ["a.txt", "b.jsonl#000000000"],
         "files": ["a.txt", "b.jsonl"],
         "removed": ["b.jsonl#000000002", "c.csv"],
     }.items():
-        assert sorted(record["place"] for record in stages.read(f"read/{name}")) == places
+        assert sorted(record["place"] for record in stages.read_records(f"read/{name}")) == places
 
 
 def test_damaged_row_group_loses_only_its_own_rows(tmp_path: Path):

@@ -26,14 +26,14 @@ def shout(documents, sign):
 
 
 def run_both(stages, texts=("one", "two"), sign="!"):
-    first = stages.run("write", {"texts": texts}, functools.partial(write, texts=texts))
+    first = stages.run_stage("write", {"texts": texts}, functools.partial(write, texts=texts))
     make = functools.partial(shout, sign=sign)
-    second = stages.run("shout", {"sign": sign}, make, [first], documents="write/documents")
+    second = stages.run_stage("shout", {"sign": sign}, make, [first], documents="write/documents")
     return first, second
 
 
 def texts_of(stages, table="shout/documents"):
-    return sorted(record["text"] for record in stages.read(table))
+    return sorted(record["text"] for record in stages.read_records(table))
 
 
 @pytest.mark.slow
@@ -43,7 +43,7 @@ def test_tables_pass_from_stage_to_stage(tmp_path):
     assert texts_of(stages) == ["ONE!", "TWO!"]
     assert (first.count("made"), second.count("loud"), second.count("made")) == (2, 2, 0)
     assert second.count("loud", "s") == 2 and second.count("loud", "other") == 0
-    assert stages.read("shout/documents", ["place"])[0].keys() == {"place"}
+    assert stages.read_records("shout/documents", ["place"])[0].keys() == {"place"}
 
 
 @pytest.mark.slow
@@ -97,7 +97,7 @@ def test_leftovers_of_an_unfinished_run_are_not_read(tmp_path, left):
 def test_failed_stage_is_not_marked_done(tmp_path):
     stages = Stages(str(tmp_path / "stages"))
     with pytest.raises(Exception, match="division by zero"):
-        stages.run(
+        stages.run_stage(
             "fails",
             {},
             lambda pipeline: {"counts": pipeline | beam.Create([1]) | beam.Map(lambda n: n / 0)},
@@ -109,7 +109,7 @@ def test_failed_stage_is_not_marked_done(tmp_path):
 def test_empty_table_is_read_as_empty(tmp_path):
     stages = Stages(str(tmp_path / "stages"))
     _, second = run_both(stages, texts=())
-    assert stages.read("shout/documents") == [] and second.counts == ()
+    assert stages.read_records("shout/documents") == [] and second.counts == ()
 
 
 @pytest.mark.slow
@@ -145,9 +145,9 @@ def test_done_json_is_written_last(tmp_path, monkeypatch):
 
     monkeypatch.setattr(stages_module.FileSystems, "create", create)
     with pytest.raises(KeyboardInterrupt):
-        stages.run("write", {}, functools.partial(write, texts=("one",)))
+        stages.run_stage("write", {}, functools.partial(write, texts=("one",)))
     monkeypatch.undo()
-    stage = stages.run("write", {}, functools.partial(write, texts=("one",)))
+    stage = stages.run_stage("write", {}, functools.partial(write, texts=("one",)))
     assert json.loads((tmp_path / "stages" / "write" / DONE).read_text())["counts"] == list(
         stage.counts
     )
@@ -156,7 +156,9 @@ def test_done_json_is_written_last(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_tables_are_on_disk_before_the_stage_is_marked_as_done(tmp_path, monkeypatch):
     calls = Calls(monkeypatch)
-    Stages(str(tmp_path / "stages")).run("write", {}, functools.partial(write, texts=("one",)))
+    Stages(str(tmp_path / "stages")).run_stage(
+        "write", {}, functools.partial(write, texts=("one",))
+    )
     folder = tmp_path / "stages" / "write"
     renamed = calls.index(("rename", str(folder / DONE)))
     on_disk = {path for kind, path in calls[:renamed] if kind == "fsync"}

@@ -42,7 +42,7 @@ def test_a_killed_worker_ends_the_stage_with_its_remedy(tmp_path) -> None:
     stages = Stages(str(tmp_path / "stages"), OPTIONS)
     message = r"^stage dies: .*exited with return code -9; .* a lower --direct_num_workers"
     with pytest.raises(workers.LostWorkerError, match=message):
-        stages.run("dies", {}, functools.partial(make_counts, parent=os.getpid()))
+        stages.run_stage("dies", {}, functools.partial(make_counts, parent=os.getpid()))
     assert not (tmp_path / "stages" / "dies" / DONE).exists()
     assert (signal.getsignal(signal.SIGUSR1), threading.excepthook) == before
 
@@ -85,7 +85,7 @@ def test_workers_end_soon_after_sigkill_of_their_build(tmp_path) -> None:
         f"folder = pathlib.Path({str(tmp_path / 'pids')!r})\n"
         f"stages = Stages({str(tmp_path / 'stages')!r}, test_workers.OPTIONS)\n"
         "make = functools.partial(test_workers.make_waits, folder=folder)\n"
-        "stages.run('waits', {}, make)\n"
+        "stages.run_stage('waits', {}, make)\n"
     )
     pids = tmp_path / "pids"
     pids.mkdir()
