@@ -59,7 +59,7 @@ def main(_) -> None:
     harness.check_flags(flag_values)
     out, sizes = pathlib.Path(flag_values.out), judging.read_sizes(flag_values)
     if flag_values.lm_eval:
-        results = harness.run(harness.from_flags(flag_values), out, sizes)
+        results = harness.evaluate(harness.from_flags(flag_values), out, sizes)
         if jax.process_index() == 0:
             print(harness.table(results), end="")
         return
@@ -69,7 +69,7 @@ def main(_) -> None:
         flag_values.name or pathlib.Path(flag_values.workdir or flag_values.policy).resolve().name
     )
     columns = registry.COLUMN_CHOICES[flag_values.columns]
-    runner.run(config, out, name, judge, sizes, flag_values.compare, columns)
+    runner.evaluate(config, out, name, judge, sizes, flag_values.compare, columns)
     if jax.process_index() == 0:
         print((out / runner.TABLE).read_text(), end="")
 

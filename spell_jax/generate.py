@@ -41,7 +41,7 @@ def main(_) -> None:
     from spell_jax.runtime import setup
 
     setup.setup()
-    run = evidence_tree.run if flags.FLAGS.mode == "evidence_tree" else generation.run
+    run = evidence_tree.run if flags.FLAGS.mode == "evidence_tree" else generation.answer_requests
     run(flags.FLAGS)
 
 

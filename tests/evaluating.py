@@ -115,7 +115,7 @@ def make_judge(out: pathlib.Path, ask: Any = reply) -> Judge:
 def run(policy: pathlib.Path, out: pathlib.Path, ask: Any = reply, **changes: Any) -> dict:
     """Evaluate a policy under pytest's patches: see main."""
     judge = make_judge(out, ask)
-    return runner.run(config(policy, **changes), out, "noise", judge, SIZES)
+    return runner.evaluate(config(policy, **changes), out, "noise", judge, SIZES)
 
 
 def main() -> None:

@@ -1,11 +1,11 @@
 """Evaluation: benchmarks of long documents, asked of a policy and scored.
 
 Public names:
-  runner.run, runner.EvaluationConfig: benchmarks of a policy, from prompts to a table.
+  runner.evaluate, runner.EvaluationConfig: benchmarks of a policy, from prompts to a table.
   policy_sampler.Policy: weights, tokenizer and sampler of a policy that answers texts.
   benchmarks.registry.load: the questions of a benchmark by its name.
   protocol.estimate, protocol.summarize: means with intervals, and summaries of benchmarks.
-  harness.run: tasks of lm-evaluation-harness.
+  harness.evaluate: tasks of lm-evaluation-harness.
   judge.make_judge: the external judge that flags describe.
 
 Must not import: `warm_start`, `algorithms` and rooms above.

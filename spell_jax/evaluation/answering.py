@@ -2,8 +2,8 @@
 
 Sampling writes {"max_input", "benchmark", "id", "sample", "text", "tokens_in", "truncated",
 "tokens_out", "stopped"}. Scoring adds "prediction", "rule", "judge", "final", "unjudged" (whether a
-judge's verdict is missing) and, for benchmarks with a breakdown, "by": {field: value}. It runs at
-the end, on the rows of earlier starts too, so a corrected rule applies to all.
+judge's verdict is missing) and, for benchmarks with a breakdown, "by": {field: value}. Scoring runs
+at the end, on the rows of earlier starts too, so a corrected rule applies to all rows.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ QuestionKey = tuple[int, str, str]  # values of KEY_FIELDS
 class EvaluationSampling:
     """Sampling options of an evaluation; raises ValueError if a value is out of range."""
 
+    # The paper's values (Appendix E.2).
     samples: int = 8  # answers per question, G
     temperature: float = 0.7
     top_p: float = 0.95
@@ -89,6 +90,8 @@ def tokenize(
                 thought = policy.tokenizer.open_thought(item.prompt)
             except ValueError as error:
                 raise ValueError(f"{benchmark.name}: {item.id}: {error}") from error
+            # Prompts of all limits are cut from this one: cutting twice equals cutting to the
+            # smaller limit.
             shortened = protocol.truncate(ids, longest)
             questions.append(TokenizedQuestion(benchmark, item, shortened, len(ids), thought))
     return questions
@@ -98,15 +101,18 @@ def check_context(
     sampling: EvaluationSampling, policy: Policy, questions: Sequence[TokenizedQuestion]
 ) -> None:
     """Raise ValueError, before any sampling, if a prompt and answer may exceed the context."""
+    # The largest prompt and the largest answer need not belong to one question, but one program is
+    # compiled for both.
     longest = max(len(question.ids) for question in questions)
     cap = max(sampling.options(question.benchmark).max_tokens for question in questions)
     policy.config.check_length(longest + cap)
 
 
 def fingerprint(benchmark: Benchmark) -> str:
-    """Hash of a benchmark's question ids and prompts in their order, as hexadecimal digits."""
+    """Return a hash of a benchmark's question ids and prompts: 32 hexadecimal digits."""
     digest = hashlib.blake2b(digest_size=16)
     for item in benchmark.items:
+        # JSON has its own borders, so no two lists of questions have the same bytes.
         digest.update(json.dumps([item.id, item.prompt]).encode())
     return digest.hexdigest()
 
@@ -120,16 +126,17 @@ def sample_answers(
 ) -> Iterator[tuple[QuestionKey, list[Row]]]:
     """Sample answers to every question that is not in `answered_keys`.
 
-    Yields the key and the G unscored rows of a question, in order of completion. The PRNG key of a
-    question is folded from the seed with the limit, the benchmark and the question id; the sampler
-    folds in the sample and token indices. (The paper's code uses one seed for all samples of a
-    question; spec section 11.) `questions` includes those in `answered_keys`, because they
-    determine the compiled shapes.
+    Yields the key and the G unscored rows of a question, in order of completion. `questions` are
+    all questions, answered ones included, because all prompts determine the compiled shapes.
     """
     names = [question.key(limit) for question in questions]
     unanswered = [i for i, name in enumerate(names) if name not in answered_keys]
     log.info("max_input %d: %d of %d questions to answer", limit, len(unanswered), len(names))
     seed = np.asarray(jax.random.key_data(jax.random.key(sampling.seed)))
+    # A question's key depends on nothing but the seed, the limit and its names, so a restart gives
+    # the same answers. The sampler folds in the sample: the paper's code seeds all 8 samples alike,
+    # which makes them nearly equal. crc32, because Python's hash() of texts differs between
+    # processes.
     keys = fold_keys(seed, [(limit, *(zlib.crc32(n.encode()) for n in name[1:])) for name in names])
     options = [sampling.options(question.benchmark) for question in questions]
     prompts = [protocol.truncate(question.ids, limit) for question in questions]
@@ -166,6 +173,8 @@ def read_finished(path: pathlib.Path, samples: int) -> dict[QuestionKey, list[Ro
         for k, rows in rows_by_key.items()
         if [row["sample"] for row in rows] == sample_numbers
     }
+    # The samples of a question are appended together, so a kill can cut only the last question. It
+    # is answered again as a whole, and its part is removed from the file.
     if torn or len(complete) < len(rows_by_key):
         write_records(path, (row for rows in complete.values() for row in rows))
     log.info("%s: %d questions are answered already", path, len(complete))
@@ -177,6 +186,7 @@ _KINDS = {"max_input": int, "benchmark": str, "id": str, "sample": int, "text": 
 
 def _parse_row(row: Any) -> tuple[QuestionKey, Row]:
     for field, kind in _KINDS.items():
+        # Not isinstance: True is an int.
         if type(row[field]) is not kind:
             raise ValueError(f"{field} = {row[field]!r:.80}: must be of type {kind.__name__}")
     return (row["max_input"], row["benchmark"], row["id"]), row
@@ -187,8 +197,10 @@ def score(answered: Sequence[tuple[TokenizedQuestion, Row]]) -> None:
     for question, row in answered:
         benchmark, item = question.benchmark, question.item
         row["prediction"] = benchmark.extract(row["text"], item)
+        # Without a verdict the rule's score is final; `ask_judge` may raise it.
         row["rule"] = row["final"] = float(benchmark.score(row["text"], item))
         row["judge"] = None
+        # An answer without a prediction is wrong; a judge need not read it.
         row["unjudged"] = question.judged and row["rule"] < 1 and bool(row["prediction"])
         if benchmark.by:
             row["by"] = {name: item.fields[name] for name in benchmark.by}
@@ -197,14 +209,15 @@ def score(answered: Sequence[tuple[TokenizedQuestion, Row]]) -> None:
 def ask_judge(answered: Sequence[tuple[TokenizedQuestion, Row]], judge: Judge | None) -> None:
     """Ask the judge about answers with a rule score below 1, and add its verdicts to their rows.
 
-    All processes must call it; only process 0 has rows. The judge sees the first reference, as in
-    the paper.
+    All processes must call this function; only process 0 has rows.
     """
     if judge is None:
         if any(question.judged for question, _ in answered):
             log.warning("no judge is given: free text is scored by the rule alone")
         return
     requests = [
+        # The first reference alone, as in the paper's code. It shows only the first paragraph of a
+        # question; here the judge reads all paragraphs.
         (row, (question.item.question, row["prediction"], question.item.references[0]))
         for question, row in answered
         if row["unjudged"]
@@ -212,5 +225,7 @@ def ask_judge(answered: Sequence[tuple[TokenizedQuestion, Row]], judge: Judge | 
     verdicts = judge.judge([item for _, item in requests])
     for (row, _), verdict in zip(requests, verdicts, strict=True):
         row["judge"] = {MALFORMED: "malformed", UNANSWERED: "unanswered"}.get(verdict, verdict)
+        # Verdicts below 0 are malformed or missing.
         row["unjudged"] = verdict < 0
+        # The maximum of both scores (Appendix E.2).
         row["final"] = max(row["rule"], float(max(verdict, 0)))

@@ -38,6 +38,7 @@ def plot_breakdown(
         axes.set_xlabel(across, fontsize=8)
         if not down:
             _plot_lines(axes, {"": parts}, across)
+        # A number and a name, such as step and task: lines can be compared, cells of a map hardly.
         elif isinstance(parts[0][down[0]], str) and not isinstance(parts[0][across], str):
             by_name: dict[str, list[Mapping[str, Any]]] = {}
             for part in parts:
@@ -58,6 +59,7 @@ def _plot_lines(axes: Axes, lines: Mapping[str, Sequence[Mapping[str, Any]]], ac
         axes.plot(values, mean, marker=".", linewidth=1.2, label=name)
         axes.fill_between(values, low, high, alpha=0.25, linewidth=0)
     axes.set_ylabel(f"accuracy, {METRIC}", fontsize=8)
+    # The whole range, so that plots of two policies compare at a glance.
     axes.set_ylim(-0.02, 1.02)
     axes.grid(alpha=0.3)
     # Difficulty is the quantity of the paper's Figure 4.
@@ -78,6 +80,7 @@ def _plot_map(axes: Axes, parts: Sequence[Mapping[str, Any]], across: str, down:
         )
         cells[row, column] = value
         axes.text(column, row, f"{100 * value:.0f}", ha="center", va="center", fontsize=7)
+    # Fixed colors for 0 and 1, so that the colors of two policies compare.
     image = axes.imshow(cells, cmap="RdYlBu", vmin=0, vmax=1, aspect="auto")
     axes.set_xticks(range(len(columns)), [_label(value) for value in columns])
     axes.set_yticks(range(len(rows)), [_label(value) for value in rows])

@@ -1,7 +1,8 @@
 """Answers of a policy to a file of requests: the body of spell_jax/generate.py.
 
 A line of the file becomes a prompt (`make_prompt`). The policy samples answers to all prompts that
-fit into its context (`answer`). Each is parsed as its role in self-play requires (`describe`).
+fit into its context (`answer`). Each answer is parsed as its role in self-play requires
+(`describe_answers`).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ Record = dict[str, Any]
 MakePrompt = Callable[[Record, Prompts], str]
 
 
-def run(flag_values: Any) -> None:
+def answer_requests(flag_values: Any) -> None:
     """Answer the requests of --prompts and write --out; all processes call this together.
 
     Raises UsageError if the flags name no policy, FileNotFoundError or ValueError if a file is
@@ -47,18 +48,22 @@ def run(flag_values: Any) -> None:
     records, texts = read_requests(flag_values.prompts, prompts)
     workdir = paths.open_folder(flag_values.workdir) if flag_values.workdir else None
     extract = flag_values.extract or find_field(workdir, "extract", "lenient")
-    write(
+    write_answers(
         flag_values,
         answer(policy, records, texts, flag_values.samples, sampling, flag_values.seed, extract),
     )
 
 
 def load(flag_values: Any) -> tuple[Policy, Prompts, Record]:
-    """Return the policy, the wording of its prompts and the sampling options; errors as `run`."""
+    """Return the policy, the wording of its prompts and the sampling options.
+
+    Raises the errors of `answer_requests`.
+    """
     workdir = paths.open_folder(flag_values.workdir) if flag_values.workdir else None
     folder = flag_values.policy or (workdir and workdir / "policy")
     if not folder:
         raise app.UsageError("--workdir or --policy: one of them must name the policy")
+    # A policy is asked in the words that it was trained with.
     prompts = prompt_sets.load(flag_values.prompt_set or find_field(workdir, "prompts", "full"))
     temperature = 0.0 if flag_values.greedy else flag_values.temperature
     sampling = {
@@ -66,12 +71,12 @@ def load(flag_values: Any) -> tuple[Policy, Prompts, Record]:
         "top_p": flag_values.top_p,
         "max_tokens": flag_values.max_tokens,
     }
-    Options(**sampling)
+    Options(**sampling)  # checks the values before the weights are read
     return Policy(str(folder), flag_values.dtype, THINKING[flag_values.thinking]), prompts, sampling
 
 
-def write(flag_values: Any, results: Sequence[Record]) -> None:
-    """Write the lines of --out on process 0; do nothing on other processes."""
+def write_answers(flag_values: Any, results: Sequence[Record]) -> None:
+    """Write the lines of --out, on process 0 only."""
     if jax.process_index() == 0:
         write_records(pathlib.Path(flag_values.out), results)
 
@@ -109,6 +114,7 @@ def make_prompt(record: Record, prompts: Prompts) -> str:
     history = record.get("history") or []
     if not isinstance(history, list) or not all(isinstance(past, dict) for past in history):
         raise ValueError(f"history = {history!r}: must be a list of questions with answers")
+    # The prompt shows the questions and answers of past entries, and not their documents.
     entries = [memory.Entry((), _text(past, "question"), _text(past, "answer")) for past in history]
     return prompts.questioner(task, documents, entries, record.get("letter"))
 
@@ -154,8 +160,7 @@ def answer(
 ) -> list[Record]:
     """Sample G = `samples` answers to all prompts that fit into the policy's context.
 
-    `sampling` has temperature (0 is greedy), top_p and max_tokens, as in Options. The key of a
-    request depends on `seed` and on its place among all requests. `extract`, one of
+    `sampling` has temperature (0 is greedy), top_p and max_tokens, as in Options. `extract`, one of
     rules.EXTRACTS, says how answers are read. Returns a line of the output for each request; a
     prompt that does not fit has no answers. Raises ValueError if no prompt fits, or a sampling
     option is out of range.
@@ -171,26 +176,27 @@ def answer(
     entry.setup_done()
     if refused := len(prompts) - len(ids):
         log.warning("%d prompts are longer than %d tokens and were not answered", refused, room)
+    # Keys by the place among all requests: a prompt that no longer fits must not change the answers
+    # to the prompts after it.
     keys = request_keys(jax.random.key(seed), len(prompts))[fitting]
     sampled = policy.sample(ids, samples, keys, [options] * len(ids))
     answers = {fitting[i]: group for i, group in sampled}
     return [
-        describe(record, prompt, answers.get(i, []), policy.tokenizer, extract)
+        describe_answers(record, prompt, answers.get(i, []), policy.tokenizer, extract)
         for i, (record, prompt) in enumerate(zip(records, prompts, strict=True))
     ]
 
 
-def describe(
+def describe_answers(
     record: Record,
     prompt: str,
     samples: Sequence[Sample],
     tokenizer: Tokenizer,
     extract: str = "lenient",
 ) -> Record:
-    """Return the output line of one request: its fields, the answers and the parsed answers.
-
-    If the chat layout opened a thought, every answer begins with the start of this thought.
-    """
+    """Return the output line of one request: its fields, the answers and the parsed answers."""
+    # A chat layout may open the thought at the end of the prompt. Parsers look for the whole
+    # thought, so its start is put back before the sampled text.
     thought = tokenizer.open_thought(prompt)
     texts = [thought + tokenizer.decode(sample.content) for sample in samples]
     result = record | {

@@ -50,7 +50,8 @@ BENCHMARK_FLAGS = (
 )
 # A download would depend on the day; both libraries read these when they are imported.
 OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
-_BOOTSTRAPS = 1000  # of the standard errors of metrics that are no means
+# Resamples for the standard errors of metrics that are no means.
+_BOOTSTRAPS = 1000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +125,7 @@ def from_flags(flag_values: Any) -> HarnessConfig:
     )
 
 
-def run(
+def evaluate(
     config: HarnessConfig, out: str | os.PathLike[str], sizes: SamplerConfig = SIZES
 ) -> dict[str, Any]:
     """Evaluate a policy and return the content of OUT/lm_eval.json; all processes call this.
@@ -138,6 +139,7 @@ def run(
         os.environ.setdefault(name, "1")
     # Its pool of processes for standard errors would fork JAX's threads.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
+    # After the variables are set: lm_eval and datasets read them when they are imported.
     from lm_eval import evaluator
 
     from spell_jax.evaluation.harness_model import PolicyLM
@@ -156,7 +158,8 @@ def run(
 
     distributed.broadcast(start)
     entry.setup_done()
-    random.seed(config.seed)  # shuffled choices; the examples have their own seed
+    # Tasks may shuffle choices with the global generators; the examples have their own seed.
+    random.seed(config.seed)
     np.random.seed(config.seed)
     results: Any = evaluator.evaluate(
         PolicyLM(policy, config.seed, bool(thinking)),
@@ -167,7 +170,7 @@ def run(
         fewshot_as_multiturn=config.chat,
     )
     policy.release()
-    return distributed.broadcast(lambda: _write(results, description, out))
+    return distributed.broadcast(lambda: _write_results(results, description, out))
 
 
 def table(results: dict[str, Any]) -> str:
@@ -202,13 +205,14 @@ def _load_tasks(config: HarnessConfig) -> Any:
             if "OfflineMode" in text:
                 text += "; nothing is downloaded unless HF_HUB_OFFLINE=0 and HF_DATASETS_OFFLINE=0"
             raise ValueError(f"lm_eval = {name!r}: cannot be loaded: {text}") from error
-        top = {member for group in named_tasks["group_map"].values() for member in group}
+        # A member of a group is loaded with its group, and must not be loaded again.
+        members = {member for group in named_tasks["group_map"].values() for member in group}
         parts = named_tasks["groups"] | named_tasks["tasks"]
-        loaded += [part for part_name, part in parts.items() if part_name not in top]
+        loaded += [part for part_name, part in parts.items() if part_name not in members]
     tasks: Any = manager.load(loaded)
     for task in tasks["tasks"].values():
         task_examples = task.get_config("num_fewshot")
-        # 0 is part of a task's definition.
+        # A task that sets 0 has a prompt that examples would break.
         if task_examples is None or (config.examples >= 0 and task_examples != 0):
             task.set_config(key="num_fewshot", value=max(config.examples, 0))
         task.set_fewshot_seed(seed=config.seed)
@@ -241,7 +245,7 @@ def _check_tasks(config: HarnessConfig, policy: Policy, tasks: dict[str, Any]) -
         policy.tokenizer.render([{"role": "user", "content": "a"}])
 
 
-def _write(results: Any, description: dict[str, Any], out: pathlib.Path) -> dict[str, Any]:
+def _write_results(results: Any, description: dict[str, Any], out: pathlib.Path) -> dict[str, Any]:
     """Write the results, and a row for each question; return the results."""
     from lm_eval.utils import handle_non_serializable
 

@@ -1,8 +1,8 @@
 """A policy as a model of lm-evaluation-harness; needs its package lm_eval.
 
-Encoding, truncation and the meaning of generation options are those of the harness's model for
-transformers (lm_eval.models.huggingface), so that scores compare. All processes must make the same
-calls; the requests of process 0 count.
+Encoding, truncation and generation options mean the same as in the harness's model for transformers
+(lm_eval.models.huggingface), so that scores compare. All processes must make the same calls; the
+requests of process 0 count.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from spell_jax.selfplay.rules import visible_text
 
 log = logging.getLogger(__name__)
 
-_GENERATED = 256  # tokens, where a task gives no maximum; also in the harness
+# Tokens where a task gives no maximum, as in the harness.
+_GENERATED = 256
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 _OPTIONS = ("do_sample", *_SAMPLING, "until", "max_gen_toks")
 _NEUTRAL = {"num_beams": 1, "repetition_penalty": 1.0}  # options with values that change nothing
@@ -51,6 +52,7 @@ def read_options(kwargs: Mapping[str, Any], eos: str = "") -> Options:
     for name, value in values.items():
         if name not in _OPTIONS and _NEUTRAL.get(name) != value:
             raise ValueError(f"generation_kwargs.{name} = {value!r}: must be one of {_OPTIONS}")
+    # Tasks often give a temperature beside do_sample=False; transformers ignores it then.
     sampling: dict[str, Any] = {"temperature": 0.0}
     if values["do_sample"]:
         sampling |= {name: values[name] for name in _SAMPLING if values.get(name) is not None}
@@ -85,7 +87,7 @@ class PolicyLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """Token before a text without a context: the one that begins texts, else the end token."""
+        """Token before a text without a context: the start token, else the end token."""
         return self._words.eos_id if self._words.bos_id is None else self._words.bos_id
 
     @property
@@ -131,6 +133,8 @@ class PolicyLM(TemplateLM):
             (text,) = request.args
             ids = self.tok_encode(text)
             prefix, length = self.prefix_token_id, self.max_length
+            # Windows do not overlap: only the token before a window is its context, as in the
+            # harness.
             for window in utils.get_rolling_token_windows(ids, prefix, length, context_len=1):
                 windows.append((("", ""), *utils.make_disjoint_window(window)))
                 owners.append(index)
@@ -151,6 +155,7 @@ class PolicyLM(TemplateLM):
                     f"from 1 to the policy's context of {self.max_length}"
                 )
             cut += len(prompt) + len(ids) > room
+            # The beginning is cut, not the middle: the question is at the end, after the examples.
             pairs.append((prompt[max(len(prompt) + len(ids) - room, 0) :], ids))
         self._log_cut(cut, len(pairs))
         pairs = distributed.broadcast(lambda: pairs)
@@ -162,7 +167,8 @@ class PolicyLM(TemplateLM):
         del disable_tqdm
         arguments = distributed.broadcast(lambda: [list(request.args) for request in requests])
         options = [read_options(kwargs, self._eos) for _, kwargs in arguments]
-        by_length: dict[int, list[int]] = {}  # prompt and answer are compiled for the longest ones
+        # Programs are compiled for the longest prompt and answer, so one class per answer length.
+        by_length: dict[int, list[int]] = {}
         for index, option in enumerate(options):
             by_length.setdefault(option.max_tokens, []).append(index)
         answers, keys = [""] * len(arguments), self._keys([context for context, _ in arguments])
@@ -173,6 +179,8 @@ class PolicyLM(TemplateLM):
             prompts = [np.array(ids[-room:], np.int32) for ids in encoded]
             prompt_options = [options[i] for i in indices]
             prompt_options = [
+                # A thought often contains a task's stop string, such as a blank line; it is cut
+                # after the thought.
                 dataclasses.replace(option, stop_strings=())
                 if self._thinks(arguments[i][0])
                 else option
@@ -204,7 +212,9 @@ class PolicyLM(TemplateLM):
         return self._thinking or _opens_thought(context)
 
     def _keys(self, contexts: Sequence[str]) -> np.ndarray:
-        """Fold keys from seed, context and repetition, uint32 [n, 2]; never from other requests."""
+        """Fold keys from seed, context and repetition, uint32 [n, 2]."""
+        # Not from the position: a question keeps its answer under another --limit. The repetition
+        # tells apart equal requests, of which a task may want several samples.
         repetitions, numbers = collections.Counter(), []
         for context in contexts:
             numbers.append((zlib.crc32(context.encode(errors="replace")), repetitions[context]))

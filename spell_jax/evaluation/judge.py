@@ -28,7 +28,8 @@ REPLIES = "judge.jsonl"
 class PolicyJudge:
     """A policy of our own as the judge, with greedy replies of at most `max_tokens` tokens.
 
-    All processes must call it together. The prompts of process 0 count, and all get the replies.
+    All processes must call a judge together. The prompts of process 0 count, and all processes get
+    the replies.
     """
 
     policy: Policy
@@ -39,6 +40,7 @@ class PolicyJudge:
 
     def __call__(self, prompts: Sequence[str]) -> Iterator[tuple[str, str | None]]:
         """Yield (prompt, reply); the reply is None if the prompt does not fit. See judge.Ask."""
+        # Only process 0 has rows to judge, but all devices take part in sampling.
         prompts = distributed.broadcast(lambda: list(prompts))
         keys = np.zeros((len(prompts), 2), np.uint32)  # unused: decoding is greedy
         options = Options(temperature=0.0, max_tokens=self.max_tokens)
@@ -49,9 +51,9 @@ class PolicyJudge:
 def make_judge(flag_values: Any, out: pathlib.Path, sizes: SamplerConfig) -> Judge | None:
     """Build the judge that the flags (policy_flags.py) select, if any.
 
-    Its replies are kept in OUT/judge.jsonl; `sizes` are used if it is a policy. Raises UsageError
-    if only one of --judge_url and --judge_model is set, or an endpoint and a policy; other errors
-    are those of JudgeConfig and weights.read_config_and_tokenizer.
+    Its replies are kept in OUT/judge.jsonl; `sizes` are the sampler sizes of a judging policy.
+    Raises UsageError if only one of --judge_url and --judge_model is set, or an endpoint and a
+    policy, and the errors of JudgeConfig and weights.read_config_and_tokenizer.
     """
     if bool(flag_values.judge_url) != bool(flag_values.judge_model) or (
         flag_values.judge_url and flag_values.judge_policy
@@ -63,6 +65,7 @@ def make_judge(flag_values: Any, out: pathlib.Path, sizes: SamplerConfig) -> Jud
     if flag_values.judge_policy:
         policy = Policy(flag_values.judge_policy, flag_values.dtype, sizes=sizes)
         ask = PolicyJudge(policy, flag_values.judge_max_tokens)
+        # The cache of replies is keyed by this name: other weights must not reuse replies.
         model = f"{policy.folder.name} {policy.fingerprint()}"
     else:
         model = flag_values.judge_model
@@ -72,8 +75,10 @@ def make_judge(flag_values: Any, out: pathlib.Path, sizes: SamplerConfig) -> Jud
                 model,
                 os.environ.get(JUDGE_KEY),
                 max_tokens=flag_values.judge_max_tokens,
-                timeout_s=600.0,  # a reasoning judge may write thousands of tokens
-                attempts=8,  # two minutes of back-off, enough for a server restart
+                # A reasoning judge may write thousands of tokens.
+                timeout_s=600.0,
+                # Two minutes of back-off, enough for a server restart.
+                attempts=8,
                 workers=flag_values.judge_workers,
                 requests_per_s=flag_values.judge_rate,
             )

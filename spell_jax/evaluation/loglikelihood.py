@@ -3,8 +3,8 @@
 1. Answers to one prompt are a group. Groups are sorted by length into classes, each with one
    compiled shape, and packed as in training (learner/packing.py): an answer is read after its
    prompt, and prompts that begin alike, as with the examples of a task, are read once.
-2. The forward pass is that of training. The head computes logits of a few answer tokens at a time,
-   so that the logits of all tokens never exist.
+2. The forward pass is the same as in training. The head computes logits of a few answer tokens at a
+   time, so that the logits of all tokens never exist.
 """
 
 from __future__ import annotations
@@ -31,9 +31,12 @@ from spell_jax.sampler import lm_head
 log = logging.getLogger(__name__)
 
 Pair = tuple[tuple[int, ...], tuple[int, ...]]  # token ids of a prompt and of an answer
-_LENGTHS = (512, 2048, 8192, 32_768)  # tokens of a row; the longest class has its own
-_GROUPS = 1024  # groups packed at once: the time to pack grows with their square
-_LOGITS = 2**26  # most float32 logits of a slice of the head, 256 MiB
+# Tokens of a row: few shapes to compile. The longest class has its own length.
+_LENGTHS = (512, 2048, 8192, 32_768)
+# Groups packed at once: the time to pack grows with their square.
+_GROUPS = 1024
+# Most float32 logits of a slice of the head: 256 MiB. A vocabulary of 150,000 leaves 447 tokens.
+_LOGITS = 2**26
 
 
 def score(policy: Policy, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
@@ -57,10 +60,12 @@ def score(policy: Policy, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
         for batch, (logprobs, likeliest) in zip(batches, results, strict=True):
             real = batch.answer_id >= 0
             scored = indices[batch.answer_id[real]]
+            # add.at, because an answer has many tokens: indices repeat. Sums are float64.
             np.add.at(totals, scored, logprobs[real])
             np.logical_and.at(greedy, scored, likeliest[real])
             scored_count += len(np.unique(scored))
         log.info("log-likelihoods: %d of %d", scored_count, len(pairs))
+    # A NaN would lose every comparison, and the accuracy would look valid.
     if not np.isfinite(totals).all():
         raise FloatingPointError("log-likelihoods: the policy's logits are not finite")
     return list(zip(totals.tolist(), greedy.tolist(), strict=True))
@@ -70,6 +75,7 @@ def _batches(
     pairs: Sequence[Pair], token_budget: int, row_multiple: int
 ) -> Iterator[tuple[list[MicroBatch], np.ndarray]]:
     """Yield (micro-batches, indices of the pairs that their answers are), by class of length."""
+    # The options of a multiple-choice question share its prompt, which is then read once.
     by_prompt: dict[tuple[int, ...], list[int]] = {}
     for index, (prompt, _) in enumerate(pairs):
         by_prompt.setdefault(prompt, []).append(index)
@@ -77,6 +83,7 @@ def _batches(
     last = -(-longest // 128) * 128
     lengths = [length for length in _LENGTHS if length < last] + [last]
     classes: dict[int, list[TrainGroup]] = {length: [] for length in lengths}
+    # Sorted, so that prompts with the same examples are neighbors and are packed as one tree.
     for prompt, indices in sorted(by_prompt.items()):
         samples = [Sample(np.array(pairs[i][1], np.int32)) for i in indices]
         group = TrainGroup(prompt, samples, [1.0] * len(samples))
@@ -125,6 +132,7 @@ def _score(
         likeliest = jnp.argmax(logits, axis=-1) == target
         return logprob.reshape(source.shape), likeliest.reshape(source.shape)
 
+    # The largest divisor of the answer tokens within the limit: slices of lax.map have equal sizes.
     max_size = max(1, _LOGITS // (rows * config.vocab_size))
     size = next(size for size in range(min(max_size, answers), 0, -1) if answers % size == 0)
     slots = (batch.source, batch.target)

@@ -25,15 +25,20 @@ import sys
 import threading
 
 MODULE = "spell_jax.evaluation.math_equal"
-SECONDS = 5.0  # time limit of a worker for one pair
-MAX_CHARACTERS = 1000  # longer texts are never equal; no answer needs more
-MEMORY = 4 * 2**30  # bytes; limit of a worker's address space
+# Time limit of a worker for one pair.
+SECONDS = 5.0
+# Longer texts are never equal: no answer needs more, and the time of a parser grows with its text.
+MAX_CHARACTERS = 1000
+# Bytes; limit of a worker's address space, so that a power tower ends one worker and not the host.
+MEMORY = 4 * 2**30
 WORKERS = min(4, os.cpu_count() or 1)
 
 log = logging.getLogger(__name__)
 
+# Whole numbers with or without commas: the answers of GSM8K and AIME need no worker.
 _WHOLE = re.compile(r"[+-]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.0*)?")
 _BASED = re.compile(r"[0-9A-Z]+_(?=[0-9]|\{[0-9]+\}$)\{?([0-9]+)\}?")
+# LaTeX that changes the look and not the value.
 _IGNORED = re.compile(r"\s+|\\left(?![a-z])|\\right(?![a-z])|\\[!,;:]|\$")
 _idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
 _slots = threading.Semaphore(WORKERS)
@@ -58,6 +63,7 @@ def equal(prediction: str, reference: str) -> bool:
     ours, theirs = _plain(prediction), _plain(reference)
     if not ours or not theirs:
         return False
+    # Equal texts are equal, also if neither can be parsed.
     if ours == theirs:
         return True
     if _WHOLE.fullmatch(ours) and _WHOLE.fullmatch(theirs):
@@ -128,6 +134,7 @@ def _take() -> _Worker:
             worker = _idle.get_nowait()
         except queue.Empty:
             return _Worker()
+        # An idle worker may have been killed for lack of memory meanwhile.
         if worker.process.poll() is None:
             return worker
 
@@ -153,18 +160,22 @@ def _work() -> None:
     targets = [LatexExtractionConfig()]
 
     @functools.lru_cache(maxsize=1000)  # a reference is compared with many answers
-    def read(text: str) -> list:
+    def parse_answer(text: str) -> list:
         # Their own time limit is off: it needs the main thread's signals.
         return parse(f"\\boxed{{{text}}}", targets, parsing_timeout=None)  # type: ignore[arg-type]
 
+    # The default action ends the process in the kernel: a Python handler would wait while SymPy
+    # runs in C code.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    read("\\frac{1}{2}")  # warm-up: the first call builds tables, which takes long
+    parse_answer("\\frac{1}{2}")  # warm-up: the first call builds tables, which takes long
     print("true", file=answers, flush=True)
     for line in sys.stdin:
         prediction, reference, seconds = json.loads(line)
         signal.setitimer(signal.ITIMER_REAL, seconds)
         try:
-            is_equal = verify(read(reference), read(prediction), timeout_seconds=None)
+            is_equal = verify(
+                parse_answer(reference), parse_answer(prediction), timeout_seconds=None
+            )
         except Exception:  # SymPy may raise anything; the text could not be parsed
             is_equal = False
         signal.setitimer(signal.ITIMER_REAL, 0)

@@ -41,7 +41,7 @@ class Policy:
         rope_scaling: str = "",
         rope_factor: float = 1.0,
     ):
-        """Read the architecture and the tokenizer of a policy, and only the headers of the weights.
+        """Read the architecture, the tokenizer and the headers of the weights, but no weights.
 
         `folder` is as in model.find_folder, `thinking` as in tokenizer.load, `rope_scaling` and
         `rope_factor` as in model.ModelConfig. Raises the errors of these functions, of
@@ -59,7 +59,8 @@ class Policy:
         self._params: transformer.Params | None = None
 
     def fingerprint(self) -> str:
-        """Return a hash that identifies the folder's weights; process 0 reads and broadcasts it."""
+        """Return a hash that identifies the folder's weights, equal on all processes."""
+        # Only process 0 reads: the weights may lie on a shared disk, and all hosts would read them.
         return distributed.broadcast(lambda: hashes.fingerprint(epath.Path(self.folder)))
 
     def load(self, mesh: jax.sharding.Mesh) -> transformer.Params:
@@ -94,13 +95,17 @@ class Policy:
         shards, lengths = meshes.row_shards(mesh), [len(prompt) for prompt in prompts]
         longest, cap = max(lengths), max(option.max_tokens for option in options)
         self.config.check_length(longest + cap)
+        # At least one prompt and one answer fit, whatever --kv_cache_tokens is. Prompt and answer
+        # may each end inside a page, hence two more pages.
         room = longest + cap + 2 * sizes.page_size
         config = dataclasses.replace(
             sizes,
             max_tokens=cap,
+            # No verdicts are sampled; 1 is the smallest value.
             max_verdict_tokens=1,
             max_prompt=longest,
             kv_cache_tokens=shards * (sizes.kv_cache_tokens + room),
+            # A small set compiles small programs: unused slots would be decoded as well.
             slots=min(sizes.slots, group * len(prompts)),
             samples_per_prompt_batch=min(sizes.samples_per_prompt_batch, group),
             prefill_tokens=min(sizes.prefill_tokens, shards * sum(lengths)),
@@ -123,8 +128,7 @@ class Policy:
         All processes must call this method with equal arguments; `keys` are as in `sample`. Yields
         (index of the prompt, reply text): first None for every prompt that does not fit into the
         context, then the replies in order of completion. If the layout opened a thought, the reply
-        begins with the start of this thought. A reply that `max_tokens` cut off is "", because an
-        interrupted judge or teacher states nothing.
+        begins with the start of this thought. A reply that `max_tokens` cut off is "".
         """
         ids, fitting = self.fit(prompts, options.max_tokens)
         cut = 0
@@ -134,6 +138,8 @@ class Policy:
             place = fitting[at]
             thought = self.tokenizer.open_thought(prompts[place])
             cut += not sample.stopped
+            # An interrupted judge or teacher states nothing: its "yes" may have been half of a
+            # thought.
             yield place, thought + self.tokenizer.decode(sample.content) if sample.stopped else ""
         if cut:
             cap = options.max_tokens

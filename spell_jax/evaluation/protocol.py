@@ -1,8 +1,8 @@
 """The paper's evaluation protocol (section 4.1, spec section 11) as pure functions.
 
 Each question has n scores in [0, 1]. pass@1 is their mean, pass@k is `best_of`. A benchmark's score
-is the mean over its questions, with a bootstrap interval over questions. Columns are those of Table
-1, where the three sets from LongBench share one. "Avg." is the mean of the columns; the mean of all
+is the mean over its questions, with a bootstrap interval over questions. Table 1 gives the columns:
+the three sets from LongBench share one. "Avg." is the mean of the columns; the mean of all
 benchmarks is reported beside it.
 """
 
@@ -30,19 +30,22 @@ def truncate(ids: np.ndarray, limit: int) -> np.ndarray:
     """
     if len(ids) <= limit:
         return ids
+    # Of an odd limit the extra token is at the end, as in the paper's code.
     return np.concatenate([ids[: limit // 2], ids[len(ids) - (limit - limit // 2) :]])
 
 
 def best_of(scores: Sequence[float], k: int) -> float:
     """Return the best of k scores, averaged over all choices of k scores without replacement.
 
-    If c of n scores are 1 and the others 0, this is Eq. 11: 1 - C(n - c, k) / C(n, k). Raises
+    If c of n scores are 1 and n - c are 0, this is Eq. 11: 1 - C(n - c, k) / C(n, k). Raises
     ValueError unless 1 <= k <= n.
     """
     n = len(scores)
     if not 1 <= k <= n:
         raise ValueError(f"k = {k}: must be between 1 and the {n} scores of a question")
-    # The i-th smallest score is the best of C(i, k - 1) choices: the others are among the i below.
+    # All choices are counted, so no sampling error is added. The paper's code samples with
+    # replacement, which is biased: 0.65 instead of 1 for n = k = 8 and c = 1.
+    # The i-th smallest score is the best of C(i, k - 1) choices: the other k - 1 are below it.
     ways = [math.comb(i, k - 1) for i in range(n)]
     return math.fsum(w * s for w, s in zip(ways, sorted(scores), strict=True)) / math.comb(n, k)
 
@@ -63,11 +66,11 @@ class Estimate:
 def estimate(values: Sequence[float], name: str, seed: int) -> Estimate:
     """Estimate the mean of one value per question, at least one, with a bootstrap distribution.
 
-    The bootstrap is seeded by the seed and the benchmark's name: every run resamples the same
-    questions, so that the intervals of two policies differ by their answers alone.
+    The same seed and name resample the same questions.
     """
     if not values:
         raise ValueError(f"{name}: has no questions")
+    # The same resampled questions for every policy: their intervals differ by their answers alone.
     resampled = bootstrap.resample_means(values, [seed, zlib.crc32(name.encode())])
     return Estimate(math.fsum(values) / len(values), resampled)
 
@@ -75,6 +78,8 @@ def estimate(values: Sequence[float], name: str, seed: int) -> Estimate:
 def mean(estimates: Collection[Estimate]) -> Estimate:
     """Return the unweighted mean of independent estimates, at least one."""
     value = math.fsum(term.value for term in estimates) / len(estimates)
+    # Benchmarks are resampled independently, so the i-th means of all benchmarks are one joint
+    # sample.
     return Estimate(value, np.mean([term.resampled for term in estimates], axis=0))
 
 
@@ -84,6 +89,7 @@ def columns(names: Iterable[str], shared: Columns) -> dict[str, Sequence[str]]:
     A shared column is used only if all its benchmarks are present, at the position of the first.
     """
     names = list(names)
+    # A column over a part of its benchmarks would not compare with the paper's column.
     complete = {title: members for title, members in shared.items() if set(members) <= set(names)}
     title_of = {name: title for title, members in complete.items() for name in members}
     return {title_of.get(n, n): complete.get(title_of.get(n, ""), (n,)) for n in names}
@@ -99,6 +105,7 @@ def aggregate(
     "low", "high"}}}, "average" | "task_mean": {"pass@k": ...}}. A benchmark without questions is a
     ValueError.
     """
+    # pass@k needs k scores of every question.
     samples = min(
         (
             len(question_scores)

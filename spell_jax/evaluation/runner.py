@@ -1,7 +1,7 @@
 """One evaluation of a policy on public benchmarks: check, sample, score, judge, write.
 
-The G samples of a question at a prompt limit are appended to samples.jsonl when all of them exist,
-so a restarted evaluation skips the question. config.json in the output folder describes the
+The G samples of a question at a prompt limit are appended to samples.jsonl together, so a restarted
+evaluation skips the question. config.json in the output folder describes the
 evaluation; another one needs another folder.
 """
 
@@ -62,6 +62,7 @@ class EvaluationConfig:
     benchmarks: tuple[str, ...]
     data: str = ""
     prose: str = ""
+    # The two limits of Table 1.
     max_input: tuple[int, ...] = (16_384, 100_000)
     limit: int = 0
     answer_format: str = "plain"
@@ -81,7 +82,8 @@ class EvaluationConfig:
             raise ValueError(f"limit = {self.limit}: must be 0 (all) or more")
         if min(self.max_input) < 1:
             raise ValueError(f"max_input = {self.max_input}: must be at least 1")
-        ModelConfig(rope_scaling=self.rope_scaling, rope_factor=self.rope_factor)  # checks them
+        # Raises for a bad pair of values.
+        ModelConfig(rope_scaling=self.rope_scaling, rope_factor=self.rope_factor)
 
 
 def from_flags(flag_values: Any) -> EvaluationConfig:
@@ -123,7 +125,7 @@ def policy_folder(flag_values: Any) -> str:
     return str(folder if paths.is_remote(folder) else pathlib.Path(folder))
 
 
-def run(
+def evaluate(
     config: EvaluationConfig,
     out: str | os.PathLike[str],
     name: str,
@@ -136,13 +138,12 @@ def run(
 
     `out` is a local output folder, made if missing; only process 0 reads and writes there. `name`
     is the policy's name in the table. `judge` sees answers with a rule score below 1; None uses
-    the rule alone. `compare` are output folders of other evaluations, whose rows are added to the
-    table. `columns` are the columns of the table that several benchmarks share.
+    the rule alone. `compare` are output folders of other evaluations; the table gets their rows,
+    too. `columns` are the columns of the table that several benchmarks share.
 
     Raises:
       FileNotFoundError: if a file of the policy, of a benchmark or of `compare` does not exist.
-      ValueError: if such a file is damaged, `out` holds another evaluation, or the policy's context
-        is too short.
+      ValueError: if a file is damaged, `out` holds another evaluation, or the context is too short.
     """
     out = pathlib.Path(out)
     policy = Policy(
@@ -154,6 +155,7 @@ def run(
         config.rope_factor,
     )
     benchmarks = [_load(config, benchmark_name, policy) for benchmark_name in config.benchmarks]
+    # Hashes, because a folder of the same name may hold other weights or a corrected data set.
     description = dataclasses.asdict(config) | {
         "weights": policy.fingerprint(),
         "questions": {benchmark.name: answering.fingerprint(benchmark) for benchmark in benchmarks},
@@ -180,7 +182,7 @@ def run(
                 append_records(out / SAMPLES, new)
                 rows[key] = new
                 fault_injection.point("sampled")
-    policy.release()
+    policy.release()  # a local judge needs the memory
     keyed_questions = [
         (question, question.key(limit)) for limit in config.max_input for question in questions
     ]

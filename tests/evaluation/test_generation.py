@@ -114,7 +114,7 @@ def test_answers_are_read_as_the_extract_says(workdir: Path) -> None:
     ids = np.array(words.encode("Answer: (2,790)"))
     sample = Sample(ids, np.zeros(len(ids)), stopped=False)
     for extract, prediction in (("lenient", "-2790"), ("paper", None)):
-        result = generation.describe(REQUESTS[2], "", [sample], words, extract)
+        result = generation.describe_answers(REQUESTS[2], "", [sample], words, extract)
         assert result["predictions"] == [prediction]
 
 

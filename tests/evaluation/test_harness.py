@@ -172,7 +172,7 @@ def test_error_names_invalid_setting(changes, message):
 def test_missing_package_is_one_line_with_the_extra(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"pip install 'spell_jax\[lm_eval\]'"):
-        harness.run(config(TINY_POLICY), tmp_path)
+        harness.evaluate(config(TINY_POLICY), tmp_path)
 
 
 def test_generation_options_are_those_of_the_harness():
@@ -434,7 +434,7 @@ def test_metrics_of_tasks_match_transformers(chat, policy, only_own_tasks, tmp_p
     harness_config = config(policy, folder=str(folder), chat=chat, examples=1 if chat else -1)
     if chat:
         write_tasks(folder, fewshot_split="test", gen_prefix="So")
-    harness_results = harness.run(harness_config, tmp_path / "out", SIZES)
+    harness_results = harness.evaluate(harness_config, tmp_path / "out", SIZES)
     expected: Any = evaluator.evaluate(
         theirs(policy),
         harness._load_tasks(harness_config),
@@ -518,7 +518,7 @@ def test_unusable_task_is_refused_before_sampling(
     policy = write_policy(tmp_path / "a", hf_folders.byte_level(), hf_folders.CONFIG)
     folder = str(write_tasks(tmp_path / "tasks", **changes))
     with pytest.raises(ValueError, match=message):
-        harness.run(config(policy, folder=folder, **settings), tmp_path / "out", SIZES)
+        harness.evaluate(config(policy, folder=folder, **settings), tmp_path / "out", SIZES)
     assert not (tmp_path / "out").exists()
 
 

@@ -89,7 +89,7 @@ def evaluate(policy, monkeypatch):
         flags.FLAGS(["evaluate", *with_folders(arguments, policy, data), f"--out={out}"])
         flag_values = SimpleNamespace(**{name: flags.FLAGS[name].value for name in flag_names})
         with pytest.raises(InterruptedError):
-            runner.run(
+            runner.evaluate(
                 runner.from_flags(flag_values), out, "", None, judging.read_sizes(flag_values)
             )
         return longest.pop()

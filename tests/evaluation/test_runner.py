@@ -238,7 +238,7 @@ def test_changed_weights_require_another_folder(policy, uninterrupted_out, tmp_p
 
 
 def test_changed_questions_require_another_folder(policy, uninterrupted_out, monkeypatch):
-    """The questions keep their ids, as in a folder whose files were replaced."""
+    """The questions keep their ids, as in a folder of replaced files."""
 
     def load(*arguments):
         benchmark = evaluating.load(*arguments)
@@ -309,7 +309,9 @@ def test_evaluation_without_judge_is_compared_with_another(
     """Only the rule scores; the table has the rows of both evaluations."""
     changed = evaluating.config(policy, max_input=(24,), answer_format="sections")
     sizes, columns = evaluating.SIZES, {"Both": ("number", "text")}
-    summary = runner.run(changed, tmp_path, "second", None, sizes, [uninterrupted_out], columns)
+    summary = runner.evaluate(
+        changed, tmp_path, "second", None, sizes, [uninterrupted_out], columns
+    )
     assert list(summary["rows"][0]["columns"]) == ["Both"]
     hashes = [
         json.loads((out / "config.json").read_text())["questions"]
@@ -325,7 +327,7 @@ def test_evaluation_without_judge_is_compared_with_another(
         ["40", "noise"],
     ]
     with pytest.raises(FileNotFoundError):
-        runner.run(changed, tmp_path / "x", "third", None, sizes, compare=[tmp_path / "no"])
+        runner.evaluate(changed, tmp_path / "x", "third", None, sizes, compare=[tmp_path / "no"])
     assert not (tmp_path / "x").exists()
 
 
@@ -401,7 +403,7 @@ def start(processes: int, *arguments: object, **environment: str) -> list[int]:
 
 @pytest.mark.slow
 def test_killed_evaluation_resumes_as_two_processes(policy, judge, tmp_path):
-    """A policy is the judge. The result equals that of one uninterrupted process."""
+    """A policy is the judge. The result equals the result of one uninterrupted process."""
     assert start(1, policy, tmp_path / "one", judge) == [0]
     killed = start(1, policy, tmp_path / "out", judge, SPELL_FAULT="sampled:4")
     assert killed == [-signal.SIGKILL]

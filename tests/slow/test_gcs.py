@@ -236,7 +236,7 @@ def test_evaluation_of_inputs_in_a_bucket_equals_a_local_one(inputs, tmp_path, m
         flag_values |= {"max_input": ["32"], "answer_format": "plain", "dtype": "float32"}
         flag_values |= {"samples": 2, "temperature": 0.7, "top_p": 0.95, "max_tokens": 4, "seed": 0}
         config = runner.from_flags(SimpleNamespace(**flag_values, rope_factor=1.0))
-        runner.run(config, tmp_path / str(number), "noise", None, evaluating.SIZES)
+        runner.evaluate(config, tmp_path / str(number), "noise", None, evaluating.SIZES)
     for name in (runner.SAMPLES, runner.SUMMARY, runner.TABLE):
         local, fetched = ((tmp_path / number / name).read_bytes() for number in "01")
         assert fetched == local and local

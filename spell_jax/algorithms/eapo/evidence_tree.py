@@ -386,7 +386,7 @@ def run(flag_values: Any) -> None:
     if shares:
         mean = sum(shares) / len(shares)
         log.info("the best evidence was chosen in %.3f of %d questions", mean, len(shares))
-    generation.write(flag_values, lines)
+    generation.write_answers(flag_values, lines)
 
 
 def _make_judge(flag_values: Any, policy: Policy) -> Ask:

@@ -23,7 +23,8 @@ from pathlib import Path
 from spell_jax.evaluation.benchmarks import published
 from spell_jax.evaluation.benchmarks.published import HELP, Folder, PublishedRow
 
-QUESTIONS = 500  # per dataset
+# Per dataset, as in HELMET; TREC's test set has 500.
+QUESTIONS = 500
 Pairs = list[tuple[str, str]]  # (text, label)
 
 _ANNOTATION = re.compile(r"\[[^\[\]:]*:+([^\[\]]*)\]")
@@ -41,15 +42,16 @@ class Task:
     shots: tuple[int, int, int, int, int]
 
 
-def read(task: str, folder: Folder, complete: bool) -> tuple[Pairs, Pairs]:
+def read_pairs(task: str, folder: Folder, complete: bool) -> tuple[Pairs, Pairs]:
     """Read the pairs for examples and for questions of a dataset, a key of `TASKS`.
 
-    `complete` requires the published numbers of texts and labels. Errors are those of a Loader.
+    `complete` requires the published numbers of texts and labels. Raises the errors of a Loader.
     """
     kind = TASKS[task]
     # Line breaks around a text, as in ten of BANKING77's, would split the examples of a prompt.
     train, test = ([(text.strip(), label) for text, label in p] for p in kind.reader(folder))
     labels = {label for _, label in train}
+    # Such a question could not be answered: the prompt would not show its label.
     if strange := {label for _, label in test} - labels:
         raise ValueError(f"{folder}, {task}: no example has the label {min(strange)!r}. {HELP}")
     if complete:
@@ -69,15 +71,18 @@ def by_label(pairs: Pairs) -> dict[str, list[str]]:
 
 def balanced(by_label: Mapping[str, Sequence[str]], count: int, rng: random.Random) -> Pairs:
     """Choose examples in shuffled rounds of all labels; texts repeat only after all were used."""
+    # Balanced, as in HELMET: a label must not be likelier because the prompt shows it more often.
     rounds = -(-count // len(by_label))
     columns = []
     for label, texts in by_label.items():
         sampled_texts: list[str] = []
+        # Labels are unequal in size, so a small label repeats texts, but only after all were used.
         while len(sampled_texts) < rounds:
             sampled_texts += rng.sample(texts, min(rounds - len(sampled_texts), len(texts)))
         columns.append([(text, label) for text in sampled_texts])
     examples: Pairs = []
     for column in zip(*columns, strict=True):
+        # Shuffled within a round, so that the order of labels tells nothing.
         mixed = list(column)
         rng.shuffle(mixed)
         examples += mixed
@@ -94,7 +99,7 @@ def _trec(fine: bool, folder: Folder) -> tuple[Pairs, Pairs]:
 
 
 def _labeled(path: Path, *labels: str) -> Pairs:
-    """Read rows with a text and a label, whose column has one of the names `labels`."""
+    """Read rows with a text and a label; `labels` are the possible names of the label's column."""
     rows = published.rows_of(path)
     return [(row.text("text"), row.text(row.column(*labels))) for row in rows]
 
@@ -155,6 +160,7 @@ def _nlu(folder: Folder) -> tuple[Pairs, Pairs]:
     layouts = [[name], [f"AnnotatedData/{name}"], *published.hub("train")]
     (path,) = published.locate(folder, layouts)
     pairs = _labeled(path, "label") if path.name != name else _nlu_pairs(path)
+    # A fixed seed: the split is a part of the benchmark.
     random.Random(42).shuffle(pairs)
     first: Pairs = []  # the first text of each label, kept for training
     other_pairs: Pairs = []

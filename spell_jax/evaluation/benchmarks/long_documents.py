@@ -8,14 +8,13 @@
     docmath                         800  a number        within 0.15 %, percent and scale words
     seal_0, seal_hard          111, 254  a phrase        cover exact match (EAPO)
 
-Prompts are the responder's prompts in training (set "full"), rules are those of the reward. A judge
-is asked if the rule score is below 1, except for letters (paper Appendix E.2). For LongBench, only
-the first answer is the reference. Paragraphs (DocMath) or documents (Frames, each a title, a
-newline and a text; SEAL, each a page) are joined by newlines (spec section 11).
+Prompts are the responder's prompts in training (set "full"), and the rules are the rules of the
+reward. A judge is asked if the rule score is below 1, except for letters (paper Appendix E.2).
+Paragraphs (DocMath) or documents (Frames, each a title, a newline and a text; SEAL, each a page)
+are joined by newlines (spec section 11).
 
 With `sections` the prompt asks for EAPO's four sections, and the answer section is scored in place
-of the reply. It may stand in a reply of otherwise bad format: a policy that was not trained on the
-format is measured by its answers too.
+of the reply.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ def load_longbench_v2(
     folder: Folder, limit: int | None = None, *, sections: bool = False
 ) -> Benchmark:
     """Load LongBench v2, 503 multiple-choice questions, from `data.json`."""
-    rows = published.read(folder, LONGBENCH_V2_LAYOUTS, 503, limit)
+    rows = published.read_rows(folder, LONGBENCH_V2_LAYOUTS, 503, limit)
     return _longbench_v2("longbench_v2", "LB-V2", rows, sections)
 
 
@@ -79,6 +78,7 @@ def load_longbench_v2_kind(
     title, domain, count = LONGBENCH_V2_KINDS[kind]
     paths = published.locate(folder, LONGBENCH_V2_LAYOUTS)
     rows = itertools.chain.from_iterable(map(published.rows_of, paths))
+    # Only the rows of the kind are counted, and a limit stops the reading early.
     of_kind = (row for row in rows if row.text("domain") == domain)
     rows = list(itertools.islice(of_kind, limit))
     published.check_count(f"{paths[0]}, domain {domain}", len(rows), count, limit)
@@ -106,10 +106,11 @@ def load_longbench(
     task: str, folder: Folder, limit: int | None = None, *, sections: bool = False
 ) -> Benchmark:
     """Load one of LongBench's multi-hop sets (`LONGBENCH_TITLES`), from `data/TASK.jsonl`."""
-    rows = published.read(folder, [[f"data/{task}"], [task], [f"{task}/test"]], 200, limit)
+    rows = published.read_rows(folder, [[f"data/{task}"], [task], [f"{task}/test"]], 200, limit)
     items = []
     for row in rows:
         name, documents = row.text("_id"), [row.text("context")]
+        # The paper's code takes the first of several listed answers as the only reference.
         question, reference = row.text("input"), row.texts("answers")[0]
         items.append(_item(row, name, "general_qa", documents, question, reference, sections))
     return _benchmark(task, LONGBENCH_TITLES[task], items, "general_qa", sections)
@@ -121,10 +122,11 @@ def load_frames(folder: Folder, limit: int | None = None, *, sections: bool = Fa
     A page without a text is its title alone; how many there are is logged.
     """
     # Google's own files have links to Wikipedia only, without the texts.
-    rows = published.read(folder, published.hub("test"), 824, limit)
+    rows = published.read_rows(folder, published.hub("test"), 824, limit)
     items, untold = [], []
     for number, row in enumerate(rows):
         pages = row.rows("wiki_items")
+        # An error would refuse the published file; the log names the pages.
         untold += [page.where for page in pages if not page.values.get("text")]
         documents = [_frames_page(page) for page in pages]
         question, reference = row.text("Prompt"), row.text("Answer")
@@ -149,7 +151,7 @@ def load_seal(
     {"url", "text"} for each address (EAPO extracts the pages with Jina's reader).
     """
     title, file, count = SEAL_SETS[name]
-    rows = published.read(folder, [[file], [f"{name}/test"]], count, limit)
+    rows = published.read_rows(folder, [[file], [f"{name}/test"]], count, limit)
     (path,) = published.locate(folder, [[SEAL_PAGES]])
     pages = {page.text("url"): page.text("text") for page in published.rows_of(path)}
     items = []
@@ -170,7 +172,7 @@ def load_docmath(folder: Folder, limit: int | None = None, *, sections: bool = F
         left = None if limit is None else limit - len(items)
         if left == 0:
             break
-        rows = published.read(folder, published.hub(split), count, left)
+        rows = published.read_rows(folder, published.hub(split), count, left)
         items += [_docmath_item(row, split, sections) for row in rows]
     return _benchmark("docmath", "DocMath", items, "financial_math", sections, ("split",))
 
@@ -194,6 +196,7 @@ def _item(
     sections: bool,
     **fields: str,
 ) -> BenchmarkItem:
+    # The rule scores nothing against an empty text, so every answer would be wrong.
     if not reference.strip():
         raise ValueError(f"{row.where}: the reference answer is empty. {published.HELP}")
     if sections:
@@ -225,6 +228,7 @@ def _benchmark(
         tuple(items),
         extract=lambda text, item: rules.extract_answer(stated(text), task),
         score=lambda text, item: score_rule(task, stated(text), item),
+        # A letter is right or wrong: there is nothing to judge.
         judged=task != "multiple_choice",
         by=by,
     )
@@ -237,6 +241,8 @@ def score_rule(task: str, text: str, item: BenchmarkItem) -> float:
 
 def state_section(task: str, text: str) -> str:
     """Return a reply's answer section, in words that the task's rule reads; "" without one."""
+    # The section may stand in a reply of otherwise bad format: a policy that was not trained on the
+    # format is measured by its answers, too.
     answer = evidence.answer_section(text)
     return evidence.with_answer_phrase(answer, task) if answer else ""
 

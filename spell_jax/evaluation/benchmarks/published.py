@@ -49,7 +49,8 @@ class PublishedRow:
         return value
 
     def column(self, *names: str) -> str:
-        """Return the first of these column names that the row has, else the first name."""
+        """Return the first column name that the row has, else the first name."""
+        # The first name is then missing, and the error of the caller names it.
         return next((name for name in names if name in self.values), names[0])
 
     def text(self, field: str) -> str:
@@ -75,6 +76,7 @@ class PublishedRow:
 
     def wrong(self, field: str, requirement: str) -> ValueError:
         """Return the error for a field with a wrong value; the caller raises it."""
+        # A context may have millions of characters.
         value = repr(self.values.get(field))[:100]
         return ValueError(f"{self.where}: {field} = {value}; it must be {requirement}. {HELP}")
 
@@ -85,7 +87,7 @@ def hub(*names: str) -> list[list[str]]:
 
 
 def locate(folder: Folder, layouts: Layouts) -> list[Path]:
-    """Return the files of the first layout whose first name exists.
+    """Return the files of the first layout that has its first file in the folder.
 
     Raises FileNotFoundError if a file is missing. A name may lack the suffix of its format:
     "data/test" is data/test.parquet or any other of `row_files.KINDS`, or, as on the Hugging Face
@@ -98,6 +100,8 @@ def locate(folder: Folder, layouts: Layouts) -> list[Path]:
         files = [_files(folder / name) for name in names]
         if all(files):
             return list(itertools.chain(*files))
+        # A layout with its first file is meant: an error that names the missing second file helps
+        # more than a list of all layouts.
         if files[0]:
             missing = names[files.index([])]
             raise FileNotFoundError(f"{folder}: {names[0]} is there, {missing} is not. {HELP}")
@@ -108,6 +112,7 @@ def locate(folder: Folder, layouts: Layouts) -> list[Path]:
 
 
 def _files(path: Path) -> list[Path]:
+    # A name with a suffix, or whole files, before parts: a folder may hold both forms.
     for suffix in ("", *row_files.KINDS):
         if (file := path.with_name(path.name + suffix)).is_file():
             return [file]
@@ -139,9 +144,12 @@ def json_value(path: Path, kind: type[T]) -> T:
         raise ValueError(f"{error}. {HELP}") from error
 
 
-def read(folder: Folder, layouts: Layouts, published: int, limit: int | None) -> list[PublishedRow]:
+def read_rows(
+    folder: Folder, layouts: Layouts, published: int, limit: int | None
+) -> list[PublishedRow]:
     """Read the first `limit` rows of a dataset, or all rows, which must number `published`."""
     paths = locate(folder, layouts)
+    # With a limit only the first rows are read: files may have gigabytes.
     rows = list(itertools.islice(itertools.chain.from_iterable(map(rows_of, paths)), limit))
     if len(rows) != limit:
         check_count(" and ".join(map(str, paths)), len(rows), published, limit)

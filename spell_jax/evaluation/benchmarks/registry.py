@@ -9,9 +9,9 @@ and the needle grid are generated for the policy's own tokenizer:
 
 A length counts tokens of the policy, with its chat layout and the answer: --max_input=16384 does
 not truncate a prompt of ruler_vt_16384, and a policy of 16,384 positions can answer it. Needles are
-hidden in the texts of `prose`, else in those of the benchmark's folder, else in a novel. The
-folder's questions, such as SQuAD's and HotpotQA's files, are those of ruler_qa_LENGTH. Other tasks
-need no folder (generated/sources.py).
+hidden in the texts of `prose`, else in the texts of the benchmark's folder, else in a novel.
+ruler_qa_LENGTH asks the folder's questions, such as SQuAD's and HotpotQA's files. Other tasks need
+no folder (generated/sources.py).
 """
 
 from __future__ import annotations
@@ -58,10 +58,11 @@ FORMS = ("ruler_TASK_LENGTH", "needle_LENGTH_...")  # names of generated benchma
 def find_folder(name: str, data: Folder) -> Folder:
     """Find the folder of a benchmark's files: DATA/NAME, else DATA/FAMILY if generated, else DATA.
 
-    A URL of benchmark files is fetched. A run, which has weights too, is read where it is.
+    A URL of benchmark files is fetched; a URL of a run is read in place.
     """
     if not data:
         return ""
+    # A run has weights and checkpoints, too: fetching its questions would copy them.
     top = paths.open_folder(data if name == own_questions.NAME else remote.fetch(data))
     folders = [top / name, *(top / family for family in _MAKERS if _is_of(name, family))]
     return str(next((folder for folder in folders if folder.is_dir()), top))
@@ -109,10 +110,10 @@ def load(
             except ValueError as error:
                 raise ValueError(f"benchmark {name!r}: {error}") from error
     if name not in LOADERS:
-        near = difflib.get_close_matches(name, LOADERS, 3) or [*LOADERS][:3]
+        similar_names = difflib.get_close_matches(name, LOADERS, 3) or [*LOADERS][:3]
         raise ValueError(
             f"benchmarks = {name!r}: no such benchmark; must be one of docs/evaluation.md, such as "
-            f"{', '.join(near)}, or a generated one: {', '.join(FORMS)}"
+            f"{', '.join(similar_names)}, or a generated one: {', '.join(FORMS)}"
         )
     if not folder:
         raise ValueError(f"data = '': must be the folder of the files of {name!r}. {HELP}")
@@ -120,6 +121,7 @@ def load(
         benchmark = long_documents.LOADERS[name](folder, limit, sections=True)
     else:
         benchmark = LOADERS[name](folder, limit)
+    # Rows are resumed and compared by the id of a question.
     if twice := [id for id, n in Counter(item.id for item in benchmark.items).items() if n > 1]:
         raise ValueError(f"{name}: two rows have the id {twice[0]!r}. {HELP}")
     return benchmark
@@ -161,6 +163,7 @@ def _text(folder: Folder, prose: Folder) -> str:
 
 
 def _source(length: int, tokenizer: Tokenizer, text: str) -> HaystackSource:
+    # Sentences repeat in every prompt of a benchmark, so each is tokenized once.
     cost = functools.cache(tokenizer.count)
     return HaystackSource(length, lambda prompt: len(tokenizer.chat(prompt)), cost, text)
 

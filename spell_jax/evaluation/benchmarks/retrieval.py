@@ -43,6 +43,7 @@ T = TypeVar("T")
 
 LENGTHS = (8192, 16384, 32768, 65536, 131072)
 PAPER_LENGTH = 16384
+# Seeds the choice of questions and examples, the same in every run.
 SEED = 42
 
 MRCR_ROWS = 800
@@ -90,7 +91,7 @@ def load_mrcr(needles: int, folder: Folder, limit: int | None = None) -> Benchma
     """Load MRCR with 2, 4 or 8 needles, from its two files or from the earlier single file."""
     name = f"{needles}needle"
     layouts = [[f"{name}/{name}_0", f"{name}/{name}_1"], [name]]
-    rows = published.read(folder, layouts, MRCR_ROWS, limit)
+    rows = published.read_rows(folder, layouts, MRCR_ROWS, limit)
     items = tuple(_mrcr_item(str(number), row) for number, row in enumerate(rows))
     return Benchmark(f"mrcr_{name}", f"MRCR-{name}", items, extract, score_mrcr)
 
@@ -98,9 +99,8 @@ def load_mrcr(needles: int, folder: Folder, limit: int | None = None) -> Benchma
 def score_mrcr(text: str, item: BenchmarkItem) -> float:
     """Return SequenceMatcher's ratio of reply and reference after the prefix; 0.0 without it.
 
-    This is the dataset's own grader, after removing thinking and surrounding blanks.
-    SequenceMatcher takes more than linear time, so at most twice the reference's length plus 1000
-    characters of a reply are matched; the rest counts as not matching.
+    This is the dataset's own grader, after removing thinking and surrounding blanks. Of a long
+    reply, only twice the reference's length plus 1000 characters are matched.
     """
     prefix, answer = item.fields["prefix"], item.references[0]
     visible = visible_text(text) or ""
@@ -109,6 +109,8 @@ def score_mrcr(text: str, item: BenchmarkItem) -> float:
     reply, expected = visible.removeprefix(prefix), answer.removeprefix(prefix)
     if reply == expected:
         return 1.0
+    # SequenceMatcher takes more than linear time. Characters beyond the limit count as not
+    # matching, and a correct reply is never longer.
     max_characters = 2 * len(expected) + 1000
     # Keep the matched characters of a truncated reply, but normalize by its full length.
     ratio = difflib.SequenceMatcher(None, reply[:max_characters], expected).ratio()
@@ -124,6 +126,7 @@ def _mrcr_item(id: str, row: PublishedRow) -> BenchmarkItem:
     except (ValueError, TypeError, LookupError) as error:
         requirement = "a JSON list of messages with role and content"
         raise row.wrong("prompt", f"{requirement} ({error})") from error
+    # The random string shows that the reply is copied on request, and not guessed from the style.
     prefix, answer = row.text("random_string_to_prepend"), row.text("answer")
     if not answer.startswith(prefix):
         raise row.wrong("answer", f"a text that begins with random_string_to_prepend, {prefix!r}")
@@ -184,7 +187,8 @@ def _is_rare(task: str, row: PublishedRow) -> bool:
 
 
 def _rag_name(row: PublishedRow) -> str:
-    """Return a question's name: the id, else the text, because NQ has no ids, as HELMET says."""
+    """Return a question's name: its id, else its text."""
+    # NQ's file has no ids.
     return str(row.values["id"]) if "id" in row.values else row.text("question")
 
 
@@ -192,6 +196,7 @@ def _rag_item(id: str, row: PublishedRow, example_of: Mapping[str, PublishedRow]
     """Build an item; PopQA's examples are its own test questions, except the item's question."""
     name, question = _rag_name(row), row.text("question")
     other_names = sorted(other_name for other_name in example_of if other_name != name)
+    # Seeded by the question: the 6 items of a question, one per position, have the same examples.
     chosen_names = _rng(question).sample(other_names, min(_EXAMPLES, len(other_names)))
     examples = "".join(
         f"{_passages(example)}\n\nQuestion: {example.text('question')}\n"
@@ -230,7 +235,7 @@ def load_icl(
     Each question has its own examples, balanced over labels. Labels are shown as numbers, assigned
     at random for each question, so that no label is known beforehand.
     """
-    train, test = helmet_labels.read(task, folder, complete=limit is None)
+    train, test = helmet_labels.read_pairs(task, folder, complete=limit is None)
     by_label = helmet_labels.by_label(train)
     shots = helmet_labels.TASKS[task].shots[LENGTHS.index(length)]
     numbers = _choose(range(len(test)), helmet_labels.QUESTIONS)[:limit]
@@ -250,6 +255,7 @@ def _icl_item(
     id: str, text: str, label: str, train: Mapping[str, Sequence[str]], shots: int
 ) -> BenchmarkItem:
     rng = _rng(text)
+    # Numbers hide the meaning of labels, which a policy may know from its training.
     numbers = list(map(str, range(len(train))))
     rng.shuffle(numbers)
     number_of = dict(zip(train, numbers, strict=True))
@@ -269,6 +275,7 @@ def load_infbench_sum(folder: Folder, limit: int | None = None) -> Benchmark:
     summaries = [row.texts("answer") for row in rows]
     items = []
     for i in _choose_summaries(str(path), len(rows), 103, limit):
+        # The only set is also the source of examples; the book's own summary must not be one.
         other_summaries = [answers[0] for j, answers in enumerate(summaries) if j != i]
         examples = _summary_examples(other_summaries, str(i))
         prompt = _BOOK_PROMPT.format(examples=examples, text=rows[i].text("context"))
@@ -311,6 +318,7 @@ def _choose_summaries(what: str, rows: int, of: int, limit: int | None) -> list[
     """Choose indices of texts to summarize among `rows`; `of` is the published number of rows."""
     if limit is None:
         published.check_count(what, rows, of, limit)
+    # All 100 are chosen before the limit: the first questions are the same for every limit.
     numbers = _choose(range(rows), _QUESTIONS)[:limit]
     published.check_count(what, len(numbers), _QUESTIONS, limit)
     return numbers
@@ -329,6 +337,7 @@ def _summary_examples(summaries: Sequence[str], key: str) -> str:
 
 
 def _extract_summary(text: str, item: BenchmarkItem) -> str | None:
+    # A reply may plan "Summary:" before it writes one.
     *_, last = _SUMMARY.split(visible_text(text) or "")
     return last.strip() or None
 

@@ -36,7 +36,10 @@ _CHOICE_PROMPT = (
     'of this form, with the letter you choose: "The correct answer is (insert answer here)."'
 )
 _BOX = r"\boxed{"
+# "answer is A" but not "answer is Amazing"; combining accents continue a word.
 _NO_WORD = r"(?![\w\u0300-\u036f])"
+# From the most to the least explicit statement. As in training, the last match of the first pattern
+# that matches counts.
 _LETTER_PATTERNS = tuple(
     re.compile(pattern)
     for pattern in (
@@ -75,7 +78,7 @@ def load_math(name: str, folder: Folder, limit: int | None = None) -> Benchmark:
     """Load one of `MATH_SETS`; raise ImportError without Math-Verify (extra "eval")."""
     math_equal.check_installed()
     kind = MATH_SETS[name]
-    rows = published.read(folder, kind.layouts, kind.rows, limit)
+    rows = published.read_rows(folder, kind.layouts, kind.rows, limit)
     items = tuple(_math_item(name, str(number), row) for number, row in enumerate(rows))
     return Benchmark(name, kind.title, items, extract_math, score_math)
 
@@ -89,6 +92,7 @@ def _math_item(name: str, id: str, row: PublishedRow) -> BenchmarkItem:
             raise row.wrong(answer_field, "a finite number")
         reference = number_text(int(reference) if reference == int(reference) else reference)
     if name == "gsm8k":
+        # GSM8K's answers are solutions that end with "#### NUMBER".
         _, mark, reference = reference.rpartition("####")
         if not mark:
             raise row.wrong(answer_field, 'a solution that ends with "#### NUMBER"')
@@ -106,6 +110,7 @@ def extract_math(text: str, item: BenchmarkItem) -> str | None:
         return None
     if _BOX not in visible:
         return (find_answer(visible, "general_qa") or "").strip(": ") or None
+    # The last box: a solution may box intermediate results.
     boxed = visible[visible.rindex(_BOX) + len(_BOX) - 1 :]
     end = first_balance(brace_steps(code_points(boxed)))
     return None if end is None else boxed[1:end].strip() or None
@@ -119,7 +124,7 @@ def score_math(text: str, item: BenchmarkItem) -> float:
 
 def load_mmlu_pro(folder: Folder, limit: int | None = None) -> Benchmark:
     """Load MMLU-Pro's test set, from `data/test-00000-of-00001.parquet`."""
-    rows = published.read(folder, _TEST, 12_032, limit)
+    rows = published.read_rows(folder, _TEST, 12_032, limit)
     items = tuple(map(_choice_item, rows))
     return Benchmark("mmlu_pro", "MMLU-Pro", items, extract_letter, score_letter)
 
@@ -144,6 +149,7 @@ def _choice_item(row: PublishedRow) -> BenchmarkItem:
 
 def extract_letter(text: str, item: BenchmarkItem) -> str | None:
     """Return the letter that a full response states, or None if the question lacks this option."""
+    # Markdown's bold type would hide the letter: "the answer is **(B)**".
     visible = (visible_text(text) or "").replace("*", "")
     for pattern in _LETTER_PATTERNS:
         if letters := pattern.findall(visible):

@@ -23,7 +23,9 @@ import numpy as np
 from spell_jax.evaluation.benchmarks.base import BenchmarkItem
 from spell_jax.selfplay import rules
 
-SHORTEST = 0.95  # minimum prompt length as a fraction of the room for it
+# Minimum prompt length as a fraction of the room. A score must not be credited to a longer context
+# than the policy has read.
+SHORTEST = 0.95
 NOISE = "The river runs slow. The wind is mild. The road is long. We walk on. Home is not far."
 
 # 256 adjectives x 256 nouns are 65,536 names, enough for a haystack of a million tokens made of
@@ -34,7 +36,7 @@ ADJECTIVES, NOUNS = (tuple(words.split()) for words in _WORDS)
 
 
 class Names:
-    """Random names without repetition; none of them occurs in `text`."""
+    """Random names without repetition that do not occur in `text`."""
 
     def __init__(self, rng: np.random.Generator, text: str = ""):
         self._text = text
@@ -50,6 +52,7 @@ class Names:
 
     def sample(self, kind: str) -> str:
         """Sample a "word", "number" (7 digits), "uuid", "code" (6 letters) or "variable" (5)."""
+        # A name that occurs twice would have two values, and a name of the text is no needle.
         while (name := self._makers[kind]()) in self._used_names or name in self._text:
             pass
         self._used_names.add(name)
@@ -80,6 +83,7 @@ class HaystackSource:
         sentences = split_sentences(self.text)
         if not sentences:
             raise ValueError("text: has no words; the haystack is made of its sentences")
+        # A random start: prompts of one length must not all begin with the same page.
         start = int(rng.integers(len(sentences)))
         cyclic = itertools.chain(sentences[start:], itertools.cycle(sentences))
         return self.pile(cyclic, before=" ")
@@ -95,7 +99,8 @@ class HaystackSource:
 class Pile:
     """(text, tokens) pairs of an iterator, kept so that each `take` sees the same pieces."""
 
-    _TRIED = 32  # pieces tried for the gap that remains when the next one no longer fits
+    # Pieces tried for the gap that remains when the next piece no longer fits.
+    _TRIED = 32
 
     def __init__(self, pieces: Iterator[tuple[str, int]]):
         self._unread = pieces
@@ -117,13 +122,14 @@ class Pile:
     def _read_while(self, condition: Callable[[], bool]) -> None:
         while condition() and (piece := next(self._unread, None)) is not None:
             self._pieces.append(piece)
+            # At least one token per piece, or pieces without tokens would be read without end.
             self._ends.append(self._ends[-1] + max(piece[1], 1))
 
 
 @functools.cache
 def split_sentences(text: str) -> tuple[str, ...]:
     """Split a text into sentences with single spaces, and long sentences into pieces."""
-    # 400 characters are about 100 tokens, half of those that a prompt of 4,096 tokens may lack.
+    # 400 characters are about 100 tokens: half of the 5 % that a prompt of 4,096 tokens may lack.
     wrap = functools.partial(textwrap.wrap, width=400, break_on_hyphens=False)
     sentences = re.split(r"(?<=[.!?])\s+|(?<=[。！？])", text)
     return tuple(piece for sentence in sentences for piece in wrap(sentence))
@@ -150,7 +156,9 @@ def insert_needles(
 Make = Callable[[int], BenchmarkItem]
 
 
-def fit(make: Make, source: HaystackSource, id: str, answer: int, **fields: Any) -> BenchmarkItem:
+def fit(
+    make_item: Make, source: HaystackSource, id: str, answer: int, **fields: Any
+) -> BenchmarkItem:
     """Find a question with a prompt of `SHORTEST` to 1 times the room for prompts, in tokens.
 
     The room is the length less `answer`, the number of tokens that a policy may answer with. So a
@@ -159,7 +167,7 @@ def fit(make: Make, source: HaystackSource, id: str, answer: int, **fields: Any)
     prompt is too long, or there is not enough filling.
     """
     room = source.length - answer
-    frame = source.count(make(0).prompt)
+    frame = source.count(make_item(0).prompt)
     if frame > room:
         raise ValueError(
             f"length = {source.length}: must be at least {frame + answer}, for the prompt without "
@@ -169,11 +177,13 @@ def fit(make: Make, source: HaystackSource, id: str, answer: int, **fields: Any)
     # One attempt usually suffices. Tokenizers that add a token to every text (a start token, a
     # space) need another.
     for _ in range(8):
-        item = make(budget)
+        item = make_item(budget)
         tokens = source.count(item.prompt)
         if SHORTEST * room <= tokens <= room:
             fields |= {**item.fields, "length": source.length, "tokens": tokens}
             return dataclasses.replace(item, id=id, fields=fields)
+        # In proportion to the overshoot, and 1 % less, because sums of pieces and whole prompts
+        # differ by some tokens.
         budget = int(0.99 * budget * (room - frame) / max(tokens - frame, 1))
     raise ValueError(
         f"length = {source.length}: all the filling makes a prompt of only {tokens} tokens"

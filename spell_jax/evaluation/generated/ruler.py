@@ -6,7 +6,7 @@ section 3 and appendix B. The constants are theirs, the wording is ours. Four fa
 1. niah_*: needles ("a secret number of KEY is VALUE") in noise, in prose or among other needles.
 2. vt: variables that get a value through a chain of assignments (multi-hop tracing).
 3. cwe, fwe: the most common words of a list (aggregation).
-4. qa: questions whose documents are mixed with the documents of other questions.
+4. qa: questions about documents that are mixed with the documents of other questions.
 
 The model writes its whole turn; the original's prompt begins the answer for it ("... are:"). The
 grid has one needle in prose, like niah_single_2, for each depth and length (Kamradt 2023, "Needle
@@ -43,7 +43,8 @@ Task = Callable[[HaystackSource, np.random.Generator], Make]
 # noise and among other needles, a needle can have any depth.
 _DEPTHS = np.round(np.linspace(0, 1, 40), 2)
 
-_HOPS = 4  # variables of "vt" after the first one
+# Variables of "vt" after the first one.
+_HOPS = 4
 
 GRID_LENGTHS = (4096, 8192, 16384, 32768, 65536, 131072)
 GRID_DEPTHS = tuple(round(0.1 * step, 1) for step in range(11))
@@ -56,11 +57,12 @@ def ruler(
 
     Each of `rows`, the questions of "qa", is asked once, so there are at most as many items. Items
     have the fields "length" (the maximum) and "tokens" (of the prompt), and for niah_* "depths"
-    (fractions of the haystack before the needles asked for). A prompt of 128K tokens takes 0.3 to
-    0.6 s on one core with Qwen's tokenizer, 0.3 s of it for counting the whole prompt, which
-    guarantees the length. Raises ValueError if the prose (`PROSE_TASKS`) or the rows are missing or
-    too short, or the length is too short for the question.
+    (fractions of the haystack before the needles asked for). Raises ValueError if the prose
+    (`PROSE_TASKS`) or the rows are missing or too short, or the length is too short for the
+    question.
     """
+    # A prompt of 128K tokens takes 0.3 to 0.6 s on one core with Qwen's tokenizer. Counting the
+    # whole prompt takes 0.3 s of this time, and guarantees the length.
     answer = _LISTED_ANSWER if task == "cwe" else _ANSWER
     base = [seed, zlib.crc32(task.encode()), source.length]
     if task == "qa":
@@ -71,6 +73,7 @@ def ruler(
         tasks = [_GENERATED[task]] * items
     fitted_items = []
     for index, build_task in enumerate(tasks):
+        # A generator per item: item i is the same for every number of items.
         make = build_task(source, np.random.default_rng([*base, index]))
         fitted_items.append(haystack.fit(make, source, f"{task}-{source.length}-{index}", answer))
     return Benchmark(
@@ -124,14 +127,14 @@ def _grid_needle(source: HaystackSource, rng: np.random.Generator, depth: float)
     key, value = names.sample("word"), names.sample("number")
     question = _secret_question("number", [key])
 
-    def make(budget: int) -> BenchmarkItem:
+    def make_item(budget: int) -> BenchmarkItem:
         needles = [_secret("number", key, value)]
         hay = haystack.insert_needles(pile.take(budget), needles, [depth])
         return BenchmarkItem(
             "", _secret_prompt("number", " ".join(hay), question), question, (value,)
         )
 
-    return make
+    return make_item
 
 
 def _niah(
@@ -167,7 +170,7 @@ def _niah(
     answers = [(v, depth) for (k, v), depth in zip(needles, depths, strict=True) if k in asked_keys]
     texts = [_secret(value, *pair) for pair in needles]
 
-    def make(budget: int) -> BenchmarkItem:
+    def make_item(budget: int) -> BenchmarkItem:
         lines = haystack.insert_needles(pile.take(budget), texts, depths)
         prompt = _secret_prompt(value, (" " if hay == "prose" else "\n").join(lines), question)
         references = tuple(v for v, _ in answers)
@@ -175,7 +178,7 @@ def _niah(
             "", prompt, question, references, {"depths": [depth for _, depth in answers]}
         )
 
-    return make
+    return make_item
 
 
 def _secret(kind: str, key: str, value: str) -> str:
@@ -209,11 +212,11 @@ def _variable_tracking(source: HaystackSource, rng: np.random.Generator) -> Make
     example_prompt, _ = _chain_prompt([(haystack.NOISE, 1)] * 5, shown, shown_number, shown_depths)
     example = f"Example:\n\n{example_prompt}\n{', '.join(shown)}\n\nYour turn:\n\n"
 
-    def make(budget: int) -> BenchmarkItem:
+    def make_item(budget: int) -> BenchmarkItem:
         prompt, question = _chain_prompt(pile.take(budget), chain, number, depths)
         return BenchmarkItem("", example + prompt, question, tuple(chain))
 
-    return make
+    return make_item
 
 
 def _chain_prompt(
@@ -253,17 +256,19 @@ def _common_words(source: HaystackSource, rng: np.random.Generator) -> Make:
     def uncommon() -> Iterator[tuple[str, int]]:
         for start in itertools.count(_COMMON * _OFTEN + 1, _SELDOM):
             word = names.sample("word")
+            # The numbers cost tokens, too. Which numbers a word gets does not matter: the list has
+            # all numbers up to its length.
             numbers = (source.cost(f" {number}.") for number in range(start, start + _SELDOM))
             yield word, _SELDOM * source.cost(f" {word}") + sum(numbers)
 
     pile = Pile(uncommon())
 
-    def make(budget: int) -> BenchmarkItem:
+    def make_item(budget: int) -> BenchmarkItem:
         uncommon_words = [word for word, _ in pile.take(budget)]
         prompt = _words_prompt(common, uncommon_words, _OFTEN, _SELDOM, question, order)
         return BenchmarkItem("", example + prompt, question, tuple(common))
 
-    return make
+    return make_item
 
 
 def _words_prompt(
@@ -299,8 +304,9 @@ def _frequent_words(source: HaystackSource, rng: np.random.Generator) -> Make:
         "Answer with the three words alone."
     )
 
-    def make(budget: int) -> BenchmarkItem:
+    def make_item(budget: int) -> BenchmarkItem:
         base = np.floor(min_words * shares) @ costs
+        # Bisection works, because the cost of a text rises with N.
         low, high = min_words, max_words  # the largest N that the budget allows
         while low < high:
             middle = (low + high + 1) // 2
@@ -311,7 +317,7 @@ def _frequent_words(source: HaystackSource, rng: np.random.Generator) -> Make:
         head = "Keep track of how often each word of this made-up language comes in the text."
         return BenchmarkItem("", f"{head}\n\n{coded}\n\n{question}", question, tuple(words[1:4]))
 
-    return make
+    return make_item
 
 
 def _qa(
@@ -328,7 +334,7 @@ def _qa(
     head = "Answer the question from the documents below. Answer with a few words alone."
     question = f"Question: {row.question}"
 
-    def make(budget: int) -> BenchmarkItem:
+    def make_item(budget: int) -> BenchmarkItem:
         documents = _shuffled(
             [*question_documents, *(text for text, _ in pile.take(budget))], order
         )
@@ -336,7 +342,7 @@ def _qa(
         prompt = "\n".join((head, "", *numbered, head, question))
         return BenchmarkItem("", prompt, row.question, row.references)
 
-    return make
+    return make_item
 
 
 _NIAH: Mapping[str, Mapping[str, Any]] = {

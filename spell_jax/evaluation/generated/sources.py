@@ -35,6 +35,7 @@ def read_prose(folder: str | pathlib.Path) -> str:
     PaulGrahamEssays.json. Raises ValueError if a file is not UTF-8.
     """
     texts = []
+    # Sorted, so that the same folder gives the same prompts on every machine.
     for path in sorted(pathlib.Path(folder).glob("*")):
         try:
             if path.suffix == ".txt":
@@ -69,6 +70,7 @@ def read_questions(folder: str | pathlib.Path) -> tuple[QaRow, ...]:
     FileNotFoundError without a file, ValueError if none has a question.
     """
     folder = pathlib.Path(folder)
+    # Files of essays may lie in the same folder, so a file without questions is no error.
     rows = [row for path in sorted(folder.glob("*.jsonl")) for row in read_records(path, _row)[0]]
     tables = [(path, _json(path)) for path in sorted(folder.glob("*.json"))]
     for path, value in tables:
@@ -129,6 +131,7 @@ def _row(record: Any) -> QaRow:
     else:
         documents = record["documents"]
     answers = record["answers"] if "answers" in record else [record["answer"]]
+    # Any answer counts (haystack.match_part).
     answers = [*answers, *record.get("answer_aliases", ())]
     texts = (*documents, record["question"], *answers)
     if not documents or not answers or not all(isinstance(text, str) and text for text in texts):

@@ -465,7 +465,7 @@ def one_item(folder: pathlib.Path, name: str, truth) -> Benchmark:
 
 
 def test_predictions_and_scores_match_reference_cases(tmp_path):
-    """Predictions and scores equal those of the paper's evaluation.
+    """Predictions and scores equal the results of the paper's evaluation code.
 
     The README of the cases lists the differences.
     """

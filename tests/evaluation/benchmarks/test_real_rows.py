@@ -1,7 +1,8 @@
 """Tests with published files, and with real rows in the layouts of LongBench and DocMath-Eval.
 
-The published files of the latter two are not among the sample data. LongBench's three sets were
-made from the development sets that these rows come from, DocMath-Eval in part from TAT-QA.
+The published files of LongBench and DocMath-Eval are not among the sample data. LongBench's three
+sets were made from the development sets that these rows come from, DocMath-Eval in part from
+TAT-QA.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ def solutions(data: str) -> dict[str, list[tuple[str, BenchmarkItem]]]:
     for name, column in (("gsm8k", "answer"), ("math500", "solution")):
         items = load(name, f"{data}/{name}").items
         kind = short.MATH_SETS[name]
-        rows = published.read(f"{data}/{name}", kind.layouts, kind.rows, None)
+        rows = published.read_rows(f"{data}/{name}", kind.layouts, kind.rows, None)
         texts = [STATED.sub(r"\\boxed{\1}", row.text(column)) for row in rows]
         replies_by_set[name] = list(zip(texts, items, strict=True))
     return replies_by_set

@@ -258,7 +258,7 @@ def test_icl_prompts_and_scores(tmp_path, task):
     limit = None if task == "trec_coarse" else 20
     benchmark = load(f"helmet_{task}", tmp_path, limit)
     assert len(benchmark.items) == (limit or 500) and not benchmark.judged
-    helmet_labels.read(task, tmp_path, complete=True)  # the published numbers
+    helmet_labels.read_pairs(task, tmp_path, complete=True)  # the published numbers
     item = benchmark.items[0]
     *shown, question_part = item.prompt.split("\n\n")[1:]
     assert question_part == f"{item.question}\nlabel:"
@@ -291,7 +291,7 @@ def test_icl_examples_are_shuffled_rounds_of_all_labels():
 def test_icl_reference_agrees_with_the_examples(tmp_path):
     write_trec(tmp_path)
     item = load("helmet_trec_coarse", tmp_path, 1).items[0]
-    train = dict(helmet_labels.read("trec_coarse", tmp_path, True)[0])
+    train = dict(helmet_labels.read_pairs("trec_coarse", tmp_path, True)[0])
     blocks = item.prompt.split("\n\n")[1:-1]
     shown = dict(block.split("\nlabel: ") for block in blocks)
     (number,) = {label for text, label in shown.items() if train[text] == item.fields["label"]}
@@ -303,7 +303,7 @@ def test_every_nlu_label_keeps_an_example(tmp_path):
     write_icl("nlu", tmp_path)
     path = tmp_path / "NLU-Data-Home-Domain-Annotated-All.csv"
     path.write_text(path.read_text() + "\n" + "\n".join(f"1;1;rare;{i};;x;" for i in range(30)))
-    train, test = helmet_labels.read("nlu", tmp_path, complete=False)
+    train, test = helmet_labels.read_pairs("nlu", tmp_path, complete=False)
     assert dict(train + test)["say; 70 now"] == "music_play2"  # without annotations
     places = [int(text.split()[1]) for text, label in test if label.startswith("music")]
     assert min(places) < 300 and max(places) > 25_400  # test rows come from the whole file
@@ -348,7 +348,7 @@ def test_malformed_label_files_are_rejected(tmp_path):
     ],
 )
 def test_labels_of_the_hub_have_their_names(tmp_path, task, columns, names, splits):
-    """The hub stores numbers of classes, whose names are in the metadata of the file."""
+    """The hub stores numbers of classes; the metadata of the file has their names."""
     (label,) = (column for column, value in columns.items() if value)
     features = {column: {"names": names, "_type": "ClassLabel"} for column in columns}
     metadata = {"huggingface": json.dumps({"info": {"features": features}})}
@@ -358,13 +358,13 @@ def test_labels_of_the_hub_have_their_names(tmp_path, task, columns, names, spli
         table = pa.table(rows).replace_schema_metadata(metadata)
         pq.write_table(table, tmp_path / "data" / f"{split}-00000-of-00001.parquet")
     pairs = [("a", names[0]), ("b", names[1])]
-    assert helmet_labels.read(task, tmp_path, complete=False) == (pairs, pairs)
+    assert helmet_labels.read_pairs(task, tmp_path, complete=False) == (pairs, pairs)
 
 
 def test_nlu_of_the_hub_has_a_label_of_scenario_and_intent(tmp_path):
     rows = [{"text": f"at {i}", "scenario": "alarm", "label": f"alarm_{i % 2}"} for i in range(20)]
     write_parquet(tmp_path / "data" / "train-00000-of-00001.parquet", rows)
-    train, test = helmet_labels.read("nlu", tmp_path, complete=False)
+    train, test = helmet_labels.read_pairs("nlu", tmp_path, complete=False)
     assert len(train) == 18 and len(test) == 2
     assert {label for _, label in train} == {"alarm_0", "alarm_1"}
 
@@ -374,14 +374,14 @@ def test_banking77_is_found_in_its_repository_and_its_texts_are_stripped(tmp_pat
     for name in ("train", "test"):
         text = 'text,category\n"\n\nWhere is my card?\n",arrival\n'
         (tmp_path / "banking_data" / f"{name}.csv").write_text(text)
-    train, test = helmet_labels.read("banking77", tmp_path, complete=False)
+    train, test = helmet_labels.read_pairs("banking77", tmp_path, complete=False)
     assert train == test == [("Where is my card?", "arrival")]
 
 
 def test_csv_files_may_have_a_byte_order_mark_and_huge_fields_raise(tmp_path):
     for name in ("train", "test"):
         (tmp_path / f"{name}.csv").write_text('text,category\n "a, b",c\n', "utf-8-sig")
-    train, test = helmet_labels.read("banking77", tmp_path, complete=False)
+    train, test = helmet_labels.read_pairs("banking77", tmp_path, complete=False)
     assert train == test == [("a, b", "c")]
     (tmp_path / "test.csv").write_text('text,category\na,c\n"' + "x" * 200_000)
     with pytest.raises(ValueError, match=r"test.csv, row 1: field larger than field limit"):
