@@ -144,14 +144,14 @@ def make_questions(
     """Yield the questions of article `number`, each with its documents."""
     sets = _paragraph_sets(article, number, config)
     set_of = {paragraph: shown for shown in sets for paragraph in shown}
-    usable = [
+    indices = [
         index
         for index, human_question in enumerate(article.questions)
         if not config.sets or human_question.paragraph in set_of
     ]
     # Selected at random, then in the order of the article.
-    order = np.random.default_rng([config.seed, number]).permutation(len(usable))
-    kept_indices = sorted(usable[i] for i in order[: config.per_article or len(usable)])
+    order = np.random.default_rng([config.seed, number]).permutation(len(indices))
+    kept_indices = sorted(indices[i] for i in order[: config.per_article or len(indices)])
     for index in kept_indices:
         human_question = article.questions[index]
         # One generator a question: --per_article and the other questions do not change its

@@ -169,10 +169,10 @@ def run_stages(plan: BuildPlan, stages: Stages) -> tuple[list[Done], dict[str, d
 
     def run_module(stage: Any, config: Any, make: Any, documents: str, **extra: Any) -> str:
         """Run a module's stage on the documents of the stage before it; return its documents."""
-        name, made_from = stage.__name__.rpartition(".")[-1], dataclasses.asdict(config) | extra
+        name, fields = stage.__name__.rpartition(".")[-1], dataclasses.asdict(config) | extra
         finished_stages.append(
             stages.run_stage(
-                name, made_from, make, finished_stages[-1:], stage.BALANCES, documents=documents
+                name, fields, make, finished_stages[-1:], stage.BALANCES, documents=documents
             )
         )
         return f"{name}/documents"
@@ -193,8 +193,14 @@ def run_stages(plan: BuildPlan, stages: Stages) -> tuple[list[Done], dict[str, d
         embed.make_embed, total=finished_stages[-1].count("pieces"), config=plan.embed
     )
     documents = run_module(embed, plan.embed, make, documents)
-    alone = [name for name, source in plan.sources.items() if source.one_document_per_cluster]
-    arguments = {"pools": plan.pools, "alone": alone, "reports": sorted(reports)}
+    one_document_sources = [
+        name for name, source in plan.sources.items() if source.one_document_per_cluster
+    ]
+    arguments = {
+        "pools": plan.pools,
+        "one_document_sources": one_document_sources,
+        "reports": sorted(reports),
+    }
     finished_stages.append(
         cluster.cluster(stages, documents, finished_stages[-1:], plan.cluster, **arguments)
     )
@@ -202,10 +208,10 @@ def run_stages(plan: BuildPlan, stages: Stages) -> tuple[list[Done], dict[str, d
     # The flow between pools and tasks needs all numbers at once, so the driver assigns the tasks.
     assignment = {} if stages.only_check else tasks.assign_tasks(pools, plan.tasks)
     make = functools.partial(tasks.make_tasks, assignment=assignment)
-    made_from = dataclasses.asdict(plan.tasks)
+    fields = dataclasses.asdict(plan.tasks)
     clusters = {"clusters": "cluster/clusters"}
     finished_stages.append(
-        stages.run_stage("tasks", made_from, make, finished_stages[-1:], tasks.BALANCES, **clusters)
+        stages.run_stage("tasks", fields, make, finished_stages[-1:], tasks.BALANCES, **clusters)
     )
     hashes: dict[str, dict[str, str]] = {name: {} for name in plan.sources}
     for file in sorted(stages.read_records("read/files"), key=lambda file: file["place"]):
@@ -223,14 +229,14 @@ def run_read_stage(plan: BuildPlan, stages: Stages, listed: Done) -> Done:
     """Run the read stage; it reruns when the size, time or name of a file changes."""
     # Versions count here and in no other stage: a new parser or language model changes documents,
     # and every later stage depends on this one.
-    made_from = {
+    fields = {
         "sources": {name: dataclasses.asdict(source) for name, source in plan.sources.items()},
         "filter": dataclasses.asdict(plan.filter),
         "versions": versions(),
     }
     make = functools.partial(sources.make_read, sources=plan.sources, filter=plan.filter)
     files = {"listed": "list/listed"}
-    return stages.run_stage("read", made_from, make, [listed], sources.BALANCES, **files)
+    return stages.run_stage("read", fields, make, [listed], sources.BALANCES, **files)
 
 
 def versions() -> dict[str, str]:

@@ -74,23 +74,27 @@ def cluster(
     after: Sequence[Done],
     config: ClusterConfig,
     pools: Mapping[str, str],
-    alone: Sequence[str] = (),
+    one_document_sources: Sequence[str] = (),
     reports: Sequence[str] = (),
 ) -> Done:
     """Run all clustering stages; the last one, "cluster", writes "clusters" and "removed".
 
     `documents` is a "STAGE/TABLE" of Documents with vectors, each id once, made by the stages
-    `after`. `pools` maps a source to the sorted names of its tasks, joined by "+"; `alone` names
-    the sources with `one_document_per_cluster`, `reports` the sources of reports. The returned
-    stage has the seconds of all stages, and counts. By pool: "clusters", "cluster size = N", "small
-    clusters" (below min_documents) and "nodes over the limit" (still over node_documents when they
-    were clustered). By source: "documents clustered" and "documents removed: REASON".
+    `after`. `pools` maps a source to the sorted names of its tasks, joined by "+".
+    `one_document_sources` names the sources with `one_document_per_cluster`, `reports` the sources
+    of reports. The returned stage has the seconds of all stages, and counts. By pool: "clusters",
+    "cluster size = N", "small clusters" (below min_documents) and "nodes over the limit" (still
+    over node_documents when they were clustered). By source: "documents clustered" and "documents
+    removed: REASON".
     """
     # Levels move points (id, tokens, vector) and never texts; the texts are joined once, at the
     # end. Each stage's fingerprint has only the settings that it reads.
-    usable = {"pools": dict(pools), "max_cluster_tokens": config.max_cluster_tokens}
-    marks = {**dict.fromkeys(sorted(alone), PIECES), **dict.fromkeys(sorted(reports), REPORT)}
-    settings: dict[str, Any] = usable | {"marks": marks}
+    shared_settings = {"pools": dict(pools), "max_cluster_tokens": config.max_cluster_tokens}
+    marks = {
+        **dict.fromkeys(sorted(one_document_sources), PIECES),
+        **dict.fromkeys(sorted(reports), REPORT),
+    }
+    settings: dict[str, Any] = shared_settings | {"marks": marks}
     make = functools.partial(make_points, **settings)
     first = stages.run_stage(
         "cluster-points", settings, make, after, POINTS_BALANCES, documents=documents
@@ -100,11 +104,11 @@ def cluster(
     for node, number in large_nodes(last, config).items():
         log.warning("node %s has %d documents after %d levels", node, number, config.levels)
     make = functools.partial(make_members, config=config)
-    made_from, points = dataclasses.asdict(config), f"{last.name}/points"
+    fields, points = dataclasses.asdict(config), f"{last.name}/points"
     leaves = stages.run_stage(
-        "cluster-members", made_from, make, [last], MEMBERS_BALANCES, points=points
+        "cluster-members", fields, make, [last], MEMBERS_BALANCES, points=points
     )
-    settings = usable | {"min_documents": config.min_documents}
+    settings = shared_settings | {"min_documents": config.min_documents}
     inputs = {"documents": documents, "members": "cluster-members/members"}
     make = functools.partial(make_clusters, **settings)
     joined = stages.run_stage("cluster", settings, make, [*after, leaves], BALANCES, **inputs)
@@ -119,7 +123,7 @@ def _split_levels(
     """Split large nodes level by level; return `first` and all stages of the levels."""
     # `levels` is left out: one more level must not repeat the levels before it.
     names = ("node_documents", "fit_documents", "min_documents", "seed")
-    fitted_by = {name: getattr(config, name) for name in names}
+    fit_settings = {name: getattr(config, name) for name in names}
     level_stages = [first]
     for level in range(1, config.levels + 1):
         last = level_stages[-1]
@@ -132,7 +136,7 @@ def _split_levels(
         points, fit = f"{last.name}/points", f"cluster-fit-{level}"
         make = functools.partial(make_centroids, large=large, config=config)
         level_stages.append(
-            stages.run_stage(fit, fitted_by, make, [last], FIT_BALANCES, points=points)
+            stages.run_stage(fit, fit_settings, make, [last], FIT_BALANCES, points=points)
         )
         name, centroids = f"cluster-level-{level}", f"{fit}/centroids"
         inputs = {"points": points, "centroids": centroids}

@@ -86,10 +86,10 @@ def fit_centroids(vectors: np.ndarray, k: int, seed: int, at_least: int = 1) -> 
     with one_thread():
         centroids = fit.fit(vectors).cluster_centers_.astype(np.float64)
     lengths = np.linalg.norm(centroids, axis=1, keepdims=True)
-    usable = lengths[:, 0] > TINY
-    if not usable.any():
+    has_direction = lengths[:, 0] > TINY
+    if not has_direction.any():
         return vectors[:1]
-    centroids = (centroids[usable] / lengths[usable]).astype(np.float32)
+    centroids = (centroids[has_direction] / lengths[has_direction]).astype(np.float32)
     members = np.bincount(assign(vectors, centroids), minlength=len(centroids))
     # The remaining centroids can only gain rows, so all of them have at least `at_least` rows then.
     # min() keeps the largest if no centroid has enough.

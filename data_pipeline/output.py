@@ -87,8 +87,8 @@ def write_output(
     {"size": bytes, "hash": blake2b-128, hexadecimal}) and "fingerprint" (hash of all inputs and
     settings). Raises ValueError if there is no cluster, or if an id occurs twice.
     """
-    made_from = [manifest, dataclasses.asdict(config), [stage.fingerprint for stage in after]]
-    fingerprint = digest("output", json.dumps(made_from, sort_keys=True))
+    inputs = [manifest, dataclasses.asdict(config), [stage.fingerprint for stage in after]]
+    fingerprint = digest("output", json.dumps(inputs, sort_keys=True))
     if manifest_on_disk := _find(folder, fingerprint):
         log.info("output: was done before")
         return manifest_on_disk

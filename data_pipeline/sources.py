@@ -169,7 +169,7 @@ def list_files(name: str, source: SourceConfig) -> Iterator[Listed]:
     it that cannot be read are included too, and logged.
     """
     where = f"sources.{name}.path = {source.path!r}"
-    suffixes, number, usable = LAYOUTS[source.layout], 0, False
+    suffixes, number, has_layout_file = LAYOUTS[source.layout], 0, False
     try:
         system, path = fsspec.url_to_fs(source.path)
         # fsspec keeps listings for the life of the process; a notebook may build twice.
@@ -180,7 +180,7 @@ def list_files(name: str, source: SourceConfig) -> Iterator[Listed]:
                 continue
             place = valid_utf8(url.removeprefix(root).lstrip("/"))
             # Names of files may be any bytes; tables hold UTF-8.
-            number, usable = number + 1, usable or _suffix(place) in suffixes
+            number, has_layout_file = number + 1, has_layout_file or _suffix(place) in suffixes
             yield Listed(
                 source=name,
                 url=valid_utf8(system.unstrip_protocol(url)),
@@ -193,7 +193,7 @@ def list_files(name: str, source: SourceConfig) -> Iterator[Listed]:
         raise ValueError(f"{where}: cannot be opened, {describe_error(error)}") from error
     if not number:
         raise FileNotFoundError(f"{where}: no such file, or no file in it")
-    if not usable:
+    if not has_layout_file:
         raise ValueError(
             f"{where}: none of its {number} files is of the types of layout = "
             f"{source.layout!r}: {', '.join(suffixes)}"

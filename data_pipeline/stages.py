@@ -108,8 +108,8 @@ class Stages:
         """
         # The fingerprint covers the fingerprints of the inputs. A changed setting therefore reruns
         # its stage and all later stages, and no earlier one.
-        made_from = json.dumps([settings, [stage.fingerprint for stage in after]], sort_keys=True)
-        fingerprint = digest(name, made_from)
+        content = json.dumps([settings, [stage.fingerprint for stage in after]], sort_keys=True)
+        fingerprint = digest(name, content)
         if self.only_check:
             pipeline = self.pipeline(name)
             self.construct(pipeline, name, make, inputs)

@@ -112,10 +112,10 @@ def _max_clusters_per_task(sizes: Mapping[str, int], tasks: Sequence[str]) -> in
     limits = []
     for count in range(1, len(tasks) + 1):
         for task_set in itertools.combinations(tasks, count):
-            usable = [
+            cluster_counts = [
                 n for pool, n in sizes.items() if not set(task_set).isdisjoint(pool.split("+"))
             ]
-            limits.append(sum(usable) // count)
+            limits.append(sum(cluster_counts) // count)
     return min(limits, default=0)
 
 
