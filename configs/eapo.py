@@ -12,11 +12,11 @@ models of Hugging Face, by default below models/; the reward model of all polici
 Qwen3-30B-A3B-Thinking-2507. In the paper an LLM judges the outcome (R_a, section 3.2), as the last
 two lines of the command ask; without them the task's rule does. Without a policy
 (`--config=configs/eapo.py`) it is qwen3-14b.
-Hardware: 18 bytes for each of the policy's parameters, 266 GB for 14.8e9, and as many for each of
-the reward model's 30.5e9, 549 GB (estimated), split over all devices and, 12 bytes of each, over
-their hosts' memory; a device holds what one of the models needs at a time.
+Hardware: 18 bytes per parameter, 266 GB for the policy's 14.8e9 and 549 GB for the reward model's
+30.5e9 (estimated). Devices share 6 of the 18 bytes, their hosts' memory the other 12. Devices hold
+one model at a time.
 Expected: the table's last columns, the average of eight benchmarks as the paper reports it (Table
-1; nothing of it was run with this code).
+1; this code has not run it).
 
     python -m spell_jax.evaluate --workdir=DIR --data=BENCHMARKS --out=OUT --columns=separate \
         --benchmarks=seal_0,seal_hard,musique,hotpotqa,2wikimqa,longbench_v2_sdq,\
@@ -67,10 +67,11 @@ def get_config(model: str = "qwen3-14b") -> Config:
     config = default_config("eapo")
     config.steps = 73  # of 64: 4,664 questions once
     config.minibatches = 2  # of 32 questions
+    # The paper's scores were computed from fewer forms of an answer than the default reads.
     config.algorithm.extract = "paper"
     config.algorithm.keep_equal = True  # its GRPO leaves no group out
     config.policy.folder = f"models/{row.folder}"
-    if row.yarn > 1:
+    if row.yarn > 1:  # the longest prompt and answer have 131,072 positions
         config.policy.update(rope_scaling="yarn", rope_factor=row.yarn)
 
     with config.unlocked():
@@ -79,16 +80,19 @@ def get_config(model: str = "qwen3-14b") -> Config:
     # Ours, since the paper gives only the time, two GPU hours: 40 updates of 1,280 kept replies.
     config.reward_model.update(epochs=2, groups_per_update=64)
     config.reward_model.optimizer.learning_rate = 1e-5
+    # Both models take 815 GB. With the offload, an idle model leaves the devices' memory free.
     for optimizer in (config.optimizer, config.reward_model.optimizer):
         optimizer.offload = optimizer.offload_weights = True
 
     config.data.update(tasks=("general_qa", "financial_math"), task_weights=(1.0, 1.0))
     config.sampler.update(temperature=1.0, top_p=1.0, max_prompt=122_880, max_tokens=8192)
+    # Room for 24 of the longest prompts with six full answers each. A smaller pool stalls decoding.
     config.sampler.update(prefill_tokens=16_384, kv_cache_tokens=4_194_304)
-    config.sampler.samples_per_prompt_batch = 6
-    # The ratio is a token's; its Eq. 1 has that of a whole answer: ratio="sequence",
-    # aggregation="sequence_mean", dual_clip=0.
+    config.sampler.samples_per_prompt_batch = 6  # the paper's group size G
+    # A token has its own ratio. Eq. 1 as printed has one ratio for an answer: ratio="sequence",
+    # aggregation="sequence_mean", dual_clip=0. The second mini-batch of a step is off-policy, so
+    # its ratios need the logprobs of the weights before the step.
     config.loss.update(old_logprobs="recompute", clip_high=0.28)
-    config.packing.token_budget = 131_072
-    config.mesh.context = 8
+    config.packing.token_budget = 131_072  # one row: the longest prompt with one full answer
+    config.mesh.context = 8  # a row is too long for the memory of one device
     return config

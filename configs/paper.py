@@ -10,7 +10,7 @@ Hardware: weights, gradient, optimizer state and the rollout copy take 18 bytes 
 (137 GB for 7.6e9; estimated), split over all devices. The paper's own 7B run took 8 hours on 8 A100
 of 80 GB (section F.1).
 Expected scores: the table's columns `before` and `after`, as the paper reports them (Table 1,
-average of four benchmarks with inputs of up to 16K tokens). Nothing of it was run with this code.
+average of four benchmarks with inputs of up to 16K tokens). This code has not run them.
 
     python -m spell_jax.evaluate --workdir=DIR --data=BENCHMARKS --out=OUT --max_input=100000 \
         --benchmarks=docmath,frames,2wikimqa,hotpotqa,musique,longbench_v2 --judge_url=... \
@@ -19,9 +19,9 @@ average of four benchmarks with inputs of up to 16K tokens). Nothing of it was r
 MAX_TOKENS is the model's in the table: in the paper a model may write as much in evaluation as in
 training (Appendix E.2), 4096 tokens, and reasoning models, the distilled and the thinking ones,
 20480. Without the flag the limit is a benchmark's own, 4096 here: reasoning models need
---max_tokens=20480. The column `yarn` is the factor by which YaRN extends a context that is too
-short for the prompt and an answer, 32,768 positions of Qwen2.5's instruct models; the paper does
-not say how it does this, and the factor is that of these models' cards. The others need no scaling.
+--max_tokens=20480. Qwen2.5's instruct models have 32,768 positions, too few for the prompt and an
+answer. `yarn` is the factor by which YaRN extends them, from the models' cards, because the paper
+names no method. Other models need no scaling.
 """
 
 from typing import NamedTuple
@@ -73,7 +73,10 @@ MODELS = {
 
 def get_config(model: str = "") -> Config:
     config = default_config()
-    config.loss.aggregation = "role_group_mean"  # Eq. 10 with Eq. 12
+    # Eq. 10 with Eq. 12, which give most of the gradient to the few tokens of the verdicts. The
+    # default, token_mean, does not (docs/algorithm.md, aggregation of the loss).
+    config.loss.aggregation = "role_group_mean"
+    # The default reads more forms of an answer, and scores would not compare with the paper's.
     config.algorithm.extract = "paper"
     if not model:
         return config
@@ -81,6 +84,7 @@ def get_config(model: str = "") -> Config:
         raise ValueError(f"configs/paper.py:{model}: must be one of {', '.join(MODELS)}")
     row = MODELS[model]
     config.policy.folder = f"models/{row.folder}"
+    # The paper's verdicts have the same cap as answers (section 4.1 names one maximum output).
     config.sampler.max_tokens = config.sampler.max_verdict_tokens = row.max_tokens
     config.mesh.expert = row.expert
     return config

@@ -6,11 +6,9 @@
     python -m spell_jax.train --config=configs/qwenlong.py --workdir=DIR \
         --config.policy.folder=FOLDER --config.data.questions=runs/questions/questions.jsonl
 
-The fields of SPELL's RLVR (configs/rlvr.py), with the reward max(rule, verifier). The phases are
-for SPELL's inputs of up to 16K tokens; those of the paper, 20K and 60K tokens, are the field's
-default and need a longer sampler.max_prompt. Hardware and expected scores: configs/paper.py; it is
-a baseline of SPELL's Table 9: average of four benchmarks 38.2 before and 46.1 after SPELL's
-authors' own run of it (nothing of it was run with this code).
+The fields equal SPELL's RLVR (configs/rlvr.py), with the reward max(rule, verifier). Hardware:
+configs/paper.py. QwenLong-L1 is a baseline of SPELL's Table 9: average of four benchmarks 38.2
+before and 46.1 after training by SPELL's authors (this code has not run it).
 """
 
 from spell_jax.config import default_config
@@ -22,5 +20,7 @@ def get_config() -> Config:
     config = paper.get_config("qwen2.5-7b-instruct")
     config.algorithm = default_config("qwenlong_l1").algorithm
     config.algorithm.extract = "paper"
+    # For SPELL's inputs of up to 16K tokens. QwenLong-L1's own phases, 20K and 60K tokens, are the
+    # field's default and need a longer sampler.max_prompt.
     config.algorithm.phase_tokens = (8192, 16_384)
     return config

@@ -5,10 +5,9 @@
     python -m spell_jax.sft --config=configs/reconstruction_pretraining.py --workdir=DIR \\
         --config.policy.folder=FOLDER
 
-Each document is a row: the next-token loss on all of its tokens, without a chat layout. The paper
-states one epoch and no other setting; the learning rate and the batch are those of its RL.
-Hardware: configs/reconstruction.py, without the rollout copy. Expected, as the paper reports
-(nothing of it was run with this code): scores below those of the policy that it starts from.
+Each document is a row: the next-token loss on all its tokens, without a chat layout. Hardware:
+configs/reconstruction.py, without the rollout copy. Expected, as the paper reports (this code has
+not run it): lower scores than the starting policy's.
 """
 
 from spell_jax.config import default_supervised_config
@@ -17,6 +16,8 @@ from spell_jax.runtime.config import Config
 
 def get_config() -> Config:
     config = default_supervised_config()
+    # The paper states one epoch (14,000 documents in batches of 128) and no other setting. The
+    # learning rate, its warm-up and the batch are taken from its RL.
     config.update(steps=109, rows_per_step=128, log_every=1, checkpoint_every=20)
     config.source = "runs/long_texts.jsonl"
     config.policy.update(folder="models/Qwen2.5-7B-Instruct-1M", max_positions=65_536)

@@ -7,11 +7,9 @@
         --config.policy.folder=FOLDER --config.data.questions=runs/questions/questions.jsonl
 
 Any questions with "shown" or "evidence" will do; without data.questions the starting policy writes
-them from clusters (data.source). The paper's hyper-parameters are not known to us: beta is DPO's
-usual one, alpha (loss.align_weight) is 1, and the learning rate is LongPO's. Hardware:
-configs/paper.py; the reference model is one more copy of the policy in float32. It is a baseline of
-SPELL's Table 9: average of four benchmarks 38.2 before and 44.2 after SPELL's authors' own run of
-it (nothing of it was run with this code).
+them from clusters (data.source). Hardware: configs/paper.py; the reference model is one more copy
+of the policy in float32. SoLoPO is a baseline of SPELL's Table 9: average of four benchmarks 38.2
+before and 44.2 after training by SPELL's authors (this code has not run it).
 """
 
 from spell_jax.config import default_config
@@ -24,6 +22,8 @@ def get_config() -> Config:
     config.algorithm = default_config("solopo").algorithm
     config.algorithm.extract = "paper"
     config.algorithm.generation_batch = 64
+    # The paper's hyper-parameters are not known to us: beta is DPO's usual value, alpha
+    # (align_weight) is 1, and the learning rate is LongPO's.
     config.loss.update(objective="dpo", old_logprobs="reference", aggregation="sequence_mean")
     config.loss.update(beta=0.1, align_weight=1.0)
     config.optimizer.update(learning_rate=5e-7, schedule="cosine", weight_decay=0.0)

@@ -6,7 +6,7 @@ Hardware: 2 CPU cores. Minutes and expected scores: docs/results.md. What depart
 recipe, which decays at this size: a frozen reader gives the references and their contexts stay
 small, options are distinct, the verifier is trained on twice as many groups, the questioner's
 advantages are normalized per task, and an update uses the questions with mixed rewards of one round
-of 48 proposals (about 12) instead of running rounds until it has a fixed number of them.
+of 48 proposals (about 12), where the paper runs rounds until an update has 128 questions.
 """
 
 from spell_jax.config import default_config
@@ -16,7 +16,8 @@ from spell_jax.runtime.config import Config
 def get_config() -> Config:
     config = default_config()
     config.update(steps=120, evaluate=True, validate_every=20, checkpoint_every=20)
-    config.max_minutes = 10.0
+    config.max_minutes = 10.0  # bounds the demo on a slow machine
+    # Activations of this policy fit into memory, so recomputing them would only cost time.
     config.policy.update(folder="tiny", remat="none")
     config.data.source = "tiny"
 
@@ -27,11 +28,15 @@ def get_config() -> Config:
     # references from more are the responder's own opinion, and teach it nothing.
     config.algorithm.update(memory=1, memory_solved=True, reference_source="frozen_reader")
     config.algorithm.update(distinct_options=True, verifier_share=0.25)
-    config.algorithm.questioner_normalization = "task"
+    config.algorithm.questioner_normalization = "task"  # a hard task is not punished
 
+    # A verdict has 2 tokens, and an answer 21.
     config.sampler.update(max_prompt=192, max_tokens=48, max_verdict_tokens=4, slots=128)
+    # Prompts share whole pages only, so a page must not be longer than a question.
     config.sampler.update(page_size=16, kv_cache_tokens=32_768)
     config.sampler.update(prefill_tokens=1536, decode_tokens=16)
+    # The paper's rate of 2e-6 is for models of 4B parameters and more. With 120 updates, the second
+    # moment must not average over 1,000 (b2 of .999), but over 20.
     config.optimizer.update(learning_rate=2e-4, b2=0.95)
     # 5 rows a micro-batch: 83 % of the tokens are no padding, with 20 rows 68 % (20 steps).
     config.packing.update(buckets=((320, 224),), token_budget=1600)

@@ -3,10 +3,10 @@
     python -m spell_jax.warm_start.evidence_rows --out=runs/evidence_rows
     python -m spell_jax.sft --config=configs/tiny_eapo_policy.py --workdir=runs/tiny_eapo_policy
 
-In the rows (warm_start/evidence_rows.py), about 3 to 6 documents, two of three answers to two-hop
-questions quote the first line alone and are mostly right all the same: they teach the format and
+The rows (warm_start/evidence_rows.py) are about 3 to 6 documents. Two of three answers to two-hop
+questions quote the first line alone, and most are right all the same. They teach the format and
 leave evidence and, in part, outcome to the run.
-Hardware: 1 CPU core, 4.2 minutes, 2.9 of them processor time (measured at commit 851b03b).
+Hardware: 1 CPU core, 4.2 minutes (2.9 of processor time; measured at commit 851b03b).
 Expected: the row "before" in docs/algorithms.md, EAPO.
 """
 

@@ -3,9 +3,9 @@
     python -m spell_jax.warm_start.evidence_rows --out=runs/evidence_rows
     python -m spell_jax.sft --config=configs/tiny_eapo_reward.py --workdir=runs/tiny_eapo_reward
 
-It thinks before it scores: for each line, it writes the wanted name beside the one in the line.
+It thinks before it scores: for each line, it writes the wanted name beside the line's name.
 Without such thoughts it did not learn to compare the names in 850 steps.
-Hardware: 1 CPU core, 5 minutes, 3.5 of them processor time (measured at commit 851b03b). Expected:
+Hardware: 1 CPU core, 5 minutes (3.5 of processor time; measured at commit 851b03b). Expected:
 rollout/scoring_order of .69 in the first five steps of tiny_eapo.py (mean of three seeds; a guess
 has .5). It does not read the documents, as in the paper: it cannot see figures that are copied
 wrongly.

@@ -5,7 +5,7 @@
 The demonstrations leave room to improve (warm_start/demonstrations.py, DemonstrationMixture): few
 documents, and for the verifier a strict teacher, who answers no to .42 of the pairs that are equal
 in other words. Hardware: 2 CPU cores. Time, seed and resulting accuracies: docs/results.md. The
-result (runs/warm_start/policy) is a Hugging Face folder; the one that ships is a copy of it.
+shipped policy is a copy of the result, the Hugging Face folder runs/warm_start/policy.
 """
 
 from spell_jax.config import default_supervised_config

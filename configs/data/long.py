@@ -4,10 +4,10 @@
     python -m spell_jax.train --config=configs/reconstruction.py --workdir=DIR \
         --config.data.source=runs/long
 
-PATH has the folders books (.txt files), papers and code (.json or .jsonl files). The text of a
-paper is in the field "text", as in RedPajama's arXiv, and that of a code file in "content", as in
-The Stack. The authors keep the longest 8,000 books, 3,000 papers and 3,000 code files. Provide that
-many, or set algorithm.most_documents.
+PATH has the folders books (.txt files), papers and code (.json or .jsonl files). A paper's text is
+in the field "text", as in RedPajama's arXiv, and a code file's in "content", as in The Stack. The
+authors keep the longest 8,000 books, 3,000 papers and 3,000 code files. Provide as many, or set
+algorithm.most_documents.
 """
 
 from typing import Any

@@ -8,11 +8,11 @@
         --runner=DataflowRunner ...
 
 All paths are your own copies. From Hugging Face: openbmb/Ultra-FineWeb, yale-nlp/DocMath-Eval and
-Qwen/Qwen3-Embedding-8B. Benchmarks, those of Appendix E.2 in the files that spell_jax.evaluate
-reads: LongBench-v2, LongBench's hotpotqa, 2wikimqa and musique, Frames with the texts of its pages
-(ModelScope iic/frames; Google's files have links only), and DocMath-Eval's testmini. Documents and
-questions of all of them are searched for. Every path is required. This config was never run at full
-size, and nothing about it was measured.
+Qwen/Qwen3-Embedding-8B. Benchmarks of Appendix E.2, in the files that spell_jax.evaluate reads:
+LongBench-v2, LongBench's hotpotqa, 2wikimqa and musique, Frames with the texts of its pages
+(ModelScope iic/frames; Google's files have links only), and DocMath-Eval's testmini. The documents
+and questions of every benchmark are searched for. Every path is required. This config was never run
+at full size, and nothing about it was measured.
 
 The paragraphs of a DocMath report are the documents of its cluster; a report of more than 16K
 tokens is removed.
