@@ -1,4 +1,4 @@
-"""A whole step of reinforcement learning in one jitted function, on one device or a mesh of them.
+"""A whole step of reinforcement learning in one jitted function, on one device or a device mesh.
 
     python examples/jitted_step.py --steps=20
 
@@ -82,6 +82,8 @@ def sample(c: Config, params: transformer.Params, questions: QuestionBatch, key)
     prompt, slot = jnp.arange(B) % (B // shards), jnp.arange(N) % (N // shards)  # [B], [N]
     prompt_page, slot_page = 1 + prompt, 1 + B // shards + slot  # page 0 is scratch
     _, kv_heads = kv_cache.head_split(c.mesh, c.policy.heads, c.policy.kv_heads)
+    # A page has P tokens, so an answer (S at most P) fits into one page, and G answers share their
+    # prompt's page. Each shard has a scratch page, for writes of idle slots.
     pool = c.policy.layers, shards + B + N, kv_heads, P, c.policy.head_size, jnp.float32
     state = programs.State(pages.empty_pages(*pool), jnp.zeros((B, D)), (jnp.zeros((N, D)),), ())
     prompt_pages = programs.PromptPages(
@@ -121,6 +123,7 @@ def score(c: Config, truths: list[tuple[str, str]], index, tokens, length) -> np
     index, tokens, length = (np.asarray(x) for x in (index, tokens, length))
     texts = [c.tokenizer.decode(row[:n].tolist()) for row, n in zip(tokens, length, strict=True)]
     question_indices = index.repeat(c.group_size)
+    # The rules parse text, and XLA has no strings: this is the one part that leaves the program.
     rewards = [
         rules.score(text, *truths[i]) for text, i in zip(texts, question_indices, strict=True)
     ]
@@ -131,9 +134,11 @@ def score(c: Config, truths: list[tuple[str, str]], index, tokens, length) -> np
 def loss(params, c: Config, questions: QuestionBatch, answers: Sampled, advantages):
     """Compute the policy-gradient loss for advantages [B, G], a mean over the answers' tokens.
 
-    A row is [prompt | answer 1 | ... | answer G]. Its mask is one number a key, the last query that
-    sees it: an answer sees the prompt and itself, and nothing sees padding (-1).
+    A row is [prompt | answer 1 | ... | answer G].
     """
+    # The prompt is read once for its G answers: P + G S tokens instead of G (P + S). The mask is a
+    # number per key, the last query that sees the key. With the causal order, an answer then sees
+    # the prompt and itself, and no token sees padding (-1).
     B, P, G, S = c.groups, c.prompt_tokens, c.group_size, c.answer_tokens
     p, a = jnp.split(jnp.tile(jnp.arange(P + G * S), (B, 1)), [P], axis=1)  # columns [B, P], [B, A]
     s = (a - P) % S  # number of the token in its answer
@@ -151,6 +156,7 @@ def loss(params, c: Config, questions: QuestionBatch, answers: Sampled, advantag
         )
         logprobs, _ = lm_head.score_tokens(c.policy, params, hidden, source, tokens[:, P:], 1.0)
     old = jax.lax.stop_gradient(logprobs)  # on-policy: the ratio is 1, its gradient is not 0
+    # A mean over all answer tokens of the batch, so a long answer weighs more than a short answer.
     repeated, weights = advantages.repeat(S, axis=1), real / real.sum()
     return policy_loss(logprobs, old, repeated, weights, LossConfig())[0]
 
@@ -160,6 +166,8 @@ def make_step(c: Config, truths: list[tuple[str, str]], params: transformer.Para
     """Return the first state and a jitted (state, questions, key) -> (state, metrics, answers)."""
     optimizer, everywhere = c.optimizer.make(), meshes.replicated(c.mesh)
     state = params, optimizer.init(params)
+    # Without fixed output shardings, the compiler may choose others for the new state, and the next
+    # call would compile the program again.
     places = jax.tree.map(lambda x: x.sharding if x.ndim else everywhere, state)
 
     @functools.partial(jax.jit, donate_argnums=0, out_shardings=(places, everywhere, everywhere))
@@ -168,7 +176,8 @@ def make_step(c: Config, truths: list[tuple[str, str]], params: transformer.Para
         answers = sample(c, params, questions, key)
         like = jax.ShapeDtypeStruct((c.groups, c.group_size), jnp.float32)
         host = functools.partial(score, c, truths)
-        length = jnp.where(answers.stopped, answers.new, 0)  # a cut-off answer is not read
+        # A cut-off answer counts as empty, and the rules give an empty answer the reward 0.
+        length = jnp.where(answers.stopped, answers.new, 0)
         rewards = jax.pure_callback(host, like, questions.index, answers.tokens.id, length)
         advantages = group_advantages(rewards)  # [B, G]
         value, grads = jax.value_and_grad(loss)(params, c, questions, answers, advantages)
