@@ -3,7 +3,7 @@
     python -m launch.aot --config=configs/paper.py:qwen2.5-7b-instruct --topology=v5e-16 \
         [--length=16384] [--phase=all] [--policy=CONFIG.json] [--layers=2] [--config.X=Y ...]
 
-1. The architecture comes from a Hugging Face config.json; those of the paper's models ship. No
+1. The architecture comes from a Hugging Face config.json, which ships for the paper's models. No
    weights are read and no array is allocated: every argument is a shape with a sharding.
 2. The trainer's own Learner and Sampler are built on the config's mesh over the slice's devices.
    Their jitted functions are lowered for P = --length prompt tokens and
@@ -119,7 +119,7 @@ class RunPrograms:
     """The jitted programs of a run, with abstract sharded arguments instead of arrays.
 
     `mesh` may be abstract; `length` is P, at least 1. Training rows have the shape of `bucket`, by
-    default that of one prompt of P tokens with its answers.
+    default one prompt of P tokens with its answers.
     """
 
     def __init__(
@@ -139,9 +139,10 @@ class RunPrograms:
         self.config, self.policy, self.mesh = config, policy, mesh
         self.group = config.algorithm.group_size
         policy.check_length(length + sampling.max_tokens)
+        # Without a shared prefix, each answer has a row of its own.
         answers = sampling.max_tokens * (1 if layout.shared_prefix == "none" else self.group)
         self.bucket = bucket or packing.Bucket(length + answers, answers)
-        budget = max(layout.token_budget, self.bucket.length)
+        budget = max(layout.token_budget, self.bucket.length)  # a micro-batch has a row at least
         self.learner = Learner(
             policy,
             optimizer,
@@ -151,7 +152,7 @@ class RunPrograms:
             sampling.temperature,
             config.policy.compute_dtype,
         )
-        # Any stop token will do: which one it is does not change the program.
+        # Any stop token will do: its id does not change the program.
         self.sampler = Sampler(
             policy,
             dataclasses.replace(sampling, max_prompt=length),
@@ -174,6 +175,7 @@ class RunPrograms:
 
     def _prefill(self) -> Program:
         sampler = self.sampler
+        # The scheduler's own batch of no prompts has the shapes and dtypes of every prefill call.
         scheduler = Scheduler(sampler.shape, sampler.shards)
         prompts: list[Any] = [[]] * sampler.shards
         batch = batching.prompt_pages(scheduler, prompts, sampler.config.max_prompt)
@@ -200,6 +202,7 @@ class RunPrograms:
         return Program(name, tokens, resident, function, (params, state, batch), self.mesh)
 
     def _logprob(self) -> Program:
+        # Recomputed old logprobs and logprobs of a reference model come from this program.
         def score(params, frozen, batch):
             return update.score(self.learner.spec, lora.join(params, frozen), batch)
 
@@ -210,6 +213,8 @@ class RunPrograms:
 
     def _accumulate(self) -> Program:
         learner, batch = self.learner, self._batch()
+        # Only the KL penalty runs the reference inside the update. Preferences and distillation
+        # score it before the first micro-batch.
         reference = self.rollout_params if learner.loss.kl_weight else None
         arguments = (self.trained, self.frozen, self._carry(), batch, reference)
         shape, function = batch.tokens.shape, learner.fns.accumulate
@@ -218,6 +223,7 @@ class RunPrograms:
 
     def _apply(self) -> Program:
         gradients, sums = self._carry()
+        # The state is an argument here. Compute-dtype weights are dropped, and cast anew after it.
         resident = self._copies + bytes_per_chip(self.frozen)
         arguments = (self.state, gradients, sums["loss"])
         return Program("apply", (), resident, self.learner.fns.apply, arguments, self.mesh)
@@ -265,6 +271,7 @@ def bytes_per_chip(tree: Any) -> int:
 
 # ------------------------------------------------------------------------------------ Collectives
 
+# JAX has no interface that lists the collectives of a compiled program, so its HLO text is parsed.
 _KINDS = "all-gather|all-reduce|all-to-all|collective-broadcast|collective-permute|"
 _KINDS += "ragged-all-to-all|reduce-scatter"
 _COMPUTATION = re.compile(r"(?:ENTRY )?%?([\w.\-]+) .*\{\n")
@@ -272,6 +279,7 @@ _COLLECTIVE = re.compile(rf" = (.+?) ({_KINDS})(-start)?\(")
 _CALLEE = re.compile(r"(?:calls|to_apply|body|condition|\w+_computation)=%?([\w.\-]+)")
 _LOOP = re.compile(r"(?:body|condition)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+# Layouts such as {1,0:T(8,128)} and comments hold brackets and commas that are no part of a type.
 _LAYOUT_OR_COMMENT = re.compile(r"\{[^{}\n]*\}|/\*.*?\*/")
 _ROOT_TYPE = re.compile(r"^  ROOT \S+ = ([^(]*)", re.MULTILINE)
 _SHAPE = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,<=]*)\]")
@@ -280,11 +288,9 @@ _SHAPE = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,<=]*)\]")
 def collectives(text: str) -> dict[str, dict[str, int]]:
     """Count the collectives in a compiled program's HLO text: kind -> numbers.
 
-    1. An asynchronous collective counts once, where it starts. A TPU program names it again in
-       every fusion that runs meanwhile.
-    2. A TPU program may express a reduce-scatter as a fusion, named all-reduce-scatter, of an
-       all-reduce and a slice. It counts as a reduce-scatter with the bytes of the slice. An
-       all-reduce followed by a separate slice runs, and counts, as an all-reduce.
+    An asynchronous collective counts once. A fusion of an all-reduce and a slice counts as a
+    reduce-scatter with the bytes of the slice; an all-reduce before a separate slice runs, and
+    counts, as an all-reduce.
 
     The numbers are "count", "bytes" (of the results on one device) and "in_loops" (the part of the
     count inside a loop or in a computation that a loop calls).
@@ -294,6 +300,8 @@ def collectives(text: str) -> dict[str, dict[str, int]]:
     looped = _called(computations, _LOOP.findall(text))
     totals: dict[str, dict[str, int]] = {}
     for name, part in computations.items():
+        # A TPU program names an asynchronous collective again in every fusion that runs meanwhile.
+        # It counts where it starts.
         ongoing = name.startswith("async_collective_fusion") or "AsyncCollectiveDone" in part
         if ongoing and "AsyncCollectiveStart" not in part:
             continue
@@ -301,6 +309,7 @@ def collectives(text: str) -> dict[str, dict[str, int]]:
         for result, kind, start in _COLLECTIVE.findall(plain):
             if start and kind != "all-reduce":  # its result is a tuple (operands, results, ...)
                 result = split_outside_brackets(result[1:-1])[1]
+            # XLA for TPUs writes a reduce-scatter as a fusion of this name.
             if kind == "all-reduce" and name.startswith("all-reduce-scatter"):
                 kind, result = "reduce-scatter", _ROOT_TYPE.findall(plain)[0]
             total = totals.setdefault(kind, {"count": 0, "bytes": 0, "in_loops": 0})
@@ -339,6 +348,7 @@ def _type_bytes(type_text: str) -> int:
     """Count the bytes of all arrays in an HLO type such as (bf16[2,8], f32[])."""
     total = 0
     for name, bits, dims in _SHAPE.findall(type_text):
+        # "<=" marks a dynamic dimension by its bound; a pred takes a byte.
         sizes = [int(size.strip("<=")) for size in dims.split(",") if size]
         total += math.prod(sizes) * (8 if name == "pred" else int(bits)) // 8
     return total
@@ -347,7 +357,7 @@ def _type_bytes(type_text: str) -> int:
 # ----------------------------------------------------------------------------------------- Report
 
 
-def describe(program: Program, hbm: int) -> dict[str, Any]:
+def measure_program(program: Program, hbm: int) -> dict[str, Any]:
     """Compile a program for chips of `hbm` usable bytes; return a JSON-able line, or its error."""
     line: dict[str, Any] = {"phase": PROGRAMS[program.name], "program": program.name}
     line |= {"tokens": program.tokens, "resident": program.resident, "hbm": hbm, "fits": False}
@@ -364,6 +374,7 @@ def describe(program: Program, hbm: int) -> dict[str, Any]:
         return line | {"error": text[:_ERROR_CHARACTERS]}
     line["compile_seconds"] = round(time.monotonic() - clock, 1)
     line["bytes"] = memory_of(compiled)
+    # The compiler knows only the program's own arguments, so what compiles may still not fit.
     line["fits"] = line["bytes"]["peak"] + program.resident <= hbm
     return line | {"collectives": collectives(compiled.as_text() or "")}
 
@@ -383,11 +394,11 @@ def memory_of(compiled: jax.stages.Compiled) -> dict[str, int]:
     return parts | {"peak": min(getattr(stats, "peak_memory_in_bytes", 0) or total, total)}
 
 
-def report(programs: list[Program], hbm: int, where: dict[str, Any]) -> bool:
+def report_programs(programs: list[Program], hbm: int, where: dict[str, Any]) -> bool:
     """Print one JSON line per program, with the fields of `where`; return whether all fit."""
     fits = []
     for program in programs:
-        line = describe(program, hbm)
+        line = measure_program(program, hbm)
         print(json.dumps(where | line), flush=True)
         fits.append(line["fits"])
     return all(fits)
@@ -442,7 +453,7 @@ def main(_) -> None:
     programs = RunPrograms(config, policy, mesh, length)
     where = {"topology": topology.name, "mesh": dict(mesh.shape), "layers": policy.layers}
     entry.setup_done()
-    sys.exit(0 if report(programs.select(flags.FLAGS.phase), topology.hbm, where) else 1)
+    sys.exit(0 if report_programs(programs.select(flags.FLAGS.phase), topology.hbm, where) else 1)
 
 
 if __name__ == "__main__":

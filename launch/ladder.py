@@ -6,8 +6,8 @@
     python -m launch.ladder figure [--runs=DIR] [--out=DIR]
 
 1. `commands` prints one line for each command, in an order in which they may run: the arms of
-   configs/ladder.py for all seeds (its stabilizers for two), with the questions that some of them
-   train on, then cross-play. The runs are below --runs, in ARM/SEED.
+   configs/ladder.py for all seeds (its stabilizers for two), each after its questions, then
+   cross-play. The runs are below --runs, in ARM/SEED.
 2. `questions` writes a file for config.data.questions: the oracle's questions, in equal shares of
    --depths, or the answered questions of a run with their references, in the order of its steps.
 3. `figure` reads the runs and writes OUT/ladder.png and OUT/ladder.json (ladder_figure.py).
@@ -39,7 +39,7 @@ SHALLOW = (1, 2)
 DEPTHS = (1, 2, 3, 4, 5, 6, 7, 8)
 _BATCH = ladder.get_config().algorithm.generation_batch  # questions of a step
 _KNOWN = (*ladder.ARMS, *ladder.STABILIZERS)
-_STREAM = 9  # separates the random stream of questions from those of other generated data
+_STREAM = 9  # separates the random stream of questions from the streams of other generated data
 
 
 def commands(runs: str, seeds: Sequence[int], arms: Sequence[str]) -> list[str]:
@@ -48,6 +48,7 @@ def commands(runs: str, seeds: Sequence[int], arms: Sequence[str]) -> list[str]:
     Arms of ladder.STABILIZERS run with the first two seeds only.
     """
     lines = []
+    # A seed of all arms before the next seed: a comparison that is stopped early has whole seeds.
     for seed, arm in itertools.product(seeds, arms):
         if arm in ladder.STABILIZERS and seed not in seeds[:2]:
             continue
@@ -56,6 +57,7 @@ def commands(runs: str, seeds: Sequence[int], arms: Sequence[str]) -> list[str]:
             path = f"{runs}/questions/{_questions_of(arm)}-{seed}.jsonl"
             flags = f" --config.data.questions={path}"
             if arm.startswith("yoked"):
+                # The shell counts the lines, because the full arm has not run when this is printed.
                 source = f"--run={runs}/full/{seed}"
                 flags += f" --config.steps=$(($(wc -l < {path}) / {_BATCH}))"  # each question once
             else:
@@ -69,7 +71,7 @@ def commands(runs: str, seeds: Sequence[int], arms: Sequence[str]) -> list[str]:
     if "full" in arms:
         lines += _crossplay(f"{runs}/full/{seeds[0]}")
     lines.append(f"python -m launch.ladder figure --runs={runs} --out={runs}")
-    return list(dict.fromkeys(lines))
+    return list(dict.fromkeys(lines))  # both yoked arms train on one file
 
 
 def _questions_of(arm: str) -> str:
@@ -96,6 +98,7 @@ def oracle_questions(depths: Sequence[int], count: int, seed: int) -> Iterator[d
     """Yield `count` questions in equal shares of depths, each with separate documents."""
     (size,) = ladder.get_config().data.tiny.documents
     for index, depth in zip(range(count), itertools.cycle(depths), strict=False):
+        # A generator for each question, so that question i does not depend on --count or --depths.
         rng = np.random.default_rng([seed, index, _STREAM])
         documents = world.make_documents(rng, size)
         question = world.sample_question(rng, documents, depth)
@@ -106,6 +109,7 @@ def run_questions(run: str) -> Iterator[dict[str, Any]]:
     """Yield the answered questions of a run's episodes, with their references, in order."""
     documents: dict[str, Sequence[str]] = {}
     for _, episode in read_episodes(run):
+        # Only the first record of a cluster has its documents (runtime/episodes.py).
         if episode.get("documents"):
             documents[episode["cluster"]] = episode["documents"]
         if episode["answers"]:
@@ -144,14 +148,15 @@ def _write_figure(options: argparse.Namespace) -> None:
     }
     if not arms:
         raise ValueError(f"--runs = {options.runs}: has no run ARM/SEED of an arm of {_KNOWN}")
-    numbers = ladder_figure.measure(arms)
+    numbers = ladder_figure.measure_arms(arms)
     if full := folders["full"]:
         numbers["crossplay"] = ladder_figure.read_crossplay(full[min(full)])
     out = epath.Path(options.out or options.runs)
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / "ladder.json", numbers)
+    # The file of numbers has the stabilizers too; in the figure they would hide the ten arms.
     shown = {arm: runs for arm, runs in arms.items() if arm in ladder.ARMS}
-    ladder_figure.draw(shown, numbers, out / "ladder.png")
+    ladder_figure.draw_figure(shown, numbers, out / "ladder.png")
     print(json.dumps(numbers["areas"], indent=1))
     print(numbers["verdict"])
 

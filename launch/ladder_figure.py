@@ -3,10 +3,10 @@
 1. A run's area is its held-out accuracy, averaged over depths and over the sampled tokens of all
    roles, up to the smallest total of the full arm and its rivals. A run that ends earlier keeps its
    last accuracy. Intervals resample the seeds of an arm (bootstrap, 95 %); differences between arms
-   are those of the same seed.
-2. Self-play wins if the interval of the full arm's area lies above those of the frozen and of the
-   static arm: the threshold that docs/ladder.md stated before any result. With fewer than
-   LEAST_SEEDS seeds of one of them nothing is decided, a check that was added later.
+   are taken seed by seed.
+2. Self-play wins if the interval of the full arm's area lies above the intervals of the frozen and
+   the static arm: the threshold that docs/ladder.md stated before any result. If one of these arms
+   has fewer than LEAST_SEEDS seeds nothing is decided, a check that was added later.
 3. Depths and right references come from the oracle, which reads the episodes of finished runs.
 """
 
@@ -68,7 +68,7 @@ class Curves:
       misread: share of the wrong answers to questions of MIDDLE depths that walk the chain rightly.
       lucky: share of the right answers to such questions that do not.
       chains: for the first and the last 2 * WINDOW steps, the most frequent chain of relations
-        after the first one in questions of MIDDLE depths, its share of them and its solve rate.
+        after the first one in questions of MIDDLE depths, its share of them all and its solve rate.
     """
 
     tokens: np.ndarray
@@ -92,6 +92,8 @@ class Curves:
 
     def area(self, budget: float) -> float:
         """Compute the mean accuracy over all depths and over the tokens from 0 to `budget`."""
+        # Arms sample different numbers of tokens in a step, so a mean over steps would favor arms
+        # with long answers.
         return float(self._accuracy_at(np.linspace(0, budget, 1001)).mean())
 
     def final(self, budget: float) -> float:
@@ -122,7 +124,7 @@ def read_run(folder: pathlib.Path) -> Curves:
         raise ValueError(f"{folder}: has no validation in its metrics; must set validate_every")
     depths = sorted(int(name.removeprefix(_DEPTH)) for name in points[0] if _DEPTH in name)
     entropy, last = {}, np.nan
-    for record in records:  # a step without an update keeps the entropy of the one before
+    for record in records:  # a step without an update keeps the last entropy
         last = record.get("train/entropy/responder", last)
         entropy[record["step"]] = last
     windows: dict[int, list[dict[str, Any]]] = defaultdict(list)
@@ -204,8 +206,10 @@ def _find_chain(episodes: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     return {"relations": chain, "share": share, "rate": float(np.mean(rates[chain]))}
 
 
-def measure(arms: Mapping[str, Mapping[int, Curves]]) -> dict[str, Any]:
+def measure_arms(arms: Mapping[str, Mapping[int, Curves]]) -> dict[str, Any]:
     """Compute the numbers of all arms (seed -> run) as JSON values."""
+    # Areas end where the shortest of the compared runs ends, so that none is extrapolated. Other
+    # arms do not shorten them.
     rivals = [arm for arm in (FULL, *RIVALS) if arm in arms] or [*arms]
     budget = min(float(run.tokens[-1]) for arm in rivals for run in arms[arm].values())
     areas = {arm: {seed: run.area(budget) for seed, run in of.items()} for arm, of in arms.items()}
@@ -213,6 +217,7 @@ def measure(arms: Mapping[str, Mapping[int, Curves]]) -> dict[str, Any]:
 
     def compare(first_arm: str, second_arm: str) -> list[float]:
         first_areas = areas.get(first_arm, {})
+        # Equal seeds have equal clusters and starting policies, so their difference has less noise.
         return [
             first_areas[seed] - area
             for seed, area in areas.get(second_arm, {}).items()
@@ -286,6 +291,7 @@ def verdict(areas: Mapping[str, Mapping[str, float]], runs: Mapping[str, int]) -
     if few_seeds:
         counts = ", ".join(f"{arm} {seeds}" for arm, seeds in few_seeds.items())
         return f"Not decided: fewer than {LEAST_SEEDS} seeds ({counts}): {texts}."
+    # Stricter than an interval of differences above 0: the two intervals must not overlap.
     wins = all(areas[FULL]["low"] > areas[arm]["high"] for arm in RIVALS)
     return f"Self-play {'wins' if wins else 'does not win'}: {texts}."
 
@@ -307,7 +313,7 @@ def read_crossplay(run: pathlib.Path) -> dict[str, dict[str, float]]:
     return shares
 
 
-def draw(
+def draw_figure(
     arms: Mapping[str, Mapping[int, Curves]], numbers: Mapping[str, Any], path: epath.Path
 ) -> None:
     """Draw the figure as a PNG file: a panel for each measure, a line for each arm."""

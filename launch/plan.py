@@ -3,10 +3,10 @@
     python -m launch.plan --config=configs/paper.py:qwen2.5-7b-instruct --topology=v5e-64 \
         --length=131072 [--policy=CONFIG.json] [--config.X=Y ...]
 
-1. The programs are those of aot.py, built on an abstract mesh, so libtpu is not needed.
+1. The programs are aot.py's, built on an abstract mesh, so libtpu is not needed.
 2. A program's arguments and the memory resident besides them are exact: bytes of sharded shapes.
-3. Its temporaries are estimated from shapes. The factors were fitted to compiler results for the
-   rows in docs/long_context.md; every program's peak is within 25 % of them.
+3. Its temporaries are estimated from shapes. The factors were fitted to the compiler's results in
+   docs/long_context.md, and every program's peak is within 25 % of its result.
 4. If everything fits, the largest batches that fit are printed, else the changes that help. The
    exit status is 0 or 1.
 
@@ -64,13 +64,15 @@ class _Temporaries:
         self.rows = rows // meshes.row_shards(mesh)
         self.tokens = self.rows * self.row_tokens // self.context
         tensor, self.expert_shards = mesh.shape[meshes.TENSOR], mesh.shape[meshes.EXPERT]
+        # What does not divide over `tensor` is repeated on each of its chips.
         self.heads, kv_heads, self.feed_forward, self.vocab = (
             size // tensor if size % tensor == 0 else size
             for size in (c.heads, c.kv_heads, c.feed_forward, c.vocab_size)
         )
         self.query_width, self.key_width = self.heads * c.head_size, kv_heads * c.head_size
         shards = mesh.shape["fsdp"] * self.context
-        # A product is split if each weight shard is a multiple of 16 wide, that is whole registers.
+        # XLA splits a product, to overlap its gather, if each weight shard is a multiple of 16
+        # wide, that is, whole registers.
         self.overlapped = c.width % shards == 0 and c.width // shards % 16 == 0
 
     def per_token(self, count: float) -> int:
@@ -95,6 +97,7 @@ class _Temporaries:
 
     def keys(self) -> int:
         """Count bytes of K and V on a chip at once: a whole row, or two shards of a ring."""
+        # A ring holds the present shard and receives the next one.
         share = 2 / self.context if self.policy.ring and self.context > 1 else 1
         rows = self.rows if self.context > 1 else 1
         return int(rows * self.row_tokens * share) * 2 * self.key_width * self.itemsize
@@ -106,10 +109,12 @@ class _Temporaries:
     def saved(self) -> int:
         """Count the bytes of the activations that all layers save for the backward pass."""
         width, queries = self.policy.width, self.query_width
+        # Results of q, k, v, o, down, gate and up.
         products = queries + 2 * self.key_width + 2 * width + 2 * self.feed_forward
         by_remat = {
-            "offload": 0.0,
+            "offload": 0.0,  # a layer's input goes to the host's memory
             "block": width,
+            # Also attention's result, and its float32 log-sum-exp of each head.
             "attention": width + queries + self.heads * 4 / self.itemsize,
             "dots": width + products,
             "none": 2 * width + 2 * queries + 2 * products + 2 * self.feed_forward,
@@ -118,6 +123,7 @@ class _Temporaries:
 
     def forward(self) -> int:
         """Estimate the peak temporaries of a layer's forward pass."""
+        # Fitted: about a third of a layer's gathered weights is in memory at once.
         attention = self.keys() + self.per_token(3 * self.query_width) + self.layer() // 3
         if self.policy.experts:
             return max(attention, self.experts() + self.pairs(2 * self.policy.width) + self.layer())
@@ -135,13 +141,14 @@ class _Temporaries:
             sums = self.experts() * 4 // self.itemsize
             pairs = self.pairs(5 * width + 3 * self.feed_forward)
             return max(attention, kept_bytes + self.experts() + sums + pairs + self.layer())
-        gradient = width * self.feed_forward * 4
+        gradient = width * self.feed_forward * 4  # float32, of one matrix before its reduce-scatter
         feed_forward = self.per_token(5 * self.feed_forward) + self.layer() + gradient
         return max(attention, kept_bytes + feed_forward)
 
     def head(self, answers: int) -> int:
         """Estimate the LM head's peak: answer states, a slice of logits and weights, gradients."""
         device_answers = self.rows * answers // self.context
+        # lm_head.py computes slices of at most 2^26 float32 logits, and at least 128 table rows.
         slices = 3 * min(2**26, max(device_answers * self.vocab, 128 * device_answers)) * 4
         return (
             slices + (self.rows * answers + 3 * device_answers) * self.policy.width * self.itemsize
@@ -174,6 +181,7 @@ def _temporaries(programs: aot.RunPrograms, program: aot.Program) -> dict[str, i
 def _arguments_and_resident(programs: aot.RunPrograms, program: aot.Program) -> dict[str, int]:
     """Compute the exact bytes of a program's arguments and of resident memory, by PARTS."""
     count, state, arguments = aot.bytes_per_chip, programs.state, program.arguments
+    # The state is an argument of `apply`, and resident during every other program.
     masters = count(state.params)
     optimizer = count((state.opt_state, state.step, state.skipped))
     parts = {"masters": masters, "optimizer": optimizer}
@@ -211,8 +219,8 @@ def needs(programs: aot.RunPrograms) -> list[Need]:
 class MemoryPlan:
     """Memory plan of a run on a slice: needs, largest batches that fit, and changes that help.
 
-    The arguments are those of aot.RunPrograms, with the slice for the mesh. Raises ValueError if a
-    field is invalid or the mesh does not match the slice.
+    The arguments equal aot.RunPrograms's, with the slice for the mesh. Raises ValueError if a field
+    is invalid or the mesh does not match the slice.
     """
 
     def __init__(
@@ -302,6 +310,7 @@ class MemoryPlan:
             yield {"optimizer.offload": True}
         if sizes["context"] > 1 and not c.policy.ring:
             yield {"policy.ring": True}
+        # Chips move to `context`, which splits the activations of a single row.
         for axis in ("data", "fsdp", "expert"):
             for factor in (2**i for i in range(1, sizes[axis].bit_length())):
                 if sizes[axis] % factor == 0:
@@ -322,7 +331,7 @@ def table(plan: MemoryPlan) -> str:
     return "\n".join(lines)
 
 
-def describe(plan: MemoryPlan) -> str:
+def describe_plan(plan: MemoryPlan) -> str:
     """Format the whole report of a plan."""
     lines = [
         topologies.describe(plan.topology, plan.programs.mesh),
@@ -362,15 +371,15 @@ def main(_) -> None:
     flag_values = flags.FLAGS
     config, policy, topology, length = aot.read_flags(topologies.A100_NODE, *topologies.GPUS)
     if flag_values.time:
-        step_time.check(config)
+        step_time.read_spell_config(config)
         sizes: dict[str, Any] = {name: flag_values[name].value for name in _WORKLOAD}
         work = step_time.workload(config, length, **sizes)
         plan = MemoryPlan(config, policy, topology, length)
-        print(step_time.describe(plan.programs, topology, work))
+        print(step_time.describe_step(plan.programs, topology, work))
         print("Memory: " + ("all programs fit" if plan.fits else "too much (run without --time)"))
         return
     plan = MemoryPlan(config, policy, topology, length)
-    print(describe(plan))
+    print(describe_plan(plan))
     sys.exit(0 if plan.fits else 1)
 
 

@@ -3,7 +3,7 @@
     python -m launch.random_policy --shape=CONFIG.json --tokenizer=FOLDER --out=DIR \
         [--set hidden_size=64 num_hidden_layers=2 ...]
 
-CONFIG.json is a Hugging Face config; --set changes fields of it. Such a policy can test a config
+CONFIG.json is a Hugging Face config; --set changes its fields. Such a policy can test a config
 without downloading the model: whether it compiles and fits a machine, how fast it is, and whether
 metrics, checkpoints and export work.
 """
@@ -48,10 +48,12 @@ def make(
             raw[field] = json.loads(value)
         except ValueError as error:
             raise ValueError(f"set = {change!r}: its value is not JSON ({error})") from error
+    # Mistakes in the arguments show before this line; making the mesh opens the devices.
     policy, mesh = PolicyConfig.from_hf(raw), meshes.make_mesh()
     words = tokenizers.load(tokenizer)
     entry.setup_done()
     shapes, axes = transformer.abstract_params(policy)
+    # Jitted with output shardings, so that no device ever holds the whole policy.
     init = jax.jit(
         lambda key: transformer.init(policy, key),
         out_shardings=meshes.shardings(mesh, axes, shapes),

@@ -2,8 +2,8 @@
 
 1. Every question is a coroutine that asks as algorithms/spell/algorithm.py does: a question, an
    answer without documents, the frozen reader's answers, G answers, their verdicts.
-2. The sampler's own scheduler plans the calls: shared prefixes, pages, slots and refills are those
-   of a run (sampler/session.py), and so are the numbers of prefill calls and decode passes.
+2. The sampler's own scheduler plans the calls. Shared prefixes, pages, slots and refills equal a
+   run's (sampler/session.py), and so do the numbers of prefill calls and decode passes.
 3. Answers have random lengths, geometric up to the cap. Tokens are dummies that are equal only
    where prompts share a prefix.
 """
@@ -52,6 +52,7 @@ class Workload:
     rounds: int = 1
 
     def __post_init__(self):
+        # A responder's prompt ends with the question, and its documents are at least as long.
         check_least(self, "", prompt=2 * QUESTION, tokens=1, verdict_tokens=1, rounds=1)
         for name in ("shown", "answered"):
             if not 0 < getattr(self, name) <= 1:
@@ -64,8 +65,8 @@ class AgentCounts:
 
     requests: int = 0
     calls: float = 0.0  # prefill calls
-    prompt_tokens: int = 0  # read by prefill: not those of shared pages
-    # Pairs of a prompt token and a key that it attends to. Row shards wait for the busiest one: a
+    prompt_tokens: int = 0  # read by prefill; tokens of shared pages are not read again
+    # Pairs of a prompt token and a key that it attends to. Row shards wait for the busiest shard: a
     # call counts as if all had as many.
     prompt_pairs: float = 0.0
     prompt_keys: int = 0  # keys that prefill reads: those before the end of a page, once a page
@@ -87,6 +88,7 @@ class QuestionCoroutines:
 
     def _text(self, tokens: int, *name: object) -> np.ndarray:
         """Return dummy tokens: equal for equal names, and different for different names."""
+        # The scheduler compares token ids to find shared prefixes, and reads nothing else of them.
         number = self._numbers.setdefault(name, len(self._numbers))
         return np.full(tokens, number, np.int32)
 
@@ -106,6 +108,7 @@ class QuestionCoroutines:
     def is_answered(self, item: int) -> bool:
         """Return whether a question passes the filters: a share `answered` does, evenly spread."""
         share = self.work.answered
+        # In float64, .29 * 100 is below 29: 1e-9 lifts such products to their integer.
         return int((item + 1) * share + 1e-9) > int(item * share + 1e-9)
 
     def propose(self, item: int) -> Generator[Call]:
@@ -141,7 +144,7 @@ class QuestionCoroutines:
         return [all_parts]
 
 
-def count(
+def count_calls(
     config: SpellConfig, sampling: SamplerConfig, shape: ShardShape, shards: int, work: Workload
 ) -> dict[str, AgentCounts]:
     """Count the calls of one round, by agent.
@@ -156,7 +159,8 @@ def count(
             for coroutine in map(stage, range(config.generation_batch))
         )
         while any(call for _, call in waiting):
-            # One model at a time, as RolloutWorker serves them.
+            # One model at a time, as RolloutWorker serves them: the frozen reader has weights and
+            # keys of its own.
             first = next(call for _, call in waiting if call)[0][0] == READER
             session = _Session(sampling, shape, shards, work, rng, counts_by_agent)
             later = deque(pair for pair in waiting if pair[1] and is_reader(pair[1]) != first)
@@ -205,6 +209,8 @@ class _Session:
             cap, mean = self._sampling.max_tokens, self._work.tokens
             if agent == "verifier":
                 cap, mean = self._sampling.max_verdict_tokens, self._work.verdict_tokens
+            # A stop token of constant probability gives geometric lengths, with a long tail that
+            # keeps slots busy.
             lengths = self._rng.geometric(1 / mean, group) if mean < cap else np.full(group, cap)
             options = self._sampling.options(cap)
             key = np.zeros(2, np.uint32)
@@ -264,6 +270,8 @@ class _Session:
         if not left:  # all wait for pages
             return
         most_idle = most_idle_passes(len(left)) if scheduler.has_queued(lane) else NO_LIMIT
+        # The device ends a call when idle slots have lost half a pass of all slots, so that they
+        # are refilled (docs/sampler.md). Here the passes until then follow from the lengths.
         tokens_left = np.array([tokens for *_, tokens in left])
         steps = min(decode_tokens, tokens_left.max())
         # Slot passes lost after each number of passes, the next pass included.
@@ -273,7 +281,8 @@ class _Session:
         sampled = [(number, sequence, min(tokens, steps)) for number, sequence, tokens in left]
         self._running.append((lane, sampled))
         total = sum(new for *_, new in sampled)
-        longest: Counter = Counter()  # prompt -> steps in which a sample of it is decoded
+        # A pass reads a prompt's keys once for all its samples.
+        longest: Counter = Counter()  # prompt -> steps in which one of its samples is decoded
         for _, sequence, new in sampled:
             agent_counts = self._counts_by_agent[sequence.prefilled.request.agent]
             answer_keys = new * (new + 1) // 2 + new * sequence.count

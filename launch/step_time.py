@@ -93,11 +93,11 @@ SHARES = {
     "v5p": _tpu(0.654),
     "v6e": _tpu(0.455),
     # Megatron-LM trains a trillion parameters with 52 % of the peak of 3,072 A100 (Narayanan et
-    # al., arXiv 2104.04473, abstract). The others are assumed.
+    # al., arXiv 2104.04473, abstract). The other shares are assumed.
     "a100": Shares(0.5, 0.52, _DECODE, _ATTENTION, _MEMORY, 0.65, _EXPERTS, 2e-6),
 }
 # Measured on an H200 (docs/performance.md): prefill of 1.5B, the update of 7B with remat "block",
-# and the mean of attention forward and backward, over 989 TFLOP/s. The others are assumed.
+# and the mean of attention forward and backward, over 989 TFLOP/s. The other shares are assumed.
 SHARES |= dict.fromkeys(
     ("h100", "h200"), Shares(0.41, 0.53, _DECODE, 0.37, _MEMORY, 0.65, _EXPERTS, 2e-6)
 )
@@ -107,7 +107,7 @@ SHARES |= dict.fromkeys(
 
 
 class Machine(NamedTuple):
-    """Peaks of a chip, and what programs reach of them."""
+    """Peaks of a chip, and the shares that programs reach."""
 
     peaks: Peaks
     shares: Shares
@@ -133,12 +133,12 @@ class Seconds(NamedTuple):
     memory: float
     link: float
     # Whether links work meanwhile: gathers of weights do. In decoding, each product waits for the
-    # sum of the one before.
+    # sum of the product before.
     is_hidden: bool = True
 
     @property
     def total(self) -> float:
-        chip = max(self.compute, self.memory)
+        chip = max(self.compute, self.memory)  # memory and matrix units work at the same time
         return max(chip, self.link) if self.is_hidden else chip + self.link
 
     @property
@@ -158,7 +158,7 @@ class Phase(NamedTuple):
 # -------------------------------------------------------------------------------------------- Step
 
 
-def check(config: Config) -> SpellConfig:
+def read_spell_config(config: Config) -> SpellConfig:
     """Return the algorithm's config; ValueError if the algorithm is not SPELL."""
     algorithm = registry.read_algorithm(config.algorithm)
     if type(algorithm) is not SpellConfig:
@@ -182,12 +182,12 @@ def workload(
 
 def phases(programs: aot.RunPrograms, topology: topologies.Topology, work: Workload) -> list[Phase]:
     """Estimate the phases of a step on a slice or node, in the order of the table."""
-    algorithm, chip = check(programs.config), machine(topology)
+    algorithm, chip = read_spell_config(programs.config), machine(topology)
     itemsize, is_tpu = programs.learner.compute_dtype.itemsize, bool(topology.layout)
     dimensions = len(topology.shape)
     counts = ProgramCounts(programs.policy, programs.mesh, itemsize, is_tpu, dimensions)
     sampler = programs.sampler
-    counts_by_agent = rollout_calls.count(
+    counts_by_agent = rollout_calls.count_calls(
         algorithm, sampler.config, sampler.shape, sampler.shards, work
     )
     call_tokens = sampler.shards * sampler.shape.tasks * sampler.shape.page_size
@@ -214,6 +214,7 @@ def phases(programs: aot.RunPrograms, topology: topologies.Topology, work: Workl
     if loss.needs_reference:
         add("reference logprobs", "update", calls, forward)
     add("update", "update", calls, update)
+    # One cast for the rollout, and one for each mini-batch, whose weights differ.
     steps = programs.config.minibatches
     weights = counts.apply().times(steps) + counts.cast().times(1 + steps)
     add("optimizer, cast", "update", steps, weights)
@@ -243,13 +244,14 @@ def micro_batches(
 ) -> Counter[tuple[int, int, float]]:
     """Count micro-batches of the step's update: (tokens, answer slots, mean pairs) -> number.
 
-    Groups are packed as the learner does, into the config's rows; if no row can hold the prompt
+    Groups are packed as the learner packs, into the config's rows; if no row can hold the prompt
     and an answer, into the plan's own rows. All answers have the mean length.
     """
     layout = build(packing.PackingConfig, programs.config.packing, "packing")
     mesh, groups = programs.mesh, training_groups(programs.config, algorithm, work)
     devices = meshes.context_shards(mesh)
     largest, longest = layout.largest(devices), work.prompt + work.tokens
+    # The config's rows may be for other lengths than the assumed ones; the learner would refuse them.
     if longest > largest.length or work.tokens > largest.answers:
         layout = programs.learner.packing
     with_trees = layout.shared_prefix == "tree"
@@ -311,7 +313,7 @@ def machine(topology: topologies.Topology) -> Machine:
     return Machine(topologies.peaks(topology), SHARES[topology.name.partition("-")[0]])
 
 
-def table(step_phases: list[Phase]) -> str:
+def format_phases(step_phases: list[Phase]) -> str:
     """Format one line per phase, and the whole step."""
     names = ("seconds", "share", "bound by", "compute", "memory", "links", "calls")
     lines = [f"{'':24}" + "".join(f"{name:>10}" for name in names)]
@@ -323,7 +325,7 @@ def table(step_phases: list[Phase]) -> str:
     return "\n".join([*lines, f"{'whole step':24}{total_seconds:10.2f}{1:10.1%}"])
 
 
-def describe(programs: aot.RunPrograms, topology: topologies.Topology, work: Workload) -> str:
+def describe_step(programs: aot.RunPrograms, topology: topologies.Topology, work: Workload) -> str:
     """Format the table, the step in which all answers have their caps, and the assumptions."""
     caps = programs.config.sampler
     longest = {"tokens": caps.max_tokens, "verdict_tokens": caps.max_verdict_tokens}
@@ -333,7 +335,7 @@ def describe(programs: aot.RunPrograms, topology: topologies.Topology, work: Wor
     lines = [
         topologies.describe(topology, programs.mesh),
         "",
-        table(phases(programs, topology, work)),
+        format_phases(phases(programs, topology, work)),
         "",
         f"If every answer had {caps.max_tokens} tokens and every verdict "
         f"{caps.max_verdict_tokens}, their caps: {capped_seconds:.0f} s",

@@ -32,6 +32,7 @@ class Topology(NamedTuple):
     accelerator: str  # type of Google Cloud's virtual machines, such as "v5litepod-16"
 
 
+# Slices that Google rents: generations with two physical axes (v5e, v6e) and with three (v4, v5p).
 _FLAT = ((2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
 _CUBES = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4), (4, 4, 4), (4, 4, 8), (4, 8, 8), (8, 8, 8))
 # Generation -> prefix of the accelerator type, units per chip that names count (chips or
@@ -89,8 +90,8 @@ TOPOLOGIES = {topology.name: topology for topology in _slices()}
 # The paper's node, for estimates only: 8 A100 of 80 GB, of which the driver reports 81,251 MiB.
 A100_NODE = Topology("a100-8", "", 8, (8,), 81_251 * 2**20, "")
 # One GPU each, with the memory that the driver offers to a process (H200: measured, by a limit of
-# 128.6 GiB at a share of .92). jax takes 75 % of it at the start of a process, or the share in
-# XLA_PYTHON_CLIENT_MEM_FRACTION.
+# 128.6 GiB at a share of .92). At the start of a process, jax takes 75 % of this memory, or the
+# share in XLA_PYTHON_CLIENT_MEM_FRACTION.
 GPUS = (
     Topology("h100-1", "cuda", 1, (1,), 81_008 * 2**20, ""),
     Topology("h200-1", "cuda", 1, (1,), 143_135 * 2**20, ""),
@@ -151,6 +152,7 @@ def peaks(topology: Topology) -> Peaks:
 def abstract_mesh(topology: Topology, shape: Mapping[str, int]) -> AbstractMesh:
     """Make a mesh without devices; errors as in runtime.mesh.axis_sizes."""
     sizes = meshes.axis_sizes(dict(shape), topology.chips)
+    # Auto axes, as the trainer's own mesh has: shardings are propagated by XLA, not by types.
     return AbstractMesh(sizes, meshes.AXES, axis_types=(AxisType.Auto,) * len(sizes))
 
 

@@ -79,10 +79,12 @@ def call(words: Sequence[str], dry_run: bool = False, limit: float | None = 1800
 
     After `limit` seconds it is killed. None means no limit, and that the output is not captured.
     """
+    # Printed before the call: a log then ends with the call that hangs.
     print(shown := printable(words), flush=True)
     if dry_run:
         return ""
     pipe = subprocess.PIPE if limit else None
+    # In a process group of its own: Ctrl-C reaches this program alone, which then kills gcloud.
     with subprocess.Popen(
         words, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, errors="replace", process_group=0
     ) as process:
@@ -107,26 +109,28 @@ def gcloud(options: Namespace, *words: str, limit: float | None = 1800) -> str:
     return call(command, options.dry_run, limit)
 
 
-def describe(options: Namespace, kind: str) -> dict[str, Any]:
+def query_resource(options: Namespace, kind: str) -> dict[str, Any]:
     """Query the request ("queued-resources") or the node ("tpu-vm"); {} if there is none."""
     try:
         return json.loads(gcloud(options, kind, "describe", options.name, "--format=json") or "{}")
     except CallError as error:
+        # gcloud's manual defines no exit status for a missing resource; the API's error says this.
         if "NOT_FOUND" in str(error):
             return {}
         raise
 
 
-def look(options: Namespace) -> tuple[str, str, int]:
+def query_slice(options: Namespace) -> tuple[str, str, int]:
     """Query the slice's state, with a description, and its number of workers.
 
     States: "absent" (or deleted), "waiting" (queued, or unusable now), "deleting", "lost", "ready".
     """
-    request, node = describe(options, "queued-resources"), describe(options, "tpu-vm")
+    request, node = query_resource(options, "queued-resources"), query_resource(options, "tpu-vm")
     queued, state = request.get("state", {}).get("state"), node.get("state", "absent")
     text = f"request {json.dumps(request.get('state', 'absent'))}, node {state}"
     if options.dry_run or (queued == "ACTIVE" and state == "READY"):
         return "ready", text, len(node.get("networkEndpoints", ()))
+    # An ACTIVE request has had its node, so a node that is absent now was taken away.
     if queued in LOST or (queued == "ACTIVE" and state in ("absent", *LOST)):
         return "lost", text, 0
     return {None: "absent", "DELETING": "deleting"}.get(queued, "waiting"), text, 0
@@ -143,6 +147,7 @@ def create(options: Namespace) -> None:
 
 
 def delete(options: Namespace) -> None:
+    # --force deletes the node too; without it, the node must be deleted first.
     gcloud(options, "queued-resources", "delete", options.name, "--force")
 
 
@@ -169,7 +174,7 @@ def run(options: Namespace, workers: int) -> None:
     on_all(options, f"start {shlex.quote(options.command)}", workers)
 
 
-def report(options: Namespace, workers: int) -> list[list[str]]:
+def query_workers(options: Namespace, workers: int) -> list[list[str]]:
     """Query host name, state ("idle", "running" or "exited:STATUS") and command of each worker."""
     return [[*words, ""][:3] for words in on_all(options, "report", workers)]
 
@@ -210,6 +215,7 @@ def watch(options: Namespace) -> int:
             delete(options)
         except CallError as error:  # the slice may be usable; otherwise it is lost again
             say(str(error))
+        # A slice lost soon after each start means no capacity: asking more often does not help.
         wait = min(2 * wait, LONGEST_WAIT) if time.monotonic() - since < QUICK else FIRST_WAIT
         restarts += 1
         say(f"restart {restarts} of {options.max_restarts} in {wait} s")
@@ -227,7 +233,7 @@ def use_slice(options: Namespace) -> int:
     while True:
         state = "unknown"
         try:
-            state, text, workers = look(options)
+            state, text, workers = query_slice(options)
             if state == "absent" and requested:  # a preempted slice stays queued as SUSPENDED
                 raise RuntimeError(f"{options.name}: someone else deleted the slice")
             if state == "absent":
@@ -245,8 +251,11 @@ def use_slice(options: Namespace) -> int:
             requested |= state != "deleting"
             failures = 0
         except CallError as error:
+            # A single call may fail in the network, while the started command runs on.
             failures += 1
             say(f"{error}\n(failure {failures} in a row)")
+            # The API calls the node usable, but no worker answers: a new slice is the remedy. If
+            # the API itself fails, a new slice would not help.
             if failures == PATIENCE and started and state == "ready":
                 raise Lost("the workers do not answer") from error
             if failures == PATIENCE:
@@ -256,7 +265,8 @@ def use_slice(options: Namespace) -> int:
 
 def start(options: Namespace, workers: int = 0) -> None:
     """Copy the code and start the command, unless the workers run it already."""
-    running = [words for words in report(options, workers) if words[1] == "running"]
+    running = [words for words in query_workers(options, workers) if words[1] == "running"]
+    # After an interruption, the same `watch` finds the command running and only polls.
     for host, _, command in running:
         if command.split() != options.command.split():
             raise RuntimeError(f"{host} runs another command; watch that, or delete the slice")
@@ -268,7 +278,7 @@ def start(options: Namespace, workers: int = 0) -> None:
 
 def poll(options: Namespace, workers: int = 0) -> int | None:
     """Return the first nonzero exit status or 0 if all workers have one, None if one has none."""
-    states = {host: state for host, state, _ in report(options, workers)}
+    states = {host: state for host, state, _ in query_workers(options, workers)}
     say(", ".join(f"{host} {state}" for host, state in states.items()))
     if idle := [host for host, state in states.items() if state == "idle"]:
         raise Lost(f"on {', '.join(idle)} the command ended without an exit status")
@@ -317,6 +327,7 @@ def parse(words: Sequence[str]) -> Namespace:
         f"--zone={options.zone}",
         *[f"--project={options.project}"] * bool(options.project),
     ]
+    # By slice, so that two launchers on this machine do not overwrite each other's archive.
     options.archive = f"runs/launch/{options.name}.tar.gz"
     return options
 
@@ -339,10 +350,10 @@ def act(options: Namespace) -> int:
     if options.action in ("create", "delete"):
         (create if options.action == "create" else delete)(options)
         return 0
-    state, text, workers = look(options)
+    state, text, workers = query_slice(options)
     say(text)
     if options.action == "status":
-        for words in report(options, workers) if state == "ready" else ():
+        for words in query_workers(options, workers) if state == "ready" else ():
             say(" ".join(words))
     elif state != "ready":
         raise RuntimeError(f"{options.name}: must be ready, but is {state}")

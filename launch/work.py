@@ -1,11 +1,11 @@
 """Operations and bytes of the jitted programs, counted on shapes: the input of step_time.py.
 
 1. `ProgramCounts` of a policy on a mesh: one prefill call, one decode pass, one micro-batch of the
-   update, one application of its gradients. All numbers are those of one chip.
-2. Operations are those of matrix products, 2 per weight and token, with what the backward pass
-   recomputes. tests/launch/test_work.py compares them with XLA's cost analysis.
-3. Memory traffic is that of weights, keys, logits, gradients and optimizer state, and of the
-   activations between products, which XLA fuses: _TOUCHED says how often one is read or written.
+   update, one application of its gradients. All numbers are for one chip.
+2. Operations are matrix products, 2 per weight and token, with what the backward pass recomputes.
+   tests/launch/test_work.py compares them with XLA's cost analysis.
+3. Memory traffic counts weights, keys, logits, gradients, optimizer state, and the activations
+   between products, which XLA fuses: _TOUCHED says how often one is read or written.
 4. The interconnect has the bytes that a chip receives, and the ring hops of collectives that
    nothing can hide.
 """
@@ -26,10 +26,10 @@ from spell_jax.sampler import sampling
 # its input and its result once (XLA fuses norms, biases, RoPE and activations into neighbors).
 _TOUCHED = 2
 # Passes of the sampling over float32 logits and their exponentials [N, V], which no cache holds:
-# two arrays in each bisection of top-p, and about ten outside of it (sampler/sampling.py).
+# two arrays in each bisection of top-p, and about ten elsewhere (sampler/sampling.py).
 _LOGIT_PASSES = 2 * sampling.BISECTIONS + 10
 # Products of queries and keys or values: two forward; backward, the scores again, two gradients of
-# weights and scores, and those of q, k and v. splash.py has two backward kernels, which both
+# weights and scores, and gradients of q, k and v. splash.py has two backward kernels, which both
 # compute scores and gradients of weights.
 FORWARD_PRODUCTS, BACKWARD_PRODUCTS, SPLASH_BACKWARD_PRODUCTS = 2, 5, 7
 # Collectives of a layer in a decode pass with weights split by width, one after the other: sums of
@@ -62,7 +62,7 @@ class ProgramCounts:
       policy: architecture of the policy.
       mesh: a mesh, which may be abstract.
       itemsize: bytes of a number in the compute dtype.
-      splash: whether attention's backward pass is that of splash.py (TPU).
+      splash: whether attention's backward pass is splash.py's (TPU).
       dimensions: physical axes of the slice, which a collective crosses one after the other.
     """
 
@@ -128,7 +128,7 @@ class ProgramCounts:
 
     @property
     def _activations(self) -> float:
-        """Numbers of activations that a token reads or writes in all layers, forward."""
+        """Activation elements read or written per token in a forward pass, over all layers."""
         c = self.policy
         queries, keys = c.heads * c.head_size, c.kv_heads * c.head_size
         mlp = 3 * (c.width + c.feed_forward) * (c.experts_per_token or 1)
@@ -180,7 +180,8 @@ class ProgramCounts:
         attention = c.layers * (self.attention_weights + c.width * c.experts)
         mlp, head = c.layers * self.mlp_weights, c.vocab_size * c.width
         used, read = mlp * (c.experts_per_token or 1), mlp
-        if c.experts:  # read are those that any row selects, if experts are equally likely
+        # An expert is read if any row selects it. All experts are assumed equally likely.
+        if c.experts:
             read *= c.experts * (1 - (1 - c.experts_per_token / c.experts) ** rows)
         products = 2.0 * rows * (attention + (used + head) / expert) / (n * tensor)
         memory = (attention + head + read / expert) * self.itemsize / (n * tensor)
@@ -188,7 +189,7 @@ class ProgramCounts:
         link, hops, group = 0.0, 0.0, n * tensor * expert
         if group > 1:
             queries, keys = c.heads * c.head_size, c.kv_heads * c.head_size
-            # Sums of products over shards of the width (those of experts in float32), and gathers.
+            # Sums of products over shards of the width (float32 for experts), and gathers.
             summed = queries + 2 * keys + 2 * c.feed_forward * (2 * c.experts_per_token or 1)
             gathered = queries + 2 * c.width * tensor
             link = c.layers * rows / tensor * self._received(2 * summed + gathered, n)
@@ -230,8 +231,8 @@ class ProgramCounts:
         """Count the work of a micro-batch's gradient and its sum; arguments as in `forward`."""
         c, chip_tokens = self.policy, tokens / self.chips
         forward, trained = self.forward(tokens, answers, pairs), not c.lora
-        # The gradient of a product's input takes as many operations as the product, that of its
-        # weights too. moe.py computes gate and up again, the head its logits.
+        # The gradients of a product's input and of its weights take as many operations as the
+        # product, each. moe.py computes gate and up again, the head its logits.
         backward = (2 if trained else 1) * 2.0 * self.used_weights * chip_tokens
         if c.experts:
             experts = c.layers * self.mlp_weights * c.experts_per_token
@@ -247,7 +248,8 @@ class ProgramCounts:
         gathered, n = self._held + head, self.width_shards
         link, shape = 2 * forward.link, self.mesh.shape
         if trained:
-            # Chips of `data` have copies of all weights, those of `expert` of all but the experts.
+            # Chips of `data` have copies of all weights, chips of `expert` of all but the experts.
+            # A sum over copies is an all-reduce, twice the bytes of a reduce-scatter.
             experts = c.layers * self.mlp_weights * c.experts
             experts /= shape[meshes.TENSOR] * shape[meshes.EXPERT]
             link += self._received(gathered, n, 4)
@@ -269,7 +271,8 @@ class ProgramCounts:
         return c.layers * (self.attention_weights + mlp), c.remat != "attention"
 
     def apply(self) -> Work:
-        """Count float32 bytes of AdamW: gradient (twice, for the norm), weights and two moments."""
+        """Count the memory traffic of one AdamW step, all float32."""
+        # It reads the gradient twice (norm, update), and reads and writes weights and both moments.
         return Work(memory=self._share(4 * (2 + 2 + 4)))
 
     def cast(self) -> Work:

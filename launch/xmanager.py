@@ -15,7 +15,7 @@
    it resumes from its checkpoint.
 3. The config of every unit is checked before anything starts: fields, types, ranges.
 4. local: the units run one after another, because each may need all devices. If a unit fails, the
-   others still run and the exit status is 1.
+   next unit still runs and the exit status is 1.
 5. vertex: the files tracked by git go into an image based on --base_image, with the accelerator's
    pip extra. The launcher does not wait for the units. Vertex AI's disks do not outlive a job, so
    the workdir and all folders must be in buckets, which are mounted under /gcs/.
@@ -101,10 +101,12 @@ def work_units(
     `workdir` is the experiment's. `overrides` are flags for all units; ValueError if a flag is not
     --config.a.b=value, or if the flag's field is swept.
     """
+    # Of two equal flags the last wins: an override of a swept field would be ignored silently.
     _check_overrides(overrides, sweep, "is swept")
     units = []
     for index, values in enumerate(itertools.product(*sweep.values())):
         settings = [f"{field}={value}" for field, value in zip(sweep, values, strict=True)]
+        # The index keeps names apart that are equal once they are cut and replaced.
         name = re.sub(r"[^\w.=+-]+", "_", "-".join([f"{index:03}", *settings]))[:_LONGEST_NAME]
         run = (f"--config={config}", f"--workdir={workdir.rstrip('/')}/{name}")
         units.append(
@@ -152,6 +154,7 @@ def read_config(unit: WorkUnit) -> Config:
     file = first.removeprefix("--config=")
     if not pathlib.Path(file.partition(":")[0]).is_file():
         raise ValueError(f"config = {file!r}: must be a file of configs/")
+    # Fields are looked up first, so that an error lists the fields of the section.
     config = _parse(first)
     for flag in override_flags:
         field, _, value = flag.removeprefix("--config.").partition("=")
@@ -165,6 +168,7 @@ def read_config(unit: WorkUnit) -> Config:
 
 
 def _parse(*config_arguments: str) -> Config:
+    # Flag values of its own, because absl's global flags hold the launcher's --config.
     values, arguments = flags.FlagValues(), ["launch.xmanager", *config_arguments]
     config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=arguments)
     try:
@@ -174,7 +178,7 @@ def _parse(*config_arguments: str) -> Config:
         raise ValueError(f"{' '.join(config_arguments)}: {error}") from error
 
 
-def check(config: Config, executor: str) -> None:
+def check_config(config: Config, executor: str) -> None:
     """Check everything that can be checked without devices; buckets (vertex) are not read.
 
     Raises ValueError (field, value and remedy), or FileNotFoundError for a missing folder or file.
@@ -232,6 +236,7 @@ def requirements(executor: str, accelerator: str, cpu: int, ram_gib: int) -> dic
 @contextlib.contextmanager
 def copied_checkout() -> Iterator[pathlib.Path]:
     """Yield a temporary copy of the files tracked by git, with their current contents."""
+    # Tracked files alone: runs and virtual environments do not belong in an image.
     command = ["git", "-C", str(CHECKOUT), "ls-files", "-z"]
     names = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split("\0")
     with tempfile.TemporaryDirectory() as folder:
@@ -252,6 +257,7 @@ def packageable(
     none). Without a checkout, the trainer runs here with this Python.
     """
     if checkout is None:
+        # A binary, not a container: a local run uses this Python's packages and devices.
         binary, local = xm.Binary(path=sys.executable), xm_local.Local.Spec()
         arguments = ["-m", "spell_jax.train"]
         return xm.Packageable(executable_spec=binary, executor_spec=local, args=arguments)
@@ -270,7 +276,7 @@ def packageable(
     return xm.Packageable(executable_spec=spec, executor_spec=xm_local.Vertex.Spec())
 
 
-async def run(
+async def run_units(
     title: str, executor: str, units: Sequence[WorkUnit], resources: dict[str, int], base_image: str
 ) -> list[tuple[str, str]]:
     """Package the trainer and run the units in order; return (name, error) of failed ones.
@@ -305,7 +311,7 @@ async def run(
     return failed
 
 
-def plan(flag_values: Any, overrides: Sequence[str]) -> tuple[list[WorkUnit], dict[str, int]]:
+def plan_units(flag_values: Any, overrides: Sequence[str]) -> tuple[list[WorkUnit], dict[str, int]]:
     """Make and check the work units and their machine requirements from the launcher's flags."""
     if flag_values.executor == "vertex" and not flag_values.workdir.startswith(MOUNT):
         raise ValueError(
@@ -324,8 +330,9 @@ def plan(flag_values: Any, overrides: Sequence[str]) -> tuple[list[WorkUnit], di
         units = work_units(
             flag_values.config, flag_values.workdir, parse_sweep(flag_values.sweep), overrides
         )
+    # All before the first: a mistake in the last unit must not show after hours of the others.
     for unit in units:
-        check(read_config(unit), flag_values.executor)
+        check_config(read_config(unit), flag_values.executor)
     return units, requirements(
         flag_values.executor, flag_values.accelerator, flag_values.cpu, flag_values.ram_gib
     )
@@ -333,11 +340,13 @@ def plan(flag_values: Any, overrides: Sequence[str]) -> tuple[list[WorkUnit], di
 
 def main(argv: Sequence[str]) -> None:
     flag_values = flags.FLAGS
-    units, resources = plan(flag_values, argv[1:])
+    units, resources = plan_units(flag_values, argv[1:])
     entry.setup_done()
     swept = f"{pathlib.Path(flag_values.config or '').stem} {' '.join(flag_values.sweep)}".strip()
     title = flag_values.experiment or swept
-    failed = asyncio.run(run(title, flag_values.executor, units, resources, flag_values.base_image))
+    failed = asyncio.run(
+        run_units(title, flag_values.executor, units, resources, flag_values.base_image)
+    )
     for name, error in failed:
         print(f"{name} failed: {error}", file=sys.stderr)
     print(
@@ -349,6 +358,7 @@ def main(argv: Sequence[str]) -> None:
 
 def parse_flags(argv: Sequence[str]) -> list[str]:
     """Parse the launcher's and XManager's flags; --config.* flags are left for the units."""
+    # absl would refuse --config.FIELD, because this program defines --config as a plain string.
     of_config = [flag for flag in argv if flag.startswith("--config.")]
     launcher_flags = [flag for flag in argv if not flag.startswith("--config.")]
     return flags.FLAGS(launcher_flags) + of_config

@@ -69,7 +69,7 @@ class TableRow(NamedTuple):
     Attributes:
       name: name, as in the paper.
       paper: the paper's number for each column; None: not in its text.
-      run: run whose policy is measured; None: no training.
+      run: run that trains the measured policy; None: no training.
       folder: name of the row's folder, if there is no run.
       evaluations: commands that measure it.
       reason: reason that it cannot be run here.
@@ -108,7 +108,7 @@ class Experiment(NamedTuple):
       title: subject.
       columns: columns.
       rows: rows; none: the experiment has no command.
-      curves: metrics whose curves over the steps the figure shows.
+      curves: metrics that the figure shows over the steps.
       paper: the paper's main numbers.
       tiny: numbers of the same comparison at tiny scale, with a link.
       note: departures, or the reason that there is no command.
@@ -126,6 +126,7 @@ class Experiment(NamedTuple):
     @property
     def runs(self) -> list[PaperRun]:
         """Runs of all rows, each once."""
+        # Rows that measure one policy in several ways share its run.
         return list({row.run.name: row.run for row in self.rows if row.run}.values())
 
 
@@ -168,11 +169,12 @@ class Score(NamedTuple):
 
 
 class Mean(NamedTuple):
-    """The mean of several numbers, None if one of them is missing."""
+    """The mean of several numbers, None if a number is missing."""
 
     sources: tuple[NumberSource, ...]
 
     def read(self, folder: epath.Path) -> float | None:
+        # A mean of fewer benchmarks would not compare with the paper's mean.
         values = [source.read(folder) for source in self.sources]
         present_values = [value for value in values if value is not None]
         return statistics.fmean(present_values) if len(present_values) == len(values) else None
@@ -195,6 +197,7 @@ class MetricMean(NamedTuple):
         if not (folder / METRICS_FILE).exists():
             return None
         metrics: list[Any] = [record.get(self.metric) for record in read_metrics(folder)]
+        # Steps without the metric, such as steps between two validations, do not count.
         values = [value for value in metrics if is_finite(value)]
         window = values[-STEPS:] if self.is_last else values[:STEPS]
         return self.scale * statistics.fmean(window) if window else None

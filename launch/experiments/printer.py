@@ -10,6 +10,7 @@ from etils import epath
 from launch.experiments import registry
 from launch.experiments.experiment import BENCHMARKS, DATA, MODELS, Experiment, TableRow, join
 
+# Benchmarks of a family are read from one folder, so the overview lists the folder once.
 _FAMILIES = ("helmet", "mrcr", "needle", "ruler")
 
 
@@ -25,6 +26,7 @@ def commands(experiment: Experiment, workdir: str, inputs: str) -> list[str]:
     if experiment.curves:
         folders = ",".join(join(workdir, run.name) for run in experiment.runs)
         lines.append(_line("spell_jax.report", f"--workdir={folders}"))
+    # Several rows may evaluate the same policy with the same command.
     return list(dict.fromkeys(lines))
 
 
@@ -97,6 +99,7 @@ def overview(experiments: Sequence[Experiment]) -> str:
         files = [
             dict.fromkeys(n for row in experiment.rows for n in needs(row, kind)) for kind in kinds
         ]
+        # All slices are v5p, so the number after "v5p-" orders them.
         slices = sorted({run.topology for run in experiment.runs}, key=lambda name: int(name[4:]))
         chips = " to ".join(dict.fromkeys((slices[0], slices[-1]))) if slices else ""
         if any(files):

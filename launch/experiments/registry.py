@@ -41,7 +41,7 @@ from launch.experiments.experiment import (
 FOLDER = pathlib.Path(__file__).with_name("papers")
 FILES = ("spell.toml", "eapo.toml", "reconstruction.toml")
 _STEPS = {"first": False, "last": True}
-# Names that stand for other texts: in runs, in command lines, and those that printing replaces.
+# Names that stand for other texts: in runs, in command lines, and names that printing replaces.
 _RUN_NAMES, _COMMAND_NAMES, _PRINTED = ("model", "repository"), ("policy",), ("inputs", "folder")
 
 
@@ -81,7 +81,7 @@ class RunTemplate:
 
 @dataclasses.dataclass(frozen=True)
 class ColumnEntry:
-    """A column: a score, a metric, right answers, a mean of columns, or none of them.
+    """A column: a score, a metric, right answers, a mean of columns, or a title alone.
 
     Attributes:
       title: title; "": the column's key.
@@ -90,7 +90,7 @@ class ColumnEntry:
       max_input: prompt limit of the score.
       attempts: k of pass@k.
       metric: name in metrics.jsonl.
-      steps: "first" or "last" steps, whose mean the metric's number is.
+      steps: "first" or "last" steps, over which the metric is averaged.
       scale: factor of the metric, such as 100 for percent.
       right: output of spell_jax.generate.
       mean: columns above it in the file.
@@ -116,7 +116,7 @@ class RowEntry:
       name: name, as in the paper.
       paper: the paper's numbers, one for each column; "-" is a number that its text does not have.
       model: model; "": the experiment's.
-      run: run whose policy is measured; "": the model before training.
+      run: run that trains the measured policy; "": the model before training.
       folder: folder of its results without a run; "": the model's repository.
       evaluations: evaluations that measure it; none: the experiment's.
       values: texts for {NAME}.
@@ -145,7 +145,7 @@ class ExperimentEntry:
       model: model of rows that name none.
       columns: keys of the columns.
       evaluations: evaluations of rows that name none.
-      curves: metrics whose curves over the steps the figure shows.
+      curves: metrics that the figure shows over the steps.
       rows: rows; none: there is no command.
     """
 
@@ -176,6 +176,7 @@ class PaperFile:
 # ----------------------------------------------------------------------------------------- Reading
 
 
+# Cached, because every table, test and page asks for all three files.
 @functools.cache
 def papers() -> Mapping[str, tuple[Experiment, ...]]:
     """Read the experiments of all papers, by the paper's title."""
@@ -215,6 +216,8 @@ class _PaperReader:
             self._check_values(model.values, typed_toml.join("models", key))
         names = (*_COMMAND_NAMES, *_PRINTED, *file.values)
         _check_names(file.evaluations, names, "evaluations")
+        # In the file's order: a run may be like a run above it, and a mean may have columns above
+        # it. So there are no cycles to look for.
         self._runs: dict[str, RunTemplate] = {}
         for key, template in file.runs.items():
             self._runs[key] = self._inherited_run(key, template)

@@ -18,7 +18,7 @@ def convert(kind: Any, value: Any, place: str = "") -> Any:
     """Convert a value of a TOML file to a type; ValueError if it has another type.
 
     Args:
-      kind: dataclass, dict[str, X], tuple[X, ...], str, int, float, bool, or a union of these four.
+      kind: dataclass, dict[str, X], tuple[X, ...], str, int, float, bool, or a union of scalars.
       value: value that tomllib read.
       place: keys that lead to the value, for errors.
     """
@@ -31,6 +31,7 @@ def convert(kind: Any, value: Any, place: str = "") -> Any:
     if typing.get_origin(kind) is tuple:
         _check_type(value, list, "an array", place)
         return tuple(convert(arguments[0], x, f"{place}[{n}]") for n, x in enumerate(value))
+    # type(), not isinstance: True is an int to Python, and "steps = true" must be an error.
     kinds = arguments or (kind,)
     if type(value) is int and float in kinds and int not in kinds:
         return float(value)
@@ -77,7 +78,7 @@ def join(place: str, key: str) -> str:
 
 
 def error(place: str, value: Any, remedy: str) -> ValueError:
-    """Make the error of a value, with at most 100 characters of it."""
+    """Make the error of a value; the message has the value's first 100 characters."""
     text = repr(value)
     text = text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 3]}..."
     return ValueError(f"{place} = {text}: {remedy}")

@@ -281,7 +281,7 @@ def test_report_continues_after_a_program_fails_to_compile(capsys):
     programs = make()
     apply = programs.select("update")[1]
     broken = dataclasses.replace(apply, function=jax.jit(lambda *_: 1 / 0))
-    assert not aot.report([broken, apply], 2**30, {"topology": "none"})
+    assert not aot.report_programs([broken, apply], 2**30, {"topology": "none"})
     first, second = map(json.loads, capsys.readouterr().out.splitlines())
     assert not first["fits"] and "ZeroDivisionError: division by zero" in first["error"]
     assert second["fits"] and second["topology"] == "none" and second["program"] == "apply"
@@ -290,7 +290,10 @@ def test_report_continues_after_a_program_fails_to_compile(capsys):
     assert stats["peak"] <= stats["arguments"] + stats["temporaries"] + stats["outputs"]
     assert second["collectives"]["all-reduce"]["count"] >= 1  # the gradient's norm
     least = stats["peak"] + second["resident"]
-    assert aot.describe(apply, least)["fits"] and not aot.describe(apply, least - 1)["fits"]
+    assert (
+        aot.measure_program(apply, least)["fits"]
+        and not aot.measure_program(apply, least - 1)["fits"]
+    )
 
 
 # ----------------------------------------------------------------------------------------- Mistakes

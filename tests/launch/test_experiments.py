@@ -166,7 +166,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize("name", TRAINED)
 def test_every_run_of_an_experiment_is_checked(name, inputs):
     flags = make_flags(config=None, sweep=[], experiment=name, inputs=inputs)
-    units, _ = xmanager.plan(flags, [JUDGE] if name == "spell-table-4" else [])
+    units, _ = xmanager.plan_units(flags, [JUDGE] if name == "spell-table-4" else [])
     assert [unit.name for unit in units] == [run.name for run in registry.find(name).runs]
     for unit, run in zip(units, registry.find(name).runs, strict=True):
         config = xmanager.read_config(unit)
@@ -234,7 +234,7 @@ def test_every_run_of_an_experiment_is_checked_for_vertex(name):
         executor="vertex", workdir="/gcs/b/w", config=None, sweep=[], inputs="/gcs/b"
     )
     flags.experiment = name
-    units, _ = xmanager.plan(flags, [JUDGE] if name == "spell-table-4" else [])
+    units, _ = xmanager.plan_units(flags, [JUDGE] if name == "spell-table-4" else [])
     assert len(units) == len(registry.find(name).runs)
 
 
@@ -273,7 +273,7 @@ def test_experiment_units_have_the_flags_of_their_runs():
 )
 def test_mistakes_about_experiments_are_named(changes, overrides, message):
     with pytest.raises(ValueError, match=message):
-        xmanager.plan(make_flags(**{"config": None, "sweep": []} | changes), overrides)
+        xmanager.plan_units(make_flags(**{"config": None, "sweep": []} | changes), overrides)
 
 
 # ---------------------------------------------------------------------------------------- Commands

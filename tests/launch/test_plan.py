@@ -122,7 +122,9 @@ def test_oversized_plan_suggests_config_changes() -> None:
     assert offloaded.needs[4].total - memory_plan.needs[4].total == pytest.approx(
         2 * masters, rel=1e-6
     )
-    assert "too much" in plan.describe(memory_plan) and "fits" in plan.describe(memory_plan)
+    assert "too much" in plan.describe_plan(memory_plan) and "fits" in plan.describe_plan(
+        memory_plan
+    )
 
 
 @pytest.mark.slow
@@ -139,7 +141,7 @@ def test_largest_batches_fit_and_one_more_row_does_not() -> None:
         bucket = {"packing.buckets": ((49_152, 32_768),)}
         assert memory_plan.changed({field: tokens} | bucket).fits
         assert not memory_plan.changed({field: tokens + rows[field]} | bucket).fits
-    assert f"--config.packing.token_budget={largest['packing.token_budget']}" in plan.describe(
+    assert f"--config.packing.token_budget={largest['packing.token_budget']}" in plan.describe_plan(
         memory_plan
     )
 

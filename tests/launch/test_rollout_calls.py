@@ -36,7 +36,7 @@ WORK = Workload(prompt=160, tokens=12, verdict_tokens=4, answered=1.0)  # all an
 def _count(config: SpellConfig = SPELL, work: Workload = WORK, sampling=SAMPLING, **mesh: int):
     device_mesh = meshes.make_mesh(mesh or {"fsdp": 1}, jax.devices()[: math.prod(mesh.values())])
     shards = meshes.row_shards(device_mesh)
-    return rollout_calls.count(config, sampling, sampling.shape(device_mesh), shards, work)
+    return rollout_calls.count_calls(config, sampling, sampling.shape(device_mesh), shards, work)
 
 
 def test_one_round_asks_as_the_algorithm_does() -> None:

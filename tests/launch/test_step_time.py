@@ -53,7 +53,7 @@ def _total(topology: str, **fields: Any) -> float:
 def test_every_paper_config_has_a_table(model: str) -> None:
     topology = topologies.find("v5p-64")
     programs = _programs(topology.name, model)
-    text = step_time.describe(programs, topology, step_time.workload(programs.config, 4096))
+    text = step_time.describe_step(programs, topology, step_time.workload(programs.config, 4096))
     for role in ("questioner", "no documents", "responder", "verifier"):
         assert f"{role}: prefill" in text and f"{role}: decode" in text
     for word in ("update", "optimizer, cast", "whole step", "their caps", "--answered=0.5"):
@@ -108,19 +108,25 @@ def test_seconds_follow_from_peaks_and_shares() -> None:
 def test_update_is_packed_as_by_the_learner() -> None:
     programs = _programs("v5e-16")
     work = step_time.workload(programs.config, 4096)
-    groups = step_time.training_groups(programs.config, step_time.check(programs.config), work)
+    groups = step_time.training_groups(
+        programs.config, step_time.read_spell_config(programs.config), work
+    )
     roles = [group.name for group in groups]
     # 8 questions, as many bad ones, and one group of verdicts for an eighth of 64 answers.
     assert [roles.count(role) for role in ("responder", "questioner", "verifier")] == [8, 16, 1]
     assert {len(group.samples) for group in groups if group.name == "responder"} == {8}
-    assert sum(step_time.micro_batches(programs, step_time.check(programs.config), work).values())
+    assert sum(
+        step_time.micro_batches(
+            programs, step_time.read_spell_config(programs.config), work
+        ).values()
+    )
 
 
 def test_other_algorithms_are_rejected() -> None:
     from spell_jax.configs import rlvr
 
     with pytest.raises(ValueError, match=r"algorithm.name = 'rlvr': must be 'spell' for --time"):
-        step_time.check(rlvr.get_config())
+        step_time.read_spell_config(rlvr.get_config())
 
 
 def _rows() -> list[list[str]]:

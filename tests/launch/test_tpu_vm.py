@@ -489,7 +489,7 @@ def test_missing_success_line_of_a_worker_is_an_error(cloud):
     """The result does not depend on gcloud's exit status."""
     cloud.main("create")
     with pytest.raises(tpu_vm.CallError, match="report: succeeded on 2 of 3 workers"):
-        tpu_vm.report(tpu_vm.parse(["status", *PLACE]), workers=3)
+        tpu_vm.query_workers(tpu_vm.parse(["status", *PLACE]), workers=3)
 
 
 def test_hanging_call_is_killed_with_its_child_processes(tmp_path):

@@ -152,28 +152,30 @@ def test_missing_config_file_is_reported():
 )
 def test_invalid_value_in_any_section_is_rejected(executor, override):
     with pytest.raises(ValueError, match=override.split("=")[0].replace(".", r"\.")):
-        xmanager.check(xmanager.read_config(one_unit(override)), executor)
+        xmanager.check_config(xmanager.read_config(one_unit(override)), executor)
 
 
 def test_warm_start_config_is_rejected():
     config = xmanager.read_config(one_unit(config="configs/tiny_warm_start.py"))
     with pytest.raises(ValueError, match="algorithm: is missing"):
-        xmanager.check(config, "local")
+        xmanager.check_config(config, "local")
 
 
 def test_folders_must_be_reachable_from_the_executor():
     here = xmanager.read_config(one_unit("policy.folder=no/such"))
     with pytest.raises(FileNotFoundError, match=r"policy\.folder = 'no/such'"):
-        xmanager.check(here, "local")
+        xmanager.check_config(here, "local")
     in_bucket = ("policy.folder=/gcs/b/policy", "data.source=/gcs/b/documents")
-    xmanager.check(xmanager.read_config(one_unit(*in_bucket, config="configs/folder.py")), "vertex")
+    xmanager.check_config(
+        xmanager.read_config(one_unit(*in_bucket, config="configs/folder.py")), "vertex"
+    )
     for override in ("policy.folder=models/x", "data.source=docs", "data.validation=q.jsonl"):
         config = xmanager.read_config(one_unit(override))
         with pytest.raises(ValueError, match=r"must be below /gcs/, for executor = 'vertex'"):
-            xmanager.check(config, "vertex")
+            xmanager.check_config(config, "vertex")
     for override in ("policy.folder=", "data.source="):
         with pytest.raises(ValueError, match=override[:-1] + " = ''"):
-            xmanager.check(xmanager.read_config(one_unit(override)), "vertex")
+            xmanager.check_config(xmanager.read_config(one_unit(override)), "vertex")
 
 
 def test_requirements_use_xmanager_names():
@@ -205,12 +207,12 @@ def make_flags(**changes: Any) -> SimpleNamespace:
 
 
 def test_plan_checks_every_work_unit():
-    units, requirements = xmanager.plan(make_flags(), ["--config.steps=3"])
+    units, requirements = xmanager.plan_units(make_flags(), ["--config.steps=3"])
     assert [unit.name for unit in units] == ["000-seed=0", "001-seed=1"] and requirements == {}
     with pytest.raises(ValueError, match=r"steps = 0"):  # of the last unit
-        xmanager.plan(make_flags(sweep=["steps=2,1,0"]), [])
+        xmanager.plan_units(make_flags(sweep=["steps=2,1,0"]), [])
     with pytest.raises(ValueError, match=r"workdir = 'w': must be below /gcs/"):
-        xmanager.plan(make_flags(executor="vertex"), [])
+        xmanager.plan_units(make_flags(executor="vertex"), [])
 
 
 # ------------------------------------------------------------------------------- With a stand-in
@@ -276,7 +278,7 @@ def launch(
     executor: str, requirements: dict[str, int], **sweep: list[str]
 ) -> list[tuple[str, str]]:
     units = xmanager.work_units(TINY, "w", sweep, [])
-    return asyncio.run(xmanager.run("title", executor, units, requirements, "python:3.12"))
+    return asyncio.run(xmanager.run_units("title", executor, units, requirements, "python:3.12"))
 
 
 def test_local_units_run_sequentially_despite_failures(stand_in):
