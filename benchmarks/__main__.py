@@ -67,6 +67,7 @@ def parse(arguments: Sequence[str]) -> tuple[str, BenchmarkCommand]:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("name", choices=_CLASSES, metavar="NAME")
+    # The first word alone: the other options depend on the benchmark that it names.
     name = parser.parse_args(arguments[:1]).name
     module, _, class_name = _CLASSES[name].rpartition(".")
     benchmark = getattr(importlib.import_module(f"benchmarks.{module}"), class_name)
@@ -75,6 +76,7 @@ def parse(arguments: Sequence[str]) -> tuple[str, BenchmarkCommand]:
         description=benchmark.__doc__,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
+    # A field is a flag, and its annotation the help, so that no option is described twice.
     hints = typing.get_type_hints(benchmark, include_extras=True)
     for field in dataclasses.fields(benchmark):
         of_type, text = typing.get_args(hints[field.name])

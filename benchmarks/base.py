@@ -26,7 +26,8 @@ from spell_jax.sampler.engine import Sampler
 from spell_jax.sampler.requests import Options
 from spell_jax.sampler.session import Session
 
-# Sampling parameters of the benchmarks that measure speed alone.
+# Sampling parameters of the benchmarks that measure speed alone. top_p is the paper's, because its
+# bisection over the logits is part of a decode pass.
 SAMPLING: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95}
 Prompts = list[list[int]]
 
@@ -70,6 +71,7 @@ class PolicyBenchmark(BenchmarkCommand):
                 feed_forward=3 * self.width,
             )
         self.model = dataclasses.replace(model, layers=self.layers or model.layers)
+        # The options become the sizes that are measured, because the line repeats the options.
         self.layers, self.width = self.model.layers, self.model.width
         self.vocab = self.model.vocab_size
 
@@ -94,6 +96,7 @@ class SamplerBenchmark(PolicyBenchmark):
           **sizes: other fields of SamplerConfig.
         """
         mesh = meshes.make_mesh()
+        # Enough for the longest prompt and answer of every slot, even if no prompt is shared.
         pages = pages or slots * sum(-(-n // self.page_size) for n in (prompt, response))
         config = SamplerConfig(
             **SAMPLING,
@@ -118,6 +121,7 @@ def random_params(
     def make(key):
         return jax.tree.map(lambda x: x.astype(dtype), transformer.init(policy, key))
 
+    # Jitted with output shardings, so that no device ever holds the whole policy.
     where = meshes.shardings(mesh or meshes.make_mesh(), axes, shapes)
     return jax.jit(make, out_shardings=where)(jax.random.key(0))
 
@@ -205,4 +209,5 @@ def best_seconds(call: Callable[[], Any], repeats: int) -> float:
         clock = time.perf_counter()
         jax.block_until_ready(call())
         seconds.append(time.perf_counter() - clock)
+    # The fastest call: other work on the machine can only make a call slower.
     return min(seconds)

@@ -46,12 +46,14 @@ class CurveBenchmark(BenchmarkCommand):
 def read_curve(workdir: pathlib.Path, metric: str = "") -> dict[str, Any]:
     """Return steps and accuracies of a run; if it was evaluated, also the interval's half width."""
     lines, half = list(read_metrics(workdir)), None
+    # A run has one of the two metrics. The last name stands in the error if it has neither.
     metric_names = [metric] if metric else METRICS
     name = next(
         (name for name in metric_names if any(name in line for line in lines)), metric_names[-1]
     )
     points = {line["step"]: line[name] for line in lines if name in line}
     file = workdir / "evaluation.json"
+    # Validations during a run write metrics; the evaluations before and after write this file.
     if name == "eval/all" and file.exists():
         reports = json.loads(file.read_text(encoding="utf-8"))
         last = lines[-1]["step"] if lines else 0
@@ -80,6 +82,7 @@ def plot(curves: dict[str, dict[str, Any]], path: pathlib.Path) -> None:
         if half := curve.get("half"):
             low, high = ([y + side * half for y in curve["accuracy"]] for side in (-1, 1))
             axes.fill_between(curve["steps"], low, high, color=line.get_color(), alpha=0.15)
+    # Accuracy from 0 to 1: an axis cut to the data would make small gains look large.
     axes.set(xlabel="updates", ylabel="held-out accuracy", xlim=(0, None), ylim=(0, 1))
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right", fontsize=8)

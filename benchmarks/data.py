@@ -26,7 +26,9 @@ from spell_jax.runtime.run_logger import resident_bytes
 
 VOCABULARY = 50_000
 COPY_EVERY, COPY_OF = 20, 10  # document 20 n + 19 is a copy of document 20 n + 9
-COPIES = (0.85, 0.95)  # limits of a copy's Jaccard similarity to its original
+# Limits of a copy's Jaccard similarity to its original: above dedup's threshold of .8, so that one
+# of both must be removed, and below 1, so that an exact hash does not suffice.
+COPIES = (0.85, 0.95)
 CHUNK = 10_000  # documents written at once, to bound memory
 
 
@@ -44,6 +46,7 @@ def edited_copy(text: str, low: float, high: float, seed: int, shingle_words: in
     words = text.split(" ") if blank else list(text)
     aim = rng.uniform(low, high)
     text_shingles, similarity = signatures.shingles(text, shingle_words), 1.0
+    # One word at a time: an edit that lowers the similarity below `low` is undone.
     for _ in range(1000):
         start = rng.randrange(len(words))
         dropped, put = rng.choice([(1, 1), (1, 0), (0, 1)])
@@ -99,6 +102,8 @@ class Dedup(BenchmarkCommand):
         pairs = [
             ((str(i), f"bench:{i - COPY_OF}"), (str(i - COPY_OF), f"bench:{i}")) for i in copies
         ]
+        # Dedup may keep either of two near duplicates. If both are removed because of each other, a
+        # document is lost.
         removed_copies = sum(
             (removal in near) != (reverse_removal in near) for removal, reverse_removal in pairs
         )
@@ -121,11 +126,13 @@ class Dedup(BenchmarkCommand):
 def write_documents(folder: Path, number: int) -> None:
     """Write a table "documents" of `number` texts in chunks, to bound memory."""
     folder.mkdir(parents=True)
+    # Zipf's law, as in natural text: uniform words would share hardly any shingles, and the band
+    # groups would be too small.
     weights = 1 / np.arange(1, VOCABULARY + 1)
     zipf = np.cumsum(weights / weights.sum())
 
     def words(i: int) -> str:
-        rng = np.random.default_rng(i)
+        rng = np.random.default_rng(i)  # by document, so that a copy can remake its original
         ranks = np.searchsorted(zipf, rng.random(rng.integers(80, 121)))
         return " ".join(f"w{rank}" for rank in ranks)
 
@@ -149,8 +156,8 @@ def write_documents(folder: Path, number: int) -> None:
 class Engine(BenchmarkCommand):
     """Seconds and bytes of one corpus, built with Beam's local runner and with PySparkRunner.
 
-    The corpus is `documents` synthetic texts, 5 % of them edited copies. "equal" compares every
-    file of the result.
+    The corpus is `documents` synthetic texts, of which 5 % are edited copies. "equal" compares all
+    files of the result.
     """
 
     documents: Annotated[int, "synthetic documents of about 100 words"] = 2000

@@ -16,6 +16,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 PEERS = ("easydel", "trl", "tunix")
 # Newest first. EasyDeL refuses 3.14, and spell_jax needs 3.11.
 _PYTHONS = ("3.13", "3.12", "3.11")
+# A side has random weights and prompts, so a request to the hub could only cost time.
 SIDE_VARIABLES = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
@@ -70,7 +71,7 @@ class Environment:
 
 
 def ensure(peer: str, folder: pathlib.Path) -> Environment:
-    """Make the environment of a peer, or return the one in `folder` if its versions fit.
+    """Make the environment of a peer, or return the environment in `folder` if its versions fit.
 
     Args:
       peer: one of PEERS; requirements/peer_NAME.txt has its versions.
@@ -86,6 +87,7 @@ def ensure(peer: str, folder: pathlib.Path) -> Environment:
     python, mark = place / "venv" / "bin" / "python", place / "installed.txt"
     home, log = place / "home", place / "log.txt"
     home.mkdir(exist_ok=True)
+    # The requirements file is the key: a changed version makes the environment anew.
     versions = requirements.read_text(encoding="utf-8")
     if mark.exists() and mark.read_text(encoding="utf-8") == versions and python.exists():
         return Environment(str(python), log, home)
@@ -103,11 +105,12 @@ def ensure(peer: str, folder: pathlib.Path) -> Environment:
 
 
 def find_interpreter() -> str:
-    """Return the newest interpreter of _PYTHONS on PATH; else this process's, if it is one of them.
+    """Return the newest interpreter of _PYTHONS on PATH, or this process's if _PYTHONS has it.
 
     Raises:
-      FileNotFoundError: if there is none.
+      FileNotFoundError: if there is no such interpreter.
     """
+    # Debian's Python may lack ensurepip, and then cannot make a virtual environment.
     code = "import sys, ensurepip; print('%d.%d' % sys.version_info[:2])"
     names = [f"python{version}" for version in _PYTHONS]
     for version, name in zip(_PYTHONS, names, strict=True):
@@ -131,6 +134,7 @@ def _run(
     process = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=env)
     log.write(process.stdout + process.stderr)
     if process.returncode:
+        # The last line of a Python traceback is the error itself.
         last = (process.stderr.strip() or process.stdout.strip() or "no output").splitlines()[-1]
         raise PeerError(
             f"{what} ended with status {process.returncode}: {last}; {path} has the rest"

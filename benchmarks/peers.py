@@ -9,8 +9,8 @@
    recomputes activations or shards anything. Micro-batches have the same groups on both sides,
    unless several prompts are about the same documents: here they are then a tree, and a micro-batch
    has whole trees. Where a peer's step differs in more than speed, its "differences" say how.
-5. Seconds are those of the middle step (by its seconds) of all but the first of a process, in which
-   programs are compiled; of our two processes together.
+5. The middle step is reported: the median by seconds, without the first step of a process, in which
+   programs are compiled. Our two processes count together.
 """
 
 from __future__ import annotations
@@ -87,6 +87,7 @@ class PeersBenchmark(SamplerBenchmark):
             options = dataclasses.asdict(self) | {"policy": str(config)}
             names = {field.name for field in dataclasses.fields(SideOptions)} & set(options)
             peer_options = {name: options[name] for name in names}
+            # Ours before and after the peer: if the machine slows down, our two processes differ.
             first = _play(here, "benchmarks.peers", options)
             peer = _play(environment, f"benchmarks.sides.{self.peer}", peer_options)
             last = _play(here, "benchmarks.peers", options)
@@ -121,6 +122,8 @@ class PeersBenchmark(SamplerBenchmark):
           Fields of Numbers, "prefill_s" of one more set of prompts, and devices. Peak memory is the
           device's, on a CPU the process's.
         """
+        # One bucket that fits a tree exactly, and a pool that fits all prompts and answers: padding
+        # and waiting would be ours alone, since the peers' shapes fit too.
         answers = self.about * self.group * self.response
         documents = self.prompt - self.question
         tree = packing.Bucket(documents + self.about * self.question + answers, answers)
@@ -147,8 +150,10 @@ class PeersBenchmark(SamplerBenchmark):
                 timed_since = began
             if seconds and step > 1 and began - timed_since > seconds:
                 break
+            # New prompts in each step, so that no step can use cached keys.
             prompts = self._prompts(rng)
             session = sampler.start_session(learner.cast(state.params))
+            # The peers sample from the full softmax, so top_p is 1 here too.
             replies = sample_answers(session, prompts, self.group, self.response, step, top_p=1.0)
             pairs = zip(prompts, replies, strict=True)
             groups = [random_group(rng, prompt, reply, "responder") for prompt, reply in pairs]
@@ -195,6 +200,7 @@ def middle_step(*sides: Mapping[str, Any]) -> dict[str, float]:
       The step's seconds "s", and "generate_s" and "update_s" of its parts. An even number of steps
       gives the means of the two middle steps.
     """
+    # A step's parts stay together: medians of the parts need not add up to the median of the whole.
     steps = sorted(_timed(*sides), key=sum)
     middle = steps[(len(steps) - 1) // 2 : len(steps) // 2 + 1]
     generate, update = (statistics.mean(part) for part in zip(*middle, strict=True))
@@ -205,6 +211,7 @@ def compare(
     first: Mapping[str, Any], peer: Mapping[str, Any], last: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Compare the peer's numbers with the numbers of our first and last process, in one line."""
+    # The cheapest sign that both sides play the same architecture.
     if first["parameters"] != peer["parameters"]:
         counts = f"{peer['parameters']:,} weights in the peer, {first['parameters']:,} here"
         raise environments.PeerError(f"{counts}: the policies differ")

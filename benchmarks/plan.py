@@ -28,7 +28,8 @@ from spell_jax.sampler.requests import Options, SampleRequest
 from spell_jax.sampler.scheduler import Scheduler
 
 _GEMM_ROWS = 512  # of the product that measures the peak, as wide as the shape's MLP
-_COPIED = 2**28  # bytes of the array whose copy measures the memory
+# Bytes of the copied array that measures the memory; more than a CPU's caches hold.
+_COPIED = 2**28
 _GROUP = 4  # answers to a prompt
 
 
@@ -43,7 +44,7 @@ class ProgramShape(NamedTuple):
     answer: int = 1  # tokens of each of the prompts' answers
 
 
-# A shape of each phase whose seconds calibrate the model. Its share of the peak depends on the CPU:
+# A shape of each phase, by which the model is calibrated. The share of the peak depends on the CPU:
 # prefill reached .87 of 75 GFLOP/s on one machine, .5 of 450 GFLOP/s on another.
 CALIBRATION = {
     "prefill": ProgramShape("prefill", 384, 3, 1024, 2),
@@ -96,6 +97,7 @@ class PlanBenchmark(BenchmarkCommand):
 
     def _compare(self, shape: ProgramShape, share: float) -> dict[str, Any]:
         bench, peaks, work, measured_s = measurement = self._measure(shape)
+        # One measured share for all operations; one device has no links.
         shares = Shares(*[share] * 4, memory=1.0, link=1.0, experts=1.0, hop_s=0.0)
         predicted = Machine(peaks, shares).seconds(shape.phase, work)
         return {
@@ -126,6 +128,7 @@ class PlanBenchmark(BenchmarkCommand):
     def _peaks(self, bench: SamplerBenchmark) -> Peaks:
         width, wide = bench.model.width, bench.model.feed_forward
         a, b = jnp.ones((_GEMM_ROWS, width)), jnp.ones((width, wide))
+        # By shape: the rate of a product depends on its width.
         product, add = jax.jit(jnp.matmul), jax.jit(lambda x: x + 1, donate_argnums=0)
         large = jnp.zeros(_COPIED // 4)
 
@@ -134,7 +137,7 @@ class PlanBenchmark(BenchmarkCommand):
             large = add(large)  # in place: new memory would be mapped page by page
             return large
 
-        jax.block_until_ready((product(a, b), copy()))
+        jax.block_until_ready((product(a, b), copy()))  # compiles
         operations = 2 * _GEMM_ROWS * width * wide
         seconds = best_seconds(lambda: product(a, b), 4 * self.repeats)
         copied = best_seconds(copy, 4 * self.repeats)
@@ -185,6 +188,7 @@ class _Sampling:
         jax.block_until_ready(self.prefill()())
         scheduler, lane = self.scheduler, self.sampler.shape.lane_of(_GROUP)
         limits = [shard.allocate_pages(shard.lanes[lane], steps) for shard in scheduler.shards]
+        # More idle slots than there are: the call must not end early to refill them.
         enough = sum(map(len, limits)) + 1
         batch = self.place(batching.slots(scheduler, lane, limits, enough, self.sampler.config))
 

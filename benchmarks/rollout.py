@@ -50,7 +50,7 @@ class SampleSpeed(SamplerBenchmark):
     prompt and one answer at a time, in a single slot.
     "transformers" (--transformers=1, the test extra) is its `generate` with the same weights in the
     same process. Prefill is timed with answers of one token and decoding is the rest of the time.
-    "..._ratio" and "..._decode_ratio" are the tokens/s of "shared" over those of another way.
+    "..._ratio" and "..._decode_ratio" are the tokens/s of "shared" over another way's tokens/s.
     "repeated_work_ratio" is what the ratio would be if prefill took time in proportion to its
     operations, and decoding to the bytes that it reads (weights, and keys of prompts and answers).
     "..._kv_bytes" is the size of the KV cache pages of prompts and answers.
@@ -82,6 +82,7 @@ class SampleSpeed(SamplerBenchmark):
         def pages_of(tokens: int) -> int:
             return -(-tokens // self.page_size)
 
+        # Each way has a pool of exactly the pages that it needs, so "..._kv_bytes" is its need.
         for kind, (group, slots, sessions) in kinds.items():
             sizes = {"samples_per_prompt_batch": group, "decode_tokens": self.response}
             pages = len(sessions[0]) * (pages_of(self.prompt) + group * pages_of(self.response))
@@ -93,6 +94,7 @@ class SampleSpeed(SamplerBenchmark):
             line[f"{kind}_kv_bytes"] = pages * self.page_size * token_bytes
         if self.transformers:
             line |= self._measure("transformers", self._generate(params, shared))
+        # The ratio if seconds shrank as operations (prefill) and bytes (decoding) shrink.
         counts = work.ProgramCounts(
             self.model, meshes.make_mesh(devices=jax.devices()[:1]), itemsize
         )
@@ -129,7 +131,7 @@ class SampleSpeed(SamplerBenchmark):
     def _measure(self, kind: str, ask: Callable[[int, int], int]) -> dict[str, float]:
         """Time ask(answer tokens, prompt tokens) -> number of sampled tokens."""
         answers = self.questions * self.group
-        assert ask(1, 1) == answers
+        assert ask(1, 1) == answers  # compiles, because no shape depends on the lengths
         read = best_seconds(lambda: ask(1, self.prompt), self.repeats)
         seconds = best_seconds(lambda: ask(self.response, self.prompt), self.repeats)
         return {
@@ -145,6 +147,7 @@ class SampleSpeed(SamplerBenchmark):
         from transformers import AutoModelForCausalLM
 
         with tempfile.TemporaryDirectory() as folder:
+            # Through a Hugging Face folder, so that both sides have the same weights.
             weights.save(f"{folder}/policy", self.model, params)
             dtype = getattr(torch, self.dtype)
             model: Any = AutoModelForCausalLM.from_pretrained(f"{folder}/policy", dtype=dtype)
@@ -155,6 +158,7 @@ class SampleSpeed(SamplerBenchmark):
                 ids,
                 attention_mask=torch.ones_like(ids),
                 num_return_sequences=self.group,
+                # Equal limits: no side may end an answer early.
                 min_new_tokens=tokens,
                 max_new_tokens=tokens,
                 pad_token_id=0,
@@ -201,7 +205,8 @@ class SlotBenchmark(SamplerBenchmark):
 
 
 def _compile(session: Session, sizes: Iterable[tuple[int, int]]) -> None:
-    """Compile prefill, decode and key programs for requests of these (group, prompts) sizes."""
+    """Compile prefill, decode and key programs for requests of the sizes (group, prompts)."""
+    # The key program depends on the number of prompts, prefill and decode only on the group.
     for group, prompts in sizes:
         request_keys(jax.random.key(0), prompts)
         sample_answers(session, [[0]], group, 1)
@@ -221,6 +226,7 @@ class _ForcedShard(Shard):
         self._lengths = lengths
 
     def allocate_pages(self, lane: Lane, steps: int) -> dict[DecodeSequence, int]:
+        # The cap decides about pages; the forced length ends the answer on the device, unforeseen.
         limits = super().allocate_pages(lane, steps)
         return {s: min(limit, _length(self._lengths, s)) for s, limit in limits.items()}
 
@@ -248,8 +254,8 @@ class Refill(SlotBenchmark):
     """Speed of the same answers with refilled slots ("refill") and in fixed batches ("fixed").
 
     Every answer ends at a length of its own, on the device and unknown to the scheduler, as a stop
-    token would. Either all requests are submitted at once, or in waves that fill the slots, each
-    after the one before has ended.
+    token would. Either all requests are submitted at once, or in waves that fill the slots. A wave
+    starts when the last answer of the wave before has ended.
 
     "..._tokens_per_s" is answer tokens over the whole time, prefill included. "..._steps" counts
     decode passes; a pass takes longer the more answers it samples. For refill only:
@@ -279,6 +285,7 @@ class Refill(SlotBenchmark):
         params = random_params(self.model, self.dtype)
         wave = self.slots // self.group
         waves = [slice(i, i + wave) for i in range(0, self.requests, wave)]
+        # The same sampler and lengths for both; only the time of submission differs.
         kinds = {"refill": [slice(None)], "fixed": waves}
         counts = {len(prompts[part]) for parts in kinds.values() for part in parts}
         _compile(sampler.start_session(params), [(self.group, count) for count in counts])
@@ -323,7 +330,7 @@ class SpellBenchmark(SlotBenchmark):
     about its documents. The update has all responder and questioner rows and the paper's
     share of verifier rows, at least one group.
 
-    Verifier prompts start with the same template, and those of a question also share the question.
+    Verifier prompts start with the same template, and the prompts of a question also share it.
     With --apart=1, a phase "apart", which is no part of the step, has the same prompts with other
     tokens at the start, so that no page is shared.
     """
@@ -366,12 +373,14 @@ class SpellBenchmark(SlotBenchmark):
         prompts = self.prompts(rng)
         sizes = [(group, len(prompts[phase])) for phase, (group, _) in self.phases.items()]
         _compile(sampler.start_session(learner.cast(state.params)), sizes)
+        # A tiny group compiles the update's programs: the learner has one bucket.
         state, _ = learner.update(
             state, [packing.TrainGroup([0], [Sample(np.zeros(1, np.int32))], [1.0])]
         )
         jax.block_until_ready(state)
 
         clock = time.perf_counter()
+        # One session for all phases, as in a run: later phases find documents in its pages.
         session = sampler.start_session(learner.cast(state.params))
         jax.block_until_ready(session._state)
         line: dict[str, Any] = {"begin_s": time.perf_counter() - clock}
@@ -384,7 +393,7 @@ class SpellBenchmark(SlotBenchmark):
             line[f"{phase}_prompt_tokens"] = sum(map(len, prompts[phase]))
             line[f"{phase}_reused_tokens"] = session.reused_tokens - before
             line[f"{phase}_answer_tokens"] = len(prompts[phase]) * group * tokens
-        del session
+        del session  # its pages and weights, before the update needs the memory
         groups = self.train_groups(rng, prompts, sampled)
         clock = time.perf_counter()
         state, numbers = learner.update(state, groups)
@@ -450,6 +459,7 @@ class SpellBenchmark(SlotBenchmark):
         sampled: dict[str, list[list[Sample]]],
     ) -> list[packing.TrainGroup]:
         """Make the training groups of the step, with random rewards."""
+        # A step trains on all responder and questioner rows, and an eighth as many verifier rows.
         verdicts = self.questions * self.group * SpellConfig().verifier_share
         counts = {"responder": self.questions, "questioner": len(prompts["questioner"])}
         counts["verifier"] = max(1, int(verdicts / self.votes))

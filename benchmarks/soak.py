@@ -33,7 +33,7 @@ class Soak(BenchmarkCommand):
     """Memory early and late in a training run, which is new or the run in --workdir, resumed.
 
     "resident_mib" and "last_mib" are the minimum resident MiB of the first window after update 50
-    and of the last window of 50 updates; "growth" is relative, from the former to the latter.
+    and of the last window of 50 updates; "growth" is last_mib / resident_mib - 1.
     "most_mib" is the maximum after update 50. "programs" counts the compiled programs, and
     "last_built" is the step of the last compilation. "hours" is the total time of the steps.
 
@@ -50,12 +50,13 @@ class Soak(BenchmarkCommand):
             raise ValueError(f"steps = {self.steps}: must be at least {SETTLED + 2 * WINDOW}")
         if sys.platform == "linux":
             ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _BLOCK)
+        # Without evaluation and a limit of minutes, every step does the same work.
         config = tiny.get_config()
         config.update(steps=self.steps, max_minutes=0.0, evaluate=False)
         config.algorithm.questions = config.algorithm.generation_batch = self.proposals
         with tempfile.TemporaryDirectory() as scratch:
             workdir = epath.Path(self.workdir or scratch)
-            with contextlib.redirect_stdout(sys.stderr):
+            with contextlib.redirect_stdout(sys.stderr):  # stdout has the benchmark's one line
                 loop.train(config, workdir)
             return measures(read_metrics(workdir))
 

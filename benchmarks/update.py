@@ -82,6 +82,7 @@ class UpdateBenchmark(PolicyBenchmark):
         """Measure one layout: best seconds of an update, its operations and gradient norm, and the
         peak bytes of one tree.
         """
+        # The same groups in both layouts, so that "gradient_norm_difference" checks them.
         groups = self._random_groups()
         rows = self.questions * self.group if shared_prefix == "none" else 1  # of a tree
         tree_tokens = bucket.length * rows
@@ -89,9 +90,11 @@ class UpdateBenchmark(PolicyBenchmark):
         budget = min(self.budget, tree_tokens * len(groups) // self.questions)
         learner = make_learner(policy, bucket, budget, self.dtype, shared_prefix)
         state = learner.init(jax.random.key(0))
+        # Peak memory is compared for the same prompts and answers, not for the same token budget.
         one_tree = make_learner(policy, bucket, tree_tokens, self.dtype, shared_prefix)
         one_tree.frozen = learner.frozen
         memory = aot.memory_of(one_tree.lower(state, bucket).compile())
+        # A prompt and answers of one token compile the programs and cost nothing.
         first = groups[0]
         short = [Sample(sample.tokens[:1]) for sample in first.samples]
         compiling = dataclasses.replace(first, prompt=first.prompt[:1], samples=short)

@@ -251,7 +251,7 @@ def micro_batches(
     mesh, groups = programs.mesh, training_groups(programs.config, algorithm, work)
     devices = meshes.context_shards(mesh)
     largest, longest = layout.largest(devices), work.prompt + work.tokens
-    # The config's rows may be for other lengths than the assumed ones; the learner would refuse them.
+    # The config's rows may be for other lengths; the learner would refuse these groups.
     if longest > largest.length or work.tokens > largest.answers:
         layout = programs.learner.packing
     with_trees = layout.shared_prefix == "tree"

@@ -80,6 +80,7 @@ class _Runs:
         resumed = self._play("resumed", anew=False)
         text = (self._setting.out / "logs" / f"{SECTION}_resumed.log").read_text(errors="replace")
         step = re.search(r"resumed at step (\d+)", text)
+        # Two runs from the start may be equal too, but they say nothing about resuming.
         if step is None:
             raise RuntimeError("resumed: the second process began anew")
         differences = compare(self._folder("first"), self._folder("resumed"), self._updates)
@@ -139,10 +140,11 @@ def compare(run: pathlib.Path, second_run: pathlib.Path, step: int) -> Numbers:
       "different_bytes": share of the bytes of weights and optimizer that differ.
       "largest_difference", "largest_relative_difference": of a weight; relative to the largest
       weight of its tensor.
-      "first_different_update": whose metrics differ, if one's do.
+      "first_different_update": first update with different metrics, if there is one.
     """
     folders = [path / CHECKPOINTS_FOLDER / str(step) for path in (run, second_run)]
     arrays, other_arrays = map(_arrays, folders)
+    # Bytes, not values: -0 equals 0 and NaN differs from itself, but resumed bits must be equal.
     if arrays.keys() != other_arrays.keys():
         raise ValueError(f"{second_run}: its checkpoint has other tensors than that of {run}")
     weights = [name for name in arrays if "['params']" in name]
@@ -176,6 +178,7 @@ def _arrays(folder: pathlib.Path) -> dict[str, np.ndarray]:
     with ocp.PyTreeCheckpointer() as reader:
         metadata: Any = reader.metadata(path)
         tree = metadata.item_metadata.tree
+        # Without types, the reader would restore to the devices that wrote. This process has none.
         on_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
         arrays = reader.restore(path, args=ocp.args.PyTreeRestore(restore_args=on_host))
     leaves, _ = jax.tree_util.tree_flatten_with_path(arrays)
@@ -204,7 +207,7 @@ def _files(folder: pathlib.Path) -> dict[str, bytes]:
 
 
 def _first_different_update(run: pathlib.Path, second_run: pathlib.Path) -> int | None:
-    """Find the first update whose metrics differ, apart from times and the process; None: none."""
+    """Find the first update with different metrics, apart from times and the process; or None."""
     lines, other_lines = (
         [{k: v for k, v in line.items() if not k.startswith(_CHANGING)} for line in records]
         for records in (read_metrics(run), read_metrics(second_run))

@@ -70,8 +70,8 @@ def play(
 ) -> None:
     """Prepare and run the cases that are not skipped.
 
-    They are prepared together, in threads, or each right before it runs: then the parent knows in
-    whose preparation a process crashed.
+    They are prepared together, in threads, or each right before it runs. After a crash, the second
+    way shows the parent which preparation crashed.
     """
     planned_cases = [case for case in cases if case.name not in skip]
     unprepared = _prepare(planned_cases, send) if together else {}
@@ -92,7 +92,7 @@ def play(
             send(error=case.name, message=reason, seconds=seconds)
         else:
             send(result=case.name, numbers=json.loads(text), seconds=seconds)
-        gc.collect()
+        gc.collect()  # a case's arrays, before the next case needs the device's memory
 
 
 def finite(value: Any) -> Any:
@@ -105,13 +105,14 @@ def finite(value: Any) -> Any:
 
 
 def _prepare(cases: Sequence[Case], send: Callable[..., None]) -> dict[str, str]:
-    """Run what cases prepare, in threads; return the reasons of those that failed, by name."""
+    """Run what cases prepare, in threads; return the reasons of failed preparations, by name."""
     jobs = [(case.name, case.prepare) for case in cases if case.prepare]
     if not jobs:
         return {}
     send(prepare=len(jobs), limit=_PREPARE_SECONDS + 30)
     # Not a `with` block: it would wait for a compilation that hangs.
     pool = concurrent.futures.ThreadPoolExecutor(max(2, min(12, (os.cpu_count() or 2) - 2)))
+    # XLA compiles without Python's lock, so threads compile side by side.
     futures = {pool.submit(job): name for name, job in jobs}
     finished, hanging = concurrent.futures.wait(futures, timeout=_PREPARE_SECONDS)
     reasons = {futures[f]: f"compiled for over {_PREPARE_SECONDS:.0f} s" for f in hanging}
@@ -124,6 +125,7 @@ def _prepare(cases: Sequence[Case], send: Callable[..., None]) -> dict[str, str]
 
 def _end_with_parent() -> None:
     """Kill this process and its children when the parent has ended, however it ended."""
+    # The pipe closes when the parent ends, also by SIGKILL, of which no handler would hear.
     sys.stdin.read()
     os.killpg(0, signal.SIGKILL)
 
@@ -163,6 +165,7 @@ def main(module_name: str) -> None:
         return
     threading.Thread(target=_end_with_parent, daemon=True).start()
     order: Mapping[str, Any] = json.loads(text)
+    # A second run in the same folder compiles nothing again, so its minutes go to cases.
     cache = pathlib.Path(order["out"]) / "cache"
     jax.config.update("jax_compilation_cache_dir", str(cache))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)

@@ -100,6 +100,7 @@ class Accelerator(BenchmarkCommand):
             free_mib, least_mib = free >> 20, _FREE_BYTES >> 20
             text = f"out = {self.out!r}: {free_mib} MiB free, must be {least_mib} or more"
             return Results(out, fault=text)
+        # Two runs on one device would measure each other. The lock ends with the process.
         with (out / "lock").open("w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -154,6 +155,7 @@ class _Process:
             stdout=log,
             stderr=subprocess.STDOUT,
             pass_fds=(write,),
+            # Above jax's default of .75, because the section is alone on the device.
             env={"XLA_PYTHON_CLIENT_MEM_FRACTION": ".92"} | os.environ | environment,
             start_new_session=True,  # so that its own children end with it
         )
@@ -220,6 +222,7 @@ class _Runner:
         try:
             for name, following in zip(names, [*names[1:], ""], strict=True):
                 process = self._waiting or self._start(name)
+                # Imports take seconds on the host, while this section uses the device.
                 self._waiting = self._start(following) if following else None
                 self._play_section(name, process)
         finally:
@@ -282,7 +285,7 @@ class _Runner:
             """Blame the current case; without one, the preparation of all cases."""
             if current:
                 keep(current, seconds, error=reason)
-            elif not (together and left):  # else another process plays the others
+            elif not (together and left):  # else another process plays the cases that are left
                 for case in [*left] or [START]:
                     keep(case, seconds, error=reason)
             return _Stop(played, bool(left))

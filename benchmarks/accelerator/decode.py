@@ -7,8 +7,8 @@
    per second, over the bandwidth of a copy, are "bandwidth_share".
 3. "scheduler_s" is the time between calls of the device, in which the host plans the next one, and
    "scheduler_ms" that time per call. Within a call the device waits too: on GPUs the host runs the
-   loop over tokens, whose end depends on the device. A profiler's trace of half as many tokens
-   (trace.py) has the "idle_share", the share of the time without a kernel.
+   loop over tokens, because the device decides when it ends. A profiler's trace of half as many
+   tokens (trace.py) has the "idle_share", the share of the time without a kernel.
 4. "..._graphs" compiles the decode program with its loops as CUDA graphs.
 """
 
@@ -135,7 +135,7 @@ def _one_device() -> jax.sharding.Mesh:
 
 
 class _Asked(NamedTuple):
-    """Seconds of sampled answers, the part of them between calls of the device, and counts."""
+    """Seconds of sampled answers, the seconds between calls of the device, and counts."""
 
     seconds: float
     scheduler_s: float
@@ -177,7 +177,7 @@ def _measure(
     setting: Setting, sizes: DecodeSizes, ask: Callable[[int, int], _Asked], read: float
 ) -> Numbers:
     """Time whole prompts and answers; the decode passes must read `read` bytes in all."""
-    ask(1, sizes.prompt)
+    ask(1, sizes.prompt)  # not timed: the first call after compilation allocates
     prefill_s = ask(1, sizes.prompt).seconds
     whole_s, scheduler_s, counts = ask(sizes.response, sizes.prompt)
     decode_s, passes = whole_s - prefill_s, sizes.response - 1
@@ -202,8 +202,10 @@ def _measure(
 def _bytes_read(params: Any, policy: PolicyConfig, sizes: DecodeSizes, itemsize: int) -> float:
     """Count the bytes all decode passes must read: weights, and K and V of prompts and answers."""
     weights = sum(x.nbytes for x in jax.tree.leaves(params))
+    # A pass looks up a few rows of the embedding; only a tied embedding is read whole, as the head.
     if not policy.tied_embeddings:
         weights -= params["embedding"].nbytes
     of_token = 2 * policy.layers * policy.kv_heads * policy.head_size * itemsize
+    # A prompt's keys once for its G samples, and half an answer's keys on average.
     keys = sizes.prompts * sizes.prompt + sizes.samples * sizes.response / 2
     return (sizes.response - 1) * (weights + keys * of_token)

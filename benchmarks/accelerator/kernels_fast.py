@@ -34,7 +34,8 @@ from spell_jax.attention.triton import Tile, Tiles
 LENGTHS = (4096, 16384, 65536, 131072)
 _CHUNKED_LENGTHS = LENGTHS[:3]  # 128K takes minutes
 _MASKS = {"causal": rows.causal, "tree": rows.half_documents}
-_BACKWARD_PRODUCTS = 2.5  # operations of the backward pass over those of the forward pass
+# Operations of the backward pass over the forward pass's: five products instead of two.
+_BACKWARD_PRODUCTS = 2.5
 _WORTH = 1.5  # times as fast as chunked; below, a kernel of our own is not worth its code
 
 
@@ -107,6 +108,7 @@ def _timed_case(
         forward, forward_backward = compiled[0]
         *qkv, d_out = rows.tensors((1, len(row), *heads), jnp.bfloat16)
         forward_s = seconds_of(lambda: forward(*qkv))["seconds"]
+        # Backward alone would need the forward pass's residuals as arguments: take the difference.
         total_s = seconds_of(lambda: forward_backward(*qkv, d_out))["seconds"]
         numbers[name] = _speeds(setting, row, heads, forward_s, total_s)
         return numbers[name]
@@ -229,7 +231,7 @@ def _wide(*sides: tuple[int, int, int, int]) -> list[Tile]:
     return [Tile(*side) for side in sides]
 
 
-_QUERY_TILES = _wide(  # of the forward kernel and that of dq: queries, keys, warps, stages
+_QUERY_TILES = _wide(  # of the forward and the dq kernel: queries, keys, warps, stages
     *[(128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 8, 4), (64, 64, 4, 2)],
     *[(128, 128, 8, 2), (128, 128, 8, 3), (128, 32, 4, 4), (64, 64, 4, 3), (64, 64, 4, 4)],
     *[(64, 128, 4, 2), (64, 128, 4, 3), (64, 32, 4, 4), (128, 32, 8, 4)],
@@ -283,7 +285,7 @@ def _tile_case(kernel: str, heads: Heads, time: int, tiles: Sequence[Tile]) -> C
             name = "x".join(map(str, tile))
             try:
                 programs[name] = program(tile)
-            except Exception as error:  # too much shared memory, say: the others are still timed
+            except Exception as error:  # too much shared memory, say; other tiles are still timed
                 failures[name] = " ".join(str(error).split())[:120]
 
     def run() -> Numbers:

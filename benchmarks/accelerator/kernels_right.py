@@ -1,9 +1,9 @@
 """Largest errors of the attention kernels on this device, and the bound that each must keep.
 
 1. Training kernels: output and gradients against dense attention in float32, on a row of packed
-   trees and padding whose length is no multiple of a block, and on a causal row.
+   trees and padding, with a length that is no multiple of a block, and on a causal row.
 2. The same for keys that are gathered or travel around a ring. The shards of a row are the
-   entries of a vmapped axis, so that one device plays all of them.
+   entries of a vmapped axis, so that one device plays all shards.
 3. Paged kernels: decode, several samples of a prompt, and prefill, against the loop over pages.
 
 An error is the largest difference over the largest entry of the reference, which is computed from
@@ -74,7 +74,7 @@ def _with_gradients(kernel: kernels.Kernel, indices, q, k, v, d_out):
 
 
 def _training_cases(kernel: str, tiny: bool) -> Sequence[Case]:
-    time = 150 if tiny else 2085
+    time = 150 if tiny else 2085  # no multiple of a block
     masks = {
         "tree": rows.tree(time - 11, time // 3, 7).tolist() + [-1] * 11,
         "causal": rows.causal(time),

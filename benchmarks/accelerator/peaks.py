@@ -21,7 +21,7 @@ _ROUND_TRIPS = 200
 
 
 def cases(setting: Setting) -> Sequence[Case]:
-    side = 256 if setting.tiny else 8192
+    side = 256 if setting.tiny else 8192  # large enough for products to be bound by operations
     products = [
         Case(f"gemm_{name}", _product(side, name, dtype, precision))
         for name, dtype, precision in _PRODUCTS

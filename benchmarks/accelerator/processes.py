@@ -51,7 +51,7 @@ class RunningCommand:
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module, *(f"--{name}={flags[name]}" for name in names)],
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.DEVNULL,  # the section's own input has its setting
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=os.environ | cache | dict(variables or {}),

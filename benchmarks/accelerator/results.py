@@ -17,8 +17,9 @@ from spell_jax.runtime import jsonl
 FILE = "results.jsonl"
 _MOST_SHOWN = 8  # numbers of a case in the table
 NOT_RUN = "not run: the minutes were over"
-START = "start"  # stands for the cases of a section that has not listed them
-_SAME = ("device", "devices", "tiny")  # of machines whose numbers may stand beside each other
+START = "start"  # stands for a section's cases before the section has listed them
+# Fields in which two machines must agree, or their numbers may not stand beside each other.
+_SAME = ("device", "devices", "tiny")
 
 
 class Results:
@@ -134,6 +135,7 @@ def _parse(text: str) -> dict[str, Any] | None:
     if not all(isinstance(line.get(name), kind) for name, kind in kinds.items()):
         return None
     is_result = isinstance(line.get("numbers"), dict) or isinstance(line.get("error"), str)
+    # A line may be damaged, because the process was killed while it wrote.
     return line if is_result else None
 
 

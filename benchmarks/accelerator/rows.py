@@ -34,13 +34,13 @@ def tree(time: int, documents: int, question: int, questions: int = 4, group: in
 
 
 def half_documents(time: int) -> np.ndarray:
-    """Return last_query of a tree of four questions, one half of whose row are documents."""
+    """Return last_query, int32 [T], of a tree of four questions; documents fill half of the row."""
     return tree(time, time // 2, max(1, time // 512))
 
 
 def visible_pairs(last_query: np.ndarray) -> float:
     """Count the pairs of a query and a key that it sees."""
-    index = np.arange(len(last_query), dtype=np.int64)
+    index = np.arange(len(last_query), dtype=np.int64)  # 128K tokens have 2^33 pairs
     return float(np.sum(np.maximum(last_query - index + 1, 0)))
 
 

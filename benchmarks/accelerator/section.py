@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 Numbers = dict[str, Any]
-FAULT = "fault"  # name of a number that says in words what is wrong with the others
+FAULT = "fault"  # name of a text that says what is wrong with the numbers beside it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,12 +83,13 @@ def seconds_of(
     clock = time.perf_counter()
     jax.block_until_ready(call())
     once = max(time.perf_counter() - clock, 1e-7)
+    # A program that takes seconds must not run six times: the second call then is the measurement.
     calls = max(1, int(batch_seconds / once))
     timed: list[float] = [once] if once > max_seconds / 2 else []
     began = time.perf_counter()
     while len(timed) < batches and (not timed or time.perf_counter() - began < max_seconds - once):
         clock = time.perf_counter()
-        for _ in range(calls):
+        for _ in range(calls):  # dispatched without waiting, so that the device never idles
             result = call()
         jax.block_until_ready(result)
         timed.append((time.perf_counter() - clock) / calls)

@@ -1,4 +1,4 @@
-"""Architectures whose speed is measured, with random weights."""
+"""Architectures of the speed measurements, with random weights."""
 
 from __future__ import annotations
 

@@ -10,8 +10,7 @@
    No side pads: prompts have one length, and no token ends an answer. transformers' attention is
    torch's SDPA, which runs its flash kernel for such rows.
 4. A step is G answers to each prompt, random rewards, and one AdamW step. The first step, in which
-   programs are compiled, is "first_s" and not timed. Seconds are the
-   seconds of the middle step of the others.
+   programs are compiled, is "first_s" and not timed. Seconds are the median of the other steps.
 5. Each side runs in a process of its own (step_side.py): "peak_gib" is what its allocator had in
    use at most, compilation included; on a CPU, the process's memory. On a TPU, which one process
    holds, our side runs in the section's process, and there are no others.
@@ -51,7 +50,7 @@ _PACKAGES = {
 # Seconds of a side: imports, compilation (of ours, some 20 programs), four steps.
 _LIMITS = {"ours": 140.0, "trl": 110.0, "generate": 90.0}
 _KILL_SECONDS = 5.0  # before the limit of the case, which would end the section's process
-_TIMED_SECONDS = 20.0  # after which no other step starts
+_TIMED_SECONDS = 20.0  # after which no further step starts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -266,6 +265,7 @@ def _summarize(size: Size, side: str, raw: Mapping[str, Any]) -> Numbers:
     if prefill := raw.get("prefill_s"):
         numbers["prefill_s"] = prefill
         numbers["prefill_tokens_per_s"] = size.groups * size.prompt / prefill
+        # Tiny shapes may take longer for prefill alone than for both: 1e-9 keeps the sign.
         decode = max(numbers["generate_s"] - prefill, 1e-9)
         numbers["decode_tokens_per_s"] = answers * (size.response - 1) / decode
     numbers |= {"timed_steps": timed, "parameters": raw["parameters"]}

@@ -83,7 +83,7 @@ def _generate(options: contract.SideOptions) -> dict[str, Any]:
         assert rows.shape == (options.groups * options.group, options.prompt + tokens)
         return time.perf_counter() - clock
 
-    first = seconds_of(4)
+    first = seconds_of(4)  # loads kernels, and is not timed
     prefill = min(seconds_of(1) for _ in range(_PREFILLS))
     generate: list[float] = []
     while len(generate) < options.steps and sum(generate) <= options.seconds:
@@ -101,6 +101,8 @@ _IMPORTS = {"ours": _import_ours, "trl": _import_trl, "generate": _import_genera
 
 
 def main(side: str) -> None:
+    # Libraries print to file descriptor 1, also from C++. It becomes the standard error, and the
+    # line goes to a copy of the first standard output.
     line = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     measure, reason = None, ""

@@ -41,7 +41,7 @@ def profile(call: Callable[[], Any], folder: pathlib.Path) -> Numbers:
 
 
 def _kernels(path: pathlib.Path) -> list[tuple[float, float, str]]:
-    """Begin and end in nanoseconds, and name, of all kernels on the devices."""
+    """List (begin, end, name) of all kernels on the devices, in nanoseconds, by begin."""
     spans = []
     for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
         if not plane.name.startswith("/device:"):
@@ -56,6 +56,7 @@ def _summary(spans: list[tuple[float, float, str]]) -> Numbers:
     begin = end = spans[0][0]
     idle, gaps = 0.0, []
     nanoseconds: dict[str, float] = {}
+    # Kernels of several streams overlap: the device is idle only after the latest end so far.
     for first, last, name in spans:
         if first > end:
             idle += first - end

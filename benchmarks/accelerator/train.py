@@ -44,7 +44,7 @@ _SAVE_SECONDS = 30.0  # from the request to stop until the run is saved
 # Before the end of the section, at which a run that has not saved is killed. The section's clock
 # starts before jax has opened the device, and its process sees the time only afterwards.
 _END_SECONDS = 15.0
-# The section's own process holds little device memory: the run may take nearly all of it.
+# The section's own process holds little device memory, so the run may take nearly all.
 _ALL_MEMORY = {PREALLOCATE: "true", MEMORY_SHARE: ".85"}
 # Changes to configs/format_stage.py: the same rows in each update, fewer and longer rows of a
 # micro-batch, one compiled shape, and no checkpoint but the last.
@@ -54,7 +54,7 @@ _FORMAT_STAGE = {
     "packing.token_budget": 8192,
     "checkpoint_every": 1000,
 }
-# Changes to configs/real.py, whose sizes are for two CPU cores.
+# Changes to configs/real.py, which has sizes for two CPU cores.
 _ARM = {
     "steps": 1000,
     "validate_every": 25,
@@ -235,7 +235,8 @@ class _Training:
             flags |= self.stage or {}
             seconds = self._run("format_stage", "spell_jax.sft", flags, _ALL_MEMORY)
             (folder / "seconds.txt").write_text(f"{seconds:.3f}")
-            shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # of 1.6 GB
+            # 1.6 GB each; the arm needs the exported policy alone.
+            shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         return folder
 
     def _first_policy(self) -> pathlib.Path | str:
@@ -274,6 +275,7 @@ def summary(lines: Sequence[Mapping[str, Any]], before: int, accuracies: Numbers
         without its first update, which compiles, unless there is no other.
       accuracies: of `held_out`.
     """
+    # The first update of a process compiles.
     timed = lines[before + 1 :] or lines[before:]
 
     def mean(name: str) -> float | None:

@@ -127,6 +127,7 @@ def _measure(setting: Setting, name: str, programs, sizes: UpdateSizes, layout: 
     groups = _random_groups(policy, sizes)
     batches, refused = learner.pack(groups, learner.weigh(groups))
     assert not refused
+    # Gradients accumulate over the calls; their values do not change the time.
     micro_batch_s, traced = _time_micro_batch(setting, learner, state, learner.place(batches[0]))
     update_s: list[float] = []
     updates: list[dict[str, float]] = []
@@ -153,7 +154,7 @@ def _measure(setting: Setting, name: str, programs, sizes: UpdateSizes, layout: 
         "micro_batch_mfu": setting.share(micro_batch_tflops, "bfloat16_tflops"),
         "mfu": setting.share(update_tflops, "bfloat16_tflops"),
         "answer_tokens_per_s": numbers["answer_tokens"] / seconds,
-        # A lower peak than that of an earlier case of this process cannot be seen.
+        # The device reports its peak since the process began, so a lower peak cannot be seen.
         "peak_gib": peak / GIB if peak > before else None,
         "planned_gib": _planned(programs()) / GIB,
         "gradient_norm": updates[0]["gradient_norm"],  # of the same weights in both layouts

@@ -60,6 +60,7 @@ class SideOptions:
         """Make the random prompts of all steps: an array [(untimed + steps) * groups, P]."""
         import numpy as np
 
+        # Equal seeds give every side the same token ids.
         size = ((untimed + self.steps) * self.groups, self.prompt)
         tokens = np.random.default_rng(0).integers(self.vocab, size=size)
         return share_documents(tokens, self.about, self.question)
@@ -103,6 +104,7 @@ class Clock:
 
     def update_ends(self) -> None:
         """Note that a step's weights are there; the last of several calls in a step counts."""
+        # A side may call this for each micro-batch. A call replaces the step's earlier calls.
         del self._ended[len(self._generated) - 1 :]
         self._ended.append(time.perf_counter())
 
@@ -124,7 +126,8 @@ def share_documents(prompts: Any, about: int, question: int) -> Any:
 
 
 def peak_bytes() -> int:
-    """Read the peak resident memory of this process in bytes (getrusage includes the parent's)."""
+    """Read the peak resident memory of this process in bytes."""
+    # getrusage's maximum includes the parent's; VmHWM is this process's own.
     status = pathlib.Path("/proc/self/status").read_text()
     field = next(line for line in status.splitlines() if line.startswith("VmHWM"))
     return int(field.split()[1]) * 1024
@@ -158,6 +161,7 @@ def texts(prompts: Any) -> list[str]:
 
 def random_rewards(answers: list[Any], tokens: int) -> list[float]:
     """Sample a reward for each answer; AssertionError if an answer has not `tokens` tokens."""
+    # An answer that ends early would make its side look fast.
     lengths = {len(answer.split() if isinstance(answer, str) else answer) for answer in answers}
     assert lengths == {tokens}, f"answers of {lengths} tokens"
     return [random.random() for _ in answers]

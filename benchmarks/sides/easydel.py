@@ -1,12 +1,8 @@
 """EasyDeL's side: GRPOTrainer on one device, with the compiled loop of the model's `generate`.
 
-1. eSurge, the trainer's default sampler, is left out: on a CPU it allocates 4 GB of pages again in
-   each step, whatever share of memory it is allowed. Measured once with this side on 2 cores (2
-   layers of width 64, 2 prompts of 32 tokens, 2 answers of 8): 12.5 s a step and a peak of 19 GB,
-   the loop .85 s and 1.8 GB.
-2. The second step compiles generation again, so two steps come before the timed ones.
-3. Two micro-batches would pair answers with other prompts than theirs, because EasyDeL splits the
-   answers and not the prompts. So a step has one micro-batch.
+1. eSurge, the trainer's default sampler, is left out.
+2. Two steps come before the timed steps.
+3. A step has one micro-batch.
 """
 
 from __future__ import annotations
@@ -19,7 +15,7 @@ from typing import Any
 
 from benchmarks.sides import contract
 
-_UNTIMED = 2
+_UNTIMED = 2  # the second step compiles generation again
 _AGAIN = (
     "/jax/core/compile/jaxpr_to_mlir_module_duration",
     "/jax/core/compile/backend_compile_duration",  # or, with a cache, the seconds to load from it
@@ -93,6 +89,7 @@ def train(options: contract.SideOptions) -> contract.Numbers:
         "prefill, reference and update ask for logits of prompt tokens too",
     ]
     if options.shape()["tie_word_embeddings"]:
+        # Tied embeddings need no head; without this, the sides' weights would differ in number.
         parameters -= sum(unused)
         differences.append(f"keeps {sum(unused):,} weights of a head that is not used")
     return contract.Numbers(
@@ -142,6 +139,8 @@ def _settings(options: contract.SideOptions, out: str) -> dict[str, Any]:
     return {
         "save_directory": out,
         "total_batch_size": options.groups,
+        # Two micro-batches would pair answers with other prompts than their own, because EasyDeL
+        # splits the answers and not the prompts.
         "gradient_accumulation_steps": 1,
         "num_train_epochs": 1,
         "max_training_steps": _UNTIMED + options.steps,
@@ -166,6 +165,9 @@ def _settings(options: contract.SideOptions, out: str) -> dict[str, Any]:
         "report_metrics": False,
         "shuffle_train_dataset": False,
         "progress_bar_type": "json",
+        # On a CPU eSurge allocates 4 GB of pages again in each step, whatever share of memory it is
+        # allowed. Measured once with this side on 2 cores (2 layers of width 64, 2 prompts of 32
+        # tokens, 2 answers of 8): 12.5 s a step and a peak of 19 GB, the loop .85 s and 1.8 GB.
         "use_esurge_generation": False,
         "esurge_use_tqdm": False,
         "skip_apply_chat_template": True,

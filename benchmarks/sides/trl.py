@@ -52,7 +52,7 @@ def train(options: contract.SideOptions) -> contract.Numbers:
         first_ended = 0.0
 
         def on_step_end(self, args, state, control, **kwargs):
-            if options.gpu:
+            if options.gpu:  # kernels run after the call that launches them
                 torch.cuda.synchronize()
             clock.update_ends()
             self.first_ended = self.first_ended or time.perf_counter()

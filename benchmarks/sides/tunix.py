@@ -23,7 +23,7 @@ def train(options: contract.SideOptions) -> contract.Numbers:
     mesh = jax.sharding.Mesh([[jax.devices()[0]]], ("fsdp", "tp"))
     roles = rl_cluster.Role
     steps = 1 + options.steps
-    tokens = options.prompt + options.response
+    tokens = options.prompt + options.response  # the cache has no room to spare: decoding reads all
     cluster = rl_cluster.RLCluster(
         actor=make_model(options),
         tokenizer=contract.make_tokenizer(options.vocab),
@@ -34,7 +34,7 @@ def train(options: contract.SideOptions) -> contract.Numbers:
                 actor_optimizer=optax.chain(
                     optax.clip_by_global_norm(1.0), optax.adamw(2e-6, weight_decay=0.01)
                 ),
-                eval_every_n_steps=steps + 1,
+                eval_every_n_steps=steps + 1,  # never
                 max_steps=steps,
                 mini_batch_size=options.groups,
                 train_micro_batch_size=options.micro,
@@ -88,9 +88,10 @@ def train(options: contract.SideOptions) -> contract.Numbers:
 def make_model(options: contract.SideOptions) -> Any:
     """Make Tunix's Qwen2 of a config.json with random weights.
 
-    Matrices are sampled again with the standard deviation .02. Tunix expects trained weights: with
-    its own, of deviation 1 and 0, each token is followed by itself and gradients are about 1e-23.
+    Matrices are sampled again with the standard deviation .02.
     """
+    # Tunix expects trained weights: with its own, of deviation 1 and 0, each token is followed by
+    # itself and gradients are about 1e-23.
     import jax
     import jax.numpy as jnp
     from flax import nnx
