@@ -75,7 +75,9 @@ class _Runs:
         """Play a run that is killed and one that resumes it; compare with the run `first`."""
         if not (self._folder("first") / CHECKPOINTS_FOLDER / str(self._updates)).is_dir():
             self._play("first")
+        # Killed from inside, at a known point. A signal from here would hit a random moment.
         fault = {"SPELL_FAULT": f"saved:{self._killed_after}"}
+        # SIGKILL, because a run that is asked to end would save first.
         killed = self._play("resumed", expected=-signal.SIGKILL, variables=fault)
         resumed = self._play("resumed", anew=False)
         text = (self._setting.out / "logs" / f"{SECTION}_resumed.log").read_text(errors="replace")
@@ -110,9 +112,9 @@ def _flags(updates: int, tiny: bool) -> dict[str, Any]:
     flags = {
         "steps": updates,
         "evaluate": False,
-        "checkpoint_every": 1,
+        "checkpoint_every": 1,  # so that the kill can come after any update
         "keep_checkpoints": 1,
-        "validate_every": updates,
+        "validate_every": updates,  # a resumed run must also validate with equal results
         "data.tiny.evaluation.quick_per_cell": 4,
         "data.tiny.evaluation.quick_documents": (8,),
     }

@@ -50,7 +50,7 @@ def machine_of(commit: str) -> dict[str, Any]:
         "python": platform.python_version(),
         "commit": commit,
     }
-    limit = (device.memory_stats() or {}).get("bytes_limit")
+    limit = (device.memory_stats() or {}).get("bytes_limit")  # a CPU has none
     if limit:
         machine["memory_gib"] = round(limit / 2**30, 1)
     driver = pathlib.Path("/proc/driver/nvidia/version")
@@ -85,6 +85,7 @@ def play(
                 if case.prepare and not together:
                     case.prepare()
                 text = json.dumps(finite(case.run()))
+            # SystemExit too: a library that exits ends its case, not the section.
             except (Exception, SystemExit) as error:
                 reason = _text_of(error)
         seconds = time.perf_counter() - clock
@@ -171,8 +172,10 @@ def main(module_name: str) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     only_commands = getattr(module, "ONLY_COMMANDS", False)
     here = (_describe_elsewhere if only_commands else describe)(order["commit"])
+    # The section's commands need the device, which a TPU lends to one process only.
     if only_commands:
         jax.config.update("jax_platforms", "cpu")  # for arrays that are compared
+    # Without this check, full sizes would run for hours on a machine without a driver.
     if here["platform"] == "cpu" and not order["tiny"]:
         send(refused="no accelerator: jax finds only the CPU; --tiny plays all sections on it")
         return

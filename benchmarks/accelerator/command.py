@@ -95,6 +95,7 @@ class Accelerator(BenchmarkCommand):
                 raise FileNotFoundError(f"out = {self.out!r}: has no {FILE}")
             return Results(out)
         (out / "logs").mkdir(parents=True, exist_ok=True)
+        # A disk that is full from the start must say so at once, not after the first section.
         free = shutil.disk_usage(out).free
         if free < _FREE_BYTES:
             free_mib, least_mib = free >> 20, _FREE_BYTES >> 20
@@ -130,6 +131,7 @@ class Accelerator(BenchmarkCommand):
         return self.commit or head_commit()
 
 
+# A process for each section: a crash, a hang or memory that a library keeps ends with it.
 class _Process:
     """The process of a section, which waits for its turn once it has imported everything."""
 
@@ -161,6 +163,7 @@ class _Process:
         )
         os.close(write)
         log.close()
+        # A thread reads the pipe, because a read of a pipe has no time limit, and a queue has one.
         self._messages: queue.Queue[dict[str, Any]] = queue.Queue()
         threading.Thread(target=self._listen, args=(read,), daemon=True).start()
 
@@ -187,6 +190,7 @@ class _Process:
         """Wait for the process, kill it and its children, and return its exit status."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(seconds)
+        # The group, also after a clean end: a section's own commands may still run.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         return self.process.wait()
@@ -194,7 +198,7 @@ class _Process:
     def last_line(self) -> str:
         """Return the last line that the process printed, cut."""
         with self.log.open("rb") as log:
-            log.seek(self._printed)
+            log.seek(self._printed)  # an earlier process's last line would be the wrong reason
             lines = log.read().decode(errors="replace").split("\n")
         return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "no output")
 
@@ -235,6 +239,7 @@ class _Runner:
 
     def _play_section(self, name: str, process: _Process) -> None:
         """Play a section; after a crash or a hang, its other cases get a new process."""
+        # A section that is slow on this device must not take the time of the sections after it.
         end = min(self._deadline, time.monotonic() + SECTIONS[name].seconds)
         skip = [] if self._options.again else self._results.finished(name)
         together = True
@@ -260,6 +265,7 @@ class _Runner:
             commit=self._commit,
             skip=skip,
             seconds=end - time.monotonic(),
+            # Shares need the peaks, and ratios need other cases' seconds.
             before=self._results.numbers(),
         )
 
@@ -314,6 +320,7 @@ class _Runner:
                             f"out = {self._options.out!r}: has results of {other_machine}; another "
                             "device or size needs another folder"
                         )
+                    # Only the process knows its cases: they depend on the platform.
                     left = [case for case in fields["cases"] if case not in skip]
                 case {"prepare": _}:
                     limit = time.monotonic() + fields["limit"]

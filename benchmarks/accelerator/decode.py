@@ -59,6 +59,7 @@ def cases(setting: Setting) -> Sequence[Case]:
         policy, sizes = shapes.TINY, [DecodeSizes(2, 32, 2, 4, 16, 32, 2)]
     else:
         policy, sizes = shapes.QWEN_15B, [DecodeSizes(1), DecodeSizes(8)]
+    # One copy for all cases, made when the first case needs it.
     params = functools.cache(lambda: random_params(policy, "bfloat16", _one_device()))
     decode_cases = [
         _case(setting, policy, params, size, dtype)
@@ -85,6 +86,7 @@ def _case(
         policy.vocab_size, size=(sizes.prompts, sizes.prompt)
     )
     sampler = _sampler(policy, sizes, dtype)
+    # Only the decode program: prefill calls are few and long, so launches do not bound them.
     if graphs:
         sampler.decode = _with_options(sampler.decode, _GRAPHS)
     in_calls = _Stopwatch()
@@ -93,7 +95,7 @@ def _case(
     def ask(response: int, prompt: int) -> _Asked:
         """Sample answers to cut prompts."""
         session = sampler.start_session(params())
-        jax.block_until_ready(session._state)
+        jax.block_until_ready(session._state)  # allocation of the pool is not sampling
         in_calls.seconds, clock = 0.0, time.perf_counter()
         sample_answers(session, tokens[:, :prompt].tolist(), sizes.group, response)
         seconds = time.perf_counter() - clock
@@ -112,6 +114,7 @@ def _case(
 
 def _sampler(policy: PolicyConfig, sizes: DecodeSizes, cache_dtype: str) -> Sampler:
     """Make a sampler in which no slot ever waits for a page; no token ends an answer."""
+    # Waiting would show the scheduler's speed, not the kernels'.
     pages = sizes.prompts * -(-sizes.prompt // sizes.page)
     pages += sizes.samples * -(-sizes.response // sizes.page)
     config = SamplerConfig(

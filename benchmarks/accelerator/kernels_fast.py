@@ -31,6 +31,7 @@ from spell_jax.attention.kernel import Inputs
 from spell_jax.attention.pages import Pages, quantize
 from spell_jax.attention.triton import Tile, Tiles
 
+# From SPELL's inputs of 16K tokens (section 4.1) a factor 4 down and 8 up.
 LENGTHS = (4096, 16384, 65536, 131072)
 _CHUNKED_LENGTHS = LENGTHS[:3]  # 128K takes minutes
 _MASKS = {"causal": rows.causal, "tree": rows.half_documents}
@@ -171,6 +172,7 @@ def _torch_case(
         import torch
         from torch.nn import attention as torch_attention
 
+        # As many key heads as query heads: the operations are equal to the grouped kernel's.
         shape = (1, heads.heads, time, heads.size)
         options = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}
         q, k, v = (torch.randn(shape, **options) for _ in range(3))
@@ -186,6 +188,7 @@ def _torch_case(
 
             return waiting
 
+        # Pinned, so that a case cannot fall back to another kernel without notice.
         with torch_attention.sdpa_kernel(torch_attention.SDPBackend.FLASH_ATTENTION):
             forward_s = seconds_of(wait(attention))["seconds"]
             total_s = seconds_of(wait(lambda: torch.autograd.grad(attention(), (q, k, v), d_out)))
@@ -215,6 +218,7 @@ def _compare(
             if ours and theirs:
                 seconds = [x["forward_ms"] + x["backward_ms"] for x in (theirs, ours)]
                 ratios[f"times_as_fast_as_{peer_kernel}_{time}"] = seconds[0] / seconds[1]
+    # If XLA's loop were as fast, a kernel of our own would be code without a use.
     chunked = [ratio for name, ratio in ratios.items() if "chunked" in name]
     if chunked:
         ratios["worth_its_code"] = float(max(chunked) >= _WORTH)
@@ -258,6 +262,7 @@ def _tile_cases(setting: Setting) -> Sequence[Case]:
 def _tile_case(kernel: str, heads: Heads, time: int, tiles: Sequence[Tile]) -> Case:
     """Time a kernel with each tile size; return milliseconds by tile, and the fastest tile."""
     programs: dict[str, Any] = {}
+    # The sweep shows whether the default is still the fastest, on this device and jax version.
     default = getattr(triton.DEFAULT_TILES[2, max(64, heads.size)], kernel)
     failures: dict[str, str] = {}
 

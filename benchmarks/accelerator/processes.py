@@ -78,6 +78,7 @@ class RunningCommand:
         The command is asked by SIGTERM, as a machine that is taken away asks. `stop_at` and
         `kill_at`, at which it is killed, are times of time.monotonic. Returns the exit status.
         """
+        # Asked once: a second SIGTERM could interrupt the saving.
         is_asked = False
         while (status := self._process.poll()) is None:
             now = time.monotonic()
@@ -95,6 +96,7 @@ class RunningCommand:
 
     def last_line(self) -> str:
         """Return the last line of the output, cut."""
+        # The last line of a traceback is the error, and the reason why a case failed.
         lines = self.log.read_text(errors="replace").split("\n")
         return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "no output")
 

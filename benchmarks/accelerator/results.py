@@ -48,6 +48,7 @@ class Results:
     def add(self, line: dict[str, Any]) -> None:
         """Append a line and wait until it is on the disk."""
         self._keep(line)
+        # On the disk before the next case begins, which may crash the machine.
         jsonl.append_records(self._path, [line])
 
     def other_machine(self, machine: Mapping[str, Any]) -> str:

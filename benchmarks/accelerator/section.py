@@ -82,7 +82,7 @@ def seconds_of(
     jax.block_until_ready(call())
     clock = time.perf_counter()
     jax.block_until_ready(call())
-    once = max(time.perf_counter() - clock, 1e-7)
+    once = max(time.perf_counter() - clock, 1e-7)  # a clock's resolution, never 0
     # A program that takes seconds must not run six times: the second call then is the measurement.
     calls = max(1, int(batch_seconds / once))
     timed: list[float] = [once] if once > max_seconds / 2 else []

@@ -96,6 +96,7 @@ class Size:
             "steps": self.steps - 1,
             "seconds": _TIMED_SECONDS,
         }
+        # The architecture is the config.json's; our options would cut it to 8 layers.
         if side == "ours":
             return options | {"layers": self.policy.layers, "prefill": self.prefill}
         theirs = {"vocab": self.policy.vocab_size, "about": 1, "question": 1}
@@ -168,6 +169,7 @@ class _Section:
     def _measure(self, size: Size, side: str, options: dict[str, Any]) -> dict[str, Any]:
         """Let a side's process measure; meanwhile the next side's process imports libraries."""
         waiting, self._waiting = self._waiting, None
+        # A case was skipped or failed early: the waiting process has other libraries.
         if waiting and waiting[0] != side:
             waiting[1].kill()
             waiting = None
@@ -252,6 +254,7 @@ def _summarize(size: Size, side: str, raw: Mapping[str, Any]) -> Numbers:
     Prompt tokens count once for all G answers, whatever a side computes. The tokens/s of decoding
     are without the first token of an answer, which prefill samples.
     """
+    # `generate` times its first call apart; the other sides' lists begin with the first step.
     generate = raw["generate_s"]
     if side == "generate":
         numbers: Numbers = {"generate_s": statistics.median(generate), "first_s": raw["first_s"]}

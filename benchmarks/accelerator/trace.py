@@ -63,7 +63,7 @@ def _summary(spans: list[tuple[float, float, str]]) -> Numbers:
             if first - end > _GAP_NS:
                 gaps.append(first - end)
         end = max(end, last)
-        kind = _NUMBER.sub("", name)[:60]
+        kind = _NUMBER.sub("", name)[:60]  # layers have numbered copies of the same kernel
         nanoseconds[kind] = nanoseconds.get(kind, 0.0) + last - first
     longest = sorted(nanoseconds, key=lambda kind: -nanoseconds[kind])[:_LONGEST]
     return {

@@ -144,6 +144,7 @@ class Folder:
         self.pieces = sorted(path.glob("*.gguf")) or sorted(path.glob("*.gguf.[0-9][0-9]"))
         if self.policy is None and not self.pieces:
             raise FileNotFoundError(f"train = {str(path)!r}: has no folder policy, and no .gguf")
+        # A file of several gigabytes may arrive in pieces, so pieces are counted from 00 on.
         if len({piece.name.partition(".gguf")[0] for piece in self.pieces}) > 1:
             raise ValueError(f"train = {str(path)!r}: has several .gguf, must have one")
         numbers = [piece.suffix[1:] for piece in self.pieces if piece.suffix != ".gguf"]
@@ -206,6 +207,7 @@ class _Training:
             flags["config.data.source"] = self._source.clusters
             flags["config.data.validation"] = self._source.validation
         flags["config.policy.folder"] = policy
+        # An earlier command with the same OUT may have trained already; its updates are not timed.
         before = len(self._lines())
         command = RunningCommand(
             self._setting, SECTION, "arm", "spell_jax.train", flags, _ALL_MEMORY
@@ -234,6 +236,7 @@ class _Training:
             flags = {"workdir": folder, "config.policy.folder": self._first_policy()}
             flags |= self.stage or {}
             seconds = self._run("format_stage", "spell_jax.sft", flags, _ALL_MEMORY)
+            # Written last: an interrupted format stage is run again.
             (folder / "seconds.txt").write_text(f"{seconds:.3f}")
             # 1.6 GB each; the arm needs the exported policy alone.
             shutil.rmtree(folder / "checkpoints", ignore_errors=True)
@@ -252,6 +255,7 @@ class _Training:
                 for piece in self._source.pieces:
                     gguf_file.write(piece.read_bytes())
             flags = {"gguf": file, "out": policy}
+            # On the CPU: the conversion computes nothing that a device would make faster.
             self._run("export", "spell_jax.export", flags, {"JAX_PLATFORMS": "cpu"})
             file.unlink()
         return policy

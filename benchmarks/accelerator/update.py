@@ -79,6 +79,7 @@ def _case(
 ) -> Case:
     """Make the case of a policy and a layout, a value of packing.shared_prefix."""
     policy = dataclasses.replace(policy, remat="block")
+    # Cached, because preparation and measurement need the same programs.
     programs = functools.cache(functools.partial(_programs, policy, sizes, layout))
     return Case(
         f"{name}_{'shared' if layout == 'tree' else 'repeated'}",
@@ -100,6 +101,7 @@ def _programs(policy: PolicyConfig, sizes: UpdateSizes, layout: str) -> aot.RunP
     config.packing.update(shared_prefix=layout, token_budget=budget)
     config.packing.buckets = ((bucket.length, bucket.answers),)
     limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", _ASSUMED_GIB * GIB)
+    # Fewer layers keep the shapes of all kernels, and so their speed.
     for layers in range(policy.layers, 0, -1):
         smaller = dataclasses.replace(policy, layers=layers)
         programs = aot.RunPrograms(config, smaller, mesh, sizes.prompt, bucket)
@@ -126,7 +128,7 @@ def _measure(setting: Setting, name: str, programs, sizes: UpdateSizes, layout: 
     state = learner.init(jax.random.key(0))
     groups = _random_groups(policy, sizes)
     batches, refused = learner.pack(groups, learner.weigh(groups))
-    assert not refused
+    assert not refused  # a refused answer would be work left out
     # Gradients accumulate over the calls; their values do not change the time.
     micro_batch_s, traced = _time_micro_batch(setting, learner, state, learner.place(batches[0]))
     update_s: list[float] = []
@@ -206,6 +208,7 @@ def _random_groups(policy: PolicyConfig, sizes: UpdateSizes) -> list[packing.Tra
 
     documents, groups = tokens(sizes.prompt - sizes.question), []
     for number in range(sizes.questions):
+        # A tree shares documents alone only if no two questions begin with equal tokens.
         question = np.concatenate([[number], tokens(sizes.question - 1)])
         samples = [Sample(answer) for answer in tokens(sizes.group, sizes.response)]
         rewards = list(rng.normal(size=sizes.group))
