@@ -123,7 +123,7 @@ def score(c: Config, truths: list[tuple[str, str]], index, tokens, length) -> np
     index, tokens, length = (np.asarray(x) for x in (index, tokens, length))
     texts = [c.tokenizer.decode(row[:n].tolist()) for row, n in zip(tokens, length, strict=True)]
     question_indices = index.repeat(c.group_size)
-    # The rules parse text, and XLA has no strings: this is the one part that leaves the program.
+    # The rules parse text, and XLA has no strings: only this part leaves the program.
     rewards = [
         rules.score(text, *truths[i]) for text, i in zip(texts, question_indices, strict=True)
     ]
