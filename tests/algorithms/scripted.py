@@ -320,7 +320,7 @@ def by_role(groups: Sequence[TrainGroup]) -> dict[str, list[TrainGroup]]:
 
 # Every outcome of a question; the comment is the mean reward with the default switches.
 ROWS = (
-    Row(QA, "ok", 0, 2, 1, 4),  # 3/4, one of them by the verifier only
+    Row(QA, "ok", 0, 2, 1, 4),  # 3/4, of which the verifier alone accepts one
     Row(CHOICE, "ok", 0, 1, 1, 0),  # 1/4
     Row(MATH, "ok", 0, 3, 0, 0),  # 3/4
     Row(QA, "bad_json", 0, 0, 0, 0),

@@ -284,7 +284,7 @@ def test_rollout_weights_are_cast_anew_on_each_access(pair):
     run = make_run(pair)
     models = runs.first_models(run)
     params = runs.RolloutParams(run, models)
-    models.clear()  # the weights trained meanwhile are not those of the rollout
+    models.clear()  # the weights trained meanwhile are not the rollout's
     assert params["other"]["embedding"].dtype == "bfloat16"
     assert params["policy"]["embedding"].dtype == "float32"
     assert list(params) == ["policy", "other", "reference_reader"] and len(params) == 3

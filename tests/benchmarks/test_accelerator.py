@@ -117,7 +117,7 @@ def test_a_trace_has_idle_time_gaps_and_the_longest_kinds_of_kernels() -> None:
     spans = [
         (0, 100_000, "gemm_1"),
         (50_000, 120_000, "copy"),  # on another stream
-        (60_000, 70_000, "copy"),  # ends before the one that began earlier
+        (60_000, 70_000, "copy"),  # ends before an earlier copy
         (130_000, 150_000, "gemm.2"),
         (250_000, 300_000, "add"),
     ]
@@ -170,7 +170,7 @@ def test_a_case_that_fails_hangs_or_crashes_costs_no_other(
     errors = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(errors) == len(failures)
     assert results.numbers()["broken"]["exact"] == {"numbers": ["nan", "inf", 0.5]}
-    # A new process plays no case again. A second run plays those without numbers.
+    # A new process plays no case again. A second run plays the cases without numbers.
     assert len((tmp_path / "played").read_text()) == 3
     assert main(arguments) == 1
     assert len((tmp_path / "played").read_text()) == 4

@@ -32,7 +32,7 @@ PEER = numbers([(10.0, 20.0), (10.0, 30.0), (11.0, 20.0)], peak_bytes=500)
 
 def test_line_has_the_middle_steps_and_their_ratios() -> None:
     line = peers.compare(OURS, PEER, LAST)
-    # Ours take 2, 2.5, 3, 4, 4.5 and 6 s: the middle ones are those of 3 s and 4 s.
+    # Ours take 2, 2.5, 3, 4, 4.5 and 6 s: 3 s and 4 s are in the middle.
     assert (line["ours_s"], line["ours_generate_s"], line["ours_update_s"]) == (3.5, 1.0, 2.5)
     assert (line["peer_s"], line["peer_generate_s"], line["peer_update_s"]) == (31.0, 11.0, 20.0)
     assert line["ours_steps_s"] == [2.0, 4.0, 3.0, 6.0, 4.5, 2.5]

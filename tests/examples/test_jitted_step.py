@@ -129,7 +129,7 @@ def check(**sizes: int) -> None:
     absolute, relative, numbers = compare(c, steps)
     assert absolute < WEIGHTS
     assert relative < RELATIVE
-    assert numbers["sampler_difference"] < 1e-4  # logprobs of the rollout are those of the loss
+    assert numbers["sampler_difference"] < 1e-4  # rollout and loss agree on logprobs
     for name in ("loss", "gradient_norm"):
         assert steps[-1].metrics[name] == pytest.approx(numbers[name], rel=1e-4, abs=1e-6)
 

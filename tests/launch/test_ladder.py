@@ -283,7 +283,7 @@ def test_arms_are_compared_seed_by_seed(tmp_path):
     for arm, seeds in seeds_of.items():
         for seed in seeds:
             accuracy = 0.1 * seed + (0.2 if arm == "full" else 0.0)
-            # The yoked arm ends earlier: this does not shorten the comparison of the others.
+            # The yoked arm ends earlier: this does not shorten the comparison of the other arms.
             write_run(tmp_path / arm / str(seed), [accuracy] * (1 if arm == "yoked" else 2))
     experiment.main(["figure", f"--runs={tmp_path}"])
     numbers = json.loads((tmp_path / "ladder.json").read_text())

@@ -24,7 +24,7 @@ SIZES = {
     **{"sampler.kv_cache_tokens": 32 * 64, "sampler.prefill_tokens": 32 * 8},
     **{"packing.token_budget": 512, "packing.buckets": ((128, 64),)},
 }
-# Of a micro-batch: rows of 32 prompt tokens and 4 answers of 16, whose attention is dense.
+# Of a micro-batch: rows of 32 prompt tokens and 4 answers of 16, with dense attention.
 ROWS, LENGTH, ANSWERS = 5, 96, 64
 # XLA also counts norms, softmax and RoPE. It computes logits once where the vocabulary is a single
 # slice, twice in the backward pass of a large one.

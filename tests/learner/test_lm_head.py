@@ -244,7 +244,7 @@ def test_underflowing_probabilities_have_correct_gradients() -> None:
     [
         (152_064, 3584, 2**26, 16_896),  # Qwen2.5-7B: 9 slices, none longer
         (152_064, 3584, 1, 128),
-        (19_008, 3584, 2**26, 9_600),  # an eighth of it: 18,688 would do for all but 320
+        (19_008, 3584, 2**26, 9_600),  # an eighth as many: 18,688 would do for all but 320
         (18_688, 3584, 2**26, 18_688),
         (64, 32, 1, 64),
         (129, 32, 1, 128),
@@ -415,7 +415,7 @@ def _exact(head: Head) -> tuple[np.ndarray, np.ndarray]:
     return of_logits.T @ picked, of_hidden
 
 
-ROUNDED = 2**-8  # of bfloat16: half of it is the rounding of a result, the rest that of operands
+ROUNDED = 2**-8  # bfloat16: half is the rounding of a result, half of the operands
 
 
 @pytest.mark.slow
@@ -455,5 +455,5 @@ def test_gradients_are_rounded_after_the_sum() -> None:
     head = _head_of_many_answers(vocab=256, states=1, answers=16)
     gradient = jax.grad(functools.partial(head.total, numbers_at_once=1), (0, 1), has_aux=True)
     text = str(jax.make_jaxpr(gradient)(head.table, head.hidden))
-    # The slice's gradient, that of picked states, that of hidden states.
+    # Gradients of the slice, of picked states, of hidden states.
     assert len(re.findall(r"reduce_precision\[exponent_bits=8 mantissa_bits=7", text)) == 3

@@ -126,7 +126,7 @@ def test_answers_have_as_many_slots_as_rows_need() -> None:
         shapes.choose(_trees([(1000, n)] * 8), 8192)[0].bucket for n in (100, 990)
     )
     assert narrow_bucket == Bucket(8192, 1024) and wide_bucket == Bucket(8192, 8192)
-    # A row that is full of answers does not widen the others'.
+    # A row that is full of answers does not widen other rows.
     mixed = shapes.choose(_trees([(4000, 4000), *[(4000, 100)] * 15]), 8192)
     assert max(bucket.answers for bucket, *_ in mixed) <= 6144
 

@@ -357,6 +357,6 @@ def test_sum_by_answer_adds_the_tokens_of_each_answer() -> None:
     for row, slot in np.argwhere(ANSWER >= 0):
         expected_sums[row, slot] = values[row][ANSWER[row] == ANSWER[row, slot]].sum()
     np.testing.assert_array_equal(packing.sum_by_answer(values, ANSWER), expected_sums)
-    # The number of answers equals that of slots.
+    # There are as many answers as slots.
     full = np.arange(12)[None]
     np.testing.assert_array_equal(packing.sum_by_answer(values[:1], full), values[:1])

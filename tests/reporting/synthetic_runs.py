@@ -34,7 +34,7 @@ class RunSizes:
     answer: int = 40  # characters
     answers: int = 4  # G to a question
     votes: int = 3  # on each answer
-    clusters: int = 1_000_000  # distinct ones of the run
+    clusters: int = 1_000_000  # distinct clusters of the run
 
 
 class RunWriter:

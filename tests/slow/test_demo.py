@@ -61,7 +61,7 @@ def test_verifier_accuracy_improves(tables):
 
 @pytest.mark.parametrize("task", PAPER_TASKS)
 def test_questioner_keeps_its_share_of_correct_references(tables, task):
-    # The interval of one share of .9 among 256 is .04, and that of a mean of three gains is more.
+    # The interval of one share of .9 among 256 is .04; a mean of three gains has a wider interval.
     assert mean_gain(tables, "questioner", task, "reference right, of answerable") > -0.05
 
 

@@ -94,7 +94,7 @@ def test_run_killed_at_every_point_ends_bit_identical(policy, uninterrupted_run,
     expect(KILLED, 0, policy, tmp_path, f"updated:{STEP + 1}", checkpoint_every=3)
     for point in (*PHASES, "rolled_out", "updated"):
         expect(KILLED, 3, policy, tmp_path, f"{point}:{QUESTION if point in PHASES else 1}")
-    # The checkpoint of step 3 stays until that of step 4 is whole, with its hashes ("!").
+    # The checkpoint of step 3 stays until the checkpoint of step 4 is whole, with its hashes ("!").
     expect(KILLED, 3, policy, tmp_path, "saving:1", f"hold:{STEP}")
     assert checkpoint_files(tmp_path) == {"3", "3!", "4.orbax-checkpoint-tmp"}
     expect(KILLED, 3, policy, tmp_path, "written:1")

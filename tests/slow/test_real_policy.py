@@ -27,7 +27,7 @@ from spell_jax.trainer.export import export
 from tests import noise
 from tests.policy import families
 
-# Qwen2.5-7B-Instruct, but narrow: 9.8 million weights, nearly all of them embeddings.
+# Qwen2.5-7B-Instruct, but narrow: 9.8 million weights, nearly all in embeddings.
 SHAPE = PolicyConfig(
     vocab_size=152_064,
     width=64,

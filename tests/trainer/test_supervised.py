@@ -80,7 +80,7 @@ def steady_metrics(workdir: pathlib.Path) -> list[dict]:
 def test_loss_decreases_and_the_saved_policy_loads(policy, source, tmp_path):
     config = small_config(policy, source, steps=40, rows_per_step=3, checkpoint_every=100)
     folder = supervised.fine_tune(config, tmp_path / "run")
-    # The loss equals that of the policy gradient with advantage 1 and ratio 1, so -1 throughout.
+    # The loss equals the policy gradient's with advantage 1 and ratio 1, so -1 throughout.
     losses = [-line["train/mean_logprob"] for line in read_metrics(tmp_path / "run")]
     assert len(losses) == 40
     assert losses[-1] < 0.5 < 4 < losses[0]

@@ -207,7 +207,7 @@ def test_written_questions_of_a_cluster_are_asked_together():
 @pytest.mark.parametrize("together", [1, 4])
 def test_every_written_question_is_asked_once_an_epoch(together: int) -> None:
     algorithm = new_algorithm(questions_per_cluster=together, generation_batch=4)
-    # One cluster has more questions than the others have together.
+    # One cluster has more questions than all other clusters together.
     clusters = ["d0"] * 9 + ["d1"] * 2 + ["d2"]
     algorithm._written = [{"cluster": name} for name in clusters]
     for _ in range(4):
