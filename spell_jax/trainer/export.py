@@ -13,7 +13,7 @@ from spell_jax.policy.products import resolve_dtype
 from spell_jax.policy.tokenizer_base import Tokenizer
 from spell_jax.runtime import entry, paths
 from spell_jax.runtime import mesh as meshes
-from spell_jax.runtime.config import Config
+from spell_jax.runtime.config import Config, ConfigError
 from spell_jax.runtime.jsonl import read_json
 from spell_jax.runtime.paths import CONFIG_FILE
 from spell_jax.trainer import supervised
@@ -39,7 +39,7 @@ def export(
     config = read_config(workdir)
     try:
         policy, tokenizer = _make_policy(config)
-    except (AttributeError, KeyError, TypeError) as error:  # sections or fields are missing
+    except (AttributeError, ConfigError, KeyError, TypeError) as error:  # damaged or of another run
         message = f"{workdir / CONFIG_FILE}: not the config of a run ({error})"
         raise ValueError(message) from error
     if adapters and policy.lora is None:

@@ -425,10 +425,10 @@ def test_ablation_runs_a_step(name, monkeypatch):
     ask = ScriptedModels(wavering)
     episodes = algorithm.rollout(ask, (0, 1), 1)
     groups, annotations = algorithm.groups(episodes, (0, 1))
-    roles = {group.role for group in groups}
+    roles = {group.name for group in groups}
     assert "responder" in roles
     assert all(
-        len(g.answers) == config.algorithm.group_size for g in groups if g.role == "responder"
+        len(g.samples) == config.algorithm.group_size for g in groups if g.name == "responder"
     )
     assert ("questioner" in roles) == (
         config.algorithm.train_questioner and config.algorithm.name == "spell"

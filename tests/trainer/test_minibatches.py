@@ -117,7 +117,7 @@ class Recorded:
     def finish(self) -> tuple[int, list[dict[str, float]]]:
         state, prompts, _, minibatches = self.started[-1]
         if BROKEN in prompts:
-            raise NonFinite(1, [make_group(7, "other")], [], alone=True)
+            raise NonFinite(1, [(make_group(7, "other"), [1.0])], [], alone=True)
         return state + minibatches, [{"groups": len(prompts)}]
 
 

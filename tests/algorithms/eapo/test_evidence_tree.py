@@ -249,7 +249,9 @@ def test_reranker_scores_by_the_probability_of_yes(caplog):
             for place in reversed(range(len(ids))):
                 word, probability = replies[bytes(ids[place]).decode()]
                 tokens = np.array([*word.encode()], np.int32)
-                yield place, [Sample(tokens, np.log(np.float32([probability])), False)]
+                # As if all of the word but its first byte were certain.
+                logprobs = np.log(np.float32([probability] + [1] * (len(tokens) - 1)))
+                yield place, [Sample(tokens, logprobs, False)]
 
         def release(self):
             self.released = True
