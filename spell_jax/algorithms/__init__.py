@@ -4,7 +4,7 @@ An algorithm asks models through coroutines, and knows no sampler, mesh or optim
 
 Public names:
   base.Algorithm, base.AlgorithmContext: what every algorithm implements and receives.
-  base.Models, base.Reply: how an algorithm asks models, and what a model replies.
+  base.AskModels, base.Reply: how an algorithm asks models, and what a model replies.
   registry.ALGORITHMS, registry.read_algorithm: algorithms by name, with their configs.
   config.AlgorithmConfig: fields of all algorithms.
   rollout.RolloutWorker: runs the coroutines of a step, and samples for them.

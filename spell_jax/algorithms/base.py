@@ -104,7 +104,7 @@ class _ModelCall(Protocol[Answer]):
         model: str = "policy",
         temperature: float | None = None,
     ) -> Answer:
-        """Sample `group` replies per prompt from "policy" or one of Algorithm.models.
+        """Sample `group` replies per prompt from "policy" or one of Algorithm.model_names.
 
         The role is "questioner", "responder", "verifier" or another name that the algorithm uses.
         The "verifier" has its own cap of answer tokens (sampler.max_verdict_tokens). A temperature
@@ -130,8 +130,8 @@ class Replies(list[Reply | None]):
 Ask = _ModelCall[Awaitable[Replies]]
 
 
-class Models(_ModelCall[Replies], Protocol):
-    """The models of an algorithm. Called like an Ask, without await, it blocks until answered."""
+class AskModels(_ModelCall[Replies], Protocol):
+    """The interface to all models of a step: a call like an Ask, without await, blocks."""
 
     def run_all(
         self, function: Callable[[Ask, Item], Coroutine[Any, Any, Result]], items: Sequence[Item]
@@ -164,23 +164,27 @@ class Algorithm(Protocol):
 
     The trainer calls in each step, with key = (seed, step):
 
-        episodes = algorithm.rollout(models, key, step)
+        episodes = algorithm.rollout(ask, key, step)
         groups, annotations = algorithm.groups(episodes, key)
         metrics = algorithm.metrics(episodes)
         lines = [algorithm.record(e, a) for e, a in zip(episodes, annotations)]
     """
 
     @property
-    def models(self) -> tuple[str, ...]:
-        """Models besides "policy": with a config section and folder, or frozen copies of it."""
+    def model_names(self) -> tuple[str, ...]:
+        """Names of the models besides "policy".
+
+        A name with a section in the config has its own weights, any other is a frozen copy of the
+        first policy.
+        """
         ...
 
     @property
     def trained(self) -> tuple[str, ...]:
-        """Those of `models` that are trained, on the groups that name them."""
+        """Names among `model_names` whose models are trained, on the groups with their name."""
         ...
 
-    def rollout(self, models: Models, key: Key, step: int) -> Sequence[Episode]:
+    def rollout(self, ask: AskModels, key: Key, step: int) -> Sequence[Episode]:
         """Sample the episodes of a step (from 1) and advance the state that `state_dict` saves."""
         ...
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from spell_jax.algorithms.base import Models
+from spell_jax.algorithms.base import AskModels
 from spell_jax.data.questions import Question
 from spell_jax.selfplay import rules
 from spell_jax.selfplay.prompts import Prompts
@@ -33,11 +33,11 @@ class Evaluated(NamedTuple):
 class Evaluation(Protocol):
     """Held-out evaluation of a policy, as the trainer calls it."""
 
-    def full(self, models: Models) -> Evaluated:
+    def full(self, ask: AskModels) -> Evaluated:
         """Evaluate everything that is reported before and after a run."""
         ...
 
-    def quick(self, models: Models) -> tuple[float, dict[str, float]]:
+    def quick(self, ask: AskModels) -> tuple[float, dict[str, float]]:
         """Return (score, larger is better; numbers by name), cheap enough for every few steps."""
         ...
 
@@ -94,9 +94,9 @@ class HeldOutQuestions:
     measure: Callable[[str, Question, str], Mapping[str, float]] = _score_answer
     extract: str = "lenient"
 
-    def full(self, models: Models) -> Evaluated:
+    def full(self, ask: AskModels) -> Evaluated:
         """Report measures by task, and by number of documents if few different numbers occur."""
-        texts = self._answer(models)
+        texts = self._answer(ask)
         measured = self._measure(texts)
         rows = by_row((question.task, measures) for question, measures in measured)
         lengths = sorted({len(question.documents) for question in self.questions})
@@ -120,19 +120,19 @@ class HeldOutQuestions:
         ]
         return Evaluated({self.section: section}, answers)
 
-    def quick(self, models: Models) -> tuple[float, dict[str, float]]:
+    def quick(self, ask: AskModels) -> tuple[float, dict[str, float]]:
         """Return (accuracy, numbers): accuracies by task and "all", and means of other measures."""
-        measured = self._measure(self._answer(models))
+        measured = self._measure(self._answer(ask))
         outcomes = by_row((question.task, measures) for question, measures in measured)
         accuracy, *other_measures = outcomes["all"]
         numbers = {task: share(measures[accuracy])[0] for task, measures in outcomes.items()}
         return numbers["all"], numbers | {n: share(outcomes["all"][n])[0] for n in other_measures}
 
-    def _answer(self, models: Models) -> list[str]:
+    def _answer(self, ask: AskModels) -> list[str]:
         """Answer the questions; "" where a prompt is over the cap."""
         make_prompt = self.make_prompt or self._responder_prompt
         prompts = [make_prompt(question) for question in self.questions]
-        replies = models("responder", prompts, temperature=0.0)
+        replies = ask("responder", prompts, temperature=0.0)
         return ["" if reply is None else reply.texts[0] for reply in replies]
 
     def _measure(self, texts: Sequence[str]) -> list[tuple[Question, Mapping[str, float]]]:

@@ -76,7 +76,7 @@ class TextSampler:
 
 
 class RolloutWorker:
-    """An algorithm's `Models`: the policy, copies of it, and models with their own weights.
+    """An algorithm's `AskModels`: the policy, copies of it, and models with their own weights.
 
     The key of a request is the worker's key folded with step, coroutine, call and prompt; the
     sampler folds in the sample and the position. Replies to a coroutine therefore depend neither on
@@ -105,7 +105,7 @@ class RolloutWorker:
     def start_step(
         self,
         step: int,
-        models: Mapping[str, Params],
+        params: Mapping[str, Params],
         between_calls: Callable[[], None] = lambda: None,
         truncated: str = "score",
     ) -> None:
@@ -113,11 +113,11 @@ class RolloutWorker:
 
         `truncated` is AlgorithmConfig.truncated: how replies count that the token cap cut off.
 
-        `models` has weights in the compute dtype by name, looked up when a session opens.
+        `params` has weights in the compute dtype by name, looked up when a session opens.
         `between_calls` is called after each dispatch of sampler calls to the device and may
         dispatch more work. Its place in the order of calls depends only on the sampled tokens.
         """
-        self._step, self._models, self._between_calls = step, models, between_calls
+        self._step, self._params, self._between_calls = step, params, between_calls
         self._truncated = truncated
         self._coroutines = 0
         self._session: tuple[str, Session] | None = None
@@ -128,7 +128,7 @@ class RolloutWorker:
     def end_step(self) -> None:
         """Release weights and KV cache, which would only take memory during the update."""
         self._close()
-        self._models, self._between_calls = {}, lambda: None
+        self._params, self._between_calls = {}, lambda: None
 
     def __call__(self, *call: Any, **options: Any) -> Replies:
         async def ask_all(ask: Ask, _: None) -> Replies:
@@ -236,7 +236,7 @@ class RolloutWorker:
         if self._session is None or self._session[0] != model:
             self._close()
             sampler = self._text_sampler_of(model).sampler
-            self._session = model, sampler.start_session(self._models[model])
+            self._session = model, sampler.start_session(self._params[model])
         return self._session[1]
 
     def _close(self) -> None:

@@ -73,7 +73,7 @@ class Run:
     def copies(self) -> tuple[str, ...]:
         """Names of the models that start as frozen copies of the policy."""
         reference = ["reference"] if self.learner.loss.needs_reference else []
-        names = (*self.algorithm.models, *reference)
+        names = (*self.algorithm.model_names, *reference)
         return tuple(name for name in names if name not in self.own_models)
 
 
@@ -86,7 +86,7 @@ def make_run(config: RunConfig | Config) -> Run:
     context = make_context(config, policy.tokenizer)
     algorithm, evaluation = make_algorithm(config, context)
     models = {"policy": policy}
-    for name in algorithm.models:
+    for name in algorithm.model_names:
         if name in config.models:
             model = config.models[name]
             folder = find_folder(model.folder, f"{name}.folder")

@@ -13,7 +13,7 @@ import numpy as np
 from spell_jax.algorithms.base import (
     Algorithm,
     AlgorithmContext,
-    Models,
+    AskModels,
     Replies,
     Reply,
     make_reply,
@@ -57,7 +57,7 @@ class PendingCall:
 
 
 class ScriptedModels:
-    """`Models` whose texts come from `write(role, prompt, sibling, model)`.
+    """`AskModels` with texts of `write(role, prompt, sibling, model)`.
 
     A result of None means that the prompt is over the cap, a text with CUT that the token cap cut
     it off. Coroutines take turns, and equal requests of a turn are one call. Tokens are the bytes
@@ -126,9 +126,9 @@ class ScriptedModels:
         )
 
 
-def roll_out(algorithm: Algorithm, models: Models, step: int, seed: int = 0) -> list[Any]:
+def roll_out(algorithm: Algorithm, ask: AskModels, step: int, seed: int = 0) -> list[Any]:
     """Return the episodes of a step."""
-    return list(algorithm.rollout(models, (seed, step), step))
+    return list(algorithm.rollout(ask, (seed, step), step))
 
 
 def to_groups(algorithm: Algorithm, episodes: Sequence[Any], step: int = 1) -> list[TrainGroup]:

@@ -165,22 +165,20 @@ class Pair:
     Every second step trains the second model on its answers, with advantage 1.
     """
 
-    models = ("other", "reference_reader")
+    model_names = ("other", "reference_reader")
     trained = ("other",)
 
     def __init__(self, config: Any, context: AlgorithmContext):
         self._stream = context.deal(context.clusters())
 
-    def rollout(self, models: Any, key: Key, step: int) -> list[tuple[Cluster, list[Reply]]]:
+    def rollout(self, ask: Any, key: Key, step: int) -> list[tuple[Cluster, list[Reply]]]:
         episodes = []
         for _, cluster in self._stream.next(2):
-            (responder_reply,) = models("responder", [cluster.documents[0]], 4)
-            (critic_reply,) = models(
+            (responder_reply,) = ask("responder", [cluster.documents[0]], 4)
+            (critic_reply,) = ask(
                 "critic", responder_reply.texts[:1], 2, model="other", temperature=1.0
             )
-            (reader_reply,) = models(
-                "responder", [cluster.documents[0]], 1, model="reference_reader"
-            )
+            (reader_reply,) = ask("responder", [cluster.documents[0]], 1, model="reference_reader")
             episodes.append((cluster, [responder_reply, critic_reply, reader_reply]))
         return episodes
 

@@ -419,7 +419,7 @@ def test_ablation_runs_a_step(name, monkeypatch):
     context = make_context(read, tokenizers.load(TINY_POLICY))
     algorithm, evaluation = make_algorithm(read, context)
     assert isinstance(algorithm, Rlvr if config.algorithm.name == "rlvr" else Spell) and evaluation
-    assert algorithm.models == (
+    assert algorithm.model_names == (
         ("reference_reader",) if config.algorithm.reference_source == "frozen_reader" else ()
     )
     ask = ScriptedModels(wavering)
@@ -437,7 +437,9 @@ def test_ablation_runs_a_step(name, monkeypatch):
     assert ("verifier" in called_roles) == (
         config.algorithm.responder_reward not in ("rule", "random")
     )
-    assert any(call.model == "reference_reader" for call in ask.calls) == bool(algorithm.models)
+    assert any(call.model == "reference_reader" for call in ask.calls) == bool(
+        algorithm.model_names
+    )
     assert 0 < algorithm.metrics(episodes).means()["solve_rate"] <= 1
     assert all(map(algorithm.record, episodes, annotations))
     algorithm.rollout(ask, (0, 2), 2)

@@ -56,7 +56,7 @@ def models_of(config, workdir: pathlib.Path) -> tuple[dict[str, Any], dict[str, 
     step = checkpoints.newest_intact()
     assert step is not None
     model_names = [
-        *run.algorithm.models,
+        *run.algorithm.model_names,
         *(["reference"] if run.learner.loss.needs_reference else []),
     ]
     target = {"policy": abstract} | dict.fromkeys(model_names, abstract.params)

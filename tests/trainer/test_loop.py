@@ -92,7 +92,7 @@ class Finished:
     def checkpoint(self, *other_models: str) -> tuple[dict, dict]:
         """Return (models, host state) of the last checkpoint."""
         checkpoints = Checkpoints(self.workdir)
-        names = (*self.run.algorithm.models, *other_models)
+        names = (*self.run.algorithm.model_names, *other_models)
         abstract = self.run.learner.fns.abstract_state
         target = {"policy": abstract} | dict.fromkeys(names, abstract.params)
         step = checkpoints.latest_step()

@@ -24,7 +24,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from spell_jax.algorithms.base import AlgorithmContext, Annotation, Ask, Key, Models
+from spell_jax.algorithms.base import AlgorithmContext, Annotation, Ask, AskModels, Key
 from spell_jax.algorithms.eapo import episode as eapo_episode
 from spell_jax.algorithms.eapo.config import REWARD_MODEL, EapoConfig
 from spell_jax.algorithms.eapo.episode import EapoEpisode, Scoring
@@ -46,7 +46,7 @@ class Eapo:
     def __init__(self, config: EapoConfig, context: AlgorithmContext):
         self.config = config
         has, learns = config.reward_model != "none", config.reward_model == "co_evolving"
-        self.models: tuple[str, ...] = (REWARD_MODEL,) if has else ()
+        self.model_names: tuple[str, ...] = (REWARD_MODEL,) if has else ()
         self.trained: tuple[str, ...] = (REWARD_MODEL,) if learns else ()
         self._prompts = context.prompts
         self._judge = context.judge
@@ -54,10 +54,10 @@ class Eapo:
         self._stream = context.deal(clusters)
         self._scorings: list[Scoring] = []  # since the last refresh, oldest first
 
-    def rollout(self, models: Models, key: Key, step: int) -> list[EapoEpisode]:
+    def rollout(self, ask: AskModels, key: Key, step: int) -> list[EapoEpisode]:
         dealt = self._stream.next(self.config.questions)
         started = [self._start_episode(task, cluster) for task, cluster in dealt]
-        answered = models.run_all(self.rollout_one, started)
+        answered = ask.run_all(self.rollout_one, started)
         episodes = ask_judge(self._judge, self.config.rule, answered)
         return self.collect([self.reward(e) for e in episodes], step)
 
@@ -108,7 +108,7 @@ class Eapo:
         """Ask for a score of each well-formed answer, unless fewer than two can be compared."""
         e, c = episode, self.config
         sets = [answer.evidence for answer in e.answers if answer is not None]
-        if not self.models or len(sets) < 2:
+        if not self.model_names or len(sets) < 2:
             return e
         text = self._prompts.evidence_scores(e.question, sets)
         temperature = c.scoring_temperature

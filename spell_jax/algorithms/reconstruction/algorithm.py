@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from spell_jax.algorithms.base import AlgorithmContext, Annotation, Key, Models, Reply
+from spell_jax.algorithms.base import AlgorithmContext, Annotation, AskModels, Key, Reply
 from spell_jax.algorithms.config import AlgorithmConfig, RolloutBudget
 from spell_jax.algorithms.episode import QuestionEpisode, responder_groups
 from spell_jax.data import clusters
@@ -153,7 +153,7 @@ def pose(
 class Reconstruction:
     """The algorithm; see base.Algorithm."""
 
-    models = ()
+    model_names = ()
     trained = ()
 
     def __init__(self, config: ReconstructionConfig, context: AlgorithmContext):
@@ -164,10 +164,10 @@ class Reconstruction:
         )
         self.stream = context.deal(source)
 
-    def rollout(self, models: Models, key: Key, step: int) -> list[ReconstructionEpisode]:
+    def rollout(self, ask: AskModels, key: Key, step: int) -> list[ReconstructionEpisode]:
         episodes = self.start_episodes(key, step)
         prompts = [e.posed.prompt for e in episodes if e.posed.puzzle]
-        replies = models("responder", prompts, self.config.group_size)
+        replies = ask("responder", prompts, self.config.group_size)
         pairs = iter(zip(replies, replies.dropped, strict=True))
         return [self._answered(e, *next(pairs)) if e.posed.puzzle else e for e in episodes]
 

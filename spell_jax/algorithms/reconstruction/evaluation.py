@@ -10,7 +10,7 @@ import functools
 
 import numpy as np
 
-from spell_jax.algorithms.base import AlgorithmContext, Models
+from spell_jax.algorithms.base import AlgorithmContext, AskModels
 from spell_jax.algorithms.held_out import Evaluated, by_row, share
 from spell_jax.algorithms.reconstruction.algorithm import REWARDS, ReconstructionConfig, pose
 from spell_jax.selfplay import puzzles
@@ -28,9 +28,9 @@ class PuzzleEvaluation:
         self._config, self._context = config, context
         self._puzzles = functools.cache(self.make)
 
-    def full(self, models: Models) -> Evaluated:
+    def full(self, ask: AskModels) -> Evaluated:
         """Report the means of all measures and of a guess's rewards, by K and over all puzzles."""
-        outcomes = self._outcomes(models, self._config.evaluation_puzzles)
+        outcomes = self._outcomes(ask, self._config.evaluation_puzzles)
         table = {
             name: {column: share(measures[name]) for column, measures in outcomes.items()}
             for name in MEASURES
@@ -42,8 +42,8 @@ class PuzzleEvaluation:
             table[f"{name} of a guess"] = columns | {"all": (sum(over_all) / len(over_all), 0.0)}
         return Evaluated({"reconstruction, by number of options": table})
 
-    def quick(self, models: Models) -> tuple[float, dict[str, float]]:
-        outcomes = self._outcomes(models, self._config.validation_puzzles)
+    def quick(self, ask: AskModels) -> tuple[float, dict[str, float]]:
+        outcomes = self._outcomes(ask, self._config.validation_puzzles)
         numbers = {
             name.replace(" ", "_") + ("" if column == "all" else f"/{column}"): share(values[name])[
                 0
@@ -53,12 +53,12 @@ class PuzzleEvaluation:
         }
         return numbers["dense_reward"], numbers
 
-    def _outcomes(self, models: Models, count: int) -> dict[str, dict[str, list[float]]]:
+    def _outcomes(self, ask: AskModels, count: int) -> dict[str, dict[str, list[float]]]:
         """Return the value of each of MEASURES for each answer, by K and under "all"."""
         posed = [(k, p) for k in sorted(self._config.options) for p in self._puzzles(k, count)]
         if not posed:
             raise ValueError("held-out documents: none gives a puzzle; see algorithm.min_paragraph")
-        replies = models("responder", [p.prompt for _, p in posed], temperature=0.0)
+        replies = ask("responder", [p.prompt for _, p in posed], temperature=0.0)
 
         def measure(options: int, posed: PromptedPuzzle, text: str) -> dict[str, float]:
             order = puzzles.parse_order(text, options)

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from spell_jax.algorithms.base import AlgorithmContext, Annotation, Key, Models
+from spell_jax.algorithms.base import AlgorithmContext, Annotation, AskModels, Key
 from spell_jax.algorithms.config import RolloutBudget
 from spell_jax.algorithms.spell.algorithm import Spell
 from spell_jax.algorithms.spell.config import SpellConfig
@@ -79,20 +79,20 @@ class Rlvr(Spell):
         super().__init__(config, context)
         self.writing_temperature = config.static_temperature
         if self._given_questions:
-            self.models = ()
+            self.model_names = ()
         self._proposals = config.static_questions
         self._written: list[dict[str, Any]] = []  # the set, as `state_dict` stores it
         self._dealt = 0  # batches of the written set that have been dealt
         self._seed = context.seed
 
-    def rollout(self, models: Models, key: Key, step: int) -> list[SpellEpisode]:
+    def rollout(self, ask: AskModels, key: Key, step: int) -> list[SpellEpisode]:
         rng = np.random.default_rng([*key])
         if not self._given_questions and not self._written:
-            self._written = self._write(models, rng)
+            self._written = self._write(ask, rng)
         batches = (self._given_batches if self._given_questions else self._written_batches)(
             key, step
         )
-        episodes = self.fill((models.run_all(self.solve, batch) for batch in batches), rng)
+        episodes = self.fill((ask.run_all(self.solve, batch) for batch in batches), rng)
         # No questioner took part in the step, so it gets no reward.
         return [dataclasses.replace(e, reward=None) for e in episodes]
 
@@ -172,7 +172,7 @@ class Rlvr(Spell):
             own_reference=reference,
         )
 
-    def _write(self, models: Models, rng: np.random.Generator) -> list[dict[str, Any]]:
+    def _write(self, ask: AskModels, rng: np.random.Generator) -> list[dict[str, Any]]:
         """Write the static set by SPELL's parts 1 to 3, of all proposals at once.
 
         The number of proposals is rounded up to whole batches.
@@ -188,7 +188,7 @@ class Rlvr(Spell):
                 "reference": e.reference,
                 "hidden": e.hidden,
             }
-            for e in self.write_all(models, started)
+            for e in self.write_all(ask, started)
             if e.status == "accepted"
         ]
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from spell_jax.algorithms.base import AlgorithmContext, Key, Models
+from spell_jax.algorithms.base import AlgorithmContext, AskModels, Key
 from spell_jax.algorithms.rlvr.algorithm import Rlvr, RlvrConfig, deal_once
 from spell_jax.algorithms.spell.episode import SpellEpisode
 from spell_jax.data.clusters import in_memory
@@ -106,8 +106,8 @@ class QwenLong(Rlvr):
             ]
         )
 
-    def rollout(self, models: Models, key: Key, step: int) -> list[SpellEpisode]:
-        episodes = super().rollout(models, key, step)
+    def rollout(self, ask: AskModels, key: Key, step: int) -> list[SpellEpisode]:
+        episodes = super().rollout(ask, key, step)
         self._means |= {e.cluster.id: e.mean_score for e in episodes if e.response is not None}
         return episodes
 

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from spell_jax.algorithms.base import AlgorithmContext, Annotation, Ask, Key, Models, Reply
+from spell_jax.algorithms.base import AlgorithmContext, Annotation, Ask, AskModels, Key, Reply
 from spell_jax.algorithms.episode import ask_judge, judge_predictions
 from spell_jax.algorithms.spell import episode as spell_episode
 from spell_jax.algorithms.spell import frozen_reader, progress
@@ -58,28 +58,28 @@ class Spell:
         self.stream = context.deal(context.clusters())
         self.memory = QuestionMemory(config.memory)
         self.probes = ProbeSet(config.probes)
-        self.models = ("reference_reader",) if config.has_reader else ()
+        self.model_names = ("reference_reader",) if config.has_reader else ()
         self._count = context.count_tokens
         self._cap = context.prompt_cap
         self._judge = context.judge
         self._teacher_prompt = context.teacher_prompt
 
-    def rollout(self, models: Models, key: Key, step: int) -> list[SpellEpisode]:
+    def rollout(self, ask: AskModels, key: Key, step: int) -> list[SpellEpisode]:
         """Run rounds of self-play, up to the cap, until enough questions have mixed rewards."""
         rng = np.random.default_rng([*key])
         if self.config.mapping == PROGRESS:
-            progress.measure(self.config, self.probes, models, self.prompts, self.stream)
-        batches = (self._roll_out(models, self.start_episodes(rng)) for _ in itertools.count())
+            progress.measure(self.config, self.probes, ask, self.prompts, self.stream)
+        batches = (self._roll_out(ask, self.start_episodes(rng)) for _ in itertools.count())
         episodes = self.fill(batches, rng)
         self.remember(episodes)
         if self.config.mapping == PROGRESS:
             progress.push(self.config, self.probes, episodes, rng)
         return episodes
 
-    def _roll_out(self, models: Models, episodes: Sequence[SpellEpisode]) -> list[SpellEpisode]:
+    def _roll_out(self, ask: AskModels, episodes: Sequence[SpellEpisode]) -> list[SpellEpisode]:
         if self._judge is None and self.config.questions_per_cluster == 1:
-            return models.run_all(self.rollout_one, episodes)
-        return models.run_all(self.solve, self.write_all(models, episodes))
+            return ask.run_all(self.rollout_one, episodes)
+        return ask.run_all(self.solve, self.write_all(ask, episodes))
 
     def fill(
         self, batches: Iterable[list[SpellEpisode]], rng: np.random.Generator
@@ -100,10 +100,10 @@ class Spell:
         proposed = await self.propose(ask, episode)
         return await self.solve(ask, await self.check(ask, proposed))
 
-    def write_all(self, models: Models, episodes: Sequence[SpellEpisode]) -> list[SpellEpisode]:
+    def write_all(self, ask: AskModels, episodes: Sequence[SpellEpisode]) -> list[SpellEpisode]:
         """Run parts 1 to 3 of all episodes; drop duplicates and judge answers without documents."""
-        proposed = self.drop_duplicates(models.run_all(self.propose, episodes))
-        written = models.run_all(self.check, proposed)
+        proposed = self.drop_duplicates(ask.run_all(self.propose, episodes))
+        written = ask.run_all(self.check, proposed)
         if self._judge is None:
             return written
         places = [n for n, e in enumerate(written) if e.status == "accepted"]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from spell_jax.algorithms.base import Models
+from spell_jax.algorithms.base import AskModels
 from spell_jax.algorithms.held_out import Evaluated, by_row, share
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.data import tiny_world as world
@@ -59,26 +59,26 @@ class TinyEvaluation:
         """Number of documents where only one is evaluated: the second, as in training."""
         return self.sizes.documents[min(1, len(self.sizes.documents) - 1)]
 
-    def full(self, models: Models) -> Evaluated:
+    def full(self, ask: AskModels) -> Evaluated:
         sizes = self.sizes
-        by_count = {n: self._responder(models, n, sizes.per_cell) for n in sizes.documents}
+        by_count = {n: self._responder(ask, n, sizes.per_cell) for n in sizes.documents}
         accuracy = {
             row: {str(n): share(cells[row]) for n, cells in by_count.items()}
             for row in (*world.KINDS, "all")
         }
         report = {
             "responder accuracy, by documents": accuracy,
-            "multiple choice, share of each letter among answers": self._letters(models),
-            "verifier accuracy, by pair": {"": self._verifier(models)},
-            "questioner": self._questioner(models),
+            "multiple choice, share of each letter among answers": self._letters(ask),
+            "verifier accuracy, by pair": {"": self._verifier(ask)},
+            "questioner": self._questioner(ask),
         }
         return Evaluated(report)
 
-    def quick(self, models: Models) -> tuple[float, dict[str, float]]:
+    def quick(self, ask: AskModels) -> tuple[float, dict[str, float]]:
         """Return (mean responder accuracy, accuracies by kind and number of documents)."""
         numbers = {}
         for count in self.sizes.quick_documents:
-            cells = self._responder(models, count, self.sizes.quick_per_cell)
+            cells = self._responder(ask, count, self.sizes.quick_per_cell)
             numbers |= {f"{kind}/{count}": share(cells[kind])[0] for kind in world.KINDS}
         score = sum(numbers.values()) / len(numbers)
         return score, numbers | {"responder": score}
@@ -100,49 +100,49 @@ class TinyEvaluation:
             items.append(GeneratedQuestion(texts, question, kind, truth))
         return items
 
-    def _responder(self, models: Models, documents: int, count: int) -> dict[str, list[float]]:
+    def _responder(self, ask: AskModels, documents: int, count: int) -> dict[str, list[float]]:
         """Return whether each answer is right, by kind and under "all"."""
         items = [item for kind in world.KINDS for item in self.make_items(documents, kind, count)]
-        answers = self._answers(models, items)
+        answers = self._answers(ask, items)
         outcomes = by_row(
             (item.kind, {"": is_true(answer, item.truth, item.kind)})
             for item, answer in zip(items, answers, strict=True)
         )
         return {row: cells[""] for row, cells in outcomes.items()}
 
-    def _answers(self, models: Models, items: Sequence[GeneratedQuestion]) -> list[str | None]:
+    def _answers(self, ask: AskModels, items: Sequence[GeneratedQuestion]) -> list[str | None]:
         tasks = [world.TASK_OF_KIND[item.kind] for item in items]
         texts = [
             self.prompts.responder(task, self.algorithm.as_read(item.documents), item.question)
             for task, item in zip(tasks, items, strict=True)
         ]
-        replies = models("responder", texts, temperature=0.0)
+        replies = ask("responder", texts, temperature=0.0)
         extract = self.algorithm.extract
         return [
             None if reply is None else rules.extract_answer(reply.texts[0], task, extract)
             for reply, task in zip(replies, tasks, strict=True)
         ]
 
-    def _letters(self, models: Models) -> dict[str, dict[str, tuple[float, float]]]:
+    def _letters(self, ask: AskModels) -> dict[str, dict[str, tuple[float, float]]]:
         count = self._usual_documents
-        answers = self._answers(models, self.make_items(count, "choice", self.sizes.per_cell))
+        answers = self._answers(ask, self.make_items(count, "choice", self.sizes.per_cell))
         columns = {letter: share([answer == letter for answer in answers]) for letter in LETTERS}
         return {f"{count} documents": columns}
 
-    def _verifier(self, models: Models) -> dict[str, tuple[float, float]]:
+    def _verifier(self, ask: AskModels) -> dict[str, tuple[float, float]]:
         rng = np.random.default_rng([self.sizes.seed, 1])
         rows = [
             demonstrations.verifier_row(self.prompts, rng, len(world.CITIES))
             for _ in range(2 * self.sizes.per_cell)
         ]
-        replies = models("verifier", [row.prompt for row, _ in rows], temperature=0.0)
+        replies = ask("verifier", [row.prompt for row, _ in rows], temperature=0.0)
         cells = []
         for (row, pair), reply in zip(rows, replies, strict=True):
             vote = -1 if reply is None else parsing.parse_verdict(reply.texts[0])
             cells.append((pair, {"": vote == parsing.parse_verdict(row.completion)}))
         return {pair: share(measures[""]) for pair, measures in by_row(cells).items()}
 
-    def _questioner(self, models: Models) -> dict[str, dict[str, tuple[float, float]]]:
+    def _questioner(self, ask: AskModels) -> dict[str, dict[str, tuple[float, float]]]:
         tasks = tuple(dict.fromkeys(world.TASK_OF_KIND.values()))
         rng = np.random.default_rng([self.sizes.seed, 2])
         cases, texts = [], []
@@ -153,7 +153,7 @@ class TinyEvaluation:
                     documents, text = self._questioner_prompt(rng, task, known_count)
                     cases.append((row, task, documents))
                     texts.append(text)
-        replies = models("questioner", texts)
+        replies = ask("questioner", texts)
         outcomes = by_row(
             (row, self._measure_question("" if reply is None else reply.texts[0], task, documents))
             for (row, task, documents), reply in zip(cases, replies, strict=True)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from spell_jax.algorithms.base import Models
+from spell_jax.algorithms.base import AskModels
 from spell_jax.algorithms.held_out import Evaluated, by_row, share
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.data import ladder_world as world
@@ -42,10 +42,10 @@ class LadderEvaluation:
                     f"{world.MOST_DOCUMENTS} in the ladder world"
                 )
 
-    def full(self, models: Models) -> Evaluated:
+    def full(self, ask: AskModels) -> Evaluated:
         sizes = self.sizes
         cells = {
-            (depth, n): self._responder(models, n, depth, sizes.per_cell)
+            (depth, n): self._responder(ask, n, depth, sizes.per_cell)
             for depth in sizes.depths
             for n in sizes.documents
         }
@@ -59,12 +59,12 @@ class LadderEvaluation:
         }
         report = {
             "responder accuracy, by documents": accuracy,
-            "verifier accuracy": {"": {"all": share(self._verifier(models, 2 * sizes.per_cell))}},
-            "questioner": self._questioner(models),
+            "verifier accuracy": {"": {"all": share(self._verifier(ask, 2 * sizes.per_cell))}},
+            "questioner": self._questioner(ask),
         }
         return Evaluated(report)
 
-    def quick(self, models: Models) -> tuple[float, dict[str, float]]:
+    def quick(self, ask: AskModels) -> tuple[float, dict[str, float]]:
         """Return (mean responder accuracy, numbers): accuracies by depth and of the verifier."""
         sizes = self.sizes
         numbers = {}
@@ -72,14 +72,14 @@ class LadderEvaluation:
             rights = [
                 right
                 for n in sizes.quick_documents
-                for right in self._responder(models, n, depth, sizes.quick_per_cell)
+                for right in self._responder(ask, n, depth, sizes.quick_per_cell)
             ]
             numbers[f"depth/{depth}"] = share(rights)[0]
         score = sum(numbers.values()) / len(numbers)
-        verifier = share(self._verifier(models, 2 * sizes.quick_per_cell))[0]
+        verifier = share(self._verifier(ask, 2 * sizes.quick_per_cell))[0]
         return score, numbers | {"responder": score, "verifier": verifier}
 
-    def _responder(self, models: Models, documents: int, depth: int, count: int) -> list[bool]:
+    def _responder(self, ask: AskModels, documents: int, depth: int, count: int) -> list[bool]:
         """Return whether each answer is right, for `count` questions on their own documents."""
         questions, texts = [], []
         for index in range(count):
@@ -88,12 +88,12 @@ class LadderEvaluation:
             questions.append(world.sample_question(rng, cluster, depth))
             read = self.algorithm.as_read(cluster)
             texts.append(self.prompts.responder(TASK, read, questions[-1].text))
-        replies = models("responder", texts, temperature=0.0)
+        replies = ask("responder", texts, temperature=0.0)
         texts = ["" if reply is None else reply.texts[0] for reply in replies]
         predictions = self.algorithm.read_answers(texts, TASK)
         return [answer == q.answer for answer, q in zip(predictions, questions, strict=True)]
 
-    def _verifier(self, models: Models, count: int) -> list[bool]:
+    def _verifier(self, ask: AskModels, count: int) -> list[bool]:
         rng = np.random.default_rng([self.sizes.seed, 1])
         rows = []
         for index in range(count):
@@ -102,14 +102,14 @@ class LadderEvaluation:
             rows.append(
                 verifier_row(self.prompts, rng, world.sample_question(rng, documents, depth))
             )
-        replies = models("verifier", [row.prompt for row in rows], temperature=0.0)
+        replies = ask("verifier", [row.prompt for row in rows], temperature=0.0)
         votes = [-1 if r is None else parsing.parse_verdict(r.texts[0]) for r in replies]
         return [
             vote == parsing.parse_verdict(row.completion)
             for vote, row in zip(votes, rows, strict=True)
         ]
 
-    def _questioner(self, models: Models) -> dict[str, dict[str, tuple[float, float]]]:
+    def _questioner(self, ask: AskModels) -> dict[str, dict[str, tuple[float, float]]]:
         rng = np.random.default_rng([self.sizes.seed, 2])
         cases, texts = [], []
         for known_depth in (0, *self.sizes.depths) if self.algorithm.memory else (0,):
@@ -125,7 +125,7 @@ class LadderEvaluation:
                 texts.append(self.prompts.questioner(TASK, documents, history, cue=cue))
         cells = []
         for (row, known_depth, documents), reply in zip(
-            cases, models("questioner", texts), strict=True
+            cases, ask("questioner", texts), strict=True
         ):
             text = "" if reply is None else reply.texts[0]
             parsed = self.algorithm.parse_question(text, TASK, self.count_tokens)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from spell_jax.algorithms.base import Ask, Models, Reply
+from spell_jax.algorithms.base import Ask, AskModels, Reply
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.algorithms.spell.episode import SpellEpisode
 from spell_jax.data.stream import TaskStream
@@ -16,7 +16,7 @@ from spell_jax.selfplay.prompts import Prompts
 
 
 def measure(
-    config: SpellConfig, probes: ProbeSet, models: Models, prompts: Prompts, stream: TaskStream
+    config: SpellConfig, probes: ProbeSet, ask: AskModels, prompts: Prompts, stream: TaskStream
 ) -> None:
     """Ask all probes again, group_size times each; a prompt over the cap counts as unsolved."""
 
@@ -27,7 +27,7 @@ def measure(
         (reply,) = await ask("responder", [text], config.group_size)
         return _solve_rate(config, reply, probe.reference, probe.task)
 
-    probes.measure(models.run_all(ask_probe, probes.probes))
+    probes.measure(ask.run_all(ask_probe, probes.probes))
 
 
 def push(

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from spell_jax.algorithms.base import Models
+from spell_jax.algorithms.base import AskModels
 from spell_jax.algorithms.held_out import Evaluated, HeldOutQuestions, by_row, share
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.data.clusters import LETTERS
@@ -40,15 +40,15 @@ class QuestionEvaluation(HeldOutQuestions):
     count_tokens: Callable[[str], int]
     has_questioner: bool = True
 
-    def full(self, models: Models) -> Evaluated:
-        report, answers = super().full(models)
-        if self.algorithm.has_verifier and (pairs := self._verifier(models)):
+    def full(self, ask: AskModels) -> Evaluated:
+        report, answers = super().full(ask)
+        if self.algorithm.has_verifier and (pairs := self._verifier(ask)):
             report["verifier accuracy, by pair"] = {"": pairs}
         if self.has_questioner:
-            report["questioner"] = self._questioner(models)
+            report["questioner"] = self._questioner(ask)
         return Evaluated(report, answers)
 
-    def _verifier(self, models: Models) -> dict[str, tuple[float, float]]:
+    def _verifier(self, ask: AskModels) -> dict[str, tuple[float, float]]:
         pairs = [
             (kind, question.question, answer, question.answer)
             for question in self.questions
@@ -56,14 +56,14 @@ class QuestionEvaluation(HeldOutQuestions):
             for answer in answers[:1]
         ]
         prompts = [self.prompts.verifier(*texts) for _, *texts in pairs]
-        replies = models("verifier", prompts, temperature=0.0)
+        replies = ask("verifier", prompts, temperature=0.0)
         cells = []
         for (kind, *_), reply in zip(pairs, replies, strict=True):
             vote = -1 if reply is None else parsing.parse_verdict(reply.texts[0])
             cells.append((kind, {"": vote == (kind == "same")}))
         return {kind: share(values[""]) for kind, values in by_row(cells).items() if values}
 
-    def _questioner(self, models: Models) -> dict[str, dict[str, tuple[float, float]]]:
+    def _questioner(self, ask: AskModels) -> dict[str, dict[str, tuple[float, float]]]:
         c, rng = self.algorithm, np.random.default_rng(_SEED)
         clusters = dict.fromkeys(question.documents for question in self.questions)
         cases = [(task, documents) for task in self.tasks for documents in clusters]
@@ -73,7 +73,7 @@ class QuestionEvaluation(HeldOutQuestions):
             shown = documents[: max(c.documents)]
             prompts.append(self.prompts.questioner(task, shown, (), letter))
         cells = []
-        for (task, _), reply in zip(cases, models("questioner", prompts), strict=True):
+        for (task, _), reply in zip(cases, ask("questioner", prompts), strict=True):
             text = "" if reply is None else reply.texts[0]
             parsed = c.parse_question(text, task, self.count_tokens)
             cells.append((task, {"accepted": parsed.status == "accepted"}))

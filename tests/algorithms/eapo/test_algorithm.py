@@ -259,7 +259,7 @@ def test_reward_model_setting_selects_the_models(how, models, trained):
     options = {"reward_model": how, "refresh_every": 1}
     plan = ((True, True), (True, False))
     algorithm, scripted_models, episode = run_question(plan, ("1 5\n2 1",), **options)
-    assert (algorithm.models, algorithm.trained) == (models, trained)
+    assert (algorithm.model_names, algorithm.trained) == (models, trained)
     assert any(call.model == "reward_model" for call in scripted_models.calls) == bool(models)
     roles = [(group.name, group.model) for group in to_groups(algorithm, [episode])]
     learned = [("reward_model", "reward_model")] if trained else []

@@ -160,7 +160,7 @@ def test_static_questions_keep_frozen_reader_references():
     algorithm = new_algorithm(rows, static=3, reference_source="frozen_reader")
     ask = new_ask(rows, reader={0: ("beta0",), 1: ("1", "2", "3", "4")})
     first = roll_out(algorithm, ask, 1)
-    assert algorithm.models == ("reference_reader",)
+    assert algorithm.model_names == ("reference_reader",)
     references = {e.question[:3]: e.reference for e in first}
     assert references == {"Q00": "beta0", "Q02": "alpha2"}
     roll_out(algorithm, ask, 2)
@@ -268,7 +268,7 @@ def test_given_questions_are_answered_from_their_documents():
     assert stems(episodes) == [q.question[:3] for q in GIVEN]
     assert {c.role for c in ask.calls} == {"responder", "verifier"}  # no questioner, no filter
     assert (
-        given_algorithm(reference_source="frozen_reader").models == ()
+        given_algorithm(reference_source="frozen_reader").model_names == ()
     )  # references stay as given
     prompts = {p for c in ask.calls if c.role == "responder" for p in c.prompts}
     assert prompts == {PROMPTS.responder(q.task, q.documents, q.question) for q in GIVEN}

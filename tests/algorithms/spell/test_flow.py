@@ -337,7 +337,10 @@ def never(role: str, prompt: str, model: str) -> bool:
 
 def test_frozen_reader_sees_the_questioners_documents():
     rollout = frozen_reader({})
-    assert rollout.algorithm.models == ("reference_reader",) and Rollout().algorithm.models == ()
+    assert (
+        rollout.algorithm.model_names == ("reference_reader",)
+        and Rollout().algorithm.model_names == ()
+    )
     (call,) = [c for c in rollout.ask.calls if c.model == "reference_reader"]
     assert (call.role, call.group) == ("responder", 4)
     accepted = [e for e in rollout.episodes if e.response is not None]
@@ -393,7 +396,7 @@ def test_reader_confirms_the_questioners_reference(answers, unanimous, status):
     script = Script(ROWS, reader={0: answers}, verdicts=VERDICTS)
     rollout = Rollout(ROWS, script=script, **options)
     episode = rollout.of(0)
-    assert rollout.algorithm.models == ("reference_reader",)
+    assert rollout.algorithm.model_names == ("reference_reader",)
     assert (episode.status, episode.reference) == (status, "alpha0")
     assert (episode.reason == "reader_disagrees") == (status == "ungrounded")
 
