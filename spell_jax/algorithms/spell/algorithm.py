@@ -71,12 +71,15 @@ class Spell:
             progress.measure(self.config, self.probes, ask, self.prompts, self.stream)
         batches = (self._roll_out(ask, self.start_episodes(rng)) for _ in itertools.count())
         episodes = self.fill(batches, rng)
+        # Memory is read as of the start of a step and written at its end (spec 14).
         self.remember(episodes)
         if self.config.mapping == PROGRESS:
             progress.push(self.config, self.probes, episodes, rng)
         return episodes
 
     def _roll_out(self, ask: AskModels, episodes: Sequence[SpellEpisode]) -> list[SpellEpisode]:
+        # Judge and duplicate search need all proposals of a round. Without both, each question runs
+        # through all parts by itself, and no slot waits for the slowest proposal.
         if self._judge is None and self.config.questions_per_cluster == 1:
             return ask.run_all(self.rollout_one, episodes)
         return ask.run_all(self.solve, self.write_all(ask, episodes))
@@ -89,6 +92,7 @@ class Spell:
         At most max_generations batches are taken from `batches`, each only when its round begins.
         """
         episodes: list[SpellEpisode] = []
+        # Too few questions: the step goes on with the questions it has (spec 12, difference 29).
         for batch in itertools.islice(batches, self.config.max_generations):
             answered = ask_judge(self._judge, self.config.rule, batch)
             episodes += [self.reward(e, rng) for e in answered]
@@ -153,8 +157,10 @@ class Spell:
             return SpellEpisode(
                 task, cluster, (), (), status="too_small", reason="too_few_documents"
             )
+        # A first question leaves `unread_documents` unread: the paper demands m < n (spec 2.1).
         new_count = min(m, room, len(unseen))
         new = [int(i) for i in rng.permutation(unseen)[:new_count]]
+        # The prompt states the right option's letter, sampled uniformly (spec 2.2).
         letter = LETTERS[rng.integers(4)] if task == "multiple_choice" else None
         cues = self.config.cues
         cue, span = cues[rng.integers(len(cues))] if cues else "", ""
@@ -167,6 +173,7 @@ class Spell:
             cue = self.prompts.answer_first(span)
         leaks = self.config.gate_leak > 0 and rng.random() < self.config.gate_leak
         dropped = 0
+        # New documents go first, then the oldest question (spec 2.2).
         while True:
             shown = tuple(sorted(documents_of(history) | set(new)))
             documents = [cluster.documents[i] for i in shown]
@@ -195,16 +202,22 @@ class Spell:
             return episode.without_reply("questioner", replies)
         (text,) = reply.texts
         parsed, hidden = c.parse_question(text, episode.task, self._count), ""
+        # truncated = "zero": a proposal that the token cap cut off counts for nothing, even if its
+        # text parses.
         if parsed.status == "accepted" and not reply.scored_texts[0]:
             parsed = parsing.Parsed("bad_format", reason="truncated")
         if episode.task == CLOZE:
             documents = episode.cluster.documents
             shown = [documents[i] for i in episode.shown]
             parsed, hidden = cloze.make_gap(parsed, shown, documents)
+        # With answer_first a rule has chosen the answer. A questioner that states another answer
+        # evades the rule.
         is_asked = not episode.span or rules.same_answer(parsed.answer, episode.span, episode.task)
         if parsed.status == "accepted" and not is_asked:
             parsed = parsing.Parsed("bad_format", reason="another_answer")
         is_bad = parsed.status == "bad_format"
+        # Over-long and non-numeric references are declined. The paper's text punishes them, its
+        # code does not (spec 12, difference 3).
         declined = parsed.status == "declined" and parsed.reason != parsing.NOTHING_TO_ASK
         is_punished = (is_bad and c.format_penalty) or (declined and c.decline_penalty)
         return replace(
@@ -233,8 +246,10 @@ class Spell:
         e, samples = episode, self.config.grounding_samples
         if e.status != "accepted" or not samples:
             return e
+        # Instead of documents the prompt has the word `Empty` (spec 2.5).
         prompt = self.prompts.responder(e.task, (), e.question)
         (reply,) = await ask("responder", [prompt], samples, temperature=self.writing_temperature)
+        # Without a reply the question passes: no answer shows that it needs no documents.
         texts = () if reply is None else reply.scored_texts
         blind = self.config.read_answers(texts, e.task)
         scores = self.config.score_answers(blind, e.reference, e.task)
@@ -253,6 +268,8 @@ class Spell:
             return e
         temperature = self.writing_temperature
         e = await frozen_reader.read_reference(self.config, self.prompts, ask, e, temperature)
+        # The reader's answer is a new reference, to which the answers without documents are
+        # compared again.
         return self._reject_known(e) if e.status == "accepted" and self._judge is None else e
 
     # 4. The responder answers from all documents.
@@ -263,6 +280,8 @@ class Spell:
         if e.status != "accepted":
             return e
         c = self.config
+        # All n documents in corpus order. A prompt over the cap is refused, and nothing is cut
+        # (spec 4).
         text = self.prompts.responder(e.task, c.as_read(e.documents), e.question)
         (reply,) = replies = await ask("responder", [text], c.group_size)
         if reply is None:
@@ -283,7 +302,10 @@ class Spell:
         votes: list[tuple[int, ...]] = [()] * len(e.predictions)
         unjudged = 0
         if self.config.has_verifier:
+            # A response that states no answer keeps the rule's score and costs no votes (spec 6).
             numbered = [(i, p) for i, p in enumerate(e.predictions) if p is not None]
+            # The extracted answer instead of the response (spec 12, difference 14): prompts stay
+            # short.
             texts = [self.prompts.verifier(e.question, p, e.reference) for _, p in numbered]
             replies = await ask("verifier", texts, self.config.verifier_group_size)
             for (i, _), reply in zip(numbered, replies, strict=True):
@@ -307,6 +329,7 @@ class Spell:
             scores = tuple((1 - share) * score + share * named for score, named in pairs)
         # One answer that truncated = "drop" leaves does not tell how hard its question is.
         c, e = self.config, replace(episode, scores=scores, reward=0.0 if scores[1:] else None)
+        # The questioner earns 0 where all answers are right or all are wrong (spec 2.6).
         if not e.mixed:
             return e
         if c.mapping == PROGRESS:
@@ -315,8 +338,10 @@ class Spell:
 
     def _responder_reward(self, rule: float, vote: int, rng: np.random.Generator) -> float:
         how = self.config.responder_reward
+        # A control: rewards without information must destroy the policy.
         if how == "random":
             return float(rng.integers(2))
+        # A void verdict, of mostly malformed votes, leaves the rule's score (spec 14).
         if vote == -1 or how == "rule":
             return rule
         combined = {
@@ -328,6 +353,8 @@ class Spell:
         return combined[how]
 
     def _verifier_rewards(self, votes: Sequence[int]) -> list[float]:
+        # A malformed vote earns -1, as in the public code (spec 6): the penalty preserves the
+        # format.
         return rewards.verifier_rewards(votes, -1.0 if self.config.malformed_penalty else 0.0)
 
     def remember(self, episodes: Sequence[SpellEpisode]) -> None:
@@ -335,6 +362,8 @@ class Spell:
         for e in episodes:
             if e.response is None:
                 continue
+            # Algorithm 1 stores questions with r_que > 0, the public code also questions that every
+            # answer solves (spec 12, difference 2).
             measure = e.mean_score if self.config.memory_solved else (e.reward or 0.0)
             if measure > 0:
                 read = e.new if self.config.memory_documents == "new" else e.shown
@@ -348,6 +377,8 @@ class Spell:
         """Return the training groups of all three roles with their advantages (8, 9)."""
         answered = [n for n, e in enumerate(episodes) if e.response is not None]
         scores = [episodes[n].scores for n in answered]
+        # The first usable groups in request order (spec 7.2): the order in which answers end
+        # depends on timing, and the choice must not.
         batch, surplus = selection.split_groups(scores, self.config.questions)
         good = [answered[i] for i in (batch + surplus if self.config.keep_surplus else batch)]
         advantages: Advantages = {
@@ -385,6 +416,7 @@ class Spell:
         bad = [
             n
             for n, e in enumerate(episodes)
+            # A declined or overlong question has no reward and is no negative (spec 7.4).
             if e.reward is not None and e.reward <= 0 and not e.mixed
         ]
         tasks = [e.task for e in episodes]
@@ -407,6 +439,7 @@ class Spell:
         return {
             (n, "questioner", 0): [advantage]
             for n, advantage in zip(rows, advantages.tolist(), strict=True)
+            # RLVR's questions have no proposal, hence no row.
             if episodes[n].proposal is not None
         }
 
@@ -415,6 +448,7 @@ class Spell:
     ) -> Advantages:
         """Sample judged answers with differing votes from all questions; return advantages (8)."""
         c = self.config
+        # Answers of all rounds are candidates, also to questions that the update leaves out.
         eligible = [
             (n, i, e.votes[i])
             for n, e in enumerate(episodes)
@@ -463,6 +497,8 @@ class Spell:
         return episode.cluster
 
     def state_dict(self) -> dict[str, Any]:
+        # The public code saves no memory: its resumed run starts with an empty one (spec 12,
+        # difference 30).
         parts = {"stream": self.stream, "memory": self.memory, "probes": self.probes}
         return {name: part.state_dict() for name, part in parts.items()}
 

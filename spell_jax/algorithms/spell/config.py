@@ -84,6 +84,8 @@ class SpellConfig(AlgorithmConfig):
     """
 
     name: str = "spell"
+    # The first numbers are the public 7B script's: 128 questions of mixed reward from rounds of 480
+    # proposals, at most 10 rounds.
     questions: int = 128
     generation_batch: int = 480
     questions_per_cluster: int = 1
@@ -93,18 +95,22 @@ class SpellConfig(AlgorithmConfig):
     documents: tuple[int, ...] = (5,)
     unread_documents: int = 1
     memory: int = 3
+    # As in the paper's Algorithm 1; configs/paper_code.py has "shown" (spec 12, difference 1).
     memory_documents: str = "new"
     memory_solved: bool = False
     mapping: str = "gaussian"
     probes: int = 32
     mu: float = 0.5
+    # Three deviations reach from a solve rate of one half to 0 and to 1.
     sigma: float = 0.5 / 3
     cues: tuple[str, ...] = ()
     answer_first: bool = False
+    # The prompt asks for 20 tokens; the public code's limit is 40 (spec 12, difference 4).
     max_answer_tokens: int = 40
     distinct_options: bool = False
     format_penalty: bool = True
     decline_penalty: bool = False
+    # With one sample, a choice of four is rejected by luck in about a quarter of the cases.
     grounding_samples: int = 1
     grounding_threshold: int = 1
     reference_source: str = "questioner"
@@ -117,9 +123,12 @@ class SpellConfig(AlgorithmConfig):
     document_share: float = 0.0
     train_questioner: bool = True
     negatives: float = 1.0
+    # Eq. 9 normalizes over the batch, the public code over the task (spec 12, difference 9).
     questioner_normalization: str = "batch"
     train_verifier: bool = True
     malformed_penalty: bool = True
+    # With G = G_v = 8: 128 verifier rows, 16 groups, for 1,024 responder rows (spec 12, difference
+    # 7).
     verifier_share: float = 0.125
     consistency_gate: bool = True
     balance_verdicts: bool = False
@@ -134,6 +143,7 @@ class SpellConfig(AlgorithmConfig):
         check_choice(self, "algorithm.", questioner_normalization=NORMALIZATIONS)
         check_least(self, "algorithm.", questions=1, generation_batch=1, max_generations=1)
         check_least(self, "algorithm.", questions_per_cluster=1, probes=1)
+        # A group of one has no deviation; a single vote is a majority.
         check_least(self, "algorithm.", group_size=2, verifier_group_size=1, verifier_share=0)
         check_least(self, "algorithm.", grounding_samples=0, grounding_threshold=1)
         check_least(self, "algorithm.", reader_samples=2, reader_refresh=0, unread_documents=0)
@@ -196,6 +206,7 @@ class SpellConfig(AlgorithmConfig):
         """Return upper bounds per round, with or without proposals; a step trains on all rounds."""
         batch = self.generation_batch
         max_questions = batch * self.max_generations
+        # Upper bounds: every proposal may be accepted, and every question mixed.
         good = max_questions if self.keep_surplus else min(self.questions, max_questions)
         budgets = []
         if writes:
@@ -214,6 +225,8 @@ class SpellConfig(AlgorithmConfig):
         budgets.append(RolloutBudget("answers", "responder", batch, self.group_size, good))
         if self.has_verifier:
             size, answers = self.verifier_group_size, self.group_size
+            # `selection.verifier_groups` rounds down, too; balanced groups come in pairs of yes and
+            # no.
             verdict_groups = int(good * answers * self.verifier_share / size)
             if self.balance_verdicts:
                 verdict_groups -= verdict_groups % 2

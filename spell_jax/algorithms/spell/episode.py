@@ -82,6 +82,7 @@ class SpellEpisode(QuestionEpisode):
     def count_unparsed(self, metrics: Metrics) -> None:
         super().count_unparsed(metrics)
         if self.proposal is not None:
+            # A thought without its end is declined (spec 2.3), but nothing could be read from it.
             unread = self.status == "bad_format" or self.reason == "unfinished_thought"
             metrics.add("unparsed/questioner", unread)
         for votes in self.votes:
@@ -100,11 +101,13 @@ def documents_of(history: Sequence[Entry]) -> set[int]:
 
 
 def reject(e: SpellEpisode, reason: str) -> SpellEpisode:
+    # Eq. 7: -0.5, less than never solved (0) and more than a bad format (-1).
     ungrounded = {"status": "ungrounded", "reward": rewards.UNGROUNDED}
     return dataclasses.replace(e, reason=reason, **ungrounded)
 
 
 def is_eligible_verdict(e: SpellEpisode, i: int, config: SpellConfig) -> bool:
     """Return whether the verifier may be trained on its votes on answer i."""
+    # Spec 6: the majority must equal the rule's score, and the votes must differ.
     gate = config.consistency_gate
     return selection.eligible_verifier_group(e.votes[i], e.rule[i], consistency=gate)

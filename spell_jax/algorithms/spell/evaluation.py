@@ -47,6 +47,7 @@ class TinyEvaluation:
 
     def __post_init__(self):
         world_documents = len(world.NAMES)
+        # One known question has m documents, and the questioner reads m new documents too.
         if 2 * max(self.algorithm.documents) > world_documents:
             raise ValueError(
                 f"algorithm.documents = {self.algorithm.documents}: the tiny world has "
@@ -87,6 +88,8 @@ class TinyEvaluation:
         """Generate `count` questions of one kind, each about its own documents."""
         items = []
         for index in range(count):
+            # A seed per question: `quick` asks the first questions of `full`, whatever the sizes
+            # are.
             cell = [self.sizes.seed, documents, world.KINDS.index(kind), index]
             rng = np.random.default_rng(cell)
             world_question = None
@@ -116,6 +119,7 @@ class TinyEvaluation:
             self.prompts.responder(task, self.algorithm.as_read(item.documents), item.question)
             for task, item in zip(tasks, items, strict=True)
         ]
+        # Greedy: the numbers before and after a run differ by the weights alone.
         replies = ask("responder", texts, temperature=0.0)
         extract = self.algorithm.extract
         return [
@@ -130,6 +134,8 @@ class TinyEvaluation:
         return {f"{count} documents": columns}
 
     def _verifier(self, ask: AskModels) -> dict[str, tuple[float, float]]:
+        # Streams of their own for verifier (1) and questioner (2): sizes of one part leave the
+        # other part's questions alone.
         rng = np.random.default_rng([self.sizes.seed, 1])
         rows = [
             demonstrations.verifier_row(self.prompts, rng, len(world.CITIES))
@@ -153,11 +159,13 @@ class TinyEvaluation:
                     documents, text = self._questioner_prompt(rng, task, known_count)
                     cases.append((row, task, documents))
                     texts.append(text)
+        # Sampled at sampler.temperature, as training samples questions.
         replies = ask("questioner", texts)
         outcomes = by_row(
             (row, self._measure_question("" if reply is None else reply.texts[0], task, documents))
             for (row, task, documents), reply in zip(cases, replies, strict=True)
         )
+        # A mean over tasks with and without a known question has no meaning.
         del outcomes["all"]
         return {
             row: {n: share(cell) for n, cell in cells.items()} for row, cells in outcomes.items()
@@ -181,6 +189,8 @@ class TinyEvaluation:
         """Return (documents, prompt) for the questioner: m new documents, m per known question."""
         shown = max(self.algorithm.documents)
         count = shown * (known_count + 1)
+        # Generated with the usual number and cut: in training the questioner reads a part of a
+        # cluster.
         documents = world.make_documents(rng, max(count, self._usual_documents))[:count]
         history = []
         kind = next(kind for kind, t in world.TASK_OF_KIND.items() if t == task)

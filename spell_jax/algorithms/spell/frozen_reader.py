@@ -24,6 +24,8 @@ async def read_reference(
     documents = [config.as_read(e.documents)[i] for i in e.shown]
     hop, links = split_hops(e.question, e.history) if config.reader_by_hop else (e.question, [])
     reference, leaked = "", False
+    # By hops, each answer is put into the next link (docs/algorithm.md, "References by hop"). The
+    # last round, without a link, states the reference.
     for link in (*links, None):
         text = prompts.responder(e.task, documents, hop)
         (reply,) = replies = await ask(
@@ -33,17 +35,23 @@ async def read_reference(
             return e.without_reply("reader", replies)
         answers = config.read_answers(reply.scored_texts, e.task)
         answer, count = most_frequent(answers, e.task, config.extract)
+        # More than half of all samples: answers that state nothing count against an agreement.
         agrees = count >= 2 and 2 * count > config.reader_samples
         if config.reader_unanimous:
             agrees = count == config.reader_samples
+        # gate_leak is an experiment with a leaky filter (arXiv 2605.22217): the question passes
+        # with the reader's most frequent answer.
         if answer is None or not (agrees or e.leaks):
             return reject(e, "reader_disagrees")
         reference, leaked = answer, leaked or not agrees
         hop = join_hop(link, answer) if link else ""
+    # A round trip (arXiv 1906.05416): the questioner's own reference stays, as it was written.
     if config.reference_source == CONFIRMED:
         if not rules.same_answer(reference, e.reference, e.task, config.extract):
             return reject(e, "reader_disagrees")
         reference = e.reference
+    # The answers without documents exist already: comparing them to the new reference costs no
+    # samples.
     is_equal = [rules.same_answer(reference, b or "", e.task, config.extract) for b in e.blind]
     scores = tuple(map(float, is_equal))
     return replace(e, reference=reference, leaked=leaked, blind_scores=scores)
@@ -57,6 +65,8 @@ def most_frequent(
     The result is (None, 0) if all answers are None.
     """
     texts = [answer for answer in answers if answer is not None]
+    # Equality by the rule is not transitive (numbers within 0.15 %), so there are no classes to
+    # count: each answer counts the answers equal to it.
     counts = [sum(rules.same_answer(a, b, task, extract) for b in texts) for a in texts]
     largest = max(counts, default=0)
     return (texts[counts.index(largest)], largest) if largest else (None, 0)

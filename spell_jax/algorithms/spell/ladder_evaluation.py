@@ -83,6 +83,7 @@ class LadderEvaluation:
         """Return whether each answer is right, for `count` questions on their own documents."""
         questions, texts = [], []
         for index in range(count):
+            # A seed per question: `quick` asks the first questions of `full`.
             rng = np.random.default_rng([self.sizes.seed, documents, depth, index])
             cluster = world.make_documents(rng, documents)
             questions.append(world.sample_question(rng, cluster, depth))
@@ -98,6 +99,7 @@ class LadderEvaluation:
         rows = []
         for index in range(count):
             documents = world.make_documents(rng, max(self.sizes.documents))
+            # Depths in turn: each has an equal share of the pairs.
             depth = self.sizes.depths[index % len(self.sizes.depths)]
             rows.append(
                 verifier_row(self.prompts, rng, world.sample_question(rng, documents, depth))
@@ -121,6 +123,7 @@ class LadderEvaluation:
                     question = world.sample_question(rng, documents, known_depth)
                     history.append(Entry((), question.text, question.answer))
                 cases.append((row, known_depth, documents))
+                # As in training, where the prompt ends with a sampled relation (config.cues).
                 cue = world.CUES[rng.integers(len(world.CUES))]
                 texts.append(self.prompts.questioner(TASK, documents, history, cue=cue))
         cells = []
@@ -138,6 +141,7 @@ class LadderEvaluation:
                     measures |= {"depth": depth, "deeper than the known one": depth > known_depth}
             cells.append((row, measures))
         rows = by_row(cells)
+        # A mean over rows would mix known depths, to which "deeper" refers.
         del rows["all"]
         return {
             row: {name: share(values) for name, values in measures.items()}

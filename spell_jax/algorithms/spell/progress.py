@@ -20,6 +20,8 @@ def measure(
 ) -> None:
     """Ask all probes again, group_size times each; a prompt over the cap counts as unsolved."""
 
+    # Before the step's questions, so that their reward has the rise since a probe was first
+    # answered.
     async def ask_probe(ask: Ask, probe: Probe) -> float:
         (cluster,) = stream.read([probe.cluster])
         documents = cloze.hide(cluster.documents, [probe.hidden])
@@ -40,6 +42,7 @@ def push(
     new_probes = []
     for e in episodes:
         if e.response is not None:
+            # The question's own answers are the probe's first measurement, at no further cost.
             rate = _solve_rate(config, e.response, e.reference, e.task)
             new_probes.append(
                 Probe(e.task, e.cluster.id, e.question, e.reference, rate, rate, e.hidden)
@@ -49,5 +52,6 @@ def push(
 
 def _solve_rate(config: SpellConfig, reply: Reply | None, reference: str, task: str) -> float:
     """Return the share of right answers by the rule alone, whatever else the rewards depend on."""
+    # Not the rewards: with a verifier in them, progress would also measure the verifier's drift.
     answers = config.read_answers(() if reply is None else reply.scored_texts, task)
     return float(np.mean(config.score_answers(answers, reference, task) or [0.0]))

@@ -49,6 +49,7 @@ class QuestionEvaluation(HeldOutQuestions):
         return Evaluated(report, answers)
 
     def _verifier(self, ask: AskModels) -> dict[str, tuple[float, float]]:
+        # No model writes these pairs: their labels are as right as the questions' answers.
         pairs = [
             (kind, question.question, answer, question.answer)
             for question in self.questions
@@ -65,11 +66,14 @@ class QuestionEvaluation(HeldOutQuestions):
 
     def _questioner(self, ask: AskModels) -> dict[str, dict[str, tuple[float, float]]]:
         c, rng = self.algorithm, np.random.default_rng(_SEED)
+        # Several questions may have the same documents, after which the prompts would be equal.
         clusters = dict.fromkeys(question.documents for question in self.questions)
         cases = [(task, documents) for task in self.tasks for documents in clusters]
         prompts = []
         for task, documents in cases:
             letter = LETTERS[rng.integers(4)] if task == "multiple_choice" else None
+            # The largest m of training, and the first documents: every evaluation shows the same
+            # text.
             shown = documents[: max(c.documents)]
             prompts.append(self.prompts.questioner(task, shown, (), letter))
         cells = []

@@ -22,6 +22,7 @@ def annotate(
     annotations = []
     for n, e in enumerate(episodes):
         roles = [role for role in ("responder", "questioner") if (n, role, 0) in advantages]
+        # The verifier has a group per answer, the other roles one per question.
         votes = [advantages.get((n, "verifier", i), []) for i in range(len(e.judged))]
         used = {
             "questioner": USED if "questioner" in roles else _why_no_question(e, config),
@@ -66,6 +67,8 @@ def make_record(e: SpellEpisode, annotation: Annotation, prompts: Prompts) -> di
     The prompts of the other roles follow from the same documents and the other fields. "used" says
     for each role (for the verifier, for each answer) whether it is trained on, or why not.
     """
+    # Documents of up to 16K tokens would repeat in every line: placeholders stand for the texts,
+    # which the writer stores once.
     texts = [f"{{documents[{i}]}}" for i in e.shown]
     prompt = e.questioner_prompt and prompts.questioner(e.task, texts, e.history, e.letter, e.cue)
     return {
@@ -100,6 +103,7 @@ def add_metrics(metrics: Metrics, e: SpellEpisode, suffix: str) -> None:
     """Add an episode to the metrics, whether or not it is trained on; names end in `suffix`."""
     for status in STATUSES:
         metrics.add(f"{status}{suffix}", e.status == status)
+    # No prompt was made for a cluster that is too small: zeros would lower the means.
     if e.status != "too_small":
         metrics.add(f"documents_shown{suffix}", len(e.shown))
         metrics.add(f"reduced_m{suffix}", e.reduced)
@@ -128,5 +132,7 @@ def add_metrics(metrics: Metrics, e: SpellEpisode, suffix: str) -> None:
             verdict = rewards.majority(votes)
             metrics.add(f"malformed_votes{suffix}", votes.count(-1) / len(votes))
             metrics.add(f"verdict_ignored{suffix}", verdict == -1)
+            # The third argument leaves void verdicts out of the mean: they decide nothing (spec
+            # 14).
             metrics.add(f"verdict_differs_from_rule{suffix}", verdict != rule, verdict != -1)
             metrics.add(f"verdict_yes{suffix}", verdict == 1)
