@@ -126,7 +126,7 @@ class Replies(list[Reply | None]):
 
 # `replies = await ask(role, prompts, group)` in a coroutine. The await yields a PendingCall to the
 # RolloutWorker (algorithms/rollout.py), which submits one request per prompt to the sampler's
-# session (sampler/session.py, Session.submit), where it joins those of all other coroutines.
+# session (sampler/session.py, Session.submit), together with the requests of all other coroutines.
 Ask = _ModelCall[Awaitable[Replies]]
 
 
@@ -138,8 +138,8 @@ class AskModels(_ModelCall[Replies], Protocol):
     ) -> list[Result]:
         """Run the coroutine function(ask, item) of each item concurrently; return results in order.
 
-        A coroutine resumes as soon as its own call is answered; it does not wait for the slowest
-        answer of the others. Its replies do not depend on the other coroutines.
+        A coroutine resumes as soon as its own call is answered. Its replies do not depend on the
+        other coroutines.
         """
         ...
 
@@ -160,9 +160,9 @@ USED = "used"
 
 
 class Algorithm(Protocol):
-    """A self-play or RL algorithm; the trainer is the same for all of them.
+    """A self-play or RL algorithm, as the trainer calls it.
 
-    The trainer calls in each step, with key = (seed, step):
+    A step, with key = (seed, step):
 
         episodes = algorithm.rollout(ask, key, step)
         groups, annotations = algorithm.groups(episodes, key)
@@ -181,7 +181,7 @@ class Algorithm(Protocol):
 
     @property
     def trained(self) -> tuple[str, ...]:
-        """Names among `model_names` whose models are trained, on the groups with their name."""
+        """Names of the models that are trained, on the groups with their name."""
         ...
 
     def rollout(self, ask: AskModels, key: Key, step: int) -> Sequence[Episode]:

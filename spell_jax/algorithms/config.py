@@ -47,7 +47,10 @@ class AlgorithmConfig:
     judge_model: str = ""
     judge_template: str = "yes_no"
     rule: str = "match"
+    # "paper" leaves "Answer: X" unread, and replies that are only a number (docs/algorithm.md,
+    # 5.4).
     extract: str = "lenient"
+    # As in SPELL's public code, where an answer without its end scores 0 and is trained on.
     truncated: str = "zero"
 
     def __post_init__(self):
@@ -80,6 +83,7 @@ class AlgorithmConfig:
 
     def check_judge(self) -> None:
         """Raise ValueError if the rule needs a judge and none is configured."""
+        # Every rule with a judge has the word in its name.
         if "judge" not in self.rule:
             return
         if not self.judge_url.startswith(("http://", "https://")):

@@ -54,7 +54,7 @@ class QuestionEpisode:
         return len(set(self.scores)) > 1
 
     def without_reply(self, role: str, replies: Replies) -> Self:
-        """Return the episode, ended because a role has no reply to the one prompt of `replies`."""
+        """Return the episode, ended because a role has no reply to its only prompt."""
         return dataclasses.replace(
             self,
             status="overlong",
@@ -112,9 +112,11 @@ def judge_predictions(
 ) -> list[tuple[tuple[float, ...], tuple[int | None, ...]]]:
     """Return (scores, verdicts) after the judge for (question, predictions, text-rule scores).
 
-    With rule "judge" all predictions are judged, with "match_or_judge" only predictions below score
-    1. A score without a verdict stays. One host asks the judge, because two calls might not agree.
+    With rule "judge" all predictions are judged, with "match_or_judge" predictions below score 1. A
+    score without a verdict stays.
     """
+    # The result of match_or_judge is a maximum: an answer that scores 1 by its text needs no judge
+    # (QwenLong-L1).
     judged_predictions = [
         [
             p if rule == "judge" or score < 1 else None
@@ -128,11 +130,14 @@ def judge_predictions(
         for p in predictions
         if p is not None
     ]
+    # One host asks, because two calls might not agree; then rewards would differ between hosts.
     verdicts = iter(distributed.broadcast(lambda: list(judge(items))))
     outcomes = []
     for (_, _, scores), predictions in zip(answered, judged_predictions, strict=True):
         question_verdicts = tuple(None if p is None else next(verdicts) for p in predictions)
         changed = (
+            # Without a verdict, after a failed request, the score by the text stays
+            # (docs/algorithm.md, 11).
             old if new is None or new < 0 else float(new)
             for old, new in zip(scores, question_verdicts, strict=True)
         )
@@ -149,6 +154,8 @@ def responder_groups(
     """
     groups, annotations = [], []
     for e in episodes:
+        # Equal rewards have advantages of 0. Such groups give no gradient, but with keep_equal the
+        # loss is averaged over them too.
         if e.response is None or not (e.mixed or (keep_equal and len(e.scores) > 1)):
             why = "equal_rewards" if e.response else e.status
             annotations.append(Annotation(used={"responder": why}))

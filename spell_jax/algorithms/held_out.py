@@ -16,6 +16,7 @@ from spell_jax.selfplay.prompts import Prompts
 Report = dict[str, dict[str, dict[str, tuple[float, float]]]]
 
 
+# With more lengths, each row would have few questions and a wide interval.
 MOST_LENGTHS = 8  # different numbers of documents that get a row each
 
 
@@ -62,11 +63,14 @@ def by_row(cells: Iterable[tuple[str, Mapping[str, float]]]) -> dict[str, dict[s
 
 
 def _score_answer(text: str, question: Question, extract: str) -> dict[str, float]:
-    """Return the best score over all right answers; also, if all of them are known, exact match
-    and the F1 score of words.
+    """Return measures of an answer, each the best over the question's right answers.
+
+    Exact match and the words' F1 are among the measures if the question lists all right answers.
     """
     task, references = question.task, question.right
     scores = {"": max(rules.score(text, answer, task, extract=extract) for answer in references)}
+    # Exact match needs all right answers: a right text that the question does not list would count
+    # as wrong.
     if question.answers:
         prediction = rules.extract_answer(text, task, extract) or ""
         is_exact = any(
@@ -132,7 +136,10 @@ class HeldOutQuestions:
         """Answer the questions; "" where a prompt is over the cap."""
         make_prompt = self.make_prompt or self._responder_prompt
         prompts = [make_prompt(question) for question in self.questions]
+        # Greedy: two evaluations of a run differ by the weights alone.
         replies = ask("responder", prompts, temperature=0.0)
+        # A refused prompt counts as wrong. Leaving it out would favor a policy with a short
+        # context.
         return ["" if reply is None else reply.texts[0] for reply in replies]
 
     def _measure(self, texts: Sequence[str]) -> list[tuple[Question, Mapping[str, float]]]:

@@ -74,6 +74,7 @@ def check_inputs(config: AlgorithmConfig, data: DataConfig) -> None:
 def objective_conflicts(config: AlgorithmConfig, loss: LossConfig) -> Iterator[str]:
     """Yield where loss and algorithm disagree on preference pairs or a teacher."""
     has_pairs, teacher = ALGORITHMS[config.name].has_pairs, ALGORITHMS[config.name].teacher
+    # Above 0, the algorithm must allow a teacher; at 0, it must not require a teacher.
     if teacher == ("never" if loss.distillation_weight else "must"):
         requirement = "must be 0" if teacher == "never" else "must be above 0"
         yield (
@@ -92,8 +93,10 @@ def _evaluate_spell(
     config: SpellConfig, context: AlgorithmContext, data: DataConfig
 ) -> Evaluation | None:
     sizes = data.tiny.evaluation
+    # Generated worlds have an oracle, which also judges questions that a model wrote.
     if data.source == "ladder":  # given questions may be about clusters of the ladder world
         return LadderEvaluation(context.prompts, config, context.count_tokens, sizes)
+    # With given questions the held-out questions are given too, in data.validation.
     if data.source == "tiny" and not data.questions:
         return TinyEvaluation(context.prompts, config, context.count_tokens, sizes)
     questions = _read_validation(config, data)
@@ -119,6 +122,7 @@ def _evaluate_spell(
 def _evaluate_reconstruction(
     config: ReconstructionConfig, context: AlgorithmContext, data: DataConfig
 ) -> Evaluation | None:
+    # A generated source makes held-out clusters of its own, without a share of the training data.
     has_documents = data.held_out > 0 or data.source in GENERATED
     return PuzzleEvaluation(config, context) if has_documents else None
 

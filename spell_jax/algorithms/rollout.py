@@ -2,8 +2,8 @@
 
 1. `run_all` starts one coroutine per item and runs each up to its first `await ask(...)`, which
    yields a PendingCall. The worker submits one request per prompt to the session of its model.
-2. While the device samples, the worker collects finished answers, resumes the coroutines whose
-   calls are complete, and submits the requests that they make next to the same session.
+2. While the device samples, the worker collects finished answers, resumes the coroutines with
+   complete calls, and submits their next requests to the same session.
 3. One model is served until no call to it is pending, then the next: every session has its own KV
    cache, and only one is held at a time.
 """
@@ -44,7 +44,7 @@ class PendingCall:
     prompt_ids: list[list[int]] = dataclasses.field(default_factory=list)  # [prompts][P]
     replies: Replies = dataclasses.field(default_factory=Replies)
     missing: int = 0  # submitted prompts without a reply
-    # Index of an answered prompt -> all its samples, also those that `replies` leave out.
+    # Index of an answered prompt -> all its samples, also samples that `replies` leave out.
     samples: dict[int, Sequence[Sample]] = dataclasses.field(default_factory=dict)
 
     @property
@@ -76,7 +76,7 @@ class TextSampler:
 
 
 class RolloutWorker:
-    """An algorithm's `AskModels`: the policy, copies of it, and models with their own weights.
+    """An algorithm's `AskModels`: the policy, its copies, and models with their own weights.
 
     The key of a request is the worker's key folded with step, coroutine, call and prompt; the
     sampler folds in the sample and the position. Replies to a coroutine therefore depend neither on
@@ -111,11 +111,10 @@ class RolloutWorker:
     ) -> None:
         """Start a step with new weights and counts.
 
-        `truncated` is AlgorithmConfig.truncated: how replies count that the token cap cut off.
-
         `params` has weights in the compute dtype by name, looked up when a session opens.
         `between_calls` is called after each dispatch of sampler calls to the device and may
         dispatch more work. Its place in the order of calls depends only on the sampled tokens.
+        `truncated` is AlgorithmConfig.truncated, the treatment of replies that the cap cut off.
         """
         self._step, self._params, self._between_calls = step, params, between_calls
         self._truncated = truncated
@@ -170,11 +169,16 @@ class RolloutWorker:
             pending[call.model].append(call)
 
         for number, item in enumerate(items):
+            # Counted over the step: two calls of run_all in a step must not share random keys.
             self._coroutines += 1
             coroutines.append(function(_make_ask(self._coroutines), item))
             resume(number)
+        # All calls to a model before the next model: a change of models closes the session, and its
+        # cached prefixes are lost.
         while model := next((name for name, calls in pending.items() if calls), None):
             for call in self._answer(model, pending[model]):
+                # `_answer` pauses here, between two device calls: new requests join the open
+                # session.
                 resume(call.item)
         return [results[number] for number in range(len(items))]
 

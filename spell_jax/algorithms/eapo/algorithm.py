@@ -107,7 +107,9 @@ class Eapo:
     async def score(self, ask: Ask, episode: EapoEpisode) -> EapoEpisode:
         """Ask for a score of each well-formed answer, unless fewer than two can be compared."""
         e, c = episode, self.config
+        # Malformed answers are not shown: they earn nothing, whatever their evidence is (Eq. 2).
         sets = [answer.evidence for answer in e.answers if answer is not None]
+        # Scores count relative to the group, so a single set has nothing to be compared with.
         if not self.model_names or len(sets) < 2:
             return e
         text = self._prompts.evidence_scores(e.question, sets)
@@ -128,6 +130,8 @@ class Eapo:
         """Set evidence rewards relative to the group, total rewards (Eq. 2), and consistency."""
         e = episode
         well_formed = [answer is not None for answer in e.answers]
+        # Where the paper is silent (equal scores, no scores, one well-formed answer), evidence
+        # counts .5 (docs/algorithms.md, "A malformed reply").
         shares = iter(evidence.normalize_scores(e.evidence_scores, sum(well_formed)))
         rewards = [next(shares) if formed else None for formed in well_formed]
         parts, weights = zip(well_formed, rewards, e.rule, strict=True), self.config.weights
@@ -147,10 +151,14 @@ class Eapo:
         if not self.trained:
             return list(episodes)
         self._scorings += [Scoring.of(e.scoring) for e in episodes if e.consistent and e.scoring]
+        # The oldest scorings judge answers of the oldest policy. A bound is needed, because
+        # checkpoints contain the scorings: tens of MB at real lengths (estimated).
         self._scorings = self._scorings[-self.config.most_rollouts :]
         if step % self.config.refresh_every:
             return list(episodes)
         refresh, self._scorings = tuple(self._scorings), []
+        # `groups` is a function of the episodes alone (base.py), so an episode carries the
+        # scorings.
         *earlier_episodes, last = episodes
         return [*earlier_episodes, dataclasses.replace(last, refresh=refresh)]
 
@@ -204,6 +212,8 @@ def is_consistent(
     """
     if contrast_only and len({o == 1 for _, o in scored}) < 2:
         return False
+    # Eq. 3 is about one evidence set, a reply about a whole group. Our choice: the reply is kept or
+    # dropped whole (docs/algorithms.md, "Training rows of the reward model").
     agreeing = sum((s >= HIGH and o == 1) or (s <= LOW and o == 0) for s, o in scored)
     neutral = sum(LOW < s < HIGH for s, _ in scored)
     is_whole = agreeing + neutral == len(scored)

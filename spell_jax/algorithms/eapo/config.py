@@ -10,7 +10,7 @@ from spell_jax.selfplay import evidence
 
 REWARD_MODEL = "reward_model"
 REWARD_MODELS = ("co_evolving", "static", "logged", "none")
-REWARDED = ("co_evolving", "static")  # those whose scores are part of the reward
+REWARDED = ("co_evolving", "static")  # their scores are part of the reward
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,7 @@ class EapoConfig(AlgorithmConfig):
         Figure 6).
       refresh_every: steps between two refreshes of a co-evolving reward model.
       agreeing_share: smallest share of scores in a kept scoring that the outcomes confirm. The
-        others are 3, because no score may contradict an outcome.
+        remaining scores are 3, because no score may contradict an outcome.
       contrast_only: whether a scoring is kept only if a right and a wrong answer are among those
         scored. A scoring of right answers alone teaches high scores, whatever the evidence.
       most_rollouts: most scorings kept for a refresh; the oldest are dropped first.
@@ -45,6 +45,7 @@ class EapoConfig(AlgorithmConfig):
     name: str = "eapo"
     questions: int = 64
     group_size: int = 6
+    # The weights of the paper's Eq. 2.
     format_weight: float = 0.1
     evidence_weight: float = 0.3
     outcome_weight: float = 0.6
@@ -54,6 +55,7 @@ class EapoConfig(AlgorithmConfig):
     contrast_only: bool = False
     most_rollouts: int = 1280
     scoring_temperature: float = 0.0
+    # The paper does not say what happens after a malformed reply (docs/algorithms.md, EAPO).
     retries: int = 1
     divide_by_deviation: bool = True
     keep_equal: bool = False
@@ -64,6 +66,7 @@ class EapoConfig(AlgorithmConfig):
         check_least(self, "algorithm.", questions=1, group_size=2, refresh_every=1, most_rollouts=1)
         check_least(self, "algorithm.", format_weight=0, evidence_weight=0, outcome_weight=0)
         check_least(self, "algorithm.", scoring_temperature=0, retries=0)
+        # A share of 0 would keep replies that score everything 3, and teach the model to do so.
         if not 0 < self.agreeing_share <= 1:
             raise ValueError(
                 f"algorithm.agreeing_share = {self.agreeing_share}: must be above 0 and at most 1"
@@ -75,6 +78,7 @@ class EapoConfig(AlgorithmConfig):
         )
         if self.reward_model == "none":
             return [answers]
+        # An upper bound: every first reply may be malformed.
         scoring_prompts = self.questions * (1 + self.retries)
         trained_scorings = self.most_rollouts if self.reward_model == "co_evolving" else 0
         return [
@@ -86,8 +90,9 @@ class EapoConfig(AlgorithmConfig):
 
     @property
     def weights(self) -> evidence.Weights:
-        """Weights of Eq. 2; without rewarded evidence those of section 5.3 with beta 0."""
+        """Weights of Eq. 2; without rewarded evidence, of section 5.3 with beta 0."""
         shares = self.evidence_weight, self.outcome_weight
         if self.reward_model not in REWARDED:
+            # The outcome gets the evidence's weight, so that the largest reward stays the same.
             shares = 0.0, sum(shares)
         return evidence.Weights(self.format_weight, *shares)

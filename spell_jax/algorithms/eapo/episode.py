@@ -32,6 +32,7 @@ class Scoring:
 
     def group(self) -> TrainGroup:
         """Return a supervised training group of the reward model: advantage 1, no old logprobs."""
+        # Tokens alone: logprobs would be of weights that are up to `refresh_every` steps old.
         sample = Sample(np.array(self.answer, np.int32))
         return TrainGroup(self.prompt, [sample], [1.0], REWARD_MODEL, REWARD_MODEL)
 
@@ -80,7 +81,9 @@ class EapoEpisode(QuestionEpisode):
 
     def ordered_by_evidence(self) -> list[float]:
         """Return whether scores have the order of the evidence's F1, per pair of different F1."""
+        # Quotes that share nothing with the evidence have p = r = 0, and an F1 of 0.
         f1s = [2 * p * r / ((p + r) or 1.0) for p, r in filter(None, self.supported)]
+        # Scores and F1s pair up only if the evidence of every well-formed answer is known.
         if self.evidence_scores is None or len(f1s) != len(self.evidence_scores):
             return []
         return pairs_in_order(f1s, self.evidence_scores)
@@ -101,6 +104,7 @@ class EapoEpisode(QuestionEpisode):
 def record(e: EapoEpisode, annotation: Annotation, prompts: Prompts) -> dict[str, Any]:
     """Return an episode as a line of the run's files; see SPELL's record."""
     scores = iter(e.evidence_scores or ())
+    # Placeholders stand for the documents, which the writer stores once for each cluster.
     texts = [f"{{documents[{i}]}}" for i in range(len(e.cluster.documents))]
     return {
         "task": e.task,
@@ -116,6 +120,7 @@ def record(e: EapoEpisode, annotation: Annotation, prompts: Prompts) -> dict[str
         **e.truncation(),
         "rule": list(e.rule),
         "judge": list(e.judge),
+        # The report page has a list of votes for each answer, as SPELL's records do.
         "votes": [[] for _ in e.answers],
         "scores": list(e.scores),
         "advantages": dict(annotation.advantages),
@@ -141,6 +146,8 @@ def count(metrics: Metrics, e: EapoEpisode, suffix: str) -> None:
     if e.response is None:
         return
     metrics.add(f"mixed{suffix}", e.mixed)
+    # The outcome alone: `scores` also contain format and evidence, and would not compare between
+    # values of reward_model.
     metrics.add(f"solve_rate{suffix}", sum(e.rule) / len(e.rule))
     for answer, outcome, total in zip(e.answers, e.rule, e.scores, strict=True):
         metrics.add(f"well_formed{suffix}", answer is not None)

@@ -25,6 +25,7 @@ def held_out_evidence(
 def measure_answer(text: str, question: Question, extract: str) -> dict[str, float]:
     """Return an answer's measures, in [0, 1]; precision and recall need Question.evidence."""
     answer = evidence.parse_answer(text)
+    # As in training, where an answer of bad format earns nothing (Eq. 2).
     quoted, accuracy = "", 0.0
     if answer is not None:
         quoted = answer.evidence

@@ -2,7 +2,7 @@
 
 1. The policy samples k branches of analysis and evidence per question, with EAPO's prompt.
 2. The evidence sets are scored: by a reranker ("reranker", the paper's SSA), by the similarity of
-   their vectors to the question's ("similarity"), by a judge that reads all of them together
+   their vectors to the question's ("similarity"), by a judge that reads all sets together
    without the documents ("judge", LLM-E), or by the known evidence ("oracle", our upper bound).
 3. The best branch is continued, token by token as it was sampled, with k reasonings and answers,
    which a judge may score too ("judge", LLM-R). The best one's answer is the answer.
@@ -10,7 +10,7 @@
    scores are equal or scoring failed, the first well-formed branch is chosen.
 
 Source: EAPO, section 2.2. Where the request has its "evidence", "best_chosen" tells whether the
-highest score is that of the evidence with the highest ROUGE-L recall (its Figure 7, with width 6).
+evidence with the highest ROUGE-L recall has the highest score (EAPO's Figure 7, with width 6).
 """
 
 from __future__ import annotations
@@ -156,12 +156,15 @@ class EvidenceTree:
             Node(record, tokenizer.chat(text), node_key, tokenizer.open_thought(text))
             for record, text, node_key in zip(records, texts, keys, strict=True)
         ]
+        # An answer has two parts, before and after the choice of a branch, each of at most
+        # max_tokens.
         room = self.policy.config.max_positions - 2 * self.sampling["max_tokens"]
         fitting_nodes = [node for node in nodes if len(node.ids) <= room]
         if len(fitting_nodes) < len(nodes):
             refused = len(nodes) - len(fitting_nodes)
             log.warning("%d prompts are longer than %d tokens and were not asked", refused, room)
         self._find_evidence(fitting_nodes)
+        # Keys count all requests, also refused ones: a refusal does not change another answer.
         later_keys = request_keys(jax.random.fold_in(key, 1), len(records))
         for node, later_key in zip(nodes, later_keys, strict=True):
             node.key = later_key
@@ -176,6 +179,7 @@ class EvidenceTree:
         for i, samples in self._sample(nodes, [node.ids for node in nodes], width, EVIDENCE_END):
             nodes[i].branches = [self._branch(nodes[i], [], s, EVIDENCE_END, 2) for s in samples]
             _measure_evidence(nodes[i])
+        # A single well-formed branch is chosen without a score.
         items = [(n.question, formed) for n in nodes if len(formed := _well_formed(n.branches)) > 1]
         if self.config.evidence_by == "similarity":
             self._rank_by_similarity(items)
@@ -228,6 +232,8 @@ class EvidenceTree:
         """Parse a sample after the tokens `before` into its first `sections` sections."""
         tokens = [*before, *sample.content]
         text = node.thought + self.policy.tokenizer.decode(tokens)
+        # The last token may go on after the tag. The text ends at the tag, the tokens stay as
+        # sampled, because the continuation must read what the policy wrote.
         if sample.stop_string:
             text = text[: text.rindex(end) + len(end)]
         parsed = evidence.parse_sections(text, sections) or ()
@@ -255,6 +261,7 @@ class EvidenceTree:
     def _rank_by_judge(self, items: Sequence[tuple[str, list[Branch]]]) -> None:
         """Set scores of (prompt, branches) from 1 to 5; None for a missing or malformed reply."""
         assert self.judge is not None
+        # Equal prompts are asked once, and share the reply.
         prompts = list(dict.fromkeys(prompt for prompt, _ in items))
         replies = dict(self.judge(prompts)) if prompts else {}
         failed = 0
@@ -335,6 +342,8 @@ def _well_formed(branches: Sequence[Branch]) -> list[Branch]:
 def _best(branches: Sequence[Branch]) -> Branch | None:
     """Return the well-formed branch with the highest score; the first branch wins a tie."""
     formed = _well_formed(branches)
+    # Branches without a score come last, so a failed judge leaves the first well-formed branch
+    # (docs/algorithms.md, "Ties and failed scores").
     return max(formed, key=lambda b: -math.inf if b.score is None else b.score, default=None)
 
 
@@ -360,6 +369,8 @@ class Reranker:
         for place, (sample,) in self.policy.sample(ids, 1, keys, options):
             word = self.policy.tokenizer.decode(sample.content).strip().lower()
             probability = math.exp(sample.logprob)
+            # After "no" the score is 1 - p(no): it counts the mass of all words but "no" as yes,
+            # which is negligible for a model that was trained to say one of both.
             scores[fitting[place]] = {"yes": probability, "no": 1 - probability}.get(word)
         self.policy.release()
         if failed := scores.count(None):
@@ -400,7 +411,7 @@ def _make_judge(flag_values: Any, policy: Policy) -> Ask:
         endpoint = Endpoint(
             JudgeConfig(flag_values.judge_url, flag_values.judge_model, key, max_tokens=cap)
         )
-        # One host asks and tells all the others, so that they continue from the same branch.
+        # One host asks and broadcasts the replies: all hosts continue from the same branch.
         return lambda texts: distributed.broadcast(lambda: list(endpoint(texts)))
     if flag_values.judge_policy:
         policy = Policy(flag_values.judge_policy, flag_values.dtype)

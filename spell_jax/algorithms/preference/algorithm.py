@@ -36,6 +36,7 @@ class ShortToLong(Rlvr):
     episode = PairEpisode
 
     def __init__(self, config: RlvrConfig, context: AlgorithmContext, short_answers: int):
+        # A question without a known short context cannot form a pair and is left out.
         questions = with_short_contexts(context.questions())
         super().__init__(config, dataclasses.replace(context, questions=lambda: questions))
         self._short_answers = short_answers
@@ -44,6 +45,8 @@ class ShortToLong(Rlvr):
         """Ask for answers after each context; a prompt over the cap ends the episode."""
         e: PairEpisode = episode
         shown = [e.documents[i] for i in e.shown]
+        # The short context first: a refused short prompt saves the long one. One answer after all
+        # documents is LongPO's rejected answer, and for SoLoPO a metric.
         contexts = ((shown, self._short_answers), (e.documents, 1))
         replies: list[Reply] = []
         for documents, count in contexts:

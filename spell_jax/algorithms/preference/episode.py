@@ -14,9 +14,9 @@ from spell_jax.selfplay.prompts import Prompts
 
 @dataclasses.dataclass(frozen=True)
 class PairEpisode(SpellEpisode):
-    """SPELL's episode, whose `shown` are the documents of the short context.
+    """SPELL's episode; `shown` lists the documents of the short context.
 
-    `response` and its scores are those of one answer after all documents.
+    `response` and its scores belong to one answer after all documents.
 
     Attributes:
       short_response: the reply to the question with the documents of the short context [G].
@@ -49,5 +49,6 @@ def record(e: PairEpisode, annotation: Annotation, prompts: Prompts) -> dict[str
     line["scores"] = [*e.short_rule, *e.scores]
     line["votes"] = [*([] for _ in e.short_rule), *line["votes"]]
     line["judge"] = []  # only answers after all documents are judged
+    # The report page shows "measures" beside each answer.
     documents = [len(e.shown)] * len(e.short_rule) + [len(e.cluster.documents)] * len(e.rule)
     return line | {"measures": {"documents_read": documents}}

@@ -25,12 +25,14 @@ from spell_jax.learner.packing import TrainGroup
 
 @dataclasses.dataclass(frozen=True)
 class LongPoConfig(RlvrConfig):
-    """RLVR's fields; those of rewards matter only for metrics, `group_size` not at all.
+    """RLVR's fields; fields of rewards matter only for metrics, `group_size` not at all.
 
     A step has a pair for each of `generation_batch` questions, in one round.
     """
 
     name: str = "longpo"
+    # Pairs need no mixed rewards, so a second round would only add pairs. The paper samples its
+    # pairs once (docs/algorithms.md, "Departures" of LongPO).
     max_generations: int = 1
     responder_reward: str = "rule"
 
@@ -51,6 +53,7 @@ class LongPo(ShortToLong):
         assert episode.short_response is not None
         if not (chosen_sample.stopped or episode.short_response.scored_truncated):
             return "truncated"  # the loss would teach an answer without its end
+        # Equal answers state no preference: their log-probabilities are equal for any weights.
         return (
             "equal_answers"
             if list(chosen_sample.tokens) == list(rejected_sample.tokens)

@@ -35,6 +35,7 @@ class SoLoPoConfig(RlvrConfig):
     """
 
     name: str = "solopo"
+    # Questions without a pair are not replaced: a step has fewer pairs instead of more rounds.
     max_generations: int = 1
     responder_reward: str = "rule"
 
@@ -42,7 +43,7 @@ class SoLoPoConfig(RlvrConfig):
         batch = self.generation_batch * self.max_generations
         return [
             RolloutBudget("answers after the short context", "responder", batch, self.group_size),
-            # A pair's row has two prompts and three answers: no more than three of these groups.
+            # A pair's row has two prompts and three answers: at most three such groups.
             RolloutBudget("answers after all documents", "responder", batch, 1, 3 * batch),
         ]
 
@@ -54,6 +55,7 @@ class SoLoPo(ShortToLong):
         super().__init__(config, context, short_answers=config.group_size)
 
     def choose(self, episode: PairEpisode) -> tuple[int, int] | str:
+        # Which answers form the pair is from memory of the paper (docs/algorithms.md, SoLoPO).
         right = [bool(score) for score in episode.short_rule]
         return "equal_rewards" if len(set(right)) < 2 else (right.index(True), right.index(False))
 
@@ -65,5 +67,7 @@ class SoLoPo(ShortToLong):
             episode.short_response.prompt,
             [samples[chosen_index], samples[rejected_index]],
             [CHOSEN, REJECTED],
+            # No advantage: this answer counts by the distance of its rewards alone
+            # (loss.align_weight).
             aligned=TrainGroup(episode.response.prompt, [samples[chosen_index]], [0.0]),
         )

@@ -1,14 +1,14 @@
 """Document reconstruction: a model puts removed paragraphs of a document back in order.
 
-1. pose: K paragraphs of a document, no two of them neighbors, are removed and shown as shuffled
-   options. K rises over the run (curriculum). A document over the cap is dropped and replaced.
+1. pose: K paragraphs of a document, never two neighbors, are removed and shown as shuffled options.
+   K rises over the run (curriculum). A document over the cap is dropped and replaced.
 2. answer: the policy answers each puzzle G times with the order of the options.
 3. reward: the share of options in their right places (dense, 1), or whether all are (sparse, 2).
 4. groups: all groups are trained on, with advantages over the group (GRPO), which are 0 where all
    rewards are equal.
 
-The paper ("Document Reconstruction Unlocks Scalable Long-Context RLVR", whose equations are
-numbered in parentheses) uses 128 documents per step, prompts of up to 65,536 tokens and answers of
+The paper ("Document Reconstruction Unlocks Scalable Long-Context RLVR"; numbers in parentheses are
+its equations) uses 128 documents per step, prompts of up to 65,536 tokens and answers of
 4096. Its 14,000 documents are the longest of three domains. Where its text is silent, the defaults
 follow its code (github.com/XYaoooo/reconstruction_long).
 """
@@ -34,8 +34,10 @@ from spell_jax.runtime.metrics import Metrics
 from spell_jax.selfplay import puzzles
 from spell_jax.selfplay.puzzles import FEWEST_OPTIONS, MOST_OPTIONS, OVERLONG, Order, PromptedPuzzle
 
-NO_PUZZLE = "no_puzzle"  # status of an episode whose document yields no puzzle
+NO_PUZZLE = "no_puzzle"  # status of an episode with an unsuitable document
 REWARDS = {"dense": puzzles.dense_reward, "sparse": puzzles.sparse_reward}
+# A bound, because a source of unsuitable documents would never fill a step (our choice:
+# docs/algorithms.md, "Refused documents").
 ROUNDS = 4  # most rounds of taking documents, where some yield no puzzle
 
 
@@ -48,7 +50,7 @@ class ReconstructionConfig(AlgorithmConfig):
       group_size: G, answers to a puzzle.
       reward: "dense" (1) or "sparse" (2).
       options: possible values of K, the number of options.
-      option_weights: proportions of these values over the run. The paper prints 3:3:5 for four
+      option_weights: proportion of each value over the run. The paper prints 3:3:5 for four
         values; its 14,000 documents and section 5.3 suggest 3:3:3:5.
       curriculum: whether K rises from step to step, with these proportions over the whole run;
         otherwise K is sampled for each puzzle (the shuffled variant, section 5.6).
@@ -60,7 +62,7 @@ class ReconstructionConfig(AlgorithmConfig):
       max_paragraph: most characters of an option; a longer one leaves little of the document.
       adjacent_gaps: whether two neighboring paragraphs may be removed, which leaves their order to
         the options alone. Otherwise only every other paragraph is taken (the paper's code).
-      cut_documents: whether a document whose prompt is over the cap is cut to a window of
+      cut_documents: whether a document with a prompt over the cap is cut to a window of
         neighboring paragraphs. Otherwise it is dropped and counted, and another one is taken (the
         paper's code).
       divide_by_deviation: whether advantages are divided by their group's deviation.
@@ -75,12 +77,15 @@ class ReconstructionConfig(AlgorithmConfig):
     group_size: int = 8
     reward: str = "dense"
     options: tuple[int, ...] = (2, 4, 6, 8)
+    # The paper prints three proportions for four values (docs/algorithms.md, "Mixture").
     option_weights: tuple[float, ...] = (3.0, 3.0, 3.0, 5.0)
     curriculum: bool = True
     most_documents: int = 0
     selection: str = "longest"
     min_paragraph: int = 80
     max_paragraph: int = 4000
+    # Where the text is silent, this field, `cut_documents` and `keep_equal` follow the paper's code
+    # at commit 2c5cfb4.
     adjacent_gaps: bool = False
     cut_documents: bool = False
     divide_by_deviation: bool = True
@@ -144,6 +149,7 @@ def pose(
             rng, text, options, min_paragraph, max_paragraph, config.adjacent_gaps
         )
 
+    # Paragraphs end at blank lines, so no paragraph reaches across two documents.
     text, ask = "\n\n".join(cluster.documents), context.prompts.reconstruction
     return puzzles.make_prompted_puzzle(
         make, ask, rng, text, context.count_tokens, context.prompt_cap, config.cut_documents
@@ -167,6 +173,7 @@ class Reconstruction:
     def rollout(self, ask: AskModels, key: Key, step: int) -> list[ReconstructionEpisode]:
         episodes = self.start_episodes(key, step)
         prompts = [e.posed.prompt for e in episodes if e.posed.puzzle]
+        # A puzzle needs one call, so nothing is lost by waiting for all answers together.
         replies = ask("responder", prompts, self.config.group_size)
         pairs = iter(zip(replies, replies.dropped, strict=True))
         return [self._answered(e, *next(pairs)) if e.posed.puzzle else e for e in episodes]
@@ -181,6 +188,7 @@ class Reconstruction:
         for _ in range(ROUNDS):
             for _, cluster in self.stream.next(quota - posed) if posed < quota else ():
                 rng = np.random.default_rng([*key, len(episodes)])
+                # Only puzzles count: refused documents do not advance the curriculum.
                 options = self._options(rng, (step - 1) * quota + posed)
                 episodes.append(self._pose(rng, cluster, options))
                 posed += episodes[-1].posed.puzzle is not None
@@ -204,7 +212,10 @@ class Reconstruction:
 
     def _options(self, rng: np.random.Generator, number: int) -> int:
         """Return the number of options K of the run's puzzle `number`, from 0."""
+        # Sampled with the curriculum too: then both variants remove the same paragraphs for equal
+        # K.
         c, sampled = self.config, rng.random()
+        # The middle of the puzzle's part of the run: first and last K get their full share.
         share = (number + 0.5) / (c.documents * self._context.steps)
         return puzzles.options_of(share if c.curriculum else sampled, c.options, c.option_weights)
 
@@ -290,6 +301,7 @@ def _count(metrics: Metrics, e: ReconstructionEpisode, suffix: str) -> None:
     metrics.add(f"mixed{suffix}", e.mixed)
     for order in e.orders:
         metrics.add(f"permutation{suffix}", order.is_permutation)
+    # A guess earns less with more options, so under a curriculum a reward means little without it.
     for (name, reward), guess in zip(
         REWARDS.items(), puzzles.chance_rewards(e.options), strict=True
     ):

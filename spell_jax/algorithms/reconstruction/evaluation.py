@@ -1,7 +1,7 @@
 """Held-out evaluation of document reconstruction: greedy answers, by number of options.
 
-Measures are those of the paper's validation (appendix A.2): the share of answers that are
-permutations of the options, the dense and the sparse reward, also of a random guess.
+Measures as in the paper's validation (appendix A.2): the share of answers that are permutations of
+the options, the dense and the sparse reward, also of a random guess.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from spell_jax.selfplay.puzzles import PromptedPuzzle
 
 MEASURES = ("permutation", "dense reward", "sparse reward")
 TRIES = 4  # most documents tried per wanted puzzle: some yield none
+# Not the run's seed: all runs are evaluated on the same puzzles.
 SEED = 10_000
 
 
@@ -38,6 +39,7 @@ class PuzzleEvaluation:
         for place, name in enumerate(MEASURES[1:]):
             guesses = {k: puzzles.chance_rewards(int(k))[place] for k in outcomes if k != "all"}
             over_all = [guess for k, guess in guesses.items() for _ in outcomes[k][name]]
+            # The expectation of a guess is exact: its interval has no width.
             columns = {k: (guess, 0.0) for k, guess in guesses.items()}
             table[f"{name} of a guess"] = columns | {"all": (sum(over_all) / len(over_all), 0.0)}
         return Evaluated({"reconstruction, by number of options": table})
@@ -73,6 +75,7 @@ class PuzzleEvaluation:
     def make(self, options: int, count: int) -> tuple[PromptedPuzzle, ...]:
         """Make at most `count` puzzles of K options, the same puzzles every time."""
         source = self._context.held_out()
+        # Sorted before the shuffle: the order of ids may depend on how a source was read.
         ids = sorted(source.tasks)
         ids = [ids[i] for i in np.random.default_rng([SEED]).permutation(len(ids))]
         posed_puzzles: list[PromptedPuzzle] = []

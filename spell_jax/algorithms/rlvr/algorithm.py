@@ -1,7 +1,7 @@
 """RLVR on a static set of questions: the baseline of self-play.
 
 1. The set is given (data/questions.py), or written: in the first step the starting policy writes
-   questions as in SPELL, once. Those that pass SPELL's filters are the set, with their references.
+   questions as in SPELL, once. Questions that pass SPELL's filters form the set.
 2. Every step takes questions of the set in rounds, until enough have mixed rewards, and answers,
    rewards and trains the responder as SPELL does. The reward "rule" is plain RLVR (SPELL, Appendix
    E.5); "max" with a verifier is the matched control. Questions are dealt epoch after epoch, each
@@ -36,17 +36,18 @@ _WRITTEN = 3  # separates the random stream of the written questions' order from
 
 @dataclasses.dataclass(frozen=True)
 class RlvrConfig(SpellConfig):
-    """SPELL's fields; those of the questioner matter only if questions are written.
+    """SPELL's fields; fields of the questioner matter only if questions are written.
 
     Attributes:
-      static_questions: number of proposals for the static set, of which those that pass the filters
-        are kept. Unused with given questions.
+      static_questions: number of proposals for the static set, which keeps questions that pass the
+        filters. Unused with given questions.
       static_temperature: temperature of the samples from which the set is made (proposals, answers
         without documents, the frozen reader's answers).
     """
 
     name: str = "rlvr"
     static_questions: int = 960
+    # SPELL's public script samples all roles at 0.7.
     static_temperature: float = 0.7
 
     def __post_init__(self):
@@ -71,6 +72,7 @@ class Rlvr(Spell):
 
     def __init__(self, config: RlvrConfig, context: AlgorithmContext):
         questions = context.questions()
+        # The teacher reads, and the responder names, the documents that a question is about.
         if context.teacher_prompt is not None or config.document_share:
             questions = with_short_contexts(questions)
         source, self._given_questions = as_clusters(questions)
@@ -79,6 +81,7 @@ class Rlvr(Spell):
         super().__init__(config, context)
         self.writing_temperature = config.static_temperature
         if self._given_questions:
+            # Given questions keep their references, so no frozen reader is asked.
             self.model_names = ()
         self._proposals = config.static_questions
         self._written: list[dict[str, Any]] = []  # the set, as `state_dict` stores it
@@ -109,6 +112,7 @@ class Rlvr(Spell):
 
     def _written_batches(self, key: Key, step: int) -> Iterator[list[SpellEpisode]]:
         dealt_indices: set[int] = set()
+        # The rounds of a step may cross an epoch, but no question comes twice in a step.
         while len(dealt_indices) < len(self._written):
             new = [index for index in self._deal() if index not in dealt_indices]
             dealt_indices.update(new)
@@ -129,6 +133,7 @@ class Rlvr(Spell):
     def _deal(self) -> list[int]:
         """Return the indices of the next batch of written questions."""
         batch = min(self.config.generation_batch, len(self._written))
+        # The order is a function of seed and epoch, so a checkpoint stores this counter alone.
         epoch, number = divmod(self._dealt, len(self._written) // batch)
         self._dealt += 1
         return self._epoch_order(epoch, batch)[number * batch : (number + 1) * batch]
@@ -196,6 +201,7 @@ class Rlvr(Spell):
         self, episodes: Sequence[SpellEpisode], key: Key
     ) -> tuple[list[TrainGroup], list[Annotation]]:
         groups, annotations = super().groups(episodes, key)
+        # Without questioner, its use would read "no_proposal" in every record.
         return groups, [
             dataclasses.replace(a, used={r: use for r, use in a.used.items() if r != "questioner"})
             for a in annotations

@@ -14,10 +14,10 @@
    agree: letters by the rule, other answers by the judge's verdict that the answer states the
    reference. --agreement=rule uses only the reward rule.
 4. OUT/questions.jsonl gets the remaining questions (data/questions.py, plus "cluster" and "shown")
-   for algorithm "rlvr". OUT/summary.json, which is also printed, counts the others by reason.
+   for algorithm "rlvr". OUT/summary.json, which is also printed, counts dropped attempts by reason.
 5. A stopped build resumes: OUT/teacher.jsonl and OUT/judge.jsonl record every reply on arrival. The
-   result equals that of an uninterrupted build. --attempts may be raised. OUT/config.json describes
-   the build; another build needs another OUT.
+   result equals the result of an uninterrupted build. --attempts may be raised. OUT/config.json
+   describes the build; another build needs another OUT.
 
 Keys of endpoints are read from $SPELL_TEACHER_KEY and $SPELL_JUDGE_KEY. Paper Appendix E.5: the
 paper's teacher is DeepSeek-R1-0528, its judge gpt-oss-120b, and about 3,000 questions remained. On
@@ -151,6 +151,7 @@ class Teacher:
             fault_injection.point("taught")
 
     def _key(self, turn: int, number: int, prompt: str) -> str:
+        # The prompt is part of the key: a changed template or document asks anew.
         content = json.dumps([self.name, turn, number, prompt]).encode()
         return hashlib.blake2b(content, digest_size=16).hexdigest()
 
@@ -211,6 +212,7 @@ class Build:
         return [self._start(number, *pair) for number, pair in enumerate(dealt, first)]
 
     def _start(self, number: int, task: str, cluster: Cluster) -> Attempt:
+        # By the attempt's number: a resumed or a longer build makes the same attempts.
         rng = np.random.default_rng([self.settings.seed, number])
         order = rng.permutation(len(cluster.documents))[: self.settings.documents]
         letter = LETTERS[rng.integers(len(LETTERS))] if task == "multiple_choice" else None
@@ -247,6 +249,7 @@ class Build:
         if parsed.status != "accepted":
             return parsed.reason
         attempt.question, attempt.reference = parsed.question, parsed.answer.strip()
+        # Case and white space do not make another question.
         question_key = attempt.task, attempt.cluster.id, " ".join(parsed.question.lower().split())
         if question_key in self.question_keys:
             return "asked_before"
@@ -267,6 +270,7 @@ class Build:
         """Decide whether questioner and responder agree; only process 0 asks the judge."""
         for attempt in batch:
             pair = attempt.prediction, attempt.reference
+            # Letters need no judge. For other tasks this verdict stands only without a judge.
             agree = rules.is_correct(*pair, attempt.task, extract="lenient")
             attempt.reason = KEPT if agree else "disagreed"
         if self.judge is None:
@@ -274,6 +278,7 @@ class Build:
         judged = [a for a in batch if a.task != "multiple_choice"]
         items = [(a.question, a.prediction, a.reference) for a in judged]
         with distributed.fail_together():
+            # An endpoint fails on process 0 alone; other processes would wait for its broadcast.
             replies = self.judge.judge(items if jax.process_index() == 0 else [])
         verdicts = distributed.broadcast(lambda: replies)
         for attempt, verdict in zip(judged, verdicts, strict=True):
@@ -309,6 +314,7 @@ def run(
     made_from = dataclasses.asdict(settings) | {"teacher": teacher.name}
     made_from |= {"judge": judge.model if judge else None, "data": stream.state_dict()["data"]}
     del made_from["attempts"]  # a resumed build may raise it
+    # The final name appears with the whole set: no run can train on an unfinished set.
     unfinished = out / f"{QUESTIONS}.part"
 
     def start_files() -> None:
@@ -382,7 +388,9 @@ def make_teacher(flag_values: Any, out: pathlib.Path, sizes: SamplerConfig) -> T
         except ValueError as error:
             raise ValueError(f"teacher's {error}") from error
         endpoint = Endpoint(config)
+        # An endpoint takes no random key: only the record repeats its replies.
         ask = lambda prompts, numbers: endpoint.reply(prompts)  # noqa: E731
+    # Everything that changes a reply, because the name is part of the record's keys.
     name = json.dumps([model, *sampling.values(), flag_values.thinking, flag_values.seed])
     return Teacher(ask, name, out / REPLIES)
 

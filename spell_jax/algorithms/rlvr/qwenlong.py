@@ -1,7 +1,7 @@
 """QwenLong-L1: RLVR with a curriculum of context lengths (Wan et al. 2025, arXiv 2505.17667).
 
 1. phases: the run is divided into phases of equal numbers of steps. In a phase the policy answers
-   the questions whose input is longer than the phase before allowed, up to the phase's own length.
+   the questions with an input longer than the phase before allowed, up to the phase's own length.
 2. retrospection: from the second phase on, a share of every round's questions are earlier phases'
    ones, sampled in proportion to their difficulty, the inverse of their mean reward.
 3. reward: the maximum of the rule's and a judge's verdict, SPELL's responder_reward = "max". The
@@ -41,8 +41,11 @@ class QwenLongConfig(RlvrConfig):
     """
 
     name: str = "qwenlong_l1"
+    # The lengths are from memory of the paper, which could not be read (docs/algorithms.md).
     phase_tokens: tuple[int, ...] = (20_000, 60_000)
+    # Our choice: the paper's number is unknown to us (docs/algorithms.md, QwenLong-L1).
     retrospective_share: float = 0.25
+    # The paper's judge is a separate small model, which is not trained.
     train_verifier: bool = False
 
     def __post_init__(self):
@@ -61,7 +64,7 @@ class QwenLongConfig(RlvrConfig):
 
 
 class QwenLong(Rlvr):
-    """RLVR whose questions come phase by phase."""
+    """RLVR with questions that come phase by phase."""
 
     def __init__(self, config: QwenLongConfig, context: AlgorithmContext):
         super().__init__(config, context)
@@ -82,6 +85,7 @@ class QwenLong(Rlvr):
             phase = next((k for k, limit in enumerate(self._lengths) if length <= limit), None)
             if phase is not None:
                 by_phase[phase].append(name)
+        # A phase without questions would be steps without an update.
         by_phase = [names for names in by_phase if names]
         if not by_phase:
             raise ValueError(
@@ -119,10 +123,13 @@ class QwenLong(Rlvr):
     def _given_batches(self, key: Key, step: int) -> Iterator[list[SpellEpisode]]:
         """Yield questions of earlier phases by difficulty, then next questions of this phase."""
         phases = len(self._phases)
+        # Steps beyond the planned number stay in the last phase.
         phase = min((step - 1) * phases // self._context.steps, phases - 1)
+        # Sorted: the choice must not depend on the order in which questions were answered.
         earlier = sorted(name for name in self._means if self._phase_of[name] < phase)
         weights = np.array([self._difficulty(name) for name in earlier])
         rng = np.random.default_rng([*key, 4])  # Rlvr and Spell use [*key] to [*key, 3]
+        # One order for all rounds, without replacement: no question comes twice in a step.
         order = rng.choice(earlier, len(earlier), False, weights / weights.sum()) if earlier else ()
         batch = self.config.generation_batch
         share = min(round(self._share * batch), len(earlier))
@@ -158,4 +165,5 @@ class QwenLong(Rlvr):
 
 
 def _input_tokens(question: Question, context: AlgorithmContext) -> int:
+    # Without the template (our choice: docs/algorithms.md, "Length").
     return sum(context.count_tokens(text) for text in (*question.documents, question.question))

@@ -26,12 +26,13 @@ from spell_jax.learner.packing import TrainGroup
 
 @dataclasses.dataclass(frozen=True)
 class SelfDistillationConfig(RlvrConfig):
-    """RLVR's fields; those of rewards matter only for metrics.
+    """RLVR's fields; fields of rewards matter only for metrics.
 
     A step has `group_size` answers to each of `generation_batch` questions, in one round.
     """
 
     name: str = "self_distillation"
+    # Every answered question is trained on, so one round fills the update.
     max_generations: int = 1
     responder_reward: str = "rule"
 
@@ -57,6 +58,8 @@ class SelfDistillation(Rlvr):
             if e.response is None:
                 annotations.append(Annotation(used={"responder": e.status}))
                 continue
+            # The learner adds the teacher's advantages token by token; rewards have no part in
+            # them.
             advantages = [0.0] * len(e.response.samples)
             groups.append(self.responder_group(e, advantages))
             annotations.append(Annotation({"responder": advantages}, {"responder": USED}))

@@ -358,7 +358,7 @@ class Spell:
         return rewards.verifier_rewards(votes, -1.0 if self.config.malformed_penalty else 0.0)
 
     def remember(self, episodes: Sequence[SpellEpisode]) -> None:
-        """Write a step's solvable questions to the memory, after the step's last read of it."""
+        """Write a step's solvable questions to the memory."""
         for e in episodes:
             if e.response is None:
                 continue

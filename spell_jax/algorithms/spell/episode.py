@@ -28,7 +28,7 @@ class SpellEpisode(QuestionEpisode):
     Attributes:
       shown: indices of the documents that the questioner reads, ascending.
       history: remembered questions in the questioner's prompt, oldest first.
-      dropped: documents and remembered questions left out of it to keep it under the cap.
+      dropped: documents and remembered questions left out of the prompt by its cap.
       reduced: whether m is reduced because the cluster has too few documents to leave some unread.
       letter: letter that the right option of a multiple-choice question shall have, else None.
       cue: last word of the questioner's prompt, one of the config's cues; empty without them.

@@ -4,7 +4,7 @@
 2. Verifier: greedy verdicts on labeled pairs of answers, by what makes a pair hard.
 3. Questioner: sampled questions about held-out clusters, after as many documents as in training,
    without and with a remembered question: the shares that are accepted, that the documents answer,
-   and whose reference is right.
+   and that have a right reference.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Held-out evaluation of SPELL's roles on given questions, such as human ones.
 
-1. Responder: greedy answers, scored by the rule; where all right answers are known, by the best of
-   them, and by exact match too.
+1. Responder: greedy answers, scored by the rule; where all right answers are known, by the best
+   match, and by exact match too.
 2. Verifier: greedy verdicts on pairs of the reference with another right answer ("same") and with a
    wrong one ("different"), where the questions have such answers.
 3. Questioner: one sampled question per task after the first documents of each question; questions
