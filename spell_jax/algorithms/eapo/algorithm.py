@@ -175,7 +175,7 @@ class Eapo:
         for e in episodes:
             e.count_unparsed(metrics)
             for suffix in ("", f"/{e.task}"):
-                eapo_episode.count(metrics, e, suffix)
+                eapo_episode.count_episode(metrics, e, suffix)
         metrics.add("stream_repeats", self._stream.repeats)
         if self.trained:
             metrics.add("kept_scorings", len(self._scorings))
@@ -183,7 +183,7 @@ class Eapo:
         return metrics
 
     def record(self, episode: EapoEpisode, annotation: Annotation) -> dict[str, Any]:
-        return eapo_episode.record(episode, annotation, self._prompts)
+        return eapo_episode.make_record(episode, annotation, self._prompts)
 
     def cluster(self, episode: EapoEpisode) -> Cluster:
         return episode.cluster

@@ -101,7 +101,7 @@ class EapoEpisode(QuestionEpisode):
         return pairs_in_order([outcome for _, outcome in scored], [score for score, _ in scored])
 
 
-def record(e: EapoEpisode, annotation: Annotation, prompts: Prompts) -> dict[str, Any]:
+def make_record(e: EapoEpisode, annotation: Annotation, prompts: Prompts) -> dict[str, Any]:
     """Return an episode as a line of the run's files; see SPELL's record."""
     scores = iter(e.evidence_scores or ())
     # Placeholders stand for the documents, which the writer stores once for each cluster.
@@ -140,7 +140,7 @@ def record(e: EapoEpisode, annotation: Annotation, prompts: Prompts) -> dict[str
     }
 
 
-def count(metrics: Metrics, e: EapoEpisode, suffix: str) -> None:
+def count_episode(metrics: Metrics, e: EapoEpisode, suffix: str) -> None:
     """Add an episode to the metrics, trained on or not; metric names end in `suffix`."""
     metrics.add(f"overlong{suffix}", e.response is None)
     if e.response is None:

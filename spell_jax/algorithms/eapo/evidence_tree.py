@@ -171,7 +171,7 @@ class EvidenceTree:
         self._reason(
             [(node, node.chosen_branch) for node in fitting_nodes if node.chosen_branch is not None]
         )
-        return [describe(node) for node in nodes]
+        return [describe_node(node) for node in nodes]
 
     def _find_evidence(self, nodes: Sequence[Node]) -> None:
         """Sample branches up to the end of the evidence, and choose the best per question."""
@@ -274,7 +274,7 @@ class EvidenceTree:
             log.warning("no scores of %d of %d groups of branches", failed, len(items))
 
 
-def describe(node: Node) -> Record:
+def describe_node(node: Node) -> Record:
     """Return the request and its tree as a line of the output.
 
     "prediction" is None without a well-formed answer. "right" needs the true "answer", and also

@@ -108,7 +108,7 @@ class ShortToLong(Rlvr):
         return metrics
 
     def record(self, episode: Episode, annotation: Annotation) -> dict[str, Any]:
-        return pairs.record(episode, annotation, self.prompts)
+        return pairs.make_pair_record(episode, annotation, self.prompts)
 
 
 def answers_of(episode: PairEpisode) -> list[Sample]:

@@ -38,7 +38,7 @@ class PairEpisode(SpellEpisode):
             metrics.add("unparsed/responder", prediction is None)
 
 
-def record(e: PairEpisode, annotation: Annotation, prompts: Prompts) -> dict[str, Any]:
+def make_pair_record(e: PairEpisode, annotation: Annotation, prompts: Prompts) -> dict[str, Any]:
     """Return SPELL's record; answers after the short context precede the long-context answer."""
     line = make_record(e, annotation, prompts)
     if e.short_response is None:

@@ -27,7 +27,7 @@ class PuzzleEvaluation:
 
     def __init__(self, config: ReconstructionConfig, context: AlgorithmContext):
         self._config, self._context = config, context
-        self._puzzles = functools.cache(self.make)
+        self._puzzles = functools.cache(self.make_puzzles)
 
     def full(self, ask: AskModels) -> Evaluated:
         """Report the means of all measures and of a guess's rewards, by K and over all puzzles."""
@@ -72,7 +72,7 @@ class PuzzleEvaluation:
             for (k, p), reply in zip(posed, replies, strict=True)
         )
 
-    def make(self, options: int, count: int) -> tuple[PromptedPuzzle, ...]:
+    def make_puzzles(self, options: int, count: int) -> tuple[PromptedPuzzle, ...]:
         """Make at most `count` puzzles of K options, the same puzzles every time."""
         source = self._context.held_out()
         # Sorted before the shuffle: the order of ids may depend on how a source was read.

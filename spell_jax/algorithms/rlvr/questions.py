@@ -219,13 +219,13 @@ class Build:
         return Attempt(number, task, cluster, tuple(sorted(order.tolist())), letter)
 
     def run_batch(self, batch: Sequence[Attempt]) -> list[Attempt]:
-        """Run write, answer and compare on a batch; return the attempts that are kept."""
-        for part in (self.write, self.answer, self.compare):
+        """Run the three parts on a batch; return the attempts that are kept."""
+        for part in (self.write_questions, self.answer, self.compare):
             part([a for a in batch if not a.reason])
         self.counts.update((a.task, a.reason) for a in batch)
         return [a for a in batch if a.reason == KEPT]
 
-    def write(self, batch: Sequence[Attempt]) -> None:
+    def write_questions(self, batch: Sequence[Attempt]) -> None:
         texts = []
         for a in batch:
             documents = [a.cluster.documents[i] for i in a.shown]
@@ -300,7 +300,7 @@ class Build:
         }
 
 
-def run(
+def build_questions(
     settings: Settings,
     stream: TaskStream,
     count_tokens: Callable[[str], int],
@@ -433,7 +433,7 @@ def main(_) -> None:
     teacher = make_teacher(flag_values, out, sizes)
     judge = judging.make_judge(flag_values, out, sizes)
     stream, count_tokens = open_clusters(flag_values)
-    summary = run(settings, stream, count_tokens, teacher, judge, out)
+    summary = build_questions(settings, stream, count_tokens, teacher, judge, out)
     if jax.process_index() == 0:
         print(json.dumps(summary))
 

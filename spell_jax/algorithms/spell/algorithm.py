@@ -68,13 +68,13 @@ class Spell:
         """Run rounds of self-play, up to the cap, until enough questions have mixed rewards."""
         rng = np.random.default_rng([*key])
         if self.config.mapping == PROGRESS:
-            progress.measure(self.config, self.probes, ask, self.prompts, self.stream)
+            progress.measure_probes(self.config, self.probes, ask, self.prompts, self.stream)
         batches = (self._roll_out(ask, self.start_episodes(rng)) for _ in itertools.count())
         episodes = self.fill(batches, rng)
         # Memory is read as of the start of a step and written at its end (spec 14).
         self.remember(episodes)
         if self.config.mapping == PROGRESS:
-            progress.push(self.config, self.probes, episodes, rng)
+            progress.push_probes(self.config, self.probes, episodes, rng)
         return episodes
 
     def _roll_out(self, ask: AskModels, episodes: Sequence[SpellEpisode]) -> list[SpellEpisode]:

@@ -15,7 +15,7 @@ from spell_jax.selfplay.probes import Probe, ProbeSet
 from spell_jax.selfplay.prompts import Prompts
 
 
-def measure(
+def measure_probes(
     config: SpellConfig, probes: ProbeSet, ask: AskModels, prompts: Prompts, stream: TaskStream
 ) -> None:
     """Ask all probes again, group_size times each; a prompt over the cap counts as unsolved."""
@@ -32,7 +32,7 @@ def measure(
     probes.measure(ask.run_all(ask_probe, probes.probes))
 
 
-def push(
+def push_probes(
     config: SpellConfig,
     probes: ProbeSet,
     episodes: Sequence[SpellEpisode],

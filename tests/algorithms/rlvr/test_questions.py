@@ -121,7 +121,7 @@ def build(
         words = prompt_sets.load("full").judge
         judge = Judge(endpoint("judge"), words, "judge", cache_file=out / "judge.jsonl")
     count = lambda text: len(text.split())  # noqa: E731
-    return rlvr_questions.run(settings, stream(ends), count, teacher, judge, out)
+    return rlvr_questions.build_questions(settings, stream(ends), count, teacher, judge, out)
 
 
 def asked_of(server: Server, model: str) -> list[str]:
@@ -371,7 +371,9 @@ def test_judge_must_match_the_agreement_setting(tmp_path):
         settings = Settings(1, agreement=agreement)
         teacher = Teacher(lambda *_: (), "t", tmp_path / "t")
         with pytest.raises(ValueError, match=f"agreement = '{agreement}'"):
-            rlvr_questions.run(settings, stream(), len, teacher, judge, tmp_path / "out")
+            rlvr_questions.build_questions(
+                settings, stream(), len, teacher, judge, tmp_path / "out"
+            )
     assert not (tmp_path / "out").exists()
 
 
