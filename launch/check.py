@@ -35,8 +35,7 @@ from ml_collections import config_flags
 from launch import plan, topologies
 from launch.describe import Checked, describe, dummy_group, longest_groups
 from launch.topologies import GIB
-from spell_jax import config as configs
-from spell_jax.config import RunConfig
+from spell_jax.config import RunConfig, collect_mistakes, to_dict
 from spell_jax.data import built
 from spell_jax.learner import packing, shapes
 from spell_jax.learner.loss_config import LossConfig
@@ -114,7 +113,7 @@ def check(config: Config, topology: str = "", workdir: str = "") -> Checked:
     mesh can use. `workdir` "" means none yet.
     """
     attempt = Attempts(config)
-    run, mistakes = configs.collect_mistakes(config)
+    run, mistakes = collect_mistakes(config)
     if run is None:
         return Checked(config, [*mistakes.values()])
     wrong = {field.partition(".")[0] for field in mistakes}
@@ -386,7 +385,7 @@ def _remarks(checked: Checked, run: RunConfig) -> list[str]:
     if checked.workdir and checked.step is not None:
         before = setup.saved_config(checked.workdir)
         kept_config = state.keep_dtypes(run, before)
-        changed = changes(configs.to_dict(kept_config), before)
+        changed = changes(to_dict(kept_config), before)
         lines += [f"{change} when last started" for change in changed]
     return lines
 

@@ -13,9 +13,8 @@ import numpy as np
 from etils import epath
 
 from launch import plan, topologies
-from spell_jax import config as configs
 from spell_jax.algorithms.config import AlgorithmConfig
-from spell_jax.config import RunConfig
+from spell_jax.config import RunConfig, find_checkpoint
 from spell_jax.data.config import GENERATED
 from spell_jax.data.samples import Sample
 from spell_jax.learner import packing, shapes
@@ -149,7 +148,7 @@ def _describe_start(checked: Checked) -> str:
         return f"resumes step {checked.step} of {folder}, up to {config.steps}"
     folder = checked.folder or config.policy.folder
     if config.init_from:
-        path, step = configs.find_checkpoint(config.init_from)
+        path, step = find_checkpoint(config.init_from)
         source = f"the weights of {path}, {'its newest step' if step is None else f'step {step}'}"
     elif checked.folder is None or safetensors.has_weights(checked.folder):
         source = f"the weights of {folder}"

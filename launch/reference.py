@@ -18,7 +18,7 @@ from typing import Any
 
 from launch import commands
 from launch.measurements import ROOT
-from spell_jax import config as configs
+from spell_jax import config
 from spell_jax.algorithms import registry
 from spell_jax.algorithms.config import AlgorithmConfig
 
@@ -42,15 +42,15 @@ def config_page() -> str:
 
 def config_sections() -> dict[str, type]:
     """Return the dataclass of each section of a config, by title."""
-    sections: dict[str, type] = {"config": configs.RunConfig}
-    for field in dataclasses.fields(configs.RunConfig):
+    sections: dict[str, type] = {"config": config.RunConfig}
+    for field in dataclasses.fields(config.RunConfig):
         section = type(field.default)
         if dataclasses.is_dataclass(section) and not issubclass(section, AlgorithmConfig):
             sections[f"config.{field.name}"] = section
     for name, spec in registry.ALGORITHMS.items():
         sections[f'config.algorithm, name = "{name}"'] = spec.config
-    sections["config.MODEL, a model besides the policy"] = configs.ExtraModelConfig
-    sections["config of spell_jax.sft"] = configs.SupervisedConfig
+    sections["config.MODEL, a model besides the policy"] = config.ExtraModelConfig
+    sections["config of spell_jax.sft"] = config.SupervisedConfig
     return sections
 
 

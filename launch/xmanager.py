@@ -44,8 +44,8 @@ from ml_collections import config_flags
 
 from launch.aot import split_outside_brackets
 from launch.experiments import registry as experiments
-from spell_jax import config as configs
 from spell_jax.algorithms import registry
+from spell_jax.config import model_sections, read
 from spell_jax.configs import tiny
 from spell_jax.data.config import GENERATED
 from spell_jax.policy.model import find_folder
@@ -186,12 +186,12 @@ def check_config(config: Config, executor: str) -> None:
     if "algorithm" not in config:
         raise ValueError("algorithm: is missing; must be a config of spell_jax.train")
     if executor == "local":
-        run = configs.read(config)
+        run = read(config)
         run.algorithm.load_prompts()
         find_folder(run.policy.folder)
         return
     paths = {f"data.{name}": config.data[name] for name in ("source", "questions", "validation")}
-    paths |= {f"{name}.folder": config[name].folder for name in configs.model_sections(config)}
+    paths |= {f"{name}.folder": config[name].folder for name in model_sections(config)}
     for field, path in paths.items():
         if path not in ("", "tiny", *GENERATED) and not path.startswith(MOUNT):
             raise ValueError(f"{field} = {path!r}: must be below {MOUNT}, for executor = 'vertex'")
@@ -206,7 +206,7 @@ def check_config(config: Config, executor: str) -> None:
             config.data = tiny.get_config().data
             if "clusters" not in registry.ALGORITHMS[algorithm.name].inputs:
                 config.algorithm = tiny.get_config().algorithm
-    configs.read(config)
+    read(config)
 
 
 def requirements(executor: str, accelerator: str, cpu: int, ram_gib: int) -> dict[str, int]:

@@ -19,7 +19,7 @@ from ml_collections import config_flags
 
 from benchmarks import __main__ as benchmarks
 from launch import commands, measurements, reference
-from spell_jax import config as configs
+from spell_jax.config import read, read_supervised
 from spell_jax.runtime import entry
 from tests import doc_commands
 from tests.paths import ROOT
@@ -44,7 +44,7 @@ def read_config(arguments: list[str]) -> object:
 def check_run(module: str, config) -> None:
     """Check a whole config; files that the config names may be missing."""
     try:
-        (configs.read if module == "spell_jax.train" else configs.read_supervised)(config)
+        (read if module == "spell_jax.train" else read_supervised)(config)
     except (FileNotFoundError, ValueError) as error:
         if not ABSENT.match(str(error)):
             raise

@@ -16,6 +16,7 @@ AGGREGATIONS = (
 def check_aggregation(aggregation: str, sequence_tokens: int) -> None:
     if aggregation not in AGGREGATIONS:
         raise ValueError(f"loss.aggregation = {aggregation!r}: must be one of {AGGREGATIONS}")
+    # 0 means "not set": the other aggregations ignore the constant.
     least = int(aggregation == "sequence_sum")
     if sequence_tokens < least:
         raise ValueError(
@@ -44,6 +45,8 @@ def weigh(
     Raises ValueError for an unknown aggregation, or "sequence_sum" without its constant.
     """
     check_aggregation(aggregation, sequence_tokens)
+    # Counts are of whole groups, over all hosts and micro-batches: a weight needs no later
+    # division.
     total = sum(group.answer_tokens for group in groups)
     answers = sum(len(group.samples) for group in groups)
     tokens_of_role, groups_of_role = collections.Counter(), collections.Counter()
@@ -59,6 +62,7 @@ def weigh(
             "role_group_mean": group.answer_tokens * groups_of_role[group.name],
             "sequence_sum": sequence_tokens * answers,
         }
+        # "sequence_mean" alone has a denominator that differs between the answers of a group.
         sequences = len(group.samples) * len(groups)
         lengths = [len(sample.tokens) for sample in group.samples]
         weights.append([1 / denominators.get(aggregation, n * sequences) for n in lengths])

@@ -17,16 +17,22 @@ def order(is_answer: np.ndarray, used: int, devices: int) -> np.ndarray:
 
     `is_answer` is bool [T]; T is a multiple of `devices` (n). Tokens after `used` are padding.
     """
+    # Shares are equal because shard_map splits an axis evenly. Equal work comes from the choice of
+    # the tokens in a share.
     share = len(is_answer) // devices
     prompt = np.flatnonzero(~is_answer[:used])
     answers, padding = np.flatnonzero(is_answer[:used]), np.arange(used, len(is_answer))
     chunks = np.array_split(prompt, 2 * devices)
     dealt = [[*chunks[i], *chunks[2 * devices - 1 - i]] for i in range(devices)]
+    # Every answer token reads the whole prompt, so any answer token costs about the same: a share
+    # may be cut anywhere, also inside an answer.
     for i, device_tokens in enumerate(dealt):
+        # Rounded up over the devices that are left, so that no answer token is left over.
         fair = -(-len(answers) // (devices - i))
         count = min(share - len(device_tokens), fair)
         device_tokens += [*answers[:count]]
         answers = answers[count:]
+    # Padding attends to nothing, so it fills whatever places are free.
     remaining_tokens = [*answers, *padding]
     for device_tokens in dealt:
         room = share - len(device_tokens)

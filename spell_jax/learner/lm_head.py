@@ -49,9 +49,8 @@ def score_tokens(
       target: answer tokens, int32 [B, A].
       temperature: sampling temperature of the logprobs; 0 (greedy) is scored at 1.
       numbers_at_once: most float32 logits of a vocabulary slice on a device, and most of its
-        weights and of their gradient. A slice has at least 128 rows of the table. None: 2**26
-        (256 MiB); on a CPU 2**20, whose slices stay in its cache (1,024 answers, V = 8,192,
-        D = 512, forward and backward, 2 cores: 210 ms instead of 428 ms).
+        weights and of their gradient. A slice has at least 128 rows of the table. None: a default
+        for the platform.
       cutoff: lower bound, float32 [B, A], for the tokens over which logprobs and entropies are
         normalized: the answer token, and all tokens with (logit - mean logit) / temperature above
         the bound. None: the full vocabulary (spec section 9).
@@ -59,6 +58,8 @@ def score_tokens(
     chex.assert_equal_shape([source, target])
     chex.assert_rank([hidden, source], [3, 2])
     table = params["embedding" if config.tied_embeddings else "unembedding"]
+    # 2**26 float32 are 256 MiB. On a CPU slices of 2**20 stay in its cache (1,024 answers, V =
+    # 8,192, D = 512, forward and backward, 2 cores: 210 ms instead of 428 ms).
     numbers = numbers_at_once or (2**20 if collectives.is_for_cpu() else 2**26)
     layout = _lay_out(table.shape, target.shape, temperature or 1.0, numbers)
     layout = dataclasses.replace(layout, unused_ids=config.unused_ids)
@@ -88,6 +89,8 @@ class _Layout(collectives.Split):
 def _lay_out(
     table: tuple[int, int], tokens: tuple[int, ...], temperature: float, numbers_at_once: int
 ) -> _Layout:
+    # A slice has three arrays that count: logits [tokens, slice], weights and gradient [slice, D].
+    # The wider of both shapes bounds the slice.
     rows, width = table
     layout = _Layout.of(tokens, rows, width, over=meshes.TENSOR, temperature=temperature)
     widest = max(math.prod(tokens) // layout.count(layout.rows + layout.time), width)
@@ -100,6 +103,7 @@ def _slice_size(rows: int, widest: int, numbers_at_once: int) -> int:
     max_rows = max(numbers_at_once // widest // _LANES, 1) * _LANES
     if rows <= max_rows:
         return rows
+    # Equal slices: every step of the loop runs one compiled body.
     return -(-rows // -(-rows // max_rows) // _LANES) * _LANES
 
 
@@ -112,7 +116,8 @@ def _pick(hidden: jax.Array, source: jax.Array, layout: _Layout) -> jax.Array:
 def _pick_forward(hidden, source, layout: _Layout):
     spec = layout.tokens_spec
     run = functools.partial(_pick_on_device, layout=layout)
-    saved = source, jnp.zeros((0, hidden.shape[1]))  # an empty array that records T
+    # The backward pass needs T, but not the values: an empty array keeps the shape alone.
+    saved = source, jnp.zeros((0, hidden.shape[1]))
     return layout.shard(run, (spec, spec), spec)(hidden, source), saved
 
 
@@ -133,6 +138,7 @@ def _slots(source, time: int, layout: _Layout):
     """
     if layout.dealt == 1:
         return source
+    # Indices are gathered (4 bytes a token) instead of hidden states (D numbers a token).
     source = jax.lax.all_gather(source, meshes.CONTEXT, axis=1, tiled=True)
     slot = source - jax.lax.axis_index(meshes.CONTEXT) * time
     return jnp.where((slot >= 0) & (slot < time), slot, time)
@@ -141,6 +147,8 @@ def _slots(source, time: int, layout: _Layout):
 def _pick_on_device(hidden, source, *, layout: _Layout):
     """Pick one device's hidden states: sum all devices' states, or zeros, and scatter the sum."""
     rows, time, width = hidden.shape
+    # Each answer's state is on exactly one device. All other devices add zeros, so the sum is
+    # exact.
     slots = _slots(source, time, layout)[..., None]
     picked = jnp.take_along_axis(hidden, slots, axis=1, mode="fill", fill_value=0)
     if layout.dealt == 1:
@@ -155,14 +163,14 @@ def _pick_on_device(hidden, source, *, layout: _Layout):
 def _put_back_on_device(gradient, source, *, time: int, layout: _Layout):
     """Return one device's gradient [B, T, D] from the gradient of the picked states [B, A, D].
 
-    The first tokens of G answers share a hidden state. Gradients are summed in float32, a
-    sixteenth of the answers at a time. Float32 copies of all (0.5 GB at A = 32,768 and D = 3,584)
-    would take more memory than the head.
+    Gradients are summed in float32: the first tokens of G answers share a hidden state.
     """
     slots = _slots(source, time, layout)
     if layout.dealt > 1:
         gradient = jax.lax.all_gather(gradient, meshes.CONTEXT, axis=1, tiled=True)
     rows, answers, width = gradient.shape
+    # A sixteenth of the answers at a time: float32 copies of all gradients (0.5 GB at A = 32,768
+    # and D = 3,584) would take more memory than the head.
     pieces = math.gcd(answers, 16)
     size, row = answers // pieces, jnp.arange(rows)[:, None]
 
@@ -187,6 +195,7 @@ def _floor(picked, table, cutoff, layout: _Layout) -> jax.Array | None:
     if layout.unused_ids:
         ids = jnp.arange(len(table), dtype=jnp.int32)
         has_token = embedding.has_token(ids, layout.unused_ids)[:, None]
+    # The mean of V products is the product with the mean row: one product per token instead of V.
     mean = jnp.mean(table, axis=0, dtype=jnp.float32, where=has_token)
     logit = jnp.sum(picked.astype(jnp.float32) * mean, axis=-1)
     return jax.lax.stop_gradient(cutoff + logit / layout.temperature)
@@ -234,11 +243,13 @@ def _read_slice(step, picked, table, target, floor, layout: _Layout):
     lowest logit, like tokens below `floor` and ids without a token.
     """
     size = layout.size
+    # Shifted back by `size - remainder` rows at the last step; `new` marks rows not seen before.
     first = jnp.minimum(step * size, len(table) - size)
     weights = jax.lax.dynamic_slice_in_dim(table, first, size)
     if layout.width:
         weights = jax.lax.all_gather(weights, layout.width, axis=1, tiled=True)
     logits = jnp.einsum("bad,vd->bav", picked, weights, preferred_element_type=jnp.float32)
+    # `row` counts in the device's share of the table, `token` in the whole vocabulary.
     row = first + jnp.arange(size, dtype=jnp.int32)
     new = row >= step * size
     token = row + jax.lax.axis_index(layout.leading) * len(table) if layout.leading else row
@@ -247,6 +258,7 @@ def _read_slice(step, picked, table, target, floor, layout: _Layout):
         new &= embedding.has_token(token, layout.unused_ids)
     is_target = new & (token == target[..., None])
     if floor is not None:
+        # The target always has weight: rounding may put its logit below the floor.
         new &= is_target | (logits > floor[..., None])
     return first, weights, jnp.where(new, logits, _LOWEST), is_target
 
@@ -257,6 +269,8 @@ def _scores_on_device(picked, table, target, floor, *, layout: _Layout):
     def one_slice(carry, step):
         top, mass, moment, target_logit = carry
         _, _, logits, is_target = _read_slice(step, picked, table, target, floor, layout)
+        # Online softmax: mass and moment are relative to the highest logit so far, so that exp
+        # cannot overflow, and are rescaled when a slice has a higher logit.
         target_logit += jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1)
         higher = jnp.maximum(top, jnp.max(logits, axis=-1))
         mass, moment = _lower(mass, moment, top - higher)
@@ -274,14 +288,17 @@ def _scores_on_device(picked, table, target, floor, *, layout: _Layout):
     steps = jnp.arange(-(-len(table) // layout.size))
     (top, mass, moment, target_logit), _ = jax.lax.scan(one_slice, start, steps)
     if layout.leading:
+        # Devices join their shares of V by the rule that joins slices.
         highest = jax.lax.pmax(top, layout.leading)
         sums = (*_lower(mass, moment, top - highest), target_logit)
         top, (mass, moment, target_logit) = highest, jax.lax.psum(sums, layout.leading)
+    # Entropy = log Z - E[logit], both relative to `top`: no difference of large numbers.
     log_mass = jnp.log(mass)
     return target_logit - top - log_mass, log_mass - moment / mass, top + log_mass
 
 
 def _lower(mass, moment, by):
+    # Logits relative to a top that is higher by -by: sum of e^(x + by), and of (x + by) e^(x + by).
     scale = jnp.exp(by)
     return scale * mass, scale * (moment + by * mass)
 
@@ -295,6 +312,8 @@ def _gradients_on_device(
         of_picked, of_table = carry
         read = _read_slice(step, picked, table, target, floor, layout)
         first, weights, logits, is_target = read
+        # d logprob = onehot - p and d entropy = -p (log p + entropy), from saved log_mass and
+        # entropy: the loop reads every slice once.
         logprobs = logits - log_mass[..., None]
         down = to_logprob[..., None] + to_entropy[..., None] * (logprobs + entropy[..., None])
         up = jnp.where(is_target, to_logprob[..., None], 0.0)

@@ -1,4 +1,4 @@
-"""Config of the loss: the paper's values, its variants, and which of them exclude each other."""
+"""Config of the loss: the paper's values, variants, and the variants that exclude each other."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class LossConfig:
       ratio: "token": the ratio of each token. "sequence": the product over the answer's tokens
         (EAPO Eq. 1). "sequence_mean": their geometric mean (GSPO, arXiv 2507.18071); clip_low and
         clip_high of 3e-4 and 4e-4 are usual for it. With the last two, all tokens of an answer
-        share one ratio and each of them receives a gradient. Both papers average over answers,
-        which is aggregation "sequence_mean"; any other aggregation also weights an answer's loss by
-        its length.
+        share one ratio, and every token receives a gradient. Both papers average over answers
+        (aggregation "sequence_mean"). Any other aggregation also weights an answer's loss by its
+        length.
       clip_low: lower clipping constant; the ratio is clipped to [1 - clip_low, 1 + clip_high].
       clip_high: upper clipping constant; above clip_low it is DAPO's clip-higher (arXiv
         2503.14476).
@@ -50,18 +50,18 @@ class LossConfig:
       old_logprobs: denominator of the ratio. "on_policy": the current logprobs, so the ratio is
         exactly 1 and no extra pass runs. "rollout": the logprobs recorded while sampling.
         "recompute": the logprobs of the weights before the step (one forward pass, needed if a step
-        has several mini-batches). "reference": those of the reference model, a frozen copy of the
-        first policy, after the group's reference_prompt (one forward pass; objective "dpo" only).
+        has several mini-batches). "reference": the logprobs of the reference model, a frozen copy
+        of the first policy, after the group's reference_prompt (one forward pass; "dpo" only).
       tis_cap: cap C of truncated importance sampling; 0 disables it. Each token's loss is weighted
         by min(pi / pi_rollout, C), a constant for the gradient; `ratio` says whether pi is of the
         token or of its answer. Requires old_logprobs = "on_policy" and C >= 1; 2 is usual.
       support: tokens over which logprobs and entropies are normalized. "full": the vocabulary (the
-        paper). "sampled": at each answer token, those that the sampler's top-k, top-p and min-p
-        kept there, so that the update's policy is the one that sampled.
-      routing: experts of a mixture that the update's policy uses. "own": those that its router
-        chooses. "sampled": those that processed each token of prompt and answer while sampling, so
-        that rounding changes no expert (rollout routing replay, arXiv 2510.11370). Their weights
-        are the router's own, and the router is trained through them.
+        paper). "sampled": at each answer token, the tokens that the sampler's top-k, top-p and
+        min-p kept there, so that the update's policy is the policy that sampled.
+      routing: experts of a mixture that the update's policy uses. "own": the router's choice.
+        "sampled": the experts that processed each token of prompt and answer while sampling, so
+        that rounding changes no expert (rollout routing replay, arXiv 2510.11370). The router
+        still weights the experts, and is trained through these weights.
       aggregation: name of the loss aggregation, see aggregation.weigh.
       sequence_tokens: constant of aggregation "sequence_sum", in tokens; usually the maximum answer
         length.
@@ -73,6 +73,8 @@ class LossConfig:
         prompts (TrainGroup.aligned) [SoLoPO: alpha]. Objective "dpo" only.
     """
 
+    # With old_logprobs "on_policy" the ratio is 1, so that neither clip acts. Both matter from the
+    # second update on the same samples.
     objective: str = "clip"
     ratio: str = "token"
     clip_low: float = 0.2
@@ -86,6 +88,7 @@ class LossConfig:
     tis_cap: float = 0.0
     support: str = "full"
     routing: str = "own"
+    # The mean over all answer tokens does not depend on how groups are packed or split.
     aggregation: str = "token_mean"
     sequence_tokens: int = 0
     beta: float = 0.1
@@ -105,13 +108,17 @@ class LossConfig:
             )
         check_least(self, "loss.", clip_low=0, clip_high=0, kl_weight=0, entropy_weight=0)
         check_least(self, "loss.", distillation_weight=0)
+        # A cap below 1 would scale down tokens that both policies rate alike.
         if self.tis_cap and not self.tis_cap >= 1:
             raise ValueError(f"loss.tis_cap = {self.tis_cap}: must be at least 1, or 0 for none")
+        # The other old logprobs already correct for older weights: the correction would count
+        # twice.
         if self.tis_cap and self.old_logprobs != "on_policy":
             raise ValueError(
                 f"loss.tis_cap = {self.tis_cap}: must be 0 for loss.old_logprobs = "
                 f"{self.old_logprobs!r}; truncated importance sampling needs 'on_policy'"
             )
+        # A bound below 1 would cut off tokens at ratio 1, which then had no gradient at all.
         if not (self.dual_clip > 1 or self.dual_clip == 0):
             raise ValueError(f"loss.dual_clip = {self.dual_clip}: must be above 1, or 0 for none")
         aggregation.check_aggregation(self.aggregation, self.sequence_tokens)
@@ -138,6 +145,7 @@ class LossConfig:
                         f"{self.objective!r}, which has no chosen answers"
                     )
             return
+        # DPO maximizes reward under a KL constraint to the reference (arXiv 2305.18290, Eq. 3).
         for field in ("kl_weight", "distillation_weight"):
             if getattr(self, field):
                 raise ValueError(
@@ -193,10 +201,13 @@ class LossConfig:
     @property
     def sums(self) -> tuple[str, ...]:
         """Names of the quantities that batch_loss sums over a micro-batch's tokens."""
+        # The carry of the jitted update has these names before the first micro-batch, so they
+        # follow from the config alone.
         names = ["loss", "weight", "tokens", "entropy", "mean_logprob"]
         if self.objective == "dpo":
             names += preference.SUMS
             return (*names, "alignment") if self.align_weight else tuple(names)
         names += ["clip_share", "dual_clip_share", "approx_kl"]
+        # Recomputed logprobs replace the sampler's, which learner.start compares before that.
         names += ["sampler_difference"] if self.old_logprobs != "recompute" else []
         return (*names, "kl") if self.kl_weight else tuple(names)

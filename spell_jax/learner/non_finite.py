@@ -54,12 +54,14 @@ def find_rows(
     rows: Sequence[WeighedGroup], is_finite: Callable[[Sequence[WeighedGroup]], bool]
 ) -> list[WeighedGroup]:
     """Find the smallest non-finite sets of groups or single answers, at most MOST_ROWS groups."""
+    # The search is lazy: islice ends it, and with it the updates that it runs.
     return list(itertools.islice(_search(rows, is_finite), MOST_ROWS))
 
 
 def _search(rows: Sequence[WeighedGroup], is_finite) -> Iterator[WeighedGroup]:
     if is_finite(rows):
         return
+    # Both halves are searched: several rows may be bad, and each is reported.
     half = len(rows) // 2
     parts = [rows[:half], rows[half:]]
     if len(rows) == 1:
@@ -83,6 +85,7 @@ def _separate(row: WeighedGroup) -> list[WeighedGroup]:
 def find_tensors(tree: Any, replicated: jax.sharding.Sharding) -> list[str]:
     """Return the paths of a tree's arrays that hold a non-finite number."""
 
+    # Under jit with a replicated result: shards of other hosts cannot be read from here.
     @jax.jit
     def test(leaf):
         return jax.lax.with_sharding_constraint(jnp.isfinite(leaf).all(), replicated)
@@ -122,6 +125,7 @@ def write_rows(
     """
     path = workdir / FOLDER / f"{step}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
+    # One line per answer, although a cause may be a whole group with answers that are finite alone.
     singles = [answer for row in error.rows for answer in _separate(row)]
     write_records(path, (_record(row, decode) for row in singles))
     error.add_note(f"{len(singles)} rows: {path}")
@@ -145,5 +149,6 @@ def _record(row: WeighedGroup, decode: Callable[[Sequence[int]], str]) -> dict[s
 
 
 def _number(value: Any) -> float | str:
+    # JSON has no NaN or infinity. As null, the three could not be told apart.
     value = float(value)
     return value if math.isfinite(value) else str(value)

@@ -25,6 +25,8 @@ def with_logprobs(
 
     `batches` are micro-batches of groups with the same answers, `logprobs` float32 [B, A] of each.
     """
+    # NaN marks answers that fit no row. They are in no later micro-batch either, so that no loss
+    # reads them.
     samples = [sample for group in groups for sample in group.samples]
     old = [np.full(len(sample.tokens), np.nan, np.float32) for sample in samples]
     for batch, values in zip(batches, logprobs, strict=True):
@@ -49,6 +51,7 @@ def _renormalize(sample: Sample) -> np.ndarray:
         raise ValueError(
             "loss.support = 'sampled': needs logprobs, kept_log_masses and cutoffs of every sample"
         )
+    # log(p / mass of the kept tokens): the probability under the filtered distribution.
     return sample.logprobs - masses
 
 
@@ -110,6 +113,7 @@ def _clipped_gaps(group: TrainGroup, scored: TrainGroup, weight: float) -> list[
     gaps = []
     for student, teacher in zip(group.samples, scored.samples, strict=True):
         assert student.logprobs is not None and teacher.logprobs is not None
+        # A gap of 0 leaves the advantage of an answer without teacher logprobs as it is.
         gap = np.nan_to_num(teacher.logprobs - student.logprobs)
         gaps.append(np.float32(weight) * np.clip(gap, -LARGEST_GAP, LARGEST_GAP))
     return gaps

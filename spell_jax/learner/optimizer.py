@@ -50,6 +50,7 @@ class OptimizerConfig:
     max_skipped: int = 3
 
     def __post_init__(self):
+        # Two decays of the moments are below 1: at 1 the bias correction would divide by 0.
         least = {"learning_rate": 0, "warmup_steps": 0, "final_fraction": 0, "weight_decay": 0}
         check_least(self, "optimizer.", **least, max_skipped=1)
         for field in ("epsilon", "clip_norm"):
@@ -74,10 +75,13 @@ class OptimizerConfig:
             decay = optax.cosine_decay_schedule(self.learning_rate, steps, alpha=final)
         else:
             decay = optax.linear_schedule(self.learning_rate, self.learning_rate * final, steps)
+        # join_schedules wants a warm-up of at least one step, even if it is never used (boundary
+        # 0).
         warmup = optax.linear_schedule(0.0, self.learning_rate, max(1, self.warmup_steps))
         return optax.join_schedules([warmup, decay], [self.warmup_steps])
 
     def make(self) -> optax.GradientTransformation:
+        # The norm is clipped first, so that a large gradient does not enter the moments either.
         return optax.chain(
             optax.clip_by_global_norm(self.clip_norm),
             optax.adamw(

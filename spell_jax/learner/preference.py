@@ -27,8 +27,8 @@ def preference_loss(
     arXiv 2502.13922) it reads the short context, pi the long one.
 
     `batch.old_logprob` has the reference's logprobs and `batch.advantage` 1 for the tokens of
-    chosen answers, -1 for rejected ones. A group's tokens share the group's margin. Their weights
-    add up to the pair's weight, half of it for each answer (aggregation "sequence_mean").
+    chosen answers, -1 for rejected answers. A group's tokens share the group's margin. The weights
+    of the tokens add up to the pair's weight, half for each answer (aggregation "sequence_mean").
 
     With align_weight, the short-to-long reward alignment of SoLoPO is added (Sun et al. 2025, arXiv
     2505.11166): |r(y_w | x_long) - r(y_w | x_short)|, the chosen answer after its group's prompt
@@ -36,11 +36,14 @@ def preference_loss(
     """
     chex.assert_equal_shape([logprobs, batch.old_logprob, batch.advantage, batch.weight])
     ratio = logprobs - batch.old_logprob
+    # With signs +-1 in `advantage`, one sum over a group is r(y_w) - r(y_l), at each token.
     margin = beta * packing.sum_by_answer(batch.advantage * ratio, batch.group)
     reward = beta * packing.sum_by_answer(ratio, batch.answer)
+    # An answer holds half of the pair's weight. Twice that is the mean over chosen answers alone.
     chosen_weight, rejected_weight = (
         2 * batch.weight * (sign * batch.advantage > 0) for sign in (1, -1)
     )
+    # log_sigmoid stays finite where sigmoid itself rounds to 0.
     preferred = -jnp.sum(batch.weight * jax.nn.log_sigmoid(margin))
     nll = -jnp.sum(chosen_weight * logprobs)
     sums = {
@@ -52,6 +55,8 @@ def preference_loss(
     }
     value = preference_weight * preferred + nll_weight * nll
     if align_weight:
+        # -1 at the chosen answer, +1 at its copy after the aligned prompt, 0 at the rejected
+        # answer: the sum over the group is the difference between both rewards of y_w.
         sign = jnp.where(batch.advantage > 0, -1.0, 1.0 * (batch.advantage == 0))
         distance = jnp.abs(beta * packing.sum_by_answer(sign * ratio, batch.group))
         sums["alignment"] = jnp.sum(chosen_weight * distance)

@@ -85,6 +85,8 @@ class MicroBatchPrograms:
         if program in self.seen:
             yield
             return
+        # jit compiles within the first call and then dispatches, so the call's time is compile
+        # time.
         start = time.perf_counter()
         yield
         self.seen.add(program)
@@ -131,6 +133,7 @@ def in_buckets(
     for row in first_fit(trees, buckets[-1].size):
         size = _total(row)
         by_bucket[next(bucket for bucket in buckets if size.fits(bucket.size))].append(row)
+    # Every micro-batch of a bucket has all of its rows, some of padding: one program per bucket.
     counts = {bucket: row_count(bucket, token_budget, row_multiple) for bucket in buckets}
     return [
         MicroRows(bucket, counts[bucket], rows[start : start + counts[bucket]])
@@ -156,6 +159,7 @@ def round_up(length: float, devices: int = 1) -> int:
 
 def longest_row(token_budget: int, devices: int = 1) -> int:
     """Return the longest row that AUTO makes: the budget, rounded down; 0 if nothing fits."""
+    # A budget below one unit still has a row: rounded down to the devices alone.
     unit = _unit(token_budget, devices)
     return token_budget // unit * unit or token_budget // devices * devices
 
@@ -166,6 +170,7 @@ def lengths(token_budget: int, devices: int = 1) -> dict[int, bool]:
     rungs: dict[int, bool] = {}
     for octave in range(longest.bit_length()):
         for share in _OCTAVE:
+            # setdefault: a length of two octaves keeps the first entry, which knows it is a half.
             length = min(longest, round_up(longest * share / 2**octave, devices))
             rungs.setdefault(length, share == 1.0)
     return rungs
@@ -173,6 +178,7 @@ def lengths(token_budget: int, devices: int = 1) -> dict[int, bool]:
 
 def answer_slots(length: int, devices: int = 1) -> list[int]:
     """Return the rungs of A for rows of a length, ascending up to all of its tokens."""
+    # Quarters and halves instead of a fine ladder: each value of A is one more program to compile.
     unit = math.lcm(8, devices)
     rungs = (math.ceil(length * share / unit) * unit for share in _ANSWER_SHARES)
     return sorted({min(length, rung) for rung in rungs})
@@ -192,7 +198,8 @@ class _Stack(NamedTuple):
     bucket: Bucket
     rows: list[list[GroupTree]]
     counts: tuple[int, ...]
-    rarity: int  # 0: full micro-batches of a halved length, 1: others of it, 2: another length
+    # 0: full micro-batches of a halved length, 1: partly filled ones, 2: another length.
+    rarity: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,15 +213,18 @@ class _Candidate:
     def rank(self) -> tuple[float, ...]:
         """Return a key that is least for the best candidate."""
         padding = self._padding()
+        # No candidate below the bound: the least padding wins, however rare its shapes are.
         if padding >= MOST_PADDING:
             return 1, padding
         shapes = {(stack.bucket, count) for stack in self.stacks for count in stack.counts}
+        # Shapes come first: a compilation takes longer than the micro-batches that padding adds.
         return 0, len(shapes), sum(stack.rarity for stack in self.stacks), padding
 
     def _padding(self) -> float:
         """Return the share of padding in the tokens, or in tokens and answers, if that is more."""
         tokens = sum(stack.bucket.length * sum(stack.counts) for stack in self.stacks)
         answers = sum(stack.bucket.answers * sum(stack.counts) for stack in self.stacks)
+        # Unused answer slots cost time in the head too, but less than a row's slots.
         cost = self.total_size.tokens + _ANSWER_COST * self.total_size.answers
         return 1 - min(self.total_size.tokens / tokens, cost / (tokens + _ANSWER_COST * answers))
 
@@ -256,6 +266,7 @@ def _candidates(
             rows = first_fit(trees, TokenCounts(length, answers))
             sizes = [_total(row) for row in rows]
             max_answers = max(size.answers for size in sizes)
+            # 0: all rows keep the length. At most two lengths: each is a shape to compile.
             for shorter in (0, *rungs):
                 is_short = [size.tokens <= shorter for size in sizes]
                 if shorter and (shorter >= length or all(is_short) or not any(is_short)):
@@ -276,6 +287,8 @@ def _stacks(
     rows: list[list[GroupTree]], bucket: Bucket, is_half: bool, token_budget: int, multiple: int
 ) -> list[_Stack]:
     """Return the ways to stack rows: full micro-batches, even ones, a smaller one at the end."""
+    # Full micro-batches have the shape that other steps share. Even ones have one shape and the
+    # least padding. A smaller last one costs a second shape and pads least of all.
     full = row_count(bucket, token_budget, multiple)
     batches, (full_batches, remainder) = -(-len(rows) // full), divmod(len(rows), full)
     even = -(-len(rows) // (batches * multiple)) * multiple

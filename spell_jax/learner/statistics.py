@@ -35,9 +35,9 @@ def means(sums: Mapping[str, Any], norms: Mapping[str, Any]) -> dict[str, float]
 
     "router_max_load" is the busiest expert's tokens over the mean, averaged over layers (1:
     balanced; E / k: all tokens go to the same k experts), "router_idle" the share of experts
-    without tokens. "router_difference" is the share of tokens and layers whose recorded experts are
-    not those that the router chooses (loss.routing "sampled"). "entropy/ROLE" is given for each
-    role that has tokens.
+    without tokens. "router_difference" is the share of tokens and layers in which the recorded
+    experts differ from the router's choice (loss.routing "sampled"). "entropy/ROLE" is given for
+    each role that has tokens.
     """
     sums = dict(sums)
     extra_metrics = {}
@@ -46,12 +46,16 @@ def means(sums: Mapping[str, Any], norms: Mapping[str, Any]) -> dict[str, float]
         extra_metrics["router_idle"] = float(np.mean(load == 0))
     if (counts := sums.pop("router_difference", None)) is not None:
         extra_metrics["router_difference"] = float(counts[0] / max(counts[1], 1.0))
+    # Without strict: the sums have a last entry for roles of other names, which no metric shows.
     by_role = zip(ROLES, sums.pop("role_entropy"), sums.pop("role_tokens"), strict=False)
     extra_metrics |= {
         f"entropy/{role}": float(sum_ / count) for role, sum_, count in by_role if count
     }
+    # An update of padding alone has no tokens; it reports zeros, not NaN.
     tokens = max(float(sums["tokens"]), 1.0)
     weight = float(sums["weight"]) or 1.0
+    # The loss is already a weighted mean (aggregation.weigh). Entropies and gaps are means over
+    # tokens, whatever the aggregation; all other sums were made with loss weights.
     per = {"loss": 1.0, "entropy": tokens, "sampler_difference": tokens}
     averages = {
         name: float(value) / per.get(name, weight)
@@ -96,6 +100,7 @@ def teacher_kl(sampled: Sequence[TrainGroup], scored: Sequence[TrainGroup]) -> d
 
 def _logprob_gaps(before: Sequence[TrainGroup], after: Sequence[TrainGroup]) -> np.ndarray:
     """Subtract `before`'s logprobs from `after`'s [N], for answers that have both, without NaN."""
+    # float64: the mean of many small gaps would lose digits in float32.
     gaps = [
         np.asarray(new.logprobs, np.float64) - np.asarray(old.logprobs, np.float64)
         for old_group, new_group in zip(before, after, strict=True)
@@ -116,9 +121,11 @@ def operations(policy: PolicyConfig, tokens: int, answer_tokens: int, pairs: flo
     computed for answer tokens only.
     """
     c = policy
+    # Projections of queries and output (2 N), keys and values (2 K). The gated MLP has 3 matrices.
     attention = c.width * c.head_size * (2 * c.heads + 2 * c.kv_heads)
     mlp = 3 * c.width * c.feed_forward * (c.experts_per_token or 1) + c.width * c.experts
     weights = c.layers * (attention + mlp)
+    # Forward 2, gradient of activations 2, gradient of weights 2: adapters do not need the last.
     passes = 4 if c.lora else 6
     head = float(passes) * c.vocab_size * c.width * answer_tokens
     return passes * weights * tokens + 12 * c.layers * c.heads * c.head_size * pairs + head
@@ -126,6 +133,7 @@ def operations(policy: PolicyConfig, tokens: int, answer_tokens: int, pairs: flo
 
 def batch_operations(policy: PolicyConfig, batch: MicroBatch) -> float:
     """Count a micro-batch's operations: queries up to last_query read the key at `index`."""
+    # The mask says of each key which query reads it last, so a row's pairs are a sum over keys.
     is_token = batch.last_query >= 0
     pairs = float(np.sum((batch.last_query - batch.index + 0.5) * is_token))
     answers = int(np.sum(batch.answer >= 0))
@@ -149,5 +157,6 @@ def speed(
 
 def utilization(operations_a_second: float, devices: Sequence[Any]) -> float | None:
     """Return the used share of the devices' bfloat16 peak; None if their kind is not in PEAKS."""
+    # All devices of a mesh are of one kind.
     peak = PEAKS.get(devices[0].device_kind)
     return operations_a_second / (peak * len(devices)) if peak else None

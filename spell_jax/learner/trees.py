@@ -1,7 +1,7 @@
 """Trees of prompts: prompts that begin alike share one copy of their first tokens.
 
-1. Prompts are sorted by their tokens. In this order a prompt has no longer prefix in common with
-   any earlier one than with the one before it, so that a tree is a run of the order, depth first.
+1. Prompts are sorted by their tokens. In this order no earlier prompt shares a longer prefix with a
+   prompt than the prompt directly before it. So a tree is a run of the order, depth first.
 2. Neighbours share their common prefix if it has at least half of the shorter one's tokens. Less,
    such as the first words of a template, would only tie prompts to the same row.
 3. A tree that is too large for a row is cut where its neighbours share the fewest tokens.
@@ -20,7 +20,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class TokenCounts:
-    """Tokens of a row, or that a group needs in one: all of them, and those of answers."""
+    """Room of a row, or need of a group: `tokens` counts all tokens, `answers` answer tokens."""
 
     tokens: int
     answers: int
@@ -38,7 +38,7 @@ class GroupTree:
 
     Attributes:
       members: indices of the groups.
-      shared: prompt tokens that each group has in common with the one before it; 0 for the first.
+      shared: prompt tokens that each group shares with the group before it; 0 for the first.
       size: what the tree needs in a row.
     """
 
@@ -60,11 +60,14 @@ def grow(
     `sizes` are the sizes of the groups alone, `room` is the size of a row. A group larger than a
     row is a tree by itself. The order of the groups matters only where prompts are equal.
     """
+    # Big-endian bytes sort as the numbers do, and compare faster than lists of Python integers.
     keys = [b"" if ids is None else ids.astype(">u4").tobytes() for ids in prompts]
     order = sorted(range(len(prompts)), key=lambda i: (keys[i], i))
+    # The index breaks ties, so that equal prompts keep their order on every host.
     shared = [0, *(common(prompts[a], prompts[b]) for a, b in itertools.pairwise(order))]
     trees, pending_trees = [], [_tree(order, shared[: len(order)], sizes)] if order else []
     while pending_trees:
+        # A stack, filled in reverse: trees come out in the order of their prompts.
         tree = pending_trees.pop()
         is_one = 0 not in tree.shared[1:] and tree.size.fits(room)
         if is_one or len(tree.members) == 1:
@@ -79,18 +82,21 @@ def common(first: np.ndarray | None, second: np.ndarray | None) -> int:
     if first is None or second is None:
         return 0
     size = min(len(first), len(second))
+    # A short common prefix saves little, but ties both prompts to one row, which packs worse.
     differ = np.flatnonzero(first[:size] != second[:size])
     length = int(differ[0]) if len(differ) else size
     return length if 2 * length >= size else 0
 
 
 def _tree(members: Sequence[int], shared: Sequence[int], sizes: Sequence[TokenCounts]) -> GroupTree:
+    # Sizes count each prompt whole: subtract the tokens that a group shares with its neighbor.
     total = sum((sizes[index] for index in members), TokenCounts(-sum(shared[1:]), 0))
     return GroupTree(tuple(members), (0, *shared[1:]), total)
 
 
 def _cut(tree: GroupTree, sizes: Sequence[TokenCounts]) -> list[GroupTree]:
     """Cut a tree in two where the fewest tokens are shared; of equals, nearest to the middle."""
+    # Tokens shared at the cut are written twice afterwards, so the cut costs exactly these tokens.
     places = range(1, len(tree.members))
     at = min(places, key=lambda i: (tree.shared[i], abs(2 * i - len(tree.members)), i))
     halves = (slice(0, at), slice(at, None))

@@ -9,13 +9,12 @@ import pathlib
 
 import jax
 
-from spell_jax import config as configs
 from spell_jax.algorithms import registry
 from spell_jax.algorithms.base import Algorithm, AlgorithmContext, JudgeFunction
 from spell_jax.algorithms.config import AlgorithmConfig
 from spell_jax.algorithms.held_out import Evaluation
 from spell_jax.algorithms.rollout import RolloutWorker, TextSampler
-from spell_jax.config import RunConfig
+from spell_jax.config import RunConfig, read
 from spell_jax.data import clusters, stream
 from spell_jax.data.config import open_clusters
 from spell_jax.data.questions import Question
@@ -79,7 +78,7 @@ class Run:
 
 def make_run(config: RunConfig | Config) -> Run:
     """Check the config and make the run's parts; errors as in config.read."""
-    config = configs.read(config)
+    config = read(config)
     folder = find_folder(config.policy.folder)
     mesh = meshes.make_mesh(dataclasses.asdict(config.mesh))
     policy = _make_model(config, config.policy, folder, config.optimizer, config.loss, mesh)

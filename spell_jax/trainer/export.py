@@ -5,7 +5,7 @@ from __future__ import annotations
 from etils import epath
 from ml_collections import ConfigDict
 
-from spell_jax import config as configs
+from spell_jax.config import read_supervised
 from spell_jax.policy import lora, weights
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.model import find_folder, read_model
@@ -86,4 +86,4 @@ def _make_policy(config: Config) -> tuple[PolicyConfig, Tokenizer]:
     """Return (architecture, tokenizer) for the config of train.py or sft.py."""
     if "algorithm" in config:
         return read_model(config.policy, find_folder(config.policy.folder))
-    return supervised.make_policy(configs.read_supervised(config))
+    return supervised.make_policy(read_supervised(config))

@@ -24,8 +24,8 @@ _STEP = 0
 class HeldOut:
     """The run's held-out evaluation; it does nothing where the data holds nothing out."""
 
-    def __init__(self, run: Run, models: dict[str, Any], workdir: epath.Path):
-        self._run, self._models, self._workdir = run, models, workdir
+    def __init__(self, run: Run, states: dict[str, Any], workdir: epath.Path):
+        self._run, self._states, self._workdir = run, states, workdir
         self._is_writer = jax.process_index() == 0
 
     def validate(self, step: int, metrics: Metrics) -> float | None:
@@ -33,7 +33,7 @@ class HeldOut:
         run, every = self._run, self._run.config.validate_every
         if run.evaluation is None or not every or step % every:
             return None
-        run.worker.start_step(_STEP, RolloutParams(run, self._models))
+        run.worker.start_step(_STEP, RolloutParams(run, self._states))
         score, numbers = run.evaluation.quick(run.worker)
         run.worker.end_step()
         for name, value in numbers.items():
@@ -51,7 +51,7 @@ class HeldOut:
         run = self._run
         if run.evaluation is None:
             return
-        run.worker.start_step(_STEP, RolloutParams(run, self._models))
+        run.worker.start_step(_STEP, RolloutParams(run, self._states))
         result, answers = run.evaluation.full(run.worker)
         run.worker.end_step()
         counts = {agent: pair for agent, pair in self._truncated().items() if pair[1]}
@@ -72,7 +72,7 @@ class HeldOut:
         if run.config.evaluate:
             self.evaluate("after")
         for name in run.trained:
-            save_model(run, self._models, name, workdir / name)
+            save_model(run, self._states, name, workdir / name)
         if not self._is_writer:
             return
         plots = run_report.plot_run(workdir)

@@ -20,8 +20,7 @@ from typing import Any
 import jax
 from etils import epath
 
-from spell_jax import config as configs
-from spell_jax.config import RunConfig, to_dict
+from spell_jax.config import RunConfig, read, to_dict
 from spell_jax.runtime import distributed, entry, fault_injection, paths, setup, workdir_lock
 from spell_jax.runtime.checkpoint import Checkpoints
 from spell_jax.runtime.config import Config
@@ -49,7 +48,7 @@ def train(config: Config | RunConfig, workdir: epath.Path) -> epath.Path:
       Preempted: if the machine is taken away; everything is saved, and the next call resumes.
       NonFinite: if too many updates in a row were not finite; their rows are in non_finite/.
     """
-    run = make_run(state.settle_dtypes(configs.read(config), workdir))
+    run = make_run(state.settle_dtypes(read(config), workdir))
     paths.make_workdir(workdir)
     with workdir_lock.locked(workdir):
         with (
@@ -57,14 +56,14 @@ def train(config: Config | RunConfig, workdir: epath.Path) -> epath.Path:
             Checkpoints(workdir, run.config.keep_checkpoints, run.config.checkpoint_every) as store,
             announced(),
         ):
-            models, step, saved = state.restore_or_init(run, store)
+            states, step, saved = state.restore_or_init(run, store)
             entry.setup_done()  # from here on an error is a crash, not a mistake of the user
             logger = make_logger(run, workdir, step, saved)
-            saver = Saver(run, models, store, logger, preemption, workdir)
+            saver = Saver(run, states, store, logger, preemption, workdir)
             saver.resume(step, saved)
             with logger, setup.sparing_garbage_collector() as spare_long_lived:
-                _loop(run, models, workdir, logger, saver, step, spare_long_lived)
-        HeldOut(run, models, workdir).finish()
+                _loop(run, states, workdir, logger, saver, step, spare_long_lived)
+        HeldOut(run, states, workdir).finish()
     return workdir
 
 
@@ -79,7 +78,7 @@ def make_logger(run: Run, workdir: epath.Path, step: int, saved: dict[str, Any])
 
 def _loop(
     run: Run,
-    models: dict[str, Any],
+    states: dict[str, Any],
     workdir: epath.Path,
     logger: RunLogger,
     saver: Saver,
@@ -88,9 +87,9 @@ def _loop(
 ) -> None:
     config = run.config
     for name, model in run.trained.items():
-        model.learner.compile(models[name], models.get("reference") if name == "policy" else None)
-    held_out = HeldOut(run, models, workdir)
-    rollouts = Rollouts(run, models, saver.should_stop)
+        model.learner.compile(states[name], states.get("reference") if name == "policy" else None)
+    held_out = HeldOut(run, states, workdir)
+    rollouts = Rollouts(run, states, saver.should_stop)
     if step == 0 and config.evaluate:
         logger.enter("evaluate", 0)
         held_out.evaluate("before")
@@ -106,13 +105,13 @@ def _loop(
             assert rollout is not None
 
             logger.enter("update", step - 1, rollout.progress())
-            update = step_update.start(run, models, rollout.groups)
+            update = step_update.start(run, states, rollout.groups)
             if rollouts.may_look_ahead(step) and not logger.progress.is_over():
                 rollouts.look_ahead(step + 1, update.advance)
-            numbers = step_update.finish(run, models, rollout.groups, update, workdir, step)
+            numbers = step_update.finish(run, states, rollout.groups, update, workdir, step)
             fault_injection.point("updated")
         spare_long_lived()  # the programs that the first step has compiled
-        state.refresh_reference_reader(config, models, step)
+        state.refresh_reference_reader(config, states, step)
 
         logger.enter("validate", step)
         metrics = step_update.metrics(run, rollout, numbers, rollouts.is_ahead)

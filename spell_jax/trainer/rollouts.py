@@ -42,11 +42,11 @@ class _Interrupted(Exception):
 class Rollouts:
     """Source of rollouts; at most one is kept ahead of the loop.
 
-    `models` are states and weights by name, read when a rollout starts.
+    `states` are the run's states by model name (state.py), read when a rollout starts.
     """
 
-    def __init__(self, run: Run, models: dict[str, Any], should_stop: Callable[[], bool]):
-        self._run, self._models, self._should_stop = run, models, should_stop
+    def __init__(self, run: Run, states: dict[str, Any], should_stop: Callable[[], bool]):
+        self._run, self._states, self._should_stop = run, states, should_stop
         self._ahead: Rollout | None = None
 
     @property
@@ -93,7 +93,7 @@ class Rollouts:
 
         clock, before = time.monotonic(), run.algorithm.state_dict()
         truncated = run.config.algorithm.truncated
-        worker.start_step(step, RolloutParams(run, self._models), between_calls, truncated)
+        worker.start_step(step, RolloutParams(run, self._states), between_calls, truncated)
         key = run.config.seed, step
         try:
             episodes = run.algorithm.rollout(worker, key, step)

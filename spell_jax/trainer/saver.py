@@ -76,13 +76,13 @@ class Saver:
     def __init__(
         self,
         run: Run,
-        models: dict[str, Any],
+        states: dict[str, Any],
         store: Checkpoints,
         logger: RunLogger,
         preemption: Preemption,
         workdir: epath.Path,
     ):
-        self._run, self._models, self._store = run, models, store
+        self._run, self._states, self._store = run, states, store
         self._logger, self._preemption = logger, preemption
         self._best_folder, self._best = workdir / "best", None
 
@@ -115,7 +115,7 @@ class Saver:
     def _keep_best(self, score: float | None) -> None:
         if score is not None and (self._best is None or score > self._best):
             self._logger.check_folder()
-            save_model(self._run, self._models, "policy", self._best_folder)
+            save_model(self._run, self._states, "policy", self._best_folder)
             self._best = score
 
     def save(
@@ -131,7 +131,7 @@ class Saver:
         host_state = {"config": to_dict(config), "algorithm": algorithm_state, "best": self._best}
         is_due = step % config.checkpoint_every == 0
         save_step(
-            *(self._logger, self._store, step, self._models, host_state),
+            *(self._logger, self._store, step, self._states, host_state),
             **{"is_due": is_due, "force": force, "score": score},
         )
 

@@ -1,8 +1,9 @@
-"""The models of a run: fresh, restored, saved, and the weights that a rollout uses.
+"""The states of a run: initial, restored, saved, and the weights that a rollout uses.
 
-Models are a dict by name. A trained model ("policy", and those that the algorithm names) is a
-TrainState; all others are weights. Models with a section of the config start from their own folder;
-the rest (the algorithm's "reference_reader", the loss's "reference") start as copies of the policy.
+`states` is a dict by model name. The state of a trained model ("policy", and the names in the
+algorithm's `trained`) is a TrainState; the state of every other model is its weights. A model with
+a section of the config starts from its own folder. All others (the algorithm's "reference_reader",
+the loss's "reference") start as copies of the policy.
 """
 
 from __future__ import annotations
@@ -79,15 +80,15 @@ def _replace_auto(config: C, dtype_of: Callable[[str], str]) -> C:
 def restore_or_init(
     run: Run, checkpoints: Checkpoints
 ) -> tuple[dict[str, Any], int, dict[str, Any]]:
-    """Restore the models of the newest intact checkpoint, or make first models; log which.
+    """Restore the states of the newest intact checkpoint, or make first states; log which.
 
-    Returns (states and weights by model name, steps done, the checkpoint's host state or {}).
+    Returns (states by model name, steps done, the checkpoint's host state or {}).
     ValueError if the checkpoint has another seed or shape, or a later step than config.steps;
     other errors as in Checkpoints.newest_intact and first_state.
     """
     step = checkpoints.newest_intact()
     if step is None:
-        return first_models(run), 0, {}
+        return first_states(run), 0, {}
     target: dict[str, Any] = {}
     for name, model in run.own_models.items():
         if model.policy.lora:  # the checkpoint has the adapters only
@@ -95,13 +96,13 @@ def restore_or_init(
         state = model.learner.fns.abstract_state
         target[name] = state if name in run.trained else state.params
     target |= dict.fromkeys(run.copies, target["policy"].params)
-    models, saved = checkpoints.restore(step, target)
+    states, saved = checkpoints.restore(step, target)
     check_resumed(run.config, step, saved["config"])
     run.algorithm.load_state_dict(saved["algorithm"])
     log.info("resumed at step %d", step)
     for change in changes(to_dict(run.config), saved["config"]):
         log.info("%s when it was saved", change)
-    return models, step, saved
+    return states, step, saved
 
 
 def check_resumed(config: RunConfig, step: int, saved: Mapping[str, Any]) -> None:
@@ -114,17 +115,18 @@ def check_resumed(config: RunConfig, step: int, saved: Mapping[str, Any]) -> Non
         )
 
 
-def first_models(run: Run) -> dict[str, Any]:
+def first_states(run: Run) -> dict[str, Any]:
+    """Make the states before the first step, by model name; log how the run can be stopped."""
     c = run.config
     log.info(
         "%d updates of %s%s. Ctrl-C stops the run, and the same command goes on",
         *(c.steps, c.algorithm.name, ", after a held-out evaluation" if c.evaluate else ""),
     )
-    models: dict[str, Any] = {}
+    states: dict[str, Any] = {}
     for name, model in run.own_models.items():
         state = first_state(run.config, name, model)
-        models[name] = state if name in run.trained else state.params
-    return models | {name: copy(models["policy"].params) for name in run.copies}
+        states[name] = state if name in run.trained else state.params
+    return states | {name: copy(states["policy"].params) for name in run.copies}
 
 
 def first_state(config: RunConfig, name: str, model: Model) -> update.TrainState:
@@ -179,10 +181,10 @@ def read_weights(
     return step, restored["policy"]["params"]
 
 
-def save_model(run: Run, models: dict[str, Any], name: str, folder: epath.Path) -> None:
+def save_model(run: Run, states: dict[str, Any], name: str, folder: epath.Path) -> None:
     """Save a trained model as a Hugging Face folder, in the model's compute dtype."""
     model = run.own_models[name]
-    policy, params = model.learner.export(models[name].params)
+    policy, params = model.learner.export(states[name].params)
     weights.save(folder, policy, params, model.tokenizer, model.learner.compute_dtype.name)
 
 
@@ -198,23 +200,23 @@ class RolloutParams(Mapping[str, transformer.Params]):
     needs the memory of one.
     """
 
-    def __init__(self, run: Run, models: Mapping[str, Any]):
-        self._run, self._models = run, dict(models)
+    def __init__(self, run: Run, states: Mapping[str, Any]):
+        self._run, self._states = run, dict(states)
 
     def __getitem__(self, name: str) -> transformer.Params:
         learner = self._run.own_models.get(name, self._run.own_models["policy"]).learner
-        model = self._models[name]
-        return learner.cast(model.params if name in self._run.trained else model)
+        state = self._states[name]
+        return learner.cast(state.params if name in self._run.trained else state)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._models)
+        return iter(self._states)
 
     def __len__(self) -> int:
-        return len(self._models)
+        return len(self._states)
 
 
-def refresh_reference_reader(config: RunConfig, models: dict[str, Any], step: int) -> None:
+def refresh_reference_reader(config: RunConfig, states: dict[str, Any], step: int) -> None:
     """Replace the frozen reader by a copy of the policy every algorithm.reader_refresh steps."""
     every = getattr(config.algorithm, "reader_refresh", 0)
-    if "reference_reader" in models and every and step % every == 0:
-        models["reference_reader"] = copy(models["policy"].params)
+    if "reference_reader" in states and every and step % every == 0:
+        states["reference_reader"] = copy(states["policy"].params)

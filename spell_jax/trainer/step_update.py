@@ -17,16 +17,16 @@ from spell_jax.trainer.build import Run
 from spell_jax.trainer.rollouts import Rollout
 
 
-def start(run: Run, models: Mapping[str, Any], groups: Sequence[packing.TrainGroup]) -> Update:
+def start(run: Run, states: Mapping[str, Any], groups: Sequence[packing.TrainGroup]) -> Update:
     """Start the policy's update; the micro-batches may run during the next rollout."""
     policy_groups = [group for group in groups if group.model == "policy"]
-    reference = models.get("reference")
-    return run.learner.start(models["policy"], policy_groups, reference, run.config.minibatches)
+    reference = states.get("reference")
+    return run.learner.start(states["policy"], policy_groups, reference, run.config.minibatches)
 
 
 def finish(
     run: Run,
-    models: dict[str, Any],
+    states: dict[str, Any],
     groups: Sequence[packing.TrainGroup],
     update: Update,
     workdir: epath.Path,
@@ -34,8 +34,8 @@ def finish(
 ) -> dict[str, list[dict[str, float]]]:
     """Finish the policy's update, then update the algorithm's other trained models.
 
-    New states replace the trained models in `models`; `groups` are of all models. Returns the
-    named numbers of each optimizer step, by model. A model without groups has no numbers, but the
+    New states replace the earlier states in `states`; `groups` are of all models. Returns the named
+    numbers of each optimizer step, by model. A model without groups has no numbers, but the
     policy has the numbers of an empty update. NonFinite as in learner.Update.finish; the rows are
     written below workdir/non_finite.
     """
@@ -43,9 +43,9 @@ def finish(
     for name, model in run.trained.items():
         with non_finite.rows_written(workdir, step, model.tokenizer.decode):
             if name == "policy":
-                models[name], numbers[name] = update.finish()
+                states[name], numbers[name] = update.finish()
             elif model_groups := [group for group in groups if group.model == name]:
-                models[name], numbers[name] = _imitate(run, name, models[name], model_groups, step)
+                states[name], numbers[name] = _imitate(run, name, states[name], model_groups, step)
     return numbers
 
 

@@ -20,8 +20,7 @@ import jax
 import numpy as np
 from etils import epath
 
-from spell_jax import config as configs
-from spell_jax.config import SupervisedConfig
+from spell_jax.config import SupervisedConfig, read_supervised
 from spell_jax.data.samples import Sample
 from spell_jax.learner import non_finite, packing, update
 from spell_jax.learner.learner import Learner
@@ -178,7 +177,7 @@ def fine_tune(config: Config, workdir: epath.Path) -> epath.Path:
 
     Errors are the same as in trainer.loop.train.
     """
-    config = settle_dtypes(configs.read_supervised(config), workdir)
+    config = settle_dtypes(read_supervised(config), workdir)
     policy, tokenizer = make_policy(config)
     learner = make_learner(config, policy)
     paths.make_workdir(workdir)
@@ -209,10 +208,10 @@ def _steps(
     if finished_steps:
         if learner.policy.lora:  # the checkpoint has the adapters only
             learner.freeze(load_weights(find_folder(config.policy.folder), learner))
-        models, host_state = checkpoints.restore(
+        states, host_state = checkpoints.restore(
             finished_steps, {"policy": learner.fns.abstract_state}
         )
-        state = models["policy"]
+        state = states["policy"]
     elif config.policy.folder:
         state = learner.init(load_weights(find_folder(config.policy.folder), learner))
     else:
@@ -228,8 +227,8 @@ def _steps(
             is_due = step % config.checkpoint_every == 0
             if force or is_due:
                 logger.enter("save", step)
-            models = {"policy": state}
-            saver.save_step(logger, checkpoints, step, models, {}, is_due=is_due, force=force)
+            states = {"policy": state}
+            saver.save_step(logger, checkpoints, step, states, {}, is_due=is_due, force=force)
 
         for step in range(finished_steps + 1, config.steps + 1):
             logger.enter("tune", step - 1)

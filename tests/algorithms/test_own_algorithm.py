@@ -280,9 +280,9 @@ def test_rollout_weights_are_cast_anew_on_each_access(pair):
     with pair.unlocked():
         pair.other.compute_dtype = "bfloat16"
     run = make_run(pair)
-    models = runs.first_models(run)
-    params = runs.RolloutParams(run, models)
-    models.clear()  # the weights trained meanwhile are not the rollout's
+    states = runs.first_states(run)
+    params = runs.RolloutParams(run, states)
+    states.clear()  # a rollout keeps its weights while an update trains newer weights
     assert params["other"]["embedding"].dtype == "bfloat16"
     assert params["policy"]["embedding"].dtype == "float32"
     assert list(params) == ["policy", "other", "reference_reader"] and len(params) == 3

@@ -16,13 +16,12 @@ import pytest
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from spell_jax import config as configs
 from spell_jax.algorithms import registry
 from spell_jax.algorithms.reconstruction.algorithm import ReconstructionConfig
 from spell_jax.algorithms.rlvr.algorithm import Rlvr
 from spell_jax.algorithms.spell.algorithm import Spell
 from spell_jax.algorithms.spell.config import SpellConfig
-from spell_jax.config import default_config
+from spell_jax.config import collect_mistakes, default_config, read, read_supervised
 from spell_jax.configs import eapo, folder, paper, paper_code, real, reconstruction, rlvr, tiny
 from spell_jax.evaluation.answering import EvaluationSampling
 from spell_jax.evaluation.benchmarks.base import Benchmark
@@ -68,7 +67,7 @@ def test_run_config_loads_and_builds(name, tmp_path, monkeypatch):
     noise.use_one_device(monkeypatch)
     _, config = load(name)
     noise.give_data(config, tmp_path)
-    configs.read(config)
+    read(config)
     folder = config.policy.folder
     if folder == "tiny" or pathlib.Path(folder, "config.json").exists():
         make_run(config)
@@ -81,9 +80,9 @@ def test_run_config_loads_and_builds(name, tmp_path, monkeypatch):
 def test_warm_start_config_loads_and_builds(name, monkeypatch):
     noise.use_one_device(monkeypatch)
     _, config = load(name)
-    read = configs.read_supervised(config)
-    policy = read.policy.architecture(read.policy.vocab_size)
-    learner = supervised.make_learner(read, policy)
+    settings = read_supervised(config)
+    policy = settings.policy.architecture(settings.policy.vocab_size)
+    learner = supervised.make_learner(settings, policy)
     for bucket in learner.packing.listed:
         assert bucket.length <= policy.max_positions
     prompts.load(config.prompts)
@@ -106,7 +105,7 @@ def test_no_file_is_opened_until_a_run_is_made(read_flags, monkeypatch):
     for name in NAMES:
         load(name)
     config = read_flags("--config=configs/tiny.py", "--config.algorithm.prompts=no/such")
-    run = configs.read(config)
+    run = read(config)
     monkeypatch.undo()
     with pytest.raises(ValueError, match=r"^algorithm\.prompts = 'no/such': .* or a folder$"):
         make_context(run, tokenizers.load(TINY_POLICY))
@@ -115,9 +114,9 @@ def test_no_file_is_opened_until_a_run_is_made(read_flags, monkeypatch):
 def test_all_mistakes_are_raised_at_once():
     run, warm_start = load("tiny")[1], load("tiny_warm_start")[1]
     mistakes = {"checkpoint_every": 0, "optimizer.b1": 2.0, "packing.token_budget": 1}
-    for config, read in ((run, configs.read), (warm_start, configs.read_supervised)):
+    for config, read_config in ((run, read), (warm_start, read_supervised)):
         with pytest.raises(ConfigError) as raised:
-            read(noise.with_fields(config, mistakes))
+            read_config(noise.with_fields(config, mistakes))
         lines = raised.value.mistakes
         assert sorted(line.split(" = ")[0] for line in lines) == sorted(mistakes)
         assert str(raised.value) == "\n".join(lines)
@@ -127,7 +126,7 @@ def test_mistakes_of_an_extra_model_are_named_by_its_section():
     config = load("tiny_eapo")[1]
     values = {"remat": "x", "groups_per_update": -1, "optimizer.b1": 2.0, "no_such": 1}
     noise.with_fields(config, {f"reward_model.{name}": value for name, value in values.items()})
-    mistakes = configs.collect_mistakes(config)[1]
+    mistakes = collect_mistakes(config)[1]
     assert {*mistakes} - {"data.questions", "data.validation"} == {
         f"reward_model.{name}" for name in values
     }
@@ -145,14 +144,14 @@ def test_config_docstring_gives_the_command(name):
 def read_flags(monkeypatch):
     """Return a function that parses a config from a command line as an entry point does."""
 
-    def read(*arguments: str) -> ConfigDict:
+    def parse(*arguments: str) -> ConfigDict:
         monkeypatch.setattr(sys, "argv", ["entry", *arguments])
         values = flags.FlagValues()
         config_flags.DEFINE_config_file("config", flag_values=values)
         values(sys.argv)
         return values["config"].value
 
-    return read
+    return parse
 
 
 def test_flags_override_any_field_of_a_locked_config(read_flags):
@@ -250,7 +249,7 @@ def test_arms_of_the_real_policy_differ_in_their_fields_alone(arm, tmp_path):
     name = changes.get("algorithm.name", "spell")
     assert name == "reconstruction" or values.keys() - spell.keys() <= fields_of_rlvr
     noise.give_data(config, tmp_path)
-    assert configs.read(config).algorithm.name == name
+    assert read(config).algorithm.name == name
 
 
 def test_unknown_arm_of_the_real_policy_is_rejected(read_flags):
@@ -275,7 +274,7 @@ def test_reconstruction_models_have_the_caps_and_updates_of_the_paper(name, read
     algorithm = build(ReconstructionConfig, config.algorithm, "algorithm")
     assert algorithm == ReconstructionConfig(extract="paper")
     noise.give_data(config, tmp_path)
-    assert configs.read(config).minibatches == {"qwen": 1, "llama": 2}[name]
+    assert read(config).minibatches == {"qwen": 1, "llama": 2}[name]
 
 
 def test_unknown_reconstruction_model_is_rejected(read_flags):
@@ -296,7 +295,7 @@ def test_eapo_policies_have_the_papers_lengths(name, read_flags, tmp_path):
     assert (config.policy.rope_scaling, config.policy.rope_factor) == expected_scaling
     assert config.reward_model.rope_scaling == ""
     noise.give_data(config, tmp_path)
-    configs.read(config)
+    read(config)
 
 
 def test_unknown_eapo_policy_is_rejected(read_flags):
@@ -353,7 +352,7 @@ def test_demonstrations_fit_the_demos_token_caps():
 def test_loss_must_fit_algorithm_and_sampler(name, fields, message):
     config = noise.with_fields(load(name)[1], {"data.source": "tiny"} | fields)
     with pytest.raises(ValueError, match=message):
-        configs.read(config)
+        read(config)
 
 
 # ---------------------------------------------------------------------------------------- Ablations
@@ -415,9 +414,9 @@ def test_ablation_runs_a_step(name, monkeypatch):
         lambda self, items: [int(prediction == reference) for _, prediction, reference in items],
     )
     config.sampler.max_prompt = 384
-    read = configs.read(config)
-    context = make_context(read, tokenizers.load(TINY_POLICY))
-    algorithm, evaluation = make_algorithm(read, context)
+    run_config = read(config)
+    context = make_context(run_config, tokenizers.load(TINY_POLICY))
+    algorithm, evaluation = make_algorithm(run_config, context)
     assert isinstance(algorithm, Rlvr if config.algorithm.name == "rlvr" else Spell) and evaluation
     assert algorithm.model_names == (
         ("reference_reader",) if config.algorithm.reference_source == "frozen_reader" else ()

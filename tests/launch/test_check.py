@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 
 from launch import check, describe
-from spell_jax import config as configs
 from spell_jax.algorithms import registry as registry
 from spell_jax.algorithms.spell.config import SpellConfig
+from spell_jax.config import model_sections
 from spell_jax.configs import paper
 from spell_jax.data.config import GENERATED
 from spell_jax.learner import aggregation, packing
@@ -103,7 +103,7 @@ RUNS = [name for name in NAMES if has_algorithm(name)]
 def test_shipped_config_reports_exactly_its_missing_inputs(name: str) -> None:
     config = load(name)[1]
     mistakes, missing = set(), set()
-    for model in configs.model_sections(config):
+    for model in model_sections(config):
         folder = config[model].folder
         if folder != "tiny" and not (folder and pathlib.Path(folder).is_dir()):
             (missing if known_shape(folder) else mistakes).add(f"{model}.folder")
@@ -176,7 +176,7 @@ def test_shipped_config_passes_once_inputs_are_given(
     name: str, folders: dict[str, pathlib.Path], tmp_path: pathlib.Path
 ) -> None:
     config = load(name)[1]
-    for model in configs.model_sections(config):
+    for model in model_sections(config):
         if config[model].folder != "tiny":
             kind = "experts" if config.mesh.expert > 1 else "dense"
             config[model].folder = str(folders[kind])

@@ -12,7 +12,7 @@ import pytest
 
 from launch import ladder as experiment
 from launch import ladder_figure
-from spell_jax import config as configs
+from spell_jax.config import read
 from spell_jax.configs import ladder
 from spell_jax.data import ladder_world as world
 from spell_jax.data.questions import read_questions
@@ -93,7 +93,7 @@ def test_every_arm_is_a_valid_config(arm, tmp_path):
     if arm in ladder.QUESTIONS:
         experiment.main(["questions", f"--out={tmp_path}/q.jsonl", "--depths=1,2", "--count=3"])
         config.data.questions = str(tmp_path / "q.jsonl")
-    assert configs.read(config).algorithm.name == ladder.ARMS.get(arm, {}).get("name", "spell")
+    assert read(config).algorithm.name == ladder.ARMS.get(arm, {}).get("name", "spell")
 
 
 def test_commands_of_an_unknown_arm_are_rejected():

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from etils import epath
 
-from spell_jax import config as configs
+from spell_jax.config import ExtraModelConfig, read
 from spell_jax.policy import lora, products, transformer, weights
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy.model import TINY_POLICY
@@ -53,14 +53,14 @@ def run_to_end(config, workdir) -> None:
 
 
 def begin(config, workdir) -> tuple[dict, int]:
-    """Return (models, steps done) at the start of a run."""
+    """Return (states, steps done) at the start of a run."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         noise.use_one_device(monkeypatch)
         run = make_run(config)
         checkpoints = Checkpoints(workdir)
-        models, step, *_ = runs.restore_or_init(run, checkpoints)
+        states, step, *_ = runs.restore_or_init(run, checkpoints)
         checkpoints.close()
-    return models, step
+    return states, step
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_auto_becomes_the_dtype_of_the_run_or_of_the_machine(
         text = before if isinstance(before, str) else json.dumps(before)
         (tmp_path / "config.json").write_text(text)
     fields = {"policy.compute_dtype": "auto", "packing.buckets": "auto"}
-    config = configs.read(noise.small_config(policy, **fields))
+    config = read(noise.small_config(policy, **fields))
     with caplog.at_level(logging.INFO, "spell_jax.trainer.state"):
         settled = runs.settle_dtypes(config, epath.Path(tmp_path))
     assert settled.policy.compute_dtype == expected
@@ -92,8 +92,8 @@ def test_auto_becomes_the_dtype_of_the_run_or_of_the_machine(
 
 def test_a_dtype_that_the_config_names_is_not_replaced(policy, tmp_path) -> None:
     """The run's dtype replaces "auto" alone, in the section of each model."""
-    extra = configs.ExtraModelConfig(folder="tiny", compute_dtype="auto")
-    config = configs.read(noise.small_config(policy, **{"policy.compute_dtype": "float32"}))
+    extra = ExtraModelConfig(folder="tiny", compute_dtype="auto")
+    config = read(noise.small_config(policy, **{"policy.compute_dtype": "float32"}))
     config = dataclasses.replace(config, models={"reward_model": extra})
     names = ("policy", "reward_model")
     before = {name: {"compute_dtype": "bfloat16"} for name in names}
@@ -122,7 +122,7 @@ def test_judge_template_selects_prompt_and_parser(template, verdicts, monkeypatc
         **{f"algorithm.{name}": value for name, value in fields.items()},
         **{"algorithm.judge_template": template, "algorithm.prompts": "full"},
     )
-    context = build.make_context(configs.read(config), tokenizers.load(TINY_POLICY))
+    context = build.make_context(read(config), tokenizers.load(TINY_POLICY))
     items = [("q?", "said", "true"), ("q?", "other", "true")]
     assert context.judge is not None and context.judge(items) == verdicts
     write = {"yes_no": prompts.Prompts.judge, "grades": prompts.Prompts.judge_grades}[template]
@@ -141,44 +141,44 @@ def test_initial_weights_follow_the_order_of_precedence(policy, other_run, tmp_p
     shutil.copytree(policy, folder)
     config = noise.small_config(folder, init_from=str(other_run), steps=4)
 
-    models, step = begin(config, other_run)
+    states, step = begin(config, other_run)
     assert step == STEPS and f"resumed at step {STEPS}" in caplog.text
     assert "steps = 4: was 2 when it was saved" in caplog.text
     assert f"init_from = '{other_run}': was '' when it was saved" in caplog.text
-    last = models["policy"].params
+    last = states["policy"].params
 
     caplog.clear()
-    models, step = begin(config, empty)
+    states, step = begin(config, empty)
     assert step == 0 and f"the weights of {other_run}, step {STEPS} (init_from)" in caplog.text
-    assert_equal(models["policy"].params, last)
-    assert_equal(models["reference_reader"], last)
-    assert not any(np.any(x) for x in jax.tree.leaves(models["policy"].opt_state))
+    assert_equal(states["policy"].params, last)
+    assert_equal(states["reference_reader"], last)
+    assert not any(np.any(x) for x in jax.tree.leaves(states["policy"].opt_state))
 
     caplog.clear()
     config.init_from = ""
-    models, step = begin(config, empty)
+    states, step = begin(config, empty)
     assert step == 0 and f"begins with the weights of {folder}" in caplog.text
     first = weights.load(folder)[1]
-    assert_equal(models["policy"].params, first)
+    assert_equal(states["policy"].params, first)
     assert any(np.any(a != b) for a, b in zip(*map(jax.tree.leaves, (first, last)), strict=True))
 
     caplog.clear()
     (folder / "model.safetensors").unlink()
-    models, step = begin(config, empty)
+    states, step = begin(config, empty)
     assert step == 0 and f"{folder} holds no weights: begins with random ones" in caplog.text
     shape = weights.read_config_and_tokenizer(folder)[0]
     initial = jax.jit(lambda: transformer.init(shape, jax.random.key(config.seed)))()
-    assert_equal(models["policy"].params, initial)
+    assert_equal(states["policy"].params, initial)
 
 
 def test_init_from_can_name_a_step_of_another_run(policy, other_run, tmp_path):
     step = other_run / "checkpoints" / "1"
-    models, _ = begin(noise.small_config(policy, init_from=str(step)), tmp_path)
+    states, _ = begin(noise.small_config(policy, init_from=str(step)), tmp_path)
     one_device = meshes.make_mesh(None, jax.devices()[:1])
     _, expected_params = runs.read_weights(
         other_run, weights.read_config_and_tokenizer(policy)[0], one_device, step=1
     )
-    assert_equal(models["policy"].params, expected_params)
+    assert_equal(states["policy"].params, expected_params)
 
 
 @pytest.mark.parametrize("name", ["nowhere", "other/checkpoints/7", ""])
@@ -199,10 +199,10 @@ def test_init_from_also_loads_adapters(policy, tmp_path):
     adapters = {"policy.lora_rank": 2, "checkpoint_every": 1, "validate_every": 0, "steps": 1}
     run_to_end(noise.small_config(policy, **adapters), tmp_path / "first")
     config = noise.small_config(policy, init_from=str(tmp_path / "first"), **adapters)
-    models, _ = begin(config, tmp_path / "second")
-    first_models, _ = begin(config, tmp_path / "first")
-    assert_equal(models["policy"].params, first_models["policy"].params)
-    b = lora.split(make_run(config).policy, models["policy"].params)[0]["layers"]["attention"]
+    states, _ = begin(config, tmp_path / "second")
+    first_states, _ = begin(config, tmp_path / "first")
+    assert_equal(states["policy"].params, first_states["policy"].params)
+    b = lora.split(make_run(config).policy, states["policy"].params)[0]["layers"]["attention"]
     assert np.any(b["q_lora_b"]), "adapters that do nothing are easily the same"
 
 
@@ -212,7 +212,7 @@ def test_answers_that_can_never_score_are_named_at_start(field, tmp_path, caplog
     good = '{"question": "Who?", "answer": "Ann", "task": "general_qa", "documents": ["Ann."]}\n'
     path.write_text(good + (ROOT / "tests" / "cases" / "references.jsonl").read_text())
     (tmp_path / "a.txt").write_text("One text.")
-    config = configs.read(noise.small_config(TINY_POLICY, **{"data.source": str(tmp_path)}))
+    config = read(noise.small_config(TINY_POLICY, **{"data.source": str(tmp_path)}))
     data = dataclasses.replace(config.data, **{field: str(path)})
     config = dataclasses.replace(config, data=data)
     context = build.make_context(config, tokenizers.load(TINY_POLICY))

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from etils import epath
 
-from spell_jax import config as configs
+from spell_jax.config import read
 from spell_jax.learner import packing, statistics
 from spell_jax.learner.learner import Update
 from spell_jax.learner.non_finite import NonFinite
@@ -64,7 +64,7 @@ def lines_of(workdir: epath.Path) -> list[dict[str, Any]]:
 def rollout(policy) -> Rollout:
     """Take one step's rollout, which does not depend on the number of the step's updates."""
     run = make_run(make_config(policy, "rollout"))
-    rollout = Rollouts(run, runs.first_models(run), lambda: False).take(1)
+    rollout = Rollouts(run, runs.first_states(run), lambda: False).take(1)
     assert rollout and len(rollout.groups) > 2
     return rollout
 
@@ -73,12 +73,12 @@ def rollout(policy) -> Rollout:
 @pytest.mark.parametrize("correction", CORRECTIONS)
 def test_minibatches_equal_manual_updates(policy, rollout, tmp_path, correction):
     run = make_run(make_config(policy, correction))
-    models = runs.first_models(run)
-    first_params = runs.copy(models["policy"].params)
-    update = step_update.start(run, models, rollout.groups)
-    numbers = step_update.finish(run, models, rollout.groups, update, epath.Path(tmp_path), 1)
+    states = runs.first_states(run)
+    first_params = runs.copy(states["policy"].params)
+    update = step_update.start(run, states, rollout.groups)
+    numbers = step_update.finish(run, states, rollout.groups, update, epath.Path(tmp_path), 1)
     assert list(numbers) == ["policy"] and len(numbers["policy"]) == 2
-    assert int(models["policy"].step) == 2
+    assert int(states["policy"].step) == 2
 
     learner, groups = run.learner, rollout.groups
     state, difference = learner.fns.init(first_params), {}
@@ -90,7 +90,7 @@ def test_minibatches_equal_manual_updates(policy, rollout, tmp_path, correction)
         state, (one_step,) = Update(learner, state, [part], None, {}).finish()
         update_numbers.append(one_step)
     update_numbers[0] |= difference
-    jax.tree.map(np.testing.assert_array_equal, models["policy"].params, state.params)
+    jax.tree.map(np.testing.assert_array_equal, states["policy"].params, state.params)
     assert numbers["policy"] == update_numbers
     # Samples from before the first update are off-policy in the second.
     assert update_numbers[1]["approx_kl"] != 0 or correction == "tis"
@@ -122,7 +122,7 @@ class Recorded:
 
 
 def learn(groups: list[TrainGroup], workdir: epath.Path) -> Any:
-    """Update two models in two mini-batches; return (learners, models, numbers) of the step."""
+    """Update two models in two mini-batches; return (learners, states, numbers) of the step."""
     trained_models = {
         name: SimpleNamespace(
             learner=Recorded(),
@@ -135,10 +135,10 @@ def learn(groups: list[TrainGroup], workdir: epath.Path) -> Any:
     run: Any = SimpleNamespace(
         trained=trained_models, config=config, learner=trained_models["policy"].learner
     )
-    models = {"policy": 0, "other": 10, "reference": "frozen"}
-    update = step_update.start(run, models, groups)
-    numbers = step_update.finish(run, models, groups, update, workdir, 1)
-    return {name: model.learner for name, model in trained_models.items()}, models, numbers
+    states = {"policy": 0, "other": 10, "reference": "frozen"}
+    update = step_update.start(run, states, groups)
+    numbers = step_update.finish(run, states, groups, update, workdir, 1)
+    return {name: model.learner for name, model in trained_models.items()}, states, numbers
 
 
 def make_group(prompt: int, model: str) -> TrainGroup:
@@ -152,20 +152,20 @@ def test_each_model_is_trained_on_its_own_groups(tmp_path) -> None:
         make_group(3, "policy"),
         *(make_group(n, "other") for n in (2, 4, 6)),
     ]
-    learners, models, numbers = learn(groups, epath.Path(tmp_path))
+    learners, states, numbers = learn(groups, epath.Path(tmp_path))
     assert learners["policy"].started == [(0, [[1], [3]], "frozen", 2)]
     first, second = learners["other"].started
     assert first[:1] + first[2:] == (10, None, 2) and second[:1] + second[2:] == (12, None, 2)
     assert sorted(first[1]) == sorted(second[1]) == [[2], [4], [6]]
     assert first[1] != second[1]
-    assert models == {"policy": 2, "other": 14, "reference": "frozen"}
+    assert states == {"policy": 2, "other": 14, "reference": "frozen"}
     assert numbers == {"policy": [{"groups": 2}], "other": [{"groups": 3}, {"groups": 3}]}
 
 
 def test_only_the_policy_is_updated_without_groups(tmp_path) -> None:
-    learners, models, numbers = learn([], epath.Path(tmp_path))
+    learners, states, numbers = learn([], epath.Path(tmp_path))
     assert learners["policy"].started == [(0, [], "frozen", 2)] and not learners["other"].started
-    assert numbers == {"policy": [{"groups": 0}]} and models["other"] == 10
+    assert numbers == {"policy": [{"groups": 0}]} and states["other"] == 10
 
 
 def test_non_finite_rows_are_decoded_by_their_models_tokenizer(tmp_path) -> None:
@@ -207,4 +207,4 @@ def test_run_with_minibatches_resumes_bit_identically(policy, tmp_path):
 )
 def test_invalid_minibatch_settings_are_rejected(policy, overrides, message):
     with pytest.raises(ValueError, match=message):
-        configs.read(make_config(policy, "rollout", **overrides))
+        read(make_config(policy, "rollout", **overrides))

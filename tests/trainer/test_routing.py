@@ -18,14 +18,14 @@ def test_update_uses_the_experts_of_the_rollout(tmp_path, monkeypatch) -> None:
     parts = {"qkv_bias": False, "qk_norm": True, "experts": 4, "experts_per_token": 2}
     policy = noise.save_policy(tmp_path / "policy", **parts)
     run = make_run(noise.small_config(policy, **{"loss.routing": "sampled"}))
-    models = state.first_models(run)
-    rollout = Rollouts(run, models, lambda: False).take(1)
+    states = state.first_states(run)
+    rollout = Rollouts(run, states, lambda: False).take(1)
     assert rollout
     assert {group.name for group in rollout.groups} > {"responder"}
     for group in rollout.groups:
         assert group.prompt_experts is not None
         assert group.prompt_experts.shape == (len(group.prompt), 1, 2)
-    update = step_update.start(run, models, rollout.groups)
-    numbers = step_update.finish(run, models, rollout.groups, update, epath.Path(tmp_path), 1)
+    update = step_update.start(run, states, rollout.groups)
+    numbers = step_update.finish(run, states, rollout.groups, update, epath.Path(tmp_path), 1)
     (line,) = numbers["policy"]
     assert line["router_difference"] == 0.0 and line["sampler_difference"] < 1e-4

@@ -19,7 +19,7 @@ from etils import epath
 from flax.traverse_util import flatten_dict
 from ml_collections import ConfigDict
 
-from spell_jax import config as configs
+from spell_jax.config import read_supervised
 from spell_jax.configs import tiny_warm_start
 from spell_jax.evaluation import generation
 from spell_jax.learner.learner import Learner
@@ -279,7 +279,7 @@ def test_missing_file_or_file_without_rows_is_rejected(tmp_path):
 
 def test_rows_are_reshuffled_each_epoch(source, policy):
     def take(start: int, count: int) -> list[str]:
-        config = configs.read_supervised(small_config(policy, source))
+        config = read_supervised(small_config(policy, source))
         stream = supervised.row_stream(config, start)
         return [row.completion for row in itertools.islice(stream, count)]
 
@@ -347,7 +347,7 @@ def test_random_policy_knows_the_gaps_of_its_tokenizer(tmp_path):
     folder = hf_folders.write(tmp_path / "words", words, {"eos_token": "[SEP]"})
     config = small_config("", "tiny")
     config.policy.tokenizer = str(folder)
-    shape, _ = supervised.make_policy(configs.read_supervised(config))
+    shape, _ = supervised.make_policy(read_supervised(config))
     assert (shape.vocab_size, shape.unused_ids) == (10, ((6, 9),))
 
 
@@ -367,7 +367,7 @@ def test_text_row_has_no_chat_layout(policy):
 
 
 def test_loss_on_texts_is_the_next_token_loss(policy, source):
-    config = configs.read_supervised(small_config(policy, source))
+    config = read_supervised(small_config(policy, source))
     shape, params = weights.load(policy)
     learner, tokenizer = supervised.make_learner(config, shape), tokenizers.load(policy)
     texts = ("Oslo is", "Rome and Lima are")
@@ -404,7 +404,7 @@ def test_new_policy_gets_its_own_tokenizer(monkeypatch):
     monkeypatch.setattr(supervised, "TOKENIZER_ROWS", 300)
     config = small_config("", "tiny")
     config.policy.vocab_size = 400
-    config = configs.read_supervised(config)
+    config = read_supervised(config)
     shape, tokenizer = supervised.make_policy(config)
     assert shape.vocab_size == tokenizer.vocab_size <= 400
     for symbol in demonstrations.SYMBOLS:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from spell_jax import config as configs
 from spell_jax.algorithms.preference.solopo import SoLoPo, SoLoPoConfig
+from spell_jax.config import read
 from spell_jax.configs import solopo
 from spell_jax.data.questions import Question
 from tests import noise
@@ -77,7 +77,7 @@ def test_prompts_over_the_cap_make_no_pair():
 
 
 def test_config_trains_on_short_contexts_and_aligns_rewards():
-    config = configs.read(noise.with_fields(solopo.get_config(), {"data.source": "tiny"}))
+    config = read(noise.with_fields(solopo.get_config(), {"data.source": "tiny"}))
     assert (config.loss.objective, config.loss.align_weight) == ("dpo", 1.0)
     _, long = config.algorithm.budgets()
     assert (long.prompts, long.replies) == (config.algorithm.generation_batch, 1)
