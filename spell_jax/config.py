@@ -2,8 +2,8 @@
 
 `default_config` makes a locked ConfigDict of the paper's values from the dataclasses. A config file
 (configs/) changes a few fields, flags (--config.sampler.page_size=256) a few more; until then no
-file is read. `read` makes a RunConfig of it and reports all mistakes that can be found without a
-device and without reading a file.
+file is read. `read` makes a RunConfig from the ConfigDict and reports all mistakes that can be
+found without a device and without reading a file.
 """
 
 from __future__ import annotations
@@ -83,6 +83,8 @@ class ExtraModelConfig(ModelConfig):
     def __post_init__(self):
         super().__post_init__()
         check_least(self, "policy.", epochs=1, groups_per_update=0)
+        # A decaying schedule needs the number of updates, which here depends on the groups of a
+        # step.
         several = self.epochs > 1 or self.groups_per_update
         if several and self.optimizer.schedule != "constant":
             raise ValueError(
@@ -115,7 +117,7 @@ class RunConfig:
       minibatches: optimizer updates that a step's groups are split into. Above 1 it needs
         loss.old_logprobs = "recompute" or "rollout" (or "reference", for preferences), or
         loss.tis_cap above 0.
-      init_from: folder of another run, or RUN/checkpoints/STEP, whose weights the run starts from;
+      init_from: folder of another run, or RUN/checkpoints/STEP, to take the first weights from;
         ignored where there is a checkpoint to resume.
       policy: the policy's folder, dtype, kernels, adapters.
       data: documents or questions.
@@ -157,6 +159,7 @@ class RunConfig:
         check_least(self, "", keep_checkpoints=1, minibatches=1, episode_characters=0)
         check_least(self, "", max_minutes=0)
         check_choice(self, "", staleness=(0, 1))
+        # Steps count from 1: step 0 is the state before the first update.
         if not all(step >= 1 for step in self.profile_steps):
             raise ValueError(f"profile_steps = {self.profile_steps}: must be steps from 1 on")
 
@@ -169,7 +172,7 @@ class RunConfig:
         self.data.check()
 
     def conflicts(self) -> Iterator[str]:
-        """Yield a message for each field that does not fit the others."""
+        """Yield a message for each field that does not fit another field."""
         loss = self.loss
         if self.staleness and not loss.uses_rollout_logprobs:
             yield (
@@ -199,7 +202,7 @@ class RunConfig:
 
 @dataclasses.dataclass(frozen=True)
 class InitialPolicyConfig(ModelConfig):
-    """The policy that supervised tuning starts from: that of a folder, or random weights.
+    """The policy that supervised tuning starts from: a folder's policy, or random weights.
 
     Without a folder, the sizes below describe a policy with random weights.
 
@@ -255,8 +258,9 @@ class SupervisedConfig:
       checkpoint_every: steps between checkpoints.
       preemption_limit_s: as in RunConfig, like `wandb`.
       wandb: Weights & Biases project that also gets the metrics; "": none.
-      source: .jsonl of {"prompt", "completion"} or of {"text"} (no chat layout, a loss on all of
-        it) or its URL, or the name of generated demonstrations ("tiny", "tiny_stories", "ladder").
+      source: .jsonl of {"prompt", "completion"} or of {"text"} (no chat layout, a loss on
+        every token) or its URL, or the name of generated demonstrations ("tiny", "tiny_stories",
+        "ladder").
       prompts: set of prompt templates of generated demonstrations.
       policy: the policy to start from.
       optimizer: AdamW and its schedule.
@@ -285,6 +289,8 @@ class SupervisedConfig:
 
 def default_config(algorithm: str = "spell") -> Config:
     """Return the paper's values as a ConfigDict, with the fields of a registered algorithm."""
+    # Sections of extra models stand beside the other sections, under the model's name, so that
+    # flags reach their fields.
     config = section(RunConfig)
     del config.models
     config.algorithm = section(registry.ALGORITHMS[algorithm].config)
@@ -354,6 +360,7 @@ def _stand_ins(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return valid values for all fields of a run's config."""
     name = fields["algorithm"].get("name")
     name = name if name in registry.ALGORITHMS else "spell"
+    # An unknown algorithm is a mistake of its own. The defaults of SPELL let the checks go on.
     stand_ins = default_config(name).to_dict()
     stand_ins |= {model: extra_model().to_dict() for model in _extra_models(fields)}
     # Any folder and any file: the defaults name no data.
@@ -372,6 +379,7 @@ def _build_run(fields: Mapping[str, Any]) -> RunConfig:
         for name, value in fields.items()
         if name != "algorithm" and name not in extra_models
     }
+    # Schedules count optimizer updates: each step has `minibatches` of them.
     config = _build(RunConfig, sections, "", steps * fields.get("minibatches", 1), **parts)
     config.check_sources()
     return config
@@ -392,6 +400,7 @@ def find_checkpoint(init_from: str) -> tuple[epath.Path, int | None]:
     """Return the workdir and step (or None) of init_from; ValueError if it is no run."""
     with naming("init_from", init_from):
         path, step = paths.open_folder(init_from), None
+    # A number below checkpoints/ is a step; any other path is the folder of a run.
     if path.parent.name == CHECKPOINTS_FOLDER and path.name.isdecimal():
         path, step = path.parent.parent, int(path.name)
     checkpoint_folder = path / CHECKPOINTS_FOLDER / ("" if step is None else str(step))
@@ -404,6 +413,7 @@ def find_checkpoint(init_from: str) -> tuple[epath.Path, int | None]:
 
 def model_sections(config: Config) -> list[str]:
     """Return names of the sections of a ConfigDict that describe models, "policy" among them."""
+    # Every ModelConfig has compute_dtype, and no other section has a field of that name.
     sections = ((name, value) for name, value in config.items() if hasattr(value, "items"))
     return [name for name, fields in sections if "compute_dtype" in fields]
 

@@ -7,6 +7,7 @@ import runpy
 
 
 def _run(name: str) -> None:
+    # As "__main__": the modules define their flags only there, and console scripts need them too.
     runpy.run_module(f"spell_jax.{name}", run_name="__main__", alter_sys=True)
 
 

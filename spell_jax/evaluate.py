@@ -21,13 +21,13 @@ The first command:
    judge the rule alone counts. The API key of an endpoint is read from $SPELL_JUDGE_KEY.
    --judge_template=grades asks for EAPO's three grades, of which only "correct" counts.
 3. OUT/samples.jsonl has a row per sample, OUT/summary.json means with 95 % intervals (bootstrap
-   over questions), OUT/table.md the table, next to those of other evaluations (--compare).
+   over questions), OUT/table.md the table, next to the tables of other evaluations (--compare).
    --columns=separate gives each benchmark a column of its own, as in EAPO's Table 1.
    Benchmarks with a breakdown, for example by the depth of a needle, have OUT/plots/NAME.png.
 4. Policies and data may be URLs (docs/launching.md, "Data and weights from a bucket").
-5. A restarted evaluation resumes: samples.jsonl keeps each question whose samples are complete, and
-   judge.jsonl each reply. The final files are those of an uninterrupted evaluation. OUT/config.json
-   describes the evaluation; another one needs another OUT.
+5. A restarted evaluation resumes: samples.jsonl keeps each question with complete samples, and
+   judge.jsonl each reply. The final files equal the files of an uninterrupted evaluation.
+   OUT/config.json describes the evaluation; another evaluation needs another OUT.
 
 The second runs tasks of lm-evaluation-harness (extra "lm_eval"), which define their own prompts,
 sampling and metrics. FOLDER has task files of your own. OUT/lm_eval.json has the harness's results,
@@ -64,6 +64,7 @@ def main(_) -> None:
             print(harness.table(results), end="")
         return
     config = runner.from_flags(flag_values)
+    # The judge is made before sampling, so that a mistake in its flags costs no answers.
     judge = judging.make_judge(flag_values, out, sizes)
     name = (
         flag_values.name or pathlib.Path(flag_values.workdir or flag_values.policy).resolve().name

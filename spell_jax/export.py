@@ -5,7 +5,7 @@
 
 1. W is the workdir of train.py or sft.py. The folder that the run started from (W/config.json names
    it) supplies the architecture and the tokenizer.
-2. The weights are those of the newest intact checkpoint, or of --step. Optimizer state is not read.
+2. The weights come from the newest intact checkpoint, or from --step. Optimizer state is not read.
 3. DIR gets config.json, sharded safetensors, tokenizer files and generation_config.json, or, after
    an error, nothing. Adapters are merged into their base; --adapters writes them alone, in PEFT's
    format.
@@ -38,6 +38,8 @@ def main(_) -> None:
         gguf_convert.convert(remote.fetch(flag_values.gguf), out, flag_values.dtype or "float32")
         print(f"{out}: the policy of {flag_values.gguf}")
         return
+    # A run's weights are trained in float32, but usually served in bfloat16. GGUF's are
+    # dequantized, and float32 loses nothing.
     workdir, dtype = paths.open_folder(flag_values.workdir), flag_values.dtype or "bfloat16"
     step = export(workdir, out, flag_values.step, dtype, flag_values.adapters)
     print(f"{out}: the policy after step {step}")

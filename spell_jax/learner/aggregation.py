@@ -45,8 +45,7 @@ def weigh(
     Raises ValueError for an unknown aggregation, or "sequence_sum" without its constant.
     """
     check_aggregation(aggregation, sequence_tokens)
-    # Counts are of whole groups, over all hosts and micro-batches: a weight needs no later
-    # division.
+    # Counts are over all micro-batches of the update: a weight needs no later division.
     total = sum(group.answer_tokens for group in groups)
     answers = sum(len(group.samples) for group in groups)
     tokens_of_role, groups_of_role = collections.Counter(), collections.Counter()

@@ -32,7 +32,7 @@ def order(is_answer: np.ndarray, used: int, devices: int) -> np.ndarray:
         count = min(share - len(device_tokens), fair)
         device_tokens += [*answers[:count]]
         answers = answers[count:]
-    # Padding attends to nothing, so it fills whatever places are free.
+    # No token reads padding, so padding fills whatever places are free.
     remaining_tokens = [*answers, *padding]
     for device_tokens in dealt:
         room = share - len(device_tokens)

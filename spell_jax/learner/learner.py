@@ -37,8 +37,8 @@ from spell_jax.runtime import mesh as meshes
 class Learner:
     """Updates of one model on one mesh.
 
-    Arguments other than `packing_config` and `mesh` are those of update.UpdateSpec; ValueError if a
-    row cannot be split over the mesh's context axis. `fns` are the jitted functions. `frozen`
+    Arguments other than `packing_config` and `mesh` become update.UpdateSpec; ValueError if a row
+    cannot be split over the mesh's context axis. `fns` are the jitted functions. `frozen`
     are the weights that are not trained, in the compute dtype; {} without adapters.
     """
 
@@ -186,6 +186,7 @@ class Learner:
             difference |= statistics.teacher_kl(taught, scored)
             weight = self.loss.distillation_weight
             groups = old_logprobs.with_teacher(groups, scored, weight)
+        # Old logprobs and teacher are computed: only a KL term reads the reference from here on.
         if not self.loss.kl_weight:
             reference = None
         parts = packing.in_parts(groups, minibatches) or [[]]
@@ -305,7 +306,7 @@ class Update:
     def finish(self) -> tuple[TrainState, list[dict[str, float]]]:
         """Run the rest; return the new state and each step's numbers (docs/metrics.md, train/).
 
-        A step whose loss or gradient norm is not finite leaves weights, moments and step count
+        A step with a non-finite loss or gradient norm leaves weights, moments and step count
         unchanged, to the bit; its "skipped_update" is 1. Empty steps do not end a series of skipped
         steps. Raises NonFinite at the optimizer.max_skipped-th skipped update in a row, counted
         over resumed runs too.

@@ -1,6 +1,6 @@
 """Loss of a micro-batch: policy gradients and their variants, or preferences (DPO).
 
-`objective` combines an answer token's importance ratio (its own or that of its answer: `ratio`)
+`objective` combines an answer token's importance ratio (of the token or of its answer: `ratio`)
 with its advantage; `tis_cap` corrects for samples of older weights. Objective "dpo" compares the
 two answers of a group instead. Token losses, KL estimates to a reference model and an entropy bonus
 are summed with the weights from aggregation.weigh.
@@ -57,6 +57,7 @@ def batch_loss(
         "role_entropy": packing.sum_by_role(entropy * real, batch.role),
     }
     if "sampler_difference" in config.sums:
+        # 0 stands for a missing logprob (MicroBatch.old_logprob).
         has_old = real & (batch.old_logprob != 0)
         sums["sampler_difference"] = jnp.sum(jnp.abs(logprobs - batch.old_logprob) * has_old)
     return value, sums
@@ -69,6 +70,7 @@ def _ratio_loss(
     old, weight = jax.lax.stop_gradient(logprobs), batch.weight
     if config.old_logprobs != "on_policy":
         old = batch.old_logprob
+    # With "on_policy" the ratio below is 1. The weight alone corrects for the sampler's policy.
     if config.tis_cap:
         since_rollout = log_ratio(logprobs, batch.old_logprob, config.ratio, batch.answer)
         weight *= importance(since_rollout, config.tis_cap)

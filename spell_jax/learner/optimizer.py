@@ -50,12 +50,12 @@ class OptimizerConfig:
     max_skipped: int = 3
 
     def __post_init__(self):
-        # Two decays of the moments are below 1: at 1 the bias correction would divide by 0.
         least = {"learning_rate": 0, "warmup_steps": 0, "final_fraction": 0, "weight_decay": 0}
         check_least(self, "optimizer.", **least, max_skipped=1)
         for field in ("epsilon", "clip_norm"):
             if not getattr(self, field) > 0:
                 raise ValueError(f"optimizer.{field} = {getattr(self, field)}: must be above 0")
+        # At 1 the bias correction of the moments, 1 / (1 - b^t), would divide by 0.
         for field in ("b1", "b2"):
             if not 0 <= getattr(self, field) < 1:
                 raise ValueError(f"optimizer.{field} = {getattr(self, field)}: must be in [0, 1)")
@@ -75,8 +75,7 @@ class OptimizerConfig:
             decay = optax.cosine_decay_schedule(self.learning_rate, steps, alpha=final)
         else:
             decay = optax.linear_schedule(self.learning_rate, self.learning_rate * final, steps)
-        # join_schedules wants a warm-up of at least one step, even if it is never used (boundary
-        # 0).
+        # Without warm-up the boundary is 0, so that the first schedule is never used.
         warmup = optax.linear_schedule(0.0, self.learning_rate, max(1, self.warmup_steps))
         return optax.join_schedules([warmup, decay], [self.warmup_steps])
 

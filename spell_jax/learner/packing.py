@@ -2,7 +2,7 @@
 
 1. A prompt and its answers become [prompt | answer_1 | ... | answer_G]; rotary
    positions restart at P for every answer.
-2. Groups whose prompts begin alike become a tree, which has their first tokens once (trees.py):
+2. Groups with prompts that begin alike become a tree, which has their first tokens once (trees.py):
    [documents | question_1 | its G answers | question_2 | its G answers | ...].
 3. Trees go first-fit-decreasing into rows [T]; a group too long for the longest row is split by
    answers, repeating its prompt.
@@ -47,8 +47,8 @@ class TrainGroup:
     # Prompt [<= P] after which the reference model scores the answers; None: `prompt`. Only for
     # loss.old_logprobs = "reference" and loss.distillation_weight.
     reference_prompt: Tokens | None = None
-    # The first answer after another prompt, in the same row: a group of one answer of advantage 0,
-    # whose loss weight is 0 and whose reward loss.align_weight compares.
+    # The first answer after another prompt, in the same row: a group of one answer with advantage 0
+    # and loss weight 0. loss.align_weight compares the rewards of both copies of the answer.
     aligned: TrainGroup | None = None
     # Added to the advantage of each answer at its tokens, float32 [S] (old_logprobs.with_teacher).
     token_advantages: Sequence[np.ndarray] | None = None
@@ -236,9 +236,9 @@ def sum_by_answer(values: Array, answer: Array) -> jax.Array:
 def whole_groups(
     groups: Sequence[TrainGroup], largest: Bucket
 ) -> tuple[list[GroupPart], list[int]]:
-    """Return the groups that fit a row without a split, and the numbers of the others' answers.
+    """Return the groups that fit a row without a split, and the numbers of all other answers.
 
-    A loss that compares the answers of a group needs all of them in one row.
+    A loss that compares the answers of a group needs every answer in one row.
     """
     parts, refused = [], []
     for group, numbers in zip(groups, _number_answers(groups), strict=True):
@@ -280,6 +280,7 @@ def split_groups(
 
 def _number_answers(groups: Sequence[TrainGroup]) -> list[range]:
     """Return the numbers of the answers of each group, counted over all groups."""
+    # Numbers survive splitting and packing, so that logprobs find their samples again.
     counts = [len(group.samples) for group in groups]
     ends = itertools.accumulate(counts)
     return [range(end - count, end) for count, end in zip(counts, ends, strict=True)]
@@ -367,6 +368,7 @@ def _stack(
             for array in by_token:
                 if array is not None:
                     array[row] = array[row, order]
+            # `source` is a slot of the row, so it follows the tokens: argsort inverts the order.
             batch.source[row] = np.argsort(order)[batch.source[row]]
     return batch
 
@@ -447,6 +449,7 @@ class _RowWriter:
             row.last_query[columns] = columns.stop - 1
             self.is_answer[columns] = True
             row.source[slots] = np.arange(columns.start - 1, columns.stop - 1)
+            # The column before an answer's first token may belong to another answer.
             row.source[slots.start] = path[-1]
             row.target[slots] = sample.tokens
             row.advantage[slots] = group.advantages[i]

@@ -170,7 +170,7 @@ def lengths(token_budget: int, devices: int = 1) -> dict[int, bool]:
     rungs: dict[int, bool] = {}
     for octave in range(longest.bit_length()):
         for share in _OCTAVE:
-            # setdefault: a length of two octaves keeps the first entry, which knows it is a half.
+            # Rounding may give a length twice; its first place in the order counts.
             length = min(longest, round_up(longest * share / 2**octave, devices))
             rungs.setdefault(length, share == 1.0)
     return rungs
@@ -198,7 +198,7 @@ class _Stack(NamedTuple):
     bucket: Bucket
     rows: list[list[GroupTree]]
     counts: tuple[int, ...]
-    # 0: full micro-batches of a halved length, 1: partly filled ones, 2: another length.
+    # 0: full micro-batches of a halved length, 1: micro-batches of fewer rows, 2: another length.
     rarity: int
 
 

@@ -106,6 +106,7 @@ def _logprob_gaps(before: Sequence[TrainGroup], after: Sequence[TrainGroup]) -> 
         for old_group, new_group in zip(before, after, strict=True)
         for old, new in zip(old_group.samples, new_group.samples, strict=True)
         if old.logprobs is not None and new.logprobs is not None
+        # NaN: the answer fits no row (old_logprobs.with_logprobs).
         if np.isfinite(new.logprobs).all()
     ]
     return np.concatenate(gaps) if gaps else np.zeros(0)

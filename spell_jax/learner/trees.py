@@ -61,14 +61,15 @@ def grow(
     row is a tree by itself. The order of the groups matters only where prompts are equal.
     """
     # Big-endian bytes sort as the numbers do, and compare faster than lists of Python integers.
+    # The index breaks ties, so that equal prompts keep their order.
     keys = [b"" if ids is None else ids.astype(">u4").tobytes() for ids in prompts]
     order = sorted(range(len(prompts)), key=lambda i: (keys[i], i))
-    # The index breaks ties, so that equal prompts keep their order on every host.
     shared = [0, *(common(prompts[a], prompts[b]) for a, b in itertools.pairwise(order))]
     trees, pending_trees = [], [_tree(order, shared[: len(order)], sizes)] if order else []
     while pending_trees:
         # A stack, filled in reverse: trees come out in the order of their prompts.
         tree = pending_trees.pop()
+        # A 0 inside says that neighbors share nothing, so they need not stay in one row.
         is_one = 0 not in tree.shared[1:] and tree.size.fits(room)
         if is_one or len(tree.members) == 1:
             trees.append(tree)

@@ -232,6 +232,7 @@ def apply(
     updates, opt_state = spec.optimizer.make().update(gradients, before[1], before[0])
     after = optax.apply_updates(before[0], updates), opt_state
     next_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, before)
+    # Skipped steps do not count, as in the optimizer's own state: the schedule waits for them.
     rate = spec.optimizer.rate()(state.step)
     step = state.step + finite.astype(jnp.int32)
     skipped = jnp.where(finite, 0, state.skipped + 1)

@@ -1,7 +1,7 @@
 """Config sections: a dataclass declares a section, a locked ConfigDict carries it.
 
 `section` makes the ConfigDict, config files and flags change it, and `build` makes the dataclass
-from it again. A mistake names the field, its value and the remedy; `collect` finds all of them.
+from it again. A mistake names the field, its value and the remedy; `collect` finds all mistakes.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def collect(
 
     Args:
       make: function that builds the config from nested dicts, and raises a mistake as an error
-        whose message begins with the dotted name of the field.
+        with a message that begins with the dotted name of the field.
       fields: nested dicts of the config's values, which stay as they are.
       stand_ins: valid values by the same names.
       find_conflicts: function that lists, as such messages, fields that do not fit together.
@@ -61,6 +61,7 @@ def collect(
       The result of `make`, with stand-ins in place of wrong fields; None if an error names no field
       that can be replaced. The message of each mistake by dotted name of its field.
     """
+    # A copy, because stand-ins are written into it; the caller's fields keep the mistakes.
     values: dict[str, Any] = copy.deepcopy(dict(fields))
     mistakes: dict[str, str] = {}
     replaced: set[str] = set()
@@ -72,6 +73,7 @@ def collect(
             mistakes[field] = message
         return field
 
+    # Ends: each turn replaces a field or section that was not replaced before, or returns.
     while True:
         try:
             built = make(values)
@@ -125,6 +127,7 @@ def section(fields: Any) -> Config:
     """
     result: Config = ConfigDict()
     instance = fields() if isinstance(fields, type) else fields
+    # With postponed annotations a field's type is a string; get_type_hints evaluates it.
     hints = typing.get_type_hints(type(instance))
     for field in dataclasses.fields(instance):
         if field.metadata.get("derived"):
@@ -160,6 +163,7 @@ def build(cls: type[T], section: Mapping[str, Any], where: str, **extra: Any) ->
     before = f"{where}." if where else ""
     fields = {f.name: f for f in dataclasses.fields(typing.cast(Any, cls)) if f.name not in extra}
     hints = typing.get_type_hints(cls)
+    # Unknown names first: a misspelled field would otherwise read as a missing one.
     values = dict(section.items())
     for name in values:
         if name not in fields:
@@ -175,6 +179,7 @@ def build(cls: type[T], section: Mapping[str, Any], where: str, **extra: Any) ->
     try:
         return cls(**values, **extra)
     except ValueError as error:
+        # One class may serve several sections: the policy's optimizer and a reward model's.
         usual = getattr(cls, "SECTION", where)
         if usual == where:
             raise
@@ -184,6 +189,7 @@ def build(cls: type[T], section: Mapping[str, Any], where: str, **extra: Any) ->
 def check_least(fields: Any, where: str, **least: float) -> None:
     """Raise ValueError for a field below its least value, or NaN; `where` is like "optimizer."."""
     for name, bound in least.items():
+        # `not >=` instead of `<`, which is false for NaN.
         if not getattr(fields, name) >= bound:
             raise ValueError(f"{where}{name} = {getattr(fields, name)}: must be at least {bound}")
 
@@ -234,6 +240,7 @@ def _coerce(value: Any, hint: Any, where: str) -> Any:
             inner = [option for option in inner if typing.get_origin(option) is tuple] or inner
         if len(inner) == 1:
             return _coerce(value, inner[0], where)
+        # The first type that takes the value wins, in the order of the annotation.
         for option in inner:
             with contextlib.suppress(ValueError):
                 return _coerce(value, option, where)
@@ -258,6 +265,8 @@ def _coerce(value: Any, hint: Any, where: str) -> Any:
             raise ValueError(f"{where} = {value!r}: must be a tuple of {', '.join(names)}")
         return build(typing.cast(type, hint), dict(zip(names, value, strict=True)), where)
     plain = origin or hint
+    # A flag such as --config.x=1 gives an int, which stands for a float. bool is an int in Python,
+    # but True is no number here.
     if plain is float and isinstance(value, int) and not isinstance(value, bool):
         with contextlib.suppress(OverflowError):
             return float(value)

@@ -46,7 +46,7 @@ USER_ERRORS = (
 )
 # Package that an extra of spell_jax installs -> the extra.
 _EXTRAS = {"apache_beam": "data", "datasketch": "data", "py3langid": "data", "pyarrow": "data"}
-# Subclasses of ValueError whose messages say what is wrong but not where.
+# Subclasses of ValueError with messages that say what is wrong but not where.
 _PLACELESS = (json.JSONDecodeError, UnicodeError)
 _IN_CONFIG_FILE = " Error whilst parsing config file:"  # ml_collections, before a traceback as text
 
@@ -100,8 +100,8 @@ def setup_done() -> None:
 def user_errors() -> Iterator[None]:
     """End the process with one line and EXIT_CODE for an error of USER_ERRORS before `setup_done`.
 
-    Commands with argparse use it directly, around their `main`. Of several processes, one that ends
-    here ends the others too (`distributed.leave`).
+    Commands with argparse use it directly, around their `main`. A process that ends here ends
+    all other processes too (`distributed.leave`).
     """
     global _is_set_up
     _is_set_up = False
@@ -137,6 +137,7 @@ def user_errors() -> Iterator[None]:
 
 def check_secrets(arguments: Sequence[str]) -> None:
     """Raise ValueError for a flag with a password or a key in its URL."""
+    # A URL may follow its flag as an argument of its own: `flag` remembers the argument before.
     flag = ""
     for argument in arguments:
         name, equals, value = argument.partition("=")
@@ -164,7 +165,7 @@ def _leave(line: str, code: int, error: BaseException) -> NoReturn:
 
 
 def _announce(line: str, code: int, error: BaseException) -> None:
-    """Print the line; with several processes, tell the others and end here."""
+    """Print the line; with several processes, tell every other process and end here."""
     global _signal_status
     if isinstance(error, KeyboardInterrupt | sigterm.Terminated):
         _signal_status = code
@@ -222,12 +223,15 @@ def parse_flags(
             setup_done()
             raise
         raise ValueError(f"{head.removeprefix('flag ')} {text}") from error
+    # ml_collections raises the error of a missing file from another error; the cause names the
+    # file.
     except OSError as error:
         text = str(error.__cause__ or error).splitlines()[-1].strip()
         if isinstance(error, FileNotFoundError) or "No such file" in text:
             text = _no_such_config(argv)
         raise ValueError(text) from error
     except (AttributeError, IndexError, KeyError, TypeError) as error:
+        # A frame of the config file itself means that its code raised the error: a bug, not a flag.
         names = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
         if names & {"get_config", "<module>"}:
             raise
@@ -237,6 +241,7 @@ def parse_flags(
 def _find_config(argv: Sequence[str]) -> list[str]:
     """Replace NAME of `--config=NAME[:ARGUMENT]` by a shipped config's path if it is no file."""
     arguments = list(argv)
+    # One spelling, --config=NAME, so that the loop and later messages know only one.
     if "--config" in arguments[:-1]:  # --config NAME
         place = arguments.index("--config")
         arguments[place : place + 2] = ["=".join(arguments[place : place + 2])]
@@ -279,6 +284,7 @@ def _no_such_field(error: Exception, argv: Sequence[str]) -> str:
 def _nearest_field(name: str, argv: Sequence[str]) -> str:
     """Suggest the config's fields with the last part of `name`, else the field most like `name`."""
     config = [argument for argument in argv if argument.startswith("--config=")]
+    # The config without its overrides, in flags of its own: the overrides hold the mistake.
     values = flags.FlagValues()
     config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=["", *config])
     values(["", *config])

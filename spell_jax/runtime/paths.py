@@ -61,6 +61,7 @@ def make_workdir(path: epath.Path) -> None:
     """
     check_characters("workdir", path)
     _make(path, f"workdir = {os.fspath(path)!r}")
+    # Before training: a wrong file type would otherwise be noticed at the first checkpoint.
     for name in _FILES:
         require(path / name, "a file")
     for name in _FOLDERS:
@@ -92,6 +93,7 @@ def check_characters(field: str, path: str | os.PathLike[str]) -> None:
     Orbax and Beam look for files with a glob of the whole path: a run in a folder "[x]" was saved
     and could never be resumed. TensorStore takes only UTF-8.
     """
+    # The absolute path: a relative one may be clean below a folder that is not.
     name = absolute(path)
     bad = [sign for sign in name if sign in "*?[]\\" or "\ud800" <= sign <= "\udfff"]
     if bad:
@@ -113,6 +115,7 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
 
 def open_file(path: str | os.PathLike[str]) -> IO[bytes]:
     """Open a file to read its bytes; OSError for a device or a pipe, where reads may never end."""
+    # Checked before opening: to open a pipe without a writer blocks.
     if _kind(path) == _NO_FILE:
         raise OSError(errno.EINVAL, _NO_FILE, os.fspath(path))
     return epath.Path(path).open("rb")
@@ -156,7 +159,7 @@ def cache_folder() -> pathlib.Path:
 
 @contextlib.contextmanager
 def machine_lock(file: pathlib.Path) -> Iterator[None]:
-    """Lock a file in the context: one process of this machine enters, the others wait."""
+    """Lock a file in the context: one process of this machine enters, all other processes wait."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed, or the process dies
@@ -173,6 +176,8 @@ def entries(folder: epath.Path) -> list[epath.Path]:
 
 def replace_folder(source: pathlib.Path, target: epath.Path, last: Collection[str]) -> None:
     """Replace a bucket folder by the files of a local folder; copy files named in `last` last."""
+    # A bucket cannot rename a folder. A reader takes the folder as complete once it has the files
+    # in `last`.
     target.rmtree(missing_ok=True)
     for path in sorted(source.iterdir(), key=lambda path: (path.name in last, path.name)):
         epath.Path(path).copy(target / path.name)

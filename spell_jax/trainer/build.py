@@ -110,8 +110,10 @@ def make_algorithm(
 def make_context(config: RunConfig, tokenizer: Tokenizer) -> AlgorithmContext:
     """Make the algorithm's context; only prompts are read now, data is opened when asked for."""
     data, prompts = config.data, config.algorithm.load_prompts()
+    # Of texts alone: the chat layout takes its tokens from the longest prompt.
     prompt_cap = config.sampler.max_prompt - len(tokenizer.chat(""))
 
+    # Cached: clusters and held-out clusters come from one split of the same data.
     @functools.cache
     def opened() -> tuple[clusters.ClusterSource, clusters.ClusterSource]:
         return open_clusters(data, config.seed, tokenizer.count, prompt_cap)
@@ -126,6 +128,7 @@ def make_context(config: RunConfig, tokenizer: Tokenizer) -> AlgorithmContext:
     def deal(source: clusters.ClusterSource) -> stream.TaskStream:
         return stream.TaskStream(source, data.tasks, data.task_weights, config.seed, data.shuffle)
 
+    # Functions instead of data: an algorithm without clusters never opens a source.
     return AlgorithmContext(
         prompts=prompts,
         count_tokens=tokenizer.count,

@@ -35,6 +35,7 @@ def export(
     policy's folder is gone. ValueError if the checkpoint does not fit the folder, there are no
     adapters to write, or `out` holds files.
     """
+    # Before any weight is read: a full folder or a missing config is told at once.
     check_new(out)
     config = read_config(workdir)
     try:
@@ -44,14 +45,18 @@ def export(
         raise ValueError(message) from error
     if adapters and policy.lora is None:
         raise ValueError(f"policy.lora_rank = 0: the run of {workdir} has no adapters to write")
+    # The mesh of this machine, not of the run: a checkpoint is restored into any sharding.
     mesh = meshes.make_mesh()
     step, params = read_weights(epath.Path(workdir), policy, mesh, step)
     if policy.lora and not adapters:
+        # The checkpoint has the adapters only. The base is read in the dtype that the run trained
+        # with.
         folder = find_folder(config.policy.folder)
         base_dtype = resolve_dtype(config.policy.compute_dtype, mesh)
         params = lora.join(params, weights.load(folder, mesh, base_dtype)[1])
     entry.setup_done()
     if adapters:
+        # PEFT's config names the base of the adapters; a URL stays as the run's config has it.
         base = config.policy.folder
         if not paths.is_remote(base):
             base = str(find_folder(base))

@@ -31,6 +31,7 @@ class HeldOut:
     def validate(self, step: int, metrics: Metrics) -> float | None:
         """Add accuracies to the metrics every validate_every steps; return a score or None."""
         run, every = self._run, self._run.config.validate_every
+        # Without an evaluation there is no score, so no best/ and no best checkpoint either.
         if run.evaluation is None or not every or step % every:
             return None
         run.worker.start_step(_STEP, RolloutParams(run, self._states))
@@ -54,6 +55,7 @@ class HeldOut:
         run.worker.start_step(_STEP, RolloutParams(run, self._states))
         result, answers = run.evaluation.full(run.worker)
         run.worker.end_step()
+        # Agents without replies have no share.
         counts = {agent: pair for agent, pair in self._truncated().items() if pair[1]}
         shares = {
             agent: share([True] * int(cut) + [False] * int(replies - cut))
@@ -61,6 +63,7 @@ class HeldOut:
         }
         result = result | {"replies truncated at their cap": {"share": shares}}
         path = self._workdir / tables.EVALUATION_FILE
+        # "before" stays when "after" is added by a later call, for example after a resume.
         if self._is_writer:
             write_json(path, _read_earlier(path) | {when: result})
             if answers:
@@ -73,6 +76,7 @@ class HeldOut:
             self.evaluate("after")
         for name in run.trained:
             save_model(run, self._states, name, workdir / name)
+        # Saving weights needs all hosts, plots and tables only one.
         if not self._is_writer:
             return
         plots = run_report.plot_run(workdir)

@@ -119,6 +119,7 @@ def _loop(
         logger.enter("write", step)
         algorithm_state = rollouts.algorithm_state()
         save = functools.partial(saver.save, step, algorithm_state, score=score)
+        # Written before the checkpoint, so that no checkpoint is ahead of metrics and episodes.
         with saving_on_disk_errors(save, step), distributed.fail_together():
             saver.write(step, metrics, rollout.records(run.algorithm), score)
         save()

@@ -23,6 +23,7 @@ def named_rewards(run: Run, step: int, episodes: Sequence[Any]) -> Iterator[None
         yield
     except (TypeError, ValueError) as error:
         place = f"algorithm {run.config.algorithm.name}, step {step}"
+        # The first question with a fault is named; the error itself may come from any code.
         for episode in episodes:
             if fault := _fault(run.algorithm.record(episode, Annotation())):
                 place = f"{place}, {fault}"
@@ -43,6 +44,7 @@ def check_scores(records: Sequence[Mapping[str, Any]]) -> None:
 
 def _fault(record: Mapping[str, Any]) -> str:
     """Return the question of a record with a wrong number of scores or an invalid score, or ""."""
+    # Records without scores pass: not every algorithm's records have the field.
     scores, answers = _list(record, "scores"), _list(record, "answers")
     if all(map(is_finite, scores)) and (not scores or len(scores) == len(answers)):
         return ""

@@ -98,6 +98,7 @@ class Rollouts:
         try:
             episodes = run.algorithm.rollout(worker, key, step)
         except _Interrupted:
+            # The resumed run repeats this rollout, so the algorithm must forget its beginning.
             worker.end_step()
             run.algorithm.load_state_dict(before)
             return None
@@ -110,6 +111,7 @@ class Rollouts:
         metrics = Metrics()
         metrics.merge(run.algorithm.metrics(episodes), "rollout/")
         metrics.merge(worker.metrics, "rollout/")
+        # Seconds that the worker waited count as phases of their own.
         seconds, waited = time.monotonic() - clock, worker.waited
         run.timer.reassign(waited | {"rollout": seconds - sum(waited.values())})
         rates = {"sampled": worker.sampled_tokens, "prefilled": worker.prefilled_tokens}

@@ -38,6 +38,8 @@ def save_step(
     If the flush fails, the checkpoint holds the unwritten metrics and episodes. It goes to the
     fallback folder if the disk is still full. A DiskError then names the saved step.
     """
+    # A checkpoint must not be ahead of the metrics and episodes of its steps: they must be on disk
+    # first.
     failure: Exception | None = None
     if force or is_due:
         try:
@@ -45,6 +47,8 @@ def save_step(
                 logger.flush()
         except Exception as error:  # of any kind: the step is saved before the error ends the run
             failure = error
+    # After a failed flush the step is saved even if it is not due: nothing that was computed is
+    # lost.
     store.save(step, arrays, host_state | logger.state(), force or failure is not None, score)
     if failure is not None:
         raise _as_disk_error(failure, step) from failure
@@ -55,6 +59,7 @@ def saving_on_disk_errors(save: Callable[..., None], step: int) -> Iterator[None
     """Call save(force=True) if a file cannot be written in the block, then raise the error."""
     try:
         yield
+    # RuntimeError too: the disk of another host may have failed (distributed.fail_together).
     except (OSError, RuntimeError) as error:
         save(force=True)
         raise _as_disk_error(error, step) from error
@@ -92,6 +97,7 @@ class Saver:
         A fallback folder lacks best/ if the first folder could not be read. If the checkpoint
         itself has the highest score, its weights are written now: the disk was full before.
         """
+        # Process 0 asks for all: hosts that saw different folders would not write best/ together.
         best = saved.get("best")
         if best is not None and not distributed.broadcast(self._best_folder.exists):
             log.warning("%s: not there; is made anew by the next best weights", self._best_folder)
@@ -113,9 +119,12 @@ class Saver:
             self._keep_best(score)
 
     def _keep_best(self, score: float | None) -> None:
+        # A strict comparison: of equal scores the earlier weights stay, and nothing is written.
         if score is not None and (self._best is None or score > self._best):
+            # A workdir that was removed must not come back as a folder with best/ alone.
             self._logger.check_folder()
             save_model(self._run, self._states, "policy", self._best_folder)
+            # Last: a checkpoint that names this score says that best/ has its weights.
             self._best = score
 
     def save(

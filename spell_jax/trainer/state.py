@@ -43,6 +43,8 @@ def settle_dtypes(config: C, workdir: epath.Path) -> C:
 
     A resumed run keeps the dtype with which it began, also on a machine with another "auto".
     """
+    # Process 0 reads the saved config for all: hosts with different dtypes would compile different
+    # programs, and wait for each other forever.
     mesh = meshes.make_mesh(dataclasses.asdict(config.mesh))
     saved = distributed.broadcast(functools.partial(setup.saved_config, workdir))
     return _replace_auto(keep_dtypes(config, saved), lambda _: resolve_dtype("auto", mesh))
@@ -54,6 +56,7 @@ def keep_dtypes(config: C, saved: Mapping[str, Any]) -> C:
     def saved_dtype(name: str) -> str:
         section = saved.get(name)
         dtype = section.get("compute_dtype") if isinstance(section, dict) else None
+        # An older or damaged config must not end the run: the mesh decides then.
         if dtype not in DTYPES:
             return "auto"
         log.info("%s.compute_dtype = 'auto': %s, with which the run began", name, dtype)
@@ -89,17 +92,20 @@ def restore_or_init(
     step = checkpoints.newest_intact()
     if step is None:
         return first_states(run), 0, {}
+    # The target has shapes and shardings of this mesh, which may differ from the saved run's mesh.
     target: dict[str, Any] = {}
     for name, model in run.own_models.items():
         if model.policy.lora:  # the checkpoint has the adapters only
             model.learner.freeze(load_weights(model.folder, model.learner))
         state = model.learner.fns.abstract_state
         target[name] = state if name in run.trained else state.params
+    # Copies of the policy have its shape, but weights of an earlier step: they are saved as well.
     target |= dict.fromkeys(run.copies, target["policy"].params)
     states, saved = checkpoints.restore(step, target)
     check_resumed(run.config, step, saved["config"])
     run.algorithm.load_state_dict(saved["algorithm"])
     log.info("resumed at step %d", step)
+    # Fields other than the seed may change between parts of a run. The log keeps a trace.
     for change in changes(to_dict(run.config), saved["config"]):
         log.info("%s when it was saved", change)
     return states, step, saved
@@ -107,6 +113,7 @@ def restore_or_init(
 
 def check_resumed(config: RunConfig, step: int, saved: Mapping[str, Any]) -> None:
     """Raise ValueError if a checkpoint has more steps than the config, or another seed."""
+    # Another seed would mix two orders of documents and two streams of random numbers in one run.
     if step > config.steps:
         raise ValueError(f"steps = {config.steps}: must be at least {step}, which are done")
     if saved.get("seed", config.seed) != config.seed:
@@ -123,6 +130,7 @@ def first_states(run: Run) -> dict[str, Any]:
         *(c.steps, c.algorithm.name, ", after a held-out evaluation" if c.evaluate else ""),
     )
     states: dict[str, Any] = {}
+    # Only trained models need an optimizer's moments. Of all others the weights alone are kept.
     for name, model in run.own_models.items():
         state = first_state(run.config, name, model)
         states[name] = state if name in run.trained else state.params
@@ -137,6 +145,7 @@ def first_state(config: RunConfig, name: str, model: Model) -> update.TrainState
     if the run of init_from does not exist, is damaged, or has another shape.
     """
     learner = model.learner
+    # init_from is a run of the policy alone. Other models start from the folder of their section.
     if config.init_from and name == "policy":
         if model.policy.lora:
             learner.freeze(load_weights(model.folder, learner))
@@ -153,6 +162,7 @@ def first_state(config: RunConfig, name: str, model: Model) -> update.TrainState
 
 def load_weights(folder: pathlib.Path, learner: Learner) -> transformer.Params:
     """Load a policy folder's weights onto the mesh: float32, or the compute dtype if frozen."""
+    # Trained weights need float32: an update of 2e-6 rounds to nothing in bfloat16 (8 bits).
     dtype = learner.compute_dtype.name if learner.policy.lora else "float32"
     return weights.load(folder, learner.mesh, dtype)[1]
 
@@ -167,6 +177,7 @@ def read_weights(
     """
     if not (workdir / CHECKPOINTS_FOLDER).is_dir():
         raise FileNotFoundError(f"{workdir / CHECKPOINTS_FOLDER}: not there")
+    # Only the weights are restored: the optimizer's moments are twice their size.
     shapes, axes = transformer.abstract_params(policy)
     shape, _ = lora.split(
         policy, meshes.with_sharding(shapes, meshes.shardings(mesh, axes, shapes))
@@ -201,9 +212,11 @@ class RolloutParams(Mapping[str, transformer.Params]):
     """
 
     def __init__(self, run: Run, states: Mapping[str, Any]):
+        # A copy of the dict: a rollout keeps its weights when an update replaces the states.
         self._run, self._states = run, dict(states)
 
     def __getitem__(self, name: str) -> transformer.Params:
+        # A copy of the policy has no learner of its own; the policy's learner casts it.
         learner = self._run.own_models.get(name, self._run.own_models["policy"]).learner
         state = self._states[name]
         return learner.cast(state.params if name in self._run.trained else state)

@@ -54,6 +54,7 @@ def _imitate(
 ) -> tuple[TrainState, list[dict[str, float]]]:
     """Train another model on its rows, in epochs of mini-batches; return as in Update.finish."""
     config, numbers = run.config.models[name], []
+    # A function of seed and step, so that a resumed run repeats the order of the rows.
     rng = np.random.default_rng([run.config.seed, step])
     minibatches = math.ceil(len(groups) / (config.groups_per_update or len(groups)))
     for _ in range(config.epochs):
@@ -80,6 +81,7 @@ def metrics(
     programs = sum(len(model.learner.programs) for model in run.trained.values())
     metrics.add("process/update_programs", programs)
     trained = [row for updates in numbers.values() for row in updates if not row["empty_update"]]
+    # With the next rollout at the same time, seconds of the update are not the update's alone.
     if trained and not is_ahead:
         devices = run.learner.mesh.devices.flatten().tolist()
         metrics.merge(statistics.speed(trained, run.timer.spent("update"), devices), "time/")

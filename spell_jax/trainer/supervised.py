@@ -70,6 +70,7 @@ def read_rows(path: str | pathlib.Path) -> tuple[list[demonstrations.Row], int]:
     Returns (rows, number of skipped lines, each logged with file and line). FileNotFoundError
     without the file, ValueError if no line of it is a row.
     """
+    # Bad lines are skipped and logged; require_records raises only if no line is a row.
     file = remote.fetch(path)
     if not file.is_file():
         raise FileNotFoundError(f"source = {str(path)!r}: must be 'tiny' or a .jsonl of rows")
@@ -82,6 +83,7 @@ def read_rows(path: str | pathlib.Path) -> tuple[list[demonstrations.Row], int]:
 def _parse_row(record: Any) -> demonstrations.Row:
     is_text = "text" in record and not {"prompt", "completion"} & record.keys()
     completion = record["text" if is_text else "completion"]
+    # An empty prompt or completion is a mistake in the file, except for rows of texts.
     for text in (completion,) if is_text else (record["prompt"], completion):
         if not isinstance(text, str) or not text:
             raise ValueError("prompt and completion, or text, must be texts")
@@ -104,6 +106,7 @@ def _shuffled(
     rows: Sequence[demonstrations.Row], seed: int, start: int
 ) -> Iterator[demonstrations.Row]:
     """Yield rows in another order in every epoch, from number `start` on."""
+    # The order of an epoch is a function of seed and epoch: a resumed run jumps to any row.
     epoch, order = -1, np.arange(0)
     for index in itertools.count(start):
         if index // len(rows) != epoch:
@@ -122,6 +125,7 @@ def make_policy(config: SupervisedConfig) -> tuple[PolicyConfig, tokenizers.Toke
         rows = itertools.islice(row_stream(config, 0), TOKENIZER_ROWS)
         texts = (row.prompt + row.completion for row in rows)
         tokenizer = tokenizers.train(texts, config.policy.vocab_size, demonstrations.SYMBOLS)
+    # A tokenizer may leave ids without a token; the head must give them no probability.
     policy = config.policy.architecture(tokenizer.vocab_size)
     policy = dataclasses.replace(policy, unused_ids=tokenizer.gaps)
     return shape_policy(config.policy, policy), tokenizer
@@ -153,6 +157,7 @@ def continue_thought(thought: str, completion: str) -> str:
     A completion that thinks loses its own start of the thought. Any other completion closes the
     thought before it answers: otherwise the policy would learn to answer inside the thought.
     """
+    # The chat template of a reasoning model may end a prompt with the start of a thought.
     begun = completion.lstrip()
     if not begun.startswith(THOUGHT_BEGIN):
         return completion if THOUGHT_END in completion else f"{THOUGHT_END}\n\n{completion}"
@@ -219,11 +224,14 @@ def _steps(
     stream = row_stream(config, finished_steps * config.rows_per_step)
     entry.setup_done()  # from here on an error is a crash, not a mistake of the user
     learner.compile(state)
+    # Rows that fit no packed row are counted over the whole run and logged once, at the end.
     refused = 0.0
     options = {"wandb": config.wandb, "config": saved}
     with RunLogger(workdir, config.steps, finished_steps, host_state, **options) as logger:
 
         def save(force: bool) -> None:
+            # The closure reads `step` and `state` when it is called, so it saves the newest of
+            # both.
             is_due = step % config.checkpoint_every == 0
             if force or is_due:
                 logger.enter("save", step)
@@ -244,6 +252,7 @@ def _steps(
                 metrics.add("process/update_programs", len(learner.programs))
                 with saver.saving_on_disk_errors(save, step):
                     logger.write(step, metrics)
+            # All hosts ask at the same step, so that all save the same checkpoint.
             must_stop = preemption.should_stop()
             save(force=must_stop or step == config.steps)
             if must_stop:

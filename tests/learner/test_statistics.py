@@ -122,7 +122,7 @@ def test_trained_tokens_include_repeated_prompts():
 
 @pytest.mark.slow
 def test_entropy_is_reported_by_role():
-    """A role's entropy is that of an update with this role alone; other roles have no metric."""
+    """A role's entropy equals an update with this role alone; other roles have none."""
     tiny_learner = learner()
     answers = {"questioner": [7] * 3, "responder": [9] * 5, "verifier": [11], "row": [13] * 9}
     groups = {role: tiny.group([3, 4], [answer], [1.0], role) for role, answer in answers.items()}

@@ -29,7 +29,7 @@ LONGEST = 8  # maximum number of tokens of an answer
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Fields of LossConfig, and the corresponding ones of TRL's GRPOConfig."""
+    """Fields of LossConfig, and the corresponding fields of TRL's GRPOConfig."""
 
     ours: dict[str, Any]
     trl: dict[str, Any]

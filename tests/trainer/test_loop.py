@@ -175,7 +175,7 @@ def test_metrics_report_rollouts_and_updates(uninterrupted_run):
 
 
 def test_every_metric_is_documented(uninterrupted_run):
-    """Every metric is in the docs; the run has all documented ones but those of unused features."""
+    """Every metric is in the docs; the run has every documented metric of a used feature."""
     written = {name for line in read_metrics(uninterrupted_run.workdir) for name in line} - {"step"}
     unknown, unused = metric_names.compare(written)
     assert not unknown
