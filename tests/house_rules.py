@@ -722,6 +722,8 @@ def check(sources: Sequence[Source], pages: Mapping[str, str]) -> list[Violation
     """
     violations: list[Violation] = [*uphill(sources), *circular(sources), *unique_classes(sources)]
     violations += faces(sources)
+    for name, blocks in texts(sources, pages).items():
+        violations += anaphors(name, blocks)
     for source in sources:
         violations += [*openings(source), *moods(source), *names(source), *pronouns(source)]
         violations += [*lengths(source), *code_readers(source)]

@@ -457,6 +457,12 @@ def test_import_graph_stays_small(checkout):
     assert counts["circles between rooms"] == counts["circles between modules"] == 0
 
 
+def test_comments_and_docs_keep_their_share(checkout):
+    counts = house_measures.measure(*checkout)
+    assert counts["comments, percent of lines"] >= 4
+    assert counts["words of docs"] <= 30_000
+
+
 def test_reading_path_stays_short(checkout):
     counts = house_measures.measure(*checkout)
     assert 20 <= counts["files of the reading path"] <= 25
