@@ -80,7 +80,8 @@ def get_config(model: str = "qwen3-14b") -> Config:
     # Ours, since the paper gives only the time, two GPU hours: 40 updates of 1,280 kept replies.
     config.reward_model.update(epochs=2, groups_per_update=64)
     config.reward_model.optimizer.learning_rate = 1e-5
-    # Both models take 815 GB. With the offload, an idle model leaves the devices' memory free.
+    # One of the two models is in use at a time: the offload frees the devices' memory of the idle
+    # model.
     for optimizer in (config.optimizer, config.reward_model.optimizer):
         optimizer.offload = optimizer.offload_weights = True
 
