@@ -422,7 +422,7 @@ def anaphor_rate(blocks: Sequence[Block]) -> float:
 
 
 def anaphors(name: str, blocks: Sequence[Block]) -> Iterator[Violation]:
-    """Find words that stand for a noun, in a text that has more than MOST_ANAPHORS of them.
+    """Find words that stand for a noun, in a text that has more than MOST_ANAPHORS.
 
     Args:
       name: what the blocks are, such as "docstrings of spell_jax/policy".
@@ -434,7 +434,8 @@ def anaphors(name: str, blocks: Sequence[Block]) -> Iterator[Violation]:
         for match in _ANAPHORS.finditer(text)
     ]
     rate = anaphor_rate(blocks)
-    if rate <= MOST_ANAPHORS or len(places) <= 1:
+    # Two in a short text are no habit.
+    if rate <= MOST_ANAPHORS or len(places) <= 2:
         return
     for path, line, words_text in places:
         limits = f"{rate} in 1,000 words of {name}, at most {MOST_ANAPHORS}"
@@ -455,7 +456,7 @@ def texts(sources: Sequence[Source], pages: Mapping[str, str]) -> dict[str, list
 
 
 def faces(sources: Sequence[Source]) -> Iterator[Violation]:
-    """Find packages whose __init__.py does not say what they are, or says what is not so.
+    """Find packages with an __init__.py that does not say what they are, or says what is not so.
 
     Every package outside the tests has a docstring. The docstring of a room also has a list
     "Public names:" of names that exist, and a line "Must not import:" of rooms that it does not.
@@ -490,7 +491,7 @@ def faces(sources: Sequence[Source]) -> Iterator[Violation]:
 
 
 def _public_names(section: str) -> Iterator[str]:
-    """Yield the names of a section "Public names:", whose entries are `name, name: text`."""
+    """Yield the names of a section "Public names:" with entries `name, name: text`."""
     for entry in re.split(r"\n(?=  \S)", section.strip("\n")):
         yield from re.split(r",\s+", entry.strip().partition(": ")[0])
 
@@ -519,7 +520,7 @@ def imports(source: Source, modules: Set[str]) -> list[tuple[int, str]]:
     Args:
       source: the file.
       modules: dotted names of all known modules. A name imported from a package counts as a module
-        if it is one of these, and as its package otherwise.
+        if it is among them, and as its package otherwise.
 
     Returns:
       (line, module) in the order of lines. Modules that are not in `modules` are left out, except

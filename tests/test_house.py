@@ -238,12 +238,12 @@ def test_name_is_reported_once_also_in_tests():
     ],
 )
 def test_words_that_stand_for_a_noun_are_reported_where_they_are_many(phrase):
-    page = f"# A\n\n{phrase} {phrase} " + 100 * "word "
-    (first, second) = house.anaphors("a", [("docs/a.md", 1, page)])
+    page = f"# A\n\n{phrase} {phrase} {phrase} " + 100 * "word "
+    (first, second, _) = house.check([], {"docs/a.md": page})
     assert (first.path, first.line, first.rule) == ("docs/a.md", 3, "anaphor")
     assert second.line == 3 + phrase.count("\n") and "at most 2.5" in second.text
-    assert not list(house.anaphors("a", [("docs/a.md", 1, page + 700 * "word ")]))
-    assert not list(house.anaphors("a", [("docs/a.md", 1, f"# A\n\n{phrase} word")]))
+    assert not house.check([], {"docs/a.md": page + 1_200 * "word "})
+    assert not house.check([], {"docs/a.md": f"# A\n\n{phrase} {phrase} word"})
 
 
 def test_docstrings_and_comments_are_read_by_room_and_pages_alone():

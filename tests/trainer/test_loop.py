@@ -74,7 +74,7 @@ class Finished:
 
     def _count(self, rows):
         """Record cache sizes and the freeze count, once per step, after the step's update."""
-        assert not self.run.worker._models, "the copy of the rollout takes memory"
+        assert not self.run.worker._params, "the copy of the rollout takes memory"
         sampler, learner = self.run.worker.sampler, self.run.learner
         programs = {
             "prefill": sampler.prefill,
