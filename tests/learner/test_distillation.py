@@ -114,6 +114,18 @@ def test_gaps_are_clipped_and_zero_where_no_row_fits() -> None:
     assert [row.tolist() for row in rows or []] == [[-10.0, 2.0], [0.0]]
 
 
+def test_teacher_reads_a_shorter_prompt_without_the_samplers_experts() -> None:
+    experts, prompt_experts = np.zeros((1, 1, 1), np.int8), np.zeros((2, 1, 1), np.int8)
+    group = tiny.change_samples(
+        tiny.group([1, 2], [[3]], [1.0], reference_prompt=[2]),
+        experts=[experts],
+        prompt_experts=[prompt_experts],
+    )
+    (read,) = old_logprobs.as_reference_reads([group])
+    assert read.prompt == [2] and tiny.answers(read) == [[3]]
+    assert read.samples[0].experts is None and read.samples[0].prompt_experts is None
+
+
 def test_token_advantages_follow_their_answers() -> None:
     """Splits and packing keep the advantage of each token with its token."""
     gaps = [np.arange(3, dtype=np.float32), np.full(2, 7, np.float32)]

@@ -409,7 +409,7 @@ def test_truncated_importance_weights_scale_loss_and_gradient() -> None:
     _assert_close(_moments(state), jax.tree.map(lambda g: g * (1 - SMOOTH.b1), clipped))
     fresh = [SMALL[0].with_logprobs([current[:2], current[2:]])]
     _assert_same_step(_step(learner, fresh), _step(_learner(), SMALL), 1e-4)
-    with pytest.raises(ValueError, match=r"loss\.tis_cap = 1\.5.*need the old_logprobs"):
+    with pytest.raises(ValueError, match=r"loss\.tis_cap = 1\.5.*need the logprobs"):
         _step(learner, SMALL)
 
 

@@ -227,8 +227,6 @@ def test_nothing_is_recorded_without_the_switch() -> None:
     (samples,) = sampler.sample(_weights(0.0, mesh), PROMPTS[:1], 1, jax.random.key(1))
     assert samples is not None
     assert samples[0].experts is None and samples[0].prompt_experts is None
-    group = Reply(PROMPTS[0], samples, ()).group([1.0], "responder")
-    assert group.experts is None and group.prompt_experts is None
     learner = _learner("own")
     with nn.logical_axis_rules(meshes.RULES):
         assert learner.empty_batch(learner.packing.buckets[0]).experts is None

@@ -23,8 +23,9 @@ def test_update_uses_the_experts_of_the_rollout(tmp_path, monkeypatch) -> None:
     assert rollout
     assert {group.name for group in rollout.groups} > {"responder"}
     for group in rollout.groups:
-        assert group.prompt_experts is not None
-        assert group.prompt_experts.shape == (len(group.prompt), 1, 2)
+        for sample in group.samples:
+            assert sample.prompt_experts is not None
+            assert sample.prompt_experts.shape == (len(group.prompt), 1, 2)
     update = step_update.start(run, states, rollout.groups)
     numbers = step_update.finish(run, states, rollout.groups, update, epath.Path(tmp_path), 1)
     (line,) = numbers["policy"]
