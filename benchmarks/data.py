@@ -97,7 +97,9 @@ class Dedup(BenchmarkCommand):
             )
             peak = peak_bytes()
             removed = stages.read_records("dedup/removed")
-        near = {(r["place"], r["because"]) for r in removed if r["reason"] == "near duplicate"}
+        near_removals = {
+            (r["place"], r["because"]) for r in removed if r["reason"] == "near duplicate"
+        }
         copies = range(COPY_EVERY - 1, number, COPY_EVERY)
         pairs = [
             ((str(i), f"bench:{i - COPY_OF}"), (str(i - COPY_OF), f"bench:{i}")) for i in copies
@@ -105,7 +107,8 @@ class Dedup(BenchmarkCommand):
         # Dedup may keep either of two near duplicates. If both are removed because of each other, a
         # document is lost.
         removed_copies = sum(
-            (removal in near) != (reverse_removal in near) for removal, reverse_removal in pairs
+            (removal in near_removals) != (reverse_removal in near_removals)
+            for removal, reverse_removal in pairs
         )
         seconds = filtered.seconds + dedup_stage.seconds
         return {
@@ -119,7 +122,7 @@ class Dedup(BenchmarkCommand):
             "kept": dedup_stage.count("documents kept"),
             "planted": len(pairs),
             "planted_recall": removed_copies / max(1, len(pairs)),
-            "false_removals": len(near) - removed_copies,
+            "false_removals": len(near_removals) - removed_copies,
         }
 
 

@@ -91,7 +91,7 @@ NAMES = {
 # fmt: off
 PRONOUNS = frozenset([
     "added", "again", "asked", "both", "chosen", "done", "few", "found", "given", "kept",
-    "known", "less", "made", "many", "more", "most", "needed", "one", "other", "others",
+    "known", "less", "made", "many", "more", "most", "near", "needed", "one", "other", "others",
     "own", "rest", "said", "seen", "some", "taken", "they", "these", "those", "told", "two",
     "wanted", "whole",
 ])

@@ -144,8 +144,8 @@ def init_state(spec: UpdateSpec, params: Params) -> TrainState:
 
 def cast(spec: UpdateSpec, params: Params) -> Params:
     """Cast the weights to the compute dtype, in device memory."""
-    near = to_device_memory(params, spec.masters_memory)
-    return jax.tree.map(lambda x: x.astype(spec.compute_dtype), near)
+    device_params = to_device_memory(params, spec.masters_memory)
+    return jax.tree.map(lambda x: x.astype(spec.compute_dtype), device_params)
 
 
 def accumulate(

@@ -261,8 +261,8 @@ def _config_name(path: str) -> str:
 def _no_such_config(argv: Sequence[str]) -> str:
     value = next((a.partition("=")[2] for a in argv if a.startswith("--config=")), "")
     names = [name for name in paths.shipped_configs() if "/" not in name]
-    near = difflib.get_close_matches(_config_name(value.partition(":")[0]), names, 1)
-    hint = f"did you mean {near[0]}? " if near else ""
+    close_names = difflib.get_close_matches(_config_name(value.partition(":")[0]), names, 1)
+    hint = f"did you mean {close_names[0]}? " if close_names else ""
     return f"--config = {value!r}: no such file; {hint}Configs that ship: {', '.join(names)}"
 
 

@@ -327,23 +327,25 @@ def test_means_and_gradients_of_kl_estimates() -> None:
     assert float(means["k2"]) != pytest.approx(float(kl), rel=1e-2)
     right = jax.grad(_divergence)(logits, reference)
     swapped_gradient = jax.grad(_divergence, 1)(reference, logits)
-    near = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
-    near(_mean_gradient("k1", logits, reference), jnp.zeros(4))
-    near(_mean_gradient("k2", logits, reference), right)
-    near(_mean_gradient("k3", logits, reference), swapped_gradient)
+    assert_close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
+    assert_close(_mean_gradient("k1", logits, reference), jnp.zeros(4))
+    assert_close(_mean_gradient("k2", logits, reference), right)
+    assert_close(_mean_gradient("k3", logits, reference), swapped_gradient)
     assert np.abs(right - swapped_gradient).max() > 0.01
 
 
 @pytest.mark.slow
 def test_k3_estimate_is_clamped() -> None:
-    far, near = jnp.array([0.0, -100.0]), jnp.array([-100.0, 0.0])
+    logprobs, swapped_logprobs = jnp.array([0.0, -100.0]), jnp.array([-100.0, 0.0])
     for estimator, expected_estimates in {
         "k1": [100, -100],
         "k2": [5000, 5000],
         "k3": [10, 10],
     }.items():
-        np.testing.assert_allclose(losses.kl_estimate(far, near, estimator), expected_estimates)
-    gradient = jax.grad(lambda x: jnp.sum(losses.kl_estimate(x, near)))(far)
+        np.testing.assert_allclose(
+            losses.kl_estimate(logprobs, swapped_logprobs, estimator), expected_estimates
+        )
+    gradient = jax.grad(lambda x: jnp.sum(losses.kl_estimate(x, swapped_logprobs)))(logprobs)
     np.testing.assert_array_equal(gradient, [0.0, 0.0])
 
 

@@ -46,10 +46,10 @@ def test_rotation_equals_complex_multiplication() -> None:
 
 def test_dot_products_depend_only_on_the_distance() -> None:
     q, k = np.random.default_rng(1).normal(size=(2, 1, 1, 1, 16)).astype(np.float32)
-    near = np.sum(_rotate(q, [9]) * _rotate(k, [4]))
-    far = np.sum(_rotate(q, [20_009]) * _rotate(k, [20_004]))
-    assert abs(near - far) < 0.02
-    assert abs(near - np.sum(_rotate(q, [9]) * _rotate(k, [3]))) > 0.1
+    near_score = np.sum(_rotate(q, [9]) * _rotate(k, [4]))
+    far_score = np.sum(_rotate(q, [20_009]) * _rotate(k, [20_004]))
+    assert abs(near_score - far_score) < 0.02
+    assert abs(near_score - np.sum(_rotate(q, [9]) * _rotate(k, [3]))) > 0.1
 
 
 @pytest.mark.slow

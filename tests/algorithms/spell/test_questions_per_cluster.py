@@ -70,8 +70,8 @@ def test_question_of_another_cluster_is_no_duplicate():
         ("a", "who sails, to oslo"),
     ]
     assert selection.duplicates(questions) == [2]
-    near = "In which year did the ship Aurora sail from Bergen to the old port of Oslo"
-    assert selection.duplicates([("a", near), ("a", f"{near} then")]) == [1]
+    question = "In which year did the ship Aurora sail from Bergen to the old port of Oslo"
+    assert selection.duplicates([("a", question), ("a", f"{question} then")]) == [1]
     assert selection.duplicates([("a", "sum of 1 and 2"), ("a", "sum of 1 and 3")]) == []
     assert selection.duplicates([("a", "?"), ("a", "!"), ("a", "?")]) == [2]
 
