@@ -78,7 +78,7 @@ class PolicyBenchmark(BenchmarkCommand):
 
 @dataclasses.dataclass
 class SamplerBenchmark(PolicyBenchmark):
-    """Base of the benchmarks that sample."""
+    """Options of benchmarks that sample: sizes of the policy, of pages and of prefill calls."""
 
     page_size: Annotated[int, "tokens of a page C"] = 128
     prefill: Annotated[int, "prompt tokens of a prefill call"] = 2048

@@ -34,7 +34,14 @@ class LostRowsError(RuntimeError):
 def check(
     stage: str, equations: Sequence[str], rows: Callable[[str], int], counts: Sequence[Count]
 ) -> None:
-    """Raise LostRowsError if an equation does not hold; `rows` counts a term of IN or OUT."""
+    """Raise LostRowsError if numbers of rows before and after a stage do not agree.
+
+    Args:
+      stage: name of the stage, for the message.
+      equations: sums that must agree, see the module's docstring.
+      rows: function that counts the rows of a term that begins with IN or OUT.
+      counts: counts that the stage wrote, for all other terms.
+    """
 
     def value(term: str) -> int:
         if term.startswith((IN, OUT)):

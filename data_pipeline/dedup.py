@@ -197,7 +197,12 @@ def _distinct_texts(nodes: bytes) -> list[bytes]:
 def _compare(
     documents: beam.PCollection, pairs: beam.PCollection, config: DedupConfig
 ) -> tuple[Any, Any]:
-    """Compare pairs; return outputs "names", (node, "SOURCE:PLACE"), and "edges", "counts"."""
+    """Compare the shingles of candidate pairs.
+
+    Returns:
+      Two sets of outputs: the first has "names", the pair (node, "SOURCE:PLACE") of each document;
+      the second has "edges", the two nodes of each pair of near duplicates, and "counts".
+    """
     # The first shuffle of the texts. Shingles take 8 bytes per word, more than the words
     # themselves, so they are computed again for the texts in a pair instead of being shuffled for
     # all texts.

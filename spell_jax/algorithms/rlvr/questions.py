@@ -188,7 +188,7 @@ class PolicyTeacher:
 
 @dataclasses.dataclass
 class Build:
-    """Runner of attempts. `counts` maps (task, outcome) to a number of attempts."""
+    """Build of a question set: attempts of the teacher, and `counts` by (task, outcome)."""
 
     settings: Settings
     prompts: Prompts
