@@ -190,7 +190,7 @@ def test_graphs_do_not_grow_with_files_and_benchmark_texts(config, tmp_path, mon
     def measure(self, pipeline, name):
         sizes[-1][name] = pipeline.to_runner_api().ByteSize()
 
-    monkeypatch.setattr(Stages, "check", measure)
+    monkeypatch.setattr(Stages, "check_graph", measure)
     changed_config = config.copy_and_resolve_references()
     for name in ("web", "filings"):
         (tmp_path / name).mkdir()
