@@ -159,7 +159,7 @@ def write_documents(folder: Path, number: int) -> None:
 class Engine(BenchmarkCommand):
     """Seconds and bytes of one corpus, built with Beam's local runner and with PySparkRunner.
 
-    The corpus is `documents` synthetic texts, of which 5 % are edited copies. "equal" compares all
+    The corpus is `documents` synthetic texts; 5 % are edited copies. "equal" compares all
     files of the result.
     """
 

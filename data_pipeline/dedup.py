@@ -287,14 +287,14 @@ def _both_directions(a: bytes, b: bytes) -> Iterator[tuple[bytes, bytes]]:
 def _large_star(node: bytes, neighbors: Iterable[bytes]) -> Iterator[tuple[bytes, bytes]]:
     """Link larger neighbors to the smallest node of the neighborhood: (larger node, smallest)."""
     distinct_neighbors = set(neighbors)
-    least = min(node, *distinct_neighbors)
-    return ((neighbor, least) for neighbor in distinct_neighbors if neighbor > node)
+    smallest_node = min(node, *distinct_neighbors)
+    return ((neighbor, smallest_node) for neighbor in distinct_neighbors if neighbor > node)
 
 
 def _small_star(node: bytes, smaller: Iterable[bytes]) -> Iterator[tuple[bytes, bytes]]:
     """Link a node and its smaller neighbors to the smallest neighbor: (larger node, smallest)."""
-    least, *larger_neighbors = sorted(set(smaller))
-    return ((larger_node, least) for larger_node in [*larger_neighbors, node])
+    smallest_node, *larger_neighbors = sorted(set(smaller))
+    return ((larger_node, smallest_node) for larger_node in [*larger_neighbors, node])
 
 
 def _center(node: bytes, neighbors: Iterable[bytes]) -> Iterator[Any]:

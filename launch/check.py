@@ -3,8 +3,8 @@
     python -m launch.check --config=configs/NAME.py [--config.a.b=value ...] \
         [--topology=v5e-16] [--workdir=DIR]
 
-1. `config.collect_mistakes` reads the config. Weights, memory and data are checked for those of its
-   sections that have no mistake.
+1. `config.collect_mistakes` reads the config. Weights, memory and data are checked for sections
+   without a mistake.
 2. A topology is a slice of topologies.py, or cpu:N or gpu:N for N devices of unknown memory. If
    none is given, the mesh is laid over the fewest devices that it can use.
 3. Each mistake is printed as one line (field, value, remedy), and the exit status is 2. Without

@@ -214,7 +214,7 @@ def phases(programs: aot.RunPrograms, topology: topologies.Topology, work: Workl
     if loss.needs_reference:
         add("reference logprobs", "update", calls, forward)
     add("update", "update", calls, update)
-    # One cast for the rollout, and one for each mini-batch, whose weights differ.
+    # One cast for the rollout, and one for each mini-batch, which has new weights.
     steps = programs.config.minibatches
     weights = counts.apply().times(steps) + counts.cast().times(1 + steps)
     add("optimizer, cast", "update", steps, weights)

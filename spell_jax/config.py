@@ -283,8 +283,8 @@ class SupervisedConfig:
     mesh: MeshConfig = MeshConfig()
 
     def __post_init__(self):
-        least = dict.fromkeys(("steps", "rows_per_step", "log_every", "checkpoint_every"), 1)
-        check_least(self, "", seed=0, **least)
+        minima = dict.fromkeys(("steps", "rows_per_step", "log_every", "checkpoint_every"), 1)
+        check_least(self, "", seed=0, **minima)
 
 
 def default_config(algorithm: str = "spell") -> Config:

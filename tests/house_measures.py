@@ -32,7 +32,7 @@ def measure(sources: Sequence[Source], pages: Mapping[str, str]) -> dict[str, in
     package = [source for source in sources if source.path.startswith(f"{PACKAGE}/")]
     top = {s.module: _top(s.module) for s in package}
     edges: dict[str, set[str]] = {name: set() for name in top.values() if name != PACKAGE}
-    for module, module_imports in house._graph(package).items():
+    for module, module_imports in house._graph(tuple(package)).items():
         for _, target in module_imports:
             if top[module] != top[target] and PACKAGE not in (top[module], top[target]):
                 edges[top[module]].add(top[target])

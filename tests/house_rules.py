@@ -202,7 +202,7 @@ CODE_READERS = (
 )
 # Keywords of any function, with the values that forbid it.
 CODE_KEYWORDS = {"allow_pickle": "False", "trust_remote_code": "False", "weights_only": "True"}
-_SAFE_FORMATS = "JSON, safetensors, or bytes with their lengths, whose readers run no code"
+_SAFE_FORMATS = "JSON, safetensors, or bytes with their lengths: no reader runs code"
 # Names of other libraries, spelled as they spell them.
 FOREIGN_NAMES: Set[str] = frozenset()
 
@@ -263,17 +263,23 @@ class Source:
 _Definition = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def docstrings(source: Source) -> Iterator[tuple[int, str]]:
-    """Yield (line, text) of every docstring; strings after attributes are not docstrings."""
+@functools.cache
+def docstrings(source: Source) -> list[tuple[int, str]]:
+    """List (line, text) of every docstring; strings after attributes are not docstrings."""
+    blocks = []
     for node in source.nodes:
         if isinstance(node, _Definition) and ast.get_docstring(node, clean=False) is not None:
             first = node.body[0]
             assert isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
-            yield first.lineno, str(first.value.value)
+            blocks.append((first.lineno, str(first.value.value)))
+    return blocks
 
 
-def comments(source: Source) -> Iterator[tuple[int, str]]:
-    """Yield (line, text) of blocks of comments; comments on consecutive lines are one block."""
+@functools.cache
+def comments(source: Source) -> list[tuple[int, str]]:
+    """List (line, text) of blocks of comments; comments on consecutive lines are one block."""
+    # Cached: two rules read the comments of all files.
+    blocks: list[tuple[int, str]] = []
     block: list[str] = []
     start = end = 0
     for token in tokenize.generate_tokens(io.StringIO(source.text).readline):
@@ -281,14 +287,15 @@ def comments(source: Source) -> Iterator[tuple[int, str]]:
             continue
         line = token.start[0]
         if block and line != end + 1:
-            yield start, "\n".join(block)
+            blocks.append((start, "\n".join(block)))
             block = []
         if not block:
             start = line
         block.append(token.string.removeprefix("#").strip())
         end = line
     if block:
-        yield start, "\n".join(block)
+        blocks.append((start, "\n".join(block)))
+    return blocks
 
 
 def openings(source: Source) -> Iterator[Violation]:
@@ -462,7 +469,7 @@ def faces(sources: Sequence[Source]) -> Iterator[Violation]:
     "Public names:" of names that exist, and a line "Must not import:" of rooms that it does not.
     """
     modules = {source.module: source for source in sources}
-    graph = _graph(sources)
+    graph = _graph(tuple(sources))
     for source in sources:
         if not source.path.endswith("__init__.py") or source.path.startswith("tests/"):
             continue
@@ -562,7 +569,8 @@ def _floor(name: str) -> int:
     return next(i for i, floor in enumerate(FLOORS) if name in floor)
 
 
-def _graph(sources: Sequence[Source]) -> dict[str, list[tuple[int, str]]]:
+@functools.cache
+def _graph(sources: tuple[Source, ...]) -> dict[str, list[tuple[int, str]]]:
     modules = {source.module for source in sources}
     return {source.module: imports(source, modules - {source.module}) for source in sources}
 
@@ -570,7 +578,7 @@ def _graph(sources: Sequence[Source]) -> dict[str, list[tuple[int, str]]]:
 def uphill(sources: Sequence[Source]) -> Iterator[Violation]:
     """Find imports of spell_jax that lead to a higher floor, sideways, or out of the package."""
     paths = {source.module: source.path for source in sources}
-    for module, module_imports in _graph(sources).items():
+    for module, module_imports in _graph(tuple(sources)).items():
         if module.split(".")[0] != PACKAGE:
             continue
         for line, target in module_imports:
@@ -616,7 +624,7 @@ def circular(sources: Sequence[Source]) -> Iterator[Violation]:
     paths = {source.module: source.path for source in sources}
     edges = {
         name: [target for _, target in module_imports]
-        for name, module_imports in _graph(sources).items()
+        for name, module_imports in _graph(tuple(sources)).items()
     }
     for circle in circles(edges):
         yield Violation(paths[circle[0]], 1, "circle", " <-> ".join(circle))

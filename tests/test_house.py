@@ -447,24 +447,27 @@ def checkout() -> tuple[list[Source], dict[str, str]]:
     return house.read()
 
 
+@pytest.fixture(scope="module")
+def counts(checkout) -> dict[str, int | float]:
+    """Return the measures of this checkout."""
+    return house_measures.measure(*checkout)
+
+
 def test_checkout_follows_the_house_rules(checkout):
     assert [str(violation) for violation in house.check(*checkout)] == []
 
 
-def test_import_graph_stays_small(checkout):
-    counts = house_measures.measure(*checkout)
+def test_import_graph_stays_small(counts):
     assert counts["rooms"] <= 20 and counts["floors"] <= 9 and counts["arrows"] <= 85
     assert counts["circles between rooms"] == counts["circles between modules"] == 0
 
 
-def test_comments_and_docs_keep_their_share(checkout):
-    counts = house_measures.measure(*checkout)
+def test_comments_and_docs_keep_their_share(counts):
     assert counts["comments, percent of lines"] >= 4
     assert counts["words of docs"] <= 30_000
 
 
-def test_reading_path_stays_short(checkout):
-    counts = house_measures.measure(*checkout)
+def test_reading_path_stays_short(counts):
     assert 20 <= counts["files of the reading path"] <= 25
     assert counts["lines of the reading path"] <= 5000
 

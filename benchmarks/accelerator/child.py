@@ -126,7 +126,7 @@ def _prepare(cases: Sequence[Case], send: Callable[..., None]) -> dict[str, str]
 
 def _end_with_parent() -> None:
     """Kill this process and its children when the parent has ended, however it ended."""
-    # The pipe closes when the parent ends, also by SIGKILL, of which no handler would hear.
+    # The pipe closes when the parent ends, also by SIGKILL, which no handler catches.
     sys.stdin.read()
     os.killpg(0, signal.SIGKILL)
 

@@ -26,7 +26,7 @@ class AlgorithmConfig:
       judge_url: address of an OpenAI-compatible endpoint, for a rule with a judge.
       judge_model: name of the judge's model at that endpoint.
       judge_template: question to that judge. "yes_no": whether an answer agrees with the reference
-        (Table 5). "grades": EAPO's three grades (its Appendix E), of which only "correct" scores.
+        (Table 5). "grades": EAPO's three grades (its Appendix E); only "correct" scores.
       rule: how answers are scored. "match": numbers and letters are compared, and a text is right
         if it contains the reference (cover exact match), which rewards copied passages. "exact": a
         text must equal the reference. "f1": a text scores its words' F1. "brief": a right text

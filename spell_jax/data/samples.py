@@ -18,7 +18,7 @@ class Sample:
     logprobs: np.ndarray | None = None
     # Whether a stop token or stop string ended it; False if it was truncated at the cap.
     stopped: bool = True
-    # Stop string that ended it, or "". The last token is the one that completed it.
+    # Stop string that ended it, or "". The last token completed the stop string.
     stop_string: str = ""
     # What top-k, top-p and min-p kept at each token: the log of its probability mass, and the
     # cut-off of the logits (sampling.SampledToken), float32 [S]. For loss.support = "sampled".

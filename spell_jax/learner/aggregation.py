@@ -17,10 +17,10 @@ def check_aggregation(aggregation: str, sequence_tokens: int) -> None:
     if aggregation not in AGGREGATIONS:
         raise ValueError(f"loss.aggregation = {aggregation!r}: must be one of {AGGREGATIONS}")
     # 0 means "not set": the other aggregations ignore the constant.
-    least = int(aggregation == "sequence_sum")
-    if sequence_tokens < least:
+    minimum = int(aggregation == "sequence_sum")
+    if sequence_tokens < minimum:
         raise ValueError(
-            f"loss.sequence_tokens = {sequence_tokens}: must be at least {least} for "
+            f"loss.sequence_tokens = {sequence_tokens}: must be at least {minimum} for "
             f"loss.aggregation = {aggregation!r}"
         )
 

@@ -79,7 +79,8 @@ def _search(rows: Sequence[WeighedGroup], is_finite) -> Iterator[WeighedGroup]:
 def _separate(row: WeighedGroup) -> list[WeighedGroup]:
     """Make one row per answer."""
     group, weights = row
-    return [(group.select([i]), [weight]) for i, weight in enumerate(weights)]
+    singles = packing.separate_answers([group])
+    return [(single, [weight]) for single, weight in zip(singles, weights, strict=True)]
 
 
 def find_tensors(tree: Any, replicated: jax.sharding.Sharding) -> list[str]:

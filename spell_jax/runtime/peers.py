@@ -83,7 +83,7 @@ class _Peer:
 
     @property
     def is_ended(self) -> bool:
-        """Whether the process said that it is done or has failed."""
+        """State of a process that said that it is done or has failed."""
         return bool(self.error or self.state.get("is_done"))
 
     def is_missing(self, now: float, limit: float, patience: float) -> bool:
