@@ -45,7 +45,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """Make a folder with the parts of a checkout that commands name, and the script `python`."""
     path = tmp_path_factory.mktemp("pages")
     (path / "spell_jax").mkdir()
-    (path / "spell_jax" / "selfplay").symlink_to(ROOT / "spell_jax" / "selfplay")
+    for room in ["data", "selfplay"]:
+        (path / "spell_jax" / room).symlink_to(ROOT / "spell_jax" / room)
     (path / "bin").mkdir()
     (path / "bin" / "python").write_text(PYTHON)
     (path / "bin" / "python").chmod(0o755)
