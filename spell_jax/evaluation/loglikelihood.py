@@ -22,6 +22,7 @@ from spell_jax.attention import attend
 from spell_jax.data.samples import Sample
 from spell_jax.evaluation.policy_sampler import Policy
 from spell_jax.learner import packing
+from spell_jax.learner.aggregation import equal_weights
 from spell_jax.learner.packing import Bucket, MicroBatch, TrainGroup
 from spell_jax.policy import transformer
 from spell_jax.policy.config import PolicyConfig
@@ -94,7 +95,7 @@ def _batches(
         bucket = Bucket(length, length // 4 if short else length)
         for start in range(0, len(groups), _GROUPS):
             packed = groups[start : start + _GROUPS]
-            weights = [[1.0] * len(group.samples) for group in packed]
+            weights = equal_weights(packed)
             parts, _ = packing.split_groups(packed, bucket)
             needed_tokens = -(-sum(part.group.tokens for part in parts) // length) * length
             budget = min(token_budget, needed_tokens)

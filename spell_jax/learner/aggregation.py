@@ -25,6 +25,11 @@ def check_aggregation(aggregation: str, sequence_tokens: int) -> None:
         )
 
 
+def equal_weights(groups: Sequence[TrainGroup]) -> list[list[float]]:
+    """Return weight 1 for every answer of the groups, for programs that score and have no loss."""
+    return [[1.0] * len(group.samples) for group in groups]
+
+
 def weigh(
     groups: Sequence[TrainGroup], aggregation: str = "token_mean", sequence_tokens: int = 0
 ) -> list[list[float]]:

@@ -213,7 +213,7 @@ class Learner:
         groups: Sequence[packing.TrainGroup],
     ) -> list[packing.TrainGroup]:
         """Return `groups` with the logprobs of their answers in `read`, under trained weights."""
-        batches, _ = self.pack(read, [[1.0] * len(group.samples) for group in read])
+        batches, _ = self.pack(read, aggregation.equal_weights(read))
         with self.on_mesh():
             cast = self.fns.cast(params) if batches else {}
             logprobs = [self._logprobs(cast, self.place(batch)) for batch in batches]

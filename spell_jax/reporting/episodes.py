@@ -52,7 +52,7 @@ def choose_episodes(workdir: epath.Path, limit: int) -> Episodes:
     """Read all of WORKDIR/episodes, one step at a time, and keep at most `limit` episodes."""
     result = Episodes()
     try:
-        steps = evenly(list(episode_files(workdir)), limit)
+        steps = spread_with_ends(list(episode_files(workdir)), limit)
     except OSError as error:  # such as a file in place of the folder
         log.warning("%s: no episodes (%s)", workdir / EPISODES_FOLDER, error.strerror or error)
         return result
@@ -170,7 +170,7 @@ def shares_of(total: int, parts: int) -> list[int]:
     return [total * (i + 1) // parts - total * i // parts for i in range(parts)]
 
 
-def evenly(items: Sequence[int], limit: int) -> list[int]:
+def spread_with_ends(items: Sequence[int], limit: int) -> list[int]:
     """Choose at most `limit` items, evenly spaced, with the first and the last item."""
     if len(items) <= limit:
         return list(items)

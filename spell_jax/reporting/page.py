@@ -26,7 +26,7 @@ from typing import Any
 from etils import epath
 
 from spell_jax.data.clusters import ROLES
-from spell_jax.reporting.episodes import Episodes, choose_episodes, evenly, shares_of
+from spell_jax.reporting.episodes import Episodes, choose_episodes, shares_of, spread_with_ends
 from spell_jax.reporting.panels import choose_panels, other_panels
 from spell_jax.reporting.tables import Table, compare_tables, six_digits
 from spell_jax.runtime.config import flat
@@ -336,7 +336,8 @@ def _series(
         }
         # A metric such as validation has values at few steps: its own steps are thinned, not the
         # run's.
-        steps = evenly([step for step, values in values_by_step.items() if values], POINTS)
+        steps_with_values = [step for step, values in values_by_step.items() if values]
+        steps = spread_with_ends(steps_with_values, POINTS)
         if not steps:
             continue
         values = [values_by_step[step] for step in steps]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pathlib
+
 from etils import epath
 from ml_collections import ConfigDict
 
@@ -39,7 +41,7 @@ def export(
     check_new(out)
     config = read_config(workdir)
     try:
-        policy, tokenizer = _make_policy(config)
+        folder, policy, tokenizer = _make_policy(config)
     except (AttributeError, ConfigError, KeyError, TypeError) as error:  # damaged or of another run
         message = f"{workdir / CONFIG_FILE}: not the config of a run ({error})"
         raise ValueError(message) from error
@@ -51,7 +53,7 @@ def export(
     if policy.lora and not adapters:
         # The checkpoint has the adapters only. The base is read in the dtype that the run trained
         # with.
-        folder = find_folder(config.policy.folder)
+        assert folder is not None  # random weights have no adapters (policy.lora_rank)
         base_dtype = resolve_dtype(config.policy.compute_dtype, mesh)
         params = lora.join(params, weights.load(folder, mesh, base_dtype)[1])
     entry.setup_done()
@@ -59,7 +61,7 @@ def export(
         # PEFT's config names the base of the adapters; a URL stays as the run's config has it.
         base = config.policy.folder
         if not paths.is_remote(base):
-            base = str(find_folder(base))
+            base = str(folder)
         lora.save(out, policy, params, base)
     else:
         weights.save(out, *lora.merge(policy, params), tokenizer, dtype)
@@ -87,8 +89,14 @@ def read_config(workdir: epath.Path) -> Config:
     return ConfigDict(config)
 
 
-def _make_policy(config: Config) -> tuple[PolicyConfig, Tokenizer]:
-    """Return (architecture, tokenizer) for the config of train.py or sft.py."""
+def _make_policy(config: Config) -> tuple[pathlib.Path | None, PolicyConfig, Tokenizer]:
+    """Return (folder, architecture, tokenizer) of the config of train.py or sft.py.
+
+    A policy that sft.py trained from random weights has no folder.
+    """
     if "algorithm" in config:
-        return read_model(config.policy, find_folder(config.policy.folder))
-    return supervised.make_policy(read_supervised(config))
+        folder = find_folder(config.policy.folder)
+        return folder, *read_model(config.policy, folder)
+    supervised_config = read_supervised(config)
+    folder = supervised.find_base(supervised_config)
+    return folder, *supervised.make_policy(supervised_config, folder)

@@ -115,10 +115,20 @@ def _shuffled(
         yield rows[order[index % len(rows)]]
 
 
-def make_policy(config: SupervisedConfig) -> tuple[PolicyConfig, tokenizers.Tokenizer]:
-    """Make architecture and tokenizer of the initial policy; errors name the field and remedy."""
-    if config.policy.folder:
-        return read_model(config.policy, find_folder(config.policy.folder))
+def find_base(config: SupervisedConfig) -> pathlib.Path | None:
+    """Find the folder of the initial policy; None for random weights. Errors as in find_folder."""
+    return find_folder(config.policy.folder) if config.policy.folder else None
+
+
+def make_policy(
+    config: SupervisedConfig, base: pathlib.Path | None
+) -> tuple[PolicyConfig, tokenizers.Tokenizer]:
+    """Make architecture and tokenizer of the initial policy; `base` is the folder of find_base.
+
+    Errors name the field and remedy.
+    """
+    if base:
+        return read_model(config.policy, base)
     if config.policy.tokenizer:
         tokenizer = tokenizers.load(config.policy.tokenizer)
     else:
@@ -183,7 +193,8 @@ def fine_tune(config: Config, workdir: epath.Path) -> epath.Path:
     Errors are the same as in trainer.loop.train.
     """
     config = settle_dtypes(read_supervised(config), workdir)
-    policy, tokenizer = make_policy(config)
+    base = find_base(config)
+    policy, tokenizer = make_policy(config, base)
     learner = make_learner(config, policy)
     paths.make_workdir(workdir)
     folder = workdir / "policy"
@@ -193,7 +204,7 @@ def fine_tune(config: Config, workdir: epath.Path) -> epath.Path:
             Checkpoints(workdir, keep=1, every=config.checkpoint_every) as checkpoints,
             peers.announced(),
         ):
-            state = _steps(config, learner, tokenizer, workdir, checkpoints, preemption)
+            state = _steps(config, learner, base, tokenizer, workdir, checkpoints, preemption)
         weights.save(folder, *learner.export(state.params), tokenizer)
     return folder
 
@@ -201,6 +212,7 @@ def fine_tune(config: Config, workdir: epath.Path) -> epath.Path:
 def _steps(
     config: SupervisedConfig,
     learner: Learner,
+    base: pathlib.Path | None,
     tokenizer: tokenizers.Tokenizer,
     workdir: epath.Path,
     checkpoints: Checkpoints,
@@ -211,14 +223,14 @@ def _steps(
         setup.write_config(saved, workdir)
     finished_steps, host_state = checkpoints.newest_intact() or 0, {}
     if finished_steps:
-        if learner.policy.lora:  # the checkpoint has the adapters only
-            learner.freeze(load_weights(find_folder(config.policy.folder), learner))
+        if base and learner.policy.lora:  # the checkpoint has the adapters only
+            learner.freeze(load_weights(base, learner))
         states, host_state = checkpoints.restore(
             finished_steps, {"policy": learner.fns.abstract_state}
         )
         state = states["policy"]
-    elif config.policy.folder:
-        state = learner.init(load_weights(find_folder(config.policy.folder), learner))
+    elif base:
+        state = learner.init(load_weights(base, learner))
     else:
         state = learner.init(jax.random.key(config.seed))
     stream = row_stream(config, finished_steps * config.rows_per_step)

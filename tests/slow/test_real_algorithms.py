@@ -16,7 +16,7 @@ import pathlib
 import re
 import shutil
 import zlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,10 +28,12 @@ from ml_collections import ConfigDict
 from data_pipeline import long_questions
 from data_pipeline.question_rows import LAYOUTS, Draft, read_row
 from launch import random_policy
-from spell_jax.algorithms.rollout import RolloutWorker
+from spell_jax.algorithms import rollout
+from spell_jax.algorithms.rollout import PendingCall, RolloutWorker
 from spell_jax.configs import eapo, paper, reconstruction, rlvr
 from spell_jax.data.clusters import ROLES
 from spell_jax.data.questions import Question, read_questions
+from spell_jax.data.samples import Sample
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy import weights
 from spell_jax.runtime.episodes import read_episodes
@@ -374,15 +376,21 @@ class Script:
         return ['{"scores": [5, 1, 2]}' if tries >= place % 3 else "the first is best"]
 
     def replace(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        real_reply = RolloutWorker._reply
+        asked_model, tokenizer = "", None
+        real_answer, real_reply = RolloutWorker._answer, rollout.make_reply
 
-        def reply(players: RolloutWorker, model: str, prompt: list[int], samples: Sequence[Any]):
-            model_reply = real_reply(players, model, prompt, samples)
-            texts = self.write(model, players._text_sampler_of(model).tokenizer.decode(prompt))
-            model_reply.texts[:] = texts
-            return model_reply
+        def answer(worker: RolloutWorker, model: str, pending: deque[PendingCall]):
+            nonlocal asked_model, tokenizer
+            asked_model, tokenizer = model, worker._text_sampler_of(model).tokenizer
+            yield from real_answer(worker, model, pending)
 
-        monkeypatch.setattr(RolloutWorker, "_reply", reply)
+        def make_reply(prompt_ids: list[int], samples: Sequence[Sample], _, truncated: str):
+            assert tokenizer is not None
+            texts = self.write(asked_model, tokenizer.decode(prompt_ids))
+            return real_reply(prompt_ids, samples, texts, truncated)
+
+        monkeypatch.setattr(RolloutWorker, "_answer", answer)
+        monkeypatch.setattr(rollout, "make_reply", make_reply)
 
 
 def answers_to(question: Question) -> list[str]:

@@ -347,7 +347,7 @@ def test_random_policy_knows_the_gaps_of_its_tokenizer(tmp_path):
     folder = hf_folders.write(tmp_path / "words", words, {"eos_token": "[SEP]"})
     config = small_config("", "tiny")
     config.policy.tokenizer = str(folder)
-    shape, _ = supervised.make_policy(read_supervised(config))
+    shape, _ = supervised.make_policy(read_supervised(config), None)
     assert (shape.vocab_size, shape.unused_ids) == (10, ((6, 9),))
 
 
@@ -405,14 +405,14 @@ def test_new_policy_gets_its_own_tokenizer(monkeypatch):
     config = small_config("", "tiny")
     config.policy.vocab_size = 400
     config = read_supervised(config)
-    shape, tokenizer = supervised.make_policy(config)
+    shape, tokenizer = supervised.make_policy(config, None)
     assert shape.vocab_size == tokenizer.vocab_size <= 400
     for symbol in demonstrations.SYMBOLS:
         assert tokenizer.count(symbol) == 1, symbol
     rows = itertools.islice(supervised.row_stream(config, 300), 50)
     for text in ("Größe 漢字 \U0001f600", *(row.prompt + row.completion for row in rows)):
         assert tokenizer.decode(tokenizer.encode(text)) == text
-    second_tokenizer = supervised.make_policy(config)[1]
+    second_tokenizer = supervised.make_policy(config, None)[1]
     assert second_tokenizer.model == tokenizer.model
 
 

@@ -54,7 +54,7 @@ def load(folder: Folder, limit: int | None = None) -> Benchmark:
     items: list[BenchmarkItem] = []
     for step, episodes in itertools.groupby(read_episodes(folder), key=operator.itemgetter(0)):
         step_items = list(_items(step, [record for _, record in episodes], wording, left_out))
-        chosen_items = evenly(step_items, PER_STEP)
+        chosen_items = spread_inside(step_items, PER_STEP)
         left_out[f"over {PER_STEP} a step"] += len(step_items) - len(chosen_items)
         items += chosen_items
     counts = f"left out: {dict(+left_out)}"
@@ -67,7 +67,7 @@ def load(folder: Folder, limit: int | None = None) -> Benchmark:
     return Benchmark(
         name=NAME,
         title="own questions",
-        items=tuple(items if limit is None else evenly(items, limit)),
+        items=tuple(items if limit is None else spread_inside(items, limit)),
         extract=lambda text, item: rules.extract_answer(text, item.fields["task"], EXTRACT),
         score=lambda text, item: rules.score(
             text, item.references[0], item.fields["task"], extract=EXTRACT
@@ -88,7 +88,7 @@ def _load_prompts(config: epath.Path) -> prompts.Prompts:
     return prompts.load(name)
 
 
-def evenly(values: Sequence[T], count: int) -> list[T]:
+def spread_inside(values: Sequence[T], count: int) -> list[T]:
     """Choose at most `count` of the values, evenly spaced and in their order."""
     count = min(count, len(values))
     # The middle of each of `count` equal parts, so that neither end is preferred.
