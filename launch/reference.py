@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import functools
 import html
 import importlib
 import re
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 from launch import commands
@@ -22,7 +19,8 @@ from spell_jax import config
 from spell_jax.algorithms import registry
 from spell_jax.algorithms.config import AlgorithmConfig
 
-_PACKAGES = ("spell_jax", "launch", "benchmarks", "data_pipeline", "configs", "examples")
+# An entry of "Public names:" in the docstring of a room: `module.name, module.name: meaning`.
+_PUBLIC_NAMES = re.compile(r"^  (\w+[\w., \n]*?): ", re.MULTILINE)
 
 
 def config_page() -> str:
@@ -37,6 +35,10 @@ def config_page() -> str:
         parts.append(
             f"## {title}\n\n::: {path}\n    options: {{show_root_toc_entry: false, members: false}}"
         )
+    parts.append("## Reading a config")
+    for function in (config.default_config, config.read, config.read_supervised):
+        path = f"{function.__module__}.{function.__qualname__}"
+        parts.append(f"::: {path}\n    options: {{show_root_heading: true}}")
     return "\n\n".join(parts) + "\n"
 
 
@@ -54,95 +56,27 @@ def config_sections() -> dict[str, type]:
     return sections
 
 
-@functools.cache
 def room_pages() -> dict[str, str]:
-    """Format a page for each room: the functions and classes that modules outside of it use."""
-    on_config_page = {(cls.__module__, cls.__name__) for cls in config_sections().values()}
-    pages = {}
-    for room, modules in sorted(public_names().items()):
-        parts = [f"# {room}", _room_docstring(room)]
-        for module, names in sorted(modules.items()):
-            members = [name for name in names if (module, name) not in on_config_page]
-            if members:
-                options = f"options: {{show_root_heading: true, members: [{', '.join(members)}]}}"
-                parts.append(f"::: {module}\n    {options}")
-        pages[room] = "\n\n".join(filter(None, parts)) + "\n"
-    return pages
+    """Format a page for each room: its docstring, and the public names that the docstring lists.
 
-
-def _room_docstring(room: str) -> str:
-    """Return the docstring of a room's `__init__.py`, its indented names as a list of Markdown."""
-    path = ROOT / "spell_jax" / room / "__init__.py"
-    if not path.exists():  # a module, not a folder
-        return ""
-    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-    text = re.sub(r"^  (\w.*?): ", r"- `\1`: ", text, flags=re.M)
-    return re.sub(r":\n- ", r":\n\n- ", text)
-
-
-def public_names() -> dict[str, dict[str, list[str]]]:
-    """Find the functions and classes of each room that a module outside of it uses.
-
-    Returns:
-      {room: {module: names in alphabetical order}}. A room is a folder of spell_jax, or config.py.
+    Dataclasses of the config are left out; they are on the page of the config.
     """
-    trees = dict(_trees())
-    definitions = {module: set(_definitions(tree)) for module, tree in trees.items()}
-    rooms: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
-    for user, tree in trees.items():
-        for module, name in _uses(tree, definitions):
-            room = _room(module)
-            if room and room != _room(user) and name in definitions[module]:
-                rooms[room][module].add(name)
-    return {
-        room: {module: sorted(names) for module, names in modules.items()}
-        for room, modules in rooms.items()
-    }
-
-
-def _trees() -> Iterator[tuple[str, ast.Module]]:
-    """Yield the syntax tree of each module outside the tests, with its dotted name."""
-    for package in _PACKAGES:
-        for path in sorted((ROOT / package).rglob("*.py")):
-            name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-            yield name.removesuffix(".__init__"), ast.parse(path.read_text(encoding="utf-8"))
-
-
-def _definitions(tree: ast.Module) -> Iterator[str]:
-    """Yield the names of a module's functions and classes that have a docstring."""
-    for node in tree.body:
-        is_definition = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-        if is_definition and ast.get_docstring(node) is not None:
-            yield node.name
-
-
-def _room(module: str) -> str:
-    """Return the room of a module, "" outside the rooms (entry points, other packages)."""
-    package, room = [*module.split("."), ""][:2]
-    return room if package == "spell_jax" and room in _rooms() else ""
-
-
-@functools.cache
-def _rooms() -> frozenset[str]:
-    folders = {path.parent.name for path in (ROOT / "spell_jax").glob("*/__init__.py")}
-    return frozenset(folders - {"configs"} | {"config"})
-
-
-def _uses(tree: ast.Module, modules: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield (module, name) of what a module imports by name, or reads from an imported module."""
-    imported: dict[str, str] = {}
-    nodes = list(ast.walk(tree))
-    for node in nodes:
-        if isinstance(node, ast.ImportFrom) and node.module:
-            for alias in node.names:
-                if (path := f"{node.module}.{alias.name}") in modules:
-                    imported[alias.asname or alias.name] = path
-                elif node.module in modules:
-                    yield node.module, alias.name
-    for node in nodes:
-        match node:
-            case ast.Attribute(ast.Name(name), attribute) if name in imported:
-                yield imported[name], attribute
+    on_config_page = {f"{cls.__module__}.{cls.__name__}" for cls in config_sections().values()}
+    pages = {}
+    for path in sorted((ROOT / "spell_jax").glob("*/__init__.py")):
+        text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        entries = _PUBLIC_NAMES.findall(text)
+        if not entries:  # a package of config files
+            continue
+        room = path.parent.name
+        parts = [f"# {room}", _PUBLIC_NAMES.sub(r"- `\1`: ", text).replace(":\n- ", ":\n\n- ")]
+        names = [
+            f"spell_jax.{room}.{name}" for entry in entries for name in re.split(r",\s+", entry)
+        ]
+        options = "options: {show_root_heading: true}"
+        parts += [f"::: {name}\n    {options}" for name in names if name not in on_config_page]
+        pages[room] = "\n\n".join(parts) + "\n"
+    return pages
 
 
 def commands_page() -> str:

@@ -6,7 +6,7 @@ Public names:
   advantages.group_advantages: rewards of a group to advantages.
   loss_config.LossConfig, loss.policy_loss: the loss and its switches.
   optimizer.OptimizerConfig: the optimizer and its schedule.
-  learner.Learner: scores groups, and starts, advances and finishes an update.
+  learner.Learner, learner.Update: scores of groups, and an update as a series of device calls.
 
 Must not import: `sampler`, which stands beside it, `selfplay` and rooms above.
 """
