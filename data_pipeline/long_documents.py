@@ -21,6 +21,7 @@ fit into memory.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import logging
 import os
@@ -142,22 +143,20 @@ def build(
     """
     counts = {domain.name: Counter[str]() for domain in domains}
 
-    def records() -> Iterator[dict[str, Any]]:
-        for domain in domains:
-            domain_counts = counts[domain.name]
-            texts, domain_counts["skipped"] = read_texts(domain.path)
-            domain_counts["read"] = len(texts)
-            for number, text in enumerate(
-                take_texts(texts, domain.quota, config, count_tokens, domain_counts)
-            ):
-                name = f"{domain.name}-{number:05d}"
-                yield {"text": text} if as_texts else {"id": name, "documents": [text]}
-            if domain_counts["written"] < domain.quota:
-                log.warning(
-                    "%s: %d of %d documents", domain.path, domain_counts["written"], domain.quota
-                )
+    # A generator for each domain: its texts are freed before the next domain's are read.
+    def records(domain: Domain) -> Iterator[dict[str, Any]]:
+        domain_counts = counts[domain.name]
+        texts, domain_counts["skipped"] = read_texts(domain.path)
+        domain_counts["read"] = len(texts)
+        taken_texts = take_texts(texts, domain.quota, config, count_tokens, domain_counts)
+        for number, text in enumerate(taken_texts):
+            name = f"{domain.name}-{number:05d}"
+            yield {"text": text} if as_texts else {"id": name, "documents": [text]}
+        written = domain_counts["written"]
+        if written < domain.quota:
+            log.warning("%s: %d of %d documents", domain.path, written, domain.quota)
 
-    write_records(out, records())
+    write_records(out, itertools.chain.from_iterable(map(records, domains)))
     keys = ("read", "skipped", "over_limit", "written", "tokens")
     summary = {
         name: {key: domain_counts[key] for key in keys} for name, domain_counts in counts.items()
