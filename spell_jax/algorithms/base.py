@@ -31,19 +31,33 @@ JudgeFunction = Callable[[Sequence[tuple[str, str, str]]], Sequence[int]]
 
 @dataclasses.dataclass(frozen=True)
 class AlgorithmContext:
-    """Inputs of an algorithm besides its config."""
+    """Inputs of an algorithm besides its config.
+
+    Attributes:
+      prompts: templates of the prompts.
+      count_tokens: function from a text to its number of tokens.
+      prompt_cap: most tokens of a prompt's text, without the chat layout.
+      seed: seed of the run.
+      steps: number of training steps of the run.
+      clusters: function that opens the training clusters.
+      held_out: function that opens the clusters that training never reads.
+      deal: function from clusters to a stream of them, by the run's tasks, weights and seed.
+      questions: function that reads config.data.questions.
+      judge: external judge; None if algorithm.rule has none.
+      teacher_prompt: function from a prompt's text to token ids, for the teacher of
+        loss.distillation_weight; None without a teacher.
+    """
 
     prompts: Prompts
-    count_tokens: Callable[[str], int]  # number of tokens of a text
-    prompt_cap: int  # most tokens of the text of a prompt
+    count_tokens: Callable[[str], int]
+    prompt_cap: int
     seed: int
-    steps: int  # updates of the run
-    clusters: Callable[[], ClusterSource]  # opens the training clusters
-    held_out: Callable[[], ClusterSource]  # opens the clusters that training never reads
-    deal: Callable[[ClusterSource], TaskStream]  # deals by the run's tasks, weights and seed
-    questions: Callable[[], tuple[Question, ...]]  # reads config.data.questions
-    judge: JudgeFunction | None = None  # external judge if algorithm.rule has one
-    # Token ids of a prompt for the teacher of loss.distillation_weight; None without a teacher.
+    steps: int
+    clusters: Callable[[], ClusterSource]
+    held_out: Callable[[], ClusterSource]
+    deal: Callable[[ClusterSource], TaskStream]
+    questions: Callable[[], tuple[Question, ...]]
+    judge: JudgeFunction | None = None
     teacher_prompt: Callable[[str], Sequence[int]] | None = None
 
 
@@ -146,10 +160,14 @@ class AskModels(_ModelCall[Replies], Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Annotation:
-    """Use of one episode in the update: advantages of trained roles, and USED or why not.
+    """Use of one episode in the update.
 
     A role with several replies per episode (SPELL's verifier) has a list of both, one item per
     reply; its advantages are empty where a reply is not used.
+
+    Attributes:
+      advantages: role -> advantages of its samples, for the trained roles.
+      used: role -> USED, or one word for why the reply is not trained on.
     """
 
     advantages: Mapping[str, Sequence[Any]] = dataclasses.field(default_factory=dict)

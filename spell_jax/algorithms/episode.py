@@ -19,9 +19,14 @@ class QuestionEpisode:
     """One question and its answers. Each part of a rollout returns a new episode.
 
     Attributes:
+      task: task of the question, one of TASKS.
+      cluster: documents that the question is about.
       status: "accepted", or where the episode ended: "overlong" (a prompt over the cap), or a word
         of the algorithm's.
-      reason: one word for why it ended, for counting.
+      reason: one word for why the episode ended, for counting.
+      question: text of the question.
+      reference: answer that the responder's answers are compared with.
+      response: responder's reply, of G answers; None if the episode ended before.
       predictions: extracted answers [G]; None if an answer states none.
       rule: scores of the answers [G], by the rule or the external judge.
       judge: the external judge's verdicts on the answers [G] (negative: no verdict), None where it

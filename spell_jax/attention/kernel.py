@@ -25,14 +25,22 @@ class Inputs(NamedTuple):
 
     Query i sees key j iff k_index[j] <= q_index[i] <= last_query[j]; see masks.py. Indices are
     int32.
+
+    Attributes:
+      q: queries [Tq, K, R, H], with R = N / K query heads per key head.
+      k: keys [Tk, K, H], in q's dtype.
+      v: values [Tk, K, H], in q's dtype.
+      q_index: row indices of the queries, [Tq], in any order.
+      k_index: row indices of the keys, [Tk], in any order.
+      last_query: mask, [Tk].
     """
 
-    q: jax.Array  # [Tq, K, R, H], with R = N / K query heads per key head
-    k: jax.Array  # [Tk, K, H], in q's dtype
-    v: jax.Array  # [Tk, K, H], in q's dtype
-    q_index: jax.Array  # row indices of the queries, [Tq], in any order
-    k_index: jax.Array  # row indices of the keys, [Tk], in any order
-    last_query: jax.Array  # the mask, [Tk]
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    q_index: jax.Array
+    k_index: jax.Array
+    last_query: jax.Array
 
 
 class Kernel(NamedTuple):

@@ -19,11 +19,17 @@ class Pages:
     """Pool of Z pages of C tokens. In an int8 pool, a key or value is its vector times its scale.
 
     On CPUs a pool of bfloat16 holds bits (runtime/bits.py).
+
+    Attributes:
+      keys: array [L, Z, K, C, H], or its sharding or shape.
+      values: array like `keys`.
+      key_scales: float32 [L, Z, K, C] for int8 keys, else None.
+      value_scales: array like `key_scales`.
     """
 
-    keys: Any  # array [L, Z, K, C, H], or its sharding or shape
-    values: Any  # like keys
-    key_scales: Any = None  # float32 [L, Z, K, C] for int8 keys, else None
+    keys: Any
+    values: Any
+    key_scales: Any = None
     value_scales: Any = None
 
     @property

@@ -60,19 +60,29 @@ CountTokens = Callable[[str], int]
 
 @dataclass(frozen=True)
 class Cluster:
-    """Related documents that are used together."""
+    """Related documents that are used together.
 
-    id: str  # unique among the clusters of a run
-    documents: tuple[str, ...]  # n texts in corpus order, n >= 1
-    tasks: tuple[str, ...] | None = None  # tasks that it may serve; None allows any
+    Attributes:
+      id: name, unique among the clusters of a run.
+      documents: n texts in corpus order, n >= 1.
+      tasks: tasks that the cluster may serve; None allows any.
+    """
+
+    id: str
+    documents: tuple[str, ...]
+    tasks: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
 class ClusterSource:
-    """Clusters by id. Their texts may stay in storage until a batch needs them."""
+    """Clusters by id. Their texts may stay in storage until a batch needs them.
 
-    tasks: Mapping[str, tuple[str, ...] | None]  # id -> tasks as in Cluster, one entry per cluster
-    # Function from ids, which may repeat, to their clusters in the same order.
+    Attributes:
+      tasks: id -> tasks as in Cluster, one entry per cluster.
+      read: function from ids, which may repeat, to their clusters in the same order.
+    """
+
+    tasks: Mapping[str, tuple[str, ...] | None]
     read: Callable[[Sequence[str]], list[Cluster]]
 
     def only(self, ids: Sequence[str]) -> "ClusterSource":
@@ -90,13 +100,20 @@ def in_memory(clusters: Sequence[Cluster]) -> ClusterSource:
 
 @dataclass
 class ClusterReport:
-    """Statistics of reading a source."""
+    """Statistics of reading a source.
 
-    read: int = 0  # files (folder) or lines (JSONL file) used
-    # reason -> number of files and unreadable folders (folder) or lines (JSONL file)
+    Attributes:
+      read: number of files (folder) or lines (JSONL file) used.
+      skipped: reason -> number of files and unreadable folders (folder) or lines (JSONL file).
+      cut: number of documents over the limit.
+      lengths: tokens of each document after cutting.
+      clusters: number of clusters.
+    """
+
+    read: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
-    cut: int = 0  # documents over the limit
-    lengths: list[int] = field(default_factory=list)  # tokens of each document after cutting
+    cut: int = 0
+    lengths: list[int] = field(default_factory=list)
     clusters: int = 0
 
     def summary(self) -> str:

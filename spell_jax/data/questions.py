@@ -26,16 +26,27 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """A question with its documents and its answer."""
+    """A question with its documents and its answer.
 
-    task: str  # one of TASKS
-    documents: tuple[str, ...]  # texts that the question is about
+    Attributes:
+      task: one of TASKS.
+      documents: texts that the question is about.
+      question: text of the question.
+      answer: reference answer.
+      evidence: supporting sentences, quoted from the documents.
+      answers: all right answers, `answer` among them; (): only `answer`.
+      wrong: wrong answers of the same kind.
+      shown: indices of the documents that the question was written from.
+    """
+
+    task: str
+    documents: tuple[str, ...]
     question: str
-    answer: str  # the reference answer
-    evidence: tuple[str, ...] = ()  # supporting sentences, quoted from the documents
-    answers: tuple[str, ...] = ()  # all right answers, `answer` among them; (): only `answer`
-    wrong: tuple[str, ...] = ()  # answers of the same kind that are wrong
-    shown: tuple[int, ...] = ()  # indices of the documents that the question was written from
+    answer: str
+    evidence: tuple[str, ...] = ()
+    answers: tuple[str, ...] = ()
+    wrong: tuple[str, ...] = ()
+    shown: tuple[int, ...] = ()
 
     @property
     def right(self) -> tuple[str, ...]:

@@ -11,21 +11,29 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """One answer to a prompt. A written answer has tokens only."""
+    """One answer to a prompt. A written answer has tokens only.
 
-    tokens: np.ndarray  # token ids, int32 [S], including the stop token
-    # Logprobs at the sampling temperature, under the full vocabulary, float32 [S].
+    Attributes:
+      tokens: token ids, int32 [S], including the stop token.
+      logprobs: logprobs at the sampling temperature, under the full vocabulary, float32 [S].
+      stopped: whether a stop token or stop string ended the answer; False if the cap cut it off.
+      stop_string: stop string that ended the answer, or ""; the last token completed it.
+      kept_log_masses: log of the probability mass that top-k, top-p and min-p kept at each token,
+        float32 [S]. For loss.support = "sampled".
+      cutoffs: cut-off of the logits at each token (sampling.SampledToken), float32 [S]. For
+        loss.support = "sampled".
+      experts: experts that processed each token, int8 or int16 [S, L, k] (moe.no_experts). For
+        loss.routing = "sampled".
+      prompt_experts: experts that processed each token of the prompt [P, L, k], one array for all
+        samples of the prompt.
+    """
+
+    tokens: np.ndarray
     logprobs: np.ndarray | None = None
-    # Whether a stop token or stop string ended it; False if it was truncated at the cap.
     stopped: bool = True
-    # Stop string that ended it, or "". The last token completed the stop string.
     stop_string: str = ""
-    # What top-k, top-p and min-p kept at each token: the log of its probability mass, and the
-    # cut-off of the logits (sampling.SampledToken), float32 [S]. For loss.support = "sampled".
     kept_log_masses: np.ndarray | None = None
     cutoffs: np.ndarray | None = None
-    # Experts that processed each token [S, L, k], and each token of the prompt [P, L, k], in one
-    # array for all samples of the prompt (moe.no_experts). For loss.routing = "sampled".
     experts: np.ndarray | None = None
     prompt_experts: np.ndarray | None = None
 

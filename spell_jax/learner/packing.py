@@ -1,7 +1,7 @@
 """Packing of groups into micro-batches: one prompt followed by its G answers.
 
-1. A prompt and its answers become [prompt | answer_1 | ... | answer_G]; rotary
-   positions restart at P for every answer.
+1. A prompt and its answers become [prompt | answer_1 | ... | answer_G]; rotary positions restart at
+   P for every answer.
 2. Groups with prompts that begin alike become a tree, which has their first tokens once (trees.py):
    [documents | question_1 | its G answers | question_2 | its G answers | ...].
 3. Trees go first-fit-decreasing into rows [T]; a group too long for the longest row is split by
@@ -37,20 +37,29 @@ Array = Any  # numpy on the host, jax on the devices
 
 @dataclasses.dataclass(frozen=True)
 class TrainGroup:
-    """One prompt and the answers to it that a model is trained on."""
+    """One prompt and the answers to it that a model is trained on.
 
-    prompt: Tokens  # token ids [P], P >= 1
-    samples: Sequence[Sample]  # one or more answers, each of at least one token
-    advantages: Sequence[float]  # one per answer
-    name: str = "responder"  # role of the answers; counts and aggregations are by name
-    model: str = "policy"  # the trained model that the group is for
-    # Prompt [<= P] after which the reference model scores the answers; None: `prompt`. Only for
-    # loss.old_logprobs = "reference" and loss.distillation_weight.
+    Attributes:
+      prompt: token ids [P], P >= 1.
+      samples: answers [G], G >= 1, each of at least one token.
+      advantages: advantage of each answer [G].
+      name: role of the answers; counts and aggregations are by name.
+      model: name of the trained model, "policy" or one of Algorithm.trained.
+      reference_prompt: token ids [<= P] after which the reference model scores the answers; None:
+        `prompt`. Only for loss.old_logprobs = "reference" and loss.distillation_weight.
+      aligned: group of the first answer after another prompt, in the same row, with advantage 0 and
+        loss weight 0. loss.align_weight compares the rewards of both copies of the answer.
+      token_advantages: terms added to an answer's advantage at its tokens, float32 [S] for each of
+        the G answers (old_logprobs.with_teacher); None adds nothing.
+    """
+
+    prompt: Tokens
+    samples: Sequence[Sample]
+    advantages: Sequence[float]
+    name: str = "responder"
+    model: str = "policy"
     reference_prompt: Tokens | None = None
-    # The first answer after another prompt, in the same row: a group of one answer with advantage 0
-    # and loss weight 0. loss.align_weight compares the rewards of both copies of the answer.
     aligned: TrainGroup | None = None
-    # Added to the advantage of each answer at its tokens, float32 [S] (old_logprobs.with_teacher).
     token_advantages: Sequence[np.ndarray] | None = None
 
     def __post_init__(self):
@@ -108,32 +117,59 @@ class TrainGroup:
 
 
 class GroupPart(NamedTuple):
-    """Answers of a group that go into one row."""
+    """Answers of a group that go into one row.
 
-    group: TrainGroup  # with these answers only
-    answers: Sequence[int]  # their numbers, counted over all groups before they were split
+    Attributes:
+      group: the group, with these answers only.
+      answers: numbers of the answers, counted over all groups before the groups were split.
+    """
+
+    group: TrainGroup
+    answers: Sequence[int]
 
 
 @flax.struct.dataclass
 class MicroBatch:
-    """Packed rows with A answer tokens per row, int32 unless noted."""
+    """B packed rows of T tokens, with A slots for answer tokens in each row.
 
-    tokens: Array  # [B, T], 0 where padded
-    positions: Array  # [B, T], rotary positions
-    index: Array  # [B, T], row indices; in order, unless context_layout.py moves tokens
-    last_query: Array  # [B, T], the mask (attention/masks.py), in row indices
-    source: Array  # [B, A], slot on axis T of the hidden state that predicts the answer token
-    target: Array  # [B, A], the answer token
-    advantage: Array  # float32 [B, A]
-    weight: Array  # float32 [B, A], the token's share in the loss; 0 where padded
-    old_logprob: Array  # float32 [B, A], of the policy that sampled; 0 where none was given
-    cutoff: Array  # float32 [B, A], of the logits (lm_head.score_tokens); -inf where none was given
-    role: Array  # [B, A], number of the answer's role in ROLES, or len(ROLES) for another role
-    answer: Array  # [B, A], number of the answer in its (one) row, -1 where padded
-    group: Array  # [B, A], number of the answer's group in its row, -1 where padded
-    answer_id: Array  # [B, A], number of the answer in all groups (GroupPart), -1 where padded
-    # Recorded experts of the tokens, [B, T, L, k], -1 where none were given (moe.no_experts); None
-    # unless loss.routing = "sampled".
+    Attributes:
+      tokens: token ids, int32 [B, T]; 0 where padded.
+      positions: rotary positions, int32 [B, T].
+      index: row index of the token, its column before context_layout.py moves tokens, int32
+        [B, T].
+      last_query: mask (attention/masks.py), the row index of the last query that reads the token,
+        int32 [B, T]; -1 where padded.
+      source: place on axis T of the hidden state that predicts the answer token, int32 [B, A].
+      target: id of the answer token, int32 [B, A].
+      advantage: advantage of the answer at the token, float32 [B, A].
+      weight: weight of the token in the loss, float32 [B, A]; 0 where padded.
+      old_logprob: logprob under an earlier policy (LossConfig.old_logprobs), float32 [B, A]; 0
+        where the sample has none.
+      cutoff: cut-off of the sampler's filters (Sample.cutoffs), float32 [B, A]; -inf where the
+        sample has none.
+      role: index of the group's name in ROLES, or len(ROLES) for any other name, int32 [B, A].
+      answer: number of the answer in its row, int32 [B, A]; -1 where padded.
+      group: number of the group in its row, int32 [B, A]; -1 where padded.
+      answer_id: number of the answer over all groups (GroupPart), int32 [B, A]; -1 where padded,
+        and in an aligned group.
+      experts: recorded experts of the tokens [B, T, L, k], no expert where the sample has none
+        (moe.no_experts); None unless loss.routing = "sampled".
+    """
+
+    tokens: Array
+    positions: Array
+    index: Array
+    last_query: Array
+    source: Array
+    target: Array
+    advantage: Array
+    weight: Array
+    old_logprob: Array
+    cutoff: Array
+    role: Array
+    answer: Array
+    group: Array
+    answer_id: Array
     experts: Array | None = None
 
 

@@ -39,12 +39,19 @@ Carry = tuple[Params, dict[str, jax.Array]]
 
 @flax.struct.dataclass
 class TrainState:
-    """State of the training of one model."""
+    """State of the training of one model.
 
-    params: Params  # float32 master weights of what is trained
+    Attributes:
+      params: float32 master weights of what is trained.
+      opt_state: state of the optimizer, moments and step count.
+      step: optimizer steps taken, int32 scalar.
+      skipped: non-finite steps skipped in a row, int32 scalar; it survives checkpoints.
+    """
+
+    params: Params
     opt_state: optax.OptState
-    step: jax.Array  # int32 scalar, optimizer steps taken
-    skipped: jax.Array  # int32 scalar, non-finite steps skipped in a row; it survives checkpoints
+    step: jax.Array
+    skipped: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)

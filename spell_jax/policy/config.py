@@ -72,13 +72,17 @@ class LoraConfig:
 
 @dataclasses.dataclass(frozen=True)
 class PolicyConfig:
-    """Architecture of a decoder-only transformer.
-
-    In the shape code, its sizes are vocab_size V, width D, layers L, heads N, head_size H.
+    """Architecture of a decoder-only transformer. Letters in brackets are its sizes in shapes.
 
     Attributes:
+      vocab_size: rows of the embedding table [V].
+      width: width of hidden states [D].
+      layers: number of layers [L].
+      heads: query heads [N].
       kv_heads: key/value heads [K]; must divide N.
+      head_size: width of a head [H], even.
       feed_forward: hidden width of the SwiGLU, or of each expert in a mixture of experts [F].
+      rope: rotary position embeddings (rope.py).
       max_positions: longest context the weights were trained for, in tokens.
       norm_epsilon: constant added to the mean square inside RMSNorm.
       qkv_bias: whether the q, k and v projections have a bias (Qwen2).

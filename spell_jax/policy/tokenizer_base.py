@@ -18,21 +18,32 @@ from spell_jax.policy import chat as chats
 
 
 class Tokenizer(abc.ABC):
-    """Conversion of text to ids and back."""
+    """Conversion of text to ids and back.
 
-    vocab_size: int  # highest id + 1
-    eos_id: int  # token that ends a text
+    Attributes:
+      vocab_size: highest id + 1.
+      eos_id: token that ends a text.
+      pad_id: token that fills a batch.
+      stop_ids: tokens that end an answer, eos_id first, without duplicates.
+      turn_end_id: token that the chat layout writes after an assistant's content, one of stop_ids;
+        eos_id if the layout writes none. Supervised rows end with it.
+      gaps: half-open ranges of ids below vocab_size without a token (PolicyConfig.unused_ids).
+      start_ids: tokens before a text outside a chat; not part of `encode`.
+      bos_id: token that begins a text, if there is one.
+      thought_ids: mark of a thought -> id, for the marks that are added tokens.
+      chat_template: source of the chat template; "" for a fixed layout, or none.
+    """
+
+    vocab_size: int
+    eos_id: int
     pad_id: int
-    stop_ids: tuple[int, ...]  # tokens that end an answer, eos_id first, without duplicates
-    # Token that the chat layout writes after an assistant's content, one of stop_ids; eos_id if it
-    # writes none. Supervised rows end with it.
+    stop_ids: tuple[int, ...]
     turn_end_id: int
-    gaps: tuple[tuple[int, int], ...] = ()  # ids below vocab_size without a token, as unused_ids
-    start_ids: tuple[int, ...] = ()  # tokens before a text outside a chat; not part of `encode`
-    bos_id: int | None = None  # token that begins a text, if there is one
-    # Mark of a thought, if it is an added token -> id.
+    gaps: tuple[tuple[int, int], ...] = ()
+    start_ids: tuple[int, ...] = ()
+    bos_id: int | None = None
     thought_ids: Mapping[str, int] = types.MappingProxyType({})
-    chat_template: str = ""  # source of the chat template; "" for a fixed layout, or none
+    chat_template: str = ""
 
     @abc.abstractmethod
     def encode(self, text: str) -> list[int]:

@@ -12,19 +12,26 @@ from spell_jax.runtime.config import check_least
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Sampling options of a request."""
+    """Sampling options of a request.
 
-    # Softmax temperature, 0 or more; 0 takes the most likely token each time.
+    Attributes:
+      temperature: softmax temperature, 0 or more; 0 takes the most likely token each time.
+      top_p: mass of the nucleus, in (0, 1].
+      top_k: number of most likely tokens to keep; 0 keeps all.
+      min_p: least probability of a kept token, as a share of the most likely token's, in [0, 1].
+      max_tokens: maximum length S of an answer, in tokens.
+      dropout: share of tokens that vocabulary dropout disfavors, if the sampler's config has it.
+      dropout_penalty: nats that the logits of disfavored tokens lose.
+      stop_strings: non-empty texts that end an answer. They need not align with token boundaries.
+    """
+
     temperature: float = 1.0
-    top_p: float = 1.0  # mass of the nucleus, in (0, 1]
-    top_k: int = 0  # number of most likely tokens to keep; 0 keeps all
-    # Least probability of a kept token, as a share of the most likely token's, in [0, 1].
+    top_p: float = 1.0
+    top_k: int = 0
     min_p: float = 0.0
-    max_tokens: int = 4096  # maximum length S of an answer, in tokens
-    # Vocabulary dropout, if the sampler's config has it: share of tokens, nats that they lose.
+    max_tokens: int = 4096
     dropout: float = 0.0
     dropout_penalty: float = 0.0
-    # Non-empty texts that end an answer. They need not align with token boundaries.
     stop_strings: tuple[str, ...] = ()
 
     def __post_init__(self):
@@ -39,13 +46,21 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class SampleRequest:
-    """A prompt to be answered `group` times."""
+    """A prompt to be answered `group` times.
 
-    prompt: Sequence[int]  # token ids [P]
-    group: int  # number of samples, G
-    key: np.ndarray  # PRNG key data, uint32 [2]; sample and token index are folded into it
-    options: Options  # sampling options of its answers
-    agent: str = ""  # name of the agent that asks; device time is counted by it
+    Attributes:
+      prompt: token ids [P].
+      group: number of samples, G.
+      key: PRNG key data, uint32 [2]; the sampler folds sample and token index into it.
+      options: sampling options of the answers.
+      agent: name of the agent that asks; device time is counted by agent.
+    """
+
+    prompt: Sequence[int]
+    group: int
+    key: np.ndarray
+    options: Options
+    agent: str = ""
 
     def __post_init__(self):
         if not len(self.prompt):

@@ -9,10 +9,15 @@ from spell_jax.selfplay.rules import normalize_answer
 
 @dataclass(frozen=True)
 class Entry:
-    """One remembered question, as the responder saw it, and its reference answer."""
+    """One remembered question, as the responder saw it, and its reference answer.
 
-    # Indices, in the cluster, of the documents stored with the question: the new ones, or all
-    # documents shown to the questioner (see `memory_documents` in SpellConfig).
+    Attributes:
+      documents: indices, in the cluster, of the new documents, or of all documents shown to the
+        questioner (SpellConfig.memory_documents).
+      question: text of the question.
+      answer: reference answer.
+    """
+
     documents: tuple[int, ...]
     question: str
     answer: str

@@ -29,20 +29,25 @@ _CONTROL_CHARACTERS = dict.fromkeys(set(range(32)) - {ord(c) for c in "\n\r\t"})
 
 @dataclass(frozen=True)
 class Parsed:
-    """A parsed questioner output with its status."""
+    """A parsed questioner output with its status.
 
-    # "bad_format" earns the format penalty and may serve as a negative. "declined" earns nothing
-    # and is not trained on.
+    Attributes:
+      status: "accepted", "bad_format" (earns the format penalty and may serve as a negative) or
+        "declined" (earns nothing and is not trained on).
+      question: question as the responder sees it, with the choices for multiple_choice. A cloze
+        question is the whole sentence here, and gets its gap in selfplay/cloze.py.
+      answer: reference answer, a letter for multiple_choice.
+      reason: one word for counting: unfinished_thought, nothing_to_ask, no_json, no_question,
+        no_answer, bad_options, same_options, bad_letter, invalid_unicode, too_deep, not_a_number,
+        zero_answer or long_answer.
+      options: stripped texts of the choices A to D.
+    """
+
     status: Status
-    # As the responder sees it, with the choices for multiple_choice; a cloze question is the whole
-    # sentence here, and gets its gap in selfplay/cloze.py.
     question: str = ""
-    answer: str = ""  # the reference (a letter for multiple_choice)
-    # One word for counting: unfinished_thought, nothing_to_ask, no_json, no_question, no_answer,
-    # bad_options, same_options, bad_letter, invalid_unicode, too_deep, not_a_number, zero_answer,
-    # long_answer.
+    answer: str = ""
     reason: str = ""
-    options: tuple[str, ...] = ()  # stripped texts of the choices A to D
+    options: tuple[str, ...] = ()
 
 
 def parse_question(

@@ -32,6 +32,7 @@ class SpellEpisode(QuestionEpisode):
       reduced: whether m is reduced because the cluster has too few documents to leave some unread.
       letter: letter that the right option of a multiple-choice question shall have, else None.
       cue: last word of the questioner's prompt, one of the config's cues; empty without them.
+      questioner_prompt: text of the questioner's prompt; empty without one.
       span: answer that the question shall have (answer_first); else empty.
       leaks: whether the question passes even if the frozen reader's answers do not agree.
       leaked: whether it did.
