@@ -39,16 +39,23 @@ from spell_jax.selfplay.given_questions import read_scorable
 class AlgorithmSpec:
     """An entry of the registry.
 
-    `evaluate` returns None if the data holds nothing out; large files are read at its first use.
+    Attributes:
+      config: dataclass of config.algorithm.
+      make: constructor of the algorithm, from its config and the context.
+      evaluate: function that makes the held-out evaluation; None if the data holds nothing out.
+        Large files are read when the evaluation is first used.
+      inputs: kinds of data that the algorithm takes: "clusters" (of data.source), "questions" (of
+        data.questions), or both.
+      has_pairs: whether groups are preference pairs, for loss.objective = "dpo".
+      teacher: whether a teacher that reads a shorter prompt "may", "must" or "never" can score the
+        answers (loss.distillation_weight).
     """
 
     config: type[AlgorithmConfig]
     make: Callable[[Any, AlgorithmContext], Algorithm]
     evaluate: Callable[[Any, AlgorithmContext, DataConfig], Evaluation | None] = lambda *_: None
-    inputs: tuple[str, ...] = ("clusters",)  # of data.source; and/or "questions", of data.questions
-    has_pairs: bool = False  # its groups are preference pairs, for loss.objective = "dpo"
-    # Whether a teacher that reads a shorter prompt "may" score its answers, "must", or "never" can,
-    # for loss.distillation_weight.
+    inputs: tuple[str, ...] = ("clusters",)
+    has_pairs: bool = False
     teacher: str = "never"
 
 

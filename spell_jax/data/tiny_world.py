@@ -59,12 +59,19 @@ Facts = dict[tuple[str, str], str]
 
 @dataclasses.dataclass(frozen=True)
 class TinyWorldQuestion:
-    """A question of the world's grammar with its evidence and its true answer."""
+    """A question of the world's grammar with its evidence and its true answer.
 
-    kind: str  # one of KINDS
-    text: str  # the question, without choices
-    evidence: tuple[str, ...]  # lines that lead to the answer; for a sum, also the sum itself
-    answer: str  # as the documents state it; a number for "math"
+    Attributes:
+      kind: one of KINDS.
+      text: text of the question, without choices.
+      evidence: lines that lead to the answer; for a sum, also the sum itself.
+      answer: answer as the documents state it; a number for "math".
+    """
+
+    kind: str
+    text: str
+    evidence: tuple[str, ...]
+    answer: str
 
 
 def make_documents(rng: np.random.Generator, count: int) -> tuple[str, ...]:

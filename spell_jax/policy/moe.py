@@ -71,12 +71,17 @@ def _scale(weights: jax.Array, normalized: bool) -> jax.Array:
 
 
 class Routing(NamedTuple):
-    """Experts of the tokens [B, T] of a layer, or of all layers with a leading axis L."""
+    """Experts of the tokens [B, T] of a layer, or of all layers with a leading axis L.
 
-    load: jax.Array  # tokens of each expert, without padding, float32 [E]
-    experts: jax.Array | None = None  # experts of each token [B, T, k], see no_experts; if recorded
-    # With replay: number of tokens for which the router chose other experts than the record, and
-    # number of tokens with a record, float32 [2].
+    Attributes:
+      load: tokens of each expert, without padding, float32 [E].
+      experts: experts of each token [B, T, k], see no_experts; None if not recorded.
+      differing: with replay, the number of tokens for which the router chose other experts than the
+        record, and the number of tokens with a record, float32 [2]; else None.
+    """
+
+    load: jax.Array
+    experts: jax.Array | None = None
     differing: jax.Array | None = None
 
 

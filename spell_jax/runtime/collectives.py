@@ -47,13 +47,21 @@ def splitting(mesh: AbstractMesh, names: Axes, size: int) -> Axes:
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """Mesh axes over which a layer's tokens and weights are split; all empty on a single device."""
+    """Mesh axes over which a layer's tokens and weights are split; all empty on a single device.
 
-    mesh: AbstractMesh | None = None  # current mesh; None on a single device
-    rows: Axes = ()  # split the rows B of tokens
-    time: Axes = ()  # split the time T of tokens, but not the samples of a group
-    leading: Axes = ()  # split the first dimension of weights (V of a table, E of experts)
-    width: Axes = ()  # split the width D of weights
+    Attributes:
+      mesh: current mesh; None on a single device.
+      rows: axes that split the rows B of tokens.
+      time: axes that split the time T of tokens, but not the samples of a group.
+      leading: axes that split the first dimension of weights (V of a table, E of experts).
+      width: axes that split the width D of weights.
+    """
+
+    mesh: AbstractMesh | None = None
+    rows: Axes = ()
+    time: Axes = ()
+    leading: Axes = ()
+    width: Axes = ()
 
     @classmethod
     def of(

@@ -10,24 +10,38 @@ from spell_jax.sampler.answers import SlotTokens
 
 @dataclasses.dataclass
 class Counts:
-    """Counters of a session."""
+    """Counters of a session.
 
-    prompt_tokens: int = 0  # prompt tokens of all submitted requests
-    prefill_calls: int = 0  # calls of the prefill program
-    prefill_pages: int = 0  # pages read by these calls
-    decode_calls: int = 0  # calls of the decode program
-    decode_steps: int = 0  # passes of the decode loop, over all calls
-    tokens: int = 0  # sampled tokens
-    slot_steps: int = 0  # slots times decode passes
-    # Slot steps that sampled at least one token (more than one with speculation).
+    Attributes:
+      prompt_tokens: prompt tokens of all submitted requests.
+      prefill_calls: calls of the prefill program.
+      prefill_pages: pages that the prefill calls read.
+      decode_calls: calls of the decode program.
+      decode_steps: passes of the decode loop, over all calls.
+      tokens: sampled tokens.
+      slot_steps: slots times decode passes.
+      busy_slot_steps: slot steps that sampled at least one token (several, with speculation).
+      starved_slot_steps: slot steps that sampled nothing while a request was queued.
+      group_slot_steps: cells times passes, over the decode rows in use.
+      padded_group_slots: group_slot_steps of cells without a sequence.
+      prefilled_tokens: prompt tokens that were read, not taken from a shared prefix.
+      device_wait_seconds: seconds per agent in which the host was blocked by the device.
+    """
+
+    prompt_tokens: int = 0
+    prefill_calls: int = 0
+    prefill_pages: int = 0
+    decode_calls: int = 0
+    decode_steps: int = 0
+    tokens: int = 0
+    slot_steps: int = 0
     busy_slot_steps: int = 0
-    starved_slot_steps: int = 0  # slot steps that sampled nothing while a request was queued
-    group_slot_steps: int = 0  # cells times passes, over the decode rows in use
-    padded_group_slots: int = 0  # group_slot_steps of cells without a sequence
-    prefilled_tokens: int = 0  # prompt tokens that were read, not taken from a shared prefix
-    # Seconds per agent in which the host was blocked by the device. A decode call serves many
-    # agents, so its wait is divided in proportion to their sampled tokens and to their prompt
-    # tokens prefilled since the previous wait.
+    starved_slot_steps: int = 0
+    group_slot_steps: int = 0
+    padded_group_slots: int = 0
+    prefilled_tokens: int = 0
+    # A decode call serves many agents, so its wait is divided in proportion to their sampled tokens
+    # and to their prompt tokens prefilled since the previous wait.
     device_wait_seconds: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def add_decode(self, tokens: SlotTokens, cells: int, empty: int, has_queued: bool) -> None:

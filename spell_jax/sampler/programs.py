@@ -27,55 +27,83 @@ Array = Any
 
 @flax.struct.dataclass
 class State:
-    """Device state that persists between calls."""
+    """Device state that persists between calls.
 
-    pages: Pages  # page pool. Page 0 is scratch: rows without a task write there
-    prompt_hidden: Array  # hidden state of the last token of each prefilled prompt, [R, D]
-    hidden: tuple[Array, ...]  # for each lane, the hidden state of each slot's last token, [N, D]
-    # For each lane, the tokens that each slot has sampled, int32 [N, S]; entries after its count
-    # are undefined. Empty without speculation.
+    Attributes:
+      pages: page pool. Page 0 is scratch: rows without a task write there.
+      prompt_hidden: hidden state of the last token of each prefilled prompt, [R, D].
+      hidden: for each lane, the hidden state of each slot's last token, [N, D].
+      answers: for each lane, the tokens that each slot has sampled, int32 [N, S]; entries after the
+        slot's count are undefined. Empty without speculation.
+    """
+
+    pages: Pages
+    prompt_hidden: Array
+    hidden: tuple[Array, ...]
     answers: tuple[Array, ...]
 
 
 @flax.struct.dataclass
 class PromptPages:
-    """Batch of B prompt pages to prefill."""
+    """Batch of B prompt pages to prefill.
 
-    tokens: Array  # token ids, int32 [B, C], padded after the end of the prompt
-    start: Array  # position of the page's first token, int32 [B]
-    length: Array  # number of prompt tokens in the page, int32 [B]; 0 for a row without a task
-    page: Array  # pool page that keys and values are written to, int32 [B]
-    table: Array  # pages of the prompt in order, including this one, int32 [B, J]
-    # Index into prompt_hidden if the prompt ends in this page, int32 [B]; R otherwise.
+    Attributes:
+      tokens: token ids, int32 [B, C], padded after the end of the prompt.
+      start: position of the page's first token, int32 [B].
+      length: number of prompt tokens in the page, int32 [B]; 0 for a row without a task.
+      page: pool page that keys and values are written to, int32 [B].
+      table: pages of the prompt in order, including `page`, int32 [B, J].
+      prefilled: index into prompt_hidden if the prompt ends in this page, int32 [B]; else R.
+    """
+
+    tokens: Array
+    start: Array
+    length: Array
+    page: Array
+    table: Array
     prefilled: Array
 
 
 @flax.struct.dataclass
 class Slots:
-    """N decode slots, arranged in M rows of G cells; a row holds samples of one prompt."""
+    """N decode slots, arranged in M rows of G cells; a row holds samples of one prompt.
 
-    # Index in prompt_hidden of the state that a new sample starts from, int32 [N]; -1 for a slot
-    # that continues.
+    Attributes:
+      prefilled: index in prompt_hidden of the state that a new sample starts from, int32 [N]; -1
+        for a slot that continues.
+      prompt_length: tokens of the slot's prompt, int32 [N].
+      count: tokens sampled so far, int32 [N].
+      limit: token count at which the slot must stop, int32 [N]. At `count` the slot is idle.
+      key: PRNG key data of the request, uint32 [N, 2].
+      sample_index: index of the sample in its request, int32 [N]; folded into the key.
+      row: row of the slot, int32 [N].
+      cell: cell of the slot within its row, int32 [N].
+      slot: slot of each cell (the inverse of row and cell), int32 [M, G]; N for an empty cell.
+      prompt_table: pages of the row's prompt, int32 [M, J].
+      prompt_visible: number of prompt keys that a cell attends to, int32 [M, G]: the prompt's
+        length, or 0 for an empty cell.
+      suffix_table: pages of the slot's own tokens, int32 [N, I].
+      sampling: sampling parameters, arrays [N].
+      most_idle: number of passes that the slots may lose together before the call returns, int32
+        [shards], all equal.
+      prompt_tokens: token ids of the row's prompt, right-aligned, int32 [M, P]; None without
+        speculation.
+    """
+
     prefilled: Array
-    prompt_length: Array  # tokens of the slot's prompt, int32 [N]
-    count: Array  # tokens sampled so far, int32 [N]
-    # Token count at which the slot must stop, int32 [N]. If equal to count, the slot is idle.
+    prompt_length: Array
+    count: Array
     limit: Array
-    key: Array  # PRNG key data of the request, uint32 [N, 2]
-    sample_index: Array  # index of the sample in its request, int32 [N]; folded into the key
-    row: Array  # row of the slot, int32 [N]
-    cell: Array  # cell of the slot within its row, int32 [N]
-    # Slot of each cell (the inverse of row and cell), int32 [M, G]; N for an empty cell.
+    key: Array
+    sample_index: Array
+    row: Array
+    cell: Array
     slot: Array
-    prompt_table: Array  # pages of the row's prompt, int32 [M, J]
-    # Number of prompt keys that a cell attends to, int32 [M, G]: the prompt's length, or 0 for an
-    # empty cell.
+    prompt_table: Array
     prompt_visible: Array
-    suffix_table: Array  # pages of the slot's own tokens, int32 [N, I]
-    sampling: Sampling  # sampling parameters, arrays [N]
-    # The call returns before its slots together lose this many passes; int32 [shards], all equal.
+    suffix_table: Array
+    sampling: Sampling
     most_idle: Array
-    # Token ids of the row's prompt, right-aligned, int32 [M, P]; None without speculation.
     prompt_tokens: Array | None = None
 
 

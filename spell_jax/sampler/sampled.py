@@ -13,14 +13,22 @@ from spell_jax.sampler.sampling import SampledToken
 
 @flax.struct.dataclass
 class Sampled:
-    """Result of a `decode` call."""
+    """Result of a `decode` call.
 
-    tokens: SampledToken  # arrays [N, steps]; the first `new` of each slot are valid
-    new: jax.Array  # number of sampled tokens, int32 [N]
-    stopped: jax.Array  # whether the last token is a stop token, bool [N]
-    busy: jax.Array  # number of loop passes that sampled for the slot, int32 [N]
-    steps: jax.Array  # number of loop passes, int32 scalar
-    # Experts of the tokens, [N, steps, L, k] (moe.no_experts); None if they are not recorded.
+    Attributes:
+      tokens: arrays [N, steps]; the first `new` of each slot are valid.
+      new: number of sampled tokens, int32 [N].
+      stopped: whether the last token is a stop token, bool [N].
+      busy: number of loop passes that sampled for the slot, int32 [N].
+      steps: number of loop passes, int32 scalar.
+      experts: experts of the tokens, [N, steps, L, k] (moe.no_experts); None if not recorded.
+    """
+
+    tokens: SampledToken
+    new: jax.Array
+    stopped: jax.Array
+    busy: jax.Array
+    steps: jax.Array
     experts: jax.Array | None = None
 
 

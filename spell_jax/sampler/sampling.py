@@ -34,33 +34,45 @@ _DROPOUT = 2**32 - 1  # folded into an answer's key for its vocabulary dropout; 
 
 @flax.struct.dataclass
 class Sampling:
-    """Sampling parameters of each row; filters are applied in the order given here."""
+    """Sampling parameters of each row, NumPy on the host, JAX on a device.
 
-    # Softmax temperature, float32 [N], 0 or more; 0 takes the most likely token.
-    temperature: Any  # NumPy on the host, JAX on a device
-    top_k: Any  # number of most likely tokens to keep, int32 [N]; 0 keeps all
-    # Nucleus mass, float32 [N] in (0, 1]. Of the mass left by top_k, the fewest most likely tokens
-    # that reach this share are kept.
+    Filters are applied in the order of the fields.
+
+    Attributes:
+      temperature: softmax temperature, float32 [N], 0 or more; 0 takes the most likely token.
+      top_k: number of most likely tokens to keep, int32 [N]; 0 keeps all.
+      top_p: nucleus mass, float32 [N] in (0, 1]. Of the mass left by top_k, the fewest most likely
+        tokens that reach this share are kept.
+      min_p: least kept probability relative to the most likely token, float32 [N] in [0, 1].
+      dropout: share of tokens that vocabulary dropout disfavors, float32 [N] in [0, 1); None: no
+        dropout in any row.
+      dropout_penalty: nats that the logits of disfavored tokens lose, float32 [N].
+    """
+
+    temperature: Any
+    top_k: Any
     top_p: Any
-    min_p: Any  # least kept probability relative to the most likely token, float32 [N] in [0, 1]
-    # Vocabulary dropout: share of disfavored tokens, float32 [N] in [0, 1), and the nats that their
-    # logits lose, float32 [N]; None: no dropout in any row.
+    min_p: Any
     dropout: Any = None
     dropout_penalty: Any = None
 
 
 @flax.struct.dataclass
 class SampledToken:
-    """The sampled token of each row, and what the filters kept there."""
+    """The sampled token of each row, and what the filters kept there.
 
-    id: jax.Array  # int32 [N]
-    # Full-vocabulary log-softmax at the row's temperature (at temperature 0: at 1), not
-    # renormalized by the filters (spec section 9), float32 [N]. NaN if the logits are not finite.
+    Attributes:
+      id: token id, int32 [N].
+      logprob: full-vocabulary log-softmax at the row's temperature (at temperature 0: at 1), not
+        renormalized by the filters (spec section 9), float32 [N]. NaN if the logits are not finite.
+      kept_log_mass: log of the probability mass that the filters keep, float32 [N], at most 0.
+      cutoff: bound, float32 [N], that logits over the temperature, less their mean over all tokens,
+        exceed for exactly the kept tokens; -inf if all are kept, and at temperature 0.
+    """
+
+    id: jax.Array
     logprob: jax.Array
-    # Log of the probability mass that the filters keep, float32 [N], at most 0.
     kept_log_mass: jax.Array
-    # Logits over the temperature, less their mean over all tokens, are above this for exactly the
-    # kept tokens, float32 [N]; -inf if all are kept, and at temperature 0.
     cutoff: jax.Array
 
 

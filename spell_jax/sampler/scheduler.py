@@ -26,16 +26,24 @@ from spell_jax.sampler.requests import SampleRequest
 
 @dataclasses.dataclass(frozen=True)
 class ShardShape:
-    """Fixed sizes of one shard of the mesh's row axes."""
+    """Fixed sizes of one shard of the mesh's row axes.
 
-    page_size: int  # tokens of a page, C
-    pages: int  # pages of the pool
-    slots: int  # decode slots of each lane
-    prompts: int  # maximum number of prompts in the pool at once
-    # (cells G of a row, rows M) of each compiled decode shape, in ascending order. A request uses
-    # the first lane with a cell for each of its sequences, or else the last.
+    Attributes:
+      page_size: tokens of a page, C.
+      pages: pages of the pool.
+      slots: decode slots of each lane.
+      prompts: maximum number of prompts in the pool at once.
+      lanes: (cells G of a row, rows M) of each compiled decode shape, in ascending order. A request
+        uses the first lane with a cell for each of its sequences, or else the last.
+      tasks: pages of a prefill call.
+    """
+
+    page_size: int
+    pages: int
+    slots: int
+    prompts: int
     lanes: tuple[tuple[int, int], ...]
-    tasks: int  # pages of a prefill call
+    tasks: int
 
     def pages_of(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
@@ -53,26 +61,45 @@ class ShardShape:
 
 @dataclasses.dataclass(eq=False)
 class PrefilledPrompt:
-    """An admitted prompt. Its pages are in the pool or about to be prefilled."""
+    """An admitted prompt. Its pages are in the pool or about to be prefilled.
 
-    ticket: int  # number of the request
+    Attributes:
+      ticket: number of the request.
+      request: request with the prompt.
+      tokens: token ids of the prompt, int32 [P].
+      index: row of the prompt in State.prompt_hidden, within its shard.
+      pages: pages of the prompt's blocks, in order.
+      unread: number of pages that no prefill call has read yet.
+      unfinished: number of the request's sequences that still run or wait.
+    """
+
+    ticket: int
     request: SampleRequest
-    tokens: np.ndarray  # token ids of the prompt, int32 [P]
-    index: int  # row of the prompt in State.prompt_hidden, within its shard
-    pages: list[int]  # pages of its blocks, in order
-    unread: int  # number of pages that no prefill call has read yet
-    unfinished: int  # number of its sequences that still run or wait
+    tokens: np.ndarray
+    index: int
+    pages: list[int]
+    unread: int
+    unfinished: int
 
 
 @dataclasses.dataclass(eq=False)
 class DecodeSequence:
-    """One answer that is being sampled."""
+    """One answer that is being sampled.
+
+    Attributes:
+      prefilled: prompt of the answer.
+      number: index of the sample in its request.
+      slot: slot in the lane; -1 while the sequence is queued.
+      pages: pages of the answer's own tokens, in order.
+      count: number of tokens sampled so far.
+      max_tokens: number of tokens at which the answer is cut off.
+    """
 
     prefilled: PrefilledPrompt
-    number: int  # index of the sample in its request
-    slot: int = -1  # slot in its lane, -1 while it is queued
-    pages: list[int] = dataclasses.field(default_factory=list)  # pages of its own tokens, in order
-    count: int = 0  # number of tokens sampled so far
+    number: int
+    slot: int = -1
+    pages: list[int] = dataclasses.field(default_factory=list)
+    count: int = 0
     max_tokens: int = dataclasses.field(init=False)
 
     def __post_init__(self):

@@ -13,15 +13,25 @@ LIFETIME = 4  # steps that a probe stays
 
 @dataclass(frozen=True)
 class Probe:
-    """A question of an earlier step."""
+    """A question of an earlier step.
+
+    Attributes:
+      task: task of the question.
+      cluster: id of the question's cluster.
+      question: text of the question.
+      reference: reference answer.
+      first: solve rate when the question became a probe, in [0, 1].
+      now: solve rate when the question was last asked, in [0, 1].
+      hidden: sentence that responders do not read (SpellEpisode.hidden).
+    """
 
     task: str
     cluster: str
     question: str
     reference: str
-    first: float  # solve rate when it was asked, in [0, 1]
-    now: float  # solve rate when it was last asked
-    hidden: str = ""  # sentence that responders do not read (SpellEpisode.hidden)
+    first: float
+    now: float
+    hidden: str = ""
 
 
 class ProbeSet:

@@ -36,23 +36,38 @@ _CUT_ATTEMPTS = 3
 
 @dataclass(frozen=True)
 class Puzzle:
-    """A document with gaps."""
+    """A document with gaps.
 
-    document: str  # the text with gap markers
-    options: dict[str, str]  # letter -> removed paragraph, in the order of the letters
-    truth: tuple[str, ...]  # K letters, in the order of the gaps
-    spans: tuple[tuple[int, int], ...]  # [first, last) of the removed paragraphs, in gap order
+    Attributes:
+      document: text with gap markers.
+      options: letter -> removed paragraph, in the order of the letters.
+      truth: K letters, in the order of the gaps.
+      spans: [first, last) characters of the removed paragraphs, in the order of the gaps.
+    """
+
+    document: str
+    options: dict[str, str]
+    truth: tuple[str, ...]
+    spans: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
 class PromptedPuzzle:
-    """A puzzle and its prompt."""
+    """A puzzle and its prompt.
 
-    puzzle: Puzzle | None = None  # None if the text yields none
-    reason: str = ""  # why there is no puzzle, one word
+    Attributes:
+      puzzle: puzzle; None if the text yields none.
+      reason: one word for why there is no puzzle.
+      prompt: text of the prompt.
+      window: [first, last) characters of the text that the puzzle is made from.
+      cut: whether the window is shorter than the text.
+    """
+
+    puzzle: Puzzle | None = None
+    reason: str = ""
     prompt: str = ""
-    window: tuple[int, int] = (0, 0)  # [first, last) characters that the puzzle is made from
-    cut: bool = False  # whether the window is shorter than the text
+    window: tuple[int, int] = (0, 0)
+    cut: bool = False
 
     @property
     def truth(self) -> tuple[str, ...]:
@@ -62,10 +77,15 @@ class PromptedPuzzle:
 
 @dataclass(frozen=True)
 class Order:
-    """The letters stated in an answer."""
+    """The letters stated in an answer.
 
-    letters: tuple[str, ...] = ()  # in gap order; empty without a box or with anything else in it
-    is_permutation: bool = False  # every option occurs exactly once (ValidPermutation of Eq. 1)
+    Attributes:
+      letters: letters in the order of the gaps; empty without a box, or with anything else in it.
+      is_permutation: whether every option occurs exactly once (ValidPermutation of Eq. 1).
+    """
+
+    letters: tuple[str, ...] = ()
+    is_permutation: bool = False
 
 
 def split_paragraphs(text: str) -> list[tuple[int, int]]:

@@ -18,13 +18,21 @@ from spell_jax.trainer.state import RolloutParams
 
 @dataclasses.dataclass(frozen=True)
 class Rollout:
-    """One step's samples."""
+    """One step's samples.
+
+    Attributes:
+      episodes: episodes of the algorithm.
+      groups: training groups made of the episodes.
+      annotations: use of each episode in the groups.
+      metrics: metrics of the rollout.
+      state_before: algorithm's state before the rollout, from which the step can be repeated.
+    """
 
     episodes: Sequence[Any]
-    groups: list[packing.TrainGroup]  # training groups made of the episodes
-    annotations: Sequence[Annotation]  # use of each episode in these groups
+    groups: list[packing.TrainGroup]
+    annotations: Sequence[Annotation]
     metrics: Metrics
-    state_before: dict[str, Any]  # of the algorithm, to repeat the step from
+    state_before: dict[str, Any]
 
     def progress(self) -> dict[str, float]:
         means = self.metrics.means()
