@@ -418,7 +418,7 @@ def make_mesh(config: Config, topology: topologies.Topology) -> jax.sharding.Mes
 
 def define_flags() -> None:
     """Define the flags that read_flags reads."""
-    config_flags.DEFINE_config_file("config", None, "Config file of the run.")
+    config_flags.DEFINE_config_file("config", None, "File, or name, of the run's config.")
     flags.DEFINE_string(
         "topology", None, "TPU slice or GPU, such as v5e-16 or h100-1 (launch/topologies.py)."
     )

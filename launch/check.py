@@ -404,7 +404,7 @@ def main(_) -> None:
 
 
 if __name__ == "__main__":
-    config_flags.DEFINE_config_file("config", None, "Config file of the run.")
+    config_flags.DEFINE_config_file("config", None, "File, or name, of the run's config.")
     flags.DEFINE_string("topology", "", "Devices: v5e-16, v5p-32, ..., cpu:N or gpu:N.")
     flags.DEFINE_string("workdir", "", "Folder of the run, if there is one yet.")
     flags.mark_flag_as_required("config")

@@ -154,7 +154,7 @@ def _describe_start(checked: Checked) -> str:
         source = f"the weights of {folder}"
     else:
         source = f"random weights, because {folder} has none"
-    return f"starts from {source}, {config.steps} steps"
+    return f"from {source}, {config.steps} steps"
 
 
 def dummy_group(prompt: int, tokens: int, answers: int, name: str) -> packing.TrainGroup:

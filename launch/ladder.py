@@ -173,7 +173,9 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        "python -m launch.ladder",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
     )
     parser.add_argument("what", choices=("commands", "questions", "figure"))
     parser.add_argument("--runs", default=RUNS, help="folder of the runs, each in ARM/SEED")

@@ -119,7 +119,9 @@ def _format(value: float, like: str) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        "python -m launch.measurements",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
     )
     parser.add_argument("--check", action="store_true", help="change nothing, print differences")
     check = parser.parse_args().check

@@ -60,15 +60,17 @@ if __name__ == "__main__":
     flags.DEFINE_enum("extract", None, EXTRACTS, "How answers are read; without a run: lenient.")
     flags.DEFINE_integer("seed", 0, "Seed of sampling.")
     flags.DEFINE_enum("dtype", "float32", list(DTYPES), "Dtype of the policy's weights.")
-    flags.DEFINE_enum("thinking", "", list(THINKING), "For chat templates that know it.")
+    flags.DEFINE_enum(
+        "thinking", "", list(THINKING), "Thinking mode of chat templates that have one."
+    )
     flags.DEFINE_enum(
         "mode", "roles", ["roles", "evidence_tree"], "Roles of self-play, or trees of evidence."
     )
-    flags.DEFINE_integer("width", 3, "Branches of a tree, where something selects among them.")
-    flags.DEFINE_enum("evidence_by", "judge", EVIDENCE_BY, "Selects the evidence.")
-    flags.DEFINE_enum("reasoning_by", "none", REASONING_BY, "Selects the reasoning.")
-    flags.DEFINE_string("judge_url", "", "A chat-completions address.")
-    flags.DEFINE_string("judge_model", "", "The model's name there.")
+    flags.DEFINE_integer("width", 3, "Sets of evidence, or reasonings, to select from.")
+    flags.DEFINE_enum("evidence_by", "judge", EVIDENCE_BY, "Selector of the evidence.")
+    flags.DEFINE_enum("reasoning_by", "none", REASONING_BY, "Selector of the reasoning.")
+    flags.DEFINE_string("judge_url", "", "Chat-completions URL of an external judge.")
+    flags.DEFINE_string("judge_model", "", "Name of the judge's model at --judge_url.")
     flags.DEFINE_string("judge_policy", "", "Folder of a policy, for the judge.")
     flags.DEFINE_integer("judge_max_tokens", 1024, "Maximum length of a judge's reply.")
     flags.DEFINE_string("reranker", "", "Folder of a causal reranker, such as Qwen3-Reranker.")

@@ -20,7 +20,8 @@ from spell_jax.runtime import entry, paths
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Draws and prints what runs measured.")
+    description = "Draws and prints what runs measured."
+    parser = argparse.ArgumentParser("python -m spell_jax.report", description=description)
     parser.add_argument("--workdir", required=True, help="folder of the run, or A,B,... to compare")
     parser.add_argument("--x", choices=X_AXES, default="step", help="x axis of the curves")
     arguments = parser.parse_args()

@@ -24,7 +24,7 @@ def main(_) -> None:
 
 if __name__ == "__main__":
     # Defined here, so that one process may import several entry points.
-    config_flags.DEFINE_config_file("config", None, "Config file of the run.")
+    config_flags.DEFINE_config_file("config", None, "File, or name, of the run's config.")
     flags.DEFINE_string("workdir", None, "Folder of the run.")
     flags.mark_flags_as_required(["config", "workdir"])
     entry.run_main(main)

@@ -23,10 +23,12 @@ WORKDIR = "runs/experiments"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Prints a table or figure of the papers.")
+    description = "Prints a table or figure of the papers."
+    parser = argparse.ArgumentParser("python -m launch.experiments", description=description)
     parser.add_argument("name", nargs="?", help="name of the experiment; none: lists all")
-    parser.add_argument("--commands", action="store_true", help="print its commands instead")
-    parser.add_argument("--workdir", default=WORKDIR, help=f"folder of its runs ({WORKDIR})")
+    help_text = "print the commands that train and evaluate, not the table"
+    parser.add_argument("--commands", action="store_true", help=help_text)
+    parser.add_argument("--workdir", default=WORKDIR, help=f"folder of the runs ({WORKDIR})")
     parser.add_argument("--inputs", default=".", help="folder with models, data and benchmarks")
     options = parser.parse_args()
     if not options.name:

@@ -222,7 +222,9 @@ def parse_flags(
         if kind != "ValueError":
             setup_done()
             raise
-        raise ValueError(f"{head.removeprefix('flag ')} {text}") from error
+        # A get_config may name its file and argument, which the flag shows already.
+        flag, (place, _, remedy) = head.removeprefix("flag ").rstrip(":"), text.partition(": ")
+        raise ValueError(f"{flag}: {remedy if flag.endswith(place) else text}") from error
     # ml_collections raises the error of a missing file from another error; the cause names the
     # file.
     except OSError as error:
@@ -263,7 +265,7 @@ def _no_such_config(argv: Sequence[str]) -> str:
     names = [name for name in paths.shipped_configs() if "/" not in name]
     close_names = difflib.get_close_matches(_config_name(value.partition(":")[0]), names, 1)
     hint = f"did you mean {close_names[0]}? " if close_names else ""
-    return f"--config = {value!r}: no such file; {hint}Configs that ship: {', '.join(names)}"
+    return f"--config = {value!r}: no such file; {hint}configs that ship: {', '.join(names)}"
 
 
 def _no_such_field(error: Exception, argv: Sequence[str]) -> str:

@@ -187,7 +187,10 @@ def _add_noise(rng: np.random.Generator, score: int, noise: float) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Write rows and questions to a folder (command-line entry)."""
-    parser = argparse.ArgumentParser(description="Rows and questions with evidence.")
+    parser = argparse.ArgumentParser(
+        "python -m spell_jax.warm_start.evidence_rows",
+        description="Rows and questions with evidence.",
+    )
     parser.add_argument("--out", required=True, help="folder to write to")
     parser.add_argument("--prompts", default="compact", help="compact, full or a folder")
     parser.add_argument("--rows", type=int, default=20_000, help="rows per file")

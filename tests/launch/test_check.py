@@ -374,15 +374,13 @@ def test_weights_are_checked_in_the_folder_the_run_starts_from(
     from_run = fields | {"init_from": str(folders["run"])}
     checked = check.check(small(**from_run))
     assert checked.mistakes == []
-    assert f"starts from the weights of {folders['run']}, its newest step" in describe.describe(
-        checked
-    )
+    assert f"from the weights of {folders['run']}, its newest step" in describe.describe(checked)
     (line,) = check.check(small(**fields | {"init_from": str(tmp_path)})).mistakes
     assert line.startswith(f"init_from = '{tmp_path}': must be a run's folder, or RUN/checkpoints/")
     (folder / "pytorch_model.bin").unlink()
     checked = check.check(small(**fields))
     assert checked.mistakes == []
-    assert f"starts from random weights, because {folder} has none" in describe.describe(checked)
+    assert f"from random weights, because {folder} has none" in describe.describe(checked)
 
 
 def test_weights_that_contradict_the_config_are_reported(tmp_path: pathlib.Path) -> None:
@@ -502,7 +500,7 @@ def test_check_does_not_create_the_workdir(tmp_path: pathlib.Path) -> None:
     checked = check.check(small(), workdir=str(tmp_path / "new" / "run"))
     assert checked.mistakes == [] and checked.step is None
     assert not list(tmp_path.iterdir())
-    assert f"starts from the weights of {TINY_POLICY}, 3 steps" in describe.describe(checked)
+    assert f"from the weights of {TINY_POLICY}, 3 steps" in describe.describe(checked)
 
 
 def test_existing_run_is_resumed_only_with_a_compatible_config(

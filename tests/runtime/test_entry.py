@@ -261,11 +261,11 @@ def test_shipped_configs_have_names(name, tmp_path, monkeypatch):
         (["--config={config}", "--config.zzz=2"], "--config.zzz: no such field$"),
         (["--config={config}", "--config.steps.x=2"], "--config: .*steps.x"),
         (["--config={config}", "--config.steps=many"], "flag --config.steps=many: invalid"),
-        (["--config={config}:unknown"], "--config=.*config.py:unknown: unknown: must be one of"),
+        (["--config={config}:unknown"], "--config=.*config.py:unknown: must be one of"),
         (["--config={config}.missing"], "--config = '.*config.py.missing': no such file"),
         (
             ["--config={config}.missing", "--config.steps=2"],
-            "no such file; Configs that ship: .*tiny",
+            "no such file; configs that ship: .*tiny",
         ),
         (["--config=tinny"], "no such file; did you mean tiny\\?"),
         (["--config", "tinny"], "no such file; did you mean tiny\\?"),
