@@ -99,7 +99,7 @@ class RunConfig:
 
     Attributes:
       seed: seed of all random numbers, at least 0.
-      steps: updates of the run; the paper's runs have about 70.
+      steps: steps of the run, each a rollout and its update; the paper's runs have about 70.
       validate_every: steps between held-out validations; 0: never.
       checkpoint_every: steps between checkpoints.
       keep_checkpoints: newest checkpoints that are kept, besides the best.

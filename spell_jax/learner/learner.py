@@ -37,9 +37,20 @@ from spell_jax.runtime import mesh as meshes
 class Learner:
     """Updates of one model on one mesh.
 
-    Arguments other than `packing_config` and `mesh` become update.UpdateSpec; ValueError if a row
-    cannot be split over the mesh's context axis. `fns` are the jitted functions. `frozen`
-    are the weights that are not trained, in the compute dtype; {} without adapters.
+    Attributes:
+      policy: architecture.
+      loss: loss and its variants.
+      packing: shapes of micro-batches.
+      mesh: device mesh.
+      temperature: sampling temperature, at which logprobs are computed.
+      compute_dtype: dtype of forward and backward passes, resolved for the mesh.
+      max_skipped: skipped updates in a row that end the run.
+      spec: everything static that `fns` depend on.
+      fns: jitted functions of an update.
+      frozen: weights that are not trained, in the compute dtype; {} without adapters.
+      no_experts: record of a token with unknown experts (moe.no_experts); None unless
+        loss.routing = "sampled".
+      programs: programs of micro-batches that were called so far.
     """
 
     def __init__(
@@ -52,6 +63,11 @@ class Learner:
         temperature: float = 1.0,
         compute_dtype: str = "float32",
     ):
+        """Build the jitted functions; nothing is compiled yet.
+
+        ValueError if a row cannot be split over the mesh's context axis, or the loss needs experts
+        that the policy does not have.
+        """
         packing_config.check_splits(meshes.context_shards(mesh))
         loss.check_policy(policy)
         self.policy, self.loss, self.packing, self.mesh = policy, loss, packing_config, mesh

@@ -177,7 +177,7 @@ class LossConfig:
             )
         if self.align_weight and any(group.aligned is None for group in groups):
             raise ValueError(
-                f"loss.align_weight = {self.align_weight}: needs groups with an aligned one"
+                f"loss.align_weight = {self.align_weight}: needs an aligned group in every group"
             )
         if self.routing == "sampled" and any(
             sample.experts is None or sample.prompt_experts is None for sample in samples

@@ -94,7 +94,7 @@ class TrainGroup:
 
     @property
     def segments(self) -> list[TrainGroup]:
-        """The group and its aligned one: prompts with their answers, in the order of the row."""
+        """The group and its aligned group: prompts with their answers, in the order of the row."""
         return [self] if self.aligned is None else [self, self.aligned]
 
     def select(self, indices: Sequence[int]) -> TrainGroup:
@@ -376,7 +376,7 @@ def lay_out(
     """Put the trees of groups into the rows of micro-batches; see `pack`."""
     sizes = [group.size for group in groups]
     forest = trees.single(sizes)
-    if with_trees:  # a group with an aligned one has two prompts: it stays alone
+    if with_trees:  # a group with an aligned group has two prompts: it stays alone
         prompts = [None if group.aligned else np.asarray(group.prompt) for group in groups]
         longest = shapes.longest_row(token_budget, devices)
         room = TokenCounts(longest, longest) if isinstance(buckets, str) else buckets[-1].size

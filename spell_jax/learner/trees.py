@@ -2,9 +2,9 @@
 
 1. Prompts are sorted by their tokens. In this order no earlier prompt shares a longer prefix with a
    prompt than the prompt directly before it. So a tree is a run of the order, depth first.
-2. Neighbours share their common prefix if it has at least half of the shorter one's tokens. Less,
+2. Neighbors share their common prefix if it has at least half of the shorter prompt's tokens. Less,
    such as the first words of a template, would only tie prompts to the same row.
-3. A tree that is too large for a row is cut where its neighbours share the fewest tokens.
+3. A tree that is too large for a row is cut where neighbors share the fewest tokens.
 
 Tree Training (arXiv 2511.00413) packs the turns of agents like this.
 """

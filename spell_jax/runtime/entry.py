@@ -264,8 +264,8 @@ def _no_such_config(argv: Sequence[str]) -> str:
     value = next((a.partition("=")[2] for a in argv if a.startswith("--config=")), "")
     names = [name for name in paths.shipped_configs() if "/" not in name]
     close_names = difflib.get_close_matches(_config_name(value.partition(":")[0]), names, 1)
-    hint = f"did you mean {close_names[0]}? " if close_names else ""
-    return f"--config = {value!r}: no such file; {hint}configs that ship: {', '.join(names)}"
+    hint = f"did you mean {close_names[0]}? It " if close_names else ""
+    return f"--config = {value!r}: no such file; {hint}must be a file or one of {', '.join(names)}"
 
 
 def _no_such_field(error: Exception, argv: Sequence[str]) -> str:

@@ -20,7 +20,7 @@ from spell_jax.selfplay.rules import (
 )
 
 NOTHING_TO_ASK = "nothing_to_ask"  # reason: the questioner states it
-MAX_ANSWER_TOKENS = 40  # limit for a general_qa reference (spec 12, row 4)
+MAX_ANSWER_TOKENS = 40  # limit for a general_qa reference (spec 12, difference 4)
 
 Status = Literal["accepted", "bad_format", "declined"]
 

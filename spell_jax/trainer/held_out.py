@@ -44,8 +44,9 @@ class HeldOut:
 
     def _truncated(self) -> dict[str, tuple[float, float]]:
         """Return agent -> (replies that the token cap cut off, all replies)."""
-        pairs, place = self._run.worker.metrics.pairs(), "truncated/"
-        return {name.removeprefix(place): p for name, p in pairs.items() if name.startswith(place)}
+        counts, prefix = self._run.worker.metrics.pairs(), "truncated/"
+        names = [name for name in counts if name.startswith(prefix)]
+        return {name.removeprefix(prefix): counts[name] for name in names}
 
     def evaluate(self, when: str) -> None:
         """Add a full evaluation to evaluation.json under "before" or "after"."""

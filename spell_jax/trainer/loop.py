@@ -35,7 +35,7 @@ from spell_jax.trainer.saver import Saver, saving_on_disk_errors
 
 
 def train(config: Config | RunConfig, workdir: epath.Path) -> epath.Path:
-    """Train for config.steps updates and return the workdir.
+    """Train for config.steps steps, each a rollout and its update; return the workdir.
 
     The workdir gets config.json, metrics.jsonl, TensorBoard events, episodes/, checkpoints/,
     policy/ and best/ (Hugging Face folders of the last weights and of the best by validation),

@@ -68,7 +68,10 @@ def _imitate(
 def metrics(
     run: Run, rollout: Rollout, numbers: Mapping[str, Sequence[Mapping[str, float]]], is_ahead: bool
 ) -> Metrics:
-    """Return the step's metrics (docs/metrics.md); no speeds if the next rollout ran meanwhile."""
+    """Return the step's metrics (docs/metrics.md), from the rollout and each update's numbers.
+
+    Speeds are left out if the next rollout `is_ahead`, because it ran during the update.
+    """
     metrics = Metrics()
     metrics.merge(rollout.metrics)
     for role, count in packing.count_answers(rollout.groups).items():
@@ -80,9 +83,10 @@ def metrics(
     metrics.merge(statistics.advantages(rollout.groups), "train/")
     programs = sum(len(model.learner.programs) for model in run.trained.values())
     metrics.add("process/update_programs", programs)
-    trained = [row for updates in numbers.values() for row in updates if not row["empty_update"]]
+    updates = [update for updates in numbers.values() for update in updates]
+    nonempty_updates = [update for update in updates if not update["empty_update"]]
     # With the next rollout at the same time, seconds of the update are not the update's alone.
-    if trained and not is_ahead:
-        devices = run.learner.mesh.devices.flatten().tolist()
-        metrics.merge(statistics.speed(trained, run.timer.spent("update"), devices), "time/")
+    if nonempty_updates and not is_ahead:
+        devices, seconds = run.learner.mesh.devices.flatten().tolist(), run.timer.spent("update")
+        metrics.merge(statistics.speed(nonempty_updates, seconds, devices), "time/")
     return metrics

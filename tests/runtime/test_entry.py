@@ -265,7 +265,7 @@ def test_shipped_configs_have_names(name, tmp_path, monkeypatch):
         (["--config={config}.missing"], "--config = '.*config.py.missing': no such file"),
         (
             ["--config={config}.missing", "--config.steps=2"],
-            "no such file; configs that ship: .*tiny",
+            "no such file; must be a file or one of .*tiny",
         ),
         (["--config=tinny"], "no such file; did you mean tiny\\?"),
         (["--config", "tinny"], "no such file; did you mean tiny\\?"),

@@ -101,6 +101,7 @@ class Spell:
         return episodes
 
     async def rollout_one(self, ask: Ask, episode: SpellEpisode) -> SpellEpisode:
+        """Run parts 1 to 5 of one episode."""
         proposed = await self.propose(ask, episode)
         return await self.solve(ask, await self.check(ask, proposed))
 
@@ -126,6 +127,7 @@ class Spell:
         return await self.read_reference(ask, await self.filter(ask, episode))
 
     async def solve(self, ask: Ask, episode: SpellEpisode) -> SpellEpisode:
+        """Run parts 4 and 5."""
         episode = await self.answer(ask, episode)
         fault_injection.point("answered")
         episode = await self.verify(ask, episode)
@@ -192,6 +194,7 @@ class Spell:
                     new = [int(rng.integers(len(cluster.documents)))]
 
     async def propose(self, ask: Ask, episode: SpellEpisode) -> SpellEpisode:
+        """Ask for a question and its reference, and parse the reply."""
         c = self.config
         if not episode.questioner_prompt:
             return episode
