@@ -32,27 +32,19 @@ from spell_jax.sampler.session import Session
 
 @dataclasses.dataclass(eq=False)
 class PendingCall:
-    """A call of base.Ask. Awaiting it yields it to the worker and returns the replies.
+    """A call of base.Ask. Awaiting it yields it to the worker and returns the replies."""
 
-    Attributes:
-      number: (coroutine in the step, call in the coroutine), from 1.
-      item: index of the coroutine in `run_all`.
-      prompt_ids: token ids of each prompt [P].
-      replies: replies in the order of the prompts.
-      missing: number of submitted prompts without a reply.
-      samples: index of an answered prompt -> all samples, also samples that `replies` leave out.
-    """
-
-    number: tuple[int, int]
+    number: tuple[int, int]  # (coroutine in the step, call in the coroutine), from 1
     role: str
     prompts: Sequence[str]
     group: int = 1
     model: str = "policy"
     temperature: float | None = None
-    item: int = 0
-    prompt_ids: list[list[int]] = dataclasses.field(default_factory=list)
+    item: int = 0  # index of the coroutine in `run_all`
+    prompt_ids: list[list[int]] = dataclasses.field(default_factory=list)  # [prompts][P]
     replies: Replies = dataclasses.field(default_factory=Replies)
-    missing: int = 0
+    missing: int = 0  # submitted prompts without a reply
+    # Index of an answered prompt -> all its samples, also samples that `replies` leave out.
     samples: dict[int, Sequence[Sample]] = dataclasses.field(default_factory=dict)
 
     @property

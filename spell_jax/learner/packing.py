@@ -117,15 +117,10 @@ class TrainGroup:
 
 
 class GroupPart(NamedTuple):
-    """Answers of a group that go into one row.
+    """Answers of a group that go into one row."""
 
-    Attributes:
-      group: the group, with these answers only.
-      answers: numbers of the answers, counted over all groups before the groups were split.
-    """
-
-    group: TrainGroup
-    answers: Sequence[int]
+    group: TrainGroup  # with these answers only
+    answers: Sequence[int]  # their numbers, counted over all groups before they were split
 
 
 @flax.struct.dataclass

@@ -56,21 +56,13 @@ class TrainState:
 
 @dataclasses.dataclass(frozen=True)
 class UpdateSpec:
-    """Everything static that an update depends on.
-
-    Attributes:
-      policy: architecture.
-      optimizer: optimizer and schedule.
-      loss: loss and its variants.
-      temperature: sampling temperature, at which logprobs are computed.
-      compute_dtype: dtype of weights and activations in forward and backward passes.
-    """
+    """Everything static that an update depends on."""
 
     policy: PolicyConfig
     optimizer: OptimizerConfig
     loss: LossConfig
-    temperature: float = 1.0
-    compute_dtype: str = "float32"
+    temperature: float = 1.0  # sampling temperature, at which logprobs are taken
+    compute_dtype: str = "float32"  # of weights and activations in forward and backward passes
 
     @property
     def moments_memory(self) -> str:
@@ -82,30 +74,18 @@ class UpdateSpec:
 
 
 class UpdateFns(NamedTuple):
-    """Jitted pure functions of an update on one mesh, and where their arrays lie.
+    """Jitted pure functions of an update on one mesh, and where their arrays lie."""
 
-    Attributes:
-      init: trained weights (donated) -> state before the first step.
-      cast: master weights -> weights in the compute dtype.
-      empty_carry: () -> carry before the first micro-batch.
-      accumulate: (cast weights, frozen, carry (donated), MicroBatch, reference or None) -> carry.
-      logprobs: (cast weights, frozen, MicroBatch) -> float32 [B, A], whole on every host.
-      apply: (state (donated), gradient, loss) -> (state, named numbers).
-      random: (key, "trained" or "frozen") -> random weights.
-      abstract_state: shapes and shardings of a state.
-      param_shardings: shardings of the trained weights.
-      frozen_shardings: shardings of the weights that are not trained.
-    """
-
-    init: Callable[[Params], TrainState]
-    cast: Callable[[Params], Params]
-    empty_carry: Callable[[], Carry]
+    init: Callable[[Params], TrainState]  # weights of what is trained (donated)
+    cast: Callable[[Params], Params]  # master weights -> weights in the compute dtype
+    empty_carry: Callable[[], Carry]  # before the first micro-batch
+    # (cast weights, frozen, carry (donated), MicroBatch, reference or None) -> carry
     accumulate: Any
-    logprobs: Any
-    apply: Any
-    random: Callable[[jax.Array, str], Params]
-    abstract_state: TrainState
-    param_shardings: Any
+    logprobs: Any  # (cast weights, frozen, MicroBatch) -> float32 [B, A], whole on every host
+    apply: Any  # (state (donated), gradient, loss) -> (state, named numbers)
+    random: Callable[[jax.Array, str], Params]  # (key, "trained" or "frozen") -> random weights
+    abstract_state: TrainState  # shapes and shardings
+    param_shardings: Any  # of the trained weights
     frozen_shardings: Any
 
 

@@ -61,25 +61,15 @@ class ShardShape:
 
 @dataclasses.dataclass(eq=False)
 class PrefilledPrompt:
-    """An admitted prompt. Its pages are in the pool or about to be prefilled.
+    """An admitted prompt. Its pages are in the pool or about to be prefilled."""
 
-    Attributes:
-      ticket: number of the request.
-      request: request with the prompt.
-      tokens: token ids of the prompt, int32 [P].
-      index: row of the prompt in State.prompt_hidden, within its shard.
-      pages: pages of the prompt's blocks, in order.
-      unread: number of pages that no prefill call has read yet.
-      unfinished: number of the request's sequences that still run or wait.
-    """
-
-    ticket: int
+    ticket: int  # number of the request
     request: SampleRequest
-    tokens: np.ndarray
-    index: int
-    pages: list[int]
-    unread: int
-    unfinished: int
+    tokens: np.ndarray  # token ids of the prompt, int32 [P]
+    index: int  # row of the prompt in State.prompt_hidden, within its shard
+    pages: list[int]  # pages of its blocks, in order
+    unread: int  # number of pages that no prefill call has read yet
+    unfinished: int  # number of its sequences that still run or wait
 
 
 @dataclasses.dataclass(eq=False)

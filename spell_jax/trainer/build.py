@@ -35,40 +35,24 @@ from spell_jax.selfplay.judge import JUDGE_KEY, JUDGE_TEMPLATES, Endpoint, Judge
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A model of a run, without its weights, which are in the states (trainer/state.py).
+    """A model of a run, without its weights, which are in the states (trainer/state.py)."""
 
-    Attributes:
-      policy: architecture, as the config changes it.
-      tokenizer: tokenizer of the model's folder.
-      folder: Hugging Face folder of the first weights.
-      learner: programs of the model's updates.
-    """
-
-    policy: PolicyConfig
+    policy: PolicyConfig  # architecture, as the config changes it
     tokenizer: Tokenizer
-    folder: pathlib.Path
+    folder: pathlib.Path  # Hugging Face folder of its first weights
     learner: Learner
 
 
 @dataclasses.dataclass
 class Run:
-    """The parts of a run; making them uses no device but for the mesh.
-
-    Attributes:
-      config: checked config.
-      own_models: models with their own weights by name, "policy" first.
-      worker: rollout worker, which samples from the models for the algorithm.
-      algorithm: algorithm of the run.
-      evaluation: held-out evaluation; None if the data has no held-out questions.
-      timer: timer of the main thread's phases.
-    """
+    """The parts of a run; making them uses no device but for the mesh."""
 
     config: RunConfig
-    own_models: dict[str, Model]
-    worker: RolloutWorker
+    own_models: dict[str, Model]  # models with their own weights by name, "policy" first
+    worker: RolloutWorker  # samples from the models for the algorithm
     algorithm: Algorithm
-    evaluation: Evaluation | None
-    timer: PhaseTimer = dataclasses.field(default_factory=PhaseTimer)
+    evaluation: Evaluation | None  # None if the data has no held-out questions
+    timer: PhaseTimer = dataclasses.field(default_factory=PhaseTimer)  # of the main thread's phases
 
     @property
     def policy(self) -> PolicyConfig:

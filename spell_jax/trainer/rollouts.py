@@ -18,21 +18,13 @@ from spell_jax.trainer.state import RolloutParams
 
 @dataclasses.dataclass(frozen=True)
 class Rollout:
-    """One step's samples.
-
-    Attributes:
-      episodes: episodes of the algorithm.
-      groups: training groups made of the episodes.
-      annotations: use of each episode in the groups.
-      metrics: metrics of the rollout.
-      state_before: algorithm's state before the rollout, from which the step can be repeated.
-    """
+    """One step's samples."""
 
     episodes: Sequence[Any]
-    groups: list[packing.TrainGroup]
-    annotations: Sequence[Annotation]
+    groups: list[packing.TrainGroup]  # training groups made of the episodes
+    annotations: Sequence[Annotation]  # use of each episode in these groups
     metrics: Metrics
-    state_before: dict[str, Any]
+    state_before: dict[str, Any]  # of the algorithm, to repeat the step from
 
     def progress(self) -> dict[str, float]:
         means = self.metrics.means()
