@@ -83,7 +83,7 @@ def metrics(
     metrics.merge(statistics.advantages(rollout.groups), "train/")
     programs = sum(len(model.learner.programs) for model in run.trained.values())
     metrics.add("process/update_programs", programs)
-    updates = [update for updates in numbers.values() for update in updates]
+    updates = [update for model_updates in numbers.values() for update in model_updates]
     nonempty_updates = [update for update in updates if not update["empty_update"]]
     # With the next rollout at the same time, seconds of the update are not the update's alone.
     if nonempty_updates and not is_ahead:
