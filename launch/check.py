@@ -182,9 +182,7 @@ def _check_policy(checked: Checked, model: ModelConfig, attempt: Attempts) -> An
     folder, tokenizer = _find_here(checked, "policy", attempt), None
     checked.folder = folder
     if folder is None:
-        policy = attempt(
-            "policy.folder", shape_policy, model, known_shape(checked.config.policy.folder)
-        )
+        policy = attempt("policy.folder", shape_policy, model, known_shape(model.folder))
     else:
         policy, tokenizer = attempt("policy.folder", read_model, model, folder) or (None, None)
     if policy is None or "policy" in checked.wrong:
@@ -202,7 +200,10 @@ def _check_policy(checked: Checked, model: ModelConfig, attempt: Attempts) -> An
 
 def _find_here(checked: Checked, name: str, attempt: Attempts) -> pathlib.Path | None:
     """Find a model's folder; one of the paper's models may be missing on this machine."""
-    field, folder = f"{name}.folder", checked.config[name].folder
+    field, section = f"{name}.folder", checked.config[name]
+    folder = section.get("folder") if hasattr(section, "items") else None
+    if not isinstance(folder, str):  # a mistake that config.read has named
+        return None
     if is_available(folder) or not known_shape(folder):
         return attempt(field, find_folder, folder, field)
     checked.missing.append(

@@ -9,6 +9,7 @@ found without a device and without reading a file.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -329,10 +330,10 @@ def collect_mistakes(config: Config) -> tuple[RunConfig | None, dict[str, str]]:
     Returns the RunConfig (None if not even stand-ins help), and the message of each mistake by the
     dotted name of its field.
     """
-    if "algorithm" not in config:
+    if not hasattr(config.get("algorithm"), "items"):
         message = (
-            "algorithm: is missing; a config of spell_jax.train must have it (spell_jax.sft reads "
-            "the config of a warm start)"
+            "algorithm: is missing, or no section; a config of spell_jax.train must have it "
+            "(spell_jax.sft reads the config of a warm start)"
         )
         return None, {"algorithm": message}
     fields = config.to_dict()
@@ -371,7 +372,7 @@ def _stand_ins(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _build_run(fields: Mapping[str, Any]) -> RunConfig:
-    steps, extra_models = fields.get("steps", 1), _extra_models(fields)
+    steps, extra_models = _product(fields, "steps"), _extra_models(fields)
     models = {name: _build(ExtraModelConfig, fields[name], name, steps) for name in extra_models}
     parts = {"algorithm": registry.read_algorithm(fields["algorithm"]), "models": models}
     sections = {
@@ -380,13 +381,24 @@ def _build_run(fields: Mapping[str, Any]) -> RunConfig:
         if name != "algorithm" and name not in extra_models
     }
     # Schedules count optimizer updates: each step has `minibatches` of them.
-    config = _build(RunConfig, sections, "", steps * fields.get("minibatches", 1), **parts)
+    updates = _product(fields, "steps", "minibatches")
+    config = _build(RunConfig, sections, "", updates, **parts)
     config.check_sources()
     return config
 
 
 def _build_supervised(fields: Mapping[str, Any]) -> SupervisedConfig:
-    return _build(SupervisedConfig, fields, "", fields.get("steps", 1))
+    return _build(SupervisedConfig, fields, "", _product(fields, "steps"))
+
+
+def _product(fields: Mapping[str, Any], *names: str) -> int:
+    """Multiply these fields, 1 where missing; ValueError for a field that is no whole number."""
+    # `build` would say the same, but it checks the optimizer first, which needs the product.
+    values = {name: fields.get(name, 1) for name in names}
+    for name, value in values.items():
+        if not isinstance(value, int):
+            raise ValueError(f"{name} = {value!r}: must be int")
+    return math.prod(values.values())
 
 
 def _build(cls: type[T], fields: Mapping[str, Any], where: str, updates: int, **parts: Any) -> T:

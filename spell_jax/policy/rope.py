@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +45,8 @@ class RopeConfig:
       attention_factor: "yarn": scale of cosines and sines; None means 0.1 ln(factor) + 1.
       truncate: "yarn": whether the bounds are rounded to whole pairs.
     """
+
+    SECTION: ClassVar[str] = "rope"
 
     theta: float = 10_000.0
     kind: str = "default"

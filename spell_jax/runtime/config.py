@@ -67,7 +67,7 @@ def collect(
     replaced: set[str] = set()
 
     def record(message: str) -> str:
-        match = re.match(r"[a-z_0-9]+(\.[a-z_0-9]+)*(?= = |: |\[)", message)
+        match = re.match(r"\w+(\.\w+)*(?= = |: |\[)", message)
         field = match[0] if match else ""
         if not {field, _root(field)} & replaced:  # else it may follow from a stand-in
             mistakes[field] = message
@@ -160,6 +160,8 @@ def build(cls: type[T], section: Mapping[str, Any], where: str, **extra: Any) ->
     ValueError if a field is unknown, missing, of the wrong type, not finite, out of range, or a URL
     with a password or a key.
     """
+    if not hasattr(section, "items"):
+        raise ValueError(f"{where} = {section!r}: must be {_name(cls)}")
     before = f"{where}." if where else ""
     fields = {f.name: f for f in dataclasses.fields(typing.cast(Any, cls)) if f.name not in extra}
     hints = typing.get_type_hints(cls)
@@ -251,8 +253,7 @@ def _coerce(value: Any, hint: Any, where: str) -> Any:
     if origin is tuple and sequence:
         if inner[-1] is Ellipsis:
             if dataclasses.is_dataclass(inner[0]) and value and not hasattr(value[0], "__len__"):
-                only = f"({', '.join(map(repr, value))})"
-                text = f"must be tuples ({_fields(inner[0])}); one is written ({only},)"
+                text = f"must be tuples ({_fields(inner[0])}); one is written ({tuple(value)!r},)"
                 raise ValueError(f"{where} = {value!r}: {text}")
             inner = inner[:1] * len(value)
         if len(inner) != len(value):
@@ -288,5 +289,5 @@ def _fields(cls: Any) -> str:
 
 def _name(hint: Any) -> str:
     if dataclasses.is_dataclass(hint):
-        return f"a tuple ({_fields(hint)})"
+        return f"a section, or a tuple ({_fields(hint)})"
     return hint.__name__ if isinstance(hint, type) else str(hint)

@@ -122,6 +122,19 @@ def test_all_mistakes_are_raised_at_once():
         assert str(raised.value) == "\n".join(lines)
 
 
+def test_mistakes_of_the_rotary_embedding_hide_no_others():
+    config = noise.with_fields(
+        load("tiny_warm_start")[1], {"policy.rope.theta": -1.0, "steps": None, "log_every": 0}
+    )
+    with pytest.raises(ConfigError) as raised:
+        read_supervised(config)
+    assert sorted(line.split(" = ")[0] for line in raised.value.mistakes) == [
+        "log_every",
+        "policy.rope.theta",
+        "steps",
+    ]
+
+
 def test_mistakes_of_an_extra_model_are_named_by_its_section():
     config = load("tiny_eapo")[1]
     values = {"remat": "x", "groups_per_update": -1, "optimizer.b1": 2.0, "no_such": 1}

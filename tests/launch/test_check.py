@@ -230,6 +230,13 @@ MISTAKES: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"sampler.top_p": 1.5}, "", r"sampler.top_p = 1.5: must be in \(0, 1\]"),
     ({"sampler.no_such": 1}, "", r"sampler.no_such: no such field, must be one of"),
+    ({"steps": None}, "", r"steps = None: must be int"),
+    ({"minibatches": None}, "", r"minibatches = None: must be int"),
+    ({"policy.folder": None}, "", r"policy.folder = None: must be str"),
+    ({"policy": None}, "", r"policy = None: must be a section, or a tuple \(folder, "),
+    ({"optimizer": None}, "", r"optimizer = None: must be a section, or a tuple \(learning_rate, "),
+    ({"mesh": None}, "", r"mesh = None: must be a section, or a tuple \(data, "),
+    ({"algorithm": None}, "", r"algorithm: is missing, or no section; a config of spell_jax.train"),
     (
         {"sampler.max_verdict_tokens": 1000},
         "",

@@ -80,6 +80,11 @@ def test_integer_is_accepted_for_a_float_field() -> None:
         ({"count": 1, "pair": (1, "b", 2)}, r"example\.pair = \(1, 'b', 2\): must be tuple"),
         ({"count": 1, "inner": {"size": 3}}, r"example\.inner\.size: no such field"),
         ({"count": 1, "maybe": "no"}, r"example\.maybe = 'no': must be float \| None"),
+        (
+            {"count": 1, "inner": None},
+            r"^example\.inner = None: must be a section, or a tuple \(len",
+        ),
+        (None, r"^example = None: must be a section, or a tuple \(count, share, "),
     ],
 )
 def test_errors_name_field_value_and_expected_type(section: dict, message: str) -> None:
@@ -136,6 +141,8 @@ def test_a_single_tuple_in_place_of_several_is_explained():
     section = {"buckets": (320, 224)}
     with pytest.raises(ValueError, match=r"must be tuples \(length, answers\); one is written"):
         build(PackingConfig, section, "packing")
+    with pytest.raises(ValueError, match=r"one is written \(\(3,\),\)$"):
+        build(PackingConfig, {"buckets": (3,)}, "packing")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,9 +173,9 @@ def _collect(**fields: Any) -> tuple[Any, dict[str, str]]:
 
 def test_collect_goes_on_with_a_stand_in_after_each_mistake() -> None:
     assert _collect(pair={"low": 2, "high": 3}, count=1) == ((Pair(2, 3), 1), {})
-    built, mistakes = _collect(pair={"low": 0, "high": "x", "no_such": 1}, count=-1)
+    built, mistakes = _collect(pair={"low": 0, "high": "x", "noSuch": 1}, count=-1)
     assert built == (Pair(), 0)  # its `high` is the stand-in, so that its conflict is no mistake
-    assert mistakes.keys() == {"count", "pair.no_such", "pair.high", "pair.low"}
+    assert mistakes.keys() == {"count", "pair.noSuch", "pair.high", "pair.low"}
     assert mistakes["count"] == "count = -1: no such file"
 
 
