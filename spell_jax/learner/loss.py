@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from spell_jax.learner import packing, preference
 from spell_jax.learner.loss_config import LossConfig
+from spell_jax.learner.token_sums import sum_by_answer, sum_by_role
 
 _FARTHEST = 20.0  # log-ratios are clipped to +-20, so that exp does not overflow
 
@@ -53,8 +54,8 @@ def batch_loss(
         "tokens": jnp.sum(real),
         "entropy": jnp.sum(entropy * real),
         "mean_logprob": jnp.sum(batch.weight * logprobs),
-        "role_tokens": packing.sum_by_role(real, batch.role),
-        "role_entropy": packing.sum_by_role(entropy * real, batch.role),
+        "role_tokens": sum_by_role(real, batch.role),
+        "role_entropy": sum_by_role(entropy * real, batch.role),
     }
     if "sampler_difference" in config.sums:
         # 0 stands for a missing logprob (MicroBatch.old_logprob).
@@ -133,10 +134,10 @@ def log_ratio(
         return tokens
     if answer is None:
         raise ValueError(f"ratio {ratio!r}: needs to know which token is of which answer")
-    sums = packing.sum_by_answer(tokens, answer)
+    sums = sum_by_answer(tokens, answer)
     if ratio == "sequence":
         return sums
-    return sums / jnp.maximum(packing.sum_by_answer(jnp.ones_like(tokens), answer), 1.0)
+    return sums / jnp.maximum(sum_by_answer(jnp.ones_like(tokens), answer), 1.0)
 
 
 def importance(log_ratio: jax.Array, cap: float) -> jax.Array:

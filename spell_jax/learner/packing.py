@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 import flax.struct
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from spell_jax.data.clusters import ROLES
@@ -78,6 +77,21 @@ class TrainGroup:
             raise ValueError(
                 f"group.advantages: {len(self.advantages)} of them, but {len(lengths)} samples"
             )
+        terms = self.token_advantages
+        # numpy would repeat an array of length 1 over all tokens without an error.
+        if terms is not None and [len(row) for row in terms] != lengths:
+            counts = [len(row) for row in terms]
+            raise ValueError(f"group.token_advantages: of {counts} tokens, must be {lengths}")
+        for experts in (sample.prompt_experts for sample in self.samples):
+            if experts is not None and len(experts) != len(self.prompt):
+                raise ValueError(
+                    f"group.samples: prompt_experts of {len(experts)} tokens, but the prompt has "
+                    f"{len(self.prompt)}"
+                )
+        if copy := self.aligned:
+            is_first = np.array_equal(copy.samples[0].tokens, self.samples[0].tokens)
+            if not is_first or len(copy.samples) > 1 or copy.advantages[0]:
+                raise ValueError("group.aligned: must have the first sample alone, advantage 0")
 
     @property
     def answer_tokens(self) -> int:
@@ -98,12 +112,13 @@ class TrainGroup:
         return [self] if self.aligned is None else [self, self.aligned]
 
     def select(self, indices: Sequence[int]) -> TrainGroup:
-        """Return the group with the answers at `indices` only."""
+        """Return the group with the answers at `indices` only; `aligned` stays with the first."""
         if len(indices) == len(self.samples):
             return self
         terms = self.token_advantages
         return dataclasses.replace(
             self,
+            aligned=self.aligned if 0 in indices else None,
             samples=[self.samples[i] for i in indices],
             advantages=[self.advantages[i] for i in indices],
             token_advantages=None if terms is None else [terms[i] for i in indices],
@@ -244,24 +259,6 @@ def count_answers(groups: Sequence[TrainGroup]) -> dict[str, int]:
     for group in groups:
         counts[group.name] += len(group.samples)
     return dict(counts)
-
-
-def sum_by_role(values: Array, role: Array) -> jax.Array:
-    """Sum values [B, A] by role [B, A] (see MicroBatch), float32 [len(ROLES) + 1]."""
-    of_role = role[..., None] == jnp.arange(len(ROLES) + 1)
-    return jnp.sum(jnp.where(of_role, values[..., None], 0.0), axis=(0, 1))
-
-
-def sum_by_answer(values: Array, answer: Array) -> jax.Array:
-    """Sum values over each token's answer, 0 where padded; values and sums are float32 [B, A].
-
-    With MicroBatch.group as `answer`, sum over each token's group.
-    """
-    size = answer.shape[1]
-    slot = jnp.where(answer >= 0, answer, size)  # out of range, so that nothing is added
-    rows = jnp.arange(len(answer))[:, None]
-    sums = jnp.zeros_like(values).at[rows, slot].add(values, mode="drop")
-    return jnp.take_along_axis(sums, slot, axis=1, mode="fill", fill_value=0)
 
 
 def whole_groups(

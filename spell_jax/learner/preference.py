@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from spell_jax.learner import packing
+from spell_jax.learner.token_sums import sum_by_answer
 
 SUMS = ("preference_loss", "preference_accuracy", "chosen_nll", "chosen_reward", "rejected_reward")
 
@@ -37,8 +38,8 @@ def preference_loss(
     chex.assert_equal_shape([logprobs, batch.old_logprob, batch.advantage, batch.weight])
     ratio = logprobs - batch.old_logprob
     # With signs +-1 in `advantage`, one sum over a group is r(y_w) - r(y_l), at each token.
-    margin = beta * packing.sum_by_answer(batch.advantage * ratio, batch.group)
-    reward = beta * packing.sum_by_answer(ratio, batch.answer)
+    margin = beta * sum_by_answer(batch.advantage * ratio, batch.group)
+    reward = beta * sum_by_answer(ratio, batch.answer)
     # An answer holds half of the pair's weight. Twice that is the mean over chosen answers alone.
     chosen_weight, rejected_weight = (
         2 * batch.weight * (sign * batch.advantage > 0) for sign in (1, -1)
@@ -58,7 +59,7 @@ def preference_loss(
         # -1 at the chosen answer, +1 at its copy after the aligned prompt, 0 at the rejected
         # answer: the sum over the group is the difference between both rewards of y_w.
         sign = jnp.where(batch.advantage > 0, -1.0, 1.0 * (batch.advantage == 0))
-        distance = jnp.abs(beta * packing.sum_by_answer(sign * ratio, batch.group))
+        distance = jnp.abs(beta * sum_by_answer(sign * ratio, batch.group))
         sums["alignment"] = jnp.sum(chosen_weight * distance)
         value += align_weight * sums["alignment"]
     return value, sums

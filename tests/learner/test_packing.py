@@ -295,6 +295,18 @@ SAMPLE, EMPTY = Sample(np.array([2, 3])), Sample(np.zeros(0, np.int32))
             "group.samples: .* at least 1 token",
         ),
         ({"advantages": [1.0]}, "group.advantages: 1 of them, but 2 samples"),
+        ({"reference_prompt": []}, "group.reference_prompt: of 0 tokens, must have from 1 to 1"),
+        ({"reference_prompt": [1, 2]}, "group.reference_prompt: of 2 tokens"),
+        ({"token_advantages": [[1, 2]]}, r"group.token_advantages: of \[2\] tokens, .* \[2, 2\]"),
+        # numpy would add one number to both tokens.
+        ({"token_advantages": [[1], [1, 2]]}, r"group.token_advantages: of \[1, 2\] tokens"),
+        (
+            {"samples": [SAMPLE, dataclasses.replace(SAMPLE, prompt_experts=np.zeros((2, 1, 1)))]},
+            "group.samples: prompt_experts of 2 tokens, but the prompt has 1",
+        ),
+        ({"aligned": TrainGroup([1], [SAMPLE] * 2, [0.0, 0.0])}, "group.aligned: must have the"),
+        ({"aligned": TrainGroup([1], [SAMPLE], [1.0])}, "group.aligned: must .* advantage 0"),
+        ({"aligned": tiny.group([1], [[2, 4]], [0.0])}, "group.aligned: must have the first sam"),
     ],
 )
 def test_inconsistent_train_group_is_rejected(fields: dict, message: str) -> None:
@@ -302,3 +314,8 @@ def test_inconsistent_train_group_is_rejected(fields: dict, message: str) -> Non
     TrainGroup(**valid_fields)
     with pytest.raises(ValueError, match=message):
         TrainGroup(**valid_fields | fields)
+
+
+def test_aligned_copy_stays_with_the_first_answer() -> None:
+    group = tiny.group([1], [[2], [3]], [1.0, -1.0], aligned=tiny.group([4], [[2]], [0.0]))
+    assert [part.aligned for part in packing.separate_answers([group])] == [group.aligned, None]

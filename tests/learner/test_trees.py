@@ -95,7 +95,7 @@ def test_order_of_groups_does_not_matter() -> None:
 
 
 def test_group_with_an_aligned_one_stays_alone() -> None:
-    pair = group([1], [21], [22], aligned=group([3], [21]))
+    pair = group([1], [21], [22], aligned=tiny.group([*DOCUMENTS, 3], [[21]], [0.0]))
     (batch,) = tiny.pack([pair, group([2], [31])], Bucket(32, 8))
     assert int((batch.last_query >= 0).sum()) == (5 + 2) + (5 + 1) + (5 + 1)
 

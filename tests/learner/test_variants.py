@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from spell_jax.learner import loss as losses
-from spell_jax.learner import packing
 from spell_jax.learner.loss_config import KL_ESTIMATORS, RATIOS, LossConfig
 from spell_jax.learner.packing import Bucket, MicroBatch
+from spell_jax.learner.token_sums import sum_by_answer
 from tests import tiny
 
 # Answers of 3, 2, 4; of 2, 6, 1, 2 tokens; and padding.
@@ -358,7 +358,7 @@ def test_sum_by_answer_adds_the_tokens_of_each_answer() -> None:
     expected_sums = np.zeros_like(values)
     for row, slot in np.argwhere(ANSWER >= 0):
         expected_sums[row, slot] = values[row][ANSWER[row] == ANSWER[row, slot]].sum()
-    np.testing.assert_array_equal(packing.sum_by_answer(values, ANSWER), expected_sums)
+    np.testing.assert_array_equal(sum_by_answer(values, ANSWER), expected_sums)
     # There are as many answers as slots.
     full = np.arange(12)[None]
-    np.testing.assert_array_equal(packing.sum_by_answer(values[:1], full), values[:1])
+    np.testing.assert_array_equal(sum_by_answer(values[:1], full), values[:1])
