@@ -19,6 +19,9 @@ from spell_jax.trainer.rollouts import Rollout
 
 def start(run: Run, states: Mapping[str, Any], groups: Sequence[packing.TrainGroup]) -> Update:
     """Start the policy's update; the micro-batches may run during the next rollout."""
+    for group in groups:
+        if group.model not in run.trained:
+            raise ValueError(f"group.model = {group.model!r}: must be one of {[*run.trained]}")
     policy_groups = [group for group in groups if group.model == "policy"]
     reference = states.get("reference")
     return run.learner.start(states["policy"], policy_groups, reference, run.config.minibatches)

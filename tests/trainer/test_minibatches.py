@@ -162,6 +162,12 @@ def test_each_model_is_trained_on_its_own_groups(tmp_path) -> None:
     assert numbers == {"policy": [{"groups": 2}], "other": [{"groups": 3}, {"groups": 3}]}
 
 
+def test_group_of_a_model_that_is_not_trained_is_refused(tmp_path) -> None:
+    message = r"^group\.model = 'othr': must be one of \['policy', 'other'\]$"
+    with pytest.raises(ValueError, match=message):
+        learn([make_group(1, "policy"), make_group(2, "othr")], epath.Path(tmp_path))
+
+
 def test_only_the_policy_is_updated_without_groups(tmp_path) -> None:
     learners, states, numbers = learn([], epath.Path(tmp_path))
     assert learners["policy"].started == [(0, [], "frozen", 2)] and not learners["other"].started
