@@ -22,6 +22,9 @@ import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from launch.experiments import typed_toml
+from spell_jax.runtime.finite import is_finite
+
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "measurements"
 KINDS = ("measured", "compiled only", "estimated")
@@ -34,8 +37,11 @@ def read(folder: pathlib.Path = FOLDER) -> dict[str, dict[str, Any]]:
     """Read a folder's files by name; ValueError if a file lacks a field or has another kind."""
     measurements = {}
     for path in sorted(folder.glob("*.json")):
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if set(content) != _FIELDS or content["kind"] not in KINDS:
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}, must be JSON") from error
+        if not isinstance(content, dict) or set(content) != _FIELDS or content["kind"] not in KINDS:
             raise ValueError(f"{path}: must have the fields {sorted(_FIELDS)}, kind of {KINDS}")
         measurements[path.stem] = content
     return measurements
@@ -47,9 +53,17 @@ def pages() -> list[pathlib.Path]:
     return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *notebooks]
 
 
-def read_templates(folder: pathlib.Path = FOLDER) -> dict[str, list[str]]:
-    """Read pages.toml: {path of a page below the root: texts with names in braces}."""
-    return tomllib.loads((folder / "pages.toml").read_text(encoding="utf-8"))
+def read_templates(folder: pathlib.Path = FOLDER) -> dict[str, tuple[str, ...]]:
+    """Read pages.toml: {path of a page below the root: texts with names in braces}.
+
+    Raises ValueError if it is no TOML, or has other values than arrays of texts.
+    """
+    path = folder / "pages.toml"
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        return typed_toml.convert(dict[str, tuple[str, ...]], content)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def refresh(
@@ -66,11 +80,14 @@ def refresh(
       The page. Numbers keep their decimals, sign and leading zero.
 
     Raises:
-      ValueError: a text is not in the page, or more than once; or a name has no value.
+      ValueError: a text has no name, is not in the page, or more than once; or a name has no value.
     """
     numbers: dict[tuple[int, int], str] = {}
     errors = []
     for template in templates:
+        if not _NAME.search(template):
+            errors.append(f"{template!r} has no number, must have a {{FILE.KEY}}")
+            continue
         matches = list(pattern(template).finditer(page))
         if len(matches) != 1:
             errors.append(f"{template!r} is {len(matches)} times in the page, must be once")
@@ -105,7 +122,7 @@ def _value(name: str, measurements: Mapping[str, Mapping[str, Any]]) -> float:
     value: Any = measurements.get(file, {}).get("values", {})
     for key in keys:
         value = value.get(key) if isinstance(value, Mapping) else None
-    if not isinstance(value, int | float):
+    if isinstance(value, bool) or not is_finite(value):
         raise ValueError(f"{name}: no such number in docs/measurements/{file}.json")
     return value
 
@@ -117,6 +134,39 @@ def _format(value: float, like: str) -> str:
     return re.sub(r"^([+-]?)0\.", r"\1.", text) if re.match(r"[+-]?\.", like) else text
 
 
+def refresh_pages(root: pathlib.Path, *, is_check: bool) -> bool:
+    """Write the measured numbers into the pages below `root`, and print every difference.
+
+    Mistakes in files and pages are printed, too. `is_check` writes nothing.
+
+    Returns:
+      Whether there was no mistake, and with `is_check` no difference.
+    """
+    folder = root / "docs" / "measurements"
+    try:
+        measurements, templates = read(folder), read_templates(folder)
+    except (OSError, ValueError) as error:
+        print(error)
+        return False
+    is_right = True
+    for name, page_templates in templates.items():
+        path = root / name
+        try:
+            old = path.read_text(encoding="utf-8")
+            new = refresh(old, page_templates, measurements)
+        except (OSError, ValueError) as error:
+            print(f"{name}: {error}")
+            is_right = False
+            continue
+        for before, after in zip(old.splitlines(), new.splitlines(), strict=True):
+            if before != after:
+                is_right = is_right and not is_check
+                print(f"{name}: {before!r} -> {after!r}")
+        if not is_check and old != new:
+            path.write_text(new, encoding="utf-8")
+    return is_right
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         "python -m launch.measurements",
@@ -124,25 +174,7 @@ def main() -> int:
         formatter_class=argparse.RawTextHelpFormatter,
     )
     parser.add_argument("--check", action="store_true", help="change nothing, print differences")
-    check = parser.parse_args().check
-    measurements, templates = read(), read_templates()
-    has_failed = is_different = False
-    for name, page_templates in templates.items():
-        path = ROOT / name
-        old = path.read_text(encoding="utf-8")
-        try:
-            new = refresh(old, page_templates, measurements)
-        except ValueError as error:
-            print(f"{name}: {error}")
-            has_failed = True
-            continue
-        for before, after in zip(old.splitlines(), new.splitlines(), strict=True):
-            if before != after:
-                is_different = True
-                print(f"{name}: {before!r} -> {after!r}")
-        if not check and old != new:
-            path.write_text(new, encoding="utf-8")
-    return int(has_failed or (check and is_different))
+    return int(not refresh_pages(ROOT, is_check=parser.parse_args().check))
 
 
 if __name__ == "__main__":
