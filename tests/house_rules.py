@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import functools
 import io
+import itertools
 import re
 import subprocess
 import tokenize
@@ -394,6 +395,8 @@ def pronouns(source: Source) -> Iterator[Violation]:
         match node:
             case ast.Name(id=name, ctx=ast.Store()) | ast.ExceptHandler(name=str(name)):
                 pass
+            case ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)):
+                pass
             case ast.arg(arg=name) if node not in operands:
                 pass
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
@@ -493,8 +496,11 @@ def faces(sources: Sequence[Source]) -> Iterator[Violation]:
             if f"{module}.".startswith(f"{source.module}.")
             for _, target in module_imports
         }
-        for name in sorted(set(re.findall(r"`(\w+)`", forbidden)) & imported_rooms):
-            yield Violation(source.path, 1, "face", f"{name!r}: the room does import it")
+        for name in sorted(set(re.findall(r"`(\w+)`", forbidden))):
+            if name in imported_rooms:
+                yield Violation(source.path, 1, "face", f"{name!r}: the room does import it")
+            if name not in (PACKAGE, *OUTSIDE, *itertools.chain.from_iterable(FLOORS)):
+                yield Violation(source.path, 1, "face", f"{name!r}: is no room")
 
 
 def _public_names(section: str) -> Iterator[str]:
@@ -514,7 +520,8 @@ def _exists(name: str, modules: Mapping[str, Source]) -> bool:
     for statement in modules[module].tree.body:
         defined.add(getattr(statement, "name", None))
         if isinstance(statement, ast.Assign | ast.AnnAssign):
-            defined |= {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}
+            bindings = (node for node in ast.walk(statement) if isinstance(node, ast.Name))
+            defined |= {node.id for node in bindings if isinstance(node.ctx, ast.Store)}
     return member in defined
 
 

@@ -142,6 +142,8 @@ def test_old_names_are_reported(code):
         "if (whole := f()): pass",
         "class A:\n    kept: int",
         "try: pass\nexcept E as seen: pass",
+        "match x:\n    case str(given): pass",
+        "match x:\n    case [a, *rest]: pass",
         "def __add__(self, one): ...",
         "def found(): ...",
         "def _both(): ...",
@@ -300,11 +302,13 @@ def test_face_of_a_room_is_accepted():
         (FACE.replace("Must not", "May"), "a room without its interface: add 'Public names:'"),
         (FACE.replace("CONSTANT", "LIMIT"), "'a.LIMIT': is not a name of the room"),
         (FACE.replace("b: a", "c: a"), "'c': is not a name of the room"),
+        (FACE.replace("a.CONSTANT", "a.mesh"), "'a.mesh': is not a name of the room"),
         (FACE.replace("policy", "runtime"), "'runtime': the room does import it"),
+        (FACE.replace("policy", "polcy"), "'polcy': is no room"),
     ],
 )
 def test_face_that_says_too_little_or_what_is_not_so_is_reported(face, text):
-    code = "from spell_jax.runtime import mesh\nCONSTANT = 1\ndef f(): ...\n"
+    code = "from spell_jax.runtime import mesh\nCONSTANT: int = mesh\ndef f(): ...\n"
     (violation,) = face_violations(face, code)
     assert violation.startswith(f"spell_jax/data/__init__.py: {text}")
 
@@ -409,6 +413,7 @@ def test_readers_that_run_no_code_are_accepted() -> None:
     text = """
 import json, re
 import numpy as np
+import pickletools
 import yaml
 from spell_jax.runtime import pickled_page
 
