@@ -19,7 +19,8 @@ from ml_collections import config_flags
 
 from benchmarks import __main__ as benchmarks
 from launch import commands, measurements, reference
-from spell_jax.config import read, read_supervised
+from spell_jax.algorithms import registry
+from spell_jax.config import ExtraModelConfig, RunConfig, SupervisedConfig, read, read_supervised
 from spell_jax.runtime import entry
 from tests import doc_commands
 from tests.paths import ROOT
@@ -240,17 +241,71 @@ def test_numbers_keep_their_format(page, template, expected):
         ("It is .5.", "is {a.z}", r"a\.z: no such number"),
         ("It was .5.", "is {a.x}", "'is {a.x}' is 0 times in the page, must be once"),
         ("Is .5 is .6.", "s {a.x}", "is 2 times in the page"),
+        ("It is .5.", "is {a.n}", r"a\.n: no such number"),
+        ("It is .5.", "is {a.b}", r"a\.b: no such number"),
+        ("It is .5.", "is {a}", r"'is {a}' has no number, must have a {FILE\.KEY}"),
     ],
 )
 def test_texts_are_in_the_page_once(page, template, message):
     with pytest.raises(ValueError, match=message):
-        measurements.refresh(page, [template], {"a": {"values": {"x": 0.5}}})
+        values = {"x": 0.5, "n": float("nan"), "b": True}
+        measurements.refresh(page, [template], {"a": {"values": values}})
+
+
+MEASUREMENT = (
+    '{"kind": "measured", "commit": "", "machine": "", "command": "", "values": {"x": 0.5}}'
+)
+PAGES_TOML = '"docs/a.md" = ["is {a.x}"]'
+
+
+def write_pages(root: pathlib.Path, page: str, measurement: str, toml: str) -> pathlib.Path:
+    """Write a page, its measurement and the list of its numbers; return the page's path."""
+    folder = root / "docs" / "measurements"
+    folder.mkdir(parents=True)
+    (folder / "a.json").write_text(measurement)
+    (folder / "pages.toml").write_text(toml)
+    (root / "docs" / "a.md").write_text(page)
+    return root / "docs" / "a.md"
+
+
+def test_numbers_are_written_into_pages_or_only_compared(tmp_path, capsys):
+    page = write_pages(tmp_path, "It\nis .6.\n", MEASUREMENT, PAGES_TOML)
+    assert not measurements.refresh_pages(tmp_path, is_check=True)
+    assert page.read_text() == "It\nis .6.\n"
+    assert measurements.refresh_pages(tmp_path, is_check=False)
+    assert page.read_text() == "It\nis .5.\n"
+    assert capsys.readouterr().out == 2 * "docs/a.md: 'is .6.' -> 'is .5.'\n"
+    assert measurements.refresh_pages(tmp_path, is_check=True)
+
+
+@pytest.mark.parametrize(
+    ("measurement", "toml", "line"),
+    [
+        ("{", PAGES_TOML, r".*/a\.json: Expecting .*, must be JSON"),
+        ("[]", PAGES_TOML, r".*/a\.json: must have the fields \['command', "),
+        (MEASUREMENT.replace("measured", "guess"), PAGES_TOML, r".*/a\.json: .*, kind of \('mea"),
+        (MEASUREMENT, '"docs/a.md" = [', r".*/pages\.toml: Invalid value"),
+        (MEASUREMENT, '"docs/a.md" = "is {a.x}"', r'.*/pages\.toml: "docs/a\.md" = .*an array'),
+        (MEASUREMENT, '"docs/b.md" = ["is {a.x}"]', r"docs/b\.md: .*No such file or directory"),
+    ],
+)
+def test_mistakes_in_the_files_of_numbers_are_one_line(measurement, toml, line, tmp_path, capsys):
+    write_pages(tmp_path, "It is .5.", measurement, toml)
+    assert not measurements.refresh_pages(tmp_path, is_check=False)
+    assert re.fullmatch(f"{line}.*\n", capsys.readouterr().out)
 
 
 def test_reference_has_every_field():
     """The page of the config shows the `Attributes:` of the dataclasses, one field an entry."""
     page = reference.config_page()
-    for section in reference.config_sections().values():
+    sections = list(reference.config_sections().values())
+    for algorithm in registry.ALGORITHMS.values():
+        assert algorithm.config in sections
+    for config in (RunConfig, SupervisedConfig, ExtraModelConfig):
+        assert config in sections
+    nested = {type(field.default) for field in dataclasses.fields(RunConfig)}
+    assert {kind for kind in nested if dataclasses.is_dataclass(kind)} <= {*sections}
+    for section in sections:
         assert f"::: {section.__module__}.{section.__qualname__}\n" in page
         texts = [inspect.cleandoc(base.__doc__ or "") for base in section.__mro__[:-1]]
         entries = re.findall(r"^  (\w+): ", "\n".join(texts), re.M)
