@@ -23,9 +23,16 @@ def test_stop_token_is_no_content() -> None:
     assert dataclasses.replace(SAMPLED, stop_string="c").content == [5, 6, 2]
 
 
+def test_text_ends_before_its_stop_string() -> None:
+    assert SAMPLED.text(str) == "[5, 6]"
+    assert dataclasses.replace(SAMPLED, stop_string=", 6").text(str) == "[5"
+
+
 def test_written_answer_has_no_record_of_a_sampler() -> None:
     written = dataclasses.replace(SAMPLED, stop_string="c").as_written()
     assert written == Sample(SAMPLED.tokens, stop_string="c")
+    truncated = dataclasses.replace(SAMPLED, stopped=False)
+    assert truncated.as_written() == Sample(SAMPLED.tokens, stopped=False)
     assert SAMPLED.logprob == -1.75
     with pytest.raises(ValueError, match=r"sample\.logprobs: is None"):
         written.logprob  # noqa: B018

@@ -1,5 +1,6 @@
 """Tests of config sections as dataclasses: valid fields are read, invalid ones are named."""
 
+import copy
 import dataclasses
 from typing import Any
 
@@ -162,13 +163,21 @@ def _collect(**fields: Any) -> tuple[Any, dict[str, str]]:
             raise FileNotFoundError("count = -1: no such file")
         if values["count"] == 3:
             raise ValueError("nothing works")
+        if values["count"] == 4:
+            raise ValueError("lora.rank = 0: of no section")
         return build(Pair, values["pair"], "pair"), values["count"]
 
     def find_conflicts(pair_and_count: tuple[Pair, int]) -> list[str]:
-        return ["pair.high = 9: must be below count"] if pair_and_count[0].high == 9 else []
+        pair, _ = pair_and_count
+        fields = [f"pair.high = {pair.high}", f"pair.low = {pair.low}"]
+        return [f"{field}: must be below count" for field in fields if pair.high == 9]
 
     stand_ins = {"pair": {"low": 1, "high": 9}, "count": 0}
-    return collect(make, {"pair": {}, "count": 0} | fields, stand_ins, find_conflicts)
+    fields = {"pair": {}, "count": 0} | fields
+    before = copy.deepcopy((fields, stand_ins))
+    result = collect(make, fields, stand_ins, find_conflicts)
+    assert (fields, stand_ins) == before
+    return result
 
 
 def test_collect_goes_on_with_a_stand_in_after_each_mistake() -> None:
@@ -177,6 +186,8 @@ def test_collect_goes_on_with_a_stand_in_after_each_mistake() -> None:
     assert built == (Pair(), 0)  # its `high` is the stand-in, so that its conflict is no mistake
     assert mistakes.keys() == {"count", "pair.noSuch", "pair.high", "pair.low"}
     assert mistakes["count"] == "count = -1: no such file"
+    assert mistakes["pair.high"] == "pair.high = 'x': must be int"
+    assert mistakes["pair.low"] == "pair.low = 0: must be at least 1"
 
 
 def test_conflicts_are_mistakes_of_fields_without_stand_ins() -> None:
@@ -192,3 +203,16 @@ def test_section_is_replaced_if_no_stand_in_fits_its_other_fields() -> None:
 
 def test_error_that_names_no_field_ends_the_search() -> None:
     assert _collect(count=3) == (None, {"": "nothing works"})
+    assert _collect(count=4) == (None, {"lora.rank": "lora.rank = 0: of no section"})
+
+
+def test_stand_ins_stay_as_they_are() -> None:
+    """Even if the stand-in of a whole section is refused, too."""
+    messages = iter(["pair.low: first", "pair.low: second", "pair.high: third"])
+
+    def make(_: dict[str, Any]) -> Pair:
+        raise ValueError(next(messages, "nothing works"))
+
+    stand_ins = {"pair": {"low": 1, "high": 9}}
+    assert collect(make, {"pair": {}}, stand_ins)[0] is None
+    assert stand_ins == {"pair": {"low": 1, "high": 9}}
