@@ -122,6 +122,12 @@ def test_all_mistakes_are_raised_at_once():
         assert str(raised.value) == "\n".join(lines)
 
 
+def test_missing_questions_do_not_end_the_search():
+    fields = {"data.questions": "", "staleness": 1}
+    run, mistakes = collect_mistakes(noise.with_fields(load("eapo")[1], fields))
+    assert run and {"data.questions", "loss.old_logprobs"} <= mistakes.keys()
+
+
 def test_mistakes_of_the_rotary_embedding_hide_no_others():
     config = noise.with_fields(
         load("tiny_warm_start")[1], {"policy.rope.theta": -1.0, "steps": None, "log_every": 0}
@@ -138,6 +144,7 @@ def test_mistakes_of_the_rotary_embedding_hide_no_others():
 def test_mistakes_of_an_extra_model_are_named_by_its_section():
     config = load("tiny_eapo")[1]
     values = {"remat": "x", "groups_per_update": -1, "optimizer.b1": 2.0, "no_such": 1}
+    values["compute_dtype"] = "x"  # without this field the section is no model
     noise.with_fields(config, {f"reward_model.{name}": value for name, value in values.items()})
     mistakes = collect_mistakes(config)[1]
     assert {*mistakes} - {"data.questions", "data.validation"} == {

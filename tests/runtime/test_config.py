@@ -163,6 +163,8 @@ def _collect(**fields: Any) -> tuple[Any, dict[str, str]]:
             raise FileNotFoundError("count = -1: no such file")
         if values["count"] == 3:
             raise ValueError("nothing works")
+        if values["count"] == 5:
+            raise ValueError("count[0] = 5: no list")
         if values["count"] == 4:
             raise ValueError("lora.rank = 0: of no section")
         return build(Pair, values["pair"], "pair"), values["count"]
@@ -204,6 +206,11 @@ def test_section_is_replaced_if_no_stand_in_fits_its_other_fields() -> None:
 def test_error_that_names_no_field_ends_the_search() -> None:
     assert _collect(count=3) == (None, {"": "nothing works"})
     assert _collect(count=4) == (None, {"lora.rank": "lora.rank = 0: of no section"})
+
+
+def test_mistake_of_a_part_is_a_mistake_of_its_field() -> None:
+    built, mistakes = _collect(pair={"low": 2, "high": 3}, count=5)
+    assert (built, mistakes) == ((Pair(2, 3), 0), {"count": "count[0] = 5: no list"})
 
 
 def test_stand_ins_stay_as_they_are() -> None:
