@@ -314,7 +314,8 @@ def test_face_that_says_too_little_or_what_is_not_so_is_reported(face, text):
 
 
 def test_packages_within_rooms_and_beside_the_package_need_a_docstring_only():
-    for path in ("launch/__init__.py", "spell_jax/algorithms/spell/__init__.py"):
+    paths = ("launch/__init__.py", "launch/experiments/__init__.py")
+    for path in (*paths, "spell_jax/algorithms/spell/__init__.py"):
         assert rules(path, "") == [(1, "face")]
         assert not rules(path, '"""SPELL."""\n')
     assert not rules("tests/learner/__init__.py", "")
