@@ -52,13 +52,13 @@ class LoraConfig:
 
     def __post_init__(self):
         if self.rank < 1:
-            raise ValueError(f"lora.rank = {self.rank}: must be at least 1")
+            raise ValueError(f"policy.lora_rank = {self.rank}: must be at least 1")
         if not self.alpha > 0:
-            raise ValueError(f"lora.alpha = {self.alpha}: must be above 0")
+            raise ValueError(f"policy.lora_alpha = {self.alpha}: must be above 0")
         try:
             re.compile(self.pattern)
         except re.error as error:
-            message = f"lora.pattern = {self.pattern!r}: not a regular expression ({error})"
+            message = f"policy.lora_pattern = {self.pattern!r}: not a regular expression ({error})"
             raise ValueError(message) from error
 
     @property
@@ -149,8 +149,10 @@ class PolicyConfig:
                 f"of the ids below policy.vocab_size = {self.vocab_size}"
             )
         if self.lora is not None and not self.lora_targets:
-            layer_names = sorted(self._lora_layers().values())
-            raise ValueError(f"lora.pattern = {self.lora.pattern!r}: is in none of {layer_names}")
+            raise ValueError(
+                f"policy.lora_pattern = {self.lora.pattern!r}: is in none of "
+                f"{sorted(self._lora_layers().values())}"
+            )
 
     def check_length(self, tokens: int) -> None:
         """Raise ValueError if the longest prompt and answer together exceed max_positions."""

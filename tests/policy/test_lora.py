@@ -68,7 +68,7 @@ def test_experts_have_no_adapters() -> None:
     policy = dataclasses.replace(POLICY, **changes)
     assert set(policy.lora_targets) == {f"attention/{x}" for x in "qkvo"}
     assert not any("moe" in name for name in _names(lora.split(policy, _shapes(policy))[0]))
-    with pytest.raises(ValueError, match=r"lora\.pattern = 'gate': is in none of"):
+    with pytest.raises(ValueError, match=r"policy\.lora_pattern = 'gate': is in none of"):
         dataclasses.replace(policy, lora=LoraConfig(pattern="gate"))
 
 
@@ -79,10 +79,13 @@ def _shapes(policy):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rank": 0}, r"lora\.rank = 0: must be at least 1"),
-        ({"alpha": 0.0}, r"lora\.alpha = 0\.0: must be above 0"),
-        ({"pattern": "("}, r"lora\.pattern = '\(': not a regular expression"),
-        ({"pattern": "lm_head"}, r"lora\.pattern = 'lm_head': is in none of \['mlp\.down_proj'"),
+        ({"rank": 0}, r"policy\.lora_rank = 0: must be at least 1"),
+        ({"alpha": 0.0}, r"policy\.lora_alpha = 0\.0: must be above 0"),
+        ({"pattern": "("}, r"policy\.lora_pattern = '\(': not a regular expression"),
+        (
+            {"pattern": "lm_head"},
+            r"policy\.lora_pattern = 'lm_head': is in none of \['mlp\.down_proj'",
+        ),
     ],
 )
 def test_invalid_lora_config_is_rejected(change: dict, message: str) -> None:
