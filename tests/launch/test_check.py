@@ -208,7 +208,7 @@ MISTAKES: list[tuple[dict[str, Any], str, str]] = [
     (
         {"policy.lora_rank": 2, "policy.lora_pattern": "none"},
         "",
-        r"policy.folder = .*: policy.lora_pattern = 'none': is in none of",
+        r"policy.lora_pattern = 'none': is in none of",
     ),
     ({"policy.folder": ""}, "", r"policy.folder = '': must be a Hugging Face folder"),
     ({"policy.folder": "no/such"}, "", r"policy.folder = 'no/such': no such folder; must be"),
