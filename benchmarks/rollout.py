@@ -188,7 +188,7 @@ def _requests(
 
 @dataclasses.dataclass
 class SlotBenchmark(SamplerBenchmark):
-    """Base of the benchmarks with more answers than slots."""
+    """Base of the benchmarks that sample more answers than the sampler has slots."""
 
     cache: Annotated[int, "pool's tokens on each part of the mesh; 0: no slot waits"] = 0
     seed: Annotated[int, "seed of prompts and lengths"] = 0

@@ -170,10 +170,11 @@ def read_spell_config(config: Config) -> SpellConfig:
 def workload(
     config: Config, prompt: int, tokens: int = 0, verdict_tokens: int = 0, **fields: Any
 ) -> Workload:
-    """Return the workload for prompts of a length.
+    """Make the workload of a step with prompts of `prompt` tokens and replies of mean lengths.
 
-    0 tokens stand for the assumed means: a tenth of the cap for questions and answers, a 64th for
-    verdicts. At the paper's cap of 4,096 these are 409 and 64.
+    Where `tokens` (of a question or an answer) or `verdict_tokens` is 0, the mean is assumed: a
+    tenth of the cap, a 64th of the cap for verdicts. At the paper's cap of 4,096 these are 409 and
+    64 tokens.
     """
     tokens = tokens or max(1, config.sampler.max_tokens // 10)
     verdict_tokens = verdict_tokens or max(1, config.sampler.max_verdict_tokens // 64)

@@ -103,7 +103,7 @@ class Clock:
         self._generated.append(time.perf_counter())
 
     def update_ends(self) -> None:
-        """Note that a step's weights are there; the last of several calls in a step counts."""
+        """Record the time at which a step's weights are ready; the last call of a step counts."""
         # A side may call this for each micro-batch. A call replaces the step's earlier calls.
         del self._ended[len(self._generated) - 1 :]
         self._ended.append(time.perf_counter())

@@ -110,7 +110,7 @@ def choose_indices(
 
 
 def outcome(scores: Sequence[float], status: str) -> str:
-    """Return "solved", "half solved", "mixed" or "unsolved" by the scores; `status` without any."""
+    """Return "solved", "half solved", "mixed" or "unsolved"; without scores, the `status`."""
     if not scores:
         return status
     if len(set(scores)) > 1:
