@@ -83,6 +83,39 @@ def test_experts_follow_their_tokens(devices: int) -> None:
     assert packing.pack(parts, weights, buckets, 48)[0].experts is None  # not asked for
 
 
+def test_tokens_that_prompts_share_have_the_experts_of_the_first_prompt() -> None:
+    prompts = [11, 12, 13, 14], [11, 12, 15, 16]
+    groups = [
+        tiny.change_samples(
+            tiny.group(prompt, [[21]], [1.0]),
+            experts=[_experts([21])],
+            prompt_experts=[_experts(prompt) + number],
+        )
+        for number, prompt in enumerate(prompts)
+    ]
+    parts, _ = packing.split_groups(groups, Bucket(8, 8))
+    nothing = np.full((2, 1), -1, np.int8)
+    (batch,) = packing.pack(parts, weigh(groups), [Bucket(8, 8)], 8, no_experts=nothing)
+    (row,) = batch.tokens.tolist()
+    assert sorted(row) == [11, 12, 13, 14, 15, 16, 21, 21]  # a tree: 11 and 12 stand once
+    first, second = _experts(prompts[0]), _experts(prompts[1]) + 1
+    for token, expected in zip([11, 12, 13, 14], first, strict=True):
+        np.testing.assert_array_equal(batch.experts[0, row.index(token)], expected)
+    for token, expected in zip([15, 16], second[2:], strict=True):
+        np.testing.assert_array_equal(batch.experts[0, row.index(token)], expected)
+
+
+def test_aligned_copy_of_an_answer_has_no_weight_and_no_advantage() -> None:
+    copy = tiny.group([12], [[21, 22]], [0.0])
+    group = dataclasses.replace(tiny.group([11], [[21, 22], [31]], [1.0, -1.0]), aligned=copy)
+    parts, _ = packing.split_groups([group], Bucket(8, 8))
+    (batch,) = packing.pack(parts, [[0.5, 0.25]], [Bucket(8, 8)], 8)
+    np.testing.assert_array_equal(batch.target[0, :5], [21, 22, 31, 21, 22])
+    np.testing.assert_array_equal(batch.weight[0, :5], [0.5, 0.5, 0.25, 0, 0])
+    np.testing.assert_array_equal(batch.advantage[0, :5], [1, 1, -1, 0, 0])
+    np.testing.assert_array_equal(batch.answer_id[0, :5], [0, 0, 1, -1, -1])
+
+
 def test_layout_of_a_packed_row() -> None:
     group = tiny.group([11, 12], [[21, 22], [31]], [0.5, -1.0], logprobs=[[-1, -2], [-3]])
     (batch,), refused = _pack([group], [Bucket(6, 4)], 6)
