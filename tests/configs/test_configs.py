@@ -128,6 +128,12 @@ def test_missing_questions_do_not_end_the_search():
     assert run and {"data.questions", "loss.old_logprobs"} <= mistakes.keys()
 
 
+def test_unknown_algorithm_does_not_end_the_search():
+    fields = {"algorithm.name": "no_such", "steps": 0, "sampler.top_p": 3.0}
+    run, mistakes = collect_mistakes(noise.with_fields(load("tiny")[1], fields))
+    assert run and mistakes.keys() == fields.keys()
+
+
 def test_mistakes_of_the_rotary_embedding_hide_no_others():
     config = noise.with_fields(
         load("tiny_warm_start")[1], {"policy.rope.theta": -1.0, "steps": None, "log_every": 0}
