@@ -18,7 +18,6 @@ import json
 import pathlib
 import re
 import sys
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -58,12 +57,7 @@ def read_templates(folder: pathlib.Path = FOLDER) -> dict[str, tuple[str, ...]]:
 
     Raises ValueError if it is no TOML, or has other values than arrays of texts.
     """
-    path = folder / "pages.toml"
-    try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-        return typed_toml.convert(dict[str, tuple[str, ...]], content)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+    return typed_toml.read(dict[str, tuple[str, ...]], folder / "pages.toml")
 
 
 def refresh(

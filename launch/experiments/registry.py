@@ -21,7 +21,6 @@ import dataclasses
 import functools
 import pathlib
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
 
 from launch.experiments import typed_toml
@@ -198,9 +197,8 @@ def find(name: str) -> Experiment:
 
 def read_paper(path: pathlib.Path) -> tuple[str, tuple[Experiment, ...]]:
     """Read a file's title and experiments, tables first; ValueError with file, key and remedy."""
+    file = typed_toml.read(PaperFile, path)
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-        file = typed_toml.convert(PaperFile, content)
         return file.title, _PaperReader(file).experiments()
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error

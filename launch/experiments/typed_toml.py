@@ -5,13 +5,23 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import pathlib
 import re
+import tomllib
 import typing
 from collections.abc import Mapping
 from typing import Any
 
 _LONGEST_VALUE = 100  # characters of a value in an error
 _NAMES = {str: "a text", int: "an integer", float: "a number", bool: "true or false"}
+
+
+def read(kind: Any, path: pathlib.Path) -> Any:
+    """Read a TOML file as a type of `convert`; every ValueError begins with the path."""
+    try:
+        return convert(kind, tomllib.loads(path.read_text(encoding="utf-8")))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def convert(kind: Any, value: Any, place: str = "") -> Any:
