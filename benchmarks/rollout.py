@@ -336,7 +336,7 @@ class SpellBenchmark(SlotBenchmark):
     """
 
     questions: Annotated[int, "questions, all of them accepted; the paper's step has 128"] = 2
-    prompt: Annotated[int, "tokens of a responder's prompt; 18,000 at the paper's scale"] = 2048
+    prompt: Annotated[int, "tokens of a responder's prompt; 16,384 at the paper's scale"] = 2048
     shown: Annotated[int, "tokens of a questioner's prompt, which has part of the documents"] = 1024
     about: Annotated[int, "questions about the same documents"] = 1
     response: Annotated[int, "tokens of an answer S; about 400 at the paper's scale"] = 64

@@ -1,4 +1,4 @@
-"""Configs: short changes of the defaults, which are the paper's values.
+"""Configs: short changes of the defaults.
 
 A module has `get_config()` for the flag --config (configs/NAME.py, or configs/NAME.py:CHOICE).
 Installed packages have this folder as spell_jax/configs.

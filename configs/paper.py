@@ -1,11 +1,12 @@
-"""SPELL with the paper's hyper-parameters, from one of the paper's models (table below).
+"""SPELL with the choices of the paper's text, from one of the paper's models (table below).
 
     python -m spell_jax.train --config=configs/paper.py:qwen2.5-7b-instruct --workdir=DIR \
         --config.policy.folder=FOLDER --config.data.source=DOCUMENTS
 
 FOLDER is a local copy of the model's Hugging Face folder, by default models/NAME; DOCUMENTS are
 yours (docs/howto/your_documents.md). Without a model (`--config=configs/paper.py`) the config has
-the paper's values and no policy.
+the paper's values and no policy. docs/algorithm.md (text, code and defaults) lists the choices
+beside the public code's (configs/paper_code.py) and the defaults.
 Hardware: weights, gradient, optimizer state and the rollout copy take 18 bytes per parameter
 (137 GB for 7.6e9; estimated), split over all devices. The paper's own 7B run took 8 hours on 8 A100
 of 80 GB (section F.1).
@@ -73,11 +74,25 @@ MODELS = {
 
 def get_config(model: str = "") -> Config:
     config = default_config()
+    # Section 4.1: the task of each rollout is sampled at random, an input has at most 16K tokens.
+    config.data.task_choice = "random"
+    config.sampler.max_prompt = 16_384
+    # Appendix G: an answer is stated in one phrase (the default reads more forms of it, and scores
+    # would not compare with the paper's), and a general reference of over 20 tokens is forbidden.
+    config.algorithm.update(extract="paper", max_answer_tokens=20)
+    # Eq. 7: every error of format earns -1, also an over-long, zero or non-numeric reference.
+    config.algorithm.decline_penalty = True
+    # Eq. 5: a vote that differs from the majority, such as a malformed one, earns 0.
+    config.algorithm.malformed_penalty = False
+    # Section 3.3: as many negatives as positives, of any task.
+    config.algorithm.negatives_by_task = False
+    # Eq. 3, 8 and 9 have the plain standard deviation.
+    config.algorithm.deviation = "population"
     # Eq. 10 with Eq. 12, which give most of the gradient to the few tokens of the verdicts. The
     # default, token_mean, does not (docs/algorithm.md, aggregation of the loss).
     config.loss.aggregation = "role_group_mean"
-    # The default reads more forms of an answer, and scores would not compare with the paper's.
-    config.algorithm.extract = "paper"
+    # Eq. 2 has no second bound. It would act only with several updates per step.
+    config.loss.dual_clip = 0.0
     if not model:
         return config
     if model not in MODELS:

@@ -3,9 +3,8 @@
     python -m spell_jax.train --config=configs/paper_code.py:qwen2.5-7b-instruct --workdir=DIR \
         --config.policy.folder=FOLDER --config.data.source=DOCUMENTS
 
-The choices concern documents shown, memory, advantages and aggregation. Everything else equals
-configs/paper.py, which follows the text. docs/algorithm.md lists all differences of text and code
-(points 2, 3, 8 and 12).
+Everything else equals configs/paper.py, which follows the text. docs/algorithm.md (text, code and
+defaults) lists both beside the defaults, with differences that no field can choose.
 """
 
 from spell_jax.configs import paper
@@ -14,10 +13,18 @@ from spell_jax.runtime.config import Config
 
 def get_config(model: str = "") -> Config:
     config = paper.get_config(model)
+    # Equal shares of the tasks in every round, and room for a template around 16K of documents.
+    config.data.task_choice = "shares"
+    config.sampler.max_prompt = 18_000
     # A remembered question brings all its documents, so the questioner's context grows 5, 10, 15...
     # The text's memory holds only the new documents, and only partly solved questions.
     config.algorithm.update(memory_documents="shown", memory_solved=True, unread_documents=0)
-    config.algorithm.questioner_normalization = "task"
+    # A general reference may have 40 tokens. A longer one, a zero or a number that cannot be read
+    # is dropped without a penalty; a malformed vote earns -1.
+    config.algorithm.update(max_answer_tokens=40, decline_penalty=False, malformed_penalty=True)
+    # Each task has negatives of its own and its own mean; deviations are the sample's (ddof 1).
+    config.algorithm.update(negatives_by_task=True, questioner_normalization="task")
+    config.algorithm.deviation = "sample"
     # The public code takes the mean over each micro-batch, so a token's weight depends on packing.
-    config.loss.aggregation = "token_mean"
+    config.loss.update(aggregation="token_mean", dual_clip=3.0)
     return config

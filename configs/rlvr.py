@@ -24,6 +24,9 @@ def get_config(model: str = "qwen2.5-7b-instruct") -> Config:
     config = paper.get_config(model)
     config.algorithm = default_config("rlvr").algorithm
     config.algorithm.extract = "paper"
-    # SPELL's hyper-parameters stay (section 4.1). RLVR asks the rule alone, no trained verifier.
+    # SPELL's hyper-parameters stay (section 4.1), as in configs/paper.py: Eq. 3 has the plain
+    # deviation.
+    config.algorithm.deviation = "population"
+    # RLVR asks the rule alone, no trained verifier.
     config.algorithm.responder_reward = "rule"
     return config

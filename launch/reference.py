@@ -27,7 +27,7 @@ def config_page() -> str:
     """Format a page with every config field, from the dataclasses: type, default, meaning."""
     parts = [
         "# Config reference",
-        "Every field is a flag: `--config.sampler.page_size=256`. Defaults are the paper's. A "
+        "Every field is a flag: `--config.sampler.page_size=256`. A "
         "config file (`configs/`) changes some. This page is made from the dataclasses.",
     ]
     for title, section in config_sections().items():

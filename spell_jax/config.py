@@ -1,6 +1,6 @@
 """A run's config: one dataclass for each section, and the checks between sections.
 
-`default_config` makes a locked ConfigDict of the paper's values from the dataclasses. A config file
+`default_config` makes a locked ConfigDict of default values from the dataclasses. A config file
 (configs/) changes a few fields, flags (--config.sampler.page_size=256) a few more; until then no
 file is read. `read` makes a RunConfig from the ConfigDict and reports all mistakes that can be
 found without a device and without reading a file.
@@ -96,7 +96,7 @@ class ExtraModelConfig(ModelConfig):
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
-    """Everything that determines a run (spell_jax.train), with the paper's values as defaults.
+    """Everything that determines a run (spell_jax.train). configs/paper.py has the paper's values.
 
     Attributes:
       seed: seed of all random numbers, at least 0.
@@ -289,7 +289,7 @@ class SupervisedConfig:
 
 
 def default_config(algorithm: str = "spell") -> Config:
-    """Return the paper's values as a ConfigDict, with the fields of a registered algorithm."""
+    """Return the defaults as a ConfigDict, with the fields of a registered algorithm."""
     # Sections of extra models stand beside the other sections, under the model's name, so that
     # flags reach their fields.
     config = section(RunConfig)

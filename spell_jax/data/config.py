@@ -17,6 +17,7 @@ from spell_jax.runtime.config import check_choice, check_least, naming
 
 log = logging.getLogger(__name__)
 
+TASK_CHOICES = ("shares", "random")
 # Values of data.source that are not a path: (function of a seed, the number of clusters, documents
 # or lines in each, and the split; maximum of documents or lines).
 GENERATED = {
@@ -107,6 +108,8 @@ class DataConfig:
       validation: .jsonl of such questions for held-out evaluation.
       tasks: tasks of the run, of TASKS.
       task_weights: positive sampling weight of each task.
+      task_choice: tasks of a batch: "shares" (by weight, rounded, as in the paper's code) or
+        "random" (the task of each cluster is sampled by weight, paper section 4.1).
       tiny: size of the generated world, for a generated source.
     """
 
@@ -120,6 +123,7 @@ class DataConfig:
     validation: str = ""
     tasks: tuple[str, ...] = PAPER_TASKS
     task_weights: tuple[float, ...] = (1.0, 1.0, 1.0)
+    task_choice: str = "shares"
     tiny: TinyConfig = TinyConfig()
 
     def check(self) -> None:
@@ -134,6 +138,7 @@ class DataConfig:
         weights = self.task_weights
         if len(weights) != len(self.tasks) or not all(0 < w < math.inf for w in weights):
             raise ValueError(f"data.task_weights = {weights}: must be a positive number per task")
+        check_choice(self, "data.", task_choice=TASK_CHOICES)
         if not self.questions:
             self._check_source()
 

@@ -3,15 +3,17 @@
 1. At the start, every cluster is assigned to exactly one task that it may serve. Clusters are
    shuffled, clusters with the fewest allowed tasks go first, and each cluster goes to the task with
    the fewest clusters so far. Clusters that may serve any task are thus split into equal parts.
-2. A batch is divided among tasks by weight (`batch_counts`). Each task deals from its own shuffled
-   deck. If fewer clusters are left than needed, they are discarded and the deck of the next epoch
-   is used, so no cluster repeats within a batch. A batch larger than the data deals whole decks.
+2. A batch is divided among tasks by weight (`batch_counts`), or with `random_tasks` the task of
+   each pair is sampled by weight. Each task deals from its own shuffled deck. If fewer clusters are
+   left than needed, they are discarded and the deck of the next epoch is used, so no cluster
+   repeats within a batch. A batch larger than the data deals whole decks.
 3. The batch is shuffled. Only then are the texts of its clusters read.
 
 Without shuffling, assignment, decks and batches keep the order of the source.
 
 The assignment depends only on the seed and the ids, a deck on the seed, its task and its epoch, and
-a batch's order on the seed and its number. A few numbers are therefore the whole state.
+a batch's order and random tasks on the seed and its number. A few numbers are therefore the whole
+state.
 """
 
 import hashlib
@@ -35,7 +37,8 @@ def batch_counts(
     """Divide a batch among tasks; ValueError if it is below 0 or above the sum of sizes.
 
     Each task gets the floor of its share, at most its size. The remainder is assigned one by one,
-    heaviest task first; ties go to the task listed first. Weights are positive, of any sum.
+    heaviest task first; ties go to the task listed first. Weights are at least 0, of any
+    positive sum.
     """
     if not 0 <= batch <= sum(sizes.values()):
         raise ValueError(f"batch = {batch}: must be between 0 and {sum(sizes.values())}")
@@ -65,6 +68,7 @@ class TaskStream:
         weights: Sequence[float],
         seed: int,
         shuffle: bool = True,
+        random_tasks: bool = False,
     ) -> None:
         """Assign the clusters to the tasks.
 
@@ -81,7 +85,7 @@ class TaskStream:
         self.repeats = 0
         self.read = source.read
         self._weights = dict(zip(tasks, weights, strict=True))
-        self._seed, self._shuffle = seed, shuffle
+        self._seed, self._shuffle, self._random_tasks = seed, shuffle, random_tasks
         self._assigned = self._assign(source.tasks)
         self._batches = 0
         self._epochs = dict.fromkeys(tasks, 0)
@@ -99,7 +103,7 @@ class TaskStream:
         # A batch larger than the data may deal every deck this many times.
         copies = math.ceil(batch / len(self))
         available = {task: size * copies for task, size in sizes.items()}
-        counts = batch_counts(batch, self._weights, available)
+        counts = batch_counts(batch, self._batch_weights(batch), available)
         pairs = [(task, name) for task, count in counts.items() for name in self._deal(task, count)]
         self.repeats += sum(max(0, counts[task] - sizes[task]) for task in counts)
         order = self._order("batch", self._batches, len(pairs))
@@ -168,6 +172,14 @@ class TaskStream:
                 log.warning("task %s has no cluster and is never used", task)
         return assigned
 
+    def _batch_weights(self, batch: int) -> Mapping[str, float]:
+        """Return the tasks' weights in the next batch: their random counts with `random_tasks`."""
+        if not self._random_tasks:
+            return self._weights
+        shares = np.array([*self._weights.values()]) / sum(self._weights.values())
+        counts = self._rng("tasks", self._batches).multinomial(batch, shares)
+        return dict(zip(self._weights, counts.tolist(), strict=True))
+
     def _deal(self, task: str, count: int) -> list[str]:
         size, dealt = len(self._assigned[task]), []
         while len(dealt) < count:
@@ -189,9 +201,11 @@ class TaskStream:
     def _order(self, purpose: str, number: int, count: int) -> np.ndarray:
         if not self._shuffle:
             return np.arange(count)
+        return self._rng(purpose, number).permutation(count)
+
+    def _rng(self, purpose: str, number: int) -> np.random.Generator:
         # crc32, because Python's own hash of a text differs in every process.
-        key = [self._seed, zlib.crc32(purpose.encode()), number]
-        return np.random.default_rng(key).permutation(count)
+        return np.random.default_rng([self._seed, zlib.crc32(purpose.encode()), number])
 
     def _digest(self) -> str:
         dealt_from = json.dumps([self._seed, self._assigned], sort_keys=True)

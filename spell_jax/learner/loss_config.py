@@ -1,4 +1,4 @@
-"""Config of the loss: the paper's values, variants, and the variants that exclude each other."""
+"""Config of the loss: the paper's, variants, and the variants that exclude each other."""
 
 from __future__ import annotations
 

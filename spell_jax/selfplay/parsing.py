@@ -1,6 +1,6 @@
 """Parsers of model text without its thoughts: the questioner's JSON and the verifier's verdict.
 
-Spec sections 2.3, 2.4 and 6, with 12 and 14. They accept any string and run in linear time.
+Spec sections 2.3, 2.4, 6 and 14. They accept any string and run in linear time.
 """
 
 import json
@@ -20,7 +20,7 @@ from spell_jax.selfplay.rules import (
 )
 
 NOTHING_TO_ASK = "nothing_to_ask"  # reason: the questioner states it
-MAX_ANSWER_TOKENS = 40  # limit for a general_qa reference (spec 12, difference 4)
+MAX_ANSWER_TOKENS = 40  # limit of the public code for a general_qa reference
 
 Status = Literal["accepted", "bad_format", "declined"]
 

@@ -7,9 +7,9 @@
    are literal. One newline at the end of a file is not part of the prompt.
 
 tests/selfplay/test_prompts.py lists each requirement of Appendix G next to the words of the full
-set that meet it. Departures, with the spec section that asks for them: the JSON object is in a
-fenced block and has no trailing comma (2.3, 12.20), the requested letter is filled in (2.2),
-verdicts have double brackets (12.19).
+set that meet it. The wording is ours. Departures, with the spec section that asks for them: the
+JSON object is in a fenced block and has no trailing comma (2.3), the requested letter is filled in
+(2.2), verdicts have double brackets (6).
 """
 
 import re

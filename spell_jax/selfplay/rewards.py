@@ -30,7 +30,7 @@ def verifier_rewards(votes: Sequence[int], malformed: float = -1.0) -> list[floa
 
     A malformed vote earns `malformed`.
     """
-    # Below 0 by default, so that the policy does not unlearn the format (spec section 12).
+    # Below 0 by default, as in the public code, so that the policy does not unlearn the format.
     verdict = majority(votes)
     return [malformed if vote == -1 else float(vote == verdict) for vote in votes]
 

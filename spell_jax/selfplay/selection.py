@@ -44,15 +44,23 @@ def duplicates(asked: Sequence[tuple[str, str]]) -> list[int]:
 
 
 def questioner_negatives(
-    good_tasks: Sequence[str], bad_tasks: Sequence[str], ratio: float, rng: np.random.Generator
+    good_tasks: Sequence[str],
+    bad_tasks: Sequence[str],
+    ratio: float,
+    rng: np.random.Generator,
+    *,
+    by_task: bool = True,
 ) -> list[int]:
     """Sample bad questioner rows to train on (spec 7.4): positions in `bad_tasks`, ascending.
 
     `good_tasks` and `bad_tasks` are the tasks of the good rows and of the bad ones (bad format,
     ungrounded, or equal rewards). Tasks go in descending order of good rows. Each task asks for
     int(ratio * good rows) plus the shortfall of the earlier tasks, sampled without replacement. A
-    shortfall after the last task is not filled. A task without good rows gets none.
+    shortfall after the last task is not filled. A task without good rows gets none. Without
+    `by_task`, int(ratio * good rows) are sampled from the bad rows of all tasks together.
     """
+    if not by_task:
+        return sorted(_sample(range(len(bad_tasks)), int(ratio * len(good_tasks)), rng))
     negatives: list[int] = []
     shortfall = 0
     for task, good in Counter(good_tasks).most_common():

@@ -128,7 +128,10 @@ def make_context(config: RunConfig, tokenizer: Tokenizer) -> AlgorithmContext:
         return read_scorable(data.questions, "data.questions", algorithm.extract, algorithm.rule)
 
     def deal(source: clusters.ClusterSource) -> stream.TaskStream:
-        return stream.TaskStream(source, data.tasks, data.task_weights, config.seed, data.shuffle)
+        random_tasks = data.task_choice == "random"
+        return stream.TaskStream(
+            source, data.tasks, data.task_weights, config.seed, data.shuffle, random_tasks
+        )
 
     # Functions instead of data: an algorithm without clusters never opens a source.
     return AlgorithmContext(

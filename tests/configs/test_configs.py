@@ -20,18 +20,14 @@ from spell_jax.algorithms import registry
 from spell_jax.algorithms.reconstruction.algorithm import ReconstructionConfig
 from spell_jax.algorithms.rlvr.algorithm import Rlvr
 from spell_jax.algorithms.spell.algorithm import Spell
-from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.config import collect_mistakes, default_config, read, read_supervised
-from spell_jax.configs import eapo, folder, paper, paper_code, real, reconstruction, rlvr, tiny
+from spell_jax.configs import eapo, folder, paper, real, reconstruction, rlvr, tiny
 from spell_jax.evaluation.answering import EvaluationSampling
 from spell_jax.evaluation.benchmarks.base import Benchmark
-from spell_jax.learner.loss_config import LossConfig
-from spell_jax.learner.optimizer import OptimizerConfig
 from spell_jax.learner.packing import PackingConfig
 from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy.model import TINY_POLICY
 from spell_jax.runtime.config import ConfigError, build, flat, plain
-from spell_jax.sampler.config import SamplerConfig
 from spell_jax.selfplay import prompts
 from spell_jax.trainer import supervised
 from spell_jax.trainer.build import make_algorithm, make_context, make_run
@@ -196,19 +192,6 @@ def test_flags_override_any_field_of_a_locked_config(read_flags):
         read_flags(tiny_file, "--config.steps=many")
 
 
-def test_paper_config_has_the_defaults_and_the_papers_aggregation():
-    config = paper.get_config()
-    assert (config.sampler.temperature, config.sampler.top_p) == (0.7, 0.95)
-    assert config.sampler.max_prompt == 18_000
-    algorithm = config.algorithm
-    assert (algorithm.questions, algorithm.group_size, algorithm.memory) == (128, 8, 3)
-    assert build(SpellConfig, algorithm, "algorithm") == SpellConfig(extract="paper")
-    assert build(LossConfig, config.loss, "loss") == LossConfig(aggregation="role_group_mean")
-    assert build(SamplerConfig, config.sampler, "sampler") == SamplerConfig()
-    assert build(PackingConfig, config.packing, "packing") == PackingConfig()
-    assert build(OptimizerConfig, config.optimizer, "optimizer") == OptimizerConfig()
-
-
 @pytest.mark.parametrize("config", [paper.get_config("qwen2.5-7b-instruct"), rlvr.get_config()])
 def test_paper_configs_hold_out_no_clusters(config):
     assert config.data.held_out == 0.0
@@ -220,20 +203,6 @@ def test_folder_config_has_the_clusters_of_its_warm_start_rows():
     for name in ("max_document_tokens", "documents_per_cluster", "grouping", "held_out"):
         assert data[name] == getattr(flag_values, name)
     assert data.held_out == 0.05
-
-
-def test_code_of_the_paper_differs_from_its_text_in_some_choices():
-    text, code = (
-        dict(flat(plain(config_module.get_config("qwen2.5-7b"))))
-        for config_module in (paper, paper_code)
-    )
-    assert {name: (value, code[name]) for name, value in text.items() if code[name] != value} == {
-        "algorithm.unread_documents": (1, 0),
-        "algorithm.memory_documents": ("new", "shown"),
-        "algorithm.memory_solved": (False, True),
-        "algorithm.questioner_normalization": ("batch", "task"),
-        "loss.aggregation": ("role_group_mean", "token_mean"),
-    }
 
 
 @pytest.mark.parametrize("name", paper.MODELS)

@@ -53,6 +53,34 @@ def test_clusters_keep_one_task_and_tasks_have_equal_shares() -> None:
     assert sorted(sizes.values()) == [10, 10, 11]
 
 
+def random_stream(count: int, weights: Sequence[float] = (1, 1, 1)) -> TaskStream:
+    source = in_memory(make_clusters(count))
+    return TaskStream(source, PAPER_TASKS, weights, seed=0, random_tasks=True)
+
+
+def test_random_tasks_are_sampled_by_weight_and_resume() -> None:
+    stream = random_stream(90, (1, 1, 2))
+    counts = [Counter(task for task, _ in stream.next(8)) for _ in range(500)]
+    assert {sum(count.values()) for count in counts} == {8}
+    totals = [sum(count[task] for count in counts) / 4000 for task in PAPER_TASKS]
+    assert totals == pytest.approx([0.25, 0.25, 0.5], abs=0.03)
+    # Binomial: of 8 clusters, 2 are of the first task in 31 % of the batches.
+    assert sum(count[PAPER_TASKS[0]] == 2 for count in counts) / 500 == pytest.approx(
+        0.31, abs=0.07
+    )
+    resumed = random_stream(90, (1, 1, 2))
+    resumed.load_state_dict(stream.state_dict())
+    assert [resumed.next(8) for _ in range(5)] == [stream.next(8) for _ in range(5)]
+
+
+def test_random_tasks_repeat_no_cluster_of_small_data() -> None:
+    stream = random_stream(9)
+    for _ in range(50):
+        ids = [cluster.id for _, cluster in stream.next(8)]
+        assert len(set(ids)) == 8
+    assert stream.repeats == 0
+
+
 def test_clusters_serve_only_their_tasks(caplog: pytest.LogCaptureFixture) -> None:
     clusters = make_clusters(6, ("financial_math",)) + make_clusters(6)
     clusters += make_clusters(2, ("multiple_choice",))

@@ -38,7 +38,7 @@ def test_truncating_twice_equals_truncating_to_the_smaller_limit(count, first, s
 
 
 def test_pass_at_k_matches_equation_11():
-    """The reference's own bootstrap samples with replacement and is too low (spec 12.23)."""
+    """The reference's own bootstrap samples with replacement and is too low."""
     checked = 0
     for case in cases("pass_at_k.json"):
         n, c, k = (case["in"][name] for name in "nck")

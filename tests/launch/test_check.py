@@ -530,7 +530,7 @@ def test_existing_run_is_resumed_only_with_a_compatible_config(
 # -------------------------------------------------------------------------------------- Description
 
 
-def test_answer_counts_of_one_step_of_the_paper_config() -> None:
+def test_answer_counts_of_one_step_of_the_default_config() -> None:
     """128 questions x 8 answers for the responder; 256 questioner rows; 128 verifier rows."""
     groups = describe.longest_groups(SpellConfig(), SamplerConfig())
     counts = packing.count_answers(groups)

@@ -203,7 +203,7 @@ def test_command_prints_table_and_sets_exit_status(tmp_path: pathlib.Path) -> No
         for overrides in ([], ["--config.mesh.fsdp=1", "--config.mesh.context=16"])
     ]
     assert [process.returncode for process in processes] == [1, 0], processes[0].stderr
-    assert "prompts of 18000 tokens" in processes[0].stdout  # the config's cap
+    assert "prompts of 16384 tokens" in processes[0].stdout  # the config's cap
     for word in (*plan.PARTS, *PROGRAMS):
         assert word in processes[1].stdout
 

@@ -78,6 +78,21 @@ def test_group_advantages_by_hand():
     np.testing.assert_allclose(actual, [[expected, -expected, -expected, expected], [0] * 4])
 
 
+def test_plain_deviation_by_hand():
+    """Eq. 3, 8 and 9: the sum of squares is divided by G, here 4 and 2."""
+    expected_advantages = np.array([3, -1, -1, -1]) / math.sqrt(3)
+    for actual in (
+        group_advantages([1, 0, 0, 0], ddof=0),
+        questioner_advantages([1, 0, 0, 0], ddof=0),
+    ):
+        np.testing.assert_allclose(actual, expected_advantages, rtol=4e-6)
+    by_task = questioner_advantages([1, 0, 0, 1], ["a", "b", "a", "b"], ddof=0)
+    np.testing.assert_allclose(by_task, [1, -1, -1, 1], rtol=4e-6)
+    jitted_advantages = jitted(group_advantages, ddof=0)(np.array([1.0, 0, 0, 0]))
+    np.testing.assert_allclose(jitted_advantages, expected_advantages, rtol=4e-6)
+    assert group_advantages([1.0], ddof=0).tolist() == pytest.approx([1], rel=1e-5)
+
+
 def test_group_of_one_keeps_its_reward():
     np.testing.assert_allclose(group_advantages([[1.0], [0.0], [-0.5]]), [[1], [0], [-0.5]], 1e-5)
 

@@ -20,7 +20,7 @@ from tests.paths import ROOT
 OBJECT = '{"question": "What is X?", "answer": "42"}'
 OPTIONS = {"A": "one", "B": "two", "C": "three", "D": "four"}
 # Accepted here but not by the reference code: an object at the end of the text, also after an
-# opening fence that is never closed (spec section 12, row 20: accept both forms), and backticks in
+# opening fence that is never closed (spec 2.3: accept both forms), and backticks in
 # a string.
 ALSO_ACCEPTED = {
     f"```json\n{OBJECT}": "What is X?",

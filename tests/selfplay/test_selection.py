@@ -157,6 +157,19 @@ def test_shortfall_of_negatives_moves_to_the_next_task():
     assert questioner_negatives([], bad, 1, np.random.default_rng(0)) == []
 
 
+def test_negatives_of_all_tasks_together():
+    """Section 3.3: as many negatives as positives; a task without positives may give some."""
+    good, bad = ["a", "a", "b"], ["c"] * 6 + ["a"] * 2
+    rng = np.random.default_rng(0)
+    sampled_negatives = [questioner_negatives(good, bad, 1, rng, by_task=False) for _ in range(800)]
+    assert {len(set(negatives)) for negatives in sampled_negatives} == {3}
+    hits = Counter(at for negatives in sampled_negatives for at in negatives)
+    assert all(abs(hits[at] / 800 - 3 / 8) < 0.06 for at in range(8))
+    assert len(questioner_negatives(good, bad, 2, rng, by_task=False)) == 6
+    assert questioner_negatives(good, bad, 9, rng, by_task=False) == list(range(8))
+    assert questioner_negatives([], bad, 1, rng, by_task=False) == []
+
+
 def test_too_few_verifier_groups_are_all_used():
     # The reference code uses none then: a cliff at small sizes (spec 14).
     assert verifier_groups([1, 0, 1], 1024, 8, 0.125, np.random.default_rng(0)) == [0, 1, 2]

@@ -92,7 +92,8 @@ class Spell:
         At most max_generations batches are taken from `batches`, each only when its round begins.
         """
         episodes: list[SpellEpisode] = []
-        # Too few questions: the step goes on with the questions it has (spec 12, difference 29).
+        # Too few questions: the step goes on with the questions it has. The paper's Algorithm 1
+        # (line 6) repeats rounds without end; its code ends the run.
         for batch in itertools.islice(batches, self.config.max_generations):
             answered = ask_judge(self._judge, self.config.rule, batch)
             episodes += [self.reward(e, rng) for e in answered]
@@ -219,8 +220,8 @@ class Spell:
         if parsed.status == "accepted" and not is_asked:
             parsed = parsing.Parsed("bad_format", reason="another_answer")
         is_bad = parsed.status == "bad_format"
-        # Over-long and non-numeric references are declined. The paper's text punishes them, its
-        # code does not (spec 12, difference 3).
+        # Over-long and non-numeric references are declined. The paper's text punishes all errors
+        # of format (7), its code does not punish these.
         declined = parsed.status == "declined" and parsed.reason != parsing.NOTHING_TO_ASK
         is_punished = (is_bad and c.format_penalty) or (declined and c.decline_penalty)
         return replace(
@@ -307,8 +308,8 @@ class Spell:
         if self.config.has_verifier:
             # A response that states no answer keeps the rule's score and costs no votes (spec 6).
             numbered = [(i, p) for i, p in enumerate(e.predictions) if p is not None]
-            # The extracted answer instead of the response (spec 12, difference 14): prompts stay
-            # short.
+            # The extracted answer, as in the public code, instead of the response of Algorithm 1
+            # (line 17): prompts stay short.
             texts = [self.prompts.verifier(e.question, p, e.reference) for _, p in numbered]
             replies = await ask("verifier", texts, self.config.verifier_group_size)
             for (i, _), reply in zip(numbered, replies, strict=True):
@@ -365,8 +366,8 @@ class Spell:
         for e in episodes:
             if e.response is None:
                 continue
-            # Algorithm 1 stores questions with r_que > 0, the public code also questions that every
-            # answer solves (spec 12, difference 2).
+            # Algorithm 1 (line 19) stores questions with r_que > 0, the public code also questions
+            # that every answer solves.
             measure = e.mean_score if self.config.memory_solved else (e.reward or 0.0)
             if measure > 0:
                 read = e.new if self.config.memory_documents == "new" else e.shown
@@ -424,7 +425,11 @@ class Spell:
         ]
         tasks = [e.task for e in episodes]
         negatives = selection.questioner_negatives(
-            [tasks[n] for n in good], [tasks[n] for n in bad], self.config.negatives, rng
+            [tasks[n] for n in good],
+            [tasks[n] for n in bad],
+            self.config.negatives,
+            rng,
+            by_task=self.config.negatives_by_task,
         )
         rows = [*good, *(bad[i] for i in negatives)]
         names = {
@@ -434,7 +439,7 @@ class Spell:
         values = [episodes[n].reward or 0.0 for n in rows]
         advantages = np.mean(
             [
-                questioner_advantages(values, names.get(kind))
+                questioner_advantages(values, names.get(kind), ddof=self.config.ddof)
                 for kind in self.config.questioner_normalization.split("+")
             ],
             axis=0,
@@ -472,8 +477,8 @@ class Spell:
         }
 
     def _group_advantages(self, scores: Sequence[float]) -> list[float]:
-        divide = self.config.divide_by_deviation
-        return group_advantages(scores, divide_by_deviation=divide).tolist()
+        divide, ddof = self.config.divide_by_deviation, self.config.ddof
+        return group_advantages(scores, divide_by_deviation=divide, ddof=ddof).tolist()
 
     def metrics(self, episodes: Sequence[SpellEpisode]) -> Metrics:
         """Compute shares and means over all episodes and per task (spec section 10)."""
@@ -500,8 +505,7 @@ class Spell:
         return episode.cluster
 
     def state_dict(self) -> dict[str, Any]:
-        # The public code saves no memory: its resumed run starts with an empty one (spec 12,
-        # difference 30).
+        # The public code saves no memory: its resumed run starts with an empty one.
         parts = {"stream": self.stream, "memory": self.memory, "probes": self.probes}
         return {name: part.state_dict() for name, part in parts.items()}
 

@@ -16,11 +16,16 @@ PROGRESS = "progress"
 MAPPINGS = (*rewards.MAPPINGS, PROGRESS)
 REMEMBERED = ("new", "shown")
 NORMALIZATIONS = ("batch", "task", "cluster", "batch+cluster")
+# Delta degrees of freedom: the sum of squares is divided by the number of rewards minus this.
+DDOF = {"sample": 1, "population": 0}
 
 
 @dataclasses.dataclass(frozen=True)
 class SpellConfig(AlgorithmConfig):
-    """Fields of config.algorithm for SPELL. The defaults are the paper's; its ablations are others.
+    """Fields of config.algorithm for SPELL.
+
+    Where the paper's text and its public code differ, configs/paper.py has the text's values and
+    configs/paper_code.py the code's. docs/algorithm.md lists both beside these defaults.
 
     Attributes:
       questions: number of questions with mixed rewards in an update [paper: batch size].
@@ -70,6 +75,8 @@ class SpellConfig(AlgorithmConfig):
         document that the questioner read (2603.02146). Above 0, documents have numbers, and given
         questions need "shown" or "evidence".
       negatives: bad questioner groups per good one.
+      negatives_by_task: whether each task gets its own negatives (the paper's code), or all tasks
+        together get as many as they have good questions (section 3.3).
       questioner_normalization: rows that normalize a questioner's advantage: the "batch" (9), its
         "task" (the paper's code; a hard task is not punished), or its "cluster". The batch also
         normalizes a row that is alone there. "batch+cluster": the mean of both advantages.
@@ -80,6 +87,8 @@ class SpellConfig(AlgorithmConfig):
       consistency_gate: whether the verifier is trained only where its majority equals the rule.
       balance_verdicts: whether as many yes as no groups of the verifier are trained on.
       divide_by_deviation: whether advantages are divided by their group's deviation (3, 8).
+      deviation: deviation of rewards, (3), (8) and (9): "population" (the plain deviation of the
+        equations) or "sample" (ddof 1, the paper's code).
       keep_surplus: whether all questions with mixed rewards are trained on, beyond `questions`.
     """
 
@@ -95,7 +104,7 @@ class SpellConfig(AlgorithmConfig):
     documents: tuple[int, ...] = (5,)
     unread_documents: int = 1
     memory: int = 3
-    # As in the paper's Algorithm 1; configs/paper_code.py has "shown" (spec 12, difference 1).
+    # As in the paper's Algorithm 1, line 20; its code has "shown".
     memory_documents: str = "new"
     memory_solved: bool = False
     mapping: str = "gaussian"
@@ -105,7 +114,7 @@ class SpellConfig(AlgorithmConfig):
     sigma: float = 0.5 / 3
     cues: tuple[str, ...] = ()
     answer_first: bool = False
-    # The prompt asks for 20 tokens; the public code's limit is 40 (spec 12, difference 4).
+    # The public code's limit. The prompt asks for 20 tokens (Appendix G).
     max_answer_tokens: int = 40
     distinct_options: bool = False
     format_penalty: bool = True
@@ -123,16 +132,19 @@ class SpellConfig(AlgorithmConfig):
     document_share: float = 0.0
     train_questioner: bool = True
     negatives: float = 1.0
-    # Eq. 9 normalizes over the batch, the public code over the task (spec 12, difference 9).
+    negatives_by_task: bool = True
+    # Eq. 9 normalizes over the batch, the public code over the task.
     questioner_normalization: str = "batch"
     train_verifier: bool = True
     malformed_penalty: bool = True
-    # With G = G_v = 8: 128 verifier rows, 16 groups, for 1,024 responder rows (spec 12, difference
-    # 7).
+    # As many verifier rows as questions (section 3.3): with G = G_v = 8, 128 rows in 16 groups, for
+    # 1,024 responder rows. As many groups as questions would be 1,024 rows, and the update a
+    # quarter of all samples instead of the section's "roughly 1/G".
     verifier_share: float = 0.125
     consistency_gate: bool = True
     balance_verdicts: bool = False
     divide_by_deviation: bool = True
+    deviation: str = "sample"
     keep_surplus: bool = False
 
     def __post_init__(self):
@@ -141,6 +153,7 @@ class SpellConfig(AlgorithmConfig):
         check_choice(self, "algorithm.", reference_source=REFERENCE_SOURCES)
         check_choice(self, "algorithm.", responder_reward=RESPONDER_REWARDS)
         check_choice(self, "algorithm.", questioner_normalization=NORMALIZATIONS)
+        check_choice(self, "algorithm.", deviation=tuple(DDOF))
         check_least(self, "algorithm.", questions=1, generation_batch=1, max_generations=1)
         check_least(self, "algorithm.", questions_per_cluster=1, probes=1)
         # A group of one has no deviation; a single vote is a majority.
@@ -169,6 +182,11 @@ class SpellConfig(AlgorithmConfig):
     def as_read(self, documents: Sequence[str]) -> Sequence[str]:
         """Return the documents for prompts of answers, numbered if an answer shall name one."""
         return evidence.number_documents(documents) if self.document_share else documents
+
+    @property
+    def ddof(self) -> int:
+        """Delta degrees of freedom of `deviation`."""
+        return DDOF[self.deviation]
 
     @property
     def has_verifier(self) -> bool:

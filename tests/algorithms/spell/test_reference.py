@@ -35,7 +35,7 @@ TASKS = {
     "doc_mc": "multiple_choice",
 }
 VOTES = {"Y": "[[YES]]", "N": "[[NO]]"}
-# We also accept an object that ends the text after a fence that was never closed (spec 12, row 20).
+# We also accept an object that ends the text after a fence that was never closed (spec 2.3).
 ALSO_ACCEPTED = (
     '```json\n{"question": "What is X?", "answer": "42"}',
     '```json\n{"question": "has ``` fence", "answer": "a"}\n```',
@@ -56,7 +56,7 @@ class Replay:
         inputs = case["in"]
         self.rows = [Row(TASKS[task], *row_fields) for task, *row_fields in inputs["spec"]]
         # If votes tie, the reference code takes the value seen first, here YES. We need more than
-        # half (spec 12, row 5). Scripting such a tie as all YES undoes the difference: the answer
+        # half (Eq. 4). Scripting such a tie as all YES undoes the difference: the answer
         # is judged the same, and neither code trains on its group.
         tied = inputs["gv"] // 2
         script = [
