@@ -10,12 +10,14 @@ import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
+from typing import Any
 
 from spell_jax.selfplay.json_records import find_record
 from spell_jax.selfplay.rules import find_answer, visible_text
 
 SECTIONS = ("analysis", "evidence", "reasoning", "answer")
-LOWEST, HIGHEST = 1, 5  # range of a reward model's scores
+LOWEST, HIGHEST = 1, 5  # range of a reward model's scores of evidence
+HIGHEST_REASONING = 4  # a judge's highest score of a reasoning (EAPO, Appendix E)
 NEUTRAL = 0.5  # evidence reward if no comparison is possible
 # Choices of what selects the branches of a tree of evidence (algorithms/eapo/evidence_tree.py).
 EVIDENCE_BY = ("none", "similarity", "reranker", "judge", "oracle")
@@ -109,13 +111,13 @@ def with_answer_phrase(answer: str, task: str, extract: str = "paper") -> str:
     return answer if find_answer(answer, task, extract) is not None else f"The answer is {answer}"
 
 
-def parse_scores(text: str, count: int) -> tuple[int, ...] | None:
+def parse_scores(text: str, count: int, highest: int = HIGHEST) -> tuple[int, ...] | None:
     """Parse a reward model's scores of `count` evidence sets, in prompt order.
 
     Two formats are accepted: a JSON object with a list "scores" (see json_records), or only pairs
     of a set's number and its score, such as "1 4", "2 2" and "3 5" on three lines. Returns `count`
-    integers from 1 to 5, or None for anything else, such as labels out of order or an unfinished
-    thought.
+    integers from 1 to `highest`, or None for anything else, such as labels out of order or an
+    unfinished thought.
     """
     visible = visible_text(text)
     if visible is None:
@@ -126,16 +128,30 @@ def parse_scores(text: str, count: int) -> tuple[int, ...] | None:
         if labels != tuple(range(1, len(labels) + 1)):
             return None
     else:
-        try:
-            scores = (find_record(visible) or {}).get("scores")
-        except RecursionError:  # JSON nested more than braces.DEEPEST levels deep
-            return None
+        scores = _judgment(visible).get("scores")
     if not isinstance(scores, tuple | list) or len(scores) != count:
         return None
     # type(), because True is an int for isinstance.
-    if not all(type(score) is int and LOWEST <= score <= HIGHEST for score in scores):
+    if not all(type(score) is int and LOWEST <= score <= highest for score in scores):
         return None
     return tuple(scores)
+
+
+def parse_best_choice(text: str, count: int) -> int | None:
+    """Parse the index, from 0, of the candidate that a judge prefers among `count`.
+
+    It stands under "best_choice" in the JSON object of the scores. None without a valid index.
+    """
+    choice = _judgment(visible_text(text) or "").get("best_choice")
+    return choice if type(choice) is int and 0 <= choice < count else None
+
+
+def _judgment(visible: str) -> dict[str, Any]:
+    """Return the JSON object that a judge's text presents; empty without a readable object."""
+    try:
+        return find_record(visible) or {}
+    except RecursionError:  # JSON nested more than braces.DEEPEST levels deep
+        return {}
 
 
 def pairs_in_order(truth: Sequence[float], scores: Sequence[int]) -> list[float]:

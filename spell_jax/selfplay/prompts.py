@@ -34,6 +34,7 @@ PLACEHOLDERS = {
     "judge.txt": "question answer reference",
     "judge_grades.txt": "question answer reference",
     "reconstruction.txt": "document options",
+    "gap.txt": "number",  # mark of a missing paragraph in the document to reconstruct
     "evidence.txt": "documents question",
     "evidence_scores.txt": "question choices number?",
     "reasoning_scores.txt": "question evidence choices number?",
@@ -109,6 +110,10 @@ class Prompts:
         listed = "\n".join(f"({letter}) {text}" for letter, text in options.items())
         return self._fill("reconstruction.txt", document=document, options=listed)
 
+    def gap(self, number: int) -> str:
+        """Return the mark of a document's missing paragraph; numbers start at 1."""
+        return self._fill("gap.txt", number=str(number))
+
     def evidence(self, documents: Sequence[str], question: str) -> str:
         """Build the prompt for an answer in sections, with evidence from n documents (EAPO 2.1)."""
         return self._fill("evidence.txt", documents=_join(documents), question=question)
@@ -122,7 +127,7 @@ class Prompts:
         return self._fill("reranker.txt", question=question, text=evidence)
 
     def reasoning_scores(self, question: str, evidence: str, reasonings: Sequence[str]) -> str:
-        """Build the prompt for scores from 1 to 5 of reasonings from one evidence (EAPO 2.2)."""
+        """Build the prompt for scores from 1 to 4 of reasonings from one evidence (EAPO 2.2)."""
         return self._fill_scores(
             "reasoning_scores.txt", reasonings, question=question, evidence=evidence
         )

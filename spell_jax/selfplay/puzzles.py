@@ -1,8 +1,8 @@
 """Document-reconstruction puzzles: paragraphs are removed and must be put back in order.
 
-K paragraphs become <gap 1>, <gap 2>, ... and are offered as shuffled, lettered options. Filling the
-gaps with the right options restores the original text exactly, white space included. Source:
-document reconstruction, sections 3.1 to 3.3, 5.2 and 5.6.
+K paragraphs become numbered gaps and are offered as shuffled, lettered options. Filling the gaps
+with the right options restores the original text exactly, white space included. Source: document
+reconstruction, sections 3.1 to 3.3, 5.2 and 5.6.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from spell_jax.selfplay.rules import visible_text
 
 LABELS = tuple("ABCDEFGH")  # letters of the options; the paper's largest K is 8
 FEWEST_OPTIONS, MOST_OPTIONS = 2, len(LABELS)
-GAP = re.compile(r"<gap \d+>")
 
 # Reasons why a text yields no puzzle.
 HAS_GAPS = "has_gaps"  # the text already contains a gap marker
@@ -141,6 +140,11 @@ def cut_window(
     return spans[first][0] if first else 0, len(text) if last == len(spans) else spans[last - 1][1]
 
 
+def gap_marker(number: int) -> str:
+    """Return the marker of a gap in the compact prompts; numbers start at 1."""
+    return f"<gap {number}>"
+
+
 def make_puzzle(
     rng: np.random.Generator,
     text: str,
@@ -148,15 +152,17 @@ def make_puzzle(
     min_paragraph: int,
     max_paragraph: int,
     adjacent: bool = True,
+    gap: Callable[[int], str] = gap_marker,
 ) -> tuple[Puzzle | None, str]:
     """Remove K = `options` paragraphs of `min_paragraph` to `max_paragraph` characters from a text.
 
     Paragraphs are sampled uniformly from all that occur once in the text, by their words. Unless
     gaps may be `adjacent`, only every other paragraph is taken. At least one paragraph remains.
-    Return (puzzle, ""), or (None, reason) where reason is HAS_GAPS, FEW_PARAGRAPHS or FEW_OPTIONS.
+    `gap` maps a gap's number, from 1, to its marker. Return (puzzle, ""), or (None, reason) where
+    reason is HAS_GAPS, FEW_PARAGRAPHS or FEW_OPTIONS.
     """
     # A marker in the text itself could not be told from a gap.
-    if GAP.search(text):
+    if any(gap(number) in text for number in range(1, MOST_OPTIONS + 1)):
         return None, HAS_GAPS
     spans = split_paragraphs(text)
     if len(spans) <= options:
@@ -182,15 +188,10 @@ def make_puzzle(
     paragraphs = {label: text[slice(*span)] for label, span in zip(truth, removed, strict=True)}
     pieces, start = [], 0
     for number, (first, last) in enumerate(removed, 1):
-        pieces += [text[start:first], gap_marker(number)]
+        pieces += [text[start:first], gap(number)]
         start = last
     document = "".join([*pieces, text[start:]])
     return Puzzle(document, dict(sorted(paragraphs.items())), truth, tuple(removed)), ""
-
-
-def gap_marker(number: int) -> str:
-    """Return the marker of a gap; numbers start at 1."""
-    return f"<gap {number}>"
 
 
 def make_prompted_puzzle(

@@ -310,7 +310,9 @@ def _story_row(prompts: Prompts, mixture: StoryMixture, rng: np.random.Generator
     kind = rng.choice(len(mixture.options), p=np.asarray(mixture.shares) / sum(mixture.shares))
     story = tiny_stories.make_story(rng, int(rng.choice(mixture.lines)))
     shortest = tiny_stories.SHORTEST_LINE
-    puzzle, reason = puzzles.make_puzzle(rng, story, mixture.options[kind], shortest, len(story))
+    puzzle, reason = puzzles.make_puzzle(
+        rng, story, mixture.options[kind], shortest, len(story), gap=prompts.gap
+    )
     assert puzzle is not None, reason
     order, thought = puzzle.truth, ""
     if rng.random() < mixture.guessed[kind]:

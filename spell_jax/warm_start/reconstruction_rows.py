@@ -99,7 +99,7 @@ def _pose(
 
     def make_puzzle(window: str) -> tuple[puzzles.Puzzle | None, str]:
         lengths = config.min_paragraph, config.max_paragraph
-        return puzzles.make_puzzle(rng, window, options, *lengths, adjacent=False)
+        return puzzles.make_puzzle(rng, window, options, *lengths, adjacent=False, gap=prompts.gap)
 
     return puzzles.make_prompted_puzzle(
         make_puzzle, prompts.reconstruction, rng, text, count_words, config.prompt_words

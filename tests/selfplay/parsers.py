@@ -181,6 +181,7 @@ def _other_parsers() -> dict[Callable[..., Any], Parser]:
             evidence.StructuredAnswer(t, t, t, t)
         ),
         evidence.parse_scores: lambda t: evidence.parse_scores(t, 3),
+        evidence.parse_best_choice: lambda t: evidence.parse_best_choice(t, 3),
         evidence.searchable: lambda t: evidence.searchable([t]),
         evidence.verbatim_share: lambda t: evidence.verbatim_share(t, documents),
         evidence.precision_and_recall: lambda t: evidence.precision_and_recall(t, facts),

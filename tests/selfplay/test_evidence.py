@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 
 import pytest
 
 from spell_jax.data.clusters import PAPER_TASKS
 from spell_jax.selfplay import evidence, prompts, rules
-from spell_jax.selfplay.evidence import SECTIONS, StructuredAnswer, parse_answer, parse_scores
+from spell_jax.selfplay.evidence import (
+    SECTIONS,
+    StructuredAnswer,
+    parse_answer,
+    parse_best_choice,
+    parse_scores,
+)
 
 GOOD = StructuredAnswer("Which city?", "- Arvo lives in Oslo.\n- b", "He lives there.", "Oslo")
 TEXT = evidence.write_answer(GOOD)
@@ -102,9 +109,36 @@ def test_full_prompts_ask_for_the_parsed_format():
     assert all(prompt.count(tag) == 1 for tag in TAGS)
     for text in (full.evidence_scores("q?", ["a", "b"]), full.reasoning_scores("q?", "e", "ab")):
         assert text.index("[1]\na") < text.index("[2]\nb")
-        block = text[text.rindex("```json") :]
-        assert parse_scores(block.replace("...", "4, 2"), 2) == (4, 2)
+        form = text[text.rindex("{") :]
+        reply = form.replace("[...]", "[4, 2]").replace('"best_choice": ...', '"best_choice": 0')
+        assert list(json.loads(reply)) == ["reason", "scores", "best_choice"]
+        assert (parse_scores(reply, 2), parse_best_choice(reply, 2)) == ((4, 2), 0)
     assert "There are 3 sets" in full.evidence_scores("q?", ["a", "b", "c"])
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected_index"),
+    [("0", 0), ("2", 2), ("3", None), ("-1", None), ("true", None), ('"1"', None), ("null", None)],
+)
+def test_best_choice_is_an_index_from_0(choice, expected_index):
+    reason = r"Set [1] \"quotes\" {braces}, and [2] \n is {\"scores\": [1]}."
+    reply = f'{{"reason": "{reason}", "scores": [3, 2, 5], "best_choice": {choice}}}'
+    for text in (reply, f"<think>so</think>{reply}", f"```json\n{reply}\n```"):
+        assert parse_scores(text, 3) == (3, 2, 5)
+        assert parse_best_choice(text, 3) == expected_index
+    assert parse_best_choice("1 3\n2 2\n3 5", 3) is None
+    assert parse_best_choice(f"<think>{reply}", 3) is None
+
+
+def test_judges_of_evidence_and_reasoning_have_the_papers_scales():
+    """EAPO, Appendix E: evidence is scored from 1 to 5, reasoning from 1 to 4."""
+    templates = prompts.load("full").texts
+    for name, highest in (("evidence_scores", 5), ("reasoning_scores", 4)):
+        text = templates[f"{name}.txt"]
+        assert re.findall(r"^(\d): ", text, re.MULTILINE) == list("54321"[-highest:])
+        assert f"from 1 to {highest} for each" in text
+    assert parse_scores("1 4\n2 1", 2, highest=4) == (4, 1)
+    assert parse_scores("1 5\n2 1", 2, highest=4) is None
 
 
 # ------------------------------------------------------------------------------- Scores and rewards

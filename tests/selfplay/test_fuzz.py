@@ -57,7 +57,8 @@ NO_READERS = {
         "algorithms.reconstruction_evaluation",
         "puzzles.make_prompted_puzzle",
     ),
-    *("puzzles.gap_marker", "puzzles.chance_rewards", "puzzles.options_of"),
+    *("prompts.Prompts.gap", "puzzles.gap_marker"),
+    *("puzzles.chance_rewards", "puzzles.options_of"),
     *("puzzles.dense_reward", "puzzles.sparse_reward"),  # reads the result of parse_order
     *(
         "warm_start.demonstrations",
@@ -198,6 +199,7 @@ EXPECTED: dict[str, Callable[[Any], bool]] = {
     "evidence.write_answer": _is_text,
     "evidence.with_answer_phrase": _is_text,
     "evidence.parse_scores": _are_scores,
+    "evidence.parse_best_choice": lambda index: index in (None, 0, 1, 2),
     "evidence.answer_section": _is_text_or_none,
     "evidence.find_quotes": _are_texts,
     "eapo_evaluation.measure_answer": lambda numbers: all(map(_is_share, numbers.values())),

@@ -4,12 +4,14 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from spell_jax.data.clusters import PAPER_TASKS, TASKS
 from spell_jax.selfplay import prompts
 from spell_jax.selfplay.memory import Entry
 from spell_jax.selfplay.parsing import parse_question, parse_verdict
+from spell_jax.selfplay.puzzles import HAS_GAPS, make_puzzle
 from spell_jax.selfplay.rules import extract_answer
 from tests.paths import REFERENCE_CASES
 
@@ -34,6 +36,7 @@ COMPACT = {
     "responder_multiple_choice": "{documents}\n{question}",
     "verifier": "{question}\none: {answer}\ntwo: {reference}\nsame?",
     "reconstruction": "{document}\n{options}\norder",
+    "gap": "<gap {number}>",
 }
 
 GENERAL, MATH, CHOICE = (f"questioner_{task}" for task in PAPER_TASKS)
@@ -53,7 +56,7 @@ REQUIREMENTS = [
         "derivation cites source and place",
         r"quote.*which table(,| and) row.*paragraph",
     ),
-    (ALL_QUESTIONERS, "answer of at most 20 tokens (spec 12.4)", "[Aa]t most 20 tokens"),
+    ((GENERAL,), "answer of at most 20 tokens", "at most 20 tokens. Anything longer is rejected"),
     (ALL_QUESTIONERS, "reasons first, ends with the object", "Think first.*Then end your reply"),
     (ALL_QUESTIONERS, "fenced json block, not a bare object", "```json\n{"),
     ((GENERAL, CHOICE), "multi-hop reasoning", r"several reasoning steps \(multi-hop\)"),
@@ -128,7 +131,24 @@ REQUIREMENTS = [
     (("judge_grades",), "misspelled names", "misspelled name is right"),
     (("judge_grades",), "examples of each grade", r'" is A\.(.|\n)*" is B\.(.|\n)*" is C\.'),
     (("judge_grades",), "one letter", "The letter of the grade alone"),
-    (("reconstruction",), "marks what is missing", "<gap 1>.*<gap 2>"),
+    (
+        ("reconstruction",),
+        "marks what is missing (section 3.1; the printed prompt shortens the tag to C)",
+        "<CHUNK_1>MISSING</CHUNK_1>.*<CHUNK_2>MISSING</CHUNK_2>",
+    ),
+    (
+        ("evidence_scores",),
+        "sets are compared with each other",
+        "how a set stands among the others",
+    ),
+    (("reasoning_scores",), "a correction is better than a blind step", "corrects this is better"),
+    (("reasoning_scores",), "no invented facts, but common knowledge", "is common knowledge"),
+    (("reasoning_scores",), "no repetition and no circle", "going in a circle is no step"),
+    (
+        ("evidence_scores", "reasoning_scores"),
+        "one JSON object of three keys, best choice counted from 0",
+        r'one JSON object.*\n- "reason".*\n- "scores".*\n- "best_choice".*counted from 0',
+    ),
     (("reconstruction",), "reasons about story and logic", "what happens next.*how the argument"),
     (("reconstruction",), "one gap after the other", "gap by gap"),
     (
@@ -162,6 +182,29 @@ def test_full_prompts_meet_each_requirement(
     ]
     missing = [name for name in names if not re.search(words, texts[f"{name}.txt"])]
     assert not missing, requirement
+
+
+def test_only_general_questions_have_a_limit_of_20_tokens() -> None:
+    """Appendix G forbids longer answers in these two templates alone."""
+    texts = prompts.load("full").texts
+    limited = {name for name, text in texts.items() if re.search(r"\b20\b|twenty", text)}
+    assert limited == {f"{GENERAL}.txt", f"{GENERAL}_history.txt"}
+
+
+def test_gaps_are_marked_as_the_prompt_says() -> None:
+    for name in ("full", "compact"):
+        prompt_set = prompts.load(name)
+        document = "\n\n".join(f"Paragraph {letter}." for letter in "abcd")
+        puzzle, _ = make_puzzle(np.random.default_rng(0), document, 2, 1, 99, gap=prompt_set.gap)
+        assert puzzle and all(prompt_set.gap(number) in puzzle.document for number in (1, 2))
+        marked = document + prompt_set.gap(8)
+        assert make_puzzle(np.random.default_rng(0), marked, 2, 1, 99, gap=prompt_set.gap) == (
+            None,
+            HAS_GAPS,
+        )
+    full = prompts.load("full")
+    assert full.gap(1) == "<CHUNK_1>MISSING</CHUNK_1>"
+    assert all(full.gap(number) in full.texts["reconstruction.txt"] for number in (1, 2))
 
 
 @pytest.mark.parametrize("task", PAPER_TASKS)

@@ -301,7 +301,7 @@ def check_puzzle(record: Record, files: Sequence[str]) -> str:
         assert f"({letter}) {paragraph}\n" in record["prompt"]
     pieces, start = [], 0
     for number, (begin, end) in enumerate(spans, 1):
-        pieces += [text[start:begin], f"<gap {number}>"]
+        pieces += [text[start:begin], f"<CHUNK_{number}>MISSING</CHUNK_{number}>"]
         start = end
     with_gaps = "".join([*pieces, text[start:]])
     assert all(paragraph not in with_gaps for paragraph in paragraphs)

@@ -84,6 +84,7 @@ class Branch:
     logprob: float  # sum over the sampled tokens, in nats
     rouge_l: float | None = None  # ROUGE-L recall of the known evidence; None without it
     score: float | None = None  # larger is better; None if it was not scored
+    is_preferred: bool = False  # whether the judge names it the best, which decides a tie
 
 
 @dataclasses.dataclass
@@ -191,7 +192,8 @@ class EvidenceTree:
         elif self.config.evidence_by == "judge":
             ask = self.prompts.evidence_scores
             self._rank_by_judge(
-                [(ask(q, [b.sections[1] for b in formed]), formed) for q, formed in items]
+                [(ask(q, [b.sections[1] for b in formed]), formed) for q, formed in items],
+                evidence.HIGHEST,
             )
         for node in nodes:
             node.chosen_branch = _best(node.branches)
@@ -212,7 +214,8 @@ class EvidenceTree:
                     (ask(n.question, branch.sections[1], [b.sections[2] for b in formed]), formed)
                     for n, branch in pairs
                     if len(formed := _well_formed(n.reasonings)) > 1
-                ]
+                ],
+                evidence.HIGHEST_REASONING,
             )
         for node in nodes:
             node.best = _best(node.reasonings)
@@ -258,18 +261,24 @@ class EvidenceTree:
         for (_, branch), score in zip(branches, scores, strict=True):
             branch.score = score
 
-    def _rank_by_judge(self, items: Sequence[tuple[str, list[Branch]]]) -> None:
-        """Set scores of (prompt, branches) from 1 to 5; None for a missing or malformed reply."""
+    def _rank_by_judge(self, items: Sequence[tuple[str, list[Branch]]], highest: int) -> None:
+        """Set scores from 1 to `highest` of (prompt, branches), and the judge's preferred branch.
+
+        Scores are None for a missing or malformed reply.
+        """
         assert self.judge is not None
         # Equal prompts are asked once, and share the reply.
         prompts = list(dict.fromkeys(prompt for prompt, _ in items))
         replies = dict(self.judge(prompts)) if prompts else {}
         failed = 0
         for prompt, branches in items:
-            scores = evidence.parse_scores(replies.get(prompt) or "", len(branches))
+            reply, count = replies.get(prompt) or "", len(branches)
+            scores = evidence.parse_scores(reply, count, highest)
             failed += scores is None
-            for branch, score in zip(branches, scores or [None] * len(branches), strict=True):
+            for branch, score in zip(branches, scores or [None] * count, strict=True):
                 branch.score = score
+            if scores and (best := evidence.parse_best_choice(reply, count)) is not None:
+                branches[best].is_preferred = True
         if failed:
             log.warning("no scores of %d of %d groups of branches", failed, len(items))
 
@@ -340,11 +349,18 @@ def _well_formed(branches: Sequence[Branch]) -> list[Branch]:
 
 
 def _best(branches: Sequence[Branch]) -> Branch | None:
-    """Return the well-formed branch with the highest score; the first branch wins a tie."""
+    """Return the well-formed branch with the highest score.
+
+    Of equal scores, the judge's preferred branch wins, or else the first.
+    """
     formed = _well_formed(branches)
     # Branches without a score come last, so a failed judge leaves the first well-formed branch
     # (docs/algorithms.md, "Ties and failed scores").
-    return max(formed, key=lambda b: -math.inf if b.score is None else b.score, default=None)
+    return max(
+        formed,
+        key=lambda b: (-math.inf if b.score is None else b.score, b.is_preferred),
+        default=None,
+    )
 
 
 def _task(record: Record) -> str:

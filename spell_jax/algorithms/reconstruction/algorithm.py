@@ -146,7 +146,13 @@ def pose(
     def make(text: str) -> tuple[puzzles.Puzzle | None, str]:
         min_paragraph, max_paragraph = config.min_paragraph, config.max_paragraph
         return puzzles.make_puzzle(
-            rng, text, options, min_paragraph, max_paragraph, config.adjacent_gaps
+            rng,
+            text,
+            options,
+            min_paragraph,
+            max_paragraph,
+            config.adjacent_gaps,
+            context.prompts.gap,
         )
 
     # Paragraphs end at blank lines, so no paragraph reaches across two documents.

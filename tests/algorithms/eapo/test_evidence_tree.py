@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -157,16 +158,31 @@ def test_judge_selects_among_well_formed_evidence():
 
 def test_judge_can_also_select_reasonings():
     second = "Arvo lives\n1\nQ0?\nd\n2\nQ0?\ne\n3\nQ0?\nf"
-    judge = Judge({second: "1 1\n2 5\n3 2", "Q0": "1 1\n2 3\n3 2"})
+    judge = Judge({second: "1 1\n2 4\n3 2", "Q0": "1 1\n2 3\n3 2"})
     lines, policy = grow([request(0)], judge=judge, reasoning_by="judge")
     assert policy.calls == [(1, 3, "</evidence>"), (1, 3, "</answer>")]
     assert len(judge.asked) == 2
     assert chosen_indices(lines[0]["reasonings"]) == [1] and lines[0]["prediction"] == "Bergen"
-    judge = Judge({"Q0?\nBela\n1\nQ0?\nb\n2\nQ0?\nc\nscores": "1 1\n2 5"})
+    judge = Judge({"Q0?\nBela\n1\nQ0?\nb\n2\nQ0?\nc\nscores": "1 1\n2 4"})
     lines, policy = grow([request(0)], judge=judge, evidence_by="none", reasoning_by="judge")
     assert policy.calls == [(1, 1, "</evidence>"), (1, 3, "</answer>")]
     assert chosen_indices(lines[0]["reasonings"]) == [1] and lines[0]["prediction"] == "Oslo"
     assert [reasoning["well_formed"] for reasoning in lines[0]["reasonings"]] == [True, True, False]
+
+
+def test_reasonings_have_scores_up_to_4(caplog):
+    """The scale of the paper's reasoning judge (EAPO, Appendix E); 5 is no score of it."""
+    judge = Judge({"Q0": "1 1\n2 5"})
+    lines, _ = grow([request(0)], judge=judge, evidence_by="none", reasoning_by="judge")
+    assert [reasoning["score"] for reasoning in lines[0]["reasonings"]] == [None] * 3
+    assert "no scores of 1 of 1 groups" in caplog.text
+
+
+@pytest.mark.parametrize(("best", "expected_index"), [(2, 2), (1, 1), (0, 1), (3, 1), ("2", 1)])
+def test_best_choice_of_the_judge_decides_a_tie(best, expected_index):
+    reply = json.dumps({"reason": "The last two agree.", "scores": [2, 5, 5], "best_choice": best})
+    lines, _ = grow([request(0)], judge=Judge({"Q0": reply}))
+    assert chosen_indices(lines[0]["branches"]) == [expected_index]
 
 
 @pytest.mark.parametrize("reply", [None, "", "the second", "1 1\n2 5"])
