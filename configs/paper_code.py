@@ -25,6 +25,8 @@ def get_config(model: str = "") -> Config:
     # Each task has negatives of its own and its own mean; deviations are the sample's (ddof 1).
     config.algorithm.update(negatives_by_task=True, questioner_normalization="task")
     config.algorithm.deviation = "sample"
+    # Votes conflict if 51 to 99 % of the well-formed ones agree, not if one vote is malformed.
+    config.algorithm.verifier_conflict = "well_formed"
     # The public code takes the mean over each micro-batch, so a token's weight depends on packing.
     config.loss.update(aggregation="token_mean", dual_clip=3.0)
     return config

@@ -29,6 +29,8 @@ def get_config() -> Config:
     config.algorithm.update(memory=1, memory_solved=True, reference_source="frozen_reader")
     config.algorithm.update(distinct_options=True, verifier_share=0.25)
     config.algorithm.questioner_normalization = "task"  # a hard task is not punished
+    # The demo's numbers were measured without ties and without malformed votes as a conflict.
+    config.algorithm.verifier_conflict = "well_formed"
 
     # A verdict has 2 tokens, and an answer 21.
     config.sampler.update(max_prompt=192, max_tokens=48, max_verdict_tokens=4, slots=128)

@@ -13,6 +13,9 @@ import numpy as np
 from spell_jax.selfplay.rewards import majority
 from spell_jax.selfplay.rules import normalize_answer
 
+ANY, WELL_FORMED = "any", "well_formed"  # votes that conflict
+CONFLICTS = (ANY, WELL_FORMED)
+
 
 def split_groups(
     group_rewards: Sequence[Sequence[float]], wanted: int
@@ -78,16 +81,21 @@ def eligible_verifier_group(
     low: float = 0.51,
     high: float = 0.99,
     consistency: bool = True,
+    conflict: str = WELL_FORMED,
 ) -> bool:
     """Return whether the G_v votes on one answer may be trained on (spec section 6).
 
-    The verdict must not be -1 (ignore), and its share of the well-formed votes must lie in [low,
-    high], which excludes unanimous votes and ties. With the `consistency` gate, the verdict must
-    also equal the rule score.
+    The verdict must not be -1 (ignore). With the `consistency` gate, it must also equal the rule
+    score. `conflict` is one of CONFLICTS. ANY (the paper's section 3.3): some votes equal the
+    verdict, and some, which may be malformed, do not. WELL_FORMED (its code): the verdict's share
+    of the well-formed votes lies in [low, high], which excludes ties, and groups in which only
+    malformed votes differ.
     """
     verdict = majority(votes)
     if verdict == -1 or (consistency and verdict != rule_score):
         return False
+    if conflict == ANY:
+        return 0 < list(votes).count(verdict) < len(votes)
     well_formed = [vote for vote in votes if vote != -1]
     return low <= well_formed.count(verdict) / len(well_formed) <= high
 

@@ -142,6 +142,25 @@ def test_groups_without_a_verdict_are_never_eligible():
         assert not eligible_verifier_group(group, 0.0, low=0, high=1, consistency=False)
 
 
+@pytest.mark.parametrize(
+    ("group", "rule", "of_text", "of_code"),
+    [
+        ("YYYYYYYM", 1.0, True, False),
+        ("NNNNNNNM", 0.0, True, False),
+        ("YYYYYYYN", 1.0, True, True),
+        ("YYYYNNNN", 0.0, True, False),  # a tie is no majority: the verdict is no
+        ("YYYYMMMM", 0.0, False, False),  # nobody votes for the verdict
+        ("YYYYYYYY", 1.0, False, False),
+        ("MMMMMYYN", 0.0, False, False),
+        ("YYYYYYYM", 0.0, False, False),  # the rule differs
+    ],
+)
+def test_text_of_the_paper_trains_on_any_conflict(group, rule, of_text, of_code):
+    votes = [VOTE[letter] for letter in group]
+    assert eligible_verifier_group(votes, rule, conflict="any") == of_text
+    assert eligible_verifier_group(votes, rule) == of_code
+
+
 def test_groups_are_taken_in_request_order():
     rewards = [[0, 1], [1, 1], [1, 0], [], [0.5, 0.25], [0, 0], [1, 0]]
     assert split_groups(rewards, 2) == ([0, 2], [4, 6])

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from spell_jax.algorithms.config import AlgorithmConfig, RolloutBudget
 from spell_jax.runtime.config import check_choice, check_least
-from spell_jax.selfplay import evidence, parsing, rewards
+from spell_jax.selfplay import evidence, parsing, rewards, selection
 
 CONFIRMED = "confirmed"
 REFERENCE_SOURCES = ("questioner", "frozen_reader", CONFIRMED)
@@ -84,6 +84,9 @@ class SpellConfig(AlgorithmConfig):
       train_verifier: whether the update has groups of the verifier.
       malformed_penalty: whether a malformed vote earns -1 (the paper's code) or 0 (its text).
       verifier_share: verifier rows per responder row.
+      verifier_conflict: votes on an answer that the verifier is trained on. "any" (section 3.3):
+        votes that differ, malformed ones included. "well_formed" (the paper's code): the verdict
+        has 51 to 99 % of the well-formed votes, so 7 to 1 malformed are left out, and ties.
       consistency_gate: whether the verifier is trained only where its majority equals the rule.
       balance_verdicts: whether as many yes as no groups of the verifier are trained on.
       divide_by_deviation: whether advantages are divided by their group's deviation (3, 8).
@@ -141,6 +144,8 @@ class SpellConfig(AlgorithmConfig):
     # 1,024 responder rows. As many groups as questions would be 1,024 rows, and the update a
     # quarter of all samples instead of the section's "roughly 1/G".
     verifier_share: float = 0.125
+    # Section 3.3 names conflicting votes, the public code a share of the well-formed votes.
+    verifier_conflict: str = selection.ANY
     consistency_gate: bool = True
     balance_verdicts: bool = False
     divide_by_deviation: bool = True
@@ -154,6 +159,7 @@ class SpellConfig(AlgorithmConfig):
         check_choice(self, "algorithm.", responder_reward=RESPONDER_REWARDS)
         check_choice(self, "algorithm.", questioner_normalization=NORMALIZATIONS)
         check_choice(self, "algorithm.", deviation=tuple(DDOF))
+        check_choice(self, "algorithm.", verifier_conflict=selection.CONFLICTS)
         check_least(self, "algorithm.", questions=1, generation_batch=1, max_generations=1)
         check_least(self, "algorithm.", questions_per_cluster=1, probes=1)
         # A group of one has no deviation; a single vote is a majority.

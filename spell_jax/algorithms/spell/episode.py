@@ -109,6 +109,9 @@ def reject(e: SpellEpisode, reason: str) -> SpellEpisode:
 
 def is_eligible_verdict(e: SpellEpisode, i: int, config: SpellConfig) -> bool:
     """Return whether the verifier may be trained on its votes on answer i."""
-    # Spec 6: the majority must equal the rule's score, and the votes must differ.
-    gate = config.consistency_gate
-    return selection.eligible_verifier_group(e.votes[i], e.rule[i], consistency=gate)
+    return selection.eligible_verifier_group(
+        e.votes[i],
+        e.rule[i],
+        consistency=config.consistency_gate,
+        conflict=config.verifier_conflict,
+    )

@@ -253,6 +253,23 @@ def test_malformed_votes_are_penalized_in_usable_groups(penalty):
     assert read(rollout.groups["verifier"][0])[2] == pytest.approx(expected_advantages, abs=1e-4)
 
 
+@pytest.mark.parametrize(("conflict", "groups"), [("any", 1), ("well_formed", 0)])
+@pytest.mark.parametrize("malformed_penalty", [True, False])
+def test_one_malformed_vote_is_a_conflict_in_the_papers_text_alone(
+    conflict, groups, malformed_penalty
+):
+    rows = [Row(QA, "ok", 0, 1, 0, 0)]
+    script = Script(rows, verdicts={0: (*["[[YES]]"] * 7, "?")})
+    options = {"verifier_group_size": 8, "verifier_share": 9.0, "group_size": 2}
+    options |= {"malformed_penalty": malformed_penalty, "verifier_conflict": conflict}
+    rollout = Rollout(rows, script=script, **options)
+    trained = rollout.groups["verifier"]
+    assert len(trained) == groups
+    for group in trained:
+        assert np.sign(read(group)[2]).tolist() == [1] * 7 + [-1]
+    assert SpellConfig().verifier_conflict == "any"
+
+
 def test_questioner_switches_keep_the_sampled_verifier_groups():
     share = {"verifier_share": 0.5}  # 3 of 10 groups are chosen
     sampled_groups = verifier_verdicts(Rollout(**share))
@@ -312,6 +329,7 @@ def test_step_without_usable_rows_gives_no_groups(row):
         ({"rule": "gpt"}, "rule"),
         ({"negatives": -1}, "negatives"),
         ({"verifier_share": -0.1}, "verifier_share"),
+        ({"verifier_conflict": "majority"}, "verifier_conflict"),
     ],
 )
 def test_invalid_setting_is_named_in_the_error(options, field):

@@ -74,6 +74,7 @@ class Replay:
             grounding_samples=int(inputs.get("filt", True)),
             memory_documents="shown",
             memory_solved=True,
+            verifier_conflict="well_formed",
             mapping=MAPPINGS.get(inputs.get("mapping", ""), "gaussian"),
             responder_reward=inputs.get("combine", "max"),
         )
