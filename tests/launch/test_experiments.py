@@ -18,6 +18,7 @@ from launch import commands, plan, site, topologies, xmanager
 from launch.experiments import __main__ as command
 from launch.experiments import printer, registry
 from launch.experiments.experiment import Experiment, Mean, MetricMean, PaperRun, Score, TableRow
+from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.configs import eapo, paper, reconstruction
 from spell_jax.evaluation import protocol
 from spell_jax.evaluation.benchmarks import registry as benchmarks
@@ -25,7 +26,9 @@ from spell_jax.evaluation.generated import ruler
 from spell_jax.evaluation.runner import SUMMARY
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.model import TINY_POLICY
+from spell_jax.runtime.config import build
 from tests import metric_names
+from tests.algorithms.scripted import Rollout
 from tests.launch.test_xmanager import make_flags
 from tests.paths import ROOT
 
@@ -238,6 +241,17 @@ def test_every_run_of_an_experiment_is_checked_for_vertex(name):
     assert len(units) == len(registry.find(name).runs)
 
 
+def test_verifier_without_majority_voting_votes_once_and_is_not_trained():
+    rows = {row.name: row for row in registry.find("spell-table-2").rows}
+    run = rows["w/o Majority Voting"].run
+    assert run
+    config = xmanager.read_config(xmanager.WorkUnit("", tuple(run.flags("w", "."))))
+    algorithm = build(SpellConfig, config.algorithm, "algorithm")
+    (verdicts,) = (budget for budget in algorithm.budgets() if budget.role == "verifier")
+    assert (verdicts.replies, verdicts.trained) == (1, 0)
+    assert algorithm == SpellConfig(extract="paper", verifier_group_size=1, train_verifier=False)
+
+
 def test_experiment_units_have_the_flags_of_their_runs():
     units = xmanager.experiment_units("spell-table-3", "w/", "/gcs/b", ["--config.seed=1"])
     assert [unit.name for unit in units[:2]] == ["spell-qwen2.5-7b-instruct", "spell-sigma-6"]
@@ -360,6 +374,29 @@ def test_table_has_measured_numbers_beside_those_of_the_paper(tmp_path):
     assert lines[0] == "| paper / here | DocMath | Frames | LB-MQA | LB-V2 | Average |"
     assert "| SPELL | 45.8 / | 46.7 / | 63.1 / | 33.2 / | 47.2 / |" in lines
     assert "| w/o Verifier | 39.4 / 50 | 46.6 / 25 | 60.4 / 30 | 29.4 / 75 | 44.0 / 45 |" in lines
+
+
+def test_distribution_of_tasks_counts_the_solvable_questions(tmp_path):
+    """Figure 8(a): of 8 accepted questions of two tasks, the 4 with different rewards count."""
+    scores = {"financial_math": [(1, 0)] * 3 + [(1, 1)], "general_qa": [(0, 1)] + [(0, 0)] * 3}
+    rollout = Rollout()
+    episodes = [
+        dataclasses.replace(rollout.episodes[0], task=task, scores=pair)
+        for task, pairs in scores.items()
+        for pair in pairs
+    ]
+    means = rollout.algorithm.metrics(episodes).means()
+    line = {"step": 1} | {f"rollout/{name}": value for name, value in means.items()}
+    folder = tmp_path / "spell-qwen2.5-7b-instruct"
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text(f"{json.dumps(line)}\n")
+    numbers = {
+        column.title: column.source.read(epath.Path(folder))
+        for column in registry.find("spell-figure-8").columns
+        if column.source
+    }
+    assert numbers["solvable, financial_math, first"] == 75
+    assert numbers["solvable, general_qa, first"] == numbers["solvable, general_qa, last"] == 25
 
 
 def test_mean_over_lengths_needs_all_evaluations(tmp_path):

@@ -492,6 +492,11 @@ class Spell:
                 for votes in e.votes:
                     for reward in self._verifier_rewards(votes):
                         metrics.add(f"verifier_reward{suffix}", reward)
+        tasks = sorted({e.task for e in episodes})
+        for e in (e for e in episodes if e.mixed):
+            # Figure 8(a): the tasks of solvable questions, r_que > 0 in Algorithm 1.
+            for task in tasks:
+                metrics.add(f"solvable_share/{task}", e.task == task)
         for reason, count in Counter(e.reason for e in episodes if e.reason).items():
             metrics.add_sum(f"reason/{reason}", count, len(episodes))
         metrics.add("memory_entries", len(self.memory))
