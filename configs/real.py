@@ -91,6 +91,7 @@ ARMS: Mapping[str, Mapping[str, Any]] = {
         "algorithm.max_paragraph": 1000,
         "algorithm.cut_documents": True,
         "algorithm.keep_equal": False,
+        "algorithm.validation_puzzles": 32,
         "data.source": "runs/real/books",
         "data.documents_per_cluster": 1,
         "data.max_document_tokens": 1_000_000,

@@ -30,7 +30,8 @@ def get_config() -> Config:
     config.data.tiny.update(clusters=512, documents=(5, 6, 7))  # lines of a story
 
     config.algorithm = default_config("reconstruction").algorithm
-    config.algorithm.update(prompts="compact", evaluation_puzzles=128, documents=16)
+    config.algorithm.update(prompts="compact", documents=16)
+    config.algorithm.update(evaluation_puzzles=128, validation_puzzles=32)
     config.algorithm.options = (2, 3, 4)
     config.algorithm.option_weights = (3.0, 3.0, 5.0)  # most for the most options, as in the paper
     # A story of 5 or 6 lines has no 4 gaps without neighbors.

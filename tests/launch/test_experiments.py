@@ -20,6 +20,7 @@ from launch.experiments import printer, registry
 from launch.experiments.experiment import Experiment, Mean, MetricMean, PaperRun, Score, TableRow
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.configs import eapo, paper, reconstruction
+from spell_jax.data import clusters
 from spell_jax.evaluation import protocol
 from spell_jax.evaluation.benchmarks import registry as benchmarks
 from spell_jax.evaluation.generated import ruler
@@ -250,6 +251,27 @@ def test_verifier_without_majority_voting_votes_once_and_is_not_trained():
     (verdicts,) = (budget for budget in algorithm.budgets() if budget.role == "verifier")
     assert (verdicts.replies, verdicts.trained) == (1, 0)
     assert algorithm == SpellConfig(extract="paper", verifier_group_size=1, train_verifier=False)
+
+
+RECONSTRUCTION_RUNS = [run for run in RUNS.values() if run.name.startswith("reconstruction-")]
+
+
+@pytest.mark.parametrize("run", RECONSTRUCTION_RUNS, ids=lambda run: run.name)
+def test_reconstruction_validates_on_its_500_held_out_documents(run: PaperRun):
+    """The page's quotas of a run's documents leave the paper's number to train on."""
+    page = PAGE.read_text()
+    main = re.findall(r"--domain=\w+:(\d+)", page)
+    (of_each,) = re.findall(r"with ([\d,]+) documents of each domain", page)
+    is_larger = "30000" in run.inputs["data.source"]
+    quotas = [int(of_each.replace(",", ""))] * 3 if is_larger else [int(quota) for quota in main]
+    config = xmanager.read_config(xmanager.WorkUnit("", tuple(run.flags("w", "."))))
+    ids = [str(number) for number in range(sum(quotas))]
+    training, held_out = clusters.split_held_out(ids, config.data.held_out)
+    assert len(held_out) == 500
+    assert len(training) == (30_001 if is_larger else 14_000)
+    assert config.algorithm.validation_puzzles * len(config.algorithm.options) == 500
+    documents = config.algorithm.most_documents or len(training)
+    assert config.steps == documents // config.algorithm.documents  # one epoch
 
 
 def test_experiment_units_have_the_flags_of_their_runs():

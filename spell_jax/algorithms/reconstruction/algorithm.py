@@ -68,8 +68,8 @@ class ReconstructionConfig(AlgorithmConfig):
       divide_by_deviation: whether advantages are divided by their group's deviation.
       keep_equal: whether groups of equal rewards are trained on too (the paper's code). Their
         advantages are 0, but the loss is averaged over them as well.
-      evaluation_puzzles: held-out puzzles of each K before and after a run [paper: 500 in all].
-      validation_puzzles: held-out puzzles of each K during the run.
+      evaluation_puzzles: held-out puzzles of each K before and after a run.
+      validation_puzzles: held-out puzzles of each K during the run [paper: 500 in all].
     """
 
     name: str = "reconstruction"
@@ -90,8 +90,9 @@ class ReconstructionConfig(AlgorithmConfig):
     cut_documents: bool = False
     divide_by_deviation: bool = True
     keep_equal: bool = True
+    # The paper validates on 500 samples (section 4). Equal numbers of each K are our choice.
     evaluation_puzzles: int = 125
-    validation_puzzles: int = 32
+    validation_puzzles: int = 125
 
     def __post_init__(self):
         super().__post_init__()

@@ -23,7 +23,10 @@ SEED = 10_000
 
 
 class PuzzleEvaluation:
-    """Held-out puzzles, made once with a seed of their own; few documents yield several each."""
+    """Held-out puzzles, made once with a seed of their own.
+
+    The puzzles of each K are about documents of their own, unless there are too few documents.
+    """
 
     def __init__(self, config: ReconstructionConfig, context: AlgorithmContext):
         self._config, self._context = config, context
@@ -78,11 +81,14 @@ class PuzzleEvaluation:
         # Sorted before the shuffle: the order of ids may depend on how a source was read.
         ids = sorted(source.tasks)
         ids = [ids[i] for i in np.random.default_rng([SEED]).permutation(len(ids))]
+        # Not `count` each: the puzzles of the smaller evaluation are some of the larger one's.
+        each = max(self._config.evaluation_puzzles, self._config.validation_puzzles)
+        first = sorted(self._config.options).index(options) * each
         posed_puzzles: list[PromptedPuzzle] = []
         for number in range(TRIES * count if ids else 0):
             if len(posed_puzzles) == count:
                 break
-            (cluster,) = source.read([ids[number % len(ids)]])
+            (cluster,) = source.read([ids[(first + number) % len(ids)]])
             rng = np.random.default_rng([SEED, options, number])
             posed = pose(rng, cluster, options, self._config, self._context)
             if posed.puzzle:

@@ -431,4 +431,5 @@ def test_defaults_match_the_paper():
     assert (paper.documents, paper.group_size, paper.reward) == (128, 8, "dense")
     assert dict(zip(paper.options, paper.option_weights, strict=True)) == {2: 3, 4: 3, 6: 3, 8: 5}
     assert paper.curriculum and paper.selection == "longest" and config().documents == 6
+    assert paper.validation_puzzles * len(paper.options) == 500
     assert paper.keep_equal and not (paper.adjacent_gaps or paper.cut_documents)

@@ -93,6 +93,23 @@ def test_every_evaluation_uses_the_same_puzzles():
     assert {*quick.calls[0].prompts} < {*first.calls[0].prompts}
 
 
+def test_puzzles_of_each_number_of_options_have_documents_of_their_own():
+    evaluation = make(make_stories(9, 24, (9, 11)))
+    models = ScriptedModels(perfect)
+    evaluation.full(models)
+    prompts = models.calls[0].prompts
+    assert len(prompts) == 24
+    stories = {cluster.documents[0] for cluster in make_stories(9, 24, (9, 11))}
+    assert len(stories) == 24
+    # An option is a line of its story.
+    read = {story for text in prompts for story in stories if _shared_lines(text, story) > 3}
+    assert read == stories
+
+
+def _shared_lines(prompt: str, story: str) -> int:
+    return sum(line in prompt for line in story.splitlines() if line)
+
+
 def test_documents_without_a_puzzle_are_skipped():
     short = make_stories(3, 2, (3,))  # enough for 2 options, not for 4
     ask = ScriptedModels(perfect)
