@@ -14,7 +14,9 @@ from typing import NamedTuple
 
 from launch import measurements
 
-_SHELL = re.compile(r"(\.venv/bin/)?(python3?|pip|make|spell-\w+|[A-Z_]+=|for |zcat|mkdir|echo)\b")
+_SHELL = re.compile(
+    r"(\.venv/bin/)?(python3?|pip|make|spell-\w+|for |zcat|mkdir|echo)\b|[A-Z_]+=[\w\"]"
+)
 _BLOCK = re.compile(
     r"(?:^<!-- needs: (?P<needs>[\w ,]+) -->\n\n?)?"
     r"(?:^```(?:bash|sh)?\n(?P<fenced>.*?)^```|^```.*?^```"

@@ -111,6 +111,27 @@ def test_commands_parse(page: pathlib.Path):
             )
 
 
+def test_compared_evaluations_have_the_same_settings():
+    """Rows of one table differ in the policy alone: not in benchmarks, limits, context or judge."""
+    compared = 0
+    for page in PAGES:
+        settings: dict[str, set[str]] = {}  # output folder -> all other flags
+        for command in doc_commands.find(page):
+            if command.words[1:3] != ("-m", "spell_jax.evaluate") or not command.in_block:
+                continue
+            flags = dict(word.split("=", 1) for word in command.words[3:] if "=" in word)
+            same = {
+                f"{name}={value}"
+                for name, value in flags.items()
+                if name not in ("--policy", "--workdir", "--name", "--out", "--compare")
+            }
+            for folder in filter(None, flags.get("--compare", "").split(",")):
+                assert same == settings[folder], page
+                compared += 1
+            settings[flags.get("--out", "")] = same
+    assert compared
+
+
 NEEDS = frozenset(
     [
         *("minutes", "data", "a model", "a model and documents", "installation", "a config"),
