@@ -8,7 +8,8 @@
 
 The fields equal SPELL's RLVR (configs/rlvr.py), with the reward max(rule, verifier). Hardware:
 configs/paper.py. QwenLong-L1 is a baseline of SPELL's Table 9: average of four benchmarks 38.2
-before and 46.1 after training by SPELL's authors (this code has not run it).
+before and 46.1 after training by SPELL's authors (this code has not run it). docs/algorithms.md,
+"Training of the baselines", has the epochs.
 """
 
 from spell_jax.config import default_config

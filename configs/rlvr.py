@@ -13,11 +13,15 @@ instead, match_or_judge takes the maximum of both (QwenLong-L1), and
 --config.algorithm.responder_reward=max asks the policy's own verifier as well.
 Hardware: configs/paper.py. The paper's own baseline of this model (Table 1): average of four
 benchmarks 38.2 before and 45.9 after, with inputs of up to 16K tokens (this code has not run it).
+docs/algorithms.md, "Training of the baselines", has the epochs.
 """
 
 from spell_jax.config import default_config
 from spell_jax.configs import paper
 from spell_jax.runtime.config import Config
+
+# Questions of the paper's static set, about (Appendix E.5). data.questions has those of a run.
+QUESTIONS = 3000
 
 
 def get_config(model: str = "qwen2.5-7b-instruct") -> Config:

@@ -9,11 +9,15 @@
 Any questions with "shown" or "evidence" will do; without data.questions the starting policy writes
 them from clusters (data.source). Hardware: configs/paper.py; the reference model is one more copy
 of the policy in float32. SoLoPO is a baseline of SPELL's Table 9: average of four benchmarks 38.2
-before and 44.2 after training by SPELL's authors (this code has not run it).
+before and 44.2 after training by SPELL's authors (this code has not run it). The steps are one
+epoch of SPELL's 3,000 questions; other numbers of questions need other `steps` (docs/algorithms.md,
+"Training of the baselines").
 """
 
+import math
+
 from spell_jax.config import default_config
-from spell_jax.configs import paper
+from spell_jax.configs import paper, rlvr
 from spell_jax.runtime.config import Config
 
 
@@ -22,8 +26,9 @@ def get_config() -> Config:
     config.algorithm = default_config("solopo").algorithm
     config.algorithm.extract = "paper"
     config.algorithm.generation_batch = 64
+    config.steps = math.ceil(rlvr.QUESTIONS / config.algorithm.generation_batch)  # one epoch
     # The paper's hyper-parameters are not known to us: beta is DPO's usual value, alpha
-    # (align_weight) is 1, and the learning rate is LongPO's.
+    # (align_weight) is 1, and epochs and learning rate are LongPO's.
     config.loss.update(objective="dpo", old_logprobs="reference", aggregation="sequence_mean")
     config.loss.update(beta=0.1, align_weight=1.0)
     config.optimizer.update(learning_rate=5e-7, schedule="cosine", weight_decay=0.0)

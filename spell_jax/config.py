@@ -73,7 +73,7 @@ class ExtraModelConfig(ModelConfig):
       epochs: passes over the training groups that a step has for this model.
       groups_per_update: most groups of one optimizer update; 0: all groups of a pass. Updates of a
         pass differ in size by at most one group, and every pass has another order.
-      optimizer: AdamW and its schedule, which must be "constant" with several updates per step,
+      optimizer: optimizer and its schedule, which must be "constant" with several updates per step,
         because their number is not known before the run.
     """
 
@@ -124,7 +124,7 @@ class RunConfig:
       data: documents or questions.
       algorithm: the algorithm's hyper-parameters.
       sampler: sampling parameters and compiled shapes.
-      optimizer: AdamW and its schedule.
+      optimizer: optimizer and its schedule.
       loss: the policy-gradient loss.
       packing: shapes of micro-batches.
       mesh: devices along each mesh axis.
@@ -264,7 +264,7 @@ class SupervisedConfig:
         "ladder").
       prompts: set of prompt templates of generated demonstrations.
       policy: the policy to start from.
-      optimizer: AdamW and its schedule.
+      optimizer: optimizer and its schedule.
       packing: shapes of micro-batches.
       mesh: devices along each mesh axis.
     """

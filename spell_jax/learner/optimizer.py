@@ -1,4 +1,4 @@
-"""AdamW with a learning-rate schedule and clipping by the global gradient norm."""
+"""AdamW or RMSprop with a learning-rate schedule and clipping by the global gradient norm."""
 
 from __future__ import annotations
 
@@ -9,25 +9,27 @@ import optax
 
 from spell_jax.runtime.config import DERIVED, check_choice, check_least
 
+OPTIMIZERS = ("adamw", "rmsprop")
 SCHEDULES = ("constant", "cosine", "linear")
 
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW and its learning-rate schedule (paper section E.3; spec section 9).
+    """The optimizer and its learning-rate schedule (paper section E.3; spec section 9).
 
     Attributes:
+      name: "adamw", or "rmsprop" (LongPO), which has no first moment and no bias correction.
       learning_rate: peak learning rate.
       schedule: "constant", or "cosine" / "linear" decay to `final_fraction` at `total_steps`.
       warmup_steps: updates of linear warm-up from 0.
       total_steps: updates of the run, for the decaying schedules.
       final_fraction: final learning rate as a share of the peak.
-      b1: decay of the first moment, in [0, 1).
+      b1: decay of AdamW's first moment, in [0, 1).
       b2: decay of the second moment, in [0, 1).
-      epsilon: constant in the denominator of AdamW.
+      epsilon: constant that is added to the root of the second moment.
       weight_decay: decoupled weight decay.
       clip_norm: maximum global gradient norm; larger gradients are scaled down to it.
-      offload: whether AdamW's moments stay in host memory between updates.
+      offload: whether the moments stay in host memory between updates.
       offload_weights: whether the float32 weights stay there too. Device memory then holds only the
         weights in the compute dtype of the model that is sampled or trained.
       max_skipped: number of non-finite updates in a row that ends the run.
@@ -35,6 +37,7 @@ class OptimizerConfig:
 
     SECTION: ClassVar[str] = "optimizer"
 
+    name: str = "adamw"
     learning_rate: float = 2e-6
     schedule: str = "constant"
     warmup_steps: int = 0
@@ -59,7 +62,7 @@ class OptimizerConfig:
         for field in ("b1", "b2"):
             if not 0 <= getattr(self, field) < 1:
                 raise ValueError(f"optimizer.{field} = {getattr(self, field)}: must be in [0, 1)")
-        check_choice(self, "optimizer.", schedule=SCHEDULES)
+        check_choice(self, "optimizer.", name=OPTIMIZERS, schedule=SCHEDULES)
         if self.schedule != "constant" and self.total_steps <= self.warmup_steps:
             raise ValueError(
                 f"optimizer.warmup_steps = {self.warmup_steps}: must be below the run's "
@@ -80,10 +83,16 @@ class OptimizerConfig:
         return optax.join_schedules([warmup, decay], [self.warmup_steps])
 
     def make(self) -> optax.GradientTransformation:
-        # The norm is clipped first, so that a large gradient does not enter the moments either.
-        return optax.chain(
-            optax.clip_by_global_norm(self.clip_norm),
-            optax.adamw(
+        if self.name == "rmsprop":
+            descent = optax.chain(
+                # As in torch, which LongPO's script uses: epsilon is not below the root.
+                optax.scale_by_rms(self.b2, self.epsilon, eps_in_sqrt=False),
+                optax.add_decayed_weights(self.weight_decay),
+                optax.scale_by_learning_rate(self.rate()),
+            )
+        else:
+            descent = optax.adamw(
                 self.rate(), self.b1, self.b2, self.epsilon, weight_decay=self.weight_decay
-            ),
-        )
+            )
+        # The norm is clipped first, so that a large gradient does not enter the moments either.
+        return optax.chain(optax.clip_by_global_norm(self.clip_norm), descent)

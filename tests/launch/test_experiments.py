@@ -19,7 +19,7 @@ from launch.experiments import __main__ as command
 from launch.experiments import printer, registry
 from launch.experiments.experiment import Experiment, Mean, MetricMean, PaperRun, Score, TableRow
 from spell_jax.algorithms.spell.config import SpellConfig
-from spell_jax.configs import eapo, paper, reconstruction
+from spell_jax.configs import eapo, paper, reconstruction, rlvr
 from spell_jax.data import clusters
 from spell_jax.evaluation import protocol
 from spell_jax.evaluation.benchmarks import registry as benchmarks
@@ -251,6 +251,33 @@ def test_verifier_without_majority_voting_votes_once_and_is_not_trained():
     (verdicts,) = (budget for budget in algorithm.budgets() if budget.role == "verifier")
     assert (verdicts.replies, verdicts.trained) == (1, 0)
     assert algorithm == SpellConfig(extract="paper", verifier_group_size=1, train_verifier=False)
+
+
+def test_epochs_of_the_baselines_are_on_the_page():
+    """Table 9's runs and the page's table say the same; RLVR and LongPO have their papers' data."""
+    page = (ROOT / "docs" / "algorithms.md").read_text()
+    section = page.split("## Training of the baselines")[1].split("\n## ")[0]
+    table = [line.strip("| ").split(" | ") for line in section.splitlines() if line[:1] == "|"][2:]
+    runs = {run.name.partition("-")[0]: run for run in registry.find("spell-table-9").runs}
+    del runs["spell"]
+    assert {name.lower().partition("-")[0] for name, *_ in table} == runs.keys()
+    for name, questions, epochs, sizes, rate, schedule, _ in table:
+        run = runs[name.lower().partition("-")[0]]
+        assert run.inputs["data.questions"] == "data/questions/questions.jsonl"
+        config = xmanager.read_config(xmanager.WorkUnit("", tuple(run.flags("w", "."))))
+        batch, optimizer = config.algorithm.generation_batch, config.optimizer
+        assert questions == f"{rlvr.QUESTIONS:,}"
+        assert epochs == f"{config.steps * batch / rlvr.QUESTIONS:.1f}"
+        assert sizes == f"{config.steps} × {batch}"
+        assert float(rate) == optimizer.learning_rate
+        warm_up = f", {optimizer.warmup_steps} warm-up steps" if optimizer.warmup_steps else ""
+        rmsprop = ", RMSprop" if optimizer.name == "rmsprop" else ""
+        assert schedule == optimizer.schedule + warm_up + rmsprop
+        if config.algorithm.max_generations == 1:  # a step's questions are all trained on
+            assert config.steps * batch == pytest.approx(rlvr.QUESTIONS, abs=batch - 1)
+        else:
+            trained = config.steps * config.algorithm.questions / rlvr.QUESTIONS
+            assert f"128 questions of\nit, {trained:.1f} epochs" in section
 
 
 RECONSTRUCTION_RUNS = [run for run in RUNS.values() if run.name.startswith("reconstruction-")]

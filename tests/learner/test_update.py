@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import torch
 
 from spell_jax.learner import aggregation
 from spell_jax.learner import update as updates
@@ -553,6 +554,27 @@ def test_learning_rate_schedules(schedule: str, expected_rates: dict[int, float]
     )
     rates = {step: float(config.rate()(step)) / 2.0 for step in expected_rates}
     assert rates == pytest.approx(expected_rates, abs=1e-5)
+
+
+def test_rmsprop_takes_the_steps_of_torch() -> None:
+    config = OptimizerConfig(
+        name="rmsprop", learning_rate=0.1, b2=0.99, weight_decay=0.0, clip_norm=1e9
+    )
+    weight = torch.tensor([1.0, -2.0, 0.5], requires_grad=True)
+    reference = torch.optim.RMSprop([weight], lr=config.learning_rate)
+    optimizer, params = config.make(), jnp.array(weight.tolist())
+    state = optimizer.init(params)
+    for gradient in ([0.5, -1.0, 1e-6], [0.25, 2.0, 0.0], [-1.0, 1e-3, 3.0]):
+        weight.grad = torch.tensor(gradient)
+        reference.step()
+        updates, state = optimizer.update(jnp.array(gradient), state, params)
+        params = optax.apply_updates(params, updates)
+    np.testing.assert_allclose(params, weight.detach().numpy(), rtol=1e-5)
+
+
+def test_unknown_optimizer_is_rejected() -> None:
+    with pytest.raises(ValueError, match=r"optimizer\.name = 'sgd': must be one of .*rmsprop"):
+        OptimizerConfig(name="sgd")
 
 
 def test_first_step_has_the_full_rate_without_warmup() -> None:
