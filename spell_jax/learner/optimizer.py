@@ -18,7 +18,6 @@ class OptimizerConfig:
     """The optimizer and its learning-rate schedule (paper section E.3; spec section 9).
 
     Attributes:
-      name: "adamw", or "rmsprop" (LongPO), which has no first moment and no bias correction.
       learning_rate: peak learning rate.
       schedule: "constant", or "cosine" / "linear" decay to `final_fraction` at `total_steps`.
       warmup_steps: updates of linear warm-up from 0.
@@ -33,11 +32,11 @@ class OptimizerConfig:
       offload_weights: whether the float32 weights stay there too. Device memory then holds only the
         weights in the compute dtype of the model that is sampled or trained.
       max_skipped: number of non-finite updates in a row that ends the run.
+      name: "adamw", or "rmsprop" (LongPO), which has no first moment and no bias correction.
     """
 
     SECTION: ClassVar[str] = "optimizer"
 
-    name: str = "adamw"
     learning_rate: float = 2e-6
     schedule: str = "constant"
     warmup_steps: int = 0
@@ -51,6 +50,7 @@ class OptimizerConfig:
     offload: bool = False
     offload_weights: bool = False
     max_skipped: int = 3
+    name: str = "adamw"
 
     def __post_init__(self):
         least = {"learning_rate": 0, "warmup_steps": 0, "final_fraction": 0, "weight_decay": 0}
