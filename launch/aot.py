@@ -2,6 +2,7 @@
 
     python -m launch.aot --config=configs/paper.py:qwen2.5-7b-instruct --topology=v5e-16 \
         [--length=16384] [--phase=all] [--policy=CONFIG.json] [--layers=2] [--config.X=Y ...]
+    python -m launch.aot --program=examples/jitted_step.py --topology=v5e-16
 
 1. The architecture comes from a Hugging Face config.json, which ships for the paper's models. No
    weights are read and no array is allocated: every argument is a shape with a sharding.
@@ -17,6 +18,9 @@
 4. Collectives are counted once per occurrence in the program, with the bytes of their results on
    one chip. Those "in_loops" (the scan over layers, the tokens of an answer) run every iteration.
 5. A model with its own config section, such as reward_model, is left out.
+6. --program compiles a program of yours instead: a Python file whose function
+   `abstract_program(mesh)` returns a jitted function and the shapes of its arguments. The mesh has
+   all chips on the axis fsdp.
 
 All programs are tried. The exit status is 0 if all fit, else 1. Nothing here measures speed.
 """
@@ -27,7 +31,9 @@ import dataclasses
 import json
 import logging
 import math
+import pathlib
 import re
+import runpy
 import sys
 import time
 from collections.abc import Sequence
@@ -70,7 +76,7 @@ _ERROR_CHARACTERS = 400  # kept of an error: a compiler's message starts with th
 class Program:
     """One jitted function with its abstract arguments."""
 
-    name: str  # one of PROGRAMS
+    name: str  # one of PROGRAMS, or a file's
     tokens: tuple[int, ...]  # shape [rows, tokens] of the token array that the program reads
     resident: int  # bytes per chip that the trainer holds during it, besides `arguments`
     function: Any
@@ -359,7 +365,8 @@ def _type_bytes(type_text: str) -> int:
 
 def measure_program(program: Program, hbm: int) -> dict[str, Any]:
     """Compile a program for chips of `hbm` usable bytes; return a JSON-able line, or its error."""
-    line: dict[str, Any] = {"phase": PROGRAMS[program.name], "program": program.name}
+    phase = PROGRAMS.get(program.name, "program")
+    line: dict[str, Any] = {"phase": phase, "program": program.name}
     line |= {"tokens": program.tokens, "resident": program.resident, "hbm": hbm, "fits": False}
     clock = time.monotonic()
     try:
@@ -416,8 +423,23 @@ def make_mesh(config: Config, topology: topologies.Topology) -> jax.sharding.Mes
         ) from error
 
 
-def define_flags() -> None:
-    """Define the flags that read_flags reads."""
+def read_program(path: str, mesh: jax.sharding.Mesh) -> Program:
+    """Run a Python file and return the program of its `abstract_program(mesh)`.
+
+    FileNotFoundError without the file, ValueError without the function.
+    """
+    file = pathlib.Path(path)
+    if not file.is_file():
+        raise FileNotFoundError(f"program = {path!r}: must be a Python file")
+    names = runpy.run_path(path, run_name=file.stem)
+    if "abstract_program" not in names:
+        raise ValueError(f"program = {path!r}: must define abstract_program(mesh)")
+    function, arguments = names["abstract_program"](mesh)
+    return Program(file.stem, (), 0, function, arguments, mesh)
+
+
+def define_flags(*, config: bool = True) -> None:
+    """Define the flags that read_flags reads; with `config`, --config is required."""
     config_flags.DEFINE_config_file("config", None, "File, or name, of the run's config.")
     flags.DEFINE_string(
         "topology", None, "TPU slice or GPU, such as v5e-16 or h100-1 (launch/topologies.py)."
@@ -425,7 +447,7 @@ def define_flags() -> None:
     flags.DEFINE_integer("length", None, "Prompt tokens P (default: config.sampler.max_prompt).")
     flags.DEFINE_string("policy", "", "Hugging Face config.json (default: that of policy.folder).")
     flags.DEFINE_integer("layers", 0, "Number of layers, for quick trials.", lower_bound=0)
-    flags.mark_flags_as_required(["config", "topology"])
+    flags.mark_flags_as_required(["config", "topology"][not config :])
 
 
 def read_flags(
@@ -446,17 +468,29 @@ def read_flags(
 
 
 def main(_) -> None:
-    config, policy, topology, length = read_flags(*topologies.GPUS)
     # These programs are large, and a later run would not hit them in the cache.
     jax.config.update("jax_enable_compilation_cache", False)
-    mesh = make_mesh(config, topology)
-    programs = RunPrograms(config, policy, mesh, length)
-    where = {"topology": topology.name, "mesh": dict(mesh.shape), "layers": policy.layers}
+    if flags.FLAGS.program:
+        topology = topologies.find(flags.FLAGS.topology, *topologies.GPUS)
+        mesh = meshes.make_mesh(None, topologies.devices(topology))
+        programs = [read_program(flags.FLAGS.program, mesh)]
+        where = {"topology": topology.name, "mesh": dict(mesh.shape)}
+    else:
+        config, policy, topology, length = read_flags(*topologies.GPUS)
+        mesh = make_mesh(config, topology)
+        programs = RunPrograms(config, policy, mesh, length).select(flags.FLAGS.phase)
+        where = {"topology": topology.name, "mesh": dict(mesh.shape), "layers": policy.layers}
     entry.setup_done()
-    sys.exit(0 if report_programs(programs.select(flags.FLAGS.phase), topology.hbm, where) else 1)
+    sys.exit(0 if report_programs(programs, topology.hbm, where) else 1)
 
 
 if __name__ == "__main__":
-    define_flags()
+    define_flags(config=False)
     flags.DEFINE_enum("phase", "all", ("all", *PHASES), "Programs to compile.")
+    flags.DEFINE_string("program", "", "File with abstract_program(mesh), instead of --config.")
+    flags.register_multi_flags_validator(
+        ["config", "program"],
+        lambda values: bool(values["config"]) != bool(values["program"]),
+        "one of --config and --program must be given",
+    )
     entry.run_main(main)

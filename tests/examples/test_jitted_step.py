@@ -1,8 +1,9 @@
-"""Tests of the example's jitted step against the trainer's update, on the same answers."""
+"""Tests of the example's jitted step against the trainer's rewards and update, on its samples."""
 
-import dataclasses
 import functools
-from collections.abc import Callable
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -11,21 +12,28 @@ import optax
 import pytest
 
 from examples import jitted_step
-from examples.jitted_step import Config, QuestionBatch
+from examples.jitted_step import Config, Host
+from spell_jax.algorithms.base import Replies, Reply
+from spell_jax.algorithms.spell.algorithm import Spell
+from spell_jax.algorithms.spell.episode import SpellEpisode
+from spell_jax.data import tiny_world
+from spell_jax.data.clusters import Cluster
 from spell_jax.data.samples import Sample
 from spell_jax.learner.learner import Learner
 from spell_jax.learner.loss_config import LossConfig
 from spell_jax.learner.optimizer import OptimizerConfig
 from spell_jax.learner.packing import Bucket, PackingConfig, TrainGroup
+from spell_jax.learner.update import make_update_fns
 from spell_jax.policy import weights
 from spell_jax.policy.model import TINY_POLICY
 from spell_jax.runtime import mesh as meshes
-from spell_jax.selfplay import rules
-from tests import tiny  # noqa: F401 (its import makes compilation quick)
+from spell_jax.sampler.in_jit import PaddedPrompts, PaddedReplies
+from tests.algorithms.scripted import PROMPTS, make_context
 
 # With this epsilon the first update is nearly the gradient, not nearly its sign.
-OPTIMIZER = OptimizerConfig(learning_rate=1.0, epsilon=1.0, weight_decay=0.0)
-STEPS = 2  # the second one shows that the optimizer's moments are carried
+OPTIMIZER = OptimizerConfig(learning_rate=1.0, epsilon=1.0, weight_decay=0.0, clip_norm=10.0)
+# With this seed both steps have trained groups of all roles.
+SEED, STEPS = 0, 2  # the second step shows that the optimizer's moments are carried
 WEIGHTS = 1e-5  # largest difference of a weight; one update changes some by more than 1e-2
 RELATIVE = 1e-4  # largest difference of a moment, as a share of its tensor's largest
 
@@ -34,7 +42,7 @@ class Step(NamedTuple):
     """One step of the example.
 
     Attributes:
-      groups: the answers as the trainer takes them, with advantages computed here.
+      groups: groups that the trainer's algorithm makes of the step's replies.
       params: weights after the step.
       mu: first moments of AdamW after the step.
       metrics: what the step returned.
@@ -50,22 +58,22 @@ class Step(NamedTuple):
 def run_example(**sizes: int) -> tuple[Config, list[Step]]:
     """Run steps of the example from the shipped policy, on one device or on a mesh."""
     mesh = meshes.make_mesh(sizes or {"fsdp": 1}, None if sizes else jax.devices()[:1])
-    policy, params = weights.load(TINY_POLICY, mesh)
-    _, tokenizer = weights.read_config_and_tokenizer(TINY_POLICY)
-    c = Config(policy, tokenizer, mesh, OPTIMIZER, groups=8, group_size=4)
-    questions, truths = jitted_step.make_questions(c, STEPS * c.groups, seed=1)
-    state, step = jitted_step.make_step(c, truths, params)
-    steps = []
+    policy_and_tokenizer = weights.read_config_and_tokenizer(TINY_POLICY)
+    algorithm = replace(jitted_step.ALGORITHM, group_size=4, verifier_group_size=4)
+    c = Config(*policy_and_tokenizer, mesh, 16, OPTIMIZER, algorithm)
+    clusters = tiny_world.make_clusters(SEED, STEPS * c.clusters, (8,))
+    host = Host(c, [cluster.documents for cluster in clusters])
+    step, steps = jitted_step.make_step(c, host), []
+    state = make_update_fns(c.spec, mesh).init(weights.load(TINY_POLICY, mesh)[1])
     for i in range(STEPS):
-        batch = QuestionBatch(*(x[i * c.groups : (i + 1) * c.groups] for x in questions))
-        placed, before = jax.device_put(batch, meshes.by_rows(mesh)), state
+        before = state
         with jax.set_mesh(mesh):
-            state, metrics, answers = step(before, placed, jax.random.key(i))
+            state, metrics, rollout = step(before, np.array([SEED, i]))
         assert all(x.is_deleted() for x in jax.tree.leaves(before)), "donated"
-        params, mu = _copied((state[0], optax.tree.get(state[1], "mu")))
-        groups = _groups(c, batch, truths, _copied(answers))
+        params, mu = _copied((state.params, optax.tree.get(state.opt_state, "mu")))
+        groups = _groups(c, host, i, _copied(rollout))
         steps.append(Step(groups, params, mu, {name: float(x) for name, x in metrics.items()}))
-    assert step._cache_size() == 1
+    assert step._cache_size() == 1  # pyright: ignore[reportAttributeAccessIssue]
     return c, steps
 
 
@@ -74,30 +82,79 @@ def _copied(tree: Any) -> Any:
     return jax.tree.map(np.array, tree)
 
 
-def _groups(
-    c: Config, batch: QuestionBatch, truths: list[tuple[str, str]], answers
-) -> list[TrainGroup]:
-    groups = []
-    for row, (prompt, length, index) in enumerate(zip(*batch, strict=True)):
-        slots = range(row * c.group_size, (row + 1) * c.group_size)
-        tokens = [answers.tokens.id[n, : answers.new[n]] for n in slots]
-        texts = [
-            c.tokenizer.decode(ids.tolist()) if answers.stopped[n] else ""
-            for n, ids in zip(slots, tokens, strict=True)
+def _groups(c: Config, host: Host, step: int, rollout) -> list[TrainGroup]:
+    """Let the trainer's algorithm read the replies and make the groups of its update."""
+    models = SampledModels(c, dict(zip(jitted_step.SIZES, rollout, strict=True)))
+    context = make_context(count_tokens=c.tokenizer.count, deal=lambda _: None)
+    algorithm = Spell(c.algorithm, context)
+    episodes, rng = [], np.random.default_rng(0)
+    for b, (task, documents) in enumerate(host.dealt(step * c.clusters)):
+        letter = "ABCD"[b % 4] if task == "multiple_choice" else None
+        text = PROMPTS.questioner(task, documents[:2], (), letter)
+        cluster = Cluster(str(b), tuple(documents))
+        episode = SpellEpisode(task, cluster, (0, 1), (), letter=letter, questioner_prompt=text)
+        answered = _result(algorithm.rollout_one(models.ask, episode))
+        episodes.append(algorithm.reward(answered, rng))
+    assert not any(models.replies.values()), "every reply has been read"
+    return algorithm.groups(episodes, (SEED, step))[0]
+
+
+def _result(coroutine: Coroutine) -> Any:
+    """Run a coroutine whose calls are answered at once."""
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        return end.value
+    raise AssertionError("the coroutine waits")
+
+
+class SampledModels:
+    """Models that answer with the replies of a rollout, by role and prompt."""
+
+    def __init__(self, c: Config, rollout: dict[str, tuple[PaddedPrompts, PaddedReplies]]):
+        self._c = c
+        # Equal prompts, such as two equal answers to be judged, are answered in their order.
+        self.replies: dict[tuple[str, bytes], deque[Reply]] = defaultdict(deque)
+        for role, (prompts, replies) in rollout.items():
+            per_prompt = len(replies.tokens) // len(prompts.tokens)
+            for row, (ids, length) in enumerate(zip(*prompts, strict=True)):
+                if length:
+                    places = range(row * per_prompt, (row + 1) * per_prompt)
+                    reply = self._reply(ids[:length], replies, places)
+                    self.replies[role, ids[:length].tobytes()].append(reply)
+
+    def _reply(self, prompt: np.ndarray, replies: PaddedReplies, places: Sequence[int]) -> Reply:
+        lengths = [replies.length[n] for n in places]
+        samples = [
+            Sample(replies.tokens[n, :size], replies.logprobs[n, :size], bool(replies.stopped[n]))
+            for n, size in zip(places, lengths, strict=True)
         ]
-        rewards = np.array([rules.score(text, *truths[index]) for text in texts])
-        advantages = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
-        sampled = [answers.tokens.logprob[n, : answers.new[n]] for n in slots]
-        samples = [Sample(*pair) for pair in zip(tokens, sampled, strict=True)]
-        groups.append(TrainGroup(prompt[:length], samples, list(advantages)))
-    return groups
+        texts = [self._c.tokenizer.decode(sample.tokens.tolist()) for sample in samples]
+        return Reply(prompt.tolist(), samples, texts, scored_truncated=False)
+
+    async def ask(
+        self,
+        role: str,
+        prompts: Sequence[str],
+        group: int = 1,
+        model: str = "policy",
+        temperature: float | None = None,
+    ) -> Replies:
+        del model, temperature  # the rollout has samples of one policy at temperature 1
+        replies = Replies(len(prompts))
+        for place, text in enumerate(prompts):
+            ids = np.array(self._c.tokenizer.chat(text), np.int32)
+            if len(ids) <= jitted_step.SIZES[role][0]:
+                reply = replies[place] = self.replies[role, ids.tobytes()].popleft()
+                assert len(reply.samples) == group
+        return replies
 
 
 @functools.cache
 def _learner(c: Config) -> Learner:
-    answers = c.group_size * c.answer_tokens
-    bucket = Bucket(c.prompt_tokens + answers, answers)
-    packing = PackingConfig((bucket,), token_budget=c.groups * bucket.length)
+    P, S = jitted_step.SIZES["responder"]
+    answers = c.algorithm.group_size * S
+    packing = PackingConfig((Bucket(P + answers, answers),), token_budget=8 * (P + answers))
     return Learner(c.policy, OPTIMIZER, LossConfig(), packing, c.mesh)
 
 
@@ -125,13 +182,16 @@ def _differences(a: Any, b: Any) -> list[float]:
 
 def check(**sizes: int) -> None:
     c, steps = run_example(**sizes)
-    assert 0.2 < steps[0].metrics["reward"] < 0.9  # advantages are not 0
+    for step in steps:
+        assert set(Counter(group.name for group in step.groups)) == set(jitted_step.SIZES)
+    assert 0.2 < steps[0].metrics["solved"] < 0.9
     absolute, relative, numbers = compare(c, steps)
     assert absolute < WEIGHTS
     assert relative < RELATIVE
     assert numbers["sampler_difference"] < 1e-4  # rollout and loss agree on logprobs
-    for name in ("loss", "gradient_norm"):
-        assert steps[-1].metrics[name] == pytest.approx(numbers[name], rel=1e-4, abs=1e-6)
+    for name, trainers_name in (("loss", "loss"), ("norm", "gradient_norm")):
+        expected = pytest.approx(numbers[trainers_name], rel=1e-4, abs=1e-6)
+        assert steps[-1].metrics[name] == expected
 
 
 def test_jitted_step_equals_the_trainers_update():
@@ -153,8 +213,19 @@ def test_jitted_step_equals_the_trainers_update():
 )
 def test_comparison_detects_wrong_advantages(wrong: Callable[[TrainGroup], list[float]]):
     c, steps = run_example()
-    groups = [dataclasses.replace(g, advantages=wrong(g)) for g in steps[0].groups]
-    absolute, relative, _ = compare(c, [steps[0]._replace(groups=groups)])
+    groups = [replace(group, advantages=wrong(group)) for group in steps[0].groups]
+    _expect_difference(c, steps[0]._replace(groups=groups))
+
+
+@pytest.mark.parametrize("role", jitted_step.SIZES)
+def test_comparison_detects_a_missing_role(role: str):
+    c, steps = run_example()
+    groups = [group for group in steps[0].groups if group.name != role]
+    _expect_difference(c, steps[0]._replace(groups=groups))
+
+
+def _expect_difference(c: Config, step: Step) -> None:
+    absolute, relative, _ = compare(c, [step])
     assert absolute > 10 * WEIGHTS
     assert relative > 10 * RELATIVE
 

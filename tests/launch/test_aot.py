@@ -26,6 +26,7 @@ from spell_jax.policy.config import LoraConfig
 from spell_jax.runtime import mesh as meshes
 from spell_jax.runtime import paths
 from tests import tiny
+from tests.paths import ROOT
 
 P = PartitionSpec
 LENGTH, GROUP, ANSWER = 12, 4, 6
@@ -388,3 +389,31 @@ def test_every_phase_compiles_for_a_tpu_slice(tmp_path, flags: list[str], scatte
     # With gathered keys and values, a layer returns the gradients of each to their devices by one
     # collective. With ring attention, they travel around the ring with the keys and values.
     assert lines[3]["collectives"]["all-to-all"]["in_loops"] == scattered
+
+
+@pytest.mark.tpu
+def test_the_examples_step_compiles_for_a_tpu_slice():
+    pytest.importorskip("libtpu", reason="compiling for TPUs needs libtpu (extra 'tpu')")
+    command = [sys.executable, "-m", "launch.aot", "--program=examples/jitted_step.py"]
+    result = subprocess.run(
+        [*command, "--topology=v5e-4"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    line = json.loads(result.stdout)
+    assert line["program"] == "jitted_step" and line["fits"]
+
+
+def test_a_program_of_a_file_is_read(tmp_path):
+    mesh, file = meshes.make_mesh({"fsdp": 8}), tmp_path / "double.py"
+    file.write_text(
+        "import jax\n"
+        "def abstract_program(mesh):\n"
+        "    return jax.jit(lambda x: 2 * x), (jax.ShapeDtypeStruct((8,), float),)\n"
+    )
+    line = aot.measure_program(aot.read_program(str(file), mesh), hbm=2**30)
+    assert (line["program"], line["phase"], line["fits"]) == ("double", "program", True)
+    file.write_text("x = 1\n")
+    with pytest.raises(ValueError, match="must define abstract_program"):
+        aot.read_program(str(file), mesh)
+    with pytest.raises(FileNotFoundError, match="must be a Python file"):
+        aot.read_program(str(tmp_path / "none.py"), mesh)
