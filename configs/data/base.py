@@ -1,6 +1,7 @@
-"""Base config of data_pipeline.build, with the paper's values (Appendix E.1).
+"""Base config of data_pipeline.build: the paper's filters and sizes (Appendix E.1), in our limits.
 
-It has no sources, so it cannot be built by itself. See folder.py, long.py, mixed.py and paper.py.
+The limits of tokens are ours, so that a cluster fits a prompt; paper.py is without them. The config
+has no sources, so it cannot be built by itself. See folder.py, long.py, mixed.py and paper.py.
 """
 
 from typing import Any
@@ -73,6 +74,7 @@ def _dedup() -> Any:
 def _cut() -> Any:
     config: Any = ConfigDict()
     config.tokenizer = ""  # folder of the policy's tokenizer; "": count white-space separated words
+    # Ours: 5 such documents, as many as the questioner reads, fit a prompt of 16,384 tokens.
     config.max_document_tokens = 3200
     return config
 

@@ -15,7 +15,7 @@ from typing import Any
 from spell_jax.configs.data import base
 
 MAX_PROMPT = 512  # tokens, as sampler.max_prompt of configs/folder.py
-MAX_DOCUMENT = 3200  # words; as many tokens are the paper's limit
+MAX_DOCUMENT = 3200  # words: the default of cut.max_document_tokens, and not from the paper
 
 
 def get_config(argument: str = "") -> Any:
