@@ -11,9 +11,10 @@
 7. tasks          gives each task the same number of clusters.
 8. output         writes report.html, ArrayRecord shards and, last, manifest.json.
 
-The same command resumes an interrupted build after its last finished stage (stages.py). With
---check nothing runs: sources and benchmarks are listed, and the graph of every stage is built for
-the runner.
+A source is files or a prepared tensorflow-datasets set, tfds:NAME; --tfds_data_dir names the
+directory of these sets. The same command resumes an interrupted build after its last finished stage
+(stages.py). With --check nothing runs: sources and benchmarks are listed, and the graph of every
+stage is built for the runner.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ with entry.user_errors():
     from data_pipeline.sources import SourceConfig
     from data_pipeline.stages import Done, Stages
     from data_pipeline.tasks import TasksConfig
+    from spell_jax.data import tfds_sets
     from spell_jax.runtime import config as settings
     from spell_jax.runtime import paths
     from spell_jax.runtime.config import Config
@@ -248,6 +250,9 @@ def versions() -> dict[str, str]:
 def main(arguments: Sequence[str]) -> None:
     logging.getLogger("apache_beam").setLevel(logging.WARNING)
     logging.getLogger("data_pipeline").setLevel(logging.INFO)
+    for source in flags.FLAGS.config.sources.values():
+        if tfds_sets.is_tfds(source.path) and not source.tfds_data_dir:
+            source.tfds_data_dir = flags.FLAGS.tfds_data_dir
     build_arguments = flags.FLAGS.config, flags.FLAGS.out, arguments[1:]
     if flags.FLAGS.check:
         check_build(*build_arguments)
@@ -260,6 +265,7 @@ def main(arguments: Sequence[str]) -> None:
 if __name__ == "__main__":
     config_flags.DEFINE_config_file("config", None, "The build's configuration.")
     flags.DEFINE_string("out", None, "The result's folder.")
+    flags.DEFINE_string("tfds_data_dir", "", tfds_sets.FLAGS["tfds_data_dir"])
     flags.DEFINE_bool("check", False, "Build the graph of every stage, and run nothing.")
     flags.mark_flags_as_required(["config", "out"])
     # Unknown flags are passed on to Beam.

@@ -22,8 +22,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from absl import flags
 
-from spell_jax.data import built
+from spell_jax.data import built, tfds_sets
 from spell_jax.data.clusters import CLOZE, Cluster, count_words
+from spell_jax.data.config import DataConfig, origin
 from spell_jax.data.questions import Question
 from spell_jax.runtime import entry
 from spell_jax.runtime.config import check_least
@@ -110,8 +111,9 @@ def _question(gap: Cloze, hidden: set[str], documents: tuple[str, ...]) -> Quest
 def main(_) -> None:
     values = flags.FLAGS
     config = ClozeConfig(values.per_set, values.sets, values.shared_words, values.seed)
+    data = DataConfig(source=values.clusters, **tfds_sets.read_flags(values))
     source = built.open_source(
-        values.clusters, count_tokens=count_words, max_document_tokens=sys.maxsize
+        origin(data), count_tokens=count_words, max_document_tokens=sys.maxsize
     )
     counts: Counter[str] = Counter()
     clusters = source.read(sorted(source.tasks))
@@ -123,6 +125,7 @@ def main(_) -> None:
 
 if __name__ == "__main__":
     flags.DEFINE_string("clusters", None, "Clusters, as data.source takes them.", required=True)
+    tfds_sets.define_flags()
     flags.DEFINE_string("out", None, "JSONL of questions to write.", required=True)
     flags.DEFINE_integer("per_set", ClozeConfig.per_set, "Questions with the same documents.")
     flags.DEFINE_integer("sets", ClozeConfig.sets, "Most sets of a cluster.")

@@ -96,6 +96,14 @@ def read_text(data: bytes) -> list[SourceRow]:
     return [SourceRow(None, clean(decode(data)))]
 
 
+def text_row(number: int, data: bytes) -> SourceRow:
+    """Parse the text of a record."""
+    try:
+        return SourceRow(number, clean(decode(data)))
+    except Unusable as error:
+        return SourceRow(number, problem=str(error))
+
+
 def read_html(data: bytes) -> list[SourceRow]:
     """Extract the text that a browser would show, in lines; table rows become "| a | b |"."""
     page = _Page()

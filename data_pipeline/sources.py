@@ -1,9 +1,10 @@
 """Reads files of local or remote sources and yields filtered documents.
 
 A worker reads one file at a time, or one row group of a Parquet file; files with many rows are
-streamed. A file's text, or each of its rows, is one document, or several if the source is cut at
-chapters. Unusable files and rows are counted and listed: no content of a file stops a build. So is
-a local folder below the source that cannot be read (a glob passes over such folders silently).
+streamed. Files of a tensorflow-datasets set (spell_jax/data/tfds_sets.py) are its shards. A file's
+text, or each of its rows, is one document, or several if the source is cut at chapters. Unusable
+files and rows are counted and listed: no content of a file stops a build. So is a local folder
+below the source that cannot be read (a glob passes over such folders silently).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -36,6 +38,8 @@ from data_pipeline.records import File, Listed, blake2b, event, make_document, r
 from spell_jax.data import row_files
 from spell_jax.data.clusters import TASKS
 from spell_jax.data.text_files import Unusable
+from spell_jax.data.tfds_sets import TextSet, TfdsSource, is_tfds
+from spell_jax.runtime import config as settings
 from spell_jax.runtime.config import check_choice, check_least
 from spell_jax.runtime.jsonl import LONGEST_LINE
 from spell_jax.runtime.remote import file_version
@@ -78,7 +82,8 @@ class SourceConfig:
 
     Attributes:
       path: File, folder (searched recursively; links to folders are not followed) or glob; local or
-        any URL that fsspec opens ("gs://...", "s3://...").
+        any URL that fsspec opens ("gs://...", "s3://..."). Or "tfds:NAME[/CONFIG][:VERSION]", a
+        prepared tensorflow-datasets set; layout, text and quality do not count then.
       layout: Format of the files:
         "folder": every .txt, .md, .html, .pdf, .jsonl (also .gz, .zst) and .parquet file;
         "ultra_fineweb": Parquet with the columns `text` and `quality`, both required;
@@ -93,6 +98,10 @@ class SourceConfig:
         paragraph over cut.max_document_tokens is cut. A longer report is removed.
       text: Name of the field or column with a row's text; if it is missing, "text" is used.
       quality: Name of the field or column with a row's score.
+      tfds_data_dir: Directory of prepared sets, local or gs://; "" for the environment's
+        TFDS_DATA_DIR, else ~/tensorflow_datasets.
+      text_feature: Feature of a set with the text of a document; "" for "text" or its only text.
+      tfds_split: Splits of a set in TFDS's notation, such as "train[:10%]+test"; "" for all.
       max_file_bytes: Largest size in bytes of a file that is read whole, and, up to
         jsonl.LONGEST_LINE, of a line of a .jsonl file. Larger ones are counted and skipped.
       max_characters: Override of the filter's max_characters; 0 for none.
@@ -110,6 +119,9 @@ class SourceConfig:
     max_report_tokens: int = 0
     text: str = "content"
     quality: str = "score"
+    tfds_data_dir: str = ""
+    text_feature: str = ""
+    tfds_split: str = ""
     max_file_bytes: int = 1 << 30
     max_characters: int = 0
     min_quality: float | None = None
@@ -169,6 +181,9 @@ def list_files(name: str, source: SourceConfig) -> Iterator[Listed]:
     it that cannot be read are included too, and logged.
     """
     where = f"sources.{name}.path = {source.path!r}"
+    if is_tfds(source.path):
+        yield from _list_shards(name, source)
+        return
     suffixes, number, has_layout_file = LAYOUTS[source.layout], 0, False
     try:
         system, path = fsspec.url_to_fs(source.path)
@@ -198,6 +213,25 @@ def list_files(name: str, source: SourceConfig) -> Iterator[Listed]:
             f"{where}: none of its {number} files is of the types of layout = "
             f"{source.layout!r}: {', '.join(suffixes)}"
         )
+
+
+def _list_shards(name: str, source: SourceConfig) -> Iterator[Listed]:
+    """Yield the shards of a set; ValueError if it is not prepared, or a shard is missing."""
+    with settings.naming(f"sources.{name}.path", source.path):
+        text_set = TfdsSource(
+            source.path, source.tfds_data_dir, source.text_feature, source.tfds_split
+        ).open()
+        for shard in text_set.shards:
+            system, path = fsspec.url_to_fs(shard)
+            info = system.info(path)
+            yield Listed(
+                source=name,
+                url=system.unstrip_protocol(path),
+                place=PurePosixPath(shard).name,
+                problem="",
+                size=int(info.get("size") or 0),
+                version=file_version(info),
+            )
 
 
 def _find(system: Any, path: str) -> tuple[str, Iterable[tuple[str, dict[str, Any]]]]:
@@ -305,6 +339,8 @@ def _split(listed: Any, sources: Mapping[str, SourceConfig]) -> Iterator[Any]:
     source, suffix = sources[listed["source"]], _suffix(listed["place"])
     if listed["problem"]:
         yield from _skip(listed, Unusable("unreadable", listed["problem"]))
+    elif is_tfds(source.path):
+        yield Piece(file=listed, columns=[], group=0, first=0)
     elif suffix not in LAYOUTS[source.layout]:
         yield from _skip(listed, Unusable("of another type", suffix or "no suffix"))
     elif suffix != ".parquet" or source.layout == "docmath":
@@ -330,6 +366,9 @@ def _read_piece(piece: Any, sources: Mapping[str, SourceConfig]) -> Iterator[Any
     listed = piece["file"]
     source, suffix = sources[listed["source"]], _suffix(listed["place"])
     try:
+        if is_tfds(source.path):
+            yield from _read_shard(listed, source)
+            return
         with _open(listed) as file:
             if piece["columns"]:
                 where = piece["columns"], piece["group"], piece["first"]
@@ -361,6 +400,35 @@ def _read_piece(piece: Any, sources: Mapping[str, SourceConfig]) -> Iterator[Any
             yield from hashed.record(listed)
     except Unusable as error:
         yield from _skip(listed, error, "row groups" if piece["columns"] else "files")
+
+
+def _read_shard(listed: Listed, source: SourceConfig) -> Iterator[Any]:
+    """Yield the documents of a shard of a tensorflow-datasets set."""
+    with _local_copy(listed) as (shard, copy):
+        text_set = TextSet(os.path.dirname(shard), source.text_feature, source.tfds_split)
+        rows = (layouts.text_row(number, data) for number, data in text_set.read(shard, copy))
+        yield from _documents(rows, listed, source)
+        with open(copy, "rb") as file:
+            hashed = _Hashed(file)
+            hashed.drain()
+            yield from hashed.record(listed)
+
+
+@contextmanager
+def _local_copy(listed: Listed) -> Iterator[tuple[str, str]]:
+    """Yield the path or URL of a file, and of a local copy, which is removed at the end."""
+    protocol, _, path = listed["url"].partition("://")
+    if protocol == "file":
+        yield path, path
+        return
+    # ArrayRecord opens local files only.
+    with tempfile.TemporaryDirectory() as folder:
+        copy = os.path.join(folder, listed["place"])
+        try:
+            fsspec.filesystem(protocol).get_file(listed["url"], copy)
+        except Exception as error:  # each file system raises its own exceptions
+            raise Unusable("unreadable", describe_error(error)) from error
+        yield listed["url"], copy
 
 
 def _documents(rows: Iterable[SourceRow], listed: Listed, source: SourceConfig) -> Iterator[Any]:

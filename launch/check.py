@@ -37,6 +37,7 @@ from launch.describe import Checked, describe, dummy_group, longest_groups
 from launch.topologies import GIB
 from spell_jax.config import RunConfig, collect_mistakes, to_dict
 from spell_jax.data import built
+from spell_jax.data.config import origin
 from spell_jax.learner import packing, shapes
 from spell_jax.learner.loss_config import LossConfig
 from spell_jax.policy import int8, safetensors, weights
@@ -158,8 +159,8 @@ def _check_data(checked: Checked, run: RunConfig, tokenizer: Any, attempt: Attem
         if None not in (tokenizer, checked.section("sampler"), data, algorithm):
             attempt("data.source", lambda: make_algorithm(run, make_context(run, tokenizer)))
     checked.remarks += dict.fromkeys(skipped)
-    if data and built.is_built(data.source):  # checked despite other mistakes
-        attempt("data.source", built.BuiltClusters, data.source)
+    if data and attempt("data.source", built.is_built, origin(data)):  # despite other mistakes
+        attempt("data.source", built.BuiltClusters, origin(data))
 
 
 @contextlib.contextmanager

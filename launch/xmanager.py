@@ -48,6 +48,7 @@ from spell_jax.algorithms import registry
 from spell_jax.config import model_sections, read
 from spell_jax.configs import tiny
 from spell_jax.data.config import GENERATED
+from spell_jax.data.tfds_sets import is_tfds
 from spell_jax.policy.model import find_folder
 from spell_jax.runtime import entry
 from spell_jax.runtime.config import Config
@@ -191,6 +192,9 @@ def check_config(config: Config, executor: str) -> None:
         find_folder(run.policy.folder)
         return
     paths = {f"data.{name}": config.data[name] for name in ("source", "questions", "validation")}
+    if is_tfds(config.data.source):
+        del paths["data.source"]
+        paths["data.tfds_data_dir"] = config.data.tfds_data_dir or "~/tensorflow_datasets"
     paths |= {f"{name}.folder": config[name].folder for name in model_sections(config)}
     for field, path in paths.items():
         if path not in ("", "tiny", *GENERATED) and not path.startswith(MOUNT):

@@ -36,6 +36,9 @@ def source(path: str, tasks: tuple[str, ...], **fields: Any) -> Any:
     result.split = ""  # or "chapters"
     result.one_document_per_cluster = False
     result.max_report_tokens = 0  # above 0: a text is a report, its paragraphs are one cluster
+    result.tfds_data_dir = ""  # of a path tfds:NAME[/CONFIG][:VERSION]; "": TFDS_DATA_DIR
+    result.text_feature = ""  # of such a set; "": "text", or its only text
+    result.tfds_split = ""  # of such a set, such as "train+test"; "": all
     result.max_characters = 0  # 0: use filter.max_characters
     result.update(fields)
     return result

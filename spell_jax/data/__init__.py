@@ -5,6 +5,7 @@ Public names:
   questions.Question, questions.read_questions: questions with their documents and references.
   samples.Sample: one answer as tokens, with what the sampler recorded.
   config.DataConfig, config.open_clusters: the config's section `data`, and its clusters.
+  tfds_sets.TfdsSource, tfds_sets.TextSet: texts of prepared tensorflow-datasets sets.
   stream.TaskStream: clusters and tasks by step, the same for every resumed run.
   row_files.read: rows of JSON, JSON lines, CSV and parquet.
   tiny_world, ladder_world, tiny_stories: generated worlds with known answers.

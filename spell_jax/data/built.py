@@ -19,15 +19,18 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from etils import epath
 
 from spell_jax.data.clusters import (
     Cluster,
     ClusterSource,
     CountTokens,
+    Source,
     cut_document,
     in_memory,
     read_clusters,
 )
+from spell_jax.data.tfds_sets import TfdsSource, open_builder, reading
 from spell_jax.runtime import distributed, remote
 from spell_jax.runtime.jsonl import read_json, read_lines
 
@@ -37,16 +40,18 @@ SHARDS = "clusters-train.array_record-*"
 log = logging.getLogger(__name__)
 
 
-def is_built(path: str | Path) -> bool:
-    """Return whether the path is a folder written by data_pipeline, finished or not."""
-    folder = remote.fetch(path)
+def is_built(source: Source) -> bool:
+    """Return whether a source is a folder written by data_pipeline, finished or not."""
+    # The folder of a set is not fetched: its texts may be large, and only some splits are read.
+    is_set = isinstance(source, TfdsSource)
+    folder = epath.Path(source.folder) if is_set else remote.fetch(source)
     return (folder / INDEX).is_file() or any(folder.glob(SHARDS))
 
 
 def open_source(
-    source: str | Path, *, count_tokens: CountTokens, max_document_tokens: int, **options: Any
+    source: Source, *, count_tokens: CountTokens, max_document_tokens: int, **options: Any
 ) -> ClusterSource:
-    """Open the clusters of a built folder, a folder of texts or a JSONL file.
+    """Open the clusters of a built folder, a folder of texts, a JSONL file or a tfds set.
 
     A source may be a URL. Clusters of a built folder are read on demand. Other sources are read at
     once by clusters.read_clusters, with its arguments (`options`) and errors. `BuiltClusters` lists
@@ -69,6 +74,10 @@ def open_source(
     return ClusterSource(built.tasks, read_and_cut)
 
 
+def _local_folder(source: Source) -> Path:
+    return remote.fetch(source.folder if isinstance(source, TfdsSource) else source)
+
+
 def _cut(cluster: Cluster, count_tokens: CountTokens, limit: int) -> Cluster:
     pieces: list[str] = []
     for text in cluster.documents:
@@ -82,13 +91,13 @@ def _cut(cluster: Cluster, count_tokens: CountTokens, limit: int) -> Cluster:
 class BuiltClusters:
     """The clusters of a finished build, by id. `tasks` maps id -> (task,), in record order."""
 
-    def __init__(self, path: str | Path):
+    def __init__(self, source: Source):
         """Read index and manifest, and compare the files with the manifest.
 
         FileNotFoundError if the manifest or a file named in it is missing, ValueError naming a file
         that differs from the manifest, ImportError without tensorflow_datasets and array_record.
         """
-        self._folder = remote.fetch(path)
+        self._folder = _local_folder(source)
         _check_files(self._folder)
         index_file = self._folder / INDEX
         index = [_parse_index(line, index_file) for line in read_lines(index_file)]
@@ -167,16 +176,8 @@ def _parse_index(line: str, path: Path) -> tuple[str, str]:
 
 def _open_records(folder: Path) -> Any:
     """Open the tfds data source of a folder; does not need TensorFlow."""
-    try:
-        import tensorflow_datasets as tfds  # slow to import, rarely needed
-
-        builder: Any = tfds.builder_from_directory(folder)
-        return builder.as_data_source(split="train")
-    except ImportError as error:
-        raise ImportError(
-            f"{folder}: cannot read the output of data_pipeline ({error}); pip install "
-            "tensorflow-datasets array-record"
-        ) from error
+    with reading(folder):
+        return open_builder(folder).as_data_source(split="train")
 
 
 def share_reading(source: ClusterSource) -> ClusterSource:

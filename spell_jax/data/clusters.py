@@ -1,12 +1,13 @@
-"""Clusters of documents, read from a JSONL file or made from a folder of texts.
+"""Clusters of documents, read from a JSONL file, or made from a folder of texts or a tfds set.
 
 1. A JSONL file has one cluster per line: {"id": "a", "documents": ["...", "..."], "tasks":
    ["general_qa"]}, "tasks" being optional. A folder is searched for .txt and .md files, in path
-   order. Bad lines, files and folders are counted, logged and skipped.
+   order. Bad lines, files and folders are counted, logged and skipped. Of a tfds set (tfds_sets.py)
+   the documents are the texts of the records, in the order of its splits.
 2. Documents longer than `max_document_tokens` are cut at paragraphs; only a paragraph that is too
    long is cut at lines, then sentences, words, characters. Only white space at the cuts is lost
    (spec section 14).
-3. Documents of a folder are grouped by order or by TF-IDF similarity.
+3. Documents of a folder or a tfds set are grouped by order or by TF-IDF similarity.
 """
 
 import hashlib
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from spell_jax.data.text_files import Unusable, decode
+from spell_jax.data.tfds_sets import TfdsSource
 from spell_jax.runtime import remote
 from spell_jax.runtime.jsonl import require_records
 
@@ -56,6 +58,7 @@ SURROGATE = re.compile(r"[\ud800-\udfff]")
 log = logging.getLogger(__name__)
 
 CountTokens = Callable[[str], int]
+Source = str | Path | TfdsSource  # a path or URL, or a tfds set
 
 
 @dataclass(frozen=True)
@@ -103,8 +106,8 @@ class ClusterReport:
     """Statistics of reading a source.
 
     Attributes:
-      read: number of files (folder) or lines (JSONL file) used.
-      skipped: reason -> number of files and unreadable folders (folder) or lines (JSONL file).
+      read: number of files (folder), lines (JSONL file) or records (tfds set) used.
+      skipped: reason -> number of files and unreadable folders, lines or records.
       cut: number of documents over the limit.
       lengths: tokens of each document after cutting.
       clusters: number of clusters.
@@ -133,26 +136,26 @@ def count_words(text: str) -> int:
 
 
 def read_clusters(
-    source: str | Path,
+    source: Source,
     *,
     count_tokens: CountTokens = count_words,
     max_document_tokens: int = 1024,
     documents_per_cluster: int = 8,
     grouping: str = "order",
 ) -> tuple[list[Cluster], ClusterReport]:
-    """Read a JSONL file of clusters, or make clusters from a folder's .txt and .md files.
+    """Read a JSONL file of clusters, or make clusters from a folder's texts or a tfds set.
 
     The documents of a JSONL cluster stay together; those over the limit are cut in place.
-    FileNotFoundError if the source does not exist, ValueError if a setting is out of range or no
-    text is usable.
+    FileNotFoundError if the source does not exist, ValueError if a setting is out of range, no text
+    is usable or a tfds set is damaged.
 
     Args:
       count_tokens: tokens of a text; called on a few times the source's length in total.
       max_document_tokens: maximum tokens per document, at least 16.
-      documents_per_cluster: cluster size for folders; the last cluster may have fewer.
-      grouping: grouping for folders, one of GROUPINGS.
+      documents_per_cluster: cluster size for folders and tfds sets; the last cluster may have
+        fewer.
+      grouping: grouping for folders and tfds sets, one of GROUPINGS.
     """
-    source = remote.fetch(source)
     for name, value, least in (
         ("max_document_tokens", max_document_tokens, SMALLEST_LIMIT),
         ("documents_per_cluster", documents_per_cluster, 1),
@@ -161,8 +164,6 @@ def read_clusters(
             raise ValueError(f"{name} = {value}: must be at least {least}")
     if grouping not in GROUPINGS:
         raise ValueError(f"grouping = {grouping!r}: must be one of {GROUPINGS}")
-    if not source.exists():
-        raise FileNotFoundError(f"source = {str(source)!r}: no such file or folder")
     report = ClusterReport()
 
     def cut(documents: Iterable[str]) -> Iterator[str]:
@@ -172,11 +173,15 @@ def read_clusters(
             report.lengths.extend(length for _, length in pieces)
             yield from (piece for piece, _ in pieces)
 
-    if source.is_dir():
-        pieces = list(cut(folder_texts(source, report)))
-        clusters = _group_documents(pieces, documents_per_cluster, grouping)
+    texts = None  # of a JSONL file, which has clusters
+    if isinstance(source, TfdsSource):
+        texts = tfds_texts(source, report)
+    elif (path := _existing_path(source)).is_dir():
+        texts = folder_texts(path, report)
+    if texts is not None:
+        clusters = _group_documents(list(cut(texts)), documents_per_cluster, grouping)
     else:
-        uncut_clusters = _jsonl_clusters(source, report)
+        uncut_clusters = _jsonl_clusters(path, report)
         clusters = [
             replace(cluster, documents=tuple(cut(cluster.documents))) for cluster in uncut_clusters
         ]
@@ -185,6 +190,13 @@ def read_clusters(
         raise ValueError(f"source = {str(source)!r}: no usable text; {report.summary()}")
     log.info("%s: %s", source, report.summary())
     return clusters, report
+
+
+def _existing_path(source: str | Path) -> Path:
+    path = remote.fetch(source)
+    if not path.exists():
+        raise FileNotFoundError(f"source = {str(path)!r}: no such file or folder")
+    return path
 
 
 def split_held_out(ids: Sequence[str], share: float) -> tuple[list[str], list[str]]:
@@ -319,6 +331,26 @@ def folder_texts(folder: Path, report: ClusterReport) -> Iterator[str]:
                 yield text
             else:
                 skip(path, "empty", "no text in it")
+
+
+def tfds_texts(source: TfdsSource, report: ClusterReport) -> Iterator[str]:
+    """Yield the texts of a tfds set, by split and record; count records without a text."""
+    text_set = source.open()
+    for shard in text_set.shards:
+        try:
+            for _, data in text_set.read(shard, remote.fetch(shard)):
+                try:
+                    text = decode(data).strip()
+                except Unusable as error:
+                    report.skipped[error.reason] += 1
+                    continue
+                if text:
+                    report.read += 1
+                    yield text
+                else:
+                    report.skipped["empty"] += 1
+        except Unusable as error:
+            raise ValueError(f"{shard}: {error}; prepare the set again") from error
 
 
 def _files(folder: Path, on_error: Callable[[OSError], None]) -> list[Path]:

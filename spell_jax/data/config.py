@@ -11,7 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 from spell_jax.data import built, clusters, ladder_world, tiny_stories, tiny_world
-from spell_jax.data.clusters import PAPER_TASKS, TASKS
+from spell_jax.data.clusters import PAPER_TASKS, TASKS, Source
+from spell_jax.data.tfds_sets import FORM, TfdsSource, is_tfds
 from spell_jax.runtime import remote
 from spell_jax.runtime.config import check_choice, check_least, naming
 
@@ -95,10 +96,14 @@ class DataConfig:
 
     Attributes:
       source: "tiny", "tiny_stories" or "ladder" (generated worlds), a folder of .txt and .md files,
-        a .jsonl, or a folder that data_pipeline built. A built folder keeps its clusters and
-        tasks.
-      grouping: "similarity" or "order": how documents of a folder become clusters.
-      documents_per_cluster: documents in a cluster of a folder.
+        a .jsonl, a folder that data_pipeline built, or "tfds:NAME[/CONFIG][:VERSION]", a prepared
+        tensorflow-datasets set. A built folder keeps its clusters and tasks.
+      tfds_data_dir: directory of prepared sets, local or gs://; "" for the environment's
+        TFDS_DATA_DIR, else ~/tensorflow_datasets.
+      text_feature: feature of a set with the text of a document; "" for "text" or its only text.
+      tfds_split: splits of a set in TFDS's notation, such as "train[:10%]+test"; "" for all.
+      grouping: "similarity" or "order": how documents of a folder or set become clusters.
+      documents_per_cluster: documents in a cluster of a folder or set.
       max_document_tokens: longest document, in tokens; longer ones are cut.
       held_out: share of clusters that training never sees, in [0, 1) [paper: none].
       questions: .jsonl of {"task", "documents", "question", "answer"} to train on, for algorithms
@@ -114,6 +119,9 @@ class DataConfig:
     """
 
     source: str = ""
+    tfds_data_dir: str = ""
+    text_feature: str = ""
+    tfds_split: str = ""
     grouping: str = "similarity"
     documents_per_cluster: int = 20
     max_document_tokens: int = 3200
@@ -149,10 +157,12 @@ class DataConfig:
 
     def _check_source(self) -> None:
         source = self.source
-        if source not in GENERATED and not (source and self._fetch("source").exists()):
+        if is_tfds(source):
+            self._check_set()
+        elif source not in GENERATED and not (source and self._fetch("source").exists()):
             raise ValueError(
                 f"data.source = {source!r}: must be {', '.join(map(repr, GENERATED))}, a folder of "
-                ".txt/.md files, a .jsonl, or a folder that data_pipeline built"
+                f".txt/.md files, a .jsonl, {FORM}, or a folder that data_pipeline built"
             )
         if not 0 <= self.held_out < 1:
             raise ValueError(f"data.held_out = {self.held_out}: must be at least 0 and below 1")
@@ -161,6 +171,13 @@ class DataConfig:
         check_least(self, "data.", documents_per_cluster=1, max_document_tokens=smallest)
         if source in GENERATED:
             self._check_generated()
+
+    def _check_set(self) -> None:
+        """Check that the set is prepared, and that its text feature and splits exist."""
+        with naming("data.source", self.source):
+            source = origin(self)
+            if isinstance(source, TfdsSource) and not built.is_built(source):
+                source.open()
 
     def _check_generated(self) -> None:
         if self.validation:
@@ -174,6 +191,13 @@ class DataConfig:
             raise ValueError(
                 f"data.tiny.documents = {documents}: each must be 1 to {max_documents}"
             )
+
+
+def origin(data: DataConfig) -> Source:
+    """Return the path or URL of the section's source, or the tfds set that it names."""
+    if not is_tfds(data.source):
+        return data.source
+    return TfdsSource(data.source, data.tfds_data_dir, data.text_feature, data.tfds_split)
 
 
 def open_clusters(
@@ -190,7 +214,7 @@ def open_clusters(
         held_out = make(seed + HELD_OUT_SEED, *counts, "held_out")
         return clusters.in_memory(train), clusters.in_memory(held_out)
     source = built.open_source(
-        data.source,
+        origin(data),
         count_tokens=count_tokens,
         max_document_tokens=data.max_document_tokens,
         documents_per_cluster=data.documents_per_cluster,
@@ -200,7 +224,7 @@ def open_clusters(
     # devices to exchange texts with.
     if prompt_cap:
         _warn_of_misfit(source, count_tokens, prompt_cap)
-    if built.is_built(data.source):
+    if built.is_built(origin(data)):
         source = built.share_reading(source)
     train, held_out = clusters.split_held_out(list(source.tasks), data.held_out)
     log.info("%d clusters to train on, %d held out", len(train), len(held_out))

@@ -1,10 +1,14 @@
-"""Timing of the phases of one thread."""
+"""Timing of the phases of one thread, and log lines about a long command."""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+
+TICK_S = 10.0
+log = logging.getLogger(__name__)
 
 
 class PhaseTimer:
@@ -40,3 +44,20 @@ class PhaseTimer:
         seconds = dict(self._seconds)
         self._seconds.clear()
         return seconds
+
+
+class Ticker:
+    """Log lines about a long command: one when a phase begins, then one every TICK_S seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._phase, self._last = clock, "", clock()
+
+    def enter(self, phase: str) -> None:
+        log.info("%s", phase)
+        self._phase, self._last = phase, self._clock()
+
+    def tick(self, text: str, *values: int) -> None:
+        """Log the phase and a text with values, at most every TICK_S seconds."""
+        if (now := self._clock()) - self._last >= TICK_S:
+            log.info("%s: %s", self._phase, text.format(*values))
+            self._last = now

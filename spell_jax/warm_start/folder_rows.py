@@ -22,7 +22,6 @@ import dataclasses
 import json
 import logging
 import re
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +30,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from spell_jax.data import tfds_sets
 from spell_jax.data.clusters import LETTERS, PAPER_TASKS, Cluster, CountTokens, count_words
 from spell_jax.data.config import DataConfig, open_clusters
 from spell_jax.data.stream import batch_counts
@@ -38,6 +38,7 @@ from spell_jax.policy import tokenizer
 from spell_jax.runtime import entry
 from spell_jax.runtime.config import check_least
 from spell_jax.runtime.jsonl import write_records
+from spell_jax.runtime.timers import Ticker
 from spell_jax.selfplay import prompts as prompt_sets
 from spell_jax.selfplay.memory import Entry
 from spell_jax.selfplay.numbers import Number, parse_number, same_number
@@ -68,10 +69,10 @@ TRIES = 4  # failures in a row after which a cluster is not tried again for a ta
 MOST_CANDIDATES = 200
 LONGEST_WORD = 16  # characters; before there is a tokenizer, a longer word counts as several
 ROWS_PER_FACT = 10  # more are logged as a warning: they repeat the same few questions
-TICK_S = 10.0
 
 # Flags that are fields of DataConfig and of RowConfig.
 _DATA_FLAGS = ("source", "grouping", "documents_per_cluster", "max_document_tokens", "held_out")
+_DATA_FLAGS += tuple(tfds_sets.FLAGS)
 _ROW_FLAGS = ("tasks", "documents_shown", "documents_read", "history_share", "difference_share")
 
 T = TypeVar("T")
@@ -142,23 +143,6 @@ class RowConfig:
         for name in ("history_share", "difference_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be from 0 to 1")
-
-
-class _Ticker:
-    """Log lines about a long command: one when a phase begins, then one every TICK_S seconds."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._phase, self._last = clock, "", clock()
-
-    def enter(self, phase: str) -> None:
-        log.info("%s", phase)
-        self._phase, self._last = phase, self._clock()
-
-    def tick(self, text: str, *values: int) -> None:
-        """Log the phase and a text with values, at most every TICK_S seconds."""
-        if (now := self._clock()) - self._last >= TICK_S:
-            log.info("%s: %s", self._phase, text.format(*values))
-            self._last = now
 
 
 def find_facts(documents: Sequence[str]) -> list[Fact]:
@@ -426,7 +410,7 @@ def make_rows(
     seed: int,
     config: RowConfig | None = None,
     count_tokens: CountTokens = count_words,
-    ticker: _Ticker | None = None,
+    ticker: Ticker | None = None,
 ) -> tuple[list[Row], Counter[str]]:
     """Make `rows` rows in shuffled order; return them with the counts of FolderRowMaker.
 
@@ -434,7 +418,7 @@ def make_rows(
     """
     if rows < 1:
         raise ValueError(f"rows = {rows}: must be at least 1")
-    config, ticker = config or RowConfig(), ticker or _Ticker()
+    config, ticker = config or RowConfig(), ticker or Ticker()
     rng = np.random.default_rng(seed)
     maker = FolderRowMaker(prompts, config, rng, count_tokens)
     ticker.enter("finding facts")
@@ -509,7 +493,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     data = DataConfig(**{name: getattr(flags, name) for name in _DATA_FLAGS})
     config = RowConfig(**{name: getattr(flags, name) for name in _ROW_FLAGS})
 
-    ticker = _Ticker()
+    ticker = Ticker()
 
     def read_clusters(count_tokens: CountTokens) -> list[list[Cluster]]:
         """Read training and held-out clusters."""
@@ -566,7 +550,9 @@ def _log_summary(path: Path, rows: int, counts: Mapping[str, int]) -> None:
 def _flags() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Warm-start rows from the texts of a folder.")
     add = parser.add_argument
-    add("--source", required=True, help="folder of texts, JSONL of clusters, or built folder")
+    add("--source", required=True, help="folder of texts, JSONL of clusters, tfds:NAME, or build")
+    for name, meaning in tfds_sets.FLAGS.items():
+        add(f"--{name}", default="", help=meaning)
     add("--out", required=True, help="folder to write")
     add("--rows", type=int, default=12_000)
     add("--questions", type=int, default=200, help="maximum number about held-out clusters")

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 from absl import flags
 
+from spell_jax.data import tfds_sets
 from spell_jax.data.clusters import count_words
 from spell_jax.data.config import DataConfig, open_clusters
 from spell_jax.runtime import entry
@@ -126,7 +127,10 @@ def main(_) -> None:
     # Whole texts, one in each cluster: make_puzzle chooses windows by words, before there is any
     # tokenizer to count tokens with.
     data = DataConfig(
-        source=values.source, documents_per_cluster=1, max_document_tokens=sys.maxsize
+        source=values.source,
+        documents_per_cluster=1,
+        max_document_tokens=sys.maxsize,
+        **tfds_sets.read_flags(values),
     )
     source, _ = open_clusters(data, values.seed, count_words)
     texts = ["\n\n".join(cluster.documents) for cluster in source.read(sorted(source.tasks))]
@@ -137,6 +141,7 @@ def main(_) -> None:
 
 if __name__ == "__main__":
     flags.DEFINE_string("source", None, "Texts, as data.source takes them.", required=True)
+    tfds_sets.define_flags()
     flags.DEFINE_string("out", None, "JSONL of rows to write.", required=True)
     flags.DEFINE_integer("rows", ReconstructionRowConfig.rows, "Number of rows.")
     flags.DEFINE_list("options", list(map(str, ReconstructionRowConfig.options)), "Values of K.")

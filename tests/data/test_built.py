@@ -20,7 +20,7 @@ from spell_jax.algorithms import registry as registry
 from spell_jax.configs import folder as folder_config
 from spell_jax.data.built import BuiltClusters, is_built, open_source
 from spell_jax.data.clusters import PAPER_TASKS, Cluster, count_words, split_held_out
-from spell_jax.data.config import DataConfig, open_clusters
+from spell_jax.data.config import DataConfig, open_clusters, origin
 from spell_jax.data.stream import TaskStream
 from spell_jax.runtime.config import build
 from tests.data.hosts import OPEN, make_batches
@@ -228,6 +228,17 @@ def test_config_source_may_be_a_built_data_set(folder: Path) -> None:
     train, held_out = split_held_out(sorted(CLUSTERS), 0.2)
     assert list(source.tasks) == train and list(apart.tasks) == held_out and len(held_out) == 4
     assert source.read(train[:2] * 2) == [CLUSTERS[name] for name in train[:2] * 2]
+
+
+def test_build_may_be_named_as_a_tfds_set(folder: Path, tmp_path: Path) -> None:
+    """A build in DIR/clusters/1.0.0 keeps its clusters."""
+    (tmp_path / "clusters").mkdir()
+    (tmp_path / "clusters" / "1.0.0").symlink_to(folder)
+    data = DataConfig("tfds:clusters", str(tmp_path), max_document_tokens=100)
+    data.check()
+    assert is_built(origin(data))
+    source, _ = open_clusters(data, 0, count_words)
+    assert source.read(["id07", "long"]) == [CLUSTERS["id07"], CLUSTERS["long"]]
 
 
 def test_clusters_over_the_prompt_cap_are_warned_of(folder: Path, caplog, monkeypatch) -> None:

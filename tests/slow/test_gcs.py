@@ -28,8 +28,11 @@ from gcp_storage_emulator.handlers import objects
 from gcp_storage_emulator.server import create_server
 from tensorboardX.record_writer import GCSRecordWriter
 
+from data_pipeline import sources
+from data_pipeline.sources import SourceConfig, list_files
 from spell_jax import export, sft, train
 from spell_jax.configs import tiny_warm_start
+from spell_jax.data.config import DataConfig, open_clusters
 from spell_jax.evaluation import generation, runner
 from spell_jax.evaluation.benchmarks import own_questions, registry
 from spell_jax.learner import non_finite
@@ -47,6 +50,7 @@ from spell_jax.selfplay import prompts as prompt_sets
 from spell_jax.trainer import export as trainer_export
 from spell_jax.trainer import loop
 from tests import evaluating, noise, tiny
+from tests.data.prepared_sets import TEXT, prepare
 
 RANDOM = ("checkpoints/", "tensorboard/")  # folders with random names and times in names
 SETTINGS = {"checkpoint_every": 1, "validate_every": 1, "evaluate": True}
@@ -396,3 +400,27 @@ def test_bucket_without_gcsfs_raises_import_error(monkeypatch):
     with pytest.raises(ImportError, match=r"^gs://b/run: .* pip install 'spell_jax\[gcs\]'$"):
         paths.open_folder("gs://b/run")
     assert str(paths.open_folder("runs/mine")) == "runs/mine"
+
+
+@pytest.mark.parametrize("file_format", ["array_record", "tfrecord"])
+def test_tfds_sets_are_read_from_a_bucket(tmp_path, file_format):
+    name, data_dir = f"set_{file_format}", "gs://bucket/sets"
+    rows = {split: [{"text": f"{split} {i}"} for i in range(3)] for split in ("train", "test")}
+    folder = prepare(tmp_path, name, {"text": TEXT}, rows, file_format)
+    fsspec.filesystem("gcs").put(str(folder), f"bucket/sets/{name}/1.0.0", recursive=True)
+    data = DataConfig(f"tfds:{name}", data_dir, tfds_split="test", grouping="order")
+    data.check()
+    source, _ = open_clusters(data, 0, len)
+    (cluster,) = source.read(list(source.tasks))
+    assert cluster.documents == ("test 0", "test 1", "test 2")
+
+    config = SourceConfig(data.source, "folder", ("general_qa",), tfds_data_dir=data_dir)
+    for listed in list_files("web", config):
+        documents = [
+            d for d in sources._read_piece({"file": listed, "columns": []}, {"web": config})
+        ]
+        texts = [d["text"] for d in documents if isinstance(d, dict)]
+        split = "test" if "-test." in listed["place"] else "train"
+        assert texts == [f"{split} {i}" for i in range(3)]
+    with pytest.raises(ValueError, match="not prepared in gs://bucket/sets, which has set_"):
+        DataConfig("tfds:none", data_dir).check()

@@ -20,6 +20,7 @@ from spell_jax.data.clusters import (
 )
 from spell_jax.data.questions import read_questions
 from spell_jax.policy import tokenizer
+from spell_jax.runtime.timers import Ticker
 from spell_jax.selfplay import prompts
 from spell_jax.selfplay.parsing import parse_question, parse_verdict
 from spell_jax.selfplay.rules import score
@@ -368,7 +369,7 @@ def test_progress_is_logged_every_ten_seconds(caplog: pytest.LogCaptureFixture) 
         now += 1.0
         return now
 
-    make_rows(CLUSTERS, COMPACT, 40, 0, ticker=folder_rows._Ticker(clock))
+    make_rows(CLUSTERS, COMPACT, 40, 0, ticker=Ticker(clock))
     lines = [record.getMessage() for record in caplog.records]
     assert lines[:2] == ["finding facts", "making rows"]
     facts = sum(len(find_facts(cluster.documents)) for cluster in CLUSTERS)

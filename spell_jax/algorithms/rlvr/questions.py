@@ -42,6 +42,7 @@ from absl import app, flags
 from ml_collections import config_flags
 
 from spell_jax.data import config as data_config
+from spell_jax.data import tfds_sets
 from spell_jax.data.clusters import GROUPINGS, LETTERS, PAPER_TASKS, Cluster
 from spell_jax.data.config import DataConfig, TinyConfig
 from spell_jax.data.questions import Question
@@ -416,6 +417,7 @@ def open_clusters(flag_values: Any) -> tuple[TaskStream, Callable[[str], int]]:
             tasks=tuple(flag_values.tasks),
             task_weights=(1.0,) * len(flag_values.tasks),
             tiny=TinyConfig(flag_values.tiny_clusters),
+            **tfds_sets.read_flags(flag_values),
         )
     if not folder:
         raise app.UsageError("--tokenizer: must be a folder with the policy's, to count tokens")
@@ -441,6 +443,7 @@ def main(_) -> None:
 def define_flags() -> None:
     config_flags.DEFINE_config_file("config", None, "A run's config; its clusters and tasks.")
     flags.DEFINE_string("source", "", "Clusters, as data.source of a config: a path, or tiny.")
+    tfds_sets.define_flags()
     flags.DEFINE_string("out", None, "Folder of the question set.", required=True)
     flags.DEFINE_integer("attempts", None, "Number of questions to write.", required=True)
     flags.DEFINE_integer("batch", Settings.batch, "Attempts processed together.")
