@@ -125,7 +125,8 @@ class TextSet:
         from tensorflow_datasets.proto import tf_example_pb2
 
         # Only texts are decoded: images and sounds of a record would need further packages.
-        values: Mapping[str, Any] = tf_example_pb2.Example.FromString(example).features.feature
+        protos: Any = tf_example_pb2
+        values: Mapping[str, Any] = protos.Example.FromString(example).features.feature
         text, title = (
             b"".join(values[name].bytes_list.value[:1]) if name in values else b""
             for name in (self._text, self._title)
@@ -196,7 +197,7 @@ def define_flags() -> None:
         flags.DEFINE_string(name, "", meaning)
 
 
-def read_flags(flag_values: Any) -> dict[str, str]:
+def read_flags(flag_values: Any) -> dict[str, Any]:
     """Return the values of the flags FLAGS, which are fields of the section data."""
     return {name: getattr(flag_values, name) for name in FLAGS}
 
@@ -233,6 +234,7 @@ def _text_features(features: Any, prefix: str = "") -> Iterator[str]:
 
     if not isinstance(features, tfds.features.FeaturesDict):
         return
+    feature: Any  # which is not a tree of features where its shape is ()
     for name, feature in sorted(features.items()):
         if isinstance(feature, tfds.features.FeaturesDict):
             yield from _text_features(feature, f"{prefix}{name}/")

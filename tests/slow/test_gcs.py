@@ -416,10 +416,8 @@ def test_tfds_sets_are_read_from_a_bucket(tmp_path, file_format):
 
     config = SourceConfig(data.source, "folder", ("general_qa",), tfds_data_dir=data_dir)
     for listed in list_files("web", config):
-        documents = [
-            d for d in sources._read_piece({"file": listed, "columns": []}, {"web": config})
-        ]
-        texts = [d["text"] for d in documents if isinstance(d, dict)]
+        records = sources._read_piece({"file": listed, "columns": []}, {"web": config})
+        texts = [record["text"] for record in records if isinstance(record, dict)]
         split = "test" if "-test." in listed["place"] else "train"
         assert texts == [f"{split} {i}" for i in range(3)]
     with pytest.raises(ValueError, match="not prepared in gs://bucket/sets, which has set_"):
