@@ -173,6 +173,13 @@ def test_folders_must_be_reachable_from_the_executor():
         config = xmanager.read_config(one_unit(override))
         with pytest.raises(ValueError, match=r"must be below /gcs/, for executor = 'vertex'"):
             xmanager.check_config(config, "vertex")
+    prepared_set = (in_bucket[0], "data.source=tfds:news")
+    in_bucket = (*prepared_set, "data.tfds_data_dir=/gcs/b/sets")
+    xmanager.check_config(
+        xmanager.read_config(one_unit(*in_bucket, config="configs/folder.py")), "vertex"
+    )
+    with pytest.raises(ValueError, match=r"^data\.tfds_data_dir = '~/.*': must be below /gcs/"):
+        xmanager.check_config(xmanager.read_config(one_unit(*prepared_set)), "vertex")
     for override in ("policy.folder=", "data.source="):
         with pytest.raises(ValueError, match=override[:-1] + " = ''"):
             xmanager.check_config(xmanager.read_config(one_unit(override)), "vertex")

@@ -18,6 +18,7 @@ from spell_jax.algorithms.rlvr import questions as rlvr_questions
 from spell_jax.algorithms.rlvr.algorithm import Rlvr, RlvrConfig
 from spell_jax.algorithms.rlvr.questions import PolicyTeacher, Settings, Teacher
 from spell_jax.configs import tiny
+from spell_jax.data import tfds_sets
 from spell_jax.data.clusters import PAPER_TASKS, Cluster, in_memory
 from spell_jax.data.questions import read_questions
 from spell_jax.data.stream import TaskStream
@@ -495,6 +496,7 @@ def flags_given(tmp_path: pathlib.Path, **changes):
         **{"teacher_max_tokens": 9, "temperature": 0.7, "top_p": 0.9, "thinking": "", "seed": 0},
         **{"teacher_workers": 1, "teacher_rate": 0.0, "dtype": "float32", "grouping": "order"},
         **{"documents_per_cluster": 4, "max_document_tokens": 64, "held_out": 0.0},
+        **dict.fromkeys(tfds_sets.FLAGS, ""),
     }
     return type("Flags", (), flags | changes)
 
