@@ -122,16 +122,22 @@ def experiment_units(
     """Make the work units of a table or figure of the papers: its runs, each once.
 
     `inputs` is the folder of their models and data. ValueError if there is no such experiment, it
-    has no runs, or a run sets the field of an override.
+    has no runs, a run sets the field of an override, or an environment variable has no value.
     """
     experiment = experiments.find(name)
     if not experiment.runs:
         raise ValueError(f"experiment = {name!r}: must have runs; {experiment.note}")
-    for run in experiment.runs:
-        _check_overrides(overrides, {**run.inputs, **run.fields}, f"is set by {run.name}")
-    return [
-        WorkUnit(run.name, (*run.flags(workdir, inputs), *overrides)) for run in experiment.runs
+    override_fields = [
+        override.partition("=")[0].removeprefix("--config.") for override in overrides
     ]
+    units = []
+    for run in experiment.runs:
+        # An override may stand for an environment variable, such as the address of the judge.
+        fixed_fields = [field for field, value in run.fields.items() if not value.startswith("$")]
+        _check_overrides(overrides, {*run.inputs, *fixed_fields}, f"is set by {run.name}")
+        filled_run = run.with_variables(override_fields)
+        units.append(WorkUnit(run.name, (*filled_run.flags(workdir, inputs), *overrides)))
+    return units
 
 
 def _check_overrides(overrides: Sequence[str], fields: Collection[str], reason: str) -> None:

@@ -15,6 +15,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
 from launch.experiments import printer, registry
 from spell_jax.runtime import entry
@@ -36,7 +37,12 @@ def main() -> None:
         return
     experiment = registry.find(options.name)
     if options.commands:
-        print("\n".join(printer.commands(experiment, options.workdir, options.inputs)))
+        lines = printer.commands(experiment, options.workdir, options.inputs)
+        for variable in printer.unset_variables(lines):
+            # On stderr, so that the lines can be piped to a file or a shell.
+            hint = f"export {variable}=http://HOST/v1 before the first command"
+            print(f"{variable}: has no value; {hint}", file=sys.stderr)
+        print("\n".join(lines))
         return
     rows = printer.table(experiment, options.workdir) if experiment.rows else ""
     print("\n\n".join(filter(None, (experiment.title, rows, experiment.note))))

@@ -10,8 +10,9 @@
 
 from __future__ import annotations
 
+import os
 import statistics
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from etils import epath
@@ -32,7 +33,7 @@ class PaperRun(NamedTuple):
       name: name of its workdir.
       config: config file.
       inputs: paths below `inputs` of its models and data, by config field.
-      fields: values of other config fields, as texts.
+      fields: values of other config fields, as texts; $NAME is an environment variable.
       topology: smallest v5p slice that holds it, as launch.plan estimates.
     """
 
@@ -47,6 +48,25 @@ class PaperRun(NamedTuple):
         paths = {field: join(inputs, path) for field, path in self.inputs.items()}
         changes = [f"--config.{field}={value}" for field, value in {**paths, **self.fields}.items()]
         return [f"--config={self.config}", f"--workdir={join(workdir, self.name)}", *changes]
+
+    def with_variables(self, override_fields: Collection[str] = ()) -> PaperRun:
+        """Return the run with the values of its environment variables.
+
+        A field of `override_fields` keeps its text. ValueError if a variable has no value.
+        """
+        values = {
+            field: value.removeprefix("$")
+            for field, value in self.fields.items()
+            if value.startswith("$") and field not in override_fields
+        }
+        for field, variable in values.items():
+            if not os.environ.get(variable):
+                raise ValueError(
+                    f"{field} = '${variable}': must have a value, for {self.name}; export "
+                    f"{variable}=http://HOST/v1, or give --config.{field}"
+                )
+        filled_fields = {field: os.environ[variable] for field, variable in values.items()}
+        return self._replace(fields={**self.fields, **filled_fields})
 
 
 class EvaluationCommand(NamedTuple):

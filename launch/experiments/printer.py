@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 
@@ -28,6 +29,12 @@ def commands(experiment: Experiment, workdir: str, inputs: str) -> list[str]:
         lines.append(_line("spell_jax.report", f"--workdir={folders}"))
     # Several rows may evaluate the same policy with the same command.
     return list(dict.fromkeys(lines))
+
+
+def unset_variables(lines: Sequence[str]) -> list[str]:
+    """Return the environment variables in command lines that have no value, each once."""
+    variables = dict.fromkeys(name for line in lines for name in re.findall(r"\$([A-Z_]+)", line))
+    return [name for name in variables if not os.environ.get(name)]
 
 
 def _line(module: str, *flags: str) -> str:

@@ -37,7 +37,7 @@ PAGE = ROOT / "docs" / "experiments.md"
 ALL = list(registry.experiments().values())
 TRAINED = [experiment.name for experiment in ALL if experiment.runs]
 RUNS = {run.name: run for experiment in ALL for run in experiment.runs}
-JUDGE = "--config.algorithm.judge_url=http://localhost:1/v1"  # of the rows with an external judge
+JUDGE_URL = "http://localhost:1/v1"  # of the rows with an external judge
 
 _7B = PolicyConfig(
     152_064, 3584, 28, 28, 4, 128, 18_944, tied_embeddings=False, max_positions=2**20
@@ -168,9 +168,10 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("name", TRAINED)
-def test_every_run_of_an_experiment_is_checked(name, inputs):
+def test_every_run_of_an_experiment_is_checked(name, inputs, monkeypatch):
+    monkeypatch.setenv("JUDGE_URL", JUDGE_URL)
     flags = make_flags(config=None, sweep=[], experiment=name, inputs=inputs)
-    units, _ = xmanager.plan_units(flags, [JUDGE] if name == "spell-table-4" else [])
+    units, _ = xmanager.plan_units(flags, [])
     assert [unit.name for unit in units] == [run.name for run in registry.find(name).runs]
     for unit, run in zip(units, registry.find(name).runs, strict=True):
         config = xmanager.read_config(unit)
@@ -233,12 +234,13 @@ def test_eapo_models_have_positions_for_their_prompts(row: TableRow, model: eapo
 
 
 @pytest.mark.parametrize("name", TRAINED)
-def test_every_run_of_an_experiment_is_checked_for_vertex(name):
+def test_every_run_of_an_experiment_is_checked_for_vertex(name, monkeypatch):
+    monkeypatch.setenv("JUDGE_URL", JUDGE_URL)
     flags = make_flags(
         executor="vertex", workdir="/gcs/b/w", config=None, sweep=[], inputs="/gcs/b"
     )
     flags.experiment = name
-    units, _ = xmanager.plan_units(flags, [JUDGE] if name == "spell-table-4" else [])
+    units, _ = xmanager.plan_units(flags, [])
     assert len(units) == len(registry.find(name).runs)
 
 
@@ -299,6 +301,54 @@ def test_reconstruction_validates_on_its_500_held_out_documents(run: PaperRun):
     assert config.algorithm.validation_puzzles * len(config.algorithm.options) == 500
     documents = config.algorithm.most_documents or len(training)
     assert config.steps == documents // config.algorithm.documents  # one epoch
+
+
+EAPO_RUNS = [run for run in RUNS.values() if run.config.startswith("configs/eapo.py")]
+
+
+@pytest.mark.parametrize("run", EAPO_RUNS, ids=lambda run: run.name)
+def test_outcome_of_eapo_is_rewarded_by_a_judge(run: PaperRun, monkeypatch):
+    monkeypatch.setenv("JUDGE_URL", JUDGE_URL)
+    flags = tuple(run.with_variables().flags("w", "."))
+    algorithm = xmanager.read_config(xmanager.WorkUnit("", flags)).algorithm
+    assert (algorithm.rule, algorithm.judge_template) == ("judge", "grades")
+    assert (algorithm.judge_url, algorithm.judge_model) == (JUDGE_URL, "gpt-4o-2024-11-20")
+
+
+def test_every_row_of_eapo_that_trains_is_among_those_runs():
+    assert len(EAPO_RUNS) == 9
+    rows = [row for e in ALL if e.name.startswith("eapo-") for row in e.rows if row.run]
+    assert {row.run.name for row in rows} == {run.name for run in EAPO_RUNS}
+
+
+def test_run_without_address_of_its_judge_starts_nothing(inputs, monkeypatch, capsys):
+    monkeypatch.delenv("JUDGE_URL", raising=False)
+    monkeypatch.setattr(xmanager, "run_units", lambda *_: pytest.fail("a process starts"))
+    fields = {"config": None, "sweep": [], "experiment": "eapo-table-1", "inputs": inputs}
+    flags = make_flags(**fields, base_image="")
+    with monkeypatch.context() as patched:
+        patched.setattr(xmanager.flags, "FLAGS", flags)
+        with pytest.raises(ValueError, match="must have a value") as error:
+            xmanager.main(["launch.xmanager"])
+    assert str(error.value) == (
+        "algorithm.judge_url = '$JUDGE_URL': must have a value, for grpo-qwen3-14b; export "
+        "JUDGE_URL=http://HOST/v1, or give --config.algorithm.judge_url"
+    )
+    override = f"--config.algorithm.judge_url={JUDGE_URL}"
+    units, _ = xmanager.plan_units(flags, [override])
+    assert all(xmanager.read_config(unit).algorithm.judge_url == JUDGE_URL for unit in units)
+    # The printed commands name the variable, and a command that runs without it ends at once.
+    monkeypatch.setattr("sys.argv", ["launch.experiments", "eapo-table-1", "--commands"])
+    command.main()
+    printed = capsys.readouterr()
+    assert printed.err == (
+        "JUDGE_URL: has no value; export JUDGE_URL=http://HOST/v1 before the first command\n"
+    )
+    assert printed.out.count("--config.algorithm.judge_url=$JUDGE_URL") == len(units)
+    (unit, *_) = units
+    empty = unit._replace(flags=(*unit.flags, "--config.algorithm.judge_url="))
+    with pytest.raises(ValueError, match=r"algorithm\.judge_url = '': must be the http"):
+        xmanager.check_config(xmanager.read_config(empty), "local")
 
 
 def test_experiment_units_have_the_flags_of_their_runs():
