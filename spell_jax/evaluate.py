@@ -4,6 +4,7 @@
         [--data=FOLDER] --out=DIR [--prose=FOLDER] [--max_input=16384,100000] [--samples=8]
         [--rope_scaling=yarn --rope_factor=4] [--answer_format=sections]
         [--judge_url=URL --judge_model=NAME | --judge_policy=DIR] [--judge_template=grades]
+        [--rule=judge]
         [--compare=OTHER_OUT,...] [--columns=separate]
     python -m spell_jax.evaluate --policy=DIR | --workdir=RUN --lm_eval=TASK1,TASK2 --out=DIR
         [--lm_eval_tasks=FOLDER] [--lm_eval_examples=5] [--lm_eval_chat] [--limit=N]
@@ -18,8 +19,11 @@ The first command:
    --answer_format=sections asks for EAPO's four sections; the answer section is then the answer.
 2. The rule scores every answer. If a benchmark is judged and the rule gives less than 1, the judge
    is asked whether the stated answer agrees with the reference; the higher score counts. Without a
-   judge the rule alone counts. The API key of an endpoint is read from $SPELL_JUDGE_KEY.
-   --judge_template=grades asks for EAPO's three grades, of which only "correct" counts.
+   judge the rule alone counts. With --rule=judge the judge scores all stated answers to free text
+   alone, as EAPO's evaluation does. Where its verdict is missing, the rule's score stands, with a
+   star in the table and a note that counts such answers. The API key of an endpoint is read from
+   $SPELL_JUDGE_KEY. --judge_template=grades asks for EAPO's three grades, of which only "correct"
+   counts.
 3. OUT/samples.jsonl has a row per sample, OUT/summary.json means with 95 % intervals (bootstrap
    over questions), OUT/table.md the table, next to the tables of other evaluations (--compare).
    --columns=separate gives each benchmark a column of its own, as in EAPO's Table 1.
@@ -70,7 +74,8 @@ def main(_) -> None:
         flag_values.name or pathlib.Path(flag_values.workdir or flag_values.policy).resolve().name
     )
     columns = registry.COLUMN_CHOICES[flag_values.columns]
-    runner.evaluate(config, out, name, judge, sizes, flag_values.compare, columns)
+    rule = flag_values.rule
+    runner.evaluate(config, out, name, judge, sizes, flag_values.compare, columns, rule)
     if jax.process_index() == 0:
         print((out / runner.TABLE).read_text(), end="")
 

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from spell_jax.runtime.config import check_choice, naming
 from spell_jax.runtime.metrics import Metrics
 from spell_jax.selfplay import prompts, rules
-from spell_jax.selfplay.judge import JUDGE_TEMPLATES
+from spell_jax.selfplay.judge import JUDGE_RULES, JUDGE_TEMPLATES
 
 # Comparisons of texts, or questions to an external judge.
-RULES = ("match", "exact", "f1", "brief", "judge", "match_or_judge")
+RULES = ("match", "exact", "f1", "brief", *JUDGE_RULES)
 TRUNCATED = ("zero", "score", "drop")  # what happens to an answer that its token cap cut off
 
 

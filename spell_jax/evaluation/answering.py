@@ -68,7 +68,7 @@ class TokenizedQuestion:
 
     @property
     def judged(self) -> bool:
-        """Whether a judge is asked about answers with a rule score below 1."""
+        """Whether a judge may be asked about the answers."""
         return self.benchmark.judged and self.item.judged
 
     def key(self, limit: int) -> QuestionKey:
@@ -192,24 +192,33 @@ def _parse_row(row: Any) -> tuple[QuestionKey, Row]:
     return (row["max_input"], row["benchmark"], row["id"]), row
 
 
-def score(answered: Sequence[tuple[TokenizedQuestion, Row]]) -> None:
-    """Add the extracted prediction, the rule score and the breakdown fields to the rows."""
+def score(answered: Sequence[tuple[TokenizedQuestion, Row]], rule: str = "match_or_judge") -> None:
+    """Add the extracted prediction, the rule score and the breakdown fields to the rows.
+
+    `rule`, one of JUDGE_RULES, says which answers a judge is asked about.
+    """
     for question, row in answered:
         benchmark, item = question.benchmark, question.item
         row["prediction"] = benchmark.extract(row["text"], item)
-        # Without a verdict the rule's score is final; `ask_judge` may raise it.
+        # Without a verdict the rule's score is final; `ask_judge` may change it.
         row["rule"] = row["final"] = float(benchmark.score(row["text"], item))
         row["judge"] = None
         # An answer without a prediction is wrong; a judge need not read it.
-        row["unjudged"] = question.judged and row["rule"] < 1 and bool(row["prediction"])
+        is_open = rule == "judge" or row["rule"] < 1
+        row["unjudged"] = question.judged and is_open and bool(row["prediction"])
         if benchmark.by:
             row["by"] = {name: item.fields[name] for name in benchmark.by}
 
 
-def ask_judge(answered: Sequence[tuple[TokenizedQuestion, Row]], judge: Judge | None) -> None:
-    """Ask the judge about answers with a rule score below 1, and add its verdicts to their rows.
+def ask_judge(
+    answered: Sequence[tuple[TokenizedQuestion, Row]],
+    judge: Judge | None,
+    rule: str = "match_or_judge",
+) -> None:
+    """Ask the judge about the unjudged answers, and add its verdicts to their rows.
 
-    All processes must call this function; only process 0 has rows.
+    With the rule "judge" a verdict is the score, with "match_or_judge" the larger of the verdict
+    and the rule's score. All processes must call this function; only process 0 has rows.
     """
     if judge is None:
         if any(question.judged for question, _ in answered):
@@ -227,5 +236,6 @@ def ask_judge(answered: Sequence[tuple[TokenizedQuestion, Row]], judge: Judge | 
         row["judge"] = {MALFORMED: "malformed", UNANSWERED: "unanswered"}.get(verdict, verdict)
         # Verdicts below 0 are malformed or missing.
         row["unjudged"] = verdict < 0
-        # The maximum of both scores (Appendix E.2).
-        row["final"] = max(row["rule"], float(max(verdict, 0)))
+        # EAPO's section 4 has the judge's score alone, SPELL's Appendix E.2 the maximum of both.
+        if verdict >= 0:
+            row["final"] = float(verdict) if rule == "judge" else max(row["rule"], float(verdict))

@@ -46,6 +46,7 @@ BENCHMARK_FLAGS = (
         "compare",
     ),
     *("columns", "answer_format", "judge_url", "judge_model", "judge_policy", "judge_template"),
+    "rule",
     *("judge_max_tokens", "judge_workers", "judge_rate"),
 )
 # A download would depend on the day; both libraries read these when they are imported.

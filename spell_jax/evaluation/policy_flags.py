@@ -7,7 +7,7 @@ from typing import Any
 from absl import flags
 
 from spell_jax.policy.choices import DTYPES
-from spell_jax.selfplay.judge import JUDGE_TEMPLATES
+from spell_jax.selfplay.judge import JUDGE_RULES, JUDGE_TEMPLATES
 
 # Sampler sizes that depend on the machine's memory (policy_sampler.SIZES). They stand here, because
 # --help must not wait for the import of JAX.
@@ -24,6 +24,12 @@ def define_flags() -> None:
         "yes_no",
         list(JUDGE_TEMPLATES),
         "Verdicts of the judge: yes or no, or EAPO's three grades.",
+    )
+    flags.DEFINE_enum(
+        "rule",
+        "match_or_judge",
+        JUDGE_RULES,
+        "Score of judged answers: the judge alone, or the larger of the rule and the judge.",
     )
     flags.DEFINE_integer("judge_max_tokens", 8192, "Maximum length of a judge's reply in tokens.")
     flags.DEFINE_integer("judge_workers", 16, "Maximum number of concurrent requests to the judge.")

@@ -133,13 +133,14 @@ def evaluate(
     sizes: SamplerConfig = SIZES,
     compare: Sequence[str | os.PathLike[str]] = (),
     columns: protocol.Columns = registry.COLUMNS,
+    rule: str = "match_or_judge",
 ) -> dict[str, Any]:
     """Evaluate a policy and return the content of summary.json; all processes call this together.
 
     `out` is a local output folder, made if missing; only process 0 reads and writes there. `name`
-    is the policy's name in the table. `judge` sees answers with a rule score below 1; None uses
-    the rule alone. `compare` are output folders of other evaluations; the table gets their rows,
-    too. `columns` are the columns of the table that several benchmarks share.
+    is the policy's name in the table. `rule` says which answers `judge` sees, and how its verdicts
+    count (answering.ask_judge); without a judge the benchmark's rule counts. `compare` are output
+    folders of other evaluations, for the table. `columns` are its columns of several benchmarks.
 
     Raises:
       FileNotFoundError: if a file of the policy, of a benchmark or of `compare` does not exist.
@@ -187,13 +188,12 @@ def evaluate(
         (question, question.key(limit)) for limit in config.max_input for question in questions
     ]
     answered = [(question, row) for question, key in keyed_questions for row in rows.get(key, ())]
-    distributed.broadcast(lambda: answering.score(answered))
-    answering.ask_judge(answered, judge)
+    distributed.broadcast(lambda: answering.score(answered, rule))
+    answering.ask_judge(answered, judge, rule)
 
     def finish() -> dict[str, Any]:
-        final = [row for _, row in answered]
-        model = judge.model if judge else None
-        summary = _summarize(config, name, benchmarks, final, model, columns)
+        final, model = [row for _, row in answered], judge.model if judge else None
+        summary = _summarize(config, name, benchmarks, final, model, columns) | {"rule": rule}
         write_records(out / SAMPLES, final)
         write_json(out / SUMMARY, summary)
         write_lines(out / TABLE, [protocol.table([summary, *compared])])

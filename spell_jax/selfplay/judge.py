@@ -119,6 +119,8 @@ def parse_grade(text: str) -> int:
     return {"A": 1, "B": 0, "C": 0}.get(letter, MALFORMED)
 
 
+# Values of algorithm.rule, and of --rule of evaluations, that ask a judge.
+JUDGE_RULES = ("judge", "match_or_judge")
 # algorithm.judge_template -> (prompt of an Item, verdict of a reply).
 JUDGE_TEMPLATES: dict[str, tuple[Callable[[Prompts, str, str, str], str], Parse]] = {
     "yes_no": (Prompts.judge, parse_judgement),

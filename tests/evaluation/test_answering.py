@@ -19,7 +19,7 @@ from spell_jax.policy import tokenizer as tokenizers
 from spell_jax.policy.config import PolicyConfig
 from spell_jax.policy.model import TINY_POLICY
 from spell_jax.runtime.jsonl import write_records
-from spell_jax.selfplay.judge import Judge
+from spell_jax.selfplay.judge import Judge, parse_grade
 from tests import evaluating
 
 WORDS = tokenizers.load(TINY_POLICY)
@@ -147,7 +147,9 @@ def test_only_complete_questions_count_as_finished(tmp_path: Path, caplog):
     assert path.read_text() == "".join(lines[:2])
 
 
-def scored(judged: bool, by_item: bool = True, texts=("yes", "no", "")) -> list[tuple]:
+def scored(
+    judged: bool, by_item: bool = True, texts=("yes", "no", ""), rule: str = "match_or_judge"
+) -> list[tuple]:
     item = BenchmarkItem("i", "p", "which?", ("first", "second"), {"step": 3}, judged=by_item)
     benchmark = Benchmark(
         "b",
@@ -161,7 +163,7 @@ def scored(judged: bool, by_item: bool = True, texts=("yes", "no", "")) -> list[
     )
     question = TokenizedQuestion(benchmark, item, np.zeros(1, np.int32), 1)
     ordered = [(question, {"text": text, "rule": 9.0, "final": 9.0}) for text in texts]
-    answering.score(ordered)
+    answering.score(ordered, rule)
     return ordered
 
 
@@ -189,6 +191,29 @@ def test_final_score_is_the_better_of_rule_and_judge(reply, judge, final):
     assert [row["final"] for _, row in ordered] == [1.0, final, 0.0]
     assert [row["rule"] for _, row in ordered] == [1.0, 0.25, 0.0]
     assert all(row["by"] == {"step": 3} for _, row in ordered)
+
+
+@pytest.mark.parametrize(
+    ("replies", "finals", "missing"),
+    [
+        (("C", "A"), [0.0, 1.0, 0.0], [False, False, False]),
+        (("A", "B"), [1.0, 0.0, 0.0], [False, False, False]),
+        ((None, "who knows"), [1.0, 0.25, 0.0], [True, True, False]),
+    ],
+)
+def test_judge_alone_decides_on_all_stated_answers(replies, finals, missing):
+    """The rule accepts "yes" (1.0) and half accepts "no"; the empty answer is not judged."""
+    by_answer = dict(zip(("which?|yes|first", "which?|no|first"), replies, strict=True))
+    ordered = scored(judged=True, rule="judge")
+    judge = Judge(
+        lambda prompts: [(prompt, by_answer[prompt]) for prompt in prompts],
+        lambda *item: "|".join(item),
+        parse=parse_grade,
+    )
+    answering.ask_judge(ordered, judge, "judge")
+    assert [row["final"] for _, row in ordered] == finals
+    assert [row["unjudged"] for _, row in ordered] == missing
+    assert [row["rule"] for _, row in ordered] == [1.0, 0.25, 0.0]
 
 
 def test_judge_is_asked_only_about_judged_questions(caplog):

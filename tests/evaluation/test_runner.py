@@ -454,7 +454,12 @@ def test_error_names_wrong_command_line_flags(tmp_path):
     ):
         with pytest.raises(app.UsageError, match=message):
             runner.from_flags(SimpleNamespace(**flag_values | changes))
-    endpoint = {"judge_url": "http://x", "judge_model": "", "judge_policy": ""}
+    endpoint = {"judge_url": "http://x", "judge_model": "", "judge_policy": "", "rule": "judge"}
     for changes in ({}, {"judge_model": "m", "judge_policy": "p"}):
         with pytest.raises(app.UsageError, match="--judge_url and --judge_model"):
             judging.make_judge(SimpleNamespace(**endpoint | changes), tmp_path, evaluating.SIZES)
+    no_judge = SimpleNamespace(**endpoint | {"judge_url": ""})
+    with pytest.raises(app.UsageError, match="--rule=judge: --judge_url and --judge_model, or"):
+        judging.make_judge(no_judge, tmp_path, evaluating.SIZES)
+    no_judge.rule = "match_or_judge"
+    assert judging.make_judge(no_judge, tmp_path, evaluating.SIZES) is None

@@ -30,6 +30,6 @@ class Benchmark:
     # Any sample text -> its stated answer; any sample text -> rule score in [0, 1], in linear time.
     extract: Callable[[str, BenchmarkItem], str | None]
     score: Callable[[str, BenchmarkItem], float]
-    judged: bool = False  # whether a judge is asked about answers with a rule score below 1
+    judged: bool = False  # whether a judge may be asked about the answers
     max_tokens: int = 4096  # default maximum answer length (paper Appendix E.2, F.2, F.3)
     by: tuple[str, ...] = ()  # one or two item fields; scores are also averaged for each value
