@@ -21,7 +21,8 @@ Expected: the table's last columns, the average of eight benchmarks as the paper
     python -m spell_jax.evaluate --workdir=DIR --data=BENCHMARKS --out=OUT --columns=separate \
         --benchmarks=seal_0,seal_hard,musique,hotpotqa,2wikimqa,longbench_v2_sdq,\
 longbench_v2_mdq,longbench_v2_lsa --max_input=122880 --max_tokens=8192 \
-        --answer_format=sections --judge_template=grades --judge_url=URL --judge_model=NAME
+        --answer_format=sections --rule=judge --judge_template=grades --judge_url=URL \
+        --judge_model=NAME
 
 Where the table's factor `yarn` is above 1, the evaluation also needs --rope_scaling=yarn
 --rope_factor=YARN.

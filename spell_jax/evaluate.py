@@ -8,6 +8,9 @@
         [--compare=OTHER_OUT,...] [--columns=separate]
     python -m spell_jax.evaluate --policy=DIR | --workdir=RUN --lm_eval=TASK1,TASK2 --out=DIR
         [--lm_eval_tasks=FOLDER] [--lm_eval_examples=5] [--lm_eval_chat] [--limit=N]
+    python -m spell_jax.evaluate --judgment=outcome|diversity --answers=TREE.jsonl --out=DIR
+    python -m spell_jax.evaluate --judgment=errors --answers=OTHER_OUT --data=FOLDER
+        --benchmarks=longbench_v2_sdq,... --out=DIR
 
 The first command:
 
@@ -36,6 +39,9 @@ The first command:
 The second runs tasks of lm-evaluation-harness (extra "lm_eval"), which define their own prompts,
 sampling and metrics. FOLDER has task files of your own. OUT/lm_eval.json has the harness's results,
 and its table is printed. Nothing is downloaded unless HF_HUB_OFFLINE and HF_DATASETS_OFFLINE are 0.
+
+The others ask a judge (--judge_url and --judge_model, or --judge_policy) about answers that are on
+disk already: evaluation/judgments.py says which. OUT/judgments.json has the shares of the verdicts.
 """
 
 from __future__ import annotations
@@ -54,14 +60,20 @@ def main(_) -> None:
     # Imported here, so that --help and a mistake in a flag are answered at once.
     import jax
 
-    from spell_jax.evaluation import harness, runner
+    from spell_jax.evaluation import harness, judgments, runner
     from spell_jax.evaluation import judge as judging
     from spell_jax.runtime import setup
 
     setup.setup()
     flag_values = flags.FLAGS
-    harness.check_flags(flag_values)
     out, sizes = pathlib.Path(flag_values.out), judging.read_sizes(flag_values)
+    if flag_values.judgment:
+        judgments.check_flags(flag_values)
+        text = judgments.describe(judgments.judge_answers(flag_values, out, sizes))
+        if jax.process_index() == 0:
+            print(text)
+        return
+    harness.check_flags(flag_values)
     if flag_values.lm_eval:
         results = harness.evaluate(harness.from_flags(flag_values), out, sizes)
         if jax.process_index() == 0:
@@ -128,5 +140,12 @@ if __name__ == "__main__":
         "lm_eval_examples", -1, "Number of examples in a prompt; -1: the task's own."
     )
     flags.DEFINE_bool("lm_eval_chat", False, "Whether tasks are asked in the chat layout.")
+    flags.DEFINE_enum(
+        "judgment",
+        "",
+        ["", *policy_flags.JUDGMENTS],
+        "Judge answers that are on disk: outcome, diversity of reasonings or kinds of errors.",
+    )
+    flags.DEFINE_string("answers", "", "File or folder of answers, with --judgment.")
     policy_flags.define_flags()
     entry.run_main(main)

@@ -20,8 +20,9 @@ and "answer" and "evidence" (a list) if they are known. The policy samples --wid
 --evidence_by selects one, and the policy reasons from it (algorithms/eapo/evidence_tree.py).
 "judge" is the policy itself, another one (--judge_policy) or a chat endpoint (--judge_url,
 --judge_model, key in $SPELL_JUDGE_KEY), "oracle" the known evidence. A line of the output has the
-whole tree ("branches", "reasonings"), "prediction", "right" if the answer is known, and
-"best_chosen" if the evidence is.
+whole tree ("branches", "reasonings"), "prediction", "right" (by the rule) if the answer is known,
+and "best_chosen" if the evidence is. With --every_branch it also has "paths", an answer from each
+well-formed set of evidence. spell_jax.evaluate --judgment has a judge read such a file.
 """
 
 from __future__ import annotations
@@ -69,6 +70,9 @@ if __name__ == "__main__":
     flags.DEFINE_integer("width", 3, "Sets of evidence, or reasonings, to select from.")
     flags.DEFINE_enum("evidence_by", "judge", EVIDENCE_BY, "Selector of the evidence.")
     flags.DEFINE_enum("reasoning_by", "none", REASONING_BY, "Selector of the reasoning.")
+    flags.DEFINE_bool(
+        "every_branch", False, "Whether all sets of evidence are continued, to compare reasonings."
+    )
     flags.DEFINE_string("judge_url", "", "Chat-completions URL of an external judge.")
     flags.DEFINE_string("judge_model", "", "Name of the judge's model at --judge_url.")
     flags.DEFINE_string("judge_policy", "", "Folder of a policy, for the judge.")

@@ -17,13 +17,14 @@ from typing import Any, NamedTuple, Protocol
 
 from etils import epath
 
+from spell_jax.evaluation import judgments
 from spell_jax.evaluation.runner import SUMMARY
 from spell_jax.runtime.finite import is_finite
-from spell_jax.runtime.jsonl import MALFORMED, read_json, read_records
+from spell_jax.runtime.jsonl import MALFORMED, read_json
 from spell_jax.runtime.metrics import METRICS_FILE, read_metrics
 
 MODELS, DATA, BENCHMARKS = "models", "data", "benchmarks"  # folders below `inputs`
-STEPS = 10  # first or last steps of a run that a curve's number averages
+STEPS = 10  # first or last steps of a run that a curve's number averages by default
 
 
 class PaperRun(NamedTuple):
@@ -107,10 +108,17 @@ class TableRow(NamedTuple):
         return self.run.name if self.run else self.folder
 
 
+class MeasuredNumber(NamedTuple):
+    """A number, and how many of its answers lack the verdict of a judge."""
+
+    value: float
+    unjudged: int = 0
+
+
 class NumberSource(Protocol):
     """A number in the files of a row's folder."""
 
-    def read(self, folder: epath.Path) -> float | None: ...
+    def read(self, folder: epath.Path) -> MeasuredNumber | None: ...
 
 
 class Column(NamedTuple):
@@ -172,7 +180,7 @@ class Score(NamedTuple):
     max_input: int
     attempts: int = 1
 
-    def read(self, folder: epath.Path) -> float | None:
+    def read(self, folder: epath.Path) -> MeasuredNumber | None:
         path = folder / self.evaluation / SUMMARY
         if not path.exists():
             return None
@@ -183,7 +191,13 @@ class Score(NamedTuple):
             for row in rows[:1]:
                 scores |= {"average": row["average"], **row["columns"], **row["benchmarks"]}
             value = scores.get(self.name, {}).get(f"pass@{self.attempts}")
-            return None if value is None else float(100 * value["mean"])
+            if value is None:
+                return None
+            # Keys are columns; a benchmark of a shared column shares its mark.
+            missing = rows[0].get("unjudged", {})
+            is_mean = self.name == "average" or self.name not in rows[0]["columns"]
+            unjudged = sum(missing.values()) if is_mean else missing.get(self.name, 0)
+            return MeasuredNumber(float(100 * value["mean"]), unjudged)
         except MALFORMED as error:
             raise ValueError(f"{path}: not a summary of an evaluation ({error!r})") from error
 
@@ -193,45 +207,70 @@ class Mean(NamedTuple):
 
     sources: tuple[NumberSource, ...]
 
-    def read(self, folder: epath.Path) -> float | None:
+    def read(self, folder: epath.Path) -> MeasuredNumber | None:
         # A mean of fewer benchmarks would not compare with the paper's mean.
-        values = [source.read(folder) for source in self.sources]
-        present_values = [value for value in values if value is not None]
-        return statistics.fmean(present_values) if len(present_values) == len(values) else None
+        numbers = [source.read(folder) for source in self.sources]
+        present_numbers = [number for number in numbers if number is not None]
+        if len(present_numbers) < len(numbers):
+            return None
+        values, unjudged = zip(*present_numbers, strict=True)
+        return MeasuredNumber(statistics.fmean(values), sum(unjudged))
 
 
 class MetricMean(NamedTuple):
-    """The mean of a run's metric over its first or last steps with that metric.
+    """The mean of a run's metric over the first or last steps that have it.
 
     Attributes:
       metric: name in metrics.jsonl.
       is_last: whether the last steps count, else the first.
       scale: factor, such as 100 for percent.
+      count: number of steps.
     """
 
     metric: str
     is_last: bool = True
     scale: float = 1.0
+    count: int = STEPS
 
-    def read(self, folder: epath.Path) -> float | None:
+    def read(self, folder: epath.Path) -> MeasuredNumber | None:
         if not (folder / METRICS_FILE).exists():
             return None
         metrics: list[Any] = [record.get(self.metric) for record in read_metrics(folder)]
         # Steps without the metric, such as steps between two validations, do not count.
         values = [value for value in metrics if is_finite(value)]
-        window = values[-STEPS:] if self.is_last else values[:STEPS]
-        return self.scale * statistics.fmean(window) if window else None
+        window = values[-self.count :] if self.is_last else values[: self.count]
+        return MeasuredNumber(self.scale * statistics.fmean(window)) if window else None
 
 
-class Right(NamedTuple):
-    """The share in percent of right answers in a file of spell_jax.generate."""
+class VerdictShare(NamedTuple):
+    """The share in percent of a verdict in an output of spell_jax.evaluate --judgment.
 
-    file: str
+    Attributes:
+      evaluation: name of the evaluation.
+      verdict: name of the verdict, as in judgments.VERDICTS.
+    """
 
-    def read(self, folder: epath.Path) -> float | None:
-        path = folder / self.file
+    evaluation: str
+    verdict: str
+
+    def read(self, folder: epath.Path) -> MeasuredNumber | None:
+        path = folder / self.evaluation / judgments.RESULT
         if not path.exists():
             return None
-        rights, _ = read_records(path, lambda record: record.get("right"))
-        shares = [right for right in rights if is_finite(right)]
-        return 100 * statistics.fmean(shares) if shares else None
+        result = read_json(path)
+        try:
+            share = result["shares"].get(self.verdict)
+            missing = int(result["malformed"] + result["unanswered"])
+            return None if share is None else MeasuredNumber(float(100 * share), missing)
+        except MALFORMED as error:
+            raise ValueError(f"{path}: not the result of a judgment ({error!r})") from error
+
+
+class FirstOf(NamedTuple):
+    """The first of several numbers that a row has."""
+
+    sources: tuple[NumberSource, ...]
+
+    def read(self, folder: epath.Path) -> MeasuredNumber | None:
+        numbers = (source.read(folder) for source in self.sources)
+        return next((number for number in numbers if number is not None), None)

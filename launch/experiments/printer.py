@@ -9,7 +9,15 @@ from collections.abc import Iterator, Sequence
 from etils import epath
 
 from launch.experiments import registry
-from launch.experiments.experiment import BENCHMARKS, DATA, MODELS, Experiment, TableRow, join
+from launch.experiments.experiment import (
+    BENCHMARKS,
+    DATA,
+    MODELS,
+    Experiment,
+    MeasuredNumber,
+    TableRow,
+    join,
+)
 
 # Benchmarks of a family are read from one folder, so the overview lists the folder once.
 _FAMILIES = ("helmet", "mrcr", "needle", "ruler")
@@ -43,8 +51,11 @@ def _line(module: str, *flags: str) -> str:
 
 
 def table(experiment: Experiment, workdir: str) -> str:
-    """Format the rows as Markdown; a cell has the paper's number and the row's measured number."""
-    lines = [["paper / here", *(column.title for column in experiment.columns)]]
+    """Format the rows as Markdown; a cell has the paper's number and the row's measured number.
+
+    A star marks a number over answers that lack the verdict of a judge.
+    """
+    lines, unjudged = [["paper / here", *(column.title for column in experiment.columns)]], 0
     lines.append(["---", *["---:"] * len(experiment.columns)])
     for row in experiment.rows:
         folder = epath.Path(workdir) / row.place
@@ -52,13 +63,20 @@ def table(experiment: Experiment, workdir: str) -> str:
             column.source.read(folder) if column.source and not row.reason else None
             for column in experiment.columns
         ]
+        unjudged += sum(number.unjudged for number in here if number)
         cells = [_cell(*pair) for pair in zip(row.paper, here, strict=True)]
         lines.append([f"{row.name} ({row.reason})" if row.reason else row.name, *cells])
-    return "\n".join(_markdown(line) for line in lines)
+    note = (
+        "\n\n\\* answers without a judge's verdict: the evaluation's folder says how many"
+        if unjudged
+        else ""
+    )
+    return "\n".join(_markdown(line) for line in lines) + note
 
 
-def _cell(paper: float | None, here: float | None) -> str:
-    return f"{'' if paper is None else paper} / {'' if here is None else f'{here:.4g}'}".strip()
+def _cell(paper: float | None, here: MeasuredNumber | None) -> str:
+    text = "" if here is None else f"{here.value:.4g}{'*' if here.unjudged else ''}"
+    return f"{'' if paper is None else paper} / {text}".strip()
 
 
 def _markdown(cells: Sequence[str]) -> str:

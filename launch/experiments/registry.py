@@ -25,16 +25,18 @@ from collections.abc import Mapping, Sequence
 
 from launch.experiments import typed_toml
 from launch.experiments.experiment import (
+    STEPS,
     Column,
     EvaluationCommand,
     Experiment,
+    FirstOf,
     Mean,
     MetricMean,
     NumberSource,
     PaperRun,
-    Right,
     Score,
     TableRow,
+    VerdictShare,
 )
 
 FOLDER = pathlib.Path(__file__).with_name("papers")
@@ -80,19 +82,21 @@ class RunTemplate:
 
 @dataclasses.dataclass(frozen=True)
 class ColumnEntry:
-    """A column: a score, a metric, right answers, a mean of columns, or a title alone.
+    """A column: a score, a metric, a verdict's share, a combination of columns, or a title alone.
 
     Attributes:
       title: title; "": the column's key.
       score: benchmark, column of several benchmarks, or "average", of `evaluation`.
-      evaluation: name of the evaluation.
+      evaluation: name of the evaluation, of a score or a verdict.
       max_input: prompt limit of the score.
       attempts: k of pass@k.
       metric: name in metrics.jsonl.
       steps: "first" or "last" steps, over which the metric is averaged.
+      count: number of these steps; of validations a run has few.
       scale: factor of the metric, such as 100 for percent.
-      right: output of spell_jax.generate.
+      verdict: verdict of a judgment, `evaluation` (spell_jax.evaluate --judgment).
       mean: columns above it in the file.
+      first_of: columns above it in the file; the first with a number counts.
     """
 
     title: str = ""
@@ -102,9 +106,11 @@ class ColumnEntry:
     attempts: int = 1
     metric: str = ""
     steps: str = "last"
+    count: int = STEPS
     scale: float = 1.0
-    right: str = ""
+    verdict: str = ""
     mean: tuple[str, ...] = ()
+    first_of: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,22 +258,30 @@ class _PaperReader:
 
     def _source(self, entry: ColumnEntry, place: str) -> NumberSource | None:
         """Make what reads a column's number; None if nothing measures it."""
-        if sum(map(bool, (entry.score, entry.metric, entry.right, entry.mean))) > 1:
-            raise ValueError(f"{place}: must have one of score, metric, right and mean")
+        kinds = (entry.score, entry.metric, entry.verdict, entry.mean, entry.first_of)
+        if sum(map(bool, kinds)) > 1:
+            raise ValueError(f"{place}: must have one of score, metric, verdict, mean and first_of")
         if entry.mean:
-            place = f"{place}.mean"
-            columns = [typed_toml.look_up(self._columns, key, place) for key in entry.mean]
-            sources = tuple(column.source for column in columns if column.source)
-            if len(sources) < len(columns):
-                raise typed_toml.error(place, list(entry.mean), "must be columns that are measured")
-            return Mean(sources)
+            return Mean(self._column_sources(entry.mean, f"{place}.mean"))
+        if entry.first_of:
+            return FirstOf(self._column_sources(entry.first_of, f"{place}.first_of"))
         if entry.metric:
             is_last = typed_toml.look_up(_STEPS, entry.steps, f"{place}.steps")
-            return MetricMean(entry.metric, is_last, entry.scale)
-        if entry.score:
+            return MetricMean(entry.metric, is_last, entry.scale, entry.count)
+        if entry.score or entry.verdict:
             typed_toml.look_up(self._file.evaluations, entry.evaluation, f"{place}.evaluation")
+        if entry.verdict:
+            return VerdictShare(entry.evaluation, entry.verdict)
+        if entry.score:
             return Score(entry.evaluation, entry.score, entry.max_input, entry.attempts)
-        return Right(entry.right) if entry.right else None
+        return None
+
+    def _column_sources(self, keys: Sequence[str], place: str) -> tuple[NumberSource, ...]:
+        columns = [typed_toml.look_up(self._columns, key, place) for key in keys]
+        sources = tuple(column.source for column in columns if column.source)
+        if len(sources) < len(columns):
+            raise typed_toml.error(place, list(keys), "must be columns that are measured")
+        return sources
 
     def _experiment(self, name: str, entry: ExperimentEntry) -> Experiment:
         place = typed_toml.join("experiments", name)

@@ -46,7 +46,7 @@ BENCHMARK_FLAGS = (
         "compare",
     ),
     *("columns", "answer_format", "judge_url", "judge_model", "judge_policy", "judge_template"),
-    "rule",
+    *("rule", "answers"),
     *("judge_max_tokens", "judge_workers", "judge_rate"),
 )
 # A download would depend on the day; both libraries read these when they are imported.
@@ -102,7 +102,9 @@ def check_flags(flag_values: flags.FlagValues) -> None:
     if bool(flag_values.benchmarks) == bool(flag_values.lm_eval):
         raise app.UsageError("--benchmarks or --lm_eval: exactly one of them must be given")
     mode, excluded_flags = (
-        ("lm_eval", BENCHMARK_FLAGS) if flag_values.lm_eval else ("benchmarks", OWN_FLAGS)
+        ("lm_eval", BENCHMARK_FLAGS)
+        if flag_values.lm_eval
+        else ("benchmarks", (*OWN_FLAGS, "answers"))
     )
     useless = [name for name in excluded_flags if flag_values[name].present]
     if useless:

@@ -19,7 +19,14 @@ from spell_jax.runtime import distributed
 from spell_jax.sampler.config import SamplerConfig
 from spell_jax.sampler.requests import Options
 from spell_jax.selfplay import prompts as prompt_sets
-from spell_jax.selfplay.judge import JUDGE_KEY, JUDGE_TEMPLATES, Endpoint, Judge, JudgeConfig
+from spell_jax.selfplay.judge import (
+    JUDGE_KEY,
+    JUDGE_TEMPLATES,
+    Endpoint,
+    Judge,
+    JudgeConfig,
+    Template,
+)
 
 REPLIES = "judge.jsonl"
 
@@ -48,10 +55,13 @@ class PolicyJudge:
             yield prompts[place], reply
 
 
-def make_judge(flag_values: Any, out: pathlib.Path, sizes: SamplerConfig) -> Judge | None:
+def make_judge(
+    flag_values: Any, out: pathlib.Path, sizes: SamplerConfig, template: Template | None = None
+) -> Judge | None:
     """Build the judge that the flags (policy_flags.py) select, if any.
 
-    Its replies are kept in OUT/judge.jsonl; `sizes` are the sampler sizes of a judging policy.
+    `template` replaces --judge_template's. The replies are kept in OUT/judge.jsonl. `sizes` are the
+    sampler sizes of a judging policy.
     Raises UsageError if only one of --judge_url and --judge_model is set, an endpoint and a policy,
     or no judge for --rule=judge; and the errors of JudgeConfig and
     weights.read_config_and_tokenizer.
@@ -87,7 +97,7 @@ def make_judge(flag_values: Any, out: pathlib.Path, sizes: SamplerConfig) -> Jud
                 requests_per_s=flag_values.judge_rate,
             )
         )
-    write, parse = JUDGE_TEMPLATES[flag_values.judge_template]
+    write, parse = template or JUDGE_TEMPLATES[flag_values.judge_template]
     write_prompt = functools.partial(write, prompt_sets.load("full"))
     return Judge(ask, write_prompt, model, parse, cache_file=cache_file)
 

@@ -14,6 +14,9 @@ from spell_jax.selfplay.judge import JUDGE_RULES, JUDGE_TEMPLATES
 SIZES: dict[str, Any] = {"kv_cache_tokens": 65_536, "slots": 512, "prefill_tokens": 8192}
 
 
+JUDGMENTS = ("outcome", "diversity", "errors")  # of spell_jax.evaluate --judgment
+
+
 def define_flags() -> None:
     """Define the flags of the judge and of the policies that are sampled."""
     flags.DEFINE_string("judge_url", "", "URL of the judge's OpenAI-compatible API.")

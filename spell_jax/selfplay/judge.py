@@ -46,8 +46,8 @@ MALFORMED, UNANSWERED = -1, -2
 
 _MARKS = " \t\n*`'\"()[]."  # around a grade's letter
 
-Item = tuple[str, str, str]  # question, prediction, reference
-Parse = Callable[[str], int]  # reply -> 1, 0 or MALFORMED
+Item = tuple[Any, ...]  # fields of a prompt, such as question, prediction and reference
+Parse = Callable[[str], int]  # reply -> verdict (such as 1 or 0), or MALFORMED
 # Distinct prompts -> (prompt, reply) pairs in order of arrival; a reply of None is a failure.
 Ask = Callable[[Sequence[str]], Iterable[tuple[str, str | None]]]
 
@@ -111,18 +111,26 @@ def parse_judgement(text: str) -> int:
 
 
 def parse_grade(text: str) -> int:
-    """Return 1 for the grade A, 0 for B and C, else MALFORMED.
+    """Return 1 for the grade A, 0 for B and C, else MALFORMED; see `parse_letter`."""
+    place = parse_letter(text, "ABC")
+    return place if place == MALFORMED else int(place == 0)
+
+
+def parse_letter(text: str, letters: str) -> int:
+    """Return the place in `letters` of the letter that a reply consists of, else MALFORMED.
 
     The visible text is the letter, perhaps with its name ("A: correct") and marks around it.
     """
     letter = (visible_text(text) or "").partition(":")[0].strip(_MARKS)
-    return {"A": 1, "B": 0, "C": 0}.get(letter, MALFORMED)
+    return letters.index(letter) if len(letter) == 1 and letter in letters else MALFORMED
 
 
 # Values of algorithm.rule, and of --rule of evaluations, that ask a judge.
 JUDGE_RULES = ("judge", "match_or_judge")
-# algorithm.judge_template -> (prompt of an Item, verdict of a reply).
-JUDGE_TEMPLATES: dict[str, tuple[Callable[[Prompts, str, str, str], str], Parse]] = {
+# Prompt of an Item, verdict of a reply.
+Template = tuple[Callable[..., str], Parse]
+# Values of algorithm.judge_template.
+JUDGE_TEMPLATES: dict[str, Template] = {
     "yes_no": (Prompts.judge, parse_judgement),
     "grades": (Prompts.judge_grades, parse_grade),
 }
@@ -138,7 +146,7 @@ class Judge:
     def __init__(
         self,
         ask: Ask,
-        write_prompt: Callable[[str, str, str], str],
+        write_prompt: Callable[..., str],
         model: str = "",
         parse: Parse = parse_judgement,
         cache_size: int = 100_000,
@@ -169,7 +177,7 @@ class Judge:
             self._cache.update(verdicts)
 
     def judge(self, items: Sequence[Item]) -> list[int]:
-        """Return one verdict per item, in order: 1, 0, or the negative MALFORMED or UNANSWERED."""
+        """Return one verdict per item, in order; MALFORMED and UNANSWERED are negative."""
         prompts = [self._write_prompt(*item) for item in items]
         keys = [self._key(prompt) for prompt in prompts]
         # Equal items, such as equal answers of a group, are asked once.
@@ -183,7 +191,7 @@ class Judge:
         if failed := [*verdicts.values()].count(UNANSWERED):
             self.counts["failed"] += failed
             log.warning(
-                "%s: no reply to %d of %d prompts; the rule's scores stand for these answers",
+                "%s: no reply to %d of %d prompts; the rule's scores stand where there is a rule",
                 *(self.model, failed, len(unknown)),
             )
         for key in prompt_of:  # the order of use must not depend on the order of arrival

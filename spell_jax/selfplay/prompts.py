@@ -33,6 +33,8 @@ PLACEHOLDERS = {
     "verifier.txt": "question answer reference",
     "judge.txt": "question answer reference",
     "judge_grades.txt": "question answer reference",
+    "reasoning_diversity.txt": "question choices number?",
+    "error_kind.txt": "question answer reference",
     "reconstruction.txt": "document options",
     "gap.txt": "number",  # mark of a missing paragraph in the document to reconstruct
     "evidence.txt": "documents question",
@@ -104,6 +106,14 @@ class Prompts:
     def judge_grades(self, question: str, answer: str, reference: str) -> str:
         """Build the prompt that asks a judge for one of three grades (EAPO, Appendix E)."""
         return self._fill("judge_grades.txt", question=question, answer=answer, reference=reference)
+
+    def reasoning_diversity(self, question: str, reasonings: Sequence[str]) -> str:
+        """Build the prompt that asks a judge if reasonings differ in substance (EAPO, Table 2)."""
+        return self._fill_scores("reasoning_diversity.txt", reasonings, question=question)
+
+    def error_kind(self, question: str, answer: str, reference: str) -> str:
+        """Build the prompt that asks a judge why a response is wrong (EAPO, Figure 9)."""
+        return self._fill("error_kind.txt", question=question, answer=answer, reference=reference)
 
     def reconstruction(self, document: str, options: Mapping[str, str]) -> str:
         """Build the prompt for the order in which options (letter -> text) fill the gaps."""

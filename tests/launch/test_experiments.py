@@ -17,11 +17,20 @@ from etils import epath
 from launch import commands, plan, site, topologies, xmanager
 from launch.experiments import __main__ as command
 from launch.experiments import printer, registry
-from launch.experiments.experiment import Experiment, Mean, MetricMean, PaperRun, Score, TableRow
+from launch.experiments.experiment import (
+    Experiment,
+    FirstOf,
+    Mean,
+    MetricMean,
+    PaperRun,
+    Score,
+    TableRow,
+    VerdictShare,
+)
 from spell_jax.algorithms.spell.config import SpellConfig
 from spell_jax.configs import eapo, paper, reconstruction, rlvr
 from spell_jax.data import clusters
-from spell_jax.evaluation import protocol
+from spell_jax.evaluation import judgments, protocol
 from spell_jax.evaluation.benchmarks import registry as benchmarks
 from spell_jax.evaluation.generated import ruler
 from spell_jax.evaluation.runner import SUMMARY
@@ -157,7 +166,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> str:
             path.parent.mkdir(parents=True, exist_ok=True)
             if field.endswith("folder") and not path.exists():
                 path.symlink_to(TINY_POLICY)
-            elif field == "data.questions":
+            elif field in ("data.questions", "data.validation"):
                 path.write_text(json.dumps(question))
             elif field == "data.source" and path.suffix:
                 path.write_text(json.dumps({"id": "a", "documents": ["A text."]}))
@@ -410,7 +419,7 @@ def test_evaluations_have_known_flags_and_benchmarks(experiment: Experiment):
 def _sources(source: Any) -> list[Any]:
     return (
         [leaf for part in source.sources for leaf in _sources(part)]
-        if isinstance(source, Mean)
+        if isinstance(source, Mean | FirstOf)
         else [source]
     )
 
@@ -428,6 +437,9 @@ def test_columns_read_what_the_rows_write(experiment: Experiment):
     limits: dict[str, dict[str, str]] = {}
     for evaluation in (evaluation for row in experiment.rows for evaluation in row.evaluations):
         limits[evaluation.name] = dict(flag.split("=", 1) for flag in evaluation.flags)
+    for source in (source for source in sources if isinstance(source, VerdictShare)):
+        judgment = limits[source.evaluation]["--judgment"]
+        assert source.verdict in judgments.VERDICTS[judgment]
     for source in (source for source in sources if isinstance(source, Score)):
         flags = limits[source.evaluation]
         assert str(source.max_input) in flags["--max_input"].split(",")
@@ -456,13 +468,21 @@ def test_commands_train_each_run_once_and_quote_for_a_shell():
 # ----------------------------------------------------------------------------------------- Results
 
 
-def _write_summary(folder: Path, max_input: int, scores: dict[str, float]) -> None:
+def _write_summary(
+    folder: Path, max_input: int, scores: dict[str, float], unjudged: dict[str, int] | None = None
+) -> None:
     aggregates = protocol.aggregate(
         {n: [[s] * 2] for n, s in scores.items()}, benchmarks.COLUMNS, 0
     )
     folder.mkdir(parents=True)
-    text = json.dumps({"rows": [{"max_input": max_input} | aggregates]})
-    (folder / "summary.json").write_text(text)
+    row = {"max_input": max_input} | aggregates | ({"unjudged": unjudged} if unjudged else {})
+    (folder / "summary.json").write_text(json.dumps({"rows": [row]}))
+
+
+def _write_judgment(folder: Path, shares: dict[str, float], unanswered: int = 0) -> None:
+    folder.mkdir(parents=True)
+    result = {"shares": shares, "malformed": 0, "unanswered": unanswered}
+    (folder / judgments.RESULT).write_text(json.dumps(result))
 
 
 def test_table_has_measured_numbers_beside_those_of_the_paper(tmp_path):
@@ -523,13 +543,54 @@ def test_curves_are_read_from_the_first_and_last_steps_of_a_run(tmp_path):
 
 
 def test_tree_of_evidence_is_scored_where_the_answer_is_known(tmp_path):
-    folder = tmp_path / "tree-ear-llm-e"
-    folder.mkdir()
-    lines = '{"right": true}\n{"right": false}\n{"prediction": "\u2028 \x85"}\n'
-    (folder / "tree.jsonl").write_text(lines, encoding="utf-8")
+    shares = {"right": 0.5, "wrong": 0.5}
+    _write_judgment(tmp_path / "tree-ear-llm-e" / "tree_outcome", shares)
+    _write_judgment(tmp_path / "tree-ear" / "tree_outcome", shares, unanswered=2)
+    direct = tmp_path / "Qwen3-30B-A3B-Instruct-2507" / "musique"
+    _write_summary(direct, 122_880, {"musique": 0.25})
     table = printer.table(registry.find("eapo-figure-3"), str(tmp_path))
+    assert "| Direct Reasoning | / 25 | / |" in table
     assert "| EAR + LLM-E | / 50 | 9.0 / |" in table
+    assert "| EAR | / 50* | / |" in table  # not all answers have a verdict
+    assert "\\* answers without a judge's verdict: the evaluation's folder says" in table
     assert "| Evidence-Grounded (evidence of a closed model) | 63.0 / | / |" in table
+
+
+def test_verdicts_fill_the_cells_of_diversity_and_errors(tmp_path):
+    shares = {"consistent": 0.755, "diverse": 0.245}
+    _write_judgment(tmp_path / "tree-ear-llm-e" / "tree_diversity", shares)
+    _write_judgment(tmp_path / "tree-ear-llm-r" / "tree_diversity", {}, unanswered=5)
+    table = printer.table(registry.find("eapo-table-2"), str(tmp_path))
+    assert "| EAR + LLM-E | 24.0 / 24.5 | 76.0 / 75.5 |" in table
+    assert "| EAR + LLM-R | 3.5 / | 96.5 / |" in table
+    folder = tmp_path / "eapo-qwen3-30b-a3b-thinking-2507"
+    _write_judgment(folder / "errors", {"evidence": 0.125, "reasoning": 0.25, "other": 0.0})
+    table = printer.table(registry.find("eapo-figure-9"), str(tmp_path))
+    assert "| EAPO | 13.5 / 12.5 | 15.4 / 25 |" in table
+    path = folder / "errors" / judgments.RESULT
+    path.write_text('{"shares": 1}')
+    with pytest.raises(ValueError, match=f"{path}: not the result of a judgment"):
+        printer.table(registry.find("eapo-figure-9"), str(tmp_path))
+
+
+def test_scores_without_all_verdicts_have_a_star(tmp_path):
+    folder = tmp_path / "eapo-qwen3-14b" / "long_120k"
+    names = ("seal_0", "musique", "hotpotqa")
+    _write_summary(folder, 122_880, dict.fromkeys(names, 0.5), {"musique": 3})
+    table = printer.table(registry.find("eapo-table-1"), str(tmp_path))
+    (row,) = (line for line in table.splitlines() if line.startswith("| Qwen3-14B + EAPO |"))
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells[1] == "36.0 / 50" and cells[3] == "57.0 / 50*" and cells[-1] == "55.0 / 50*"
+
+
+def test_validations_are_the_curve_of_figure_5(tmp_path):
+    folder = tmp_path / "eapo-qwen3-30b-a3b-thinking-2507"
+    folder.mkdir()
+    lines = [{"step": n} | ({} if n % 10 else {"eval/all": n / 100}) for n in range(1, 74)]
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    table = printer.table(registry.find("eapo-figure-5"), str(tmp_path))
+    assert "| EAPO | / 10 | / 70 | 65.0 / |" in table
+    assert all("data.validation" in run.inputs for run in registry.find("eapo-figure-5").runs)
 
 
 # -------------------------------------------------------------------------------------------- Page

@@ -63,11 +63,14 @@ class TreeConfig:
       width: k, number of branches to choose from [paper: 3].
       evidence_by: how the evidence is chosen, one of evidence.EVIDENCE_BY.
       reasoning_by: how the reasoning is chosen, one of evidence.REASONING_BY.
+      every_branch: whether all sets of evidence are continued. The paths are for comparisons of
+        their reasonings (EAPO's Table 2); the answer does not depend on them.
     """
 
     width: int = 3
     evidence_by: str = "judge"
     reasoning_by: str = "none"
+    every_branch: bool = False
 
     def __post_init__(self):
         check_least(self, "", width=1)
@@ -99,6 +102,7 @@ class Node:
     chosen_branch: Branch | None = None  # the best of `branches`, if one is well-formed
     reasonings: list[Branch] = dataclasses.field(default_factory=list)
     best: Branch | None = None  # the best of `reasonings`, likewise
+    paths: list[Branch] = dataclasses.field(default_factory=list)  # see TreeConfig.every_branch
 
     @property
     def question(self) -> str:
@@ -172,7 +176,27 @@ class EvidenceTree:
         self._reason(
             [(node, node.chosen_branch) for node in fitting_nodes if node.chosen_branch is not None]
         )
+        if self.config.every_branch:
+            path_key = jax.random.fold_in(key, 2)
+            path_keys = request_keys(path_key, len(records) * self.config.width)
+            by_node = path_keys.reshape(len(records), self.config.width, -1)
+            self._continue_branches(list(zip(nodes, by_node, strict=True)))
         return [describe_node(node) for node in nodes]
+
+    def _continue_branches(self, keyed_nodes: Sequence[tuple[Node, np.ndarray]]) -> None:
+        """Sample one answer from each well-formed set of evidence, of at most k per node."""
+        pairs = [
+            (node, branch, branch_key)
+            for node, keys in keyed_nodes
+            for branch, branch_key in zip(_well_formed(node.branches), keys, strict=False)
+        ]
+        # A key of its own for each path: equal noise would make the reasonings more alike.
+        starts = [dataclasses.replace(node, key=branch_key) for node, _, branch_key in pairs]
+        prefixes = [[*node.ids, *branch.tokens] for node, branch, _ in pairs]
+        samples_by_pair = dict(self._sample(starts, prefixes, 1, ANSWER_END))
+        for i, (node, branch, _) in enumerate(pairs):
+            (sample,) = samples_by_pair[i]
+            node.paths.append(self._branch(node, branch.tokens, sample, ANSWER_END, 4))
 
     def _find_evidence(self, nodes: Sequence[Node]) -> None:
         """Sample branches up to the end of the evidence, and choose the best per question."""
@@ -307,6 +331,8 @@ def describe_node(node: Node) -> Record:
         ],
         "prediction": prediction,
     }
+    if node.paths:
+        result["paths"] = [_describe_branch(path, False) for path in node.paths]
     if node.known_evidence:
         result["best_chosen"] = _best_chosen(node)
     if isinstance(record.get("answer"), str):
@@ -400,7 +426,8 @@ class Reranker:
 def run(flag_values: Any) -> None:
     """Answer the questions of --prompts with trees and write --out."""
     policy, prompts, sampling = generation.load(flag_values)
-    config = TreeConfig(flag_values.width, flag_values.evidence_by, flag_values.reasoning_by)
+    tree_choices = flag_values.evidence_by, flag_values.reasoning_by, flag_values.every_branch
+    config = TreeConfig(flag_values.width, *tree_choices)
     judge = _make_judge(flag_values, policy) if "judge" in dataclasses.astuple(config) else None
     embed = _make_embed(flag_values) if config.evidence_by == "similarity" else None
     rerank = _make_reranker(flag_values) if config.evidence_by == "reranker" else None

@@ -137,6 +137,22 @@ def test_tree_without_selection_samples_one_branch():
     assert third["branches"][0]["verbatim"] == 0.0
 
 
+def test_every_branch_is_continued_beside_the_chosen_one():
+    judge = Judge({"Q0": "1 2\n2 5\n3 4"})
+    lines, policy = grow(judge=judge, every_branch=True)
+    plain_lines, _ = grow(judge=judge)
+    assert policy.calls[2:] == [(4, 1, "</answer>")]  # three branches of Q0, one of Q1
+    quoted_evidence = ("Bela", "Arvo lives", "Oslo")
+    assert [path["text"] for path in lines[0]["paths"]] == [
+        branch(quoted) + REASONINGS[quoted][0] for quoted in quoted_evidence
+    ]
+    assert len(lines[1]["paths"]) == 1 and "paths" not in lines[2]
+    assert len({*map(tuple, policy.keys[-4:])}) == 4
+    # Nothing else changes.
+    for line, plain_line in zip(lines, plain_lines, strict=True):
+        assert {name: line[name] for name in plain_line} == plain_line
+
+
 def test_token_may_extend_past_a_closing_tag():
     lines, policy = grow([request(3)], evidence_by="none")
     assert policy.prompts[-1].endswith(branch("Bergen") + "<rea")
