@@ -192,8 +192,8 @@ def evaluate(
     answering.ask_judge(answered, judge, rule)
 
     def finish() -> dict[str, Any]:
-        final, model = [row for _, row in answered], judge.model if judge else None
-        summary = _summarize(config, name, benchmarks, final, model, columns) | {"rule": rule}
+        final, model = [row for _, row in answered], judge and (judge.model, rule)
+        summary = _summarize(config, name, benchmarks, final, model, columns)
         write_records(out / SAMPLES, final)
         write_json(out / SUMMARY, summary)
         write_lines(out / TABLE, [protocol.table([summary, *compared])])
@@ -219,13 +219,15 @@ def _summarize(
     name: str,
     benchmarks: Sequence[Benchmark],
     rows: Sequence[Row],
-    judge: str | None,
+    judge: tuple[str, str] | None,
     columns: protocol.Columns,
 ) -> dict[str, Any]:
+    """Summarize the rows; `judge` has the name of the judge's model and the rule."""
     names, sampling = [benchmark.name for benchmark in benchmarks], config.sampling
     return {
         "policy": name,
-        "judge": judge,
+        "judge": judge[0] if judge else None,
+        "rule": judge[1] if judge else None,
         "limit": config.limit,
         **dataclasses.asdict(sampling),
         "titles": {benchmark.name: benchmark.title for benchmark in benchmarks},
